@@ -1,0 +1,32 @@
+"""Devices of the tests: a CUDA GPU where there is one; elsewhere Triton's CPU interpreter, switched on before any import."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest
+
+
+def pytest_collection_modifyitems(items):
+    """Tests marked gpu skip without a GPU; tests parametrized on device "interpreter" skip where a GPU runs the kernels."""
+    has_gpu = torch.cuda.is_available()
+    for item in items:
+        if not has_gpu and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        callspec = getattr(item, "callspec", None)
+        if has_gpu and callspec and callspec.params.get("device") == "interpreter":
+            item.add_marker(pytest.mark.skip(reason="the kernels run on the GPU here"))
+
+
+def pytest_generate_tests(metafunc):
+    """A kernel test takes ``device``: "interpreter" (a CPU tensor, interpreted kernel) and "cuda" (marked gpu)."""
+    if "device" in metafunc.fixturenames:
+        metafunc.parametrize("device", ["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed():
+    torch.manual_seed(0)

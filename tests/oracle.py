@@ -1,0 +1,29 @@
+"""How tests judge an op: relative L2 error against a higher-precision oracle, with limits derived from dtypes."""
+
+import torch
+
+# dtypes a device's kernels are tested in. The interpreter's bf16 arithmetic is wrong, so bf16 belongs to the GPU.
+DTYPES = {"interpreter": (torch.float32, torch.float16), "cuda": (torch.float32, torch.float16, torch.bfloat16)}
+
+
+def torch_device(device: str) -> torch.device:
+    """The torch device on which the tests' device name runs."""
+    return torch.device("cpu" if device == "interpreter" else device)
+
+
+def relative_error(actual: torch.Tensor, oracle: torch.Tensor) -> float:
+    """‖actual − oracle‖ / ‖oracle‖ in fp64; NaN in the result never passes a comparison with a limit."""
+    actual, oracle = actual.detach().double(), oracle.detach().double()
+    return ((actual - oracle).norm() / oracle.norm()).item()
+
+
+def assert_no_worse(actual, reference, oracle, *, factor=1.05):
+    """The kernel's error against the oracle is at most ``factor`` × the low-precision torch reference's own error.
+
+    fp32 kernels may order their sums differently, so they get the fp32 rounding of a long sum: 1e-5 relative.
+    """
+    limit = factor * relative_error(reference, oracle)
+    if actual.dtype == torch.float32:
+        limit = max(limit, 1e-5)
+    error = relative_error(actual, oracle)
+    assert error <= limit, f"relative error {error:.3e} > {limit:.3e}"

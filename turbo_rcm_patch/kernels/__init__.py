@@ -1,0 +1,24 @@
+"""The fused ops. Each file: formula, Triton kernel, launcher, custom op with fake, and the function exported here.
+
+Every exported function takes ``implementation="auto" | "triton" | "torch"``; see dispatch.py for what "auto" means.
+"""
+
+from .attention import attention
+from .dispatch import IMPLEMENTATIONS, interpreting, why_not_triton
+from .fingerprint import fingerprint
+from .layer_norm_modulate import layer_norm_modulate
+from .linear_gelu import linear_gelu
+from .linear_skip import linear_skip
+from .rms_norm_rope import rms_norm_rope
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "attention",
+    "fingerprint",
+    "interpreting",
+    "layer_norm_modulate",
+    "linear_gelu",
+    "linear_skip",
+    "rms_norm_rope",
+    "why_not_triton",
+]

@@ -1,0 +1,66 @@
+"""Which implementation an op takes for given tensors: the Triton kernel or the torch reference, and why."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+IMPLEMENTATIONS = ("auto", "triton", "torch")
+MINIMUM_CAPABILITY = (8, 0)
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run in its CPU interpreter (TRITON_INTERPRET=1 was set before the package's import)."""
+    from .coefficient import load_coefficient
+
+    return not isinstance(load_coefficient, triton.runtime.JITFunction)
+
+
+@functools.lru_cache
+def _capability(device_index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device_index)
+
+
+def why_not_triton(*tensors: torch.Tensor | None, has_gradient: bool) -> str | None:
+    """Why the Triton kernel cannot take these tensors, in a few words; None when it can.
+
+    has_gradient: whether the op's kernel has a backward. An op without one leaves autograd to the reference.
+    """
+    present = [tensor for tensor in tensors if tensor is not None]
+    first = present[0]
+    if any(tensor.device != first.device for tensor in present):
+        raise ValueError(f"tensors are on different devices: {sorted({str(t.device) for t in present})}")
+    if first.device.type == "cuda":
+        if torch.version.hip is not None:
+            return "AMD GPU"
+        if _capability(first.device.index) < MINIMUM_CAPABILITY:
+            return f"GPU older than sm_{MINIMUM_CAPABILITY[0]}{MINIMUM_CAPABILITY[1]}"
+    elif not (first.device.type == "cpu" and interpreting()):
+        return f"{first.device.type} tensors"
+    for tensor in present:
+        if tensor.dtype not in KERNEL_DTYPES:
+            return f"dtype {str(tensor.dtype).removeprefix('torch.')}"
+    if not has_gradient and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present):
+        return "autograd"
+    return None
+
+
+def use_triton(implementation: str, *tensors: torch.Tensor | None, has_gradient: bool) -> bool:
+    """Choose for one call. "auto": Triton on a GPU where it applies; "triton": Triton wherever it applies, also in the
+    CPU interpreter, an error where no kernel can run; "torch": the reference. Autograd through an op without a gradient
+    takes the reference under every choice."""
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation={implementation!r} is unknown; accepted are {', '.join(IMPLEMENTATIONS)}.")
+    if implementation == "torch":
+        return False
+    reason = why_not_triton(*tensors, has_gradient=has_gradient)
+    if implementation == "triton" and reason not in (None, "autograd"):
+        raise ValueError(
+            f"implementation='triton' was asked for, but the kernel cannot take these tensors ({reason}); use "
+            "'auto', an NVIDIA GPU of sm_80 or newer with fp32/fp16/bf16 tensors, or TRITON_INTERPRET=1 on the CPU."
+        )
+    on_interpreter = tensors[0].device.type == "cpu"
+    return reason is None and not (implementation == "auto" and on_interpreter)

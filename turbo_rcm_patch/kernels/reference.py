@@ -1,0 +1,124 @@
+"""Every op in plain torch: the definition, the oracle of the tests, and the path taken where no kernel applies.
+
+Shapes: B samples, S tokens, H heads, D head_dim, C = channels, K = input channels. Reductions and the skip are computed
+in fp32 (fp64 for fp64 inputs) and rounded once to the input's dtype.
+Coefficients are canonical: [B|1, S|1, C|1] or None for 1 (see coefficient.py).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def skip(
+    residual: torch.Tensor, output: torch.Tensor, c_skip: torch.Tensor | None, c_out: torch.Tensor | None
+) -> torch.Tensor:
+    """``c_skip * residual + c_out * output`` for residual, output [B, S, C]; result in the residual's dtype."""
+    wide = _wide(residual.dtype)
+    kept, added = residual.to(wide), output.to(wide)
+    kept = kept if c_skip is None else kept * c_skip.to(wide)
+    added = added if c_out is None else added * c_out.to(wide)
+    return (kept + added).to(residual.dtype)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    residual: torch.Tensor | None,
+    c_skip: torch.Tensor | None,
+    c_out: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor:
+    """softmax(scale · q kᵀ) v for q [B, S, H, D], k and v [B, Skv, H, D]; with a residual [B, S, H, D], the skip of it.
+
+    Coefficients are over the C = H·D channels. Attention Is All You Need, eq. 1.
+    """
+    output = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale=scale
+    ).transpose(1, 2)
+    if residual is None:
+        return output
+    return skip(residual.flatten(2), output.flatten(2), c_skip, c_out).view(residual.shape)
+
+
+def linear_skip(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    c_skip: torch.Tensor | None,
+    c_out: torch.Tensor | None,
+) -> torch.Tensor:
+    """``c_skip ⊙ residual + c_out ⊙ (a Wᵀ + b)`` for a [B, S, K], weight [C, K], bias [C], residual [B, S, C]."""
+    return skip(residual, F.linear(a, weight, bias), c_skip, c_out)
+
+
+def linear_gelu(a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``gelu_tanh(a Wᵀ + b)`` for a [B, S, K], weight [C, K], bias [C]."""
+    return F.gelu(F.linear(a, weight, bias), approximate="tanh")
+
+
+def layer_norm_modulate(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    """``(LayerNorm(x) · weight + bias) · (1 + scale) + shift`` for x [B, S, C]; weight, bias [C]; scale, shift
+    [B|1, S|1, C]. Each pair may be None. Adaptive layer norm of DiT, eq. of section 3.2."""
+    wide = _wide(x.dtype)
+    affine = [None if p is None else p.to(wide) for p in (weight, bias)]
+    y = F.layer_norm(x.to(wide), x.shape[-1:], *affine, eps)
+    if scale is not None:
+        y = y * (1 + scale.to(wide)) + shift.to(wide)
+    return y.to(x.dtype)
+
+
+def rms_norm_rope(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    heads: int,
+    eps: float,
+) -> torch.Tensor:
+    """RMSNorm of x [B, S, H·D] over all heads together, then interleaved-pair rotary embedding; returns [B, S, H, D].
+
+    cos, sin [S, D/2]: pair i of every head, (x[2i], x[2i+1]), is rotated by the angle of column i. None: no rotation.
+    """
+    wide = _wide(x.dtype)
+    y = x.to(wide)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.to(wide)
+    y = y.unflatten(-1, (heads, -1))
+    if cos is not None:
+        even, odd = y[..., 0::2], y[..., 1::2]
+        cos, sin = (table.to(wide)[:, None, :] for table in (cos, sin))
+        y = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+    return y.to(x.dtype)
+
+
+def fingerprint(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """A 64-bit checksum of the tensors' bits and order, int64 0-d, on their device.
+
+    Sum over 32-bit words w_i of w_i · (odd multiplier of i), modulo 2**64: a change of any single word always changes it.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
+    for index, tensor in enumerate(tensors):
+        total = total * 0x9E3779B1 + _checksum(tensor) + index
+    return total
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    words = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    padding = -words.numel() % 4
+    words = F.pad(words, (0, padding)).view(torch.int32).to(torch.int64)
+    positions = torch.arange(words.numel(), device=words.device)
+    return (words * (positions * 0x2545F4914F6CDD1D | 1)).sum()
