@@ -1,0 +1,202 @@
+"""Tiny random Wan pipelines, built offline and deterministically: the models that the tests run.
+
+Variants: "t2v" (Wan 2.1), "i2v" (Wan 2.1 I2V: added image K/V and a CLIP), "v2v" (Wan 2.1 video to video), "wan22" (two
+transformers and a boundary), "ti2v" (TI2V-5B text to video: per-token timesteps), "ti2v_i2v" (TI2V-5B from an image).
+"""
+
+import torch
+from diffusers import (
+    AutoencoderKLWan,
+    UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+    WanVideoToVideoPipeline,
+)
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    PreTrainedTokenizerFast,
+    UMT5Config,
+    UMT5EncoderModel,
+)
+
+HEIGHT, WIDTH, FRAMES = 32, 48, 5  # latents [16, 2, 4, 6]: 12 tokens
+TEXT_DIM, IMAGE_DIM, Z_DIM = 32, 4, 16
+I2V_TEXT_TOKENS = 512  # WanAttention with added K/V takes the last 512 context tokens as the text
+
+
+def tiny_wan_pipeline(variant="t2v", dtype=torch.float32, *, seed=0, **transformer_overrides):
+    """A pipeline of the given variant on the CPU. transformer_overrides go to ``tiny_wan_transformer``."""
+    components = {
+        "tokenizer": _tokenizer(),
+        "text_encoder": _seeded(seed, lambda: UMT5EncoderModel(_text_config())).to(dtype),
+        "vae": _seeded(seed + 1, _vae),
+        "scheduler": UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
+    }
+
+    def transformer(**overrides):
+        return tiny_wan_transformer(dtype=dtype, **{"seed": seed + 2, **overrides, **transformer_overrides})
+
+    if variant == "t2v":
+        return _quiet(WanPipeline(transformer=transformer(), **components))
+    if variant == "v2v":
+        return _quiet(WanVideoToVideoPipeline(transformer=transformer(), **components))
+    if variant == "ti2v":
+        return _quiet(WanPipeline(transformer=transformer(), expand_timesteps=True, **components))
+    if variant == "ti2v_i2v":
+        return _quiet(WanImageToVideoPipeline(transformer=transformer(), expand_timesteps=True, **components))
+    if variant == "wan22":
+        low_noise = transformer(seed=seed + 3)
+        return _quiet(
+            WanPipeline(transformer=transformer(), transformer_2=low_noise, boundary_ratio=0.875, **components)
+        )
+    if variant == "i2v":
+        # input channels: latents, 4 mask channels, encoded image
+        model = transformer(in_channels=2 * Z_DIM + 4, image_dim=IMAGE_DIM, added_kv_proj_dim="inner")
+        return _quiet(
+            WanImageToVideoPipeline(
+                transformer=model,
+                image_encoder=_seeded(seed + 4, lambda: CLIPVisionModel(_clip_config())).to(dtype),
+                image_processor=CLIPImageProcessor(crop_size=32, size=32),
+                **components,
+            )
+        )
+    raise ValueError(f"unknown variant {variant!r}")
+
+
+def tiny_call(variant="t2v", **overrides):
+    """Keyword arguments of a fast ``pipe(...)`` call for a variant; returns latents unless output_type is given."""
+    call = {
+        "prompt": "a red fox jumps over the snow",
+        "height": HEIGHT,
+        "width": WIDTH,
+        "num_inference_steps": 2,
+        "max_sequence_length": 16,
+        "output_type": "latent",
+    }
+    if variant == "v2v":
+        call["video"] = [_image(i) for i in range(FRAMES)]
+        call["strength"] = 1.0
+    else:
+        call["num_frames"] = FRAMES
+    if variant in ("i2v", "ti2v_i2v"):
+        call["image"] = _image(0)
+    if variant == "i2v":
+        call["max_sequence_length"] = I2V_TEXT_TOKENS
+    return {**call, **overrides}
+
+
+def tiny_wan_transformer(heads=2, head_dim=64, layers=2, *, dtype=torch.float32, seed=2, **overrides):
+    """A WanTransformer3DModel in eval mode whose every parameter matters: norms and biases are random too.
+
+    overrides go to the model's config; added_kv_proj_dim="inner" stands for heads * head_dim, as in Wan 2.1 I2V. Like
+    ``from_pretrained(dtype=...)``, a low-precision model keeps its time embedder, modulation and norm2 in fp32.
+    """
+    config = {
+        "patch_size": (1, 2, 2),
+        "num_attention_heads": heads,
+        "attention_head_dim": head_dim,
+        "in_channels": Z_DIM,
+        "out_channels": Z_DIM,
+        "text_dim": TEXT_DIM,
+        "freq_dim": 256,
+        "ffn_dim": 48,
+        "num_layers": layers,
+        "cross_attn_norm": True,
+        "qk_norm": "rms_norm_across_heads",
+        "rope_max_seq_len": 32,
+        **overrides,
+    }
+    if config.get("added_kv_proj_dim") == "inner":
+        config["added_kv_proj_dim"] = heads * head_dim
+    model = _seeded(seed, lambda: _with_random_vectors(WanTransformer3DModel(**config)))
+    keep = WanTransformer3DModel._keep_in_fp32_modules
+    for name, parameter in model.named_parameters():
+        if not any(kept in name.split(".") for kept in keep):
+            parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def tiny_transformer_inputs(model, batch=2, frames=3, height=4, width=6, text_tokens=7, image_tokens=5, *, seed=7):
+    """Keyword arguments of ``model(...)`` for latents [batch, C, frames, height, width]; one timestep per sample."""
+    config, dtype = model.config, model.dtype
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    inputs = {
+        "hidden_states": randn(batch, config.in_channels, frames, height, width),
+        "timestep": 900.0 - 100.0 * torch.arange(batch),
+        "encoder_hidden_states": randn(batch, text_tokens, config.text_dim),
+        "return_dict": False,
+    }
+    if config.added_kv_proj_dim is not None:
+        inputs["encoder_hidden_states"] = randn(batch, I2V_TEXT_TOKENS, config.text_dim)
+        inputs["encoder_hidden_states_image"] = randn(batch, image_tokens, config.image_dim)
+    return inputs
+
+
+def _with_random_vectors(model):
+    """Norm weights start at 1 and biases may start at 0: move both, so that leaving one out changes the output."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    return model
+
+
+def _seeded(seed, build):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build().eval()
+
+
+def _quiet(pipe):
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _vae():
+    return AutoencoderKLWan(
+        base_dim=3, z_dim=Z_DIM, dim_mult=[1] * 4, num_res_blocks=1, temperal_downsample=[False, True, True]
+    )
+
+
+def _text_config():
+    return UMT5Config(vocab_size=256, d_model=TEXT_DIM, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+
+
+def _clip_config():
+    return CLIPVisionConfig(
+        hidden_size=IMAGE_DIM,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=16,
+        image_size=32,
+        patch_size=16,
+    )
+
+
+def _tokenizer():
+    letters = [(letter, -4.0) for letter in "▁abcdefghijklmnopqrstuvwxyz0123456789.,'-"]
+    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    tokenizer = Tokenizer(models.Unigram(special + letters, unk_id=2))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        model_max_length=I2V_TEXT_TOKENS,
+    )
+
+
+def _image(index):
+    """A smooth gradient; index shifts its colour."""
+    image = Image.linear_gradient("L").resize((WIDTH, HEIGHT))
+    return Image.merge("RGB", [image, image.rotate(180), image.point(lambda value: (value + 40 * index) % 256)])
