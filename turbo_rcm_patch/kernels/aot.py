@@ -1,0 +1,104 @@
+"""Compile a Triton kernel for a GPU that is not there, and read what it would take: registers, spills, instructions.
+
+Each kernel module lists what it launches on an architecture in ``aot_cases(capability) -> Iterator[AotCase]``;
+scripts/compile_gate.py compiles them all. Needs no GPU, but the real compiler: TRITON_INTERPRET must be unset.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+# Bytes of shared memory one program may take (CUDA C programming guide, technical specifications per capability).
+SHARED_MEMORY = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10, 110: 227 << 10}
+SMALLEST_SHARED_MEMORY = 99 << 10  # 86, 89, 120, 121
+
+
+@dataclass(frozen=True)
+class AotCase:
+    """One specialisation of a kernel, as the launcher would compile it.
+
+    signature: every argument in order and its Triton type: "*bf16", "i32", "fp32", "constexpr",
+    "tensordesc<bf16[128, 64]>". divisible_by_16: the pointers and integers that are multiples of 16.
+    """
+
+    name: str
+    kernel: object
+    signature: dict[str, str]
+    constexprs: dict[str, object]
+    divisible_by_16: tuple[str, ...]
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What the compiler made of a case. spills and shared are in bytes; instructions counts SASS opcodes with their
+    modifiers ("LDG.E.128"); warnings are the lines of ptxas that name a performance loss."""
+
+    registers: int
+    spills: int
+    shared: int
+    warnings: tuple[str, ...]
+    has_low_precision_dot: bool
+    instructions: Counter = field(repr=False)
+
+    def count(self, opcode: str) -> int:
+        """How many instructions have this opcode, or begin with it and a modifier: count("LDG"), count("LDG.E.128")."""
+        return sum(n for name, n in self.instructions.items() if name == opcode or name.startswith(opcode + "."))
+
+
+def shared_memory_limit(capability: int) -> int:
+    """Bytes of shared memory a program may take on this compute capability (90 for sm_90)."""
+    return SHARED_MEMORY.get(capability, SMALLEST_SHARED_MEMORY)
+
+
+def inspect(case: AotCase, capability: int) -> Inspection:
+    """Compile the case for the compute capability (90 for sm_90) and report on it."""
+    compiled, log = _compile(case, capability)
+    spills = [int(size) for size in re.findall(r"(\d+) bytes spill", log)]
+    return Inspection(
+        registers=int(re.search(r"Used (\d+) registers", log)[1]),
+        spills=sum(spills),
+        shared=compiled.metadata.shared,
+        warnings=tuple(line.strip() for line in log.splitlines() if re.search(r"C75\d\d|serializ", line)),
+        has_low_precision_dot=re.search(r"tt\.dot .*x(f16|bf16|i8|f8\w+)> \*", compiled.asm["ttir"]) is not None,
+        instructions=_instructions(compiled.asm["cubin"]),
+    )
+
+
+def _compile(case: AotCase, capability: int):
+    names = list(case.signature)
+    source = ASTSource(
+        fn=case.kernel,
+        signature=case.signature,
+        constexprs=case.constexprs,
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in case.divisible_by_16},
+    )
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    log = io.StringIO()
+    with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(log):
+        knobs.nvidia.dump_ptxas_log = True
+        knobs.compilation.always_compile = True  # a cached binary has no ptxas log
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return compiled, log.getvalue()
+
+
+def _instructions(cubin: bytes) -> Counter:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        command = [knobs.nvidia.nvdisasm.path, "-c", str(path)]
+        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return Counter(re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", sass, re.MULTILINE))
