@@ -98,11 +98,15 @@ def rms_norm_rope(
     y = x.to(wide)
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.to(wide)
     y = y.unflatten(-1, (heads, -1))
-    if cos is not None:
-        even, odd = y[..., 0::2], y[..., 1::2]
-        cos, sin = (table.to(wide)[:, None, :] for table in (cos, sin))
-        y = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
-    return y.to(x.dtype)
+    return (y if cos is None else rotate(y, cos, sin)).to(x.dtype)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Interleaved-pair rotary embedding of x [B, S, H, D] by cos, sin [S, D/2]. RoFormer, eq. 34."""
+    wide = _wide(x.dtype)
+    even, odd = x[..., 0::2].to(wide), x[..., 1::2].to(wide)
+    cos, sin = (table.to(wide)[:, None, :] for table in (cos, sin))
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
 
 
 def fingerprint(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -1,0 +1,40 @@
+"""turbo_rcm_patch: fused attention-plus-skip blocks and the few-step rCM sampler for Wan pipelines in diffusers.
+
+    import turbo_rcm_patch as trp
+    patch = trp.patch(pipe)      # fuse; print(patch.summary()); patch.restore()
+    trp.use_rcm(pipe)            # sample in 1-4 steps
+
+Public names are imported on first use; importing the package touches no GPU.
+"""
+
+import importlib
+
+_HOME_OF = {
+    "patch": "patching",
+    "restore": "patching",
+    "Patch": "patching",
+    "PatchError": "patching",
+    "use_rcm": "patching",
+    "PatchConfig": "config",
+    "PRESETS": "config",
+    "RCMScheduler": "scheduler",
+    "FusedRCMAttention": "modules",
+    "TorchFusedRCMAttention": "modules",
+    "TwoPassRCMAttention": "modules",
+    "load_embedded_pipeline": "embedded",
+}
+
+__all__ = sorted(_HOME_OF)
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOME_OF[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted([*globals(), *_HOME_OF])

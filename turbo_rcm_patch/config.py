@@ -1,0 +1,62 @@
+"""What to patch and how: one frozen configuration, checked when it is made, and the presets that name one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+FUSION_GROUPS = ("self_attention", "cross_attention", "feed_forward")
+ATTENTION_KERNELS = ("auto", "triton", "sdpa")
+IMPLEMENTATIONS = ("auto", "triton", "torch")
+
+
+@dataclass(frozen=True)
+class PatchConfig:
+    """Options of `patch`. The defaults are the preset "exact": no less accurate than without the patch.
+
+    Attributes:
+        fuse: the sub-layers of every block to fuse, any of FUSION_GROUPS; the others run diffusers' own code.
+        attention: "auto" takes the faster kernel known for the GPU, "triton" this package's, "sdpa" PyTorch's.
+        implementation: "auto" runs Triton kernels on a GPU and the torch reference elsewhere; "triton" insists on the
+            kernels (on the CPU: with TRITON_INTERPRET=1); "torch" takes the reference everywhere.
+        cache_text: keep what depends on the prompt alone (text projection, cross-attention K/V) between steps, for as
+            long as the bits of the prompt and of the weights stay the same.
+
+    Raises ValueError when made with an unknown name.
+    """
+
+    fuse: Sequence[str] = FUSION_GROUPS
+    attention: str = "auto"
+    implementation: str = "auto"
+    cache_text: bool = True
+
+    def __post_init__(self):
+        if isinstance(self.fuse, str):
+            raise ValueError(f"fuse={self.fuse!r} is a string; give a sequence of {', '.join(FUSION_GROUPS)}.")
+        object.__setattr__(self, "fuse", tuple(self.fuse))
+        for name in self.fuse:
+            _check_name("fuse", name, FUSION_GROUPS)
+        _check_name("attention", self.attention, ATTENTION_KERNELS)
+        _check_name("implementation", self.implementation, IMPLEMENTATIONS)
+
+
+def _check_name(field: str, value: object, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
+        raise ValueError(f"{field}={value!r} is unknown; accepted are {', '.join(accepted)}.")
+
+
+PRESETS = {"exact": PatchConfig()}
+
+
+def resolve_config(config: PatchConfig | str) -> PatchConfig:
+    """The configuration itself, or that of the preset it names.
+
+    Raises ValueError for an unknown preset and TypeError for anything else.
+    """
+    if isinstance(config, PatchConfig):
+        return config
+    if isinstance(config, str):
+        if config not in PRESETS:
+            raise ValueError(f"preset {config!r} is unknown; accepted are {', '.join(PRESETS)}.")
+        return PRESETS[config]
+    raise TypeError(f"config is a {type(config).__name__}; give a PatchConfig or the name of a preset.")

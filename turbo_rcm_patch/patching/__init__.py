@@ -1,0 +1,6 @@
+"""Patching a loaded pipeline and undoing it (apply.py, journal.py), a folder per model family, and rcm.py to sample."""
+
+from .apply import Patch, PatchError, patch, restore
+from .rcm import use_rcm
+
+__all__ = ["Patch", "PatchError", "patch", "restore", "use_rcm"]

@@ -1,0 +1,135 @@
+"""patch and restore: collect and validate everything, then change; any failure takes all changes back."""
+
+from __future__ import annotations
+
+import torch
+
+from ..config import PatchConfig, resolve_config
+from . import wan
+from .journal import Journal
+from .report import summary_table
+
+_JOURNAL = "_turbo_rcm_patch_journal"  # the attribute of a patched transformer that holds its Journal
+
+
+class PatchError(RuntimeError):
+    """A model cannot be patched or restored as asked; the model is as it was before the call."""
+
+
+class Patch:
+    """What `patch` did, and the way back. As a context manager it restores on exit.
+
+    Attributes:
+        config: the PatchConfig in force.
+        transformers: the patched models by their name in the pipeline.
+    """
+
+    def __init__(self, transformers: dict[str, torch.nn.Module], config: PatchConfig):
+        self.transformers = transformers
+        self.config = config
+
+    @property
+    def active(self) -> bool:
+        """Whether any of the models is still patched."""
+        return any(_JOURNAL in model.__dict__ for model in self.transformers.values())
+
+    def summary(self) -> str:
+        """A table of blocks, what is fused with which kernel, and what falls back and why, as of now.
+
+        Raises PatchError after restore.
+        """
+        self._check_active("summarize")
+        return summary_table({n: m for n, m in self.transformers.items() if _JOURNAL in m.__dict__}, wan.plan_rows)
+
+    def restore(self) -> None:
+        """Take the patch off every model. Raises PatchError when it is off already, or held by an unknown hook."""
+        self._check_active("restore")
+        _restore({n: m for n, m in self.transformers.items() if _JOURNAL in m.__dict__})
+
+    def _check_active(self, verb: str) -> None:
+        if not self.active:
+            raise PatchError(f"nothing to {verb}: {', '.join(self.transformers)} was restored already.")
+
+    def __enter__(self) -> Patch:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if self.active:
+            self.restore()
+
+
+def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
+    """Bind fused forwards on the Wan transformers of a pipeline, or on one transformer.
+
+    state_dict, module classes, parameters and `save_pretrained` stay as they are.
+
+    Args:
+        target: a diffusers pipeline with a `transformer` (and perhaps a `transformer_2`), or a WanTransformer3DModel.
+        config: a PatchConfig or the name of a preset ("exact").
+
+    Raises:
+        PatchError: the model is of another family, patched already, compiled, or under a hook holding an old forward.
+        ValueError, TypeError: for an unknown preset or a config of another type.
+    """
+    config = resolve_config(config)
+    transformers = _transformers_of(target)
+    problems = [p for name, model in transformers.items() for p in _problems(name, model)]
+    if problems:
+        raise PatchError("cannot patch: " + " ".join(problems))
+    journals = []
+    try:
+        for model in transformers.values():
+            journal = Journal()
+            journals.append(journal)
+            journal.set(model, _JOURNAL, journal)
+            for module, attribute, value in wan.bindings(model, config):
+                journal.set(module, attribute, value)
+    except BaseException:
+        for journal in reversed(journals):
+            journal.undo()
+        raise
+    return Patch(transformers, config)
+
+
+def restore(target: object) -> None:
+    """Take the patch off a pipeline's transformers, or off one transformer.
+
+    Raises PatchError when none of them is patched, or when a hook of an unknown kind holds a patched forward.
+    """
+    transformers = _transformers_of(target)
+    patched = {name: model for name, model in transformers.items() if _JOURNAL in model.__dict__}
+    if not patched:
+        raise PatchError(f"nothing to restore: {', '.join(transformers)} is not patched.")
+    _restore(patched)
+
+
+def _transformers_of(target: object) -> dict[str, torch.nn.Module]:
+    if isinstance(target, torch.nn.Module):
+        return {"transformer": target}
+    names = ("transformer", "transformer_2")
+    found = {name: getattr(target, name) for name in names if isinstance(getattr(target, name, None), torch.nn.Module)}
+    if not found:
+        raise PatchError(
+            f"a {type(target).__name__} has no transformer to patch; give a diffusers Wan pipeline or its "
+            f"WanTransformer3DModel. Supported: {wan.SUPPORTED}."
+        )
+    return found
+
+
+def _problems(name: str, model: torch.nn.Module) -> list[str]:
+    if _JOURNAL in model.__dict__:
+        return [f"{name} is patched already; call restore() first."]
+    return wan.check_supported(name, model)
+
+
+def _restore(transformers: dict[str, torch.nn.Module]) -> None:
+    journals = [model.__dict__[_JOURNAL] for model in transformers.values()]
+    captured = [entry for journal in journals for entry in journal.captured()]
+    if captured:
+        kinds = sorted({type(module).__name__ for module, _ in captured})
+        raise PatchError(
+            f"cannot restore: on {len(captured)} modules ({', '.join(kinds)}) the patched forward was replaced after "
+            "the patch; take the replacement off first."
+        )
+    for journal in journals:
+        journal.undo()

@@ -1,0 +1,48 @@
+"""Values that depend on the bits of some tensors alone, kept for as long as those bits stay the same."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
+import torch
+
+from .. import kernels
+
+Value = TypeVar("Value")
+
+
+class ContentCache:
+    """Remembers the last few values under a checksum of what they were computed from.
+
+    A checksum of the bits, unlike an identity or a version counter, also sees writes through ``.data``, a new prompt in
+    the old tensor, and weights that were swapped out and back. It costs one read of the sources and one
+    synchronisation with the GPU.
+    """
+
+    def __init__(self, size: int):
+        self._size = size
+        self._values: OrderedDict[Hashable, object] = OrderedDict()
+
+    def get(self, sources: list[torch.Tensor], key: Hashable, compute: Callable[[], Value]) -> Value:
+        """``compute()``, or what it returned when key and the bits of all sources were last the same."""
+        key = (key, sources[0].device, int(kernels.fingerprint(sources)))
+        if key in self._values:
+            self._values.move_to_end(key)
+        else:
+            while len(self._values) >= self._size:
+                self._values.popitem(last=False)
+            self._values[key] = compute()
+        return self._values[key]
+
+    def values(self):
+        """The remembered values, oldest first."""
+        return self._values.values()
+
+
+def caching_allowed() -> bool:
+    """Whether values may outlive this call: not while autograd records, a graph is captured or code is compiled."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
+    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())

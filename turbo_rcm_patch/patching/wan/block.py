@@ -1,0 +1,126 @@
+"""WanTransformerBlock.forward with fused sub-layers: h = norm(x); x = x + gate · F(h), three times.
+
+The result is diffusers' own (transformer_wan.py) with fewer roundings: everything between two stores stays in fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformerBlock
+
+from ...kernels import reference
+from ..plain import hook_on
+from .layers import (
+    attend,
+    expand,
+    normalize,
+    normalize_unfused,
+    normed_heads,
+    project_and_skip,
+    why_not_fused_attention,
+)
+from .state import STATE, WanState
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+
+
+def block_forward(
+    self: WanTransformerBlock,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    temb: torch.Tensor,
+    rotary_emb: Rotary,
+) -> torch.Tensor:
+    """WanTransformerBlock.forward on fused ops; bound on instances.
+
+    hidden_states [B, S, C], encoder_hidden_states [B, L, C], temb [B, 6, C] or per token [B, S, 6, C], rotary_emb cos
+    and sin [1, S, 1, D]; returns [B, S, C].
+    """
+    if torch.is_autocast_enabled(hidden_states.device.type):
+        return type(self).forward(self, hidden_states, encoder_hidden_states, temb, rotary_emb)
+    state = getattr(self, STATE)
+    shift_msa, scale_msa, gate_msa, c_shift_msa, c_scale_msa, c_gate_msa = _modulation(self.scale_shift_table, temb)
+    hidden_states = _self_attention(self, state, hidden_states, shift_msa, scale_msa, gate_msa, rotary_emb)
+    hidden_states = _cross_attention(self, state, hidden_states, encoder_hidden_states)
+    return _feed_forward(self, state, hidden_states, c_shift_msa, c_scale_msa, c_gate_msa)
+
+
+def _modulation(scale_shift_table: torch.Tensor, temb: torch.Tensor) -> list[torch.Tensor]:
+    """Six fp32 rows, each [B, 1, C], or [B, S, C] where temb is per token."""
+    if temb.ndim == 4:
+        return [row.squeeze(2) for row in (scale_shift_table.unsqueeze(0) + temb.float()).chunk(6, dim=2)]
+    return list((scale_shift_table + temb.float()).chunk(6, dim=1))
+
+
+def _self_attention(
+    block: WanTransformerBlock,
+    state: WanState,
+    x: torch.Tensor,
+    shift: torch.Tensor,
+    scale: torch.Tensor,
+    gate: torch.Tensor,
+    rotary_emb: Rotary,
+) -> torch.Tensor:
+    attn, config = block.attn1, state.config
+    if "self_attention" not in config.fuse:
+        return reference.skip(
+            x, attn(normalize_unfused(block.norm1, x, scale, shift), None, None, rotary_emb), None, gate
+        )
+    h = normalize(block.norm1, x, scale, shift, config.implementation)
+    if why_not_fused_attention(attn) or not _shared_by_batch(rotary_emb):
+        return reference.skip(x, attn(h, None, None, rotary_emb), None, gate)
+    if attn.fused_projections:
+        q, k, v = attn.to_qkv(h).chunk(3, dim=-1)
+    else:
+        q, k, v = attn.to_q(h), attn.to_k(h), attn.to_v(h)
+    tables = state.half_rotary(rotary_emb)
+    q = normed_heads(attn.norm_q, q, attn.heads, tables, config.implementation)
+    k = normed_heads(attn.norm_k, k, attn.heads, tables, config.implementation)
+    v = v.unflatten(2, (attn.heads, -1))
+    attended = attend(attn, q, k, v, config)
+    return project_and_skip(list(attn.to_out), attended.flatten(2), x, gate, config.implementation)
+
+
+def _shared_by_batch(rotary_emb: Rotary) -> bool:
+    return all(table.ndim == 4 and table.shape[0] == table.shape[2] == 1 for table in rotary_emb)
+
+
+def _cross_attention(
+    block: WanTransformerBlock, state: WanState, x: torch.Tensor, encoder_hidden_states: torch.Tensor
+) -> torch.Tensor:
+    attn, config = block.attn2, state.config
+    if "cross_attention" not in config.fuse:
+        return reference.skip(x, attn(normalize_unfused(block.norm2, x, None, None), encoder_hidden_states), None, None)
+    h = normalize(block.norm2, x, None, None, config.implementation)
+    if why_not_fused_attention(attn):
+        return reference.skip(x, attn(h, encoder_hidden_states, None, None), None, None)
+    q = normed_heads(attn.norm_q, attn.to_q(h), attn.heads, None, config.implementation)
+    attended = _attend_context(attn, state, q, encoder_hidden_states)
+    return project_and_skip(list(attn.to_out), attended.flatten(2), x, None, config.implementation)
+
+
+def _attend_context(attn: WanAttention, state: WanState, q: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+    """Attention over the text, plus attention over the image where the context holds one."""
+    keys_values = state.keys_values(attn, context)
+    attended = attend(attn, q, keys_values.key, keys_values.value, state.config, crossing=True)
+    if keys_values.image_key is None:
+        return attended
+    image_key, image_value = keys_values.image_key, keys_values.image_value
+    return attend(attn, q, image_key, image_value, state.config, added_to=attended, crossing=True)
+
+
+def _feed_forward(
+    block: WanTransformerBlock,
+    state: WanState,
+    x: torch.Tensor,
+    shift: torch.Tensor,
+    scale: torch.Tensor,
+    gate: torch.Tensor,
+) -> torch.Tensor:
+    ffn, config = block.ffn, state.config
+    if "feed_forward" not in config.fuse:
+        return reference.skip(x, ffn(normalize_unfused(block.norm3, x, scale, shift)), None, gate)
+    h = normalize(block.norm3, x, scale, shift, config.implementation)
+    if hook_on(ffn):
+        return reference.skip(x, ffn(h), None, gate)
+    return project_and_skip(list(ffn.net[2:]), expand(ffn, h, config.implementation), x, gate, config.implementation)

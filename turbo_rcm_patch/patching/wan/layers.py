@@ -1,0 +1,151 @@
+"""The pieces of a Wan block, each as one fused op, or as diffusers' module where its weights may not be read.
+
+Every piece comes as a pair: ``why_not_…`` names the reason for the module, and the function acts on it.
+"""
+
+from __future__ import annotations
+
+import torch
+from diffusers.models.activations import GELU
+from diffusers.models.attention import FeedForward
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
+from diffusers.models.normalization import FP32LayerNorm
+from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
+from torch import nn
+
+from ... import kernels
+from ...config import PatchConfig
+from ...kernels import reference
+from ..plain import hook_on, why_not_linear, why_not_norm, why_not_plain
+
+# Where PyTorch's attention (cuDNN) is faster than this package's kernel, by compute capability.
+SDPA_CAPABILITIES = ((9, 0), (10, 0))
+
+
+def normalize(
+    norm: nn.Module, x: torch.Tensor, scale: torch.Tensor | None, shift: torch.Tensor | None, implementation: str
+) -> torch.Tensor:
+    """LayerNorm of x [B, S, C], modulated by scale and shift [B, 1|S, C] where given."""
+    if type(norm) is nn.Identity and scale is None:
+        return norm(x)
+    if why_not_norm(norm, FP32LayerNorm, x.device) is None:
+        return kernels.layer_norm_modulate(
+            x, weight=norm.weight, bias=norm.bias, scale=scale, shift=shift, eps=norm.eps, implementation=implementation
+        )
+    return normalize_unfused(norm, x, scale, shift)
+
+
+def normalize_unfused(
+    norm: nn.Module, x: torch.Tensor, scale: torch.Tensor | None, shift: torch.Tensor | None
+) -> torch.Tensor:
+    """`normalize` as diffusers writes it."""
+    y = norm(x.float())
+    return (y if scale is None else y * (1 + scale) + shift).type_as(x)
+
+
+def normed_heads(
+    norm: nn.Module,
+    x: torch.Tensor,
+    heads: int,
+    half_tables: tuple[torch.Tensor, torch.Tensor] | None,
+    implementation: str,
+) -> torch.Tensor:
+    """RMSNorm over all heads of x [B, S, C], split into [B, S, H, D] and rotated by the half tables where given."""
+    cos, sin = half_tables or (None, None)
+    if why_not_norm(norm, nn.RMSNorm, x.device) is None:
+        eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+        return kernels.rms_norm_rope(
+            x, norm.weight, heads=heads, eps=eps, cos=cos, sin=sin, implementation=implementation
+        )
+    y = norm(x).unflatten(-1, (heads, -1))
+    return y if cos is None else reference.rotate(y, cos, sin)
+
+
+def why_not_fused_attention(attn: WanAttention) -> str | None:
+    """Why the whole attention module must be called: something on it, or a processor, that would else be dropped."""
+    if type(attn.processor) is not WanAttnProcessor:
+        return f"processor {type(attn.processor).__name__}"
+    return why_not_plain(attn, WanAttention)
+
+
+def why_not_own_attention(attn: WanAttention) -> str | None:
+    """Why the attention itself goes through diffusers' dispatch: a backend or a parallel layout that the user chose."""
+    processor = attn.processor
+    if processor._parallel_config is not None:
+        return "context parallelism"
+    backend = processor._attention_backend or _AttentionBackendRegistry.get_active_backend()[0]
+    if processor._attention_backend is None and backend == AttentionBackendName.NATIVE:
+        return None
+    return f"attention backend {AttentionBackendName(backend).value}"
+
+
+def attend(
+    attn: WanAttention,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    config: PatchConfig,
+    *,
+    added_to: torch.Tensor | None = None,
+    crossing: bool = False,
+) -> torch.Tensor:
+    """Attention of q [B, S, H, D] over k, v [B, L, H, D], plus `added_to` [B, S, H, D] where given.
+
+    crossing: cross-attention, which context parallelism leaves alone.
+    """
+    if why_not_own_attention(attn) is None:
+        return kernels.attention(
+            q, k, v, residual=added_to, implementation=attention_implementation(config, q.device, q.dtype)
+        )
+    processor = attn.processor
+    parallel_config = None if crossing else processor._parallel_config
+    output = dispatch_attention_fn(q, k, v, backend=processor._attention_backend, parallel_config=parallel_config)
+    return output.type_as(q) if added_to is None else added_to + output.type_as(q)
+
+
+def attention_implementation(config: PatchConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """The implementation argument for `kernels.attention` on this device: "torch" is PyTorch's SDPA."""
+    if config.attention == "sdpa":
+        return "torch"
+    if config.attention == "auto" and config.implementation == "auto" and device.type == "cuda":
+        half = dtype in (torch.float16, torch.bfloat16)
+        if not half or torch.cuda.get_device_capability(device) in SDPA_CAPABILITIES:
+            return "torch"
+    return config.implementation
+
+
+def why_not_linear_skip(layers: list[nn.Module], device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a projection, a linear and perhaps a dropout, and the skip after it stay separate steps."""
+    linear, *dropouts = layers
+    for dropout in dropouts:
+        if hook_on(dropout) or (dropout.training and getattr(dropout, "p", 0) > 0):
+            return hook_on(dropout) or "dropout"
+    return why_not_linear(linear, device, dtype)
+
+
+def project_and_skip(
+    layers: list[nn.Module], a: torch.Tensor, residual: torch.Tensor, gate: torch.Tensor | None, implementation: str
+) -> torch.Tensor:
+    """``residual + gate · layers(a)`` for a [B, S, K], residual [B, S, C], gate [B, 1|S, C] or None for 1."""
+    if why_not_linear_skip(layers, a.device, a.dtype) is None:
+        linear, c_out = layers[0], 1.0 if gate is None else gate
+        return kernels.linear_skip(a, linear.weight, linear.bias, residual, c_out=c_out, implementation=implementation)
+    for layer in layers:
+        a = layer(a)
+    return reference.skip(residual, a, None, gate)
+
+
+def why_not_linear_gelu(ffn: FeedForward, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the feed-forward's first linear and its GELU stay two steps."""
+    activation = ffn.net[0]
+    if type(activation) is GELU and activation.approximate != "tanh":
+        return f"GELU {activation.approximate}"
+    return why_not_plain(activation, GELU) or why_not_linear(activation.proj, device, dtype)
+
+
+def expand(ffn: FeedForward, x: torch.Tensor, implementation: str) -> torch.Tensor:
+    """``dropout(gelu(linear(x)))``: [B, S, C] to [B, S, ffn_dim]."""
+    if why_not_linear_gelu(ffn, x.device, x.dtype) is None:
+        proj = ffn.net[0].proj
+        return ffn.net[1](kernels.linear_gelu(x, proj.weight, proj.bias, implementation=implementation))
+    return ffn.net[1](ffn.net[0](x))

@@ -1,0 +1,147 @@
+"""What the patched modules of one transformer share: the configuration, and what stays the same over a generation.
+
+RoPE tables, the projected prompt and its cross-attention K/V are computed once and kept for as long as the bits they
+depend on stay the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformer3DModel
+from torch import nn
+
+from ...config import PatchConfig
+from ..cache import ContentCache, caching_allowed
+from ..plain import why_not_read
+from .layers import normed_heads
+
+# WanAttention takes the last 512 context tokens as text and those before them as image tokens.
+TEXT_TOKENS = 512
+
+STATE = "_turbo_rcm_patch"  # the attribute of every patched module that holds its transformer's WanState
+
+_PROMPTS = 2  # the conditional and the unconditional one
+_SIZES = 2
+
+
+class KeysValues(NamedTuple):
+    """K and V [B, L, H, D] of the text, and of the image where the attention has image projections."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+    image_key: torch.Tensor | None = None
+    image_value: torch.Tensor | None = None
+
+
+@dataclass
+class Context:
+    """A projected prompt [B, L, C] and, per cross-attention, its keys and values."""
+
+    tensor: torch.Tensor
+    keys_values: dict[nn.Module, KeysValues] = field(default_factory=dict)
+
+
+class RotaryTables:
+    """RoPE tables: full cos and sin [1, S, 1, D] as diffusers makes them, half [S, D/2] as the kernel reads them.
+
+    diffusers repeats each pair's angle in both columns and reads cos from the even, sin from the odd ones.
+    """
+
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor):
+        self.full = (cos, sin)
+        self.half = (cos[0, :, 0, 0::2].contiguous(), sin[0, :, 0, 1::2].contiguous())
+
+
+class WanState:
+    """One transformer's PatchConfig and the constants of its generations."""
+
+    def __init__(self, transformer: WanTransformer3DModel, config: PatchConfig):
+        self.config = config
+        self._transformer = transformer
+        self._contexts = ContentCache(_PROMPTS)
+        self._rotary = ContentCache(_SIZES)
+
+    def rotary(self, rope: nn.Module, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The full RoPE tables for latents [B, C, F, H, W]."""
+        sources = [rope.freqs_cos, rope.freqs_sin]
+        key = (latents.shape[2:], rope.freqs_cos.dtype)
+        return self._rotary.get(sources, key, lambda: RotaryTables(*type(rope).forward(rope, latents))).full
+
+    def half_rotary(self, full: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tables that the kernel reads, of full ones."""
+        if caching_allowed():
+            for known in self._rotary.values():
+                if known.full[0] is full[0] and known.full[1] is full[1]:
+                    return known.half
+        return RotaryTables(*full).half
+
+    def why_not_context(self, text: torch.Tensor) -> str | None:
+        """Why the prompt's constants are computed anew on each call; None when they are kept."""
+        if not self.config.cache_text:
+            return "cache_text=False"
+        modules = [module for part in _embedders(self._transformer) for module in part.modules()]
+        for block in self._transformer.blocks:
+            modules += [block.attn2, *_key_value_modules(block.attn2)]
+        return next(filter(None, (why_not_read(module, text.device) for module in modules)), None)
+
+    def context(self, text: torch.Tensor, image: torch.Tensor | None) -> torch.Tensor:
+        """The projected prompt, image tokens first, for text [B, L, text_dim] and image [B, L', image_dim]."""
+        inputs = [text] if image is None else [text, image]
+        key = tuple((tensor.shape, tensor.dtype) for tensor in inputs)
+        compute = lambda: Context(self._project(text, image))  # noqa: E731
+        return self._contexts.get([*inputs, *self._weights()], key, compute).tensor
+
+    def keys_values(self, attn: WanAttention, context: torch.Tensor) -> KeysValues:
+        """K/V of a context [B, L, C] under one cross-attention, kept with the context if it is one of ours."""
+        if caching_allowed():
+            for known in self._contexts.values():
+                if known.tensor is context:
+                    if attn not in known.keys_values:
+                        known.keys_values[attn] = _keys_values(attn, context, self.config.implementation)
+                    return known.keys_values[attn]
+        return _keys_values(attn, context, self.config.implementation)
+
+    def _project(self, text: torch.Tensor, image: torch.Tensor | None) -> torch.Tensor:
+        embedder = self._transformer.condition_embedder
+        projected = embedder.text_embedder(text)
+        return projected if image is None else torch.concat([embedder.image_embedder(image), projected], dim=1)
+
+    def _weights(self) -> list[torch.Tensor]:
+        modules = _embedders(self._transformer)
+        for block in self._transformer.blocks:
+            modules += _key_value_modules(block.attn2)
+        return [parameter for module in modules for parameter in module.parameters()]
+
+
+def _embedders(transformer: WanTransformer3DModel) -> list[nn.Module]:
+    embedder = transformer.condition_embedder
+    return [module for module in (embedder.text_embedder, embedder.image_embedder) if module is not None]
+
+
+def _key_value_modules(attn: WanAttention) -> list[nn.Module]:
+    """The modules between a context and its keys and values."""
+    fused = getattr(attn, "fused_projections", False)
+    modules = [attn.to_kv] if fused else [attn.to_k, attn.to_v]
+    modules.append(attn.norm_k)
+    if attn.add_k_proj is not None:
+        modules += [attn.to_added_kv] if fused else [attn.add_k_proj, attn.add_v_proj]
+        modules.append(attn.norm_added_k)
+    return modules
+
+
+def _keys_values(attn: WanAttention, context: torch.Tensor, implementation: str) -> KeysValues:
+    fused = getattr(attn, "fused_projections", False)
+    image, text = None, context
+    if attn.add_k_proj is not None:
+        image_tokens = context.shape[1] - TEXT_TOKENS
+        image, text = context[:, :image_tokens], context[:, image_tokens:]
+    key, value = attn.to_kv(text).chunk(2, dim=-1) if fused else (attn.to_k(text), attn.to_v(text))
+    text_kv = normed_heads(attn.norm_k, key, attn.heads, None, implementation), value.unflatten(2, (attn.heads, -1))
+    if image is None:
+        return KeysValues(*text_kv)
+    key, value = attn.to_added_kv(image).chunk(2, dim=-1) if fused else (attn.add_k_proj(image), attn.add_v_proj(image))
+    image_key = normed_heads(attn.norm_added_k, key, attn.heads, None, implementation)
+    return KeysValues(*text_kv, image_key, value.unflatten(2, (attn.heads, -1)))
