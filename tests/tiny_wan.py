@@ -142,10 +142,12 @@ def tiny_transformer_inputs(model, batch=2, frames=3, height=4, width=6, text_to
 
 
 def _with_random_vectors(model):
-    """Norm weights start at 1 and biases may start at 0: move both, so that leaving one out changes the output."""
+    """Norm weights start at 1, biases may start at 0 and gates are small: leaving one out must change the output."""
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data += 0.2 * torch.randn_like(parameter)
+    for block in model.blocks:
+        torch.nn.init.normal_(block.scale_shift_table, std=0.5)
     return model
 
 
