@@ -4,7 +4,7 @@ Every exported function takes ``implementation="auto" | "triton" | "torch"``; se
 """
 
 from .attention import attention
-from .dispatch import IMPLEMENTATIONS, interpreting, why_not_triton
+from .dispatch import IMPLEMENTATIONS, interpreting, why_not_triton, why_not_triton_on
 from .fingerprint import fingerprint
 from .layer_norm_modulate import layer_norm_modulate
 from .linear_gelu import linear_gelu
@@ -21,4 +21,5 @@ __all__ = [
     "linear_skip",
     "rms_norm_rope",
     "why_not_triton",
+    "why_not_triton_on",
 ]

@@ -24,25 +24,34 @@ def _capability(device_index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device_index)
 
 
+def why_not_triton_on(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why Triton kernels cannot take tensors of this device and dtype, in a few words; None when they can."""
+    if device.type == "cuda":
+        if torch.version.hip is not None:
+            return "AMD GPU"
+        if _capability(device.index or 0) < MINIMUM_CAPABILITY:
+            return f"GPU older than sm_{MINIMUM_CAPABILITY[0]}{MINIMUM_CAPABILITY[1]}"
+    elif not (device.type == "cpu" and interpreting()):
+        return f"{device.type} tensors"
+    if dtype not in KERNEL_DTYPES:
+        return f"{str(dtype).removeprefix('torch.')} tensors"
+    return None
+
+
 def why_not_triton(*tensors: torch.Tensor | None, has_gradient: bool) -> str | None:
     """Why the Triton kernel cannot take these tensors, in a few words; None when it can.
 
     has_gradient: whether the op's kernel has a backward. An op without one leaves autograd to the reference.
+    Raises ValueError when the tensors are on different devices.
     """
     present = [tensor for tensor in tensors if tensor is not None]
-    first = present[0]
-    if any(tensor.device != first.device for tensor in present):
-        raise ValueError(f"tensors are on different devices: {sorted({str(t.device) for t in present})}")
-    if first.device.type == "cuda":
-        if torch.version.hip is not None:
-            return "AMD GPU"
-        if _capability(first.device.index) < MINIMUM_CAPABILITY:
-            return f"GPU older than sm_{MINIMUM_CAPABILITY[0]}{MINIMUM_CAPABILITY[1]}"
-    elif not (first.device.type == "cpu" and interpreting()):
-        return f"{first.device.type} tensors"
+    device = present[0].device
+    if any(tensor.device != device for tensor in present):
+        raise ValueError(f"tensors are on different devices: {', '.join(sorted({str(t.device) for t in present}))}.")
     for tensor in present:
-        if tensor.dtype not in KERNEL_DTYPES:
-            return f"dtype {str(tensor.dtype).removeprefix('torch.')}"
+        reason = why_not_triton_on(device, tensor.dtype)
+        if reason is not None:
+            return reason
     if not has_gradient and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present):
         return "autograd"
     return None

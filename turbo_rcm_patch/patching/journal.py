@@ -6,7 +6,9 @@ from types import MethodType
 
 import torch
 
-_ABSENT = object()
+
+class _ABSENT:
+    """Stands for an attribute that was not there; a class, because deepcopy keeps a class's identity."""
 
 
 class Journal:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from diffusers.utils.torch_utils import get_module_execution_device
 
 Rows = list[tuple[str, str, str, dict[str, int]]]
+HEADER = ("sub-layer", "step", "kernel", "fused", "falls back because")
+FOOTER = "under autograd the norms, RoPE and GELU run as torch ops; under autocast blocks run diffusers' code"
 
 
 def summary_table(transformers: dict[str, torch.nn.Module], plan_rows: Callable[[torch.nn.Module], Rows]) -> str:
@@ -16,27 +19,18 @@ def summary_table(transformers: dict[str, torch.nn.Module], plan_rows: Callable[
 
 def _table(name: str, model: torch.nn.Module, rows: Rows) -> str:
     blocks = len(model.blocks)
-    like = model.patch_embedding.weight
-    lines = [
-        f"{name}: {type(model).__name__}, {blocks} blocks, {_dtype_name(like.dtype)} on {_device_name(like.device)}"
-    ]
-    cells = [("sub-layer", "step", "kernel", "fused", "falls back because")]
-    for sub_layer, step, kernel, reasons in rows:
-        fused = blocks - sum(reasons.values())
-        because = "; ".join(f"{reason} ({count})" for reason, count in reasons.items())
-        cells.append((sub_layer, step, kernel, f"{fused}/{blocks}", because))
-    widths = [max(len(row[column]) for row in cells) for column in range(5)]
-    lines += [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
-    ]
-    lines.append(
-        "  under autograd the norms, RoPE and GELU run as torch ops; under autocast blocks run diffusers' code"
-    )
-    return "\n".join(lines)
+    dtype = str(model.patch_embedding.weight.dtype).removeprefix("torch.")
+    device = _device_name(get_module_execution_device(model))
+    cells = [HEADER, *(_cells(blocks, *row) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [" ".join(f"{cell:{width}} " for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    title = f"{name}: {type(model).__name__}, {blocks} blocks, {dtype} on {device}"
+    return "\n  ".join([title, *lines, FOOTER])
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _cells(blocks: int, sub_layer: str, step: str, kernel: str, reasons: dict[str, int]) -> tuple[str, ...]:
+    because = "; ".join(f"{reason} ({count})" for reason, count in reasons.items())
+    return sub_layer, step, kernel, f"{blocks - sum(reasons.values())}/{blocks}", because
 
 
 def _device_name(device: torch.device) -> str:

@@ -46,7 +46,7 @@ def condition_forward(
     """
     state = getattr(self, STATE)
     text, image = encoder_hidden_states, encoder_hidden_states_image
-    if not caching_allowed() or state.why_not_context(text):
+    if not caching_allowed() or state.why_not_context(text.device):
         return type(self).forward(self, timestep, text, image, timestep_seq_len)
     temb, timestep_proj, _, _ = type(self).forward(self, timestep, text[:, :0], None, timestep_seq_len)
     return temb, timestep_proj, state.context(text, image), None

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from diffusers.models.normalization import FP32LayerNorm
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel, WanTransformerBlock
+from diffusers.utils.torch_utils import get_module_execution_device
 from torch import nn
 
 from ... import kernels
@@ -27,44 +28,43 @@ NOT_ASKED = "not in fuse"
 def plan_rows(transformer: WanTransformer3DModel) -> list[tuple[str, str, str, dict[str, int]]]:
     """(sub-layer, step, kernel, {reason: blocks that fall back for it}) for every fused step."""
     state: WanState = getattr(transformer, STATE)
-    like = transformer.patch_embedding.weight
-    rows: dict[tuple[str, str, str], dict[str, int]] = {}
+    # Under offloading the weights rest elsewhere than the forward runs.
+    device, dtype = get_module_execution_device(transformer), transformer.patch_embedding.weight.dtype
+    kernel = _kernel_name(state.config.implementation, device, dtype)
+    choice = attention_implementation(state.config, device, dtype)
+    attention_kernel = _kernel_name(choice, device, dtype, otherwise="PyTorch SDPA")
+    rows: dict[tuple[str, str], dict[str, int]] = {}
     for block in transformer.blocks:
-        for sub_layer, step, kernel, reason in _block_steps(block, state.config, like):
-            reasons = rows.setdefault((sub_layer, step, kernel), {})
+        for sub_layer, step, reason in _block_steps(block, state.config, dtype):
+            reasons = rows.setdefault((sub_layer, step), {})
             if reason:
                 reasons[reason] = reasons.get(reason, 0) + 1
-    reason = state.why_not_context(like)
-    kept = {reason: len(transformer.blocks)} if reason else {}
-    return [*((*key, reasons) for key, reasons in rows.items()), ("constants", "prompt, cross K/V", "kept", kept)]
+    kernels_used = {step: attention_kernel if step == "attention" else kernel for _, step in rows}
+    named = [(sub_layer, step, kernels_used[step], reasons) for (sub_layer, step), reasons in rows.items()]
+    reason = state.why_not_context(transformer.patch_embedding.weight.device)
+    return [*named, ("constants", "prompt, cross K/V", "kept", {reason: len(transformer.blocks)} if reason else {})]
 
 
 def _block_steps(
-    block: WanTransformerBlock, config: PatchConfig, like: torch.Tensor
-) -> Iterator[tuple[str, str, str, str | None]]:
-    device, dtype = like.device, like.dtype
-    kernel = _kernel_name(config.implementation, like)
-    attention_kernel = _kernel_name(attention_implementation(config, device, dtype), like, otherwise="PyTorch SDPA")
+    block: WanTransformerBlock, config: PatchConfig, dtype: torch.dtype
+) -> Iterator[tuple[str, str, str | None]]:
+    # Offloading moves a block's weights together, so they are "elsewhere" only when apart from each other.
+    device = block.scale_shift_table.device
     for group, norm, attn in (
         ("self_attention", block.norm1, block.attn1),
         ("cross_attention", block.norm2, block.attn2),
     ):
         asked = None if group in config.fuse else NOT_ASKED
         whole = asked or why_not_fused_attention(attn)
-        yield group, "norm + modulation", kernel, asked or _why_not_layer_norm(norm, device)
-        yield group, "QK-norm + RoPE", kernel, whole or _why_not_qk_norm(attn, device)
-        yield group, "attention", attention_kernel, whole or why_not_own_attention(attn)
-        yield group, "projection + skip", kernel, whole or why_not_linear_skip(list(attn.to_out), device, dtype)
+        yield group, "norm + modulation", asked or _why_not_layer_norm(norm, device)
+        yield group, "QK-norm + RoPE", whole or _why_not_qk_norm(attn, device)
+        yield group, "attention", whole or why_not_own_attention(attn)
+        yield group, "projection + skip", whole or why_not_linear_skip(list(attn.to_out), device, dtype)
     asked = None if "feed_forward" in config.fuse else NOT_ASKED
     whole = asked or hook_on(block.ffn)
-    yield "feed_forward", "norm + modulation", kernel, asked or _why_not_layer_norm(block.norm3, device)
-    yield "feed_forward", "linear + GELU", kernel, whole or why_not_linear_gelu(block.ffn, device, dtype)
-    yield (
-        "feed_forward",
-        "linear + skip",
-        kernel,
-        whole or why_not_linear_skip(list(block.ffn.net[2:]), device, dtype),
-    )
+    yield "feed_forward", "norm + modulation", asked or _why_not_layer_norm(block.norm3, device)
+    yield "feed_forward", "linear + GELU", whole or why_not_linear_gelu(block.ffn, device, dtype)
+    yield "feed_forward", "linear + skip", whole or why_not_linear_skip(list(block.ffn.net[2:]), device, dtype)
 
 
 def _why_not_layer_norm(norm: nn.Module, device: torch.device) -> str | None:
@@ -75,11 +75,12 @@ def _why_not_qk_norm(attn: nn.Module, device: torch.device) -> str | None:
     return why_not_norm(attn.norm_q, nn.RMSNorm, device) or why_not_norm(attn.norm_k, nn.RMSNorm, device)
 
 
-def _kernel_name(implementation: str, like: torch.Tensor, otherwise: str = "torch reference") -> str:
+def _kernel_name(
+    implementation: str, device: torch.device, dtype: torch.dtype, otherwise: str = "torch reference"
+) -> str:
     if implementation == "torch":
         return otherwise
-    with torch.no_grad():
-        reason = kernels.why_not_triton(like, has_gradient=True)
-    if reason is None and (implementation == "triton" or like.device.type == "cuda"):
+    reason = kernels.why_not_triton_on(device, dtype)
+    if reason is None and (implementation == "triton" or device.type == "cuda"):
         return "Triton"
-    return f"{otherwise} ({reason or 'interpreter'})"
+    return f"{otherwise} ({reason or 'cpu tensors'})"

@@ -78,14 +78,14 @@ class WanState:
                     return known.half
         return RotaryTables(*full).half
 
-    def why_not_context(self, text: torch.Tensor) -> str | None:
+    def why_not_context(self, device: torch.device) -> str | None:
         """Why the prompt's constants are computed anew on each call; None when they are kept."""
         if not self.config.cache_text:
             return "cache_text=False"
         modules = [module for part in _embedders(self._transformer) for module in part.modules()]
         for block in self._transformer.blocks:
             modules += [block.attn2, *_key_value_modules(block.attn2)]
-        return next(filter(None, (why_not_read(module, text.device) for module in modules)), None)
+        return next(filter(None, (why_not_read(module, device) for module in modules)), None)
 
     def context(self, text: torch.Tensor, image: torch.Tensor | None) -> torch.Tensor:
         """The projected prompt, image tokens first, for text [B, L, text_dim] and image [B, L', image_dim]."""
