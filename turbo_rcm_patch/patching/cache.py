@@ -41,8 +41,8 @@ class ContentCache:
         return self._values.values()
 
 
-def caching_allowed() -> bool:
-    """Whether values may outlive this call: not while autograd records, a graph is captured or code is compiled."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+def caching_allowed(device: torch.device) -> bool:
+    """Whether values may outlive this call: not under autograd or autocast, while compiling or capturing a graph."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())

@@ -12,7 +12,7 @@ import torch
 def why_not_plain(module: torch.nn.Module, expected: type) -> str | None:
     """Why `module` is not simply an `expected`, in a few words; None when it is, with no hook and ordinary weights."""
     if type(module) is not expected:
-        return f"{type(module).__module__.split('.')[0]} {type(module).__name__} layer"
+        return _peft_layer(module) or f"{type(module).__module__.split('.')[0]} {type(module).__name__} layer"
     return hook_on(module) or _odd_weight(module)
 
 
@@ -31,9 +31,7 @@ def why_not_norm(norm: torch.nn.Module, expected: type, device: torch.device) ->
 
 def why_not_read(module: torch.nn.Module, device: torch.device) -> str | None:
     """Why what a module computes may depend on more than the bits of its own parameters; None when it does not."""
-    if type(module).__module__.startswith("peft."):
-        return "LoRA layer"
-    return hook_on(module) or _odd_weight(module) or _elsewhere(module, device)
+    return _peft_layer(module) or hook_on(module) or _odd_weight(module) or _elsewhere(module, device)
 
 
 def hook_on(module: torch.nn.Module) -> str | None:
@@ -48,6 +46,13 @@ def hook_on(module: torch.nn.Module) -> str | None:
     if "forward" in module.__dict__:
         return "replaced forward"
     return None
+
+
+def _peft_layer(module: torch.nn.Module) -> str | None:
+    path = type(module).__module__
+    if not path.startswith("peft."):
+        return None
+    return "LoRA layer" if ".lora." in path else "PEFT layer"
 
 
 def _odd_weight(module: torch.nn.Module) -> str | None:

@@ -28,7 +28,7 @@ SUPPORTED = (
 
 def rotary_forward(self: WanRotaryPosEmbed, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin [1, S, 1, D] for latents [B, C, F, H, W], kept between steps."""
-    if not caching_allowed():
+    if not caching_allowed(hidden_states.device):
         return type(self).forward(self, hidden_states)
     return getattr(self, STATE).rotary(self, hidden_states)
 
@@ -46,7 +46,7 @@ def condition_forward(
     """
     state = getattr(self, STATE)
     text, image = encoder_hidden_states, encoder_hidden_states_image
-    if not caching_allowed() or state.why_not_context(text.device):
+    if not caching_allowed(text.device) or state.why_not_context(text.device):
         return type(self).forward(self, timestep, text, image, timestep_seq_len)
     temb, timestep_proj, _, _ = type(self).forward(self, timestep, text[:, :0], None, timestep_seq_len)
     return temb, timestep_proj, state.context(text, image), None
@@ -59,7 +59,7 @@ def check_supported(name: str, transformer: torch.nn.Module) -> list[str]:
         remedy = "patch the model before compiling it" if compiled else f"supported: {SUPPORTED}"
         return [f"{name} is a {type(transformer).__module__}.{type(transformer).__name__}; {remedy}."]
     problems = [
-        f"{name}.blocks.{i} is a {type(block).__name__}, not a WanTransformerBlock; supported: {SUPPORTED}."
+        f"{name}.blocks.{i} is a {type(block).__module__}.{type(block).__name__}, not diffusers' block of Wan; supported: {SUPPORTED}."
         for i, block in enumerate(transformer.blocks)
         if type(block) is not WanTransformerBlock or not _is_wan_block(block)
     ]

@@ -72,7 +72,7 @@ class WanState:
 
     def half_rotary(self, full: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """The tables that the kernel reads, of full ones."""
-        if caching_allowed():
+        if caching_allowed(full[0].device):
             for known in self._rotary.values():
                 if known.full[0] is full[0] and known.full[1] is full[1]:
                     return known.half
@@ -96,7 +96,7 @@ class WanState:
 
     def keys_values(self, attn: WanAttention, context: torch.Tensor) -> KeysValues:
         """K/V of a context [B, L, C] under one cross-attention, kept with the context if it is one of ours."""
-        if caching_allowed():
+        if caching_allowed(context.device):
             for known in self._contexts.values():
                 if known.tensor is context:
                     if attn not in known.keys_values:

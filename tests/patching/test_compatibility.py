@@ -1,0 +1,266 @@
+"""The rest of diffusers keeps working on a patched model: fused, or through a fallback that the summary names."""
+
+import copy
+
+import accelerate
+import pytest
+import torch
+from diffusers import FirstBlockCacheConfig
+from diffusers.models.attention_dispatch import attention_backend
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+from peft import LoraConfig
+
+import turbo_rcm_patch as trp
+from tests.oracle import relative_error
+from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
+
+CPU = torch.device("cpu")
+LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
+
+
+def output_of(model, **overrides):
+    with torch.no_grad():
+        return model(**{**tiny_transformer_inputs(model), **overrides})[0]
+
+
+def assert_same_output(patched, plain, **overrides):
+    assert relative_error(output_of(patched, **overrides), output_of(plain, **overrides)) <= 1e-5
+
+
+def row(patch, sub_layer, step):
+    """The summary's line of one fused step."""
+    return next(line for line in patch.summary().splitlines() if sub_layer in line and step in line)
+
+
+def add_lora(model, name, seed):
+    torch.manual_seed(seed)
+    config = LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=LORA_TARGETS)
+    model.add_adapter(config, adapter_name=name)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_lora(when):
+    patched, plain = tiny_wan_transformer(), tiny_wan_transformer()
+    base = output_of(plain)
+    if when == "before":
+        add_lora(patched, "first", 5)
+    patch = trp.patch(patched)
+    if when == "after":
+        output_of(patched)
+        add_lora(patched, "first", 5)
+    add_lora(plain, "first", 5)
+    assert relative_error(output_of(plain), base) > 0.1
+    assert_same_output(patched, plain)
+    for step in ("projection + skip", "linear + GELU", "linear + skip", "prompt"):
+        assert "0/2" in row(patch, "", step)
+        assert "LoRA layer (2)" in row(patch, "", step)
+
+    assert_same_output(patched, plain, attention_kwargs={"scale": 0.3})
+    for model in (patched, plain):
+        add_lora(model, "second", 9)
+        model.set_adapters(["first", "second"], [0.5, 0.7])
+    assert_same_output(patched, plain)
+    for model in (patched, plain):
+        model.disable_lora()
+    assert relative_error(output_of(patched), base) <= 1e-5
+    for model in (patched, plain):
+        model.enable_lora()
+        model.fuse_lora()
+    assert_same_output(patched, plain)
+    for model in (patched, plain):
+        model.unload_lora()
+    assert "2/2" in row(patch, "feed_forward", "linear + skip")
+    assert_same_output(patched, plain)
+    patch.restore()
+    assert_same_output(patched, plain)
+
+
+def test_lora_fused_and_unloaded_between_two_generations_is_not_missed():
+    """Fusing writes the base weights through .data, which no version counter sees."""
+    patched, plain = tiny_wan_transformer(), tiny_wan_transformer()
+    trp.patch(patched)
+    before = output_of(patched)
+    for model in (patched, plain):
+        add_lora(model, "first", 5)
+        model.fuse_lora()
+        model.unload_lora()
+    assert_same_output(patched, plain)
+    assert relative_error(output_of(patched), before) > 0.1
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_training_gradients(checkpointing):
+    plain = tiny_wan_transformer().train()
+    patched = copy.deepcopy(plain)
+    trp.patch(patched)
+    results = []
+    for model in (patched, plain):
+        if checkpointing:
+            model.enable_gradient_checkpointing()
+        inputs = tiny_transformer_inputs(model)
+        leaves = {name: inputs[name].requires_grad_() for name in ("hidden_states", "encoder_hidden_states")}
+        output_of(model)  # constants kept by a generation must not reach the graph
+        model(**inputs)[0].square().mean().backward()
+        results.append({**leaves, **dict(model.named_parameters())})
+    for name, tensor in results[1].items():
+        if tensor.grad is None:
+            assert results[0][name].grad is None, name
+        else:
+            assert relative_error(results[0][name].grad, tensor.grad) <= 1e-5, name
+
+
+def test_group_offload():
+    for options in ({"offload_type": "block_level", "num_blocks_per_group": 1}, {"offload_type": "leaf_level"}):
+        patched, plain = tiny_wan_transformer(), tiny_wan_transformer()
+        patch = trp.patch(patched)
+        patched.enable_group_offload(onload_device=CPU, offload_device=CPU, **options)
+        assert_same_output(patched, plain)
+        leaf = options["offload_type"] == "leaf_level"
+        assert ("hook group_offloading (2)" in row(patch, "self_attention", "projection + skip")) == leaf
+        patch.restore()
+        assert torch.equal(output_of(patched), output_of(plain))
+
+
+def test_sequential_offload():
+    patched, plain = tiny_wan_transformer(), tiny_wan_transformer()
+    patch = trp.patch(patched)
+    accelerate.cpu_offload(patched, execution_device=CPU)
+    assert_same_output(patched, plain)
+    assert "hook AlignDevicesHook (2)" in row(patch, "self_attention", "projection + skip")
+    patch.restore()
+    assert torch.equal(output_of(patched), output_of(plain))
+
+
+def test_model_offload():
+    patched, plain = tiny_wan_transformer(), tiny_wan_transformer()
+    with trp.patch(patched) as patch:
+        accelerate.cpu_offload_with_hook(patched, execution_device=CPU)
+        assert_same_output(patched, plain)
+        assert "2/2" in row(patch, "feed_forward", "linear + skip")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "offload", ["enable_model_cpu_offload", "enable_group_offload", "enable_sequential_cpu_offload"]
+)
+def test_offload_on_a_gpu(offload):
+    patched, plain = tiny_wan_pipeline(), tiny_wan_pipeline()
+    options = {"onload_device": torch.device("cuda"), "offload_type": "leaf_level"} if "group" in offload else {}
+    patch = trp.patch(patched)
+    getattr(patched, offload)(**options)
+    plain.to("cuda")
+    generate = lambda pipe: pipe(**tiny_call(generator=torch.Generator().manual_seed(3))).frames  # noqa: E731
+    assert relative_error(generate(patched), generate(plain)) <= 1e-4
+    assert "cuda" in str(patch.summary()) or "sm_" in patch.summary()
+    patch.restore()
+    assert relative_error(generate(patched), generate(plain)) <= 1e-4
+
+
+def test_layerwise_casting():
+    patched, plain = (tiny_wan_transformer(dtype=torch.bfloat16) for _ in range(2))
+    patch = trp.patch(patched)
+    for model in (patched, plain):
+        model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+    oracle = output_of(tiny_wan_transformer())
+    assert relative_error(output_of(patched), oracle) <= 1.05 * relative_error(output_of(plain), oracle)
+    assert "hook layerwise_casting (2)" in row(patch, "feed_forward", "linear + skip")
+
+
+def test_first_block_cache():
+    patched, plain = tiny_wan_transformer(layers=3), tiny_wan_transformer(layers=3)
+    patch = trp.patch(patched)
+    outputs = []
+    for model in (patched, plain):
+        model.enable_cache(FirstBlockCacheConfig(threshold=10.0))  # every later step is skipped after its first block
+        with model.cache_context("cond"):
+            outputs.append([output_of(model, timestep=torch.full((2,), t)) for t in (900.0, 800.0)])
+    for ours, theirs in zip(*outputs, strict=True):
+        assert relative_error(ours, theirs) <= 1e-5
+    assert "3/3" in row(patch, "feed_forward", "linear + skip")
+    patched.disable_cache()
+    patch.restore()
+
+
+@pytest.mark.parametrize("order", ["patch, compile", "compile, patch"])
+def test_compile_repeated_blocks(order):
+    torch._dynamo.reset()
+    patched, plain = tiny_wan_transformer(layers=3), tiny_wan_transformer(layers=3)
+    expected = output_of(plain)
+    if order == "compile, patch":
+        patched.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
+        output_of(patched)
+    patch = trp.patch(patched)
+    if order == "patch, compile":
+        patched.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
+    torch._dynamo.utils.counters.clear()
+    assert relative_error(output_of(patched), expected) <= 1e-5
+    # One graph serves all blocks, as without the patch.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    patch.restore()
+    assert relative_error(output_of(patched), expected) <= 1e-5
+
+
+def test_quantised_linears():
+    quantization = pytest.importorskip("torchao.quantization")
+    patched, plain = (tiny_wan_transformer(dtype=torch.bfloat16) for _ in range(2))
+    patch = trp.patch(patched)
+    for model in (patched, plain):
+        quantization.quantize_(
+            model.blocks, quantization.Int8WeightOnlyConfig(), filter_fn=lambda m, _: isinstance(m, torch.nn.Linear)
+        )
+    oracle = output_of(tiny_wan_transformer())
+    assert relative_error(output_of(patched), oracle) <= 1.05 * relative_error(output_of(plain), oracle)
+    assert "weight (2)" in row(patch, "feed_forward", "linear + skip")
+    assert "weight (2)" in row(patch, "constants", "prompt")
+
+
+def test_attention_backends():
+    patched, plain = tiny_wan_transformer(), tiny_wan_transformer()
+    patch = trp.patch(patched)
+    patched.set_attention_backend("_native_math")
+    assert_same_output(patched, plain)
+    assert "attention backend _native_math (2)" in row(patch, "self_attention", " attention ")
+    patched.reset_attention_backend()
+    with attention_backend("native"):
+        assert "2/2" in row(patch, "self_attention", " attention ")
+        assert_same_output(patched, plain)
+
+
+def test_a_custom_processor_is_kept():
+    class Doubled(WanAttnProcessor):
+        def __call__(self, *args, **kwargs):
+            return 2 * super().__call__(*args, **kwargs)
+
+    patched, plain = tiny_wan_transformer(), tiny_wan_transformer()
+    patch = trp.patch(patched)
+    for model in (patched, plain):
+        model.blocks[1].attn1.set_processor(Doubled())
+    assert_same_output(patched, plain)
+    assert "processor Doubled (1)" in row(patch, "self_attention", "projection + skip")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["attn1", "attn1.to_q", "attn1.norm_q", "attn1.to_out.0", "attn2.to_k", "ffn", "ffn.net.0", "ffn.net.2", "norm1"],
+)
+def test_user_hooks_on_any_module_run(path):
+    patched, plain = tiny_wan_transformer(), tiny_wan_transformer()
+    trp.patch(patched)
+    for model in (patched, plain):
+        model.blocks[0].get_submodule(path).register_forward_hook(lambda module, args, output: -output)
+    assert_same_output(patched, plain)
+
+
+def test_fused_qkv_projections():
+    patched, plain = tiny_wan_transformer(), tiny_wan_transformer()
+    trp.patch(patched)
+    patched.fuse_qkv_projections()
+    assert_same_output(patched, plain)
+
+
+def test_dropout_in_training_is_drawn():
+    model = tiny_wan_transformer().train()
+    model.blocks[0].attn1.to_out[1].p = 0.5
+    with trp.patch(model) as patch:
+        assert relative_error(output_of(model), output_of(model)) > 1e-3
+        assert "dropout (1)" in row(patch, "self_attention", "projection + skip")

@@ -1,0 +1,80 @@
+"""What cannot be patched is refused by name, before anything is changed."""
+
+import pytest
+import torch
+from diffusers import (
+    CogVideoXTransformer3DModel,
+    DDPMPipeline,
+    DDPMScheduler,
+    SkyReelsV2Transformer3DModel,
+    UNet2DModel,
+    WanAnimateTransformer3DModel,
+    WanVACETransformer3DModel,
+)
+
+import turbo_rcm_patch as trp
+from tests.tiny_wan import tiny_wan_transformer
+
+SMALL = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 1}
+WAN = {**SMALL, "in_channels": 4, "out_channels": 4, "text_dim": 8, "freq_dim": 16, "ffn_dim": 16}
+OTHERS = {
+    "WanVACETransformer3DModel": lambda: WanVACETransformer3DModel(**WAN, vace_layers=[0], vace_in_channels=4),
+    "SkyReelsV2Transformer3DModel": lambda: SkyReelsV2Transformer3DModel(**WAN),
+    "CogVideoXTransformer3DModel": lambda: CogVideoXTransformer3DModel(**{**SMALL, "attention_head_dim": 16}),
+    "WanAnimateTransformer3DModel": lambda: _without_init(WanAnimateTransformer3DModel),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_families_are_named(name):
+    with pytest.raises(trp.PatchError, match=f"{name}; supported: .*WanTransformer3DModel.*VACE, Animate, SkyReels"):
+        trp.patch(OTHERS[name]())
+
+
+def _without_init(cls):
+    model = cls.__new__(cls)
+    torch.nn.Module.__init__(model)
+    return model
+
+
+def test_a_same_named_block_of_another_family_is_refused():
+    class WanTransformerBlock(torch.nn.Module):
+        pass
+
+    model = tiny_wan_transformer()
+    model.blocks[1] = WanTransformerBlock()
+    with pytest.raises(trp.PatchError, match=r"blocks\.1 is a .*WanTransformerBlock, not diffusers'"):
+        trp.patch(model)
+    assert "forward" not in model.blocks[0].__dict__
+
+
+def test_targets_without_a_transformer():
+    unet = UNet2DModel(
+        sample_size=8, block_out_channels=(32,), down_block_types=("DownBlock2D",), up_block_types=("UpBlock2D",)
+    )
+    with pytest.raises(trp.PatchError, match="a DDPMPipeline has no transformer.*give a diffusers Wan pipeline"):
+        trp.patch(DDPMPipeline(unet, DDPMScheduler()))
+    with pytest.raises(trp.PatchError, match="a str has no transformer"):
+        trp.patch("Wan-AI/Wan2.1-T2V-1.3B-Diffusers")
+
+
+def test_a_compiled_model_is_refused():
+    with pytest.raises(trp.PatchError, match="patch the model before compiling it"):
+        trp.patch(torch.compile(tiny_wan_transformer()))
+
+
+def test_unknown_options():
+    model = tiny_wan_transformer()
+    with pytest.raises(ValueError, match="preset 'fast' is unknown; accepted are exact"):
+        trp.patch(model, "fast")
+    with pytest.raises(TypeError, match="config is a dict"):
+        trp.patch(model, {})
+    with pytest.raises(ValueError, match="fuse='attn' is unknown; accepted are self_attention"):
+        trp.PatchConfig(fuse=["attn"])
+    with pytest.raises(ValueError, match="is a string"):
+        trp.PatchConfig(fuse="self_attention")
+    with pytest.raises(ValueError, match="attention='flash'"):
+        trp.PatchConfig(attention="flash")
+    with pytest.raises(ValueError, match="implementation='cuda'"):
+        trp.PatchConfig(implementation="cuda")
+    assert "forward" not in model.blocks[0].__dict__

@@ -1,0 +1,158 @@
+"""A patch changes nothing but behaviour, and restore takes back everything."""
+
+import copy
+import filecmp
+
+import pytest
+import torch
+from diffusers import FirstBlockCacheConfig
+
+import turbo_rcm_patch as trp
+from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
+from turbo_rcm_patch.patching import wan
+
+
+def output_of(model):
+    with torch.no_grad():
+        return model(**tiny_transformer_inputs(model))[0]
+
+
+def instance_attributes(model):
+    return {name: set(module.__dict__) for name, module in model.named_modules()}
+
+
+def is_fused(model):
+    return all(getattr(block.forward, "__func__", None) is wan.block.block_forward for block in model.blocks)
+
+
+def test_patch_leaves_the_model_as_it_is(tmp_path):
+    model = tiny_wan_transformer()
+    keys, classes = list(model.state_dict()), [type(module) for module in model.modules()]
+    parameters = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+    model.save_pretrained(tmp_path / "before")
+    trp.patch(model)
+    output_of(model)
+    assert list(model.state_dict()) == keys
+    assert [type(module) for module in model.modules()] == classes
+    assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == parameters
+    model.save_pretrained(tmp_path / "after")
+    names = [path.name for path in (tmp_path / "before").iterdir()]
+    assert filecmp.cmpfiles(tmp_path / "before", tmp_path / "after", names, shallow=False)[0] == names
+
+
+def test_restore_leaves_nothing_and_outputs_are_bitwise_the_same():
+    model = tiny_wan_transformer()
+    attributes, expected = instance_attributes(model), output_of(model)
+    patch = trp.patch(model)
+    assert is_fused(model)
+    output_of(model)
+    patch.restore()
+    assert instance_attributes(model) == attributes
+    assert torch.equal(output_of(model), expected)
+
+
+def test_context_manager_and_function_restore():
+    pipe = tiny_wan_pipeline("wan22")
+    with trp.patch(pipe):
+        assert is_fused(pipe.transformer)
+        assert is_fused(pipe.transformer_2)
+    assert not is_fused(pipe.transformer)
+    with trp.patch(pipe) as patch:
+        trp.restore(pipe)
+        assert not patch.active
+    trp.patch(pipe)
+    trp.restore(pipe.transformer)
+    assert is_fused(pipe.transformer_2)
+    trp.restore(pipe)
+    assert not is_fused(pipe.transformer_2)
+
+
+def test_a_failure_rolls_back(monkeypatch):
+    pipe = tiny_wan_pipeline("wan22")
+    before = [instance_attributes(model) for model in (pipe.transformer, pipe.transformer_2)]
+    bindings = wan.bindings
+
+    def failing(transformer, config):
+        triples = bindings(transformer, config)
+        yield from triples[: 3 if transformer is pipe.transformer_2 else None]
+        if transformer is pipe.transformer_2:
+            raise MemoryError("halfway")
+
+    monkeypatch.setattr(wan, "bindings", failing)
+    with pytest.raises(MemoryError):
+        trp.patch(pipe)
+    assert [instance_attributes(model) for model in (pipe.transformer, pipe.transformer_2)] == before
+
+
+def test_an_invalid_second_transformer_leaves_the_first_alone():
+    pipe = tiny_wan_pipeline("wan22")
+    trp.patch(pipe.transformer_2)
+    with pytest.raises(trp.PatchError, match="transformer_2 is patched already"):
+        trp.patch(pipe)
+    assert not is_fused(pipe.transformer)
+
+
+def test_patching_twice_and_restoring_unpatched_are_errors():
+    model = tiny_wan_transformer()
+    with pytest.raises(trp.PatchError, match="not patched"):
+        trp.restore(model)
+    patch = trp.patch(model)
+    with pytest.raises(trp.PatchError, match="patched already"):
+        trp.patch(model)
+    assert is_fused(model)
+    patch.restore()
+    with pytest.raises(trp.PatchError, match="restored already"):
+        patch.restore()
+    with pytest.raises(trp.PatchError, match="restored already"):
+        patch.summary()
+
+
+def test_patching_under_a_hook_is_an_error():
+    model = tiny_wan_transformer(layers=3)
+    model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    attributes = instance_attributes(model)
+    with pytest.raises(trp.PatchError, match=r"blocks\.0 has a hook fbc_leader_block_hook.*patch first"):
+        trp.patch(model)
+    assert instance_attributes(model) == attributes
+
+
+def test_restoring_under_a_later_hook_keeps_the_hook():
+    model = tiny_wan_transformer(layers=3)
+    expected = output_of(model)
+    patch = trp.patch(model)
+    model.enable_cache(FirstBlockCacheConfig(threshold=0.0))
+    patch.restore()
+    calls = []
+    model.blocks[1]._diffusers_hook.hooks["fbc_block_hook"].pre_forward = lambda *a, **k: calls.append(1) or (a[1:], k)
+    with model.cache_context("cond"):
+        assert torch.allclose(output_of(model), expected, rtol=1e-5, atol=1e-6)
+    model.disable_cache()
+    assert torch.equal(output_of(model), expected)
+    assert not any("_turbo_rcm_patch" in name for names in instance_attributes(model).values() for name in names)
+
+
+def test_restoring_over_a_replaced_forward_is_an_error():
+    model = tiny_wan_transformer()
+    patch = trp.patch(model)
+    inner = model.blocks[0].forward
+    model.blocks[0].forward = lambda *args, **kwargs: inner(*args, **kwargs)
+    with pytest.raises(trp.PatchError, match="1 modules \\(WanTransformerBlock\\)"):
+        patch.restore()
+    assert patch.active
+    model.blocks[0].forward = inner
+    patch.restore()
+
+
+def test_a_deep_copy_is_patched_and_restored_on_its_own():
+    model = tiny_wan_transformer()
+    expected = output_of(model)
+    patch = trp.patch(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    trp.restore(twin)
+    assert is_fused(model)
+    assert torch.allclose(output_of(model), expected, rtol=1e-5, atol=1e-6)
+    patch.restore()
+    assert torch.equal(output_of(model), expected)
