@@ -1,0 +1,295 @@
+"""RCMScheduler against published values and the literal algorithm, and as diffusers' pipelines use a scheduler."""
+
+import copy
+import itertools
+import math
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+
+from turbo_rcm_patch.scheduler import RCMScheduler, model_timesteps, rcm_step, rcm_times
+
+STEPS = (1, 2, 3, 4)
+
+
+def velocity(x, t):
+    """Stands for the network: some smooth function of state and time."""
+    return torch.sin(3 * x) + t * x
+
+
+def published(noise, num_steps, sigma_max, stochastic, generator):
+    """The published sampler, written out on a toy network that takes the rounded timestep."""
+    angles = [math.atan(sigma_max), *[1.5, 1.4, 1.0][: num_steps - 1], 0]
+    times = [math.sin(a) / (math.cos(a) + math.sin(a)) for a in angles]
+    x = noise.double() * times[0]
+    for t, t_next in itertools.pairwise(times):
+        v = velocity(x.float(), torch.tensor(t * 1000, dtype=torch.float32).bfloat16().float() / 1000).double()
+        if stochastic:
+            x = (1 - t_next) * (x - t * v) + t_next * torch.randn(x.shape, generator=generator)
+        else:
+            x = x - (t - t_next) * v
+    return x.float()
+
+
+def sample(scheduler, noise):
+    """The loop of a pipeline: no generator for step, timesteps iterated."""
+    x = scheduler.scale_initial_noise(noise)
+    for t in scheduler.timesteps:
+        x = scheduler.step(velocity(x.float(), t / 1000), t, x, return_dict=False)[0]
+    return x
+
+
+def test_published_times():
+    times = rcm_times(4, 80.0)
+    assert times.dtype == torch.float64
+    assert times.tolist() == pytest.approx([0.9877, 0.9338, 0.8529, 0.6090, 0], abs=5e-5)
+    assert rcm_times(4, 200.0)[0].item() == pytest.approx(200 / 201, rel=1e-15)
+    for steps in STEPS:
+        assert torch.equal(rcm_times(steps, 80.0), torch.cat([times[:steps], times[-1:]]))
+
+
+def test_model_timesteps_are_rounded_as_published():
+    times = rcm_times(4, 80.0)[:-1]
+    assert model_timesteps(times).tolist() == [988, 932, 852, 608]
+    exact = model_timesteps(times, to_bf16=False)
+    assert exact.tolist() == pytest.approx((1000 * times).tolist(), rel=1e-7)
+    assert model_timesteps(times, num_train_timesteps=500, to_bf16=False).tolist() == pytest.approx(
+        (500 * times).tolist(), rel=1e-7
+    )
+
+
+@pytest.mark.parametrize("stochastic", [True, False])
+@pytest.mark.parametrize("steps", STEPS)
+def test_equals_the_published_sampler(steps, stochastic):
+    noise = torch.randn(2, 3, 4)
+    scheduler = RCMScheduler(stochastic=stochastic)
+    scheduler.set_timesteps(steps)
+    ours, theirs = (torch.Generator().manual_seed(3) for _ in range(2))
+    scheduler.bind_generator(ours)
+    output = sample(scheduler, noise)
+    expected = published(noise, steps, 80.0, stochastic, theirs)
+    assert output.dtype == torch.float32
+    torch.testing.assert_close(output, expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(ours.get_state(), theirs.get_state())  # a draw in every step, also in the last
+
+
+def test_pure_steps():
+    x, v, noise = torch.randn(3, 5, dtype=torch.float64)
+    x0 = x - 0.8 * v
+    torch.testing.assert_close(rcm_step(x, v, 0.8, 0.3, noise), 0.7 * x0 + 0.3 * noise)
+    torch.testing.assert_close(rcm_step(x, v, 0.8, 0.3, None), 0.7 * x0 + 0.3 * (x0 + v))
+    torch.testing.assert_close(rcm_step(x, v, 0.8, 0.0, noise), x0)
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_what_pipelines_read(steps):
+    scheduler = RCMScheduler()
+    scheduler.set_timesteps(steps, device="cpu")
+    assert scheduler.timesteps.shape == (steps,)
+    assert scheduler.timesteps.dtype == torch.float32
+    assert [float(sigma) for sigma in scheduler.sigmas] == rcm_times(steps).tolist()
+    assert scheduler.order == 1
+    assert scheduler.init_noise_sigma == pytest.approx(80 / 81)
+    assert scheduler.config.num_train_timesteps == len(scheduler) == 1000
+    x = torch.randn(2)
+    assert scheduler.scale_model_input(x, scheduler.timesteps[0]) is x
+
+
+def test_state_is_fp64_until_the_last_step_returns_the_first_samples_dtype():
+    for dtype in (torch.float32, torch.bfloat16):
+        scheduler = RCMScheduler(stochastic=False)
+        scheduler.set_timesteps(3)
+        x, dtypes = torch.randn(2, 3, dtype=dtype), []
+        for t in scheduler.timesteps:
+            x = scheduler.step(torch.randn(2, 3), t, x).prev_sample
+            dtypes.append(x.dtype)
+        assert dtypes == [torch.float64, torch.float64, dtype]
+
+
+def test_generators():
+    """step's own, the bound one, one per sample, else the global one; never a mixture."""
+    x, v = torch.randn(2, 2, 5)
+
+    def step(generator=None, bound=None, global_seed=0):
+        torch.manual_seed(global_seed)
+        scheduler = RCMScheduler()
+        scheduler.set_timesteps(4)
+        scheduler.bind_generator(bound)
+        return scheduler.step(v, scheduler.timesteps[0], x, generator=generator).prev_sample
+
+    def seeded(seed):
+        return torch.Generator().manual_seed(seed)
+
+    by_argument = step(generator=seeded(1))
+    assert torch.equal(by_argument, step(bound=seeded(1), global_seed=5))
+    assert torch.equal(by_argument, step(generator=seeded(1), bound=seeded(2)))
+    assert not torch.equal(by_argument, step(generator=seeded(2)))
+    assert torch.equal(step(global_seed=1), by_argument)
+    assert not torch.equal(step(global_seed=2), by_argument)
+    rows = step(bound=[seeded(1), seeded(2)])
+    for row, seed in enumerate((1, 2)):
+        noise = torch.randn(1, 5, generator=seeded(seed))[0]
+        t, t_next = rcm_times(4)[:2].tolist()
+        torch.testing.assert_close(rows[row], rcm_step(x[row].double(), v[row].double(), t, t_next, noise))
+    with pytest.raises(ValueError, match="3 generators for a batch of 2"):
+        step(bound=[seeded(i) for i in range(3)])
+
+
+@pytest.mark.parametrize("boundary", [875.0, 900.0, 874.0, 610.0, 609.0, 988.0])
+def test_rounding_never_crosses_the_experts_boundary(boundary):
+    times = torch.linspace(0.999, 0.5, 4001, dtype=torch.float64)
+    exact, rounded = times.float() * 1000, model_timesteps(times, boundary=boundary)
+    assert torch.equal(rounded >= boundary, exact >= boundary)
+    assert torch.equal(rounded, rounded.bfloat16().float())
+    assert (rounded - exact).abs().max() < 4  # the spacing of bf16 there
+    free = model_timesteps(times)
+    moved = rounded != free
+    assert torch.equal(moved, (free >= boundary) != (exact >= boundary))
+
+
+def test_a_timestep_that_rounds_across_a_boundary_stays_on_its_side():
+    scheduler = RCMScheduler(sigmas=[0.9, 0.8745], boundary_timestep=875.0)
+    scheduler.set_timesteps(2)
+    assert scheduler.timesteps.tolist() == [900, 872]
+    assert RCMScheduler(sigmas=[0.9, 0.8745]).timesteps.tolist() == [900, 876]
+    assert scheduler.sigmas.tolist() == [0.9, 0.8745, 0]  # the state's times are exact
+
+
+def test_user_times():
+    scheduler = RCMScheduler(round_timesteps_to_bf16=False)
+    scheduler.set_timesteps(sigmas=[1.0, 0.75, 0.5, 0.25, 0.1, 0.01])
+    assert scheduler.sigmas.tolist() == [1.0, 0.75, 0.5, 0.25, 0.1, 0.01, 0]
+    assert scheduler.timesteps.tolist() == pytest.approx([1000, 750, 500, 250, 100, 10])
+    assert scheduler.init_noise_sigma == 1.0
+    scheduler.set_timesteps(timesteps=torch.tensor([900, 300]))
+    assert scheduler.sigmas.tolist() == [0.9, 0.3, 0]
+    scheduler.set_timesteps(num_inference_steps=1, timesteps=[400])
+    assert scheduler.timesteps.tolist() == [400]
+    configured = RCMScheduler(sigmas=torch.tensor([0.75, 0.5]))
+    configured.set_timesteps(2)
+    assert configured.sigmas.tolist() == [0.75, 0.5, 0]
+    with pytest.raises(ValueError, match="pass num_inference_steps=2"):
+        configured.set_timesteps(50)
+
+
+@pytest.mark.parametrize("steps", [0, 5, 50, -1, None, 2.0, "4"])
+def test_wrong_number_of_steps_says_what_to_do(steps):
+    with pytest.raises(ValueError, match=f"num_inference_steps={steps!r}") as error:
+        RCMScheduler().set_timesteps(steps)
+    if isinstance(steps, int):
+        assert "1 to 4" in str(error.value)
+        assert "num_inference_steps=4, guidance_scale=1.0" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("times", "message"),
+    [
+        ({"sigmas": []}, "one or more"),
+        ({"sigmas": [0.5, 0.5]}, "decrease strictly"),
+        ({"sigmas": [0.5, 0.7]}, "decrease strictly"),
+        ({"sigmas": [0.5, 0.0]}, "without the final 0"),
+        ({"sigmas": [1.1, 0.5]}, r"within \(0, 1\]"),
+        ({"sigmas": [math.nan]}, r"within \(0, 1\]"),
+        ({"timesteps": [1001, 500]}, r"within \(0, 1000\]"),
+        ({"timesteps": [0.9, 0.5]}, "pass those as sigmas"),
+        ({"sigmas": [0.5], "timesteps": [500]}, "give one"),
+        ({"num_inference_steps": 3, "sigmas": [0.5]}, "pass num_inference_steps=1"),
+    ],
+)
+def test_bad_user_times(times, message):
+    with pytest.raises(ValueError, match=message):
+        RCMScheduler().set_timesteps(**times)
+
+
+@pytest.mark.parametrize("sigma_max", [0, -1.0, math.nan, math.inf])
+def test_bad_sigma_max(sigma_max):
+    with pytest.raises(ValueError, match="sigma_max"):
+        RCMScheduler(sigma_max=sigma_max)
+
+
+def test_sigma_max_below_the_second_time_takes_one_step_only():
+    scheduler = RCMScheduler(sigma_max=10.0)
+    scheduler.set_timesteps(1)
+    with pytest.raises(ValueError, match=r"sigma_max=10\.0: with 2 steps"):
+        scheduler.set_timesteps(2)
+
+
+def test_steps_are_found_by_timestep_or_begin_index_and_run_out():
+    scheduler = RCMScheduler(stochastic=False)
+    scheduler.set_timesteps(4)
+    x, v = torch.randn(2, 2, 3, dtype=torch.float64)
+    times = rcm_times(4).tolist()
+    for timestep in (scheduler.timesteps[2], float(scheduler.timesteps[2])):  # video to video begins in the middle
+        scheduler.set_timesteps(4)
+        assert scheduler.step_index is None
+        torch.testing.assert_close(scheduler.step(v, timestep, x)[0], x - (times[2] - times[3]) * v)
+        assert scheduler.step_index == 3
+    scheduler.set_timesteps(4)
+    scheduler.set_begin_index(1)
+    assert scheduler.begin_index == 1
+    torch.testing.assert_close(scheduler.step(v, scheduler.timesteps[0], x)[0], x - (times[1] - times[2]) * v)
+    for _ in range(2):
+        scheduler.step(v, scheduler.timesteps[0], x)
+    with pytest.raises(ValueError, match="all 4 steps are taken"):
+        scheduler.step(v, scheduler.timesteps[0], x)
+    scheduler.set_timesteps(4)
+    with pytest.raises(ValueError, match=r"timestep 987\.0 is not one"):
+        scheduler.step(v, 987.0, x)
+
+
+def test_ambiguous_rounded_timesteps_need_a_begin_index():
+    scheduler = RCMScheduler()
+    scheduler.set_timesteps(sigmas=[0.901, 0.9])
+    x = torch.randn(2, 3)
+    with pytest.raises(ValueError, match="more than one"):
+        scheduler.step(x, scheduler.timesteps[0], x)
+    scheduler.set_begin_index(0)
+    scheduler.step(x, scheduler.timesteps[0], x)
+
+
+def test_add_noise_is_the_rectified_flow_at_the_exact_time():
+    scheduler = RCMScheduler()
+    scheduler.set_timesteps(4)
+    x, noise = torch.randn(2, 2, 3, 4)
+    timestep = scheduler.timesteps[[1, 3]]
+    t = rcm_times(4)[[1, 3]].view(2, 1, 1)
+    expected = ((1 - t) * x + t * noise).float()
+    assert scheduler.add_noise(x, noise, timestep).dtype == x.dtype
+    torch.testing.assert_close(scheduler.add_noise(x, noise, timestep), expected)
+    torch.testing.assert_close(scheduler.scale_noise(x, timestep, noise), expected)
+
+
+def test_save_and_load(tmp_path):
+    scheduler = RCMScheduler(
+        sigma_max=200.0, stochastic=False, round_timesteps_to_bf16=False, sigmas=[0.9, 0.5], boundary_timestep=875.0
+    )
+    scheduler.bind_generator(torch.Generator())
+    scheduler.save_pretrained(tmp_path)
+    for loaded in (RCMScheduler.from_pretrained(tmp_path), RCMScheduler.from_config(scheduler.config)):
+        assert loaded.generator is None
+        for name in ("sigma_max", "stochastic", "round_timesteps_to_bf16", "sigmas", "boundary_timestep"):
+            assert loaded.config[name] == scheduler.config[name]
+        assert torch.equal(loaded.timesteps, scheduler.timesteps)
+
+
+def test_copies_with_a_bound_generator():
+    scheduler = RCMScheduler()
+    scheduler.set_timesteps(4)
+    scheduler.bind_generator(torch.Generator().manual_seed(1))
+    x = torch.randn(2, 3)
+    twin = copy.deepcopy(scheduler)
+    assert torch.equal(*(s.step(x, s.timesteps[0], x).prev_sample for s in (scheduler, twin)))
+
+
+@pytest.mark.parametrize("foreign", [UniPCMultistepScheduler, FlowMatchEulerDiscreteScheduler])
+def test_from_another_schedulers_config_and_back(foreign, tmp_path):
+    other = foreign(num_train_timesteps=500)
+    other.save_pretrained(tmp_path)
+    for config in (other.config, foreign.load_config(tmp_path)):  # a loaded one spells out its defaults
+        scheduler = RCMScheduler.from_config(config)
+        assert scheduler.config.num_train_timesteps == 500
+        assert scheduler.config.sigma_max == 80.0
+        scheduler.set_timesteps(4)
+        assert scheduler.timesteps.tolist() == model_timesteps(rcm_times(4)[:-1], 500).tolist()
+        assert foreign.from_config(scheduler.config).config.num_train_timesteps == 500
