@@ -9,7 +9,7 @@ import turbo_rcm_patch as trp
 from tests.oracle import assert_no_worse, relative_error, torch_device
 from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 
-# name: (model options, input options). Token counts are odd on purpose; "i2v" has image K/V, "ti2v" timesteps per token.
+# name: (model options, input options). Token counts are odd on purpose; i2v has image K/V, ti2v timesteps per token.
 VARIANTS = {
     "t2v": ({}, {"batch": 2}),
     "one_token": ({}, {"batch": 1, "frames": 1, "height": 2, "width": 2, "text_tokens": 1}),

@@ -57,9 +57,9 @@ def check_supported(name: str, transformer: torch.nn.Module) -> list[str]:
     if type(transformer) is not WanTransformer3DModel:
         compiled = hasattr(transformer, "_orig_mod")
         remedy = "patch the model before compiling it" if compiled else f"supported: {SUPPORTED}"
-        return [f"{name} is a {type(transformer).__module__}.{type(transformer).__name__}; {remedy}."]
+        return [f"{name} is a {_path(transformer)}; {remedy}."]
     problems = [
-        f"{name}.blocks.{i} is a {type(block).__module__}.{type(block).__name__}, not diffusers' block of Wan; supported: {SUPPORTED}."
+        f"{name}.blocks.{i} is a {_path(block)}, not diffusers' block of Wan; supported: {SUPPORTED}."
         for i, block in enumerate(transformer.blocks)
         if type(block) is not WanTransformerBlock or not _is_wan_block(block)
     ]
@@ -82,6 +82,10 @@ def bindings(transformer: WanTransformer3DModel, config: PatchConfig) -> list[tu
     for _, module, forward in _targets(transformer):
         triples += [(module, STATE, state), (module, "forward", MethodType(forward, module))]
     return triples
+
+
+def _path(module: torch.nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__name__}"
 
 
 def _targets(transformer: WanTransformer3DModel) -> list[tuple[str, torch.nn.Module, object]]:
