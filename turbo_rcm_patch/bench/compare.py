@@ -1,0 +1,152 @@
+"""The same generation unpatched, under torch.compile, and patched: times, memory and how far the results are apart."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+import torch
+from diffusers import DiffusionPipeline
+
+from ..config import PatchConfig
+from ..patching import patch
+from .environment import Environment, describe_environment
+from .metrics import Difference
+from .timing import StageTimings, TimedGeneration, timed_generation
+
+UNPATCHED, COMPILED, PATCHED = "unpatched", "torch.compile", "patched"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the pipeline. Speed-ups and differences are against the unpatched one.
+
+    latents, frames: None for the unpatched variant itself; frames also where only latents were made.
+    video: frames [F, H, W, 3] in [0, 1] of the first sample, where frames were made.
+    """
+
+    name: str
+    timings: StageTimings
+    total_speedup: float
+    steps_speedup: float
+    latents: Difference | None
+    frames: Difference | None
+    video: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Variants in the order unpatched, torch.compile (where it was run), patched; settings as the caller gave them."""
+
+    settings: dict[str, object]
+    environment: Environment
+    patch_summary: str
+    variants: tuple[Variant, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        """Everything but the videos, for ``json.dump``; times in seconds, memory in bytes."""
+        plain = asdict(replace(self, variants=tuple(replace(variant, video=None) for variant in self.variants)))
+        for variant in plain["variants"]:
+            del variant["video"]
+        return plain
+
+
+def compare(
+    pipe: DiffusionPipeline,
+    call: dict[str, object],
+    *,
+    seed: int = 0,
+    config: PatchConfig | str = "exact",
+    with_compile: bool | None = None,
+    warmups: int = 1,
+    repeats: int = 3,
+    settings: dict[str, object] | None = None,
+) -> Comparison:
+    """Run ``pipe(**call)`` from the same seed in every variant; the pipeline is left as it was found.
+
+    The variants take turns, so that a GPU that slows down as it warms does so for all of them.
+
+    with_compile: whether to run regional torch.compile (``compile_repeated_blocks``) too; None: on a GPU.
+    warmups, repeats: unmeasured and measured generations per variant; timings are medians over the measured ones.
+    settings: what to record beside the figures, such as the model's name.
+    """
+    device = torch.device(pipe._execution_device)
+    if with_compile is None:
+        with_compile = device.type == "cuda"
+    summary = ""
+
+    @contextlib.contextmanager
+    def patched() -> Iterator[None]:
+        nonlocal summary
+        with patch(pipe, config) as applied:
+            yield
+            summary = applied.summary()
+
+    switches = {UNPATCHED: contextlib.nullcontext, COMPILED: _CompiledBlocks(pipe), PATCHED: patched}
+    if not with_compile:
+        del switches[COMPILED]
+
+    progress_bar = dict(getattr(pipe, "_progress_bar_config", {}))
+    timings = {name: [] for name in switches}
+    made = {}
+    try:
+        for turn in range(warmups + repeats):
+            for name, switch in switches.items():
+                description = f"{name} {turn + 1}/{warmups + repeats}"
+                pipe.set_progress_bar_config(**{**progress_bar, "desc": description, "leave": False})
+                generator = torch.Generator(device).manual_seed(seed)
+                with switch():
+                    made[name] = timed_generation(pipe, **call, generator=generator)
+                timings[name].append(made[name].timings)
+    finally:
+        pipe.set_progress_bar_config(**progress_bar)
+
+    medians = {name: StageTimings.median(all_timings[warmups:]) for name, all_timings in timings.items()}
+    variants = tuple(
+        _variant(name, medians[name], made[name], medians[UNPATCHED], made[UNPATCHED]) for name in switches
+    )
+    return Comparison({**(settings or {}), "seed": seed}, describe_environment(device), summary, variants)
+
+
+class _CompiledBlocks:
+    """A context manager factory: regional torch.compile is on inside, off outside, and compiles once."""
+
+    def __init__(self, pipe: DiffusionPipeline):
+        models = (getattr(pipe, name, None) for name in ("transformer", "transformer_2"))
+        self._models = [model for model in models if model is not None]
+        self._compiled: dict[torch.nn.Module, object] = {}
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        if not self._compiled:
+            for model in self._models:
+                model.compile_repeated_blocks()
+                self._compiled |= {m: m._compiled_call_impl for m in model.modules() if m._compiled_call_impl}
+        for module, compiled_call in self._compiled.items():
+            module._compiled_call_impl = compiled_call
+        try:
+            yield
+        finally:
+            for module in self._compiled:
+                module._compiled_call_impl = None
+
+
+def _variant(
+    name: str, timings: StageTimings, made: TimedGeneration, base_timings: StageTimings, base: TimedGeneration
+) -> Variant:
+    latents, frames = None, None
+    if made is not base:
+        latents = Difference.of_latents(made.latents, base.latents)
+        if made.frames is not None:
+            frames = Difference.of_frames(torch.from_numpy(made.frames), torch.from_numpy(base.frames))
+    return Variant(
+        name=name,
+        timings=timings,
+        total_speedup=base_timings.total / timings.total,
+        steps_speedup=sum(base_timings.steps) / sum(timings.steps),
+        latents=latents,
+        frames=frames,
+        video=None if made.frames is None else made.frames[0],
+    )

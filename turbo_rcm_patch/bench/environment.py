@@ -1,0 +1,66 @@
+"""What a measurement ran on: kept beside every figure."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+import torch
+
+from .. import __version__
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Hardware and versions. gpu, capability, gpu_memory (bytes), driver and cuda are None for a run on the CPU."""
+
+    gpu: str | None
+    capability: str | None
+    gpu_memory: int | None
+    driver: str | None
+    cuda: str | None
+    cpu: str
+    python: str
+    torch: str
+    triton: str
+    diffusers: str
+    transformers: str
+    turbo_rcm_patch: str
+
+
+def describe_environment(device: torch.device | str) -> Environment:
+    """The environment of a run on `device`."""
+    device = torch.device(device)
+    versions = {name: importlib.metadata.version(name) for name in ("triton", "diffusers", "transformers")}
+    return Environment(
+        **_describe_gpu(device),
+        cpu=f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
+        python=platform.python_version(),
+        torch=torch.__version__,
+        turbo_rcm_patch=__version__,
+        **versions,
+    )
+
+
+def _describe_gpu(device: torch.device) -> dict[str, object]:
+    if device.type != "cuda":
+        return dict.fromkeys(("gpu", "capability", "gpu_memory", "driver", "cuda"))
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "gpu": properties.name,
+        "capability": f"sm_{properties.major}{properties.minor}",
+        "gpu_memory": properties.total_memory,
+        "driver": _driver_version(),
+        "cuda": torch.version.cuda,
+    }
+
+
+def _driver_version() -> str | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    return answer.stdout.split("\n")[0].strip() if answer.returncode == 0 else None

@@ -1,0 +1,51 @@
+"""How far two tensors are apart, in fp64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+def relative_l2(actual: torch.Tensor, reference: torch.Tensor) -> float:
+    """‖actual − reference‖ / ‖reference‖; 0 for equal tensors, also where the reference is all zeros."""
+    actual, reference = actual.detach().double(), reference.detach().double()
+    error = torch.linalg.vector_norm(actual - reference).item()
+    return 0.0 if error == 0 else _ratio(error, torch.linalg.vector_norm(reference).item())
+
+
+def cosine(actual: torch.Tensor, reference: torch.Tensor) -> float:
+    """Cosine of the angle between the flattened tensors; NaN if one is all zeros."""
+    actual, reference = actual.detach().double().flatten(), reference.detach().double().flatten()
+    norms = torch.linalg.vector_norm(actual) * torch.linalg.vector_norm(reference)
+    return (torch.dot(actual, reference) / norms).item()
+
+
+def psnr(actual: torch.Tensor, reference: torch.Tensor, peak: float = 1.0) -> float:
+    """Peak signal-to-noise ratio in dB, 10·log10(peak² / MSE), of values in [0, peak]; infinite for equal tensors."""
+    mean_squared_error = (actual.detach().double() - reference.detach().double()).square().mean().item()
+    return 10 * math.log10(_ratio(peak**2, mean_squared_error)) if not math.isnan(mean_squared_error) else math.nan
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else math.inf
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Relative L2, cosine and, for frames in [0, 1], PSNR in dB (None for latents, and where nothing differs)."""
+
+    relative_l2: float
+    cosine: float
+    psnr_db: float | None = None
+
+    @classmethod
+    def of_latents(cls, actual: torch.Tensor, reference: torch.Tensor) -> Difference:
+        return cls(relative_l2(actual, reference), cosine(actual, reference))
+
+    @classmethod
+    def of_frames(cls, actual: torch.Tensor, reference: torch.Tensor) -> Difference:
+        decibels = psnr(actual, reference)
+        psnr_db = None if decibels == math.inf else decibels
+        return cls(relative_l2(actual, reference), cosine(actual, reference), psnr_db)

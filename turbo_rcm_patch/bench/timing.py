@@ -1,0 +1,149 @@
+"""Stage timings of one pipeline call: text encoding, each denoising step, VAE decoding, total."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from diffusers import DiffusionPipeline
+
+
+@dataclass(frozen=True)
+class StageTimings:
+    """Seconds per stage, and the peak of allocated GPU memory in bytes (None on the CPU).
+
+    The total also holds what is between the stages: drawing noise, encoding an input image, converting frames.
+    """
+
+    text_encoding: float
+    steps: tuple[float, ...]
+    vae_decode: float
+    total: float
+    peak_memory: int | None
+
+    @classmethod
+    def median(cls, runs: list[StageTimings]) -> StageTimings:
+        """The median of every stage over runs with equally many steps, and the largest of their memory peaks."""
+        return cls(
+            text_encoding=statistics.median(run.text_encoding for run in runs),
+            steps=tuple(statistics.median(step) for step in zip(*(run.steps for run in runs), strict=True)),
+            vae_decode=statistics.median(run.vae_decode for run in runs),
+            total=statistics.median(run.total for run in runs),
+            peak_memory=None if runs[0].peak_memory is None else max(run.peak_memory for run in runs),
+        )
+
+
+@dataclass(frozen=True)
+class TimedGeneration:
+    """A pipeline call's frames [B, F, H, W, 3] in [0, 1] (None for output_type="latent"), last latents and timings."""
+
+    frames: np.ndarray | None
+    latents: torch.Tensor
+    timings: StageTimings
+
+
+def timed_generation(pipe: DiffusionPipeline, **call) -> TimedGeneration:
+    """``pipe(**call)`` with its stages timed: by CUDA events on a GPU, which leave launches asynchronous.
+
+    call: any arguments of the pipeline but ``callback_on_step_end``; output_type is "np" (the default) or "latent".
+    """
+    device = torch.device(pipe._execution_device)
+    clock = _CudaClock(device) if device.type == "cuda" else _CpuClock()
+    text_marks, decode_marks, step_marks = [], [], []
+    last_latents = None
+
+    def on_step_end(_pipe, _step, _timestep, tensors):
+        nonlocal last_latents
+        last_latents = tensors["latents"]
+        step_marks.append(clock.mark())
+        return {}
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_marked(pipe, "encode_prompt", text_marks, clock.mark))
+        stack.enter_context(_marked(pipe, "progress_bar", step_marks, clock.mark, after=False))  # opened before step 1
+        if pipe.vae is not None:
+            stack.enter_context(_marked(pipe.vae, "decode", decode_marks, clock.mark))
+        clock.reset()
+        start = clock.mark()
+        output = pipe(**call, callback_on_step_end=on_step_end, return_dict=False)[0]
+        end = clock.mark()
+    clock.synchronize()
+
+    timings = StageTimings(
+        text_encoding=sum(map(clock.seconds, text_marks[::2], text_marks[1::2])),
+        steps=tuple(map(clock.seconds, step_marks, step_marks[1:])),
+        vae_decode=sum(map(clock.seconds, decode_marks[::2], decode_marks[1::2])),
+        total=clock.seconds(start, end),
+        peak_memory=clock.peak_memory(),
+    )
+    frames = None if call.get("output_type") == "latent" else output
+    return TimedGeneration(frames, last_latents, timings)
+
+
+@contextlib.contextmanager
+def _marked(owner: object, method: str, marks: list, mark: Callable, after: bool = True) -> Iterator[None]:
+    """Append a mark before, and where asked after, each call of the owner's method while the context lasts."""
+    original = getattr(owner, method)
+    on_instance = method in vars(owner)
+
+    @functools.wraps(original)
+    def marked(*args, **kwargs):
+        marks.append(mark())
+        result = original(*args, **kwargs)
+        if after:
+            marks.append(mark())
+        return result
+
+    setattr(owner, method, marked)
+    try:
+        yield
+    finally:
+        if on_instance:
+            setattr(owner, method, original)
+        else:
+            delattr(owner, method)
+
+
+class _CpuClock:
+    mark = staticmethod(time.perf_counter)
+
+    def reset(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+    def peak_memory(self) -> None:
+        return None
+
+
+class _CudaClock:
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def reset(self) -> None:
+        self.synchronize()
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return start.elapsed_time(end) / 1e3
+
+    def peak_memory(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)

@@ -1,0 +1,31 @@
+"""The command `turbo-rcm`: generate, compare, verify, info.
+
+arguments.py: options. checks.py: what can be found wrong before a model is loaded. files.py: outputs, written whole or
+not at all. pipelines.py: the model. commands.py: the commands. Only the last two import torch and diffusers, so that
+`--help` and most errors come at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from .arguments import parse_arguments
+from .checks import check_arguments
+from .errors import CommandError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns 0; 1 when `verify` finds a block worse than allowed; 2 after a one-line error."""
+    arguments = parse_arguments(argv)
+    try:
+        check_arguments(arguments)
+        from . import commands
+
+        return commands.run(arguments)
+    except CommandError as error:
+        print(f"turbo-rcm {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"turbo-rcm {arguments.command}: interrupted", file=sys.stderr)
+        return 130

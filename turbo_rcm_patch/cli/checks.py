@@ -1,0 +1,136 @@
+"""What can be found wrong with a command before torch is imported and a model is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config import PRESETS
+from .errors import CommandError
+from .files import check_ffmpeg, check_output
+
+STEPS = (1, 2, 3, 4)
+PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Raise CommandError for anything wrong with the options, the model's folder or the outputs."""
+    if arguments.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", arguments.device):
+        raise CommandError(f"--device {arguments.device} is unknown; give cpu, cuda or cuda:N.")
+    if arguments.command != "info":
+        _check_generation(arguments)
+    if arguments.command == "generate":
+        _check_at_least_one("--fps", arguments.fps)
+        check_output("-o", arguments.output, (".mp4",))
+        check_ffmpeg()
+    if arguments.command == "compare":
+        _check_comparison(arguments)
+    if arguments.command != "generate":
+        check_output("--json", arguments.json, (".json",))
+
+
+@dataclass(frozen=True)
+class SizeRules:
+    """What height, width and frames must be: multiples of `spatial` pixels, and 1 + a multiple of `temporal` frames."""
+
+    height: int = 16
+    width: int = 16
+    temporal: int = 4
+
+    def check(self, height: int | None, width: int | None, frames: int | None) -> None:
+        """Raise CommandError for a size that breaks the rules; None stands for a default, which keeps them."""
+        for option, size, factor in (("--height", height, self.height), ("--width", width, self.width)):
+            if size is not None and (size < factor or size % factor):
+                raise CommandError(f"{option} {size} is not divisible by {factor}; try {_nearest(size, factor)}.")
+        if frames is not None and (frames < 1 or frames % self.temporal != 1):
+            nearest = 1 + max(0, round((frames - 1) / self.temporal)) * self.temporal
+            raise CommandError(f"--frames {frames} is not {self.temporal}k+1; try {nearest}.")
+
+
+def size_rules(vae: dict, transformer: dict) -> SizeRules:
+    """The rules that follow from the configs of a VAE and a transformer; absent entries have Wan 2.1's values."""
+    _, patch_height, patch_width = transformer.get("patch_size") or (1, 2, 2)
+    spatial, temporal = vae.get("scale_factor_spatial") or 8, vae.get("scale_factor_temporal") or 4
+    # WanPipeline itself refuses sizes that 16 does not divide.
+    return SizeRules(math.lcm(16, spatial * patch_height), math.lcm(16, spatial * patch_width), temporal)
+
+
+def check_pipeline_class(model: str, class_name: object, has_image: bool) -> None:
+    """Raise CommandError unless the class is one the commands run, and an image is given exactly where it is needed."""
+    if class_name not in PIPELINES:
+        raise CommandError(f"--model {model} is a {class_name}; supported are {' and '.join(PIPELINES)}.")
+    if class_name == "WanImageToVideoPipeline" and not has_image:
+        raise CommandError(f"--model {model} makes videos from an image; give one with --image.")
+    if class_name == "WanPipeline" and has_image:
+        raise CommandError(f"--model {model} is a text-to-video model; leave --image out.")
+
+
+def _check_generation(arguments: argparse.Namespace) -> None:
+    if arguments.steps not in STEPS:
+        raise CommandError(f"--steps {arguments.steps}: the sampler takes 1, 2, 3 or 4 steps.")
+    if arguments.preset not in PRESETS:
+        raise CommandError(f"--preset {arguments.preset} is unknown; accepted are {', '.join(PRESETS)}.")
+    if not 0 <= arguments.seed < 2**63:
+        raise CommandError(f"--seed {arguments.seed} is out of range; give a number from 0 to 2**63 - 1.")
+    if arguments.image is not None and not arguments.image.is_file():
+        raise CommandError(f"--image {arguments.image}: no such file.")
+    if arguments.device == "cpu" and arguments.offload:
+        raise CommandError("--offload moves models between CPU and GPU; leave it out with --device cpu.")
+    _check_model(arguments).check(arguments.height, arguments.width, arguments.frames)
+
+
+def _check_comparison(arguments: argparse.Namespace) -> None:
+    _check_at_least_one("--repeats", arguments.repeats)
+    check_output("--plot", arguments.plot, (".png", ".svg", ".pdf"))
+    check_output("--video", arguments.video, (".mp4",))
+    if arguments.video is not None:
+        check_ffmpeg()
+    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise CommandError("--plot needs matplotlib; install it with: pip install 'turbo_rcm_patch[plot]'")
+
+
+def _check_at_least_one(option: str, value: int) -> None:
+    if value < 1:
+        raise CommandError(f"{option} {value}: give 1 or more.")
+
+
+def _check_model(arguments: argparse.Namespace) -> SizeRules:
+    """Check --model as far as its folder tells, and return the size rules known so far."""
+    model, has_image = arguments.model, arguments.image is not None
+    if model is None:
+        if has_image:
+            raise CommandError("the embedded model makes videos from text; leave --image out, or give a --model.")
+        return SizeRules()
+    folder = Path(model).expanduser()
+    if not folder.exists():
+        if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model):
+            return SizeRules()  # a hub id; pipelines.py checks what it finds there
+        raise CommandError(f"--model {model}: no such folder; give the folder of a diffusers pipeline or a hub id.")
+    if not (folder / "model_index.json").is_file():
+        raise CommandError(
+            f"--model {model} has no model_index.json; give a folder that a diffusers pipeline was saved to."
+        )
+    check_pipeline_class(model, _read_json(folder / "model_index.json").get("_class_name"), has_image)
+    return size_rules(_read_json(folder / "vae/config.json"), _read_json(folder / "transformer/config.json"))
+
+
+def _read_json(path: Path) -> dict:
+    """The object in a JSON file; empty where there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CommandError(f"cannot read {path}: {error}; download the model again.") from error
+    if not isinstance(content, dict):
+        raise CommandError(f"{path} holds no JSON object; download the model again.")
+    return content
+
+
+def _nearest(size: int, factor: int) -> int:
+    return max(factor, round(size / factor) * factor)

@@ -1,0 +1,118 @@
+"""The commands. Each prints for people, writes files where asked, and returns the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict
+
+import torch
+
+from ..bench.compare import compare
+from ..bench.environment import describe_environment
+from ..bench.report import comparison_table, plot, side_by_side, timings_table, verification_table
+from ..bench.timing import timed_generation
+from ..bench.verify import verify
+from ..embedded import load_embedded_pipeline
+from ..patching import PatchError, patch
+from ..patching.wan import plan_rows
+from .errors import CommandError
+from .files import replacing, write_json, write_video
+from .pipelines import choose_device, choose_dtype, load_pipeline
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the chosen command. Raises CommandError for what a user can mend."""
+    command = {"generate": _generate, "compare": _compare, "verify": _verify, "info": _info}[arguments.command]
+    with _user_errors():
+        return command(arguments)
+
+
+@contextlib.contextmanager
+def _user_errors() -> Iterator[None]:
+    try:
+        yield
+    except PatchError as error:
+        raise CommandError(str(error)) from error
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise CommandError(_OUT_OF_MEMORY) from error
+    except RuntimeError as error:
+        if "DefaultCPUAllocator" not in str(error):
+            raise
+        raise CommandError(_OUT_OF_MEMORY) from error
+
+
+_OUT_OF_MEMORY = "out of memory; try fewer --frames, a smaller --height and --width, or --offload on a GPU."
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    pipe, call = load_pipeline(arguments)
+    if not arguments.no_patch:
+        print(patch(pipe, arguments.preset).summary(), end="\n\n")
+    generator = torch.Generator(pipe._execution_device).manual_seed(arguments.seed)
+    generation = timed_generation(pipe, **call, generator=generator)
+    write_video(arguments.output, generation.frames[0], arguments.fps)
+    frames, height, width, _ = generation.frames[0].shape
+    print(timings_table(generation.timings))
+    print(f"\nwrote {arguments.output}: {frames} frames of {width}x{height}, {arguments.fps} per second")
+    return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    pipe, call = load_pipeline(arguments)
+    comparison = compare(
+        pipe,
+        call,
+        seed=arguments.seed,
+        config=arguments.preset,
+        with_compile=False if arguments.no_compile else None,
+        repeats=arguments.repeats,
+        settings=_settings(arguments, pipe, call),
+    )
+    print(comparison.patch_summary, comparison_table(comparison), sep="\n\n")
+    if arguments.json is not None:
+        write_json(arguments.json, comparison.to_dict())
+    if arguments.plot is not None:
+        with replacing(arguments.plot) as temporary:
+            plot(comparison, temporary)
+    if arguments.video is not None:
+        write_video(arguments.video, side_by_side(comparison), fps=16)
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    pipe, call = load_pipeline(arguments)
+    verification = verify(pipe, call, seed=arguments.seed, config=arguments.preset)
+    print(verification.patch_summary, verification_table(verification), sep="\n\n")
+    if arguments.json is not None:
+        environment = asdict(describe_environment(pipe._execution_device))
+        settings = _settings(arguments, pipe, call)
+        write_json(arguments.json, {"settings": settings, "environment": environment, **verification.to_dict()})
+    return 0 if verification.ok else 1
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    device = choose_device(arguments)
+    environment = asdict(describe_environment(device))
+    for name, value in environment.items():
+        if value is not None:
+            print(f"{name:16}{value}")
+    pipe = load_embedded_pipeline(choose_dtype(arguments, device), device)
+    with patch(pipe) as applied:
+        print("", applied.summary(), sep="\n")
+        steps = plan_rows(applied.transformers["transformer"])
+    if arguments.json is not None:
+        kernels = {f"{sub_layer}: {step}": kernel for sub_layer, step, kernel, _ in steps}
+        write_json(arguments.json, {"environment": environment, "kernels": kernels})
+    return 0
+
+
+def _settings(arguments: argparse.Namespace, pipe, call: dict[str, object]) -> dict[str, object]:
+    """What a figure needs to be repeated."""
+    return {
+        "model": arguments.model or "embedded",
+        "preset": arguments.preset,
+        "dtype": str((pipe.transformer or pipe.transformer_2).dtype).removeprefix("torch."),
+        **{name: value for name, value in call.items() if name != "image"},
+    }

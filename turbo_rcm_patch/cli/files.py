@@ -1,0 +1,74 @@
+"""Outputs: checked before the work begins, then written beside the target and renamed, so that no half file is left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from .errors import CommandError
+
+
+def check_output(option: str, path: Path | None, suffixes: Sequence[str]) -> None:
+    """Raise CommandError unless the path is None or a file with one of the suffixes can be made there."""
+    if path is None:
+        return
+    if path.suffix.lower() not in suffixes:
+        raise CommandError(f"{option} {path}: give a name ending in {' or '.join(suffixes)}.")
+    if path.is_dir():
+        raise CommandError(f"{option} {path} is a folder; give a file name in it.")
+    if not path.parent.is_dir():
+        raise CommandError(f"{option} {path}: the folder {path.parent} does not exist; create it first.")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise CommandError(
+            f"{option} {path}: cannot write in {path.parent} ({error.strerror}); choose another folder."
+        ) from error
+
+
+def check_ffmpeg() -> None:
+    """Raise CommandError unless imageio finds the ffmpeg that writes mp4 files."""
+    try:
+        import imageio_ffmpeg
+
+        executable = imageio_ffmpeg.get_ffmpeg_exe()
+    except (ImportError, RuntimeError):
+        executable = None
+    if executable is None or shutil.which(executable) is None:
+        raise CommandError(
+            "no ffmpeg found to write the mp4 with; install one with: pip install imageio-ffmpeg"
+            " (or set IMAGEIO_FFMPEG_EXE to yours)."
+        )
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary path beside `path` that takes its place when the block ends well, and is removed otherwise."""
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+    try:
+        yield temporary
+        temporary.replace(path)
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error}; check the disk's free space and the folder.") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write a dictionary as indented JSON."""
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def write_video(path: Path, frames, fps: int) -> None:
+    """Write frames [F, H, W, 3] in [0, 1] as an mp4."""
+    from diffusers.utils import export_to_video
+
+    with replacing(path) as temporary:
+        export_to_video(list(frames), str(temporary), fps=fps)

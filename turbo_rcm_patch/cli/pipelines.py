@@ -1,0 +1,109 @@
+"""The pipeline that a command runs on, ready to sample in few steps."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.utils import load_image
+
+from .. import embedded
+from ..patching import use_rcm
+from ..scheduler import RCMScheduler
+from .checks import SizeRules, check_pipeline_class, size_rules
+from .errors import CommandError
+
+HEIGHT, WIDTH, FRAMES = 480, 832, 81  # WanPipeline's own defaults
+IMAGE_SIGMA_MAX = 200.0  # rCM's first noise level for image to video
+
+
+def choose_device(arguments: argparse.Namespace) -> torch.device:
+    """--device, by default the GPU where there is one. Raises CommandError for a GPU that is not there."""
+    device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise CommandError(f"--device {device}: PyTorch finds no CUDA GPU; use --device cpu, or check the driver.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise CommandError(f"--device {device}: there are {torch.cuda.device_count()} GPUs, counted from cuda:0.")
+    if device.type == "cpu" and getattr(arguments, "offload", False):
+        raise CommandError("--offload moves models between CPU and GPU, and there is no GPU; leave it out.")
+    return device
+
+
+def choose_dtype(arguments: argparse.Namespace, device: torch.device) -> torch.dtype:
+    """--dtype, by default bf16 on a GPU and fp32 on the CPU."""
+    return getattr(torch, arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+
+
+def load_pipeline(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[str, object]]:
+    """The pipeline with the few-step sampler, and the arguments of its call but for the generator."""
+    device = choose_device(arguments)
+    dtype = choose_dtype(arguments, device)
+    if arguments.model is None:
+        pipe = embedded.load_embedded_pipeline(dtype)
+        size = embedded.HEIGHT, embedded.WIDTH, embedded.FRAMES
+    else:
+        pipe = _load_model(arguments, dtype)
+        size = HEIGHT, WIDTH, FRAMES
+    given = arguments.height, arguments.width, arguments.frames
+    _size_rules_of(pipe).check(*given)
+    height, width, frames = (default if value is None else value for value, default in zip(given, size, strict=True))
+    call = {
+        "prompt": arguments.prompt,
+        "height": height,
+        "width": width,
+        "num_frames": frames,
+        "num_inference_steps": arguments.steps,
+        "guidance_scale": 1.0,  # few-step models have the guidance distilled into them
+    }
+    if arguments.image is not None:
+        call["image"] = _load_image(arguments.image)
+    _sample_with_rcm(pipe, arguments)
+    if arguments.offload:
+        pipe.enable_model_cpu_offload(device=device)
+    else:
+        pipe.to(device)
+    return pipe, call
+
+
+def _sample_with_rcm(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> None:
+    sigma_max = arguments.sigma_max
+    if sigma_max is None and arguments.image is not None and not isinstance(pipe.scheduler, RCMScheduler):
+        sigma_max = IMAGE_SIGMA_MAX
+    try:
+        use_rcm(pipe, sigma_max=sigma_max)
+        pipe.scheduler.set_timesteps(arguments.steps)
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+
+
+def _load_model(arguments: argparse.Namespace, dtype: torch.dtype) -> DiffusionPipeline:
+    folder = Path(arguments.model).expanduser()
+    try:
+        if folder.exists():
+            return DiffusionPipeline.from_pretrained(folder, dtype=dtype)
+        config = DiffusionPipeline.load_config(arguments.model)  # from the hub, before any weights
+        check_pipeline_class(arguments.model, config.get("_class_name"), arguments.image is not None)
+        return DiffusionPipeline.from_pretrained(arguments.model, dtype=dtype)
+    except (CommandError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # hub, safetensors, diffusers and transformers raise many kinds
+        raise CommandError(
+            f"cannot load --model {arguments.model}: {_first_line(error)}; check the name, the network and the files."
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+
+
+def _size_rules_of(pipe: DiffusionPipeline) -> SizeRules:
+    return size_rules(pipe.vae.config, (pipe.transformer or pipe.transformer_2).config)
+
+
+def _load_image(path: Path):
+    try:
+        return load_image(str(path))
+    except OSError as error:
+        raise CommandError(f"--image {path}: {error}; give a PNG or JPEG file.") from error
