@@ -1,0 +1,161 @@
+"""Self-attention with the consistency skip, ``c_skip(t) · residual + c_out(t) · proj(attention(qkv(x)))``, three ways.
+
+The three classes have the same constructor, ``forward`` and state_dict (qkv.weight, qkv.bias, proj.weight, proj.bias)
+and the same result up to rounding; they differ in how the tail is computed:
+
+- TwoPassRCMAttention: the projection writes its output, then the skip reads it again.
+- TorchFusedRCMAttention: projection and skip in one torch expression, which torch.compile turns into one pass.
+- FusedRCMAttention: this package's Triton kernels; the skip happens in the projection's epilogue.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from .. import coefficients, kernels
+from ..coefficients import Time
+from ..kernels import reference
+from ..kernels.coefficient import canonical_coefficient
+
+
+class TwoPassRCMAttention(nn.Module):
+    """SDPA, the projection, then the skip as an operation of its own: the baseline of the other two.
+
+    dim: channels C, a multiple of num_heads. qkv_bias: whether qkv has a bias (proj always has).
+    Coefficients: EDM with sigma_data, or c_skip and c_out, two callables of the timestep (a float or an fp32/fp64
+    tensor; see coefficients.user) that return a number, per sample [B], or any shape that the ops take.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        qkv_bias: bool = True,
+        sigma_data: float = 1.0,
+        c_skip: Callable[[Time], Time] | None = None,
+        c_out: Callable[[Time], Time] | None = None,
+    ):
+        super().__init__()
+        if num_heads < 1 or dim < 1 or dim % num_heads:
+            raise ValueError(f"dim={dim} is not a positive multiple of num_heads={num_heads}; choose one that is.")
+        self.dim, self.num_heads, self.head_dim = dim, num_heads, dim // num_heads
+        self.coefficients = _coefficients(sigma_data, c_skip, c_out)
+        self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x: torch.Tensor, timestep: Time, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x, residual [B, N, C]; timestep a number, 0-d or per sample [B]. The residual defaults to x.
+
+        Returns [B, N, C] in the residual's dtype; at timestep 0 it is the residual. Raises ValueError for shapes that
+        do not fit and for a negative or NaN timestep. Under torch.compile a number is a constant of the graph: pass
+        timesteps as tensors there.
+        """
+        residual = x if residual is None else residual
+        self._check(x, residual, timestep)
+        c_skip, c_out = self._coefficients_at(timestep, residual)
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(2)
+        return self._attend_project_skip(q, k, v, residual, c_skip, c_out)
+
+    def _attend_project_skip(self, q, k, v, residual, c_skip, c_out):
+        """q, k, v [B, N, H, D]; residual [B, N, C]; coefficients canonical (kernels/coefficient.py)."""
+        output = self.proj(_sdpa(q, k, v))
+        return reference.skip(residual, output, c_skip, c_out)
+
+    def _check(self, x, residual, timestep):
+        if x.dim() != 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"x has shape {list(x.shape)}; accepted is [B, N, C={self.dim}].")
+        if residual.shape != x.shape:
+            raise ValueError(f"residual has shape {list(residual.shape)}; it must be that of x, {list(x.shape)}.")
+        if isinstance(timestep, torch.Tensor) and timestep.shape not in ((), x.shape[:1]):
+            raise ValueError(
+                f"timestep has shape {list(timestep.shape)}; accepted are a number, 0-d and [B={len(x)}]."
+            )
+
+    def _coefficients_at(self, timestep, residual):
+        if isinstance(timestep, torch.Tensor):
+            timestep = timestep.to(residual.device)
+        return [
+            canonical_coefficient(name, _per_sample(value, len(residual)), *residual.shape, residual.device)
+            for name, value in zip(("c_skip", "c_out"), self.coefficients(timestep), strict=True)
+        ]
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, num_heads={self.num_heads}"
+
+
+class TorchFusedRCMAttention(TwoPassRCMAttention):
+    """Projection and skip in one torch expression. Compile it (torch.compile) to have the skip run as one pass."""
+
+    def _attend_project_skip(self, q, k, v, residual, c_skip, c_out):
+        return reference.skip(residual, self.proj(_sdpa(q, k, v)), c_skip, c_out)
+
+
+class FusedRCMAttention(TwoPassRCMAttention):
+    """On the Triton kernels: attention, then projection and skip in one GEMM that stores only the result.
+
+    implementation: "auto" (the kernels on a GPU, torch elsewhere), "triton" or "torch"; see kernels/dispatch.py.
+    Under autocast, and when proj is no plain nn.Linear (LoRA, quantised, hooked), the modules are called as in the
+    two-pass form, because the kernels read proj's weights as they are.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        qkv_bias: bool = True,
+        sigma_data: float = 1.0,
+        c_skip: Callable[[Time], Time] | None = None,
+        c_out: Callable[[Time], Time] | None = None,
+        implementation: str = "auto",
+    ):
+        super().__init__(dim, num_heads, qkv_bias=qkv_bias, sigma_data=sigma_data, c_skip=c_skip, c_out=c_out)
+        if implementation not in kernels.IMPLEMENTATIONS:
+            raise ValueError(f"implementation={implementation!r}; accepted are {', '.join(kernels.IMPLEMENTATIONS)}.")
+        self.implementation = implementation
+
+    def _attend_project_skip(self, q, k, v, residual, c_skip, c_out):
+        if torch.is_autocast_enabled(residual.device.type) or not _is_plain_linear(self.proj):
+            return super()._attend_project_skip(q, k, v, residual, c_skip, c_out)
+        attended = kernels.attention(q, k, v, implementation=self.implementation).flatten(2)
+        return kernels.linear_skip(
+            attended,
+            self.proj.weight,
+            self.proj.bias,
+            residual,
+            c_skip=1.0 if c_skip is None else c_skip,
+            c_out=1.0 if c_out is None else c_out,
+            implementation=self.implementation,
+        )
+
+
+def _coefficients(sigma_data, c_skip, c_out) -> Callable[[Time], coefficients.CoefficientPair]:
+    if c_skip is None and c_out is None:
+        coefficients.edm(0.0, sigma_data)  # rejects a bad sigma_data here rather than in the first forward
+        return functools.partial(coefficients.edm, sigma_data=sigma_data)
+    return coefficients.user(c_skip, c_out)
+
+
+def _per_sample(value, batch: int):
+    """A coefficient of one value per sample as [B, 1, 1], so that it cannot be taken for one value per channel."""
+    if isinstance(value, torch.Tensor) and value.shape == (batch,):
+        return value.reshape(batch, 1, 1)
+    return value
+
+
+def _sdpa(q, k, v):
+    """Attention of q, k, v [B, N, H, D] with its heads joined, [B, N, C]."""
+    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2).flatten(2)
+
+
+def _is_plain_linear(linear: nn.Module) -> bool:
+    """Whether calling the module does nothing but ``x Wᵀ + b`` with the weights it holds."""
+    hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
+    plain_weight = type(linear) is nn.Linear and type(linear.weight) is nn.Parameter
+    return plain_weight and not any(hooks) and "forward" not in vars(linear)
