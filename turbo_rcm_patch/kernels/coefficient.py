@@ -86,9 +86,10 @@ def load_coefficient(
     """Load a coefficient for the tile (sample, rows [M], columns [N]) as fp32 [1,1], [1,N] or [M,N] by KIND."""
     base = pointer + sample.to(tl.int64) * stride_b
     if KIND == 1:
-        return tl.load(base).to(tl.float32)
+        value = tl.load(base).to(tl.float32)[None, None]
     elif KIND == 2:
-        return tl.load(base + columns * stride_c, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+        value = tl.load(base + columns * stride_c, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     else:
         offsets = rows.to(tl.int64)[:, None] * stride_s + columns[None, :] * stride_c
-        return tl.load(base + offsets, mask=row_mask[:, None] & column_mask[None, :], other=0.0).to(tl.float32)
+        value = tl.load(base + offsets, mask=row_mask[:, None] & column_mask[None, :], other=0.0).to(tl.float32)
+    return value
