@@ -115,7 +115,7 @@ def verify(
             handle = block.register_forward_hook(check_block(name), with_kwargs=True)
             hooks.callback(handle.remove)
         generator = torch.Generator(pipe._execution_device).manual_seed(seed)
-        pipe(**call, generator=generator, callback_on_step_end=on_step_end)
+        pipe(**{**call, "output_type": "latent"}, generator=generator, callback_on_step_end=on_step_end)
         summary = applied.summary()
     reached = {check.block for check in checks}
     return Verification(tuple(checks), tuple(name for name in blocks if name not in reached), summary)

@@ -1,0 +1,109 @@
+import functools
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from tests.bench.damage import damage_block
+from tests.tiny_wan import tiny_call, tiny_wan_pipeline
+from turbo_rcm_patch.bench import compare as module
+from turbo_rcm_patch.bench.compare import compare
+from turbo_rcm_patch.bench.report import comparison_table, plot, side_by_side
+from turbo_rcm_patch.bench.timing import StageTimings, TimedGeneration
+from turbo_rcm_patch.patching import use_rcm
+
+CALL = tiny_call(output_type="np", guidance_scale=1.0)
+
+
+@pytest.fixture
+def pipe():
+    pipe = tiny_wan_pipeline()
+    use_rcm(pipe)
+    return pipe
+
+
+def test_variants_share_the_seed_and_agree(pipe):
+    comparison = compare(pipe, CALL, seed=3, repeats=1, warmups=0, settings={"model": "tiny"})
+    unpatched, patched = comparison.variants
+    assert (unpatched.name, patched.name) == ("unpatched", "patched")
+    assert unpatched.latents is None
+    assert patched.latents.relative_l2 <= 1e-5
+    assert patched.frames.relative_l2 <= 1e-5
+    expected = pipe(**CALL, generator=torch.Generator().manual_seed(3)).frames[0]
+    assert np.array_equal(unpatched.video, expected)
+    assert comparison.settings == {"model": "tiny", "seed": 3}
+    assert unpatched.total_speedup == unpatched.steps_speedup == 1
+    assert patched.total_speedup == pytest.approx(unpatched.timings.total / patched.timings.total)
+
+
+def test_a_difference_made_by_the_patch_is_reported(pipe, monkeypatch):
+    damage_block(monkeypatch, module, "transformer.blocks.1", lambda output: output + 0.01 * output.roll(1, -1))
+    patched = compare(pipe, CALL, repeats=1, warmups=0).variants[-1]
+    assert patched.latents.relative_l2 > 1e-4
+    assert patched.frames.relative_l2 > 1e-4
+    assert patched.frames.psnr_db is not None
+
+
+def test_compile_takes_part_compiles_once_and_is_taken_off(pipe, monkeypatch):
+    calls = []
+
+    def compiled_call(block, *args):
+        calls.append(block)
+        return type(block).forward(block, *args)
+
+    def compile_repeated_blocks():
+        for block in pipe.transformer.blocks:
+            block._compiled_call_impl = functools.partial(compiled_call, block)
+
+    monkeypatch.setattr(pipe.transformer, "compile_repeated_blocks", compile_repeated_blocks)
+    comparison = compare(pipe, CALL, with_compile=True, repeats=1, warmups=1)
+    assert [variant.name for variant in comparison.variants] == ["unpatched", "torch.compile", "patched"]
+    turns, steps, blocks = 2, CALL["num_inference_steps"], 2
+    assert len(calls) == turns * steps * blocks
+    assert all(block._compiled_call_impl is None for block in pipe.transformer.blocks)
+
+
+def test_warmups_are_not_in_the_medians(pipe, monkeypatch):
+    totals = iter([100.0, 50.0, 4.0, 2.0, 6.0, 3.0])  # unpatched, patched in turns; the first turn is the warm-up
+
+    def fake_generation(pipe, **call):
+        return TimedGeneration(np.ones((1, 1, 2, 2, 3)), torch.ones(1), StageTimings(0, (1.0,), 0, next(totals), None))
+
+    monkeypatch.setattr(module, "timed_generation", fake_generation)
+    unpatched, patched = compare(pipe, CALL, warmups=1, repeats=2).variants
+    assert (unpatched.timings.total, patched.timings.total) == (5.0, 2.5)
+    assert patched.total_speedup == 2.0
+
+
+def test_reports(pipe, tmp_path):
+    comparison = compare(pipe, CALL, repeats=1, warmups=0)
+    table = comparison_table(comparison)
+    for label in ("text encoding", "step 2", "VAE decode", "total", "speed-up", "relative L2", "cosine", "PSNR"):
+        assert label in table
+    assert json.loads(json.dumps(comparison.to_dict()))["variants"][1]["frames"]["cosine"] == pytest.approx(1.0)
+    frames, height, width, _ = comparison.variants[0].video.shape
+    assert side_by_side(comparison).shape == (frames, height, 2 * width, 3)
+    plot(comparison, tmp_path / "stages.png")
+    assert (tmp_path / "stages.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_progress_bar_settings_of_the_user_come_back(pipe):
+    pipe.set_progress_bar_config(disable=True, desc="mine")
+    compare(pipe, tiny_call(guidance_scale=1.0), repeats=1, warmups=0)
+    assert pipe._progress_bar_config == {"disable": True, "desc": "mine"}
+
+
+def test_a_failing_variant_leaves_the_pipeline_unpatched(pipe, monkeypatch):
+    real, calls = module.timed_generation, []
+
+    def failing_second(pipe, **call):
+        calls.append(call)
+        if len(calls) == 2:
+            raise RuntimeError("broke while patched")
+        return real(pipe, **call)
+
+    monkeypatch.setattr(module, "timed_generation", failing_second)
+    with pytest.raises(RuntimeError, match="broke while patched"):
+        compare(pipe, CALL)
+    assert not any("forward" in vars(submodule) for submodule in pipe.transformer.modules())

@@ -1,0 +1,38 @@
+import math
+
+import pytest
+import torch
+
+from turbo_rcm_patch.bench.metrics import Difference, cosine, psnr, relative_l2
+
+
+def test_metrics_of_a_known_pair():
+    reference = torch.tensor([3.0, 4.0])
+    actual = torch.tensor([4.0, 3.0])
+    assert relative_l2(actual, reference) == pytest.approx(math.sqrt(2) / 5)
+    assert cosine(actual, reference) == pytest.approx(24 / 25)
+    assert psnr(actual, reference, peak=10.0) == pytest.approx(20.0)
+
+
+def test_relative_l2_is_of_the_reference_not_of_the_actual():
+    assert relative_l2(torch.full((3,), 3.0), torch.ones(3)) == pytest.approx(2.0)
+
+
+def test_equal_tensors_are_identical_even_when_zero():
+    assert relative_l2(torch.zeros(3), torch.zeros(3)) == 0
+    assert relative_l2(torch.ones(3), torch.zeros(3)) == math.inf
+    assert psnr(torch.ones(2, 3), torch.ones(2, 3)) == math.inf
+    assert Difference.of_frames(torch.ones(2, 3), torch.ones(2, 3)).psnr_db is None
+
+
+def test_nan_never_passes_for_equal():
+    actual, reference = torch.tensor([math.nan, 1.0]), torch.ones(2)
+    assert all(math.isnan(metric(actual, reference)) for metric in (relative_l2, cosine, psnr))
+
+
+def test_low_precision_inputs_are_compared_in_fp64():
+    reference = torch.full(
+        (1 << 16,), 300.0, dtype=torch.float16
+    )  # the squared norm overflows fp16 and bf16 sums stall
+    assert cosine(reference, reference) == pytest.approx(1.0, abs=1e-12)
+    assert relative_l2(reference * 2, reference) == pytest.approx(1.0, abs=1e-12)

@@ -1,0 +1,75 @@
+import time
+
+import pytest
+import torch
+
+from tests.tiny_wan import tiny_call, tiny_wan_pipeline
+from turbo_rcm_patch.bench.timing import StageTimings, timed_generation
+
+
+@pytest.fixture
+def slow_pipe(monkeypatch):
+    """A pipeline whose text encoding, transformer and VAE decoding take 20, 40 and 60 ms at least."""
+    pipe = tiny_wan_pipeline()
+    for owner, name, seconds in ((pipe.text_encoder, "forward", 0.02), (pipe.transformer, "forward", 0.04)):
+        monkeypatch.setattr(owner, name, _delayed(getattr(owner, name), seconds))
+    monkeypatch.setattr(pipe.vae, "decode", _delayed(pipe.vae.decode, 0.06))
+    return pipe
+
+
+def _delayed(function, seconds):
+    def delayed(*args, **kwargs):
+        time.sleep(seconds)
+        return function(*args, **kwargs)
+
+    return delayed
+
+
+def test_every_stage_is_timed_where_it_runs(slow_pipe):
+    call = tiny_call(output_type="np", num_inference_steps=3, guidance_scale=1.0)
+    timings = timed_generation(slow_pipe, **call).timings
+    assert timings.text_encoding >= 0.02
+    assert len(timings.steps) == 3
+    assert all(step >= 0.04 for step in timings.steps)
+    assert timings.vae_decode >= 0.06
+    assert timings.total >= timings.text_encoding + sum(timings.steps) + timings.vae_decode
+    assert timings.peak_memory is None
+
+
+def test_result_is_that_of_the_plain_call_and_nothing_stays_on_the_pipeline():
+    pipe = tiny_wan_pipeline()
+    call = tiny_call(output_type="np", guidance_scale=1.0)
+    made = timed_generation(pipe, **call, generator=torch.Generator().manual_seed(1))
+    assert "decode" not in vars(pipe.vae)
+    assert not {"encode_prompt", "progress_bar"} & set(vars(pipe))
+    expected = pipe(**call, generator=torch.Generator().manual_seed(1)).frames
+    assert (made.frames == expected).all()
+    call["output_type"] = "latent"
+    assert torch.equal(made.latents, pipe(**call, generator=torch.Generator().manual_seed(1)).frames)
+
+
+def test_latent_output_has_no_frames_and_no_decoding():
+    made = timed_generation(tiny_wan_pipeline(), **tiny_call(guidance_scale=1.0))
+    assert made.frames is None
+    assert made.timings.vae_decode == 0
+
+
+def test_a_wrapped_method_of_the_user_survives_a_failing_call():
+    pipe = tiny_wan_pipeline()
+
+    def users_decode(*args, **kwargs):
+        raise RuntimeError("decoder broke")
+
+    pipe.vae.decode = users_decode
+    with pytest.raises(RuntimeError, match="decoder broke"):
+        timed_generation(pipe, **tiny_call(output_type="np"))
+    assert pipe.vae.decode is users_decode
+
+
+def test_medians_are_per_stage():
+    runs = [
+        StageTimings(1.0, (5.0, 1.0), 2.0, 9.0, 10),
+        StageTimings(3.0, (1.0, 2.0), 1.0, 7.0, 30),
+        StageTimings(2.0, (3.0, 9.0), 3.0, 8.0, 20),
+    ]
+    assert StageTimings.median(runs) == StageTimings(2.0, (3.0, 2.0), 2.0, 8.0, 30)

@@ -1,0 +1,133 @@
+import math
+
+import pytest
+import torch
+
+from tests.bench.damage import damage_block
+from tests.oracle import relative_error
+from tests.tiny_wan import tiny_call, tiny_wan_pipeline
+from turbo_rcm_patch.bench import verify as module
+from turbo_rcm_patch.bench.report import verification_table
+from turbo_rcm_patch.bench.verify import BlockCheck, run_oracle, verify
+from turbo_rcm_patch.patching import use_rcm
+
+VARIANTS = ["t2v", "i2v", "ti2v", "wan22"]
+
+
+def rcm_pipeline(variant="t2v", dtype=torch.float32):
+    pipe = tiny_wan_pipeline(variant, dtype)
+    use_rcm(pipe)
+    return pipe
+
+
+def call(variant="t2v", **overrides):
+    return tiny_call(variant, guidance_scale=1.0, num_inference_steps=3, **overrides)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_block_of_every_variant_is_checked_at_the_first_and_last_step(variant, dtype):
+    pipe = rcm_pipeline(variant, dtype)
+    verification = verify(pipe, call(variant))
+    assert verification.ok, verification_table(verification)
+    checked = {(check.block, check.step) for check in verification.checks}
+    if variant == "wan22":
+        expected = {
+            (f"{name}.blocks.{i}", step) for name, step in (("transformer", 1), ("transformer_2", 3)) for i in range(2)
+        }
+    else:
+        expected = {(f"transformer.blocks.{i}", step) for i in range(2) for step in (1, 3)}
+    assert checked == expected
+    assert {check.dtype for check in verification.checks} == {dtype}
+    assert all(0 < check.unpatched_error < (1e-6 if dtype == torch.float32 else 2e-2) for check in verification.checks)
+
+
+def test_hidden_states_are_those_of_the_unpatched_generation(monkeypatch):
+    seen = {}
+
+    def keep_inputs(name, step, block, args, kwargs, patched, unpatched):
+        seen.setdefault((name, step), (args, kwargs))
+        return BlockCheck(name, step, torch.float32, 0.0, 0.0, 0.0)
+
+    damage_block(monkeypatch, module, "transformer.blocks.0", lambda output: output * math.nan)
+    monkeypatch.setattr(module, "_check", keep_inputs)
+    verify(rcm_pipeline(), call(), seed=5)
+
+    expected = []
+    pipe = rcm_pipeline()
+    pipe.transformer.blocks[1].register_forward_pre_hook(lambda block, args: expected.append(args[0]))
+    pipe(**call(), generator=torch.Generator().manual_seed(5))
+    for step in (1, 3):
+        args, _ = seen["transformer.blocks.1", step]
+        assert torch.equal(args[0], expected[step - 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("damage", [lambda y: 1.01 * y, lambda y: y * math.nan], ids=["scaled", "nan"])
+def test_a_wrong_block_alone_is_named(monkeypatch, dtype, damage):
+    damage_block(monkeypatch, module, "transformer.blocks.1", damage)
+    verification = verify(rcm_pipeline(dtype=dtype), call())
+    assert not verification.ok
+    assert {check.block for check in verification.failed} == {"transformer.blocks.1"}
+    last_lines = verification_table(verification).splitlines()[-2:]
+    assert all("transformer.blocks.1, step" in line for line in last_lines)
+
+
+def test_a_transformer_that_no_step_reached_is_not_called_verified():
+    verification = verify(rcm_pipeline("wan22"), call("wan22") | {"num_inference_steps": 1})
+    assert verification.unreached == ("transformer_2.blocks.0", "transformer_2.blocks.1")
+    assert not verification.ok
+    assert "transformer_2.blocks.0: no step reached it" in verification_table(verification)
+
+
+def test_limits_by_dtype():
+    wide = BlockCheck("b", 1, torch.float32, unpatched_error=1e-7, patched_error=5e-7, difference=9e-6)
+    assert wide.ok  # fp32: the difference counts
+    assert not BlockCheck("b", 1, torch.float32, 1e-7, 1e-7, difference=2e-5).ok
+    assert BlockCheck("b", 1, torch.bfloat16, unpatched_error=1e-3, patched_error=1.05e-3, difference=1.0).ok
+    assert not BlockCheck("b", 1, torch.bfloat16, 1e-3, 1.06e-3, 0.0).ok
+    assert not BlockCheck("b", 1, torch.bfloat16, 1e-3, math.nan, math.nan).ok
+
+
+def test_oracle_is_the_class_in_fp64_and_leaves_the_block_alone():
+    pipe = rcm_pipeline()
+    captured = []
+    block = pipe.transformer.blocks[0]
+    handle = block.register_forward_pre_hook(lambda block, args: captured.append(args))
+    pipe(**call())
+    handle.remove()
+    before = {name: value.clone() for name, value in block.state_dict().items()}
+    keys = set(vars(block))
+
+    expected = run_oracle(block, captured[0], {}, torch.float64)
+    for part in (block, block.attn1):
+        part.__dict__["forward"] = lambda *args: pytest.fail("the oracle ran an instance's forward")
+    oracle = run_oracle(block, captured[0], {}, torch.float64)
+    for part in (block, block.attn1):
+        del part.__dict__["forward"]
+    assert torch.equal(oracle, expected)
+    assert oracle.dtype == torch.float64
+    assert set(vars(block)) == keys
+    assert all(torch.equal(value, before[name]) for name, value in block.state_dict().items())
+
+    # fp64 throughout: casting to fp32 anywhere would move it as far as the fp32 block is from it
+    low = type(block).forward(block, *captured[0])
+    nudged = run_oracle(block, (captured[0][0].double() * (1 + 1e-12), *captured[0][1:]), {}, torch.float64)
+    assert 1e-9 < relative_error(low, oracle) < 1e-6
+    assert 0 < relative_error(nudged, oracle) < 1e-11
+
+
+def test_the_pipeline_is_left_as_it_was_found():
+    pipe = rcm_pipeline()
+    verify(pipe, call())
+    for submodule in pipe.transformer.modules():
+        assert "forward" not in vars(submodule)
+        assert not submodule._forward_hooks
+
+
+def test_to_dict_holds_limits_and_verdicts():
+    result = verify(rcm_pipeline(dtype=torch.bfloat16), call()).to_dict()
+    assert result["ok"] is True
+    first = result["checks"][0]
+    assert first["dtype"] == "bfloat16"
+    assert first["allowed"] == pytest.approx(1.05 * first["unpatched_error"])

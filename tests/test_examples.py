@@ -1,0 +1,93 @@
+"""The examples and the benchmark script run as a user runs them."""
+
+import importlib.util
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import imageio.v3 as iio
+import pytest
+import torch
+
+from turbo_rcm_patch.bench.cases import CASES, build_pipeline
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def run_example(monkeypatch, tmp_path):
+    """Run a file as a script with arguments, in an empty folder."""
+
+    def run(path, *arguments):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", [path, *arguments])
+        runpy.run_path(str(ROOT / path), run_name="__main__")
+
+    return run
+
+
+def test_generate(run_example, tmp_path, capsys):
+    run_example("examples/generate.py", "--output", "out.mp4")
+    assert iio.imread(tmp_path / "out.mp4").shape == (17, 96, 160, 3)
+    assert "4 blocks" in capsys.readouterr().out
+
+
+def test_patch_pipeline(run_example, capsys):
+    run_example("examples/patch_pipeline.py")
+    *_, patched, partly, restored = capsys.readouterr().out.splitlines()
+    assert float(patched.split(":")[1]) < 1e-3
+    assert float(partly.split(":")[1]) < 1e-3
+    assert restored == "bitwise the same after restore: True"
+
+
+def load_benchmark():
+    path = ROOT / "scripts/benchmark_end_to_end.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_benchmark_end_to_end(tmp_path, capsys):
+    json_path = tmp_path / "benchmark.json"
+    options = ["--config", "tiny", "--layers", "1", "--steps", "2", "--repeats", "1", "--decode", "--no-compile"]
+    assert load_benchmark().main([*options, "--json", str(json_path)]) == 0
+    result = json.loads(json_path.read_text())
+    assert result["settings"]["layers"] == 1
+    assert [variant["name"] for variant in result["variants"]] == ["unpatched", "patched"]
+    assert len(result["variants"][0]["timings"]["steps"]) == 2
+    assert result["variants"][1]["timings"]["vae_decode"] > 0
+    assert 0 <= result["variants"][1]["latents"]["relative_l2"] < (1e-5 if not torch.cuda.is_available() else 5e-2)
+    assert "patched" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "layers", "ffn", "channels", "parameters", "spatial"),
+    [
+        ("wan2.1-1.3b", 1536, 30, 8960, 16, 1.42e9, 8),
+        ("wan2.1-14b", 5120, 40, 13824, 16, 14.3e9, 8),
+        ("wan2.2-5b", 3072, 30, 14336, 48, 5.0e9, 16),
+    ],
+)
+def test_real_sizes(name, dim, layers, ffn, channels, parameters, spatial):
+    case = CASES[name]
+    pipe = build_pipeline(case, torch.bfloat16, torch.device("meta"))
+    blocks = pipe.transformer.blocks
+    assert len(blocks) == layers
+    assert blocks[0].attn1.to_q.weight.shape == (dim, dim)
+    assert blocks[0].ffn.net[2].weight.shape == (dim, ffn)
+    assert pipe.transformer.config.in_channels == pipe.vae.config.z_dim == channels
+    assert sum(p.numel() for p in pipe.transformer.parameters()) == pytest.approx(parameters, rel=0.02)
+    assert pipe.vae_scale_factor_spatial == spatial
+    assert pipe.config.expand_timesteps == (name == "wan2.2-5b")
+    assert case.frames % 4 == 1
+    assert case.height % (2 * spatial) == case.width % (2 * spatial) == 0
+    dtypes = {n.split(".")[-2]: p.dtype for n, p in blocks[0].named_parameters() if "." in n}
+    assert (dtypes["to_q"], dtypes["norm2"]) == (torch.bfloat16, torch.float32)
+
+
+def test_the_vae_of_the_5b_case_decodes_to_its_size():
+    vae = build_pipeline(CASES["wan2.2-5b"], torch.bfloat16, torch.device("meta"), layers=1).vae
+    latents = torch.empty(1, 48, 1, 2, 3, dtype=torch.bfloat16, device="meta")
+    assert vae.decode(latents, return_dict=False)[0].shape == (1, 3, 1, 32, 48)
