@@ -23,6 +23,12 @@ def output_of(model, **overrides):
         return model(**{**tiny_transformer_inputs(model), **overrides})[0]
 
 
+def gpu_output_of(model):
+    inputs = tiny_transformer_inputs(model)
+    with torch.no_grad():
+        return model(**{k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()})[0]
+
+
 def assert_same_output(patched, plain, **overrides):
     assert relative_error(output_of(patched, **overrides), output_of(plain, **overrides)) <= 1e-5
 
@@ -198,6 +204,19 @@ def test_compile_repeated_blocks(order):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     patch.restore()
     assert relative_error(output_of(patched), expected) <= 1e-5
+
+
+@pytest.mark.gpu
+def test_compile_repeated_blocks_on_a_gpu():
+    """The kernels stay fused inside inductor's graphs, without a graph break."""
+    torch._dynamo.reset()
+    patched, plain, oracle = (
+        tiny_wan_transformer(dtype=dtype).cuda() for dtype in (torch.bfloat16, torch.bfloat16, torch.float32)
+    )
+    trp.patch(patched)
+    patched.compile_repeated_blocks(fullgraph=True)
+    outputs = [gpu_output_of(model) for model in (patched, plain, oracle)]
+    assert relative_error(outputs[0], outputs[2]) <= 1.05 * relative_error(outputs[1], outputs[2])
 
 
 def test_quantised_linears():
