@@ -17,7 +17,8 @@ import torch
 from turbo_rcm_patch.bench.cases import CASES, build_pipeline, random_prompt
 from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.report import comparison_table
-from turbo_rcm_patch.cli.files import write_json
+from turbo_rcm_patch.cli.errors import CommandError
+from turbo_rcm_patch.cli.files import check_output, write_json
 from turbo_rcm_patch.patching import use_rcm
 
 
@@ -65,7 +66,12 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--decode", action="store_true", help="decode the latents too")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--json", type=Path, help="write all figures with the GPU and versions")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    try:
+        check_output("--json", options.json, (".json",))
+    except CommandError as error:
+        parser.error(str(error))
+    return options
 
 
 if __name__ == "__main__":

@@ -137,6 +137,19 @@ def test_verify_exits_with_1_and_names_the_wrong_block(capsys, monkeypatch):
     assert "blocks.1, step" not in printed
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_verify_passes_on_a_gpu(capsys, dtype):
+    assert main(["verify", "--device", "cuda", "--dtype", dtype]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.gpu
+def test_generate_with_offload(tmp_path):
+    options = ["--device", "cuda", "--offload", "--height", "32", "--width", "48", "--frames", "5"]
+    assert main(["generate", "a fox", "-o", str(tmp_path / "fox.mp4"), *options]) == 0
+    assert iio.imread(tmp_path / "fox.mp4").shape == (5, 32, 48, 3)
+
+
 def test_info(tmp_path, capsys):
     assert main(["info", "--device", "cpu", "--json", str(tmp_path / "info.json")]) == 0
     printed = capsys.readouterr().out

@@ -62,6 +62,12 @@ def test_benchmark_end_to_end(tmp_path, capsys):
     assert "patched" in capsys.readouterr().out
 
 
+def test_benchmark_checks_its_output_first(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        load_benchmark().main(["--json", str(tmp_path / "missing" / "out.json")])
+    assert "does not exist; create it first" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "dim", "layers", "ffn", "channels", "parameters", "spatial"),
     [

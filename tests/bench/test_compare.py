@@ -11,6 +11,7 @@ from turbo_rcm_patch.bench import compare as module
 from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.report import comparison_table, plot, side_by_side
 from turbo_rcm_patch.bench.timing import StageTimings, TimedGeneration
+from turbo_rcm_patch.embedded import load_embedded_pipeline
 from turbo_rcm_patch.patching import use_rcm
 
 CALL = tiny_call(output_type="np", guidance_scale=1.0)
@@ -92,6 +93,22 @@ def test_progress_bar_settings_of_the_user_come_back(pipe):
     pipe.set_progress_bar_config(disable=True, desc="mine")
     compare(pipe, tiny_call(guidance_scale=1.0), repeats=1, warmups=0)
     assert pipe._progress_bar_config == {"disable": True, "desc": "mine"}
+
+
+@pytest.mark.gpu
+def test_a_gpu_adds_torch_compile_and_memory():
+    pipe = load_embedded_pipeline(torch.bfloat16, "cuda")
+    use_rcm(pipe)
+    comparison = compare(pipe, CALL, repeats=1)
+    assert [variant.name for variant in comparison.variants] == ["unpatched", "torch.compile", "patched"]
+    assert comparison.environment.gpu
+    for variant in comparison.variants:
+        timings = variant.timings
+        assert timings.peak_memory > 0
+        assert min(timings.text_encoding, *timings.steps, timings.vae_decode) > 0
+        assert timings.total >= timings.text_encoding + sum(timings.steps) + timings.vae_decode
+    assert all(variant.latents.cosine > 0.99 for variant in comparison.variants[1:])
+    assert "peak memory" in comparison_table(comparison)
 
 
 def test_a_failing_variant_leaves_the_pipeline_unpatched(pipe, monkeypatch):

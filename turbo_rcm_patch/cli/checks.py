@@ -36,7 +36,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class SizeRules:
-    """What height, width and frames must be: multiples of `spatial` pixels, and 1 + a multiple of `temporal` frames."""
+    """What a video's height and width must be multiples of, in pixels; its frames are 1 + a multiple of `temporal`."""
 
     height: int = 16
     width: int = 16
