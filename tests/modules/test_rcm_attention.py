@@ -156,10 +156,18 @@ def _check_gradients(module, device):
 
 @modules
 def test_compiles_to_one_graph(module_class):
+    _check_compiled(module_class(48, 2), torch_device("interpreter"))
+
+
+def test_triton_compiles_to_one_graph(device):
+    _check_compiled(FusedRCMAttention(48, 2, implementation="triton"), torch_device(device))
+
+
+def _check_compiled(module, device):
     torch.compiler.reset()
-    module = module_class(48, 2)
-    x, residual = inputs()
+    module = module.to(device)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    x, residual = inputs(device=device)
     for timestep in (torch.tensor([0.3, 2.0]), torch.tensor([0.0, 7.0]), torch.tensor(0.5), 0.75):
         assert relative_error(compiled(x, timestep, residual), module(x, timestep, residual)) <= 1e-6
 
