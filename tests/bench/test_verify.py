@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from tests.bench.damage import damage_block
-from tests.oracle import relative_error
+from tests.oracle import relative_error, torch_device
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.bench import verify as module
 from turbo_rcm_patch.bench.report import verification_table
 from turbo_rcm_patch.bench.verify import BlockCheck, run_oracle, verify
+from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.patching import use_rcm
 
 VARIANTS = ["t2v", "i2v", "ti2v", "wan22"]
@@ -40,6 +41,14 @@ def test_every_block_of_every_variant_is_checked_at_the_first_and_last_step(vari
     assert checked == expected
     assert {check.dtype for check in verification.checks} == {dtype}
     assert all(0 < check.unpatched_error < (1e-6 if dtype == torch.float32 else 2e-2) for check in verification.checks)
+
+
+@pytest.mark.parametrize("variant", ["t2v", "i2v", "ti2v"])
+def test_the_triton_kernels_pass_and_are_what_is_checked(variant, device):
+    pipe = rcm_pipeline(variant).to(torch_device(device))
+    verification = verify(pipe, call(variant), config=PatchConfig(implementation="triton"))
+    assert verification.ok, verification_table(verification)
+    assert all(check.difference > 0 for check in verification.checks)  # sums in another order than the class's
 
 
 def test_hidden_states_are_those_of_the_unpatched_generation(monkeypatch):
