@@ -46,7 +46,8 @@ def test_every_block_of_every_variant_is_checked_at_the_first_and_last_step(vari
 @pytest.mark.parametrize("variant", ["t2v", "i2v", "ti2v"])
 def test_the_triton_kernels_pass_and_are_what_is_checked(variant, device):
     pipe = rcm_pipeline(variant).to(torch_device(device))
-    verification = verify(pipe, call(variant), config=PatchConfig(implementation="triton"))
+    one_step = call(variant) | {"num_inference_steps": 1}
+    verification = verify(pipe, one_step, config=PatchConfig(implementation="triton"))
     assert verification.ok, verification_table(verification)
     assert all(check.difference > 0 for check in verification.checks)  # sums in another order than the class's
 
