@@ -9,7 +9,7 @@ import turbo_rcm_patch
 
 PACKAGE = Path(turbo_rcm_patch.__file__).parent
 # A module may import from its own layer and those before it.
-LAYERS = ["config", "coefficients", "kernels", "modules", "scheduler", "patching", "embedded", "bench", "cli"]
+LAYERS = ["config", "coefficients", "plain", "kernels", "modules", "scheduler", "patching", "embedded", "bench", "cli"]
 DIFFUSERS_ALLOWED = {"scheduler", "patching", "embedded", "bench", "cli"}
 
 

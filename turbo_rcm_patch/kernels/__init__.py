@@ -10,6 +10,7 @@ from .layer_norm_modulate import layer_norm_modulate
 from .linear_gelu import linear_gelu
 from .linear_skip import linear_skip
 from .rms_norm_rope import rms_norm_rope
+from .skip import skip
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -20,6 +21,7 @@ __all__ = [
     "linear_gelu",
     "linear_skip",
     "rms_norm_rope",
+    "skip",
     "why_not_triton",
     "why_not_triton_on",
 ]

@@ -21,6 +21,7 @@ from .. import coefficients, kernels
 from ..coefficients import Time
 from ..kernels import reference
 from ..kernels.coefficient import canonical_coefficient
+from ..plain import why_not_linear
 
 
 class TwoPassRCMAttention(nn.Module):
@@ -65,7 +66,7 @@ class TwoPassRCMAttention(nn.Module):
     def _attend_project_skip(self, q, k, v, residual, c_skip, c_out):
         """q, k, v [B, N, H, D]; residual [B, N, C]; coefficients canonical (kernels/coefficient.py)."""
         output = self.proj(_sdpa(q, k, v))
-        return reference.skip(residual, output, c_skip, c_out)
+        return kernels.skip(residual, output, c_skip=_or_one(c_skip), c_out=_or_one(c_out))
 
     def _check(self, x, residual, timestep):
         if x.dim() != 3 or x.shape[-1] != self.dim:
@@ -73,9 +74,7 @@ class TwoPassRCMAttention(nn.Module):
         if residual.shape != x.shape:
             raise ValueError(f"residual has shape {list(residual.shape)}; it must be that of x, {list(x.shape)}.")
         if isinstance(timestep, torch.Tensor) and timestep.shape not in ((), x.shape[:1]):
-            raise ValueError(
-                f"timestep has shape {list(timestep.shape)}; accepted are a number, 0-d and [B={len(x)}]."
-            )
+            raise ValueError(f"timestep has shape {list(timestep.shape)}; accepted are a number, 0-d and [B={len(x)}].")
 
     def _coefficients_at(self, timestep, residual):
         if isinstance(timestep, torch.Tensor):
@@ -121,7 +120,8 @@ class FusedRCMAttention(TwoPassRCMAttention):
         self.implementation = implementation
 
     def _attend_project_skip(self, q, k, v, residual, c_skip, c_out):
-        if torch.is_autocast_enabled(residual.device.type) or not _is_plain_linear(self.proj):
+        autocast = torch.is_autocast_enabled(residual.device.type)
+        if autocast or why_not_linear(self.proj, q.device, q.dtype):
             return super()._attend_project_skip(q, k, v, residual, c_skip, c_out)
         attended = kernels.attention(q, k, v, implementation=self.implementation).flatten(2)
         return kernels.linear_skip(
@@ -129,8 +129,8 @@ class FusedRCMAttention(TwoPassRCMAttention):
             self.proj.weight,
             self.proj.bias,
             residual,
-            c_skip=1.0 if c_skip is None else c_skip,
-            c_out=1.0 if c_out is None else c_out,
+            c_skip=_or_one(c_skip),
+            c_out=_or_one(c_out),
             implementation=self.implementation,
         )
 
@@ -149,13 +149,11 @@ def _per_sample(value, batch: int):
     return value
 
 
+def _or_one(coefficient: torch.Tensor | None) -> torch.Tensor | float:
+    """A canonical coefficient as the ops' arguments take it."""
+    return 1.0 if coefficient is None else coefficient
+
+
 def _sdpa(q, k, v):
     """Attention of q, k, v [B, N, H, D] with its heads joined, [B, N, C]."""
     return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2).flatten(2)
-
-
-def _is_plain_linear(linear: nn.Module) -> bool:
-    """Whether calling the module does nothing but ``x Wᵀ + b`` with the weights it holds."""
-    hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
-    plain_weight = type(linear) is nn.Linear and type(linear.weight) is nn.Parameter
-    return plain_weight and not any(hooks) and "forward" not in vars(linear)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformerBlock
 
-from ...kernels import reference
-from ..plain import hook_on
+from ...plain import hook_on
 from .layers import (
+    add_gated,
     attend,
     expand,
     normalize,
@@ -63,12 +63,11 @@ def _self_attention(
 ) -> torch.Tensor:
     attn, config = block.attn1, state.config
     if "self_attention" not in config.fuse:
-        return reference.skip(
-            x, attn(normalize_unfused(block.norm1, x, scale, shift), None, None, rotary_emb), None, gate
-        )
+        h = normalize_unfused(block.norm1, x, scale, shift)
+        return add_gated(x, attn(h, None, None, rotary_emb), gate, config.implementation)
     h = normalize(block.norm1, x, scale, shift, config.implementation)
     if why_not_fused_attention(attn) or not _shared_by_batch(rotary_emb):
-        return reference.skip(x, attn(h, None, None, rotary_emb), None, gate)
+        return add_gated(x, attn(h, None, None, rotary_emb), gate, config.implementation)
     if attn.fused_projections:
         q, k, v = attn.to_qkv(h).chunk(3, dim=-1)
     else:
@@ -90,10 +89,11 @@ def _cross_attention(
 ) -> torch.Tensor:
     attn, config = block.attn2, state.config
     if "cross_attention" not in config.fuse:
-        return reference.skip(x, attn(normalize_unfused(block.norm2, x, None, None), encoder_hidden_states), None, None)
+        h = normalize_unfused(block.norm2, x, None, None)
+        return add_gated(x, attn(h, encoder_hidden_states), None, config.implementation)
     h = normalize(block.norm2, x, None, None, config.implementation)
     if why_not_fused_attention(attn):
-        return reference.skip(x, attn(h, encoder_hidden_states, None, None), None, None)
+        return add_gated(x, attn(h, encoder_hidden_states, None, None), None, config.implementation)
     q = normed_heads(attn.norm_q, attn.to_q(h), attn.heads, None, config.implementation)
     attended = _attend_context(attn, state, q, encoder_hidden_states)
     return project_and_skip(list(attn.to_out), attended.flatten(2), x, None, config.implementation)
@@ -119,8 +119,8 @@ def _feed_forward(
 ) -> torch.Tensor:
     ffn, config = block.ffn, state.config
     if "feed_forward" not in config.fuse:
-        return reference.skip(x, ffn(normalize_unfused(block.norm3, x, scale, shift)), None, gate)
+        return add_gated(x, ffn(normalize_unfused(block.norm3, x, scale, shift)), gate, config.implementation)
     h = normalize(block.norm3, x, scale, shift, config.implementation)
     if hook_on(ffn):
-        return reference.skip(x, ffn(h), None, gate)
+        return add_gated(x, ffn(h), gate, config.implementation)
     return project_and_skip(list(ffn.net[2:]), expand(ffn, h, config.implementation), x, gate, config.implementation)

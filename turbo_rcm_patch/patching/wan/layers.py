@@ -16,7 +16,7 @@ from torch import nn
 from ... import kernels
 from ...config import PatchConfig
 from ...kernels import reference
-from ..plain import hook_on, why_not_linear, why_not_norm, why_not_plain
+from ...plain import hook_on, why_not_linear, why_not_norm, why_not_plain
 
 # Where PyTorch's attention (cuDNN) is faster than this package's kernel, by compute capability.
 SDPA_CAPABILITIES = ((9, 0), (10, 0))
@@ -132,7 +132,14 @@ def project_and_skip(
         return kernels.linear_skip(a, linear.weight, linear.bias, residual, c_out=c_out, implementation=implementation)
     for layer in layers:
         a = layer(a)
-    return reference.skip(residual, a, None, gate)
+    return add_gated(residual, a, gate, implementation)
+
+
+def add_gated(
+    residual: torch.Tensor, output: torch.Tensor, gate: torch.Tensor | None, implementation: str
+) -> torch.Tensor:
+    """``residual + gate · output`` as a pass of its own, for residual, output [B, S, C], gate [B, 1|S, C] or None."""
+    return kernels.skip(residual, output, c_out=1.0 if gate is None else gate, implementation=implementation)
 
 
 def why_not_linear_gelu(ffn: FeedForward, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -15,8 +15,8 @@ from diffusers.models.transformers.transformer_wan import (
 )
 
 from ...config import PatchConfig
+from ...plain import hook_on
 from ..cache import caching_allowed
-from ..plain import hook_on
 from .block import block_forward
 from .state import STATE, WanState
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ... import kernels
 from ...config import PatchConfig
-from ..plain import hook_on, why_not_norm
+from ...plain import hook_on, why_not_norm
 from .layers import (
     attention_implementation,
     why_not_fused_attention,

@@ -14,8 +14,8 @@ from diffusers.models.transformers.transformer_wan import WanAttention, WanTrans
 from torch import nn
 
 from ...config import PatchConfig
+from ...plain import why_not_read
 from ..cache import ContentCache, caching_allowed
-from ..plain import why_not_read
 from .layers import normed_heads
 
 # WanAttention takes the last 512 context tokens as text and those before them as image tokens.

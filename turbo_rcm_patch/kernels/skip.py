@@ -1,0 +1,150 @@
+"""skip: ``c_skip ⊙ residual + c_out ⊙ F`` as a pass of its own, for where no epilogue can take it.
+
+residual, F [B, S, C] (fp32, fp16, bf16); coefficients over [B|1, S|1, C|1]. Arithmetic is fp32 and the result, in the
+residual's dtype, is rounded once. Two reads and one write: what every other op of this package saves. With a gradient
+for every tensor. Eq. 7 of Karras et al. 2022, Elucidating the Design Space of Diffusion-Based Generative Models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from . import reference
+from .aot import AotCase
+from .coefficient import (
+    PER_CHANNEL,
+    PER_SAMPLE,
+    PER_TOKEN,
+    Coefficient,
+    canonical_coefficient,
+    coefficient_kind,
+    coefficient_strides,
+    load_coefficient,
+)
+from .dispatch import use_triton
+
+ROWS, COLUMNS, NUM_WARPS = 8, 512, 4
+
+
+def skip(
+    residual: torch.Tensor,
+    output: torch.Tensor,
+    *,
+    c_skip: Coefficient = 1.0,
+    c_out: Coefficient = 1.0,
+    implementation: str = "auto",
+) -> torch.Tensor:
+    """``c_skip ⊙ residual + c_out ⊙ output`` for two [B, S, C], in the residual's dtype.
+
+    c_skip, c_out: a number, 0-d, per sample [B], per channel [C] or [B, 1, C], per token [B, S, C].
+    implementation: "auto", "triton" or "torch" (see dispatch.py).
+    Differentiable in every tensor. Raises ValueError for shapes or devices that do not fit together.
+    """
+    if residual.dim() != 3 or output.shape != residual.shape:
+        raise ValueError(
+            f"skip: residual has shape {list(residual.shape)} and output {list(output.shape)}; both must be [B, S, C]."
+        )
+    c_skip = canonical_coefficient("c_skip", c_skip, *residual.shape, residual.device)
+    c_out = canonical_coefficient("c_out", c_out, *residual.shape, residual.device)
+    tensors = (residual, output, c_skip, c_out)
+    return (_skip if use_triton(implementation, *tensors, has_gradient=True) else reference.skip)(*tensors)
+
+
+@torch.library.custom_op("turbo_rcm_patch::skip", mutates_args=())
+def _skip(
+    residual: torch.Tensor, output: torch.Tensor, c_skip: torch.Tensor | None, c_out: torch.Tensor | None
+) -> torch.Tensor:
+    B, S, C = residual.shape
+    out = torch.empty_like(residual, memory_format=torch.contiguous_format)
+    if out.numel() > 0:
+        with torch.cuda.device_of(residual):
+            _skip_kernel[triton.cdiv(S, ROWS), triton.cdiv(C, COLUMNS), B](
+                residual.contiguous(),
+                output.contiguous(),
+                c_skip,
+                c_out,
+                out,
+                S,
+                C,
+                *coefficient_strides(c_skip),
+                *coefficient_strides(c_out),
+                SKIP=coefficient_kind(c_skip),
+                OUT=coefficient_kind(c_out),
+                ROWS=ROWS,
+                COLUMNS=COLUMNS,
+                num_warps=NUM_WARPS,
+            )
+    return out
+
+
+@_skip.register_fake
+def _(residual, output, c_skip, c_out):
+    return torch.empty_like(residual, memory_format=torch.contiguous_format)
+
+
+def _setup_context(ctx, inputs, output):
+    residual, raw, c_skip, c_out = inputs
+    _, _, needs_c_skip, needs_c_out = ctx.needs_input_grad[:4]
+    ctx.save_for_backward(residual if needs_c_skip else None, raw if needs_c_out else None, c_skip, c_out)
+    ctx.output_dtype = raw.dtype
+
+
+def _backward(ctx, grad):
+    residual, raw, c_skip, c_out = ctx.saved_tensors
+    needs_residual, needs_output, needs_c_skip, needs_c_out = ctx.needs_input_grad[:4]
+    wide = grad.float()
+    d_residual = d_output = d_c_skip = d_c_out = None
+    if needs_residual:
+        d_residual = grad if c_skip is None else (wide * c_skip).to(grad.dtype)
+    if needs_output:
+        d_output = (wide if c_out is None else wide * c_out).to(ctx.output_dtype)
+    if needs_c_skip:
+        d_c_skip = (wide * residual).sum_to_size(c_skip.shape).to(c_skip.dtype)
+    if needs_c_out:
+        d_c_out = (wide * raw).sum_to_size(c_out.shape).to(c_out.dtype)
+    return d_residual, d_output, d_c_skip, d_c_out
+
+
+_skip.register_autograd(_backward, setup_context=_setup_context)
+
+
+@triton.jit
+def _skip_kernel(
+    residual, output, c_skip, c_out, out, S, C,
+    skip_stride_b, skip_stride_s, skip_stride_c, out_stride_b, out_stride_s, out_stride_c,
+    SKIP: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    sample = tl.program_id(2)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row_mask = rows < S
+    column_mask = columns < C
+    mask = row_mask[:, None] & column_mask[None, :]
+    offsets = (sample.to(tl.int64) * S + rows)[:, None] * C + columns[None, :]
+    kept = tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
+    added = tl.load(output + offsets, mask=mask, other=0.0).to(tl.float32)
+    if SKIP != 0:
+        kept *= load_coefficient(
+            c_skip, sample, rows, columns, row_mask, column_mask, skip_stride_b, skip_stride_s, skip_stride_c, SKIP
+        )
+    if OUT != 0:
+        added *= load_coefficient(
+            c_out, sample, rows, columns, row_mask, column_mask, out_stride_b, out_stride_s, out_stride_c, OUT
+        )
+    tl.store(out + offsets, (kept + added).to(out.dtype.element_ty), mask=mask)
+
+
+def aot_cases(capability: int) -> Iterator[AotCase]:
+    """One case per way in which the coefficients vary."""
+    for kind in (PER_SAMPLE, PER_CHANNEL, PER_TOKEN):
+        constants = {"SKIP": kind, "OUT": kind, "ROWS": ROWS, "COLUMNS": COLUMNS}
+        constants |= {"skip_stride_c": 1, "out_stride_c": 1}
+        types = dict.fromkeys(("residual", "output", "out"), "*bf16") | dict.fromkeys(("c_skip", "c_out"), "*fp32")
+        types |= dict.fromkeys(constants, "constexpr")
+        signature = {name: types.get(name, "i32") for name in _skip_kernel.arg_names}
+        aligned = tuple(n for n, t in signature.items() if t.startswith("*") or n == "C" or n.endswith(("_b", "_s")))
+        yield AotCase(f"skip kind={kind}", _skip_kernel, signature, constants, aligned, NUM_WARPS, num_stages=3)
