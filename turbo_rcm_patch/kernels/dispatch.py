@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 
@@ -19,17 +17,12 @@ def interpreting() -> bool:
     return not isinstance(load_coefficient, triton.runtime.JITFunction)
 
 
-@functools.lru_cache
-def _capability(device_index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device_index)
-
-
 def why_not_triton_on(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why Triton kernels cannot take tensors of this device and dtype, in a few words; None when they can."""
     if device.type == "cuda":
         if torch.version.hip is not None:
             return "AMD GPU"
-        if _capability(device.index or 0) < MINIMUM_CAPABILITY:
+        if torch.cuda.get_device_capability(device) < MINIMUM_CAPABILITY:
             return f"GPU older than sm_{MINIMUM_CAPABILITY[0]}{MINIMUM_CAPABILITY[1]}"
     elif not (device.type == "cpu" and interpreting()):
         return f"{device.type} tensors"
