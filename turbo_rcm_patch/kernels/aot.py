@@ -21,8 +21,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 # Bytes of shared memory one program may take (CUDA C programming guide, technical specifications per capability).
-SHARED_MEMORY = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 103: 227 << 10, 110: 227 << 10}
-SMALLEST_SHARED_MEMORY = 99 << 10  # 86, 89, 120, 121
+SHARED_MEMORY = {
+    (8, 0): 163 << 10,
+    (8, 7): 163 << 10,
+    (9, 0): 227 << 10,
+    (10, 0): 227 << 10,
+    (10, 3): 227 << 10,
+    (11, 0): 227 << 10,
+}
+SMALLEST_SHARED_MEMORY = 99 << 10  # (8, 6), (8, 9), (12, 0), (12, 1)
 
 
 @dataclass(frozen=True)
@@ -59,13 +66,13 @@ class Inspection:
         return sum(n for name, n in self.instructions.items() if name == opcode or name.startswith(opcode + "."))
 
 
-def shared_memory_limit(capability: int) -> int:
-    """Bytes of shared memory a program may take on this compute capability (90 for sm_90)."""
+def shared_memory_limit(capability: tuple[int, int]) -> int:
+    """Bytes of shared memory a program may take on this compute capability, as (9, 0)."""
     return SHARED_MEMORY.get(capability, SMALLEST_SHARED_MEMORY)
 
 
-def inspect(case: AotCase, capability: int) -> Inspection:
-    """Compile the case for the compute capability (90 for sm_90) and report on it."""
+def inspect(case: AotCase, capability: tuple[int, int]) -> Inspection:
+    """Compile the case for a compute capability, as (9, 0), and report on it."""
     compiled, log = _compile(case, capability)
     spills = [int(size) for size in re.findall(r"(\d+) bytes spill", log)]
     return Inspection(
@@ -78,7 +85,7 @@ def inspect(case: AotCase, capability: int) -> Inspection:
     )
 
 
-def _compile(case: AotCase, capability: int):
+def _compile(case: AotCase, capability: tuple[int, int]):
     names = list(case.signature)
     source = ASTSource(
         fn=case.kernel,
@@ -86,12 +93,13 @@ def _compile(case: AotCase, capability: int):
         constexprs=case.constexprs,
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in case.divisible_by_16},
     )
+    major, minor = capability
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     log = io.StringIO()
     with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(log):
         knobs.nvidia.dump_ptxas_log = True
         knobs.compilation.always_compile = True  # a cached binary has no ptxas log
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 10 * major + minor, 32), options=options)
     return compiled, log.getvalue()
 
 

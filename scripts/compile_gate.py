@@ -1,0 +1,117 @@
+"""Compile every kernel for every supported GPU architecture, without a GPU, and fail where one could not run well.
+
+    python scripts/compile_gate.py                                   # everything, a few minutes on two cores
+    python scripts/compile_gate.py --kernels linear_skip --architectures 90 120
+
+A case fails on: register spills, more shared memory than a program may take, ptxas serialising wgmma (C7510-C7515),
+a matmul on sm_90 that does not use its tensor cores (no HGMMA, IGMMA or QGMMA), and a compiler that raises or aborts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import multiprocessing
+import os
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+KERNELS = ("attention", "linear_skip", "linear_gelu", "layer_norm_modulate", "rms_norm_rope", "skip", "fingerprint")
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)
+PROCESSES = 2
+ROW = "{:<8}{:<22}{:>6}{:>11}{:>14}{:>7}  {}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=KERNELS, metavar="NAME")
+    parser.add_argument("--architectures", nargs="+", type=int, default=ARCHITECTURES, metavar="90")
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    os.environ.pop("TRITON_INTERPRET", None)
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache
+        failures = run_all(arguments.kernels, arguments.architectures)
+    for failure in failures:
+        print(f"FAILED {failure}")
+    return 1 if failures else 0
+
+
+def run_all(kernels: list[str], architectures: list[int]) -> list[str]:
+    """Compile everything, print one row per architecture and kernel, and return what failed."""
+    # A server imports the package once; every job is a fork of it, so that an aborting compiler ends only that job.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["turbo_rcm_patch.kernels"])
+    jobs = [(kernel, architecture) for architecture in architectures for kernel in kernels]
+    print(ROW.format("arch", "kernel", "cases", "registers", "shared (KiB)", "limit", ""))
+    failures = []
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        results = pool.map(lambda job: run_job(context, *job), jobs)
+        for (kernel, architecture), reports in zip(jobs, results, strict=True):
+            failed = [f"sm_{architecture} {r['name']}: {problem}" for r in reports for problem in r["problems"]]
+            print(_row(kernel, architecture, reports, failed), flush=True)
+            failures += failed
+    return failures
+
+
+def _row(kernel: str, architecture: int, reports: list[dict], failed: list[str]) -> str:
+    registers, shared, limit = (max(r.get(key, 0) for r in reports) for key in ("registers", "shared", "limit"))
+    verdict = f"{len(failed)} FAILED" if failed else "ok"
+    return ROW.format(f"sm_{architecture}", kernel, len(reports), registers, shared >> 10, limit >> 10, verdict)
+
+
+def run_job(context, kernel: str, architecture: int) -> list[dict]:
+    """Compile one kernel's cases for one architecture in a process of their own."""
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=compile_cases, args=(kernel, architecture, sender))
+    process.start()
+    sender.close()
+    reports = []
+    while True:
+        try:
+            reports.append(receiver.recv())
+        except EOFError:  # the process has ended
+            break
+    process.join()
+    if process.exitcode != 0 or not reports:
+        problem = f"the process ended with code {process.exitcode} after {len(reports)} cases"
+        reports.append({"name": kernel, "problems": [problem]})
+    return reports
+
+
+def compile_cases(kernel: str, architecture: int, sender) -> None:
+    """Send a report on each case of a kernel on an architecture (90 for sm_90)."""
+    from turbo_rcm_patch.kernels.aot import inspect, shared_memory_limit
+
+    capability = divmod(architecture, 10)
+    limit = shared_memory_limit(capability)
+    for case in importlib.import_module(f"turbo_rcm_patch.kernels.{kernel}").aot_cases(capability):
+        report = {"name": case.name}
+        try:
+            inspection = inspect(case, capability)
+        except Exception as error:  # whatever the compiler raises is the case's result
+            report["problems"] = [f"{type(error).__name__}: {str(error).strip()[-300:]}"]
+        else:
+            report |= {"registers": inspection.registers, "shared": inspection.shared, "limit": limit}
+            report["problems"] = find_problems(inspection, capability, limit)
+        sender.send(report)
+
+
+def find_problems(inspection, capability: tuple[int, int], limit: int) -> list[str]:
+    """Why a compiled case would run badly or not at all on this architecture."""
+    problems = []
+    if inspection.spills:
+        problems.append(f"{inspection.spills} bytes of register spills ({inspection.registers} registers)")
+    if inspection.shared > limit:
+        problems.append(f"{inspection.shared} bytes of shared memory; a program may take {limit}")
+    problems += inspection.warnings
+    uses_wgmma = any(inspection.count(opcode) for opcode in ("HGMMA", "IGMMA", "QGMMA"))
+    if capability == (9, 0) and inspection.has_low_precision_dot and not uses_wgmma:
+        problems.append("its matmul does not use wgmma")
+    return problems
+
+
+if __name__ == "__main__":
+    sys.exit(main())

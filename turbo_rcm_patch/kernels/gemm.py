@@ -1,0 +1,233 @@
+"""The persistent GEMM ``a Wᵀ`` that linear_skip and linear_gelu end in epilogues of their own.
+
+a is [samples·M, K], W [N, K], both row-major. Tiles are aligned to the samples, so that a tile belongs to one sample
+and its per-channel coefficients are vectors; the rows of a that run over into the next sample are not stored.
+On sm_90 and newer the tiles come through TMA descriptors. On older GPUs, and where an address or a row is not a
+multiple of 16 bytes, they come through pointers: Triton's rewriting of descriptors neither vectorises nor pipelines.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .aot import AotCase
+
+TMA_CAPABILITY = (9, 0)
+GROUP = tl.constexpr(8)  # row tiles that share a column tile before the next one, to find its weights in L2
+# Columns that an epilogue takes at once. A whole tile would need more registers and shared memory than there are.
+EPILOGUE_COLUMNS = tl.constexpr(64)
+TRITON_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the output is cut: rows × columns per tile, depth per step along K; programs that fit a multiprocessor."""
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+    programs: int = 1
+
+    def count(self, samples: int, M: int, N: int) -> int:
+        return samples * triton.cdiv(M, self.rows) * triton.cdiv(N, self.columns)
+
+
+# Each from large to small.
+_TILES_TMA = (
+    Tiles(128, 256, 64, num_warps=8, num_stages=3),
+    Tiles(128, 128, 64, num_warps=8, num_stages=4),
+    Tiles(64, 128, 64, num_warps=4, num_stages=4, programs=2),
+    Tiles(64, 64, 64, num_warps=4, num_stages=4, programs=3),
+)
+_TILES_TMA_SMALL_MEMORY = (
+    Tiles(128, 128, 64, num_warps=8, num_stages=3),
+    Tiles(64, 128, 64, num_warps=4, num_stages=3),
+    Tiles(64, 64, 64, num_warps=4, num_stages=3, programs=2),
+)
+_TILES_POINTER = (
+    Tiles(128, 128, 32, num_warps=8, num_stages=4),
+    Tiles(64, 128, 32, num_warps=4, num_stages=4, programs=2),
+    Tiles(64, 64, 32, num_warps=4, num_stages=4, programs=3),
+)
+# Exact fp32 takes no tensor cores: every operand passes through registers, which bounds the tile.
+_TILES_FP32 = (
+    Tiles(64, 64, 16, num_warps=8, num_stages=3, programs=2),
+    Tiles(32, 32, 16, num_warps=4, num_stages=3, programs=4),
+)
+
+
+def tile_candidates(capability: tuple[int, int], dtype: torch.dtype, descriptors: bool) -> tuple[Tiles, ...]:
+    """The tiles for a compute capability, from large to small, all within its shared memory."""
+    if dtype == torch.float32:
+        return _TILES_FP32
+    if not descriptors:
+        return _TILES_POINTER
+    return _TILES_TMA if capability < (12, 0) else _TILES_TMA_SMALL_MEMORY
+
+
+def choose_tiles(candidates: tuple[Tiles, ...], samples: int, M: int, N: int, multiprocessors: int) -> Tiles:
+    """The largest tiles that every multiprocessor gets one of; the smallest where there are too few of any."""
+    filling = (tiles for tiles in candidates if tiles.count(samples, M, N) >= multiprocessors)
+    return next(filling, candidates[-1])
+
+
+def launch(kernel, a: torch.Tensor, weight: torch.Tensor, samples: int, *arguments, **constants) -> None:
+    """Run a kernel around ``gemm`` on a [samples·M, K] and weight [N, K].
+
+    The kernel takes a, weight, samples, M, N, K, stride_a, stride_w, the arguments, the constants, and the constexprs
+    DESCRIPTORS, ROWS, COLUMNS, DEPTH.
+    """
+    a, weight = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (a, weight))
+    (rows, K), N = a.shape, weight.shape[0]
+    M = rows // samples
+    capability, multiprocessors = _device(a.device)
+    descriptors = capability >= TMA_CAPABILITY and _fits_tma(a) and _fits_tma(weight)
+    tiles = choose_tiles(tile_candidates(capability, a.dtype, descriptors), samples, M, N, multiprocessors)
+    operands = (a, weight)
+    if descriptors:
+        operands = (
+            TensorDescriptor.from_tensor(a, [tiles.rows, tiles.depth]),
+            TensorDescriptor.from_tensor(weight, [tiles.columns, tiles.depth]),
+        )
+    sizes = (samples, M, N, K, a.stride(0), weight.stride(0))
+    programs = min(tiles.count(samples, M, N), multiprocessors * tiles.programs)
+    with torch.cuda.device_of(a):
+        kernel[(programs,)](*operands, *sizes, *arguments, **constants, **_tile_options(tiles, descriptors))
+
+
+def _tile_options(tiles: Tiles, descriptors: bool) -> dict[str, object]:
+    return {
+        "DESCRIPTORS": descriptors,
+        "ROWS": tiles.rows,
+        "COLUMNS": tiles.columns,
+        "DEPTH": tiles.depth,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
+
+
+def _fits_tma(matrix: torch.Tensor) -> bool:
+    return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
+
+
+@functools.lru_cache
+def _device(device: torch.device) -> tuple[tuple[int, int], int]:
+    """Compute capability and multiprocessors. The interpreter plays a GPU of sm_90 with four."""
+    if device.type != "cuda":
+        return TMA_CAPABILITY, 4
+    properties = torch.cuda.get_device_properties(device)
+    return (properties.major, properties.minor), properties.multi_processor_count
+
+
+@triton.jit
+def gemm(
+    a, weight, samples, M, N, K, stride_a, stride_w, EPILOGUE: tl.constexpr, arguments, KINDS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Compute this program's share of the tiles of a Wᵀ, and hand each in parts to
+    ``EPILOGUE(part, sample, rows, columns, M, N, arguments, KINDS)``: the part in fp32, its rows counted within the
+    sample. KINDS are the epilogue's constexprs: as members of the tuple of arguments they would become values."""
+    row_tiles = tl.cdiv(M, ROWS)
+    column_tiles = tl.cdiv(N, COLUMNS)
+    for tile in tl.range(tl.program_id(0), samples * row_tiles * column_tiles, tl.num_programs(0), flatten=True):
+        sample, row_tile, column_tile = _locate(tile, row_tiles, column_tiles)
+        row = row_tile * ROWS
+        column = column_tile * COLUMNS
+        acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+        if DESCRIPTORS:
+            for k in range(0, K, DEPTH):
+                a_tile = a.load([sample * M + row, k])
+                w_tile = weight.load([column, k])
+                acc = tl.dot(a_tile, w_tile.T, acc, input_precision="ieee")
+        else:
+            # Rows past the end wrap around: they are in bounds, and not stored.
+            a_rows = (sample * M + row + tl.arange(0, ROWS)) % (samples * M)
+            w_rows = (column + tl.arange(0, COLUMNS)) % N
+            depth = tl.arange(0, DEPTH)
+            a_tiles = a + a_rows.to(tl.int64)[:, None] * stride_a + depth[None, :]
+            w_tiles = weight + w_rows.to(tl.int64)[:, None] * stride_w + depth[None, :]
+            for k in range(0, K, DEPTH):
+                mask = (depth < K - k)[None, :]
+                a_tile = tl.load(a_tiles + k, mask=mask, other=0.0)
+                w_tile = tl.load(w_tiles + k, mask=mask, other=0.0)
+                acc = tl.dot(a_tile, w_tile.T, acc, input_precision="ieee")
+        _epilogue_in_parts(acc, sample, row, column, M, N, EPILOGUE, arguments, KINDS, ROWS, COLUMNS)
+
+
+@triton.jit
+def _locate(tile, row_tiles, column_tiles):
+    """The sample, row tile and column tile of a tile: in groups of GROUP row tiles, down before across."""
+    sample = tile // (row_tiles * column_tiles)
+    within_sample = tile % (row_tiles * column_tiles)
+    first_row = within_sample // (GROUP * column_tiles) * GROUP
+    group_rows = min(row_tiles - first_row, GROUP)
+    within_group = within_sample % (GROUP * column_tiles)
+    return sample, first_row + within_group % group_rows, within_group // group_rows
+
+
+@triton.jit
+def _epilogue_in_parts(
+    acc, sample, row, column, M, N, EPILOGUE: tl.constexpr, arguments, KINDS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    if COLUMNS > EPILOGUE_COLUMNS:
+        HALF: tl.constexpr = COLUMNS // 2
+        left, right = tl.split(acc.reshape(ROWS, 2, HALF).permute(0, 2, 1))
+        _epilogue_in_parts(left, sample, row, column, M, N, EPILOGUE, arguments, KINDS, ROWS, HALF)
+        _epilogue_in_parts(right, sample, row, column + HALF, M, N, EPILOGUE, arguments, KINDS, ROWS, HALF)
+    else:
+        rows = row + tl.arange(0, ROWS)
+        columns = column + tl.arange(0, COLUMNS)
+        EPILOGUE(acc, sample, rows, columns, M, N, arguments, KINDS)
+
+
+def aot_case(
+    name: str,
+    kernel,
+    capability: tuple[int, int],
+    tiles: Tiles,
+    dtype: torch.dtype,
+    types: dict[str, str],
+    constants: dict[str, object],
+) -> AotCase:
+    """The case of a kernel around ``gemm`` with aligned sizes; types and constants are those of its own arguments."""
+    descriptors = capability >= TMA_CAPABILITY
+    constants = constants | _tile_options(tiles, descriptors)
+    num_warps, num_stages = constants.pop("num_warps"), constants.pop("num_stages")
+    element = TRITON_NAMES[dtype]
+    types = dict.fromkeys(("samples", "M", "N", "K", "stride_a", "stride_w"), "i32") | types
+    for operand, rows in (("a", tiles.rows), ("weight", tiles.columns)):
+        types[operand] = f"tensordesc<{element}[{rows}, {tiles.depth}]>" if descriptors else f"*{element}"
+    types |= dict.fromkeys(constants, "constexpr")
+    aligned = (n for n in kernel.arg_names if types[n].startswith("*") or n in ("N", "K", "stride_a", "stride_w"))
+    size = f"{tiles.rows}x{tiles.columns}x{tiles.depth}"
+    return AotCase(
+        name=f"{name} {element} {size}",
+        kernel=kernel,
+        signature={argument: types[argument] for argument in kernel.arg_names},
+        constexprs=constants,
+        divisible_by_16=tuple(aligned),
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+
+
+def check_linear(op: str, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raise ValueError unless a [..., K], weight [C, K] and bias [C] fit together."""
+    if weight.dim() != 2 or a.dim() < 1 or a.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{op}: a has shape {list(a.shape)} and weight {list(weight.shape)}; they must be [..., K] and [C, K]."
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{op}: bias has shape {list(bias.shape)}; it must be [C={weight.shape[0]}] or None.")
+    dtypes = sorted({str(tensor.dtype) for tensor in (a, weight, bias) if tensor is not None})
+    if len(dtypes) > 1:
+        raise ValueError(f"{op}: a, weight and bias have the dtypes {', '.join(dtypes)}; cast them to one.")

@@ -1,0 +1,172 @@
+"""layer_norm_modulate: ``(LayerNorm(x) · weight + bias) · (1 + scale) + shift``, reading x once and writing once.
+
+x [B, S, C]; weight, bias [C]; scale, shift [B|1, C] or [B|1, S|1, C]; each pair optional, any mix of fp32, fp16, bf16.
+Statistics and arithmetic are fp32, the variance is summed over centred values, the result has x's dtype. No gradient:
+under autograd the reference runs. The modulation is adaLN of Peebles and Xie 2022, Scalable Diffusion Models with
+Transformers, section 3.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from . import reference
+from .aot import AotCase
+from .coefficient import PER_CHANNEL, PER_TOKEN, coefficient_kind, coefficient_strides, load_coefficient
+from .dispatch import use_triton
+
+ELEMENTS_PER_PROGRAM = 8192  # of whole rows; each thread then keeps 32 of them in registers
+
+
+def layer_norm_modulate(
+    x: torch.Tensor,
+    *,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    shift: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    implementation: str = "auto",
+) -> torch.Tensor:
+    """``(LayerNorm(x) · weight + bias) · (1 + scale) + shift`` over the last dimension, in x's dtype.
+
+    x: [B, S, C]. weight, bias: [C] or None. scale, shift: both None, or each [B|1, C] or [B|1, S|1, C].
+    implementation: "auto", "triton" or "torch" (see dispatch.py).
+    Raises ValueError for shapes or devices that do not fit together.
+    """
+    if x.dim() != 3:
+        raise ValueError(f"layer_norm_modulate: x has shape {list(x.shape)}; it must be [B, S, C].")
+    if (scale is None) != (shift is None):
+        raise ValueError("layer_norm_modulate: give scale and shift together, or neither.")
+    for name, affine in (("weight", weight), ("bias", bias)):
+        if affine is not None and affine.shape != x.shape[2:]:
+            raise ValueError(f"layer_norm_modulate: {name} has shape {list(affine.shape)}, not [C={x.shape[2]}].")
+    scale = _canonical_modulation("scale", scale, x)
+    shift = _canonical_modulation("shift", shift, x)
+    tensors = (x, weight, bias, scale, shift)
+    fused = use_triton(implementation, *tensors, has_gradient=False)
+    return (_layer_norm_modulate if fused else reference.layer_norm_modulate)(*tensors, eps)
+
+
+def _canonical_modulation(name: str, value: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    """Bring scale or shift to [B|1, S|1, C]."""
+    if value is None:
+        return None
+    B, S, C = x.shape
+    canonical = value[:, None] if value.dim() == 2 else value
+    fits = canonical.dim() == 3 and canonical.shape[0] in (1, B) and canonical.shape[1] in (1, S)
+    if not fits or canonical.shape[2] != C:
+        raise ValueError(
+            f"layer_norm_modulate: {name} has shape {list(value.shape)}; accepted are [B, C], [1, C], [B, 1, C], "
+            f"[1, 1, C] and [B, S, C] with B={B}, S={S}, C={C}."
+        )
+    return canonical
+
+
+@torch.library.custom_op("turbo_rcm_patch::layer_norm_modulate", mutates_args=())
+def _layer_norm_modulate(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    B, S, C = x.shape
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if out.numel() == 0:
+        return out
+    if x.stride(2) != 1:
+        x = x.contiguous()
+    weight, bias = (None if p is None else p.contiguous() for p in (weight, bias))
+    tile = _tile(C)
+    with torch.cuda.device_of(out):
+        _layer_norm_modulate_kernel[triton.cdiv(S, tile["ROWS"]), B](
+            x,
+            out,
+            weight,
+            bias,
+            scale,
+            shift,
+            S,
+            C,
+            x.stride(0),
+            x.stride(1),
+            *coefficient_strides(scale),
+            *coefficient_strides(shift),
+            eps,
+            SCALE=coefficient_kind(scale),
+            SHIFT=coefficient_kind(shift),
+            **tile,
+        )
+    return out
+
+
+@_layer_norm_modulate.register_fake
+def _(x, weight, bias, scale, shift, eps):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _tile(C: int) -> dict[str, int]:
+    """Whole rows: several where they are short, so that a program has enough bytes in flight."""
+    block = triton.next_power_of_2(C)
+    rows = max(1, min(16, ELEMENTS_PER_PROGRAM // block))
+    return {"ROWS": rows, "BLOCK": block, "num_warps": min(32, max(1, rows * block // 1024))}
+
+
+@triton.jit
+def _layer_norm_modulate_kernel(
+    x, out, weight, bias, scale, shift, S, C, x_stride_b, x_stride_s,
+    scale_stride_b, scale_stride_s, scale_stride_c, shift_stride_b, shift_stride_s, shift_stride_c, eps,
+    SCALE: tl.constexpr, SHIFT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    sample = tl.program_id(1)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    row_mask = rows < S
+    column_mask = columns < C
+    mask = row_mask[:, None] & column_mask[None, :]
+    x_rows = x + sample.to(tl.int64) * x_stride_b + rows.to(tl.int64)[:, None] * x_stride_s
+    values = tl.load(x_rows + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    mean = tl.sum(values, 1) / C
+    centred = tl.where(column_mask[None, :], values - mean[:, None], 0.0)
+    variance = tl.sum(centred * centred, 1) / C
+    y = centred * tl.rsqrt(variance + eps)[:, None]
+    if weight is not None:
+        y *= tl.load(weight + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    if bias is not None:
+        y += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    if scale is not None:
+        y *= 1 + load_coefficient(
+            scale, sample, rows, columns, row_mask, column_mask, scale_stride_b, scale_stride_s, scale_stride_c, SCALE
+        )
+        y += load_coefficient(
+            shift, sample, rows, columns, row_mask, column_mask, shift_stride_b, shift_stride_s, shift_stride_c, SHIFT
+        )
+    out_rows = out + (sample.to(tl.int64) * S + rows)[:, None] * C
+    tl.store(out_rows + columns[None, :], y.to(out.dtype.element_ty), mask=mask)
+
+
+def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
+    """What the Wan models launch: a norm with weight and bias, and modulation per channel or per token."""
+    for C in (1536, 3072, 5120):
+        yield _aot_case(C, affine=True, kind=0)
+        yield _aot_case(C, affine=False, kind=PER_CHANNEL)
+        yield _aot_case(C, affine=False, kind=PER_TOKEN)
+
+
+def _aot_case(C: int, affine: bool, kind: int) -> AotCase:
+    tile = _tile(C)
+    num_warps = tile.pop("num_warps")
+    constants = {"SCALE": kind, "SHIFT": kind, "scale_stride_c": 1, "shift_stride_c": 1, **tile}
+    constants |= dict.fromkeys(("scale", "shift") if affine else ("weight", "bias"))
+    types = dict.fromkeys(("x", "out"), "*bf16") | dict.fromkeys(("weight", "bias", "scale", "shift"), "*fp32")
+    types |= {"eps": "fp32"} | dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "i32") for name in _layer_norm_modulate_kernel.arg_names}
+    aligned = (n for n, t in signature.items() if t.startswith("*") or n == "C" or ("_stride_" in n and t == "i32"))
+    name = f"layer_norm_modulate {C} {'affine' if affine else f'modulation={kind}'}"
+    return AotCase(name, _layer_norm_modulate_kernel, signature, constants, tuple(aligned), num_warps, num_stages=3)

@@ -1,0 +1,82 @@
+"""linear_gelu: a projection with GELU in its epilogue, ``gelu_tanh(a Wᵀ + b)``, in one GEMM.
+
+a [..., K], W [C, K], b [C] of one dtype (fp32, fp16, bf16); result [..., C] in that dtype, rounded once. No gradient:
+under autograd the reference runs. The tanh approximation of Hendrycks and Gimpel, Gaussian Error Linear Units, sect. 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from . import reference
+from .aot import AotCase
+from .dispatch import use_triton
+from .gemm import TMA_CAPABILITY, TRITON_NAMES, aot_case, check_linear, gemm, launch, tile_candidates
+
+
+def linear_gelu(
+    a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, implementation: str = "auto"
+) -> torch.Tensor:
+    """``gelu_tanh(a Wᵀ + b)`` for a [..., K], weight [C, K], bias [C] or None; returns [..., C].
+
+    implementation: "auto", "triton" or "torch" (see dispatch.py).
+    Raises ValueError for shapes, dtypes or devices that do not fit together.
+    """
+    check_linear("linear_gelu", a, weight, bias)
+    tensors = (a, weight, bias)
+    op = _linear_gelu if use_triton(implementation, *tensors, has_gradient=False) else reference.linear_gelu
+    return op(*tensors)
+
+
+@torch.library.custom_op("turbo_rcm_patch::linear_gelu", mutates_args=())
+def _linear_gelu(a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    out = a.new_empty(*a.shape[:-1], weight.shape[0])
+    if out.numel() > 0:
+        bias = None if bias is None else bias.contiguous()
+        launch(_linear_gelu_kernel, a.reshape(-1, a.shape[-1]), weight, 1, bias, out)
+    return out
+
+
+@_linear_gelu.register_fake
+def _(a, weight, bias):
+    return a.new_empty(*a.shape[:-1], weight.shape[0])
+
+
+@triton.jit
+def _linear_gelu_kernel(
+    a, weight, samples, M, N, K, stride_a, stride_w, bias, out,
+    DESCRIPTORS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    gemm(
+        a, weight, samples, M, N, K, stride_a, stride_w, _store_gelu, (bias, out), None,
+        DESCRIPTORS, ROWS, COLUMNS, DEPTH,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_gelu(acc, sample, rows, columns, M, N, arguments, KINDS: tl.constexpr):
+    bias, out = arguments
+    column_mask = columns < N
+    if bias is not None:
+        acc += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    offsets = (sample.to(tl.int64) * M + rows)[:, None] * N + columns[None, :]
+    tl.store(out + offsets, _gelu(acc).to(out.dtype.element_ty), mask=(rows < M)[:, None] & column_mask[None, :])
+
+
+@triton.jit
+def _gelu(x):
+    """0.5 x (1 + tanh(u)) = x / (1 + exp(-2u)) with u = √(2/π) (x + 0.044715 x³): no NaN where exp overflows."""
+    u = 0.7978845608028654 * x * (1 + 0.044715 * x * x)
+    return x / (1 + tl.exp(-2 * u))
+
+
+def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
+    """What linear_gelu launches on this architecture."""
+    for dtype in (torch.bfloat16, torch.float32):
+        types = dict.fromkeys(("bias", "out"), "*" + TRITON_NAMES[dtype])
+        for tiles in tile_candidates(capability, dtype, descriptors=capability >= TMA_CAPABILITY):
+            yield aot_case("linear_gelu", _linear_gelu_kernel, capability, tiles, dtype, types, {})

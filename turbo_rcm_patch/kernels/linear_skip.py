@@ -1,0 +1,201 @@
+"""linear_skip: a projection that ends in the skip, ``c_skip ⊙ residual + c_out ⊙ (a Wᵀ + b)``, in one GEMM.
+
+a [B, S, K], W [C, K], b [C] of one dtype (fp32, fp16, bf16); residual [B, S, C]; coefficients over [B|1, S|1, C|1].
+The epilogue is fp32 and the result, in the residual's dtype, is rounded once. With a gradient for every tensor.
+The skip is eq. 7 of Karras et al. 2022, Elucidating the Design Space of Diffusion-Based Generative Models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from . import reference
+from .aot import AotCase
+from .coefficient import (
+    ONE,
+    PER_CHANNEL,
+    PER_SAMPLE,
+    PER_TOKEN,
+    Coefficient,
+    canonical_coefficient,
+    coefficient_kind,
+    coefficient_strides,
+    load_coefficient,
+)
+from .dispatch import use_triton
+from .gemm import TMA_CAPABILITY, TRITON_NAMES, Tiles, aot_case, check_linear, gemm, launch, tile_candidates
+
+
+def linear_skip(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    *,
+    c_skip: Coefficient = 1.0,
+    c_out: Coefficient = 1.0,
+    implementation: str = "auto",
+) -> torch.Tensor:
+    """``c_skip ⊙ residual + c_out ⊙ (a Wᵀ + b)``, shaped and typed like the residual.
+
+    a: [B, S, K], or [S, K] as one sample. weight: [C, K]. bias: [C] or None. residual: [B, S, C] ([S, C]).
+    c_skip, c_out: a number, 0-d, per sample [B], per channel [C] or [B, 1, C], per token [B, S, C].
+    implementation: "auto", "triton" or "torch" (see dispatch.py).
+
+    Differentiable in every tensor. Raises ValueError for shapes, dtypes or devices that do not fit together.
+    """
+    check_linear("linear_skip", a, weight, bias)
+    if a.dim() not in (2, 3):
+        raise ValueError(f"linear_skip: a has shape {list(a.shape)}; accepted are [B, S, K] and [S, K].")
+    expected = [*a.shape[:-1], weight.shape[0]]
+    if list(residual.shape) != expected:
+        raise ValueError(f"linear_skip: residual has shape {list(residual.shape)} but the output is {expected}.")
+    if a.dim() == 2:
+        arguments = {"c_skip": c_skip, "c_out": c_out, "implementation": implementation}
+        return linear_skip(a[None], weight, bias, residual[None], **arguments)[0]
+    c_skip = canonical_coefficient("c_skip", c_skip, *residual.shape, residual.device)
+    c_out = canonical_coefficient("c_out", c_out, *residual.shape, residual.device)
+    tensors = (a, weight, bias, residual, c_skip, c_out)
+    op = _linear_skip if use_triton(implementation, *tensors, has_gradient=True) else reference.linear_skip
+    return op(*tensors)
+
+
+@torch.library.custom_op("turbo_rcm_patch::linear_skip", mutates_args=())
+def _linear_skip(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    c_skip: torch.Tensor | None,
+    c_out: torch.Tensor | None,
+) -> torch.Tensor:
+    B, S, _ = residual.shape
+    out = torch.empty_like(residual, memory_format=torch.contiguous_format)
+    if out.numel() == 0:
+        return out
+    varies_by_sample = any(c is not None and c.shape[:2] != (1, 1) for c in (c_skip, c_out))
+    launch(
+        _linear_skip_kernel,
+        a.reshape(B * S, -1),
+        weight,
+        B if varies_by_sample else 1,
+        None if bias is None else bias.contiguous(),
+        residual.contiguous(),
+        out,
+        c_skip,
+        c_out,
+        *coefficient_strides(c_skip),
+        *coefficient_strides(c_out),
+        KINDS=(coefficient_kind(c_skip), coefficient_kind(c_out)),
+    )
+    return out
+
+
+@_linear_skip.register_fake
+def _(a, weight, bias, residual, c_skip, c_out):
+    return torch.empty_like(residual, memory_format=torch.contiguous_format)
+
+
+def _setup_context(ctx, inputs, output):
+    a, weight, bias, residual, c_skip, c_out = inputs
+    needs_a, needs_weight, _, _, needs_c_skip, needs_c_out = ctx.needs_input_grad[:6]
+    ctx.save_for_backward(
+        a if needs_weight or needs_c_out else None,
+        weight if needs_a or needs_c_out else None,
+        bias if needs_c_out else None,
+        residual if needs_c_skip else None,
+        c_skip,
+        c_out,
+    )
+    ctx.dtype = a.dtype
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _backward(ctx, grad):
+    a, weight, bias, residual, c_skip, c_out = ctx.saved_tensors
+    needs_a, needs_weight, needs_bias, needs_residual, needs_c_skip, needs_c_out = ctx.needs_input_grad[:6]
+    d_a = d_weight = d_bias = d_residual = d_c_skip = d_c_out = None
+    wide = grad.float()
+    if needs_a or needs_weight or needs_bias:
+        d_linear = wide if c_out is None else wide * c_out
+        d_linear_low = d_linear.to(ctx.dtype)
+    if needs_a:
+        d_a = d_linear_low @ weight
+    if needs_weight:
+        d_weight = d_linear_low.flatten(0, 1).T @ a.flatten(0, 1)
+    if needs_bias:
+        d_bias = d_linear.sum((0, 1)).to(ctx.dtype)
+    if needs_residual:
+        d_residual = grad if c_skip is None else (wide * c_skip).to(grad.dtype)
+    if needs_c_skip:
+        d_c_skip = (wide * residual).sum_to_size(c_skip.shape).to(c_skip.dtype)
+    if needs_c_out:
+        linear = torch.nn.functional.linear(a, weight, bias)
+        d_c_out = (wide * linear).sum_to_size(c_out.shape).to(c_out.dtype)
+    return d_a, d_weight, d_bias, d_residual, d_c_skip, d_c_out
+
+
+_linear_skip.register_autograd(_backward, setup_context=_setup_context)
+
+
+@triton.jit
+def _linear_skip_kernel(
+    a, weight, samples, M, N, K, stride_a, stride_w,
+    bias, residual, out, c_skip, c_out,
+    skip_stride_b, skip_stride_s, skip_stride_c, out_stride_b, out_stride_s, out_stride_c,
+    KINDS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    skip_strides = (skip_stride_b, skip_stride_s, skip_stride_c)
+    out_strides = (out_stride_b, out_stride_s, out_stride_c)
+    arguments = (bias, residual, out, c_skip, c_out, skip_strides, out_strides)
+    gemm(
+        a, weight, samples, M, N, K, stride_a, stride_w, _store_skip, arguments, KINDS,
+        DESCRIPTORS, ROWS, COLUMNS, DEPTH,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_skip(acc, sample, rows, columns, M, N, arguments, KINDS: tl.constexpr):
+    """KINDS: how c_skip and c_out vary (coefficient.py)."""
+    bias, residual, out, c_skip, c_out, skip_strides, out_strides = arguments
+    SKIP: tl.constexpr = KINDS[0]
+    OUT: tl.constexpr = KINDS[1]
+    row_mask = rows < M
+    column_mask = columns < N
+    mask = row_mask[:, None] & column_mask[None, :]
+    offsets = (sample.to(tl.int64) * M + rows)[:, None] * N + columns[None, :]
+    if bias is not None:
+        acc += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    if OUT != 0:
+        acc *= load_coefficient(c_out, sample, rows, columns, row_mask, column_mask, *out_strides, OUT)
+    kept = tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
+    if SKIP != 0:
+        kept *= load_coefficient(c_skip, sample, rows, columns, row_mask, column_mask, *skip_strides, SKIP)
+    tl.store(out + offsets, (kept + acc).to(out.dtype.element_ty), mask=mask)
+
+
+def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
+    """What linear_skip launches on this architecture: every tile with a gate per channel, the largest with any skip."""
+    for dtype in (torch.bfloat16, torch.float32):
+        largest, *others = tile_candidates(capability, dtype, descriptors=capability >= TMA_CAPABILITY)
+        for skip, out in ((ONE, PER_CHANNEL), (PER_SAMPLE, PER_SAMPLE), (ONE, PER_TOKEN), (PER_TOKEN, PER_TOKEN)):
+            yield _aot_case(capability, largest, dtype, skip, out)
+        for tiles in others:
+            yield _aot_case(capability, tiles, dtype, ONE, PER_CHANNEL)
+
+
+def _aot_case(capability: tuple[int, int], tiles: Tiles, dtype: torch.dtype, skip: int, out: int) -> AotCase:
+    types = dict.fromkeys(("bias", "residual", "out"), "*" + TRITON_NAMES[dtype])
+    constants = {"KINDS": (skip, out)}
+    for name, kind in (("skip", skip), ("out", out)):
+        types |= {f"c_{name}": "*fp32", f"{name}_stride_b": "i32", f"{name}_stride_s": "i32"}
+        constants[f"{name}_stride_c"] = 1
+        if kind == ONE:
+            constants[f"c_{name}"] = None
+    name = f"linear_skip skip={skip} out={out}"
+    return aot_case(name, _linear_skip_kernel, capability, tiles, dtype, types, constants)

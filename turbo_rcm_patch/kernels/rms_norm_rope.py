@@ -1,0 +1,140 @@
+"""rms_norm_rope: RMSNorm over all heads together, then the rotary embedding, in one pass over q or k.
+
+x [B, S, H·D], also a strided part of a fused projection; weight [H·D]; cos, sin [S, D/2] or None; out [B, S, H, D].
+Arithmetic is fp32 and rounded once to x's dtype. Pair i of each head, (x[2i], x[2i+1]), turns by the angle of column i
+(Su et al. 2021, RoFormer, eq. 34). RMSNorm: Zhang and Sennrich 2019, eq. 4. No gradient: under autograd the reference
+runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+
+from . import reference
+from .aot import AotCase
+from .dispatch import use_triton
+
+ELEMENTS_PER_PROGRAM = 8192  # of whole rows; each thread then keeps 32 of them in registers
+
+
+def rms_norm_rope(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    heads: int,
+    eps: float,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    implementation: str = "auto",
+) -> torch.Tensor:
+    """RMSNorm of x over its last dimension, then rotation of the interleaved pairs; contiguous [B, S, heads, D].
+
+    x: [B, S, heads·D]. weight: [heads·D]. cos, sin: [S, D/2], or both None for no rotation.
+    implementation: "auto", "triton" or "torch" (see dispatch.py).
+    Raises ValueError for shapes or devices that do not fit together.
+    """
+    if x.dim() != 3 or heads < 1 or x.shape[2] % heads:
+        raise ValueError(f"rms_norm_rope: x has shape {list(x.shape)}, not [B, S, H·D] with H={heads} heads.")
+    if weight.shape != x.shape[2:]:
+        raise ValueError(f"rms_norm_rope: weight has shape {list(weight.shape)}, not [H·D={x.shape[2]}].")
+    if (cos is None) != (sin is None):
+        raise ValueError("rms_norm_rope: give cos and sin together, or neither.")
+    head_dim = x.shape[2] // heads
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table is not None and (head_dim % 2 or list(table.shape) != [x.shape[1], head_dim // 2]):
+            raise ValueError(
+                f"rms_norm_rope: {name} has shape {list(table.shape)}; it must be [S={x.shape[1]}, D/2] with an even "
+                f"head_dim (here D={head_dim})."
+            )
+    tensors = (x, weight, cos, sin)
+    fused = use_triton(implementation, *tensors, has_gradient=False)
+    return (_rms_norm_rope if fused else reference.rms_norm_rope)(*tensors, heads, eps)
+
+
+@torch.library.custom_op("turbo_rcm_patch::rms_norm_rope", mutates_args=())
+def _rms_norm_rope(
+    x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, heads: int, eps: float
+) -> torch.Tensor:
+    B, S, C = x.shape
+    head_dim = C // heads
+    out = x.new_empty(B, S, heads, head_dim)
+    if out.numel() == 0:
+        return out
+    if x.stride(2) != 1:
+        x = x.contiguous()
+    cos, sin = (None if table is None else table.contiguous() for table in (cos, sin))
+    tile = _tile(heads, head_dim)
+    with torch.cuda.device_of(out):
+        _rms_norm_rope_kernel[triton.cdiv(S, tile["ROWS"]), B](
+            x, weight.contiguous(), cos, sin, out, S, heads, x.stride(0), x.stride(1), eps, HEAD_DIM=head_dim, **tile
+        )
+    return out
+
+
+@_rms_norm_rope.register_fake
+def _(x, weight, cos, sin, heads, eps):
+    B, S, C = x.shape
+    return x.new_empty(B, S, heads, C // heads)
+
+
+def _tile(heads: int, head_dim: int) -> dict[str, int]:
+    """Whole rows: several where they are short, so that a program has enough bytes in flight."""
+    block_h, block_d = triton.next_power_of_2(heads), triton.next_power_of_2(head_dim)
+    rows = max(1, min(16, ELEMENTS_PER_PROGRAM // (block_h * block_d)))
+    num_warps = min(32, max(1, rows * block_h * block_d // 1024))
+    return {"ROWS": rows, "BLOCK_H": block_h, "BLOCK_D": block_d, "num_warps": num_warps}
+
+
+@triton.jit
+def _rms_norm_rope_kernel(
+    x, weight, cos, sin, out, S, heads, x_stride_b, x_stride_s, eps,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    sample = tl.program_id(1).to(tl.int64)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    head = tl.arange(0, BLOCK_H)
+    d = tl.arange(0, BLOCK_D)
+    row_mask = rows < S
+    channels = head[:, None] * HEAD_DIM + d[None, :]
+    channel_mask = (head < heads)[:, None] & (d < HEAD_DIM)[None, :]
+    mask = row_mask[:, None, None] & channel_mask[None, :, :]
+    x_rows = x + sample * x_stride_b + rows.to(tl.int64)[:, None, None] * x_stride_s
+    values = tl.load(x_rows + channels[None, :, :], mask=mask, other=0.0).to(tl.float32)
+    mean_square = tl.sum(tl.sum(values * values, 2), 1) / (heads * HEAD_DIM)
+    gain = tl.load(weight + channels, mask=channel_mask, other=0.0).to(tl.float32)
+    y = values * tl.rsqrt(mean_square + eps)[:, None, None] * gain[None, :, :]
+    if cos is not None:
+        even, odd = tl.split(y.reshape(ROWS, BLOCK_H, BLOCK_D // 2, 2))
+        pair = tl.arange(0, BLOCK_D // 2)
+        angles = rows.to(tl.int64)[:, None] * (HEAD_DIM // 2) + pair[None, :]
+        angle_mask = row_mask[:, None] & (pair < HEAD_DIM // 2)[None, :]
+        c = tl.load(cos + angles, mask=angle_mask, other=0.0).to(tl.float32)[:, None, :]
+        s = tl.load(sin + angles, mask=angle_mask, other=0.0).to(tl.float32)[:, None, :]
+        y = tl.join(even * c - odd * s, even * s + odd * c).reshape(ROWS, BLOCK_H, BLOCK_D)
+    out_rows = out + (sample * S + rows)[:, None, None] * (heads * HEAD_DIM)
+    tl.store(out_rows + channels[None, :, :], y.to(out.dtype.element_ty), mask=mask)
+
+
+def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
+    """What the Wan models launch for self-attention (rotated) and cross-attention."""
+    for heads in (12, 24, 40):
+        for rotated in (True, False):
+            yield _aot_case(heads, rotated)
+
+
+def _aot_case(heads: int, rotated: bool, head_dim: int = 128) -> AotCase:
+    tile = _tile(heads, head_dim)
+    num_warps = tile.pop("num_warps")
+    constants = {"HEAD_DIM": head_dim, **tile}
+    if not rotated:
+        constants |= {"cos": None, "sin": None}
+    types = dict.fromkeys(("x", "weight", "out"), "*bf16") | dict.fromkeys(("cos", "sin"), "*fp32") | {"eps": "fp32"}
+    types |= dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "i32") for name in _rms_norm_rope_kernel.arg_names}
+    aligned = (n for n, t in signature.items() if t.startswith("*") or n.startswith("x_stride"))
+    name = f"rms_norm_rope {heads}x{head_dim}{' rotated' if rotated else ''}"
+    return AotCase(name, _rms_norm_rope_kernel, signature, constants, tuple(aligned), num_warps, num_stages=3)
