@@ -1,4 +1,4 @@
-"""Devices of the tests: a CUDA GPU where there is one; elsewhere Triton's CPU interpreter, switched on before any import."""
+"""Devices of the tests: a CUDA GPU where there is one, else Triton's CPU interpreter, switched on before any import."""
 
 import os
 
@@ -11,7 +11,7 @@ import pytest
 
 
 def pytest_collection_modifyitems(items):
-    """Tests marked gpu skip without a GPU; tests parametrized on device "interpreter" skip where a GPU runs the kernels."""
+    """Tests marked gpu skip without a GPU; those on the device "interpreter" skip where a GPU runs the kernels."""
     has_gpu = torch.cuda.is_available()
     for item in items:
         if not has_gpu and item.get_closest_marker("gpu"):

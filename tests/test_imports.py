@@ -1,4 +1,4 @@
-"""The architecture in imports: they run downward only, kernels know torch and triton alone, importing touches no GPU."""
+"""The architecture in imports: they run downward only, kernels know torch and triton alone, none touches a GPU."""
 
 import ast
 import subprocess

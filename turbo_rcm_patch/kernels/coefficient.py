@@ -60,7 +60,9 @@ def _canonical_1d(name: str, value: torch.Tensor, batch: int, channels: int) -> 
         return value.reshape(batch, 1, 1)
     if size == channels:
         return value.reshape(1, 1, channels)
-    raise ValueError(f"{name} has shape [{size}]; a 1-d coefficient is per sample [B={batch}] or per channel [C={channels}].")
+    raise ValueError(
+        f"{name} has shape [{size}]; a 1-d coefficient is per sample [B={batch}] or per channel [C={channels}]."
+    )
 
 
 def coefficient_kind(value: torch.Tensor | None) -> int:

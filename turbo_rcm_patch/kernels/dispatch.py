@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import triton
 
@@ -66,3 +69,31 @@ def use_triton(implementation: str, *tensors: torch.Tensor | None, has_gradient:
         )
     on_interpreter = tensors[0].device.type == "cpu"
     return reason is None and not (implementation == "auto" and on_interpreter)
+
+
+class KernelOp:
+    """A launcher as the custom op ``turbo_rcm_patch::name``, without the custom op's cost where nothing needs it.
+
+    torch.compile, autograd and tensor subclasses see the custom op (``op``). All other calls go straight to the launcher,
+    because the dispatcher and its checks can take longer than the kernel.
+    """
+
+    def __init__(self, name: str, launcher: Callable):
+        self.op = torch.library.custom_op(f"turbo_rcm_patch::{name}", launcher, mutates_args=())
+        self.register_fake, self.register_autograd = self.op.register_fake, self.op.register_autograd
+        self._launcher = launcher
+
+    def __call__(self, *arguments):
+        if torch.compiler.is_compiling() or any(isinstance(a, torch.Tensor) and _is_watched(a) for a in arguments):
+            return self.op(*arguments)
+        return self._launcher(*arguments)
+
+
+def _is_watched(tensor: torch.Tensor) -> bool:
+    recorded = tensor.requires_grad and torch.is_grad_enabled()
+    return recorded or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+
+
+def kernel_op(name: str) -> Callable[[Callable], KernelOp]:
+    """Decorator: make a launcher the KernelOp of this name."""
+    return functools.partial(KernelOp, name)

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from . import reference
 from .aot import AotCase
-from .dispatch import use_triton
+from .dispatch import kernel_op, use_triton
 
 WORD_BYTES = 8
 ROWS, LANES = 8, 512
@@ -40,7 +40,7 @@ def fingerprint(tensors: list[torch.Tensor], *, implementation: str = "auto") ->
     return op([tensor.detach() for tensor in tensors])
 
 
-@torch.library.custom_op("turbo_rcm_patch::fingerprint", mutates_args=())
+@kernel_op("fingerprint")
 def _fingerprint(tensors: list[torch.Tensor]) -> torch.Tensor:
     aligned = [_aligned(tensor) for tensor in tensors]
     table, blocks = _block_table(aligned[0].device, tuple((t.data_ptr(), t.nbytes) for t in aligned))

@@ -17,7 +17,7 @@ import triton.language as tl
 from . import reference
 from .aot import AotCase
 from .coefficient import PER_CHANNEL, PER_TOKEN, coefficient_kind, coefficient_strides, load_coefficient
-from .dispatch import use_triton
+from .dispatch import kernel_op, use_triton
 
 ELEMENTS_PER_PROGRAM = 8192  # of whole rows; each thread then keeps 32 of them in registers
 
@@ -67,7 +67,7 @@ def _canonical_modulation(name: str, value: torch.Tensor | None, x: torch.Tensor
     return canonical
 
 
-@torch.library.custom_op("turbo_rcm_patch::layer_norm_modulate", mutates_args=())
+@kernel_op("layer_norm_modulate")
 def _layer_norm_modulate(
     x: torch.Tensor,
     weight: torch.Tensor | None,

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from . import reference
 from .aot import AotCase
-from .dispatch import use_triton
+from .dispatch import kernel_op, use_triton
 from .gemm import TMA_CAPABILITY, TRITON_NAMES, aot_case, check_linear, gemm, launch, tile_candidates
 
 
@@ -32,7 +32,7 @@ def linear_gelu(
     return op(*tensors)
 
 
-@torch.library.custom_op("turbo_rcm_patch::linear_gelu", mutates_args=())
+@kernel_op("linear_gelu")
 def _linear_gelu(a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     out = a.new_empty(*a.shape[:-1], weight.shape[0])
     if out.numel() > 0:

@@ -26,7 +26,7 @@ from .coefficient import (
     coefficient_strides,
     load_coefficient,
 )
-from .dispatch import use_triton
+from .dispatch import kernel_op, use_triton
 from .gemm import TMA_CAPABILITY, TRITON_NAMES, Tiles, aot_case, check_linear, gemm, launch, tile_candidates
 
 
@@ -64,7 +64,7 @@ def linear_skip(
     return op(*tensors)
 
 
-@torch.library.custom_op("turbo_rcm_patch::linear_skip", mutates_args=())
+@kernel_op("linear_skip")
 def _linear_skip(
     a: torch.Tensor,
     weight: torch.Tensor,

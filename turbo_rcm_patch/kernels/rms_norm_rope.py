@@ -16,7 +16,7 @@ import triton.language as tl
 
 from . import reference
 from .aot import AotCase
-from .dispatch import use_triton
+from .dispatch import kernel_op, use_triton
 
 ELEMENTS_PER_PROGRAM = 8192  # of whole rows; each thread then keeps 32 of them in registers
 
@@ -55,7 +55,7 @@ def rms_norm_rope(
     return (_rms_norm_rope if fused else reference.rms_norm_rope)(*tensors, heads, eps)
 
 
-@torch.library.custom_op("turbo_rcm_patch::rms_norm_rope", mutates_args=())
+@kernel_op("rms_norm_rope")
 def _rms_norm_rope(
     x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, heads: int, eps: float
 ) -> torch.Tensor:

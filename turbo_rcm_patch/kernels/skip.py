@@ -25,7 +25,7 @@ from .coefficient import (
     coefficient_strides,
     load_coefficient,
 )
-from .dispatch import use_triton
+from .dispatch import kernel_op, use_triton
 
 ROWS, COLUMNS, NUM_WARPS = 8, 512, 4
 
@@ -54,7 +54,7 @@ def skip(
     return (_skip if use_triton(implementation, *tensors, has_gradient=True) else reference.skip)(*tensors)
 
 
-@torch.library.custom_op("turbo_rcm_patch::skip", mutates_args=())
+@kernel_op("skip")
 def _skip(
     residual: torch.Tensor, output: torch.Tensor, c_skip: torch.Tensor | None, c_out: torch.Tensor | None
 ) -> torch.Tensor:
