@@ -74,8 +74,8 @@ def use_triton(implementation: str, *tensors: torch.Tensor | None, has_gradient:
 class KernelOp:
     """A launcher as the custom op ``turbo_rcm_patch::name``, without the custom op's cost where nothing needs it.
 
-    torch.compile, autograd and tensor subclasses see the custom op (``op``). All other calls go straight to the launcher,
-    because the dispatcher and its checks can take longer than the kernel.
+    torch.compile, autograd and tensor subclasses see the custom op (``op``). All other calls go straight to the
+    launcher, because the dispatcher and its checks can take longer than the kernel.
     """
 
     def __init__(self, name: str, launcher: Callable):

@@ -112,7 +112,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 def fingerprint(tensors: list[torch.Tensor]) -> torch.Tensor:
     """A 64-bit checksum of the tensors' bits and order, int64 0-d, on their device.
 
-    Sum over 32-bit words w_i of w_i · (odd multiplier of i), modulo 2**64: a change of any single word always changes it.
+    Sum over 32-bit words w_i of w_i · (odd multiplier of i), modulo 2**64: any change of a single word changes it.
     """
     total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
     for index, tensor in enumerate(tensors):
