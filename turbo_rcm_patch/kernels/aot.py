@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import triton
@@ -51,15 +52,20 @@ class AotCase:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What the compiler made of a case. spills and shared are in bytes; instructions counts SASS opcodes with their
-    modifiers ("LDG.E.128"); warnings are the lines of ptxas that name a performance loss."""
+    """What the compiler made of a case. spills and shared are in bytes; warnings are the lines of ptxas that name a
+    performance loss."""
 
     registers: int
     spills: int
     shared: int
     warnings: tuple[str, ...]
     has_low_precision_dot: bool
-    instructions: Counter = field(repr=False)
+    cubin: bytes = field(repr=False)
+
+    @cached_property
+    def instructions(self) -> Counter:
+        """SASS opcodes with their modifiers ("LDG.E.128") and how often each occurs."""
+        return _instructions(self.cubin)
 
     def count(self, opcode: str) -> int:
         """How many instructions have this opcode, or begin with it and a modifier: count("LDG"), count("LDG.E.128")."""
@@ -81,7 +87,7 @@ def inspect(case: AotCase, capability: tuple[int, int]) -> Inspection:
         shared=compiled.metadata.shared,
         warnings=tuple(line.strip() for line in log.splitlines() if re.search(r"C75\d\d|serializ", line)),
         has_low_precision_dot=re.search(r"tt\.dot .*x(f16|bf16|i8|f8\w+)> \*", compiled.asm["ttir"]) is not None,
-        instructions=_instructions(compiled.asm["cubin"]),
+        cubin=compiled.asm["cubin"],
     )
 
 

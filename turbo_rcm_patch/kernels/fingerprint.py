@@ -1,9 +1,10 @@
 """fingerprint: a 64-bit checksum over the bits and the order of many tensors, in one launch at memory speed.
 
-Each tensor is cut into blocks of ROWS × LANES 64-bit words. A word w in row r (counted over all tensors) and lane l
-adds (w xor w >> 32) · ((key(r) xor key(l)) | 1) modulo 2**64. Both factors are invertible, so a change of any single
-word always changes the sum; that several changes cancel is a coincidence of at most 2**-32, because the keys are
-scrambled and the xor brings a word's highest bits down to where a multiplication spreads them. Sums have no order.
+Each tensor is cut into blocks of ROWS × LANES 64-bit words. A word w in row r (counted over all tensors) and lane l has
+the odd multiplier m = (key(r) xor key(l)) | 1 and adds (y xor y >> 32) · m with y = w · m, modulo 2**64. Every step is
+invertible, so a change of any single word always changes the sum. That several changes cancel is a coincidence of at
+most 2**-32: the keys are scrambled, and the xor brings the highest bits, as sign flips change them, down to where the
+last multiplication spreads them. Integer sums have no order.
 """
 
 from __future__ import annotations
@@ -113,7 +114,9 @@ def _tensor_of_block(table, tensors, block):
 
 @triton.jit
 def _term(word, row, lane):
-    return (word ^ (word >> 32)) * ((_key(row) ^ _key(-1 - lane)) | 1)
+    multiplier = (_key(row) ^ _key(-1 - lane)) | 1
+    y = word * multiplier
+    return (y ^ (y >> 32)) * multiplier
 
 
 @triton.jit

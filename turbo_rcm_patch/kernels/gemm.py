@@ -115,7 +115,8 @@ def _tile_options(tiles: Tiles, descriptors: bool) -> dict[str, object]:
 
 
 def _fits_tma(matrix: torch.Tensor) -> bool:
-    return matrix.data_ptr() % 16 == 0 and matrix.stride(0) * matrix.element_size() % 16 == 0
+    row = matrix.stride(0)
+    return row >= matrix.shape[1] and row * matrix.element_size() % 16 == 0 and matrix.data_ptr() % 16 == 0
 
 
 @functools.lru_cache

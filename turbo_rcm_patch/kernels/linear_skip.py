@@ -18,7 +18,6 @@ from .aot import AotCase
 from .coefficient import (
     ONE,
     PER_CHANNEL,
-    PER_SAMPLE,
     PER_TOKEN,
     Coefficient,
     canonical_coefficient,
@@ -112,7 +111,6 @@ def _setup_context(ctx, inputs, output):
         c_out,
     )
     ctx.dtype = a.dtype
-    ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _backward(ctx, grad):
@@ -180,13 +178,14 @@ def _store_skip(acc, sample, rows, columns, M, N, arguments, KINDS: tl.constexpr
 
 
 def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
-    """What linear_skip launches on this architecture: every tile with a gate per channel, the largest with any skip."""
+    """What linear_skip launches on this architecture: every tile with a gate per channel, the largest with per-token
+    coefficients, which take the most registers."""
     for dtype in (torch.bfloat16, torch.float32):
-        largest, *others = tile_candidates(capability, dtype, descriptors=capability >= TMA_CAPABILITY)
-        for skip, out in ((ONE, PER_CHANNEL), (PER_SAMPLE, PER_SAMPLE), (ONE, PER_TOKEN), (PER_TOKEN, PER_TOKEN)):
-            yield _aot_case(capability, largest, dtype, skip, out)
-        for tiles in others:
+        for tiles in tile_candidates(capability, dtype, descriptors=capability >= TMA_CAPABILITY):
             yield _aot_case(capability, tiles, dtype, ONE, PER_CHANNEL)
+    largest, *_ = tile_candidates(capability, torch.bfloat16, descriptors=capability >= TMA_CAPABILITY)
+    yield _aot_case(capability, largest, torch.bfloat16, ONE, PER_TOKEN)
+    yield _aot_case(capability, largest, torch.bfloat16, PER_TOKEN, PER_TOKEN)
 
 
 def _aot_case(capability: tuple[int, int], tiles: Tiles, dtype: torch.dtype, skip: int, out: int) -> AotCase:

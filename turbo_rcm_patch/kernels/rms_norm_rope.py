@@ -121,7 +121,7 @@ def _rms_norm_rope_kernel(
 
 def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
     """What the Wan models launch for self-attention (rotated) and cross-attention."""
-    for heads in (12, 24, 40):
+    for heads in (12, 40):
         for rotated in (True, False):
             yield _aot_case(heads, rotated)
 

@@ -1,0 +1,99 @@
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from turbo_rcm_patch.kernels.aot import Inspection, shared_memory_limit
+
+ROOT = Path(__file__).parents[2]
+GATE = ROOT / "scripts" / "compile_gate.py"
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    monkeypatch.syspath_prepend(str(GATE.parent))
+    import compile_gate
+
+    return compile_gate
+
+
+def inspection(opcode, **changes):
+    healthy = {"registers": 168, "spills": 0, "shared": 1000, "warnings": (), "has_low_precision_dot": True}
+    result = Inspection(**healthy | changes, cubin=b"")
+    vars(result)["instructions"] = Counter({opcode: 4})
+    return result
+
+
+@pytest.mark.parametrize("opcode", ["HGMMA.64x256x16.F32.BF16", "IGMMA.64x128x32.S8.S8", "QGMMA.64x64x32.F32.E4M3"])
+def test_a_healthy_kernel_passes(gate, opcode):
+    assert gate.find_problems(inspection(opcode), (9, 0), 2000) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"spills": 8}, "8 bytes of register spills"),
+        ({"shared": 2001}, "2001 bytes of shared memory; a program may take 2000"),
+        ({"warnings": ("(C7510) wgmma serialized",)}, "C7510"),
+    ],
+)
+def test_each_fault_is_found(gate, changes, problem):
+    (found,) = gate.find_problems(inspection("HGMMA.64x64x16.F32", **changes), (9, 0), 2000)
+    assert problem in found
+
+
+def test_wgmma_is_expected_of_matmuls_on_hopper_only(gate):
+    slow = inspection("HMMA.16816.F32.BF16")
+    assert gate.find_problems(slow, (9, 0), 2000) == ["its matmul does not use wgmma"]
+    assert gate.find_problems(slow, (8, 0), 2000) == []
+    assert gate.find_problems(inspection("FFMA", has_low_precision_dot=False), (9, 0), 2000) == []
+
+
+def test_opcodes_count_with_their_modifiers():
+    result = inspection("LDG.E.128")
+    result.instructions["LDGSTS.E"] = 1
+    assert [result.count(opcode) for opcode in ("LDG", "LDG.E", "LDG.E.128", "LDG.E.64")] == [4, 4, 4, 0]
+
+
+def test_shared_memory_limits():
+    assert [shared_memory_limit(c) for c in ((8, 0), (8, 9), (9, 0), (12, 0))] == [166912, 101376, 232448, 101376]
+
+
+def test_a_job_that_dies_is_reported(gate):
+    (report,) = gate.run_job(multiprocessing.get_context("spawn"), "no_such_kernel", 90)
+    assert report["problems"] == ["the process ended with code 1 after 0 cases"]
+
+
+def run_without_the_interpreter(*command):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    process = subprocess.run([sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
+
+
+def test_the_command_line():
+    output = run_without_the_interpreter(GATE, "--kernels", "fingerprint", "--architectures", "90")
+    row = output.splitlines()[1].split()
+    assert row[:3] == ["sm_90", "fingerprint", "1"]
+    assert row[-1] == "ok"
+
+
+INSPECT_ONE_KERNEL = """
+import dataclasses
+from turbo_rcm_patch.kernels.aot import inspect
+from turbo_rcm_patch.kernels.linear_gelu import aot_cases
+case = next(aot_cases((9, 0)))
+half_the_registers = dataclasses.replace(case, num_warps=case.num_warps // 2)
+good, bad = inspect(case, (9, 0)), inspect(half_the_registers, (9, 0))
+assert good.has_low_precision_dot and good.count("HGMMA") > 0 and good.count("UTMALDG") > 0
+assert 0 < good.registers <= 255 and good.shared > 3 * (128 + 256) * 64 * 2
+assert good.spills == 0 and bad.spills > 0
+"""
+
+
+def test_inspection_of_a_real_kernel():
+    run_without_the_interpreter("-c", INSPECT_ONE_KERNEL)

@@ -1,0 +1,128 @@
+import pytest
+import torch
+
+from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
+from turbo_rcm_patch.kernels import layer_norm_modulate, reference
+
+SHAPES = [(1, 1, 5), (2, 7, 24), (3, 63, 33), (1, 129, 96), (2, 2, 5120)]
+MODULATIONS = {
+    "none": None,
+    "sample": lambda B, S, C: (B, C),
+    "shared": lambda B, S, C: (1, 1, C),
+    "sample, kept dimension": lambda B, S, C: (B, 1, C),
+    "token": lambda B, S, C: (B, S, C),
+}
+
+
+@pytest.fixture(autouse=True)
+def _uninitialised_memory_is_nan():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def check(x, weight=None, bias=None, scale=None, shift=None, eps=1e-6):
+    parameters = {"weight": weight, "bias": bias, "scale": scale, "shift": shift}
+    actual = layer_norm_modulate(x, **parameters, eps=eps, implementation="triton")
+    low = layer_norm_modulate(x, **parameters, eps=eps, implementation="torch")
+    wide = {name: None if p is None else p.double() for name, p in parameters.items()}
+    assert_no_worse(actual, low, layer_norm_modulate(x.double(), **wide, eps=eps, implementation="torch"))
+
+
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("modulation", MODULATIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_matches_the_oracle(shape, modulation, affine, device):
+    B, S, C = shape
+    for dtype in DTYPES[device]:
+        x = torch.randn(shape).to(torch_device(device), dtype)
+        weight, bias = torch.randn(2, C).to(x.device) if affine else (None, None)
+        scale = shift = None
+        if MODULATIONS[modulation] is not None:
+            scale, shift = torch.randn(2, *MODULATIONS[modulation](B, S, C)).to(x.device)
+        check(x, weight, bias, scale, shift)
+
+
+def test_parameters_of_other_dtypes_and_shapes(device):
+    device = torch_device(device)
+    x = torch.randn(2, 5, 24, device=device).half()
+    check(x, weight=torch.randn(24, device=device).half())
+    check(x, bias=torch.randn(24, device=device))
+    check(x, scale=torch.randn(2, 24, device=device).half(), shift=torch.randn(1, 5, 24, device=device))
+
+
+def test_a_large_mean_does_not_cancel(device):
+    x = 1000 + torch.randn(1, 3, 100, device=torch_device(device))
+    actual = layer_norm_modulate(x, implementation="triton")
+    oracle = layer_norm_modulate(x.double(), implementation="torch")
+    # The fp32 rounding of x - mean at 1000 is 2**-14 per element; E[x²] - E[x]² would lose three more digits.
+    assert relative_error(actual, oracle) <= 2e-4
+
+
+def test_eps_counts(device):
+    x = 1e-3 * torch.randn(1, 3, 24, device=torch_device(device))
+    check(x, eps=1e-4)
+
+
+def test_non_contiguous(device):
+    device = torch_device(device)
+    qkv = torch.randn(2, 5, 72, device=device)
+    check(qkv[..., 24:48])
+    check(torch.randn(2, 24, 5, device=device).transpose(1, 2))
+    modulation = torch.randn(2, 6, 24, device=device)
+    shift, scale, *_ = modulation.chunk(6, dim=1)
+    check(qkv[..., :24], scale=scale, shift=shift, weight=torch.randn(48, device=device)[::2])
+    shift, scale, *_ = torch.randn(2, 5, 6, 24, device=device).unbind(2)
+    check(qkv[..., :24], scale=scale, shift=shift)
+
+
+def test_rows_do_not_mix(device):
+    device = torch_device(device)
+    x = torch.randn(3, 5, 24, device=device)
+    scale, shift = torch.randn(2, 3, 24, device=device)
+    alone = layer_norm_modulate(x[1:2], scale=scale[1:2], shift=shift[1:2])
+    x[0::2] = torch.nan
+    x[1, 0] = torch.nan
+    actual = layer_norm_modulate(x, scale=scale, shift=shift, implementation="triton")
+    assert relative_error(actual[1, 1:], alone[0, 1:]) <= 1e-6
+    assert actual[0::2].isnan().all()
+
+
+def test_autograd_takes_the_reference(device):
+    x = torch.randn(2, 5, 24, device=torch_device(device))
+    scale, shift = torch.randn(2, 2, 24, device=x.device)
+    leaves = [t.requires_grad_() for t in (x, scale, shift)]
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    layer_norm_modulate(x, scale=scale, shift=shift, implementation="triton").square().sum().backward()
+    x, scale, shift = wide[0], wide[1][:, None], wide[2][:, None]
+    reference.layer_norm_modulate(x, None, None, scale, shift, 1e-6).square().sum().backward()
+    for ours, oracle in zip(leaves, wide, strict=True):
+        assert relative_error(ours.grad, oracle.grad) <= 1e-5
+
+
+def test_compiles_to_one_graph(device):
+    x = torch.randn(2, 5, 24, device=torch_device(device))
+    scale, shift = torch.randn(2, 2, 24, device=x.device)
+    compiled = torch.compile(layer_norm_modulate, fullgraph=True, backend="aot_eager")
+    wanted = layer_norm_modulate(x, scale=scale, shift=shift, implementation="triton")
+    assert torch.equal(compiled(x, scale=scale, shift=shift, implementation="triton"), wanted)
+
+
+def test_custom_op_contract(device):
+    x = torch.randn(2, 3, 8, device=torch_device(device))
+    scale, shift = torch.randn(2, 2, 1, 8, device=x.device)
+    torch.library.opcheck(torch.ops.turbo_rcm_patch.layer_norm_modulate.default, (x, None, None, scale, shift, 1e-6))
+
+
+def test_errors():
+    x, scale = torch.zeros(2, 3, 8), torch.zeros(2, 8)
+    with pytest.raises(ValueError, match=r"x has shape \[3, 8\]; it must be \[B, S, C\]"):
+        layer_norm_modulate(x[0])
+    with pytest.raises(ValueError, match="scale and shift together"):
+        layer_norm_modulate(x, scale=scale)
+    with pytest.raises(ValueError, match=r"weight has shape \[3\], not \[C=8\]"):
+        layer_norm_modulate(x, weight=torch.ones(3))
+    with pytest.raises(ValueError, match=r"shift has shape \[3, 8\]; accepted are"):
+        layer_norm_modulate(x, scale=scale, shift=torch.zeros(3, 8))
+    with pytest.raises(ValueError, match=r"scale has shape \[8\]"):
+        layer_norm_modulate(x, scale=scale[0], shift=scale[0])

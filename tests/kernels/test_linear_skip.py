@@ -1,0 +1,228 @@
+import sys
+
+import pytest
+import torch
+
+from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
+from turbo_rcm_patch.kernels import linear_skip, reference
+from turbo_rcm_patch.kernels.coefficient import canonical_coefficient
+
+gemm = sys.modules["turbo_rcm_patch.kernels.gemm"]
+
+# (B, S, C, K): K = 24 is read through descriptors where the GPU has TMA, an odd K through pointers.
+# S = 600 makes more than one group of row tiles.
+SHAPES = [(1, 1, 5, 3), (2, 7, 40, 24), (3, 63, 130, 33), (2, 129, 96, 72), (1, 600, 70, 8)]
+SKIPS = {
+    "one": lambda B, S, C: (1.0, 1.0),
+    "numbers": lambda B, S, C: (0.5, -2),
+    "gate": lambda B, S, C: (1.0, torch.randn(C)),
+    "sample": lambda B, S, C: (torch.randn(B, 1, 1), torch.randn(B, 1, 1)),
+    "sample and channel": lambda B, S, C: (torch.randn(B, 1, C), torch.randn(B, 1, C)),
+    "row": lambda B, S, C: (torch.randn(1, S, 1), torch.randn(B, S, 1)),
+    "token": lambda B, S, C: (torch.randn(B, S, C), torch.randn(B, S, C)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _uninitialised_memory_is_nan():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def operands(B, S, C, K, device="cpu", dtype=torch.float32):
+    shapes = (B, S, K), (C, K), (C,), (B, S, C)
+    return [torch.randn(shape).to(device, dtype) for shape in shapes]
+
+
+def skips(kind, B, S, C, device):
+    return [c.to(device) if isinstance(c, torch.Tensor) else c for c in SKIPS[kind](B, S, C)]
+
+
+def expected(a, weight, bias, residual, c_skip, c_out, dtype=None):
+    """The reference in the tensors' own dtype, or in a wider one."""
+    tensors = [None if t is None else t.to(dtype or t.dtype) for t in (a, weight, bias, residual)]
+    coefficients = [canonical_coefficient("c", c, *residual.shape, residual.device) for c in (c_skip, c_out)]
+    return reference.linear_skip(*tensors, *coefficients)
+
+
+@pytest.mark.parametrize("kind", SKIPS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_matches_the_oracle(shape, kind, device):
+    B, S, C, K = shape
+    for dtype in DTYPES[device]:
+        tensors = operands(B, S, C, K, torch_device(device), dtype)
+        c_skip, c_out = skips(kind, B, S, C, torch_device(device))
+        actual = linear_skip(*tensors, c_skip=c_skip, c_out=c_out, implementation="triton")
+        low = expected(*tensors, c_skip, c_out)
+        assert_no_worse(actual, low, expected(*tensors, c_skip, c_out, torch.float64))
+
+
+def tiles_of_this_gpu():
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+    for dtype in (torch.float32, torch.float16):
+        for descriptors in (True, False):
+            for tiles in gemm.tile_candidates(capability, dtype, descriptors):
+                yield pytest.param(dtype, descriptors, tiles, id=f"{dtype}-{descriptors}-{tiles.rows}x{tiles.columns}")
+
+
+@pytest.mark.parametrize(("dtype", "descriptors", "tiles"), list(tiles_of_this_gpu()))
+def test_every_tile(dtype, descriptors, tiles, device, monkeypatch):
+    monkeypatch.setattr(gemm, "choose_tiles", lambda *_: tiles)
+    B, S, C, K = 2, tiles.rows + 2, tiles.columns + 8, tiles.depth + (8 if descriptors else 7)
+    tensors = operands(B, S, C, K, torch_device(device), dtype)
+    c_skip, c_out = skips("sample and channel", B, S, C, torch_device(device))
+    actual = linear_skip(*tensors, c_skip=c_skip, c_out=c_out, implementation="triton")
+    low = expected(*tensors, c_skip, c_out)
+    assert_no_worse(actual, low, expected(*tensors, c_skip, c_out, torch.float64))
+
+
+def test_tiles_fill_the_gpu():
+    candidates = gemm.tile_candidates((9, 0), torch.bfloat16, descriptors=True)
+    sizes = [(tiles.rows, tiles.columns) for tiles in candidates]
+    assert sizes == sorted(sizes, reverse=True)
+    assert gemm.choose_tiles(candidates, 1, 32760, 1536, 132) == candidates[0]
+    assert gemm.choose_tiles(candidates, 1, 1560, 1536, 132) == candidates[1]
+    assert gemm.choose_tiles(candidates, 1, 1, 1536, 132) == candidates[-1]
+    assert gemm.choose_tiles(candidates, 64, 77, 5120, 132) == candidates[0]
+
+
+def test_samples_do_not_mix(device):
+    device = torch_device(device)
+    B, S, C, K = 3, 33, 24, 40
+    a, weight, bias, residual = operands(B, S, C, K, device)
+    c_skip, c_out = torch.randn(2, B, 1, C, device=device)
+    alone = linear_skip(a[1:2], weight, bias, residual[1:2], c_skip=c_skip[1:2], c_out=c_out[1:2])
+    for tensor in (a, residual, c_skip, c_out):
+        tensor[0::2] = torch.nan
+    actual = linear_skip(a, weight, bias, residual, c_skip=c_skip, c_out=c_out, implementation="triton")
+    assert actual[0::2].isnan().all()
+    assert relative_error(actual[1:2], alone) <= 1e-6
+
+
+def test_non_contiguous(device):
+    device = torch_device(device)
+    B, S, C, K = 2, 9, 24, 16
+    a = torch.randn(B, K, S, device=device).transpose(1, 2)
+    weight = torch.randn(K, C, device=device).T
+    bias = torch.randn(2 * C, device=device)[::2]
+    residual = torch.randn(S, B, C, device=device).transpose(0, 1)
+    gate = torch.randn(B, 6, C, device=device)[:, 2:3]
+    for linear in (
+        (a, weight, bias),
+        (a[..., 1:], weight[:, 1:], bias),
+        (a[:, :1].expand(2, 9, 16), weight, None),
+    ):
+        tensors = (*linear, residual)
+        actual = linear_skip(*tensors, c_out=gate, implementation="triton")
+        assert relative_error(actual, expected(*tensors, 1.0, gate, torch.float64)) <= 1e-6
+
+
+def test_one_sample_without_a_batch_dimension(device):
+    a, weight, bias, residual = (t.to(torch_device(device)) for t in operands(1, 7, 24, 16))
+    gate = torch.randn(24, device=a.device)
+    actual = linear_skip(a[0], weight, bias, residual[0], c_out=gate, implementation="triton")
+    assert relative_error(actual, expected(a, weight, bias, residual, 1.0, gate, torch.float64)[0]) <= 1e-6
+
+
+def test_residual_of_another_dtype(device):
+    device = torch_device(device)
+    a, weight, bias, residual = operands(2, 5, 24, 16, device)
+    a, weight, bias = a.half(), weight.half(), bias.half()
+    actual = linear_skip(a, weight, bias, residual, implementation="triton")
+    assert actual.dtype == torch.float32
+    assert relative_error(actual, expected(a, weight, bias, residual, 1.0, 1.0, torch.float64)) <= 1e-6
+
+
+def test_nothing_in_nothing_out(device):
+    a, weight, bias, residual = operands(2, 0, 24, 16, torch_device(device))
+    assert linear_skip(a, weight, bias, residual, implementation="triton").shape == (2, 0, 24)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_identity_is_exact(as_tensor, device):
+    for dtype in DTYPES[device]:
+        tensors = operands(2, 9, 24, 16, torch_device(device), dtype)
+        c_skip, c_out = 1.0, 0.0
+        if as_tensor:
+            c_skip, c_out = torch.ones(2, device=tensors[0].device), torch.zeros(2, device=tensors[0].device)
+        assert torch.equal(linear_skip(*tensors, c_skip=c_skip, c_out=c_out, implementation="triton"), tensors[3])
+
+
+@pytest.mark.parametrize("kind", ["sample", "sample and channel", "token"])
+def test_gradients_match_the_oracle(kind, device):
+    B, S, C, K = 2, 7, 12, 10
+    names = ("a", "weight", "bias", "residual", "c_skip", "c_out")
+    for dtype in DTYPES[device]:
+        tensors = operands(B, S, C, K, torch_device(device), dtype) + skips(kind, B, S, C, torch_device(device))
+        g = torch.randn(B, S, C).to(tensors[0])
+        grads = []
+        for function, copies in (
+            (lambda *t: linear_skip(*t[:4], c_skip=t[4], c_out=t[5], implementation="triton"), tensors),
+            (expected, tensors),
+            (expected, [t.double() for t in tensors]),
+        ):
+            leaves = [t.detach().clone().requires_grad_() for t in copies]
+            function(*leaves).backward(g.to(leaves[0].dtype))
+            grads.append([leaf.grad for leaf in leaves])
+        for name, ours, low, oracle in zip(names, *grads, strict=True):
+            assert ours.dtype == low.dtype, name
+            assert_no_worse(ours, low, oracle)
+
+
+def test_gradient_of_what_needs_it_only(device):
+    a, weight, bias, residual = operands(2, 7, 12, 10, torch_device(device))
+    weight.requires_grad_()
+    out = linear_skip(a, weight, bias, residual, c_out=2.0, implementation="triton")
+    residual.zero_()  # not saved: writing to it must not invalidate the graph
+    out.sum().backward()
+    assert relative_error(weight.grad, 2 * a.double().sum((0, 1)).expand(12, 10)) <= 1e-6
+    assert a.grad is None
+    assert residual.grad is None
+
+
+def test_compiles_to_one_graph(device):
+    device = torch_device(device)
+    *tensors, gate = *operands(2, 7, 12, 10, device), torch.randn(2, 1, 12, device=device)
+
+    def run(*tensors):
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        function(*leaves).sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    def eager(a, weight, bias, residual, gate):
+        return linear_skip(a, weight, bias, residual, c_skip=0.5, c_out=gate, implementation="triton")
+
+    function = eager
+    wanted = run(*tensors, gate)
+    function = torch.compile(eager, fullgraph=True, backend="aot_eager")
+    for ours, theirs in zip(run(*tensors, gate), wanted, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_custom_op_contract(device):
+    device = torch_device(device)
+    tensors = operands(2, 3, 8, 4, device)
+    coefficients = [None, torch.randn(2, 1, 8, device=device)]
+    arguments = [t.requires_grad_() for t in tensors] + coefficients
+    torch.library.opcheck(torch.ops.turbo_rcm_patch.linear_skip.default, arguments)
+
+
+def test_errors():
+    a, weight, bias, residual = operands(2, 3, 4, 5)
+    with pytest.raises(ValueError, match=r"a has shape \[2, 3, 4\] and weight \[4, 5\]"):
+        linear_skip(a[..., :4], weight, bias, residual)
+    with pytest.raises(ValueError, match=r"a has shape \[1, 2, 3, 5\]; accepted are \[B, S, K\]"):
+        linear_skip(a[None], weight, bias, residual[None])
+    with pytest.raises(ValueError, match=r"bias has shape \[3\]; it must be \[C=4\]"):
+        linear_skip(a, weight, bias[:3], residual)
+    with pytest.raises(ValueError, match=r"residual has shape \[2, 2, 4\] but the output is \[2, 3, 4\]"):
+        linear_skip(a, weight, bias, residual[:, :2])
+    with pytest.raises(ValueError, match=r"dtypes torch.float16, torch.float32; cast them to one"):
+        linear_skip(a.half(), weight, bias, residual)
+    with pytest.raises(ValueError, match=r"c_out has shape \[3\]"):
+        linear_skip(a, weight, bias, residual, c_out=torch.ones(3))
+    with pytest.raises(ValueError, match="both the batch and the channel count"):
+        linear_skip(*operands(4, 3, 4, 5), c_skip=torch.ones(4))
+    with pytest.raises(ValueError, match=r"cannot take these tensors \(float64"):
+        linear_skip(*(t.double() for t in (a, weight, bias, residual)), implementation="triton")

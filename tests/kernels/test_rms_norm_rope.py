@@ -1,0 +1,126 @@
+import pytest
+import torch
+
+from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
+from turbo_rcm_patch.kernels import reference, rms_norm_rope
+
+# (B, S, heads, head_dim)
+SHAPES = [(1, 1, 1, 2), (2, 7, 3, 12), (1, 129, 2, 32), (2, 3, 12, 128), (1, 2, 40, 128)]
+
+
+@pytest.fixture(autouse=True)
+def _uninitialised_memory_is_nan():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def angles(S, head_dim, device="cpu"):
+    angle = torch.randn(S, head_dim // 2)
+    return angle.cos().to(device), angle.sin().to(device)
+
+
+def check(x, weight, heads, cos=None, sin=None, eps=1e-6):
+    actual = rms_norm_rope(x, weight, heads=heads, eps=eps, cos=cos, sin=sin, implementation="triton")
+    low = reference.rms_norm_rope(x, weight, cos, sin, heads, eps)
+    wide = [None if t is None else t.double() for t in (x, weight, cos, sin)]
+    assert actual.is_contiguous()
+    assert_no_worse(actual, low, reference.rms_norm_rope(*wide, heads, eps))
+
+
+@pytest.mark.parametrize("rotated", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_matches_the_oracle(shape, rotated, device):
+    B, S, heads, head_dim = shape
+    for dtype in DTYPES[device]:
+        x = torch.randn(B, S, heads * head_dim).to(torch_device(device), dtype)
+        weight = torch.randn(heads * head_dim).to(x)
+        check(x, weight, heads, *(angles(S, head_dim, x.device) if rotated else ()))
+
+
+def test_the_norm_is_over_all_heads_together(device):
+    x = torch.ones(1, 1, 8, device=torch_device(device))
+    x[..., 4:] = 0
+    actual = rms_norm_rope(x, torch.ones(8, device=x.device), heads=2, eps=1e-12, implementation="triton")
+    torch.testing.assert_close(actual[0, 0, 0], torch.full((4,), 2**0.5, device=x.device))
+
+
+def test_pairs_are_interleaved(device):
+    device = torch_device(device)
+    x = torch.tensor([[[1.0, 0.0, 0.0, 1.0]]], device=device)
+    cos, sin = torch.tensor([[0.0, 1.0]], device=device), torch.tensor([[1.0, 0.0]], device=device)
+    ones = torch.ones(4, device=device)
+    actual = rms_norm_rope(x, ones, heads=1, eps=1e-12, cos=cos, sin=sin, implementation="triton")
+    # A quarter turn of the first pair, none of the second.
+    torch.testing.assert_close(actual.flatten(), 2**0.5 * torch.tensor([0.0, 1.0, 0.0, 1.0], device=device))
+
+
+def test_head_dim_without_pairs(device):
+    x = torch.randn(2, 3, 15, device=torch_device(device))
+    check(x, torch.randn(15, device=x.device), heads=3)
+
+
+def test_non_contiguous(device):
+    device = torch_device(device)
+    q, k, v = torch.randn(2, 5, 72, device=device).chunk(3, dim=-1)
+    cos, sin = angles(5, 8, device)
+    for part in (q, k, v, torch.randn(2, 24, 5, device=device).transpose(1, 2)):
+        check(part, torch.randn(24, device=device), 3, cos, sin)
+    table = torch.randn(5, 8, device=device)
+    check(q, torch.randn(48, device=device)[::2], 3, table[:, ::2], table[:, 1::2])
+
+
+def test_eps_counts(device):
+    x = 1e-3 * torch.randn(1, 3, 24, device=torch_device(device))
+    check(x, torch.ones(24, device=x.device), 3, eps=1e-4)
+
+
+def test_rows_do_not_mix(device):
+    x = torch.randn(2, 5, 24, device=torch_device(device))
+    weight = torch.randn(24, device=x.device)
+    cos, sin = angles(5, 8, x.device)
+    alone = rms_norm_rope(x, weight, heads=3, eps=1e-6, cos=cos, sin=sin)
+    x[0, 4] = x[1, 0] = torch.nan
+    actual = rms_norm_rope(x, weight, heads=3, eps=1e-6, cos=cos, sin=sin, implementation="triton")
+    assert relative_error(actual[0, :4], alone[0, :4]) <= 1e-6
+    assert relative_error(actual[1, 1:], alone[1, 1:]) <= 1e-6
+
+
+def test_autograd_takes_the_reference(device):
+    x = torch.randn(2, 5, 24, device=torch_device(device))
+    leaves = [x.requires_grad_(), torch.randn(24, device=x.device).requires_grad_()]
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    (rms_norm_rope(*leaves, heads=3, eps=1e-6, implementation="triton") ** 3).sum().backward()
+    (reference.rms_norm_rope(*wide, None, None, 3, 1e-6) ** 3).sum().backward()
+    for ours, oracle in zip(leaves, wide, strict=True):
+        assert relative_error(ours.grad, oracle.grad) <= 1e-5
+
+
+def test_compiles_to_one_graph(device):
+    x = torch.randn(2, 5, 24, device=torch_device(device))
+    weight = torch.randn(24, device=x.device)
+    cos, sin = angles(5, 8, x.device)
+    options = {"heads": 3, "eps": 1e-6, "cos": cos, "sin": sin, "implementation": "triton"}
+    compiled = torch.compile(rms_norm_rope, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, weight, **options), rms_norm_rope(x, weight, **options))
+
+
+def test_custom_op_contract(device):
+    x = torch.randn(2, 3, 8, device=torch_device(device))
+    arguments = (x, torch.randn(8, device=x.device), *angles(3, 4, x.device), 2, 1e-6)
+    torch.library.opcheck(torch.ops.turbo_rcm_patch.rms_norm_rope.default, arguments)
+
+
+def test_errors():
+    x, weight = torch.zeros(2, 3, 24), torch.zeros(24)
+    cos, sin = angles(3, 8)
+    with pytest.raises(ValueError, match=r"x has shape \[2, 3, 24\], not \[B, S, H·D\] with H=5 heads"):
+        rms_norm_rope(x, weight, heads=5, eps=1e-6)
+    with pytest.raises(ValueError, match=r"weight has shape \[8\], not \[H·D=24\]"):
+        rms_norm_rope(x, weight[:8], heads=3, eps=1e-6)
+    with pytest.raises(ValueError, match="cos and sin together"):
+        rms_norm_rope(x, weight, heads=3, eps=1e-6, cos=cos)
+    with pytest.raises(ValueError, match=r"sin has shape \[2, 4\]; it must be \[S=3, D/2\]"):
+        rms_norm_rope(x, weight, heads=3, eps=1e-6, cos=cos, sin=sin[:2])
+    with pytest.raises(ValueError, match=r"even head_dim \(here D=3\)"):
+        rms_norm_rope(x, weight, heads=8, eps=1e-6, cos=cos[:, :1], sin=sin[:, :1])
