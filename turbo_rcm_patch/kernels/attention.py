@@ -30,7 +30,7 @@ from .coefficient import (
     coefficient_strides,
     load_coefficient,
 )
-from .dispatch import use_triton
+from .dispatch import kernel_op, use_triton
 
 MAX_HEAD_DIM = 256
 LOG2_E = math.log2(math.e)
@@ -395,7 +395,7 @@ def _operand(x: torch.Tensor, block: int, capability: tuple[int, int]) -> torch.
     return TensorDescriptor(x, shape, strides, [1, 1, block, _block_d(head_dim)])
 
 
-@torch.library.custom_op("turbo_rcm_patch::attention", mutates_args=())
+@kernel_op("attention")
 def _attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -452,7 +452,7 @@ def _allocate(q, k, v, residual, c_skip, c_out, scale, save_for_backward):
     return out, q.new_empty(q.shape), q.new_empty((batch, heads, tokens), dtype=torch.float32)
 
 
-@torch.library.custom_op("turbo_rcm_patch::attention_backward", mutates_args=())
+@kernel_op("attention_backward")
 def _attention_backward(
     grad: torch.Tensor,
     q: torch.Tensor,
