@@ -22,7 +22,7 @@ def steps(results: Path) -> dict[str, list[str]]:
     cli = ["-m", "turbo_rcm_patch.cli"]
     end_to_end = ["scripts/benchmark_end_to_end.py", "--config"]
     return {
-        "tests": ["-m", "pytest", "-m", "gpu", "-q", "tests"],
+        "tests": ["-m", "pytest", "-m", "gpu", "-q", "-n", "4", "tests"],
         "info": [*cli, "info"],
         "verify": [*cli, "verify", "--json", f"{results}/verify-embedded.json"],
         "compare": [*cli, "compare", "--json", f"{results}/compare-embedded.json"],
