@@ -13,8 +13,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- measured: written by scripts/readme_results.py -->", "<!-- end of measured -->"
 HEADER = "| run | variant | step, ms | speed-up | peak memory, GiB | latents, rel. L2 to eager |\n" + "|---" * 6 + "|"
-    "| run | variant | step, ms | speed-up | peak memory, GiB | latents, relative L2 to eager |\n" + "|---" * 6 + "|"
-)
 NAMES = {"unpatched": "eager diffusers", "torch.compile": "regional torch.compile", "patched": "patched (exact)"}
 
 
