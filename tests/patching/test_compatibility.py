@@ -6,7 +6,7 @@ import accelerate
 import pytest
 import torch
 from diffusers import FirstBlockCacheConfig
-from diffusers.models.attention_dispatch import attention_backend
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry, attention_backend
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from peft import LoraConfig
 
@@ -233,7 +233,9 @@ def test_quantised_linears():
     assert "weight (2)" in row(patch, "constants", "prompt")
 
 
-def test_attention_backends():
+def test_attention_backends(monkeypatch):
+    # set_attention_backend also changes a global default, which reset_attention_backend leaves changed.
+    monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", _AttentionBackendRegistry._active_backend)
     patched, plain = tiny_wan_transformer(), tiny_wan_transformer()
     patch = trp.patch(patched)
     patched.set_attention_backend("_native_math")
