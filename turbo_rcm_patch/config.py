@@ -38,6 +38,14 @@ class PatchConfig:
             _check_name("fuse", name, FUSION_GROUPS)
         _check_name("attention", self.attention, ATTENTION_KERNELS)
         _check_name("implementation", self.implementation, IMPLEMENTATIONS)
+        if {self.attention, self.implementation} == {"triton", "torch"} or (
+            self.attention == "sdpa" and self.implementation == "triton"
+        ):
+            raise ValueError(
+                f"attention={self.attention!r} contradicts implementation={self.implementation!r}; leave one at 'auto'."
+            )
+        if not isinstance(self.cache_text, bool):
+            raise ValueError(f"cache_text={self.cache_text!r} is not a bool; accepted are True and False.")
 
 
 def _check_name(field: str, value: object, accepted: tuple[str, ...]) -> None:

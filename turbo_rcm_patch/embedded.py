@@ -25,7 +25,7 @@ def load_embedded_pipeline(dtype: torch.dtype = torch.float32, device: str | tor
     The default size of a generation is HEIGHT x WIDTH x FRAMES.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(_SEED)
+        torch.default_generator.manual_seed(_SEED)  # torch.manual_seed would also seed the GPUs
         components = {"text_encoder": _text_encoder(), "transformer": _transformer(), "vae": _vae()}
     for model in components.values():
         cast_as_loaded(model.eval(), dtype)

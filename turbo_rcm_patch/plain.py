@@ -12,7 +12,7 @@ import torch
 def why_not_plain(module: torch.nn.Module, expected: type) -> str | None:
     """Why `module` is not simply an `expected`, in a few words; None when it is, with no hook and ordinary weights."""
     if type(module) is not expected:
-        return _peft_layer(module) or f"{type(module).__module__.split('.')[0]} {type(module).__name__} layer"
+        return _odd_class(module)
     return hook_on(module) or _odd_weight(module)
 
 
@@ -29,9 +29,14 @@ def why_not_norm(norm: torch.nn.Module, expected: type, device: torch.device) ->
     return why_not_plain(norm, expected) or _elsewhere(norm, device)
 
 
-def why_not_read(module: torch.nn.Module, device: torch.device) -> str | None:
-    """Why what a module computes may depend on more than the bits of its own parameters; None when it does not."""
-    return _peft_layer(module) or hook_on(module) or _odd_weight(module) or _elsewhere(module, device)
+def why_not_read(module: torch.nn.Module, known: tuple[type, ...], device: torch.device) -> str | None:
+    """Why what a module computes may depend on more than the bits of its own parameters; None when it does not.
+
+    known: the classes of which that is known.
+    """
+    if type(module) not in known:
+        return _odd_class(module)
+    return hook_on(module) or _odd_weight(module) or _elsewhere(module, device)
 
 
 def hook_on(module: torch.nn.Module) -> str | None:
@@ -43,16 +48,24 @@ def hook_on(module: torch.nn.Module) -> str | None:
         return f"hook {type(module._hf_hook).__name__}"
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return "torch hook"
-    if "forward" in module.__dict__:
+    if torch.nn.modules.module._has_any_global_hook():
+        return "global torch hook"
+    if "forward" in module.__dict__ and not _is_class_forward(module):
         return "replaced forward"
     return None
 
 
-def _peft_layer(module: torch.nn.Module) -> str | None:
+def _is_class_forward(module: torch.nn.Module) -> bool:
+    """Whether the instance's forward is its class's own, as removed hooks leave it behind."""
+    forward = module.__dict__["forward"]
+    return getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
+
+
+def _odd_class(module: torch.nn.Module) -> str:
     path = type(module).__module__
-    if not path.startswith("peft."):
-        return None
-    return "LoRA layer" if ".lora." in path else "PEFT layer"
+    if path.startswith("peft."):
+        return "LoRA layer" if ".lora." in path else "PEFT layer"
+    return f"{path.split('.')[0]} {type(module).__name__} layer"
 
 
 def _odd_weight(module: torch.nn.Module) -> str | None:

@@ -134,6 +134,7 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):
                 f"num_inference_steps={len(times) - 1}."
             )
         self._set_times(times, device)
+        self.generator = None  # that of the last call; the pipeline binds this call's afterwards
 
     def _set_times(self, times: torch.Tensor, device: str | torch.device | None = None):
         self.sigmas = times

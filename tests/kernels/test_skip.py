@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch.autograd.forward_ad as fwAD
 
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
 from turbo_rcm_patch.kernels import reference, skip
@@ -54,6 +55,15 @@ def test_gradients(kind, device):
     (reference.skip(*theirs[:2], canonical(theirs[2]), canonical(theirs[3])) * weight).sum().backward()
     for mine, other in zip(ours, theirs, strict=True):
         assert relative_error(mine.grad, other.grad) <= 1e-5
+
+
+def test_forward_mode_keeps_its_tangent(device):
+    """No kernel has a tangent, so a dual tensor takes the reference instead of losing its own."""
+    device = torch_device(device)
+    residual, output, tangent = torch.randn(3, B, S, C, device=device)
+    with fwAD.dual_level():
+        dual = skip(fwAD.make_dual(residual, tangent), output, c_skip=3.0, implementation="triton")
+        assert relative_error(fwAD.unpack_dual(dual).tangent, 3 * tangent) <= 1e-6
 
 
 def test_errors():

@@ -6,6 +6,7 @@ import accelerate
 import pytest
 import torch
 from diffusers import FirstBlockCacheConfig
+from diffusers.models.attention import FeedForward
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry, attention_backend
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from peft import LoraConfig
@@ -270,6 +271,19 @@ def test_user_hooks_on_any_module_run(path):
     for model in (patched, plain):
         model.blocks[0].get_submodule(path).register_forward_hook(lambda module, args, output: -output)
     assert_same_output(patched, plain)
+
+
+def test_a_feed_forward_subclass_is_called():
+    class Doubled(FeedForward):
+        def forward(self, *args, **kwargs):
+            return 2 * super().forward(*args, **kwargs)
+
+    patched, plain = tiny_wan_transformer(), tiny_wan_transformer()
+    patch = trp.patch(patched)
+    for model in (patched, plain):
+        model.blocks[0].ffn.__class__ = Doubled
+    assert_same_output(patched, plain)
+    assert "Doubled layer (1)" in row(patch, "feed_forward", "linear + skip")
 
 
 def test_fused_qkv_projections():

@@ -161,3 +161,95 @@ def test_cache_text_can_be_switched_off():
         with torch.no_grad():
             model(**tiny_transformer_inputs(model))
         assert not list(state._contexts.values())
+
+
+def test_a_rearranged_batch_of_prompts_is_a_new_prompt():
+    """A checksum that is linear in the words would not tell A, B, B, A from B, A, A, B."""
+    patched, plain = tiny_wan_transformer(), tiny_wan_transformer()
+    trp.patch(patched)
+    inputs = tiny_transformer_inputs(patched, batch=4)
+    prompts = inputs["encoder_hidden_states"]
+    for order in ([0, 1, 1, 0], [1, 0, 0, 1]):
+        inputs["encoder_hidden_states"] = prompts[order].clone()
+        assert_same((patched, plain), inputs)
+
+
+class Scaled(torch.nn.Module):
+    """A layer whose output depends on more than parameters."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.scale = inner, 1.0
+
+    def forward(self, x):
+        return self.scale * self.inner(x)
+
+
+@pytest.mark.parametrize("name", ["attn2.to_v", "attn2.to_k"])
+def test_unknown_layers_are_called_every_time(models, name):
+    parent, child = name.split(".")
+    for model in models:
+        attn = model.blocks[0].get_submodule(parent)
+        setattr(attn, child, Scaled(getattr(attn, child)))
+    inputs = tiny_transformer_inputs(models[0])
+    for scale in (1.0, 3.0):
+        for model in models:
+            model.blocks[0].get_submodule(name).scale = scale
+        assert_same(models, inputs)
+
+
+def test_norm_eps_changed_after_the_patch_takes_effect(models):
+    inputs = tiny_transformer_inputs(models[0])
+    for eps in (1e-6, 10.0):
+        for model in models:
+            model.blocks[0].attn2.norm_k.eps = eps
+        assert_same(models, inputs)
+
+
+@pytest.mark.parametrize("part", ["condition_embedder", "rope"])
+def test_hooks_on_patched_parts_see_and_change_the_class_outputs(models, part):
+    def negate_last_tensor(module, args, output):
+        return tuple(-o if torch.is_tensor(o) and i == 1 else o for i, o in enumerate(output))
+
+    for model in models:
+        model.get_submodule(part).register_forward_hook(negate_last_tensor)
+    assert_same(models, tiny_transformer_inputs(models[0]))
+
+
+def test_a_subclassed_embedder_is_called_every_time(models):
+    base = type(models[0].condition_embedder)
+
+    class Doubled(base):
+        def forward(self, *args, **kwargs):
+            temb, timestep_proj, text, image = super().forward(*args, **kwargs)
+            return temb, timestep_proj, 2 * text, image
+
+    for model in models:
+        model.condition_embedder.__class__ = Doubled
+    assert_same(models, tiny_transformer_inputs(models[0]))
+
+
+def _double_context(module, args):
+    args[1].mul_(2)
+
+
+def test_a_context_written_by_a_hook_is_not_kept(models):
+    inputs = tiny_transformer_inputs(models[0])
+    handles = [model.blocks[1].register_forward_pre_hook(_double_context) for model in models]
+    with torch.no_grad():
+        for model in models:
+            model(**inputs)
+    for handle in handles:
+        handle.remove()
+    assert_same(models, inputs)
+
+
+def test_a_global_hook_leaves_nothing_behind(models):
+    inputs = tiny_transformer_inputs(models[0])
+    double = lambda module, _, output: 2 * output if isinstance(module, torch.nn.Linear) else None  # noqa: E731
+    handle = torch.nn.modules.module.register_module_forward_hook(double)
+    try:
+        assert_same(models, inputs)
+    finally:
+        handle.remove()
+    assert_same(models, inputs)

@@ -156,3 +156,41 @@ def test_a_deep_copy_is_patched_and_restored_on_its_own():
     assert torch.allclose(output_of(model), expected, rtol=1e-5, atol=1e-6)
     patch.restore()
     assert torch.equal(output_of(model), expected)
+
+
+def test_a_model_whose_hooks_were_removed_can_be_patched():
+    model = tiny_wan_transformer(layers=3)
+    expected = output_of(model)
+    model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    model.disable_cache()
+    with trp.patch(model) as patch:
+        assert "3/3" in next(line for line in patch.summary().splitlines() if "linear + skip" in line)
+    assert torch.equal(output_of(model), expected)
+
+
+def test_one_model_as_both_transformers():
+    pipe = tiny_wan_pipeline("wan22")
+    pipe.transformer_2 = pipe.transformer
+    patch = trp.patch(pipe)
+    patch.restore()
+    assert not patch.active
+    assert not is_fused(pipe.transformer)
+
+
+def test_restore_through_a_compiled_wrapper():
+    pipe = tiny_wan_pipeline()
+    trp.patch(pipe)
+    model, pipe.transformer = pipe.transformer, torch.compile(pipe.transformer, backend="eager")
+    trp.restore(pipe)
+    assert not is_fused(model)
+
+
+def test_the_users_exception_is_not_hidden_by_a_failing_restore():
+    model = tiny_wan_transformer()
+
+    def users_code():
+        model.blocks[0].forward = lambda *args: None
+        raise KeyError("the user's")
+
+    with pytest.raises(KeyError), trp.patch(model):
+        users_code()

@@ -95,7 +95,7 @@ def _load_model(arguments: argparse.Namespace, dtype: torch.dtype) -> DiffusionP
 
 
 def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+    return next(iter(str(error).splitlines()), type(error).__name__).rstrip(". ")
 
 
 def _size_rules_of(pipe: DiffusionPipeline) -> SizeRules:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 
 import torch
+import torch.autograd.forward_ad as fwAD
 import triton
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -50,6 +51,8 @@ def why_not_triton(*tensors: torch.Tensor | None, has_gradient: bool) -> str | N
             return reason
     if not has_gradient and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present):
         return "autograd"
+    if any(fwAD.unpack_dual(tensor).tangent is not None for tensor in present if fwAD._current_level >= 0):
+        return "autograd"  # forward mode: no kernel has a tangent
     return None
 
 

@@ -138,7 +138,7 @@ def _skip_kernel(
     tl.store(out + offsets, (kept + added).to(out.dtype.element_ty), mask=mask)
 
 
-def aot_cases(capability: int) -> Iterator[AotCase]:
+def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
     """One case per way in which the coefficients vary."""
     for kind in (PER_SAMPLE, PER_CHANNEL, PER_TOKEN):
         constants = {"SKIP": kind, "OUT": kind, "ROWS": ROWS, "COLUMNS": COLUMNS}

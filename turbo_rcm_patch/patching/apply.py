@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from ..config import PatchConfig, resolve_config
 from . import wan
 from .journal import Journal
 from .report import summary_table
+
+logger = logging.getLogger(__name__)
 
 _JOURNAL = "_turbo_rcm_patch_journal"  # the attribute of a patched transformer that holds its Journal
 
@@ -53,9 +57,15 @@ class Patch:
     def __enter__(self) -> Patch:
         return self
 
-    def __exit__(self, *exception) -> None:
-        if self.active:
+    def __exit__(self, exception_type, *_) -> None:
+        if not self.active:
+            return
+        try:
             self.restore()
+        except PatchError as error:
+            if exception_type is None:
+                raise
+            logger.warning("%s", error)  # the exception under way matters more
 
 
 def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
@@ -96,7 +106,7 @@ def restore(target: object) -> None:
 
     Raises PatchError when none of them is patched, or when a hook of an unknown kind holds a patched forward.
     """
-    transformers = _transformers_of(target)
+    transformers = {name: getattr(m, "_orig_mod", m) for name, m in _transformers_of(target).items()}
     patched = {name: model for name, model in transformers.items() if _JOURNAL in model.__dict__}
     if not patched:
         raise PatchError(f"nothing to restore: {', '.join(transformers)} is not patched.")
@@ -108,6 +118,8 @@ def _transformers_of(target: object) -> dict[str, torch.nn.Module]:
         return {"transformer": target}
     names = ("transformer", "transformer_2")
     found = {name: getattr(target, name) for name in names if isinstance(getattr(target, name, None), torch.nn.Module)}
+    if found.get("transformer") is found.get("transformer_2"):
+        found.pop("transformer_2", None)
     if not found:
         raise PatchError(
             f"a {type(target).__name__} has no transformer to patch; give a diffusers Wan pipeline or its "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import TypeVar
@@ -24,21 +25,30 @@ class ContentCache:
     def __init__(self, size: int):
         self._size = size
         self._values: OrderedDict[Hashable, object] = OrderedDict()
+        self._lock = threading.Lock()
 
     def get(self, sources: list[torch.Tensor], key: Hashable, compute: Callable[[], Value]) -> Value:
         """``compute()``, or what it returned when key and the bits of all sources were last the same."""
         key = (key, sources[0].device, int(kernels.fingerprint(sources)))
-        if key in self._values:
-            self._values.move_to_end(key)
-        else:
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+                return self._values[key]
+        value = compute()
+        with self._lock:
             while len(self._values) >= self._size:
                 self._values.popitem(last=False)
-            self._values[key] = compute()
-        return self._values[key]
+            self._values[key] = value
+        return value
 
-    def values(self):
+    def values(self) -> list:
         """The remembered values, oldest first."""
-        return self._values.values()
+        with self._lock:
+            return list(self._values.values())
+
+    def __deepcopy__(self, memo) -> ContentCache:
+        """Empty: what is remembered belongs to the modules that were copied from."""
+        return ContentCache(self._size)
 
 
 def caching_allowed(device: torch.device) -> bool:

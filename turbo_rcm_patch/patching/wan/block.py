@@ -6,9 +6,10 @@ The result is diffusers' own (transformer_wan.py) with fewer roundings: everythi
 from __future__ import annotations
 
 import torch
+from diffusers.models.attention import FeedForward
 from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformerBlock
 
-from ...plain import hook_on
+from ...plain import why_not_plain
 from .layers import (
     add_gated,
     attend,
@@ -121,6 +122,6 @@ def _feed_forward(
     if "feed_forward" not in config.fuse:
         return add_gated(x, ffn(normalize_unfused(block.norm3, x, scale, shift)), gate, config.implementation)
     h = normalize(block.norm3, x, scale, shift, config.implementation)
-    if hook_on(ffn):
+    if why_not_plain(ffn, FeedForward):
         return add_gated(x, ffn(h), gate, config.implementation)
     return project_and_skip(list(ffn.net[2:]), expand(ffn, h, config.implementation), x, gate, config.implementation)

@@ -28,7 +28,7 @@ SUPPORTED = (
 
 def rotary_forward(self: WanRotaryPosEmbed, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin [1, S, 1, D] for latents [B, C, F, H, W], kept between steps."""
-    if not caching_allowed(hidden_states.device):
+    if type(self) is not WanRotaryPosEmbed or not caching_allowed(hidden_states.device):
         return type(self).forward(self, hidden_states)
     return getattr(self, STATE).rotary(self, hidden_states)
 
@@ -46,10 +46,16 @@ def condition_forward(
     """
     state = getattr(self, STATE)
     text, image = encoder_hidden_states, encoder_hidden_states_image
-    if not caching_allowed(text.device) or state.why_not_context(text.device):
+    if not caching_allowed(text.device) or _is_changed(self) or state.why_not_context(text.device):
         return type(self).forward(self, timestep, text, image, timestep_seq_len)
     temb, timestep_proj, _, _ = type(self).forward(self, timestep, text[:, :0], None, timestep_seq_len)
     return temb, timestep_proj, state.context(text, image), None
+
+
+def _is_changed(embedder: WanTimeTextImageEmbedding) -> bool:
+    """Whether a subclass or a hook may see or change what the embedder takes and returns."""
+    hooked = embedder._forward_hooks or embedder._forward_pre_hooks
+    return bool(hooked) or type(embedder) is not WanTimeTextImageEmbedding
 
 
 def check_supported(name: str, transformer: torch.nn.Module) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from diffusers.models.attention import FeedForward
 from diffusers.models.normalization import FP32LayerNorm
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel, WanTransformerBlock
 from diffusers.utils.torch_utils import get_module_execution_device
@@ -12,7 +13,7 @@ from torch import nn
 
 from ... import kernels
 from ...config import PatchConfig
-from ...plain import hook_on, why_not_norm
+from ...plain import why_not_norm, why_not_plain
 from .layers import (
     attention_implementation,
     why_not_fused_attention,
@@ -61,7 +62,7 @@ def _block_steps(
         yield group, "attention", whole or why_not_own_attention(attn)
         yield group, "projection + skip", whole or why_not_linear_skip(list(attn.to_out), device, dtype)
     asked = None if "feed_forward" in config.fuse else NOT_ASKED
-    whole = asked or hook_on(block.ffn)
+    whole = asked or why_not_plain(block.ffn, FeedForward)
     yield "feed_forward", "norm + modulation", asked or _why_not_layer_norm(block.norm3, device)
     yield "feed_forward", "linear + GELU", whole or why_not_linear_gelu(block.ffn, device, dtype)
     yield "feed_forward", "linear + skip", whole or why_not_linear_skip(list(block.ffn.net[2:]), device, dtype)
