@@ -379,3 +379,16 @@ def test_offload_is_asked_for_where_there_is_a_gpu(monkeypatch):
     with pytest.raises(CommandError, match="there are 1 GPUs, counted from cuda:0"):
         pipelines.choose_device(argparse.Namespace(device="cuda:1", offload=False))
     assert pipelines.choose_device(argparse.Namespace(device=None, offload=True)) == torch.device("cuda")
+
+
+def test_an_ffmpeg_that_does_not_run_is_found_before_generating(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", "/bin/false")
+    assert "no ffmpeg found" in error_of(capsys, "generate", "a fox", "-o", tmp_path / "fox.mp4", *TINY)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_malformed_patch_size_is_named(tmp_path, capsys):
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
+    (tmp_path / "transformer/config.json").write_text('{"patch_size": 2}')
+    assert "patch_size 2" in error_of(capsys, "generate", "a fox", "-o", tmp_path / "fox.mp4", "--model", tmp_path)

@@ -54,8 +54,11 @@ class SizeRules:
 
 def size_rules(vae: dict, transformer: dict) -> SizeRules:
     """The rules that follow from the configs of a VAE and a transformer; absent entries have Wan 2.1's values."""
-    _, patch_height, patch_width = transformer.get("patch_size") or (1, 2, 2)
+    patch_size = transformer.get("patch_size") or (1, 2, 2)
     spatial, temporal = vae.get("scale_factor_spatial") or 8, vae.get("scale_factor_temporal") or 4
+    if not isinstance(patch_size, (list, tuple)) or len(patch_size) != 3:
+        raise CommandError(f"the transformer's config has patch_size {patch_size}; accepted are three numbers.")
+    _, patch_height, patch_width = patch_size
     # WanPipeline itself refuses sizes that 16 does not divide.
     return SizeRules(math.lcm(16, spatial * patch_height), math.lcm(16, spatial * patch_width), temporal)
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,18 +34,25 @@ def check_output(option: str, path: Path | None, suffixes: Sequence[str]) -> Non
 
 
 def check_ffmpeg() -> None:
-    """Raise CommandError unless imageio finds the ffmpeg that writes mp4 files."""
+    """Raise CommandError unless imageio finds an ffmpeg that runs, to write mp4 files with."""
     try:
         import imageio_ffmpeg
 
         executable = imageio_ffmpeg.get_ffmpeg_exe()
     except (ImportError, RuntimeError):
         executable = None
-    if executable is None or shutil.which(executable) is None:
+    if executable is None or shutil.which(executable) is None or not _runs(executable):
         raise CommandError(
             "no ffmpeg found to write the mp4 with; install one with: pip install imageio-ffmpeg"
             " (or set IMAGEIO_FFMPEG_EXE to yours)."
         )
+
+
+def _runs(executable: str) -> bool:
+    try:
+        return subprocess.run([executable, "-version"], capture_output=True, timeout=60).returncode == 0
+    except (OSError, subprocess.SubprocessError):
+        return False
 
 
 @contextlib.contextmanager
