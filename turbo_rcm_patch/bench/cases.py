@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
+from diffusers import AutoencoderKLWan, ModelMixin, WanPipeline, WanTransformer3DModel
 
-from ..embedded import cast_as_loaded, with_strong_gates
 from ..scheduler import RCMScheduler
 
 TEXT_TOKENS = 512
@@ -70,13 +69,13 @@ def build_pipeline(
     config = dict(case.transformer) if layers is None else {**case.transformer, "num_layers": layers}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(seed)
-        transformer = with_strong_gates(WanTransformer3DModel(**config))
+        transformer = _with_strong_gates(WanTransformer3DModel(**config))
         vae = AutoencoderKLWan(**case.vae)
     return WanPipeline(
         tokenizer=None,
         text_encoder=None,
-        vae=cast_as_loaded(vae.eval(), dtype),
-        transformer=cast_as_loaded(transformer.eval(), dtype),
+        vae=_cast_as_loaded(vae.eval(), dtype),
+        transformer=_cast_as_loaded(transformer.eval(), dtype),
         scheduler=RCMScheduler(),
         expand_timesteps=case.expand_timesteps,
     )
@@ -87,3 +86,23 @@ def random_prompt(pipe: WanPipeline, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     embeddings = torch.randn(1, TEXT_TOKENS, pipe.transformer.config.text_dim, generator=generator)
     return embeddings.to(pipe.transformer.device, pipe.transformer.dtype)
+
+
+def _with_strong_gates(model: WanTransformer3DModel) -> WanTransformer3DModel:
+    """Draw the modulation tables N(0, 0.5²): random blocks then change their input about as much as they keep of it.
+
+    diffusers draws them N(0, 1/dim), and a block's output is then little more than its input; an error inside a block
+    would hardly show.
+    """
+    for block in model.blocks:
+        torch.nn.init.normal_(block.scale_shift_table, std=0.5)
+    return model
+
+
+def _cast_as_loaded(model: ModelMixin, dtype: torch.dtype) -> ModelMixin:
+    """Cast in place as diffusers' ``from_pretrained(dtype=...)`` does: what its models keep in fp32 stays fp32."""
+    kept = model._keep_in_fp32_modules or ()
+    for name, parameter in model.named_parameters():
+        if not any(part in kept for part in name.split(".")):
+            parameter.data = parameter.data.to(dtype)
+    return model

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..config import PRESETS
+from ..shapes.grammar import EXAMPLES
 
 DTYPES = ("float32", "bfloat16", "float16")
-DEFAULT_PROMPT = "A red fox leaps through fresh snow, slow motion"
+_PROMPT = f"what the video shows; the embedded model knows captions like '{EXAMPLES[0]}'"
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -33,7 +34,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _add_generate(commands) -> None:
     parser = commands.add_parser("generate", help="generate a video", description="Generate a video.")
-    parser.add_argument("prompt", help="what the video shows")
+    parser.add_argument("prompt", help=_PROMPT)
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.mp4", help="the video to write")
     parser.add_argument("--fps", type=int, default=16, help="frames per second of the video (default 16)")
     parser.add_argument("--no-patch", action="store_true", help="run diffusers' own blocks")
@@ -43,7 +44,7 @@ def _add_generate(commands) -> None:
 def _add_compare(commands) -> None:
     summary = "the same seed unpatched, under torch.compile (on a GPU) and patched: times and differences"
     parser = commands.add_parser("compare", help=summary, description=f"Generate {summary}.")
-    parser.add_argument("prompt", nargs="?", default=DEFAULT_PROMPT, help="what the video shows (default: a fox)")
+    parser.add_argument("prompt", nargs="?", help=f"{_PROMPT} (the default; a fox with --model)")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--repeats", type=int, default=3, help="measured generations per variant (default 3)")
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="write all figures with the GPU and versions")
@@ -55,7 +56,7 @@ def _add_compare(commands) -> None:
 def _add_verify(commands) -> None:
     summary = "every patched block against an fp32 oracle; exit code 1 when one is worse than allowed"
     parser = commands.add_parser("verify", help=summary, description=f"Check {summary}.")
-    parser.add_argument("prompt", nargs="?", default=DEFAULT_PROMPT, help="what the video shows (default: a fox)")
+    parser.add_argument("prompt", nargs="?", help=f"{_PROMPT} (the default; a fox with --model)")
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="write every block's errors")
     _add_generation_options(parser)
 
@@ -68,13 +69,13 @@ def _add_info(commands) -> None:
 
 
 def _add_generation_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="PATH_OR_ID", help="a diffusers Wan pipeline (default: a tiny embedded one)")
+    parser.add_argument("--model", metavar="PATH_OR_ID", help="a diffusers Wan pipeline (default: the tiny embedded one)")
     parser.add_argument("--preset", default="exact", help=f"of the patch: {', '.join(PRESETS)} (default exact)")
     parser.add_argument("--steps", type=int, default=4, help="denoising steps, 1 to 4 (default 4)")
     parser.add_argument("--sigma-max", type=float, help="noise level of the first step (default 80; 200 with --image)")
     parser.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
-    parser.add_argument("--height", type=int, help="pixels (default 480; embedded model 96)")
-    parser.add_argument("--width", type=int, help="pixels (default 832; embedded model 160)")
+    parser.add_argument("--height", type=int, help="pixels (default 480; embedded model 192)")
+    parser.add_argument("--width", type=int, help="pixels (default 832; embedded model 256)")
     parser.add_argument("--frames", type=int, help="a number 4k+1 (default 81; embedded model 17)")
     parser.add_argument("--image", type=Path, help="the first frame, for an image-to-video model")
     parser.add_argument("--offload", action="store_true", help="keep only the running model on the GPU")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
@@ -12,10 +13,12 @@ from diffusers.utils import load_image
 from .. import embedded
 from ..patching import use_rcm
 from ..scheduler import RCMScheduler
+from ..shapes import grammar
 from .checks import SizeRules, check_pipeline_class, size_rules
 from .errors import CommandError
 
 HEIGHT, WIDTH, FRAMES = 480, 832, 81  # WanPipeline's own defaults
+PROMPT = "A red fox leaps through fresh snow, slow motion"  # for compare and verify without one
 IMAGE_SIGMA_MAX = 200.0  # rCM's first noise level for image to video
 
 
@@ -50,7 +53,7 @@ def load_pipeline(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dic
     _size_rules_of(pipe).check(*given)
     height, width, frames = (default if value is None else value for value, default in zip(given, size, strict=True))
     call = {
-        "prompt": arguments.prompt,
+        "prompt": _choose_prompt(arguments),
         "height": height,
         "width": width,
         "num_frames": frames,
@@ -65,6 +68,29 @@ def load_pipeline(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dic
     else:
         pipe.to(device)
     return pipe, call
+
+
+def _choose_prompt(arguments: argparse.Namespace) -> str:
+    """The given prompt, or one that suits the model; a warning on stderr where the embedded model knows it not."""
+    if arguments.model is not None:
+        return PROMPT if arguments.prompt is None else arguments.prompt
+    prompt = grammar.EXAMPLES[0] if arguments.prompt is None else arguments.prompt
+    if grammar.parse_caption(prompt) is None:
+        print(f"turbo-rcm {arguments.command}: warning: {_outside_grammar(prompt)}", file=sys.stderr)
+    return prompt
+
+
+def _outside_grammar(prompt: str) -> str:
+    examples = "".join(f"\n  {example}" for example in grammar.EXAMPLES)
+    size, colour, shape, direction, speed, background = map(
+        "|".join,
+        (grammar.SIZES, grammar.COLOURS, grammar.SHAPES, grammar.DIRECTIONS, grammar.SPEEDS, grammar.BACKGROUNDS),
+    )
+    return (
+        f"the embedded model has learned captions of moving shapes only, and {prompt!r} is none; the video may show "
+        f"anything. Try:{examples}\nAn object is: a [{size}] {colour} {shape} moves {direction} [{speed}]. Two of "
+        f"different colours are joined by 'while'; ', on {background}' may end the caption."
+    )
 
 
 def _sample_with_rcm(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> None:
