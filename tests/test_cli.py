@@ -13,10 +13,13 @@ import torch
 import turbo_rcm_patch as trp
 from tests.bench.damage import damage_block
 from tests.tiny_wan import tiny_wan_pipeline
+from turbo_rcm_patch import embedded
 from turbo_rcm_patch.bench import verify as verify_module
 from turbo_rcm_patch.cli import checks, commands, files, main, pipelines
 from turbo_rcm_patch.cli.errors import CommandError
+from turbo_rcm_patch.shapes import grammar
 
+CAPTION = "a red circle moves right"
 TINY = ["--height", "32", "--width", "48", "--frames", "5", "--steps", "2", "--device", "cpu"]
 
 
@@ -24,7 +27,7 @@ TINY = ["--height", "32", "--width", "48", "--frames", "5", "--steps", "2", "--d
 def saved_models(tmp_path_factory):
     """Folders of saved pipelines: text to video, image to video, and two that are no use."""
     root = tmp_path_factory.mktemp("models")
-    trp.load_embedded_pipeline().save_pretrained(root / "t2v")
+    tiny_wan_pipeline("t2v").save_pretrained(root / "t2v")
     tiny_wan_pipeline("i2v").save_pretrained(root / "i2v")
     for name, index in (("flux", '{"_class_name": "FluxPipeline"}'), ("broken", "{"), ("listed", "[]")):
         (root / name).mkdir()
@@ -47,17 +50,17 @@ def error_of(capsys, *argv):
 
 
 def test_generate_writes_the_video_that_the_pipeline_makes(tmp_path, capsys):
-    output = tmp_path / "fox.mp4"
-    assert main(["generate", "a fox", "-o", str(output), *TINY, "--seed", "7", "--fps", "8"]) == 0
+    output = tmp_path / "circle.mp4"
+    assert main(["generate", CAPTION, "-o", str(output), *TINY, "--seed", "7", "--fps", "8"]) == 0
     printed = capsys.readouterr().out
     for text in ("WanTransformer3DModel", "text encoding", "step 2", "VAE decode", "total", str(output)):
         assert text in printed
-    assert [path.name for path in tmp_path.iterdir()] == ["fox.mp4"]
+    assert [path.name for path in tmp_path.iterdir()] == ["circle.mp4"]
 
     pipe = trp.load_embedded_pipeline()
     trp.use_rcm(pipe)
     size = {"height": 32, "width": 48, "num_frames": 5, "num_inference_steps": 2, "guidance_scale": 1.0}
-    expected = pipe("a fox", generator=torch.Generator().manual_seed(7), **size).frames[0]
+    expected = pipe(CAPTION, generator=torch.Generator().manual_seed(7), **size).frames[0]
     frames = iio.imread(output) / 255
     assert frames.shape == expected.shape
     assert np.abs(frames - expected).mean() < 0.06  # what the mp4's compression leaves
@@ -84,8 +87,41 @@ def test_generate_from_an_image(tmp_path, saved_models):
     assert iio.imread(output).shape == (5, 32, 48, 3)
 
 
+@pytest.mark.parametrize("command", ["generate", "compare", "verify"])
+def test_a_prompt_outside_the_grammar_is_warned_about(tmp_path, capsys, command):
+    options = {"generate": ["-o", str(tmp_path / "fox.mp4")], "compare": ["--repeats", "1"], "verify": []}[command]
+    assert main([command, "a red fox leaps", *TINY, *options]) == 0
+    warning = capsys.readouterr().err
+    assert f"turbo-rcm {command}: warning: " in warning
+    assert "'a red fox leaps'" in warning
+    for text in (*grammar.EXAMPLES, *grammar.COLOURS, *grammar.SHAPES, *grammar.DIRECTIONS, *grammar.BACKGROUNDS):
+        assert text in warning
+
+
+def test_no_warning_for_a_caption_a_default_or_another_model(capsys, monkeypatch, saved_models):
+    prompts = []
+
+    def record(pipe, call, **_):
+        prompts.append(call["prompt"])
+        raise CommandError("recorded")
+
+    monkeypatch.setattr(commands, "verify", record)
+    for options in (["A large blue square moves UP on white"], [], ["--model", saved_models / "t2v"]):
+        assert main(["verify", *map(str, options), *TINY]) == 2
+    assert prompts == ["A large blue square moves UP on white", grammar.EXAMPLES[0], pipelines.DEFAULT_PROMPT]
+    assert "warning" not in capsys.readouterr().err
+
+
+def test_help_names_the_size_of_the_embedded_model(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    printed = capsys.readouterr().out
+    for size in (embedded.HEIGHT, embedded.WIDTH, embedded.FRAMES):
+        assert f"embedded model {size})" in " ".join(printed.split())
+
+
 def test_an_old_video_is_replaced_only_by_a_whole_one(tmp_path, capsys, monkeypatch):
-    output = tmp_path / "fox.mp4"
+    output = tmp_path / "circle.mp4"
     output.write_bytes(b"old")
 
     def disk_full(frames, path, fps):
@@ -94,9 +130,9 @@ def test_an_old_video_is_replaced_only_by_a_whole_one(tmp_path, capsys, monkeypa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("diffusers.utils.export_to_video", disk_full)
-    assert "No space left on device" in error_of(capsys, "generate", "a fox", "-o", output, *TINY)
+    assert "No space left on device" in error_of(capsys, "generate", CAPTION, "-o", output, *TINY)
     assert output.read_bytes() == b"old"
-    assert [path.name for path in tmp_path.iterdir()] == ["fox.mp4"]
+    assert [path.name for path in tmp_path.iterdir()] == ["circle.mp4"]
 
 
 # --- compare, verify, info
@@ -105,14 +141,14 @@ def test_an_old_video_is_replaced_only_by_a_whole_one(tmp_path, capsys, monkeypa
 def test_compare_writes_json_plot_and_video(tmp_path, capsys):
     outputs = {option: tmp_path / f"compare{suffix}" for option, suffix in OUTPUTS_OF_COMPARE.items()}
     options = [text for option, path in outputs.items() for text in (option, str(path))]
-    assert main(["compare", "a fox", *TINY, "--repeats", "1", *options]) == 0
+    assert main(["compare", CAPTION, *TINY, "--repeats", "1", *options]) == 0
     printed = capsys.readouterr().out
     assert "speed-up" in printed
     result = json.loads(outputs["--json"].read_text())
     assert [variant["name"] for variant in result["variants"]] == ["unpatched", "patched"]
     assert result["variants"][1]["latents"]["relative_l2"] <= 1e-5
     assert len(result["variants"][1]["timings"]["steps"]) == 2
-    assert result["settings"]["prompt"] == "a fox"
+    assert result["settings"]["prompt"] == CAPTION
     assert result["settings"]["seed"] == 0
     assert result["environment"]["torch"] == torch.__version__
     assert iio.imread(outputs["--video"]).shape == (5, 32, 96, 3)
@@ -125,7 +161,7 @@ OUTPUTS_OF_COMPARE = {"--json": ".json", "--plot": ".png", "--video": ".mp4"}
 
 def test_verify_passes(tmp_path, capsys):
     assert main(["verify", *TINY, "--json", str(tmp_path / "verify.json")]) == 0
-    assert "all 4 blocks are within the allowed error" in capsys.readouterr().out
+    assert "all 6 blocks are within the allowed error" in capsys.readouterr().out
     assert json.loads((tmp_path / "verify.json").read_text())["ok"] is True
 
 
@@ -146,8 +182,8 @@ def test_verify_passes_on_a_gpu(capsys, dtype):
 @pytest.mark.gpu
 def test_generate_with_offload(tmp_path):
     options = ["--device", "cuda", "--offload", "--height", "32", "--width", "48", "--frames", "5"]
-    assert main(["generate", "a fox", "-o", str(tmp_path / "fox.mp4"), *options]) == 0
-    assert iio.imread(tmp_path / "fox.mp4").shape == (5, 32, 48, 3)
+    assert main(["generate", CAPTION, "-o", str(tmp_path / "circle.mp4"), *options]) == 0
+    assert iio.imread(tmp_path / "circle.mp4").shape == (5, 32, 48, 3)
 
 
 def test_info(tmp_path, capsys):
@@ -187,7 +223,7 @@ def test_info(tmp_path, capsys):
 def test_wrong_options_fail_before_anything_is_loaded(tmp_path, capsys, monkeypatch, options, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(commands, "run", lambda arguments: pytest.fail("the command ran"))
-    assert message in error_of(capsys, "generate", "a fox", "-o", "out.mp4", *options)
+    assert message in error_of(capsys, "generate", CAPTION, "-o", "out.mp4", *options)
     assert not list(tmp_path.iterdir())
 
 
@@ -268,7 +304,7 @@ def test_no_ffmpeg(tmp_path, capsys, monkeypatch, set_variable):
         monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(tmp_path / "nowhere"))
     else:
         monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", not_found)
-    assert "pip install imageio-ffmpeg" in error_of(capsys, "generate", "a fox", "-o", tmp_path / "out.mp4", *TINY)
+    assert "pip install imageio-ffmpeg" in error_of(capsys, "generate", CAPTION, "-o", tmp_path / "out.mp4", *TINY)
     assert not list(tmp_path.iterdir())
 
 
@@ -279,13 +315,13 @@ def test_no_matplotlib(tmp_path, capsys, monkeypatch):
 
 def test_outputs_that_cannot_be_written(tmp_path, capsys, monkeypatch):
     (tmp_path / "folder.mp4").mkdir()
-    assert "is a folder" in error_of(capsys, "generate", "a fox", "-o", tmp_path / "folder.mp4")
+    assert "is a folder" in error_of(capsys, "generate", CAPTION, "-o", tmp_path / "folder.mp4")
 
     def read_only(dir):
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(files.tempfile, "TemporaryFile", read_only)
-    message = error_of(capsys, "generate", "a fox", "-o", tmp_path / "out.mp4")
+    message = error_of(capsys, "generate", CAPTION, "-o", tmp_path / "out.mp4")
     assert "cannot write in" in message
     assert "Read-only file system" in message
 
@@ -303,7 +339,7 @@ def test_out_of_memory(tmp_path, capsys, monkeypatch, error):
         raise error
 
     monkeypatch.setattr(commands, "timed_generation", exhausted)
-    message = error_of(capsys, "generate", "a fox", "-o", tmp_path / "out.mp4", *TINY)
+    message = error_of(capsys, "generate", CAPTION, "-o", tmp_path / "out.mp4", *TINY)
     assert "out of memory; try fewer --frames" in message
     assert not list(tmp_path.iterdir())
 
@@ -314,7 +350,7 @@ def test_a_fault_of_ours_is_not_dressed_up_as_the_users(monkeypatch, tmp_path):
 
     monkeypatch.setattr(commands, "timed_generation", broken)
     with pytest.raises(RuntimeError, match="shapes do not match"):
-        main(["generate", "a fox", "-o", str(tmp_path / "out.mp4"), *TINY])
+        main(["generate", CAPTION, "-o", str(tmp_path / "out.mp4"), *TINY])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -334,7 +370,7 @@ def test_an_unsupported_transformer(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["paint"], ["generate", "a fox"], ["generate", "-o", "x.mp4", "a", "--steps", "few"]]
+    "argv", [[], ["paint"], ["generate", CAPTION], ["generate", "-o", "x.mp4", "a", "--steps", "few"]]
 )
 def test_options_that_do_not_parse_are_one_line_too(capsys, argv):
     with pytest.raises(SystemExit) as exit_:
@@ -355,7 +391,7 @@ def test_help_needs_no_heavy_import():
 
 
 def test_python_dash_m():
-    command = [sys.executable, "-m", "turbo_rcm_patch.cli", "generate", "a fox", "-o", "out.mp4", "--steps", "9"]
+    command = [sys.executable, "-m", "turbo_rcm_patch.cli", "generate", CAPTION, "-o", "out.mp4", "--steps", "9"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "turbo-rcm generate: --steps 9: the sampler takes 1, 2, 3 or 4 steps.\n"
@@ -383,7 +419,7 @@ def test_offload_is_asked_for_where_there_is_a_gpu(monkeypatch):
 
 def test_an_ffmpeg_that_does_not_run_is_found_before_generating(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", "/bin/false")
-    assert "no ffmpeg found" in error_of(capsys, "generate", "a fox", "-o", tmp_path / "fox.mp4", *TINY)
+    assert "no ffmpeg found" in error_of(capsys, "generate", CAPTION, "-o", tmp_path / "circle.mp4", *TINY)
     assert not list(tmp_path.iterdir())
 
 
@@ -391,4 +427,4 @@ def test_a_malformed_patch_size_is_named(tmp_path, capsys):
     (tmp_path / "transformer").mkdir()
     (tmp_path / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
     (tmp_path / "transformer/config.json").write_text('{"patch_size": 2}')
-    assert "patch_size 2" in error_of(capsys, "generate", "a fox", "-o", tmp_path / "fox.mp4", "--model", tmp_path)
+    assert "patch_size 2" in error_of(capsys, "generate", CAPTION, "-o", tmp_path / "circle.mp4", "--model", tmp_path)

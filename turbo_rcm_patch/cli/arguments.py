@@ -69,7 +69,7 @@ def _add_info(commands) -> None:
 
 
 def _add_generation_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="PATH_OR_ID", help="a diffusers Wan pipeline (default: the tiny embedded one)")
+    parser.add_argument("--model", metavar="PATH_OR_ID", help="a diffusers Wan pipeline (default: a tiny embedded one)")
     parser.add_argument("--preset", default="exact", help=f"of the patch: {', '.join(PRESETS)} (default exact)")
     parser.add_argument("--steps", type=int, default=4, help="denoising steps, 1 to 4 (default 4)")
     parser.add_argument("--sigma-max", type=float, help="noise level of the first step (default 80; 200 with --image)")

@@ -18,7 +18,7 @@ from .checks import SizeRules, check_pipeline_class, size_rules
 from .errors import CommandError
 
 HEIGHT, WIDTH, FRAMES = 480, 832, 81  # WanPipeline's own defaults
-PROMPT = "A red fox leaps through fresh snow, slow motion"  # for compare and verify without one
+DEFAULT_PROMPT = "A red fox leaps through fresh snow, slow motion"  # with --model
 IMAGE_SIGMA_MAX = 200.0  # rCM's first noise level for image to video
 
 
@@ -71,9 +71,9 @@ def load_pipeline(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dic
 
 
 def _choose_prompt(arguments: argparse.Namespace) -> str:
-    """The given prompt, or one that suits the model; a warning on stderr where the embedded model knows it not."""
+    """The given prompt, or one that suits the model; a warning on stderr where the embedded model has not learned it."""
     if arguments.model is not None:
-        return PROMPT if arguments.prompt is None else arguments.prompt
+        return DEFAULT_PROMPT if arguments.prompt is None else arguments.prompt
     prompt = grammar.EXAMPLES[0] if arguments.prompt is None else arguments.prompt
     if grammar.parse_caption(prompt) is None:
         print(f"turbo-rcm {arguments.command}: warning: {_outside_grammar(prompt)}", file=sys.stderr)
