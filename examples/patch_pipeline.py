@@ -13,7 +13,7 @@ trp.use_rcm(pipe)  # leave this out to keep your own scheduler
 
 def generate():
     return pipe(
-        "A red fox leaps through fresh snow",
+        "a red circle moves right",
         height=64,
         width=64,
         num_frames=5,

@@ -26,7 +26,8 @@ def with_measured_section(text: str) -> str:
     """The README's text with the section between the markers rendered from the results files."""
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
-    sections = "\n".join(_folder_section(folder) for folder in sorted((ROOT / "results").iterdir()))
+    folders = sorted(path for path in (ROOT / "results").iterdir() if path.is_dir())
+    sections = "\n".join(map(_folder_section, folders))
     return f"{before}{BEGIN}\n{sections}{END}{after}"
 
 

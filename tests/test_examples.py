@@ -28,9 +28,9 @@ def run_example(monkeypatch, tmp_path):
 
 
 def test_generate(run_example, tmp_path, capsys):
-    run_example("examples/generate.py", "--output", "out.mp4")
-    assert iio.imread(tmp_path / "out.mp4").shape == (17, 96, 160, 3)
-    assert "4 blocks" in capsys.readouterr().out
+    run_example("examples/generate.py", "--output", "out.mp4", "--size", "64", "96", "5")
+    assert iio.imread(tmp_path / "out.mp4").shape == (5, 64, 96, 3)
+    assert "6 blocks" in capsys.readouterr().out
 
 
 def test_patch_pipeline(run_example, capsys):

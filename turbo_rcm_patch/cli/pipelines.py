@@ -71,7 +71,7 @@ def load_pipeline(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dic
 
 
 def _choose_prompt(arguments: argparse.Namespace) -> str:
-    """The given prompt, or one that suits the model; a warning on stderr where the embedded model has not learned it."""
+    """The given prompt, or one that suits the model; a warning on stderr where the embedded one has not learned it."""
     if arguments.model is not None:
         return DEFAULT_PROMPT if arguments.prompt is None else arguments.prompt
     prompt = grammar.EXAMPLES[0] if arguments.prompt is None else arguments.prompt
