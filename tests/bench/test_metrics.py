@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from turbo_rcm_patch.bench.metrics import Difference, cosine, psnr, relative_l2
+from turbo_rcm_patch.bench.metrics import Difference, cosine, frame_psnr, psnr, relative_l2
 
 
 def test_metrics_of_a_known_pair():
@@ -36,3 +36,14 @@ def test_low_precision_inputs_are_compared_in_fp64():
     )  # the squared norm overflows fp16 and bf16 sums stall
     assert cosine(reference, reference) == pytest.approx(1.0, abs=1e-12)
     assert relative_l2(reference * 2, reference) == pytest.approx(1.0, abs=1e-12)
+
+
+def test_frame_psnr_is_per_frame_and_capped():
+    reference = torch.rand(2, 3, 3, 4, 5)
+    actual = reference.clone()
+    actual[0, 1] += 0.1
+    actual[1, 2, 0] -= 0.1
+    actual[1, 0] += 1e-6
+    expected = torch.tensor([[100.0, 20.0, 100.0], [100.0, 100.0, 20 + 10 * math.log10(3)]], dtype=torch.float64)
+    torch.testing.assert_close(frame_psnr(actual, reference), expected, atol=1e-4, rtol=0)
+    assert frame_psnr(actual, reference, cap=10.0).max() == 10.0

@@ -28,6 +28,12 @@ def psnr(actual: torch.Tensor, reference: torch.Tensor, peak: float = 1.0) -> fl
     return 10 * math.log10(_ratio(peak**2, mean_squared_error)) if not math.isnan(mean_squared_error) else math.nan
 
 
+def frame_psnr(actual: torch.Tensor, reference: torch.Tensor, cap: float = 100.0) -> torch.Tensor:
+    """PSNR in dB of every frame of videos [..., C, H, W] in [0, 1], fp64, at most the cap, which equal frames have."""
+    mean_squared_error = (actual.detach() - reference.detach()).square().mean(dim=(-3, -2, -1), dtype=torch.float64)
+    return (-10 * mean_squared_error.log10()).clamp(max=cap)
+
+
 def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else math.inf
 

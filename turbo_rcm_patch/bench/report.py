@@ -1,4 +1,4 @@
-"""Results for people: timings, a comparison and a verification as tables, a comparison as a plot and as a video."""
+"""Results for people: timings, comparison, verification and evaluation as tables, a comparison as plot and video."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from .compare import Comparison, Variant
+from .evaluate import Accuracy, Evaluation
 from .timing import StageTimings
 from .verify import BlockCheck, Verification
 
@@ -63,6 +64,29 @@ def _verdict(verification: Verification) -> list[str]:
     ]
     lines += [f"{block}: no step reached it; use more steps" for block in verification.unreached]
     return lines or [f"all {len({check.block for check in verification.checks})} blocks are within the allowed error"]
+
+
+def evaluation_table(evaluation: Evaluation) -> str:
+    """One line per number of steps and variant: percent right overall and per attribute, mean PSNR per frame."""
+    *attributes, overall = evaluation.results[0].accuracy
+    rows = [["variant", "steps", f"{overall} %", *attributes, "dB to fp32", "dB to exact"]]
+    for result in evaluation.results:
+        percentages = [_format_share(result.accuracy[name]) for name in attributes]
+        decibels = [_format_decibels(value) for value in (result.psnr_to_fp32, result.psnr_to_exact)]
+        share = _format_share(result.accuracy[overall], with_error=True)
+        rows.append([result.variant, str(result.steps), share, *percentages, *decibels])
+    return _aligned(rows)
+
+
+def _format_share(accuracy: Accuracy, with_error: bool = False) -> str:
+    if accuracy.share is None:
+        return "-"
+    error = accuracy.standard_error if with_error else None
+    return f"{100 * accuracy.share:.1f}" + (f" ± {100 * error:.1f}" if error is not None else "")
+
+
+def _format_decibels(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
 
 
 def side_by_side(comparison: Comparison) -> np.ndarray:

@@ -1,0 +1,249 @@
+"""How much of its captions a pipeline shows, unpatched and patched, and how far the frames of each are apart.
+
+Held-out captions of ``shapes.grammar`` are generated from the same noise by every variant, judged by ``shapes.judge``,
+and compared frame by frame with the unpatched pipeline in fp32 and with the exact tier.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+
+import torch
+from diffusers import DiffusionPipeline
+
+from ..config import PatchConfig, resolve_config
+from ..patching import patch
+from ..shapes.grammar import Scene, draw_scene
+from ..shapes.judge import SCORED, decode, score
+from ..shapes.render import FRAMES, HEIGHT, WIDTH
+from .environment import Environment, describe_environment
+from .metrics import frame_psnr
+
+UNPATCHED, EXACT, UNPATCHED_FP32 = "unpatched", "exact", "unpatched fp32"
+EMBEDDED_CALL = {"height": HEIGHT, "width": WIDTH, "num_frames": FRAMES, "guidance_scale": 1.0}
+
+Scores = dict[str, tuple[int, int]]  # right and asked, per attribute
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Right answers among those asked.
+
+    standard_error is that of the share, with videos as the samples: what is asked of one video goes wrong together.
+    It is None for fewer than two videos that were asked.
+    """
+
+    right: int
+    asked: int
+    standard_error: float | None
+
+    @property
+    def share(self) -> float | None:
+        """right / asked; None where nothing was asked."""
+        return self.right / self.asked if self.asked else None
+
+    @classmethod
+    def of_videos(cls, counts: Sequence[tuple[int, int]]) -> Accuracy:
+        """From right and asked of every video (the ratio estimator of cluster sampling)."""
+        counts = [(right, asked) for right, asked in counts if asked]
+        right, asked = (sum(column) for column in zip((0, 0), *counts, strict=True))
+        if len(counts) < 2:
+            return cls(right, asked, None)
+        squares = sum((r - right / asked * a) ** 2 for r, a in counts)
+        return cls(right, asked, math.sqrt(squares * len(counts) / (len(counts) - 1)) / asked)
+
+    def to_dict(self) -> dict[str, object]:
+        return {"share": self.share, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One variant at one number of steps.
+
+    accuracy: of every attribute of ``shapes.judge.SCORED`` and, last, "overall".
+    psnr_to_fp32, psnr_to_exact: dB against the unpatched fp32 run and the exact tier, the mean over frames and videos
+    of ``frame_psnr``; None for that run itself.
+    """
+
+    variant: str
+    steps: int
+    accuracy: dict[str, Accuracy]
+    psnr_to_fp32: float | None
+    psnr_to_exact: float | None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Results in the order of the steps, then of the variants; settings as the caller gave them and the call's own."""
+
+    settings: dict[str, object]
+    environment: Environment
+    results: tuple[Result, ...]
+
+    def to_dict(self) -> dict[str, object]:
+        """For ``json.dump``."""
+        results = [
+            {**vars(result), "accuracy": {name: value.to_dict() for name, value in result.accuracy.items()}}
+            for result in self.results
+        ]
+        return {"settings": self.settings, "environment": asdict(self.environment), "results": results}
+
+
+def evaluate(
+    pipe: DiffusionPipeline,
+    call: dict[str, object] = EMBEDDED_CALL,
+    *,
+    n: int = 256,
+    steps: Sequence[int] = (1, 2, 4),
+    config: PatchConfig | str = "exact",
+    seed: int = 0,
+    batch_size: int = 16,
+    settings: dict[str, object] | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> Evaluation:
+    """Generate n held-out captions at each number of steps in every variant; the pipeline is left as it was found.
+
+    Variants are the pipeline unpatched, exactly patched, patched with `config` where that is another, and unpatched in
+    fp32 without TF32, on a copy. The unpatched run of a pipeline that is all fp32 is that last one itself.
+
+    pipe: an unpatched text-to-video pipeline that knows the grammar, with its sampler (``use_rcm``) installed.
+    call: its arguments but for prompt, num_inference_steps, generator and output_type.
+    seed: draws the captions and each one's noise; batch_size changes neither.
+    settings: what to record beside the figures. report: is given a line after each batch.
+    """
+    scenes = held_out_scenes(n, seed)
+    results = []
+    with _without_tf32(), _without_progress_bar(pipe):
+        variants, reference = _variants(pipe, config)
+        for count in steps:
+            tallies = {name: _Tally() for name in variants}
+            for start in range(0, n, batch_size):
+                batch = range(start, min(start + batch_size, n))
+                videos = {}
+                for name, (variant, switch) in variants.items():
+                    with switch():
+                        videos[name] = _generate(variant, scenes, batch, {**call, "num_inference_steps": count}, seed)
+                for name, tally in tallies.items():
+                    tally.scores += judge_videos(videos[name], [scenes[i] for i in batch])
+                    tally.psnr_to_fp32 += _psnr(videos, name, reference)
+                    tally.psnr_to_exact += _psnr(videos, name, EXACT)
+                report(f"{count} step{'s' * (count > 1)}: {batch.stop} of {n} captions in {len(variants)} variants")
+            results += [tally.result(name, count) for name, tally in tallies.items()]
+    own = {"n": n, "steps": list(steps), "seed": seed, "batch_size": batch_size, **call}
+    return Evaluation({**(settings or {}), **own}, describe_environment(pipe._execution_device), tuple(results))
+
+
+def prompt_accuracy(
+    pipe: DiffusionPipeline, scenes: Sequence[Scene], call: dict[str, object], *, seed: int = 0, batch_size: int = 16
+) -> dict[str, Accuracy]:
+    """The accuracy of ``pipe(prompt=captions, **call)`` as it is, per attribute and overall.
+
+    call: the pipeline's arguments but for prompt, generator and output_type. Noise is as in ``evaluate``.
+    """
+    scores = []
+    with _without_progress_bar(pipe):
+        for start in range(0, len(scenes), batch_size):
+            batch = range(start, min(start + batch_size, len(scenes)))
+            scores += judge_videos(_generate(pipe, scenes, batch, call, seed), [scenes[i] for i in batch])
+    return summarise(scores)
+
+
+def held_out_scenes(n: int, seed: int = 0) -> list[Scene]:
+    """n scenes of combinations that training never showed; the first ones of a longer list."""
+    generator = random.Random(seed)
+    return [draw_scene(generator, held_out=True) for _ in range(n)]
+
+
+def judge_videos(videos: torch.Tensor, scenes: Sequence[Scene]) -> list[Scores]:
+    """Each video's scores against its scene; videos [B, F, 3, H, W] in [0, 1], as pipelines return them."""
+    return [score(scene, decode(video.transpose(0, 1))) for video, scene in zip(videos, scenes, strict=True)]
+
+
+def summarise(scores: Sequence[Scores]) -> dict[str, Accuracy]:
+    """The accuracy of every attribute over all videos, and of all attributes together as "overall"."""
+    attributes = {name: Accuracy.of_videos([one[name] for one in scores]) for name in SCORED}
+    totals = [tuple(map(sum, zip(*one.values(), strict=True))) for one in scores]
+    return {**attributes, "overall": Accuracy.of_videos(totals)}
+
+
+@dataclass
+class _Tally:
+    """What is known of a variant so far: scores per video, PSNR per frame."""
+
+    scores: list[Scores] = field(default_factory=list)
+    psnr_to_fp32: list[float] = field(default_factory=list)
+    psnr_to_exact: list[float] = field(default_factory=list)
+
+    def result(self, variant: str, steps: int) -> Result:
+        means = [sum(values) / len(values) if values else None for values in (self.psnr_to_fp32, self.psnr_to_exact)]
+        return Result(variant, steps, summarise(self.scores), *means)
+
+
+def _variants(pipe: DiffusionPipeline, config: PatchConfig | str) -> tuple[dict[str, tuple], str]:
+    """Every variant's pipeline and the context to run it in, by name; and the name of the fp32 reference."""
+    variants = {
+        UNPATCHED: (pipe, contextlib.nullcontext),
+        EXACT: (pipe, lambda: patch(pipe, EXACT)),
+    }
+    if resolve_config(config) != resolve_config(EXACT):
+        variants[config if isinstance(config, str) else "config"] = (pipe, lambda: patch(pipe, config))
+    if _is_fp32(pipe):
+        return variants, UNPATCHED
+    variants[UNPATCHED_FP32] = (_fp32_copy(pipe), contextlib.nullcontext)
+    return variants, UNPATCHED_FP32
+
+
+def _is_fp32(pipe: DiffusionPipeline) -> bool:
+    return all(parameter.dtype == torch.float32 for model in _models(pipe) for parameter in model.parameters())
+
+
+def _fp32_copy(pipe: DiffusionPipeline) -> DiffusionPipeline:
+    twin = copy.deepcopy(pipe)
+    for model in _models(twin):
+        torch.nn.Module.float(model)  # diffusers' own ``to`` warns of a cast, which to fp32 loses nothing
+    return twin
+
+
+def _models(pipe: DiffusionPipeline) -> list[torch.nn.Module]:
+    return [component for component in pipe.components.values() if isinstance(component, torch.nn.Module)]
+
+
+def _generate(
+    pipe: DiffusionPipeline, scenes: Sequence[Scene], batch: range, call: dict[str, object], seed: int
+) -> torch.Tensor:
+    """The videos [B, F, 3, H, W] of some of the scenes, fp32; each one's noise follows from the seed and its index."""
+    noise_seeds = [random.Random(f"{seed} {index}").getrandbits(63) for index in batch]
+    generators = [torch.Generator().manual_seed(noise_seed) for noise_seed in noise_seeds]
+    prompts = [str(scenes[index]) for index in batch]
+    return pipe(**{**call, "prompt": prompts, "generator": generators, "output_type": "pt"}).frames.float()
+
+
+def _psnr(videos: dict[str, torch.Tensor], name: str, reference: str) -> list[float]:
+    return [] if name == reference else frame_psnr(videos[name], videos[reference]).flatten().tolist()
+
+
+@contextlib.contextmanager
+def _without_tf32() -> Iterator[None]:
+    matmul, convolution = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(matmul)
+        torch.backends.cudnn.allow_tf32 = convolution
+
+
+@contextlib.contextmanager
+def _without_progress_bar(pipe: DiffusionPipeline) -> Iterator[None]:
+    config = dict(getattr(pipe, "_progress_bar_config", {}))
+    pipe.set_progress_bar_config(**{**config, "disable": True})
+    try:
+        yield
+    finally:
+        pipe.set_progress_bar_config(**config)
