@@ -1,4 +1,4 @@
-"""The command `turbo-rcm`: generate, compare, verify, info.
+"""The command `turbo-rcm`: generate, compare, verify, evaluate, info.
 
 arguments.py: options. checks.py: what can be found wrong before a model is loaded. files.py: outputs, written whole or
 not at all. pipelines.py: the model. commands.py: the commands. Only the last two import torch and diffusers, so that

@@ -21,6 +21,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     _add_generate(commands)
     _add_compare(commands)
     _add_verify(commands)
+    _add_evaluate(commands)
     _add_info(commands)
     return parser.parse_args(argv)
 
@@ -61,6 +62,26 @@ def _add_verify(commands) -> None:
     _add_generation_options(parser)
 
 
+def _add_evaluate(commands) -> None:
+    summary = "how much of held-out captions the videos show, unpatched and patched, and how far their frames are apart"
+    parser = commands.add_parser("evaluate", help=summary, description=f"Judge {summary}.")
+    parser.add_argument("-n", type=int, default=256, help="captions (default 256)")
+    parser.add_argument("--batch-size", type=int, default=16, help="videos made at a time (default 16)")
+    parser.add_argument("--json", type=Path, metavar="OUT.json", help="write all figures with the GPU and versions")
+    parser.add_argument(
+        "--steps", type=_comma_list, default=(1, 2, 4), help="numbers of denoising steps, 1 to 4 each (default 1,2,4)"
+    )
+    _add_sampling_options(parser, height="192", width="256", frames="17")
+    parser.set_defaults(image=None, offload=False)
+
+
+def _comma_list(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list such as 1,2,4") from None
+
+
 def _add_info(commands) -> None:
     summary = "the GPU, versions, and the kernel that each op takes here"
     parser = commands.add_parser("info", help=summary, description=f"Show {summary}.")
@@ -69,16 +90,22 @@ def _add_info(commands) -> None:
 
 
 def _add_generation_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", metavar="PATH_OR_ID", help="a diffusers Wan pipeline (default: a tiny embedded one)")
-    parser.add_argument("--preset", default="exact", help=f"of the patch: {', '.join(PRESETS)} (default exact)")
     parser.add_argument("--steps", type=int, default=4, help="denoising steps, 1 to 4 (default 4)")
-    parser.add_argument("--sigma-max", type=float, help="noise level of the first step (default 80; 200 with --image)")
-    parser.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
-    parser.add_argument("--height", type=int, help="pixels (default 480; embedded model 192)")
-    parser.add_argument("--width", type=int, help="pixels (default 832; embedded model 256)")
-    parser.add_argument("--frames", type=int, help="a number 4k+1 (default 81; embedded model 17)")
     parser.add_argument("--image", type=Path, help="the first frame, for an image-to-video model")
     parser.add_argument("--offload", action="store_true", help="keep only the running model on the GPU")
+    _add_sampling_options(
+        parser, height="480; embedded model 192", width="832; embedded model 256", frames="81; embedded model 17"
+    )
+
+
+def _add_sampling_options(parser: argparse.ArgumentParser, *, height: str, width: str, frames: str) -> None:
+    parser.add_argument("--model", metavar="PATH_OR_ID", help="a diffusers Wan pipeline (default: a tiny embedded one)")
+    parser.add_argument("--preset", default="exact", help=f"of the patch: {', '.join(PRESETS)} (default exact)")
+    parser.add_argument("--sigma-max", type=float, help="noise level of the first step (default 80; 200 with --image)")
+    parser.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
+    parser.add_argument("--height", type=int, help=f"pixels (default {height})")
+    parser.add_argument("--width", type=int, help=f"pixels (default {width})")
+    parser.add_argument("--frames", type=int, help=f"a number 4k+1 (default {frames})")
     _add_device_options(parser)
 
 

@@ -30,6 +30,9 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         check_ffmpeg()
     if arguments.command == "compare":
         _check_comparison(arguments)
+    if arguments.command == "evaluate":
+        _check_at_least_one("-n", arguments.n)
+        _check_at_least_one("--batch-size", arguments.batch_size)
     if arguments.command != "generate":
         check_output("--json", arguments.json, (".json",))
 
@@ -63,10 +66,18 @@ def size_rules(vae: dict, transformer: dict) -> SizeRules:
     return SizeRules(math.lcm(16, spatial * patch_height), math.lcm(16, spatial * patch_width), temporal)
 
 
-def check_pipeline_class(model: str, class_name: object, has_image: bool) -> None:
-    """Raise CommandError unless the class is one the commands run, and an image is given exactly where it is needed."""
+def step_counts(arguments: argparse.Namespace) -> tuple[int, ...]:
+    """All numbers of steps that the command runs."""
+    return arguments.steps if isinstance(arguments.steps, tuple) else (arguments.steps,)
+
+
+def check_pipeline_class(class_name: object, arguments: argparse.Namespace) -> None:
+    """Raise CommandError unless the command runs --model's class, and an image is given exactly where it is needed."""
+    model, has_image = arguments.model, arguments.image is not None
     if class_name not in PIPELINES:
         raise CommandError(f"--model {model} is a {class_name}; supported are {' and '.join(PIPELINES)}.")
+    if class_name == "WanImageToVideoPipeline" and arguments.command == "evaluate":
+        raise CommandError(f"--model {model} makes videos from an image; evaluate takes text-to-video models.")
     if class_name == "WanImageToVideoPipeline" and not has_image:
         raise CommandError(f"--model {model} makes videos from an image; give one with --image.")
     if class_name == "WanPipeline" and has_image:
@@ -74,8 +85,9 @@ def check_pipeline_class(model: str, class_name: object, has_image: bool) -> Non
 
 
 def _check_generation(arguments: argparse.Namespace) -> None:
-    if arguments.steps not in STEPS:
-        raise CommandError(f"--steps {arguments.steps}: the sampler takes 1, 2, 3 or 4 steps.")
+    for steps in step_counts(arguments):
+        if steps not in STEPS:
+            raise CommandError(f"--steps {steps}: the sampler takes 1, 2, 3 or 4 steps.")
     if arguments.preset not in PRESETS:
         raise CommandError(f"--preset {arguments.preset} is unknown; accepted are {', '.join(PRESETS)}.")
     if not 0 <= arguments.seed < 2**63:
@@ -104,9 +116,9 @@ def _check_at_least_one(option: str, value: int) -> None:
 
 def _check_model(arguments: argparse.Namespace) -> SizeRules:
     """Check --model as far as its folder tells, and return the size rules known so far."""
-    model, has_image = arguments.model, arguments.image is not None
+    model = arguments.model
     if model is None:
-        if has_image:
+        if arguments.image is not None:
             raise CommandError("the embedded model makes videos from text; leave --image out, or give a --model.")
         return SizeRules()
     folder = Path(model).expanduser()
@@ -118,7 +130,7 @@ def _check_model(arguments: argparse.Namespace) -> SizeRules:
         raise CommandError(
             f"--model {model} has no model_index.json; give a folder that a diffusers pipeline was saved to."
         )
-    check_pipeline_class(model, _read_json(folder / "model_index.json").get("_class_name"), has_image)
+    check_pipeline_class(_read_json(folder / "model_index.json").get("_class_name"), arguments)
     return size_rules(_read_json(folder / "vae/config.json"), _read_json(folder / "transformer/config.json"))
 
 

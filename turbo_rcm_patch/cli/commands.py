@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 
@@ -11,7 +12,15 @@ import torch
 
 from ..bench.compare import compare
 from ..bench.environment import describe_environment
-from ..bench.report import comparison_table, plot, side_by_side, timings_table, verification_table
+from ..bench.evaluate import evaluate
+from ..bench.report import (
+    comparison_table,
+    evaluation_table,
+    plot,
+    side_by_side,
+    timings_table,
+    verification_table,
+)
 from ..bench.timing import timed_generation
 from ..bench.verify import verify
 from ..embedded import load_embedded_pipeline
@@ -19,14 +28,14 @@ from ..patching import PatchError, patch
 from ..patching.wan import plan_rows
 from .errors import CommandError
 from .files import replacing, write_json, write_video
-from .pipelines import choose_device, choose_dtype, load_pipeline
+from .pipelines import choose_device, choose_dtype, load_pipeline, load_sampler
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the chosen command. Raises CommandError for what a user can mend."""
-    command = {"generate": _generate, "compare": _compare, "verify": _verify, "info": _info}[arguments.command]
+    commands = {"generate": _generate, "compare": _compare, "verify": _verify, "evaluate": _evaluate, "info": _info}
     with _user_errors():
-        return command(arguments)
+        return commands[arguments.command](arguments)
 
 
 @contextlib.contextmanager
@@ -43,7 +52,10 @@ def _user_errors() -> Iterator[None]:
         raise CommandError(_OUT_OF_MEMORY) from error
 
 
-_OUT_OF_MEMORY = "out of memory; try fewer --frames, a smaller --height and --width, or --offload on a GPU."
+_OUT_OF_MEMORY = (
+    "out of memory; try fewer --frames, a smaller --height and --width, --offload on a GPU, or for evaluate a smaller "
+    "--batch-size."
+)
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -90,6 +102,25 @@ def _verify(arguments: argparse.Namespace) -> int:
         settings = _settings(arguments, pipe, call)
         write_json(arguments.json, {"settings": settings, "environment": environment, **verification.to_dict()})
     return 0 if verification.ok else 1
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    pipe, call = load_sampler(arguments)
+    evaluation = evaluate(
+        pipe,
+        call,
+        n=arguments.n,
+        steps=arguments.steps,
+        config=arguments.preset,
+        seed=arguments.seed,
+        batch_size=arguments.batch_size,
+        settings={**_settings(arguments, pipe, call), "sigma_max": pipe.scheduler.config.sigma_max},
+        report=lambda line: print(f"turbo-rcm evaluate: {line}", file=sys.stderr, flush=True),
+    )
+    print(evaluation_table(evaluation))
+    if arguments.json is not None:
+        write_json(arguments.json, evaluation.to_dict())
+    return 0
 
 
 def _info(arguments: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from .. import embedded
 from ..patching import use_rcm
 from ..scheduler import RCMScheduler
 from ..shapes import grammar
-from .checks import SizeRules, check_pipeline_class, size_rules
+from .checks import SizeRules, check_pipeline_class, size_rules, step_counts
 from .errors import CommandError
 
 HEIGHT, WIDTH, FRAMES = 480, 832, 81  # WanPipeline's own defaults
@@ -41,33 +41,30 @@ def choose_dtype(arguments: argparse.Namespace, device: torch.device) -> torch.d
 
 def load_pipeline(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[str, object]]:
     """The pipeline with the few-step sampler, and the arguments of its call but for the generator."""
-    device = choose_device(arguments)
-    dtype = choose_dtype(arguments, device)
-    if arguments.model is None:
-        pipe = embedded.load_embedded_pipeline(dtype)
-        size = embedded.HEIGHT, embedded.WIDTH, embedded.FRAMES
-    else:
-        pipe = _load_model(arguments, dtype)
-        size = HEIGHT, WIDTH, FRAMES
-    given = arguments.height, arguments.width, arguments.frames
-    _size_rules_of(pipe).check(*given)
-    height, width, frames = (default if value is None else value for value, default in zip(given, size, strict=True))
-    call = {
-        "prompt": _choose_prompt(arguments),
-        "height": height,
-        "width": width,
-        "num_frames": frames,
-        "num_inference_steps": arguments.steps,
-        "guidance_scale": 1.0,  # few-step models have the guidance distilled into them
-    }
+    pipe, call = load_sampler(arguments)
+    call = {"prompt": _choose_prompt(arguments), **call, "num_inference_steps": arguments.steps}
     if arguments.image is not None:
         call["image"] = _load_image(arguments.image)
+    return pipe, call
+
+
+def load_sampler(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[str, object]]:
+    """The pipeline with the few-step sampler, and those arguments of its call that depend on no prompt."""
+    device = choose_device(arguments)
+    dtype = choose_dtype(arguments, device)
+    pipe = embedded.load_embedded_pipeline(dtype) if arguments.model is None else _load_model(arguments, dtype)
+    given = arguments.height, arguments.width, arguments.frames
+    _size_rules_of(pipe).check(*given)
+    of_shapes = arguments.model is None or arguments.command == "evaluate"
+    size = (embedded.HEIGHT, embedded.WIDTH, embedded.FRAMES) if of_shapes else (HEIGHT, WIDTH, FRAMES)
+    height, width, frames = (default if value is None else value for value, default in zip(given, size, strict=True))
     _sample_with_rcm(pipe, arguments)
     if arguments.offload:
         pipe.enable_model_cpu_offload(device=device)
     else:
         pipe.to(device)
-    return pipe, call
+    # Few-step models have the guidance distilled into them.
+    return pipe, {"height": height, "width": width, "num_frames": frames, "guidance_scale": 1.0}
 
 
 def _choose_prompt(arguments: argparse.Namespace) -> str:
@@ -99,7 +96,8 @@ def _sample_with_rcm(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> 
         sigma_max = IMAGE_SIGMA_MAX
     try:
         use_rcm(pipe, sigma_max=sigma_max)
-        pipe.scheduler.set_timesteps(arguments.steps)
+        for steps in step_counts(arguments):
+            pipe.scheduler.set_timesteps(steps)
     except ValueError as error:
         raise CommandError(str(error)) from error
 
@@ -110,7 +108,7 @@ def _load_model(arguments: argparse.Namespace, dtype: torch.dtype) -> DiffusionP
         if folder.exists():
             return DiffusionPipeline.from_pretrained(folder, dtype=dtype)
         config = DiffusionPipeline.load_config(arguments.model)  # from the hub, before any weights
-        check_pipeline_class(arguments.model, config.get("_class_name"), arguments.image is not None)
+        check_pipeline_class(config.get("_class_name"), arguments)
         return DiffusionPipeline.from_pretrained(arguments.model, dtype=dtype)
     except (CommandError, MemoryError, torch.OutOfMemoryError):
         raise
