@@ -1,0 +1,186 @@
+"""Stage 3: rCM (Score-Regularized Continuous-Time Consistency, Zheng et al. 2025), the teacher distilled to 1-4 steps.
+
+TrigFlow with sigma_data = 1: ``x_t = cos t·x_0 + sin t·ε`` for t in [0, π/2], and F is dx_t/dt along the flow. Around
+the rectified-flow network v, with s = cos t + sin t: ``F = ((cos t − sin t)·x_t + v(x_t/s, sin t/s))/s``.
+
+The student minimises a continuous-time consistency loss, whose tangent is a forward-mode derivative of the student
+along the teacher's guided flow (sCM, Lu & Song 2024), and the distribution-matching loss DMD2 on its own samples. The
+latter needs the score of those samples, which a third network, the fake score, learns between the student's updates.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+from diffusers import WanPipeline
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from turbo_rcm_patch.scheduler import INTERMEDIATE_ANGLES
+
+from .data import LatentPool, token_ids
+from .models import compile_blocks
+from .progress import Average, Run, Stage, warmup_and_cosine
+from .text import embed
+
+BATCH = 64
+LEARNING_RATE = 1e-4
+GUIDANCE = 3.0  # of the teacher, distilled into the student
+STUDENT_EVERY = 4  # steps; the fake score learns in the others
+TANGENT_WARMUP = 100  # updates of the student before its tangent counts in full
+CONSISTENCY_WEIGHT, MATCHING_WEIGHT = 20.0, 1.0
+MAX_STEPS = 1 + len(INTERMEDIATE_ANGLES)
+
+
+def train_student(run: Run, teacher: WanPipeline, pool: LatentPool, num_steps: int) -> WanPipeline:
+    """Distil the teacher. Returns the same pipeline with the average of the student's weights as its transformer."""
+    torch.manual_seed(run.seed)
+    networks = torch.nn.ModuleDict({"student": copy.deepcopy(teacher.transformer).train()})
+    networks["fake"] = copy.deepcopy(networks.student)
+    networks.requires_grad_(True)
+    teacher.transformer.requires_grad_(False)
+    average = Average(networks.student, 0.995)
+    for network in (teacher.transformer, networks.student, networks.fake):
+        compile_blocks(network)
+    updates = num_steps // STUDENT_EVERY
+    parts, optimizers = {}, {}
+    for name in ("student", "fake"):
+        optimizers[name] = torch.optim.AdamW(
+            networks[name].parameters(), lr=LEARNING_RATE, betas=(0.0, 0.999), weight_decay=0.01
+        )
+        length = updates if name == "student" else num_steps - updates
+        parts[f"{name}_optimizer"] = optimizers[name]
+        parts[f"{name}_schedule"] = warmup_and_cosine(optimizers[name], length, warmup=50)
+    stage = Stage(run, "student", num_steps, networks=networks, average=average, **parts)
+    guided = GuidedTeacher(teacher, run.device)
+    for step in stage.steps():
+        name = "student" if step % STUDENT_EVERY == 0 else "fake"
+        latents, captions = pool.draw(BATCH)
+        text = guided.embed(captions)
+        with run.accelerator.autocast():
+            if name == "student":
+                update = step // STUDENT_EVERY
+                strength = min(1.0, update / TANGENT_WARMUP)
+                consistency = consistency_loss(networks.student, guided, latents, text, strength)
+                matching = matching_loss(networks.student, networks.fake, guided, latents.shape, text, update)
+                loss = CONSISTENCY_WEIGHT * consistency + MATCHING_WEIGHT * matching
+                stage.record(consistency=consistency, matching=matching)
+            else:
+                loss = fake_score_loss(networks.student, networks.fake, latents.shape, text, step)
+                stage.record(fake_score=loss)
+        run.accelerator.backward(loss)
+        torch.nn.utils.clip_grad_norm_(networks[name].parameters(), 10.0)
+        optimizers[name].step()
+        networks.zero_grad()
+        parts[f"{name}_schedule"].step()
+        if name == "student":
+            average.update(networks.student, update)
+    teacher.transformer = average.module.eval()
+    return teacher
+
+
+class GuidedTeacher:
+    """The frozen teacher: its text encoder, and its prediction with classifier-free guidance."""
+
+    def __init__(self, pipe: WanPipeline, device: torch.device):
+        self.transformer, self.text_encoder = pipe.transformer, pipe.text_encoder
+        self._no_text = self.embed(token_ids(pipe.tokenizer, [""]).to(device))
+
+    @torch.no_grad()
+    def embed(self, captions: torch.Tensor) -> torch.Tensor:
+        return embed(self.text_encoder, captions).float()
+
+    @torch.no_grad()
+    def flow(self, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        """F [B, ...] with guidance."""
+        both = torch.cat([text, self._no_text.expand_as(text)])
+        asked, free = flow(self.transformer, x.repeat(2, 1, 1, 1, 1), t.repeat(2), both).chunk(2)
+        return free + GUIDANCE * (asked - free)
+
+
+def flow(network, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+    """F of a rectified-flow network at TrigFlow states x [B, C, f, h, w] and angles t [B], in fp32."""
+    c_in = 1 / (t.cos() + t.sin())
+    v = network(_wide(c_in) * x, 1000 * t.sin() * c_in, text, return_dict=False)[0]
+    return _wide(c_in) * (_wide(t.cos() - t.sin()) * x + v.float())
+
+
+def denoised(x: torch.Tensor, t: torch.Tensor, flow: torch.Tensor) -> torch.Tensor:
+    """The prediction of x_0 that belongs to F: ``cos t·x − sin t·F``."""
+    return _wide(t.cos()) * x - _wide(t.sin()) * flow
+
+
+def consistency_loss(student, teacher: GuidedTeacher, latents, text, strength: float) -> torch.Tensor:
+    """The sCM loss with normalised tangents; strength in [0, 1] warms the tangent up. A mean over the batch."""
+    t = consistency_times(len(latents), latents.device)
+    cos, sin = _wide(t.cos()), _wide(t.sin())
+    x = cos * latents + sin * torch.randn_like(latents)
+    teacher_flow = teacher.flow(x, t, text)
+    tangent = student_tangent(student, x, t, text, teacher_flow)
+    student_flow = flow(student, x, t, text)
+    fixed = student_flow.detach()
+    g = -cos * (1 - (strength * sin) ** 2).sqrt() * (fixed - teacher_flow) - strength * cos * sin * x - tangent
+    g = g / (g.flatten(1).norm(dim=1).view(-1, 1, 1, 1, 1) + 0.1)
+    return (student_flow - fixed - g).square().flatten(1).sum(dim=1).mean()
+
+
+def student_tangent(student, x, t, text, teacher_flow) -> torch.Tensor:
+    """``cos t·sin t·dF/dt`` along the teacher's flow, a forward-mode derivative in fp32."""
+    scale = (t.cos() * t.sin()).to(x)
+    context = torch.autocast(x.device.type, enabled=False)
+    with torch.no_grad(), context, sdpa_kernel(SDPBackend.MATH), torch.compiler.set_stance("force_eager"):
+        return torch.func.jvp(
+            lambda x, t: flow(student, x, t, text), (x, t), (_wide(scale) * teacher_flow, scale.to(t))
+        )[1]
+
+
+def matching_loss(student, fake, teacher: GuidedTeacher, shape, text, update: int) -> torch.Tensor:
+    """DMD2's loss: its gradient at the student's sample is the normalised difference of the two denoised samples."""
+    sample = simulate(student, shape, text, update % MAX_STEPS + 1, with_grad=True)
+    t = score_times(len(sample), sample.device)
+    with torch.no_grad():
+        x = _wide(t.cos()) * sample + _wide(t.sin()) * torch.randn_like(sample)
+        real = denoised(x, t, teacher.flow(x, t, text))
+        gradient = denoised(x, t, flow(fake, x, t, text)) - real
+        gradient /= (sample - real).abs().mean(dim=(1, 2, 3, 4), keepdim=True).clamp(min=1e-5)
+    return (sample - (sample - gradient).detach()).square().flatten(1).sum(dim=1).mean()
+
+
+def fake_score_loss(student, fake, shape, text, step: int) -> torch.Tensor:
+    """Flow matching of the fake score on the student's samples."""
+    sample = simulate(student, shape, text, step % MAX_STEPS + 1, with_grad=False)
+    t = score_times(len(sample), sample.device)
+    noise = torch.randn_like(sample)
+    x = _wide(t.cos()) * sample + _wide(t.sin()) * noise
+    target = _wide(t.cos()) * noise - _wide(t.sin()) * sample
+    return (flow(fake, x, t, text) - target).square().flatten(1).sum(dim=1).mean()
+
+
+def simulate(student, shape, text, num_steps: int, *, with_grad: bool) -> torch.Tensor:
+    """The student's sample after num_steps of its own sampler; gradients flow through the last step alone."""
+    angles = [math.pi / 2, *INTERMEDIATE_ANGLES[: num_steps - 1]]
+    x = torch.randn(shape, device=text.device)
+    for index, angle in enumerate(angles):
+        t = torch.full((shape[0],), angle, device=text.device)
+        if index > 0:
+            x = math.cos(angle) * x + math.sin(angle) * torch.randn_like(x)
+        with torch.set_grad_enabled(with_grad and index == num_steps - 1):
+            x = denoised(x, t, flow(student, x, t, text))
+    return x
+
+
+def consistency_times(count: int, device: torch.device) -> torch.Tensor:
+    """Angles [count] whose tangent, the noise level, is log-normal(0.7, 1.6)."""
+    return torch.atan(torch.exp(0.7 + 1.6 * torch.randn(count, device=device)))
+
+
+def score_times(count: int, device: torch.device) -> torch.Tensor:
+    """Angles [count] of uniform rectified-flow times shifted by 5."""
+    u = torch.rand(count, device=device)
+    rectified = 5 * u / (1 + 4 * u)
+    return torch.atan2(rectified, 1 - rectified)
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    return value.view(-1, 1, 1, 1, 1)

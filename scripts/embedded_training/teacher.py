@@ -1,0 +1,69 @@
+"""Stage 2: the rectified-flow teacher and its text encoder. ``x_t = (1 − t)·x_0 + t·ε``; the target is ``ε − x_0``."""
+
+from __future__ import annotations
+
+import torch
+from diffusers import AutoencoderKLWan, WanPipeline
+
+from .data import LatentPool, token_ids
+from .models import build_pipeline, build_text_encoder, build_transformer, compile_blocks, train_tokenizer
+from .progress import Average, Run, Stage, warmup_and_cosine
+from .text import embed
+
+BATCH = 128
+LEARNING_RATE = 8e-4
+NO_CAPTION = 0.1  # how often the caption is left out, for classifier-free guidance
+FLOW_SHIFT = 3.0  # of the training times, and of the sampler's
+
+
+def train_teacher(run: Run, vae: AutoencoderKLWan, pool: LatentPool, num_steps: int) -> WanPipeline:
+    """Train it, or load it where ``teacher/`` is written already. Returns a pipeline in fp32."""
+    folder = run.folder / "teacher"
+    if folder.exists():
+        return WanPipeline.from_pretrained(folder).to(run.device)
+    torch.manual_seed(run.seed)
+    tokenizer = train_tokenizer()
+    models = torch.nn.ModuleDict({"transformer": build_transformer(), "text_encoder": build_text_encoder(tokenizer)})
+    torch.nn.init.zeros_(models.transformer.proj_out.weight)
+    models.to(run.device)
+    average = Average(models, 0.999)
+    compile_blocks(models.transformer)
+    if run.device.type == "cuda":
+        models.text_encoder.compile()
+    optimizer = torch.optim.AdamW(
+        models.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=run.device.type == "cuda"
+    )
+    schedule = warmup_and_cosine(optimizer, num_steps, warmup=500)
+    stage = Stage(run, "teacher", num_steps, models=models, average=average, optimizer=optimizer, schedule=schedule)
+    no_caption = token_ids(tokenizer, [""]).to(run.device)
+    for step in stage.steps():
+        latents, captions = pool.draw(BATCH)
+        dropped = torch.rand(BATCH, 1, device=run.device) < NO_CAPTION
+        with run.accelerator.autocast():
+            text = embed(models.text_encoder, torch.where(dropped, no_caption, captions))
+            loss = flow_matching_loss(models.transformer, latents, text, draw_times(BATCH, run.device))
+        run.accelerator.backward(loss)
+        torch.nn.utils.clip_grad_norm_(models.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        average.update(models, step)
+        stage.record(loss=loss)
+    trained = average.module.eval()
+    pipe = build_pipeline(vae, trained.transformer, trained.text_encoder, tokenizer, FLOW_SHIFT)
+    pipe.save_pretrained(folder)
+    return pipe
+
+
+def draw_times(count: int, device: torch.device) -> torch.Tensor:
+    """Rectified-flow times [count]: logit-normal, shifted towards noise as Wan's sampler is."""
+    u = torch.randn(count, device=device).sigmoid()
+    return FLOW_SHIFT * u / (1 + (FLOW_SHIFT - 1) * u)
+
+
+def flow_matching_loss(transformer, latents: torch.Tensor, text: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+    """Mean squared error of the velocity, for latents [B, 16, f, h, w] at times [B] in (0, 1)."""
+    noise = torch.randn_like(latents)
+    t = times.view(-1, 1, 1, 1, 1)
+    velocity = transformer((1 - t) * latents + t * noise, 1000 * times, text, return_dict=False)[0]
+    return (velocity.float() - (noise - latents)).square().mean()

@@ -1,0 +1,140 @@
+"""Stage 1: the video autoencoder. L1 and squared error on the shapes' videos, and latents with a fixed small noise.
+
+The posterior is N(mean, NOISE²) with the same deviation everywhere: a learned one starts near 1, and the latents then
+take hundreds of steps to become heard. All that is left of the KL term is the penalty on the mean's square.
+
+Clips have a video's full length, because the caches of the causal convolutions go on changing with every latent frame;
+they are cropped in space, and whole only in the last steps, for the attention in the middle.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from diffusers import AutoencoderKLWan
+
+from .data import draw_videos, encode, latent_statistics
+from .models import build_vae, compile_norms
+from .progress import Average, GraphedStep, Run, Stage, warmup_and_cosine
+
+BATCH = 4
+CROP = 96  # pixels of its side
+CROPPED = 0.93  # of all steps
+OBJECT_WEIGHT = 3.0  # of a pixel that is not background
+NOISE = 0.1
+MEAN_WEIGHT = 1e-3
+LEARNING_RATE = 5e-4
+
+
+def train_vae(run: Run, num_steps: int) -> AutoencoderKLWan:
+    """Train it, or load it where ``vae/`` is written already. Returns the average of its weights, normalisation set."""
+    folder = run.folder / "vae"
+    if folder.exists():
+        return AutoencoderKLWan.from_pretrained(folder).to(run.device)
+    torch.manual_seed(run.seed)
+    model = NoisyAutoencoder(fix_posterior_deviation(build_vae())).to(run.device)
+    average = Average(model.vae, 0.998)
+    compile_norms(model)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=torch.tensor(LEARNING_RATE, device=run.device),
+        betas=(0.9, 0.99),
+        weight_decay=0.0,
+        capturable=run.device.type == "cuda",
+    )
+    schedule = warmup_and_cosine(optimizer, num_steps, warmup=300)
+
+    def update(video: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean, decoded = in_bf16(model, video)
+        error = decoded.float() - video
+        weight = 1 + (OBJECT_WEIGHT - 1) * is_foreground(video)
+        reconstruction = (weight * (error.abs() + error.square())).mean()
+        penalty = 0.5 * mean.float().square().mean()
+        run.accelerator.backward(reconstruction + MEAN_WEIGHT * penalty)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return error.detach().abs().mean(), penalty.detach()
+
+    update_on_crops, update_on_frames = GraphedStep(update), GraphedStep(update)
+    stage = Stage(run, "vae", num_steps, model=model, average=average, optimizer=optimizer, schedule=schedule)
+    for step in stage.steps():
+        video = draw_videos(BATCH, step, run.device)[1]
+        cropped = step < CROPPED * num_steps
+        l1, penalty = update_on_crops(crop(video)) if cropped else update_on_frames(video)
+        schedule.step()
+        average.update(model.vae, step)
+        stage.record(l1=l1, penalty=penalty)
+    vae = average.module.eval()
+    _set_normalisation(vae, run.device)
+    run.log("autoencoder", psnr_db=reconstruction_psnr(vae, run.device))
+    vae.save_pretrained(folder)
+    return vae
+
+
+class NoisyAutoencoder(torch.nn.Module):
+    """The autoencoder with noise on its latents: videos [B, 3, F, H, W] to latent means and decoded videos."""
+
+    def __init__(self, vae: AutoencoderKLWan):
+        super().__init__()
+        self.vae = vae
+
+    def forward(self, video: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean = self.vae.encode(video).latent_dist.mean
+        return mean, decode_unclamped(self.vae, mean + NOISE * torch.randn_like(mean))
+
+
+def in_bf16(model: torch.nn.Module, video: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The model's output computed all in bf16. Autocast would norm in fp32, where most of the time goes."""
+    weights = {name: weight.bfloat16() for name, weight in model.named_parameters()}
+    return torch.func.functional_call(model, weights, video.bfloat16())
+
+
+def crop(video: torch.Tensor) -> torch.Tensor:
+    """A square of CROP pixels around a random pixel of each video's objects: most of a frame is plain background."""
+    height, width = video.shape[-2:]
+    chosen = torch.multinomial(is_foreground(video).any(dim=2).flatten(1).float(), 1).squeeze(1)
+    tops = (chosen // width - CROP // 2).clamp(0, height - CROP).tolist()
+    lefts = (chosen % width - CROP // 2).clamp(0, width - CROP).tolist()
+    squares = [part[..., y : y + CROP, x : x + CROP] for part, y, x in zip(video, tops, lefts, strict=True)]
+    return torch.stack(squares)
+
+
+def fix_posterior_deviation(vae: AutoencoderKLWan) -> AutoencoderKLWan:
+    """Make the second half of quant_conv's output the constant ln NOISE²; nothing in the loss depends on it."""
+    with torch.no_grad():
+        vae.quant_conv.weight[vae.config.z_dim :] = 0
+        vae.quant_conv.bias[vae.config.z_dim :] = 2 * math.log(NOISE)
+    return vae
+
+
+def is_foreground(video: torch.Tensor) -> torch.Tensor:
+    """[B, 1, F, H, W]: where a pixel is not of the background, the video's most frequent colour."""
+    background = video.flatten(2).median(dim=2).values[:, :, None, None, None]
+    return (video - background).abs().amax(dim=1, keepdim=True) > 0.05
+
+
+def decode_unclamped(vae: AutoencoderKLWan, latents: torch.Tensor) -> torch.Tensor:
+    """``vae.decode`` without its last clamp to [-1, 1], which would stop the gradient of every saturated pixel."""
+    vae.clear_cache()
+    frames = []
+    for index, latent in enumerate(vae.post_quant_conv(latents).split(1, dim=2)):
+        vae._conv_idx = [0]
+        frames.append(vae.decoder(latent, vae._feat_map, vae._conv_idx, first_chunk=index == 0))
+    vae.clear_cache()
+    return torch.cat(frames, dim=2)
+
+
+def _set_normalisation(vae: AutoencoderKLWan, device: torch.device) -> None:
+    mean, std = latent_statistics(vae, device)
+    std = std.clamp(min=0.1 * std.max())  # a channel that says nothing must not be made loud
+    vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
+
+
+@torch.no_grad()
+def reconstruction_psnr(vae: AutoencoderKLWan, device: torch.device) -> float:
+    """PSNR in dB of 32 unseen videos through the autoencoder, of values in [0, 1]."""
+    video = draw_videos(32, 999_999, device)[1]
+    decoded = vae.decode(encode(vae, video)).sample
+    return -10 * torch.log10((decoded - video).square().mean() / 4).item()

@@ -1,0 +1,190 @@
+"""The losses against networks whose optimum is known: a world of one point, and noise that is told."""
+
+import math
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from embedded_training import student, teacher
+
+from turbo_rcm_patch.scheduler import INTERMEDIATE_ANGLES
+
+SHAPE = (3, 2, 2, 4, 4)
+
+
+def to_point(point):
+    """The exact rectified-flow network of a data set that is this point alone: v = (x − x_0)/t."""
+
+    def network(x, timestep, text, return_dict):
+        return ((x - point) / (timestep / 1000).view(-1, 1, 1, 1, 1),)
+
+    return network
+
+
+class PointTeacher:
+    """Stands for GuidedTeacher; its flow leads to a point."""
+
+    def __init__(self, point):
+        self.network = to_point(point)
+
+    def flow(self, x, t, text):
+        return student.flow(self.network, x, t, text)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def point():
+    return torch.randn(SHAPE[1:], dtype=torch.float64)
+
+
+@pytest.fixture
+def text():
+    return torch.zeros(SHAPE[0], 1, 1, dtype=torch.float64)
+
+
+def test_flow_matching_loss_is_the_error_of_the_velocity():
+    latents = torch.randn(SHAPE)
+    times = torch.tensor([0.2, 0.5, 0.9])
+    seen = {}
+
+    def network(x, timestep, text, return_dict):
+        t = (timestep / 1000).view(-1, 1, 1, 1, 1)
+        noise = (x - (1 - t) * latents) / t
+        seen.update(timestep=timestep, noise=noise)
+        return (noise - latents + 0.5,)
+
+    assert teacher.flow_matching_loss(network, latents, None, times).item() == pytest.approx(0.25, rel=1e-4)
+    torch.testing.assert_close(seen["timestep"], 1000 * times)
+    assert abs(seen["noise"].std().item() - 1) < 0.2
+
+
+def test_times_of_the_teacher_lean_towards_noise():
+    times = teacher.draw_times(20000, torch.device("cpu"))
+    assert 0 < times.min() < times.max() < 1
+    middle = teacher.FLOW_SHIFT * 0.5 / (1 + (teacher.FLOW_SHIFT - 1) * 0.5)
+    assert times.median().item() == pytest.approx(middle, abs=0.01)
+
+
+def test_flow_is_the_state_s_derivative_and_denoised_the_clean_sample():
+    clean, noise = torch.randn(2, *SHAPE, dtype=torch.float64)
+    t = torch.tensor([0.1, 0.8, 1.5], dtype=torch.float64)
+    cos, sin = t.cos().view(-1, 1, 1, 1, 1), t.sin().view(-1, 1, 1, 1, 1)
+    x = cos * clean + sin * noise
+
+    def network(state, timestep, text, return_dict):
+        torch.testing.assert_close(timestep, 1000 * t.sin() / (t.cos() + t.sin()))
+        torch.testing.assert_close(state, x / (cos + sin))
+        return (noise - clean,)
+
+    flow = student.flow(network, x, t, None)
+    torch.testing.assert_close(flow, cos * noise - sin * clean, check_dtype=False, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(student.denoised(x, t, flow), clean, check_dtype=False, rtol=1e-5, atol=1e-5)
+
+
+def test_the_tangent_is_the_derivative_along_the_teacher_s_flow():
+    network = WanTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=2,
+        ffn_dim=32,
+        in_channels=2,
+        out_channels=2,
+        text_dim=8,
+        rope_max_seq_len=8,
+    )
+    text = torch.randn(SHAPE[0], 5, 8)
+    x, velocity = torch.randn(SHAPE), torch.randn(SHAPE)
+    t = torch.tensor([0.3, 0.9, 1.4])
+    scale = t.cos() * t.sin()
+
+    def along(step):
+        moved = x + step * scale.view(-1, 1, 1, 1, 1) * velocity
+        return student.flow(network, moved, t + step * scale, text)
+
+    tangent = student.student_tangent(network, x, t, text, velocity)
+    with torch.no_grad():
+        difference = (along(1e-3) - along(-1e-3)) / 2e-3
+    assert (tangent - difference).norm() / difference.norm() < 0.01
+    assert not tangent.requires_grad
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.5, 1.0])
+def test_consistency_loss_of_a_consistent_student(point, text, strength):
+    """Of the exact consistency function only what the warm-up leaves of the tangent remains; at full strength none."""
+    latents = point.expand(SHAPE)
+    loss = student.consistency_loss(to_point(point), PointTeacher(point), latents, text, strength)
+    assert (loss < 1e-6) if strength == 1 else (loss > 0.05)
+
+
+@pytest.mark.parametrize("slope", [-1.0, 1.0])
+def test_consistency_loss_flattens_a_student_whose_prediction_moves_with_time(point, text, slope):
+    """The student predicts x_0 + slope·t at time t; the loss pulls the slope to 0, with tangents of a norm below 1."""
+    slope = torch.tensor(slope, dtype=torch.float64, requires_grad=True)
+    exact = to_point(point)
+
+    def network(x, timestep, text, return_dict):
+        return (exact(x, timestep, text, return_dict)[0] - slope,)
+
+    loss = student.consistency_loss(network, PointTeacher(point), point.expand(SHAPE), text, 1.0)
+    loss.backward()
+    assert loss <= 1
+    assert slope.grad * slope.detach() > 0.1
+
+
+def test_matching_loss_pulls_the_sample_from_the_fake_score_to_the_teacher(point, text):
+    source = torch.zeros_like(point).requires_grad_()
+    for update in range(4):
+        source.grad = None
+        fake, real = to_point(torch.zeros_like(point)), PointTeacher(torch.ones_like(point))
+        student.matching_loss(to_point(source), fake, real, SHAPE, text, update).backward()
+        assert (source.grad < 0).all()
+        source.grad = None
+        student.matching_loss(to_point(source), to_point(point), PointTeacher(point), SHAPE, text, update).backward()
+        assert source.grad.abs().max() < 1e-4
+
+
+def test_fake_score_learns_the_student_s_samples(point, text):
+    right = student.fake_score_loss(to_point(point), to_point(point), SHAPE, text, 3)
+    wrong = student.fake_score_loss(to_point(point), to_point(point + 1), SHAPE, text, 3)
+    assert right < 1e-6 < 1 < wrong
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 4])
+def test_simulation_visits_the_sampler_s_angles(point, text, num_steps):
+    angles = []
+    exact = to_point(point)
+
+    def network(x, timestep, text, return_dict):
+        t = timestep / 1000
+        angles.append(torch.atan2(t, 1 - t)[0].item())
+        assert torch.is_grad_enabled() == (len(angles) == num_steps)
+        return exact(x, timestep, text, return_dict)
+
+    sample = student.simulate(network, SHAPE, text, num_steps, with_grad=True)
+    torch.testing.assert_close(sample, point.expand(SHAPE), check_dtype=False, rtol=1e-4, atol=1e-4)
+    expected = [math.pi / 2, *INTERMEDIATE_ANGLES[: num_steps - 1]]
+    assert angles == pytest.approx(expected, abs=1e-4)
+
+
+def test_times_of_the_student():
+    device = torch.device("cpu")
+    t = student.consistency_times(20000, device)
+    assert t.tan().log().mean().item() == pytest.approx(0.7, abs=0.05)
+    assert t.tan().log().std().item() == pytest.approx(1.6, abs=0.05)
+    rectified = student.score_times(20000, device)
+    rectified = rectified.sin() / (rectified.sin() + rectified.cos())
+    assert rectified.median().item() == pytest.approx(5 * 0.5 / 3, abs=0.01)
+
+
+def test_guidance_leads_away_from_the_flow_without_text(point, text):
+    guided = object.__new__(student.GuidedTeacher)
+    guided.transformer = lambda x, timestep, text, return_dict: (text.mean(dim=(1, 2)).view(-1, 1, 1, 1, 1) + 0 * x,)
+    guided._no_text = torch.full((1, 1, 1), 2.0)
+    t = torch.full((SHAPE[0],), math.pi / 4)
+    flow = guided.flow(torch.zeros(SHAPE), t, torch.full((SHAPE[0], 1, 1), 3.0))
+    expected = (2 + student.GUIDANCE * (3 - 2)) / math.sqrt(2)
+    torch.testing.assert_close(flow, torch.full(SHAPE, expected))
