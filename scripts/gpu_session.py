@@ -1,4 +1,5 @@
-"""Everything that needs a GPU in one call: the GPU tests, verify and compare on the embedded model, the benchmarks.
+"""Everything that needs a GPU in one call: the GPU tests, verify, compare and evaluate on the embedded model, the
+benchmarks.
 
     python scripts/gpu_session.py --results results/h200                    # all
     python scripts/gpu_session.py --results results/h200 --only tests compare
@@ -26,6 +27,7 @@ def steps(results: Path) -> dict[str, list[str]]:
         "info": [*cli, "info"],
         "verify": [*cli, "verify", "--json", f"{results}/verify-embedded.json"],
         "compare": [*cli, "compare", "--json", f"{results}/compare-embedded.json"],
+        "evaluate": [*cli, "evaluate", "--batch-size", "64", "--json", f"{results}/evaluate-embedded.json"],
         "wan2.1-1.3b": [*end_to_end, "wan2.1-1.3b", "--json", f"{results}/end-to-end-wan2.1-1.3b.json"],
         "wan2.1-14b-4-layers": [
             *[*end_to_end, "wan2.1-14b", "--layers", "4", "--repeats", "3"],

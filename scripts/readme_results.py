@@ -1,4 +1,4 @@
-"""Write the README's measured section from the JSON files in results/, so that no figure is typed by hand.
+"""Write the README's measured and evaluated sections from the JSON files in results/: no figure is typed by hand.
 
 python scripts/readme_results.py
 """
@@ -8,27 +8,34 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-BEGIN, END = "<!-- measured: written by scripts/readme_results.py -->", "<!-- end of measured -->"
+MEASURED = "<!-- measured: written by scripts/readme_results.py -->", "<!-- end of measured -->"
 HEADER = "| run | variant | step, ms | speed-up | peak memory, GiB | latents, rel. L2 to eager |\n" + "|---" * 6 + "|"
+EVALUATED = "<!-- evaluated: written by scripts/readme_results.py -->", "<!-- end of evaluated -->"
+EVALUATION, TRAINING = "evaluate-embedded.json", "training.json"
 NAMES = {"unpatched": "eager diffusers", "torch.compile": "regional torch.compile", "patched": "patched (exact)"}
 
 
 def main() -> int:
     readme = ROOT / "README.md"
-    readme.write_text(with_measured_section(readme.read_text()))
+    readme.write_text(with_results(readme.read_text(), ROOT / "results"))
     return 0
 
 
-def with_measured_section(text: str) -> str:
-    """The README's text with the section between the markers rendered from the results files."""
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    folders = sorted(path for path in (ROOT / "results").iterdir() if path.is_dir())
-    sections = "\n".join(map(_folder_section, folders))
-    return f"{before}{BEGIN}\n{sections}{END}{after}"
+def with_results(text: str, results: Path) -> str:
+    """The README's text with the sections between the markers rendered from the files of the results folder."""
+    folders = sorted(path for path in results.iterdir() if path.is_dir())
+    text = _replace(text, MEASURED, map(_folder_section, folders))
+    return _replace(text, EVALUATED, map(_evaluation_section, folders))
+
+
+def _replace(text: str, markers: tuple[str, str], sections: Iterable[str]) -> str:
+    before, rest = text.split(markers[0])
+    after = rest.split(markers[1])[1]
+    return f"{before}{markers[0]}\n" + "\n".join(filter(None, sections)) + f"{markers[1]}{after}"
 
 
 def _folder_section(folder: Path) -> str:
@@ -59,6 +66,39 @@ def _row(label: str, variant: dict, eager: dict) -> str:
     memory = variant["timings"]["peak_memory"] / 2**30
     error = "" if variant["latents"] is None else f"{variant['latents']['relative_l2']:.1e}"
     return f"| {label} | {NAMES[variant['name']]} | {step:.1f} | {eager_step / step:.2f}× | {memory:.2f} | {error} |"
+
+
+def _evaluation_section(folder: Path) -> str:
+    """Prompt accuracy of the embedded model and of its teacher; empty for a folder without an evaluation."""
+    if not (folder / EVALUATION).exists():
+        return ""
+    evaluation = json.loads((folder / EVALUATION).read_text())
+    training = json.loads((folder / TRAINING).read_text())
+    taught, environment = training["stages"]["teacher accuracy"], evaluation["environment"]
+    attributes = list(taught["accuracy"])
+    rows = [["teacher, guided", taught["steps"], taught["accuracy"], None, None]]
+    for result in evaluation["results"]:
+        psnr = result["psnr_to_fp32"], result["psnr_to_exact"]
+        rows.append([result["variant"], result["steps"], result["accuracy"], *psnr])
+    header = ["variant", "steps", *attributes, "PSNR to fp32, dB", "to exact, dB"]
+    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    for variant, steps, accuracy, *psnr in rows:
+        shares = [f"{100 * accuracy[name]['share']:.1f}" for name in attributes]
+        shares[-1] += f" ± {100 * accuracy['overall']['standard_error']:.1f}"
+        cells = [variant, str(steps), *shares, *map(_decibels, psnr)]
+        lines.append("| " + " | ".join(cells) + " |")
+    minutes = training["seconds"] / 60
+    return (
+        f"\nShare of what {evaluation['settings']['n']} held-out captions ask for that the videos show, in %, overall "
+        f"with its standard error; {environment['gpu']}, torch {environment['torch']}. Trained in {minutes:.1f} minutes "
+        f"on one {training['environment']['gpu']}. Files: `results/{folder.name}/{EVALUATION}`, `{TRAINING}`.\n\n"
+        + "\n".join(lines)
+        + "\n"
+    )
+
+
+def _decibels(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
 if __name__ == "__main__":
