@@ -90,8 +90,8 @@ def _evaluation_section(folder: Path) -> str:
     minutes = training["seconds"] / 60
     return (
         f"\nShare of what {evaluation['settings']['n']} held-out captions ask for that the videos show, in %, overall "
-        f"with its standard error; {environment['gpu']}, torch {environment['torch']}. Trained in {minutes:.1f} minutes "
-        f"on one {training['environment']['gpu']}. Files: `results/{folder.name}/{EVALUATION}`, `{TRAINING}`.\n\n"
+        f"with its standard error; {environment['gpu']}, torch {environment['torch']}. Trained in {minutes:.1f} "
+        f"minutes on one {training['environment']['gpu']}. Files: `results/{folder.name}/{EVALUATION}`, `{TRAINING}`.\n\n"
         + "\n".join(lines)
         + "\n"
     )
