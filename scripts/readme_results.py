@@ -87,11 +87,11 @@ def _evaluation_section(folder: Path) -> str:
         shares[-1] += f" ± {100 * accuracy['overall']['standard_error']:.1f}"
         cells = [variant, str(steps), *shares, *map(_decibels, psnr)]
         lines.append("| " + " | ".join(cells) + " |")
-    minutes = training["seconds"] / 60
+    trained = f"{training['seconds'] / 60:.1f} minutes on one {training['environment']['gpu']}"
     return (
         f"\nShare of what {evaluation['settings']['n']} held-out captions ask for that the videos show, in %, overall "
-        f"with its standard error; {environment['gpu']}, torch {environment['torch']}. Trained in {minutes:.1f} "
-        f"minutes on one {training['environment']['gpu']}. Files: `results/{folder.name}/{EVALUATION}`, `{TRAINING}`.\n\n"
+        f"with its standard error; {environment['gpu']}, torch {environment['torch']}. Trained in {trained}. "
+        f"Files: `results/{folder.name}/{EVALUATION}`, `{TRAINING}`.\n\n"
         + "\n".join(lines)
         + "\n"
     )
