@@ -91,9 +91,7 @@ def _evaluation_section(folder: Path) -> str:
     return (
         f"\nShare of what {evaluation['settings']['n']} held-out captions ask for that the videos show, in %, overall "
         f"with its standard error; {environment['gpu']}, torch {environment['torch']}. Trained in {trained}. "
-        f"Files: `results/{folder.name}/{EVALUATION}`, `{TRAINING}`.\n\n"
-        + "\n".join(lines)
-        + "\n"
+        f"Files: `results/{folder.name}/{EVALUATION}`, `{TRAINING}`.\n\n" + "\n".join(lines) + "\n"
     )
 
 
