@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import AutocastKwargs
 
 CHECKPOINT_SECONDS = 120
 
@@ -25,7 +26,8 @@ class Run:
 
     def __init__(self, folder: Path, seed: int, minutes: float = math.inf):
         self.folder, self.seed = folder, seed
-        self.accelerator = Accelerator(mixed_precision="bf16")
+        # Without its cache: weights that were cast where no gradient is needed must not be used where one is.
+        self.accelerator = Accelerator(mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(cache_enabled=False)])
         self.device = self.accelerator.device
         self._deadline = time.monotonic() + 60 * minutes
         folder.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ latter needs the score of those samples, which a third network, the fake score, 
 from __future__ import annotations
 
 import copy
+import functools
 import math
 
 import torch
@@ -21,7 +22,7 @@ from turbo_rcm_patch.scheduler import INTERMEDIATE_ANGLES
 
 from .data import LatentPool, token_ids
 from .models import compile_blocks
-from .progress import Average, Run, Stage, warmup_and_cosine
+from .progress import Average, GraphedStep, Run, Stage, warmup_and_cosine
 from .text import embed
 
 BATCH = 64
@@ -43,41 +44,73 @@ def train_student(run: Run, teacher: WanPipeline, pool: LatentPool, num_steps: i
     average = Average(networks.student, 0.995)
     for network in (teacher.transformer, networks.student, networks.fake):
         compile_blocks(network)
-    updates = num_steps // STUDENT_EVERY
-    parts, optimizers = {}, {}
-    for name in ("student", "fake"):
-        optimizers[name] = torch.optim.AdamW(
-            networks[name].parameters(), lr=LEARNING_RATE, betas=(0.0, 0.999), weight_decay=0.01
-        )
-        length = updates if name == "student" else num_steps - updates
-        parts[f"{name}_optimizer"] = optimizers[name]
-        parts[f"{name}_schedule"] = warmup_and_cosine(optimizers[name], length, warmup=50)
-    stage = Stage(run, "student", num_steps, networks=networks, average=average, **parts)
     guided = GuidedTeacher(teacher, run.device)
+    student_learner = Learner(run, networks.student, num_steps // STUDENT_EVERY)
+    fake_learner = Learner(run, networks.fake, num_steps - num_steps // STUDENT_EVERY)
+
+    def update_student(simulated: int, latents: torch.Tensor, text: torch.Tensor, strength: torch.Tensor):
+        with run.accelerator.autocast():
+            consistency = consistency_loss(networks.student, guided, latents, text, strength)
+            matching = matching_loss(networks.student, networks.fake, guided, latents.shape, text, simulated)
+        student_learner.learn(CONSISTENCY_WEIGHT * consistency + MATCHING_WEIGHT * matching)
+        return consistency.detach(), matching.detach()
+
+    def update_fake(simulated: int, latents: torch.Tensor, text: torch.Tensor):
+        with run.accelerator.autocast():
+            loss = fake_score_loss(networks.student, networks.fake, latents.shape, text, simulated)
+        fake_learner.learn(loss)
+        return (loss.detach(),)
+
+    # One graph per number of simulated steps.
+    student_updates = [GraphedStep(functools.partial(update_student, n)) for n in range(1, MAX_STEPS + 1)]
+    fake_updates = [GraphedStep(functools.partial(update_fake, n)) for n in range(1, MAX_STEPS + 1)]
+    parts = {"networks": networks, "average": average, "student_learner": student_learner, "fake_learner": fake_learner}
+    stage = Stage(run, "student", num_steps, **parts)
     for step in stage.steps():
-        name = "student" if step % STUDENT_EVERY == 0 else "fake"
+        update, waiting = divmod(step, STUDENT_EVERY)
         latents, captions = pool.draw(BATCH)
         text = guided.embed(captions)
-        with run.accelerator.autocast():
-            if name == "student":
-                update = step // STUDENT_EVERY
-                strength = min(1.0, update / TANGENT_WARMUP)
-                consistency = consistency_loss(networks.student, guided, latents, text, strength)
-                matching = matching_loss(networks.student, networks.fake, guided, latents.shape, text, update)
-                loss = CONSISTENCY_WEIGHT * consistency + MATCHING_WEIGHT * matching
-                stage.record(consistency=consistency, matching=matching)
-            else:
-                loss = fake_score_loss(networks.student, networks.fake, latents.shape, text, step)
-                stage.record(fake_score=loss)
-        run.accelerator.backward(loss)
-        torch.nn.utils.clip_grad_norm_(networks[name].parameters(), 10.0)
-        optimizers[name].step()
-        networks.zero_grad()
-        parts[f"{name}_schedule"].step()
-        if name == "student":
+        if waiting == 0:
+            strength = torch.tensor(min(1.0, update / TANGENT_WARMUP), device=run.device)
+            consistency, matching = student_updates[update % MAX_STEPS](latents, text, strength)
+            student_learner.schedule.step()
             average.update(networks.student, update)
+            stage.record(consistency=consistency, matching=matching)
+        else:
+            (loss,) = fake_updates[(step - update) % MAX_STEPS](latents, text)
+            fake_learner.schedule.step()
+            stage.record(fake_score=loss)
     teacher.transformer = average.module.eval()
     return teacher
+
+
+class Learner:
+    """A network's optimizer and learning rate."""
+
+    def __init__(self, run: Run, network: torch.nn.Module, num_steps: int):
+        self._run, self._network = run, network
+        self.optimizer = torch.optim.AdamW(
+            network.parameters(),
+            lr=torch.tensor(LEARNING_RATE, device=run.device),
+            betas=(0.0, 0.999),
+            weight_decay=0.01,
+            capturable=run.device.type == "cuda",
+        )
+        self.schedule = warmup_and_cosine(self.optimizer, num_steps, warmup=50)
+
+    def learn(self, loss: torch.Tensor) -> None:
+        """One step down the loss's gradient."""
+        self._run.accelerator.backward(loss)
+        torch.nn.utils.clip_grad_norm_(self._network.parameters(), 10.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state_dict(self) -> dict:
+        return {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
 
 
 class GuidedTeacher:
@@ -111,8 +144,8 @@ def denoised(x: torch.Tensor, t: torch.Tensor, flow: torch.Tensor) -> torch.Tens
     return _wide(t.cos()) * x - _wide(t.sin()) * flow
 
 
-def consistency_loss(student, teacher: GuidedTeacher, latents, text, strength: float) -> torch.Tensor:
-    """The sCM loss with normalised tangents; strength in [0, 1] warms the tangent up. A mean over the batch."""
+def consistency_loss(student, teacher: GuidedTeacher, latents, text, strength: torch.Tensor) -> torch.Tensor:
+    """The sCM loss with normalised tangents; strength (0-d, in [0, 1]) warms the tangent up. A mean over the batch."""
     t = consistency_times(len(latents), latents.device)
     cos, sin = _wide(t.cos()), _wide(t.sin())
     x = cos * latents + sin * torch.randn_like(latents)
@@ -135,9 +168,9 @@ def student_tangent(student, x, t, text, teacher_flow) -> torch.Tensor:
         )[1]
 
 
-def matching_loss(student, fake, teacher: GuidedTeacher, shape, text, update: int) -> torch.Tensor:
+def matching_loss(student, fake, teacher: GuidedTeacher, shape, text, simulated: int) -> torch.Tensor:
     """DMD2's loss: its gradient at the student's sample is the normalised difference of the two denoised samples."""
-    sample = simulate(student, shape, text, update % MAX_STEPS + 1, with_grad=True)
+    sample = simulate(student, shape, text, simulated, with_grad=True)
     t = score_times(len(sample), sample.device)
     with torch.no_grad():
         x = _wide(t.cos()) * sample + _wide(t.sin()) * torch.randn_like(sample)
@@ -147,9 +180,9 @@ def matching_loss(student, fake, teacher: GuidedTeacher, shape, text, update: in
     return (sample - (sample - gradient).detach()).square().flatten(1).sum(dim=1).mean()
 
 
-def fake_score_loss(student, fake, shape, text, step: int) -> torch.Tensor:
+def fake_score_loss(student, fake, shape, text, simulated: int) -> torch.Tensor:
     """Flow matching of the fake score on the student's samples."""
-    sample = simulate(student, shape, text, step % MAX_STEPS + 1, with_grad=False)
+    sample = simulate(student, shape, text, simulated, with_grad=False)
     t = score_times(len(sample), sample.device)
     noise = torch.randn_like(sample)
     x = _wide(t.cos()) * sample + _wide(t.sin()) * noise
