@@ -26,7 +26,7 @@ class Run:
 
     def __init__(self, folder: Path, seed: int, minutes: float = math.inf):
         self.folder, self.seed = folder, seed
-        # Without its cache: weights that were cast where no gradient is needed must not be used where one is.
+        # Without its cache: weights cast outside a CUDA graph would be the old ones in every replay.
         self.accelerator = Accelerator(mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(cache_enabled=False)])
         self.device = self.accelerator.device
         self._deadline = time.monotonic() + 60 * minutes

@@ -193,7 +193,6 @@ def test_guidance_leads_away_from_the_flow_without_text(point, text):
 
 
 def test_every_weight_learns_although_the_first_simulated_steps_need_no_gradient(tmp_path, text):
-    """Autocast's cache would hand the casts of those steps, which have no gradient, to the last one."""
     run = Run(tmp_path, seed=0)
     network = WanTransformer3DModel(**TINY)
     text = torch.randn(SHAPE[0], 5, 8)
