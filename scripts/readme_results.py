@@ -41,6 +41,8 @@ def _replace(text: str, markers: tuple[str, str], sections: Iterable[str]) -> st
 def _folder_section(folder: Path) -> str:
     runs = {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     runs = {name: run for name, run in runs.items() if "variants" in run}
+    if not runs:
+        return ""
     environment = next(iter(runs.values()))["environment"]
     versions = ", ".join(f"{name} {environment[name]}" for name in ("torch", "triton", "diffusers"))
     rows = [row for name, run in runs.items() for row in _rows(name, run)]
@@ -73,26 +75,33 @@ def _evaluation_section(folder: Path) -> str:
     if not (folder / EVALUATION).exists():
         return ""
     evaluation = json.loads((folder / EVALUATION).read_text())
-    training = json.loads((folder / TRAINING).read_text())
-    taught, environment = training["stages"]["teacher accuracy"], evaluation["environment"]
-    attributes = list(taught["accuracy"])
-    rows = [["teacher, guided", taught["steps"], taught["accuracy"], None, None]]
+    attributes, rows, origin = list(evaluation["results"][0]["accuracy"]), [], ""
+    if (folder / TRAINING).exists():
+        training = json.loads((folder / TRAINING).read_text())
+        taught = training["stages"]["teacher accuracy"]
+        rows.append(["teacher, guided", taught["steps"], taught["accuracy"], None, None])
+        minutes = training["seconds"] / 60
+        origin = f"Trained in {minutes:.1f} minutes on one {training['environment']['gpu']} (`{TRAINING}`). "
     for result in evaluation["results"]:
         psnr = result["psnr_to_fp32"], result["psnr_to_exact"]
         rows.append([result["variant"], result["steps"], result["accuracy"], *psnr])
     header = ["variant", "steps", *attributes, "PSNR to fp32, dB", "to exact, dB"]
     lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     for variant, steps, accuracy, *psnr in rows:
-        shares = [f"{100 * accuracy[name]['share']:.1f}" for name in attributes]
-        shares[-1] += f" ± {100 * accuracy['overall']['standard_error']:.1f}"
+        shares = [_percent(accuracy[name]["share"]) for name in attributes]
+        shares[-1] += f" ± {_percent(accuracy['overall']['standard_error'])}"
         cells = [variant, str(steps), *shares, *map(_decibels, psnr)]
         lines.append("| " + " | ".join(cells) + " |")
-    trained = f"{training['seconds'] / 60:.1f} minutes on one {training['environment']['gpu']}"
+    environment = evaluation["environment"]
     return (
         f"\nShare of what {evaluation['settings']['n']} held-out captions ask for that the videos show, in %, overall "
-        f"with its standard error; {environment['gpu']}, torch {environment['torch']}. Trained in {trained}. "
-        f"Files: `results/{folder.name}/{EVALUATION}`, `{TRAINING}`.\n\n" + "\n".join(lines) + "\n"
+        f"with its standard error; {environment['gpu']}, torch {environment['torch']}. {origin}"
+        f"File: `results/{folder.name}/{EVALUATION}`.\n\n" + "\n".join(lines) + "\n"
     )
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"
 
 
 def _decibels(value: float | None) -> str:

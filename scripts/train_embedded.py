@@ -64,7 +64,7 @@ def train(run: Run, fraction: float, until: str) -> None:
     if until == "vae":
         return
     start = time.monotonic()
-    pool = LatentPool(vae, train_tokenizer(), math.ceil(VIDEOS * fraction), run.device)
+    pool = LatentPool(run, vae, train_tokenizer(), math.ceil(VIDEOS * fraction))
     run.log("pool", videos=len(pool.latents), seconds=time.monotonic() - start)
     teacher = train_teacher(run, vae, pool, steps["teacher"])
     if not run.has_logged("teacher accuracy"):

@@ -40,3 +40,9 @@ def test_an_evaluation_and_its_training_become_a_table(tmp_path):
     assert "| exact | 4 | 100.0 | 95.6 ± 1.2 | 31.26 |  |" in section
     assert "77 held-out captions" in section
     assert "1.5 minutes on one GPU X" in section
+
+    (tmp_path / "x" / readme_results.TRAINING).unlink()
+    section = readme_results._evaluation_section(tmp_path / "x")
+    assert "teacher" not in section
+    assert "| exact | 4 | 100.0 | 95.6 ± 1.2 | 31.26 |  |" in section
+    assert readme_results._folder_section(tmp_path / "x") == ""

@@ -13,6 +13,7 @@ from turbo_rcm_patch.shapes.grammar import draw_scene, fill_open
 from turbo_rcm_patch.shapes.render import render
 
 from .models import compile_norms
+from .progress import Run
 
 MAX_CAPTION_TOKENS = 24
 
@@ -46,13 +47,14 @@ def encode(vae: AutoencoderKLWan, video: torch.Tensor) -> torch.Tensor:
 class LatentPool:
     """Normalised latents [count, 16, f, h, w] in bf16 with their captions' token ids, all on the device."""
 
-    def __init__(self, vae: AutoencoderKLWan, tokenizer: PreTrainedTokenizerFast, count: int, device: torch.device):
+    def __init__(self, run: Run, vae: AutoencoderKLWan, tokenizer: PreTrainedTokenizerFast, count: int):
+        device = run.device
         mean, std = (torch.tensor(x, device=device).view(1, -1, 1, 1, 1) for x in _normalisation(vae))
         vae = copy.deepcopy(vae).bfloat16()
         compile_norms(vae)
         captions, latents = [], []
-        for seed in range(0, count, 64):
-            drawn, video = draw_videos(64, 1_000_000 + seed, device)
+        for index in range(0, count, 64):
+            drawn, video = draw_videos(64, run.seed_of("pool", index), device)
             captions += drawn
             latents.append(((encode(vae, video) - mean) / std).bfloat16())
         self.latents = torch.cat(latents)

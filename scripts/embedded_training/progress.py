@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import shutil
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -32,6 +33,17 @@ class Run:
         self._deadline = time.monotonic() + 60 * minutes
         folder.mkdir(parents=True, exist_ok=True)
 
+    def seed_of(self, name: str, index: int) -> int:
+        """A seed for the index-th of the draws of this name."""
+        return zlib.crc32(f"{self.seed} {name} {index}".encode())
+
+    def save(self, model, name: str) -> None:
+        """``save_pretrained`` to a folder of the run that exists only when it is whole."""
+        partial = self.folder / f"{name}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        model.save_pretrained(partial)
+        partial.rename(self.folder / name)
+
     def out_of_time(self) -> bool:
         return time.monotonic() > self._deadline
 
@@ -56,12 +68,15 @@ class Run:
 class Stage:
     """A stage's loop. Every step has its own seed, so an interrupted run goes on as if it had not been.
 
+    On a GPU that holds but for the few steps that warm up a graph.
+
     parts: everything with a ``state_dict`` that changes. The checkpoint is ``<name>.pt`` in the run's folder.
     """
 
     def __init__(self, run: Run, name: str, num_steps: int, **parts):
         self.run, self.name, self.num_steps, self.parts = run, name, num_steps, parts
         self.seconds = 0.0
+        self._plan = {"seed": run.seed, "steps": num_steps}
         self._path = run.folder / f"{name}.pt"
         self._losses: dict[str, list[torch.Tensor]] = {}
 
@@ -71,7 +86,7 @@ class Stage:
         first = self._resume()
         before = self.seconds
         for step in range(first, self.num_steps):
-            torch.manual_seed(zlib.crc32(f"{self.run.seed} {self.name} {step}".encode()))
+            torch.manual_seed(self.run.seed_of(self.name, step))
             yield step
             self.seconds = before + time.monotonic() - start
             if (step + 1) % 100 == 0 or step + 1 == self.num_steps:
@@ -96,6 +111,11 @@ class Stage:
         if not self._path.exists():
             return 0
         state = torch.load(self._path, map_location=self.run.device)
+        if state["plan"] != self._plan:
+            raise ValueError(
+                f"{self._path} is of a run with {state['plan']}, and this one has {self._plan}; give "
+                "the same --seed and --fraction, or another --output."
+            )
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
         self.seconds = state["seconds"]
@@ -104,7 +124,7 @@ class Stage:
     def _save(self, step: int) -> None:
         state = {name: part.state_dict() for name, part in self.parts.items()}
         partial = self._path.with_suffix(".partial")
-        torch.save({"step": step, "seconds": self.seconds, **state}, partial)
+        torch.save({"plan": self._plan, "step": step, "seconds": self.seconds, **state}, partial)
         partial.replace(self._path)
 
 

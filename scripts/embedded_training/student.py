@@ -6,6 +6,9 @@ the rectified-flow network v, with s = cos t + sin t: ``F = ((cos t − sin t)·
 The student minimises a continuous-time consistency loss, whose tangent is a forward-mode derivative of the student
 along the teacher's guided flow (sCM, Lu & Song 2024), and the distribution-matching loss DMD2 on its own samples. The
 latter needs the score of those samples, which a third network, the fake score, learns between the student's updates.
+
+Not as published for Wan, because this model is small: the weights of the two losses, the guidance, the learning rates,
+how often the student learns, clipped gradients; and samples are simulated at the sampler's own times, not random ones.
 """
 
 from __future__ import annotations
@@ -28,9 +31,10 @@ from .text import embed
 BATCH = 64
 LEARNING_RATE = 1e-4
 GUIDANCE = 3.0  # of the teacher, distilled into the student
-STUDENT_EVERY = 4  # steps; the fake score learns in the others
-TANGENT_WARMUP = 100  # updates of the student before its tangent counts in full
+TANGENT_WARMUP = 100  # first steps: the student learns alone, from the consistency loss, its tangent growing to full
+STUDENT_EVERY = 4  # steps after that; the fake score learns in the others
 CONSISTENCY_WEIGHT, MATCHING_WEIGHT = 20.0, 1.0
+SIGMA_MAX = 80.0  # where the sampler starts
 MAX_STEPS = 1 + len(INTERMEDIATE_ANGLES)
 
 
@@ -45,13 +49,16 @@ def train_student(run: Run, teacher: WanPipeline, pool: LatentPool, num_steps: i
     for network in (teacher.transformer, networks.student, networks.fake):
         compile_blocks(network)
     guided = GuidedTeacher(teacher, run.device)
-    student_learner = Learner(run, networks.student, num_steps // STUDENT_EVERY)
-    fake_learner = Learner(run, networks.fake, num_steps - num_steps // STUDENT_EVERY)
+    names = [turn(step)[0] for step in range(num_steps)]
+    student_learner = Learner(run, networks.student, names.count("student"))
+    fake_learner = Learner(run, networks.fake, names.count("fake"))
 
     def update_student(simulated: int, latents: torch.Tensor, text: torch.Tensor, strength: torch.Tensor):
+        matching = torch.zeros((), device=run.device)
         with run.accelerator.autocast():
             consistency = consistency_loss(networks.student, guided, latents, text, strength)
-            matching = matching_loss(networks.student, networks.fake, guided, latents.shape, text, simulated)
+            if simulated:
+                matching = matching_loss(networks.student, networks.fake, guided, latents.shape, text, simulated)
         student_learner.learn(CONSISTENCY_WEIGHT * consistency + MATCHING_WEIGHT * matching)
         return consistency.detach(), matching.detach()
 
@@ -61,27 +68,38 @@ def train_student(run: Run, teacher: WanPipeline, pool: LatentPool, num_steps: i
         fake_learner.learn(loss)
         return (loss.detach(),)
 
-    # One graph per number of simulated steps.
-    student_updates = [GraphedStep(functools.partial(update_student, n)) for n in range(1, MAX_STEPS + 1)]
-    fake_updates = [GraphedStep(functools.partial(update_fake, n)) for n in range(1, MAX_STEPS + 1)]
+    # One graph per number of simulated steps, 0 for none.
+    student_updates = [GraphedStep(functools.partial(update_student, n)) for n in range(MAX_STEPS + 1)]
+    fake_updates = [GraphedStep(functools.partial(update_fake, n)) for n in range(MAX_STEPS + 1)]
     parts = {"networks": networks, "average": average, "student_learner": student_learner, "fake_learner": fake_learner}
     stage = Stage(run, "student", num_steps, **parts)
     for step in stage.steps():
-        update, waiting = divmod(step, STUDENT_EVERY)
+        name, update, simulated = turn(step)
         latents, captions = pool.draw(BATCH)
         text = guided.embed(captions)
-        if waiting == 0:
-            strength = torch.tensor(min(1.0, update / TANGENT_WARMUP), device=run.device)
-            consistency, matching = student_updates[update % MAX_STEPS](latents, text, strength)
+        if name == "student":
+            strength = torch.tensor(min(1.0, step / TANGENT_WARMUP), device=run.device)
+            consistency, matching = student_updates[simulated](latents, text, strength)
             student_learner.schedule.step()
             average.update(networks.student, update)
             stage.record(consistency=consistency, matching=matching)
         else:
-            (loss,) = fake_updates[(step - update) % MAX_STEPS](latents, text)
+            (loss,) = fake_updates[simulated](latents, text)
             fake_learner.schedule.step()
             stage.record(fake_score=loss)
     teacher.transformer = average.module.eval()
     return teacher
+
+
+def turn(step: int) -> tuple[str, int, int]:
+    """Which network learns in a step, how often it has before, and from samples of how many steps (0: from none)."""
+    if step < TANGENT_WARMUP:
+        return "student", step, 0
+    update, waiting = divmod(step - TANGENT_WARMUP, STUDENT_EVERY)
+    if waiting == 0:
+        return "student", TANGENT_WARMUP + update, update % MAX_STEPS + 1
+    update = step - TANGENT_WARMUP - update - 1
+    return "fake", update, update % MAX_STEPS + 1
 
 
 class Learner:
@@ -132,10 +150,16 @@ class GuidedTeacher:
         return free + GUIDANCE * (asked - free)
 
 
-def flow(network, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-    """F of a rectified-flow network at TrigFlow states x [B, C, f, h, w] and angles t [B], in fp32."""
+def flow(network, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, *, rounded: bool = False) -> torch.Tensor:
+    """F of a rectified-flow network at TrigFlow states x [B, C, f, h, w] and angles t [B], in fp32.
+
+    rounded: give the network bf16 timesteps, as RCMScheduler does.
+    """
     c_in = 1 / (t.cos() + t.sin())
-    v = network(_wide(c_in) * x, 1000 * t.sin() * c_in, text, return_dict=False)[0]
+    timestep = 1000 * t.sin() * c_in
+    if rounded:
+        timestep = timestep.bfloat16().float()
+    v = network(_wide(c_in) * x, timestep, text, return_dict=False)[0]
     return _wide(c_in) * (_wide(t.cos() - t.sin()) * x + v.float())
 
 
@@ -159,7 +183,7 @@ def consistency_loss(student, teacher: GuidedTeacher, latents, text, strength: t
 
 
 def student_tangent(student, x, t, text, teacher_flow) -> torch.Tensor:
-    """``cos t·sin t·dF/dt`` along the teacher's flow, a forward-mode derivative in fp32."""
+    """``cos t·sin t·dF/dt`` along the teacher's flow, a forward-mode derivative in fp32 (TF32 products on a GPU)."""
     scale = (t.cos() * t.sin()).to(x)
     context = torch.autocast(x.device.type, enabled=False)
     with torch.no_grad(), context, sdpa_kernel(SDPBackend.MATH), torch.compiler.set_stance("force_eager"):
@@ -192,14 +216,13 @@ def fake_score_loss(student, fake, shape, text, simulated: int) -> torch.Tensor:
 
 def simulate(student, shape, text, num_steps: int, *, with_grad: bool) -> torch.Tensor:
     """The student's sample after num_steps of its own sampler; gradients flow through the last step alone."""
-    angles = [math.pi / 2, *INTERMEDIATE_ANGLES[: num_steps - 1]]
-    x = torch.randn(shape, device=text.device)
-    for index, angle in enumerate(angles):
+    x = torch.zeros(shape, device=text.device)
+    angles = [math.atan(SIGMA_MAX), *INTERMEDIATE_ANGLES][:num_steps]
+    for index, angle in enumerate(angles, start=1):
         t = torch.full((shape[0],), angle, device=text.device)
-        if index > 0:
-            x = math.cos(angle) * x + math.sin(angle) * torch.randn_like(x)
-        with torch.set_grad_enabled(with_grad and index == num_steps - 1):
-            x = denoised(x, t, flow(student, x, t, text))
+        x = math.cos(angle) * x + math.sin(angle) * torch.randn_like(x)
+        with torch.set_grad_enabled(with_grad and index == num_steps):
+            x = denoised(x, t, flow(student, x, t, text, rounded=True))
     return x
 
 

@@ -51,7 +51,7 @@ def train_teacher(run: Run, vae: AutoencoderKLWan, pool: LatentPool, num_steps: 
         stage.record(loss=loss)
     trained = average.module.eval()
     pipe = build_pipeline(vae, trained.transformer, trained.text_encoder, tokenizer, FLOW_SHIFT)
-    pipe.save_pretrained(folder)
+    run.save(pipe, "teacher")
     return pipe
 
 

@@ -60,7 +60,7 @@ def train_vae(run: Run, num_steps: int) -> AutoencoderKLWan:
     update_on_crops, update_on_frames = GraphedStep(update), GraphedStep(update)
     stage = Stage(run, "vae", num_steps, model=model, average=average, optimizer=optimizer, schedule=schedule)
     for step in stage.steps():
-        video = draw_videos(BATCH, step, run.device)[1]
+        video = draw_videos(BATCH, run.seed_of("clips", step), run.device)[1]
         cropped = step < CROPPED * num_steps
         l1, penalty = update_on_crops(crop(video)) if cropped else update_on_frames(video)
         schedule.step()
@@ -69,7 +69,7 @@ def train_vae(run: Run, num_steps: int) -> AutoencoderKLWan:
     vae = average.module.eval()
     _set_normalisation(vae, run.device)
     run.log("autoencoder", psnr_db=reconstruction_psnr(vae, run.device))
-    vae.save_pretrained(folder)
+    run.save(vae, "vae")
     return vae
 
 

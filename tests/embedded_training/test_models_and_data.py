@@ -6,6 +6,7 @@ from diffusers import WanPipeline, WanTransformer3DModel
 from embedded_training import data
 from embedded_training.data import LatentPool, draw_videos, encode, token_ids
 from embedded_training.models import MAX_TEXT_TOKENS, build_pipeline, build_text_encoder, build_vae, train_tokenizer
+from embedded_training.progress import Run
 from embedded_training.text import embed
 from transformers import PreTrainedTokenizerFast
 
@@ -60,15 +61,16 @@ def test_embeddings_are_what_the_pipeline_gives_the_transformer():
     torch.testing.assert_close(actual, expected)
 
 
-def test_the_pool_holds_normalised_latents_in_the_order_of_their_captions(monkeypatch):
+def test_the_pool_holds_normalised_latents_in_the_order_of_their_captions(monkeypatch, tmp_path):
     monkeypatch.setattr(render, "HEIGHT", 32)
     monkeypatch.setattr(render, "WIDTH", 32)
     monkeypatch.setattr(render, "FRAMES", 5)
     torch.manual_seed(0)
     vae, tokenizer = build_vae(), train_tokenizer()
     vae.register_to_config(latents_mean=[0.5] * 16, latents_std=[0.25] * 16)
-    pool = LatentPool(vae, tokenizer, 64, CPU)
-    captions, video = draw_videos(64, 1_000_000, CPU)
+    run = Run(tmp_path, seed=0)
+    pool = LatentPool(run, vae, tokenizer, 64)
+    captions, video = draw_videos(64, run.seed_of("pool", 0), CPU)
     assert pool.latents.shape == (64, 16, 2, 4, 4)
     assert torch.equal(pool.token_ids, token_ids(tokenizer, captions))
     expected = (encode(vae, video[:2]) - 0.5) / 0.25

@@ -41,6 +41,34 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path):
     assert not run.has_logged("other")
 
 
+def test_a_checkpoint_of_another_plan_is_refused(tmp_path):
+    with pytest.raises(OutOfTime):
+        train(tmp_path, minutes=0)
+    stage = Stage(Run(tmp_path, seed=2), "line", 10)
+    with pytest.raises(ValueError, match=r"line.pt is of a run with {'seed': 1, 'steps': 10}.*--output"):
+        next(stage.steps())
+
+
+def test_a_folder_exists_only_when_it_is_whole(tmp_path):
+    class Failing:
+        def save_pretrained(self, folder):
+            folder.mkdir()
+            (folder / "half").touch()
+            raise OSError("disk full")
+
+    class Fine:
+        def save_pretrained(self, folder):
+            folder.mkdir()
+            (folder / "whole").touch()
+
+    run = Run(tmp_path, seed=0)
+    with pytest.raises(OSError, match="disk full"):
+        run.save(Failing(), "model")
+    assert not (tmp_path / "model").exists()
+    run.save(Fine(), "model")
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["whole"]
+
+
 def test_another_seed_draws_other_data(tmp_path):
     def first_draw(seed):
         return next(torch.rand(1) for _ in Stage(Run(tmp_path, seed), "draw", 1).steps())

@@ -155,6 +155,42 @@ def test_a_coloured_background_is_none_and_hides_its_own_colour():
     assert decode(red) == Scene((), None)
 
 
+@pytest.mark.parametrize("shade", [(0.8, 0.8, 0.8), (1.0, 0.7, 0.7), (0.65, 0.85, 1.0)])
+def test_a_background_of_another_shade_is_not_the_nearest(shade):
+    video = video_of(CAPTION)
+    background = (video == 1).all(dim=0)
+    assert decode(torch.where(background, torch.tensor(shade)[:, None, None, None], video)).background is None
+
+
+def test_a_background_that_changes_is_wrong():
+    other = video_of(replace(ASKED, background="black"))
+    video = torch.cat([video_of(CAPTION)[:, :9], other[:, 9:]], dim=1)
+    assert score_of(video)["background"] == (0, 1)
+
+
+def test_objects_that_vanish_half_way_are_wrong():
+    video = video_of(CAPTION).clone()
+    video[:, 9:] = 1
+    assert score_of(video)["shape"] == score_of(video)["direction"] == (0, 2)
+
+
+def test_objects_that_change_their_shape_have_none():
+    shapes = [replace(part, shape=other.shape) for part, other in zip(ASKED.objects, ASKED.objects[::-1], strict=True)]
+    video = torch.cat([video_of(CAPTION)[:, :9], video_of(replace(ASKED, objects=tuple(shapes)))[:, 9:]], dim=1)
+    assert score_of(video)["shape"] == (0, 2)
+
+
+@pytest.mark.parametrize("frames", [[*range(13), *range(11, 7, -1)], [*range(13), *[12] * 4], [*[0] * 8, *range(9)]])
+def test_motion_that_turns_or_rests_for_a_part_has_no_direction(frames):
+    assert score_of(video_of(CAPTION)[:, frames])["direction"] == (0, 2)
+
+
+def test_pale_objects_are_not_of_their_colour():
+    video = video_of(CAPTION)
+    pale = 0.55 * video + 0.45 * torch.ones(3, 1, 1, 1)
+    assert score_of(pale)["colour"] == (0, 2)
+
+
 def test_a_missing_object_has_all_its_attributes_wrong():
     scores = score_of(video_of(replace(ASKED, objects=ASKED.objects[:1])))
     assert scores == {"count": (0, 1), **dict.fromkeys(SCORED[1:-1], (1, 2)), "background": (1, 1)}
@@ -173,7 +209,7 @@ def with_disc(video, colour, x, y, radius):
     return torch.where(inside, torch.tensor(RGB[colour])[:, None, None, None], video)
 
 
-@pytest.mark.parametrize("colour", ["green", "red"])
+@pytest.mark.parametrize("colour", ["green", "red", "black", "gray"])
 def test_a_third_object_is_a_wrong_count_also_in_a_colour_that_is_there(colour):
     video = with_disc(video_of(CAPTION), colour, *free_place(CAPTION), 14)
     shown = decode(video)

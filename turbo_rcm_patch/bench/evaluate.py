@@ -103,23 +103,26 @@ def evaluate(
     config: PatchConfig | str = "exact",
     seed: int = 0,
     batch_size: int = 16,
+    reference: DiffusionPipeline | None = None,
     settings: dict[str, object] | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Evaluation:
     """Generate n held-out captions at each number of steps in every variant; the pipeline is left as it was found.
 
     Variants are the pipeline unpatched, exactly patched, patched with `config` where that is another, and unpatched in
-    fp32 without TF32, on a copy. The unpatched run of a pipeline that is all fp32 is that last one itself.
+    fp32 without TF32. The unpatched run of a pipeline that is all fp32 is that last one itself.
 
     pipe: an unpatched text-to-video pipeline that knows the grammar, with its sampler (``use_rcm``) installed.
     call: its arguments but for prompt, num_inference_steps, generator and output_type.
+    reference: the pipeline loaded in fp32, also with its sampler; by default a copy of pipe cast to fp32, whose weights
+    are then those that pipe's dtype has rounded.
     seed: draws the captions and each one's noise; batch_size changes neither.
     settings: what to record beside the figures. report: is given a line after each batch.
     """
     scenes = held_out_scenes(n, seed)
     results = []
-    with _without_tf32(), _without_progress_bar(pipe):
-        variants, reference = _variants(pipe, config)
+    with _without_tf32(), _without_progress_bar(pipe), _without_progress_bar(reference or pipe):
+        variants, base = _variants(pipe, reference, config)
         for count in steps:
             tallies = {name: _Tally() for name in variants}
             for start in range(0, n, batch_size):
@@ -130,7 +133,7 @@ def evaluate(
                         videos[name] = _generate(variant, scenes, batch, {**call, "num_inference_steps": count}, seed)
                 for name, tally in tallies.items():
                     tally.scores += judge_videos(videos[name], [scenes[i] for i in batch])
-                    tally.psnr_to_fp32 += _psnr(videos, name, reference)
+                    tally.psnr_to_fp32 += _psnr(videos, name, base)
                     tally.psnr_to_exact += _psnr(videos, name, EXACT)
                 report(f"{count} step{'s' * (count > 1)}: {batch.stop} of {n} captions in {len(variants)} variants")
             results += [tally.result(name, count) for name, tally in tallies.items()]
@@ -184,7 +187,9 @@ class _Tally:
         return Result(variant, steps, summarise(self.scores), *means)
 
 
-def _variants(pipe: DiffusionPipeline, config: PatchConfig | str) -> tuple[dict[str, tuple], str]:
+def _variants(
+    pipe: DiffusionPipeline, reference: DiffusionPipeline | None, config: PatchConfig | str
+) -> tuple[dict[str, tuple], str]:
     """Every variant's pipeline and the context to run it in, by name; and the name of the fp32 reference."""
     variants = {
         UNPATCHED: (pipe, contextlib.nullcontext),
@@ -194,7 +199,7 @@ def _variants(pipe: DiffusionPipeline, config: PatchConfig | str) -> tuple[dict[
         variants[config if isinstance(config, str) else "config"] = (pipe, lambda: patch(pipe, config))
     if _is_fp32(pipe):
         return variants, UNPATCHED
-    variants[UNPATCHED_FP32] = (_fp32_copy(pipe), contextlib.nullcontext)
+    variants[UNPATCHED_FP32] = (reference or _fp32_copy(pipe), contextlib.nullcontext)
     return variants, UNPATCHED_FP32
 
 

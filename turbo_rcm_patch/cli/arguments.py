@@ -77,7 +77,7 @@ def _add_evaluate(commands) -> None:
 
 def _comma_list(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(number) for number in text.split(","))
+        return tuple(dict.fromkeys(int(number) for number in text.split(",")))  # each once, in the order given
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no list such as 1,2,4") from None
 

@@ -106,6 +106,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     pipe, call = load_sampler(arguments)
+    in_fp32 = argparse.Namespace(**{**vars(arguments), "dtype": "float32"})
+    reference = None if choose_dtype(arguments, pipe.device) == torch.float32 else load_sampler(in_fp32)[0]
     evaluation = evaluate(
         pipe,
         call,
@@ -114,6 +116,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         config=arguments.preset,
         seed=arguments.seed,
         batch_size=arguments.batch_size,
+        reference=reference,
         settings={**_settings(arguments, pipe, call), "sigma_max": pipe.scheduler.config.sigma_max},
         report=lambda line: print(f"turbo-rcm evaluate: {line}", file=sys.stderr, flush=True),
     )

@@ -30,24 +30,27 @@ _SPEED_LIMIT = math.sqrt(SPEED["slowly"] * SPEED["quickly"])
 _STRANGE = 2.0  # distance in moments from which a shape is none; a blur of 4 pixels makes 1.5
 _LEAST_SPEED = SPEED["slowly"] / 2  # what is slower stands still
 _MOST_DRIFT = 0.5  # sideways per forward movement; what drifts more has no direction
+_PALE = 0.3  # RGB distance to a palette colour from which a median colour is not that one
+_NEARLY_ALWAYS, _MOSTLY = 0.85, 0.75  # shares of the frames in which an object is there, and has its shape
+_BACKGROUND, _OTHER = len(COLOURS), len(COLOURS) + 1  # labels of pixels that are of no palette colour
 
 
 def decode(video: torch.Tensor) -> Scene:
     """The scene that a video [3, F, H, W] in [0, 1] shows, on any device, in the pixels of ``render``.
 
-    What is not recognised is None: a background or a shape that the grammar does not have, direction and speed of what
-    stands still. Any number of objects is found; of several in one colour, the smaller ones have nothing but that.
+    What is not recognised is None: a background or a shape that the grammar does not have or that does not stay,
+    direction and speed of what stands still or turns. Any number of objects is found, also in colours that the grammar
+    does not have; of several in one colour, the smaller ones have nothing but that.
     """
-    background = _background(video)
-    labels = _label(video, background).cpu()
-    areas = labels.flatten().bincount(minlength=len(COLOURS) + 1).tolist()
+    nearest, background = _background(video)
+    labels = _label(video, nearest)
     objects = [
         part
-        for index, colour in enumerate(COLOURS)
-        if areas[index] >= _LEAST_AREA * len(labels) / 2
-        for part in _objects(colour, labels == index)
+        for index, colour in enumerate((*COLOURS, None, None))
+        if index != _BACKGROUND and (labels == index).sum() >= _LEAST_AREA * len(labels) / 2
+        for part in _objects(_if_vivid(colour, video, labels == index), (labels == index).cpu())
     ]
-    return Scene(tuple(objects), background if background in BACKGROUNDS else None)
+    return Scene(tuple(objects), background)
 
 
 def score(asked: Scene, shown: Scene) -> dict[str, tuple[int, int]]:
@@ -79,15 +82,27 @@ def _agree(name: str, asked: MovingShape, shown: MovingShape | None) -> bool:
     return value is not None and shown is not None and value == getattr(shown, name)
 
 
-def _background(video: torch.Tensor) -> str:
-    """The palette's name for the median colour: objects cover far less than half of the pixels."""
-    median = video[..., ::_CELL, ::_CELL].float().flatten(1).median(dim=1).values
+def _background(video: torch.Tensor) -> tuple[str, str | None]:
+    """The palette's name for the median colour, as objects cover far less than half of the pixels; and the same, or
+    None where it is no background's, or some frame's is another."""
+    medians = video[..., ::_CELL, ::_CELL].float().flatten(2).median(dim=2).values.T
     palette = torch.tensor(list(RGB.values()), device=video.device)
-    return list(RGB)[int((palette - median).norm(dim=1).argmin())]
+    distances, nearest = (medians[:, None] - palette).norm(dim=2).min(dim=1)
+    name = list(RGB)[int(nearest.mode().values)]
+    steady = bool((distances < _PALE).all()) and len(nearest.unique()) == 1
+    return name, name if steady and name in BACKGROUNDS else None
+
+
+def _if_vivid(colour: str | None, video: torch.Tensor, mask: torch.Tensor) -> str | None:
+    """The colour, if the median of an object's pixels is near it; mixtures with the background are not."""
+    if colour is None:
+        return None
+    median = video[:, mask].float().median(dim=1).values.cpu()
+    return colour if (median - torch.tensor(RGB[colour])).norm() < _PALE else None
 
 
 def _label(video: torch.Tensor, background: str) -> torch.Tensor:
-    """The index in COLOURS of every pixel's object, len(COLOURS) where there is none: uint8 [F, H, W]."""
+    """The index in COLOURS of every pixel's object, _BACKGROUND or _OTHER: uint8 [F, H, W]."""
     red, green, blue = (video.nan_to_num(0).clamp(0, 1) * (_LEVELS - 1)).round().int()
     return _label_of_every_colour(background).to(video.device)[(red * _LEVELS + green) * _LEVELS + blue]
 
@@ -105,16 +120,19 @@ def _label_of_every_colour(background: str) -> torch.Tensor:
             distance = (offset - share[:, None] * axis).norm(dim=1)
             distances[index] = torch.where(share > 0.5, distance, math.inf)
     distance, nearest = distances.min(dim=0)
-    return torch.where(distance < _FOREIGN, nearest, len(COLOURS)).to(torch.uint8)
+    elsewhere = torch.where(offset.norm(dim=1) < 2 * _FOREIGN, _BACKGROUND, _OTHER)
+    return torch.where(distance < _FOREIGN, nearest, elsewhere).to(torch.uint8)
 
 
-def _objects(colour: str, mask: torch.Tensor) -> list[MovingShape]:
-    """The objects of one colour, given its pixels [F, H, W]."""
+def _objects(colour: str | None, mask: torch.Tensor) -> list[MovingShape]:
+    """The objects of one colour, from its pixels [F, H, W]. What has no colour, or is not always there, only counts."""
     count, mask = _largest_regions(mask)
     if count == 0:
         return []
     frames, areas, centroids, moments = _measure(mask)
-    shape = _nearest_shape(moments.median(dim=0).values)
+    if colour is None or len(frames) < _NEARLY_ALWAYS * len(mask):
+        return [MovingShape(colour, None, None)] * count
+    shape = _steady_shape(moments)
     direction, speed = _motion(frames, centroids)
     tracked = MovingShape(colour, shape, direction, SIZES[int(areas.median() > _AREA_LIMIT)], speed)
     return [tracked, *[MovingShape(colour, None, None)] * (count - 1)]
@@ -126,7 +144,7 @@ def _largest_regions(mask: torch.Tensor) -> tuple[int, torch.Tensor]:
     regions = _connect(cells >= 0.5)
     areas = regions.flatten().bincount(cells.flatten() * _CELL**2, minlength=cells.numel() + 1)[1:]
     areas = areas.unflatten(0, (len(mask), -1))  # a region's number is that of one of its cells
-    count = (areas >= _LEAST_AREA).sum(dim=1).median().item()
+    count = int((areas >= _LEAST_AREA).sum(dim=1).median())
     largest = 1 + areas.argmax(dim=1) + torch.arange(len(mask)) * areas.shape[1]
     chosen = (regions == largest[:, None, None]) & (areas.amax(dim=1) >= _LEAST_AREA)[:, None, None]
     around = max_pool2d(chosen.float(), 3, stride=1, padding=1) > 0  # also the cells that an edge hardly fills
@@ -165,6 +183,13 @@ def _measure(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return frames, areas[frames], centroids[frames], torch.stack(moments, dim=1)[frames]
 
 
+def _steady_shape(moments: torch.Tensor) -> str | None:
+    """The shape of the median moments over the frames; None where many frames show another one."""
+    shape = _nearest_shape(moments.median(dim=0).values)
+    agreeing = sum(_nearest_shape(one) == shape for one in moments)
+    return shape if agreeing >= _MOSTLY * len(moments) else None
+
+
 def _nearest_shape(moments: torch.Tensor) -> str | None:
     """By moments in units of their spread over the rendered shapes; None far from all of them."""
     names, references = _reference_moments()
@@ -182,12 +207,19 @@ def _reference_moments() -> tuple[list[str], torch.Tensor]:
 
 
 def _motion(frames: torch.Tensor, centroids: torch.Tensor) -> tuple[str | None, str | None]:
-    """Direction and speed of the median velocity over all pairs of frames (Theil and Sen's robust slope)."""
+    """Direction and speed over all frames; both None where a third of the frames has another direction."""
+    thirds = torch.arange(len(frames)).tensor_split(3)
+    whole, *parts = (_heading(_velocity(frames[part], centroids[part])) for part in (slice(None), *thirds))
+    return whole if all(direction == whole[0] for direction, _ in parts) else (None, None)
+
+
+def _velocity(frames: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+    """Pixels per frame [2]: the median over all pairs of frames (Theil and Sen's robust slope)."""
     first, second = torch.combinations(torch.arange(len(frames))).T
-    if len(first) == 0:
-        return None, None
-    velocities = (centroids[second] - centroids[first]) / (frames[second] - frames[first])[:, None]
-    velocity = velocities.median(dim=0).values
+    return ((centroids[second] - centroids[first]) / (frames[second] - frames[first])[:, None]).median(dim=0).values
+
+
+def _heading(velocity: torch.Tensor) -> tuple[str | None, str | None]:
     headings = torch.tensor(list(HEADING.values()), dtype=velocity.dtype)
     speed, index = (headings @ velocity).max(dim=0)
     if speed < _LEAST_SPEED:
