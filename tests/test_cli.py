@@ -16,6 +16,7 @@ from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch import embedded
 from turbo_rcm_patch.bench import verify as verify_module
 from turbo_rcm_patch.cli import checks, commands, files, main, pipelines
+from turbo_rcm_patch.cli.arguments import parse_arguments
 from turbo_rcm_patch.cli.errors import CommandError
 from turbo_rcm_patch.shapes import grammar
 
@@ -230,6 +231,10 @@ def test_evaluate_refuses_an_image_to_video_model_and_a_low_sigma_max(capsys, sa
     message = error_of(capsys, "evaluate", "--model", saved_models / "i2v")
     assert "makes videos from an image; evaluate takes text-to-video models" in message
     assert "sigma_max=2.0: with 2 steps" in error_of(capsys, *EVALUATE, "--steps", "1,2", "--sigma-max", "2")
+
+
+def test_steps_of_evaluate_count_once():
+    assert parse_arguments(["evaluate", "--steps", "4,1,4"]).steps == (4, 1)
 
 
 @pytest.mark.parametrize("steps", ["few", "1,,2", ""])

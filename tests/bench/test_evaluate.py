@@ -149,6 +149,14 @@ def test_what_is_drawn_wrong_is_counted_wrong_at_the_steps_where_it_is():
     assert few["overall"].right == sum(few[name].right for name in SCORED)
 
 
+def test_a_given_reference_is_the_fp32_run():
+    pipe, reference = Renderer(), Renderer(torch.float32)
+    results = evaluate(pipe, n=2, steps=(1,), reference=reference).results
+    assert [result.variant for result in results] == ["unpatched", "exact", "unpatched fp32"]
+    assert reference.calls == pipe.calls[:1]
+    assert reference._progress_bar_config == {"desc": "mine"}
+
+
 def test_an_fp32_pipeline_is_its_own_reference():
     evaluation = evaluate(Renderer(torch.float32), n=1, steps=(2,))
     assert [result.variant for result in evaluation.results] == ["unpatched", "exact"]
