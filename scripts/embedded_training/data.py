@@ -49,7 +49,8 @@ class LatentPool:
 
     def __init__(self, run: Run, vae: AutoencoderKLWan, tokenizer: PreTrainedTokenizerFast, count: int):
         device = run.device
-        mean, std = (torch.tensor(x, device=device).view(1, -1, 1, 1, 1) for x in _normalisation(vae))
+        statistics = vae.config.latents_mean, vae.config.latents_std
+        mean, std = (torch.tensor(values, device=device).view(1, -1, 1, 1, 1) for values in statistics)
         vae = copy.deepcopy(vae).bfloat16()
         compile_norms(vae)
         captions, latents = [], []
@@ -64,7 +65,3 @@ class LatentPool:
         """A random batch: latents in fp32 and token ids."""
         chosen = torch.randint(len(self.latents), (count,), device=self.latents.device)
         return self.latents[chosen].float(), self.token_ids[chosen]
-
-
-def _normalisation(vae: AutoencoderKLWan) -> tuple[list[float], list[float]]:
-    return vae.config.latents_mean, vae.config.latents_std

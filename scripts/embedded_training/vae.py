@@ -110,7 +110,7 @@ def fix_posterior_deviation(vae: AutoencoderKLWan) -> AutoencoderKLWan:
 
 
 def is_foreground(video: torch.Tensor) -> torch.Tensor:
-    """[B, 1, F, H, W]: where a pixel is not of the background, the video's most frequent colour."""
+    """[B, 1, F, H, W]: where a pixel is not of the background, the video's median colour."""
     background = video.flatten(2).median(dim=2).values[:, :, None, None, None]
     return (video - background).abs().amax(dim=1, keepdim=True) > 0.05
 

@@ -39,11 +39,11 @@ _CAPTION = re.compile(rf"(?P<objects>.+?)(?: on (?P<background>{'|'.join(BACKGRO
 
 @dataclass(frozen=True)
 class MovingShape:
-    """One object. size and speed are None where the caption leaves them open."""
+    """One object. None is what a caption leaves open (size, speed), and whatever the judge cannot tell."""
 
-    colour: str
-    shape: str
-    direction: str
+    colour: str | None
+    shape: str | None
+    direction: str | None
     size: str | None = None
     speed: str | None = None
 

@@ -44,12 +44,11 @@ def decode(video: torch.Tensor) -> Scene:
     """
     nearest, background = _background(video)
     labels = _label(video, nearest)
-    objects = [
-        part
-        for index, colour in enumerate((*COLOURS, None, None))
-        if index != _BACKGROUND and (labels == index).sum() >= _LEAST_AREA * len(labels) / 2
-        for part in _objects(_if_vivid(colour, video, labels == index), (labels == index).cpu())
-    ]
+    objects = []
+    for label, colour in [*enumerate(COLOURS), (_OTHER, None)]:
+        mask = labels == label
+        if mask.sum() >= _LEAST_AREA * len(mask) / 2:
+            objects += _objects(_if_vivid(colour, video, mask), mask.cpu())
     return Scene(tuple(objects), background)
 
 
