@@ -29,8 +29,8 @@ from embedded_training.vae import train_vae
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.bench.evaluate import EMBEDDED_CALL, held_out_scenes, prompt_accuracy
 
-STEPS = {"vae": 8000, "teacher": 9500, "student": 2800}
-VIDEOS = 24576  # in the pool of encoded ones
+STEPS = {"vae": 7000, "teacher": 12000, "student": 3200}
+VIDEOS = {"vae": 2048, "pool": 24576}  # to train the autoencoder on, and the other networks on their latents
 TEACHER_STEPS = 50
 SUMMARY = "training.json"
 TEACHER_PROMPTS = 256
@@ -60,11 +60,11 @@ def train(run: Run, fraction: float, until: str) -> None:
     torch.set_float32_matmul_precision("high")
     torch._dynamo.config.recompile_limit = 64  # one per shape, gradient mode and network
     steps = {stage: math.ceil(count * fraction) for stage, count in STEPS.items()}
-    vae = train_vae(run, steps["vae"])
+    vae = train_vae(run, steps["vae"], math.ceil(VIDEOS["vae"] * fraction))
     if until == "vae":
         return
     start = time.monotonic()
-    pool = LatentPool(run, vae, train_tokenizer(), math.ceil(VIDEOS * fraction))
+    pool = LatentPool(run, vae, train_tokenizer(), math.ceil(VIDEOS["pool"] * fraction))
     run.log("pool", videos=len(pool.latents), seconds=time.monotonic() - start)
     teacher = train_teacher(run, vae, pool, steps["teacher"])
     if not run.has_logged("teacher accuracy"):

@@ -1,4 +1,4 @@
-"""Training data: captioned videos drawn on the fly, and a pool of them encoded to latents."""
+"""Training data: captioned videos, a pool of them as bytes, and a larger one encoded to latents."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from transformers import PreTrainedTokenizerFast
 from turbo_rcm_patch.shapes.grammar import draw_scene, fill_open
 from turbo_rcm_patch.shapes.render import render
 
-from .models import compile_norms
+from .models import channels_last, compile_norms
 from .progress import Run
+from .whole_clips import encode_clip, take_whole_clips
 
 MAX_CAPTION_TOKENS = 24
+_AT_ONCE = 64  # videos drawn together
+_POINTS = 32  # per video, to crop around
 
 
 def draw_videos(count: int, seed: int, device: torch.device) -> tuple[list[str], torch.Tensor]:
@@ -44,6 +47,44 @@ def encode(vae: AutoencoderKLWan, video: torch.Tensor) -> torch.Tensor:
         return vae.encode(video.to(vae.dtype)).latent_dist.mode().float()
 
 
+def is_foreground(video: torch.Tensor, background: torch.Tensor) -> torch.Tensor:
+    """[B, 1, F, H, W]: where a pixel differs from its video's background colour [B, 3, 1, 1, 1]."""
+    return (video - background).abs().amax(dim=1, keepdim=True) > 0.05
+
+
+class VideoPool:
+    """Videos as bytes on the device, without captions, to draw random clips of their full length from."""
+
+    def __init__(self, run: Run, count: int):
+        videos, backgrounds, points = [], [], []
+        for index in range(0, count, _AT_ONCE):
+            video = draw_videos(_AT_ONCE, run.seed_of("videos", index), run.device)[1]
+            background = video.flatten(2)[..., ::7].median(dim=2).values[:, :, None, None, None]
+            seen = is_foreground(video, background).any(dim=2).flatten(1)
+            videos.append(((video + 1) * 127.5).round().byte().permute(0, 3, 4, 1, 2).contiguous())
+            backgrounds.append(background)
+            points.append(torch.multinomial(seen.float(), _POINTS, replacement=True))
+        self._videos, self._backgrounds, self._points = torch.cat(videos), torch.cat(backgrounds), torch.cat(points)
+
+    def draw(self, count: int, side: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Clips [count, 3, F, H, W] in [-1, 1] and their background colours [count, 3, 1, 1, 1].
+
+        side: crop a square of so many pixels around a pixel of each video's objects: most of a frame is background.
+        """
+        chosen = torch.randint(len(self._videos), (count,), device=self._videos.device)
+        clips = self._videos[chosen] if side is None else self._crop(chosen, side)
+        return clips.permute(0, 3, 4, 1, 2) / 127.5 - 1, self._backgrounds[chosen]
+
+    def _crop(self, chosen: torch.Tensor, side: int) -> torch.Tensor:
+        height, width = self._videos.shape[1:3]
+        points = self._points[chosen, torch.randint(_POINTS, chosen.shape, device=chosen.device)]
+        tops = (points // width - side // 2).clamp(0, height - side)
+        lefts = (points % width - side // 2).clamp(0, width - side)
+        offsets = torch.arange(side, device=chosen.device)
+        rows, columns = tops[:, None, None] + offsets[:, None], lefts[:, None, None] + offsets
+        return self._videos[chosen[:, None, None], rows, columns]
+
+
 class LatentPool:
     """Normalised latents [count, 16, f, h, w] in bf16 with their captions' token ids, all on the device."""
 
@@ -51,13 +92,16 @@ class LatentPool:
         device = run.device
         statistics = vae.config.latents_mean, vae.config.latents_std
         mean, std = (torch.tensor(values, device=device).view(1, -1, 1, 1, 1) for values in statistics)
-        vae = copy.deepcopy(vae).bfloat16()
-        compile_norms(vae)
+        encoder = take_whole_clips(copy.deepcopy(vae).bfloat16())
+        channels_last(encoder)
+        compile_norms(encoder)
         captions, latents = [], []
-        for index in range(0, count, 64):
-            drawn, video = draw_videos(64, run.seed_of("pool", index), device)
+        for index in range(0, count, _AT_ONCE):
+            drawn, video = draw_videos(_AT_ONCE, run.seed_of("pool", index), device)
             captions += drawn
-            latents.append(((encode(vae, video) - mean) / std).bfloat16())
+            with torch.no_grad():
+                encoded = encode_clip(encoder, video.to(torch.bfloat16, memory_format=torch.channels_last_3d)).float()
+            latents.append(((encoded - mean) / std).bfloat16())
         self.latents = torch.cat(latents)
         self.token_ids = token_ids(tokenizer, captions).to(device)
 

@@ -14,27 +14,30 @@ import math
 import torch
 from diffusers import AutoencoderKLWan
 
-from .data import draw_videos, encode, latent_statistics
-from .models import build_vae, compile_norms
+from .data import VideoPool, draw_videos, encode, is_foreground, latent_statistics
+from .models import build_vae, channels_last, compile_norms
 from .progress import Average, GraphedStep, Run, Stage, warmup_and_cosine
+from .whole_clips import decode_clip, encode_clip, take_whole_clips
 
-BATCH = 4
+BATCH = 8
 CROP = 96  # pixels of its side
 CROPPED = 0.93  # of all steps
 OBJECT_WEIGHT = 3.0  # of a pixel that is not background
 NOISE = 0.1
 MEAN_WEIGHT = 1e-3
-LEARNING_RATE = 5e-4
+LEARNING_RATE = 1e-3
 
 
-def train_vae(run: Run, num_steps: int) -> AutoencoderKLWan:
+def train_vae(run: Run, num_steps: int, videos: int) -> AutoencoderKLWan:
     """Train it, or load it where ``vae/`` is written already. Returns the average of its weights, normalisation set."""
     folder = run.folder / "vae"
     if folder.exists():
         return AutoencoderKLWan.from_pretrained(folder).to(run.device)
     torch.manual_seed(run.seed)
-    model = NoisyAutoencoder(fix_posterior_deviation(build_vae())).to(run.device)
-    average = Average(model.vae, 0.998)
+    vae = fix_posterior_deviation(build_vae()).to(run.device)
+    average = Average(vae, 0.998)
+    model = NoisyAutoencoder(vae)
+    channels_last(model)
     compile_norms(model)
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -45,10 +48,10 @@ def train_vae(run: Run, num_steps: int) -> AutoencoderKLWan:
     )
     schedule = warmup_and_cosine(optimizer, num_steps, warmup=300)
 
-    def update(video: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        mean, decoded = in_bf16(model, video)
+    def update(video: torch.Tensor, background: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mean, decoded = in_bf16(model, video.contiguous(memory_format=torch.channels_last_3d))
         error = decoded.float() - video
-        weight = 1 + (OBJECT_WEIGHT - 1) * is_foreground(video)
+        weight = 1 + (OBJECT_WEIGHT - 1) * is_foreground(video, background)
         reconstruction = (weight * (error.abs() + error.square())).mean()
         penalty = 0.5 * mean.float().square().mean()
         run.accelerator.backward(reconstruction + MEAN_WEIGHT * penalty)
@@ -59,18 +62,19 @@ def train_vae(run: Run, num_steps: int) -> AutoencoderKLWan:
 
     update_on_crops, update_on_frames = GraphedStep(update), GraphedStep(update)
     stage = Stage(run, "vae", num_steps, model=model, average=average, optimizer=optimizer, schedule=schedule)
+    pool = VideoPool(run, videos)
     for step in stage.steps():
-        video = draw_videos(BATCH, run.seed_of("clips", step), run.device)[1]
         cropped = step < CROPPED * num_steps
-        l1, penalty = update_on_crops(crop(video)) if cropped else update_on_frames(video)
+        learn = update_on_crops if cropped else update_on_frames
+        l1, penalty = learn(*pool.draw(BATCH, CROP if cropped else None))
         schedule.step()
         average.update(model.vae, step)
         stage.record(l1=l1, penalty=penalty)
-    vae = average.module.eval()
-    _set_normalisation(vae, run.device)
-    run.log("autoencoder", psnr_db=reconstruction_psnr(vae, run.device))
-    run.save(vae, "vae")
-    return vae
+    trained = average.module.eval()
+    _set_normalisation(trained, run.device)
+    run.log("autoencoder", psnr_db=reconstruction_psnr(trained, run.device))
+    run.save(trained, "vae")
+    return trained
 
 
 class NoisyAutoencoder(torch.nn.Module):
@@ -78,11 +82,11 @@ class NoisyAutoencoder(torch.nn.Module):
 
     def __init__(self, vae: AutoencoderKLWan):
         super().__init__()
-        self.vae = vae
+        self.vae = take_whole_clips(vae)
 
     def forward(self, video: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        mean = self.vae.encode(video).latent_dist.mean
-        return mean, decode_unclamped(self.vae, mean + NOISE * torch.randn_like(mean))
+        mean = encode_clip(self.vae, video)
+        return mean, decode_clip(self.vae, mean + NOISE * torch.randn_like(mean))
 
 
 def in_bf16(model: torch.nn.Module, video: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -91,39 +95,12 @@ def in_bf16(model: torch.nn.Module, video: torch.Tensor) -> tuple[torch.Tensor, 
     return torch.func.functional_call(model, weights, video.bfloat16())
 
 
-def crop(video: torch.Tensor) -> torch.Tensor:
-    """A square of CROP pixels around a random pixel of each video's objects: most of a frame is plain background."""
-    height, width = video.shape[-2:]
-    chosen = torch.multinomial(is_foreground(video).any(dim=2).flatten(1).float(), 1).squeeze(1)
-    tops = (chosen // width - CROP // 2).clamp(0, height - CROP).tolist()
-    lefts = (chosen % width - CROP // 2).clamp(0, width - CROP).tolist()
-    squares = [part[..., y : y + CROP, x : x + CROP] for part, y, x in zip(video, tops, lefts, strict=True)]
-    return torch.stack(squares)
-
-
 def fix_posterior_deviation(vae: AutoencoderKLWan) -> AutoencoderKLWan:
     """Make the second half of quant_conv's output the constant ln NOISE²; nothing in the loss depends on it."""
     with torch.no_grad():
         vae.quant_conv.weight[vae.config.z_dim :] = 0
         vae.quant_conv.bias[vae.config.z_dim :] = 2 * math.log(NOISE)
     return vae
-
-
-def is_foreground(video: torch.Tensor) -> torch.Tensor:
-    """[B, 1, F, H, W]: where a pixel is not of the background, the video's median colour."""
-    background = video.flatten(2).median(dim=2).values[:, :, None, None, None]
-    return (video - background).abs().amax(dim=1, keepdim=True) > 0.05
-
-
-def decode_unclamped(vae: AutoencoderKLWan, latents: torch.Tensor) -> torch.Tensor:
-    """``vae.decode`` without its last clamp to [-1, 1], which would stop the gradient of every saturated pixel."""
-    vae.clear_cache()
-    frames = []
-    for index, latent in enumerate(vae.post_quant_conv(latents).split(1, dim=2)):
-        vae._conv_idx = [0]
-        frames.append(vae.decoder(latent, vae._feat_map, vae._conv_idx, first_chunk=index == 0))
-    vae.clear_cache()
-    return torch.cat(frames, dim=2)
 
 
 def _set_normalisation(vae: AutoencoderKLWan, device: torch.device) -> None:
