@@ -84,7 +84,8 @@ def _agree(name: str, asked: MovingShape, shown: MovingShape | None) -> bool:
 def _background(video: torch.Tensor) -> tuple[str, str | None]:
     """The palette's name for the median colour, as objects cover far less than half of the pixels; and the same, or
     None where it is no background's, or some frame's is another."""
-    medians = video[..., ::_CELL, ::_CELL].float().flatten(2).median(dim=2).values.T
+    # Contiguous, because torch 2.13 leaves the median of an expanded tensor unwritten.
+    medians = video[..., ::_CELL, ::_CELL].float().flatten(2).contiguous().median(dim=2).values.T
     palette = torch.tensor(list(RGB.values()), device=video.device)
     distances, nearest = (medians[:, None] - palette).norm(dim=2).min(dim=1)
     name = list(RGB)[int(nearest.mode().values)]
