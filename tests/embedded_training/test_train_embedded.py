@@ -10,7 +10,7 @@ from embedded_training import models, student, teacher, vae
 from embedded_training.models import TEXT_DIM
 
 from turbo_rcm_patch.bench import evaluate
-from turbo_rcm_patch.shapes import render
+from turbo_rcm_patch.shapes import judge, render
 
 
 @pytest.fixture
@@ -18,6 +18,8 @@ def toy(monkeypatch):
     monkeypatch.setattr(render, "HEIGHT", 32)
     monkeypatch.setattr(render, "WIDTH", 32)
     monkeypatch.setattr(render, "FRAMES", 5)
+    monkeypatch.setattr(render, "RADIUS", {"small": 3.0, "large": 5.0})
+    monkeypatch.setattr(render, "SPEED", {"slowly": 0.5, "quickly": 1.0})
     monkeypatch.setattr(vae, "CROP", 16)
     monkeypatch.setattr(vae, "BATCH", 2)
     monkeypatch.setattr(teacher, "BATCH", 2)
@@ -37,6 +39,9 @@ def toy(monkeypatch):
             num_attention_heads=1, attention_head_dim=32, num_layers=1, ffn_dim=32, text_dim=TEXT_DIM
         ),
     )
+    judge._reference_moments.cache_clear()
+    yield
+    judge._reference_moments.cache_clear()  # they were rendered in this small world
 
 
 def test_training_stops_goes_on_and_ends_in_a_pipeline(toy, tmp_path, capfd):

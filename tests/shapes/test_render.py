@@ -8,8 +8,19 @@ import torch
 from torch.nn.functional import max_pool2d
 
 from tests.shapes.scenes import full_scenes, video_of
+from turbo_rcm_patch.shapes import render as module
 from turbo_rcm_patch.shapes.grammar import DIRECTIONS, SHAPES, SIZES, SPEEDS, MovingShape, Scene
-from turbo_rcm_patch.shapes.render import FRAMES, HEADING, HEIGHT, RADIUS, RGB, SPEED, WIDTH, render
+from turbo_rcm_patch.shapes.render import (
+    FRAMES,
+    HEADING,
+    HEIGHT,
+    RADIUS,
+    RGB,
+    SPEED,
+    WIDTH,
+    circumradius,
+    render,
+)
 
 
 def coverages_of(video, scene):
@@ -71,6 +82,21 @@ def test_objects_keep_their_area_inside_the_frame_and_never_touch():
             assert areas_and_centroids(coverage)[0] == pytest.approx(math.pi * RADIUS[part.size] ** 2, rel=0.03)
         near = max_pool2d((coverages > 0.01).float(), 5, stride=1, padding=2)  # 2 pixels further on every side
         assert near.sum(dim=0).max() == 1
+
+
+def test_two_objects_of_any_kinds_find_room(monkeypatch):
+    """From the frame's corners alone: whatever random places turn out, those are left."""
+    kinds = [MovingShape("red", *kind) for kind in itertools.product(SHAPES, DIRECTIONS, SIZES, SPEEDS)]
+    pairs = list(itertools.product(kinds, kinds))
+    monkeypatch.setattr(module, "_CANDIDATES", 0)
+    starts, steps = module._paths([Scene(pair, "white") for pair in pairs], torch.Generator())
+    ends = starts + (FRAMES - 1) * steps
+    reaches = torch.tensor([[circumradius(part.shape, RADIUS[part.size]) for part in pair] for pair in pairs])
+    for points in (starts, ends):
+        assert (points - reaches[..., None] >= -1e-3).all()
+        assert (points + reaches[..., None] <= torch.tensor([WIDTH, HEIGHT]) + 1e-3).all()
+    apart = starts[:, 0] - starts[:, 1] + torch.arange(FRAMES)[:, None, None] * (steps[:, 0] - steps[:, 1])
+    assert (apart.norm(dim=-1) - reaches.sum(dim=1)).min() >= 6
 
 
 def test_the_generator_decides_the_places_and_samples_do_not_depend_on_how_many_there_are():

@@ -26,7 +26,7 @@ RADIUS = {"small": 14.0, "large": 26.0}  # pixels; of the disc with the object's
 SPEED = {"slowly": 2.0, "quickly": 6.0}  # pixels a frame
 HEADING = {"up": (0.0, -1.0), "down": (0.0, 1.0), "left": (-1.0, 0.0), "right": (1.0, 0.0)}  # x to the right, y down
 
-_CANDIDATES = 64  # pairs of starting points tried per video
+_CANDIDATES = 128  # random pairs of starting points tried per video, before those at the frame's corners
 _GAP = 6.0  # pixels between two objects, at least
 
 
@@ -77,14 +77,14 @@ def _paths(scenes: Sequence[Scene], generator: torch.Generator) -> tuple[torch.T
     low = reach[..., None] + (-travel).clamp(min=0)
     high = torch.tensor([WIDTH, HEIGHT]) - reach[..., None] - travel.clamp(min=0)
     uniform = torch.rand(len(scenes), _CANDIDATES, 2, 2, generator=generator)
-    starts = low[:, None] + uniform * (high - low)[:, None]
+    corners = torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * 4).view(-1, 2, 2).expand(len(scenes), -1, -1, -1)
+    starts = low[:, None] + torch.cat([uniform, corners], dim=1) * (high - low)[:, None]
     times = torch.arange(FRAMES)[:, None]
     apart = (starts[:, :, 0] - starts[:, :, 1])[:, :, None] + times * (steps[:, 0] - steps[:, 1])[:, None, None]
     gap = apart.norm(dim=-1).amin(dim=2) - reach.sum(dim=1, keepdim=True)
     alone = torch.tensor([len(scene.objects) == 1 for scene in scenes])
     fits = (gap >= _GAP) | alone[:, None]
-    # The first pair of paths that keeps the gap; where none does, the one with the widest.
-    chosen = torch.where(fits.any(dim=1), fits.float().argmax(dim=1), gap.argmax(dim=1))
+    chosen = fits.float().argmax(dim=1)  # the first pair of paths that keeps the gap; some pair of corners always does
     return starts[torch.arange(len(scenes)), chosen], steps
 
 
