@@ -17,13 +17,15 @@ from PIL import Image, ImageDraw, ImageFont
 
 from turbo_rcm_patch.embedded import FRAMES, HEIGHT, WIDTH, load_embedded_pipeline
 from turbo_rcm_patch.patching import use_rcm
-from turbo_rcm_patch.shapes.grammar import EXAMPLES
 
 ROOT = Path(__file__).resolve().parent.parent
-CAPTIONS = (
-    *EXAMPLES,
-    "a small green cross moves down while a large orange triangle moves right slowly, on gray",
-    "a large yellow circle moves left quickly while a small purple cross moves up, on black",
+CAPTIONS = (  # of combinations that training never showed
+    "a red circle moves up",
+    "a large blue square moves down slowly, on white",
+    "a small yellow triangle moves right quickly, on black",
+    "a large green circle moves right slowly while a small purple square moves right, on white",
+    "a small orange cross moves up while a large blue triangle moves up slowly, on gray",
+    "a large yellow circle moves down quickly while a small purple cross moves down, on black",
 )
 
 COLUMNS = 5

@@ -79,18 +79,19 @@ def _evaluation_section(folder: Path) -> str:
     if (folder / TRAINING).exists():
         training = json.loads((folder / TRAINING).read_text())
         taught = training["stages"]["teacher accuracy"]
-        rows.append(["teacher, guided", taught["steps"], taught["accuracy"], None, None])
+        rows.append(["teacher, guided", taught["steps"], taught["accuracy"], None, None, None])
         minutes = training["seconds"] / 60
         origin = f"Trained in {minutes:.1f} minutes on one {training['environment']['gpu']} (`{TRAINING}`). "
     for result in evaluation["results"]:
         psnr = result["psnr_to_fp32"], result["psnr_to_exact"]
-        rows.append([result["variant"], result["steps"], result["accuracy"], *psnr])
-    header = ["variant", "steps", *attributes, "PSNR to fp32, dB", "to exact, dB"]
+        rows.append([result["variant"], result["steps"], result["accuracy"], result["change"], *psnr])
+    header = ["variant", "steps", *attributes, "vs unpatched", "PSNR to fp32, dB", "to exact, dB"]
     lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
-    for variant, steps, accuracy, *psnr in rows:
+    for variant, steps, accuracy, change, *psnr in rows:
         shares = [_percent(accuracy[name]["share"]) for name in attributes]
         shares[-1] += f" ± {_percent(accuracy['overall']['standard_error'])}"
-        cells = [variant, str(steps), *shares, *map(_decibels, psnr)]
+        changed = "" if change is None else f"{100 * change['share']:+.1f} ± {_percent(change['standard_error'])}"
+        cells = [variant, str(steps), *shares, changed, *map(_decibels, psnr)]
         lines.append("| " + " | ".join(cells) + " |")
     environment = evaluation["environment"]
     return (

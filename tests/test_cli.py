@@ -41,7 +41,7 @@ def error_of(capsys, *argv):
     """The one line that a failing command prints."""
     assert main(list(map(str, argv))) == 2
     captured = capsys.readouterr()
-    lines = [line for line in captured.err.splitlines() if line.startswith("turbo-rcm")]
+    lines = [line for line in captured.err.splitlines() if line.startswith("turbo-rcm") and "warning" not in line]
     assert len(lines) == 1
     assert "Traceback" not in captured.err
     return lines[0]
@@ -110,7 +110,21 @@ def test_no_warning_for_a_caption_a_default_or_another_model(capsys, monkeypatch
     for options in (["A large blue square moves UP on white"], [], ["--model", saved_models / "t2v"]):
         assert main(["verify", *map(str, options), *TINY]) == 2
     assert prompts == ["A large blue square moves UP on white", grammar.EXAMPLES[0], pipelines.DEFAULT_PROMPT]
-    assert "warning" not in capsys.readouterr().err
+    assert "learned captions" not in capsys.readouterr().err
+
+
+def test_another_size_than_the_learned_one_is_warned_about(tmp_path, capsys, monkeypatch, saved_models):
+    def warnings(*argv):
+        monkeypatch.setattr(commands, "verify", lambda *_, **__: (_ for _ in ()).throw(CommandError("recorded")))
+        assert main(["verify", "--device", "cpu", *map(str, argv)]) == 2
+        return [line for line in capsys.readouterr().err.splitlines() if "learned videos" in line]
+
+    (warning,) = warnings("--height", "32", "--frames", "5")
+    assert f"{embedded.HEIGHT}x{embedded.WIDTH} pixels and {embedded.FRAMES} frames" in warning
+    assert f"at 32x{embedded.WIDTH} and 5" in warning
+    assert warnings() == []
+    assert warnings("--height", embedded.HEIGHT, "--width", embedded.WIDTH) == []
+    assert warnings("--model", saved_models / "t2v", *TINY) == []
 
 
 def test_help_names_the_size_of_the_embedded_model(capsys):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from turbo_rcm_patch.shapes.grammar import fill_open, parse_caption
+from turbo_rcm_patch.shapes.grammar import fill_open, is_held_out, parse_caption
 from turbo_rcm_patch.shapes.render import render
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,8 +17,9 @@ contact_sheet = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(contact_sheet)
 
 
-def test_captions_are_in_the_grammar_with_one_and_with_two_objects():
+def test_captions_are_held_out_ones_with_one_and_with_two_objects():
     scenes = [parse_caption(caption) for caption in contact_sheet.CAPTIONS]
+    assert all(is_held_out(part.colour, part.shape, part.direction) for scene in scenes for part in scene.objects)
     assert {len(scene.objects) for scene in scenes} == {1, 2}
     assert len({part.colour for scene in scenes for part in scene.objects}) == 6
 

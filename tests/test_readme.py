@@ -25,6 +25,7 @@ def test_an_evaluation_and_its_training_become_a_table(tmp_path):
         "variant": "exact",
         "steps": 4,
         "accuracy": accuracy(0.956),
+        "change": {"share": -0.004, "standard_error": 0.006},
         "psnr_to_fp32": 31.257,
         "psnr_to_exact": None,
     }
@@ -36,13 +37,13 @@ def test_an_evaluation_and_its_training_become_a_table(tmp_path):
     for name, content in ((readme_results.EVALUATION, evaluation), (readme_results.TRAINING, training)):
         (tmp_path / "x" / name).write_text(json.dumps(content))
     section = readme_results._evaluation_section(tmp_path / "x")
-    assert "| teacher, guided | 50 | 100.0 | 98.0 ± 1.2 |  |  |" in section
-    assert "| exact | 4 | 100.0 | 95.6 ± 1.2 | 31.26 |  |" in section
+    assert "| teacher, guided | 50 | 100.0 | 98.0 ± 1.2 |  |  |  |" in section
+    assert "| exact | 4 | 100.0 | 95.6 ± 1.2 | -0.4 ± 0.6 | 31.26 |  |" in section
     assert "77 held-out captions" in section
     assert "1.5 minutes on one GPU X" in section
 
     (tmp_path / "x" / readme_results.TRAINING).unlink()
     section = readme_results._evaluation_section(tmp_path / "x")
     assert "teacher" not in section
-    assert "| exact | 4 | 100.0 | 95.6 ± 1.2 | 31.26 |  |" in section
+    assert "| exact | 4 | 100.0 | 95.6 ± 1.2 | -0.4 ± 0.6 | 31.26 |  |" in section
     assert readme_results._folder_section(tmp_path / "x") == ""

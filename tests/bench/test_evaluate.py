@@ -15,6 +15,7 @@ from turbo_rcm_patch.bench import evaluate as module
 from turbo_rcm_patch.bench.evaluate import (
     EMBEDDED_CALL,
     Accuracy,
+    Change,
     evaluate,
     held_out_scenes,
     judge_videos,
@@ -255,6 +256,32 @@ def test_accuracy_of_too_little():
     assert Accuracy.of_videos([(1, 2), (0, 0)]) == Accuracy(1, 2, None)
 
 
+def test_a_change_is_of_the_same_videos():
+    """Two of ten answers more; how hard the captions are does not count, but how differently they change does."""
+    assert Change.between([(0, 5), (3, 5)], [(1, 5), (4, 5)]) == Change(0.2, 0.0)
+    change = Change.between([(0, 5), (3, 5)], [(0, 5), (5, 5)])
+    assert change.share == pytest.approx(0.2)
+    assert change.standard_error == pytest.approx(math.sqrt((1 + 1) * 2) / 10)
+    assert Change.between([(2, 4)], [(1, 4)]) == Change(-0.25, None)
+
+
+def test_the_change_from_the_unpatched_run_is_of_as_many_steps():
+    pipe = Renderer()
+
+    def draw(scene, steps):
+        """Right but where it is exactly patched, in one step: there the second object is missing."""
+        is_wrong = steps == 1 and pipe.offset == pytest.approx(0.001)
+        return replace(scene, objects=scene.objects[:1]) if is_wrong else scene
+
+    pipe.draw = draw
+    results = by_variant(evaluate(pipe, n=6, steps=(1, 2)))
+    assert results["exact", 2].change == results["unpatched fp32", 1].change == Change(0.0, 0.0)
+    accuracies = [results[variant, 1].accuracy["overall"] for variant in ("unpatched", "exact")]
+    assert results["exact", 1].change.share == pytest.approx(accuracies[1].share - accuracies[0].share)
+    assert results["exact", 1].change.share < -0.05
+    assert results["unpatched", 1].change is results["unpatched", 2].change is None
+
+
 def test_videos_are_judged_as_pipelines_return_them():
     scenes = [fill_open(scene, random.Random(0)) for scene in held_out_scenes(2)]
     frames = render(scenes, torch.Generator().manual_seed(0)).transpose(1, 2)  # [B, F, 3, H, W]
@@ -269,11 +296,13 @@ def test_table_and_json():
     evaluation = evaluate(Renderer(), n=2, steps=(1, 2), settings={"model": "renderer"})
     lines = evaluation_table(evaluation).splitlines()
     assert len(lines) == 1 + 2 * 3
-    assert lines[0].split() == ["variant", "steps", "overall", "%", *SCORED, "dB", "to", "fp32", "dB", "to", "exact"]
+    decibels = ["dB", "to", "fp32", "dB", "to", "exact"]
+    assert lines[0].split() == ["variant", "steps", "overall", "%", "vs", "unpatched", *SCORED, *decibels]
     assert lines[1].split()[:2] == ["unpatched", "1"]
     assert lines[1].endswith("40.0         40.9")
     assert lines[2].endswith("60.0            -")
-    assert "100.0 ± 0.0" in lines[1]
+    assert "100.0 ± 0.0             -" in lines[1]
+    assert "100.0 ± 0.0    +0.0 ± 0.0" in lines[2]
     result = json.loads(json.dumps(evaluation.to_dict()))
     settings = {"model": "renderer", "n": 2, "steps": [1, 2], "seed": 0, "batch_size": 16, **EMBEDDED_CALL}
     assert result["settings"] == settings
@@ -282,6 +311,8 @@ def test_table_and_json():
     exact = result["results"][1]
     assert (exact["variant"], exact["steps"], exact["psnr_to_exact"]) == ("exact", 1, None)
     assert exact["psnr_to_fp32"] == pytest.approx(60.0, abs=0.01)
+    assert result["results"][0]["change"] is None
+    assert exact["change"] == {"share": 0.0, "standard_error": 0.0}
     assert exact["accuracy"]["count"] == {"share": 1.0, "right": 2, "asked": 2, "standard_error": 0.0}
 
 
@@ -290,7 +321,7 @@ def test_a_question_that_was_not_asked_is_a_dash(monkeypatch):
     monkeypatch.setattr(module, "held_out_scenes", lambda n, seed: [parse_caption(caption)] * n)
     evaluation = evaluate(Renderer(torch.float32), n=1, steps=(1,))
     assert evaluation_table(evaluation).splitlines()[1].split() == [
-        *("unpatched", "1", "100.0"),
+        *("unpatched", "1", "100.0", "-"),
         *("100.0", "100.0", "100.0", "100.0", "-", "-", "-"),
         *("-", "100.0"),
     ]

@@ -62,10 +62,33 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
+class Change:
+    """A variant's share of right answers minus the unpatched pipeline's, on the same captions and noise.
+
+    standard_error is that of the paired difference, with videos as the samples; None for fewer than two.
+    """
+
+    share: float
+    standard_error: float | None
+
+    @classmethod
+    def between(cls, before: Sequence[tuple[int, int]], after: Sequence[tuple[int, int]]) -> Change:
+        """From right and asked of the same videos in both runs."""
+        asked = sum(count for _, count in after)
+        differences = [ours - theirs for (ours, _), (theirs, _) in zip(after, before, strict=True)]
+        share = sum(differences) / asked
+        if len(differences) < 2:
+            return cls(share, None)
+        squares = sum((d - share * count) ** 2 for d, (_, count) in zip(differences, after, strict=True))
+        return cls(share, math.sqrt(squares * len(after) / (len(after) - 1)) / asked)
+
+
+@dataclass(frozen=True)
 class Result:
     """One variant at one number of steps.
 
     accuracy: of every attribute of ``shapes.judge.SCORED`` and, last, "overall".
+    change: of "overall" from the unpatched run at as many steps; None for that run itself.
     psnr_to_fp32, psnr_to_exact: dB against the unpatched fp32 run and the exact tier, the mean over frames and videos
     of ``frame_psnr``; None for that run itself.
     """
@@ -73,6 +96,7 @@ class Result:
     variant: str
     steps: int
     accuracy: dict[str, Accuracy]
+    change: Change | None
     psnr_to_fp32: float | None
     psnr_to_exact: float | None
 
@@ -88,7 +112,7 @@ class Evaluation:
     def to_dict(self) -> dict[str, object]:
         """For ``json.dump``."""
         results = [
-            {**vars(result), "accuracy": {name: value.to_dict() for name, value in result.accuracy.items()}}
+            {**asdict(result), "accuracy": {name: value.to_dict() for name, value in result.accuracy.items()}}
             for result in self.results
         ]
         return {"settings": self.settings, "environment": asdict(self.environment), "results": results}
@@ -136,7 +160,7 @@ def evaluate(
                     tally.psnr_to_fp32 += _psnr(videos, name, base)
                     tally.psnr_to_exact += _psnr(videos, name, EXACT)
                 report(f"{count} step{'s' * (count > 1)}: {batch.stop} of {n} captions in {len(variants)} variants")
-            results += [tally.result(name, count) for name, tally in tallies.items()]
+            results += [tally.result(name, count, tallies[UNPATCHED]) for name, tally in tallies.items()]
     own = {"n": n, "steps": list(steps), "seed": seed, "batch_size": batch_size, **call}
     return Evaluation({**(settings or {}), **own}, describe_environment(pipe._execution_device), tuple(results))
 
@@ -170,8 +194,12 @@ def judge_videos(videos: torch.Tensor, scenes: Sequence[Scene]) -> list[Scores]:
 def summarise(scores: Sequence[Scores]) -> dict[str, Accuracy]:
     """The accuracy of every attribute over all videos, and of all attributes together as "overall"."""
     attributes = {name: Accuracy.of_videos([one[name] for one in scores]) for name in SCORED}
-    totals = [tuple(map(sum, zip(*one.values(), strict=True))) for one in scores]
-    return {**attributes, "overall": Accuracy.of_videos(totals)}
+    return {**attributes, "overall": Accuracy.of_videos(_totals(scores))}
+
+
+def _totals(scores: Sequence[Scores]) -> list[tuple[int, int]]:
+    """Right and asked of every video, all attributes together."""
+    return [(sum(right for right, _ in one.values()), sum(asked for _, asked in one.values())) for one in scores]
 
 
 @dataclass
@@ -182,9 +210,10 @@ class _Tally:
     psnr_to_fp32: list[float] = field(default_factory=list)
     psnr_to_exact: list[float] = field(default_factory=list)
 
-    def result(self, variant: str, steps: int) -> Result:
+    def result(self, variant: str, steps: int, unpatched: _Tally) -> Result:
         means = [sum(values) / len(values) if values else None for values in (self.psnr_to_fp32, self.psnr_to_exact)]
-        return Result(variant, steps, summarise(self.scores), *means)
+        change = None if self is unpatched else Change.between(_totals(unpatched.scores), _totals(self.scores))
+        return Result(variant, steps, summarise(self.scores), change, *means)
 
 
 def _variants(

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from .compare import Comparison, Variant
-from .evaluate import Accuracy, Evaluation
+from .evaluate import Accuracy, Change, Evaluation
 from .timing import StageTimings
 from .verify import BlockCheck, Verification
 
@@ -67,22 +67,23 @@ def _verdict(verification: Verification) -> list[str]:
 
 
 def evaluation_table(evaluation: Evaluation) -> str:
-    """One line per number of steps and variant: percent right overall and per attribute, mean PSNR per frame."""
+    """One line per number of steps and variant: percent right overall, its change, per attribute; PSNR."""
     *attributes, overall = evaluation.results[0].accuracy
-    rows = [["variant", "steps", f"{overall} %", *attributes, "dB to fp32", "dB to exact"]]
+    rows = [["variant", "steps", f"{overall} %", "vs unpatched", *attributes, "dB to fp32", "dB to exact"]]
     for result in evaluation.results:
-        percentages = [_format_share(result.accuracy[name]) for name in attributes]
+        percentages = [_format_percent(result.accuracy[name], with_error=False) for name in attributes]
         decibels = [_format_decibels(value) for value in (result.psnr_to_fp32, result.psnr_to_exact)]
-        share = _format_share(result.accuracy[overall], with_error=True)
-        rows.append([result.variant, str(result.steps), share, *percentages, *decibels])
+        share = _format_percent(result.accuracy[overall])
+        change = _format_percent(result.change, "+")
+        rows.append([result.variant, str(result.steps), share, change, *percentages, *decibels])
     return _aligned(rows)
 
 
-def _format_share(accuracy: Accuracy, with_error: bool = False) -> str:
-    if accuracy.share is None:
+def _format_percent(value: Accuracy | Change | None, sign: str = "", with_error: bool = True) -> str:
+    if value is None or value.share is None:
         return "-"
-    error = accuracy.standard_error if with_error else None
-    return f"{100 * accuracy.share:.1f}" + (f" ± {100 * error:.1f}" if error is not None else "")
+    error = value.standard_error if with_error else None
+    return f"{100 * value.share:{sign}.1f}" + (f" ± {100 * error:.1f}" if error is not None else "")
 
 
 def _format_decibels(value: float | None) -> str:

@@ -42,6 +42,9 @@ def choose_dtype(arguments: argparse.Namespace, device: torch.device) -> torch.d
 def load_pipeline(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[str, object]]:
     """The pipeline with the few-step sampler, and the arguments of its call but for the generator."""
     pipe, call = load_sampler(arguments)
+    size = call["height"], call["width"], call["num_frames"]
+    if arguments.model is None and size != (embedded.HEIGHT, embedded.WIDTH, embedded.FRAMES):
+        _warn(arguments, _another_size(*size))
     call = {"prompt": _choose_prompt(arguments), **call, "num_inference_steps": arguments.steps}
     if arguments.image is not None:
         call["image"] = _load_image(arguments.image)
@@ -73,8 +76,20 @@ def _choose_prompt(arguments: argparse.Namespace) -> str:
         return DEFAULT_PROMPT if arguments.prompt is None else arguments.prompt
     prompt = grammar.EXAMPLES[0] if arguments.prompt is None else arguments.prompt
     if grammar.parse_caption(prompt) is None:
-        print(f"turbo-rcm {arguments.command}: warning: {_outside_grammar(prompt)}", file=sys.stderr)
+        _warn(arguments, _outside_grammar(prompt))
     return prompt
+
+
+def _warn(arguments: argparse.Namespace, message: str) -> None:
+    print(f"turbo-rcm {arguments.command}: warning: {message}", file=sys.stderr)
+
+
+def _another_size(height: int, width: int, frames: int) -> str:
+    return (
+        f"the embedded model has learned videos of {embedded.HEIGHT}x{embedded.WIDTH} pixels and {embedded.FRAMES} "
+        f"frames only; at {height}x{width} and {frames} shapes and motion get worse the further that is. Leave out "
+        "--height, --width and --frames for its own size."
+    )
 
 
 def _outside_grammar(prompt: str) -> str:
