@@ -311,7 +311,9 @@ def test_saved_pipeline_keeps_its_sampler(tmp_path):
     trp.use_rcm(pipe, 120.0, stochastic=False)
     expected = pipe(**tiny_call(generator=seeded(1))).frames
     pipe.save_pretrained(tmp_path)
-    loaded = WanPipeline.from_pretrained(tmp_path)
+    # The models are the very same: mapped weights lie at other addresses, where the CPU rounds in another order.
+    models = {name: pipe.components[name] for name in ("transformer", "transformer_2", "vae", "text_encoder")}
+    loaded = WanPipeline.from_pretrained(tmp_path, **models)
     loaded.set_progress_bar_config(disable=True)
     assert isinstance(loaded.scheduler, RCMScheduler)
     assert loaded.scheduler.config.boundary_timestep == 875

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from .compare import Comparison, Variant
 from .evaluate import Accuracy, Change, Evaluation
+from .ops import OpResult
 from .timing import StageTimings
 from .verify import BlockCheck, Verification
 
@@ -77,6 +78,27 @@ def evaluation_table(evaluation: Evaluation) -> str:
         change = _format_percent(result.change, "+")
         rows.append([result.variant, str(result.steps), share, change, *percentages, *decibels])
     return _aligned(rows)
+
+
+def ops_table(results: Sequence[OpResult]) -> str:
+    """One line per contender: milliseconds, error, and for ours the speed-up over each rival, marked where missed."""
+    rows = [["op", "contender", "ms", "error", "speed-up"]]
+    for result in results:
+        for name, timing in result.timings.items():
+            milliseconds = timing.refused or f"{timing.milliseconds:.3f}"
+            error = "-" if timing.error is None else f"{timing.error:.1e}"
+            speedups = _format_speedups(result) if name == result.best else ""
+            rows.append([result.case, name, milliseconds, error, speedups])
+    return _aligned(rows)
+
+
+def _format_speedups(result: OpResult) -> str:
+    parts = []
+    for rival, speedup in result.speedups.items():
+        target = result.targets.get(rival)
+        missed = "" if target is None or speedup >= target else f" (below {target:g})"
+        parts.append(f"{speedup:.2f} of {rival}{missed}")
+    return ", ".join(parts)
 
 
 def _format_percent(value: Accuracy | Change | None, sign: str = "", with_error: bool = True) -> str:

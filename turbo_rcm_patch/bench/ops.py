@@ -1,0 +1,373 @@
+"""Every op against its rivals at Wan's sizes: checked first, then timed.
+
+A contest has contenders for one result. All are compared with an fp64 oracle on some rows; what is less accurate than
+the rivals is not timed. The others take turns, so that a GPU that slows down as it warms does so for all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .. import kernels
+from ..kernels import reference
+from .metrics import relative_l2
+
+ORACLE_ROWS = 64
+ALLOWED_ERROR = 1.05  # of the most accurate rival's
+EPS = 1e-6
+SDPA, COMPILED, FOLDED = "SDPA cuDNN", "torch + compiled", "folded addmm"
+COPY = "copy"  # the rival whose time is that of as many bytes at the GPU's copy bandwidth
+
+Contender = Callable[[], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Contenders for one op on one set of inputs.
+
+    ours, rivals: by name, callables that return the result [B, S, ...].
+    partial: rivals that leave a part of the op out, which makes them faster; their error says nothing.
+    oracle: the result in fp64 on the rows of S in `rows`.
+    flops, bytes_moved: of the op; its unavoidable reads and writes. None where the figure says nothing.
+    """
+
+    ours: Mapping[str, Contender]
+    rivals: Mapping[str, Contender]
+    oracle: Callable[[torch.Tensor], torch.Tensor]
+    tokens: int
+    partial: Mapping[str, Contender] = field(default_factory=dict)
+    flops: float | None = None
+    bytes_moved: float | None = None
+
+
+@dataclass(frozen=True)
+class OpCase:
+    """A contest's name, how its inputs are drawn on a device, and the speed-up over each rival that is asked for.
+
+    For COPY the speed-up is the share of the copy bandwidth.
+    """
+
+    name: str
+    build: Callable[..., Contest]
+    targets: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of a contender: the median and the quartiles over the rounds; relative L2 error to the oracle (None
+    for one that leaves a part out). refused: why it was not timed, else None.
+    """
+
+    is_ours: bool
+    error: float | None
+    milliseconds: float | None = None
+    quartiles: tuple[float, float] | None = None
+    refused: str | None = None
+
+
+@dataclass(frozen=True)
+class OpResult:
+    """A case's timings by contender; `best` is the name of ours that is fastest, None where all were refused.
+
+    speedups: of the best over every rival. COPY's own time is computed from the bandwidth.
+    """
+
+    case: str
+    timings: dict[str, Timing]
+    best: str | None
+    speedups: dict[str, float] = field(default_factory=dict)
+    targets: dict[str, float] = field(default_factory=dict)
+    teraflops: float | None = None
+    terabytes_per_second: float | None = None
+
+
+def run_case(
+    case: OpCase, device: torch.device, *, copy_bandwidth: float, rounds: int = 20, compile_rivals: bool = True
+) -> OpResult:
+    """Check and time one case in bf16.
+
+    copy_bandwidth: bytes read and written per second by a large copy on this device (`measure_copy_bandwidth`).
+    compile_rivals: whether rivals are compiled, as they are meant to be.
+    """
+    compiled = functools.partial(torch.compile, fullgraph=True, dynamic=False) if compile_rivals else lambda f: f
+    contest = case.build(device, compiled)
+    errors = measure_errors(contest)
+    limit = error_limit(contest, errors)
+    refused = {
+        name: f"its error {errors[name]:.2e} is above the {limit:.2e} allowed"
+        for name in contest.ours
+        if not errors[name] <= limit
+    }
+    contenders = {**contest.rivals, **contest.partial, **contest.ours}
+    times = take_turns({name: run for name, run in contenders.items() if name not in refused}, device, rounds)
+    timings = {}
+    for name in contenders:
+        low, median, high = statistics.quantiles(times[name], n=4) if name in times else (None, None, None)
+        quartiles = (low, high) if name in times else None
+        timings[name] = Timing(name in contest.ours, errors.get(name), median, quartiles, refused.get(name))
+    return _result(case, contest, timings, copy_bandwidth)
+
+
+def _result(case: OpCase, contest: Contest, timings: dict[str, Timing], copy_bandwidth: float) -> OpResult:
+    ran = [name for name in contest.ours if timings[name].milliseconds is not None]
+    if not ran:
+        return OpResult(case.name, timings, None, targets=dict(case.targets))
+    best = min(ran, key=lambda name: timings[name].milliseconds)
+    seconds = timings[best].milliseconds / 1e3
+    rivals = {**contest.rivals, **contest.partial}
+    speedups = {name: timings[name].milliseconds / timings[best].milliseconds for name in rivals}
+    if COPY in case.targets:
+        speedups[COPY] = contest.bytes_moved / copy_bandwidth / seconds
+    return OpResult(
+        case.name,
+        timings,
+        best,
+        speedups,
+        dict(case.targets),
+        teraflops=contest.flops and contest.flops / seconds / 1e12,
+        terabytes_per_second=contest.bytes_moved and contest.bytes_moved / seconds / 1e12,
+    )
+
+
+def measure_errors(contest: Contest) -> dict[str, float]:
+    """Relative L2 error of every contender to the oracle, on ORACLE_ROWS rows spread over the result."""
+    with torch.no_grad():
+        results = {name: run() for name, run in {**contest.rivals, **contest.ours}.items()}
+        device = next(iter(results.values())).device
+        rows = torch.linspace(0, contest.tokens - 1, min(ORACLE_ROWS, contest.tokens), device=device).long()
+        expected = contest.oracle(rows)
+        return {
+            name: relative_l2(result[:, rows].reshape(expected.shape), expected) for name, result in results.items()
+        }
+
+
+def error_limit(contest: Contest, errors: Mapping[str, float]) -> float:
+    """What ours may err: ALLOWED_ERROR times the most accurate rival's, or bf16's own rounding where there is none."""
+    rounding = torch.finfo(torch.bfloat16).eps / 2
+    return ALLOWED_ERROR * min((errors[name] for name in contest.rivals), default=rounding)
+
+
+def take_turns(contenders: Mapping[str, Contender], device: torch.device, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of every contender in every round. On a GPU each one is a CUDA graph, so that launches cost nothing.
+
+    All have the same inputs, which lie in the L2 cache as far as the contender before has left them there.
+    """
+    with torch.no_grad():
+        stopwatch = _graph_stopwatch if device.type == "cuda" else _cpu_stopwatch
+        watches = {name: stopwatch(run) for name, run in contenders.items()}
+        times = {name: [] for name in contenders}
+        for _ in range(rounds):
+            for name, watch in watches.items():
+                times[name].append(watch())
+    return times
+
+
+def _graph_stopwatch(run: Contender) -> Callable[[], float]:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def watch() -> float:
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    return watch
+
+
+def _cpu_stopwatch(run: Contender) -> Callable[[], float]:
+    run()
+
+    def watch() -> float:
+        start = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - start)
+
+    return watch
+
+
+def measure_copy_bandwidth(device: torch.device, nbytes: int = 1 << 30) -> float:
+    """Bytes read and written per second by a copy of nbytes: the median of ten."""
+    source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    times = take_turns({COPY: lambda: target.copy_(source)}, device, 10)[COPY]
+    return 2 * nbytes / (statistics.median(times) / 1e3)
+
+
+# --- the contests
+
+
+def attention(heads: int, tokens: int, keys: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
+    """Self-attention (keys = tokens) or cross-attention. Keys share a direction, as those of trained models do."""
+    draw = _Draws(device)
+    q = draw(1, tokens, heads, head_dim)
+    k, v = draw(1, keys, heads, head_dim) + 2 * draw(1, 1, heads, head_dim), draw(1, keys, heads, head_dim)
+
+    def sdpa() -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if device.type == "cuda" else SDPBackend.MATH):
+            return reference.attention(q, k, v, None, None, None, head_dim**-0.5)
+
+    def oracle(rows: torch.Tensor) -> torch.Tensor:
+        parts = []
+        for head in range(heads):
+            queries, head_keys, values = (x[0, :, head].double() for x in (q[:, rows], k, v))
+            parts.append(torch.softmax(queries @ head_keys.T * head_dim**-0.5, dim=1) @ values)
+        return torch.stack(parts, dim=1)[None]
+
+    return Contest(
+        ours={"attention": lambda: kernels.attention(q, k, v)},
+        rivals={SDPA: sdpa},
+        oracle=oracle,
+        tokens=tokens,
+        flops=4 * heads * tokens * keys * head_dim,
+    )
+
+
+def linear_skip(tokens: int, C: int, K: int, device: torch.device, compiled: Callable) -> Contest:
+    """A projection and the gated residual after it. The rival with the gate folded into the weight has no bias."""
+    draw = _Draws(device)
+    a, weight, bias, residual = draw(1, tokens, K), draw(C, K) * K**-0.5, draw(C), draw(1, tokens, C)
+    gate = draw(1, 1, C).float()
+
+    @compiled
+    def gated_residual(residual, output, gate):
+        return (residual.float() + output * gate).type_as(residual)
+
+    def folded() -> torch.Tensor:
+        gated = (gate.view(C, 1) * weight).to(weight.dtype)
+        return torch.addmm(residual[0], a[0], gated.T)[None]
+
+    def oracle(rows: torch.Tensor) -> torch.Tensor:
+        linear = a[:, rows].double() @ weight.double().T + bias.double()
+        return residual[:, rows].double() + gate.double() * linear
+
+    return Contest(
+        ours={"linear_skip": lambda: kernels.linear_skip(a, weight, bias, residual, c_out=gate)},
+        rivals={COMPILED: lambda: gated_residual(residual, F.linear(a, weight, bias), gate)},
+        partial={FOLDED: folded},
+        oracle=oracle,
+        tokens=tokens,
+        flops=2 * tokens * C * K,
+    )
+
+
+def linear_gelu(tokens: int, C: int, K: int, device: torch.device, compiled: Callable) -> Contest:
+    """The feed-forward's first projection and its GELU."""
+    draw = _Draws(device)
+    a, weight, bias = draw(1, tokens, K), draw(C, K) * K**-0.5, draw(C)
+    gelu = compiled(lambda x: F.gelu(x, approximate="tanh"))
+
+    def oracle(rows: torch.Tensor) -> torch.Tensor:
+        return reference.linear_gelu(a[:, rows].double(), weight.double(), bias.double())
+
+    return Contest(
+        ours={"linear_gelu": lambda: kernels.linear_gelu(a, weight, bias)},
+        rivals={COMPILED: lambda: gelu(F.linear(a, weight, bias))},
+        oracle=oracle,
+        tokens=tokens,
+        flops=2 * tokens * C * K,
+    )
+
+
+def layer_norm_modulate(tokens: int, C: int, device: torch.device, compiled: Callable) -> Contest:
+    """A block's norm and its modulation."""
+    draw = _Draws(device)
+    x, scale, shift = draw(1, tokens, C), draw(1, 1, C).float(), draw(1, 1, C).float()
+
+    @compiled
+    def norm(x, scale, shift):
+        return (F.layer_norm(x.float(), x.shape[-1:], eps=EPS) * (1 + scale) + shift).type_as(x)
+
+    def oracle(rows: torch.Tensor) -> torch.Tensor:
+        values = (x[:, rows].double(), None, None, scale.double(), shift.double())
+        return reference.layer_norm_modulate(*values, EPS)
+
+    return Contest(
+        ours={"layer_norm_modulate": lambda: kernels.layer_norm_modulate(x, scale=scale, shift=shift, eps=EPS)},
+        rivals={COMPILED: lambda: norm(x, scale, shift)},
+        oracle=oracle,
+        tokens=tokens,
+        bytes_moved=2 * x.nbytes,
+    )
+
+
+def rms_norm_rope(tokens: int, heads: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
+    """The norm over all heads of q or k, and its rotation."""
+    draw = _Draws(device)
+    C = heads * head_dim
+    x, weight = draw(1, tokens, C), 1 + 0.1 * draw(C)
+    angles = torch.rand(tokens, head_dim // 2, device=device, generator=draw.generator) * 2 * math.pi
+    cos, sin = angles.cos(), angles.sin()
+
+    @compiled
+    def norm(x, weight, cos, sin):
+        y = F.rms_norm(x.float(), x.shape[-1:], weight.float(), EPS).to(x.dtype).unflatten(2, (heads, -1))
+        return reference.rotate(y, cos, sin)
+
+    def oracle(rows: torch.Tensor) -> torch.Tensor:
+        tables = cos[rows].double(), sin[rows].double()
+        return reference.rms_norm_rope(x[:, rows].double(), weight.double(), *tables, heads, EPS)
+
+    return Contest(
+        ours={"rms_norm_rope": lambda: kernels.rms_norm_rope(x, weight, heads=heads, eps=EPS, cos=cos, sin=sin)},
+        rivals={COMPILED: lambda: norm(x, weight, cos, sin)},
+        oracle=oracle,
+        tokens=tokens,
+        bytes_moved=2 * x.nbytes + cos.nbytes + sin.nbytes,
+    )
+
+
+class _Draws:
+    """Seeded normal tensors in bf16 on a device."""
+
+    def __init__(self, device: torch.device):
+        self.generator = torch.Generator(device).manual_seed(0)
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator, device=self.generator.device, dtype=torch.bfloat16)
+
+
+def _case(contest: Callable, *sizes: int, **targets: float) -> OpCase:
+    name = f"{contest.__name__} {'×'.join(map(str, sizes))}"
+    names = {"sdpa": SDPA, "compiled": COMPILED, "folded": FOLDED, "copy": COPY}
+    wanted = {names[key]: target for key, target in targets.items()}
+    return OpCase(name, functools.partial(contest, *sizes), wanted)
+
+
+# heads, queries, keys, head_dim; tokens, C, K; tokens, C; tokens, heads, head_dim: of Wan 2.1's 1.3B at 832x480 and 14B
+# at 1280x720, 81 frames, and once of 17 frames.
+CASES = (
+    _case(attention, 12, 32760, 32760, 128, sdpa=1.0),
+    _case(attention, 40, 75600, 75600, 128, sdpa=1.0),
+    _case(attention, 12, 32760, 512, 128, sdpa=1.0),
+    _case(attention, 40, 75600, 512, 128, sdpa=1.0),
+    _case(linear_skip, 32760, 1536, 1536, compiled=1.1, folded=1.0),
+    _case(linear_skip, 32760, 1536, 8960, compiled=1.0, folded=1.0),
+    _case(linear_skip, 75600, 5120, 5120, compiled=1.1, folded=1.0),
+    _case(linear_skip, 75600, 5120, 13824, compiled=1.0, folded=1.0),
+    _case(linear_skip, 7800, 1536, 1536, compiled=1.1, folded=1.0),
+    _case(linear_gelu, 32760, 8960, 1536, compiled=1.05),
+    _case(linear_gelu, 75600, 13824, 5120, compiled=1.05),
+    _case(layer_norm_modulate, 32760, 1536, copy=0.8),
+    _case(layer_norm_modulate, 75600, 5120, copy=0.8),
+    _case(rms_norm_rope, 32760, 12, 128, copy=0.8),
+    _case(rms_norm_rope, 75600, 40, 128, copy=0.8),
+)
