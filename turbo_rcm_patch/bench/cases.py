@@ -1,7 +1,8 @@
-"""Wan pipelines at their real sizes with random weights: what a benchmark runs without downloading anything."""
+"""Wan pipelines at their real sizes with random weights: what runs there without downloading anything."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -11,6 +12,9 @@ from diffusers import AutoencoderKLWan, ModelMixin, WanPipeline, WanTransformer3
 from ..scheduler import RCMScheduler
 
 TEXT_TOKENS = 512
+PROMPT_TOKENS = 77  # of a structured prompt; the rest is padding
+OUTLIER_CHANNELS, OUTLIER = 4, 10.0  # hidden channels far above the others, whose values are about 1
+QUERY_GAIN = 6.0  # of the attention scores; at 1 random weights attend to all keys about equally
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,53 @@ def random_prompt(pipe: WanPipeline, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     embeddings = torch.randn(1, TEXT_TOKENS, pipe.transformer.config.text_dim, generator=generator)
     return embeddings.to(pipe.transformer.device, pipe.transformer.dtype)
+
+
+def add_structure(pipe: WanPipeline, seed: int = 0) -> None:
+    """Give random weights, in place, two habits of trained ones: a few hidden channels far above all others, and
+    attention that picks out a few keys. On Gaussian activations and near-uniform attention many errors average out.
+    """
+    transformer = pipe.transformer
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        bias = transformer.patch_embedding.bias
+        channels = torch.randperm(len(bias), generator=generator)[:OUTLIER_CHANNELS].to(bias.device)
+        bias[channels] = OUTLIER
+        for block in transformer.blocks:
+            block.scale_shift_table[0, 1::3, channels] = 1 / OUTLIER - 1  # as training would: the scales undo them
+            block.norm2.weight[channels] = 1 / OUTLIER
+            for attn in (block.attn1, block.attn2):
+                attn.norm_q.weight.mul_(QUERY_GAIN)
+
+
+def structured_inputs(
+    pipe: WanPipeline, *, height: int, width: int, num_frames: int, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Arguments of the pipeline's call that are like a video's and a prompt's, rather than white noise.
+
+    latents [1, C, f, h, w] in fp32: waves that drift across the frames, in every channel its own, under a little noise.
+    prompt_embeds [1, 512, text_dim]: tokens that share a direction and have outlying channels, zeros as padding.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    config = pipe.transformer.config
+    shape = (
+        (num_frames - 1) // pipe.vae_scale_factor_temporal + 1,
+        height // pipe.vae_scale_factor_spatial,
+        width // pipe.vae_scale_factor_spatial,
+    )
+    frame, row, column = torch.meshgrid(*(torch.linspace(0, 1, size) for size in shape), indexing="ij")
+    cycles = 2 * torch.rand(3, config.in_channels, generator=generator)
+    phase = torch.rand(config.in_channels, 1, 1, 1, generator=generator)
+    waves = sum(c.view(-1, 1, 1, 1) * axis for c, axis in zip(cycles, (frame, row, column), strict=True))
+    noise = torch.randn(config.in_channels, *shape, generator=generator)
+    latents = 1.4 * (2 * math.pi * (waves + phase)).sin() + 0.2 * noise
+
+    prompt = torch.zeros(1, TEXT_TOKENS, config.text_dim)
+    tokens = torch.randn(PROMPT_TOKENS, config.text_dim, generator=generator)
+    prompt[0, :PROMPT_TOKENS] = tokens + 2 * torch.randn(config.text_dim, generator=generator)
+    prompt[0, :PROMPT_TOKENS, :OUTLIER_CHANNELS] *= 10
+    device = pipe.transformer.device
+    return {"latents": latents[None].to(device), "prompt_embeds": prompt.to(device, pipe.transformer.dtype)}
 
 
 def _with_strong_gates(model: WanTransformer3DModel) -> WanTransformer3DModel:

@@ -59,6 +59,12 @@ def _add_verify(commands) -> None:
     parser = commands.add_parser("verify", help=summary, description=f"Check {summary}.")
     parser.add_argument("prompt", nargs="?", help=f"{_PROMPT} (the default; a fox with --model)")
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="write every block's errors")
+    parser.add_argument(
+        "--config",
+        metavar="NAME",
+        help="instead of a model: random weights at a real size, such as wan2.1-1.3b, on structured inputs",
+    )
+    parser.add_argument("--layers", type=int, help="with --config: build only so many blocks")
     _add_generation_options(parser)
 
 

@@ -22,6 +22,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     """Raise CommandError for anything wrong with the options, the model's folder or the outputs."""
     if arguments.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", arguments.device):
         raise CommandError(f"--device {arguments.device} is unknown; give cpu, cuda or cuda:N.")
+    if arguments.command == "verify":
+        _check_config(arguments)
     if arguments.command != "info":
         _check_generation(arguments)
     if arguments.command == "generate":
@@ -107,6 +109,20 @@ def _check_comparison(arguments: argparse.Namespace) -> None:
         check_ffmpeg()
     if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise CommandError("--plot needs matplotlib; install it with: pip install 'turbo_rcm_patch[plot]'")
+
+
+def _check_config(arguments: argparse.Namespace) -> None:
+    if arguments.config is None:
+        if arguments.layers is not None:
+            raise CommandError("--layers goes with --config; a model has the blocks that it has.")
+        return
+    given = {"--model": arguments.model, "--image": arguments.image, "a prompt": arguments.prompt}
+    given |= {"--offload": arguments.offload or None}
+    for name, value in given.items():
+        if value is not None:
+            raise CommandError(f"--config builds a model and its inputs; leave {name} out.")
+    if arguments.layers is not None:
+        _check_at_least_one("--layers", arguments.layers)
 
 
 def _check_at_least_one(option: str, value: int) -> None:

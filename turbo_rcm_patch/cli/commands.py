@@ -28,7 +28,7 @@ from ..patching import PatchError, patch
 from ..patching.wan import plan_rows
 from .errors import CommandError
 from .files import replacing, write_json, write_video
-from .pipelines import choose_device, choose_dtype, load_pipeline, load_sampler
+from .pipelines import build_case, choose_device, choose_dtype, load_pipeline, load_sampler
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -94,7 +94,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    pipe, call = load_pipeline(arguments)
+    pipe, call = load_pipeline(arguments) if arguments.config is None else build_case(arguments)
     verification = verify(pipe, call, seed=arguments.seed, config=arguments.preset)
     print(verification.patch_summary, verification_table(verification), sep="\n\n")
     if arguments.json is not None:
@@ -144,9 +144,11 @@ def _info(arguments: argparse.Namespace) -> int:
 
 def _settings(arguments: argparse.Namespace, pipe, call: dict[str, object]) -> dict[str, object]:
     """What a figure needs to be repeated."""
+    config = getattr(arguments, "config", None)
     return {
-        "model": arguments.model or "embedded",
+        **({"config": config, "layers": len(pipe.transformer.blocks)} if config else {}),
+        "model": arguments.model or (None if config else "embedded"),
         "preset": arguments.preset,
         "dtype": str((pipe.transformer or pipe.transformer_2).dtype).removeprefix("torch."),
-        **{name: value for name, value in call.items() if name != "image"},
+        **{name: value for name, value in call.items() if name not in ("image", "latents", "prompt_embeds")},
     }

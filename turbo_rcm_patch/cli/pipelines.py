@@ -11,6 +11,7 @@ from diffusers import DiffusionPipeline
 from diffusers.utils import load_image
 
 from .. import embedded
+from ..bench.cases import CASES, add_structure, build_pipeline, structured_inputs
 from ..patching import use_rcm
 from ..scheduler import RCMScheduler
 from ..shapes import grammar
@@ -68,6 +69,25 @@ def load_sampler(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict
         pipe.to(device)
     # Few-step models have the guidance distilled into them.
     return pipe, {"height": height, "width": width, "num_frames": frames, "guidance_scale": 1.0}
+
+
+def build_case(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[str, object]]:
+    """The pipeline of --config with random but structured weights, and its call with structured inputs."""
+    case = CASES.get(arguments.config)
+    if case is None:
+        raise CommandError(f"--config {arguments.config} is unknown; accepted are {', '.join(CASES)}.")
+    device = choose_device(arguments)
+    pipe = build_pipeline(case, choose_dtype(arguments, device), device, layers=arguments.layers)
+    _size_rules_of(pipe).check(arguments.height, arguments.width, arguments.frames)
+    add_structure(pipe)
+    _sample_with_rcm(pipe, arguments)
+    size = {
+        "height": arguments.height or case.height,
+        "width": arguments.width or case.width,
+        "num_frames": arguments.frames or case.frames,
+    }
+    inputs = structured_inputs(pipe, **size, seed=arguments.seed)
+    return pipe, {**inputs, **size, "guidance_scale": 1.0, "num_inference_steps": arguments.steps}
 
 
 def _choose_prompt(arguments: argparse.Namespace) -> str:
