@@ -13,9 +13,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MEASURED = "<!-- measured: written by scripts/readme_results.py -->", "<!-- end of measured -->"
-HEADER = "| run | variant | step, ms | speed-up | peak memory, GiB | latents, rel. L2 to eager |\n" + "|---" * 6 + "|"
 EVALUATED = "<!-- evaluated: written by scripts/readme_results.py -->", "<!-- end of evaluated -->"
-EVALUATION, TRAINING = "evaluate-embedded.json", "training.json"
+TRAINING = "training.json"
+STEPS_HEADER = "| run | variant | step, ms | speed-up | peak memory, GiB | latents, rel. L2 to eager |"
+OPS_HEADER = "| op, bf16 | ours, ms | rival | rival, ms | speed-up | target | error, ours / rival |"
 NAMES = {"unpatched": "eager diffusers", "torch.compile": "regional torch.compile", "patched": "patched (exact)"}
 
 
@@ -25,11 +26,14 @@ def main() -> int:
     return 0
 
 
-def with_results(text: str, results: Path) -> str:
-    """The README's text with the sections between the markers rendered from the files of the results folder."""
-    folders = sorted(path for path in results.iterdir() if path.is_dir())
-    text = _replace(text, MEASURED, map(_folder_section, folders))
-    return _replace(text, EVALUATED, map(_evaluation_section, folders))
+def with_results(text: str, folder: Path) -> str:
+    """The README's text with the sections between the markers rendered from the folder's results files."""
+    training = json.loads((folder / TRAINING).read_text()) if (folder / TRAINING).exists() else None
+    files = {path: json.loads(path.read_text()) for path in sorted(folder.glob("*.json")) if path.name != TRAINING}
+    measured = (_measured(f"results/{path.name}", results["runs"]) for path, results in files.items())
+    text = _replace(text, MEASURED, measured)
+    evaluated = (_evaluated(f"results/{path.name}", results["runs"], training) for path, results in files.items())
+    return _replace(text, EVALUATED, evaluated)
 
 
 def _replace(text: str, markers: tuple[str, str], sections: Iterable[str]) -> str:
@@ -38,55 +42,100 @@ def _replace(text: str, markers: tuple[str, str], sections: Iterable[str]) -> st
     return f"{before}{markers[0]}\n" + "\n".join(filter(None, sections)) + f"{markers[1]}{after}"
 
 
-def _folder_section(folder: Path) -> str:
-    runs = {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-    runs = {name: run for name, run in runs.items() if "variants" in run}
-    if not runs:
+def _table(header: str, rows: list[str]) -> str:
+    return f"{header}\n" + "|---" * (header.count("|") - 1) + "|\n" + "\n".join(rows) + "\n"
+
+
+def _measured(file: str, runs: dict) -> str:
+    """Denoising steps, single ops and the first step on one GPU; empty without any of them."""
+    steps = {name: run for name, run in runs.items() if "variants" in run}
+    if not steps and "ops" not in runs:
         return ""
-    environment = next(iter(runs.values()))["environment"]
+    environment = next(run["environment"] for run in runs.values())
     versions = ", ".join(f"{name} {environment[name]}" for name in ("torch", "triton", "diffusers"))
-    rows = [row for name, run in runs.items() for row in _rows(name, run)]
+    parts = [
+        f"\n{environment['gpu']}, {versions}. `{file}`, written by `python scripts/gpu_session.py --results results`."
+    ]
+    if steps:
+        parts.append(
+            "One denoising step, the median over steps of medians over repeats; all variants in turns in one process:"
+        )
+        parts.append(_table(STEPS_HEADER, [row for name, run in steps.items() for row in _step_rows(name, run)]))
+    if "first-step" in runs:
+        parts.append(_first_step(runs["first-step"]))
+    if "ops" in runs:
+        parts.append(_ops(runs["ops"]))
+    return "\n\n".join(parts)
+
+
+def _first_step(run: dict) -> str:
+    empty, filled = (run["seconds"][cache]["first patched"] for cache in ("empty cache", "filled cache"))
     return (
-        f"\n{environment['gpu']}, {versions}. One denoising step, the median over steps of medians over repeats; all "
-        f"variants timed in the same run. Files: `results/{folder.name}/`, written by "
-        f"`python scripts/gpu_session.py --results results/{folder.name}`.\n\n{HEADER}\n" + "\n".join(rows) + "\n"
+        f"The first patched step of {run['settings']['config']} in a new process takes {empty:.1f} s with an empty "
+        f"Triton cache, which compiles the kernels, and {filled:.1f} s with a filled one.\n"
     )
 
 
-def _rows(name: str, run: dict) -> list[str]:
+def _ops(run: dict) -> str:
+    rows = [row for result in run["results"] for row in _op_rows(result)]
+    return (
+        "Single ops, checked against an fp64 oracle before they are timed, as CUDA graphs in turns; the median of "
+        f"{run['rounds']} rounds. A copy on this GPU moves {run['copy_bandwidth'] / 1e12:.2f} TB/s:\n\n"
+        + _table(OPS_HEADER, rows)
+    )
+
+
+def _op_rows(result: dict) -> list[str]:
+    best = result["best"]
+    if best is None:
+        return [f"| {result['case']} | refused: less accurate than its rivals | | | | | |"]
+    timings, rows = result["timings"], []
+    for index, (rival, speedup) in enumerate(result["speedups"].items()):
+        label = f"{result['case']} | {timings[best]['milliseconds']:.3f}" if index == 0 else " | "
+        target = result["targets"].get(rival)
+        figure = f"{speedup:.2f}" if target is None or speedup >= target else f"**{speedup:.2f}**"
+        timing = timings.get(rival, {"milliseconds": None, "error": None})  # a copy has no timing of its own
+        milliseconds = "" if timing["milliseconds"] is None else f"{timing['milliseconds']:.3f}"
+        errors = "" if timing["error"] is None else f"{timings[best]['error']:.1e} / {timing['error']:.1e}"
+        rows.append(
+            f"| {label} | {rival} | {milliseconds} | {figure} | {'' if target is None else target} | {errors} |"
+        )
+    return rows
+
+
+def _step_rows(name: str, run: dict) -> list[str]:
     settings = run["settings"]
     size = f"{settings['num_frames']}×{settings['height']}×{settings['width']}"
     label = f"{settings.get('config') or settings['model']}, {size}, `{name}`"
     if "layers" in settings:
         label = label.replace(",", f" ({settings['layers']} layers),", 1)
     eager = run["variants"][0]
-    return [_row(label if variant is eager else "", variant, eager) for variant in run["variants"]]
+    return [_step_row(label if variant is eager else "", variant, eager) for variant in run["variants"]]
 
 
-def _row(label: str, variant: dict, eager: dict) -> str:
+def _step_row(label: str, variant: dict, eager: dict) -> str:
     step, eager_step = (statistics.median(v["timings"]["steps"]) * 1e3 for v in (variant, eager))
     memory = variant["timings"]["peak_memory"] / 2**30
     error = "" if variant["latents"] is None else f"{variant['latents']['relative_l2']:.1e}"
     return f"| {label} | {NAMES[variant['name']]} | {step:.1f} | {eager_step / step:.2f}× | {memory:.2f} | {error} |"
 
 
-def _evaluation_section(folder: Path) -> str:
-    """Prompt accuracy of the embedded model and of its teacher; empty for a folder without an evaluation."""
-    if not (folder / EVALUATION).exists():
+def _evaluated(file: str, runs: dict, training: dict | None) -> str:
+    """Prompt accuracy of the embedded model and of its teacher; empty for a GPU without an evaluation."""
+    evaluation = runs.get("evaluate")
+    if evaluation is None:
         return ""
-    evaluation = json.loads((folder / EVALUATION).read_text())
     attributes, rows, origin = list(evaluation["results"][0]["accuracy"]), [], ""
-    if (folder / TRAINING).exists():
-        training = json.loads((folder / TRAINING).read_text())
+    if training is not None:
         taught = training["stages"]["teacher accuracy"]
         rows.append(["teacher, guided", taught["steps"], taught["accuracy"], None, None, None])
         minutes = training["seconds"] / 60
-        origin = f"Trained in {minutes:.1f} minutes on one {training['environment']['gpu']} (`{TRAINING}`). "
+        origin = f"Trained in {minutes:.1f} minutes on one {training['environment']['gpu']} (`results/{TRAINING}`). "
     for result in evaluation["results"]:
         psnr = result["psnr_to_fp32"], result["psnr_to_exact"]
         rows.append([result["variant"], result["steps"], result["accuracy"], result["change"], *psnr])
     header = ["variant", "steps", *attributes, "vs unpatched", "PSNR to fp32, dB", "to exact, dB"]
-    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    lines = []
     for variant, steps, accuracy, change, *psnr in rows:
         shares = [_percent(accuracy[name]["share"]) for name in attributes]
         shares[-1] += f" ± {_percent(accuracy['overall']['standard_error'])}"
@@ -97,7 +146,7 @@ def _evaluation_section(folder: Path) -> str:
     return (
         f"\nShare of what {evaluation['settings']['n']} held-out captions ask for that the videos show, in %, overall "
         f"with its standard error; {environment['gpu']}, torch {environment['torch']}. {origin}"
-        f"File: `results/{folder.name}/{EVALUATION}`.\n\n" + "\n".join(lines) + "\n"
+        f"File: `{file}`.\n\n" + _table("| " + " | ".join(header) + " |", lines)
     )
 
 

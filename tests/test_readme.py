@@ -1,7 +1,6 @@
 """The README's figures are those of the results files."""
 
 import importlib.util
-import json
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,17 +32,36 @@ def test_an_evaluation_and_its_training_become_a_table(tmp_path):
     evaluation = {"settings": {"n": 77}, "environment": environment, "results": [result]}
     taught = {"steps": 50, "accuracy": accuracy(0.98)}
     training = {"seconds": 90, "environment": environment, "stages": {"teacher accuracy": taught}}
-    (tmp_path / "x").mkdir()
-    for name, content in ((readme_results.EVALUATION, evaluation), (readme_results.TRAINING, training)):
-        (tmp_path / "x" / name).write_text(json.dumps(content))
-    section = readme_results._evaluation_section(tmp_path / "x")
+    section = readme_results._evaluated("results/x.json", {"evaluate": evaluation}, training)
     assert "| teacher, guided | 50 | 100.0 | 98.0 ± 1.2 |  |  |  |" in section
     assert "| exact | 4 | 100.0 | 95.6 ± 1.2 | -0.4 ± 0.6 | 31.26 |  |" in section
     assert "77 held-out captions" in section
     assert "1.5 minutes on one GPU X" in section
+    assert "`results/x.json`" in section
 
-    (tmp_path / "x" / readme_results.TRAINING).unlink()
-    section = readme_results._evaluation_section(tmp_path / "x")
+    section = readme_results._evaluated("results/x.json", {"evaluate": evaluation}, None)
     assert "teacher" not in section
     assert "| exact | 4 | 100.0 | 95.6 ± 1.2 | -0.4 ± 0.6 | 31.26 |  |" in section
-    assert readme_results._folder_section(tmp_path / "x") == ""
+    assert readme_results._evaluated("results/x.json", {}, training) == ""
+    assert readme_results._measured("results/x.json", {"evaluate": evaluation}) == ""
+
+
+def test_ops_become_a_table_that_marks_what_is_missed():
+    def timing(milliseconds, error):
+        return {"milliseconds": milliseconds, "error": error}
+
+    timings = {"rival A": timing(2.0, 2e-3), "rival B": timing(3.0, None), "ours": timing(2.5, 1e-3)}
+    result = {
+        "case": "op 1×2",
+        "best": "ours",
+        "timings": timings,
+        "speedups": {"rival A": 0.8, "rival B": 1.2, "copy": 0.75},
+        "targets": {"rival A": 1.1, "rival B": 1.0},
+    }
+    refused = {"case": "op 3×4", "best": None, "timings": {}, "speedups": {}, "targets": {}}
+    table = readme_results._ops({"results": [result, refused], "rounds": 7, "copy_bandwidth": 4e12})
+    assert "| op 1×2 | 2.500 | rival A | 2.000 | **0.80** | 1.1 | 1.0e-03 / 2.0e-03 |" in table
+    assert "|  |  | rival B | 3.000 | 1.20 | 1.0 |  |" in table
+    assert "|  |  | copy |  | 0.75 |  |  |" in table
+    assert "| op 3×4 | refused" in table
+    assert "4.00 TB/s" in table

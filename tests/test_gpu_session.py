@@ -1,0 +1,78 @@
+"""scripts/gpu_session.py: figures of a step reach the file of the GPU, whatever became of the others."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+spec = importlib.util.spec_from_file_location("gpu_session", ROOT / "scripts/gpu_session.py")
+gpu_session = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(gpu_session)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(gpu_session.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_session.torch.cuda, "get_device_name", lambda: "NVIDIA GeForce X/2 (test)")
+
+
+def writes(text, code=0):
+    """A step that writes a text where --json says, and exits with a code."""
+    program = f"import sys; open(sys.argv[sys.argv.index('--json') + 1], 'w').write({text!r}); sys.exit({code})"
+    return "-c", program
+
+
+def session(tmp_path, *only):
+    options = ["--results", str(tmp_path / "results"), "--logs", str(tmp_path / "logs"), "--only", *only]
+    return gpu_session.main(options)
+
+
+def test_runs_are_kept_by_gpu_and_replaced_by_name(tmp_path, monkeypatch, capsys, gpu):
+    steps = {"a": writes('{"x": 1}'), "b": writes('{"x": 2}', code=1), "c": ("-c", "print('hello'); exit(3)")}
+    monkeypatch.setattr(gpu_session, "MEASUREMENTS", steps)
+    monkeypatch.setattr(gpu_session, "CHECKS", {})
+    assert session(tmp_path, "a", "c") == 1
+    path = tmp_path / "results/nvidia-geforce-x-2-test.json"
+    assert json.loads(path.read_text()) == {"gpu": "NVIDIA GeForce X/2 (test)", "runs": {"a": {"x": 1}}}
+    printed = capsys.readouterr().out
+    assert "hello" in printed
+    assert "failed 3" in printed
+    assert (tmp_path / "logs/c.log").read_text() == "hello\n"
+
+    assert session(tmp_path, "b") == 1  # its figures say what failed
+    assert json.loads(path.read_text())["runs"] == {"a": {"x": 1}, "b": {"x": 2}}
+    steps["a"] = writes('{"x": 3}')
+    assert session(tmp_path, "a") == 0
+    assert json.loads(path.read_text())["runs"] == {"a": {"x": 3}, "b": {"x": 2}}
+
+
+def test_figures_of_an_earlier_session_are_not_taken_for_new_ones(tmp_path, monkeypatch, gpu):
+    monkeypatch.setattr(gpu_session, "CHECKS", {})
+    monkeypatch.setattr(gpu_session, "MEASUREMENTS", {"a": ("-c", "exit(1)")})
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/a.json").write_text('{"x": "old"}')
+    assert session(tmp_path, "a") == 1
+    assert not list((tmp_path / "results").iterdir())
+
+
+def test_every_measurement_has_the_options_that_are_used():
+    used: dict[tuple[str, ...], set[str]] = {}
+    for command in gpu_session.MEASUREMENTS.values():
+        is_option = [part.startswith("--") for part in command]
+        program = command[: is_option.index(True) if True in is_option else None]
+        used.setdefault(program, {"--json"}).update(part for part in command if part.startswith("--"))
+    for program, options in used.items():
+        help_text = subprocess.check_output([sys.executable, *program, "--help"], cwd=ROOT, text=True)
+        assert all(option in help_text for option in options)
+
+
+def test_without_a_gpu_it_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_session.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        gpu_session.main(["--results", str(tmp_path / "results")])
+    assert "no CUDA GPU" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
