@@ -21,6 +21,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 
 CLI = ("-m", "turbo_rcm_patch.cli")
+TRAFFIC = ("scripts/profile_hbm.py",)
 END_TO_END = ("scripts/benchmark_end_to_end.py", "--config")
 # Steps that show whether something holds, and those whose figures go into the results file.
 CHECKS = {
@@ -33,6 +34,10 @@ MEASUREMENTS = {
     "compare": (*CLI, "compare"),
     "evaluate": (*CLI, "evaluate", "--batch-size", "64"),
     "ops": ("scripts/benchmark_ops.py",),
+    "implementations": ("scripts/compare_implementations.py",),
+    "traffic-attention": (*TRAFFIC, "--batch", "32", "--seq", "2048", "--dim", "512"),
+    "traffic-wan2.1-1.3b": (*TRAFFIC, "--wan-block", "1.3b"),
+    "traffic-wan2.1-14b": (*TRAFFIC, "--wan-block", "14b"),
     "first-step": ("scripts/benchmark_first_step.py",),
     "wan2.1-1.3b": (*END_TO_END, "wan2.1-1.3b"),
     "wan2.1-1.3b-17-frames": (*END_TO_END, "wan2.1-1.3b", "--frames", "17"),

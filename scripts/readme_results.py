@@ -17,6 +17,8 @@ EVALUATED = "<!-- evaluated: written by scripts/readme_results.py -->", "<!-- en
 TRAINING = "training.json"
 STEPS_HEADER = "| run | variant | step, ms | speed-up | peak memory, GiB | latents, rel. L2 to eager |"
 OPS_HEADER = "| op, bf16 | ours, ms | rival | rival, ms | speed-up | target | error, ours / rival |"
+TRAFFIC_HEADER = "| what | implementation | read, MB | written, MB | passes | source |"
+SOURCES = {"counters": "measured by Nsight Compute", "shapes": "counted from shapes"}
 NAMES = {"unpatched": "eager diffusers", "torch.compile": "regional torch.compile", "patched": "patched (exact)"}
 
 
@@ -65,6 +67,11 @@ def _measured(file: str, runs: dict) -> str:
         parts.append(_first_step(runs["first-step"]))
     if "ops" in runs:
         parts.append(_ops(runs["ops"]))
+    traffic = [run for run in runs.values() if "pass_bytes" in run]
+    if traffic:
+        parts.append(_traffic(traffic))
+    if "implementations" in runs:
+        parts.append(_implementations(runs["implementations"]))
     return "\n\n".join(parts)
 
 
@@ -101,6 +108,43 @@ def _op_rows(result: dict) -> list[str]:
             f"| {label} | {rival} | {milliseconds} | {figure} | {'' if target is None else target} | {errors} |"
         )
     return rows
+
+
+def _traffic(runs: list[dict]) -> str:
+    rows = []
+    for run in runs:
+        settings = run["settings"]
+        name = f"{settings['case']}{' of ' + settings['config'] if 'config' in settings else ''}"
+        for index, one in enumerate(run["implementations"]):
+            label = f"{name}, {settings['tokens']}×{settings['dim']}" if index == 0 else ""
+            figures = [f"{one[key] / 1e6:.0f}" for key in ("read", "written")] if one["refused"] is None else ["", ""]
+            passes = f"{one['passes']:.1f}" if one["refused"] is None else "refused"
+            rows.append(f"| {label} | {one['name']} | {' | '.join(figures)} | {passes} | {SOURCES[run['source']]} |")
+    return (
+        "Memory traffic of one forward; a pass is one read or write of the [tokens, channels] tensor in bf16:\n\n"
+        + _table(TRAFFIC_HEADER, rows)
+    )
+
+
+def _implementations(run: dict) -> str:
+    """Latency of two_pass and every other implementation's speed-up over it, a row per size, dtype and mode."""
+    names = list(dict.fromkeys(row["implementation"] for row in run["rows"]))
+    groups: dict[str, dict[str, dict]] = {}
+    for row in run["rows"]:
+        label = f"{row['B']}×{row['N']}×{row['C']}, {row['dtype']}, {row['mode']}"
+        groups.setdefault(label, {})[row["implementation"]] = row
+    lines = []
+    for label, rows in groups.items():
+        first = rows[names[0]]
+        latency = "refused" if first["latency"] is None else f"{first['latency'] * 1e3:.3f}"
+        others = [f"{row['speedup']:.2f}×" if row["speedup"] else row["status"] for row in map(rows.get, names[1:])]
+        lines.append(f"| {label} | {latency} | {' | '.join(others)} |")
+    header = f"| samples×tokens×channels | {names[0]}, ms | {' | '.join(names[1:])} |"
+    return (
+        "The attention modules (`trp.FusedRCMAttention` and its twins) against each other: the median latency of "
+        f"{names[0]}, and the others' speed-up over it. All are checked against an fp64 oracle before they are timed:\n\n"
+        + _table(header, lines)
+    )
 
 
 def _step_rows(name: str, run: dict) -> list[str]:

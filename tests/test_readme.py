@@ -65,3 +65,24 @@ def test_ops_become_a_table_that_marks_what_is_missed():
     assert "|  |  | copy |  | 0.75 |  |  |" in table
     assert "| op 3×4 | refused" in table
     assert "4.00 TB/s" in table
+
+
+def test_traffic_becomes_a_table_that_names_its_source():
+    measured = {"name": "eager", "read": 2e9, "written": 1e9, "passes": 30.04, "refused": None}
+    refused = {"name": "fused", "refused": "wrong"}
+    settings = {"case": "Wan block", "config": "wan2.1-1.3b", "tokens": 10, "dim": 4}
+    run = {"settings": settings, "pass_bytes": 80, "implementations": [measured, refused], "source": "counters"}
+    table = readme_results._traffic([run, {**run, "source": "shapes"}])
+    assert "| Wan block of wan2.1-1.3b, 10×4 | eager | 2000 | 1000 | 30.0 | measured by Nsight Compute |" in table
+    assert "|  | fused |  |  | refused | measured by Nsight Compute |" in table
+    assert "| 30.0 | counted from shapes |" in table
+
+
+def test_implementations_become_a_row_per_size_dtype_and_mode():
+    size = {"B": 4, "N": 16, "C": 64, "dtype": "bfloat16", "mode": "forward"}
+    two_pass = {**size, "implementation": "two_pass", "latency": 2e-3, "speedup": 1.0, "status": "ok"}
+    fused = {**size, "implementation": "fused", "latency": 1e-3, "speedup": 2.0, "status": "ok"}
+    naive = {**size, "implementation": "naive", "latency": None, "speedup": None, "status": "left out"}
+    table = readme_results._implementations({"rows": [two_pass, fused, naive]})
+    assert "| samples×tokens×channels | two_pass, ms | fused | naive |" in table
+    assert "| 4×16×64, bfloat16, forward | 2.000 | 2.00× | left out |" in table
