@@ -142,7 +142,7 @@ def _implementations(run: dict) -> str:
     header = f"| samples×tokens×channels | {names[0]}, ms | {' | '.join(names[1:])} |"
     return (
         "The attention modules (`trp.FusedRCMAttention` and its twins) against each other: the median latency of "
-        f"{names[0]}, and the others' speed-up over it. All are checked against an fp64 oracle before they are timed:\n\n"
+        f"{names[0]}, and the others' speed-up over it. All are checked against fp64 before they are timed:\n\n"
         + _table(header, lines)
     )
 
