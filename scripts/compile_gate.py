@@ -18,7 +18,16 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-KERNELS = ("attention", "linear_skip", "linear_gelu", "layer_norm_modulate", "rms_norm_rope", "skip", "fingerprint")
+KERNELS = (
+    "attention",
+    "attention_hopper",
+    "linear_skip",
+    "linear_gelu",
+    "layer_norm_modulate",
+    "rms_norm_rope",
+    "skip",
+    "fingerprint",
+)
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 PROCESSES = 2
 ROW = "{:<8}{:<22}{:>6}{:>11}{:>14}{:>7}  {}"
@@ -57,13 +66,14 @@ def run_all(kernels: list[str], architectures: list[int]) -> list[str]:
 
 
 def _row(kernel: str, architecture: int, reports: list[dict], failed: list[str]) -> str:
-    registers, shared, limit = (max(r.get(key, 0) for r in reports) for key in ("registers", "shared", "limit"))
-    verdict = f"{len(failed)} FAILED" if failed else "ok"
+    keys = ("registers", "shared", "limit")
+    registers, shared, limit = (max((r.get(key, 0) for r in reports), default=0) for key in keys)
+    verdict = f"{len(failed)} FAILED" if failed else "ok" if reports else "none here"
     return ROW.format(f"sm_{architecture}", kernel, len(reports), registers, shared >> 10, limit >> 10, verdict)
 
 
 def run_job(context, kernel: str, architecture: int) -> list[dict]:
-    """Compile one kernel's cases for one architecture in a process of their own."""
+    """Compile one kernel's cases for one architecture, if it has any there, in a process of their own."""
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=compile_cases, args=(kernel, architecture, sender))
     process.start()
@@ -75,7 +85,7 @@ def run_job(context, kernel: str, architecture: int) -> list[dict]:
         except EOFError:  # the process has ended
             break
     process.join()
-    if process.exitcode != 0 or not reports:
+    if process.exitcode != 0:
         problem = f"the process ended with code {process.exitcode} after {len(reports)} cases"
         reports.append({"name": kernel, "problems": [problem]})
     return reports

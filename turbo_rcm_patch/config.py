@@ -8,6 +8,7 @@ from dataclasses import dataclass
 FUSION_GROUPS = ("self_attention", "cross_attention", "feed_forward")
 ATTENTION_KERNELS = ("auto", "triton", "sdpa")
 IMPLEMENTATIONS = ("auto", "triton", "torch")
+CUDA_GRAPH_MODES = ("auto", "on", "off")
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,10 @@ class PatchConfig:
             kernels (on the CPU: with TRITON_INTERPRET=1); "torch" takes the reference everywhere.
         cache_text: keep what depends on the prompt alone (text projection, cross-attention K/V) between steps, for as
             long as the bits of the prompt and of the weights stay the same.
+        cuda_graph: "off" never takes CUDA graphs; "auto" replays the transformer's forward as one where launching its
+            kernels would take longer than running them (short or small videos), "on" at every size. What cannot be
+            replayed safely (LoRA layers, hooks, offloading, autograd and others) runs without one, and `summary()`
+            says why.
 
     Raises ValueError when made with an unknown name.
     """
@@ -29,6 +34,7 @@ class PatchConfig:
     attention: str = "auto"
     implementation: str = "auto"
     cache_text: bool = True
+    cuda_graph: str = "off"
 
     def __post_init__(self):
         if isinstance(self.fuse, str):
@@ -38,6 +44,7 @@ class PatchConfig:
             _check_name("fuse", name, FUSION_GROUPS)
         _check_name("attention", self.attention, ATTENTION_KERNELS)
         _check_name("implementation", self.implementation, IMPLEMENTATIONS)
+        _check_name("cuda_graph", self.cuda_graph, CUDA_GRAPH_MODES)
         if {self.attention, self.implementation} == {"triton", "torch"} or (
             self.attention == "sdpa" and self.implementation == "triton"
         ):

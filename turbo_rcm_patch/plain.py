@@ -29,18 +29,23 @@ def why_not_norm(norm: torch.nn.Module, expected: type, device: torch.device) ->
     return why_not_plain(norm, expected) or _elsewhere(norm, device)
 
 
-def why_not_read(module: torch.nn.Module, known: tuple[type, ...], device: torch.device) -> str | None:
+def why_not_read(
+    module: torch.nn.Module, known: tuple[type, ...], device: torch.device, forward: object | None = None
+) -> str | None:
     """Why what a module computes may depend on more than the bits of its own parameters; None when it does not.
 
-    known: the classes of which that is known.
+    known: the classes of which that is known. forward: one on the instance of which it is known too.
     """
     if type(module) not in known:
         return _odd_class(module)
-    return hook_on(module) or _odd_weight(module) or _elsewhere(module, device)
+    return hook_on(module, forward) or _odd_weight(module) or _elsewhere(module, device)
 
 
-def hook_on(module: torch.nn.Module) -> str | None:
-    """The hook or replaced forward on a module, in a few words; None when calling it runs its class's forward alone."""
+def hook_on(module: torch.nn.Module, forward: object | None = None) -> str | None:
+    """The hook or replaced forward on a module, in a few words; None when calling it runs its class's forward alone.
+
+    forward: a replaced forward that counts as the class's, where given.
+    """
     registry = module.__dict__.get("_diffusers_hook")
     if registry is not None and registry.hooks:
         return f"hook {', '.join(registry.hooks)}"
@@ -50,14 +55,16 @@ def hook_on(module: torch.nn.Module) -> str | None:
         return "torch hook"
     if torch.nn.modules.module._has_any_global_hook():
         return "global torch hook"
-    if "forward" in module.__dict__ and not _is_class_forward(module):
+    if module.__dict__.get("forward") is not forward and not _is_class_forward(module):
         return "replaced forward"
     return None
 
 
 def _is_class_forward(module: torch.nn.Module) -> bool:
-    """Whether the instance's forward is its class's own, as removed hooks leave it behind."""
-    forward = module.__dict__["forward"]
+    """Whether a forward on the instance, if any, is its class's own, as removed hooks leave it behind."""
+    forward = module.__dict__.get("forward")
+    if forward is None:
+        return True
     return getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
 
 

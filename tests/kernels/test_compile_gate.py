@@ -97,3 +97,25 @@ assert good.spills == 0 and bad.spills > 0
 
 def test_inspection_of_a_real_kernel():
     run_without_the_interpreter("-c", INSPECT_ONE_KERNEL)
+
+
+INSPECT_A_GLUON_KERNEL = """
+from turbo_rcm_patch.kernels import attention_hopper
+from turbo_rcm_patch.kernels.aot import inspect, shared_memory_limit
+assert not list(attention_hopper.aot_cases((8, 0)))
+inspection = inspect(next(attention_hopper.aot_cases((9, 0))), (9, 0))
+assert inspection.has_low_precision_dot and inspection.spills == 0 and inspection.warnings == ()
+assert 0.75 * shared_memory_limit((9, 0)) < inspection.shared <= shared_memory_limit((9, 0))
+# Two consumers, each with QK before its loop, QK and PV in it, and PV after it: 8 wgmmas of depth 16 each.
+assert inspection.count("HGMMA") == 2 * 4 * 8
+assert all(inspection.count(opcode) > 0 for opcode in ("UTMALDG", "UTMASTG", "USETMAXREG", "BAR.ARV"))
+"""
+
+
+def test_inspection_of_a_gluon_kernel():
+    run_without_the_interpreter("-c", INSPECT_A_GLUON_KERNEL)
+
+
+def test_an_architecture_may_have_no_cases():
+    output = run_without_the_interpreter(GATE, "--kernels", "attention_hopper", "--architectures", "80")
+    assert output.splitlines()[1].split()[-2:] == ["none", "here"]

@@ -1,4 +1,4 @@
-"""Compile a Triton kernel for a GPU that is not there, and read what it would take: registers, spills, instructions.
+"""Compile a Triton or Gluon kernel for a GPU that is not there, and read what it takes: registers, instructions.
 
 Each kernel module lists what it launches on an architecture in ``aot_cases(capability) -> Iterator[AotCase]``;
 scripts/compile_gate.py compiles them all. Needs no GPU, but the real compiler: TRITON_INTERPRET must be unset.
@@ -86,14 +86,20 @@ def inspect(case: AotCase, capability: tuple[int, int]) -> Inspection:
         spills=sum(spills),
         shared=compiled.metadata.shared,
         warnings=tuple(line.strip() for line in log.splitlines() if re.search(r"C75\d\d|serializ", line)),
-        has_low_precision_dot=re.search(r"tt\.dot .*x(f16|bf16|i8|f8\w+)> \*", compiled.asm["ttir"]) is not None,
+        has_low_precision_dot=_has_low_precision_dot(compiled.asm),
         cubin=compiled.asm["cubin"],
     )
 
 
+def _has_low_precision_dot(asm) -> bool:
+    """Whether the kernel multiplies matrices of 8 or 16 bits: in Triton's dialect, or for Gluon in that of the GPU."""
+    dots = re.findall(r"(?:tt\.dot|warp_group_dot) .* : (.*) \* ", asm.get("ttir", asm["ttgir"]))
+    return any(re.search(r"x(f16|bf16|i8|f8\w+)[>,]", operand) for operand in dots)
+
+
 def _compile(case: AotCase, capability: tuple[int, int]):
     names = list(case.signature)
-    source = ASTSource(
+    source = _source_class(case.kernel)(
         fn=case.kernel,
         signature=case.signature,
         constexprs=case.constexprs,
@@ -107,6 +113,14 @@ def _compile(case: AotCase, capability: tuple[int, int]):
         knobs.compilation.always_compile = True  # a cached binary has no ptxas log
         compiled = triton.compile(source, target=GPUTarget("cuda", 10 * major + minor, 32), options=options)
     return compiled, log.getvalue()
+
+
+def _source_class(kernel) -> type[ASTSource]:
+    if not kernel.is_gluon():
+        return ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource  # experimental: only for kernels that use it
+
+    return GluonASTSource
 
 
 def _instructions(cubin: bytes) -> Counter:

@@ -45,8 +45,8 @@ def why_not_triton(*tensors: torch.Tensor | None, has_gradient: bool) -> str | N
     device = present[0].device
     if any(tensor.device != device for tensor in present):
         raise ValueError(f"tensors are on different devices: {', '.join(sorted({str(t.device) for t in present}))}.")
-    for tensor in present:
-        reason = why_not_triton_on(device, tensor.dtype)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in present):
+        reason = why_not_triton_on(device, dtype)
         if reason is not None:
             return reason
     if not has_gradient and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present):

@@ -38,12 +38,13 @@ class Patch:
         return any(_JOURNAL in model.__dict__ for model in self.transformers.values())
 
     def summary(self) -> str:
-        """A table of blocks, what is fused with which kernel, and what falls back and why, as of now.
+        """A table of blocks, what is fused with which kernel, and what falls back and why, as of now; CUDA graphs.
 
         Raises PatchError after restore.
         """
         self._check_active("summarize")
-        return summary_table({n: m for n, m in self.transformers.items() if _JOURNAL in m.__dict__}, wan.plan_rows)
+        patched = {name: model for name, model in self.transformers.items() if _JOURNAL in model.__dict__}
+        return summary_table(patched, wan.plan_rows, wan.graph_note)
 
     def restore(self) -> None:
         """Take the patch off every model. Raises PatchError when it is off already, or held by an unknown hook."""
@@ -143,5 +144,6 @@ def _restore(transformers: dict[str, torch.nn.Module]) -> None:
             f"cannot restore: on {len(captured)} modules ({', '.join(kinds)}) the patched forward was replaced after "
             "the patch; take the replacement off first."
         )
-    for journal in journals:
+    for model, journal in zip(transformers.values(), journals, strict=True):
+        wan.release(model)
         journal.undo()

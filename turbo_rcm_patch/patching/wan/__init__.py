@@ -1,10 +1,11 @@
 """The Wan family: Wan 2.1 T2V and I2V, Wan 2.2 with two experts, TI2V-5B.
 
 layers.py: one fused op each, or diffusers' module. block.py: the block's forward. state.py: constants of a generation.
-model.py: which module gets which forward. plan.py: what runs where, for the summary.
+graph.py: the model's forward as a CUDA graph. model.py: which module gets which forward. plan.py: what runs where, for
+the summary.
 """
 
-from .model import SUPPORTED, bindings, check_supported
-from .plan import plan_rows
+from .model import SUPPORTED, bindings, check_supported, release
+from .plan import graph_note, plan_rows
 
-__all__ = ["SUPPORTED", "bindings", "check_supported", "plan_rows"]
+__all__ = ["SUPPORTED", "bindings", "check_supported", "graph_note", "plan_rows", "release"]

@@ -16,8 +16,8 @@ from diffusers.models.transformers.transformer_wan import (
 
 from ...config import PatchConfig
 from ...plain import hook_on
-from ..cache import caching_allowed
 from .block import block_forward
+from .graph import GRAPH, WanGraph, transformer_forward
 from .state import STATE, WanState
 
 SUPPORTED = (
@@ -28,7 +28,7 @@ SUPPORTED = (
 
 def rotary_forward(self: WanRotaryPosEmbed, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin [1, S, 1, D] for latents [B, C, F, H, W], kept between steps."""
-    if type(self) is not WanRotaryPosEmbed or not caching_allowed(hidden_states.device):
+    if type(self) is not WanRotaryPosEmbed:
         return type(self).forward(self, hidden_states)
     return getattr(self, STATE).rotary(self, hidden_states)
 
@@ -46,7 +46,7 @@ def condition_forward(
     """
     state = getattr(self, STATE)
     text, image = encoder_hidden_states, encoder_hidden_states_image
-    if not caching_allowed(text.device) or _is_changed(self) or state.why_not_context(text.device):
+    if not state.keeps(text.device) or _is_changed(self) or state.why_not_context(text.device):
         return type(self).forward(self, timestep, text, image, timestep_seq_len)
     temb, timestep_proj, _, _ = type(self).forward(self, timestep, text[:, :0], None, timestep_seq_len)
     return temb, timestep_proj, state.context(text, image), None
@@ -84,10 +84,18 @@ def check_supported(name: str, transformer: torch.nn.Module) -> list[str]:
 def bindings(transformer: WanTransformer3DModel, config: PatchConfig) -> list[tuple[torch.nn.Module, str, object]]:
     """The (module, attribute, value) triples that make up the patch of one transformer."""
     state = WanState(transformer, config)
-    triples = [(transformer, STATE, state)]
-    for _, module, forward in _targets(transformer):
-        triples += [(module, STATE, state), (module, "forward", MethodType(forward, module))]
-    return triples
+    forwards = {module: MethodType(forward, module) for _, module, forward in _targets(transformer)}
+    # Under a hook, such as model offloading, that holds the old forward, the model goes without graphs.
+    if config.cuda_graph != "off" and not hook_on(transformer):
+        forwards[transformer] = MethodType(transformer_forward, transformer)
+    triples = [(transformer, GRAPH, WanGraph(transformer, state, forwards))]
+    triples += [(module, STATE, state) for module in dict.fromkeys((transformer, *forwards))]
+    return triples + [(module, "forward", forward) for module, forward in forwards.items()]
+
+
+def release(transformer: WanTransformer3DModel) -> None:
+    """Give back the memory of the CUDA graphs of a patched transformer."""
+    getattr(transformer, GRAPH).release()
 
 
 def _path(module: torch.nn.Module) -> str:

@@ -6,6 +6,8 @@ depend on stay the same.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,13 +22,14 @@ from torch import nn
 from ...config import PatchConfig
 from ...plain import why_not_read
 from ..cache import ContentCache, caching_allowed
+from ..snapshot import WhileUnchanged
 from .layers import normed_heads
 
 # WanAttention takes the last 512 context tokens as text and those before them as image tokens.
 TEXT_TOKENS = 512
 
 # Modules whose outputs depend on their inputs, parameters and eps alone (dropout only draws in training).
-_KNOWN = (
+DEPENDS_ON_PARAMETERS = (
     nn.Linear,
     nn.RMSNorm,
     nn.Dropout,
@@ -82,6 +85,13 @@ class RotaryTables:
         self.half = (cos[0, :, 0, 0::2].contiguous(), sin[0, :, 0, 1::2].contiguous())
 
 
+class PromptPath(NamedTuple):
+    """The modules between a prompt and its keys and values, and why these may not be kept; None when they may."""
+
+    modules: list[nn.Module]
+    why_not_kept: str | None
+
+
 class WanState:
     """One transformer's PatchConfig and the constants of its generations."""
 
@@ -90,41 +100,59 @@ class WanState:
         self._transformer = transformer
         self._contexts = ContentCache(_PROMPTS)
         self._rotary = ContentCache(_SIZES)
+        self._tables_of_call: list[RotaryTables] | None = None  # None: tables may be kept
+        self._prompt_path = WhileUnchanged(self._objects_around_prompt, self._find_prompt_path)
+
+    @contextlib.contextmanager
+    def keeping_nothing(self) -> Iterator[None]:
+        """Calls within compute everything anew, as what a CUDA graph replays must; the RoPE tables once per call."""
+        self._tables_of_call = []
+        try:
+            yield
+        finally:
+            self._tables_of_call = None
+
+    def keeps(self, device: torch.device) -> bool:
+        """Whether what this call computes may be kept, or come from what was kept."""
+        return self._tables_of_call is None and caching_allowed(device)
 
     def rotary(self, rope: nn.Module, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The full RoPE tables for latents [B, C, F, H, W]."""
+        if not self.keeps(latents.device):
+            full = type(rope).forward(rope, latents)
+            if self._tables_of_call is not None:
+                self._tables_of_call.append(RotaryTables(*full))
+            return full
         sources = [rope.freqs_cos, rope.freqs_sin]
         key = (latents.shape[2:], rope.freqs_cos.dtype)
         return self._rotary.get(sources, key, lambda: RotaryTables(*type(rope).forward(rope, latents))).full
 
     def half_rotary(self, full: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """The tables that the kernel reads, of full ones."""
-        if caching_allowed(full[0].device):
-            for known in self._rotary.values():
-                if known.full[0] is full[0] and known.full[1] is full[1]:
-                    return known.half
+        kept = self._rotary.values() if self.keeps(full[0].device) else self._tables_of_call or ()
+        for known in kept:
+            if known.full[0] is full[0] and known.full[1] is full[1]:
+                return known.half
         return RotaryTables(*full).half
 
     def why_not_context(self, device: torch.device) -> str | None:
         """Why the prompt's constants are computed anew on each call; None when they are kept."""
-        if not self.config.cache_text:
-            return "cache_text=False"
-        modules = [module for part in _embedders(self._transformer) for module in part.modules()]
-        for block in self._transformer.blocks:
-            modules += [block.attn2, *_key_value_modules(block.attn2)]
-        return next(filter(None, (why_not_read(module, _KNOWN, device) for module in modules)), None)
+        return self._prompt_path.get(device).why_not_kept
 
     def context(self, text: torch.Tensor, image: torch.Tensor | None) -> torch.Tensor:
         """The projected prompt, image tokens first, for text [B, L, text_dim] and image [B, L', image_dim]."""
         inputs = [text] if image is None else [text, image]
-        key = (*((tensor.shape, tensor.dtype) for tensor in inputs), *self._eps())
-        sources = [*inputs, *self._weights()]
+        modules = self._prompt_path.get(text.device).modules
+        eps = [module.eps for module in modules if isinstance(module, nn.RMSNorm)]
+        key = (*((tensor.shape, tensor.dtype) for tensor in inputs), *eps)
+        weights = (parameter for module in modules for parameter in module._parameters.values())
+        sources = [*inputs, *(weight for weight in weights if weight is not None)]
         known = self._contexts.get(sources, key, lambda: Context(self._project(text, image)))
         return known.tensor if known.intact else self._project(text, image)
 
     def keys_values(self, attn: WanAttention, context: torch.Tensor) -> KeysValues:
         """K/V of a context [B, L, C] under one cross-attention, kept with the context if it is one of ours."""
-        if caching_allowed(context.device):
+        if self.keeps(context.device):
             for known in self._contexts.values():
                 if known.tensor is context and known.intact:
                     if attn not in known.keys_values:
@@ -137,15 +165,23 @@ class WanState:
         projected = embedder.text_embedder(text)
         return projected if image is None else torch.concat([embedder.image_embedder(image), projected], dim=1)
 
-    def _eps(self) -> list[float]:
-        norms = [module for block in self._transformer.blocks for module in _key_value_modules(block.attn2)]
-        return [norm.eps for norm in norms if isinstance(norm, nn.RMSNorm)]
+    def _find_prompt_path(self, device: torch.device) -> PromptPath:
+        modules = [module for part in _embedders(self._transformer) for module in part.modules()]
+        attentions = [block.attn2 for block in self._transformer.blocks]
+        for attn in attentions:
+            modules += _key_value_modules(attn)
+        if not self.config.cache_text:
+            return PromptPath(modules, "cache_text=False")
+        reasons = (why_not_read(m, DEPENDS_ON_PARAMETERS, device) for m in [*modules, *attentions])
+        return PromptPath(modules, next(filter(None, reasons), None))
 
-    def _weights(self) -> list[torch.Tensor]:
-        modules = _embedders(self._transformer)
-        for block in self._transformer.blocks:
-            modules += _key_value_modules(block.attn2)
-        return [parameter for module in modules for parameter in module.parameters()]
+    def _objects_around_prompt(self) -> list[nn.Module]:
+        """The modules between a prompt and its keys and values, and those whose attributes they are."""
+        blocks = self._transformer.blocks
+        holders = [self._transformer, self._transformer.condition_embedder, blocks, *blocks]
+        attentions = [block.attn2 for block in blocks]
+        parts = [*_embedders(self._transformer), *(m for attn in attentions for m in _key_value_modules(attn))]
+        return [*holders, *attentions, *(module for part in parts for module in part.modules())]
 
 
 def _embedders(transformer: WanTransformer3DModel) -> list[nn.Module]:

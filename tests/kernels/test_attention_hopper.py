@@ -1,0 +1,201 @@
+"""The sm_90 attention: what it refuses, how it cuts the work, how parts are joined, and on the GPU its results."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from tests.oracle import assert_no_worse, torch_device
+from turbo_rcm_patch.kernels import attention_hopper, reference
+from turbo_rcm_patch.kernels.attention_hopper import DEFAULT, ITEM_COST, Schedule, make_schedule
+
+H200 = 132  # multiprocessors
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """CPU tensors count as tensors on an H200."""
+    monkeypatch.setattr(attention_hopper, "_device", lambda device: ((9, 0), H200))
+
+
+def _qkv(dtype=torch.bfloat16, head_dim=128, device="cpu", batch=2, tokens=9, kv_tokens=5, heads=3):
+    shapes = [(batch, tokens, heads, head_dim), *[(batch, kv_tokens, heads, head_dim)] * 2]
+    return [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+
+
+def _projections(dtype=torch.bfloat16, device="cpu", tokens=21):
+    """q, k, v as views of one fused projection, as diffusers makes them."""
+    fused = torch.randn(2, tokens, 3 * 2 * 128, device=device).to(dtype)
+    return [chunk.unflatten(2, (2, 128)) for chunk in fused.chunk(3, dim=-1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_takes_packed_and_strided_rows(hopper, dtype, head_dim):
+    q, k, v = _qkv(dtype, head_dim)
+    assert attention_hopper.why_not(q, k, v) is None
+    assert attention_hopper.why_not(*_projections(dtype)) is None
+    heads_first = q.transpose(1, 2).contiguous().transpose(1, 2)
+    assert attention_hopper.why_not(heads_first, k, v) is None
+
+
+@pytest.mark.parametrize(
+    ("inputs", "reason"),
+    [
+        (_qkv(torch.float32), "float32"),
+        (_qkv(head_dim=96), "head_dim 96"),
+        ([x[..., ::2] for x in _qkv(head_dim=256)], "TMA"),
+        ([x[..., :64] for x in _qkv(head_dim=68)], "TMA"),
+        ([x.flatten()[1 : 1 + 8 * 128].view(1, 8, 1, 128) for x in _qkv()], "TMA"),
+        ([x[:1].expand(2, -1, -1, -1) for x in _qkv()], "TMA"),
+    ],
+    ids=["dtype", "head_dim", "columns apart", "rows misaligned", "base misaligned", "batch expanded"],
+)
+def test_refuses(hopper, inputs, reason):
+    assert reason in attention_hopper.why_not(*inputs)
+
+
+def test_refuses_other_devices_and_tritons(monkeypatch):
+    assert "sm_90" in attention_hopper.why_not(*_qkv())
+    monkeypatch.setattr(attention_hopper, "_device", lambda device: ((9, 0), H200))
+    monkeypatch.setattr(attention_hopper, "GLUON_ERROR", "cannot import name 'tma'")
+    assert "'tma'" in attention_hopper.why_not(*_qkv())
+
+
+def _tiles_of(schedule, key_tiles):
+    """The (tile of queries, tile of keys) of every item, as the kernel finds them."""
+    for item in range(schedule.items):
+        split = max(item - schedule.whole, 0)
+        tile, first, end = item, 0, key_tiles
+        if item >= schedule.whole:
+            per_part = -(-key_tiles // schedule.parts)
+            tile, first = schedule.whole + split // schedule.parts, split % schedule.parts * per_part
+            end = min(key_tiles, first + per_part)
+        yield [(tile, key) for key in range(first, end)]
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 7, 36, 131, 132, 133, 300])
+def test_every_pair_of_tiles_is_visited_once(tiles):
+    for key_tiles in (*range(1, 50), 256):
+        items = list(_tiles_of(make_schedule(tiles, key_tiles, H200, True), key_tiles))
+        assert all(items)
+        visited = sorted(itertools.chain(*items))
+        assert visited == list(itertools.product(range(tiles), range(key_tiles)))
+
+
+def _time(schedule, key_tiles):
+    """Of the program with the most to do, in tiles of keys."""
+    costs = [len(item) + ITEM_COST for item in _tiles_of(schedule, key_tiles)]
+    return max(sum(costs[program::H200]) for program in range(H200))
+
+
+def test_work_of_wan():
+    whole = make_schedule(12 * 256, 256, H200, False)
+    split = make_schedule(12 * 256, 256, H200, True)
+    assert whole == Schedule(3072, 3072, 1)
+    assert split.whole == 23 * H200
+    ideal = 12 * 256 * 256 / H200
+    assert _time(whole, 256) > 1.03 * ideal
+    assert _time(split, 256) < 1.025 * ideal
+    cross = make_schedule(12 * 256, 4, H200, True)
+    assert cross.parts == 1  # joining would take longer than what it saves
+
+
+def _parts(device, rows, kv_tokens, parts):
+    """Softmaxes over parts of the keys, [parts, rows, 64] and their logsumexps [parts, rows], and over all keys."""
+    scores = 3 * torch.randn(rows, kv_tokens, device=device, dtype=torch.float64)
+    values = torch.randn(kv_tokens, 64, device=device, dtype=torch.float64)
+    outputs, sums = [], []
+    for part in torch.arange(kv_tokens, device=device).tensor_split(parts):
+        outputs.append(scores[:, part].softmax(1) @ values[part])
+        sums.append(scores[:, part].logsumexp(1) / math.log(2))
+    return torch.stack(outputs), torch.stack(sums), scores.softmax(1) @ values, scores.logsumexp(1) / math.log(2)
+
+
+def test_parts_are_joined(device):
+    """Of two samples of 3 heads and 150 queries, in tiles of 128, all but the first 9 tiles are in 5 parts."""
+    on = torch_device(device)
+    batch, tokens, heads, rows, parts, whole = 2, 150, 3, DEFAULT.rows, 5, 9
+    tiles = batch * heads * 2
+    schedule = Schedule(whole + (tiles - whole) * parts, whole, parts)
+    partial_out, partial_lse, expected, expected_lse = [], [], {}, {}
+    for tile in range(whole, tiles):
+        outputs, sums, expected[tile], expected_lse[tile] = _parts(on, rows, 40, parts)
+        partial_out.append(outputs)
+        partial_lse.append(sums)
+    out = torch.full((batch, tokens, heads, 64), 7.0, device=on, dtype=torch.float32)
+    lse = torch.full((batch, heads, tokens), 7.0, device=on, dtype=torch.float32)
+    partials = [torch.cat(x).float().contiguous() for x in (partial_out, partial_lse)]
+    attention_hopper._join_parts(*partials, out, lse, schedule)
+    for tile in range(tiles):
+        sample, head, start = tile // 2 // heads, tile // 2 % heads, tile % 2 * rows
+        got, got_lse = out[sample, start : start + rows, head], lse[sample, head, start : start + rows]
+        if tile < whole:
+            assert (got == 7).all()
+            assert (got_lse == 7).all()
+        else:
+            torch.testing.assert_close(got, expected[tile][: len(got)].float())
+            torch.testing.assert_close(got_lse, expected_lse[tile][: len(got)].float())
+
+
+# B, S, Skv, H, D: one token, lengths around the tiles, more than one tile per program, few queries and many keys.
+SHAPES = [
+    (2, 1, 1, 1, 128),
+    (1, 77, 512, 3, 128),
+    (2, 129, 257, 2, 64),
+    (1, 1000, 1000, 2, 128),
+    (2, 4000, 300, 7, 128),
+    (1, 40, 9000, 2, 128),
+]
+
+
+def _attention(q, k, v, scale, dtype=None):
+    q, k, v = (x.to(dtype or x.dtype) for x in (q, k, v))
+    return reference.attention(q, k, v, None, None, None, scale)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_matches_the_reference(shape, dtype):
+    batch, tokens, kv_tokens, heads, head_dim = shape
+    q, k, v = _qkv(dtype, head_dim, "cuda", batch, tokens, kv_tokens, heads)
+    for scale in (head_dim**-0.5, 0.5):
+        out, lse = attention_hopper.attention_forward(q, k, v, scale, with_lse=True)
+        assert_no_worse(out, _attention(q, k, v, scale), _attention(q, k, v, scale, torch.float64))
+        scores = torch.einsum("bshd,bthd->bhst", q.double(), k.double()) * scale
+        torch.testing.assert_close(lse.double(), scores.logsumexp(-1) / math.log(2), rtol=1e-5, atol=1e-4)
+        assert attention_hopper.attention_forward(q, k, v, scale)[1] is None
+
+
+@pytest.mark.gpu
+def test_reads_strided_rows():
+    for q, k, v in (
+        _projections(device="cuda", tokens=300),
+        [x.transpose(1, 2) for x in _qkv(device="cuda", tokens=5)],
+    ):
+        expected, _ = attention_hopper.attention_forward(*(x.contiguous() for x in (q, k, v)), 0.1)
+        assert torch.equal(attention_hopper.attention_forward(q, k, v, 0.1)[0], expected)
+
+
+@pytest.mark.gpu
+def test_neighbours_do_not_leak():
+    """NaN in the next sample's and the next head's rows stays there."""
+    inputs = _qkv(device="cuda", tokens=200, kv_tokens=150)
+    clean, _ = attention_hopper.attention_forward(*(x[:1, :, :1].contiguous() for x in inputs), 0.1)
+    for x in inputs:
+        x[1] = float("nan")
+        x[0, :, 1] = float("nan")
+    poisoned, _ = attention_hopper.attention_forward(*inputs, 0.1)
+    assert clean.isfinite().all()
+    assert torch.equal(poisoned[:1, :, :1], clean)
+
+
+@pytest.mark.gpu
+def test_scores_far_from_zero():
+    """Padding keys score 0: with all others near -100 they would win the softmax."""
+    q, k, v = _qkv(device="cuda", tokens=200, kv_tokens=150)
+    q[..., 0], k[..., 0] = 20, -20
+    out, _ = attention_hopper.attention_forward(q, k, v, 0.25)
+    assert_no_worse(out, _attention(q, k, v, 0.25), _attention(q, k, v, 0.25, torch.float64))

@@ -1,0 +1,339 @@
+"""The attention forward on sm_90: which inputs it takes, how their work is cut, and the launch.
+
+    F = softmax(scale · q kᵀ) v        q, F [B, S, H, D]; k, v [B, Skv, H, D]; D of 64 or 128, bf16 or fp16
+
+The kernel is in attention_hopper_kernel.py. Its programs stay on their multiprocessors and walk tiles of queries. The
+tiles left after the last full round of programs are cut along the keys as well, so that all programs have work until
+the end; a second kernel joins the parts (Flash-Decoding, Dao et al. 2023).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+
+from .aot import AotCase
+
+try:  # Gluon is experimental: its names change between releases of Triton
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from .attention_hopper_kernel import attention_kernel
+except ImportError as error:
+    GLUON_ERROR = str(error)
+else:
+    GLUON_ERROR = None
+
+CAPABILITY = (9, 0)
+HEAD_DIMS = (64, 128)
+TRITON_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+QUERIES = 64  # per consumer: the rows of one wgmma
+MAX_PARTS = 16
+# In the time of one tile of keys: what an item takes besides its keys, and what joining parts takes.
+ITEM_COST = 4
+JOIN_COST = 8
+JOIN_ROWS = 16
+LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How the kernel is built; see attention_kernel. keys: per tile, a power of two. registers: per consumer thread.
+
+    split: cut the last tiles along the keys. persistent: as many programs as multiprocessors, else one per item.
+    """
+
+    consumers: int = 2
+    keys: int = 128
+    stages: int = 2
+    overlap: bool = True
+    turns: int = 1
+    named: bool = True
+    q_registers: bool = False
+    lazy: bool = False
+    polynomial: int = 0
+    registers: int = 240
+    split: bool = True
+    persistent: bool = True
+
+    @property
+    def rows(self) -> int:
+        return self.consumers * QUERIES
+
+    def constants(self) -> dict[str, object]:
+        return {
+            "CONSUMERS": self.consumers,
+            "STAGES": self.stages,
+            "OVERLAP": self.overlap,
+            "TURNS": self.turns,
+            "NAMED": self.named,
+            "Q_REGISTERS": self.q_registers,
+            "LAZY": self.lazy,
+            "POLYNOMIAL": self.polynomial,
+            "REGISTERS": self.registers,
+        }
+
+
+DEFAULT = Variant()
+VARIANTS = {
+    "default": DEFAULT,
+    "no_split": replace(DEFAULT, split=False),
+    "not_persistent": replace(DEFAULT, split=False, persistent=False),
+    "turn_of_qk": replace(DEFAULT, turns=2),
+    "no_turns": replace(DEFAULT, turns=0),
+    "mbarriers": replace(DEFAULT, named=False),
+    "q_registers": replace(DEFAULT, q_registers=True),
+    "q_registers_turn_of_qk": replace(DEFAULT, q_registers=True, turns=2),
+    "lazy": replace(DEFAULT, lazy=True),
+    "polynomial_8": replace(DEFAULT, polynomial=8),
+    "polynomial_4": replace(DEFAULT, polynomial=4),
+    "in_order": replace(DEFAULT, overlap=False),
+    "keys_64": replace(DEFAULT, keys=64, stages=3),
+    "three_64": replace(DEFAULT, consumers=3, keys=64, stages=3, registers=160),
+    "three_64_in_order": replace(DEFAULT, consumers=3, keys=64, stages=3, registers=160, overlap=False),
+    "three_128_in_order": replace(DEFAULT, consumers=3, registers=160, overlap=False),
+}
+
+
+def why_not(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+    """Why the kernel cannot take these tensors, q [B, S, H, D] and k, v [B, Skv, H, D], in a few words; else None."""
+    if _device(q.device)[0] != CAPABILITY:
+        return "no GPU of sm_90"
+    if GLUON_ERROR is not None:
+        return f"Gluon of Triton {triton.__version__}: {GLUON_ERROR}"
+    if q.dtype not in TRITON_NAMES:
+        return f"{str(q.dtype).removeprefix('torch.')} tensors"
+    if q.shape[-1] not in HEAD_DIMS:
+        return f"head_dim {q.shape[-1]}"
+    if not all(_fits_tma(x) for x in (q, k, v)):
+        return "rows that TMA cannot read: not packed, or not at multiples of 16 bytes"
+    return None
+
+
+def attention_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    *,
+    with_lse: bool = False,
+    variant: Variant = DEFAULT,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """softmax(scale · q kᵀ) v, packed [B, S, H, D] in q's dtype, and with_lse the logsumexp in base 2, fp32 [B, H, S].
+
+    q [B, S, H, D] and k, v [B, Skv, H, D] on a GPU, of which why_not says nothing. scale > 0.
+    """
+    batch, tokens, heads, head_dim = q.shape
+    kv_tokens = k.shape[1]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device) if with_lse else None
+    tiles = batch * heads * triton.cdiv(tokens, variant.rows)
+    multiprocessors = _device(q.device)[1]
+    schedule = make_schedule(tiles, triton.cdiv(kv_tokens, variant.keys), multiprocessors, variant.split)
+    partial_out = partial_lse = None
+    if schedule.parts > 1:
+        parts = schedule.items - schedule.whole
+        partial_out = torch.empty((parts, variant.rows, head_dim), dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty((parts, variant.rows), dtype=torch.float32, device=q.device)
+    programs = min(schedule.items, multiprocessors) if variant.persistent else schedule.items
+    with torch.cuda.device_of(q):
+        attention_kernel[(programs,)](
+            _descriptor(q, QUERIES),
+            _descriptor(k, variant.keys),
+            _descriptor(v, variant.keys),
+            _descriptor(out, QUERIES),
+            lse,
+            partial_out,
+            partial_lse,
+            tokens,
+            kv_tokens,
+            heads,
+            schedule.items,
+            schedule.whole,
+            schedule.parts,
+            scale * LOG2_E,
+            MASK=kv_tokens % variant.keys != 0,
+            **variant.constants(),
+            num_warps=4,
+        )
+        if schedule.parts > 1:
+            _join_parts(partial_out, partial_lse, out, lse, schedule)
+    return out, lse
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Work
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """items: of work. The first ``whole`` are tiles of queries with all their keys, the others are ``parts`` parts of
+    the keys of each of the tiles that are left."""
+
+    items: int
+    whole: int
+    parts: int
+
+
+@functools.lru_cache
+def make_schedule(tiles: int, key_tiles: int, multiprocessors: int, split: bool) -> Schedule:
+    """Cut tiles of queries by tiles of keys such that the program that ends last ends as early as it can."""
+    whole = tiles // multiprocessors * multiprocessors
+
+    def time_of_rest(parts: int) -> int:
+        rounds = triton.cdiv((tiles - whole) * parts, multiprocessors)
+        return rounds * (triton.cdiv(key_tiles, parts) + ITEM_COST) + (JOIN_COST if parts > 1 else 0)
+
+    # The fewest of equally fast ones: so none is empty, for as many full ones would take as long.
+    parts = min(range(1, min(MAX_PARTS, key_tiles) + 1 if split else 2), key=time_of_rest)
+    if parts == 1:
+        return Schedule(tiles, tiles, 1)
+    return Schedule(whole + (tiles - whole) * parts, whole, parts)
+
+
+@triton.jit(do_not_specialize=["tokens", "whole", "parts"])
+def _join_kernel(
+    partial_out, partial_lse, out, lse, tokens, heads, whole, parts,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK queries of one tile. Its parts' outputs, each a softmax of its own, weighted by their sums."""
+    first_part = tl.program_id(0).to(tl.int64) * parts
+    rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.arange(0, HEAD_DIM)
+    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for part in range(0, parts):
+        largest = tl.maximum(largest, tl.load(partial_lse + (first_part + part) * ROWS + rows))
+    output = tl.zeros((BLOCK, HEAD_DIM), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in range(0, parts):
+        part_rows = (first_part + part) * ROWS + rows
+        weight = tl.exp2(tl.load(partial_lse + part_rows) - largest)
+        output += weight[:, None] * tl.load(partial_out + part_rows[:, None] * HEAD_DIM + columns[None, :])
+        total += weight
+    output /= total[:, None]
+
+    tile = whole + tl.program_id(0)
+    row_tiles = tl.cdiv(tokens, ROWS)
+    sample_head = (tile // row_tiles).to(tl.int64)
+    queries = tile % row_tiles * ROWS + rows
+    mask = queries < tokens
+    tokens_before = sample_head // heads * tokens + queries
+    corner = out + (tokens_before[:, None] * heads + sample_head % heads) * HEAD_DIM
+    tl.store(corner + columns[None, :], output.to(out.dtype.element_ty), mask=mask[:, None])
+    if lse is not None:
+        tl.store(lse + sample_head * tokens + queries, largest + tl.log2(total), mask=mask)
+
+
+def _join_parts(partial_out, partial_lse, out, lse, schedule: Schedule) -> None:
+    """Complete out [B, S, H, D] and lse [B, H, S] from parts [parts of all tiles, rows, D] and [.., rows]."""
+    _, rows, head_dim = partial_out.shape
+    _, tokens, heads, _ = out.shape
+    tiles = (schedule.items - schedule.whole) // schedule.parts
+    _join_kernel[tiles, rows // JOIN_ROWS](
+        partial_out,
+        partial_lse,
+        out,
+        lse,
+        tokens,
+        heads,
+        schedule.whole,
+        schedule.parts,
+        ROWS=rows,
+        HEAD_DIM=head_dim,
+        BLOCK=JOIN_ROWS,
+        num_warps=4,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Operands
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache
+def _device(device: torch.device) -> tuple[tuple[int, int], int]:
+    """Compute capability and multiprocessors; (0, 0) and 0 for what is no NVIDIA GPU."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return (0, 0), 0
+    properties = torch.cuda.get_device_properties(device)
+    return (properties.major, properties.minor), properties.multi_processor_count
+
+
+def _strides(x: torch.Tensor) -> tuple[int, int, int]:
+    """Strides over (B, S, H). A dimension of size 1 may carry any stride; it gets the packed one."""
+    _, tokens, heads, head_dim = x.shape
+    packed = (tokens * heads * head_dim, heads * head_dim, head_dim)
+    return tuple(p if size == 1 else s for size, s, p in zip(x.shape[:3], x.stride()[:3], packed, strict=True))
+
+
+def _fits_tma(x: torch.Tensor) -> bool:
+    aligned = all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in _strides(x))
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and aligned
+
+
+def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """TMA over x [B, S, H, D] in tiles of rows. Reads past a sample's last token give 0, and writes are dropped."""
+    batch, tokens, heads, head_dim = x.shape
+    stride_b, stride_s, stride_h = _strides(x)
+    block = [1, 1, rows, head_dim]
+    shape, strides = [batch, heads, tokens, head_dim], [stride_b, stride_h, stride_s, 1]
+    return TensorDescriptor(x, shape, strides, block, _shared_layout(rows, head_dim))
+
+
+@functools.lru_cache
+def _shared_layout(rows: int, head_dim: int):
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, head_dim], gl.bfloat16)  # as for any 16-bit type
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ahead-of-time compilation
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
+    """The kernel at both head_dims, with everything that a launch can ask of it and with nothing; on sm_90 only."""
+    if capability != CAPABILITY:
+        return
+    yield aot_case(DEFAULT, torch.bfloat16, 128, complete=True)
+    yield aot_case(DEFAULT, torch.bfloat16, 128, complete=False)
+    yield aot_case(DEFAULT, torch.float16, 64, complete=True)
+    types = dict.fromkeys(("partial_out", "partial_lse", "lse"), "*fp32") | {"out": "*bf16"}
+    constants = {"ROWS": DEFAULT.rows, "HEAD_DIM": 128, "BLOCK": JOIN_ROWS}
+    yield _case("attention_join_bf16_d128", _join_kernel, types, constants)
+
+
+def aot_case(variant: Variant, dtype: torch.dtype, head_dim: int, *, complete: bool) -> AotCase:
+    """A variant of the kernel; complete: with a partial last tile of keys, parts, and the logsumexp."""
+    queries, keys = (
+        f"tensordesc<{TRITON_NAMES[dtype]}[1, 1, {rows}, {head_dim}],{_shared_layout(rows, head_dim)!r}>"
+        for rows in (QUERIES, variant.keys)
+    )
+    types = {"q": queries, "k": keys, "v": keys, "out": queries, "scale_log2": "fp32"}
+    constants = variant.constants() | {"MASK": complete}
+    optional = ("lse", "partial_out", "partial_lse")
+    if complete:
+        types |= dict.fromkeys(optional, "*fp32")
+    else:
+        constants |= dict.fromkeys(optional)
+    name = f"attention_hopper{'' if complete else '_plain'}_{TRITON_NAMES[dtype]}_d{head_dim}"
+    return _case(name, attention_kernel, types, constants)
+
+
+def _case(name: str, kernel, types: dict[str, str], constants: dict[str, object]) -> AotCase:
+    types = types | dict.fromkeys(constants, "constexpr")
+    return AotCase(
+        name=name,
+        kernel=kernel,
+        signature={argument: types.get(argument, "i32") for argument in kernel.arg_names},
+        constexprs=constants,
+        divisible_by_16=tuple(argument for argument, kind in types.items() if kind.startswith("*")),
+        num_warps=4,
+        num_stages=3,
+    )

@@ -1,0 +1,176 @@
+"""WanTransformer3DModel.forward as a CUDA graph, where launching its kernels takes longer than running them.
+
+Nothing that is kept between steps enters a graph: text projection, cross-attention K/V and RoPE tables are computed
+anew in every replay, from the inputs and weights as they are then. That costs a small model about 1 % of its step, and
+saves reading the weights to see whether they changed, waiting for the answer, and the memory of the kept values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from diffusers.models.embeddings import TimestepEmbedding, Timesteps
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from diffusers.models.transformers.transformer_wan import (
+    WanAttention,
+    WanRotaryPosEmbed,
+    WanTimeTextImageEmbedding,
+    WanTransformer3DModel,
+    WanTransformerBlock,
+)
+from torch import nn
+
+from ...plain import why_not_read
+from ..graphs import Graphs, Inputs, call_key, why_not_recorded
+from ..snapshot import WhileUnchanged
+from .layers import why_not_fused_attention, why_not_own_attention
+from .state import DEPENDS_ON_PARAMETERS, WanState
+
+GRAPH = "_turbo_rcm_patch_graph"  # the attribute of a patched transformer that holds its WanGraph
+
+# Launching a block takes the host 1 to 2 ms, in which an H200 does 1e12 FLOP of a block. Slower hosts get twice that.
+MOST_FLOPS_PER_BLOCK = 2e12
+
+# Modules whose outputs depend on their inputs, tensors and attributes alone.
+_KNOWN = (
+    *DEPENDS_ON_PARAMETERS,
+    nn.Conv3d,
+    nn.Identity,
+    nn.SiLU,
+    Timesteps,
+    TimestepEmbedding,
+    WanRotaryPosEmbed,
+    WanTimeTextImageEmbedding,
+    WanTransformerBlock,
+    WanTransformer3DModel,
+)
+
+
+def transformer_forward(
+    self: WanTransformer3DModel,
+    hidden_states: torch.Tensor,
+    timestep: torch.LongTensor,
+    encoder_hidden_states: torch.Tensor,
+    encoder_hidden_states_image: torch.Tensor | None = None,
+    return_dict: bool = True,
+    attention_kwargs: dict[str, Any] | None = None,
+) -> Transformer2DModelOutput | tuple[torch.Tensor]:
+    """WanTransformer3DModel.forward, replayed from a CUDA graph where that is safe and faster; bound on instances.
+
+    hidden_states [B, C, F, H, W], timestep [B] or per token [B, S], encoder_hidden_states [B, L, text_dim],
+    encoder_hidden_states_image [B, L', image_dim] or None; the sample is [B, C_out, F, H, W].
+    """
+    inputs = (hidden_states, timestep, encoder_hidden_states, encoder_hidden_states_image)
+    if torch.compiler.is_compiling() or not (graph := getattr(self, GRAPH)).takes(inputs, attention_kwargs):
+        # By keyword: diffusers' decorator around the class's forward finds a LoRA's scale only there.
+        return type(self).forward(self, *inputs, return_dict=return_dict, attention_kwargs=attention_kwargs)
+    sample = graph.sample(inputs)
+    return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
+
+
+class WanGraph:
+    """The CUDA graphs of one patched transformer, and what stands against them.
+
+    forwards: the forwards that the patch binds, by module; any other on an instance is someone's hook.
+    """
+
+    def __init__(self, transformer: WanTransformer3DModel, state: WanState, forwards: dict[nn.Module, Callable]):
+        self._transformer, self._state, self._forwards = transformer, state, forwards
+        self._graphs = Graphs()
+        self._why_not_recordable = WhileUnchanged(self._objects_read, self._look_again)
+
+    def takes(self, inputs: Inputs, attention_kwargs: dict[str, Any] | None) -> bool:
+        """Whether `sample` may stand for this call. If not, the reason is counted for the summary."""
+        reason = self._why_not_call(inputs, attention_kwargs)
+        if reason is not None:
+            self._graphs.eager[reason] += 1
+        return reason is None
+
+    def sample(self, inputs: Inputs) -> torch.Tensor:
+        """The transformer's sample: computed the first time that inputs of these shapes come, replayed later."""
+        return self._graphs.run(call_key(inputs), self._compute, inputs)
+
+    def release(self) -> None:
+        """Give all graphs' memory back."""
+        self._graphs.clear()
+
+    def note(self) -> str:
+        """One line for the summary: how many graphs there are, how many calls they served, and why not the others."""
+        graphs = self._graphs
+        reason = self._why_not_now()
+        state = f"none now: {reason}" if reason else f"{graphs.kept} kept in {graphs.reserved_bytes / 2**20:.0f} MiB"
+        eager = ", ".join(f"{reason} ({count})" for reason, count in graphs.eager.items())
+        parts = [state, f"{graphs.replays} calls replayed", f"run without: {eager}" if eager else ""]
+        return f"CUDA graphs ({self._state.config.cuda_graph}): {'; '.join(filter(None, parts))}"
+
+    def _compute(self, *inputs: torch.Tensor | None) -> torch.Tensor:
+        with self._state.keeping_nothing():
+            return type(self._transformer).forward(self._transformer, *inputs, return_dict=False)[0]
+
+    def _why_not_call(self, inputs: Inputs, attention_kwargs: dict[str, Any] | None) -> str | None:
+        """Why this call runs without a graph; the cheap questions first."""
+        reason = self._graphs.failure or why_not_recorded(inputs)
+        if reason is not None:
+            return reason
+        if attention_kwargs is not None:
+            return "attention_kwargs"
+        if inputs[0].device != self._device:
+            return f"inputs on {inputs[0].device}"
+        too_large = flops_per_block(self._transformer, inputs[0]) > MOST_FLOPS_PER_BLOCK
+        if too_large and self._state.config.cuda_graph == "auto":
+            return "too large to gain"
+        return self._why_not_now()
+
+    def _why_not_now(self) -> str | None:
+        """Why no call of the model as it is can run as a graph."""
+        if self._state.config.cuda_graph == "off":
+            return "cuda_graph='off'"
+        if self._transformer not in self._forwards:
+            return "the model had a hook when it was patched"
+        if self._graphs.failure:
+            return self._graphs.failure
+        if self._device.type != self._graphs.device_type:
+            return f"{self._device.type} tensors"
+        backend = _AttentionBackendRegistry.get_active_backend()[0]
+        if backend != AttentionBackendName.NATIVE:
+            return f"attention backend {AttentionBackendName(backend).value}"
+        return self._why_not_recordable.get(self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._transformer.patch_embedding.weight.device
+
+    def _objects_read(self) -> list[object]:
+        """Everything whose class and attributes a forward depends on."""
+        modules = list(self._transformer.modules())
+        return modules + [module.processor for module in modules if isinstance(module, WanAttention)]
+
+    def _look_again(self, device: torch.device) -> str | None:
+        """Why something about the modules could escape a graph. They are new or changed: graphs of them are stale."""
+        self._graphs.clear()
+        return next(filter(None, (self._why_not_module(m, device) for m in self._transformer.modules())), None)
+
+    def _why_not_module(self, module: nn.Module, device: torch.device) -> str | None:
+        if module._compiled_call_impl is not None:
+            return "torch.compile"
+        if isinstance(module, nn.Dropout) and module.training and module.p > 0:
+            return "dropout"
+        reason = why_not_read(module, _KNOWN, device, forward=self._forwards.get(module))
+        if reason is None and isinstance(module, WanAttention):
+            return why_not_own_attention(module) or why_not_fused_attention(module)
+        return reason
+
+
+def flops_per_block(transformer: WanTransformer3DModel, latents: torch.Tensor) -> float:
+    """Floating-point operations of one block for latents [B, C, F, H, W]: its linears and its self-attention."""
+    config = transformer.config
+    batch, _, *sizes = latents.shape
+    tokens = math.prod(size // patch for size, patch in zip(sizes, config.patch_size, strict=True))
+    dim = config.num_attention_heads * config.attention_head_dim
+    # Per token: q, k, v and out of self-attention, q and out of cross-attention, two linears of the feed-forward.
+    linears = 2 * (6 * dim * dim + 2 * dim * config.ffn_dim)
+    return float(batch * tokens * (linears + 4 * tokens * dim))
