@@ -53,6 +53,32 @@ def test_a_folded_gate_differs_by_the_bias_alone():
     assert difference.mean(dim=1).abs().max() > 0.5
 
 
+def test_designs_that_are_not_taken_run_on_request(monkeypatch):
+    def multiply(a, weight, bias, out, *, gelu=False, residual=None, c_out=None, schedule):
+        linear = torch.nn.functional.linear(a.double(), weight.double(), bias.double())
+        linear = torch.nn.functional.gelu(linear, approximate="tanh") if gelu else linear
+        out.copy_(linear if residual is None else residual.double() + c_out[0].double() * linear)
+
+    def attend(q, k, v, scale, *, variant):
+        return ops.reference.attention(*(x.double() for x in (q, k, v)), None, None, None, scale).to(q.dtype), None
+
+    for module in (ops.attention_hopper, ops.gemm_hopper):
+        monkeypatch.setattr(module, "why_not", lambda *_: None)
+    monkeypatch.setattr(ops.gemm_hopper, "launch", multiply)
+    monkeypatch.setattr(ops.attention_hopper, "attention_forward", attend)
+    for name in ("cross-attention", "linear_skip", "linear_gelu"):
+        contest = SMALL[name](CPU, eager)
+        assert len(contest.designs) >= 9
+        assert not contest.designs.keys() & run(SMALL[name]).timings.keys()
+        result = run(SMALL[name], all_designs=True)
+        assert contest.designs.keys() <= result.timings.keys()
+        assert all(result.timings[design].refused is None for design in contest.designs)
+
+
+def test_no_design_of_another_gpu_is_run():
+    assert all(not build(CPU, eager).designs for build in SMALL.values())
+
+
 def test_what_is_less_accurate_than_its_rivals_is_not_timed():
     right = SMALL["linear_gelu"](CPU, eager)
     (name,) = right.ours

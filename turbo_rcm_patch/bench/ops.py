@@ -11,14 +11,14 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import kernels
-from ..kernels import reference
+from ..kernels import attention_hopper, gemm_hopper, reference
 from .metrics import relative_l2
 
 ORACLE_ROWS = 64
@@ -36,6 +36,7 @@ class Contest:
 
     ours, rivals: by name, callables that return the result [B, S, ...].
     partial: rivals that leave a part of the op out, which makes them faster; their error says nothing.
+    designs: ours that the package does not take; what was tried and lost, or is yet to be measured.
     oracle: the result in fp64 on the rows of S in `rows`.
     flops, bytes_moved: of the op; its unavoidable reads and writes. None where the figure says nothing.
     """
@@ -45,6 +46,7 @@ class Contest:
     oracle: Callable[[torch.Tensor], torch.Tensor]
     tokens: int
     partial: Mapping[str, Contender] = field(default_factory=dict)
+    designs: Mapping[str, Contender] = field(default_factory=dict)
     flops: float | None = None
     bytes_moved: float | None = None
 
@@ -91,15 +93,24 @@ class OpResult:
 
 
 def run_case(
-    case: OpCase, device: torch.device, *, copy_bandwidth: float, rounds: int = 20, compile_rivals: bool = True
+    case: OpCase,
+    device: torch.device,
+    *,
+    copy_bandwidth: float,
+    rounds: int = 20,
+    compile_rivals: bool = True,
+    all_designs: bool = False,
 ) -> OpResult:
     """Check and time one case in bf16.
 
     copy_bandwidth: bytes read and written per second by a large copy on this device (`measure_copy_bandwidth`).
     compile_rivals: whether rivals are compiled, as they are meant to be.
+    all_designs: whether the designs that the package does not take run too.
     """
     compiled = functools.partial(torch.compile, fullgraph=True, dynamic=False) if compile_rivals else lambda f: f
     contest = case.build(device, compiled)
+    if all_designs:
+        contest = replace(contest, ours={**contest.ours, **contest.designs})
     errors = measure_errors(contest)
     limit = error_limit(contest, errors)
     refused = {
@@ -232,13 +243,22 @@ def attention(heads: int, tokens: int, keys: int, head_dim: int, device: torch.d
             parts.append(torch.softmax(queries @ head_keys.T * head_dim**-0.5, dim=1) @ values)
         return torch.stack(parts, dim=1)[None]
 
+    designs = {}
+    if attention_hopper.why_not(q, k, v) is None:
+        for name, variant in attention_hopper.VARIANTS.items():
+            designs[f"hopper {name}"] = functools.partial(_attend_on_hopper, q, k, v, variant)
     return Contest(
         ours={"attention": lambda: kernels.attention(q, k, v)},
         rivals={SDPA: sdpa},
+        designs=designs,
         oracle=oracle,
         tokens=tokens,
         flops=4 * heads * tokens * keys * head_dim,
     )
+
+
+def _attend_on_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant) -> torch.Tensor:
+    return attention_hopper.attention_forward(q, k, v, q.shape[-1] ** -0.5, variant=variant)[0]
 
 
 def linear_skip(tokens: int, C: int, K: int, device: torch.device, compiled: Callable) -> Contest:
@@ -261,6 +281,7 @@ def linear_skip(tokens: int, C: int, K: int, device: torch.device, compiled: Cal
 
     return Contest(
         ours={"linear_skip": lambda: kernels.linear_skip(a, weight, bias, residual, c_out=gate)},
+        designs=_gemm_designs(a, weight, bias, residual=residual, c_out=gate),
         rivals={COMPILED: lambda: gated_residual(residual, F.linear(a, weight, bias), gate)},
         partial={FOLDED: folded},
         oracle=oracle,
@@ -280,11 +301,30 @@ def linear_gelu(tokens: int, C: int, K: int, device: torch.device, compiled: Cal
 
     return Contest(
         ours={"linear_gelu": lambda: kernels.linear_gelu(a, weight, bias)},
+        designs=_gemm_designs(a, weight, bias, gelu=True),
         rivals={COMPILED: lambda: gelu(F.linear(a, weight, bias))},
         oracle=oracle,
         tokens=tokens,
         flops=2 * tokens * C * K,
     )
+
+
+def _gemm_designs(
+    a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, residual: torch.Tensor | None = None, **epilogue
+) -> dict[str, Contender]:
+    """The schedules of gemm_hopper where it runs, for a [1, tokens, K]."""
+    a, residual = a[0], None if residual is None else residual[0]
+
+    def run(schedule: gemm_hopper.Schedule) -> torch.Tensor:
+        out = torch.empty(len(a), len(weight), dtype=a.dtype, device=a.device)
+        gemm_hopper.launch(a, weight, bias, out, residual=residual, schedule=schedule, **epilogue)
+        return out[None]
+
+    return {
+        f"hopper {name}": functools.partial(run, schedule)
+        for name, schedule in gemm_hopper.SCHEDULES.items()
+        if gemm_hopper.why_not(a, weight, 1, residual, None, epilogue.get("c_out"), schedule) is None
+    }
 
 
 def layer_norm_modulate(tokens: int, C: int, device: torch.device, compiled: Callable) -> Contest:
