@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.report import comparison_table
 from turbo_rcm_patch.cli.errors import CommandError
 from turbo_rcm_patch.cli.files import check_output, write_json
+from turbo_rcm_patch.config import CUDA_GRAPH_MODES, resolve_config
 from turbo_rcm_patch.patching import use_rcm
 
 
@@ -42,10 +44,10 @@ def main(argv: list[str] | None = None) -> int:
     comparison = compare(
         pipe,
         {**call, "prompt_embeds": random_prompt(pipe)},
-        config=options.preset,
+        config=replace(resolve_config(options.preset), cuda_graph=options.cuda_graph),
         with_compile=False if options.no_compile else None,
         repeats=options.repeats,
-        settings={**settings, "repeats": options.repeats},
+        settings={**settings, "repeats": options.repeats, "cuda_graph": options.cuda_graph},
     )
     print(comparison.patch_summary, comparison_table(comparison), sep="\n\n")
     if options.json is not None:
@@ -63,6 +65,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5, help="measured generations per variant (default 5)")
     parser.add_argument("--preset", default="exact", help="of the patch (default exact)")
+    parser.add_argument("--cuda-graph", choices=CUDA_GRAPH_MODES, default="off", help="of the patch (default off)")
     parser.add_argument("--decode", action="store_true", help="decode the latents too")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--json", type=Path, help="write all figures with the GPU and versions")

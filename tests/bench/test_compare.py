@@ -11,6 +11,7 @@ from turbo_rcm_patch.bench import compare as module
 from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.report import comparison_table, plot, side_by_side
 from turbo_rcm_patch.bench.timing import StageTimings, TimedGeneration
+from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.embedded import load_embedded_pipeline
 from turbo_rcm_patch.patching import use_rcm
 
@@ -44,6 +45,21 @@ def test_a_difference_made_by_the_patch_is_reported(pipe, monkeypatch):
     assert patched.latents.relative_l2 > 1e-4
     assert patched.frames.relative_l2 > 1e-4
     assert patched.frames.psnr_db is not None
+
+
+@pytest.mark.parametrize(("cuda_graph", "generations"), [("off", 3), ("auto", 6)])
+def test_graphs_are_recorded_before_the_measurement(pipe, monkeypatch, cuda_graph, generations):
+    made = []
+
+    def counted(pipe, **call):
+        made.append("forward" in vars(pipe.transformer.blocks[0]))
+        return generate(pipe, **call)
+
+    generate = module.timed_generation
+    monkeypatch.setattr(module, "timed_generation", counted)
+    _, patched = compare(pipe, CALL, config=PatchConfig(cuda_graph=cuda_graph), repeats=2).variants
+    assert (made.count(False), made.count(True)) == (3, generations)
+    assert patched.latents.relative_l2 <= 1e-5  # from the same seed all the same
 
 
 def test_compile_takes_part_compiles_once_and_is_taken_off(pipe, monkeypatch):

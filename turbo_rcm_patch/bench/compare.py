@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from diffusers import DiffusionPipeline
 
-from ..config import PatchConfig
+from ..config import PatchConfig, resolve_config
 from ..patching import patch
 from .environment import Environment, describe_environment
 from .metrics import Difference
@@ -66,16 +66,21 @@ def compare(
 ) -> Comparison:
     """Run ``pipe(**call)`` from the same seed in every variant; the pipeline is left as it was found.
 
-    The variants take turns, so that a GPU that slows down as it warms does so for all of them.
+    The variants take turns, so that a GPU that slows down as it warms does so for all of them. CUDA graphs of the patch
+    are recorded in a generation that is not measured: a user's later videos all replay them.
 
     with_compile: whether to run regional torch.compile (``compile_repeated_blocks``) too; None: on a GPU.
     warmups, repeats: unmeasured and measured generations per variant; timings are medians over the measured ones.
     settings: what to record beside the figures, such as the model's name.
     """
+    config = resolve_config(config)
     device = torch.device(pipe._execution_device)
     if with_compile is None:
         with_compile = device.type == "cuda"
     summary = ""
+
+    def generate() -> TimedGeneration:
+        return timed_generation(pipe, **call, generator=torch.Generator(device).manual_seed(seed))
 
     @contextlib.contextmanager
     def patched() -> Iterator[None]:
@@ -96,9 +101,10 @@ def compare(
             for name, switch in switches.items():
                 description = f"{name} {turn + 1}/{warmups + repeats}"
                 pipe.set_progress_bar_config(**{**progress_bar, "desc": description, "leave": False})
-                generator = torch.Generator(device).manual_seed(seed)
                 with switch():
-                    made[name] = timed_generation(pipe, **call, generator=generator)
+                    if name == PATCHED and config.cuda_graph != "off":
+                        generate()  # records the graphs
+                    made[name] = generate()
                 timings[name].append(made[name].timings)
     finally:
         pipe.set_progress_bar_config(**progress_bar)
