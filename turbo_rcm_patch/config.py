@@ -21,7 +21,8 @@ class PatchConfig:
         implementation: "auto" runs Triton kernels on a GPU and the torch reference elsewhere; "triton" insists on the
             kernels (on the CPU: with TRITON_INTERPRET=1); "torch" takes the reference everywhere.
         cache_text: keep what depends on the prompt alone (text projection, cross-attention K/V) between steps, for as
-            long as the bits of the prompt and of the weights stay the same.
+            long as the bits of the prompt and of the weights stay the same. Where CUDA graphs serve, every replay
+            computes it.
         cuda_graph: "off" never takes CUDA graphs; "auto" replays the transformer's forward as one where launching its
             kernels would take longer than running them (short or small videos), "on" at every size. What cannot be
             replayed safely (LoRA layers, hooks, offloading, autograd and others) runs without one, and `summary()`

@@ -57,6 +57,8 @@ def hook_on(module: torch.nn.Module, forward: object | None = None) -> str | Non
         return "global torch hook"
     if module.__dict__.get("forward") is not forward and not _is_class_forward(module):
         return "replaced forward"
+    if not _is_original(type(module)):
+        return "replaced forward of its class"
     return None
 
 
@@ -66,6 +68,11 @@ def _is_class_forward(module: torch.nn.Module) -> bool:
     if forward is None:
         return True
     return getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
+
+
+def _is_original(cls: type[torch.nn.Module]) -> bool:
+    """Whether a class's forward comes from where the class, or one that it inherits from, does."""
+    return any(cls.forward.__module__ == base.__module__ for base in cls.__mro__)
 
 
 def _odd_class(module: torch.nn.Module) -> str:

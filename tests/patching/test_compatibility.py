@@ -6,10 +6,13 @@ import accelerate
 import pytest
 import torch
 from diffusers import FirstBlockCacheConfig
+from diffusers.models.activations import GELU
 from diffusers.models.attention import FeedForward
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry, attention_backend
-from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+from diffusers.models.normalization import FP32LayerNorm
+from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
 from peft import LoraConfig
+from torch import nn
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
@@ -284,6 +287,42 @@ def test_a_feed_forward_subclass_is_called():
         model.blocks[0].ffn.__class__ = Doubled
     assert_same_output(patched, plain)
     assert "Doubled layer (1)" in row(patch, "feed_forward", "linear + skip")
+
+
+CLASSES = {
+    "linear": nn.Linear,
+    "norm": FP32LayerNorm,
+    "QK-norm": nn.RMSNorm,
+    "attention": WanAttention,
+    "feed-forward": FeedForward,
+    "activation": GELU,
+    "dropout": nn.Dropout,
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_forward_that_a_program_replaces_on_a_class_runs(monkeypatch, name):
+    patched, plain = tiny_wan_transformer(), tiny_wan_transformer()
+    patch = trp.patch(patched)
+    base = output_of(plain)
+    original = CLASSES[name].forward
+    monkeypatch.setattr(CLASSES[name], "forward", lambda self, *args, **kwargs: 1.2 * original(self, *args, **kwargs))
+    assert relative_error(output_of(plain), base) > 1e-3
+    assert_same_output(patched, plain)
+    assert "replaced forward of its class" in patch.summary()
+
+
+def test_a_processor_whose_class_a_program_changes_runs(monkeypatch):
+    patched, plain = tiny_wan_transformer(), tiny_wan_transformer()
+    patch = trp.patch(patched)
+    base = output_of(plain)
+    original = WanAttnProcessor.__call__
+    monkeypatch.setattr(
+        WanAttnProcessor, "__call__", lambda self, *args, **kwargs: 1.2 * original(self, *args, **kwargs)
+    )
+    assert relative_error(output_of(plain), base) > 1e-3
+    assert_same_output(patched, plain)
+    assert "WanAttnProcessor changed" in patch.summary()
 
 
 def test_fused_qkv_projections():

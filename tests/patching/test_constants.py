@@ -1,5 +1,7 @@
 """What is computed once per generation is computed once, and never stale."""
 
+import functools
+
 import pytest
 import torch
 
@@ -29,6 +31,7 @@ def test_prompt_and_rope_are_computed_once(models, monkeypatch):
     calls = {"project": 0, "to_k": 0, "rope": 0}
 
     def counted(name, function):
+        @functools.wraps(function)
         def wrapper(*args, **kwargs):
             calls[name] += 1
             return function(*args, **kwargs)
@@ -163,6 +166,17 @@ def test_cache_text_can_be_switched_off():
         assert not list(state._contexts.values())
 
 
+def test_without_cache_text_stacked_parameters_can_be_mapped_over():
+    model = tiny_wan_transformer()
+    inputs = tiny_transformer_inputs(model)
+    parameters = {name: torch.stack([p.detach(), 0.9 * p.detach()]) for name, p in model.named_parameters()}
+    call = lambda p: torch.func.functional_call(model, p, (), inputs)[0]  # noqa: E731
+    with torch.no_grad():
+        expected = torch.vmap(call)(parameters)
+        with trp.patch(model, trp.PatchConfig(cache_text=False)):
+            assert relative_error(torch.vmap(call)(parameters), expected) <= 1e-5
+
+
 def test_a_rearranged_batch_of_prompts_is_a_new_prompt():
     """A checksum that is linear in the words would not tell A, B, B, A from B, A, A, B."""
     patched, plain = tiny_wan_transformer(), tiny_wan_transformer()
@@ -198,11 +212,14 @@ def test_unknown_layers_are_called_every_time(models, name):
         assert_same(models, inputs)
 
 
-def test_norm_eps_changed_after_the_patch_takes_effect(models):
+@pytest.mark.parametrize("name", ["blocks.0.attn2.norm_k", "condition_embedder.image_embedder.norm1"])
+def test_norm_eps_changed_after_the_patch_takes_effect(models, name):
+    if name not in dict(models[0].named_modules()):
+        pytest.skip("this variant has no such norm")
     inputs = tiny_transformer_inputs(models[0])
     for eps in (1e-6, 10.0):
         for model in models:
-            model.blocks[0].attn2.norm_k.eps = eps
+            model.get_submodule(name).eps = eps
         assert_same(models, inputs)
 
 

@@ -6,7 +6,9 @@ else: a replay that should not have happened gives the old result, and memory of
 
 import contextlib
 import copy
+import dataclasses
 import gc
+import sys
 import threading
 import weakref
 
@@ -26,6 +28,7 @@ import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.patching import graphs
+from turbo_rcm_patch.patching.snapshot import Snapshot
 from turbo_rcm_patch.patching.wan import graph as wan_graph
 
 AUTO = trp.PatchConfig(cuda_graph="auto")
@@ -36,6 +39,7 @@ VARIANTS = {
 }
 
 
+CudaRecorder = graphs.CudaRecorder
 TAPES = weakref.WeakSet()
 
 
@@ -95,12 +99,12 @@ class TapeRecorder:
         return Tape(function, inputs)
 
     def release(self):
-        gc.collect()
+        pass
 
 
 @pytest.fixture
 def tape(monkeypatch):
-    gc.collect()
+    TAPES.clear()
     monkeypatch.setattr(graphs, "CudaRecorder", TapeRecorder)
 
 
@@ -110,10 +114,10 @@ def models(request, tape):
     return make_models(VARIANTS[request.param][0]), VARIANTS[request.param][1]
 
 
-def make_models(options=None, **more):
+def make_models(options=None, config=AUTO, **more):
     pair = [tiny_wan_transformer(**{**(options or {}), **more}) for _ in range(2)]
-    trp.patch(pair[0], AUTO)
-    trp.patch(pair[1], trp.PatchConfig(cuda_graph="off"))
+    trp.patch(pair[0], config)
+    trp.patch(pair[1], dataclasses.replace(config, cuda_graph="off"))
     return pair
 
 
@@ -181,9 +185,7 @@ def test_steps_with_new_inputs_are_replayed(models):
         inputs["timestep"] = inputs["timestep"] * 0.7
         assert_same(pair, inputs)
         assert replays(pair[0]) == max(0, step)
-    assert note(pair[0]) == (
-        "CUDA graphs (auto): 1 kept in 3 MiB; 4 calls replayed; run without: first of its shapes (1)"
-    )
+    assert note(pair[0]) == ("CUDA graphs (auto): 1 kept in 3 MiB; 4 calls replayed; run without: not recorded yet (1)")
 
 
 def test_alternating_prompts_share_a_graph_and_outputs_may_be_held(models):
@@ -301,6 +303,33 @@ def test_threads_take_turns(tape):
     assert replays(pair[0]) == 19
 
 
+def test_threads_with_and_without_graphs_and_a_summary(tape):
+    model, plain = make_models()
+    calls = [inputs_for(model, width=4 + 2 * i) for i in range(graphs.KINDS_KEPT + 1)]
+    expected, wrong = [run(plain, inputs) for inputs in calls], []
+
+    def work(**more):
+        try:
+            for i in range(40):
+                ours = run(model, {**calls[i % len(calls)], **more})
+                wrong.extend([] if torch.equal(ours, expected[i % len(calls)]) else [i])
+                note(model)
+        except Exception as error:
+            wrong.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    threads = [threading.Thread(target=work, kwargs={"attention_kwargs": kwargs}) for kwargs in (None, {}, {})]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert wrong == []
+
+
 # ------------------------------------------------------------------ what must not be stale
 
 WRITES = {
@@ -400,6 +429,19 @@ def forward_of_linear(linear):
     return lambda x: -torch.nn.functional.linear(x, linear.weight, linear.bias)
 
 
+def doubled(forward):
+    def twice(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        return (2 * output[0],) if isinstance(output, tuple) else 2 * output
+
+    return twice
+
+
+def with_class_forward(cls):
+    """As programs that skip steps patch a model."""
+    return lambda m: changed(cls, "forward", doubled(cls.forward))
+
+
 # name: (what changes the model, the reason for running eagerly meanwhile or None where a new graph is made)
 CHANGES = {
     "eps": (lambda m: changed(m.blocks[0].norm1, "eps", 10.0), None),
@@ -415,6 +457,8 @@ CHANGES = {
         lambda m: changed(m.blocks[0].attn1.to_v, "forward", forward_of_linear(m.blocks[0].attn1.to_v)),
         "replaced forward",
     ),
+    "forward of the model's class": (with_class_forward(WanTransformer3DModel), "replaced forward of its class"),
+    "forward of a layer's class": (with_class_forward(torch.nn.SiLU), "replaced forward of its class"),
     "hook": (lambda m: hooked(m.blocks[1].attn1.to_q.register_forward_hook), "torch hook"),
     "hook on a block": (lambda m: hooked(m.blocks[1].register_forward_hook), "torch hook"),
     "global hook": (
@@ -454,12 +498,58 @@ def test_a_changed_model_is_not_replayed(tape, name):
     assert_replayed(pair, inputs)
 
 
+def test_a_processors_class_that_runs_something_else_is_not_replayed(tape):
+    pair = make_models(config=trp.PatchConfig(fuse=(), cuda_graph="auto"))
+    inputs = inputs_for(pair[0])
+    warm(pair, inputs)
+    before = run(pair[1], inputs)
+    with changed(WanAttnProcessor, "__call__", doubled(WanAttnProcessor.__call__)):
+        assert not torch.equal(run(pair[1], inputs), before)
+        assert_eager(pair, inputs, "WanAttnProcessor changed by a program")
+    warm(pair, inputs)
+
+
+def test_a_class_forward_replaced_before_the_import_is_not_recorded(tape, monkeypatch):
+    pair = make_models()
+    replaced = doubled(torch.nn.SiLU.forward)
+    monkeypatch.setattr(torch.nn.SiLU, "forward", replaced)
+    monkeypatch.setitem(wan_graph._KNOWN, torch.nn.SiLU, replaced)
+    assert_eager(pair, inputs_for(pair[0]), "replaced forward of its class")
+
+
+@pytest.mark.parametrize("calls", [1, 2])  # of one prompt, or of a conditional and an unconditional one
+def test_a_model_that_changes_on_every_step_goes_without(tape, monkeypatch, caplog, calls):
+    recorded, record = [], TapeRecorder.record
+    monkeypatch.setattr(TapeRecorder, "record", lambda *args: recorded.append(1) or record(*args))
+    pair = make_models()
+    inputs = inputs_for(pair[0])
+    for _ in range(5):
+        assert_same(pair, inputs)
+    for step in range(graphs.MOST_LOST + 5):
+        pair[0].current_step = step
+        for _ in range(calls):
+            assert_same(pair, inputs)
+    assert len(recorded) == 1 + (calls - 1) * graphs.MOST_LOST
+    assert len(caplog.records) == 1
+    assert "none now: modules or weights changed too often; " in note(pair[0])
+
+
+def test_a_model_that_changes_between_generations_keeps_its_graphs(tape):
+    pair = make_models()
+    inputs = inputs_for(pair[0])
+    for generation in range(graphs.MOST_LOST + 2):
+        pair[0].generation = generation
+        for _ in range(graphs.REPLAYS_WORTH_RECORDING):
+            assert_same(pair, inputs)
+        assert_replayed(pair, inputs)
+
+
 def test_settings_of_torch_are_told_apart(tape):
     pair = make_models()
     inputs = inputs_for(pair[0])
     warm(pair, inputs)
     with sdpa_kernel(SDPBackend.MATH):
-        assert_eager(pair, inputs, "first of its shapes")
+        assert_eager(pair, inputs, "not recorded yet")
         warm(pair, inputs)
     assert_replayed(pair, inputs)
     assert graphs_of(pair[0]).kept == 2
@@ -587,6 +677,55 @@ def test_function_transforms_run_eagerly(tape):
         assert torch.equal(torch.vmap(transformed)(torch.zeros(2)), torch.zeros(2))
         assert torch.equal(torch.func.jvp(transformed, (torch.zeros(2),), (torch.ones(2),))[0], torch.zeros(2))
         assert torch.equal(torch.jit.trace(transformed, torch.ones(2))(torch.zeros(2)), torch.zeros(2))
+
+
+def test_parameters_of_a_function_transform_are_never_taken_for_known():
+    linear = torch.nn.Linear(2, 2)
+
+    def holds(weight):
+        with torch.no_grad():
+            return weight.sum() + torch.func.functional_call(Asked(linear), {"inner.weight": weight}, ())
+
+    assert torch.equal(torch.vmap(holds)(torch.zeros(3, 2, 2)), torch.zeros(3))
+
+
+class Asked(torch.nn.Module):
+    """Returns whether a snapshot of its inner module holds."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self):
+        return float(Snapshot([self.inner]).holds())
+
+
+class Slots:
+    __slots__ = ()
+
+    def __call__(self, attn, hidden_states, *args):
+        return hidden_states
+
+
+def test_a_processor_without_attributes_runs_eagerly(tape):
+    pair = make_models()
+    inputs = inputs_for(pair[0])
+    for model in pair:
+        model.blocks[0].attn1.processor = Slots()
+    assert_eager(pair, inputs, "processor Slots")
+    assert_eager(pair, inputs, "processor Slots")
+
+
+def test_latents_of_another_rank_get_the_models_own_error(tape):
+    pair = make_models()
+    inputs = inputs_for(pair[0])
+    inputs["hidden_states"] = inputs["hidden_states"][:, :, 0]
+    messages = []
+    for model in pair:
+        with pytest.raises(ValueError, match="unpack") as caught:
+            run(model, inputs)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
 
 
 def test_large_calls_run_eagerly_unless_asked(tape, monkeypatch):
@@ -730,8 +869,8 @@ def test_a_failed_recording_is_said_once_and_never_tried_again(tape, monkeypatch
     assert_same(pair, other)
     assert len(tries) == 1
     assert len(caplog.records) == 1
-    assert "none now: recording failed (an op waits for the GPU); " in note(pair[0])
-    assert "recording failed (an op waits for the GPU) (4)" in note(pair[0])
+    assert "none now: recording failed (RuntimeError: an op waits for the GPU); " in note(pair[0])
+    assert "recording failed (RuntimeError: an op waits for the GPU) (4)" in note(pair[0])
     assert graphs_of(pair[0]).kept == 0
     monkeypatch.undo()
     monkeypatch.setattr(graphs, "CudaRecorder", TapeRecorder)
@@ -744,10 +883,178 @@ def test_the_functions_own_error_reaches_the_caller(tape):
     pair = make_models()
     inputs = inputs_for(pair[0])
     assert_same(pair, inputs)
-    inputs["encoder_hidden_states"] = inputs["encoder_hidden_states"][..., :5]
+    wrong = {**inputs, "encoder_hidden_states": inputs["encoder_hidden_states"][..., :5]}
     for _ in range(3):
         with pytest.raises(RuntimeError, match="shapes"):
-            run(pair[0], inputs)
+            run(pair[0], wrong)
+    warm(pair, inputs)
+
+
+def test_an_error_of_the_function_while_recording_is_raised_and_recording_goes_on(tape):
+    recorded, memory = graphs.Graphs(), {"enough": True}
+
+    def function(x):
+        if not memory["enough"]:
+            raise torch.OutOfMemoryError("no memory")
+        return 2 * x
+
+    call = lambda: recorded.run("key", function, [torch.ones(3)])  # noqa: E731
+    call()
+    memory["enough"] = False
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            call()
+    assert recorded.failure is None
+    memory["enough"] = True
+    for _ in range(3):
+        assert torch.equal(call(), torch.full((3,), 2.0))
+    assert recorded.replays == 2
+
+
+class Allocator:
+    """PyTorch's account of one memory pool, and what is left of it after a capture that breaks.
+
+    ends: the end of a broken capture ends the allocation to the pool (since pull request 180395). releases: resetting
+    its graph releases the pool (since 190348).
+    """
+
+    def __init__(self, ends, releases):
+        self.ends, self.releases, self.users, self.allocating, self.bytes, self.waited = (
+            ends,
+            releases,
+            0,
+            False,
+            0,
+            False,
+        )
+
+    def put_under(self, monkeypatch):
+        for name, value in {
+            "CUDAGraph": lambda: BrokenGraph(self),
+            "graph": self.capture,
+            "graph_pool_handle": lambda: (0, 1),
+            "Stream": lambda device: None,
+            "stream": contextlib.nullcontext,
+            "current_stream": lambda device: None,
+            "Event": lambda: self,
+            "memory_snapshot": lambda: [{"segment_pool_id": (0, 1), "total_size": self.bytes}],
+            "empty_cache": self.empty_cache,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        for name, value in {
+            "_cuda_endAllocateToPool": lambda device, pool: self.end(),
+            "_cuda_releasePool": lambda device, pool: self.release(),
+            "_cuda_clearCublasWorkspaces": lambda: None,
+        }.items():
+            monkeypatch.setattr(torch._C, name, value, raising=False)
+        monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: None)
+
+    @contextlib.contextmanager
+    def capture(self, graph, pool=None, stream=None, capture_error_mode="global"):
+        if pool is not None:
+            self.users, self.allocating, self.bytes, graph.began = self.users + 1, True, 2**20, True
+        try:
+            yield
+        except ValueError:
+            if self.ends:
+                self.end()
+            raise RuntimeError("capture ended")  # noqa: B904
+
+    def end(self):
+        if not self.allocating:
+            raise RuntimeError("not allocating to this pool")
+        self.allocating = False
+
+    def release(self):
+        self.users -= 1
+        assert self.users >= 0, "ends the process in a destructor"
+
+    def synchronize(self):
+        self.waited = True
+
+    def empty_cache(self):
+        assert self.waited
+        self.bytes = self.bytes if self.users else 0
+
+
+class BrokenGraph:
+    def __init__(self, allocator):
+        self.allocator, self.began = allocator, False
+
+    def reset(self):
+        if self.began and self.allocator.releases:
+            self.allocator.release()
+        self.began = False
+
+    __del__ = reset
+
+
+@pytest.mark.parametrize(("ends", "releases"), [(False, False), (True, False), (True, True)])
+def test_a_broken_capture_leaves_nothing_in_any_pytorch(monkeypatch, ends, releases):
+    allocator = Allocator(ends, releases)
+    allocator.put_under(monkeypatch)
+    recorded, errors = graphs.Graphs(), [ValueError("an op waits for the GPU")]
+
+    def function(x):
+        if allocator.allocating:
+            raise errors[0]  # that someone keeps, and with it the frames and the graph
+        return x
+
+    for _ in range(2):
+        recorded.run("key", function, [torch.ones(3)])
+    errors.clear()
+    assert recorded.failure == "recording failed (ValueError: an op waits for the GPU)"
+    assert (allocator.allocating, allocator.users, allocator.bytes) == (False, 0, 0)
+
+
+def test_a_summary_where_the_allocator_does_not_tell_its_memory(tape, monkeypatch):
+    pair = make_models()
+    warm(pair, inputs_for(pair[0]))
+    with monkeypatch.context() as context:
+        Allocator(True, True).put_under(context)
+
+        def unavailable():
+            raise RuntimeError("cudaMallocAsync does not yet support snapshot")
+
+        context.setattr(torch.cuda, "memory_snapshot", unavailable)
+        graphs_of(pair[0])._recorder = CudaRecorder(torch.device("cuda"))
+        assert ": 1 kept; 2 calls replayed;" in note(pair[0])
+
+
+def test_the_summary_says_where_constants_are_computed(tape):
+    model = tiny_wan_transformer()
+    patch = trp.patch(model, AUTO)
+    for where in ("kept ", "kept ", "computed in each replay ", "computed in each replay "):
+        assert f" {where}" in patch.summary().split("prompt, cross K/V")[1].split("2/2")[0]
+        run(model, inputs_for(model))
+
+
+def test_a_move_to_another_device_frees_the_graphs_at_the_next_forward(tape, monkeypatch):
+    pair = make_models(config=trp.PatchConfig(cuda_graph="auto", cache_text=False))
+    inputs = inputs_for(pair[0])
+    warm(pair, inputs)
+    pair[0].to("meta")
+    moved = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)  # it knows no "meta"
+    with contextlib.suppress(RuntimeError, NotImplementedError):  # tensors without contents have no checksum
+        run(pair[0], moved)
+    assert len(TAPES) == 0
+    assert "none now: meta tensors" in note(pair[0])
+
+
+def test_a_restore_that_cannot_free_its_graphs_leaves_no_patch(tape, monkeypatch):
+    pipe = tiny_wan_pipeline("wan22")
+    patch = trp.patch(pipe, AUTO)
+
+    def failing(self):
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(graphs.Graphs, "clear", failing)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        patch.restore()
+    assert not patch.active
+    for model in (pipe.transformer, pipe.transformer_2):
+        assert not any("turbo_rcm_patch" in name for module in model.modules() for name in module.__dict__)
 
 
 def test_restore_frees_the_graphs_and_patching_again_starts_anew(tape):
@@ -923,6 +1230,8 @@ def test_gpu_random_numbers_are_those_without_graphs():
 
 @pytest.mark.gpu
 def test_gpu_a_failed_capture_leaves_the_gpu_usable(monkeypatch, caplog):
+    pools, handle = [], torch.cuda.graph_pool_handle
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: pools.append(handle()) or pools[-1])
     pair, other = cuda_pair(), cuda_pair()
     inputs = cuda_inputs(pair[0])
     layers = trp.patching.wan.layers
@@ -939,6 +1248,8 @@ def test_gpu_a_failed_capture_leaves_the_gpu_usable(monkeypatch, caplog):
             assert_same(pair, inputs)
     assert "none now: recording failed (" in note(pair[0])
     assert len(caplog.records) == 1
+    assert len(pools) == 1
+    assert pool_bytes(pools[0]) == 0
     assert torch.cuda.current_stream() == stream
     torch.cuda.manual_seed(3)
     assert torch.randn(5, device="cuda").isfinite().all()

@@ -144,6 +144,8 @@ def _restore(transformers: dict[str, torch.nn.Module]) -> None:
             f"cannot restore: on {len(captured)} modules ({', '.join(kinds)}) the patched forward was replaced after "
             "the patch; take the replacement off first."
         )
-    for model, journal in zip(transformers.values(), journals, strict=True):
-        wan.release(model)
+    graphs = [wan.graph_of(model) for model in transformers.values()]
+    for journal in journals:
         journal.undo()
+    for graph in graphs:
+        graph.release()

@@ -7,8 +7,10 @@ the caller's key must stand for everything but inputs and contents of memory tha
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import threading
+import traceback
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 
@@ -21,6 +23,9 @@ Inputs = Sequence[torch.Tensor | None]
 Function = Callable[..., torch.Tensor]  # of inputs, to one tensor
 
 KINDS_KEPT = 4
+
+# Where so many keys in a row are lost to changes before they were replayed that often, it is faster without graphs.
+MOST_LOST, REPLAYS_WORTH_RECORDING = 8, 2
 
 
 class Graphs:
@@ -37,6 +42,7 @@ class Graphs:
         self._recorder_type = CudaRecorder
         self._recorder: CudaRecorder | None = None
         self._recordings: OrderedDict[Hashable, CudaRecording | None] = OrderedDict()  # None: came once
+        self._lost, self._replays_before = 0, 0
         self._lock = threading.RLock()
 
     @property
@@ -47,19 +53,30 @@ class Graphs:
     @property
     def kept(self) -> int:
         """How many recordings there are."""
-        return sum(recording is not None for recording in self._recordings.values())
+        with self._lock:
+            return sum(recording is not None for recording in self._recordings.values())
 
     @property
-    def reserved_bytes(self) -> int:
-        """Memory that only the recordings can use."""
-        return self._recorder.reserved_bytes if self._recorder is not None else 0
+    def reserved_bytes(self) -> int | None:
+        """Memory that only the recordings can use; None where the allocator does not tell."""
+        recorder = self._recorder
+        return recorder.reserved_bytes if recorder is not None else 0
 
     def run(self, key: Hashable, function: Function, inputs: Inputs) -> torch.Tensor:
         """``function(*inputs)``, replayed if the key has come before. The result is the caller's to keep."""
         with self._lock:
-            recording = self._recording(key, function, inputs)
+            if key not in self._recordings:
+                return self._run_first(key, function, inputs)
+            recording = self._recordings[key]
             if recording is None:
-                return function(*inputs)
+                try:
+                    recording = self._recordings[key] = self._record(function, inputs)
+                except Exception as error:
+                    # CUDA reports the end of a broken capture after its cause.
+                    cause = traceback.format_exception_only(error.__context__ or error)[0].partition("\n")[0]
+            if recording is None:  # only here is the error gone, whose frames hold memory of the recording
+                return self._run_instead(function, inputs, f"recording failed ({cause})")
+            self._recordings.move_to_end(key)
             self.replays += 1
             return recording.replay(inputs)
 
@@ -71,26 +88,36 @@ class Graphs:
             if recorder is not None:
                 recorder.release()
 
-    def _recording(self, key: Hashable, function: Function, inputs: Inputs) -> CudaRecording | None:
-        """The recording of this key, made now if it comes the second time; None where there cannot be one."""
-        if key not in self._recordings:
-            self.eager["first of its shapes"] += 1
-            while len(self._recordings) >= KINDS_KEPT:
-                self._recordings.popitem(last=False)
-            self._recordings[key] = None
-            return None
-        if self._recordings[key] is None:
-            try:
-                self._recordings[key] = self._record(function, inputs)
-            except Exception as error:  # the eager run that follows raises what is the function's own
-                self.failure = f"recording failed ({_first_line(error)})"
-            if self.failure is not None:
-                logger.warning("No CUDA graphs from now on: %s.", self.failure)
-                self.eager[self.failure] += 1
-                self.clear()
-                return None
-        self._recordings.move_to_end(key)
-        return self._recordings[key]
+    def invalidate(self) -> None:
+        """Forget all recordings, because what they recorded has changed; for good where they are hardly replayed."""
+        with self._lock:
+            if known := len(self._recordings):
+                replays, self._replays_before = self.replays - self._replays_before, self.replays
+                self._lost = self._lost + known if replays < REPLAYS_WORTH_RECORDING * known else 0
+            self.clear()
+            if self._lost >= MOST_LOST:
+                self._give_up("modules or weights changed too often")
+
+    def _run_first(self, key: Hashable, function: Function, inputs: Inputs) -> torch.Tensor:
+        """An eager run, after which the key counts as seen; not where it raises."""
+        output = function(*inputs)
+        self.eager["not recorded yet"] += 1
+        while len(self._recordings) >= KINDS_KEPT:
+            self._recordings.popitem(last=False)
+        self._recordings[key] = None
+        return output
+
+    def _run_instead(self, function: Function, inputs: Inputs, reason: str) -> torch.Tensor:
+        """An eager run after a recording that failed. Nothing is recorded any more, unless this fails as well."""
+        self.clear()
+        output = function(*inputs)
+        self._give_up(reason)
+        self.eager[reason] += 1
+        return output
+
+    def _give_up(self, reason: str) -> None:
+        self.failure = reason
+        logger.warning("No CUDA graphs from now on: %s.", reason)
 
     def _record(self, function: Function, inputs: Inputs) -> CudaRecording:
         device = next(tensor.device for tensor in inputs if tensor is not None)
@@ -105,12 +132,6 @@ class Graphs:
         return Graphs()
 
 
-def _first_line(error: BaseException) -> str:
-    """What went wrong first: CUDA reports the end of a broken capture after its cause."""
-    cause = error.__context__ or error
-    return str(cause).strip().partition("\n")[0].rstrip(".") or type(cause).__name__
-
-
 class CudaRecorder:
     """Records CUDA graphs that share one memory pool, as they never run at the same time."""
 
@@ -121,10 +142,15 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._last_replay = torch.cuda.Event()
+        self._broke = False
 
     @property
-    def reserved_bytes(self) -> int:
-        segments = torch.cuda.memory_snapshot()
+    def reserved_bytes(self) -> int | None:
+        """Memory of the pool; None where the allocator, as cudaMallocAsync, does not tell."""
+        try:
+            segments = torch.cuda.memory_snapshot()
+        except RuntimeError:
+            return None
         return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) == tuple(self._pool))
 
     def record(self, function: Function, inputs: Inputs) -> CudaRecording:
@@ -137,19 +163,27 @@ class CudaRecorder:
                     static = [None if tensor is None else torch.empty_like(tensor) for tensor in inputs]
                     output = function(*static)
             except Exception:
-                self._end_broken_capture()
+                self._end_broken_capture(graph)
                 raise
         return CudaRecording(graph, static, output, self._last_replay)
 
     def release(self) -> None:
         """Give the pool's memory back to the GPU; its graphs must be gone."""
+        self._last_replay.synchronize()  # expandable segments are unmapped without waiting for it
+        if self._broke:
+            gc.collect()  # the error's frames may hold tensors in a cycle
         torch.cuda.empty_cache()
-
-    def _end_broken_capture(self) -> None:
-        """Tell the allocator and the random generator, which else believe for ever that a capture is under way."""
-        with contextlib.suppress(RuntimeError):  # the capture itself did end
-            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+        if self._broke and self.reserved_bytes:
+            # PyTorch before its pull request 190348 counts a broken capture as a user of the pool for ever.
             torch._C._cuda_releasePool(self._device.index, self._pool)
+            torch.cuda.empty_cache()
+
+    def _end_broken_capture(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Tell the allocator and the random generator, which else believe for ever that a capture is under way."""
+        self._broke = True
+        graph.reset()
+        with contextlib.suppress(RuntimeError):  # PyTorch since its pull request 180395 told the allocator
+            torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
         with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream, capture_error_mode="thread_local"):
             torch.zeros((), device=self._device)
 

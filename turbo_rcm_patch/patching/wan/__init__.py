@@ -5,7 +5,8 @@ graph.py: the model's forward as a CUDA graph. model.py: which module gets which
 the summary.
 """
 
-from .model import SUPPORTED, bindings, check_supported, release
+from .graph import graph_of
+from .model import SUPPORTED, bindings, check_supported
 from .plan import graph_note, plan_rows
 
-__all__ = ["SUPPORTED", "bindings", "check_supported", "graph_note", "plan_rows", "release"]
+__all__ = ["SUPPORTED", "bindings", "check_supported", "graph_note", "graph_of", "plan_rows"]

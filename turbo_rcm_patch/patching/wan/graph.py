@@ -17,6 +17,7 @@ from diffusers.models.embeddings import TimestepEmbedding, Timesteps
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.transformer_wan import (
     WanAttention,
+    WanAttnProcessor,
     WanRotaryPosEmbed,
     WanTimeTextImageEmbedding,
     WanTransformer3DModel,
@@ -26,7 +27,7 @@ from torch import nn
 
 from ...plain import why_not_read
 from ..graphs import Graphs, Inputs, call_key, why_not_recorded
-from ..snapshot import WhileUnchanged
+from ..snapshot import WhileUnchanged, code_of
 from .layers import why_not_fused_attention, why_not_own_attention
 from .state import DEPENDS_ON_PARAMETERS, WanState
 
@@ -35,19 +36,24 @@ GRAPH = "_turbo_rcm_patch_graph"  # the attribute of a patched transformer that 
 # Launching a block takes the host 1 to 2 ms, in which an H200 does 1e12 FLOP of a block. Slower hosts get twice that.
 MOST_FLOPS_PER_BLOCK = 2e12
 
-# Modules whose outputs depend on their inputs, tensors and attributes alone.
-_KNOWN = (
-    *DEPENDS_ON_PARAMETERS,
-    nn.Conv3d,
-    nn.Identity,
-    nn.SiLU,
-    Timesteps,
-    TimestepEmbedding,
-    WanRotaryPosEmbed,
-    WanTimeTextImageEmbedding,
-    WanTransformerBlock,
-    WanTransformer3DModel,
-)
+# Modules whose outputs depend on their inputs, tensors and attributes alone while calling them runs this: programs that
+# skip steps replace the forward of a class.
+_KNOWN = {
+    cls: code_of(cls)
+    for cls in (
+        *DEPENDS_ON_PARAMETERS,
+        nn.Conv3d,
+        nn.Identity,
+        nn.SiLU,
+        Timesteps,
+        TimestepEmbedding,
+        WanAttnProcessor,
+        WanRotaryPosEmbed,
+        WanTimeTextImageEmbedding,
+        WanTransformerBlock,
+        WanTransformer3DModel,
+    )
+}
 
 
 def transformer_forward(
@@ -65,11 +71,16 @@ def transformer_forward(
     encoder_hidden_states_image [B, L', image_dim] or None; the sample is [B, C_out, F, H, W].
     """
     inputs = (hidden_states, timestep, encoder_hidden_states, encoder_hidden_states_image)
-    if torch.compiler.is_compiling() or not (graph := getattr(self, GRAPH)).takes(inputs, attention_kwargs):
+    if torch.compiler.is_compiling() or not (graph := graph_of(self)).takes(inputs, attention_kwargs):
         # By keyword: diffusers' decorator around the class's forward finds a LoRA's scale only there.
         return type(self).forward(self, *inputs, return_dict=return_dict, attention_kwargs=attention_kwargs)
     sample = graph.sample(inputs)
     return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
+
+
+def graph_of(transformer: WanTransformer3DModel) -> WanGraph:
+    """The CUDA graphs of a patched transformer."""
+    return getattr(transformer, GRAPH)
 
 
 class WanGraph:
@@ -98,12 +109,17 @@ class WanGraph:
         """Give all graphs' memory back."""
         self._graphs.clear()
 
+    @property
+    def serves(self) -> bool:
+        """Whether there are graphs of the model as it is."""
+        return self._why_not_now() is None and self._graphs.kept > 0
+
     def note(self) -> str:
         """One line for the summary: how many graphs there are, how many calls they served, and why not the others."""
         graphs = self._graphs
         reason = self._why_not_now()
-        state = f"none now: {reason}" if reason else f"{graphs.kept} kept in {graphs.reserved_bytes / 2**20:.0f} MiB"
-        eager = ", ".join(f"{reason} ({count})" for reason, count in graphs.eager.items())
+        state = f"none now: {reason}" if reason else f"{graphs.kept} kept{_in_mib(graphs.reserved_bytes)}"
+        eager = ", ".join(f"{reason} ({count})" for reason, count in graphs.eager.copy().items())
         parts = [state, f"{graphs.replays} calls replayed", f"run without: {eager}" if eager else ""]
         return f"CUDA graphs ({self._state.config.cuda_graph}): {'; '.join(filter(None, parts))}"
 
@@ -113,13 +129,15 @@ class WanGraph:
 
     def _why_not_call(self, inputs: Inputs, attention_kwargs: dict[str, Any] | None) -> str | None:
         """Why this call runs without a graph; the cheap questions first."""
-        reason = self._graphs.failure or why_not_recorded(inputs)
+        reason = why_not_recorded(inputs)
         if reason is not None:
             return reason
         if attention_kwargs is not None:
             return "attention_kwargs"
         if inputs[0].device != self._device:
             return f"inputs on {inputs[0].device}"
+        if inputs[0].ndim != 5:
+            return "latents without five dimensions"
         too_large = flops_per_block(self._transformer, inputs[0]) > MOST_FLOPS_PER_BLOCK
         if too_large and self._state.config.cuda_graph == "auto":
             return "too large to gain"
@@ -133,8 +151,6 @@ class WanGraph:
             return "the model had a hook when it was patched"
         if self._graphs.failure:
             return self._graphs.failure
-        if self._device.type != self._graphs.device_type:
-            return f"{self._device.type} tensors"
         backend = _AttentionBackendRegistry.get_active_backend()[0]
         if backend != AttentionBackendName.NATIVE:
             return f"attention backend {AttentionBackendName(backend).value}"
@@ -151,18 +167,30 @@ class WanGraph:
 
     def _look_again(self, device: torch.device) -> str | None:
         """Why something about the modules could escape a graph. They are new or changed: graphs of them are stale."""
-        self._graphs.clear()
-        return next(filter(None, (self._why_not_module(m, device) for m in self._transformer.modules())), None)
+        self._graphs.invalidate()
+        if device.type != self._graphs.device_type:
+            return f"{device.type} tensors"
+        reasons = (self._why_not_module(module, device) for module in self._transformer.modules())
+        return self._graphs.failure or next(filter(None, reasons), None)
 
     def _why_not_module(self, module: nn.Module, device: torch.device) -> str | None:
         if module._compiled_call_impl is not None:
             return "torch.compile"
         if isinstance(module, nn.Dropout) and module.training and module.p > 0:
             return "dropout"
-        reason = why_not_read(module, _KNOWN, device, forward=self._forwards.get(module))
+        reason = why_not_read(module, tuple(_KNOWN), device, forward=self._forwards.get(module))
         if reason is None and isinstance(module, WanAttention):
-            return why_not_own_attention(module) or why_not_fused_attention(module)
-        return reason
+            reason = why_not_fused_attention(module) or why_not_own_attention(module) or _why_not_code(module.processor)
+        return reason or _why_not_code(module)
+
+
+def _why_not_code(thing: object) -> str | None:
+    """Whether a program has replaced what calling the class of a known thing runs."""
+    return None if code_of(type(thing)) is _KNOWN[type(thing)] else "replaced forward of its class"
+
+
+def _in_mib(size: int | None) -> str:
+    return "" if size is None else f" in {size / 2**20:.0f} MiB"
 
 
 def flops_per_block(transformer: WanTransformer3DModel, latents: torch.Tensor) -> float:

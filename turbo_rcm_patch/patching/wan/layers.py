@@ -65,6 +65,8 @@ def why_not_fused_attention(attn: WanAttention) -> str | None:
     """Why the whole attention module must be called: something on it, or a processor, that would else be dropped."""
     if type(attn.processor) is not WanAttnProcessor:
         return f"processor {type(attn.processor).__name__}"
+    if WanAttnProcessor.__call__.__module__ != WanAttnProcessor.__module__:
+        return "WanAttnProcessor changed by a program"
     return why_not_plain(attn, WanAttention)
 
 

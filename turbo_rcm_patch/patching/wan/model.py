@@ -93,11 +93,6 @@ def bindings(transformer: WanTransformer3DModel, config: PatchConfig) -> list[tu
     return triples + [(module, "forward", forward) for module, forward in forwards.items()]
 
 
-def release(transformer: WanTransformer3DModel) -> None:
-    """Give back the memory of the CUDA graphs of a patched transformer."""
-    getattr(transformer, GRAPH).release()
-
-
 def _path(module: torch.nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__name__}"
 

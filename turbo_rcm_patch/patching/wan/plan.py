@@ -14,7 +14,7 @@ from torch import nn
 from ... import kernels
 from ...config import PatchConfig
 from ...plain import why_not_norm, why_not_plain
-from .graph import GRAPH
+from .graph import graph_of
 from .layers import (
     attention_implementation,
     why_not_fused_attention,
@@ -44,12 +44,13 @@ def plan_rows(transformer: WanTransformer3DModel) -> list[tuple[str, str, str, d
     kernels_used = {step: attention_kernel if step == "attention" else kernel for _, step in rows}
     named = [(sub_layer, step, kernels_used[step], reasons) for (sub_layer, step), reasons in rows.items()]
     reason = state.why_not_context(transformer.patch_embedding.weight.device)
-    return [*named, ("constants", "prompt, cross K/V", "kept", {reason: len(transformer.blocks)} if reason else {})]
+    how = "computed in each replay" if graph_of(transformer).serves else "kept"
+    return [*named, ("constants", "prompt, cross K/V", how, {reason: len(transformer.blocks)} if reason else {})]
 
 
 def graph_note(transformer: WanTransformer3DModel) -> str:
     """What CUDA graphs do for this transformer, in one line."""
-    return getattr(transformer, GRAPH).note()
+    return graph_of(transformer).note()
 
 
 def _block_steps(

@@ -100,50 +100,51 @@ class WanState:
         self._transformer = transformer
         self._contexts = ContentCache(_PROMPTS)
         self._rotary = ContentCache(_SIZES)
-        self._tables_of_call: list[RotaryTables] | None = None  # None: tables may be kept
+        self._keeping_nothing = False
+        self._tables_of_call: RotaryTables | None = None  # while keeping nothing
         self._prompt_path = WhileUnchanged(self._objects_around_prompt, self._find_prompt_path)
 
     @contextlib.contextmanager
     def keeping_nothing(self) -> Iterator[None]:
         """Calls within compute everything anew, as what a CUDA graph replays must; the RoPE tables once per call."""
-        self._tables_of_call = []
+        self._keeping_nothing = True
         try:
             yield
         finally:
-            self._tables_of_call = None
+            self._keeping_nothing, self._tables_of_call = False, None
 
     def keeps(self, device: torch.device) -> bool:
         """Whether what this call computes may be kept, or come from what was kept."""
-        return self._tables_of_call is None and caching_allowed(device)
+        return not self._keeping_nothing and caching_allowed(device)
 
     def rotary(self, rope: nn.Module, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The full RoPE tables for latents [B, C, F, H, W]."""
         if not self.keeps(latents.device):
-            full = type(rope).forward(rope, latents)
-            if self._tables_of_call is not None:
-                self._tables_of_call.append(RotaryTables(*full))
-            return full
+            return type(rope).forward(rope, latents)
         sources = [rope.freqs_cos, rope.freqs_sin]
         key = (latents.shape[2:], rope.freqs_cos.dtype)
         return self._rotary.get(sources, key, lambda: RotaryTables(*type(rope).forward(rope, latents))).full
 
     def half_rotary(self, full: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """The tables that the kernel reads, of full ones."""
-        kept = self._rotary.values() if self.keeps(full[0].device) else self._tables_of_call or ()
+        kept = self._rotary.values() if self.keeps(full[0].device) else [self._tables_of_call]
         for known in kept:
-            if known.full[0] is full[0] and known.full[1] is full[1]:
+            if known is not None and known.full[0] is full[0] and known.full[1] is full[1]:
                 return known.half
-        return RotaryTables(*full).half
+        tables = RotaryTables(*full)
+        if self._keeping_nothing:
+            self._tables_of_call = tables
+        return tables.half
 
     def why_not_context(self, device: torch.device) -> str | None:
         """Why the prompt's constants are computed anew on each call; None when they are kept."""
-        return self._prompt_path.get(device).why_not_kept
+        return self._prompt_path.get(device).why_not_kept if self.config.cache_text else "cache_text=False"
 
     def context(self, text: torch.Tensor, image: torch.Tensor | None) -> torch.Tensor:
         """The projected prompt, image tokens first, for text [B, L, text_dim] and image [B, L', image_dim]."""
         inputs = [text] if image is None else [text, image]
         modules = self._prompt_path.get(text.device).modules
-        eps = [module.eps for module in modules if isinstance(module, nn.RMSNorm)]
+        eps = [module.__dict__.get("eps") for module in modules]
         key = (*((tensor.shape, tensor.dtype) for tensor in inputs), *eps)
         weights = (parameter for module in modules for parameter in module._parameters.values())
         sources = [*inputs, *(weight for weight in weights if weight is not None)]
@@ -170,8 +171,6 @@ class WanState:
         attentions = [block.attn2 for block in self._transformer.blocks]
         for attn in attentions:
             modules += _key_value_modules(attn)
-        if not self.config.cache_text:
-            return PromptPath(modules, "cache_text=False")
         reasons = (why_not_read(m, DEPENDS_ON_PARAMETERS, device) for m in [*modules, *attentions])
         return PromptPath(modules, next(filter(None, reasons), None))
 
