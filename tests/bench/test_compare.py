@@ -13,7 +13,7 @@ from turbo_rcm_patch.bench.report import comparison_table, plot, side_by_side
 from turbo_rcm_patch.bench.timing import StageTimings, TimedGeneration
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.embedded import load_embedded_pipeline
-from turbo_rcm_patch.patching import use_rcm
+from turbo_rcm_patch.patching import Patch, use_rcm
 
 CALL = tiny_call(output_type="np", guidance_scale=1.0)
 
@@ -91,6 +91,16 @@ def test_warmups_are_not_in_the_medians(pipe, monkeypatch):
     unpatched, patched = compare(pipe, CALL, warmups=1, repeats=2).variants
     assert (unpatched.timings.total, patched.timings.total) == (5.0, 2.5)
     assert patched.total_speedup == 2.0
+
+
+def test_memory_of_graphs_counts(pipe, monkeypatch):
+    def fake_generation(pipe, **call):
+        return TimedGeneration(np.ones((1, 1, 2, 2, 3)), torch.ones(1), StageTimings(0, (1.0,), 0, 1.0, 100))
+
+    monkeypatch.setattr(module, "timed_generation", fake_generation)
+    monkeypatch.setattr(Patch, "graph_memory", 7)
+    unpatched, patched = compare(pipe, CALL).variants
+    assert (unpatched.timings.peak_memory, patched.timings.peak_memory) == (100, 107)
 
 
 def test_reports(pipe, tmp_path):

@@ -283,6 +283,8 @@ def test_pipelines_with_guidance_generate_the_same(tape, variant):
         for model in patch.transformers.values():
             assert graphs_of(model).kept == 1
             assert replays(model) > 2
+        assert patch.graph_memory == len(patch.transformers) * TapeRecorder.reserved_bytes
+    assert patch.graph_memory == 0
 
 
 def test_threads_take_turns(tape):

@@ -77,17 +77,17 @@ def compare(
     device = torch.device(pipe._execution_device)
     if with_compile is None:
         with_compile = device.type == "cuda"
-    summary = ""
+    summary, graph_memory = "", 0
 
     def generate() -> TimedGeneration:
         return timed_generation(pipe, **call, generator=torch.Generator(device).manual_seed(seed))
 
     @contextlib.contextmanager
     def patched() -> Iterator[None]:
-        nonlocal summary
+        nonlocal summary, graph_memory
         with patch(pipe, config) as applied:
             yield
-            summary = applied.summary()
+            summary, graph_memory = applied.summary(), applied.graph_memory
 
     switches = {UNPATCHED: contextlib.nullcontext, COMPILED: _CompiledBlocks(pipe), PATCHED: patched}
     if not with_compile:
@@ -110,6 +110,9 @@ def compare(
         pipe.set_progress_bar_config(**progress_bar)
 
     medians = {name: StageTimings.median(all_timings[warmups:]) for name, all_timings in timings.items()}
+    if medians[PATCHED].peak_memory is not None:  # of what is allocated, which graphs' memory is not between replays
+        peak_memory = medians[PATCHED].peak_memory + graph_memory
+        medians[PATCHED] = replace(medians[PATCHED], peak_memory=peak_memory)
     variants = tuple(
         _variant(name, medians[name], made[name], medians[UNPATCHED], made[UNPATCHED]) for name in switches
     )

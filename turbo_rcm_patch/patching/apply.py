@@ -37,6 +37,12 @@ class Patch:
         """Whether any of the models is still patched."""
         return any(_JOURNAL in model.__dict__ for model in self.transformers.values())
 
+    @property
+    def graph_memory(self) -> int:
+        """Bytes of GPU memory that only the CUDA graphs of the patched models can use; 0 where that is not known."""
+        patched = (model for model in self.transformers.values() if _JOURNAL in model.__dict__)
+        return sum(wan.graph_of(model).reserved_bytes or 0 for model in patched)
+
     def summary(self) -> str:
         """A table of blocks, what is fused with which kernel, and what falls back and why, as of now; CUDA graphs.
 

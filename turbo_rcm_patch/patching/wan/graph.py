@@ -114,6 +114,11 @@ class WanGraph:
         """Whether there are graphs of the model as it is."""
         return self._why_not_now() is None and self._graphs.kept > 0
 
+    @property
+    def reserved_bytes(self) -> int | None:
+        """Memory that only the graphs can use; None where the allocator does not tell."""
+        return self._graphs.reserved_bytes
+
     def note(self) -> str:
         """One line for the summary: how many graphs there are, how many calls they served, and why not the others."""
         graphs = self._graphs
