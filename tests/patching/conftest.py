@@ -1,0 +1,16 @@
+import pytest
+
+from tests.patching.tape import TAPES, VARIANTS, TapeRecorder, make_models
+from turbo_rcm_patch.patching import graphs
+
+
+@pytest.fixture
+def tape(monkeypatch):
+    TAPES.clear()
+    monkeypatch.setattr(graphs, "CudaRecorder", TapeRecorder)
+
+
+@pytest.fixture(params=VARIANTS)
+def models(request, tape):
+    """The same model twice, patched with graphs and without; their weights are separate."""
+    return make_models(VARIANTS[request.param][0]), VARIANTS[request.param][1]

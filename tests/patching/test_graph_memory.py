@@ -1,0 +1,287 @@
+"""Graphs: recordings that fail, memory that is given back, and what is kept between steps."""
+
+import contextlib
+import copy
+import gc
+
+import pytest
+import torch
+
+import turbo_rcm_patch as trp
+from tests.patching.tape import (
+    AUTO,
+    TAPES,
+    TapeRecorder,
+    assert_same,
+    graphs_of,
+    inputs_for,
+    make_models,
+    note,
+    replays,
+    run,
+    warm,
+)
+from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
+from turbo_rcm_patch.patching import graphs
+from turbo_rcm_patch.patching.graphs import CudaRecorder
+from turbo_rcm_patch.patching.wan import graph as wan_graph
+
+
+def test_a_failed_recording_is_said_once_and_never_tried_again(tape, monkeypatch, caplog):
+    pair = make_models()
+    inputs, other = inputs_for(pair[0]), inputs_for(pair[0], width=8)
+    warm(pair, other)
+    tries = []
+
+    def failing(self, function, inputs):
+        tries.append(1)
+        try:
+            raise RuntimeError("an op waits for the GPU\nand more")
+        except RuntimeError:
+            raise RuntimeError("capture ended")  # noqa: B904
+
+    monkeypatch.setattr(TapeRecorder, "record", failing)
+    for _ in range(4):
+        assert_same(pair, inputs)
+    assert_same(pair, other)
+    assert len(tries) == 1
+    assert len(caplog.records) == 1
+    assert "none now: recording failed (RuntimeError: an op waits for the GPU); " in note(pair[0])
+    assert "recording failed (RuntimeError: an op waits for the GPU) (4)" in note(pair[0])
+    assert graphs_of(pair[0]).kept == 0
+    monkeypatch.undo()
+    monkeypatch.setattr(graphs, "CudaRecorder", TapeRecorder)
+    trp.restore(pair[0])
+    trp.patch(pair[0], AUTO)
+    warm(pair, inputs)
+
+
+def test_the_functions_own_error_reaches_the_caller(tape):
+    pair = make_models()
+    inputs = inputs_for(pair[0])
+    assert_same(pair, inputs)
+    wrong = {**inputs, "encoder_hidden_states": inputs["encoder_hidden_states"][..., :5]}
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="shapes"):
+            run(pair[0], wrong)
+    warm(pair, inputs)
+
+
+def test_an_error_of_the_function_while_recording_is_raised_and_recording_goes_on(tape):
+    recorded, memory = graphs.Graphs(), {"enough": True}
+
+    def function(x):
+        if not memory["enough"]:
+            raise torch.OutOfMemoryError("no memory")
+        return 2 * x
+
+    call = lambda: recorded.run("key", function, [torch.ones(3)])  # noqa: E731
+    call()
+    memory["enough"] = False
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            call()
+    assert recorded.failure is None
+    memory["enough"] = True
+    for _ in range(3):
+        assert torch.equal(call(), torch.full((3,), 2.0))
+    assert recorded.replays == 2
+
+
+class Allocator:
+    """PyTorch's account of one memory pool, and what is left of it after a capture that breaks.
+
+    ends: the end of a broken capture ends the allocation to the pool (since pull request 180395). releases: resetting
+    its graph releases the pool (since 190348).
+    """
+
+    def __init__(self, ends, releases):
+        self.ends, self.releases, self.users, self.allocating, self.bytes, self.waited = (
+            ends,
+            releases,
+            0,
+            False,
+            0,
+            False,
+        )
+
+    def put_under(self, monkeypatch):
+        for name, value in {
+            "CUDAGraph": lambda: BrokenGraph(self),
+            "graph": self.capture,
+            "graph_pool_handle": lambda: (0, 1),
+            "Stream": lambda device: None,
+            "stream": contextlib.nullcontext,
+            "current_stream": lambda device: None,
+            "Event": lambda: self,
+            "memory_snapshot": lambda: [{"segment_pool_id": (0, 1), "total_size": self.bytes}],
+            "empty_cache": self.empty_cache,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        for name, value in {
+            "_cuda_endAllocateToPool": lambda device, pool: self.end(),
+            "_cuda_releasePool": lambda device, pool: self.release(),
+            "_cuda_clearCublasWorkspaces": lambda: None,
+        }.items():
+            monkeypatch.setattr(torch._C, name, value, raising=False)
+        monkeypatch.setattr(torch, "zeros", lambda *args, **kwargs: None)
+
+    @contextlib.contextmanager
+    def capture(self, graph, pool=None, stream=None, capture_error_mode="global"):
+        if pool is not None:
+            self.users, self.allocating, self.bytes, graph.began = self.users + 1, True, 2**20, True
+        try:
+            yield
+        except ValueError:
+            if self.ends:
+                self.end()
+            raise RuntimeError("capture ended")  # noqa: B904
+
+    def end(self):
+        if not self.allocating:
+            raise RuntimeError("not allocating to this pool")
+        self.allocating = False
+
+    def release(self):
+        self.users -= 1
+        assert self.users >= 0, "ends the process in a destructor"
+
+    def synchronize(self):
+        self.waited = True
+
+    def empty_cache(self):
+        assert self.waited
+        self.bytes = self.bytes if self.users else 0
+
+
+class BrokenGraph:
+    def __init__(self, allocator):
+        self.allocator, self.began = allocator, False
+
+    def reset(self):
+        if self.began and self.allocator.releases:
+            self.allocator.release()
+        self.began = False
+
+    __del__ = reset
+
+
+@pytest.mark.parametrize(("ends", "releases"), [(False, False), (True, False), (True, True)])
+def test_a_broken_capture_leaves_nothing_in_any_pytorch(monkeypatch, ends, releases):
+    allocator = Allocator(ends, releases)
+    allocator.put_under(monkeypatch)
+    recorded, errors = graphs.Graphs(), [ValueError("an op waits for the GPU")]
+
+    def function(x):
+        if allocator.allocating:
+            raise errors[0]  # that someone keeps, and with it the frames and the graph
+        return x
+
+    for _ in range(2):
+        recorded.run("key", function, [torch.ones(3)])
+    errors.clear()
+    assert recorded.failure == "recording failed (ValueError: an op waits for the GPU)"
+    assert (allocator.allocating, allocator.users, allocator.bytes) == (False, 0, 0)
+
+
+def test_a_summary_where_the_allocator_does_not_tell_its_memory(tape, monkeypatch):
+    pair = make_models()
+    warm(pair, inputs_for(pair[0]))
+    with monkeypatch.context() as context:
+        Allocator(True, True).put_under(context)
+
+        def unavailable():
+            raise RuntimeError("cudaMallocAsync does not yet support snapshot")
+
+        context.setattr(torch.cuda, "memory_snapshot", unavailable)
+        graphs_of(pair[0])._recorder = CudaRecorder(torch.device("cuda"))
+        assert ": 1 kept; 2 calls replayed;" in note(pair[0])
+
+
+def test_the_summary_says_where_constants_are_computed(tape):
+    model = tiny_wan_transformer()
+    patch = trp.patch(model, AUTO)
+    for where in ("kept ", "kept ", "computed in each replay ", "computed in each replay "):
+        assert f" {where}" in patch.summary().split("prompt, cross K/V")[1].split("2/2")[0]
+        run(model, inputs_for(model))
+
+
+def test_a_move_to_another_device_frees_the_graphs_at_the_next_forward(tape, monkeypatch):
+    pair = make_models(config=trp.PatchConfig(cuda_graph="auto", cache_text=False))
+    inputs = inputs_for(pair[0])
+    warm(pair, inputs)
+    pair[0].to("meta")
+    moved = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)  # it knows no "meta"
+    with contextlib.suppress(RuntimeError, NotImplementedError):  # tensors without contents have no checksum
+        run(pair[0], moved)
+    assert len(TAPES) == 0
+    assert "none now: meta tensors" in note(pair[0])
+
+
+def test_a_restore_that_cannot_free_its_graphs_leaves_no_patch(tape, monkeypatch):
+    pipe = tiny_wan_pipeline("wan22")
+    patch = trp.patch(pipe, AUTO)
+
+    def failing(self):
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(graphs.Graphs, "clear", failing)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        patch.restore()
+    assert not patch.active
+    for model in (pipe.transformer, pipe.transformer_2):
+        assert not any("turbo_rcm_patch" in name for module in model.modules() for name in module.__dict__)
+
+
+def test_restore_frees_the_graphs_and_patching_again_starts_anew(tape):
+    pair = make_models()
+    inputs = inputs_for(pair[0])
+    warm(pair, inputs)
+    assert len(TAPES) == 1
+    held = getattr(pair[0], wan_graph.GRAPH)  # as a hook that kept a patched forward would
+    trp.restore(pair[0])
+    gc.collect()
+    assert len(TAPES) == 0
+    assert not held._graphs.kept
+    assert "forward" not in pair[0].__dict__
+    assert not any("turbo_rcm_patch" in name for name in pair[0].__dict__)
+    plain = run(tiny_wan_transformer(), inputs)
+    assert torch.equal(run(pair[0], inputs), plain)
+    trp.patch(pair[0], AUTO)
+    assert replays(pair[0]) == 0
+    warm(pair, inputs)
+
+
+def test_a_deep_copy_records_its_own(tape):
+    pair = make_models()
+    inputs = inputs_for(pair[0])
+    warm(pair, inputs)
+    twin = copy.deepcopy(pair[0])
+    with torch.no_grad():
+        for model in (twin, pair[1]):
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+    for _ in range(3):
+        assert torch.equal(run(twin, inputs), run(pair[1], inputs))
+    assert replays(twin) == 2
+    assert graphs_of(twin) is not graphs_of(pair[0])
+
+
+def test_nothing_is_kept_between_steps_where_graphs_serve(tape):
+    pair = make_models()
+    inputs = inputs_for(pair[0])
+    warm(pair, inputs)
+    state = pair[0]._turbo_rcm_patch
+    assert not state._contexts.values()
+    assert not state._rotary.values()
+    assert state.keeps(torch.device("cpu")) == (not torch.is_grad_enabled())
+
+
+def test_rope_tables_are_halved_once_per_call(tape, monkeypatch):
+    module, made = trp.patching.wan.state, []
+    tables = module.RotaryTables
+    monkeypatch.setattr(module, "RotaryTables", lambda *full: made.append(1) or tables(*full))
+    pair = make_models(layers=3)
+    run(pair[0], inputs_for(pair[0]))
+    assert len(made) == 1

@@ -1,0 +1,185 @@
+"""Graphs: the same on a real GPU, and what a stand-in cannot show."""
+
+import pytest
+import torch
+from peft import LoraConfig
+
+import turbo_rcm_patch as trp
+from tests.patching.tape import (
+    AUTO,
+    VARIANTS,
+    assert_eager,
+    assert_same,
+    graphs_of,
+    inputs_for,
+    make_models,
+    note,
+    replays,
+    run,
+    warm,
+)
+from tests.patching.test_graph_changes import WEIGHTS, WRITES
+from tests.tiny_wan import tiny_call, tiny_wan_pipeline, tiny_wan_transformer
+
+
+def cuda_pair(options=None, **more):
+    pair = make_models(options, dtype=torch.bfloat16, heads=4, **more)
+    return [model.cuda() for model in pair]
+
+
+def cuda_inputs(model, **options):
+    inputs = inputs_for(model, **options)
+    return {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["auto", "triton", "sdpa"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gpu_steps_prompts_and_sizes(variant, attention):
+    options, call = VARIANTS[variant]
+    pair = cuda_pair(options)
+    for model, mode in zip(pair, ("auto", "off"), strict=True):
+        trp.restore(model)
+        trp.patch(model, trp.PatchConfig(attention=attention, cuda_graph=mode))
+    calls = [cuda_inputs(pair[0], seed=seed, **call, **size) for size in ({}, {"height": 10}) for seed in (7, 11)]
+    held = []
+    for _ in range(4):
+        for inputs in calls:
+            inputs["hidden_states"] = torch.randn_like(inputs["hidden_states"])
+            inputs["timestep"] = inputs["timestep"] * 0.7
+            held.append((run(pair[0], inputs), run(pair[1], inputs)))
+    for ours, theirs in held:
+        assert torch.equal(ours, theirs)
+    assert graphs_of(pair[0]).kept == 2
+    assert replays(pair[0]) == len(held) - 2
+    assert "2 kept in " in note(pair[0])
+    assert "2 kept in 0 MiB" not in note(pair[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("write", WRITES)
+def test_gpu_weights_changed_between_calls_take_effect(write):
+    pair = cuda_pair(VARIANTS["i2v"][0])
+    inputs = cuda_inputs(pair[0])
+    for name in WEIGHTS:
+        before = run(pair[1], inputs)
+        warm(pair, inputs)
+        with torch.no_grad():
+            for model in pair:
+                WRITES[write]({**dict(model.named_parameters()), **dict(model.named_buffers())}[name])
+        assert_same(pair, inputs)
+        assert not torch.equal(run(pair[1], inputs), before), name
+
+
+@pytest.mark.gpu
+def test_gpu_lora_between_the_calls():
+    pair = cuda_pair()
+    inputs = cuda_inputs(pair[0])
+    for _ in range(2):
+        warm(pair, inputs)
+        for model in pair:
+            torch.manual_seed(5)
+            model.add_adapter(LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=["to_q", "to_k"]))
+        for scale in (1.0, 0.3):
+            for model in pair:
+                model.set_adapters(["default"], [scale])
+            assert_eager(pair, inputs, "LoRA layer")
+        for model in pair:
+            model.fuse_lora()
+            model.unload_lora()
+
+
+@pytest.mark.gpu
+def test_gpu_restore_gives_the_memory_back():
+    pair = cuda_pair()
+    inputs = cuda_inputs(pair[0])
+    plain = run(tiny_wan_transformer(dtype=torch.bfloat16, heads=4).cuda(), inputs)
+    for _ in range(2):
+        warm(pair, inputs)
+        pool = graphs_of(pair[0])._recorder._pool
+        assert pool_bytes(pool) > 0
+        trp.restore(pair[0])
+        assert pool_bytes(pool) == 0
+        assert torch.equal(run(pair[0], inputs), plain)
+        trp.patch(pair[0], AUTO)
+
+
+def pool_bytes(pool):
+    segments = torch.cuda.memory_snapshot()
+    return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool))
+
+
+@pytest.mark.gpu
+def test_gpu_streams_take_turns():
+    pair = cuda_pair()
+    inputs = cuda_inputs(pair[0])
+    warm(pair, inputs)
+    streams, held = [torch.cuda.Stream() for _ in range(2)], []
+    torch.cuda.synchronize()
+    for i in range(20):
+        with torch.cuda.stream(streams[i % 2]):
+            moved = {**inputs, "hidden_states": inputs["hidden_states"] * (1 + i)}
+            held.append((moved, run(pair[0], moved)))
+    torch.cuda.synchronize()
+    for moved, ours in held:
+        assert torch.equal(ours, run(pair[1], moved))
+
+
+@pytest.mark.gpu
+def test_gpu_random_numbers_are_those_without_graphs():
+    drawn = []
+    for model in cuda_pair():
+        inputs = cuda_inputs(model)
+        torch.cuda.manual_seed(3)
+        for _ in range(4):
+            run(model, inputs)
+            drawn.append(torch.randn(5, device="cuda"))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(drawn[:4], drawn[4:], strict=True))
+
+
+@pytest.mark.gpu
+def test_gpu_a_failed_capture_leaves_the_gpu_usable(monkeypatch, caplog):
+    pools, handle = [], torch.cuda.graph_pool_handle
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: pools.append(handle()) or pools[-1])
+    pair, other = cuda_pair(), cuda_pair()
+    inputs = cuda_inputs(pair[0])
+    layers = trp.patching.wan.layers
+    fused = layers.kernels.linear_gelu
+
+    def waiting(x, *args, **kwargs):
+        x.sum().item()
+        return fused(x, *args, **kwargs)
+
+    stream = torch.cuda.current_stream()
+    with monkeypatch.context() as context:
+        context.setattr(layers.kernels, "linear_gelu", waiting)
+        for _ in range(4):
+            assert_same(pair, inputs)
+    assert "none now: recording failed (" in note(pair[0])
+    assert len(caplog.records) == 1
+    assert len(pools) == 1
+    assert pool_bytes(pools[0]) == 0
+    assert torch.cuda.current_stream() == stream
+    torch.cuda.manual_seed(3)
+    assert torch.randn(5, device="cuda").isfinite().all()
+    warm(other, inputs)
+    trp.restore(pair[0])
+    trp.patch(pair[0], AUTO)
+    warm(pair, inputs)
+    assert torch.randn(5, device="cuda").isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["t2v", "wan22"])
+def test_gpu_pipelines_with_guidance_generate_the_same(variant):
+    pipe = tiny_wan_pipeline(variant, torch.bfloat16).to("cuda")
+    call = tiny_call(variant, num_inference_steps=4, guidance_scale=4.0)
+    generate = lambda: pipe(**call, generator=torch.Generator().manual_seed(3)).frames  # noqa: E731
+    with trp.patch(pipe, trp.PatchConfig(cuda_graph="off")):
+        expected = generate()
+    with trp.patch(pipe, AUTO) as patch:
+        for _ in range(2):
+            assert torch.equal(generate(), expected)
+        assert all(replays(model) > 2 for model in patch.transformers.values())
+        pipe.enable_model_cpu_offload()
+        assert torch.equal(generate(), expected)
