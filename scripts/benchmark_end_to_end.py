@@ -11,15 +11,13 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from turbo_rcm_patch.bench.cases import CASES, build_pipeline, random_prompt
 from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.report import comparison_table
-from turbo_rcm_patch.cli.errors import CommandError
-from turbo_rcm_patch.cli.files import check_output, write_json
+from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.config import CUDA_GRAPH_MODES, resolve_config
 from turbo_rcm_patch.patching import use_rcm
 
@@ -68,12 +66,8 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cuda-graph", choices=CUDA_GRAPH_MODES, default="off", help="of the patch (default off)")
     parser.add_argument("--decode", action="store_true", help="decode the latents too")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--json", type=Path, help="write all figures with the GPU and versions")
+    parser.add_argument("--json", type=json_file, help="write all figures with the GPU and versions")
     options = parser.parse_args(argv)
-    try:
-        check_output("--json", options.json, (".json",))
-    except CommandError as error:
-        parser.error(str(error))
     return options
 
 

@@ -14,15 +14,13 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
 from turbo_rcm_patch.bench.cases import CASES, build_pipeline, random_prompt
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.bench.timing import timed_generation
-from turbo_rcm_patch.cli.errors import CommandError
-from turbo_rcm_patch.cli.files import check_output, write_json
+from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.patching import patch, use_rcm
 
 STEPS = ("unpatched", "first patched", "second patched")
@@ -77,15 +75,11 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", choices=CASES, default="wan2.1-1.3b")
     parser.add_argument("--frames", type=int, help="default: the config's usual size")
-    parser.add_argument("--json", type=Path, help="write the figures with the GPU and versions")
+    parser.add_argument("--json", type=json_file, help="write the figures with the GPU and versions")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("PyTorch finds no CUDA GPU, and these sizes are for one.")
-    try:
-        check_output("--json", options.json, (".json",))
-    except CommandError as error:
-        parser.error(str(error))
     return options
 
 

@@ -11,15 +11,13 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.bench.ops import CASES, OpResult, measure_copy_bandwidth, run_case
 from turbo_rcm_patch.bench.report import ops_table
-from turbo_rcm_patch.cli.errors import CommandError
-from turbo_rcm_patch.cli.files import check_output, write_json
+from turbo_rcm_patch.cli.files import json_file, write_json
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,7 +45,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--all-designs", action="store_true", help="time the designs that the package does not take too"
     )
-    parser.add_argument("--json", type=Path, help="write all figures with the GPU and versions")
+    parser.add_argument("--json", type=json_file, help="write all figures with the GPU and versions")
     options = parser.parse_args(argv)
     if options.rounds < 2:
         parser.error(f"--rounds {options.rounds}: quartiles need at least 2.")
@@ -55,10 +53,6 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--only {' '.join(options.only)}: no case has that in its name; there are {_names()}.")
     if not torch.cuda.is_available():
         parser.error("PyTorch finds no CUDA GPU, and these sizes are for one.")
-    try:
-        check_output("--json", options.json, (".json",))
-    except CommandError as error:
-        parser.error(str(error))
     return options
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import importlib.util
 import sys
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -27,8 +26,7 @@ from turbo_rcm_patch.bench.implementations import (
     benchmark_all_implementations,
 )
 from turbo_rcm_patch.bench.report import implementations_table, plot_implementations
-from turbo_rcm_patch.cli.errors import CommandError
-from turbo_rcm_patch.cli.files import check_output, replacing, write_json
+from turbo_rcm_patch.cli.files import csv_file, json_file, plot_file, replacing, write_json
 
 SIZES = "4x512x512", "8x1024x512", "16x2048x768", "4x1024x768", "4x2048x768", "4x4096x768", "4x8192x768"
 HEAD_DIM = 64
@@ -72,9 +70,9 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=10, help="timed calls of each (default 10)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU where there is one")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--csv", type=Path, help="write the rows")
-    parser.add_argument("--json", type=Path, help="write the rows with the GPU and versions")
-    parser.add_argument("--plot", type=Path, help="draw the speed-ups (needs matplotlib)")
+    parser.add_argument("--csv", type=csv_file, help="write the rows")
+    parser.add_argument("--json", type=json_file, help="write the rows with the GPU and versions")
+    parser.add_argument("--plot", type=plot_file, help="draw the speed-ups (needs matplotlib)")
     options = parser.parse_args(argv)
     if options.repeats < 2:
         parser.error(f"--repeats {options.repeats}: quartiles need at least 2.")
@@ -85,14 +83,6 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
         if options.device == "cpu":
             parser.error("the default sizes are for a CUDA GPU, and this is the CPU; choose small ones with --sizes.")
         options.sizes = [_size(size) for size in SIZES]
-    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib; install it with: pip install 'turbo_rcm_patch[plot]'")
-    try:
-        check_output("--csv", options.csv, (".csv",))
-        check_output("--json", options.json, (".json",))
-        check_output("--plot", options.plot, (".png", ".pdf", ".svg"))
-    except CommandError as error:
-        parser.error(str(error))
     return options
 
 

@@ -15,7 +15,7 @@ from tests.bench.damage import damage_block
 from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch import embedded
 from turbo_rcm_patch.bench import verify as verify_module
-from turbo_rcm_patch.cli import checks, commands, files, main, pipelines
+from turbo_rcm_patch.cli import commands, files, main, pipelines
 from turbo_rcm_patch.cli.arguments import parse_arguments
 from turbo_rcm_patch.cli.errors import CommandError
 from turbo_rcm_patch.shapes import grammar
@@ -205,6 +205,7 @@ def test_verify_builds_a_config(tmp_path, capsys):
         (["--config", "tiny", "a fox"], "leave a prompt out"),
         (["--config", "tiny", "--offload"], "leave --offload out"),
         (["--config", "tiny", "--layers", "0"], "--layers 0: give 1 or more"),
+        (["--config", "wan2.2-5b", "--height", "720"], "--height 720 is not divisible by 32; try 704"),
         (["--layers", "2"], "--layers goes with --config"),
     ],
 )
@@ -423,7 +424,7 @@ def test_no_ffmpeg(tmp_path, capsys, monkeypatch, set_variable):
 
 
 def test_no_matplotlib(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(files.importlib.util, "find_spec", lambda name: None)
     assert "turbo_rcm_patch[plot]" in error_of(capsys, "compare", *TINY, "--plot", tmp_path / "out.png")
 
 

@@ -16,7 +16,8 @@ H200 = 132  # multiprocessors
 @pytest.fixture
 def hopper(monkeypatch):
     """CPU tensors count as tensors on an H200."""
-    monkeypatch.setattr(attention_hopper, "_device", lambda device: ((9, 0), H200))
+    monkeypatch.setattr(attention_hopper, "is_hopper", lambda device: True)
+    monkeypatch.setattr(attention_hopper, "device_properties", lambda device: ((9, 0), H200))
 
 
 def _qkv(dtype=torch.bfloat16, head_dim=128, device="cpu", batch=2, tokens=9, kv_tokens=5, heads=3):
@@ -58,7 +59,7 @@ def test_refuses(hopper, inputs, reason):
 
 def test_refuses_other_devices_and_tritons(monkeypatch):
     assert "sm_90" in attention_hopper.why_not(*_qkv())
-    monkeypatch.setattr(attention_hopper, "_device", lambda device: ((9, 0), H200))
+    monkeypatch.setattr(attention_hopper, "is_hopper", lambda device: True)
     monkeypatch.setattr(attention_hopper, "GLUON_ERROR", "cannot import name 'tma'")
     assert "'tma'" in attention_hopper.why_not(*_qkv())
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import PRESETS
 from .errors import CommandError
-from .files import check_ffmpeg, check_output
+from .files import check_ffmpeg, check_output, check_plot
 
 STEPS = (1, 2, 3, 4)
 PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
@@ -57,7 +57,7 @@ class SizeRules:
             raise CommandError(f"--frames {frames} is not {self.temporal}k+1; try {nearest}.")
 
 
-def size_rules(vae: dict, transformer: dict) -> SizeRules:
+def size_rules(vae: Mapping, transformer: Mapping) -> SizeRules:
     """The rules that follow from the configs of a VAE and a transformer; absent entries have Wan 2.1's values."""
     patch_size = transformer.get("patch_size") or (1, 2, 2)
     spatial, temporal = vae.get("scale_factor_spatial") or 8, vae.get("scale_factor_temporal") or 4
@@ -103,12 +103,10 @@ def _check_generation(arguments: argparse.Namespace) -> None:
 
 def _check_comparison(arguments: argparse.Namespace) -> None:
     _check_at_least_one("--repeats", arguments.repeats)
-    check_output("--plot", arguments.plot, (".png", ".svg", ".pdf"))
+    check_plot("--plot", arguments.plot)
     check_output("--video", arguments.video, (".mp4",))
     if arguments.video is not None:
         check_ffmpeg()
-    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise CommandError("--plot needs matplotlib; install it with: pip install 'turbo_rcm_patch[plot]'")
 
 
 def _check_config(arguments: argparse.Namespace) -> None:
@@ -117,8 +115,7 @@ def _check_config(arguments: argparse.Namespace) -> None:
             raise CommandError("--layers goes with --config; a model has the blocks that it has.")
         return
     given = {"--model": arguments.model, "--image": arguments.image, "a prompt": arguments.prompt}
-    given |= {"--offload": arguments.offload or None}
-    for name, value in given.items():
+    for name, value in {**given, "--offload": arguments.offload or None}.items():
         if value is not None:
             raise CommandError(f"--config builds a model and its inputs; leave {name} out.")
     if arguments.layers is not None:

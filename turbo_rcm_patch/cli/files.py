@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from .errors import CommandError
@@ -31,6 +33,36 @@ def check_output(option: str, path: Path | None, suffixes: Sequence[str]) -> Non
         raise CommandError(
             f"{option} {path}: cannot write in {path.parent} ({error.strerror}); choose another folder."
         ) from error
+
+
+def check_plot(option: str, path: Path | None) -> None:
+    """As check_output for an image; there must be matplotlib too."""
+    check_output(option, path, (".png", ".svg", ".pdf"))
+    if path is not None and importlib.util.find_spec("matplotlib") is None:
+        raise CommandError(f"{option} needs matplotlib; install it with: pip install 'turbo_rcm_patch[plot]'")
+
+
+def json_file(text: str) -> Path:
+    """An argparse type: check_output while the options are parsed."""
+    return _checked(check_output, text, (".json",))
+
+
+def csv_file(text: str) -> Path:
+    """As json_file."""
+    return _checked(check_output, text, (".csv",))
+
+
+def plot_file(text: str) -> Path:
+    """As json_file, by check_plot."""
+    return _checked(check_plot, text)
+
+
+def _checked(check: Callable[..., None], text: str, *more: object) -> Path:
+    try:
+        check("the file", Path(text), *more)
+    except CommandError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return Path(text)
 
 
 def check_ffmpeg() -> None:

@@ -76,9 +76,9 @@ def build_case(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[s
     case = CASES.get(arguments.config)
     if case is None:
         raise CommandError(f"--config {arguments.config} is unknown; accepted are {', '.join(CASES)}.")
+    size_rules(case.vae, case.transformer).check(arguments.height, arguments.width, arguments.frames)
     device = choose_device(arguments)
     pipe = build_pipeline(case, choose_dtype(arguments, device), device, layers=arguments.layers)
-    _size_rules_of(pipe).check(arguments.height, arguments.width, arguments.frames)
     add_structure(pipe)
     _sample_with_rcm(pipe, arguments)
     size = {

@@ -30,7 +30,8 @@ from .coefficient import (
     coefficient_strides,
     load_coefficient,
 )
-from .dispatch import kernel_op, use_triton
+from .dispatch import device_properties, kernel_op, use_triton
+from .tma import TMA_CAPABILITY, head_strides, heads_fit_tma
 
 MAX_HEAD_DIM = 256
 LOG2_E = math.log2(math.e)
@@ -354,42 +355,23 @@ def _block_d(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
 
 
-def _capability(device: torch.device) -> tuple[int, int]:
-    """The GPU's compute capability; the interpreter plays a Hopper."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-
-
 def _has_descriptors(capability: tuple[int, int], dtype: torch.dtype) -> bool:
     """Whether tiles are best read by TMA. Below sm_90 Triton would turn a descriptor into scalar loads; fp32 has no
     tensor-core dot that takes its operand from shared memory."""
-    return capability >= (9, 0) and dtype.itemsize == 2
+    return capability >= TMA_CAPABILITY and dtype.itemsize == 2
 
 
 def _readable(x: torch.Tensor) -> torch.Tensor:
     """x [B, S, H, D] itself where the kernels can read it with wide loads, else a packed copy."""
-    return x if x.stride(-1) == 1 and _is_aligned(x) else x.contiguous()
-
-
-def _is_aligned(x: torch.Tensor) -> bool:
-    """Whether every row of x starts at a multiple of 16 bytes, as TMA requires."""
-    return x.data_ptr() % 16 == 0 and all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in _strides(x))
-
-
-def _strides(x: torch.Tensor | None) -> tuple[int, int, int]:
-    """Strides over (B, S, H). A dimension of size 1 may carry any stride; it gets the packed one."""
-    if x is None:
-        return 0, 0, 0
-    _, tokens, heads, head_dim = x.shape
-    packed = (tokens * heads * head_dim, heads * head_dim, head_dim)
-    return tuple(p if size == 1 else s for size, s, p in zip(x.shape[:3], x.stride()[:3], packed, strict=True))
+    return x if heads_fit_tma(x) else x.contiguous()
 
 
 def _operand(x: torch.Tensor, block: int, capability: tuple[int, int]) -> torch.Tensor | TensorDescriptor:
     """What the kernel gets to read tiles of x [B, S, H, D]: a TMA descriptor, or x itself."""
-    if not _has_descriptors(capability, x.dtype) or not _is_aligned(x):
+    if not _has_descriptors(capability, x.dtype) or not heads_fit_tma(x):
         return x
     batch, tokens, heads, head_dim = x.shape
-    stride_b, stride_s, stride_h = _strides(x)
+    stride_b, stride_s, stride_h = head_strides(x)
     # Triton folds the tile's unit dimensions away only where they come first.
     shape, strides = [batch, heads, tokens, head_dim], [stride_b, stride_h, stride_s, 1]
     return TensorDescriptor(x, shape, strides, [1, 1, block, _block_d(head_dim)])
@@ -411,7 +393,7 @@ def _attention(
     q, k, v = _readable(q), _readable(k), _readable(v)
     residual = None if residual is None else _readable(residual)
     batch, tokens, heads, head_dim = q.shape
-    capability = _capability(q.device)
+    capability = device_properties(q.device)[0]
     tile = choose_tile("attention", capability, q.dtype, head_dim)
     with torch.cuda.device_of(q):
         _attention_kernel[triton.cdiv(tokens, tile.BLOCK_M), heads, batch](
@@ -428,10 +410,10 @@ def _attention(
             k.shape[1],
             heads,
             scale * LOG2_E,
-            *_strides(q),
-            *_strides(k),
-            *_strides(v),
-            *_strides(residual),
+            *head_strides(q),
+            *head_strides(k),
+            *head_strides(v),
+            *head_strides(residual),
             *coefficient_strides(c_skip),
             *coefficient_strides(c_out),
             SKIP_KIND=coefficient_kind(c_skip),
@@ -470,9 +452,9 @@ def _attention_backward(
     batch, tokens, heads, head_dim = q.shape
     kv_tokens = k.shape[1]
     block_d = _block_d(head_dim)
-    capability = _capability(q.device)
+    capability = device_properties(q.device)[0]
     delta = torch.empty_like(lse)
-    strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(grad))
+    strides = (*head_strides(q), *head_strides(k), *head_strides(v), *head_strides(grad))
 
     def launch(kernel, tile, grid, outputs):
         kernel[grid](
@@ -496,7 +478,15 @@ def _attention_backward(
 
     with torch.cuda.device_of(q):
         _attention_delta_kernel[triton.cdiv(tokens, DELTA_ROWS), heads, batch](
-            grad, raw_out, delta, tokens, heads, *_strides(grad), HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_M=DELTA_ROWS
+            grad,
+            raw_out,
+            delta,
+            tokens,
+            heads,
+            *head_strides(grad),
+            HEAD_DIM=head_dim,
+            BLOCK_D=block_d,
+            BLOCK_M=DELTA_ROWS,
         )
         if needs_kv:
             tile = choose_tile("grad_kv", capability, q.dtype, head_dim)

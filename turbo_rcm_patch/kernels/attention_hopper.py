@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 
 from .aot import AotCase
+from .dispatch import device_properties, is_hopper
+from .tma import head_strides, heads_fit_tma
 
 try:  # Gluon is experimental: its names change between releases of Triton
     from triton.experimental.gluon import language as gl
@@ -103,7 +105,7 @@ VARIANTS = {
 
 def why_not(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
     """Why the kernel cannot take these tensors, q [B, S, H, D] and k, v [B, Skv, H, D], in a few words; else None."""
-    if _device(q.device)[0] != CAPABILITY:
+    if not is_hopper(q.device):
         return "no GPU of sm_90"
     if GLUON_ERROR is not None:
         return f"Gluon of Triton {triton.__version__}: {GLUON_ERROR}"
@@ -111,7 +113,7 @@ def why_not(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
         return f"{str(q.dtype).removeprefix('torch.')} tensors"
     if q.shape[-1] not in HEAD_DIMS:
         return f"head_dim {q.shape[-1]}"
-    if not all(_fits_tma(x) for x in (q, k, v)):
+    if not all(heads_fit_tma(x) for x in (q, k, v)):
         return "rows that TMA cannot read: not packed, or not at multiples of 16 bytes"
     return None
 
@@ -134,7 +136,7 @@ def attention_forward(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device) if with_lse else None
     tiles = batch * heads * triton.cdiv(tokens, variant.rows)
-    multiprocessors = _device(q.device)[1]
+    multiprocessors = device_properties(q.device)[1]
     schedule = make_schedule(tiles, triton.cdiv(kv_tokens, variant.keys), multiprocessors, variant.split)
     partial_out = partial_lse = None
     if schedule.parts > 1:
@@ -257,31 +259,10 @@ def _join_parts(partial_out, partial_lse, out, lse, schedule: Schedule) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@functools.lru_cache
-def _device(device: torch.device) -> tuple[tuple[int, int], int]:
-    """Compute capability and multiprocessors; (0, 0) and 0 for what is no NVIDIA GPU."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return (0, 0), 0
-    properties = torch.cuda.get_device_properties(device)
-    return (properties.major, properties.minor), properties.multi_processor_count
-
-
-def _strides(x: torch.Tensor) -> tuple[int, int, int]:
-    """Strides over (B, S, H). A dimension of size 1 may carry any stride; it gets the packed one."""
-    _, tokens, heads, head_dim = x.shape
-    packed = (tokens * heads * head_dim, heads * head_dim, head_dim)
-    return tuple(p if size == 1 else s for size, s, p in zip(x.shape[:3], x.stride()[:3], packed, strict=True))
-
-
-def _fits_tma(x: torch.Tensor) -> bool:
-    aligned = all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in _strides(x))
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and aligned
-
-
 def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
     """TMA over x [B, S, H, D] in tiles of rows. Reads past a sample's last token give 0, and writes are dropped."""
     batch, tokens, heads, head_dim = x.shape
-    stride_b, stride_s, stride_h = _strides(x)
+    stride_b, stride_s, stride_h = head_strides(x)
     block = [1, 1, rows, head_dim]
     shape, strides = [batch, heads, tokens, head_dim], [stride_b, stride_h, stride_s, 1]
     return TensorDescriptor(x, shape, strides, block, _shared_layout(rows, head_dim))

@@ -35,6 +35,20 @@ def why_not_triton_on(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
+@functools.lru_cache
+def device_properties(device: torch.device) -> tuple[tuple[int, int], int]:
+    """Compute capability and multiprocessors. The interpreter plays a GPU of sm_90 with four."""
+    if device.type != "cuda":
+        return (9, 0), 4
+    properties = torch.cuda.get_device_properties(device)
+    return (properties.major, properties.minor), properties.multi_processor_count
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether it is a GPU of sm_90, NVIDIA's."""
+    return device.type == "cuda" and torch.version.hip is None and device_properties(device)[0] == (9, 0)
+
+
 def why_not_triton(*tensors: torch.Tensor | None, has_gradient: bool) -> str | None:
     """Why the Triton kernel cannot take these tensors, in a few words; None when it can.
 

@@ -8,7 +8,6 @@ multiple of 16 bytes, they come through pointers: Triton's rewriting of descript
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +16,9 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .aot import AotCase
+from .dispatch import device_properties
+from .tma import TMA_CAPABILITY, matrix_fits_tma
 
-TMA_CAPABILITY = (9, 0)
 GROUP = tl.constexpr(8)  # row tiles that share a column tile before the next one, to find its weights in L2
 # Columns that an epilogue takes at once. A whole tile would need more registers and shared memory than there are.
 EPILOGUE_COLUMNS = tl.constexpr(64)
@@ -88,8 +88,8 @@ def launch(kernel, a: torch.Tensor, weight: torch.Tensor, samples: int, *argumen
     a, weight = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (a, weight))
     (rows, K), N = a.shape, weight.shape[0]
     M = rows // samples
-    capability, multiprocessors = _device(a.device)
-    descriptors = capability >= TMA_CAPABILITY and _fits_tma(a) and _fits_tma(weight)
+    capability, multiprocessors = device_properties(a.device)
+    descriptors = capability >= TMA_CAPABILITY and matrix_fits_tma(a) and matrix_fits_tma(weight)
     tiles = choose_tiles(tile_candidates(capability, a.dtype, descriptors), samples, M, N, multiprocessors)
     operands = (a, weight)
     if descriptors:
@@ -114,20 +114,6 @@ def _tile_options(tiles: Tiles, descriptors: bool) -> dict[str, object]:
     }
 
 
-def _fits_tma(matrix: torch.Tensor) -> bool:
-    row = matrix.stride(0)
-    return row >= matrix.shape[1] and row * matrix.element_size() % 16 == 0 and matrix.data_ptr() % 16 == 0
-
-
-@functools.lru_cache
-def _device(device: torch.device) -> tuple[tuple[int, int], int]:
-    """Compute capability and multiprocessors. The interpreter plays a GPU of sm_90 with four."""
-    if device.type != "cuda":
-        return TMA_CAPABILITY, 4
-    properties = torch.cuda.get_device_properties(device)
-    return (properties.major, properties.minor), properties.multi_processor_count
-
-
 @triton.jit
 def gemm(
     a, weight, samples, M, N, K, stride_a, stride_w, EPILOGUE: tl.constexpr, arguments, KINDS: tl.constexpr,
@@ -139,7 +125,7 @@ def gemm(
     row_tiles = tl.cdiv(M, ROWS)
     column_tiles = tl.cdiv(N, COLUMNS)
     for tile in tl.range(tl.program_id(0), samples * row_tiles * column_tiles, tl.num_programs(0), flatten=True):
-        sample, row_tile, column_tile = _locate(tile, row_tiles, column_tiles)
+        sample, row_tile, column_tile = locate_tile(tile, row_tiles, column_tiles)
         row = row_tile * ROWS
         column = column_tile * COLUMNS
         acc = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -164,7 +150,7 @@ def gemm(
 
 
 @triton.jit
-def _locate(tile, row_tiles, column_tiles):
+def locate_tile(tile, row_tiles, column_tiles):
     """The sample, row tile and column tile of a tile: in groups of GROUP row tiles, down before across."""
     sample = tile // (row_tiles * column_tiles)
     within_sample = tile % (row_tiles * column_tiles)

@@ -15,7 +15,6 @@ nothing synchronises warps of different roles by itself: every hand-over is an m
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -34,9 +33,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .aot import AotCase
 from .coefficient import ONE, PER_CHANNEL, PER_SAMPLE, PER_TOKEN, coefficient_kind, coefficient_strides
-from .gemm import GROUP
+from .dispatch import device_properties, is_hopper
+from .gemm import locate_tile
+from .tma import matrix_fits_tma
 
 CAPABILITY = (9, 0)
+_locate = gluon.jit(locate_tile.fn)
 CHUNK = gl.constexpr(64)  # columns that an epilogue takes at once: in 16 bits a line of swizzled shared memory
 SHARED_MEMORY_OF_BARRIERS = 1 << 10
 
@@ -102,8 +104,7 @@ def why_not(
     schedule: Schedule = DEFAULT,
 ) -> str | None:
     """Why `launch` cannot take these, or would leave multiprocessors idle, in a few words; None when it should."""
-    capability, multiprocessors = _device(a.device)
-    if capability != CAPABILITY:
+    if not is_hopper(a.device):
         return "not a GPU of sm_90"
     if a.dtype not in (torch.bfloat16, torch.float16):
         return f"{str(a.dtype).removeprefix('torch.')} tensors"
@@ -113,27 +114,14 @@ def why_not(
         return "c_skip per channel or token"  # would spill registers beside 192 accumulators
     if coefficient_kind(c_out) == PER_TOKEN:
         return "c_out per token"
-    if not all(_fits_tma(matrix) for matrix in (a, weight, residual) if matrix is not None) or weight.shape[0] % 8:
+    if (
+        not all(matrix_fits_tma(matrix) for matrix in (a, weight, residual) if matrix is not None)
+        or weight.shape[0] % 8
+    ):
         return "rows or addresses that are no multiple of 16 bytes"
-    if schedule.count(samples, a.shape[0] // samples, weight.shape[0]) < multiprocessors:
+    if schedule.count(samples, a.shape[0] // samples, weight.shape[0]) < device_properties(a.device)[1]:
         return "fewer tiles than multiprocessors"
     return None
-
-
-@functools.lru_cache
-def _device(device: torch.device) -> tuple[tuple[int, int] | None, int]:
-    """Compute capability and multiprocessors; (None, 0) of what is no GPU."""
-    if device.type != "cuda":
-        return None, 0
-    properties = torch.cuda.get_device_properties(device)
-    return (properties.major, properties.minor), properties.multi_processor_count
-
-
-def _fits_tma(matrix: torch.Tensor) -> bool:
-    """Whether rows are contiguous, apart, and aligned to 16 bytes."""
-    row = matrix.stride(0)
-    aligned = row * matrix.element_size() % 16 == 0 and matrix.data_ptr() % 16 == 0
-    return matrix.stride(1) == 1 and row >= matrix.shape[1] and aligned
 
 
 def launch(
@@ -167,7 +155,7 @@ def launch(
     )
     skip_stride_b, _, _ = coefficient_strides(c_skip)
     out_stride_b, _, out_stride_c = coefficient_strides(c_out)
-    _, multiprocessors = _device(a.device)
+    _, multiprocessors = device_properties(a.device)
     with torch.cuda.device_of(a):
         _kernel[(min(schedule.count(samples, M, N), multiprocessors),)](
             *descriptors,
@@ -456,17 +444,6 @@ def _consume(
             _free_staging(free.index(PART), True)
         count += 1  # noqa: SIM113
     tma.store_wait(0)
-
-
-@gluon.jit
-def _locate(tile, row_tiles, column_tiles):
-    """The sample, row tile and column tile of a tile: in groups of GROUP row tiles, down before across."""
-    sample = tile // (row_tiles * column_tiles)
-    within_sample = tile % (row_tiles * column_tiles)
-    first_row = within_sample // (GROUP * column_tiles) * GROUP
-    group_rows = min(row_tiles - first_row, GROUP)
-    within_group = within_sample % (GROUP * column_tiles)
-    return sample, first_row + within_group % group_rows, within_group // group_rows
 
 
 @gluon.constexpr_function

@@ -15,7 +15,8 @@ import triton.language as tl
 from . import reference
 from .aot import AotCase
 from .dispatch import kernel_op, use_triton
-from .gemm import TMA_CAPABILITY, TRITON_NAMES, aot_case, check_linear, gemm, launch, tile_candidates
+from .gemm import TRITON_NAMES, aot_case, check_linear, gemm, launch, tile_candidates
+from .tma import TMA_CAPABILITY
 
 
 def linear_gelu(

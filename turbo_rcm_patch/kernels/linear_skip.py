@@ -26,7 +26,8 @@ from .coefficient import (
     load_coefficient,
 )
 from .dispatch import kernel_op, use_triton
-from .gemm import TMA_CAPABILITY, TRITON_NAMES, Tiles, aot_case, check_linear, gemm, launch, tile_candidates
+from .gemm import TRITON_NAMES, Tiles, aot_case, check_linear, gemm, launch, tile_candidates
+from .tma import TMA_CAPABILITY
 
 
 def linear_skip(

@@ -1,0 +1,28 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from turbo_rcm_patch.kernels import dispatch
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "hip", "expected"),
+    [
+        ("cuda", (9, 0), None, True),
+        ("cuda", (8, 9), None, False),
+        ("cuda", (10, 0), None, False),
+        ("cuda", (9, 0), "6.4", False),  # AMD numbers its GPUs too
+        ("cpu", (9, 0), None, False),  # the interpreter plays one, but no Gluon
+    ],
+)
+def test_is_hopper(monkeypatch, kind, capability, hip, expected):
+    properties = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=7)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    dispatch.device_properties.cache_clear()
+    try:
+        assert dispatch.is_hopper(torch.device(kind)) is expected
+        assert dispatch.device_properties(torch.device(kind)) == ((capability, 7) if kind == "cuda" else ((9, 0), 4))
+    finally:
+        dispatch.device_properties.cache_clear()
