@@ -9,6 +9,7 @@ def test_matrices():
     assert matrix_fits_tma(matrix[:, :20])  # rows are as far apart as before
     assert not matrix_fits_tma(matrix[:, 1:])
     assert not matrix_fits_tma(matrix.T)
+    assert not matrix_fits_tma(matrix[:, ::2])  # its rows are not packed
     assert not matrix_fits_tma(matrix[:1].expand(16, 32))
     assert not matrix_fits_tma(torch.zeros(16, 20, dtype=torch.bfloat16))
 
@@ -19,6 +20,7 @@ def test_heads():
     assert heads_fit_tma(x.transpose(1, 2))
     assert not heads_fit_tma(x[..., 1:])
     assert not heads_fit_tma(x.transpose(2, 3))
+    assert not heads_fit_tma(x[..., ::2])
     assert not heads_fit_tma(x[:, :1].expand(2, 5, 3, 64))
     assert not heads_fit_tma(torch.zeros(2, 5, 3, 60, dtype=torch.bfloat16))
 
