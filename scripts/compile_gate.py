@@ -30,6 +30,7 @@ KERNELS = (
 )
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 PROCESSES = 2
+END = "all cases are compiled"
 ROW = "{:<8}{:<22}{:>6}{:>11}{:>14}{:>7}  {}"
 
 
@@ -79,20 +80,19 @@ def run_job(context, kernel: str, architecture: int) -> list[dict]:
     process.start()
     sender.close()
     reports = []
-    while True:
+    # Not by its exit code: a thread that starts a process takes the codes of those that have ended.
+    while not reports or reports[-1] != END:
         try:
             reports.append(receiver.recv())
-        except EOFError:  # the process has ended
-            break
+        except EOFError:
+            problem = f"the process ended early, after {len(reports)} cases"
+            return [*reports, {"name": kernel, "problems": [problem]}]
     process.join()
-    if process.exitcode != 0:
-        problem = f"the process ended with code {process.exitcode} after {len(reports)} cases"
-        reports.append({"name": kernel, "problems": [problem]})
-    return reports
+    return reports[:-1]
 
 
 def compile_cases(kernel: str, architecture: int, sender) -> None:
-    """Send a report on each case of a kernel on an architecture (90 for sm_90)."""
+    """Send a report on each case of a kernel on an architecture (90 for sm_90), then END."""
     from turbo_rcm_patch.kernels.aot import inspect, shared_memory_limit
 
     capability = divmod(architecture, 10)
@@ -107,6 +107,7 @@ def compile_cases(kernel: str, architecture: int, sender) -> None:
             report |= {"registers": inspection.registers, "shared": inspection.shared, "limit": limit}
             report["problems"] = find_problems(inspection, capability, limit)
         sender.send(report)
+    sender.send(END)
 
 
 def find_problems(inspection, capability: tuple[int, int], limit: int) -> list[str]:

@@ -65,7 +65,29 @@ def test_shared_memory_limits():
 
 def test_a_job_that_dies_is_reported(gate):
     (report,) = gate.run_job(multiprocessing.get_context("spawn"), "no_such_kernel", 90)
-    assert report["problems"] == ["the process ended with code 1 after 0 cases"]
+    assert report["problems"] == ["the process ended early, after 0 cases"]
+
+
+def test_a_job_that_dies_after_some_cases_is_reported(gate, monkeypatch):
+    monkeypatch.setattr(gate, "compile_cases", send_one_and_abort)
+    report, failure = gate.run_job(multiprocessing.get_context("fork"), "some_kernel", 90)
+    assert report == {"name": "first"}
+    assert failure == {"name": "some_kernel", "problems": ["the process ended early, after 1 cases"]}
+
+
+def send_one_and_abort(kernel, architecture, sender):
+    sender.send({"name": "first"})
+    os._exit(0)
+
+
+def test_a_lost_exit_code_is_no_failure(gate, monkeypatch):
+    class Process(multiprocessing.context.ForkProcess):
+        exitcode = 255  # what another thread's start leaves to read
+
+    monkeypatch.setattr(gate, "compile_cases", lambda kernel, architecture, sender: sender.send(gate.END))
+    context = multiprocessing.get_context("fork")
+    monkeypatch.setattr(context, "Process", Process, raising=False)
+    assert gate.run_job(context, "some_kernel", 90) == []
 
 
 def run_without_the_interpreter(*command):
