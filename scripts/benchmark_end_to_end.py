@@ -63,7 +63,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5, help="measured generations per variant (default 5)")
     parser.add_argument("--preset", default="exact", help="of the patch (default exact)")
-    parser.add_argument("--cuda-graph", choices=CUDA_GRAPH_MODES, default="off", help="of the patch (default off)")
+    parser.add_argument("--cuda-graph", choices=CUDA_GRAPH_MODES, default="auto", help="of the patch (default auto)")
     parser.add_argument("--decode", action="store_true", help="decode the latents too")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--json", type=json_file, help="write all figures with the GPU and versions")

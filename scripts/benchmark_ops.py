@@ -27,8 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     results: list[OpResult] = []
     for case in CASES:
         if options.only is None or any(part in case.name for part in options.only):
-            settings = {"rounds": options.rounds, "all_designs": options.all_designs}
-            results.append(run_case(case, device, copy_bandwidth=bandwidth, **settings))
+            results.append(run_case(case, device, copy_bandwidth=bandwidth, rounds=options.rounds))
             print(ops_table(results[-1:]), flush=True)
             torch.cuda.empty_cache()
     print(f"\ncopy: {bandwidth / 1e12:.2f} TB/s read and written\n", ops_table(results), sep="\n")
@@ -42,9 +41,6 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="cases whose name contains one of these")
     parser.add_argument("--rounds", type=int, default=20, help="timed runs per contender (default 20)")
-    parser.add_argument(
-        "--all-designs", action="store_true", help="time the designs that the package does not take too"
-    )
     parser.add_argument("--json", type=json_file, help="write all figures with the GPU and versions")
     options = parser.parse_args(argv)
     if options.rounds < 2:

@@ -19,8 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 KERNELS = (
-    "attention",
+    "attention_forward",
+    "attention_backward",
     "attention_hopper",
+    "gemm_hopper",
     "linear_skip",
     "linear_gelu",
     "layer_norm_modulate",

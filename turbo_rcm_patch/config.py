@@ -35,7 +35,7 @@ class PatchConfig:
     attention: str = "auto"
     implementation: str = "auto"
     cache_text: bool = True
-    cuda_graph: str = "off"
+    cuda_graph: str = "auto"
 
     def __post_init__(self):
         if isinstance(self.fuse, str):

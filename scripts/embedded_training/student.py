@@ -8,7 +8,8 @@ along the teacher's guided flow (sCM, Lu & Song 2024), and the distribution-matc
 latter needs the score of those samples, which a third network, the fake score, learns between the student's updates.
 
 Not as published for Wan, because this model is small: the weights of the two losses, the guidance, the learning rates,
-how often the student learns, clipped gradients; and samples are simulated at the sampler's own times, not random ones.
+how often the student learns, clipped gradients; and samples are simulated at the sampler's own times, not random ones,
+half of them with two steps.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ from .progress import Average, GraphedStep, Run, Stage, warmup_and_cosine
 from .text import embed
 
 BATCH = 64
-LEARNING_RATE = 1e-4
+LEARNING_RATE = 2e-4
 GUIDANCE = 3.0  # of the teacher, distilled into the student
 TANGENT_WARMUP = 100  # first steps: the student learns alone, from the consistency loss, its tangent growing to full
 STUDENT_EVERY = 4  # steps after that; the fake score learns in the others
+SIMULATED = (2, 1, 2, 3, 2, 4)  # steps of a sample, by update; of two, the last still begins near noise
 CONSISTENCY_WEIGHT, MATCHING_WEIGHT = 20.0, 1.0
 SIGMA_MAX = 80.0  # where the sampler starts
 MAX_STEPS = 1 + len(INTERMEDIATE_ANGLES)
@@ -97,9 +99,9 @@ def turn(step: int) -> tuple[str, int, int]:
         return "student", step, 0
     update, waiting = divmod(step - TANGENT_WARMUP, STUDENT_EVERY)
     if waiting == 0:
-        return "student", TANGENT_WARMUP + update, update % MAX_STEPS + 1
+        return "student", TANGENT_WARMUP + update, SIMULATED[update % len(SIMULATED)]
     update = step - TANGENT_WARMUP - update - 1
-    return "fake", update, update % MAX_STEPS + 1
+    return "fake", update, SIMULATED[update % len(SIMULATED)]
 
 
 class Learner:

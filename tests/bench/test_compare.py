@@ -11,7 +11,6 @@ from turbo_rcm_patch.bench import compare as module
 from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.report import comparison_table, plot, side_by_side
 from turbo_rcm_patch.bench.timing import StageTimings, TimedGeneration
-from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.embedded import load_embedded_pipeline
 from turbo_rcm_patch.patching import Patch, use_rcm
 
@@ -47,8 +46,8 @@ def test_a_difference_made_by_the_patch_is_reported(pipe, monkeypatch):
     assert patched.frames.psnr_db is not None
 
 
-@pytest.mark.parametrize(("cuda_graph", "generations"), [("off", 3), ("auto", 6)])
-def test_graphs_are_recorded_before_the_measurement(pipe, monkeypatch, cuda_graph, generations):
+@pytest.mark.parametrize(("graph_memory", "generations"), [(0, 3), (7, 6)])
+def test_graphs_are_recorded_before_the_measurement(pipe, monkeypatch, graph_memory, generations):
     made = []
 
     def counted(pipe, **call):
@@ -57,7 +56,8 @@ def test_graphs_are_recorded_before_the_measurement(pipe, monkeypatch, cuda_grap
 
     generate = module.timed_generation
     monkeypatch.setattr(module, "timed_generation", counted)
-    _, patched = compare(pipe, CALL, config=PatchConfig(cuda_graph=cuda_graph), repeats=2).variants
+    monkeypatch.setattr(Patch, "graph_memory", graph_memory)
+    _, patched = compare(pipe, CALL, repeats=2).variants
     assert (made.count(False), made.count(True)) == (3, generations)
     assert patched.latents.relative_l2 <= 1e-5  # from the same seed all the same
 

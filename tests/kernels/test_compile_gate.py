@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from turbo_rcm_patch.kernels import aot
 from turbo_rcm_patch.kernels.aot import Inspection, shared_memory_limit
 
 ROOT = Path(__file__).parents[2]
@@ -128,14 +129,37 @@ assert not list(attention_hopper.aot_cases((8, 0)))
 inspection = inspect(next(attention_hopper.aot_cases((9, 0))), (9, 0))
 assert inspection.has_low_precision_dot and inspection.spills == 0 and inspection.warnings == ()
 assert 0.75 * shared_memory_limit((9, 0)) < inspection.shared <= shared_memory_limit((9, 0))
-# Two consumers, each with QK before its loop, QK and PV in it, and PV after it: 8 wgmmas of depth 16 each.
-assert inspection.count("HGMMA") == 2 * 4 * 8
+# Three consumers, each with QK and PV in its loop: 8 wgmmas of depth 16 each.
+assert inspection.count("HGMMA") == 3 * 2 * 8
 assert all(inspection.count(opcode) > 0 for opcode in ("UTMALDG", "UTMASTG", "USETMAXREG", "BAR.ARV"))
 """
 
 
 def test_inspection_of_a_gluon_kernel():
     run_without_the_interpreter("-c", INSPECT_A_GLUON_KERNEL)
+
+
+SASS = """
+        /*0000*/                   STL [R1], R0 ;
+.L_x_1:
+        /*0010*/                   LDL R2, [R1] ;
+.L_x_2:
+        /*0020*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT ;
+        /*0030*/              @!P0 BRA `(.L_x_3) ;
+        /*0040*/               @P0 BRA `(.L_x_2) ;
+.L_x_3:
+        /*0050*/              @!P1 BRA `(.L_x_1) ;
+"""
+
+
+@pytest.mark.parametrize(("line", "spills"), [("0020", True), ("0010", False), ("0050", False)])
+def test_spills_count_in_innermost_loops(monkeypatch, line, spills):
+    """Beside the instructions before and in the outer loop, one more in front of a line."""
+    where = f"        /*{line}*/"
+    assert SASS.count(where) == 1
+    sass = SASS.replace(where, f"        /*ffff*/   @P2 LDL.LU R4, [R1] ;\n{where}")
+    monkeypatch.setattr(aot, "_disassemble", lambda cubin: sass.splitlines())
+    assert aot._innermost_loops_spill(b"") is spills
 
 
 def test_an_architecture_may_have_no_cases():

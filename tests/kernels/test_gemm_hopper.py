@@ -2,9 +2,8 @@ import pytest
 import torch
 
 from tests.oracle import assert_no_worse
-from turbo_rcm_patch.kernels import gemm_hopper, reference
-from turbo_rcm_patch.kernels.aot import shared_memory_limit
-from turbo_rcm_patch.kernels.gemm_hopper import SCHEDULES, Schedule, why_not
+from turbo_rcm_patch.kernels import gemm_hopper, linear_gelu, linear_skip, reference
+from turbo_rcm_patch.kernels.gemm_hopper import count_tiles, why_not
 
 # samples, M, N, K: fewer rows than a tile, tails in every dimension, more tiles than multiprocessors, one step along K.
 SHAPES = [
@@ -22,14 +21,10 @@ SKIPS = {
     "sample": lambda B, N: (torch.randn(B, 1, 1), torch.randn(B, 1, 1)),
     "sample and channel": lambda B, N: (torch.randn(B, 1, 1), torch.randn(B, 6, N)[:, 2:3]),
 }
+WIDTHS = (torch.float32, torch.float64)
 # Every combination of kinds and dtype is compiled: each once, and the gate of Wan's blocks on every shape.
 CASES = [(shape, "gate", torch.bfloat16) for shape in SHAPES]
 CASES += [(SHAPES[3], kind, torch.bfloat16) for kind in SKIPS if kind != "gate"] + [(SHAPES[4], "gate", torch.float16)]
-
-
-@pytest.fixture(scope="module", params=SCHEDULES)
-def schedule(request):
-    return SCHEDULES[request.param]
 
 
 def operands(samples, M, N, K, device="cpu", dtype=torch.bfloat16):
@@ -37,24 +32,24 @@ def operands(samples, M, N, K, device="cpu", dtype=torch.bfloat16):
     return [torch.randn(shape).to(device, dtype) for shape in shapes]
 
 
-def launch(a, weight, bias, samples=1, **arguments):
+def launch(a, weight, bias, **arguments):
     """The result, after a check that nothing was written behind it."""
     memory = a.new_full((a.shape[0] + GUARD_ROWS, weight.shape[0]), torch.nan)
     out, guard = memory.split((a.shape[0], GUARD_ROWS))
-    gemm_hopper.launch(a, weight, bias, out, samples, **arguments)
+    gemm_hopper.launch(a, weight, bias, out, **arguments)
     assert guard.isnan().all()
     return out
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("shape", "kind", "dtype"), CASES)
-def test_skip_matches_the_oracle(shape, kind, dtype, schedule, sm_90):
+def test_skip_matches_the_oracle(shape, kind, dtype, sm_90):
     samples, M, N, _ = shape
     tensors = operands(*shape, sm_90, dtype)
     skips = [c if c is None else c.to(sm_90) for c in SKIPS[kind](samples, N)]
     a, weight, bias, residual = tensors
     names = dict(zip(("c_skip", "c_out"), skips, strict=True))
-    actual = launch(a, weight, bias, samples, residual=residual, **names, schedule=schedule)
+    actual = launch(a, weight, bias, samples=samples, residual=residual, **names)
     low, oracle = (
         reference.linear_skip(*(by_sample(t, samples, M) for t in ts), *skips)
         for ts in (tensors, [t.double() for t in tensors])
@@ -68,23 +63,23 @@ def by_sample(tensor, samples, M):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES)
-def test_linear_and_gelu_match_the_oracle(shape, schedule, sm_90):
+def test_linear_and_gelu_match_the_oracle(shape, sm_90):
     samples, M, N, K = shape
     a, weight, bias, _ = operands(1, samples * M, N, K, sm_90)
     wide = a.double(), weight.double(), bias.double()
-    linear = launch(a, weight, None, schedule=schedule)
+    linear = launch(a, weight, None)
     assert_no_worse(linear, a @ weight.T, wide[0] @ wide[1].T)
-    gelu = launch(a, weight, bias, gelu=True, schedule=schedule)
+    gelu = launch(a, weight, bias, gelu=True)
     assert_no_worse(gelu, reference.linear_gelu(a, weight, bias), reference.linear_gelu(*wide))
 
 
 @pytest.mark.gpu
-def test_tails_of_the_gelu(schedule, sm_90):
+def test_tails_of_the_gelu(sm_90):
     x = torch.tensor([-1e30, -1e10, -50.0, -8.0, -5.0, -1.0, 0.0, 1.0, 5.0, 50.0, 1e10, 1e30], device=sm_90).bfloat16()
     a = torch.zeros(12, 8, device=sm_90, dtype=torch.bfloat16)
     a[:, 0] = x
     weight = torch.eye(8, device=sm_90, dtype=torch.bfloat16)
-    actual = launch(a, weight, None, gelu=True, schedule=schedule)[:, 0]
+    actual = launch(a, weight, None, gelu=True)[:, 0]
     assert torch.equal(actual[x >= 50], x[x >= 50])
     assert torch.equal(actual[x <= -50], torch.zeros_like(actual[x <= -50]))
     middle = x.abs() < 50
@@ -95,47 +90,82 @@ def test_tails_of_the_gelu(schedule, sm_90):
 
 
 @pytest.mark.gpu
-def test_samples_do_not_mix(schedule, sm_90):
+def test_samples_do_not_mix(sm_90):
     samples, M, N, K = 3, 300, 136, 72
     a, weight, bias, residual = operands(samples, M, N, K, sm_90)
     gate = torch.randn(samples, 1, N, device=sm_90)
     middle = slice(M, 2 * M)
-    alone = launch(a[middle], weight, bias, residual=residual[middle], c_out=gate[1:2], schedule=schedule)
+    alone = launch(a[middle], weight, bias, residual=residual[middle], c_out=gate[1:2])
     for tensor in (a.view(samples, M, K), residual.view(samples, M, N), gate):
         tensor[0::2] = torch.nan
-    together = launch(a, weight, bias, samples, residual=residual, c_out=gate, schedule=schedule)
+    together = launch(a, weight, bias, samples=samples, residual=residual, c_out=gate)
     assert torch.equal(together[middle], alone)
     assert together.view(samples, M, N)[0::2].isnan().all()
 
 
+# --- the ops that it serves
+
+
+@pytest.mark.gpu
+def test_ops_of_many_tiles_take_it(sm_90, monkeypatch):
+    taken = []
+    kernel = gemm_hopper.launch
+    monkeypatch.setattr(gemm_hopper, "launch", lambda *args, **options: taken.append(kernel(*args, **options)))
+    tensors = [t.view(2, 3000, -1) if len(t) == 6000 else t for t in operands(2, 3000, 1544, 200, sm_90)]
+    wide = [t.double() for t in tensors]
+    gate = torch.randn(2, 6, 1544, device=sm_90)[:, 2:3]
+    low, oracle = (reference.linear_skip(*ts, None, gate) for ts in (tensors, wide))
+    assert_no_worse(linear_skip(*tensors, c_out=gate), low, oracle)
+    low, oracle = (reference.linear_gelu(*ts[:3]) for ts in (tensors, wide))
+    assert_no_worse(linear_gelu(*tensors[:3]), low, oracle)
+    assert len(taken) == 2
+
+
 @pytest.fixture
-def sm_90():
-    if torch.cuda.get_device_capability() != gemm_hopper.CAPABILITY:
-        pytest.skip("needs a GPU of sm_90")
-    return torch.device("cuda")
+def stand_in(monkeypatch):
+    """Takes every launch, in place of the kernel."""
+
+    def launch(a, weight, bias, out, *, samples=1, gelu=False, residual=None, c_skip=None, c_out=None):
+        assert all(t is None or t.is_contiguous() for t in (bias, residual, out))
+        assert a.dim() == out.dim() == 2
+        value = reference.linear_gelu(a, weight, bias) if gelu else torch.nn.functional.linear(a, weight, bias)
+        if residual is not None:
+            residual, value = (t.view(samples, -1, t.shape[1]) for t in (residual, value))
+            value = reference.skip(residual, value, c_skip, c_out)
+        out.copy_(value.view_as(out))
+
+    monkeypatch.setattr(gemm_hopper, "why_not", lambda *_, **__: None)
+    monkeypatch.setattr(gemm_hopper, "launch", launch)
 
 
-def test_schedules_fit_a_multiprocessor(schedule):
-    assert schedule.shared_memory <= shared_memory_limit(gemm_hopper.CAPABILITY)
-    accumulators = schedule.rows * schedule.columns // 128
-    assert accumulators <= 192  # of 240 registers a thread
-    # In a ring, the first step of a tile and both slots that stage the tile before are held at once.
-    assert schedule.stages >= (3 if schedule.ring else 2)
-    assert not schedule.ring or (schedule.depth == gemm_hopper.CHUNK.value and not schedule.pingpong)
+@pytest.mark.parametrize("kind", SKIPS)
+def test_linear_skip_hands_over_matrices(kind, stand_in):
+    a, weight, bias, residual = operands(2, 7, 24, 16, dtype=torch.float32)
+    tensors = a.view(7, 2, 16).transpose(0, 1), weight, bias.repeat(2)[::2], residual.view(7, 2, 24).transpose(0, 1)
+    c_skip, c_out = SKIPS[kind](2, 24)
+    actual = linear_skip(
+        *tensors,
+        c_skip=1.0 if c_skip is None else c_skip,
+        c_out=1.0 if c_out is None else c_out,
+        implementation="triton",
+    )
+    assert_no_worse(actual, *(reference.linear_skip(*(t.to(d) for t in tensors), c_skip, c_out) for d in WIDTHS))
+
+
+def test_linear_gelu_hands_over_matrices(stand_in):
+    a, weight, bias, _ = operands(2, 7, 24, 16, dtype=torch.float32)
+    for tensors in ((a.view(7, 2, 16).transpose(0, 1), weight, bias.repeat(2)[::2]), (a[0], weight, bias)):
+        actual = linear_gelu(*tensors, implementation="triton")
+        assert_no_worse(actual, *(reference.linear_gelu(*(t.to(d) for t in tensors)) for d in WIDTHS))
+
+
+# --- what it takes
 
 
 def test_tiles_are_counted_by_sample():
-    pingpong, cooperative = Schedule(128, 192, 64, 4, pingpong=True), Schedule(128, 192, 64, 4, pingpong=False)
-    assert (pingpong.tile_rows, cooperative.tile_rows) == (128, 256)
-    assert pingpong.count(1, 32760, 1536) == 256 * 8
-    assert cooperative.count(1, 32760, 1536) == 128 * 8
-    assert pingpong.count(3, 129, 193) == 3 * 2 * 2
-    assert cooperative.count(1, 1, 1) == 1
-
-
-def test_columns_are_cut_into_powers_of_two():
-    boxes = [Schedule(64, columns, 64, 3, pingpong=False).weight_boxes for columns in (64, 128, 192, 256)]
-    assert boxes == [(64, 0), (128, 0), (128, 64), (256, 0)]
+    assert count_tiles(1, 32760, 1536) == 256 * 8
+    assert count_tiles(3, 129, 193) == 3 * 2 * 2
+    assert count_tiles(1, 1, 1) == 1
 
 
 def gpu_of(monkeypatch, multiprocessors=4):
@@ -145,25 +175,34 @@ def gpu_of(monkeypatch, multiprocessors=4):
 
 def test_why_not(monkeypatch):
     a, weight, _, residual = operands(2, 300, 256, 64)
-    assert why_not(a, weight, 2, residual) == "not a GPU of sm_90"
+    skip = {"samples": 2, "residual": residual}
+    assert why_not(a, weight, **skip) == "no GPU of sm_90"
     gpu_of(monkeypatch)
     gate = torch.randn(2, 1, 256)
-    assert why_not(a, weight, 2, residual, c_skip=torch.randn(1, 1, 1), c_out=gate) is None
-    assert why_not(a, weight, 1) is None
-    assert why_not(a.float(), weight.float(), 2) == "float32 tensors"
-    assert why_not(a, weight, 2, residual.float()) == "residual of another dtype"
-    assert why_not(a, weight, 2, residual, c_out=torch.randn(2, 300, 256)) == "c_out per token"
-    assert why_not(a, weight, 2, residual, c_skip=torch.randn(1, 300, 1)) == "c_skip per channel or token"
-    assert why_not(a, weight, 2, residual, c_skip=gate) == "c_skip per channel or token"
-    gpu_of(monkeypatch, multiprocessors=1000)
-    assert why_not(a, weight, 2, residual) == "fewer tiles than multiprocessors"
+    assert why_not(a, weight, **skip, c_skip=torch.randn(1, 1, 1), c_out=gate) is None
+    assert why_not(a, weight) is None
+    assert why_not(a.float(), weight.float()) == "float32 tensors"
+    assert why_not(a, weight, samples=2, residual=residual.float()) == "residual of another dtype"
+    assert why_not(a, weight, **skip, c_out=torch.randn(2, 300, 256)) == "c_out per token"
+    assert why_not(a, weight, **skip, c_skip=torch.randn(1, 300, 1)) == "c_skip per channel or token"
+    assert why_not(a, weight, **skip, c_skip=gate) == "c_skip per channel or token"
+    monkeypatch.setattr(gemm_hopper, "GLUON_ERROR", "cannot import name 'tma'")
+    assert "cannot import name 'tma'" in why_not(a, weight)
+
+
+def test_every_multiprocessor_gets_a_tile(monkeypatch):
+    a, weight, _, _ = operands(2, 300, 256, 64)
+    gpu_of(monkeypatch, multiprocessors=13)
+    assert why_not(a, weight) == "fewer tiles than multiprocessors"  # 5 by 2 of them
+    assert why_not(a, weight, samples=2) == "fewer tiles than multiprocessors"  # 2 by 3 by 2
+    assert why_not(a, weight, weight, weight) is None
 
 
 def test_why_not_for_what_tma_cannot_read(monkeypatch):
     gpu_of(monkeypatch, multiprocessors=1)
     a, weight, _, _ = operands(1, 16, 16, 24)
-    assert why_not(a, weight, 1) is None
-    assert why_not(a[:, :16], weight[:, :16], 1) is None
+    assert why_not(a, weight) is None
+    assert why_not(a[:, :16], weight[:, :16]) is None
     for odd_a, odd_weight in (
         (a[:, 1:17], weight[:, :16]),  # starts at 2 bytes past a multiple of 16
         (torch.randn(16, 20).bfloat16(), torch.randn(16, 20).bfloat16()),  # rows of 40 bytes
@@ -171,4 +210,5 @@ def test_why_not_for_what_tma_cannot_read(monkeypatch):
         (a[:1].expand(16, 24), weight),  # rows overlap
         (a, weight[:12]),  # the result's rows would have 24 bytes
     ):
-        assert why_not(odd_a, odd_weight, 1) == "rows or addresses that are no multiple of 16 bytes"
+        assert why_not(odd_a, odd_weight) == "rows or addresses that are no multiple of 16 bytes"
+    assert why_not(a, weight, weight, weight.T.contiguous().T) == why_not(odd_a, odd_weight)

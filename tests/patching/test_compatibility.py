@@ -61,7 +61,7 @@ def test_lora(when):
     add_lora(plain, "first", 5)
     assert relative_error(output_of(plain), base) > 0.1
     assert_same_output(patched, plain)
-    for step in ("projection + skip", "linear + GELU", "linear + skip", "prompt"):
+    for step in ("QKV projection", "projection + skip", "linear + GELU", "linear + skip", "prompt"):
         assert "0/2" in row(patch, "", step)
         assert "LoRA layer (2)" in row(patch, "", step)
 
@@ -327,9 +327,41 @@ def test_a_processor_whose_class_a_program_changes_runs(monkeypatch):
 
 def test_fused_qkv_projections():
     patched, plain = tiny_wan_transformer(), tiny_wan_transformer()
-    trp.patch(patched)
+    patch = trp.patch(patched)
     patched.fuse_qkv_projections()
     assert_same_output(patched, plain)
+    assert "fused projections (2)" in row(patch, "self_attention", "QKV projection")
+    patched.unfuse_qkv_projections()
+    assert_same_output(patched, plain)
+    assert "2/2" in row(patch, "self_attention", "QKV projection")
+
+
+QKV_CHANGES = {
+    "hook": (lambda attn: attn.to_k.register_forward_hook(lambda module, args, output: -output), "torch hook (1)"),
+    "no bias on one": (lambda attn: setattr(attn.to_v, "bias", None), "unequal projections (1)"),
+    "no bias": (lambda attn: [setattr(linear, "bias", None) for linear in (attn.to_q, attn.to_k, attn.to_v)], "2/2"),
+}
+
+
+@pytest.mark.parametrize("name", QKV_CHANGES)
+def test_changed_qkv_projections(name):
+    change, expected = QKV_CHANGES[name]
+    patched, plain = tiny_wan_transformer(), tiny_wan_transformer()
+    patch = trp.patch(patched)
+    base = output_of(plain)
+    for model in (patched, plain):
+        change(model.blocks[1].attn1)
+    assert relative_error(output_of(plain), base) > 1e-4
+    assert_same_output(patched, plain)
+    assert expected in row(patch, "self_attention", "QKV projection")
+
+
+def test_qkv_of_one_op_are_those_of_the_modules(monkeypatch):
+    model = tiny_wan_transformer()
+    with trp.patch(model):
+        ours = output_of(model)
+        monkeypatch.setattr(trp.patching.wan.layers, "why_not_linear_qkv", lambda *_: "asked for")
+        assert torch.equal(ours, output_of(model))
 
 
 def test_dropout_in_training_is_drawn():

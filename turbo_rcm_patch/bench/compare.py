@@ -11,7 +11,7 @@ import torch
 from diffusers import DiffusionPipeline
 
 from ..config import PatchConfig, resolve_config
-from ..patching import patch
+from ..patching import Patch, patch
 from .environment import Environment, describe_environment
 from .metrics import Difference
 from .timing import StageTimings, TimedGeneration, timed_generation
@@ -83,10 +83,10 @@ def compare(
         return timed_generation(pipe, **call, generator=torch.Generator(device).manual_seed(seed))
 
     @contextlib.contextmanager
-    def patched() -> Iterator[None]:
+    def patched() -> Iterator[Patch]:
         nonlocal summary, graph_memory
         with patch(pipe, config) as applied:
-            yield
+            yield applied
             summary, graph_memory = applied.summary(), applied.graph_memory
 
     switches = {UNPATCHED: contextlib.nullcontext, COMPILED: _CompiledBlocks(pipe), PATCHED: patched}
@@ -101,10 +101,10 @@ def compare(
             for name, switch in switches.items():
                 description = f"{name} {turn + 1}/{warmups + repeats}"
                 pipe.set_progress_bar_config(**{**progress_bar, "desc": description, "leave": False})
-                with switch():
-                    if name == PATCHED and config.cuda_graph != "off":
-                        generate()  # records the graphs
+                with switch() as applied:
                     made[name] = generate()
+                    if name == PATCHED and applied.graph_memory:
+                        made[name] = generate()  # the first one recorded the graphs
                 timings[name].append(made[name].timings)
     finally:
         pipe.set_progress_bar_config(**progress_bar)

@@ -11,14 +11,14 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import kernels
-from ..kernels import attention_hopper, gemm_hopper, reference
+from ..kernels import reference
 from .metrics import relative_l2
 
 ORACLE_ROWS = 64
@@ -27,16 +27,15 @@ EPS = 1e-6
 SDPA, COMPILED, FOLDED = "SDPA cuDNN", "torch + compiled", "folded addmm"
 COPY = "copy"  # the rival whose time is that of as many bytes at the GPU's copy bandwidth
 
-Contender = Callable[[], torch.Tensor]
+Contender = Callable[[], torch.Tensor | tuple[torch.Tensor, ...]]
 
 
 @dataclass(frozen=True)
 class Contest:
     """Contenders for one op on one set of inputs.
 
-    ours, rivals: by name, callables that return the result [B, S, ...].
+    ours, rivals: by name, callables that return the result [B, S, ...], or parts of it along the last dimension.
     partial: rivals that leave a part of the op out, which makes them faster; their error says nothing.
-    designs: ours that the package does not take; what was tried and lost, or is yet to be measured.
     oracle: the result in fp64 on the rows of S in `rows`.
     flops, bytes_moved: of the op; its unavoidable reads and writes. None where the figure says nothing.
     """
@@ -46,7 +45,6 @@ class Contest:
     oracle: Callable[[torch.Tensor], torch.Tensor]
     tokens: int
     partial: Mapping[str, Contender] = field(default_factory=dict)
-    designs: Mapping[str, Contender] = field(default_factory=dict)
     flops: float | None = None
     bytes_moved: float | None = None
 
@@ -99,18 +97,14 @@ def run_case(
     copy_bandwidth: float,
     rounds: int = 20,
     compile_rivals: bool = True,
-    all_designs: bool = False,
 ) -> OpResult:
     """Check and time one case in bf16.
 
     copy_bandwidth: bytes read and written per second by a large copy on this device (`measure_copy_bandwidth`).
     compile_rivals: whether rivals are compiled, as they are meant to be.
-    all_designs: whether the designs that the package does not take run too.
     """
     compiled = functools.partial(torch.compile, fullgraph=True, dynamic=False) if compile_rivals else lambda f: f
     contest = case.build(device, compiled)
-    if all_designs:
-        contest = replace(contest, ours={**contest.ours, **contest.designs})
     errors = measure_errors(contest)
     limit = error_limit(contest, errors)
     refused = {
@@ -152,13 +146,16 @@ def _result(case: OpCase, contest: Contest, timings: dict[str, Timing], copy_ban
 def measure_errors(contest: Contest) -> dict[str, float]:
     """Relative L2 error of every contender to the oracle, on ORACLE_ROWS rows spread over the result."""
     with torch.no_grad():
-        results = {name: run() for name, run in {**contest.rivals, **contest.ours}.items()}
-        device = next(iter(results.values())).device
+        results = {name: _parts(run()) for name, run in {**contest.rivals, **contest.ours}.items()}
+        device = next(iter(results.values()))[0].device
         rows = torch.linspace(0, contest.tokens - 1, min(ORACLE_ROWS, contest.tokens), device=device).long()
         expected = contest.oracle(rows)
-        return {
-            name: relative_l2(result[:, rows].reshape(expected.shape), expected) for name, result in results.items()
-        }
+        on_rows = {name: torch.cat([part[:, rows] for part in parts], dim=-1) for name, parts in results.items()}
+        return {name: relative_l2(result.reshape(expected.shape), expected) for name, result in on_rows.items()}
+
+
+def _parts(result: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    return (result,) if isinstance(result, torch.Tensor) else result
 
 
 def error_limit(contest: Contest, errors: Mapping[str, float]) -> float:
@@ -243,22 +240,13 @@ def attention(heads: int, tokens: int, keys: int, head_dim: int, device: torch.d
             parts.append(torch.softmax(queries @ head_keys.T * head_dim**-0.5, dim=1) @ values)
         return torch.stack(parts, dim=1)[None]
 
-    designs = {}
-    if attention_hopper.why_not(q, k, v) is None:
-        for name, variant in attention_hopper.VARIANTS.items():
-            designs[f"hopper {name}"] = functools.partial(_attend_on_hopper, q, k, v, variant)
     return Contest(
         ours={"attention": lambda: kernels.attention(q, k, v)},
         rivals={SDPA: sdpa},
-        designs=designs,
         oracle=oracle,
         tokens=tokens,
         flops=4 * heads * tokens * keys * head_dim,
     )
-
-
-def _attend_on_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant) -> torch.Tensor:
-    return attention_hopper.attention_forward(q, k, v, q.shape[-1] ** -0.5, variant=variant)[0]
 
 
 def linear_skip(tokens: int, C: int, K: int, device: torch.device, compiled: Callable) -> Contest:
@@ -281,7 +269,6 @@ def linear_skip(tokens: int, C: int, K: int, device: torch.device, compiled: Cal
 
     return Contest(
         ours={"linear_skip": lambda: kernels.linear_skip(a, weight, bias, residual, c_out=gate)},
-        designs=_gemm_designs(a, weight, bias, residual=residual, c_out=gate),
         rivals={COMPILED: lambda: gated_residual(residual, F.linear(a, weight, bias), gate)},
         partial={FOLDED: folded},
         oracle=oracle,
@@ -301,7 +288,6 @@ def linear_gelu(tokens: int, C: int, K: int, device: torch.device, compiled: Cal
 
     return Contest(
         ours={"linear_gelu": lambda: kernels.linear_gelu(a, weight, bias)},
-        designs=_gemm_designs(a, weight, bias, gelu=True),
         rivals={COMPILED: lambda: gelu(F.linear(a, weight, bias))},
         oracle=oracle,
         tokens=tokens,
@@ -309,22 +295,24 @@ def linear_gelu(tokens: int, C: int, K: int, device: torch.device, compiled: Cal
     )
 
 
-def _gemm_designs(
-    a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *, residual: torch.Tensor | None = None, **epilogue
-) -> dict[str, Contender]:
-    """The schedules of gemm_hopper where it runs, for a [1, tokens, K]."""
-    a, residual = a[0], None if residual is None else residual[0]
+def linear_qkv(tokens: int, C: int, K: int, device: torch.device, compiled: Callable) -> Contest:
+    """A self-attention's three projections."""
+    draw = _Draws(device)
+    a = draw(1, tokens, K)
+    weights, biases = [draw(C, K) * K**-0.5 for _ in range(3)], [draw(C) for _ in range(3)]
+    three_linears = compiled(reference.linear_qkv)
 
-    def run(schedule: gemm_hopper.Schedule) -> torch.Tensor:
-        out = torch.empty(len(a), len(weight), dtype=a.dtype, device=a.device)
-        gemm_hopper.launch(a, weight, bias, out, residual=residual, schedule=schedule, **epilogue)
-        return out[None]
+    def oracle(rows: torch.Tensor) -> torch.Tensor:
+        wide = ([tensor.double() for tensor in tensors] for tensors in (weights, biases))
+        return torch.cat(reference.linear_qkv(a[:, rows].double(), *wide), dim=-1)
 
-    return {
-        f"hopper {name}": functools.partial(run, schedule)
-        for name, schedule in gemm_hopper.SCHEDULES.items()
-        if gemm_hopper.why_not(a, weight, 1, residual, None, epilogue.get("c_out"), schedule) is None
-    }
+    return Contest(
+        ours={"linear_qkv": lambda: kernels.linear_qkv(a, weights, biases)},
+        rivals={COMPILED: lambda: three_linears(a, weights, biases)},
+        oracle=oracle,
+        tokens=tokens,
+        flops=3 * 2 * tokens * C * K,
+    )
 
 
 def layer_norm_modulate(tokens: int, C: int, device: torch.device, compiled: Callable) -> Contest:
@@ -406,6 +394,8 @@ CASES = (
     _case(linear_skip, 7800, 1536, 1536, compiled=1.1, folded=1.0),
     _case(linear_gelu, 32760, 8960, 1536, compiled=1.05),
     _case(linear_gelu, 75600, 13824, 5120, compiled=1.05),
+    _case(linear_qkv, 32760, 1536, 1536, compiled=1.05),
+    _case(linear_qkv, 75600, 5120, 5120, compiled=1.05),
     _case(layer_norm_modulate, 32760, 1536, copy=0.8),
     _case(layer_norm_modulate, 75600, 5120, copy=0.8),
     _case(rms_norm_rope, 32760, 12, 128, copy=0.8),

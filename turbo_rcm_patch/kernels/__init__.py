@@ -8,6 +8,7 @@ from .dispatch import IMPLEMENTATIONS, interpreting, why_not_triton, why_not_tri
 from .fingerprint import fingerprint
 from .layer_norm_modulate import layer_norm_modulate
 from .linear_gelu import linear_gelu
+from .linear_qkv import linear_qkv
 from .linear_skip import linear_skip
 from .rms_norm_rope import rms_norm_rope
 from .skip import skip
@@ -19,6 +20,7 @@ __all__ = [
     "interpreting",
     "layer_norm_modulate",
     "linear_gelu",
+    "linear_qkv",
     "linear_skip",
     "rms_norm_rope",
     "skip",

@@ -39,6 +39,8 @@ class AotCase:
 
     signature: every argument in order and its Triton type: "*bf16", "i32", "fp32", "constexpr",
     "tensordesc<bf16[128, 64]>". divisible_by_16: the pointers and integers that are multiples of 16.
+    may_spill_outside_loops: a kernel of warps with roles holds what only some of them need in memory, which costs
+    nothing outside of the innermost loops.
     """
 
     name: str
@@ -48,12 +50,13 @@ class AotCase:
     divisible_by_16: tuple[str, ...]
     num_warps: int
     num_stages: int
+    may_spill_outside_loops: bool = False
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What the compiler made of a case. spills and shared are in bytes; warnings are the lines of ptxas that name a
-    performance loss."""
+    """What the compiler made of a case. spills, of those that count, and shared are in bytes; warnings are the lines of
+    ptxas that name a performance loss."""
 
     registers: int
     spills: int
@@ -65,7 +68,7 @@ class Inspection:
     @cached_property
     def instructions(self) -> Counter:
         """SASS opcodes with their modifiers ("LDG.E.128") and how often each occurs."""
-        return _instructions(self.cubin)
+        return Counter(opcode for opcode in map(_opcode, _disassemble(self.cubin)) if opcode)
 
     def count(self, opcode: str) -> int:
         """How many instructions have this opcode, or begin with it and a modifier: count("LDG"), count("LDG.E.128")."""
@@ -80,10 +83,12 @@ def shared_memory_limit(capability: tuple[int, int]) -> int:
 def inspect(case: AotCase, capability: tuple[int, int]) -> Inspection:
     """Compile the case for a compute capability, as (9, 0), and report on it."""
     compiled, log = _compile(case, capability)
-    spills = [int(size) for size in re.findall(r"(\d+) bytes spill", log)]
+    spills = sum(int(size) for size in re.findall(r"(\d+) bytes spill", log))
+    if case.may_spill_outside_loops and not _innermost_loops_spill(compiled.asm["cubin"]):
+        spills = 0
     return Inspection(
         registers=int(re.search(r"Used (\d+) registers", log)[1]),
-        spills=sum(spills),
+        spills=spills,
         shared=compiled.metadata.shared,
         warnings=tuple(line.strip() for line in log.splitlines() if re.search(r"C75\d\d|serializ", line)),
         has_low_precision_dot=_has_low_precision_dot(compiled.asm),
@@ -123,10 +128,29 @@ def _source_class(kernel) -> type[ASTSource]:
     return GluonASTSource
 
 
-def _instructions(cubin: bytes) -> Counter:
+def _innermost_loops_spill(cubin: bytes) -> bool:
+    """Whether a loop without a loop in it reads or writes registers that are kept in local memory."""
+    lines = _disassemble(cubin)
+    labels = {line.strip().rstrip(":"): index for index, line in enumerate(lines) if line.startswith(".L_")}
+    loops = []
+    for index, line in enumerate(lines):
+        branch = re.search(r"\bBRA `\((\.L_\w+)\)", line)
+        if branch and labels[branch[1]] < index:
+            loops.append(range(labels[branch[1]], index + 1))
+    innermost = [a for a in loops if not any(a != b and a.start <= b.start and b.stop <= a.stop for b in loops)]
+    return any((_opcode(lines[index]) or "").startswith(("STL", "LDL")) for loop in innermost for index in loop)
+
+
+def _opcode(line: str) -> str | None:
+    """The opcode with its modifiers of a line of SASS, if it is an instruction."""
+    instruction = re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", line)
+    return instruction and instruction[1]
+
+
+def _disassemble(cubin: bytes) -> list[str]:
+    """Lines of SASS: instructions, and labels such as ".L_x_3:"."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
         command = [knobs.nvidia.nvdisasm.path, "-c", str(path)]
-        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return Counter(re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", sass, re.MULTILINE))
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()

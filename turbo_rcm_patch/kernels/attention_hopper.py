@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -26,16 +26,16 @@ try:  # Gluon is experimental: its names change between releases of Triton
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from .attention_hopper_kernel import attention_kernel
+    from .attention_hopper_kernel import CONSUMERS, KEYS, QUERIES, attention_kernel
 except ImportError as error:
     GLUON_ERROR = str(error)
 else:
     GLUON_ERROR = None
+    TILE_QUERIES, TILE_KEYS = CONSUMERS.value * QUERIES.value, KEYS.value
 
 CAPABILITY = (9, 0)
 HEAD_DIMS = (64, 128)
 TRITON_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-QUERIES = 64  # per consumer: the rows of one wgmma
 MAX_PARTS = 16
 # In the time of one tile of keys: what an item takes besides its keys, and what joining parts takes.
 ITEM_COST = 4
@@ -44,112 +44,53 @@ JOIN_ROWS = 16
 LOG2_E = math.log2(math.e)
 
 
-@dataclass(frozen=True)
-class Variant:
-    """How the kernel is built; see attention_kernel. keys: per tile, a power of two. registers: per consumer thread.
-
-    split: cut the last tiles along the keys. persistent: as many programs as multiprocessors, else one per item.
-    """
-
-    consumers: int = 2
-    keys: int = 128
-    stages: int = 2
-    overlap: bool = True
-    turns: int = 1
-    named: bool = True
-    q_registers: bool = False
-    lazy: bool = False
-    polynomial: int = 0
-    registers: int = 240
-    split: bool = True
-    persistent: bool = True
-
-    @property
-    def rows(self) -> int:
-        return self.consumers * QUERIES
-
-    def constants(self) -> dict[str, object]:
-        return {
-            "CONSUMERS": self.consumers,
-            "STAGES": self.stages,
-            "OVERLAP": self.overlap,
-            "TURNS": self.turns,
-            "NAMED": self.named,
-            "Q_REGISTERS": self.q_registers,
-            "LAZY": self.lazy,
-            "POLYNOMIAL": self.polynomial,
-            "REGISTERS": self.registers,
-        }
-
-
-DEFAULT = Variant()
-VARIANTS = {
-    "default": DEFAULT,
-    "no_split": replace(DEFAULT, split=False),
-    "not_persistent": replace(DEFAULT, split=False, persistent=False),
-    "turn_of_qk": replace(DEFAULT, turns=2),
-    "no_turns": replace(DEFAULT, turns=0),
-    "mbarriers": replace(DEFAULT, named=False),
-    "q_registers": replace(DEFAULT, q_registers=True),
-    "q_registers_turn_of_qk": replace(DEFAULT, q_registers=True, turns=2),
-    "lazy": replace(DEFAULT, lazy=True),
-    "polynomial_8": replace(DEFAULT, polynomial=8),
-    "polynomial_4": replace(DEFAULT, polynomial=4),
-    "in_order": replace(DEFAULT, overlap=False),
-    "keys_64": replace(DEFAULT, keys=64, stages=3),
-    "three_64": replace(DEFAULT, consumers=3, keys=64, stages=3, registers=160),
-    "three_64_in_order": replace(DEFAULT, consumers=3, keys=64, stages=3, registers=160, overlap=False),
-    "three_128_in_order": replace(DEFAULT, consumers=3, registers=160, overlap=False),
-}
+def why_not_on(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why the kernel cannot take any tensors of this kind, in a few words; else None."""
+    if not is_hopper(device):
+        return "no GPU of sm_90"
+    if GLUON_ERROR is not None:
+        return f"Gluon of Triton {triton.__version__}: {GLUON_ERROR}"
+    if dtype not in TRITON_NAMES:
+        return f"{str(dtype).removeprefix('torch.')} tensors"
+    if head_dim not in HEAD_DIMS:
+        return f"head_dim {head_dim}"
+    return None
 
 
 def why_not(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
     """Why the kernel cannot take these tensors, q [B, S, H, D] and k, v [B, Skv, H, D], in a few words; else None."""
-    if not is_hopper(q.device):
-        return "no GPU of sm_90"
-    if GLUON_ERROR is not None:
-        return f"Gluon of Triton {triton.__version__}: {GLUON_ERROR}"
-    if q.dtype not in TRITON_NAMES:
-        return f"{str(q.dtype).removeprefix('torch.')} tensors"
-    if q.shape[-1] not in HEAD_DIMS:
-        return f"head_dim {q.shape[-1]}"
+    reason = why_not_on(q.device, q.dtype, q.shape[-1])
+    if reason is not None:
+        return reason
     if not all(heads_fit_tma(x) for x in (q, k, v)):
         return "rows that TMA cannot read: not packed, or not at multiples of 16 bytes"
     return None
 
 
 def attention_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    *,
-    with_lse: bool = False,
-    variant: Variant = DEFAULT,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """softmax(scale · q kᵀ) v, packed [B, S, H, D] in q's dtype, and with_lse the logsumexp in base 2, fp32 [B, H, S].
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, out: torch.Tensor, lse: torch.Tensor | None
+) -> None:
+    """Write softmax(scale · q kᵀ) v to out, and the logsumexp in base 2 to lse where it is wanted.
 
-    q [B, S, H, D] and k, v [B, Skv, H, D] on a GPU, of which why_not says nothing. scale > 0.
+    q [B, S, H, D] and k, v [B, Skv, H, D] on a GPU, of which why_not says nothing; scale > 0; out packed [B, S, H, D]
+    in q's dtype; lse packed fp32 [B, H, S].
     """
     batch, tokens, heads, head_dim = q.shape
     kv_tokens = k.shape[1]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device) if with_lse else None
-    tiles = batch * heads * triton.cdiv(tokens, variant.rows)
+    tiles = batch * heads * triton.cdiv(tokens, TILE_QUERIES)
     multiprocessors = device_properties(q.device)[1]
-    schedule = make_schedule(tiles, triton.cdiv(kv_tokens, variant.keys), multiprocessors, variant.split)
+    schedule = make_schedule(tiles, triton.cdiv(kv_tokens, TILE_KEYS), multiprocessors)
     partial_out = partial_lse = None
     if schedule.parts > 1:
         parts = schedule.items - schedule.whole
-        partial_out = torch.empty((parts, variant.rows, head_dim), dtype=torch.float32, device=q.device)
-        partial_lse = torch.empty((parts, variant.rows), dtype=torch.float32, device=q.device)
-    programs = min(schedule.items, multiprocessors) if variant.persistent else schedule.items
+        partial_out = torch.empty((parts, TILE_QUERIES, head_dim), dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty((parts, TILE_QUERIES), dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
-        attention_kernel[(programs,)](
-            _descriptor(q, QUERIES),
-            _descriptor(k, variant.keys),
-            _descriptor(v, variant.keys),
-            _descriptor(out, QUERIES),
+        attention_kernel[(min(schedule.items, multiprocessors),)](
+            _descriptor(q, QUERIES.value),
+            _descriptor(k, TILE_KEYS),
+            _descriptor(v, TILE_KEYS),
+            _descriptor(out, QUERIES.value),
             lse,
             partial_out,
             partial_lse,
@@ -160,13 +101,10 @@ def attention_forward(
             schedule.whole,
             schedule.parts,
             scale * LOG2_E,
-            MASK=kv_tokens % variant.keys != 0,
-            **variant.constants(),
             num_warps=4,
         )
         if schedule.parts > 1:
             _join_parts(partial_out, partial_lse, out, lse, schedule)
-    return out, lse
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -185,7 +123,7 @@ class Schedule:
 
 
 @functools.lru_cache
-def make_schedule(tiles: int, key_tiles: int, multiprocessors: int, split: bool) -> Schedule:
+def make_schedule(tiles: int, key_tiles: int, multiprocessors: int) -> Schedule:
     """Cut tiles of queries by tiles of keys such that the program that ends last ends as early as it can."""
     whole = tiles // multiprocessors * multiprocessors
 
@@ -194,7 +132,7 @@ def make_schedule(tiles: int, key_tiles: int, multiprocessors: int, split: bool)
         return rounds * (triton.cdiv(key_tiles, parts) + ITEM_COST) + (JOIN_COST if parts > 1 else 0)
 
     # The fewest of equally fast ones: so none is empty, for as many full ones would take as long.
-    parts = min(range(1, min(MAX_PARTS, key_tiles) + 1 if split else 2), key=time_of_rest)
+    parts = min(range(1, min(MAX_PARTS, key_tiles) + 1), key=time_of_rest)
     if parts == 1:
         return Schedule(tiles, tiles, 1)
     return Schedule(whole + (tiles - whole) * parts, whole, parts)
@@ -282,22 +220,22 @@ def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
     """The kernel at both head_dims, with everything that a launch can ask of it and with nothing; on sm_90 only."""
     if capability != CAPABILITY:
         return
-    yield aot_case(DEFAULT, torch.bfloat16, 128, complete=True)
-    yield aot_case(DEFAULT, torch.bfloat16, 128, complete=False)
-    yield aot_case(DEFAULT, torch.float16, 64, complete=True)
+    yield _kernel_case(torch.bfloat16, 128, complete=True)
+    yield _kernel_case(torch.bfloat16, 128, complete=False)
+    yield _kernel_case(torch.float16, 64, complete=True)
     types = dict.fromkeys(("partial_out", "partial_lse", "lse"), "*fp32") | {"out": "*bf16"}
-    constants = {"ROWS": DEFAULT.rows, "HEAD_DIM": 128, "BLOCK": JOIN_ROWS}
+    constants = {"ROWS": TILE_QUERIES, "HEAD_DIM": 128, "BLOCK": JOIN_ROWS}
     yield _case("attention_join_bf16_d128", _join_kernel, types, constants)
 
 
-def aot_case(variant: Variant, dtype: torch.dtype, head_dim: int, *, complete: bool) -> AotCase:
-    """A variant of the kernel; complete: with a partial last tile of keys, parts, and the logsumexp."""
+def _kernel_case(dtype: torch.dtype, head_dim: int, *, complete: bool) -> AotCase:
+    """complete: with parts and the logsumexp."""
     queries, keys = (
         f"tensordesc<{TRITON_NAMES[dtype]}[1, 1, {rows}, {head_dim}],{_shared_layout(rows, head_dim)!r}>"
-        for rows in (QUERIES, variant.keys)
+        for rows in (QUERIES.value, TILE_KEYS)
     )
     types = {"q": queries, "k": keys, "v": keys, "out": queries, "scale_log2": "fp32"}
-    constants = variant.constants() | {"MASK": complete}
+    constants = {}
     optional = ("lse", "partial_out", "partial_lse")
     if complete:
         types |= dict.fromkeys(optional, "*fp32")
@@ -317,4 +255,5 @@ def _case(name: str, kernel, types: dict[str, str], constants: dict[str, object]
         divisible_by_16=tuple(argument for argument, kind in types.items() if kind.startswith("*")),
         num_warps=4,
         num_stages=3,
+        may_spill_outside_loops=True,
     )

@@ -1,9 +1,10 @@
 """layer_norm_modulate: ``(LayerNorm(x) · weight + bias) · (1 + scale) + shift``, reading x once and writing once.
 
 x [B, S, C]; weight, bias [C]; scale, shift [B|1, C] or [B|1, S|1, C]; each pair optional, any mix of fp32, fp16, bf16.
-Statistics and arithmetic are fp32, the variance is summed over centred values, the result has x's dtype. No gradient:
-under autograd the reference runs. The modulation is adaLN of Peebles and Xie 2022, Scalable Diffusion Models with
-Transformers, section 3.2.
+Statistics and arithmetic are fp32, the variance is summed over centred values, the result has x's dtype. Programs walk
+rows and hold in registers what no row changes: read anew for each row, fp32 scale and shift would be four times its
+bytes. No gradient: under autograd the reference runs. The modulation is adaLN of Peebles and Xie 2022, Scalable
+Diffusion Models with Transformers, section 3.2.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ import triton.language as tl
 from . import reference
 from .aot import AotCase
 from .coefficient import PER_CHANNEL, PER_TOKEN, coefficient_kind, coefficient_strides, load_coefficient
-from .dispatch import kernel_op, use_triton
+from .dispatch import device_properties, kernel_op, use_triton
 
-ELEMENTS_PER_PROGRAM = 8192  # of whole rows; each thread then keeps 32 of them in registers
+ELEMENTS_PER_THREAD = 16  # of a row, its gain and its offset
+MINIMUM_ELEMENTS = 2048  # per program at a time; shorter rows are taken together
+PROGRAMS = 4  # per multiprocessor
+STAGES = 3  # rows in flight per program
 
 
 def layer_norm_modulate(
@@ -83,9 +87,11 @@ def _layer_norm_modulate(
     if x.stride(2) != 1:
         x = x.contiguous()
     weight, bias = (None if p is None else p.contiguous() for p in (weight, bias))
-    tile = _tile(C)
+    kinds = coefficient_kind(scale), coefficient_kind(shift)
+    tile = _tile(C, varies=PER_TOKEN in kinds)
+    programs = max(1, device_properties(x.device)[1] * PROGRAMS // B)
     with torch.cuda.device_of(out):
-        _layer_norm_modulate_kernel[triton.cdiv(S, tile["ROWS"]), B](
+        _layer_norm_modulate_kernel[min(triton.cdiv(S, tile["ROWS"]), programs), B](
             x,
             out,
             weight,
@@ -99,8 +105,8 @@ def _layer_norm_modulate(
             *coefficient_strides(scale),
             *coefficient_strides(shift),
             eps,
-            SCALE=coefficient_kind(scale),
-            SHIFT=coefficient_kind(shift),
+            SCALE=kinds[0],
+            SHIFT=kinds[1],
             **tile,
         )
     return out
@@ -111,44 +117,52 @@ def _(x, weight, bias, scale, shift, eps):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _tile(C: int) -> dict[str, int]:
-    """Whole rows: several where they are short, so that a program has enough bytes in flight."""
+def _tile(C: int, varies: bool) -> dict[str, int]:
+    """varies: whether the modulation does, by token; it would take shared memory of its own for rows in flight."""
     block = triton.next_power_of_2(C)
-    rows = max(1, min(16, ELEMENTS_PER_PROGRAM // block))
-    return {"ROWS": rows, "BLOCK": block, "num_warps": min(32, max(1, rows * block // 1024))}
+    rows = max(1, MINIMUM_ELEMENTS // block)
+    num_warps = min(32, rows * block // 32 // ELEMENTS_PER_THREAD)
+    return {"ROWS": rows, "BLOCK": block, "STAGES": 1 if varies else STAGES, "num_warps": num_warps}
 
 
 @triton.jit
 def _layer_norm_modulate_kernel(
     x, out, weight, bias, scale, shift, S, C, x_stride_b, x_stride_s,
     scale_stride_b, scale_stride_s, scale_stride_c, shift_stride_b, shift_stride_s, shift_stride_c, eps,
-    SCALE: tl.constexpr, SHIFT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SCALE: tl.constexpr, SHIFT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     sample = tl.program_id(1)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
-    row_mask = rows < S
     column_mask = columns < C
-    mask = row_mask[:, None] & column_mask[None, :]
-    x_rows = x + sample.to(tl.int64) * x_stride_b + rows.to(tl.int64)[:, None] * x_stride_s
-    values = tl.load(x_rows + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-    mean = tl.sum(values, 1) / C
-    centred = tl.where(column_mask[None, :], values - mean[:, None], 0.0)
-    variance = tl.sum(centred * centred, 1) / C
-    y = centred * tl.rsqrt(variance + eps)[:, None]
+    scale_strides = (scale_stride_b, scale_stride_s, scale_stride_c)
+    shift_strides = (shift_stride_b, shift_stride_s, shift_stride_c)
+    VARIES: tl.constexpr = SCALE == 3 or SHIFT == 3  # by token
+    gain = 1.0
+    offset = 0.0
     if weight is not None:
-        y *= tl.load(weight + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+        gain = tl.load(weight + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     if bias is not None:
-        y += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-    if scale is not None:
-        y *= 1 + load_coefficient(
-            scale, sample, rows, columns, row_mask, column_mask, scale_stride_b, scale_stride_s, scale_stride_c, SCALE
-        )
-        y += load_coefficient(
-            shift, sample, rows, columns, row_mask, column_mask, shift_stride_b, shift_stride_s, shift_stride_c, SHIFT
-        )
-    out_rows = out + (sample.to(tl.int64) * S + rows)[:, None] * C
-    tl.store(out_rows + columns[None, :], y.to(out.dtype.element_ty), mask=mask)
+        offset = tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    if scale is not None and not VARIES:
+        factor = 1 + load_coefficient(scale, sample, 0, columns, True, column_mask, *scale_strides, SCALE)
+        gain = gain * factor
+        offset = offset * factor
+        offset += load_coefficient(shift, sample, 0, columns, True, column_mask, *shift_strides, SHIFT)
+    for first in tl.range(tl.program_id(0) * ROWS, S, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        rows = first + tl.arange(0, ROWS)
+        row_mask = rows < S
+        mask = row_mask[:, None] & column_mask[None, :]
+        x_rows = x + sample.to(tl.int64) * x_stride_b + rows.to(tl.int64)[:, None] * x_stride_s
+        values = tl.load(x_rows + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        mean = tl.sum(values, 1) / C
+        centred = tl.where(column_mask[None, :], values - mean[:, None], 0.0)
+        variance = tl.sum(centred * centred, 1) / C
+        y = centred * tl.rsqrt(variance + eps)[:, None] * gain + offset
+        if VARIES:
+            y *= 1 + load_coefficient(scale, sample, rows, columns, row_mask, column_mask, *scale_strides, SCALE)
+            y += load_coefficient(shift, sample, rows, columns, row_mask, column_mask, *shift_strides, SHIFT)
+        out_rows = out + (sample.to(tl.int64) * S + rows)[:, None] * C
+        tl.store(out_rows + columns[None, :], y.to(out.dtype.element_ty), mask=mask)
 
 
 def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
@@ -160,7 +174,7 @@ def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
 
 
 def _aot_case(C: int, affine: bool, kind: int) -> AotCase:
-    tile = _tile(C)
+    tile = _tile(C, varies=kind == PER_TOKEN)
     num_warps = tile.pop("num_warps")
     constants = {"SCALE": kind, "SHIFT": kind, "scale_stride_c": 1, "shift_stride_c": 1, **tile}
     constants |= dict.fromkeys(("scale", "shift") if affine else ("weight", "bias"))

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import reference
+from . import gemm_hopper, reference
 from .aot import AotCase
 from .dispatch import kernel_op, use_triton
 from .gemm import TRITON_NAMES, aot_case, check_linear, gemm, launch, tile_candidates
@@ -36,9 +36,14 @@ def linear_gelu(
 @kernel_op("linear_gelu")
 def _linear_gelu(a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     out = a.new_empty(*a.shape[:-1], weight.shape[0])
-    if out.numel() > 0:
-        bias = None if bias is None else bias.contiguous()
-        launch(_linear_gelu_kernel, a.reshape(-1, a.shape[-1]), weight, 1, bias, out)
+    if out.numel() == 0:
+        return out
+    a = a.reshape(-1, a.shape[-1])
+    bias = None if bias is None else bias.contiguous()
+    if gemm_hopper.why_not(a, weight) is None:
+        gemm_hopper.launch(a, weight, bias, out.view(len(a), -1), gelu=True)
+    else:
+        launch(_linear_gelu_kernel, a, weight, 1, bias, out)
     return out
 
 

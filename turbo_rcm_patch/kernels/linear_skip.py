@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import reference
+from . import gemm_hopper, reference
 from .aot import AotCase
 from .coefficient import (
     ONE,
@@ -73,25 +73,21 @@ def _linear_skip(
     c_skip: torch.Tensor | None,
     c_out: torch.Tensor | None,
 ) -> torch.Tensor:
-    B, S, _ = residual.shape
+    B, S, C = residual.shape
     out = torch.empty_like(residual, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return out
     varies_by_sample = any(c is not None and c.shape[:2] != (1, 1) for c in (c_skip, c_out))
-    launch(
-        _linear_skip_kernel,
-        a.reshape(B * S, -1),
-        weight,
-        B if varies_by_sample else 1,
-        None if bias is None else bias.contiguous(),
-        residual.contiguous(),
-        out,
-        c_skip,
-        c_out,
-        *coefficient_strides(c_skip),
-        *coefficient_strides(c_out),
-        KINDS=(coefficient_kind(c_skip), coefficient_kind(c_out)),
-    )
+    samples = B if varies_by_sample else 1
+    a, residual = a.reshape(B * S, -1), residual.reshape(B * S, C).contiguous()
+    bias = None if bias is None else bias.contiguous()
+    skip = {"samples": samples, "residual": residual, "c_skip": c_skip, "c_out": c_out}
+    if gemm_hopper.why_not(a, weight, **skip) is None:
+        gemm_hopper.launch(a, weight, bias, out.view(B * S, C), **skip)
+    else:
+        coefficients = (c_skip, c_out, *coefficient_strides(c_skip), *coefficient_strides(c_out))
+        kinds = (coefficient_kind(c_skip), coefficient_kind(c_out))
+        launch(_linear_skip_kernel, a, weight, samples, bias, residual, out, *coefficients, KINDS=kinds)
     return out
 
 

@@ -7,6 +7,8 @@ Coefficients are canonical: [B|1, S|1, C|1] or None for 1 (see coefficient.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -62,6 +64,13 @@ def linear_skip(
 def linear_gelu(a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """``gelu_tanh(a Wᵀ + b)`` for a [B, S, K], weight [C, K], bias [C]."""
     return F.gelu(F.linear(a, weight, bias), approximate="tanh")
+
+
+def linear_qkv(
+    a: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor, ...]:
+    """``a Wᵀ + b`` for a [..., K] and every weight [N, K] with its bias [N] or None."""
+    return tuple(F.linear(a, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
 
 def layer_norm_modulate(

@@ -18,6 +18,7 @@ from .layers import (
     normalize_unfused,
     normed_heads,
     project_and_skip,
+    project_qkv,
     why_not_fused_attention,
 )
 from .state import STATE, WanState
@@ -69,10 +70,7 @@ def _self_attention(
     h = normalize(block.norm1, x, scale, shift, config.implementation)
     if why_not_fused_attention(attn) or not _shared_by_batch(rotary_emb):
         return add_gated(x, attn(h, None, None, rotary_emb), gate, config.implementation)
-    if attn.fused_projections:
-        q, k, v = attn.to_qkv(h).chunk(3, dim=-1)
-    else:
-        q, k, v = attn.to_q(h), attn.to_k(h), attn.to_v(h)
+    q, k, v = project_qkv(attn, h, config.implementation)
     tables = state.half_rotary(rotary_emb)
     q = normed_heads(attn.norm_q, q, attn.heads, tables, config.implementation)
     k = normed_heads(attn.norm_k, k, attn.heads, tables, config.implementation)

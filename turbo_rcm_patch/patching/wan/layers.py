@@ -16,9 +16,10 @@ from torch import nn
 from ... import kernels
 from ...config import PatchConfig
 from ...kernels import reference
+from ...kernels.attention_hopper import why_not_on as why_not_hopper_attention
 from ...plain import hook_on, why_not_linear, why_not_norm, why_not_plain
 
-# Where PyTorch's attention (cuDNN) is faster than this package's kernel, by compute capability.
+# Where PyTorch's attention (cuDNN) is faster than this package's portable kernel, by compute capability.
 SDPA_CAPABILITIES = ((9, 0), (10, 0))
 
 
@@ -96,24 +97,46 @@ def attend(
     crossing: cross-attention, which context parallelism leaves alone.
     """
     if why_not_own_attention(attn) is None:
-        return kernels.attention(
-            q, k, v, residual=added_to, implementation=attention_implementation(config, q.device, q.dtype)
-        )
+        implementation = attention_implementation(config, q.device, q.dtype, q.shape[-1])
+        return kernels.attention(q, k, v, residual=added_to, implementation=implementation)
     processor = attn.processor
     parallel_config = None if crossing else processor._parallel_config
     output = dispatch_attention_fn(q, k, v, backend=processor._attention_backend, parallel_config=parallel_config)
     return output.type_as(q) if added_to is None else added_to + output.type_as(q)
 
 
-def attention_implementation(config: PatchConfig, device: torch.device, dtype: torch.dtype) -> str:
+def attention_implementation(config: PatchConfig, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """The implementation argument for `kernels.attention` on this device: "torch" is PyTorch's SDPA."""
     if config.attention == "sdpa":
         return "torch"
     if config.attention == "auto" and config.implementation == "auto" and device.type == "cuda":
         half = dtype in (torch.float16, torch.bfloat16)
-        if not half or torch.cuda.get_device_capability(device) in SDPA_CAPABILITIES:
+        sdpa_is_faster = torch.cuda.get_device_capability(device) in SDPA_CAPABILITIES
+        if not half or (sdpa_is_faster and why_not_hopper_attention(device, dtype, head_dim) is not None):
             return "torch"
     return config.implementation
+
+
+def why_not_linear_qkv(attn: WanAttention, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why q, k and v of a self-attention do not come from one op."""
+    if attn.fused_projections:
+        return "fused projections"
+    linears = (attn.to_q, attn.to_k, attn.to_v)
+    reason = next(filter(None, (why_not_linear(linear, device, dtype) for linear in linears)), None)
+    if reason is None and len({(linear.weight.shape, linear.bias is None) for linear in linears}) > 1:
+        return "unequal projections"
+    return reason
+
+
+def project_qkv(attn: WanAttention, x: torch.Tensor, implementation: str) -> tuple[torch.Tensor, ...]:
+    """q, k and v [B, S, C] of a self-attention over x [B, S, C]."""
+    if why_not_linear_qkv(attn, x.device, x.dtype) is None:
+        linears = (attn.to_q, attn.to_k, attn.to_v)
+        weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
+        return kernels.linear_qkv(x, weights, biases, implementation=implementation)
+    if attn.fused_projections:
+        return attn.to_qkv(x).chunk(3, dim=-1)
+    return attn.to_q(x), attn.to_k(x), attn.to_v(x)
 
 
 def why_not_linear_skip(layers: list[nn.Module], device: torch.device, dtype: torch.dtype) -> str | None:

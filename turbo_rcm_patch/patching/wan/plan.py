@@ -13,12 +13,14 @@ from torch import nn
 
 from ... import kernels
 from ...config import PatchConfig
+from ...kernels import gemm_hopper
 from ...plain import why_not_norm, why_not_plain
 from .graph import graph_of
 from .layers import (
     attention_implementation,
     why_not_fused_attention,
     why_not_linear_gelu,
+    why_not_linear_qkv,
     why_not_linear_skip,
     why_not_own_attention,
 )
@@ -33,7 +35,7 @@ def plan_rows(transformer: WanTransformer3DModel) -> list[tuple[str, str, str, d
     # Under offloading the weights rest elsewhere than the forward runs.
     device, dtype = get_module_execution_device(transformer), transformer.patch_embedding.weight.dtype
     kernel = _kernel_name(state.config.implementation, device, dtype)
-    choice = attention_implementation(state.config, device, dtype)
+    choice = attention_implementation(state.config, device, dtype, transformer.config.attention_head_dim)
     attention_kernel = _kernel_name(choice, device, dtype, otherwise="PyTorch SDPA")
     rows: dict[tuple[str, str], dict[str, int]] = {}
     for block in transformer.blocks:
@@ -41,8 +43,10 @@ def plan_rows(transformer: WanTransformer3DModel) -> list[tuple[str, str, str, d
             reasons = rows.setdefault((sub_layer, step), {})
             if reason:
                 reasons[reason] = reasons.get(reason, 0) + 1
-    kernels_used = {step: attention_kernel if step == "attention" else kernel for _, step in rows}
-    named = [(sub_layer, step, kernels_used[step], reasons) for (sub_layer, step), reasons in rows.items()]
+    choice = "torch" if gemm_hopper.why_not_on(device, dtype) else state.config.implementation
+    qkv_kernel = _kernel_name(choice, device, dtype, otherwise="PyTorch linear")
+    others = {"attention": attention_kernel, "QKV projection": qkv_kernel}
+    named = [(sub_layer, step, others.get(step, kernel), reasons) for (sub_layer, step), reasons in rows.items()]
     reason = state.why_not_context(transformer.patch_embedding.weight.device)
     how = "computed in each replay" if graph_of(transformer).serves else "kept"
     return [*named, ("constants", "prompt, cross K/V", how, {reason: len(transformer.blocks)} if reason else {})]
@@ -65,6 +69,8 @@ def _block_steps(
         asked = None if group in config.fuse else NOT_ASKED
         whole = asked or why_not_fused_attention(attn)
         yield group, "norm + modulation", asked or _why_not_layer_norm(norm, device)
+        if group == "self_attention":
+            yield group, "QKV projection", whole or why_not_linear_qkv(attn, device, dtype)
         yield group, "QK-norm + RoPE", whole or _why_not_qk_norm(attn, device)
         yield group, "attention", whole or why_not_own_attention(attn)
         yield group, "projection + skip", whole or why_not_linear_skip(list(attn.to_out), device, dtype)

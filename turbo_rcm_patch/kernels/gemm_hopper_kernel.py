@@ -1,0 +1,288 @@
+"""The ping-pong GEMM in Gluon for sm_90: ``c_skip ⊙ residual + c_out ⊙ f(a Wᵀ + b)`` for one weight or for three.
+
+A program walks tiles of the output. It has one warp that loads operands, one that loads residuals, and two consumer
+warpgroups with a tile each. The consumers take turns at the main loop, so that the tensor cores are busy while the
+other's epilogue runs. Residual and result share a buffer, the staging: filled by TMA, updated in place, stored by TMA.
+The epilogue is fp32 and rounds once.
+
+In Gluon nothing synchronises warps of different roles by itself. Every hand-over is an mbarrier:
+
+    full[slot]   operands of a step arrived
+    empty[slot]  their reader is done
+    turns[c]     consumer c may start its main loop
+    staged[c]    the staging buffer is consumer c's, residual included
+    free         the staging buffer has been stored
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .gemm import locate_tile
+
+_locate_in_group = gluon.jit(locate_tile.fn)
+
+
+@gluon.jit(do_not_specialize=("samples", "M", "K"))
+def gemm_kernel(
+    a, weight, weight_tail, residual, out,
+    bias, c_skip, skip_stride_b, c_out, out_stride_b, out_stride_c,
+    samples, M, N, K,
+    STAGES: gl.constexpr, KIND: gl.constexpr, GELU: gl.constexpr,
+):  # fmt: skip
+    """a, weight, weight_tail, residual, out: TMA descriptors; weight_tail is of the columns of a tile past a power of
+    two. bias, residual, c_skip, c_out: or None. KIND: how c_out varies (coefficient.py). GELU: f, else nothing."""
+    epilogue = (residual, (out,), (bias,), c_skip, skip_stride_b, c_out, out_stride_b, out_stride_c)
+    _assign_roles(a, (weight,), (weight_tail,), epilogue, (samples, M, N, K), STAGES, KIND, GELU)
+
+
+@gluon.jit(do_not_specialize=("M", "K"))
+def gemm_of_three_kernel(
+    a, weight_0, weight_1, weight_2, tail_0, tail_1, tail_2, out_0, out_1, out_2, bias_0, bias_1, bias_2,
+    M, N, K,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """``a Wᵀ + b`` for three W [N, K] and b [N]. All are descriptors but the biases, which may be None."""
+    epilogue = (None, (out_0, out_1, out_2), (bias_0, bias_1, bias_2), None, 0, None, 0, 0)
+    weights = (weight_0, weight_1, weight_2)
+    _assign_roles(a, weights, (tail_0, tail_1, tail_2), epilogue, (1, M, N, K), STAGES, 0, False)
+
+
+@gluon.jit
+def _assign_roles(a, weights, tails, epilogue, sizes, STAGES: gl.constexpr, KIND: gl.constexpr, GELU: gl.constexpr):
+    outs = epilogue[1]
+    DTYPE: gl.constexpr = a.dtype
+    ROWS: gl.constexpr = a.block_type.shape[0]
+    DEPTH: gl.constexpr = a.block_type.shape[1]
+    COLUMNS: gl.constexpr = weights[0].block_type.shape[0]
+    TAIL: gl.constexpr = tails[0].block_type.shape[0]
+    CHUNK: gl.constexpr = outs[0].block_type.shape[2]
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    a_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, ROWS, DEPTH], a.layout)
+    w_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, COLUMNS, DEPTH], weights[0].layout)
+    tail_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, TAIL, DEPTH], tails[0].layout)
+    staging = gl.allocate_shared_memory(DTYPE, [(COLUMNS + TAIL) // CHUNK, 1, ROWS, CHUNK], outs[0].layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    staged = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=1)
+    for consumer in gl.static_range(2):
+        mbarrier.init(turns.index(consumer), count=1)
+        mbarrier.init(staged.index(consumer), count=1)
+    mbarrier.init(free, count=1)
+    fence_async_shared()
+    operands = (a_tiles, w_tiles, tail_tiles, full, empty)
+    hand_over = (staging, staged, free)
+    gl.warp_specialize(
+        [
+            (_consume, (0, operands, turns, hand_over, epilogue, sizes, KIND, GELU)),
+            (_consume, (1, operands, turns, hand_over, epilogue, sizes, KIND, GELU)),
+            (_load_operands, (a, weights, tails, operands, sizes)),
+            (_load_residuals, (epilogue[0], hand_over, sizes, COLUMNS + TAIL, len(weights))),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )
+
+
+@gluon.jit
+def _count_tiles(sizes, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WEIGHTS: gl.constexpr):
+    samples, M, N, _ = sizes
+    return samples * gl.cdiv(M, ROWS) * (WEIGHTS * gl.cdiv(N, COLUMNS))
+
+
+@gluon.jit
+def _locate(tile, sizes, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WEIGHTS: gl.constexpr):
+    """The sample, row, weight and column at which a tile begins. No tile has columns of two weights."""
+    _, M, N, _ = sizes
+    column_tiles = gl.cdiv(N, COLUMNS)
+    sample, row_tile, column_tile = _locate_in_group(tile, gl.cdiv(M, ROWS), WEIGHTS * column_tiles)
+    weight = column_tile // column_tiles if WEIGHTS > 1 else 0
+    return sample, row_tile * ROWS, weight, (column_tile - weight * column_tiles) * COLUMNS
+
+
+@gluon.jit
+def _load_operands(a, weights, tails, operands, sizes):
+    """One warp: the operands of every step."""
+    a_tiles, w_tiles, tail_tiles, full, empty = operands
+    _, M, _, K = sizes
+    ROWS: gl.constexpr = a_tiles.shape[1]
+    DEPTH: gl.constexpr = a_tiles.shape[2]
+    COLUMNS: gl.constexpr = w_tiles.shape[1]
+    TAIL: gl.constexpr = tail_tiles.shape[1]
+    STAGES: gl.constexpr = w_tiles.shape[0]
+    WEIGHTS: gl.constexpr = len(weights)
+    tiles = _count_tiles(sizes, ROWS, COLUMNS + TAIL, WEIGHTS)
+    step = 0
+    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        sample, row, weight, column = _locate(tile, sizes, ROWS, COLUMNS + TAIL, WEIGHTS)
+        for k in range(0, K, DEPTH):
+            slot = step % STAGES
+            arrived = full.index(slot)
+            mbarrier.wait(empty.index(slot), (step // STAGES) & 1 ^ 1)
+            mbarrier.expect(arrived, (ROWS + COLUMNS + TAIL) * DEPTH * 2)
+            tma.async_copy_global_to_shared(a, [sample * M + row, k], arrived, a_tiles.index(slot))
+            for i in gl.static_range(WEIGHTS):
+                if WEIGHTS == 1 or weight == i:
+                    tma.async_copy_global_to_shared(weights[i], [column, k], arrived, w_tiles.index(slot))
+                    tma.async_copy_global_to_shared(tails[i], [column + COLUMNS, k], arrived, tail_tiles.index(slot))
+            step += 1
+
+
+@gluon.jit
+def _load_residuals(residual, hand_over, sizes, COLUMNS: gl.constexpr, WEIGHTS: gl.constexpr):
+    """One warp: the staging buffer for the consumers in turn, with the residual if there is one."""
+    staging, staged, free = hand_over
+    CHUNKS: gl.constexpr = staging.shape[0]
+    ROWS: gl.constexpr = staging.shape[2]
+    CHUNK: gl.constexpr = staging.shape[3]
+    count = 0
+    for tile in range(gl.program_id(0), _count_tiles(sizes, ROWS, COLUMNS, WEIGHTS), gl.num_programs(0)):
+        sample, row, _, column = _locate(tile, sizes, ROWS, COLUMNS, WEIGHTS)
+        mbarrier.wait(free, count & 1 ^ 1)
+        arrived = staged.index(count % 2)
+        if residual is None:
+            mbarrier.arrive(arrived)
+        else:
+            mbarrier.expect(arrived, ROWS * COLUMNS * 2)
+            for i in gl.static_range(CHUNKS):
+                tma.async_copy_global_to_shared(residual, [sample, row, column + i * CHUNK], arrived, staging.index(i))
+        count += 1  # noqa: SIM113
+
+
+@gluon.jit
+def _consume(
+    CONSUMER: gl.constexpr, operands, turns, hand_over, epilogue, sizes, KIND: gl.constexpr, GELU: gl.constexpr
+):
+    """One warpgroup: every second tile of the program."""
+    a_tiles, w_tiles, tail_tiles, full, empty = operands
+    staging, staged, free = hand_over
+    _, _, N, K = sizes
+    ROWS: gl.constexpr = a_tiles.shape[1]
+    COLUMNS: gl.constexpr = w_tiles.shape[1]
+    TAIL: gl.constexpr = tail_tiles.shape[1]
+    STAGES: gl.constexpr = w_tiles.shape[0]
+    WEIGHTS: gl.constexpr = len(epilogue[1])
+    tiles = _count_tiles(sizes, ROWS, COLUMNS + TAIL, WEIGHTS)
+    steps = gl.cdiv(K, a_tiles.shape[2])
+    first = gl.program_id(0) + CONSUMER * gl.num_programs(0)
+    step = CONSUMER * steps
+    count = 0
+    for tile in range(first, tiles, 2 * gl.num_programs(0)):
+        # Without its turn a consumer could wait for a phase of full that is two ahead, which reads as complete.
+        mbarrier.wait(turns.index(CONSUMER), count & 1 ^ (1 - CONSUMER))
+        mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
+        acc = gl.zeros([ROWS, COLUMNS], gl.float32, _layout(COLUMNS))
+        acc = _multiply(a_tiles, w_tiles, acc, step, False)
+        acc_tail = gl.zeros([ROWS, TAIL], gl.float32, _layout(TAIL))
+        acc_tail = _multiply(a_tiles, tail_tiles, acc_tail, step, False)
+        acc, acc_tail = warpgroup_mma_wait(2, deps=(acc, acc_tail))
+        for _ in range(1, steps):
+            step += 1
+            mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
+            token = _multiply(a_tiles, w_tiles, acc, step, True)
+            token_tail = _multiply(a_tiles, tail_tiles, acc_tail, step, True)
+            acc, acc_tail = warpgroup_mma_wait(2, deps=(token, token_tail))  # all but this step's
+            mbarrier.arrive(empty.index((step - 1) % STAGES))
+        mbarrier.arrive(turns.index(1 - CONSUMER))
+        sample, row, weight, column = _locate(tile, sizes, ROWS, COLUMNS + TAIL, WEIGHTS)
+        acc, acc_tail = warpgroup_mma_wait(0, deps=(acc, acc_tail))
+        mbarrier.arrive(empty.index(step % STAGES))
+        step += 1 + steps  # past the other consumer's
+        mbarrier.wait(staged.index(CONSUMER), count & 1)
+        _store(acc, sample, row, weight, column, N, staging, 0, epilogue, KIND, GELU)
+        FIRST: gl.constexpr = COLUMNS // staging.shape[3]
+        _store(acc_tail, sample, row, weight, column + COLUMNS, N, staging, FIRST, epilogue, KIND, GELU)
+        tma.store_wait(0)  # until the stores have read the staging buffer
+        mbarrier.arrive(free)
+        count += 1  # noqa: SIM113
+    tma.store_wait(0)
+
+
+@gluon.constexpr_function
+def _layout(columns):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.jit
+def _multiply(a_tiles, w_tiles, acc, step, USE_ACC: gl.constexpr):
+    """Start acc + a wᵀ, or a wᵀ, of a step."""
+    slot = step % w_tiles.shape[0]
+    w_tile = w_tiles.index(slot).permute((1, 0))
+    return warpgroup_mma(a_tiles.index(slot), w_tile, acc, use_acc=USE_ACC, is_async=True)
+
+
+@gluon.jit
+def _store(
+    acc, sample, row, weight, column, N, staging, INDEX: gl.constexpr, epilogue, KIND: gl.constexpr, GELU: gl.constexpr
+):
+    """The epilogue, a chunk of columns at a time, in the staging buffers from INDEX on."""
+    ROWS: gl.constexpr = acc.shape[0]
+    COLUMNS: gl.constexpr = acc.shape[1]
+    CHUNK: gl.constexpr = staging.shape[3]
+    if COLUMNS > CHUNK:
+        HALF: gl.constexpr = COLUMNS // 2
+        left, right = acc.reshape([ROWS, 2, HALF]).permute([0, 2, 1]).split()
+        left = gl.convert_layout(left, _layout(HALF), assert_trivial=True)
+        right = gl.convert_layout(right, _layout(HALF), assert_trivial=True)
+        NEXT: gl.constexpr = INDEX + HALF // CHUNK
+        _store(left, sample, row, weight, column, N, staging, INDEX, epilogue, KIND, GELU)
+        _store(right, sample, row, weight, column + HALF, N, staging, NEXT, epilogue, KIND, GELU)
+    else:
+        buffer = staging.index(INDEX)
+        chunk = buffer.reshape([ROWS, COLUMNS])
+        columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, acc.type.layout))
+        outs = epilogue[1]
+        value = _apply_epilogue(acc, chunk, sample, weight, columns, N, epilogue, KIND, GELU)
+        chunk.store(value.to(outs[0].dtype))
+        fence_async_shared()
+        for i in gl.static_range(len(outs)):
+            if len(outs) == 1 or weight == i:
+                tma.async_copy_shared_to_global(outs[i], [sample, row, column], buffer)
+
+
+@gluon.jit
+def _apply_epilogue(acc, chunk, sample, weight, columns, N, epilogue, KIND: gl.constexpr, GELU: gl.constexpr):
+    residual, _, biases, c_skip, skip_stride_b, c_out, out_stride_b, out_stride_c = epilogue
+    mask = columns < N
+    sample = sample.to(gl.int64)
+    if biases[0] is not None:
+        bias = biases[0]
+        for i in gl.static_range(1, len(biases)):
+            bias = gl.where(weight == i, biases[i], bias)
+        acc += gl.load(bias + columns, mask=mask, other=0.0).to(gl.float32)[None, :]
+    if GELU:
+        acc = _gelu(acc)
+    if KIND == 1:
+        acc *= gl.load(c_out + sample * out_stride_b).to(gl.float32)
+    elif KIND == 2:
+        gate = c_out + sample * out_stride_b + columns * out_stride_c
+        acc *= gl.load(gate, mask=mask, other=0.0).to(gl.float32)[None, :]
+    if residual is not None:
+        kept = chunk.load(acc.type.layout).to(gl.float32)
+        if c_skip is not None:
+            kept *= gl.load(c_skip + sample * skip_stride_b).to(gl.float32)
+        acc += kept
+    return acc
+
+
+@gluon.jit
+def _gelu(x):
+    """x / (1 + exp(-2u)) with u = √(2/π) (x + 0.044715 x³) as in linear_gelu, in few instructions: exp(-2u) is 2 to the
+    power x (c + d x²), and the quotient a product with the approximate reciprocal."""
+    e = gl.exp2(x * (-2.302208198144325 - 0.1029432395800185 * x * x))
+    return x * gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1 + e], gl.float32, is_pure=True, pack=1
+    )
