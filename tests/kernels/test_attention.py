@@ -1,5 +1,6 @@
 """The attention op against its fp64 reference: lengths, layouts, skips, gradients, and what torch.compile needs."""
 
+import importlib
 import itertools
 import re
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from tests.oracle import DTYPES, assert_no_worse, torch_device
-from turbo_rcm_patch.kernels import attention
+from turbo_rcm_patch.kernels import attention, attention_hopper, sdpa_is_faster
 
 # B, S, Skv, H, D: self and cross, one token, lengths around the tile sizes, head_dims that fill a tile and that do not.
 SHAPES = [
@@ -313,6 +314,28 @@ def test_auto_takes_the_reference_where_no_kernel_applies(monkeypatch):
     assert attention(*_double(q, k, v)).dtype == torch.float64
     q = q[:, :0]
     assert attention(q, k, v).shape == q.shape
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "with_backward", "expected"),
+    [
+        ((9, 0), torch.bfloat16, 128, False, False),
+        ((9, 0), torch.bfloat16, 128, True, True),
+        ((9, 0), torch.bfloat16, 96, False, True),
+        ((9, 0), torch.float32, 128, False, True),
+        ((10, 0), torch.float16, 128, False, True),
+        ((8, 0), torch.float16, 128, True, False),
+        ((8, 0), torch.float32, 128, True, True),
+    ],
+)
+def test_where_sdpa_is_faster(monkeypatch, capability, dtype, head_dim, with_backward, expected):
+    module = importlib.import_module("turbo_rcm_patch.kernels.attention")
+    monkeypatch.setattr(module, "device_properties", lambda device: (capability, 100))
+    for caller in (module, attention_hopper):
+        monkeypatch.setattr(caller, "is_hopper", lambda device: capability == (9, 0))
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert sdpa_is_faster(gpu, dtype, head_dim, with_backward=with_backward) is expected
+    assert not sdpa_is_faster(cpu, dtype, head_dim, with_backward=with_backward)
 
 
 def test_wide_heads(device):

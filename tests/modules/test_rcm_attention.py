@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
+from turbo_rcm_patch import kernels
 from turbo_rcm_patch.modules import FusedRCMAttention, TorchFusedRCMAttention, TwoPassRCMAttention
 
 modules = pytest.mark.parametrize("module_class", [TwoPassRCMAttention, TorchFusedRCMAttention, FusedRCMAttention])
@@ -224,6 +225,22 @@ def test_bad_arguments(module_class):
         module(x[..., :40], 1.0)
     with pytest.raises(ValueError, match="residual has shape"):
         module(x, 1.0, residual[:1])
+
+
+def test_sdpa_where_it_is_faster(monkeypatch):
+    """By default, and for what is asked of it: a backward or none."""
+    asked, taken = [], []
+    monkeypatch.setattr(kernels, "sdpa_is_faster", lambda *_, with_backward: asked.append(with_backward) or True)
+    attention = kernels.attention
+    monkeypatch.setattr(
+        kernels, "attention", lambda *qkv, implementation: taken.append(implementation) or attention(*qkv)
+    )
+    x = torch.randn(2, 5, 16)
+    FusedRCMAttention(16, 2)(x, 0.5)
+    with torch.no_grad():
+        FusedRCMAttention(16, 2)(x, 0.5)
+        FusedRCMAttention(16, 2, implementation="torch")(x, 0.5)
+    assert (asked, taken) == ([True, False], ["torch"] * 3)
 
 
 def test_bad_implementation():

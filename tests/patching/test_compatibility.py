@@ -17,6 +17,8 @@ from torch import nn
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
+from turbo_rcm_patch import kernels
+from turbo_rcm_patch.patching.wan.layers import attend
 
 CPU = torch.device("cpu")
 LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
@@ -249,6 +251,30 @@ def test_attention_backends(monkeypatch):
     with attention_backend("native"):
         assert "2/2" in row(patch, "self_attention", " attention ")
         assert_same_output(patched, plain)
+
+
+@pytest.mark.parametrize(
+    ("config", "taken"),
+    [
+        ({}, "torch"),
+        ({"attention": "triton"}, "auto"),
+        ({"implementation": "triton"}, "triton"),
+        ({"attention": "sdpa"}, "torch"),
+    ],
+)
+def test_sdpa_where_it_is_faster_or_asked_for(monkeypatch, config, taken):
+    asked = []
+    monkeypatch.setattr(kernels, "sdpa_is_faster", lambda *_, with_backward: asked.append(with_backward) or True)
+    implementations = []
+    monkeypatch.setattr(
+        kernels, "attention", lambda q, k, v, residual, implementation: implementations.append(implementation) or q
+    )
+    attn, q = tiny_wan_transformer().blocks[0].attn1, torch.zeros(1, 5, 2, 12, requires_grad=True)
+    attend(attn, q, q, q, trp.PatchConfig(**config))
+    with torch.no_grad():
+        attend(attn, q, q, q, trp.PatchConfig(**config))
+    assert implementations == [taken] * 2
+    assert asked == ([True, False] if config == {} else [])
 
 
 def test_a_custom_processor_is_kept():

@@ -3,7 +3,7 @@
 Every exported function takes ``implementation="auto" | "triton" | "torch"``; see dispatch.py for what "auto" means.
 """
 
-from .attention import attention
+from .attention import attention, sdpa_is_faster
 from .dispatch import IMPLEMENTATIONS, interpreting, why_not_triton, why_not_triton_on
 from .fingerprint import fingerprint
 from .layer_norm_modulate import layer_norm_modulate
@@ -23,6 +23,7 @@ __all__ = [
     "linear_qkv",
     "linear_skip",
     "rms_norm_rope",
+    "sdpa_is_faster",
     "skip",
     "why_not_triton",
     "why_not_triton_on",

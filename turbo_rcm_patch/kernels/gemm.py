@@ -19,7 +19,9 @@ from .aot import AotCase
 from .dispatch import device_properties
 from .tma import TMA_CAPABILITY, matrix_fits_tma
 
-GROUP = tl.constexpr(8)  # row tiles that share a column tile before the next one, to find its weights in L2
+# Elements of a that stay in L2 while all columns of the weight pass by: 16 MiB in 16 bits. The fewer such groups of row
+# tiles there are, the fewer times the weight is read.
+GROUP_ELEMENTS = tl.constexpr(8 << 20)
 # Columns that an epilogue takes at once. A whole tile would need more registers and shared memory than there are.
 EPILOGUE_COLUMNS = tl.constexpr(64)
 TRITON_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -125,7 +127,7 @@ def gemm(
     row_tiles = tl.cdiv(M, ROWS)
     column_tiles = tl.cdiv(N, COLUMNS)
     for tile in tl.range(tl.program_id(0), samples * row_tiles * column_tiles, tl.num_programs(0), flatten=True):
-        sample, row_tile, column_tile = locate_tile(tile, row_tiles, column_tiles)
+        sample, row_tile, column_tile = locate_tile(tile, row_tiles, column_tiles, ROWS * K)
         row = row_tile * ROWS
         column = column_tile * COLUMNS
         acc = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -150,13 +152,14 @@ def gemm(
 
 
 @triton.jit
-def locate_tile(tile, row_tiles, column_tiles):
-    """The sample, row tile and column tile of a tile: in groups of GROUP row tiles, down before across."""
+def locate_tile(tile, row_tiles, column_tiles, elements):
+    """The sample, row tile and column tile of a tile: down before across in groups of row tiles of so many elements."""
+    group = tl.maximum(tl.cast(GROUP_ELEMENTS, tl.int32) // elements, 1)
     sample = tile // (row_tiles * column_tiles)
     within_sample = tile % (row_tiles * column_tiles)
-    first_row = within_sample // (GROUP * column_tiles) * GROUP
-    group_rows = min(row_tiles - first_row, GROUP)
-    within_group = within_sample % (GROUP * column_tiles)
+    first_row = within_sample // (group * column_tiles) * group
+    group_rows = min(row_tiles - first_row, group)
+    within_group = within_sample % (group * column_tiles)
     return sample, first_row + within_group % group_rows, within_group // group_rows
 
 

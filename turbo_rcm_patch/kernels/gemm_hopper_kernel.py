@@ -106,9 +106,9 @@ def _count_tiles(sizes, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WEIGHTS: gl.c
 @gluon.jit
 def _locate(tile, sizes, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WEIGHTS: gl.constexpr):
     """The sample, row, weight and column at which a tile begins. No tile has columns of two weights."""
-    _, M, N, _ = sizes
+    _, M, N, K = sizes
     column_tiles = gl.cdiv(N, COLUMNS)
-    sample, row_tile, column_tile = _locate_in_group(tile, gl.cdiv(M, ROWS), WEIGHTS * column_tiles)
+    sample, row_tile, column_tile = _locate_in_group(tile, gl.cdiv(M, ROWS), WEIGHTS * column_tiles, ROWS * K)
     weight = column_tile // column_tiles if WEIGHTS > 1 else 0
     return sample, row_tile * ROWS, weight, (column_tile - weight * column_tiles) * COLUMNS
 

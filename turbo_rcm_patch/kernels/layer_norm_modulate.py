@@ -20,8 +20,8 @@ from .aot import AotCase
 from .coefficient import PER_CHANNEL, PER_TOKEN, coefficient_kind, coefficient_strides, load_coefficient
 from .dispatch import device_properties, kernel_op, use_triton
 
-ELEMENTS_PER_THREAD = 16  # of a row, its gain and its offset
-MINIMUM_ELEMENTS = 2048  # per program at a time; shorter rows are taken together
+ELEMENTS_PER_THREAD = 32
+MINIMUM_ELEMENTS = 4096  # per program at a time; shorter rows are taken together
 PROGRAMS = 4  # per multiprocessor
 STAGES = 3  # rows in flight per program
 

@@ -98,7 +98,8 @@ class TorchFusedRCMAttention(TwoPassRCMAttention):
 class FusedRCMAttention(TwoPassRCMAttention):
     """On the Triton kernels: attention, then projection and skip in one GEMM that stores only the result.
 
-    implementation: "auto" (the kernels on a GPU, torch elsewhere), "triton" or "torch"; see kernels/dispatch.py.
+    implementation: "auto" (on a GPU the kernels, and SDPA where that is faster; elsewhere torch), "triton" or "torch";
+    see kernels/dispatch.py.
     Under autocast, and when proj is no plain nn.Linear (LoRA, quantised, hooked), the modules are called as in the
     two-pass form, because the kernels read proj's weights as they are.
     """
@@ -123,7 +124,7 @@ class FusedRCMAttention(TwoPassRCMAttention):
         autocast = torch.is_autocast_enabled(residual.device.type)
         if autocast or why_not_linear(self.proj, q.device, q.dtype):
             return super()._attend_project_skip(q, k, v, residual, c_skip, c_out)
-        attended = kernels.attention(q, k, v, implementation=self.implementation).flatten(2)
+        attended = kernels.attention(q, k, v, implementation=self._attention_implementation(q)).flatten(2)
         return kernels.linear_skip(
             attended,
             self.proj.weight,
@@ -133,6 +134,14 @@ class FusedRCMAttention(TwoPassRCMAttention):
             c_out=_or_one(c_out),
             implementation=self.implementation,
         )
+
+    def _attention_implementation(self, q: torch.Tensor) -> str:
+        with_backward = torch.is_grad_enabled() and q.requires_grad
+        if self.implementation == "auto" and kernels.sdpa_is_faster(
+            q.device, q.dtype, self.head_dim, with_backward=with_backward
+        ):
+            return "torch"
+        return self.implementation
 
 
 def _coefficients(sigma_data, c_skip, c_out) -> Callable[[Time], coefficients.CoefficientPair]:

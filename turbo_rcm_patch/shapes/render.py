@@ -9,7 +9,7 @@ import torch
 
 from .grammar import SHAPES, Scene
 
-HEIGHT, WIDTH, FRAMES = 160, 224, 17
+HEIGHT, WIDTH, FRAMES = 192, 256, 17
 
 RGB = {
     "red": (0.88, 0.12, 0.14),
@@ -22,8 +22,8 @@ RGB = {
     "black": (0.0, 0.0, 0.0),
     "gray": (0.5, 0.5, 0.5),
 }
-RADIUS = {"small": 14.0, "large": 24.0}  # pixels; of the disc with the object's area, whatever its shape
-SPEED = {"slowly": 1.5, "quickly": 4.5}  # pixels a frame
+RADIUS = {"small": 14.0, "large": 26.0}  # pixels; of the disc with the object's area, whatever its shape
+SPEED = {"slowly": 2.0, "quickly": 6.0}  # pixels a frame
 HEADING = {"up": (0.0, -1.0), "down": (0.0, 1.0), "left": (-1.0, 0.0), "right": (1.0, 0.0)}  # x to the right, y down
 
 _CANDIDATES = 128  # random pairs of starting points tried per video, before those at the frame's corners

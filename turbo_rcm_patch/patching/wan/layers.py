@@ -16,11 +16,7 @@ from torch import nn
 from ... import kernels
 from ...config import PatchConfig
 from ...kernels import reference
-from ...kernels.attention_hopper import why_not_on as why_not_hopper_attention
 from ...plain import hook_on, why_not_linear, why_not_norm, why_not_plain
-
-# Where PyTorch's attention (cuDNN) is faster than this package's portable kernel, by compute capability.
-SDPA_CAPABILITIES = ((9, 0), (10, 0))
 
 
 def normalize(
@@ -97,7 +93,8 @@ def attend(
     crossing: cross-attention, which context parallelism leaves alone.
     """
     if why_not_own_attention(attn) is None:
-        implementation = attention_implementation(config, q.device, q.dtype, q.shape[-1])
+        with_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        implementation = attention_implementation(config, q.device, q.dtype, q.shape[-1], with_backward=with_backward)
         return kernels.attention(q, k, v, residual=added_to, implementation=implementation)
     processor = attn.processor
     parallel_config = None if crossing else processor._parallel_config
@@ -105,15 +102,15 @@ def attend(
     return output.type_as(q) if added_to is None else added_to + output.type_as(q)
 
 
-def attention_implementation(config: PatchConfig, device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+def attention_implementation(
+    config: PatchConfig, device: torch.device, dtype: torch.dtype, head_dim: int, *, with_backward: bool = False
+) -> str:
     """The implementation argument for `kernels.attention` on this device: "torch" is PyTorch's SDPA."""
     if config.attention == "sdpa":
         return "torch"
-    if config.attention == "auto" and config.implementation == "auto" and device.type == "cuda":
-        half = dtype in (torch.float16, torch.bfloat16)
-        sdpa_is_faster = torch.cuda.get_device_capability(device) in SDPA_CAPABILITIES
-        if not half or (sdpa_is_faster and why_not_hopper_attention(device, dtype, head_dim) is not None):
-            return "torch"
+    chooses = config.attention == "auto" and config.implementation == "auto"
+    if chooses and kernels.sdpa_is_faster(device, dtype, head_dim, with_backward=with_backward):
+        return "torch"
     return config.implementation
 
 
