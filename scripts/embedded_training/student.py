@@ -8,8 +8,8 @@ along the teacher's guided flow (sCM, Lu & Song 2024), and the distribution-matc
 latter needs the score of those samples, which a third network, the fake score, learns between the student's updates.
 
 Not as published for Wan, because this model is small: the weights of the two losses, the guidance, the learning rates,
-how often the student learns, clipped gradients; and samples are simulated at the sampler's own times, not random ones,
-half of them with two steps.
+how often the student learns, clipped gradients; samples simulated at the sampler's own times, not random ones, most of
+them with one or two steps; and times nearer to noise, where this model's videos are decided (teacher.py).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from turbo_rcm_patch.scheduler import INTERMEDIATE_ANGLES
 from .data import LatentPool, token_ids
 from .models import compile_blocks
 from .progress import Average, GraphedStep, Run, Stage, warmup_and_cosine
+from .teacher import shift_times
 from .text import embed
 
 BATCH = 64
@@ -34,7 +35,7 @@ LEARNING_RATE = 2e-4
 GUIDANCE = 3.0  # of the teacher, distilled into the student
 TANGENT_WARMUP = 100  # first steps: the student learns alone, from the consistency loss, its tangent growing to full
 STUDENT_EVERY = 4  # steps after that; the fake score learns in the others
-SIMULATED = (2, 1, 2, 3, 2, 4)  # steps of a sample, by update; of two, the last still begins near noise
+SIMULATED = (1, 2, 1, 2, 3, 4)  # steps of a sample, update by update; all samples need the first of them
 CONSISTENCY_WEIGHT, MATCHING_WEIGHT = 20.0, 1.0
 SIGMA_MAX = 80.0  # where the sampler starts
 MAX_STEPS = 1 + len(INTERMEDIATE_ANGLES)
@@ -229,14 +230,13 @@ def simulate(student, shape, text, num_steps: int, *, with_grad: bool) -> torch.
 
 
 def consistency_times(count: int, device: torch.device) -> torch.Tensor:
-    """Angles [count] whose tangent, the noise level, is log-normal(0.7, 1.6)."""
-    return torch.atan(torch.exp(0.7 + 1.6 * torch.randn(count, device=device)))
+    """Angles [count] whose tangent, the noise level, is log-normal(1.7, 1.6)."""
+    return torch.atan(torch.exp(1.7 + 1.6 * torch.randn(count, device=device)))
 
 
 def score_times(count: int, device: torch.device) -> torch.Tensor:
-    """Angles [count] of uniform rectified-flow times shifted by 5."""
-    u = torch.rand(count, device=device)
-    rectified = 5 * u / (1 + 4 * u)
+    """Angles [count] of uniform rectified-flow times, shifted as the teacher's."""
+    rectified = shift_times(torch.rand(count, device=device))
     return torch.atan2(rectified, 1 - rectified)
 
 

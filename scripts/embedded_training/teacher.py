@@ -13,7 +13,9 @@ from .text import embed
 BATCH = 128
 LEARNING_RATE = 8e-4
 NO_CAPTION = 0.1  # how often the caption is left out, for classifier-free guidance
-FLOW_SHIFT = 3.0  # of the training times, and of the sampler's
+# Of the training times, and of the sampler's. Large plain shapes show through a lot of noise: what moves where is
+# decided at times of 0.9 to 1, where Wan's own shift of 3 puts one training step in seven.
+FLOW_SHIFT = 12.0
 
 
 def train_teacher(run: Run, vae: AutoencoderKLWan, pool: LatentPool, num_steps: int) -> WanPipeline:
@@ -57,7 +59,11 @@ def train_teacher(run: Run, vae: AutoencoderKLWan, pool: LatentPool, num_steps: 
 
 def draw_times(count: int, device: torch.device) -> torch.Tensor:
     """Rectified-flow times [count]: logit-normal, shifted towards noise as Wan's sampler is."""
-    u = torch.randn(count, device=device).sigmoid()
+    return shift_times(torch.randn(count, device=device).sigmoid())
+
+
+def shift_times(u: torch.Tensor) -> torch.Tensor:
+    """Times in (0, 1) moved towards noise as the sampler moves its own."""
     return FLOW_SHIFT * u / (1 + (FLOW_SHIFT - 1) * u)
 
 
