@@ -3,8 +3,9 @@
     python scripts/compile_gate.py                                   # everything, a few minutes on two cores
     python scripts/compile_gate.py --kernels linear_skip --architectures 90 120
 
-A case fails on: register spills, more shared memory than a program may take, ptxas serialising wgmma (C7510-C7515),
-a matmul on sm_90 that does not use its tensor cores (no HGMMA, IGMMA or QGMMA), and a compiler that raises or aborts.
+A case fails on: register spills (in warp-specialised kernels: where they multiply matrices), more shared memory than a
+program may take, ptxas serialising wgmma (C7510-C7515), a matmul on sm_90 that does not use its tensor cores (no HGMMA,
+IGMMA or QGMMA), and a compiler that raises or aborts.
 """
 
 from __future__ import annotations
@@ -107,15 +108,15 @@ def compile_cases(kernel: str, architecture: int, sender) -> None:
             report["problems"] = [f"{type(error).__name__}: {str(error).strip()[-300:]}"]
         else:
             report |= {"registers": inspection.registers, "shared": inspection.shared, "limit": limit}
-            report["problems"] = find_problems(inspection, capability, limit)
+            report["problems"] = find_problems(case, inspection, capability, limit)
         sender.send(report)
     sender.send(END)
 
 
-def find_problems(inspection, capability: tuple[int, int], limit: int) -> list[str]:
+def find_problems(case, inspection, capability: tuple[int, int], limit: int) -> list[str]:
     """Why a compiled case would run badly or not at all on this architecture."""
     problems = []
-    if inspection.spills:
+    if inspection.loops_spill if case.may_spill_outside_loops else inspection.spills:
         problems.append(f"{inspection.spills} bytes of register spills ({inspection.registers} registers)")
     if inspection.shared > limit:
         problems.append(f"{inspection.shared} bytes of shared memory; a program may take {limit}")

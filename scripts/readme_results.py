@@ -100,7 +100,7 @@ def _op_rows(result: dict) -> list[str]:
     for index, (rival, speedup) in enumerate(result["speedups"].items()):
         label = f"{result['case']} | {timings[best]['milliseconds']:.3f}" if index == 0 else " | "
         target = result["targets"].get(rival)
-        figure = f"{speedup:.2f}" if target is None or speedup >= target else f"**{speedup:.2f}**"
+        figure = f"{speedup:.3f}" if target is None or speedup >= target else f"**{speedup:.3f}**"
         timing = timings.get(rival, {"milliseconds": None, "error": None})  # a copy has no timing of its own
         milliseconds = "" if timing["milliseconds"] is None else f"{timing['milliseconds']:.3f}"
         errors = "" if timing["error"] is None else f"{timings[best]['error']:.1e} / {timing['error']:.1e}"
@@ -141,7 +141,8 @@ def _implementations(run: dict) -> str:
         lines.append(f"| {label} | {latency} | {' | '.join(others)} |")
     header = f"| samples×tokens×channels | {names[0]}, ms | {' | '.join(names[1:])} |"
     return (
-        "The attention modules (`trp.FusedRCMAttention` and its twins) against each other: the median latency of "
+        "The attention modules against each other (triton_fused is `trp.FusedRCMAttention` with "
+        '`implementation="triton"`): the median latency of '
         f"{names[0]}, and the others' speed-up over it. All are checked against fp64 before they are timed:\n\n"
         + _table(header, lines)
     )

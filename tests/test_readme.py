@@ -60,9 +60,9 @@ def test_ops_become_a_table_that_marks_what_is_missed():
     }
     refused = {"case": "op 3×4", "best": None, "timings": {}, "speedups": {}, "targets": {}}
     table = readme_results._ops({"results": [result, refused], "rounds": 7, "copy_bandwidth": 4e12})
-    assert "| op 1×2 | 2.500 | rival A | 2.000 | **0.80** | 1.1 | 1.0e-03 / 2.0e-03 |" in table
-    assert "|  |  | rival B | 3.000 | 1.20 | 1.0 |  |" in table
-    assert "|  |  | copy |  | 0.75 |  |  |" in table
+    assert "| op 1×2 | 2.500 | rival A | 2.000 | **0.800** | 1.1 | 1.0e-03 / 2.0e-03 |" in table
+    assert "|  |  | rival B | 3.000 | 1.200 | 1.0 |  |" in table
+    assert "|  |  | copy |  | 0.750 |  |  |" in table
     assert "| op 3×4 | refused" in table
     assert "4.00 TB/s" in table
 

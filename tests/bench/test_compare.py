@@ -46,8 +46,14 @@ def test_a_difference_made_by_the_patch_is_reported(pipe, monkeypatch):
     assert patched.frames.psnr_db is not None
 
 
-@pytest.mark.parametrize(("graph_memory", "generations"), [(0, 3), (7, 6)])
-def test_graphs_are_recorded_before_the_measurement(pipe, monkeypatch, graph_memory, generations):
+def _generations_patched(made):
+    """How many in a row were patched, up to now."""
+    return len(made) - max((index for index, is_patched in enumerate(made) if not is_patched), default=-1) - 1
+
+
+@pytest.mark.parametrize(("recorded", "generations"), [(0, 3), (1, 6), (2, 9)])
+def test_graphs_are_recorded_before_the_measurement(pipe, monkeypatch, recorded, generations):
+    """One graph in each generation after the patch, until there are so many."""
     made = []
 
     def counted(pipe, **call):
@@ -56,7 +62,7 @@ def test_graphs_are_recorded_before_the_measurement(pipe, monkeypatch, graph_mem
 
     generate = module.timed_generation
     monkeypatch.setattr(module, "timed_generation", counted)
-    monkeypatch.setattr(Patch, "graph_memory", graph_memory)
+    monkeypatch.setattr(Patch, "graphs", property(lambda patch: min(recorded, _generations_patched(made))))
     _, patched = compare(pipe, CALL, repeats=2).variants
     assert (made.count(False), made.count(True)) == (3, generations)
     assert patched.latents.relative_l2 <= 1e-5  # from the same seed all the same

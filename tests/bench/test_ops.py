@@ -70,7 +70,7 @@ def test_what_is_less_accurate_than_its_rivals_is_not_timed():
         assert result.timings[loser].milliseconds is None
         assert "is above the" in result.timings[loser].refused
     assert result.timings[name].milliseconds > 0
-    assert f"{result.speedups[COMPILED]:.2f} of {COMPILED} (below 1e+09)" in ops_table([result])
+    assert f"{result.speedups[COMPILED]:.3f} of {COMPILED} (below 1e+09)" in ops_table([result])
     assert "is above the" in ops_table([result])
 
     nothing_right = run(lambda *_: replace(wrong(*_), ours={"wrong": wrong(*_).ours["wrong"]}))

@@ -168,7 +168,7 @@ def _attention(q, k, v, scale, dtype=None):
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_matches_the_reference(shape, dtype):
+def test_matches_the_reference(shape, dtype, sm_90):
     batch, tokens, kv_tokens, heads, head_dim = shape
     q, k, v = _qkv(dtype, head_dim, "cuda", batch, tokens, kv_tokens, heads)
     for scale in (head_dim**-0.5, 0.5):
@@ -181,7 +181,7 @@ def test_matches_the_reference(shape, dtype):
 
 
 @pytest.mark.gpu
-def test_reads_strided_rows():
+def test_reads_strided_rows(sm_90):
     for q, k, v in (
         _projections(device="cuda", tokens=300),
         [x.transpose(1, 2) for x in _qkv(device="cuda", tokens=5)],
@@ -191,7 +191,7 @@ def test_reads_strided_rows():
 
 
 @pytest.mark.gpu
-def test_neighbours_do_not_leak():
+def test_neighbours_do_not_leak(sm_90):
     """NaN in the next sample's and the next head's rows stays there."""
     inputs = _qkv(device="cuda", tokens=200, kv_tokens=150)
     clean = _attend(*(x[:1, :, :1].contiguous() for x in inputs), 0.1)
@@ -204,7 +204,7 @@ def test_neighbours_do_not_leak():
 
 
 @pytest.mark.gpu
-def test_scores_far_from_zero():
+def test_scores_far_from_zero(sm_90):
     """Padding keys score 0: with all others near -100 they would win the softmax."""
     q, k, v = _qkv(device="cuda", tokens=200, kv_tokens=150)
     q[..., 0], k[..., 0] = 20, -20

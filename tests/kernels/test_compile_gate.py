@@ -1,3 +1,4 @@
+import dataclasses
 import multiprocessing
 import os
 import subprocess
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from turbo_rcm_patch.kernels import aot
-from turbo_rcm_patch.kernels.aot import Inspection, shared_memory_limit
+from turbo_rcm_patch.kernels.aot import AotCase, Inspection, shared_memory_limit
 
 ROOT = Path(__file__).parents[2]
 GATE = ROOT / "scripts" / "compile_gate.py"
@@ -23,15 +24,18 @@ def gate(monkeypatch):
 
 
 def inspection(opcode, **changes):
-    healthy = {"registers": 168, "spills": 0, "shared": 1000, "warnings": (), "has_low_precision_dot": True}
-    result = Inspection(**healthy | changes, cubin=b"")
+    healthy = {"registers": 168, "spills": 0, "loops_spill": False, "shared": 1000, "warnings": ()}
+    result = Inspection(**healthy | {"has_low_precision_dot": True} | changes, cubin=b"")
     vars(result)["instructions"] = Counter({opcode: 4})
     return result
 
 
+CASE = AotCase("case", None, {}, {}, (), num_warps=4, num_stages=3)
+
+
 @pytest.mark.parametrize("opcode", ["HGMMA.64x256x16.F32.BF16", "IGMMA.64x128x32.S8.S8", "QGMMA.64x64x32.F32.E4M3"])
 def test_a_healthy_kernel_passes(gate, opcode):
-    assert gate.find_problems(inspection(opcode), (9, 0), 2000) == []
+    assert gate.find_problems(CASE, inspection(opcode), (9, 0), 2000) == []
 
 
 @pytest.mark.parametrize(
@@ -43,15 +47,23 @@ def test_a_healthy_kernel_passes(gate, opcode):
     ],
 )
 def test_each_fault_is_found(gate, changes, problem):
-    (found,) = gate.find_problems(inspection("HGMMA.64x64x16.F32", **changes), (9, 0), 2000)
+    (found,) = gate.find_problems(CASE, inspection("HGMMA.64x64x16.F32", **changes), (9, 0), 2000)
     assert problem in found
+
+
+def test_spills_of_warps_with_roles_count_in_loops(gate):
+    case = dataclasses.replace(CASE, may_spill_outside_loops=True)
+    outside = inspection("HGMMA.64x64x16.F32", spills=8)
+    inside = inspection("HGMMA.64x64x16.F32", spills=8, loops_spill=True)
+    assert gate.find_problems(case, outside, (9, 0), 2000) == []
+    assert gate.find_problems(case, inside, (9, 0), 2000) == gate.find_problems(CASE, outside, (9, 0), 2000) != []
 
 
 def test_wgmma_is_expected_of_matmuls_on_hopper_only(gate):
     slow = inspection("HMMA.16816.F32.BF16")
-    assert gate.find_problems(slow, (9, 0), 2000) == ["its matmul does not use wgmma"]
-    assert gate.find_problems(slow, (8, 0), 2000) == []
-    assert gate.find_problems(inspection("FFMA", has_low_precision_dot=False), (9, 0), 2000) == []
+    assert gate.find_problems(CASE, slow, (9, 0), 2000) == ["its matmul does not use wgmma"]
+    assert gate.find_problems(CASE, slow, (8, 0), 2000) == []
+    assert gate.find_problems(CASE, inspection("FFMA", has_low_precision_dot=False), (9, 0), 2000) == []
 
 
 def test_opcodes_count_with_their_modifiers():
@@ -127,7 +139,7 @@ from turbo_rcm_patch.kernels import attention_hopper
 from turbo_rcm_patch.kernels.aot import inspect, shared_memory_limit
 assert not list(attention_hopper.aot_cases((8, 0)))
 inspection = inspect(next(attention_hopper.aot_cases((9, 0))), (9, 0))
-assert inspection.has_low_precision_dot and inspection.spills == 0 and inspection.warnings == ()
+assert inspection.has_low_precision_dot and not inspection.loops_spill and inspection.warnings == ()
 assert 0.75 * shared_memory_limit((9, 0)) < inspection.shared <= shared_memory_limit((9, 0))
 # Three consumers, each with QK and PV in its loop: 8 wgmmas of depth 16 each.
 assert inspection.count("HGMMA") == 3 * 2 * 8
@@ -145,6 +157,8 @@ SASS = """
         /*0010*/                   LDL R2, [R1] ;
 .L_x_2:
         /*0020*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT ;
+.L_x_9:
+        /*0028*/              @!P2 BRA `(.L_x_9) ;
         /*0030*/              @!P0 BRA `(.L_x_3) ;
         /*0040*/               @P0 BRA `(.L_x_2) ;
 .L_x_3:
@@ -152,14 +166,18 @@ SASS = """
 """
 
 
-@pytest.mark.parametrize(("line", "spills"), [("0020", True), ("0010", False), ("0050", False)])
-def test_spills_count_in_innermost_loops(monkeypatch, line, spills):
-    """Beside the instructions before and in the outer loop, one more in front of a line."""
+@pytest.mark.parametrize(("line", "spills"), [("0020", True), ("0030", True), ("0010", False), ("0050", False)])
+def test_spills_count_in_the_loop_around_a_product(line, spills):
+    """Beside those before and in the outer loop, one more in front of a line. The loop has a loop that waits in it."""
     where = f"        /*{line}*/"
     assert SASS.count(where) == 1
     sass = SASS.replace(where, f"        /*ffff*/   @P2 LDL.LU R4, [R1] ;\n{where}")
-    monkeypatch.setattr(aot, "_disassemble", lambda cubin: sass.splitlines())
-    assert aot._innermost_loops_spill(b"") is spills
+    assert aot._loops_spill(sass.splitlines()) is spills
+
+
+def test_spills_count_where_no_loop_is_found():
+    sass = [line for line in SASS.splitlines() if "BRA" not in line]
+    assert aot._loops_spill(sass)
 
 
 def test_an_architecture_may_have_no_cases():

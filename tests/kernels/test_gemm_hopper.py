@@ -13,6 +13,7 @@ SHAPES = [
     (2, 1000, 1544, 200),
     (3, 300, 136, 1544),
     (1, 20000, 528, 40),
+    (1, 2000, 264, 8960),
 ]
 GUARD_ROWS = 256  # after the result: no tile may reach into them
 SKIPS = {

@@ -43,6 +43,20 @@ def test_matches_the_oracle(shape, modulation, affine, device):
         check(x, weight, bias, scale, shift)
 
 
+@pytest.mark.parametrize("modulation", ["sample", "shared", "token"])
+def test_programs_walk_several_tiles_of_rows(modulation, device):
+    device = torch_device(device)
+    B, S, C = (2, 400, 5120) if device.type == "cpu" else (2, 4000, 5120)
+    x = torch.randn(B, S, C, device=device)
+    check(x, scale=(s := torch.randn(2, *MODULATIONS[modulation](B, S, C), device=device))[0], shift=s[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("C", [16384, 32768])
+def test_rows_too_wide_to_be_in_flight(C):
+    check(torch.randn(1, 3, C, device="cuda"), weight=torch.randn(C, device="cuda"))
+
+
 def test_parameters_of_other_dtypes_and_shapes(device):
     device = torch_device(device)
     x = torch.randn(2, 5, 24, device=device).half()

@@ -2,6 +2,8 @@ import sys
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
 from turbo_rcm_patch.kernels import linear_skip, reference
@@ -10,7 +12,6 @@ from turbo_rcm_patch.kernels.coefficient import canonical_coefficient
 gemm = sys.modules["turbo_rcm_patch.kernels.gemm"]
 
 # (B, S, C, K): K = 24 is read through descriptors where the GPU has TMA, an odd K through pointers.
-# S = 600 makes more than one group of row tiles.
 SHAPES = [(1, 1, 5, 3), (2, 7, 40, 24), (3, 63, 130, 33), (2, 129, 96, 72), (1, 600, 70, 8)]
 SKIPS = {
     "one": lambda B, S, C: (1.0, 1.0),
@@ -75,6 +76,20 @@ def test_every_tile(dtype, descriptors, tiles, device, monkeypatch):
     actual = linear_skip(*tensors, c_skip=c_skip, c_out=c_out, implementation="triton")
     low = expected(*tensors, c_skip, c_out)
     assert_no_worse(actual, low, expected(*tensors, c_skip, c_out, torch.float64))
+
+
+@pytest.mark.parametrize("group", [1, 3, 8, 100])
+def test_every_tile_is_visited_once(group, device):
+    """Of two samples of eight row tiles, in groups that may leave a smaller one."""
+    seen = torch.zeros(2, 8, 5, dtype=torch.int32, device=torch_device(device))
+    _visit[80,](seen, 8, 5, gemm.GROUP_ELEMENTS.value // group)
+    assert (seen == 1).all()
+
+
+@triton.jit
+def _visit(seen, row_tiles, column_tiles, elements):
+    sample, row, column = gemm.locate_tile(tl.program_id(0), row_tiles, column_tiles, elements)
+    tl.atomic_add(seen + (sample * row_tiles + row) * column_tiles + column, 1)
 
 
 def test_tiles_fill_the_gpu():

@@ -264,7 +264,7 @@ def test_attention_backends(monkeypatch):
 )
 def test_sdpa_where_it_is_faster_or_asked_for(monkeypatch, config, taken):
     asked = []
-    monkeypatch.setattr(kernels, "sdpa_is_faster", lambda *_, with_backward: asked.append(with_backward) or True)
+    monkeypatch.setattr(kernels, "sdpa_is_faster", lambda *_, **circumstances: asked.append(circumstances) or True)
     implementations = []
     monkeypatch.setattr(
         kernels, "attention", lambda q, k, v, residual, implementation: implementations.append(implementation) or q
@@ -274,7 +274,8 @@ def test_sdpa_where_it_is_faster_or_asked_for(monkeypatch, config, taken):
     with torch.no_grad():
         attend(attn, q, q, q, trp.PatchConfig(**config))
     assert implementations == [taken] * 2
-    assert asked == ([True, False] if config == {} else [])
+    expected = [{"with_residual": False, "with_backward": value} for value in (True, False)]
+    assert asked == (expected if config == {} else [])
 
 
 def test_a_custom_processor_is_kept():

@@ -106,7 +106,7 @@ def _format_speedups(result: OpResult) -> str:
     for rival, speedup in result.speedups.items():
         target = result.targets.get(rival)
         missed = "" if target is None or speedup >= target else f" (below {target:g})"
-        parts.append(f"{speedup:.2f} of {rival}{missed}")
+        parts.append(f"{speedup:.3f} of {rival}{missed}")
     return ", ".join(parts)
 
 

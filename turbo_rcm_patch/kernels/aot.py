@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -31,6 +32,7 @@ SHARED_MEMORY = {
     (11, 0): 227 << 10,
 }
 SMALLEST_SHARED_MEMORY = 99 << 10  # (8, 6), (8, 9), (12, 0), (12, 1)
+TRITON_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,8 @@ class AotCase:
 
     signature: every argument in order and its Triton type: "*bf16", "i32", "fp32", "constexpr",
     "tensordesc<bf16[128, 64]>". divisible_by_16: the pointers and integers that are multiples of 16.
-    may_spill_outside_loops: a kernel of warps with roles holds what only some of them need in memory, which costs
-    nothing outside of the innermost loops.
+    may_spill_outside_loops: a kernel of warps with roles keeps in memory what only some of them need, which costs
+    nothing outside of the loops that multiply matrices.
     """
 
     name: str
@@ -55,11 +57,12 @@ class AotCase:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What the compiler made of a case. spills, of those that count, and shared are in bytes; warnings are the lines of
-    ptxas that name a performance loss."""
+    """What the compiler made of a case. spills and shared are in bytes; loops_spill: whether spilled registers are read
+    or written where matrices are multiplied; warnings are the lines of ptxas that name a performance loss."""
 
     registers: int
     spills: int
+    loops_spill: bool
     shared: int
     warnings: tuple[str, ...]
     has_low_precision_dot: bool
@@ -84,11 +87,10 @@ def inspect(case: AotCase, capability: tuple[int, int]) -> Inspection:
     """Compile the case for a compute capability, as (9, 0), and report on it."""
     compiled, log = _compile(case, capability)
     spills = sum(int(size) for size in re.findall(r"(\d+) bytes spill", log))
-    if case.may_spill_outside_loops and not _innermost_loops_spill(compiled.asm["cubin"]):
-        spills = 0
     return Inspection(
         registers=int(re.search(r"Used (\d+) registers", log)[1]),
         spills=spills,
+        loops_spill=spills > 0 and _loops_spill(_disassemble(compiled.asm["cubin"])),
         shared=compiled.metadata.shared,
         warnings=tuple(line.strip() for line in log.splitlines() if re.search(r"C75\d\d|serializ", line)),
         has_low_precision_dot=_has_low_precision_dot(compiled.asm),
@@ -128,17 +130,18 @@ def _source_class(kernel) -> type[ASTSource]:
     return GluonASTSource
 
 
-def _innermost_loops_spill(cubin: bytes) -> bool:
-    """Whether a loop without a loop in it reads or writes registers that are kept in local memory."""
-    lines = _disassemble(cubin)
-    labels = {line.strip().rstrip(":"): index for index, line in enumerate(lines) if line.startswith(".L_")}
+def _loops_spill(sass: list[str]) -> bool:
+    """Whether a spilled register is read or written in the smallest loop around a matrix product, or there is none."""
+    labels = {line.strip().rstrip(":"): index for index, line in enumerate(sass) if line.startswith(".L_")}
+    opcodes = [_opcode(line) or "" for line in sass]
     loops = []
-    for index, line in enumerate(lines):
-        branch = re.search(r"\bBRA `\((\.L_\w+)\)", line)
-        if branch and labels[branch[1]] < index:
+    for index, line in enumerate(sass):
+        branch = re.search(r"\bBRA(?:\.\w+)* `\((\.L_\w+)\)", line)
+        if branch and labels.get(branch[1], len(sass)) < index:
             loops.append(range(labels[branch[1]], index + 1))
-    innermost = [a for a in loops if not any(a != b and a.start <= b.start and b.stop <= a.stop for b in loops)]
-    return any((_opcode(lines[index]) or "").startswith(("STL", "LDL")) for loop in innermost for index in loop)
+    products = [index for index, opcode in enumerate(opcodes) if re.match(r"\w*MMA\b", opcode)]
+    around = [min((loop for loop in loops if index in loop), key=len, default=range(len(sass))) for index in products]
+    return any(opcodes[index].startswith(("STL", "LDL")) for loop in set(around) for index in loop)
 
 
 def _opcode(line: str) -> str | None:

@@ -6,7 +6,6 @@ program per tile of queries. The probabilities are computed again, from the logs
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -15,6 +14,7 @@ import triton.language as tl
 
 from .aot import AotCase
 from .attention_tiles import (
+    LOG2_E,
     Tile,
     attention_aot_case,
     block_d,
@@ -28,7 +28,6 @@ from .attention_tiles import (
 from .dispatch import device_properties
 from .tma import head_strides
 
-LOG2_E = math.log2(math.e)
 DELTA_ROWS = 32
 
 

@@ -6,7 +6,6 @@ online softmax in base 2.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -15,6 +14,7 @@ import triton.language as tl
 
 from .aot import AotCase
 from .attention_tiles import (
+    LOG2_E,
     attention_aot_case,
     block_d,
     choose_tile,
@@ -27,8 +27,6 @@ from .attention_tiles import (
 from .coefficient import ONE, PER_CHANNEL, coefficient_kind, coefficient_strides, load_coefficient
 from .dispatch import device_properties
 from .tma import head_strides
-
-LOG2_E = math.log2(math.e)
 
 
 def attention_forward(

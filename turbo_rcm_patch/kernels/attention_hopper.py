@@ -10,7 +10,6 @@ the end; a second kernel joins the parts (Flash-Decoding, Dao et al. 2023).
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,7 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .aot import AotCase
+from .aot import TRITON_NAMES, AotCase
+from .attention_tiles import LOG2_E
 from .dispatch import device_properties, is_hopper
 from .tma import head_strides, heads_fit_tma
 
@@ -27,7 +27,7 @@ try:  # Gluon is experimental: its names change between releases of Triton
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from .attention_hopper_kernel import CONSUMERS, KEYS, QUERIES, attention_kernel
-except ImportError as error:
+except (ImportError, AttributeError) as error:
     GLUON_ERROR = str(error)
 else:
     GLUON_ERROR = None
@@ -35,13 +35,12 @@ else:
 
 CAPABILITY = (9, 0)
 HEAD_DIMS = (64, 128)
-TRITON_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+DTYPES = (torch.bfloat16, torch.float16)
 MAX_PARTS = 16
 # In the time of one tile of keys: what an item takes besides its keys, and what joining parts takes.
 ITEM_COST = 4
 JOIN_COST = 8
 JOIN_ROWS = 16
-LOG2_E = math.log2(math.e)
 
 
 def why_not_on(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
@@ -50,7 +49,7 @@ def why_not_on(device: torch.device, dtype: torch.dtype, head_dim: int) -> str |
         return "no GPU of sm_90"
     if GLUON_ERROR is not None:
         return f"Gluon of Triton {triton.__version__}: {GLUON_ERROR}"
-    if dtype not in TRITON_NAMES:
+    if dtype not in DTYPES:
         return f"{str(dtype).removeprefix('torch.')} tensors"
     if head_dim not in HEAD_DIMS:
         return f"head_dim {head_dim}"
@@ -255,5 +254,5 @@ def _case(name: str, kernel, types: dict[str, str], constants: dict[str, object]
         divisible_by_16=tuple(argument for argument, kind in types.items() if kind.startswith("*")),
         num_warps=4,
         num_stages=3,
-        may_spill_outside_loops=True,
+        may_spill_outside_loops=kernel.is_gluon(),
     )

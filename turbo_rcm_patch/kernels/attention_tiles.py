@@ -6,6 +6,7 @@ Both give zeros past a sample's last token and past the head_dim.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -13,10 +14,10 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .aot import AotCase
+from .aot import TRITON_NAMES, AotCase
 from .tma import TMA_CAPABILITY, head_strides, heads_fit_tma
 
-TRITON_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+LOG2_E = math.log2(math.e)
 
 
 class Tile(NamedTuple):

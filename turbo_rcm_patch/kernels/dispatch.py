@@ -46,7 +46,9 @@ def device_properties(device: torch.device) -> tuple[tuple[int, int], int]:
 
 def is_hopper(device: torch.device) -> bool:
     """Whether it is a GPU of sm_90, NVIDIA's."""
-    return device.type == "cuda" and torch.version.hip is None and device_properties(device)[0] == (9, 0)
+    # torch.compile warns of cached functions, as device_properties is, where it traces them.
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def why_not_triton(*tensors: torch.Tensor | None, has_gradient: bool) -> str | None:

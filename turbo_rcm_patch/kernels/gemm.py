@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .aot import AotCase
+from .aot import TRITON_NAMES, AotCase
 from .dispatch import device_properties
 from .tma import TMA_CAPABILITY, matrix_fits_tma
 
@@ -24,7 +24,6 @@ from .tma import TMA_CAPABILITY, matrix_fits_tma
 GROUP_ELEMENTS = tl.constexpr(8 << 20)
 # Columns that an epilogue takes at once. A whole tile would need more registers and shared memory than there are.
 EPILOGUE_COLUMNS = tl.constexpr(64)
-TRITON_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 @dataclass(frozen=True)
@@ -154,7 +153,8 @@ def gemm(
 @triton.jit
 def locate_tile(tile, row_tiles, column_tiles, elements):
     """The sample, row tile and column tile of a tile: down before across in groups of row tiles of so many elements."""
-    group = tl.maximum(tl.cast(GROUP_ELEMENTS, tl.int32) // elements, 1)
+    group = tl.cast(GROUP_ELEMENTS, tl.int32) // tl.maximum(elements, 1)
+    group = tl.minimum(tl.maximum(group, 1), row_tiles)
     sample = tile // (row_tiles * column_tiles)
     within_sample = tile % (row_tiles * column_tiles)
     first_row = within_sample // (group * column_tiles) * group

@@ -22,7 +22,7 @@ try:  # Gluon is experimental: its names change between releases of Triton
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from .gemm_hopper_kernel import gemm_kernel, gemm_of_three_kernel
-except ImportError as error:
+except (ImportError, AttributeError) as error:
     GLUON_ERROR = str(error)
 else:
     GLUON_ERROR = None

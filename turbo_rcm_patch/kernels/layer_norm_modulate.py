@@ -23,7 +23,8 @@ from .dispatch import device_properties, kernel_op, use_triton
 ELEMENTS_PER_THREAD = 32
 MINIMUM_ELEMENTS = 4096  # per program at a time; shorter rows are taken together
 PROGRAMS = 4  # per multiprocessor
-STAGES = 3  # rows in flight per program
+STAGES = 3  # of rows in flight per program, unless they take more shared memory than every GPU has
+SHARED_MEMORY = 96 << 10
 
 
 def layer_norm_modulate(
@@ -88,7 +89,7 @@ def _layer_norm_modulate(
         x = x.contiguous()
     weight, bias = (None if p is None else p.contiguous() for p in (weight, bias))
     kinds = coefficient_kind(scale), coefficient_kind(shift)
-    tile = _tile(C, varies=PER_TOKEN in kinds)
+    tile = _tile(C, x.element_size(), varies=PER_TOKEN in kinds)
     programs = max(1, device_properties(x.device)[1] * PROGRAMS // B)
     with torch.cuda.device_of(out):
         _layer_norm_modulate_kernel[min(triton.cdiv(S, tile["ROWS"]), programs), B](
@@ -117,12 +118,13 @@ def _(x, weight, bias, scale, shift, eps):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _tile(C: int, varies: bool) -> dict[str, int]:
+def _tile(C: int, element_size: int, varies: bool) -> dict[str, int]:
     """varies: whether the modulation does, by token; it would take shared memory of its own for rows in flight."""
     block = triton.next_power_of_2(C)
     rows = max(1, MINIMUM_ELEMENTS // block)
     num_warps = min(32, rows * block // 32 // ELEMENTS_PER_THREAD)
-    return {"ROWS": rows, "BLOCK": block, "STAGES": 1 if varies else STAGES, "num_warps": num_warps}
+    fits = (STAGES - 1) * rows * block * element_size < SHARED_MEMORY
+    return {"ROWS": rows, "BLOCK": block, "STAGES": STAGES if fits and not varies else 1, "num_warps": num_warps}
 
 
 @triton.jit
@@ -166,21 +168,24 @@ def _layer_norm_modulate_kernel(
 
 
 def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
-    """What the Wan models launch: a norm with weight and bias, and modulation per channel or per token."""
+    """What the Wan models launch: a norm with weight and bias, and modulation per channel or per token; and rows too
+    wide to be in flight."""
     for C in (1536, 5120):
         yield _aot_case(C, affine=True, kind=0)
         yield _aot_case(C, affine=False, kind=PER_CHANNEL)
         yield _aot_case(C, affine=False, kind=PER_TOKEN)
+    yield _aot_case(5120, affine=False, kind=PER_CHANNEL, element="fp32")
+    yield _aot_case(16384, affine=False, kind=PER_CHANNEL, element="fp32")
 
 
-def _aot_case(C: int, affine: bool, kind: int) -> AotCase:
-    tile = _tile(C, varies=kind == PER_TOKEN)
+def _aot_case(C: int, affine: bool, kind: int, element: str = "bf16") -> AotCase:
+    tile = _tile(C, {"bf16": 2, "fp32": 4}[element], varies=kind == PER_TOKEN)
     num_warps = tile.pop("num_warps")
     constants = {"SCALE": kind, "SHIFT": kind, "scale_stride_c": 1, "shift_stride_c": 1, **tile}
     constants |= dict.fromkeys(("scale", "shift") if affine else ("weight", "bias"))
-    types = dict.fromkeys(("x", "out"), "*bf16") | dict.fromkeys(("weight", "bias", "scale", "shift"), "*fp32")
+    types = dict.fromkeys(("x", "out"), f"*{element}") | dict.fromkeys(("weight", "bias", "scale", "shift"), "*fp32")
     types |= {"eps": "fp32"} | dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "i32") for name in _layer_norm_modulate_kernel.arg_names}
     aligned = (n for n, t in signature.items() if t.startswith("*") or n == "C" or ("_stride_" in n and t == "i32"))
-    name = f"layer_norm_modulate {C} {'affine' if affine else f'modulation={kind}'}"
+    name = f"layer_norm_modulate {element} {C} {'affine' if affine else f'modulation={kind}'}"
     return AotCase(name, _layer_norm_modulate_kernel, signature, constants, tuple(aligned), num_warps, num_stages=3)

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 from . import gemm_hopper, reference
-from .aot import AotCase
+from .aot import TRITON_NAMES, AotCase
 from .dispatch import kernel_op, use_triton
-from .gemm import TRITON_NAMES, aot_case, check_linear, gemm, launch, tile_candidates
+from .gemm import aot_case, check_linear, gemm, launch, tile_candidates
 from .tma import TMA_CAPABILITY
 
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from . import gemm_hopper, reference
-from .aot import AotCase
+from .aot import TRITON_NAMES, AotCase
 from .coefficient import (
     ONE,
     PER_CHANNEL,
@@ -26,7 +26,7 @@ from .coefficient import (
     load_coefficient,
 )
 from .dispatch import kernel_op, use_triton
-from .gemm import TRITON_NAMES, Tiles, aot_case, check_linear, gemm, launch, tile_candidates
+from .gemm import Tiles, aot_case, check_linear, gemm, launch, tile_candidates
 from .tma import TMA_CAPABILITY
 
 

@@ -43,6 +43,12 @@ class Patch:
         patched = (model for model in self.transformers.values() if _JOURNAL in model.__dict__)
         return sum(wan.graph_of(model).reserved_bytes or 0 for model in patched)
 
+    @property
+    def graphs(self) -> int:
+        """How many CUDA graphs of the patched models there are."""
+        patched = (model for model in self.transformers.values() if _JOURNAL in model.__dict__)
+        return sum(wan.graph_of(model).kept for model in patched)
+
     def summary(self) -> str:
         """A table of blocks, what is fused with which kernel, and what falls back and why, as of now; CUDA graphs.
 

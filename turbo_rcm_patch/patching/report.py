@@ -9,7 +9,10 @@ from diffusers.utils.torch_utils import get_module_execution_device
 
 Rows = list[tuple[str, str, str, dict[str, int]]]
 HEADER = ("sub-layer", "step", "kernel", "fused", "falls back because")
-FOOTER = "under autograd the norms, RoPE, QKV and GELU run as torch ops; under autocast blocks run diffusers' code"
+FOOTER = (
+    "under autograd the norms, RoPE, QKV, GELU and on sm_90 attention run as torch ops, as QKV does for few tokens; "
+    "under autocast blocks run diffusers' code"
+)
 
 
 def summary_table(

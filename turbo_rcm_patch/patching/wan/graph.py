@@ -115,6 +115,11 @@ class WanGraph:
         return self._why_not_now() is None and self._graphs.kept > 0
 
     @property
+    def kept(self) -> int:
+        """How many graphs there are."""
+        return self._graphs.kept
+
+    @property
     def reserved_bytes(self) -> int | None:
         """Memory that only the graphs can use; None where the allocator does not tell."""
         return self._graphs.reserved_bytes

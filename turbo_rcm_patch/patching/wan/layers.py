@@ -94,7 +94,9 @@ def attend(
     """
     if why_not_own_attention(attn) is None:
         with_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        implementation = attention_implementation(config, q.device, q.dtype, q.shape[-1], with_backward=with_backward)
+        implementation = attention_implementation(
+            config, q.device, q.dtype, q.shape[-1], with_residual=added_to is not None, with_backward=with_backward
+        )
         return kernels.attention(q, k, v, residual=added_to, implementation=implementation)
     processor = attn.processor
     parallel_config = None if crossing else processor._parallel_config
@@ -103,13 +105,16 @@ def attend(
 
 
 def attention_implementation(
-    config: PatchConfig, device: torch.device, dtype: torch.dtype, head_dim: int, *, with_backward: bool = False
+    config: PatchConfig, device: torch.device, dtype: torch.dtype, head_dim: int, **circumstances: bool
 ) -> str:
-    """The implementation argument for `kernels.attention` on this device: "torch" is PyTorch's SDPA."""
+    """The implementation argument for `kernels.attention` on this device: "torch" is PyTorch's SDPA.
+
+    circumstances: with_residual and with_backward, as for `kernels.sdpa_is_faster`.
+    """
     if config.attention == "sdpa":
         return "torch"
     chooses = config.attention == "auto" and config.implementation == "auto"
-    if chooses and kernels.sdpa_is_faster(device, dtype, head_dim, with_backward=with_backward):
+    if chooses and kernels.sdpa_is_faster(device, dtype, head_dim, **circumstances):
         return "torch"
     return config.implementation
 
