@@ -195,6 +195,8 @@ def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scale_log2):
         item, sample, head, row, first, end = _locate(use, sizes)
         row += INDEX * QUERIES
         key_tiles = end - first
+        keys = kv_tokens - (end - 1) * KEYS  # of the last tile, which comes first
+        partial = gl.where(keys < KEYS, key_tiles, 0)
         mbarrier.wait(q_full.index(INDEX), use & 1)
         queries = q_smem.index(INDEX).reshape([QUERIES, HEAD_DIM])
         row_max = gl.full([QUERIES], float("-inf"), gl.float32, ROWS)
@@ -208,9 +210,8 @@ def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scale_log2):
             _end_turn(INDEX)
             scores = warpgroup_mma_wait(0, deps=(scores,))
             _release(K_EMPTY + stage)
-            # The last tile of keys comes first. The branch also keeps ptxas from moving the release below the softmax.
-            if rest == key_tiles:
-                scores = _mask(scores, kv_tokens - (end - 1) * KEYS)
+            if rest == partial:  # this branch also keeps ptxas from moving the release below the softmax
+                scores = _mask(scores, keys)
             weights, row_max, row_sum, correction = _softmax(scores, row_max, row_sum, scale_log2)
             p = gl.convert_layout(weights.to(DTYPE), P_LAYOUT)
             acc *= gl.convert_layout(correction, gl.SliceLayout(1, OUTPUT))[:, None]
