@@ -1,4 +1,5 @@
-"""Write the README's measured and evaluated sections from the JSON files in results/: no figure is typed by hand.
+"""Write the README's measured and evaluated sections and its charts from the JSON files in results/: no figure is typed by
+hand.
 
 python scripts/readme_results.py
 """
@@ -15,7 +16,11 @@ ROOT = Path(__file__).resolve().parent.parent
 MEASURED = "<!-- measured: written by scripts/readme_results.py -->", "<!-- end of measured -->"
 EVALUATED = "<!-- evaluated: written by scripts/readme_results.py -->", "<!-- end of evaluated -->"
 TRAINING = "training.json"
-STEPS_HEADER = "| run | variant | step, ms | speed-up | peak memory, GiB | latents, rel. L2 to eager |"
+STEPS_HEADER = (
+    "| run | variant | step, ms | over eager | over compile | target | peak memory, GiB | latents, rel. L2 to eager |"
+)
+# What is asked of a patched step over regional torch.compile.
+STEP_TARGETS = {"wan2.1-1.3b": 1.2, "wan2.1-1.3b-17-frames": 1.2, "wan2.1-14b-4-layers": 1.12}
 OPS_HEADER = "| op, bf16 | ours, ms | rival | rival, ms | speed-up | target | error, ours / rival |"
 TRAFFIC_HEADER = "| what | implementation | read, MB | written, MB | passes | source |"
 SOURCES = {"counters": "measured by Nsight Compute", "shapes": "counted from shapes"}
@@ -23,15 +28,22 @@ NAMES = {"unpatched": "eager diffusers", "torch.compile": "regional torch.compil
 
 
 def main() -> int:
+    for path in result_files(ROOT / "results"):
+        draw_charts(json.loads(path.read_text())["runs"], path.with_suffix(".png"))
     readme = ROOT / "README.md"
     readme.write_text(with_results(readme.read_text(), ROOT / "results"))
     return 0
 
 
+def result_files(folder: Path) -> list[Path]:
+    """The results of each GPU."""
+    return [path for path in sorted(folder.glob("*.json")) if path.name != TRAINING]
+
+
 def with_results(text: str, folder: Path) -> str:
     """The README's text with the sections between the markers rendered from the folder's results files."""
     training = json.loads((folder / TRAINING).read_text()) if (folder / TRAINING).exists() else None
-    files = {path: json.loads(path.read_text()) for path in sorted(folder.glob("*.json")) if path.name != TRAINING}
+    files = {path: json.loads(path.read_text()) for path in result_files(folder)}
     measured = (_measured(f"results/{path.name}", results["runs"]) for path, results in files.items())
     text = _replace(text, MEASURED, measured)
     evaluated = (_evaluated(f"results/{path.name}", results["runs"], training) for path, results in files.items())
@@ -59,6 +71,7 @@ def _measured(file: str, runs: dict) -> str:
         f"\n{environment['gpu']}, {versions}. `{file}`, written by `python scripts/gpu_session.py --results results`."
     ]
     if steps:
+        parts.append(f"![Steps, memory traffic and attention modules]({file.removesuffix('.json')}.png)")
         parts.append(
             "One denoising step, the median over steps of medians over repeats; all variants in turns in one process:"
         )
@@ -154,15 +167,27 @@ def _step_rows(name: str, run: dict) -> list[str]:
     label = f"{settings.get('config') or settings['model']}, {size}, `{name}`"
     if "layers" in settings:
         label = label.replace(",", f" ({settings['layers']} layers),", 1)
-    eager = run["variants"][0]
-    return [_step_row(label if variant is eager else "", variant, eager) for variant in run["variants"]]
+    steps = {variant["name"]: _milliseconds(variant) for variant in run["variants"]}
+    rows = []
+    for variant in run["variants"]:
+        step = steps[variant["name"]]
+        over_eager, over_compile = (_speedup(steps.get(rival), step) for rival in ("unpatched", "torch.compile"))
+        target = STEP_TARGETS.get(name, "") if variant["name"] == "patched" else ""
+        if target and "torch.compile" in steps and steps["torch.compile"] < target * step:
+            over_compile = f"**{over_compile}**"
+        memory = f"{variant['timings']['peak_memory'] / 2**30:.2f}"
+        error = "" if variant["latents"] is None else f"{variant['latents']['relative_l2']:.1e}"
+        cells = (NAMES[variant["name"]], f"{step:.1f}", over_eager, over_compile, target, memory, error)
+        rows.append(f"| {'' if rows else label} | {' | '.join(map(str, cells))} |")
+    return rows
 
 
-def _step_row(label: str, variant: dict, eager: dict) -> str:
-    step, eager_step = (statistics.median(v["timings"]["steps"]) * 1e3 for v in (variant, eager))
-    memory = variant["timings"]["peak_memory"] / 2**30
-    error = "" if variant["latents"] is None else f"{variant['latents']['relative_l2']:.1e}"
-    return f"| {label} | {NAMES[variant['name']]} | {step:.1f} | {eager_step / step:.2f}× | {memory:.2f} | {error} |"
+def _milliseconds(variant: dict) -> float:
+    return statistics.median(variant["timings"]["steps"]) * 1e3
+
+
+def _speedup(rival: float | None, step: float) -> str:
+    return "" if rival is None else f"{rival / step:.2f}×"
 
 
 def _evaluated(file: str, runs: dict, training: dict | None) -> str:
@@ -201,6 +226,58 @@ def _percent(share: float | None) -> str:
 
 def _decibels(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
+
+
+def draw_charts(runs: dict, path: Path) -> None:
+    """Denoising steps, DRAM passes of a block, and attention modules beside each other, in an image file."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 4.5), layout="constrained")
+    steps, traffic, modules = figure.subplots(1, 3)
+    _draw_steps({name: run for name, run in runs.items() if "variants" in run}, steps)
+    _draw_traffic([run for run in runs.values() if run.get("settings", {}).get("case") == "Wan block"], traffic)
+    _draw_modules(runs.get("implementations", {"rows": []})["rows"], modules)
+    figure.savefig(path, dpi=100)
+
+
+def _draw_steps(runs: dict, axes) -> None:
+    for place, run in enumerate(runs.values()):
+        eager, *_ = variants = run["variants"]
+        for index, variant in enumerate(variants):
+            speedup = _milliseconds(eager) / _milliseconds(variant)
+            axes.bar(place + 0.27 * index, speedup, 0.25, color=f"C{index}", label=NAMES[variant["name"]])
+    axes.set_xticks([place + 0.27 for place in range(len(runs))], runs, fontsize="small")
+    axes.set_title("denoising step, speed-up over eager", fontsize="medium")
+    _draw_legend(axes)
+
+
+def _draw_traffic(runs: list[dict], axes) -> None:
+    for run in runs:
+        for one in run["implementations"]:
+            if one["refused"] is None:
+                label = f"{run['settings']['config']}\n{one['name']}"
+                read, written = (one[key] / run["pass_bytes"] for key in ("read", "written"))
+                axes.barh(label, read, color="C0", label="read")
+                axes.barh(label, written, left=read, color="C1", label="written")
+    axes.invert_yaxis()
+    axes.set_title("DRAM traffic of a block, passes of [tokens, channels]", fontsize="medium")
+    _draw_legend(axes)
+
+
+def _draw_modules(rows: list[dict], axes) -> None:
+    shown = [row for row in rows if (row["dtype"], row["mode"], row["C"]) == ("bfloat16", "forward", 768)]
+    for name in dict.fromkeys(row["implementation"] for row in shown):
+        points = sorted((row["N"], row["speedup"]) for row in shown if row["implementation"] == name and row["B"] == 4)
+        axes.plot(*zip(*points, strict=True), marker="o", label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("tokens (4 samples, 768 channels, 12 heads)")
+    axes.set_title("attention modules, bf16 forward, over two_pass", fontsize="medium")
+    _draw_legend(axes)
+
+
+def _draw_legend(axes) -> None:
+    by_label = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    axes.legend(by_label.values(), by_label.keys(), fontsize="small")
 
 
 if __name__ == "__main__":

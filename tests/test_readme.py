@@ -15,6 +15,42 @@ def test_measured_and_evaluated_sections_are_rendered_from_the_results():
     assert readme_results.with_results(text, ROOT / "results") == text
 
 
+def _step_run(name, compiled, patched):
+    def variant(name, step):
+        return {"name": name, "timings": {"steps": [step, step], "peak_memory": 2**30}, "latents": None}
+
+    variants = [variant("unpatched", 0.9), variant("torch.compile", compiled), variant("patched", patched)]
+    settings = {"config": name, "num_frames": 5, "height": 16, "width": 32}
+    environment = {"gpu": "GPU X", "torch": "2", "triton": "3", "diffusers": "0"}
+    return {"settings": settings, "variants": variants, "environment": environment}
+
+
+def test_steps_are_compared_with_eager_and_with_compile():
+    run = _step_run("wan2.1-1.3b", compiled=0.6, patched=0.5)
+    assert readme_results._step_rows("wan2.1-1.3b", run)[2] == (
+        "|  | patched (exact) | 500.0 | 1.80× | 1.20× | 1.2 | 1.00 |  |"
+    )
+    run = _step_run("wan2.1-1.3b", compiled=0.59, patched=0.5)
+    assert "| 1.80× | **1.18×** | 1.2 |" in readme_results._step_rows("wan2.1-1.3b", run)[2]
+    assert "| 1.80× | 1.18× |  |" in readme_results._step_rows("another", run)[2]
+
+
+def test_charts(tmp_path):
+    traffic = {"name": "eager", "read": 2e9, "written": 1e9, "refused": None}
+    block = {"case": "Wan block", "config": "wan2.1-1.3b"}
+    size = {"B": 4, "N": 16, "C": 768, "dtype": "bfloat16", "mode": "forward"}
+    runs = {
+        "wan2.1-1.3b": _step_run("wan2.1-1.3b", compiled=0.6, patched=0.5),
+        "traffic": {"settings": block, "pass_bytes": 80, "implementations": [traffic]},
+        "implementations": {"rows": [{**size, "implementation": "two_pass", "speedup": 1.0}]},
+    }
+    readme_results.draw_charts(runs, tmp_path / "all.png")
+    readme_results.draw_charts({}, tmp_path / "none.png")
+    whole, nothing = ((tmp_path / name).read_bytes() for name in ("all.png", "none.png"))
+    assert whole.startswith(b"\x89PNG")
+    assert len(whole) > len(nothing)
+
+
 def test_an_evaluation_and_its_training_become_a_table(tmp_path):
     def accuracy(share):
         part = {"share": share, "right": 1, "asked": 2, "standard_error": 0.0123}
