@@ -1,5 +1,4 @@
-"""Write the README's measured and evaluated sections and its charts from the JSON files in results/: no figure is typed by
-hand.
+"""Write the README's measured and evaluated sections and its charts from the JSON files in results/, every figure of them.
 
 python scripts/readme_results.py
 """
