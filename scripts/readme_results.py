@@ -1,4 +1,4 @@
-"""Write the README's measured and evaluated sections and its charts from the JSON files in results/, every figure of them.
+"""Write the README's measured and evaluated sections and its charts, all from the JSON files in results/.
 
 python scripts/readme_results.py
 """
