@@ -78,17 +78,20 @@ def test_every_tile(dtype, descriptors, tiles, device, monkeypatch):
     assert_no_worse(actual, low, expected(*tensors, c_skip, c_out, torch.float64))
 
 
-@pytest.mark.parametrize("group", [1, 3, 8, 100])
-def test_every_tile_is_visited_once(group, device):
-    """Of two samples of eight row tiles, in groups that may leave a smaller one."""
-    seen = torch.zeros(2, 8, 5, dtype=torch.int32, device=torch_device(device))
-    _visit[80,](seen, 8, 5, gemm.GROUP_ELEMENTS.value // group)
+@pytest.mark.parametrize("column_tiles", [5, 17])
+@pytest.mark.parametrize("row_tiles", [3, 30, 42])
+@pytest.mark.parametrize("rows_in_l2", [1, 20])
+def test_every_tile_is_visited_once(row_tiles, column_tiles, rows_in_l2, device):
+    """Of two samples, in groups of 4, 14 or 20 row tiles, the last of which may be smaller."""
+    seen = torch.zeros(2, row_tiles, column_tiles, dtype=torch.int32, device=torch_device(device))
+    elements = gemm.L2_ELEMENTS.value // rows_in_l2
+    _visit[seen.numel(),](seen, row_tiles, column_tiles, elements)
     assert (seen == 1).all()
 
 
 @triton.jit
 def _visit(seen, row_tiles, column_tiles, elements):
-    sample, row, column = gemm.locate_tile(tl.program_id(0), row_tiles, column_tiles, elements)
+    sample, row, column = gemm.locate_tile(tl.program_id(0), row_tiles, column_tiles, elements, elements)
     tl.atomic_add(seen + (sample * row_tiles + row) * column_tiles + column, 1)
 
 

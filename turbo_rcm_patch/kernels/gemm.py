@@ -19,9 +19,13 @@ from .aot import TRITON_NAMES, AotCase
 from .dispatch import device_properties
 from .tma import TMA_CAPABILITY, matrix_fits_tma
 
-# Elements of a that stay in L2 while all columns of the weight pass by: 16 MiB in 16 bits. The fewer such groups of row
-# tiles there are, the fewer times the weight is read.
-GROUP_ELEMENTS = tl.constexpr(8 << 20)
+# Tiles are numbered such that those of programs that run together share operands, which L2 then reads once. A weight
+# that stays in L2, or is no wider than what runs together, is passed by few row tiles at a time. A larger one is read
+# once for every group of row tiles: so many that their rows stay in L2, at least as many as make what runs square.
+L2_ELEMENTS = tl.constexpr(8 << 20)  # a part of the L2 of every GPU since sm_80: 16 MiB in 16 bits
+NARROW = tl.constexpr(16)  # column tiles
+FEW_ROW_TILES = tl.constexpr(4)
+SQUARE_ROW_TILES = tl.constexpr(14)
 # Columns that an epilogue takes at once. A whole tile would need more registers and shared memory than there are.
 EPILOGUE_COLUMNS = tl.constexpr(64)
 
@@ -126,7 +130,7 @@ def gemm(
     row_tiles = tl.cdiv(M, ROWS)
     column_tiles = tl.cdiv(N, COLUMNS)
     for tile in tl.range(tl.program_id(0), samples * row_tiles * column_tiles, tl.num_programs(0), flatten=True):
-        sample, row_tile, column_tile = locate_tile(tile, row_tiles, column_tiles, ROWS * K)
+        sample, row_tile, column_tile = locate_tile(tile, row_tiles, column_tiles, ROWS * K, COLUMNS * K)
         row = row_tile * ROWS
         column = column_tile * COLUMNS
         acc = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -151,10 +155,13 @@ def gemm(
 
 
 @triton.jit
-def locate_tile(tile, row_tiles, column_tiles, elements):
-    """The sample, row tile and column tile of a tile: down before across in groups of row tiles of so many elements."""
-    group = tl.cast(GROUP_ELEMENTS, tl.int32) // tl.maximum(elements, 1)
-    group = tl.minimum(tl.maximum(group, 1), row_tiles)
+def locate_tile(tile, row_tiles, column_tiles, row_elements, column_elements):
+    """The sample, row tile and column tile of a tile: down before across in groups of row tiles. A row tile has so many
+    elements of a, a column tile of the weight."""
+    group = tl.cast(L2_ELEMENTS, tl.int32) // tl.maximum(row_elements, 1)
+    group = tl.maximum(group, SQUARE_ROW_TILES)
+    if (column_tiles <= NARROW) | (column_tiles * column_elements <= L2_ELEMENTS):
+        group = tl.cast(FEW_ROW_TILES, tl.int32)
     sample = tile // (row_tiles * column_tiles)
     within_sample = tile % (row_tiles * column_tiles)
     first_row = within_sample // (group * column_tiles) * group

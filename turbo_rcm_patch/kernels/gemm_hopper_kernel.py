@@ -108,7 +108,9 @@ def _locate(tile, sizes, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WEIGHTS: gl.
     """The sample, row, weight and column at which a tile begins. No tile has columns of two weights."""
     _, M, N, K = sizes
     column_tiles = gl.cdiv(N, COLUMNS)
-    sample, row_tile, column_tile = _locate_in_group(tile, gl.cdiv(M, ROWS), WEIGHTS * column_tiles, ROWS * K)
+    sample, row_tile, column_tile = _locate_in_group(
+        tile, gl.cdiv(M, ROWS), WEIGHTS * column_tiles, ROWS * K, COLUMNS * K
+    )
     weight = column_tile // column_tiles if WEIGHTS > 1 else 0
     return sample, row_tile * ROWS, weight, (column_tile - weight * column_tiles) * COLUMNS
 
