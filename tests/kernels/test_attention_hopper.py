@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.oracle import assert_no_worse, torch_device
-from turbo_rcm_patch.kernels import attention_hopper, reference
+from turbo_rcm_patch.kernels import attention_hopper, dispatch, reference
 from turbo_rcm_patch.kernels.attention_hopper import ITEM_COST, TILE_QUERIES, Schedule, make_schedule
 
 H200 = 132  # multiprocessors
@@ -16,7 +16,7 @@ H200 = 132  # multiprocessors
 @pytest.fixture
 def hopper(monkeypatch):
     """CPU tensors count as tensors on an H200."""
-    monkeypatch.setattr(attention_hopper, "is_hopper", lambda device: True)
+    monkeypatch.setattr(dispatch, "is_hopper", lambda device: True)
     monkeypatch.setattr(attention_hopper, "device_properties", lambda device: ((9, 0), H200))
 
 
@@ -59,7 +59,7 @@ def test_refuses(hopper, inputs, reason):
 
 def test_refuses_other_devices_and_tritons(monkeypatch):
     assert "sm_90" in attention_hopper.why_not(*_qkv())
-    monkeypatch.setattr(attention_hopper, "is_hopper", lambda device: True)
+    monkeypatch.setattr(dispatch, "is_hopper", lambda device: True)
     monkeypatch.setattr(attention_hopper, "GLUON_ERROR", "cannot import name 'tma'")
     assert "'tma'" in attention_hopper.why_not(*_qkv())
 

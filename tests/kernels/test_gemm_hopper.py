@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tests.oracle import assert_no_worse
-from turbo_rcm_patch.kernels import gemm_hopper, linear_gelu, linear_skip, reference
+from turbo_rcm_patch.kernels import dispatch, gemm_hopper, linear_gelu, linear_skip, reference
 from turbo_rcm_patch.kernels.gemm_hopper import count_tiles, why_not
 
 # samples, M, N, K: fewer rows than a tile, tails in every dimension, more tiles than multiprocessors, one step along K.
@@ -170,7 +170,7 @@ def test_tiles_are_counted_by_sample():
 
 
 def gpu_of(monkeypatch, multiprocessors=4):
-    monkeypatch.setattr(gemm_hopper, "is_hopper", lambda _: True)
+    monkeypatch.setattr(dispatch, "is_hopper", lambda _: True)
     monkeypatch.setattr(gemm_hopper, "device_properties", lambda _: ((9, 0), multiprocessors))
 
 

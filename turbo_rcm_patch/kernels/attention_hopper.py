@@ -19,10 +19,10 @@ import triton.language as tl
 
 from .aot import TRITON_NAMES, AotCase
 from .attention_tiles import LOG2_E
-from .dispatch import device_properties, is_hopper
+from .dispatch import HOPPER, device_properties, why_not_hopper
 from .tma import head_strides, heads_fit_tma
 
-try:  # Gluon is experimental: its names change between releases of Triton
+try:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -33,9 +33,7 @@ else:
     GLUON_ERROR = None
     TILE_QUERIES, TILE_KEYS = CONSUMERS.value * QUERIES.value, KEYS.value
 
-CAPABILITY = (9, 0)
 HEAD_DIMS = (64, 128)
-DTYPES = (torch.bfloat16, torch.float16)
 MAX_PARTS = 16
 # In the time of one tile of keys: what an item takes besides its keys, and what joining parts takes.
 ITEM_COST = 4
@@ -45,15 +43,8 @@ JOIN_ROWS = 16
 
 def why_not_on(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
     """Why the kernel cannot take any tensors of this kind, in a few words; else None."""
-    if not is_hopper(device):
-        return "no GPU of sm_90"
-    if GLUON_ERROR is not None:
-        return f"Gluon of Triton {triton.__version__}: {GLUON_ERROR}"
-    if dtype not in DTYPES:
-        return f"{str(dtype).removeprefix('torch.')} tensors"
-    if head_dim not in HEAD_DIMS:
-        return f"head_dim {head_dim}"
-    return None
+    reason = why_not_hopper(device, dtype, GLUON_ERROR)
+    return f"head_dim {head_dim}" if reason is None and head_dim not in HEAD_DIMS else reason
 
 
 def why_not(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
@@ -217,7 +208,7 @@ def _shared_layout(rows: int, head_dim: int):
 
 def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
     """The kernel at both head_dims, with everything that a launch can ask of it and with nothing; on sm_90 only."""
-    if capability != CAPABILITY:
+    if capability != HOPPER:
         return
     yield _kernel_case(torch.bfloat16, 128, complete=True)
     yield _kernel_case(torch.bfloat16, 128, complete=False)

@@ -12,6 +12,8 @@ import triton
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 IMPLEMENTATIONS = ("auto", "triton", "torch")
 MINIMUM_CAPABILITY = (8, 0)
+HOPPER = (9, 0)
+HOPPER_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def interpreting() -> bool:
@@ -48,7 +50,21 @@ def is_hopper(device: torch.device) -> bool:
     """Whether it is a GPU of sm_90, NVIDIA's."""
     # torch.compile warns of cached functions, as device_properties is, where it traces them.
     is_nvidia = device.type == "cuda" and torch.version.hip is None
-    return is_nvidia and torch.cuda.get_device_capability(device) == (9, 0)
+    return is_nvidia and torch.cuda.get_device_capability(device) == HOPPER
+
+
+def why_not_hopper(device: torch.device, dtype: torch.dtype, gluon_error: str | None) -> str | None:
+    """Why a kernel for sm_90 in Gluon cannot run on this device and dtype, in a few words; None when it can.
+
+    gluon_error: why the kernel could not be imported, if so. Gluon's names change between releases of Triton.
+    """
+    if not is_hopper(device):
+        return "no GPU of sm_90"
+    if gluon_error is not None:
+        return f"Gluon of Triton {triton.__version__}: {gluon_error}"
+    if dtype not in HOPPER_DTYPES:
+        return f"{str(dtype).removeprefix('torch.')} tensors"
+    return None
 
 
 def why_not_triton(*tensors: torch.Tensor | None, has_gradient: bool) -> str | None:

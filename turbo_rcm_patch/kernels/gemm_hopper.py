@@ -14,10 +14,10 @@ import triton
 
 from .aot import AotCase
 from .coefficient import ONE, PER_CHANNEL, PER_SAMPLE, PER_TOKEN, coefficient_kind, coefficient_strides
-from .dispatch import device_properties, is_hopper
+from .dispatch import HOPPER, device_properties, why_not_hopper
 from .tma import matrix_fits_tma
 
-try:  # Gluon is experimental: its names change between releases of Triton
+try:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -27,8 +27,6 @@ except (ImportError, AttributeError) as error:
 else:
     GLUON_ERROR = None
 
-CAPABILITY = (9, 0)
-DTYPES = (torch.bfloat16, torch.float16)
 ROWS = 128
 COLUMNS, TAIL = 128, 64  # 192 columns: the compiler's tensors have powers of two only
 DEPTH = 64  # of a step along K
@@ -38,13 +36,7 @@ CHUNK = 64  # columns that an epilogue takes at once: in 16 bits a line of swizz
 
 def why_not_on(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the kernel cannot run on this device and dtype, in a few words; None when it can."""
-    if not is_hopper(device):
-        return "no GPU of sm_90"
-    if GLUON_ERROR is not None:
-        return f"Gluon of Triton {triton.__version__}: {GLUON_ERROR}"
-    if dtype not in DTYPES:
-        return f"{str(dtype).removeprefix('torch.')} tensors"
-    return None
+    return why_not_hopper(device, dtype, GLUON_ERROR)
 
 
 def why_not(
@@ -160,7 +152,7 @@ def _layout(rank: int) -> gl.NVMMASharedLayout:
 
 def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
     """What launches on this architecture: a block's projections, and a skip of another sort."""
-    if capability != CAPABILITY:
+    if capability != HOPPER:
         return
     yield _aot_case("linear_gelu", ONE, ONE, gelu=True)
     yield _aot_case("linear_skip", ONE, PER_CHANNEL)
