@@ -20,11 +20,10 @@ from .dispatch import device_properties
 from .tma import TMA_CAPABILITY, matrix_fits_tma
 
 # Tiles are numbered such that those of programs that run together share operands, which L2 then reads once. A weight
-# that stays in L2, or is no wider than what runs together, is passed by few row tiles at a time. A larger one is read
-# once for every group of row tiles: so many that their rows stay in L2, at least as many as make what runs square.
+# that stays in L2, or is no wider than what runs together, is passed by one row tile after the other. A larger one is
+# read once for every group of row tiles: so many that their rows stay in L2, at least as many as make what runs square.
 L2_ELEMENTS = tl.constexpr(8 << 20)  # a part of the L2 of every GPU since sm_80: 16 MiB in 16 bits
 NARROW = tl.constexpr(16)  # column tiles
-FEW_ROW_TILES = tl.constexpr(4)
 SQUARE_ROW_TILES = tl.constexpr(14)
 # Columns that an epilogue takes at once. A whole tile would need more registers and shared memory than there are.
 EPILOGUE_COLUMNS = tl.constexpr(64)
@@ -161,7 +160,7 @@ def locate_tile(tile, row_tiles, column_tiles, row_elements, column_elements):
     group = tl.cast(L2_ELEMENTS, tl.int32) // tl.maximum(row_elements, 1)
     group = tl.maximum(group, SQUARE_ROW_TILES)
     if (column_tiles <= NARROW) | (column_tiles * column_elements <= L2_ELEMENTS):
-        group = tl.cast(FEW_ROW_TILES, tl.int32)
+        group = tl.cast(1, tl.int32)
     sample = tile // (row_tiles * column_tiles)
     within_sample = tile % (row_tiles * column_tiles)
     first_row = within_sample // (group * column_tiles) * group
