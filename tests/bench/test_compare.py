@@ -62,7 +62,7 @@ def test_graphs_are_recorded_before_the_measurement(pipe, monkeypatch, recorded,
 
     generate = module.timed_generation
     monkeypatch.setattr(module, "timed_generation", counted)
-    monkeypatch.setattr(Patch, "graphs", property(lambda patch: min(recorded, _generations_patched(made))))
+    monkeypatch.setattr(Patch, "graph_count", property(lambda patch: min(recorded, _generations_patched(made))))
     _, patched = compare(pipe, CALL, repeats=2).variants
     assert (made.count(False), made.count(True)) == (3, generations)
     assert patched.latents.relative_l2 <= 1e-5  # from the same seed all the same

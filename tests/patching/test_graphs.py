@@ -140,7 +140,8 @@ def test_pipelines_with_guidance_generate_the_same(tape, variant):
             assert graphs_of(model).kept == 1
             assert replays(model) > 2
         assert patch.graph_memory == len(patch.transformers) * TapeRecorder.reserved_bytes
-    assert patch.graph_memory == 0
+        assert patch.graph_count == len(patch.transformers)
+    assert patch.graph_memory == patch.graph_count == 0
 
 
 def test_threads_take_turns(tape):

@@ -104,8 +104,8 @@ def compare(
                 with switch() as applied:
                     made[name] = generate()
                     recorded = 0
-                    while name == PATCHED and applied.graphs > recorded:  # in that generation
-                        recorded = applied.graphs
+                    while name == PATCHED and applied.graph_count > recorded:  # in that generation
+                        recorded = applied.graph_count
                         made[name] = generate()
                 timings[name].append(made[name].timings)
     finally:

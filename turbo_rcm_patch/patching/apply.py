@@ -44,7 +44,7 @@ class Patch:
         return sum(wan.graph_of(model).reserved_bytes or 0 for model in patched)
 
     @property
-    def graphs(self) -> int:
+    def graph_count(self) -> int:
         """How many CUDA graphs of the patched models there are."""
         patched = (model for model in self.transformers.values() if _JOURNAL in model.__dict__)
         return sum(wan.graph_of(model).kept for model in patched)
