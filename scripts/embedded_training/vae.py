@@ -1,10 +1,7 @@
-"""Stage 1: the video autoencoder. L1 and squared error on the shapes' videos, and smooth latents with a fixed noise.
+"""Stage 1: the video autoencoder. L1 and squared error on the shapes' videos, and latents with a fixed small noise.
 
 The posterior is N(mean, NOISE²) with the same deviation everywhere: a learned one starts near 1, and the latents then
 take hundreds of steps to become heard. All that is left of the KL term is the penalty on the mean's square.
-
-Latents that change fast in space suit the decoder and are hard to generate (Skorokhodov et al. 2025, Improving the
-Diffusability of Autoencoders), so their roughness is in the loss.
 
 Clips have a video's full length, because the caches of the causal convolutions go on changing with every latent frame;
 they are cropped in space, and whole only in the last steps, for the attention in the middle.
@@ -28,7 +25,6 @@ CROPPED = 0.93  # of all steps
 OBJECT_WEIGHT = 3.0  # of a pixel that is not background
 NOISE = 0.1
 MEAN_WEIGHT = 1e-3
-ROUGHNESS_WEIGHT = 0.02
 LEARNING_RATE = 1e-3
 
 
@@ -52,17 +48,17 @@ def train_vae(run: Run, num_steps: int, videos: int) -> AutoencoderKLWan:
     )
     schedule = warmup_and_cosine(optimizer, num_steps, warmup=300)
 
-    def update(video: torch.Tensor, background: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def update(video: torch.Tensor, background: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         mean, decoded = in_bf16(model, video.contiguous(memory_format=torch.channels_last_3d))
         error = decoded.float() - video
         weight = 1 + (OBJECT_WEIGHT - 1) * is_foreground(video, background)
         reconstruction = (weight * (error.abs() + error.square())).mean()
-        penalty, rough = 0.5 * mean.float().square().mean(), roughness(mean.float())
-        run.accelerator.backward(reconstruction + MEAN_WEIGHT * penalty + ROUGHNESS_WEIGHT * rough)
+        penalty = 0.5 * mean.float().square().mean()
+        run.accelerator.backward(reconstruction + MEAN_WEIGHT * penalty)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        return error.detach().abs().mean(), penalty.detach(), rough.detach()
+        return error.detach().abs().mean(), penalty.detach()
 
     update_on_crops, update_on_frames = GraphedStep(update), GraphedStep(update)
     stage = Stage(run, "vae", num_steps, model=model, average=average, optimizer=optimizer, schedule=schedule)
@@ -70,10 +66,10 @@ def train_vae(run: Run, num_steps: int, videos: int) -> AutoencoderKLWan:
     for step in stage.steps():
         cropped = step < CROPPED * num_steps
         learn = update_on_crops if cropped else update_on_frames
-        l1, penalty, rough = learn(*pool.draw(BATCH, CROP if cropped else None))
+        l1, penalty = learn(*pool.draw(BATCH, CROP if cropped else None))
         schedule.step()
         average.update(model.vae, step)
-        stage.record(l1=l1, penalty=penalty, roughness=rough)
+        stage.record(l1=l1, penalty=penalty)
     trained = average.module.eval()
     _set_normalisation(trained, run.device)
     run.log("autoencoder", psnr_db=reconstruction_psnr(trained, run.device))
@@ -97,14 +93,6 @@ def in_bf16(model: torch.nn.Module, video: torch.Tensor) -> tuple[torch.Tensor, 
     """The model's output computed all in bf16. Autocast would norm in fp32, where most of the time goes."""
     weights = {name: weight.bfloat16() for name, weight in model.named_parameters()}
     return torch.func.functional_call(model, weights, video.bfloat16())
-
-
-def roughness(latents: torch.Tensor) -> torch.Tensor:
-    """Of [B, C, f, h, w]: squared differences of neighbours in space over the variance, of every channel: 4 for white
-    noise, 0 for what does not change. A channel's scale does not count, unless its noise is louder."""
-    everywhere = (0, 2, 3, 4)
-    differences = sum(latents.diff(dim=dim).square().mean(dim=everywhere) for dim in (3, 4))
-    return (differences / (latents.var(dim=everywhere) + NOISE**2)).mean()
 
 
 def fix_posterior_deviation(vae: AutoencoderKLWan) -> AutoencoderKLWan:
