@@ -16,10 +16,14 @@ MEASURED = "<!-- measured: written by scripts/readme_results.py -->", "<!-- end 
 EVALUATED = "<!-- evaluated: written by scripts/readme_results.py -->", "<!-- end of evaluated -->"
 TRAINING = "training.json"
 STEPS_HEADER = (
-    "| run | variant | step, ms | over eager | over compile | target | peak memory, GiB | latents, rel. L2 to eager |"
+    "| run | variant | step, ms | over eager | over compile | targets | peak memory, GiB | latents, rel. L2 to eager |"
 )
-# What is asked of a patched step over regional torch.compile.
-STEP_TARGETS = {"wan2.1-1.3b": 1.2, "wan2.1-1.3b-17-frames": 1.2, "wan2.1-14b-4-layers": 1.12}
+# What is asked of a patched step, over which variant.
+STEP_TARGETS = {
+    "wan2.1-1.3b": {"unpatched": 1.45, "torch.compile": 1.2},
+    "wan2.1-1.3b-17-frames": {"torch.compile": 1.2},
+    "wan2.1-14b-4-layers": {"torch.compile": 1.12},
+}
 OPS_HEADER = "| op, bf16 | ours, ms | rival | rival, ms | speed-up | target | error, ours / rival |"
 TRAFFIC_HEADER = "| what | implementation | read, MB | written, MB | passes | source |"
 SOURCES = {"counters": "measured by Nsight Compute", "shapes": "counted from shapes"}
@@ -170,13 +174,13 @@ def _step_rows(name: str, run: dict) -> list[str]:
     rows = []
     for variant in run["variants"]:
         step = steps[variant["name"]]
-        over_eager, over_compile = (_speedup(steps.get(rival), step) for rival in ("unpatched", "torch.compile"))
-        target = STEP_TARGETS.get(name, "") if variant["name"] == "patched" else ""
-        if target and "torch.compile" in steps and steps["torch.compile"] < target * step:
-            over_compile = f"**{over_compile}**"
+        targets = STEP_TARGETS.get(name, {}) if variant["name"] == "patched" else {}
+        rivals = ("unpatched", "torch.compile")
+        speedups = [_speedup(steps.get(rival), step, targets.get(rival, 0.0)) for rival in rivals]
+        asked = " / ".join(str(targets.get(rival, "–")) for rival in rivals) if targets else ""
         memory = f"{variant['timings']['peak_memory'] / 2**30:.2f}"
         error = "" if variant["latents"] is None else f"{variant['latents']['relative_l2']:.1e}"
-        cells = (NAMES[variant["name"]], f"{step:.1f}", over_eager, over_compile, target, memory, error)
+        cells = (NAMES[variant["name"]], f"{step:.1f}", *speedups, asked, memory, error)
         rows.append(f"| {'' if rows else label} | {' | '.join(map(str, cells))} |")
     return rows
 
@@ -185,8 +189,11 @@ def _milliseconds(variant: dict) -> float:
     return statistics.median(variant["timings"]["steps"]) * 1e3
 
 
-def _speedup(rival: float | None, step: float) -> str:
-    return "" if rival is None else f"{rival / step:.2f}×"
+def _speedup(rival: float | None, step: float, target: float) -> str:
+    """The rival's time over the step's, bold where it misses the target."""
+    if rival is None:
+        return ""
+    return f"{rival / step:.2f}×" if rival >= target * step else f"**{rival / step:.2f}×**"
 
 
 def _evaluated(file: str, runs: dict, training: dict | None) -> str:

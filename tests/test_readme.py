@@ -28,10 +28,13 @@ def _step_run(name, compiled, patched):
 def test_steps_are_compared_with_eager_and_with_compile():
     run = _step_run("wan2.1-1.3b", compiled=0.6, patched=0.5)
     assert readme_results._step_rows("wan2.1-1.3b", run)[2] == (
-        "|  | patched (exact) | 500.0 | 1.80× | 1.20× | 1.2 | 1.00 |  |"
+        "|  | patched (exact) | 500.0 | 1.80× | 1.20× | 1.45 / 1.2 | 1.00 |  |"
     )
     run = _step_run("wan2.1-1.3b", compiled=0.59, patched=0.5)
-    assert "| 1.80× | **1.18×** | 1.2 |" in readme_results._step_rows("wan2.1-1.3b", run)[2]
+    assert "| 1.80× | **1.18×** | 1.45 / 1.2 |" in readme_results._step_rows("wan2.1-1.3b", run)[2]
+    slow = _step_run("wan2.1-1.3b", compiled=0.9, patched=0.7)
+    assert "| **1.29×** | 1.29× | 1.45 / 1.2 |" in readme_results._step_rows("wan2.1-1.3b", slow)[2]
+    assert "| 1.80× | **1.18×** | – / 1.2 |" in readme_results._step_rows("wan2.1-1.3b-17-frames", run)[2]
     assert "| 1.80× | 1.18× |  |" in readme_results._step_rows("another", run)[2]
 
 

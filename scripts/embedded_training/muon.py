@@ -1,5 +1,5 @@
-"""The optimizer Muon, all matrices of one shape at a time and able to run in a CUDA graph; torch.optim.Muon is neither,
-and its two thousand launches take longer than the rest of a training step."""
+"""The optimizer Muon, all matrices of one shape at a time, in a CUDA graph if need be. torch.optim.Muon can do neither,
+and its two thousand launches took as long as the rest of a training step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 # Of the polynomial that takes all singular values near to 1 in five iterations, in bf16.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
-# An orthogonal matrix so scaled has AdamW's usual root mean square, 0.2 (Liu et al. 2025, Muon is Scalable for LLM
-# Training): both optimizers can then have one learning rate.
+# Of an update at a learning rate of 1; AdamW's usual one, so that both optimizers' rates are of one order (Liu et al.
+# 2025, Muon is Scalable for LLM Training).
 ROOT_MEAN_SQUARE = 0.2
 
 
@@ -25,7 +25,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(weights, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:
+    def step(self) -> None:
         """One update of every weight; all of them must have gradients."""
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[torch.Tensor]] = {}

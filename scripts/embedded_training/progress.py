@@ -174,6 +174,13 @@ class GraphedStep:
             self._outputs = self._step(*self._inputs)
 
 
+def adamw(weights, learning_rate: float, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
+    """AdamW that can run in a CUDA graph: its learning rate is a tensor, so that schedules reach into the graph."""
+    weights = list(weights)
+    rate = torch.tensor(learning_rate, device=weights[0].device)
+    return torch.optim.AdamW(weights, lr=rate, betas=betas, weight_decay=weight_decay, capturable=rate.is_cuda)
+
+
 def warmup_and_cosine(optimizer, num_steps: int, warmup: int) -> torch.optim.lr_scheduler.LambdaLR:
     """The learning rate rises linearly over the warmup steps, then falls along a cosine to 1 % at the last step."""
 

@@ -26,7 +26,7 @@ from turbo_rcm_patch.scheduler import INTERMEDIATE_ANGLES
 
 from .data import LatentPool, token_ids
 from .models import compile_blocks
-from .progress import Average, GraphedStep, Run, Stage, warmup_and_cosine
+from .progress import Average, GraphedStep, Run, Stage, adamw, warmup_and_cosine
 from .teacher import shift_times
 from .text import embed
 
@@ -110,13 +110,7 @@ class Learner:
 
     def __init__(self, run: Run, network: torch.nn.Module, num_steps: int):
         self._run, self._network = run, network
-        self.optimizer = torch.optim.AdamW(
-            network.parameters(),
-            lr=torch.tensor(LEARNING_RATE, device=run.device),
-            betas=(0.0, 0.999),
-            weight_decay=0.01,
-            capturable=run.device.type == "cuda",
-        )
+        self.optimizer = adamw(network.parameters(), LEARNING_RATE, betas=(0.0, 0.999), weight_decay=0.01)
         self.schedule = warmup_and_cosine(self.optimizer, num_steps, warmup=50)
 
     def learn(self, loss: torch.Tensor) -> None:

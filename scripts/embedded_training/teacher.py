@@ -8,7 +8,7 @@ from diffusers import AutoencoderKLWan, WanPipeline
 from .data import LatentPool, token_ids
 from .models import build_pipeline, build_text_encoder, build_transformer, compile_blocks, train_tokenizer
 from .muon import Muon
-from .progress import Average, GraphedStep, Run, Stage, warmup_and_cosine
+from .progress import Average, GraphedStep, Run, Stage, adamw, warmup_and_cosine
 from .text import embed
 
 BATCH = 128
@@ -34,7 +34,7 @@ def train_teacher(run: Run, vae: AutoencoderKLWan, pool: LatentPool, num_steps: 
     if run.device.type == "cuda":
         models.text_encoder.compile()
     optimizers = build_optimizers(models)
-    schedules = [warmup_and_cosine(optimizer, num_steps, warmup=500) for optimizer in optimizers]
+    schedules = {f"{name}_schedule": warmup_and_cosine(one, num_steps, warmup=500) for name, one in optimizers.items()}
     no_caption = token_ids(tokenizer, [""]).to(run.device)
 
     def update(latents: torch.Tensor, captions: torch.Tensor) -> tuple[torch.Tensor]:
@@ -44,18 +44,16 @@ def train_teacher(run: Run, vae: AutoencoderKLWan, pool: LatentPool, num_steps: 
             loss = flow_matching_loss(models.transformer, latents, text, draw_times(BATCH, run.device))
         run.accelerator.backward(loss)
         torch.nn.utils.clip_grad_norm_(models.parameters(), 1.0)
-        for optimizer in optimizers:
+        for optimizer in optimizers.values():
             optimizer.step()
             optimizer.zero_grad()
         return (loss.detach(),)
 
-    parts = {f"optimizer {index}": optimizer for index, optimizer in enumerate(optimizers)}
-    parts |= {f"schedule {index}": schedule for index, schedule in enumerate(schedules)}
-    stage = Stage(run, "teacher", num_steps, models=models, average=average, **parts)
+    stage = Stage(run, "teacher", num_steps, models=models, average=average, **optimizers, **schedules)
     learn = GraphedStep(update)
     for step in stage.steps():
         (loss,) = learn(*pool.draw(BATCH))
-        for schedule in schedules:
+        for schedule in schedules.values():
             schedule.step()
         average.update(models, step)
         stage.record(loss=loss)
@@ -65,24 +63,16 @@ def train_teacher(run: Run, vae: AutoencoderKLWan, pool: LatentPool, num_steps: 
     return pipe
 
 
-def build_optimizers(models: torch.nn.Module) -> list[torch.optim.Optimizer]:
+def build_optimizers(models: torch.nn.Module) -> dict[str, torch.optim.Optimizer]:
     """Muon for the matrices in the blocks: it needs some 0.6 of the steps of AdamW, which learns all other weights."""
     inside, outside = [], []
     for name, weight in models.named_parameters():
         (inside if is_block_matrix(name, weight) else outside).append(weight)
-    device = outside[0].device
-    rates = (torch.tensor(rate, device=device) for rate in (MUON_LEARNING_RATE, LEARNING_RATE))
-    return [
-        Muon(inside, next(rates), momentum=0.95, weight_decay=0.01),
-        torch.optim.AdamW(
-            outside,
-            lr=next(rates),
-            betas=(0.9, 0.98),
-            weight_decay=0.01,
-            fused=device.type == "cuda",
-            capturable=device.type == "cuda",
-        ),
-    ]
+    rate = torch.tensor(MUON_LEARNING_RATE, device=inside[0].device)
+    return {
+        "muon": Muon(inside, rate, momentum=0.95, weight_decay=0.01),
+        "adamw": adamw(outside, LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01),
+    }
 
 
 def is_block_matrix(name: str, weight: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ from diffusers import AutoencoderKLWan
 
 from .data import VideoPool, draw_videos, encode, is_foreground, latent_statistics
 from .models import build_vae, channels_last, compile_norms
-from .progress import Average, GraphedStep, Run, Stage, warmup_and_cosine
+from .progress import Average, GraphedStep, Run, Stage, adamw, warmup_and_cosine
 from .whole_clips import decode_clip, encode_clip, take_whole_clips
 
 BATCH = 8
@@ -39,13 +39,7 @@ def train_vae(run: Run, num_steps: int, videos: int) -> AutoencoderKLWan:
     model = NoisyAutoencoder(vae)
     channels_last(model)
     compile_norms(model)
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=torch.tensor(LEARNING_RATE, device=run.device),
-        betas=(0.9, 0.99),
-        weight_decay=0.0,
-        capturable=run.device.type == "cuda",
-    )
+    optimizer = adamw(model.parameters(), LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = warmup_and_cosine(optimizer, num_steps, warmup=300)
 
     def update(video: torch.Tensor, background: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,16 @@
+"""What the commands' tests share: a small run, and the line that a failing command prints."""
+
+from turbo_rcm_patch.cli import main
+
+CAPTION = "a red circle moves right"
+TINY = ["--height", "32", "--width", "48", "--frames", "5", "--steps", "2", "--device", "cpu"]
+
+
+def error_of(capsys, *argv):
+    """The one line that a failing command prints."""
+    assert main(list(map(str, argv))) == 2
+    captured = capsys.readouterr()
+    lines = [line for line in captured.err.splitlines() if line.startswith("turbo-rcm") and "warning" not in line]
+    assert len(lines) == 1
+    assert "Traceback" not in captured.err
+    return lines[0]

@@ -1,0 +1,238 @@
+"""What every command does with wrong options, models and outputs: one line, before anything is loaded or written."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import turbo_rcm_patch as trp
+from tests.cli.running import CAPTION, TINY, error_of
+from turbo_rcm_patch.bench import verify as verify_module
+from turbo_rcm_patch.cli import commands, files, main, pipelines
+from turbo_rcm_patch.cli.errors import CommandError
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "0"], "--steps 0: the sampler takes 1, 2, 3 or 4 steps"),
+        (["--steps", "5"], "--steps 5"),
+        (["--frames", "16"], "--frames 16 is not 4k+1; try 17"),
+        (["--frames", "0"], "--frames 0 is not 4k+1; try 1"),
+        (["--height", "100"], "--height 100 is not divisible by 16; try 96"),
+        (["--width", "0"], "--width 0 is not divisible by 16; try 16"),
+        (["--width", "-16"], "--width -16 is not divisible by 16; try 16"),
+        (["--preset", "fastest"], "--preset fastest is unknown; accepted are exact"),
+        (["--seed", "-1"], "--seed -1"),
+        (["--fps", "0"], "--fps 0"),
+        (["--image", "missing.png"], "--image missing.png: no such file"),
+        (["--image", __file__], "the embedded model makes videos from text"),
+        (["--device", "tpu"], "--device tpu is unknown"),
+        (["--device", "cpu", "--offload"], "leave it out with --device cpu"),
+        (["--model", "./no/such"], "--model ./no/such: no such folder"),
+        (["-o", "no/such/folder/out.mp4"], "folder no/such/folder does not exist; create it first"),
+        (["-o", "out.avi"], "give a name ending in .mp4"),
+    ],
+)
+def test_wrong_options_fail_before_anything_is_loaded(tmp_path, capsys, monkeypatch, options, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(commands, "run", lambda arguments: pytest.fail("the command ran"))
+    assert message in error_of(capsys, "generate", CAPTION, "-o", "out.mp4", *options)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("empty", "has no model_index.json"),
+        ("flux", "is a FluxPipeline; supported are WanPipeline and WanImageToVideoPipeline"),
+        ("broken", "cannot read"),
+        ("listed", "holds no JSON object"),
+        ("i2v", "give one with --image"),
+    ],
+)
+def test_wrong_models_fail_before_anything_is_loaded(capsys, monkeypatch, saved_models, model, message):
+    monkeypatch.setattr(commands, "run", lambda arguments: pytest.fail("the command ran"))
+    assert message in error_of(capsys, "verify", "--model", saved_models / model, *TINY)
+
+
+def test_sizes_follow_the_folder_of_the_model(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(commands, "run", lambda arguments: pytest.fail("the command ran"))
+    for name, content in {
+        "model_index.json": {"_class_name": "WanPipeline"},
+        "vae/config.json": {"scale_factor_spatial": 16, "scale_factor_temporal": 8},
+        "transformer/config.json": {"patch_size": [1, 2, 4]},
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(content))
+    model = ["verify", "--model", tmp_path]
+    assert "--height 48 is not divisible by 32" in error_of(capsys, *model, "--height", "48")
+    assert "--width 96 is not divisible by 64" in error_of(capsys, *model, "--width", "96")
+    assert "--frames 13 is not 8k+1" in error_of(capsys, *model, "--frames", "13")
+
+
+def test_a_model_that_does_not_load(tmp_path, capsys):
+    (tmp_path / "model_index.json").write_text(
+        json.dumps(
+            {"_class_name": "WanPipeline", "_diffusers_version": "0.42.1", "vae": ["diffusers", "AutoencoderKLWan"]}
+        )
+    )
+    assert "cannot load --model" in error_of(capsys, "verify", "--model", tmp_path, *TINY)
+
+
+def test_a_hub_model_is_refused_by_its_index_alone(capsys, monkeypatch):
+    loader = pipelines.DiffusionPipeline
+    monkeypatch.setattr(loader, "load_config", lambda model: {"_class_name": "FluxPipeline"})
+    monkeypatch.setattr(loader, "from_pretrained", lambda *args, **kwargs: pytest.fail("weights were loaded"))
+    assert "owner/flux is a FluxPipeline" in error_of(capsys, "verify", "--model", "owner/flux", *TINY)
+
+    def unreachable(model):
+        raise OSError("owner/name is not a local folder\nand is not on the hub")
+
+    monkeypatch.setattr(loader, "load_config", unreachable)
+    message = error_of(capsys, "verify", "--model", "owner/name", *TINY)
+    assert "cannot load --model owner/name: owner/name is not a local folder; check the name" in message
+
+
+def test_the_size_rules_of_a_hub_model_are_checked_after_loading(capsys, monkeypatch):
+    pipe = trp.load_embedded_pipeline()
+    pipe.vae.register_to_config(scale_factor_spatial=16)
+    monkeypatch.setattr(pipelines.DiffusionPipeline, "load_config", lambda model: {"_class_name": "WanPipeline"})
+    monkeypatch.setattr(pipelines.DiffusionPipeline, "from_pretrained", lambda *args, **kwargs: pipe)
+    message = error_of(capsys, "verify", "--model", "owner/name", *TINY)
+    assert "--width 48 is not divisible by 32" in message
+
+
+def test_a_first_noise_level_below_the_second_one(capsys):
+    assert "sigma_max=2.0" in error_of(capsys, "verify", *TINY, "--sigma-max", "2")
+
+
+@pytest.mark.parametrize("set_variable", [True, False])
+def test_no_ffmpeg(tmp_path, capsys, monkeypatch, set_variable):
+    import imageio_ffmpeg
+
+    def not_found():
+        raise RuntimeError("No ffmpeg exe could be found.")
+
+    if set_variable:
+        monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(tmp_path / "nowhere"))
+    else:
+        monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", not_found)
+    assert "pip install imageio-ffmpeg" in error_of(capsys, "generate", CAPTION, "-o", tmp_path / "out.mp4", *TINY)
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_matplotlib(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(files.importlib.util, "find_spec", lambda name: None)
+    assert "turbo_rcm_patch[plot]" in error_of(capsys, "compare", *TINY, "--plot", tmp_path / "out.png")
+
+
+def test_outputs_that_cannot_be_written(tmp_path, capsys, monkeypatch):
+    (tmp_path / "folder.mp4").mkdir()
+    assert "is a folder" in error_of(capsys, "generate", CAPTION, "-o", tmp_path / "folder.mp4")
+
+    def read_only(dir):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(files.tempfile, "TemporaryFile", read_only)
+    message = error_of(capsys, "generate", CAPTION, "-o", tmp_path / "out.mp4")
+    assert "cannot write in" in message
+    assert "Read-only file system" in message
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
+        MemoryError(),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+    ],
+)
+def test_out_of_memory(tmp_path, capsys, monkeypatch, error):
+    def exhausted(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(commands, "timed_generation", exhausted)
+    message = error_of(capsys, "generate", CAPTION, "-o", tmp_path / "out.mp4", *TINY)
+    assert "out of memory; try fewer --frames" in message
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_fault_of_ours_is_not_dressed_up_as_the_users(monkeypatch, tmp_path):
+    def broken(*args, **kwargs):
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr(commands, "timed_generation", broken)
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        main(["generate", CAPTION, "-o", str(tmp_path / "out.mp4"), *TINY])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(capsys):
+    assert "PyTorch finds no CUDA GPU; use --device cpu" in error_of(capsys, "info", "--device", "cuda")
+    assert "there is no GPU; leave it out" in error_of(capsys, "verify", "--offload")
+
+
+def test_an_unsupported_transformer(capsys, monkeypatch):
+    from turbo_rcm_patch.patching import PatchError
+
+    def refuse(*args):
+        raise PatchError("cannot patch:\nthe transformer is a WanVACETransformer3DModel.")
+
+    monkeypatch.setattr(verify_module, "patch", refuse)
+    assert "cannot patch: the transformer is a WanVACETransformer3DModel." in error_of(capsys, "verify", *TINY)
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["paint"], ["generate", CAPTION], ["generate", "-o", "x.mp4", "a", "--steps", "few"]]
+)
+def test_options_that_do_not_parse_are_one_line_too(capsys, argv):
+    with pytest.raises(SystemExit) as exit_:
+        main(argv)
+    assert exit_.value.code == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_help_needs_no_heavy_import():
+    code = (
+        "import sys; from turbo_rcm_patch.cli import main\n"
+        "try: main(['generate', '--help'])\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'diffusers', 'transformers', 'triton', 'numpy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--frames" in done.stdout
+
+
+def test_python_dash_m():
+    command = [sys.executable, "-m", "turbo_rcm_patch.cli", "generate", CAPTION, "-o", "out.mp4", "--steps", "9"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "turbo-rcm generate: --steps 9: the sampler takes 1, 2, 3 or 4 steps.\n"
+
+
+def test_replacing_removes_its_temporary_file_after_any_error(tmp_path):
+    def interrupted(path):
+        path.write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), files.replacing(tmp_path / "out.json") as temporary:
+        interrupted(temporary)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(CommandError, match="cannot write"), files.replacing(tmp_path / "out.json"):
+        raise OSError("broken pipe")
+
+
+def test_an_ffmpeg_that_does_not_run_is_found_before_generating(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", "/bin/false")
+    assert "no ffmpeg found" in error_of(capsys, "generate", CAPTION, "-o", tmp_path / "circle.mp4", *TINY)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_malformed_patch_size_is_named(tmp_path, capsys):
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
+    (tmp_path / "transformer/config.json").write_text('{"patch_size": 2}')
+    assert "patch_size 2" in error_of(capsys, "generate", CAPTION, "-o", tmp_path / "circle.mp4", "--model", tmp_path)

@@ -1,0 +1,83 @@
+"""`turbo-rcm evaluate`."""
+
+import json
+
+import pytest
+
+from tests.cli.running import error_of
+from turbo_rcm_patch import embedded
+from turbo_rcm_patch.cli import commands, main
+from turbo_rcm_patch.cli.arguments import parse_arguments
+from turbo_rcm_patch.cli.errors import CommandError
+
+EVALUATE = ["evaluate", "--height", "32", "--width", "48", "--frames", "5", "--device", "cpu", "-n", "2"]
+
+
+def test_evaluate_prints_a_table_and_progress_and_writes_json(tmp_path, capsys):
+    output = tmp_path / "evaluation.json"
+    options = ["--steps", "1,2", "--dtype", "bfloat16", "--seed", "3", "--json", str(output)]
+    assert main([*EVALUATE, "--batch-size", "1", *options]) == 0
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert lines[0].startswith("variant")
+    assert len(lines) == 1 + 2 * 3
+    progress = [line for line in printed.err.splitlines() if line.startswith("turbo-rcm evaluate: ")]
+    assert len(progress) == 2 * 2
+    assert progress[-1] == "turbo-rcm evaluate: 2 steps: 2 of 2 captions in 3 variants"
+    result = json.loads(output.read_text())
+    assert [(one["variant"], one["steps"]) for one in result["results"][:3]] == [
+        *(("unpatched", 1), ("exact", 1), ("unpatched fp32", 1)),
+    ]
+    expected = {"model": "embedded", "preset": "exact", "dtype": "bfloat16", "n": 2, "steps": [1, 2], "seed": 3}
+    expected |= {"batch_size": 1, "height": 32, "width": 48, "num_frames": 5, "guidance_scale": 1.0, "sigma_max": 80.0}
+    assert result["settings"] == expected
+
+
+@pytest.mark.parametrize("model", [[], ["--model"]])
+def test_evaluate_takes_the_size_of_the_embedded_model(monkeypatch, saved_models, model):
+    calls = []
+
+    def record(pipe, call, **options):
+        calls.append((call, options["n"], options["steps"], options["batch_size"], options["config"]))
+        raise CommandError("recorded")
+
+    monkeypatch.setattr(commands, "evaluate", record)
+    assert main(["evaluate", "--device", "cpu", *model, *([str(saved_models / "t2v")] if model else [])]) == 2
+    size = {"height": embedded.HEIGHT, "width": embedded.WIDTH, "num_frames": embedded.FRAMES}
+    assert calls == [({**size, "guidance_scale": 1.0}, 256, (1, 2, 4), 16, "exact")]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "1,5"], "--steps 5: the sampler takes 1, 2, 3 or 4 steps"),
+        (["-n", "0"], "-n 0: give 1 or more"),
+        (["--batch-size", "-1"], "--batch-size -1: give 1 or more"),
+        (["--preset", "fastest"], "--preset fastest is unknown"),
+        (["--height", "100"], "--height 100 is not divisible by 16"),
+        (["--json", "out.txt"], "give a name ending in .json"),
+    ],
+)
+def test_wrong_options_of_evaluate(capsys, monkeypatch, options, message):
+    monkeypatch.setattr(commands, "run", lambda arguments: pytest.fail("the command ran"))
+    assert message in error_of(capsys, "evaluate", *options)
+
+
+def test_evaluate_refuses_an_image_to_video_model_and_a_low_sigma_max(capsys, saved_models):
+    message = error_of(capsys, "evaluate", "--model", saved_models / "i2v")
+    assert "makes videos from an image; evaluate takes text-to-video models" in message
+    assert "sigma_max=2.0: with 2 steps" in error_of(capsys, *EVALUATE, "--steps", "1,2", "--sigma-max", "2")
+
+
+def test_steps_of_evaluate_count_once():
+    assert parse_arguments(["evaluate", "--steps", "4,1,4"]).steps == (4, 1)
+
+
+@pytest.mark.parametrize("steps", ["few", "1,,2", ""])
+def test_steps_of_evaluate_that_do_not_parse(capsys, steps):
+    with pytest.raises(SystemExit) as exit_:
+        main(["evaluate", "--steps", steps])
+    assert exit_.value.code == 2
+    error = capsys.readouterr().err
+    assert f"argument --steps: {steps!r} is no list such as 1,2,4" in error
+    assert len(error.splitlines()) == 1

@@ -1,0 +1,130 @@
+"""`turbo-rcm generate`: the video it writes, and its warnings."""
+
+import argparse
+
+import imageio.v3 as iio
+import numpy as np
+import pytest
+import torch
+
+import turbo_rcm_patch as trp
+from tests.cli.running import CAPTION, TINY, error_of
+from turbo_rcm_patch import embedded
+from turbo_rcm_patch.cli import commands, main, pipelines
+from turbo_rcm_patch.cli.errors import CommandError
+from turbo_rcm_patch.shapes import grammar
+
+
+def test_generate_writes_the_video_that_the_pipeline_makes(tmp_path, capsys):
+    output = tmp_path / "circle.mp4"
+    assert main(["generate", CAPTION, "-o", str(output), *TINY, "--seed", "7", "--fps", "8"]) == 0
+    printed = capsys.readouterr().out
+    for text in ("WanTransformer3DModel", "text encoding", "step 2", "VAE decode", "total", str(output)):
+        assert text in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["circle.mp4"]
+
+    pipe = trp.load_embedded_pipeline()
+    trp.use_rcm(pipe)
+    size = {"height": 32, "width": 48, "num_frames": 5, "num_inference_steps": 2, "guidance_scale": 1.0}
+    expected = pipe(CAPTION, generator=torch.Generator().manual_seed(7), **size).frames[0]
+    frames = iio.imread(output) / 255
+    assert frames.shape == expected.shape
+    assert np.abs(frames - expected).mean() < 0.06  # what the mp4's compression leaves
+    assert np.abs(frames[::-1] - expected).mean() > np.abs(frames - expected).mean()
+    assert iio.immeta(output)["fps"] == 8
+
+
+def test_generate_no_patch_and_a_saved_model(tmp_path, capsys, saved_models):
+    outputs = [tmp_path / "patched.mp4", tmp_path / "plain.mp4"]
+    model = ["--model", str(saved_models / "t2v")]
+    assert main(["generate", "a fox", "-o", str(outputs[0]), *model, *TINY]) == 0
+    assert "self_attention" in capsys.readouterr().out
+    assert main(["generate", "a fox", "-o", str(outputs[1]), *model, *TINY, "--no-patch"]) == 0
+    assert "self_attention" not in capsys.readouterr().out
+    patched, plain = (iio.imread(output).astype(float) for output in outputs)
+    assert np.abs(patched - plain).mean() < 1
+
+
+def test_generate_from_an_image(tmp_path, saved_models):
+    image, output = tmp_path / "first.png", tmp_path / "out.mp4"
+    iio.imwrite(image, np.full((32, 48, 3), 90, dtype=np.uint8))
+    model = ["--model", str(saved_models / "i2v"), "--image", str(image)]
+    assert main(["generate", "a fox", "-o", str(output), *model, *TINY]) == 0
+    assert iio.imread(output).shape == (5, 32, 48, 3)
+
+
+@pytest.mark.parametrize("command", ["generate", "compare", "verify"])
+def test_a_prompt_outside_the_grammar_is_warned_about(tmp_path, capsys, command):
+    options = {"generate": ["-o", str(tmp_path / "fox.mp4")], "compare": ["--repeats", "1"], "verify": []}[command]
+    assert main([command, "a red fox leaps", *TINY, *options]) == 0
+    warning = capsys.readouterr().err
+    assert f"turbo-rcm {command}: warning: " in warning
+    assert "'a red fox leaps'" in warning
+    for text in (*grammar.EXAMPLES, *grammar.COLOURS, *grammar.SHAPES, *grammar.DIRECTIONS, *grammar.BACKGROUNDS):
+        assert text in warning
+
+
+def test_no_warning_for_a_caption_a_default_or_another_model(capsys, monkeypatch, saved_models):
+    prompts = []
+
+    def record(pipe, call, **_):
+        prompts.append(call["prompt"])
+        raise CommandError("recorded")
+
+    monkeypatch.setattr(commands, "verify", record)
+    for options in (["A large blue square moves UP on white"], [], ["--model", saved_models / "t2v"]):
+        assert main(["verify", *map(str, options), *TINY]) == 2
+    assert prompts == ["A large blue square moves UP on white", grammar.EXAMPLES[0], pipelines.DEFAULT_PROMPT]
+    assert "learned captions" not in capsys.readouterr().err
+
+
+def test_another_size_than_the_learned_one_is_warned_about(tmp_path, capsys, monkeypatch, saved_models):
+    def warnings(*argv):
+        monkeypatch.setattr(commands, "verify", lambda *_, **__: (_ for _ in ()).throw(CommandError("recorded")))
+        assert main(["verify", "--device", "cpu", *map(str, argv)]) == 2
+        return [line for line in capsys.readouterr().err.splitlines() if "learned videos" in line]
+
+    (warning,) = warnings("--height", "32", "--frames", "5")
+    assert f"{embedded.HEIGHT}x{embedded.WIDTH} pixels and {embedded.FRAMES} frames" in warning
+    assert f"at 32x{embedded.WIDTH} and 5" in warning
+    assert warnings() == []
+    assert warnings("--height", embedded.HEIGHT, "--width", embedded.WIDTH) == []
+    assert warnings("--model", saved_models / "t2v", *TINY) == []
+
+
+def test_help_names_the_size_of_the_embedded_model(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    printed = capsys.readouterr().out
+    for size in (embedded.HEIGHT, embedded.WIDTH, embedded.FRAMES):
+        assert f"embedded model {size})" in " ".join(printed.split())
+
+
+def test_an_old_video_is_replaced_only_by_a_whole_one(tmp_path, capsys, monkeypatch):
+    output = tmp_path / "circle.mp4"
+    output.write_bytes(b"old")
+
+    def disk_full(frames, path, fps):
+        with open(path, "wb") as file:
+            file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("diffusers.utils.export_to_video", disk_full)
+    assert "No space left on device" in error_of(capsys, "generate", CAPTION, "-o", output, *TINY)
+    assert output.read_bytes() == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["circle.mp4"]
+
+
+@pytest.mark.gpu
+def test_generate_with_offload(tmp_path):
+    options = ["--device", "cuda", "--offload", "--height", "32", "--width", "48", "--frames", "5"]
+    assert main(["generate", CAPTION, "-o", str(tmp_path / "circle.mp4"), *options]) == 0
+    assert iio.imread(tmp_path / "circle.mp4").shape == (5, 32, 48, 3)
+
+
+def test_offload_is_asked_for_where_there_is_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(CommandError, match="there are 1 GPUs, counted from cuda:0"):
+        pipelines.choose_device(argparse.Namespace(device="cuda:1", offload=False))
+    assert pipelines.choose_device(argparse.Namespace(device=None, offload=True)) == torch.device("cuda")
