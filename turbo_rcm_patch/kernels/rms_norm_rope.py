@@ -16,9 +16,13 @@ import triton.language as tl
 
 from . import reference
 from .aot import AotCase
-from .dispatch import kernel_op, use_triton
+from .dispatch import device_properties, kernel_op, use_triton
 
-ELEMENTS_PER_PROGRAM = 8192  # of whole rows; each thread then keeps 32 of them in registers
+ELEMENTS_PER_THREAD = 32
+MINIMUM_ELEMENTS = 4096  # per program at a time; shorter rows are taken together
+PROGRAMS = 4  # per multiprocessor
+STAGES = 3  # of rows in flight per program, unless they take more shared memory than every GPU has
+SHARED_MEMORY = 96 << 10
 
 
 def rms_norm_rope(
@@ -67,9 +71,10 @@ def _rms_norm_rope(
     if x.stride(2) != 1:
         x = x.contiguous()
     cos, sin = (None if table is None else table.contiguous() for table in (cos, sin))
-    tile = _tile(heads, head_dim)
+    tile = _tile(heads, head_dim, x.element_size())
+    programs = max(1, device_properties(x.device)[1] * PROGRAMS // B)
     with torch.cuda.device_of(out):
-        _rms_norm_rope_kernel[triton.cdiv(S, tile["ROWS"]), B](
+        _rms_norm_rope_kernel[min(triton.cdiv(S, tile["ROWS"]), programs), B](
             x, weight.contiguous(), cos, sin, out, S, heads, x.stride(0), x.stride(1), eps, HEAD_DIM=head_dim, **tile
         )
     return out
@@ -81,42 +86,45 @@ def _(x, weight, cos, sin, heads, eps):
     return x.new_empty(B, S, heads, C // heads)
 
 
-def _tile(heads: int, head_dim: int) -> dict[str, int]:
+def _tile(heads: int, head_dim: int, element_size: int) -> dict[str, int]:
     """Whole rows: several where they are short, so that a program has enough bytes in flight."""
     block_h, block_d = triton.next_power_of_2(heads), triton.next_power_of_2(head_dim)
-    rows = max(1, min(16, ELEMENTS_PER_PROGRAM // (block_h * block_d)))
-    num_warps = min(32, max(1, rows * block_h * block_d // 1024))
-    return {"ROWS": rows, "BLOCK_H": block_h, "BLOCK_D": block_d, "num_warps": num_warps}
+    rows = max(1, min(16, MINIMUM_ELEMENTS // (block_h * block_d)))
+    elements = rows * block_h * block_d
+    num_warps = min(32, max(1, elements // 32 // ELEMENTS_PER_THREAD))
+    stages = STAGES if (STAGES - 1) * elements * element_size < SHARED_MEMORY else 1
+    return {"ROWS": rows, "BLOCK_H": block_h, "BLOCK_D": block_d, "STAGES": stages, "num_warps": num_warps}
 
 
 @triton.jit
 def _rms_norm_rope_kernel(
     x, weight, cos, sin, out, S, heads, x_stride_b, x_stride_s, eps,
-    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     sample = tl.program_id(1).to(tl.int64)
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)
-    row_mask = rows < S
-    channels = head[:, None] * HEAD_DIM + d[None, :]
-    channel_mask = (head < heads)[:, None] & (d < HEAD_DIM)[None, :]
-    mask = row_mask[:, None, None] & channel_mask[None, :, :]
-    x_rows = x + sample * x_stride_b + rows.to(tl.int64)[:, None, None] * x_stride_s
-    values = tl.load(x_rows + channels[None, :, :], mask=mask, other=0.0).to(tl.float32)
-    mean_square = tl.sum(tl.sum(values * values, 2), 1) / (heads * HEAD_DIM)
+    pair = tl.arange(0, BLOCK_D // 2)
+    channels = (head[:, None] * HEAD_DIM + d[None, :])[None, :, :]
+    channel_mask = ((head < heads)[:, None] & (d < HEAD_DIM)[None, :])[None, :, :]
     gain = tl.load(weight + channels, mask=channel_mask, other=0.0).to(tl.float32)
-    y = values * tl.rsqrt(mean_square + eps)[:, None, None] * gain[None, :, :]
-    if cos is not None:
-        even, odd = tl.split(y.reshape(ROWS, BLOCK_H, BLOCK_D // 2, 2))
-        pair = tl.arange(0, BLOCK_D // 2)
-        angles = rows.to(tl.int64)[:, None] * (HEAD_DIM // 2) + pair[None, :]
-        angle_mask = row_mask[:, None] & (pair < HEAD_DIM // 2)[None, :]
-        c = tl.load(cos + angles, mask=angle_mask, other=0.0).to(tl.float32)[:, None, :]
-        s = tl.load(sin + angles, mask=angle_mask, other=0.0).to(tl.float32)[:, None, :]
-        y = tl.join(even * c - odd * s, even * s + odd * c).reshape(ROWS, BLOCK_H, BLOCK_D)
-    out_rows = out + (sample * S + rows)[:, None, None] * (heads * HEAD_DIM)
-    tl.store(out_rows + channels[None, :, :], y.to(out.dtype.element_ty), mask=mask)
+    for first in tl.range(tl.program_id(0) * ROWS, S, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        rows = first + tl.arange(0, ROWS)
+        row_mask = rows < S
+        mask = row_mask[:, None, None] & channel_mask
+        x_rows = x + sample * x_stride_b + rows.to(tl.int64)[:, None, None] * x_stride_s
+        values = tl.load(x_rows + channels, mask=mask, other=0.0).to(tl.float32)
+        mean_square = tl.sum(tl.sum(values * values, 2), 1) / (heads * HEAD_DIM)
+        y = values * tl.rsqrt(mean_square + eps)[:, None, None] * gain
+        if cos is not None:
+            even, odd = tl.split(y.reshape(ROWS, BLOCK_H, BLOCK_D // 2, 2))
+            angles = rows.to(tl.int64)[:, None] * (HEAD_DIM // 2) + pair[None, :]
+            angle_mask = row_mask[:, None] & (pair < HEAD_DIM // 2)[None, :]
+            c = tl.load(cos + angles, mask=angle_mask, other=0.0).to(tl.float32)[:, None, :]
+            s = tl.load(sin + angles, mask=angle_mask, other=0.0).to(tl.float32)[:, None, :]
+            y = tl.join(even * c - odd * s, even * s + odd * c).reshape(ROWS, BLOCK_H, BLOCK_D)
+        out_rows = out + (sample * S + rows)[:, None, None] * (heads * HEAD_DIM)
+        tl.store(out_rows + channels, y.to(out.dtype.element_ty), mask=mask)
 
 
 def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
@@ -127,7 +135,7 @@ def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
 
 
 def _aot_case(heads: int, rotated: bool, head_dim: int = 128) -> AotCase:
-    tile = _tile(heads, head_dim)
+    tile = _tile(heads, head_dim, 2)
     num_warps = tile.pop("num_warps")
     constants = {"HEAD_DIM": head_dim, **tile}
     if not rotated:
