@@ -10,7 +10,7 @@ from diffusers import AutoencoderKLWan
 from transformers import PreTrainedTokenizerFast
 
 from turbo_rcm_patch.shapes.grammar import draw_scene, fill_open
-from turbo_rcm_patch.shapes.render import render
+from turbo_rcm_patch.shapes.render import GRID, render
 
 from .models import channels_last, compile_norms
 from .progress import Run
@@ -70,6 +70,7 @@ class VideoPool:
         """Clips [count, 3, F, H, W] in [-1, 1] and their background colours [count, 3, 1, 1, 1].
 
         side: crop a square of so many pixels around a pixel of each video's objects: most of a frame is background.
+        Crops lie on the objects' grid.
         """
         chosen = torch.randint(len(self._videos), (count,), device=self._videos.device)
         clips = self._videos[chosen] if side is None else self._crop(chosen, side)
@@ -78,8 +79,8 @@ class VideoPool:
     def _crop(self, chosen: torch.Tensor, side: int) -> torch.Tensor:
         height, width = self._videos.shape[1:3]
         points = self._points[chosen, torch.randint(_POINTS, chosen.shape, device=chosen.device)]
-        tops = (points // width - side // 2).clamp(0, height - side)
-        lefts = (points % width - side // 2).clamp(0, width - side)
+        tops = (points // width - side // 2).clamp(0, height - side) // GRID * GRID
+        lefts = (points % width - side // 2).clamp(0, width - side) // GRID * GRID
         offsets = torch.arange(side, device=chosen.device)
         rows, columns = tops[:, None, None] + offsets[:, None], lefts[:, None, None] + offsets
         return self._videos[chosen[:, None, None], rows, columns]

@@ -31,10 +31,10 @@ from .teacher import shift_times
 from .text import embed
 
 BATCH = 64
-LEARNING_RATE = 2e-4
-GUIDANCE = 3.0  # of the teacher, distilled into the student
+LEARNING_RATE = 3e-4
+GUIDANCE = 2.0  # of the teacher, distilled into the student
 TANGENT_WARMUP = 100  # first steps: the student learns alone, from the consistency loss, its tangent growing to full
-STUDENT_EVERY = 4  # steps after that; the fake score learns in the others
+STUDENT_EVERY = 2  # steps after that; the fake score learns in the others
 SIMULATED = (1, 2, 1, 2, 3, 4)  # steps of a sample, update by update; all samples need the first of them
 CONSISTENCY_WEIGHT, MATCHING_WEIGHT = 20.0, 1.0
 SIGMA_MAX = 80.0  # where the sampler starts

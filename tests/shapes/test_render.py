@@ -12,6 +12,7 @@ from turbo_rcm_patch.shapes import render as module
 from turbo_rcm_patch.shapes.grammar import DIRECTIONS, SHAPES, SIZES, SPEEDS, MovingShape, Scene
 from turbo_rcm_patch.shapes.render import (
     FRAMES,
+    GRID,
     HEADING,
     HEIGHT,
     RADIUS,
@@ -107,6 +108,14 @@ def test_the_generator_decides_the_places_and_samples_do_not_depend_on_how_many_
     assert torch.equal(render(scenes[:1], torch.Generator().manual_seed(5)), first[:1])
     both = render([scenes[0], scenes[0]], torch.Generator().manual_seed(5))
     assert not torch.equal(both[0], both[1])
+
+
+def test_objects_lie_on_the_grid_in_every_latent_frame():
+    """All of them after the first, which is of one frame, show the same part of every motion."""
+    starts, steps = module._paths(full_scenes(32), torch.Generator().manual_seed(0))
+    for position in (starts, starts + 4 * steps, starts + 8 * steps):
+        assert torch.equal(position % GRID, torch.zeros_like(position))
+    assert starts.unique().numel() > 10
 
 
 @pytest.mark.gpu

@@ -77,7 +77,7 @@ def _add_evaluate(commands) -> None:
     parser.add_argument(
         "--steps", type=_comma_list, default=(1, 2, 4), help="numbers of denoising steps, 1 to 4 each (default 1,2,4)"
     )
-    _add_sampling_options(parser, height="192", width="256", frames="17")
+    _add_sampling_options(parser, height="160", width="224", frames="17")
     parser.set_defaults(image=None, offload=False)
 
 
@@ -100,7 +100,7 @@ def _add_generation_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", type=Path, help="the first frame, for an image-to-video model")
     parser.add_argument("--offload", action="store_true", help="keep only the running model on the GPU")
     _add_sampling_options(
-        parser, height="480; embedded model 192", width="832; embedded model 256", frames="81; embedded model 17"
+        parser, height="480; embedded model 160", width="832; embedded model 224", frames="81; embedded model 17"
     )
 
 

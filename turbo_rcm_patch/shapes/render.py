@@ -1,4 +1,4 @@
-"""Scenes drawn as videos, in plain torch on any device. Objects stay inside the frame and never touch."""
+"""Scenes drawn as videos, in plain torch on any device. Objects start on a grid, stay inside the frame, never touch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from .grammar import SHAPES, Scene
 
-HEIGHT, WIDTH, FRAMES = 192, 256, 17
+HEIGHT, WIDTH, FRAMES = 160, 224, 17
 
 RGB = {
     "red": (0.88, 0.12, 0.14),
@@ -22,9 +22,12 @@ RGB = {
     "black": (0.0, 0.0, 0.0),
     "gray": (0.5, 0.5, 0.5),
 }
-RADIUS = {"small": 14.0, "large": 26.0}  # pixels; of the disc with the object's area, whatever its shape
-SPEED = {"slowly": 2.0, "quickly": 6.0}  # pixels a frame
+RADIUS = {"small": 14.0, "large": 24.0}  # pixels; of the disc with the object's area, whatever its shape
+SPEED = {"slowly": 2.0, "quickly": 4.0}  # pixels a frame: one or two of Wan's latent cells per latent frame
 HEADING = {"up": (0.0, -1.0), "down": (0.0, 1.0), "left": (-1.0, 0.0), "right": (1.0, 0.0)}  # x to the right, y down
+# Pixels between possible starts, the side of a latent cell. With the speeds above an object then lies in its cells as
+# it did a latent frame before: so small a model need not learn what each fraction of a cell looks like.
+GRID = 8
 
 _CANDIDATES = 128  # random pairs of starting points tried per video, before those at the frame's corners
 _GAP = 6.0  # pixels between two objects, at least
@@ -74,18 +77,19 @@ def _paths(scenes: Sequence[Scene], generator: torch.Generator) -> tuple[torch.T
             reach[i, j] = circumradius(part.shape, RADIUS[part.size])
             steps[i, j] = torch.tensor(HEADING[part.direction]) * SPEED[part.speed]
     travel = steps * (FRAMES - 1)
-    low = reach[..., None] + (-travel).clamp(min=0)
-    high = torch.tensor([WIDTH, HEIGHT]) - reach[..., None] - travel.clamp(min=0)
+    low = ((reach[..., None] + (-travel).clamp(min=0)) / GRID).ceil()
+    high = ((torch.tensor([WIDTH, HEIGHT]) - reach[..., None] - travel.clamp(min=0)) / GRID).floor()
     uniform = torch.rand(len(scenes), _CANDIDATES, 2, 2, generator=generator)
     corners = torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * 4).view(-1, 2, 2).expand(len(scenes), -1, -1, -1)
-    starts = low[:, None] + torch.cat([uniform, corners], dim=1) * (high - low)[:, None]
+    chosen = (torch.cat([uniform, corners], dim=1) * (high - low + 1)[:, None]).floor()
+    starts = GRID * torch.minimum(low[:, None] + chosen, high[:, None])
     times = torch.arange(FRAMES)[:, None]
     apart = (starts[:, :, 0] - starts[:, :, 1])[:, :, None] + times * (steps[:, 0] - steps[:, 1])[:, None, None]
     gap = apart.norm(dim=-1).amin(dim=2) - reach.sum(dim=1, keepdim=True)
     alone = torch.tensor([len(scene.objects) == 1 for scene in scenes])
     fits = (gap >= _GAP) | alone[:, None]
-    chosen = fits.float().argmax(dim=1)  # the first pair of paths that keeps the gap; some pair of corners always does
-    return starts[torch.arange(len(scenes)), chosen], steps
+    best = fits.float().argmax(dim=1)  # the first pair of paths that keeps the gap; some pair of corners always does
+    return starts[torch.arange(len(scenes)), best], steps
 
 
 def _coverage(objects: Sequence, start: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
