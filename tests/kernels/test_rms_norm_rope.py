@@ -38,6 +38,26 @@ def test_matches_the_oracle(shape, rotated, device):
         check(x, weight, heads, *(angles(S, head_dim, x.device) if rotated else ()))
 
 
+@pytest.mark.parametrize("rotated", [True, False])
+@pytest.mark.parametrize("heads", [12, 40])
+def test_programs_walk_several_tiles_of_rows(heads, rotated, device):
+    device = torch_device(device)
+    S = 401 if device.type == "cpu" else 8001
+    x = torch.randn(2, S, heads * 128, device=device)
+    check(x, torch.randn(heads * 128, device=device), heads, *(angles(S, 128, device) if rotated else ()))
+
+
+@pytest.mark.gpu
+def test_rows_too_wide_to_be_in_flight():
+    x = torch.randn(1, 3, 128 * 128, device="cuda")
+    check(x, torch.randn(128 * 128, device="cuda"), 128, *angles(3, 128, "cuda"))
+
+
+def test_heads_of_one_channel(device):
+    x = torch.randn(2, 3, 5, device=torch_device(device))
+    check(x, torch.randn(5, device=x.device), heads=5)
+
+
 def test_the_norm_is_over_all_heads_together(device):
     x = torch.ones(1, 1, 8, device=torch_device(device))
     x[..., 4:] = 0

@@ -18,13 +18,8 @@ import triton.language as tl
 from . import reference
 from .aot import AotCase
 from .coefficient import PER_CHANNEL, PER_TOKEN, coefficient_kind, coefficient_strides, load_coefficient
-from .dispatch import device_properties, kernel_op, use_triton
-
-ELEMENTS_PER_THREAD = 32
-MINIMUM_ELEMENTS = 4096  # per program at a time; shorter rows are taken together
-PROGRAMS = 4  # per multiprocessor
-STAGES = 3  # of rows in flight per program, unless they take more shared memory than every GPU has
-SHARED_MEMORY = 96 << 10
+from .dispatch import kernel_op, use_triton
+from .rows import row_grid, row_tile
 
 
 def layer_norm_modulate(
@@ -90,9 +85,8 @@ def _layer_norm_modulate(
     weight, bias = (None if p is None else p.contiguous() for p in (weight, bias))
     kinds = coefficient_kind(scale), coefficient_kind(shift)
     tile = _tile(C, x.element_size(), varies=PER_TOKEN in kinds)
-    programs = max(1, device_properties(x.device)[1] * PROGRAMS // B)
     with torch.cuda.device_of(out):
-        _layer_norm_modulate_kernel[min(triton.cdiv(S, tile["ROWS"]), programs), B](
+        _layer_norm_modulate_kernel[row_grid(x.device, tile["ROWS"], S, B)](
             x,
             out,
             weight,
@@ -121,10 +115,7 @@ def _(x, weight, bias, scale, shift, eps):
 def _tile(C: int, element_size: int, varies: bool) -> dict[str, int]:
     """varies: whether the modulation does, by token; it would take shared memory of its own for rows in flight."""
     block = triton.next_power_of_2(C)
-    rows = max(1, MINIMUM_ELEMENTS // block)
-    num_warps = min(32, rows * block // 32 // ELEMENTS_PER_THREAD)
-    fits = (STAGES - 1) * rows * block * element_size < SHARED_MEMORY
-    return {"ROWS": rows, "BLOCK": block, "STAGES": STAGES if fits and not varies else 1, "num_warps": num_warps}
+    return {"BLOCK": block, **row_tile(block, block * element_size, in_flight=not varies)}
 
 
 @triton.jit

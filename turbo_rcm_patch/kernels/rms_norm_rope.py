@@ -16,13 +16,8 @@ import triton.language as tl
 
 from . import reference
 from .aot import AotCase
-from .dispatch import device_properties, kernel_op, use_triton
-
-ELEMENTS_PER_THREAD = 32
-MINIMUM_ELEMENTS = 4096  # per program at a time; shorter rows are taken together
-PROGRAMS = 4  # per multiprocessor
-STAGES = 3  # of rows in flight per program, unless they take more shared memory than every GPU has
-SHARED_MEMORY = 96 << 10
+from .dispatch import kernel_op, use_triton
+from .rows import row_grid, row_tile
 
 
 def rms_norm_rope(
@@ -72,9 +67,8 @@ def _rms_norm_rope(
         x = x.contiguous()
     cos, sin = (None if table is None else table.contiguous() for table in (cos, sin))
     tile = _tile(heads, head_dim, x.element_size())
-    programs = max(1, device_properties(x.device)[1] * PROGRAMS // B)
     with torch.cuda.device_of(out):
-        _rms_norm_rope_kernel[min(triton.cdiv(S, tile["ROWS"]), programs), B](
+        _rms_norm_rope_kernel[row_grid(x.device, tile["ROWS"], S, B)](
             x, weight.contiguous(), cos, sin, out, S, heads, x.stride(0), x.stride(1), eps, HEAD_DIM=head_dim, **tile
         )
     return out
@@ -87,13 +81,9 @@ def _(x, weight, cos, sin, heads, eps):
 
 
 def _tile(heads: int, head_dim: int, element_size: int) -> dict[str, int]:
-    """Whole rows: several where they are short, so that a program has enough bytes in flight."""
     block_h, block_d = triton.next_power_of_2(heads), triton.next_power_of_2(head_dim)
-    rows = max(1, min(16, MINIMUM_ELEMENTS // (block_h * block_d)))
-    elements = rows * block_h * block_d
-    num_warps = min(32, max(1, elements // 32 // ELEMENTS_PER_THREAD))
-    stages = STAGES if (STAGES - 1) * elements * element_size < SHARED_MEMORY else 1
-    return {"ROWS": rows, "BLOCK_H": block_h, "BLOCK_D": block_d, "STAGES": stages, "num_warps": num_warps}
+    row_bytes = block_h * block_d * element_size + 4 * block_d  # with cos and sin
+    return {"BLOCK_H": block_h, "BLOCK_D": block_d, **row_tile(block_h * block_d, row_bytes)}
 
 
 @triton.jit
@@ -104,7 +94,6 @@ def _rms_norm_rope_kernel(
     sample = tl.program_id(1).to(tl.int64)
     head = tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)
-    pair = tl.arange(0, BLOCK_D // 2)
     channels = (head[:, None] * HEAD_DIM + d[None, :])[None, :, :]
     channel_mask = ((head < heads)[:, None] & (d < HEAD_DIM)[None, :])[None, :, :]
     gain = tl.load(weight + channels, mask=channel_mask, other=0.0).to(tl.float32)
@@ -118,6 +107,7 @@ def _rms_norm_rope_kernel(
         y = values * tl.rsqrt(mean_square + eps)[:, None, None] * gain
         if cos is not None:
             even, odd = tl.split(y.reshape(ROWS, BLOCK_H, BLOCK_D // 2, 2))
+            pair = tl.arange(0, BLOCK_D // 2)
             angles = rows.to(tl.int64)[:, None] * (HEAD_DIM // 2) + pair[None, :]
             angle_mask = row_mask[:, None] & (pair < HEAD_DIM // 2)[None, :]
             c = tl.load(cos + angles, mask=angle_mask, other=0.0).to(tl.float32)[:, None, :]
@@ -128,21 +118,25 @@ def _rms_norm_rope_kernel(
 
 
 def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
-    """What the Wan models launch for self-attention (rotated) and cross-attention."""
+    """What the Wan models launch for self-attention (rotated) and cross-attention; rows too wide to be in flight."""
     for heads in (12, 40):
         for rotated in (True, False):
             yield _aot_case(heads, rotated)
+    yield _aot_case(40, rotated=True, element="fp32")
+    yield _aot_case(128, rotated=True, element="fp32")
 
 
-def _aot_case(heads: int, rotated: bool, head_dim: int = 128) -> AotCase:
-    tile = _tile(heads, head_dim, 2)
+def _aot_case(heads: int, rotated: bool, head_dim: int = 128, element: str = "bf16") -> AotCase:
+    tile = _tile(heads, head_dim, {"bf16": 2, "fp32": 4}[element])
     num_warps = tile.pop("num_warps")
     constants = {"HEAD_DIM": head_dim, **tile}
     if not rotated:
         constants |= {"cos": None, "sin": None}
-    types = dict.fromkeys(("x", "weight", "out"), "*bf16") | dict.fromkeys(("cos", "sin"), "*fp32") | {"eps": "fp32"}
+    types = (
+        dict.fromkeys(("x", "weight", "out"), f"*{element}") | dict.fromkeys(("cos", "sin"), "*fp32") | {"eps": "fp32"}
+    )
     types |= dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "i32") for name in _rms_norm_rope_kernel.arg_names}
     aligned = (n for n, t in signature.items() if t.startswith("*") or n.startswith("x_stride"))
-    name = f"rms_norm_rope {heads}x{head_dim}{' rotated' if rotated else ''}"
+    name = f"rms_norm_rope {element} {heads}x{head_dim}{' rotated' if rotated else ''}"
     return AotCase(name, _rms_norm_rope_kernel, signature, constants, tuple(aligned), num_warps, num_stages=3)
