@@ -15,11 +15,13 @@ def test_measured_and_evaluated_sections_are_rendered_from_the_results():
     assert readme_results.with_results(text, ROOT / "results") == text
 
 
-def _step_run(name, compiled, patched):
-    def variant(name, step):
-        return {"name": name, "timings": {"steps": [step, step], "peak_memory": 2**30}, "latents": None}
+def _step_run(name, compiled, patched, errors=(None, None, None)):
+    def variant(name, step, error):
+        timings = {"steps": [step, step], "peak_memory": 2**30}
+        return {"name": name, "timings": timings, "latents": None, "step_error": error}
 
-    variants = [variant("unpatched", 0.9), variant("torch.compile", compiled), variant("patched", patched)]
+    names, steps = ("unpatched", "torch.compile", "patched"), (0.9, compiled, patched)
+    variants = [variant(*each) for each in zip(names, steps, errors, strict=True)]
     settings = {"config": name, "num_frames": 5, "height": 16, "width": 32}
     environment = {"gpu": "GPU X", "torch": "2", "triton": "3", "diffusers": "0"}
     return {"settings": settings, "variants": variants, "environment": environment}
@@ -28,8 +30,14 @@ def _step_run(name, compiled, patched):
 def test_steps_are_compared_with_eager_and_with_compile():
     run = _step_run("wan2.1-1.3b", compiled=0.6, patched=0.5)
     assert readme_results._step_rows("wan2.1-1.3b", run)[2] == (
-        "|  | patched (exact) | 500.0 | 1.80× | 1.20× | 1.45 / 1.2 | 1.00 |  |"
+        "|  | patched (exact) | 500.0 | 1.80× | 1.20× | 1.45 / 1.2 | 1.00 |  |  |"
     )
+    run = _step_run("wan2.1-1.3b", compiled=0.6, patched=0.5, errors=(0.003, 0.002, 0.0021))
+    rows = readme_results._step_rows("wan2.1-1.3b", run)
+    assert [row.split(" | ")[-2] for row in rows] == ["3.0e-03", "2.0e-03", "2.1e-03"]
+    run = _step_run("wan2.1-1.3b", compiled=0.6, patched=0.5, errors=(0.003, 0.002, 0.0022))
+    rows = readme_results._step_rows("wan2.1-1.3b", run)
+    assert [row.split(" | ")[-2] for row in rows] == ["3.0e-03", "2.0e-03", "**2.2e-03**"]
     run = _step_run("wan2.1-1.3b", compiled=0.59, patched=0.5)
     assert "| 1.80× | **1.18×** | 1.45 / 1.2 |" in readme_results._step_rows("wan2.1-1.3b", run)[2]
     slow = _step_run("wan2.1-1.3b", compiled=0.9, patched=0.7)

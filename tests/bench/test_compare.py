@@ -46,6 +46,28 @@ def test_a_difference_made_by_the_patch_is_reported(pipe, monkeypatch):
     assert patched.frames.psnr_db is not None
 
 
+def test_a_step_of_every_variant_is_compared_with_fp32(pipe):
+    pipe.transformer.to(torch.bfloat16)
+    unpatched, patched = compare(pipe, CALL, repeats=1, warmups=0, with_oracle=True).variants
+    assert 1e-4 < patched.step_error <= 1.05 * unpatched.step_error < 0.05
+    assert "a step: relative L2 to fp32" in comparison_table(compare(pipe, CALL, repeats=1, with_oracle=True))
+    assert all(variant.step_error is None for variant in compare(pipe, CALL, repeats=1, warmups=0).variants)
+
+
+def test_a_patch_that_errs_more_is_not_timed(pipe, monkeypatch):
+    damage_block(monkeypatch, module, "transformer.blocks.1", lambda output: output + 0.01 * output.roll(1, -1))
+    monkeypatch.setattr(module, "timed_generation", _one_generation(module.timed_generation))
+    with pytest.raises(RuntimeError, match=r"nothing was timed.*turbo-rcm verify"):
+        compare(pipe, CALL, with_oracle=True)
+    assert "forward" not in vars(pipe.transformer.blocks[1])
+
+
+def _one_generation(generate):
+    """The one that shows the oracle its inputs."""
+    left = [generate]
+    return lambda *args, **kwargs: left.pop()(*args, **kwargs)
+
+
 def _generations_patched(made):
     """How many in a row were patched, up to now."""
     return len(made) - max((index for index, is_patched in enumerate(made) if not is_patched), default=-1) - 1

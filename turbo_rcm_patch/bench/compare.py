@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -13,8 +13,9 @@ from diffusers import DiffusionPipeline
 from ..config import PatchConfig, resolve_config
 from ..patching import Patch, patch
 from .environment import Environment, describe_environment
-from .metrics import Difference
+from .metrics import Difference, relative_l2
 from .timing import StageTimings, TimedGeneration, timed_generation
+from .verify import FP32_LIMIT, LOW_PRECISION_FACTOR, first_call, run_oracle
 
 UNPATCHED, COMPILED, PATCHED = "unpatched", "torch.compile", "patched"
 
@@ -25,6 +26,7 @@ class Variant:
 
     latents, frames: None for the unpatched variant itself; frames also where only latents were made.
     video: frames [F, H, W, 3] in [0, 1] of the first sample, where frames were made.
+    step_error: relative L2 of the transformer's first output to the unpatched one's in fp32, where that was run.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Variant:
     latents: Difference | None
     frames: Difference | None
     video: np.ndarray | None
+    step_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ def compare(
     seed: int = 0,
     config: PatchConfig | str = "exact",
     with_compile: bool | None = None,
+    with_oracle: bool = False,
     warmups: int = 1,
     repeats: int = 3,
     settings: dict[str, object] | None = None,
@@ -70,6 +74,8 @@ def compare(
     are recorded in a generation that is not measured: a user's later videos all replay them.
 
     with_compile: whether to run regional torch.compile (``compile_repeated_blocks``) too; None: on a GPU.
+    with_oracle: whether to check the transformer's first call first, in every variant against fp32, whose weights need
+        memory beside the model's. Raises RuntimeError where the patched one errs more than the unpatched one may.
     warmups, repeats: unmeasured and measured generations per variant; timings are medians over the measured ones.
     settings: what to record beside the figures, such as the model's name.
     """
@@ -93,6 +99,7 @@ def compare(
     if not with_compile:
         del switches[COMPILED]
 
+    errors = _step_errors(pipe.transformer, generate, switches) if with_oracle else {}
     progress_bar = dict(getattr(pipe, "_progress_bar_config", {}))
     timings = {name: [] for name in switches}
     made = {}
@@ -116,9 +123,32 @@ def compare(
         peak_memory = medians[PATCHED].peak_memory + graph_memory
         medians[PATCHED] = replace(medians[PATCHED], peak_memory=peak_memory)
     variants = tuple(
-        _variant(name, medians[name], made[name], medians[UNPATCHED], made[UNPATCHED]) for name in switches
+        _variant(name, medians[name], made[name], medians[UNPATCHED], made[UNPATCHED], errors.get(name))
+        for name in switches
     )
     return Comparison({**(settings or {}), "seed": seed}, describe_environment(device), summary, variants)
+
+
+def _step_errors(
+    transformer: torch.nn.Module,
+    generate: Callable[[], object],
+    switches: Mapping[str, Callable[[], contextlib.AbstractContextManager]],
+) -> dict[str, float]:
+    """Relative L2 error of the transformer's first output in a generation, by variant."""
+    args, kwargs = first_call(transformer, generate)
+    oracle = run_oracle(transformer, args, kwargs, torch.float32)[0]
+    errors = {}
+    for name, switch in switches.items():
+        with switch(), torch.no_grad():
+            errors[name] = relative_l2(transformer(*args, **kwargs)[0], oracle)
+    allowed = max(LOW_PRECISION_FACTOR * errors[UNPATCHED], FP32_LIMIT)
+    if not errors[PATCHED] <= allowed:
+        raise RuntimeError(
+            f"the patched transformer's error, a relative L2 of {errors[PATCHED]:.2e} to fp32, is above the allowed "
+            f"{allowed:.2e}, {LOW_PRECISION_FACTOR} of the unpatched one's; nothing was timed. `turbo-rcm verify` says "
+            "which block errs."
+        )
+    return errors
 
 
 class _CompiledBlocks:
@@ -145,7 +175,12 @@ class _CompiledBlocks:
 
 
 def _variant(
-    name: str, timings: StageTimings, made: TimedGeneration, base_timings: StageTimings, base: TimedGeneration
+    name: str,
+    timings: StageTimings,
+    made: TimedGeneration,
+    base_timings: StageTimings,
+    base: TimedGeneration,
+    step_error: float | None,
 ) -> Variant:
     latents, frames = None, None
     if made is not base:
@@ -160,4 +195,5 @@ def _variant(
         latents=latents,
         frames=frames,
         video=None if made.frames is None else made.frames[0],
+        step_error=step_error,
     )

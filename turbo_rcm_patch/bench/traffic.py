@@ -24,7 +24,7 @@ from .dram import KernelTraffic, profiled
 from .environment import Environment
 from .implementations import IMPLEMENTATIONS, draw_problem
 from .metrics import relative_l2
-from .verify import LOW_PRECISION_FACTOR, run_oracle
+from .verify import LOW_PRECISION_FACTOR, first_call, run_oracle
 
 DTYPE = torch.bfloat16
 COUNTERS, SHAPES = "counters", "shapes"  # where the bytes come from
@@ -158,7 +158,7 @@ class WanBlockCase:
         prompt = random_prompt(pipe)
         if implementation in ("torch_fused", "triton_fused"):
             patch(model, PatchConfig(implementation="torch") if implementation == "torch_fused" else "exact")
-        call = _first_call(block, lambda: model(latents, torch.tensor([TIMESTEP], device=device), prompt))
+        call = Call(block, *first_call(block, lambda: model(latents, torch.tensor([TIMESTEP], device=device), prompt)))
         if self.is_compiled(implementation):
             model.compile_repeated_blocks()
         return call
@@ -188,18 +188,6 @@ def _drop_dropouts(module: nn.Module) -> None:
         for name, child in parent.named_children():
             if type(child) is nn.Dropout:
                 parent.register_module(name, nn.Identity())
-
-
-def _first_call(module: nn.Module, run: Callable[[], object]) -> Call:
-    """The first call of a module while something runs."""
-    seen: list[tuple[tuple, dict]] = []
-    handle = module.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
-    try:
-        with torch.no_grad():
-            run()
-    finally:
-        handle.remove()
-    return Call(module, *seen[0])
 
 
 @dataclass(frozen=True)

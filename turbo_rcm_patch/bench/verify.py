@@ -145,6 +145,18 @@ def _check(
     )
 
 
+def first_call(module: nn.Module, run: Callable[[], object]) -> tuple[tuple, dict]:
+    """The arguments of a module's first call while something runs."""
+    seen: list[tuple[tuple, dict]] = []
+    handle = module.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        handle.remove()
+    return seen[0]
+
+
 def run_oracle(block: nn.Module, args: tuple, kwargs: dict, dtype: torch.dtype) -> torch.Tensor:
     """The block's class run in `dtype`, fp64 or fp32 without TF32, on upcast weights and inputs."""
     oracle = _class_copy(block).to(dtype)
