@@ -3,7 +3,8 @@
     python scripts/gpu_session.py --results results                         # all, into results/<the GPU>.json
     python scripts/gpu_session.py --results results --only tests ops        # the other runs in the file stay
 
-Every step that measures, but first-step, checks first that what it measures is right. What passed comes last, a table.
+Every step that measures, but first-step, checks first that what it measures is right. A table of what passed comes
+last.
 """
 
 from __future__ import annotations
