@@ -9,6 +9,7 @@ FUSION_GROUPS = ("self_attention", "cross_attention", "feed_forward")
 ATTENTION_KERNELS = ("auto", "triton", "sdpa")
 IMPLEMENTATIONS = ("auto", "triton", "torch")
 CUDA_GRAPH_MODES = ("auto", "on", "off")
+RESIDUALS = ("fp16", "same")
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class PatchConfig:
             kernels would take longer than running them (short or small videos), "on" at every size. What cannot be
             replayed safely (LoRA layers, hooks, offloading, autograd and others) runs without one, and `summary()`
             says why.
+        residual: "fp16" keeps the residual between the three skips of a bf16 block in fp16, divided by 32: it rounds
+            with three more bits and holds values up to 2e6; under autograd, and with "same", in the model's dtype.
 
     Raises ValueError when made with an unknown name.
     """
@@ -36,6 +39,7 @@ class PatchConfig:
     implementation: str = "auto"
     cache_text: bool = True
     cuda_graph: str = "auto"
+    residual: str = "fp16"
 
     def __post_init__(self):
         if isinstance(self.fuse, str):
@@ -46,6 +50,7 @@ class PatchConfig:
         _check_name("attention", self.attention, ATTENTION_KERNELS)
         _check_name("implementation", self.implementation, IMPLEMENTATIONS)
         _check_name("cuda_graph", self.cuda_graph, CUDA_GRAPH_MODES)
+        _check_name("residual", self.residual, RESIDUALS)
         if {self.attention, self.implementation} == {"triton", "torch"} or (
             self.attention == "sdpa" and self.implementation == "triton"
         ):

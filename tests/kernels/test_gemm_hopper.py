@@ -33,9 +33,9 @@ def operands(samples, M, N, K, device="cpu", dtype=torch.bfloat16):
     return [torch.randn(shape).to(device, dtype) for shape in shapes]
 
 
-def launch(a, weight, bias, **arguments):
+def launch(a, weight, bias, dtype=None, **arguments):
     """The result, after a check that nothing was written behind it."""
-    memory = a.new_full((a.shape[0] + GUARD_ROWS, weight.shape[0]), torch.nan)
+    memory = a.new_full((a.shape[0] + GUARD_ROWS, weight.shape[0]), torch.nan, dtype=dtype)
     out, guard = memory.split((a.shape[0], GUARD_ROWS))
     gemm_hopper.launch(a, weight, bias, out, **arguments)
     assert guard.isnan().all()
@@ -55,6 +55,27 @@ def test_skip_matches_the_oracle(shape, kind, dtype, sm_90):
         reference.linear_skip(*(by_sample(t, samples, M) for t in ts), *skips)
         for ts in (tensors, [t.double() for t in tensors])
     )
+    assert_no_worse(actual.view_as(low), low, oracle)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", SKIPS)
+def test_residual_and_result_of_two_dtypes(kind, kept, dtype, sm_90):
+    samples, M, N, K = 2, 6000, 392, 136  # two or three tiles for a program, on which it uses its buffers again
+    a, weight, bias, residual = operands(samples, M, N, K, sm_90)
+    tensors = a, weight, bias, residual.to(kept)
+    skips = [c if c is None else c.to(sm_90) for c in SKIPS[kind](samples, N)]
+    names = dict(zip(("c_skip", "c_out"), skips, strict=True))
+    scales = {"residual_scale": 0.25, "result_scale": 32.0}
+    factors = 0.25 / 32, 1 / 32
+    actual = launch(a, weight, bias, dtype=dtype, samples=samples, residual=tensors[3], factors=factors, **names)
+    low, oracle = (
+        reference.linear_skip(*(by_sample(t, samples, M) for t in ts), *skips, dtype=result, **scales)
+        for ts, result in ((tensors, dtype), ([t.double() for t in tensors], torch.float64))
+    )
+    assert actual.dtype == dtype
     assert_no_worse(actual.view_as(low), low, oracle)
 
 
@@ -126,7 +147,7 @@ def test_ops_of_many_tiles_take_it(sm_90, monkeypatch):
 def stand_in(monkeypatch):
     """Takes every launch, in place of the kernel."""
 
-    def launch(a, weight, bias, out, *, samples=1, gelu=False, residual=None, c_skip=None, c_out=None):
+    def launch(a, weight, bias, out, *, samples=1, gelu=False, residual=None, c_skip=None, c_out=None, factors=(1, 1)):
         assert all(t is None or t.is_contiguous() for t in (bias, residual, out))
         assert a.dim() == out.dim() == 2
         value = reference.linear_gelu(a, weight, bias) if gelu else torch.nn.functional.linear(a, weight, bias)
@@ -183,7 +204,10 @@ def test_why_not(monkeypatch):
     assert why_not(a, weight, **skip, c_skip=torch.randn(1, 1, 1), c_out=gate) is None
     assert why_not(a, weight) is None
     assert why_not(a.float(), weight.float()) == "float32 tensors"
-    assert why_not(a, weight, samples=2, residual=residual.float()) == "residual of another dtype"
+    assert why_not(a, weight, samples=2, residual=residual.float()) == "float32 residual"
+    assert why_not(a, weight, samples=2, residual=residual.half(), dtype=torch.float16) is None
+    assert why_not(a, weight, **skip, dtype=torch.float32) == "float32 result"
+    assert why_not(a, weight, **skip, dtype=torch.float8_e4m3fn) == "float8_e4m3fn result"
     assert why_not(a, weight, **skip, c_out=torch.randn(2, 300, 256)) == "c_out per token"
     assert why_not(a, weight, **skip, c_skip=torch.randn(1, 300, 1)) == "c_skip per channel or token"
     assert why_not(a, weight, **skip, c_skip=gate) == "c_skip per channel or token"

@@ -65,6 +65,15 @@ def test_parameters_of_other_dtypes_and_shapes(device):
     check(x, scale=torch.randn(2, 24, device=device).half(), shift=torch.randn(1, 5, 24, device=device))
 
 
+def test_the_result_may_be_of_another_dtype(device):
+    x = torch.randn(2, 5, 24, device=torch_device(device))
+    low = torch.bfloat16 if device == "cuda" else torch.float16
+    for given, dtype in ((x, low), (x.half(), torch.float32), (x.half(), low)):
+        actual, expected = (layer_norm_modulate(given, dtype=dtype, implementation=i) for i in ("triton", "torch"))
+        assert actual.dtype == dtype
+        assert_no_worse(actual, expected, layer_norm_modulate(given.double(), implementation="torch"))
+
+
 def test_a_large_mean_does_not_cancel(device):
     x = 1000 + torch.randn(1, 3, 100, device=torch_device(device))
     actual = layer_norm_modulate(x, implementation="triton")
@@ -125,7 +134,9 @@ def test_compiles_to_one_graph(device):
 def test_custom_op_contract(device):
     x = torch.randn(2, 3, 8, device=torch_device(device))
     scale, shift = torch.randn(2, 2, 1, 8, device=x.device)
-    torch.library.opcheck(torch.ops.turbo_rcm_patch.layer_norm_modulate.default, (x, None, None, scale, shift, 1e-6))
+    for dtype in (torch.float32, torch.float16):
+        arguments = (x, None, None, scale, shift, 1e-6, dtype)
+        torch.library.opcheck(torch.ops.turbo_rcm_patch.layer_norm_modulate.default, arguments)
 
 
 def test_errors():

@@ -59,6 +59,45 @@ def test_matches_the_oracle(shape, kind, device):
         assert_no_worse(actual, low, expected(*tensors, c_skip, c_out, torch.float64))
 
 
+def test_residual_and_result_may_be_of_other_dtypes(device):
+    a, weight, bias, residual = operands(2, 7, 40, 24, torch_device(device))
+    low = torch.bfloat16 if device == "cuda" else torch.float16
+    gate = torch.randn(40, device=a.device)
+    for given, kept, dtype in ((low, low, torch.float32), (low, torch.float32, low), (torch.float32, low, low)):
+        tensors = [*(t.to(given) for t in (a, weight, bias)), residual.to(kept)]
+        actual = linear_skip(*tensors, c_out=gate, dtype=dtype, implementation="triton")
+        assert actual.dtype == dtype
+        expected = linear_skip(*tensors, c_out=gate, dtype=dtype, implementation="torch")
+        wide = [t.double() for t in tensors]
+        assert_no_worse(actual, expected, linear_skip(*wide, c_out=gate, implementation="torch"))
+
+
+@pytest.mark.parametrize("c_skip", [1.0, 0.5])
+def test_gradients_of_other_dtypes_and_scales(c_skip, device):
+    ours = operands(2, 7, 40, 24, torch_device(device))
+    ours[3] = ours[3].half()
+    theirs = [t.clone().requires_grad_() for t in ours]
+    ours = [t.requires_grad_() for t in ours]
+    gate = [torch.tensor(c_skip, device=t[0].device, requires_grad=True) for t in (ours, theirs)]
+    weight = torch.randn(2, 7, 40, device=ours[0].device)
+    for tensors, skip, implementation in ((ours, gate[0], "triton"), (theirs, gate[1], "torch")):
+        options = {"residual_scale": 4.0, "result_scale": 0.5, "dtype": torch.float32}
+        (linear_skip(*tensors, c_skip=skip, implementation=implementation, **options) * weight).sum().backward()
+    for actual, expected in zip([*ours, gate[0]], [*theirs, gate[1]], strict=True):
+        assert actual.grad.dtype == actual.dtype
+        assert relative_error(actual.grad, expected.grad) <= 1e-5 if actual.dtype == torch.float32 else 1e-3
+
+
+def test_scales_move_the_range_alone(device):
+    a, weight, bias, residual = operands(2, 7, 40, 24, torch_device(device))
+    expected = linear_skip(a, weight, bias, residual, c_out=0.5, implementation="triton")
+    options = {"c_out": 0.5, "residual_scale": 8.0, "result_scale": 32.0, "implementation": "triton"}
+    assert relative_error(32 * linear_skip(a, weight, bias, residual / 8, **options), expected) <= 1e-6
+    options = {"dtype": torch.float16, "result_scale": 32.0, "implementation": "triton"}
+    large = linear_skip(a, weight, bias, 1e5 * residual, **options)
+    assert large.isfinite().all()
+
+
 def tiles_of_this_gpu():
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
     for dtype in (torch.float32, torch.float16):
@@ -222,8 +261,9 @@ def test_custom_op_contract(device):
     device = torch_device(device)
     tensors = operands(2, 3, 8, 4, device)
     coefficients = [None, torch.randn(2, 1, 8, device=device)]
-    arguments = [t.requires_grad_() for t in tensors] + coefficients
-    torch.library.opcheck(torch.ops.turbo_rcm_patch.linear_skip.default, arguments)
+    for dtype in (torch.float32, torch.float16):
+        arguments = [*(t.requires_grad_() for t in tensors), *coefficients, dtype, 2.0, 4.0]
+        torch.library.opcheck(torch.ops.turbo_rcm_patch.linear_skip.default, arguments)
 
 
 def test_errors():

@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+import torch.autograd.forward_ad as fwAD
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import turbo_rcm_patch as trp
 from tests.oracle import assert_no_worse, relative_error, torch_device
@@ -71,6 +73,54 @@ def test_low_precision_blocks_are_no_further_from_the_oracle(variant, attention,
             assert_no_worse(block(*args), type(block).forward(block, *args), oracle)
 
 
+@pytest.mark.parametrize("left_out", [None, *trp.PatchConfig().fuse])
+def test_the_residual_of_a_bf16_block_is_rounded_less_between_its_skips(left_out):
+    model, inputs = model_and_inputs("t2v", "cpu", torch.bfloat16)
+    fuse = [group for group in trp.PatchConfig().fuse if group != left_out]
+    args = captured_block_inputs(model, inputs)[0]
+    oracle = type(model.blocks[0]).forward(fp32_copy(model.blocks[0]), *(in_fp32(arg) for arg in args))
+    outputs = {}
+    for residual in ("fp16", "same"):
+        with trp.patch(model, trp.PatchConfig(residual=residual, fuse=fuse)) as patch:
+            name = {"fp16": "float16", "same": "bfloat16"}[residual]
+            assert name in next(line for line in patch.summary().splitlines() if "between skips" in line)
+            with torch.no_grad():
+                outputs[residual] = model.blocks[0](*args)
+            outputs[residual, "training"] = model.blocks[0](*args).detach()
+    assert relative_error(outputs["fp16"], oracle) < relative_error(outputs["same"], oracle)
+    assert outputs["fp16"].dtype == torch.bfloat16
+    assert torch.equal(outputs["fp16", "training"], outputs["same", "training"])
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_large_residual_does_not_overflow(hooked):
+    """7e4 is more than fp16 holds."""
+    model, inputs = model_and_inputs("t2v", "cpu", torch.bfloat16)
+    x, *rest = captured_block_inputs(model, inputs)[0]
+    x = x.clone()
+    x[..., 0] = 7e4
+    block = model.blocks[0]
+    oracle = type(block).forward(fp32_copy(block), *(in_fp32(arg) for arg in (x, *rest)))
+    linears = (block.attn1.to_out[0], block.attn2.to_out[0], block.ffn.net[2]) if hooked else ()
+    hooks = [linear.register_forward_hook(lambda *_: None) for linear in linears]
+    with torch.no_grad():
+        unpatched = type(block).forward(block, x, *rest)
+        with trp.patch(model):
+            assert_no_worse(block(x, *rest), unpatched, oracle)
+    assert len(hooks) == len(linears)
+
+
+def test_forward_mode_derivatives_keep_the_dtype():
+    model, inputs = model_and_inputs("t2v", "cpu", torch.bfloat16)
+    x, *rest = captured_block_inputs(model, inputs)[0]
+    outputs = {}
+    for residual in ("fp16", "same"):
+        config, plain = trp.PatchConfig(residual=residual), sdpa_kernel(SDPBackend.MATH)
+        with trp.patch(model, config), torch.no_grad(), plain, fwAD.dual_level():
+            outputs[residual] = fwAD.unpack_dual(model.blocks[0](fwAD.make_dual(x, torch.ones_like(x)), *rest))
+    assert torch.equal(outputs["fp16"].tangent, outputs["same"].tangent)
+
+
 def fp32_copy(block):
     with torch.no_grad():
         return copy.deepcopy(block).float()
@@ -87,7 +137,8 @@ def test_groups_can_be_left_out(group):
         expected = model(**inputs)[0]
         with trp.patch(model, trp.PatchConfig(fuse=[group])) as patch:
             assert relative_error(model(**inputs)[0], expected) <= 1e-5
-            fused = [line for line in patch.summary().splitlines() if " 2/2" in line and "constants" not in line]
+            fused = [line for line in patch.summary().splitlines() if " 2/2" in line]
+            fused = [line for line in fused if "constants" not in line and "residual" not in line]
     assert fused
     assert all(group in line for line in fused)
 

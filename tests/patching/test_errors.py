@@ -69,6 +69,8 @@ def test_unknown_options():
         trp.patch(model, "fast")
     with pytest.raises(TypeError, match="config is a dict"):
         trp.patch(model, {})
+    with pytest.raises(ValueError, match="residual='fp32' is unknown; accepted are fp16, same"):
+        trp.PatchConfig(residual="fp32")
     with pytest.raises(ValueError, match="fuse='attn' is unknown; accepted are self_attention"):
         trp.PatchConfig(fuse=["attn"])
     with pytest.raises(ValueError, match="is a string"):

@@ -1,6 +1,8 @@
 """The GEMM of linear_skip, linear_gelu and linear_qkv on sm_90: which inputs it takes, and its launch.
 
-    c_skip ⊙ residual + c_out ⊙ f(a Wᵀ + b)        f GELU (tanh) or nothing, all bf16 or fp16
+    c_skip ⊙ residual + c_out ⊙ f(a Wᵀ + b)        f GELU (tanh) or nothing
+
+All are bf16 or fp16; residual and result may be of the other one.
 
 a [samples·M, K], W [N, K], b [N]; residual and result [samples·M, N]. The kernel is in gemm_hopper_kernel.py.
 """
@@ -46,16 +48,18 @@ def why_not(
     residual: torch.Tensor | None = None,
     c_skip: torch.Tensor | None = None,
     c_out: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> str | None:
     """Why the kernel cannot take these, or would leave multiprocessors idle, in a few words; None when it should run.
 
-    As for `launch`, or for `launch_three` with three weights.
+    As for `launch`, or for `launch_three` with three weights. dtype: of the result; None: a's.
     """
     reason = why_not_on(a.device, a.dtype)
     if reason is not None:
         return reason
-    if residual is not None and residual.dtype != a.dtype:
-        return "residual of another dtype"
+    for name, kept in (("residual", residual.dtype if residual is not None else None), ("result", dtype)):
+        if kept not in (None, torch.bfloat16, torch.float16):
+            return f"{str(kept).removeprefix('torch.')} {name}"
     if coefficient_kind(c_skip) not in (ONE, PER_SAMPLE):
         return "c_skip per channel or token"  # would spill registers beside 192 accumulators
     if coefficient_kind(c_out) == PER_TOKEN:
@@ -85,11 +89,13 @@ def launch(
     residual: torch.Tensor | None = None,
     c_skip: torch.Tensor | None = None,
     c_out: torch.Tensor | None = None,
+    factors: tuple[float, float] = (1.0, 1.0),
 ) -> None:
     """Write ``c_skip ⊙ residual + c_out ⊙ f(a Wᵀ + b)`` to out, f GELU or nothing; `why_not` must have been None.
 
     a: [samples·M, K]. weight: [N, K]. bias: [N], contiguous. out, residual: [samples·M, N], contiguous.
     c_skip, c_out: canonical coefficients (coefficient.py) per sample, c_out also per channel, or None for 1.
+    factors: of the two terms besides, where there is a residual.
     """
     (rows, K), N = a.shape, weight.shape[0]
     M = rows // samples
@@ -105,6 +111,7 @@ def launch(
             bias,
             *(c_skip, skip_stride_b),
             *(c_out, out_stride_b, out_stride_c),
+            *factors,
             *(samples, M, N, K),
             STAGES=STAGES,
             KIND=coefficient_kind(c_out),
@@ -151,28 +158,34 @@ def _layout(rank: int) -> gl.NVMMASharedLayout:
 
 
 def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
-    """What launches on this architecture: a block's projections, and a skip of another sort."""
+    """What launches on this architecture: a block's projections, and skips of other sorts."""
     if capability != HOPPER:
         return
     yield _aot_case("linear_gelu", ONE, ONE, gelu=True)
     yield _aot_case("linear_skip", ONE, PER_CHANNEL)
     for kind in (ONE, PER_SAMPLE, PER_CHANNEL):
         yield _aot_case(f"linear_skip skip={PER_SAMPLE} out={kind}", PER_SAMPLE, kind)
+    for residual, out in (("bf16", "fp16"), ("fp16", "fp16"), ("fp16", "bf16")):
+        yield _aot_case(f"linear_skip {residual} to {out}", PER_SAMPLE, PER_CHANNEL, dtypes=(residual, out))
     for bias in (True, False):
         yield _aot_case_of_three(bias)
 
 
-def _aot_case(name: str, skip: int, out: int, gelu: bool = False) -> AotCase:
+def _aot_case(
+    name: str, skip: int, out: int, gelu: bool = False, dtypes: tuple[str, str] = ("bf16", "bf16")
+) -> AotCase:
+    """dtypes: of residual and result."""
     types = {
         "a": _descriptor_type(ROWS, DEPTH),
         "weight": _descriptor_type(COLUMNS, DEPTH),
         "weight_tail": _descriptor_type(TAIL, DEPTH),
-        "residual": None if gelu else _descriptor_type(1, ROWS, CHUNK),
-        "out": _descriptor_type(1, ROWS, CHUNK),
+        "residual": None if gelu else _descriptor_type(1, ROWS, CHUNK, dtype=dtypes[0]),
+        "out": _descriptor_type(1, ROWS, CHUNK, dtype=dtypes[1]),
         "bias": "*bf16",
         "c_skip": None if skip == ONE else "*fp32",
         "c_out": None if out == ONE else "*fp32",
     }
+    types |= {"skip_factor": "fp32", "out_factor": "fp32"}
     types |= dict.fromkeys(("skip_stride_b", "out_stride_b", "samples", "M", "N", "K"), "i32")
     aligned = ("bias", "c_skip", "skip_stride_b", "c_out", "out_stride_b", "N")
     return _case(name, gemm_kernel, types, {"out_stride_c": 1, "KIND": out, "GELU": gelu}, aligned)
@@ -204,5 +217,5 @@ def _case(
     )
 
 
-def _descriptor_type(*box: int) -> str:
-    return f"tensordesc<bf16{list(box)},{_layout(len(box))!r}>"
+def _descriptor_type(*box: int, dtype: str = "bf16") -> str:
+    return f"tensordesc<{dtype}{list(box)},{_layout(len(box))!r}>"

@@ -34,13 +34,14 @@ _locate_in_group = gluon.jit(locate_tile.fn)
 @gluon.jit(do_not_specialize=("samples", "M", "K"))
 def gemm_kernel(
     a, weight, weight_tail, residual, out,
-    bias, c_skip, skip_stride_b, c_out, out_stride_b, out_stride_c,
+    bias, c_skip, skip_stride_b, c_out, out_stride_b, out_stride_c, skip_factor, out_factor,
     samples, M, N, K,
     STAGES: gl.constexpr, KIND: gl.constexpr, GELU: gl.constexpr,
 ):  # fmt: skip
     """a, weight, weight_tail, residual, out: TMA descriptors; weight_tail is of the columns of a tile past a power of
     two. bias, residual, c_skip, c_out: or None. KIND: how c_out varies (coefficient.py). GELU: f, else nothing."""
-    epilogue = (residual, (out,), (bias,), c_skip, skip_stride_b, c_out, out_stride_b, out_stride_c)
+    coefficients = (c_skip, skip_stride_b, c_out, out_stride_b, out_stride_c, skip_factor, out_factor)
+    epilogue = (residual, (out,), (bias,), coefficients)
     _assign_roles(a, (weight,), (weight_tail,), epilogue, (samples, M, N, K), STAGES, KIND, GELU)
 
 
@@ -51,7 +52,7 @@ def gemm_of_three_kernel(
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """``a Wᵀ + b`` for three W [N, K] and b [N]. All are descriptors but the biases, which may be None."""
-    epilogue = (None, (out_0, out_1, out_2), (bias_0, bias_1, bias_2), None, 0, None, 0, 0)
+    epilogue = (None, (out_0, out_1, out_2), (bias_0, bias_1, bias_2), (None, 0, None, 0, 0, 1.0, 1.0))
     weights = (weight_0, weight_1, weight_2)
     _assign_roles(a, weights, (tail_0, tail_1, tail_2), epilogue, (1, M, N, K), STAGES, 0, False)
 
@@ -160,8 +161,17 @@ def _load_residuals(residual, hand_over, sizes, COLUMNS: gl.constexpr, WEIGHTS: 
         else:
             mbarrier.expect(arrived, ROWS * COLUMNS * 2)
             for i in gl.static_range(CHUNKS):
-                tma.async_copy_global_to_shared(residual, [sample, row, column + i * CHUNK], arrived, staging.index(i))
+                buffer = _view(staging, i, residual.dtype)
+                tma.async_copy_global_to_shared(residual, [sample, row, column + i * CHUNK], arrived, buffer)
         count += 1  # noqa: SIM113
+
+
+@gluon.jit
+def _view(staging, index, DTYPE: gl.constexpr):
+    """A chunk of the staging buffer as DTYPE, of 16 bits: residual and result may be of two."""
+    ROWS: gl.constexpr = staging.shape[2]
+    CHUNK: gl.constexpr = staging.shape[3]
+    return staging.index(index)._reinterpret(DTYPE, [1, ROWS, CHUNK], staging.layout)
 
 
 @gluon.jit
@@ -243,12 +253,14 @@ def _store(
         _store(left, sample, row, weight, column, N, staging, INDEX, epilogue, KIND, GELU)
         _store(right, sample, row, weight, column + HALF, N, staging, NEXT, epilogue, KIND, GELU)
     else:
-        buffer = staging.index(INDEX)
-        chunk = buffer.reshape([ROWS, COLUMNS])
         columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, acc.type.layout))
-        outs = epilogue[1]
-        value = _apply_epilogue(acc, chunk, sample, weight, columns, N, epilogue, KIND, GELU)
-        chunk.store(value.to(outs[0].dtype))
+        residual, outs = epilogue[0], epilogue[1]
+        kept = None
+        if residual is not None:
+            kept = _view(staging, INDEX, residual.dtype).reshape([ROWS, COLUMNS]).load(acc.type.layout)
+        value = _apply_epilogue(acc, kept, sample, weight, columns, N, epilogue, KIND, GELU)
+        buffer = _view(staging, INDEX, outs[0].dtype)
+        buffer.reshape([ROWS, COLUMNS]).store(value.to(outs[0].dtype))
         fence_async_shared()
         for i in gl.static_range(len(outs)):
             if len(outs) == 1 or weight == i:
@@ -256,8 +268,9 @@ def _store(
 
 
 @gluon.jit
-def _apply_epilogue(acc, chunk, sample, weight, columns, N, epilogue, KIND: gl.constexpr, GELU: gl.constexpr):
-    residual, _, biases, c_skip, skip_stride_b, c_out, out_stride_b, out_stride_c = epilogue
+def _apply_epilogue(acc, kept, sample, weight, columns, N, epilogue, KIND: gl.constexpr, GELU: gl.constexpr):
+    biases, coefficients = epilogue[2], epilogue[3]
+    c_skip, skip_stride_b, c_out, out_stride_b, out_stride_c, skip_factor, out_factor = coefficients
     mask = columns < N
     sample = sample.to(gl.int64)
     if biases[0] is not None:
@@ -272,11 +285,11 @@ def _apply_epilogue(acc, chunk, sample, weight, columns, N, epilogue, KIND: gl.c
     elif KIND == 2:
         gate = c_out + sample * out_stride_b + columns * out_stride_c
         acc *= gl.load(gate, mask=mask, other=0.0).to(gl.float32)[None, :]
-    if residual is not None:
-        kept = chunk.load(acc.type.layout).to(gl.float32)
+    if kept is not None:
+        kept = kept.to(gl.float32)
         if c_skip is not None:
             kept *= gl.load(c_skip + sample * skip_stride_b).to(gl.float32)
-        acc += kept
+        acc = acc * out_factor + kept * skip_factor
     return acc
 
 

@@ -1,9 +1,9 @@
 """layer_norm_modulate: ``(LayerNorm(x) · weight + bias) · (1 + scale) + shift``, reading x once and writing once.
 
 x [B, S, C]; weight, bias [C]; scale, shift [B|1, C] or [B|1, S|1, C]; each pair optional, any mix of fp32, fp16, bf16.
-Statistics and arithmetic are fp32, the variance is summed over centred values, the result has x's dtype. Programs walk
-rows and hold in registers what no row changes: read anew for each row, fp32 scale and shift would be four times its
-bytes. No gradient: under autograd the reference runs. The modulation is adaLN of Peebles and Xie 2022, Scalable
+Statistics and arithmetic are fp32, the variance is summed over centred values, the result is rounded once. Programs
+walk rows and hold in registers what no row changes: read anew for each row, fp32 scale and shift would be four times
+its bytes. No gradient: under autograd the reference runs. The modulation is adaLN of Peebles and Xie 2022, Scalable
 Diffusion Models with Transformers, section 3.2.
 """
 
@@ -30,11 +30,13 @@ def layer_norm_modulate(
     scale: torch.Tensor | None = None,
     shift: torch.Tensor | None = None,
     eps: float = 1e-6,
+    dtype: torch.dtype | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """``(LayerNorm(x) · weight + bias) · (1 + scale) + shift`` over the last dimension, in x's dtype.
+    """``(LayerNorm(x) · weight + bias) · (1 + scale) + shift`` over the last dimension.
 
     x: [B, S, C]. weight, bias: [C] or None. scale, shift: both None, or each [B|1, C] or [B|1, S|1, C].
+    dtype: of the result, a floating one; None: x's.
     implementation: "auto", "triton" or "torch" (see dispatch.py).
     Raises ValueError for shapes or devices that do not fit together.
     """
@@ -49,7 +51,8 @@ def layer_norm_modulate(
     shift = _canonical_modulation("shift", shift, x)
     tensors = (x, weight, bias, scale, shift)
     fused = use_triton(implementation, *tensors, has_gradient=False)
-    return (_layer_norm_modulate if fused else reference.layer_norm_modulate)(*tensors, eps)
+    op = _layer_norm_modulate if fused else reference.layer_norm_modulate
+    return op(*tensors, eps, dtype or x.dtype)
 
 
 def _canonical_modulation(name: str, value: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
@@ -75,9 +78,10 @@ def _layer_norm_modulate(
     scale: torch.Tensor | None,
     shift: torch.Tensor | None,
     eps: float,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     B, S, C = x.shape
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return out
     if x.stride(2) != 1:
@@ -108,8 +112,8 @@ def _layer_norm_modulate(
 
 
 @_layer_norm_modulate.register_fake
-def _(x, weight, bias, scale, shift, eps):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _(x, weight, bias, scale, shift, eps, dtype):
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _tile(C: int, element_size: int, varies: bool) -> dict[str, int]:
@@ -163,19 +167,21 @@ def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
     wide to be in flight."""
     for C in (1536, 5120):
         yield _aot_case(C, affine=True, kind=0)
+        yield _aot_case(C, affine=True, kind=0, element="fp16", out="bf16")
+        yield _aot_case(C, affine=False, kind=PER_CHANNEL, element="fp16", out="bf16")
         yield _aot_case(C, affine=False, kind=PER_CHANNEL)
         yield _aot_case(C, affine=False, kind=PER_TOKEN)
     yield _aot_case(5120, affine=False, kind=PER_CHANNEL, element="fp32")
     yield _aot_case(16384, affine=False, kind=PER_CHANNEL, element="fp32")
 
 
-def _aot_case(C: int, affine: bool, kind: int, element: str = "bf16") -> AotCase:
-    tile = _tile(C, {"bf16": 2, "fp32": 4}[element], varies=kind == PER_TOKEN)
+def _aot_case(C: int, affine: bool, kind: int, element: str = "bf16", out: str | None = None) -> AotCase:
+    tile = _tile(C, {"bf16": 2, "fp16": 2, "fp32": 4}[element], varies=kind == PER_TOKEN)
     num_warps = tile.pop("num_warps")
     constants = {"SCALE": kind, "SHIFT": kind, "scale_stride_c": 1, "shift_stride_c": 1, **tile}
     constants |= dict.fromkeys(("scale", "shift") if affine else ("weight", "bias"))
-    types = dict.fromkeys(("x", "out"), f"*{element}") | dict.fromkeys(("weight", "bias", "scale", "shift"), "*fp32")
-    types |= {"eps": "fp32"} | dict.fromkeys(constants, "constexpr")
+    types = {"x": f"*{element}", "out": f"*{out or element}", "eps": "fp32"}
+    types |= dict.fromkeys(("weight", "bias", "scale", "shift"), "*fp32") | dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "i32") for name in _layer_norm_modulate_kernel.arg_names}
     aligned = (n for n, t in signature.items() if t.startswith("*") or n == "C" or ("_stride_" in n and t == "i32"))
     name = f"layer_norm_modulate {element} {C} {'affine' if affine else f'modulation={kind}'}"

@@ -1,7 +1,8 @@
 """linear_skip: a projection that ends in the skip, ``c_skip ⊙ residual + c_out ⊙ (a Wᵀ + b)``, in one GEMM.
 
 a [B, S, K], W [C, K], b [C] of one dtype (fp32, fp16, bf16); residual [B, S, C]; coefficients over [B|1, S|1, C|1].
-The epilogue is fp32 and the result, in the residual's dtype, is rounded once. With a gradient for every tensor.
+The epilogue is fp32 and the result, in the residual's dtype or another one, is rounded once. With a gradient for every
+tensor.
 The skip is eq. 7 of Karras et al. 2022, Elucidating the Design Space of Diffusion-Based Generative Models.
 """
 
@@ -38,12 +39,18 @@ def linear_skip(
     *,
     c_skip: Coefficient = 1.0,
     c_out: Coefficient = 1.0,
+    dtype: torch.dtype | None = None,
+    residual_scale: float = 1.0,
+    result_scale: float = 1.0,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """``c_skip ⊙ residual + c_out ⊙ (a Wᵀ + b)``, shaped and typed like the residual.
+    """``c_skip ⊙ residual + c_out ⊙ (a Wᵀ + b)``, shaped like the residual.
 
     a: [B, S, K], or [S, K] as one sample. weight: [C, K]. bias: [C] or None. residual: [B, S, C] ([S, C]).
     c_skip, c_out: a number, 0-d, per sample [B], per channel [C] or [B, 1, C], per token [B, S, C].
+    dtype: of the result, fp32, fp16 or bf16; None: the residual's.
+    residual_scale, result_scale: what the residual was, and the result is to be, divided by: room for large values in
+        fp16.
     implementation: "auto", "triton" or "torch" (see dispatch.py).
 
     Differentiable in every tensor. Raises ValueError for shapes, dtypes or devices that do not fit together.
@@ -55,13 +62,14 @@ def linear_skip(
     if list(residual.shape) != expected:
         raise ValueError(f"linear_skip: residual has shape {list(residual.shape)} but the output is {expected}.")
     if a.dim() == 2:
-        arguments = {"c_skip": c_skip, "c_out": c_out, "implementation": implementation}
+        arguments = {"c_skip": c_skip, "c_out": c_out, "dtype": dtype, "implementation": implementation}
+        arguments |= {"residual_scale": residual_scale, "result_scale": result_scale}
         return linear_skip(a[None], weight, bias, residual[None], **arguments)[0]
     c_skip = canonical_coefficient("c_skip", c_skip, *residual.shape, residual.device)
     c_out = canonical_coefficient("c_out", c_out, *residual.shape, residual.device)
     tensors = (a, weight, bias, residual, c_skip, c_out)
     op = _linear_skip if use_triton(implementation, *tensors, has_gradient=True) else reference.linear_skip
-    return op(*tensors)
+    return op(*tensors, dtype or residual.dtype, residual_scale, result_scale)
 
 
 @kernel_op("linear_skip")
@@ -72,9 +80,12 @@ def _linear_skip(
     residual: torch.Tensor,
     c_skip: torch.Tensor | None,
     c_out: torch.Tensor | None,
+    dtype: torch.dtype,
+    residual_scale: float,
+    result_scale: float,
 ) -> torch.Tensor:
     B, S, C = residual.shape
-    out = torch.empty_like(residual, memory_format=torch.contiguous_format)
+    out = torch.empty_like(residual, dtype=dtype, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return out
     varies_by_sample = any(c is not None and c.shape[:2] != (1, 1) for c in (c_skip, c_out))
@@ -82,22 +93,23 @@ def _linear_skip(
     a, residual = a.reshape(B * S, -1), residual.reshape(B * S, C).contiguous()
     bias = None if bias is None else bias.contiguous()
     skip = {"samples": samples, "residual": residual, "c_skip": c_skip, "c_out": c_out}
-    if gemm_hopper.why_not(a, weight, **skip) is None:
-        gemm_hopper.launch(a, weight, bias, out.view(B * S, C), **skip)
+    factors = residual_scale / result_scale, 1 / result_scale
+    if gemm_hopper.why_not(a, weight, dtype=dtype, **skip) is None:
+        gemm_hopper.launch(a, weight, bias, out.view(B * S, C), factors=factors, **skip)
     else:
-        coefficients = (c_skip, c_out, *coefficient_strides(c_skip), *coefficient_strides(c_out))
+        coefficients = (c_skip, c_out, *factors, *coefficient_strides(c_skip), *coefficient_strides(c_out))
         kinds = (coefficient_kind(c_skip), coefficient_kind(c_out))
         launch(_linear_skip_kernel, a, weight, samples, bias, residual, out, *coefficients, KINDS=kinds)
     return out
 
 
 @_linear_skip.register_fake
-def _(a, weight, bias, residual, c_skip, c_out):
-    return torch.empty_like(residual, memory_format=torch.contiguous_format)
+def _(a, weight, bias, residual, c_skip, c_out, dtype, residual_scale, result_scale):
+    return torch.empty_like(residual, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _setup_context(ctx, inputs, output):
-    a, weight, bias, residual, c_skip, c_out = inputs
+    a, weight, bias, residual, c_skip, c_out, _, *ctx.scales = inputs
     needs_a, needs_weight, _, _, needs_c_skip, needs_c_out = ctx.needs_input_grad[:6]
     ctx.save_for_backward(
         a if needs_weight or needs_c_out else None,
@@ -107,14 +119,15 @@ def _setup_context(ctx, inputs, output):
         c_skip,
         c_out,
     )
-    ctx.dtype = a.dtype
+    ctx.dtype, ctx.residual_dtype = a.dtype, residual.dtype
 
 
 def _backward(ctx, grad):
     a, weight, bias, residual, c_skip, c_out = ctx.saved_tensors
     needs_a, needs_weight, needs_bias, needs_residual, needs_c_skip, needs_c_out = ctx.needs_input_grad[:6]
     d_a = d_weight = d_bias = d_residual = d_c_skip = d_c_out = None
-    wide = grad.float()
+    residual_scale, result_scale = ctx.scales
+    wide = grad.float() if result_scale == 1 else grad.float() / result_scale
     if needs_a or needs_weight or needs_bias:
         d_linear = wide if c_out is None else wide * c_out
         d_linear_low = d_linear.to(ctx.dtype)
@@ -125,13 +138,14 @@ def _backward(ctx, grad):
     if needs_bias:
         d_bias = d_linear.sum((0, 1)).to(ctx.dtype)
     if needs_residual:
-        d_residual = grad if c_skip is None else (wide * c_skip).to(grad.dtype)
+        d_residual = wide if c_skip is None else wide * c_skip
+        d_residual = (d_residual if residual_scale == 1 else d_residual * residual_scale).to(ctx.residual_dtype)
     if needs_c_skip:
-        d_c_skip = (wide * residual).sum_to_size(c_skip.shape).to(c_skip.dtype)
+        d_c_skip = (residual_scale * (wide * residual).sum_to_size(c_skip.shape)).to(c_skip.dtype)
     if needs_c_out:
         linear = torch.nn.functional.linear(a, weight, bias)
         d_c_out = (wide * linear).sum_to_size(c_out.shape).to(c_out.dtype)
-    return d_a, d_weight, d_bias, d_residual, d_c_skip, d_c_out
+    return d_a, d_weight, d_bias, d_residual, d_c_skip, d_c_out, None, None, None
 
 
 _linear_skip.register_autograd(_backward, setup_context=_setup_context)
@@ -140,14 +154,14 @@ _linear_skip.register_autograd(_backward, setup_context=_setup_context)
 @triton.jit
 def _linear_skip_kernel(
     a, weight, samples, M, N, K, stride_a, stride_w,
-    bias, residual, out, c_skip, c_out,
+    bias, residual, out, c_skip, c_out, skip_factor, out_factor,
     skip_stride_b, skip_stride_s, skip_stride_c, out_stride_b, out_stride_s, out_stride_c,
     KINDS: tl.constexpr,
     DESCRIPTORS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     skip_strides = (skip_stride_b, skip_stride_s, skip_stride_c)
     out_strides = (out_stride_b, out_stride_s, out_stride_c)
-    arguments = (bias, residual, out, c_skip, c_out, skip_strides, out_strides)
+    arguments = (bias, residual, out, c_skip, c_out, skip_factor, out_factor, skip_strides, out_strides)
     gemm(
         a, weight, samples, M, N, K, stride_a, stride_w, _store_skip, arguments, KINDS,
         DESCRIPTORS, ROWS, COLUMNS, DEPTH,
@@ -157,7 +171,7 @@ def _linear_skip_kernel(
 @triton.jit
 def _store_skip(acc, sample, rows, columns, M, N, arguments, KINDS: tl.constexpr):
     """KINDS: how c_skip and c_out vary (coefficient.py)."""
-    bias, residual, out, c_skip, c_out, skip_strides, out_strides = arguments
+    bias, residual, out, c_skip, c_out, skip_factor, out_factor, skip_strides, out_strides = arguments
     SKIP: tl.constexpr = KINDS[0]
     OUT: tl.constexpr = KINDS[1]
     row_mask = rows < M
@@ -171,7 +185,7 @@ def _store_skip(acc, sample, rows, columns, M, N, arguments, KINDS: tl.constexpr
     kept = tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
     if SKIP != 0:
         kept *= load_coefficient(c_skip, sample, rows, columns, row_mask, column_mask, *skip_strides, SKIP)
-    tl.store(out + offsets, (kept + acc).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + offsets, (kept * skip_factor + acc * out_factor).to(out.dtype.element_ty), mask=mask)
 
 
 def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
@@ -181,17 +195,28 @@ def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
         for tiles in tile_candidates(capability, dtype, descriptors=capability >= TMA_CAPABILITY):
             yield _aot_case(capability, tiles, dtype, ONE, PER_CHANNEL)
     largest, *_ = tile_candidates(capability, torch.bfloat16, descriptors=capability >= TMA_CAPABILITY)
+    yield _aot_case(capability, largest, torch.bfloat16, ONE, PER_CHANNEL, residual=torch.float16)
     yield _aot_case(capability, largest, torch.bfloat16, ONE, PER_TOKEN)
     yield _aot_case(capability, largest, torch.bfloat16, PER_TOKEN, PER_TOKEN)
 
 
-def _aot_case(capability: tuple[int, int], tiles: Tiles, dtype: torch.dtype, skip: int, out: int) -> AotCase:
+def _aot_case(
+    capability: tuple[int, int],
+    tiles: Tiles,
+    dtype: torch.dtype,
+    skip: int,
+    out: int,
+    residual: torch.dtype | None = None,
+) -> AotCase:
     types = dict.fromkeys(("bias", "residual", "out"), "*" + TRITON_NAMES[dtype])
+    types |= {"skip_factor": "fp32", "out_factor": "fp32"}
+    if residual is not None:
+        types["residual"] = "*" + TRITON_NAMES[residual]
     constants = {"KINDS": (skip, out)}
     for name, kind in (("skip", skip), ("out", out)):
         types |= {f"c_{name}": "*fp32", f"{name}_stride_b": "i32", f"{name}_stride_s": "i32"}
         constants[f"{name}_stride_c"] = 1
         if kind == ONE:
             constants[f"c_{name}"] = None
-    name = f"linear_skip skip={skip} out={out}"
+    name = f"linear_skip skip={skip} out={out}{'' if residual is None else ' of ' + TRITON_NAMES[residual]}"
     return aot_case(name, _linear_skip_kernel, capability, tiles, dtype, types, constants)

@@ -18,14 +18,25 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def skip(
-    residual: torch.Tensor, output: torch.Tensor, c_skip: torch.Tensor | None, c_out: torch.Tensor | None
+    residual: torch.Tensor,
+    output: torch.Tensor,
+    c_skip: torch.Tensor | None,
+    c_out: torch.Tensor | None,
+    dtype: torch.dtype | None = None,
+    residual_scale: float = 1.0,
+    result_scale: float = 1.0,
 ) -> torch.Tensor:
-    """``c_skip * residual + c_out * output`` for residual, output [B, S, C]; result in the residual's dtype."""
+    """``c_skip * residual + c_out * output`` for residual, output [B, S, C]; result in dtype, or the residual's.
+
+    The residual is given divided by residual_scale, and the result is divided by result_scale.
+    """
     wide = _wide(residual.dtype)
     kept, added = residual.to(wide), output.to(wide)
     kept = kept if c_skip is None else kept * c_skip.to(wide)
     added = added if c_out is None else added * c_out.to(wide)
-    return (kept + added).to(residual.dtype)
+    kept = kept if residual_scale == 1 else kept * residual_scale
+    result = kept + added
+    return (result if result_scale == 1 else result / result_scale).to(dtype or residual.dtype)
 
 
 def attention(
@@ -56,9 +67,13 @@ def linear_skip(
     residual: torch.Tensor,
     c_skip: torch.Tensor | None,
     c_out: torch.Tensor | None,
+    dtype: torch.dtype | None = None,
+    residual_scale: float = 1.0,
+    result_scale: float = 1.0,
 ) -> torch.Tensor:
-    """``c_skip ⊙ residual + c_out ⊙ (a Wᵀ + b)`` for a [B, S, K], weight [C, K], bias [C], residual [B, S, C]."""
-    return skip(residual, F.linear(a, weight, bias), c_skip, c_out)
+    """``c_skip ⊙ residual + c_out ⊙ (a Wᵀ + b)`` for a [B, S, K], weight [C, K], bias [C], residual [B, S, C]; dtype
+    and scales as in `skip`."""
+    return skip(residual, F.linear(a, weight, bias), c_skip, c_out, dtype, residual_scale, result_scale)
 
 
 def linear_gelu(a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -80,6 +95,7 @@ def layer_norm_modulate(
     scale: torch.Tensor | None,
     shift: torch.Tensor | None,
     eps: float,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """``(LayerNorm(x) · weight + bias) · (1 + scale) + shift`` for x [B, S, C]; weight, bias [C]; scale, shift
     [B|1, S|1, C]. Each pair may be None. Adaptive layer norm of DiT, eq. of section 3.2."""
@@ -88,7 +104,7 @@ def layer_norm_modulate(
     y = F.layer_norm(x.to(wide), x.shape[-1:], *affine, eps)
     if scale is not None:
         y = y * (1 + scale.to(wide)) + shift.to(wide)
-    return y.to(x.dtype)
+    return y.to(dtype or x.dtype)
 
 
 def rms_norm_rope(

@@ -1,8 +1,9 @@
 """skip: ``c_skip ⊙ residual + c_out ⊙ F`` as a pass of its own, for where no epilogue can take it.
 
 residual, F [B, S, C] (fp32, fp16, bf16); coefficients over [B|1, S|1, C|1]. Arithmetic is fp32 and the result, in the
-residual's dtype, is rounded once. Two reads and one write: what every other op of this package saves. With a gradient
-for every tensor. Eq. 7 of Karras et al. 2022, Elucidating the Design Space of Diffusion-Based Generative Models.
+residual's dtype or another one, is rounded once. Two reads and one write: what every other op of this package saves.
+With a gradient for every tensor. Eq. 7 of Karras et al. 2022, Elucidating the Design Space of Diffusion-Based
+Generative Models.
 """
 
 from __future__ import annotations
@@ -36,11 +37,15 @@ def skip(
     *,
     c_skip: Coefficient = 1.0,
     c_out: Coefficient = 1.0,
+    dtype: torch.dtype | None = None,
+    residual_scale: float = 1.0,
+    result_scale: float = 1.0,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """``c_skip ⊙ residual + c_out ⊙ output`` for two [B, S, C], in the residual's dtype.
+    """``c_skip ⊙ residual + c_out ⊙ output`` for two [B, S, C].
 
     c_skip, c_out: a number, 0-d, per sample [B], per channel [C] or [B, 1, C], per token [B, S, C].
+    dtype, residual_scale, result_scale: as of `linear_skip`.
     implementation: "auto", "triton" or "torch" (see dispatch.py).
     Differentiable in every tensor. Raises ValueError for shapes or devices that do not fit together.
     """
@@ -51,15 +56,22 @@ def skip(
     c_skip = canonical_coefficient("c_skip", c_skip, *residual.shape, residual.device)
     c_out = canonical_coefficient("c_out", c_out, *residual.shape, residual.device)
     tensors = (residual, output, c_skip, c_out)
-    return (_skip if use_triton(implementation, *tensors, has_gradient=True) else reference.skip)(*tensors)
+    op = _skip if use_triton(implementation, *tensors, has_gradient=True) else reference.skip
+    return op(*tensors, dtype or residual.dtype, residual_scale, result_scale)
 
 
 @kernel_op("skip")
 def _skip(
-    residual: torch.Tensor, output: torch.Tensor, c_skip: torch.Tensor | None, c_out: torch.Tensor | None
+    residual: torch.Tensor,
+    output: torch.Tensor,
+    c_skip: torch.Tensor | None,
+    c_out: torch.Tensor | None,
+    dtype: torch.dtype,
+    residual_scale: float,
+    result_scale: float,
 ) -> torch.Tensor:
     B, S, C = residual.shape
-    out = torch.empty_like(residual, memory_format=torch.contiguous_format)
+    out = torch.empty_like(residual, dtype=dtype, memory_format=torch.contiguous_format)
     if out.numel() > 0:
         with torch.cuda.device_of(residual):
             _skip_kernel[triton.cdiv(S, ROWS), triton.cdiv(C, COLUMNS), B](
@@ -68,6 +80,8 @@ def _skip(
                 c_skip,
                 c_out,
                 out,
+                residual_scale / result_scale,
+                1 / result_scale,
                 S,
                 C,
                 *coefficient_strides(c_skip),
@@ -82,31 +96,33 @@ def _skip(
 
 
 @_skip.register_fake
-def _(residual, output, c_skip, c_out):
-    return torch.empty_like(residual, memory_format=torch.contiguous_format)
+def _(residual, output, c_skip, c_out, dtype, residual_scale, result_scale):
+    return torch.empty_like(residual, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _setup_context(ctx, inputs, output):
-    residual, raw, c_skip, c_out = inputs
+    residual, raw, c_skip, c_out, _, *ctx.scales = inputs
     _, _, needs_c_skip, needs_c_out = ctx.needs_input_grad[:4]
     ctx.save_for_backward(residual if needs_c_skip else None, raw if needs_c_out else None, c_skip, c_out)
-    ctx.output_dtype = raw.dtype
+    ctx.residual_dtype, ctx.output_dtype = residual.dtype, raw.dtype
 
 
 def _backward(ctx, grad):
     residual, raw, c_skip, c_out = ctx.saved_tensors
     needs_residual, needs_output, needs_c_skip, needs_c_out = ctx.needs_input_grad[:4]
-    wide = grad.float()
+    residual_scale, result_scale = ctx.scales
+    wide = grad.float() if result_scale == 1 else grad.float() / result_scale
     d_residual = d_output = d_c_skip = d_c_out = None
     if needs_residual:
-        d_residual = grad if c_skip is None else (wide * c_skip).to(grad.dtype)
+        d_residual = wide if c_skip is None else wide * c_skip
+        d_residual = (d_residual if residual_scale == 1 else d_residual * residual_scale).to(ctx.residual_dtype)
     if needs_output:
         d_output = (wide if c_out is None else wide * c_out).to(ctx.output_dtype)
     if needs_c_skip:
-        d_c_skip = (wide * residual).sum_to_size(c_skip.shape).to(c_skip.dtype)
+        d_c_skip = (residual_scale * (wide * residual).sum_to_size(c_skip.shape)).to(c_skip.dtype)
     if needs_c_out:
         d_c_out = (wide * raw).sum_to_size(c_out.shape).to(c_out.dtype)
-    return d_residual, d_output, d_c_skip, d_c_out
+    return d_residual, d_output, d_c_skip, d_c_out, None, None, None
 
 
 _skip.register_autograd(_backward, setup_context=_setup_context)
@@ -114,7 +130,7 @@ _skip.register_autograd(_backward, setup_context=_setup_context)
 
 @triton.jit
 def _skip_kernel(
-    residual, output, c_skip, c_out, out, S, C,
+    residual, output, c_skip, c_out, out, skip_factor, out_factor, S, C,
     skip_stride_b, skip_stride_s, skip_stride_c, out_stride_b, out_stride_s, out_stride_c,
     SKIP: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -135,7 +151,7 @@ def _skip_kernel(
         added *= load_coefficient(
             c_out, sample, rows, columns, row_mask, column_mask, out_stride_b, out_stride_s, out_stride_c, OUT
         )
-    tl.store(out + offsets, (kept + added).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + offsets, (kept * skip_factor + added * out_factor).to(out.dtype.element_ty), mask=mask)
 
 
 def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
@@ -144,7 +160,7 @@ def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
         constants = {"SKIP": kind, "OUT": kind, "ROWS": ROWS, "COLUMNS": COLUMNS}
         constants |= {"skip_stride_c": 1, "out_stride_c": 1}
         types = dict.fromkeys(("residual", "output", "out"), "*bf16") | dict.fromkeys(("c_skip", "c_out"), "*fp32")
-        types |= dict.fromkeys(constants, "constexpr")
+        types |= {"skip_factor": "fp32", "out_factor": "fp32"} | dict.fromkeys(constants, "constexpr")
         signature = {name: types.get(name, "i32") for name in _skip_kernel.arg_names}
         aligned = tuple(n for n, t in signature.items() if t.startswith("*") or n == "C" or n.endswith(("_b", "_s")))
         yield AotCase(f"skip kind={kind}", _skip_kernel, signature, constants, aligned, NUM_WARPS, num_stages=3)

@@ -10,8 +10,8 @@ from diffusers.utils.torch_utils import get_module_execution_device
 Rows = list[tuple[str, str, str, dict[str, int]]]
 HEADER = ("sub-layer", "step", "kernel", "fused", "falls back because")
 FOOTER = (
-    "under autograd the norms, RoPE, QKV, GELU and on sm_90 attention run as torch ops, as QKV does for few tokens; "
-    "under autocast blocks run diffusers' code"
+    "under autograd the norms, RoPE, QKV, GELU and on sm_90 attention run as torch ops, as QKV does for few tokens, "
+    "and the residual keeps its dtype; under autocast blocks run diffusers' code"
 )
 
 

@@ -11,6 +11,7 @@ from diffusers.models.transformers.transformer_wan import WanAttention, WanTrans
 
 from ...plain import why_not_plain
 from .layers import (
+    Residual,
     add_gated,
     attend,
     expand,
@@ -19,6 +20,7 @@ from .layers import (
     normed_heads,
     project_and_skip,
     project_qkv,
+    residual_between_skips,
     why_not_fused_attention,
 )
 from .state import STATE, WanState
@@ -42,9 +44,10 @@ def block_forward(
         return type(self).forward(self, hidden_states, encoder_hidden_states, temb, rotary_emb)
     state = getattr(self, STATE)
     shift_msa, scale_msa, gate_msa, c_shift_msa, c_scale_msa, c_gate_msa = _modulation(self.scale_shift_table, temb)
-    hidden_states = _self_attention(self, state, hidden_states, shift_msa, scale_msa, gate_msa, rotary_emb)
-    hidden_states = _cross_attention(self, state, hidden_states, encoder_hidden_states)
-    return _feed_forward(self, state, hidden_states, c_shift_msa, c_scale_msa, c_gate_msa)
+    between = residual_between_skips(state.config, hidden_states.dtype)
+    x = _self_attention(self, state, hidden_states, shift_msa, scale_msa, gate_msa, rotary_emb, between)
+    x = _cross_attention(self, state, x, between, encoder_hidden_states, hidden_states.dtype)
+    return _feed_forward(self, state, x, between, c_shift_msa, c_scale_msa, c_gate_msa, hidden_states.dtype)
 
 
 def _modulation(scale_shift_table: torch.Tensor, temb: torch.Tensor) -> list[torch.Tensor]:
@@ -62,21 +65,23 @@ def _self_attention(
     scale: torch.Tensor,
     gate: torch.Tensor,
     rotary_emb: Rotary,
+    result: Residual,
 ) -> torch.Tensor:
     attn, config = block.attn1, state.config
+    stored = Residual(x.dtype)
     if "self_attention" not in config.fuse:
-        h = normalize_unfused(block.norm1, x, scale, shift)
-        return add_gated(x, attn(h, None, None, rotary_emb), gate, config.implementation)
-    h = normalize(block.norm1, x, scale, shift, config.implementation)
+        h = normalize_unfused(block.norm1, x, stored, scale, shift, x.dtype)
+        return add_gated(x, attn(h, None, None, rotary_emb), gate, stored, result, config.implementation)
+    h = normalize(block.norm1, x, stored, scale, shift, x.dtype, config.implementation)
     if why_not_fused_attention(attn) or not _shared_by_batch(rotary_emb):
-        return add_gated(x, attn(h, None, None, rotary_emb), gate, config.implementation)
+        return add_gated(x, attn(h, None, None, rotary_emb), gate, stored, result, config.implementation)
     q, k, v = project_qkv(attn, h, config.implementation)
     tables = state.half_rotary(rotary_emb)
     q = normed_heads(attn.norm_q, q, attn.heads, tables, config.implementation)
     k = normed_heads(attn.norm_k, k, attn.heads, tables, config.implementation)
     v = v.unflatten(2, (attn.heads, -1))
     attended = attend(attn, q, k, v, config)
-    return project_and_skip(list(attn.to_out), attended.flatten(2), x, gate, config.implementation)
+    return project_and_skip(list(attn.to_out), attended.flatten(2), x, gate, stored, result, config.implementation)
 
 
 def _shared_by_batch(rotary_emb: Rotary) -> bool:
@@ -84,18 +89,24 @@ def _shared_by_batch(rotary_emb: Rotary) -> bool:
 
 
 def _cross_attention(
-    block: WanTransformerBlock, state: WanState, x: torch.Tensor, encoder_hidden_states: torch.Tensor
+    block: WanTransformerBlock,
+    state: WanState,
+    x: torch.Tensor,
+    stored: Residual,
+    encoder_hidden_states: torch.Tensor,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
+    """stored: how x is, and the result too. dtype: the model's."""
     attn, config = block.attn2, state.config
     if "cross_attention" not in config.fuse:
-        h = normalize_unfused(block.norm2, x, None, None)
-        return add_gated(x, attn(h, encoder_hidden_states), None, config.implementation)
-    h = normalize(block.norm2, x, None, None, config.implementation)
+        h = normalize_unfused(block.norm2, x, stored, None, None, dtype)
+        return add_gated(x, attn(h, encoder_hidden_states), None, stored, stored, config.implementation)
+    h = normalize(block.norm2, x, stored, None, None, dtype, config.implementation)
     if why_not_fused_attention(attn):
-        return add_gated(x, attn(h, encoder_hidden_states, None, None), None, config.implementation)
+        return add_gated(x, attn(h, encoder_hidden_states, None, None), None, stored, stored, config.implementation)
     q = normed_heads(attn.norm_q, attn.to_q(h), attn.heads, None, config.implementation)
     attended = _attend_context(attn, state, q, encoder_hidden_states)
-    return project_and_skip(list(attn.to_out), attended.flatten(2), x, None, config.implementation)
+    return project_and_skip(list(attn.to_out), attended.flatten(2), x, None, stored, stored, config.implementation)
 
 
 def _attend_context(attn: WanAttention, state: WanState, q: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
@@ -112,14 +123,19 @@ def _feed_forward(
     block: WanTransformerBlock,
     state: WanState,
     x: torch.Tensor,
+    stored: Residual,
     shift: torch.Tensor,
     scale: torch.Tensor,
     gate: torch.Tensor,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    ffn, config = block.ffn, state.config
+    """stored: how x is. dtype: the model's, and the result's."""
+    ffn, config, result = block.ffn, state.config, Residual(dtype)
     if "feed_forward" not in config.fuse:
-        return add_gated(x, ffn(normalize_unfused(block.norm3, x, scale, shift)), gate, config.implementation)
-    h = normalize(block.norm3, x, scale, shift, config.implementation)
+        h = normalize_unfused(block.norm3, x, stored, scale, shift, dtype)
+        return add_gated(x, ffn(h), gate, stored, result, config.implementation)
+    h = normalize(block.norm3, x, stored, scale, shift, dtype, config.implementation)
     if why_not_plain(ffn, FeedForward):
-        return add_gated(x, ffn(h), gate, config.implementation)
-    return project_and_skip(list(ffn.net[2:]), expand(ffn, h, config.implementation), x, gate, config.implementation)
+        return add_gated(x, ffn(h), gate, stored, result, config.implementation)
+    expanded = expand(ffn, h, config.implementation)
+    return project_and_skip(list(ffn.net[2:]), expanded, x, gate, stored, result, config.implementation)

@@ -5,7 +5,10 @@ Every piece comes as a pair: ``why_not_…`` names the reason for the module, an
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+import torch.autograd.forward_ad as fwAD
 from diffusers.models.activations import GELU
 from diffusers.models.attention import FeedForward
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, dispatch_attention_fn
@@ -19,25 +22,57 @@ from ...kernels import reference
 from ...plain import hook_on, why_not_linear, why_not_norm, why_not_plain
 
 
+class Residual(NamedTuple):
+    """How a block's residual is stored: in dtype, divided by scale."""
+
+    dtype: torch.dtype
+    scale: float = 1.0
+
+    def as_meant(self, x: torch.Tensor) -> torch.Tensor:
+        """A stored x [B, S, C] in fp32, multiplied."""
+        return x.float() if self.scale == 1 else x.float() * self.scale
+
+
+# Rounding the residual after each of three skips is most of a bf16 block's error. fp16 rounds with three more bits;
+# divided like this it holds values up to 2e6.
+HELD = Residual(torch.float16, 32.0)
+
+
+def residual_between_skips(config: PatchConfig, dtype: torch.dtype) -> Residual:
+    """How the residual of a model of `dtype` is stored between a block's first skip and its last."""
+    differentiated = torch.is_grad_enabled() or fwAD._current_level >= 0
+    return HELD if config.residual == "fp16" and dtype == torch.bfloat16 and not differentiated else Residual(dtype)
+
+
 def normalize(
-    norm: nn.Module, x: torch.Tensor, scale: torch.Tensor | None, shift: torch.Tensor | None, implementation: str
+    norm: nn.Module,
+    x: torch.Tensor,
+    stored: Residual,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    dtype: torch.dtype,
+    implementation: str,
 ) -> torch.Tensor:
-    """LayerNorm of x [B, S, C], modulated by scale and shift [B, 1|S, C] where given."""
+    """LayerNorm of a stored x [B, S, C], modulated by scale and shift [B, 1|S, C] where given, in dtype."""
     if type(norm) is nn.Identity and scale is None:
-        return norm(x)
+        return norm(stored.as_meant(x).to(dtype))
     if why_not_norm(norm, FP32LayerNorm, x.device) is None:
-        return kernels.layer_norm_modulate(
-            x, weight=norm.weight, bias=norm.bias, scale=scale, shift=shift, eps=norm.eps, implementation=implementation
-        )
-    return normalize_unfused(norm, x, scale, shift)
+        options = {"eps": norm.eps / stored.scale**2, "dtype": dtype, "implementation": implementation}
+        return kernels.layer_norm_modulate(x, weight=norm.weight, bias=norm.bias, scale=scale, shift=shift, **options)
+    return normalize_unfused(norm, x, stored, scale, shift, dtype)
 
 
 def normalize_unfused(
-    norm: nn.Module, x: torch.Tensor, scale: torch.Tensor | None, shift: torch.Tensor | None
+    norm: nn.Module,
+    x: torch.Tensor,
+    stored: Residual,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """`normalize` as diffusers writes it."""
-    y = norm(x.float())
-    return (y if scale is None else y * (1 + scale) + shift).type_as(x)
+    y = norm(stored.as_meant(x))
+    return (y if scale is None else y * (1 + scale) + shift).to(dtype)
 
 
 def normed_heads(
@@ -151,22 +186,44 @@ def why_not_linear_skip(layers: list[nn.Module], device: torch.device, dtype: to
 
 
 def project_and_skip(
-    layers: list[nn.Module], a: torch.Tensor, residual: torch.Tensor, gate: torch.Tensor | None, implementation: str
+    layers: list[nn.Module],
+    a: torch.Tensor,
+    residual: torch.Tensor,
+    gate: torch.Tensor | None,
+    stored: Residual,
+    result: Residual,
+    implementation: str,
 ) -> torch.Tensor:
-    """``residual + gate · layers(a)`` for a [B, S, K], residual [B, S, C], gate [B, 1|S, C] or None for 1."""
+    """``residual + gate · layers(a)`` for a [B, S, K], residual [B, S, C], gate [B, 1|S, C] or None for 1.
+
+    stored, result: how the residual is stored, and the result is to be.
+    """
     if why_not_linear_skip(layers, a.device, a.dtype) is None:
-        linear, c_out = layers[0], 1.0 if gate is None else gate
-        return kernels.linear_skip(a, linear.weight, linear.bias, residual, c_out=c_out, implementation=implementation)
+        linear, options = layers[0], _skip_options(gate, stored, result, implementation)
+        return kernels.linear_skip(a, linear.weight, linear.bias, residual, **options)
     for layer in layers:
         a = layer(a)
-    return add_gated(residual, a, gate, implementation)
+    return add_gated(residual, a, gate, stored, result, implementation)
 
 
 def add_gated(
-    residual: torch.Tensor, output: torch.Tensor, gate: torch.Tensor | None, implementation: str
+    residual: torch.Tensor,
+    output: torch.Tensor,
+    gate: torch.Tensor | None,
+    stored: Residual,
+    result: Residual,
+    implementation: str,
 ) -> torch.Tensor:
     """``residual + gate · output`` as a pass of its own, for residual, output [B, S, C], gate [B, 1|S, C] or None."""
-    return kernels.skip(residual, output, c_out=1.0 if gate is None else gate, implementation=implementation)
+    return kernels.skip(residual, output, **_skip_options(gate, stored, result, implementation))
+
+
+def _skip_options(
+    gate: torch.Tensor | None, stored: Residual, result: Residual, implementation: str
+) -> dict[str, object]:
+    scales = {"residual_scale": stored.scale, "result_scale": result.scale}
+    c_out = 1.0 if gate is None else gate
+    return {"c_out": c_out, "dtype": result.dtype, "implementation": implementation, **scales}
 
 
 def why_not_linear_gelu(ffn: FeedForward, device: torch.device, dtype: torch.dtype) -> str | None:

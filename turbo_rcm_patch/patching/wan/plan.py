@@ -18,6 +18,7 @@ from ...plain import why_not_norm, why_not_plain
 from .graph import graph_of
 from .layers import (
     attention_implementation,
+    residual_between_skips,
     why_not_fused_attention,
     why_not_linear_gelu,
     why_not_linear_qkv,
@@ -49,6 +50,9 @@ def plan_rows(transformer: WanTransformer3DModel) -> list[tuple[str, str, str, d
     named = [(sub_layer, step, others.get(step, kernel), reasons) for (sub_layer, step), reasons in rows.items()]
     reason = state.why_not_context(transformer.patch_embedding.weight.device)
     how = "computed in each replay" if graph_of(transformer).serves else "kept"
+    with torch.no_grad():
+        between = residual_between_skips(state.config, dtype).dtype
+    named.append(("residual", "between skips", str(between).removeprefix("torch."), {}))
     return [*named, ("constants", "prompt, cross K/V", how, {reason: len(transformer.blocks)} if reason else {})]
 
 
