@@ -174,24 +174,5 @@ class GraphedStep:
             self._outputs = self._step(*self._inputs)
 
 
-def adamw(weights, learning_rate: float, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
-    """AdamW that can run in a CUDA graph: its learning rate is a tensor, so that schedules reach into the graph."""
-    weights = list(weights)
-    rate = torch.tensor(learning_rate, device=weights[0].device)
-    return torch.optim.AdamW(weights, lr=rate, betas=betas, weight_decay=weight_decay, capturable=rate.is_cuda)
-
-
-def warmup_and_cosine(optimizer, num_steps: int, warmup: int) -> torch.optim.lr_scheduler.LambdaLR:
-    """The learning rate rises linearly over the warmup steps, then falls along a cosine to 1 % at the last step."""
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        progress = (step - warmup) / max(1, num_steps - warmup)
-        return 0.01 + 0.99 * (1 + math.cos(math.pi * min(1.0, progress))) / 2
-
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-
-
 def _rounded(value):
     return float(f"{value:.5g}") if isinstance(value, float) else value

@@ -7,8 +7,8 @@ The student minimises a continuous-time consistency loss, whose tangent is a for
 along the teacher's guided flow (sCM, Lu & Song 2024), and the distribution-matching loss DMD2 on its own samples. The
 latter needs the score of those samples, which a third network, the fake score, learns between the student's updates.
 
-Not as published for Wan, because this model is small: the weights of the two losses, the guidance, the learning rates,
-how often the student learns, clipped gradients; samples simulated at the sampler's own times, not random ones, most of
+Not as published for Wan, because this model is small: the weights of the two losses, the guidance, the optimizers, how
+often the student learns, clipped gradients; samples simulated at the sampler's own times, not random ones, most of
 them with one or two steps; and times nearer to noise, where this model's videos are decided (teacher.py).
 """
 
@@ -26,17 +26,19 @@ from turbo_rcm_patch.scheduler import INTERMEDIATE_ANGLES
 
 from .data import LatentPool, token_ids
 from .models import compile_blocks
-from .progress import Average, GraphedStep, Run, Stage, adamw, warmup_and_cosine
+from .optimizers import muon_and_adamw, warmup_and_cosine
+from .progress import Average, GraphedStep, Run, Stage
 from .teacher import shift_times
 from .text import embed
 
 BATCH = 64
-LEARNING_RATE = 3e-4
+LEARNING_RATE, MUON_LEARNING_RATE = 5e-4, 1e-3
 GUIDANCE = 2.0  # of the teacher, distilled into the student
 TANGENT_WARMUP = 100  # first steps: the student learns alone, from the consistency loss, its tangent growing to full
 STUDENT_EVERY = 2  # steps after that; the fake score learns in the others
 SIMULATED = (1, 2, 1, 2, 3, 4)  # steps of a sample, update by update; all samples need the first of them
 CONSISTENCY_WEIGHT, MATCHING_WEIGHT = 20.0, 1.0
+CONSISTENCY_BATCH = 32  # of a batch's samples: the derivative in fp32 takes as long as all of the matching loss
 SIGMA_MAX = 80.0  # where the sampler starts
 MAX_STEPS = 1 + len(INTERMEDIATE_ANGLES)
 
@@ -59,7 +61,8 @@ def train_student(run: Run, teacher: WanPipeline, pool: LatentPool, num_steps: i
     def update_student(simulated: int, latents: torch.Tensor, text: torch.Tensor, strength: torch.Tensor):
         matching = torch.zeros((), device=run.device)
         with run.accelerator.autocast():
-            consistency = consistency_loss(networks.student, guided, latents, text, strength)
+            some = slice(CONSISTENCY_BATCH)
+            consistency = consistency_loss(networks.student, guided, latents[some], text[some], strength)
             if simulated:
                 matching = matching_loss(networks.student, networks.fake, guided, latents.shape, text, simulated)
         student_learner.learn(CONSISTENCY_WEIGHT * consistency + MATCHING_WEIGHT * matching)
@@ -83,12 +86,12 @@ def train_student(run: Run, teacher: WanPipeline, pool: LatentPool, num_steps: i
         if name == "student":
             strength = torch.tensor(min(1.0, step / TANGENT_WARMUP), device=run.device)
             consistency, matching = student_updates[simulated](latents, text, strength)
-            student_learner.schedule.step()
+            student_learner.advance()
             average.update(networks.student, update)
             stage.record(consistency=consistency, matching=matching)
         else:
             (loss,) = fake_updates[simulated](latents, text)
-            fake_learner.schedule.step()
+            fake_learner.advance()
             stage.record(fake_score=loss)
     teacher.transformer = average.module.eval()
     return teacher
@@ -106,26 +109,37 @@ def turn(step: int) -> tuple[str, int, int]:
 
 
 class Learner:
-    """A network's optimizer and learning rate."""
+    """A network's optimizers and learning rates."""
 
     def __init__(self, run: Run, network: torch.nn.Module, num_steps: int):
         self._run, self._network = run, network
-        self.optimizer = adamw(network.parameters(), LEARNING_RATE, betas=(0.0, 0.999), weight_decay=0.01)
-        self.schedule = warmup_and_cosine(self.optimizer, num_steps, warmup=50)
+        rates = (MUON_LEARNING_RATE, LEARNING_RATE)
+        self._optimizers = muon_and_adamw(network, rates, momentum=0.9, betas=(0.0, 0.999))
+        self._schedules = {name: warmup_and_cosine(one, num_steps, warmup=50) for name, one in self._optimizers.items()}
 
     def learn(self, loss: torch.Tensor) -> None:
         """One step down the loss's gradient."""
         self._run.accelerator.backward(loss)
         torch.nn.utils.clip_grad_norm_(self._network.parameters(), 10.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self._optimizers.values():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def advance(self) -> None:
+        """Move the learning rates on; not part of `learn`, which a graph replays."""
+        for schedule in self._schedules.values():
+            schedule.step()
 
     def state_dict(self) -> dict:
-        return {"optimizer": self.optimizer.state_dict(), "schedule": self.schedule.state_dict()}
+        return {name: [one.state_dict() for one in pair] for name, pair in self._pairs()}
 
     def load_state_dict(self, state: dict) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
+        for name, pair in self._pairs():
+            for one, saved in zip(pair, state[name], strict=True):
+                one.load_state_dict(saved)
+
+    def _pairs(self):
+        return ((name, (optimizer, self._schedules[name])) for name, optimizer in self._optimizers.items())
 
 
 class GuidedTeacher:

@@ -7,8 +7,8 @@ from diffusers import AutoencoderKLWan, WanPipeline
 
 from .data import LatentPool, token_ids
 from .models import build_pipeline, build_text_encoder, build_transformer, compile_blocks, train_tokenizer
-from .muon import Muon
-from .progress import Average, GraphedStep, Run, Stage, adamw, warmup_and_cosine
+from .optimizers import muon_and_adamw, warmup_and_cosine
+from .progress import Average, GraphedStep, Run, Stage
 from .text import embed
 
 BATCH = 128
@@ -33,7 +33,7 @@ def train_teacher(run: Run, vae: AutoencoderKLWan, pool: LatentPool, num_steps: 
     compile_blocks(models.transformer)
     if run.device.type == "cuda":
         models.text_encoder.compile()
-    optimizers = build_optimizers(models)
+    optimizers = muon_and_adamw(models, (MUON_LEARNING_RATE, LEARNING_RATE), momentum=0.95, betas=(0.9, 0.98))
     schedules = {f"{name}_schedule": warmup_and_cosine(one, num_steps, warmup=500) for name, one in optimizers.items()}
     no_caption = token_ids(tokenizer, [""]).to(run.device)
 
@@ -61,23 +61,6 @@ def train_teacher(run: Run, vae: AutoencoderKLWan, pool: LatentPool, num_steps: 
     pipe = build_pipeline(vae, trained.transformer, trained.text_encoder, tokenizer, FLOW_SHIFT)
     run.save(pipe, "teacher")
     return pipe
-
-
-def build_optimizers(models: torch.nn.Module) -> dict[str, torch.optim.Optimizer]:
-    """Muon for the matrices in the blocks: it needs some 0.6 of the steps of AdamW, which learns all other weights."""
-    inside, outside = [], []
-    for name, weight in models.named_parameters():
-        (inside if is_block_matrix(name, weight) else outside).append(weight)
-    rate = torch.tensor(MUON_LEARNING_RATE, device=inside[0].device)
-    return {
-        "muon": Muon(inside, rate, momentum=0.95, weight_decay=0.01),
-        "adamw": adamw(outside, LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01),
-    }
-
-
-def is_block_matrix(name: str, weight: torch.Tensor) -> bool:
-    """Whether a parameter is the weight of a linear layer in the blocks of the transformer or the text encoder."""
-    return weight.dim() == 2 and (".blocks." in name or ".block." in name) and "relative_attention_bias" not in name
 
 
 def draw_times(count: int, device: torch.device) -> torch.Tensor:

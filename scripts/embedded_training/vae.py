@@ -16,7 +16,8 @@ from diffusers import AutoencoderKLWan
 
 from .data import VideoPool, draw_videos, encode, is_foreground, latent_statistics
 from .models import build_vae, channels_last, compile_norms
-from .progress import Average, GraphedStep, Run, Stage, adamw, warmup_and_cosine
+from .optimizers import adamw, warmup_and_cosine
+from .progress import Average, GraphedStep, Run, Stage
 from .whole_clips import decode_clip, encode_clip, take_whole_clips
 
 BATCH = 8

@@ -1,0 +1,74 @@
+import copy
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from embedded_training.models import build_text_encoder, train_tokenizer
+from embedded_training.optimizers import muon_and_adamw, warmup_and_cosine
+from embedded_training.progress import Run
+from embedded_training.student import Learner
+
+from .test_teacher_and_student import TINY
+
+
+def learned_by(optimizer, network):
+    ours = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+    return {name for name, weight in network.named_parameters() if id(weight) in ours}
+
+
+def test_muon_learns_the_blocks_matrices_and_adamw_the_rest():
+    text_encoder = build_text_encoder(train_tokenizer())
+    for network, blocks in ((WanTransformer3DModel(**TINY), "blocks."), (text_encoder, "encoder.block.")):
+        optimizers = muon_and_adamw(network, (0.1, 0.2), momentum=0.9, betas=(0.0, 0.9))
+        matrices = {
+            name
+            for name, module in network.named_modules()
+            if isinstance(module, torch.nn.Linear) and name.startswith(blocks)
+        }
+        assert learned_by(optimizers["muon"], network) == {f"{name}.weight" for name in matrices}
+        everything = {name for name, _ in network.named_parameters()}
+        assert learned_by(optimizers["adamw"], network) == everything - {f"{name}.weight" for name in matrices}
+        assert [optimizers[name].param_groups[0]["lr"].item() for name in ("muon", "adamw")] == pytest.approx(
+            [0.1, 0.2]
+        )
+
+
+def test_a_learner_goes_on_from_its_state(tmp_path):
+    """Moments and learning rates: the next updates of a learner and of one with its state are the same."""
+    run = Run(tmp_path, seed=0)
+
+    def new():
+        torch.manual_seed(0)
+        network = WanTransformer3DModel(**TINY)
+        return network, Learner(run, network, num_steps=10)
+
+    def learn(network, learner, steps):
+        for step in steps:
+            torch.manual_seed(step)
+            x, text = torch.randn(1, 2, 2, 4, 4), torch.randn(1, 5, 8)
+            learner.learn(network(x, torch.tensor([500.0]), text, return_dict=False)[0].square().sum())
+            learner.advance()
+
+    network, learner = new()
+    learn(network, learner, range(3))
+    twin, other = new()
+    twin.load_state_dict(network.state_dict())
+    other.load_state_dict(copy.deepcopy(learner.state_dict()))
+    learn(network, learner, range(3, 6))
+    learn(twin, other, range(3, 6))
+    for name, weight in twin.state_dict().items():
+        torch.testing.assert_close(weight, network.state_dict()[name], rtol=0, atol=0)
+
+
+def test_learning_rate_rises_and_falls():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    schedule = warmup_and_cosine(optimizer, 100, warmup=10)
+    rates = []
+    for _ in range(100):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == rates[10] == pytest.approx(1.0)
+    assert rates[55] == pytest.approx(0.01 + 0.99 / 2)
+    assert rates[99] < 0.02
