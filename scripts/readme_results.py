@@ -218,7 +218,8 @@ def _evaluated(file: str, runs: dict, training: dict | None) -> str:
         taught = training["stages"]["teacher accuracy"]
         rows.append(["teacher, guided", taught["steps"], taught["accuracy"], None, None, None])
         minutes = training["seconds"] / 60
-        origin = f"Trained in {minutes:.1f} minutes on one {training['environment']['gpu']} (`results/{TRAINING}`). "
+        gpu = training["environment"]["gpu"]
+        origin = f"The stages of its training took {minutes:.1f} minutes on one {gpu} (`results/{TRAINING}`). "
     for result in evaluation["results"]:
         psnr = result["psnr_to_fp32"], result["psnr_to_exact"]
         rows.append([result["variant"], result["steps"], result["accuracy"], result["change"], *psnr])

@@ -29,7 +29,8 @@ class PatchConfig:
             replayed safely (LoRA layers, hooks, offloading, autograd and others) runs without one, and `summary()`
             says why.
         residual: "fp16" keeps the residual between the three skips of a bf16 block in fp16, divided by 32: it rounds
-            with three more bits and holds values up to 2e6; under autograd, and with "same", in the model's dtype.
+            with three more bits, holds values up to 2e6 and below 2e-3 rounds to multiples of 2e-6; models of other
+            dtypes, autograd, and "same" keep it in the model's dtype.
 
     Raises ValueError when made with an unknown name.
     """

@@ -12,22 +12,19 @@ WEIGHT_DECAY = 0.01
 
 
 def muon_and_adamw(
-    network: torch.nn.Module, rates: tuple[float, float], momentum: float, betas: tuple[float, float]
+    network: torch.nn.Module, muon_rate: float, adamw_rate: float, momentum: float, betas: tuple[float, float]
 ) -> dict[str, torch.optim.Optimizer]:
     """Muon for the matrices in the blocks, AdamW for all other weights.
 
-    With Muon the teacher needs some 0.6 of the steps it needs with AdamW alone, and the student, after as many, is
-    right about 91 % of what captions ask for in two steps, not 87 %.
-
-    rates: their learning rates. momentum: of Muon. betas: of AdamW.
+    The rates are learning rates; momentum is Muon's, betas are AdamW's. results/designs.md has what Muon brings.
     """
     inside, outside = [], []
     for name, weight in network.named_parameters():
         (inside if is_block_matrix(name, weight) else outside).append(weight)
-    muon_rate = torch.tensor(rates[0], device=inside[0].device)
+    rate = torch.tensor(muon_rate, device=inside[0].device)
     return {
-        "muon": Muon(inside, muon_rate, momentum=momentum, weight_decay=WEIGHT_DECAY),
-        "adamw": adamw(outside, rates[1], betas=betas, weight_decay=WEIGHT_DECAY),
+        "muon": Muon(inside, rate, momentum=momentum, weight_decay=WEIGHT_DECAY),
+        "adamw": adamw(outside, adamw_rate, betas=betas, weight_decay=WEIGHT_DECAY),
     }
 
 

@@ -8,8 +8,9 @@ along the teacher's guided flow (sCM, Lu & Song 2024), and the distribution-matc
 latter needs the score of those samples, which a third network, the fake score, learns between the student's updates.
 
 Not as published for Wan, because this model is small: the weights of the two losses, the guidance, the optimizers, how
-often the student learns, clipped gradients; samples simulated at the sampler's own times, not random ones, most of
-them with one or two steps; and times nearer to noise, where this model's videos are decided (teacher.py).
+often the student learns, the consistency loss of half of the samples, clipped gradients; samples simulated at the
+sampler's own times, not random ones, most of them with one or two steps; and times nearer to noise, where this model's
+videos are decided (teacher.py).
 """
 
 from __future__ import annotations
@@ -113,8 +114,8 @@ class Learner:
 
     def __init__(self, run: Run, network: torch.nn.Module, num_steps: int):
         self._run, self._network = run, network
-        rates = (MUON_LEARNING_RATE, LEARNING_RATE)
-        self._optimizers = muon_and_adamw(network, rates, momentum=0.9, betas=(0.0, 0.999))
+        rates = MUON_LEARNING_RATE, LEARNING_RATE
+        self._optimizers = muon_and_adamw(network, *rates, momentum=0.9, betas=(0.0, 0.999))
         self._schedules = {name: warmup_and_cosine(one, num_steps, warmup=50) for name, one in self._optimizers.items()}
 
     def learn(self, loss: torch.Tensor) -> None:

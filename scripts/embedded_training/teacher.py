@@ -33,7 +33,7 @@ def train_teacher(run: Run, vae: AutoencoderKLWan, pool: LatentPool, num_steps: 
     compile_blocks(models.transformer)
     if run.device.type == "cuda":
         models.text_encoder.compile()
-    optimizers = muon_and_adamw(models, (MUON_LEARNING_RATE, LEARNING_RATE), momentum=0.95, betas=(0.9, 0.98))
+    optimizers = muon_and_adamw(models, MUON_LEARNING_RATE, LEARNING_RATE, momentum=0.95, betas=(0.9, 0.98))
     schedules = {f"{name}_schedule": warmup_and_cosine(one, num_steps, warmup=500) for name, one in optimizers.items()}
     no_caption = token_ids(tokenizer, [""]).to(run.device)
 

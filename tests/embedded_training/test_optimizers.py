@@ -19,7 +19,7 @@ def learned_by(optimizer, network):
 def test_muon_learns_the_blocks_matrices_and_adamw_the_rest():
     text_encoder = build_text_encoder(train_tokenizer())
     for network, blocks in ((WanTransformer3DModel(**TINY), "blocks."), (text_encoder, "encoder.block.")):
-        optimizers = muon_and_adamw(network, (0.1, 0.2), momentum=0.9, betas=(0.0, 0.9))
+        optimizers = muon_and_adamw(network, 0.1, 0.2, momentum=0.9, betas=(0.0, 0.9))
         matrices = {
             name
             for name, module in network.named_modules()

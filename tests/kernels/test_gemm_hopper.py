@@ -148,20 +148,22 @@ def stand_in(monkeypatch):
     """Takes every launch, in place of the kernel."""
 
     def launch(a, weight, bias, out, *, samples=1, gelu=False, residual=None, c_skip=None, c_out=None, factors=(1, 1)):
+        kept, added = factors
         assert all(t is None or t.is_contiguous() for t in (bias, residual, out))
         assert a.dim() == out.dim() == 2
         value = reference.linear_gelu(a, weight, bias) if gelu else torch.nn.functional.linear(a, weight, bias)
         if residual is not None:
             residual, value = (t.view(samples, -1, t.shape[1]) for t in (residual, value))
-            value = reference.skip(residual, value, c_skip, c_out)
+            value = reference.skip(kept * residual, added * value, c_skip, c_out)
         out.copy_(value.view_as(out))
 
     monkeypatch.setattr(gemm_hopper, "why_not", lambda *_, **__: None)
     monkeypatch.setattr(gemm_hopper, "launch", launch)
 
 
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (4.0, 0.5)])
 @pytest.mark.parametrize("kind", SKIPS)
-def test_linear_skip_hands_over_matrices(kind, stand_in):
+def test_linear_skip_hands_over_matrices(kind, scales, stand_in):
     a, weight, bias, residual = operands(2, 7, 24, 16, dtype=torch.float32)
     tensors = a.view(7, 2, 16).transpose(0, 1), weight, bias.repeat(2)[::2], residual.view(7, 2, 24).transpose(0, 1)
     c_skip, c_out = SKIPS[kind](2, 24)
@@ -169,9 +171,12 @@ def test_linear_skip_hands_over_matrices(kind, stand_in):
         *tensors,
         c_skip=1.0 if c_skip is None else c_skip,
         c_out=1.0 if c_out is None else c_out,
+        residual_scale=scales[0],
+        result_scale=scales[1],
         implementation="triton",
     )
-    assert_no_worse(actual, *(reference.linear_skip(*(t.to(d) for t in tensors), c_skip, c_out) for d in WIDTHS))
+    oracles = (reference.linear_skip(*(t.to(d) for t in tensors), c_skip, c_out, d, *scales) for d in WIDTHS)
+    assert_no_worse(actual, *oracles)
 
 
 def test_linear_gelu_hands_over_matrices(stand_in):

@@ -143,6 +143,8 @@ def test_errors():
     x, scale = torch.zeros(2, 3, 8), torch.zeros(2, 8)
     with pytest.raises(ValueError, match=r"x has shape \[3, 8\]; it must be \[B, S, C\]"):
         layer_norm_modulate(x[0])
+    with pytest.raises(ValueError, match=r"dtype=torch\.int32; accepted are float32, float16, bfloat16"):
+        layer_norm_modulate(x, dtype=torch.int32)
     with pytest.raises(ValueError, match="scale and shift together"):
         layer_norm_modulate(x, scale=scale)
     with pytest.raises(ValueError, match=r"weight has shape \[3\], not \[C=8\]"):

@@ -85,7 +85,7 @@ def test_gradients_of_other_dtypes_and_scales(c_skip, device):
         (linear_skip(*tensors, c_skip=skip, implementation=implementation, **options) * weight).sum().backward()
     for actual, expected in zip([*ours, gate[0]], [*theirs, gate[1]], strict=True):
         assert actual.grad.dtype == actual.dtype
-        assert relative_error(actual.grad, expected.grad) <= 1e-5 if actual.dtype == torch.float32 else 1e-3
+        assert relative_error(actual.grad, expected.grad) <= (1e-5 if actual.dtype == torch.float32 else 1e-3)
 
 
 def test_scales_move_the_range_alone(device):
@@ -94,8 +94,9 @@ def test_scales_move_the_range_alone(device):
     options = {"c_out": 0.5, "residual_scale": 8.0, "result_scale": 32.0, "implementation": "triton"}
     assert relative_error(32 * linear_skip(a, weight, bias, residual / 8, **options), expected) <= 1e-6
     options = {"dtype": torch.float16, "result_scale": 32.0, "implementation": "triton"}
-    large = linear_skip(a, weight, bias, 1e5 * residual, **options)
-    assert large.isfinite().all()
+    wide = [t.double() for t in (a, weight, bias, 1e5 * residual)]  # up to 4e5
+    large = 32 * linear_skip(a, weight, bias, 1e5 * residual, **options).double()
+    assert relative_error(large, linear_skip(*wide, implementation="torch")) <= torch.finfo(torch.float16).eps
 
 
 def tiles_of_this_gpu():
@@ -278,6 +279,11 @@ def test_errors():
         linear_skip(a, weight, bias, residual[:, :2])
     with pytest.raises(ValueError, match=r"dtypes torch.float16, torch.float32; cast them to one"):
         linear_skip(a.half(), weight, bias, residual)
+    with pytest.raises(ValueError, match=r"dtype=torch\.int32; accepted are float32, float16, bfloat16 and None for"):
+        linear_skip(a, weight, bias, residual, dtype=torch.int32)
+    for name, scale in (("residual_scale", -1.0), ("result_scale", 0.0), ("result_scale", float("nan"))):
+        with pytest.raises(ValueError, match=f"{name}={scale}; it must be positive and finite"):
+            linear_skip(a, weight, bias, residual, **{name: scale})
     with pytest.raises(ValueError, match=r"c_out has shape \[3\]"):
         linear_skip(a, weight, bias, residual, c_out=torch.ones(3))
     with pytest.raises(ValueError, match="both the batch and the channel count"):

@@ -37,6 +37,21 @@ def test_plain_addition_and_identity_are_exact(device):
     assert torch.equal(skip(residual, output, c_skip=1.0, c_out=0.0, implementation="triton"), residual)
 
 
+@pytest.mark.parametrize("kind", ["sample", "token"])
+@pytest.mark.parametrize(("kept", "dtype"), [("float16", "float32"), ("float32", "float16"), ("float16", "float16")])
+def test_dtypes_and_scales(kind, kept, dtype, device):
+    device = torch_device(device)
+    kept, dtype = getattr(torch, kept), getattr(torch, dtype)
+    residual, output = torch.randn(2, B, S, C, device=device).to(kept)
+    tensors = residual, output.half(), coefficients(kind, device), coefficients(kind, device)
+    options = {"residual_scale": 4.0, "result_scale": 0.5}
+    actual = skip(*tensors[:2], c_skip=tensors[2], c_out=tensors[3], dtype=dtype, implementation="triton", **options)
+    assert actual.dtype == dtype
+    residual, output, c_skip, c_out = (t.double() for t in (*tensors[:2], *map(canonical, tensors[2:])))
+    oracle = (c_skip * 4 * residual + c_out * output) / 0.5
+    assert_no_worse(actual, oracle.to(dtype), oracle)
+
+
 def test_non_contiguous(device):
     device = torch_device(device)
     residual, output = torch.randn(2, B, C, S, device=device).transpose(2, 3)
@@ -44,15 +59,18 @@ def test_non_contiguous(device):
     assert relative_error(actual, residual + 2 * output) <= 1e-6
 
 
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (4.0, 0.5)])
 @pytest.mark.parametrize("kind", ["sample", "channel", "token"])
-def test_gradients(kind, device):
+def test_gradients(kind, scales, device):
     device = torch_device(device)
     tensors = [*torch.randn(2, B, S, C, device=device), coefficients(kind, device), coefficients(kind, device)]
     ours = [t.clone().requires_grad_() for t in tensors]
     theirs = [t.double().requires_grad_() for t in tensors]
     weight = torch.randn(B, S, C, device=device)
-    (skip(*ours[:2], c_skip=ours[2], c_out=ours[3], implementation="triton") * weight).sum().backward()
-    (reference.skip(*theirs[:2], canonical(theirs[2]), canonical(theirs[3])) * weight).sum().backward()
+    options = {**dict(zip(("residual_scale", "result_scale"), scales, strict=True)), "implementation": "triton"}
+    (skip(*ours[:2], c_skip=ours[2], c_out=ours[3], **options) * weight).sum().backward()
+    oracle = reference.skip(*theirs[:2], canonical(theirs[2]), canonical(theirs[3]), torch.float64, *scales)
+    (oracle * weight).sum().backward()
     for mine, other in zip(ours, theirs, strict=True):
         assert relative_error(mine.grad, other.grad) <= 1e-5
 
@@ -66,9 +84,20 @@ def test_forward_mode_keeps_its_tangent(device):
         assert relative_error(fwAD.unpack_dual(dual).tangent, 3 * tangent) <= 1e-6
 
 
+def test_opcheck(device):
+    residual, output = torch.randn(2, B, S, C, device=torch_device(device), requires_grad=True)
+    c_out = canonical(coefficients("channel", residual.device)).requires_grad_()
+    for arguments in ((None, c_out, torch.float32, 1.0, 1.0), (None, None, torch.float16, 4.0, 0.5)):
+        torch.library.opcheck(torch.ops.turbo_rcm_patch.skip.default, (residual, output, *arguments))
+
+
 def test_errors():
     x = torch.zeros(2, 3, 4)
     with pytest.raises(ValueError, match=r"residual has shape \[2, 3, 4\] and output \[2, 3, 5\]"):
         skip(x, torch.zeros(2, 3, 5))
     with pytest.raises(ValueError, match="accepted are"):
         skip(x, x, c_out=torch.zeros(2, 3))
+    with pytest.raises(ValueError, match=r"skip: dtype=torch\.int32"):
+        skip(x, x, dtype=torch.int32)
+    with pytest.raises(ValueError, match="skip: result_scale=inf"):
+        skip(x, x, result_scale=float("inf"))

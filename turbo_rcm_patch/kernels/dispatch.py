@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import torch
@@ -104,6 +105,16 @@ def use_triton(implementation: str, *tensors: torch.Tensor | None, has_gradient:
         )
     on_interpreter = tensors[0].device.type == "cpu"
     return reason is None and not (implementation == "auto" and on_interpreter)
+
+
+def check_result(op: str, dtype: torch.dtype | None, own: torch.dtype, **scales: float) -> None:
+    """Raise ValueError for a result's dtype or scale that an op cannot give. own: the dtype that None stands for."""
+    if dtype not in (None, own, *KERNEL_DTYPES):
+        accepted = ", ".join(str(known).removeprefix("torch.") for known in KERNEL_DTYPES)
+        raise ValueError(f"{op}: dtype={dtype}; accepted are {accepted} and None for {own}.")
+    for name, scale in scales.items():
+        if not 0 < scale < math.inf:
+            raise ValueError(f"{op}: {name}={scale}; it must be positive and finite.")
 
 
 class KernelOp:

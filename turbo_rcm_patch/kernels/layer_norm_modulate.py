@@ -18,7 +18,7 @@ import triton.language as tl
 from . import reference
 from .aot import AotCase
 from .coefficient import PER_CHANNEL, PER_TOKEN, coefficient_kind, coefficient_strides, load_coefficient
-from .dispatch import kernel_op, use_triton
+from .dispatch import check_result, kernel_op, use_triton
 from .rows import row_grid, row_tile
 
 
@@ -36,9 +36,9 @@ def layer_norm_modulate(
     """``(LayerNorm(x) · weight + bias) · (1 + scale) + shift`` over the last dimension.
 
     x: [B, S, C]. weight, bias: [C] or None. scale, shift: both None, or each [B|1, C] or [B|1, S|1, C].
-    dtype: of the result, a floating one; None: x's.
+    dtype: of the result, fp32, fp16 or bf16; None: x's.
     implementation: "auto", "triton" or "torch" (see dispatch.py).
-    Raises ValueError for shapes or devices that do not fit together.
+    Raises ValueError for other dtypes, and for shapes or devices that do not fit together.
     """
     if x.dim() != 3:
         raise ValueError(f"layer_norm_modulate: x has shape {list(x.shape)}; it must be [B, S, C].")
@@ -47,6 +47,7 @@ def layer_norm_modulate(
     for name, affine in (("weight", weight), ("bias", bias)):
         if affine is not None and affine.shape != x.shape[2:]:
             raise ValueError(f"layer_norm_modulate: {name} has shape {list(affine.shape)}, not [C={x.shape[2]}].")
+    check_result("layer_norm_modulate", dtype, x.dtype)
     scale = _canonical_modulation("scale", scale, x)
     shift = _canonical_modulation("shift", shift, x)
     tensors = (x, weight, bias, scale, shift)

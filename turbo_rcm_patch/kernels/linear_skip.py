@@ -26,7 +26,7 @@ from .coefficient import (
     coefficient_strides,
     load_coefficient,
 )
-from .dispatch import kernel_op, use_triton
+from .dispatch import check_result, kernel_op, use_triton
 from .gemm import Tiles, aot_case, check_linear, gemm, launch, tile_candidates
 from .tma import TMA_CAPABILITY
 
@@ -50,10 +50,11 @@ def linear_skip(
     c_skip, c_out: a number, 0-d, per sample [B], per channel [C] or [B, 1, C], per token [B, S, C].
     dtype: of the result, fp32, fp16 or bf16; None: the residual's.
     residual_scale, result_scale: what the residual was, and the result is to be, divided by: room for large values in
-        fp16.
+        fp16. Positive.
     implementation: "auto", "triton" or "torch" (see dispatch.py).
 
-    Differentiable in every tensor. Raises ValueError for shapes, dtypes or devices that do not fit together.
+    Differentiable in every tensor. Raises ValueError for other dtypes and scales, and for shapes, dtypes or devices
+    that do not fit together.
     """
     check_linear("linear_skip", a, weight, bias)
     if a.dim() not in (2, 3):
@@ -61,6 +62,7 @@ def linear_skip(
     expected = [*a.shape[:-1], weight.shape[0]]
     if list(residual.shape) != expected:
         raise ValueError(f"linear_skip: residual has shape {list(residual.shape)} but the output is {expected}.")
+    check_result("linear_skip", dtype, residual.dtype, residual_scale=residual_scale, result_scale=result_scale)
     if a.dim() == 2:
         arguments = {"c_skip": c_skip, "c_out": c_out, "dtype": dtype, "implementation": implementation}
         arguments |= {"residual_scale": residual_scale, "result_scale": result_scale}
@@ -138,8 +140,10 @@ def _backward(ctx, grad):
     if needs_bias:
         d_bias = d_linear.sum((0, 1)).to(ctx.dtype)
     if needs_residual:
-        d_residual = wide if c_skip is None else wide * c_skip
-        d_residual = (d_residual if residual_scale == 1 else d_residual * residual_scale).to(ctx.residual_dtype)
+        if c_skip is None and residual_scale == result_scale:
+            d_residual = grad.to(ctx.residual_dtype)
+        else:
+            d_residual = (wide * (residual_scale if c_skip is None else residual_scale * c_skip)).to(ctx.residual_dtype)
     if needs_c_skip:
         d_c_skip = (residual_scale * (wide * residual).sum_to_size(c_skip.shape)).to(c_skip.dtype)
     if needs_c_out:
@@ -195,7 +199,8 @@ def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
         for tiles in tile_candidates(capability, dtype, descriptors=capability >= TMA_CAPABILITY):
             yield _aot_case(capability, tiles, dtype, ONE, PER_CHANNEL)
     largest, *_ = tile_candidates(capability, torch.bfloat16, descriptors=capability >= TMA_CAPABILITY)
-    yield _aot_case(capability, largest, torch.bfloat16, ONE, PER_CHANNEL, residual=torch.float16)
+    for kept, out in ((torch.bfloat16, torch.float16), (torch.float16, torch.float16), (torch.float16, torch.bfloat16)):
+        yield _aot_case(capability, largest, torch.bfloat16, ONE, PER_CHANNEL, dtypes=(kept, out))
     yield _aot_case(capability, largest, torch.bfloat16, ONE, PER_TOKEN)
     yield _aot_case(capability, largest, torch.bfloat16, PER_TOKEN, PER_TOKEN)
 
@@ -206,17 +211,17 @@ def _aot_case(
     dtype: torch.dtype,
     skip: int,
     out: int,
-    residual: torch.dtype | None = None,
+    dtypes: tuple[torch.dtype, torch.dtype] | None = None,
 ) -> AotCase:
-    types = dict.fromkeys(("bias", "residual", "out"), "*" + TRITON_NAMES[dtype])
+    """dtypes: of residual and result; None: dtype."""
+    kept, result = (TRITON_NAMES[d] for d in dtypes or (dtype, dtype))
+    types = {"bias": f"*{TRITON_NAMES[dtype]}", "residual": f"*{kept}", "out": f"*{result}"}
     types |= {"skip_factor": "fp32", "out_factor": "fp32"}
-    if residual is not None:
-        types["residual"] = "*" + TRITON_NAMES[residual]
     constants = {"KINDS": (skip, out)}
     for name, kind in (("skip", skip), ("out", out)):
         types |= {f"c_{name}": "*fp32", f"{name}_stride_b": "i32", f"{name}_stride_s": "i32"}
         constants[f"{name}_stride_c"] = 1
         if kind == ONE:
             constants[f"c_{name}"] = None
-    name = f"linear_skip skip={skip} out={out}{'' if residual is None else ' of ' + TRITON_NAMES[residual]}"
+    name = f"linear_skip skip={skip} out={out} {kept} to {result}"
     return aot_case(name, _linear_skip_kernel, capability, tiles, dtype, types, constants)

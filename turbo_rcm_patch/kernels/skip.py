@@ -26,7 +26,7 @@ from .coefficient import (
     coefficient_strides,
     load_coefficient,
 )
-from .dispatch import kernel_op, use_triton
+from .dispatch import check_result, kernel_op, use_triton
 
 ROWS, COLUMNS, NUM_WARPS = 8, 512, 4
 
@@ -47,12 +47,14 @@ def skip(
     c_skip, c_out: a number, 0-d, per sample [B], per channel [C] or [B, 1, C], per token [B, S, C].
     dtype, residual_scale, result_scale: as of `linear_skip`.
     implementation: "auto", "triton" or "torch" (see dispatch.py).
-    Differentiable in every tensor. Raises ValueError for shapes or devices that do not fit together.
+    Differentiable in every tensor. Raises ValueError for other dtypes and scales, and for shapes or devices that do not
+    fit together.
     """
     if residual.dim() != 3 or output.shape != residual.shape:
         raise ValueError(
             f"skip: residual has shape {list(residual.shape)} and output {list(output.shape)}; both must be [B, S, C]."
         )
+    check_result("skip", dtype, residual.dtype, residual_scale=residual_scale, result_scale=result_scale)
     c_skip = canonical_coefficient("c_skip", c_skip, *residual.shape, residual.device)
     c_out = canonical_coefficient("c_out", c_out, *residual.shape, residual.device)
     tensors = (residual, output, c_skip, c_out)
@@ -114,8 +116,10 @@ def _backward(ctx, grad):
     wide = grad.float() if result_scale == 1 else grad.float() / result_scale
     d_residual = d_output = d_c_skip = d_c_out = None
     if needs_residual:
-        d_residual = wide if c_skip is None else wide * c_skip
-        d_residual = (d_residual if residual_scale == 1 else d_residual * residual_scale).to(ctx.residual_dtype)
+        if c_skip is None and residual_scale == result_scale:
+            d_residual = grad.to(ctx.residual_dtype)
+        else:
+            d_residual = (wide * (residual_scale if c_skip is None else residual_scale * c_skip)).to(ctx.residual_dtype)
     if needs_output:
         d_output = (wide if c_out is None else wide * c_out).to(ctx.output_dtype)
     if needs_c_skip:
@@ -155,12 +159,19 @@ def _skip_kernel(
 
 
 def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
-    """One case per way in which the coefficients vary."""
+    """One case per way in which the coefficients vary, and per pair of dtypes of a bf16 block's residual."""
     for kind in (PER_SAMPLE, PER_CHANNEL, PER_TOKEN):
-        constants = {"SKIP": kind, "OUT": kind, "ROWS": ROWS, "COLUMNS": COLUMNS}
-        constants |= {"skip_stride_c": 1, "out_stride_c": 1}
-        types = dict.fromkeys(("residual", "output", "out"), "*bf16") | dict.fromkeys(("c_skip", "c_out"), "*fp32")
-        types |= {"skip_factor": "fp32", "out_factor": "fp32"} | dict.fromkeys(constants, "constexpr")
-        signature = {name: types.get(name, "i32") for name in _skip_kernel.arg_names}
-        aligned = tuple(n for n, t in signature.items() if t.startswith("*") or n == "C" or n.endswith(("_b", "_s")))
-        yield AotCase(f"skip kind={kind}", _skip_kernel, signature, constants, aligned, NUM_WARPS, num_stages=3)
+        yield _aot_case(kind, "bf16", "bf16")
+    for residual, out in (("bf16", "fp16"), ("fp16", "fp16"), ("fp16", "bf16")):
+        yield _aot_case(PER_CHANNEL, residual, out)
+
+
+def _aot_case(kind: int, residual: str, out: str) -> AotCase:
+    constants = {"SKIP": kind, "OUT": kind, "ROWS": ROWS, "COLUMNS": COLUMNS}
+    constants |= {"skip_stride_c": 1, "out_stride_c": 1}
+    types = {"residual": f"*{residual}", "output": "*bf16", "out": f"*{out}", "c_skip": "*fp32", "c_out": "*fp32"}
+    types |= {"skip_factor": "fp32", "out_factor": "fp32"} | dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "i32") for name in _skip_kernel.arg_names}
+    aligned = tuple(n for n, t in signature.items() if t.startswith("*") or n == "C" or n.endswith(("_b", "_s")))
+    name = f"skip kind={kind} {residual} to {out}"
+    return AotCase(name, _skip_kernel, signature, constants, aligned, NUM_WARPS, num_stages=3)

@@ -56,7 +56,7 @@ class Patch:
         """
         self._check_active("summarize")
         patched = {name: model for name, model in self.transformers.items() if _JOURNAL in model.__dict__}
-        return summary_table(patched, wan.plan_rows, wan.graph_note)
+        return summary_table(patched, wan.plan_rows, wan.notes)
 
     def restore(self) -> None:
         """Take the patch off every model. Raises PatchError when it is off already, or held by an unknown hook."""

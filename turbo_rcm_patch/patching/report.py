@@ -18,14 +18,14 @@ FOOTER = (
 def summary_table(
     transformers: dict[str, torch.nn.Module],
     plan_rows: Callable[[torch.nn.Module], Rows],
-    note: Callable[[torch.nn.Module], str],
+    notes: Callable[[torch.nn.Module], list[str]],
 ) -> str:
     """One table per transformer: a line per fused step with its kernel, blocks fused, and reasons for the others; then
-    a note."""
-    return "\n\n".join(_table(name, model, plan_rows(model), note(model)) for name, model in transformers.items())
+    notes."""
+    return "\n\n".join(_table(name, model, plan_rows(model), notes(model)) for name, model in transformers.items())
 
 
-def _table(name: str, model: torch.nn.Module, rows: Rows, note: str) -> str:
+def _table(name: str, model: torch.nn.Module, rows: Rows, notes: list[str]) -> str:
     blocks = len(model.blocks)
     dtype = str(model.patch_embedding.weight.dtype).removeprefix("torch.")
     device = _device_name(get_module_execution_device(model))
@@ -33,7 +33,7 @@ def _table(name: str, model: torch.nn.Module, rows: Rows, note: str) -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [" ".join(f"{cell:{width}} " for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
     title = f"{name}: {type(model).__name__}, {blocks} blocks, {dtype} on {device}"
-    return "\n  ".join([title, *lines, note, FOOTER])
+    return "\n  ".join([title, *lines, *notes, FOOTER])
 
 
 def _cells(blocks: int, sub_layer: str, step: str, kernel: str, reasons: dict[str, int]) -> tuple[str, ...]:

@@ -7,6 +7,6 @@ the summary.
 
 from .graph import graph_of
 from .model import SUPPORTED, bindings, check_supported
-from .plan import graph_note, plan_rows
+from .plan import notes, plan_rows
 
-__all__ = ["SUPPORTED", "bindings", "check_supported", "graph_note", "graph_of", "plan_rows"]
+__all__ = ["SUPPORTED", "bindings", "check_supported", "graph_of", "notes", "plan_rows"]

@@ -67,6 +67,7 @@ def _self_attention(
     rotary_emb: Rotary,
     result: Residual,
 ) -> torch.Tensor:
+    """result: how it is to be stored."""
     attn, config = block.attn1, state.config
     stored = Residual(x.dtype)
     if "self_attention" not in config.fuse:

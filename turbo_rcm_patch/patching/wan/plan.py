@@ -50,15 +50,17 @@ def plan_rows(transformer: WanTransformer3DModel) -> list[tuple[str, str, str, d
     named = [(sub_layer, step, others.get(step, kernel), reasons) for (sub_layer, step), reasons in rows.items()]
     reason = state.why_not_context(transformer.patch_embedding.weight.device)
     how = "computed in each replay" if graph_of(transformer).serves else "kept"
-    with torch.no_grad():
-        between = residual_between_skips(state.config, dtype).dtype
-    named.append(("residual", "between skips", str(between).removeprefix("torch."), {}))
     return [*named, ("constants", "prompt, cross K/V", how, {reason: len(transformer.blocks)} if reason else {})]
 
 
-def graph_note(transformer: WanTransformer3DModel) -> str:
-    """What CUDA graphs do for this transformer, in one line."""
-    return graph_of(transformer).note()
+def notes(transformer: WanTransformer3DModel) -> list[str]:
+    """How the residual is kept between a block's skips, and what CUDA graphs do: a line each."""
+    config, dtype = getattr(transformer, STATE).config, transformer.patch_embedding.weight.dtype
+    with torch.no_grad():
+        kept = residual_between_skips(config, dtype)
+    divided = "" if kept.scale == 1 else f", divided by {kept.scale:g}"
+    residual = f"residual between a block's skips: {str(kept.dtype).removeprefix('torch.')}{divided}"
+    return [residual, graph_of(transformer).note()]
 
 
 def _block_steps(
