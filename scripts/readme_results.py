@@ -28,7 +28,7 @@ STEP_TARGETS = {
 ACCURACY_TARGETS = {2: 0.9, 4: 0.95}  # overall prompt accuracy of the embedded model, by steps
 ACCURACY_FACTOR = 1.05  # a step's error to fp32 may be so many times that of torch.compile
 OPS_HEADER = "| op, bf16 | ours, ms | rival | rival, ms | speed-up | target | error, ours / rival |"
-TRAFFIC_HEADER = "| what | implementation | read, MB | written, MB | passes | source |"
+TRAFFIC_HEADER = "| what | implementation | read, MB | written, MB | passes | source | rel. L2 to fp32 |"
 SOURCES = {"counters": "measured by Nsight Compute", "shapes": "counted from shapes"}
 NAMES = {"unpatched": "eager diffusers", "torch.compile": "regional torch.compile", "patched": "patched (exact)"}
 
@@ -138,7 +138,9 @@ def _traffic(runs: list[dict]) -> str:
             label = f"{name}, {settings['tokens']}×{settings['dim']}" if index == 0 else ""
             figures = [f"{one[key] / 1e6:.0f}" for key in ("read", "written")] if one["refused"] is None else ["", ""]
             passes = f"{one['passes']:.1f}" if one["refused"] is None else "refused"
-            rows.append(f"| {label} | {one['name']} | {' | '.join(figures)} | {passes} | {SOURCES[run['source']]} |")
+            error = "" if one.get("error") is None else f"{one['error']:.1e}"
+            cells = (label, one["name"], *figures, passes, SOURCES[run["source"]], error)
+            rows.append(f"| {' | '.join(cells)} |")
     return (
         "Memory traffic of one forward; a pass is one read or write of the [tokens, channels] tensor in bf16:\n\n"
         + _table(TRAFFIC_HEADER, rows)

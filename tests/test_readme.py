@@ -117,14 +117,15 @@ def test_ops_become_a_table_that_marks_what_is_missed():
 
 
 def test_traffic_becomes_a_table_that_names_its_source():
-    measured = {"name": "eager", "read": 2e9, "written": 1e9, "passes": 30.04, "refused": None}
+    eager = {"name": "eager", "read": 2e9, "written": 1e9, "passes": 30.04, "refused": None, "error": 0.00123}
     refused = {"name": "fused", "refused": "wrong"}
     settings = {"case": "Wan block", "config": "wan2.1-1.3b", "tokens": 10, "dim": 4}
-    run = {"settings": settings, "pass_bytes": 80, "implementations": [measured, refused], "source": "counters"}
+    run = {"settings": settings, "pass_bytes": 80, "implementations": [eager, refused], "source": "counters"}
     table = readme_results._traffic([run, {**run, "source": "shapes"}])
-    assert "| Wan block of wan2.1-1.3b, 10×4 | eager | 2000 | 1000 | 30.0 | measured by Nsight Compute |" in table
-    assert "|  | fused |  |  | refused | measured by Nsight Compute |" in table
-    assert "| 30.0 | counted from shapes |" in table
+    measured = "measured by Nsight Compute"
+    assert f"| Wan block of wan2.1-1.3b, 10×4 | eager | 2000 | 1000 | 30.0 | {measured} | 1.2e-03 |" in table
+    assert f"|  | fused |  |  | refused | {measured} |  |" in table
+    assert "| 30.0 | counted from shapes | 1.2e-03 |" in table
 
 
 def test_implementations_become_a_row_per_size_dtype_and_mode():
