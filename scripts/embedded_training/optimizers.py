@@ -3,29 +3,71 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
 from .muon import Muon
+from .progress import Run
 
 WEIGHT_DECAY = 0.01
 
 
-def muon_and_adamw(
-    network: torch.nn.Module, muon_rate: float, adamw_rate: float, momentum: float, betas: tuple[float, float]
-) -> dict[str, torch.optim.Optimizer]:
-    """Muon for the matrices in the blocks, AdamW for all other weights.
+class Rates(NamedTuple):
+    """The learning rates of Muon and of AdamW."""
 
-    The rates are learning rates; momentum is Muon's, betas are AdamW's. results/designs.md has what Muon brings.
+    muon: float
+    adamw: float
+
+
+class Learner:
+    """A network's optimizers and their learning rates.
+
+    Muon learns the matrices in the blocks and AdamW all other weights; results/designs.md has what Muon brings.
+    momentum: Muon's. betas: AdamW's. warmup: steps until the rates are whole. clip: the gradient's largest norm.
     """
-    inside, outside = [], []
-    for name, weight in network.named_parameters():
-        (inside if is_block_matrix(name, weight) else outside).append(weight)
-    rate = torch.tensor(muon_rate, device=inside[0].device)
-    return {
-        "muon": Muon(inside, rate, momentum=momentum, weight_decay=WEIGHT_DECAY),
-        "adamw": adamw(outside, adamw_rate, betas=betas, weight_decay=WEIGHT_DECAY),
-    }
+
+    def __init__(
+        self,
+        run: Run,
+        network: torch.nn.Module,
+        rates: Rates,
+        num_steps: int,
+        *,
+        warmup: int,
+        momentum: float,
+        betas: tuple[float, float],
+        clip: float,
+    ):
+        self._run, self._network, self._clip = run, network, clip
+        inside, outside = [], []
+        for name, weight in network.named_parameters():
+            (inside if is_block_matrix(name, weight) else outside).append(weight)
+        rate = torch.tensor(rates.muon, device=inside[0].device)
+        self.muon = Muon(inside, rate, momentum=momentum, weight_decay=WEIGHT_DECAY)
+        self.adamw = adamw(outside, rates.adamw, betas=betas, weight_decay=WEIGHT_DECAY)
+        self._optimizers = self.muon, self.adamw
+        self._schedules = tuple(warmup_and_cosine(one, num_steps, warmup) for one in self._optimizers)
+
+    def learn(self, loss: torch.Tensor) -> None:
+        """One step down the loss's gradient."""
+        self._run.accelerator.backward(loss)
+        torch.nn.utils.clip_grad_norm_(self._network.parameters(), self._clip)
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def advance(self) -> None:
+        """Move the learning rates on; not part of `learn`, which a graph replays."""
+        for schedule in self._schedules:
+            schedule.step()
+
+    def state_dict(self) -> dict:
+        return {"parts": [part.state_dict() for part in (*self._optimizers, *self._schedules)]}
+
+    def load_state_dict(self, state: dict) -> None:
+        for part, saved in zip((*self._optimizers, *self._schedules), state["parts"], strict=True):
+            part.load_state_dict(saved)
 
 
 def is_block_matrix(name: str, weight: torch.Tensor) -> bool:

@@ -27,13 +27,13 @@ from turbo_rcm_patch.scheduler import INTERMEDIATE_ANGLES
 
 from .data import LatentPool, token_ids
 from .models import compile_blocks
-from .optimizers import muon_and_adamw, warmup_and_cosine
+from .optimizers import Learner, Rates
 from .progress import Average, GraphedStep, Run, Stage
 from .teacher import shift_times
 from .text import embed
 
 BATCH = 64
-LEARNING_RATE, MUON_LEARNING_RATE = 5e-4, 1e-3
+RATES = Rates(muon=1e-3, adamw=5e-4)
 GUIDANCE = 2.0  # of the teacher, distilled into the student
 TANGENT_WARMUP = 100  # first steps: the student learns alone, from the consistency loss, its tangent growing to full
 STUDENT_EVERY = 2  # steps after that; the fake score learns in the others
@@ -56,8 +56,10 @@ def train_student(run: Run, teacher: WanPipeline, pool: LatentPool, num_steps: i
         compile_blocks(network)
     guided = GuidedTeacher(teacher, run.device)
     names = [turn(step)[0] for step in range(num_steps)]
-    student_learner = Learner(run, networks.student, names.count("student"))
-    fake_learner = Learner(run, networks.fake, names.count("fake"))
+    student_learner, fake_learner = (
+        Learner(run, networks[name], RATES, names.count(name), warmup=50, momentum=0.9, betas=(0.0, 0.999), clip=10.0)
+        for name in ("student", "fake")
+    )
 
     def update_student(simulated: int, latents: torch.Tensor, text: torch.Tensor, strength: torch.Tensor):
         matching = torch.zeros((), device=run.device)
@@ -107,40 +109,6 @@ def turn(step: int) -> tuple[str, int, int]:
         return "student", TANGENT_WARMUP + update, SIMULATED[update % len(SIMULATED)]
     update = step - TANGENT_WARMUP - update - 1
     return "fake", update, SIMULATED[update % len(SIMULATED)]
-
-
-class Learner:
-    """A network's optimizers and learning rates."""
-
-    def __init__(self, run: Run, network: torch.nn.Module, num_steps: int):
-        self._run, self._network = run, network
-        rates = MUON_LEARNING_RATE, LEARNING_RATE
-        self._optimizers = muon_and_adamw(network, *rates, momentum=0.9, betas=(0.0, 0.999))
-        self._schedules = {name: warmup_and_cosine(one, num_steps, warmup=50) for name, one in self._optimizers.items()}
-
-    def learn(self, loss: torch.Tensor) -> None:
-        """One step down the loss's gradient."""
-        self._run.accelerator.backward(loss)
-        torch.nn.utils.clip_grad_norm_(self._network.parameters(), 10.0)
-        for optimizer in self._optimizers.values():
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def advance(self) -> None:
-        """Move the learning rates on; not part of `learn`, which a graph replays."""
-        for schedule in self._schedules.values():
-            schedule.step()
-
-    def state_dict(self) -> dict:
-        return {name: [one.state_dict() for one in pair] for name, pair in self._pairs()}
-
-    def load_state_dict(self, state: dict) -> None:
-        for name, pair in self._pairs():
-            for one, saved in zip(pair, state[name], strict=True):
-                one.load_state_dict(saved)
-
-    def _pairs(self):
-        return ((name, (optimizer, self._schedules[name])) for name, optimizer in self._optimizers.items())
 
 
 class GuidedTeacher:

@@ -7,12 +7,12 @@ from diffusers import AutoencoderKLWan, WanPipeline
 
 from .data import LatentPool, token_ids
 from .models import build_pipeline, build_text_encoder, build_transformer, compile_blocks, train_tokenizer
-from .optimizers import muon_and_adamw, warmup_and_cosine
+from .optimizers import Learner, Rates
 from .progress import Average, GraphedStep, Run, Stage
 from .text import embed
 
 BATCH = 128
-LEARNING_RATE, MUON_LEARNING_RATE = 8e-4, 2e-3
+RATES = Rates(muon=2e-3, adamw=8e-4)
 NO_CAPTION = 0.1  # how often the caption is left out, for classifier-free guidance
 # Of the training times, and of the sampler's. Large plain shapes show through a lot of noise: what moves where is
 # decided at times of 0.88 to 0.97, where Wan's own shift of 3 would put one training step in six, and this 37 %.
@@ -33,8 +33,7 @@ def train_teacher(run: Run, vae: AutoencoderKLWan, pool: LatentPool, num_steps: 
     compile_blocks(models.transformer)
     if run.device.type == "cuda":
         models.text_encoder.compile()
-    optimizers = muon_and_adamw(models, MUON_LEARNING_RATE, LEARNING_RATE, momentum=0.95, betas=(0.9, 0.98))
-    schedules = {f"{name}_schedule": warmup_and_cosine(one, num_steps, warmup=500) for name, one in optimizers.items()}
+    learner = Learner(run, models, RATES, num_steps, warmup=500, momentum=0.95, betas=(0.9, 0.98), clip=1.0)
     no_caption = token_ids(tokenizer, [""]).to(run.device)
 
     def update(latents: torch.Tensor, captions: torch.Tensor) -> tuple[torch.Tensor]:
@@ -42,19 +41,14 @@ def train_teacher(run: Run, vae: AutoencoderKLWan, pool: LatentPool, num_steps: 
         with run.accelerator.autocast():
             text = embed(models.text_encoder, torch.where(dropped, no_caption, captions))
             loss = flow_matching_loss(models.transformer, latents, text, draw_times(BATCH, run.device))
-        run.accelerator.backward(loss)
-        torch.nn.utils.clip_grad_norm_(models.parameters(), 1.0)
-        for optimizer in optimizers.values():
-            optimizer.step()
-            optimizer.zero_grad()
+        learner.learn(loss)
         return (loss.detach(),)
 
-    stage = Stage(run, "teacher", num_steps, models=models, average=average, **optimizers, **schedules)
-    learn = GraphedStep(update)
+    stage = Stage(run, "teacher", num_steps, models=models, average=average, learner=learner)
+    graphed_update = GraphedStep(update)
     for step in stage.steps():
-        (loss,) = learn(*pool.draw(BATCH))
-        for schedule in schedules.values():
-            schedule.step()
+        (loss,) = graphed_update(*pool.draw(BATCH))
+        learner.advance()
         average.update(models, step)
         stage.record(loss=loss)
     trained = average.module.eval()

@@ -4,9 +4,8 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 from embedded_training.models import build_text_encoder, train_tokenizer
-from embedded_training.optimizers import muon_and_adamw, warmup_and_cosine
+from embedded_training.optimizers import Learner, Rates, warmup_and_cosine
 from embedded_training.progress import Run
-from embedded_training.student import Learner
 
 from .test_teacher_and_student import TINY
 
@@ -16,31 +15,39 @@ def learned_by(optimizer, network):
     return {name for name, weight in network.named_parameters() if id(weight) in ours}
 
 
-def test_muon_learns_the_blocks_matrices_and_adamw_the_rest():
+@pytest.fixture
+def run(tmp_path):
+    return Run(tmp_path, seed=0)
+
+
+def learner_of(run, network):
+    options = {"warmup": 1, "momentum": 0.9, "betas": (0.0, 0.9), "clip": 10.0}
+    return Learner(run, network, Rates(muon=0.01, adamw=0.02), 10, **options)
+
+
+def test_muon_learns_the_blocks_matrices_and_adamw_the_rest(run):
     text_encoder = build_text_encoder(train_tokenizer())
     for network, blocks in ((WanTransformer3DModel(**TINY), "blocks."), (text_encoder, "encoder.block.")):
-        optimizers = muon_and_adamw(network, 0.1, 0.2, momentum=0.9, betas=(0.0, 0.9))
+        learner = learner_of(run, network)
         matrices = {
             name
             for name, module in network.named_modules()
             if isinstance(module, torch.nn.Linear) and name.startswith(blocks)
         }
-        assert learned_by(optimizers["muon"], network) == {f"{name}.weight" for name in matrices}
+        assert learned_by(learner.muon, network) == {f"{name}.weight" for name in matrices}
         everything = {name for name, _ in network.named_parameters()}
-        assert learned_by(optimizers["adamw"], network) == everything - {f"{name}.weight" for name in matrices}
-        assert [optimizers[name].param_groups[0]["lr"].item() for name in ("muon", "adamw")] == pytest.approx(
-            [0.1, 0.2]
-        )
+        assert learned_by(learner.adamw, network) == everything - {f"{name}.weight" for name in matrices}
+        rates = [optimizer.param_groups[0]["lr"].item() for optimizer in (learner.muon, learner.adamw)]
+        assert rates == pytest.approx([0.01, 0.02])
 
 
-def test_a_learner_goes_on_from_its_state(tmp_path):
+def test_a_learner_goes_on_from_its_state(run):
     """Moments and learning rates: the next updates of a learner and of one with its state are the same."""
-    run = Run(tmp_path, seed=0)
 
     def new():
         torch.manual_seed(0)
         network = WanTransformer3DModel(**TINY)
-        return network, Learner(run, network, num_steps=10)
+        return network, learner_of(run, network)
 
     def learn(network, learner, steps):
         for step in steps:

@@ -11,7 +11,7 @@ from diffusers.models.transformers.transformer_wan import WanAttention, WanTrans
 
 from ...plain import why_not_plain
 from .layers import (
-    Residual,
+    Storage,
     add_gated,
     attend,
     expand,
@@ -65,11 +65,11 @@ def _self_attention(
     scale: torch.Tensor,
     gate: torch.Tensor,
     rotary_emb: Rotary,
-    result: Residual,
+    result: Storage,
 ) -> torch.Tensor:
     """result: how it is to be stored."""
     attn, config = block.attn1, state.config
-    stored = Residual(x.dtype)
+    stored = Storage(x.dtype)
     if "self_attention" not in config.fuse:
         h = normalize_unfused(block.norm1, x, stored, scale, shift, x.dtype)
         return add_gated(x, attn(h, None, None, rotary_emb), gate, stored, result, config.implementation)
@@ -93,7 +93,7 @@ def _cross_attention(
     block: WanTransformerBlock,
     state: WanState,
     x: torch.Tensor,
-    stored: Residual,
+    stored: Storage,
     encoder_hidden_states: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
@@ -124,14 +124,14 @@ def _feed_forward(
     block: WanTransformerBlock,
     state: WanState,
     x: torch.Tensor,
-    stored: Residual,
+    stored: Storage,
     shift: torch.Tensor,
     scale: torch.Tensor,
     gate: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """stored: how x is. dtype: the model's, and the result's."""
-    ffn, config, result = block.ffn, state.config, Residual(dtype)
+    ffn, config, result = block.ffn, state.config, Storage(dtype)
     if "feed_forward" not in config.fuse:
         h = normalize_unfused(block.norm3, x, stored, scale, shift, dtype)
         return add_gated(x, ffn(h), gate, stored, result, config.implementation)

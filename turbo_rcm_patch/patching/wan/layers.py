@@ -22,7 +22,7 @@ from ...kernels import reference
 from ...plain import hook_on, why_not_linear, why_not_norm, why_not_plain
 
 
-class Residual(NamedTuple):
+class Storage(NamedTuple):
     """How a block's residual is stored: in dtype, divided by scale."""
 
     dtype: torch.dtype
@@ -36,19 +36,19 @@ class Residual(NamedTuple):
 # Rounding the residual after each of three skips is most of a bf16 block's error. fp16 rounds with three more bits;
 # divided like this it holds values up to 2e6, and below 2e-3 rounds to multiples of 2e-6, which is little beside the
 # others of its token.
-HELD = Residual(torch.float16, 32.0)
+HELD = Storage(torch.float16, 32.0)
 
 
-def residual_between_skips(config: PatchConfig, dtype: torch.dtype) -> Residual:
+def residual_between_skips(config: PatchConfig, dtype: torch.dtype) -> Storage:
     """How the residual of a model of `dtype` is stored between a block's first skip and its last."""
     differentiated = torch.is_grad_enabled() or fwAD._current_level >= 0
-    return HELD if config.residual == "fp16" and dtype == torch.bfloat16 and not differentiated else Residual(dtype)
+    return HELD if config.residual == "fp16" and dtype == torch.bfloat16 and not differentiated else Storage(dtype)
 
 
 def normalize(
     norm: nn.Module,
     x: torch.Tensor,
-    stored: Residual,
+    stored: Storage,
     scale: torch.Tensor | None,
     shift: torch.Tensor | None,
     dtype: torch.dtype,
@@ -66,7 +66,7 @@ def normalize(
 def normalize_unfused(
     norm: nn.Module,
     x: torch.Tensor,
-    stored: Residual,
+    stored: Storage,
     scale: torch.Tensor | None,
     shift: torch.Tensor | None,
     dtype: torch.dtype,
@@ -191,8 +191,8 @@ def project_and_skip(
     a: torch.Tensor,
     residual: torch.Tensor,
     gate: torch.Tensor | None,
-    stored: Residual,
-    result: Residual,
+    stored: Storage,
+    result: Storage,
     implementation: str,
 ) -> torch.Tensor:
     """``residual + gate · layers(a)`` for a [B, S, K], residual [B, S, C], gate [B, 1|S, C] or None for 1.
@@ -211,8 +211,8 @@ def add_gated(
     residual: torch.Tensor,
     output: torch.Tensor,
     gate: torch.Tensor | None,
-    stored: Residual,
-    result: Residual,
+    stored: Storage,
+    result: Storage,
     implementation: str,
 ) -> torch.Tensor:
     """``residual + gate · output`` as a pass of its own, for residual, output [B, S, C], gate [B, 1|S, C] or None."""
@@ -220,7 +220,7 @@ def add_gated(
 
 
 def _skip_options(
-    gate: torch.Tensor | None, stored: Residual, result: Residual, implementation: str
+    gate: torch.Tensor | None, stored: Storage, result: Storage, implementation: str
 ) -> dict[str, object]:
     scales = {"residual_scale": stored.scale, "result_scale": result.scale}
     c_out = 1.0 if gate is None else gate
