@@ -41,6 +41,16 @@ def test_muon_learns_the_blocks_matrices_and_adamw_the_rest(run):
         assert rates == pytest.approx([0.01, 0.02])
 
 
+def test_a_learner_moves_the_rates_of_both(run):
+    learner = learner_of(run, WanTransformer3DModel(**TINY))
+    for optimizer in (learner.muon, learner.adamw):
+        optimizer.step = lambda: None
+    learner.advance()
+    learner.advance()
+    for optimizer, rate in ((learner.muon, 0.01), (learner.adamw, 0.02)):
+        assert 0.9 * rate < optimizer.param_groups[0]["lr"].item() < 0.99 * rate
+
+
 def test_a_learner_goes_on_from_its_state(run):
     """Moments and learning rates: the next updates of a learner and of one with its state are the same."""
 

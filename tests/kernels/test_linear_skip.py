@@ -72,18 +72,22 @@ def test_residual_and_result_may_be_of_other_dtypes(device):
         assert_no_worse(actual, expected, linear_skip(*wide, c_out=gate, implementation="torch"))
 
 
-@pytest.mark.parametrize("c_skip", [1.0, 0.5])
+@pytest.mark.parametrize("c_skip", [None, 1.0, 0.5])
 def test_gradients_of_other_dtypes_and_scales(c_skip, device):
     ours = operands(2, 7, 40, 24, torch_device(device))
     ours[3] = ours[3].half()
     theirs = [t.clone().requires_grad_() for t in ours]
     ours = [t.requires_grad_() for t in ours]
-    gate = [torch.tensor(c_skip, device=t[0].device, requires_grad=True) for t in (ours, theirs)]
+    # Without a tensor the residual's gradient takes a way of its own.
+    gate = [
+        1.0 if c_skip is None else torch.tensor(c_skip, device=t[0].device, requires_grad=True) for t in (ours, theirs)
+    ]
     weight = torch.randn(2, 7, 40, device=ours[0].device)
     for tensors, skip, implementation in ((ours, gate[0], "triton"), (theirs, gate[1], "torch")):
         options = {"residual_scale": 4.0, "result_scale": 0.5, "dtype": torch.float32}
         (linear_skip(*tensors, c_skip=skip, implementation=implementation, **options) * weight).sum().backward()
-    for actual, expected in zip([*ours, gate[0]], [*theirs, gate[1]], strict=True):
+    gates = [] if c_skip is None else gate
+    for actual, expected in zip([*ours, *gates[:1]], [*theirs, *gates[1:]], strict=True):
         assert actual.grad.dtype == actual.dtype
         assert relative_error(actual.grad, expected.grad) <= (1e-5 if actual.dtype == torch.float32 else 1e-3)
 

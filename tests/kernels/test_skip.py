@@ -75,6 +75,16 @@ def test_gradients(kind, scales, device):
         assert relative_error(mine.grad, other.grad) <= 1e-5
 
 
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (4.0, 4.0), (4.0, 0.5)])
+def test_gradient_of_a_residual_without_coefficient(scales, device):
+    device = torch_device(device)
+    residual, output, weight = torch.randn(3, B, S, C, device=device)
+    residual = residual.half().requires_grad_()
+    options = {"dtype": torch.float32, "residual_scale": scales[0], "result_scale": scales[1]}
+    (skip(residual, output, implementation="triton", **options) * weight).sum().backward()
+    assert torch.equal(residual.grad, (weight * scales[0] / scales[1]).half())
+
+
 def test_forward_mode_keeps_its_tangent(device):
     """No kernel has a tangent, so a dual tensor takes the reference instead of losing its own."""
     device = torch_device(device)
