@@ -3,6 +3,7 @@
 Every exported function takes ``implementation="auto" | "triton" | "torch"``; see dispatch.py for what "auto" means.
 """
 
+from .ahead import compile_ahead
 from .attention import attention, sdpa_is_faster
 from .dispatch import IMPLEMENTATIONS, interpreting, why_not_triton, why_not_triton_on
 from .fingerprint import fingerprint
@@ -16,6 +17,7 @@ from .skip import skip
 __all__ = [
     "IMPLEMENTATIONS",
     "attention",
+    "compile_ahead",
     "fingerprint",
     "interpreting",
     "layer_norm_modulate",

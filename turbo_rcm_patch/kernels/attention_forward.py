@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .ahead import launch_kernel
 from .aot import AotCase
 from .attention_tiles import (
     LOG2_E,
@@ -53,7 +54,9 @@ def attention_forward(
     capability = device_properties(q.device)[0]
     tile = choose_tile("attention", capability, q.dtype, head_dim)
     with torch.cuda.device_of(q):
-        _attention_kernel[triton.cdiv(tokens, tile.BLOCK_M), heads, batch](
+        launch_kernel(
+            _attention_kernel,
+            (triton.cdiv(tokens, tile.BLOCK_M), heads, batch),
             tile_operand(q, tile.BLOCK_M, capability),
             tile_operand(k, tile.BLOCK_N, capability),
             tile_operand(v, tile.BLOCK_N, capability),

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .ahead import launch_kernel
 from .aot import TRITON_NAMES, AotCase
 from .attention_tiles import LOG2_E
 from .dispatch import HOPPER, device_properties, why_not_hopper
@@ -76,7 +77,9 @@ def attention_forward(
         partial_out = torch.empty((parts, TILE_QUERIES, head_dim), dtype=torch.float32, device=q.device)
         partial_lse = torch.empty((parts, TILE_QUERIES), dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
-        attention_kernel[(min(schedule.items, multiprocessors),)](
+        launch_kernel(
+            attention_kernel,
+            (min(schedule.items, multiprocessors),),
             _descriptor(q, QUERIES.value),
             _descriptor(k, TILE_KEYS),
             _descriptor(v, TILE_KEYS),
@@ -166,7 +169,9 @@ def _join_parts(partial_out, partial_lse, out, lse, schedule: Schedule) -> None:
     _, rows, head_dim = partial_out.shape
     _, tokens, heads, _ = out.shape
     tiles = (schedule.items - schedule.whole) // schedule.parts
-    _join_kernel[tiles, rows // JOIN_ROWS](
+    launch_kernel(
+        _join_kernel,
+        (tiles, rows // JOIN_ROWS),
         partial_out,
         partial_lse,
         out,

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .ahead import launch_kernel
 from .aot import TRITON_NAMES, AotCase
 from .dispatch import device_properties
 from .tma import TMA_CAPABILITY, matrix_fits_tma
@@ -104,7 +105,8 @@ def launch(kernel, a: torch.Tensor, weight: torch.Tensor, samples: int, *argumen
     sizes = (samples, M, N, K, a.stride(0), weight.stride(0))
     programs = min(tiles.count(samples, M, N), multiprocessors * tiles.programs)
     with torch.cuda.device_of(a):
-        kernel[(programs,)](*operands, *sizes, *arguments, **constants, **_tile_options(tiles, descriptors))
+        options = constants | _tile_options(tiles, descriptors)
+        launch_kernel(kernel, (programs,), *operands, *sizes, *arguments, **options)
 
 
 def _tile_options(tiles: Tiles, descriptors: bool) -> dict[str, object]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import triton
 
+from .ahead import launch_kernel
 from .aot import AotCase
 from .coefficient import ONE, PER_CHANNEL, PER_SAMPLE, PER_TOKEN, coefficient_kind, coefficient_strides
 from .dispatch import HOPPER, device_properties, why_not_hopper
@@ -102,7 +103,9 @@ def launch(
     skip_stride_b, _, _ = coefficient_strides(c_skip)
     out_stride_b, _, out_stride_c = coefficient_strides(c_out)
     with torch.cuda.device_of(a):
-        gemm_kernel[_grid(a, count_tiles(samples, M, N))](
+        launch_kernel(
+            gemm_kernel,
+            _grid(a, count_tiles(samples, M, N)),
             _descriptor(a, ROWS, DEPTH),
             _descriptor(weight, COLUMNS, DEPTH),
             _descriptor(weight, TAIL, DEPTH),
@@ -132,7 +135,9 @@ def launch_three(
     """
     (M, K), N = a.shape, weights[0].shape[0]
     with torch.cuda.device_of(a):
-        gemm_of_three_kernel[_grid(a, 3 * count_tiles(1, M, N))](
+        launch_kernel(
+            gemm_of_three_kernel,
+            _grid(a, 3 * count_tiles(1, M, N)),
             _descriptor(a, ROWS, DEPTH),
             *(_descriptor(weight, COLUMNS, DEPTH) for weight in weights),
             *(_descriptor(weight, TAIL, DEPTH) for weight in weights),

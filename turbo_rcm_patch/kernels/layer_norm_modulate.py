@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from . import reference
+from .ahead import launch_kernel
 from .aot import AotCase
 from .coefficient import PER_CHANNEL, PER_TOKEN, coefficient_kind, coefficient_strides, load_coefficient
 from .dispatch import check_result, kernel_op, use_triton
@@ -91,7 +92,9 @@ def _layer_norm_modulate(
     kinds = coefficient_kind(scale), coefficient_kind(shift)
     tile = _tile(C, x.element_size(), varies=PER_TOKEN in kinds)
     with torch.cuda.device_of(out):
-        _layer_norm_modulate_kernel[row_grid(x.device, tile["ROWS"], S, B)](
+        launch_kernel(
+            _layer_norm_modulate_kernel,
+            row_grid(x.device, tile["ROWS"], S, B),
             x,
             out,
             weight,

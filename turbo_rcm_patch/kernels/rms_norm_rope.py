@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from . import reference
+from .ahead import launch_kernel
 from .aot import AotCase
 from .dispatch import kernel_op, use_triton
 from .rows import row_grid, row_tile
@@ -68,9 +69,9 @@ def _rms_norm_rope(
     cos, sin = (None if table is None else table.contiguous() for table in (cos, sin))
     tile = _tile(heads, head_dim, x.element_size())
     with torch.cuda.device_of(out):
-        _rms_norm_rope_kernel[row_grid(x.device, tile["ROWS"], S, B)](
-            x, weight.contiguous(), cos, sin, out, S, heads, x.stride(0), x.stride(1), eps, HEAD_DIM=head_dim, **tile
-        )
+        grid, strides = row_grid(x.device, tile["ROWS"], S, B), (x.stride(0), x.stride(1))
+        operands = (x, weight.contiguous(), cos, sin, out, S, heads, *strides, eps)
+        launch_kernel(_rms_norm_rope_kernel, grid, *operands, HEAD_DIM=head_dim, **tile)
     return out
 
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from . import reference
+from .ahead import launch_kernel
 from .aot import AotCase
 from .coefficient import (
     PER_CHANNEL,
@@ -76,7 +77,9 @@ def _skip(
     out = torch.empty_like(residual, dtype=dtype, memory_format=torch.contiguous_format)
     if out.numel() > 0:
         with torch.cuda.device_of(residual):
-            _skip_kernel[triton.cdiv(S, ROWS), triton.cdiv(C, COLUMNS), B](
+            launch_kernel(
+                _skip_kernel,
+                (triton.cdiv(S, ROWS), triton.cdiv(C, COLUMNS), B),
                 residual.contiguous(),
                 output.contiguous(),
                 c_skip,

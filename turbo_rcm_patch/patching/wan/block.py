@@ -8,8 +8,12 @@ from __future__ import annotations
 import torch
 from diffusers.models.attention import FeedForward
 from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformerBlock
+from torch import nn
 
-from ...plain import why_not_plain
+from ... import kernels
+from ...config import PatchConfig
+from ...plain import why_not_plain, why_not_read
+from ..cache import caching_allowed
 from .layers import (
     Storage,
     add_gated,
@@ -22,8 +26,9 @@ from .layers import (
     project_qkv,
     residual_between_skips,
     why_not_fused_attention,
+    why_not_own_attention,
 )
-from .state import STATE, WanState
+from .state import DEPENDS_ON_PARAMETERS, STATE, WanState
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
@@ -42,12 +47,52 @@ def block_forward(
     """
     if torch.is_autocast_enabled(hidden_states.device.type):
         return type(self).forward(self, hidden_states, encoder_hidden_states, temb, rotary_emb)
-    state = getattr(self, STATE)
-    shift_msa, scale_msa, gate_msa, c_shift_msa, c_scale_msa, c_gate_msa = _modulation(self.scale_shift_table, temb)
+    state, inputs = getattr(self, STATE), (hidden_states, encoder_hidden_states, temb, rotary_emb)
+    if _is_first_to_compile(state, hidden_states):
+        state.compiled_ahead = True
+        if _may_run_twice(self, hidden_states.device):
+            kernels.compile_ahead(lambda: _forward(self, state.fresh(), *inputs))
+    return _forward(self, state, *inputs)
+
+
+def _is_first_to_compile(state: WanState, x: torch.Tensor) -> bool:
+    """Whether no block of the transformer has come to where kernels may have to be compiled."""
+    if torch.compiler.is_compiling() or state.compiled_ahead:
+        return False
+    return caching_allowed(x.device) and _kernels_compile(state.config, x)
+
+
+def _kernels_compile(config: PatchConfig, x: torch.Tensor) -> bool:
+    on_gpu = x.is_cuda and config.implementation != "torch"
+    return on_gpu and kernels.why_not_triton_on(x.device, x.dtype) is None
+
+
+def _may_run_twice(block: WanTransformerBlock, device: torch.device) -> bool:
+    """Whether nothing in a block notices a run that does not count.
+
+    Hooks and foreign layers could, dropout would draw, and the attention of several GPUs would wait for the others.
+    """
+    parts = [module for module in block.modules() if module is not block]
+    if any(why_not_read(part, (*DEPENDS_ON_PARAMETERS, nn.Identity), device) for part in parts):
+        return False
+    if any(isinstance(part, nn.Dropout) and part.training and part.p > 0 for part in parts):
+        return False
+    return not any(why_not_fused_attention(attn) or why_not_own_attention(attn) for attn in (block.attn1, block.attn2))
+
+
+def _forward(
+    block: WanTransformerBlock,
+    state: WanState,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    temb: torch.Tensor,
+    rotary_emb: Rotary,
+) -> torch.Tensor:
+    shift_msa, scale_msa, gate_msa, c_shift_msa, c_scale_msa, c_gate_msa = _modulation(block.scale_shift_table, temb)
     between = residual_between_skips(state.config, hidden_states.dtype)
-    x = _self_attention(self, state, hidden_states, shift_msa, scale_msa, gate_msa, rotary_emb, between)
-    x = _cross_attention(self, state, x, between, encoder_hidden_states, hidden_states.dtype)
-    return _feed_forward(self, state, x, between, c_shift_msa, c_scale_msa, c_gate_msa, hidden_states.dtype)
+    x = _self_attention(block, state, hidden_states, shift_msa, scale_msa, gate_msa, rotary_emb, between)
+    x = _cross_attention(block, state, x, between, encoder_hidden_states, hidden_states.dtype)
+    return _feed_forward(block, state, x, between, c_shift_msa, c_scale_msa, c_gate_msa, hidden_states.dtype)
 
 
 def _modulation(scale_shift_table: torch.Tensor, temb: torch.Tensor) -> list[torch.Tensor]:

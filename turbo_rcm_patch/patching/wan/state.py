@@ -97,12 +97,17 @@ class WanState:
 
     def __init__(self, transformer: WanTransformer3DModel, config: PatchConfig):
         self.config = config
+        self.compiled_ahead = False  # whether the first block's kernels were, or are left to their launches
         self._transformer = transformer
         self._contexts = ContentCache(_PROMPTS)
         self._rotary = ContentCache(_SIZES)
         self._keeping_nothing = False
         self._tables_of_call: RotaryTables | None = None  # while keeping nothing
         self._prompt_path = WhileUnchanged(self._objects_around_prompt, self._find_prompt_path)
+
+    def fresh(self) -> WanState:
+        """One of the same transformer and configuration, with nothing kept."""
+        return WanState(self._transformer, self.config)
 
     @contextlib.contextmanager
     def keeping_nothing(self) -> Iterator[None]:

@@ -1,0 +1,108 @@
+"""Kernels compiled ahead: not launched there, launched as ever afterwards, and nothing of the mode left behind."""
+
+import threading
+
+import pytest
+import torch
+from triton import knobs
+from triton.runtime import _async_compile
+
+from tests.oracle import torch_device
+from turbo_rcm_patch import kernels
+from turbo_rcm_patch.kernels import skip as skip_module
+from turbo_rcm_patch.kernels.ahead import compile_ahead, launch_kernel
+from turbo_rcm_patch.kernels.layer_norm_modulate import _layer_norm_modulate_kernel
+
+
+class Kernel:
+    """What `launch_kernel` needs of a kernel; remembers what it was asked for."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: self.calls.append(("run", grid, arguments, options))
+
+    def warmup(self, *arguments, grid, **options):
+        self.calls.append(("compile", grid, arguments, options))
+
+
+def test_a_kernel_is_compiled_within_and_run_outside():
+    kernel = Kernel()
+    compile_ahead(lambda: launch_kernel(kernel, (2, 1), "x", num_warps=4))
+    launch_kernel(kernel, (2, 1), "x", num_warps=4)
+    given = ((2, 1), ("x",), {"num_warps": 4})
+    assert kernel.calls == [("compile", *given), ("run", *given)]
+
+
+def test_threads_beside_it_run_their_kernels():
+    kernel = Kernel()
+
+    def run_beside():
+        thread = threading.Thread(target=launch_kernel, args=(kernel, (1,)))
+        thread.start()
+        thread.join()
+
+    compile_ahead(run_beside)
+    assert kernel.calls == [("run", (1,), (), {})]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_within_comes_out_and_ends_the_mode(error):
+    def fail():
+        raise error
+
+    with pytest.raises(error):
+        compile_ahead(fail)
+    assert _async_compile.active_mode.get() is None
+    kernel = Kernel()
+    launch_kernel(kernel, (1,))
+    assert kernel.calls[0][0] == "run"
+
+
+def test_a_kernel_that_does_not_compile_is_left_to_its_launch():
+    finished = []
+
+    def submit():
+        mode = _async_compile.active_mode.get()
+        mode.submit("broken", lambda: 1 / 0, finished.append)
+        mode.submit("sound", lambda: "kernel", finished.append)
+
+    compile_ahead(submit)
+    assert finished == ["kernel"]
+    assert _async_compile.active_mode.get() is None
+
+
+def test_an_op_within_leaves_its_result_unwritten(device, monkeypatch):
+    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
+    x, output = torch.ones(2, 5, 24).to(torch_device(device)), torch.full((2, 5, 24), 2.0).to(torch_device(device))
+    results = []
+
+    def run():
+        results.append(kernels.skip(x, output, c_out=0.5, implementation="triton"))
+
+    compile_ahead(run)
+    run()
+    assert torch.equal(results[0], torch.zeros_like(x))
+    assert torch.equal(results[1], torch.full_like(x, 2.0))
+
+
+@pytest.mark.gpu
+def test_what_was_compiled_ahead_is_not_compiled_again(tmp_path, monkeypatch):
+    compiled = []
+    listener = lambda *, metadata, cache_hit, **_: compiled.append((metadata["name"], cache_hit))  # noqa: E731
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(knobs.compilation, "listener", listener)
+    for kernel in (skip_module._skip_kernel, _layer_norm_modulate_kernel):
+        kernel.device_caches.clear()
+    x = torch.randn(2, 7, 48, device="cuda")
+
+    def run():
+        return kernels.skip(kernels.layer_norm_modulate(x), x)
+
+    compile_ahead(run)
+    assert sorted(compiled) == [("_layer_norm_modulate_kernel", False), ("_skip_kernel", False)]
+    result = run()
+    assert len(compiled) == 2
+    expected = torch.nn.functional.layer_norm(x, x.shape[-1:], eps=1e-6) + x
+    torch.testing.assert_close(result, expected)

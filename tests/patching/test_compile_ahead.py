@@ -1,0 +1,172 @@
+"""A patched transformer's first call compiles its blocks' kernels ahead, in a run that only the compiler notices."""
+
+import gc
+import threading
+
+import pytest
+import torch
+from diffusers.models.attention_dispatch import attention_backend
+from triton import knobs
+from triton.runtime import JITFunction
+
+import turbo_rcm_patch as trp
+from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
+from turbo_rcm_patch import kernels
+from turbo_rcm_patch.patching.wan import block as block_module
+
+REAL = kernels.compile_ahead
+
+
+@pytest.fixture
+def compiled_ahead(monkeypatch):
+    """The runs that were compiled ahead; on a CPU as on a GPU, with the values that unwritten memory might hold."""
+    runs = []
+
+    def compile_ahead(run):
+        runs.append(run)
+        REAL(run)
+
+    monkeypatch.setattr(kernels, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(block_module, "_kernels_compile", lambda config, x: config.implementation != "torch")
+    return runs
+
+
+def outputs_of_calls(model, inputs, config, calls=2):
+    with torch.no_grad(), trp.patch(model, config):
+        return [model(**inputs)[0] for _ in range(calls)]
+
+
+@pytest.mark.parametrize("implementation", ["auto", "triton"])
+@pytest.mark.parametrize("cuda_graph", ["off", "auto"])
+def test_the_first_block_of_the_first_call_alone_and_with_the_same_result(compiled_ahead, implementation, cuda_graph):
+    model = tiny_wan_transformer()
+    inputs = tiny_transformer_inputs(model)
+    config = trp.PatchConfig(implementation=implementation, cuda_graph=cuda_graph)
+    with_it = outputs_of_calls(model, inputs, config)
+    assert len(compiled_ahead) == 1
+    with pytest.MonkeyPatch.context() as without:
+        without.setattr(block_module, "_kernels_compile", lambda config, x: False)
+        without_it = outputs_of_calls(model, inputs, config)
+    assert len(compiled_ahead) == 1
+    assert all(torch.equal(a, b) for a, b in zip(with_it, without_it, strict=True))
+
+
+def test_a_first_call_under_autograd_or_autocast_leaves_it_to_the_next(compiled_ahead):
+    model = tiny_wan_transformer()
+    inputs = tiny_transformer_inputs(model)
+    with trp.patch(model):
+        model(**inputs)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            model(**inputs)
+        assert not compiled_ahead
+        with torch.no_grad():
+            model(**inputs)
+        assert len(compiled_ahead) == 1
+
+
+def test_not_with_the_torch_implementation(compiled_ahead):
+    model = tiny_wan_transformer()
+    outputs_of_calls(model, tiny_transformer_inputs(model), trp.PatchConfig(implementation="torch"))
+    assert not compiled_ahead
+
+
+def watch_hidden_layer(model, seen):
+    model.blocks[0].ffn.net[2].register_forward_hook(lambda *_: seen.append("hook"))
+
+
+def replace_linear(model, seen):
+    class Watched(torch.nn.Linear):
+        def forward(self, x):
+            seen.append("own layer")
+            return super().forward(x)
+
+    old = model.blocks[0].attn1.to_q
+    new = Watched(*reversed(old.weight.shape))
+    new.load_state_dict(old.state_dict())
+    model.blocks[0].attn1.to_q = new
+
+
+def replace_processor(model, seen):
+    attn = model.blocks[0].attn2
+    processor = attn.processor
+
+    class Watched:
+        def __call__(self, *args, **kwargs):
+            seen.append("processor")
+            return processor(*args, **kwargs)
+
+    attn.processor = Watched()
+
+
+@pytest.mark.parametrize("change", [watch_hidden_layer, replace_linear, replace_processor])
+def test_what_users_put_into_a_block_is_called_once_per_call(compiled_ahead, change):
+    model, seen = tiny_wan_transformer(), []
+    change(model, seen)
+    outputs_of_calls(model, tiny_transformer_inputs(model), trp.PatchConfig(), calls=3)
+    assert len(seen) == 3
+    assert not compiled_ahead
+
+
+def test_dropout_draws_once(compiled_ahead):
+    model = tiny_wan_transformer()
+    model.blocks[0].ffn.net[1].p = 0.5
+    model.train()
+    inputs = tiny_transformer_inputs(model)
+    outputs_of_calls(model, inputs, trp.PatchConfig())
+    assert not compiled_ahead
+    model.eval()
+    state = torch.get_rng_state()
+    outputs_of_calls(model, inputs, trp.PatchConfig())
+    assert len(compiled_ahead) == 1
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_attention_backend_of_the_users_choice_runs_once(compiled_ahead):
+    model = tiny_wan_transformer()
+    with attention_backend("_native_math"):
+        outputs_of_calls(model, tiny_transformer_inputs(model), trp.PatchConfig())
+    assert not compiled_ahead
+
+
+def test_nothing_that_it_computed_is_kept(compiled_ahead, monkeypatch):
+    """Every kept value would be noise: the first run's tensors are left unwritten by the kernels."""
+    monkeypatch.setattr(torch, "empty_like", lambda x, **kwargs: torch.full_like(x, torch.nan, **kwargs))
+    new_empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size, **kw: new_empty(x, *size, **kw).fill_(torch.nan))
+    model = tiny_wan_transformer()
+    inputs = tiny_transformer_inputs(model)
+    outputs = outputs_of_calls(model, inputs, trp.PatchConfig(implementation="triton"))
+    assert len(compiled_ahead) == 1
+    assert all(output.isfinite().all() for output in outputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_kernel_of_a_block_is_compiled_outside_of_it(dtype, tmp_path, monkeypatch):
+    """On a GPU with an empty cache, a step's kernels come from the threads; but for the checksum, no block's."""
+    ahead, launched = set(), set()
+
+    def listen(*, metadata, **_):
+        in_main = threading.current_thread() is threading.main_thread()
+        (launched if in_main else ahead).add(metadata["name"])
+
+    model = tiny_wan_transformer(heads=2, head_dim=128, ffn_dim=512, dtype=dtype).cuda()
+    inputs = {name: in_cuda(value) for name, value in tiny_transformer_inputs(model).items()}
+    expected = outputs_of_calls(model, inputs, trp.PatchConfig())
+    forget_compiled_kernels()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(knobs.compilation, "listener", listen)
+    outputs = outputs_of_calls(model, inputs, trp.PatchConfig())
+    assert len(ahead) >= 5
+    assert launched <= {"_fingerprint_kernel"}
+    assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+
+
+def in_cuda(value):
+    return value.cuda() if isinstance(value, torch.Tensor) else value
+
+
+def forget_compiled_kernels():
+    for thing in gc.get_objects():
+        if isinstance(thing, JITFunction) and thing.module.startswith("turbo_rcm_patch"):
+            thing.device_caches.clear()
