@@ -157,7 +157,7 @@ def test_no_kernel_of_a_block_is_compiled_outside_of_it(dtype, tmp_path, monkeyp
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(knobs.compilation, "listener", listen)
     outputs = outputs_of_calls(model, inputs, trp.PatchConfig())
-    assert len(ahead) >= 5
+    assert len(ahead) >= 4
     assert launched <= {"_fingerprint_kernel"}
     assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
 
