@@ -1,9 +1,11 @@
 """Kernels compiled ahead: not launched there, launched as ever afterwards, and nothing of the mode left behind."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import triton
 from triton import knobs
 from triton.runtime import _async_compile
 
@@ -48,28 +50,52 @@ def test_threads_beside_it_run_their_kernels():
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_error_within_comes_out_and_ends_the_mode(error):
-    def fail():
+@pytest.mark.parametrize("compiling", [False, True])
+def test_an_error_or_interrupt_comes_out_and_ends_the_mode(error, compiling, monkeypatch):
+    def fail(*_):
         raise error
 
+    if compiling:  # while waiting for the compiler
+        monkeypatch.setattr(_async_compile, "as_completed", fail)
     with pytest.raises(error):
-        compile_ahead(fail)
+        compile_ahead((lambda: None) if compiling else fail)
     assert _async_compile.active_mode.get() is None
     kernel = Kernel()
     launch_kernel(kernel, (1,))
     assert kernel.calls[0][0] == "run"
 
 
+def test_it_works_within_anothers_compiling_mode():
+    kernel = Kernel()
+    with ThreadPoolExecutor() as executor, triton.AsyncCompileMode(executor) as mode:
+        compile_ahead(lambda: launch_kernel(kernel, (1,)))
+        assert _async_compile.active_mode.get() is mode
+    assert kernel.calls == [("compile", (1,), (), {})]
+
+
+class Compiled(Kernel):
+    """A kernel that compiles in the mode as Triton's do, to what ``compile`` returns."""
+
+    def __init__(self, compile):
+        super().__init__()
+        self.device_caches, self.compile = {}, compile
+
+    def warmup(self, *arguments, grid, **options):
+        future = _async_compile.active_mode.get().submit(self, self.compile, lambda _: None)
+        self.device_caches[0] = future
+        return future
+
+
 def test_a_kernel_that_does_not_compile_is_left_to_its_launch():
-    finished = []
+    broken, sound = Compiled(lambda: 1 / 0), Compiled(lambda: "kernel")
 
-    def submit():
-        mode = _async_compile.active_mode.get()
-        mode.submit("broken", lambda: 1 / 0, finished.append)
-        mode.submit("sound", lambda: "kernel", finished.append)
+    def run():
+        launch_kernel(broken, (1,))
+        launch_kernel(sound, (1,))
 
-    compile_ahead(submit)
-    assert finished == ["kernel"]
+    compile_ahead(run)
+    assert not broken.device_caches
+    assert sound.device_caches[0].result() == "kernel"
     assert _async_compile.active_mode.get() is None
 
 

@@ -12,6 +12,7 @@ from triton.runtime import JITFunction
 import turbo_rcm_patch as trp
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch import kernels
+from turbo_rcm_patch.kernels import dispatch, gemm_hopper
 from turbo_rcm_patch.patching.wan import block as block_module
 
 REAL = kernels.compile_ahead
@@ -27,7 +28,7 @@ def compiled_ahead(monkeypatch):
         REAL(run)
 
     monkeypatch.setattr(kernels, "compile_ahead", compile_ahead)
-    monkeypatch.setattr(block_module, "_kernels_compile", lambda config, x: config.implementation != "torch")
+    monkeypatch.setattr(block_module, "_launches_kernels", lambda config, x: config.implementation != "torch")
     return runs
 
 
@@ -45,7 +46,7 @@ def test_the_first_block_of_the_first_call_alone_and_with_the_same_result(compil
     with_it = outputs_of_calls(model, inputs, config)
     assert len(compiled_ahead) == 1
     with pytest.MonkeyPatch.context() as without:
-        without.setattr(block_module, "_kernels_compile", lambda config, x: False)
+        without.setattr(block_module, "_launches_kernels", lambda config, x: False)
         without_it = outputs_of_calls(model, inputs, config)
     assert len(compiled_ahead) == 1
     assert all(torch.equal(a, b) for a, b in zip(with_it, without_it, strict=True))
@@ -128,6 +129,36 @@ def test_an_attention_backend_of_the_users_choice_runs_once(compiled_ahead):
     assert not compiled_ahead
 
 
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+def test_an_attention_function_of_the_users_runs_once(compiled_ahead, monkeypatch, attention):
+    calls, sdpa = [], torch.nn.functional.scaled_dot_product_attention
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return sdpa(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    model = tiny_wan_transformer(layers=3)
+    outputs_of_calls(model, tiny_transformer_inputs(model), trp.PatchConfig(attention=attention))
+    assert len(compiled_ahead) == 1
+    assert len(calls) == 2 * 3 * 2  # calls, blocks, attentions
+
+
+def test_a_torch_mode_sees_the_calls_that_count(compiled_ahead):
+    class Watching(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    model = tiny_wan_transformer()
+    inputs = tiny_transformer_inputs(model)
+    with torch.no_grad(), trp.patch(model):
+        with Watching():
+            model(**inputs)
+        assert not compiled_ahead
+        model(**inputs)
+        assert len(compiled_ahead) == 1
+
+
 def test_nothing_that_it_computed_is_kept(compiled_ahead, monkeypatch):
     """Every kept value would be noise: the first run's tensors are left unwritten by the kernels."""
     monkeypatch.setattr(torch, "empty_like", lambda x, **kwargs: torch.full_like(x, torch.nan, **kwargs))
@@ -142,31 +173,42 @@ def test_nothing_that_it_computed_is_kept(compiled_ahead, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_no_kernel_of_a_block_is_compiled_outside_of_it(dtype, tmp_path, monkeypatch):
-    """On a GPU with an empty cache, a step's kernels come from the threads; but for the checksum, no block's."""
+@pytest.mark.parametrize("size", [{}, {"height": 64, "width": 64}])  # the larger fills a GPU: it takes other GEMMs
+def test_no_kernel_of_a_block_is_compiled_where_it_is_launched(dtype, size, tmp_path, monkeypatch):
     ahead, launched = set(), set()
 
     def listen(*, metadata, **_):
         in_main = threading.current_thread() is threading.main_thread()
         (launched if in_main else ahead).add(metadata["name"])
 
-    model = tiny_wan_transformer(heads=2, head_dim=128, ffn_dim=512, dtype=dtype).cuda()
-    inputs = {name: in_cuda(value) for name, value in tiny_transformer_inputs(model).items()}
-    expected = outputs_of_calls(model, inputs, trp.PatchConfig())
+    model = tiny_wan_transformer(heads=4, head_dim=128, ffn_dim=2048, dtype=dtype).cuda()
+    inputs = {name: on_gpu(value) for name, value in tiny_transformer_inputs(model, **size).items()}
+    config = trp.PatchConfig(cuda_graph="off")
+    expected = outputs_of_calls(model, inputs, config)
     forget_compiled_kernels()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(knobs.compilation, "listener", listen)
-    outputs = outputs_of_calls(model, inputs, trp.PatchConfig())
-    assert len(ahead) >= 4
-    assert launched <= {"_fingerprint_kernel"}
+    outputs = outputs_of_calls(model, inputs, config)
+    norms = {"_layer_norm_modulate_kernel", "_rms_norm_rope_kernel"}
+    assert ahead >= norms | set(gemms_and_attention(dtype, large=bool(size)))
+    assert launched == {"_fingerprint_kernel"}  # the checksum of the prompt, before the first block
     assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
 
 
-def in_cuda(value):
+def gemms_and_attention(dtype, large):
+    """Names of the kernels that a block launches on this GPU, where that is certain."""
+    hopper = dispatch.is_hopper(torch.device("cuda")) and gemm_hopper.GLUON_ERROR is None and dtype == torch.bfloat16
+    if not hopper:
+        return ["_linear_gelu_kernel", "_linear_skip_kernel"]
+    gemms = ["gemm_kernel", "gemm_of_three_kernel"] if large else ["_linear_gelu_kernel", "_linear_skip_kernel"]
+    return [*gemms, "attention_kernel"]
+
+
+def on_gpu(value):
     return value.cuda() if isinstance(value, torch.Tensor) else value
 
 
 def forget_compiled_kernels():
     for thing in gc.get_objects():
-        if isinstance(thing, JITFunction) and thing.module.startswith("turbo_rcm_patch"):
+        if issubclass(type(thing), JITFunction) and thing.module.startswith("turbo_rcm_patch"):
             thing.device_caches.clear()

@@ -11,15 +11,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import triton
 
-_compiling_only = contextvars.ContextVar("turbo_rcm_patch_compiling_only", default=False)
+# Within compile_ahead: the kernels that came, each with what compiling it gave, or will give.
+_compiled = contextvars.ContextVar("turbo_rcm_patch_compiled", default=None)
 
 
 def launch_kernel(kernel, grid: tuple[int, ...], *arguments, **options) -> None:
-    """``kernel[grid](*arguments, **options)``; within `compile_ahead` the kernel is compiled alone."""
-    if _compiling_only.get():
-        kernel.warmup(*arguments, grid=grid, **options)
+    """``kernel[grid](*arguments, **options)``; within `compile_ahead` the kernel is only compiled."""
+    if compiling_ahead():
+        _compiled.get().append((kernel, kernel.warmup(*arguments, grid=grid, **options)))
     else:
         kernel[grid](*arguments, **options)
+
+
+def compiling_ahead() -> bool:
+    """Whether this is a call within `compile_ahead`, whose values have no meaning."""
+    return _compiled.get() is not None
 
 
 def compile_ahead(run: Callable[[], object]) -> None:
@@ -27,11 +33,23 @@ def compile_ahead(run: Callable[[], object]) -> None:
 
     A kernel that cannot be compiled raises where it is launched later, not here.
     """
-    # A context of its own: an interrupt in the midst of compiling must not leave Triton in this mode.
-    contextvars.copy_context().run(_compile_launches_of, run)
+    # An empty context: nobody else's compiling mode within, and none left behind by an interrupt.
+    contextvars.Context().run(_compile_launches_of, run)
 
 
 def _compile_launches_of(run: Callable[[], object]) -> None:
-    _compiling_only.set(True)
-    with ThreadPoolExecutor() as executor, triton.AsyncCompileMode(executor, ignore_errors=True):
-        run()
+    compiled, executor = [], ThreadPoolExecutor()
+    _compiled.set(compiled)
+    try:
+        with triton.AsyncCompileMode(executor, ignore_errors=True):
+            run()
+    finally:
+        executor.shutdown(wait=False, cancel_futures=True)  # does nothing, unless interrupted
+        for kernel, future in compiled:
+            _forget_failed(kernel, future)
+
+
+def _forget_failed(kernel, future: object) -> None:
+    """Let the next launch compile the kernel anew; Triton 3.7 would raise the old error again, and keep its frames."""
+    if isinstance(future, triton.FutureKernel) and future.kernel is None:
+        kernel.device_caches.clear()

@@ -105,8 +105,9 @@ def launch(kernel, a: torch.Tensor, weight: torch.Tensor, samples: int, *argumen
     sizes = (samples, M, N, K, a.stride(0), weight.stride(0))
     programs = min(tiles.count(samples, M, N), multiprocessors * tiles.programs)
     with torch.cuda.device_of(a):
-        options = constants | _tile_options(tiles, descriptors)
-        launch_kernel(kernel, (programs,), *operands, *sizes, *arguments, **options)
+        launch_kernel(
+            kernel, (programs,), *operands, *sizes, *arguments, **constants, **_tile_options(tiles, descriptors)
+        )
 
 
 def _tile_options(tiles: Tiles, descriptors: bool) -> dict[str, object]:

@@ -13,7 +13,7 @@ from torch import nn
 from ... import kernels
 from ...config import PatchConfig
 from ...plain import why_not_plain, why_not_read
-from ..cache import caching_allowed
+from ..graphs import why_not_recorded
 from .layers import (
     Storage,
     add_gated,
@@ -48,29 +48,29 @@ def block_forward(
     if torch.is_autocast_enabled(hidden_states.device.type):
         return type(self).forward(self, hidden_states, encoder_hidden_states, temb, rotary_emb)
     state, inputs = getattr(self, STATE), (hidden_states, encoder_hidden_states, temb, rotary_emb)
-    if _is_first_to_compile(state, hidden_states):
-        state.compiled_ahead = True
+    if _may_compile_ahead(state, hidden_states, encoder_hidden_states, temb, *rotary_emb):
+        state.compiles_ahead = False
         if _may_run_twice(self, hidden_states.device):
             kernels.compile_ahead(lambda: _forward(self, state.fresh(), *inputs))
     return _forward(self, state, *inputs)
 
 
-def _is_first_to_compile(state: WanState, x: torch.Tensor) -> bool:
-    """Whether no block of the transformer has come to where kernels may have to be compiled."""
-    if torch.compiler.is_compiling() or state.compiled_ahead:
+def _may_compile_ahead(state: WanState, *inputs: torch.Tensor) -> bool:
+    """Whether this is the first call that launches kernels of a GPU, and nothing around it watches or records it."""
+    if torch.compiler.is_compiling() or not state.compiles_ahead:
         return False
-    return caching_allowed(x.device) and _kernels_compile(state.config, x)
+    return _launches_kernels(state.config, inputs[0]) and why_not_recorded(inputs) is None
 
 
-def _kernels_compile(config: PatchConfig, x: torch.Tensor) -> bool:
-    on_gpu = x.is_cuda and config.implementation != "torch"
-    return on_gpu and kernels.why_not_triton_on(x.device, x.dtype) is None
+def _launches_kernels(config: PatchConfig, x: torch.Tensor) -> bool:
+    return x.is_cuda and config.implementation != "torch" and kernels.why_not_triton_on(x.device, x.dtype) is None
 
 
 def _may_run_twice(block: WanTransformerBlock, device: torch.device) -> bool:
     """Whether nothing in a block notices a run that does not count.
 
     Hooks and foreign layers could, dropout would draw, and the attention of several GPUs would wait for the others.
+    Such a block's kernels are compiled one by one, where they are launched.
     """
     parts = [module for module in block.modules() if module is not block]
     if any(why_not_read(part, (*DEPENDS_ON_PARAMETERS, nn.Identity), device) for part in parts):

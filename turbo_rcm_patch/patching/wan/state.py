@@ -97,7 +97,7 @@ class WanState:
 
     def __init__(self, transformer: WanTransformer3DModel, config: PatchConfig):
         self.config = config
-        self.compiled_ahead = False  # whether the first block's kernels were, or are left to their launches
+        self.compiles_ahead = True  # until a block's forward first comes to where it may
         self._transformer = transformer
         self._contexts = ContentCache(_PROMPTS)
         self._rotary = ContentCache(_SIZES)
