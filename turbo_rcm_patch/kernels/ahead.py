@@ -9,6 +9,7 @@ import contextvars
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import torch
 import triton
 
 # Within compile_ahead: the kernels that came, each with what compiling it gave, or will give.
@@ -25,7 +26,7 @@ def launch_kernel(kernel, grid: tuple[int, ...], *arguments, **options) -> None:
 
 def compiling_ahead() -> bool:
     """Whether this is a call within `compile_ahead`, whose values have no meaning."""
-    return _compiled.get() is not None
+    return not torch.compiler.is_compiling() and _compiled.get() is not None  # torch.compile cannot trace `get`
 
 
 def compile_ahead(run: Callable[[], object]) -> None:
