@@ -11,9 +11,9 @@ from triton.runtime import _async_compile
 
 from tests.oracle import torch_device
 from turbo_rcm_patch import kernels
-from turbo_rcm_patch.kernels import skip as skip_module
 from turbo_rcm_patch.kernels.ahead import compile_ahead, launch_kernel
 from turbo_rcm_patch.kernels.layer_norm_modulate import _layer_norm_modulate_kernel
+from turbo_rcm_patch.kernels.skip import _skip_kernel
 
 
 class Kernel:
@@ -119,7 +119,7 @@ def test_what_was_compiled_ahead_is_not_compiled_again(tmp_path, monkeypatch):
     listener = lambda *, metadata, cache_hit, **_: compiled.append((metadata["name"], cache_hit))  # noqa: E731
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(knobs.compilation, "listener", listener)
-    for kernel in (skip_module._skip_kernel, _layer_norm_modulate_kernel):
+    for kernel in (_skip_kernel, _layer_norm_modulate_kernel):
         kernel.device_caches.clear()
     x = torch.randn(2, 7, 48, device="cuda")
 
