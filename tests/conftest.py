@@ -9,6 +9,9 @@ if not torch.cuda.is_available():
 
 import pytest
 
+# pytest's workers share the cores. With more threads than cores they wait for each other and take three times as long.
+torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))))
+
 
 def pytest_collection_modifyitems(items):
     """Tests marked gpu skip without a GPU; those on the device "interpreter" skip where a GPU runs the kernels."""
