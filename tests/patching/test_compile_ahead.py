@@ -1,11 +1,13 @@
 """A patched transformer's first call compiles its blocks' kernels ahead, in a run that only the compiler notices."""
 
+import functools
 import gc
 import threading
 
 import pytest
 import torch
 from diffusers.models.attention_dispatch import attention_backend
+from diffusers.models.normalization import FP32LayerNorm
 from triton import knobs
 from triton.runtime import JITFunction
 
@@ -105,6 +107,20 @@ def test_what_users_put_into_a_block_is_called_once_per_call(compiled_ahead, cha
     change(model, seen)
     outputs_of_calls(model, tiny_transformer_inputs(model), trp.PatchConfig(), calls=3)
     assert len(seen) == 3
+    assert not compiled_ahead
+
+
+def test_a_class_forward_that_a_program_wrapped_runs_once_per_call(compiled_ahead, monkeypatch):
+    model, seen, norm = tiny_wan_transformer(), [], FP32LayerNorm.forward
+
+    @functools.wraps(norm)
+    def counted(self, x):
+        seen.append(self)
+        return norm(self, x)
+
+    monkeypatch.setattr(FP32LayerNorm, "forward", counted)
+    outputs_of_calls(model, tiny_transformer_inputs(model), trp.PatchConfig(fuse=("self_attention",)), calls=3)
+    assert seen.count(model.blocks[0].norm3) == 3
     assert not compiled_ahead
 
 

@@ -31,7 +31,7 @@ from tests.patching.tape import (
 )
 from tests.tiny_wan import tiny_wan_transformer
 from turbo_rcm_patch.patching import graphs
-from turbo_rcm_patch.patching.wan import graph as wan_graph
+from turbo_rcm_patch.patching.wan import repeatable
 
 WRITES = {
     "in place": lambda tensor: tensor.mul_(-1.5),
@@ -214,7 +214,7 @@ def test_a_class_forward_replaced_before_the_import_is_not_recorded(tape, monkey
     pair = make_models()
     replaced = doubled(torch.nn.SiLU.forward)
     monkeypatch.setattr(torch.nn.SiLU, "forward", replaced)
-    monkeypatch.setitem(wan_graph._KNOWN, torch.nn.SiLU, replaced)
+    monkeypatch.setitem(repeatable._KNOWN, torch.nn.SiLU, replaced)
     assert_eager(pair, inputs_for(pair[0]), "replaced forward of its class")
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 import torch
 from diffusers.models.attention import FeedForward
 from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformerBlock
-from torch import nn
 
 from ... import kernels
 from ...config import PatchConfig
-from ...plain import why_not_plain, why_not_read
+from ...plain import why_not_plain
 from ..graphs import why_not_recorded
 from .layers import (
     Storage,
@@ -26,9 +25,9 @@ from .layers import (
     project_qkv,
     residual_between_skips,
     why_not_fused_attention,
-    why_not_own_attention,
 )
-from .state import DEPENDS_ON_PARAMETERS, STATE, WanState
+from .repeatable import why_not_repeatable
+from .state import STATE, WanState
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
@@ -50,7 +49,7 @@ def block_forward(
     state, inputs = getattr(self, STATE), (hidden_states, encoder_hidden_states, temb, rotary_emb)
     if _may_compile_ahead(state, hidden_states, encoder_hidden_states, temb, *rotary_emb):
         state.compiles_ahead = False
-        if _may_run_twice(self, hidden_states.device):
+        if _may_run_ahead(self, hidden_states.device):
             kernels.compile_ahead(lambda: _forward(self, state.fresh(), *inputs))
     return _forward(self, state, *inputs)
 
@@ -66,18 +65,12 @@ def _launches_kernels(config: PatchConfig, x: torch.Tensor) -> bool:
     return x.is_cuda and config.implementation != "torch" and kernels.why_not_triton_on(x.device, x.dtype) is None
 
 
-def _may_run_twice(block: WanTransformerBlock, device: torch.device) -> bool:
-    """Whether nothing in a block notices a run that does not count.
-
-    Hooks and foreign layers could, dropout would draw, and the attention of several GPUs would wait for the others.
-    Such a block's kernels are compiled one by one, where they are launched.
+def _may_run_ahead(block: WanTransformerBlock, device: torch.device) -> bool:
+    """Whether nothing in a block notices a run that does not count. If something may, each kernel is compiled where it
+    is first launched.
     """
-    parts = [module for module in block.modules() if module is not block]
-    if any(why_not_read(part, (*DEPENDS_ON_PARAMETERS, nn.Identity), device) for part in parts):
-        return False
-    if any(isinstance(part, nn.Dropout) and part.training and part.p > 0 for part in parts):
-        return False
-    return not any(why_not_fused_attention(attn) or why_not_own_attention(attn) for attn in (block.attn1, block.attn2))
+    parts = (module for module in block.modules() if module is not block)
+    return not any(why_not_repeatable(part, device) for part in parts)
 
 
 def _forward(

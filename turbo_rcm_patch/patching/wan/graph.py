@@ -13,47 +13,19 @@ from typing import Any
 
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
-from diffusers.models.embeddings import TimestepEmbedding, Timesteps
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
-from diffusers.models.transformers.transformer_wan import (
-    WanAttention,
-    WanAttnProcessor,
-    WanRotaryPosEmbed,
-    WanTimeTextImageEmbedding,
-    WanTransformer3DModel,
-    WanTransformerBlock,
-)
+from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformer3DModel
 from torch import nn
 
-from ...plain import why_not_read
 from ..graphs import Graphs, Inputs, call_key, why_not_recorded
-from ..snapshot import WhileUnchanged, code_of
-from .layers import why_not_fused_attention, why_not_own_attention
-from .state import DEPENDS_ON_PARAMETERS, WanState
+from ..snapshot import WhileUnchanged
+from .repeatable import why_not_repeatable
+from .state import WanState
 
 GRAPH = "_turbo_rcm_patch_graph"  # the attribute of a patched transformer that holds its WanGraph
 
 # Launching a block takes the host 1 to 2 ms, in which an H200 does 1e12 FLOP of a block. Slower hosts get twice that.
 MOST_FLOPS_PER_BLOCK = 2e12
-
-# Modules whose outputs depend on their inputs, tensors and attributes alone while calling them runs this: programs that
-# skip steps replace the forward of a class.
-_KNOWN = {
-    cls: code_of(cls)
-    for cls in (
-        *DEPENDS_ON_PARAMETERS,
-        nn.Conv3d,
-        nn.Identity,
-        nn.SiLU,
-        Timesteps,
-        TimestepEmbedding,
-        WanAttnProcessor,
-        WanRotaryPosEmbed,
-        WanTimeTextImageEmbedding,
-        WanTransformerBlock,
-        WanTransformer3DModel,
-    )
-}
 
 
 def transformer_forward(
@@ -180,23 +152,8 @@ class WanGraph:
         self._graphs.invalidate()
         if device.type != self._graphs.device_type:
             return f"{device.type} tensors"
-        reasons = (self._why_not_module(module, device) for module in self._transformer.modules())
+        reasons = (why_not_repeatable(m, device, self._forwards.get(m)) for m in self._transformer.modules())
         return self._graphs.failure or next(filter(None, reasons), None)
-
-    def _why_not_module(self, module: nn.Module, device: torch.device) -> str | None:
-        if module._compiled_call_impl is not None:
-            return "torch.compile"
-        if isinstance(module, nn.Dropout) and module.training and module.p > 0:
-            return "dropout"
-        reason = why_not_read(module, tuple(_KNOWN), device, forward=self._forwards.get(module))
-        if reason is None and isinstance(module, WanAttention):
-            reason = why_not_fused_attention(module) or why_not_own_attention(module) or _why_not_code(module.processor)
-        return reason or _why_not_code(module)
-
-
-def _why_not_code(thing: object) -> str | None:
-    """Whether a program has replaced what calling the class of a known thing runs."""
-    return None if code_of(type(thing)) is _KNOWN[type(thing)] else "replaced forward of its class"
 
 
 def _in_mib(size: int | None) -> str:
