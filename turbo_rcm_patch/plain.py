@@ -6,6 +6,8 @@ reading ``.weight`` past them would silently drop their effect.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 
 
@@ -57,7 +59,7 @@ def hook_on(module: torch.nn.Module, forward: object | None = None) -> str | Non
         return "global torch hook"
     if module.__dict__.get("forward") is not forward and not _is_class_forward(module):
         return "replaced forward"
-    if not _is_original(type(module)):
+    if not is_original(type(module).forward, type(module)):
         return "replaced forward of its class"
     return None
 
@@ -70,9 +72,32 @@ def _is_class_forward(module: torch.nn.Module) -> bool:
     return getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
 
 
-def _is_original(cls: type[torch.nn.Module]) -> bool:
-    """Whether a class's forward comes from where the class, or one that it inherits from, does."""
-    return any(cls.forward.__module__ == base.__module__ for base in cls.__mro__)
+def is_original(method: Callable, cls: type) -> bool:
+    """Whether a class's method comes from where the class, or one that it inherits from, does.
+
+    A replacement that functools.wraps gave the original's module was still defined elsewhere.
+    """
+    modules = [base.__module__ for base in cls.__mro__]
+    if method.__module__ not in modules:
+        return False
+    if not hasattr(method, "__wrapped__"):
+        return _defined_in(method) == method.__module__
+    packages = {_package(module) for module in modules}  # torch too for modules: no_grad and its like change nothing
+    return all(_package(_defined_in(layer)) in packages for layer in _layers(method))
+
+
+def _layers(method: Callable) -> Iterator[Callable]:
+    while method is not None:
+        yield method
+        method = getattr(method, "__wrapped__", None)
+
+
+def _defined_in(function: Callable) -> str:
+    return getattr(function, "__globals__", {}).get("__name__", "")
+
+
+def _package(module: str) -> str:
+    return module.split(".")[0]
 
 
 def _odd_class(module: torch.nn.Module) -> str:

@@ -1,6 +1,7 @@
 """The rest of diffusers keeps working on a patched model: fused, or through a fallback that the summary names."""
 
 import copy
+import functools
 
 import accelerate
 import pytest
@@ -327,29 +328,67 @@ CLASSES = {
 }
 
 
+def longer(method):
+    return lambda self, *args, **kwargs: 1.2 * method(self, *args, **kwargs)
+
+
+def longer_under_its_name(method):
+    return functools.wraps(method)(longer(method))
+
+
+def longer_in_its_module(method):
+    replaced = longer(method)
+    replaced.__module__ = method.__module__
+    return replaced
+
+
+def longer_below_a_decorator(method):
+    return torch.no_grad()(longer_under_its_name(method))
+
+
+class Longer:
+    """A method that is no function, under the other's name."""
+
+    def __init__(self, method):
+        functools.update_wrapper(self, method)
+
+    def __get__(self, instance, owner):
+        return self if instance is None else functools.partial(longer(self.__wrapped__), instance)
+
+
+REPLACED = [longer, longer_in_its_module, longer_under_its_name, longer_below_a_decorator]
+
+
+@pytest.mark.parametrize("replaced", [*REPLACED, Longer])
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_forward_that_a_program_replaces_on_a_class_runs(monkeypatch, name):
+def test_a_forward_that_a_program_replaces_on_a_class_runs(monkeypatch, name, replaced):
     patched, plain = tiny_wan_transformer(), tiny_wan_transformer()
     patch = trp.patch(patched)
     base = output_of(plain)
-    original = CLASSES[name].forward
-    monkeypatch.setattr(CLASSES[name], "forward", lambda self, *args, **kwargs: 1.2 * original(self, *args, **kwargs))
+    monkeypatch.setattr(CLASSES[name], "forward", replaced(CLASSES[name].forward))
     assert relative_error(output_of(plain), base) > 1e-3
     assert_same_output(patched, plain)
     assert "replaced forward of its class" in patch.summary()
 
 
-def test_a_processor_whose_class_a_program_changes_runs(monkeypatch):
+@pytest.mark.parametrize("replaced", REPLACED)
+def test_a_processor_whose_class_a_program_changes_runs(monkeypatch, replaced):
     patched, plain = tiny_wan_transformer(), tiny_wan_transformer()
     patch = trp.patch(patched)
     base = output_of(plain)
-    original = WanAttnProcessor.__call__
-    monkeypatch.setattr(
-        WanAttnProcessor, "__call__", lambda self, *args, **kwargs: 1.2 * original(self, *args, **kwargs)
-    )
+    monkeypatch.setattr(WanAttnProcessor, "__call__", replaced(WanAttnProcessor.__call__))
     assert relative_error(output_of(plain), base) > 1e-3
     assert_same_output(patched, plain)
     assert "WanAttnProcessor changed" in patch.summary()
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_decorator_of_torch_on_a_class_changes_nothing(monkeypatch, name):
+    patched = tiny_wan_transformer()
+    patch = trp.patch(patched)
+    before = patch.summary()
+    monkeypatch.setattr(CLASSES[name], "forward", torch.no_grad()(CLASSES[name].forward))
+    assert patch.summary() == before
 
 
 def test_fused_qkv_projections():

@@ -19,7 +19,7 @@ from torch import nn
 from ... import kernels
 from ...config import PatchConfig
 from ...kernels import reference
-from ...plain import hook_on, why_not_linear, why_not_norm, why_not_plain
+from ...plain import hook_on, is_original, why_not_linear, why_not_norm, why_not_plain
 
 
 class Storage(NamedTuple):
@@ -98,7 +98,7 @@ def why_not_fused_attention(attn: WanAttention) -> str | None:
     """Why the whole attention module must be called: something on it, or a processor, that would else be dropped."""
     if type(attn.processor) is not WanAttnProcessor:
         return f"processor {type(attn.processor).__name__}"
-    if WanAttnProcessor.__call__.__module__ != WanAttnProcessor.__module__:
+    if not is_original(WanAttnProcessor.__call__, WanAttnProcessor):
         return "WanAttnProcessor changed by a program"
     return why_not_plain(attn, WanAttention)
 
