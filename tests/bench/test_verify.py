@@ -8,7 +8,7 @@ from tests.oracle import relative_error, torch_device
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.bench import verify as module
 from turbo_rcm_patch.bench.report import verification_table
-from turbo_rcm_patch.bench.verify import BlockCheck, run_oracle, verify
+from turbo_rcm_patch.bench.verify import BlockCheck, Verification, run_oracle, verify
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.patching import use_rcm
 
@@ -88,6 +88,16 @@ def test_a_transformer_that_no_step_reached_is_not_called_verified():
     assert verification.unreached == ("transformer_2.blocks.0", "transformer_2.blocks.1")
     assert not verification.ok
     assert "transformer_2.blocks.0: no step reached it" in verification_table(verification)
+
+
+def test_the_table_says_which_error_is_limited():
+    checks = (
+        BlockCheck("low", 1, torch.bfloat16, unpatched_error=4e-3, patched_error=3e-3, difference=9e-3),
+        BlockCheck("wide", 1, torch.float32, unpatched_error=1e-7, patched_error=2e-7, difference=3e-7),
+    )
+    _, low, wide, *_ = verification_table(Verification(checks, (), "")).splitlines()
+    assert low.endswith("9.00e-03  patched error up to 4.20e-03")
+    assert wide.endswith("3.00e-07     difference up to 1.00e-05")
 
 
 def test_limits_by_dtype():

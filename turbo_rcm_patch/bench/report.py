@@ -65,8 +65,9 @@ def verification_table(verification: Verification) -> str:
 
 
 def _check_cells(check: BlockCheck) -> list[str]:
-    errors = (check.unpatched_error, check.patched_error, check.difference, check.allowed)
-    return [check.block, str(check.step), *(f"{error:.2e}" for error in errors), "" if check.ok else "WORSE"]
+    errors = (check.unpatched_error, check.patched_error, check.difference)
+    allowed = f"{check.judged} up to {check.allowed:.2e}"
+    return [check.block, str(check.step), *(f"{error:.2e}" for error in errors), allowed, "" if check.ok else "WORSE"]
 
 
 def _verdict(verification: Verification) -> list[str]:
