@@ -29,7 +29,7 @@ from embedded_training.vae import train_vae
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.bench.evaluate import EMBEDDED_CALL, held_out_scenes, prompt_accuracy
 
-STEPS = {"vae": 7000, "teacher": 18000, "student": 7000}
+STEPS = {"vae": 7000, "teacher": 18000, "student": 10000}
 VIDEOS = {"vae": 2048, "pool": 24576}  # to train the autoencoder on, and the other networks on their latents
 TEACHER_STEPS = 50
 SUMMARY = "training.json"

@@ -8,7 +8,7 @@ along the teacher's guided flow (sCM, Lu & Song 2024), and the distribution-matc
 latter needs the score of those samples, which a third network, the fake score, learns between the student's updates.
 
 Not as published for Wan, because this model is small: the weights of the two losses, the guidance, the optimizers, how
-often the student learns, the consistency loss of half of the samples, clipped gradients; samples simulated at the
+often the student learns, the consistency loss of a quarter of the samples, clipped gradients; samples simulated at the
 sampler's own times, not random ones, most of them with one or two steps; and times nearer to noise, where this model's
 videos are decided (teacher.py).
 """
@@ -33,13 +33,13 @@ from .teacher import shift_times
 from .text import embed
 
 BATCH = 64
-RATES = Rates(muon=1e-3, adamw=5e-4)
+RATES = Rates(muon=2e-3, adamw=5e-4)
 GUIDANCE = 2.0  # of the teacher, distilled into the student
 TANGENT_WARMUP = 100  # first steps: the student learns alone, from the consistency loss, its tangent growing to full
 STUDENT_EVERY = 2  # steps after that; the fake score learns in the others
-SIMULATED = (1, 2, 1, 2, 3, 4)  # steps of a sample, update by update; all samples need the first of them
+SIMULATED = (1, 2, 2, 3, 1, 2, 2, 4)  # steps of a sample, update by update; all samples need the first of them
 CONSISTENCY_WEIGHT, MATCHING_WEIGHT = 20.0, 1.0
-CONSISTENCY_BATCH = 32  # of a batch's samples: the derivative in fp32 takes as long as all of the matching loss
+CONSISTENCY_BATCH = 16  # of a batch's samples: of 32, the derivative in fp32 takes as long as all of the matching loss
 SIGMA_MAX = 80.0  # where the sampler starts
 MAX_STEPS = 1 + len(INTERMEDIATE_ANGLES)
 

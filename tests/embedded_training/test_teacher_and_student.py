@@ -182,7 +182,7 @@ def test_turns():
         updates = [(update, simulated) for who, update, simulated in later if who == name]
         assert [update for update, _ in updates] == list(range(first, first + len(updates)))
         counts = Counter(simulated for _, simulated in updates[: 2 * len(student.SIMULATED)])
-        assert counts == {1: 4, 2: 4, 3: 2, 4: 2}
+        assert counts == {1: 4, 2: 8, 3: 2, 4: 2}
 
 
 def test_times_of_the_student():
