@@ -130,6 +130,12 @@ def test_a_static_video_has_neither_direction_nor_speed():
     assert score(ASKED, shown) == {**EVERYTHING, "direction": (0, 2), "speed": (0, 2)}
 
 
+@pytest.mark.parametrize("frames", range(1, 8))
+def test_a_short_video_is_read_too_and_one_frame_has_no_motion(frames):
+    still = {"direction": (0, 2), "speed": (0, 2)} if frames == 1 else {}
+    assert score_of(video_of(CAPTION)[:, :frames]) == {**EVERYTHING, **still}
+
+
 def test_diagonal_motion_has_no_direction():
     video = video_of("a small red circle moves right quickly, on white")
     frames = [frame.roll(4 * index, dims=1) for index, frame in enumerate(video.unbind(1))]

@@ -207,9 +207,14 @@ def _reference_moments() -> tuple[list[str], torch.Tensor]:
 
 
 def _motion(frames: torch.Tensor, centroids: torch.Tensor) -> tuple[str | None, str | None]:
-    """Direction and speed over all frames; both None where a third of the frames has another direction."""
-    thirds = torch.arange(len(frames)).tensor_split(3)
-    whole, *parts = (_heading(_velocity(frames[part], centroids[part])) for part in (slice(None), *thirds))
+    """Direction and speed over all frames; both None for one frame, and where a third of them has another direction.
+
+    Of fewer than six frames the parts are halves or the whole: it takes two to tell a direction.
+    """
+    if len(frames) < 2:
+        return None, None
+    split = torch.arange(len(frames)).tensor_split(min(3, len(frames) // 2))
+    whole, *parts = (_heading(_velocity(frames[part], centroids[part])) for part in (slice(None), *split))
     return whole if all(direction == whole[0] for direction, _ in parts) else (None, None)
 
 
