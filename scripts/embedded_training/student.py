@@ -39,7 +39,7 @@ TANGENT_WARMUP = 100  # first steps: the student learns alone, from the consiste
 STUDENT_EVERY = 2  # steps after that; the fake score learns in the others
 SIMULATED = (1, 2, 2, 3, 1, 2, 2, 4)  # steps of a sample, update by update; all samples need the first of them
 CONSISTENCY_WEIGHT, MATCHING_WEIGHT = 20.0, 1.0
-CONSISTENCY_BATCH = 16  # of a batch's samples: of 32, the derivative in fp32 takes as long as all of the matching loss
+CONSISTENCY_BATCH = 16  # of a batch's samples: with 32 the derivative in fp32 takes as long as all of the matching loss
 SIGMA_MAX = 80.0  # where the sampler starts
 MAX_STEPS = 1 + len(INTERMEDIATE_ANGLES)
 

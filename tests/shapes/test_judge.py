@@ -186,7 +186,10 @@ def test_objects_that_change_their_shape_have_none():
     assert score_of(video)["shape"] == (0, 2)
 
 
-@pytest.mark.parametrize("frames", [[*range(13), *range(11, 7, -1)], [*range(13), *[12] * 4], [*[0] * 8, *range(9)]])
+@pytest.mark.parametrize(
+    "frames",
+    [[*range(13), *range(11, 7, -1)], [*range(13), *[12] * 4], [*[0] * 8, *range(9)], [0, 1, 2, 1], [0, 1, 2, 2, 1]],
+)
 def test_motion_that_turns_or_rests_for_a_part_has_no_direction(frames):
     assert score_of(video_of(CAPTION)[:, frames])["direction"] == (0, 2)
 

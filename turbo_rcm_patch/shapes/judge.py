@@ -39,8 +39,8 @@ def decode(video: torch.Tensor) -> Scene:
     """The scene that a video [3, F, H, W] in [0, 1] shows, on any device, in the pixels of ``render``.
 
     What is not recognised is None: a background or a shape that the grammar does not have or that does not stay,
-    direction and speed of what stands still or turns. Any number of objects is found, also in colours that the grammar
-    does not have; of several in one colour, the smaller ones have nothing but that.
+    direction and speed of what stands still or turns, and in a single frame. Any number of objects is found, also in
+    colours that the grammar does not have; of several in one colour, the smaller ones have nothing but that.
     """
     nearest, background = _background(video)
     labels = _label(video, nearest)
@@ -207,7 +207,7 @@ def _reference_moments() -> tuple[list[str], torch.Tensor]:
 
 
 def _motion(frames: torch.Tensor, centroids: torch.Tensor) -> tuple[str | None, str | None]:
-    """Direction and speed over all frames; both None for one frame, and where a third of them has another direction.
+    """Direction and speed over all frames; both None where a third of the frames has another direction, and for one.
 
     Of fewer than six frames the parts are halves or the whole: it takes two to tell a direction.
     """
