@@ -21,9 +21,6 @@ class PatchConfig:
         attention: "auto" takes the faster kernel known for the GPU, "triton" this package's, "sdpa" PyTorch's.
         implementation: "auto" runs Triton kernels on a GPU and the torch reference elsewhere; "triton" insists on the
             kernels (on the CPU: with TRITON_INTERPRET=1); "torch" takes the reference everywhere.
-        cache_text: keep what depends on the prompt alone (text projection, cross-attention K/V) between steps, for as
-            long as the bits of the prompt and of the weights stay the same. Where CUDA graphs serve, every replay
-            computes it.
         cuda_graph: "off" never takes CUDA graphs; "auto" replays the transformer's forward as one where launching its
             kernels would take longer than running them (short or small videos), "on" at every size. What cannot be
             replayed safely (LoRA layers, hooks, offloading, autograd and others) runs without one, and `summary()`
@@ -38,7 +35,7 @@ class PatchConfig:
     fuse: Sequence[str] = FUSION_GROUPS
     attention: str = "auto"
     implementation: str = "auto"
-    cache_text: bool = True
+    linears: str = "auto"
     cuda_graph: str = "auto"
     residual: str = "fp16"
 
@@ -58,8 +55,6 @@ class PatchConfig:
             raise ValueError(
                 f"attention={self.attention!r} contradicts implementation={self.implementation!r}; leave one at 'auto'."
             )
-        if not isinstance(self.cache_text, bool):
-            raise ValueError(f"cache_text={self.cache_text!r} is not a bool; accepted are True and False.")
 
 
 def _check_name(field: str, value: object, accepted: tuple[str, ...]) -> None:

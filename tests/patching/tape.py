@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import turbo_rcm_patch as trp
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
-from turbo_rcm_patch.patching.wan import graph as wan_graph
+from turbo_rcm_patch.patching.families.wan import graph as wan_graph
 
 AUTO = trp.PatchConfig(cuda_graph="auto")
 VARIANTS = {

@@ -11,7 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import turbo_rcm_patch as trp
 from tests.oracle import assert_no_worse, relative_error, torch_device
 from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
-from turbo_rcm_patch.patching.wan import layers
+from turbo_rcm_patch.patching import layers
+from turbo_rcm_patch.patching.plan import Call, active_backend
+from turbo_rcm_patch.patching.storage import HELD
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # name: (model options, input options). Token counts are odd on purpose; i2v has image K/V, ti2v timesteps per token.
@@ -121,12 +123,13 @@ def test_a_large_residual_does_not_overflow(hooked, on):
 def test_a_norm_of_a_held_residual_is_that_of_the_residual():
     """Rows whose variance is about eps: it is divided as the residual is, and squared."""
     norm = FP32LayerNorm(64, eps=1e-6)
-    x = 1e-3 * torch.randn(1, 5, 64) / layers.HELD.scale
+    x = 1e-3 * torch.randn(1, 5, 64) / HELD.scale
     scale, shift = torch.randn(2, 1, 1, 64)
-    expected = norm(layers.HELD.scale * x) * (1 + scale) + shift
-    arguments = (norm, x, layers.HELD, scale, shift, torch.float32)
-    assert relative_error(layers.normalize(*arguments, "auto"), expected) <= 1e-5
-    assert relative_error(layers.normalize_unfused(*arguments), expected) <= 1e-5
+    expected = norm(HELD.scale * x) * (1 + scale) + shift
+    call = Call(trp.PatchConfig(), x.device, torch.float32, 5, 1, None, active_backend())
+    steps = layers.layer_norm(norm, HELD, call), layers.layer_norm_by_module(norm, HELD, call, "asked for")
+    for step in steps:
+        assert relative_error(step.run(x, scale, shift), expected) <= 1e-5
 
 
 def test_forward_mode_derivatives_keep_the_dtype():
@@ -156,10 +159,9 @@ def test_groups_can_be_left_out(group):
         expected = model(**inputs)[0]
         with trp.patch(model, trp.PatchConfig(fuse=[group])) as patch:
             assert relative_error(model(**inputs)[0], expected) <= 1e-5
-            fused = [line for line in patch.summary().splitlines() if " 2/2" in line]
-            fused = [line for line in fused if "constants" not in line]
-    assert fused
-    assert all(group in line for line in fused)
+            asked = [row for row in patch.rows() if "not in fuse" not in row.reasons]
+    assert asked
+    assert all(row.sub_layer == group for row in asked)
 
 
 @pytest.mark.parametrize("variant", ["t2v", "i2v", "ti2v", "wan22"])
@@ -178,12 +180,12 @@ def test_the_fused_forward_runs(monkeypatch):
     model, inputs = model_and_inputs("t2v", "cpu", torch.float32)
     with torch.no_grad():
         expected = model(**inputs)[0]
-        with trp.patch(model):
+        with trp.patch(model, trp.PatchConfig(implementation="triton")):
             for op in ("linear_qkv", "linear_skip", "linear_gelu", "layer_norm_modulate", "rms_norm_rope", "attention"):
                 with monkeypatch.context() as context:
-                    right = getattr(trp.patching.wan.layers.kernels, op)
+                    right = getattr(trp.patching.layers.kernels, op)
                     wrong = lambda *args, op=right, **kwargs: negated(op(*args, **kwargs))  # noqa: E731
-                    context.setattr(trp.patching.wan.layers.kernels, op, wrong)
+                    context.setattr(trp.patching.layers.kernels, op, wrong)
                     assert relative_error(model(**inputs)[0], expected) > 1e-3, op
 
 

@@ -9,7 +9,8 @@ from diffusers import FirstBlockCacheConfig
 
 import turbo_rcm_patch as trp
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
-from turbo_rcm_patch.patching import wan
+from turbo_rcm_patch.patching.families.family import Family
+from turbo_rcm_patch.patching.families.wan.forward import block_forward
 
 
 def output_of(model):
@@ -22,7 +23,7 @@ def instance_attributes(model):
 
 
 def is_fused(model):
-    return all(getattr(block.forward, "__func__", None) is wan.block.block_forward for block in model.blocks)
+    return all(getattr(block.forward, "__func__", None) is block_forward for block in model.blocks)
 
 
 def test_patch_leaves_the_model_as_it_is(tmp_path):
@@ -70,15 +71,15 @@ def test_context_manager_and_function_restore():
 def test_a_failure_rolls_back(monkeypatch):
     pipe = tiny_wan_pipeline("wan22")
     before = [instance_attributes(model) for model in (pipe.transformer, pipe.transformer_2)]
-    bindings = wan.bindings
+    bindings = Family.bindings
 
-    def failing(transformer, config):
-        triples = bindings(transformer, config)
+    def failing(family, transformer, config):
+        triples = bindings(family, transformer, config)
         yield from triples[: 3 if transformer is pipe.transformer_2 else None]
         if transformer is pipe.transformer_2:
             raise MemoryError("halfway")
 
-    monkeypatch.setattr(wan, "bindings", failing)
+    monkeypatch.setattr(Family, "bindings", failing)
     with pytest.raises(MemoryError):
         trp.patch(pipe)
     assert [instance_attributes(model) for model in (pipe.transformer, pipe.transformer_2)] == before
@@ -164,7 +165,7 @@ def test_a_model_whose_hooks_were_removed_can_be_patched():
     model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
     model.disable_cache()
     with trp.patch(model) as patch:
-        assert "3/3" in next(line for line in patch.summary().splitlines() if "linear + skip" in line)
+        assert "cpu tensors (3)" in next(line for line in patch.summary().splitlines() if "linear + skip" in line)
     assert torch.equal(output_of(model), expected)
 
 

@@ -25,7 +25,6 @@ from ..bench.timing import timed_generation
 from ..bench.verify import verify
 from ..embedded import load_embedded_pipeline
 from ..patching import PatchError, patch
-from ..patching.wan import plan_rows
 from .errors import CommandError
 from .files import replacing, write_json, write_video
 from .pipelines import build_case, choose_device, choose_dtype, load_pipeline, load_sampler
@@ -135,9 +134,9 @@ def _info(arguments: argparse.Namespace) -> int:
     pipe = load_embedded_pipeline(choose_dtype(arguments, device), device)
     with patch(pipe) as applied:
         print("", applied.summary(), sep="\n")
-        steps = plan_rows(applied.transformers["transformer"])
+        rows = applied.rows()
     if arguments.json is not None:
-        kernels = {f"{sub_layer}: {step}": kernel for sub_layer, step, kernel, _ in steps}
+        kernels = {f"{row.sub_layer}: {row.step}": row.kernel for row in rows}
         write_json(arguments.json, {"environment": environment, "kernels": kernels})
     return 0
 

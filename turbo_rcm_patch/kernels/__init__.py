@@ -6,7 +6,7 @@ Every exported function takes ``implementation="auto" | "triton" | "torch"``; se
 from .ahead import compile_ahead
 from .attention import attention, sdpa_is_faster
 from .dispatch import IMPLEMENTATIONS, interpreting, why_not_triton, why_not_triton_on
-from .fingerprint import fingerprint
+from .choice_stub import why_torch, why_sdpa, attention_kernel_name, gemm_kernel, linear_qkv_kernel, gelu
 from .layer_norm_modulate import layer_norm_modulate
 from .linear_gelu import linear_gelu
 from .linear_qkv import linear_qkv
@@ -18,7 +18,6 @@ __all__ = [
     "IMPLEMENTATIONS",
     "attention",
     "compile_ahead",
-    "fingerprint",
     "interpreting",
     "layer_norm_modulate",
     "linear_gelu",

@@ -132,36 +132,3 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     even, odd = x[..., 0::2].to(wide), x[..., 1::2].to(wide)
     cos, sin = (table.to(wide)[:, None, :] for table in (cos, sin))
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
-
-
-def fingerprint(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """A 64-bit checksum of the tensors' bits and order, int64 0-d, on their device.
-
-    The word w_i with the odd, scrambled multiplier m_i adds (y xor y >> 32) · m_i with y = w_i · m_i, modulo 2**64.
-    Every step is invertible, so any change of a single word changes it; that several changes cancel is a coincidence.
-    """
-    total = torch.zeros((), dtype=torch.int64, device=tensors[0].device)
-    for index, tensor in enumerate(tensors):
-        total = _scramble(total + index) + _checksum(tensor)
-    return total
-
-
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    words = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    words = F.pad(words, (0, -words.numel() % 8)).view(torch.int64)
-    multipliers = _scramble(torch.arange(words.numel(), device=words.device)) | 1
-    y = words * multipliers
-    return ((y ^ _shift_right(y, 32)) * multipliers).sum()
-
-
-def _scramble(x: torch.Tensor) -> torch.Tensor:
-    """64 scrambled bits of int64: the output function of SplitMix64 (Steele, Lea and Flood 2014)."""
-    x = x * -0x61C8864680B583EB
-    x = (x ^ _shift_right(x, 30)) * -0x40A7B892E31B1A47
-    x = (x ^ _shift_right(x, 27)) * -0x6B2FB644ECCEEE15
-    return x ^ _shift_right(x, 31)
-
-
-def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Without the sign's copies."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -7,9 +7,10 @@ import logging
 import torch
 
 from ..config import PatchConfig, resolve_config
-from . import wan
+from .families import SUPPORTED, check_supported, family_of
+from .families.wan.graph import WanGraph, graph_of
 from .journal import Journal
-from .report import summary_table
+from .summary import Row, plan_rows, summary_table
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +41,12 @@ class Patch:
     @property
     def graph_memory(self) -> int:
         """Bytes of GPU memory that only the CUDA graphs of the patched models can use; 0 where that is not known."""
-        patched = (model for model in self.transformers.values() if _JOURNAL in model.__dict__)
-        return sum(wan.graph_of(model).reserved_bytes or 0 for model in patched)
+        return sum(graph.reserved_bytes or 0 for graph in self._graphs())
 
     @property
     def graph_count(self) -> int:
         """How many CUDA graphs of the patched models there are."""
-        patched = (model for model in self.transformers.values() if _JOURNAL in model.__dict__)
-        return sum(wan.graph_of(model).kept for model in patched)
+        return sum(graph.kept for graph in self._graphs())
 
     def summary(self) -> str:
         """A table of blocks, what is fused with which kernel, and what falls back and why, as of now; CUDA graphs.
@@ -55,13 +54,24 @@ class Patch:
         Raises PatchError after restore.
         """
         self._check_active("summarize")
-        patched = {name: model for name, model in self.transformers.items() if _JOURNAL in model.__dict__}
-        return summary_table(patched, wan.plan_rows, wan.notes)
+        return summary_table(self._patched())
+
+    def rows(self) -> list[Row]:
+        """What `summary` shows of the blocks, of all patched models in turn. Raises PatchError after restore."""
+        self._check_active("summarize")
+        models = self._patched().values()
+        return [row for model in models for blocks in family_of(model).blocks for row in plan_rows(model, blocks)]
 
     def restore(self) -> None:
         """Take the patch off every model. Raises PatchError when it is off already, or held by an unknown hook."""
         self._check_active("restore")
-        _restore({n: m for n, m in self.transformers.items() if _JOURNAL in m.__dict__})
+        _restore(self._patched())
+
+    def _patched(self) -> dict[str, torch.nn.Module]:
+        return {name: model for name, model in self.transformers.items() if _JOURNAL in model.__dict__}
+
+    def _graphs(self) -> list[WanGraph]:
+        return [graph for model in self._patched().values() if (graph := graph_of(model)) is not None]
 
     def _check_active(self, verb: str) -> None:
         if not self.active:
@@ -82,12 +92,13 @@ class Patch:
 
 
 def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
-    """Bind fused forwards on the Wan transformers of a pipeline, or on one transformer.
+    """Bind fused forwards on the transformers of a Wan pipeline, or on one transformer.
 
     state_dict, module classes, parameters and `save_pretrained` stay as they are.
 
     Args:
-        target: a diffusers pipeline with a `transformer` (and perhaps a `transformer_2`), or a WanTransformer3DModel.
+        target: a diffusers pipeline with a `transformer` (and perhaps a `transformer_2`), or one of the transformers in
+            `families`.
         config: a PatchConfig or the name of a preset ("exact").
 
     Raises:
@@ -105,7 +116,7 @@ def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
             journal = Journal()
             journals.append(journal)
             journal.set(model, _JOURNAL, journal)
-            for module, attribute, value in wan.bindings(model, config):
+            for module, attribute, value in family_of(model).bindings(model, config):
                 journal.set(module, attribute, value)
     except BaseException:
         for journal in reversed(journals):
@@ -136,7 +147,7 @@ def _transformers_of(target: object) -> dict[str, torch.nn.Module]:
     if not found:
         raise PatchError(
             f"a {type(target).__name__} has no transformer to patch; give a diffusers Wan pipeline or its "
-            f"WanTransformer3DModel. Supported: {wan.SUPPORTED}."
+            f"WanTransformer3DModel. Supported: {SUPPORTED}."
         )
     return found
 
@@ -144,7 +155,7 @@ def _transformers_of(target: object) -> dict[str, torch.nn.Module]:
 def _problems(name: str, model: torch.nn.Module) -> list[str]:
     if _JOURNAL in model.__dict__:
         return [f"{name} is patched already; call restore() first."]
-    return wan.check_supported(name, model)
+    return check_supported(name, model)
 
 
 def _restore(transformers: dict[str, torch.nn.Module]) -> None:
@@ -156,8 +167,8 @@ def _restore(transformers: dict[str, torch.nn.Module]) -> None:
             f"cannot restore: on {len(captured)} modules ({', '.join(kinds)}) the patched forward was replaced after "
             "the patch; take the replacement off first."
         )
-    graphs = [wan.graph_of(model) for model in transformers.values()]
+    graphs = [graph_of(model) for model in transformers.values()]
     for journal in journals:
         journal.undo()
-    for graph in graphs:
+    for graph in filter(None, graphs):
         graph.release()

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import MethodType
 
 import torch
+
+
+def bind(forward: Callable, module: torch.nn.Module) -> Callable:
+    """``forward`` with the module as its first argument.
+
+    Unlike a bound method it can be pickled; accelerate looks for a bound method's ``__func__``.
+    """
+    bound = partial(forward, module)
+    bound.__func__ = forward
+    return bound
 
 
 class _ABSENT:

@@ -1,8 +1,6 @@
 """WanTransformer3DModel.forward as a CUDA graph, where launching its kernels takes longer than running them.
 
-Nothing that is kept between steps enters a graph: text projection, cross-attention K/V and RoPE tables are computed
-anew in every replay, from the inputs and weights as they are then. That costs a small model about 1 % of its step, and
-saves reading the weights to see whether they changed, waiting for the answer, and the memory of the kept values.
+Everything is computed anew in every replay, from the inputs and weights as they are then.
 """
 
 from __future__ import annotations
@@ -17,10 +15,10 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformer3DModel
 from torch import nn
 
-from ..graphs import Graphs, Inputs, call_key, why_not_recorded
-from ..snapshot import WhileUnchanged
+from ....config import PatchConfig
+from ...graphs import Graphs, Inputs, call_key, why_not_recorded
+from ...snapshot import WhileUnchanged
 from .repeatable import why_not_repeatable
-from .state import WanState
 
 GRAPH = "_turbo_rcm_patch_graph"  # the attribute of a patched transformer that holds its WanGraph
 
@@ -50,9 +48,9 @@ def transformer_forward(
     return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
 
-def graph_of(transformer: WanTransformer3DModel) -> WanGraph:
-    """The CUDA graphs of a patched transformer."""
-    return getattr(transformer, GRAPH)
+def graph_of(transformer: nn.Module) -> WanGraph | None:
+    """The CUDA graphs of a patched transformer; None for one that is not of Wan's own class."""
+    return vars(transformer).get(GRAPH)
 
 
 class WanGraph:
@@ -61,8 +59,8 @@ class WanGraph:
     forwards: the forwards that the patch binds, by module; any other on an instance is someone's hook.
     """
 
-    def __init__(self, transformer: WanTransformer3DModel, state: WanState, forwards: dict[nn.Module, Callable]):
-        self._transformer, self._state, self._forwards = transformer, state, forwards
+    def __init__(self, transformer: WanTransformer3DModel, config: PatchConfig, forwards: dict[nn.Module, Callable]):
+        self._transformer, self._config, self._forwards = transformer, config, forwards
         self._graphs = Graphs()
         self._why_not_recordable = WhileUnchanged(self._objects_read, self._look_again)
 
@@ -82,11 +80,6 @@ class WanGraph:
         self._graphs.clear()
 
     @property
-    def serves(self) -> bool:
-        """Whether there are graphs of the model as it is."""
-        return self._why_not_now() is None and self._graphs.kept > 0
-
-    @property
     def kept(self) -> int:
         """How many graphs there are."""
         return self._graphs.kept
@@ -103,11 +96,10 @@ class WanGraph:
         state = f"none now: {reason}" if reason else f"{graphs.kept} kept{_in_mib(graphs.reserved_bytes)}"
         eager = ", ".join(f"{reason} ({count})" for reason, count in graphs.eager.copy().items())
         parts = [state, f"{graphs.replays} calls replayed", f"run without: {eager}" if eager else ""]
-        return f"CUDA graphs ({self._state.config.cuda_graph}): {'; '.join(filter(None, parts))}"
+        return f"CUDA graphs ({self._config.cuda_graph}): {'; '.join(filter(None, parts))}"
 
     def _compute(self, *inputs: torch.Tensor | None) -> torch.Tensor:
-        with self._state.keeping_nothing():
-            return type(self._transformer).forward(self._transformer, *inputs, return_dict=False)[0]
+        return type(self._transformer).forward(self._transformer, *inputs, return_dict=False)[0]
 
     def _why_not_call(self, inputs: Inputs, attention_kwargs: dict[str, Any] | None) -> str | None:
         """Why this call runs without a graph; the cheap questions first."""
@@ -121,13 +113,13 @@ class WanGraph:
         if inputs[0].ndim != 5:
             return "latents without five dimensions"
         too_large = flops_per_block(self._transformer, inputs[0]) > MOST_FLOPS_PER_BLOCK
-        if too_large and self._state.config.cuda_graph == "auto":
+        if too_large and self._config.cuda_graph == "auto":
             return "too large to gain"
         return self._why_not_now()
 
     def _why_not_now(self) -> str | None:
         """Why no call of the model as it is can run as a graph."""
-        if self._state.config.cuda_graph == "off":
+        if self._config.cuda_graph == "off":
             return "cuda_graph='off'"
         if self._transformer not in self._forwards:
             return "the model had a hook when it was patched"
@@ -152,7 +144,7 @@ class WanGraph:
         self._graphs.invalidate()
         if device.type != self._graphs.device_type:
             return f"{device.type} tensors"
-        reasons = (why_not_repeatable(m, device, self._forwards.get(m)) for m in self._transformer.modules())
+        reasons = (why_not_repeatable(m, device, forward=self._forwards.get(m)) for m in self._transformer.modules())
         return self._graphs.failure or next(filter(None, reasons), None)
 
 

@@ -1,0 +1,29 @@
+"""The families of models that can be patched, each in a file or folder of its own."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from .family import Family, class_path
+from .skyreels_v2 import SKYREELS_V2
+from .wan import WAN
+from .wan_animate import WAN_ANIMATE
+from .wan_vace import WAN_VACE
+
+FAMILIES = (WAN, WAN_VACE, SKYREELS_V2, WAN_ANIMATE)
+SUPPORTED = "; ".join(f"{family.transformer_class.__name__} ({family.models})" for family in FAMILIES)
+
+
+def family_of(transformer: nn.Module) -> Family | None:
+    """The family of a transformer by its exact class; None for others."""
+    return next((family for family in FAMILIES if type(transformer) is family.transformer_class), None)
+
+
+def check_supported(name: str, transformer: nn.Module) -> list[str]:
+    """Everything that stands against patching this model, as sentences; empty when it can be patched."""
+    family = family_of(transformer)
+    if family is None:
+        compiled = hasattr(transformer, "_orig_mod")
+        remedy = "patch the model before compiling it" if compiled else f"supported: {SUPPORTED}"
+        return [f"{name} is a {class_path(transformer)}; {remedy}."]
+    return family.problems(name, transformer)

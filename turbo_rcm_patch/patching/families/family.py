@@ -1,0 +1,95 @@
+"""What the patch must know of a family of models, and how it binds one of its transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ...config import PatchConfig
+from ...plain import hook_on
+from ..journal import bind
+from ..plan import STATE, BlockState, Plans, Shared
+
+Binding = tuple[nn.Module, str, object]  # (module, attribute, value)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A list of equal blocks in a transformer. name: its attribute. forward: what replaces the blocks' own."""
+
+    name: str
+    block_class: type[nn.Module]
+    attention_class: type[nn.Module]
+    forward: Callable
+
+    def of(self, transformer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """The blocks of a transformer with their paths in it."""
+        for index, block in enumerate(getattr(transformer, self.name)):
+            yield f"{self.name}.{index}", block
+
+
+@dataclass(frozen=True)
+class Family:
+    """A transformer class of diffusers and its blocks.
+
+    models: the checkpoints it is known from. more: (transformer, shared) -> (path, module, forward) of what is bound
+    besides the blocks. attributes: (transformer, shared, forwards by module) -> bindings of other things.
+    notes: lines for the summary on what is not fused besides the steps of the blocks.
+    """
+
+    transformer_class: type[nn.Module]
+    models: str
+    blocks: tuple[Blocks, ...]
+    more: Callable[[nn.Module, PatchConfig], Sequence[tuple[str, nn.Module, Callable]]] = lambda *_: ()
+    attributes: Callable[[nn.Module, Shared, dict[nn.Module, object]], Sequence[Binding]] = lambda *_: ()
+    notes: Callable[[nn.Module], Sequence[str]] = lambda _: ()
+
+    def problems(self, name: str, transformer: nn.Module) -> list[str]:
+        """Everything that stands against patching this transformer, as sentences; empty when it can be patched."""
+        problems = [
+            f"{name}.{path} is a {class_path(block)}, not diffusers' {blocks.block_class.__name__} of "
+            f"{self.transformer_class.__name__}."
+            for blocks in self.blocks
+            for path, block in blocks.of(transformer)
+            if type(block) is not blocks.block_class or not _has_known_parts(block, blocks.attention_class)
+        ]
+        hooked = ((path, hook_on(module)) for path, module, _ in self._targets(transformer, PatchConfig()))
+        return problems or [
+            f"{name}.{path} has a {hook} that holds its old forward; patch first, then add hooks (caches, group or "
+            "sequential offload, context parallelism)."
+            for path, hook in hooked
+            if hook
+        ]
+
+    def bindings(self, transformer: nn.Module, config: PatchConfig) -> list[Binding]:
+        """What makes up the patch of one transformer, to be set in order."""
+        shared = Shared(config)
+        forwards = {module: bind(forward, module) for _, module, forward in self._targets(transformer, config)}
+        states = [
+            (block, STATE, BlockState(shared, blocks.attention_class, Plans()))
+            for blocks in self.blocks
+            for _, block in blocks.of(transformer)
+        ]
+        attributes = self.attributes(transformer, shared, forwards)
+        return [*states, *attributes, *((module, "forward", forward) for module, forward in forwards.items())]
+
+    def _targets(self, transformer: nn.Module, config: PatchConfig) -> list[tuple[str, nn.Module, Callable]]:
+        blocks = [(path, block, kind.forward) for kind in self.blocks for path, block in kind.of(transformer)]
+        return [*self.more(transformer, config), *blocks]
+
+
+def class_path(module: nn.Module) -> str:
+    """The module's class with where it is defined."""
+    return f"{type(module).__module__}.{type(module).__name__}"
+
+
+def _has_known_parts(block: nn.Module, attention_class: type[nn.Module]) -> bool:
+    return all(isinstance(attn, attention_class) for attn in (block.attn1, block.attn2)) and hasattr(block, "ffn")
+
+
+def compute_dtype(transformer: nn.Module) -> torch.dtype:
+    """The dtype of the hidden states that the blocks get."""
+    return transformer.patch_embedding.weight.dtype

@@ -1,0 +1,44 @@
+"""SkyReels-V2: Wan's block with an attention mask, and with a timestep per frame in diffusion forcing."""
+
+from __future__ import annotations
+
+import torch
+from diffusers.models.transformers.transformer_skyreels_v2 import (
+    SkyReelsV2Attention,
+    SkyReelsV2Transformer3DModel,
+    SkyReelsV2TransformerBlock,
+)
+
+from .family import Blocks, Family
+from .wan.block import Rotary
+from .wan.forward import modulation, run_block
+
+
+def block_forward(
+    self: SkyReelsV2TransformerBlock,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    temb: torch.Tensor,
+    rotary_emb: Rotary,
+    attention_mask: torch.Tensor | None,
+) -> torch.Tensor:
+    """SkyReelsV2TransformerBlock.forward on fused ops; bound on instances.
+
+    hidden_states [B, S, C], encoder_hidden_states [B|1, L, C], temb [B, 6, C] or per token [B, 6, S, C], rotary_emb cos
+    and sin [1, S, 1, D], attention_mask [1, 1, S, S] or None; returns [B, S, C]. With a mask, which
+    num_frame_per_block > 1 makes, the self-attention is called as a whole.
+    """
+    if torch.is_autocast_enabled(hidden_states.device.type):
+        inputs = (hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask)
+        return type(self).forward(self, *inputs)
+    temb = temb.transpose(1, 2) if temb.dim() == 4 else temb
+    rows = modulation(self.scale_shift_table, temb)
+    return run_block(self, hidden_states, encoder_hidden_states, rows, rotary_emb, attention_mask)
+
+
+SKYREELS_V2 = Family(
+    SkyReelsV2Transformer3DModel,
+    "SkyReels-V2 T2V, I2V and diffusion forcing",
+    (Blocks("blocks", SkyReelsV2TransformerBlock, SkyReelsV2Attention, block_forward),),
+    notes=lambda transformer: ["no CUDA graphs"],
+)

@@ -1,0 +1,40 @@
+"""The Wan family: Wan 2.1 T2V and I2V, Wan 2.2 with two experts, TI2V-5B.
+
+block.py: the block's plan and how it runs. forward.py: what is bound on blocks. graph.py: the model's forward as a CUDA
+graph. repeatable.py: which modules may run more or less often than they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformer3DModel, WanTransformerBlock
+from torch import nn
+
+from ....config import PatchConfig
+from ....plain import hook_on
+from ...plan import Shared
+from ..family import Binding, Blocks, Family
+from .forward import block_forward
+from .graph import GRAPH, WanGraph, graph_of, transformer_forward
+
+
+def _more(transformer: WanTransformer3DModel, config: PatchConfig) -> Sequence[tuple[str, nn.Module, Callable]]:
+    # Under a hook, such as model offloading, that holds the old forward, the model goes without graphs.
+    if config.cuda_graph == "off" or hook_on(transformer):
+        return ()
+    return [("", transformer, transformer_forward)]
+
+
+def _attributes(transformer: WanTransformer3DModel, shared: Shared, forwards: dict) -> Sequence[Binding]:
+    return [(transformer, GRAPH, WanGraph(transformer, shared.config, forwards))]
+
+
+WAN = Family(
+    WanTransformer3DModel,
+    "Wan 2.1 T2V and I2V, Wan 2.2 A14B, TI2V-5B",
+    (Blocks("blocks", WanTransformerBlock, WanAttention, block_forward),),
+    more=_more,
+    attributes=_attributes,
+    notes=lambda transformer: [graph_of(transformer).note()],
+)

@@ -1,0 +1,270 @@
+"""The block that all of Wan's kind share: h = norm(x); x = x + gate · F(h), for self-attention, cross-attention and
+feed-forward.
+
+A plan is the three sub-layers, each of steps that were chosen before (layers.py), so that its ``run`` reads like the
+model. The result is diffusers' own (transformer_wan.py) with fewer roundings: between two stores all stays in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from diffusers.models.attention import FeedForward
+from torch import nn
+
+from ....plain import is_original, why_not_plain
+from ...layers import (
+    Tables,
+    attention,
+    head_norm,
+    layer_norm,
+    layer_norm_by_module,
+    projection_with_gelu,
+    projection_with_skip,
+    qkv_projection,
+    skip_after,
+)
+from ...plan import MODULE, Call, Step
+from ...storage import Storage, residual_between_skips
+
+NOT_ASKED = "not in fuse"
+# Attention takes the last 512 tokens of the context as text and those before them as image.
+TEXT_TOKENS = 512
+
+Rows = Iterator[tuple[str, tuple[Step, ...]]]  # the name of a step, and what it consists of
+Rotary = tuple[torch.Tensor, torch.Tensor]  # cos and sin [1, S, 1, D], as diffusers gives them
+
+
+@dataclass(frozen=True)
+class SelfAttention:
+    """x + gate · attention of the normed x."""
+
+    heads: int
+    norm: Step
+    qkv: Step
+    norm_q: Step
+    norm_k: Step
+    attention: Step
+    out: Step
+
+    def run(self, x, shift, scale, gate, rotary: Rotary) -> torch.Tensor:
+        q, k, v = self.qkv.run(self.norm.run(x, scale, shift))
+        tables = half_tables(rotary)
+        q, k, v = self.norm_q.run(q, tables), self.norm_k.run(k, tables), v.unflatten(2, (self.heads, -1))
+        attended = self.attention.run(q, k, v).flatten(2)
+        del q, k, v  # before the result is allocated
+        return self.out.run(attended, x, gate)
+
+    def rows(self) -> Rows:
+        yield "norm + modulation", (self.norm,)
+        yield "QKV projection", (self.qkv,)
+        yield "QK-norm + RoPE", (self.norm_q, self.norm_k)
+        yield "attention", (self.attention,)
+        yield "projection + skip", (self.out,)
+
+
+@dataclass(frozen=True)
+class CrossAttention:
+    """x + attention of the normed x over the text, and over the image where the context holds one."""
+
+    attn: nn.Module
+    norm: Step
+    norm_q: Step
+    norm_k: Step
+    attention: Step
+    out: Step
+    image_norm: Step | None = None
+    image_attention: Step | None = None
+
+    def run(self, x, context: torch.Tensor) -> torch.Tensor:
+        q = self.norm_q.run(self.attn.to_q(self.norm.run(x)))
+        text = context if self.image_attention is None else context[:, context.shape[1] - TEXT_TOKENS :]
+        attended = self.attention.run(q, *self._keys_values(text))
+        if self.image_attention is not None:
+            image = context[:, : context.shape[1] - TEXT_TOKENS]
+            attended = self.image_attention.run(q, *self._image_keys_values(image), attended)
+        del q
+        return self.out.run(attended.flatten(2), x)
+
+    def _keys_values(self, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        attn = self.attn
+        k, v = attn.to_kv(text).chunk(2, dim=-1) if attn.fused_projections else (attn.to_k(text), attn.to_v(text))
+        return self.norm_k.run(k), v.unflatten(2, (attn.heads, -1))
+
+    def _image_keys_values(self, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        attn = self.attn
+        if attn.fused_projections:
+            k, v = attn.to_added_kv(image).chunk(2, dim=-1)
+        else:
+            k, v = attn.add_k_proj(image), attn.add_v_proj(image)
+        return self.image_norm.run(k), v.unflatten(2, (attn.heads, -1))
+
+    def rows(self) -> Rows:
+        yield "norm", (self.norm,)
+        yield "QK-norm", (self.norm_q, self.norm_k, *filter(None, (self.image_norm,)))
+        yield "attention", (self.attention,)
+        if self.image_attention is not None:
+            yield "image attention", (self.image_attention,)
+        yield "projection + skip", (self.out,)
+
+
+@dataclass(frozen=True)
+class FeedForwardWithSkip:
+    """x + gate · feed-forward of the normed x."""
+
+    norm: Step
+    up: Step
+    down: Step
+
+    def run(self, x, shift, scale, gate) -> torch.Tensor:
+        return self.down.run(self.up.run(self.norm.run(x, scale, shift)), x, gate)
+
+    def rows(self) -> Rows:
+        yield "norm + modulation", (self.norm,)
+        yield "linear + GELU", (self.up,)
+        yield "linear + skip", (self.down,)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A sub-layer whose module is called as a whole, between our norm and our skip. names: of the steps that it is."""
+
+    norm_name: str
+    norm: Step
+    module: Step
+    skip: Step
+    names: tuple[str, ...]
+
+    def run(self, x, shift=None, scale=None, gate=None, *inputs: object) -> torch.Tensor:
+        return self.skip.run(x, self.module.run(self.norm.run(x, scale, shift), *inputs), gate)
+
+    def rows(self) -> Rows:
+        yield self.norm_name, (self.norm,)
+        for name in self.names:
+            yield name, (self.module,)
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """What a block does with a call. residual: how it is stored between the skips."""
+
+    self_attention: SelfAttention | Whole
+    cross_attention: CrossAttention | Whole
+    feed_forward: FeedForwardWithSkip | Whole
+    residual: Storage
+
+    def run(self, x, context, modulation, rotary: Rotary, mask=None) -> torch.Tensor:
+        """The block on x [B, S, C] with a context [B, L, C] and six rows of modulation, each [B, 1|S, C]."""
+        shift_msa, scale_msa, gate_msa, c_shift_msa, c_scale_msa, c_gate_msa = modulation
+        if isinstance(self.self_attention, Whole):
+            x = self.self_attention.run(x, shift_msa, scale_msa, gate_msa, None, mask, rotary)
+        else:
+            x = self.self_attention.run(x, shift_msa, scale_msa, gate_msa, rotary)
+        if isinstance(self.cross_attention, Whole):
+            x = self.cross_attention.run(x, None, None, None, context, None, None)
+        else:
+            x = self.cross_attention.run(x, context)
+        return self.feed_forward.run(x, c_shift_msa, c_scale_msa, c_gate_msa)
+
+    def rows(self) -> Iterator[tuple[str, str, tuple[Step, ...]]]:
+        """(sub-layer, step, what it consists of) in order."""
+        for name in ("self_attention", "cross_attention", "feed_forward"):
+            for step, parts in getattr(self, name).rows():
+                yield name, step, parts
+
+
+def decide(attention_class: type, block: nn.Module, call: Call) -> BlockPlan:
+    """The plan of a block, whose attentions are of a class, for a kind of call."""
+    given, between = Storage(call.dtype), residual_between_skips(call)
+    return BlockPlan(
+        _self_attention(block, attention_class, call, given, between),
+        _cross_attention(block, attention_class, call, between),
+        _feed_forward(block, call, between, given),
+        between,
+    )
+
+
+def _self_attention(block, attention_class: type, call: Call, stored: Storage, result: Storage):
+    attn, names = block.attn1, ("QKV projection", "QK-norm + RoPE", "attention", "projection + skip")
+    asked = None if "self_attention" in call.config.fuse else NOT_ASKED
+    reason = asked or call.why_whole or why_not_fused_attention(attn, attention_class)
+    if reason is not None:
+        return _whole(block.norm1, "norm + modulation", attn, stored, result, call, reason, names, asked)
+    return SelfAttention(
+        attn.heads,
+        layer_norm(block.norm1, stored, call),
+        qkv_projection(attn, call),
+        head_norm(attn.norm_q, attn.heads, call),
+        head_norm(attn.norm_k, attn.heads, call),
+        attention(attn.processor, _head_dim(attn), call),
+        projection_with_skip(list(attn.to_out), stored, result, call),
+    )
+
+
+def _cross_attention(block, attention_class: type, call: Call, stored: Storage):
+    attn, names = block.attn2, ("QK-norm", "attention", "projection + skip")
+    asked = None if "cross_attention" in call.config.fuse else NOT_ASKED
+    reason = asked or why_not_fused_attention(attn, attention_class)
+    if reason is not None:
+        return _whole(block.norm2, "norm", attn, stored, stored, call, reason, names, asked)
+    head_dim, image = _head_dim(attn), {}
+    if attn.add_k_proj is not None:
+        image["image_norm"] = head_norm(attn.norm_added_k, attn.heads, call)
+        image["image_attention"] = attention(attn.processor, head_dim, call, crossing=True, added=True)
+    return CrossAttention(
+        attn,
+        layer_norm(block.norm2, stored, call),
+        head_norm(attn.norm_q, attn.heads, call),
+        head_norm(attn.norm_k, attn.heads, call),
+        attention(attn.processor, head_dim, call, crossing=True),
+        projection_with_skip(list(attn.to_out), stored, stored, call),
+        **image,
+    )
+
+
+def _feed_forward(block, call: Call, stored: Storage, result: Storage):
+    ffn, names = block.ffn, ("linear + GELU", "linear + skip")
+    asked = None if "feed_forward" in call.config.fuse else NOT_ASKED
+    reason = asked or why_not_plain(ffn, FeedForward)
+    if reason is not None:
+        return _whole(block.norm3, "norm + modulation", ffn, stored, result, call, reason, names, asked)
+    return FeedForwardWithSkip(
+        layer_norm(block.norm3, stored, call),
+        projection_with_gelu(ffn, call),
+        projection_with_skip(list(ffn.net[2:]), stored, result, call),
+    )
+
+
+def _whole(norm, norm_name, module, stored, result, call: Call, reason: str, names, asked: str | None) -> Whole:
+    """asked: why not even the norm is fused, if so."""
+    normed = layer_norm(norm, stored, call) if asked is None else layer_norm_by_module(norm, stored, call, asked)
+    return Whole(norm_name, normed, Step(module, MODULE, reason), skip_after(stored, result, call), names)
+
+
+def why_not_fused_attention(attn: nn.Module, attention_class: type) -> str | None:
+    """Why the whole attention module must be called: something on it, or a processor, that would else be dropped."""
+    processor = attention_class._default_processor_cls
+    if type(attn) is attention_class and type(attn.processor) is not processor:
+        return f"processor {type(attn.processor).__name__}"
+    if not is_original(processor.__call__, processor):
+        return f"{processor.__name__} changed by a program"
+    return why_not_plain(attn, attention_class)
+
+
+def _head_dim(attn: nn.Module) -> int:
+    return attn.inner_dim // attn.heads
+
+
+def half_tables(rotary: Rotary) -> Tables:
+    """The tables that the kernel reads, [S, D/2], as views: diffusers repeats each pair's angle in both columns, and
+    reads cos from the even, sin from the odd ones."""
+    cos, sin = rotary
+    return cos[0, :, 0, 0::2], sin[0, :, 0, 1::2]
+
+
+def why_whole(rotary: Rotary) -> str | None:
+    """Why a self-attention with these tables is called as a whole; None when it need not be."""
+    shared = all(table.ndim == 4 and table.shape[0] == table.shape[2] == 1 for table in rotary)
+    return None if shared else "RoPE tables by sample or head"

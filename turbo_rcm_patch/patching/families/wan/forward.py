@@ -1,0 +1,81 @@
+"""The forwards that the patch binds on blocks of Wan's kind, and what all of them do first."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from .... import kernels
+from ....config import PatchConfig
+from ...graphs import why_not_recorded
+from ...plan import Shared, call_of, state_of
+from .block import Rotary, decide, why_whole
+from .repeatable import why_not_repeatable
+
+def block_forward(
+    self: nn.Module,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    temb: torch.Tensor,
+    rotary_emb: Rotary,
+) -> torch.Tensor:
+    """WanTransformerBlock.forward on fused ops; bound on instances.
+
+    hidden_states [B, S, C], encoder_hidden_states [B|1, L, C], temb [B, 6, C] or per token [B, S, 6, C], rotary_emb cos
+    and sin [1, S, 1, D]; returns [B, S, C].
+    """
+    if torch.is_autocast_enabled(hidden_states.device.type):
+        return type(self).forward(self, hidden_states, encoder_hidden_states, temb, rotary_emb)
+    return run_block(self, hidden_states, encoder_hidden_states, modulation(self.scale_shift_table, temb), rotary_emb)
+
+
+def modulation(scale_shift_table: torch.Tensor, temb: torch.Tensor) -> list[torch.Tensor]:
+    """Six fp32 rows, each [B, 1, C], or [B, S, C] where temb is per token."""
+    if temb.ndim == 4:
+        return [row.squeeze(2) for row in (scale_shift_table.unsqueeze(0) + temb.float()).chunk(6, dim=2)]
+    return list((scale_shift_table + temb.float()).chunk(6, dim=1))
+
+
+def run_block(
+    block: nn.Module,
+    x: torch.Tensor,
+    context: torch.Tensor,
+    modulation: list[torch.Tensor],
+    rotary: Rotary,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A block by its plan, on x [B, S, C], a context [B|1, L, C] and six rows of modulation.
+
+    mask: of the self-attention, which is then called as a whole.
+    """
+    state = state_of(block)
+    reason = "attention mask" if mask is not None else why_whole(rotary)
+    call = call_of(state.shared.config, block, x, context, reason)
+    plan = state.plans.get(block, call, partial(decide, state.attention_class))
+    inputs = (x, context, modulation, rotary, mask)
+    if _may_compile_ahead(state.shared, x, context, *modulation, *rotary):
+        state.shared.compiles_ahead = False
+        if _may_run_ahead(block, state.attention_class, x.device):
+            kernels.compile_ahead(lambda: plan.run(*inputs))
+    return plan.run(*inputs)
+
+
+def _may_compile_ahead(shared: Shared, *inputs: torch.Tensor) -> bool:
+    """Whether this is the first call that launches kernels of a GPU, and nothing around it watches or records it."""
+    if torch.compiler.is_compiling() or not shared.compiles_ahead:
+        return False
+    return _launches_kernels(shared.config, inputs[0]) and why_not_recorded(inputs) is None
+
+
+def _launches_kernels(config: PatchConfig, x: torch.Tensor) -> bool:
+    return x.is_cuda and config.implementation != "torch" and kernels.why_not_triton_on(x.device, x.dtype) is None
+
+
+def _may_run_ahead(block: nn.Module, attention_class: type, device: torch.device) -> bool:
+    """Whether nothing in a block notices a run that does not count. If something may, each kernel is compiled where it
+    is first launched.
+    """
+    parts = (module for module in block.modules() if module is not block)
+    return not any(why_not_repeatable(part, device, attention_class) for part in parts)

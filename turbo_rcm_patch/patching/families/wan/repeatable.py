@@ -1,0 +1,67 @@
+"""Which modules nobody can tell to have run once more, or not at all: a CUDA graph replays what they once launched, and
+a block's first call runs them ahead for their kernels alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from diffusers.models.activations import GELU
+from diffusers.models.attention import FeedForward
+from diffusers.models.embeddings import PixArtAlphaTextProjection, TimestepEmbedding, Timesteps
+from diffusers.models.normalization import FP32LayerNorm
+from diffusers.models.transformers.transformer_wan import (
+    WanAttention,
+    WanImageEmbedding,
+    WanRotaryPosEmbed,
+    WanTimeTextImageEmbedding,
+    WanTransformer3DModel,
+    WanTransformerBlock,
+)
+from torch import nn
+
+from ....plain import why_not_read
+from ...layers import why_not_own_attention
+from ...plan import active_backend
+from .block import why_not_fused_attention
+
+# Classes whose outputs depend on their inputs, tensors and attributes alone (dropout draws only in training).
+_KNOWN = (
+    nn.Conv3d,
+    nn.Dropout,
+    nn.GELU,
+    nn.Identity,
+    nn.Linear,
+    nn.ModuleList,
+    nn.RMSNorm,
+    nn.SiLU,
+    FP32LayerNorm,
+    FeedForward,
+    GELU,
+    PixArtAlphaTextProjection,
+    TimestepEmbedding,
+    Timesteps,
+    WanImageEmbedding,
+    WanRotaryPosEmbed,
+    WanTimeTextImageEmbedding,
+    WanTransformer3DModel,
+    WanTransformerBlock,
+)
+
+
+def why_not_repeatable(
+    module: nn.Module, device: torch.device, attention_class: type = WanAttention, forward: object | None = None
+) -> str | None:
+    """Why it would be noticed that this module ran without being called, or was called without running; None if not.
+
+    By hooks and foreign layers; dropout draws, and the attention of several GPUs waits for the others. The modules
+    inside are not looked at. device: of the inputs. forward: one on the instance that is the patch's own.
+    """
+    if module._compiled_call_impl is not None:
+        return "torch.compile"
+    if isinstance(module, nn.Dropout) and module.training and module.p > 0:
+        return "dropout"
+    reason = why_not_read(module, (*_KNOWN, attention_class), device, forward)
+    if reason is None and type(module) is attention_class:
+        reason = why_not_fused_attention(module, attention_class)
+        reason = reason or why_not_own_attention(module.processor, active_backend())
+    return reason

@@ -1,0 +1,48 @@
+"""Wan 2.1 VACE: Wan's blocks, and control blocks that pass their own hidden states on and give hints to the blocks."""
+
+from __future__ import annotations
+
+import torch
+from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformerBlock
+from diffusers.models.transformers.transformer_wan_vace import WanVACETransformer3DModel, WanVACETransformerBlock
+
+from .family import Blocks, Family
+from .wan.block import Rotary
+from .wan.forward import block_forward, modulation, run_block
+
+
+def control_block_forward(
+    self: WanVACETransformerBlock,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    control_hidden_states: torch.Tensor,
+    temb: torch.Tensor,
+    rotary_emb: Rotary,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """WanVACETransformerBlock.forward on fused ops; bound on instances.
+
+    hidden_states, control_hidden_states [B, S, C], encoder_hidden_states [B|1, L, C], temb [B, 6, C], rotary_emb cos and
+    sin [1, S, 1, D]; returns the hint, or None from a block without output projection, and the control's hidden states.
+    """
+    if torch.is_autocast_enabled(hidden_states.device.type):
+        inputs = (hidden_states, encoder_hidden_states, control_hidden_states, temb, rotary_emb)
+        return type(self).forward(self, *inputs)
+    if self.proj_in is not None:
+        control_hidden_states = self.proj_in(control_hidden_states) + hidden_states
+    rows = modulation(self.scale_shift_table.to(temb.device), temb)
+    control_hidden_states = run_block(self, control_hidden_states, encoder_hidden_states, rows, rotary_emb)
+    hint = None if self.proj_out is None else self.proj_out(control_hidden_states)
+    return hint, control_hidden_states
+
+
+WAN_VACE = Family(
+    WanVACETransformer3DModel,
+    "Wan 2.1 VACE",
+    (
+        Blocks("blocks", WanTransformerBlock, WanAttention, block_forward),
+        Blocks("vace_blocks", WanVACETransformerBlock, WanAttention, control_block_forward),
+    ),
+    notes=lambda transformer: [
+        "not fused: the control blocks' input and output projections, the hints' sums; no CUDA graphs"
+    ],
+)

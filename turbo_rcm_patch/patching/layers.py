@@ -1,0 +1,280 @@
+"""The steps of a transformer block: each decides between its fused op and diffusers' module, with the reason.
+
+Modules are read when a step runs, never when it is decided: their weights may be replaced in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from diffusers.models.activations import GELU
+from diffusers.models.attention import FeedForward
+from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+from diffusers.models.normalization import FP32LayerNorm
+from torch import nn
+
+from .. import kernels
+from ..kernels import reference
+from ..plain import hook_on, why_not_linear, why_not_norm, why_not_plain
+from .plan import MODULE, NOTHING, REFERENCE, Call, Step
+from .storage import Storage
+
+Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin of RoPE, each [S, D/2]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# LayerNorm
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def layer_norm(norm: nn.Module, stored: Storage, call: Call) -> Step:
+    """LayerNorm of a stored x [B, S, C], modulated by scale and shift [B, 1|S, C] where given.
+
+    Step: (x, scale=None, shift=None) -> [B, S, C] in the call's dtype.
+    """
+    if type(norm) is nn.Identity:
+        return Step(partial(_identity, norm, stored, call.dtype), NOTHING)
+    reason = why_not_norm(norm, FP32LayerNorm, call.device)
+    if reason is not None:
+        return layer_norm_by_module(norm, stored, call, reason)
+    implementation, reason = call.choose()
+    run = partial(_layer_norm, norm, stored, call.dtype, implementation)
+    return Step(run, "Triton" if reason is None else REFERENCE, reason)
+
+
+def layer_norm_by_module(norm: nn.Module, stored: Storage, call: Call, reason: str) -> Step:
+    """`layer_norm` as diffusers writes it."""
+    return Step(partial(_layer_norm_by_module, norm, stored, call.dtype), MODULE, reason)
+
+
+def _identity(norm, stored, dtype, x, scale=None, shift=None):
+    return norm(stored.as_meant(x, dtype))
+
+
+def _layer_norm(norm, stored, dtype, implementation, x, scale=None, shift=None):
+    options = {"eps": norm.eps / stored.scale**2, "dtype": dtype, "implementation": implementation}
+    return kernels.layer_norm_modulate(x, weight=norm.weight, bias=norm.bias, scale=scale, shift=shift, **options)
+
+
+def _layer_norm_by_module(norm, stored, dtype, x, scale=None, shift=None):
+    y = norm(stored.as_meant(x, torch.float32))
+    return (y if scale is None else y * (1 + scale) + shift).to(dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Q, K and V, and their norm with RoPE
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def qkv_projection(attn: nn.Module, call: Call) -> Step:
+    """q, k and v of a self-attention: x [B, S, C] -> three [B, S, C]."""
+    if attn.fused_projections:
+        return Step(partial(_qkv_of_one_module, attn), MODULE, "fused projections")
+    linears = (attn.to_q, attn.to_k, attn.to_v)
+    reason = next(filter(None, (why_not_linear(linear, call.device, call.dtype) for linear in linears)), None)
+    if reason is None and len({(linear.weight.shape, linear.bias is None) for linear in linears}) > 1:
+        reason = "unequal projections"
+    if reason is not None:
+        return Step(partial(_qkv_of_modules, attn), MODULE, reason)
+    implementation, reason = _choose_gemm("linear_qkv", call)
+    kernel = "PyTorch linear"
+    if reason is None:
+        N, K = attn.to_q.weight.shape
+        kernel, reason = kernels.linear_qkv_kernel(call.device, call.dtype, call.tokens, N, K)
+    return Step(partial(_qkv, attn, implementation), kernel, reason)
+
+
+def _qkv_of_one_module(attn, x):
+    return attn.to_qkv(x).chunk(3, dim=-1)
+
+
+def _qkv_of_modules(attn, x):
+    return attn.to_q(x), attn.to_k(x), attn.to_v(x)
+
+
+def _qkv(attn, implementation, x):
+    linears = (attn.to_q, attn.to_k, attn.to_v)
+    weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
+    return kernels.linear_qkv(x, weights, biases, implementation=implementation)
+
+
+def head_norm(norm: nn.Module, heads: int, call: Call) -> Step:
+    """RMSNorm over all heads, split into them and rotated where tables are given.
+
+    Step: (x [B, S, C], tables=None) -> [B, S, H, D].
+    """
+    reason = why_not_norm(norm, nn.RMSNorm, call.device)
+    if reason is not None:
+        return Step(partial(_head_norm_by_module, norm, heads), MODULE, reason)
+    implementation, reason = call.choose()
+    run = partial(_head_norm, norm, heads, implementation)
+    return Step(run, "Triton" if reason is None else REFERENCE, reason)
+
+
+def _head_norm(norm, heads, implementation, x, tables: Tables | None = None):
+    cos, sin = tables or (None, None)
+    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    return kernels.rms_norm_rope(x, norm.weight, heads=heads, eps=eps, cos=cos, sin=sin, implementation=implementation)
+
+
+def _head_norm_by_module(norm, heads, x, tables: Tables | None = None):
+    y = norm(x).unflatten(-1, (heads, -1))
+    return y if tables is None else reference.rotate(y, *tables)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def attention(processor: object, head_dim: int, call: Call, *, crossing: bool = False, added: bool = False) -> Step:
+    """Attention of q [B, S, H, D] over k, v [B|1, L, H, D].
+
+    Step: (q, k, v) -> [B, S, H, D]; with `added` (q, k, v, to) -> to + that. crossing: cross-attention, which context
+    parallelism leaves alone.
+    """
+    reason = why_not_own_attention(processor, call.backend, crossing=crossing)
+    if reason is not None:
+        run = partial(_attention_of_backend, processor, crossing)
+        return Step(run, "diffusers' attention", reason)
+    circumstances = {"with_residual": added, "with_backward": call.derivative == "backward"}
+    implementation, reason = _choose_attention(call, head_dim, **circumstances)
+    kernel = kernels.attention_kernel_name(implementation, call.device, call.dtype, head_dim, **circumstances)
+    return Step(partial(_attention, implementation), kernel, reason)
+
+
+def why_not_own_attention(
+    processor: object, active_backend: AttentionBackendName, *, crossing: bool = False
+) -> str | None:
+    """Why an attention goes through diffusers' dispatch: a backend or a parallel layout that the user chose."""
+    if processor._parallel_config is not None and not crossing:
+        return "context parallelism"
+    backend = processor._attention_backend or active_backend
+    if processor._attention_backend is None and backend == AttentionBackendName.NATIVE:
+        return None
+    return f"attention backend {AttentionBackendName(backend).value}"
+
+
+def _choose_attention(call: Call, head_dim: int, **circumstances: bool) -> tuple[str, str | None]:
+    """As `Call.choose`, for the attention, between ours and PyTorch's."""
+    if call.config.attention == "sdpa":
+        return "torch", "attention='sdpa'"
+    implementation, reason = call.choose(has_gradient=True)
+    if reason is None and call.config.attention == "auto" and implementation == "auto":
+        reason = kernels.why_sdpa(call.device, call.dtype, head_dim, **circumstances)
+    return (implementation, None) if reason is None else ("torch", reason)
+
+
+def _attention(implementation, q, k, v, to=None):
+    batch = q.shape[0]
+    if k.shape[0] < batch:  # one prompt for all samples: their queries are one sample's
+        q, to = (None if x is None else x.flatten(0, 1)[None] for x in (q, to))
+    attended = kernels.attention(q, k, v, residual=to, implementation=implementation)
+    return attended.view(batch, -1, *attended.shape[2:])
+
+
+def _attention_of_backend(processor, crossing, q, k, v, to=None):
+    parallel_config = None if crossing else processor._parallel_config
+    output = dispatch_attention_fn(q, k, v, backend=processor._attention_backend, parallel_config=parallel_config)
+    return output.type_as(q) if to is None else to + output.type_as(q)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Projections: with the skip, with GELU
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def projection_with_skip(layers: Sequence[nn.Module], stored: Storage, result: Storage, call: Call) -> Step:
+    """A projection, a linear and perhaps a dropout, and the skip: ``residual + gate · layers(a)``.
+
+    Step: (a [B, S, K], residual [B, S, C], gate [B, 1|S, C] or None for 1) -> [B, S, C].
+    stored, result: how the residual is stored, and the result is to be.
+    """
+    linear, *dropouts = layers
+    reason = next(filter(None, map(_why_not_left_out, dropouts)), None)
+    reason = reason or why_not_linear(linear, call.device, call.dtype)
+    if reason is None:
+        implementation, reason = _choose_gemm("linear_skip", call)
+        if reason is None:
+            N, K = linear.weight.shape
+            kernel = kernels.gemm_kernel(call.device, call.dtype, call.tokens, N, K)
+            return Step(partial(_linear_skip, linear, stored, result, implementation), kernel)
+    skip = skip_after(stored, result, call)
+    return Step(partial(_layers_then_skip, layers, skip.run), f"PyTorch linear, {skip.kernel} skip", reason)
+
+
+def skip_after(stored: Storage, result: Storage, call: Call) -> Step:
+    """``residual + gate · output`` as a pass of its own: (residual, output [B, S, C], gate or None) -> [B, S, C]."""
+    implementation, reason = call.choose(has_gradient=True)
+    run = partial(_skip, stored, result, implementation)
+    return Step(run, "Triton" if reason is None else REFERENCE, reason)
+
+
+def _why_not_left_out(dropout: nn.Module) -> str | None:
+    drops = dropout.training and getattr(dropout, "p", 0) > 0
+    return hook_on(dropout) or ("dropout" if drops else None)
+
+
+def _linear_skip(linear, stored, result, implementation, a, residual, gate=None):
+    options = {**_skip_options(stored, result, gate), "implementation": implementation}
+    return kernels.linear_skip(a, linear.weight, linear.bias, residual, **options)
+
+
+def _layers_then_skip(layers, skip, a, residual, gate=None):
+    for layer in layers:
+        a = layer(a)
+    return skip(residual, a, gate)
+
+
+def _skip(stored, result, implementation, residual, output, gate=None):
+    options = {**_skip_options(stored, result, gate), "implementation": implementation}
+    return kernels.skip(residual, output, **options)
+
+
+def _skip_options(stored, result, gate):
+    scales = {"residual_scale": stored.scale, "result_scale": result.scale}
+    return {"c_out": 1.0 if gate is None else gate, "dtype": result.dtype, **scales}
+
+
+def projection_with_gelu(ffn: FeedForward, call: Call) -> Step:
+    """A feed-forward's first linear, its GELU and its dropout: x [B, S, C] -> [B, S, ffn_dim]."""
+    activation = ffn.net[0]
+    if type(activation) is GELU and activation.approximate != "tanh":
+        reason = f"GELU {activation.approximate}"
+    else:
+        reason = why_not_plain(activation, GELU) or why_not_linear(activation.proj, call.device, call.dtype)
+    if reason is not None:
+        return Step(partial(_gelu_by_module, ffn), MODULE, reason)
+    implementation, reason = _choose_gemm("linear_gelu", call)
+    if reason is None:
+        N, K = activation.proj.weight.shape
+        kernel = kernels.gemm_kernel(call.device, call.dtype, call.tokens, N, K)
+        return Step(partial(_linear_gelu, ffn, implementation), kernel)
+    implementation, _ = call.choose()
+    kernel = "Triton" if implementation != "torch" else REFERENCE
+    return Step(partial(_linear_then_gelu, ffn, implementation), f"PyTorch linear, {kernel} GELU", reason)
+
+
+def _gelu_by_module(ffn, x):
+    return ffn.net[1](ffn.net[0](x))
+
+
+def _linear_gelu(ffn, implementation, x):
+    linear = ffn.net[0].proj
+    return ffn.net[1](kernels.linear_gelu(x, linear.weight, linear.bias, implementation=implementation))
+
+
+def _linear_then_gelu(ffn, implementation, x):
+    return ffn.net[1](kernels.gelu(ffn.net[0].proj(x), implementation=implementation))
+
+
+def _choose_gemm(op: str, call: Call) -> tuple[str, str | None]:
+    """As `Call.choose`, for a linear, between our GEMM with its epilogue and PyTorch's linear."""
+    implementation, reason = call.choose(has_gradient=op == "linear_skip")
+    if call.config.linears == "torch":
+        reason = reason or "linears='torch'"
+    elif reason is None and call.config.linears == "auto" and implementation == "auto":
+        reason = kernels.why_torch(op, call.device, call.dtype)
+    return (implementation, None) if reason is None else ("torch", reason)

@@ -1,0 +1,157 @@
+"""What a patched block does, step by step: decided once per kind of call, run by its forward, printed by the summary.
+
+A plan is decided again only when something about the block's modules changed: classes, hooks, attributes, or the kind
+of their weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.autograd.forward_ad as fwAD
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from torch import nn
+
+from .. import kernels
+from ..config import PatchConfig
+from .snapshot import Snapshot
+
+REFERENCE = "torch reference"
+MODULE = "PyTorch module"
+NOTHING = "nothing"  # the step of a module that does nothing
+
+Plan = TypeVar("Plan")
+
+
+class Step(NamedTuple):
+    """One step of a block.
+
+    run: what the forward calls. kernel: what does the work, for the summary. reason: why it is not the fused kernel, in
+    a few words; None where it is.
+    """
+
+    run: Callable
+    kernel: str
+    reason: str | None = None
+
+
+class Call(NamedTuple):
+    """What the choice of kernels depends on, apart from a block's modules.
+
+    tokens: of all samples together. context: tokens of the prompt. derivative: "backward" where autograd records the
+    call, "forward" in forward mode or under another function transform, else None. backend: diffusers' for attention.
+    why_whole: why its inputs require that a self-attention is called as a whole; None when they do not.
+    """
+
+    config: PatchConfig
+    device: torch.device
+    dtype: torch.dtype
+    tokens: int
+    context: int
+    derivative: str | None
+    backend: AttentionBackendName
+    why_whole: str | None = None
+
+    def choose(self, *, has_gradient: bool = False) -> tuple[str, str | None]:
+        """The implementation argument for an op, and why that is not its kernel; None when it is.
+
+        has_gradient: whether the op's kernel has a backward.
+        """
+        if self.config.implementation == "torch":
+            return "torch", "implementation='torch'"
+        if self.derivative == "forward" or (self.derivative == "backward" and not has_gradient):
+            return "torch", "autograd"
+        reason = kernels.why_not_triton_on(self.device, self.dtype)
+        if self.config.implementation == "triton":
+            return "triton", None  # asked for: an op that cannot run raises its own error
+        if reason is None and self.device.type == "cpu":
+            reason = "cpu tensors"  # the interpreter runs only when it is asked for
+        return ("auto", None) if reason is None else ("torch", reason)
+
+
+def call_of(
+    config: PatchConfig, block: nn.Module, x: torch.Tensor, context: torch.Tensor, why_whole: str | None
+) -> Call:
+    """The kind of call for hidden states x [B, S, C] and a prompt [B|1, L, C]."""
+    size = x.shape[0] * x.shape[1], context.shape[0] * context.shape[1]
+    return Call(config, x.device, x.dtype, *size, _derivative(block, x, context), active_backend(), why_whole)
+
+
+def active_backend() -> AttentionBackendName:
+    """diffusers' attention backend for processors that name none."""
+    return _AttentionBackendRegistry.get_active_backend()[0]
+
+
+def _derivative(block: nn.Module, *inputs: torch.Tensor) -> str | None:
+    if fwAD._current_level >= 0 or (not torch.compiler.is_compiling() and _is_transformed()):
+        return "forward"
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *block.parameters())):
+        return "backward"
+    return None
+
+
+def _is_transformed() -> bool:
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+class Plans:
+    """The plans of one block by kind of call, for as long as nothing about its modules changed."""
+
+    KEPT = 8  # kinds of calls
+
+    def __init__(self):
+        self._known: tuple[Snapshot, dict[Call, object]] | None = None
+        self.latest: Call | None = None
+
+    def get(self, block: nn.Module, call: Call, decide: Callable[[nn.Module, Call], Plan]) -> Plan:
+        """``decide(block, call)``, or what it returned for such a call if the block is as it was."""
+        if torch.compiler.is_compiling() or call.derivative == "forward":
+            return decide(block, call)  # where torch.compile traces, its own guards tell whether the block changed
+        self.latest = call
+        known = self._known
+        if known is None or not known[0].holds():
+            self._known = known = Snapshot(_objects(block)), {}
+        plans = known[1]
+        if call not in plans:
+            if len(plans) >= self.KEPT:
+                plans.clear()
+            plans[call] = decide(block, call)
+        return plans[call]
+
+    def __deepcopy__(self, memo) -> Plans:
+        """Empty: plans are of the modules that were copied from."""
+        return Plans()
+
+    def __reduce__(self):
+        return Plans, ()
+
+
+def _objects(block: nn.Module) -> Iterable[object]:
+    modules = list(block.modules())
+    return modules + [m.processor for m in modules if "processor" in vars(m)]
+
+
+STATE = "_turbo_rcm_patch"  # the attribute of a patched block that holds its BlockState
+
+
+class Shared:
+    """What the patched blocks of one transformer share. compiles_ahead: until a block's forward first comes to where it
+    may."""
+
+    def __init__(self, config: PatchConfig):
+        self.config, self.compiles_ahead = config, True
+
+
+class BlockState(NamedTuple):
+    """What the patch keeps on a block. attention_class: of its attentions."""
+
+    shared: Shared
+    attention_class: type
+    plans: Plans
+
+
+def state_of(block: nn.Module) -> BlockState:
+    """What the patch keeps on a block."""
+    return getattr(block, STATE)

@@ -1,0 +1,96 @@
+"""The summary of a patch: for every step of the blocks the kernel that does it, and why some are not fused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from diffusers.utils.torch_utils import get_module_execution_device
+from torch import nn
+
+from .families import family_of
+from .families.family import Blocks, compute_dtype
+from .families.wan.block import BlockPlan, decide
+from .plan import NOTHING, Call, active_backend, state_of
+
+HEADER = ("sub-layer", "step", "kernel", "fused", "not fused because")
+FOOTER = "under autograd steps without a gradient run as torch ops; under autocast blocks run diffusers' code"
+# Of a block that was not called yet: a video of 81 frames at 832×480.
+TOKENS, CONTEXT_TOKENS = 32760, 512
+
+
+class Row(NamedTuple):
+    """A step of equal blocks. kernel: what does it, or what do. reasons: why blocks are not fused there, counted."""
+
+    blocks: str
+    sub_layer: str
+    step: str
+    kernel: str
+    count: int
+    reasons: dict[str, int]
+
+    def cells(self) -> tuple[str, ...]:
+        because = "; ".join(f"{reason} ({count})" for reason, count in self.reasons.items())
+        fused = f"{self.count - sum(self.reasons.values())}/{self.count}"
+        return self.sub_layer, self.step, self.kernel, fused, because
+
+
+
+def summary_table(transformers: dict[str, nn.Module]) -> str:
+    """A table for each list of blocks: a line per step with its kernel, how many blocks are fused there, and reasons for
+    the others; then notes."""
+    return "\n\n".join(_tables(name, transformer) for name, transformer in transformers.items())
+
+
+def _tables(name: str, transformer: nn.Module) -> str:
+    family, parts = family_of(transformer), []
+    for blocks in family.blocks:
+        cells = [HEADER, *(row.cells() for row in plan_rows(transformer, blocks))]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = [" ".join(f"{cell:{width}} " for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+        parts.append("\n  ".join([_title(name, transformer, blocks), *lines]))
+    _, first = next(family.blocks[0].of(transformer))
+    notes = [f"residual between a block's skips: {current_plan(transformer, first).residual}"]
+    return "\n  ".join(["\n".join(parts), *notes, *family.notes(transformer), FOOTER])
+
+
+def _title(name: str, transformer: nn.Module, blocks: Blocks) -> str:
+    dtype = str(compute_dtype(transformer)).removeprefix("torch.")
+    device = _device_name(get_module_execution_device(transformer))
+    return f"{name}: {type(transformer).__name__}, {len(getattr(transformer, blocks.name))} {blocks.name}, {dtype} on {device}"
+
+
+def plan_rows(transformer: nn.Module, blocks: Blocks) -> Iterator[Row]:
+    """Every step of a list of blocks that does anything, as of now."""
+    kernels: dict[tuple[str, str], dict[str, None]] = {}
+    reasons: dict[tuple[str, str], Counter] = {}
+    for _, block in blocks.of(transformer):
+        for sub_layer, step, parts in current_plan(transformer, block).rows():
+            decisive = next((part for part in parts if part.reason is not None), parts[0])
+            if decisive.kernel != NOTHING:
+                kernels.setdefault((sub_layer, step), {})[decisive.kernel] = None
+                reasons.setdefault((sub_layer, step), Counter()).update(filter(None, [decisive.reason]))
+    count = len(getattr(transformer, blocks.name))
+    for key, names in kernels.items():
+        yield Row(blocks.name, *key, "; ".join(names), count, dict(reasons[key]))
+
+
+def current_plan(transformer: nn.Module, block: nn.Module) -> BlockPlan:
+    """What a block would do now with a call like its last one, outside of autograd."""
+    state = state_of(block)
+    latest = state.plans.latest
+    size = (TOKENS, CONTEXT_TOKENS, None) if latest is None else (latest.tokens, latest.context, latest.why_whole)
+    # Under offloading the weights rest elsewhere than the forward runs.
+    device, dtype = get_module_execution_device(transformer), compute_dtype(transformer)
+    tokens, context, why_whole = size
+    call = Call(state.shared.config, device, dtype, tokens, context, None, active_backend(), why_whole)
+    return decide(state.attention_class, block, call)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type != "cuda":
+        return device.type
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
