@@ -404,7 +404,7 @@ def test_fused_qkv_projections():
 QKV_CHANGES = {
     "hook": (lambda attn: attn.to_k.register_forward_hook(lambda module, args, output: -output), "torch hook (1)"),
     "no bias on one": (lambda attn: setattr(attn.to_v, "bias", None), "unequal projections (1)"),
-    "no bias": (lambda attn: [setattr(linear, "bias", None) for linear in (attn.to_q, attn.to_k, attn.to_v)], "2/2"),
+    "no bias": (lambda attn: [setattr(linear, "bias", None) for linear in (attn.to_q, attn.to_k, attn.to_v)], "cpu tensors (2)"),
 }
 
 
