@@ -33,8 +33,8 @@ def tiny_wan_pipeline(variant="t2v", dtype=torch.float32, *, seed=0, **transform
     """A pipeline of the given variant on the CPU. transformer_overrides go to ``tiny_wan_transformer``."""
     components = {
         "tokenizer": _tokenizer(),
-        "text_encoder": _seeded(seed, lambda: UMT5EncoderModel(_text_config())).to(dtype),
-        "vae": _seeded(seed + 1, _vae),
+        "text_encoder": seeded(seed, lambda: UMT5EncoderModel(_text_config())).to(dtype),
+        "vae": seeded(seed + 1, _vae),
         "scheduler": UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
     }
 
@@ -60,7 +60,7 @@ def tiny_wan_pipeline(variant="t2v", dtype=torch.float32, *, seed=0, **transform
         return _quiet(
             WanImageToVideoPipeline(
                 transformer=model,
-                image_encoder=_seeded(seed + 4, lambda: CLIPVisionModel(_clip_config())).to(dtype),
+                image_encoder=seeded(seed + 4, lambda: CLIPVisionModel(_clip_config())).to(dtype),
                 image_processor=CLIPImageProcessor(crop_size=32, size=32),
                 **components,
             )
@@ -113,7 +113,7 @@ def tiny_wan_transformer(heads=2, head_dim=64, layers=2, *, dtype=torch.float32,
     }
     if config.get("added_kv_proj_dim") == "inner":
         config["added_kv_proj_dim"] = heads * head_dim
-    model = _seeded(seed, lambda: _with_random_vectors(WanTransformer3DModel(**config)))
+    model = seeded(seed, lambda: _with_random_vectors(WanTransformer3DModel(**config)))
     keep = WanTransformer3DModel._keep_in_fp32_modules
     for name, parameter in model.named_parameters():
         if not any(kept in name.split(".") for kept in keep):
@@ -151,7 +151,7 @@ def _with_random_vectors(model):
     return model
 
 
-def _seeded(seed, build):
+def seeded(seed, build):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build().eval()

@@ -3,31 +3,26 @@
 import pytest
 import torch
 from diffusers import (
+    ChronoEditTransformer3DModel,
     CogVideoXTransformer3DModel,
     DDPMPipeline,
     DDPMScheduler,
-    SkyReelsV2Transformer3DModel,
     UNet2DModel,
-    WanAnimateTransformer3DModel,
-    WanVACETransformer3DModel,
 )
 
 import turbo_rcm_patch as trp
 from tests.tiny_wan import tiny_wan_transformer
 
-SMALL = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 1}
-WAN = {**SMALL, "in_channels": 4, "out_channels": 4, "text_dim": 8, "freq_dim": 16, "ffn_dim": 16}
+SMALL = {"num_attention_heads": 2, "num_layers": 1}
 OTHERS = {
-    "WanVACETransformer3DModel": lambda: WanVACETransformer3DModel(**WAN, vace_layers=[0], vace_in_channels=4),
-    "SkyReelsV2Transformer3DModel": lambda: SkyReelsV2Transformer3DModel(**WAN),
-    "CogVideoXTransformer3DModel": lambda: CogVideoXTransformer3DModel(**{**SMALL, "attention_head_dim": 16}),
-    "WanAnimateTransformer3DModel": lambda: _without_init(WanAnimateTransformer3DModel),
+    "CogVideoXTransformer3DModel": lambda: CogVideoXTransformer3DModel(**SMALL, attention_head_dim=16),
+    "ChronoEditTransformer3DModel": lambda: _without_init(ChronoEditTransformer3DModel),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_families_are_named(name):
-    with pytest.raises(trp.PatchError, match=f"{name}; supported: .*WanTransformer3DModel.*VACE, Animate, SkyReels"):
+    with pytest.raises(trp.PatchError, match=f"{name}; supported: WanTransformer3DModel.*VACE.*SkyReels.*Animate"):
         trp.patch(OTHERS[name]())
 
 

@@ -112,7 +112,7 @@ class Plans:
         self.latest = call
         known = self._known
         if known is None or not known[0].holds():
-            self._known = known = Snapshot(_objects(block)), {}
+            self._known = known = Snapshot(_objects(block), addresses=False), {}
         plans = known[1]
         if call not in plans:
             if len(plans) >= self.KEPT:

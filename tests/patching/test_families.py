@@ -1,0 +1,154 @@
+"""Every family: what its patched model computes, what it leaves as it was, and what the summary says is not fused."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig
+
+import turbo_rcm_patch as trp
+from tests.oracle import assert_no_worse, relative_error, torch_device
+from tests.tiny_families import FAMILIES, tiny_family_inputs, tiny_family_transformer
+from turbo_rcm_patch.patching.families import FAMILIES as KNOWN
+
+CPU = torch.device("cpu")
+
+
+def output_of(name, model, device=CPU):
+    inputs = tiny_family_inputs(name, model)
+    with torch.no_grad():
+        return model(**{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()})[0]
+
+
+def attributes_of(model):
+    return {name: set(module.__dict__) for name, module in model.named_modules()}
+
+
+def assert_same_output(name, patched, plain):
+    assert relative_error(output_of(name, patched), output_of(name, plain)) <= 1e-5
+
+
+def test_every_family_is_tested():
+    classes = {type(tiny_family_transformer(name)) for name in (*FAMILIES, "wan")}
+    assert classes == {family.transformer_class for family in KNOWN}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_fp32_models_match_unpatched(name, implementation, device):
+    device = torch_device(device)
+    model = tiny_family_transformer(name).to(device)
+    expected = output_of(name, model, device)
+    with trp.patch(model, trp.PatchConfig(implementation=implementation)):
+        assert relative_error(output_of(name, model, device), expected) <= 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_models_are_no_further_from_the_oracle(name, dtype):
+    gpu = torch.device("cuda")
+    model, oracle = (tiny_family_transformer(name, d).to(gpu) for d in (dtype, torch.float32))
+    oracle.load_state_dict(model.state_dict())
+    reference, unpatched = output_of(name, oracle, gpu), output_of(name, model, gpu)
+    with trp.patch(model):
+        assert_no_worse(output_of(name, model, gpu), unpatched, reference)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_restore_leaves_nothing_and_outputs_are_bitwise_the_same(name):
+    model = tiny_family_transformer(name)
+    attributes, keys, expected = attributes_of(model), list(model.state_dict()), output_of(name, model)
+    patch = trp.patch(model)
+    assert all("forward" in block.__dict__ for block in model.blocks)
+    assert list(model.state_dict()) == keys
+    output_of(name, model)
+    patch.restore()
+    assert attributes_of(model) == attributes
+    assert torch.equal(output_of(name, model), expected)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_block_runs_its_plan(name, monkeypatch):
+    """The equivalence above would hold without a patch too: a wrong step must show in the output."""
+    model = tiny_family_transformer(name)
+    expected = output_of(name, model)
+    skip = trp.patching.layers.kernels.skip
+    with trp.patch(model):
+        monkeypatch.setattr(trp.patching.layers.kernels, "skip", lambda *args, **options: 2 * skip(*args, **options))
+        assert relative_error(output_of(name, model), expected) > 1e-2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_lora_hooks_and_a_copy(name):
+    patched, plain = tiny_family_transformer(name), tiny_family_transformer(name)
+    patch = trp.patch(patched)
+    base = output_of(name, plain)
+    for model in (patched, plain):
+        torch.manual_seed(5)
+        targets = ["to_q", "to_out.0", "ffn.net.2"]
+        model.add_adapter(LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=targets))
+        model.blocks[0].norm1.register_forward_hook(lambda module, args, output: -output)
+    assert relative_error(output_of(name, plain), base) > 0.01
+    assert_same_output(name, patched, plain)
+    assert "LoRA layer (3)" in patch.summary()
+    assert "torch hook (1)" in patch.summary()
+    twin = copy.deepcopy(patched)
+    patch.restore()
+    assert_same_output(name, twin, plain)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_training_gradients(name):
+    plain = tiny_family_transformer(name).train()
+    patched, results = copy.deepcopy(plain), []
+    trp.patch(patched)
+    for model in (patched, plain):
+        model.enable_gradient_checkpointing()
+        model(**tiny_family_inputs(name, model))[0].square().mean().backward()
+        results.append(dict(model.named_parameters()))
+    for path, parameter in results[1].items():
+        if parameter.grad is None:
+            assert results[0][path].grad is None, path
+        else:
+            assert relative_error(results[0][path].grad, parameter.grad) <= 1e-5, path
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_group_offload_and_autocast(name):
+    patched, plain = tiny_family_transformer(name), tiny_family_transformer(name)
+    patch = trp.patch(patched)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(output_of(name, patched), output_of(name, plain))
+    patched.enable_group_offload(onload_device=CPU, offload_device=CPU, offload_type="leaf_level")
+    assert_same_output(name, patched, plain)
+    assert "hook group_offloading (3)" in patch.summary()
+    patch.restore()
+    assert torch.equal(output_of(name, patched), output_of(name, plain))
+
+
+def test_compiled_blocks():
+    torch._dynamo.reset()
+    for name in ("vace", "skyreels, causal", "animate"):
+        model = tiny_family_transformer(name)
+        expected = output_of(name, model)
+        with trp.patch(model):
+            model.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
+            assert relative_error(output_of(name, model), expected) <= 1e-5
+
+
+NOT_FUSED = {
+    "vace": "not fused: the control blocks' input and output projections",
+    "skyreels, causal": "attention mask (3)",
+    "animate": "not fused: 3 face adapters between the blocks",
+}
+
+
+@pytest.mark.parametrize("name", NOT_FUSED)
+def test_the_summary_names_what_is_not_fused(name):
+    model = tiny_family_transformer(name)
+    patch = trp.patch(model)
+    output_of(name, model)
+    assert NOT_FUSED[name] in patch.summary()
+    assert "no CUDA graphs" in patch.summary()
+    assert {row.blocks for row in patch.rows()} == ({"blocks", "vace_blocks"} if name == "vace" else {"blocks"})

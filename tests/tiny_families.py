@@ -1,0 +1,103 @@
+"""Tiny random transformers of every family that can be patched, and inputs for them."""
+
+import torch
+from diffusers import SkyReelsV2Transformer3DModel, WanAnimateTransformer3DModel, WanVACETransformer3DModel
+
+from tests.tiny_wan import I2V_TEXT_TOKENS, IMAGE_DIM, TEXT_DIM, seeded, tiny_transformer_inputs, tiny_wan_transformer
+
+BATCH, FRAMES, HEIGHT, WIDTH = 2, 3, 4, 6  # of latents; 18 tokens
+HEADS, HEAD_DIM, CHANNELS = 2, 64, 4
+SMALL = {
+    "num_attention_heads": HEADS,
+    "attention_head_dim": HEAD_DIM,
+    "out_channels": CHANNELS,
+    "text_dim": TEXT_DIM,
+    "freq_dim": 64,
+    "ffn_dim": 48,
+    "rope_max_seq_len": 32,
+}
+FACE = {
+    "motion_encoder_channel_sizes": {"4": 16, "8": 16, "16": 16},
+    "motion_encoder_size": 16,
+    "motion_style_dim": 8,
+    "motion_dim": 4,
+    "motion_encoder_dim": 16,
+    "face_encoder_hidden_dim": 16,
+    "face_encoder_num_heads": 2,
+    "inject_face_latents_blocks": 1,
+}
+
+
+def vace(layers=3, **options):
+    return WanVACETransformer3DModel(
+        **SMALL, in_channels=CHANNELS, num_layers=layers, vace_layers=[0, 2], vace_in_channels=8, **options
+    )
+
+
+def skyreels(layers=3, **options):
+    return SkyReelsV2Transformer3DModel(**SMALL, in_channels=CHANNELS, num_layers=layers, **options)
+
+
+def animate(layers=3, **options):
+    image = {"image_dim": IMAGE_DIM, "added_kv_proj_dim": HEADS * HEAD_DIM}
+    latents = {"latent_channels": CHANNELS, "in_channels": 2 * CHANNELS + 4}
+    return WanAnimateTransformer3DModel(**SMALL, **FACE, **image, **latents, num_layers=layers, **options)
+
+
+# name: (what builds the model, its options)
+FAMILIES = {
+    "vace": (vace, {}),
+    "skyreels": (skyreels, {}),
+    "skyreels, causal": (skyreels, {"num_frame_per_block": 2}),
+    "skyreels, diffusion forcing": (skyreels, {}),
+    "animate": (animate, {}),
+}
+
+
+def tiny_family_transformer(name, dtype=torch.float32, *, seed=3, **options):
+    """The transformer in eval mode; every parameter matters, and what diffusers keeps in fp32 stays so."""
+    if name == "wan":
+        return tiny_wan_transformer(dtype=dtype, **options)
+    build, given = FAMILIES[name]
+    model = seeded(seed, lambda: _with_random_vectors(build(**{**given, **options})))
+    for path, parameter in model.named_parameters():
+        if not any(kept in path.split(".") for kept in model._keep_in_fp32_modules):
+            parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def tiny_family_inputs(name, model, *, seed=7):
+    """Keyword arguments of a call of the transformer."""
+    if name == "wan":
+        return tiny_transformer_inputs(model)
+    generator = torch.Generator().manual_seed(seed)
+    frames = FRAMES + 1 if name == "skyreels, causal" else FRAMES  # two blocks of frames
+    randn = lambda *shape: torch.randn(shape, generator=generator).to(model.dtype)  # noqa: E731
+    inputs = {
+        "hidden_states": randn(BATCH, model.config.in_channels, frames, HEIGHT, WIDTH),
+        "timestep": 900.0 - 100.0 * torch.arange(BATCH),
+        "encoder_hidden_states": randn(BATCH, 7, TEXT_DIM),
+        "return_dict": False,
+    }
+    if name == "vace":
+        inputs["control_hidden_states"] = randn(BATCH, 8, FRAMES, HEIGHT, WIDTH)
+        inputs["control_hidden_states_scale"] = torch.tensor([0.7, 1.3], dtype=model.dtype)
+    if name == "skyreels, diffusion forcing":
+        inputs["timestep"] = torch.tensor([[0.0, 500.0, 900.0], [100.0, 100.0, 800.0]])
+        inputs["enable_diffusion_forcing"] = True
+    if name == "animate":
+        inputs["encoder_hidden_states"] = randn(BATCH, I2V_TEXT_TOKENS, TEXT_DIM)
+        inputs["encoder_hidden_states_image"] = randn(BATCH, 5, IMAGE_DIM)
+        inputs["pose_hidden_states"] = randn(BATCH, CHANNELS, FRAMES - 1, HEIGHT, WIDTH)
+        inputs["face_pixel_values"] = randn(BATCH, 3, 4 * (FRAMES - 2) + 1, 16, 16)
+    return inputs
+
+
+def _with_random_vectors(model):
+    """Norm weights start at 1, biases may start at 0 and gates are small: leaving one out must change the output."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+        elif name.endswith("scale_shift_table"):
+            torch.nn.init.normal_(parameter, std=0.5)
+    return model
