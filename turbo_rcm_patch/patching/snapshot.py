@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 import torch
+from torch._C._functorch import maybe_current_level
 from torch.nn.modules.module import _has_any_global_hook
 
+Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_KIND = attrgetter("__class__", "device", "dtype", "shape", "requires_grad")
 
 
 class Snapshot:
-    """The classes and attributes of some modules (and of other objects), what calling them runs, their hooks, and where
-    their tensors lie.
+    """The classes and attributes of some modules (and of other objects), what calling them runs, their hooks, and their
+    tensors: where each lies, or, without addresses, of which kind it is (class, device, dtype, shape, requires_grad).
 
-    Contents of tensors do not count. Attributes that are changed in place, such as a list, are not seen; dictionaries
-    are.
+    Contents of tensors do not count. An attribute that is changed in place is seen where it is a dictionary, a list or
+    a set.
     """
 
-    def __init__(self, objects: Iterable[object]):
+    def __init__(self, objects: Iterable[object], addresses: bool = True):
         self._objects = [(thing, type(thing), _attributes(thing)) for thing in objects]
         self._modules = [thing for thing, _, _ in self._objects if isinstance(thing, torch.nn.Module)]
+        self._describe = _place if addresses else _kind
         self._code = {cls: code_of(cls) for _, cls, _ in self._objects}
         self._tensors = self._layout()
         self._under_global_hook = bool(_has_any_global_hook())
 
     def holds(self) -> bool:
-        """Whether nothing changed since. Never with a global hook, then or now: it belongs to no module."""
-        if self._under_global_hook or _has_any_global_hook():
+        """Whether nothing changed since. Never with a global hook, then or now, for it belongs to no module; never in a
+        function transform, whose tensors look like others."""
+        if self._under_global_hook or _has_any_global_hook() or maybe_current_level() is not None:
             return False
         try:
             same = all(type(thing) is cls and _vars(thing) == known for thing, cls, known in self._objects)
@@ -40,16 +45,22 @@ class Snapshot:
         except (RuntimeError, TypeError, ValueError):
             return False  # a tensor or an array became another one: their comparison has no truth value
 
-    def _layout(self) -> list[tuple] | None:
+    def _layout(self) -> list[tuple | None] | None:
         tensors = [t for m in self._modules for group in (m._parameters, m._buffers) for t in group.values()]
         try:
-            return [
-                (type(t), t.data_ptr(), t.dtype, t.shape, t.stride()) if type(t) in _PLAIN else (type(t), id(t))
-                for t in tensors
-                if t is not None
-            ]
+            return list(map(self._describe, tensors))
         except RuntimeError:
             return None  # a tensor of a function transform lies nowhere
+
+
+def _place(tensor: torch.Tensor | None) -> tuple | None:
+    if type(tensor) in _PLAIN:
+        return type(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return None if tensor is None else (type(tensor), id(tensor))
+
+
+def _kind(tensor: torch.Tensor | None) -> tuple | None:
+    return None if tensor is None else _KIND(tensor)
 
 
 def code_of(cls: type) -> Callable:
@@ -62,29 +73,40 @@ def _vars(thing: object) -> dict[str, object]:
 
 
 def _attributes(thing: object) -> dict[str, object]:
-    """A copy of an object's attributes, and of dictionaries among them, such as hooks and children."""
+    """A copy of an object's attributes, and of collections among them, such as hooks and children."""
     tensors = ("_parameters", "_buffers")
-    return {k: dict(v) if isinstance(v, dict) and k not in tensors else v for k, v in _vars(thing).items()}
+    return {name: value if name in tensors else _copied(value) for name, value in _vars(thing).items()}
 
 
-class WhileUnchanged(Generic[Value]):
-    """What ``compute(device)`` found out about some objects, kept for as long as a snapshot of them holds."""
+def _copied(value: object) -> object:
+    """What compares equal to a dictionary, list or set for as long as nobody changes it; other values themselves."""
+    return next((kind(value) for kind in (dict, list, set) if isinstance(value, kind)), value)
 
-    def __init__(self, objects: Callable[[], Iterable[object]], compute: Callable[[torch.device], Value]):
-        self._objects, self._compute = objects, compute
-        self._known: tuple[torch.device, Snapshot, Value] | None = None
 
-    def get(self, device: torch.device) -> Value:
-        """``compute(device)``, or what it returned last if device and objects are the same."""
+class WhileUnchanged(Generic[Key, Value]):
+    """What ``compute(key)`` found out about some objects, by key, kept for as long as a snapshot of them holds.
+
+    addresses: as for Snapshot. Without, a call costs some two microseconds a module, and weights may be reloaded, moved
+    on their device or swapped for equal ones without anything being computed anew.
+    """
+
+    def __init__(
+        self, objects: Callable[[], Iterable[object]], compute: Callable[[Key], Value], addresses: bool = True
+    ):
+        self._objects, self._compute, self._addresses = objects, compute, addresses
+        self._known: tuple[Snapshot, dict[Key, Value]] | None = None
+
+    def get(self, key: Key) -> Value:
+        """``compute(key)``, or what it returned for this key since the objects last changed."""
         known = self._known
-        if known is not None and known[0] == device and known[1].holds():
-            return known[2]
-        self._known = known = None  # lets go of modules that were removed
-        snapshot = Snapshot(self._objects())
-        value = self._compute(device)
-        self._known = device, snapshot, value
-        return value
+        if known is None or not known[0].holds():
+            self._known = known = None  # lets go of modules that were removed
+            self._known = known = Snapshot(self._objects(), self._addresses), {}
+        _, values = known
+        if key not in values:
+            values[key] = self._compute(key)
+        return values[key]
 
-    def __deepcopy__(self, memo) -> WhileUnchanged:
-        """Without what is known of the objects that were copied from."""
-        return WhileUnchanged(copy.deepcopy(self._objects, memo), copy.deepcopy(self._compute, memo))
+    def __getstate__(self) -> dict[str, object]:
+        """Copied and pickled without what is known of the objects that were copied from."""
+        return {**self.__dict__, "_known": None}
