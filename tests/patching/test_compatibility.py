@@ -265,7 +265,7 @@ def test_attention_backends(monkeypatch):
 )
 def test_sdpa_where_it_is_faster_or_asked_for(monkeypatch, config, taken):
     asked = []
-    monkeypatch.setattr(kernels, "sdpa_is_faster", lambda *_, **circumstances: asked.append(circumstances) or True)
+    monkeypatch.setattr(kernels, "why_sdpa", lambda *_, **circumstances: asked.append(circumstances) or "faster")
     implementations = []
     monkeypatch.setattr(
         kernels, "attention", lambda q, k, v, residual, implementation: implementations.append(implementation) or q

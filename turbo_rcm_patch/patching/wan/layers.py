@@ -145,12 +145,12 @@ def attention_implementation(
 ) -> str:
     """The implementation argument for `kernels.attention` on this device: "torch" is PyTorch's SDPA.
 
-    circumstances: with_residual and with_backward, as for `kernels.sdpa_is_faster`.
+    circumstances: with_residual and with_backward, as for `kernels.why_sdpa`.
     """
     if config.attention == "sdpa":
         return "torch"
     chooses = config.attention == "auto" and config.implementation == "auto"
-    if chooses and kernels.sdpa_is_faster(device, dtype, head_dim, **circumstances):
+    if chooses and kernels.why_sdpa(device, dtype, head_dim, **circumstances):
         return "torch"
     return config.implementation
 
