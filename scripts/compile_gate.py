@@ -26,6 +26,7 @@ KERNELS = (
     "gemm_hopper",
     "linear_skip",
     "linear_gelu",
+    "gelu",
     "layer_norm_modulate",
     "rms_norm_rope",
     "skip",

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.oracle import DTYPES, assert_no_worse, torch_device
-from turbo_rcm_patch.kernels import attention, sdpa_is_faster
+from turbo_rcm_patch.kernels import attention
 
 # B, S, Skv, H, D: self and cross, one token, lengths around the tile sizes, head_dims that fill a tile and that do not.
 SHAPES = [
@@ -313,26 +313,6 @@ def test_auto_takes_the_reference_where_no_kernel_applies(monkeypatch):
     assert attention(*_double(q, k, v)).dtype == torch.float64
     q = q[:, :0]
     assert attention(q, k, v).shape == q.shape
-
-
-@pytest.mark.parametrize(
-    ("capability", "dtype", "head_dim", "circumstances", "expected"),
-    [
-        ((9, 0), torch.bfloat16, 128, {}, False),
-        ((9, 0), torch.bfloat16, 128, {"with_backward": True}, True),
-        ((9, 0), torch.bfloat16, 128, {"with_residual": True}, True),
-        ((9, 0), torch.bfloat16, 96, {}, True),
-        ((9, 0), torch.float32, 128, {}, True),
-        ((10, 0), torch.float16, 128, {}, True),
-        ((8, 0), torch.float16, 128, {"with_backward": True, "with_residual": True}, False),
-        ((8, 0), torch.float32, 128, {}, True),
-    ],
-)
-def test_where_sdpa_is_faster(monkeypatch, capability, dtype, head_dim, circumstances, expected):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.version, "hip", None)
-    assert sdpa_is_faster(torch.device("cuda"), dtype, head_dim, **circumstances) is expected
-    assert not sdpa_is_faster(torch.device("cpu"), dtype, head_dim, **circumstances)
 
 
 def test_wide_heads(device):

@@ -230,7 +230,7 @@ def test_bad_arguments(module_class):
 def test_sdpa_where_it_is_faster(monkeypatch):
     """By default, and for what is asked of it: a backward or none."""
     asked, taken = [], []
-    monkeypatch.setattr(kernels, "sdpa_is_faster", lambda *_, with_backward: asked.append(with_backward) or True)
+    monkeypatch.setattr(kernels, "why_sdpa", lambda *_, with_backward: asked.append(with_backward) or "faster")
     attention = kernels.attention
     monkeypatch.setattr(
         kernels, "attention", lambda *qkv, implementation: taken.append(implementation) or attention(*qkv)
@@ -241,6 +241,20 @@ def test_sdpa_where_it_is_faster(monkeypatch):
         FusedRCMAttention(16, 2)(x, 0.5)
         FusedRCMAttention(16, 2, implementation="torch")(x, 0.5)
     assert (asked, taken) == ([True, False], ["torch"] * 3)
+
+
+def test_two_passes_where_the_fused_projection_was_not_measured(monkeypatch):
+    monkeypatch.setattr(kernels, "why_torch", lambda op, *_: f"{op} not measured")
+    fused = []
+    linear_skip = kernels.linear_skip
+    monkeypatch.setattr(kernels, "linear_skip", lambda *args, **kw: fused.append(1) or linear_skip(*args, **kw))
+    x = torch.randn(2, 5, 16)
+    module = FusedRCMAttention(16, 2)
+    by_two_passes = module(x, 0.5)
+    assert not fused
+    module.implementation = "torch"
+    assert relative_error(by_two_passes, module(x, 0.5)) <= 1e-5
+    assert fused
 
 
 def test_bad_implementation():

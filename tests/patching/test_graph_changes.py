@@ -259,6 +259,29 @@ def test_settings_of_torch_are_told_apart(tape):
     assert graphs_of(pair[0]).kept == 2
 
 
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (torch.backends.cuda.matmul, "allow_fp16_accumulation", True),
+        (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
+        (torch.backends.cudnn, "benchmark", True),
+    ],
+)
+def test_the_key_knows_what_chooses_kernels(owner, name, value):
+    inputs = [torch.ones(3)]
+    before = graphs.call_key(inputs)
+    with changed(owner, name, value):
+        assert graphs.call_key(inputs) != before
+    assert graphs.call_key(inputs) == before
+
+
+def test_the_key_knows_the_default_device():
+    before = graphs.call_key([])
+    with torch.device("meta"):
+        assert graphs.call_key([]) != before
+    assert graphs.call_key([]) == before
+
+
 def test_an_attention_that_a_program_replaces_takes_effect(tape, monkeypatch):
     pair = make_models()
     inputs = inputs_for(pair[0])

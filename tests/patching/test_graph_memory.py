@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import gc
+import pickle
 
 import pytest
 import torch
@@ -86,6 +87,36 @@ def test_an_error_of_the_function_while_recording_is_raised_and_recording_goes_o
     for _ in range(3):
         assert torch.equal(call(), torch.full((3,), 2.0))
     assert recorded.replays == 2
+
+
+@pytest.mark.parametrize("recorded", [1, 2])
+def test_a_pool_is_given_back_with_the_last_of_its_recordings(tape, monkeypatch, recorded):
+    released, kept = [], graphs.Graphs()
+    monkeypatch.setattr(TapeRecorder, "release", lambda self: released.append(self))
+    call = lambda key: kept.run(key, lambda x: 2 * x, [torch.ones(3)])  # noqa: E731
+    for key in range(recorded):
+        call(key), call(key)
+    pool = kept._recorder
+    for key in range(recorded, graphs.KINDS_KEPT + recorded - 1):
+        call(key)
+    assert (kept.kept, released) == (1, [])
+    call(-1)
+    assert (kept.kept, released, kept.reserved_bytes) == (0, [pool], 0)
+    call(-1)
+    assert kept._recorder is not pool
+    assert torch.equal(call(-1), torch.full((3,), 2.0))
+    kept.clear()
+    assert len(released) == 2
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda graphs: pickle.loads(pickle.dumps(graphs))])
+def test_copied_and_pickled_graphs_are_empty(tape, duplicate):
+    kept = graphs.Graphs()
+    for _ in range(3):
+        kept.run("key", lambda x: 2 * x, [torch.ones(3)])
+    other = duplicate(kept)
+    assert (other.kept, other.replays, kept.kept, kept.replays) == (0, 0, 1, 2)
+    assert torch.equal(other.run("key", lambda x: 3 * x, [torch.ones(3)]), torch.full((3,), 3.0))
 
 
 class Allocator:

@@ -4,28 +4,36 @@ Every exported function takes ``implementation="auto" | "triton" | "torch"``; se
 """
 
 from .ahead import compile_ahead
-from .attention import attention, sdpa_is_faster
+from .attention import attention
+from .choice import attention_kernel_name, gemm_kernel, linear_qkv_kernel, why_sdpa
 from .dispatch import IMPLEMENTATIONS, interpreting, why_not_triton, why_not_triton_on
-from .choice_stub import why_torch, why_sdpa, attention_kernel_name, gemm_kernel, linear_qkv_kernel, gelu
+from .gelu import gelu
 from .layer_norm_modulate import layer_norm_modulate
 from .linear_gelu import linear_gelu
 from .linear_qkv import linear_qkv
 from .linear_skip import linear_skip
+from .measured import measured_on, why_torch
 from .rms_norm_rope import rms_norm_rope
 from .skip import skip
 
 __all__ = [
     "IMPLEMENTATIONS",
     "attention",
+    "attention_kernel_name",
     "compile_ahead",
+    "gelu",
+    "gemm_kernel",
     "interpreting",
     "layer_norm_modulate",
     "linear_gelu",
     "linear_qkv",
+    "linear_qkv_kernel",
     "linear_skip",
+    "measured_on",
     "rms_norm_rope",
-    "sdpa_is_faster",
     "skip",
     "why_not_triton",
     "why_not_triton_on",
+    "why_sdpa",
+    "why_torch",
 ]

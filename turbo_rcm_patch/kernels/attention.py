@@ -18,7 +18,7 @@ from .ahead import compiling_ahead
 from .attention_backward import attention_backward
 from .attention_forward import attention_forward
 from .coefficient import Coefficient, canonical_coefficient
-from .dispatch import is_hopper, kernel_op, use_triton
+from .dispatch import kernel_op, use_triton
 
 MAX_HEAD_DIM = 256
 
@@ -55,24 +55,6 @@ def attention(
     # The skip's own gradients need only the residual and c_skip; all others need the raw output and the logsumexp.
     save_for_backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, c_out))
     return _attention(*operands, scale, save_for_backward)[0]
-
-
-def sdpa_is_faster(
-    device: torch.device, dtype: torch.dtype, head_dim: int, *, with_residual: bool = False, with_backward: bool = False
-) -> bool:
-    """Whether PyTorch's attention is known to be faster than this one for q, k and v of this kind.
-
-    It is in fp32, which has no tensor cores here; for a backward on sm_90; and where the forward is the portable one on
-    sm_90 or sm_100, which have cuDNN's.
-    """
-    if device.type != "cuda":
-        return False
-    if dtype not in (torch.float16, torch.bfloat16):
-        return True
-    if is_hopper(device):
-        portable = with_residual or attention_hopper.why_not_on(device, dtype, head_dim) is not None
-        return portable or with_backward
-    return torch.cuda.get_device_capability(device) == (10, 0)
 
 
 def _check(q, k, v, residual, c_skip, c_out, scale, implementation):

@@ -36,6 +36,8 @@ DEPTH = 64  # of a step along K
 STAGES = 4  # steps whose operands are in shared memory
 CHUNK = 64  # columns that an epilogue takes at once: in 16 bits a line of swizzled shared memory
 
+_UNALIGNED = "rows or addresses that are no multiple of 16 bytes"
+
 
 def why_not_on(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the kernel cannot run on this device and dtype, in a few words; None when it can."""
@@ -55,7 +57,8 @@ def why_not(
 
     As for `launch`, or for `launch_three` with three weights. dtype: of the result; None: a's.
     """
-    reason = why_not_on(a.device, a.dtype)
+    (rows, K), N = a.shape, weights[0].shape[0]
+    reason = why_not_sizes(a.device, a.dtype, rows, N, K, samples=samples, weights=len(weights))
     if reason is not None:
         return reason
     for name, kept in (("residual", residual.dtype if residual is not None else None), ("result", dtype)):
@@ -65,11 +68,21 @@ def why_not(
         return "c_skip per channel or token"  # would spill registers beside 192 accumulators
     if coefficient_kind(c_out) == PER_TOKEN:
         return "c_out per token"
-    N = weights[0].shape[0]
     matrices = (a, *weights) if residual is None else (a, *weights, residual)
-    if N % 8 or not all(matrix_fits_tma(matrix) for matrix in matrices):
-        return "rows or addresses that are no multiple of 16 bytes"
-    if len(weights) * count_tiles(samples, a.shape[0] // samples, N) < device_properties(a.device)[1]:
+    return None if all(matrix_fits_tma(matrix) for matrix in matrices) else _UNALIGNED
+
+
+def why_not_sizes(
+    device: torch.device, dtype: torch.dtype, rows: int, N: int, K: int, *, samples: int = 1, weights: int = 1
+) -> str | None:
+    """Why the kernel is not for an a [rows, K] of so many samples and so many weights [N, K], in a few words, whatever
+    lies where; None when it is."""
+    reason = why_not_on(device, dtype)
+    if reason is not None:
+        return reason
+    if N % 8 or K % 8:
+        return _UNALIGNED
+    if weights * count_tiles(samples, rows // samples, N) < device_properties(device)[1]:
         return "fewer tiles than multiprocessors"
     return None
 

@@ -15,6 +15,7 @@ import triton.language as tl
 from . import gemm_hopper, reference
 from .aot import TRITON_NAMES, AotCase
 from .dispatch import kernel_op, use_triton
+from .gelu import gelu_tanh
 from .gemm import aot_case, check_linear, gemm, launch, tile_candidates
 from .tma import TMA_CAPABILITY
 
@@ -70,14 +71,7 @@ def _store_gelu(acc, sample, rows, columns, M, N, arguments, KINDS: tl.constexpr
     if bias is not None:
         acc += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     offsets = (sample.to(tl.int64) * M + rows)[:, None] * N + columns[None, :]
-    tl.store(out + offsets, _gelu(acc).to(out.dtype.element_ty), mask=(rows < M)[:, None] & column_mask[None, :])
-
-
-@triton.jit
-def _gelu(x):
-    """0.5 x (1 + tanh(u)) = x / (1 + exp(-2u)) with u = √(2/π) (x + 0.044715 x³): no NaN where exp overflows."""
-    u = 0.7978845608028654 * x * (1 + 0.044715 * x * x)
-    return x / (1 + tl.exp(-2 * u))
+    tl.store(out + offsets, gelu_tanh(acc).to(out.dtype.element_ty), mask=(rows < M)[:, None] & column_mask[None, :])
 
 
 def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:

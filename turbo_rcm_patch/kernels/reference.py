@@ -76,9 +76,14 @@ def linear_skip(
     return skip(residual, F.linear(a, weight, bias), c_skip, c_out, dtype, residual_scale, result_scale)
 
 
+def gelu(x: torch.Tensor) -> torch.Tensor:
+    """``gelu_tanh(x)`` for x of any shape."""
+    return F.gelu(x, approximate="tanh").contiguous()
+
+
 def linear_gelu(a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """``gelu_tanh(a Wᵀ + b)`` for a [B, S, K], weight [C, K], bias [C]."""
-    return F.gelu(F.linear(a, weight, bias), approximate="tanh")
+    return gelu(F.linear(a, weight, bias))
 
 
 def linear_qkv(

@@ -98,8 +98,8 @@ class TorchFusedRCMAttention(TwoPassRCMAttention):
 class FusedRCMAttention(TwoPassRCMAttention):
     """On the Triton kernels: attention, then projection and skip in one GEMM that stores only the result.
 
-    implementation: "auto" (on a GPU the kernels, and SDPA where that is faster; elsewhere torch), "triton" or "torch";
-    see kernels/dispatch.py.
+    implementation: "auto" (on a GPU the kernels that were measured to be as fast as PyTorch's, see kernels/measured.py;
+    elsewhere torch), "triton" or "torch"; see kernels/dispatch.py.
     Under autocast, and when proj is no plain nn.Linear (LoRA, quantised, hooked), the modules are called as in the
     two-pass form, because the kernels read proj's weights as they are.
     """
@@ -121,8 +121,7 @@ class FusedRCMAttention(TwoPassRCMAttention):
         self.implementation = implementation
 
     def _attend_project_skip(self, q, k, v, residual, c_skip, c_out):
-        autocast = torch.is_autocast_enabled(residual.device.type)
-        if autocast or why_not_linear(self.proj, q.device, q.dtype):
+        if self._why_two_passes(q):
             return super()._attend_project_skip(q, k, v, residual, c_skip, c_out)
         attended = kernels.attention(q, k, v, implementation=self._attention_implementation(q)).flatten(2)
         return kernels.linear_skip(
@@ -135,9 +134,17 @@ class FusedRCMAttention(TwoPassRCMAttention):
             implementation=self.implementation,
         )
 
+    def _why_two_passes(self, q: torch.Tensor) -> str | None:
+        if torch.is_autocast_enabled(q.device.type):
+            return "autocast"
+        reason = why_not_linear(self.proj, q.device, q.dtype)
+        if reason is None and self.implementation == "auto":
+            reason = kernels.why_torch("linear_skip", q.device, q.dtype)
+        return reason
+
     def _attention_implementation(self, q: torch.Tensor) -> str:
         with_backward = torch.is_grad_enabled() and q.requires_grad
-        if self.implementation == "auto" and kernels.sdpa_is_faster(
+        if self.implementation == "auto" and kernels.why_sdpa(
             q.device, q.dtype, self.head_dim, with_backward=with_backward
         ):
             return "torch"

@@ -16,6 +16,8 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 import torch.autograd.forward_ad as fwAD
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 logger = logging.getLogger(__name__)
 
@@ -84,9 +86,7 @@ class Graphs:
         """Forget all recordings and give their memory back."""
         with self._lock:
             self._recordings.clear()
-            recorder, self._recorder = self._recorder, None
-            if recorder is not None:
-                recorder.release()
+            self._release_pool()
 
     def invalidate(self) -> None:
         """Forget all recordings, because what they recorded has changed; for good where they are hardly replayed."""
@@ -104,8 +104,16 @@ class Graphs:
         self.eager["not recorded yet"] += 1
         while len(self._recordings) >= KINDS_KEPT:
             self._recordings.popitem(last=False)
+        if self.kept == 0:
+            self._release_pool()
         self._recordings[key] = None
         return output
+
+    def _release_pool(self) -> None:
+        """Give the memory of recordings that are gone back. A pool may not be used again when all of its graphs are."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.release()
 
     def _run_instead(self, function: Function, inputs: Inputs, reason: str) -> torch.Tensor:
         """An eager run after a recording that failed. Nothing is recorded any more, unless this fails as well."""
@@ -121,15 +129,15 @@ class Graphs:
 
     def _record(self, function: Function, inputs: Inputs) -> CudaRecording:
         device = next(tensor.device for tensor in inputs if tensor is not None)
-        if self.kept == 0:  # a memory pool may not be used again when all of its graphs are gone
+        if self._recorder is None:
             self._recorder = self._recorder_type(device)
         # Ordinary tensors, so that a recording made in inference mode can also be replayed outside.
         with torch.inference_mode(False), torch.no_grad():
             return self._recorder.record(function, inputs)
 
-    def __deepcopy__(self, memo) -> Graphs:
-        """Empty: a recording holds the addresses of the modules that were copied from."""
-        return Graphs()
+    def __reduce__(self) -> tuple:
+        """Copied and pickled empty: a recording holds the addresses of the modules that were copied from."""
+        return Graphs, ()
 
 
 class CudaRecorder:
@@ -236,11 +244,18 @@ def why_not_recorded(inputs: Inputs) -> str | None:
         return "autocast"
     if torch._C._functorch.maybe_current_level() is not None or fwAD._current_level >= 0 or torch.jit.is_tracing():
         return "function transform"
-    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+    if _under_torch_mode():
         return "torch mode"
     if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return "capture under way"
     return None
+
+
+def _under_torch_mode() -> bool:
+    """Whether calls of torch's functions run someone's code; a default device alone is a setting (see `_settings`)."""
+    if torch._C._len_torch_dispatch_stack():
+        return True
+    return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
 
 
 def call_key(inputs: Inputs) -> Hashable:
@@ -261,8 +276,11 @@ def _settings() -> tuple:
         cuda.matmul.fp32_precision,
         cuda.matmul.allow_bf16_reduced_precision_reduction,
         cuda.matmul.allow_fp16_reduced_precision_reduction,
+        cuda.matmul.allow_fp16_accumulation,
         cudnn.conv.fp32_precision,
         cudnn.enabled,
         cudnn.deterministic,
+        cudnn.benchmark,
         torch.are_deterministic_algorithms_enabled(),
+        tuple(mode.device for mode in _get_current_function_mode_stack()),  # default devices
     )

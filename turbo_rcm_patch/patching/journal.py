@@ -1,10 +1,11 @@
-"""Instance attributes set on modules, remembered so that all of them can be taken back."""
+"""What is set on modules, attributes and parameters, remembered so that all of it can be taken back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 from types import MethodType
+from typing import NamedTuple
 
 import torch
 
@@ -20,49 +21,85 @@ def bind(forward: Callable, module: torch.nn.Module) -> Callable:
 
 
 class _ABSENT:
-    """Stands for an attribute that was not there; a class, because deepcopy keeps a class's identity."""
+    """Stands for an attribute that was not there; a class, because copies and pickles keep a class's identity."""
+
+
+class _Entry(NamedTuple):
+    """What was set: value under name in the module's ``__dict__``, or among its parameters, where `before` was."""
+
+    module: torch.nn.Module
+    is_parameter: bool
+    name: str
+    value: object
+    before: object
+
+    @property
+    def holder(self) -> dict[str, object]:
+        return self.module._parameters if self.is_parameter else self.module.__dict__
+
+    @property
+    def holds(self) -> bool:
+        """Whether what was set is there, or a bound method that is equal to it, as accelerate's unwrap_model leaves."""
+        found = self.holder.get(self.name, _ABSENT)
+        if isinstance(found, MethodType) and found.__self__ is self.module:
+            return found.__func__ is getattr(self.value, "__func__", None)
+        return found is self.value
 
 
 class Journal:
-    """Sets attributes in modules' ``__dict__`` and undoes them in reverse order.
+    """Sets attributes and parameters of modules and undoes that in reverse order.
 
-    Writing to ``__dict__`` keeps nn.Module from registering anything, so state_dict, parameters and module classes stay
-    as they are.
+    Writing to ``__dict__`` and ``_parameters`` keeps nn.Module from registering anything, so the names in state_dict
+    and module classes stay as they are. Copies and pickles of a whole model, journal included, can be undone as well.
     """
 
     def __init__(self):
-        self._entries: list[tuple[torch.nn.Module, str, object, object]] = []
+        self._entries: list[_Entry] = []
 
     def set(self, module: torch.nn.Module, name: str, value: object) -> None:
         """Set the instance attribute and remember what was there."""
-        self._entries.append((module, name, value, module.__dict__.get(name, _ABSENT)))
-        module.__dict__[name] = value
+        self._set(_Entry(module, False, name, value, module.__dict__.get(name, _ABSENT)))
+
+    def set_parameter(self, module: torch.nn.Module, name: str, value: torch.nn.Parameter | None) -> None:
+        """Put another parameter in the place of one that the module has (KeyError if not), and remember that one.
+
+        What is written into the new parameter, as by load_state_dict, is lost with it.
+        """
+        self._set(_Entry(module, True, name, value, module._parameters[name]))
+
+    def _set(self, entry: _Entry) -> None:
+        self._entries.append(entry)
+        entry.holder[entry.name] = entry.value
 
     def captured(self) -> list[tuple[torch.nn.Module, str]]:
-        """The (module, attribute) pairs that no longer hold what was set, nor a known hook's wrapper around it."""
-        return [
-            (module, name)
-            for module, name, value, _ in self._entries
-            if module.__dict__.get(name, _ABSENT) is not value and not _hook_slots(module, value)
-        ]
+        """The (module, name) pairs that no longer hold what was set, nor a known hook's wrapper around it."""
+        lost = (entry for entry in self._entries if not entry.holds and not _hook_slots(entry))
+        return [(entry.module, entry.name) for entry in lost]
 
     def undo(self) -> None:
-        """Take every attribute back. A later hook around a patched forward stays and gets the old one."""
+        """Take everything back. A later hook around a patched forward stays and gets the old one; a parameter that
+        somebody replaced since stays theirs."""
         while self._entries:
-            module, name, value, before = self._entries.pop()
-            if module.__dict__.get(name, _ABSENT) is value:
-                if before is _ABSENT:
-                    del module.__dict__[name]
-                else:
-                    module.__dict__[name] = before
+            entry = self._entries.pop()
+            if not entry.holds:
+                for holder, attribute in _hook_slots(entry):
+                    setattr(holder, attribute, _original(entry))
+            elif entry.before is _ABSENT:
+                del entry.holder[entry.name]
             else:
-                original = MethodType(type(module).forward, module) if before is _ABSENT else before
-                for holder, attribute in _hook_slots(module, value):
-                    setattr(holder, attribute, original)
+                entry.holder[entry.name] = entry.before
 
 
-def _hook_slots(module: torch.nn.Module, forward: object) -> list[tuple[object, str]]:
-    """Where hooks put on a module keep `forward`: accelerate's ``_old_forward``, diffusers' function references."""
+def _original(entry: _Entry) -> object:
+    absent = entry.before is _ABSENT
+    return MethodType(type(entry.module).forward, entry.module) if absent else entry.before
+
+
+def _hook_slots(entry: _Entry) -> list[tuple[object, str]]:
+    """Where hooks put on a module keep a forward: accelerate's ``_old_forward``, diffusers' function references."""
+    module, forward = entry.module, entry.value
+    if entry.is_parameter:
+        return []
     slots = [(module, "_old_forward")] if module.__dict__.get("_old_forward") is forward else []
     registry = module.__dict__.get("_diffusers_hook")
     for reference in registry._fn_refs if registry is not None else ():

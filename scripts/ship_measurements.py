@@ -1,0 +1,68 @@
+"""Copy what a results file says about each op's speed into the package, which chooses its kernels by it.
+
+python scripts/ship_measurements.py results/nvidia-h200.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from turbo_rcm_patch.kernels.measured import FOLDER, OPS
+
+VERSIONS = ("driver", "cuda", "torch", "triton", "turbo_rcm_patch")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, help="a results file with an ops run")
+    source = parser.parse_args(argv).results
+    run = json.loads(source.read_text(encoding="utf-8")).get("runs", {}).get("ops")
+    if run is None:
+        parser.error(f"{source} has no ops run; scripts/benchmark_ops.py makes one.")
+    target = FOLDER / source.name
+    target.write_text(as_text(reduce_ops_run(run)), encoding="utf-8")
+    print(f"wrote {target}")
+    return 0
+
+
+def reduce_ops_run(run: dict) -> dict:
+    """What the package needs of an ops run: see kernels/measured.py."""
+    environment = run["environment"]
+    major, minor = int(environment["capability"][3:-1]), int(environment["capability"][-1])  # "sm_120" is 12.0
+    return {
+        "gpu": environment["gpu"],
+        "capability": [major, minor],
+        "versions": {name: environment[name] for name in VERSIONS},
+        "rows": [_row(result) for result in run["results"] if result["case"].split()[0] in OPS],
+    }
+
+
+def _row(result: dict) -> dict:
+    """A case, "linear_skip 32760×1536×1536", against its fastest rival that computes all of it and so has an error."""
+    op, sizes = result["case"].split()
+    timings = result["timings"]
+    rivals = {name: t["milliseconds"] for name, t in timings.items() if not t["is_ours"] and t["error"] is not None}
+    rival = min(rivals, key=rivals.get)
+    ours = None if result["best"] is None else timings[result["best"]]["milliseconds"]
+    return {
+        "op": op,
+        "dtype": "bfloat16",
+        "shape": [int(size) for size in sizes.split("×")],
+        "ours": ours and round(ours, 4),
+        "rival": round(rivals[rival], 4),
+        "rival_name": rival,
+    }
+
+
+def as_text(measured: dict) -> str:
+    """JSON with a line per row."""
+    rows = ",\n".join(f"    {json.dumps(row, ensure_ascii=False)}" for row in measured["rows"])
+    head = json.dumps({**measured, "rows": []}, indent=2, ensure_ascii=False)
+    return head.replace('"rows": []', f'"rows": [\n{rows}\n  ]') + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""The kernels' names against the kernels that are really launched, and by what PyTorch's are preferred."""
+
+import pytest
+import torch
+
+from turbo_rcm_patch import kernels
+from turbo_rcm_patch.kernels import (
+    attention_forward,
+    attention_hopper,
+    choice,
+    dispatch,
+    gemm,
+    gemm_hopper,
+    measured,
+    reference,
+)
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+GLUON_KERNELS = ("gemm_kernel", "gemm_of_three_kernel", "attention_kernel")
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The names of the kernels that ops launch, on a CPU that counts as a GPU of sm_90 with four multiprocessors."""
+    names = []
+    for module in (gemm, gemm_hopper, attention_forward, attention_hopper):
+        monkeypatch.setattr(module, "launch_kernel", lambda kernel, *_, **__: names.append(kernel.__name__))
+    for module in (dispatch, choice):
+        monkeypatch.setattr(module, "is_hopper", lambda device: True)
+    return names
+
+
+def kind_of(names):
+    assert len(names) == 1
+    return choice.GLUON if names[0] in GLUON_KERNELS else choice.PORTABLE
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+GEMMS = {
+    "large": (BF16, 1, 600, 256, 64, (1, 1, 256), choice.GLUON),
+    "two samples": (BF16, 2, 300, 256, 64, (2, 1, 256), choice.GLUON),
+    "one sample's coefficients": (BF16, 2, 50, 384, 64, (1, 1, 384), choice.PORTABLE + " (fewer tiles"),
+    "few tiles": (BF16, 1, 100, 64, 64, (1, 1, 64), choice.PORTABLE + " (fewer tiles than multiprocessors)"),
+    "fp32": (FP32, 1, 600, 256, 64, (1, 1, 256), choice.PORTABLE + " (float32 tensors)"),
+    "odd columns": (BF16, 1, 600, 252, 64, (1, 1, 252), choice.PORTABLE + " (rows or addresses"),
+    "odd depth": (BF16, 1, 600, 256, 60, (1, 1, 256), choice.PORTABLE + " (rows or addresses"),
+    "per token": (BF16, 1, 600, 256, 64, (1, 600, 256), choice.PORTABLE + " (coefficients per token)"),
+}
+
+
+@pytest.mark.parametrize("case", GEMMS)
+def test_a_gemms_name_is_that_of_the_kernel_launched(launched, case):
+    dtype, batch, tokens, N, K, gate_shape, expected = GEMMS[case]
+    a, weight, residual = torch.zeros(batch, tokens, K), torch.zeros(N, K), torch.zeros(batch, tokens, N)
+    a, weight, residual = (x.to(dtype) for x in (a, weight, residual))
+    kernels.linear_skip(a, weight, None, residual, c_out=torch.zeros(gate_shape), implementation="triton")
+    options = {"samples": batch if gate_shape[0] > 1 else 1, "per_token": gate_shape[1] > 1}
+    name = kernels.gemm_kernel(a.device, dtype, batch * tokens, N, K, **options)
+    assert name.startswith(kind_of(launched))
+    assert name.startswith(expected)
+
+
+@pytest.mark.parametrize("case", GEMMS)
+def test_a_projections_name_is_that_of_the_kernel_launched(launched, monkeypatch, case):
+    dtype, batch, tokens, N, K, *_ = GEMMS[case]
+    a, weight = torch.zeros(batch, tokens, K, dtype=dtype), torch.zeros(N, K, dtype=dtype)
+    kernels.linear_gelu(a, weight, None, implementation="triton")
+    assert kernels.gemm_kernel(a.device, dtype, batch * tokens, N, K).startswith(kind_of(launched))
+
+    launched.clear()
+    called = []
+    monkeypatch.setattr(reference, "linear_qkv", lambda *_: called.append(choice.LINEAR) or (a, a, a))
+    kernels.linear_qkv(a, [weight] * 3, [None] * 3, implementation="triton")
+    name, reason = kernels.linear_qkv_kernel(a.device, dtype, batch * tokens, N, K)
+    assert [name] == (called or [kind_of(launched)])
+    assert (reason is None) == (name == choice.GLUON)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "with_residual", "expected"),
+    [
+        (BF16, 128, False, choice.GLUON),
+        (torch.float16, 64, False, choice.GLUON),
+        (BF16, 128, True, choice.PORTABLE),
+        (BF16, 96, False, choice.PORTABLE + " (head_dim 96)"),
+        (FP32, 64, False, choice.PORTABLE + " (float32 tensors)"),
+    ],
+)
+@pytest.mark.parametrize("with_backward", [False, True])
+def test_an_attentions_name_is_that_of_the_kernel_launched(
+    launched, dtype, head_dim, with_residual, with_backward, expected
+):
+    q = torch.zeros(1, 256, 2, head_dim, dtype=dtype, requires_grad=with_backward)
+    residual = torch.zeros_like(q) if with_residual else None
+    kernels.attention(q, q, q, residual=residual, implementation="triton")
+    circumstances = {"with_residual": with_residual, "with_backward": with_backward}
+    name = kernels.attention_kernel_name("triton", q.device, dtype, head_dim, **circumstances)
+    assert name.startswith(kind_of([n for n in launched if n != "_join_kernel"]))
+    assert name == expected
+
+
+def test_the_name_tells_why_gluon_was_not_imported(launched, monkeypatch):
+    for module in (gemm_hopper, attention_hopper):
+        monkeypatch.setattr(module, "GLUON_ERROR", "cannot import name 'tma'")
+    names = [
+        kernels.gemm_kernel(CPU, BF16, 600, 256, 64),
+        kernels.attention_kernel_name("auto", CPU, BF16, 128),
+    ]
+    assert all(name.startswith(choice.PORTABLE) and "cannot import name 'tma'" in name for name in names)
+    name, reason = kernels.linear_qkv_kernel(CPU, BF16, 600, 256, 64)
+    assert name == choice.LINEAR
+    assert "cannot import name 'tma'" in reason
+
+
+def test_other_gpus_have_one_name_for_the_portable_kernels():
+    assert kernels.gemm_kernel(CPU, BF16, 600, 256, 64) == choice.PORTABLE
+    assert kernels.attention_kernel_name("triton", CPU, FP32, 64) == choice.PORTABLE
+
+
+def test_sdpas_backend_is_pytorchs_own_choice(monkeypatch):
+    name = kernels.attention_kernel_name("torch", CPU, FP32, 64)
+    assert name in ("PyTorch SDPA (FlashAttention)", "PyTorch SDPA (math)")
+    asked = []
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda q, k, v: asked.append(q) or 3)
+    assert kernels.attention_kernel_name("torch", CPU, BF16, 64, with_backward=True) == "PyTorch SDPA (cuDNN)"
+    assert (asked[0].dtype, asked[0].shape[-1], asked[0].requires_grad) == (BF16, 64, True)
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda q, k, v: 7)
+    assert kernels.attention_kernel_name("torch", CPU, BF16, 64) == "PyTorch SDPA"
+    monkeypatch.delattr(torch, "_fused_sdp_choice")
+    assert kernels.attention_kernel_name("torch", CPU, BF16, 64) == "PyTorch SDPA"
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "head_dim", "circumstances", "expected"),
+    [
+        ((9, 0), BF16, 128, {}, None),
+        ((9, 0), torch.float16, 64, {}, None),
+        ((9, 0), BF16, 128, {"with_backward": True}, "not measured with a backward"),
+        ((9, 0), BF16, 128, {"with_residual": True}, "not measured with a residual"),
+        ((9, 0), BF16, 96, {}, "head_dim 96"),
+        ((9, 0), FP32, 128, {}, "not measured in float32"),
+        ((10, 0), torch.float16, 128, {}, "not measured on sm_100"),
+        ((8, 9), BF16, 128, {}, "not measured on sm_89"),
+    ],
+)
+def test_where_pytorchs_attention_is_taken(monkeypatch, capability, dtype, head_dim, circumstances, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert kernels.why_sdpa(CUDA, dtype, head_dim, **circumstances) == expected
+    assert kernels.why_sdpa(CPU, dtype, head_dim, **circumstances) is None
+
+
+def test_on_sm_90_without_gluon_pytorchs_attention_is_taken(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(attention_hopper, "GLUON_ERROR", "cannot import name 'tma'")
+    assert "cannot import name 'tma'" in kernels.why_sdpa(CUDA, BF16, 128)
+
+
+def test_a_slower_kernel_is_not_taken(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    monkeypatch.setattr(torch.version, "hip", None)
+    slow = measured.Verdict(("NVIDIA L40",), 2.0, 1.0)
+    monkeypatch.setattr(measured, "_VERDICTS", {("attention", (8, 9)): slow})
+    assert kernels.why_sdpa(CUDA, BF16, 128) == "PyTorch's was faster on NVIDIA L40"

@@ -1,0 +1,107 @@
+"""Which kernel runs for calls of a kind, and why PyTorch's is preferred: for those who choose, and for the summary.
+
+The questions are those that the launchers ask, but for addresses and strides, which a call alone has.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import attention_hopper, gemm_hopper
+from .dispatch import is_hopper
+from .measured import why_torch
+
+GLUON, PORTABLE = "sm_90 Gluon", "portable Triton"
+SDPA, LINEAR = "PyTorch SDPA", "PyTorch linear"
+_SDPA_BACKENDS = {
+    0: "math",
+    1: "FlashAttention",
+    2: "memory-efficient",
+    3: "cuDNN",
+}  # as torch.nn.attention numbers them
+
+
+def why_sdpa(
+    device: torch.device, dtype: torch.dtype, head_dim: int, *, with_residual: bool = False, with_backward: bool = False
+) -> str | None:
+    """Why PyTorch's attention is taken instead of `attention`, in a few words; None where ours was measured to be as
+    fast, and on the CPU.
+
+    Only the forward without a residual was measured; on sm_90 it is the Gluon kernel's, which does not take every
+    head_dim.
+    """
+    if device.type != "cuda":
+        return None
+    reason = why_torch("attention", device, dtype)
+    if reason is None and is_hopper(device):
+        reason = attention_hopper.why_not_on(device, dtype, head_dim)
+    if reason is None and (with_residual or with_backward):
+        reason = f"not measured with a {'residual' if with_residual else 'backward'}"
+    return reason
+
+
+def attention_kernel_name(
+    implementation: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    with_residual: bool = False,
+    with_backward: bool = False,
+) -> str:
+    """What runs an `attention` of this kind: "sm_90 Gluon", "portable Triton", or PyTorch's SDPA with its backend.
+
+    implementation: the one it is given, with which it can run.
+    """
+    if implementation == "torch":
+        return _sdpa_name(device, dtype, head_dim, with_backward)
+    if with_residual:
+        return PORTABLE
+    return _kernel_name(device, attention_hopper.why_not_on(device, dtype, head_dim))
+
+
+def gemm_kernel(
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    N: int,
+    K: int,
+    *,
+    samples: int = 1,
+    per_token: bool = False,
+) -> str:
+    """What runs a `linear_skip` or `linear_gelu` of an a [rows, K] and a weight [N, K]: "sm_90 Gluon" or "portable
+    Triton", on sm_90 with the reason.
+
+    samples: in the rows, where the skip's coefficients vary by sample. per_token: whether they vary by token.
+    """
+    reason = gemm_hopper.why_not_sizes(device, dtype, rows, N, K, samples=samples)
+    return _kernel_name(device, reason or ("coefficients per token" if per_token else None))
+
+
+def linear_qkv_kernel(device: torch.device, dtype: torch.dtype, rows: int, N: int, K: int) -> tuple[str, str | None]:
+    """What runs a `linear_qkv` of an a [rows, K] and three weights [N, K], "sm_90 Gluon" or "PyTorch linear", and why
+    that is not Gluon's kernel; None when it is."""
+    reason = gemm_hopper.why_not_sizes(device, dtype, rows, N, K, weights=3)
+    return (GLUON if reason is None else LINEAR), reason
+
+
+def _kernel_name(device: torch.device, why_not_gluon: str | None) -> str:
+    """The reason only where one would expect the other kernel."""
+    if why_not_gluon is None:
+        return GLUON
+    return f"{PORTABLE} ({why_not_gluon})" if is_hopper(device) else PORTABLE
+
+
+def _sdpa_name(device: torch.device, dtype: torch.dtype, head_dim: int, with_backward: bool) -> str:
+    """PyTorch's attention and, where it tells, the backend that it takes for some tensors of this kind."""
+    if torch.compiler.is_compiling():
+        return SDPA
+    try:
+        with torch.inference_mode(False), torch.set_grad_enabled(with_backward):
+            q = torch.empty(1, 128, 2, head_dim, device=device, dtype=dtype, requires_grad=with_backward)
+            q = q.transpose(1, 2)
+            backend = _SDPA_BACKENDS.get(torch._fused_sdp_choice(q, q, q))
+    except (RuntimeError, AttributeError):  # a private function
+        return SDPA
+    return SDPA if backend is None else f"{SDPA} ({backend})"

@@ -1,0 +1,77 @@
+"""What was measured on which GPU: whether an op's kernel is as fast there as what PyTorch has for it.
+
+The measurements are data, one file of measurements/ per GPU, that scripts/ship_measurements.py writes from a results
+file: ``{"gpu", "capability": [9, 0], "versions", "rows": [{"op", "dtype", "shape", "ours", "rival", "rival_name"}]}``
+with times in milliseconds; "ours" is null where the kernel was too inaccurate to be timed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+FOLDER = Path(__file__).parent / "measurements"
+MEASURED_DTYPES = (torch.bfloat16, torch.float16)  # only bf16 is timed; fp16 takes the same instructions
+OPS = ("attention", "linear_skip", "linear_gelu", "linear_qkv")
+
+
+class Verdict(NamedTuple):
+    """Of an op on a compute capability: the GPUs it was measured on, and milliseconds for all measured shapes; ours is
+    None where one of them was refused."""
+
+    gpus: tuple[str, ...]
+    ours: float | None
+    rival: float
+
+
+def why_torch(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why PyTorch's own kernels are taken for an op (of OPS) on this device and dtype, in a few words.
+
+    None where ours was measured to be at least as fast on a GPU of this compute capability, and on the CPU, where there
+    is nothing to choose by.
+    """
+    if device.type != "cuda":
+        return None
+    if torch.version.hip is not None:
+        return "not measured on AMD GPUs"
+    if dtype not in MEASURED_DTYPES:
+        return f"not measured in {str(dtype).removeprefix('torch.')}"
+    major, minor = torch.cuda.get_device_capability(device)
+    verdict = _VERDICTS.get((op, (major, minor)))
+    if verdict is None:
+        return f"not measured on sm_{major}{minor}"
+    if verdict.ours is None:
+        return f"too inaccurate on {', '.join(verdict.gpus)}"
+    return None if verdict.ours <= verdict.rival else f"PyTorch's was faster on {', '.join(verdict.gpus)}"
+
+
+def measured_on(op: str, device: torch.device) -> str | None:
+    """The GPUs of this device's compute capability that an op was measured on, as "NVIDIA H200"; None: on none."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    verdict = _VERDICTS.get((op, tuple(torch.cuda.get_device_capability(device))))
+    return None if verdict is None else ", ".join(verdict.gpus)
+
+
+def read_verdicts(files: Iterable[Path]) -> dict[tuple[str, tuple[int, int]], Verdict]:
+    """The verdict of every op on every compute capability that the files speak of: by the time of all shapes together,
+    so that large ones, which take most of a step, weigh most."""
+    rows: dict[tuple[str, tuple[int, int]], list[tuple[str, dict]]] = {}
+    for file in sorted(files):
+        measured = json.loads(file.read_text(encoding="utf-8"))
+        for row in measured["rows"]:
+            rows.setdefault((row["op"], tuple(measured["capability"])), []).append((measured["gpu"], row))
+    return {key: _verdict(known) for key, known in rows.items()}
+
+
+def _verdict(rows: list[tuple[str, dict]]) -> Verdict:
+    ours = [row["ours"] for _, row in rows]
+    gpus = tuple(dict.fromkeys(gpu for gpu, _ in rows))
+    return Verdict(gpus, None if None in ours else sum(ours), sum(row["rival"] for _, row in rows))
+
+
+_VERDICTS = read_verdicts(FOLDER.glob("*.json"))  # now: torch.compile cannot trace the reading of a file
