@@ -5,6 +5,7 @@ Every exported function takes ``implementation="auto" | "triton" | "torch"``; se
 
 from .ahead import compile_ahead
 from .attention import attention, sdpa_is_faster
+from .coefficient import MAX_RUNS, Runs
 from .dispatch import IMPLEMENTATIONS, interpreting, why_not_triton, why_not_triton_on
 from .fingerprint import fingerprint
 from .layer_norm_modulate import layer_norm_modulate
@@ -16,6 +17,8 @@ from .skip import skip
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "MAX_RUNS",
+    "Runs",
     "attention",
     "compile_ahead",
     "fingerprint",
