@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.kernels.runs import runs_of
 from tests.oracle import assert_no_worse
 from turbo_rcm_patch.kernels import dispatch, gemm_hopper, linear_gelu, linear_skip, reference
 from turbo_rcm_patch.kernels.gemm_hopper import count_tiles, why_not
@@ -79,6 +80,31 @@ def test_residual_and_result_of_two_dtypes(kind, kept, dtype, sm_90):
     assert_no_worse(actual.view_as(low), low, oracle)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lengths", [[600], [1, 599], [130, 1, 0, 467, 2], [40] * 2 + [20] * 26 + [0] * 4])
+def test_gates_by_run_match_the_oracle(lengths, dtype, sm_90):
+    """Borders lie within a tile's rows, and a tile has rows of many runs."""
+    for samples, M, N, K in ((1, 600, 392, 136), (3, 200, 264, 72)):
+        tensors = operands(samples, M, N, K, sm_90)
+        runs = runs_of(lengths, N, sm_90)
+        a, weight, bias, residual = tensors
+        gate = {"c_out": runs.values[:, None], "starts": runs.starts}
+        actual = launch(a, weight, bias, dtype=dtype, residual=residual, **gate)
+        apart = launch(a, weight, bias, dtype=dtype, samples=samples, residual=residual, **gate)
+        low, oracle = (
+            reference.linear_skip(
+                *(t[None] for t in ts[:1]), *ts[1:3], ts[3][None], None, d, result, starts=runs.starts
+            )
+            for ts, d, result in (
+                (tensors, gate["c_out"], dtype),
+                ([t.double() for t in tensors], gate["c_out"].double(), torch.float64),
+            )
+        )
+        assert_no_worse(actual, low[0], oracle[0])
+        assert torch.equal(apart, actual)
+
+
 def by_sample(tensor, samples, M):
     return tensor.view(samples, M, -1) if tensor.shape[0] == samples * M and tensor.dim() == 2 else tensor
 
@@ -147,14 +173,14 @@ def test_ops_of_many_tiles_take_it(sm_90, monkeypatch):
 def stand_in(monkeypatch):
     """Takes every launch, in place of the kernel."""
 
-    def launch(a, weight, bias, out, *, samples=1, gelu=False, residual=None, c_skip=None, c_out=None, factors=(1, 1)):
+    def launch(a, weight, bias, out, *, samples=1, gelu=False, residual=None, factors=(1, 1), **coefficients):
         kept, added = factors
         assert all(t is None or t.is_contiguous() for t in (bias, residual, out))
         assert a.dim() == out.dim() == 2
         value = reference.linear_gelu(a, weight, bias) if gelu else torch.nn.functional.linear(a, weight, bias)
         if residual is not None:
             residual, value = (t.view(samples, -1, t.shape[1]) for t in (residual, value))
-            value = reference.skip(kept * residual, added * value, c_skip, c_out)
+            value = reference.skip(kept * residual, added * value, **coefficients)
         out.copy_(value.view_as(out))
 
     monkeypatch.setattr(gemm_hopper, "why_not", lambda *_, **__: None)
@@ -177,6 +203,18 @@ def test_linear_skip_hands_over_matrices(kind, scales, stand_in):
     )
     oracles = (reference.linear_skip(*(t.to(d) for t in tensors), c_skip, c_out, d, *scales) for d in WIDTHS)
     assert_no_worse(actual, *oracles)
+
+
+def test_linear_skip_hands_over_runs(stand_in):
+    a, weight, bias, residual = operands(2, 7, 24, 16, dtype=torch.float32)
+    tensors = a.view(2, 7, 16), weight, bias, residual.view(2, 7, 24)
+    runs = runs_of([1, 8, 5], 24)
+    actual = linear_skip(*tensors, c_out=runs, implementation="triton")
+    low, oracle = (
+        reference.linear_skip(*(t.to(d) for t in tensors), None, runs.values[:, None].to(d), starts=runs.starts)
+        for d in WIDTHS
+    )
+    assert_no_worse(actual, low, oracle)
 
 
 def test_linear_gelu_hands_over_matrices(stand_in):
@@ -214,6 +252,10 @@ def test_why_not(monkeypatch):
     assert why_not(a, weight, **skip, dtype=torch.float32) == "float32 result"
     assert why_not(a, weight, **skip, dtype=torch.float8_e4m3fn) == "float8_e4m3fn result"
     assert why_not(a, weight, **skip, c_out=torch.randn(2, 300, 256)) == "c_out per token"
+    runs = runs_of([150, 450], 256)
+    assert why_not(a, weight, **skip, c_out=runs.values[:, None], starts=runs.starts) is None
+    refused = why_not(a, weight, **skip, c_skip=torch.randn(1, 1, 1), c_out=runs.values[:, None], starts=runs.starts)
+    assert refused == "c_skip beside runs"
     assert why_not(a, weight, **skip, c_skip=torch.randn(1, 300, 1)) == "c_skip per channel or token"
     assert why_not(a, weight, **skip, c_skip=gate) == "c_skip per channel or token"
     monkeypatch.setattr(gemm_hopper, "GLUON_ERROR", "cannot import name 'tma'")

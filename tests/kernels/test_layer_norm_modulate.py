@@ -1,8 +1,9 @@
 import pytest
 import torch
 
+from tests.kernels.runs import LENGTHS, expand, runs_of
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
-from turbo_rcm_patch.kernels import layer_norm_modulate, reference
+from turbo_rcm_patch.kernels import Runs, layer_norm_modulate, reference
 
 SHAPES = [(1, 1, 5), (2, 7, 24), (3, 63, 33), (1, 129, 96), (2, 2, 5120)]
 MODULATIONS = {
@@ -55,6 +56,40 @@ def test_programs_walk_several_tiles_of_rows(modulation, device):
 @pytest.mark.parametrize("C", [16384, 32768])
 def test_rows_too_wide_to_be_in_flight(C):
     check(torch.randn(1, 3, C, device="cuda"), weight=torch.randn(C, device="cuda"))
+
+
+def scale_and_shift_of(lengths, C, device):
+    scale = runs_of(lengths, C, device)
+    return scale, Runs(torch.randn_like(scale.values), scale.starts)
+
+
+def check_runs(x, lengths, **parameters):
+    runs = scale_and_shift_of(lengths, x.shape[2], x.device)
+    scale, shift = (expand(r, x.shape[0]) for r in runs)
+    wide = {name: p.double() for name, p in parameters.items()}
+    oracle = layer_norm_modulate(x.double(), scale=scale.double(), shift=shift.double(), **wide, implementation="torch")
+    low = layer_norm_modulate(x, scale=scale, shift=shift, **parameters, implementation="torch")
+    by_run = {"scale": runs[0], "shift": runs[1], **parameters}
+    assert_no_worse(layer_norm_modulate(x, **by_run, implementation="triton"), low, oracle)
+    assert torch.equal(layer_norm_modulate(x, **by_run, implementation="torch"), low)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_runs_match_the_oracle_by_token(name, batch, device):
+    for dtype in DTYPES[device]:
+        x = torch.randn(batch, 30 // batch, 33).to(torch_device(device), dtype)
+        check_runs(x, LENGTHS[name])
+        check_runs(x, LENGTHS[name], weight=torch.randn(33).to(x), bias=torch.randn(33).to(x))
+
+
+def test_programs_walk_tiles_of_several_runs(device):
+    device = torch_device(device)
+    rows = 61 if device.type == "cpu" else 8001
+    x = torch.randn(2, rows, 3072, device=device)
+    check_runs(x, [rows // 9, 1, rows, 2 * rows - rows // 9 - 1 - rows])
+    check_runs(torch.randn(2, 3072, 7, device=device).transpose(1, 2), [3, 11])
+    check_runs(torch.randn(2, 401, 200, device=device)[..., 8:41], [20] * 30 + [201, 1])
 
 
 def test_parameters_of_other_dtypes_and_shapes(device):
@@ -123,6 +158,18 @@ def test_autograd_takes_the_reference(device):
         assert relative_error(ours.grad, oracle.grad) <= 1e-5
 
 
+def test_autograd_by_run_takes_the_reference(device):
+    x = torch.randn(2, 5, 24, device=torch_device(device))
+    runs = scale_and_shift_of([3, 7], 24, x.device)
+    ours, theirs = ([r.values.clone().requires_grad_() for r in runs] for _ in range(2))
+    scale, shift = (Runs(values, runs[0].starts) for values in ours)
+    layer_norm_modulate(x, scale=scale, shift=shift, implementation="triton").square().sum().backward()
+    scale, shift = (expand(Runs(values, runs[0].starts), 2) for values in theirs)
+    layer_norm_modulate(x, scale=scale, shift=shift, implementation="torch").square().sum().backward()
+    for actual, wanted in zip(ours, theirs, strict=True):
+        assert relative_error(actual.grad, wanted.grad) <= 1e-6
+
+
 def test_compiles_to_one_graph(device):
     x = torch.randn(2, 5, 24, device=torch_device(device))
     scale, shift = torch.randn(2, 2, 24, device=x.device)
@@ -137,6 +184,9 @@ def test_custom_op_contract(device):
     for dtype in (torch.float32, torch.float16):
         arguments = (x, None, None, scale, shift, 1e-6, dtype)
         torch.library.opcheck(torch.ops.turbo_rcm_patch.layer_norm_modulate.default, arguments)
+    scale, shift = scale_and_shift_of([2, 4], 8, x.device)
+    arguments = (x, None, None, scale.values[:, None], shift.values[:, None], 1e-6, torch.float32, scale.starts)
+    torch.library.opcheck(torch.ops.turbo_rcm_patch.layer_norm_modulate.default, arguments)
 
 
 def test_errors():
@@ -153,3 +203,9 @@ def test_errors():
         layer_norm_modulate(x, scale=scale, shift=torch.zeros(3, 8))
     with pytest.raises(ValueError, match=r"scale has shape \[8\]"):
         layer_norm_modulate(x, scale=scale[0], shift=scale[0])
+    runs = runs_of([4, 2], 8)
+    for other in (scale, None, runs_of([4, 2], 8)):
+        with pytest.raises(ValueError, match=r"scale and shift (both as Runs, of one tensor of starts|together)"):
+            layer_norm_modulate(x, scale=runs, shift=other)
+    with pytest.raises(ValueError, match=r"layer_norm_modulate: scale has values \[2, 7\]"):
+        layer_norm_modulate(x, scale=Runs(runs.values[:, 1:], runs.starts), shift=runs)

@@ -5,8 +5,9 @@ import torch
 import triton
 import triton.language as tl
 
+from tests.kernels.runs import LENGTHS, expand, runs_of
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
-from turbo_rcm_patch.kernels import linear_skip, reference
+from turbo_rcm_patch.kernels import Runs, linear_skip, reference
 from turbo_rcm_patch.kernels.coefficient import canonical_coefficient
 
 gemm = sys.modules["turbo_rcm_patch.kernels.gemm"]
@@ -57,6 +58,54 @@ def test_matches_the_oracle(shape, kind, device):
         actual = linear_skip(*tensors, c_skip=c_skip, c_out=c_out, implementation="triton")
         low = expected(*tensors, c_skip, c_out)
         assert_no_worse(actual, low, expected(*tensors, c_skip, c_out, torch.float64))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_runs_are_the_same_by_token(name, batch, device):
+    tensors = operands(batch, 30 // batch, 40, 24, torch_device(device))
+    runs = runs_of(LENGTHS[name], 40, torch_device(device))
+    for c_skip in (1.0, torch.randn(batch, device=tensors[0].device)):
+        for implementation in ("triton", "torch"):
+            options = {"c_skip": c_skip, "implementation": implementation}
+            by_run = linear_skip(*tensors, c_out=runs, **options)
+            by_token = linear_skip(*tensors, c_out=expand(runs, batch), **options)
+            # With one sample, tiles may be others: sums of another order.
+            assert relative_error(by_run, by_token) <= 1e-6
+
+
+def test_runs_over_many_tiles(device):
+    """Their borders lie within the tiles' rows; the last is long."""
+    tensors = operands(2, 300, 70, 24, torch_device(device))
+    runs = runs_of([100, 1, 99, 130, 270], 70, torch_device(device))
+    actual = linear_skip(*tensors, c_out=runs, implementation="triton")
+    assert relative_error(actual, expected(*tensors, 1.0, expand(runs, 2), torch.float64)) <= 1e-6
+    alone = [t[0] if t.dim() == 3 else t for t in tensors]
+    runs = runs_of([299, 1], 70, torch_device(device))
+    actual = linear_skip(*alone, c_out=runs, implementation="triton")
+    by_token = expected(*(t[:1] if t.dim() == 3 else t for t in tensors), 1.0, expand(runs, 1), torch.float64)
+    assert relative_error(actual, by_token[0]) <= 1e-6
+
+
+def test_runs_compile_to_one_graph(device):
+    device = torch_device(device)
+    tensors, runs = operands(2, 7, 12, 10, device), runs_of([4, 10], 12, device)
+
+    def function(*tensors):
+        return linear_skip(*tensors[:4], c_out=Runs(*tensors[4:]), implementation="triton")
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*tensors, *runs), function(*tensors, *runs))
+
+
+def test_gradients_by_run(device):
+    """No kernel has them: the reference does."""
+    tensors, runs = operands(2, 7, 12, 10, torch_device(device)), runs_of([4, 10], 12, torch_device(device))
+    ours, theirs = ([t.clone().requires_grad_() for t in (*tensors, runs.values)] for _ in range(2))
+    linear_skip(*ours[:4], c_out=Runs(ours[4], runs.starts), implementation="triton").square().sum().backward()
+    expected(*theirs[:4], 1.0, expand(Runs(theirs[4], runs.starts), 2)).square().sum().backward()
+    for actual, wanted in zip(ours, theirs, strict=True):
+        assert relative_error(actual.grad, wanted.grad) <= 1e-5
 
 
 def test_residual_and_result_may_be_of_other_dtypes(device):

@@ -90,6 +90,28 @@ def test_non_contiguous(device):
     check(q, torch.randn(48, device=device)[::2], 3, table[:, ::2], table[:, 1::2])
 
 
+@pytest.mark.parametrize("rotary", ["diffusers", "transposed", "one for all tokens", "of the last tokens"])
+def test_tables_are_read_where_they_are(rotary, device, monkeypatch):
+    """As views of diffusers' tables, which have every value twice, and of others: no copy is made."""
+    device = torch_device(device)
+    x, weight = torch.randn(2, 33, 3 * 12, device=device), torch.randn(36, device=device)
+    cos, sin = (t.repeat_interleave(2, 1)[None, :, None] for t in angles(33, 12, device))
+    tables = {
+        "diffusers": (cos[0, :, 0, 0::2], sin[0, :, 0, 1::2]),
+        "transposed": (cos[0, :, 0, 0::2].T.contiguous().T, sin[0, :, 0, 1::2]),
+        "one for all tokens": (cos[0, :1, 0, 0::2].expand(33, 6), sin[0, :1, 0, 0::2].expand(33, 6)),
+        "of the last tokens": (cos[0, 3:, 0, 0::2], sin[0, :30, 0, 0::2]),
+    }[rotary]
+    copied = []
+    contiguous = torch.Tensor.contiguous
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda t: copied.append(t.shape) or contiguous(t))
+    rms_norm_rope(
+        x[:, : len(tables[0])], weight, heads=3, eps=1e-6, cos=tables[0], sin=tables[1], implementation="triton"
+    )
+    assert copied == [weight.shape]
+    check(x[:, : len(tables[0])], weight, 3, *tables)
+
+
 def test_eps_counts(device):
     x = 1e-3 * torch.randn(1, 3, 24, device=torch_device(device))
     check(x, torch.ones(24, device=x.device), 3, eps=1e-4)

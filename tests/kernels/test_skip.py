@@ -2,8 +2,9 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
 
+from tests.kernels.runs import LENGTHS, expand, runs_of
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
-from turbo_rcm_patch.kernels import reference, skip
+from turbo_rcm_patch.kernels import Runs, reference, skip
 from turbo_rcm_patch.kernels.coefficient import canonical_coefficient
 
 B, S, C = 3, 11, 70
@@ -28,6 +29,36 @@ def test_matches_the_oracle(kind, device):
         wide = [x.double() for x in (residual, output, canonical(c_skip), canonical(c_out))]
         expected = reference.skip(residual, output, canonical(c_skip), canonical(c_out))
         assert_no_worse(actual, expected, reference.skip(*wide))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", LENGTHS)
+def test_runs_are_the_same_by_token(name, batch, device):
+    device = torch_device(device)
+    runs = runs_of(LENGTHS[name], C, device)
+    residual, output = torch.randn(2, batch, 30 // batch, C, device=device)
+    c_skip = torch.randn(batch, device=device)
+    for implementation in ("triton", "torch"):
+        by_run, by_token = (
+            skip(residual, output, c_skip=c_skip, c_out=c_out, implementation=implementation)
+            for c_out in (runs, expand(runs, batch))
+        )
+        assert torch.equal(by_run, by_token)
+
+
+def test_gradients_by_run(device):
+    """No kernel has them: the reference does."""
+    device = torch_device(device)
+    runs = runs_of([7, 23], C, device)
+    residual, output, weight = torch.randn(3, 2, 15, C, device=device)
+    values = [runs.values.clone().requires_grad_() for _ in range(2)]
+    for leaf, c_out in (
+        (values[0], Runs(values[0], runs.starts)),
+        (values[1], expand(Runs(values[1], runs.starts), 2)),
+    ):
+        (skip(residual, output, c_out=c_out, implementation="triton") * weight).sum().backward()
+        assert leaf.grad.any()
+    assert relative_error(values[0].grad, values[1].grad) <= 1e-6
 
 
 def test_plain_addition_and_identity_are_exact(device):
@@ -99,6 +130,9 @@ def test_opcheck(device):
     c_out = canonical(coefficients("channel", residual.device)).requires_grad_()
     for arguments in ((None, c_out, torch.float32, 1.0, 1.0), (None, None, torch.float16, 4.0, 0.5)):
         torch.library.opcheck(torch.ops.turbo_rcm_patch.skip.default, (residual, output, *arguments))
+    runs = runs_of([20, 13], C, residual.device)
+    arguments = (residual.detach(), output.detach(), None, runs.values[:, None], torch.float32, 1.0, 1.0, runs.starts)
+    torch.library.opcheck(torch.ops.turbo_rcm_patch.skip.default, arguments)
 
 
 def test_errors():
@@ -111,3 +145,16 @@ def test_errors():
         skip(x, x, dtype=torch.int32)
     with pytest.raises(ValueError, match="skip: result_scale=inf"):
         skip(x, x, result_scale=float("inf"))
+    runs = runs_of([6], 4)
+    with pytest.raises(ValueError, match="c_skip varies by run; only scale, shift and c_out may"):
+        skip(x, x, c_skip=runs)
+    for wrong in (
+        Runs(runs.values[:, :3], runs.starts),
+        Runs(runs.values, runs.starts.long()),
+        Runs(runs.values, runs.starts[:1]),
+        runs_of([1] * 33, 4),
+    ):
+        with pytest.raises(ValueError, match=r"runs have values \[R, C=4\] with R from 1 to 32, and starts \[R \+ 1\]"):
+            skip(x, x, c_out=wrong)
+    with pytest.raises(ValueError, match="c_out is on meta but the other tensors are on cpu"):
+        skip(x, x, c_out=Runs(runs.values.to("meta"), runs.starts))

@@ -6,6 +6,7 @@ Every exported function takes ``implementation="auto" | "triton" | "torch"``; se
 from .ahead import compile_ahead
 from .attention import attention
 from .choice import attention_kernel_name, gemm_kernel, linear_qkv_kernel, why_sdpa
+from .coefficient import MAX_RUNS, Runs
 from .dispatch import IMPLEMENTATIONS, interpreting, why_not_triton, why_not_triton_on
 from .gelu import gelu
 from .layer_norm_modulate import layer_norm_modulate
@@ -18,6 +19,8 @@ from .skip import skip
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "MAX_RUNS",
+    "Runs",
     "attention",
     "attention_kernel_name",
     "compile_ahead",

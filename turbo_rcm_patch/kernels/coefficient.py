@@ -3,9 +3,14 @@
 Every op that ends in the skip computes ``c_skip * residual + c_out * F`` in fp32 and rounds once. A coefficient's
 shape says how it varies, so one epilogue serves a consistency block (one value per sample), a Wan block (a gate per
 channel) and per-token timesteps (a gate per token and channel).
+
+Tokens that follow each other often share their timestep. What varies by such runs only is given as `Runs`; inside of an
+op it is a tensor [R, 1, C], like one sample per run, beside the tensor of the runs' starts.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,6 +20,22 @@ ONE = 0  # no tensor: the constant 1
 PER_SAMPLE = 1  # [B|1, 1, 1]
 PER_CHANNEL = 2  # [B|1, 1, C]
 PER_TOKEN = 3  # [B|1, S, C|1]
+PER_RUN = 4  # [R, 1, C] with starts [R + 1]
+
+MAX_RUNS = 32  # each costs every tile of the sm_90 GEMM two loads
+
+
+class Runs(NamedTuple):
+    """A coefficient with a row of channels for each run of consecutive tokens, which are counted over all samples.
+
+    values: [R, C], R from 1 to MAX_RUNS. starts: [R + 1] int32 on the same device: run r has the tokens from starts[r]
+    up to starts[r + 1]. It ascends from 0 to B·S; a run may be empty. Its values are not checked, which would wait for
+    the GPU.
+    """
+
+    values: torch.Tensor
+    starts: torch.Tensor
+
 
 Coefficient = float | int | torch.Tensor
 
@@ -28,6 +49,8 @@ def canonical_coefficient(
     dimensions are 1 or full. Raises ValueError for another shape, for a 1-d shape that could mean both [B] and [C],
     and for a tensor on another device.
     """
+    if isinstance(value, Runs):
+        raise ValueError(f"{name} varies by run; only scale, shift and c_out may.")
     if value is None or (isinstance(value, (int, float)) and value == 1):
         return None
     if isinstance(value, (int, float)):
@@ -65,8 +88,48 @@ def _canonical_1d(name: str, value: torch.Tensor, batch: int, channels: int) -> 
     )
 
 
-def coefficient_kind(value: torch.Tensor | None) -> int:
-    """How a canonical coefficient varies: ONE, PER_SAMPLE, PER_CHANNEL or PER_TOKEN."""
+def split_runs(
+    name: str, value: Coefficient | Runs | None, batch: int, tokens: int, channels: int, device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """`canonical_coefficient` and None, or for Runs their values as [R, 1, C] and their starts.
+
+    Raises ValueError as `canonical_coefficient` does, and for Runs of other shapes, of starts that are not int32, or on
+    another device.
+    """
+    if not isinstance(value, Runs):
+        return canonical_coefficient(name, value, batch, tokens, channels, device), None
+    check_runs(name, value, channels, device)
+    return value.values[:, None], value.starts.contiguous()
+
+
+def check_runs(name: str, runs: Runs, channels: int, device: torch.device) -> None:
+    """Raise ValueError unless the values are [R, C] and the starts [R + 1] int32, both on the device."""
+    values, starts = runs
+    fits = values.dim() == 2 and 1 <= values.shape[0] <= MAX_RUNS and values.shape[1] == channels
+    if not fits or starts.shape != (values.shape[0] + 1,) or starts.dtype != torch.int32:
+        raise ValueError(
+            f"{name} has values {list(values.shape)} and starts {list(starts.shape)} {starts.dtype}; runs have values "
+            f"[R, C={channels}] with R from 1 to {MAX_RUNS}, and starts [R + 1] int32."
+        )
+    for tensor in runs:
+        if tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device} but the other tensors are on {device}; move it there.")
+
+
+def search_steps(starts: torch.Tensor | None) -> int:
+    """Halvings by which `find_runs` comes to one run of R: 0 for R = 1, and without runs."""
+    return max(0, count_runs(starts) - 1).bit_length()
+
+
+def count_runs(starts: torch.Tensor | None) -> int:
+    """R, or 0 without runs."""
+    return 0 if starts is None else starts.shape[0] - 1
+
+
+def coefficient_kind(value: torch.Tensor | None, starts: torch.Tensor | None = None) -> int:
+    """How a canonical coefficient varies: ONE, PER_SAMPLE, PER_CHANNEL, PER_TOKEN or, with starts, PER_RUN."""
+    if starts is not None:
+        return PER_RUN
     if value is None:
         return ONE
     if value.shape[1] > 1:
@@ -75,7 +138,7 @@ def coefficient_kind(value: torch.Tensor | None) -> int:
 
 
 def coefficient_strides(value: torch.Tensor | None) -> tuple[int, int, int]:
-    """Element strides of a canonical coefficient over (sample, token, channel); 0 where it does not vary."""
+    """Element strides of a canonical coefficient over (sample or run, token, channel); 0 where it does not vary."""
     if value is None:
         return 0, 0, 0
     return tuple(0 if size == 1 else stride for size, stride in zip(value.shape, value.stride(), strict=True))
@@ -85,13 +148,26 @@ def coefficient_strides(value: torch.Tensor | None) -> tuple[int, int, int]:
 def load_coefficient(
     pointer, sample, rows, columns, row_mask, column_mask, stride_b, stride_s, stride_c, KIND: tl.constexpr
 ):
-    """Load a coefficient for the tile (sample, rows [M], columns [N]) as fp32 [1,1], [1,N] or [M,N] by KIND."""
+    """Load a coefficient for the tile (sample, rows [M], columns [N]) as fp32 [1,1], [1,N] or [M,N] by KIND. Where it
+    varies by run, sample is the run of each row [M]."""
     base = pointer + sample.to(tl.int64) * stride_b
     if KIND == 1:
         value = tl.load(base).to(tl.float32)[None, None]
     elif KIND == 2:
         value = tl.load(base + columns * stride_c, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     else:
-        offsets = rows.to(tl.int64)[:, None] * stride_s + columns[None, :] * stride_c
-        value = tl.load(base + offsets, mask=row_mask[:, None] & column_mask[None, :], other=0.0).to(tl.float32)
+        if KIND == 3:
+            base += rows.to(tl.int64) * stride_s
+        mask = row_mask[:, None] & column_mask[None, :]
+        value = tl.load(base[:, None] + columns[None, :] * stride_c, mask=mask, other=0.0).to(tl.float32)
     return value
+
+
+@triton.jit
+def find_runs(tokens, starts, runs, STEPS: tl.constexpr):
+    """The run that each token [M] is in: the last that starts up to it, by bisection in STEPS (`search_steps`)."""
+    found = tl.zeros_like(tokens)
+    for step in tl.static_range(STEPS):
+        later = found + (1 << (STEPS - 1 - step))
+        found = tl.where(tokens >= tl.load(starts + tl.minimum(later, runs)), later, found)  # starts[runs] is beyond
+    return found

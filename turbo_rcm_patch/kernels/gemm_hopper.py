@@ -16,7 +16,16 @@ import triton
 
 from .ahead import launch_kernel
 from .aot import AotCase
-from .coefficient import ONE, PER_CHANNEL, PER_SAMPLE, PER_TOKEN, coefficient_kind, coefficient_strides
+from .coefficient import (
+    ONE,
+    PER_CHANNEL,
+    PER_RUN,
+    PER_SAMPLE,
+    PER_TOKEN,
+    coefficient_kind,
+    coefficient_strides,
+    count_runs,
+)
 from .dispatch import HOPPER, device_properties, why_not_hopper
 from .tma import matrix_fits_tma
 
@@ -51,6 +60,7 @@ def why_not(
     residual: torch.Tensor | None = None,
     c_skip: torch.Tensor | None = None,
     c_out: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> str | None:
     """Why the kernel cannot take these, or would leave multiprocessors idle, in a few words; None when it should run.
@@ -66,7 +76,9 @@ def why_not(
             return f"{str(kept).removeprefix('torch.')} {name}"
     if coefficient_kind(c_skip) not in (ONE, PER_SAMPLE):
         return "c_skip per channel or token"  # would spill registers beside 192 accumulators
-    if coefficient_kind(c_out) == PER_TOKEN:
+    if starts is not None and c_skip is not None:
+        return "c_skip beside runs"  # the same
+    if coefficient_kind(c_out, starts) == PER_TOKEN:
         return "c_out per token"
     matrices = (a, *weights) if residual is None else (a, *weights, residual)
     return None if all(matrix_fits_tma(matrix) for matrix in matrices) else _UNALIGNED
@@ -103,12 +115,14 @@ def launch(
     residual: torch.Tensor | None = None,
     c_skip: torch.Tensor | None = None,
     c_out: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
     factors: tuple[float, float] = (1.0, 1.0),
 ) -> None:
     """Write ``c_skip ⊙ residual + c_out ⊙ f(a Wᵀ + b)`` to out, f GELU or nothing; `why_not` must have been None.
 
     a: [samples·M, K]. weight: [N, K]. bias: [N], contiguous. out, residual: [samples·M, N], contiguous.
-    c_skip, c_out: canonical coefficients (coefficient.py) per sample, c_out also per channel, or None for 1.
+    c_skip, c_out: canonical coefficients (coefficient.py) per sample, c_out also per channel, or None for 1. starts: of
+        c_out's runs, or None.
     factors: of the two terms besides, where there is a residual.
     """
     (rows, K), N = a.shape, weight.shape[0]
@@ -126,11 +140,11 @@ def launch(
             _descriptor(out.view(samples, M, N), 1, ROWS, CHUNK),
             bias,
             *(c_skip, skip_stride_b),
-            *(c_out, out_stride_b, out_stride_c),
+            *(c_out, out_stride_b, out_stride_c, starts, count_runs(starts)),
             *factors,
             *(samples, M, N, K),
             STAGES=STAGES,
-            KIND=coefficient_kind(c_out),
+            KIND=coefficient_kind(c_out, starts),
             GELU=gelu,
             num_warps=4,
         )
@@ -181,6 +195,7 @@ def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
         return
     yield _aot_case("linear_gelu", ONE, ONE, gelu=True)
     yield _aot_case("linear_skip", ONE, PER_CHANNEL)
+    yield _aot_case("linear_skip by run", ONE, PER_RUN)
     for kind in (ONE, PER_SAMPLE, PER_CHANNEL):
         yield _aot_case(f"linear_skip skip={PER_SAMPLE} out={kind}", PER_SAMPLE, kind)
     for residual, out in (("bf16", "fp16"), ("fp16", "fp16"), ("fp16", "bf16")):
@@ -202,10 +217,11 @@ def _aot_case(
         "bias": "*bf16",
         "c_skip": None if skip == ONE else "*fp32",
         "c_out": None if out == ONE else "*fp32",
+        "starts": "*i32" if out == PER_RUN else None,
     }
     types |= {"skip_factor": "fp32", "out_factor": "fp32"}
-    types |= dict.fromkeys(("skip_stride_b", "out_stride_b", "samples", "M", "N", "K"), "i32")
-    aligned = ("bias", "c_skip", "skip_stride_b", "c_out", "out_stride_b", "N")
+    types |= dict.fromkeys(("skip_stride_b", "out_stride_b", "runs", "samples", "M", "N", "K"), "i32")
+    aligned = ("bias", "c_skip", "skip_stride_b", "c_out", "out_stride_b", "starts", "N")
     return _case(name, gemm_kernel, types, {"out_stride_c": 1, "KIND": out, "GELU": gelu}, aligned)
 
 

@@ -31,16 +31,17 @@ from .gemm import locate_tile
 _locate_in_group = gluon.jit(locate_tile.fn)
 
 
-@gluon.jit(do_not_specialize=("samples", "M", "K"))
+@gluon.jit(do_not_specialize=("runs", "samples", "M", "K"))
 def gemm_kernel(
     a, weight, weight_tail, residual, out,
-    bias, c_skip, skip_stride_b, c_out, out_stride_b, out_stride_c, skip_factor, out_factor,
+    bias, c_skip, skip_stride_b, c_out, out_stride_b, out_stride_c, starts, runs, skip_factor, out_factor,
     samples, M, N, K,
     STAGES: gl.constexpr, KIND: gl.constexpr, GELU: gl.constexpr,
 ):  # fmt: skip
     """a, weight, weight_tail, residual, out: TMA descriptors; weight_tail is of the columns of a tile past a power of
-    two. bias, residual, c_skip, c_out: or None. KIND: how c_out varies (coefficient.py). GELU: f, else nothing."""
-    coefficients = (c_skip, skip_stride_b, c_out, out_stride_b, out_stride_c, skip_factor, out_factor)
+    two. bias, residual, c_skip, c_out: or None. KIND: how c_out varies (coefficient.py). starts, runs: of c_out's runs,
+    or None. GELU: f, else nothing."""
+    coefficients = (c_skip, skip_stride_b, c_out, out_stride_b, out_stride_c, starts, runs, skip_factor, out_factor)
     epilogue = (residual, (out,), (bias,), coefficients)
     _assign_roles(a, (weight,), (weight_tail,), epilogue, (samples, M, N, K), STAGES, KIND, GELU)
 
@@ -52,7 +53,7 @@ def gemm_of_three_kernel(
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """``a Wᵀ + b`` for three W [N, K] and b [N]. All are descriptors but the biases, which may be None."""
-    epilogue = (None, (out_0, out_1, out_2), (bias_0, bias_1, bias_2), (None, 0, None, 0, 0, 1.0, 1.0))
+    epilogue = (None, (out_0, out_1, out_2), (bias_0, bias_1, bias_2), (None, 0, None, 0, 0, None, 0, 1.0, 1.0))
     weights = (weight_0, weight_1, weight_2)
     _assign_roles(a, weights, (tail_0, tail_1, tail_2), epilogue, (1, M, N, K), STAGES, 0, False)
 
@@ -181,7 +182,7 @@ def _consume(
     """One warpgroup: every second tile of the program."""
     a_tiles, w_tiles, tail_tiles, full, empty = operands
     staging, staged, free = hand_over
-    _, _, N, K = sizes
+    _, M, N, K = sizes
     ROWS: gl.constexpr = a_tiles.shape[1]
     COLUMNS: gl.constexpr = w_tiles.shape[1]
     TAIL: gl.constexpr = tail_tiles.shape[1]
@@ -214,9 +215,9 @@ def _consume(
         mbarrier.arrive(empty.index(step % STAGES))
         step += 1 + steps  # past the other consumer's
         mbarrier.wait(staged.index(CONSUMER), count & 1)
-        _store(acc, sample, row, weight, column, N, staging, 0, epilogue, KIND, GELU)
+        _store(acc, sample, row, weight, column, M, N, staging, 0, epilogue, KIND, GELU)
         FIRST: gl.constexpr = COLUMNS // staging.shape[3]
-        _store(acc_tail, sample, row, weight, column + COLUMNS, N, staging, FIRST, epilogue, KIND, GELU)
+        _store(acc_tail, sample, row, weight, column + COLUMNS, M, N, staging, FIRST, epilogue, KIND, GELU)
         tma.store_wait(0)  # until the stores have read the staging buffer
         mbarrier.arrive(free)
         count += 1  # noqa: SIM113
@@ -238,8 +239,9 @@ def _multiply(a_tiles, w_tiles, acc, step, USE_ACC: gl.constexpr):
 
 @gluon.jit
 def _store(
-    acc, sample, row, weight, column, N, staging, INDEX: gl.constexpr, epilogue, KIND: gl.constexpr, GELU: gl.constexpr
-):
+    acc, sample, row, weight, column, M, N, staging, INDEX: gl.constexpr, epilogue,
+    KIND: gl.constexpr, GELU: gl.constexpr,
+):  # fmt: skip
     """The epilogue, a chunk of columns at a time, in the staging buffers from INDEX on."""
     ROWS: gl.constexpr = acc.shape[0]
     COLUMNS: gl.constexpr = acc.shape[1]
@@ -250,15 +252,16 @@ def _store(
         left = gl.convert_layout(left, _layout(HALF), assert_trivial=True)
         right = gl.convert_layout(right, _layout(HALF), assert_trivial=True)
         NEXT: gl.constexpr = INDEX + HALF // CHUNK
-        _store(left, sample, row, weight, column, N, staging, INDEX, epilogue, KIND, GELU)
-        _store(right, sample, row, weight, column + HALF, N, staging, NEXT, epilogue, KIND, GELU)
+        _store(left, sample, row, weight, column, M, N, staging, INDEX, epilogue, KIND, GELU)
+        _store(right, sample, row, weight, column + HALF, M, N, staging, NEXT, epilogue, KIND, GELU)
     else:
         columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, acc.type.layout))
         residual, outs = epilogue[0], epilogue[1]
-        kept = None
+        value = _apply_epilogue(acc, sample, row, weight, columns, M, N, epilogue, KIND, GELU)
         if residual is not None:
+            # Loaded no earlier: it would be in registers beside the gates.
             kept = _view(staging, INDEX, residual.dtype).reshape([ROWS, COLUMNS]).load(acc.type.layout)
-        value = _apply_epilogue(acc, kept, sample, weight, columns, N, epilogue, KIND, GELU)
+            value = _add_residual(value, kept, sample, epilogue[3])
         buffer = _view(staging, INDEX, outs[0].dtype)
         buffer.reshape([ROWS, COLUMNS]).store(value.to(outs[0].dtype))
         fence_async_shared()
@@ -268,11 +271,11 @@ def _store(
 
 
 @gluon.jit
-def _apply_epilogue(acc, kept, sample, weight, columns, N, epilogue, KIND: gl.constexpr, GELU: gl.constexpr):
+def _apply_epilogue(acc, sample, row, weight, columns, M, N, epilogue, KIND: gl.constexpr, GELU: gl.constexpr):
+    """c_out ⊙ f(acc + b)"""
     biases, coefficients = epilogue[2], epilogue[3]
-    c_skip, skip_stride_b, c_out, out_stride_b, out_stride_c, skip_factor, out_factor = coefficients
+    _, _, c_out, out_stride_b, out_stride_c, starts, runs, _, _ = coefficients
     mask = columns < N
-    sample = sample.to(gl.int64)
     if biases[0] is not None:
         bias = biases[0]
         for i in gl.static_range(1, len(biases)):
@@ -281,16 +284,38 @@ def _apply_epilogue(acc, kept, sample, weight, columns, N, epilogue, KIND: gl.co
     if GELU:
         acc = _gelu(acc)
     if KIND == 1:
-        acc *= gl.load(c_out + sample * out_stride_b).to(gl.float32)
+        acc *= gl.load(c_out + sample.to(gl.int64) * out_stride_b).to(gl.float32)
     elif KIND == 2:
-        gate = c_out + sample * out_stride_b + columns * out_stride_c
+        gate = c_out + sample.to(gl.int64) * out_stride_b + columns * out_stride_c
         acc *= gl.load(gate, mask=mask, other=0.0).to(gl.float32)[None, :]
-    if kept is not None:
-        kept = kept.to(gl.float32)
-        if c_skip is not None:
-            kept *= gl.load(c_skip + sample * skip_stride_b).to(gl.float32)
-        acc = acc * out_factor + kept * skip_factor
+    elif KIND == 4:
+        acc = _gate_by_run(acc, sample * M + row, c_out + columns * out_stride_c, out_stride_b, mask, starts, runs)
     return acc
+
+
+@gluon.jit
+def _gate_by_run(acc, token, gates, stride, mask, starts, runs):
+    """acc, whose rows are the tokens from `token` on, times the gates of each token's run. Taken one run after the
+    other, the gates are a row in registers; gathered by token they would be as many as acc."""
+    ROWS: gl.constexpr = acc.shape[0]
+    tokens = token + gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout))
+    for run in range(runs):
+        begin = gl.load(starts + run)
+        end = gl.load(starts + run + 1)
+        if (begin < token + ROWS) & (end > token):
+            gate = gl.load(gates + run * stride, mask=mask, other=0.0).to(gl.float32)
+            within = (tokens >= begin) & (tokens < end)
+            acc *= gl.where(within[:, None], gate[None, :], 1.0)
+    return acc
+
+
+@gluon.jit
+def _add_residual(value, kept, sample, coefficients):
+    c_skip, skip_stride_b, _, _, _, _, _, skip_factor, out_factor = coefficients
+    kept = kept.to(gl.float32)
+    if c_skip is not None:
+        kept *= gl.load(c_skip + sample.to(gl.int64) * skip_stride_b).to(gl.float32)
+    return value * out_factor + kept * skip_factor
 
 
 @gluon.jit

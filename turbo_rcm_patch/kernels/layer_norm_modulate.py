@@ -1,6 +1,7 @@
 """layer_norm_modulate: ``(LayerNorm(x) · weight + bias) · (1 + scale) + shift``, reading x once and writing once.
 
-x [B, S, C]; weight, bias [C]; scale, shift [B|1, C] or [B|1, S|1, C]; each pair optional, any mix of fp32, fp16, bf16.
+x [B, S, C]; weight, bias [C]; scale, shift [B|1, C], [B|1, S|1, C] or by runs of tokens; each pair optional, any mix of
+fp32, fp16, bf16.
 Statistics and arithmetic are fp32, the variance is summed over centred values, the result is rounded once. Programs
 walk rows and hold in registers what no row changes: read anew for each row, fp32 scale and shift would be four times
 its bytes. No gradient: under autograd the reference runs. The modulation is adaLN of Peebles and Xie 2022, Scalable
@@ -18,7 +19,16 @@ import triton.language as tl
 from . import reference
 from .ahead import launch_kernel
 from .aot import AotCase
-from .coefficient import PER_CHANNEL, PER_TOKEN, coefficient_kind, coefficient_strides, load_coefficient
+from .coefficient import (
+    PER_CHANNEL,
+    PER_TOKEN,
+    Runs,
+    check_runs,
+    coefficient_kind,
+    coefficient_strides,
+    count_runs,
+    load_coefficient,
+)
 from .dispatch import check_result, kernel_op, use_triton
 from .rows import row_grid, row_tile
 
@@ -28,15 +38,16 @@ def layer_norm_modulate(
     *,
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
-    shift: torch.Tensor | None = None,
+    scale: torch.Tensor | Runs | None = None,
+    shift: torch.Tensor | Runs | None = None,
     eps: float = 1e-6,
     dtype: torch.dtype | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor:
     """``(LayerNorm(x) · weight + bias) · (1 + scale) + shift`` over the last dimension.
 
-    x: [B, S, C]. weight, bias: [C] or None. scale, shift: both None, or each [B|1, C] or [B|1, S|1, C].
+    x: [B, S, C]. weight, bias: [C] or None. scale, shift: both None, or each [B|1, C] or [B|1, S|1, C], or both
+        Runs of the same starts.
     dtype: of the result, fp32, fp16 or bf16; None: x's.
     implementation: "auto", "triton" or "torch" (see dispatch.py).
     Raises ValueError for other dtypes, and for shapes or devices that do not fit together.
@@ -49,12 +60,24 @@ def layer_norm_modulate(
         if affine is not None and affine.shape != x.shape[2:]:
             raise ValueError(f"layer_norm_modulate: {name} has shape {list(affine.shape)}, not [C={x.shape[2]}].")
     check_result("layer_norm_modulate", dtype, x.dtype)
-    scale = _canonical_modulation("scale", scale, x)
-    shift = _canonical_modulation("shift", shift, x)
+    scale, shift, starts = _canonical_modulations(scale, shift, x)
     tensors = (x, weight, bias, scale, shift)
     fused = use_triton(implementation, *tensors, has_gradient=False)
     op = _layer_norm_modulate if fused else reference.layer_norm_modulate
-    return op(*tensors, eps, dtype or x.dtype)
+    return op(*tensors, eps, dtype or x.dtype, starts)
+
+
+def _canonical_modulations(
+    scale: torch.Tensor | Runs | None, shift: torch.Tensor | Runs | None, x: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    """scale and shift as [B|1, S|1, C] and None, or by run as [R, 1, C] and their starts."""
+    if not isinstance(scale, Runs) and not isinstance(shift, Runs):
+        return _canonical_modulation("scale", scale, x), _canonical_modulation("shift", shift, x), None
+    if not (isinstance(scale, Runs) and isinstance(shift, Runs) and scale.starts is shift.starts):
+        raise ValueError("layer_norm_modulate: give scale and shift both as Runs, of one tensor of starts.")
+    for name, runs in (("scale", scale), ("shift", shift)):
+        check_runs(f"layer_norm_modulate: {name}", runs, x.shape[2], x.device)
+    return scale.values[:, None], shift.values[:, None], scale.starts.contiguous()
 
 
 def _canonical_modulation(name: str, value: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
@@ -81,13 +104,16 @@ def _layer_norm_modulate(
     shift: torch.Tensor | None,
     eps: float,
     dtype: torch.dtype,
+    starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    B, S, C = x.shape
     out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return out
+    if starts is not None:
+        x = x.reshape(1, -1, x.shape[2])  # runs go on from sample to sample
     if x.stride(2) != 1:
         x = x.contiguous()
+    B, S, C = x.shape
     weight, bias = (None if p is None else p.contiguous() for p in (weight, bias))
     kinds = coefficient_kind(scale), coefficient_kind(shift)
     tile = _tile(C, x.element_size(), varies=PER_TOKEN in kinds)
@@ -101,6 +127,8 @@ def _layer_norm_modulate(
             bias,
             scale,
             shift,
+            starts,
+            count_runs(starts),
             S,
             C,
             x.stride(0),
@@ -116,7 +144,7 @@ def _layer_norm_modulate(
 
 
 @_layer_norm_modulate.register_fake
-def _(x, weight, bias, scale, shift, eps, dtype):
+def _(x, weight, bias, scale, shift, eps, dtype, starts=None):
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
@@ -126,17 +154,46 @@ def _tile(C: int, element_size: int, varies: bool) -> dict[str, int]:
     return {"BLOCK": block, **row_tile(block, block * element_size, in_flight=not varies)}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("runs",))
 def _layer_norm_modulate_kernel(
-    x, out, weight, bias, scale, shift, S, C, x_stride_b, x_stride_s,
+    x, out, weight, bias, scale, shift, starts, runs, S, C, x_stride_b, x_stride_s,
     scale_stride_b, scale_stride_s, scale_stride_c, shift_stride_b, shift_stride_s, shift_stride_c, eps,
     SCALE: tl.constexpr, SHIFT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    program, programs = tl.program_id(0), tl.num_programs(0)
     sample = tl.program_id(1)
-    columns = tl.arange(0, BLOCK)
-    column_mask = columns < C
+    x += sample.to(tl.int64) * x_stride_b
+    out += sample.to(tl.int64) * S * C
     scale_strides = (scale_stride_b, scale_stride_s, scale_stride_c)
     shift_strides = (shift_stride_b, shift_stride_s, shift_stride_c)
+    modulation = (weight, bias, scale, shift, scale_strides, shift_strides)
+    if starts is None:
+        _norm_rows(
+            x, out, program * ROWS, S, programs * ROWS, C, x_stride_s, sample, modulation, eps,
+            SCALE, SHIFT, ROWS, BLOCK, STAGES,
+        )  # fmt: skip
+    else:
+        # A share of the rows in one piece: there are few runs in it.
+        share = tl.cdiv(tl.cdiv(S, programs), ROWS) * ROWS
+        for run in range(runs):
+            first = tl.maximum(tl.load(starts + run), program * share)
+            end = tl.minimum(tl.load(starts + run + 1), program * share + share)
+            if first < end:
+                _norm_rows(
+                    x, out, first, end, ROWS, C, x_stride_s, tl.cast(run, tl.int32), modulation, eps,
+                    SCALE, SHIFT, ROWS, BLOCK, STAGES,
+                )  # fmt: skip
+
+
+@triton.jit
+def _norm_rows(
+    x, out, start, end, step, C, x_stride_s, sample, modulation, eps,
+    SCALE: tl.constexpr, SHIFT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The rows from start to end of one sample, or of one run, whose modulation is read once unless it is by token."""
+    weight, bias, scale, shift, scale_strides, shift_strides = modulation
+    columns = tl.arange(0, BLOCK)
+    column_mask = columns < C
     VARIES: tl.constexpr = SCALE == 3 or SHIFT == 3  # by token
     gain = 1.0
     offset = 0.0
@@ -149,11 +206,11 @@ def _layer_norm_modulate_kernel(
         gain = gain * factor
         offset = offset * factor
         offset += load_coefficient(shift, sample, 0, columns, True, column_mask, *shift_strides, SHIFT)
-    for first in tl.range(tl.program_id(0) * ROWS, S, tl.num_programs(0) * ROWS, num_stages=STAGES):
+    for first in tl.range(start, end, step, num_stages=STAGES):
         rows = first + tl.arange(0, ROWS)
-        row_mask = rows < S
+        row_mask = rows < end
         mask = row_mask[:, None] & column_mask[None, :]
-        x_rows = x + sample.to(tl.int64) * x_stride_b + rows.to(tl.int64)[:, None] * x_stride_s
+        x_rows = x + rows.to(tl.int64)[:, None] * x_stride_s
         values = tl.load(x_rows + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         mean = tl.sum(values, 1) / C
         centred = tl.where(column_mask[None, :], values - mean[:, None], 0.0)
@@ -162,7 +219,7 @@ def _layer_norm_modulate_kernel(
         if VARIES:
             y *= 1 + load_coefficient(scale, sample, rows, columns, row_mask, column_mask, *scale_strides, SCALE)
             y += load_coefficient(shift, sample, rows, columns, row_mask, column_mask, *shift_strides, SHIFT)
-        out_rows = out + (sample.to(tl.int64) * S + rows)[:, None] * C
+        out_rows = out + rows.to(tl.int64)[:, None] * C
         tl.store(out_rows + columns[None, :], y.to(out.dtype.element_ty), mask=mask)
 
 
@@ -175,18 +232,25 @@ def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
         yield _aot_case(C, affine=False, kind=PER_CHANNEL, element="fp16", out="bf16")
         yield _aot_case(C, affine=False, kind=PER_CHANNEL)
         yield _aot_case(C, affine=False, kind=PER_TOKEN)
+    for C in (3072, 5120):
+        yield _aot_case(C, affine=False, kind=PER_CHANNEL, runs=True)
     yield _aot_case(5120, affine=False, kind=PER_CHANNEL, element="fp32")
     yield _aot_case(16384, affine=False, kind=PER_CHANNEL, element="fp32")
 
 
-def _aot_case(C: int, affine: bool, kind: int, element: str = "bf16", out: str | None = None) -> AotCase:
+def _aot_case(
+    C: int, affine: bool, kind: int, element: str = "bf16", out: str | None = None, runs: bool = False
+) -> AotCase:
     tile = _tile(C, {"bf16": 2, "fp16": 2, "fp32": 4}[element], varies=kind == PER_TOKEN)
     num_warps = tile.pop("num_warps")
     constants = {"SCALE": kind, "SHIFT": kind, "scale_stride_c": 1, "shift_stride_c": 1, **tile}
     constants |= dict.fromkeys(("scale", "shift") if affine else ("weight", "bias"))
-    types = {"x": f"*{element}", "out": f"*{out or element}", "eps": "fp32"}
+    constants |= {} if runs else {"starts": None}
+    types = {"x": f"*{element}", "out": f"*{out or element}", "starts": "*i32", "eps": "fp32"}
     types |= dict.fromkeys(("weight", "bias", "scale", "shift"), "*fp32") | dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "i32") for name in _layer_norm_modulate_kernel.arg_names}
     aligned = (n for n, t in signature.items() if t.startswith("*") or n == "C" or ("_stride_" in n and t == "i32"))
-    name = f"layer_norm_modulate {element} {C} {'affine' if affine else f'modulation={kind}'}"
+    name = (
+        f"layer_norm_modulate {element} {C} {'affine' if affine else f'modulation={kind}'}{' by run' if runs else ''}"
+    )
     return AotCase(name, _layer_norm_modulate_kernel, signature, constants, tuple(aligned), num_warps, num_stages=3)

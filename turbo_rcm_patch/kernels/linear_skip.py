@@ -17,14 +17,21 @@ import triton.language as tl
 from . import gemm_hopper, reference
 from .aot import TRITON_NAMES, AotCase
 from .coefficient import (
+    MAX_RUNS,
     ONE,
     PER_CHANNEL,
+    PER_RUN,
     PER_TOKEN,
     Coefficient,
+    Runs,
     canonical_coefficient,
     coefficient_kind,
     coefficient_strides,
+    count_runs,
+    find_runs,
     load_coefficient,
+    search_steps,
+    split_runs,
 )
 from .dispatch import check_result, kernel_op, use_triton
 from .gemm import Tiles, aot_case, check_linear, gemm, launch, tile_candidates
@@ -38,7 +45,7 @@ def linear_skip(
     residual: torch.Tensor,
     *,
     c_skip: Coefficient = 1.0,
-    c_out: Coefficient = 1.0,
+    c_out: Coefficient | Runs = 1.0,
     dtype: torch.dtype | None = None,
     residual_scale: float = 1.0,
     result_scale: float = 1.0,
@@ -47,14 +54,14 @@ def linear_skip(
     """``c_skip ⊙ residual + c_out ⊙ (a Wᵀ + b)``, shaped like the residual.
 
     a: [B, S, K], or [S, K] as one sample. weight: [C, K]. bias: [C] or None. residual: [B, S, C] ([S, C]).
-    c_skip, c_out: a number, 0-d, per sample [B], per channel [C] or [B, 1, C], per token [B, S, C].
+    c_skip, c_out: a number, 0-d, per sample [B], per channel [C] or [B, 1, C], per token [B, S, C]. c_out may be Runs.
     dtype: of the result, fp32, fp16 or bf16; None: the residual's.
     residual_scale, result_scale: what the residual was, and the result is to be, divided by: room for large values in
         fp16. Positive.
     implementation: "auto", "triton" or "torch" (see dispatch.py).
 
-    Differentiable in every tensor. Raises ValueError for other dtypes and scales, and for shapes, dtypes or devices
-    that do not fit together.
+    Differentiable in every tensor; with Runs the reference is. Raises ValueError for other dtypes and scales, and for
+    shapes, dtypes or devices that do not fit together.
     """
     check_linear("linear_skip", a, weight, bias)
     if a.dim() not in (2, 3):
@@ -68,10 +75,11 @@ def linear_skip(
         arguments |= {"residual_scale": residual_scale, "result_scale": result_scale}
         return linear_skip(a[None], weight, bias, residual[None], **arguments)[0]
     c_skip = canonical_coefficient("c_skip", c_skip, *residual.shape, residual.device)
-    c_out = canonical_coefficient("c_out", c_out, *residual.shape, residual.device)
+    c_out, starts = split_runs("c_out", c_out, *residual.shape, residual.device)
     tensors = (a, weight, bias, residual, c_skip, c_out)
-    op = _linear_skip if use_triton(implementation, *tensors, has_gradient=True) else reference.linear_skip
-    return op(*tensors, dtype or residual.dtype, residual_scale, result_scale)
+    fused = use_triton(implementation, *tensors, has_gradient=starts is None)
+    op = _linear_skip if fused else reference.linear_skip
+    return op(*tensors, dtype or residual.dtype, residual_scale, result_scale, starts)
 
 
 @kernel_op("linear_skip")
@@ -85,33 +93,36 @@ def _linear_skip(
     dtype: torch.dtype,
     residual_scale: float,
     result_scale: float,
+    starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     B, S, C = residual.shape
     out = torch.empty_like(residual, dtype=dtype, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return out
-    varies_by_sample = any(c is not None and c.shape[:2] != (1, 1) for c in (c_skip, c_out))
+    by_sample = (c_skip, c_out) if starts is None else (c_skip,)
+    varies_by_sample = any(c is not None and c.shape[:2] != (1, 1) for c in by_sample)
     samples = B if varies_by_sample else 1
     a, residual = a.reshape(B * S, -1), residual.reshape(B * S, C).contiguous()
     bias = None if bias is None else bias.contiguous()
-    skip = {"samples": samples, "residual": residual, "c_skip": c_skip, "c_out": c_out}
+    skip = {"samples": samples, "residual": residual, "c_skip": c_skip, "c_out": c_out, "starts": starts}
     factors = residual_scale / result_scale, 1 / result_scale
     if gemm_hopper.why_not(a, weight, dtype=dtype, **skip) is None:
         gemm_hopper.launch(a, weight, bias, out.view(B * S, C), factors=factors, **skip)
     else:
         coefficients = (c_skip, c_out, *factors, *coefficient_strides(c_skip), *coefficient_strides(c_out))
-        kinds = (coefficient_kind(c_skip), coefficient_kind(c_out))
+        coefficients += (starts, count_runs(starts))
+        kinds = (coefficient_kind(c_skip), coefficient_kind(c_out, starts), search_steps(starts))
         launch(_linear_skip_kernel, a, weight, samples, bias, residual, out, *coefficients, KINDS=kinds)
     return out
 
 
 @_linear_skip.register_fake
-def _(a, weight, bias, residual, c_skip, c_out, dtype, residual_scale, result_scale):
+def _(a, weight, bias, residual, c_skip, c_out, dtype, residual_scale, result_scale, starts=None):
     return torch.empty_like(residual, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _setup_context(ctx, inputs, output):
-    a, weight, bias, residual, c_skip, c_out, _, *ctx.scales = inputs
+    a, weight, bias, residual, c_skip, c_out, _, *ctx.scales, _ = inputs
     needs_a, needs_weight, _, _, needs_c_skip, needs_c_out = ctx.needs_input_grad[:6]
     ctx.save_for_backward(
         a if needs_weight or needs_c_out else None,
@@ -149,23 +160,24 @@ def _backward(ctx, grad):
     if needs_c_out:
         linear = torch.nn.functional.linear(a, weight, bias)
         d_c_out = (wide * linear).sum_to_size(c_out.shape).to(c_out.dtype)
-    return d_a, d_weight, d_bias, d_residual, d_c_skip, d_c_out, None, None, None
+    return d_a, d_weight, d_bias, d_residual, d_c_skip, d_c_out, None, None, None, None
 
 
 _linear_skip.register_autograd(_backward, setup_context=_setup_context)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("runs",))
 def _linear_skip_kernel(
     a, weight, samples, M, N, K, stride_a, stride_w,
     bias, residual, out, c_skip, c_out, skip_factor, out_factor,
     skip_stride_b, skip_stride_s, skip_stride_c, out_stride_b, out_stride_s, out_stride_c,
+    starts, runs,
     KINDS: tl.constexpr,
     DESCRIPTORS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     skip_strides = (skip_stride_b, skip_stride_s, skip_stride_c)
     out_strides = (out_stride_b, out_stride_s, out_stride_c)
-    arguments = (bias, residual, out, c_skip, c_out, skip_factor, out_factor, skip_strides, out_strides)
+    arguments = (bias, residual, out, c_skip, c_out, skip_factor, out_factor, skip_strides, out_strides, starts, runs)
     gemm(
         a, weight, samples, M, N, K, stride_a, stride_w, _store_skip, arguments, KINDS,
         DESCRIPTORS, ROWS, COLUMNS, DEPTH,
@@ -174,10 +186,11 @@ def _linear_skip_kernel(
 
 @triton.jit
 def _store_skip(acc, sample, rows, columns, M, N, arguments, KINDS: tl.constexpr):
-    """KINDS: how c_skip and c_out vary (coefficient.py)."""
-    bias, residual, out, c_skip, c_out, skip_factor, out_factor, skip_strides, out_strides = arguments
+    """KINDS: how c_skip and c_out vary (coefficient.py), and the steps of the search for a run."""
+    bias, residual, out, c_skip, c_out, skip_factor, out_factor, skip_strides, out_strides, starts, runs = arguments
     SKIP: tl.constexpr = KINDS[0]
     OUT: tl.constexpr = KINDS[1]
+    STEPS: tl.constexpr = KINDS[2]
     row_mask = rows < M
     column_mask = columns < N
     mask = row_mask[:, None] & column_mask[None, :]
@@ -185,7 +198,10 @@ def _store_skip(acc, sample, rows, columns, M, N, arguments, KINDS: tl.constexpr
     if bias is not None:
         acc += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     if OUT != 0:
-        acc *= load_coefficient(c_out, sample, rows, columns, row_mask, column_mask, *out_strides, OUT)
+        chosen = sample
+        if OUT == 4:
+            chosen = find_runs(sample * M + rows, starts, runs, STEPS)
+        acc *= load_coefficient(c_out, chosen, rows, columns, row_mask, column_mask, *out_strides, OUT)
     kept = tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
     if SKIP != 0:
         kept *= load_coefficient(c_skip, sample, rows, columns, row_mask, column_mask, *skip_strides, SKIP)
@@ -203,6 +219,7 @@ def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
         yield _aot_case(capability, largest, torch.bfloat16, ONE, PER_CHANNEL, dtypes=(kept, out))
     yield _aot_case(capability, largest, torch.bfloat16, ONE, PER_TOKEN)
     yield _aot_case(capability, largest, torch.bfloat16, PER_TOKEN, PER_TOKEN)
+    yield _aot_case(capability, largest, torch.bfloat16, ONE, PER_RUN, runs=MAX_RUNS)
 
 
 def _aot_case(
@@ -212,16 +229,18 @@ def _aot_case(
     skip: int,
     out: int,
     dtypes: tuple[torch.dtype, torch.dtype] | None = None,
+    runs: int = 0,
 ) -> AotCase:
     """dtypes: of residual and result; None: dtype."""
     kept, result = (TRITON_NAMES[d] for d in dtypes or (dtype, dtype))
     types = {"bias": f"*{TRITON_NAMES[dtype]}", "residual": f"*{kept}", "out": f"*{result}"}
     types |= {"skip_factor": "fp32", "out_factor": "fp32"}
-    constants = {"KINDS": (skip, out)}
+    types |= {"starts": "*i32", "runs": "i32"}
+    constants = {"KINDS": (skip, out, max(0, runs - 1).bit_length())} | ({} if runs else {"starts": None})
     for name, kind in (("skip", skip), ("out", out)):
         types |= {f"c_{name}": "*fp32", f"{name}_stride_b": "i32", f"{name}_stride_s": "i32"}
         constants[f"{name}_stride_c"] = 1
         if kind == ONE:
             constants[f"c_{name}"] = None
-    name = f"linear_skip skip={skip} out={out} {kept} to {result}"
+    name = f"linear_skip skip={skip} out={out} {kept} to {result}{f' runs={runs}' if runs else ''}"
     return aot_case(name, _linear_skip_kernel, capability, tiles, dtype, types, constants)

@@ -2,7 +2,7 @@
 
 Shapes: B samples, S tokens, H heads, D head_dim, C = channels, K = input channels. Reductions and the skip are computed
 in fp32 (fp64 for fp64 inputs) and rounded once to the input's dtype.
-Coefficients are canonical: [B|1, S|1, C|1] or None for 1 (see coefficient.py).
+Coefficients are canonical: [B|1, S|1, C|1] or None for 1; with starts [R + 1], [R, 1, C] (see coefficient.py).
 """
 
 from __future__ import annotations
@@ -25,18 +25,32 @@ def skip(
     dtype: torch.dtype | None = None,
     residual_scale: float = 1.0,
     result_scale: float = 1.0,
+    starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``c_skip * residual + c_out * output`` for residual, output [B, S, C]; result in dtype, or the residual's.
 
-    The residual is given divided by residual_scale, and the result is divided by result_scale.
+    The residual is given divided by residual_scale, and the result is divided by result_scale. starts: of c_out's runs.
     """
     wide = _wide(residual.dtype)
+    c_out = by_token(c_out, starts, *residual.shape[:2])
     kept, added = residual.to(wide), output.to(wide)
     kept = kept if c_skip is None else kept * c_skip.to(wide)
     added = added if c_out is None else added * c_out.to(wide)
     kept = kept if residual_scale == 1 else kept * residual_scale
     result = kept + added
     return (result if result_scale == 1 else result / result_scale).to(dtype or residual.dtype)
+
+
+def by_token(values: torch.Tensor | None, starts: torch.Tensor | None, batch: int, tokens: int) -> torch.Tensor | None:
+    """What varies by run, values [R, 1, C] with starts [R + 1], for every token: [B, S, C]. The values without starts.
+
+    Run r has the tokens from starts[r] up to starts[r + 1], counted over all samples.
+    """
+    if starts is None:
+        return values
+    positions = torch.arange(batch * tokens, dtype=starts.dtype, device=starts.device)
+    runs = torch.bucketize(positions, starts[1:-1], right=True)
+    return values[runs].view(batch, tokens, -1)
 
 
 def attention(
@@ -70,10 +84,11 @@ def linear_skip(
     dtype: torch.dtype | None = None,
     residual_scale: float = 1.0,
     result_scale: float = 1.0,
+    starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``c_skip ⊙ residual + c_out ⊙ (a Wᵀ + b)`` for a [B, S, K], weight [C, K], bias [C], residual [B, S, C]; dtype
-    and scales as in `skip`."""
-    return skip(residual, F.linear(a, weight, bias), c_skip, c_out, dtype, residual_scale, result_scale)
+    """``c_skip ⊙ residual + c_out ⊙ (a Wᵀ + b)`` for a [B, S, K], weight [C, K], bias [C], residual [B, S, C]; dtype,
+    scales and starts as in `skip`."""
+    return skip(residual, F.linear(a, weight, bias), c_skip, c_out, dtype, residual_scale, result_scale, starts)
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
@@ -101,10 +116,13 @@ def layer_norm_modulate(
     shift: torch.Tensor | None,
     eps: float,
     dtype: torch.dtype | None = None,
+    starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``(LayerNorm(x) · weight + bias) · (1 + scale) + shift`` for x [B, S, C]; weight, bias [C]; scale, shift
-    [B|1, S|1, C]. Each pair may be None. Adaptive layer norm of DiT, eq. of section 3.2."""
+    [B|1, S|1, C], or [R, 1, C] with the starts of runs. Each pair may be None. Adaptive layer norm of DiT, eq. of
+    section 3.2."""
     wide = _wide(x.dtype)
+    scale, shift = (by_token(value, starts, *x.shape[:2]) for value in (scale, shift))
     affine = [None if p is None else p.to(wide) for p in (weight, bias)]
     y = F.layer_norm(x.to(wide), x.shape[-1:], *affine, eps)
     if scale is not None:

@@ -33,7 +33,7 @@ def rms_norm_rope(
 ) -> torch.Tensor:
     """RMSNorm of x over its last dimension, then rotation of the interleaved pairs; contiguous [B, S, heads, D].
 
-    x: [B, S, heads·D]. weight: [heads·D]. cos, sin: [S, D/2], or both None for no rotation.
+    x: [B, S, heads·D]. weight: [heads·D]. cos, sin: [S, D/2] of any strides, or both None for no rotation.
     implementation: "auto", "triton" or "torch" (see dispatch.py).
     Raises ValueError for shapes or devices that do not fit together.
     """
@@ -66,11 +66,11 @@ def _rms_norm_rope(
         return out
     if x.stride(2) != 1:
         x = x.contiguous()
-    cos, sin = (None if table is None else table.contiguous() for table in (cos, sin))
+    table_strides = (0, 0, 0, 0) if cos is None else (*cos.stride(), *sin.stride())
     tile = _tile(heads, head_dim, x.element_size())
     with torch.cuda.device_of(out):
         grid, strides = row_grid(x.device, tile["ROWS"], S, B), (x.stride(0), x.stride(1))
-        operands = (x, weight.contiguous(), cos, sin, out, S, heads, *strides, eps)
+        operands = (x, weight.contiguous(), cos, sin, out, S, heads, *strides, *table_strides, eps)
         launch_kernel(_rms_norm_rope_kernel, grid, *operands, HEAD_DIM=head_dim, **tile)
     return out
 
@@ -89,7 +89,8 @@ def _tile(heads: int, head_dim: int, element_size: int) -> dict[str, int]:
 
 @triton.jit
 def _rms_norm_rope_kernel(
-    x, weight, cos, sin, out, S, heads, x_stride_b, x_stride_s, eps,
+    x, weight, cos, sin, out, S, heads, x_stride_b, x_stride_s,
+    cos_stride_s, cos_stride_d, sin_stride_s, sin_stride_d, eps,
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     sample = tl.program_id(1).to(tl.int64)
@@ -109,10 +110,12 @@ def _rms_norm_rope_kernel(
         if cos is not None:
             even, odd = tl.split(y.reshape(ROWS, BLOCK_H, BLOCK_D // 2, 2))
             pair = tl.arange(0, BLOCK_D // 2)
-            angles = rows.to(tl.int64)[:, None] * (HEAD_DIM // 2) + pair[None, :]
             angle_mask = row_mask[:, None] & (pair < HEAD_DIM // 2)[None, :]
-            c = tl.load(cos + angles, mask=angle_mask, other=0.0).to(tl.float32)[:, None, :]
-            s = tl.load(sin + angles, mask=angle_mask, other=0.0).to(tl.float32)[:, None, :]
+            position = rows.to(tl.int64)[:, None]
+            cosines = cos + position * cos_stride_s + pair[None, :] * cos_stride_d
+            sines = sin + position * sin_stride_s + pair[None, :] * sin_stride_d
+            c = tl.load(cosines, mask=angle_mask, other=0.0).to(tl.float32)[:, None, :]
+            s = tl.load(sines, mask=angle_mask, other=0.0).to(tl.float32)[:, None, :]
             y = tl.join(even * c - odd * s, even * s + odd * c).reshape(ROWS, BLOCK_H, BLOCK_D)
         out_rows = out + (sample * S + rows)[:, None, None] * (heads * HEAD_DIM)
         tl.store(out_rows + channels, y.to(out.dtype.element_ty), mask=mask)
@@ -123,21 +126,29 @@ def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
     for heads in (12, 40):
         for rotated in (True, False):
             yield _aot_case(heads, rotated)
+        yield _aot_case(heads, rotated=True, table_stride=2)
     yield _aot_case(40, rotated=True, element="fp32")
     yield _aot_case(128, rotated=True, element="fp32")
 
 
-def _aot_case(heads: int, rotated: bool, head_dim: int = 128, element: str = "bf16") -> AotCase:
+def _aot_case(heads: int, rotated: bool, head_dim: int = 128, element: str = "bf16", table_stride: int = 1) -> AotCase:
+    """table_stride: of cos and sin over D/2. Diffusers' tables have every value twice: sin takes the second."""
     tile = _tile(heads, head_dim, {"bf16": 2, "fp32": 4}[element])
     num_warps = tile.pop("num_warps")
     constants = {"HEAD_DIM": head_dim, **tile}
     if not rotated:
         constants |= {"cos": None, "sin": None}
+    if table_stride == 1:
+        constants |= {"cos_stride_d": 1, "sin_stride_d": 1}
     types = (
         dict.fromkeys(("x", "weight", "out"), f"*{element}") | dict.fromkeys(("cos", "sin"), "*fp32") | {"eps": "fp32"}
     )
     types |= dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "i32") for name in _rms_norm_rope_kernel.arg_names}
-    aligned = (n for n, t in signature.items() if t.startswith("*") or n.startswith("x_stride"))
-    name = f"rms_norm_rope {element} {heads}x{head_dim}{' rotated' if rotated else ''}"
+    aligned = (n for n, t in signature.items() if t.startswith("*") or n.endswith(("stride_s", "stride_b")))
+    if table_stride > 1:
+        aligned = (n for n in aligned if n != "sin")
+    name = (
+        f"rms_norm_rope {element} {heads}x{head_dim}{f' rotated, tables of stride {table_stride}' if rotated else ''}"
+    )
     return AotCase(name, _rms_norm_rope_kernel, signature, constants, tuple(aligned), num_warps, num_stages=3)

@@ -18,14 +18,21 @@ from . import reference
 from .ahead import launch_kernel
 from .aot import AotCase
 from .coefficient import (
+    MAX_RUNS,
     PER_CHANNEL,
+    PER_RUN,
     PER_SAMPLE,
     PER_TOKEN,
     Coefficient,
+    Runs,
     canonical_coefficient,
     coefficient_kind,
     coefficient_strides,
+    count_runs,
+    find_runs,
     load_coefficient,
+    search_steps,
+    split_runs,
 )
 from .dispatch import check_result, kernel_op, use_triton
 
@@ -37,7 +44,7 @@ def skip(
     output: torch.Tensor,
     *,
     c_skip: Coefficient = 1.0,
-    c_out: Coefficient = 1.0,
+    c_out: Coefficient | Runs = 1.0,
     dtype: torch.dtype | None = None,
     residual_scale: float = 1.0,
     result_scale: float = 1.0,
@@ -45,11 +52,11 @@ def skip(
 ) -> torch.Tensor:
     """``c_skip ⊙ residual + c_out ⊙ output`` for two [B, S, C].
 
-    c_skip, c_out: a number, 0-d, per sample [B], per channel [C] or [B, 1, C], per token [B, S, C].
+    c_skip, c_out: a number, 0-d, per sample [B], per channel [C] or [B, 1, C], per token [B, S, C]. c_out may be Runs.
     dtype, residual_scale, result_scale: as of `linear_skip`.
     implementation: "auto", "triton" or "torch" (see dispatch.py).
-    Differentiable in every tensor. Raises ValueError for other dtypes and scales, and for shapes or devices that do not
-    fit together.
+    Differentiable in every tensor; with Runs the reference is. Raises ValueError for other dtypes and scales, and for
+    shapes or devices that do not fit together.
     """
     if residual.dim() != 3 or output.shape != residual.shape:
         raise ValueError(
@@ -57,10 +64,10 @@ def skip(
         )
     check_result("skip", dtype, residual.dtype, residual_scale=residual_scale, result_scale=result_scale)
     c_skip = canonical_coefficient("c_skip", c_skip, *residual.shape, residual.device)
-    c_out = canonical_coefficient("c_out", c_out, *residual.shape, residual.device)
+    c_out, starts = split_runs("c_out", c_out, *residual.shape, residual.device)
     tensors = (residual, output, c_skip, c_out)
-    op = _skip if use_triton(implementation, *tensors, has_gradient=True) else reference.skip
-    return op(*tensors, dtype or residual.dtype, residual_scale, result_scale)
+    op = _skip if use_triton(implementation, *tensors, has_gradient=starts is None) else reference.skip
+    return op(*tensors, dtype or residual.dtype, residual_scale, result_scale, starts)
 
 
 @kernel_op("skip")
@@ -72,6 +79,7 @@ def _skip(
     dtype: torch.dtype,
     residual_scale: float,
     result_scale: float,
+    starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     B, S, C = residual.shape
     out = torch.empty_like(residual, dtype=dtype, memory_format=torch.contiguous_format)
@@ -84,6 +92,8 @@ def _skip(
                 output.contiguous(),
                 c_skip,
                 c_out,
+                starts,
+                count_runs(starts),
                 out,
                 residual_scale / result_scale,
                 1 / result_scale,
@@ -92,7 +102,8 @@ def _skip(
                 *coefficient_strides(c_skip),
                 *coefficient_strides(c_out),
                 SKIP=coefficient_kind(c_skip),
-                OUT=coefficient_kind(c_out),
+                OUT=coefficient_kind(c_out, starts),
+                STEPS=search_steps(starts),
                 ROWS=ROWS,
                 COLUMNS=COLUMNS,
                 num_warps=NUM_WARPS,
@@ -101,12 +112,12 @@ def _skip(
 
 
 @_skip.register_fake
-def _(residual, output, c_skip, c_out, dtype, residual_scale, result_scale):
+def _(residual, output, c_skip, c_out, dtype, residual_scale, result_scale, starts=None):
     return torch.empty_like(residual, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _setup_context(ctx, inputs, output):
-    residual, raw, c_skip, c_out, _, *ctx.scales = inputs
+    residual, raw, c_skip, c_out, _, *ctx.scales, _ = inputs
     _, _, needs_c_skip, needs_c_out = ctx.needs_input_grad[:4]
     ctx.save_for_backward(residual if needs_c_skip else None, raw if needs_c_out else None, c_skip, c_out)
     ctx.residual_dtype, ctx.output_dtype = residual.dtype, raw.dtype
@@ -129,17 +140,17 @@ def _backward(ctx, grad):
         d_c_skip = (residual_scale * (wide * residual).sum_to_size(c_skip.shape)).to(c_skip.dtype)
     if needs_c_out:
         d_c_out = (wide * raw).sum_to_size(c_out.shape).to(c_out.dtype)
-    return d_residual, d_output, d_c_skip, d_c_out, None, None, None
+    return d_residual, d_output, d_c_skip, d_c_out, None, None, None, None
 
 
 _skip.register_autograd(_backward, setup_context=_setup_context)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("runs",))
 def _skip_kernel(
-    residual, output, c_skip, c_out, out, skip_factor, out_factor, S, C,
+    residual, output, c_skip, c_out, starts, runs, out, skip_factor, out_factor, S, C,
     skip_stride_b, skip_stride_s, skip_stride_c, out_stride_b, out_stride_s, out_stride_c,
-    SKIP: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SKIP: tl.constexpr, OUT: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     sample = tl.program_id(2)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -155,8 +166,11 @@ def _skip_kernel(
             c_skip, sample, rows, columns, row_mask, column_mask, skip_stride_b, skip_stride_s, skip_stride_c, SKIP
         )
     if OUT != 0:
+        chosen = sample
+        if OUT == 4:
+            chosen = find_runs(sample * S + rows, starts, runs, STEPS)
         added *= load_coefficient(
-            c_out, sample, rows, columns, row_mask, column_mask, out_stride_b, out_stride_s, out_stride_c, OUT
+            c_out, chosen, rows, columns, row_mask, column_mask, out_stride_b, out_stride_s, out_stride_c, OUT
         )
     tl.store(out + offsets, (kept * skip_factor + added * out_factor).to(out.dtype.element_ty), mask=mask)
 
@@ -165,16 +179,24 @@ def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
     """One case per way in which the coefficients vary, and per pair of dtypes of a bf16 block's residual."""
     for kind in (PER_SAMPLE, PER_CHANNEL, PER_TOKEN):
         yield _aot_case(kind, "bf16", "bf16")
+    yield _aot_case(PER_CHANNEL, "bf16", "bf16", runs=MAX_RUNS)
     for residual, out in (("bf16", "fp16"), ("fp16", "fp16"), ("fp16", "bf16")):
         yield _aot_case(PER_CHANNEL, residual, out)
 
 
-def _aot_case(kind: int, residual: str, out: str) -> AotCase:
-    constants = {"SKIP": kind, "OUT": kind, "ROWS": ROWS, "COLUMNS": COLUMNS}
-    constants |= {"skip_stride_c": 1, "out_stride_c": 1}
+def _aot_case(kind: int, residual: str, out: str, runs: int = 0) -> AotCase:
+    constants = {
+        "SKIP": kind,
+        "OUT": PER_RUN if runs else kind,
+        "STEPS": max(0, runs - 1).bit_length(),
+        "ROWS": ROWS,
+        "COLUMNS": COLUMNS,
+    }
+    constants |= {"skip_stride_c": 1, "out_stride_c": 1} | ({} if runs else {"starts": None})
     types = {"residual": f"*{residual}", "output": "*bf16", "out": f"*{out}", "c_skip": "*fp32", "c_out": "*fp32"}
+    types["starts"] = "*i32"
     types |= {"skip_factor": "fp32", "out_factor": "fp32"} | dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "i32") for name in _skip_kernel.arg_names}
     aligned = tuple(n for n, t in signature.items() if t.startswith("*") or n == "C" or n.endswith(("_b", "_s")))
-    name = f"skip kind={kind} {residual} to {out}"
+    name = f"skip kind={kind} {residual} to {out}{f' runs={runs}' if runs else ''}"
     return AotCase(name, _skip_kernel, signature, constants, aligned, NUM_WARPS, num_stages=3)
