@@ -158,27 +158,6 @@ def test_a_block_called_with_another_context_does_not_see_the_kept_one(models):
         )
 
 
-def test_cache_text_can_be_switched_off():
-    model = tiny_wan_transformer()
-    with trp.patch(model, trp.PatchConfig(cache_text=False)) as patch:
-        assert "cache_text=False (2)" in patch.summary()
-        state = model._turbo_rcm_patch
-        with torch.no_grad():
-            model(**tiny_transformer_inputs(model))
-        assert not list(state._contexts.values())
-
-
-def test_without_cache_text_stacked_parameters_can_be_mapped_over():
-    model = tiny_wan_transformer()
-    inputs = tiny_transformer_inputs(model)
-    parameters = {name: torch.stack([p.detach(), 0.9 * p.detach()]) for name, p in model.named_parameters()}
-    call = lambda p: torch.func.functional_call(model, p, (), inputs)[0]  # noqa: E731
-    with torch.no_grad():
-        expected = torch.vmap(call)(parameters)
-        with trp.patch(model, trp.PatchConfig(cache_text=False)):
-            assert relative_error(torch.vmap(call)(parameters), expected) <= 1e-5
-
-
 def test_a_rearranged_batch_of_prompts_is_a_new_prompt():
     """A checksum that is linear in the words would not tell A, B, B, A from B, A, A, B."""
     patched, plain = tiny_wan_transformer(), tiny_wan_transformer()

@@ -207,7 +207,7 @@ def test_the_summary_says_where_constants_are_computed(tape):
 
 
 def test_a_move_to_another_device_frees_the_graphs_at_the_next_forward(tape, monkeypatch):
-    pair = make_models(config=trp.PatchConfig(cuda_graph="auto", cache_text=False))
+    pair = make_models(config=trp.PatchConfig(cuda_graph="auto"))
     inputs = inputs_for(pair[0])
     warm(pair, inputs)
     pair[0].to("meta")

@@ -143,7 +143,7 @@ class WanState:
 
     def why_not_context(self, device: torch.device) -> str | None:
         """Why the prompt's constants are computed anew on each call; None when they are kept."""
-        return self._prompt_path.get(device).why_not_kept if self.config.cache_text else "cache_text=False"
+        return self._prompt_path.get(device).why_not_kept
 
     def context(self, text: torch.Tensor, image: torch.Tensor | None) -> torch.Tensor:
         """The projected prompt, image tokens first, for text [B, L, text_dim] and image [B, L', image_dim]."""
