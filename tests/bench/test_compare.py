@@ -8,6 +8,7 @@ import torch
 from tests.bench.damage import damage_block
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.bench import compare as module
+from turbo_rcm_patch.bench import variants as variants_module
 from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.report import comparison_table, plot, side_by_side
 from turbo_rcm_patch.bench.timing import StageTimings, TimedGeneration
@@ -39,7 +40,7 @@ def test_variants_share_the_seed_and_agree(pipe):
 
 
 def test_a_difference_made_by_the_patch_is_reported(pipe, monkeypatch):
-    damage_block(monkeypatch, module, "transformer.blocks.1", lambda output: output + 0.01 * output.roll(1, -1))
+    damage_block(monkeypatch, variants_module, "transformer.blocks.1", lambda output: output + 0.01 * output.roll(1, -1))
     patched = compare(pipe, CALL, repeats=1, warmups=0).variants[-1]
     assert patched.latents.relative_l2 > 1e-4
     assert patched.frames.relative_l2 > 1e-4
@@ -55,7 +56,7 @@ def test_a_step_of_every_variant_is_compared_with_fp32(pipe):
 
 
 def test_a_patch_that_errs_more_is_not_timed(pipe, monkeypatch):
-    damage_block(monkeypatch, module, "transformer.blocks.1", lambda output: output + 0.01 * output.roll(1, -1))
+    damage_block(monkeypatch, variants_module, "transformer.blocks.1", lambda output: output + 0.01 * output.roll(1, -1))
     monkeypatch.setattr(module, "timed_generation", _one_generation(module.timed_generation))
     with pytest.raises(RuntimeError, match=r"nothing was timed.*turbo-rcm verify"):
         compare(pipe, CALL, with_oracle=True)

@@ -55,7 +55,7 @@ def test_the_triton_kernels_pass_and_are_what_is_checked(variant, device):
 def test_hidden_states_are_those_of_the_unpatched_generation(monkeypatch):
     seen = {}
 
-    def keep_inputs(name, step, block, args, kwargs, patched, unpatched):
+    def keep_inputs(name, step, block, args, kwargs, patched, unpatched, limits):
         seen.setdefault((name, step), (args, kwargs))
         return BlockCheck(name, step, torch.float32, 0.0, 0.0, 0.0)
 
