@@ -3,9 +3,8 @@
     python scripts/gpu_session.py --results results                         # all, into results/<the GPU>.json
     python scripts/gpu_session.py --results results --only tests ops        # the other runs in the file stay
 
-Steps that need more GPUs than there are, are left out unless asked for.
-Every step that measures, but first-step, checks first that what it measures is right. A table of what passed comes
-last.
+Steps that need more GPUs than there are, are left out unless asked for. Every step that measures, but
+first-step, checks first that what it measures is right. A table of what passed comes last.
 """
 
 from __future__ import annotations

@@ -33,7 +33,11 @@ class Variants:
 
 def single_process(pipe: DiffusionPipeline, config: PatchConfig, with_compile: bool) -> Variants:
     """The variants on one device; switching off leaves the pipeline as it was."""
-    switches = {UNPATCHED: contextlib.nullcontext, COMPILED: _CompiledBlocks(pipe), PATCHED: lambda: patch(pipe, config)}
+    switches = {
+        UNPATCHED: contextlib.nullcontext,
+        COMPILED: _CompiledBlocks(pipe),
+        PATCHED: lambda: patch(pipe, config),
+    }
     return Variants(_chosen(switches, with_compile))
 
 
