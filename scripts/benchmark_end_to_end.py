@@ -2,20 +2,24 @@
 
     python scripts/benchmark_end_to_end.py --config wan2.1-1.3b --json benchmark.json
     python scripts/benchmark_end_to_end.py --config wan2.1-14b --layers 4 --decode
+    python scripts/benchmark_end_to_end.py --config wan2.1-14b --layers 4 --ulysses 2
 
-The prompt is random embeddings: the text encoder is not run. A step is one call of the transformer and the sampler; its
+The prompt is random embeddings, as is what an image would be encoded to: no encoder is run. A step is one call of the transformer and the sampler; its
 error to fp32 is measured first, and nothing is timed where the patch errs more than diffusers does.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
+import tempfile
 from dataclasses import replace
 
 import torch
 
-from turbo_rcm_patch.bench.cases import CASES, build_pipeline, random_prompt
+from turbo_rcm_patch.bench.cases import CASES, build_pipeline, random_inputs
 from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.report import comparison_table
 from turbo_rcm_patch.cli.files import json_file, write_json
@@ -25,10 +29,36 @@ from turbo_rcm_patch.patching import use_rcm
 
 def main(argv: list[str] | None = None) -> int:
     options = parse_options(argv)
+    if options.ulysses == 1:
+        measure(options, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = (options, f"file://{folder}/rendezvous")
+            torch.multiprocessing.spawn(measure_in_parallel, arguments, nprocs=options.ulysses)
+    return 0
+
+
+def measure_in_parallel(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
+    """One of several processes, each on the GPU of its rank; the first one reports."""
+    if torch.cuda.is_available():
+        device, backend = torch.device("cuda", rank), "nccl"
+        torch.cuda.set_device(device)
+    else:
+        device, backend = torch.device("cpu"), "gloo"
+    torch.distributed.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=options.ulysses)
+    try:
+        with open(os.devnull, "w") as nowhere:
+            with contextlib.nullcontext() if rank == 0 else contextlib.redirect_stdout(nowhere):
+                measure(options, device, is_first=rank == 0)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def measure(options: argparse.Namespace, device: torch.device, *, is_first: bool = True) -> None:
     case = CASES[options.config]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     pipe = build_pipeline(case, dtype, device, layers=options.layers)
+    pipe.set_progress_bar_config(disable=not is_first)
     use_rcm(pipe)
     call = {
         "height": options.height or case.height,
@@ -42,17 +72,23 @@ def main(argv: list[str] | None = None) -> int:
     print(*(f"{name} {value}" for name, value in settings.items()), sep=", ")
     comparison = compare(
         pipe,
-        {**call, "prompt_embeds": random_prompt(pipe)},
+        {**call, **random_inputs(pipe)},
         config=replace(resolve_config(options.preset), cuda_graph=options.cuda_graph),
         with_compile=False if options.no_compile else None,
         with_oracle=not options.no_oracle,
+        ulysses=options.ulysses,
+        warmups=options.warmups,
         repeats=options.repeats,
-        settings={**settings, "repeats": options.repeats, "cuda_graph": options.cuda_graph},
+        settings={
+            **settings,
+            "repeats": options.repeats,
+            "cuda_graph": options.cuda_graph,
+            **({"ulysses": options.ulysses} if options.ulysses > 1 else {}),
+        },
     )
     print(comparison.patch_summary, comparison_table(comparison), sep="\n\n")
-    if options.json is not None:
+    if options.json is not None and is_first:
         write_json(options.json, comparison.to_dict())
-    return 0
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
@@ -64,6 +100,8 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--width", type=int)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5, help="measured generations per variant (default 5)")
+    parser.add_argument("--warmups", type=int, default=1, help="generations per variant before them (default 1)")
+    parser.add_argument("--ulysses", type=int, default=1, help="split a sample among so many GPUs, as diffusers does")
     parser.add_argument("--preset", default="exact", help="of the patch (default exact)")
     parser.add_argument("--cuda-graph", choices=CUDA_GRAPH_MODES, default="auto", help="of the patch (default auto)")
     parser.add_argument("--decode", action="store_true", help="decode the latents too")
@@ -71,6 +109,8 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-oracle", action="store_true", help="do not check a step against fp32, for want of memory")
     parser.add_argument("--json", type=json_file, help="write all figures with the GPU and versions")
     options = parser.parse_args(argv)
+    if torch.cuda.is_available() and options.ulysses > torch.cuda.device_count():
+        parser.error(f"--ulysses {options.ulysses}: PyTorch finds {torch.cuda.device_count()} CUDA GPUs.")
     return options
 
 

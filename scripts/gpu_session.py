@@ -3,21 +3,26 @@
     python scripts/gpu_session.py --results results                         # all, into results/<the GPU>.json
     python scripts/gpu_session.py --results results --only tests ops        # the other runs in the file stay
 
-Every step that measures, but first-step, checks first that what it measures is right. A table of what passed comes
-last.
+Steps that need more GPUs than there are, are left out unless asked for. Every step that measures, but
+first-step, checks first that what it measures is right. A table of what passed comes last.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
+
+from turbo_rcm_patch.bench.environment import COMMIT, describe_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -43,7 +48,12 @@ MEASUREMENTS = {
     "wan2.1-1.3b": (*END_TO_END, "wan2.1-1.3b"),
     "wan2.1-1.3b-17-frames": (*END_TO_END, "wan2.1-1.3b", "--frames", "17"),
     "wan2.1-14b-4-layers": (*END_TO_END, "wan2.1-14b", "--layers", "4", "--repeats", "3"),
+    "wan2.2-5b-8-layers": (*END_TO_END, "wan2.2-5b", "--layers", "8", "--repeats", "3"),
+    "wan2.2-5b-8-layers-image": (*END_TO_END, "wan2.2-5b-image", "--layers", "8", "--repeats", "3"),
+    "wan2.1-i2v-14b-4-layers": (*END_TO_END, "wan2.1-i2v-14b", "--layers", "4", "--repeats", "3"),
+    "wan2.1-14b-4-layers-2-gpus": (*END_TO_END, "wan2.1-14b", "--layers", "4", "--repeats", "3", "--ulysses", "2"),
 }
+GPUS = {"wan2.1-14b-4-layers-2-gpus": 2}  # that a step needs, where it is more than one
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,23 +61,38 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, required=True, help="folder of the results files, one per GPU")
     parser.add_argument("--logs", type=Path, default=ROOT / "runs/gpu-session", help="folder for the steps' output")
     parser.add_argument("--only", nargs="+", choices=(*CHECKS, *MEASUREMENTS), help="run these steps alone")
+    parser.add_argument("--commit", help="what is checked out, for a copy without its git history")
     options = parser.parse_args(argv)
+    if options.commit is not None:
+        os.environ[COMMIT] = options.commit
     if not torch.cuda.is_available():
         parser.error("PyTorch finds no CUDA GPU, and every step needs one.")
     options.logs.mkdir(parents=True, exist_ok=True)
     options.results.mkdir(parents=True, exist_ok=True)
+    results = ResultsFile(options.results, torch.cuda.get_device_name())
     rows = []
-    for name, command in (CHECKS | MEASUREMENTS).items():
-        if options.only is None or name in options.only:
-            figures = options.logs / f"{name}.json" if name in MEASUREMENTS else None
-            rows.append((name, *run(command, options.logs / f"{name}.log", figures)))
-            if figures is not None and figures.exists():
-                keep(options.results, torch.cuda.get_device_name(), name, json.loads(figures.read_text()))
-    width = max(len(name) for name, _, _ in rows)
+    for name in chosen_steps(options.only, torch.cuda.device_count()):
+        log, figures = (options.logs / f"{name}.{kind}" for kind in ("log", "json"))
+        code, seconds = run((CHECKS | MEASUREMENTS)[name], log, figures if name in MEASUREMENTS else None)
+        rows.append((name, code, seconds))
+        if name in MEASUREMENTS and figures.exists():
+            results.keep_run(name, json.loads(figures.read_text()))
+        if name == "tests":
+            results.keep_tests(code, log.read_text())
+    width = max((len(name) for name, _, _ in rows), default=4)
     print(f"\n{'step':{width}}  result    seconds")
     for name, code, seconds in rows:
         print(f"{name:{width}}  {'passed' if code == 0 else f'failed {code}':8} {seconds:8.1f}")
     return int(any(code for _, code, _ in rows))
+
+
+def chosen_steps(only: list[str] | None, gpus: int) -> Iterator[str]:
+    """The steps asked for, else those that this many GPUs are enough for; says which are left out."""
+    for name in CHECKS | MEASUREMENTS:
+        if only is None and GPUS.get(name, 1) > gpus:
+            print(f"{name} is left out: it needs {GPUS[name]} GPUs")
+        elif only is None or name in only:
+            yield name
 
 
 def run(command: tuple[str, ...], log: Path, figures: Path | None) -> tuple[int, float]:
@@ -90,13 +115,36 @@ def run(command: tuple[str, ...], log: Path, figures: Path | None) -> tuple[int,
     return process.wait(), time.perf_counter() - start
 
 
-def keep(folder: Path, gpu: str, name: str, figures: dict) -> None:
-    """Put a run into the results file of a GPU, in place of an older one of its name."""
-    path = folder / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
-    results = json.loads(path.read_text()) if path.exists() else {"gpu": gpu, "runs": {}}
-    runs = {**results["runs"], name: figures}
-    results["runs"] = {known: runs[known] for known in MEASUREMENTS if known in runs}
-    path.write_text(json.dumps(results, indent=1) + "\n")
+class ResultsFile:
+    """The results of one kind of GPU, named after it: its runs by name, and the versions that its tests passed with."""
+
+    def __init__(self, folder: Path, gpu: str):
+        self._path = folder / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
+        self._empty = {"gpu": gpu, "tests": [], "runs": {}}
+
+    def keep_run(self, name: str, figures: dict) -> None:
+        """Put a run in place of an older one of its name."""
+        results = self._read()
+        runs = {**results["runs"], name: figures}
+        self._write({**results, "runs": {known: runs[known] for known in MEASUREMENTS if known in runs}})
+
+    def keep_tests(self, code: int, log: str) -> None:
+        """Put what pytest counted in place of an older count with the same versions of torch and triton."""
+        environment = asdict(describe_environment("cuda"))
+        counts = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|errors?|skipped)", log)}
+        entry = {"ok": code == 0, **counts, "environment": environment}
+        others = [other for other in self._read()["tests"] if _versions(other) != _versions(entry)]
+        self._write({**self._read(), "tests": [*others, entry]})
+
+    def _read(self) -> dict:
+        return {**self._empty, **(json.loads(self._path.read_text()) if self._path.exists() else {})}
+
+    def _write(self, results: dict) -> None:
+        self._path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _versions(entry: dict) -> tuple[str, str]:
+    return entry["environment"]["torch"], entry["environment"]["triton"]
 
 
 if __name__ == "__main__":

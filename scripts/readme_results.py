@@ -1,4 +1,4 @@
-"""Write the README's measured and evaluated sections and its charts, all from the JSON files in results/.
+"""Write the results page, its charts and the README's table of steps, all from the JSON files in results/.
 
 python scripts/readme_results.py
 """
@@ -11,33 +11,50 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from turbo_rcm_patch.tiers import EXACT
+
 ROOT = Path(__file__).resolve().parent.parent
+PAGE = "README.md"  # in the folder of results
 MEASURED = "<!-- measured: written by scripts/readme_results.py -->", "<!-- end of measured -->"
 EVALUATED = "<!-- evaluated: written by scripts/readme_results.py -->", "<!-- end of evaluated -->"
 TRAINING = "training.json"
+INTRODUCTION = """# Results
+
+All of this page is written by `python scripts/readme_results.py`, from the JSON files beside it; those are written by
+`python scripts/gpu_session.py --results results`. What missed its target is bold. `designs.md` tells what was tried.
+"""
 STEPS_HEADER = (
     "| run | variant | step, ms | over eager | over compile | targets | peak memory, GiB "
     "| rel. L2 of a step to fp32 | of the latents to eager |"
 )
-# What is asked of a patched step, over which variant.
+SHORT_STEPS_HEADER = "| one step of | eager, ms | compile, ms | patched, ms | over compile | memory over compile's |"
+# What is asked of a patched step: a speed-up over a variant, and memory as a multiple of regional torch.compile's.
 STEP_TARGETS = {
     "wan2.1-1.3b": {"unpatched": 1.45, "torch.compile": 1.2},
     "wan2.1-1.3b-17-frames": {"torch.compile": 1.2},
     "wan2.1-14b-4-layers": {"torch.compile": 1.12},
+    "wan2.2-5b-8-layers": {"torch.compile": 1.11},
+    "wan2.2-5b-8-layers-image": {"torch.compile": 1.11},
+    "wan2.1-i2v-14b-4-layers": {"torch.compile": 1.11},
+    "wan2.1-14b-4-layers-2-gpus": {"torch.compile": 1.12},
 }
+MEMORY_TARGETS = dict.fromkeys(("wan2.2-5b-8-layers", "wan2.2-5b-8-layers-image", "wan2.1-i2v-14b-4-layers"), 1.15)
 ACCURACY_TARGETS = {2: 0.9, 4: 0.95}  # overall prompt accuracy of the embedded model, by steps
-ACCURACY_FACTOR = 1.05  # a step's error to fp32 may be so many times that of torch.compile
+ACCURACY_FACTOR = EXACT.limits.factor  # a step's error to fp32 may be so many times that of torch.compile
 OPS_HEADER = "| op, bf16 | ours, ms | rival | rival, ms | speed-up | target | error, ours / rival |"
 TRAFFIC_HEADER = "| what | implementation | read, MB | written, MB | passes | source | rel. L2 to fp32 |"
+TESTS_HEADER = "| torch | triton | diffusers | commit | GPU tests passed | failed |"
 SOURCES = {"counters": "measured by Nsight Compute", "shapes": "counted from shapes"}
 NAMES = {"unpatched": "eager diffusers", "torch.compile": "regional torch.compile", "patched": "patched (exact)"}
 
 
 def main() -> int:
-    for path in result_files(ROOT / "results"):
-        draw_charts(json.loads(path.read_text())["runs"], path.with_suffix(".png"))
+    folder = ROOT / "results"
+    for path in result_files(folder):
+        draw_charts(json.loads(path.read_text())["runs"], path)
+    (folder / PAGE).write_text(results_page(folder))
     readme = ROOT / "README.md"
-    readme.write_text(with_results(readme.read_text(), ROOT / "results"))
+    readme.write_text(with_results(readme.read_text(), folder))
     return 0
 
 
@@ -47,16 +64,28 @@ def result_files(folder: Path) -> list[Path]:
 
 
 def with_results(text: str, folder: Path) -> str:
-    """The README's text with the sections between the markers rendered from the folder's results files."""
-    training = json.loads((folder / TRAINING).read_text()) if (folder / TRAINING).exists() else None
+    """The README's text with the sections between its markers rendered from the folder's results files."""
     files = {path: json.loads(path.read_text()) for path in result_files(folder)}
-    measured = (_measured(f"results/{path.name}", results["runs"]) for path, results in files.items())
-    text = _replace(text, MEASURED, measured)
-    evaluated = (_evaluated(f"results/{path.name}", results["runs"], training) for path, results in files.items())
-    return _replace(text, EVALUATED, evaluated)
+    text = _replace(text, MEASURED, (_short_steps(path, results["runs"]) for path, results in files.items()))
+    return _replace(text, EVALUATED, (_short_evaluation(results["runs"]) for results in files.values()))
+
+
+def results_page(folder: Path) -> str:
+    """The page of all tables: for each GPU what was measured, then what the embedded model shows."""
+    training = json.loads((folder / TRAINING).read_text()) if (folder / TRAINING).exists() else None
+    parts = [INTRODUCTION]
+    for path in result_files(folder):
+        results = json.loads(path.read_text())
+        parts.append(f"## {results['gpu']}\n")
+        parts.append(_measured(path, results["runs"], results.get("tests", [])))
+        parts.append(_evaluated(path.name, results["runs"], training))
+    return "\n".join(filter(None, parts))
 
 
 def _replace(text: str, markers: tuple[str, str], sections: Iterable[str]) -> str:
+    """The text with the sections between the markers; as it was where it has no such markers."""
+    if markers[0] not in text:
+        return text
     before, rest = text.split(markers[0])
     after = rest.split(markers[1])[1]
     return f"{before}{markers[0]}\n" + "\n".join(filter(None, sections)) + f"{markers[1]}{after}"
@@ -66,32 +95,94 @@ def _table(header: str, rows: list[str]) -> str:
     return f"{header}\n" + "|---" * (header.count("|") - 1) + "|\n" + "\n".join(rows) + "\n"
 
 
-def _measured(file: str, runs: dict) -> str:
-    """Denoising steps, single ops and the first step on one GPU; empty without any of them."""
+def _measured(path: Path, runs: dict, tests: list[dict]) -> str:
+    """Denoising steps, single ops, traffic and modules on one GPU, and with which versions its tests passed."""
+    environments = {_versions(run["environment"]): None for run in runs.values() if "environment" in run}
+    parts = [f"From `{path.name}`: {'; '.join(environments)}.\n"] if environments else []
+    if tests:
+        parts.append(_tests(tests))
     steps = {name: run for name, run in runs.items() if "variants" in run}
-    if not steps and "ops" not in runs:
-        return ""
-    environment = next(run["environment"] for run in runs.values())
-    versions = ", ".join(f"{name} {environment[name]}" for name in ("torch", "triton", "diffusers"))
-    parts = [
-        f"\n{environment['gpu']}, {versions}. `{file}`, written by `python scripts/gpu_session.py --results results`."
-    ]
+    traffic = [run for run in runs.values() if "pass_bytes" in run]
     if steps:
-        parts.append(f"![Steps, memory traffic and attention modules]({file.removesuffix('.json')}.png)")
+        parts.append(_chart(path, "steps", "Speed-up of a denoising step over eager diffusers"))
         parts.append(
-            "One denoising step, the median over steps of medians over repeats; all variants in turns in one process:"
+            "One denoising step, the median over steps of medians over repeats; all variants in turns in one process, "
+            "or with several GPUs in one process each. Targets are the speed-ups over eager and over compile, and the "
+            "memory over compile's:\n"
         )
         parts.append(_table(STEPS_HEADER, [row for name, run in steps.items() for row in _step_rows(name, run)]))
     if "first-step" in runs:
         parts.append(_first_step(runs["first-step"]))
     if "ops" in runs:
         parts.append(_ops(runs["ops"]))
-    traffic = [run for run in runs.values() if "pass_bytes" in run]
     if traffic:
-        parts.append(_traffic(traffic))
+        parts += [_chart(path, "traffic", "Memory traffic of a Wan block"), _traffic(traffic)]
     if "implementations" in runs:
+        parts.append(_chart(path, "modules", "Speed-up of the attention modules"))
         parts.append(_implementations(runs["implementations"]))
-    return "\n\n".join(parts)
+    return "\n".join(parts)
+
+
+def _versions(environment: dict) -> str:
+    commit = f", commit {environment['commit'][:12]}" if environment.get("commit") else ""
+    return ", ".join(f"{name} {environment[name]}" for name in ("torch", "triton", "diffusers")) + commit
+
+
+def _chart(path: Path, kind: str, description: str) -> str:
+    return f"![{description}]({_chart_file(path, kind).name})\n"
+
+
+def _tests(tests: list[dict]) -> str:
+    """A row per pair of torch and triton with which the GPU tests ran."""
+    rows = []
+    for entry in tests:
+        environment = entry["environment"]
+        versions = [environment[name] for name in ("torch", "triton", "diffusers")]
+        failed = sum(entry.get(word, 0) for word in ("failed", "error", "errors"))
+        cells = [*versions, (environment.get("commit") or "")[:12], str(entry.get("passed", 0))]
+        cells.append(str(failed) if entry["ok"] else f"**{failed}**")
+        rows.append("| " + " | ".join(cells) + " |")
+    return _table(TESTS_HEADER, rows)
+
+
+def _short_steps(path: Path, runs: dict) -> str:
+    """The README's table: a row per real model; empty without one. Its chart is beside it."""
+    rows = [_short_step_row(name, run) for name, run in _real_models(runs).items()]
+    if not rows:
+        return ""
+    environment = next(iter(_real_models(runs).values()))["environment"]
+    chart = f"![Speed-up of a denoising step over eager diffusers](results/{_chart_file(path, 'steps').name})"
+    return f"\n{environment['gpu']}, {_versions(environment)}.\n\n{chart}\n\n{_table(SHORT_STEPS_HEADER, rows)}"
+
+
+def _real_models(runs: dict) -> dict[str, dict]:
+    return {name: run for name, run in runs.items() if "variants" in run and "config" in run["settings"]}
+
+
+def _short_step_row(name: str, run: dict) -> str:
+    steps = {variant["name"]: _milliseconds(variant) for variant in run["variants"]}
+    target = STEP_TARGETS.get(name, {}).get("torch.compile", 0.0)
+    cells = [_model(run), *(f"{steps[one]:.0f}" if one in steps else "" for one in NAMES)]
+    cells.append(_speedup(steps.get("torch.compile"), steps["patched"], target))
+    return "| " + " | ".join([*cells, _memory_ratio(name, run)]) + " |"
+
+
+def _memory_ratio(name: str, run: dict) -> str:
+    """The patched peak over torch.compile's, bold where it is above the target."""
+    peaks = {variant["name"]: variant["timings"]["peak_memory"] for variant in run["variants"]}
+    if peaks.get("torch.compile") is None:
+        return ""
+    ratio = peaks["patched"] / peaks["torch.compile"]
+    return f"{ratio:.2f}×" if ratio <= MEMORY_TARGETS.get(name, ratio) else f"**{ratio:.2f}×**"
+
+
+def _model(run: dict) -> str:
+    """The model and the video of a run, such as "wan2.1-14b (4 layers), 81×720×1280, 2 GPUs"."""
+    settings = run["settings"]
+    layers = f" ({settings['layers']} layers)" if "layers" in settings else ""
+    size = f"{settings['num_frames']}×{settings['height']}×{settings['width']}"
+    gpus = f", {settings['ulysses']} GPUs" if settings.get("ulysses", 1) > 1 else ""
+    return f"{settings.get('config') or settings['model']}{layers}, {size}{gpus}"
 
 
 def _first_step(run: dict) -> str:
@@ -170,11 +261,7 @@ def _implementations(run: dict) -> str:
 
 
 def _step_rows(name: str, run: dict) -> list[str]:
-    settings = run["settings"]
-    size = f"{settings['num_frames']}×{settings['height']}×{settings['width']}"
-    label = f"{settings.get('config') or settings['model']}, {size}, `{name}`"
-    if "layers" in settings:
-        label = label.replace(",", f" ({settings['layers']} layers),", 1)
+    label = f"{_model(run)}, `{name}`"
     steps = {variant["name"]: _milliseconds(variant) for variant in run["variants"]}
     errors = {variant["name"]: variant.get("step_error") for variant in run["variants"]}
     rows = []
@@ -185,6 +272,9 @@ def _step_rows(name: str, run: dict) -> list[str]:
         speedups = [_speedup(steps.get(rival), step, targets.get(rival, 0.0)) for rival in rivals]
         asked = " / ".join(str(targets.get(rival, "–")) for rival in rivals) if targets else ""
         memory = f"{variant['timings']['peak_memory'] / 2**30:.2f}"
+        if targets and name in MEMORY_TARGETS:
+            asked += f", memory {MEMORY_TARGETS[name]}"
+            memory += f" ({_memory_ratio(name, run)})"
         error = _step_error(errors[variant["name"]], errors.get("torch.compile") if targets else None)
         drift = "" if variant["latents"] is None else f"{variant['latents']['relative_l2']:.1e}"
         cells = (NAMES[variant["name"]], f"{step:.1f}", *speedups, asked, memory, error, drift)
@@ -211,7 +301,10 @@ def _speedup(rival: float | None, step: float, target: float) -> str:
 
 
 def _evaluated(file: str, runs: dict, training: dict | None) -> str:
-    """Prompt accuracy of the embedded model and of its teacher; empty for a GPU without an evaluation."""
+    """Prompt accuracy of the embedded model and of its teacher; empty for a GPU without an evaluation.
+
+    file: the results file's name.
+    """
     evaluation = runs.get("evaluate")
     if evaluation is None:
         return ""
@@ -221,7 +314,7 @@ def _evaluated(file: str, runs: dict, training: dict | None) -> str:
         rows.append(["teacher, guided", taught["steps"], taught["accuracy"], None, None, None])
         minutes = training["seconds"] / 60
         gpu = training["environment"]["gpu"]
-        origin = f"The stages of its training took {minutes:.1f} minutes on one {gpu} (`results/{TRAINING}`). "
+        origin = f"The stages of its training took {minutes:.1f} minutes on one {gpu} (`{TRAINING}`). "
     for result in evaluation["results"]:
         psnr = result["psnr_to_fp32"], result["psnr_to_exact"]
         rows.append([result["variant"], result["steps"], result["accuracy"], result["change"], *psnr])
@@ -244,6 +337,23 @@ def _evaluated(file: str, runs: dict, training: dict | None) -> str:
     )
 
 
+def _short_evaluation(runs: dict) -> str:
+    """The README's sentence: how much of the captions the patched embedded model shows."""
+    evaluation = runs.get("evaluate", {"results": []})
+    exact = [result for result in evaluation["results"] if result["variant"] == "exact"]
+    if not exact:
+        return ""
+    shares, steps = (", ".join(values) for values in zip(*map(_share_and_steps, exact), strict=True))
+    return (
+        f"\nOf what {evaluation['settings']['n']} held-out captions ask for, the patched model's videos show {shares} % in "
+        f"{steps} steps ({evaluation['environment']['gpu']}).\n"
+    )
+
+
+def _share_and_steps(result: dict) -> tuple[str, str]:
+    return _percent(result["accuracy"]["overall"]["share"]), str(result["steps"])
+
+
 def _accuracy_targets() -> str:
     return ", ".join(f"{100 * share:.0f} in {steps} steps" for steps, share in ACCURACY_TARGETS.items())
 
@@ -256,56 +366,86 @@ def _decibels(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
+def _chart_file(path: Path, kind: str) -> Path:
+    return path.with_name(f"{path.stem}-{kind}.png")
+
+
 def draw_charts(runs: dict, path: Path) -> None:
-    """Denoising steps, DRAM passes of a block, and attention modules beside each other, in an image file."""
+    """Denoising steps, DRAM passes of a block, and attention modules, each in an image file beside the results file."""
+    charts = {
+        "steps": (_draw_steps, _real_models(runs)),
+        "traffic": (_draw_traffic, [r for r in runs.values() if r.get("settings", {}).get("case") == "Wan block"]),
+        "modules": (_draw_modules, runs.get("implementations", {}).get("rows")),
+    }
+    for kind, (draw, data) in charts.items():
+        if data:
+            draw(data).savefig(_chart_file(path, kind), dpi=110)
+
+
+def _figure(height: float):
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(15, 4.5), layout="constrained")
-    steps, traffic, modules = figure.subplots(1, 3)
-    _draw_steps({name: run for name, run in runs.items() if "variants" in run}, steps)
-    _draw_traffic([run for run in runs.values() if run.get("settings", {}).get("case") == "Wan block"], traffic)
-    _draw_modules(runs.get("implementations", {"rows": []})["rows"], modules)
-    figure.savefig(path, dpi=100)
+    figure = Figure(figsize=(9, height), layout="constrained")
+    axes = figure.subplots()
+    axes.tick_params(labelsize="large")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
 
 
-def _draw_steps(runs: dict, axes) -> None:
+def _draw_steps(runs: dict):
+    """Bars from the left, a group per model, with the speed-up written at their ends."""
+    figure, axes = _figure(1.2 + 1.05 * len(runs))
     for place, run in enumerate(runs.values()):
-        eager, *_ = variants = run["variants"]
-        for index, variant in enumerate(variants):
-            speedup = _milliseconds(eager) / _milliseconds(variant)
-            axes.bar(place + 0.27 * index, speedup, 0.25, color=f"C{index}", label=NAMES[variant["name"]])
-    axes.set_xticks([place + 0.27 for place in range(len(runs))], runs, fontsize="small")
-    axes.set_title("denoising step, speed-up over eager", fontsize="medium")
-    _draw_legend(axes)
-
-
-def _draw_traffic(runs: list[dict], axes) -> None:
-    for run in runs:
-        for one in run["implementations"]:
-            if one["refused"] is None:
-                label = f"{run['settings']['config']}\n{one['name']}"
-                read, written = (one[key] / run["pass_bytes"] for key in ("read", "written"))
-                axes.barh(label, read, color="C0", label="read")
-                axes.barh(label, written, left=read, color="C1", label="written")
+        steps = {variant["name"]: _milliseconds(variant) for variant in run["variants"]}
+        for index, name in enumerate(NAMES):
+            if name in steps:
+                speedup = steps["unpatched"] / steps[name]
+                bar = axes.barh(place + 0.27 * (index - 1), speedup, 0.25, color=f"C{index}", label=NAMES[name])
+                axes.bar_label(bar, [f"{speedup:.2f}×"], padding=3, fontsize="large")
+    axes.set_yticks(range(len(runs)), [_model(run).replace(", ", "\n", 1) for run in runs.values()])
     axes.invert_yaxis()
-    axes.set_title("DRAM traffic of a block, passes of [tokens, channels]", fontsize="medium")
-    _draw_legend(axes)
+    axes.set_xlabel("speed-up of a denoising step over eager diffusers", fontsize="large")
+    _legend_above(figure, axes)
+    return figure
 
 
-def _draw_modules(rows: list[dict], axes) -> None:
-    shown = [row for row in rows if (row["dtype"], row["mode"], row["C"]) == ("bfloat16", "forward", 768)]
+def _draw_traffic(runs: list[dict]):
+    shown = [(run, one) for run in runs for one in run["implementations"] if one["refused"] is None]
+    figure, axes = _figure(1.2 + 0.5 * len(shown))
+    labels = []
+    for place, (run, one) in enumerate(shown):
+        read, written = (one[key] / run["pass_bytes"] for key in ("read", "written"))
+        axes.barh(place, read, color="C0", label="read")
+        bar = axes.barh(place, written, left=read, color="C1", label="written")
+        axes.bar_label(bar, [f"{read + written:.0f}"], padding=3, fontsize="large")
+        labels.append(f"{run['settings']['config']}: {one['name']}")
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.set_xlabel("memory traffic of a block, in passes of one [tokens, channels] tensor", fontsize="large")
+    _legend_above(figure, axes)
+    return figure
+
+
+def _draw_modules(rows: list[dict]):
+    """A line per implementation over the number of tokens."""
+    shown = [row for row in rows if (row["dtype"], row["mode"], row["C"], row["B"]) == ("bfloat16", "forward", 768, 4)]
+    figure, axes = _figure(5)
     for name in dict.fromkeys(row["implementation"] for row in shown):
-        points = sorted((row["N"], row["speedup"]) for row in shown if row["implementation"] == name and row["B"] == 4)
-        axes.plot(*zip(*points, strict=True), marker="o", label=name)
+        points = [(row["N"], row["speedup"]) for row in shown if row["implementation"] == name and row["speedup"]]
+        if points:
+            axes.plot(*zip(*sorted(points), strict=True), marker="o", linewidth=2, label=name)
+    sizes = sorted({row["N"] for row in shown})
     axes.set_xscale("log", base=2)
-    axes.set_xlabel("tokens (4 samples, 768 channels, 12 heads)")
-    axes.set_title("attention modules, bf16 forward, over two_pass", fontsize="medium")
-    _draw_legend(axes)
+    axes.set_xticks(sizes, sizes)
+    axes.set_xlabel("tokens (4 samples, 768 channels, 12 heads; bf16, forward)", fontsize="large")
+    axes.set_ylabel("speed-up over two_pass", fontsize="large")
+    _legend_above(figure, axes)
+    return figure
 
 
-def _draw_legend(axes) -> None:
+def _legend_above(figure, axes) -> None:
     by_label = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    axes.legend(by_label.values(), by_label.keys(), fontsize="small")
+    figure.legend(by_label.values(), by_label.keys(), loc="outside upper center", ncols=3, fontsize="large")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,10 @@
 """How tests judge an op: relative L2 error against a higher-precision oracle, with limits derived from dtypes."""
 
+from dataclasses import replace
+
 import torch
+
+from turbo_rcm_patch.tiers import EXACT
 
 # dtypes a device's kernels are tested in. The interpreter's bf16 arithmetic is wrong, so bf16 belongs to the GPU.
 DTYPES = {"interpreter": (torch.float32, torch.float16), "cuda": (torch.float32, torch.float16, torch.bfloat16)}
@@ -17,13 +21,11 @@ def relative_error(actual: torch.Tensor, oracle: torch.Tensor) -> float:
     return ((actual - oracle).norm() / (oracle.norm() if oracle.any() else 1.0)).item()
 
 
-def assert_no_worse(actual, reference, oracle, *, factor=1.05):
-    """The kernel's error against the oracle is at most ``factor`` × the low-precision torch reference's own error.
+def assert_no_worse(actual, reference, oracle, *, factor=EXACT.limits.factor):
+    """The kernel's error against the oracle is within the exact tier's limits beside the torch reference's own error.
 
-    fp32 kernels may order their sums differently, so they get the fp32 rounding of a long sum: 1e-5 relative.
+    factor: another one than the tier's, where the test says why.
     """
-    limit = factor * relative_error(reference, oracle)
-    if actual.dtype == torch.float32:
-        limit = max(limit, 1e-5)
+    limit = replace(EXACT.limits, factor=factor).allowed(relative_error(reference, oracle), actual.dtype)
     error = relative_error(actual, oracle)
     assert error <= limit, f"relative error {error:.3e} > {limit:.3e}"

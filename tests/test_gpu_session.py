@@ -4,9 +4,13 @@ import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from turbo_rcm_patch.bench import environment
+from turbo_rcm_patch.bench.environment import describe_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 spec = importlib.util.spec_from_file_location("gpu_session", ROOT / "scripts/gpu_session.py")
@@ -17,6 +21,7 @@ spec.loader.exec_module(gpu_session)
 @pytest.fixture
 def gpu(monkeypatch):
     monkeypatch.setattr(gpu_session.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_session.torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(gpu_session.torch.cuda, "get_device_name", lambda: "NVIDIA GeForce X/2 (test)")
 
 
@@ -37,7 +42,8 @@ def test_runs_are_kept_by_gpu_and_replaced_by_name(tmp_path, monkeypatch, capsys
     monkeypatch.setattr(gpu_session, "CHECKS", {})
     assert session(tmp_path, "a", "c") == 1
     path = tmp_path / "results/nvidia-geforce-x-2-test.json"
-    assert json.loads(path.read_text()) == {"gpu": "NVIDIA GeForce X/2 (test)", "runs": {"a": {"x": 1}}}
+    expected = {"gpu": "NVIDIA GeForce X/2 (test)", "tests": [], "runs": {"a": {"x": 1}}}
+    assert json.loads(path.read_text()) == expected
     printed = capsys.readouterr().out
     assert "hello" in printed
     assert "failed 3" in printed
@@ -57,6 +63,59 @@ def test_figures_of_an_earlier_session_are_not_taken_for_new_ones(tmp_path, monk
     (tmp_path / "logs/a.json").write_text('{"x": "old"}')
     assert session(tmp_path, "a") == 1
     assert not list((tmp_path / "results").iterdir())
+
+
+def test_tests_are_kept_with_their_versions_and_commit(tmp_path, monkeypatch, gpu):
+    steps = {"tests": ("-c", "print('1 failed, 70 passed, 2 skipped in 3.21s'); exit(1)")}
+    monkeypatch.setattr(gpu_session, "CHECKS", steps)
+    monkeypatch.setattr(gpu_session, "MEASUREMENTS", {})
+    monkeypatch.setattr(gpu_session, "describe_environment", lambda device: describe_environment("cpu"))
+    monkeypatch.setenv("TURBO_RCM_PATCH_COMMIT", "0123abc")
+    path = tmp_path / "results/nvidia-geforce-x-2-test.json"
+    path.parent.mkdir()
+    path.write_text('{"gpu": "NVIDIA GeForce X/2 (test)", "runs": {}}')  # of a session before tests were kept
+    assert session(tmp_path, "tests") == 1
+    (entry,) = json.loads(path.read_text())["tests"]
+    assert {key: entry[key] for key in ("ok", "passed", "failed", "skipped")} == {
+        "ok": False,
+        "passed": 70,
+        "failed": 1,
+        "skipped": 2,
+    }
+    assert entry["environment"]["commit"] == "0123abc"
+
+    steps["tests"] = ("-c", "print('71 passed in 3.21s')")
+    assert session(tmp_path, "tests") == 0
+    (entry,) = json.loads(path.read_text())["tests"]
+    assert (entry["ok"], entry["passed"]) == (True, 71)
+    other = replace(describe_environment("cpu"), triton="0.1")
+    monkeypatch.setattr(gpu_session, "describe_environment", lambda device: other)
+    assert session(tmp_path, "tests") == 0
+    assert len(json.loads(path.read_text())["tests"]) == 2
+
+
+def test_steps_for_more_gpus_are_left_out_unless_asked_for(monkeypatch, capsys):
+    monkeypatch.setattr(gpu_session, "CHECKS", {})
+    monkeypatch.setattr(gpu_session, "MEASUREMENTS", {"one": (), "two": ()})
+    monkeypatch.setattr(gpu_session, "GPUS", {"two": 2})
+    assert list(gpu_session.chosen_steps(None, 1)) == ["one"]
+    assert "two is left out: it needs 2 GPUs" in capsys.readouterr().out
+    assert list(gpu_session.chosen_steps(None, 2)) == ["one", "two"]
+    assert list(gpu_session.chosen_steps(["two"], 1)) == ["two"]
+
+
+def test_the_commit_is_that_of_the_checkout(tmp_path, monkeypatch):
+    monkeypatch.delenv("TURBO_RCM_PATCH_COMMIT", raising=False)
+    assert environment._commit(tmp_path) is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    (tmp_path / "file").write_text("1")
+    subprocess.run([*git, "add", "file"], check=True)
+    subprocess.run([*git, "commit", "-qm", "first"], check=True)
+    commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
+    assert environment._commit(tmp_path) == commit
+    (tmp_path / "file").write_text("2")
+    assert environment._commit(tmp_path) == f"{commit}-dirty"
 
 
 def test_every_measurement_has_the_options_that_are_used():

@@ -10,7 +10,7 @@ import turbo_rcm_patch
 PACKAGE = Path(turbo_rcm_patch.__file__).parent
 # A module may import from its own layer and those before it.
 LAYERS = [
-    *("config", "shapes", "coefficients", "plain", "kernels", "modules"),
+    *("tiers", "config", "shapes", "coefficients", "plain", "kernels", "modules"),
     *("scheduler", "patching", "embedded", "bench", "cli"),
 ]
 DIFFUSERS_ALLOWED = {"scheduler", "patching", "embedded", "bench", "cli"}

@@ -1,7 +1,11 @@
-"""The README's figures are those of the results files."""
+"""The figures of the README and of the results page are those of the results files."""
 
 import importlib.util
+import json
+import re
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -10,9 +14,52 @@ readme_results = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(readme_results)
 
 
-def test_measured_and_evaluated_sections_are_rendered_from_the_results():
+def test_the_readme_and_the_page_are_rendered_from_the_results():
     text = (ROOT / "README.md").read_text()
+    assert readme_results.MEASURED[0] in text
     assert readme_results.with_results(text, ROOT / "results") == text
+    assert readme_results.results_page(ROOT / "results") == (ROOT / "results/README.md").read_text()
+
+
+@pytest.mark.parametrize("page", ["README.md", "results/README.md", "results/designs.md"])
+def test_files_that_a_page_names_are_there(page):
+    links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text())
+    named = re.findall(r"`(results/[\w./-]+)`", (ROOT / page).read_text())
+    assert all((ROOT / page).parent.joinpath(link).exists() for link in links)
+    assert all((ROOT / name).exists() for name in named)
+
+
+def test_results_of_any_gpu_become_a_page_and_a_short_table(tmp_path):
+    """Also of a file without the embedded model, commits or tests, and of one GPU beside another."""
+    run = _step_run("wan2.2-5b", compiled=0.6, patched=0.5)
+    two = {**run, "settings": {**run["settings"], "ulysses": 2, "layers": 4}}
+    for file, gpu, runs, more in (
+        ("geforce-rtx-4090", "NVIDIA GeForce RTX 4090", {"wan2.2-5b": run}, {}),
+        ("nvidia-b200", "NVIDIA B200", {"ops": {"results": [], "rounds": 2, "copy_bandwidth": 1e12}}, {}),
+        ("nvidia-x", "NVIDIA X", {"wan2.1-14b-4-layers-2-gpus": two}, {"tests": [_tests_entry()]}),
+    ):
+        (tmp_path / f"{file}.json").write_text(json.dumps({"gpu": gpu, "runs": runs, **more}))
+    page = readme_results.results_page(tmp_path)
+    for heading in ("## NVIDIA GeForce RTX 4090", "## NVIDIA B200", "## NVIDIA X"):
+        assert heading in page
+    assert "geforce-rtx-4090-steps.png" in page
+    assert "| 2.11 | 3.6 | 0.42 | 0123456789ab | 71 | 0 |" in page
+    start, end = readme_results.MEASURED
+    readme = readme_results.with_results(f"a {start} old {end} b", tmp_path)
+    assert "| wan2.2-5b, 5×16×32 | 900 | 600 | 500 | 1.20× | 1.00× |" in readme
+    assert "| wan2.2-5b (4 layers), 5×16×32, 2 GPUs | 900 | 600 | 500 | 1.20× | 1.00× |" in readme
+    assert "results/geforce-rtx-4090-steps.png" in readme
+    assert "old" not in readme
+    assert readme_results.with_results("no markers", tmp_path) == "no markers"
+
+
+def test_failed_gpu_tests_are_bold():
+    assert "| 71 | **3** |" in readme_results._tests([{**_tests_entry(), "ok": False, "failed": 2, "error": 1}])
+
+
+def _tests_entry():
+    environment = {"torch": "2.11", "triton": "3.6", "diffusers": "0.42", "commit": "0123456789abcdef"}
+    return {"ok": True, "passed": 71, "environment": environment}
 
 
 def _step_run(name, compiled, patched, errors=(None, None, None)):
@@ -46,6 +93,17 @@ def test_steps_are_compared_with_eager_and_with_compile():
     assert "| 1.80× | 1.18× |  |" in readme_results._step_rows("another", run)[2]
 
 
+def test_memory_has_a_target_beside_compile():
+    run = _step_run("wan2.2-5b", compiled=0.6, patched=0.5)
+    run["variants"][2]["timings"]["peak_memory"] = 1.15 * 2**30
+    assert "memory 1.15 | 1.15 (1.15×) |" in readme_results._step_rows("wan2.2-5b-8-layers", run)[2]
+    assert "| 1.15× |" in readme_results._short_step_row("wan2.2-5b-8-layers", run)
+    run["variants"][2]["timings"]["peak_memory"] = 1.2 * 2**30
+    assert "memory 1.15 | 1.20 (**1.20×**) |" in readme_results._step_rows("wan2.2-5b-8-layers", run)[2]
+    assert "| **1.20×** |" in readme_results._short_step_row("wan2.2-5b-8-layers", run)
+    assert "| 1.20× |" in readme_results._short_step_row("another", run)
+
+
 def test_charts(tmp_path):
     traffic = {"name": "eager", "read": 2e9, "written": 1e9, "refused": None}
     block = {"case": "Wan block", "config": "wan2.1-1.3b"}
@@ -55,11 +113,19 @@ def test_charts(tmp_path):
         "traffic": {"settings": block, "pass_bytes": 80, "implementations": [traffic]},
         "implementations": {"rows": [{**size, "implementation": "two_pass", "speedup": 1.0}]},
     }
-    readme_results.draw_charts(runs, tmp_path / "all.png")
-    readme_results.draw_charts({}, tmp_path / "none.png")
-    whole, nothing = ((tmp_path / name).read_bytes() for name in ("all.png", "none.png"))
-    assert whole.startswith(b"\x89PNG")
-    assert len(whole) > len(nothing)
+    readme_results.draw_charts(runs, tmp_path / "gpu.json")
+    names = {f"gpu-{kind}.png" for kind in ("steps", "traffic", "modules")}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
+    readme_results.draw_charts({}, tmp_path / "none.json")
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+def test_the_chart_of_steps_shows_real_models_alone():
+    embedded = _step_run("embedded", compiled=0.6, patched=0.1)
+    embedded["settings"]["model"] = embedded["settings"].pop("config")
+    runs = {"compare": embedded, "wan2.1-1.3b": _step_run("wan2.1-1.3b", compiled=0.6, patched=0.5)}
+    assert list(readme_results._real_models(runs)) == ["wan2.1-1.3b"]
 
 
 def test_an_evaluation_and_its_training_become_a_table(tmp_path):
@@ -79,20 +145,22 @@ def test_an_evaluation_and_its_training_become_a_table(tmp_path):
     evaluation = {"settings": {"n": 77}, "environment": environment, "results": [result]}
     taught = {"steps": 50, "accuracy": accuracy(0.98)}
     training = {"seconds": 90, "environment": environment, "stages": {"teacher accuracy": taught}}
-    section = readme_results._evaluated("results/x.json", {"evaluate": evaluation}, training)
+    section = readme_results._evaluated("x.json", {"evaluate": evaluation}, training)
     assert "| teacher, guided | 50 | 100.0 | 98.0 ± 1.2 |  |  |  |" in section
     assert "| exact | 4 | 100.0 | 95.6 ± 1.2 | -0.4 ± 0.6 | 31.26 |  |" in section
     assert "77 held-out captions" in section
     assert "1.5 minutes on one GPU X" in section
-    assert "`results/x.json`" in section
+    assert "`x.json`" in section
+    short = readme_results._short_evaluation({"evaluate": evaluation})
+    assert "videos show 95.6 % in 4 steps (GPU X)" in short
+    assert readme_results._short_evaluation({}) == ""
 
     evaluation["results"].append({**result, "accuracy": accuracy(0.949)})
-    section = readme_results._evaluated("results/x.json", {"evaluate": evaluation}, None)
+    section = readme_results._evaluated("x.json", {"evaluate": evaluation}, None)
     assert "teacher" not in section
     assert "| exact | 4 | 100.0 | **94.9** ± 1.2 | -0.4 ± 0.6 | 31.26 |  |" in section  # 95 are wanted
     assert "| exact | 4 | 100.0 | 95.6 ± 1.2 | -0.4 ± 0.6 | 31.26 |  |" in section
-    assert readme_results._evaluated("results/x.json", {}, training) == ""
-    assert readme_results._measured("results/x.json", {"evaluate": evaluation}) == ""
+    assert readme_results._evaluated("x.json", {}, training) == ""
 
 
 def test_ops_become_a_table_that_marks_what_is_missed():

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from .tiers import ACTIVE, EXACT, KNOWN, Tier, tier_named
 
 FUSION_GROUPS = ("self_attention", "cross_attention", "feed_forward")
 ATTENTION_KERNELS = ("auto", "triton", "sdpa")
+LINEAR_KERNELS = ("auto", "triton", "torch")
 IMPLEMENTATIONS = ("auto", "triton", "torch")
 CUDA_GRAPH_MODES = ("auto", "on", "off")
 RESIDUALS = ("fp16", "same")
@@ -19,6 +22,8 @@ class PatchConfig:
     Attributes:
         fuse: the sub-layers of every block to fuse, any of FUSION_GROUPS; the others run diffusers' own code.
         attention: "auto" takes the faster kernel known for the GPU, "triton" this package's, "sdpa" PyTorch's.
+        linears: who multiplies in the projections. "auto" takes the faster one known for the GPU, "triton" this
+            package's GEMMs with what follows fused into them, "torch" PyTorch's linear, then this package's skip.
         implementation: "auto" runs Triton kernels on a GPU and the torch reference elsewhere; "triton" insists on the
             kernels (on the CPU: with TRITON_INTERPRET=1); "torch" takes the reference everywhere.
         cuda_graph: "off" never takes CUDA graphs; "auto" replays the transformer's forward as one where launching its
@@ -28,33 +33,57 @@ class PatchConfig:
         residual: "fp16" keeps the residual between the three skips of a bf16 block in fp16, divided by 32: it rounds
             with three more bits, holds values up to 2e6 and below 2e-3 rounds to multiples of 2e-6; models of other
             dtypes, autograd, and "same" keep it in the model's dtype.
+        tier: the kind of arithmetic (tiers.py), by name or as a Tier, and kept as a Tier: it says which errors are
+            allowed, and refuses the options that mean nothing in it, with the reason.
+        exact_steps: for tiers that err more: the steps that run exactly. None in the exact tier, whose steps all do.
+        vae: for tiers that treat the VAE too. None: it runs as diffusers has it.
+        restorable: False would let a tier give up the weights that it replaces. True: `restore()` brings all back.
 
-    Raises ValueError when made with an unknown name.
+    Raises ValueError when made with an unknown name, or with an option that means nothing in its tier.
     """
 
     fuse: Sequence[str] = FUSION_GROUPS
     attention: str = "auto"
-    implementation: str = "auto"
     linears: str = "auto"
+    implementation: str = "auto"
     cuda_graph: str = "auto"
     residual: str = "fp16"
+    tier: Tier | str = EXACT
+    exact_steps: Sequence[int] | None = None
+    vae: bool | None = None
+    restorable: bool = True
 
     def __post_init__(self):
+        if isinstance(self.tier, str):
+            object.__setattr__(self, "tier", tier_named(self.tier))
         if isinstance(self.fuse, str):
             raise ValueError(f"fuse={self.fuse!r} is a string; give a sequence of {', '.join(FUSION_GROUPS)}.")
         object.__setattr__(self, "fuse", tuple(self.fuse))
         for name in self.fuse:
             _check_name("fuse", name, FUSION_GROUPS)
         _check_name("attention", self.attention, ATTENTION_KERNELS)
+        _check_name("linears", self.linears, LINEAR_KERNELS)
         _check_name("implementation", self.implementation, IMPLEMENTATIONS)
         _check_name("cuda_graph", self.cuda_graph, CUDA_GRAPH_MODES)
         _check_name("residual", self.residual, RESIDUALS)
-        if {self.attention, self.implementation} == {"triton", "torch"} or (
-            self.attention == "sdpa" and self.implementation == "triton"
-        ):
-            raise ValueError(
-                f"attention={self.attention!r} contradicts implementation={self.implementation!r}; leave one at 'auto'."
-            )
+        contradictions = {"attention": ("triton torch", "sdpa triton"), "linears": ("triton torch",)}
+        for field, pairs in contradictions.items():
+            if f"{getattr(self, field)} {self.implementation}" in pairs:
+                raise ValueError(
+                    f"{field}={getattr(self, field)!r} contradicts implementation={self.implementation!r}; leave one "
+                    "at 'auto'."
+                )
+        self._check_meaning()
+
+    def _check_meaning(self) -> None:
+        """Refuse an option that is set though the tier does nothing with it."""
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.name in self.tier.meaningless and value != option.default:
+                raise ValueError(
+                    f"{option.name}={value!r} means nothing in this version: the {self.tier.name} tier "
+                    f"{self.tier.meaningless[option.name]}; leave it at {option.default!r}."
+                )
 
 
 def _check_name(field: str, value: object, accepted: tuple[str, ...]) -> None:
@@ -62,7 +91,9 @@ def _check_name(field: str, value: object, accepted: tuple[str, ...]) -> None:
         raise ValueError(f"{field}={value!r} is unknown; accepted are {', '.join(accepted)}.")
 
 
-PRESETS = {"exact": PatchConfig()}
+PRESETS = {
+    name: PatchConfig(tier=tier, **options) for tier in ACTIVE.values() for name, options in tier.presets.items()
+}
 
 
 def resolve_config(config: PatchConfig | str) -> PatchConfig:
@@ -74,6 +105,7 @@ def resolve_config(config: PatchConfig | str) -> PatchConfig:
         return config
     if isinstance(config, str):
         if config not in PRESETS:
-            raise ValueError(f"preset {config!r} is unknown; accepted are {', '.join(PRESETS)}.")
+            reason = "is a tier that is not in this version" if config in KNOWN else "is unknown"
+            raise ValueError(f"preset {config!r} {reason}; accepted are {', '.join(PRESETS)}.")
         return PRESETS[config]
     raise TypeError(f"config is a {type(config).__name__}; give a PatchConfig or the name of a preset.")

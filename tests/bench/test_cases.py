@@ -1,8 +1,18 @@
+import pytest
 import torch
 
 from tests.bench.damage import damage_block
 from turbo_rcm_patch.bench import verify as verify_module
-from turbo_rcm_patch.bench.cases import CASES, OUTLIER_CHANNELS, add_structure, build_pipeline, structured_inputs
+from turbo_rcm_patch.bench.cases import (
+    CASES,
+    IMAGE_TOKENS,
+    OUTLIER_CHANNELS,
+    TEXT_TOKENS,
+    add_structure,
+    build_pipeline,
+    random_inputs,
+    structured_inputs,
+)
 from turbo_rcm_patch.bench.verify import verify
 from turbo_rcm_patch.patching import use_rcm
 
@@ -72,3 +82,63 @@ def test_verify_finds_a_damaged_block_on_structured_inputs(monkeypatch):
     assert verify(pipe, call(pipe)).ok
     damage_block(monkeypatch, verify_module, "transformer.blocks.1", lambda output: output + 1e-4 * output.roll(1, -1))
     assert {check.block for check in verify(pipe, call(pipe)).failed} == {"transformer.blocks.1"}
+
+
+def first_inputs(name):
+    """A case's pipeline, and what its first block and its transformer are given in a call with random inputs."""
+    pipe, seen = build_pipeline(CASES[name], torch.float32, torch.device("cpu")), {}
+    use_rcm(pipe)
+    transformer = pipe.transformer
+    transformer.blocks[0].register_forward_pre_hook(lambda _, args: seen.update(block=args))
+    transformer.register_forward_pre_hook(lambda _, args, kwargs: seen.update(model=kwargs), with_kwargs=True)
+    inputs = {**random_inputs(pipe), **SIZE}
+    pipe(**inputs, guidance_scale=1.0, num_inference_steps=1, output_type="latent")
+    return seen["block"], seen["model"]
+
+
+@pytest.mark.parametrize(
+    ("name", "distinct"), [("tiny", None), ("tiny-image", None), ("tiny-tokens", 1), ("tiny-image-tokens", 2)]
+)
+def test_timesteps_are_per_token_where_the_case_says_so(name, distinct):
+    (hidden_states, _, temb, _), inputs = first_inputs(name)
+    tokens = hidden_states.shape[1]
+    assert tokens == 3 * 4 * 6
+    if distinct is None:
+        assert temb.dim() == 3
+        return
+    timesteps = inputs["timestep"]
+    assert timesteps.shape == (1, tokens)
+    assert temb.shape[:3] == (1, tokens, 6)
+    assert len(timesteps.unique()) == distinct
+    assert (timesteps[0, : 4 * 6] == 0).all() == (distinct == 2)  # the first frame is the image
+    assert (timesteps[0, 4 * 6 :] > 0).all()
+
+
+def test_an_image_is_257_tokens_and_a_mask():
+    (_, context, _, _), inputs = first_inputs("tiny-image")
+    assert context.shape[1] == IMAGE_TOKENS + TEXT_TOKENS
+    assert inputs["hidden_states"].shape[1] == 36
+    masks = inputs["hidden_states"][:, 16:20]
+    assert (masks[:, :, 0] == 1).all()
+    assert (masks[:, :, 1:] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["tiny-image", "tiny-image-tokens", "tiny-tokens"])
+def test_every_kind_of_case_can_be_verified(name):
+    pipe = build_pipeline(CASES[name], torch.float32, torch.device("cpu"))
+    add_structure(pipe)
+    use_rcm(pipe)
+    verification = verify(pipe, call(pipe))
+    assert verification.ok
+    assert len(verification.checks) == 2
+
+
+def test_the_real_cases_have_the_published_sizes():
+    case = CASES["wan2.1-i2v-14b"]
+    pipe = build_pipeline(case, torch.bfloat16, torch.device("meta"), layers=1)
+    block = pipe.transformer.blocks[0]
+    assert block.attn2.add_k_proj.weight.shape == (5120, 5120)
+    assert pipe.transformer.condition_embedder.image_embedder.ff.net[0].proj.in_features == 1280
+    assert build_pipeline(
+        CASES["wan2.2-5b-image"], torch.bfloat16, torch.device("meta"), layers=1
+    ).config.expand_timesteps

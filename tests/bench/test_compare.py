@@ -8,11 +8,14 @@ import torch
 from tests.bench.damage import damage_block
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.bench import compare as module
+from turbo_rcm_patch.bench import variants as variants_module
 from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.report import comparison_table, plot, side_by_side
 from turbo_rcm_patch.bench.timing import StageTimings, TimedGeneration
+from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.embedded import load_embedded_pipeline
 from turbo_rcm_patch.patching import Patch, use_rcm
+from turbo_rcm_patch.tiers import ErrorLimits, Tier
 
 CALL = tiny_call(output_type="np", guidance_scale=1.0)
 
@@ -39,7 +42,9 @@ def test_variants_share_the_seed_and_agree(pipe):
 
 
 def test_a_difference_made_by_the_patch_is_reported(pipe, monkeypatch):
-    damage_block(monkeypatch, module, "transformer.blocks.1", lambda output: output + 0.01 * output.roll(1, -1))
+    damage_block(
+        monkeypatch, variants_module, "transformer.blocks.1", lambda output: output + 0.01 * output.roll(1, -1)
+    )
     patched = compare(pipe, CALL, repeats=1, warmups=0).variants[-1]
     assert patched.latents.relative_l2 > 1e-4
     assert patched.frames.relative_l2 > 1e-4
@@ -55,7 +60,9 @@ def test_a_step_of_every_variant_is_compared_with_fp32(pipe):
 
 
 def test_a_patch_that_errs_more_is_not_timed(pipe, monkeypatch):
-    damage_block(monkeypatch, module, "transformer.blocks.1", lambda output: output + 0.01 * output.roll(1, -1))
+    damage_block(
+        monkeypatch, variants_module, "transformer.blocks.1", lambda output: output + 0.01 * output.roll(1, -1)
+    )
     monkeypatch.setattr(module, "timed_generation", _one_generation(module.timed_generation))
     with pytest.raises(RuntimeError, match=r"nothing was timed.*turbo-rcm verify"):
         compare(pipe, CALL, with_oracle=True)
@@ -129,6 +136,31 @@ def test_memory_of_graphs_counts(pipe, monkeypatch):
     monkeypatch.setattr(Patch, "graph_memory", 7)
     unpatched, patched = compare(pipe, CALL).variants
     assert (unpatched.timings.peak_memory, patched.timings.peak_memory) == (100, 107)
+
+
+def test_memory_that_one_variant_keeps_is_not_counted_for_another(pipe, monkeypatch):
+    """Everything that was ever allocated stays: 5 bytes of an unpatched generation, 30 of a patched one."""
+    kept = [1000]
+
+    def fake_generation(pipe, **call):
+        peak = kept[0] + 100
+        kept[0] += 30 if "forward" in vars(pipe.transformer.blocks[0]) else 5
+        return TimedGeneration(np.ones((1, 1, 2, 2, 3)), torch.ones(1), StageTimings(0, (1.0,), 0, 1.0, peak))
+
+    monkeypatch.setattr(module, "timed_generation", fake_generation)
+    monkeypatch.setattr(module, "allocated", lambda device: kept[0])
+    unpatched, patched = compare(pipe, CALL, warmups=1, repeats=2).variants
+    assert unpatched.timings.peak_memory == 1100 + 2 * 5  # its own of the two turns before
+    assert patched.timings.peak_memory == 1100 + 2 * 30
+
+
+def test_a_tier_with_wider_limits_is_timed(pipe, monkeypatch):
+    damage_block(monkeypatch, variants_module, "transformer.blocks.1", lambda output: 1.01 * output)
+    rough = Tier("rough", "Errs more than the exact tier.", ErrorLimits(factor=100.0, fp32=0.1))
+    settings = {"repeats": 1, "warmups": 0, "with_oracle": True}
+    assert compare(pipe, CALL, config=PatchConfig(tier=rough), **settings).variants[-1].step_error > 1e-3
+    with pytest.raises(RuntimeError, match="nothing was timed"):
+        compare(pipe, CALL, **settings)
 
 
 def test_reports(pipe, tmp_path):

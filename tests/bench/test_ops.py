@@ -9,6 +9,7 @@ import torch
 from turbo_rcm_patch.bench import ops
 from turbo_rcm_patch.bench.ops import COMPILED, COPY, FOLDED, OpCase, error_limit, measure_errors, run_case
 from turbo_rcm_patch.bench.report import ops_table
+from turbo_rcm_patch.tiers import ErrorLimits
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -81,7 +82,7 @@ def test_what_is_less_accurate_than_its_rivals_is_not_timed():
 def test_the_limit_is_the_best_rivals_error():
     contest = SMALL["linear_gelu"](CPU, eager)
     two = replace(contest, rivals={"a": contest.rivals[COMPILED], "b": contest.rivals[COMPILED]})
-    assert error_limit(two, {"a": 0.4, "b": 0.2}) == pytest.approx(0.21)
+    assert error_limit(two, {"a": 0.4, "b": 0.2}, ErrorLimits(3.0, 0.0)) == pytest.approx(0.6)
 
 
 def test_speed_ups_and_rates_are_of_the_medians():
@@ -115,3 +116,12 @@ def test_on_a_gpu_with_graphs_and_compiled_rivals():
     for build in SMALL.values():
         result = run_case(OpCase("small", build, {}), device, copy_bandwidth=bandwidth, rounds=3)
         assert result.best is not None, ops_table([result])
+
+
+def test_a_tier_with_wider_limits_is_timed():
+    """As an 8-bit op would be, whose error is far above that of its rivals in bf16."""
+    right = SMALL["linear_gelu"](CPU, eager)
+    (name,) = right.ours
+    rough = replace(right, ours={"rough": lambda: right.ours[name]() * 1.05})
+    assert run(lambda *_: rough).best is None
+    assert run(lambda *_: rough, limits=ErrorLimits(factor=100.0, fp32=1e-1)).best == "rough"

@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ from tests.oracle import relative_error, torch_device
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.bench import verify as module
 from turbo_rcm_patch.bench.report import verification_table
-from turbo_rcm_patch.bench.verify import BlockCheck, Verification, run_oracle, verify
+from turbo_rcm_patch.bench.verify import BlockCheck, Verification, named_blocks, run_oracle, verify
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.patching import use_rcm
+from turbo_rcm_patch.tiers import EXACT, ErrorLimits, Tier
 
 VARIANTS = ["t2v", "i2v", "ti2v", "wan22"]
 
@@ -55,7 +57,7 @@ def test_the_triton_kernels_pass_and_are_what_is_checked(variant, device):
 def test_hidden_states_are_those_of_the_unpatched_generation(monkeypatch):
     seen = {}
 
-    def keep_inputs(name, step, block, args, kwargs, patched, unpatched):
+    def keep_inputs(name, step, block, args, kwargs, patched, unpatched, limits):
         seen.setdefault((name, step), (args, kwargs))
         return BlockCheck(name, step, torch.float32, 0.0, 0.0, 0.0)
 
@@ -150,4 +152,55 @@ def test_to_dict_holds_limits_and_verdicts():
     assert result["ok"] is True
     first = result["checks"][0]
     assert first["dtype"] == "bfloat16"
-    assert first["allowed"] == pytest.approx(1.05 * first["unpatched_error"])
+    assert first["allowed"] == pytest.approx(EXACT.limits.factor * first["unpatched_error"])
+    assert "limits" not in first
+
+
+def test_limits_are_those_of_the_tier(monkeypatch):
+    damage_block(monkeypatch, module, "transformer.blocks.1", lambda output: 1.01 * output)
+    rough = Tier("rough", "Errs more than the exact tier.", ErrorLimits(factor=100.0, fp32=0.02))
+    for dtype in (torch.float32, torch.bfloat16):
+        assert not verify(rcm_pipeline(dtype=dtype), call()).ok
+        assert verify(rcm_pipeline(dtype=dtype), call(), config=PatchConfig(tier=rough)).ok
+
+
+class TwoResults(torch.nn.Module):
+    """As a control block of VACE: what it adds to the model, or None, and what the next control block takes."""
+
+    def __init__(self, first=True):
+        super().__init__()
+        self.linear, self.first = torch.nn.Linear(4, 4), first
+
+    def forward(self, x):
+        return (self.linear(x) if self.first else None), self.linear(x) + x
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_every_result_of_a_block_is_checked(first):
+    torch.manual_seed(0)
+    block, x = TwoResults(first), torch.randn(2, 3, 4)
+    with torch.no_grad():
+        right = block(x)
+
+    def check(patched):
+        return module._check("b", 1, block, (x,), {}, patched, right, EXACT.limits)
+
+    assert check(right).ok
+    wrong_second = (right[0], 1.01 * right[1])
+    assert check(wrong_second).difference == pytest.approx(0.01, rel=1e-3)
+    assert not check((right[0], right[1] * math.nan)).ok
+    if first:
+        assert check((1.02 * right[0], 1.01 * right[1])).difference == pytest.approx(0.02, rel=1e-3)
+    else:
+        with pytest.raises(ValueError, match="longer"):  # a result where there is none
+            check((right[1], right[1]))
+
+
+def test_blocks_of_control_models_are_named_too():
+    model = SimpleNamespace(vace_blocks=["control"], blocks=["first", "second"])
+    blocks = named_blocks(SimpleNamespace(transformer=model, transformer_2=None))
+    assert blocks == {
+        "transformer.vace_blocks.0": "control",
+        "transformer.blocks.0": "first",
+        "transformer.blocks.1": "second",
+    }

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from diffusers import AutoencoderKLWan, ModelMixin, WanPipeline, WanTransformer3DModel
+from diffusers import (
+    AutoencoderKLWan,
+    DiffusionPipeline,
+    ModelMixin,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
+from diffusers.utils.torch_utils import randn_tensor
+from PIL import Image
 
 from ..scheduler import RCMScheduler
 
-TEXT_TOKENS = 512
+TEXT_TOKENS, IMAGE_TOKENS = 512, 257
 PROMPT_TOKENS = 77  # of a structured prompt; the rest is padding
 OUTLIER_CHANNELS, OUTLIER = 4, 10.0  # hidden channels far above the others, whose values are about 1
 QUERY_GAIN = 6.0  # of the attention scores; at 1 random weights attend to all keys about equally
@@ -19,7 +29,8 @@ QUERY_GAIN = 6.0  # of the attention scores; at 1 random weights attend to all k
 
 @dataclass(frozen=True)
 class Case:
-    """Configs of a transformer and a VAE, whether timesteps are per token, and the usual size of a video."""
+    """Configs of a transformer and a VAE, whether timesteps are per token, whether a video starts from an image, and its
+    usual size."""
 
     transformer: Mapping[str, object]
     height: int
@@ -27,46 +38,99 @@ class Case:
     frames: int
     vae: Mapping[str, object] = field(default_factory=dict)
     expand_timesteps: bool = False
+    from_image: bool = False
 
 
-# The sizes of Wan-AI's diffusers checkpoints; what is left out has diffusers' default. The latent statistics of the
-# TI2V-5B VAE are left neutral: its weights are random here.
+TI2V_5B = {"num_attention_heads": 24, "num_layers": 30, "ffn_dim": 14336, "in_channels": 48, "out_channels": 48}
+TI2V_5B_VAE = {
+    "base_dim": 160,
+    "decoder_base_dim": 256,
+    "z_dim": 48,
+    "in_channels": 12,
+    "out_channels": 12,
+    "is_residual": True,
+    "patch_size": 2,
+    "scale_factor_spatial": 16,
+    "latents_mean": [0.0] * 48,  # neutral, because the weights are random here
+    "latents_std": [1.0] * 48,
+}
+TINY = {"num_attention_heads": 2, "attention_head_dim": 64, "num_layers": 2, "ffn_dim": 256, "text_dim": 32}
+TINY_VAE = {"base_dim": 3, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+
+# The sizes of Wan-AI's diffusers checkpoints; what is left out has diffusers' default. The latter half is for tests.
 CASES = {
     "wan2.1-1.3b": Case({"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}, 480, 832, 81),
     "wan2.1-14b": Case({"num_attention_heads": 40, "num_layers": 40, "ffn_dim": 13824}, 720, 1280, 81),
-    "wan2.2-5b": Case(
-        {"num_attention_heads": 24, "num_layers": 30, "ffn_dim": 14336, "in_channels": 48, "out_channels": 48},
-        704,
-        1280,
-        121,
-        vae={
-            "base_dim": 160,
-            "decoder_base_dim": 256,
-            "z_dim": 48,
-            "in_channels": 12,
-            "out_channels": 12,
-            "is_residual": True,
-            "patch_size": 2,
-            "scale_factor_spatial": 16,
-            "latents_mean": [0.0] * 48,
-            "latents_std": [1.0] * 48,
+    "wan2.1-i2v-14b": Case(
+        {
+            "num_attention_heads": 40,
+            "num_layers": 40,
+            "ffn_dim": 13824,
+            "in_channels": 36,
+            "image_dim": 1280,
+            "added_kv_proj_dim": 5120,
         },
-        expand_timesteps=True,
+        720,
+        1280,
+        81,
+        from_image=True,
     ),
-    "tiny": Case(
-        {"num_attention_heads": 2, "attention_head_dim": 64, "num_layers": 2, "ffn_dim": 256, "text_dim": 32},
-        32,
-        48,
-        5,
-        vae={"base_dim": 3, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1},
+    "wan2.2-5b": Case(TI2V_5B, 704, 1280, 121, vae=TI2V_5B_VAE, expand_timesteps=True),
+    "wan2.2-5b-image": Case(TI2V_5B, 704, 1280, 121, vae=TI2V_5B_VAE, expand_timesteps=True, from_image=True),
+    "tiny": Case(TINY, 32, 48, 5, vae=TINY_VAE),
+    "tiny-tokens": Case(TINY, 32, 48, 5, vae=TINY_VAE, expand_timesteps=True),
+    "tiny-image-tokens": Case(TINY, 32, 48, 5, vae=TINY_VAE, expand_timesteps=True, from_image=True),
+    "tiny-image": Case(
+        {**TINY, "in_channels": 36, "image_dim": 8, "added_kv_proj_dim": 128}, 32, 48, 5, vae=TINY_VAE, from_image=True
     ),
 }
 
 
+class ImageFreePipeline(WanImageToVideoPipeline):
+    """Image to video without encoders: random features [1, 257, image_dim] of the image, and random latents of it.
+
+    Encoding an image as a video takes more memory than a denoising step, and CLIP is not needed for one.
+    """
+
+    def encode_image(self, image: object, device: torch.device | None = None) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randn(1, IMAGE_TOKENS, self.transformer.config.image_dim, generator=generator).to(device)
+
+    def prepare_latents(
+        self,
+        image: torch.Tensor,
+        batch_size: int,
+        num_channels_latents: int = 16,
+        height: int = 480,
+        width: int = 832,
+        num_frames: int = 81,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        generator: torch.Generator | None = None,
+        latents: torch.Tensor | None = None,
+        last_image: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Latents, condition and, with a timestep per token, the mask that is 0 in the first frame, as diffusers'."""
+        shape = (
+            (num_frames - 1) // self.vae_scale_factor_temporal + 1,
+            height // self.vae_scale_factor_spatial,
+            width // self.vae_scale_factor_spatial,
+        )
+        draw = functools.partial(randn_tensor, generator=generator, device=device, dtype=dtype)
+        latents = draw((batch_size, num_channels_latents, *shape)) if latents is None else latents
+        first_frame = torch.zeros(1, 1, *shape, dtype=dtype, device=device)
+        first_frame[:, :, 0] = 1
+        if self.config.expand_timesteps:
+            return latents, draw((batch_size, num_channels_latents, 1, *shape[1:])), 1 - first_frame
+        condition = draw((batch_size, num_channels_latents, *shape))
+        masks = first_frame.expand(batch_size, self.vae_scale_factor_temporal, *shape)
+        return latents, torch.cat([masks, condition], dim=1)
+
+
 def build_pipeline(
     case: Case, dtype: torch.dtype, device: torch.device, *, layers: int | None = None, seed: int = 0
-) -> WanPipeline:
-    """The case's WanPipeline without a text encoder, drawn on the device from the seed; layers: fewer blocks, if given.
+) -> WanPipeline | ImageFreePipeline:
+    """The case's pipeline without encoders, drawn on the device from the seed; layers: fewer blocks, if given.
 
     Modules that Wan keeps in fp32 stay so. The global random state is left alone.
     """
@@ -75,7 +139,8 @@ def build_pipeline(
         torch.manual_seed(seed)
         transformer = _with_strong_gates(WanTransformer3DModel(**config))
         vae = AutoencoderKLWan(**case.vae)
-    return WanPipeline(
+    pipeline_class = ImageFreePipeline if case.from_image else WanPipeline
+    return pipeline_class(
         tokenizer=None,
         text_encoder=None,
         vae=_cast_as_loaded(vae.eval(), dtype),
@@ -85,11 +150,21 @@ def build_pipeline(
     )
 
 
-def random_prompt(pipe: WanPipeline, seed: int = 0) -> torch.Tensor:
+def random_prompt(pipe: DiffusionPipeline, seed: int = 0) -> torch.Tensor:
     """Random embeddings [1, 512, text_dim] in place of an encoded prompt."""
     generator = torch.Generator().manual_seed(seed)
     embeddings = torch.randn(1, TEXT_TOKENS, pipe.transformer.config.text_dim, generator=generator)
     return embeddings.to(pipe.transformer.device, pipe.transformer.dtype)
+
+
+def random_inputs(pipe: DiffusionPipeline, seed: int = 0) -> dict[str, object]:
+    """What a call of the pipeline needs beside the size: a prompt's embeddings, and a picture where one starts it."""
+    return {"prompt_embeds": random_prompt(pipe, seed), **_image_of(pipe)}
+
+
+def _image_of(pipe: DiffusionPipeline) -> dict[str, Image.Image]:
+    """A picture, which nobody looks at, for a pipeline that asks for one."""
+    return {"image": Image.new("RGB", (64, 64))} if isinstance(pipe, ImageFreePipeline) else {}
 
 
 def add_structure(pipe: WanPipeline, seed: int = 0) -> None:
@@ -110,33 +185,35 @@ def add_structure(pipe: WanPipeline, seed: int = 0) -> None:
 
 
 def structured_inputs(
-    pipe: WanPipeline, *, height: int, width: int, num_frames: int, seed: int = 0
-) -> dict[str, torch.Tensor]:
+    pipe: DiffusionPipeline, *, height: int, width: int, num_frames: int, seed: int = 0
+) -> dict[str, object]:
     """Arguments of the pipeline's call that are like a video's and a prompt's, rather than white noise.
 
     latents [1, C, f, h, w] in fp32: waves that drift across the frames, in every channel its own, under a little noise.
     prompt_embeds [1, 512, text_dim]: tokens that share a direction and have outlying channels, zeros as padding.
+    image: where one starts the video.
     """
     generator = torch.Generator().manual_seed(seed)
-    config = pipe.transformer.config
+    text_dim, channels = pipe.transformer.config.text_dim, pipe.vae.config.z_dim
     shape = (
         (num_frames - 1) // pipe.vae_scale_factor_temporal + 1,
         height // pipe.vae_scale_factor_spatial,
         width // pipe.vae_scale_factor_spatial,
     )
     frame, row, column = torch.meshgrid(*(torch.linspace(0, 1, size) for size in shape), indexing="ij")
-    cycles = 2 * torch.rand(3, config.in_channels, generator=generator)
-    phase = torch.rand(config.in_channels, 1, 1, 1, generator=generator)
+    cycles = 2 * torch.rand(3, channels, generator=generator)
+    phase = torch.rand(channels, 1, 1, 1, generator=generator)
     waves = sum(c.view(-1, 1, 1, 1) * axis for c, axis in zip(cycles, (frame, row, column), strict=True))
-    noise = torch.randn(config.in_channels, *shape, generator=generator)
+    noise = torch.randn(channels, *shape, generator=generator)
     latents = 1.4 * (2 * math.pi * (waves + phase)).sin() + 0.2 * noise
 
-    prompt = torch.zeros(1, TEXT_TOKENS, config.text_dim)
-    tokens = torch.randn(PROMPT_TOKENS, config.text_dim, generator=generator)
-    prompt[0, :PROMPT_TOKENS] = tokens + 2 * torch.randn(config.text_dim, generator=generator)
+    prompt = torch.zeros(1, TEXT_TOKENS, text_dim)
+    tokens = torch.randn(PROMPT_TOKENS, text_dim, generator=generator)
+    prompt[0, :PROMPT_TOKENS] = tokens + 2 * torch.randn(text_dim, generator=generator)
     prompt[0, :PROMPT_TOKENS, :OUTLIER_CHANNELS] *= 10
     device = pipe.transformer.device
-    return {"latents": latents[None].to(device), "prompt_embeds": prompt.to(device, pipe.transformer.dtype)}
+    inputs = {"latents": latents[None].to(device), "prompt_embeds": prompt.to(device, pipe.transformer.dtype)}
+    return {**inputs, **_image_of(pipe)}
 
 
 def _with_strong_gates(model: WanTransformer3DModel) -> WanTransformer3DModel:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 import torch
 from diffusers import DiffusionPipeline
 
 from ..config import PatchConfig, resolve_config
-from ..patching import Patch, patch
+from ..patching import Patch
+from ..tiers import ErrorLimits
 from .environment import Environment, describe_environment
 from .metrics import Difference, relative_l2
 from .timing import StageTimings, TimedGeneration, timed_generation
-from .verify import FP32_LIMIT, LOW_PRECISION_FACTOR, first_call, run_oracle
-
-UNPATCHED, COMPILED, PATCHED = "unpatched", "torch.compile", "patched"
+from .variants import PATCHED, UNPATCHED, Switch, Variants, allocated, context_parallel, single_process
+from .verify import first_call, run_oracle
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,7 @@ def compare(
     config: PatchConfig | str = "exact",
     with_compile: bool | None = None,
     with_oracle: bool = False,
+    ulysses: int = 1,
     warmups: int = 1,
     repeats: int = 3,
     settings: dict[str, object] | None = None,
@@ -75,7 +75,10 @@ def compare(
 
     with_compile: whether to run regional torch.compile (``compile_repeated_blocks``) too; None: on a GPU.
     with_oracle: whether to check the transformer's first call first, in every variant against fp32, whose weights need
-        memory beside the model's. Raises RuntimeError where the patched one errs more than the unpatched one may.
+        memory beside the model's. Raises RuntimeError where the patched one errs more than the tier's limits allow.
+    ulysses: GPUs among which diffusers' Ulysses context parallelism splits every sample. Above 1, each of as many
+        processes calls this function in the default process group of torch.distributed, and the pipeline's transformer
+        stays parallel. Times and memory are this process's; all wait for each other before a generation.
     warmups, repeats: unmeasured and measured generations per variant; timings are medians over the measured ones.
     settings: what to record beside the figures, such as the model's name.
     """
@@ -83,95 +86,108 @@ def compare(
     device = torch.device(pipe._execution_device)
     if with_compile is None:
         with_compile = device.type == "cuda"
-    summary, graph_memory = "", 0
 
     def generate() -> TimedGeneration:
+        if ulysses > 1:
+            torch.distributed.barrier()
         return timed_generation(pipe, **call, generator=torch.Generator(device).manual_seed(seed))
 
-    @contextlib.contextmanager
-    def patched() -> Iterator[Patch]:
-        nonlocal summary, graph_memory
-        with patch(pipe, config) as applied:
-            yield applied
-            summary, graph_memory = applied.summary(), applied.graph_memory
+    judge = _StepJudge(pipe, generate, config.tier.limits) if with_oracle else None
+    if ulysses > 1:
+        variants = context_parallel(pipe, config, with_compile, ulysses)
+    else:
+        variants = single_process(pipe, config, with_compile)
+    errors = judge.errors(variants.switches) if judge else {}
+    del judge  # its tensors are of no variant's memory
+    runs = _take_turns(pipe, generate, variants, warmups, repeats, device)
 
-    switches = {UNPATCHED: contextlib.nullcontext, COMPILED: _CompiledBlocks(pipe), PATCHED: patched}
-    if not with_compile:
-        del switches[COMPILED]
+    medians = {name: StageTimings.median(run.timings[warmups:]) for name, run in runs.items()}
+    results = tuple(
+        _variant(name, medians[name], run.made, medians[UNPATCHED], runs[UNPATCHED].made, errors.get(name))
+        for name, run in runs.items()
+    )
+    return Comparison({**(settings or {}), "seed": seed}, describe_environment(device), runs[PATCHED].summary, results)
 
-    errors = _step_errors(pipe.transformer, generate, switches) if with_oracle else {}
+
+@dataclass
+class _Runs:
+    """Of one variant: the timings of its generations, what the last one made, what it left allocated in all (bytes),
+    and of the patch its summary."""
+
+    timings: list[StageTimings] = field(default_factory=list)
+    made: TimedGeneration | None = None
+    left: int = 0
+    summary: str = ""
+
+
+def _take_turns(
+    pipe: DiffusionPipeline,
+    generate: Callable[[], TimedGeneration],
+    variants: Variants,
+    warmups: int,
+    repeats: int,
+    device: torch.device,
+) -> dict[str, _Runs]:
+    """Every variant's generations. A memory peak leaves out what the other variants keep allocated meanwhile."""
+    runs = {name: _Runs() for name in variants.switches}
     progress_bar = dict(getattr(pipe, "_progress_bar_config", {}))
-    timings = {name: [] for name in switches}
-    made = {}
     try:
         for turn in range(warmups + repeats):
-            for name, switch in switches.items():
+            for name, switch in variants.switches.items():
+                run = runs[name]
                 description = f"{name} {turn + 1}/{warmups + repeats}"
                 pipe.set_progress_bar_config(**{**progress_bar, "desc": description, "leave": False})
+                before = allocated(device)
                 with switch() as applied:
-                    made[name] = generate()
-                    recorded = 0
-                    while name == PATCHED and applied.graph_count > recorded:  # in that generation
-                        recorded = applied.graph_count
-                        made[name] = generate()
-                timings[name].append(made[name].timings)
+                    run.made = _generate_recorded(generate, applied)
+                    graph_memory = 0 if applied is None else applied.graph_memory
+                    run.summary = "" if applied is None else applied.summary()
+                others = sum(other.left for other in runs.values() if other is not run) + variants.spare_memory
+                run.timings.append(_with_memory(run.made.timings, graph_memory - others))
+                run.left += allocated(device) - before
     finally:
         pipe.set_progress_bar_config(**progress_bar)
-
-    medians = {name: StageTimings.median(all_timings[warmups:]) for name, all_timings in timings.items()}
-    if medians[PATCHED].peak_memory is not None:  # of what is allocated, which graphs' memory is not between replays
-        peak_memory = medians[PATCHED].peak_memory + graph_memory
-        medians[PATCHED] = replace(medians[PATCHED], peak_memory=peak_memory)
-    variants = tuple(
-        _variant(name, medians[name], made[name], medians[UNPATCHED], made[UNPATCHED], errors.get(name))
-        for name in switches
-    )
-    return Comparison({**(settings or {}), "seed": seed}, describe_environment(device), summary, variants)
+    return runs
 
 
-def _step_errors(
-    transformer: torch.nn.Module,
-    generate: Callable[[], object],
-    switches: Mapping[str, Callable[[], contextlib.AbstractContextManager]],
-) -> dict[str, float]:
-    """Relative L2 error of the transformer's first output in a generation, by variant."""
-    args, kwargs = first_call(transformer, generate)
-    oracle = run_oracle(transformer, args, kwargs, torch.float32)[0]
-    errors = {}
-    for name, switch in switches.items():
+def _generate_recorded(generate: Callable[[], TimedGeneration], applied: Patch | None) -> TimedGeneration:
+    """A generation; again as long as the patch recorded CUDA graphs in it."""
+    made = generate()
+    recorded = 0
+    while applied is not None and applied.graph_count > recorded:
+        recorded = applied.graph_count
+        made = generate()
+    return made
+
+
+def _with_memory(timings: StageTimings, more: int) -> StageTimings:
+    """The timings with so many more bytes, such as graphs' memory, which is not allocated between replays."""
+    return timings if timings.peak_memory is None else replace(timings, peak_memory=timings.peak_memory + more)
+
+
+class _StepJudge:
+    """The transformer's first call in a generation: its oracle, and how far variants are from it."""
+
+    def __init__(self, pipe: DiffusionPipeline, generate: Callable[[], object], limits: ErrorLimits):
+        self._pipe, self._limits = pipe, limits
+        self._args, self._kwargs = first_call(pipe.transformer, generate)
+        self._oracle = run_oracle(pipe.transformer, self._args, self._kwargs, torch.float32)[0]
+
+    def errors(self, switches: Mapping[str, Switch]) -> dict[str, float]:
+        """Relative L2 errors by variant. Raises RuntimeError where the patched one errs more than it may."""
+        errors = {name: self._error(switch) for name, switch in switches.items()}
+        allowed_error = self._limits.allowed(errors[UNPATCHED], self._oracle.dtype)
+        if not errors[PATCHED] <= allowed_error:
+            raise RuntimeError(
+                f"the patched transformer's error, a relative L2 of {errors[PATCHED]:.2e} to fp32, is above the "
+                f"allowed {allowed_error:.2e} beside the unpatched one's {errors[UNPATCHED]:.2e}; nothing was timed. "
+                "`turbo-rcm verify` says which block errs."
+            )
+        return errors
+
+    def _error(self, switch: Switch) -> float:
         with switch(), torch.no_grad():
-            errors[name] = relative_l2(transformer(*args, **kwargs)[0], oracle)
-    allowed = max(LOW_PRECISION_FACTOR * errors[UNPATCHED], FP32_LIMIT)
-    if not errors[PATCHED] <= allowed:
-        raise RuntimeError(
-            f"the patched transformer's error, a relative L2 of {errors[PATCHED]:.2e} to fp32, is above the allowed "
-            f"{allowed:.2e}, {LOW_PRECISION_FACTOR} of the unpatched one's; nothing was timed. `turbo-rcm verify` says "
-            "which block errs."
-        )
-    return errors
-
-
-class _CompiledBlocks:
-    """A context manager factory: regional torch.compile is on inside, off outside, and compiles once."""
-
-    def __init__(self, pipe: DiffusionPipeline):
-        models = (getattr(pipe, name, None) for name in ("transformer", "transformer_2"))
-        self._models = [model for model in models if model is not None]
-        self._compiled: dict[torch.nn.Module, object] = {}
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        if not self._compiled:
-            for model in self._models:
-                model.compile_repeated_blocks()
-                self._compiled |= {m: m._compiled_call_impl for m in model.modules() if m._compiled_call_impl}
-        for module, compiled_call in self._compiled.items():
-            module._compiled_call_impl = compiled_call
-        try:
-            yield
-        finally:
-            for module in self._compiled:
-                module._compiled_call_impl = None
+            return relative_l2(self._pipe.transformer(*self._args, **self._kwargs)[0], self._oracle)
 
 
 def _variant(

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import shutil
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from .. import __version__
 
+COMMIT = "TURBO_RCM_PATCH_COMMIT"  # environment variable that names the commit where there is no history
+ROOT = Path(__file__).resolve().parents[2]
+
 
 @dataclass(frozen=True)
 class Environment:
-    """Hardware and versions. gpu, capability, gpu_memory (bytes), driver and cuda are None for a run on the CPU."""
+    """Hardware and versions. gpu, capability, gpu_memory (bytes), driver and cuda are None for a run on the CPU.
+
+    commit: of the checkout that ran, with "-dirty" where its files differ from it; None outside of a checkout.
+    """
 
     gpu: str | None
     capability: str | None
@@ -29,6 +37,7 @@ class Environment:
     diffusers: str
     transformers: str
     turbo_rcm_patch: str
+    commit: str | None = None
 
 
 def describe_environment(device: torch.device | str) -> Environment:
@@ -41,6 +50,7 @@ def describe_environment(device: torch.device | str) -> Environment:
         python=platform.python_version(),
         torch=torch.__version__,
         turbo_rcm_patch=__version__,
+        commit=os.environ.get(COMMIT) or _commit(ROOT),
         **versions,
     )
 
@@ -56,6 +66,14 @@ def _describe_gpu(device: torch.device) -> dict[str, object]:
         "driver": _driver_version(),
         "cuda": torch.version.cuda,
     }
+
+
+def _commit(root: Path) -> str | None:
+    if shutil.which("git") is None or not (root / ".git").exists():
+        return None
+    query = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
+    answer = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    return answer.stdout.strip() if answer.returncode == 0 else None
 
 
 def _driver_version() -> str | None:

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from .. import coefficients, kernels
 from ..kernels.dispatch import why_not_triton_on
 from ..modules import FusedRCMAttention, TorchFusedRCMAttention, TwoPassRCMAttention
+from ..tiers import EXACT, ErrorLimits
 from .environment import Environment, describe_environment
 from .metrics import relative_l2
 from .ops import take_turns
@@ -30,13 +31,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TWO_PASS, TORCH_FUSED, TRITON_FUSED, NAIVE_SOFTMAX = "two_pass", "torch_fused", "triton_fused", "naive_softmax"
 OK, REFUSED, LEFT_OUT = "ok", "refused", "left out"
 
-# An implementation may be this much further from the oracle than two_pass: the same roundings in another order differ
-# by a few percent.
-ERROR_FACTOR = 1.05
 # The naive softmax rounds the scores to the dtype, which SDPA keeps in fp32: at SCORE_SCALE that doubles its error.
-NAIVE_ERROR_FACTOR = 3.0
-# More is wrong whatever two_pass errs (in bf16 about 1e-2); less is what long sums in fp32 err in some order.
-ERROR_CEILING, FP32_SUM_ERROR = 5e-2, 1e-5
+NAIVE_LIMITS = replace(EXACT.limits, factor=3.0)
+ERROR_CEILING = 5e-2  # more is wrong whatever two_pass errs (in bf16 about 1e-2)
 SCORE_SCALE = 3.0  # standard deviation of the scores that the weights are drawn for
 NAIVE_SCORE_MATRICES = 4  # [B, H, N, N] at once: scores and probabilities, and in the backward the gradient of each
 
@@ -55,12 +52,13 @@ class NaiveSoftmaxRCMAttention(TwoPassRCMAttention):
 
 @dataclass(frozen=True)
 class Implementation:
-    """A module class, further arguments of its constructor, whether torch.compile compiles it, and what it may err."""
+    """A module class, further arguments of its constructor, whether torch.compile compiles it, and how far it may be
+    from the oracle beside two_pass."""
 
     module_class: type[TwoPassRCMAttention]
     options: Mapping[str, object] = field(default_factory=dict)
     compiled: bool = False
-    error_factor: float = ERROR_FACTOR
+    limits: ErrorLimits = EXACT.limits
 
 
 # On a GPU the second pass of two_pass is one kernel, opaque to torch.compile. What torch.compile makes of a skip that
@@ -71,7 +69,7 @@ IMPLEMENTATIONS = {
     "two_pass_compiled": Implementation(TwoPassRCMAttention, compiled=True),
     "torch_fused_compiled": Implementation(TorchFusedRCMAttention, compiled=True),
     TRITON_FUSED: Implementation(FusedRCMAttention, {"implementation": "triton"}),
-    NAIVE_SOFTMAX: Implementation(NaiveSoftmaxRCMAttention, error_factor=NAIVE_ERROR_FACTOR),
+    NAIVE_SOFTMAX: Implementation(NaiveSoftmaxRCMAttention, limits=NAIVE_LIMITS),
 }
 
 
@@ -323,7 +321,8 @@ def _worst(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) ->
 
 def error_limit(implementation: str, two_pass_error: float) -> float:
     """What an implementation may err where two_pass errs so much; NaN, which nothing passes, where that is NaN."""
-    return max(min(IMPLEMENTATIONS[implementation].error_factor * two_pass_error, ERROR_CEILING), FP32_SUM_ERROR)
+    sums = torch.float32  # of bf16 values too
+    return min(IMPLEMENTATIONS[implementation].limits.allowed(two_pass_error, sums), ERROR_CEILING)
 
 
 def _why_refused(name: str, errors: Mapping[str, float], two_pass_errors: Mapping[str, float]) -> str:

@@ -19,10 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import kernels
 from ..kernels import reference
+from ..tiers import EXACT, ErrorLimits
 from .metrics import relative_l2
 
 ORACLE_ROWS = 64
-ALLOWED_ERROR = 1.05  # of the most accurate rival's
 EPS = 1e-6
 SDPA, COMPILED, FOLDED = "SDPA cuDNN", "torch + compiled", "folded addmm"
 COPY = "copy"  # the rival whose time is that of as many bytes at the GPU's copy bandwidth
@@ -97,16 +97,18 @@ def run_case(
     copy_bandwidth: float,
     rounds: int = 20,
     compile_rivals: bool = True,
+    limits: ErrorLimits = EXACT.limits,
 ) -> OpResult:
     """Check and time one case in bf16.
 
     copy_bandwidth: bytes read and written per second by a large copy on this device (`measure_copy_bandwidth`).
     compile_rivals: whether rivals are compiled, as they are meant to be.
+    limits: of the tier that ours belong to.
     """
     compiled = functools.partial(torch.compile, fullgraph=True, dynamic=False) if compile_rivals else lambda f: f
     contest = case.build(device, compiled)
     errors = measure_errors(contest)
-    limit = error_limit(contest, errors)
+    limit = error_limit(contest, errors, limits)
     refused = {
         name: f"its error {errors[name]:.2e} is above the {limit:.2e} allowed"
         for name in contest.ours
@@ -158,10 +160,10 @@ def _parts(result: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tenso
     return (result,) if isinstance(result, torch.Tensor) else result
 
 
-def error_limit(contest: Contest, errors: Mapping[str, float]) -> float:
-    """What ours may err: ALLOWED_ERROR times the most accurate rival's, or bf16's own rounding where there is none."""
+def error_limit(contest: Contest, errors: Mapping[str, float], limits: ErrorLimits) -> float:
+    """What ours may err beside the most accurate rival, or beside bf16's own rounding where there is none."""
     rounding = torch.finfo(torch.bfloat16).eps / 2
-    return ALLOWED_ERROR * min((errors[name] for name in contest.rivals), default=rounding)
+    return limits.allowed(min((errors[name] for name in contest.rivals), default=rounding), torch.bfloat16)
 
 
 def take_turns(contenders: Mapping[str, Contender], device: torch.device, rounds: int) -> dict[str, list[float]]:

@@ -19,12 +19,13 @@ from .. import kernels
 from ..config import PatchConfig
 from ..modules.rcm_attention import TwoPassRCMAttention
 from ..patching import patch
+from ..tiers import EXACT, ErrorLimits
 from .cases import CASES, TEXT_TOKENS, build_pipeline, random_prompt
 from .dram import KernelTraffic, profiled
 from .environment import Environment
-from .implementations import IMPLEMENTATIONS, draw_problem
+from .implementations import IMPLEMENTATIONS, NAIVE_SOFTMAX, draw_problem
 from .metrics import relative_l2
-from .verify import LOW_PRECISION_FACTOR, first_call, run_oracle
+from .verify import first_call, run_oracle
 
 DTYPE = torch.bfloat16
 COUNTERS, SHAPES = "counters", "shapes"  # where the bytes come from
@@ -80,7 +81,7 @@ class AttentionCase:
     dim: int
     heads: int
 
-    implementations: ClassVar = ("two_pass", "torch_fused", "two_pass_compiled", "torch_fused_compiled", "triton_fused")
+    implementations: ClassVar = tuple(name for name in IMPLEMENTATIONS if name != NAIVE_SOFTMAX)
 
     @property
     def settings(self) -> dict[str, object]:
@@ -243,12 +244,15 @@ class TrafficReport:
 
 
 def check_and_profile(
-    case: Case, device: torch.device, profile: Callable[[], contextlib.AbstractContextManager] = profiled
+    case: Case,
+    device: torch.device,
+    profile: Callable[[], contextlib.AbstractContextManager] = profiled,
+    limits: ErrorLimits = EXACT.limits,
 ) -> list[Check]:
     """Run every implementation, and once more inside ``profile()`` if it is right.
 
-    Right is what errs no more than LOW_PRECISION_FACTOR times what the first implementation does. The oracle is the
-    first one's module in fp32.
+    Right is what errs no more than the tier's limits allow beside the first implementation. The oracle is the first
+    one's module in fp32.
     """
     checks: list[Check] = []
     for name in case.implementations:
@@ -257,7 +261,7 @@ def check_and_profile(
         if not checks:
             oracle = run_oracle(call.module, call.args, call.kwargs, torch.float32)
         error = relative_l2(output, oracle)
-        limit = LOW_PRECISION_FACTOR * (checks[0].error if checks else error)
+        limit = limits.allowed(checks[0].error if checks else error, DTYPE)
         if error <= limit:
             call()  # what the first call compiles and caches is done by now
             with profile():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 import torch
@@ -12,15 +12,15 @@ from diffusers import DiffusionPipeline
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..config import PatchConfig
+from ..config import PatchConfig, resolve_config
 from ..patching import patch
+from ..tiers import EXACT, ErrorLimits, is_low_precision
 from .metrics import relative_l2
 
-# A low-precision patched block may be this much further from the oracle than the unpatched block: the same roundings in
-# another order differ by a few percent.
-LOW_PRECISION_FACTOR = 1.05
-# An fp32 patched block may differ from the unpatched one by the rounding of long fp32 sums in another order.
-FP32_LIMIT = 1e-5
+TRANSFORMERS = ("transformer", "transformer_2")
+BLOCK_LISTS = ("vace_blocks", "blocks")  # of diffusers' transformers, in the order of their calls
+
+Output = torch.Tensor | tuple[torch.Tensor | None, ...]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class BlockCheck:
     """One block at one step, counted from 1.
 
     Errors are relative L2: of the unpatched and the patched block against the oracle, and, as the difference, of the
-    patched against the unpatched block.
+    patched against the unpatched block. Of a block that returns several tensors they are those of the worst one.
     """
 
     block: str
@@ -37,11 +37,12 @@ class BlockCheck:
     unpatched_error: float
     patched_error: float
     difference: float
+    limits: ErrorLimits = EXACT.limits
 
     @property
     def judged(self) -> str:
         """Which figure the limit is on: the difference for fp32 and wider, the patched error for lower precisions."""
-        return "patched error" if torch.finfo(self.dtype).bits < 32 else "difference"
+        return "patched error" if is_low_precision(self.dtype) else "difference"
 
     @property
     def judged_error(self) -> float:
@@ -49,7 +50,8 @@ class BlockCheck:
 
     @property
     def allowed(self) -> float:
-        return LOW_PRECISION_FACTOR * self.unpatched_error if self.judged == "patched error" else FP32_LIMIT
+        reference_error = self.unpatched_error if self.judged == "patched error" else 0.0
+        return self.limits.allowed(reference_error, self.dtype)
 
     @property
     def ok(self) -> bool:
@@ -80,6 +82,8 @@ class Verification:
             {**asdict(c), "dtype": str(c.dtype).removeprefix("torch."), "allowed": c.allowed, "ok": c.ok}
             for c in self.checks
         ]
+        for check in checks:
+            del check["limits"]
         return {"ok": self.ok, "checks": checks, "unreached": self.unreached, "patch_summary": self.patch_summary}
 
 
@@ -90,8 +94,10 @@ def verify(
 
     A hook on each block compares its patched output with its unpatched one and passes the unpatched one on: whatever a
     patched block does, all others get the hidden states of an unpatched generation. The oracle is the block's class run
-    in fp32 (fp64 for an fp32 block) on the same inputs. The pipeline is left as it was found.
+    in fp32 (fp64 for an fp32 block) on the same inputs; the limits are those of the configuration's tier. The pipeline
+    is left as it was found.
     """
+    config = resolve_config(config)
     checks: list[BlockCheck] = []
     step = 1
 
@@ -101,10 +107,10 @@ def verify(
         return {}
 
     def check_block(name: str) -> Callable:
-        def hook(block: nn.Module, args: tuple, kwargs: dict, patched: torch.Tensor) -> torch.Tensor:
+        def hook(block: nn.Module, args: tuple, kwargs: dict, patched: Output) -> Output:
             unpatched = type(block).forward(block, *args, **kwargs)
             if step in (1, pipe.num_timesteps):
-                checks.append(_check(name, step, block, args, kwargs, patched, unpatched))
+                checks.append(_check(name, step, block, args, kwargs, patched, unpatched, config.tier.limits))
             return unpatched
 
         return hook
@@ -123,26 +129,48 @@ def verify(
 
 def named_blocks(pipe: DiffusionPipeline) -> dict[str, nn.Module]:
     """The blocks of a pipeline's transformers by name, such as "transformer.blocks.0"."""
+    transformers = {name: getattr(pipe, name, None) for name in TRANSFORMERS}
     return {
-        f"{name}.blocks.{index}": block
-        for name in ("transformer", "transformer_2")
-        if getattr(pipe, name, None) is not None
-        for index, block in enumerate(getattr(pipe, name).blocks)
+        f"{name}.{blocks}.{index}": block
+        for name, transformer in transformers.items()
+        for blocks in BLOCK_LISTS
+        for index, block in enumerate(getattr(transformer, blocks, ()))
     }
 
 
 def _check(
-    name: str, step: int, block: nn.Module, args: tuple, kwargs: dict, patched: torch.Tensor, unpatched: torch.Tensor
+    name: str,
+    step: int,
+    block: nn.Module,
+    args: tuple,
+    kwargs: Mapping[str, object],
+    patched: Output,
+    unpatched: Output,
+    limits: ErrorLimits,
 ) -> BlockCheck:
-    oracle = run_oracle(block, args, kwargs, torch.float32 if unpatched.dtype.itemsize < 4 else torch.float64)
-    return BlockCheck(
-        block=name,
-        step=step,
-        dtype=unpatched.dtype,
-        unpatched_error=relative_l2(unpatched, oracle),
-        patched_error=relative_l2(patched, oracle),
-        difference=relative_l2(patched, unpatched),
-    )
+    """The check of the block's result, or of the worst of its results."""
+    patched, unpatched = _tensors(patched), _tensors(unpatched)
+    oracle_dtype = torch.float32 if is_low_precision(unpatched[0].dtype) else torch.float64
+    oracles = _tensors(run_oracle(block, args, kwargs, oracle_dtype))
+    checks = [
+        BlockCheck(
+            block=name,
+            step=step,
+            dtype=plain.dtype,
+            unpatched_error=relative_l2(plain, oracle),
+            patched_error=relative_l2(ours, oracle),
+            difference=relative_l2(ours, plain),
+            limits=limits,
+        )
+        for ours, plain, oracle in zip(patched, unpatched, oracles, strict=True)
+    ]
+    return max(checks, key=lambda check: (not check.ok, check.judged_error - check.allowed))
+
+
+def _tensors(output: Output) -> list[torch.Tensor]:
+    """What a block returns: a tensor, or several of which some may be None."""
+    outputs = [output] if isinstance(output, torch.Tensor) else output
+    return [one for one in outputs if one is not None]
 
 
 def first_call(module: nn.Module, run: Callable[[], object]) -> tuple[tuple, dict]:
@@ -157,7 +185,7 @@ def first_call(module: nn.Module, run: Callable[[], object]) -> tuple[tuple, dic
     return seen[0]
 
 
-def run_oracle(block: nn.Module, args: tuple, kwargs: dict, dtype: torch.dtype) -> torch.Tensor:
+def run_oracle(block: nn.Module, args: tuple, kwargs: Mapping[str, object], dtype: torch.dtype) -> Output:
     """The block's class run in `dtype`, fp64 or fp32 without TF32, on upcast weights and inputs."""
     oracle = _class_copy(block).to(dtype)
     args, kwargs = _upcast(args, dtype), _upcast(kwargs, dtype)

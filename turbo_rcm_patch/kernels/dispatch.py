@@ -10,8 +10,9 @@ import torch
 import torch.autograd.forward_ad as fwAD
 import triton
 
+from ..config import IMPLEMENTATIONS
+
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-IMPLEMENTATIONS = ("auto", "triton", "torch")
 MINIMUM_CAPABILITY = (8, 0)
 HOPPER = (9, 0)
 HOPPER_DTYPES = (torch.bfloat16, torch.float16)

@@ -1,0 +1,96 @@
+"""The ways to run one pipeline that `compare` puts beside each other: unpatched, under torch.compile, and patched.
+
+A variant is switched on for a generation and off after it: alone by the functions here, among several GPUs, where
+diffusers' context parallelism cannot be taken off a model again, by exchanging the transformer for a patched twin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from diffusers import ContextParallelConfig, DiffusionPipeline
+from torch import nn
+
+from ..config import PatchConfig
+from ..patching import Patch, patch
+
+UNPATCHED, COMPILED, PATCHED = "unpatched", "torch.compile", "patched"
+
+Switch = Callable[[], contextlib.AbstractContextManager[Patch | None]]
+
+
+@dataclass(frozen=True)
+class Variants:
+    """The switches in the order in which they take turns, and the bytes of weights that only one of them uses."""
+
+    switches: dict[str, Switch]
+    spare_memory: int = 0
+
+
+def single_process(pipe: DiffusionPipeline, config: PatchConfig, with_compile: bool) -> Variants:
+    """The variants on one device; switching off leaves the pipeline as it was."""
+    switches = {
+        UNPATCHED: contextlib.nullcontext,
+        COMPILED: _CompiledBlocks(pipe),
+        PATCHED: lambda: patch(pipe, config),
+    }
+    return Variants(_chosen(switches, with_compile))
+
+
+def context_parallel(pipe: DiffusionPipeline, config: PatchConfig, with_compile: bool, degree: int) -> Variants:
+    """The variants under Ulysses context parallelism of the default process group, which has `degree` processes.
+
+    The pipeline's transformer is parallel afterwards for good. A twin of it is patched first and made parallel then.
+    """
+    twin = copy.deepcopy(pipe.transformer)
+    applied = patch(twin, config)
+    for model in (pipe.transformer, twin):
+        model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=degree))
+
+    @contextlib.contextmanager
+    def patched() -> Iterator[Patch]:
+        original, pipe.transformer = pipe.transformer, twin
+        try:
+            yield applied
+        finally:
+            pipe.transformer = original
+
+    switches = {UNPATCHED: contextlib.nullcontext, COMPILED: _CompiledBlocks(pipe), PATCHED: patched}
+    spare_memory = sum(tensor.nbytes for tensor in (*twin.parameters(), *twin.buffers()))
+    return Variants(_chosen(switches, with_compile), spare_memory)
+
+
+def _chosen(switches: dict[str, Switch], with_compile: bool) -> dict[str, Switch]:
+    return {name: switch for name, switch in switches.items() if with_compile or name != COMPILED}
+
+
+class _CompiledBlocks:
+    """A context manager factory: regional torch.compile is on inside, off outside, and compiles once."""
+
+    def __init__(self, pipe: DiffusionPipeline):
+        models = (getattr(pipe, name, None) for name in ("transformer", "transformer_2"))
+        self._models = [model for model in models if model is not None]
+        self._compiled: dict[nn.Module, object] = {}
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        if not self._compiled:
+            for model in self._models:
+                model.compile_repeated_blocks()
+                self._compiled |= {m: m._compiled_call_impl for m in model.modules() if m._compiled_call_impl}
+        for module, compiled_call in self._compiled.items():
+            module._compiled_call_impl = compiled_call
+        try:
+            yield
+        finally:
+            for module in self._compiled:
+                module._compiled_call_impl = None
+
+
+def allocated(device: torch.device) -> int:
+    """Bytes that tensors take on the device now; 0 on the CPU, where nobody counts them."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

@@ -1,0 +1,81 @@
+"""The tiers: what a patch may do to the numbers. Each owns its presets, its error limits and its options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class ErrorLimits:
+    """How far a patched result may be from an oracle of higher precision, as a relative L2 error.
+
+    factor: times the unpatched error that is allowed.
+    fp32: what fp32 and wider results may err whatever the unpatched ones do, because long sums in another order differ.
+    """
+
+    factor: float
+    fp32: float
+
+    def allowed(self, unpatched_error: float, dtype: torch.dtype) -> float:
+        """The limit for a result of this dtype; NaN, which nothing is within, where the unpatched error is NaN.
+
+        With an error of 0 the unpatched result is itself the oracle, and the limit is on the difference from it.
+        """
+        limit = self.factor * unpatched_error
+        return limit if is_low_precision(dtype) else max(limit, self.fp32)
+
+
+def is_low_precision(dtype: torch.dtype) -> bool:
+    """Whether a result's own roundings are its error: narrower than fp32."""
+    return dtype.itemsize < FP32_BYTES
+
+
+@dataclass(frozen=True)
+class Tier:
+    """One kind of arithmetic. Tiers are never mixed: a configuration belongs to one.
+
+    description: one sentence.
+    limits: None for a tier that this version knows by name only.
+    presets: options of `PatchConfig` by the preset's name.
+    meaningless: fields of `PatchConfig` that are no options of this tier, with the reason, to follow "the tier".
+    """
+
+    name: str
+    description: str
+    limits: ErrorLimits | None = None
+    presets: Mapping[str, Mapping[str, object]] = field(default_factory=dict, hash=False)
+    meaningless: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+
+EXACT = Tier(
+    name="exact",
+    description="Arithmetic in the model's own bf16, fp16 or fp32, no less accurate than the unpatched model.",
+    # The same roundings in another order differ by a few percent, long sums in fp32 by some of its last bits.
+    limits=ErrorLimits(factor=1.05, fp32=1e-5),
+    presets={"exact": {}},
+    meaningless={
+        "exact_steps": "runs every step exactly",
+        "vae": "leaves the VAE as it is",
+        "restorable": "replaces no weights, so that all can be restored at no cost",
+    },
+)
+QUANTIZED = Tier("quantized", "8-bit attention and linears, within error limits of its own.")
+SPARSE = Tier("sparse", "Sparse-linear attention (SLA), for weights that were trained with it.")
+
+KNOWN = {tier.name: tier for tier in (EXACT, QUANTIZED, SPARSE)}
+ACTIVE = {name: tier for name, tier in KNOWN.items() if tier.limits is not None}
+
+
+def tier_named(name: str) -> Tier:
+    """The tier of this name. Raises ValueError for one that is unknown or not in this version."""
+    if name not in ACTIVE:
+        reason = "is not in this version" if name in KNOWN else "is unknown"
+        raise ValueError(f"tier {name!r} {reason}; accepted are {', '.join(ACTIVE)}.")
+    return ACTIVE[name]
