@@ -6,6 +6,8 @@ from types import MethodType
 
 import torch
 
+from ..plain import is_original
+
 
 class _ABSENT:
     """Stands for an attribute that was not there; a class, because deepcopy keeps a class's identity."""
@@ -22,9 +24,14 @@ class Journal:
         self._entries: list[tuple[torch.nn.Module, str, object, object]] = []
 
     def set(self, module: torch.nn.Module, name: str, value: object) -> None:
-        """Set the instance attribute and remember what was there."""
-        self._entries.append((module, name, value, module.__dict__.get(name, _ABSENT)))
-        module.__dict__[name] = value
+        """Set the instance attribute and remember what was there. A forward goes below diffusers' hooks."""
+        slot = slot_below_hooks(module) if name == "forward" else None
+        if slot is not None:
+            self._entries.append((module, name, value, _ABSENT))
+            setattr(*slot, value)
+        else:
+            self._entries.append((module, name, value, module.__dict__.get(name, _ABSENT)))
+            module.__dict__[name] = value
 
     def captured(self) -> list[tuple[torch.nn.Module, str]]:
         """The (module, attribute) pairs that no longer hold what was set, nor a known hook's wrapper around it."""
@@ -47,6 +54,16 @@ class Journal:
                 original = MethodType(type(module).forward, module) if before is _ABSENT else before
                 for holder, attribute in _hook_slots(module, value):
                     setattr(holder, attribute, original)
+
+
+def slot_below_hooks(module: torch.nn.Module) -> tuple[object, str] | None:
+    """The object and its attribute where diffusers' hooks on a module keep the forward of its class, if they do."""
+    registry = module.__dict__.get("_diffusers_hook")
+    if registry is None or not registry.hooks or not is_original(type(module).forward, type(module)):
+        return None
+    innermost = registry._fn_refs[0]
+    name = "forward" if innermost.original_forward is None else "original_forward"
+    return (innermost, name) if getattr(innermost, name) == MethodType(type(module).forward, module) else None
 
 
 def _hook_slots(module: torch.nn.Module, forward: object) -> list[tuple[object, str]]:

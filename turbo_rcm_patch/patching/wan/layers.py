@@ -5,6 +5,7 @@ Every piece comes as a pair: ``why_not_…`` names the reason for the module, an
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from ... import kernels
 from ...config import PatchConfig
 from ...kernels import reference
 from ...plain import hook_on, is_original, why_not_linear, why_not_norm, why_not_plain
+from ..context_parallel import ulysses_attention, why_not_between_all_to_alls
 
 
 class Storage(NamedTuple):
@@ -103,15 +105,18 @@ def why_not_fused_attention(attn: WanAttention) -> str | None:
     return why_not_plain(attn, WanAttention)
 
 
-def why_not_own_attention(attn: WanAttention) -> str | None:
-    """Why the attention itself goes through diffusers' dispatch: a backend or a parallel layout that the user chose."""
+def why_not_own_attention(attn: WanAttention, *, crossing: bool = False, differentiated: bool = False) -> str | None:
+    """Why the attention itself goes through diffusers' dispatch: a backend or a parallel layout that the user chose.
+
+    crossing: cross-attention, which context parallelism leaves alone.
+    """
     processor = attn.processor
-    if processor._parallel_config is not None:
-        return "context parallelism"
     backend = processor._attention_backend or _AttentionBackendRegistry.get_active_backend()[0]
-    if processor._attention_backend is None and backend == AttentionBackendName.NATIVE:
+    if processor._attention_backend is not None or backend != AttentionBackendName.NATIVE:
+        return f"attention backend {AttentionBackendName(backend).value}"
+    if processor._parallel_config is None or crossing:
         return None
-    return f"attention backend {AttentionBackendName(backend).value}"
+    return why_not_between_all_to_alls(processor._parallel_config, attn.heads, differentiated=differentiated)
 
 
 def attend(
@@ -128,14 +133,18 @@ def attend(
 
     crossing: cross-attention, which context parallelism leaves alone.
     """
-    if why_not_own_attention(attn) is None:
-        with_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    processor = attn.processor
+    parallel_config = None if crossing else processor._parallel_config
+    with_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    differentiated = with_backward or fwAD._current_level >= 0
+    if why_not_own_attention(attn, crossing=crossing, differentiated=differentiated) is None:
         implementation = attention_implementation(
             config, q.device, q.dtype, q.shape[-1], with_residual=added_to is not None, with_backward=with_backward
         )
+        if parallel_config is not None:
+            own = functools.partial(kernels.attention, implementation=implementation)
+            return ulysses_attention(q, k, v, parallel_config, own)
         return kernels.attention(q, k, v, residual=added_to, implementation=implementation)
-    processor = attn.processor
-    parallel_config = None if crossing else processor._parallel_config
     output = dispatch_attention_fn(q, k, v, backend=processor._attention_backend, parallel_config=parallel_config)
     return output.type_as(q) if added_to is None else added_to + output.type_as(q)
 

@@ -16,6 +16,7 @@ from diffusers.models.transformers.transformer_wan import (
 
 from ...config import PatchConfig
 from ...plain import hook_on
+from ..journal import slot_below_hooks
 from .block import block_forward
 from .graph import GRAPH, WanGraph, transformer_forward
 from .state import STATE, WanState
@@ -73,10 +74,10 @@ def check_supported(name: str, transformer: torch.nn.Module) -> list[str]:
         return problems
     for path, module, _ in _targets(transformer):
         hook = hook_on(module)
-        if hook:
+        if hook and slot_below_hooks(module) is None:
             problems.append(
                 f"{name}.{path} has a {hook} that holds its old forward; patch first, then add hooks "
-                "(caches, group or sequential offload)."
+                "(such as sequential offload)."
             )
     return problems
 

@@ -78,7 +78,7 @@ def _block_steps(
         if group == "self_attention":
             yield group, "QKV projection", whole or why_not_linear_qkv(attn, device, dtype)
         yield group, "QK-norm + RoPE", whole or _why_not_qk_norm(attn, device)
-        yield group, "attention", whole or why_not_own_attention(attn)
+        yield group, "attention", whole or why_not_own_attention(attn, crossing=group == "cross_attention")
         yield group, "projection + skip", whole or why_not_linear_skip(list(attn.to_out), device, dtype)
     asked = None if "feed_forward" in config.fuse else NOT_ASKED
     whole = asked or why_not_plain(block.ffn, FeedForward)

@@ -46,5 +46,7 @@ def why_not_repeatable(module: nn.Module, device: torch.device, forward: object 
         return "dropout"
     reason = why_not_read(module, _KNOWN, device, forward)
     if reason is None and isinstance(module, WanAttention):
+        if module.processor._parallel_config is not None:
+            return "context parallelism"
         reason = why_not_fused_attention(module) or why_not_own_attention(module)
     return reason
