@@ -267,11 +267,11 @@ def test_sdpa_where_it_is_faster_or_asked_for(monkeypatch, config, reason, deriv
     asked = []
     faster = lambda *_, **circumstances: asked.append(circumstances) or "PyTorch's is faster"  # noqa: E731
     monkeypatch.setattr(kernels, "why_sdpa", faster)
-    gpu, processor = torch.device("cuda"), tiny_wan_transformer().blocks[0].attn1.processor
+    gpu, attn = torch.device("cuda"), tiny_wan_transformer().blocks[0].attn1
     monkeypatch.setattr(kernels, "why_not_triton_on", lambda *_: None)
     monkeypatch.setattr(kernels, "attention_kernel_name", lambda implementation, *_, **__: implementation)
     call = plan.Call(trp.PatchConfig(**config), gpu, torch.bfloat16, 5, 5, derivative, plan.active_backend())
-    step = layers.attention(processor, 64, call)
+    step = layers.attention(attn, call)
     assert step.reason == reason
     assert step.kernel == ("torch" if reason else config.get("implementation", "auto"))
     expected = [{"with_residual": False, "with_backward": derivative is not None}]
@@ -404,7 +404,10 @@ def test_fused_qkv_projections():
 QKV_CHANGES = {
     "hook": (lambda attn: attn.to_k.register_forward_hook(lambda module, args, output: -output), "torch hook (1)"),
     "no bias on one": (lambda attn: setattr(attn.to_v, "bias", None), "unequal projections (1)"),
-    "no bias": (lambda attn: [setattr(linear, "bias", None) for linear in (attn.to_q, attn.to_k, attn.to_v)], "cpu tensors (2)"),
+    "no bias": (
+        lambda attn: [setattr(linear, "bias", None) for linear in (attn.to_q, attn.to_k, attn.to_v)],
+        "cpu tensors (2)",
+    ),
 }
 
 

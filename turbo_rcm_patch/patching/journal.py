@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..plain import is_original
+
 
 def bind(forward: Callable, module: torch.nn.Module) -> Callable:
     """``forward`` with the module as its first argument.
@@ -57,8 +59,14 @@ class Journal:
         self._entries: list[_Entry] = []
 
     def set(self, module: torch.nn.Module, name: str, value: object) -> None:
-        """Set the instance attribute and remember what was there."""
-        self._set(_Entry(module, False, name, value, module.__dict__.get(name, _ABSENT)))
+        """Set the instance attribute and remember what was there. A forward goes below diffusers' hooks."""
+        entry = _Entry(module, False, name, value, module.__dict__.get(name, _ABSENT))
+        slot = slot_below_hooks(module) if name == "forward" else None
+        if slot is None:
+            self._set(entry)
+        else:
+            self._entries.append(entry._replace(before=_ABSENT))
+            setattr(*slot, value)
 
     def set_parameter(self, module: torch.nn.Module, name: str, value: torch.nn.Parameter | None) -> None:
         """Put another parameter in the place of one that the module has (KeyError if not), and remember that one.
@@ -93,6 +101,16 @@ class Journal:
 def _original(entry: _Entry) -> object:
     absent = entry.before is _ABSENT
     return MethodType(type(entry.module).forward, entry.module) if absent else entry.before
+
+
+def slot_below_hooks(module: torch.nn.Module) -> tuple[object, str] | None:
+    """The object and its attribute where diffusers' hooks on a module keep the forward of its class, if they do."""
+    registry = module.__dict__.get("_diffusers_hook")
+    if registry is None or not registry.hooks or not is_original(type(module).forward, type(module)):
+        return None
+    innermost = registry._fn_refs[0]
+    name = "forward" if innermost.original_forward is None else "original_forward"
+    return (innermost, name) if getattr(innermost, name) == MethodType(type(module).forward, module) else None
 
 
 def _hook_slots(entry: _Entry) -> list[tuple[object, str]]:

@@ -18,6 +18,7 @@ from torch import nn
 from .. import kernels
 from ..kernels import reference
 from ..plain import hook_on, why_not_linear, why_not_norm, why_not_plain
+from .context_parallel import ulysses_attention, why_not_between_all_to_alls
 from .plan import MODULE, NOTHING, REFERENCE, Call, Step
 from .storage import Storage
 
@@ -129,32 +130,40 @@ def _head_norm_by_module(norm, heads, x, tables: Tables | None = None):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def attention(processor: object, head_dim: int, call: Call, *, crossing: bool = False, added: bool = False) -> Step:
+def attention(attn: nn.Module, call: Call, *, crossing: bool = False, added: bool = False) -> Step:
     """Attention of q [B, S, H, D] over k, v [B|1, L, H, D].
 
     Step: (q, k, v) -> [B, S, H, D]; with `added` (q, k, v, to) -> to + that. crossing: cross-attention, which context
     parallelism leaves alone.
     """
-    reason = why_not_own_attention(processor, call.backend, crossing=crossing)
+    reason = why_not_own_attention(attn, call.backend, crossing=crossing, derivative=call.derivative)
     if reason is not None:
-        run = partial(_attention_of_backend, processor, crossing)
-        return Step(run, "diffusers' attention", reason)
+        return Step(partial(_attention_of_backend, attn.processor, crossing), "diffusers' attention", reason)
+    head_dim = attn.inner_dim // attn.heads
     circumstances = {"with_residual": added, "with_backward": call.derivative == "backward"}
     implementation, reason = _choose_attention(call, head_dim, **circumstances)
     kernel = kernels.attention_kernel_name(implementation, call.device, call.dtype, head_dim, **circumstances)
-    return Step(partial(_attention, implementation), kernel, reason)
+    if added and implementation == "torch":
+        add = skip_after(Storage(call.dtype), Storage(call.dtype), call)
+        return Step(partial(_attention_then_add, add.run), f"{kernel}, {add.kernel} sum", reason)
+    run = partial(_attention, implementation)
+    parallel_config = attn.processor._parallel_config
+    if parallel_config is not None and not crossing:
+        run, kernel = partial(ulysses_attention, parallel_config, run), f"{kernel} between all-to-alls"
+    return Step(run, kernel, reason)
 
 
 def why_not_own_attention(
-    processor: object, active_backend: AttentionBackendName, *, crossing: bool = False
+    attn: nn.Module, active_backend: AttentionBackendName, *, crossing: bool = False, derivative: str | None = None
 ) -> str | None:
     """Why an attention goes through diffusers' dispatch: a backend or a parallel layout that the user chose."""
-    if processor._parallel_config is not None and not crossing:
-        return "context parallelism"
+    processor = attn.processor
     backend = processor._attention_backend or active_backend
-    if processor._attention_backend is None and backend == AttentionBackendName.NATIVE:
+    if processor._attention_backend is not None or backend != AttentionBackendName.NATIVE:
+        return f"attention backend {AttentionBackendName(backend).value}"
+    if processor._parallel_config is None or crossing:
         return None
-    return f"attention backend {AttentionBackendName(backend).value}"
+    return why_not_between_all_to_alls(processor._parallel_config, attn.heads, differentiated=derivative is not None)
 
 
 def _choose_attention(call: Call, head_dim: int, **circumstances: bool) -> tuple[str, str | None]:
@@ -173,6 +182,11 @@ def _attention(implementation, q, k, v, to=None):
         q, to = (None if x is None else x.flatten(0, 1)[None] for x in (q, to))
     attended = kernels.attention(q, k, v, residual=to, implementation=implementation)
     return attended.view(batch, -1, *attended.shape[2:])
+
+
+def _attention_then_add(add, q, k, v, to):
+    attended = _attention("torch", q, k, v)
+    return add(to.flatten(2), attended.flatten(2)).view(to.shape)
 
 
 def _attention_of_backend(processor, crossing, q, k, v, to=None):

@@ -37,7 +37,6 @@ class Row(NamedTuple):
         return self.sub_layer, self.step, self.kernel, fused, because
 
 
-
 def summary_table(transformers: dict[str, nn.Module]) -> str:
     """A table for each list of blocks: a line per step with its kernel, how many blocks are fused there, and reasons for
     the others; then notes."""
@@ -49,7 +48,9 @@ def _tables(name: str, transformer: nn.Module) -> str:
     for blocks in family.blocks:
         cells = [HEADER, *(row.cells() for row in plan_rows(transformer, blocks))]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = [" ".join(f"{cell:{width}} " for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+        lines = [
+            " ".join(f"{cell:{width}} " for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
+        ]
         parts.append("\n  ".join([_title(name, transformer, blocks), *lines]))
     _, first = next(family.blocks[0].of(transformer))
     notes = [f"residual between a block's skips: {current_plan(transformer, first).residual}"]

@@ -10,7 +10,7 @@ from torch import nn
 
 from ...config import PatchConfig
 from ...plain import hook_on
-from ..journal import bind
+from ..journal import bind, slot_below_hooks
 from ..plan import STATE, BlockState, Plans, Shared
 
 Binding = tuple[nn.Module, str, object]  # (module, attribute, value)
@@ -56,12 +56,12 @@ class Family:
             for path, block in blocks.of(transformer)
             if type(block) is not blocks.block_class or not _has_known_parts(block, blocks.attention_class)
         ]
-        hooked = ((path, hook_on(module)) for path, module, _ in self._targets(transformer, PatchConfig()))
+        modules = ((path, module) for path, module, _ in self._targets(transformer, PatchConfig()))
         return problems or [
-            f"{name}.{path} has a {hook} that holds its old forward; patch first, then add hooks (caches, group or "
-            "sequential offload, context parallelism)."
-            for path, hook in hooked
-            if hook
+            f"{name}.{path} has a {hook} that holds its old forward; patch first, then add hooks (such as sequential "
+            "offload)."
+            for path, module in modules
+            if (hook := hook_on(module)) and slot_below_hooks(module) is None
         ]
 
     def bindings(self, transformer: nn.Module, config: PatchConfig) -> list[Binding]:

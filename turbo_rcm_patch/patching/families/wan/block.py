@@ -198,7 +198,7 @@ def _self_attention(block, attention_class: type, call: Call, stored: Storage, r
         qkv_projection(attn, call),
         head_norm(attn.norm_q, attn.heads, call),
         head_norm(attn.norm_k, attn.heads, call),
-        attention(attn.processor, _head_dim(attn), call),
+        attention(attn, call),
         projection_with_skip(list(attn.to_out), stored, result, call),
     )
 
@@ -209,16 +209,16 @@ def _cross_attention(block, attention_class: type, call: Call, stored: Storage):
     reason = asked or why_not_fused_attention(attn, attention_class)
     if reason is not None:
         return _whole(block.norm2, "norm", attn, stored, stored, call, reason, names, asked)
-    head_dim, image = _head_dim(attn), {}
+    image = {}
     if attn.add_k_proj is not None:
         image["image_norm"] = head_norm(attn.norm_added_k, attn.heads, call)
-        image["image_attention"] = attention(attn.processor, head_dim, call, crossing=True, added=True)
+        image["image_attention"] = attention(attn, call, crossing=True, added=True)
     return CrossAttention(
         attn,
         layer_norm(block.norm2, stored, call),
         head_norm(attn.norm_q, attn.heads, call),
         head_norm(attn.norm_k, attn.heads, call),
-        attention(attn.processor, head_dim, call, crossing=True),
+        attention(attn, call, crossing=True),
         projection_with_skip(list(attn.to_out), stored, stored, call),
         **image,
     )
@@ -251,10 +251,6 @@ def why_not_fused_attention(attn: nn.Module, attention_class: type) -> str | Non
     if not is_original(processor.__call__, processor):
         return f"{processor.__name__} changed by a program"
     return why_not_plain(attn, attention_class)
-
-
-def _head_dim(attn: nn.Module) -> int:
-    return attn.inner_dim // attn.heads
 
 
 def half_tables(rotary: Rotary) -> Tables:

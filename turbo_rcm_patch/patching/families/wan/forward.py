@@ -14,6 +14,7 @@ from ...plan import Shared, call_of, state_of
 from .block import Rotary, decide, why_whole
 from .repeatable import why_not_repeatable
 
+
 def block_forward(
     self: nn.Module,
     hidden_states: torch.Tensor,
