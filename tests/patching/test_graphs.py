@@ -30,8 +30,8 @@ from tests.patching.tape import (
 )
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.patching import graphs
-from turbo_rcm_patch.patching.snapshot import Snapshot
 from turbo_rcm_patch.patching.families.wan import graph as wan_graph
+from turbo_rcm_patch.patching.snapshot import Snapshot
 
 
 def test_steps_with_new_inputs_are_replayed(models):

@@ -3,6 +3,7 @@
 import copy
 import filecmp
 
+import accelerate
 import pytest
 import torch
 from diffusers import FirstBlockCacheConfig
@@ -108,11 +109,30 @@ def test_patching_twice_and_restoring_unpatched_are_errors():
         patch.summary()
 
 
-def test_patching_under_a_hook_is_an_error():
+def test_patching_goes_below_diffusers_hooks():
+    model, plain = tiny_wan_transformer(layers=3), tiny_wan_transformer(layers=3)
+    for m in (model, plain):
+        m.enable_cache(FirstBlockCacheConfig(threshold=10.0))  # every later step is skipped after its first block
+    outputs = []
+    patch = trp.patch(model)
+    for m in (model, plain):
+        with m.cache_context("cond"):
+            outputs.append([output_of(m), output_of(m)])
+    assert patch.active
+    for ours, theirs in zip(*outputs, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    patch.restore()
+    for m in (model, plain):
+        m.disable_cache()
+    assert torch.equal(output_of(model), output_of(plain))
+    assert not any("_turbo_rcm_patch" in name for names in instance_attributes(model).values() for name in names)
+
+
+def test_patching_under_a_hook_of_accelerate_is_an_error():
     model = tiny_wan_transformer(layers=3)
-    model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     attributes = instance_attributes(model)
-    with pytest.raises(trp.PatchError, match=r"blocks\.0 has a hook fbc_leader_block_hook.*patch first"):
+    with pytest.raises(trp.PatchError, match=r"blocks\.0 has a hook AlignDevicesHook.*patch first"):
         trp.patch(model)
     assert instance_attributes(model) == attributes
 

@@ -137,11 +137,20 @@ STATE = "_turbo_rcm_patch"  # the attribute of a patched block that holds its Bl
 
 
 class Shared:
-    """What the patched blocks of one transformer share. compiles_ahead: until a block's forward first comes to where it
-    may."""
+    """What the patched modules of one transformer share.
+
+    Attributes:
+        config: the PatchConfig.
+        compiles_ahead: until a block's forward first comes to where it may.
+        runs: the runs of tokens with equal timesteps in the forward under way, where the family knows of them.
+    """
 
     def __init__(self, config: PatchConfig):
-        self.config, self.compiles_ahead = config, True
+        self.config, self.compiles_ahead, self.runs = config, True, None
+
+    def __getstate__(self) -> dict[str, object]:
+        """Copied and pickled without what belongs to a forward under way."""
+        return {**self.__dict__, "runs": None}
 
 
 class BlockState(NamedTuple):

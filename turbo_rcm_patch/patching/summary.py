@@ -38,8 +38,8 @@ class Row(NamedTuple):
 
 
 def summary_table(transformers: dict[str, nn.Module]) -> str:
-    """A table for each list of blocks: a line per step with its kernel, how many blocks are fused there, and reasons for
-    the others; then notes."""
+    """A table for each list of blocks: a line per step with its kernel, how many blocks are fused there, and why the
+    others are not; then notes."""
     return "\n\n".join(_tables(name, transformer) for name, transformer in transformers.items())
 
 
@@ -60,7 +60,8 @@ def _tables(name: str, transformer: nn.Module) -> str:
 def _title(name: str, transformer: nn.Module, blocks: Blocks) -> str:
     dtype = str(compute_dtype(transformer)).removeprefix("torch.")
     device = _device_name(get_module_execution_device(transformer))
-    return f"{name}: {type(transformer).__name__}, {len(getattr(transformer, blocks.name))} {blocks.name}, {dtype} on {device}"
+    count = len(getattr(transformer, blocks.name))
+    return f"{name}: {type(transformer).__name__}, {count} {blocks.name}, {dtype} on {device}"
 
 
 def plan_rows(transformer: nn.Module, blocks: Blocks) -> Iterator[Row]:

@@ -9,9 +9,11 @@ from diffusers.models.transformers.transformer_skyreels_v2 import (
     SkyReelsV2TransformerBlock,
 )
 
+from ..plan import state_of
 from .family import Blocks, Family
 from .wan.block import Rotary
-from .wan.forward import modulation, run_block
+from .wan.forward import run_block
+from .wan.modulation import modulation
 
 
 def block_forward(
@@ -32,7 +34,7 @@ def block_forward(
         inputs = (hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask)
         return type(self).forward(self, *inputs)
     temb = temb.transpose(1, 2) if temb.dim() == 4 else temb
-    rows = modulation(self.scale_shift_table, temb)
+    rows = modulation(self.scale_shift_table, temb, state_of(self).shared)
     return run_block(self, hidden_states, encoder_hidden_states, rows, rotary_emb, attention_mask)
 
 

@@ -6,9 +6,11 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformerBlock
 from diffusers.models.transformers.transformer_wan_vace import WanVACETransformer3DModel, WanVACETransformerBlock
 
+from ..plan import state_of
 from .family import Blocks, Family
 from .wan.block import Rotary
-from .wan.forward import block_forward, modulation, run_block
+from .wan.forward import block_forward, run_block
+from .wan.modulation import modulation
 
 
 def control_block_forward(
@@ -21,15 +23,15 @@ def control_block_forward(
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """WanVACETransformerBlock.forward on fused ops; bound on instances.
 
-    hidden_states, control_hidden_states [B, S, C], encoder_hidden_states [B|1, L, C], temb [B, 6, C], rotary_emb cos and
-    sin [1, S, 1, D]; returns the hint, or None from a block without output projection, and the control's hidden states.
+    hidden_states, control_hidden_states [B, S, C], encoder_hidden_states [B|1, L, C], temb [B, 6, C], rotary_emb cos
+    and sin [1, S, 1, D]; returns the hint, None from a block without output projection, and the control's hidden states.
     """
     if torch.is_autocast_enabled(hidden_states.device.type):
         inputs = (hidden_states, encoder_hidden_states, control_hidden_states, temb, rotary_emb)
         return type(self).forward(self, *inputs)
     if self.proj_in is not None:
         control_hidden_states = self.proj_in(control_hidden_states) + hidden_states
-    rows = modulation(self.scale_shift_table.to(temb.device), temb)
+    rows = modulation(self.scale_shift_table.to(temb.device), temb, state_of(self).shared)
     control_hidden_states = run_block(self, control_hidden_states, encoder_hidden_states, rows, rotary_emb)
     hint = None if self.proj_out is None else self.proj_out(control_hidden_states)
     return hint, control_hidden_states

@@ -1,7 +1,8 @@
 """The Wan family: Wan 2.1 T2V and I2V, Wan 2.2 with two experts, TI2V-5B.
 
-block.py: the block's plan and how it runs. forward.py: what is bound on blocks. graph.py: the model's forward as a CUDA
-graph. repeatable.py: which modules may run more or less often than they are called.
+block.py: the block's plan and how it runs. forward.py: what is bound on blocks. modulation.py: timesteps of a sample or
+of its tokens. graph.py: the model's forward as a CUDA graph. repeatable.py: which modules may run more or less often
+than they are called.
 """
 
 from __future__ import annotations
@@ -17,17 +18,20 @@ from ...plan import Shared
 from ..family import Binding, Blocks, Family
 from .forward import block_forward
 from .graph import GRAPH, WanGraph, graph_of, transformer_forward
+from .modulation import EMBEDDER, embedder_forward
 
 
 def _more(transformer: WanTransformer3DModel, config: PatchConfig) -> Sequence[tuple[str, nn.Module, Callable]]:
+    embedder = ("condition_embedder", transformer.condition_embedder, embedder_forward)
     # Under a hook, such as model offloading, that holds the old forward, the model goes without graphs.
     if config.cuda_graph == "off" or hook_on(transformer):
-        return ()
-    return [("", transformer, transformer_forward)]
+        return [embedder]
+    return [("", transformer, transformer_forward), embedder]
 
 
 def _attributes(transformer: WanTransformer3DModel, shared: Shared, forwards: dict) -> Sequence[Binding]:
-    return [(transformer, GRAPH, WanGraph(transformer, shared.config, forwards))]
+    graph = WanGraph(transformer, shared.config, forwards)
+    return [(transformer, GRAPH, graph), (transformer.condition_embedder, EMBEDDER, shared)]
 
 
 WAN = Family(

@@ -12,6 +12,7 @@ from ....config import PatchConfig
 from ...graphs import why_not_recorded
 from ...plan import Shared, call_of, state_of
 from .block import Rotary, decide, why_whole
+from .modulation import Row, modulation
 from .repeatable import why_not_repeatable
 
 
@@ -29,21 +30,15 @@ def block_forward(
     """
     if torch.is_autocast_enabled(hidden_states.device.type):
         return type(self).forward(self, hidden_states, encoder_hidden_states, temb, rotary_emb)
-    return run_block(self, hidden_states, encoder_hidden_states, modulation(self.scale_shift_table, temb), rotary_emb)
-
-
-def modulation(scale_shift_table: torch.Tensor, temb: torch.Tensor) -> list[torch.Tensor]:
-    """Six fp32 rows, each [B, 1, C], or [B, S, C] where temb is per token."""
-    if temb.ndim == 4:
-        return [row.squeeze(2) for row in (scale_shift_table.unsqueeze(0) + temb.float()).chunk(6, dim=2)]
-    return list((scale_shift_table + temb.float()).chunk(6, dim=1))
+    rows = modulation(self.scale_shift_table, temb, state_of(self).shared)
+    return run_block(self, hidden_states, encoder_hidden_states, rows, rotary_emb)
 
 
 def run_block(
     block: nn.Module,
     x: torch.Tensor,
     context: torch.Tensor,
-    modulation: list[torch.Tensor],
+    modulation: list[Row],
     rotary: Rotary,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -56,7 +51,7 @@ def run_block(
     call = call_of(state.shared.config, block, x, context, reason)
     plan = state.plans.get(block, call, partial(decide, state.attention_class))
     inputs = (x, context, modulation, rotary, mask)
-    if _may_compile_ahead(state.shared, x, context, *modulation, *rotary):
+    if _may_compile_ahead(state.shared, x, context, *rotary):
         state.shared.compiles_ahead = False
         if _may_run_ahead(block, state.attention_class, x.device):
             kernels.compile_ahead(lambda: plan.run(*inputs))

@@ -1,0 +1,73 @@
+"""The six rows of modulation of a block: for the whole sample, or for runs of tokens that share a timestep.
+
+TI2V-5B gives every token a timestep of its own, though a video has one or two: the first frame's, where it is given,
+and the others'. The time embedding is computed once for each run of equal timesteps, and the kernels read the rows by
+token. What the model hands on stays a row per token, for whoever else looks at it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from diffusers.models.transformers.transformer_wan import WanTimeTextImageEmbedding
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ....kernels import MAX_RUNS, Runs
+from ...graphs import why_not_recorded
+from ...plan import Shared
+
+EMBEDDER = "_turbo_rcm_patch_shared"  # the attribute of a patched embedder that holds its transformer's Shared
+
+Row = torch.Tensor | Runs
+
+
+class TokenRuns(NamedTuple):
+    """The rows [R, 6·C] that a timestep_proj [B, S, 6·C] was made of, the runs' starts [R + 1], and where it lies."""
+
+    rows: torch.Tensor
+    starts: torch.Tensor
+    storage: StorageWeakRef
+
+    def made(self, temb: torch.Tensor) -> bool:
+        """Whether temb [B, S, 6, C] is that timestep_proj, or a view of all of it."""
+        same = not self.storage.expired() and self.storage == StorageWeakRef(temb.untyped_storage())
+        return same and temb.numel() == temb.untyped_storage().nbytes() // temb.element_size()
+
+
+def embedder_forward(
+    self: WanTimeTextImageEmbedding,
+    timestep: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    encoder_hidden_states_image: torch.Tensor | None = None,
+    timestep_seq_len: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """WanTimeTextImageEmbedding.forward that embeds every run of equal timesteps once; bound on instances.
+
+    timestep [B], or [B·S] with S as timestep_seq_len; returns temb, timestep_proj, and the projected text and image.
+    """
+    shared: Shared = getattr(self, EMBEDDER)
+    shared.runs = None
+    prompt = (encoder_hidden_states, encoder_hidden_states_image)
+    if timestep_seq_len is None or torch.compiler.is_compiling() or why_not_recorded((timestep, *prompt)) is not None:
+        return type(self).forward(self, timestep, *prompt, timestep_seq_len)
+    values, counts = torch.unique_consecutive(timestep, return_counts=True)  # waits for the GPU
+    if len(values) > MAX_RUNS:
+        return type(self).forward(self, timestep, *prompt, timestep_seq_len)
+    temb, rows, *projected = type(self).forward(self, values, *prompt)
+    expand = lambda x: x.repeat_interleave(counts, 0, output_size=len(timestep)).unflatten(0, (-1, timestep_seq_len))  # noqa: E731
+    timestep_proj = expand(rows)
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    shared.runs = TokenRuns(rows, starts, StorageWeakRef(timestep_proj.untyped_storage()))
+    return expand(temb), timestep_proj, *projected
+
+
+def modulation(scale_shift_table: torch.Tensor, temb: torch.Tensor, shared: Shared) -> list[Row]:
+    """Six fp32 rows for temb [B, 6, C], each [B, 1, C]; for temb per token, [B, S, 6, C], each by run or [B, S, C]."""
+    if temb.ndim == 3:
+        return list((scale_shift_table + temb.float()).chunk(6, dim=1))
+    runs = None if torch.compiler.is_compiling() else shared.runs
+    if runs is None or not runs.made(temb):
+        return [row.squeeze(2) for row in (scale_shift_table.unsqueeze(0) + temb.float()).chunk(6, dim=2)]
+    rows = scale_shift_table + runs.rows.unflatten(1, (6, -1)).float()
+    return [Runs(row, runs.starts) for row in rows.unbind(1)]
