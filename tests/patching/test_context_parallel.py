@@ -1,5 +1,7 @@
 """Context parallelism: the ranks of a patched model compute together what one process does, with our attention."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -158,6 +160,30 @@ def compiled():
         return model(**inputs)[0]
 
 
+@torch.no_grad()
+def on_gpu(rank):
+    """By batch: a bf16 model's outputs, the last of compiled blocks, and what our attention was given."""
+    torch.cuda.set_device(rank)
+    results = {}
+    for batch in (1, 2):
+        model, inputs = large_model_and_inputs(batch)
+        trp.patch(model)
+        model.enable_parallelism(config=parallel_config("cuda", **ULYSSES))
+        with Recorded() as queries:
+            outputs = [model(**inputs)[0].cpu() for _ in range(3)]
+        model.compile_repeated_blocks()
+        outputs.append(model(**inputs)[0].cpu())
+        results[batch] = outputs, queries.shapes
+    return results
+
+
+def large_model_and_inputs(batch):
+    """Large enough for a kernel to be running still when the host launches the next, and an exchange too; bf16."""
+    model = tiny_wan_transformer(heads=8, head_dim=128, dtype=torch.bfloat16).cuda()
+    inputs = tiny_transformer_inputs(model, batch, frames=5, height=48, width=64)
+    return model, {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What came of it
 # ---------------------------------------------------------------------------------------------------------------------
@@ -170,6 +196,7 @@ def ranks(tmp_path_factory):
         return in_ranks(on_cpu, "cpu:gloo", tmp_path_factory.mktemp("ranks"))
 
 
+@functools.cache
 def expected(name):
     model, inputs = model_and_inputs(name)
     with torch.no_grad():
@@ -246,3 +273,20 @@ def test_compiled_blocks(ranks):
 def test_why_not(degrees, heads, differentiated, reason):
     config = ParallelConfig(context_parallel_config=ContextParallelConfig(**degrees))
     assert why_not_between_all_to_alls(config, heads, differentiated=differentiated) == reason
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two GPUs")
+@torch.no_grad()
+def test_two_gpus_are_no_worse_than_one(tmp_path):
+    ranks = in_ranks(on_gpu, "nccl", tmp_path)
+    for batch in (1, 2):
+        model, inputs = large_model_and_inputs(batch)
+        alone = model(**inputs)[0].cpu()
+        wide = {name: x.float() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+        oracle = model.float()(**wide)[0].cpu()
+        for results in ranks:
+            outputs, shapes = results[batch]
+            assert shapes.count([batch, 5 * 24 * 32, 8 // RANKS, 128]) == 2 * 3  # blocks, calls
+            for output in outputs:
+                assert_no_worse(output, alone, oracle)

@@ -109,32 +109,34 @@ def test_patching_twice_and_restoring_unpatched_are_errors():
         patch.summary()
 
 
-def test_patching_goes_below_diffusers_hooks():
-    model, plain = tiny_wan_transformer(layers=3), tiny_wan_transformer(layers=3)
-    for m in (model, plain):
-        m.enable_cache(FirstBlockCacheConfig(threshold=10.0))  # every later step is skipped after its first block
-    outputs = []
-    patch = trp.patch(model)
-    for m in (model, plain):
-        with m.cache_context("cond"):
-            outputs.append([output_of(m), output_of(m)])
-    assert patch.active
-    for ours, theirs in zip(*outputs, strict=True):
-        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
-    patch.restore()
-    for m in (model, plain):
-        m.disable_cache()
-    assert torch.equal(output_of(model), output_of(plain))
-    assert not any("_turbo_rcm_patch" in name for names in instance_attributes(model).values() for name in names)
-
-
-def test_patching_under_a_hook_of_accelerate_is_an_error():
-    model = tiny_wan_transformer(layers=3)
+def test_patching_under_a_hook_that_holds_the_forward_is_an_error():
+    model = tiny_wan_transformer()
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     attributes = instance_attributes(model)
     with pytest.raises(trp.PatchError, match=r"blocks\.0 has a hook AlignDevicesHook.*patch first"):
         trp.patch(model)
     assert instance_attributes(model) == attributes
+
+
+@pytest.mark.parametrize("first_off", ["patch", "hooks"])
+def test_a_patch_goes_below_the_hooks_of_diffusers(first_off):
+    model, plain = tiny_wan_transformer(layers=3), tiny_wan_transformer(layers=3)
+    attributes, expected = instance_attributes(plain), output_of(plain)
+    for each in (model, plain):
+        each.enable_cache(FirstBlockCacheConfig(threshold=10.0))
+    patch = trp.patch(model)
+    with model.cache_context("cond"), plain.cache_context("cond"):
+        for _ in range(2):  # the second stops after the first block
+            assert torch.allclose(output_of(model), output_of(plain), rtol=1e-5, atol=1e-6)
+    if first_off == "patch":
+        patch.restore()
+    model.disable_cache()
+    assert is_fused(model) == (first_off == "hooks")
+    if first_off == "hooks":
+        patch.restore()
+    assert torch.equal(output_of(model), expected)
+    left = {n: names - attributes[n] for n, names in instance_attributes(model).items()}
+    assert not any("_turbo_rcm_patch" in name for names in left.values() for name in names)
 
 
 def test_restoring_under_a_later_hook_keeps_the_hook():
