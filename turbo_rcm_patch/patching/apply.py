@@ -160,6 +160,9 @@ def _problems(name: str, model: torch.nn.Module) -> list[str]:
 
 def _restore(transformers: dict[str, torch.nn.Module]) -> None:
     journals = [model.__dict__[_JOURNAL] for model in transformers.values()]
+    for (name, model), journal in zip(transformers.items(), journals, strict=True):
+        if journal.owner is not model:
+            raise PatchError(f"cannot restore: {name} is a shallow copy of a patched model; restore that one.")
     captured = [entry for journal in journals for entry in journal.captured()]
     if captured:
         kinds = sorted({type(module).__name__ for module, _ in captured})

@@ -22,6 +22,13 @@ def bind(forward: Callable, module: torch.nn.Module) -> Callable:
     return bound
 
 
+def function_bound_to(module: torch.nn.Module, value: object) -> Callable | None:
+    """The function that `bind`, or a bound method, gives the module as its first argument; None for anything else."""
+    if isinstance(value, partial) and len(value.args) == 1 and value.args[0] is module:
+        return value.func
+    return value.__func__ if isinstance(value, MethodType) and value.__self__ is module else None
+
+
 class _ABSENT:
     """Stands for an attribute that was not there; a class, because copies and pickles keep a class's identity."""
 
@@ -41,11 +48,10 @@ class _Entry(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """Whether what was set is there, or a bound method that is equal to it, as accelerate's unwrap_model leaves."""
+        """Whether what was set is there, or is bound alike, as in a copy and after accelerate's unwrap_model."""
         found = self.holder.get(self.name, _ABSENT)
-        if isinstance(found, MethodType) and found.__self__ is self.module:
-            return found.__func__ is getattr(self.value, "__func__", None)
-        return found is self.value
+        function = function_bound_to(self.module, found)
+        return found is self.value or (function is not None and function is function_bound_to(self.module, self.value))
 
 
 class Journal:
@@ -57,6 +63,11 @@ class Journal:
 
     def __init__(self):
         self._entries: list[_Entry] = []
+
+    @property
+    def owner(self) -> torch.nn.Module | None:
+        """The module that something was set on first; None for an empty journal."""
+        return self._entries[0].module if self._entries else None
 
     def set(self, module: torch.nn.Module, name: str, value: object) -> None:
         """Set the instance attribute and remember what was there. A forward goes below diffusers' hooks."""

@@ -102,7 +102,7 @@ class Plans:
     KEPT = 8  # kinds of calls
 
     def __init__(self):
-        self._known: tuple[Snapshot, dict[Call, object]] | None = None
+        self._known: tuple[nn.Module, Snapshot, dict[Call, object]] | None = None
         self.latest: Call | None = None
 
     def get(self, block: nn.Module, call: Call, decide: Callable[[nn.Module, Call], Plan]) -> Plan:
@@ -111,9 +111,9 @@ class Plans:
             return decide(block, call)  # where torch.compile traces, its own guards tell whether the block changed
         self.latest = call
         known = self._known
-        if known is None or not known[0].holds():
-            self._known = known = Snapshot(_objects(block), addresses=False), {}
-        plans = known[1]
+        if known is None or known[0] is not block or not known[1].holds():  # a shallow copy shares this
+            self._known = known = block, Snapshot(_objects(block), addresses=False), {}
+        plans = known[2]
         if call not in plans:
             if len(plans) >= self.KEPT:
                 plans.clear()

@@ -10,6 +10,7 @@ from torch import nn
 
 from ...config import PatchConfig
 from ...plain import hook_on
+from ..copying import reduce_ex, refuse_replicas
 from ..journal import bind, slot_below_hooks
 from ..plan import STATE, BlockState, Plans, Shared
 
@@ -73,8 +74,16 @@ class Family:
             for blocks in self.blocks
             for _, block in blocks.of(transformer)
         ]
-        attributes = self.attributes(transformer, shared, forwards)
-        return [*states, *attributes, *((module, "forward", forward) for module, forward in forwards.items())]
+        copied = [
+            (module, "__reduce_ex__", bind(reduce_ex, module)) for module in dict.fromkeys([transformer, *forwards])
+        ]
+        return [
+            *states,
+            *self.attributes(transformer, shared, forwards),
+            *copied,
+            (transformer, "_replicate_for_data_parallel", bind(refuse_replicas, transformer)),
+            *((module, "forward", forward) for module, forward in forwards.items()),
+        ]
 
     def _targets(self, transformer: nn.Module, config: PatchConfig) -> list[tuple[str, nn.Module, Callable]]:
         blocks = [(path, block, kind.forward) for kind in self.blocks for path, block in kind.of(transformer)]

@@ -41,7 +41,7 @@ def transformer_forward(
     encoder_hidden_states_image [B, L', image_dim] or None; the sample is [B, C_out, F, H, W].
     """
     inputs = (hidden_states, timestep, encoder_hidden_states, encoder_hidden_states_image)
-    if torch.compiler.is_compiling() or not (graph := graph_of(self)).takes(inputs, attention_kwargs):
+    if torch.compiler.is_compiling() or not (graph := graph_of(self)).takes(self, inputs, attention_kwargs):
         # By keyword: diffusers' decorator around the class's forward finds a LoRA's scale only there.
         return type(self).forward(self, *inputs, return_dict=return_dict, attention_kwargs=attention_kwargs)
     sample = graph.sample(inputs)
@@ -64,9 +64,10 @@ class WanGraph:
         self._graphs = Graphs()
         self._why_not_recordable = WhileUnchanged(self._objects_read, self._look_again)
 
-    def takes(self, inputs: Inputs, attention_kwargs: dict[str, Any] | None) -> bool:
+    def takes(self, called: nn.Module, inputs: Inputs, attention_kwargs: dict[str, Any] | None) -> bool:
         """Whether `sample` may stand for this call. If not, the reason is counted for the summary."""
-        reason = self._why_not_call(inputs, attention_kwargs)
+        is_own = called is self._transformer
+        reason = self._why_not_call(inputs, attention_kwargs) if is_own else "a shallow copy of the model"
         if reason is not None:
             self._graphs.eager[reason] += 1
         return reason is None

@@ -1,0 +1,34 @@
+"""Copies of patched modules: each runs on itself, not on the module that it was copied from.
+
+Both are bound on patched modules beside their forwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import nn
+
+from .journal import bind, function_bound_to
+
+
+def reduce_ex(self: nn.Module, protocol: int) -> tuple:
+    """``object.__reduce_ex__`` for copy, deepcopy and pickle, with everything that is bound to self bound to the copy."""
+    bound = {name: function_bound_to(self, value) for name, value in vars(self).items()}
+    bound = {name: function for name, function in bound.items() if function is not None}
+    state = {name: value for name, value in vars(self).items() if name not in bound}
+    return _new_bound, (type(self), bound), state
+
+
+def _new_bound(cls: type[nn.Module], bound: Mapping[str, Callable]) -> nn.Module:
+    module = cls.__new__(cls)
+    vars(module).update({name: bind(function, module) for name, function in bound.items()})
+    return module
+
+
+def refuse_replicas(self: nn.Module) -> nn.Module:
+    """In place of nn.Module's method that torch.nn.DataParallel makes its replicas by."""
+    raise RuntimeError(
+        f"torch.nn.DataParallel cannot replicate a patched {type(self).__name__}; restore it first, or run one process "
+        "a GPU, each with a patched model."
+    )
