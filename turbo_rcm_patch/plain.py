@@ -50,6 +50,17 @@ def _calls_base_alone(layer: torch.nn.Module) -> bool:
     return not any(adapter in layer.lora_A for adapter in layer.active_adapters)
 
 
+def unsharded_class(module: torch.nn.Module) -> type:
+    """A module's class; for one that fully_shard (FSDP2) made a class of its own, the class it had before."""
+    bases = type(module).__bases__
+    return bases[1] if bases[0].__name__ == "FSDPModule" else type(module)
+
+
+def is_sharded(module: torch.nn.Module) -> bool:
+    """Whether parameters in a module are sharded, as FSDP2's are except while it runs."""
+    return any(type(parameter).__name__ == "DTensor" for parameter in module.parameters())
+
+
 def why_not_norm(norm: torch.nn.Module, expected: type, device: torch.device) -> str | None:
     """Why a kernel may not read a norm's weight (of any float dtype) for inputs on this device; None when it may."""
     return why_not_plain(norm, expected) or _elsewhere(norm, device)

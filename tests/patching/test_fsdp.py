@@ -35,8 +35,16 @@ def test_a_patched_model_can_be_sharded_and_restored(mesh, param_dtype):
         expected = plain(**inputs)[0]
         for _ in range(2):
             assert relative_error(patched(**inputs)[0], expected) <= 1e-5
-        patch.summary()
+        assert "DTensor" not in patch.summary()
         assert relative_error(patched(**inputs)[0], expected) <= 1e-5
         patch.restore()
         assert torch.equal(patched(**inputs)[0], expected)
     assert not any("forward" in module.__dict__ for module in patched.modules())
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_sharded_model_is_refused_with_the_remedy(mesh, whole):
+    model = tiny_wan_transformer(layers=1)
+    fully_shard(model if whole else model.blocks[0], mesh=mesh)
+    with pytest.raises(trp.PatchError, match="sharded already; patch it first, then shard it"):
+        trp.patch(model)
