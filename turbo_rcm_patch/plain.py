@@ -26,6 +26,41 @@ def why_not_linear(linear: torch.nn.Module, device: torch.device, dtype: torch.d
     return reason or _elsewhere(linear, device)
 
 
+def linear_of(module: torch.nn.Module) -> torch.nn.Module:
+    """What a linear with peft's LoRA layer around it amounts to: the linear inside where calling the layer does no more
+    than calling that, because the LoRA is fused (merged) into its weight, or switched off; else the module itself.
+
+    Ask anew when the layer's attributes changed: peft unfuses in place, and in the first call of a disabled layer.
+    """
+    while _is_peft_linear(module) and _calls_base_alone(module) and hook_on(module) is None:
+        module = module.base_layer
+    return module
+
+
+def _is_peft_linear(module: torch.nn.Module) -> bool:
+    """By name: peft is not needed to import this."""
+    cls = type(module)
+    return (cls.__module__, cls.__name__) == ("peft.tuners.lora.layer", "Linear")
+
+
+def _calls_base_alone(layer: torch.nn.Module) -> bool:
+    """Whether the forward of peft's layer is its base layer's. DoRA and other variants are in a merged weight too."""
+    if layer.disable_adapters or layer.merged:
+        return layer.disable_adapters != layer.merged  # disabled but merged: its forward unmerges first
+    return not any(adapter in layer.lora_A for adapter in layer.active_adapters)
+
+
+def unsharded_class(module: torch.nn.Module) -> type:
+    """A module's class; for one that fully_shard (FSDP2) made a class of its own, the class it had before."""
+    bases = type(module).__bases__
+    return bases[1] if bases[0].__name__ == "FSDPModule" else type(module)
+
+
+def is_sharded(module: torch.nn.Module) -> bool:
+    """Whether parameters in a module are sharded, as FSDP2's are except while it runs."""
+    return any(type(parameter).__name__ == "DTensor" for parameter in module.parameters())
+
+
 def why_not_norm(norm: torch.nn.Module, expected: type, device: torch.device) -> str | None:
     """Why a kernel may not read a norm's weight (of any float dtype) for inputs on this device; None when it may."""
     return why_not_plain(norm, expected) or _elsewhere(norm, device)

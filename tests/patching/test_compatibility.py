@@ -80,7 +80,14 @@ def test_lora(when):
         model.enable_lora()
         model.fuse_lora()
     assert_same_output(patched, plain)
+    for step in ("QKV projection", "projection + skip", "linear + GELU", "linear + skip"):
+        assert "LoRA layer" not in row(patch, "", step)
     for model in (patched, plain):
+        model.unfuse_lora()
+    assert "LoRA layer (2)" in row(patch, "feed_forward", "linear + skip")
+    assert_same_output(patched, plain)
+    for model in (patched, plain):
+        model.fuse_lora()
         model.unload_lora()
     assert "cpu tensors (2)" in row(patch, "feed_forward", "linear + skip")
     assert_same_output(patched, plain)

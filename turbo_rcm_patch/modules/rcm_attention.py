@@ -21,7 +21,7 @@ from .. import coefficients, kernels
 from ..coefficients import Time
 from ..kernels import reference
 from ..kernels.coefficient import canonical_coefficient
-from ..plain import why_not_linear
+from ..plain import linear_of, why_not_linear
 
 
 class TwoPassRCMAttention(nn.Module):
@@ -124,10 +124,11 @@ class FusedRCMAttention(TwoPassRCMAttention):
         if self._why_two_passes(q):
             return super()._attend_project_skip(q, k, v, residual, c_skip, c_out)
         attended = kernels.attention(q, k, v, implementation=self._attention_implementation(q)).flatten(2)
+        proj = linear_of(self.proj)
         return kernels.linear_skip(
             attended,
-            self.proj.weight,
-            self.proj.bias,
+            proj.weight,
+            proj.bias,
             residual,
             c_skip=_or_one(c_skip),
             c_out=_or_one(c_out),
@@ -137,7 +138,7 @@ class FusedRCMAttention(TwoPassRCMAttention):
     def _why_two_passes(self, q: torch.Tensor) -> str | None:
         if torch.is_autocast_enabled(q.device.type):
             return "autocast"
-        reason = why_not_linear(self.proj, q.device, q.dtype)
+        reason = why_not_linear(linear_of(self.proj), q.device, q.dtype)
         if reason is None and self.implementation == "auto":
             reason = kernels.why_torch("linear_skip", q.device, q.dtype)
         return reason

@@ -17,7 +17,7 @@ from torch import nn
 
 from .. import kernels
 from ..kernels import reference
-from ..plain import hook_on, why_not_linear, why_not_norm, why_not_plain
+from ..plain import hook_on, linear_of, why_not_linear, why_not_norm, why_not_plain
 from .context_parallel import ulysses_attention, why_not_between_all_to_alls
 from .plan import MODULE, NOTHING, REFERENCE, Call, Step
 from .storage import Storage
@@ -73,7 +73,7 @@ def qkv_projection(attn: nn.Module, call: Call) -> Step:
     """q, k and v of a self-attention: x [B, S, C] -> three [B, S, C]."""
     if attn.fused_projections:
         return Step(partial(_qkv_of_one_module, attn), MODULE, "fused projections")
-    linears = (attn.to_q, attn.to_k, attn.to_v)
+    linears = [linear_of(module) for module in (attn.to_q, attn.to_k, attn.to_v)]
     reason = next(filter(None, (why_not_linear(linear, call.device, call.dtype) for linear in linears)), None)
     if reason is None and len({(linear.weight.shape, linear.bias is None) for linear in linears}) > 1:
         reason = "unequal projections"
@@ -82,9 +82,9 @@ def qkv_projection(attn: nn.Module, call: Call) -> Step:
     implementation, reason = _choose_gemm("linear_qkv", call)
     kernel = "PyTorch linear"
     if reason is None:
-        N, K = attn.to_q.weight.shape
+        N, K = linears[0].weight.shape
         kernel, reason = kernels.linear_qkv_kernel(call.device, call.dtype, call.tokens, N, K)
-    return Step(partial(_qkv, attn, implementation), kernel, reason)
+    return Step(partial(_qkv, linears, implementation), kernel, reason)
 
 
 def _qkv_of_one_module(attn, x):
@@ -95,8 +95,7 @@ def _qkv_of_modules(attn, x):
     return attn.to_q(x), attn.to_k(x), attn.to_v(x)
 
 
-def _qkv(attn, implementation, x):
-    linears = (attn.to_q, attn.to_k, attn.to_v)
+def _qkv(linears, implementation, x):
     weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
     return kernels.linear_qkv(x, weights, biases, implementation=implementation)
 
@@ -207,6 +206,7 @@ def projection_with_skip(layers: Sequence[nn.Module], stored: Storage, result: S
     stored, result: how the residual is stored, and the result is to be.
     """
     linear, *dropouts = layers
+    linear = linear_of(linear)
     reason = next(filter(None, map(_why_not_left_out, dropouts)), None)
     reason = reason or why_not_linear(linear, call.device, call.dtype)
     if reason is None:
@@ -258,14 +258,16 @@ def projection_with_gelu(ffn: FeedForward, call: Call) -> Step:
     if type(activation) is GELU and activation.approximate != "tanh":
         reason = f"GELU {activation.approximate}"
     else:
-        reason = why_not_plain(activation, GELU) or why_not_linear(activation.proj, call.device, call.dtype)
+        reason = why_not_plain(activation, GELU)
+        reason = reason or why_not_linear(linear_of(activation.proj), call.device, call.dtype)
     if reason is not None:
         return Step(partial(_gelu_by_module, ffn), MODULE, reason)
     implementation, reason = _choose_gemm("linear_gelu", call)
     if reason is None:
-        N, K = activation.proj.weight.shape
+        linear = linear_of(activation.proj)
+        N, K = linear.weight.shape
         kernel = kernels.gemm_kernel(call.device, call.dtype, call.tokens, N, K)
-        return Step(partial(_linear_gelu, ffn, implementation), kernel)
+        return Step(partial(_linear_gelu, linear, ffn.net[1], implementation), kernel)
     implementation, _ = call.choose()
     kernel = "Triton" if implementation != "torch" else REFERENCE
     return Step(partial(_linear_then_gelu, ffn, implementation), f"PyTorch linear, {kernel} GELU", reason)
@@ -275,9 +277,8 @@ def _gelu_by_module(ffn, x):
     return ffn.net[1](ffn.net[0](x))
 
 
-def _linear_gelu(ffn, implementation, x):
-    linear = ffn.net[0].proj
-    return ffn.net[1](kernels.linear_gelu(x, linear.weight, linear.bias, implementation=implementation))
+def _linear_gelu(linear, dropout, implementation, x):
+    return dropout(kernels.linear_gelu(x, linear.weight, linear.bias, implementation=implementation))
 
 
 def _linear_then_gelu(ffn, implementation, x):

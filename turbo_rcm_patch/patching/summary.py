@@ -10,6 +10,7 @@ import torch
 from diffusers.utils.torch_utils import get_module_execution_device
 from torch import nn
 
+from ..plain import is_sharded
 from .families import family_of
 from .families.family import Blocks, compute_dtype
 from .families.wan.block import BlockPlan, decide
@@ -80,8 +81,11 @@ def plan_rows(transformer: nn.Module, blocks: Blocks) -> Iterator[Row]:
 
 
 def current_plan(transformer: nn.Module, block: nn.Module) -> BlockPlan:
-    """What a block would do now with a call like its last one, outside of autograd."""
+    """What a block would do now with a call like its last one, outside of autograd; what it did, where its weights are
+    sharded while it does not run."""
     state = state_of(block)
+    if state.plans.ran is not None and is_sharded(block):
+        return state.plans.ran
     latest = state.plans.latest
     size = (TOKENS, CONTEXT_TOKENS, None) if latest is None else (latest.tokens, latest.context, latest.why_whole)
     # Under offloading the weights rest elsewhere than the forward runs.

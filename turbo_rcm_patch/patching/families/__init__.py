@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from ...plain import is_sharded, unsharded_class
 from .family import Family, class_path
 from .skyreels_v2 import SKYREELS_V2
 from .wan import WAN
@@ -15,8 +16,9 @@ SUPPORTED = "; ".join(f"{family.transformer_class.__name__} ({family.models})" f
 
 
 def family_of(transformer: nn.Module) -> Family | None:
-    """The family of a transformer by its exact class; None for others."""
-    return next((family for family in FAMILIES if type(transformer) is family.transformer_class), None)
+    """The family of a transformer by its exact class, sharded or not; None for others."""
+    cls = unsharded_class(transformer)
+    return next((family for family in FAMILIES if cls is family.transformer_class), None)
 
 
 def check_supported(name: str, transformer: nn.Module) -> list[str]:
@@ -26,4 +28,6 @@ def check_supported(name: str, transformer: nn.Module) -> list[str]:
         compiled = hasattr(transformer, "_orig_mod")
         remedy = "patch the model before compiling it" if compiled else f"supported: {SUPPORTED}"
         return [f"{name} is a {class_path(transformer)}; {remedy}."]
+    if is_sharded(transformer):
+        return [f"{name} is sharded already; patch it first, then shard it (fully_shard)."]
     return family.problems(name, transformer)
