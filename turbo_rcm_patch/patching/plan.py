@@ -123,7 +123,7 @@ class Plans:
     @property
     def ran(self) -> object | None:
         """The plan of the latest call, if it is known."""
-        return None if self._known is None else self._known[1].get(self.latest)
+        return None if self._known is None else self._known[2].get(self.latest)
 
     def __deepcopy__(self, memo) -> Plans:
         """Empty: plans are of the modules that were copied from."""
