@@ -6,11 +6,11 @@ python scripts/readme_results.py
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from turbo_rcm_patch.bench.charts import NAMES, chart_file, draw_charts, milliseconds, model_of, real_models
 from turbo_rcm_patch.tiers import EXACT
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,7 +45,6 @@ OPS_HEADER = "| op, bf16 | ours, ms | rival | rival, ms | speed-up | target | er
 TRAFFIC_HEADER = "| what | implementation | read, MB | written, MB | passes | source | rel. L2 to fp32 |"
 TESTS_HEADER = "| torch | triton | diffusers | commit | GPU tests passed | failed |"
 SOURCES = {"counters": "measured by Nsight Compute", "shapes": "counted from shapes"}
-NAMES = {"unpatched": "eager diffusers", "torch.compile": "regional torch.compile", "patched": "patched (exact)"}
 
 
 def main() -> int:
@@ -129,7 +128,7 @@ def _versions(environment: dict) -> str:
 
 
 def _chart(path: Path, kind: str, description: str) -> str:
-    return f"![{description}]({_chart_file(path, kind).name})\n"
+    return f"![{description}]({chart_file(path, kind).name})\n"
 
 
 def _tests(tests: list[dict]) -> str:
@@ -147,22 +146,18 @@ def _tests(tests: list[dict]) -> str:
 
 def _short_steps(path: Path, runs: dict) -> str:
     """The README's table: a row per real model; empty without one. Its chart is beside it."""
-    rows = [_short_step_row(name, run) for name, run in _real_models(runs).items()]
+    rows = [_short_step_row(name, run) for name, run in real_models(runs).items()]
     if not rows:
         return ""
-    environment = next(iter(_real_models(runs).values()))["environment"]
-    chart = f"![Speed-up of a denoising step over eager diffusers](results/{_chart_file(path, 'steps').name})"
+    environment = next(iter(real_models(runs).values()))["environment"]
+    chart = f"![Speed-up of a denoising step over eager diffusers](results/{chart_file(path, 'steps').name})"
     return f"\n{environment['gpu']}, {_versions(environment)}.\n\n{chart}\n\n{_table(SHORT_STEPS_HEADER, rows)}"
 
 
-def _real_models(runs: dict) -> dict[str, dict]:
-    return {name: run for name, run in runs.items() if "variants" in run and "config" in run["settings"]}
-
-
 def _short_step_row(name: str, run: dict) -> str:
-    steps = {variant["name"]: _milliseconds(variant) for variant in run["variants"]}
+    steps = {variant["name"]: milliseconds(variant) for variant in run["variants"]}
     target = STEP_TARGETS.get(name, {}).get("torch.compile", 0.0)
-    cells = [_model(run), *(f"{steps[one]:.0f}" if one in steps else "" for one in NAMES)]
+    cells = [model_of(run), *(f"{steps[one]:.0f}" if one in steps else "" for one in NAMES)]
     cells.append(_speedup(steps.get("torch.compile"), steps["patched"], target))
     return "| " + " | ".join([*cells, _memory_ratio(name, run)]) + " |"
 
@@ -174,15 +169,6 @@ def _memory_ratio(name: str, run: dict) -> str:
         return ""
     ratio = peaks["patched"] / peaks["torch.compile"]
     return f"{ratio:.2f}×" if ratio <= MEMORY_TARGETS.get(name, ratio) else f"**{ratio:.2f}×**"
-
-
-def _model(run: dict) -> str:
-    """The model and the video of a run, such as "wan2.1-14b (4 layers), 81×720×1280, 2 GPUs"."""
-    settings = run["settings"]
-    layers = f" ({settings['layers']} layers)" if "layers" in settings else ""
-    size = f"{settings['num_frames']}×{settings['height']}×{settings['width']}"
-    gpus = f", {settings['ulysses']} GPUs" if settings.get("ulysses", 1) > 1 else ""
-    return f"{settings.get('config') or settings['model']}{layers}, {size}{gpus}"
 
 
 def _first_step(run: dict) -> str:
@@ -261,8 +247,8 @@ def _implementations(run: dict) -> str:
 
 
 def _step_rows(name: str, run: dict) -> list[str]:
-    label = f"{_model(run)}, `{name}`"
-    steps = {variant["name"]: _milliseconds(variant) for variant in run["variants"]}
+    label = f"{model_of(run)}, `{name}`"
+    steps = {variant["name"]: milliseconds(variant) for variant in run["variants"]}
     errors = {variant["name"]: variant.get("step_error") for variant in run["variants"]}
     rows = []
     for variant in run["variants"]:
@@ -287,10 +273,6 @@ def _step_error(error: float | None, rival: float | None) -> str:
     if error is None:
         return ""
     return f"{error:.1e}" if rival is None or error <= ACCURACY_FACTOR * rival else f"**{error:.1e}**"
-
-
-def _milliseconds(variant: dict) -> float:
-    return statistics.median(variant["timings"]["steps"]) * 1e3
 
 
 def _speedup(rival: float | None, step: float, target: float) -> str:
@@ -345,8 +327,8 @@ def _short_evaluation(runs: dict) -> str:
         return ""
     shares, steps = (", ".join(values) for values in zip(*map(_share_and_steps, exact), strict=True))
     return (
-        f"\nOf what {evaluation['settings']['n']} held-out captions ask for, the patched model's videos show {shares} % in "
-        f"{steps} steps ({evaluation['environment']['gpu']}).\n"
+        f"\nOf what {evaluation['settings']['n']} held-out captions ask for, the patched model's videos show {shares} % "
+        f"in {steps} steps ({evaluation['environment']['gpu']}).\n"
     )
 
 
@@ -364,88 +346,6 @@ def _percent(share: float | None) -> str:
 
 def _decibels(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
-
-
-def _chart_file(path: Path, kind: str) -> Path:
-    return path.with_name(f"{path.stem}-{kind}.png")
-
-
-def draw_charts(runs: dict, path: Path) -> None:
-    """Denoising steps, DRAM passes of a block, and attention modules, each in an image file beside the results file."""
-    charts = {
-        "steps": (_draw_steps, _real_models(runs)),
-        "traffic": (_draw_traffic, [r for r in runs.values() if r.get("settings", {}).get("case") == "Wan block"]),
-        "modules": (_draw_modules, runs.get("implementations", {}).get("rows")),
-    }
-    for kind, (draw, data) in charts.items():
-        if data:
-            draw(data).savefig(_chart_file(path, kind), dpi=110)
-
-
-def _figure(height: float):
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, height), layout="constrained")
-    axes = figure.subplots()
-    axes.tick_params(labelsize="large")
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def _draw_steps(runs: dict):
-    """Bars from the left, a group per model, with the speed-up written at their ends."""
-    figure, axes = _figure(1.2 + 1.05 * len(runs))
-    for place, run in enumerate(runs.values()):
-        steps = {variant["name"]: _milliseconds(variant) for variant in run["variants"]}
-        for index, name in enumerate(NAMES):
-            if name in steps:
-                speedup = steps["unpatched"] / steps[name]
-                bar = axes.barh(place + 0.27 * (index - 1), speedup, 0.25, color=f"C{index}", label=NAMES[name])
-                axes.bar_label(bar, [f"{speedup:.2f}×"], padding=3, fontsize="large")
-    axes.set_yticks(range(len(runs)), [_model(run).replace(", ", "\n", 1) for run in runs.values()])
-    axes.invert_yaxis()
-    axes.set_xlabel("speed-up of a denoising step over eager diffusers", fontsize="large")
-    _legend_above(figure, axes)
-    return figure
-
-
-def _draw_traffic(runs: list[dict]):
-    shown = [(run, one) for run in runs for one in run["implementations"] if one["refused"] is None]
-    figure, axes = _figure(1.2 + 0.5 * len(shown))
-    labels = []
-    for place, (run, one) in enumerate(shown):
-        read, written = (one[key] / run["pass_bytes"] for key in ("read", "written"))
-        axes.barh(place, read, color="C0", label="read")
-        bar = axes.barh(place, written, left=read, color="C1", label="written")
-        axes.bar_label(bar, [f"{read + written:.0f}"], padding=3, fontsize="large")
-        labels.append(f"{run['settings']['config']}: {one['name']}")
-    axes.set_yticks(range(len(labels)), labels)
-    axes.invert_yaxis()
-    axes.set_xlabel("memory traffic of a block, in passes of one [tokens, channels] tensor", fontsize="large")
-    _legend_above(figure, axes)
-    return figure
-
-
-def _draw_modules(rows: list[dict]):
-    """A line per implementation over the number of tokens."""
-    shown = [row for row in rows if (row["dtype"], row["mode"], row["C"], row["B"]) == ("bfloat16", "forward", 768, 4)]
-    figure, axes = _figure(5)
-    for name in dict.fromkeys(row["implementation"] for row in shown):
-        points = [(row["N"], row["speedup"]) for row in shown if row["implementation"] == name and row["speedup"]]
-        if points:
-            axes.plot(*zip(*sorted(points), strict=True), marker="o", linewidth=2, label=name)
-    sizes = sorted({row["N"] for row in shown})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, sizes)
-    axes.set_xlabel("tokens (4 samples, 768 channels, 12 heads; bf16, forward)", fontsize="large")
-    axes.set_ylabel("speed-up over two_pass", fontsize="large")
-    _legend_above(figure, axes)
-    return figure
-
-
-def _legend_above(figure, axes) -> None:
-    by_label = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    figure.legend(by_label.values(), by_label.keys(), loc="outside upper center", ncols=3, fontsize="large")
 
 
 if __name__ == "__main__":

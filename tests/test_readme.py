@@ -125,7 +125,7 @@ def test_the_chart_of_steps_shows_real_models_alone():
     embedded = _step_run("embedded", compiled=0.6, patched=0.1)
     embedded["settings"]["model"] = embedded["settings"].pop("config")
     runs = {"compare": embedded, "wan2.1-1.3b": _step_run("wan2.1-1.3b", compiled=0.6, patched=0.5)}
-    assert list(readme_results._real_models(runs)) == ["wan2.1-1.3b"]
+    assert list(readme_results.real_models(runs)) == ["wan2.1-1.3b"]
 
 
 def test_an_evaluation_and_its_training_become_a_table(tmp_path):
