@@ -206,9 +206,9 @@ def _op_rows(result: dict) -> list[list[str]]:
         target = result["targets"].get(rival)
         figure = f"{speedup:.3f}" if target is None or speedup >= target else f"**{speedup:.3f}**"
         timing = timings.get(rival, {"milliseconds": None, "error": None})  # a copy has no timing of its own
-        milliseconds = "" if timing["milliseconds"] is None else f"{timing['milliseconds']:.3f}"
+        rival_time = "" if timing["milliseconds"] is None else f"{timing['milliseconds']:.3f}"
         errors = "" if timing["error"] is None else f"{timings[best]['error']:.1e} / {timing['error']:.1e}"
-        rows.append([*label, rival, milliseconds, figure, "" if target is None else str(target), errors])
+        rows.append([*label, rival, rival_time, figure, "" if target is None else str(target), errors])
     return rows
 
 
