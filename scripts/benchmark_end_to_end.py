@@ -4,8 +4,9 @@
     python scripts/benchmark_end_to_end.py --config wan2.1-14b --layers 4 --decode
     python scripts/benchmark_end_to_end.py --config wan2.1-14b --layers 4 --ulysses 2
 
-The prompt is random embeddings, as is what an image would be encoded to: no encoder is run. A step is one call of the transformer and the sampler; its
-error to fp32 is measured first, and nothing is timed where the patch errs more than diffusers does.
+The prompt is random embeddings, as is what an image would be encoded to: no encoder is run. A step is one call of the
+transformer and the sampler; its error to fp32 is measured first, and nothing is timed where the patch errs more than
+diffusers does.
 """
 
 from __future__ import annotations
@@ -47,9 +48,8 @@ def measure_in_parallel(rank: int, options: argparse.Namespace, rendezvous: str)
         device, backend = torch.device("cpu"), "gloo"
     torch.distributed.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=options.ulysses)
     try:
-        with open(os.devnull, "w") as nowhere:
-            with contextlib.nullcontext() if rank == 0 else contextlib.redirect_stdout(nowhere):
-                measure(options, device, is_first=rank == 0)
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stdout if rank == 0 else nowhere):
+            measure(options, device, is_first=rank == 0)
     finally:
         torch.distributed.destroy_process_group()
 

@@ -6,11 +6,12 @@ python scripts/readme_results.py
 from __future__ import annotations
 
 import json
-import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from turbo_rcm_patch.bench.charts import NAMES, chart_file, draw_charts, milliseconds, model_of, real_models
+from turbo_rcm_patch.bench.tables import table
 from turbo_rcm_patch.tiers import EXACT
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,10 +25,17 @@ All of this page is written by `python scripts/readme_results.py`, from the JSON
 `python scripts/gpu_session.py --results results`. What missed its target is bold. `designs.md` tells what was tried.
 """
 STEPS_HEADER = (
-    "| run | variant | step, ms | over eager | over compile | targets | peak memory, GiB "
-    "| rel. L2 of a step to fp32 | of the latents to eager |"
+    "run",
+    "variant",
+    "step, ms",
+    "over eager",
+    "over compile",
+    "targets",
+    "peak memory, GiB",
+    "rel. L2 of a step to fp32",
+    "of the latents to eager",
 )
-SHORT_STEPS_HEADER = "| one step of | eager, ms | compile, ms | patched, ms | over compile | memory over compile's |"
+SHORT_STEPS_HEADER = ("one step of", "eager, ms", "compile, ms", "patched, ms", "over compile", "memory over compile's")
 # What is asked of a patched step: a speed-up over a variant, and memory as a multiple of regional torch.compile's.
 STEP_TARGETS = {
     "wan2.1-1.3b": {"unpatched": 1.45, "torch.compile": 1.2},
@@ -41,11 +49,10 @@ STEP_TARGETS = {
 MEMORY_TARGETS = dict.fromkeys(("wan2.2-5b-8-layers", "wan2.2-5b-8-layers-image", "wan2.1-i2v-14b-4-layers"), 1.15)
 ACCURACY_TARGETS = {2: 0.9, 4: 0.95}  # overall prompt accuracy of the embedded model, by steps
 ACCURACY_FACTOR = EXACT.limits.factor  # a step's error to fp32 may be so many times that of torch.compile
-OPS_HEADER = "| op, bf16 | ours, ms | rival | rival, ms | speed-up | target | error, ours / rival |"
-TRAFFIC_HEADER = "| what | implementation | read, MB | written, MB | passes | source | rel. L2 to fp32 |"
-TESTS_HEADER = "| torch | triton | diffusers | commit | GPU tests passed | failed |"
+OPS_HEADER = ("op, bf16", "ours, ms", "rival", "rival, ms", "speed-up", "target", "error, ours / rival")
+TRAFFIC_HEADER = ("what", "implementation", "read, MB", "written, MB", "passes", "source", "rel. L2 to fp32")
+TESTS_HEADER = ("torch", "triton", "diffusers", "commit", "GPU tests passed", "failed")
 SOURCES = {"counters": "measured by Nsight Compute", "shapes": "counted from shapes"}
-NAMES = {"unpatched": "eager diffusers", "torch.compile": "regional torch.compile", "patched": "patched (exact)"}
 
 
 def main() -> int:
@@ -91,8 +98,8 @@ def _replace(text: str, markers: tuple[str, str], sections: Iterable[str]) -> st
     return f"{before}{markers[0]}\n" + "\n".join(filter(None, sections)) + f"{markers[1]}{after}"
 
 
-def _table(header: str, rows: list[str]) -> str:
-    return f"{header}\n" + "|---" * (header.count("|") - 1) + "|\n" + "\n".join(rows) + "\n"
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return table([header, *rows], markdown=True) + "\n"
 
 
 def _measured(path: Path, runs: dict, tests: list[dict]) -> str:
@@ -129,7 +136,7 @@ def _versions(environment: dict) -> str:
 
 
 def _chart(path: Path, kind: str, description: str) -> str:
-    return f"![{description}]({_chart_file(path, kind).name})\n"
+    return f"![{description}]({chart_file(path, kind).name})\n"
 
 
 def _tests(tests: list[dict]) -> str:
@@ -141,30 +148,26 @@ def _tests(tests: list[dict]) -> str:
         failed = sum(entry.get(word, 0) for word in ("failed", "error", "errors"))
         cells = [*versions, (environment.get("commit") or "")[:12], str(entry.get("passed", 0))]
         cells.append(str(failed) if entry["ok"] else f"**{failed}**")
-        rows.append("| " + " | ".join(cells) + " |")
+        rows.append(cells)
     return _table(TESTS_HEADER, rows)
 
 
 def _short_steps(path: Path, runs: dict) -> str:
     """The README's table: a row per real model; empty without one. Its chart is beside it."""
-    rows = [_short_step_row(name, run) for name, run in _real_models(runs).items()]
+    rows = [_short_step_row(name, run) for name, run in real_models(runs).items()]
     if not rows:
         return ""
-    environment = next(iter(_real_models(runs).values()))["environment"]
-    chart = f"![Speed-up of a denoising step over eager diffusers](results/{_chart_file(path, 'steps').name})"
+    environment = next(iter(real_models(runs).values()))["environment"]
+    chart = f"![Speed-up of a denoising step over eager diffusers](results/{chart_file(path, 'steps').name})"
     return f"\n{environment['gpu']}, {_versions(environment)}.\n\n{chart}\n\n{_table(SHORT_STEPS_HEADER, rows)}"
 
 
-def _real_models(runs: dict) -> dict[str, dict]:
-    return {name: run for name, run in runs.items() if "variants" in run and "config" in run["settings"]}
-
-
-def _short_step_row(name: str, run: dict) -> str:
-    steps = {variant["name"]: _milliseconds(variant) for variant in run["variants"]}
+def _short_step_row(name: str, run: dict) -> list[str]:
+    steps = {variant["name"]: milliseconds(variant) for variant in run["variants"]}
     target = STEP_TARGETS.get(name, {}).get("torch.compile", 0.0)
-    cells = [_model(run), *(f"{steps[one]:.0f}" if one in steps else "" for one in NAMES)]
+    cells = [model_of(run), *(f"{steps[one]:.0f}" if one in steps else "" for one in NAMES)]
     cells.append(_speedup(steps.get("torch.compile"), steps["patched"], target))
-    return "| " + " | ".join([*cells, _memory_ratio(name, run)]) + " |"
+    return [*cells, _memory_ratio(name, run)]
 
 
 def _memory_ratio(name: str, run: dict) -> str:
@@ -174,15 +177,6 @@ def _memory_ratio(name: str, run: dict) -> str:
         return ""
     ratio = peaks["patched"] / peaks["torch.compile"]
     return f"{ratio:.2f}×" if ratio <= MEMORY_TARGETS.get(name, ratio) else f"**{ratio:.2f}×**"
-
-
-def _model(run: dict) -> str:
-    """The model and the video of a run, such as "wan2.1-14b (4 layers), 81×720×1280, 2 GPUs"."""
-    settings = run["settings"]
-    layers = f" ({settings['layers']} layers)" if "layers" in settings else ""
-    size = f"{settings['num_frames']}×{settings['height']}×{settings['width']}"
-    gpus = f", {settings['ulysses']} GPUs" if settings.get("ulysses", 1) > 1 else ""
-    return f"{settings.get('config') or settings['model']}{layers}, {size}{gpus}"
 
 
 def _first_step(run: dict) -> str:
@@ -202,21 +196,19 @@ def _ops(run: dict) -> str:
     )
 
 
-def _op_rows(result: dict) -> list[str]:
+def _op_rows(result: dict) -> list[list[str]]:
     best = result["best"]
     if best is None:
-        return [f"| {result['case']} | refused: less accurate than its rivals | | | | | |"]
+        return [[result["case"], "refused: less accurate than its rivals", *[""] * (len(OPS_HEADER) - 2)]]
     timings, rows = result["timings"], []
     for index, (rival, speedup) in enumerate(result["speedups"].items()):
-        label = f"{result['case']} | {timings[best]['milliseconds']:.3f}" if index == 0 else " | "
+        label = [result["case"], f"{timings[best]['milliseconds']:.3f}"] if index == 0 else ["", ""]
         target = result["targets"].get(rival)
         figure = f"{speedup:.3f}" if target is None or speedup >= target else f"**{speedup:.3f}**"
         timing = timings.get(rival, {"milliseconds": None, "error": None})  # a copy has no timing of its own
-        milliseconds = "" if timing["milliseconds"] is None else f"{timing['milliseconds']:.3f}"
+        rival_time = "" if timing["milliseconds"] is None else f"{timing['milliseconds']:.3f}"
         errors = "" if timing["error"] is None else f"{timings[best]['error']:.1e} / {timing['error']:.1e}"
-        rows.append(
-            f"| {label} | {rival} | {milliseconds} | {figure} | {'' if target is None else target} | {errors} |"
-        )
+        rows.append([*label, rival, rival_time, figure, "" if target is None else str(target), errors])
     return rows
 
 
@@ -230,8 +222,7 @@ def _traffic(runs: list[dict]) -> str:
             figures = [f"{one[key] / 1e6:.0f}" for key in ("read", "written")] if one["refused"] is None else ["", ""]
             passes = f"{one['passes']:.1f}" if one["refused"] is None else "refused"
             error = "" if one.get("error") is None else f"{one['error']:.1e}"
-            cells = (label, one["name"], *figures, passes, SOURCES[run["source"]], error)
-            rows.append(f"| {' | '.join(cells)} |")
+            rows.append([label, one["name"], *figures, passes, SOURCES[run["source"]], error])
     return (
         "Memory traffic of one forward; a pass is one read or write of the [tokens, channels] tensor in bf16:\n\n"
         + _table(TRAFFIC_HEADER, rows)
@@ -250,8 +241,8 @@ def _implementations(run: dict) -> str:
         first = rows[names[0]]
         latency = "refused" if first["latency"] is None else f"{first['latency'] * 1e3:.3f}"
         others = [f"{row['speedup']:.2f}×" if row["speedup"] else row["status"] for row in map(rows.get, names[1:])]
-        lines.append(f"| {label} | {latency} | {' | '.join(others)} |")
-    header = f"| samples×tokens×channels | {names[0]}, ms | {' | '.join(names[1:])} |"
+        lines.append([label, latency, *others])
+    header = ["samples×tokens×channels", f"{names[0]}, ms", *names[1:]]
     return (
         "The attention modules against each other (triton_fused is `trp.FusedRCMAttention` with "
         '`implementation="triton"`): the median latency of '
@@ -260,9 +251,9 @@ def _implementations(run: dict) -> str:
     )
 
 
-def _step_rows(name: str, run: dict) -> list[str]:
-    label = f"{_model(run)}, `{name}`"
-    steps = {variant["name"]: _milliseconds(variant) for variant in run["variants"]}
+def _step_rows(name: str, run: dict) -> list[list[str]]:
+    label = f"{model_of(run)}, `{name}`"
+    steps = {variant["name"]: milliseconds(variant) for variant in run["variants"]}
     errors = {variant["name"]: variant.get("step_error") for variant in run["variants"]}
     rows = []
     for variant in run["variants"]:
@@ -277,8 +268,8 @@ def _step_rows(name: str, run: dict) -> list[str]:
             memory += f" ({_memory_ratio(name, run)})"
         error = _step_error(errors[variant["name"]], errors.get("torch.compile") if targets else None)
         drift = "" if variant["latents"] is None else f"{variant['latents']['relative_l2']:.1e}"
-        cells = (NAMES[variant["name"]], f"{step:.1f}", *speedups, asked, memory, error, drift)
-        rows.append(f"| {'' if rows else label} | {' | '.join(map(str, cells))} |")
+        cells = [NAMES[variant["name"]], f"{step:.1f}", *speedups, asked, memory, error, drift]
+        rows.append(["" if rows else label, *cells])
     return rows
 
 
@@ -287,10 +278,6 @@ def _step_error(error: float | None, rival: float | None) -> str:
     if error is None:
         return ""
     return f"{error:.1e}" if rival is None or error <= ACCURACY_FACTOR * rival else f"**{error:.1e}**"
-
-
-def _milliseconds(variant: dict) -> float:
-    return statistics.median(variant["timings"]["steps"]) * 1e3
 
 
 def _speedup(rival: float | None, step: float, target: float) -> str:
@@ -326,14 +313,13 @@ def _evaluated(file: str, runs: dict, training: dict | None) -> str:
             shares[-1] = f"**{shares[-1]}**"
         shares[-1] += f" ± {_percent(accuracy['overall']['standard_error'])}"
         changed = "" if change is None else f"{100 * change['share']:+.1f} ± {_percent(change['standard_error'])}"
-        cells = [variant, str(steps), *shares, changed, *map(_decibels, psnr)]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append([variant, str(steps), *shares, changed, *map(_decibels, psnr)])
     environment = evaluation["environment"]
     return (
         f"\nShare of what {evaluation['settings']['n']} held-out captions ask for that the videos show, in %, overall "
         f"with its standard error; bold: below the target, {_accuracy_targets()}. {environment['gpu']}, torch "
         f"{environment['torch']}. {origin}"
-        f"File: `{file}`.\n\n" + _table("| " + " | ".join(header) + " |", lines)
+        f"File: `{file}`.\n\n" + _table(header, lines)
     )
 
 
@@ -345,8 +331,8 @@ def _short_evaluation(runs: dict) -> str:
         return ""
     shares, steps = (", ".join(values) for values in zip(*map(_share_and_steps, exact), strict=True))
     return (
-        f"\nOf what {evaluation['settings']['n']} held-out captions ask for, the patched model's videos show {shares} % in "
-        f"{steps} steps ({evaluation['environment']['gpu']}).\n"
+        f"\nOf what {evaluation['settings']['n']} held-out captions ask for, the patched model's videos show {shares} "
+        f"% in {steps} steps ({evaluation['environment']['gpu']}).\n"
     )
 
 
@@ -364,88 +350,6 @@ def _percent(share: float | None) -> str:
 
 def _decibels(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
-
-
-def _chart_file(path: Path, kind: str) -> Path:
-    return path.with_name(f"{path.stem}-{kind}.png")
-
-
-def draw_charts(runs: dict, path: Path) -> None:
-    """Denoising steps, DRAM passes of a block, and attention modules, each in an image file beside the results file."""
-    charts = {
-        "steps": (_draw_steps, _real_models(runs)),
-        "traffic": (_draw_traffic, [r for r in runs.values() if r.get("settings", {}).get("case") == "Wan block"]),
-        "modules": (_draw_modules, runs.get("implementations", {}).get("rows")),
-    }
-    for kind, (draw, data) in charts.items():
-        if data:
-            draw(data).savefig(_chart_file(path, kind), dpi=110)
-
-
-def _figure(height: float):
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, height), layout="constrained")
-    axes = figure.subplots()
-    axes.tick_params(labelsize="large")
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def _draw_steps(runs: dict):
-    """Bars from the left, a group per model, with the speed-up written at their ends."""
-    figure, axes = _figure(1.2 + 1.05 * len(runs))
-    for place, run in enumerate(runs.values()):
-        steps = {variant["name"]: _milliseconds(variant) for variant in run["variants"]}
-        for index, name in enumerate(NAMES):
-            if name in steps:
-                speedup = steps["unpatched"] / steps[name]
-                bar = axes.barh(place + 0.27 * (index - 1), speedup, 0.25, color=f"C{index}", label=NAMES[name])
-                axes.bar_label(bar, [f"{speedup:.2f}×"], padding=3, fontsize="large")
-    axes.set_yticks(range(len(runs)), [_model(run).replace(", ", "\n", 1) for run in runs.values()])
-    axes.invert_yaxis()
-    axes.set_xlabel("speed-up of a denoising step over eager diffusers", fontsize="large")
-    _legend_above(figure, axes)
-    return figure
-
-
-def _draw_traffic(runs: list[dict]):
-    shown = [(run, one) for run in runs for one in run["implementations"] if one["refused"] is None]
-    figure, axes = _figure(1.2 + 0.5 * len(shown))
-    labels = []
-    for place, (run, one) in enumerate(shown):
-        read, written = (one[key] / run["pass_bytes"] for key in ("read", "written"))
-        axes.barh(place, read, color="C0", label="read")
-        bar = axes.barh(place, written, left=read, color="C1", label="written")
-        axes.bar_label(bar, [f"{read + written:.0f}"], padding=3, fontsize="large")
-        labels.append(f"{run['settings']['config']}: {one['name']}")
-    axes.set_yticks(range(len(labels)), labels)
-    axes.invert_yaxis()
-    axes.set_xlabel("memory traffic of a block, in passes of one [tokens, channels] tensor", fontsize="large")
-    _legend_above(figure, axes)
-    return figure
-
-
-def _draw_modules(rows: list[dict]):
-    """A line per implementation over the number of tokens."""
-    shown = [row for row in rows if (row["dtype"], row["mode"], row["C"], row["B"]) == ("bfloat16", "forward", 768, 4)]
-    figure, axes = _figure(5)
-    for name in dict.fromkeys(row["implementation"] for row in shown):
-        points = [(row["N"], row["speedup"]) for row in shown if row["implementation"] == name and row["speedup"]]
-        if points:
-            axes.plot(*zip(*sorted(points), strict=True), marker="o", linewidth=2, label=name)
-    sizes = sorted({row["N"] for row in shown})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, sizes)
-    axes.set_xlabel("tokens (4 samples, 768 channels, 12 heads; bf16, forward)", fontsize="large")
-    axes.set_ylabel("speed-up over two_pass", fontsize="large")
-    _legend_above(figure, axes)
-    return figure
-
-
-def _legend_above(figure, axes) -> None:
-    by_label = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    figure.legend(by_label.values(), by_label.keys(), loc="outside upper center", ncols=3, fontsize="large")
 
 
 if __name__ == "__main__":

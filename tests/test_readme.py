@@ -74,34 +74,42 @@ def _step_run(name, compiled, patched, errors=(None, None, None)):
     return {"settings": settings, "variants": variants, "environment": environment}
 
 
+def _line(cells):
+    return f"| {' | '.join(cells)} |"
+
+
+def _step_lines(name, run):
+    return [_line(row) for row in readme_results._step_rows(name, run)]
+
+
 def test_steps_are_compared_with_eager_and_with_compile():
     run = _step_run("wan2.1-1.3b", compiled=0.6, patched=0.5)
-    assert readme_results._step_rows("wan2.1-1.3b", run)[2] == (
+    assert _step_lines("wan2.1-1.3b", run)[2] == (
         "|  | patched (exact) | 500.0 | 1.80× | 1.20× | 1.45 / 1.2 | 1.00 |  |  |"
     )
     run = _step_run("wan2.1-1.3b", compiled=0.6, patched=0.5, errors=(0.003, 0.002, 0.0021))
-    rows = readme_results._step_rows("wan2.1-1.3b", run)
+    rows = _step_lines("wan2.1-1.3b", run)
     assert [row.split(" | ")[-2] for row in rows] == ["3.0e-03", "2.0e-03", "2.1e-03"]
     run = _step_run("wan2.1-1.3b", compiled=0.6, patched=0.5, errors=(0.003, 0.002, 0.0022))
-    rows = readme_results._step_rows("wan2.1-1.3b", run)
+    rows = _step_lines("wan2.1-1.3b", run)
     assert [row.split(" | ")[-2] for row in rows] == ["3.0e-03", "2.0e-03", "**2.2e-03**"]
     run = _step_run("wan2.1-1.3b", compiled=0.59, patched=0.5)
-    assert "| 1.80× | **1.18×** | 1.45 / 1.2 |" in readme_results._step_rows("wan2.1-1.3b", run)[2]
+    assert "| 1.80× | **1.18×** | 1.45 / 1.2 |" in _step_lines("wan2.1-1.3b", run)[2]
     slow = _step_run("wan2.1-1.3b", compiled=0.9, patched=0.7)
-    assert "| **1.29×** | 1.29× | 1.45 / 1.2 |" in readme_results._step_rows("wan2.1-1.3b", slow)[2]
-    assert "| 1.80× | **1.18×** | – / 1.2 |" in readme_results._step_rows("wan2.1-1.3b-17-frames", run)[2]
-    assert "| 1.80× | 1.18× |  |" in readme_results._step_rows("another", run)[2]
+    assert "| **1.29×** | 1.29× | 1.45 / 1.2 |" in _step_lines("wan2.1-1.3b", slow)[2]
+    assert "| 1.80× | **1.18×** | – / 1.2 |" in _step_lines("wan2.1-1.3b-17-frames", run)[2]
+    assert "| 1.80× | 1.18× |  |" in _step_lines("another", run)[2]
 
 
 def test_memory_has_a_target_beside_compile():
     run = _step_run("wan2.2-5b", compiled=0.6, patched=0.5)
     run["variants"][2]["timings"]["peak_memory"] = 1.15 * 2**30
-    assert "memory 1.15 | 1.15 (1.15×) |" in readme_results._step_rows("wan2.2-5b-8-layers", run)[2]
-    assert "| 1.15× |" in readme_results._short_step_row("wan2.2-5b-8-layers", run)
+    assert "memory 1.15 | 1.15 (1.15×) |" in _step_lines("wan2.2-5b-8-layers", run)[2]
+    assert "| 1.15× |" in _line(readme_results._short_step_row("wan2.2-5b-8-layers", run))
     run["variants"][2]["timings"]["peak_memory"] = 1.2 * 2**30
-    assert "memory 1.15 | 1.20 (**1.20×**) |" in readme_results._step_rows("wan2.2-5b-8-layers", run)[2]
-    assert "| **1.20×** |" in readme_results._short_step_row("wan2.2-5b-8-layers", run)
-    assert "| 1.20× |" in readme_results._short_step_row("another", run)
+    assert "memory 1.15 | 1.20 (**1.20×**) |" in _step_lines("wan2.2-5b-8-layers", run)[2]
+    assert "| **1.20×** |" in _line(readme_results._short_step_row("wan2.2-5b-8-layers", run))
+    assert "| 1.20× |" in _line(readme_results._short_step_row("another", run))
 
 
 def test_charts(tmp_path):
@@ -125,7 +133,7 @@ def test_the_chart_of_steps_shows_real_models_alone():
     embedded = _step_run("embedded", compiled=0.6, patched=0.1)
     embedded["settings"]["model"] = embedded["settings"].pop("config")
     runs = {"compare": embedded, "wan2.1-1.3b": _step_run("wan2.1-1.3b", compiled=0.6, patched=0.5)}
-    assert list(readme_results._real_models(runs)) == ["wan2.1-1.3b"]
+    assert list(readme_results.real_models(runs)) == ["wan2.1-1.3b"]
 
 
 def test_an_evaluation_and_its_training_become_a_table(tmp_path):

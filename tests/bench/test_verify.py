@@ -192,7 +192,7 @@ def test_every_result_of_a_block_is_checked(first):
     if first:
         assert check((1.02 * right[0], 1.01 * right[1])).difference == pytest.approx(0.02, rel=1e-3)
     else:
-        with pytest.raises(ValueError, match="longer"):  # a result where there is none
+        with pytest.raises(ValueError, match="zip"):  # a result where there is none
             check((right[1], right[1]))
 
 

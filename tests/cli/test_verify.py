@@ -35,7 +35,7 @@ def test_verify_builds_a_config(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--config", "wan3"], "--config wan3 is unknown; accepted are wan2.1-1.3b, wan2.1-14b, wan2.2-5b, tiny"),
+        (["--config", "wan3"], "--config wan3 is unknown; accepted are wan2.1-1.3b, wan2.1-14b, wan2.1-i2v-14b"),
         (["--config", "tiny", "--model", "x/y"], "leave --model out"),
         (["--config", "tiny", "--image", __file__], "leave --image out"),
         (["--config", "tiny", "a fox"], "leave a prompt out"),

@@ -29,8 +29,8 @@ QUERY_GAIN = 6.0  # of the attention scores; at 1 random weights attend to all k
 
 @dataclass(frozen=True)
 class Case:
-    """Configs of a transformer and a VAE, whether timesteps are per token, whether a video starts from an image, and its
-    usual size."""
+    """Configs of a transformer and a VAE, the usual size of a video, whether each token has a timestep of its own, and
+    whether a video starts from an image."""
 
     transformer: Mapping[str, object]
     height: int

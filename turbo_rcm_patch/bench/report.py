@@ -14,6 +14,7 @@ from .dram import KernelTraffic
 from .evaluate import Accuracy, Change, Evaluation
 from .implementations import LEFT_OUT, OK, REFUSED, ImplementationResults, Row
 from .ops import OpResult
+from .tables import table
 from .timing import StageTimings
 from .traffic import COUNTERS, ImplementationTraffic, TrafficReport
 from .verify import BlockCheck, Verification
@@ -29,7 +30,7 @@ def timings_table(timings: StageTimings) -> str:
     cells = [[label, format_seconds(seconds)] for label, seconds in lines]
     if timings.peak_memory is not None:
         cells.append(["peak memory", _format_memory(timings)])
-    return _aligned(cells)
+    return table(cells)
 
 
 def comparison_table(comparison: Comparison) -> str:
@@ -55,13 +56,13 @@ def comparison_table(comparison: Comparison) -> str:
         add("frames: relative L2", lambda v: f"{v.frames.relative_l2:.2e}" if v.frames else "")
         add("frames: cosine", lambda v: f"{v.frames.cosine:.6f}" if v.frames else "")
         add("frames: PSNR", lambda v: _format_psnr(v.frames.psnr_db) if v.frames else "")
-    return _aligned(rows)
+    return table(rows)
 
 
 def verification_table(verification: Verification) -> str:
     """One line per block and step, then what is worse than allowed, or that nothing is."""
     header = ["block", "step", "unpatched", "patched", "difference", "allowed", ""]
-    return "\n".join([_aligned([header, *map(_check_cells, verification.checks)]), "", *_verdict(verification)])
+    return "\n".join([table([header, *map(_check_cells, verification.checks)]), "", *_verdict(verification)])
 
 
 def _check_cells(check: BlockCheck) -> list[str]:
@@ -89,7 +90,7 @@ def evaluation_table(evaluation: Evaluation) -> str:
         share = _format_percent(result.accuracy[overall])
         change = _format_percent(result.change, "+")
         rows.append([result.variant, str(result.steps), share, change, *percentages, *decibels])
-    return _aligned(rows)
+    return table(rows)
 
 
 def ops_table(results: Sequence[OpResult]) -> str:
@@ -101,7 +102,7 @@ def ops_table(results: Sequence[OpResult]) -> str:
             error = "-" if timing.error is None else f"{timing.error:.1e}"
             speedups = _format_speedups(result) if name == result.best else ""
             rows.append([result.case, name, milliseconds, error, speedups])
-    return _aligned(rows)
+    return table(rows)
 
 
 def _format_speedups(result: OpResult) -> str:
@@ -127,7 +128,7 @@ def implementations_table(results: ImplementationResults) -> str:
         f"ms: median of {results.repeats} {results.timing}; speed-up over two_pass; errors: relative L2 to fp64; "
         f"DRAM: read and written, from {' and '.join(sources)}"
     )
-    return "\n".join([_aligned(cells), "", legend, *notes])
+    return "\n".join([table(cells), "", legend, *notes])
 
 
 def _implementation_cells(row: Row) -> list[str]:
@@ -187,7 +188,7 @@ def plot_implementations(results: ImplementationResults, path: str | Path) -> No
 def traffic_table(report: TrafficReport) -> str:
     """For each implementation a line per kernel, the largest first, and a total: launches, megabytes, passes, time."""
     measured = [one for one in report.implementations if one.refused is None]
-    return "\n\n".join(_aligned([[one.name, *_FIGURES], *_kernel_rows(one, report.pass_bytes)]) for one in measured)
+    return "\n\n".join(table([[one.name, *_FIGURES], *_kernel_rows(one, report.pass_bytes)]) for one in measured)
 
 
 def _kernel_rows(implementation: ImplementationTraffic, pass_bytes: int) -> list[list[str]]:
@@ -231,7 +232,7 @@ def traffic_totals_table(report: TrafficReport) -> str:
         ratio = f"{report.passes(measured[0]) / report.passes(one):.2f}"
         rows.append([one.name, count, read, written, passes, ratio, "-" if one.error is None else f"{one.error:.1e}"])
     refused = [f"{one.name} refused: {one.refused}" for one in report.implementations if one.refused is not None]
-    return "\n".join([_aligned(rows), *refused])
+    return "\n".join([table(rows), *refused])
 
 
 def plot_traffic(report: TrafficReport, path: str | Path) -> None:
@@ -304,13 +305,3 @@ def _format_memory(timings: StageTimings) -> str:
 
 def _format_psnr(decibels: float | None) -> str:
     return "identical" if decibels is None else f"{decibels:.1f} dB"
-
-
-def _aligned(rows: list[list[str]]) -> str:
-    """Columns padded to their widest cell, the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        for row in rows
-    ]
-    return "\n".join("  ".join(line).rstrip() for line in lines)

@@ -1,0 +1,113 @@
+"""What a results file says, as charts: denoising steps, a block's memory traffic, and the attention modules.
+
+Runs are those of a results file, by name, as read from JSON. Drawing needs matplotlib.
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+NAMES = {"unpatched": "eager diffusers", "torch.compile": "regional torch.compile", "patched": "patched (exact)"}
+
+
+def real_models(runs: dict) -> dict[str, dict]:
+    """The runs that compare variants of a model at its real size."""
+    return {name: run for name, run in runs.items() if "variants" in run and "config" in run["settings"]}
+
+
+def model_of(run: dict) -> str:
+    """The model and the video of a run, such as "wan2.1-14b (4 layers), 81×720×1280, 2 GPUs"."""
+    settings = run["settings"]
+    layers = f" ({settings['layers']} layers)" if "layers" in settings else ""
+    size = f"{settings['num_frames']}×{settings['height']}×{settings['width']}"
+    gpus = f", {settings['ulysses']} GPUs" if settings.get("ulysses", 1) > 1 else ""
+    return f"{settings.get('config') or settings['model']}{layers}, {size}{gpus}"
+
+
+def milliseconds(variant: dict) -> float:
+    """The median step of a variant."""
+    return statistics.median(variant["timings"]["steps"]) * 1e3
+
+
+def chart_file(path: Path, kind: str) -> Path:
+    """Where the chart of a results file lies. kind: "steps", "traffic" or "modules"."""
+    return path.with_name(f"{path.stem}-{kind}.png")
+
+
+def draw_charts(runs: dict, path: Path) -> None:
+    """Denoising steps, DRAM passes of a block, and attention modules, each in an image file beside the results file."""
+    charts = {
+        "steps": (_draw_steps, real_models(runs)),
+        "traffic": (_draw_traffic, [r for r in runs.values() if r.get("settings", {}).get("case") == "Wan block"]),
+        "modules": (_draw_modules, runs.get("implementations", {}).get("rows")),
+    }
+    for kind, (draw, data) in charts.items():
+        if data:
+            draw(data).savefig(chart_file(path, kind), dpi=110)
+
+
+def _figure(height: float):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, height), layout="constrained")
+    axes = figure.subplots()
+    axes.tick_params(labelsize="large")
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _draw_steps(runs: dict):
+    """Bars from the left, a group per model, with the speed-up written at their ends."""
+    figure, axes = _figure(1.2 + 1.05 * len(runs))
+    for place, run in enumerate(runs.values()):
+        steps = {variant["name"]: milliseconds(variant) for variant in run["variants"]}
+        for index, name in enumerate(NAMES):
+            if name in steps:
+                speedup = steps["unpatched"] / steps[name]
+                bar = axes.barh(place + 0.27 * (index - 1), speedup, 0.25, color=f"C{index}", label=NAMES[name])
+                axes.bar_label(bar, [f"{speedup:.2f}×"], padding=3, fontsize="large")
+    axes.set_yticks(range(len(runs)), [model_of(run).replace(", ", "\n", 1) for run in runs.values()])
+    axes.invert_yaxis()
+    axes.set_xlabel("speed-up of a denoising step over eager diffusers", fontsize="large")
+    _legend_above(figure, axes)
+    return figure
+
+
+def _draw_traffic(runs: list[dict]):
+    shown = [(run, one) for run in runs for one in run["implementations"] if one["refused"] is None]
+    figure, axes = _figure(1.2 + 0.5 * len(shown))
+    labels = []
+    for place, (run, one) in enumerate(shown):
+        read, written = (one[key] / run["pass_bytes"] for key in ("read", "written"))
+        axes.barh(place, read, color="C0", label="read")
+        bar = axes.barh(place, written, left=read, color="C1", label="written")
+        axes.bar_label(bar, [f"{read + written:.0f}"], padding=3, fontsize="large")
+        labels.append(f"{run['settings']['config']}: {one['name']}")
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.set_xlabel("memory traffic of a block, in passes of one [tokens, channels] tensor", fontsize="large")
+    _legend_above(figure, axes)
+    return figure
+
+
+def _draw_modules(rows: list[dict]):
+    """A line per implementation over the number of tokens."""
+    shown = [row for row in rows if (row["dtype"], row["mode"], row["C"], row["B"]) == ("bfloat16", "forward", 768, 4)]
+    figure, axes = _figure(5)
+    for name in dict.fromkeys(row["implementation"] for row in shown):
+        points = [(row["N"], row["speedup"]) for row in shown if row["implementation"] == name and row["speedup"]]
+        if points:
+            axes.plot(*zip(*sorted(points), strict=True), marker="o", linewidth=2, label=name)
+    sizes = sorted({row["N"] for row in shown})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, sizes)
+    axes.set_xlabel("tokens (4 samples, 768 channels, 12 heads; bf16, forward)", fontsize="large")
+    axes.set_ylabel("speed-up over two_pass", fontsize="large")
+    _legend_above(figure, axes)
+    return figure
+
+
+def _legend_above(figure, axes) -> None:
+    by_label = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    figure.legend(by_label.values(), by_label.keys(), loc="outside upper center", ncols=3, fontsize="large")
