@@ -173,7 +173,9 @@ def test_ops_of_many_tiles_take_it(sm_90, monkeypatch):
 def stand_in(monkeypatch):
     """Takes every launch, in place of the kernel."""
 
-    def launch(a, weight, bias, out, *, samples=1, gelu=False, residual=None, factors=(1, 1), **coefficients):
+    def launch(
+        a, weight, bias, out, *, samples=1, gelu=False, residual=None, factors=(1, 1), flag=None, **coefficients
+    ):
         kept, added = factors
         assert all(t is None or t.is_contiguous() for t in (bias, residual, out))
         assert a.dim() == out.dim() == 2

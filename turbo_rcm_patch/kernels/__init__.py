@@ -13,6 +13,8 @@ from .linear_gelu import linear_gelu
 from .linear_qkv import linear_qkv
 from .linear_skip import linear_skip
 from .rms_norm_rope import rms_norm_rope
+from .saturation import reset as reset_saturated
+from .saturation import saturated
 from .skip import skip
 
 __all__ = [
@@ -27,7 +29,9 @@ __all__ = [
     "linear_gelu",
     "linear_qkv",
     "linear_skip",
+    "reset_saturated",
     "rms_norm_rope",
+    "saturated",
     "sdpa_is_faster",
     "skip",
     "why_not_triton",

@@ -104,13 +104,14 @@ def launch(
     c_out: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
     factors: tuple[float, float] = (1.0, 1.0),
+    flag: torch.Tensor | None = None,
 ) -> None:
     """Write ``c_skip ⊙ residual + c_out ⊙ f(a Wᵀ + b)`` to out, f GELU or nothing; `why_not` must have been None.
 
     a: [samples·M, K]. weight: [N, K]. bias: [N], contiguous. out, residual: [samples·M, N], contiguous.
     c_skip, c_out: canonical coefficients (coefficient.py) per sample, c_out also per channel, or None for 1. starts: of
         c_out's runs, or None.
-    factors: of the two terms besides, where there is a residual.
+    factors: of the two terms besides, where there is a residual. flag: as of saturation.py, or None.
     """
     (rows, K), N = a.shape, weight.shape[0]
     M = rows // samples
@@ -129,6 +130,7 @@ def launch(
             *(c_skip, skip_stride_b),
             *(c_out, out_stride_b, out_stride_c, starts, count_runs(starts)),
             *factors,
+            flag,
             *(samples, M, N, K),
             STAGES=STAGES,
             KIND=coefficient_kind(c_out, starts),
@@ -187,6 +189,7 @@ def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
         yield _aot_case(f"linear_skip skip={PER_SAMPLE} out={kind}", PER_SAMPLE, kind)
     for residual, out in (("bf16", "fp16"), ("fp16", "fp16"), ("fp16", "bf16")):
         yield _aot_case(f"linear_skip {residual} to {out}", PER_SAMPLE, PER_CHANNEL, dtypes=(residual, out))
+        yield _aot_case(f"linear_skip {residual} to {out} by run", ONE, PER_RUN, dtypes=(residual, out))
     for bias in (True, False):
         yield _aot_case_of_three(bias)
 
@@ -205,10 +208,11 @@ def _aot_case(
         "c_skip": None if skip == ONE else "*fp32",
         "c_out": None if out == ONE else "*fp32",
         "starts": "*i32" if out == PER_RUN else None,
+        "flag": "*i32" if dtypes[1] == "fp16" else None,
     }
     types |= {"skip_factor": "fp32", "out_factor": "fp32"}
     types |= dict.fromkeys(("skip_stride_b", "out_stride_b", "runs", "samples", "M", "N", "K"), "i32")
-    aligned = ("bias", "c_skip", "skip_stride_b", "c_out", "out_stride_b", "starts", "N")
+    aligned = ("bias", "c_skip", "skip_stride_b", "c_out", "out_stride_b", "starts", "flag", "N")
     return _case(name, gemm_kernel, types, {"out_stride_c": 1, "KIND": out, "GELU": gelu}, aligned)
 
 

@@ -35,6 +35,7 @@ from .coefficient import (
     split_runs,
 )
 from .dispatch import check_result, kernel_op, use_triton
+from .saturation import flag_for, saturate
 
 ROWS, COLUMNS, NUM_WARPS = 8, 512, 4
 
@@ -95,6 +96,7 @@ def _skip(
                 starts,
                 count_runs(starts),
                 out,
+                flag_for(dtype, result_scale, out.device),
                 residual_scale / result_scale,
                 1 / result_scale,
                 S,
@@ -148,7 +150,7 @@ _skip.register_autograd(_backward, setup_context=_setup_context)
 
 @triton.jit(do_not_specialize=("runs",))
 def _skip_kernel(
-    residual, output, c_skip, c_out, starts, runs, out, skip_factor, out_factor, S, C,
+    residual, output, c_skip, c_out, starts, runs, out, flag, skip_factor, out_factor, S, C,
     skip_stride_b, skip_stride_s, skip_stride_c, out_stride_b, out_stride_s, out_stride_c,
     SKIP: tl.constexpr, OUT: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -172,7 +174,10 @@ def _skip_kernel(
         added *= load_coefficient(
             c_out, chosen, rows, columns, row_mask, column_mask, out_stride_b, out_stride_s, out_stride_c, OUT
         )
-    tl.store(out + offsets, (kept * skip_factor + added * out_factor).to(out.dtype.element_ty), mask=mask)
+    result = kept * skip_factor + added * out_factor
+    if flag is not None:
+        result = saturate(result, row_mask, flag)
+    tl.store(out + offsets, result.to(out.dtype.element_ty), mask=mask)
 
 
 def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
@@ -194,7 +199,8 @@ def _aot_case(kind: int, residual: str, out: str, runs: int = 0) -> AotCase:
     }
     constants |= {"skip_stride_c": 1, "out_stride_c": 1} | ({} if runs else {"starts": None})
     types = {"residual": f"*{residual}", "output": "*bf16", "out": f"*{out}", "c_skip": "*fp32", "c_out": "*fp32"}
-    types["starts"] = "*i32"
+    constants |= {} if out == "fp16" else {"flag": None}
+    types |= dict.fromkeys(("starts", "flag"), "*i32")
     types |= {"skip_factor": "fp32", "out_factor": "fp32"} | dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, "i32") for name in _skip_kernel.arg_names}
     aligned = tuple(n for n, t in signature.items() if t.startswith("*") or n == "C" or n.endswith(("_b", "_s")))
