@@ -9,17 +9,14 @@ Diffusion Models with Transformers, section 3.2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 
 from . import reference
-from .ahead import launch_kernel
-from .aot import AotCase
-from .coefficient import PER_CHANNEL, PER_TOKEN, coefficient_kind, coefficient_strides, load_coefficient
+from .coefficient import PER_TOKEN, coefficient_kind, coefficient_strides, load_coefficient
 from .dispatch import check_result, kernel_op, use_triton
+from .launch import launch_kernel
 from .rows import row_grid, row_tile
 
 
@@ -164,29 +161,3 @@ def _layer_norm_modulate_kernel(
             y += load_coefficient(shift, sample, rows, columns, row_mask, column_mask, *shift_strides, SHIFT)
         out_rows = out + (sample.to(tl.int64) * S + rows)[:, None] * C
         tl.store(out_rows + columns[None, :], y.to(out.dtype.element_ty), mask=mask)
-
-
-def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
-    """What the Wan models launch: a norm with weight and bias, and modulation per channel or per token; and rows too
-    wide to be in flight."""
-    for C in (1536, 5120):
-        yield _aot_case(C, affine=True, kind=0)
-        yield _aot_case(C, affine=True, kind=0, element="fp16", out="bf16")
-        yield _aot_case(C, affine=False, kind=PER_CHANNEL, element="fp16", out="bf16")
-        yield _aot_case(C, affine=False, kind=PER_CHANNEL)
-        yield _aot_case(C, affine=False, kind=PER_TOKEN)
-    yield _aot_case(5120, affine=False, kind=PER_CHANNEL, element="fp32")
-    yield _aot_case(16384, affine=False, kind=PER_CHANNEL, element="fp32")
-
-
-def _aot_case(C: int, affine: bool, kind: int, element: str = "bf16", out: str | None = None) -> AotCase:
-    tile = _tile(C, {"bf16": 2, "fp16": 2, "fp32": 4}[element], varies=kind == PER_TOKEN)
-    num_warps = tile.pop("num_warps")
-    constants = {"SCALE": kind, "SHIFT": kind, "scale_stride_c": 1, "shift_stride_c": 1, **tile}
-    constants |= dict.fromkeys(("scale", "shift") if affine else ("weight", "bias"))
-    types = {"x": f"*{element}", "out": f"*{out or element}", "eps": "fp32"}
-    types |= dict.fromkeys(("weight", "bias", "scale", "shift"), "*fp32") | dict.fromkeys(constants, "constexpr")
-    signature = {name: types.get(name, "i32") for name in _layer_norm_modulate_kernel.arg_names}
-    aligned = (n for n, t in signature.items() if t.startswith("*") or n == "C" or ("_stride_" in n and t == "i32"))
-    name = f"layer_norm_modulate {element} {C} {'affine' if affine else f'modulation={kind}'}"
-    return AotCase(name, _layer_norm_modulate_kernel, signature, constants, tuple(aligned), num_warps, num_stages=3)

@@ -8,18 +8,12 @@ The skip is eq. 7 of Karras et al. 2022, Elucidating the Design Space of Diffusi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 
 from . import gemm_hopper, reference
-from .aot import TRITON_NAMES, AotCase
 from .coefficient import (
-    ONE,
-    PER_CHANNEL,
-    PER_TOKEN,
     Coefficient,
     canonical_coefficient,
     coefficient_kind,
@@ -27,8 +21,7 @@ from .coefficient import (
     load_coefficient,
 )
 from .dispatch import check_result, kernel_op, use_triton
-from .gemm import Tiles, aot_case, check_linear, gemm, launch, tile_candidates
-from .tma import TMA_CAPABILITY
+from .gemm import check_linear, gemm, launch
 
 
 def linear_skip(
@@ -190,38 +183,3 @@ def _store_skip(acc, sample, rows, columns, M, N, arguments, KINDS: tl.constexpr
     if SKIP != 0:
         kept *= load_coefficient(c_skip, sample, rows, columns, row_mask, column_mask, *skip_strides, SKIP)
     tl.store(out + offsets, (kept * skip_factor + acc * out_factor).to(out.dtype.element_ty), mask=mask)
-
-
-def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
-    """What linear_skip launches on this architecture: every tile with a gate per channel, the largest with per-token
-    coefficients, which take the most registers."""
-    for dtype in (torch.bfloat16, torch.float32):
-        for tiles in tile_candidates(capability, dtype, descriptors=capability >= TMA_CAPABILITY):
-            yield _aot_case(capability, tiles, dtype, ONE, PER_CHANNEL)
-    largest, *_ = tile_candidates(capability, torch.bfloat16, descriptors=capability >= TMA_CAPABILITY)
-    for kept, out in ((torch.bfloat16, torch.float16), (torch.float16, torch.float16), (torch.float16, torch.bfloat16)):
-        yield _aot_case(capability, largest, torch.bfloat16, ONE, PER_CHANNEL, dtypes=(kept, out))
-    yield _aot_case(capability, largest, torch.bfloat16, ONE, PER_TOKEN)
-    yield _aot_case(capability, largest, torch.bfloat16, PER_TOKEN, PER_TOKEN)
-
-
-def _aot_case(
-    capability: tuple[int, int],
-    tiles: Tiles,
-    dtype: torch.dtype,
-    skip: int,
-    out: int,
-    dtypes: tuple[torch.dtype, torch.dtype] | None = None,
-) -> AotCase:
-    """dtypes: of residual and result; None: dtype."""
-    kept, result = (TRITON_NAMES[d] for d in dtypes or (dtype, dtype))
-    types = {"bias": f"*{TRITON_NAMES[dtype]}", "residual": f"*{kept}", "out": f"*{result}"}
-    types |= {"skip_factor": "fp32", "out_factor": "fp32"}
-    constants = {"KINDS": (skip, out)}
-    for name, kind in (("skip", skip), ("out", out)):
-        types |= {f"c_{name}": "*fp32", f"{name}_stride_b": "i32", f"{name}_stride_s": "i32"}
-        constants[f"{name}_stride_c"] = 1
-        if kind == ONE:
-            constants[f"c_{name}"] = None
-    name = f"linear_skip skip={skip} out={out} {kept} to {result}"
-    return aot_case(name, _linear_skip_kernel, capability, tiles, dtype, types, constants)

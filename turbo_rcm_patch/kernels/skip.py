@@ -8,19 +8,12 @@ Generative Models.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 
 from . import reference
-from .ahead import launch_kernel
-from .aot import AotCase
 from .coefficient import (
-    PER_CHANNEL,
-    PER_SAMPLE,
-    PER_TOKEN,
     Coefficient,
     canonical_coefficient,
     coefficient_kind,
@@ -28,6 +21,7 @@ from .coefficient import (
     load_coefficient,
 )
 from .dispatch import check_result, kernel_op, use_triton
+from .launch import launch_kernel
 
 ROWS, COLUMNS, NUM_WARPS = 8, 512, 4
 
@@ -159,22 +153,3 @@ def _skip_kernel(
             c_out, sample, rows, columns, row_mask, column_mask, out_stride_b, out_stride_s, out_stride_c, OUT
         )
     tl.store(out + offsets, (kept * skip_factor + added * out_factor).to(out.dtype.element_ty), mask=mask)
-
-
-def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
-    """One case per way in which the coefficients vary, and per pair of dtypes of a bf16 block's residual."""
-    for kind in (PER_SAMPLE, PER_CHANNEL, PER_TOKEN):
-        yield _aot_case(kind, "bf16", "bf16")
-    for residual, out in (("bf16", "fp16"), ("fp16", "fp16"), ("fp16", "bf16")):
-        yield _aot_case(PER_CHANNEL, residual, out)
-
-
-def _aot_case(kind: int, residual: str, out: str) -> AotCase:
-    constants = {"SKIP": kind, "OUT": kind, "ROWS": ROWS, "COLUMNS": COLUMNS}
-    constants |= {"skip_stride_c": 1, "out_stride_c": 1}
-    types = {"residual": f"*{residual}", "output": "*bf16", "out": f"*{out}", "c_skip": "*fp32", "c_out": "*fp32"}
-    types |= {"skip_factor": "fp32", "out_factor": "fp32"} | dict.fromkeys(constants, "constexpr")
-    signature = {name: types.get(name, "i32") for name in _skip_kernel.arg_names}
-    aligned = tuple(n for n, t in signature.items() if t.startswith("*") or n == "C" or n.endswith(("_b", "_s")))
-    name = f"skip kind={kind} {residual} to {out}"
-    return AotCase(name, _skip_kernel, signature, constants, aligned, NUM_WARPS, num_stages=3)
