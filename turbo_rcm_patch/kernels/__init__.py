@@ -3,11 +3,11 @@
 Every exported function takes ``implementation="auto" | "triton" | "torch"``; see dispatch.py for what "auto" means.
 """
 
-from .ahead import compile_ahead
 from .attention import attention, sdpa_is_faster
 from .coefficient import MAX_RUNS, Runs
 from .dispatch import IMPLEMENTATIONS, interpreting, why_not_triton, why_not_triton_on
 from .fingerprint import fingerprint
+from .launch import compile_ahead
 from .layer_norm_modulate import layer_norm_modulate
 from .linear_gelu import linear_gelu
 from .linear_qkv import linear_qkv

@@ -10,14 +10,12 @@ last multiplication spreads them. Integer sums have no order.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 
 import torch
 import triton
 import triton.language as tl
 
 from . import reference
-from .aot import AotCase
 from .dispatch import kernel_op, use_triton
 
 WORD_BYTES = 8
@@ -126,10 +124,3 @@ def _key(x):
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
-
-
-def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
-    """The one kernel."""
-    constants = {"ROWS": ROWS, "LANES": LANES}
-    signature = {"table": "*i64", "total": "*i64", "tensors": "i32"} | dict.fromkeys(constants, "constexpr")
-    yield AotCase("fingerprint", _fingerprint_kernel, signature, constants, ("table", "total"), NUM_WARPS, num_stages=3)

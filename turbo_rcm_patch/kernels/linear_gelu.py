@@ -6,17 +6,13 @@ under autograd the reference runs. The tanh approximation of Hendrycks and Gimpe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 
 from . import gemm_hopper, reference
-from .aot import TRITON_NAMES, AotCase
 from .dispatch import kernel_op, use_triton
-from .gemm import aot_case, check_linear, gemm, launch, tile_candidates
-from .tma import TMA_CAPABILITY
+from .gemm import check_linear, gemm, launch
 
 
 def linear_gelu(
@@ -78,11 +74,3 @@ def _gelu(x):
     """0.5 x (1 + tanh(u)) = x / (1 + exp(-2u)) with u = √(2/π) (x + 0.044715 x³): no NaN where exp overflows."""
     u = 0.7978845608028654 * x * (1 + 0.044715 * x * x)
     return x / (1 + tl.exp(-2 * u))
-
-
-def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
-    """What linear_gelu launches on this architecture."""
-    for dtype in (torch.bfloat16, torch.float32):
-        types = dict.fromkeys(("bias", "out"), "*" + TRITON_NAMES[dtype])
-        for tiles in tile_candidates(capability, dtype, descriptors=capability >= TMA_CAPABILITY):
-            yield aot_case("linear_gelu", _linear_gelu_kernel, capability, tiles, dtype, types, {"samples": 1})

@@ -8,20 +8,12 @@ The skip is eq. 7 of Karras et al. 2022, Elucidating the Design Space of Diffusi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 
 from . import gemm_hopper, reference
-from .aot import TRITON_NAMES, AotCase
 from .coefficient import (
-    MAX_RUNS,
-    ONE,
-    PER_CHANNEL,
-    PER_RUN,
-    PER_TOKEN,
     Coefficient,
     Runs,
     canonical_coefficient,
@@ -34,9 +26,8 @@ from .coefficient import (
     split_runs,
 )
 from .dispatch import check_result, kernel_op, use_triton
-from .gemm import Tiles, aot_case, check_linear, gemm, launch, tile_candidates
+from .gemm import check_linear, gemm, launch
 from .saturation import flag_for, saturate
-from .tma import TMA_CAPABILITY
 
 
 def linear_skip(
@@ -213,42 +204,3 @@ def _store_skip(acc, sample, rows, columns, M, N, arguments, KINDS: tl.constexpr
     if flag is not None:
         result = saturate(tl.where(column_mask[None, :], result, 0.0), row_mask, flag)
     tl.store(out + offsets, result.to(out.dtype.element_ty), mask=mask)
-
-
-def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
-    """What linear_skip launches on this architecture: every tile with a gate per channel, the largest with per-token
-    coefficients, which take the most registers."""
-    for dtype in (torch.bfloat16, torch.float32):
-        for tiles in tile_candidates(capability, dtype, descriptors=capability >= TMA_CAPABILITY):
-            yield _aot_case(capability, tiles, dtype, ONE, PER_CHANNEL)
-    largest, *_ = tile_candidates(capability, torch.bfloat16, descriptors=capability >= TMA_CAPABILITY)
-    for kept, out in ((torch.bfloat16, torch.float16), (torch.float16, torch.float16), (torch.float16, torch.bfloat16)):
-        yield _aot_case(capability, largest, torch.bfloat16, ONE, PER_CHANNEL, dtypes=(kept, out))
-    yield _aot_case(capability, largest, torch.bfloat16, ONE, PER_TOKEN)
-    yield _aot_case(capability, largest, torch.bfloat16, PER_TOKEN, PER_TOKEN)
-    yield _aot_case(capability, largest, torch.bfloat16, ONE, PER_RUN, runs=MAX_RUNS)
-
-
-def _aot_case(
-    capability: tuple[int, int],
-    tiles: Tiles,
-    dtype: torch.dtype,
-    skip: int,
-    out: int,
-    dtypes: tuple[torch.dtype, torch.dtype] | None = None,
-    runs: int = 0,
-) -> AotCase:
-    """dtypes: of residual and result; None: dtype."""
-    kept, result = (TRITON_NAMES[d] for d in dtypes or (dtype, dtype))
-    types = {"bias": f"*{TRITON_NAMES[dtype]}", "residual": f"*{kept}", "out": f"*{result}"}
-    types |= {"skip_factor": "fp32", "out_factor": "fp32"}
-    types |= {"starts": "*i32", "runs": "i32", "flag": "*i32"}
-    constants = {"KINDS": (skip, out, max(0, runs - 1).bit_length())} | ({} if runs else {"starts": None})
-    constants |= {} if result == "fp16" else {"flag": None}
-    for name, kind in (("skip", skip), ("out", out)):
-        types |= {f"c_{name}": "*fp32", f"{name}_stride_b": "i32", f"{name}_stride_s": "i32"}
-        constants[f"{name}_stride_c"] = 1
-        if kind == ONE:
-            constants[f"c_{name}"] = None
-    name = f"linear_skip skip={skip} out={out} {kept} to {result}{f' runs={runs}' if runs else ''}"
-    return aot_case(name, _linear_skip_kernel, capability, tiles, dtype, types, constants)

@@ -1,0 +1,132 @@
+"""Calls of every op that together launch every kernel with every tile, dtype, kind of coefficient and optional tensor.
+
+They are for the compile gate, which records what they launch on a GPU that is not there (aot.py) and compiles it: the
+tensors are meta. Where choices are independent, each occurs at least once, and all that take registers together. A
+matrix has the rows that make the GEMM choose each of its tiles on a GPU with aot.MULTIPROCESSORS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from itertools import cycle, product
+from unittest import mock
+
+import torch
+
+from . import attention_hopper, gemm_hopper
+from .attention import _attention, _attention_backward
+from .dispatch import KERNEL_DTYPES
+from .layer_norm_modulate import layer_norm_modulate
+from .linear_gelu import linear_gelu
+from .linear_qkv import linear_qkv
+from .linear_skip import linear_skip
+from .rms_norm_rope import rms_norm_rope
+from .skip import skip
+
+FP32, FP16, BF16 = KERNEL_DTYPES
+CHANNELS = 1536
+ROWS = (4096, 1536, 768, 256)
+DEPTHS = (CHANNELS, CHANNELS - 1)  # of a matrix that TMA and wide loads can read, and of one that they cannot
+HEAD_DIMS = (64, 80, 128, 256)
+
+
+def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def coefficients(batch: int, tokens: int, channels: int = CHANNELS) -> tuple[torch.Tensor | None, ...]:
+    """One of each kind (coefficient.py): one, per sample, per channel, per token."""
+    return None, *(meta(batch, *varies, dtype=FP32) for varies in ((1, 1), (1, channels), (tokens, channels)))
+
+
+@contextlib.contextmanager
+def without_gluon() -> Iterator[None]:
+    """As with a Triton whose Gluon cannot be imported: the portable kernels run on sm_90 too."""
+    with mock.patch.object(gemm_hopper, "GLUON_ERROR", ""), mock.patch.object(attention_hopper, "GLUON_ERROR", ""):
+        yield
+
+
+def launch_attention() -> None:
+    for dtype, head_dim in product(KERNEL_DTYPES, HEAD_DIMS):
+        x, all_parts = meta(2, 300, 3, head_dim, dtype=dtype), meta(2, 10_000, 3, head_dim, dtype=dtype)
+        *_, per_token = coefficients(2, 300, 3 * head_dim)
+        _attention(x, x, x, None, None, None, 1.0, False)
+        _attention(all_parts, all_parts, all_parts, None, None, None, 1.0, True)
+        _attention(x, x, x, x, per_token, per_token, 1.0, True)
+    for c_skip, c_out in product(coefficients(2, 300, 3 * 128), repeat=2):
+        x = meta(2, 300, 3, 128)
+        _attention(x, x, x, x, c_skip, c_out, 1.0, False)
+
+
+def launch_attention_backward() -> None:
+    for dtype, head_dim in product(KERNEL_DTYPES, HEAD_DIMS):
+        x = meta(2, 300, 3, head_dim, dtype=dtype)
+        _attention_backward(x, x, x, x, x, meta(2, 3, 300, dtype=FP32), 1.0, True, True)
+
+
+def launch_linear_skip() -> None:
+    for dtype, rows, depth in product(KERNEL_DTYPES, ROWS, DEPTHS):
+        *_, per_token = coefficients(1, rows)
+        _linear_skip(dtype, rows, depth, per_token, per_token, FP32, FP32)
+    for rows in ROWS:
+        _linear_skip(BF16, rows, CHANNELS, None, coefficients(1, rows)[2], BF16, BF16)
+    kinds, dtypes = product(coefficients(2, ROWS[0] // 2), repeat=2), cycle(product(KERNEL_DTYPES, repeat=2))
+    for (c_skip, c_out), (kept, result) in zip(kinds, dtypes, strict=False):
+        _linear_skip(BF16, ROWS[0], CHANNELS, c_skip, c_out, kept, result)
+
+
+def _linear_skip(dtype, rows, depth, c_skip, c_out, kept, result) -> None:
+    batch = 1 if c_out is None else len(c_out)
+    a, residual = meta(batch, rows // batch, depth, dtype=dtype), meta(batch, rows // batch, CHANNELS, dtype=kept)
+    weight, bias = meta(CHANNELS, depth, dtype=dtype), meta(CHANNELS, dtype=dtype)
+    linear_skip(a, weight, bias, residual, c_skip=c_skip, c_out=c_out, dtype=result)
+
+
+def launch_linear_gelu() -> None:
+    for dtype, rows, depth in product(KERNEL_DTYPES, ROWS, DEPTHS):
+        a, weight = meta(rows, depth, dtype=dtype), meta(CHANNELS, depth, dtype=dtype)
+        linear_gelu(a, weight, meta(CHANNELS, dtype=dtype))
+    linear_gelu(meta(ROWS[0], CHANNELS), meta(CHANNELS, CHANNELS), None)
+
+
+def launch_linear_qkv() -> None:
+    for dtype, bias in product(KERNEL_DTYPES, (True, False)):
+        biases = [meta(CHANNELS, dtype=dtype) if bias else None] * 3
+        linear_qkv(meta(ROWS[0], CHANNELS, dtype=dtype), [meta(CHANNELS, CHANNELS, dtype=dtype)] * 3, biases)
+
+
+def launch_layer_norm_modulate() -> None:
+    for channels, (x, result) in product((1536, 1535, 5120), product(KERNEL_DTYPES, repeat=2)):
+        rows, gain = meta(2, 300, channels, dtype=x), meta(channels, dtype=x)
+        layer_norm_modulate(rows, weight=gain, bias=gain, dtype=result)
+        for modulation in (meta(2, channels, dtype=FP32), meta(2, 300, channels, dtype=FP32)):
+            layer_norm_modulate(rows, scale=modulation, shift=modulation, dtype=result)
+    modulation = meta(2, 16384, dtype=FP32)
+    layer_norm_modulate(meta(2, 300, 16384, dtype=FP32), scale=modulation, shift=modulation)  # no rows in flight
+
+
+def launch_rms_norm_rope() -> None:
+    for dtype, (heads, head_dim) in product(KERNEL_DTYPES, ((12, 128), (40, 128), (128, 128), (3, 80))):
+        x, weight = meta(2, 300, heads * head_dim, dtype=dtype), meta(heads * head_dim, dtype=dtype)
+        for angles in (None, meta(300, head_dim // 2, dtype=FP32)):
+            rms_norm_rope(x, weight, heads=heads, eps=1e-6, cos=angles, sin=angles)
+
+
+def launch_skip() -> None:
+    kinds, dtypes = cycle(product(coefficients(2, 300), repeat=2)), product(KERNEL_DTYPES, repeat=3)
+    for (c_skip, c_out), (kept, added, result) in zip(kinds, dtypes, strict=False):
+        residual, output = meta(2, 300, CHANNELS, dtype=kept), meta(2, 300, CHANNELS, dtype=added)
+        skip(residual, output, c_skip=c_skip, c_out=c_out, dtype=result)
+
+
+LAUNCHES = {
+    "attention": launch_attention,
+    "attention_backward": launch_attention_backward,
+    "linear_skip": launch_linear_skip,
+    "linear_gelu": launch_linear_gelu,
+    "linear_qkv": launch_linear_qkv,
+    "layer_norm_modulate": launch_layer_norm_modulate,
+    "rms_norm_rope": launch_rms_norm_rope,
+    "skip": launch_skip,
+}
