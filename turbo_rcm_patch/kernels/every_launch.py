@@ -61,10 +61,10 @@ def launch_attention() -> None:
         *_, per_token = coefficients(2, 300, 3 * head_dim)
         _attention(x, x, x, None, None, None, 1.0, False)
         _attention(x, x, x, x, per_token, per_token, 1.0, True)
-    x, one_tile = meta(2, 300, 3, 128), meta(2, 100, 3, 128)
+    x, long = meta(2, 300, 3, 128), meta(2, 10_000, 3, 128)
     for c_skip, c_out in pairs_of_kinds(2, 300, 3 * 128):
         _attention(x, x, x, x, c_skip, c_out, 1.0, False)
-    for keys, save_for_backward in product((x, one_tile), (False, True)):  # sm_90's kernel cuts the longer ones
+    for keys, save_for_backward in product((x, long), (False, True)):  # sm_90 cuts the long ones into parts
         _attention(x, keys, keys, None, None, None, 1.0, save_for_backward)
 
 
