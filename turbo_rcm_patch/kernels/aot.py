@@ -1,8 +1,8 @@
 """Compile what a call would launch on a GPU that is not there, and read what it takes: registers, instructions.
 
-The call is run with meta tensors and its launches are recorded; each is then compiled by Triton's own launch path, up to
-where the GPU comes in. every_launch.py has the calls, scripts/compile_gate.py compiles them all. Needs no GPU, but the
-real compiler: TRITON_INTERPRET must be unset.
+The call is run with meta tensors and its launches are recorded; each is then compiled as Triton does on its way to a
+GPU. every_launch.py has the calls, scripts/compile_gate.py compiles them all. Needs no GPU, but the real compiler:
+TRITON_INTERPRET must be unset.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Calls of every op that together launch every kernel with every tile, dtype, kind of coefficient and optional tensor.
 
 They are for the compile gate, which records what they launch on a GPU that is not there (aot.py) and compiles it: the
-tensors are meta. Where choices are independent, each occurs at least once, and all that take registers together. A
-matrix has the rows that make the GEMM choose each of its tiles on a GPU with aot.MULTIPROCESSORS.
+tensors are meta. Where choices are independent, each occurs at least once, and all that take registers together; fp16
+takes what bf16 does. A matrix has the rows that make the GEMM choose each of its tiles on a GPU with
+aot.MULTIPROCESSORS.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ FP32, FP16, BF16 = KERNEL_DTYPES
 CHANNELS = 1536
 ROWS = (4096, 1536, 768, 256)
 DEPTHS = (CHANNELS, CHANNELS - 1)  # of a matrix that TMA and wide loads can read, and of one that they cannot
-HEAD_DIMS = (64, 80, 128, 256)
+MATRICES = (*product((FP32, BF16), ROWS, DEPTHS), *product((FP16,), ROWS[:1], DEPTHS))  # dtype, rows and depth
+ATTENTIONS = (*product((FP32, BF16), (64, 128, 256)), (BF16, 80), (FP16, 128))  # dtype and head_dim
 
 
 def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -40,6 +42,12 @@ def coefficients(batch: int, tokens: int, channels: int = CHANNELS) -> tuple[tor
     return None, *(meta(batch, *varies, dtype=FP32) for varies in ((1, 1), (1, channels), (tokens, channels)))
 
 
+def pairs_of_kinds(*sizes: int) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
+    """c_skip and c_out, each of every kind, and of different ones."""
+    one, *others = kinds = coefficients(*sizes)
+    return list(zip(kinds, (*others, one), strict=True))
+
+
 @contextlib.contextmanager
 def without_gluon() -> Iterator[None]:
     """As with a Triton whose Gluon cannot be imported: the portable kernels run on sm_90 too."""
@@ -48,43 +56,43 @@ def without_gluon() -> Iterator[None]:
 
 
 def launch_attention() -> None:
-    for dtype, head_dim in product(KERNEL_DTYPES, HEAD_DIMS):
-        x, all_parts = meta(2, 300, 3, head_dim, dtype=dtype), meta(2, 10_000, 3, head_dim, dtype=dtype)
+    for dtype, head_dim in ATTENTIONS:
+        x = meta(2, 300, 3, head_dim, dtype=dtype)
         *_, per_token = coefficients(2, 300, 3 * head_dim)
         _attention(x, x, x, None, None, None, 1.0, False)
-        _attention(all_parts, all_parts, all_parts, None, None, None, 1.0, True)
         _attention(x, x, x, x, per_token, per_token, 1.0, True)
-    for c_skip, c_out in product(coefficients(2, 300, 3 * 128), repeat=2):
-        x = meta(2, 300, 3, 128)
+    x, long = meta(2, 300, 3, 128), meta(2, 10_000, 3, 128)
+    for c_skip, c_out in pairs_of_kinds(2, 300, 3 * 128):
         _attention(x, x, x, x, c_skip, c_out, 1.0, False)
+    for keys, save_for_backward in product((x, long), (False, True)):  # sm_90 cuts the long ones into parts
+        _attention(x, keys, keys, None, None, None, 1.0, save_for_backward)
 
 
 def launch_attention_backward() -> None:
-    for dtype, head_dim in product(KERNEL_DTYPES, HEAD_DIMS):
+    for dtype, head_dim in ATTENTIONS:
         x = meta(2, 300, 3, head_dim, dtype=dtype)
         _attention_backward(x, x, x, x, x, meta(2, 3, 300, dtype=FP32), 1.0, True, True)
 
 
 def launch_linear_skip() -> None:
-    for dtype, rows, depth in product(KERNEL_DTYPES, ROWS, DEPTHS):
+    for dtype, rows, depth in MATRICES:
+        a, residual = meta(1, rows, depth, dtype=dtype), meta(1, rows, CHANNELS, dtype=FP32)
+        weight, bias = meta(CHANNELS, depth, dtype=dtype), meta(CHANNELS, dtype=dtype)
         *_, per_token = coefficients(1, rows)
-        _linear_skip(dtype, rows, depth, per_token, per_token, FP32, FP32)
-    for rows in ROWS:
-        _linear_skip(BF16, rows, CHANNELS, None, coefficients(1, rows)[2], BF16, BF16)
-    kinds, dtypes = product(coefficients(2, ROWS[0] // 2), repeat=2), cycle(product(KERNEL_DTYPES, repeat=2))
-    for (c_skip, c_out), (kept, result) in zip(kinds, dtypes, strict=False):
-        _linear_skip(BF16, ROWS[0], CHANNELS, c_skip, c_out, kept, result)
-
-
-def _linear_skip(dtype, rows, depth, c_skip, c_out, kept, result) -> None:
-    batch = 1 if c_out is None else len(c_out)
-    a, residual = meta(batch, rows // batch, depth, dtype=dtype), meta(batch, rows // batch, CHANNELS, dtype=kept)
-    weight, bias = meta(CHANNELS, depth, dtype=dtype), meta(CHANNELS, dtype=dtype)
-    linear_skip(a, weight, bias, residual, c_skip=c_skip, c_out=c_out, dtype=result)
+        linear_skip(a, weight, bias, residual, c_skip=per_token, c_out=per_token)
+    a, weight = meta(2, ROWS[0] // 2, CHANNELS), meta(CHANNELS, CHANNELS)
+    per_sample = coefficients(2, ROWS[0] // 2)[1]
+    kinds = [*pairs_of_kinds(2, ROWS[0] // 2), (None, None), (per_sample, per_sample)]
+    for (c_skip, c_out), (kept, result) in zip(cycle(kinds), product(KERNEL_DTYPES, repeat=2), strict=False):
+        residual = meta(2, ROWS[0] // 2, CHANNELS, dtype=kept)
+        linear_skip(a, weight, None, residual, c_skip=c_skip, c_out=c_out, dtype=result)
+    for rows in ROWS:  # a Wan block's
+        a, residual, gate = meta(1, rows, CHANNELS), meta(1, rows, CHANNELS), meta(1, 1, CHANNELS, dtype=FP32)
+        linear_skip(a, weight, meta(CHANNELS), residual, c_out=gate)
 
 
 def launch_linear_gelu() -> None:
-    for dtype, rows, depth in product(KERNEL_DTYPES, ROWS, DEPTHS):
+    for dtype, rows, depth in MATRICES:
         a, weight = meta(rows, depth, dtype=dtype), meta(CHANNELS, depth, dtype=dtype)
         linear_gelu(a, weight, meta(CHANNELS, dtype=dtype))
     linear_gelu(meta(ROWS[0], CHANNELS), meta(CHANNELS, CHANNELS), None)
@@ -97,7 +105,7 @@ def launch_linear_qkv() -> None:
 
 
 def launch_layer_norm_modulate() -> None:
-    for channels, (x, result) in product((1536, 1535, 5120), product(KERNEL_DTYPES, repeat=2)):
+    for channels, (x, result) in zip(cycle((1536, 5120, 1535, 5120)), product(KERNEL_DTYPES, repeat=2), strict=False):
         rows, gain = meta(2, 300, channels, dtype=x), meta(channels, dtype=x)
         layer_norm_modulate(rows, weight=gain, bias=gain, dtype=result)
         for modulation in (meta(2, channels, dtype=FP32), meta(2, 300, channels, dtype=FP32)):
@@ -114,8 +122,8 @@ def launch_rms_norm_rope() -> None:
 
 
 def launch_skip() -> None:
-    kinds, dtypes = cycle(product(coefficients(2, 300), repeat=2)), product(KERNEL_DTYPES, repeat=3)
-    for (c_skip, c_out), (kept, added, result) in zip(kinds, dtypes, strict=False):
+    dtypes = zip(product(KERNEL_DTYPES, repeat=2), cycle(KERNEL_DTYPES), strict=False)
+    for (c_skip, c_out), ((kept, result), added) in zip(cycle(pairs_of_kinds(2, 300)), dtypes, strict=False):
         residual, output = meta(2, 300, CHANNELS, dtype=kept), meta(2, 300, CHANNELS, dtype=added)
         skip(residual, output, c_skip=c_skip, c_out=c_out, dtype=result)
 
