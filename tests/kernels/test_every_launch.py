@@ -11,7 +11,7 @@ import torch
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.kernels import attention_tiles, dispatch, every_launch, gemm
 from turbo_rcm_patch.kernels.aot import record_launches
-from turbo_rcm_patch.kernels.coefficient import ONE, PER_CHANNEL, PER_SAMPLE, PER_TOKEN
+from turbo_rcm_patch.kernels.coefficient import ONE, PER_CHANNEL, PER_RUN, PER_SAMPLE, PER_TOKEN
 from turbo_rcm_patch.kernels.every_launch import KERNEL_DTYPES, LAUNCHES, without_gluon
 
 CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
@@ -85,7 +85,9 @@ def test_every_kind_of_coefficient_and_every_dtype_reach_every_skip(capability):
     skips = [x for x in launches(capability) if x.kernel.fn.__name__ in ("_skip_kernel", "_linear_skip_kernel")]
     kinds = {(x.kernel.fn.__name__, x.options.get("KINDS") or (x.options["SKIP"], x.options["OUT"])) for x in skips}
     for name, place in product(("_skip_kernel", "_linear_skip_kernel"), (0, 1)):
-        assert {pair[place] for kernel, pair in kinds if kernel == name} == {ONE, PER_SAMPLE, PER_CHANNEL, PER_TOKEN}
+        by_run = {PER_RUN} if place else set()
+        wanted = {ONE, PER_SAMPLE, PER_CHANNEL, PER_TOKEN} | by_run
+        assert {pair[place] for kernel, pair in kinds if kernel == name} == wanted
     named = [dict(zip(x.kernel.arg_names, x.arguments, strict=False)) for x in skips]
     dtypes = {(x.kernel.fn.__name__, y["residual"].dtype, y["out"].dtype) for x, y in zip(skips, named, strict=True)}
     assert len(dtypes) == 2 * 3 * 3

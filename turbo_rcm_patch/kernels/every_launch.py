@@ -17,6 +17,7 @@ import torch
 
 from . import attention_hopper, gemm_hopper
 from .attention import _attention, _attention_backward
+from .coefficient import MAX_RUNS, Runs
 from .dispatch import KERNEL_DTYPES
 from .layer_norm_modulate import layer_norm_modulate
 from .linear_gelu import linear_gelu
@@ -46,6 +47,10 @@ def pairs_of_kinds(*sizes: int) -> list[tuple[torch.Tensor | None, torch.Tensor 
     """c_skip and c_out, each of every kind, and of different ones."""
     one, *others = kinds = coefficients(*sizes)
     return list(zip(kinds, (*others, one), strict=True))
+
+
+def runs(channels: int = CHANNELS) -> Runs:
+    return Runs(meta(MAX_RUNS, channels, dtype=FP32), meta(MAX_RUNS + 1, dtype=torch.int32))
 
 
 @contextlib.contextmanager
@@ -80,15 +85,21 @@ def launch_linear_skip() -> None:
         weight, bias = meta(CHANNELS, depth, dtype=dtype), meta(CHANNELS, dtype=dtype)
         *_, per_token = coefficients(1, rows)
         linear_skip(a, weight, bias, residual, c_skip=per_token, c_out=per_token)
-    a, weight = meta(2, ROWS[0] // 2, CHANNELS), meta(CHANNELS, CHANNELS)
+    samples, weight = meta(2, ROWS[0] // 2, CHANNELS), meta(CHANNELS, CHANNELS)
     per_sample = coefficients(2, ROWS[0] // 2)[1]
     kinds = [*pairs_of_kinds(2, ROWS[0] // 2), (None, None), (per_sample, per_sample)]
     for (c_skip, c_out), (kept, result) in zip(cycle(kinds), product(KERNEL_DTYPES, repeat=2), strict=False):
         residual = meta(2, ROWS[0] // 2, CHANNELS, dtype=kept)
-        linear_skip(a, weight, None, residual, c_skip=c_skip, c_out=c_out, dtype=result)
+        linear_skip(samples, weight, None, residual, c_skip=c_skip, c_out=c_out, dtype=result)
     for rows in ROWS:  # a Wan block's
         a, residual, gate = meta(1, rows, CHANNELS), meta(1, rows, CHANNELS), meta(1, 1, CHANNELS, dtype=FP32)
         linear_skip(a, weight, meta(CHANNELS), residual, c_out=gate)
+        linear_skip(a, weight, meta(CHANNELS), residual, c_out=runs())
+    for c_skip, c_out in product((None, per_sample), (None, gate, runs())):  # of a residual kept in fp16
+        for kept, result in ((BF16, FP16), (FP16, FP16), (FP16, BF16)):
+            residual = meta(2, ROWS[0] // 2, CHANNELS, dtype=kept)
+            options = {"dtype": result, "result_scale": 32.0 if result == FP16 else 1.0}
+            linear_skip(samples, weight, meta(CHANNELS), residual, c_skip=c_skip, c_out=c_out, **options)
 
 
 def launch_linear_gelu() -> None:
@@ -110,6 +121,10 @@ def launch_layer_norm_modulate() -> None:
         layer_norm_modulate(rows, weight=gain, bias=gain, dtype=result)
         for modulation in (meta(2, channels, dtype=FP32), meta(2, 300, channels, dtype=FP32)):
             layer_norm_modulate(rows, scale=modulation, shift=modulation, dtype=result)
+    for channels, dtype in ((3072, BF16), (5120, BF16), (5120, FP16), (1536, FP32)):
+        starts = runs().starts
+        scale, shift = (Runs(runs(channels).values, starts) for _ in range(2))
+        layer_norm_modulate(meta(2, 300, channels, dtype=dtype), scale=scale, shift=shift, dtype=BF16)
     modulation = meta(2, 16384, dtype=FP32)
     layer_norm_modulate(meta(2, 300, 16384, dtype=FP32), scale=modulation, shift=modulation)  # no rows in flight
 
@@ -119,6 +134,8 @@ def launch_rms_norm_rope() -> None:
         x, weight = meta(2, 300, heads * head_dim, dtype=dtype), meta(heads * head_dim, dtype=dtype)
         for angles in (None, meta(300, head_dim // 2, dtype=FP32)):
             rms_norm_rope(x, weight, heads=heads, eps=1e-6, cos=angles, sin=angles)
+        pairs = meta(300, head_dim, dtype=FP32)  # as diffusers' tables, with every value twice
+        rms_norm_rope(x, weight, heads=heads, eps=1e-6, cos=pairs[:, 0::2], sin=pairs[:, 1::2])
 
 
 def launch_skip() -> None:
@@ -126,6 +143,9 @@ def launch_skip() -> None:
     for (c_skip, c_out), ((kept, result), added) in zip(cycle(pairs_of_kinds(2, 300)), dtypes, strict=False):
         residual, output = meta(2, 300, CHANNELS, dtype=kept), meta(2, 300, CHANNELS, dtype=added)
         skip(residual, output, c_skip=c_skip, c_out=c_out, dtype=result)
+    residual, output = meta(2, 300, CHANNELS), meta(2, 300, CHANNELS)
+    for result, scale in ((BF16, 1.0), (FP16, 32.0)):
+        skip(residual, output, c_out=runs(), dtype=result, result_scale=scale)
 
 
 LAUNCHES = {
