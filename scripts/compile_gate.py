@@ -1,17 +1,17 @@
 """Compile every kernel for every supported GPU architecture, without a GPU, and fail where one could not run well.
 
     python scripts/compile_gate.py                                   # everything, a few minutes on two cores
-    python scripts/compile_gate.py --kernels linear_skip --architectures 90 120
+    python scripts/compile_gate.py --ops linear_skip --architectures 90 120
 
-A case fails on: register spills (in warp-specialised kernels: where they multiply matrices), more shared memory than a
-program may take, ptxas serialising wgmma (C7510-C7515), a matmul on sm_90 that does not use its tensor cores (no HGMMA,
-IGMMA or QGMMA), and a compiler that raises or aborts.
+What is compiled is what the calls in turbo_rcm_patch/kernels/every_launch.py launch. A case fails on: register spills
+(in a kernel that multiplies matrices: where it does), more shared memory than a program may take, ptxas serialising
+wgmma (C7510-C7515), a matmul on sm_90 that does not use its tensor cores (no HGMMA, IGMMA or QGMMA), and a compiler
+that raises or aborts.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import multiprocessing
 import os
 import sys
@@ -19,18 +19,16 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-KERNELS = (
-    "attention_forward",
+OPS = (
+    "attention",
     "attention_backward",
-    "attention_hopper",
-    "gemm_hopper",
     "linear_skip",
     "linear_gelu",
     "gelu",
+    "linear_qkv",
     "layer_norm_modulate",
     "rms_norm_rope",
     "skip",
-    "fingerprint",
 )
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 PROCESSES = 2
@@ -40,47 +38,47 @@ ROW = "{:<8}{:<22}{:>6}{:>11}{:>14}{:>7}  {}"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=KERNELS, metavar="NAME")
+    parser.add_argument("--ops", nargs="+", default=OPS, choices=OPS, metavar="NAME")
     parser.add_argument("--architectures", nargs="+", type=int, default=ARCHITECTURES, metavar="90")
     arguments = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[1]))
     os.environ.pop("TRITON_INTERPRET", None)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache
-        failures = run_all(arguments.kernels, arguments.architectures)
+        failures = run_all(arguments.ops, arguments.architectures)
     for failure in failures:
         print(f"FAILED {failure}")
     return 1 if failures else 0
 
 
-def run_all(kernels: list[str], architectures: list[int]) -> list[str]:
-    """Compile everything, print one row per architecture and kernel, and return what failed."""
+def run_all(ops: list[str], architectures: list[int]) -> list[str]:
+    """Compile everything, print one row per architecture and op, and return what failed."""
     # A server imports the package once; every job is a fork of it, so that an aborting compiler ends only that job.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["turbo_rcm_patch.kernels"])
-    jobs = [(kernel, architecture) for architecture in architectures for kernel in kernels]
-    print(ROW.format("arch", "kernel", "cases", "registers", "shared (KiB)", "limit", ""))
+    jobs = [(op, architecture) for architecture in architectures for op in ops]
+    print(ROW.format("arch", "op", "cases", "registers", "shared (KiB)", "limit", ""))
     failures = []
     with ThreadPoolExecutor(PROCESSES) as pool:
         results = pool.map(lambda job: run_job(context, *job), jobs)
-        for (kernel, architecture), reports in zip(jobs, results, strict=True):
+        for (op, architecture), reports in zip(jobs, results, strict=True):
             failed = [f"sm_{architecture} {r['name']}: {problem}" for r in reports for problem in r["problems"]]
-            print(_row(kernel, architecture, reports, failed), flush=True)
+            print(_row(op, architecture, reports, failed), flush=True)
             failures += failed
     return failures
 
 
-def _row(kernel: str, architecture: int, reports: list[dict], failed: list[str]) -> str:
+def _row(op: str, architecture: int, reports: list[dict], failed: list[str]) -> str:
     keys = ("registers", "shared", "limit")
     registers, shared, limit = (max((r.get(key, 0) for r in reports), default=0) for key in keys)
     verdict = f"{len(failed)} FAILED" if failed else "ok" if reports else "none here"
-    return ROW.format(f"sm_{architecture}", kernel, len(reports), registers, shared >> 10, limit >> 10, verdict)
+    return ROW.format(f"sm_{architecture}", op, len(reports), registers, shared >> 10, limit >> 10, verdict)
 
 
-def run_job(context, kernel: str, architecture: int) -> list[dict]:
-    """Compile one kernel's cases for one architecture, if it has any there, in a process of their own."""
+def run_job(context, op: str, architecture: int) -> list[dict]:
+    """Compile one op's cases for one architecture, if it has any there, in a process of their own."""
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=compile_cases, args=(kernel, architecture, sender))
+    process = context.Process(target=compile_cases, args=(op, architecture, sender))
     process.start()
     sender.close()
     reports = []
@@ -90,34 +88,45 @@ def run_job(context, kernel: str, architecture: int) -> list[dict]:
             reports.append(receiver.recv())
         except EOFError:
             problem = f"the process ended early, after {len(reports)} cases"
-            return [*reports, {"name": kernel, "problems": [problem]}]
+            return [*reports, {"name": op, "problems": [problem]}]
     process.join()
     return reports[:-1]
 
 
-def compile_cases(kernel: str, architecture: int, sender) -> None:
-    """Send a report on each case of a kernel on an architecture (90 for sm_90), then END."""
-    from turbo_rcm_patch.kernels.aot import inspect, shared_memory_limit
+def compile_cases(op: str, architecture: int, sender) -> None:
+    """Send a report on each case of an op on an architecture (90 for sm_90), then END."""
+    from turbo_rcm_patch.kernels.aot import describe, inspect, shared_memory_limit
 
     capability = divmod(architecture, 10)
     limit = shared_memory_limit(capability)
-    for case in importlib.import_module(f"turbo_rcm_patch.kernels.{kernel}").aot_cases(capability):
-        report = {"name": case.name}
+    for launch in launches_of(op, capability):
         try:
-            inspection = inspect(case, capability)
+            inspection = inspect(launch, capability)
         except Exception as error:  # whatever the compiler raises is the case's result
-            report["problems"] = [f"{type(error).__name__}: {str(error).strip()[-300:]}"]
+            report = {"problems": [f"{type(error).__name__}: {str(error).strip()[-300:]}"]}
         else:
-            report |= {"registers": inspection.registers, "shared": inspection.shared, "limit": limit}
-            report["problems"] = find_problems(case, inspection, capability, limit)
-        sender.send(report)
+            if inspection is None:
+                continue
+            report = {"registers": inspection.registers, "shared": inspection.shared, "limit": limit}
+            report["problems"] = find_problems(inspection, capability, limit)
+        sender.send(report | {"name": describe(launch)})
     sender.send(END)
 
 
-def find_problems(case, inspection, capability: tuple[int, int], limit: int) -> list[str]:
+def launches_of(op: str, capability: tuple[int, int]) -> list:
+    """All launches of an op on a GPU of this compute capability; many are compiled to the same."""
+    from turbo_rcm_patch.kernels.aot import record_launches
+    from turbo_rcm_patch.kernels.every_launch import LAUNCHES, without_gluon
+
+    launches = record_launches(LAUNCHES[op], capability)
+    with without_gluon():
+        return launches + record_launches(LAUNCHES[op], capability)
+
+
+def find_problems(inspection, capability: tuple[int, int], limit: int) -> list[str]:
     """Why a compiled case would run badly or not at all on this architecture."""
     problems = []
-    if inspection.loops_spill if case.may_spill_outside_loops else inspection.spills:
+    if inspection.spills_matter:
         problems.append(f"{inspection.spills} bytes of register spills ({inspection.registers} registers)")
     if inspection.shared > limit:
         problems.append(f"{inspection.shared} bytes of shared memory; a program may take {limit}")

@@ -1,4 +1,3 @@
-import dataclasses
 import multiprocessing
 import os
 import subprocess
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from turbo_rcm_patch.kernels import aot
-from turbo_rcm_patch.kernels.aot import AotCase, Inspection, shared_memory_limit
+from turbo_rcm_patch.kernels.aot import Inspection, shared_memory_limit
 
 ROOT = Path(__file__).parents[2]
 GATE = ROOT / "scripts" / "compile_gate.py"
@@ -24,46 +23,39 @@ def gate(monkeypatch):
 
 
 def inspection(opcode, **changes):
-    healthy = {"registers": 168, "spills": 0, "loops_spill": False, "shared": 1000, "warnings": ()}
-    result = Inspection(**healthy | {"has_low_precision_dot": True} | changes, cubin=b"")
+    healthy = {"registers": 168, "spills": 0, "spills_matter": False, "shared": 1000, "warnings": ()}
+    result = Inspection(**healthy | {"has_low_precision_dot": True} | changes, asm={})
     vars(result)["instructions"] = Counter({opcode: 4})
     return result
 
 
-CASE = AotCase("case", None, {}, {}, (), num_warps=4, num_stages=3)
-
-
 @pytest.mark.parametrize("opcode", ["HGMMA.64x256x16.F32.BF16", "IGMMA.64x128x32.S8.S8", "QGMMA.64x64x32.F32.E4M3"])
 def test_a_healthy_kernel_passes(gate, opcode):
-    assert gate.find_problems(CASE, inspection(opcode), (9, 0), 2000) == []
+    assert gate.find_problems(inspection(opcode), (9, 0), 2000) == []
 
 
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"spills": 8}, "8 bytes of register spills"),
+        ({"spills": 8, "spills_matter": True}, "8 bytes of register spills"),
         ({"shared": 2001}, "2001 bytes of shared memory; a program may take 2000"),
         ({"warnings": ("(C7510) wgmma serialized",)}, "C7510"),
     ],
 )
 def test_each_fault_is_found(gate, changes, problem):
-    (found,) = gate.find_problems(CASE, inspection("HGMMA.64x64x16.F32", **changes), (9, 0), 2000)
+    (found,) = gate.find_problems(inspection("HGMMA.64x64x16.F32", **changes), (9, 0), 2000)
     assert problem in found
 
 
-def test_spills_of_warps_with_roles_count_in_loops(gate):
-    case = dataclasses.replace(CASE, may_spill_outside_loops=True)
-    outside = inspection("HGMMA.64x64x16.F32", spills=8)
-    inside = inspection("HGMMA.64x64x16.F32", spills=8, loops_spill=True)
-    assert gate.find_problems(case, outside, (9, 0), 2000) == []
-    assert gate.find_problems(case, inside, (9, 0), 2000) == gate.find_problems(CASE, outside, (9, 0), 2000) != []
+def test_spills_that_do_not_matter_pass(gate):
+    assert gate.find_problems(inspection("HGMMA.64x64x16.F32", spills=8), (9, 0), 2000) == []
 
 
 def test_wgmma_is_expected_of_matmuls_on_hopper_only(gate):
     slow = inspection("HMMA.16816.F32.BF16")
-    assert gate.find_problems(CASE, slow, (9, 0), 2000) == ["its matmul does not use wgmma"]
-    assert gate.find_problems(CASE, slow, (8, 0), 2000) == []
-    assert gate.find_problems(CASE, inspection("FFMA", has_low_precision_dot=False), (9, 0), 2000) == []
+    assert gate.find_problems(slow, (9, 0), 2000) == ["its matmul does not use wgmma"]
+    assert gate.find_problems(slow, (8, 0), 2000) == []
+    assert gate.find_problems(inspection("FFMA", has_low_precision_dot=False), (9, 0), 2000) == []
 
 
 def test_opcodes_count_with_their_modifiers():
@@ -77,18 +69,18 @@ def test_shared_memory_limits():
 
 
 def test_a_job_that_dies_is_reported(gate):
-    (report,) = gate.run_job(multiprocessing.get_context("spawn"), "no_such_kernel", 90)
+    (report,) = gate.run_job(multiprocessing.get_context("spawn"), "no_such_op", 90)
     assert report["problems"] == ["the process ended early, after 0 cases"]
 
 
 def test_a_job_that_dies_after_some_cases_is_reported(gate, monkeypatch):
     monkeypatch.setattr(gate, "compile_cases", send_one_and_abort)
-    report, failure = gate.run_job(multiprocessing.get_context("fork"), "some_kernel", 90)
+    report, failure = gate.run_job(multiprocessing.get_context("fork"), "some_op", 90)
     assert report == {"name": "first"}
-    assert failure == {"name": "some_kernel", "problems": ["the process ended early, after 1 cases"]}
+    assert failure == {"name": "some_op", "problems": ["the process ended early, after 1 cases"]}
 
 
-def send_one_and_abort(kernel, architecture, sender):
+def send_one_and_abort(op, architecture, sender):
     sender.send({"name": "first"})
     os._exit(0)
 
@@ -97,10 +89,10 @@ def test_a_lost_exit_code_is_no_failure(gate, monkeypatch):
     class Process(multiprocessing.context.ForkProcess):
         exitcode = 255  # what another thread's start leaves to read
 
-    monkeypatch.setattr(gate, "compile_cases", lambda kernel, architecture, sender: sender.send(gate.END))
+    monkeypatch.setattr(gate, "compile_cases", lambda op, architecture, sender: sender.send(gate.END))
     context = multiprocessing.get_context("fork")
     monkeypatch.setattr(context, "Process", Process, raising=False)
-    assert gate.run_job(context, "some_kernel", 90) == []
+    assert gate.run_job(context, "some_op", 90) == []
 
 
 def run_without_the_interpreter(*command):
@@ -111,22 +103,24 @@ def run_without_the_interpreter(*command):
 
 
 def test_the_command_line():
-    output = run_without_the_interpreter(GATE, "--kernels", "fingerprint", "--architectures", "90")
+    output = run_without_the_interpreter(GATE, "--ops", "linear_qkv", "--architectures", "90")
     row = output.splitlines()[1].split()
-    assert row[:3] == ["sm_90", "fingerprint", "1"]
+    assert row[:3] == ["sm_90", "linear_qkv", "4"]
     assert row[-1] == "ok"
 
 
 INSPECT_ONE_KERNEL = """
-import dataclasses
-from turbo_rcm_patch.kernels.aot import inspect
-from turbo_rcm_patch.kernels.linear_gelu import aot_cases
-case = next(aot_cases((9, 0)))
-half_the_registers = dataclasses.replace(case, num_warps=case.num_warps // 2)
-good, bad = inspect(case, (9, 0)), inspect(half_the_registers, (9, 0))
+from turbo_rcm_patch.kernels.aot import inspect, record_launches
+from turbo_rcm_patch.kernels.every_launch import launch_linear_gelu, without_gluon
+with without_gluon():
+    launch = next(launch for launch in record_launches(launch_linear_gelu, (9, 0)) if launch.options["ROWS"] == 128)
+half_the_registers = launch._replace(options=launch.options | {"num_warps": launch.options["num_warps"] // 2})
+good, bad = inspect(launch, (9, 0)), inspect(half_the_registers, (9, 0))
 assert good.has_low_precision_dot and good.count("HGMMA") > 0 and good.count("UTMALDG") > 0
 assert 0 < good.registers <= 255 and good.shared > 3 * (128 + 256) * 64 * 2
-assert good.spills == 0 and bad.spills > 0
+assert good.spills == 0 and bad.spills > 0 and bad.spills_matter
+assert inspect(launch, (9, 0)) is None  # compiled already
+assert inspect(launch, (10, 0)).count("HGMMA") == 0
 """
 
 
@@ -135,11 +129,12 @@ def test_inspection_of_a_real_kernel():
 
 
 INSPECT_A_GLUON_KERNEL = """
-from turbo_rcm_patch.kernels import attention_hopper
-from turbo_rcm_patch.kernels.aot import inspect, shared_memory_limit
-assert not list(attention_hopper.aot_cases((8, 0)))
-inspection = inspect(next(attention_hopper.aot_cases((9, 0))), (9, 0))
-assert inspection.has_low_precision_dot and not inspection.loops_spill and inspection.warnings == ()
+from turbo_rcm_patch.kernels.aot import inspect, record_launches, shared_memory_limit
+from turbo_rcm_patch.kernels.every_launch import launch_attention
+assert not any(launch.kernel.is_gluon() for launch in record_launches(launch_attention, (8, 0)))
+launches = (launch for launch in record_launches(launch_attention, (9, 0)) if launch.kernel.is_gluon())
+inspection = inspect(next(launch for launch in launches if launch.arguments[0].block_shape[-1] == 128), (9, 0))
+assert inspection.has_low_precision_dot and not inspection.spills_matter and inspection.warnings == ()
 assert 0.75 * shared_memory_limit((9, 0)) < inspection.shared <= shared_memory_limit((9, 0))
 # Three consumers, each with QK and PV in its loop: 8 wgmmas of depth 16 each.
 assert inspection.count("HGMMA") == 3 * 2 * 8
@@ -175,11 +170,17 @@ def test_spills_count_in_the_loop_around_a_product(line, spills):
     assert aot._loops_spill(sass.splitlines()) is spills
 
 
+def test_without_tensor_cores_spills_count_in_any_loop_that_multiplies():
+    in_it, beside_it = SASS.replace("HGMMA.64x128x16.F32.BF16", "FFMA"), SASS.replace("HGMMA", "MOV")
+    assert aot._loops_spill(in_it.replace("@P0 BRA `(.L_x_2)", "@P0 BRA `(.L_x_1)").splitlines())
+    assert not aot._loops_spill(beside_it.splitlines())
+
+
 def test_spills_count_where_no_loop_is_found():
     sass = [line for line in SASS.splitlines() if "BRA" not in line]
     assert aot._loops_spill(sass)
 
 
 def test_an_architecture_may_have_no_cases():
-    output = run_without_the_interpreter(GATE, "--kernels", "attention_hopper", "--architectures", "80")
+    output = run_without_the_interpreter(GATE, "--ops", "linear_qkv", "--architectures", "80")
     assert output.splitlines()[1].split()[-2:] == ["none", "here"]

@@ -3,18 +3,20 @@
 Every exported function takes ``implementation="auto" | "triton" | "torch"``; see dispatch.py for what "auto" means.
 """
 
-from .ahead import compile_ahead
 from .attention import attention
 from .choice import attention_kernel_name, gemm_kernel, linear_qkv_kernel, why_sdpa
 from .coefficient import MAX_RUNS, Runs
 from .dispatch import IMPLEMENTATIONS, interpreting, why_not_triton, why_not_triton_on
 from .gelu import gelu
+from .launch import compile_ahead
 from .layer_norm_modulate import layer_norm_modulate
 from .linear_gelu import linear_gelu
 from .linear_qkv import linear_qkv
 from .linear_skip import linear_skip
 from .measured import measured_on, why_torch
 from .rms_norm_rope import rms_norm_rope
+from .saturation import reset as reset_saturated
+from .saturation import saturated
 from .skip import skip
 
 __all__ = [
@@ -33,7 +35,9 @@ __all__ = [
     "linear_qkv_kernel",
     "linear_skip",
     "measured_on",
+    "reset_saturated",
     "rms_norm_rope",
+    "saturated",
     "skip",
     "why_not_triton",
     "why_not_triton_on",

@@ -1,7 +1,8 @@
-"""Compile a Triton or Gluon kernel for a GPU that is not there, and read what it takes: registers, instructions.
+"""Compile what a call would launch on a GPU that is not there, and read what it takes: registers, instructions.
 
-Each kernel module lists what it launches on an architecture in ``aot_cases(capability) -> Iterator[AotCase]``;
-scripts/compile_gate.py compiles them all. Needs no GPU, but the real compiler: TRITON_INTERPRET must be unset.
+The call is run with meta tensors and its launches are recorded; each is then compiled as Triton does on its way to a
+GPU. every_launch.py has the calls, scripts/compile_gate.py compiles them all. Needs no GPU, but the real compiler:
+TRITON_INTERPRET must be unset.
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 import torch
-import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime import driver
+
+from .dispatch import meta_is_gpu
+from .launch import Launch, recorded
 
 # Bytes of shared memory one program may take (CUDA C programming guide, technical specifications per capability).
 SHARED_MEMORY = {
@@ -32,46 +36,27 @@ SHARED_MEMORY = {
     (11, 0): 227 << 10,
 }
 SMALLEST_SHARED_MEMORY = 99 << 10  # (8, 6), (8, 9), (12, 0), (12, 1)
-TRITON_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-
-
-@dataclass(frozen=True)
-class AotCase:
-    """One specialisation of a kernel, as the launcher would compile it.
-
-    signature: every argument in order and its Triton type: "*bf16", "i32", "fp32", "constexpr",
-    "tensordesc<bf16[128, 64]>". divisible_by_16: the pointers and integers that are multiples of 16.
-    may_spill_outside_loops: a kernel of warps with roles keeps in memory what only some of them need, which costs
-    nothing outside of the loops that multiply matrices.
-    """
-
-    name: str
-    kernel: object
-    signature: dict[str, str]
-    constexprs: dict[str, object]
-    divisible_by_16: tuple[str, ...]
-    num_warps: int
-    num_stages: int
-    may_spill_outside_loops: bool = False
+MULTIPROCESSORS = 100  # of a GPU that is not there
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What the compiler made of a case. spills and shared are in bytes; loops_spill: whether spilled registers are read
-    or written where matrices are multiplied; warnings are the lines of ptxas that name a performance loss."""
+    """What the compiler made of a launch. spills and shared are in bytes; spills_matter: whether spilled registers are
+    read or written where matrices are multiplied, or anywhere in a kernel that multiplies none; warnings are the lines
+    of ptxas that name a performance loss."""
 
     registers: int
     spills: int
-    loops_spill: bool
+    spills_matter: bool
     shared: int
     warnings: tuple[str, ...]
     has_low_precision_dot: bool
-    cubin: bytes = field(repr=False)
+    asm: dict[str, object] = field(repr=False)
 
     @cached_property
     def instructions(self) -> Counter:
         """SASS opcodes with their modifiers ("LDG.E.128") and how often each occurs."""
-        return Counter(opcode for opcode in map(_opcode, _disassemble(self.cubin)) if opcode)
+        return Counter(opcode for opcode in map(_opcode, _disassemble(self.asm["cubin"])) if opcode)
 
     def count(self, opcode: str) -> int:
         """How many instructions have this opcode, or begin with it and a modifier: count("LDG"), count("LDG.E.128")."""
@@ -83,55 +68,85 @@ def shared_memory_limit(capability: tuple[int, int]) -> int:
     return SHARED_MEMORY.get(capability, SMALLEST_SHARED_MEMORY)
 
 
-def inspect(case: AotCase, capability: tuple[int, int]) -> Inspection:
-    """Compile the case for a compute capability, as (9, 0), and report on it."""
-    compiled, log = _compile(case, capability)
+def record_launches(call: Callable[[], object], capability: tuple[int, int]) -> list[Launch]:
+    """What ``call()`` launches with meta tensors on a GPU of this compute capability, as (9, 0)."""
+    launches = []
+    with meta_is_gpu(capability, MULTIPROCESSORS), recorded(launches.append):
+        call()
+    return launches
+
+
+def inspect(launch: Launch, capability: tuple[int, int]) -> Inspection | None:
+    """Compile the launch for a compute capability and report on it; None where that gave a kernel compiled before."""
+    log = io.StringIO()
+    with knobs.nvidia.scope(), knobs.compilation.scope(), _absent_gpu(capability), contextlib.redirect_stdout(log):
+        knobs.nvidia.dump_ptxas_log = True
+        knobs.compilation.always_compile = True  # a binary of an earlier process has no ptxas log
+        compiled = launch.compile()
+    log = log.getvalue()
+    if not log:
+        return None
+    dots = _dot_operands(compiled.asm)
     spills = sum(int(size) for size in re.findall(r"(\d+) bytes spill", log))
     return Inspection(
         registers=int(re.search(r"Used (\d+) registers", log)[1]),
         spills=spills,
-        loops_spill=spills > 0 and _loops_spill(_disassemble(compiled.asm["cubin"])),
+        spills_matter=spills > 0 and (not dots or _loops_spill(_disassemble(compiled.asm["cubin"]))),
         shared=compiled.metadata.shared,
         warnings=tuple(line.strip() for line in log.splitlines() if re.search(r"C75\d\d|serializ", line)),
-        has_low_precision_dot=_has_low_precision_dot(compiled.asm),
-        cubin=compiled.asm["cubin"],
+        has_low_precision_dot=any(re.search(r"x(f16|bf16|i8|f8\w+)[>,]", operand) for operand in dots),
+        asm=compiled.asm,
     )
 
 
-def _has_low_precision_dot(asm) -> bool:
-    """Whether the kernel multiplies matrices of 8 or 16 bits: in Triton's dialect, or for Gluon in that of the GPU."""
-    dots = re.findall(r"(?:tt\.dot|warp_group_dot) .* : (.*) \* ", asm.get("ttir", asm["ttgir"]))
-    return any(re.search(r"x(f16|bf16|i8|f8\w+)[>,]", operand) for operand in dots)
+def describe(launch: Launch) -> str:
+    """The kernel's name and arguments in one line: tensors and descriptors as "bf16[2, 64]"."""
+    arguments = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False)) | launch.options
+    return f"{launch.kernel.fn.__name__}({', '.join(f'{name}={_short(x)}' for name, x in arguments.items())})"
 
 
-def _compile(case: AotCase, capability: tuple[int, int]):
-    names = list(case.signature)
-    source = _source_class(case.kernel)(
-        fn=case.kernel,
-        signature=case.signature,
-        constexprs=case.constexprs,
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in case.divisible_by_16},
-    )
-    major, minor = capability
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
-    log = io.StringIO()
-    with knobs.nvidia.scope(), knobs.compilation.scope(), contextlib.redirect_stdout(log):
-        knobs.nvidia.dump_ptxas_log = True
-        knobs.compilation.always_compile = True  # a cached binary has no ptxas log
-        compiled = triton.compile(source, target=GPUTarget("cuda", 10 * major + minor, 32), options=options)
-    return compiled, log.getvalue()
+def _short(argument: object) -> str:
+    tensor = getattr(argument, "base", argument)
+    if not isinstance(tensor, torch.Tensor):
+        return str(argument)
+    shape = tensor.shape if tensor is argument else argument.block_shape
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(shape)}"
 
 
-def _source_class(kernel) -> type[ASTSource]:
-    if not kernel.is_gluon():
-        return ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource  # experimental: only for kernels that use it
+class _AbsentGPU:
+    """What Triton asks of a driver to compile: the target, and numbers of the device and its stream."""
 
-    return GluonASTSource
+    def __init__(self, capability: tuple[int, int]):
+        major, minor = capability
+        self._target = GPUTarget("cuda", 10 * major + minor, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return self._target.arch  # kernels are kept per device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def _absent_gpu(capability: tuple[int, int]) -> Iterator[None]:
+    driver.set_active(_AbsentGPU(capability))
+    try:
+        yield
+    finally:
+        driver.set_active(None)  # as before the first kernel
+
+
+def _dot_operands(asm: dict[str, object]) -> list[str]:
+    """Types of the matrices that are multiplied: in Triton's dialect, or for Gluon in that of the GPU."""
+    return re.findall(r"(?:tt\.dot|warp_group_dot) .* : (.*) \* ", asm.get("ttir", asm["ttgir"]))
 
 
 def _loops_spill(sass: list[str]) -> bool:
-    """Whether a spilled register is read or written in the smallest loop around a matrix product, or there is none."""
+    """Whether a spilled register is read or written in the smallest loop around a matrix product, or there is none.
+    Without tensor cores every loop with a multiply-add is one."""
     labels = {line.strip().rstrip(":"): index for index, line in enumerate(sass) if line.startswith(".L_")}
     opcodes = [_opcode(line) or "" for line in sass]
     loops = []
@@ -140,6 +155,10 @@ def _loops_spill(sass: list[str]) -> bool:
         if branch and labels.get(branch[1], len(sass)) < index:
             loops.append(range(labels[branch[1]], index + 1))
     products = [index for index, opcode in enumerate(opcodes) if re.match(r"\w*MMA\b", opcode)]
+    if not products:
+        products = [
+            i for i, opcode in enumerate(opcodes) if opcode.startswith("FFMA") and any(i in loop for loop in loops)
+        ]
     around = [min((loop for loop in loops if index in loop), key=len, default=range(len(sass))) for index in products]
     return any(opcodes[index].startswith(("STL", "LDL")) for loop in set(around) for index in loop)
 

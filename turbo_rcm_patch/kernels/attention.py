@@ -14,11 +14,11 @@ import torch
 
 from . import attention_hopper
 from . import reference as torch_reference
-from .ahead import compiling_ahead
 from .attention_backward import attention_backward
 from .attention_forward import attention_forward
 from .coefficient import Coefficient, canonical_coefficient
 from .dispatch import kernel_op, use_triton
+from .launch import recording
 
 MAX_HEAD_DIM = 256
 
@@ -49,7 +49,7 @@ def attention(
     operands = (q, k, v, residual, c_skip, c_out)
     wants_kernel = use_triton(implementation, *operands, has_gradient=True)
     if not wants_kernel or head_dim > MAX_HEAD_DIM or q.numel() == 0:
-        if compiling_ahead():
+        if recording():
             return torch.empty_like(q)  # PyTorch's attention takes long, and programs that replace it may count calls
         return torch_reference.attention(*operands, scale)
     # The skip's own gradients need only the residual and c_skip; all others need the raw output and the logsumexp.

@@ -6,17 +6,12 @@ program per tile of queries. The probabilities are computed again, from the logs
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 
-from .aot import AotCase
 from .attention_tiles import (
     LOG2_E,
-    Tile,
-    attention_aot_case,
     block_d,
     choose_tile,
     load_tile,
@@ -26,6 +21,7 @@ from .attention_tiles import (
     tile_operand,
 )
 from .dispatch import device_properties
+from .launch import launch_kernel
 from .tma import head_strides
 
 DELTA_ROWS = 32
@@ -54,7 +50,9 @@ def attention_backward(
     strides = (*head_strides(q), *head_strides(k), *head_strides(v), *head_strides(grad))
 
     def launch(kernel, tile, grid, outputs):
-        kernel[grid](
+        launch_kernel(
+            kernel,
+            grid,
             tile_operand(q, tile.BLOCK_M, capability),
             tile_operand(k, tile.BLOCK_N, capability),
             tile_operand(v, tile.BLOCK_N, capability),
@@ -74,7 +72,9 @@ def attention_backward(
         )
 
     with torch.cuda.device_of(q):
-        _attention_delta_kernel[triton.cdiv(tokens, DELTA_ROWS), heads, batch](
+        launch_kernel(
+            _attention_delta_kernel,
+            (triton.cdiv(tokens, DELTA_ROWS), heads, batch),
             grad,
             raw_out,
             delta,
@@ -183,14 +183,3 @@ def _attention_grad_q_kernel(
         grad_scores = p * (grad_p - row_delta[:, None])
         q_sum = tl.dot(grad_scores.to(k_tile.dtype), k_tile, q_sum, input_precision="ieee")
     store_tile(grad_q, q_sum * scale, sample, head, heads, start, tokens, HEAD_DIM, BLOCK_M, BLOCK_D)
-
-
-def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
-    """All three kernels: bf16 at head_dim 64 and 128, fp32 at 64."""
-    for dtype, head_dim in ((torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float32, 64)):
-        arguments = (capability, dtype, head_dim)
-        delta = Tile(DELTA_ROWS, 0, 4, 3)
-        yield attention_aot_case("attention_delta", _attention_delta_kernel, *arguments, delta, {}, descriptors=False)
-        for name, kernel in (("grad_kv", _attention_grad_kv_kernel), ("grad_q", _attention_grad_q_kernel)):
-            tile = choose_tile(name, *arguments)
-            yield attention_aot_case(f"attention_{name}", kernel, *arguments, tile, {})

@@ -6,17 +6,12 @@ online softmax in base 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 
-from .ahead import launch_kernel
-from .aot import AotCase
 from .attention_tiles import (
     LOG2_E,
-    attention_aot_case,
     block_d,
     choose_tile,
     load_tile,
@@ -25,8 +20,9 @@ from .attention_tiles import (
     store_tile,
     tile_operand,
 )
-from .coefficient import ONE, PER_CHANNEL, coefficient_kind, coefficient_strides, load_coefficient
+from .coefficient import coefficient_kind, coefficient_strides, load_coefficient
 from .dispatch import device_properties
+from .launch import launch_kernel
 from .tma import head_strides
 
 
@@ -159,13 +155,3 @@ def _attention_kernel(
             )  # fmt: skip
         output = kept + output
     store_tile(out, output, sample, head, heads, start, tokens, HEAD_DIM, BLOCK_M, BLOCK_D)
-
-
-def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
-    """The forward without a skip and with a gate per channel: bf16 at head_dim 64 and 128, fp32 at 64."""
-    plain = dict.fromkeys(("residual", "c_skip", "c_out", "raw_out", "lse")) | {"SKIP_KIND": ONE, "OUT_KIND": ONE}
-    skip = {"SKIP_KIND": PER_CHANNEL, "OUT_KIND": PER_CHANNEL, "c_skip_stride_c": 1, "c_out_stride_c": 1}
-    for dtype, head_dim in ((torch.bfloat16, 64), (torch.bfloat16, 128), (torch.float32, 64)):
-        tile = choose_tile("attention", capability, dtype, head_dim)
-        for name, constants in (("attention", plain), ("attention_skip", skip)):
-            yield attention_aot_case(name, _attention_kernel, capability, dtype, head_dim, tile, constants)

@@ -10,17 +10,15 @@ the end; a second kernel joins the parts (Flash-Decoding, Dao et al. 2023).
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from .ahead import launch_kernel
-from .aot import TRITON_NAMES, AotCase
 from .attention_tiles import LOG2_E
-from .dispatch import HOPPER, device_properties, why_not_hopper
+from .dispatch import device_properties, why_not_hopper
+from .launch import launch_kernel
 from .tma import head_strides, heads_fit_tma
 
 try:
@@ -204,51 +202,3 @@ def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
 @functools.lru_cache
 def _shared_layout(rows: int, head_dim: int):
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, head_dim], gl.bfloat16)  # as for any 16-bit type
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Ahead-of-time compilation
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
-    """The kernel at both head_dims, with everything that a launch can ask of it and with nothing; on sm_90 only."""
-    if capability != HOPPER:
-        return
-    yield _kernel_case(torch.bfloat16, 128, complete=True)
-    yield _kernel_case(torch.bfloat16, 128, complete=False)
-    yield _kernel_case(torch.float16, 64, complete=True)
-    types = dict.fromkeys(("partial_out", "partial_lse", "lse"), "*fp32") | {"out": "*bf16"}
-    constants = {"ROWS": TILE_QUERIES, "HEAD_DIM": 128, "BLOCK": JOIN_ROWS}
-    yield _case("attention_join_bf16_d128", _join_kernel, types, constants)
-
-
-def _kernel_case(dtype: torch.dtype, head_dim: int, *, complete: bool) -> AotCase:
-    """complete: with parts and the logsumexp."""
-    queries, keys = (
-        f"tensordesc<{TRITON_NAMES[dtype]}[1, 1, {rows}, {head_dim}],{_shared_layout(rows, head_dim)!r}>"
-        for rows in (QUERIES.value, TILE_KEYS)
-    )
-    types = {"q": queries, "k": keys, "v": keys, "out": queries, "scale_log2": "fp32"}
-    constants = {}
-    optional = ("lse", "partial_out", "partial_lse")
-    if complete:
-        types |= dict.fromkeys(optional, "*fp32")
-    else:
-        constants |= dict.fromkeys(optional)
-    name = f"attention_hopper{'' if complete else '_plain'}_{TRITON_NAMES[dtype]}_d{head_dim}"
-    return _case(name, attention_kernel, types, constants)
-
-
-def _case(name: str, kernel, types: dict[str, str], constants: dict[str, object]) -> AotCase:
-    types = types | dict.fromkeys(constants, "constexpr")
-    return AotCase(
-        name=name,
-        kernel=kernel,
-        signature={argument: types.get(argument, "i32") for argument in kernel.arg_names},
-        constexprs=constants,
-        divisible_by_16=tuple(argument for argument, kind in types.items() if kind.startswith("*")),
-        num_warps=4,
-        num_stages=3,
-        may_spill_outside_loops=kernel.is_gluon(),
-    )

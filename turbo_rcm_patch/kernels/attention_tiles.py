@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .aot import TRITON_NAMES, AotCase
 from .tma import TMA_CAPABILITY, head_strides, heads_fit_tma
 
 LOG2_E = math.log2(math.e)
@@ -36,10 +35,13 @@ WARPGROUP_TILES = {  # sm_90 and sm_100, whose dots read their operands from sha
     "grad_kv": (Tile(64, 128, 8, 2), Tile(64, 128, 8, 2), Tile(32, 64, 8, 2)),
     "grad_q": (Tile(128, 128, 8, 2), Tile(128, 128, 8, 2), Tile(64, 64, 8, 2)),
 }
-WARP_TILES = {  # sm_80, sm_86, sm_89 and sm_120, whose dots read them from registers
+WARP_TILES = {  # sm_80, sm_86 and sm_89, whose dots read them from registers
     "attention": (Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(64, 32, 8, 2)),
     "grad_kv": (Tile(64, 32, 4, 2), Tile(64, 64, 8, 2), Tile(32, 32, 8, 2)),
     "grad_q": (Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
+}
+WARP_TMA_TILES = WARP_TILES | {  # sm_120
+    "attention": (Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(32, 32, 8, 2)),
 }
 FLOAT32_TILES = {  # without tensor cores all are alike
     "attention": (Tile(64, 16, 8, 2), Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
@@ -51,8 +53,13 @@ FLOAT32_TILES = {  # without tensor cores all are alike
 def choose_tile(kernel: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> Tile:
     """The tile of kernel "attention", "grad_kv" or "grad_q" on a GPU of this compute capability."""
     width = 0 if head_dim <= 64 else 1 if head_dim <= 128 else 2
-    half_tiles = WARPGROUP_TILES if capability[0] in (9, 10) else WARP_TILES
-    return (FLOAT32_TILES if dtype == torch.float32 else half_tiles)[kernel][width]
+    if dtype == torch.float32:
+        tiles = FLOAT32_TILES
+    elif capability[0] in (9, 10):
+        tiles = WARPGROUP_TILES
+    else:
+        tiles = WARP_TMA_TILES if capability >= TMA_CAPABILITY else WARP_TILES
+    return tiles[kernel][width]
 
 
 def block_d(head_dim: int) -> int:
@@ -119,30 +126,3 @@ def store_tile(
 def row_statistics(x, sample, head, heads, tokens):
     """Where the rows of one sample and head begin in a packed [B, H, S] tensor."""
     return x + (tl.cast(sample, tl.int64) * heads + head) * tokens
-
-
-def attention_aot_case(name, kernel, capability, dtype, head_dim, tile, constants, descriptors=True) -> AotCase:
-    """A case of a kernel that names its arguments as this family does; descriptors: whether it reads tiles by TMA."""
-    width = block_d(head_dim)
-    constants = constants | {"HEAD_DIM": head_dim, "BLOCK_D": width, "BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N}
-    constants = {argument: value for argument, value in constants.items() if argument in kernel.arg_names}
-    element = TRITON_NAMES[dtype]
-    types = dict.fromkeys(("c_skip", "c_out", "lse", "delta"), "*fp32")
-    types |= dict.fromkeys(("scale", "scale_log2"), "fp32")
-    types |= dict.fromkeys(("residual", "out", "raw_out", "grad_q", "grad_k", "grad_v"), f"*{element}")
-    for operand, rows in (("q", tile.BLOCK_M), ("k", tile.BLOCK_N), ("v", tile.BLOCK_N), ("grad", tile.BLOCK_M)):
-        described = has_descriptors(capability, dtype) and descriptors
-        types[operand] = f"tensordesc<{element}[1, 1, {rows}, {width}]>" if described else f"*{element}"
-    types |= dict.fromkeys(constants, "constexpr")
-    signature = {argument: types.get(argument, "i32") for argument in kernel.arg_names}
-    aligned = [argument for argument, kind in signature.items() if kind.startswith("*")]
-    aligned += [argument for argument, kind in signature.items() if kind == "i32" and "_stride_" in argument]
-    return AotCase(
-        name=f"{name}_{element}_d{head_dim}",
-        kernel=kernel,
-        signature=signature,
-        constexprs=constants,
-        divisible_by_16=tuple(aligned),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )

@@ -170,4 +170,4 @@ def find_runs(tokens, starts, runs, STEPS: tl.constexpr):
     for step in tl.static_range(STEPS):
         later = found + (1 << (STEPS - 1 - step))
         found = tl.where(tokens >= tl.load(starts + tl.minimum(later, runs)), later, found)  # starts[runs] is beyond
-    return found
+    return tl.minimum(found, runs - 1)  # in bounds for tokens past the last, too

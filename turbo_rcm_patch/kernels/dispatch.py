@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.autograd.forward_ad as fwAD
@@ -16,6 +18,19 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MINIMUM_CAPABILITY = (8, 0)
 HOPPER = (9, 0)
 HOPPER_DTYPES = (torch.bfloat16, torch.float16)
+INTERPRETED_GPU = (9, 0), 4
+
+_meta_gpu = contextvars.ContextVar("turbo_rcm_patch_meta_gpu", default=None)
+
+
+@contextlib.contextmanager
+def meta_is_gpu(capability: tuple[int, int], multiprocessors: int) -> Iterator[None]:
+    """Within it meta tensors are on a GPU of this compute capability, with so many multiprocessors."""
+    token = _meta_gpu.set((capability, multiprocessors))
+    try:
+        yield
+    finally:
+        _meta_gpu.reset(token)
 
 
 def interpreting() -> bool:
@@ -27,10 +42,10 @@ def interpreting() -> bool:
 
 def why_not_triton_on(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why Triton kernels cannot take tensors of this device and dtype, in a few words; None when they can."""
-    if device.type == "cuda":
+    if _is_gpu(device):
         if torch.version.hip is not None:
             return "AMD GPU"
-        if torch.cuda.get_device_capability(device) < MINIMUM_CAPABILITY:
+        if _capability(device) < MINIMUM_CAPABILITY:
             return f"GPU older than sm_{MINIMUM_CAPABILITY[0]}{MINIMUM_CAPABILITY[1]}"
     elif not (device.type == "cpu" and interpreting()):
         return f"{device.type} tensors"
@@ -39,20 +54,31 @@ def why_not_triton_on(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-@functools.lru_cache
 def device_properties(device: torch.device) -> tuple[tuple[int, int], int]:
-    """Compute capability and multiprocessors. The interpreter plays a GPU of sm_90 with four."""
-    if device.type != "cuda":
-        return (9, 0), 4
+    """Compute capability and multiprocessors."""
+    if device.type == "cuda":
+        return _gpu_properties(device)
+    return _meta_gpu.get() if device.type == "meta" else INTERPRETED_GPU
+
+
+@functools.lru_cache
+def _gpu_properties(device: torch.device) -> tuple[tuple[int, int], int]:
     properties = torch.cuda.get_device_properties(device)
     return (properties.major, properties.minor), properties.multi_processor_count
 
 
 def is_hopper(device: torch.device) -> bool:
     """Whether it is a GPU of sm_90, NVIDIA's."""
-    # torch.compile warns of cached functions, as device_properties is, where it traces them.
-    is_nvidia = device.type == "cuda" and torch.version.hip is None
-    return is_nvidia and torch.cuda.get_device_capability(device) == HOPPER
+    return _is_gpu(device) and torch.version.hip is None and _capability(device) == HOPPER
+
+
+def _is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda" or (device.type == "meta" and _meta_gpu.get() is not None)
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    # Not device_properties: torch.compile warns of cached functions where it traces them.
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else _meta_gpu.get()[0]
 
 
 def why_not_hopper(device: torch.device, dtype: torch.dtype, gluon_error: str | None) -> str | None:

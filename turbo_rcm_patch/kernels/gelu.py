@@ -6,16 +6,13 @@ autograd the reference runs. The tanh approximation of Hendrycks and Gimpel, Gau
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 
 from . import reference
-from .ahead import launch_kernel
-from .aot import AotCase
 from .dispatch import kernel_op, use_triton
+from .launch import launch_kernel
 
 BLOCK, NUM_WARPS = 4096, 8
 
@@ -57,11 +54,3 @@ def gelu_tanh(x):
     """0.5 x (1 + tanh(u)) = x / (1 + exp(-2u)) with u = √(2/π) (x + 0.044715 x³): no NaN where exp overflows."""
     u = 0.7978845608028654 * x * (1 + 0.044715 * x * x)
     return x / (1 + tl.exp(-2 * u))
-
-
-def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
-    """What gelu launches on this architecture: in bf16 and fp32."""
-    for dtype in ("bf16", "fp32"):
-        signature = {"x": f"*{dtype}", "out": f"*{dtype}", "elements": "i32", "BLOCK": "constexpr"}
-        aligned = ("x", "out", "elements")
-        yield AotCase(f"gelu {dtype}", _gelu_kernel, signature, {"BLOCK": BLOCK}, aligned, NUM_WARPS, num_stages=3)

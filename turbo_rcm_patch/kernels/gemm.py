@@ -15,9 +15,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .ahead import launch_kernel
-from .aot import TRITON_NAMES, AotCase
 from .dispatch import device_properties
+from .launch import launch_kernel
 from .tma import TMA_CAPABILITY, matrix_fits_tma
 
 # Tiles are numbered such that those of programs that run together share operands, which L2 then reads once. A weight
@@ -186,37 +185,6 @@ def _epilogue_in_parts(
         rows = row + tl.arange(0, ROWS)
         columns = column + tl.arange(0, COLUMNS)
         EPILOGUE(acc, sample, rows, columns, M, N, arguments, KINDS)
-
-
-def aot_case(
-    name: str,
-    kernel,
-    capability: tuple[int, int],
-    tiles: Tiles,
-    dtype: torch.dtype,
-    types: dict[str, str],
-    constants: dict[str, object],
-) -> AotCase:
-    """The case of a kernel around ``gemm`` with aligned sizes; types and constants are those of its own arguments."""
-    descriptors = capability >= TMA_CAPABILITY
-    constants = constants | _tile_options(tiles, descriptors)
-    num_warps, num_stages = constants.pop("num_warps"), constants.pop("num_stages")
-    element = TRITON_NAMES[dtype]
-    types = dict.fromkeys(("samples", "M", "N", "K", "stride_a", "stride_w"), "i32") | types
-    for operand, rows in (("a", tiles.rows), ("weight", tiles.columns)):
-        types[operand] = f"tensordesc<{element}[{rows}, {tiles.depth}]>" if descriptors else f"*{element}"
-    types |= dict.fromkeys(constants, "constexpr")
-    aligned = (n for n in kernel.arg_names if types[n].startswith("*") or n in ("N", "K", "stride_a", "stride_w"))
-    size = f"{tiles.rows}x{tiles.columns}x{tiles.depth}"
-    return AotCase(
-        name=f"{name} {element} {size}",
-        kernel=kernel,
-        signature={argument: types[argument] for argument in kernel.arg_names},
-        constexprs=constants,
-        divisible_by_16=tuple(aligned),
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )
 
 
 def check_linear(op: str, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -9,24 +9,21 @@ a [samples·M, K], W [N, K], b [N]; residual and result [samples·M, N]. The ker
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
 
-from .ahead import launch_kernel
-from .aot import AotCase
 from .coefficient import (
     ONE,
-    PER_CHANNEL,
-    PER_RUN,
     PER_SAMPLE,
     PER_TOKEN,
     coefficient_kind,
     coefficient_strides,
     count_runs,
 )
-from .dispatch import HOPPER, device_properties, why_not_hopper
+from .dispatch import device_properties, why_not_hopper
+from .launch import launch_kernel
 from .tma import matrix_fits_tma
 
 try:
@@ -76,8 +73,6 @@ def why_not(
             return f"{str(kept).removeprefix('torch.')} {name}"
     if coefficient_kind(c_skip) not in (ONE, PER_SAMPLE):
         return "c_skip per channel or token"  # would spill registers beside 192 accumulators
-    if starts is not None and c_skip is not None:
-        return "c_skip beside runs"  # the same
     if coefficient_kind(c_out, starts) == PER_TOKEN:
         return "c_out per token"
     matrices = (a, *weights) if residual is None else (a, *weights, residual)
@@ -117,13 +112,14 @@ def launch(
     c_out: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
     factors: tuple[float, float] = (1.0, 1.0),
+    flag: torch.Tensor | None = None,
 ) -> None:
     """Write ``c_skip ⊙ residual + c_out ⊙ f(a Wᵀ + b)`` to out, f GELU or nothing; `why_not` must have been None.
 
     a: [samples·M, K]. weight: [N, K]. bias: [N], contiguous. out, residual: [samples·M, N], contiguous.
     c_skip, c_out: canonical coefficients (coefficient.py) per sample, c_out also per channel, or None for 1. starts: of
         c_out's runs, or None.
-    factors: of the two terms besides, where there is a residual.
+    factors: of the two terms besides, where there is a residual. flag: as of saturation.py, or None.
     """
     (rows, K), N = a.shape, weight.shape[0]
     M = rows // samples
@@ -142,6 +138,7 @@ def launch(
             *(c_skip, skip_stride_b),
             *(c_out, out_stride_b, out_stride_c, starts, count_runs(starts)),
             *factors,
+            flag,
             *(samples, M, N, K),
             STAGES=STAGES,
             KIND=coefficient_kind(c_out, starts),
@@ -187,69 +184,3 @@ def _descriptor(tensor: torch.Tensor, *box: int) -> TensorDescriptor:
 def _layout(rank: int) -> gl.NVMMASharedLayout:
     """Of a box whose lines, 64 elements of 16 bits, are swizzled."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
-
-
-def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
-    """What launches on this architecture: a block's projections, and skips of other sorts."""
-    if capability != HOPPER:
-        return
-    yield _aot_case("linear_gelu", ONE, ONE, gelu=True)
-    yield _aot_case("linear_skip", ONE, PER_CHANNEL)
-    yield _aot_case("linear_skip by run", ONE, PER_RUN)
-    for kind in (ONE, PER_SAMPLE, PER_CHANNEL):
-        yield _aot_case(f"linear_skip skip={PER_SAMPLE} out={kind}", PER_SAMPLE, kind)
-    for residual, out in (("bf16", "fp16"), ("fp16", "fp16"), ("fp16", "bf16")):
-        yield _aot_case(f"linear_skip {residual} to {out}", PER_SAMPLE, PER_CHANNEL, dtypes=(residual, out))
-    for bias in (True, False):
-        yield _aot_case_of_three(bias)
-
-
-def _aot_case(
-    name: str, skip: int, out: int, gelu: bool = False, dtypes: tuple[str, str] = ("bf16", "bf16")
-) -> AotCase:
-    """dtypes: of residual and result."""
-    types = {
-        "a": _descriptor_type(ROWS, DEPTH),
-        "weight": _descriptor_type(COLUMNS, DEPTH),
-        "weight_tail": _descriptor_type(TAIL, DEPTH),
-        "residual": None if gelu else _descriptor_type(1, ROWS, CHUNK, dtype=dtypes[0]),
-        "out": _descriptor_type(1, ROWS, CHUNK, dtype=dtypes[1]),
-        "bias": "*bf16",
-        "c_skip": None if skip == ONE else "*fp32",
-        "c_out": None if out == ONE else "*fp32",
-        "starts": "*i32" if out == PER_RUN else None,
-    }
-    types |= {"skip_factor": "fp32", "out_factor": "fp32"}
-    types |= dict.fromkeys(("skip_stride_b", "out_stride_b", "runs", "samples", "M", "N", "K"), "i32")
-    aligned = ("bias", "c_skip", "skip_stride_b", "c_out", "out_stride_b", "starts", "N")
-    return _case(name, gemm_kernel, types, {"out_stride_c": 1, "KIND": out, "GELU": gelu}, aligned)
-
-
-def _aot_case_of_three(bias: bool) -> AotCase:
-    types = {"a": _descriptor_type(ROWS, DEPTH)} | dict.fromkeys(("M", "N", "K"), "i32")
-    for i in range(3):
-        types |= {f"weight_{i}": _descriptor_type(COLUMNS, DEPTH), f"tail_{i}": _descriptor_type(TAIL, DEPTH)}
-        types |= {f"out_{i}": _descriptor_type(1, ROWS, CHUNK), f"bias_{i}": "*bf16" if bias else None}
-    name = "linear_qkv" if bias else "linear_qkv without bias"
-    return _case(name, gemm_of_three_kernel, types, {}, ("bias_0", "bias_1", "bias_2", "N"))
-
-
-def _case(
-    name: str, kernel, types: dict[str, str | None], constants: dict[str, object], aligned: tuple[str, ...]
-) -> AotCase:
-    """types, constants: of the arguments; one of type None is None."""
-    constants = constants | {argument: None for argument, given in types.items() if given is None}
-    constants["STAGES"] = STAGES
-    return AotCase(
-        name=name,
-        kernel=kernel,
-        signature={argument: types.get(argument) or "constexpr" for argument in kernel.arg_names},
-        constexprs=constants,
-        divisible_by_16=tuple(argument for argument in aligned if argument not in constants),
-        num_warps=4,
-        num_stages=STAGES,
-    )
-
-
-def _descriptor_type(*box: int, dtype: str = "bf16") -> str:
-    return f"tensordesc<{dtype}{list(box)},{_layout(len(box))!r}>"

@@ -27,22 +27,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .gemm import locate_tile
+from .saturation import saturate
 
 _locate_in_group = gluon.jit(locate_tile.fn)
+_saturate = gluon.jit(saturate.fn)
 
 
 @gluon.jit(do_not_specialize=("runs", "samples", "M", "K"))
 def gemm_kernel(
     a, weight, weight_tail, residual, out,
-    bias, c_skip, skip_stride_b, c_out, out_stride_b, out_stride_c, starts, runs, skip_factor, out_factor,
+    bias, c_skip, skip_stride_b, c_out, out_stride_b, out_stride_c, starts, runs, skip_factor, out_factor, flag,
     samples, M, N, K,
     STAGES: gl.constexpr, KIND: gl.constexpr, GELU: gl.constexpr,
 ):  # fmt: skip
     """a, weight, weight_tail, residual, out: TMA descriptors; weight_tail is of the columns of a tile past a power of
     two. bias, residual, c_skip, c_out: or None. KIND: how c_out varies (coefficient.py). starts, runs: of c_out's runs,
-    or None. GELU: f, else nothing."""
+    or None. GELU: f, else nothing. flag: of saturation.py, or None."""
     coefficients = (c_skip, skip_stride_b, c_out, out_stride_b, out_stride_c, starts, runs, skip_factor, out_factor)
-    epilogue = (residual, (out,), (bias,), coefficients)
+    epilogue = (residual, (out,), (bias,), coefficients, flag)
     _assign_roles(a, (weight,), (weight_tail,), epilogue, (samples, M, N, K), STAGES, KIND, GELU)
 
 
@@ -53,7 +55,7 @@ def gemm_of_three_kernel(
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """``a Wᵀ + b`` for three W [N, K] and b [N]. All are descriptors but the biases, which may be None."""
-    epilogue = (None, (out_0, out_1, out_2), (bias_0, bias_1, bias_2), (None, 0, None, 0, 0, None, 0, 1.0, 1.0))
+    epilogue = (None, (out_0, out_1, out_2), (bias_0, bias_1, bias_2), (None, 0, None, 0, 0, None, 0, 1.0, 1.0), None)
     weights = (weight_0, weight_1, weight_2)
     _assign_roles(a, weights, (tail_0, tail_1, tail_2), epilogue, (1, M, N, K), STAGES, 0, False)
 
@@ -262,6 +264,9 @@ def _store(
             # Loaded no earlier: it would be in registers beside the gates.
             kept = _view(staging, INDEX, residual.dtype).reshape([ROWS, COLUMNS]).load(acc.type.layout)
             value = _add_residual(value, kept, sample, epilogue[3])
+        if epilogue[4] is not None:
+            rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout))
+            value = _saturate(value, rows < M, epilogue[4])
         buffer = _view(staging, INDEX, outs[0].dtype)
         buffer.reshape([ROWS, COLUMNS]).store(value.to(outs[0].dtype))
         fence_async_shared()

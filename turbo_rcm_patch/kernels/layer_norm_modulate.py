@@ -10,17 +10,12 @@ Diffusion Models with Transformers, section 3.2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 
 from . import reference
-from .ahead import launch_kernel
-from .aot import AotCase
 from .coefficient import (
-    PER_CHANNEL,
     PER_TOKEN,
     Runs,
     check_runs,
@@ -30,6 +25,7 @@ from .coefficient import (
     load_coefficient,
 )
 from .dispatch import check_result, kernel_op, use_triton
+from .launch import launch_kernel
 from .rows import row_grid, row_tile
 
 
@@ -177,7 +173,7 @@ def _layer_norm_modulate_kernel(
         share = tl.cdiv(tl.cdiv(S, programs), ROWS) * ROWS
         for run in range(runs):
             first = tl.maximum(tl.load(starts + run), program * share)
-            end = tl.minimum(tl.load(starts + run + 1), program * share + share)
+            end = tl.minimum(tl.load(starts + run + 1), tl.minimum(program * share + share, S))
             if first < end:
                 _norm_rows(
                     x, out, first, end, ROWS, C, x_stride_s, tl.cast(run, tl.int32), modulation, eps,
@@ -221,36 +217,3 @@ def _norm_rows(
             y += load_coefficient(shift, sample, rows, columns, row_mask, column_mask, *shift_strides, SHIFT)
         out_rows = out + rows.to(tl.int64)[:, None] * C
         tl.store(out_rows + columns[None, :], y.to(out.dtype.element_ty), mask=mask)
-
-
-def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
-    """What the Wan models launch: a norm with weight and bias, and modulation per channel or per token; and rows too
-    wide to be in flight."""
-    for C in (1536, 5120):
-        yield _aot_case(C, affine=True, kind=0)
-        yield _aot_case(C, affine=True, kind=0, element="fp16", out="bf16")
-        yield _aot_case(C, affine=False, kind=PER_CHANNEL, element="fp16", out="bf16")
-        yield _aot_case(C, affine=False, kind=PER_CHANNEL)
-        yield _aot_case(C, affine=False, kind=PER_TOKEN)
-    for C in (3072, 5120):
-        yield _aot_case(C, affine=False, kind=PER_CHANNEL, runs=True)
-    yield _aot_case(5120, affine=False, kind=PER_CHANNEL, element="fp32")
-    yield _aot_case(16384, affine=False, kind=PER_CHANNEL, element="fp32")
-
-
-def _aot_case(
-    C: int, affine: bool, kind: int, element: str = "bf16", out: str | None = None, runs: bool = False
-) -> AotCase:
-    tile = _tile(C, {"bf16": 2, "fp16": 2, "fp32": 4}[element], varies=kind == PER_TOKEN)
-    num_warps = tile.pop("num_warps")
-    constants = {"SCALE": kind, "SHIFT": kind, "scale_stride_c": 1, "shift_stride_c": 1, **tile}
-    constants |= dict.fromkeys(("scale", "shift") if affine else ("weight", "bias"))
-    constants |= {} if runs else {"starts": None}
-    types = {"x": f"*{element}", "out": f"*{out or element}", "starts": "*i32", "eps": "fp32"}
-    types |= dict.fromkeys(("weight", "bias", "scale", "shift"), "*fp32") | dict.fromkeys(constants, "constexpr")
-    signature = {name: types.get(name, "i32") for name in _layer_norm_modulate_kernel.arg_names}
-    aligned = (n for n, t in signature.items() if t.startswith("*") or n == "C" or ("_stride_" in n and t == "i32"))
-    name = (
-        f"layer_norm_modulate {element} {C} {'affine' if affine else f'modulation={kind}'}{' by run' if runs else ''}"
-    )
-    return AotCase(name, _layer_norm_modulate_kernel, signature, constants, tuple(aligned), num_warps, num_stages=3)

@@ -6,18 +6,14 @@ under autograd the reference runs. The tanh approximation of Hendrycks and Gimpe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 
 from . import gemm_hopper, reference
-from .aot import TRITON_NAMES, AotCase
 from .dispatch import kernel_op, use_triton
 from .gelu import gelu_tanh
-from .gemm import aot_case, check_linear, gemm, launch, tile_candidates
-from .tma import TMA_CAPABILITY
+from .gemm import check_linear, gemm, launch
 
 
 def linear_gelu(
@@ -72,11 +68,3 @@ def _store_gelu(acc, sample, rows, columns, M, N, arguments, KINDS: tl.constexpr
         acc += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     offsets = (sample.to(tl.int64) * M + rows)[:, None] * N + columns[None, :]
     tl.store(out + offsets, gelu_tanh(acc).to(out.dtype.element_ty), mask=(rows < M)[:, None] & column_mask[None, :])
-
-
-def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
-    """What linear_gelu launches on this architecture."""
-    for dtype in (torch.bfloat16, torch.float32):
-        types = dict.fromkeys(("bias", "out"), "*" + TRITON_NAMES[dtype])
-        for tiles in tile_candidates(capability, dtype, descriptors=capability >= TMA_CAPABILITY):
-            yield aot_case("linear_gelu", _linear_gelu_kernel, capability, tiles, dtype, types, {"samples": 1})

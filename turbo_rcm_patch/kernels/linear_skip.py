@@ -8,20 +8,12 @@ The skip is eq. 7 of Karras et al. 2022, Elucidating the Design Space of Diffusi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 
 from . import gemm_hopper, reference
-from .aot import TRITON_NAMES, AotCase
 from .coefficient import (
-    MAX_RUNS,
-    ONE,
-    PER_CHANNEL,
-    PER_RUN,
-    PER_TOKEN,
     Coefficient,
     Runs,
     canonical_coefficient,
@@ -34,8 +26,8 @@ from .coefficient import (
     split_runs,
 )
 from .dispatch import check_result, kernel_op, use_triton
-from .gemm import Tiles, aot_case, check_linear, gemm, launch, tile_candidates
-from .tma import TMA_CAPABILITY
+from .gemm import check_linear, gemm, launch
+from .saturation import flag_for, saturate
 
 
 def linear_skip(
@@ -57,7 +49,7 @@ def linear_skip(
     c_skip, c_out: a number, 0-d, per sample [B], per channel [C] or [B, 1, C], per token [B, S, C]. c_out may be Runs.
     dtype: of the result, fp32, fp16 or bf16; None: the residual's.
     residual_scale, result_scale: what the residual was, and the result is to be, divided by: room for large values in
-        fp16. Positive.
+        fp16. Positive. An fp16 result of another scale than 1 saturates (see saturation.py).
     implementation: "auto", "triton" or "torch" (see dispatch.py).
 
     Differentiable in every tensor; with Runs the reference is. Raises ValueError for other dtypes and scales, and for
@@ -106,11 +98,12 @@ def _linear_skip(
     bias = None if bias is None else bias.contiguous()
     skip = {"samples": samples, "residual": residual, "c_skip": c_skip, "c_out": c_out, "starts": starts}
     factors = residual_scale / result_scale, 1 / result_scale
+    flag = flag_for(dtype, result_scale, out.device)
     if gemm_hopper.why_not(a, weight, dtype=dtype, **skip) is None:
-        gemm_hopper.launch(a, weight, bias, out.view(B * S, C), factors=factors, **skip)
+        gemm_hopper.launch(a, weight, bias, out.view(B * S, C), factors=factors, flag=flag, **skip)
     else:
         coefficients = (c_skip, c_out, *factors, *coefficient_strides(c_skip), *coefficient_strides(c_out))
-        coefficients += (starts, count_runs(starts))
+        coefficients += (starts, count_runs(starts), flag)
         kinds = (coefficient_kind(c_skip), coefficient_kind(c_out, starts), search_steps(starts))
         launch(_linear_skip_kernel, a, weight, samples, bias, residual, out, *coefficients, KINDS=kinds)
     return out
@@ -171,13 +164,14 @@ def _linear_skip_kernel(
     a, weight, samples, M, N, K, stride_a, stride_w,
     bias, residual, out, c_skip, c_out, skip_factor, out_factor,
     skip_stride_b, skip_stride_s, skip_stride_c, out_stride_b, out_stride_s, out_stride_c,
-    starts, runs,
+    starts, runs, flag,
     KINDS: tl.constexpr,
     DESCRIPTORS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     skip_strides = (skip_stride_b, skip_stride_s, skip_stride_c)
     out_strides = (out_stride_b, out_stride_s, out_stride_c)
-    arguments = (bias, residual, out, c_skip, c_out, skip_factor, out_factor, skip_strides, out_strides, starts, runs)
+    coefficients = (c_skip, c_out, skip_factor, out_factor, skip_strides, out_strides, starts, runs)
+    arguments = (bias, residual, out, flag, coefficients)
     gemm(
         a, weight, samples, M, N, K, stride_a, stride_w, _store_skip, arguments, KINDS,
         DESCRIPTORS, ROWS, COLUMNS, DEPTH,
@@ -187,7 +181,8 @@ def _linear_skip_kernel(
 @triton.jit
 def _store_skip(acc, sample, rows, columns, M, N, arguments, KINDS: tl.constexpr):
     """KINDS: how c_skip and c_out vary (coefficient.py), and the steps of the search for a run."""
-    bias, residual, out, c_skip, c_out, skip_factor, out_factor, skip_strides, out_strides, starts, runs = arguments
+    bias, residual, out, flag, coefficients = arguments
+    c_skip, c_out, skip_factor, out_factor, skip_strides, out_strides, starts, runs = coefficients
     SKIP: tl.constexpr = KINDS[0]
     OUT: tl.constexpr = KINDS[1]
     STEPS: tl.constexpr = KINDS[2]
@@ -205,42 +200,7 @@ def _store_skip(acc, sample, rows, columns, M, N, arguments, KINDS: tl.constexpr
     kept = tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
     if SKIP != 0:
         kept *= load_coefficient(c_skip, sample, rows, columns, row_mask, column_mask, *skip_strides, SKIP)
-    tl.store(out + offsets, (kept * skip_factor + acc * out_factor).to(out.dtype.element_ty), mask=mask)
-
-
-def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
-    """What linear_skip launches on this architecture: every tile with a gate per channel, the largest with per-token
-    coefficients, which take the most registers."""
-    for dtype in (torch.bfloat16, torch.float32):
-        for tiles in tile_candidates(capability, dtype, descriptors=capability >= TMA_CAPABILITY):
-            yield _aot_case(capability, tiles, dtype, ONE, PER_CHANNEL)
-    largest, *_ = tile_candidates(capability, torch.bfloat16, descriptors=capability >= TMA_CAPABILITY)
-    for kept, out in ((torch.bfloat16, torch.float16), (torch.float16, torch.float16), (torch.float16, torch.bfloat16)):
-        yield _aot_case(capability, largest, torch.bfloat16, ONE, PER_CHANNEL, dtypes=(kept, out))
-    yield _aot_case(capability, largest, torch.bfloat16, ONE, PER_TOKEN)
-    yield _aot_case(capability, largest, torch.bfloat16, PER_TOKEN, PER_TOKEN)
-    yield _aot_case(capability, largest, torch.bfloat16, ONE, PER_RUN, runs=MAX_RUNS)
-
-
-def _aot_case(
-    capability: tuple[int, int],
-    tiles: Tiles,
-    dtype: torch.dtype,
-    skip: int,
-    out: int,
-    dtypes: tuple[torch.dtype, torch.dtype] | None = None,
-    runs: int = 0,
-) -> AotCase:
-    """dtypes: of residual and result; None: dtype."""
-    kept, result = (TRITON_NAMES[d] for d in dtypes or (dtype, dtype))
-    types = {"bias": f"*{TRITON_NAMES[dtype]}", "residual": f"*{kept}", "out": f"*{result}"}
-    types |= {"skip_factor": "fp32", "out_factor": "fp32"}
-    types |= {"starts": "*i32", "runs": "i32"}
-    constants = {"KINDS": (skip, out, max(0, runs - 1).bit_length())} | ({} if runs else {"starts": None})
-    for name, kind in (("skip", skip), ("out", out)):
-        types |= {f"c_{name}": "*fp32", f"{name}_stride_b": "i32", f"{name}_stride_s": "i32"}
-        constants[f"{name}_stride_c"] = 1
-        if kind == ONE:
-            constants[f"c_{name}"] = None
-    name = f"linear_skip skip={skip} out={out} {kept} to {result}{f' runs={runs}' if runs else ''}"
-    return aot_case(name, _linear_skip_kernel, capability, tiles, dtype, types, constants)
+    result = kept * skip_factor + acc * out_factor
+    if flag is not None:
+        result = saturate(tl.where(column_mask[None, :], result, 0.0), row_mask, flag)
+    tl.store(out + offsets, result.to(out.dtype.element_ty), mask=mask)

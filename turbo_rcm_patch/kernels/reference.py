@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from .saturation import saturate_reference, saturates
+
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
@@ -29,7 +31,8 @@ def skip(
 ) -> torch.Tensor:
     """``c_skip * residual + c_out * output`` for residual, output [B, S, C]; result in dtype, or the residual's.
 
-    The residual is given divided by residual_scale, and the result is divided by result_scale. starts: of c_out's runs.
+    The residual is given divided by residual_scale, and the result is divided by result_scale; in fp16 it saturates
+    unless that is 1. starts: of c_out's runs.
     """
     wide = _wide(residual.dtype)
     c_out = by_token(c_out, starts, *residual.shape[:2])
@@ -38,7 +41,9 @@ def skip(
     added = added if c_out is None else added * c_out.to(wide)
     kept = kept if residual_scale == 1 else kept * residual_scale
     result = kept + added
-    return (result if result_scale == 1 else result / result_scale).to(dtype or residual.dtype)
+    result = result if result_scale == 1 else result / result_scale
+    dtype = dtype or residual.dtype
+    return (saturate_reference(result) if saturates(dtype, result_scale) else result).to(dtype)
 
 
 def by_token(values: torch.Tensor | None, starts: torch.Tensor | None, batch: int, tokens: int) -> torch.Tensor | None:

@@ -8,16 +8,13 @@ runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 
 from . import reference
-from .ahead import launch_kernel
-from .aot import AotCase
 from .dispatch import kernel_op, use_triton
+from .launch import launch_kernel
 from .rows import row_grid, row_tile
 
 
@@ -119,36 +116,3 @@ def _rms_norm_rope_kernel(
             y = tl.join(even * c - odd * s, even * s + odd * c).reshape(ROWS, BLOCK_H, BLOCK_D)
         out_rows = out + (sample * S + rows)[:, None, None] * (heads * HEAD_DIM)
         tl.store(out_rows + channels, y.to(out.dtype.element_ty), mask=mask)
-
-
-def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
-    """What the Wan models launch for self-attention (rotated) and cross-attention; rows too wide to be in flight."""
-    for heads in (12, 40):
-        for rotated in (True, False):
-            yield _aot_case(heads, rotated)
-        yield _aot_case(heads, rotated=True, table_stride=2)
-    yield _aot_case(40, rotated=True, element="fp32")
-    yield _aot_case(128, rotated=True, element="fp32")
-
-
-def _aot_case(heads: int, rotated: bool, head_dim: int = 128, element: str = "bf16", table_stride: int = 1) -> AotCase:
-    """table_stride: of cos and sin over D/2. Diffusers' tables have every value twice: sin takes the second."""
-    tile = _tile(heads, head_dim, {"bf16": 2, "fp32": 4}[element])
-    num_warps = tile.pop("num_warps")
-    constants = {"HEAD_DIM": head_dim, **tile}
-    if not rotated:
-        constants |= {"cos": None, "sin": None}
-    if table_stride == 1:
-        constants |= {"cos_stride_d": 1, "sin_stride_d": 1}
-    types = (
-        dict.fromkeys(("x", "weight", "out"), f"*{element}") | dict.fromkeys(("cos", "sin"), "*fp32") | {"eps": "fp32"}
-    )
-    types |= dict.fromkeys(constants, "constexpr")
-    signature = {name: types.get(name, "i32") for name in _rms_norm_rope_kernel.arg_names}
-    aligned = (n for n, t in signature.items() if t.startswith("*") or n.endswith(("stride_s", "stride_b")))
-    if table_stride > 1:
-        aligned = (n for n in aligned if n != "sin")
-    name = (
-        f"rms_norm_rope {element} {heads}x{head_dim}{f' rotated, tables of stride {table_stride}' if rotated else ''}"
-    )
-    return AotCase(name, _rms_norm_rope_kernel, signature, constants, tuple(aligned), num_warps, num_stages=3)

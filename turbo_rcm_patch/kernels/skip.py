@@ -8,21 +8,12 @@ Generative Models.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 
 from . import reference
-from .ahead import launch_kernel
-from .aot import AotCase
 from .coefficient import (
-    MAX_RUNS,
-    PER_CHANNEL,
-    PER_RUN,
-    PER_SAMPLE,
-    PER_TOKEN,
     Coefficient,
     Runs,
     canonical_coefficient,
@@ -35,6 +26,8 @@ from .coefficient import (
     split_runs,
 )
 from .dispatch import check_result, kernel_op, use_triton
+from .launch import launch_kernel
+from .saturation import flag_for, saturate
 
 ROWS, COLUMNS, NUM_WARPS = 8, 512, 4
 
@@ -95,6 +88,7 @@ def _skip(
                 starts,
                 count_runs(starts),
                 out,
+                flag_for(dtype, result_scale, out.device),
                 residual_scale / result_scale,
                 1 / result_scale,
                 S,
@@ -148,7 +142,7 @@ _skip.register_autograd(_backward, setup_context=_setup_context)
 
 @triton.jit(do_not_specialize=("runs",))
 def _skip_kernel(
-    residual, output, c_skip, c_out, starts, runs, out, skip_factor, out_factor, S, C,
+    residual, output, c_skip, c_out, starts, runs, out, flag, skip_factor, out_factor, S, C,
     skip_stride_b, skip_stride_s, skip_stride_c, out_stride_b, out_stride_s, out_stride_c,
     SKIP: tl.constexpr, OUT: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -172,31 +166,7 @@ def _skip_kernel(
         added *= load_coefficient(
             c_out, chosen, rows, columns, row_mask, column_mask, out_stride_b, out_stride_s, out_stride_c, OUT
         )
-    tl.store(out + offsets, (kept * skip_factor + added * out_factor).to(out.dtype.element_ty), mask=mask)
-
-
-def aot_cases(capability: tuple[int, int]) -> Iterator[AotCase]:
-    """One case per way in which the coefficients vary, and per pair of dtypes of a bf16 block's residual."""
-    for kind in (PER_SAMPLE, PER_CHANNEL, PER_TOKEN):
-        yield _aot_case(kind, "bf16", "bf16")
-    yield _aot_case(PER_CHANNEL, "bf16", "bf16", runs=MAX_RUNS)
-    for residual, out in (("bf16", "fp16"), ("fp16", "fp16"), ("fp16", "bf16")):
-        yield _aot_case(PER_CHANNEL, residual, out)
-
-
-def _aot_case(kind: int, residual: str, out: str, runs: int = 0) -> AotCase:
-    constants = {
-        "SKIP": kind,
-        "OUT": PER_RUN if runs else kind,
-        "STEPS": max(0, runs - 1).bit_length(),
-        "ROWS": ROWS,
-        "COLUMNS": COLUMNS,
-    }
-    constants |= {"skip_stride_c": 1, "out_stride_c": 1} | ({} if runs else {"starts": None})
-    types = {"residual": f"*{residual}", "output": "*bf16", "out": f"*{out}", "c_skip": "*fp32", "c_out": "*fp32"}
-    types["starts"] = "*i32"
-    types |= {"skip_factor": "fp32", "out_factor": "fp32"} | dict.fromkeys(constants, "constexpr")
-    signature = {name: types.get(name, "i32") for name in _skip_kernel.arg_names}
-    aligned = tuple(n for n, t in signature.items() if t.startswith("*") or n == "C" or n.endswith(("_b", "_s")))
-    name = f"skip kind={kind} {residual} to {out}{f' runs={runs}' if runs else ''}"
-    return AotCase(name, _skip_kernel, signature, constants, aligned, NUM_WARPS, num_stages=3)
+    result = kept * skip_factor + added * out_factor
+    if flag is not None:
+        result = saturate(result, row_mask, flag)
+    tl.store(out + offsets, result.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,167 @@
+"""Calls of every op that together launch every kernel with every tile, dtype, kind of coefficient and optional tensor.
+
+They are for the compile gate, which records what they launch on a GPU that is not there (aot.py) and compiles it: the
+tensors are meta. Where choices are independent, each occurs at least once, and all that take registers together; fp16
+takes what bf16 does. A matrix has the rows that make the GEMM choose each of its tiles on a GPU with
+aot.MULTIPROCESSORS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from itertools import cycle, product
+from unittest import mock
+
+import torch
+
+from . import attention_hopper, gemm_hopper
+from .attention import _attention, _attention_backward
+from .coefficient import MAX_RUNS, Runs
+from .dispatch import KERNEL_DTYPES
+from .gelu import gelu
+from .layer_norm_modulate import layer_norm_modulate
+from .linear_gelu import linear_gelu
+from .linear_qkv import linear_qkv
+from .linear_skip import linear_skip
+from .rms_norm_rope import rms_norm_rope
+from .skip import skip
+
+FP32, FP16, BF16 = KERNEL_DTYPES
+CHANNELS = 1536
+ROWS = (4096, 1536, 768, 256)
+DEPTHS = (CHANNELS, CHANNELS - 1)  # of a matrix that TMA and wide loads can read, and of one that they cannot
+MATRICES = (*product((FP32, BF16), ROWS, DEPTHS), *product((FP16,), ROWS[:1], DEPTHS))  # dtype, rows and depth
+ATTENTIONS = (*product((FP32, BF16), (64, 128, 256)), (BF16, 80), (FP16, 128))  # dtype and head_dim
+
+
+def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def coefficients(batch: int, tokens: int, channels: int = CHANNELS) -> tuple[torch.Tensor | None, ...]:
+    """One of each kind (coefficient.py): one, per sample, per channel, per token."""
+    return None, *(meta(batch, *varies, dtype=FP32) for varies in ((1, 1), (1, channels), (tokens, channels)))
+
+
+def pairs_of_kinds(*sizes: int) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
+    """c_skip and c_out, each of every kind, and of different ones."""
+    one, *others = kinds = coefficients(*sizes)
+    return list(zip(kinds, (*others, one), strict=True))
+
+
+def runs(channels: int = CHANNELS) -> Runs:
+    return Runs(meta(MAX_RUNS, channels, dtype=FP32), meta(MAX_RUNS + 1, dtype=torch.int32))
+
+
+@contextlib.contextmanager
+def without_gluon() -> Iterator[None]:
+    """As with a Triton whose Gluon cannot be imported: the portable kernels run on sm_90 too."""
+    with mock.patch.object(gemm_hopper, "GLUON_ERROR", ""), mock.patch.object(attention_hopper, "GLUON_ERROR", ""):
+        yield
+
+
+def launch_attention() -> None:
+    for dtype, head_dim in ATTENTIONS:
+        x = meta(2, 300, 3, head_dim, dtype=dtype)
+        *_, per_token = coefficients(2, 300, 3 * head_dim)
+        _attention(x, x, x, None, None, None, 1.0, False)
+        _attention(x, x, x, x, per_token, per_token, 1.0, True)
+    x, long = meta(2, 300, 3, 128), meta(2, 10_000, 3, 128)
+    for c_skip, c_out in pairs_of_kinds(2, 300, 3 * 128):
+        _attention(x, x, x, x, c_skip, c_out, 1.0, False)
+    for keys, save_for_backward in product((x, long), (False, True)):  # sm_90 cuts the long ones into parts
+        _attention(x, keys, keys, None, None, None, 1.0, save_for_backward)
+
+
+def launch_attention_backward() -> None:
+    for dtype, head_dim in ATTENTIONS:
+        x = meta(2, 300, 3, head_dim, dtype=dtype)
+        _attention_backward(x, x, x, x, x, meta(2, 3, 300, dtype=FP32), 1.0, True, True)
+
+
+def launch_linear_skip() -> None:
+    for dtype, rows, depth in MATRICES:
+        a, residual = meta(1, rows, depth, dtype=dtype), meta(1, rows, CHANNELS, dtype=FP32)
+        weight, bias = meta(CHANNELS, depth, dtype=dtype), meta(CHANNELS, dtype=dtype)
+        *_, per_token = coefficients(1, rows)
+        linear_skip(a, weight, bias, residual, c_skip=per_token, c_out=per_token)
+    samples, weight = meta(2, ROWS[0] // 2, CHANNELS), meta(CHANNELS, CHANNELS)
+    per_sample = coefficients(2, ROWS[0] // 2)[1]
+    kinds = [*pairs_of_kinds(2, ROWS[0] // 2), (None, None), (per_sample, per_sample)]
+    for (c_skip, c_out), (kept, result) in zip(cycle(kinds), product(KERNEL_DTYPES, repeat=2), strict=False):
+        residual = meta(2, ROWS[0] // 2, CHANNELS, dtype=kept)
+        linear_skip(samples, weight, None, residual, c_skip=c_skip, c_out=c_out, dtype=result)
+    for rows in ROWS:  # a Wan block's
+        a, residual, gate = meta(1, rows, CHANNELS), meta(1, rows, CHANNELS), meta(1, 1, CHANNELS, dtype=FP32)
+        linear_skip(a, weight, meta(CHANNELS), residual, c_out=gate)
+        linear_skip(a, weight, meta(CHANNELS), residual, c_out=runs())
+    for c_skip, c_out in product((None, per_sample), (None, gate, runs())):  # of a residual kept in fp16
+        for kept, result in ((BF16, FP16), (FP16, FP16), (FP16, BF16)):
+            residual = meta(2, ROWS[0] // 2, CHANNELS, dtype=kept)
+            options = {"dtype": result, "result_scale": 32.0 if result == FP16 else 1.0}
+            linear_skip(samples, weight, meta(CHANNELS), residual, c_skip=c_skip, c_out=c_out, **options)
+
+
+def launch_linear_gelu() -> None:
+    for dtype, rows, depth in MATRICES:
+        a, weight = meta(rows, depth, dtype=dtype), meta(CHANNELS, depth, dtype=dtype)
+        linear_gelu(a, weight, meta(CHANNELS, dtype=dtype))
+    linear_gelu(meta(ROWS[0], CHANNELS), meta(CHANNELS, CHANNELS), None)
+
+
+def launch_gelu() -> None:
+    for dtype in KERNEL_DTYPES:
+        gelu(meta(300, CHANNELS, dtype=dtype))
+
+
+def launch_linear_qkv() -> None:
+    for dtype, bias in product(KERNEL_DTYPES, (True, False)):
+        biases = [meta(CHANNELS, dtype=dtype) if bias else None] * 3
+        linear_qkv(meta(ROWS[0], CHANNELS, dtype=dtype), [meta(CHANNELS, CHANNELS, dtype=dtype)] * 3, biases)
+
+
+def launch_layer_norm_modulate() -> None:
+    for channels, (x, result) in zip(cycle((1536, 5120, 1535, 5120)), product(KERNEL_DTYPES, repeat=2), strict=False):
+        rows, gain = meta(2, 300, channels, dtype=x), meta(channels, dtype=x)
+        layer_norm_modulate(rows, weight=gain, bias=gain, dtype=result)
+        for modulation in (meta(2, channels, dtype=FP32), meta(2, 300, channels, dtype=FP32)):
+            layer_norm_modulate(rows, scale=modulation, shift=modulation, dtype=result)
+    for channels, dtype in ((3072, BF16), (5120, BF16), (5120, FP16), (1536, FP32)):
+        starts = runs().starts
+        scale, shift = (Runs(runs(channels).values, starts) for _ in range(2))
+        layer_norm_modulate(meta(2, 300, channels, dtype=dtype), scale=scale, shift=shift, dtype=BF16)
+    modulation = meta(2, 16384, dtype=FP32)
+    layer_norm_modulate(meta(2, 300, 16384, dtype=FP32), scale=modulation, shift=modulation)  # no rows in flight
+
+
+def launch_rms_norm_rope() -> None:
+    for dtype, (heads, head_dim) in product(KERNEL_DTYPES, ((12, 128), (40, 128), (128, 128), (3, 80))):
+        x, weight = meta(2, 300, heads * head_dim, dtype=dtype), meta(heads * head_dim, dtype=dtype)
+        for angles in (None, meta(300, head_dim // 2, dtype=FP32)):
+            rms_norm_rope(x, weight, heads=heads, eps=1e-6, cos=angles, sin=angles)
+        pairs = meta(300, head_dim, dtype=FP32)  # as diffusers' tables, with every value twice
+        rms_norm_rope(x, weight, heads=heads, eps=1e-6, cos=pairs[:, 0::2], sin=pairs[:, 1::2])
+
+
+def launch_skip() -> None:
+    dtypes = zip(product(KERNEL_DTYPES, repeat=2), cycle(KERNEL_DTYPES), strict=False)
+    for (c_skip, c_out), ((kept, result), added) in zip(cycle(pairs_of_kinds(2, 300)), dtypes, strict=False):
+        residual, output = meta(2, 300, CHANNELS, dtype=kept), meta(2, 300, CHANNELS, dtype=added)
+        skip(residual, output, c_skip=c_skip, c_out=c_out, dtype=result)
+    residual, output = meta(2, 300, CHANNELS), meta(2, 300, CHANNELS)
+    for result, scale in ((BF16, 1.0), (FP16, 32.0)):
+        skip(residual, output, c_out=runs(), dtype=result, result_scale=scale)
+
+
+LAUNCHES = {
+    "attention": launch_attention,
+    "attention_backward": launch_attention_backward,
+    "linear_skip": launch_linear_skip,
+    "linear_gelu": launch_linear_gelu,
+    "gelu": launch_gelu,
+    "linear_qkv": launch_linear_qkv,
+    "layer_norm_modulate": launch_layer_norm_modulate,
+    "rms_norm_rope": launch_rms_norm_rope,
+    "skip": launch_skip,
+}
