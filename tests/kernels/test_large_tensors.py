@@ -1,0 +1,60 @@
+"""The portable GEMM in tensors of more than 2³¹ elements. Of their memory only the pages that are touched exist."""
+
+import sys
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from turbo_rcm_patch.kernels import interpreting, linear_gelu
+
+_store_gelu = sys.modules["turbo_rcm_patch.kernels.linear_gelu"]._store_gelu
+_store_skip = sys.modules["turbo_rcm_patch.kernels.linear_skip"]._store_skip
+
+pytestmark = pytest.mark.skipif(not interpreting(), reason="the interpreter's memory is the CPU's, which is lazy")
+FAR = 2**31  # the first element that 32 bits do not reach
+COLUMNS = 16
+
+
+@pytest.fixture
+def memory():
+    """fp16 from FAR elements before the tensors on: an offset that wraps finds other elements instead of no memory."""
+    return torch.empty(2 * FAR + 2**20, dtype=torch.float16)
+
+
+def with_rows_far_apart(memory, values):
+    matrix = memory[FAR:].as_strided(values.shape, (FAR // 2 + 1, 1))
+    matrix.copy_(values)
+    return matrix
+
+
+@pytest.mark.parametrize("operand", ["a", "weight"])
+def test_operands(memory, operand):
+    tensors = {"a": torch.randn(3, 5).half(), "weight": torch.randn(3, 5).half()}
+    expected = linear_gelu(*tensors.values(), None, implementation="triton")
+    tensors[operand] = with_rows_far_apart(memory, tensors[operand])
+    assert torch.equal(linear_gelu(*tensors.values(), None, implementation="triton"), expected)
+
+
+@triton.jit
+def _store_last_row(residual, out, M, N, SKIP: tl.constexpr, COLUMNS: tl.constexpr):
+    """As ``gemm`` hands over a tile of one row: the last one of a sample [M, N]."""
+    acc = tl.full((1, COLUMNS), 2.0, tl.float32)
+    rows = M - 1 + tl.arange(0, 1)
+    columns = tl.arange(0, COLUMNS)
+    if SKIP:
+        arguments = (None, residual, out, None, None, 1.0, 1.0, (0, 0, 0), (0, 0, 0))
+        _store_skip(acc, tl.program_id(0), rows, columns, M, N, arguments, (0, 0))
+    else:
+        _store_gelu(acc, tl.program_id(0), rows, columns, M, N, (None, out), None)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_results(memory, skip):
+    tensor = memory[FAR:]
+    last_row = tensor[FAR : FAR + COLUMNS]
+    last_row.fill_(3)
+    _store_last_row[(1,)](tensor, tensor, FAR // 2048 + 1, 2048, skip, COLUMNS)
+    expected = 3.0 + 2.0 if skip else torch.nn.functional.gelu(torch.tensor(2.0), approximate="tanh").item()
+    torch.testing.assert_close(last_row, torch.full_like(last_row, expected))
