@@ -1,16 +1,18 @@
 """The command `turbo-rcm`: generate, compare, verify, evaluate, info.
 
 arguments.py: options. checks.py: what can be found wrong before a model is loaded. files.py: outputs, written whole or
-not at all. pipelines.py: the model. commands.py: the commands. Only the last two import torch and diffusers, so that
-`--help` and most errors come at once.
+not at all. chatter.py: keeps other packages' warnings off stderr. pipelines.py: the model. commands.py: the commands.
+Only the last two import torch and diffusers, so that `--help` and most errors come at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 
 from .arguments import parse_arguments
+from .chatter import without_chatter
 from .checks import check_arguments
 from .errors import CommandError
 
@@ -20,9 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     try:
         check_arguments(arguments)
-        from . import commands
+        with contextlib.nullcontext() if arguments.verbose else without_chatter():
+            from . import commands
 
-        return commands.run(arguments)
+            return commands.run(arguments)
     except CommandError as error:
         print(f"turbo-rcm {arguments.command}: {error}", file=sys.stderr)
         return 2

@@ -118,3 +118,4 @@ def _add_sampling_options(parser: argparse.ArgumentParser, *, height: str, width
 def _add_device_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is one)")
     parser.add_argument("--dtype", choices=DTYPES, help="of the model (default: bfloat16 on a GPU, float32 on the CPU)")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show other packages' warnings too")

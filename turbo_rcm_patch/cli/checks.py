@@ -16,6 +16,7 @@ from .files import check_ffmpeg, check_output, check_plot
 
 STEPS = (1, 2, 3, 4)
 PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
+EMBEDDED = Path(__file__).parent.parent / "embedded/weights"  # embedded.WEIGHTS, whose module imports torch
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
@@ -41,14 +42,21 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class SizeRules:
-    """What a video's height and width must be multiples of, in pixels; its frames are 1 + a multiple of `temporal`."""
+    """What a video's height and width must be multiples of, in pixels; its frames are 1 + a multiple of `temporal`.
+
+    positions: the length of the RoPE table, which limits the patches along each axis; None: not known yet.
+    patch: pixels that one patch covers along height and width, and latent frames.
+    """
 
     height: int = 16
     width: int = 16
     temporal: int = 4
+    positions: int | None = None
+    patch: tuple[int, int, int] = (16, 16, 1)
 
     def check(self, height: int | None, width: int | None, frames: int | None) -> None:
         """Raise CommandError for a size that breaks the rules; None stands for a default, which keeps them."""
+        self._check_positions(height, width, frames)
         for option, size, factor in (("--height", height, self.height), ("--width", width, self.width)):
             if size is not None and (size < factor or size % factor):
                 raise CommandError(f"{option} {size} is not divisible by {factor}; try {_nearest(size, factor)}.")
@@ -56,16 +64,34 @@ class SizeRules:
             nearest = 1 + max(0, round((frames - 1) / self.temporal)) * self.temporal
             raise CommandError(f"--frames {frames} is not {self.temporal}k+1; try {nearest}.")
 
+    def _check_positions(self, height: int | None, width: int | None, frames: int | None) -> None:
+        if self.positions is None:
+            return
+        patch_height, patch_width, patch_frames = self.patch
+        largest = {
+            "--height": (height, self.positions * patch_height // self.height * self.height),
+            "--width": (width, self.positions * patch_width // self.width * self.width),
+            "--frames": (frames, (self.positions * patch_frames - 1) * self.temporal + 1),
+        }
+        for option, (size, limit) in largest.items():
+            if size is not None and size > limit:
+                raise CommandError(
+                    f"{option} {size} is too large: the model's RoPE table has {self.positions} positions along each "
+                    f"axis; give at most {limit}."
+                )
+
 
 def size_rules(vae: Mapping, transformer: Mapping) -> SizeRules:
     """The rules that follow from the configs of a VAE and a transformer; absent entries have Wan 2.1's values."""
     patch_size = transformer.get("patch_size") or (1, 2, 2)
+    positions = transformer.get("rope_max_seq_len") or 1024
     spatial, temporal = vae.get("scale_factor_spatial") or 8, vae.get("scale_factor_temporal") or 4
     if not isinstance(patch_size, (list, tuple)) or len(patch_size) != 3:
         raise CommandError(f"the transformer's config has patch_size {patch_size}; accepted are three numbers.")
-    _, patch_height, patch_width = patch_size
+    patch_frames, patch_height, patch_width = patch_size
+    patch = spatial * patch_height, spatial * patch_width, patch_frames
     # WanPipeline itself refuses sizes that 16 does not divide.
-    return SizeRules(math.lcm(16, spatial * patch_height), math.lcm(16, spatial * patch_width), temporal)
+    return SizeRules(math.lcm(16, patch[0]), math.lcm(16, patch[1]), temporal, positions, patch)
 
 
 def step_counts(arguments: argparse.Namespace) -> tuple[int, ...]:
@@ -133,7 +159,9 @@ def _check_model(arguments: argparse.Namespace) -> SizeRules:
     if model is None:
         if arguments.image is not None:
             raise CommandError("the embedded model makes videos from text; leave --image out, or give a --model.")
-        return SizeRules()
+        if getattr(arguments, "config", None) is not None:
+            return SizeRules()  # pipelines.py checks what belongs to the config
+        return _size_rules_in(EMBEDDED)
     folder = Path(model).expanduser()
     if not folder.exists():
         if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model):
@@ -144,6 +172,10 @@ def _check_model(arguments: argparse.Namespace) -> SizeRules:
             f"--model {model} has no model_index.json; give a folder that a diffusers pipeline was saved to."
         )
     check_pipeline_class(_read_json(folder / "model_index.json").get("_class_name"), arguments)
+    return _size_rules_in(folder)
+
+
+def _size_rules_in(folder: Path) -> SizeRules:
     return size_rules(_read_json(folder / "vae/config.json"), _read_json(folder / "transformer/config.json"))
 
 

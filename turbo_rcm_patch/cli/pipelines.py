@@ -63,6 +63,7 @@ def load_sampler(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict
     size = (embedded.HEIGHT, embedded.WIDTH, embedded.FRAMES) if of_shapes else (HEIGHT, WIDTH, FRAMES)
     height, width, frames = (default if value is None else value for value, default in zip(given, size, strict=True))
     _sample_with_rcm(pipe, arguments)
+    pipe.set_progress_bar_config(disable=None)  # none where stderr is a file
     if arguments.offload:
         pipe.enable_model_cpu_offload(device=device)
     else:
@@ -81,6 +82,7 @@ def build_case(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[s
     pipe = build_pipeline(case, choose_dtype(arguments, device), device, layers=arguments.layers)
     add_structure(pipe)
     _sample_with_rcm(pipe, arguments)
+    pipe.set_progress_bar_config(disable=None)
     size = {
         "height": arguments.height or case.height,
         "width": arguments.width or case.width,

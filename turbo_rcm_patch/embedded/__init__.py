@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from ..scheduler import RCMScheduler
 from ..shapes.render import FRAMES, HEIGHT, WIDTH
 
-__all__ = ["FRAMES", "HEIGHT", "WEIGHTS", "WIDTH", "load_embedded_pipeline"]
+__all__ = ["FRAMES", "HEIGHT", "WEIGHTS", "WIDTH", "load_embedded_pipeline", "without_progress_bars"]
 
 WEIGHTS = Path(__file__).parent / "weights"
 
@@ -28,13 +28,14 @@ def load_embedded_pipeline(dtype: torch.dtype = torch.float32, device: str | tor
 
     The weights are stored in fp16; modules that Wan keeps in fp32 are fp32 in every dtype. Sample it with ``use_rcm``.
     """
-    with _without_progress_bars():
+    with without_progress_bars():
         pipe = WanPipeline.from_pretrained(WEIGHTS, scheduler=RCMScheduler(), dtype=dtype, local_files_only=True)
     return pipe.to(device)
 
 
 @contextlib.contextmanager
-def _without_progress_bars() -> Iterator[None]:
+def without_progress_bars() -> Iterator[None]:
+    """Load weights without the bars of diffusers and transformers."""
     shown = [library for library in (diffusers_logging, transformers_logging) if library.is_progress_bar_enabled()]
     for library in shown:
         library.disable_progress_bar()

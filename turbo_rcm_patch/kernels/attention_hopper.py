@@ -26,10 +26,11 @@ try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from .attention_hopper_kernel import CONSUMERS, KEYS, QUERIES, attention_kernel
+    from .gluon_names import why_not_this_triton
 except (ImportError, AttributeError) as error:
     GLUON_ERROR = str(error)
 else:
-    GLUON_ERROR = None
+    GLUON_ERROR = why_not_this_triton()
     TILE_QUERIES, TILE_KEYS = CONSUMERS.value * QUERIES.value, KEYS.value
 
 HEAD_DIMS = (64, 128)

@@ -34,6 +34,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .gluon_names import tma_load, tma_store
+
 CONSUMERS = gl.constexpr(3)
 QUERIES = gl.constexpr(64)  # of a consumer: the rows of one wgmma
 KEYS = gl.constexpr(128)  # of a tile
@@ -157,7 +159,7 @@ def _produce(q, k, v, buffers, sizes):
 def _fill_q(q, smem, full, empty, sample, head, row, INDEX: gl.constexpr, use):
     mbarrier.wait(empty.index(INDEX), (use & 1) ^ 1)
     mbarrier.expect(full.index(INDEX), q.block_type.nbytes)
-    tma.async_copy_global_to_shared(q, [sample, head, row + INDEX * QUERIES, 0], full.index(INDEX), smem.index(INDEX))
+    tma_load(q, [sample, head, row + INDEX * QUERIES, 0], full.index(INDEX), smem.index(INDEX))
 
 
 @gluon.jit
@@ -166,7 +168,7 @@ def _fill(x, smem, full, sample, head, start, filled, EMPTY: gl.constexpr):
     if filled >= STAGES:
         _wait_until_empty(EMPTY + stage)
     mbarrier.expect(full.index(stage), x.block_type.nbytes)
-    tma.async_copy_global_to_shared(x, [sample, head, start, 0], full.index(stage), smem.index(stage))
+    tma_load(x, [sample, head, start, 0], full.index(stage), smem.index(stage))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -230,7 +232,7 @@ def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scale_log2):
             staged = out_smem.index(INDEX)
             staged.reshape([QUERIES, HEAD_DIM]).store(acc.to(DTYPE))
             fence_async_shared()
-            tma.async_copy_shared_to_global(out, [sample, head, row, 0], staged)
+            tma_store(out, [sample, head, row, 0], staged)
             if lse is not None:
                 rows = row + gl.arange(0, QUERIES, layout=ROWS)
                 gl.store(lse + (sample.to(gl.int64) * heads + head) * tokens + rows, row_lse, mask=rows < tokens)

@@ -84,7 +84,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def why_not_hopper(device: torch.device, dtype: torch.dtype, gluon_error: str | None) -> str | None:
     """Why a kernel for sm_90 in Gluon cannot run on this device and dtype, in a few words; None when it can.
 
-    gluon_error: why the kernel could not be imported, if so. Gluon's names change between releases of Triton.
+    gluon_error: why the kernel does not run with this release of Triton, if so: Gluon changes between them.
     """
     if not is_hopper(device):
         return "no GPU of sm_90"

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .gemm import locate_tile
+from .gluon_names import tma_load, tma_store
 from .saturation import saturate
 
 _locate_in_group = gluon.jit(locate_tile.fn)
@@ -139,11 +140,11 @@ def _load_operands(a, weights, tails, operands, sizes):
             arrived = full.index(slot)
             mbarrier.wait(empty.index(slot), (step // STAGES) & 1 ^ 1)
             mbarrier.expect(arrived, (ROWS + COLUMNS + TAIL) * DEPTH * 2)
-            tma.async_copy_global_to_shared(a, [sample * M + row, k], arrived, a_tiles.index(slot))
+            tma_load(a, [sample * M + row, k], arrived, a_tiles.index(slot))
             for i in gl.static_range(WEIGHTS):
                 if WEIGHTS == 1 or weight == i:
-                    tma.async_copy_global_to_shared(weights[i], [column, k], arrived, w_tiles.index(slot))
-                    tma.async_copy_global_to_shared(tails[i], [column + COLUMNS, k], arrived, tail_tiles.index(slot))
+                    tma_load(weights[i], [column, k], arrived, w_tiles.index(slot))
+                    tma_load(tails[i], [column + COLUMNS, k], arrived, tail_tiles.index(slot))
             step += 1
 
 
@@ -165,7 +166,7 @@ def _load_residuals(residual, hand_over, sizes, COLUMNS: gl.constexpr, WEIGHTS: 
             mbarrier.expect(arrived, ROWS * COLUMNS * 2)
             for i in gl.static_range(CHUNKS):
                 buffer = _view(staging, i, residual.dtype)
-                tma.async_copy_global_to_shared(residual, [sample, row, column + i * CHUNK], arrived, buffer)
+                tma_load(residual, [sample, row, column + i * CHUNK], arrived, buffer)
         count += 1  # noqa: SIM113
 
 
@@ -272,7 +273,7 @@ def _store(
         fence_async_shared()
         for i in gl.static_range(len(outs)):
             if len(outs) == 1 or weight == i:
-                tma.async_copy_shared_to_global(outs[i], [sample, row, column], buffer)
+                tma_store(outs[i], [sample, row, column], buffer)
 
 
 @gluon.jit

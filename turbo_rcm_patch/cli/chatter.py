@@ -1,0 +1,56 @@
+"""Other packages' warnings, which a command keeps off stderr unless it is given --verbose."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+
+OWN = "turbo_rcm_patch"
+
+
+@contextlib.contextmanager
+def without_chatter() -> Iterator[None]:
+    """Hide Python warnings, what other packages log below an error, and the progress of loading unless a person is
+    looking. This package's own log stays.
+
+    The libraries are imported here, because importing them logs, and sets the levels of their loggers.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with _nothing_logged_but_errors():
+            from ..embedded import without_progress_bars
+            from . import commands  # noqa: F401
+        bars_of_loading = contextlib.nullcontext() if sys.stderr.isatty() else without_progress_bars()
+        with _only_errors_of_others(), bars_of_loading:
+            yield
+
+
+@contextlib.contextmanager
+def _nothing_logged_but_errors() -> Iterator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+@contextlib.contextmanager
+def _only_errors_of_others() -> Iterator[None]:
+    """Raise the levels of all loggers but our own; those made later inherit from them."""
+    known = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
+    others = [logging.root, *(logger for logger in known if logger.name.partition(".")[0] != OWN)]
+    own = logging.getLogger(OWN)
+    before = {logger: logger.level for logger in [*others, own]}
+    own.setLevel(own.getEffectiveLevel())
+    for logger in others:
+        if logger is logging.root or logger.level:
+            logger.setLevel(max(logger.level, logging.ERROR))
+    try:
+        yield
+    finally:
+        for logger, level in before.items():
+            logger.setLevel(level)
