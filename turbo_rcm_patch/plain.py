@@ -154,3 +154,8 @@ def _elsewhere(module: torch.nn.Module, device: torch.device) -> str | None:
         if parameter is not None and parameter.device != device:
             return f"weight on {parameter.device}"
     return None
+
+
+def is_autocast(device: torch.device) -> bool:
+    """Whether autocast is on for a device; it knows no meta tensors."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)

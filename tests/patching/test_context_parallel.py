@@ -10,7 +10,7 @@ from diffusers.models._modeling_parallel import ParallelConfig
 from torch.distributed.device_mesh import init_device_mesh
 
 import turbo_rcm_patch as trp
-from tests.oracle import relative_error
+from tests.oracle import assert_no_worse, relative_error
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.kernels import reference

@@ -126,7 +126,7 @@ def test_a_norm_of_a_held_residual_is_that_of_the_residual():
     x = 1e-3 * torch.randn(1, 5, 64) / HELD.scale
     scale, shift = torch.randn(2, 1, 1, 64)
     expected = norm(HELD.scale * x) * (1 + scale) + shift
-    call = Call(trp.PatchConfig(), x.device, torch.float32, 5, 1, None, active_backend())
+    call = Call(trp.PatchConfig(), x.device, torch.float32, 1, 5, "sample", None, active_backend())
     steps = layers.layer_norm(norm, HELD, call), layers.layer_norm_by_module(norm, HELD, call, "asked for")
     for step in steps:
         assert relative_error(step.run(x, scale, shift), expected) <= 1e-5
@@ -150,6 +150,76 @@ def fp32_copy(block):
 
 def in_fp32(value):
     return tuple(map(in_fp32, value)) if isinstance(value, tuple) else value.float()
+
+
+@pytest.mark.parametrize("variant", ["t2v", "i2v"])
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_one_prompt_serves_several_latents(variant, implementation, device):
+    model, inputs = model_and_inputs(variant, torch_device(device), torch.float32)
+    inputs["hidden_states"] = torch.cat([inputs["hidden_states"][:1], 0.5 * inputs["hidden_states"][:1]])
+    inputs["timestep"] = torch.tensor([900.0, 500.0], device=inputs["timestep"].device)
+    inputs["encoder_hidden_states"] = inputs["encoder_hidden_states"][:1]
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        with trp.patch(model, trp.PatchConfig(implementation=implementation)):
+            assert relative_error(model(**inputs)[0], expected) <= 1e-5
+
+
+@pytest.mark.parametrize("on", DEVICES)
+@pytest.mark.parametrize("implementation", ["auto", "triton"])
+def test_runs_of_equal_timesteps_are_embedded_once(implementation, on):
+    """As in TI2V-5B from an image: the first frame's tokens are at timestep 0."""
+    if on == "cpu" and torch.cuda.is_available() and implementation == "triton":
+        pytest.skip("the kernels run on the GPU here")
+    model, inputs = model_and_inputs("ti2v", on, torch.float32)
+    timestep = torch.full_like(inputs["timestep"], 700.0)
+    timestep[:, :5] = 0.0
+    timestep[1, 7:] = 100.0
+    inputs["timestep"] = timestep
+    embedded = []
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        model.condition_embedder.time_embedder.register_forward_hook(
+            lambda _, args, out: embedded.append(out.shape[:-1].numel())
+        )
+        with trp.patch(model, trp.PatchConfig(implementation=implementation, cuda_graph="off")):
+            assert relative_error(model(**inputs)[0], expected) <= 1e-5
+            assert embedded.pop() == 5  # of the first sample two runs, of the second three
+            inputs["timestep"] = torch.linspace(0, 999, timestep.numel(), device=on).view_as(timestep)
+            many = model(**inputs)[0]
+            assert embedded.pop() == timestep.numel()
+        assert relative_error(many, model(**inputs)[0]) <= 1e-5
+
+
+@pytest.mark.parametrize("on", DEVICES)
+def test_a_block_with_another_temb_does_not_take_the_models_runs(on):
+    model, inputs = model_and_inputs("ti2v", on, torch.float32)
+    inputs["timestep"] = torch.full_like(inputs["timestep"], 700.0)
+    seen = []
+    with torch.no_grad(), trp.patch(model):
+
+        def double_temb(block, args):
+            x, context, temb, rotary = args
+            seen.append(type(block).forward(block, x, context, 2 * temb, rotary))
+            return x, context, 2 * temb, rotary
+
+        model.blocks[0].register_forward_pre_hook(double_temb)
+        model.blocks[0].register_forward_hook(lambda _, args, output: seen.append(output))
+        model(**inputs)
+    assert relative_error(seen[1], seen[0]) <= 1e-5
+
+
+@pytest.mark.parametrize("on", DEVICES)
+def test_a_residual_that_fp16_cannot_hold_saturates_and_says_so_once(on, caplog):
+    model, inputs = model_and_inputs("t2v", on, torch.bfloat16)
+    x, *rest = captured_block_inputs(model, inputs)[0]
+    x[..., 0] = 3e6
+    with torch.no_grad(), trp.patch(model):
+        for _ in range(3):
+            assert model.blocks[0](x, *rest).isfinite().all()
+            if x.is_cuda:
+                torch.cuda.synchronize()
+    assert ["residual='same'" in record.message for record in caplog.records] == [True]
 
 
 @pytest.mark.parametrize("group", trp.PatchConfig().fuse)

@@ -147,8 +147,8 @@ def check_result(op: str, dtype: torch.dtype | None, own: torch.dtype, **scales:
 class KernelOp:
     """A launcher as the custom op ``turbo_rcm_patch::name``, without the custom op's cost where nothing needs it.
 
-    torch.compile, autograd and tensor subclasses see the custom op (``op``). All other calls go straight to the
-    launcher, because the dispatcher and its checks can take longer than the kernel.
+    torch.compile, autograd, tracers, modes and tensor subclasses see the custom op (``op``). All other calls go
+    straight to the launcher, because the dispatcher and its checks can take longer than the kernel.
     """
 
     def __init__(self, name: str, launcher: Callable):
@@ -157,14 +157,20 @@ class KernelOp:
         self._launcher = launcher
 
     def __call__(self, *arguments):
-        if torch.compiler.is_compiling() or any(isinstance(a, torch.Tensor) and _is_watched(a) for a in arguments):
+        if torch.compiler.is_compiling() or _is_traced() or any(map(_is_watched, arguments)):
             return self.op(*arguments)
         return self._launcher(*arguments)
 
 
-def _is_watched(tensor: torch.Tensor) -> bool:
-    recorded = tensor.requires_grad and torch.is_grad_enabled()
-    return recorded or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+def _is_traced() -> bool:
+    return torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def _is_watched(argument: object) -> bool:
+    if not isinstance(argument, torch.Tensor):
+        return False
+    recorded = argument.requires_grad and torch.is_grad_enabled()
+    return recorded or type(argument) not in (torch.Tensor, torch.nn.Parameter)
 
 
 def kernel_op(name: str) -> Callable[[Callable], KernelOp]:

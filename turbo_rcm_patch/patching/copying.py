@@ -13,7 +13,7 @@ from .journal import bind, function_bound_to
 
 
 def reduce_ex(self: nn.Module, protocol: int) -> tuple:
-    """``object.__reduce_ex__`` for copy, deepcopy and pickle, with everything that is bound to self bound to the copy."""
+    """``object.__reduce_ex__`` for copy, deepcopy and pickle, with all that is bound to self bound to the copy."""
     bound = {name: function_bound_to(self, value) for name, value in vars(self).items()}
     bound = {name: function for name, function in bound.items() if function is not None}
     state = {name: value for name, value in vars(self).items() if name not in bound}

@@ -19,6 +19,8 @@ import torch.autograd.forward_ad as fwAD
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from ..plain import is_autocast
+
 logger = logging.getLogger(__name__)
 
 Inputs = Sequence[torch.Tensor | None]
@@ -240,7 +242,7 @@ def why_not_recorded(inputs: Inputs) -> str | None:
         return "inputs of another class"
     if len({tensor.device for tensor in tensors}) > 1:
         return "inputs on different devices"
-    if torch.is_autocast_enabled(tensors[0].device.type):
+    if is_autocast(tensors[0].device):
         return "autocast"
     if torch._C._functorch.maybe_current_level() is not None or fwAD._current_level >= 0 or torch.jit.is_tracing():
         return "function transform"

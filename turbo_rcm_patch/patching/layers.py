@@ -199,11 +199,13 @@ def _attention_of_backend(processor, crossing, q, k, v, to=None):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def projection_with_skip(layers: Sequence[nn.Module], stored: Storage, result: Storage, call: Call) -> Step:
+def projection_with_skip(
+    layers: Sequence[nn.Module], stored: Storage, result: Storage, call: Call, *, gated: bool
+) -> Step:
     """A projection, a linear and perhaps a dropout, and the skip: ``residual + gate · layers(a)``.
 
-    Step: (a [B, S, K], residual [B, S, C], gate [B, 1|S, C] or None for 1) -> [B, S, C].
-    stored, result: how the residual is stored, and the result is to be.
+    Step: (a [B, S, K], residual [B, S, C], gate [B, 1|S, C], Runs, or None for 1) -> [B, S, C].
+    stored, result: how the residual is stored, and the result is to be. gated: whether there will be a gate.
     """
     linear, *dropouts = layers
     linear = linear_of(linear)
@@ -213,7 +215,10 @@ def projection_with_skip(layers: Sequence[nn.Module], stored: Storage, result: S
         implementation, reason = _choose_gemm("linear_skip", call)
         if reason is None:
             N, K = linear.weight.shape
-            kernel = kernels.gemm_kernel(call.device, call.dtype, call.tokens, N, K)
+            samples, per_token = (call.batch, call.gate == "token") if gated and call.gate != "run" else (1, False)
+            kernel = kernels.gemm_kernel(
+                call.device, call.dtype, call.tokens, N, K, samples=samples, per_token=per_token
+            )
             return Step(partial(_linear_skip, linear, stored, result, implementation), kernel)
     skip = skip_after(stored, result, call)
     return Step(partial(_layers_then_skip, layers, skip.run), f"PyTorch linear, {skip.kernel} skip", reason)

@@ -40,16 +40,18 @@ class Step(NamedTuple):
 class Call(NamedTuple):
     """What the choice of kernels depends on, apart from a block's modules.
 
-    tokens: of all samples together. context: tokens of the prompt. derivative: "backward" where autograd records the
-    call, "forward" in forward mode or under another function transform, else None. backend: diffusers' for attention.
-    why_whole: why its inputs require that a self-attention is called as a whole; None when they do not.
+    batch, tokens: samples, and tokens of all of them. gate: what it varies by, "sample", "token" or "run".
+    derivative: "backward" where autograd records the call, "forward" in forward mode or under another function
+    transform, else None. backend: diffusers' for attention. why_whole: why its inputs require that a self-attention is
+    called as a whole; None when they do not.
     """
 
     config: PatchConfig
     device: torch.device
     dtype: torch.dtype
+    batch: int
     tokens: int
-    context: int
+    gate: str
     derivative: str | None
     backend: AttentionBackendName
     why_whole: str | None = None
@@ -72,11 +74,11 @@ class Call(NamedTuple):
 
 
 def call_of(
-    config: PatchConfig, block: nn.Module, x: torch.Tensor, context: torch.Tensor, why_whole: str | None
+    config: PatchConfig, block: nn.Module, x: torch.Tensor, context: torch.Tensor, gate: str, why_whole: str | None
 ) -> Call:
     """The kind of call for hidden states x [B, S, C] and a prompt [B|1, L, C]."""
-    size = x.shape[0] * x.shape[1], context.shape[0] * context.shape[1]
-    return Call(config, x.device, x.dtype, *size, _derivative(block, x, context), active_backend(), why_whole)
+    sizes = x.shape[0], x.shape[0] * x.shape[1]
+    return Call(config, x.device, x.dtype, *sizes, gate, _derivative(block, x, context), active_backend(), why_whole)
 
 
 def active_backend() -> AttentionBackendName:
@@ -147,11 +149,12 @@ class Shared:
     Attributes:
         config: the PatchConfig.
         compiles_ahead: until a block's forward first comes to where it may.
+        has_warned: that a residual was cut off.
         runs: the runs of tokens with equal timesteps in the forward under way, where the family knows of them.
     """
 
     def __init__(self, config: PatchConfig):
-        self.config, self.compiles_ahead, self.runs = config, True, None
+        self.config, self.compiles_ahead, self.has_warned, self.runs = config, True, False, None
 
     def __getstate__(self) -> dict[str, object]:
         """Copied and pickled without what belongs to a forward under way."""

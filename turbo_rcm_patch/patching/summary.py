@@ -18,8 +18,7 @@ from .plan import NOTHING, Call, active_backend, state_of
 
 HEADER = ("sub-layer", "step", "kernel", "fused", "not fused because")
 FOOTER = "under autograd steps without a gradient run as torch ops; under autocast blocks run diffusers' code"
-# Of a block that was not called yet: a video of 81 frames at 832×480.
-TOKENS, CONTEXT_TOKENS = 32760, 512
+TOKENS = 32760  # of a block that was not called yet: a video of 81 frames at 832×480
 
 
 class Row(NamedTuple):
@@ -87,11 +86,11 @@ def current_plan(transformer: nn.Module, block: nn.Module) -> BlockPlan:
     if state.plans.ran is not None and is_sharded(block):
         return state.plans.ran
     latest = state.plans.latest
-    size = (TOKENS, CONTEXT_TOKENS, None) if latest is None else (latest.tokens, latest.context, latest.why_whole)
+    if latest is None:
+        latest = Call(state.shared.config, torch.device("cpu"), torch.float32, 1, TOKENS, "sample", None, "")
     # Under offloading the weights rest elsewhere than the forward runs.
     device, dtype = get_module_execution_device(transformer), compute_dtype(transformer)
-    tokens, context, why_whole = size
-    call = Call(state.shared.config, device, dtype, tokens, context, None, active_backend(), why_whole)
+    call = latest._replace(device=device, dtype=dtype, derivative=None, backend=active_backend())
     return decide(state.attention_class, block, call)
 
 

@@ -9,6 +9,7 @@ from diffusers.models.transformers.transformer_skyreels_v2 import (
     SkyReelsV2TransformerBlock,
 )
 
+from ...plain import is_autocast
 from ..plan import state_of
 from .family import Blocks, Family
 from .wan.block import Rotary
@@ -30,7 +31,7 @@ def block_forward(
     and sin [1, S, 1, D], attention_mask [1, 1, S, S] or None; returns [B, S, C]. With a mask, which
     num_frame_per_block > 1 makes, the self-attention is called as a whole.
     """
-    if torch.is_autocast_enabled(hidden_states.device.type):
+    if is_autocast(hidden_states.device):
         inputs = (hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask)
         return type(self).forward(self, *inputs)
     temb = temb.transpose(1, 2) if temb.dim() == 4 else temb

@@ -6,6 +6,7 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformerBlock
 from diffusers.models.transformers.transformer_wan_vace import WanVACETransformer3DModel, WanVACETransformerBlock
 
+from ...plain import is_autocast
 from ..plan import state_of
 from .family import Blocks, Family
 from .wan.block import Rotary
@@ -24,9 +25,9 @@ def control_block_forward(
     """WanVACETransformerBlock.forward on fused ops; bound on instances.
 
     hidden_states, control_hidden_states [B, S, C], encoder_hidden_states [B|1, L, C], temb [B, 6, C], rotary_emb cos
-    and sin [1, S, 1, D]; returns the hint, None from a block without output projection, and the control's hidden states.
+    and sin [1, S, 1, D]; returns the hint, None without an output projection, and the control's hidden states.
     """
-    if torch.is_autocast_enabled(hidden_states.device.type):
+    if is_autocast(hidden_states.device):
         inputs = (hidden_states, encoder_hidden_states, control_hidden_states, temb, rotary_emb)
         return type(self).forward(self, *inputs)
     if self.proj_in is not None:

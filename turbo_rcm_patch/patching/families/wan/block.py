@@ -199,7 +199,7 @@ def _self_attention(block, attention_class: type, call: Call, stored: Storage, r
         head_norm(attn.norm_q, attn.heads, call),
         head_norm(attn.norm_k, attn.heads, call),
         attention(attn, call),
-        projection_with_skip(list(attn.to_out), stored, result, call),
+        projection_with_skip(list(attn.to_out), stored, result, call, gated=True),
     )
 
 
@@ -219,7 +219,7 @@ def _cross_attention(block, attention_class: type, call: Call, stored: Storage):
         head_norm(attn.norm_q, attn.heads, call),
         head_norm(attn.norm_k, attn.heads, call),
         attention(attn, call, crossing=True),
-        projection_with_skip(list(attn.to_out), stored, stored, call),
+        projection_with_skip(list(attn.to_out), stored, stored, call, gated=False),
         **image,
     )
 
@@ -233,7 +233,7 @@ def _feed_forward(block, call: Call, stored: Storage, result: Storage):
     return FeedForwardWithSkip(
         layer_norm(block.norm3, stored, call),
         projection_with_gelu(ffn, call),
-        projection_with_skip(list(ffn.net[2:]), stored, result, call),
+        projection_with_skip(list(ffn.net[2:]), stored, result, call, gated=True),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 import torch
@@ -9,11 +10,14 @@ from torch import nn
 
 from .... import kernels
 from ....config import PatchConfig
+from ....plain import is_autocast
 from ...graphs import why_not_recorded
 from ...plan import Shared, call_of, state_of
 from .block import Rotary, decide, why_whole
-from .modulation import Row, modulation
+from .modulation import Row, gate_varies_by, modulation
 from .repeatable import why_not_repeatable
+
+logger = logging.getLogger(__name__)
 
 
 def block_forward(
@@ -28,7 +32,7 @@ def block_forward(
     hidden_states [B, S, C], encoder_hidden_states [B|1, L, C], temb [B, 6, C] or per token [B, S, 6, C], rotary_emb cos
     and sin [1, S, 1, D]; returns [B, S, C].
     """
-    if torch.is_autocast_enabled(hidden_states.device.type):
+    if is_autocast(hidden_states.device):
         return type(self).forward(self, hidden_states, encoder_hidden_states, temb, rotary_emb)
     rows = modulation(self.scale_shift_table, temb, state_of(self).shared)
     return run_block(self, hidden_states, encoder_hidden_states, rows, rotary_emb)
@@ -48,14 +52,27 @@ def run_block(
     """
     state = state_of(block)
     reason = "attention mask" if mask is not None else why_whole(rotary)
-    call = call_of(state.shared.config, block, x, context, reason)
+    call = call_of(state.shared.config, block, x, context, gate_varies_by(modulation[2]), reason)
     plan = state.plans.get(block, call, partial(decide, state.attention_class))
+    _warn_of_saturation(state.shared)
     inputs = (x, context, modulation, rotary, mask)
     if _may_compile_ahead(state.shared, x, context, *rotary):
         state.shared.compiles_ahead = False
         if _may_run_ahead(block, state.attention_class, x.device):
             kernels.compile_ahead(lambda: plan.run(*inputs))
     return plan.run(*inputs)
+
+
+def _warn_of_saturation(shared: Shared) -> None:
+    """Say once that an earlier block's residual was larger than it can be stored."""
+    if torch.compiler.is_compiling() or shared.has_warned or not kernels.saturated():
+        return
+    shared.has_warned = True
+    kernels.reset_saturated()
+    logger.warning(
+        "Hidden states beyond 2e6 were cut off: the residual that is kept in fp16 between a block's skips holds no "
+        "more. Patch with trp.PatchConfig(residual='same') to keep it in the model's dtype."
+    )
 
 
 def _may_compile_ahead(shared: Shared, *inputs: torch.Tensor) -> bool:

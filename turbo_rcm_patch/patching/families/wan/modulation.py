@@ -71,3 +71,10 @@ def modulation(scale_shift_table: torch.Tensor, temb: torch.Tensor, shared: Shar
         return [row.squeeze(2) for row in (scale_shift_table.unsqueeze(0) + temb.float()).chunk(6, dim=2)]
     rows = scale_shift_table + runs.rows.unflatten(1, (6, -1)).float()
     return [Runs(row, runs.starts) for row in rows.unbind(1)]
+
+
+def gate_varies_by(gate: Row) -> str:
+    """ "sample", "token" or "run"."""
+    if isinstance(gate, Runs):
+        return "run"
+    return "token" if gate.shape[1] > 1 else "sample"

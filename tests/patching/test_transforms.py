@@ -1,0 +1,91 @@
+"""Patched models under torch's transforms, tracers and modes that compute with other tensors than usual."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import turbo_rcm_patch as trp
+from tests.oracle import relative_error
+from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
+
+CONFIGS = [trp.PatchConfig(), trp.PatchConfig(implementation="triton")]
+
+
+@pytest.fixture(params=["auto", "triton"])
+def models(request):
+    patched, plain = (tiny_wan_transformer().requires_grad_(False) for _ in range(2))
+    trp.patch(patched, trp.PatchConfig(implementation=request.param))
+    return patched, plain
+
+
+def of_prompt(model):
+    inputs = tiny_transformer_inputs(model)
+    prompt = inputs.pop("encoder_hidden_states")
+    return lambda prompt: model(encoder_hidden_states=prompt, **inputs)[0], prompt
+
+
+def test_forward_mode_with_respect_to_the_prompt_is_right_every_time(models):
+    (ours, prompt), (theirs, _) = map(of_prompt, models)
+    tangent = torch.randn_like(prompt)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        expected = torch.func.jvp(theirs, (prompt,), (tangent,))
+        for _ in range(3):
+            for ours_part, theirs_part in zip(torch.func.jvp(ours, (prompt,), (tangent,)), expected, strict=True):
+                assert relative_error(ours_part, theirs_part) <= 1e-5
+        assert expected[1].abs().max() > 0
+
+
+def test_forward_mode_with_respect_to_a_cross_attention_weight_is_right_every_time(models):
+    results = []
+    for model in models:
+        name, inputs = "blocks.0.attn2.to_k.weight", tiny_transformer_inputs(model)
+        weight = dict(model.named_parameters())[name].detach()
+        call = lambda w, m=model, n=name, i=inputs: torch.func.functional_call(m, {n: w}, (), i)[0]  # noqa: E731
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+            results.append([torch.func.jvp(call, (weight,), (torch.ones_like(weight),))[1] for _ in range(2)])
+    for ours, theirs in zip(*results, strict=True):
+        assert relative_error(ours, theirs) <= 1e-5
+        assert theirs.abs().max() > 0
+
+
+def test_vmap_over_prompts(models):
+    (ours, prompt), (theirs, _) = map(of_prompt, models)
+    prompts = torch.stack([prompt, -prompt, 2 * prompt])
+    with torch.no_grad():
+        assert relative_error(torch.vmap(ours)(prompts), torch.vmap(theirs)(prompts)) <= 1e-5
+
+
+def test_meta_tensors():
+    model = tiny_wan_transformer().to("meta")
+    inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in tiny_transformer_inputs(model).items()}
+    with torch.no_grad(), trp.patch(model):
+        assert model(**inputs)[0].shape == inputs["hidden_states"].shape
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_fake_tensors(config):
+    model = tiny_wan_transformer()
+    inputs = tiny_transformer_inputs(model)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), trp.patch(model, config):
+        fakes = {k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+        assert model(**fakes)[0].shape == inputs["hidden_states"].shape
+
+
+def test_traced_graphs_compute_what_the_model_does(models):
+    (ours, prompt), (theirs, _) = map(of_prompt, models)
+    with torch.no_grad():
+        graphs = [make_fx(ours)(prompt), torch.jit.trace(ours, (prompt,), check_trace=False)]
+        for other in (prompt, -1.5 * prompt):
+            for graph in graphs:
+                assert relative_error(graph(other), theirs(other)) <= 1e-5
+
+
+def test_outputs_are_right_after_all_of_them(models):
+    (ours, prompt), (theirs, _) = map(of_prompt, models)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        torch.func.jvp(ours, (prompt,), (prompt,))
+        torch.vmap(ours)(prompt[None])
+        make_fx(ours)(prompt)
+        assert relative_error(ours(prompt), theirs(prompt)) <= 1e-5
