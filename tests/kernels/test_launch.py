@@ -1,5 +1,6 @@
 """Kernels compiled ahead: not launched there, launched as ever afterwards, and nothing of the mode left behind."""
 
+import inspect
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -81,7 +82,9 @@ class Compiled(Kernel):
         self.device_caches, self.compile = {}, compile
 
     def warmup(self, *arguments, grid, **options):
-        future = _async_compile.active_mode.get().submit(self, self.compile, lambda _: None)
+        submit = _async_compile.active_mode.get().submit
+        callbacks = [lambda _: None] * (len(inspect.signature(submit).parameters) - 2)  # one; since Triton 3.9 two
+        future = submit(self, self.compile, *callbacks)
         self.device_caches[0] = future
         return future
 
