@@ -282,7 +282,7 @@ def test_sdpa_where_it_is_faster_or_asked_for(monkeypatch, config, reason, deriv
     step = layers.attention(attn, call)
     assert step.reason == reason
     assert step.kernel == ("torch" if reason else config.get("implementation", "auto"))
-    expected = [{"with_residual": False, "with_backward": derivative is not None}]
+    expected = [{"with_backward": derivative is not None}]
     assert asked == (expected if config == {} else [])
 
 

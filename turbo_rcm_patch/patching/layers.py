@@ -138,13 +138,14 @@ def attention(attn: nn.Module, call: Call, *, crossing: bool = False, added: boo
     reason = why_not_own_attention(attn, call.backend, crossing=crossing, derivative=call.derivative)
     if reason is not None:
         return Step(partial(_attention_of_backend, attn.processor, crossing), "diffusers' attention", reason)
-    head_dim = attn.inner_dim // attn.heads
-    circumstances = {"with_residual": added, "with_backward": call.derivative == "backward"}
-    implementation, reason = _choose_attention(call, head_dim, **circumstances)
-    kernel = kernels.attention_kernel_name(implementation, call.device, call.dtype, head_dim, **circumstances)
-    if added and implementation == "torch":
+    head_dim, with_backward = attn.inner_dim // attn.heads, call.derivative == "backward"
+    implementation, reason = _choose_attention(call, head_dim, with_backward)
+    kernel = kernels.attention_kernel_name(
+        implementation, call.device, call.dtype, head_dim, with_backward=with_backward
+    )
+    if added:  # by a pass of its own: with the sum in the epilogue the sm_90 kernel would not serve
         add = skip_after(Storage(call.dtype), Storage(call.dtype), call)
-        return Step(partial(_attention_then_add, add.run), f"{kernel}, {add.kernel} sum", reason)
+        return Step(partial(_attention_then_add, implementation, add.run), f"{kernel}, {add.kernel} sum", reason)
     run = partial(_attention, implementation)
     parallel_config = attn.processor._parallel_config
     if parallel_config is not None and not crossing:
@@ -165,26 +166,26 @@ def why_not_own_attention(
     return why_not_between_all_to_alls(processor._parallel_config, attn.heads, differentiated=derivative is not None)
 
 
-def _choose_attention(call: Call, head_dim: int, **circumstances: bool) -> tuple[str, str | None]:
+def _choose_attention(call: Call, head_dim: int, with_backward: bool) -> tuple[str, str | None]:
     """As `Call.choose`, for the attention, between ours and PyTorch's."""
     if call.config.attention == "sdpa":
         return "torch", "attention='sdpa'"
     implementation, reason = call.choose(has_gradient=True)
     if reason is None and call.config.attention == "auto" and implementation == "auto":
-        reason = kernels.why_sdpa(call.device, call.dtype, head_dim, **circumstances)
+        reason = kernels.why_sdpa(call.device, call.dtype, head_dim, with_backward=with_backward)
     return (implementation, None) if reason is None else ("torch", reason)
 
 
-def _attention(implementation, q, k, v, to=None):
+def _attention(implementation, q, k, v):
     batch = q.shape[0]
     if k.shape[0] < batch:  # one prompt for all samples: their queries are one sample's
-        q, to = (None if x is None else x.flatten(0, 1)[None] for x in (q, to))
-    attended = kernels.attention(q, k, v, residual=to, implementation=implementation)
+        q = q.flatten(0, 1)[None]
+    attended = kernels.attention(q, k, v, implementation=implementation)
     return attended.view(batch, -1, *attended.shape[2:])
 
 
-def _attention_then_add(add, q, k, v, to):
-    attended = _attention("torch", q, k, v)
+def _attention_then_add(implementation, add, q, k, v, to):
+    attended = _attention(implementation, q, k, v)
     return add(to.flatten(2), attended.flatten(2)).view(to.shape)
 
 
