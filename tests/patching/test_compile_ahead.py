@@ -213,11 +213,13 @@ def test_no_kernel_of_a_block_is_compiled_where_it_is_launched(dtype, size, tmp_
 
 def gemms_and_attention(dtype, large):
     """Names of the kernels that a block launches on this GPU, where that is certain."""
-    hopper = dispatch.is_hopper(torch.device("cuda")) and gemm_hopper.GLUON_ERROR is None and dtype == torch.bfloat16
-    if not hopper:
-        return ["_linear_gelu_kernel", "_linear_skip_kernel"]
-    gemms = ["gemm_kernel", "gemm_of_three_kernel"] if large else ["_linear_gelu_kernel", "_linear_skip_kernel"]
-    return [*gemms, "attention_kernel"]
+    gpu = torch.device("cuda")
+    if kernels.why_torch("linear_skip", gpu, dtype) is not None:
+        return ["_gelu_kernel", "_skip_kernel"]
+    hopper = dispatch.is_hopper(gpu) and gemm_hopper.GLUON_ERROR is None
+    large_gemms = ["gemm_kernel", "gemm_of_three_kernel"]
+    gemms = large_gemms if large and hopper else ["_linear_gelu_kernel", "_linear_skip_kernel"]
+    return [*gemms, *(["attention_kernel"] if hopper else [])]
 
 
 def on_gpu(value):

@@ -20,6 +20,7 @@ from tests.patching.tape import (
 )
 from tests.patching.test_graph_changes import WEIGHTS, WRITES
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline, tiny_wan_transformer
+from turbo_rcm_patch import kernels
 
 
 def cuda_pair(options=None, **more):
@@ -143,8 +144,7 @@ def test_gpu_a_failed_capture_leaves_the_gpu_usable(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: pools.append(handle()) or pools[-1])
     pair, other = cuda_pair(), cuda_pair()
     inputs = cuda_inputs(pair[0])
-    layers = trp.patching.wan.layers
-    fused = layers.kernels.linear_gelu
+    fused = kernels.rms_norm_rope
 
     def waiting(x, *args, **kwargs):
         x.sum().item()
@@ -152,7 +152,7 @@ def test_gpu_a_failed_capture_leaves_the_gpu_usable(monkeypatch, caplog):
 
     stream = torch.cuda.current_stream()
     with monkeypatch.context() as context:
-        context.setattr(layers.kernels, "linear_gelu", waiting)
+        context.setattr(kernels, "rms_norm_rope", waiting)
         for _ in range(4):
             assert_same(pair, inputs)
     assert "none now: recording failed (" in note(pair[0])
