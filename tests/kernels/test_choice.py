@@ -77,24 +77,19 @@ def test_a_projections_name_is_that_of_the_kernel_launched(launched, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "with_residual", "expected"),
+    ("dtype", "head_dim", "expected"),
     [
-        (BF16, 128, False, choice.GLUON),
-        (torch.float16, 64, False, choice.GLUON),
-        (BF16, 128, True, choice.PORTABLE),
-        (BF16, 96, False, choice.PORTABLE + " (head_dim 96)"),
-        (FP32, 64, False, choice.PORTABLE + " (float32 tensors)"),
+        (BF16, 128, choice.GLUON),
+        (torch.float16, 64, choice.GLUON),
+        (BF16, 96, choice.PORTABLE + " (head_dim 96)"),
+        (FP32, 64, choice.PORTABLE + " (float32 tensors)"),
     ],
 )
 @pytest.mark.parametrize("with_backward", [False, True])
-def test_an_attentions_name_is_that_of_the_kernel_launched(
-    launched, dtype, head_dim, with_residual, with_backward, expected
-):
+def test_an_attentions_name_is_that_of_the_kernel_launched(launched, dtype, head_dim, with_backward, expected):
     q = torch.zeros(1, 256, 2, head_dim, dtype=dtype, requires_grad=with_backward)
-    residual = torch.zeros_like(q) if with_residual else None
-    kernels.attention(q, q, q, residual=residual, implementation="triton")
-    circumstances = {"with_residual": with_residual, "with_backward": with_backward}
-    name = kernels.attention_kernel_name("triton", q.device, dtype, head_dim, **circumstances)
+    kernels.attention(q, q, q, implementation="triton")
+    name = kernels.attention_kernel_name("triton", q.device, dtype, head_dim, with_backward=with_backward)
     assert name.startswith(kind_of([n for n in launched if n != "_join_kernel"]))
     assert name == expected
 
@@ -136,7 +131,6 @@ def test_sdpas_backend_is_pytorchs_own_choice(monkeypatch):
         ((9, 0), BF16, 128, {}, None),
         ((9, 0), torch.float16, 64, {}, None),
         ((9, 0), BF16, 128, {"with_backward": True}, "not measured with a backward"),
-        ((9, 0), BF16, 128, {"with_residual": True}, "not measured with a residual"),
         ((9, 0), BF16, 96, {}, "head_dim 96"),
         ((9, 0), FP32, 128, {}, "not measured in float32"),
         ((10, 0), torch.float16, 128, {}, "not measured on sm_100"),
@@ -155,6 +149,9 @@ def test_on_sm_90_without_gluon_pytorchs_attention_is_taken(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(attention_hopper, "GLUON_ERROR", "cannot import name 'tma'")
     assert "cannot import name 'tma'" in kernels.why_sdpa(CUDA, BF16, 128)
+    assert kernels.why_linear("linear_skip", CUDA, BF16) is None
+    monkeypatch.setattr(gemm_hopper, "GLUON_ERROR", "cannot import name 'wgmma'")
+    assert "cannot import name 'wgmma'" in kernels.why_linear("linear_skip", CUDA, BF16)
 
 
 def test_a_slower_kernel_is_not_taken(monkeypatch):

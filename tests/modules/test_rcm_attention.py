@@ -244,7 +244,7 @@ def test_sdpa_where_it_is_faster(monkeypatch):
 
 
 def test_two_passes_where_the_fused_projection_was_not_measured(monkeypatch):
-    monkeypatch.setattr(kernels, "why_torch", lambda op, *_: f"{op} not measured")
+    monkeypatch.setattr(kernels, "why_linear", lambda op, *_: f"{op} not measured")
     fused = []
     linear_skip = kernels.linear_skip
     monkeypatch.setattr(kernels, "linear_skip", lambda *args, **kw: fused.append(1) or linear_skip(*args, **kw))

@@ -4,7 +4,7 @@ Every exported function takes ``implementation="auto" | "triton" | "torch"``; se
 """
 
 from .attention import attention
-from .choice import attention_kernel_name, gemm_kernel, linear_qkv_kernel, why_sdpa
+from .choice import attention_kernel_name, gemm_kernel, linear_qkv_kernel, why_linear, why_sdpa
 from .coefficient import MAX_RUNS, Runs
 from .dispatch import IMPLEMENTATIONS, interpreting, why_not_triton, why_not_triton_on
 from .gelu import gelu
@@ -39,6 +39,7 @@ __all__ = [
     "rms_norm_rope",
     "saturated",
     "skip",
+    "why_linear",
     "why_not_triton",
     "why_not_triton_on",
     "why_sdpa",

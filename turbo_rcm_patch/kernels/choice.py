@@ -21,13 +21,11 @@ _SDPA_BACKENDS = {
 }  # as torch.nn.attention numbers them
 
 
-def why_sdpa(
-    device: torch.device, dtype: torch.dtype, head_dim: int, *, with_residual: bool = False, with_backward: bool = False
-) -> str | None:
+def why_sdpa(device: torch.device, dtype: torch.dtype, head_dim: int, *, with_backward: bool = False) -> str | None:
     """Why PyTorch's attention is taken instead of `attention`, in a few words; None where ours was measured to be as
     fast, and on the CPU.
 
-    Only the forward without a residual was measured; on sm_90 it is the Gluon kernel's, which does not take every
+    Only the forward was measured, and without a residual; on sm_90 it is the Gluon kernel's, which does not take every
     head_dim.
     """
     if device.type != "cuda":
@@ -35,8 +33,15 @@ def why_sdpa(
     reason = why_torch("attention", device, dtype)
     if reason is None and is_hopper(device):
         reason = attention_hopper.why_not_on(device, dtype, head_dim)
-    if reason is None and (with_residual or with_backward):
-        reason = f"not measured with a {'residual' if with_residual else 'backward'}"
+    return "not measured with a backward" if reason is None and with_backward else reason
+
+
+def why_linear(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why PyTorch's linear is taken instead of `linear_skip`, `linear_gelu` or `linear_qkv` (op), in a few words; None
+    where ours was measured to be as fast, and on the CPU. On sm_90 it is the Gluon kernel's."""
+    reason = why_torch(op, device, dtype)
+    if reason is None and device.type == "cuda" and is_hopper(device):
+        reason = gemm_hopper.why_not_on(device, dtype)
     return reason
 
 
@@ -46,17 +51,14 @@ def attention_kernel_name(
     dtype: torch.dtype,
     head_dim: int,
     *,
-    with_residual: bool = False,
     with_backward: bool = False,
 ) -> str:
-    """What runs an `attention` of this kind: "sm_90 Gluon", "portable Triton", or PyTorch's SDPA with its backend.
+    """What runs an `attention` without a residual: "sm_90 Gluon", "portable Triton", or PyTorch's SDPA with its backend.
 
     implementation: the one it is given, with which it can run.
     """
     if implementation == "torch":
         return _sdpa_name(device, dtype, head_dim, with_backward)
-    if with_residual:
-        return PORTABLE
     return _kernel_name(device, attention_hopper.why_not_on(device, dtype, head_dim))
 
 

@@ -140,7 +140,7 @@ class FusedRCMAttention(TwoPassRCMAttention):
             return "autocast"
         reason = why_not_linear(linear_of(self.proj), q.device, q.dtype)
         if reason is None and self.implementation == "auto":
-            reason = kernels.why_torch("linear_skip", q.device, q.dtype)
+            reason = kernels.why_linear("linear_skip", q.device, q.dtype)
         return reason
 
     def _attention_implementation(self, q: torch.Tensor) -> str:

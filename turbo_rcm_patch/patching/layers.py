@@ -297,5 +297,5 @@ def _choose_gemm(op: str, call: Call) -> tuple[str, str | None]:
     if call.config.linears == "torch":
         reason = reason or "linears='torch'"
     elif reason is None and call.config.linears == "auto" and implementation == "auto":
-        reason = kernels.why_torch(op, call.device, call.dtype)
+        reason = kernels.why_linear(op, call.device, call.dtype)
     return (implementation, None) if reason is None else ("torch", reason)

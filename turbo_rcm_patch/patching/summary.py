@@ -10,6 +10,7 @@ import torch
 from diffusers.utils.torch_utils import get_module_execution_device
 from torch import nn
 
+from .. import kernels
 from ..plain import is_sharded
 from .families import family_of
 from .families.family import Blocks, compute_dtype
@@ -54,7 +55,18 @@ def _tables(name: str, transformer: nn.Module) -> str:
         parts.append("\n  ".join([_title(name, transformer, blocks), *lines]))
     _, first = next(family.blocks[0].of(transformer))
     notes = [f"residual between a block's skips: {current_plan(transformer, first).residual}"]
+    notes += _measurements(get_module_execution_device(transformer))
     return "\n  ".join(["\n".join(parts), *notes, *family.notes(transformer), FOOTER])
+
+
+def _measurements(device: torch.device) -> list[str]:
+    """Where the choice between our attention and linears and PyTorch's comes from."""
+    if device.type != "cuda":
+        return []
+    gpus = kernels.measured_on("attention", device)
+    if gpus is None:
+        return ["attention and linears: PyTorch's where it has one, because ours were not measured on such a GPU"]
+    return [f"attention and linears: the faster ones as measured on {gpus}"]
 
 
 def _title(name: str, transformer: nn.Module, blocks: Blocks) -> str:
@@ -66,17 +78,17 @@ def _title(name: str, transformer: nn.Module, blocks: Blocks) -> str:
 
 def plan_rows(transformer: nn.Module, blocks: Blocks) -> Iterator[Row]:
     """Every step of a list of blocks that does anything, as of now."""
-    kernels: dict[tuple[str, str], dict[str, None]] = {}
+    names: dict[tuple[str, str], dict[str, None]] = {}
     reasons: dict[tuple[str, str], Counter] = {}
     for _, block in blocks.of(transformer):
         for sub_layer, step, parts in current_plan(transformer, block).rows():
             decisive = next((part for part in parts if part.reason is not None), parts[0])
             if decisive.kernel != NOTHING:
-                kernels.setdefault((sub_layer, step), {})[decisive.kernel] = None
+                names.setdefault((sub_layer, step), {})[decisive.kernel] = None
                 reasons.setdefault((sub_layer, step), Counter()).update(filter(None, [decisive.reason]))
     count = len(getattr(transformer, blocks.name))
-    for key, names in kernels.items():
-        yield Row(blocks.name, *key, "; ".join(names), count, dict(reasons[key]))
+    for key, of_step in names.items():
+        yield Row(blocks.name, *key, "; ".join(of_step), count, dict(reasons[key]))
 
 
 def current_plan(transformer: nn.Module, block: nn.Module) -> BlockPlan:
