@@ -29,7 +29,7 @@ from turbo_rcm_patch.cli.errors import CommandError
         (["--height", "4112"], "--height 4112 is too large: the model's RoPE table has 256 positions along each axis"),
         (["--width", "5000"], "--width 5000 is too large"),
         (["--frames", "1025"], "give at most 1021"),
-        (["--preset", "fastest"], "--preset fastest is unknown; accepted are exact"),
+        (["--preset", "fastest"], "preset 'fastest' is unknown; accepted are exact"),
         (["--seed", "-1"], "--seed -1"),
         (["--fps", "0"], "--fps 0"),
         (["--image", "missing.png"], "--image missing.png: no such file"),

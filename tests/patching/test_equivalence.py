@@ -12,6 +12,7 @@ import turbo_rcm_patch as trp
 from tests.oracle import assert_no_worse, relative_error, torch_device
 from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.patching import layers
+from turbo_rcm_patch.patching.families.wan.modulation import EMBEDDER
 from turbo_rcm_patch.patching.plan import Call, active_backend
 from turbo_rcm_patch.patching.storage import HELD
 
@@ -176,18 +177,22 @@ def test_runs_of_equal_timesteps_are_embedded_once(implementation, on):
     timestep[:, :5] = 0.0
     timestep[1, 7:] = 100.0
     inputs["timestep"] = timestep
-    embedded = []
+    shared = lambda: getattr(model.condition_embedder, EMBEDDER)  # noqa: E731
     with torch.no_grad():
         expected = model(**inputs)[0]
-        model.condition_embedder.time_embedder.register_forward_hook(
-            lambda _, args, out: embedded.append(out.shape[:-1].numel())
-        )
         with trp.patch(model, trp.PatchConfig(implementation=implementation, cuda_graph="off")):
             assert relative_error(model(**inputs)[0], expected) <= 1e-5
-            assert embedded.pop() == 5  # of the first sample two runs, of the second three
+            assert len(shared().runs.rows) == 5  # of the first sample two runs, of the second three
             inputs["timestep"] = torch.linspace(0, 999, timestep.numel(), device=on).view_as(timestep)
             many = model(**inputs)[0]
-            assert embedded.pop() == timestep.numel()
+            assert shared().runs is None
+            inputs["timestep"] = timestep
+            model.condition_embedder.time_embedder.register_forward_hook(lambda _, args, output: -output)
+            hooked = model(**inputs)[0]
+            assert shared().runs is None
+        assert relative_error(hooked, model(**inputs)[0]) <= 1e-5
+        model.condition_embedder.time_embedder._forward_hooks.clear()
+        inputs["timestep"] = torch.linspace(0, 999, timestep.numel(), device=on).view_as(timestep)
         assert relative_error(many, model(**inputs)[0]) <= 1e-5
 
 
@@ -220,6 +225,23 @@ def test_a_residual_that_fp16_cannot_hold_saturates_and_says_so_once(on, caplog)
             if x.is_cuda:
                 torch.cuda.synchronize()
     assert ["residual='same'" in record.message for record in caplog.records] == [True]
+
+
+@pytest.mark.gpu
+def test_linears_in_fp32_follow_pytorchs_tf32_setting():
+    model, inputs = model_and_inputs("t2v", "cuda", torch.float32, heads=4, ffn_dim=512)
+    args, results = captured_block_inputs(model, inputs)[0], {}
+    with torch.no_grad(), trp.patch(model):
+        for precision in ("highest", "high"):
+            torch.set_float32_matmul_precision(precision)
+            try:
+                results[precision] = model.blocks[0](*args), type(model.blocks[0]).forward(model.blocks[0], *args)
+            finally:
+                torch.set_float32_matmul_precision("highest")
+    ours, theirs = zip(*results.values(), strict=True)
+    difference = relative_error(*theirs)
+    assert difference > 1e-5
+    assert 0.5 < relative_error(*ours) / difference < 2
 
 
 @pytest.mark.parametrize("group", trp.PatchConfig().fuse)

@@ -136,7 +136,8 @@ def test_pipelines_with_guidance_generate_the_same(tape, variant):
         expected = generate()
     with trp.patch(pipe, AUTO) as patch:
         for _ in range(2):
-            assert torch.equal(generate(), expected)
+            # Without a graph TI2V's equal timesteps are embedded once, which sums in another order.
+            assert relative_error(generate(), expected) <= (1e-5 if variant == "ti2v" else 0)
         for model in patch.transformers.values():
             assert graphs_of(model).kept == 1
             assert replays(model) > 2

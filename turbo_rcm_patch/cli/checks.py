@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config import PRESETS
+from ..config import resolve_config
 from .errors import CommandError
 from .files import check_ffmpeg, check_output, check_plot
 
@@ -116,8 +116,10 @@ def _check_generation(arguments: argparse.Namespace) -> None:
     for steps in step_counts(arguments):
         if steps not in STEPS:
             raise CommandError(f"--steps {steps}: the sampler takes 1, 2, 3 or 4 steps.")
-    if arguments.preset not in PRESETS:
-        raise CommandError(f"--preset {arguments.preset} is unknown; accepted are {', '.join(PRESETS)}.")
+    try:
+        resolve_config(arguments.preset)
+    except ValueError as error:
+        raise CommandError(f"--preset: {error}") from None
     if not 0 <= arguments.seed < 2**63:
         raise CommandError(f"--seed {arguments.seed} is out of range; give a number from 0 to 2**63 - 1.")
     if arguments.image is not None and not arguments.image.is_file():

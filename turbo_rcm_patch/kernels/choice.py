@@ -53,7 +53,7 @@ def attention_kernel_name(
     *,
     with_backward: bool = False,
 ) -> str:
-    """What runs an `attention` without a residual: "sm_90 Gluon", "portable Triton", or PyTorch's SDPA with its backend.
+    """What runs an `attention` without residual: "sm_90 Gluon", "portable Triton", or PyTorch's SDPA with its backend.
 
     implementation: the one it is given, with which it can run.
     """

@@ -30,7 +30,7 @@ def _more(transformer: WanTransformer3DModel, config: PatchConfig) -> Sequence[t
 
 
 def _attributes(transformer: WanTransformer3DModel, shared: Shared, forwards: dict) -> Sequence[Binding]:
-    graph = WanGraph(transformer, shared.config, forwards)
+    graph = WanGraph(transformer, shared, forwards)
     return [(transformer, GRAPH, graph), (transformer.condition_embedder, EMBEDDER, shared)]
 
 

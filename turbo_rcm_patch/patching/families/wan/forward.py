@@ -54,7 +54,7 @@ def run_block(
     reason = "attention mask" if mask is not None else why_whole(rotary)
     call = call_of(state.shared.config, block, x, context, gate_varies_by(modulation[2]), reason)
     plan = state.plans.get(block, call, partial(decide, state.attention_class))
-    _warn_of_saturation(state.shared)
+    warn_of_saturation(state.shared)
     inputs = (x, context, modulation, rotary, mask)
     if _may_compile_ahead(state.shared, x, context, *rotary):
         state.shared.compiles_ahead = False
@@ -63,7 +63,7 @@ def run_block(
     return plan.run(*inputs)
 
 
-def _warn_of_saturation(shared: Shared) -> None:
+def warn_of_saturation(shared: Shared) -> None:
     """Say once that an earlier block's residual was larger than it can be stored."""
     if torch.compiler.is_compiling() or shared.has_warned or not kernels.saturated():
         return

@@ -15,9 +15,10 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformer3DModel
 from torch import nn
 
-from ....config import PatchConfig
 from ...graphs import Graphs, Inputs, call_key, why_not_recorded
+from ...plan import Shared
 from ...snapshot import WhileUnchanged
+from .forward import warn_of_saturation
 from .repeatable import why_not_repeatable
 
 GRAPH = "_turbo_rcm_patch_graph"  # the attribute of a patched transformer that holds its WanGraph
@@ -59,8 +60,8 @@ class WanGraph:
     forwards: the forwards that the patch binds, by module; any other on an instance is someone's hook.
     """
 
-    def __init__(self, transformer: WanTransformer3DModel, config: PatchConfig, forwards: dict[nn.Module, Callable]):
-        self._transformer, self._config, self._forwards = transformer, config, forwards
+    def __init__(self, transformer: WanTransformer3DModel, shared: Shared, forwards: dict[nn.Module, Callable]):
+        self._transformer, self._shared, self._forwards = transformer, shared, forwards
         self._graphs = Graphs()
         self._why_not_recordable = WhileUnchanged(self._objects_read, self._look_again)
 
@@ -74,6 +75,7 @@ class WanGraph:
 
     def sample(self, inputs: Inputs) -> torch.Tensor:
         """The transformer's sample: computed the first time that inputs of these shapes come, replayed later."""
+        warn_of_saturation(self._shared)
         return self._graphs.run(call_key(inputs), self._compute, inputs)
 
     def release(self) -> None:
@@ -97,7 +99,7 @@ class WanGraph:
         state = f"none now: {reason}" if reason else f"{graphs.kept} kept{_in_mib(graphs.reserved_bytes)}"
         eager = ", ".join(f"{reason} ({count})" for reason, count in graphs.eager.copy().items())
         parts = [state, f"{graphs.replays} calls replayed", f"run without: {eager}" if eager else ""]
-        return f"CUDA graphs ({self._config.cuda_graph}): {'; '.join(filter(None, parts))}"
+        return f"CUDA graphs ({self._shared.config.cuda_graph}): {'; '.join(filter(None, parts))}"
 
     def _compute(self, *inputs: torch.Tensor | None) -> torch.Tensor:
         return type(self._transformer).forward(self._transformer, *inputs, return_dict=False)[0]
@@ -114,13 +116,13 @@ class WanGraph:
         if inputs[0].ndim != 5:
             return "latents without five dimensions"
         too_large = flops_per_block(self._transformer, inputs[0]) > MOST_FLOPS_PER_BLOCK
-        if too_large and self._config.cuda_graph == "auto":
+        if too_large and self._shared.config.cuda_graph == "auto":
             return "too large to gain"
         return self._why_not_now()
 
     def _why_not_now(self) -> str | None:
         """Why no call of the model as it is can run as a graph."""
-        if self._config.cuda_graph == "off":
+        if self._shared.config.cuda_graph == "off":
             return "cuda_graph='off'"
         if self._transformer not in self._forwards:
             return "the model had a hook when it was patched"

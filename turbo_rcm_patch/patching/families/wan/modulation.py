@@ -14,6 +14,7 @@ from diffusers.models.transformers.transformer_wan import WanTimeTextImageEmbedd
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ....kernels import MAX_RUNS, Runs
+from ....plain import hook_on, is_original
 from ...graphs import why_not_recorded
 from ...plan import Shared
 
@@ -49,7 +50,7 @@ def embedder_forward(
     shared: Shared = getattr(self, EMBEDDER)
     shared.runs = None
     prompt = (encoder_hidden_states, encoder_hidden_states_image)
-    if timestep_seq_len is None or torch.compiler.is_compiling() or why_not_recorded((timestep, *prompt)) is not None:
+    if timestep_seq_len is None or not _may_embed_runs(self, timestep, *prompt):
         return type(self).forward(self, timestep, *prompt, timestep_seq_len)
     values, counts = torch.unique_consecutive(timestep, return_counts=True)  # waits for the GPU
     if len(values) > MAX_RUNS:
@@ -60,6 +61,16 @@ def embedder_forward(
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
     shared.runs = TokenRuns(rows, starts, StorageWeakRef(timestep_proj.untyped_storage()))
     return expand(temb), timestep_proj, *projected
+
+
+def _may_embed_runs(embedder: WanTimeTextImageEmbedding, *inputs: torch.Tensor | None) -> bool:
+    """Whether nobody would notice that fewer timesteps are embedded than there are tokens."""
+    if torch.compiler.is_compiling() or why_not_recorded(inputs) is not None:
+        return False
+    parts = (embedder.timesteps_proj, *embedder.time_embedder.modules(), embedder.act_fn, embedder.time_proj)
+    hooks = filter(None, map(hook_on, parts))
+    is_known = type(embedder) is WanTimeTextImageEmbedding and is_original(type(embedder).forward, type(embedder))
+    return is_known and all(hook.startswith("hook ") for hook in hooks)  # of offloading, not of users
 
 
 def modulation(scale_shift_table: torch.Tensor, temb: torch.Tensor, shared: Shared) -> list[Row]:

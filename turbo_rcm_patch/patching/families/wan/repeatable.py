@@ -62,7 +62,7 @@ def why_not_repeatable(
         return "dropout"
     reason = why_not_read(module, (*_KNOWN, attention_class), device, forward)
     if reason is None and type(module) is attention_class:
-        if module.processor._parallel_config is not None:
-            return "context parallelism"
         reason = why_not_fused_attention(module, attention_class) or why_not_own_attention(module, active_backend())
+        if reason is None and module.processor._parallel_config is not None:
+            reason = "context parallelism"
     return reason
