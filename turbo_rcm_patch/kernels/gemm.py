@@ -176,9 +176,9 @@ def _epilogue_in_parts(
     acc, sample, row, column, M, N, EPILOGUE: tl.constexpr, arguments, KINDS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    # Coefficients per token, if both are, take as many registers again.
-    PER_TOKEN: tl.constexpr = KINDS is not None and KINDS[0] == 3 and KINDS[1] == 3
-    AT_ONCE: tl.constexpr = EPILOGUE_COLUMNS // 2 if PER_TOKEN else EPILOGUE_COLUMNS
+    # A c_skip per token is held beside the residual: as many registers again.
+    PER_TOKEN: tl.constexpr = KINDS is not None and KINDS[0] == 3
+    AT_ONCE: tl.constexpr = EPILOGUE_COLUMNS // 4 if PER_TOKEN else EPILOGUE_COLUMNS
     if COLUMNS > AT_ONCE:
         HALF: tl.constexpr = COLUMNS // 2
         left, right = tl.split(acc.reshape(ROWS, 2, HALF).permute(0, 2, 1))
