@@ -36,9 +36,9 @@ from turbo_rcm_patch.bench.traffic import (
     TrafficReport,
     WanBlockCase,
     check_and_profile,
+    count,
     join,
 )
-from turbo_rcm_patch.bench.traffic_from_shapes import count
 from turbo_rcm_patch.cli.files import json_file, plot_file, replacing, write_json
 
 WAN_BLOCKS = {"1.3b": "wan2.1-1.3b", "14b": "wan2.1-14b", "tiny": "tiny"}

@@ -17,21 +17,20 @@ from torch import nn
 
 from turbo_rcm_patch.bench.dram import KernelTraffic, MeasurementError
 from turbo_rcm_patch.bench.environment import describe_environment
-from turbo_rcm_patch.bench.implementations import FORWARD, dram_bytes_from_shapes
 from turbo_rcm_patch.bench.report import _short_name, plot_traffic, traffic_table, traffic_totals_table
 from turbo_rcm_patch.bench.traffic import (
     COUNTERS,
     SHAPES,
     AttentionCase,
-    Call,
     Check,
     ImplementationTraffic,
     TrafficReport,
     WanBlockCase,
     check_and_profile,
+    count,
     join,
 )
-from turbo_rcm_patch.bench.traffic_from_shapes import count, count_call
+from turbo_rcm_patch.bench.traffic_from_shapes import count_call
 
 CPU = torch.device("cpu")
 SMALL = AttentionCase(batch=2, seq=48, dim=128, heads=2)
@@ -53,7 +52,7 @@ class Expression(nn.Module):
 
 def counted(expression, *args, compiled=False):
     """(name, bytes read, bytes written) of every kernel."""
-    return [(k.name, k.read, k.written) for k in count_call(Call(Expression(expression), args), compiled=compiled)]
+    return [(k.name, k.read, k.written) for k in count_call(Expression(expression), args, {}, compiled)]
 
 
 def half(*shape):
@@ -142,15 +141,13 @@ def passes(traffic, case):
     return TrafficReport(case.settings, SHAPES, None, ()).passes(traffic)
 
 
-def test_attention_modules_move_what_the_formulas_say():
+def test_attention_modules_move_the_passes_counted_by_hand():
     expected = {"two_pass": 13, "torch_fused": 33, "two_pass_compiled": 13, "torch_fused_compiled": 13}
     case = AttentionCase(batch=64, seq=512, dim=64, heads=1)  # weights and coefficients weigh next to nothing
     implementations = count(case, CPU)
     assert tuple(one.name for one in implementations) == case.implementations
     for one in implementations:
         assert passes(one, case) == pytest.approx({**expected, "triton_fused": 11}[one.name], rel=0.01)
-        formula = dram_bytes_from_shapes(one.name, FORWARD, 64, 512, 64, 1, 2)
-        assert (one.read, one.written) == (pytest.approx(formula[0], rel=1e-3), pytest.approx(formula[1], rel=1e-3))
 
 
 def test_a_patched_block_calls_each_fused_op_once_for_each_place():
@@ -170,7 +167,8 @@ def test_a_patched_block_calls_each_fused_op_once_for_each_place():
 def test_by_its_shapes_a_patched_block_of_the_1_3b_model_keeps_to_the_passes_asked_for():
     case = WanBlockCase("wan2.1-1.3b")
     assert (case.settings["tokens"], case.settings["dim"]) == (32760, 1536)
-    kernels = count_call(case.outline("triton_fused", CPU))
+    call = case.outline("triton_fused", CPU)
+    kernels = count_call(call.module, call.args, call.kwargs, False)
     # q, k, v, two outputs, q again, the feed-forward's hidden layer written and read, norms, attention, residuals
     unavoidable = 3 * 2 + 4 + 4 + 2 * 2 + 3 * 2 + 3 * 2 + 2 * 8960 / 1536
     assert unavoidable < passes(ImplementationTraffic("triton_fused", kernels), case) < script.PASS_LIMITS["1.3b"]

@@ -24,6 +24,7 @@ from ..tiers import EXACT, ErrorLimits
 from .environment import Environment, describe_environment
 from .metrics import relative_l2
 from .ops import take_turns
+from .traffic_from_shapes import count_call
 
 FORWARD, FORWARD_BACKWARD = "forward", "forward+backward"
 MODES = (FORWARD, FORWARD_BACKWARD)
@@ -84,7 +85,7 @@ class Row:
     output_error, input_gradient_error: relative L2 against the fp64 oracle in the worst sample;
     weight_gradient_error: in the worst of the weights and biases.
     peak_memory: bytes that one call allocates at most beside its inputs and weights; only on a GPU.
-    dram_read, dram_written: bytes. dram_source: "shapes" (see `dram_bytes_from_shapes`).
+    dram_read, dram_written: bytes of a forward by its tensors' shapes (traffic_from_shapes.py), nothing of a backward.
     """
 
     B: int
@@ -105,7 +106,6 @@ class Row:
     peak_memory: int | None = None
     dram_read: int | None = None
     dram_written: int | None = None
-    dram_source: str | None = None
 
 
 @dataclass(frozen=True)
@@ -227,19 +227,18 @@ def _benchmark(problem: Problem, dtype: str, modes: Sequence[str], repeats: int,
     if compile_rivals:
         torch.compiler.reset()  # sizes, dtypes and modes would run into the limit of recompilations
     modules = {name: _build(name, problem) for name in IMPLEMENTATIONS if name not in left_out}
+    traffic = {name: _traffic(name, problem) for name in modules} if FORWARD in modes else {}
     expected = oracle(problem)
     for mode in modes:
         steps = {name: _step(module, problem, mode) for name, module in modules.items()}
         measured = _check_and_time(steps, expected, problem.x.device, repeats)
         for name in IMPLEMENTATIONS:
-            shape = (*problem.x.shape, problem.num_heads)
-            row = Row(*shape, dtype, mode, name)
+            row = Row(*problem.x.shape, problem.num_heads, dtype, mode, name)
             if name in left_out:
                 yield replace(row, status=LEFT_OUT, note=left_out[name])
             else:
-                read, written = dram_bytes_from_shapes(name, mode, *shape, problem.x.element_size())
-                row = replace(row, dram_read=read, dram_written=written, dram_source="shapes")
-                yield replace(row, **measured[name])
+                counted = traffic[name] if mode == FORWARD else {}
+                yield replace(row, **measured[name], **counted)
 
 
 def _why_left_out(name: str, problem: Problem, compile_rivals: bool) -> str | None:
@@ -265,9 +264,22 @@ def _free_memory(device: torch.device) -> int:
 
 def _build(name: str, problem: Problem) -> torch.nn.Module:
     implementation = IMPLEMENTATIONS[name]
+    module = _build_eager(implementation, problem)
+    return torch.compile(module, fullgraph=True, dynamic=False) if implementation.compiled else module
+
+
+def _build_eager(implementation: Implementation, problem: Problem) -> torch.nn.Module:
     module = implementation.module_class(problem.x.shape[-1], problem.num_heads, **implementation.options)
     module.to(problem.x.device, problem.x.dtype).load_state_dict(problem.weights)
-    return torch.compile(module, fullgraph=True, dynamic=False) if implementation.compiled else module
+    return module
+
+
+def _traffic(name: str, problem: Problem) -> dict[str, int]:
+    """The row's fields."""
+    implementation = IMPLEMENTATIONS[name]
+    module = _build_eager(implementation, problem)
+    ops = count_call(module, (problem.x.detach(), problem.timestep), {}, implementation.compiled)
+    return {"dram_read": sum(op.read for op in ops), "dram_written": sum(op.written for op in ops)}
 
 
 def _step(module: torch.nn.Module, problem: Problem, mode: str) -> Step:
@@ -341,61 +353,3 @@ def _peak_memory(step: Step, device: torch.device) -> int | None:
     before = torch.cuda.memory_allocated(device)
     step()
     return torch.cuda.max_memory_allocated(device) - before
-
-
-# --- traffic
-
-
-def dram_bytes_from_shapes(
-    implementation: str, mode: str, B: int, N: int, C: int, num_heads: int, element_size: int
-) -> tuple[int, int]:
-    """Bytes read and written on a GPU if every op reads each operand and writes each result once.
-
-    An op is what torch launches as one: a matmul, an attention or its gradient, an elementwise operation; a chain of
-    these where torch.compile fuses it. What an op reads again, what it moves between kernels of its own, statistics of
-    rows, and what stays in a cache from one op to the next are not seen: the truth may lie on either side.
-    """
-    T, S, W = (element_size * n for n in (B * N * C, B * num_heads * N * N, C * C))
-    ops = _forward_ops(implementation, T, S, W, 4 // element_size)
-    if mode == FORWARD_BACKWARD:
-        ops += _backward_ops(implementation, T, S, W, 4 // element_size)
-        if implementation == TRITON_FUSED:
-            ops.append((0, T))  # attention keeps a second output for the backward
-    return sum(read for read, _ in ops), sum(written for _, written in ops)
-
-
-def _forward_ops(implementation: str, T: int, S: int, W: int, wide: int) -> list[tuple[int, int]]:
-    """(read, written) of every op. T, S, W: sizes of [B, N, C], [B, H, N, N] and [C, C]; wide: fp32 over the dtype."""
-    attend = [(3 * T, T)]
-    if implementation == NAIVE_SOFTMAX:  # scale, heads apart, scores, softmax, values, heads together
-        attend = [(T, T), (3 * T, 3 * T), (2 * T, S), (S, S), (S + T, T), (T, T)]
-    project_skip = [(T + W, T), (2 * T, T)]
-    if implementation == TRITON_FUSED:
-        project_skip = [(2 * T + W, T)]
-    elif implementation == TORCH_FUSED:
-        widen, narrow = _casts(T, wide)
-        multiply, add = (wide * T, wide * T), (2 * wide * T, wide * T)
-        project_skip = [(T + W, T), *widen, *widen, multiply, multiply, add, *narrow]
-    return [(T + 3 * W, 3 * T), *attend, *project_skip]
-
-
-def _backward_ops(implementation: str, T: int, S: int, W: int, wide: int) -> list[tuple[int, int]]:
-    """As `_forward_ops`."""
-    widen, narrow = _casts(T, wide)
-    multiply = (wide * T, wide * T)
-    skip = [*widen, multiply, *narrow, multiply, *narrow]
-    if IMPLEMENTATIONS[implementation].compiled:
-        skip = [(T, 2 * T)]
-    bias = (wide * T if implementation == TRITON_FUSED else T, 0)
-    project = [(T + W, T), (2 * T, W), bias]
-    attend = [(5 * T, 3 * T)]
-    if implementation == NAIVE_SOFTMAX:  # heads apart; both values' factors, softmax, both scores' factors, scale
-        attend = [(T, T), (S + T, T), (2 * T, S), (2 * S, S), (S + T, T), (S + T, T), (T, T)]
-    qkv = [(3 * T, 3 * T), (3 * T + 3 * W, T), (4 * T, 3 * W), (3 * T, 0)]  # joined, input, weight, bias
-    add = (2 * T, T)
-    return [*skip, *project, *attend, *qkv, add]
-
-
-def _casts(T: int, wide: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """To fp32 and back, for a tensor of T bytes: no op where it is fp32."""
-    return ([(T, wide * T)], [(wide * T, T)]) if wide > 1 else ([], [])

@@ -122,11 +122,10 @@ def implementations_table(results: ImplementationResults) -> str:
         label = _group(row)
         cells.append(["" if label == group else label, row.implementation, *_implementation_cells(row)])
         group = label
-    sources = sorted({row.dram_source for row in results.rows if row.dram_source})
     notes = dict.fromkeys(_note(row) for row in results.rows if row.note)
     legend = (
         f"ms: median of {results.repeats} {results.timing}; speed-up over two_pass; errors: relative L2 to fp64; "
-        f"DRAM: read and written, from {' and '.join(sources)}"
+        "DRAM: what a forward reads and writes, counted from shapes"
     )
     return "\n".join([table(cells), "", legend, *notes])
 

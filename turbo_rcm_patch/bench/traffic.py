@@ -25,6 +25,7 @@ from .dram import KernelTraffic, profiled
 from .environment import Environment
 from .implementations import IMPLEMENTATIONS, NAIVE_SOFTMAX, draw_problem
 from .metrics import relative_l2
+from .traffic_from_shapes import count_call
 from .verify import first_call, run_oracle
 
 DTYPE = torch.bfloat16
@@ -114,8 +115,7 @@ class WanBlockCase:
     """A block of a model of cases.CASES, called as the model calls it, at the case's usual size.
 
     eager: diffusers' own code, the two-pass form. compiled: regional torch.compile of it. torch_fused, triton_fused:
-    patched, with the fused ops in torch and in Triton. What a patched model keeps between steps (K/V of the text, half
-    the RoPE tables) is there when the block is measured, but counted from shapes as if it were computed anew.
+    patched, with the fused ops in torch and in Triton.
     """
 
     config: str
@@ -241,6 +241,16 @@ class TrafficReport:
             known = one.refused is None
             entry |= {"read": one.read, "written": one.written, "passes": self.passes(one)} if known else {}
         return {"pass_bytes": self.pass_bytes, **plain}
+
+
+def count(case: Case, device: torch.device) -> tuple[ImplementationTraffic, ...]:
+    """Every implementation's traffic by its tensors' shapes. device: where the outlines are built."""
+    counted = []
+    for name in case.implementations:
+        call = case.outline(name, device)
+        kernels_of_call = count_call(call.module, call.args, call.kwargs, case.is_compiled(name))
+        counted.append(ImplementationTraffic(name, tuple(kernels_of_call)))
+    return tuple(counted)
 
 
 def check_and_profile(

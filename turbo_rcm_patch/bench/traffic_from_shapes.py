@@ -13,32 +13,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .dram import KernelTraffic
-from .traffic import Call, Case, ImplementationTraffic
 
 
-def count(case: Case, device: torch.device) -> tuple[ImplementationTraffic, ...]:
-    """Every implementation's traffic by its tensors' shapes.
+def count_call(module: nn.Module, args: tuple, kwargs: Mapping[str, object], compiled: bool) -> list[KernelTraffic]:
+    """The kernels of one forward: one per op, or, compiled, one per chain of ops that torch.compile would merge.
 
-    device: where the outlines are built; on the CPU the Triton ops can be traced with TRITON_INTERPRET=1 alone.
+    On the CPU the Triton ops can be traced with TRITON_INTERPRET=1 alone.
     """
-    return tuple(
-        ImplementationTraffic(name, count_call(case.outline(name, device), compiled=case.is_compiled(name)))
-        for name in case.implementations
-    )
-
-
-def count_call(call: Call, *, compiled: bool = False) -> tuple[KernelTraffic, ...]:
-    """The kernels of one call: one per op, or, compiled, one per chain of ops that torch.compile would merge."""
     with torch.no_grad():
-        graph = torch.export.export(call.module, call.args, dict(call.kwargs), strict=True).graph
+        graph = torch.export.export(module, args, dict(kwargs), strict=True).graph
     ops = list(_ops(graph))
     if compiled:
         results = {_storage(tensor) for node in graph.output_node().all_input_nodes for tensor in _tensors(node)}
         ops = _merged(ops, results)
-    return tuple(KernelTraffic(op.name, sum(op.reads.values()), sum(op.writes.values())) for op in ops)
+    return [KernelTraffic(op.name, sum(op.reads.values()), sum(op.writes.values())) for op in ops]
 
 
 @dataclass(frozen=True)
