@@ -1,4 +1,4 @@
-"""Everything that needs a GPU in one call: the GPU tests, verify, compare and evaluate, and all benchmarks.
+"""Everything that needs a GPU in one call: the GPU tests, compute-sanitizer, verify, compare, evaluate, all benchmarks.
 
     python scripts/gpu_session.py --results results                         # all, into results/<the GPU>.json
     python scripts/gpu_session.py --results results --only tests ops        # the other runs in the file stay
@@ -33,6 +33,8 @@ END_TO_END = ("scripts/benchmark_end_to_end.py", "--config")
 CHECKS = {
     "tests": ("-m", "pytest", "-m", "gpu", "-q", "-n", "4", "tests"),
     "info": (*CLI, "info"),
+    "memcheck": ("scripts/sanitize_kernels.py", "--tool", "memcheck"),
+    "racecheck": ("scripts/sanitize_kernels.py", "--tool", "racecheck"),
 }
 MEASUREMENTS = {
     "verify": (*CLI, "verify"),

@@ -1,0 +1,309 @@
+"""Run every kernel once at small sizes under compute-sanitizer, and fail on what it finds. Needs a GPU.
+
+    python scripts/sanitize_kernels.py --tool memcheck     # accesses outside of what was allocated
+    python scripts/sanitize_kernels.py --tool racecheck    # shared memory that threads use in no certain order
+
+Racecheck reports hazards at the start of every warp-specialised kernel of Triton. There the first warpgroup writes the
+role of each other warp to shared memory, a byte each, and the others read theirs; at the end it writes "done" in the
+same place. In PTX all warps join barrier 1 between write and read and again between read and the next write, each from
+its own place in the code, so nothing is unordered. The kernels' mbarriers are initialised before the first of these
+joins, with a fence for TMA. So that none of this must be believed, warp_specialized_probes.py has warp-specialised
+kernels that compute nothing: hazards between the same statements as in those are Triton's own, all others fail. A
+kernel there that has a race must be reported, or racecheck would be blind to such.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+
+from turbo_rcm_patch.kernels import attention_hopper, gemm_hopper
+from turbo_rcm_patch.kernels.attention import _attention, _attention_backward
+from turbo_rcm_patch.kernels.coefficient import Runs
+from turbo_rcm_patch.kernels.dispatch import HOPPER, KERNEL_DTYPES, is_hopper
+from turbo_rcm_patch.kernels.every_launch import without_gluon
+from turbo_rcm_patch.kernels.gelu import gelu
+from turbo_rcm_patch.kernels.launch import compile_ahead
+from turbo_rcm_patch.kernels.layer_norm_modulate import layer_norm_modulate
+from turbo_rcm_patch.kernels.linear_gelu import linear_gelu
+from turbo_rcm_patch.kernels.linear_qkv import linear_qkv
+from turbo_rcm_patch.kernels.linear_skip import linear_skip
+from turbo_rcm_patch.kernels.rms_norm_rope import rms_norm_rope
+from turbo_rcm_patch.kernels.skip import skip
+
+ROOT = Path(__file__).resolve().parent.parent
+
+FP32, FP16, BF16 = KERNEL_DTYPES
+OPTIONS = {
+    "memcheck": ("--report-api-errors", "no"),
+    # Left to itself it may count a kernel's mbarriers too low, and miss what they order.
+    "racecheck": ("--racecheck-report", "analysis", "--num-cuda-barriers", "64"),
+}
+SOURCES = (ROOT / "turbo_rcm_patch/kernels", ROOT / "scripts")
+EMPTY_KERNELS = "empty_"  # how their names begin, in warp_specialized_probes.py
+RACY_KERNEL = "racy_kernel"
+TRITONS_OWN, WANTED, UNEXPLAINED = "as in an empty kernel", "it has a race", "UNEXPLAINED"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--tool", choices=OPTIONS, help="run the kernels under this tool, and judge its report")
+    action.add_argument("--launch", action="store_true", help="only run the kernels")
+    parser.add_argument("--logs", type=Path, default=ROOT / "runs/sanitizer", help="folder for the tool's report")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("PyTorch finds no CUDA GPU.")
+    if options.launch:
+        launch_everything()
+        return 0
+    sanitizer = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
+    if sanitizer is None:
+        parser.error("compute-sanitizer, of the CUDA toolkit, is neither on the PATH nor in /usr/local/cuda/bin.")
+    code, report = run_under(sanitizer, options.tool, options.logs)
+    hopper = is_hopper(torch.device("cuda"))
+    problems = judge_races(report, hopper) if options.tool == "racecheck" else judge_memory(report)
+    if code != 0:
+        problems.append(f"the program under {options.tool} exited with {code}")
+    for problem in problems:
+        print(f"FAILED {problem}")
+    return int(bool(problems))
+
+
+def run_under(sanitizer: str, tool: str, logs: Path) -> tuple[int, str]:
+    """The exit code of the kernels' run under a tool, and what it and they printed, which also goes to a log."""
+    logs = logs.resolve()
+    logs.mkdir(parents=True, exist_ok=True)
+    launch = (sys.executable, __file__, "--launch")
+    environment = os.environ | {"TRITON_CACHE_DIR": str(logs / "cache"), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    subprocess.run(launch, env=environment, check=True)  # compiles, at full speed
+    command = (sanitizer, "--tool", tool, "--print-limit", "0", "--show-backtrace", "no", *OPTIONS[tool], *launch)
+    log = logs / f"{tool}.log"
+    with open(log, "w") as file:
+        code = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT).returncode
+    print(f"the report is in {log}")
+    return code, log.read_text()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reports
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Access(NamedTuple):
+    """kind: "Read" or "Write". pc: the byte of the kernel's code. source: "file:line", or None."""
+
+    kind: str
+    kernel: str
+    pc: int
+    source: str | None
+
+
+class Race(NamedTuple):
+    severity: str
+    first: Access
+    second: Access
+    hazards: int
+
+
+_ACCESS = re.compile(r"(Read|Write) access at (.+?)(?=,? and (?:Read|Write) access at |$)")
+# As compute-sanitizer has written them since CUDA 12, and before.
+_PLACES = (
+    re.compile(r"(?P<kernel>\S.*?)\+0x(?P<pc>[0-9a-f]+)(?: in (?P<source>\S+:\d+))?"),
+    re.compile(r"0x(?P<pc>[0-9a-f]+) in (?:(?P<source>\S+:\d+):)?(?P<kernel>[^\s:]+)"),
+)
+
+
+def judge_memory(report: str) -> list[str]:
+    """Why memcheck's report is not clean; [] when it is. Prints what it found."""
+    summary = re.search(r"ERROR SUMMARY: (\d+) error", report)
+    if summary is None:
+        return ["memcheck wrote no summary"]
+    for line, count in Counter(line for line in _lines(report) if re.match(r"Invalid|at \S+\+0x", line)).items():
+        print(f"{count:6} {line}")
+    return [f"memcheck counts {summary[1]} errors"] if summary[1] != "0" else []
+
+
+def judge_races(report: str, hopper: bool) -> list[str]:
+    """Why racecheck's report is not as it should be; [] when it is. Prints a table of its races."""
+    summary = re.search(r"RACECHECK SUMMARY: (\d+) hazard", report)
+    if summary is None:
+        return ["racecheck wrote no summary"]
+    paragraphs = _find_paragraphs(report)
+    races = [race for paragraph in paragraphs for race in read_races(paragraph)]
+    problems = [f"unknown to this script: {paragraph}" for paragraph in paragraphs if not read_races(paragraph)]
+    if not problems and int(summary[1]) != len(paragraphs):
+        problems.append(f"racecheck counts {summary[1]} races, of which {len(paragraphs)} were found in its report")
+    own = {_statements(race) for race in races if race.first.kernel.startswith(EMPTY_KERNELS)}
+    rows = Counter()
+    for race in races:
+        rows[_judge(race, own), race.first.kernel, race.severity, _statements(race)] += race.hazards
+    for (verdict, kernel, severity, statements), hazards in sorted(rows.items()):
+        text = f"{kernel}: {' / '.join(statements)}, {hazards} hazards ({severity})"
+        print(f"{verdict:22} {text}")
+        if verdict == UNEXPLAINED:
+            problems.append(text)
+    if hopper and not any(verdict == WANTED for verdict, *_ in rows):
+        problems.append(f"racecheck does not see the race of {RACY_KERNEL}")
+    return problems
+
+
+def read_races(paragraph: str) -> list[Race]:
+    """The races of one paragraph: between its first access and each other one. [] where it is about something else."""
+    heading = re.match(r"(\w+): *(?:\([^)]*\) *)?Race reported between ", paragraph)
+    accesses = [_read_access(*match.groups()) for match in _ACCESS.finditer(paragraph)]
+    if heading is None or len(accesses) < 2 or None in accesses:
+        return []
+    counts = [int(count) for count in re.findall(r"\[(\d+) hazards?\]", paragraph)]
+    counts += [1] * (len(accesses) - 1 - len(counts))
+    return [Race(heading[1], accesses[0], *other) for other in zip(accesses[1:], counts, strict=False)]
+
+
+def _read_access(kind: str, place: str) -> Access | None:
+    match = next(filter(None, (pattern.match(place) for pattern in _PLACES)), None)
+    return match and Access(kind, match["kernel"], int(match["pc"], 16), match["source"])
+
+
+def _judge(race: Race, own: set[tuple[str, str]]) -> str:
+    """own: the pairs of statements of the races in empty kernels."""
+    statements = _statements(race)
+    if statements in own and all(access.source for access in race[1:3]):
+        return TRITONS_OWN
+    tells = any("memory." in statement for statement in statements)
+    return WANTED if race.first.kernel == RACY_KERNEL and tells else UNEXPLAINED
+
+
+def _statements(race: Race) -> tuple[str, str]:
+    """What a race is between, whatever the lines are: "Write at gl.warp_specialize"."""
+    first, second = sorted(f"{access.kind} at {_statement(access.source)}" for access in race[1:3])
+    return first, second
+
+
+def _statement(source: str | None) -> str:
+    """The function that is called in a line of source; "def" for the head of a kernel, to which the compiler counts
+    what no line stands for; the file and line where there is neither."""
+    if source is None:
+        return "no line"
+    name, line = source.rsplit(":", 1)
+    path = next((folder / Path(name).name for folder in SOURCES if (folder / Path(name).name).exists()), None)
+    if path is None:
+        return source
+    text = path.read_text().splitlines()[int(line) - 1].strip()
+    if text.startswith(("def ", "@gluon.jit")):
+        return "def"
+    call = re.match(r"(?:[\w, ]+ = )?([\w.]+)\(", text)
+    return call[1] if call else f"{path.name}:{line}"
+
+
+def _find_paragraphs(report: str) -> list[str]:
+    """Each error and warning of a report as one line."""
+    paragraphs = []
+    is_open = False
+    for line in _lines(report):
+        if re.match(r"(Error|Warning|Warn|Internal)\b", line, re.IGNORECASE):
+            paragraphs.append(line)
+            is_open = True
+        elif not line or "SUMMARY" in line:
+            is_open = False
+        elif is_open:
+            paragraphs[-1] += f" {line}"
+    return paragraphs
+
+
+def _lines(report: str) -> Iterator[str]:
+    """The tool's own lines."""
+    for line in report.splitlines():
+        if line.startswith("====="):
+            yield line.lstrip("=").strip()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Launches
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def launch_everything() -> None:
+    """Every kernel, on sm_90 also those that other GPUs take, and the probes of racecheck."""
+    device = torch.device("cuda")
+    hopper = is_hopper(device)
+    for context in (few_multiprocessors, without_gluon) if hopper else (contextlib.nullcontext,):
+        with context():
+            compile_ahead(lambda: launch_kernels(device))
+            launch_kernels(device)
+    if hopper:
+        from warp_specialized_probes import launch_probes
+
+        launch_probes()
+    torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def few_multiprocessors() -> Iterator[None]:
+    """Within it small work fills the GPU for the kernels for sm_90, whose programs walk over several tiles each."""
+    few = (HOPPER, 4)
+    with (
+        mock.patch.object(gemm_hopper, "device_properties", return_value=few),
+        mock.patch.object(attention_hopper, "device_properties", return_value=few),
+    ):
+        yield
+
+
+def launch_kernels(device: torch.device) -> None:
+    """Every op, with its dtypes and its kinds of operands."""
+
+    def values(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+        return torch.randn(shape).to(device, dtype)  # made on the CPU: no other kernels run on the GPU
+
+    batch, tokens, depth, channels = 2, 300, 392, 264
+    starts = torch.tensor([0, 100, 350, batch * tokens], dtype=torch.int32).to(device)
+    runs = [Runs(values(3, channels, dtype=FP32), starts) for _ in range(2)]
+    gate = values(1, 1, channels, dtype=FP32)
+    modulation = values(batch, tokens, channels, dtype=FP32)
+    for dtype in KERNEL_DTYPES:
+        a, weight, bias = (
+            values(*shape, dtype=dtype) for shape in ((batch, tokens, depth), (channels, depth), (channels,))
+        )
+        residual = values(batch, tokens, channels, dtype=dtype)
+        for c_out in (gate, modulation, runs[0]):
+            linear_skip(a, weight, bias, residual, c_out=c_out)
+            skip(residual, residual, c_out=c_out)
+        linear_skip(a, weight, bias, residual, c_skip=0.5, c_out=gate, dtype=FP16, result_scale=32.0)
+        skip(residual, residual, c_out=gate, dtype=FP16, result_scale=32.0)
+        linear_gelu(a[0], weight, bias)
+        linear_qkv(a, [weight] * 3, [bias] * 3)
+        gelu(residual)
+        layer_norm_modulate(residual, weight=bias, bias=bias)
+        layer_norm_modulate(residual, scale=modulation, shift=modulation)
+        layer_norm_modulate(residual, scale=runs[0], shift=runs[1])
+    for dtype in KERNEL_DTYPES:
+        heads, head_dim = 3, 80
+        x, weight = values(batch, tokens, heads * head_dim, dtype=dtype), values(heads * head_dim, dtype=dtype)
+        angles = values(tokens, head_dim, dtype=FP32)  # as diffusers' tables, with every value twice
+        rms_norm_rope(x, weight, heads=heads, eps=1e-6)
+        rms_norm_rope(x, weight, heads=heads, eps=1e-6, cos=angles[:, 0::2], sin=angles[:, 1::2])
+    for dtype, head_dim in ((FP32, 64), (FP16, 128), (BF16, 64), (BF16, 128)):
+        q, k, v = (values(1, tokens, 3, head_dim, dtype=dtype) for _ in range(3))
+        long = values(1, 4000, 3, head_dim, dtype=dtype)
+        c_out = values(1, 1, 3 * head_dim, dtype=FP32)
+        _attention(q, k, v, None, None, None, 0.1, False)
+        _attention(q, k, v, q, None, c_out, 0.1, False)
+        _attention(q, long, long, None, None, None, 0.1, False)  # in parts
+        _attention(q, long, long, None, None, None, 0.1, True)
+        out, raw_out, lse = _attention(q, k, v, None, None, None, 0.1, True)
+        _attention_backward(out, q, k, v, raw_out, lse, 0.1, True, True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
