@@ -1,0 +1,152 @@
+"""The summary against what ran: kernels launched and linears called in a forward follow from its rows."""
+
+import sys
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig
+
+import turbo_rcm_patch as trp
+from tests.tiny_families import tiny_family_inputs, tiny_family_transformer
+from turbo_rcm_patch.kernels.dispatch import interpreting
+from turbo_rcm_patch.kernels.launch import launch_kernel
+
+pytestmark = pytest.mark.skipif(not interpreting(), reason="needs Triton's CPU interpreter")
+
+# What a block launches for a step that is fused.
+FUSED = {
+    "norm": {"_layer_norm_modulate_kernel": 1},
+    "norm + modulation": {"_layer_norm_modulate_kernel": 1},
+    "QK-norm": {"_rms_norm_rope_kernel": 2},
+    "QK-norm + RoPE": {"_rms_norm_rope_kernel": 2},
+    "attention": {"_attention_kernel": 1},
+    "image attention": {"_rms_norm_rope_kernel": 1, "_attention_kernel": 1, "_skip_kernel": 1},  # norm of k, and sum
+    "projection + skip": {"_linear_skip_kernel": 1},
+    "linear + GELU": {"_linear_gelu_kernel": 1},
+    "linear + skip": {"_linear_skip_kernel": 1},
+}
+# The linear that a step's kernel replaces; nobody calls it where the step is fused.
+LINEARS = {
+    ("self_attention", "projection + skip"): "attn1.to_out.0",
+    ("cross_attention", "projection + skip"): "attn2.to_out.0",
+    ("feed_forward", "linear + GELU"): "ffn.net.0.proj",
+    ("feed_forward", "linear + skip"): "ffn.net.2",
+}
+
+
+def not_fused(row):
+    """What a block launches for a step that is not."""
+    if row.step in ("projection + skip", "linear + skip"):  # the skip is a pass of its own, also after a whole module
+        return {"_skip_kernel": 1}
+    if row.step == "image attention":
+        return {"_rms_norm_rope_kernel": 1}
+    return {"_gelu_kernel": 1} if row.kernel == "PyTorch linear, Triton GELU" else {}
+
+
+def expected_launches(rows):
+    launches = Counter()
+    for row in rows:
+        without = sum(row.reasons.values())
+        for per_block, blocks in ((FUSED.get(row.step, {}), row.count - without), (not_fused(row), without)):
+            launches.update({kernel: count * blocks for kernel, count in per_block.items()})
+    return +launches
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """Launches by the kernels' names, and calls of linears by the ids of their weights."""
+    launches, linears, linear = Counter(), Counter(), F.linear
+
+    def count_launch(kernel, *arguments, **options):
+        launches[kernel.fn.__name__] += 1
+        launch_kernel(kernel, *arguments, **options)
+
+    def count_linear(x, weight, bias=None):
+        linears[id(weight)] += 1
+        return linear(x, weight, bias)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("turbo_rcm_patch.kernels.") and getattr(module, "launch_kernel", None) is launch_kernel:
+            monkeypatch.setattr(module, "launch_kernel", count_launch)
+    monkeypatch.setattr(F, "linear", count_linear)
+    return launches, linears
+
+
+def check(name, patch, model, ran):
+    """Compare a forward with the summary after it; returns the rows."""
+    launches, linears = ran
+    with torch.no_grad():
+        model(**tiny_family_inputs(name, model))
+    rows = patch.rows()
+    assert launches == expected_launches(rows)
+    for row in rows:
+        path = LINEARS.get((row.sub_layer, row.step))
+        if path is not None:
+            called = 0
+            for block in getattr(model, row.blocks):
+                linear = block.get_submodule(path)
+                called += linears[id(getattr(linear, "base_layer", linear).weight)]
+            assert called == sum(row.reasons.values()), row
+    return rows
+
+
+def patched(name, options=None, **config):
+    model = tiny_family_transformer(name, **(options or {"layers": 2 if name == "wan" else 3}))
+    return model, trp.patch(model, trp.PatchConfig(implementation="triton", **config))
+
+
+def fused(rows, step):
+    """Fused blocks by list of blocks and sub-layer."""
+    return {(r.blocks, r.sub_layer): r.count - sum(r.reasons.values()) for r in rows if r.step == step}
+
+
+@pytest.mark.parametrize("name", ["wan", "vace", "skyreels", "skyreels, causal"])
+def test_a_patched_model_launches_what_its_summary_says(name, ran):
+    model, patch = patched(name)
+    rows = check(name, patch, model, ran)
+    whole = name == "skyreels, causal"  # its mask makes the self-attention a whole
+    assert fused(rows, "attention")["blocks", "self_attention"] == (0 if whole else len(model.blocks))
+    assert fused(rows, "attention")["blocks", "cross_attention"] == len(model.blocks)
+
+
+I2V = {"image_dim": 4, "added_kv_proj_dim": "inner", "in_channels": 36}
+
+
+@pytest.mark.parametrize("backend", [None, "native"])
+def test_attention_over_an_image(backend, ran):
+    model, patch = patched("wan", I2V)
+    if backend is not None:
+        model.set_attention_backend(backend)
+    rows = check("wan", patch, model, ran)
+    for step in ("attention", "image attention"):
+        assert fused(rows, step)["blocks", "cross_attention"] == (2 if backend is None else 0)
+
+
+def test_torchs_linears(ran):
+    model, patch = patched("wan", linears="torch")
+    assert not any(fused(check("wan", patch, model, ran), "linear + skip").values())
+
+
+@pytest.mark.parametrize("group", ["self_attention", "cross_attention", "feed_forward"])
+def test_groups_that_are_not_asked_for(group, ran):
+    model, patch = patched("wan", fuse={"self_attention", "cross_attention", "feed_forward"} - {group})
+    rows = check("wan", patch, model, ran)
+    assert all("not in fuse" in row.reasons for row in rows if row.sub_layer == group)
+
+
+@pytest.mark.parametrize("name", ["wan", "vace"])
+def test_lora_on_some_linears_and_hooks_on_some_norms(name, ran):
+    model, patch = patched(name)
+    model.add_adapter(LoraConfig(r=4, target_modules=r"blocks\.(0\.attn1\.to_out\.0|1\.ffn\.net\.(0\.proj|2))"))
+    first = model.blocks[0]
+    for norm in (first.norm1, first.norm2, first.attn2.norm_q, first.attn2.norm_k):
+        norm.register_forward_hook(lambda module, args, output: output)
+    rows = check(name, patch, model, ran)
+    count = len(model.blocks)
+    assert fused(rows, "projection + skip")["blocks", "self_attention"] == count - 1
+    assert fused(rows, "linear + GELU")["blocks", "feed_forward"] == count - 1
+    assert fused(rows, "linear + skip")["blocks", "feed_forward"] == count - 1
+    assert fused(rows, "QK-norm")["blocks", "cross_attention"] == count - 1
+    assert fused(rows, "norm + modulation")["blocks", "self_attention"] == count - 1
