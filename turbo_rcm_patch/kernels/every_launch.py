@@ -136,7 +136,8 @@ def launch_layer_norm_modulate() -> None:
 
 
 def launch_rms_norm_rope() -> None:
-    for dtype, (heads, head_dim) in product(KERNEL_DTYPES, ((12, 128), (40, 128), (128, 128), (3, 80))):
+    sizes = ((12, 128), (40, 128), (128, 128), (3, 80))
+    for dtype, (heads, head_dim) in (*product((FP32, BF16), sizes), (FP16, sizes[0])):
         x, weight = meta(2, 300, heads * head_dim, dtype=dtype), meta(heads * head_dim, dtype=dtype)
         for angles in (None, meta(300, head_dim // 2, dtype=FP32)):
             rms_norm_rope(x, weight, heads=heads, eps=1e-6, cos=angles, sin=angles)

@@ -64,7 +64,7 @@ _TILES_POINTER = (
 # Exact fp32 takes no tensor cores: every operand passes through registers, which bounds the tile.
 _TILES_FP32 = (
     Tiles(64, 64, 16, num_warps=8, num_stages=3, programs=2),
-    Tiles(32, 32, 16, num_warps=4, num_stages=3, programs=4),
+    Tiles(32, 32, 32, num_warps=4, num_stages=3, programs=4),
 )
 
 
