@@ -31,7 +31,7 @@ TRAFFIC = ("scripts/profile_hbm.py",)
 END_TO_END = ("scripts/benchmark_end_to_end.py", "--config")
 # Steps that show whether something holds, and those whose figures go into the results file.
 CHECKS = {
-    "tests": ("-m", "pytest", "-m", "gpu", "-q", "-n", "4", "tests"),
+    "tests": ("-m", "pytest", "-m", "gpu", "-q", "-n", "8", "tests"),
     "info": (*CLI, "info"),
     "memcheck": ("scripts/sanitize_kernels.py", "--tool", "memcheck"),
     "racecheck": ("scripts/sanitize_kernels.py", "--tool", "racecheck"),

@@ -3,13 +3,13 @@
     python scripts/sanitize_kernels.py --tool memcheck     # accesses outside of what was allocated
     python scripts/sanitize_kernels.py --tool racecheck    # shared memory that threads use in no certain order
 
-Racecheck reports hazards at the start of every warp-specialised kernel of Triton. There the first warpgroup writes the
-role of each other warp to shared memory, a byte each, and the others read theirs; at the end it writes "done" in the
-same place. In PTX all warps join barrier 1 between write and read and again between read and the next write, each from
-its own place in the code, so nothing is unordered. The kernels' mbarriers are initialised before the first of these
-joins, with a fence for TMA. So that none of this must be believed, warp_specialized_probes.py has warp-specialised
-kernels that compute nothing: hazards between the same statements as in those are Triton's own, all others fail. A
-kernel there that has a race must be reported, or racecheck would be blind to such.
+Racecheck reports hazards at the start of warp-specialised kernels, also of those that compute nothing
+(warp_specialized_probes.py). There Triton's first warpgroup writes the role of each other warp to shared memory, a byte
+each, and the others read theirs; at the end it writes "done" in the same place. In PTX all warps join barrier 1 between
+write and read and again between read and the next write, but each from its own place in the code, which racecheck does
+not take for one barrier. So a race is Triton's own where one side reads a role: by the compiled code, an 8-bit load
+from shared memory, of which these kernels have no other. All other races fail. A kernel among the probes that has a
+race must be reported, or racecheck would be blind to such.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from unittest import mock
 import torch
 
 from turbo_rcm_patch.kernels import attention_hopper, gemm_hopper
+from turbo_rcm_patch.kernels.aot import disassemble
 from turbo_rcm_patch.kernels.attention import _attention, _attention_backward
 from turbo_rcm_patch.kernels.coefficient import Runs
 from turbo_rcm_patch.kernels.dispatch import HOPPER, KERNEL_DTYPES, is_hopper
@@ -51,10 +52,9 @@ OPTIONS = {
     # Left to itself it may count a kernel's mbarriers too low, and miss what they order.
     "racecheck": ("--racecheck-report", "analysis", "--num-cuda-barriers", "64"),
 }
-SOURCES = (ROOT / "turbo_rcm_patch/kernels", ROOT / "scripts")
-EMPTY_KERNELS = "empty_"  # how their names begin, in warp_specialized_probes.py
-RACY_KERNEL = "racy_kernel"
-TRITONS_OWN, WANTED, UNEXPLAINED = "as in an empty kernel", "it has a race", "UNEXPLAINED"
+CACHE = "cache"  # of compiled kernels, in the folder of the reports
+RACY_KERNEL = "racy_kernel"  # in warp_specialized_probes.py
+TRITONS_OWN, WANTED, UNEXPLAINED = "reads a warp's role", "it has a race", "UNEXPLAINED"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,7 +74,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("compute-sanitizer, of the CUDA toolkit, is neither on the PATH nor in /usr/local/cuda/bin.")
     code, report = run_under(sanitizer, options.tool, options.logs)
     hopper = is_hopper(torch.device("cuda"))
-    problems = judge_races(report, hopper) if options.tool == "racecheck" else judge_memory(report)
+    if options.tool == "racecheck":
+        problems = judge_races(report, find_role_reads(options.logs / CACHE), hopper)
+    else:
+        problems = judge_memory(report)
     if code != 0:
         problems.append(f"the program under {options.tool} exited with {code}")
     for problem in problems:
@@ -87,7 +90,7 @@ def run_under(sanitizer: str, tool: str, logs: Path) -> tuple[int, str]:
     logs = logs.resolve()
     logs.mkdir(parents=True, exist_ok=True)
     launch = (sys.executable, __file__, "--launch")
-    environment = os.environ | {"TRITON_CACHE_DIR": str(logs / "cache"), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    environment = os.environ | {"TRITON_CACHE_DIR": str(logs / CACHE), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     subprocess.run(launch, env=environment, check=True)  # compiles, at full speed
     command = (sanitizer, "--tool", tool, "--print-limit", "0", "--show-backtrace", "no", *OPTIONS[tool], *launch)
     log = logs / f"{tool}.log"
@@ -136,8 +139,11 @@ def judge_memory(report: str) -> list[str]:
     return [f"memcheck counts {summary[1]} errors"] if summary[1] != "0" else []
 
 
-def judge_races(report: str, hopper: bool) -> list[str]:
-    """Why racecheck's report is not as it should be; [] when it is. Prints a table of its races."""
+def judge_races(report: str, role_reads: dict[str, set[int]], hopper: bool) -> list[str]:
+    """Why racecheck's report is not as it should be; [] when it is. Prints a table of its races.
+
+    role_reads: as of `find_role_reads`.
+    """
     summary = re.search(r"RACECHECK SUMMARY: (\d+) hazard", report)
     if summary is None:
         return ["racecheck wrote no summary"]
@@ -146,18 +152,25 @@ def judge_races(report: str, hopper: bool) -> list[str]:
     problems = [f"unknown to this script: {paragraph}" for paragraph in paragraphs if not read_races(paragraph)]
     if not problems and int(summary[1]) != len(paragraphs):
         problems.append(f"racecheck counts {summary[1]} races, of which {len(paragraphs)} were found in its report")
-    own = {_statements(race) for race in races if race.first.kernel.startswith(EMPTY_KERNELS)}
     rows = Counter()
     for race in races:
-        rows[_judge(race, own), race.first.kernel, race.severity, _statements(race)] += race.hazards
-    for (verdict, kernel, severity, statements), hazards in sorted(rows.items()):
-        text = f"{kernel}: {' / '.join(statements)}, {hazards} hazards ({severity})"
-        print(f"{verdict:22} {text}")
-        if verdict == UNEXPLAINED:
-            problems.append(text)
+        rows[_judge(race, role_reads), race.first.kernel, race.severity] += race.hazards
+        if _judge(race, role_reads) == UNEXPLAINED:
+            problems.append(f"{race.severity}: {race.first} / {race.second}, {race.hazards} hazards")
+    for (verdict, kernel, severity), hazards in sorted(rows.items()):
+        print(f"{verdict:20} {kernel}: {hazards} hazards ({severity})")
     if hopper and not any(verdict == WANTED for verdict, *_ in rows):
         problems.append(f"racecheck does not see the race of {RACY_KERNEL}")
     return problems
+
+
+def find_role_reads(cache: Path) -> dict[str, set[int]]:
+    """The places in the compiled kernels, by name, where a byte is read from shared memory."""
+    places: dict[str, set[int]] = {}
+    for path in cache.rglob("*.cubin"):
+        loads = re.findall(r"/\*([0-9a-f]+)\*/[^;]*\bLDS\.[US]8\b", "\n".join(disassemble(path.read_bytes())))
+        places.setdefault(path.stem, set()).update(int(place, 16) for place in loads)
+    return places
 
 
 def read_races(paragraph: str) -> list[Race]:
@@ -176,35 +189,12 @@ def _read_access(kind: str, place: str) -> Access | None:
     return match and Access(kind, match["kernel"], int(match["pc"], 16), match["source"])
 
 
-def _judge(race: Race, own: set[tuple[str, str]]) -> str:
-    """own: the pairs of statements of the races in empty kernels."""
-    statements = _statements(race)
-    if statements in own and all(access.source for access in race[1:3]):
-        return TRITONS_OWN
-    tells = any("memory." in statement for statement in statements)
-    return WANTED if race.first.kernel == RACY_KERNEL and tells else UNEXPLAINED
-
-
-def _statements(race: Race) -> tuple[str, str]:
-    """What a race is between, whatever the lines are: "Write at gl.warp_specialize"."""
-    first, second = sorted(f"{access.kind} at {_statement(access.source)}" for access in race[1:3])
-    return first, second
-
-
-def _statement(source: str | None) -> str:
-    """The function that is called in a line of source; "def" for the head of a kernel, to which the compiler counts
-    what no line stands for; the file and line where there is neither."""
-    if source is None:
-        return "no line"
-    name, line = source.rsplit(":", 1)
-    path = next((folder / Path(name).name for folder in SOURCES if (folder / Path(name).name).exists()), None)
-    if path is None:
-        return source
-    text = path.read_text().splitlines()[int(line) - 1].strip()
-    if text.startswith(("def ", "@gluon.jit")):
-        return "def"
-    call = re.match(r"(?:[\w, ]+ = )?([\w.]+)\(", text)
-    return call[1] if call else f"{path.name}:{line}"
+def _judge(race: Race, role_reads: dict[str, set[int]]) -> str:
+    if race.first.kernel == RACY_KERNEL:
+        return WANTED
+    accesses = (race.first, race.second)
+    own = any(access.kind == "Read" and access.pc in role_reads.get(access.kernel, ()) for access in accesses)
+    return TRITONS_OWN if own else UNEXPLAINED
 
 
 def _find_paragraphs(report: str) -> list[str]:

@@ -9,8 +9,6 @@ from turbo_rcm_patch.kernels.aot import record_launches
 from turbo_rcm_patch.kernels.every_launch import LAUNCHES, without_gluon
 
 ROOT = Path(__file__).resolve().parent.parent
-KERNELS = ROOT / "turbo_rcm_patch/kernels"
-PROBES = ROOT / "scripts/warp_specialized_probes.py"
 
 
 @pytest.fixture
@@ -21,16 +19,14 @@ def sanitize(monkeypatch):
     return sanitize_kernels
 
 
-def line_of(path, text):
-    """ "file:line" of the first line with this text."""
-    lines = path.read_text().splitlines()
-    return f"{path.name}:{next(i for i, line in enumerate(lines, 1) if text in line)}"
+ROLE, ELSEWHERE = 0x150, 0x5B0
+ROLE_READS = {"attention_kernel": {ROLE}}
 
 
-def race(kernel, first, second, severity="Error", hazards=32):
+def race(kernel, read=ROLE, severity="Error", hazards=32):
     return (
-        f"========= {severity}: Race reported between Write access at {kernel}+0x5b0 in {first}\n"
-        f"=========     and Read access at {kernel}+0x150 in {second} [{hazards} hazards]\n"
+        f"========= {severity}: Race reported between Read access at {kernel}+{read:#x} in a.py:53\n"
+        f"=========     and Write access at {kernel}+0xeeb0 in a.py:75 [{hazards} hazards]\n"
         "=========\n"
     )
 
@@ -43,52 +39,55 @@ def report(*races):
     )
 
 
-EMPTY = race("empty_attention", line_of(PROBES, "gl.warp_specialize("), line_of(PROBES, "def empty_attention"))
-RACY = race("racy_kernel", line_of(PROBES, "memory.store("), line_of(PROBES, "memory.load("))
-ATTENTION = KERNELS / "attention_hopper_kernel.py"
-START = line_of(ATTENTION, "gl.warp_specialize("), line_of(ATTENTION, "def attention_kernel")
+RACY = race("racy_kernel")
 
 
-def test_a_race_as_in_an_empty_kernel_is_tritons_own(sanitize, capsys):
-    assert sanitize.judge_races(report(EMPTY, RACY, race("attention_kernel", *START, hazards=7)), hopper=True) == []
-    printed = capsys.readouterr().out
-    assert "as in an empty kernel  attention_kernel" in printed
-    assert "7 hazards (Error)" in printed
+def test_a_race_with_the_read_of_a_role_is_tritons_own(sanitize, capsys):
+    assert sanitize.judge_races(report(RACY, race("attention_kernel", hazards=7)), ROLE_READS, hopper=True) == []
+    assert "reads a warp's role  attention_kernel: 7 hazards (Error)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("severity", ["Error", "Warning", "WARN"])
-def test_without_it_in_an_empty_kernel_the_race_fails(sanitize, severity):
-    (problem,) = sanitize.judge_races(report(RACY, race("attention_kernel", *START, severity)), hopper=True)
-    assert problem.startswith("attention_kernel: Read at def / Write at gl.warp_specialize")
-
-
-def test_a_race_elsewhere_fails(sanitize):
-    elsewhere = line_of(ATTENTION, "tma.store_wait(0)"), START[1]
-    (problem,) = sanitize.judge_races(report(EMPTY, RACY, race("attention_kernel", *elsewhere)), hopper=True)
-    assert problem.startswith("attention_kernel: Read at def / Write at tma.store_wait")
+@pytest.mark.parametrize(("kernel", "read"), [("attention_kernel", ELSEWHERE), ("gemm_kernel", ROLE)])
+def test_other_races_fail(sanitize, kernel, read, severity):
+    (problem,) = sanitize.judge_races(report(RACY, race(kernel, read, severity)), ROLE_READS, hopper=True)
+    assert kernel in problem
 
 
 def test_each_other_access_of_a_race_is_judged(sanitize):
-    both = race("attention_kernel", *START).replace(
-        "\n=========\n",
-        f"\n=========     and Write access at attention_kernel+0x20 in {START[0]} [5 hazards]\n=========\n",
+    both = (
+        race("attention_kernel", ELSEWHERE)
+        .replace("Read access", "Write access")
+        .replace(
+            "\n=========\n",
+            f"\n=========     and Read access at attention_kernel+{ROLE:#x} in a.py:53 [5 hazards]\n=========\n",
+        )
     )
-    (problem,) = sanitize.judge_races(report(EMPTY, RACY, both), hopper=True)
-    assert problem.startswith("attention_kernel: Write at gl.warp_specialize / Write at gl.warp_specialize, 5 hazards")
+    (problem,) = sanitize.judge_races(report(RACY, both), ROLE_READS, hopper=True)
+    assert "32 hazards" in problem
 
 
-def test_a_race_without_lines_is_never_explained(sanitize):
-    def bare(kernel):
-        return race(kernel, "x", "x").replace(" in x", "")
+def test_a_write_is_no_read_of_a_role(sanitize):
+    written = race("attention_kernel").replace("Read access", "Write access")
+    assert len(sanitize.judge_races(report(RACY, written), ROLE_READS, hopper=True)) == 1
 
-    problems = sanitize.judge_races(report(bare("empty_attention"), RACY, bare("attention_kernel")), hopper=True)
-    assert len(problems) == 2
+
+def test_the_reads_of_roles_are_found_in_the_compiled_kernels(sanitize, tmp_path, monkeypatch):
+    for name in ("attention_kernel", "_skip_kernel"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.cubin").write_bytes(name.encode())
+    sass = {
+        b"attention_kernel": ["        /*0150*/                   LDS.U8 R0, [R0+UR5+0x3814c] ;"],
+        b"_skip_kernel": ["        /*0150*/                   LDS.128 R0, [R0] ;"],
+    }
+    monkeypatch.setattr(sanitize, "disassemble", sass.get)
+    assert sanitize.find_role_reads(tmp_path) == {"attention_kernel": {ROLE}, "_skip_kernel": set()}
 
 
 def test_racecheck_must_see_the_race_that_is_there(sanitize):
-    (problem,) = sanitize.judge_races(report(), hopper=True)
+    (problem,) = sanitize.judge_races(report(), {}, hopper=True)
     assert "racy_kernel" in problem
-    assert sanitize.judge_races(report(), hopper=False) == []
+    assert sanitize.judge_races(report(), {}, hopper=False) == []
 
 
 def test_the_older_format_and_broken_lines_are_read(sanitize):
@@ -99,18 +98,18 @@ def test_the_older_format_and_broken_lines_are_read(sanitize):
     (found,) = sanitize.read_races(old)
     first, second = ("Write", "some_kernel", 0x5B0, "/a/file.py:53"), ("Read", "some_kernel", 0x150, "/a/file.py:54")
     assert found == ("Warning", first, second, 4)
-    broken = report(EMPTY, RACY, race("attention_kernel", *START).replace("access at ", "access at\n=========     "))
-    assert sanitize.judge_races(broken, hopper=True) == []
+    broken = report(RACY, race("attention_kernel").replace("access at ", "access at\n=========     "))
+    assert sanitize.judge_races(broken, ROLE_READS, hopper=True) == []
 
 
 def test_what_cannot_be_read_fails(sanitize):
     overflow = "========= Warning: Detected overflow of tracked cuda::barrier structures.\n"
-    (problem,) = sanitize.judge_races(overflow + report(RACY), hopper=True)
+    (problem,) = sanitize.judge_races(overflow + report(RACY), {}, hopper=True)
     assert "overflow" in problem
     short = report(RACY).replace("SUMMARY: 1", "SUMMARY: 2")
-    (problem,) = sanitize.judge_races(short, hopper=True)
+    (problem,) = sanitize.judge_races(short, {}, hopper=True)
     assert "counts 2 races" in problem
-    assert sanitize.judge_races("", hopper=True) == ["racecheck wrote no summary"]
+    assert sanitize.judge_races("", {}, hopper=True) == ["racecheck wrote no summary"]
 
 
 def test_memcheck(sanitize, capsys):

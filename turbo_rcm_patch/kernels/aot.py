@@ -56,7 +56,7 @@ class Inspection:
     @cached_property
     def instructions(self) -> Counter:
         """SASS opcodes with their modifiers ("LDG.E.128") and how often each occurs."""
-        return Counter(opcode for opcode in map(_opcode, _disassemble(self.asm["cubin"])) if opcode)
+        return Counter(opcode for opcode in map(_opcode, disassemble(self.asm["cubin"])) if opcode)
 
     def count(self, opcode: str) -> int:
         """How many instructions have this opcode, or begin with it and a modifier: count("LDG"), count("LDG.E.128")."""
@@ -91,7 +91,7 @@ def inspect(launch: Launch, capability: tuple[int, int]) -> Inspection | None:
     return Inspection(
         registers=int(re.search(r"Used (\d+) registers", log)[1]),
         spills=spills,
-        spills_matter=spills > 0 and (not dots or _loops_spill(_disassemble(compiled.asm["cubin"]))),
+        spills_matter=spills > 0 and (not dots or _loops_spill(disassemble(compiled.asm["cubin"]))),
         shared=compiled.metadata.shared,
         warnings=tuple(line.strip() for line in log.splitlines() if re.search(r"C75\d\d|serializ", line)),
         has_low_precision_dot=any(re.search(r"x(f16|bf16|i8|f8\w+)[>,]", operand) for operand in dots),
@@ -169,7 +169,7 @@ def _opcode(line: str) -> str | None:
     return instruction and instruction[1]
 
 
-def _disassemble(cubin: bytes) -> list[str]:
+def disassemble(cubin: bytes) -> list[str]:
     """Lines of SASS: instructions, and labels such as ".L_x_3:"."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
