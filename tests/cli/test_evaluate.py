@@ -53,7 +53,7 @@ def test_evaluate_takes_the_size_of_the_embedded_model(monkeypatch, saved_models
         (["--steps", "1,5"], "--steps 5: the sampler takes 1, 2, 3 or 4 steps"),
         (["-n", "0"], "-n 0: give 1 or more"),
         (["--batch-size", "-1"], "--batch-size -1: give 1 or more"),
-        (["--preset", "fastest"], "--preset fastest is unknown"),
+        (["--preset", "fastest"], "preset 'fastest' is unknown"),
         (["--height", "100"], "--height 100 is not divisible by 16"),
         (["--json", "out.txt"], "give a name ending in .json"),
     ],

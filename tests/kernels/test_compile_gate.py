@@ -103,9 +103,9 @@ def run_without_the_interpreter(*command):
 
 
 def test_the_command_line():
-    output = run_without_the_interpreter(GATE, "--ops", "linear_qkv", "--architectures", "90")
+    output = run_without_the_interpreter(GATE, "--ops", "gelu", "--architectures", "90")
     row = output.splitlines()[1].split()
-    assert row[:3] == ["sm_90", "linear_qkv", "4"]
+    assert row[:3] == ["sm_90", "gelu", "3"]
     assert row[-1] == "ok"
 
 

@@ -44,8 +44,9 @@ def _store_last_row(residual, out, M, N, SKIP: tl.constexpr, COLUMNS: tl.constex
     rows = M - 1 + tl.arange(0, 1)
     columns = tl.arange(0, COLUMNS)
     if SKIP:
-        arguments = (None, residual, out, None, None, 1.0, 1.0, (0, 0, 0), (0, 0, 0))
-        _store_skip(acc, tl.program_id(0), rows, columns, M, N, arguments, (0, 0))
+        coefficients = (None, None, 1.0, 1.0, (0, 0, 0), (0, 0, 0), None, 0)
+        arguments = (None, residual, out, None, coefficients)
+        _store_skip(acc, tl.program_id(0), rows, columns, M, N, arguments, (0, 0, 0))
     else:
         _store_gelu(acc, tl.program_id(0), rows, columns, M, N, (None, out), None)
 

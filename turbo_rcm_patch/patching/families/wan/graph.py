@@ -16,6 +16,7 @@ from diffusers.models.transformers.transformer_wan import WanAttention, WanTrans
 from torch import nn
 
 from ...graphs import Graphs, Inputs, call_key, why_not_recorded
+from ...journal import function_bound_to
 from ...plan import Shared
 from ...snapshot import WhileUnchanged
 from .forward import warn_of_saturation
@@ -57,11 +58,12 @@ def graph_of(transformer: nn.Module) -> WanGraph | None:
 class WanGraph:
     """The CUDA graphs of one patched transformer, and what stands against them.
 
-    forwards: the forwards that the patch binds, by module; any other on an instance is someone's hook.
+    forwards: what the patch binds, by module; any other forward on an instance is someone's hook.
     """
 
     def __init__(self, transformer: WanTransformer3DModel, shared: Shared, forwards: dict[nn.Module, Callable]):
-        self._transformer, self._shared, self._forwards = transformer, shared, forwards
+        self._transformer, self._shared = transformer, shared
+        self._forwards = {module: function_bound_to(module, forward) for module, forward in forwards.items()}
         self._graphs = Graphs()
         self._why_not_recordable = WhileUnchanged(self._objects_read, self._look_again)
 
@@ -137,6 +139,15 @@ class WanGraph:
     def _device(self) -> torch.device:
         return self._transformer.patch_embedding.weight.device
 
+    def _own_forward(self, module: nn.Module) -> Callable | None:
+        """The forward on a module if the patch put it there, or a copy of the patch."""
+        forward = vars(module).get("forward")
+        return (
+            forward
+            if forward is not None and function_bound_to(module, forward) is self._forwards.get(module)
+            else None
+        )
+
     def _objects_read(self) -> list[object]:
         """Everything whose class and attributes a forward depends on."""
         modules = list(self._transformer.modules())
@@ -147,7 +158,7 @@ class WanGraph:
         self._graphs.invalidate()
         if device.type != self._graphs.device_type:
             return f"{device.type} tensors"
-        reasons = (why_not_repeatable(m, device, forward=self._forwards.get(m)) for m in self._transformer.modules())
+        reasons = (why_not_repeatable(m, device, forward=self._own_forward(m)) for m in self._transformer.modules())
         return self._graphs.failure or next(filter(None, reasons), None)
 
 
