@@ -141,12 +141,8 @@ class WanGraph:
 
     def _own_forward(self, module: nn.Module) -> Callable | None:
         """The forward on a module if the patch put it there, or a copy of the patch."""
-        forward = vars(module).get("forward")
-        return (
-            forward
-            if forward is not None and function_bound_to(module, forward) is self._forwards.get(module)
-            else None
-        )
+        forward, known = vars(module).get("forward"), self._forwards.get(module)
+        return forward if known is not None and function_bound_to(module, forward) is known else None
 
     def _objects_read(self) -> list[object]:
         """Everything whose class and attributes a forward depends on."""
