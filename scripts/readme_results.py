@@ -157,7 +157,7 @@ def _short_steps(path: Path, runs: dict) -> str:
     rows = [_short_step_row(name, run) for name, run in real_models(runs).items()]
     if not rows:
         return ""
-    environment = next(iter(real_models(runs).values()))["environment"]
+    environment = next(iter(real_models(runs).values()))["environment"] | {"commit": None}  # runs may be of several
     chart = f"![Speed-up of a denoising step over eager diffusers](results/{chart_file(path, 'steps').name})"
     return f"\n{environment['gpu']}, {_versions(environment)}.\n\n{chart}\n\n{_table(SHORT_STEPS_HEADER, rows)}"
 
