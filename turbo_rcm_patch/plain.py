@@ -7,6 +7,8 @@ reading ``.weight`` past them would silently drop their effect.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from types import MethodType
 
 import torch
 
@@ -102,9 +104,14 @@ def hook_on(module: torch.nn.Module, forward: object | None = None) -> str | Non
 def _is_class_forward(module: torch.nn.Module) -> bool:
     """Whether a forward on the instance, if any, is its class's own, as removed hooks leave it behind."""
     forward = module.__dict__.get("forward")
-    if forward is None:
-        return True
-    return getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
+    return forward is None or function_bound_to(module, forward) is type(module).forward
+
+
+def function_bound_to(module: torch.nn.Module, value: object) -> Callable | None:
+    """The function to which a bound method, or a partial alike, gives the module as its only argument; else None."""
+    if isinstance(value, partial) and len(value.args) == 1 and not value.keywords:
+        return value.func if value.args[0] is module else None
+    return value.__func__ if isinstance(value, MethodType) and value.__self__ is module else None
 
 
 def is_original(method: Callable, cls: type) -> bool:

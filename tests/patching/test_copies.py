@@ -1,6 +1,7 @@
 """Copies and pickles of patched models are patched, run on their own weights, and compute the same."""
 
 import copy
+import functools
 import io
 import pickle
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import accelerate
 import pytest
 import torch
+from diffusers.hooks import HookRegistry, ModelHook
 
 import turbo_rcm_patch as trp
 from tests.tiny_families import FAMILIES, tiny_family_inputs, tiny_family_transformer
@@ -135,3 +137,26 @@ def test_a_model_that_accelerate_wrapped_and_unwrapped_can_be_restored():
     assert torch.allclose(output_of(unwrapped), expected, rtol=1e-5, atol=1e-6)
     patch.restore()
     assert torch.equal(output_of(model), expected)
+
+
+def test_a_users_partial_keeps_its_keywords_in_a_copy():
+    model = tiny_wan_transformer()
+    trp.patch(model)
+
+    def scaled(module, *args, scale=1.0, **options):
+        return (scale * type(module).forward(module, *args, **options)[0],)
+
+    model.forward = functools.partial(scaled, model, scale=3.0)
+    assert torch.equal(output_of(copy.deepcopy(model)), output_of(model))
+
+
+def test_a_copy_whose_hooks_were_removed_can_be_patched_again():
+    model = tiny_wan_transformer()
+    hooks = HookRegistry.check_if_exists_or_initialize(model)
+    hooks.register_hook(ModelHook(), "a hook")
+    trp.patch(model)
+    hooks.remove_hook("a hook")
+    twin = copy.deepcopy(model)
+    trp.restore(twin)
+    with trp.patch(twin):
+        assert torch.allclose(output_of(twin), output_of(model), rtol=1e-5, atol=1e-6)

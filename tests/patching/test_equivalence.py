@@ -197,6 +197,37 @@ def test_runs_of_equal_timesteps_are_embedded_once(implementation, on):
 
 
 @pytest.mark.parametrize("on", DEVICES)
+def test_timesteps_per_token_of_one_sample_serve_several_latents(on):
+    model, inputs = model_and_inputs("ti2v", on, torch.float32)
+    inputs["timestep"] = torch.full_like(inputs["timestep"][:1], 900.0)
+    inputs["timestep"][:, :5] = 0.0
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        with trp.patch(model):
+            assert relative_error(model(**inputs)[0], expected) <= 1e-5
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("place", ["embedder", "block"])
+def test_a_hook_that_writes_to_the_modulation_takes_effect(mode, place):
+    model, inputs = model_and_inputs("ti2v", "cpu", torch.float32)
+    inputs["timestep"] = torch.full_like(inputs["timestep"], 900.0)
+    outputs = []
+    for patched in (False, True):
+        if patched:
+            trp.patch(model)
+        if place == "embedder":
+            write = lambda module, args, output: (output[1].mul_(1.5), None)[1]  # noqa: E731
+            handle = model.condition_embedder.register_forward_hook(write)
+        else:
+            handle = model.blocks[0].register_forward_pre_hook(lambda module, args: (args[2].mul_(1.5), None)[1])
+        with mode():
+            outputs.append(model(**inputs)[0])
+        handle.remove()
+    assert relative_error(outputs[1], outputs[0]) <= 1e-5
+
+
+@pytest.mark.parametrize("on", DEVICES)
 def test_a_block_with_another_temb_does_not_take_the_models_runs(on):
     model, inputs = model_and_inputs("ti2v", on, torch.float32)
     inputs["timestep"] = torch.full_like(inputs["timestep"], 700.0)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
-from .journal import bind, function_bound_to
+from ..plain import function_bound_to
+from .journal import bind
 
 
 def reduce_ex(self: nn.Module, protocol: int) -> tuple:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..plain import is_original
+from ..plain import function_bound_to, is_original
 
 
 def bind(forward: Callable, module: torch.nn.Module) -> Callable:
@@ -20,13 +20,6 @@ def bind(forward: Callable, module: torch.nn.Module) -> Callable:
     bound = partial(forward, module)
     bound.__func__ = forward
     return bound
-
-
-def function_bound_to(module: torch.nn.Module, value: object) -> Callable | None:
-    """The function that `bind`, or a bound method, gives the module as its first argument; None for anything else."""
-    if isinstance(value, partial) and len(value.args) == 1 and value.args[0] is module:
-        return value.func
-    return value.__func__ if isinstance(value, MethodType) and value.__self__ is module else None
 
 
 class _ABSENT:

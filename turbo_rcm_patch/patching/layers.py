@@ -147,9 +147,8 @@ def attention(attn: nn.Module, call: Call, *, crossing: bool = False, added: boo
         add = skip_after(Storage(call.dtype), Storage(call.dtype), call)
         return Step(partial(_attention_then_add, implementation, add.run), f"{kernel}, {add.kernel} sum", reason)
     run = partial(_attention, implementation)
-    parallel_config = attn.processor._parallel_config
-    if parallel_config is not None and not crossing:
-        run, kernel = partial(ulysses_attention, parallel_config, run), f"{kernel} between all-to-alls"
+    if attn.processor._parallel_config is not None and not crossing:
+        run, kernel = partial(_attention_between_all_to_alls, attn.processor, run), f"{kernel} between all-to-alls"
     return Step(run, kernel, reason)
 
 
@@ -182,6 +181,10 @@ def _attention(implementation, q, k, v):
         q = q.flatten(0, 1)[None]
     attended = kernels.attention(q, k, v, implementation=implementation)
     return attended.view(batch, -1, *attended.shape[2:])
+
+
+def _attention_between_all_to_alls(processor, attend, q, k, v):
+    return ulysses_attention(processor._parallel_config, attend, q, k, v)
 
 
 def _attention_then_add(implementation, add, q, k, v, to):

@@ -116,11 +116,12 @@ class Plans:
         if known is None or known[0] is not block or not known[1].holds():  # a shallow copy shares this
             self._known = known = block, Snapshot(_objects(block), addresses=False), {}
         plans = known[2]
-        if call not in plans:
+        plan = plans.get(call)
+        if plan is None:
             if len(plans) >= self.KEPT:
                 plans.clear()
-            plans[call] = decide(block, call)
-        return plans[call]
+            plan = plans[call] = decide(block, call)
+        return plan
 
     @property
     def ran(self) -> object | None:

@@ -35,7 +35,7 @@ def block_forward(
         inputs = (hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask)
         return type(self).forward(self, *inputs)
     temb = temb.transpose(1, 2) if temb.dim() == 4 else temb
-    rows = modulation(self.scale_shift_table, temb, state_of(self).shared)
+    rows = modulation(self.scale_shift_table, temb, hidden_states, state_of(self).shared)
     return run_block(self, hidden_states, encoder_hidden_states, rows, rotary_emb, attention_mask)
 
 

@@ -32,7 +32,8 @@ def control_block_forward(
         return type(self).forward(self, *inputs)
     if self.proj_in is not None:
         control_hidden_states = self.proj_in(control_hidden_states) + hidden_states
-    rows = modulation(self.scale_shift_table.to(temb.device), temb, state_of(self).shared)
+    table, shared = self.scale_shift_table.to(temb.device), state_of(self).shared
+    rows = modulation(table, temb, control_hidden_states, shared)
     control_hidden_states = run_block(self, control_hidden_states, encoder_hidden_states, rows, rotary_emb)
     hint = None if self.proj_out is None else self.proj_out(control_hidden_states)
     return hint, control_hidden_states

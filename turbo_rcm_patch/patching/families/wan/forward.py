@@ -34,7 +34,7 @@ def block_forward(
     """
     if is_autocast(hidden_states.device):
         return type(self).forward(self, hidden_states, encoder_hidden_states, temb, rotary_emb)
-    rows = modulation(self.scale_shift_table, temb, state_of(self).shared)
+    rows = modulation(self.scale_shift_table, temb, hidden_states, state_of(self).shared)
     return run_block(self, hidden_states, encoder_hidden_states, rows, rotary_emb)
 
 

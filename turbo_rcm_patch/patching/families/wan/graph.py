@@ -15,8 +15,8 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformer3DModel
 from torch import nn
 
+from ....plain import function_bound_to
 from ...graphs import Graphs, Inputs, call_key, why_not_recorded
-from ...journal import function_bound_to
 from ...plan import Shared
 from ...snapshot import WhileUnchanged
 from .forward import warn_of_saturation

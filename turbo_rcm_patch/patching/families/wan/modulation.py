@@ -24,16 +24,19 @@ Row = torch.Tensor | Runs
 
 
 class TokenRuns(NamedTuple):
-    """The rows [R, 6·C] that a timestep_proj [B, S, 6·C] was made of, the runs' starts [R + 1], and where it lies."""
+    """The rows [R, 6·C] that a timestep_proj [B, S, 6·C] was made of, the runs' starts [R + 1], where it lies, and its
+    version."""
 
     rows: torch.Tensor
     starts: torch.Tensor
     storage: StorageWeakRef
+    version: int
 
     def made(self, temb: torch.Tensor) -> bool:
-        """Whether temb [B, S, 6, C] is that timestep_proj, or a view of all of it."""
+        """Whether temb [B, S, 6, C] is that timestep_proj, or a view of all of it, and nobody wrote to it since."""
         same = not self.storage.expired() and self.storage == StorageWeakRef(temb.untyped_storage())
-        return same and temb.numel() == temb.untyped_storage().nbytes() // temb.element_size()
+        same = same and temb.numel() == temb.untyped_storage().nbytes() // temb.element_size()
+        return same and temb._version == self.version
 
 
 def embedder_forward(
@@ -59,7 +62,7 @@ def embedder_forward(
     expand = lambda x: x.repeat_interleave(counts, 0, output_size=len(timestep)).unflatten(0, (-1, timestep_seq_len))  # noqa: E731
     timestep_proj = expand(rows)
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-    shared.runs = TokenRuns(rows, starts, StorageWeakRef(timestep_proj.untyped_storage()))
+    shared.runs = TokenRuns(rows, starts, StorageWeakRef(timestep_proj.untyped_storage()), timestep_proj._version)
     return expand(temb), timestep_proj, *projected
 
 
@@ -67,18 +70,21 @@ def _may_embed_runs(embedder: WanTimeTextImageEmbedding, *inputs: torch.Tensor |
     """Whether nobody would notice that fewer timesteps are embedded than there are tokens."""
     if torch.compiler.is_compiling() or why_not_recorded(inputs) is not None:
         return False
+    if torch.is_inference_mode_enabled():  # its tensors do not tell whether they were written to
+        return False
     parts = (embedder.timesteps_proj, *embedder.time_embedder.modules(), embedder.act_fn, embedder.time_proj)
     hooks = filter(None, map(hook_on, parts))
     is_known = type(embedder) is WanTimeTextImageEmbedding and is_original(type(embedder).forward, type(embedder))
     return is_known and all(hook.startswith("hook ") for hook in hooks)  # of offloading, not of users
 
 
-def modulation(scale_shift_table: torch.Tensor, temb: torch.Tensor, shared: Shared) -> list[Row]:
-    """Six fp32 rows for temb [B, 6, C], each [B, 1, C]; for temb per token, [B, S, 6, C], each by run or [B, S, C]."""
+def modulation(scale_shift_table: torch.Tensor, temb: torch.Tensor, x: torch.Tensor, shared: Shared) -> list[Row]:
+    """Six fp32 rows for x [B, S, C] and temb [B|1, 6, C], each [B|1, 1, C]; for temb per token, [B|1, S, 6, C], each by
+    run or [B|1, S, C]."""
     if temb.ndim == 3:
         return list((scale_shift_table + temb.float()).chunk(6, dim=1))
     runs = None if torch.compiler.is_compiling() else shared.runs
-    if runs is None or not runs.made(temb):
+    if runs is None or temb.shape[:2] != x.shape[:2] or not runs.made(temb):
         return [row.squeeze(2) for row in (scale_shift_table.unsqueeze(0) + temb.float()).chunk(6, dim=2)]
     rows = scale_shift_table + runs.rows.unflatten(1, (6, -1)).float()
     return [Runs(row, runs.starts) for row in rows.unbind(1)]
