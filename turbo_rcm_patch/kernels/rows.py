@@ -8,6 +8,7 @@ import triton
 from .dispatch import device_properties
 
 ELEMENTS_PER_THREAD = 32
+WIDE = 16384  # rows that get twice the threads: one row alone would take more registers than there are
 MINIMUM_ELEMENTS = 4096  # per program at a time; shorter rows are taken together
 PROGRAMS = 4  # per multiprocessor
 STAGES = 3  # of rows in flight per program, unless they take more shared memory than every GPU has
@@ -21,7 +22,8 @@ def row_tile(block: int, row_bytes: int, *, in_flight: bool = True) -> dict[str,
     """
     rows = max(1, MINIMUM_ELEMENTS // block)
     fits = in_flight and (STAGES - 1) * rows * row_bytes < SHARED_MEMORY
-    num_warps = min(32, rows * block // 32 // ELEMENTS_PER_THREAD)
+    per_thread = ELEMENTS_PER_THREAD // 2 if block >= WIDE else ELEMENTS_PER_THREAD
+    num_warps = min(32, rows * block // 32 // per_thread)
     return {"ROWS": rows, "STAGES": STAGES if fits else 1, "num_warps": num_warps}
 
 
