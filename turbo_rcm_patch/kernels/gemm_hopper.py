@@ -74,6 +74,8 @@ def why_not(
             return f"{str(kept).removeprefix('torch.')} {name}"
     if coefficient_kind(c_skip) not in (ONE, PER_SAMPLE):
         return "c_skip per channel or token"  # would spill registers beside 192 accumulators
+    if starts is not None and c_skip is not None:
+        return "c_skip beside runs"  # the same
     if coefficient_kind(c_out, starts) == PER_TOKEN:
         return "c_out per token"
     matrices = (a, *weights) if residual is None else (a, *weights, residual)
