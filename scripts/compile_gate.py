@@ -29,6 +29,8 @@ OPS = (
     "layer_norm_modulate",
     "rms_norm_rope",
     "skip",
+    "quantize_qkv",
+    "attention_8bit",
 )
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 PROCESSES = 2

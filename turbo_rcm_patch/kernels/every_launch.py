@@ -17,6 +17,7 @@ import torch
 
 from . import attention_hopper, gemm_hopper
 from .attention import _attention, _attention_backward
+from .attention_8bit import attention_8bit
 from .coefficient import MAX_RUNS, Runs
 from .dispatch import KERNEL_DTYPES
 from .gelu import gelu
@@ -24,6 +25,8 @@ from .layer_norm_modulate import layer_norm_modulate
 from .linear_gelu import linear_gelu
 from .linear_qkv import linear_qkv
 from .linear_skip import linear_skip
+from .quantize_qkv import QuantizedQKV, default_v_format, quantize_qkv
+from .quantized import FP8
 from .rms_norm_rope import rms_norm_rope
 from .skip import skip
 
@@ -155,6 +158,36 @@ def launch_skip() -> None:
         skip(residual, output, c_out=runs(), dtype=result, result_scale=scale)
 
 
+def launch_quantize_qkv() -> None:
+    sizes = ((12, 128), (40, 128), (24, 128), (3, 64))
+    for dtype, (heads, head_dim) in (*product((FP32, BF16), sizes), (FP16, sizes[0])):
+        x, weight = meta(2, 300, heads * head_dim, dtype=dtype), meta(heads * head_dim, dtype=dtype)
+        angles = meta(300, head_dim, dtype=FP32)[:, 0::2]
+        quantize_qkv(x, x, x, heads=heads)
+        quantize_qkv(x, x, x, heads=heads, norm_q=weight, norm_k=weight, cos=angles, sin=angles)
+        quantize_qkv(x, x, x, heads=heads, norm_q=weight, norm_k=weight, v_format=FP16)
+
+
+def launch_attention_8bit() -> None:
+    formats = {FP16, default_v_format(torch.device("meta"))}
+    for v_format, head_dim in product(sorted(formats, key=str), (64, 128)):
+        qkv = quantized_qkv(v_format, head_dim)
+        for result in (None, FP8) if v_format == FP8 else KERNEL_DTYPES:
+            attention_8bit(qkv, result=result)
+        for (c_skip, c_out), dtype in zip(pairs_of_kinds(2, 300, 3 * head_dim), cycle(KERNEL_DTYPES), strict=False):
+            attention_8bit(qkv, residual=meta(2, 300, 3, head_dim, dtype=dtype), c_skip=c_skip, c_out=c_out)
+        *_, per_token = coefficients(2, 300, 3 * head_dim)
+        residual = meta(2, 300, 3, head_dim)
+        attention_8bit(qkv, residual=residual, c_skip=per_token, c_out=per_token)
+
+
+def quantized_qkv(v_format: torch.dtype, head_dim: int) -> QuantizedQKV:
+    x = meta(2, 300, 3, head_dim, dtype=torch.int8)
+    v = meta(2, 3, head_dim, 384, dtype=FP8) if v_format == FP8 else meta(2, 300, 3, head_dim, dtype=v_format)
+    q_scale, k_scale, v_scale = (meta(2, *shape, dtype=FP32) for shape in ((300, 3), (3, 3), (3, head_dim)))
+    return QuantizedQKV(x, q_scale, x, k_scale, v, v_scale, BF16)
+
+
 LAUNCHES = {
     "attention": launch_attention,
     "attention_backward": launch_attention_backward,
@@ -165,4 +198,6 @@ LAUNCHES = {
     "layer_norm_modulate": launch_layer_norm_modulate,
     "rms_norm_rope": launch_rms_norm_rope,
     "skip": launch_skip,
+    "quantize_qkv": launch_quantize_qkv,
+    "attention_8bit": launch_attention_8bit,
 }
