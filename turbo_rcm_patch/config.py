@@ -12,6 +12,7 @@ ATTENTION_KERNELS = ("auto", "triton", "sdpa")
 LINEAR_KERNELS = ("auto", "triton", "torch")
 IMPLEMENTATIONS = ("auto", "triton", "torch")
 CUDA_GRAPH_MODES = ("auto", "on", "off")
+QUANTIZABLE = ("attention", "linears")
 RESIDUALS = ("fp16", "same")
 
 
@@ -35,6 +36,9 @@ class PatchConfig:
             dtypes, autograd, and "same" keep it in the model's dtype.
         tier: the kind of arithmetic (tiers.py), by name or as a Tier, and kept as a Tier: it says which errors are
             allowed, and refuses the options that mean nothing in it, with the reason.
+        quantize: in the quantized tier, what of a block is computed in 8 bits, any of QUANTIZABLE.
+        keep: in the quantized tier, names of modules whose weights stay as they are, with wildcards, counted from the
+            transformer: "blocks.0.*", "*.ffn.net.2".
         exact_steps: for tiers that err more: the steps that run exactly. None in the exact tier, whose steps all do.
         vae: for tiers that treat the VAE too. None: it runs as diffusers has it.
         restorable: False would let a tier give up the weights that it replaces. True: `restore()` brings all back.
@@ -49,6 +53,8 @@ class PatchConfig:
     cuda_graph: str = "auto"
     residual: str = "fp16"
     tier: Tier | str = EXACT
+    quantize: Sequence[str] = QUANTIZABLE
+    keep: Sequence[str] = ()
     exact_steps: Sequence[int] | None = None
     vae: bool | None = None
     restorable: bool = True
@@ -56,11 +62,13 @@ class PatchConfig:
     def __post_init__(self):
         if isinstance(self.tier, str):
             object.__setattr__(self, "tier", tier_named(self.tier))
-        if isinstance(self.fuse, str):
-            raise ValueError(f"fuse={self.fuse!r} is a string; give a sequence of {', '.join(FUSION_GROUPS)}.")
-        object.__setattr__(self, "fuse", tuple(self.fuse))
-        for name in self.fuse:
-            _check_name("fuse", name, FUSION_GROUPS)
+        for field, accepted in (("fuse", FUSION_GROUPS), ("quantize", QUANTIZABLE), ("keep", ("names of modules",))):
+            value = getattr(self, field)
+            if isinstance(value, str):
+                raise ValueError(f"{field}={value!r} is a string; give a sequence of {', '.join(accepted)}.")
+            object.__setattr__(self, field, tuple(value))
+            for name in value if field != "keep" else ():
+                _check_name(field, name, accepted)
         _check_name("attention", self.attention, ATTENTION_KERNELS)
         _check_name("linears", self.linears, LINEAR_KERNELS)
         _check_name("implementation", self.implementation, IMPLEMENTATIONS)

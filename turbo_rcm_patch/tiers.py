@@ -64,6 +64,8 @@ EXACT = Tier(
         "exact_steps": "runs every step exactly",
         "vae": "leaves the VAE as it is",
         "restorable": "replaces no weights, so that all can be restored at no cost",
+        "quantize": "computes nothing in 8 bits",
+        "keep": "computes nothing in 8 bits",
     },
 )
 QUANTIZED = Tier("quantized", "8-bit attention and linears, within error limits of its own.")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 
 from ..config import PatchConfig, resolve_config
+from ..tiers import QUANTIZED
 from .families import SUPPORTED, check_supported, family_of
 from .families.wan.graph import WanGraph, graph_of
 from .journal import Journal
+from .quantized_weights import convert_weights, convertible_linears, free_originals, why_not_restorable
 from .summary import Row, plan_rows, summary_table
 
 logger = logging.getLogger(__name__)
@@ -94,7 +97,8 @@ class Patch:
 def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
     """Bind fused forwards on the transformers of a Wan pipeline, or on one transformer.
 
-    state_dict, module classes, parameters and `save_pretrained` stay as they are.
+    state_dict, module classes and `save_pretrained` stay as they are, and so do parameters, but for those that the
+    quantized tier puts in 8 bits (quantized_weights.py).
 
     Args:
         target: a diffusers pipeline with a `transformer` (and perhaps a `transformer_2`), or one of the transformers in
@@ -103,9 +107,21 @@ def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
 
     Raises:
         PatchError: the model is of another family, patched already, compiled, or under a hook holding an old forward.
-        ValueError, TypeError: for an unknown preset or a config of another type.
+        ValueError, TypeError: for an unknown preset, a config of another type, or one that does not fit the model.
     """
     config = resolve_config(config)
+    return apply_patch(target, config, lambda journal, _, model: _put_weights_in_8_bits(journal, model, config))
+
+
+def _put_weights_in_8_bits(journal: Journal, transformer: torch.nn.Module, config: PatchConfig) -> None:
+    if config.tier == QUANTIZED:
+        convert_weights(
+            journal, convertible_linears(transformer, family_of(transformer).every_block(transformer), config)
+        )
+
+
+def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal, str, torch.nn.Module], None]) -> Patch:
+    """`patch`, where ``prepare(journal, name, transformer)`` changes the weights of each transformer."""
     transformers = _transformers_of(target)
     problems = [p for name, model in transformers.items() for p in _problems(name, model)]
     if problems:
@@ -118,10 +134,15 @@ def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
             journal.set(model, _JOURNAL, journal)
             for module, attribute, value in family_of(model).bindings(model, config):
                 journal.set(module, attribute, value)
+        for (name, model), journal in zip(transformers.items(), journals, strict=True):
+            prepare(journal, name, model)
     except BaseException:
         for journal in reversed(journals):
             journal.undo()
         raise
+    if not config.restorable:  # only now that nothing can fail any more
+        for model in transformers.values():
+            free_originals(model)
     return Patch(transformers, config)
 
 
@@ -163,6 +184,9 @@ def _restore(transformers: dict[str, torch.nn.Module]) -> None:
     for (name, model), journal in zip(transformers.items(), journals, strict=True):
         if journal.owner is not model:
             raise PatchError(f"cannot restore: {name} is a shallow copy of a patched model; restore that one.")
+    for name, model in transformers.items():
+        if reason := why_not_restorable(model):
+            raise PatchError(f"cannot restore {name}: {reason}")
     captured = [entry for journal in journals for entry in journal.captured()]
     if captured:
         kinds = sorted({type(module).__name__ for module, _ in captured})

@@ -47,6 +47,13 @@ class _Entry(NamedTuple):
         return found is self.value or (function is not None and function is function_bound_to(self.module, self.value))
 
 
+class _Call(NamedTuple):
+    """What takes back something that the journal did not set."""
+
+    module: torch.nn.Module
+    undo: Callable[[torch.nn.Module], None]
+
+
 class Journal:
     """Sets attributes and parameters of modules and undoes that in reverse order.
 
@@ -55,7 +62,7 @@ class Journal:
     """
 
     def __init__(self):
-        self._entries: list[_Entry] = []
+        self._entries: list[_Entry | _Call] = []
 
     @property
     def owner(self) -> torch.nn.Module | None:
@@ -79,13 +86,18 @@ class Journal:
         """
         self._set(_Entry(module, True, name, value, module._parameters[name]))
 
+    def on_undo(self, undo: Callable[[torch.nn.Module], None], module: torch.nn.Module) -> None:
+        """Call ``undo(module)``, a function that can be pickled, when all that is set from now on was taken back."""
+        self._entries.append(_Call(module, undo))
+
     def _set(self, entry: _Entry) -> None:
         self._entries.append(entry)
         entry.holder[entry.name] = entry.value
 
     def captured(self) -> list[tuple[torch.nn.Module, str]]:
         """The (module, name) pairs that no longer hold what was set, nor a known hook's wrapper around it."""
-        lost = (entry for entry in self._entries if not entry.holds and not _hook_slots(entry))
+        entries = (entry for entry in self._entries if isinstance(entry, _Entry))
+        lost = (entry for entry in entries if not entry.holds and not _hook_slots(entry))
         return [(entry.module, entry.name) for entry in lost]
 
     def undo(self) -> None:
@@ -93,7 +105,9 @@ class Journal:
         somebody replaced since stays theirs."""
         while self._entries:
             entry = self._entries.pop()
-            if not entry.holds:
+            if isinstance(entry, _Call):
+                entry.undo(entry.module)
+            elif not entry.holds:
                 for holder, attribute in _hook_slots(entry):
                     setattr(holder, attribute, _original(entry))
             elif entry.before is _ABSENT:

@@ -16,6 +16,7 @@ from .families import family_of
 from .families.family import Blocks, compute_dtype
 from .families.wan.block import BlockPlan, decide
 from .plan import NOTHING, Call, active_backend, state_of
+from .quantized_weights import weights_note
 
 HEADER = ("sub-layer", "step", "kernel", "fused", "not fused because")
 FOOTER = "under autograd steps without a gradient run as torch ops; under autocast blocks run diffusers' code"
@@ -55,6 +56,7 @@ def _tables(name: str, transformer: nn.Module) -> str:
         parts.append("\n  ".join([_title(name, transformer, blocks), *lines]))
     _, first = next(family.blocks[0].of(transformer))
     notes = [f"residual between a block's skips: {current_plan(transformer, first).residual}"]
+    notes += filter(None, [weights_note(transformer)])
     notes += _measurements(get_module_execution_device(transformer))
     return "\n  ".join(["\n".join(parts), *notes, *family.notes(transformer), FOOTER])
 

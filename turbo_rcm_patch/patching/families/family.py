@@ -48,6 +48,10 @@ class Family:
     attributes: Callable[[nn.Module, Shared, dict[nn.Module, object]], Sequence[Binding]] = lambda *_: ()
     notes: Callable[[nn.Module], Sequence[str]] = lambda _: ()
 
+    def every_block(self, transformer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        """All blocks of a transformer with their paths in it."""
+        return (found for blocks in self.blocks for found in blocks.of(transformer))
+
     def problems(self, name: str, transformer: nn.Module) -> list[str]:
         """Everything that stands against patching this transformer, as sentences; empty when it can be patched."""
         problems = [
