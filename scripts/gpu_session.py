@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CLI = ("-m", "turbo_rcm_patch.cli")
 TRAFFIC = ("scripts/profile_hbm.py",)
 END_TO_END = ("scripts/benchmark_end_to_end.py", "--config")
+QUANTIZED = ("--preset", "quantized")
 # Steps that show whether something holds, and those whose figures go into the results file.
 CHECKS = {
     "tests": ("-m", "pytest", "-m", "gpu", "-q", "-n", "8", "tests"),
@@ -54,6 +55,13 @@ MEASUREMENTS = {
     "wan2.2-5b-8-layers-image": (*END_TO_END, "wan2.2-5b-image", "--layers", "8", "--repeats", "3"),
     "wan2.1-i2v-14b-4-layers": (*END_TO_END, "wan2.1-i2v-14b", "--layers", "4", "--repeats", "3"),
     "wan2.1-14b-4-layers-2-gpus": (*END_TO_END, "wan2.1-14b", "--layers", "4", "--repeats", "3", "--ulysses", "2"),
+    "verify-quantized": (*CLI, "verify", *QUANTIZED),
+    "verify-wan2.1-1.3b-quantized": (*CLI, "verify", "--config", "wan2.1-1.3b", *QUANTIZED),
+    "compare-quantized": (*CLI, "compare", *QUANTIZED),
+    "evaluate-quantized": (*CLI, "evaluate", "--batch-size", "64", *QUANTIZED),
+    "wan2.1-1.3b-quantized": (*END_TO_END, "wan2.1-1.3b", "--repeats", "3", *QUANTIZED),
+    "wan2.1-14b-4-layers-quantized": (*END_TO_END, "wan2.1-14b", "--layers", "4", "--repeats", "3", *QUANTIZED),
+    "wan2.2-5b-8-layers-quantized": (*END_TO_END, "wan2.2-5b", "--layers", "8", "--repeats", "3", *QUANTIZED),
 }
 GPUS = {"wan2.1-14b-4-layers-2-gpus": 2}  # that a step needs, where it is more than one
 

@@ -8,7 +8,7 @@ import torch
 
 import turbo_rcm_patch as trp
 from turbo_rcm_patch.config import resolve_config
-from turbo_rcm_patch.tiers import EXACT, ErrorLimits, Tier, tier_named
+from turbo_rcm_patch.tiers import EXACT, QUANTIZED, ErrorLimits, Tier, tier_named
 
 
 def test_a_configuration_knows_its_tier():
@@ -19,14 +19,13 @@ def test_a_configuration_knows_its_tier():
     assert trp.PatchConfig(tier=Tier("made up", "", ErrorLimits(2.0, 1.0))).tier.name == "made up"
 
 
-@pytest.mark.parametrize("name", ["quantized", "sparse"])
-def test_tiers_that_are_not_in_this_version_are_refused_by_name(name):
-    with pytest.raises(ValueError, match=f"tier '{name}' is not in this version; accepted are exact"):
-        tier_named(name)
-    with pytest.raises(ValueError, match=f"tier '{name}' is not in this version; accepted are exact"):
-        trp.PatchConfig(tier=name)
-    with pytest.raises(ValueError, match=f"preset '{name}' is a tier that is not in this version; accepted are exact"):
-        resolve_config(name)
+def test_tiers_that_are_not_in_this_version_are_refused_by_name():
+    with pytest.raises(ValueError, match="tier 'sparse' is not in this version; accepted are exact, quantized"):
+        tier_named("sparse")
+    with pytest.raises(ValueError, match="tier 'sparse' is not in this version; accepted are exact, quantized"):
+        trp.PatchConfig(tier="sparse")
+    with pytest.raises(ValueError, match="preset 'sparse' is a tier that is not in this version; accepted are exact"):
+        resolve_config("sparse")
     with pytest.raises(ValueError, match="tier 'fast' is unknown; accepted are exact"):
         trp.PatchConfig(tier="fast")
 
@@ -37,6 +36,8 @@ def test_tiers_that_are_not_in_this_version_are_refused_by_name(name):
         ("exact_steps", (0, 1), "the exact tier runs every step exactly; leave it at None"),
         ("vae", True, "the exact tier leaves the VAE as it is; leave it at None"),
         ("restorable", False, "the exact tier replaces no weights, .*; leave it at True"),
+        ("quantize", ("linears",), "the exact tier computes nothing in 8 bits; leave it at"),
+        ("keep", ("blocks.0.*",), r"the exact tier computes nothing in 8 bits; leave it at \(\)"),
     ],
 )
 def test_options_that_mean_nothing_yet_are_refused_with_the_reason(option, value, reason):
@@ -69,3 +70,32 @@ def test_limits_by_dtype():
     assert limits.allowed(0.0, torch.float64) == 1e-5
     for dtype in (torch.bfloat16, torch.float32):
         assert math.isnan(limits.allowed(math.nan, dtype))
+
+
+def test_own_limits_of_a_tier():
+    """They count where they are wider than those beside the unpatched error, in every dtype."""
+    limits = ErrorLimits(factor=2.0, fp32=1e-5, block=4e-2, part=5e-2, step=1e-1)
+    assert limits.allowed(1e-3, torch.bfloat16) == limits.allowed(0.0, torch.float32) == 4e-2
+    assert limits.allowed(1e-3, torch.bfloat16, "part") == 5e-2
+    assert limits.allowed(1e-1, torch.float16, "step") == pytest.approx(2e-1)
+    assert math.isnan(limits.allowed(math.nan, torch.bfloat16, "step"))
+
+
+def test_the_quantized_tiers_limits_are_signal_to_noise_ratios():
+    assert QUANTIZED.limits.block == pytest.approx(0.0398, abs=1e-4)  # 28 dB
+    assert QUANTIZED.limits.part == pytest.approx(0.0501, abs=1e-4)  # 26 dB
+
+
+def test_options_of_the_quantized_tier():
+    config = trp.PatchConfig(tier="quantized", quantize=["linears"], keep=["blocks.0.*"], exact_steps=[1, 2])
+    assert (config.quantize, config.keep, config.exact_steps) == (("linears",), ("blocks.0.*",), (1, 2))
+    assert resolve_config("quantized") == trp.PatchConfig(tier="quantized")
+    with pytest.raises(ValueError, match="vae=True means nothing in this version: the quantized tier leaves the VAE"):
+        trp.PatchConfig(tier="quantized", vae=True)
+    with pytest.raises(ValueError, match="quantize='linears' is a string; give a sequence of attention, linears"):
+        trp.PatchConfig(tier="quantized", quantize="linears")
+    with pytest.raises(ValueError, match="quantize='gelu' is unknown; accepted are attention, linears"):
+        trp.PatchConfig(tier="quantized", quantize=("gelu",))
+    for wrong in (1, (1,), (-1, 0), (0.5, 1), "12"):
+        with pytest.raises(ValueError, match=r"exact_steps=.*; give \(first, last\)"):
+            trp.PatchConfig(tier="quantized", exact_steps=wrong)

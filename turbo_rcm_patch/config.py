@@ -39,7 +39,9 @@ class PatchConfig:
         quantize: in the quantized tier, what of a block is computed in 8 bits, any of QUANTIZABLE.
         keep: in the quantized tier, names of modules whose weights stay as they are, with wildcards, counted from the
             transformer: "blocks.0.*", "*.ffn.net.2".
-        exact_steps: for tiers that err more: the steps that run exactly. None in the exact tier, whose steps all do.
+        exact_steps: for tiers that err more: (first, last), in how many of a generation's first and of its last steps
+            the attention runs exactly. It needs a patched pipeline, whose scheduler counts the steps. None in the exact
+            tier, whose steps all do.
         vae: for tiers that treat the VAE too. None: it runs as diffusers has it.
         restorable: False would let a tier give up the weights that it replaces. True: `restore()` brings all back.
 
@@ -69,6 +71,7 @@ class PatchConfig:
             object.__setattr__(self, field, tuple(value))
             for name in value if field != "keep" else ():
                 _check_name(field, name, accepted)
+        self._check_exact_steps()
         _check_name("attention", self.attention, ATTENTION_KERNELS)
         _check_name("linears", self.linears, LINEAR_KERNELS)
         _check_name("implementation", self.implementation, IMPLEMENTATIONS)
@@ -82,6 +85,16 @@ class PatchConfig:
                     "at 'auto'."
                 )
         self._check_meaning()
+
+    def _check_exact_steps(self) -> None:
+        if self.exact_steps is None:
+            return
+        steps = tuple(self.exact_steps) if isinstance(self.exact_steps, Sequence) else ()
+        if len(steps) != 2 or not all(isinstance(count, int) and count >= 0 for count in steps):
+            raise ValueError(
+                f"exact_steps={self.exact_steps!r}; give (first, last), two numbers of steps from 0 on, or None."
+            )
+        object.__setattr__(self, "exact_steps", steps)
 
     def _check_meaning(self) -> None:
         """Refuse an option that is set though the tier does nothing with it."""

@@ -9,7 +9,7 @@ import torch
 from turbo_rcm_patch.bench import ops
 from turbo_rcm_patch.bench.ops import COMPILED, COPY, FOLDED, OpCase, error_limit, measure_errors, run_case
 from turbo_rcm_patch.bench.report import ops_table
-from turbo_rcm_patch.tiers import ErrorLimits
+from turbo_rcm_patch.tiers import EXACT, ErrorLimits, Tier
 
 CPU = torch.device("cpu")
 SMALL = {
@@ -27,9 +27,9 @@ def eager(function):
     return function
 
 
-def run(build, **options):
-    case = OpCase("small", build, {COMPILED: 1e9, COPY: 0.0} if options.pop("copy", False) else {COMPILED: 1e9})
-    return run_case(case, CPU, copy_bandwidth=1e9, rounds=3, compile_rivals=False, **options)
+def run(build, copy=False, tier=EXACT):
+    case = OpCase("small", build, {COMPILED: 1e9, COPY: 0.0} if copy else {COMPILED: 1e9}, tier)
+    return run_case(case, CPU, copy_bandwidth=1e9, rounds=3, compile_rivals=False)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -124,4 +124,5 @@ def test_a_tier_with_wider_limits_is_timed():
     (name,) = right.ours
     rough = replace(right, ours={"rough": lambda: right.ours[name]() * 1.05})
     assert run(lambda *_: rough).best is None
-    assert run(lambda *_: rough, limits=ErrorLimits(factor=100.0, fp32=1e-1)).best == "rough"
+    wide = Tier("wide", "A tier that errs more.", ErrorLimits(factor=100.0, fp32=1e-1))
+    assert run(lambda *_: rough, tier=wide).best == "rough"

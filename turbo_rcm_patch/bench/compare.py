@@ -176,7 +176,7 @@ class _StepJudge:
     def errors(self, switches: Mapping[str, Switch]) -> dict[str, float]:
         """Relative L2 errors by variant. Raises RuntimeError where the patched one errs more than it may."""
         errors = {name: self._error(switch) for name, switch in switches.items()}
-        allowed_error = self._limits.allowed(errors[UNPATCHED], self._oracle.dtype)
+        allowed_error = self._limits.allowed(errors[UNPATCHED], self._oracle.dtype, "step")
         if not errors[PATCHED] <= allowed_error:
             raise RuntimeError(
                 f"the patched transformer's error, a relative L2 of {errors[PATCHED]:.2e} to fp32, is above the "

@@ -19,7 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import kernels
 from ..kernels import reference
-from ..tiers import EXACT, ErrorLimits
+from ..kernels.quantized import Quantized
+from ..tiers import EXACT, ErrorLimits, Tier
 from .metrics import relative_l2
 
 ORACLE_ROWS = 64
@@ -53,12 +54,13 @@ class Contest:
 class OpCase:
     """A contest's name, how its inputs are drawn on a device, and the speed-up over each rival that is asked for.
 
-    For COPY the speed-up is the share of the copy bandwidth.
+    For COPY the speed-up is the share of the copy bandwidth. tier: that ours belong to.
     """
 
     name: str
     build: Callable[..., Contest]
     targets: Mapping[str, float]
+    tier: Tier = EXACT
 
 
 @dataclass(frozen=True)
@@ -97,18 +99,16 @@ def run_case(
     copy_bandwidth: float,
     rounds: int = 20,
     compile_rivals: bool = True,
-    limits: ErrorLimits = EXACT.limits,
 ) -> OpResult:
-    """Check and time one case in bf16.
+    """Check and time one case in bf16, by the limits of its tier.
 
     copy_bandwidth: bytes read and written per second by a large copy on this device (`measure_copy_bandwidth`).
     compile_rivals: whether rivals are compiled, as they are meant to be.
-    limits: of the tier that ours belong to.
     """
     compiled = functools.partial(torch.compile, fullgraph=True, dynamic=False) if compile_rivals else lambda f: f
     contest = case.build(device, compiled)
     errors = measure_errors(contest)
-    limit = error_limit(contest, errors, limits)
+    limit = error_limit(contest, errors, case.tier.limits)
     refused = {
         name: f"its error {errors[name]:.2e} is above the {limit:.2e} allowed"
         for name in contest.ours
@@ -156,14 +156,16 @@ def measure_errors(contest: Contest) -> dict[str, float]:
         return {name: relative_l2(result.reshape(expected.shape), expected) for name, result in on_rows.items()}
 
 
-def _parts(result: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def _parts(result: torch.Tensor | Quantized | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    if isinstance(result, Quantized):
+        return (result.dequantize(),)
     return (result,) if isinstance(result, torch.Tensor) else result
 
 
 def error_limit(contest: Contest, errors: Mapping[str, float], limits: ErrorLimits) -> float:
     """What ours may err beside the most accurate rival, or beside bf16's own rounding where there is none."""
     rounding = torch.finfo(torch.bfloat16).eps / 2
-    return limits.allowed(min((errors[name] for name in contest.rivals), default=rounding), torch.bfloat16)
+    return limits.allowed(min((errors[name] for name in contest.rivals), default=rounding), torch.bfloat16, "part")
 
 
 def take_turns(contenders: Mapping[str, Contender], device: torch.device, rounds: int) -> dict[str, list[float]]:
@@ -234,7 +236,7 @@ def measure_copy_bandwidth(device: torch.device, nbytes: int = 1 << 30) -> float
 
 def attention(heads: int, tokens: int, keys: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
     """Self-attention (keys = tokens) or cross-attention. Keys share a direction, as those of trained models do."""
-    draw = _Draws(device)
+    draw = Draws(device)
     q = draw(1, tokens, heads, head_dim)
     k, v = draw(1, keys, heads, head_dim) + 2 * draw(1, 1, heads, head_dim), draw(1, keys, heads, head_dim)
 
@@ -242,17 +244,10 @@ def attention(heads: int, tokens: int, keys: int, head_dim: int, device: torch.d
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if device.type == "cuda" else SDPBackend.MATH):
             return reference.attention(q, k, v, None, None, None, head_dim**-0.5)
 
-    def oracle(rows: torch.Tensor) -> torch.Tensor:
-        parts = []
-        for head in range(heads):
-            queries, head_keys, values = (x[0, :, head].double() for x in (q[:, rows], k, v))
-            parts.append(torch.softmax(queries @ head_keys.T * head_dim**-0.5, dim=1) @ values)
-        return torch.stack(parts, dim=1)[None]
-
     return Contest(
         ours={"attention": lambda: kernels.attention(q, k, v)},
         rivals={SDPA: sdpa},
-        oracle=oracle,
+        oracle=attention_oracle(q, k, v),
         tokens=tokens,
         flops=4 * heads * tokens * keys * head_dim,
     )
@@ -260,7 +255,7 @@ def attention(heads: int, tokens: int, keys: int, head_dim: int, device: torch.d
 
 def linear_skip(tokens: int, C: int, K: int, device: torch.device, compiled: Callable) -> Contest:
     """A projection and the gated residual after it. The rival with the gate folded into the weight has no bias."""
-    draw = _Draws(device)
+    draw = Draws(device)
     a, weight, bias, residual = draw(1, tokens, K), draw(C, K) * K**-0.5, draw(C), draw(1, tokens, C)
     gate = draw(1, 1, C).float()
 
@@ -288,7 +283,7 @@ def linear_skip(tokens: int, C: int, K: int, device: torch.device, compiled: Cal
 
 def linear_gelu(tokens: int, C: int, K: int, device: torch.device, compiled: Callable) -> Contest:
     """The feed-forward's first projection and its GELU."""
-    draw = _Draws(device)
+    draw = Draws(device)
     a, weight, bias = draw(1, tokens, K), draw(C, K) * K**-0.5, draw(C)
     gelu = compiled(lambda x: F.gelu(x, approximate="tanh"))
 
@@ -306,7 +301,7 @@ def linear_gelu(tokens: int, C: int, K: int, device: torch.device, compiled: Cal
 
 def linear_qkv(tokens: int, C: int, K: int, device: torch.device, compiled: Callable) -> Contest:
     """A self-attention's three projections."""
-    draw = _Draws(device)
+    draw = Draws(device)
     a = draw(1, tokens, K)
     weights, biases = [draw(C, K) * K**-0.5 for _ in range(3)], [draw(C) for _ in range(3)]
     three_linears = compiled(reference.linear_qkv)
@@ -326,7 +321,7 @@ def linear_qkv(tokens: int, C: int, K: int, device: torch.device, compiled: Call
 
 def layer_norm_modulate(tokens: int, C: int, device: torch.device, compiled: Callable) -> Contest:
     """A block's norm and its modulation."""
-    draw = _Draws(device)
+    draw = Draws(device)
     x, scale, shift = draw(1, tokens, C), draw(1, 1, C).float(), draw(1, 1, C).float()
 
     @compiled
@@ -349,7 +344,7 @@ def layer_norm_modulate(tokens: int, C: int, device: torch.device, compiled: Cal
 def rms_norm_rope(tokens: int, heads: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
     """The norm over all heads of q or k, and its rotation. As a block launches it, ours reads every second column of
     diffusers' tables, which hold each pair's value twice; the rivals' tables hold it once."""
-    draw = _Draws(device)
+    draw = Draws(device)
     C = heads * head_dim
     x, weight = draw(1, tokens, C), 1 + 0.1 * draw(C)
     angles = torch.rand(tokens, head_dim // 2, device=device, generator=draw.generator) * 2 * math.pi
@@ -375,7 +370,20 @@ def rms_norm_rope(tokens: int, heads: int, head_dim: int, device: torch.device, 
     )
 
 
-class _Draws:
+def attention_oracle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Rows of the attention of q, k, v [1, S, H, D] in fp64."""
+
+    def oracle(rows: torch.Tensor) -> torch.Tensor:
+        parts = []
+        for head in range(q.shape[2]):
+            queries, keys, values = (x[0, :, head].double() for x in (q[:, rows], k, v))
+            parts.append(torch.softmax(queries @ keys.T * q.shape[3] ** -0.5, dim=1) @ values)
+        return torch.stack(parts, dim=1)[None]
+
+    return oracle
+
+
+class Draws:
     """Seeded normal tensors in bf16 on a device."""
 
     def __init__(self, device: torch.device):
@@ -385,11 +393,15 @@ class _Draws:
         return torch.randn(shape, generator=self.generator, device=self.generator.device, dtype=torch.bfloat16)
 
 
-def _case(contest: Callable, *sizes: int, **targets: float) -> OpCase:
+def op_case(contest: Callable, *sizes: int, tier: Tier = EXACT, targets: Mapping[str, float]) -> OpCase:
+    """The case of a contest at some sizes, named after both."""
     name = f"{contest.__name__} {'×'.join(map(str, sizes))}"
+    return OpCase(name, functools.partial(contest, *sizes), targets, tier)
+
+
+def _case(contest: Callable, *sizes: int, **targets: float) -> OpCase:
     names = {"sdpa": SDPA, "compiled": COMPILED, "folded": FOLDED, "copy": COPY}
-    wanted = {names[key]: target for key, target in targets.items()}
-    return OpCase(name, functools.partial(contest, *sizes), wanted)
+    return op_case(contest, *sizes, targets={names[key]: target for key, target in targets.items()})
 
 
 # heads, queries, keys, head_dim; tokens, C, K; tokens, C; tokens, heads, head_dim: of Wan 2.1's 1.3B at 832x480 and 14B

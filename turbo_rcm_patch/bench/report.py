@@ -17,7 +17,7 @@ from .ops import OpResult
 from .tables import table
 from .timing import StageTimings
 from .traffic import COUNTERS, ImplementationTraffic, TrafficReport
-from .verify import BlockCheck, Verification
+from .verify import BlockCheck, PartCheck, Verification
 
 _FIGURES = ["count", "read, MB", "written, MB", "passes", "ms"]
 _SMALL = 0.005  # passes of kernels that share a line
@@ -62,7 +62,23 @@ def comparison_table(comparison: Comparison) -> str:
 def verification_table(verification: Verification) -> str:
     """One line per block and step, then what is worse than allowed, or that nothing is."""
     header = ["block", "step", "unpatched", "patched", "difference", "allowed", ""]
-    return "\n".join([table([header, *map(_check_cells, verification.checks)]), "", *_verdict(verification)])
+    tables = [table([header, *map(_check_cells, verification.checks)]), ""]
+    if verification.parts:
+        tables += [_parts_table(verification.parts), ""]
+    return "\n".join([*tables, *_verdict(verification)])
+
+
+def _parts_table(parts: Sequence[PartCheck]) -> str:
+    """One line per part: its error in the block and step where it is largest, and the mean of all."""
+    rows = [["part", "largest error", "in", "mean error", "allowed", ""]]
+    for name in dict.fromkeys(part.part for part in parts):
+        same = [part for part in parts if part.part == name]
+        worst = max(same, key=lambda part: part.error)
+        mean = sum(part.error for part in same) / len(same)
+        allowed = "" if worst.allowed is None else f"{worst.allowed:.2e}"
+        where = f"{worst.block}, step {worst.step}"
+        rows.append([name, f"{worst.error:.2e}", where, f"{mean:.2e}", allowed, "" if worst.ok else "WORSE"])
+    return table(rows)
 
 
 def _check_cells(check: BlockCheck) -> list[str]:
@@ -75,6 +91,10 @@ def _verdict(verification: Verification) -> list[str]:
     lines = [
         f"{c.block}, step {c.step}: {c.judged} {c.judged_error:.3e} is over the allowed {c.allowed:.3e}"
         for c in verification.failed
+    ]
+    lines += [
+        f"{p.block}, step {p.step}, {p.part}: error {p.error:.3e} is over the allowed {p.allowed:.3e}"
+        for p in verification.failed_parts
     ]
     lines += [f"{block}: no step reached it; use more steps" for block in verification.unreached]
     return lines or [f"all {len({check.block for check in verification.checks})} blocks are within the allowed error"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from diffusers import DiffusionPipeline
@@ -14,8 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 from ..config import PatchConfig, resolve_config
 from ..patching import patch
-from ..tiers import EXACT, ErrorLimits, is_low_precision
+from ..patching.quantized_weights import is_quantized
+from ..tiers import EXACT, QUANTIZED, ErrorLimits, is_low_precision
 from .metrics import relative_l2
+from .parts import SUB_LAYERS, part_errors
 
 TRANSFORMERS = ("transformer", "transformer_2")
 BLOCK_LISTS = ("vace_blocks", "blocks")  # of diffusers' transformers, in the order of their calls
@@ -51,7 +53,7 @@ class BlockCheck:
     @property
     def allowed(self) -> float:
         reference_error = self.unpatched_error if self.judged == "patched error" else 0.0
-        return self.limits.allowed(reference_error, self.dtype)
+        return self.limits.allowed(reference_error, self.dtype, "block")
 
     @property
     def ok(self) -> bool:
@@ -60,21 +62,42 @@ class BlockCheck:
 
 
 @dataclass(frozen=True)
+class PartCheck:
+    """What a part of a block errs by itself at one step (parts.py); allowed: None for one that no limit is on."""
+
+    block: str
+    step: int
+    part: str
+    error: float
+    allowed: float | None
+
+    @property
+    def ok(self) -> bool:
+        return self.allowed is None or self.error <= self.allowed
+
+
+@dataclass(frozen=True)
 class Verification:
-    """The checks in the order of the blocks' calls, the blocks that no checked step reached, and what was patched."""
+    """The checks in the order of the blocks' calls, the blocks that no checked step reached, what was patched, and for
+    a tier that errs more the checks of the blocks' parts."""
 
     checks: tuple[BlockCheck, ...]
     unreached: tuple[str, ...]
     patch_summary: str
+    parts: tuple[PartCheck, ...] = ()
 
     @property
     def failed(self) -> tuple[BlockCheck, ...]:
         return tuple(check for check in self.checks if not check.ok)
 
     @property
+    def failed_parts(self) -> tuple[PartCheck, ...]:
+        return tuple(check for check in self.parts if not check.ok)
+
+    @property
     def ok(self) -> bool:
-        """Whether every block was reached and is within its limit."""
-        return not self.failed and not self.unreached
+        """Whether every block was reached and is within its limit, and every part too."""
+        return not self.failed and not self.failed_parts and not self.unreached
 
     def to_dict(self) -> dict[str, object]:
         """For ``json.dump``; the dtype by name, with each check its limit and verdict."""
@@ -84,7 +107,9 @@ class Verification:
         ]
         for check in checks:
             del check["limits"]
-        return {"ok": self.ok, "checks": checks, "unreached": self.unreached, "patch_summary": self.patch_summary}
+        parts = [{**asdict(part), "ok": part.ok} for part in self.parts]
+        others = {"unreached": self.unreached, "patch_summary": self.patch_summary, "parts": parts}
+        return {"ok": self.ok, "checks": checks, **others}
 
 
 def verify(
@@ -97,8 +122,9 @@ def verify(
     in fp32 (fp64 for an fp32 block) on the same inputs; the limits are those of the configuration's tier. The pipeline
     is left as it was found.
     """
-    config = resolve_config(config)
+    config = replace(resolve_config(config), restorable=True)  # the checks need the weights
     checks: list[BlockCheck] = []
+    parts: list[PartCheck] = []
     step = 1
 
     def on_step_end(_pipe, index, _timestep, _tensors):
@@ -108,9 +134,11 @@ def verify(
 
     def check_block(name: str) -> Callable:
         def hook(block: nn.Module, args: tuple, kwargs: dict, patched: Output) -> Output:
-            unpatched = type(block).forward(block, *args, **kwargs)
+            unpatched = type(block).forward(_with_own_weights(block), *args, **kwargs)
             if step in (1, pipe.num_timesteps):
                 checks.append(_check(name, step, block, args, kwargs, patched, unpatched, config.tier.limits))
+                if config.tier is QUANTIZED:
+                    parts.extend(_check_parts(name, step, block, args, config.tier.limits))
             return unpatched
 
         return hook
@@ -124,7 +152,7 @@ def verify(
         pipe(**{**call, "output_type": "latent"}, generator=generator, callback_on_step_end=on_step_end)
         summary = applied.summary()
     reached = {check.block for check in checks}
-    return Verification(tuple(checks), tuple(name for name in blocks if name not in reached), summary)
+    return Verification(tuple(checks), tuple(name for name in blocks if name not in reached), summary, tuple(parts))
 
 
 def named_blocks(pipe: DiffusionPipeline) -> dict[str, nn.Module]:
@@ -167,6 +195,12 @@ def _check(
     return max(checks, key=lambda check: (not check.ok, check.judged_error - check.allowed))
 
 
+def _check_parts(name: str, step: int, block: nn.Module, args: tuple, limits: ErrorLimits) -> Iterator[PartCheck]:
+    errors = part_errors(block, _class_copy(block).to(args[0].device, torch.float32), args)
+    for part, error in errors.items():
+        yield PartCheck(name, step, part, error, limits.part if part in SUB_LAYERS else None)
+
+
 def _tensors(output: Output) -> list[torch.Tensor]:
     """What a block returns: a tensor, or several of which some may be None."""
     outputs = [output] if isinstance(output, torch.Tensor) else output
@@ -187,7 +221,7 @@ def first_call(module: nn.Module, run: Callable[[], object]) -> tuple[tuple, dic
 
 def run_oracle(block: nn.Module, args: tuple, kwargs: Mapping[str, object], dtype: torch.dtype) -> Output:
     """The block's class run in `dtype`, fp64 or fp32 without TF32, on upcast weights and inputs."""
-    oracle = _class_copy(block).to(dtype)
+    oracle = _class_copy(block).to(_device_of(args, kwargs), dtype)
     args, kwargs = _upcast(args, dtype), _upcast(kwargs, dtype)
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -220,8 +254,20 @@ def _class_copy(block: nn.Module) -> nn.Module:
     shared = [value for module in block.modules() for name, value in vars(module).items() if name not in copied]
     twin = copy.deepcopy(block, {id(value): value for value in shared})
     for module in twin.modules():
-        vars(module).pop("forward", None)
+        for name in [name for name in vars(module) if callable(getattr(type(module), name, None))]:
+            del module.__dict__[name]  # what a patch binds in place of the class's methods
     return twin
+
+
+def _with_own_weights(block: nn.Module) -> nn.Module:
+    """The block, or a copy of it on its inputs' device where the patch put other weights in the place of its own."""
+    if not any(map(is_quantized, block.modules())):
+        return block
+    return _class_copy(block).to(next(block.parameters()).device)
+
+
+def _device_of(args: tuple, kwargs: Mapping[str, object]) -> torch.device:
+    return next(value.device for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
 
 
 def _upcast(value, dtype: torch.dtype):

@@ -13,6 +13,7 @@ from .families import SUPPORTED, check_supported, family_of
 from .families.wan.graph import WanGraph, graph_of
 from .journal import Journal
 from .quantized_weights import convert_weights, convertible_linears, free_originals, why_not_restorable
+from .steps import Steps
 from .summary import Row, plan_rows, summary_table
 
 logger = logging.getLogger(__name__)
@@ -124,15 +125,18 @@ def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal,
     """`patch`, where ``prepare(journal, name, transformer)`` changes the weights of each transformer."""
     transformers = _transformers_of(target)
     problems = [p for name, model in transformers.items() for p in _problems(name, model)]
+    if config.exact_steps is not None and isinstance(target, torch.nn.Module):
+        problems.append("exact_steps needs a pipeline, whose scheduler counts the steps; patch that.")
     if problems:
         raise PatchError("cannot patch: " + " ".join(problems))
+    steps = None if isinstance(target, torch.nn.Module) else Steps(target)
     journals = []
     try:
         for model in transformers.values():
             journal = Journal()
             journals.append(journal)
             journal.set(model, _JOURNAL, journal)
-            for module, attribute, value in family_of(model).bindings(model, config):
+            for module, attribute, value in family_of(model).bindings(model, config, steps):
                 journal.set(module, attribute, value)
         for (name, model), journal in zip(transformers.items(), journals, strict=True):
             prepare(journal, name, model)

@@ -18,8 +18,10 @@ from torch import nn
 from .. import kernels
 from ..kernels import reference
 from ..plain import hook_on, linear_of, why_not_linear, why_not_norm, why_not_plain
+from . import quantized_layers
 from .context_parallel import ulysses_attention, why_not_between_all_to_alls
-from .plan import MODULE, NOTHING, REFERENCE, Call, Step
+from .plan import LINEAR, MODULE, NOTHING, REFERENCE, Call, Step
+from .quantized_weights import is_quantized
 from .storage import Storage
 
 Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin of RoPE, each [S, D/2]
@@ -30,10 +32,10 @@ Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin of RoPE, each [S, D/2]
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def layer_norm(norm: nn.Module, stored: Storage, call: Call) -> Step:
+def layer_norm(norm: nn.Module, stored: Storage, call: Call, quantized: torch.dtype | None = None) -> Step:
     """LayerNorm of a stored x [B, S, C], modulated by scale and shift [B, 1|S, C] where given.
 
-    Step: (x, scale=None, shift=None) -> [B, S, C] in the call's dtype.
+    Step: (x, scale=None, shift=None) -> [B, S, C] in the call's dtype, or quantized to an 8-bit format.
     """
     if type(norm) is nn.Identity:
         return Step(partial(_identity, norm, stored, call.dtype), NOTHING)
@@ -41,8 +43,8 @@ def layer_norm(norm: nn.Module, stored: Storage, call: Call) -> Step:
     if reason is not None:
         return layer_norm_by_module(norm, stored, call, reason)
     implementation, reason = call.choose()
-    run = partial(_layer_norm, norm, stored, call.dtype, implementation)
-    return Step(run, "Triton" if reason is None else REFERENCE, reason)
+    run = partial(_layer_norm, norm, stored, call.dtype, quantized, implementation)
+    return Step(run, "Triton" if reason is None else REFERENCE, reason, gives=quantized)
 
 
 def layer_norm_by_module(norm: nn.Module, stored: Storage, call: Call, reason: str) -> Step:
@@ -54,8 +56,9 @@ def _identity(norm, stored, dtype, x, scale=None, shift=None):
     return norm(stored.as_meant(x, dtype))
 
 
-def _layer_norm(norm, stored, dtype, implementation, x, scale=None, shift=None):
+def _layer_norm(norm, stored, dtype, quantized, implementation, x, scale=None, shift=None):
     options = {"eps": norm.eps / stored.scale**2, "dtype": dtype, "implementation": implementation}
+    options |= {"quantized": quantized}
     return kernels.layer_norm_modulate(x, weight=norm.weight, bias=norm.bias, scale=scale, shift=shift, **options)
 
 
@@ -74,13 +77,15 @@ def qkv_projection(attn: nn.Module, call: Call) -> Step:
     if attn.fused_projections:
         return Step(partial(_qkv_of_one_module, attn), MODULE, "fused projections")
     linears = [linear_of(module) for module in (attn.to_q, attn.to_k, attn.to_v)]
+    if all(map(is_quantized, linears)):
+        return quantized_layers.qkv_projection(linears, partial(_qkv_of_modules, attn), call)
     reason = next(filter(None, (why_not_linear(linear, call.device, call.dtype) for linear in linears)), None)
     if reason is None and len({(linear.weight.shape, linear.bias is None) for linear in linears}) > 1:
         reason = "unequal projections"
     if reason is not None:
         return Step(partial(_qkv_of_modules, attn), MODULE, reason)
     implementation, reason = _choose_gemm("linear_qkv", call)
-    kernel = "PyTorch linear"
+    kernel = LINEAR
     if reason is None:
         N, K = linears[0].weight.shape
         kernel, reason = kernels.linear_qkv_kernel(call.device, call.dtype, call.tokens, N, K)
@@ -130,7 +135,7 @@ def _head_norm_by_module(norm, heads, x, tables: Tables | None = None):
 
 
 def attention(attn: nn.Module, call: Call, *, crossing: bool = False, added: bool = False) -> Step:
-    """Attention of q [B, S, H, D] over k, v [B|1, L, H, D].
+    """Attention of q [B, S, H, D] over k, v [B|1, L, H, D] in their dtype.
 
     Step: (q, k, v) -> [B, S, H, D]; with `added` (q, k, v, to) -> to + that. crossing: cross-attention, which context
     parallelism leaves alone.
@@ -163,6 +168,16 @@ def why_not_own_attention(
     if processor._parallel_config is None or crossing:
         return None
     return why_not_between_all_to_alls(processor._parallel_config, attn.heads, differentiated=derivative is not None)
+
+
+def why_not_quantized_attention(attn: nn.Module, call: Call) -> str | None:
+    """Why a self-attention is not computed in 8 bits, norms of q and k included, in a few words; None when it is."""
+    reason = why_not_own_attention(attn, call.backend, derivative=call.derivative)
+    if reason is None and attn.processor._parallel_config is not None:
+        reason = "context parallelism"
+    norms = (attn.norm_q, attn.norm_k)
+    reason = reason or next(filter(None, (why_not_norm(norm, nn.RMSNorm, call.device) for norm in norms)), None)
+    return reason or quantized_layers.why_not_attention(attn, call)
 
 
 def _choose_attention(call: Call, head_dim: int, with_backward: bool) -> tuple[str, str | None]:
@@ -199,8 +214,14 @@ def _attention_of_backend(processor, crossing, q, k, v, to=None):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Projections: with the skip, with GELU
+# Projections: alone, with the skip, with GELU
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def projection(linear: nn.Module, call: Call) -> Step:
+    """A linear: x [B, S, K] -> [B, S, C]."""
+    inner = linear_of(linear)
+    return quantized_layers.projection(inner, linear, call) if is_quantized(inner) else Step(linear, LINEAR)
 
 
 def projection_with_skip(
@@ -214,6 +235,10 @@ def projection_with_skip(
     linear, *dropouts = layers
     linear = linear_of(linear)
     reason = next(filter(None, map(_why_not_left_out, dropouts)), None)
+    if is_quantized(linear):
+        options = partial(_skip_options, stored, result)
+        apart = partial(_layers_then_skip, layers, skip_after(stored, result, call).run)
+        return quantized_layers.projection_with_skip(linear, options, apart, call, reason)
     reason = reason or why_not_linear(linear, call.device, call.dtype)
     if reason is None:
         implementation, reason = _choose_gemm("linear_skip", call)
@@ -225,7 +250,7 @@ def projection_with_skip(
             )
             return Step(partial(_linear_skip, linear, stored, result, implementation), kernel)
     skip = skip_after(stored, result, call)
-    return Step(partial(_layers_then_skip, layers, skip.run), f"PyTorch linear, {skip.kernel} skip", reason)
+    return Step(partial(_layers_then_skip, layers, skip.run), f"{LINEAR}, {skip.kernel} skip", reason)
 
 
 def skip_after(stored: Storage, result: Storage, call: Call) -> Step:
@@ -261,14 +286,19 @@ def _skip_options(stored, result, gate):
     return {"c_out": 1.0 if gate is None else gate, "dtype": result.dtype, **scales}
 
 
-def projection_with_gelu(ffn: FeedForward, call: Call) -> Step:
-    """A feed-forward's first linear, its GELU and its dropout: x [B, S, C] -> [B, S, ffn_dim]."""
+def projection_with_gelu(ffn: FeedForward, call: Call, quantized: torch.dtype | None = None) -> Step:
+    """A feed-forward's first linear, its GELU and its dropout: x [B, S, C] -> [B, S, ffn_dim], where its weights are in
+    8 bits quantized to a format."""
     activation = ffn.net[0]
     if type(activation) is GELU and activation.approximate != "tanh":
         reason = f"GELU {activation.approximate}"
     else:
         reason = why_not_plain(activation, GELU)
-        reason = reason or why_not_linear(linear_of(activation.proj), call.device, call.dtype)
+        linear = linear_of(activation.proj)
+        if is_quantized(linear):
+            reason = reason or _why_not_left_out(ffn.net[1])
+            return quantized_layers.projection_with_gelu(linear, partial(_gelu_by_module, ffn), call, quantized, reason)
+        reason = reason or why_not_linear(linear, call.device, call.dtype)
     if reason is not None:
         return Step(partial(_gelu_by_module, ffn), MODULE, reason)
     implementation, reason = _choose_gemm("linear_gelu", call)
@@ -279,7 +309,7 @@ def projection_with_gelu(ffn: FeedForward, call: Call) -> Step:
         return Step(partial(_linear_gelu, linear, ffn.net[1], implementation), kernel)
     implementation, _ = call.choose()
     kernel = "Triton" if implementation != "torch" else REFERENCE
-    return Step(partial(_linear_then_gelu, ffn, implementation), f"PyTorch linear, {kernel} GELU", reason)
+    return Step(partial(_linear_then_gelu, ffn, implementation), f"{LINEAR}, {kernel} GELU", reason)
 
 
 def _gelu_by_module(ffn, x):

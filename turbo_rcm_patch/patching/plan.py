@@ -17,9 +17,10 @@ from torch import nn
 from .. import kernels
 from ..config import PatchConfig
 from .snapshot import Snapshot
+from .steps import Steps
 
 REFERENCE = "torch reference"
-MODULE = "PyTorch module"
+MODULE, LINEAR = "PyTorch module", "PyTorch linear"
 NOTHING = "nothing"  # the step of a module that does nothing
 
 Plan = TypeVar("Plan")
@@ -29,12 +30,19 @@ class Step(NamedTuple):
     """One step of a block.
 
     run: what the forward calls. kernel: what does the work, for the summary. reason: why it is not the fused kernel, in
-    a few words; None where it is.
+    a few words; None where it is. takes, gives: the 8-bit format of its input and of its result; None: not in 8 bits.
     """
 
     run: Callable
     kernel: str
     reason: str | None = None
+    takes: torch.dtype | None = None
+    gives: torch.dtype | None = None
+
+    def fed_by(self, producer: Step) -> Step:
+        """The step with the reason that its input is quantised in a pass of its own, where the producer does not."""
+        apart = self.takes is not None and producer.gives != self.takes
+        return self._replace(reason=self.reason or "quantised in a pass of its own") if apart else self
 
 
 class Call(NamedTuple):
@@ -43,7 +51,8 @@ class Call(NamedTuple):
     batch, tokens: samples, and tokens of all of them. gate: what it varies by, "sample", "token" or "run".
     derivative: "backward" where autograd records the call, "forward" in forward mode or under another function
     transform, else None. backend: diffusers' for attention. why_whole: why its inputs require that a self-attention is
-    called as a whole; None when they do not.
+    called as a whole; None when they do not. exactly: why the attention runs in the model's dtype in a tier that has
+    8 bits for it; None where it need not.
     """
 
     config: PatchConfig
@@ -55,6 +64,7 @@ class Call(NamedTuple):
     derivative: str | None
     backend: AttentionBackendName
     why_whole: str | None = None
+    exactly: str | None = None
 
     def choose(self, *, has_gradient: bool = False) -> tuple[str, str | None]:
         """The implementation argument for an op, and why that is not its kernel; None when it is.
@@ -74,11 +84,12 @@ class Call(NamedTuple):
 
 
 def call_of(
-    config: PatchConfig, block: nn.Module, x: torch.Tensor, context: torch.Tensor, gate: str, why_whole: str | None
+    shared: Shared, block: nn.Module, x: torch.Tensor, context: torch.Tensor, gate: str, why_whole: str | None
 ) -> Call:
     """The kind of call for hidden states x [B, S, C] and a prompt [B|1, L, C]."""
     sizes = x.shape[0], x.shape[0] * x.shape[1]
-    return Call(config, x.device, x.dtype, *sizes, gate, _derivative(block, x, context), active_backend(), why_whole)
+    now = _derivative(block, x, context), active_backend()
+    return Call(shared.config, x.device, x.dtype, *sizes, gate, *now, why_whole, shared.why_exact_attention())
 
 
 def active_backend() -> AttentionBackendName:
@@ -152,10 +163,18 @@ class Shared:
         compiles_ahead: until a block's forward first comes to where it may.
         has_warned: that a residual was cut off.
         runs: the runs of tokens with equal timesteps in the forward under way, where the family knows of them.
+        steps: which step a pipeline is in; None for a model that was patched alone.
     """
 
-    def __init__(self, config: PatchConfig):
-        self.config, self.compiles_ahead, self.has_warned, self.runs = config, True, False, None
+    def __init__(self, config: PatchConfig, steps: Steps | None = None):
+        self.config, self.steps, self.compiles_ahead, self.has_warned, self.runs = config, steps, True, False, None
+
+    def why_exact_attention(self) -> str | None:
+        """Why the attention of the forward under way runs in the model's dtype, in a few words; None: the tier says."""
+        counts = self.config.exact_steps
+        if counts is None or self.steps is None:
+            return None
+        return "steps unknown to torch.compile" if torch.compiler.is_compiling() else self.steps.why_exact(*counts)
 
     def __getstate__(self) -> dict[str, object]:
         """Copied and pickled without what belongs to a forward under way."""

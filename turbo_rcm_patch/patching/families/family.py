@@ -13,6 +13,7 @@ from ...plain import hook_on
 from ..copying import reduce_ex, refuse_replicas
 from ..journal import bind, slot_below_hooks
 from ..plan import STATE, BlockState, Plans, Shared
+from ..steps import Steps
 
 Binding = tuple[nn.Module, str, object]  # (module, attribute, value)
 
@@ -69,9 +70,9 @@ class Family:
             if (hook := hook_on(module)) and slot_below_hooks(module) is None
         ]
 
-    def bindings(self, transformer: nn.Module, config: PatchConfig) -> list[Binding]:
-        """What makes up the patch of one transformer, to be set in order."""
-        shared = Shared(config)
+    def bindings(self, transformer: nn.Module, config: PatchConfig, steps: Steps | None = None) -> list[Binding]:
+        """What makes up the patch of one transformer, to be set in order. steps: of its pipeline, if it has one."""
+        shared = Shared(config, steps)
         forwards = {module: bind(forward, module) for _, module, forward in self._targets(transformer, config)}
         states = [
             (block, STATE, BlockState(shared, blocks.attention_class, Plans()))

@@ -15,18 +15,22 @@ from diffusers.models.attention import FeedForward
 from torch import nn
 
 from ....plain import is_original, why_not_plain
+from ....tiers import QUANTIZED
+from ... import quantized_layers
 from ...layers import (
     Tables,
     attention,
     head_norm,
     layer_norm,
     layer_norm_by_module,
+    projection,
     projection_with_gelu,
     projection_with_skip,
     qkv_projection,
     skip_after,
+    why_not_quantized_attention,
 )
-from ...plan import MODULE, Call, Step
+from ...plan import LINEAR, MODULE, Call, Step
 from ...storage import Storage, residual_between_skips
 
 NOT_ASKED = "not in fuse"
@@ -66,11 +70,38 @@ class SelfAttention:
 
 
 @dataclass(frozen=True)
+class QuantizedSelfAttention:
+    """The same with an attention in 8 bits."""
+
+    norm: Step
+    qkv: Step
+    quantize: Step
+    attention: Step
+    out: Step
+
+    def run(self, x, shift, scale, gate, rotary: Rotary) -> torch.Tensor:
+        q, k, v = self.qkv.run(self.norm.run(x, scale, shift))
+        quantized = self.quantize.run(q, k, v, half_tables(rotary))
+        del q, k, v  # before more is allocated
+        attended = self.attention.run(quantized)
+        del quantized
+        return self.out.run(attended if self.attention.gives else attended.flatten(2), x, gate)
+
+    def rows(self) -> Rows:
+        yield "norm + modulation", (self.norm,)
+        yield "QKV projection", (self.qkv,)
+        yield "QK-norm + RoPE + 8 bits", (self.quantize,)
+        yield "attention", (self.attention,)
+        yield "projection + skip", (self.out,)
+
+
+@dataclass(frozen=True)
 class CrossAttention:
     """x + attention of the normed x over the text, and over the image where the context holds one."""
 
     attn: nn.Module
     norm: Step
+    q: Step
     norm_q: Step
     norm_k: Step
     attention: Step
@@ -79,7 +110,7 @@ class CrossAttention:
     image_attention: Step | None = None
 
     def run(self, x, context: torch.Tensor) -> torch.Tensor:
-        q = self.norm_q.run(self.attn.to_q(self.norm.run(x)))
+        q = self.norm_q.run(self.q.run(self.norm.run(x)))
         text = context if self.image_attention is None else context[:, context.shape[1] - TEXT_TOKENS :]
         attended = self.attention.run(q, *self._keys_values(text))
         if self.image_attention is not None:
@@ -103,6 +134,8 @@ class CrossAttention:
 
     def rows(self) -> Rows:
         yield "norm", (self.norm,)
+        if self.q.kernel != LINEAR:
+            yield "Q projection", (self.q,)
         yield "QK-norm", (self.norm_q, self.norm_k, *filter(None, (self.image_norm,)))
         yield "attention", (self.attention,)
         if self.image_attention is not None:
@@ -150,7 +183,7 @@ class Whole:
 class BlockPlan:
     """What a block does with a call. residual: how it is stored between the skips."""
 
-    self_attention: SelfAttention | Whole
+    self_attention: SelfAttention | QuantizedSelfAttention | Whole
     cross_attention: CrossAttention | Whole
     feed_forward: FeedForwardWithSkip | Whole
     residual: Storage
@@ -192,14 +225,26 @@ def _self_attention(block, attention_class: type, call: Call, stored: Storage, r
     reason = asked or call.why_whole or why_not_fused_attention(attn, attention_class)
     if reason is not None:
         return _whole(block.norm1, "norm + modulation", attn, stored, result, call, reason, names, asked)
+    qkv = qkv_projection(attn, call)
+    norm = layer_norm(block.norm1, stored, call, qkv.takes)
+    out = projection_with_skip(list(attn.to_out), stored, result, call, gated=True)
+    reason = why_not_quantized_attention(attn, call)
+    if reason is None:
+        attended = quantized_layers.attention(call, out.takes)
+        return QuantizedSelfAttention(
+            norm, qkv.fed_by(norm), quantized_layers.quantize_qkv(attn, call), attended, out.fed_by(attended)
+        )
+    attended = attention(attn, call)
+    if call.config.tier is QUANTIZED:
+        attended = attended._replace(reason=attended.reason or reason)
     return SelfAttention(
         attn.heads,
-        layer_norm(block.norm1, stored, call),
-        qkv_projection(attn, call),
+        norm,
+        qkv.fed_by(norm),
         head_norm(attn.norm_q, attn.heads, call),
         head_norm(attn.norm_k, attn.heads, call),
-        attention(attn, call),
-        projection_with_skip(list(attn.to_out), stored, result, call, gated=True),
+        attended,
+        out.fed_by(attended),
     )
 
 
@@ -213,13 +258,18 @@ def _cross_attention(block, attention_class: type, call: Call, stored: Storage):
     if attn.add_k_proj is not None:
         image["image_norm"] = head_norm(attn.norm_added_k, attn.heads, call)
         image["image_attention"] = attention(attn, call, crossing=True, added=True)
+    q = projection(attn.to_q, call)
+    norm = layer_norm(block.norm2, stored, call, q.takes)
+    attended = attention(attn, call, crossing=True)
+    out = projection_with_skip(list(attn.to_out), stored, stored, call, gated=False)
     return CrossAttention(
         attn,
-        layer_norm(block.norm2, stored, call),
+        norm,
+        q.fed_by(norm),
         head_norm(attn.norm_q, attn.heads, call),
         head_norm(attn.norm_k, attn.heads, call),
-        attention(attn, call, crossing=True),
-        projection_with_skip(list(attn.to_out), stored, stored, call, gated=False),
+        attended,
+        out.fed_by(attended),
         **image,
     )
 
@@ -230,11 +280,10 @@ def _feed_forward(block, call: Call, stored: Storage, result: Storage):
     reason = asked or why_not_plain(ffn, FeedForward)
     if reason is not None:
         return _whole(block.norm3, "norm + modulation", ffn, stored, result, call, reason, names, asked)
-    return FeedForwardWithSkip(
-        layer_norm(block.norm3, stored, call),
-        projection_with_gelu(ffn, call),
-        projection_with_skip(list(ffn.net[2:]), stored, result, call, gated=True),
-    )
+    down = projection_with_skip(list(ffn.net[2:]), stored, result, call, gated=True)
+    up = projection_with_gelu(ffn, call, down.takes)
+    norm = layer_norm(block.norm3, stored, call, up.takes)
+    return FeedForwardWithSkip(norm, up.fed_by(norm), down.fed_by(up))
 
 
 def _whole(norm, norm_name, module, stored, result, call: Call, reason: str, names, asked: str | None) -> Whole:

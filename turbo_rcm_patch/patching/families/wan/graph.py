@@ -78,7 +78,8 @@ class WanGraph:
     def sample(self, inputs: Inputs) -> torch.Tensor:
         """The transformer's sample: computed the first time that inputs of these shapes come, replayed later."""
         warn_of_saturation(self._shared)
-        return self._graphs.run(call_key(inputs), self._compute, inputs)
+        key = *call_key(inputs), self._shared.why_exact_attention()
+        return self._graphs.run(key, self._compute, inputs)
 
     def release(self) -> None:
         """Give all graphs' memory back."""

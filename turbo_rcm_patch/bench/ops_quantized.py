@@ -1,0 +1,196 @@
+"""The contests of the quantized tier's ops, beside what others compute in 8 bits. The limits are the tier's."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from .. import kernels
+from ..kernels import reference
+from ..kernels.quantized import FP8, LARGEST, Quantized, quantize_weight
+from ..tiers import QUANTIZED
+from .ops import EPS, Contender, Contest, Draws, attention_oracle, op_case
+
+SCALED_MM, FLASH_ATTENTION, OURS_EXACT = "_scaled_mm + compiled", "FlashAttention-3 fp8", "ours, exact"
+
+
+def attention_8bit(heads: int, tokens: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
+    """Self-attention of normal values that are in 8 bits already."""
+    draw = Draws(device)
+    q, k, v = (draw(1, tokens, heads, head_dim) for _ in range(3))
+    quantized = kernels.quantize_qkv(q.flatten(2), k.flatten(2), v.flatten(2), heads=heads)
+    return Contest(
+        ours={"attention": lambda: kernels.attention_8bit(quantized)},
+        rivals=_flash_attention_3(q, k, v),
+        oracle=attention_oracle(q, k, v),
+        tokens=tokens,
+        flops=4 * heads * tokens * tokens * head_dim,
+    )
+
+
+def _flash_attention_3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Contender]:
+    """FlashAttention-3 in fp8 with unit scales, for q, k, v [1, S, H, D]; nothing where FlashInfer is not installed."""
+    if importlib.util.find_spec("flashinfer") is None:
+        return {}
+    import flashinfer
+
+    q8, k8, v8 = (x[0].to(FP8) for x in (q, k, v))
+    one = torch.ones(q.shape[2], device=q.device)
+    options = {"scale_q": one, "scale_k": one, "scale_v": one, "backend": "fa3", "o_dtype": torch.bfloat16}
+    return {FLASH_ATTENTION: lambda: flashinfer.single_prefill_with_kv_cache(q8, k8, v8, **options)[None]}
+
+
+def norms_attention_8bit(heads: int, tokens: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
+    """RMSNorm and RoPE of q and k, quantising, and the attention; the rival is our own without quantising."""
+    draw = Draws(device)
+    C = heads * head_dim
+    q, k, v = (draw(1, tokens, C) for _ in range(3))
+    norm_q, norm_k = (1 + 0.1 * draw(C) for _ in range(2))
+    angles = torch.rand(tokens, head_dim // 2, device=device, generator=draw.generator) * 2 * torch.pi
+    options = {"heads": heads, "eps": EPS, "cos": angles.cos(), "sin": angles.sin()}
+
+    def ours() -> torch.Tensor:
+        return kernels.attention_8bit(kernels.quantize_qkv(q, k, v, norm_q=norm_q, norm_k=norm_k, **options))
+
+    def exact() -> torch.Tensor:
+        turned = (kernels.rms_norm_rope(x, norm, **options) for x, norm in ((q, norm_q), (k, norm_k)))
+        return kernels.attention(*turned, v.unflatten(2, (heads, -1)))
+
+    def oracle(rows: torch.Tensor) -> torch.Tensor:
+        wide = ((x.float(), norm.float()) for x, norm in ((q, norm_q), (k, norm_k)))
+        turned = (kernels.rms_norm_rope(*pair, **options, implementation="torch") for pair in wide)
+        return attention_oracle(*turned, v.unflatten(2, (heads, -1)))(rows)
+
+    return Contest(
+        ours={"quantize_qkv, attention": ours},
+        rivals={OURS_EXACT: exact},
+        oracle=oracle,
+        tokens=tokens,
+        flops=4 * heads * tokens * tokens * head_dim,
+    )
+
+
+def linear_skip_8bit(tokens: int, C: int, K: int, device: torch.device, compiled: Callable) -> Contest:
+    """A projection in e4m3 and the gated residual after it; both sides quantise in a kernel of their own."""
+    return _linear_skip(tokens, C, K, device, compiled, is_fed=False)
+
+
+def fed_linear_skip_8bit(tokens: int, C: int, K: int, device: torch.device, compiled: Callable) -> Contest:
+    """The same where our producer has quantised the input already, as in a block; the rival's cannot."""
+    return _linear_skip(tokens, C, K, device, compiled, is_fed=True)
+
+
+def _linear_skip(tokens, C, K, device, compiled, is_fed: bool) -> Contest:
+    draw = Draws(device)
+    a, weight, bias, residual = draw(1, tokens, K), draw(C, K) * K**-0.5, draw(C), draw(1, tokens, C)
+    gate = draw(1, 1, C).float()
+    weight_8 = quantize_weight(weight, FP8)
+    a_8 = kernels.quantize_rows(a, FP8)
+    quantize = compiled(_quantize)
+
+    @compiled
+    def gated_residual(residual, output, gate):
+        return (residual.float() + output * gate).type_as(residual)
+
+    def scaled_mm() -> torch.Tensor:
+        return gated_residual(residual, _scaled_mm(quantize(a), weight_8, bias), gate)
+
+    def ours() -> torch.Tensor:
+        return kernels.linear_skip(
+            a_8 if is_fed else kernels.quantize_rows(a, FP8), weight_8, bias, residual, c_out=gate
+        )
+
+    def oracle(rows: torch.Tensor) -> torch.Tensor:
+        linear = a[:, rows].double() @ weight.double().T + bias.double()
+        return residual[:, rows].double() + gate.double() * linear
+
+    return Contest(
+        ours={"linear_skip": ours},
+        rivals={SCALED_MM: scaled_mm},
+        oracle=oracle,
+        tokens=tokens,
+        flops=2 * tokens * C * K,
+    )
+
+
+def linear_gelu_8bit(tokens: int, C: int, K: int, device: torch.device, compiled: Callable) -> Contest:
+    """The feed-forward's first projection of an e4m3 input, its GELU, and the result in e4m3 for the second one."""
+    draw = Draws(device)
+    a, weight, bias = draw(1, tokens, K), draw(C, K) * K**-0.5, draw(C)
+    weight_8, a_8 = quantize_weight(weight, FP8), kernels.quantize_rows(a, FP8, with_norm=True)
+    options = {"result": FP8, "bias_bound": bias.float().abs().amax()}
+    gelu = compiled(lambda x: _quantize(F.gelu(x, approximate="tanh")))
+
+    def oracle(rows: torch.Tensor) -> torch.Tensor:
+        return reference.linear_gelu(a[:, rows].double(), weight.double(), bias.double())
+
+    return Contest(
+        ours={"linear_gelu": lambda: kernels.linear_gelu(a_8, weight_8, bias, **options)},
+        rivals={SCALED_MM: lambda: gelu(_scaled_mm(a_8, weight_8, bias))},
+        oracle=oracle,
+        tokens=tokens,
+        flops=2 * tokens * C * K,
+    )
+
+
+def linear_qkv_8bit(tokens: int, C: int, K: int, device: torch.device, compiled: Callable) -> Contest:
+    """A self-attention's three projections of an e4m3 input."""
+    draw = Draws(device)
+    a_8 = kernels.quantize_rows(a := draw(1, tokens, K), FP8)
+    weights, biases = [draw(C, K) * K**-0.5 for _ in range(3)], [draw(C) for _ in range(3)]
+    weights_8 = [quantize_weight(weight, FP8) for weight in weights]
+
+    def three_scaled_mm() -> tuple[torch.Tensor, ...]:
+        return tuple(_scaled_mm(a_8, weight, bias) for weight, bias in zip(weights_8, biases, strict=True))
+
+    def oracle(rows: torch.Tensor) -> torch.Tensor:
+        wide = ([tensor.double() for tensor in tensors] for tensors in (weights, biases))
+        return torch.cat(reference.linear_qkv(a[:, rows].double(), *wide), dim=-1)
+
+    return Contest(
+        ours={"linear_qkv": lambda: kernels.linear_qkv(a_8, weights_8, biases)},
+        rivals={SCALED_MM: three_scaled_mm},
+        oracle=oracle,
+        tokens=tokens,
+        flops=3 * 2 * tokens * C * K,
+    )
+
+
+def _quantize(x: torch.Tensor) -> Quantized:
+    """As a program without this package writes it, to be compiled."""
+    scale = x.abs().amax(-1).float() / LARGEST[FP8]
+    return Quantized((x.float() / scale[..., None]).to(FP8), scale)
+
+
+def _scaled_mm(a: Quantized, weight: Quantized, bias: torch.Tensor) -> torch.Tensor:
+    scales = {"scale_a": a.scale[0, :, None], "scale_b": weight.scale[None]}
+    return torch._scaled_mm(a.values[0], weight.values.T, **scales, bias=bias, out_dtype=torch.bfloat16)[None]
+
+
+def _case(contest: Callable, *sizes: int, **targets: float):
+    names = {"scaled_mm": SCALED_MM, "flash_attention": FLASH_ATTENTION, "exact": OURS_EXACT}
+    return op_case(contest, *sizes, tier=QUANTIZED, targets={names[key]: target for key, target in targets.items()})
+
+
+LINEAR_SKIPS = (
+    (32760, 1536, 1536, 1.05),
+    (32760, 1536, 8960, 1.05),
+    (75600, 5120, 5120, 1.2),
+    (75600, 5120, 13824, 1.05),
+)
+# Sizes as in ops.py.
+CASES = (
+    _case(attention_8bit, 12, 32760, 128, flash_attention=1.02),
+    _case(attention_8bit, 40, 75600, 128, flash_attention=1.02),
+    _case(norms_attention_8bit, 12, 32760, 128, exact=1.18),
+    _case(norms_attention_8bit, 40, 75600, 128, exact=1.18),
+    *(_case(linear_skip_8bit, *sizes, scaled_mm=target) for *sizes, target in LINEAR_SKIPS),
+    *(_case(fed_linear_skip_8bit, *sizes, scaled_mm=target) for *sizes, target in LINEAR_SKIPS),
+    _case(linear_gelu_8bit, 32760, 8960, 1536),
+    _case(linear_gelu_8bit, 75600, 13824, 5120),
+    _case(linear_qkv_8bit, 32760, 1536, 1536),
+    _case(linear_qkv_8bit, 75600, 5120, 5120),
+)

@@ -1,0 +1,113 @@
+"""What every part of a patched Wan block errs by itself, on the inputs that the oracle's part has.
+
+A sub-layer's error is that of what it adds, gate · F(x). Beside the sub-layers: every linear in 8 bits, and the two
+matrix products of an attention in 8 bits, QKᵀ with the softmax and PV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+from torch import nn
+
+from .. import kernels
+from ..kernels import reference
+from ..patching.families.wan.block import BlockPlan, QuantizedSelfAttention, Whole, half_tables
+from ..patching.families.wan.modulation import modulation
+from ..patching.plan import state_of
+from ..patching.quantized_weights import is_quantized
+from .metrics import relative_l2
+
+SUB_LAYERS = {"self_attention": "attn1", "cross_attention": "attn2", "feed_forward": "ffn"}
+QK, PV = "attention QKᵀ", "attention PV"
+
+Trace = dict[str, tuple[torch.Tensor, torch.Tensor]]  # by module: its input and its output
+
+
+def part_errors(block: nn.Module, oracle: nn.Module, args: tuple) -> dict[str, float]:
+    """Relative L2 errors by part of a patched block that ran already; none for blocks of other classes than Wan's.
+
+    oracle: its twin in fp32 on the device of its inputs. args: x [B, S, C], context, temb [B, 6, C], rotary.
+    """
+    plan = state_of(block).plans.ran if type(block) is WanTransformerBlock else None
+    if not isinstance(plan, BlockPlan):
+        return {}
+    trace = _trace(oracle, args)
+    with torch.no_grad():
+        return {
+            **dict(_sub_layer_errors(block, plan, trace, args)),
+            **dict(_linear_errors(block, trace, args[0].dtype)),
+            **_attention_errors(block, plan, trace, args),
+        }
+
+
+def _trace(oracle: nn.Module, args: tuple) -> Trace:
+    """What goes into the oracle's modules and comes out of them."""
+    trace: Trace = {}
+
+    def keep(name: str):
+        def hook(_module, inputs, output):
+            trace[name] = inputs[0], output
+
+        return hook
+
+    handles = [module.register_forward_hook(keep(name)) for name, module in oracle.named_modules() if name]
+    wide = [_widened(value) for value in args]
+    try:
+        with torch.no_grad():
+            type(oracle).forward(oracle, *wide)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return trace
+
+
+def _widened(value):
+    return tuple(map(_widened, value)) if isinstance(value, tuple) else value.float()
+
+
+def _sub_layer_errors(block: nn.Module, plan: BlockPlan, trace: Trace, args: tuple) -> Iterator[tuple[str, float]]:
+    x, context, temb, rotary = args
+    shift, scale, gate, c_shift, c_scale, c_gate = modulation(block.scale_shift_table, temb, x, state_of(block).shared)
+    inputs = {
+        "self_attention": (shift, scale, gate, rotary),
+        "cross_attention": (context,),
+        "feed_forward": (c_shift, c_scale, c_gate),
+    }
+    gates = {"self_attention": gate, "cross_attention": 1.0, "feed_forward": c_gate}
+    kept = x.float()
+    for name, module in SUB_LAYERS.items():
+        sub_layer = getattr(plan, name)
+        added = gates[name] * trace[module][1].view(x.shape)
+        if not isinstance(sub_layer, Whole):
+            stored = x if name == "self_attention" else (kept / plan.residual.scale).to(plan.residual.dtype)
+            result = sub_layer.run(stored, *inputs[name])
+            scale_of_result = 1.0 if name == "feed_forward" else plan.residual.scale
+            yield name, relative_l2(result.float() * scale_of_result - kept, added)
+        kept = kept + added
+
+
+def _linear_errors(block: nn.Module, trace: Trace, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
+    for name, module in block.named_modules():
+        if is_quantized(module):
+            x, expected = trace[name]
+            yield name, relative_l2(module(x.to(dtype)), expected)
+
+
+def _attention_errors(block: nn.Module, plan: BlockPlan, trace: Trace, args: tuple) -> dict[str, float]:
+    """Of QKᵀ and the softmax with v as it is, and of PV beyond that."""
+    if not isinstance(plan.self_attention, QuantizedSelfAttention):
+        return {}
+    attn = block.attn1
+    tables = [table.float() for table in half_tables(args[3])]
+    q, k, v = (trace[f"attn1.{name}"][1] for name in ("norm_q", "norm_k", "to_v"))
+    q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))
+    q, k = (reference.rotate(x, *tables) for x in (q, k))
+    quantized = kernels.quantize_qkv(*(x.flatten(2) for x in (q, k, v)), heads=attn.heads)
+    rounded_q, rounded_k = quantized.dequantize_qk()
+    exact = reference.attention(q, k, v, None, None, None, q.shape[3] ** -0.5)
+    rounded_scores = reference.attention(rounded_q, rounded_k, v, None, None, None, 1.0)
+    ours = kernels.attention_8bit(quantized)
+    return {QK: relative_l2(rounded_scores, exact), PV: relative_l2(ours, rounded_scores)}

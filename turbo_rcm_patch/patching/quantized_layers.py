@@ -1,0 +1,154 @@
+"""The steps of a block in 8 bits: each runs one fused op on weights and activations in 8 bits, or, with the reason, the
+module, whose forward multiplies by the same weights.
+
+What comes in the format that a step takes is used as it is; anything else is quantised in a pass of its own first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from .. import kernels
+from ..kernels import FP8, Quantized
+from ..tiers import QUANTIZED
+from .plan import MODULE, REFERENCE, Call, Step
+from .quantized_weights import bias_bound, quantized_weight, why_not_read
+
+Activation = torch.Tensor | Quantized
+
+
+def in_8_bits(x: Activation, format: torch.dtype, implementation: str) -> Quantized:
+    """x [..., K] in a format, with the norms of its rows."""
+    if isinstance(x, Quantized):
+        return x
+    return kernels.quantize_rows(x, format, with_norm=True, implementation=implementation)
+
+
+def qkv_projection(linears: Sequence[nn.Linear], by_modules: Callable, call: Call) -> Step:
+    """q, k and v of a self-attention: x [B, S, C] -> three [B, S, C] in the call's dtype."""
+    reason = next(filter(None, (_why_not(linear, call) for linear in linears)), None)
+    weights = [quantized_weight(linear) for linear in linears]
+    if reason is None and len({(weight.values.shape, weight.format) for weight in weights}) > 1:
+        reason = "unequal projections"
+    if reason is not None:
+        return Step(by_modules, MODULE, reason)
+    return _step(partial(_qkv, linears, call.dtype), linears[0], call, weights=3)
+
+
+def _qkv(linears, dtype, implementation, x):
+    weights, biases = [quantized_weight(linear) for linear in linears], [linear.bias for linear in linears]
+    x = in_8_bits(x, weights[0].format, implementation)
+    return kernels.linear_qkv(x, weights, biases, dtype=dtype, implementation=implementation)
+
+
+def projection(linear: nn.Linear, by_module: Callable, call: Call) -> Step:
+    """A lone linear: x [B, S, K] -> [B, S, C] in the call's dtype."""
+    reason = _why_not(linear, call)
+    if reason is not None:
+        return Step(by_module, MODULE, reason)
+    return _step(partial(_linear, linear, call.dtype), linear, call)
+
+
+def _linear(linear, dtype, implementation, x):
+    weight = quantized_weight(linear)
+    x = in_8_bits(x, weight.format, implementation)
+    return kernels.linear(x, weight, linear.bias, dtype=dtype, implementation=implementation)
+
+
+def projection_with_skip(
+    linear: nn.Linear, skip_options: Callable, apart: Callable, call: Call, reason: str | None
+) -> Step:
+    """``residual + gate · linear(a)``: (a [B, S, K], residual [B, S, C], gate or None) -> [B, S, C].
+
+    skip_options: of the gate. apart: the same, of the module's result. reason: why that must be, if so.
+    """
+    reason = reason or _why_not(linear, call)
+    if reason is not None:
+        return Step(apart, f"{MODULE}, Triton skip", reason)
+    return _step(partial(_linear_skip, linear, skip_options), linear, call)
+
+
+def _linear_skip(linear, skip_options, implementation, a, residual, gate=None):
+    weight = quantized_weight(linear)
+    a = in_8_bits(a, weight.format, implementation)
+    return kernels.linear_skip(a, weight, linear.bias, residual, **skip_options(gate), implementation=implementation)
+
+
+def projection_with_gelu(
+    linear: nn.Linear, by_module: Callable, call: Call, quantized: torch.dtype | None, reason: str | None
+) -> Step:
+    """``gelu(linear(x))``: x [B, S, C] -> [B, S, ffn_dim], in e4m3 where that is wanted. reason: as above."""
+    reason = reason or _why_not(linear, call)
+    if reason is not None:
+        return Step(by_module, MODULE, reason)
+    result = FP8 if quantized == FP8 else None  # int8 needs the largest value of a row, which no column tile knows
+    return _step(partial(_linear_gelu, linear, call.dtype, result), linear, call)._replace(gives=result)
+
+
+def _linear_gelu(linear, dtype, result, implementation, x):
+    weight = quantized_weight(linear)
+    x = in_8_bits(x, weight.format, implementation)
+    bound = bias_bound(linear) if result is not None else None
+    options = {"dtype": dtype, "result": result, "bias_bound": bound, "implementation": implementation}
+    return kernels.linear_gelu(x, weight, linear.bias, **options)
+
+
+def _step(run: Callable, linear: nn.Linear, call: Call, weights: int = 1) -> Step:
+    """run: (implementation, *inputs)."""
+    implementation, reason = call.choose()
+    weight = quantized_weight(linear)
+    kernel = REFERENCE
+    if reason is None:
+        N, K = weight.values.shape
+        name = kernels.gemm_kernel(call.device, weight.format, call.tokens, N, K, weights=weights)
+        kernel = f"{name} {kernels.FORMAT_NAMES[weight.format]}"
+    return Step(partial(run, implementation), kernel, reason, takes=weight.format)
+
+
+def _why_not(linear: nn.Linear, call: Call) -> str | None:
+    """Why a linear's module is called: its 8-bit weight may not be read past it, or a derivative is wanted."""
+    return "autograd" if call.derivative is not None else why_not_read(linear, call.device)
+
+
+def why_not_attention(attn: nn.Module, call: Call) -> str | None:
+    """Why a self-attention is computed in the model's dtype, in a few words; None when it is in 8 bits.
+
+    What diffusers' dispatch or several GPUs do with it is another question (layers.py).
+    """
+    config = call.config
+    if config.tier is not QUANTIZED:
+        return "exact tier"
+    if "attention" not in config.quantize:
+        return "not in quantize"
+    head_dim = attn.inner_dim // attn.heads
+    if head_dim not in kernels.HEAD_DIMS_8BIT:
+        return f"head_dim {head_dim}"
+    return "autograd" if call.derivative is not None else call.exactly
+
+
+def quantize_qkv(attn: nn.Module, call: Call) -> Step:
+    """The norms over all heads of q and k, RoPE, and q, k and v in 8 bits.
+
+    Step: (q, k, v [B, S, C], tables) -> QuantizedQKV.
+    """
+    implementation, reason = call.choose()
+    return Step(partial(_quantize_qkv, attn, implementation), "Triton" if reason is None else REFERENCE, reason)
+
+
+def _quantize_qkv(attn, implementation, q, k, v, tables):
+    cos, sin = tables
+    eps = torch.finfo(q.dtype).eps if attn.norm_q.eps is None else attn.norm_q.eps
+    norms = {"norm_q": attn.norm_q.weight, "norm_k": attn.norm_k.weight, "eps": eps, "cos": cos, "sin": sin}
+    return kernels.quantize_qkv(q, k, v, heads=attn.heads, **norms, implementation=implementation)
+
+
+def attention(call: Call, result: torch.dtype | None) -> Step:
+    """Attention of a QuantizedQKV: -> [B, S, H, D] in the call's dtype, or quantized to e4m3 [B, S, C]."""
+    implementation, reason = call.choose()
+    result = FP8 if result == FP8 else None
+    run = partial(kernels.attention_8bit, result=result, implementation=implementation)
+    return Step(run, "Triton int8, e4m3" if reason is None else REFERENCE, reason, gives=result)
