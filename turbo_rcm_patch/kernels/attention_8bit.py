@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import torch
 
+from . import attention_8bit_hopper
 from . import quantized_attention_reference as reference
 from .attention import _is_one
 from .attention_8bit_portable import attention_forward
@@ -94,7 +95,11 @@ def _attention_8bit(
     out_scale: torch.Tensor | None,
 ) -> torch.Tensor:
     out = q.new_empty(q.shape, dtype=dtype)
-    attention_forward(q, q_scale, k, k_scale, v, v_scale, residual, c_skip, c_out, out, out_scale)
+    operands = (q, q_scale, k, k_scale, v, v_scale)
+    if residual is None and attention_8bit_hopper.why_not(q, v, dtype) is None:
+        attention_8bit_hopper.attention_forward(*operands, out, out_scale)
+    else:
+        attention_forward(*operands, residual, c_skip, c_out, out, out_scale)
     return out
 
 

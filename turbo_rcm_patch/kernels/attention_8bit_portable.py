@@ -140,12 +140,9 @@ def _attend(q, k, v, output, row_max, row_sum, unit, keys, MASK: tl.constexpr):
     BLOCK_N: tl.constexpr = k.shape[0]
     scores = (tl.dot(q, k.T, out_dtype=tl.int32) + MAGIC_BITS).to(tl.float32, bitcast=True)
     if MASK:
-        is_key = (tl.arange(0, BLOCK_N) < keys)[None, :]
-        scores = tl.where(is_key, scores, 0.0)  # less than any
+        scores = tl.where((tl.arange(0, BLOCK_N) < keys)[None, :], scores, float("-inf"))
     new_max = tl.maximum(row_max, (tl.max(scores, 1) - MAGIC) * unit)
-    p = tl.exp2(scores * unit[:, None] - (MAGIC * unit + (new_max - LOG2_LARGEST))[:, None])
-    if MASK:
-        p = tl.where(is_key, p, 0.0)
+    p = tl.exp2(scores * unit[:, None] - (unit * MAGIC + (new_max - LOG2_LARGEST))[:, None])
     correction = tl.exp2(row_max - new_max)
     row_sum = row_sum * correction[:, None] + tl.sum(p.reshape(BLOCK_M, BLOCK_N // 8, 8), 1)
     if v.dtype == tl.float16:
@@ -174,7 +171,7 @@ def _attention_8bit_kernel(
     rows = start + tl.arange(0, BLOCK_M)
     row_mask = rows < tokens
     q_tile = load_tile(q, strides, sample, head, start, tokens, HEAD_DIM, BLOCK_M, HEAD_DIM)
-    row_scale = tl.load(q_scale + (sample.to(tl.int64) * tokens + rows) * heads + head, mask=row_mask, other=0.0)
+    row_scale = tl.load(q_scale + (sample.to(tl.int64) * tokens + rows) * heads + head, mask=row_mask, other=1.0)
     key_scales = k_scale + (sample.to(tl.int64) * heads + head) * tl.cdiv(tokens, GROUP)
     output = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)

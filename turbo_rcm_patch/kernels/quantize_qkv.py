@@ -314,7 +314,7 @@ def _quantize_q_kernel(
         values = _to_int8(y * (1.0 / step)[:, :, None])
         token = sample * S + rows
         tl.store(out + token[:, None, None] * (heads * HEAD_DIM) + channels, values, mask=mask[:, :, None])
-        tl.store(out_scale + token[:, None] * heads + head[None, :], step * scale_log2, mask=mask)
+        tl.store(out_scale + token[:, None] * heads + head[None, :], tl.maximum(step * scale_log2, FLOOR), mask=mask)
 
 
 @triton.jit

@@ -45,7 +45,8 @@ def quantize_qkv(
     v_values = v / v_scale[:, None]
     v_values = _transpose(v_values) if v_format == FP8 else v_values.to(v_format)
     q_values = round_to(q / q_step[..., None], INT8)
-    return q_values, q_step * scale_log2, k_values.contiguous(), k_step.mT.contiguous(), v_values, v_scale
+    q_scale = (q_step * scale_log2).clamp_min(SCALE_FLOOR)
+    return q_values, q_scale, k_values.contiguous(), k_step.mT.contiguous(), v_values, v_scale
 
 
 def attention_8bit(

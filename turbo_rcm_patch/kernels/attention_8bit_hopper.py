@@ -1,0 +1,106 @@
+"""The 8-bit attention forward on sm_90: which inputs it takes, and the launch. Work is cut as by attention_hopper.
+
+    F = softmax(q kᵀ) v        of a QuantizedQKV with e4m3 values, D of 64 or 128, to bf16, fp16 or e4m3
+
+The kernel is in attention_8bit_hopper_kernel.py.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+
+from . import attention_hopper
+from .attention_hopper import HEAD_DIMS, _join_parts, make_schedule
+from .dispatch import HOPPER_DTYPES, device_properties, why_not_hopper
+from .launch import launch_kernel
+from .quantized import FP8
+from .tma import head_strides
+
+if attention_hopper.GLUON_ERROR is None:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from .attention_8bit_hopper_kernel import CONSUMERS, KEYS, QUERIES, attention_8bit_kernel
+
+    TILE_QUERIES, TILE_KEYS = CONSUMERS.value * QUERIES.value, KEYS.value
+    GLUON_TYPES = {torch.int8: gl.int8, FP8: gl.float8e4nv, torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+def why_not(q: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> str | None:
+    """Why the kernel cannot take q [B, S, H, D] and v of a QuantizedQKV for a result of this dtype, in a few words;
+    else None."""
+    reason = why_not_hopper(q.device, torch.bfloat16 if dtype == FP8 else dtype, attention_hopper.GLUON_ERROR)
+    if reason is None and v.dtype != FP8:
+        reason = "v in fp16"
+    return f"head_dim {q.shape[3]}" if reason is None and q.shape[3] not in HEAD_DIMS else reason
+
+
+def attention_forward(
+    q: torch.Tensor,
+    q_scale: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    v: torch.Tensor,
+    v_scale: torch.Tensor,
+    out: torch.Tensor,
+    out_scale: torch.Tensor | None,
+) -> None:
+    """Write softmax(q kᵀ) v, divided by out_scale [B] if there is one, to out, packed [B, S, H, D].
+
+    q to v_scale: of a QuantizedQKV on a GPU, of which why_not says nothing.
+    """
+    batch, tokens, heads, head_dim = q.shape
+    tiles = batch * heads * triton.cdiv(tokens, TILE_QUERIES)
+    multiprocessors = device_properties(q.device)[1]
+    schedule = make_schedule(tiles, triton.cdiv(tokens, TILE_KEYS), multiprocessors)
+    partial_out = partial_lse = None
+    if schedule.parts > 1:
+        parts = schedule.items - schedule.whole
+        partial_out = torch.empty((parts, TILE_QUERIES, head_dim), dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty((parts, TILE_QUERIES), dtype=torch.float32, device=q.device)
+    with torch.cuda.device_of(q):
+        launch_kernel(
+            attention_8bit_kernel,
+            (min(schedule.items, multiprocessors),),
+            _descriptor(q, QUERIES.value),
+            q_scale,
+            _descriptor(k, TILE_KEYS),
+            k_scale,
+            _values_descriptor(v),
+            v_scale,
+            _descriptor(out, QUERIES.value),
+            out_scale,
+            partial_out,
+            partial_lse,
+            tokens,
+            heads,
+            schedule.items,
+            schedule.whole,
+            schedule.parts,
+            num_warps=4,
+        )
+        if schedule.parts > 1:
+            _join_parts(partial_out, partial_lse, out, None, schedule)
+
+
+def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """TMA over a packed x [B, S, H, D] in tiles of rows. Reads past a sample's end give 0, and writes are dropped."""
+    batch, tokens, heads, head_dim = x.shape
+    stride_b, stride_s, stride_h = head_strides(x)
+    block = (1, 1, rows, head_dim)
+    shape, strides = [batch, heads, tokens, head_dim], [stride_b, stride_h, stride_s, 1]
+    return TensorDescriptor(x, shape, strides, list(block), _shared_layout(block, x.dtype))
+
+
+def _values_descriptor(v: torch.Tensor) -> TensorDescriptor:
+    """TMA over v [B, H, D, T] in tiles of keys."""
+    block = (1, 1, v.shape[2], TILE_KEYS)
+    return TensorDescriptor(v, list(v.shape), list(v.stride()), list(block), _shared_layout(block, v.dtype))
+
+
+@functools.lru_cache
+def _shared_layout(block: tuple[int, ...], dtype: torch.dtype):
+    return gl.NVMMASharedLayout.get_default_for(list(block), GLUON_TYPES[dtype])

@@ -1,0 +1,233 @@
+"""The 8-bit attention forward in Gluon for sm_90: the programs, barriers and turns of attention_hopper_kernel, with
+int8 queries and keys, e4m3 values and weights, and two levels of accumulation.
+
+A consumer's step over a tile of keys, all in the registers of the thread that needs it next:
+
+    scores   int32, from a product that starts at the bits of 1.5 · 2^23, and so is 1.5 · 2^23 + q kᵀ as a float
+    weights  exp2(scores · unit - c), in e4m3; relative to the row's maximum so far, which is 448
+    output   output · correction + weights v, the product being a sum of its own: the tensor cores add e4m3 with 14 bits
+
+Values are stored such that a thread's weights are its operand of the product with v (key_order of
+quantized_attention_reference), so that none changes threads.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .attention_hopper_kernel import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    K_EMPTY,
+    KEYS,
+    PRODUCER_REGISTERS,
+    QUERIES,
+    V_EMPTY,
+    _barriers,
+    _begin_turn,
+    _end_turn,
+    _fill_q,
+    _items_of_program,
+    _locate,
+    _opaque,
+    _release,
+    _sum_in_threads,
+    _wait_until_empty,
+)
+from .gluon_names import tma_load, tma_store
+
+STAGES = gl.constexpr(3)  # of K, and of V; their named barriers are K_EMPTY to K_EMPTY + 2 and V_EMPTY to V_EMPTY + 2
+MAGIC = gl.constexpr(12582912.0)  # 1.5 · 2^23
+MAGIC_BITS = gl.constexpr(0x4B400000)
+LOG2_LARGEST = gl.constexpr(8.807354922057604)  # of 448
+
+
+@gluon.jit(do_not_specialize=["tokens", "heads", "items", "whole", "parts"])
+def attention_8bit_kernel(
+    q, q_scale, k, k_scale, v, v_scale, out, out_scale, partial_out, partial_lse, tokens, heads, items, whole, parts
+):  # fmt: skip
+    """q, k, out: descriptors over [B, H, S, D] of blocks [1, 1, QUERIES, D] (q, out) and [1, 1, KEYS, D]; v: over
+    [B, H, D, T] of blocks [1, 1, D, KEYS].
+
+    q_scale [B, S, H], k_scale [B, H, ⌈S / KEYS⌉], v_scale [B, H, D]; out_scale [B], by which the result is divided, or
+    None. Items and parts as in attention_hopper_kernel.
+    """
+    HEAD_DIM: gl.constexpr = q.block_type.shape[3]
+    q_smem = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, QUERIES, HEAD_DIM], q.layout)
+    k_smem = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, KEYS, HEAD_DIM], k.layout)
+    v_smem = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, HEAD_DIM, KEYS], v.layout)
+    out_smem = gl.allocate_shared_memory(out.dtype, [CONSUMERS, 1, 1, QUERIES, HEAD_DIM], out.layout)
+    q_full = _barriers(CONSUMERS)
+    q_empty = _barriers(CONSUMERS)
+    k_full = _barriers(STAGES)
+    v_full = _barriers(STAGES)
+    fence_async_shared()
+    buffers = (q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, v_full)
+    sizes = (tokens, tokens, heads, items, whole, parts)
+    outputs = (out, out_scale, partial_out, partial_lse)
+    scales = (q_scale, k_scale, v_scale)
+    gl.warp_specialize(
+        [
+            (_consume, (0, outputs, buffers, sizes, scales)),
+            (_consume, (1, outputs, buffers, sizes, scales)),
+            (_consume, (2, outputs, buffers, sizes, scales)),
+            (_produce, (q, k, v, buffers, sizes)),
+        ],
+        [4, 4, 1],
+        [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+@gluon.jit
+def _parity(i):
+    return (i // STAGES) & 1
+
+
+@gluon.jit
+def _produce(q, k, v, buffers, sizes):
+    q_smem, k_smem, v_smem, _out_smem, q_full, q_empty, k_full, v_full = buffers
+    filled = 0
+    for use in range(_items_of_program(sizes[3])):
+        _item, sample, head, row, first, end = _locate(use, sizes)
+        # In the order of need: consumer 0 starts on its queries and the first keys while the others are still busy.
+        _fill_q(q, q_smem, q_full, q_empty, sample, head, row, 0, use)
+        key = (end - 1) * KEYS
+        _fill(k, k_smem, k_full, [sample, head, key, 0], filled, K_EMPTY)
+        for i in gl.static_range(1, CONSUMERS):
+            _fill_q(q, q_smem, q_full, q_empty, sample, head, row, i, use)
+        _fill(v, v_smem, v_full, [sample, head, 0, key], filled, V_EMPTY)
+        filled += 1
+        for _rest in range(end - 1 - first):
+            key -= KEYS
+            _fill(k, k_smem, k_full, [sample, head, key, 0], filled, K_EMPTY)
+            _fill(v, v_smem, v_full, [sample, head, 0, key], filled, V_EMPTY)
+            filled += 1
+    for stage in gl.static_range(STAGES):
+        if filled > stage:
+            _wait_until_empty(K_EMPTY + stage)
+            _wait_until_empty(V_EMPTY + stage)
+
+
+@gluon.jit
+def _fill(x, smem, full, corner, filled, EMPTY: gl.constexpr):
+    stage = filled % STAGES
+    if filled >= STAGES:
+        _wait_until_empty(EMPTY + stage)
+    mbarrier.expect(full.index(stage), x.block_type.nbytes)
+    tma_load(x, corner, full.index(stage), smem.index(stage))
+
+
+@gluon.jit
+def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scales):
+    out, out_scale, partial_out, partial_lse = outputs
+    q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, v_full = buffers
+    q_scale, k_scale, v_scale = scales
+    tokens, kv_tokens, heads, items, whole, _parts = sizes
+    HEAD_DIM: gl.constexpr = out.block_type.shape[3]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 32])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEAD_DIM, 32]
+    )
+    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    no_output = gl.zeros([QUERIES, HEAD_DIM], gl.float32, OUTPUT)
+    i = 0  # key tiles so far, of all items
+    if INDEX == CONSUMERS - 1:
+        _end_turn(INDEX)
+    for use in range(_items_of_program(items)):
+        item, sample, head, row, first, end = _locate(use, sizes)
+        row += INDEX * QUERIES
+        key_tiles = end - first
+        keys = kv_tokens - (end - 1) * KEYS  # of the last tile, which comes first
+        partial = gl.where(keys < KEYS, key_tiles, 0)
+        rows = row + gl.arange(0, QUERIES, layout=ROWS)
+        row_scale = gl.load(q_scale + (sample.to(gl.int64) * tokens + rows) * heads + head, mask=rows < tokens, other=1)
+        key_scales = k_scale + (sample * heads + head) * gl.cdiv(kv_tokens, KEYS) + first
+        key_scale = gl.load(key_scales + key_tiles - 1)
+        mbarrier.wait(q_full.index(INDEX), use & 1)
+        queries = q_smem.index(INDEX).reshape([QUERIES, HEAD_DIM])
+        row_max = gl.full([QUERIES], float("-inf"), gl.float32, ROWS)
+        row_sum = _sum_in_threads(gl.zeros([QUERIES, KEYS], gl.float32, SCORES))
+        acc = gl.zeros([QUERIES, HEAD_DIM], gl.float32, OUTPUT)
+        for rest in range(key_tiles, 0, -1):
+            stage = i % STAGES
+            start = gl.full([QUERIES, KEYS], MAGIC_BITS, gl.int32, SCORES)
+            mbarrier.wait(k_full.index(stage), _parity(i))
+            _begin_turn(INDEX)
+            keys_t = k_smem.index(stage).reshape([KEYS, HEAD_DIM]).permute((1, 0))
+            scores = warpgroup_mma(queries, keys_t, start, is_async=True)
+            _end_turn(INDEX)
+            unit = row_scale * key_scale
+            key_scale = gl.load(key_scales + gl.maximum(rest - 2, 0))
+            scores = warpgroup_mma_wait(0, deps=(scores,))
+            _release(K_EMPTY + stage)
+            scores = scores.to(gl.float32, bitcast=True)
+            if rest == partial:  # this branch also keeps ptxas from moving the release below the softmax
+                scores = _mask(scores, keys)
+            new_max = gl.maximum(row_max, (gl.max(scores, 1) - MAGIC) * unit)
+            weights = gl.exp2(scores * unit[:, None] - (unit * MAGIC + (new_max - LOG2_LARGEST))[:, None])
+            correction = gl.exp2(row_max - new_max)
+            row_max = new_max
+            row_correction = gl.convert_layout(correction, gl.SliceLayout(1, row_sum.type.layout))[:, None]
+            row_sum = row_sum * row_correction + _sum_in_threads(weights)
+            p = _operand(weights, OUTPUT)
+            mbarrier.wait(v_full.index(stage), _parity(i))
+            values = v_smem.index(stage).reshape([HEAD_DIM, KEYS]).permute((1, 0))
+            product = warpgroup_mma(p, values, no_output, use_acc=False, is_async=True)
+            product = warpgroup_mma_wait(0, deps=(product,))
+            _release(V_EMPTY + stage)
+            acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, OUTPUT))[:, None] + product
+            i += 1
+        mbarrier.arrive(q_empty.index(INDEX), count=1)
+
+        row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROWS)
+        acc = acc * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, OUTPUT))[:, None]
+        columns = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUTPUT))
+        channel_scale = gl.load(v_scale + (sample * heads + head) * HEAD_DIM + columns)
+        if out_scale is not None:
+            channel_scale *= 1.0 / gl.load(out_scale + sample)
+        acc = acc * channel_scale[None, :]
+        if partial_out is None or item < whole:
+            tma.store_wait(0)  # the previous tile's output has left the buffer
+            staged = out_smem.index(INDEX)
+            staged.reshape([QUERIES, HEAD_DIM]).store(acc.to(out.dtype))
+            fence_async_shared()
+            tma_store(out, [sample, head, row, 0], staged)
+        if partial_out is not None and item >= whole:
+            corner = (item - whole).to(gl.int64) * (CONSUMERS * QUERIES) + INDEX * QUERIES
+            gl.store(partial_lse + corner + gl.arange(0, QUERIES, layout=ROWS), row_max + gl.log2(row_sum))
+            part_rows = gl.arange(0, QUERIES, layout=gl.SliceLayout(1, OUTPUT))[:, None]
+            gl.store(partial_out + corner * HEAD_DIM + _opaque(part_rows) * HEAD_DIM + columns[None, :], acc)
+    if INDEX == 0:
+        _begin_turn(INDEX)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _mask(scores, keys):
+    """-inf from column ``keys`` on. The comparisons must not leave the loop over items: they would hold registers."""
+    column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, scores.type.layout))
+    return gl.where((column < _opaque(keys))[None, :], scores, float("-inf"))
+
+
+@gluon.jit
+def _operand(weights, OUTPUT: gl.constexpr):
+    """Weights [QUERIES, KEYS] in e4m3 as an operand of the product with values in key_order: a thread keeps its own."""
+    p = weights.reshape([QUERIES, KEYS // 32, 2, 2, 4, 2]).permute([0, 1, 2, 4, 3, 5]).reshape([QUERIES, KEYS])
+    p = gl.inline_asm_elementwise(
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "
+        "mov.b32 $0, {low, high}; }",
+        "=r,r,r,r,r",
+        [p],
+        dtype=gl.float8e4nv,
+        is_pure=True,
+        pack=4,
+    )
+    return gl.convert_layout(p, gl.DotOperandLayout(operand_index=0, parent=OUTPUT, k_width=4), assert_trivial=True)
