@@ -23,10 +23,12 @@ OPS = (
     "attention",
     "attention_backward",
     "linear_skip",
+    "linear_8bit",
     "linear_gelu",
     "gelu",
     "linear_qkv",
     "layer_norm_modulate",
+    "quantize_rows",
     "rms_norm_rope",
     "skip",
 )
