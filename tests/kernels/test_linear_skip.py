@@ -177,14 +177,14 @@ def test_every_tile(dtype, descriptors, tiles, device, monkeypatch):
 def test_every_tile_is_visited_once(row_tiles, column_tiles, rows_in_l2, device):
     """Of two samples, in groups of 1, 14 or 20 row tiles, the last of which may be smaller."""
     seen = torch.zeros(2, row_tiles, column_tiles, dtype=torch.int32, device=torch_device(device))
-    elements = gemm.L2_ELEMENTS.value // rows_in_l2
-    _visit[seen.numel(),](seen, row_tiles, column_tiles, elements)
+    tile_bytes = gemm.L2_BYTES.value // rows_in_l2
+    _visit[seen.numel(),](seen, row_tiles, column_tiles, tile_bytes)
     assert (seen == 1).all()
 
 
 @triton.jit
-def _visit(seen, row_tiles, column_tiles, elements):
-    sample, row, column = gemm.locate_tile(tl.program_id(0), row_tiles, column_tiles, elements, elements)
+def _visit(seen, row_tiles, column_tiles, tile_bytes):
+    sample, row, column = gemm.locate_tile(tl.program_id(0), row_tiles, column_tiles, tile_bytes, tile_bytes)
     tl.atomic_add(seen + (sample * row_tiles + row) * column_tiles + column, 1)
 
 

@@ -4,37 +4,54 @@ Every exported function takes ``implementation="auto" | "triton" | "torch"``; se
 """
 
 from .attention import attention
+from .attention_8bit import attention_8bit
 from .choice import attention_kernel_name, gemm_kernel, linear_qkv_kernel, why_linear, why_sdpa
 from .coefficient import MAX_RUNS, Runs
 from .dispatch import IMPLEMENTATIONS, interpreting, why_not_triton, why_not_triton_on
 from .gelu import gelu
 from .launch import compile_ahead
 from .layer_norm_modulate import layer_norm_modulate
+from .linear_8bit import linear_8bit
 from .linear_gelu import linear_gelu
 from .linear_qkv import linear_qkv
 from .linear_skip import linear_skip
 from .measured import measured_on, why_torch
+from .quantize_qkv import HEAD_DIMS as HEAD_DIMS_8BIT
+from .quantize_qkv import QuantizedQKV, quantize_qkv
+from .quantize_rows import quantize_rows
+from .quantized import FP8, INT8, Quantized, QuantizedWeight, quantize_weight
 from .rms_norm_rope import rms_norm_rope
 from .saturation import reset as reset_saturated
 from .saturation import saturated
 from .skip import skip
 
 __all__ = [
+    "FP8",
+    "HEAD_DIMS_8BIT",
     "IMPLEMENTATIONS",
+    "INT8",
     "MAX_RUNS",
+    "Quantized",
+    "QuantizedQKV",
+    "QuantizedWeight",
     "Runs",
     "attention",
+    "attention_8bit",
     "attention_kernel_name",
     "compile_ahead",
     "gelu",
     "gemm_kernel",
     "interpreting",
     "layer_norm_modulate",
+    "linear_8bit",
     "linear_gelu",
     "linear_qkv",
     "linear_qkv_kernel",
     "linear_skip",
     "measured_on",
+    "quantize_qkv",
+    "quantize_rows",
+    "quantize_weight",
     "reset_saturated",
     "rms_norm_rope",
     "saturated",

@@ -10,6 +10,7 @@ import torch
 from . import attention_hopper, gemm_hopper
 from .dispatch import is_hopper
 from .measured import why_torch
+from .quantized import LARGEST
 
 GLUON, PORTABLE = "sm_90 Gluon", "portable Triton"
 SDPA, LINEAR = "PyTorch SDPA", "PyTorch linear"
@@ -71,21 +72,24 @@ def gemm_kernel(
     *,
     samples: int = 1,
     per_token: bool = False,
+    result: torch.dtype = torch.bfloat16,
 ) -> str:
-    """What runs a `linear_skip` or `linear_gelu` of an a [rows, K] and a weight [N, K]: "sm_90 Gluon" or "portable
-    Triton", on sm_90 with the reason.
+    """What runs a `linear_skip`, `linear_gelu` or `linear_8bit` of an a [rows, K] and a weight [N, K]: "sm_90 Gluon" or
+    "portable Triton", on sm_90 with the reason.
 
-    samples: in the rows, where the skip's coefficients vary by sample. per_token: whether they vary by token.
+    dtype: of a and the weight, or their 8-bit format. result: the result's. samples: in the rows, where the skip's coefficients vary by sample. per_token: whether they vary by token.
     """
-    reason = gemm_hopper.why_not_sizes(device, dtype, rows, N, K, samples=samples)
+    reason = gemm_hopper.why_not_sizes(device, dtype, rows, N, K, samples=samples, result=result)
     return _kernel_name(device, reason or ("coefficients per token" if per_token else None))
 
 
 def linear_qkv_kernel(device: torch.device, dtype: torch.dtype, rows: int, N: int, K: int) -> tuple[str, str | None]:
-    """What runs a `linear_qkv` of an a [rows, K] and three weights [N, K], "sm_90 Gluon" or "PyTorch linear", and why
-    that is not Gluon's kernel; None when it is."""
+    """What runs a `linear_qkv` of an a [rows, K] and three weights [N, K], "sm_90 Gluon", "PyTorch linear" or, in an
+    8-bit format, "portable Triton", and why that is not Gluon's kernel; None when it is."""
     reason = gemm_hopper.why_not_sizes(device, dtype, rows, N, K, weights=3)
-    return (GLUON if reason is None else LINEAR), reason
+    if reason is None:
+        return GLUON, None
+    return (PORTABLE if dtype in LARGEST else LINEAR), reason
 
 
 def _kernel_name(device: torch.device, why_not_gluon: str | None) -> str:

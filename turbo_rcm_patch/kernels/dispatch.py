@@ -6,13 +6,14 @@ import contextlib
 import contextvars
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 import torch.autograd.forward_ad as fwAD
 import triton
 
 from ..config import IMPLEMENTATIONS
+from .quantized import FP8, FP8_CAPABILITY
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MINIMUM_CAPABILITY = (8, 0)
@@ -40,8 +41,11 @@ def interpreting() -> bool:
     return not isinstance(load_coefficient, triton.runtime.JITFunction)
 
 
-def why_not_triton_on(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why Triton kernels cannot take tensors of this device and dtype, in a few words; None when they can."""
+def why_not_triton_on(device: torch.device, dtype: torch.dtype, formats: Collection[torch.dtype] = ()) -> str | None:
+    """Why Triton kernels cannot take tensors of this device and dtype, in a few words; None when they can.
+
+    formats: of 8 bits (quantized.py), that the kernel takes besides.
+    """
     if _is_gpu(device):
         if torch.version.hip is not None:
             return "AMD GPU"
@@ -49,8 +53,10 @@ def why_not_triton_on(device: torch.device, dtype: torch.dtype) -> str | None:
             return f"GPU older than sm_{MINIMUM_CAPABILITY[0]}{MINIMUM_CAPABILITY[1]}"
     elif not (device.type == "cpu" and interpreting()):
         return f"{device.type} tensors"
-    if dtype not in KERNEL_DTYPES:
+    if dtype not in (*KERNEL_DTYPES, *formats):
         return f"{str(dtype).removeprefix('torch.')} tensors"
+    if dtype == FP8 and _is_gpu(device) and _capability(device) < FP8_CAPABILITY:
+        return f"fp8 on a GPU older than sm_{FP8_CAPABILITY[0]}{FP8_CAPABILITY[1]}"
     return None
 
 
@@ -81,8 +87,14 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else _meta_gpu.get()[0]
 
 
-def why_not_hopper(device: torch.device, dtype: torch.dtype, gluon_error: str | None) -> str | None:
-    """Why a kernel for sm_90 in Gluon cannot run on this device and dtype, in a few words; None when it can.
+def why_not_hopper(
+    device: torch.device,
+    dtype: torch.dtype,
+    gluon_error: str | None,
+    dtypes: tuple[torch.dtype, ...] = HOPPER_DTYPES,
+) -> str | None:
+    """Why a kernel for sm_90 in Gluon that takes these dtypes cannot run on this device and dtype, in a few words; None
+    when it can.
 
     gluon_error: why the kernel does not run with this release of Triton, if so: Gluon changes between them.
     """
@@ -90,23 +102,26 @@ def why_not_hopper(device: torch.device, dtype: torch.dtype, gluon_error: str | 
         return "no GPU of sm_90"
     if gluon_error is not None:
         return f"Gluon of Triton {triton.__version__}: {gluon_error}"
-    if dtype not in HOPPER_DTYPES:
+    if dtype not in dtypes:
         return f"{str(dtype).removeprefix('torch.')} tensors"
     return None
 
 
-def why_not_triton(*tensors: torch.Tensor | None, has_gradient: bool) -> str | None:
+def why_not_triton(
+    *tensors: torch.Tensor | None, has_gradient: bool, formats: Collection[torch.dtype] = ()
+) -> str | None:
     """Why the Triton kernel cannot take these tensors, in a few words; None when it can.
 
     has_gradient: whether the op's kernel has a backward. An op without one leaves autograd to the reference.
+    formats: of 8 bits (quantized.py), that tensors may have besides; the GPU must know all of them.
     Raises ValueError when the tensors are on different devices.
     """
     present = [tensor for tensor in tensors if tensor is not None]
     device = present[0].device
     if any(tensor.device != device for tensor in present):
         raise ValueError(f"tensors are on different devices: {', '.join(sorted({str(t.device) for t in present}))}.")
-    for dtype in dict.fromkeys(tensor.dtype for tensor in present):
-        reason = why_not_triton_on(device, dtype)
+    for dtype in dict.fromkeys((*(tensor.dtype for tensor in present), *formats)):
+        reason = why_not_triton_on(device, dtype, formats)
         if reason is not None:
             return reason
     if not has_gradient and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present):
@@ -116,15 +131,17 @@ def why_not_triton(*tensors: torch.Tensor | None, has_gradient: bool) -> str | N
     return None
 
 
-def use_triton(implementation: str, *tensors: torch.Tensor | None, has_gradient: bool) -> bool:
-    """Choose for one call. "auto": Triton on a GPU where it applies; "triton": Triton wherever it applies, also in the
+def use_triton(
+    implementation: str, *tensors: torch.Tensor | None, has_gradient: bool, formats: Collection[torch.dtype] = ()
+) -> bool:
+    """Choose for one call; `why_not_triton` has the arguments. "auto": Triton on a GPU where it applies; "triton": Triton wherever it applies, also in the
     CPU interpreter, an error where no kernel can run; "torch": the reference. Autograd through an op without a gradient
     takes the reference under every choice."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r} is unknown; accepted are {', '.join(IMPLEMENTATIONS)}.")
     if implementation == "torch":
         return False
-    reason = why_not_triton(*tensors, has_gradient=has_gradient)
+    reason = why_not_triton(*tensors, has_gradient=has_gradient, formats=formats)
     if implementation == "triton" and reason not in (None, "autograd"):
         raise ValueError(
             f"implementation='triton' was asked for, but the kernel cannot take these tensors ({reason}); use "

@@ -19,14 +19,16 @@ from . import attention_hopper, gemm_hopper
 from .attention import _attention, _attention_backward
 from .attention_8bit import attention_8bit
 from .coefficient import MAX_RUNS, Runs
-from .dispatch import KERNEL_DTYPES
+from .dispatch import KERNEL_DTYPES, why_not_triton_on
 from .gelu import gelu
 from .layer_norm_modulate import layer_norm_modulate
+from .linear_8bit import linear_8bit
 from .linear_gelu import linear_gelu
 from .linear_qkv import linear_qkv
 from .linear_skip import linear_skip
 from .quantize_qkv import QuantizedQKV, default_v_format, quantize_qkv
-from .quantized import FP8
+from .quantize_rows import quantize_rows
+from .quantized import FP8, INT8, Quantized, QuantizedWeight
 from .rms_norm_rope import rms_norm_rope
 from .skip import skip
 
@@ -40,6 +42,19 @@ ATTENTIONS = (*product((FP32, BF16), (64, 128, 256)), (BF16, 80), (FP16, 128))  
 
 def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def quantized(*shape: int, format: torch.dtype) -> Quantized:
+    return Quantized(meta(*shape, dtype=format), *(meta(*shape[:-1], dtype=FP32) for _ in range(2)))
+
+
+def quantized_weight(depth: int, format: torch.dtype) -> QuantizedWeight:
+    return QuantizedWeight(meta(CHANNELS, depth, dtype=format), meta(CHANNELS, dtype=FP32), meta(dtype=FP32))
+
+
+def formats() -> tuple[torch.dtype, ...]:
+    """Those that this GPU's kernels take."""
+    return tuple(f for f in (INT8, FP8) if why_not_triton_on(torch.device("meta"), f, (f,)) is None)
 
 
 def coefficients(batch: int, tokens: int, channels: int = CHANNELS) -> tuple[torch.Tensor | None, ...]:
@@ -104,6 +119,31 @@ def launch_linear_skip() -> None:
             residual = meta(2, ROWS[0] // 2, CHANNELS, dtype=kept)
             options = {"dtype": result, "result_scale": 32.0 if result == FP16 else 1.0}
             linear_skip(samples, weight, meta(CHANNELS), residual, c_skip=c_skip, c_out=c_out, **options)
+    for format in formats():
+        _launch_8bit_linear_skip(format)
+
+
+def _launch_8bit_linear_skip(format: torch.dtype) -> None:
+    gate = meta(1, 1, CHANNELS, dtype=FP32)
+    for rows, depth in product(ROWS, DEPTHS):
+        a, weight = quantized(1, rows, depth, format=format), quantized_weight(depth, format)
+        *_, per_token = coefficients(1, rows)
+        linear_skip(a, weight, meta(CHANNELS), meta(1, rows, CHANNELS, dtype=FP32), c_skip=per_token, c_out=per_token)
+        linear_skip(a, weight, meta(CHANNELS), meta(1, rows, CHANNELS), c_out=gate)
+    a, weight = quantized(2, ROWS[0] // 2, CHANNELS, format=format), quantized_weight(CHANNELS, format)
+    per_sample = coefficients(2, ROWS[0] // 2)[1]
+    for c_skip, c_out in product((None, per_sample), (None, per_sample, gate, runs())):
+        for kept, result in ((BF16, BF16), (BF16, FP16), (FP16, FP16), (FP16, BF16)):
+            residual = meta(2, ROWS[0] // 2, CHANNELS, dtype=kept)
+            options = {"dtype": result, "result_scale": 32.0 if result == FP16 else 1.0}
+            linear_skip(a, weight, meta(CHANNELS), residual, c_skip=c_skip, c_out=c_out, **options)
+
+
+def launch_linear_8bit() -> None:
+    for format, rows, depth in product(formats(), ROWS, DEPTHS):
+        a, weight = quantized(rows, depth, format=format), quantized_weight(depth, format)
+        for bias, dtype in ((meta(CHANNELS), BF16), (None, FP16), (meta(CHANNELS, dtype=FP32), FP32)):
+            linear_8bit(a, weight, bias, dtype=dtype)
 
 
 def launch_linear_gelu() -> None:
@@ -111,6 +151,10 @@ def launch_linear_gelu() -> None:
         a, weight = meta(rows, depth, dtype=dtype), meta(CHANNELS, depth, dtype=dtype)
         linear_gelu(a, weight, meta(CHANNELS, dtype=dtype))
     linear_gelu(meta(ROWS[0], CHANNELS), meta(CHANNELS, CHANNELS), None)
+    for format, rows, depth in product(formats(), ROWS, DEPTHS):
+        a, weight = quantized(rows, depth, format=format), quantized_weight(depth, format)
+        for result in (None, FP8) if FP8 in formats() else (None,):
+            linear_gelu(a, weight, meta(CHANNELS), result=result)
 
 
 def launch_gelu() -> None:
@@ -122,6 +166,9 @@ def launch_linear_qkv() -> None:
     for dtype, bias in product(KERNEL_DTYPES, (True, False)):
         biases = [meta(CHANNELS, dtype=dtype) if bias else None] * 3
         linear_qkv(meta(ROWS[0], CHANNELS, dtype=dtype), [meta(CHANNELS, CHANNELS, dtype=dtype)] * 3, biases)
+    for format, bias in product(formats(), (True, False)):
+        a, weights = quantized(ROWS[0], CHANNELS, format=format), [quantized_weight(CHANNELS, format)] * 3
+        linear_qkv(a, weights, [meta(CHANNELS) if bias else None] * 3)
 
 
 def launch_layer_norm_modulate() -> None:
@@ -136,6 +183,20 @@ def launch_layer_norm_modulate() -> None:
         layer_norm_modulate(meta(2, 300, channels, dtype=dtype), scale=scale, shift=shift, dtype=BF16)
     modulation = meta(2, 16384, dtype=FP32)
     layer_norm_modulate(meta(2, 300, 16384, dtype=FP32), scale=modulation, shift=modulation)  # no rows in flight
+    for format, dtype, channels in product(formats(), (BF16, FP16, FP32), (1536, 3072, 5120)):
+        x, gain = meta(2, 300, channels, dtype=dtype), meta(channels, dtype=dtype)
+        layer_norm_modulate(x, weight=gain, bias=gain, quantized=format)
+        for modulation in (meta(2, channels, dtype=FP32), meta(2, 300, channels, dtype=FP32)):
+            layer_norm_modulate(x, scale=modulation, shift=modulation, quantized=format)
+        starts = runs().starts
+        scale, shift = (Runs(runs(channels).values, starts) for _ in range(2))
+        layer_norm_modulate(x, scale=scale, shift=shift, quantized=format)
+
+
+def launch_quantize_rows() -> None:
+    depths = (1536, 5120, 8960, 13824)
+    for format, dtype, depth, with_norm in product(formats(), KERNEL_DTYPES, depths, (True, False)):
+        quantize_rows(meta(300, depth, dtype=dtype), format, with_norm)
 
 
 def launch_rms_norm_rope() -> None:
@@ -192,10 +253,12 @@ LAUNCHES = {
     "attention": launch_attention,
     "attention_backward": launch_attention_backward,
     "linear_skip": launch_linear_skip,
+    "linear_8bit": launch_linear_8bit,
     "linear_gelu": launch_linear_gelu,
     "gelu": launch_gelu,
     "linear_qkv": launch_linear_qkv,
     "layer_norm_modulate": launch_layer_norm_modulate,
+    "quantize_rows": launch_quantize_rows,
     "rms_norm_rope": launch_rms_norm_rope,
     "skip": launch_skip,
     "quantize_qkv": launch_quantize_qkv,

@@ -2,31 +2,58 @@
 
 a is [samples·M, K], W [N, K], both row-major. Tiles are aligned to the samples, so that a tile belongs to one sample
 and its per-channel coefficients are vectors; the rows of a that run over into the next sample are not stored.
+Operands of 8 bits are multiplied as they are, in int32 or fp32; their scales, one per row of a and of W, are applied to
+the sums before the epilogue.
 On sm_90 and newer the tiles come through TMA descriptors. On older GPUs, and where an address or a row is not a
 multiple of 16 bytes, they come through pointers: Triton's rewriting of descriptors neither vectorises nor pipelines.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .dispatch import device_properties
+from .dispatch import check_result, device_properties
 from .launch import launch_kernel
+from .quantized import FP8, INT8, Quantized, QuantizedWeight
+from .quantized import LARGEST as _LARGEST
+from .quantized import TINY as _TINY
 from .tma import TMA_CAPABILITY, matrix_fits_tma
 
 # Tiles are numbered such that those of programs that run together share operands, which L2 then reads once. A weight
 # that stays in L2, or is no wider than what runs together, is passed by one row tile after the other. A larger one is
 # read once for every group of row tiles: so many that their rows stay in L2, at least as many as make what runs square.
-L2_ELEMENTS = tl.constexpr(8 << 20)  # a part of the L2 of every GPU since sm_80: 16 MiB in 16 bits
+L2_BYTES = tl.constexpr(16 << 20)  # a part of the L2 of every GPU since sm_80
 NARROW = tl.constexpr(16)  # column tiles
 SQUARE_ROW_TILES = tl.constexpr(14)
 # Columns that an epilogue takes at once. A whole tile would need more registers and shared memory than there are.
 EPILOGUE_COLUMNS = tl.constexpr(64)
+LARGEST_FP8 = tl.constexpr(_LARGEST[FP8])
+TINY = tl.constexpr(_TINY)
+
+
+class Scales(NamedTuple):
+    """Of operands in 8 bits: a's [samples·M] and the weight's [N], fp32; None for others."""
+
+    a: torch.Tensor | None
+    weight: torch.Tensor | None
+
+
+PLAIN = Scales(None, None)
+
+
+class Bound(NamedTuple):
+    """What bounds a row of an fp8 result, all fp32, and where the scale goes that follows from it (`bound_scale`)."""
+
+    a_norm: torch.Tensor  # [samples·M]
+    weight_norm: torch.Tensor  # 0-d
+    bias: torch.Tensor  # 0-d
+    scale: torch.Tensor  # [samples·M]
 
 
 @dataclass(frozen=True)
@@ -73,8 +100,10 @@ def tile_candidates(capability: tuple[int, int], dtype: torch.dtype, descriptors
     if dtype == torch.float32:
         return _TILES_FP32
     if not descriptors:
-        return _TILES_POINTER
-    return _TILES_TMA if capability < (12, 0) else _TILES_TMA_SMALL_MEMORY
+        tiles = _TILES_POINTER
+    else:
+        tiles = _TILES_TMA if capability < (12, 0) else _TILES_TMA_SMALL_MEMORY
+    return tuple(replace(tile, depth=2 * tile.depth) for tile in tiles) if dtype.itemsize == 1 else tiles
 
 
 def choose_tiles(candidates: tuple[Tiles, ...], samples: int, M: int, N: int, multiprocessors: int) -> Tiles:
@@ -83,11 +112,13 @@ def choose_tiles(candidates: tuple[Tiles, ...], samples: int, M: int, N: int, mu
     return next(filling, candidates[-1])
 
 
-def launch(kernel, a: torch.Tensor, weight: torch.Tensor, samples: int, *arguments, **constants) -> None:
+def launch(
+    kernel, a: torch.Tensor, weight: torch.Tensor, samples: int, *arguments, scales: Scales = PLAIN, **constants
+) -> None:
     """Run a kernel around ``gemm`` on a [samples·M, K] and weight [N, K].
 
-    The kernel takes a, weight, samples, M, N, K, stride_a, stride_w, the arguments, the constants, and the constexprs
-    DESCRIPTORS, ROWS, COLUMNS, DEPTH.
+    The kernel takes a, weight, samples, M, N, K, stride_a, stride_w, a_scale, w_scale, the arguments, the constants,
+    and the constexprs DESCRIPTORS, ROWS, COLUMNS, DEPTH.
     """
     a, weight = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (a, weight))
     (rows, K), N = a.shape, weight.shape[0]
@@ -105,7 +136,14 @@ def launch(kernel, a: torch.Tensor, weight: torch.Tensor, samples: int, *argumen
     programs = min(tiles.count(samples, M, N), multiprocessors * tiles.programs)
     with torch.cuda.device_of(a):
         launch_kernel(
-            kernel, (programs,), *operands, *sizes, *arguments, **constants, **_tile_options(tiles, descriptors)
+            kernel,
+            (programs,),
+            *operands,
+            *sizes,
+            *scales,
+            *arguments,
+            **constants,
+            **_tile_options(tiles, descriptors),
         )
 
 
@@ -122,19 +160,25 @@ def _tile_options(tiles: Tiles, descriptors: bool) -> dict[str, object]:
 
 @triton.jit
 def gemm(
-    a, weight, samples, M, N, K, stride_a, stride_w, EPILOGUE: tl.constexpr, arguments, KINDS: tl.constexpr,
+    a, weight, samples, M, N, K, stride_a, stride_w, scales, EPILOGUE: tl.constexpr, arguments, KINDS: tl.constexpr,
     DESCRIPTORS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Compute this program's share of the tiles of a Wᵀ, and hand each in parts to
     ``EPILOGUE(part, sample, rows, columns, M, N, arguments, KINDS)``: the part in fp32, its rows counted within the
-    sample. KINDS are the epilogue's constexprs: as members of the tuple of arguments they would become values."""
+    sample. scales: a's and the weight's, or two None. KINDS are the epilogue's constexprs: as members of the tuple of
+    arguments they would become values."""
+    OPERAND: tl.constexpr = a.dtype if DESCRIPTORS else a.dtype.element_ty
+    SUM: tl.constexpr = tl.int32 if tl.int8 == OPERAND else tl.float32
+    BYTES: tl.constexpr = OPERAND.primitive_bitwidth // 8
     row_tiles = tl.cdiv(M, ROWS)
     column_tiles = tl.cdiv(N, COLUMNS)
     for tile in tl.range(tl.program_id(0), samples * row_tiles * column_tiles, tl.num_programs(0), flatten=True):
-        sample, row_tile, column_tile = locate_tile(tile, row_tiles, column_tiles, ROWS * K, COLUMNS * K)
+        sample, row_tile, column_tile = locate_tile(
+            tile, row_tiles, column_tiles, ROWS * BYTES * K, COLUMNS * BYTES * K
+        )
         row = row_tile * ROWS
         column = column_tile * COLUMNS
-        acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+        acc = tl.zeros((ROWS, COLUMNS), SUM)
         if DESCRIPTORS:
             for k in range(0, K, DEPTH):
                 a_tile = a.load([sample * M + row, k])
@@ -149,19 +193,19 @@ def gemm(
             w_tiles = weight + w_rows.to(tl.int64)[:, None] * stride_w + depth[None, :]
             for k in range(0, K, DEPTH):
                 mask = (depth < K - k)[None, :]
-                a_tile = tl.load(a_tiles + k, mask=mask, other=0.0)
-                w_tile = tl.load(w_tiles + k, mask=mask, other=0.0)
+                a_tile = tl.load(a_tiles + k, mask=mask, other=0)
+                w_tile = tl.load(w_tiles + k, mask=mask, other=0)
                 acc = tl.dot(a_tile, w_tile.T, acc, input_precision="ieee")
-        _epilogue_in_parts(acc, sample, row, column, M, N, EPILOGUE, arguments, KINDS, ROWS, COLUMNS)
+        _epilogue_in_parts(acc, scales, sample, row, column, M, N, EPILOGUE, arguments, KINDS, ROWS, COLUMNS)
 
 
 @triton.jit
-def locate_tile(tile, row_tiles, column_tiles, row_elements, column_elements):
+def locate_tile(tile, row_tiles, column_tiles, row_bytes, column_bytes):
     """The sample, row tile and column tile of a tile: down before across in groups of row tiles. A row tile has so many
-    elements of a, a column tile of the weight."""
-    group = tl.cast(L2_ELEMENTS, tl.int32) // tl.maximum(row_elements, 1)
+    bytes of a, a column tile of the weight."""
+    group = tl.cast(L2_BYTES, tl.int32) // tl.maximum(row_bytes, 1)
     group = tl.maximum(group, SQUARE_ROW_TILES)
-    if (column_tiles <= NARROW) | (column_tiles * column_elements <= L2_ELEMENTS):
+    if (column_tiles <= NARROW) | (column_tiles * column_bytes <= L2_BYTES):
         group = tl.cast(1, tl.int32)
     sample = tile // (row_tiles * column_tiles)
     within_sample = tile % (row_tiles * column_tiles)
@@ -173,7 +217,7 @@ def locate_tile(tile, row_tiles, column_tiles, row_elements, column_elements):
 
 @triton.jit
 def _epilogue_in_parts(
-    acc, sample, row, column, M, N, EPILOGUE: tl.constexpr, arguments, KINDS: tl.constexpr,
+    acc, scales, sample, row, column, M, N, EPILOGUE: tl.constexpr, arguments, KINDS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     # A c_skip per token is held beside the residual: as many registers again.
@@ -182,22 +226,93 @@ def _epilogue_in_parts(
     if COLUMNS > AT_ONCE:
         HALF: tl.constexpr = COLUMNS // 2
         left, right = tl.split(acc.reshape(ROWS, 2, HALF).permute(0, 2, 1))
-        _epilogue_in_parts(left, sample, row, column, M, N, EPILOGUE, arguments, KINDS, ROWS, HALF)
-        _epilogue_in_parts(right, sample, row, column + HALF, M, N, EPILOGUE, arguments, KINDS, ROWS, HALF)
+        _epilogue_in_parts(left, scales, sample, row, column, M, N, EPILOGUE, arguments, KINDS, ROWS, HALF)
+        _epilogue_in_parts(right, scales, sample, row, column + HALF, M, N, EPILOGUE, arguments, KINDS, ROWS, HALF)
     else:
         rows = row + tl.arange(0, ROWS)
         columns = column + tl.arange(0, COLUMNS)
+        a_scale, w_scale = scales
+        if a_scale is not None:
+            by_row = tl.load(a_scale + sample * M + rows, mask=rows < M, other=0.0)
+            acc = acc.to(tl.float32) * by_row[:, None]
+            acc *= tl.load(w_scale + columns, mask=columns < N, other=0.0)[None, :]
         EPILOGUE(acc, sample, rows, columns, M, N, arguments, KINDS)
 
 
-def check_linear(op: str, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Raise ValueError unless a [..., K], weight [C, K] and bias [C] fit together."""
+def split_scales(
+    a: torch.Tensor | Quantized, weight: torch.Tensor | QuantizedWeight
+) -> tuple[torch.Tensor, torch.Tensor, Scales]:
+    """What is multiplied, and its scales."""
+    if isinstance(a, Quantized):
+        return a.values, weight.values, Scales(a.scale, weight.scale)
+    return a, weight, PLAIN
+
+
+def flat_scales(a: torch.Tensor | None, weight: torch.Tensor | None) -> Scales:
+    """As the kernels read them, one after the other."""
+    return PLAIN if a is None else Scales(a.reshape(-1).contiguous(), weight.contiguous())
+
+
+def check_dtype(op: str, dtype: torch.dtype | None, a: torch.Tensor | Quantized) -> torch.dtype:
+    """The dtype of ``a Wᵀ``: a's own, or for a Quantized any, bf16 where None is given. Raises ValueError for others."""
+    if isinstance(a, Quantized):
+        check_result(op, dtype, torch.bfloat16)
+        return dtype or torch.bfloat16
+    if dtype not in (None, a.dtype):
+        raise ValueError(f"{op}: dtype={dtype}, but the result of an a in {a.dtype} is in that; give None.")
+    return a.dtype
+
+
+@triton.jit
+def bound_scale(a_norm, w_norm, bias_bound):
+    """The scale of a row of e4m3 whose values are at most ‖a‖ ‖w‖ + |b|, by Cauchy and Schwarz."""
+    return tl.maximum((a_norm * w_norm + bias_bound) / LARGEST_FP8, TINY)
+
+
+def check_linear(
+    op: str,
+    a: torch.Tensor | Quantized,
+    weight: torch.Tensor | QuantizedWeight,
+    bias: torch.Tensor | None,
+) -> None:
+    """Raise ValueError unless a [..., K], weight [C, K] and bias [C] fit together, with a Quantized and a
+    QuantizedWeight of one format where they have 8 bits."""
+    if isinstance(a, Quantized) or isinstance(weight, QuantizedWeight):
+        _check_8bit_linear(op, a, weight, bias)
+        return
+    _check_linear_shapes(op, a, weight, bias)
+    dtypes = sorted({str(tensor.dtype) for tensor in (a, weight, bias) if tensor is not None})
+    if len(dtypes) > 1:
+        raise ValueError(f"{op}: a, weight and bias have the dtypes {', '.join(dtypes)}; cast them to one.")
+
+
+def _check_8bit_linear(
+    op: str,
+    a: torch.Tensor | Quantized,
+    weight: torch.Tensor | QuantizedWeight,
+    bias: torch.Tensor | None,
+) -> None:
+    if not (isinstance(a, Quantized) and isinstance(weight, QuantizedWeight)):
+        raise ValueError(
+            f"{op}: a is a {type(a).__name__} and weight a {type(weight).__name__}; give a Quantized and a "
+            "QuantizedWeight, or neither."
+        )
+    formats = a.values.dtype, weight.values.dtype
+    if formats[0] != formats[1] or formats[0] not in (INT8, FP8):
+        raise ValueError(f"{op}: a is in {formats[0]} and weight in {formats[1]}; they must be of one 8-bit format.")
+    _check_linear_shapes(op, a.values, weight.values, bias)
+    for name, scale, values in (("a", a.scale, a.values), ("weight", weight.scale, weight.values)):
+        if scale.shape != values.shape[:-1] or scale.dtype != torch.float32:
+            raise ValueError(
+                f"{op}: {name} has values {list(values.shape)} and scales {list(scale.shape)} {scale.dtype}; there "
+                "must be one fp32 scale per row."
+            )
+
+
+def _check_linear_shapes(op: str, a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     if weight.dim() != 2 or a.dim() < 1 or a.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"{op}: a has shape {list(a.shape)} and weight {list(weight.shape)}; they must be [..., K] and [C, K]."
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{op}: bias has shape {list(bias.shape)}; it must be [C={weight.shape[0]}] or None.")
-    dtypes = sorted({str(tensor.dtype) for tensor in (a, weight, bias) if tensor is not None})
-    if len(dtypes) > 1:
-        raise ValueError(f"{op}: a, weight and bias have the dtypes {', '.join(dtypes)}; cast them to one.")

@@ -2,13 +2,15 @@
 
     c_skip ⊙ residual + c_out ⊙ f(a Wᵀ + b)        f GELU (tanh) or nothing
 
-All are bf16 or fp16; residual and result may be of the other one.
+a and W are bf16, fp16 or, with scales for their rows, of one 8-bit format; residual and result are bf16 or fp16, each
+as it wants, and the result of linear_gelu may be fp8.
 
 a [samples·M, K], W [N, K], b [N]; residual and result [samples·M, N]. The kernel is in gemm_hopper_kernel.py.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -22,8 +24,10 @@ from .coefficient import (
     coefficient_strides,
     count_runs,
 )
-from .dispatch import device_properties, why_not_hopper
+from .dispatch import HOPPER_DTYPES, device_properties, why_not_hopper
+from .gemm import PLAIN, Bound, Scales
 from .launch import launch_kernel
+from .quantized import FP8, INT8
 from .tma import matrix_fits_tma
 
 try:
@@ -39,16 +43,17 @@ else:
 
 ROWS = 128
 COLUMNS, TAIL = 128, 64  # 192 columns: the compiler's tensors have powers of two only
-DEPTH = 64  # of a step along K
+LINE = 128  # bytes of swizzled shared memory: those of a row in a step along K
 STAGES = 4  # steps whose operands are in shared memory
-CHUNK = 64  # columns that an epilogue takes at once: in 16 bits a line of swizzled shared memory
+# Columns that an epilogue takes at once, by the bytes of an operand's element: beside scales, more would spill.
+CHUNKS = {2: 64, 1: 32}
 
 _UNALIGNED = "rows or addresses that are no multiple of 16 bytes"
 
 
 def why_not_on(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the kernel cannot run on this device and dtype, in a few words; None when it can."""
-    return why_not_hopper(device, dtype, GLUON_ERROR)
+    return why_not_hopper(device, dtype, GLUON_ERROR, (*HOPPER_DTYPES, INT8, FP8))
 
 
 def why_not(
@@ -66,11 +71,13 @@ def why_not(
     As for `launch`, or for `launch_three` with three weights. dtype: of the result; None: a's.
     """
     (rows, K), N = a.shape, weights[0].shape[0]
-    reason = why_not_sizes(a.device, a.dtype, rows, N, K, samples=samples, weights=len(weights))
+    dtype = dtype or a.dtype
+    reason = why_not_sizes(a.device, a.dtype, rows, N, K, samples=samples, weights=len(weights), result=dtype)
     if reason is not None:
         return reason
+    accepted = (*HOPPER_DTYPES, FP8) if residual is None else HOPPER_DTYPES
     for name, kept in (("residual", residual.dtype if residual is not None else None), ("result", dtype)):
-        if kept not in (None, torch.bfloat16, torch.float16):
+        if kept is not None and kept not in accepted:
             return f"{str(kept).removeprefix('torch.')} {name}"
     if coefficient_kind(c_skip) not in (ONE, PER_SAMPLE):
         return "c_skip per channel or token"  # would spill registers beside 192 accumulators
@@ -83,14 +90,22 @@ def why_not(
 
 
 def why_not_sizes(
-    device: torch.device, dtype: torch.dtype, rows: int, N: int, K: int, *, samples: int = 1, weights: int = 1
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    N: int,
+    K: int,
+    *,
+    samples: int = 1,
+    weights: int = 1,
+    result: torch.dtype = torch.bfloat16,
 ) -> str | None:
     """Why the kernel is not for an a [rows, K] of so many samples and so many weights [N, K], in a few words, whatever
     lies where; None when it is."""
     reason = why_not_on(device, dtype)
     if reason is not None:
         return reason
-    if N % 8 or K % 8:
+    if N * result.itemsize % 16 or K * dtype.itemsize % 16:
         return _UNALIGNED
     if weights * count_tiles(samples, rows // samples, N) < device_properties(device)[1]:
         return "fewer tiles than multiprocessors"
@@ -116,6 +131,8 @@ def launch(
     starts: torch.Tensor | None = None,
     factors: tuple[float, float] = (1.0, 1.0),
     flag: torch.Tensor | None = None,
+    scales: Scales = PLAIN,
+    bound: Bound | None = None,
 ) -> None:
     """Write ``c_skip ⊙ residual + c_out ⊙ f(a Wᵀ + b)`` to out, f GELU or nothing; `why_not` must have been None.
 
@@ -123,25 +140,28 @@ def launch(
     c_skip, c_out: canonical coefficients (coefficient.py) per sample, c_out also per channel, or None for 1. starts: of
         c_out's runs, or None.
     factors: of the two terms besides, where there is a residual. flag: as of saturation.py, or None.
+    scales: of a and weight in 8 bits. bound: of an fp8 result.
     """
     (rows, K), N = a.shape, weight.shape[0]
-    M = rows // samples
+    M, depth, chunk = rows // samples, LINE // a.element_size(), CHUNKS[a.element_size()]
     skip_stride_b, _, _ = coefficient_strides(c_skip)
     out_stride_b, _, out_stride_c = coefficient_strides(c_out)
     with torch.cuda.device_of(a):
         launch_kernel(
             gemm_kernel,
             _grid(a, count_tiles(samples, M, N)),
-            _descriptor(a, ROWS, DEPTH),
-            _descriptor(weight, COLUMNS, DEPTH),
-            _descriptor(weight, TAIL, DEPTH),
-            None if residual is None else _descriptor(residual.view(samples, M, N), 1, ROWS, CHUNK),
-            _descriptor(out.view(samples, M, N), 1, ROWS, CHUNK),
+            _descriptor(a, ROWS, depth),
+            _descriptor(weight, COLUMNS, depth),
+            _descriptor(weight, TAIL, depth),
+            None if residual is None else _descriptor(residual.view(samples, M, N), 1, ROWS, chunk),
+            _descriptor(out.view(samples, M, N), 1, ROWS, chunk),
             bias,
             *(c_skip, skip_stride_b),
             *(c_out, out_stride_b, out_stride_c, starts, count_runs(starts)),
             *factors,
             flag,
+            *scales,
+            *(bound or (None,) * 4),
             *(samples, M, N, K),
             STAGES=STAGES,
             KIND=coefficient_kind(c_out, starts),
@@ -155,21 +175,25 @@ def launch_three(
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
     outs: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor | None] = (None,) * 4,
 ) -> None:
     """Write ``a Wᵀ + b`` for three W and b to three outs; `why_not` must have been None.
 
-    a: [M, K]. weights: [N, K]. biases: [N], contiguous, or all None. outs: [M, N], contiguous.
+    a: [M, K]. weights: [N, K]. biases: [N], contiguous, or all None. outs: [M, N], contiguous. scales: of a and of the
+    weights in 8 bits, else None.
     """
     (M, K), N = a.shape, weights[0].shape[0]
+    depth, chunk = LINE // a.element_size(), CHUNKS[a.element_size()]
     with torch.cuda.device_of(a):
         launch_kernel(
             gemm_of_three_kernel,
             _grid(a, 3 * count_tiles(1, M, N)),
-            _descriptor(a, ROWS, DEPTH),
-            *(_descriptor(weight, COLUMNS, DEPTH) for weight in weights),
-            *(_descriptor(weight, TAIL, DEPTH) for weight in weights),
-            *(_descriptor(out[None], 1, ROWS, CHUNK) for out in outs),
+            _descriptor(a, ROWS, depth),
+            *(_descriptor(weight, COLUMNS, depth) for weight in weights),
+            *(_descriptor(weight, TAIL, depth) for weight in weights),
+            *(_descriptor(out[None], 1, ROWS, chunk) for out in outs),
             *biases,
+            *scales,
             *(M, N, K),
             STAGES=STAGES,
             num_warps=4,
@@ -181,9 +205,11 @@ def _grid(a: torch.Tensor, tiles: int) -> tuple[int]:
 
 
 def _descriptor(tensor: torch.Tensor, *box: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(tensor, list(box), _layout(len(box)))
+    return TensorDescriptor.from_tensor(tensor, list(box), _layout(len(box), box[-1], tensor.element_size()))
 
 
-def _layout(rank: int) -> gl.NVMMASharedLayout:
-    """Of a box whose lines, 64 elements of 16 bits, are swizzled."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
+@functools.cache
+def _layout(rank: int, columns: int, element_size: int) -> gl.NVMMASharedLayout:
+    """Of a box whose lines, of so many columns, are swizzled."""
+    width = columns * element_size
+    return gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8 * element_size, rank=rank)

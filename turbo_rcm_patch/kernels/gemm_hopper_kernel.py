@@ -3,7 +3,8 @@
 A program walks tiles of the output. It has one warp that loads operands, one that loads residuals, and two consumer
 warpgroups with a tile each. The consumers take turns at the main loop, so that the tensor cores are busy while the
 other's epilogue runs. Residual and result share a buffer, the staging: filled by TMA, updated in place, stored by TMA.
-The epilogue is fp32 and rounds once.
+The epilogue is fp32 and rounds once. Operands of 8 bits come with scales, one per row of a and of W, that the epilogue
+applies first.
 
 In Gluon nothing synchronises warps of different roles by itself. Every hand-over is an mbarrier:
 
@@ -26,11 +27,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gemm import locate_tile
+from .gemm import bound_scale, locate_tile
 from .gluon_names import tma_load, tma_store
 from .saturation import saturate
 
 _locate_in_group = gluon.jit(locate_tile.fn)
+_bound_scale = gluon.jit(bound_scale.fn)
 _saturate = gluon.jit(saturate.fn)
 
 
@@ -38,25 +40,31 @@ _saturate = gluon.jit(saturate.fn)
 def gemm_kernel(
     a, weight, weight_tail, residual, out,
     bias, c_skip, skip_stride_b, c_out, out_stride_b, out_stride_c, starts, runs, skip_factor, out_factor, flag,
+    a_scale, w_scale, a_norm, w_norm, bias_bound, result_scale,
     samples, M, N, K,
     STAGES: gl.constexpr, KIND: gl.constexpr, GELU: gl.constexpr,
 ):  # fmt: skip
     """a, weight, weight_tail, residual, out: TMA descriptors; weight_tail is of the columns of a tile past a power of
     two. bias, residual, c_skip, c_out: or None. KIND: how c_out varies (coefficient.py). starts, runs: of c_out's runs,
-    or None. GELU: f, else nothing. flag: of saturation.py, or None."""
+    or None. GELU: f, else nothing. flag: of saturation.py, or None. a_scale, w_scale: or None where the operands have
+    16 bits. a_norm, w_norm, bias_bound, result_scale: of linear_gelu's bound, or None."""
     coefficients = (c_skip, skip_stride_b, c_out, out_stride_b, out_stride_c, starts, runs, skip_factor, out_factor)
-    epilogue = (residual, (out,), (bias,), coefficients, flag)
+    scales = (a_scale, (w_scale,), (a_norm, w_norm, bias_bound, result_scale))
+    epilogue = (residual, (out,), (bias,), coefficients, flag, scales)
     _assign_roles(a, (weight,), (weight_tail,), epilogue, (samples, M, N, K), STAGES, KIND, GELU)
 
 
 @gluon.jit(do_not_specialize=("M", "K"))
 def gemm_of_three_kernel(
     a, weight_0, weight_1, weight_2, tail_0, tail_1, tail_2, out_0, out_1, out_2, bias_0, bias_1, bias_2,
+    a_scale, scale_0, scale_1, scale_2,
     M, N, K,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """``a Wᵀ + b`` for three W [N, K] and b [N]. All are descriptors but the biases, which may be None."""
-    epilogue = (None, (out_0, out_1, out_2), (bias_0, bias_1, bias_2), (None, 0, None, 0, 0, None, 0, 1.0, 1.0), None)
+    """``a Wᵀ + b`` for three W [N, K] and b [N]. All are descriptors but the biases and scales, which may be None."""
+    scales = (a_scale, (scale_0, scale_1, scale_2), (None, None, None, None))
+    coefficients = (None, 0, None, 0, 0, None, 0, 1.0, 1.0)
+    epilogue = (None, (out_0, out_1, out_2), (bias_0, bias_1, bias_2), coefficients, None, scales)
     weights = (weight_0, weight_1, weight_2)
     _assign_roles(a, weights, (tail_0, tail_1, tail_2), epilogue, (1, M, N, K), STAGES, 0, False)
 
@@ -65,6 +73,7 @@ def gemm_of_three_kernel(
 def _assign_roles(a, weights, tails, epilogue, sizes, STAGES: gl.constexpr, KIND: gl.constexpr, GELU: gl.constexpr):
     outs = epilogue[1]
     DTYPE: gl.constexpr = a.dtype
+    BITS: gl.constexpr = DTYPE.primitive_bitwidth
     ROWS: gl.constexpr = a.block_type.shape[0]
     DEPTH: gl.constexpr = a.block_type.shape[1]
     COLUMNS: gl.constexpr = weights[0].block_type.shape[0]
@@ -74,7 +83,7 @@ def _assign_roles(a, weights, tails, epilogue, sizes, STAGES: gl.constexpr, KIND
     a_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, ROWS, DEPTH], a.layout)
     w_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, COLUMNS, DEPTH], weights[0].layout)
     tail_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, TAIL, DEPTH], tails[0].layout)
-    staging = gl.allocate_shared_memory(DTYPE, [(COLUMNS + TAIL) // CHUNK, 1, ROWS, CHUNK], outs[0].layout)
+    staging = gl.allocate_shared_memory(outs[0].dtype, [(COLUMNS + TAIL) // CHUNK, 1, ROWS, CHUNK], outs[0].layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
@@ -95,7 +104,7 @@ def _assign_roles(a, weights, tails, epilogue, sizes, STAGES: gl.constexpr, KIND
             (_consume, (0, operands, turns, hand_over, epilogue, sizes, KIND, GELU)),
             (_consume, (1, operands, turns, hand_over, epilogue, sizes, KIND, GELU)),
             (_load_operands, (a, weights, tails, operands, sizes)),
-            (_load_residuals, (epilogue[0], hand_over, sizes, COLUMNS + TAIL, len(weights))),
+            (_load_residuals, (epilogue[0], hand_over, sizes, BITS, COLUMNS + TAIL, len(weights))),
         ],
         [4, 1, 1],
         [240, 24, 24],
@@ -109,12 +118,13 @@ def _count_tiles(sizes, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WEIGHTS: gl.c
 
 
 @gluon.jit
-def _locate(tile, sizes, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WEIGHTS: gl.constexpr):
-    """The sample, row, weight and column at which a tile begins. No tile has columns of two weights."""
+def _locate(tile, sizes, BITS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WEIGHTS: gl.constexpr):
+    """The sample, row, weight and column at which a tile begins. No tile has columns of two weights. BITS: of an
+    operand's element."""
     _, M, N, K = sizes
     column_tiles = gl.cdiv(N, COLUMNS)
     sample, row_tile, column_tile = _locate_in_group(
-        tile, gl.cdiv(M, ROWS), WEIGHTS * column_tiles, ROWS * K, COLUMNS * K
+        tile, gl.cdiv(M, ROWS), WEIGHTS * column_tiles, ROWS * BITS // 8 * K, COLUMNS * BITS // 8 * K
     )
     weight = column_tile // column_tiles if WEIGHTS > 1 else 0
     return sample, row_tile * ROWS, weight, (column_tile - weight * column_tiles) * COLUMNS
@@ -131,15 +141,16 @@ def _load_operands(a, weights, tails, operands, sizes):
     TAIL: gl.constexpr = tail_tiles.shape[1]
     STAGES: gl.constexpr = w_tiles.shape[0]
     WEIGHTS: gl.constexpr = len(weights)
+    BITS: gl.constexpr = a.dtype.primitive_bitwidth
     tiles = _count_tiles(sizes, ROWS, COLUMNS + TAIL, WEIGHTS)
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        sample, row, weight, column = _locate(tile, sizes, ROWS, COLUMNS + TAIL, WEIGHTS)
+        sample, row, weight, column = _locate(tile, sizes, BITS, ROWS, COLUMNS + TAIL, WEIGHTS)
         for k in range(0, K, DEPTH):
             slot = step % STAGES
             arrived = full.index(slot)
             mbarrier.wait(empty.index(slot), (step // STAGES) & 1 ^ 1)
-            mbarrier.expect(arrived, (ROWS + COLUMNS + TAIL) * DEPTH * 2)
+            mbarrier.expect(arrived, (ROWS + COLUMNS + TAIL) * DEPTH * BITS // 8)
             tma_load(a, [sample * M + row, k], arrived, a_tiles.index(slot))
             for i in gl.static_range(WEIGHTS):
                 if WEIGHTS == 1 or weight == i:
@@ -149,7 +160,7 @@ def _load_operands(a, weights, tails, operands, sizes):
 
 
 @gluon.jit
-def _load_residuals(residual, hand_over, sizes, COLUMNS: gl.constexpr, WEIGHTS: gl.constexpr):
+def _load_residuals(residual, hand_over, sizes, BITS: gl.constexpr, COLUMNS: gl.constexpr, WEIGHTS: gl.constexpr):
     """One warp: the staging buffer for the consumers in turn, with the residual if there is one."""
     staging, staged, free = hand_over
     CHUNKS: gl.constexpr = staging.shape[0]
@@ -157,7 +168,7 @@ def _load_residuals(residual, hand_over, sizes, COLUMNS: gl.constexpr, WEIGHTS: 
     CHUNK: gl.constexpr = staging.shape[3]
     count = 0
     for tile in range(gl.program_id(0), _count_tiles(sizes, ROWS, COLUMNS, WEIGHTS), gl.num_programs(0)):
-        sample, row, _, column = _locate(tile, sizes, ROWS, COLUMNS, WEIGHTS)
+        sample, row, _, column = _locate(tile, sizes, BITS, ROWS, COLUMNS, WEIGHTS)
         mbarrier.wait(free, count & 1 ^ 1)
         arrived = staged.index(count % 2)
         if residual is None:
@@ -191,6 +202,8 @@ def _consume(
     TAIL: gl.constexpr = tail_tiles.shape[1]
     STAGES: gl.constexpr = w_tiles.shape[0]
     WEIGHTS: gl.constexpr = len(epilogue[1])
+    BITS: gl.constexpr = a_tiles.dtype.primitive_bitwidth
+    SUM: gl.constexpr = gl.int32 if a_tiles.dtype == gl.int8 else gl.float32
     tiles = _count_tiles(sizes, ROWS, COLUMNS + TAIL, WEIGHTS)
     steps = gl.cdiv(K, a_tiles.shape[2])
     first = gl.program_id(0) + CONSUMER * gl.num_programs(0)
@@ -200,9 +213,9 @@ def _consume(
         # Without its turn a consumer could wait for a phase of full that is two ahead, which reads as complete.
         mbarrier.wait(turns.index(CONSUMER), count & 1 ^ (1 - CONSUMER))
         mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
-        acc = gl.zeros([ROWS, COLUMNS], gl.float32, _layout(COLUMNS))
+        acc = gl.zeros([ROWS, COLUMNS], SUM, _layout(COLUMNS, BITS))
         acc = _multiply(a_tiles, w_tiles, acc, step, False)
-        acc_tail = gl.zeros([ROWS, TAIL], gl.float32, _layout(TAIL))
+        acc_tail = gl.zeros([ROWS, TAIL], SUM, _layout(TAIL, BITS))
         acc_tail = _multiply(a_tiles, tail_tiles, acc_tail, step, False)
         acc, acc_tail = warpgroup_mma_wait(2, deps=(acc, acc_tail))
         for _ in range(1, steps):
@@ -213,14 +226,24 @@ def _consume(
             acc, acc_tail = warpgroup_mma_wait(2, deps=(token, token_tail))  # all but this step's
             mbarrier.arrive(empty.index((step - 1) % STAGES))
         mbarrier.arrive(turns.index(1 - CONSUMER))
-        sample, row, weight, column = _locate(tile, sizes, ROWS, COLUMNS + TAIL, WEIGHTS)
+        sample, row, weight, column = _locate(tile, sizes, BITS, ROWS, COLUMNS + TAIL, WEIGHTS)
+        a_scale = None
+        to_result = None
+        if epilogue[5][0] is not None:
+            rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, _layout(staging.shape[3], BITS)))
+            a_scale = gl.load(epilogue[5][0] + sample * M + rows, mask=rows < M, other=0.0)
+            if epilogue[5][2][0] is not None:
+                to_result = _divide_by_bound(sample * M + rows, rows < M, column == 0, epilogue[5][2])
         acc, acc_tail = warpgroup_mma_wait(0, deps=(acc, acc_tail))
         mbarrier.arrive(empty.index(step % STAGES))
         step += 1 + steps  # past the other consumer's
         mbarrier.wait(staged.index(CONSUMER), count & 1)
-        _store(acc, sample, row, weight, column, M, N, staging, 0, epilogue, KIND, GELU)
+        _store(acc, a_scale, to_result, sample, row, weight, column, M, N, staging, 0, epilogue, KIND, GELU)
         FIRST: gl.constexpr = COLUMNS // staging.shape[3]
-        _store(acc_tail, sample, row, weight, column + COLUMNS, M, N, staging, FIRST, epilogue, KIND, GELU)
+        _store(
+            acc_tail, a_scale, to_result, sample, row, weight, column + COLUMNS, M, N, staging, FIRST, epilogue,
+            KIND, GELU,
+        )  # fmt: skip
         tma.store_wait(0)  # until the stores have read the staging buffer
         mbarrier.arrive(free)
         count += 1  # noqa: SIM113
@@ -228,8 +251,14 @@ def _consume(
 
 
 @gluon.constexpr_function
-def _layout(columns):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+def _layout(columns, bits):
+    """Of sums of operands of so many bits, 32 bytes of which an instruction multiplies along K."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 256 // bits])
+
+
+@gluon.constexpr_function
+def _part_of(layout, columns):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, layout.instr_shape[2]])
 
 
 @gluon.jit
@@ -242,7 +271,7 @@ def _multiply(a_tiles, w_tiles, acc, step, USE_ACC: gl.constexpr):
 
 @gluon.jit
 def _store(
-    acc, sample, row, weight, column, M, N, staging, INDEX: gl.constexpr, epilogue,
+    acc, a_scale, to_result, sample, row, weight, column, M, N, staging, INDEX: gl.constexpr, epilogue,
     KIND: gl.constexpr, GELU: gl.constexpr,
 ):  # fmt: skip
     """The epilogue, a chunk of columns at a time, in the staging buffers from INDEX on."""
@@ -252,19 +281,21 @@ def _store(
     if COLUMNS > CHUNK:
         HALF: gl.constexpr = COLUMNS // 2
         left, right = acc.reshape([ROWS, 2, HALF]).permute([0, 2, 1]).split()
-        left = gl.convert_layout(left, _layout(HALF), assert_trivial=True)
-        right = gl.convert_layout(right, _layout(HALF), assert_trivial=True)
+        left = gl.convert_layout(left, _part_of(acc.type.layout, HALF), assert_trivial=True)
+        right = gl.convert_layout(right, _part_of(acc.type.layout, HALF), assert_trivial=True)
         NEXT: gl.constexpr = INDEX + HALF // CHUNK
-        _store(left, sample, row, weight, column, M, N, staging, INDEX, epilogue, KIND, GELU)
-        _store(right, sample, row, weight, column + HALF, M, N, staging, NEXT, epilogue, KIND, GELU)
+        _store(left, a_scale, to_result, sample, row, weight, column, M, N, staging, INDEX, epilogue, KIND, GELU)
+        _store(right, a_scale, to_result, sample, row, weight, column + HALF, M, N, staging, NEXT, epilogue, KIND, GELU)
     else:
         columns = column + gl.arange(0, COLUMNS, gl.SliceLayout(0, acc.type.layout))
         residual, outs = epilogue[0], epilogue[1]
-        value = _apply_epilogue(acc, sample, row, weight, columns, M, N, epilogue, KIND, GELU)
+        value = _apply_epilogue(acc, a_scale, sample, row, weight, columns, M, N, epilogue, KIND, GELU)
         if residual is not None:
             # Loaded no earlier: it would be in registers beside the gates.
             kept = _view(staging, INDEX, residual.dtype).reshape([ROWS, COLUMNS]).load(acc.type.layout)
             value = _add_residual(value, kept, sample, epilogue[3])
+        if to_result is not None:
+            value *= to_result[:, None]
         if epilogue[4] is not None:
             rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout))
             value = _saturate(value, rows < M, epilogue[4])
@@ -277,16 +308,26 @@ def _store(
 
 
 @gluon.jit
-def _apply_epilogue(acc, sample, row, weight, columns, M, N, epilogue, KIND: gl.constexpr, GELU: gl.constexpr):
-    """c_out ⊙ f(acc + b)"""
-    biases, coefficients = epilogue[2], epilogue[3]
+def _divide_by_bound(rows, mask, first, bound):
+    """What each row's results are multiplied by before they are rounded to 8 bits. The first columns' store its inverse,
+    the scale of all."""
+    a_norm, w_norm, bias_bound, result_scale = bound
+    scale = _bound_scale(gl.load(a_norm + rows, mask=mask, other=0.0), gl.load(w_norm), gl.load(bias_bound))
+    gl.store(result_scale + rows, scale, mask=mask & first)
+    return 1 / scale
+
+
+@gluon.jit
+def _apply_epilogue(acc, a_scale, sample, row, weight, columns, M, N, epilogue, KIND: gl.constexpr, GELU: gl.constexpr):
+    """c_out ⊙ f(acc · scales + b)"""
+    biases, coefficients, scales = epilogue[2], epilogue[3], epilogue[5]
     _, _, c_out, out_stride_b, out_stride_c, starts, runs, _, _ = coefficients
     mask = columns < N
+    if a_scale is not None:
+        w_scale = gl.load(_of_weight(scales[1], weight) + columns, mask=mask, other=0.0)
+        acc = acc.to(gl.float32) * w_scale[None, :] * a_scale[:, None]
     if biases[0] is not None:
-        bias = biases[0]
-        for i in gl.static_range(1, len(biases)):
-            bias = gl.where(weight == i, biases[i], bias)
-        acc += gl.load(bias + columns, mask=mask, other=0.0).to(gl.float32)[None, :]
+        acc += gl.load(_of_weight(biases, weight) + columns, mask=mask, other=0.0).to(gl.float32)[None, :]
     if GELU:
         acc = _gelu(acc)
     if KIND == 1:
@@ -297,6 +338,15 @@ def _apply_epilogue(acc, sample, row, weight, columns, M, N, epilogue, KIND: gl.
     elif KIND == 4:
         acc = _gate_by_run(acc, sample * M + row, c_out + columns * out_stride_c, out_stride_b, mask, starts, runs)
     return acc
+
+
+@gluon.jit
+def _of_weight(pointers, weight):
+    """That of the weight."""
+    pointer = pointers[0]
+    for i in gl.static_range(1, len(pointers)):
+        pointer = gl.where(weight == i, pointers[i], pointer)
+    return pointer
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
 """layer_norm_modulate: ``(LayerNorm(x) · weight + bias) · (1 + scale) + shift``, reading x once and writing once.
 
 x [B, S, C]; weight, bias [C]; scale, shift [B|1, C], [B|1, S|1, C] or by runs of tokens; each pair optional, any mix of
-fp32, fp16, bf16.
+fp32, fp16, bf16. The result is of one of these too, or in 8 bits with a scale and a norm for each row (quantized.py).
 Statistics and arithmetic are fp32, the variance is summed over centred values, the result is rounded once. Programs
 walk rows and hold in registers what no row changes: read anew for each row, fp32 scale and shift would be four times
 its bytes. No gradient: under autograd the reference runs. The modulation is adaLN of Peebles and Xie 2022, Scalable
@@ -26,6 +26,8 @@ from .coefficient import (
 )
 from .dispatch import check_result, kernel_op, use_triton
 from .launch import launch_kernel
+from .quantize_rows import check_format, new_quantized, store_quantized
+from .quantized import Quantized, quantize_reference
 from .rows import row_grid, row_tile
 
 
@@ -38,15 +40,17 @@ def layer_norm_modulate(
     shift: torch.Tensor | Runs | None = None,
     eps: float = 1e-6,
     dtype: torch.dtype | None = None,
+    quantized: torch.dtype | None = None,
     implementation: str = "auto",
-) -> torch.Tensor:
+) -> torch.Tensor | Quantized:
     """``(LayerNorm(x) · weight + bias) · (1 + scale) + shift`` over the last dimension.
 
     x: [B, S, C]. weight, bias: [C] or None. scale, shift: both None, or each [B|1, C] or [B|1, S|1, C], or both
         Runs of the same starts.
     dtype: of the result, fp32, fp16 or bf16; None: x's.
+    quantized: INT8 or FP8 for a Quantized in that format, with norm; dtype must then be None.
     implementation: "auto", "triton" or "torch" (see dispatch.py).
-    Raises ValueError for other dtypes, and for shapes or devices that do not fit together.
+    Raises ValueError for other dtypes or formats, and for shapes or devices that do not fit together.
     """
     if x.dim() != 3:
         raise ValueError(f"layer_norm_modulate: x has shape {list(x.shape)}; it must be [B, S, C].")
@@ -56,9 +60,19 @@ def layer_norm_modulate(
         if affine is not None and affine.shape != x.shape[2:]:
             raise ValueError(f"layer_norm_modulate: {name} has shape {list(affine.shape)}, not [C={x.shape[2]}].")
     check_result("layer_norm_modulate", dtype, x.dtype)
+    if quantized is not None:
+        check_format("layer_norm_modulate", quantized)
+        if dtype is not None:
+            raise ValueError(f"layer_norm_modulate: dtype={dtype} beside quantized={quantized}; give one of them.")
     scale, shift, starts = _canonical_modulations(scale, shift, x)
     tensors = (x, weight, bias, scale, shift)
-    fused = use_triton(implementation, *tensors, has_gradient=False)
+    formats = () if quantized is None else (quantized,)
+    fused = use_triton(implementation, *tensors, has_gradient=False, formats=formats)
+    if quantized is not None:
+        if fused:
+            return Quantized(*_layer_norm_modulate_quantized(*tensors, eps, quantized, starts))
+        wide = reference.layer_norm_modulate(*tensors, eps, torch.float32, starts)
+        return quantize_reference(wide, quantized, with_norm=True)
     op = _layer_norm_modulate if fused else reference.layer_norm_modulate
     return op(*tensors, eps, dtype or x.dtype, starts)
 
@@ -103,8 +117,50 @@ def _layer_norm_modulate(
     starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-    if out.numel() == 0:
-        return out
+    if out.numel() > 0:
+        _launch(x, weight, bias, scale, shift, eps, starts, out, None, None)
+    return out
+
+
+@_layer_norm_modulate.register_fake
+def _(x, weight, bias, scale, shift, eps, dtype, starts=None):
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+@kernel_op("layer_norm_modulate_quantized")
+def _layer_norm_modulate_quantized(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    eps: float,
+    format: torch.dtype,
+    starts: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    values, row_scale, norm = new_quantized(x, format, with_norm=True)
+    if values.numel() > 0:
+        _launch(x, weight, bias, scale, shift, eps, starts, values, row_scale, norm)
+    return values, row_scale, norm
+
+
+@_layer_norm_modulate_quantized.register_fake
+def _(x, weight, bias, scale, shift, eps, format, starts=None):
+    return new_quantized(x, format, with_norm=True)
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    eps: float,
+    starts: torch.Tensor | None,
+    out: torch.Tensor,
+    row_scale: torch.Tensor | None,
+    norm: torch.Tensor | None,
+) -> None:
     if starts is not None:
         x = x.reshape(1, -1, x.shape[2])  # runs go on from sample to sample
     if x.stride(2) != 1:
@@ -119,6 +175,8 @@ def _layer_norm_modulate(
             row_grid(x.device, tile["ROWS"], S, B),
             x,
             out,
+            row_scale,
+            norm,
             weight,
             bias,
             scale,
@@ -136,12 +194,6 @@ def _layer_norm_modulate(
             SHIFT=kinds[1],
             **tile,
         )
-    return out
-
-
-@_layer_norm_modulate.register_fake
-def _(x, weight, bias, scale, shift, eps, dtype, starts=None):
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _tile(C: int, element_size: int, varies: bool) -> dict[str, int]:
@@ -152,7 +204,7 @@ def _tile(C: int, element_size: int, varies: bool) -> dict[str, int]:
 
 @triton.jit(do_not_specialize=("runs",))
 def _layer_norm_modulate_kernel(
-    x, out, weight, bias, scale, shift, starts, runs, S, C, x_stride_b, x_stride_s,
+    x, out, row_scale, norm, weight, bias, scale, shift, starts, runs, S, C, x_stride_b, x_stride_s,
     scale_stride_b, scale_stride_s, scale_stride_c, shift_stride_b, shift_stride_s, shift_stride_c, eps,
     SCALE: tl.constexpr, SHIFT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -160,12 +212,15 @@ def _layer_norm_modulate_kernel(
     sample = tl.program_id(1)
     x += sample.to(tl.int64) * x_stride_b
     out += sample.to(tl.int64) * S * C
+    if row_scale is not None:
+        row_scale += sample.to(tl.int64) * S
+        norm += sample.to(tl.int64) * S
     scale_strides = (scale_stride_b, scale_stride_s, scale_stride_c)
     shift_strides = (shift_stride_b, shift_stride_s, shift_stride_c)
     modulation = (weight, bias, scale, shift, scale_strides, shift_strides)
     if starts is None:
         _norm_rows(
-            x, out, program * ROWS, S, programs * ROWS, C, x_stride_s, sample, modulation, eps,
+            x, out, row_scale, norm, program * ROWS, S, programs * ROWS, C, x_stride_s, sample, modulation, eps,
             SCALE, SHIFT, ROWS, BLOCK, STAGES,
         )  # fmt: skip
     else:
@@ -176,14 +231,14 @@ def _layer_norm_modulate_kernel(
             end = tl.minimum(tl.load(starts + run + 1), tl.minimum(program * share + share, S))
             if first < end:
                 _norm_rows(
-                    x, out, first, end, ROWS, C, x_stride_s, tl.cast(run, tl.int32), modulation, eps,
+                    x, out, row_scale, norm, first, end, ROWS, C, x_stride_s, tl.cast(run, tl.int32), modulation, eps,
                     SCALE, SHIFT, ROWS, BLOCK, STAGES,
                 )  # fmt: skip
 
 
 @triton.jit
 def _norm_rows(
-    x, out, start, end, step, C, x_stride_s, sample, modulation, eps,
+    x, out, row_scale, norm, start, end, step, C, x_stride_s, sample, modulation, eps,
     SCALE: tl.constexpr, SHIFT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The rows from start to end of one sample, or of one run, whose modulation is read once unless it is by token."""
@@ -215,5 +270,8 @@ def _norm_rows(
         if VARIES:
             y *= 1 + load_coefficient(scale, sample, rows, columns, row_mask, column_mask, *scale_strides, SCALE)
             y += load_coefficient(shift, sample, rows, columns, row_mask, column_mask, *shift_strides, SHIFT)
-        out_rows = out + rows.to(tl.int64)[:, None] * C
-        tl.store(out_rows + columns[None, :], y.to(out.dtype.element_ty), mask=mask)
+        if row_scale is not None:
+            store_quantized(y, rows, columns, mask, out, row_scale, norm, end, C)
+        else:
+            out_rows = out + rows.to(tl.int64)[:, None] * C
+            tl.store(out_rows + columns[None, :], y.to(out.dtype.element_ty), mask=mask)

@@ -1,7 +1,10 @@
 """linear_gelu: a projection with GELU in its epilogue, ``gelu_tanh(a Wᵀ + b)``, in one GEMM.
 
-a [..., K], W [C, K], b [C] of one dtype (fp32, fp16, bf16); result [..., C] in that dtype, rounded once. No gradient:
-under autograd the reference runs. The tanh approximation of Hendrycks and Gimpel, Gaussian Error Linear Units, sect. 2.
+a [..., K], W [C, K], b [C] of one dtype (fp32, fp16, bf16), or a and W in 8 bits (quantized.py) and b of any of them;
+result [..., C] in that dtype, or where they have 8 bits in one of these or in e4m3, rounded once. No gradient: under
+autograd the reference runs. The tanh approximation of Hendrycks and Gimpel, Gaussian Error Linear Units, sect. 2.
+
+A result in e4m3 is scaled before its largest value is known: by a bound on its row (reference.linear_gelu_quantized).
 """
 
 from __future__ import annotations
@@ -13,58 +16,154 @@ import triton.language as tl
 from . import gemm_hopper, reference
 from .dispatch import kernel_op, use_triton
 from .gelu import gelu_tanh
-from .gemm import check_linear, gemm, launch
+from .gemm import Bound, bound_scale, check_dtype, check_linear, flat_scales, gemm, launch, split_scales
+from .quantized import FP8, INT8, Quantized, QuantizedWeight
 
 
 def linear_gelu(
-    a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, implementation: str = "auto"
-) -> torch.Tensor:
+    a: torch.Tensor | Quantized,
+    weight: torch.Tensor | QuantizedWeight,
+    bias: torch.Tensor | None,
+    *,
+    dtype: torch.dtype | None = None,
+    result: torch.dtype | None = None,
+    bias_bound: torch.Tensor | None = None,
+    implementation: str = "auto",
+) -> torch.Tensor | Quantized:
     """``gelu_tanh(a Wᵀ + b)`` for a [..., K], weight [C, K], bias [C] or None; returns [..., C].
 
+    a, weight: a Quantized and a QuantizedWeight of one format, or neither.
+    dtype: of the result of a Quantized, fp32, fp16 or bf16; None: bf16. Other results have a's.
+    result: FP8 for a Quantized in that format, without norm; a must then be one with norm. None: a tensor.
+    bias_bound: for such a result, max|b|, 0-d fp32; None: it is computed.
     implementation: "auto", "triton" or "torch" (see dispatch.py).
-    Raises ValueError for shapes, dtypes or devices that do not fit together.
+    Raises ValueError for shapes, dtypes or devices that do not fit together, and for a result in another format.
     """
     check_linear("linear_gelu", a, weight, bias)
-    tensors = (a, weight, bias)
-    op = _linear_gelu if use_triton(implementation, *tensors, has_gradient=False) else reference.linear_gelu
-    return op(*tensors)
+    if result is not None:
+        return _quantized_linear_gelu(a, weight, bias, result, bias_bound, implementation)
+    dtype = check_dtype("linear_gelu", dtype, a)
+    values, weight_values, scales = split_scales(a, weight)
+    tensors = (values, weight_values, bias)
+    formats = (values.dtype,) if isinstance(a, Quantized) else ()
+    if use_triton(implementation, *tensors, *scales, has_gradient=False, formats=formats):
+        return _linear_gelu(*tensors, dtype, *scales)
+    return reference.linear_gelu(a, weight, bias, dtype)
+
+
+def _quantized_linear_gelu(
+    a: Quantized,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    result: torch.dtype,
+    bias_bound: torch.Tensor | None,
+    implementation: str,
+) -> Quantized:
+    if result == INT8:
+        raise ValueError(
+            "linear_gelu: result=torch.int8; int8 needs the largest value of a row, which no tile of it knows. Take "
+            "the result in bf16, and quantize_rows."
+        )
+    if result != FP8:
+        raise ValueError(f"linear_gelu: result={result}; accepted are {FP8} and None.")
+    if not isinstance(a, Quantized) or a.norm is None:
+        raise ValueError("linear_gelu: a result in fp8 needs a Quantized a that has its norm.")
+    if bias_bound is None:
+        bias_bound = a.norm.new_zeros(()) if bias is None else bias.abs().amax().float()
+    tensors = (a.values, weight.values, bias, a.scale, weight.scale, a.norm, weight.norm, bias_bound)
+    if use_triton(implementation, *tensors, has_gradient=False, formats=(a.values.dtype, result)):
+        return Quantized(*_linear_gelu_quantized(*tensors))
+    return reference.linear_gelu_quantized(a, weight, bias, bias_bound)
 
 
 @kernel_op("linear_gelu")
-def _linear_gelu(a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    out = a.new_empty(*a.shape[:-1], weight.shape[0])
-    if out.numel() == 0:
-        return out
-    a = a.reshape(-1, a.shape[-1])
-    bias = None if bias is None else bias.contiguous()
-    if gemm_hopper.why_not(a, weight) is None:
-        gemm_hopper.launch(a, weight, bias, out.view(len(a), -1), gelu=True)
-    else:
-        launch(_linear_gelu_kernel, a, weight, 1, bias, out)
+def _linear_gelu(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    a_scale: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    out = a.new_empty(*a.shape[:-1], weight.shape[0], dtype=dtype)
+    if out.numel() > 0:
+        _launch(a, weight, bias, out, a_scale, weight_scale, None)
     return out
 
 
 @_linear_gelu.register_fake
-def _(a, weight, bias):
-    return a.new_empty(*a.shape[:-1], weight.shape[0])
+def _(a, weight, bias, dtype, a_scale=None, weight_scale=None):
+    return a.new_empty(*a.shape[:-1], weight.shape[0], dtype=dtype)
+
+
+@kernel_op("linear_gelu_quantized")
+def _linear_gelu_quantized(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    a_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    a_norm: torch.Tensor,
+    weight_norm: torch.Tensor,
+    bias_bound: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out = a.new_empty(*a.shape[:-1], weight.shape[0], dtype=FP8)
+    scale = a.new_empty(a.shape[:-1], dtype=torch.float32)
+    if out.numel() > 0:
+        bound = Bound(a_norm.reshape(-1).contiguous(), weight_norm, bias_bound, scale)
+        _launch(a, weight, bias, out, a_scale, weight_scale, bound)
+    return out, scale
+
+
+@_linear_gelu_quantized.register_fake
+def _(a, weight, *_):
+    out = a.new_empty(*a.shape[:-1], weight.shape[0], dtype=FP8)
+    return out, a.new_empty(a.shape[:-1], dtype=torch.float32)
+
+
+def _launch(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    weight_scale: torch.Tensor | None,
+    bound: Bound | None,
+) -> None:
+    a = a.reshape(-1, a.shape[-1])
+    bias = None if bias is None else bias.contiguous()
+    scales = flat_scales(a_scale, weight_scale)
+    if gemm_hopper.why_not(a, weight, dtype=out.dtype) is None:
+        gemm_hopper.launch(a, weight, bias, out.view(len(a), -1), gelu=True, scales=scales, bound=bound)
+    else:
+        launch(_linear_gelu_kernel, a, weight, 1, bias, out, *(bound or (None,) * 4), scales=scales)
 
 
 @triton.jit
 def _linear_gelu_kernel(
-    a, weight, samples, M, N, K, stride_a, stride_w, bias, out,
+    a, weight, samples, M, N, K, stride_a, stride_w, a_scale, w_scale,
+    bias, out, a_norm, w_norm, bias_bound, result_scale,
     DESCRIPTORS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
+    arguments = (bias, out, a_norm, w_norm, bias_bound, result_scale)
     gemm(
-        a, weight, samples, M, N, K, stride_a, stride_w, _store_gelu, (bias, out), None,
+        a, weight, samples, M, N, K, stride_a, stride_w, (a_scale, w_scale), _store_gelu, arguments, None,
         DESCRIPTORS, ROWS, COLUMNS, DEPTH,
     )  # fmt: skip
 
 
 @triton.jit
 def _store_gelu(acc, sample, rows, columns, M, N, arguments, KINDS: tl.constexpr):
-    bias, out = arguments
+    bias, out, a_norm, w_norm, bias_bound, result_scale = arguments
+    row_mask = rows < M
     column_mask = columns < N
     if bias is not None:
         acc += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
-    offsets = (sample.to(tl.int64) * M + rows)[:, None] * N + columns[None, :]
-    tl.store(out + offsets, gelu_tanh(acc).to(out.dtype.element_ty), mask=(rows < M)[:, None] & column_mask[None, :])
+    acc = gelu_tanh(acc)
+    tokens = sample.to(tl.int64) * M + rows
+    if result_scale is not None:
+        scale = bound_scale(tl.load(a_norm + tokens, mask=row_mask, other=0.0), tl.load(w_norm), tl.load(bias_bound))
+        tl.store(result_scale + tokens, scale, mask=row_mask & (tl.min(columns, 0) == 0))
+        acc *= (1 / scale)[:, None]
+    offsets = tokens[:, None] * N + columns[None, :]
+    tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])

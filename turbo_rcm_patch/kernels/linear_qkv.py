@@ -1,9 +1,10 @@
 """linear_qkv: the projections of one input by three weights of equal shape, ``a Wᵀ + b``.
 
-a [..., K], W [N, K], b [N] of one dtype; results [..., N] in that dtype. On sm_90, in bf16 and fp16, one launch of the
-kernel in gemm_hopper_kernel.py, which reads the weights where they are: its programs run out of tiles once instead of
-three times. Everywhere else three calls of torch.nn.functional.linear, which cuBLAS does well. No gradient: under
-autograd the reference runs.
+a [..., K], W [N, K], b [N] of one dtype, or a and W in 8 bits (quantized.py) and b of any; results [..., N] in that
+dtype, or where they have 8 bits in fp32, fp16 or bf16. On sm_90, in bf16, fp16 and 8 bits, one launch of the kernel in
+gemm_hopper_kernel.py, which reads the weights where they are: its programs run out of tiles once instead of three
+times. Everywhere else three linears: of torch.nn.functional, which cuBLAS does well, or three `linear_8bit`. No
+gradient: under autograd the reference runs.
 """
 
 from __future__ import annotations
@@ -14,30 +15,41 @@ import torch
 
 from . import gemm_hopper, reference
 from .dispatch import kernel_op, use_triton
-from .gemm import check_linear
+from .gemm import check_dtype, check_linear
+from .linear_8bit import _linear_8bit
+from .quantized import Quantized, QuantizedWeight
 
 
 def linear_qkv(
-    a: torch.Tensor,
-    weights: Sequence[torch.Tensor],
+    a: torch.Tensor | Quantized,
+    weights: Sequence[torch.Tensor | QuantizedWeight],
     biases: Sequence[torch.Tensor | None],
     *,
+    dtype: torch.dtype | None = None,
     implementation: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``a Wᵀ + b`` for a [..., K], three weights [N, K] and three biases [N] or three None; returns three [..., N].
 
+    a, weights: a Quantized and three QuantizedWeight of one format, or tensors all.
+    dtype: of the results of a Quantized, fp32, fp16 or bf16; None: bf16. Other results have a's.
     implementation: "auto", "triton" or "torch" (see dispatch.py).
     Raises ValueError for shapes, dtypes or devices that do not fit together.
     """
-    if len(weights) != 3 or len({weight.shape for weight in weights}) > 1:
-        raise ValueError(f"linear_qkv: weights have the shapes {_shapes(weights)}; they must be three of one [N, K].")
+    matrices = [weight.values if isinstance(weight, QuantizedWeight) else weight for weight in weights]
+    if len(matrices) != 3 or len({weight.shape for weight in matrices}) > 1:
+        raise ValueError(f"linear_qkv: weights have the shapes {_shapes(matrices)}; they must be three of one [N, K].")
     if len(biases) != 3 or len({bias is None for bias in biases}) > 1:
         raise ValueError(f"linear_qkv: biases have the shapes {_shapes(biases)}; they must be three of [N] or None.")
     for weight, bias in zip(weights, biases, strict=True):
         check_linear("linear_qkv", a, weight, bias)
-    if not use_triton(implementation, a, *weights, *biases, has_gradient=False):
-        return reference.linear_qkv(a, weights, biases)
-    return _linear_qkv(a, *weights, *biases)
+    dtype = check_dtype("linear_qkv", dtype, a)
+    if isinstance(a, Quantized):
+        tensors = (a.values, *matrices, *biases, a.scale, *(weight.scale for weight in weights))
+        fused = use_triton(implementation, *tensors, has_gradient=False, formats=(a.values.dtype,))
+    else:
+        tensors = (a, *matrices, *biases, *(None,) * 4)
+        fused = use_triton(implementation, *tensors, has_gradient=False)
+    return _linear_qkv(*tensors, dtype) if fused else reference.linear_qkv(a, weights, biases, dtype)
 
 
 def _shapes(tensors: Sequence[torch.Tensor | None]) -> str:
@@ -53,18 +65,28 @@ def _linear_qkv(
     bias_q: torch.Tensor | None,
     bias_k: torch.Tensor | None,
     bias_v: torch.Tensor | None,
+    a_scale: torch.Tensor | None,
+    scale_q: torch.Tensor | None,
+    scale_k: torch.Tensor | None,
+    scale_v: torch.Tensor | None,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     # Arguments one by one: in a list, a KernelOp would not see those that need the custom op.
-    weights, biases = (weight_q, weight_k, weight_v), (bias_q, bias_k, bias_v)
+    weights, biases, scales = (weight_q, weight_k, weight_v), (bias_q, bias_k, bias_v), (scale_q, scale_k, scale_v)
     matrix = a.reshape(-1, a.shape[-1])
-    if gemm_hopper.why_not(matrix, *weights) is not None:
-        return reference.linear_qkv(a, weights, biases)
-    outs = tuple(a.new_empty(*a.shape[:-1], len(weight)) for weight in weights)
+    if gemm_hopper.why_not(matrix, *weights, dtype=dtype) is not None:
+        if a_scale is None:
+            return reference.linear_qkv(a, weights, biases)
+        each = zip(weights, biases, scales, strict=True)
+        return tuple(_linear_8bit(a, weight, bias, a_scale, scale, dtype) for weight, bias, scale in each)
+    outs = tuple(a.new_empty(*a.shape[:-1], len(weight), dtype=dtype) for weight in weights)
     biases = [None if bias is None else bias.contiguous() for bias in biases]
-    gemm_hopper.launch_three(matrix, weights, biases, [out.view(len(matrix), -1) for out in outs])
+    if a_scale is not None:
+        a_scale, *scales = (scale.reshape(-1).contiguous() for scale in (a_scale, *scales))
+    gemm_hopper.launch_three(matrix, weights, biases, [out.view(len(matrix), -1) for out in outs], (a_scale, *scales))
     return outs
 
 
 @_linear_qkv.register_fake
-def _(a, weight_q, *_):
-    return tuple(a.new_empty(*a.shape[:-1], weight_q.shape[0]) for _ in range(3))
+def _(a, weight_q, *others):
+    return tuple(a.new_empty(*a.shape[:-1], weight_q.shape[0], dtype=others[-1]) for _ in range(3))

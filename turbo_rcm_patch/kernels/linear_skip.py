@@ -1,8 +1,9 @@
 """linear_skip: a projection that ends in the skip, ``c_skip ⊙ residual + c_out ⊙ (a Wᵀ + b)``, in one GEMM.
 
-a [B, S, K], W [C, K], b [C] of one dtype (fp32, fp16, bf16); residual [B, S, C]; coefficients over [B|1, S|1, C|1].
+a [B, S, K], W [C, K], b [C] of one dtype (fp32, fp16, bf16), or a and W in 8 bits (quantized.py) and b of any of them;
+residual [B, S, C]; coefficients over [B|1, S|1, C|1].
 The epilogue is fp32 and the result, in the residual's dtype or another one, is rounded once. With a gradient for every
-tensor.
+tensor, unless they have 8 bits: then the reference runs under autograd.
 The skip is eq. 7 of Karras et al. 2022, Elucidating the Design Space of Diffusion-Based Generative Models.
 """
 
@@ -26,13 +27,14 @@ from .coefficient import (
     split_runs,
 )
 from .dispatch import check_result, kernel_op, use_triton
-from .gemm import check_linear, gemm, launch
+from .gemm import check_linear, flat_scales, gemm, launch, split_scales
+from .quantized import Quantized, QuantizedWeight
 from .saturation import flag_for, saturate
 
 
 def linear_skip(
-    a: torch.Tensor,
-    weight: torch.Tensor,
+    a: torch.Tensor | Quantized,
+    weight: torch.Tensor | QuantizedWeight,
     bias: torch.Tensor | None,
     residual: torch.Tensor,
     *,
@@ -46,32 +48,40 @@ def linear_skip(
     """``c_skip ⊙ residual + c_out ⊙ (a Wᵀ + b)``, shaped like the residual.
 
     a: [B, S, K], or [S, K] as one sample. weight: [C, K]. bias: [C] or None. residual: [B, S, C] ([S, C]).
+        a and weight are a Quantized and a QuantizedWeight of one format, or neither.
     c_skip, c_out: a number, 0-d, per sample [B], per channel [C] or [B, 1, C], per token [B, S, C]. c_out may be Runs.
     dtype: of the result, fp32, fp16 or bf16; None: the residual's.
     residual_scale, result_scale: what the residual was, and the result is to be, divided by: room for large values in
         fp16. Positive. An fp16 result of another scale than 1 saturates (see saturation.py).
     implementation: "auto", "triton" or "torch" (see dispatch.py).
 
-    Differentiable in every tensor; with Runs the reference is. Raises ValueError for other dtypes and scales, and for
+    Differentiable in every tensor; with Runs or 8 bits the reference is. Raises ValueError for other dtypes and scales, and for
     shapes, dtypes or devices that do not fit together.
     """
     check_linear("linear_skip", a, weight, bias)
-    if a.dim() not in (2, 3):
-        raise ValueError(f"linear_skip: a has shape {list(a.shape)}; accepted are [B, S, K] and [S, K].")
-    expected = [*a.shape[:-1], weight.shape[0]]
+    values, weight_values, scales = split_scales(a, weight)
+    if values.dim() not in (2, 3):
+        raise ValueError(f"linear_skip: a has shape {list(values.shape)}; accepted are [B, S, K] and [S, K].")
+    expected = [*values.shape[:-1], weight_values.shape[0]]
     if list(residual.shape) != expected:
         raise ValueError(f"linear_skip: residual has shape {list(residual.shape)} but the output is {expected}.")
     check_result("linear_skip", dtype, residual.dtype, residual_scale=residual_scale, result_scale=result_scale)
-    if a.dim() == 2:
+    if values.dim() == 2:
+        sample = Quantized(values[None], a.scale[None]) if isinstance(a, Quantized) else a[None]
         arguments = {"c_skip": c_skip, "c_out": c_out, "dtype": dtype, "implementation": implementation}
         arguments |= {"residual_scale": residual_scale, "result_scale": result_scale}
-        return linear_skip(a[None], weight, bias, residual[None], **arguments)[0]
+        return linear_skip(sample, weight, bias, residual[None], **arguments)[0]
     c_skip = canonical_coefficient("c_skip", c_skip, *residual.shape, residual.device)
     c_out, starts = split_runs("c_out", c_out, *residual.shape, residual.device)
-    tensors = (a, weight, bias, residual, c_skip, c_out)
-    fused = use_triton(implementation, *tensors, has_gradient=starts is None)
-    op = _linear_skip if fused else reference.linear_skip
-    return op(*tensors, dtype or residual.dtype, residual_scale, result_scale, starts)
+    tensors = (values, weight_values, bias, residual, c_skip, c_out)
+    options = (dtype or residual.dtype, residual_scale, result_scale, starts)
+    if isinstance(a, Quantized):
+        fused = use_triton(implementation, *tensors, *scales, has_gradient=False, formats=(values.dtype,))
+    else:
+        fused = use_triton(implementation, *tensors, has_gradient=starts is None)
+    if fused:
+        return _linear_skip(*tensors, *options, *scales)
+    return reference.linear_skip(a, weight, *tensors[2:], *options)
 
 
 @kernel_op("linear_skip")
@@ -86,6 +96,8 @@ def _linear_skip(
     residual_scale: float,
     result_scale: float,
     starts: torch.Tensor | None = None,
+    a_scale: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     B, S, C = residual.shape
     out = torch.empty_like(residual, dtype=dtype, memory_format=torch.contiguous_format)
@@ -99,23 +111,25 @@ def _linear_skip(
     skip = {"samples": samples, "residual": residual, "c_skip": c_skip, "c_out": c_out, "starts": starts}
     factors = residual_scale / result_scale, 1 / result_scale
     flag = flag_for(dtype, result_scale, out.device)
+    scales = flat_scales(a_scale, weight_scale)
     if gemm_hopper.why_not(a, weight, dtype=dtype, **skip) is None:
-        gemm_hopper.launch(a, weight, bias, out.view(B * S, C), factors=factors, flag=flag, **skip)
+        gemm_hopper.launch(a, weight, bias, out.view(B * S, C), factors=factors, flag=flag, scales=scales, **skip)
     else:
         coefficients = (c_skip, c_out, *factors, *coefficient_strides(c_skip), *coefficient_strides(c_out))
         coefficients += (starts, count_runs(starts), flag)
         kinds = (coefficient_kind(c_skip), coefficient_kind(c_out, starts), search_steps(starts))
-        launch(_linear_skip_kernel, a, weight, samples, bias, residual, out, *coefficients, KINDS=kinds)
+        arguments = (bias, residual, out, *coefficients)
+        launch(_linear_skip_kernel, a, weight, samples, *arguments, scales=scales, KINDS=kinds)
     return out
 
 
 @_linear_skip.register_fake
-def _(a, weight, bias, residual, c_skip, c_out, dtype, residual_scale, result_scale, starts=None):
+def _(a, weight, bias, residual, c_skip, c_out, dtype, *_):
     return torch.empty_like(residual, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _setup_context(ctx, inputs, output):
-    a, weight, bias, residual, c_skip, c_out, _, *ctx.scales, _ = inputs
+    a, weight, bias, residual, c_skip, c_out, _, *ctx.scales, _, _, _ = inputs
     needs_a, needs_weight, _, _, needs_c_skip, needs_c_out = ctx.needs_input_grad[:6]
     ctx.save_for_backward(
         a if needs_weight or needs_c_out else None,
@@ -153,7 +167,7 @@ def _backward(ctx, grad):
     if needs_c_out:
         linear = torch.nn.functional.linear(a, weight, bias)
         d_c_out = (wide * linear).sum_to_size(c_out.shape).to(c_out.dtype)
-    return d_a, d_weight, d_bias, d_residual, d_c_skip, d_c_out, None, None, None, None
+    return d_a, d_weight, d_bias, d_residual, d_c_skip, d_c_out, *(None,) * 6
 
 
 _linear_skip.register_autograd(_backward, setup_context=_setup_context)
@@ -161,7 +175,7 @@ _linear_skip.register_autograd(_backward, setup_context=_setup_context)
 
 @triton.jit(do_not_specialize=("runs",))
 def _linear_skip_kernel(
-    a, weight, samples, M, N, K, stride_a, stride_w,
+    a, weight, samples, M, N, K, stride_a, stride_w, a_scale, w_scale,
     bias, residual, out, c_skip, c_out, skip_factor, out_factor,
     skip_stride_b, skip_stride_s, skip_stride_c, out_stride_b, out_stride_s, out_stride_c,
     starts, runs, flag,
@@ -173,7 +187,7 @@ def _linear_skip_kernel(
     coefficients = (c_skip, c_out, skip_factor, out_factor, skip_strides, out_strides, starts, runs)
     arguments = (bias, residual, out, flag, coefficients)
     gemm(
-        a, weight, samples, M, N, K, stride_a, stride_w, _store_skip, arguments, KINDS,
+        a, weight, samples, M, N, K, stride_a, stride_w, (a_scale, w_scale), _store_skip, arguments, KINDS,
         DESCRIPTORS, ROWS, COLUMNS, DEPTH,
     )  # fmt: skip
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from .quantized import FP8, LARGEST, TINY, Quantized, QuantizedWeight, round_to
 from .saturation import saturate_reference, saturates
 
 
@@ -79,9 +80,18 @@ def attention(
     return skip(residual.flatten(2), output.flatten(2), c_skip, c_out).view(residual.shape)
 
 
+def linear(
+    a: torch.Tensor | Quantized, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """``a Wᵀ + b`` for a [..., K], weight [C, K], bias [C]; in fp32 where a and weight have 8 bits."""
+    if isinstance(a, Quantized):
+        a, weight, bias = a.dequantize(), weight.dequantize(), None if bias is None else bias.float()
+    return F.linear(a, weight, bias)
+
+
 def linear_skip(
-    a: torch.Tensor,
-    weight: torch.Tensor,
+    a: torch.Tensor | Quantized,
+    weight: torch.Tensor | QuantizedWeight,
     bias: torch.Tensor | None,
     residual: torch.Tensor,
     c_skip: torch.Tensor | None,
@@ -93,7 +103,7 @@ def linear_skip(
 ) -> torch.Tensor:
     """``c_skip ⊙ residual + c_out ⊙ (a Wᵀ + b)`` for a [B, S, K], weight [C, K], bias [C], residual [B, S, C]; dtype,
     scales and starts as in `skip`."""
-    return skip(residual, F.linear(a, weight, bias), c_skip, c_out, dtype, residual_scale, result_scale, starts)
+    return skip(residual, linear(a, weight, bias), c_skip, c_out, dtype, residual_scale, result_scale, starts)
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
@@ -101,16 +111,36 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh").contiguous()
 
 
-def linear_gelu(a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``gelu_tanh(a Wᵀ + b)`` for a [B, S, K], weight [C, K], bias [C]."""
-    return gelu(F.linear(a, weight, bias))
+def linear_gelu(
+    a: torch.Tensor | Quantized,
+    weight: torch.Tensor | QuantizedWeight,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """``gelu_tanh(a Wᵀ + b)`` for a [..., K], weight [C, K], bias [C]; in dtype, or the sum's."""
+    result = gelu(linear(a, weight, bias))
+    return result if dtype is None else result.to(dtype)
+
+
+def linear_gelu_quantized(
+    a: Quantized, weight: QuantizedWeight, bias: torch.Tensor | None, bias_bound: torch.Tensor
+) -> Quantized:
+    """`linear_gelu` in e4m3, each row's scale from the bound ``‖a‖ max‖w‖ + max|b|`` (bias_bound, 0-d) on its values,
+    by Cauchy and Schwarz and because ``|gelu(z)| ≤ |z|``. The error of e4m3 is relative: a bound far above the values
+    costs nothing down to its subnormal numbers, at 2⁻¹⁵ of the bound."""
+    scale = ((a.norm * weight.norm + bias_bound) / LARGEST[FP8]).clamp_min(TINY)
+    return Quantized(round_to(linear_gelu(a, weight, bias) / scale[..., None], FP8), scale)
 
 
 def linear_qkv(
-    a: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+    a: torch.Tensor | Quantized,
+    weights: Sequence[torch.Tensor | QuantizedWeight],
+    biases: Sequence[torch.Tensor | None],
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """``a Wᵀ + b`` for a [..., K] and every weight [N, K] with its bias [N] or None."""
-    return tuple(F.linear(a, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    """``a Wᵀ + b`` for a [..., K] and every weight [N, K] with its bias [N] or None; in dtype, or the sums'."""
+    results = (linear(a, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    return tuple(result if dtype is None else result.to(dtype) for result in results)
 
 
 def layer_norm_modulate(

@@ -57,8 +57,8 @@ def _identity(norm, stored, dtype, x, scale=None, shift=None):
 
 
 def _layer_norm(norm, stored, dtype, quantized, implementation, x, scale=None, shift=None):
-    options = {"eps": norm.eps / stored.scale**2, "dtype": dtype, "implementation": implementation}
-    options |= {"quantized": quantized}
+    result = {"dtype": dtype} if quantized is None else {"quantized": quantized}
+    options = {"eps": norm.eps / stored.scale**2, "implementation": implementation, **result}
     return kernels.layer_norm_modulate(x, weight=norm.weight, bias=norm.bias, scale=scale, shift=shift, **options)
 
 

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from .. import kernels
-from ..kernels import FP8, Quantized
+from ..kernels import FP8, INT8, Quantized
 from ..tiers import QUANTIZED
 from .plan import MODULE, REFERENCE, Call, Step
 from .quantized_weights import bias_bound, quantized_weight, why_not_read
 
+NAMES = {FP8: "e4m3", INT8: "int8"}
 Activation = torch.Tensor | Quantized
 
 
@@ -56,7 +57,7 @@ def projection(linear: nn.Linear, by_module: Callable, call: Call) -> Step:
 def _linear(linear, dtype, implementation, x):
     weight = quantized_weight(linear)
     x = in_8_bits(x, weight.format, implementation)
-    return kernels.linear(x, weight, linear.bias, dtype=dtype, implementation=implementation)
+    return kernels.linear_8bit(x, weight, linear.bias, dtype=dtype, implementation=implementation)
 
 
 def projection_with_skip(
@@ -104,8 +105,11 @@ def _step(run: Callable, linear: nn.Linear, call: Call, weights: int = 1) -> Ste
     kernel = REFERENCE
     if reason is None:
         N, K = weight.values.shape
-        name = kernels.gemm_kernel(call.device, weight.format, call.tokens, N, K, weights=weights)
-        kernel = f"{name} {kernels.FORMAT_NAMES[weight.format]}"
+        if weights == 3:
+            kernel, _ = kernels.linear_qkv_kernel(call.device, weight.format, call.tokens, N, K)
+        else:
+            kernel = kernels.gemm_kernel(call.device, weight.format, call.tokens, N, K)
+        kernel = f"{kernel} {NAMES[weight.format]}"
     return Step(partial(run, implementation), kernel, reason, takes=weight.format)
 
 
