@@ -50,6 +50,11 @@ class QuantizedQKV(NamedTuple):
     v_scale: torch.Tensor
     dtype: torch.dtype
 
+    def dequantize_qk(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """q times the softmax's scale and k less its mean, [B, S, H, D] in fp32: what the scores are made of."""
+        q = self.q.float() * (self.q_scale / LOG2_E)[..., None]
+        return q, self.k.float() * reference.per_token(self.k_scale, self.k.shape[1])[..., None]
+
 
 def quantize_qkv(
     q: torch.Tensor,

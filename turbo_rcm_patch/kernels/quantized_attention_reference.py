@@ -68,7 +68,7 @@ def attention_8bit(
     the result is divided by it and rounded to e4m3.
     """
     tokens = q.shape[1]
-    keys = (k.float() * _per_token(k_scale, tokens)[..., None]).transpose(1, 2)
+    keys = (k.float() * per_token(k_scale, tokens)[..., None]).transpose(1, 2)
     queries = (q.float() * q_scale[..., None]).transpose(1, 2)
     values = _untranspose(v, tokens) if v.dtype == FP8 else v.float()
     values = values.transpose(1, 2)
@@ -118,7 +118,7 @@ def _pad_tokens(x: torch.Tensor) -> torch.Tensor:
     return F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % KEY_GROUP))
 
 
-def _per_token(scale: torch.Tensor, tokens: int) -> torch.Tensor:
+def per_token(scale: torch.Tensor, tokens: int) -> torch.Tensor:
     """k's scale [B, H, groups] as [B, tokens, H]."""
     return scale.repeat_interleave(KEY_GROUP, 2)[..., :tokens].mT
 

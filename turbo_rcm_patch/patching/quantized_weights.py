@@ -159,6 +159,15 @@ def _give_back(linear: nn.Linear) -> None:
         hook.original_devices.setdefault("weight", weight.device)
 
 
+def forget_8_bits(linear: nn.Linear) -> None:
+    """Make a linear that shares nothing with the one it is a copy of one with a plain weight."""
+    weight = vars(linear).pop("weight")
+    linear._parameters["weight"] = nn.Parameter(weight.detach().clone(), requires_grad=False)
+    vars(linear).pop(VERSION)
+    for name in BUFFERS:
+        del linear._buffers[name]
+
+
 def _capability(device: torch.device) -> tuple[int, int] | None:
     """Of a weight's GPU; of a weight on the CPU, of the GPU that it may go to."""
     device = _fastest(device)
