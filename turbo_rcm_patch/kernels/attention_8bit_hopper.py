@@ -14,7 +14,7 @@ import triton
 
 from . import attention_hopper
 from .attention_hopper import HEAD_DIMS, _join_parts, make_schedule
-from .dispatch import HOPPER_DTYPES, device_properties, why_not_hopper
+from .dispatch import device_properties, why_not_hopper
 from .launch import launch_kernel
 from .quantized import FP8
 from .tma import head_strides
