@@ -39,7 +39,6 @@ from .attention_hopper_kernel import (
     _locate,
     _opaque,
     _release,
-    _sum_in_threads,
     _wait_until_empty,
 )
 from .gluon_names import tma_load, tma_store
@@ -142,15 +141,12 @@ def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scales):
     if INDEX == CONSUMERS - 1:
         _end_turn(INDEX)
     for use in range(_items_of_program(items)):
-        item, sample, head, row, first, end = _locate(use, sizes)
-        row += INDEX * QUERIES
+        _item, sample, head, row, first, end = _locate(use, sizes)
         key_tiles = end - first
-        keys = kv_tokens - (end - 1) * KEYS  # of the last tile, which comes first
-        partial = gl.where(keys < KEYS, key_tiles, 0)
-        rows = row + gl.arange(0, QUERIES, layout=ROWS)
+        partial = gl.where(end * KEYS > kv_tokens, key_tiles, 0)  # the last tile, which comes first
+        rows = row + INDEX * QUERIES + _opaque(gl.arange(0, QUERIES, layout=ROWS))
         row_scale = gl.load(q_scale + (sample.to(gl.int64) * tokens + rows) * heads + head, mask=rows < tokens, other=1)
-        key_scales = k_scale + (sample * heads + head) * gl.cdiv(kv_tokens, KEYS) + first
-        key_scale = gl.load(key_scales + key_tiles - 1)
+        key_scales = (sample * heads + head) * gl.cdiv(kv_tokens, KEYS) + first - 1
         mbarrier.wait(q_full.index(INDEX), use & 1)
         queries = q_smem.index(INDEX).reshape([QUERIES, HEAD_DIM])
         row_max = gl.full([QUERIES], float("-inf"), gl.float32, ROWS)
@@ -164,13 +160,13 @@ def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scales):
             keys_t = k_smem.index(stage).reshape([KEYS, HEAD_DIM]).permute((1, 0))
             scores = warpgroup_mma(queries, keys_t, start, is_async=True)
             _end_turn(INDEX)
-            unit = row_scale * key_scale
-            key_scale = gl.load(key_scales + gl.maximum(rest - 2, 0))
+            key_scale = gl.load(k_scale + key_scales + rest)
             scores = warpgroup_mma_wait(0, deps=(scores,))
             _release(K_EMPTY + stage)
             scores = scores.to(gl.float32, bitcast=True)
             if rest == partial:  # this branch also keeps ptxas from moving the release below the softmax
-                scores = _mask(scores, keys)
+                scores = _mask(scores, kv_tokens % KEYS)
+            unit = row_scale * key_scale
             new_max = gl.maximum(row_max, (gl.max(scores, 1) - MAGIC) * unit)
             weights = gl.exp2(scores * unit[:, None] - (unit * MAGIC + (new_max - LOG2_LARGEST))[:, None])
             correction = gl.exp2(row_max - new_max)
@@ -187,9 +183,11 @@ def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scales):
             i += 1
         mbarrier.arrive(q_empty.index(INDEX), count=1)
 
+        # Again, and opaque: none of it is held in registers over the loop.
+        item, sample, head, row, _first, _end = _locate(_opaque(use), sizes)
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROWS)
         acc = acc * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, OUTPUT))[:, None]
-        columns = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUTPUT))
+        columns = _opaque(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUTPUT)))
         channel_scale = gl.load(v_scale + (sample * heads + head) * HEAD_DIM + columns)
         if out_scale is not None:
             channel_scale *= 1.0 / gl.load(out_scale + sample)
@@ -199,15 +197,22 @@ def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scales):
             staged = out_smem.index(INDEX)
             staged.reshape([QUERIES, HEAD_DIM]).store(acc.to(out.dtype))
             fence_async_shared()
-            tma_store(out, [sample, head, row, 0], staged)
+            tma_store(out, [sample, head, row + INDEX * QUERIES, 0], staged)
         if partial_out is not None and item >= whole:
             corner = (item - whole).to(gl.int64) * (CONSUMERS * QUERIES) + INDEX * QUERIES
-            gl.store(partial_lse + corner + gl.arange(0, QUERIES, layout=ROWS), row_max + gl.log2(row_sum))
-            part_rows = gl.arange(0, QUERIES, layout=gl.SliceLayout(1, OUTPUT))[:, None]
-            gl.store(partial_out + corner * HEAD_DIM + _opaque(part_rows) * HEAD_DIM + columns[None, :], acc)
+            part_rows = _opaque(gl.arange(0, QUERIES, layout=ROWS))
+            gl.store(partial_lse + corner + part_rows, row_max + gl.log2(row_sum))
+            part_rows = _opaque(gl.arange(0, QUERIES, layout=gl.SliceLayout(1, OUTPUT)))[:, None]
+            gl.store(partial_out + corner * HEAD_DIM + part_rows * HEAD_DIM + columns[None, :], acc)
     if INDEX == 0:
         _begin_turn(INDEX)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _sum_in_threads(x):
+    """[rows, columns] to [rows, 4]: what one thread has of a row. The threads of a row meet only at the end."""
+    return gl.sum(gl.sum(x.reshape([x.shape[0], x.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit

@@ -27,6 +27,7 @@ from .rows import row_grid, row_tile
 
 HEAD_DIMS = (64, 128)
 HEADS_AT_A_TIME = 4  # whose k and v one program writes: they share cos and sin
+KV_WARPS = 8
 REDUCED_CHANNELS, REDUCED_ROWS = 32, 32
 MAGIC = tl.constexpr(12582912.0)  # 1.5 · 2^23: added to |x| < 2^22 it leaves x's nearest integer in the last bits
 MAGIC_BITS = tl.constexpr(0x4B400000)
@@ -255,7 +256,7 @@ def _quantize_kv(k, v, weight, cos, sin, heads, eps, out_k, k_scale, out_v, v_sc
         GROUP=KEY_GROUP,
         HEADS_AT_A_TIME=HEADS_AT_A_TIME,
         TRANSPOSED=out_v.dtype == FP8,
-        num_warps=8,
+        num_warps=KV_WARPS,
         **options,
     )
 
