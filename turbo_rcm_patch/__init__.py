@@ -15,6 +15,7 @@ _HOME_OF = {
     "Patch": "patching",
     "PatchError": "patching",
     "use_rcm": "patching",
+    "load_converted": "patching",
     "PatchConfig": "config",
     "PRESETS": "config",
     "RCMScheduler": "scheduler",

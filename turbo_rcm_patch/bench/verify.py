@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 
 from ..config import PatchConfig, resolve_config
 from ..patching import patch
-from ..patching.quantized_weights import forget_8_bits, is_quantized
+from ..patching.quantized_linear import QuantizedLinear
+from ..patching.quantized_weights import is_quantized
 from ..tiers import EXACT, QUANTIZED, ErrorLimits, is_low_precision
 from .metrics import relative_l2
 from .parts import SUB_LAYERS, part_errors
@@ -257,7 +258,7 @@ def _class_copy(block: nn.Module) -> nn.Module:
         for name in [name for name in vars(module) if callable(getattr(type(module), name, None))]:
             del module.__dict__[name]  # what a patch binds in place of the class's methods
         if is_quantized(module):
-            forget_8_bits(module)
+            QuantizedLinear.forget(module)
     return twin
 
 

@@ -123,12 +123,10 @@ def _put_weights_in_8_bits(journal: Journal, transformer: torch.nn.Module, confi
 
 def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal, str, torch.nn.Module], None]) -> Patch:
     """`patch`, where ``prepare(journal, name, transformer)`` changes the weights of each transformer."""
-    transformers = _transformers_of(target)
-    problems = [p for name, model in transformers.items() for p in _problems(name, model)]
+    transformers = transformers_of(target)
+    check_patchable(transformers)
     if config.exact_steps is not None and isinstance(target, torch.nn.Module):
-        problems.append("exact_steps needs a pipeline, whose scheduler counts the steps; patch that.")
-    if problems:
-        raise PatchError("cannot patch: " + " ".join(problems))
+        raise PatchError("cannot patch: exact_steps needs a pipeline, whose scheduler counts the steps; patch that.")
     steps = None if isinstance(target, torch.nn.Module) else Steps(target)
     journals = []
     try:
@@ -145,8 +143,9 @@ def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal,
             journal.undo()
         raise
     if not config.restorable:  # only now that nothing can fail any more
-        for model in transformers.values():
+        for model, journal in zip(transformers.values(), journals, strict=True):
             free_originals(model)
+            journal.forget_parameters()
     return Patch(transformers, config)
 
 
@@ -155,14 +154,22 @@ def restore(target: object) -> None:
 
     Raises PatchError when none of them is patched, or when a hook of an unknown kind holds a patched forward.
     """
-    transformers = {name: getattr(m, "_orig_mod", m) for name, m in _transformers_of(target).items()}
+    transformers = {name: getattr(m, "_orig_mod", m) for name, m in transformers_of(target).items()}
     patched = {name: model for name, model in transformers.items() if _JOURNAL in model.__dict__}
     if not patched:
         raise PatchError(f"nothing to restore: {', '.join(transformers)} is not patched.")
     _restore(patched)
 
 
-def _transformers_of(target: object) -> dict[str, torch.nn.Module]:
+def check_patchable(transformers: dict[str, torch.nn.Module]) -> None:
+    """Raise PatchError with everything that stands against patching these models."""
+    problems = [p for name, model in transformers.items() for p in _problems(name, model)]
+    if problems:
+        raise PatchError("cannot patch: " + " ".join(problems))
+
+
+def transformers_of(target: object) -> dict[str, torch.nn.Module]:
+    """The transformers of a pipeline by their names, or the one given. Raises PatchError where there is none."""
     if isinstance(target, torch.nn.Module):
         return {"transformer": target}
     names = ("transformer", "transformer_2")

@@ -20,24 +20,24 @@ FREED = (
 
 
 class EightBitWeight(torch.Tensor):
-    """A weight [N, K] on the device and in the dtype that the model takes it to have.
+    """The weight [N, K] of a QuantizedLinear, on the device and in the dtype that the model takes it to have.
 
     original: the Parameter that it stands for, on the CPU; on "meta" where its values were freed, and then reading and
-    writing raise RuntimeError. changed: called after every write. view: for what indexing and the like give, that part
-    of the original.
+    writing raise RuntimeError. linear: converts it anew after every write. view: for what indexing and the like give,
+    that part of the original.
     """
 
     # Results of functions are plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, original, device, dtype, changed, view=None):
+    def __new__(cls, original, device, dtype, linear, view=None):
         shown = original if view is None else view
         layout = {"strides": shown.stride(), "storage_offset": shown.storage_offset()}
         return torch.Tensor._make_wrapper_subclass(cls, shown.shape, dtype=dtype, device=device, **layout)
 
-    def __init__(self, original: nn.Parameter, device: torch.device, dtype: torch.dtype, changed, view=None):
-        self.original, self.changed, self._view = original, changed, view
+    def __init__(self, original: nn.Parameter, device: torch.device, dtype: torch.dtype, linear, view=None):
+        self.original, self.linear, self._view = original, linear, view
         self._is_param = view is None  # what isinstance(..., nn.Parameter) asks
 
     @property
@@ -52,9 +52,9 @@ class EightBitWeight(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if isinstance(value, EightBitWeight) and value.original is self.original:
-            if value.shape == self.shape and value.stride() == self.stride():
-                return  # what ``weight.data += x`` assigns last
+        is_alias = isinstance(value, EightBitWeight) and value.original is self.original
+        if is_alias and value.shape == self.shape and value.stride() == self.stride():
+            return  # what ``weight.data += x`` assigns last
         if value.shape != self.shape:
             raise RuntimeError(f"a weight of shape {tuple(self.shape)} in 8 bits cannot become {tuple(value.shape)}.")
         with torch.no_grad():
@@ -67,7 +67,7 @@ class EightBitWeight(torch.Tensor):
     def _part(self, view: torch.Tensor) -> EightBitWeight:
         """A view of the original as the model takes that to be."""
         dtype = self.dtype if view.dtype == self.original.dtype else view.dtype
-        return EightBitWeight(self.original, self.device, dtype, self.changed, view)
+        return EightBitWeight(self.original, self.device, dtype, self.linear, view)
 
     def _values(self) -> torch.Tensor:
         """What it holds, where and as the model takes it to be."""
@@ -76,7 +76,7 @@ class EightBitWeight(torch.Tensor):
 
     def moved(self, device: torch.device, dtype: torch.dtype) -> EightBitWeight:
         """Itself, from now on taken to be there; no value is moved."""
-        twin = EightBitWeight(self.original, device, dtype, self.changed)
+        twin = EightBitWeight(self.original, device, dtype, self.linear)
         if "meta" in (device.type, self.device.type):
             return twin  # torch makes no tensor one of another kind
         torch.Tensor.data.__set__(self, twin)
@@ -105,18 +105,17 @@ class EightBitWeight(torch.Tensor):
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
         """Of a linear's own weight within the linear's copy, that copy's weight; else a plain tensor."""
-        module = self.changed.args[0]
-        if self._view is not None or id(module) not in memo:
+        if self._view is not None or id(self.linear) not in memo:
             return self._values().clone()
-        original, changed = copy.deepcopy(self.original, memo), copy.deepcopy(self.changed, memo)
-        twin = memo[id(self)] = EightBitWeight(original, self.device, self.dtype, changed)
+        original, linear = copy.deepcopy(self.original, memo), memo[id(self.linear)]
+        twin = memo[id(self)] = EightBitWeight(original, self.device, self.dtype, linear)
         return twin
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        """The original and what follows from it, as state: the linear that `changed` is bound to holds this."""
+        """With the linear as state, because that holds this weight."""
         if self._view is not None:
             return self._values().clone().__reduce_ex__(protocol)
-        return _without_state, (self.original, self.device, self.dtype), {"changed": self.changed}
+        return _without_state, (self.original, self.device, self.dtype), {"linear": self.linear}
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
@@ -151,8 +150,8 @@ def _write(op: Callable, args: tuple, kwargs: dict, written: list[torch.Tensor])
         return tensor._alias() if isinstance(tensor, EightBitWeight) else tensor.cpu()
 
     op(*tree_map_only(torch.Tensor, on_cpu, args), **tree_map_only(torch.Tensor, on_cpu, kwargs))
-    for changed in {id(weight.original): weight.changed for weight in written}.values():
-        changed()
+    for linear in {id(weight.linear): weight.linear for weight in written}.values():
+        linear.convert_anew()
     if not op._schema.returns:
         return None
     return written[0] if len(op._schema.returns) == 1 else tuple(written)

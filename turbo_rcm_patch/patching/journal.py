@@ -94,6 +94,10 @@ class Journal:
         self._entries.append(entry)
         entry.holder[entry.name] = entry.value
 
+    def forget_parameters(self) -> None:
+        """Let go of the parameters that others took the place of: these stay."""
+        self._entries = [entry for entry in self._entries if not getattr(entry, "is_parameter", False)]
+
     def captured(self) -> list[tuple[torch.nn.Module, str]]:
         """The (module, name) pairs that no longer hold what was set, nor a known hook's wrapper around it."""
         entries = (entry for entry in self._entries if isinstance(entry, _Entry))

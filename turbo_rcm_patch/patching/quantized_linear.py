@@ -1,0 +1,219 @@
+"""A linear that runs in 8 bits: what nn.Linear becomes, in place, and can become again.
+
+    linear.weight               EightBitWeight: reads and writes the original, and converts it anew
+    linear._parameters          no weight: nothing that moves, shards or offloads parameters finds one to move
+    linear._buffers             values, scale and norm of the 8-bit weight, overwritten in place when it changes
+    state_dict, load_state_dict the original, under its old name
+    linear(x)                   multiplies by the 8-bit weight, or by a Parameter that somebody set in its place
+
+What is written to ``linear.weight`` by any means, loaded, or written to a tensor that `state_dict` returned is
+converted anew. Only a write through ``.data`` of such a tensor is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import MethodType
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..kernels.quantized import QuantizedWeight, quantize_weight
+from .eight_bit_weight import FREED, EightBitWeight
+from .journal import slot_below_hooks
+
+VALUES, SCALE, NORM = BUFFERS = ("weight_8bit", "weight_scale", "weight_norm")  # the parts of a QuantizedWeight
+ROWS = 1024  # converted at a time, in fp32
+
+
+class QuantizedLinear(nn.Linear):
+    """An nn.Linear whose weight is in 8 bits on the model's device, and whose original is on the CPU or freed.
+
+    Made by `begin` from an nn.Linear, which `end` brings back.
+    """
+
+    @staticmethod
+    def begin(linear: nn.Linear, weight: QuantizedWeight) -> None:
+        """Let a linear run with this weight, on its device; the original goes to the CPU."""
+        original = linear._parameters["weight"]
+        dtype = original.dtype
+        if not original.is_meta:
+            original.data = original.data.cpu()
+        slot = slot_below_hooks(linear)
+        linear._parameters["weight"] = None
+        linear._buffers.update(zip(BUFFERS, weight, strict=True))
+        linear._non_persistent_buffers_set.update(BUFFERS)
+        _remember(linear, EightBitWeight(original, weight.values.device, dtype, linear))
+        linear.version = _version(original)  # of the original, when it was converted
+        linear.__class__ = QuantizedLinear
+        if slot is not None:
+            setattr(*slot, MethodType(QuantizedLinear.forward, linear))
+
+    @staticmethod
+    def end(linear: nn.Linear) -> None:
+        """The original in the place of the 8-bit weight, on the device and in the dtype that the model has now; a
+        Parameter that somebody set in its place stays theirs. Nothing for a linear that was not begun."""
+        if not isinstance(linear, QuantizedLinear):
+            return
+        slot, weight = slot_below_hooks(linear), linear.eight_bit
+        for name in BUFFERS:
+            del linear._buffers[name]
+        linear._non_persistent_buffers_set.difference_update(BUFFERS)
+        del linear.eight_bit, linear.version
+        linear.__class__ = nn.Linear
+        if slot is not None:
+            setattr(*slot, MethodType(nn.Linear.forward, linear))
+        if linear._parameters["weight"] is None:
+            _bring_back(linear, weight)
+
+    @staticmethod
+    def forget(copied: QuantizedLinear) -> None:
+        """Make a copy, which nobody else knows, an nn.Linear with a weight of its own."""
+        weight = nn.Parameter(copied.eight_bit.detach().clone(), requires_grad=False)
+        for name in BUFFERS:
+            del copied._buffers[name]
+        del copied.eight_bit, copied.version
+        copied.__class__ = nn.Linear
+        copied._parameters["weight"] = weight
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """What stands for the original, or what somebody set in its place."""
+        replaced = self._parameters["weight"]
+        return self.eight_bit if replaced is None else replaced
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether somebody set another weight since, with which the linear then runs as it is."""
+        return self._parameters["weight"] is not None
+
+    def quantized(self) -> QuantizedWeight:
+        """The 8-bit weight, on the device that it was moved to."""
+        if not torch.compiler.is_compiling() and self._is_stale():
+            self.convert_anew()
+        buffers = self._buffers
+        return QuantizedWeight(buffers[VALUES], buffers[SCALE], buffers[NORM])
+
+    def _is_stale(self) -> bool:
+        """Whether a tensor that `state_dict` returned was written to: it shares the original's memory."""
+        return self.version is not None and self.eight_bit.original._version != self.version
+
+    def convert_anew(self) -> None:
+        """After a write to the original: into the memory of the present 8-bit weight, where CUDA graphs find it."""
+        original, values = self.eight_bit.original, self._buffers[VALUES]
+        with torch.no_grad():
+            for name, tensor in zip(BUFFERS, convert(original, values.dtype, values.device), strict=True):
+                self._buffers[name].copy_(tensor)
+        self.version = _version(original)
+
+    def free_original(self) -> None:
+        """Let go of the original's values, for good."""
+        original = self.eight_bit.original
+        self.eight_bit.original = nn.Parameter(torch.empty_like(original, device="meta"), original.requires_grad)
+        self.version = _version(self.eight_bit.original)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """As nn.Linear's; the 8-bit weight comes to the input where offloading let it rest elsewhere."""
+        if not isinstance(self, QuantizedLinear) or self.is_replaced:  # a hook kept this method beyond `end`
+            return F.linear(input, self.weight, self.bias)
+        here = QuantizedWeight(*(tensor.to(input.device, non_blocking=True) for tensor in self.quantized()))
+        return F.linear(input, here.dequantize(input.dtype), self.bias)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> QuantizedLinear:
+        """As nn.Module's, which moves and casts: the 8-bit weight is moved only, and the original is not even that."""
+        tensors = {name: self._buffers[name] for name in BUFFERS}
+        try:
+            self._buffers.update(dict.fromkeys(BUFFERS))  # None is left alone
+            super()._apply(fn, recurse)
+        finally:
+            self._buffers.update(tensors)
+        becomes = fn(torch.empty(0, dtype=self.eight_bit.dtype, device=tensors[VALUES].device))
+        self._buffers.update({name: tensor.to(becomes.device) for name, tensor in tensors.items()})
+        _remember(self, self.eight_bit.moved(becomes.device, becomes.dtype))
+        return self
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        if not self.is_replaced:
+            if self.eight_bit.freed:
+                raise RuntimeError(f"{prefix}weight: {FREED}")
+            original = self.eight_bit.original.to(dtype=self.eight_bit.dtype)
+            destination[f"{prefix}weight"] = original if keep_vars else original.detach()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, local_metadata: dict, *rest: object) -> None:
+        """Into the original. With ``assign=True`` what is loaded becomes the original."""
+        if self.is_replaced:
+            return super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+        self._parameters["weight"] = self.eight_bit
+        try:
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+        finally:
+            loaded, self._parameters["weight"] = self._parameters["weight"], None
+        if loaded is not self.eight_bit:
+            self._adopt(loaded)
+
+    def _adopt(self, original: nn.Parameter) -> None:
+        freed = self.eight_bit.freed
+        original.data = original.data.cpu()
+        self.eight_bit.original = original
+        _remember(self, self.eight_bit.moved(self.eight_bit.device, original.dtype))
+        self.convert_anew()
+        if freed:
+            self.free_original()
+
+    def named_buffers(self, *arguments: object, **options: object) -> Iterator[tuple[str, torch.Tensor]]:
+        """Without the 8-bit weight, when a linear itself is asked; a model or a block lists it.
+
+        Offloading by layers asks, and accelerate's keeps buffers on the GPU for good: `forward` brings the 8-bit weight
+        there only while it runs.
+        """
+        every = super().named_buffers(*arguments, **options)
+        return ((name, buffer) for name, buffer in every if name.rpartition(".")[2] not in BUFFERS)
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        """With the values as bytes: plain pickle does not bring back a tensor in e4m3."""
+        make, arguments, state, *_ = super().__reduce_ex__(protocol)
+        state = dict(state)
+        buffers = dict(state.pop("_buffers"))
+        values = buffers.pop(VALUES)
+        return _with_buffers, (make, arguments, buffers, values.view(torch.uint8), values.dtype), state
+
+
+def _with_buffers(make: Callable, arguments: tuple, buffers: dict, values: torch.Tensor, format) -> QuantizedLinear:
+    linear = make(*arguments)
+    vars(linear)["_buffers"] = {**buffers, VALUES: values.view(format)}
+    return linear
+
+
+def _remember(linear: nn.Linear, weight: EightBitWeight) -> None:
+    vars(linear)["eight_bit"] = weight  # as an attribute: nn.Module would make it a parameter
+
+
+def _bring_back(linear: nn.Linear, weight: EightBitWeight) -> None:
+    original = weight.original
+    if not original.is_meta:
+        original.data = original.data.to(weight.device, weight.dtype)
+    linear._parameters["weight"] = original
+    hook = vars(linear).get("_hf_hook")
+    if hasattr(hook, "original_devices"):  # accelerate's offloading then takes the weight too, and must put it back
+        hook.original_devices.setdefault("weight", weight.device)
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+@torch.no_grad()
+def convert(weight: torch.Tensor, format: torch.dtype, device: torch.device) -> QuantizedWeight:
+    """A weight [N, K] in 8 bits on a device, some rows at a time."""
+    where = fastest(device)
+    parts = [quantize_weight(rows.to(where), format) for rows in weight.detach().split(ROWS)]
+    values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(format)
+    scale, norm = torch.cat([part.scale for part in parts]), torch.stack([part.norm for part in parts]).amax()
+    return QuantizedWeight(values.to(device), scale.to(device), norm.to(device))
+
+
+def fastest(device: torch.device) -> torch.device:
+    """Where to convert what is on a device: a GPU, if there is one, converts what is on the CPU."""
+    return torch.device("cuda") if device.type == "cpu" and torch.cuda.is_available() else device
