@@ -77,7 +77,8 @@ def gemm_kernel(
     """What runs a `linear_skip`, `linear_gelu` or `linear_8bit` of an a [rows, K] and a weight [N, K]: "sm_90 Gluon" or
     "portable Triton", on sm_90 with the reason.
 
-    dtype: of a and the weight, or their 8-bit format. result: the result's. samples: in the rows, where the skip's coefficients vary by sample. per_token: whether they vary by token.
+    dtype: of a and the weight, or their 8-bit format. result: its dtype or format. samples: in the rows, where the
+    skip's coefficients vary by sample. per_token: whether they vary by token.
     """
     reason = gemm_hopper.why_not_sizes(device, dtype, rows, N, K, samples=samples, result=result)
     return _kernel_name(device, reason or ("coefficients per token" if per_token else None))

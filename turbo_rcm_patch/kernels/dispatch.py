@@ -134,9 +134,9 @@ def why_not_triton(
 def use_triton(
     implementation: str, *tensors: torch.Tensor | None, has_gradient: bool, formats: Collection[torch.dtype] = ()
 ) -> bool:
-    """Choose for one call; `why_not_triton` has the arguments. "auto": Triton on a GPU where it applies; "triton": Triton wherever it applies, also in the
+    """Choose for one call. "auto": Triton on a GPU where it applies; "triton": Triton wherever it applies, also in the
     CPU interpreter, an error where no kernel can run; "torch": the reference. Autograd through an op without a gradient
-    takes the reference under every choice."""
+    takes the reference under every choice. has_gradient, formats: as of `why_not_triton`."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r} is unknown; accepted are {', '.join(IMPLEMENTATIONS)}.")
     if implementation == "torch":

@@ -88,6 +88,12 @@ _TILES_POINTER = (
     Tiles(64, 128, 32, num_warps=4, num_stages=4, programs=2),
     Tiles(64, 64, 32, num_warps=4, num_stages=4, programs=3),
 )
+# In 8 bits every row may begin anywhere and is then read byte by byte, each of which has a register.
+_TILES_POINTER_8BIT = (
+    Tiles(128, 128, 64, num_warps=8, num_stages=4),
+    Tiles(64, 128, 64, num_warps=8, num_stages=4),
+    Tiles(64, 64, 64, num_warps=4, num_stages=4, programs=3),
+)
 # Exact fp32 takes no tensor cores: every operand passes through registers, which bounds the tile.
 _TILES_FP32 = (
     Tiles(64, 64, 16, num_warps=8, num_stages=3, programs=2),
@@ -100,9 +106,8 @@ def tile_candidates(capability: tuple[int, int], dtype: torch.dtype, descriptors
     if dtype == torch.float32:
         return _TILES_FP32
     if not descriptors:
-        tiles = _TILES_POINTER
-    else:
-        tiles = _TILES_TMA if capability < (12, 0) else _TILES_TMA_SMALL_MEMORY
+        return _TILES_POINTER_8BIT if dtype.itemsize == 1 else _TILES_POINTER
+    tiles = _TILES_TMA if capability < (12, 0) else _TILES_TMA_SMALL_MEMORY
     return tuple(replace(tile, depth=2 * tile.depth) for tile in tiles) if dtype.itemsize == 1 else tiles
 
 
@@ -183,7 +188,7 @@ def gemm(
             for k in range(0, K, DEPTH):
                 a_tile = a.load([sample * M + row, k])
                 w_tile = weight.load([column, k])
-                acc = tl.dot(a_tile, w_tile.T, acc, input_precision="ieee")
+                acc = tl.dot(a_tile, w_tile.T, acc, input_precision="ieee", out_dtype=SUM)
         else:
             # Rows past the end wrap around: they are in bounds, and not stored.
             a_rows = (sample * M + row + tl.arange(0, ROWS)) % (samples * M)
@@ -193,9 +198,9 @@ def gemm(
             w_tiles = weight + w_rows.to(tl.int64)[:, None] * stride_w + depth[None, :]
             for k in range(0, K, DEPTH):
                 mask = (depth < K - k)[None, :]
-                a_tile = tl.load(a_tiles + k, mask=mask, other=0)
-                w_tile = tl.load(w_tiles + k, mask=mask, other=0)
-                acc = tl.dot(a_tile, w_tile.T, acc, input_precision="ieee")
+                a_tile = tl.load(a_tiles + k, mask=mask, other=0.0)
+                w_tile = tl.load(w_tiles + k, mask=mask, other=0.0)
+                acc = tl.dot(a_tile, w_tile.T, acc, input_precision="ieee", out_dtype=SUM)
         _epilogue_in_parts(acc, scales, sample, row, column, M, N, EPILOGUE, arguments, KINDS, ROWS, COLUMNS)
 
 
@@ -254,7 +259,7 @@ def flat_scales(a: torch.Tensor | None, weight: torch.Tensor | None) -> Scales:
 
 
 def check_dtype(op: str, dtype: torch.dtype | None, a: torch.Tensor | Quantized) -> torch.dtype:
-    """The dtype of ``a Wᵀ``: a's own, or for a Quantized any, bf16 where None is given. Raises ValueError for others."""
+    """The dtype of ``a Wᵀ``: a's own, or for a Quantized what is given, bf16 for None. Raises ValueError for others."""
     if isinstance(a, Quantized):
         check_result(op, dtype, torch.bfloat16)
         return dtype or torch.bfloat16

@@ -309,8 +309,8 @@ def _store(
 
 @gluon.jit
 def _divide_by_bound(rows, mask, first, bound):
-    """What each row's results are multiplied by before they are rounded to 8 bits. The first columns' store its inverse,
-    the scale of all."""
+    """What each row's results are multiplied by before they are rounded to 8 bits. The first columns store its inverse,
+    the scale of the row."""
     a_norm, w_norm, bias_bound, result_scale = bound
     scale = _bound_scale(gl.load(a_norm + rows, mask=mask, other=0.0), gl.load(w_norm), gl.load(bias_bound))
     gl.store(result_scale + rows, scale, mask=mask & first)

@@ -48,7 +48,7 @@ def layer_norm_modulate(
     x: [B, S, C]. weight, bias: [C] or None. scale, shift: both None, or each [B|1, C] or [B|1, S|1, C], or both
         Runs of the same starts.
     dtype: of the result, fp32, fp16 or bf16; None: x's.
-    quantized: INT8 or FP8 for a Quantized in that format, with norm; dtype must then be None.
+    quantized: INT8 or FP8 for a Quantized in that format, with norm; dtype is then without meaning.
     implementation: "auto", "triton" or "torch" (see dispatch.py).
     Raises ValueError for other dtypes or formats, and for shapes or devices that do not fit together.
     """
@@ -62,8 +62,6 @@ def layer_norm_modulate(
     check_result("layer_norm_modulate", dtype, x.dtype)
     if quantized is not None:
         check_format("layer_norm_modulate", quantized)
-        if dtype is not None:
-            raise ValueError(f"layer_norm_modulate: dtype={dtype} beside quantized={quantized}; give one of them.")
     scale, shift, starts = _canonical_modulations(scale, shift, x)
     tensors = (x, weight, bias, scale, shift)
     formats = () if quantized is None else (quantized,)
@@ -168,7 +166,7 @@ def _launch(
     B, S, C = x.shape
     weight, bias = (None if p is None else p.contiguous() for p in (weight, bias))
     kinds = coefficient_kind(scale), coefficient_kind(shift)
-    tile = _tile(C, x.element_size(), varies=PER_TOKEN in kinds)
+    tile = _tile(C, x.element_size(), varies=PER_TOKEN in kinds, quantized=row_scale is not None)
     with torch.cuda.device_of(out):
         launch_kernel(
             _layer_norm_modulate_kernel,
@@ -196,10 +194,10 @@ def _launch(
         )
 
 
-def _tile(C: int, element_size: int, varies: bool) -> dict[str, int]:
+def _tile(C: int, element_size: int, varies: bool, quantized: bool) -> dict[str, int]:
     """varies: whether the modulation does, by token; it would take shared memory of its own for rows in flight."""
     block = triton.next_power_of_2(C)
-    return {"BLOCK": block, **row_tile(block, block * element_size, in_flight=not varies)}
+    return {"BLOCK": block, **row_tile(block, block * element_size, in_flight=not varies, spread=varies and quantized)}
 
 
 @triton.jit(do_not_specialize=("runs",))

@@ -15,14 +15,15 @@ STAGES = 3  # of rows in flight per program, unless they take more shared memory
 SHARED_MEMORY = 96 << 10
 
 
-def row_tile(block: int, row_bytes: int, *, in_flight: bool = True) -> dict[str, int]:
+def row_tile(block: int, row_bytes: int, *, in_flight: bool = True, spread: bool = False) -> dict[str, int]:
     """ROWS at a time, STAGES and num_warps for rows of `block` elements, a power of two.
 
-    row_bytes: what is loaded anew for a row. in_flight: whether rows may be loaded ahead at all.
+    row_bytes: what is loaded anew for a row. in_flight: whether rows may be loaded ahead at all. spread: over twice the
+    threads, where an element takes many registers.
     """
     rows = max(1, MINIMUM_ELEMENTS // block)
     fits = in_flight and (STAGES - 1) * rows * row_bytes < SHARED_MEMORY
-    per_thread = ELEMENTS_PER_THREAD // 2 if block >= WIDE else ELEMENTS_PER_THREAD
+    per_thread = ELEMENTS_PER_THREAD // 2 if spread or block >= WIDE else ELEMENTS_PER_THREAD
     num_warps = min(32, rows * block // 32 // per_thread)
     return {"ROWS": rows, "STAGES": STAGES if fits else 1, "num_warps": num_warps}
 

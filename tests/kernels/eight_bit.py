@@ -1,0 +1,34 @@
+"""8-bit operands, and how far from the oracle a kernel's sums of them may be."""
+
+import torch
+
+from tests.oracle import relative_error
+from turbo_rcm_patch.kernels.quantized import FP8, INT8, Quantized, QuantizedWeight, quantize_reference, quantize_weight
+from turbo_rcm_patch.tiers import EXACT
+
+FORMATS = (INT8, FP8)
+# Tensor cores of sm_89 and sm_90 add products of e4m3, 32 at a time, to sums of which they keep 13 bits behind the
+# first: each time at most a unit of the last is lost.
+FP8_STEP, FP8_LOSS = 32, 2.0**-13
+
+
+def quantized(*shape: int, format: torch.dtype, device="cpu", scale: float = 1.0) -> Quantized:
+    return quantize_reference(scale * torch.randn(shape).to(device), format, with_norm=True)
+
+
+def quantized_weight(N: int, K: int, format: torch.dtype, device="cpu") -> QuantizedWeight:
+    return quantize_weight(K**-0.5 * torch.randn(N, K).to(device), format)
+
+
+def oracle_of(a: Quantized, weight: QuantizedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    """``a Wᵀ + b`` in fp64, of the operands as they are quantised."""
+    wide = (q.values.double() * q.scale.double()[..., None] for q in (a, weight))
+    return torch.nn.functional.linear(*wide, None if bias is None else bias.double())
+
+
+def assert_sums_are_right(actual, reference, oracle, format, K):
+    """As `assert_no_worse` for the result, and the loss of K/32 additions where the sums are of e4m3."""
+    lost = FP8_LOSS * -(-K // FP8_STEP) if format == FP8 and actual.is_cuda else 0.0
+    limit = EXACT.limits.allowed(relative_error(reference, oracle), actual.dtype) + lost
+    error = relative_error(actual, oracle)
+    assert error <= limit, f"relative error {error:.3e} > {limit:.3e}"
