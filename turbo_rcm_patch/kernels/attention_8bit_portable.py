@@ -155,7 +155,7 @@ def _attend(q, k, v, output, row_max, row_sum, unit, keys, MASK: tl.constexpr):
     return output, new_max, row_sum
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "heads"])
 def _attention_8bit_kernel(
     q, q_scale, k, k_scale, v, v_scale, residual, c_skip, c_out, out, out_scale, tokens, heads,
     residual_stride_b, residual_stride_s, residual_stride_h,

@@ -292,7 +292,7 @@ def _rotate_rows(y, cos, sin, rows, row_mask, cos_stride_s, cos_stride_d, sin_st
     return tl.join(even * c - odd * s, even * s + odd * c).reshape(ROWS, BLOCK_H, D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "heads"])
 def _quantize_q_kernel(
     q, weight, cos, sin, out, out_scale, S, heads, q_stride_b, q_stride_s,
     cos_stride_s, cos_stride_d, sin_stride_s, sin_stride_d, eps, scale_log2,
@@ -323,7 +323,7 @@ def _quantize_q_kernel(
         tl.store(out_scale + token[:, None] * heads + head[None, :], tl.maximum(step * scale_log2, FLOOR), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "heads"])
 def _summarize_kv_kernel(
     k, v, weight, cos, sin, rstd, k_sums, v_maxima, S, heads, k_stride_b, k_stride_s, v_stride_b, v_stride_s,
     cos_stride_s, cos_stride_d, sin_stride_s, sin_stride_d, eps,
@@ -359,7 +359,7 @@ def _summarize_kv_kernel(
     tl.store(v_maxima + summary, tl.max(v_maximum, 0)[None, :, :], mask=head_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "summaries"])
 def _reduce_summaries_kernel(
     k_sums, v_maxima, k_mean, v_scale, S, C, summaries,
     FLOOR: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
@@ -379,7 +379,7 @@ def _reduce_summaries_kernel(
     tl.store(v_scale + sample * C + channel, tl.maximum(tl.max(v_maximum, 0) / 448.0, FLOOR), mask=channel < C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "heads"])
 def _quantize_kv_kernel(
     k, v, weight, cos, sin, rstd, k_mean, v_scale, out_k, k_scale, out_v,
     S, heads, k_stride_b, k_stride_s, v_stride_b, v_stride_s, cos_stride_s, cos_stride_d, sin_stride_s, sin_stride_d,
