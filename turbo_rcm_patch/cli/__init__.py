@@ -1,4 +1,4 @@
-"""The command `turbo-rcm`: generate, compare, verify, evaluate, info.
+"""The command `turbo-rcm`: generate, compare, verify, evaluate, info, convert.
 
 arguments.py: options. checks.py: what can be found wrong before a model is loaded. files.py: outputs, written whole or
 not at all. chatter.py: keeps other packages' warnings off stderr. pipelines.py: the model. commands.py: the commands.

@@ -23,6 +23,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     _add_verify(commands)
     _add_evaluate(commands)
     _add_info(commands)
+    _add_convert(commands)
     return parser.parse_args(argv)
 
 
@@ -92,6 +93,22 @@ def _add_info(commands) -> None:
     summary = "the GPU, versions, and the kernel that each op takes here"
     parser = commands.add_parser("info", help=summary, description=f"Show {summary}.")
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="write the same as JSON")
+    memory = "the folder of a diffusers pipeline or transformer: show what it takes of the GPU's memory in each tier"
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help=memory)
+    _add_device_options(parser)
+
+
+def _add_convert(commands) -> None:
+    summary = "store a model's transformers in 8 bits, to be loaded with turbo_rcm_patch.load_converted"
+    parser = commands.add_parser("convert", help=summary, description=f"Quantise and {summary}.")
+    parser.add_argument("source", type=Path, metavar="IN", help="the folder of a diffusers pipeline or transformer")
+    parser.add_argument("target", type=Path, metavar="OUT", help="a folder to write, which does not exist yet")
+    parser.add_argument("--preset", default="quantized", help="of the patch that it is for (default quantized)")
+    parser.add_argument(
+        "--format", choices=("fp8", "int8"), help="of the weights (default: what the GPU here runs, fp8)"
+    )
+    keep = "a module whose weight stays as it is, with wildcards, such as 'blocks.0.*'; may be repeated"
+    parser.add_argument("--keep", action="append", default=[], metavar="NAME", help=keep)
     _add_device_options(parser)
 
 

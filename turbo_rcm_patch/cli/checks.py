@@ -25,7 +25,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise CommandError(f"--device {arguments.device} is unknown; give cpu, cuda or cuda:N.")
     if arguments.command == "verify":
         _check_config(arguments)
-    if arguments.command != "info":
+    if arguments.command not in ("info", "convert"):
         _check_generation(arguments)
     if arguments.command == "generate":
         _check_at_least_one("--fps", arguments.fps)
@@ -36,7 +36,9 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     if arguments.command == "evaluate":
         _check_at_least_one("-n", arguments.n)
         _check_at_least_one("--batch-size", arguments.batch_size)
-    if arguments.command != "generate":
+    if arguments.command == "convert":
+        _check_conversion(arguments)
+    if arguments.command not in ("generate", "convert"):
         check_output("--json", arguments.json, (".json",))
 
 
@@ -135,6 +137,17 @@ def _check_comparison(arguments: argparse.Namespace) -> None:
     check_output("--video", arguments.video, (".mp4",))
     if arguments.video is not None:
         check_ffmpeg()
+
+
+def _check_conversion(arguments: argparse.Namespace) -> None:
+    if arguments.preset != "quantized":
+        raise CommandError(
+            f"--preset {arguments.preset} keeps the weights as they are; the quantized one converts them."
+        )
+    if not arguments.source.is_dir():
+        raise CommandError(f"{arguments.source}: no such folder; give that of a diffusers pipeline or transformer.")
+    if not arguments.target.resolve().parent.is_dir():
+        raise CommandError(f"{arguments.target}: the folder to write it in does not exist; create it first.")
 
 
 def _check_config(arguments: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ import torch
 from ..bench.compare import compare
 from ..bench.environment import describe_environment
 from ..bench.evaluate import evaluate
+from ..bench.fits import Fit, fits, fits_table
 from ..bench.report import (
     comparison_table,
     evaluation_table,
@@ -25,6 +26,8 @@ from ..bench.timing import timed_generation
 from ..bench.verify import verify
 from ..embedded import load_embedded_pipeline
 from ..patching import PatchError, patch
+from ..patching.converted import FORMATS, convert_folder
+from ..patching.quantized_weights import capability_of, format_of
 from .errors import CommandError
 from .files import replacing, write_json, write_video
 from .pipelines import build_case, choose_device, choose_dtype, load_pipeline, load_sampler
@@ -32,7 +35,14 @@ from .pipelines import build_case, choose_device, choose_dtype, load_pipeline, l
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the chosen command. Raises CommandError for what a user can mend."""
-    commands = {"generate": _generate, "compare": _compare, "verify": _verify, "evaluate": _evaluate, "info": _info}
+    commands = {
+        "generate": _generate,
+        "compare": _compare,
+        "verify": _verify,
+        "evaluate": _evaluate,
+        "info": _info,
+        "convert": _convert,
+    }
     with _user_errors():
         return commands[arguments.command](arguments)
 
@@ -135,9 +145,40 @@ def _info(arguments: argparse.Namespace) -> int:
     with patch(pipe) as applied:
         print("", applied.summary(), sep="\n")
         rows = applied.rows()
+    found = [] if arguments.model is None else _fits(arguments)
+    if found:
+        print("", f"{arguments.model} on a GPU:", fits_table(found), sep="\n")
     if arguments.json is not None:
         kernels = {f"{row.sub_layer}: {row.step}": row.kernel for row in rows}
-        write_json(arguments.json, {"environment": environment, "kernels": kernels})
+        memory = [{**asdict(fit), "steps": [[*size, count] for size, count in fit.steps.items()]} for fit in found]
+        write_json(arguments.json, {"environment": environment, "kernels": kernels, "memory": memory})
+    return 0
+
+
+def _fits(arguments: argparse.Namespace) -> list[Fit]:
+    try:
+        return fits(arguments.model, getattr(torch, arguments.dtype or "bfloat16"))
+    except ValueError as error:
+        raise CommandError(f"--model: {error}") from error
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    device = choose_device(arguments)
+    format = format_of("", capability_of(device)) if arguments.format is None else FORMATS[arguments.format]
+    try:
+        convert_folder(
+            arguments.source,
+            arguments.target,
+            format=format,
+            dtype=getattr(torch, arguments.dtype or "bfloat16"),
+            keep=arguments.keep,
+            device=device,
+            report=print,
+        )
+    except ValueError as error:
+        raise CommandError(str(error)) from error
+    except OSError as error:
+        raise CommandError(f"cannot write {arguments.target}: {error}; check the disk's free space.") from error
     return 0
 
 

@@ -64,7 +64,7 @@ def convert_folder(
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} exists and is not empty; give a new folder.")
-    jobs = [(path, name, _Source(path, keep)) for name, path in _component_folders(source).items()]
+    jobs = [(path, name, _Source(path, keep)) for name, path in component_folders(source).items()]
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -84,7 +84,7 @@ def convert_folder(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _component_folders(folder: Path) -> dict[str, Path]:
+def component_folders(folder: Path) -> dict[str, Path]:
     """The folders of transformers by their names in a pipeline; "" for the folder of one alone."""
     if (folder / "config.json").is_file():
         return {"": folder}
@@ -99,7 +99,7 @@ class _Source:
 
     def __init__(self, folder: Path, keep: Sequence[str]):
         self._files = _tensors_of(folder)
-        model = _empty_model(folder)
+        model = empty_model(folder)
         family = family_of(model)
         config = PatchConfig(tier=QUANTIZED, keep=keep)
         self.linears = convertible_linears(model, family.every_block(model), config)
@@ -155,7 +155,7 @@ def _tensors_of(folder: Path) -> dict[str, tuple[Path, Kind]]:
     return {name: (folder / f, kind) for f in files for name, kind in read_header(folder / f)[0].items()}
 
 
-def _empty_model(folder: Path) -> nn.Module:
+def empty_model(folder: Path) -> nn.Module:
     """The transformer of a config.json, with its parameters on the meta device."""
     config = read_config(folder)
     classes = {family.transformer_class.__name__: family.transformer_class for family in FAMILIES}
@@ -223,7 +223,7 @@ def load_converted(
 
 
 def _folders_for(folder: Path, models: Mapping[str, nn.Module]) -> dict[str, Path]:
-    folders = _component_folders(folder)
+    folders = component_folders(folder)
     if len(models) == 1 and len(folders) == 1:
         return dict.fromkeys(models, *folders.values())
     if set(models) != set(folders):

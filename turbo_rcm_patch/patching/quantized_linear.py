@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..kernels.quantized import QuantizedWeight, quantize_weight
+from .. import kernels
+from ..kernels import QuantizedWeight, quantize_weight
 from .eight_bit_weight import FREED, EightBitWeight
 from .journal import slot_below_hooks
 
@@ -117,8 +118,10 @@ class QuantizedLinear(nn.Linear):
         """As nn.Linear's; the 8-bit weight comes to the input where offloading let it rest elsewhere."""
         if not isinstance(self, QuantizedLinear) or self.is_replaced:  # a hook kept this method beyond `end`
             return F.linear(input, self.weight, self.bias)
-        here = QuantizedWeight(*(tensor.to(input.device, non_blocking=True) for tensor in self.quantized()))
-        return F.linear(input, here.dequantize(input.dtype), self.bias)
+        weight = QuantizedWeight(*(tensor.to(input.device, non_blocking=True) for tensor in self.quantized()))
+        if _runs_kernels(input, self.bias):
+            return kernels.linear_8bit(kernels.quantize_rows(input, weight.format), weight, self.bias, dtype=input.dtype)
+        return F.linear(input, weight.dequantize(input.dtype), self.bias)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> QuantizedLinear:
         """As nn.Module's, which moves and casts: the 8-bit weight is moved only, and the original is not even that."""
@@ -198,6 +201,13 @@ def _bring_back(linear: nn.Linear, weight: EightBitWeight) -> None:
     hook = vars(linear).get("_hf_hook")
     if hasattr(hook, "original_devices"):  # accelerate's offloading then takes the weight too, and must put it back
         hook.original_devices.setdefault("weight", weight.device)
+
+
+def _runs_kernels(*tensors: torch.Tensor | None) -> bool:
+    """Whether these, a linear's inputs, are multiplied in 8 bits: on a GPU, where no derivative is wanted, which
+    rounding has none of."""
+    device = tensors[0].device
+    return device.type == "cuda" and kernels.why_not_triton(*tensors, has_gradient=False) is None
 
 
 def _version(tensor: torch.Tensor) -> int | None:

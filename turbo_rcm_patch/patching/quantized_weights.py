@@ -18,14 +18,25 @@ from ..plain import hook_on
 from .journal import Journal
 from .quantized_linear import BUFFERS, VALUES, QuantizedLinear, convert, fastest
 
-# The linears of a block that are converted, by the sub-layer that they belong to. Those of the text's keys and values
-# see few tokens. Embeddings, modulation, norms and the head are none of a block's.
+# The linears of a block that are converted, by the sub-layer that they belong to; embeddings, modulation, norms and the
+# head are none of a block's. Those for keys and values of a prompt see few tokens, so that 8 bits do not make them
+# faster, but they are an eighth of a block's weights.
 LINEARS = {
     "self_attention": ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0"),
-    "cross_attention": ("attn2.to_q", "attn2.to_out.0"),
+    "cross_attention": (
+        *("attn2.to_q", "attn2.to_k", "attn2.to_v", "attn2.to_out.0"),
+        *("attn2.add_k_proj", "attn2.add_v_proj"),  # of an image, where the model takes one
+    ),
     "feed_forward": ("ffn.net.0.proj", "ffn.net.2"),
 }
-AFTER_NORMS = ("to_q", "to_k", "to_v", "ffn.net.0.proj")
+# Where each row's largest value is known before it is rounded: a norm makes the input, or it is quantised apart.
+ROWS_KNOWN = ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj", "ffn.net.0.proj")
+# What diffusers' fuse_qkv_projections puts in the place of which.
+_FUSED = {
+    "to_qkv": ("to_q", "to_k", "to_v"),
+    "to_kv": ("to_k", "to_v"),
+    "to_added_kv": ("add_k_proj", "add_v_proj"),
+}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 Blocks = Iterator[tuple[str, nn.Module]]  # with their paths in the transformer
 
@@ -33,12 +44,12 @@ Blocks = Iterator[tuple[str, nn.Module]]  # with their paths in the transformer
 def format_of(path: str, capability: tuple[int, int] | None) -> torch.dtype:
     """The 8-bit format of the linear at a path, for a GPU of this compute capability; None: not known yet.
 
-    int8, which errs a third as much, where a norm makes the input: it knows each row's largest value. What an attention
-    or a GELU makes is scaled by a bound, which e4m3 alone bears.
+    int8, which errs a third as much, wherever it can be: it needs each row's largest value. What an attention or a GELU
+    makes is scaled by a bound, which e4m3 alone bears.
     """
     if capability is not None and capability < FP8_CAPABILITY:
         return INT8
-    return INT8 if path.endswith(AFTER_NORMS) else FP8
+    return INT8 if path.endswith(ROWS_KNOWN) else FP8
 
 
 def convertible_linears(transformer: nn.Module, blocks: Blocks, config: PatchConfig) -> dict[str, nn.Linear]:
@@ -58,14 +69,14 @@ def convertible_linears(transformer: nn.Module, blocks: Blocks, config: PatchCon
 
 
 def _linear_in(block: nn.Module, name: str) -> nn.Module | None:
-    parent, _, child = name.rpartition(".")
+    sub_layer, _, inner = name.partition(".")
+    part = getattr(block, sub_layer)
+    if any(inner in parts and hasattr(part, whole) for whole, parts in _FUSED.items()):
+        return None  # another linear runs in its place
     try:
-        holder = block.get_submodule(parent)
-        module = holder.get_submodule(child)
+        module = part.get_submodule(inner)
     except AttributeError:
         return None
-    if getattr(holder, "fused_projections", False) and child in ("to_q", "to_k", "to_v"):
-        return None  # another linear runs in their place
     while hasattr(module, "base_layer"):
         module = module.base_layer
     return module

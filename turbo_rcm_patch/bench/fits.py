@@ -1,0 +1,103 @@
+"""What a model's transformers take of a GPU's memory in each tier, from its folder's configs alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..config import PatchConfig
+from ..kernels.quantized import FP8
+from ..patching.converted import component_folders, empty_model
+from ..patching.families import family_of
+from ..patching.quantized_weights import convertible_linears
+from ..tiers import EXACT, QUANTIZED
+from .tables import table
+
+SIZES = ((480, 832, 81), (720, 1280, 81))  # height, width, frames of videos
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Bytes for one transformer of a model in a tier. steps: what a step adds, by height, width and frames."""
+
+    component: str
+    tier: str
+    weights: int
+    steps: dict[tuple[int, int, int], int]
+
+
+def fits(folder: Path, dtype: torch.dtype = torch.bfloat16) -> list[Fit]:
+    """What each transformer of a folder, a pipeline's or a transformer's, takes in this dtype.
+
+    A step's figure is that of the largest of a block's tensors that are alive together; attention itself, one timestep
+    for all tokens and the kernels' workspaces add little to it. Text encoder and VAE are not in it.
+
+    Raises ValueError for a folder that holds no supported transformer.
+    """
+    found = []
+    for name, path in component_folders(folder).items():
+        model = empty_model(path)
+        spatial, temporal = _compression(path.parent / "vae/config.json")
+        tokens = {size: _tokens(model, size, spatial, temporal) for size in SIZES}
+        for tier, weights in ((EXACT, _bytes(model, dtype)), (QUANTIZED, _bytes_in_8_bits(model, dtype))):
+            per_token = _bytes_per_token(model, dtype, tier is QUANTIZED)
+            steps = {size: count * per_token for size, count in tokens.items()}
+            found.append(Fit(name or "transformer", tier.name, weights, steps))
+    return found
+
+
+def fits_table(found: list[Fit]) -> str:
+    """The figures in GiB, as text."""
+    header = ("transformer", "tier", "weights", *(f"step at {w}x{h}, {f} frames" for h, w, f in SIZES))
+    rows = [
+        (fit.component, fit.tier, _gib(fit.weights), *(f"+ about {_gib(fit.steps[size])}" for size in SIZES))
+        for fit in found
+    ]
+    return table([header, *rows])
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def _bytes(model: nn.Module, dtype: torch.dtype) -> int:
+    fp32 = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    return sum(
+        parameter.numel() * (FP32_BYTES if fp32 & set(name.split(".")) else dtype.itemsize)
+        for name, parameter in model.named_parameters()
+    )
+
+
+def _bytes_in_8_bits(model: nn.Module, dtype: torch.dtype) -> int:
+    family = family_of(model)
+    linears = convertible_linears(model, family.every_block(model), PatchConfig(tier=QUANTIZED)).values()
+    saved = sum(linear.weight.numel() * (dtype.itemsize - FP8.itemsize) for linear in linears)
+    return _bytes(model, dtype) - saved + sum(FP32_BYTES * (linear.out_features + 1) for linear in linears)
+
+
+def _bytes_per_token(model: nn.Module, dtype: torch.dtype, quantized: bool) -> int:
+    """Of a block's tensors that are alive together, where they are most: in the self-attention the residual, q, k and v
+    before and after their norm; in the feed-forward the block's input, the residual, the normed and the wide one."""
+    config, wide = model.config, dtype.itemsize
+    dim = config.num_attention_heads * config.attention_head_dim
+    if quantized:
+        return max((4 * wide + 3) * dim, (2 * wide + 1) * dim + config.ffn_dim)
+    return wide * max(6 * dim, 3 * dim + config.ffn_dim)
+
+
+def _tokens(model: nn.Module, size: tuple[int, int, int], spatial: int, temporal: int) -> int:
+    height, width, frames = size
+    patch_frames, patch_height, patch_width = model.config.patch_size
+    latent_frames = (frames - 1) // temporal + 1
+    return latent_frames // patch_frames * (height // spatial // patch_height) * (width // spatial // patch_width)
+
+
+def _compression(config: Path) -> tuple[int, int]:
+    """Pixels along an edge of a VAE's latent, and frames of one; Wan 2.1's without a config."""
+    values = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    return values.get("scale_factor_spatial") or 8, values.get("scale_factor_temporal") or 4
