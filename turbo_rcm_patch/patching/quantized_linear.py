@@ -120,7 +120,8 @@ class QuantizedLinear(nn.Linear):
             return F.linear(input, self.weight, self.bias)
         weight = QuantizedWeight(*(tensor.to(input.device, non_blocking=True) for tensor in self.quantized()))
         if _runs_kernels(input, self.bias):
-            return kernels.linear_8bit(kernels.quantize_rows(input, weight.format), weight, self.bias, dtype=input.dtype)
+            rows = kernels.quantize_rows(input, weight.format)
+            return kernels.linear_8bit(rows, weight, self.bias, dtype=input.dtype)
         return F.linear(input, weight.dequantize(input.dtype), self.bias)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> QuantizedLinear:
