@@ -14,8 +14,8 @@ from dataclasses import asdict
 
 import torch
 
-from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.bench import ops, ops_quantized
+from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.bench.ops import OpResult, measure_copy_bandwidth, run_case
 from turbo_rcm_patch.bench.report import ops_table
 from turbo_rcm_patch.cli.files import json_file, write_json

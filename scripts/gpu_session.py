@@ -60,6 +60,7 @@ MEASUREMENTS = {
     "compare-quantized": (*CLI, "compare", *QUANTIZED),
     "evaluate-quantized": (*CLI, "evaluate", "--batch-size", "64", *QUANTIZED),
     "wan2.1-1.3b-quantized": (*END_TO_END, "wan2.1-1.3b", "--repeats", "3", *QUANTIZED),
+    "wan2.1-14b-in-24-gb": ("scripts/benchmark_memory_cap.py",),
     "wan2.1-14b-4-layers-quantized": (*END_TO_END, "wan2.1-14b", "--layers", "4", "--repeats", "3", *QUANTIZED),
     "wan2.2-5b-8-layers-quantized": (*END_TO_END, "wan2.2-5b", "--layers", "8", "--repeats", "3", *QUANTIZED),
 }
