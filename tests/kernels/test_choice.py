@@ -76,6 +76,29 @@ def test_a_projections_name_is_that_of_the_kernel_launched(launched, monkeypatch
     assert (reason is None) == (name == choice.GLUON)
 
 
+@pytest.mark.parametrize("format", [kernels.INT8, kernels.FP8])
+@pytest.mark.parametrize(("N", "K"), [(256, 64), (252, 64), (256, 56), (264, 64)])
+def test_the_name_of_8_bits_is_that_of_the_kernel_launched(launched, format, N, K):
+    a = kernels.Quantized(torch.zeros(600, K).to(format), torch.ones(600), torch.ones(600))
+    weight = kernels.QuantizedWeight(torch.zeros(N, K).to(format), torch.ones(N), torch.ones(()))
+    residual = torch.zeros(600, N, dtype=BF16)
+    for result, op in (
+        (BF16, lambda: kernels.linear_8bit(a, weight, implementation="triton")),
+        (BF16, lambda: kernels.linear_skip(a, weight, None, residual, implementation="triton")),
+        (BF16, lambda: kernels.linear_gelu(a, weight, None, implementation="triton")),
+        (kernels.FP8, lambda: kernels.linear_gelu(a, weight, None, result=kernels.FP8, implementation="triton")),
+    ):
+        launched.clear()
+        op()
+        assert kernels.gemm_kernel(CPU, format, 600, N, K, result=result).startswith(kind_of(launched))
+    launched.clear()
+    kernels.linear_qkv(a, [weight] * 3, [None] * 3, implementation="triton")
+    name, reason = kernels.linear_qkv_kernel(CPU, format, 600, N, K)
+    assert len(launched) == (1 if name == choice.GLUON else 3)
+    assert {name} == {kind_of([one]) for one in launched}
+    assert (reason is None) == (name == choice.GLUON)
+
+
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "expected"),
     [

@@ -13,6 +13,7 @@ from turbo_rcm_patch.kernels import attention_tiles, dispatch, every_launch, gem
 from turbo_rcm_patch.kernels.aot import record_launches
 from turbo_rcm_patch.kernels.coefficient import ONE, PER_CHANNEL, PER_RUN, PER_SAMPLE, PER_TOKEN
 from turbo_rcm_patch.kernels.every_launch import KERNEL_DTYPES, LAUNCHES, without_gluon
+from turbo_rcm_patch.kernels.quantized import FP8, INT8
 
 CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 FILES = list(Path(kernels.__file__).parent.glob("*.py"))
@@ -63,7 +64,8 @@ def test_kernels_are_started_by_launch_kernel_alone():
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_every_tile_is_launched(capability):
     seen = {tuple(sorted(launch.options.items())) for launch in launches(capability) if "ROWS" in launch.options}
-    for dtype in KERNEL_DTYPES:
+    formats = (INT8, FP8) if capability >= (8, 9) else (INT8,)
+    for dtype in (*KERNEL_DTYPES, *formats):
         for descriptors in {False, capability >= (9, 0) and dtype != torch.float32}:
             for tiles in gemm.tile_candidates(capability, dtype, descriptors):
                 wanted = gemm._tile_options(tiles, descriptors).items()

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.kernels.eight_bit import FORMATS
 from tests.kernels.runs import runs_of
 from tests.oracle import assert_no_worse
 from turbo_rcm_patch.kernels import dispatch, gemm_hopper, linear_gelu, linear_skip, reference
@@ -168,8 +169,11 @@ def stand_in(monkeypatch):
     """Takes every launch, in place of the kernel."""
 
     def launch(
-        a, weight, bias, out, *, samples=1, gelu=False, residual=None, factors=(1, 1), flag=None, **coefficients
-    ):
+        a, weight, bias, out, *, samples=1, gelu=False, residual=None, factors=(1, 1), flag=None, scales, bound=None,
+        **coefficients,
+    ):  # fmt: skip
+        assert scales == (None, None)
+        assert bound is None
         kept, added = factors
         assert all(t is None or t.is_contiguous() for t in (bias, residual, out))
         assert a.dim() == out.dim() == 2
@@ -247,6 +251,11 @@ def test_why_not(monkeypatch):
     assert why_not(a, weight, samples=2, residual=residual.half(), dtype=torch.float16) is None
     assert why_not(a, weight, **skip, dtype=torch.float32) == "float32 result"
     assert why_not(a, weight, **skip, dtype=torch.float8_e4m3fn) == "float8_e4m3fn result"
+    for format in FORMATS:
+        low = a.to(format), weight.to(format)
+        assert why_not(*low, **skip, dtype=torch.bfloat16) is None
+        assert why_not(*low, dtype=torch.float8_e4m3fn) is None
+        assert why_not(*low, dtype=torch.float32) == "float32 result"
     assert why_not(a, weight, **skip, c_out=torch.randn(2, 300, 256)) == "c_out per token"
     runs = runs_of([150, 450], 256)
     assert why_not(a, weight, **skip, c_out=runs.values[:, None], starts=runs.starts) is None
@@ -278,3 +287,7 @@ def test_why_not_for_what_tma_cannot_read(monkeypatch):
     ):
         assert why_not(odd_a, odd_weight) == "rows or addresses that are no multiple of 16 bytes"
     assert why_not(a, weight, weight, weight.T.contiguous().T) == why_not(odd_a, odd_weight)
+    a, weight = torch.zeros(16, 32, dtype=torch.int8), torch.zeros(24, 32, dtype=torch.int8)
+    assert why_not(a, weight, dtype=torch.bfloat16) is None
+    for odd in ((a[:, :24], weight[:, :24], torch.bfloat16), (a, weight, torch.float8_e4m3fn)):
+        assert why_not(*odd[:2], dtype=odd[2]) == "rows or addresses that are no multiple of 16 bytes"

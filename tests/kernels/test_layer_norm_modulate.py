@@ -1,9 +1,11 @@
 import pytest
 import torch
 
+from tests.kernels.eight_bit import FORMATS, assert_same
 from tests.kernels.runs import LENGTHS, expand, runs_of
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
-from turbo_rcm_patch.kernels import Runs, layer_norm_modulate, reference
+from turbo_rcm_patch.kernels import INT8, Runs, layer_norm_modulate, reference
+from turbo_rcm_patch.kernels.quantized import quantize_reference
 
 SHAPES = [(1, 1, 5), (2, 7, 24), (3, 63, 33), (1, 129, 96), (2, 2, 5120)]
 MODULATIONS = {
@@ -109,6 +111,53 @@ def test_the_result_may_be_of_another_dtype(device):
         assert_no_worse(actual, expected, layer_norm_modulate(given.double(), implementation="torch"))
 
 
+def formats(device):
+    """The interpreter rounds fp32 to fp8 wrongly."""
+    return FORMATS if device == "cuda" else (INT8,)
+
+
+@pytest.mark.parametrize("modulation", MODULATIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_result_may_have_8_bits(shape, modulation, device):
+    B, S, C = shape
+    for dtype in DTYPES[device]:
+        x = torch.randn(shape).to(torch_device(device), dtype)
+        options = {"weight": torch.randn(C).to(x.device), "bias": torch.randn(C).to(x.device)}
+        if MODULATIONS[modulation] is not None:
+            options["scale"], options["shift"] = torch.randn(2, *MODULATIONS[modulation](B, S, C)).to(x.device)
+        check_quantized(x, device, **options)
+
+
+def test_programs_walk_8_bits_of_several_runs(device):
+    rows = 61 if device == "interpreter" else 8001
+    x = torch.randn(2, rows, 3072, device=torch_device(device))
+    scale, shift = scale_and_shift_of([rows // 9, 1, rows, rows - rows // 9 - 1], 3072, x.device)
+    check_quantized(x, device, scale=scale, shift=shift)
+
+
+def check_quantized(x, device, **options):
+    """The kernel's values are those of its own fp32 result: quantising adds nothing to the norm's error."""
+    for format in formats(device):
+        actual = layer_norm_modulate(x, **options, quantized=format, implementation="triton")
+        wide = layer_norm_modulate(x, **options, dtype=torch.float32, implementation="triton")
+        assert_same(actual, quantize_reference(wide, format, with_norm=True))
+
+
+def test_8_bits_compile_to_one_graph(device):
+    x = torch.randn(2, 5, 24, device=torch_device(device))
+    compiled = torch.compile(layer_norm_modulate, fullgraph=True, backend="aot_eager")
+    wanted = layer_norm_modulate(x, quantized=INT8, implementation="triton")
+    actual = compiled(x, quantized=INT8, implementation="triton")
+    assert all(torch.equal(one, other) for one, other in zip(actual, wanted, strict=True))
+
+
+def test_autograd_of_8_bits_takes_the_reference(device):
+    x = torch.randn(2, 5, 24, device=torch_device(device), requires_grad=True)
+    result = layer_norm_modulate(x, quantized=INT8, implementation="triton")
+    assert_same(result, layer_norm_modulate(x, quantized=INT8, implementation="torch"))
+    assert result.scale.requires_grad
+
+
 def test_a_large_mean_does_not_cancel(device):
     x = 1000 + torch.randn(1, 3, 100, device=torch_device(device))
     actual = layer_norm_modulate(x, implementation="triton")
@@ -187,6 +236,8 @@ def test_custom_op_contract(device):
     scale, shift = scale_and_shift_of([2, 4], 8, x.device)
     arguments = (x, None, None, scale.values[:, None], shift.values[:, None], 1e-6, torch.float32, scale.starts)
     torch.library.opcheck(torch.ops.turbo_rcm_patch.layer_norm_modulate.default, arguments)
+    arguments = (x, None, None, None, None, 1e-6, INT8)
+    torch.library.opcheck(torch.ops.turbo_rcm_patch.layer_norm_modulate_quantized.default, arguments)
 
 
 def test_errors():
@@ -195,6 +246,8 @@ def test_errors():
         layer_norm_modulate(x[0])
     with pytest.raises(ValueError, match=r"dtype=torch\.int32; accepted are float32, float16, bfloat16"):
         layer_norm_modulate(x, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"format=torch.uint8; accepted are torch.int8, torch.float8_e4m3fn"):
+        layer_norm_modulate(x, quantized=torch.uint8)
     with pytest.raises(ValueError, match="scale and shift together"):
         layer_norm_modulate(x, scale=scale)
     with pytest.raises(ValueError, match=r"weight has shape \[3\], not \[C=8\]"):

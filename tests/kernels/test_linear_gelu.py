@@ -1,8 +1,10 @@
 import pytest
 import torch
 
+from tests.kernels.eight_bit import FORMATS, assert_sums_are_right, oracle_of, quantized, quantized_weight
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
-from turbo_rcm_patch.kernels import linear_gelu, reference
+from turbo_rcm_patch.kernels import FP8, INT8, linear_gelu, quantize_weight, reference
+from turbo_rcm_patch.kernels.quantized import LARGEST, Quantized, round_to
 
 # The interpreter says that exp overflowed; the kernel divides by the infinity on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
@@ -74,9 +76,15 @@ def test_compiles_to_one_graph(device):
 
 
 def test_custom_op_contract(device):
-    torch.library.opcheck(
-        torch.ops.turbo_rcm_patch.linear_gelu.default, operands(2, 3, C=8, K=4, device=torch_device(device))
-    )
+    arguments = (*operands(2, 3, C=8, K=4, device=torch_device(device)), torch.float32)
+    torch.library.opcheck(torch.ops.turbo_rcm_patch.linear_gelu.default, arguments)
+    a, weight = quantized(2, 3, 16, format=INT8), quantized_weight(8, 16, INT8)
+    arguments = (a.values, weight.values, None, torch.float32, a.scale, weight.scale)
+    torch.library.opcheck(torch.ops.turbo_rcm_patch.linear_gelu.default, arguments)
+    # The fake op alone: the interpreter does not round to fp8.
+    arguments = (a.values, weight.values, None, a.scale, weight.scale, a.norm, weight.norm, torch.zeros(()))
+    checks = ("test_schema", "test_faketensor") if device == "cuda" else ("test_faketensor",)
+    torch.library.opcheck(torch.ops.turbo_rcm_patch.linear_gelu_quantized.default, arguments, test_utils=checks)
 
 
 def test_errors():
@@ -87,3 +95,95 @@ def test_errors():
         linear_gelu(a, weight, bias[:3])
     with pytest.raises(ValueError, match="cast them to one"):
         linear_gelu(a, weight.half(), bias)
+    with pytest.raises(ValueError, match=r"dtype=torch.float16, but the result of an a in torch.float32 is in that"):
+        linear_gelu(a, weight, bias, dtype=torch.float16)
+    with pytest.raises(ValueError, match="a result in fp8 needs a Quantized a that has its norm"):
+        linear_gelu(a, weight, bias, result=FP8)
+    a, weight = quantized(2, 3, 16, format=INT8), quantized_weight(4, 16, INT8)
+    with pytest.raises(ValueError, match="a result in fp8 needs a Quantized a that has its norm"):
+        linear_gelu(a._replace(norm=None), weight, bias, result=FP8)
+    with pytest.raises(ValueError, match=r"int8 needs the largest value of a row.*quantize_rows"):
+        linear_gelu(a, weight, bias, result=INT8)
+    with pytest.raises(ValueError, match=r"result=torch.float16; accepted are torch.float8_e4m3fn and None"):
+        linear_gelu(a, weight, bias, result=torch.float16)
+    with pytest.raises(ValueError, match=r"dtype=torch.int8; accepted are float32, float16, bfloat16"):
+        linear_gelu(a, weight, bias, dtype=torch.int8)
+
+
+# --- operands in 8 bits
+
+
+def check_8bit(a, weight, bias, dtype):
+    actual = linear_gelu(a, weight, bias, dtype=dtype, implementation="triton")
+    low = reference.linear_gelu(a, weight, bias, dtype)
+    assert (actual.shape, actual.dtype) == (low.shape, dtype)
+    oracle = reference.gelu(oracle_of(a, weight, bias))
+    assert_sums_are_right(actual, low, oracle, a.format, a.values.shape[-1])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("lead", "C", "K"), [((1, 1), 5, 3), ((2, 70), 136, 48), ((63,), 130, 33), ((), 8, 16)])
+def test_8_bits_match_the_oracle(lead, C, K, format, device):
+    a, weight = quantized(*lead, K, format=format), quantized_weight(C, K, format)
+    a, weight = (type(q)(*(t.to(torch_device(device)) for t in q)) for q in (a, weight))
+    bias = torch.randn(C, device=a.values.device)
+    for dtype in DTYPES[device]:
+        check_8bit(a, weight, bias, dtype)
+        check_8bit(a, weight, None, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("rows", "C", "K"), [(1, 24, 16), (77, 200, 144), (3000, 1544, 208), (100, 130, 33)])
+def test_a_result_in_fp8_is_the_reference(rows, C, K, format):
+    a, weight = quantized(rows, K, format=format, device="cuda"), quantized_weight(C, K, format, "cuda")
+    for bias in (torch.randn(C, device="cuda").bfloat16(), None):
+        actual = linear_gelu(a, weight, bias, result=FP8)
+        expected = linear_gelu(a, weight, bias, result=FP8, implementation="torch")
+        assert actual.norm is None
+        torch.testing.assert_close(actual.scale, expected.scale, rtol=1e-6, atol=0)
+        oracle = reference.gelu(oracle_of(a, weight, bias))
+        # Values half way between two of e4m3's go either way, as a sum that lost its last digits does.
+        assert relative_error(actual.dequantize(), oracle) <= 1.1 * relative_error(expected.dequantize(), oracle)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("largest", [1.0, 30.0])
+@pytest.mark.parametrize("K", [256, 5120])
+def test_a_bound_costs_no_more_than_the_largest_value(K, largest, format):
+    """The bound is some √K times the standard deviation, and with one weight row 30 times larger 30 times that: e4m3's
+    error is relative, so that the rows are as good as scaled by their own largest values."""
+    weight = torch.randn(512, K) * K**-0.5
+    weight[7] *= largest
+    a, weight = quantized(64, K, format=format), quantize_weight(weight, format)
+    bias = 0.1 * torch.randn(512)
+    actual = linear_gelu(a, weight, bias, result=FP8)
+    oracle = reference.gelu(oracle_of(a, weight, bias))
+    assert (oracle.abs().amax(-1) <= LARGEST[FP8] * actual.scale).all()
+    # By the largest value, but at the bound's place between two powers of two: e4m3's error depends on that too.
+    scale = oracle.abs().amax(-1) / LARGEST[FP8]
+    scale = actual.scale * torch.exp2(torch.ceil(torch.log2(scale / actual.scale)))
+    by_largest = Quantized(round_to(oracle / scale[:, None], FP8), scale)
+    for columns in (slice(None), torch.arange(512) != 7):  # the large channel would hide the others
+        errors = [relative_error(q.dequantize()[:, columns], oracle[:, columns]) for q in (actual, by_largest)]
+        assert errors[0] <= 1.01 * errors[1]
+
+
+def test_a_bound_holds_where_it_is_reached():
+    """One channel is a's own direction, and the bias the largest: nothing saturates."""
+    a = quantized(1, 64, format=INT8)
+    weight = quantize_weight(torch.cat((a.dequantize(), torch.randn(3, 64) / 64)), INT8)
+    bias = torch.tensor([2.0, 0.0, 0.0, 0.0])
+    actual = linear_gelu(a, weight, bias, result=FP8)
+    torch.testing.assert_close(actual.dequantize()[0, 0], oracle_of(a, weight, bias)[0, 0].float(), rtol=0.07, atol=0)
+
+
+def test_8_bits_compile_to_one_graph(device):
+    device = torch_device(device)
+    a, weight = quantized(2, 7, 16, format=INT8, device=device), quantized_weight(12, 16, INT8, device)
+    compiled = torch.compile(linear_gelu, fullgraph=True, backend="aot_eager")
+    options = {"dtype": torch.float32, "implementation": "triton"}
+    assert torch.equal(compiled(a, weight, None, **options), linear_gelu(a, weight, None, **options))
+    options = {"result": FP8, "implementation": "torch"}
+    actual, expected = compiled(a, weight, None, **options), linear_gelu(a, weight, None, **options)
+    assert torch.equal(actual.values.float(), expected.values.float())

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
+from tests.kernels.eight_bit import FORMATS, assert_sums_are_right, oracle_of, quantized, quantized_weight
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
-from turbo_rcm_patch.kernels import gemm_hopper, linear_qkv, reference
+from turbo_rcm_patch.kernels import FP8, INT8, gemm_hopper, linear_qkv, quantize_rows, reference
 
 GUARD_ROWS = 256  # after each result: no tile may reach into them
 # M, N, K for the kernel of sm_90: fewer rows than a tile, tails in every dimension, N within a tile, a multiple of its
@@ -68,18 +69,19 @@ def test_compiles_to_one_graph(device):
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_custom_op_contract(has_bias, device):
     a, weights, biases = operands(2, 3, N=8, K=4, device=torch_device(device))
-    arguments = (a, *weights, *(biases if has_bias else [None] * 3))
+    arguments = (a, *weights, *(biases if has_bias else [None] * 3), *(None,) * 4, torch.float32)
     torch.library.opcheck(torch.ops.turbo_rcm_patch.linear_qkv.default, arguments)
 
 
 def test_the_kernel_gets_matrices(monkeypatch):
-    def launch_three(a, weights, biases, outs):
+    def launch_three(a, weights, biases, outs, scales):
+        assert scales == (None,) * 4
         assert a.dim() == 2
         assert all(t.is_contiguous() for t in (*biases, *outs))
         for out, value in zip(outs, reference.linear_qkv(a, weights, biases), strict=True):
             out.copy_(value)
 
-    monkeypatch.setattr(gemm_hopper, "why_not", lambda *_: None)
+    monkeypatch.setattr(gemm_hopper, "why_not", lambda *_, **__: None)
     monkeypatch.setattr(gemm_hopper, "launch_three", launch_three)
     a, weights, biases = operands(9, 2, N=24, K=16)
     biases = [b.repeat(2)[::2] for b in biases]
@@ -105,6 +107,43 @@ def test_errors():
         linear_qkv(a, weights, [*biases[:2], biases[2][:3]])
     with pytest.raises(ValueError, match="cast them to one"):
         linear_qkv(a, [*weights[:2], weights[2].half()], biases)
+    a, weights = quantized(2, 3, 16, format=INT8), [quantized_weight(4, 16, INT8)] * 3
+    with pytest.raises(ValueError, match="a is a Quantized and weight a Tensor"):
+        linear_qkv(a, [*weights[:2], weights[2].values], biases)
+    with pytest.raises(ValueError, match=r"a is in torch.int8 and weight in torch.float8_e4m3fn"):
+        linear_qkv(a, [*weights[:2], quantized_weight(4, 16, FP8)], biases)
+
+
+# --- operands in 8 bits
+
+
+def check_8bit(actual, a, weights, biases, dtype):
+    low = reference.linear_qkv(a, weights, biases, dtype)
+    for one, expected, weight, bias in zip(actual, low, weights, biases, strict=True):
+        assert (one.shape, one.dtype) == (expected.shape, dtype)
+        oracle = oracle_of(a, weight, bias)
+        assert_sums_are_right(one, expected, oracle, a.format, a.values.shape[-1])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("lead", [(), (7,), (2, 65), (2, 0)])
+def test_8_bits_match_the_oracle(lead, format, device):
+    device = torch_device(device)
+    a = quantize_rows(torch.randn(*lead, 48, device=device), format, implementation="torch")
+    weights = [quantized_weight(40, 48, format, device) for _ in range(3)]
+    biases = [torch.randn(40, device=device) for _ in range(3)]
+    for b in (biases, [None] * 3):
+        actual = linear_qkv(a, weights, b, dtype=torch.float32, implementation="triton")
+        check_8bit(actual, a, weights, b, torch.float32)
+
+
+def test_8_bits_compile_to_one_graph(device):
+    device = torch_device(device)
+    a, weights = quantized(2, 7, 16, format=INT8, device=device), [quantized_weight(8, 16, INT8, device)] * 3
+    compiled = torch.compile(linear_qkv, fullgraph=True, backend="aot_eager")
+    options = {"dtype": torch.float32, "implementation": "triton"}
+    actual, wanted = (function(a, weights, [None] * 3, **options) for function in (compiled, linear_qkv))
+    assert all(torch.equal(one, other) for one, other in zip(actual, wanted, strict=True))
 
 
 # --- the kernel of sm_90
@@ -127,6 +166,22 @@ def test_one_launch_matches_the_oracle(shape, dtype, sm_90):
     a, weights, biases = operands(M, N=N, K=K, device=sm_90, dtype=dtype)
     for b in (biases, [None] * 3):
         check(launch(a, weights, b), a, weights, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shape", [(3000, 1544, 208), (20000, 528, 48), (2000, 272, 8960)])
+def test_one_launch_of_8_bits_matches_the_oracle(shape, format, sm_90, monkeypatch):
+    taken = []
+    kernel = gemm_hopper.launch_three
+    monkeypatch.setattr(gemm_hopper, "launch_three", lambda *args: taken.append(kernel(*args)))
+    M, N, K = shape
+    a, weights = quantized(M, K, format=format, device=sm_90)
+    weights = [quantized_weight(N, K, format, sm_90) for _ in range(3)]
+    biases = [torch.randn(N, device=sm_90) for _ in range(3)]
+    for b, dtype in ((biases, torch.bfloat16), ([None] * 3, torch.float16)):
+        check_8bit(linear_qkv(a, weights, b, dtype=dtype), a, weights, b, dtype)
+    assert len(taken) == 2
 
 
 @pytest.mark.gpu

@@ -5,9 +5,10 @@ import torch
 import triton
 import triton.language as tl
 
+from tests.kernels.eight_bit import FORMATS, assert_sums_are_right, oracle_of, quantized, quantized_weight
 from tests.kernels.runs import LENGTHS, expand, runs_of
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
-from turbo_rcm_patch.kernels import Runs, linear_skip, reference
+from turbo_rcm_patch.kernels import INT8, Runs, linear_skip, reference
 from turbo_rcm_patch.kernels.coefficient import canonical_coefficient
 
 gemm = sys.modules["turbo_rcm_patch.kernels.gemm"]
@@ -150,6 +151,86 @@ def test_scales_move_the_range_alone(device):
     wide = [t.double() for t in (a, weight, bias, 1e5 * residual)]  # up to 4e5
     large = 32 * linear_skip(a, weight, bias, 1e5 * residual, **options).double()
     assert relative_error(large, linear_skip(*wide, implementation="torch")) <= torch.finfo(torch.float16).eps
+
+
+# --- operands in 8 bits
+
+
+def check_8bit(a, weight, bias, residual, c_skip, c_out, dtype=None):
+    actual = linear_skip(a, weight, bias, residual, c_skip=c_skip, c_out=c_out, dtype=dtype, implementation="triton")
+    coefficients = [canonical_coefficient("c", c, *residual.shape, residual.device) for c in (c_skip, c_out)]
+    low = reference.linear_skip(a, weight, bias, residual, *coefficients, dtype)
+    oracle = reference.skip(residual.double(), oracle_of(a, weight, bias), *coefficients)
+    assert (actual.shape, actual.dtype) == (low.shape, low.dtype)
+    assert_sums_are_right(actual, low, oracle, a.format, a.values.shape[-1])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("kind", SKIPS)
+@pytest.mark.parametrize("shape", [(1, 1, 5, 3), (2, 70, 136, 48), (3, 63, 130, 33)])
+def test_8_bits_match_the_oracle(shape, kind, format, device):
+    B, S, C, K = shape
+    device_ = torch_device(device)
+    a, weight = quantized(B, S, K, format=format, device=device_), quantized_weight(C, K, format, device_)
+    for dtype in DTYPES[device]:
+        bias, residual = torch.randn(C, device=device_), torch.randn(B, S, C).to(device_, dtype)
+        check_8bit(a, weight, bias, residual, *skips(kind, B, S, C, device_))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("kind", ["one", "gate", "sample", "row"])
+@pytest.mark.parametrize("kept", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("result", [torch.bfloat16, torch.float16])
+def test_8_bits_on_many_tiles(result, kept, kind, format):
+    """Two or three tiles for a program of sm_90's kernel."""
+    B, S, C, K = 2, 6000, 392, 144
+    a, weight = quantized(B, S, K, format=format, device="cuda"), quantized_weight(C, K, format, "cuda")
+    residual = torch.randn(B, S, C, device="cuda", dtype=kept)
+    check_8bit(a, weight, torch.randn(C, device="cuda"), residual, *skips(kind, B, S, C, "cuda"), result)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_8_bits_by_run_and_at_other_scales(format, device):
+    device_ = torch_device(device)
+    S = 30 if device == "interpreter" else 3000
+    a, weight = quantized(2, S, 48, format=format, device=device_), quantized_weight(40, 48, format, device_)
+    residual, runs = torch.randn(2, S, 40, device=device_).half(), runs_of([S // 3, 1, 2 * S - S // 3 - 1], 40, device_)
+    options = {"residual_scale": 4.0, "result_scale": 0.5, "dtype": torch.float16}
+    actual = linear_skip(a, weight, None, residual, c_out=runs, **options, implementation="triton")
+    low = linear_skip(a, weight, None, residual, c_out=runs, **options, implementation="torch")
+    gates = expand(runs, 2).double()
+    oracle = (4 * residual.double() + gates * oracle_of(a, weight, None)) / 0.5
+    assert_sums_are_right(actual, low, oracle, format, 48)
+
+
+def test_8_bits_of_one_sample_and_compiled(device):
+    device = torch_device(device)
+    a, weight = quantized(7, 16, format=INT8, device=device), quantized_weight(12, 16, INT8, device)
+    residual, gate = torch.randn(7, 12, device=device), torch.randn(12, device=device)
+
+    def function(a, weight, residual, gate):
+        return linear_skip(a, weight, None, residual, c_out=gate, implementation="triton")
+
+    expected = linear_skip(a, weight, None, residual, c_out=gate, implementation="torch")
+    torch.testing.assert_close(function(a, weight, residual, gate), expected)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(a, weight, residual, gate), function(a, weight, residual, gate))
+
+
+def test_8_bits_take_the_reference_under_autograd(device):
+    device = torch_device(device)
+    a, weight = quantized(2, 7, 16, format=INT8, device=device), quantized_weight(12, 16, INT8, device)
+    leaves = [torch.randn(shape, device=device, requires_grad=True) for shape in ((12,), (2, 7, 12), (2, 1, 12))]
+    bias, residual, gate = leaves
+    linear_skip(a, weight, bias, residual, c_out=gate, implementation="triton").sum().backward()
+    linear = oracle_of(a, weight, bias).detach()
+    assert relative_error(bias.grad, (7 * gate).double().sum((0, 1))) <= 1e-6
+    assert relative_error(gate.grad, linear.sum(1, keepdim=True)) <= 1e-5
+    assert torch.equal(residual.grad, torch.ones_like(residual))
+
+
+# --- tiles
 
 
 def tiles_of_this_gpu():
@@ -318,6 +399,9 @@ def test_custom_op_contract(device):
     for dtype in (torch.float32, torch.float16):
         arguments = [*(t.requires_grad_() for t in tensors), *coefficients, dtype, 2.0, 4.0]
         torch.library.opcheck(torch.ops.turbo_rcm_patch.linear_skip.default, arguments)
+    a, weight = quantized(2, 3, 16, format=INT8, device=device), quantized_weight(8, 16, INT8, device)
+    arguments = [a.values, weight.values, *(t.detach() for t in tensors[2:]), None, None, torch.float32, 1.0, 1.0, None]
+    torch.library.opcheck(torch.ops.turbo_rcm_patch.linear_skip.default, (*arguments, a.scale, weight.scale))
 
 
 def test_errors():
@@ -343,3 +427,7 @@ def test_errors():
         linear_skip(*operands(4, 3, 4, 5), c_skip=torch.ones(4))
     with pytest.raises(ValueError, match=r"cannot take these tensors \(float64"):
         linear_skip(*(t.double() for t in (a, weight, bias, residual)), implementation="triton")
+    with pytest.raises(ValueError, match="a is a Quantized and weight a Tensor"):
+        linear_skip(quantized(2, 3, 5, format=INT8), weight, bias, residual)
+    with pytest.raises(ValueError, match=r"a has shape \[6, 5\]; accepted|residual has shape"):
+        linear_skip(quantized(6, 5, format=INT8), quantized_weight(4, 5, INT8), bias, residual)

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from tests.kernels.eight_bit import FORMATS
+from tests.kernels.eight_bit import FORMATS, assert_same
 from tests.oracle import DTYPES, torch_device
-from turbo_rcm_patch.kernels import FP8, INT8, quantize_rows
+from turbo_rcm_patch.kernels import INT8, quantize_rows
 from turbo_rcm_patch.kernels.quantized import LARGEST, quantize_reference
 
 SHAPES = [(1, 1), (5,), (2, 7, 24), (63, 33), (129, 1536), (3, 5120)]
@@ -19,21 +19,6 @@ def _uninitialised_memory_is_nan():
 def formats(device):
     """The interpreter rounds fp32 to fp8 wrongly."""
     return FORMATS if device == "cuda" else (INT8,)
-
-
-def assert_same(actual, expected):
-    """The kernel multiplies by the inverse where the reference divides: what is half way may be rounded either way."""
-    assert (actual.values.shape, actual.values.dtype) == (expected.values.shape, expected.values.dtype)
-    torch.testing.assert_close(actual.scale, expected.scale, rtol=1e-6, atol=0)
-    fine = {INT8: 1.0, FP8: 0.0}[actual.format]
-    ours, theirs = actual.values.float(), expected.values.float()
-    differ = ours != theirs
-    assert differ.float().mean() <= 1e-3
-    assert ((ours - theirs).abs()[differ] <= fine + 0.126 * theirs.abs()[differ]).all()
-    if expected.norm is not None:
-        torch.testing.assert_close(actual.norm, expected.norm, rtol=1e-3, atol=0)
-        own = actual.dequantize(torch.float64).norm(dim=-1)
-        torch.testing.assert_close(actual.norm.double(), own, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("with_norm", [True, False])

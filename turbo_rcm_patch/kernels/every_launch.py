@@ -132,11 +132,12 @@ def _launch_8bit_linear_skip(format: torch.dtype) -> None:
         linear_skip(a, weight, meta(CHANNELS), meta(1, rows, CHANNELS), c_out=gate)
     a, weight = quantized(2, ROWS[0] // 2, CHANNELS, format=format), quantized_weight(CHANNELS, format)
     per_sample = coefficients(2, ROWS[0] // 2)[1]
-    for c_skip, c_out in product((None, per_sample), (None, per_sample, gate, runs())):
-        for kept, result in ((BF16, BF16), (BF16, FP16), (FP16, FP16), (FP16, BF16)):
-            residual = meta(2, ROWS[0] // 2, CHANNELS, dtype=kept)
-            options = {"dtype": result, "result_scale": 32.0 if result == FP16 else 1.0}
-            linear_skip(a, weight, meta(CHANNELS), residual, c_skip=c_skip, c_out=c_out, **options)
+    skips = product((None, per_sample), (None, per_sample, gate, runs()))
+    cases = [(*skip, FP16, FP16) for skip in skips] + [(None, gate, BF16, FP16), (None, gate, FP16, BF16)]
+    for c_skip, c_out, kept, result in cases:
+        residual = meta(2, ROWS[0] // 2, CHANNELS, dtype=kept)
+        options = {"dtype": result, "result_scale": 32.0 if result == FP16 else 1.0}
+        linear_skip(a, weight, meta(CHANNELS), residual, c_skip=c_skip, c_out=c_out, **options)
 
 
 def launch_linear_8bit() -> None:
