@@ -126,3 +126,32 @@ def test_copies_of_a_model_can_be_taken_back_on_their_own(linear, duplicate):
     assert linear.__dict__["forward"](x).equal(linear(x))
     assert not journal.captured()
     assert linear.weight is not weight
+
+
+def forget_name(module):
+    del module.name
+
+
+def test_calls_take_back_what_others_set_in_reverse_order(linear):
+    journal, weight = Journal(), linear.weight
+    journal.set_parameter(linear, "weight", other_parameter())
+    linear.name = "somebody's"
+    journal.on_undo(forget_name, linear)
+    journal.set(linear, "name", "the journal's")
+    assert journal.captured() == []
+    copied = pickle.loads(pickle.dumps((linear, journal)))
+    for module, own in (copied, (linear, journal)):
+        own.undo()
+        assert not hasattr(module, "name")
+    assert linear.weight is weight
+
+
+def test_forgotten_parameters_stay_as_they_are(linear):
+    journal, before = Journal(), other_parameter()
+    linear.weight = before
+    journal.set(linear, "name", "the journal's")
+    journal.set_parameter(linear, "weight", value := other_parameter())
+    journal.forget_parameters()
+    journal.undo()
+    assert linear.weight is value
+    assert not hasattr(linear, "name")

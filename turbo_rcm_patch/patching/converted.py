@@ -8,6 +8,7 @@ pipeline's transformers have a folder each.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -204,9 +205,10 @@ def load_converted(
             all of which are listed; the model is as it was. Also as `patch`.
         ValueError, TypeError: for a config that is none of the quantized tier.
     """
-    config = dataclasses.replace(resolve_config(config), restorable=False, keep=())
+    config = resolve_config(config)
     if config.tier != QUANTIZED:
         raise ValueError(f"weights in 8 bits are of the quantized tier; the config is of the {config.tier.name} one.")
+    config = dataclasses.replace(config, restorable=False, keep=())
     models = transformers_of(target)
     check_patchable(models)
     try:
@@ -309,17 +311,16 @@ def _fill_buffers(model: nn.Module, device: torch.device) -> None:
 
 def _config_differences(stored: dict, model: nn.Module) -> list[str]:
     """Where a config.json is not the model's; what either leaves out has the default."""
-    full = _with_defaults(stored, type(model))
-    own = _with_defaults(dict(model.config), type(model))
-    differing = [key for key in own if full.get(key) != own[key]]
-    lines = [f"{key} is {full.get(key)}, the model's {own[key]}" for key in differing]
+    full, own = (_with_defaults(config, type(model)) for config in (stored, model.config))
+    lines = [f"{key} is {full[key]}, the model's {own[key]}" for key in own if full[key] != own[key]]
     if stored.get("_class_name") != type(model).__name__:
         lines.insert(0, f"it is a {stored.get('_class_name')}, the model a {type(model).__name__}")
     return lines
 
 
-def _with_defaults(config: dict, cls: type) -> dict:
-    filled = cls.extract_init_dict(dict(config))[0]
+def _with_defaults(config: Mapping[str, object], cls: type) -> dict[str, object]:
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    filled = {parameter.name: config.get(parameter.name, parameter.default) for parameter in parameters}
     return json.loads(json.dumps(filled))  # tuples are lists in files
 
 

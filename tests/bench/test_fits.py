@@ -1,0 +1,53 @@
+"""What a model takes of a GPU, from its configs: as its parameters and buffers are."""
+
+import math
+
+import pytest
+import torch
+from accelerate import init_empty_weights
+from diffusers import WanTransformer3DModel
+
+import turbo_rcm_patch as trp
+from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
+from turbo_rcm_patch.bench.cases import CASES
+from turbo_rcm_patch.bench.fits import SIZES, fits, fits_table
+from turbo_rcm_patch.tiers import QUANTIZED
+
+
+def held(model):
+    tensors = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if not n.startswith("rope")}
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_weights_are_those_of_the_model(tmp_path):
+    model = tiny_wan_transformer(dtype=torch.bfloat16)
+    model.save_config(tmp_path)
+    exact, quantized = fits(tmp_path)
+    assert (exact.tier, exact.weights) == ("exact", held(model))
+    trp.patch(model, trp.PatchConfig(tier=QUANTIZED, restorable=False))
+    assert (quantized.tier, quantized.weights) == ("quantized", held(model))
+
+
+def test_a_pipeline_has_a_line_for_each_transformer_and_tier(tmp_path):
+    tiny_wan_pipeline("wan22").save_pretrained(tmp_path)
+    found = fits(tmp_path)
+    assert [fit.component for fit in found] == ["transformer"] * 2 + ["transformer_2"] * 2
+    lines = fits_table(found).splitlines()
+    assert len(lines) == 1 + len(found)
+    assert "step at 832x480, 81 frames" in lines[0]
+    assert "+ about" in lines[1]
+
+
+@pytest.mark.parametrize(("name", "gib"), [("wan2.1-1.3b", 0.83), ("wan2.1-14b", 1.87)])
+def test_real_models_take_at_most_55_percent_in_8_bits(name, gib, tmp_path):
+    with init_empty_weights():
+        WanTransformer3DModel(**CASES[name].transformer).save_config(tmp_path)
+    exact, quantized = fits(tmp_path)
+    assert quantized.weights <= 0.55 * exact.weights
+    assert all(quantized.steps[size] < exact.steps[size] for size in SIZES)
+    assert math.isclose(exact.steps[SIZES[0]] / 2**30, gib, abs_tol=0.01)
+
+
+def test_a_folder_without_a_model(tmp_path):
+    with pytest.raises(ValueError, match="holds no transformer"):
+        fits(tmp_path)

@@ -1,0 +1,37 @@
+"""`turbo-rcm convert`."""
+
+import torch
+
+import turbo_rcm_patch as trp
+from tests.cli.running import error_of
+from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
+from turbo_rcm_patch.cli import main
+from turbo_rcm_patch.patching.quantized_weights import quantized_linears
+from turbo_rcm_patch.tiers import QUANTIZED
+
+CPU = ("--device", "cpu")
+
+
+def test_a_converted_model_can_be_loaded(saved_models, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert (
+        main(["convert", str(saved_models / "t2v"), str(out), "--dtype", "float32", "--keep", "blocks.0.*", *CPU]) == 0
+    )
+    assert "t2v/transformer: 10 linears in 8 bits, 0.00 GiB in all" in capsys.readouterr().out
+    model, expected = tiny_wan_transformer(seed=7), tiny_wan_transformer()
+    trp.load_converted(out, model, trp.PatchConfig(tier=QUANTIZED))
+    trp.patch(expected, trp.PatchConfig(tier=QUANTIZED, keep=["blocks.0.*"]))
+    assert {linear.quantized().format for linear in quantized_linears(model)} == {torch.float8_e4m3fn}
+    with torch.no_grad():
+        assert torch.equal(*(each(**tiny_transformer_inputs(each))[0] for each in (model, expected)))
+
+
+def test_errors(saved_models, tmp_path, capsys):
+    model, out = saved_models / "t2v", tmp_path / "out"
+    assert "no such folder" in error_of(capsys, "convert", tmp_path / "none", out, *CPU)
+    assert "does not exist; create it first" in error_of(capsys, "convert", model, out / "deeper", *CPU)
+    assert "keeps the weights as they are" in error_of(capsys, "convert", model, out, "--preset", "exact", *CPU)
+    assert "keep='x' fits no module" in error_of(capsys, "convert", model, out, "--keep", "x", *CPU)
+    assert "holds no transformer" in error_of(capsys, "convert", saved_models / "flux", out, *CPU)
+    assert "exists and is not empty" in error_of(capsys, "convert", model, saved_models, *CPU)
+    assert not list(tmp_path.iterdir())
