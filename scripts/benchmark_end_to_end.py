@@ -69,6 +69,7 @@ def measure(options: argparse.Namespace, device: torch.device, *, is_first: bool
         "output_type": "np" if options.decode else "latent",
     }
     settings = {"config": options.config, "layers": len(pipe.transformer.blocks), "dtype": str(dtype), **call}
+    settings["preset"] = options.preset
     print(*(f"{name} {value}" for name, value in settings.items()), sep=", ")
     comparison = compare(
         pipe,

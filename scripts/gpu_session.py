@@ -41,7 +41,7 @@ MEASUREMENTS = {
     "verify": (*CLI, "verify"),
     "verify-wan2.1-1.3b": (*CLI, "verify", "--config", "wan2.1-1.3b"),
     "compare": (*CLI, "compare"),
-    "evaluate": (*CLI, "evaluate", "--batch-size", "64"),
+    "evaluate": (*CLI, "evaluate", "--batch-size", "64", *QUANTIZED),  # beside the exact tier
     "ops": ("scripts/benchmark_ops.py",),
     "implementations": ("scripts/compare_implementations.py",),
     "traffic-attention": (*TRAFFIC, "--batch", "32", "--seq", "2048", "--dim", "512"),
@@ -58,7 +58,6 @@ MEASUREMENTS = {
     "verify-quantized": (*CLI, "verify", *QUANTIZED),
     "verify-wan2.1-1.3b-quantized": (*CLI, "verify", "--config", "wan2.1-1.3b", *QUANTIZED),
     "compare-quantized": (*CLI, "compare", *QUANTIZED),
-    "evaluate-quantized": (*CLI, "evaluate", "--batch-size", "64", *QUANTIZED),
     "wan2.1-1.3b-quantized": (*END_TO_END, "wan2.1-1.3b", "--repeats", "3", *QUANTIZED),
     "wan2.1-14b-in-24-gb": ("scripts/benchmark_memory_cap.py",),
     "wan2.1-14b-4-layers-quantized": (*END_TO_END, "wan2.1-14b", "--layers", "4", "--repeats", "3", *QUANTIZED),

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from turbo_rcm_patch.bench.charts import NAMES, chart_file, draw_charts, milliseconds, model_of, real_models
+from turbo_rcm_patch.bench.charts import chart_file, draw_charts, milliseconds, model_of, names_of, real_models
 from turbo_rcm_patch.bench.tables import table
-from turbo_rcm_patch.tiers import EXACT
+from turbo_rcm_patch.tiers import EXACT, QUANTIZED
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = "README.md"  # in the folder of results
@@ -35,6 +35,16 @@ STEPS_HEADER = (
     "rel. L2 of a step to fp32",
     "of the latents to eager",
 )
+SHORT_QUANTIZED_HEADER = (
+    "one step of, 8 bits",
+    "compile, ms",
+    "torchao float8, ms",
+    "exact, ms",
+    "quantized, ms",
+    "over compile",
+    "memory over compile's",
+    "rel. L2 to fp32",
+)
 SHORT_STEPS_HEADER = ("one step of", "eager, ms", "compile, ms", "patched, ms", "over compile", "memory over compile's")
 # What is asked of a patched step: a speed-up over a variant, and memory as a multiple of regional torch.compile's.
 STEP_TARGETS = {
@@ -45,6 +55,9 @@ STEP_TARGETS = {
     "wan2.2-5b-8-layers-image": {"torch.compile": 1.11},
     "wan2.1-i2v-14b-4-layers": {"torch.compile": 1.11},
     "wan2.1-14b-4-layers-2-gpus": {"torch.compile": 1.12},
+    "wan2.1-1.3b-quantized": {"torch.compile": 1.5},
+    "wan2.1-14b-4-layers-quantized": {"torch.compile": 1.5},
+    "wan2.2-5b-8-layers-quantized": {"torch.compile": 1.48},
 }
 MEMORY_TARGETS = dict.fromkeys(("wan2.2-5b-8-layers", "wan2.2-5b-8-layers-image", "wan2.1-i2v-14b-4-layers"), 1.15)
 ACCURACY_TARGETS = {2: 0.9, 4: 0.95}  # overall prompt accuracy of the embedded model, by steps
@@ -122,6 +135,7 @@ def _measured(path: Path, runs: dict, tests: list[dict]) -> str:
         parts.append(_first_step(runs["first-step"]))
     if "ops" in runs:
         parts.append(_ops(runs["ops"]))
+    parts += [_parts(run) for run in runs.values() if run.get("parts")]
     if traffic:
         parts += [_chart(path, "traffic", "Memory traffic of a Wan block"), _traffic(traffic)]
     if "implementations" in runs:
@@ -154,20 +168,39 @@ def _tests(tests: list[dict]) -> str:
 
 def _short_steps(path: Path, runs: dict) -> str:
     """The README's table: a row per real model; empty without one. Its chart is beside it."""
-    rows = [_short_step_row(name, run) for name, run in real_models(runs).items()]
+    rows = [_short_step_row(name, run) for name, run in real_models(runs, "exact").items()]
     if not rows:
         return ""
     environment = next(iter(real_models(runs).values()))["environment"] | {"commit": None}  # runs may be of several
     chart = f"![Speed-up of a denoising step over eager diffusers](results/{chart_file(path, 'steps').name})"
-    return f"\n{environment['gpu']}, {_versions(environment)}.\n\n{chart}\n\n{_table(SHORT_STEPS_HEADER, rows)}"
+    tables = [_table(SHORT_STEPS_HEADER, rows)]
+    quantized = [_short_quantized_row(name, run) for name, run in real_models(runs, "quantized").items()]
+    if quantized:
+        tables.append(_table(SHORT_QUANTIZED_HEADER, quantized))
+    return "\n\n".join((f"\n{environment['gpu']}, {_versions(environment)}.", chart, "\n".join(tables)))
 
 
 def _short_step_row(name: str, run: dict) -> list[str]:
+    variants = ("unpatched", "torch.compile", "patched")
+    return [model_of(run), *_short_milliseconds(run, variants), _over_compile(name, run), _memory_ratio(name, run)]
+
+
+def _short_quantized_row(name: str, run: dict) -> list[str]:
+    variants = ("torch.compile", "torchao float8 + torch.compile", "patched exactly", "patched")
+    error = next(variant.get("step_error") for variant in run["variants"] if variant["name"] == "patched")
+    cells = [model_of(run), *_short_milliseconds(run, variants), _over_compile(name, run), _memory_ratio(name, run)]
+    return [*cells, "" if error is None else f"{error:.1e}"]
+
+
+def _short_milliseconds(run: dict, variants: Sequence[str]) -> Iterator[str]:
+    steps = {variant["name"]: milliseconds(variant) for variant in run["variants"]}
+    return (f"{steps[name]:.0f}" if name in steps else "" for name in variants)
+
+
+def _over_compile(name: str, run: dict) -> str:
     steps = {variant["name"]: milliseconds(variant) for variant in run["variants"]}
     target = STEP_TARGETS.get(name, {}).get("torch.compile", 0.0)
-    cells = [model_of(run), *(f"{steps[one]:.0f}" if one in steps else "" for one in NAMES)]
-    cells.append(_speedup(steps.get("torch.compile"), steps["patched"], target))
-    return [*cells, _memory_ratio(name, run)]
+    return _speedup(steps.get("torch.compile"), steps["patched"], target)
 
 
 def _memory_ratio(name: str, run: dict) -> str:
@@ -177,6 +210,24 @@ def _memory_ratio(name: str, run: dict) -> str:
         return ""
     ratio = peaks["patched"] / peaks["torch.compile"]
     return f"{ratio:.2f}×" if ratio <= MEMORY_TARGETS.get(name, ratio) else f"**{ratio:.2f}×**"
+
+
+def _parts(run: dict) -> str:
+    """What the parts of blocks err in a tier that errs more, over all blocks and checked steps."""
+    settings, rows = run["settings"], []
+    for name in dict.fromkeys(part["part"] for part in run["parts"]):
+        parts = [part for part in run["parts"] if part["part"] == name]
+        errors = [part["error"] for part in parts]
+        mean, largest = f"{sum(errors) / len(errors):.1e}", f"{max(errors):.1e}"
+        failed = not all(part["ok"] for part in parts)
+        allowed = parts[0]["allowed"]
+        rows.append([name, mean, f"**{largest}**" if failed else largest, "" if allowed is None else f"{allowed:.1e}"])
+    model = settings.get("config") or settings.get("model")
+    return (
+        f"Parts of the blocks of {model}, preset {settings['preset']}, each on the inputs that an fp32 oracle's has: "
+        "relative L2 errors to the oracle (of a sub-layer: of what it adds):\n\n"
+        + _table(("part", "mean error", "largest error", "allowed"), rows)
+    )
 
 
 def _first_step(run: dict) -> str:
@@ -266,18 +317,26 @@ def _step_rows(name: str, run: dict) -> list[list[str]]:
         if targets and name in MEMORY_TARGETS:
             asked += f", memory {MEMORY_TARGETS[name]}"
             memory += f" ({_memory_ratio(name, run)})"
-        error = _step_error(errors[variant["name"]], errors.get("torch.compile") if targets else None)
+        limit = _error_limit(run, errors.get("torch.compile")) if variant["name"] == "patched" else None
+        error = _step_error(errors[variant["name"]], limit)
         drift = "" if variant["latents"] is None else f"{variant['latents']['relative_l2']:.1e}"
-        cells = [NAMES[variant["name"]], f"{step:.1f}", *speedups, asked, memory, error, drift]
+        cells = [names_of(run)[variant["name"]], f"{step:.1f}", *speedups, asked, memory, error, drift]
         rows.append(["" if rows else label, *cells])
     return rows
 
 
-def _step_error(error: float | None, rival: float | None) -> str:
-    """Bold where it is above what is asked of a step, ACCURACY_FACTOR times the rival's."""
+def _error_limit(run: dict, compiled: float | None) -> float | None:
+    """What is asked of a step: ACCURACY_FACTOR times torch.compile's error, or the tier's own limit."""
+    if run["settings"].get("preset", "exact") == "quantized":
+        return QUANTIZED.limits.step
+    return None if compiled is None else ACCURACY_FACTOR * compiled
+
+
+def _step_error(error: float | None, limit: float | None) -> str:
+    """Bold where it is above the limit."""
     if error is None:
         return ""
-    return f"{error:.1e}" if rival is None or error <= ACCURACY_FACTOR * rival else f"**{error:.1e}**"
+    return f"{error:.1e}" if limit is None or error <= limit else f"**{error:.1e}**"
 
 
 def _speedup(rival: float | None, step: float, target: float) -> str:

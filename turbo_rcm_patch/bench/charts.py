@@ -8,12 +8,23 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-NAMES = {"unpatched": "eager diffusers", "torch.compile": "regional torch.compile", "patched": "patched (exact)"}
+NAMES = {"unpatched": "eager diffusers", "torch.compile": "regional torch.compile"}
+QUANTIZED_RIVALS = {"torchao float8 + torch.compile": "torchao float8, compiled", "patched exactly": "patched (exact)"}
 
 
-def real_models(runs: dict) -> dict[str, dict]:
-    """The runs that compare variants of a model at its real size."""
-    return {name: run for name, run in runs.items() if "variants" in run and "config" in run["settings"]}
+def names_of(run: dict) -> dict[str, str]:
+    """What the variants of a run are called, in order; only of those that ran."""
+    tier = run["settings"].get("preset", "exact")
+    rivals = {} if tier == "exact" else QUANTIZED_RIVALS
+    names = {**NAMES, **rivals, "patched": f"patched ({tier})"}
+    ran = {variant["name"] for variant in run["variants"]}
+    return {name: shown for name, shown in names.items() if name in ran}
+
+
+def real_models(runs: dict, tier: str | None = None) -> dict[str, dict]:
+    """The runs that compare variants of a model at its real size; of one tier, where given."""
+    found = {name: run for name, run in runs.items() if "variants" in run and "config" in run["settings"]}
+    return {name: run for name, run in found.items() if tier in (None, run["settings"].get("preset", "exact"))}
 
 
 def model_of(run: dict) -> str:
@@ -59,15 +70,19 @@ def _figure(height: float):
 
 def _draw_steps(runs: dict):
     """Bars from the left, a group per model, with the speed-up written at their ends."""
-    figure, axes = _figure(1.2 + 1.05 * len(runs))
-    for place, run in enumerate(runs.values()):
+    bars = sum(len(run["variants"]) + 1 for run in runs.values())
+    figure, axes = _figure(1.2 + 0.3 * bars)
+    colors, places, top = {}, [], 0
+    for run in runs.values():
         steps = {variant["name"]: milliseconds(variant) for variant in run["variants"]}
-        for index, name in enumerate(NAMES):
-            if name in steps:
-                speedup = steps["unpatched"] / steps[name]
-                bar = axes.barh(place + 0.27 * (index - 1), speedup, 0.25, color=f"C{index}", label=NAMES[name])
-                axes.bar_label(bar, [f"{speedup:.2f}×"], padding=3, fontsize="large")
-    axes.set_yticks(range(len(runs)), [model_of(run).replace(", ", "\n", 1) for run in runs.values()])
+        for index, (name, shown) in enumerate(names_of(run).items()):
+            speedup = steps["unpatched"] / steps[name]
+            color = colors.setdefault(shown, f"C{len(colors)}")
+            bar = axes.barh(top + index, speedup, 0.9, color=color, label=shown)
+            axes.bar_label(bar, [f"{speedup:.2f}×"], padding=3, fontsize="large")
+        places.append(top + (len(steps) - 1) / 2)
+        top += len(steps) + 1
+    axes.set_yticks(places, [model_of(run).replace(", ", "\n", 1) for run in runs.values()])
     axes.invert_yaxis()
     axes.set_xlabel("speed-up of a denoising step over eager diffusers", fontsize="large")
     _legend_above(figure, axes)

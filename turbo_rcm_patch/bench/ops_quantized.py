@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable
 
 import torch
@@ -20,7 +21,36 @@ SCALED_MM, FLASH_ATTENTION, OURS_EXACT = "_scaled_mm + compiled", "FlashAttentio
 def attention_8bit(heads: int, tokens: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
     """Self-attention of normal values that are in 8 bits already."""
     draw = Draws(device)
-    q, k, v = (draw(1, tokens, heads, head_dim) for _ in range(3))
+    return _attention(*(draw(1, tokens, heads, head_dim) for _ in range(3)))
+
+
+def structured_attention_8bit(
+    heads: int, tokens: int, head_dim: int, device: torch.device, compiled: Callable
+) -> Contest:
+    """The same of values that are like a model's: see `structured_qkv`."""
+    return _attention(*structured_qkv(Draws(device), heads, tokens, head_dim))
+
+
+def structured_qkv(draw: Draws, heads: int, tokens: int, head_dim: int) -> tuple[torch.Tensor, ...]:
+    """q, k, v [1, S, H, D]: neighbouring tokens are alike, AR(1) with ρ = 0.95; keys have a mean of their own in every
+    channel, 3 · N(0, 1), and four channels that are five times as large; values two that are eight times as large."""
+    q, k, v = (_autoregressive(draw(1, tokens, heads, head_dim).float(), 0.95) for _ in range(3))
+    k = k + 3 * draw(1, 1, heads, head_dim)
+    k[..., :4] *= 5
+    v[..., :2] *= 8
+    return tuple(x.bfloat16() for x in (q, k, v))
+
+
+def _autoregressive(noise: torch.Tensor, rho: float) -> torch.Tensor:
+    """x[t] = ρ x[t-1] + √(1-ρ²) noise[t] along dimension 1: a convolution with the powers of ρ."""
+    tokens = noise.shape[1]
+    powers = rho ** torch.arange(tokens, device=noise.device, dtype=torch.float32)
+    spectra = (torch.fft.rfft(x, n=2 * tokens, dim=1) for x in (noise, powers.view(1, -1, 1, 1)))
+    return (1 - rho**2) ** 0.5 * torch.fft.irfft(math.prod(spectra), n=2 * tokens, dim=1)[:, :tokens]
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Contest:
+    _, tokens, heads, head_dim = q.shape
     quantized = kernels.quantize_qkv(q.flatten(2), k.flatten(2), v.flatten(2), heads=heads)
     return Contest(
         ours={"attention": lambda: kernels.attention_8bit(quantized)},
@@ -185,6 +215,7 @@ LINEAR_SKIPS = (
 CASES = (
     _case(attention_8bit, 12, 32760, 128, flash_attention=1.02),
     _case(attention_8bit, 40, 75600, 128, flash_attention=1.02),
+    _case(structured_attention_8bit, 12, 32760, 128, flash_attention=1.02),
     _case(norms_attention_8bit, 12, 32760, 128, exact=1.18),
     _case(norms_attention_8bit, 40, 75600, 128, exact=1.18),
     *(_case(linear_skip_8bit, *sizes, scaled_mm=target) for *sizes, target in LINEAR_SKIPS),
