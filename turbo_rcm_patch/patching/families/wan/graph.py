@@ -18,6 +18,8 @@ from torch import nn
 from ....plain import function_bound_to
 from ...graphs import Graphs, Inputs, call_key, why_not_recorded
 from ...plan import Shared
+from ...quantized_linear import QuantizedLinear
+from ...quantized_weights import quantized_linears
 from ...snapshot import WhileUnchanged
 from .forward import warn_of_saturation
 from .repeatable import why_not_repeatable
@@ -65,6 +67,7 @@ class WanGraph:
         self._transformer, self._shared = transformer, shared
         self._forwards = {module: function_bound_to(module, forward) for module, forward in forwards.items()}
         self._graphs = Graphs()
+        self._quantized: list[QuantizedLinear] = []
         self._why_not_recordable = WhileUnchanged(self._objects_read, self._look_again)
 
     def takes(self, called: nn.Module, inputs: Inputs, attention_kwargs: dict[str, Any] | None) -> bool:
@@ -78,6 +81,8 @@ class WanGraph:
     def sample(self, inputs: Inputs) -> torch.Tensor:
         """The transformer's sample: computed the first time that inputs of these shapes come, replayed later."""
         warn_of_saturation(self._shared)
+        for linear in self._quantized:
+            linear.bring_up_to_date()
         return self._graphs.run(call_key(inputs), self._compute, inputs)
 
     def release(self) -> None:
@@ -152,6 +157,7 @@ class WanGraph:
     def _look_again(self, device: torch.device) -> str | None:
         """Why something about the modules could escape a graph. They are new or changed: graphs of them are stale."""
         self._graphs.invalidate()
+        self._quantized = quantized_linears(self._transformer)
         if device.type != self._graphs.device_type:
             return f"{device.type} tensors"
         reasons = (why_not_repeatable(m, device, forward=self._own_forward(m)) for m in self._transformer.modules())

@@ -22,6 +22,7 @@ from torch import nn
 from ....plain import why_not_read
 from ...layers import why_not_own_attention
 from ...plan import active_backend
+from ...quantized_linear import QuantizedLinear
 from .block import why_not_fused_attention
 
 # Classes whose outputs depend on their inputs, tensors and attributes alone (dropout draws only in training).
@@ -38,6 +39,7 @@ _KNOWN = (
     FeedForward,
     GELU,
     PixArtAlphaTextProjection,
+    QuantizedLinear,
     TimestepEmbedding,
     Timesteps,
     WanImageEmbedding,
