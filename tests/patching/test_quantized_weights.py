@@ -14,6 +14,7 @@ from torch import nn
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
+from tests.patching.tape import assert_replayed, assert_same, make_models, warm
 from tests.tiny_families import FAMILIES, tiny_family_inputs, tiny_family_transformer
 from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.kernels.quantized import FP8, INT8, quantize_weight
@@ -587,6 +588,24 @@ def test_compiled_blocks_are_one_graph_and_see_changes():
     for each in (model, plain):
         each.blocks[1].ffn.net[2].weight = nn.Parameter(-plain.blocks[1].ffn.net[2].weight.detach())
     assert relative_error(output_of(model), output_of(plain)) <= ERROR
+
+
+def test_graphs_read_what_was_written_since(tape):
+    config = trp.PatchConfig(tier=QUANTIZED, cuda_graph="auto")
+    pair = make_models(config=config)
+    inputs = tiny_transformer_inputs(pair[0])
+    warm(pair, inputs)
+    for write in (
+        lambda model: model.blocks[0].ffn.net[2].weight.data.mul_(2.0),
+        lambda model: model.state_dict()["blocks.1.attn1.to_q.weight"].mul_(-1.0),
+        lambda model: model.load_state_dict(tiny_wan_transformer(seed=8).state_dict()),
+        lambda model: setattr(model.blocks[0].attn1.to_v, "weight", nn.Parameter(torch.ones(128, 128))),
+    ):
+        for model in pair:
+            write(model)
+        assert_same(pair, inputs)
+        assert_same(pair, inputs)
+    assert_replayed(pair, inputs)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -91,14 +91,15 @@ class QuantizedLinear(nn.Linear):
 
     def quantized(self) -> QuantizedWeight:
         """The 8-bit weight, on the device that it was moved to."""
-        if not torch.compiler.is_compiling() and self._is_stale():
-            self.convert_anew()
+        if not torch.compiler.is_compiling():
+            self.bring_up_to_date()
         buffers = self._buffers
         return QuantizedWeight(buffers[VALUES], buffers[SCALE], buffers[NORM])
 
-    def _is_stale(self) -> bool:
-        """Whether a tensor that `state_dict` returned was written to: it shares the original's memory."""
-        return self.version is not None and self.eight_bit.original._version != self.version
+    def bring_up_to_date(self) -> None:
+        """Convert anew where a tensor that `state_dict` returned was written to: it shares the original's memory."""
+        if self.version is not None and self.eight_bit.original._version != self.version:
+            self.convert_anew()
 
     def convert_anew(self) -> None:
         """After a write to the original: into the memory of the present 8-bit weight, where CUDA graphs find it."""

@@ -82,7 +82,7 @@ class WanGraph:
         """The transformer's sample: computed the first time that inputs of these shapes come, replayed later."""
         warn_of_saturation(self._shared)
         for linear in self._quantized:
-            linear.quantized()  # brings it up to date: a replay reads the 8-bit weight alone
+            linear.bring_up_to_date()  # a replay reads the 8-bit weight alone
         key = *call_key(inputs), self._shared.why_exact_attention()
         return self._graphs.run(key, self._compute, inputs)
 
