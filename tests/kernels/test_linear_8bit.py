@@ -86,7 +86,8 @@ def test_non_contiguous(device):
 
 
 def test_nothing_in_nothing_out(device):
-    a, weight = (quantized(2, 0, 16, format=INT8), quantized_weight(24, 16, INT8))
+    device = torch_device(device)
+    a, weight = quantized(2, 0, 16, format=INT8, device=device), quantized_weight(24, 16, INT8, device)
     assert linear_8bit(a, weight, implementation="triton").shape == (2, 0, 24)
 
 
