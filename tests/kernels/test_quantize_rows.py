@@ -29,7 +29,7 @@ def test_is_the_reference(shape, with_norm, device):
         for format in formats(device):
             actual = quantize_rows(x, format, with_norm, implementation="triton")
             assert (actual.norm is not None) == with_norm
-            assert_same(actual, quantize_reference(x, format, with_norm))
+            assert_same(actual, quantize_reference(x, format, with_norm), x)
 
 
 @pytest.mark.gpu
@@ -37,7 +37,7 @@ def test_is_the_reference(shape, with_norm, device):
 def test_wide_rows_and_many(K):
     x = torch.randn(3000, K, device="cuda").bfloat16()
     for format in FORMATS:
-        assert_same(quantize_rows(x, format, with_norm=True), quantize_reference(x, format, with_norm=True))
+        assert_same(quantize_rows(x, format, with_norm=True), quantize_reference(x, format, with_norm=True), x)
 
 
 def test_rows_of_any_size(device):
@@ -47,7 +47,7 @@ def test_rows_of_any_size(device):
     )
     for format in formats(device):
         actual = quantize_rows(x, format, implementation="triton")
-        assert_same(actual, quantize_reference(x, format))
+        assert_same(actual, quantize_reference(x, format), x)
         assert torch.equal(actual.values.float().abs().amax(-1), torch.full((7,), LARGEST[format], device=x.device))
 
 
@@ -74,7 +74,7 @@ def test_nan_and_infinity_are_not_lost(device):
 def test_non_contiguous(device):
     x = torch.randn(2, 24, 5, device=torch_device(device))
     for view in (x.transpose(1, 2), x[..., 1:4], x[:, ::2], x[:, :1].expand(2, 9, 5)):
-        assert_same(quantize_rows(view, INT8, implementation="triton"), quantize_reference(view, INT8))
+        assert_same(quantize_rows(view, INT8, implementation="triton"), quantize_reference(view, INT8), view)
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0)])

@@ -125,12 +125,13 @@ def launch_linear_skip() -> None:
 
 def _launch_8bit_linear_skip(format: torch.dtype) -> None:
     gate = meta(1, 1, CHANNELS, dtype=FP32)
-    for rows, depth in product(ROWS, DEPTHS):
-        a, weight = quantized(1, rows, depth, format=format), quantized_weight(depth, format)
+    weight = quantized_weight(CHANNELS, format)
+    for rows in ROWS:
+        a = quantized(1, rows, CHANNELS, format=format)
         *_, per_token = coefficients(1, rows)
         linear_skip(a, weight, meta(CHANNELS), meta(1, rows, CHANNELS, dtype=FP32), c_skip=per_token, c_out=per_token)
         linear_skip(a, weight, meta(CHANNELS), meta(1, rows, CHANNELS), c_out=gate)
-    a, weight = quantized(2, ROWS[0] // 2, CHANNELS, format=format), quantized_weight(CHANNELS, format)
+    a = quantized(2, ROWS[0] // 2, CHANNELS, format=format)
     per_sample = coefficients(2, ROWS[0] // 2)[1]
     skips = product((None, per_sample), (None, per_sample, gate, runs()))
     cases = [(*skip, FP16, FP16) for skip in skips] + [(None, gate, BF16, FP16), (None, gate, FP16, BF16)]
@@ -141,8 +142,8 @@ def _launch_8bit_linear_skip(format: torch.dtype) -> None:
 
 
 def launch_linear_8bit() -> None:
-    for format, rows, depth in product(formats(), ROWS, DEPTHS):
-        a, weight = quantized(rows, depth, format=format), quantized_weight(depth, format)
+    for format, rows in product(formats(), ROWS):
+        a, weight = quantized(rows, CHANNELS, format=format), quantized_weight(CHANNELS, format)
         for bias, dtype in ((meta(CHANNELS), BF16), (None, FP16), (meta(CHANNELS, dtype=FP32), FP32)):
             linear_8bit(a, weight, bias, dtype=dtype)
 
@@ -152,8 +153,8 @@ def launch_linear_gelu() -> None:
         a, weight = meta(rows, depth, dtype=dtype), meta(CHANNELS, depth, dtype=dtype)
         linear_gelu(a, weight, meta(CHANNELS, dtype=dtype))
     linear_gelu(meta(ROWS[0], CHANNELS), meta(CHANNELS, CHANNELS), None)
-    for format, rows, depth in product(formats(), ROWS, DEPTHS):
-        a, weight = quantized(rows, depth, format=format), quantized_weight(depth, format)
+    for format, rows in product(formats(), ROWS):
+        a, weight = quantized(rows, CHANNELS, format=format), quantized_weight(CHANNELS, format)
         for result in (None, FP8) if FP8 in formats() else (None,):
             linear_gelu(a, weight, meta(CHANNELS), result=result)
 

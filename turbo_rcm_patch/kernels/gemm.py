@@ -88,12 +88,6 @@ _TILES_POINTER = (
     Tiles(64, 128, 32, num_warps=4, num_stages=4, programs=2),
     Tiles(64, 64, 32, num_warps=4, num_stages=4, programs=3),
 )
-# In 8 bits every row may begin anywhere and is then read byte by byte, each of which has a register.
-_TILES_POINTER_8BIT = (
-    Tiles(128, 128, 64, num_warps=8, num_stages=4),
-    Tiles(64, 128, 64, num_warps=8, num_stages=4),
-    Tiles(64, 64, 64, num_warps=4, num_stages=4, programs=3),
-)
 # Exact fp32 takes no tensor cores: every operand passes through registers, which bounds the tile.
 _TILES_FP32 = (
     Tiles(64, 64, 16, num_warps=8, num_stages=3, programs=2),
@@ -105,9 +99,8 @@ def tile_candidates(capability: tuple[int, int], dtype: torch.dtype, descriptors
     """The tiles for a compute capability, from large to small, all within its shared memory."""
     if dtype == torch.float32:
         return _TILES_FP32
-    if not descriptors:
-        return _TILES_POINTER_8BIT if dtype.itemsize == 1 else _TILES_POINTER
     tiles = _TILES_TMA if capability < (12, 0) else _TILES_TMA_SMALL_MEMORY
+    tiles = tiles if descriptors else _TILES_POINTER
     return tuple(replace(tile, depth=2 * tile.depth) for tile in tiles) if dtype.itemsize == 1 else tiles
 
 
@@ -126,6 +119,8 @@ def launch(
     and the constexprs DESCRIPTORS, ROWS, COLUMNS, DEPTH.
     """
     a, weight = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (a, weight))
+    if a.element_size() == 1 and not (matrix_fits_tma(a) and matrix_fits_tma(weight) and a.shape[1] % 16 == 0):
+        a, weight = _pad_rows(a), _pad_rows(weight)
     (rows, K), N = a.shape, weight.shape[0]
     M = rows // samples
     capability, multiprocessors = device_properties(a.device)
@@ -150,6 +145,15 @@ def launch(
             **constants,
             **_tile_options(tiles, descriptors),
         )
+
+
+def _pad_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """A copy of a matrix [rows, K] in 8 bits with zeros up to a multiple of 16 columns: read byte by byte, as rows that
+    begin anywhere are, the tiles would take more registers than there are. No known model has such rows."""
+    rows, K = matrix.shape
+    padded = matrix.new_zeros(rows, triton.cdiv(K, 16) * 16, dtype=torch.uint8)
+    padded[:, :K] = matrix.view(torch.uint8)
+    return padded.view(matrix.dtype)
 
 
 def _tile_options(tiles: Tiles, descriptors: bool) -> dict[str, object]:
