@@ -171,6 +171,14 @@ def test_spills_count_in_the_loop_around_a_product(line, spills):
     assert aot._loops_spill(sass.splitlines()) is spills
 
 
+def test_code_behind_the_end_closes_no_loop():
+    """A retry of a wait that jumps back to between the product and a spill."""
+    behind = "        /*0060*/                   EXIT ;\n        /*0070*/                   BRA `(.L_x_2) ;\n"
+    spill = SASS.replace(".L_x_3:", ".L_x_3:\n        /*0048*/   LDL R4, [R1] ;")
+    assert not aot._loops_spill((spill + behind).splitlines())
+    assert not aot._loops_spill(spill.splitlines())
+
+
 def test_without_tensor_cores_spills_count_in_any_loop_that_multiplies():
     in_it, beside_it = SASS.replace("HGMMA.64x128x16.F32.BF16", "FFMA"), SASS.replace("HGMMA", "MOV")
     assert aot._loops_spill(in_it.replace("@P0 BRA `(.L_x_2)", "@P0 BRA `(.L_x_1)").splitlines())

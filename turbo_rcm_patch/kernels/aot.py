@@ -152,8 +152,10 @@ def _loops_spill(sass: list[str]) -> bool:
     loops = []
     for index, line in enumerate(sass):
         branch = re.search(r"\bBRA(?:\.\w+)* `\((\.L_\w+)\)", line)
-        if branch and labels.get(branch[1], len(sass)) < index:
-            loops.append(range(labels[branch[1]], index + 1))
+        start = labels.get(branch[1], index) if branch else index
+        # What lies behind the kernel's end, as the retries of waits do, jumps back without closing a loop.
+        if start < index and not any(re.search(r"\*/\s+EXIT\b", x) for x in sass[start:index]):
+            loops.append(range(start, index + 1))
     products = [index for index, opcode in enumerate(opcodes) if re.match(r"\w*MMA\b", opcode)]
     if not products:
         products = [

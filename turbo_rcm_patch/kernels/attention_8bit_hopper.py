@@ -7,6 +7,7 @@ The kernel is in attention_8bit_hopper_kernel.py.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import torch
@@ -19,7 +20,7 @@ from .launch import launch_kernel
 from .quantized import FP8
 from .tma import head_strides
 
-if attention_hopper.GLUON_ERROR is None:
+with contextlib.suppress(ImportError, AttributeError):  # as attention_hopper.GLUON_ERROR tells
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

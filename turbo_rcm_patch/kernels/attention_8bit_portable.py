@@ -36,17 +36,21 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# Small ones, of which a multiprocessor runs several: the softmax of one under the matmuls of the others.
-WARPGROUP_TILE = Tile(64, 128, 4, 3)  # sm_90 and sm_100
-FP8_TILE = Tile(64, 64, 4, 3)  # sm_89 and sm_120
-FP16_TILE = Tile(64, 64, 4, 2)  # sm_80 and sm_86, and wherever v is fp16
+# By v's format and the GPU. On sm_90 a multiprocessor runs several small ones, the softmax of one under the
+# matmuls of the others; elsewhere they are the largest that keep registers from spilling.
+HOPPER_TILE = Tile(64, 128, 4, 3)
+TENSOR_MEMORY_TILE = Tile(64, 128, 8, 3)  # sm_100
+FP8_TILE = Tile(128, 64, 8, 2)  # sm_89 and sm_120
+FP16_TILE = Tile(128, 32, 8, 3)  # sm_80 and sm_86, and wherever v is fp16
 
 
 def choose_tile(capability: tuple[int, int], v_format: torch.dtype) -> Tile:
     """The tile on a GPU of this compute capability."""
+    if capability[0] == 10:
+        return TENSOR_MEMORY_TILE
     if v_format != FP8:
         return FP16_TILE
-    return WARPGROUP_TILE if capability[0] in (9, 10) else FP8_TILE
+    return HOPPER_TILE if capability[0] == 9 else FP8_TILE
 
 
 def attention_forward(

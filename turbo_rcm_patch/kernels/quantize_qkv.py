@@ -19,14 +19,13 @@ import triton.language as tl
 
 from . import quantized_attention_reference as reference
 from .attention_tiles import LOG2_E
-from .dispatch import device_properties, interpreting, kernel_op, use_triton
+from .dispatch import _capability, _is_gpu, interpreting, kernel_op, use_triton
 from .launch import launch_kernel
 from .quantized import FP8, FP8_CAPABILITY
 from .quantized_attention_reference import KEY_GROUP, SCALE_FLOOR, V_FORMATS
 from .rows import row_grid, row_tile
 
 HEAD_DIMS = (64, 128)
-HEADS_AT_A_TIME = 4  # whose k and v one program writes: they share cos and sin
 KV_WARPS = 8
 REDUCED_CHANNELS, REDUCED_ROWS = 32, 32
 MAGIC = tl.constexpr(12582912.0)  # 1.5 · 2^23: added to |x| < 2^22 it leaves x's nearest integer in the last bits
@@ -95,8 +94,7 @@ def quantize_qkv(
 
 def default_v_format(device: torch.device) -> torch.dtype:
     """e4m3 where the GPU multiplies it, and on the CPU."""
-    on_gpu = device.type in ("cuda", "meta")
-    return torch.float16 if on_gpu and device_properties(device)[0] < FP8_CAPABILITY else FP8
+    return torch.float16 if _is_gpu(device) and _capability(device) < FP8_CAPABILITY else FP8
 
 
 def why_no_kernel(device: torch.device, v_format: torch.dtype, head_dim: int) -> str | None:
@@ -178,17 +176,17 @@ def _table_strides(cos, sin) -> tuple[int, int, int, int]:
     return (0, 0, 0, 0) if cos is None else (*cos.stride(), *sin.stride())
 
 
-def _row_tile(x: torch.Tensor, heads: int, tensors: int) -> dict[str, int]:
-    """Of rows of so many tensors at once; twice the threads of a norm, as sums or 8-bit values take registers too."""
+def _row_tile(x: torch.Tensor, heads: int) -> dict[str, int]:
+    """With twice the threads of a norm: sums and 8-bit values take registers as well."""
     block_h, head_dim = triton.next_power_of_2(heads), x.shape[2] // heads
     block = block_h * head_dim
-    tile = row_tile(block, tensors * block * x.element_size() + 4 * head_dim)
+    tile = row_tile(block, block * x.element_size() + 4 * head_dim)
     return {"BLOCK_H": block_h, **tile, "num_warps": min(32, 2 * tile["num_warps"])}
 
 
 def _quantize_q(q, weight, cos, sin, heads, eps, scale_log2, out, out_scale) -> None:
     B, S, C = q.shape
-    tile = _row_tile(q, heads, 1)
+    tile = _row_tile(q, heads)
     launch_kernel(
         _quantize_q_kernel,
         row_grid(q.device, tile["ROWS"], S, B),
@@ -212,7 +210,7 @@ def _quantize_q(q, weight, cos, sin, heads, eps, scale_log2, out, out_scale) -> 
 
 def _quantize_kv(k, v, weight, cos, sin, heads, eps, out_k, k_scale, out_v, v_scale) -> None:
     B, S, C = k.shape
-    tile = _row_tile(k, heads, 2)
+    tile = _row_tile(k, heads)
     grid = row_grid(k.device, tile["ROWS"], S, B)
     k_sums, v_maxima = (k.new_empty((B, grid[0], C), dtype=torch.float32) for _ in range(2))
     k_mean = k.new_empty((B, C), dtype=torch.float32)
@@ -220,7 +218,7 @@ def _quantize_kv(k, v, weight, cos, sin, heads, eps, out_k, k_scale, out_v, v_sc
     sizes = (S, heads, *k.stride()[:2], *v.stride()[:2], *_table_strides(cos, sin))
     options = {"HEAD_DIM": C // heads}
     launch_kernel(
-        _summarize_kv_kernel, grid, k, v, weight, cos, sin, rstd, k_sums, v_maxima, *sizes, eps, **options, **tile
+        _summarize_kv_kernel, (*grid, 2), k, v, weight, cos, sin, rstd, k_sums, v_maxima, *sizes, eps, **options, **tile
     )
     launch_kernel(
         _reduce_summaries_kernel,
@@ -239,7 +237,7 @@ def _quantize_kv(k, v, weight, cos, sin, heads, eps, out_k, k_scale, out_v, v_sc
     )
     launch_kernel(
         _quantize_kv_kernel,
-        (triton.cdiv(heads, HEADS_AT_A_TIME), triton.cdiv(S, KEY_GROUP), B),
+        (heads, triton.cdiv(S, KEY_GROUP), B),  # programs that run together share cos and sin
         k,
         v,
         weight,
@@ -254,7 +252,6 @@ def _quantize_kv(k, v, weight, cos, sin, heads, eps, out_k, k_scale, out_v, v_sc
         *sizes,
         FLOOR=SCALE_FLOOR,
         GROUP=KEY_GROUP,
-        HEADS_AT_A_TIME=HEADS_AT_A_TIME,
         TRANSPOSED=out_v.dtype == FP8,
         num_warps=KV_WARPS,
         **options,
@@ -329,34 +326,37 @@ def _summarize_kv_kernel(
     cos_stride_s, cos_stride_d, sin_stride_s, sin_stride_d, eps,
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Of the rows that a program walks: the sums of rotated k and the maxima of |v|, [B, programs, H·D], and for all
-    rows k's factor of the norm, rstd [B, S]."""
+    """Of the rows that a program walks: the sums of rotated k, and of all rows its factor of the norm, rstd [B, S]; or,
+    where the grid's last index is 1, the maxima of |v|. Both [B, programs, H·D]."""
     sample = tl.program_id(1).to(tl.int64)
     head = tl.arange(0, BLOCK_H)
     channels = (head[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :])[None, :, :]
     head_mask = (head < heads)[None, :, None]
-    if weight is not None:
-        gain = tl.load(weight + channels, mask=head_mask, other=0.0).to(tl.float32)
-    k_sum = tl.zeros((ROWS, BLOCK_H, HEAD_DIM), tl.float32)
-    v_maximum = tl.zeros((ROWS, BLOCK_H, HEAD_DIM), tl.float32)
-    for first in tl.range(tl.program_id(0) * ROWS, S, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        rows = first + tl.arange(0, ROWS)
-        row_mask = rows < S
-        mask = row_mask[:, None, None] & head_mask
-        position = rows.to(tl.int64)[:, None, None]
-        y = tl.load(k + sample * k_stride_b + position * k_stride_s + channels, mask=mask, other=0.0).to(tl.float32)
-        values = tl.load(v + sample * v_stride_b + position * v_stride_s + channels, mask=mask, other=0.0)
-        v_maximum = tl.maximum(v_maximum, tl.abs(values.to(tl.float32)))
+    summary = tl.zeros((ROWS, BLOCK_H, HEAD_DIM), tl.float32)
+    summary_rows = (sample * tl.num_programs(0) + tl.program_id(0)) * (heads * HEAD_DIM) + channels
+    if tl.program_id(2) == 0:
         if weight is not None:
-            factor = tl.rsqrt(tl.sum(tl.sum(y * y, 2), 1) / (heads * HEAD_DIM) + eps)
-            tl.store(rstd + sample * S + rows, factor, mask=row_mask)
-            y = y * factor[:, None, None] * gain
-        if cos is not None:
-            y = _rotate_rows(y, cos, sin, rows, row_mask, cos_stride_s, cos_stride_d, sin_stride_s, sin_stride_d)
-        k_sum += y
-    summary = (sample * tl.num_programs(0) + tl.program_id(0)) * (heads * HEAD_DIM) + channels
-    tl.store(k_sums + summary, tl.sum(k_sum, 0)[None, :, :], mask=head_mask)
-    tl.store(v_maxima + summary, tl.max(v_maximum, 0)[None, :, :], mask=head_mask)
+            gain = tl.load(weight + channels, mask=head_mask, other=0.0).to(tl.float32)
+        for first in tl.range(tl.program_id(0) * ROWS, S, tl.num_programs(0) * ROWS, num_stages=STAGES):
+            rows = first + tl.arange(0, ROWS)
+            row_mask = rows < S
+            k_rows = k + sample * k_stride_b + rows.to(tl.int64)[:, None, None] * k_stride_s
+            y = tl.load(k_rows + channels, mask=row_mask[:, None, None] & head_mask, other=0.0).to(tl.float32)
+            if weight is not None:
+                factor = tl.rsqrt(tl.sum(tl.sum(y * y, 2), 1) / (heads * HEAD_DIM) + eps)
+                tl.store(rstd + sample * S + rows, factor, mask=row_mask)
+                y = y * factor[:, None, None] * gain
+            if cos is not None:
+                y = _rotate_rows(y, cos, sin, rows, row_mask, cos_stride_s, cos_stride_d, sin_stride_s, sin_stride_d)
+            summary += y
+        tl.store(k_sums + summary_rows, tl.sum(summary, 0)[None, :, :], mask=head_mask)
+    else:
+        for first in tl.range(tl.program_id(0) * ROWS, S, tl.num_programs(0) * ROWS, num_stages=STAGES):
+            rows = first + tl.arange(0, ROWS)
+            v_rows = v + sample * v_stride_b + rows.to(tl.int64)[:, None, None] * v_stride_s
+            values = tl.load(v_rows + channels, mask=(rows < S)[:, None, None] & head_mask, other=0.0)
+            summary = tl.maximum(summary, tl.abs(values.to(tl.float32)))
+        tl.store(v_maxima + summary_rows, tl.max(summary, 0)[None, :, :], mask=head_mask)
 
 
 @triton.jit(do_not_specialize=["S", "summaries"])
@@ -383,52 +383,46 @@ def _reduce_summaries_kernel(
 def _quantize_kv_kernel(
     k, v, weight, cos, sin, rstd, k_mean, v_scale, out_k, k_scale, out_v,
     S, heads, k_stride_b, k_stride_s, v_stride_b, v_stride_s, cos_stride_s, cos_stride_d, sin_stride_s, sin_stride_d,
-    HEAD_DIM: tl.constexpr, FLOOR: tl.constexpr, GROUP: tl.constexpr, HEADS_AT_A_TIME: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, FLOOR: tl.constexpr, GROUP: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """One program: GROUP tokens of HEADS_AT_A_TIME heads."""
+    """One program: GROUP tokens of one head."""
+    head = tl.program_id(0)
     group = tl.program_id(1)
     sample = tl.program_id(2).to(tl.int64)
-    d = tl.arange(0, HEAD_DIM)
+    channels = head * HEAD_DIM + tl.arange(0, HEAD_DIM)
     rows = group * GROUP + tl.arange(0, GROUP)
     row_mask = rows < S
     v_rows = rows
     if TRANSPOSED:
         v_rows = group * GROUP + _key_order(tl.arange(0, GROUP))
-    factor = tl.full((GROUP,), 1.0, tl.float32)
+    v_pointers = v + sample * v_stride_b + v_rows.to(tl.int64)[:, None] * v_stride_s + channels[None, :]
+    values = tl.load(v_pointers, mask=(v_rows < S)[:, None], other=0.0)  # on its way while k is computed
+
+    k_rows = k + sample * k_stride_b + rows.to(tl.int64)[:, None] * k_stride_s
+    y = tl.load(k_rows + channels[None, :], mask=row_mask[:, None], other=0.0).to(tl.float32)
     if weight is not None:
         factor = tl.load(rstd + sample * S + rows, mask=row_mask, other=0.0)
+        y = y * factor[:, None] * tl.load(weight + channels).to(tl.float32)[None, :]
     if cos is not None:
         c = _load_angles(cos, rows, cos_stride_s, cos_stride_d, row_mask, HEAD_DIM // 2)
         s = _load_angles(sin, rows, sin_stride_s, sin_stride_d, row_mask, HEAD_DIM // 2)
-    first = tl.program_id(0) * HEADS_AT_A_TIME
-    for head in range(first, tl.minimum(first + HEADS_AT_A_TIME, heads)):
-        channels = head * HEAD_DIM + d
-        k_rows = k + sample * k_stride_b + rows.to(tl.int64)[:, None] * k_stride_s
-        y = tl.load(k_rows + channels[None, :], mask=row_mask[:, None], other=0.0).to(tl.float32)
-        if weight is not None:
-            y = y * factor[:, None] * tl.load(weight + channels).to(tl.float32)[None, :]
-        if cos is not None:
-            even, odd = tl.split(y.reshape(GROUP, HEAD_DIM // 2, 2))
-            y = tl.join(even * c - odd * s, even * s + odd * c).reshape(GROUP, HEAD_DIM)
-        y -= tl.load(k_mean + sample * (heads * HEAD_DIM) + channels)[None, :]
-        y = tl.where(row_mask[:, None], y, 0.0)
-        step = tl.maximum(tl.max(tl.abs(y)) / 127.0, FLOOR)
-        k_values = _to_int8(y * (1.0 / step))
-        packed = (sample * S + rows)[:, None] * (heads * HEAD_DIM) + channels[None, :]
-        tl.store(out_k + packed, k_values, mask=row_mask[:, None])
-        tl.store(k_scale + (sample * heads + head) * tl.num_programs(1) + group, step)
+        even, odd = tl.split(y.reshape(GROUP, HEAD_DIM // 2, 2))
+        y = tl.join(even * c - odd * s, even * s + odd * c).reshape(GROUP, HEAD_DIM)
+    y -= tl.load(k_mean + sample * (heads * HEAD_DIM) + channels)[None, :]
+    y = tl.where(row_mask[:, None], y, 0.0)
+    step = tl.maximum(tl.max(tl.abs(y)) / 127.0, FLOOR)
+    packed = (sample * S + rows)[:, None] * (heads * HEAD_DIM) + channels[None, :]
+    tl.store(out_k + packed, _to_int8(y * (1.0 / step)), mask=row_mask[:, None])
+    tl.store(k_scale + (sample * heads + head) * tl.num_programs(1) + group, step)
 
-        inverse = 1.0 / tl.load(v_scale + sample * (heads * HEAD_DIM) + channels)
-        v_pointers = v + sample * v_stride_b + v_rows.to(tl.int64)[:, None] * v_stride_s + channels[None, :]
-        v_mask = (v_rows < S)[:, None]
-        z = tl.load(v_pointers, mask=v_mask, other=0.0).to(tl.float32) * inverse[None, :]
-        if TRANSPOSED:
-            columns = tl.num_programs(1).to(tl.int64) * GROUP
-            v_corner = out_v + ((sample * heads + head) * HEAD_DIM + d)[:, None] * columns + group * GROUP
-            tl.store(v_corner + tl.arange(0, GROUP)[None, :], tl.trans(z.to(out_v.dtype.element_ty)))
-        else:
-            tl.store(out_v + packed, z.to(out_v.dtype.element_ty), mask=v_mask)
+    inverse = 1.0 / tl.load(v_scale + sample * (heads * HEAD_DIM) + channels)
+    values = (values.to(tl.float32) * inverse[None, :]).to(out_v.dtype.element_ty)
+    if TRANSPOSED:
+        tokens = tl.num_programs(1).to(tl.int64) * GROUP
+        v_corner = out_v + (sample * (heads * HEAD_DIM) + channels)[:, None] * tokens + group * GROUP
+        tl.store(v_corner + tl.arange(0, GROUP)[None, :], tl.trans(values))
+    else:
+        tl.store(out_v + packed, values, mask=row_mask[:, None])
 
 
 @triton.jit

@@ -70,7 +70,7 @@ def attention_8bit(
     tokens = q.shape[1]
     keys = (k.float() * per_token(k_scale, tokens)[..., None]).transpose(1, 2)
     queries = (q.float() * q_scale[..., None]).transpose(1, 2)
-    values = _untranspose(v, tokens) if v.dtype == FP8 else v.float()
+    values = untranspose(v, tokens) if v.dtype == FP8 else v.float()
     values = values.transpose(1, 2)
     output = torch.cat([_attend(part, keys, values, v.dtype) for part in queries.split(QUERIES_AT_A_TIME, 2)], 2)
     output = output.transpose(1, 2) * v_scale[:, None]
@@ -94,6 +94,12 @@ def key_order(tokens: int, device: torch.device | None = None) -> torch.Tensor:
     """
     i = torch.arange(tokens, device=device)
     return (i & ~14) | ((i & 2) << 2) | ((i & 12) >> 1)
+
+
+def untranspose(v: torch.Tensor, tokens: int) -> torch.Tensor:
+    """An e4m3 v [B, H, D, T] in fp32 as [B, tokens, H, D]."""
+    order = key_order(v.shape[3], v.device)
+    return v.float().permute(0, 3, 1, 2)[:, order.argsort()][:, :tokens]
 
 
 def quantized_values(quantized: torch.Tensor, scale: torch.Tensor) -> Quantized:
@@ -126,11 +132,6 @@ def per_token(scale: torch.Tensor, tokens: int) -> torch.Tensor:
 def _transpose(v: torch.Tensor) -> torch.Tensor:
     padded = _pad_tokens(v)
     return round_to(padded[:, key_order(padded.shape[1], v.device)].permute(0, 2, 3, 1), FP8).contiguous()
-
-
-def _untranspose(v: torch.Tensor, tokens: int) -> torch.Tensor:
-    order = key_order(v.shape[3], v.device)
-    return v.float().permute(0, 3, 1, 2)[:, order.argsort()][:, :tokens]
 
 
 def _attend(queries, keys, values, v_format):
