@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from . import attention_hopper, gemm_hopper
+from . import attention_8bit_hopper, attention_hopper, gemm_hopper
 from .dispatch import is_hopper
 from .measured import why_torch
+from .quantize_qkv import default_v_format
 from .quantized import LARGEST
 
 GLUON, PORTABLE = "sm_90 Gluon", "portable Triton"
@@ -61,6 +62,15 @@ def attention_kernel_name(
     if implementation == "torch":
         return _sdpa_name(device, dtype, head_dim, with_backward)
     return _kernel_name(device, attention_hopper.why_not_on(device, dtype, head_dim))
+
+
+def attention_8bit_kernel(device: torch.device, result: torch.dtype) -> tuple[str, torch.dtype]:
+    """What runs an `attention_8bit` without residual, "sm_90 Gluon" or "portable Triton", and the format of its v.
+
+    result: its dtype or format.
+    """
+    v_format = default_v_format(device)
+    return _kernel_name(device, attention_8bit_hopper.why_not_on(device, v_format, result)), v_format
 
 
 def gemm_kernel(

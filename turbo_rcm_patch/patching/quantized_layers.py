@@ -18,7 +18,7 @@ from ..tiers import QUANTIZED
 from .plan import MODULE, REFERENCE, Call, Step
 from .quantized_weights import bias_bound, quantized_weight, why_not_read
 
-NAMES = {FP8: "e4m3", INT8: "int8"}
+NAMES = {FP8: "e4m3", INT8: "int8", torch.float16: "fp16"}
 Activation = torch.Tensor | Quantized
 
 
@@ -33,7 +33,8 @@ def qkv_projection(linears: Sequence[nn.Linear], by_modules: Callable, call: Cal
     """q, k and v of a self-attention: x [B, S, C] -> three [B, S, C] in the call's dtype."""
     reason = next(filter(None, (_why_not(linear, call) for linear in linears)), None)
     weights = [quantized_weight(linear) for linear in linears]
-    if reason is None and len({(weight.values.shape, weight.format) for weight in weights}) > 1:
+    kinds = {(w.values.shape, w.format, linear.bias is None) for w, linear in zip(weights, linears, strict=True)}
+    if reason is None and len(kinds) > 1:
         reason = "unequal projections"
     if reason is not None:
         return Step(by_modules, MODULE, reason)
@@ -114,8 +115,13 @@ def _step(run: Callable, linear: nn.Linear, call: Call, weights: int = 1) -> Ste
 
 
 def _why_not(linear: nn.Linear, call: Call) -> str | None:
-    """Why a linear's module is called: its 8-bit weight may not be read past it, or a derivative is wanted."""
-    return "autograd" if call.derivative is not None else why_not_read(linear, call.device)
+    """Why a linear's module is called: its 8-bit weight may not be read past it, a derivative is wanted, or the GPU is
+    older than the one it was converted for."""
+    reason = "autograd" if call.derivative is not None else why_not_read(linear, call.device)
+    if reason is None and call.choose() == ("auto", None):
+        format = quantized_weight(linear).format
+        reason = kernels.why_not_triton_on(call.device, format, (format,))
+    return reason
 
 
 def why_not_attention(attn: nn.Module, call: Call) -> str | None:
@@ -155,4 +161,8 @@ def attention(call: Call, result: torch.dtype | None) -> Step:
     implementation, reason = call.choose()
     result = FP8 if result == FP8 else None
     run = partial(kernels.attention_8bit, result=result, implementation=implementation)
-    return Step(run, "Triton int8, e4m3" if reason is None else REFERENCE, reason, gives=result)
+    kernel = REFERENCE
+    if reason is None:
+        kernel, v_format = kernels.attention_8bit_kernel(call.device, result or call.dtype)
+        kernel = f"{kernel} int8, {NAMES[v_format]}"
+    return Step(run, kernel, reason, gives=result)
