@@ -1,4 +1,4 @@
-"""The quantized tier as a patch: its errors, its options, and that what surrounds a model works as in the exact tier."""
+"""The quantized tier as a patch: its errors, its options, the way back, and what computes with other tensors."""
 
 import copy
 
@@ -10,7 +10,7 @@ import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.patching.test_equivalence import VARIANTS, captured_block_inputs, fp32_copy, in_fp32, model_and_inputs
 from tests.patching.test_families import attributes_of, output_of
-from tests.tiny_families import FAMILIES, tiny_family_transformer
+from tests.tiny_families import FAMILIES, tiny_family_inputs, tiny_family_transformer
 from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.patching.quantized_weights import quantized_linears
@@ -128,19 +128,21 @@ def test_rows_of_zeros():
 )
 def test_the_ops_in_8_bits_are_what_runs(op, monkeypatch):
     model, inputs = model_and_inputs("t2v", "cpu", torch.float32)
-    with torch.no_grad(), trp.patch(model, "quantized"):
-        expected, right = model(**inputs)[0], getattr(kernels, op)
+    with torch.no_grad():
+        with trp.patch(model, "quantized"):
+            expected, right = model(**inputs)[0], getattr(kernels, op)
         monkeypatch.setattr(kernels, op, lambda *args, **options: _wrong(right(*args, **options)))
-        assert relative_error(model(**inputs)[0], expected) > 1e-3
+        with trp.patch(model, "quantized"):
+            assert relative_error(model(**inputs)[0], expected) > 1e-3
 
 
 def _wrong(result):
-    """Twice a tensor or three; twice the scale of what is in 8 bits."""
+    """Channels in reverse; twice the scale of what is in 8 bits."""
     if isinstance(result, kernels.QuantizedQKV):
         return result._replace(v_scale=2 * result.v_scale)
     if isinstance(result, kernels.Quantized):
         return result._replace(scale=2 * result.scale)
-    return tuple(2 * part for part in result) if isinstance(result, tuple) else 2 * result
+    return tuple(part.flip(-1) for part in result) if isinstance(result, tuple) else result.flip(-1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -322,8 +324,6 @@ def test_gradients_are_those_of_the_dequantised_weights(name):
     patched = tiny_family_transformer(name).requires_grad_(False)
     plain = with_weights_as_multiplied(patched)
     results = []
-    from tests.tiny_families import tiny_family_inputs
-
     for model in (patched, plain):
         inputs = tiny_family_inputs(name, model)
         leaves = [inputs[key].requires_grad_() for key in ("hidden_states", "encoder_hidden_states")]

@@ -25,7 +25,7 @@ _meta_gpu = contextvars.ContextVar("turbo_rcm_patch_meta_gpu", default=None)
 
 
 @contextlib.contextmanager
-def meta_is_gpu(capability: tuple[int, int], multiprocessors: int) -> Iterator[None]:
+def metais_gpu(capability: tuple[int, int], multiprocessors: int) -> Iterator[None]:
     """Within it meta tensors are on a GPU of this compute capability, with so many multiprocessors."""
     token = _meta_gpu.set((capability, multiprocessors))
     try:
@@ -46,7 +46,7 @@ def why_not_triton_on(device: torch.device, dtype: torch.dtype, formats: Collect
 
     formats: of 8 bits (quantized.py), that the kernel takes besides.
     """
-    if _is_gpu(device):
+    if is_gpu(device):
         if torch.version.hip is not None:
             return "AMD GPU"
         if _capability(device) < MINIMUM_CAPABILITY:
@@ -55,7 +55,7 @@ def why_not_triton_on(device: torch.device, dtype: torch.dtype, formats: Collect
         return f"{device.type} tensors"
     if dtype not in (*KERNEL_DTYPES, *formats):
         return f"{str(dtype).removeprefix('torch.')} tensors"
-    if dtype == FP8 and _is_gpu(device) and _capability(device) < FP8_CAPABILITY:
+    if dtype == FP8 and is_gpu(device) and _capability(device) < FP8_CAPABILITY:
         return f"fp8 on a GPU older than sm_{FP8_CAPABILITY[0]}{FP8_CAPABILITY[1]}"
     return None
 
@@ -75,10 +75,11 @@ def _gpu_properties(device: torch.device) -> tuple[tuple[int, int], int]:
 
 def is_hopper(device: torch.device) -> bool:
     """Whether it is a GPU of sm_90, NVIDIA's."""
-    return _is_gpu(device) and torch.version.hip is None and _capability(device) == HOPPER
+    return is_gpu(device) and torch.version.hip is None and _capability(device) == HOPPER
 
 
-def _is_gpu(device: torch.device) -> bool:
+def is_gpu(device: torch.device) -> bool:
+    """Whether it is a GPU, or stands for one (`meta_is_gpu`)."""
     return device.type == "cuda" or (device.type == "meta" and _meta_gpu.get() is not None)
 
 

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from . import quantized_attention_reference as reference
 from .attention_tiles import LOG2_E
-from .dispatch import device_properties, interpreting, kernel_op, use_triton
+from .dispatch import device_properties, interpreting, is_gpu, kernel_op, use_triton
 from .launch import launch_kernel
 from .quantized import FP8, FP8_CAPABILITY
 from .quantized_attention_reference import KEY_GROUP, SCALE_FLOOR, V_FORMATS
@@ -95,8 +95,7 @@ def quantize_qkv(
 
 def default_v_format(device: torch.device) -> torch.dtype:
     """e4m3 where the GPU multiplies it, and on the CPU."""
-    on_gpu = device.type in ("cuda", "meta")
-    return torch.float16 if on_gpu and device_properties(device)[0] < FP8_CAPABILITY else FP8
+    return torch.float16 if is_gpu(device) and device_properties(device)[0] < FP8_CAPABILITY else FP8
 
 
 def why_no_kernel(device: torch.device, v_format: torch.dtype, head_dim: int) -> str | None:

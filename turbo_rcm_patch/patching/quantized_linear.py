@@ -197,7 +197,9 @@ def _remember(linear: nn.Linear, weight: EightBitWeight) -> None:
 
 def _bring_back(linear: nn.Linear, weight: EightBitWeight) -> None:
     original = weight.original
-    if not original.is_meta:
+    if weight.device.type == "meta":  # as nn.Module.to, which makes other parameters of those that it moves there
+        original = nn.Parameter(original.to(weight.device, weight.dtype), original.requires_grad)
+    elif not original.is_meta:
         original.data = original.data.to(weight.device, weight.dtype)
     linear._parameters["weight"] = original
     hook = vars(linear).get("_hf_hook")
