@@ -94,10 +94,12 @@ def gemm_kernel(
     return _kernel_name(device, reason or ("coefficients per token" if per_token else None))
 
 
-def linear_qkv_kernel(device: torch.device, dtype: torch.dtype, rows: int, N: int, K: int) -> tuple[str, str | None]:
+def linear_qkv_kernel(
+    device: torch.device, dtype: torch.dtype, rows: int, N: int, K: int, *, result: torch.dtype = torch.bfloat16
+) -> tuple[str, str | None]:
     """What runs a `linear_qkv` of an a [rows, K] and three weights [N, K], "sm_90 Gluon", "PyTorch linear" or, in an
-    8-bit format, "portable Triton", and why that is not Gluon's kernel; None when it is."""
-    reason = gemm_hopper.why_not_sizes(device, dtype, rows, N, K, weights=3)
+    8-bit format, "portable Triton", and why that is not Gluon's kernel; None when it is. result: its dtype."""
+    reason = gemm_hopper.why_not_sizes(device, dtype, rows, N, K, weights=3, result=result)
     if reason is None:
         return GLUON, None
     return (PORTABLE if dtype in LARGEST else LINEAR), reason

@@ -25,7 +25,7 @@ _meta_gpu = contextvars.ContextVar("turbo_rcm_patch_meta_gpu", default=None)
 
 
 @contextlib.contextmanager
-def metais_gpu(capability: tuple[int, int], multiprocessors: int) -> Iterator[None]:
+def meta_is_gpu(capability: tuple[int, int], multiprocessors: int) -> Iterator[None]:
     """Within it meta tensors are on a GPU of this compute capability, with so many multiprocessors."""
     token = _meta_gpu.set((capability, multiprocessors))
     try:

@@ -38,7 +38,11 @@ def qkv_projection(linears: Sequence[nn.Linear], by_modules: Callable, call: Cal
         reason = "unequal projections"
     if reason is not None:
         return Step(by_modules, MODULE, reason)
-    return _step(partial(_qkv, linears, call.dtype), linears[0], call, weights=3)
+    return _step(partial(_qkv, linears, call.dtype), linears[0], call, _qkv_kernel)
+
+
+def _qkv_kernel(*sizes, **options) -> str:
+    return kernels.linear_qkv_kernel(*sizes, **options)[0]
 
 
 def _qkv(linears, dtype, implementation, x):
@@ -62,16 +66,17 @@ def _linear(linear, dtype, implementation, x):
 
 
 def projection_with_skip(
-    linear: nn.Linear, skip_options: Callable, apart: Callable, call: Call, reason: str | None
+    linear: nn.Linear, skip_options: Callable, apart: Callable, call: Call, reason: str | None, **options: object
 ) -> Step:
     """``residual + gate · linear(a)``: (a [B, S, K], residual [B, S, C], gate or None) -> [B, S, C].
 
-    skip_options: of the gate. apart: the same, of the module's result. reason: why that must be, if so.
+    skip_options: of the gate. apart: the same, of the module's result. reason: why that must be, if so. options: of
+    `kernels.gemm_kernel`.
     """
     reason = reason or _why_not(linear, call)
     if reason is not None:
         return Step(apart, f"{MODULE}, Triton skip", reason)
-    return _step(partial(_linear_skip, linear, skip_options), linear, call)
+    return _step(partial(_linear_skip, linear, skip_options), linear, call, **options)
 
 
 def _linear_skip(linear, skip_options, implementation, a, residual, gate=None):
@@ -88,7 +93,8 @@ def projection_with_gelu(
     if reason is not None:
         return Step(by_module, MODULE, reason)
     result = FP8 if quantized == FP8 else None  # int8 needs the largest value of a row, which no column tile knows
-    return _step(partial(_linear_gelu, linear, call.dtype, result), linear, call)._replace(gives=result)
+    run = partial(_linear_gelu, linear, call.dtype, result)
+    return _step(run, linear, call, result=result or call.dtype)._replace(gives=result)
 
 
 def _linear_gelu(linear, dtype, result, implementation, x):
@@ -99,19 +105,17 @@ def _linear_gelu(linear, dtype, result, implementation, x):
     return kernels.linear_gelu(x, weight, linear.bias, **options)
 
 
-def _step(run: Callable, linear: nn.Linear, call: Call, weights: int = 1) -> Step:
-    """run: (implementation, *inputs)."""
+def _step(run: Callable, linear: nn.Linear, call: Call, kernel: Callable = kernels.gemm_kernel, **options) -> Step:
+    """run: (implementation, *inputs). kernel: what names that which runs. options: of it; the result is in the call's
+    dtype where they do not say."""
     implementation, reason = call.choose()
     weight = quantized_weight(linear)
-    kernel = REFERENCE
+    name = REFERENCE
     if reason is None:
-        N, K = weight.values.shape
-        if weights == 3:
-            kernel, _ = kernels.linear_qkv_kernel(call.device, weight.format, call.tokens, N, K)
-        else:
-            kernel = kernels.gemm_kernel(call.device, weight.format, call.tokens, N, K)
-        kernel = f"{kernel} {NAMES[weight.format]}"
-    return Step(partial(run, implementation), kernel, reason, takes=weight.format)
+        options = {"result": call.dtype, **options}
+        name = f"{kernel(call.device, weight.format, call.tokens, *weight.values.shape, **options)} "
+        name += NAMES[weight.format]
+    return Step(partial(run, implementation), name, reason, takes=weight.format)
 
 
 def _why_not(linear: nn.Linear, call: Call) -> str | None:
