@@ -72,7 +72,7 @@ def of_step(row):
     if row.kernel.startswith("PyTorch module"):
         return ["_skip_kernel"]
     name, of_gluon = KERNELS[row.step]
-    format = FORMATS.get(row.kernel.split()[-1], None)
+    format = FORMATS.get(row.kernel.split()[-1])
     count = 3 if row.step == "QKV projection" and not gluon else 1
     launched = [of_gluon if gluon else name]
     launched = [(launched[0], format)] if format is not None else launched
