@@ -33,10 +33,14 @@ with contextlib.suppress(ImportError, AttributeError):  # as attention_hopper.GL
 def why_not(q: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> str | None:
     """Why the kernel cannot take q [B, S, H, D] and v of a QuantizedQKV for a result of this dtype, in a few words;
     else None."""
-    reason = why_not_hopper(q.device, torch.bfloat16 if dtype == FP8 else dtype, attention_hopper.GLUON_ERROR)
-    if reason is None and v.dtype != FP8:
-        reason = "v in fp16"
+    reason = why_not_on(q.device, v.dtype, dtype)
     return f"head_dim {q.shape[3]}" if reason is None and q.shape[3] not in HEAD_DIMS else reason
+
+
+def why_not_on(device: torch.device, v_format: torch.dtype, dtype: torch.dtype) -> str | None:
+    """The same for any q and v of this device and format, of a head_dim that attention in 8 bits takes."""
+    reason = why_not_hopper(device, torch.bfloat16 if dtype == FP8 else dtype, attention_hopper.GLUON_ERROR)
+    return "v in fp16" if reason is None and v_format != FP8 else reason
 
 
 def attention_forward(

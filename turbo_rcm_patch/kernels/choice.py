@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from . import attention_hopper, gemm_hopper
+from . import attention_8bit_hopper, attention_hopper, gemm_hopper
 from .dispatch import is_hopper
 from .measured import why_torch
+from .quantize_qkv import default_v_format
 from .quantized import LARGEST
 
 GLUON, PORTABLE = "sm_90 Gluon", "portable Triton"
@@ -63,6 +64,15 @@ def attention_kernel_name(
     return _kernel_name(device, attention_hopper.why_not_on(device, dtype, head_dim))
 
 
+def attention_8bit_kernel(device: torch.device, result: torch.dtype) -> tuple[str, torch.dtype]:
+    """What runs an `attention_8bit` without residual, "sm_90 Gluon" or "portable Triton", and the format of its v.
+
+    result: its dtype or format.
+    """
+    v_format = default_v_format(device)
+    return _kernel_name(device, attention_8bit_hopper.why_not_on(device, v_format, result)), v_format
+
+
 def gemm_kernel(
     device: torch.device,
     dtype: torch.dtype,
@@ -84,10 +94,12 @@ def gemm_kernel(
     return _kernel_name(device, reason or ("coefficients per token" if per_token else None))
 
 
-def linear_qkv_kernel(device: torch.device, dtype: torch.dtype, rows: int, N: int, K: int) -> tuple[str, str | None]:
+def linear_qkv_kernel(
+    device: torch.device, dtype: torch.dtype, rows: int, N: int, K: int, *, result: torch.dtype = torch.bfloat16
+) -> tuple[str, str | None]:
     """What runs a `linear_qkv` of an a [rows, K] and three weights [N, K], "sm_90 Gluon", "PyTorch linear" or, in an
-    8-bit format, "portable Triton", and why that is not Gluon's kernel; None when it is."""
-    reason = gemm_hopper.why_not_sizes(device, dtype, rows, N, K, weights=3)
+    8-bit format, "portable Triton", and why that is not Gluon's kernel; None when it is. result: its dtype."""
+    reason = gemm_hopper.why_not_sizes(device, dtype, rows, N, K, weights=3, result=result)
     if reason is None:
         return GLUON, None
     return (PORTABLE if dtype in LARGEST else LINEAR), reason

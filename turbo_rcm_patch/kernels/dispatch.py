@@ -46,16 +46,16 @@ def why_not_triton_on(device: torch.device, dtype: torch.dtype, formats: Collect
 
     formats: of 8 bits (quantized.py), that the kernel takes besides.
     """
-    if _is_gpu(device):
+    if is_gpu(device):
         if torch.version.hip is not None:
             return "AMD GPU"
-        if _capability(device) < MINIMUM_CAPABILITY:
+        if device_capability(device) < MINIMUM_CAPABILITY:
             return f"GPU older than sm_{MINIMUM_CAPABILITY[0]}{MINIMUM_CAPABILITY[1]}"
     elif not (device.type == "cpu" and interpreting()):
         return f"{device.type} tensors"
     if dtype not in (*KERNEL_DTYPES, *formats):
         return f"{str(dtype).removeprefix('torch.')} tensors"
-    if dtype == FP8 and _is_gpu(device) and _capability(device) < FP8_CAPABILITY:
+    if dtype == FP8 and is_gpu(device) and device_capability(device) < FP8_CAPABILITY:
         return f"fp8 on a GPU older than sm_{FP8_CAPABILITY[0]}{FP8_CAPABILITY[1]}"
     return None
 
@@ -75,14 +75,16 @@ def _gpu_properties(device: torch.device) -> tuple[tuple[int, int], int]:
 
 def is_hopper(device: torch.device) -> bool:
     """Whether it is a GPU of sm_90, NVIDIA's."""
-    return _is_gpu(device) and torch.version.hip is None and _capability(device) == HOPPER
+    return is_gpu(device) and torch.version.hip is None and device_capability(device) == HOPPER
 
 
-def _is_gpu(device: torch.device) -> bool:
+def is_gpu(device: torch.device) -> bool:
+    """Whether it is a GPU, or stands for one (`meta_is_gpu`)."""
     return device.type == "cuda" or (device.type == "meta" and _meta_gpu.get() is not None)
 
 
-def _capability(device: torch.device) -> tuple[int, int]:
+def device_capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability; where torch.compile traces too."""
     if device.type != "cuda":
         return _meta_gpu.get()[0]
     if torch.compiler.is_compiling():  # it warns of cached functions where it traces them

@@ -105,6 +105,8 @@ def why_not_sizes(
     reason = why_not_on(device, dtype)
     if reason is not None:
         return reason
+    if result not in (*HOPPER_DTYPES, FP8):
+        return f"{str(result).removeprefix('torch.')} result"
     if N * result.itemsize % 16 or K * dtype.itemsize % 16:
         return _UNALIGNED
     if weights * count_tiles(samples, rows // samples, N) < device_properties(device)[1]:

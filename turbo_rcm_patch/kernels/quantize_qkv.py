@@ -19,7 +19,7 @@ import triton.language as tl
 
 from . import quantized_attention_reference as reference
 from .attention_tiles import LOG2_E
-from .dispatch import _capability, _is_gpu, interpreting, kernel_op, use_triton
+from .dispatch import device_capability, device_properties, interpreting, is_gpu, kernel_op, use_triton
 from .launch import launch_kernel
 from .quantized import FP8, FP8_CAPABILITY
 from .quantized_attention_reference import KEY_GROUP, SCALE_FLOOR, V_FORMATS
@@ -94,7 +94,7 @@ def quantize_qkv(
 
 def default_v_format(device: torch.device) -> torch.dtype:
     """e4m3 where the GPU multiplies it, and on the CPU."""
-    return torch.float16 if _is_gpu(device) and _capability(device) < FP8_CAPABILITY else FP8
+    return torch.float16 if is_gpu(device) and device_capability(device) < FP8_CAPABILITY else FP8
 
 
 def why_no_kernel(device: torch.device, v_format: torch.dtype, head_dim: int) -> str | None:

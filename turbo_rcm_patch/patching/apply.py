@@ -13,7 +13,7 @@ from .families import SUPPORTED, check_supported, family_of
 from .families.wan.graph import WanGraph, graph_of
 from .journal import Journal
 from .quantized_weights import convert_weights, convertible_linears, free_originals, why_not_restorable
-from .steps import Steps
+from .steps import Steps, why_not_countable
 from .summary import Row, plan_rows, summary_table
 
 logger = logging.getLogger(__name__)
@@ -125,8 +125,13 @@ def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal,
     """`patch`, where ``prepare(journal, name, transformer)`` changes the weights of each transformer."""
     transformers = transformers_of(target)
     check_patchable(transformers)
-    if config.exact_steps is not None and isinstance(target, torch.nn.Module):
-        raise PatchError("cannot patch: exact_steps needs a pipeline, whose scheduler counts the steps; patch that.")
+    if config.exact_steps is not None:
+        if isinstance(target, torch.nn.Module):
+            raise PatchError(
+                "cannot patch: exact_steps needs a pipeline, whose scheduler counts the steps; patch that."
+            )
+        if reason := why_not_countable(target):
+            raise PatchError(f"cannot patch: exact_steps does not serve a {reason}; leave it at None.")
     steps = None if isinstance(target, torch.nn.Module) else Steps(target)
     journals = []
     try:

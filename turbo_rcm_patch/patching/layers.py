@@ -235,19 +235,20 @@ def projection_with_skip(
     linear, *dropouts = layers
     linear = linear_of(linear)
     reason = next(filter(None, map(_why_not_left_out, dropouts)), None)
+    samples, per_token = (call.batch, call.gate == "token") if gated and call.gate != "run" else (1, False)
+    varying = {"samples": samples, "per_token": per_token}
     if is_quantized(linear):
         options = partial(_skip_options, stored, result)
         apart = partial(_layers_then_skip, layers, skip_after(stored, result, call).run)
-        return quantized_layers.projection_with_skip(linear, options, apart, call, reason)
+        return quantized_layers.projection_with_skip(
+            linear, options, apart, call, reason, result=result.dtype, **varying
+        )
     reason = reason or why_not_linear(linear, call.device, call.dtype)
     if reason is None:
         implementation, reason = _choose_gemm("linear_skip", call)
         if reason is None:
             N, K = linear.weight.shape
-            samples, per_token = (call.batch, call.gate == "token") if gated and call.gate != "run" else (1, False)
-            kernel = kernels.gemm_kernel(
-                call.device, call.dtype, call.tokens, N, K, samples=samples, per_token=per_token
-            )
+            kernel = kernels.gemm_kernel(call.device, call.dtype, call.tokens, N, K, **varying)
             return Step(partial(_linear_skip, linear, stored, result, implementation), kernel)
     skip = skip_after(stored, result, call)
     return Step(partial(_layers_then_skip, layers, skip.run), f"{LINEAR}, {skip.kernel} skip", reason)

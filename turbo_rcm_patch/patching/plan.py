@@ -172,7 +172,7 @@ class Shared:
     def why_exact_attention(self) -> str | None:
         """Why the attention of the forward under way runs in the model's dtype, in a few words; None: the tier says."""
         counts = self.config.exact_steps
-        if counts is None or self.steps is None:
+        if counts is None or self.steps is None or "attention" not in self.config.quantize:
             return None
         return "steps unknown to torch.compile" if torch.compiler.is_compiling() else self.steps.why_exact(*counts)
 

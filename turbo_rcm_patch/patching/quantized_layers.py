@@ -18,7 +18,7 @@ from ..tiers import QUANTIZED
 from .plan import MODULE, REFERENCE, Call, Step
 from .quantized_weights import bias_bound, quantized_weight, why_not_read
 
-NAMES = {FP8: "e4m3", INT8: "int8"}
+NAMES = {FP8: "e4m3", INT8: "int8", torch.float16: "fp16"}
 Activation = torch.Tensor | Quantized
 
 
@@ -33,11 +33,16 @@ def qkv_projection(linears: Sequence[nn.Linear], by_modules: Callable, call: Cal
     """q, k and v of a self-attention: x [B, S, C] -> three [B, S, C] in the call's dtype."""
     reason = next(filter(None, (_why_not(linear, call) for linear in linears)), None)
     weights = [quantized_weight(linear) for linear in linears]
-    if reason is None and len({(weight.values.shape, weight.format) for weight in weights}) > 1:
+    kinds = {(w.values.shape, w.format, linear.bias is None) for w, linear in zip(weights, linears, strict=True)}
+    if reason is None and len(kinds) > 1:
         reason = "unequal projections"
     if reason is not None:
         return Step(by_modules, MODULE, reason)
-    return _step(partial(_qkv, linears, call.dtype), linears[0], call, weights=3)
+    return _step(partial(_qkv, linears, call.dtype), linears[0], call, _qkv_kernel)
+
+
+def _qkv_kernel(*sizes, **options) -> str:
+    return kernels.linear_qkv_kernel(*sizes, **options)[0]
 
 
 def _qkv(linears, dtype, implementation, x):
@@ -61,16 +66,17 @@ def _linear(linear, dtype, implementation, x):
 
 
 def projection_with_skip(
-    linear: nn.Linear, skip_options: Callable, apart: Callable, call: Call, reason: str | None
+    linear: nn.Linear, skip_options: Callable, apart: Callable, call: Call, reason: str | None, **options: object
 ) -> Step:
     """``residual + gate · linear(a)``: (a [B, S, K], residual [B, S, C], gate or None) -> [B, S, C].
 
-    skip_options: of the gate. apart: the same, of the module's result. reason: why that must be, if so.
+    skip_options: of the gate. apart: the same, of the module's result. reason: why that must be, if so. options: of
+    `kernels.gemm_kernel`.
     """
     reason = reason or _why_not(linear, call)
     if reason is not None:
         return Step(apart, f"{MODULE}, Triton skip", reason)
-    return _step(partial(_linear_skip, linear, skip_options), linear, call)
+    return _step(partial(_linear_skip, linear, skip_options), linear, call, **options)
 
 
 def _linear_skip(linear, skip_options, implementation, a, residual, gate=None):
@@ -87,7 +93,8 @@ def projection_with_gelu(
     if reason is not None:
         return Step(by_module, MODULE, reason)
     result = FP8 if quantized == FP8 else None  # int8 needs the largest value of a row, which no column tile knows
-    return _step(partial(_linear_gelu, linear, call.dtype, result), linear, call)._replace(gives=result)
+    run = partial(_linear_gelu, linear, call.dtype, result)
+    return _step(run, linear, call, result=result or call.dtype)._replace(gives=result)
 
 
 def _linear_gelu(linear, dtype, result, implementation, x):
@@ -98,24 +105,27 @@ def _linear_gelu(linear, dtype, result, implementation, x):
     return kernels.linear_gelu(x, weight, linear.bias, **options)
 
 
-def _step(run: Callable, linear: nn.Linear, call: Call, weights: int = 1) -> Step:
-    """run: (implementation, *inputs)."""
+def _step(run: Callable, linear: nn.Linear, call: Call, kernel: Callable = kernels.gemm_kernel, **options) -> Step:
+    """run: (implementation, *inputs). kernel: what names that which runs. options: of it; the result is in the call's
+    dtype where they do not say."""
     implementation, reason = call.choose()
     weight = quantized_weight(linear)
-    kernel = REFERENCE
+    name = REFERENCE
     if reason is None:
-        N, K = weight.values.shape
-        if weights == 3:
-            kernel, _ = kernels.linear_qkv_kernel(call.device, weight.format, call.tokens, N, K)
-        else:
-            kernel = kernels.gemm_kernel(call.device, weight.format, call.tokens, N, K)
-        kernel = f"{kernel} {NAMES[weight.format]}"
-    return Step(partial(run, implementation), kernel, reason, takes=weight.format)
+        options = {"result": call.dtype, **options}
+        name = f"{kernel(call.device, weight.format, call.tokens, *weight.values.shape, **options)} "
+        name += NAMES[weight.format]
+    return Step(partial(run, implementation), name, reason, takes=weight.format)
 
 
 def _why_not(linear: nn.Linear, call: Call) -> str | None:
-    """Why a linear's module is called: its 8-bit weight may not be read past it, or a derivative is wanted."""
-    return "autograd" if call.derivative is not None else why_not_read(linear, call.device)
+    """Why a linear's module is called: its 8-bit weight may not be read past it, a derivative is wanted, or the GPU is
+    older than the one it was converted for."""
+    reason = "autograd" if call.derivative is not None else why_not_read(linear, call.device)
+    if reason is None and call.choose() == ("auto", None):
+        format = quantized_weight(linear).format
+        reason = kernels.why_not_triton_on(call.device, format, (format,))
+    return reason
 
 
 def why_not_attention(attn: nn.Module, call: Call) -> str | None:
@@ -155,4 +165,8 @@ def attention(call: Call, result: torch.dtype | None) -> Step:
     implementation, reason = call.choose()
     result = FP8 if result == FP8 else None
     run = partial(kernels.attention_8bit, result=result, implementation=implementation)
-    return Step(run, "Triton int8, e4m3" if reason is None else REFERENCE, reason, gives=result)
+    kernel = REFERENCE
+    if reason is None:
+        kernel, v_format = kernels.attention_8bit_kernel(call.device, result or call.dtype)
+        kernel = f"{kernel} int8, {NAMES[v_format]}"
+    return Step(run, kernel, reason, gives=result)

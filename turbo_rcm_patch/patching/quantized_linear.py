@@ -120,7 +120,7 @@ class QuantizedLinear(nn.Linear):
         if not isinstance(self, QuantizedLinear) or self.is_replaced:  # a hook kept this method beyond `end`
             return F.linear(input, self.weight, self.bias)
         weight = QuantizedWeight(*(tensor.to(input.device, non_blocking=True) for tensor in self.quantized()))
-        if _runs_kernels(input, self.bias):
+        if _runs_kernels(weight.format, input, self.bias):
             rows = kernels.quantize_rows(input, weight.format)
             return kernels.linear_8bit(rows, weight, self.bias, dtype=input.dtype)
         return F.linear(input, weight.dequantize(input.dtype), self.bias)
@@ -197,7 +197,9 @@ def _remember(linear: nn.Linear, weight: EightBitWeight) -> None:
 
 def _bring_back(linear: nn.Linear, weight: EightBitWeight) -> None:
     original = weight.original
-    if not original.is_meta:
+    if weight.device.type == "meta":  # as nn.Module.to, which makes other parameters of those that it moves there
+        original = nn.Parameter(original.to(weight.device, weight.dtype), original.requires_grad)
+    elif not original.is_meta:
         original.data = original.data.to(weight.device, weight.dtype)
     linear._parameters["weight"] = original
     hook = vars(linear).get("_hf_hook")
@@ -205,11 +207,11 @@ def _bring_back(linear: nn.Linear, weight: EightBitWeight) -> None:
         hook.original_devices.setdefault("weight", weight.device)
 
 
-def _runs_kernels(*tensors: torch.Tensor | None) -> bool:
-    """Whether these, a linear's inputs, are multiplied in 8 bits: on a GPU, where no derivative is wanted, which
-    rounding has none of."""
+def _runs_kernels(format: torch.dtype, *tensors: torch.Tensor | None) -> bool:
+    """Whether these, a linear's inputs, are multiplied in a format of 8 bits: on a GPU that knows it, where no
+    derivative is wanted, which rounding has none of."""
     device = tensors[0].device
-    return device.type == "cuda" and kernels.why_not_triton(*tensors, has_gradient=False) is None
+    return device.type == "cuda" and kernels.why_not_triton(*tensors, has_gradient=False, formats=(format,)) is None
 
 
 def _version(tensor: torch.Tensor) -> int | None:

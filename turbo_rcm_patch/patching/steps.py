@@ -6,29 +6,49 @@ import weakref
 
 from diffusers import DiffusionPipeline
 
+NOT_COUNTED = "a scheduler that counts no steps"
+
 
 class Steps:
     """The steps of a pipeline, whichever scheduler it has at the time. Nothing waits for the GPU."""
 
     def __init__(self, pipe: DiffusionPipeline):
         self._pipe = weakref.ref(pipe)
+        self._begins, self._before = False, 0  # steps that the scheduler counts and the generation does not make
 
     def why_exact(self, first: int, last: int) -> str | None:
         """Why the step under way is one of the first or last that run exactly, in a few words; None when it is not.
 
         Where nobody counts the steps every one does.
         """
-        scheduler = getattr(self._pipe(), "scheduler", None)
+        pipe = self._pipe()
+        scheduler = getattr(pipe, "scheduler", None)
         timesteps = getattr(scheduler, "timesteps", None)
         if timesteps is None or not hasattr(scheduler, "step_index"):
-            return "a scheduler that counts no steps"
-        index = scheduler.step_index or 0  # None before the first step
-        within = index < first or index >= len(timesteps) - last
-        return f"exact_steps={(first, last)}" if within else None
+            return NOT_COUNTED
+        made = self._made(scheduler.step_index)
+        # Fewer than the scheduler has where a generation begins at a later one, as from a video.
+        count = getattr(pipe, "num_timesteps", len(timesteps))
+        return f"exact_steps={(first, last)}" if made < first or made >= count - last else None
+
+    def _made(self, counted: int | None) -> int:
+        """Steps of the generation that are done. counted: by the scheduler, None before the first."""
+        if counted is None:
+            self._begins = True
+            return 0
+        if self._begins:
+            self._begins, self._before = False, counted - 1
+        return counted - self._before
 
     def __reduce__(self) -> tuple:
         """Copied and pickled without the pipeline, whose copy is another one: all steps are exact then."""
         return _nobodys_steps, ()
+
+
+def why_not_countable(pipe: object) -> str | None:
+    """Why the steps of a pipeline cannot be told by its scheduler, in a few words; None when they can."""
+    by_frame = any(cls.__name__.startswith("SkyReelsV2DiffusionForcing") for cls in type(pipe).__mro__)
+    return f"{type(pipe).__name__}, whose frames are each in a step of their own" if by_frame else None
 
 
 def _nobodys_steps() -> Steps:

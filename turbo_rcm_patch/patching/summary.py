@@ -11,12 +11,14 @@ from diffusers.utils.torch_utils import get_module_execution_device
 from torch import nn
 
 from .. import kernels
+from ..config import PatchConfig
 from ..plain import is_sharded
 from .families import family_of
 from .families.family import Blocks, compute_dtype
 from .families.wan.block import BlockPlan, decide
 from .plan import NOTHING, Call, active_backend, state_of
 from .quantized_weights import weights_note
+from .steps import NOT_COUNTED
 
 HEADER = ("sub-layer", "step", "kernel", "fused", "not fused because")
 FOOTER = "under autograd steps without a gradient run as torch ops; under autocast blocks run diffusers' code"
@@ -56,9 +58,16 @@ def _tables(name: str, transformer: nn.Module) -> str:
         parts.append("\n  ".join([_title(name, transformer, blocks), *lines]))
     _, first = next(family.blocks[0].of(transformer))
     notes = [f"residual between a block's skips: {current_plan(transformer, first).residual}"]
-    notes += filter(None, [weights_note(transformer)])
+    notes += filter(None, [weights_note(transformer), _exact_steps(state_of(first).shared.config)])
     notes += _measurements(get_module_execution_device(transformer))
     return "\n  ".join(["\n".join(parts), *notes, *family.notes(transformer), FOOTER])
+
+
+def _exact_steps(config: PatchConfig) -> str | None:
+    if not any(config.exact_steps or ()) or "attention" not in config.quantize:
+        return None
+    first, last = config.exact_steps
+    return f"self-attention in the model's dtype in the first {first} and last {last} steps, under torch.compile in all"
 
 
 def _measurements(device: torch.device) -> list[str]:
@@ -94,8 +103,8 @@ def plan_rows(transformer: nn.Module, blocks: Blocks) -> Iterator[Row]:
 
 
 def current_plan(transformer: nn.Module, block: nn.Module) -> BlockPlan:
-    """What a block would do now with a call like its last one, outside of autograd; what it did, where its weights are
-    sharded while it does not run."""
+    """What a block would do now with a call like its last one, outside of autograd and of the steps that exact_steps
+    names; what it did, where its weights are sharded while it does not run."""
     state = state_of(block)
     if state.plans.ran is not None and is_sharded(block):
         return state.plans.ran
@@ -104,7 +113,8 @@ def current_plan(transformer: nn.Module, block: nn.Module) -> BlockPlan:
         latest = Call(state.shared.config, torch.device("cpu"), torch.float32, 1, TOKENS, "sample", None, "")
     # Under offloading the weights rest elsewhere than the forward runs.
     device, dtype = get_module_execution_device(transformer), compute_dtype(transformer)
-    call = latest._replace(device=device, dtype=dtype, derivative=None, backend=active_backend())
+    exactly = NOT_COUNTED if latest.exactly == NOT_COUNTED else None
+    call = latest._replace(device=device, dtype=dtype, derivative=None, backend=active_backend(), exactly=exactly)
     return decide(state.attention_class, block, call)
 
 

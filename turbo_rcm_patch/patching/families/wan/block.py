@@ -236,7 +236,7 @@ def _self_attention(block, attention_class: type, call: Call, stored: Storage, r
         )
     attended = attention(attn, call)
     if call.config.tier is QUANTIZED:
-        attended = attended._replace(reason=attended.reason or reason)
+        attended = attended._replace(reason=reason)
     return SelfAttention(
         attn.heads,
         norm,

@@ -68,7 +68,7 @@ def embedder_forward(
 
 def _may_embed_runs(embedder: WanTimeTextImageEmbedding, *inputs: torch.Tensor | None) -> bool:
     """Whether nobody would notice that fewer timesteps are embedded than there are tokens."""
-    if torch.compiler.is_compiling() or why_not_recorded(inputs) is not None:
+    if torch.compiler.is_compiling() or inputs[0].is_meta or why_not_recorded(inputs) is not None:
         return False
     if torch.is_inference_mode_enabled():  # its tensors do not tell whether they were written to
         return False
