@@ -19,7 +19,7 @@ import triton.language as tl
 
 from . import quantized_attention_reference as reference
 from .attention_tiles import LOG2_E
-from .dispatch import device_capability, device_properties, interpreting, is_gpu, kernel_op, use_triton
+from .dispatch import device_capability, interpreting, is_gpu, kernel_op, use_triton
 from .launch import launch_kernel
 from .quantized import FP8, FP8_CAPABILITY
 from .quantized_attention_reference import KEY_GROUP, SCALE_FLOOR, V_FORMATS
