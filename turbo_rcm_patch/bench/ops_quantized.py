@@ -62,15 +62,25 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Contest:
 
 
 def _flash_attention_3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Contender]:
-    """FlashAttention-3 in fp8 with unit scales, for q, k, v [1, S, H, D]; nothing where FlashInfer is not installed."""
-    if importlib.util.find_spec("flashinfer") is None:
+    """FlashAttention-3 in fp8 with unit scales, for q, k, v [1, S, H, D]; nothing where FlashInfer is not installed, or
+    cannot compile it, which is said."""
+    if q.device.type != "cuda" or importlib.util.find_spec("flashinfer") is None:
         return {}
     import flashinfer
 
     q8, k8, v8 = (x[0].to(FP8) for x in (q, k, v))
     one = torch.ones(q.shape[2], device=q.device)
     options = {"scale_q": one, "scale_k": one, "scale_v": one, "backend": "fa3", "o_dtype": torch.bfloat16}
-    return {FLASH_ATTENTION: lambda: flashinfer.single_prefill_with_kv_cache(q8, k8, v8, **options)[None]}
+
+    def run() -> torch.Tensor:
+        return flashinfer.single_prefill_with_kv_cache(q8, k8, v8, **options)[None]
+
+    try:
+        run()
+    except Exception as error:
+        print(f"{FLASH_ATTENTION} does not run here: {type(error).__name__}: {error}")
+        return {}
+    return {FLASH_ATTENTION: run}
 
 
 def norms_attention_8bit(heads: int, tokens: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
