@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -32,15 +32,20 @@ import torch
 from turbo_rcm_patch.kernels import attention_hopper, gemm_hopper
 from turbo_rcm_patch.kernels.aot import disassemble
 from turbo_rcm_patch.kernels.attention import _attention, _attention_backward
+from turbo_rcm_patch.kernels.attention_8bit import attention_8bit
 from turbo_rcm_patch.kernels.coefficient import Runs
 from turbo_rcm_patch.kernels.dispatch import HOPPER, KERNEL_DTYPES, is_hopper
 from turbo_rcm_patch.kernels.every_launch import without_gluon
 from turbo_rcm_patch.kernels.gelu import gelu
 from turbo_rcm_patch.kernels.launch import compile_ahead
 from turbo_rcm_patch.kernels.layer_norm_modulate import layer_norm_modulate
+from turbo_rcm_patch.kernels.linear_8bit import linear_8bit
 from turbo_rcm_patch.kernels.linear_gelu import linear_gelu
 from turbo_rcm_patch.kernels.linear_qkv import linear_qkv
 from turbo_rcm_patch.kernels.linear_skip import linear_skip
+from turbo_rcm_patch.kernels.quantize_qkv import quantize_qkv
+from turbo_rcm_patch.kernels.quantize_rows import quantize_rows
+from turbo_rcm_patch.kernels.quantized import FP8, INT8, QuantizedWeight
 from turbo_rcm_patch.kernels.rms_norm_rope import rms_norm_rope
 from turbo_rcm_patch.kernels.skip import skip
 
@@ -293,6 +298,30 @@ def launch_kernels(device: torch.device) -> None:
         _attention(q, long, long, None, None, None, 0.1, True)
         out, raw_out, lse = _attention(q, k, v, None, None, None, 0.1, True)
         _attention_backward(out, q, k, v, raw_out, lse, 0.1, True, True)
+    launch_kernels_of_8_bits(values)
+
+
+def launch_kernels_of_8_bits(values: Callable[..., torch.Tensor]) -> None:
+    """The ops of the quantized tier. values: draws a tensor of a shape and dtype."""
+    batch, tokens, depth, channels = 2, 300, 400, 272
+    x, residual, bias = values(batch, tokens, depth), values(batch, tokens, channels), values(channels)
+    gate = values(1, 1, channels, dtype=FP32)
+    for format in (INT8, FP8):
+        a, normed = quantize_rows(x, format, with_norm=True), layer_norm_modulate(x, quantized=format)
+        row_norm, whole_norm = values(channels, dtype=FP32).abs() + 1, values(1, dtype=FP32).abs()[0] + 1
+        weight = QuantizedWeight(quantize_rows(values(channels, depth), format).values, row_norm, whole_norm)
+        linear_8bit(a, weight, bias)
+        linear_skip(normed, weight, bias, residual, c_out=gate)
+        linear_qkv(a, [weight] * 3, [bias] * 3)
+        linear_gelu(a, weight, bias, result=FP8)
+    for head_dim in (64, 128):
+        q, k, v = (values(1, tokens, 3 * head_dim) for _ in range(3))
+        norm, angles = values(3 * head_dim), values(tokens, head_dim // 2, dtype=FP32)
+        turned = {"norm_q": norm, "norm_k": norm, "cos": angles, "sin": angles}
+        quantized = quantize_qkv(q, k, v, heads=3, **turned)
+        attention_8bit(quantized)
+        attention_8bit(quantized, result=FP8)
+        attention_8bit(quantized, residual=values(1, tokens, 3, head_dim), c_skip=0.5)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def _store_last_row(residual, out, M, N, SKIP: tl.constexpr, COLUMNS: tl.constex
         arguments = (None, residual, out, None, coefficients)
         _store_skip(acc, tl.program_id(0), rows, columns, M, N, arguments, (0, 0, 0))
     else:
-        _store_gelu(acc, tl.program_id(0), rows, columns, M, N, (None, out), None)
+        _store_gelu(acc, tl.program_id(0), rows, columns, M, N, (None, out, None, None, None, None), None)
 
 
 @pytest.mark.parametrize("skip", [True, False])

@@ -123,7 +123,7 @@ def test_pipelines_and_shards(tmp_path):
 
 
 def test_formats_dtypes_and_kept_layers(source, tmp_path):
-    convert_folder(source, tmp_path / "out", format=INT8, dtype=torch.float16, keep=["blocks.0.*"])
+    convert_folder(source, tmp_path / "out", capability=(8, 0), dtype=torch.float16, keep=["blocks.0.*"])
     tensors = load_file(tmp_path / "out" / FILE)
     assert tensors["blocks.1.attn1.to_q.weight"].dtype == INT8
     assert tensors["blocks.1.attn1.to_q.weight_scale"].dtype == torch.float32

@@ -74,8 +74,8 @@ def test_a_failure_rolls_back(monkeypatch):
     before = [instance_attributes(model) for model in (pipe.transformer, pipe.transformer_2)]
     bindings = Family.bindings
 
-    def failing(family, transformer, config):
-        triples = bindings(family, transformer, config)
+    def failing(family, transformer, *options):
+        triples = bindings(family, transformer, *options)
         yield from triples[: 3 if transformer is pipe.transformer_2 else None]
         if transformer is pipe.transformer_2:
             raise MemoryError("halfway")

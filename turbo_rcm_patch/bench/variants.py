@@ -41,7 +41,7 @@ def single_process(pipe: DiffusionPipeline, config: PatchConfig, with_compile: b
     spare_memory = 0
     if config.tier is not EXACT:
         switches[EXACT_PATCH] = lambda: patch(pipe, PatchConfig(cuda_graph=config.cuda_graph))
-        if with_compile and _has_torchao() and not hasattr(pipe, "transformer_2"):
+        if with_compile and _has_torchao() and getattr(pipe, "transformer_2", None) is None:
             switches[TORCHAO], spare_memory = _torchao_float8(pipe)
     switches[PATCHED] = lambda: patch(pipe, config)
     return Variants(_chosen(switches, with_compile), spare_memory)

@@ -105,7 +105,9 @@ def _add_convert(commands) -> None:
     parser.add_argument("target", type=Path, metavar="OUT", help="a folder to write, which does not exist yet")
     parser.add_argument("--preset", default="quantized", help="of the patch that it is for (default quantized)")
     parser.add_argument(
-        "--format", choices=("fp8", "int8"), help="of the weights (default: what the GPU here runs, fp8)"
+        "--format",
+        choices=("mixed", "int8"),
+        help="mixed: e4m3 and int8, for sm_89 and newer; int8: for older GPUs too (default: what the GPU here runs)",
     )
     keep = "a module whose weight stays as it is, with wildcards, such as 'blocks.0.*'; may be repeated"
     parser.add_argument("--keep", action="append", default=[], metavar="NAME", help=keep)

@@ -26,8 +26,8 @@ from ..bench.timing import timed_generation
 from ..bench.verify import verify
 from ..embedded import load_embedded_pipeline
 from ..patching import PatchError, patch
-from ..patching.converted import FORMATS, convert_folder
-from ..patching.quantized_weights import capability_of, format_of
+from ..patching.converted import convert_folder
+from ..patching.quantized_weights import capability_of
 from .errors import CommandError
 from .files import replacing, write_json, write_video
 from .pipelines import build_case, choose_device, choose_dtype, load_pipeline, load_sampler
@@ -164,12 +164,12 @@ def _fits(arguments: argparse.Namespace) -> list[Fit]:
 
 def _convert(arguments: argparse.Namespace) -> int:
     device = choose_device(arguments)
-    format = format_of("", capability_of(device)) if arguments.format is None else FORMATS[arguments.format]
+    capability = (8, 0) if arguments.format == "int8" else capability_of(device)
     try:
         convert_folder(
             arguments.source,
             arguments.target,
-            format=format,
+            capability=capability,
             dtype=getattr(torch, arguments.dtype or "bfloat16"),
             keep=arguments.keep,
             device=device,

@@ -85,11 +85,8 @@ def is_gpu(device: torch.device) -> bool:
 
 def device_capability(device: torch.device) -> tuple[int, int]:
     """Compute capability; where torch.compile traces too."""
-    if device.type != "cuda":
-        return _meta_gpu.get()[0]
-    if torch.compiler.is_compiling():  # it warns of cached functions where it traces them
-        return torch.cuda.get_device_capability(device)
-    return _gpu_properties(device)[0]
+    # Not device_properties: torch.compile warns of cached functions where it traces them.
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else _meta_gpu.get()[0]
 
 
 def why_not_hopper(

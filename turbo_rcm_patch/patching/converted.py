@@ -26,12 +26,11 @@ from .apply import Patch, PatchError, apply_patch, check_patchable, transformers
 from .families import FAMILIES, SUPPORTED, family_of
 from .journal import Journal
 from .quantized_linear import convert
-from .quantized_weights import convertible_linears, put_in_8_bits
+from .quantized_weights import convertible_linears, format_of, put_in_8_bits
 from .tensor_files import Kind, read_header, write_tensors
 
 FILE, VERSION = "weights-8bit.safetensors", "1"
 COMPONENTS = ("transformer", "transformer_2")
-FORMATS = {"fp8": FP8, "int8": INT8}
 _WEIGHT, _SCALE, _NORM = ".weight", ".weight_scale", ".weight_norm"
 
 
@@ -44,7 +43,7 @@ def convert_folder(
     source: Path,
     target: Path,
     *,
-    format: torch.dtype = FP8,
+    capability: tuple[int, int] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     keep: Sequence[str] = (),
     device: torch.device | None = None,
@@ -55,7 +54,7 @@ def convert_folder(
     Args:
         source: the folder of a transformer or of a pipeline, with safetensors files.
         target: a folder that does not exist yet, or is empty. It appears when all is written.
-        format: int8 or float8_e4m3fn, of the linears that `patch` would convert.
+        capability: of the GPUs that will run it, which decides the formats; None: sm_89 or newer.
         dtype: of everything else, and what the linears are rounded to before; what diffusers keeps in fp32 stays so.
         keep: as PatchConfig.keep.
         device: where to quantise; the CPU if None.
@@ -73,8 +72,8 @@ def convert_folder(
             folder = partial / name
             folder.mkdir(parents=True)
             shutil.copyfile(path / "config.json", folder / "config.json")
-            kinds = model.kinds(format, dtype)
-            tensors = model.tensors(format, dtype, device or torch.device("cpu"))
+            kinds = model.kinds(capability, dtype)
+            tensors = model.tensors(capability, dtype, device or torch.device("cpu"))
             write_tensors(folder / FILE, kinds, tensors, {"format": "turbo_rcm_patch", "version": VERSION})
             size = sum(kind.nbytes for kind in kinds.values())
             report(f"{path}: {len(model.linears)} linears in 8 bits, {size / 2**30:.2f} GiB in all")
@@ -109,7 +108,7 @@ class _Source:
         given = {name: kind.shape for name, (_, kind) in self._files.items()}
         _raise_if(f"{folder} does not fit its config.json", _differences(expected, given))
 
-    def kinds(self, format: torch.dtype, dtype: torch.dtype) -> dict[str, Kind]:
+    def kinds(self, capability: tuple[int, int] | None, dtype: torch.dtype) -> dict[str, Kind]:
         """What will be written."""
         kinds = {}
         for name, (_, kind) in self._files.items():
@@ -117,12 +116,13 @@ class _Source:
             if path is None:
                 kinds[name] = Kind(self._stored(name, kind.dtype, dtype), kind.shape)
             else:
+                format = format_of(path, capability)
                 parts = (format, kind.shape), (torch.float32, kind.shape[:1]), (torch.float32, ())
                 kinds |= {path + end: Kind(*part) for end, part in zip((_WEIGHT, _SCALE, _NORM), parts, strict=True)}
         return kinds
 
     def tensors(
-        self, format: torch.dtype, dtype: torch.dtype, device: torch.device
+        self, capability: tuple[int, int] | None, dtype: torch.dtype, device: torch.device
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors in the order of `kinds`."""
         for name, (file, kind) in self._files.items():
@@ -132,7 +132,7 @@ class _Source:
             if path is None:
                 yield name, tensor
             else:
-                weight = convert(tensor.to(device), format, device)
+                weight = convert(tensor.to(device), format_of(path, capability), device)
                 yield from zip((path + end for end in (_WEIGHT, _SCALE, _NORM)), weight, strict=True)
 
     def _linear(self, name: str) -> str | None:
