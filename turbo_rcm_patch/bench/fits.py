@@ -45,7 +45,7 @@ def fits(folder: Path, dtype: torch.dtype = torch.bfloat16) -> list[Fit]:
         spatial, temporal = _compression(path.parent / "vae/config.json")
         tokens = {size: _tokens(model, size, spatial, temporal) for size in SIZES}
         for tier, weights in ((EXACT, _bytes(model, dtype)), (QUANTIZED, _bytes_in_8_bits(model, dtype))):
-            per_token = _bytes_per_token(model, dtype, tier is QUANTIZED)
+            per_token = _bytes_per_token(model, dtype, tier == QUANTIZED)
             steps = {size: count * per_token for size, count in tokens.items()}
             found.append(Fit(name or "transformer", tier.name, weights, steps))
     return found

@@ -39,7 +39,7 @@ def single_process(pipe: DiffusionPipeline, config: PatchConfig, with_compile: b
     """The variants on one device; switching off leaves the pipeline as it was."""
     switches: dict[str, Switch] = {UNPATCHED: contextlib.nullcontext, COMPILED: _CompiledBlocks(pipe)}
     spare_memory = 0
-    if config.tier is not EXACT:
+    if config.tier != EXACT:
         switches[EXACT_PATCH] = lambda: patch(pipe, PatchConfig(cuda_graph=config.cuda_graph))
         if with_compile and _has_torchao() and getattr(pipe, "transformer_2", None) is None:
             switches[TORCHAO], spare_memory = _torchao_float8(pipe)

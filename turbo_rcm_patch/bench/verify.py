@@ -138,7 +138,7 @@ def verify(
             unpatched = type(block).forward(_with_own_weights(block), *args, **kwargs)
             if step in (1, pipe.num_timesteps):
                 checks.append(_check(name, step, block, args, kwargs, patched, unpatched, config.tier.limits))
-                if config.tier is QUANTIZED:
+                if config.tier == QUANTIZED:
                     parts.extend(_check_parts(name, step, block, args, config.tier.limits))
             return unpatched
 

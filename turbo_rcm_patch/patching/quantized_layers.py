@@ -134,7 +134,7 @@ def why_not_attention(attn: nn.Module, call: Call) -> str | None:
     What diffusers' dispatch or several GPUs do with it is another question (layers.py).
     """
     config = call.config
-    if config.tier is not QUANTIZED:
+    if config.tier != QUANTIZED:
         return "exact tier"
     if "attention" not in config.quantize:
         return "not in quantize"

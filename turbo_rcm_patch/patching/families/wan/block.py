@@ -235,7 +235,7 @@ def _self_attention(block, attention_class: type, call: Call, stored: Storage, r
             norm, qkv.fed_by(norm), quantized_layers.quantize_qkv(attn, call), attended, out.fed_by(attended)
         )
     attended = attention(attn, call)
-    if call.config.tier is QUANTIZED:
+    if call.config.tier == QUANTIZED:
         attended = attended._replace(reason=reason)
     return SelfAttention(
         attn.heads,
