@@ -4,6 +4,7 @@ What becomes of its weights is in test_quantized_weights.py.
 """
 
 import copy
+import importlib
 
 import accelerate
 import pytest
@@ -15,9 +16,11 @@ from peft import LoraConfig
 from torch import nn
 
 import turbo_rcm_patch as trp
-from tests.oracle import relative_error
+from tests.oracle import assert_no_worse, relative_error
+from tests.patching.test_equivalence import model_and_inputs
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch.kernels.dispatch import interpreting
+from turbo_rcm_patch.patching import quantized_weights
 from turbo_rcm_patch.patching.quantized_weights import quantized_linears
 from turbo_rcm_patch.tiers import QUANTIZED
 
@@ -87,12 +90,12 @@ def test_user_hooks_on_any_module_see_and_change_its_results(path):
             return -output
 
         model.blocks[0].get_submodule(path).register_forward_hook(negate)
-    assert_close(patched, plain)
-    assert len(seen[patched]) == len(seen[plain]) == 1
+    ours, theirs = output_of(patched), output_of(plain)
+    assert 1e-4 < relative_error(ours, theirs) <= LIMIT
+    assert relative_error(ours, theirs) < relative_error(ours, base)
     (ours,), (theirs,) = seen.values()
     assert ours.shape == theirs.shape
     assert relative_error(ours, theirs) <= LIMIT
-    assert relative_error(output_of(plain), base) > 2 * LIMIT
 
 
 def test_hooks_on_blocks_see_what_comes_and_goes():
@@ -206,7 +209,7 @@ def test_layerwise_casting():
 
 
 def test_model_offload():
-    patched, plain, patch = make_models()
+    patched, _, patch = make_models()
     expected = output_of(patched)
     accelerate.cpu_offload_with_hook(patched, execution_device=CPU)
     assert torch.equal(output_of(patched), expected)
@@ -218,7 +221,7 @@ def test_model_offload():
 def test_sequential_offload_names_its_hooks():
     patched, plain, patch = make_models()
     accelerate.cpu_offload(patched, execution_device=CPU)
-    assert_close(patched, plain)
+    assert relative_error(output_of(patched), output_of(plain)) <= 1e-5  # all of it through the modules
     assert reasons(patch, "feed_forward", "linear + skip") == {"hook AlignDevicesHook": 2}
     patch.restore()
     assert torch.equal(output_of(patched), output_of(tiny_wan_transformer()))
@@ -259,16 +262,6 @@ def test_a_copy_computes_the_same_on_its_own():
 # torch.compile
 # ---------------------------------------------------------------------------------------------------------------------
 
-OPS = {
-    "quantize_qkv",
-    "attention_8bit",
-    "linear_qkv",
-    "linear_8bit",
-    "linear_skip",
-    "linear_gelu",
-    "layer_norm_modulate",
-}
-
 
 @pytest.mark.parametrize("order", ["patch, compile", "compile, patch"])
 def test_compile_repeated_blocks(order):
@@ -289,23 +282,67 @@ def test_compile_repeated_blocks(order):
     assert relative_error(output_of(patched), output_of(tiny_wan_transformer(layers=3))) <= 1e-5
 
 
-@pytest.mark.skipif(not interpreting(), reason="needs Triton's CPU interpreter")
-def test_a_compiled_block_is_of_custom_ops():
-    """On meta tensors: Triton's interpreter rounds to e4m3 wrongly."""
+@pytest.fixture
+def int8_everywhere(monkeypatch):
+    """Formats as on sm_80, whose kernels Triton's interpreter computes as a GPU does."""
+    if not interpreting():
+        pytest.skip("needs Triton's CPU interpreter")
+    monkeypatch.setattr(quantized_weights, "capability_of", lambda device: (8, 0))
+    monkeypatch.setattr(importlib.import_module(QUANTIZE_QKV), "default_v_format", lambda device: torch.float16)
+
+
+QUANTIZE_QKV = "turbo_rcm_patch.kernels.quantize_qkv"
+OPS = {
+    "quantize_qkv",
+    "attention_8bit",
+    "linear_qkv",
+    "linear_8bit",
+    "linear_skip",
+    "linear_gelu",
+    "layer_norm_modulate",
+}
+
+
+def of_kernels_and_reference(model, inputs):
+    outputs = []
+    for implementation in ("triton", "torch"):
+        with torch.no_grad(), trp.patch(model, quantized(implementation=implementation)):
+            outputs.append(model(**inputs)[0])
+    return outputs
+
+
+@pytest.mark.parametrize("variant", ["t2v", "i2v", "ti2v", "one_token"])
+def test_the_kernels_compute_what_the_reference_does(variant, int8_everywhere):
+    """But for values half way between two of int8: any difference δ before moves a share δ / step of them by a step,
+    and so grows from one rounding to the next, though not beyond the error that all roundings make."""
+    model, inputs = model_and_inputs(variant, CPU, torch.float32)
+    with torch.no_grad():
+        oracle = model(**inputs)[0]
+    ours, theirs = of_kernels_and_reference(model, inputs)
+    assert_no_worse(ours.half(), theirs.half(), oracle)  # judged as of a low precision, which 8 bits are
+    assert 0 < relative_error(ours, theirs) < relative_error(theirs, oracle)
+
+
+def test_a_compiled_block_is_of_custom_ops(int8_everywhere):
     torch._dynamo.reset()
     found = set()
 
     def backend(graph, inputs):
-        found.update(str(node.target) for node in graph.graph.nodes if "turbo_rcm_patch" in str(node.target))
+        found.update(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return graph.forward
 
-    model = tiny_wan_transformer(layers=1)
-    config = quantized(implementation="triton")
-    trp.patch(model, config)
-    block, calls = model.blocks[0], []
-    handle = block.register_forward_pre_hook(lambda _, args: calls.append(args))
-    with pytest.raises(ValueError, match="rounds it wrongly"):
+    model = tiny_wan_transformer()
+    trp.patch(model, quantized(implementation="triton"))
+    expected = output_of(model)
+    model.compile_repeated_blocks(backend=backend, fullgraph=True)
+    assert torch.equal(output_of(model), expected)
+    graph = " ".join(found)
+    assert {op for op in OPS if f"turbo_rcm_patch.{op}" in graph or f"turbo_rcm_patch::{op}" in graph} == OPS
+
+
+def test_kernels_that_the_interpreter_gets_wrong_are_refused():
+    if not interpreting():
+        pytest.skip("needs Triton's CPU interpreter")
+    model = tiny_wan_transformer()
+    with trp.patch(model, quantized(implementation="triton")), pytest.raises(ValueError, match="rounds it wrongly"):
         output_of(model)
-    handle.remove()
-    with torch.no_grad(), pytest.raises(ValueError, match="rounds it wrongly"):
-        torch.compile(block, backend=backend, fullgraph=True)(*calls[0])
