@@ -135,7 +135,7 @@ def _measured(path: Path, runs: dict, tests: list[dict]) -> str:
     if "first-step" in runs:
         parts.append(_first_step(runs["first-step"]))
     if "ops" in runs:
-        parts.append(_ops(runs["ops"], OPS_HEADER))
+        parts.append(_ops(runs["ops"]))
     if "ops-quantized" in runs:
         parts.append(_ops(runs["ops-quantized"], OPS_QUANTIZED_HEADER))
     parts += [_parts(run) for run in runs.values() if run.get("parts")]
@@ -241,7 +241,7 @@ def _first_step(run: dict) -> str:
     )
 
 
-def _ops(run: dict, header: Sequence[str]) -> str:
+def _ops(run: dict, header: Sequence[str] = OPS_HEADER) -> str:
     rows = [row for result in run["results"] for row in _op_rows(result)]
     return (
         "Single ops, checked against an fp64 oracle before they are timed, as CUDA graphs in turns; the median of "
