@@ -16,9 +16,10 @@ import torch
 
 from turbo_rcm_patch.bench import ops, ops_quantized
 from turbo_rcm_patch.bench.environment import describe_environment
-from turbo_rcm_patch.bench.ops import OpResult, measure_copy_bandwidth, run_case
+from turbo_rcm_patch.bench.ops import OpCase, OpResult, measure_copy_bandwidth, run_case
 from turbo_rcm_patch.bench.report import ops_table
 from turbo_rcm_patch.cli.files import json_file, write_json
+from turbo_rcm_patch.tiers import ACTIVE
 
 CASES = (*ops.CASES, *ops_quantized.CASES)
 
@@ -29,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     bandwidth = measure_copy_bandwidth(device)
     results: list[OpResult] = []
     for case in CASES:
-        if options.only is None or any(part in case.name for part in options.only):
+        if options.tier in (None, case.tier.name) and (options.only is None or _is_named(case, options.only)):
             results.append(run_case(case, device, copy_bandwidth=bandwidth, rounds=options.rounds))
             print(ops_table(results[-1:]), flush=True)
             torch.cuda.empty_cache()
@@ -43,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="cases whose name contains one of these")
+    parser.add_argument("--tier", choices=ACTIVE, help="cases of one tier (default: all)")
     parser.add_argument("--rounds", type=int, default=20, help="timed runs per contender (default 20)")
     parser.add_argument("--json", type=json_file, help="write all figures with the GPU and versions")
     options = parser.parse_args(argv)
@@ -53,6 +55,10 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     if not torch.cuda.is_available():
         parser.error("PyTorch finds no CUDA GPU, and these sizes are for one.")
     return options
+
+
+def _is_named(case: OpCase, parts: list[str]) -> bool:
+    return any(part in case.name for part in parts)
 
 
 def _names() -> str:

@@ -42,7 +42,8 @@ MEASUREMENTS = {
     "verify-wan2.1-1.3b": (*CLI, "verify", "--config", "wan2.1-1.3b"),
     "compare": (*CLI, "compare"),
     "evaluate": (*CLI, "evaluate", "--batch-size", "64", *QUANTIZED),  # beside the exact tier
-    "ops": ("scripts/benchmark_ops.py",),
+    "ops": ("scripts/benchmark_ops.py", "--tier", "exact"),
+    "ops-quantized": ("scripts/benchmark_ops.py", "--tier", "quantized"),
     "implementations": ("scripts/compare_implementations.py",),
     "traffic-attention": (*TRAFFIC, "--batch", "32", "--seq", "2048", "--dim", "512"),
     "traffic-wan2.1-1.3b": (*TRAFFIC, "--wan-block", "1.3b"),

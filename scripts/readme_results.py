@@ -63,6 +63,7 @@ MEMORY_TARGETS = dict.fromkeys(("wan2.2-5b-8-layers", "wan2.2-5b-8-layers-image"
 ACCURACY_TARGETS = {2: 0.9, 4: 0.95}  # overall prompt accuracy of the embedded model, by steps
 ACCURACY_FACTOR = EXACT.limits.factor  # a step's error to fp32 may be so many times that of torch.compile
 OPS_HEADER = ("op, bf16", "ours, ms", "rival", "rival, ms", "speed-up", "target", "error, ours / rival")
+OPS_QUANTIZED_HEADER = ("op, 8 bits", *OPS_HEADER[1:])
 TRAFFIC_HEADER = ("what", "implementation", "read, MB", "written, MB", "passes", "source", "rel. L2 to fp32")
 TESTS_HEADER = ("torch", "triton", "diffusers", "commit", "GPU tests passed", "failed")
 SOURCES = {"counters": "measured by Nsight Compute", "shapes": "counted from shapes"}
@@ -135,6 +136,8 @@ def _measured(path: Path, runs: dict, tests: list[dict]) -> str:
         parts.append(_first_step(runs["first-step"]))
     if "ops" in runs:
         parts.append(_ops(runs["ops"]))
+    if "ops-quantized" in runs:
+        parts.append(_ops(runs["ops-quantized"], OPS_QUANTIZED_HEADER))
     parts += [_parts(run) for run in runs.values() if run.get("parts")]
     if traffic:
         parts += [_chart(path, "traffic", "Memory traffic of a Wan block"), _traffic(traffic)]
@@ -238,12 +241,12 @@ def _first_step(run: dict) -> str:
     )
 
 
-def _ops(run: dict) -> str:
+def _ops(run: dict, header: Sequence[str] = OPS_HEADER) -> str:
     rows = [row for result in run["results"] for row in _op_rows(result)]
     return (
         "Single ops, checked against an fp64 oracle before they are timed, as CUDA graphs in turns; the median of "
         f"{run['rounds']} rounds. A copy on this GPU moves {run['copy_bandwidth'] / 1e12:.2f} TB/s:\n\n"
-        + _table(OPS_HEADER, rows)
+        + _table(header, rows)
     )
 
 

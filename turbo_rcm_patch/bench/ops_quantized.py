@@ -38,7 +38,7 @@ def structured_qkv(draw: Draws, heads: int, tokens: int, head_dim: int) -> tuple
     k = k + 3 * draw(1, 1, heads, head_dim)
     k[..., :4] *= 5
     v[..., :2] *= 8
-    return tuple(x.bfloat16() for x in (q, k, v))
+    return tuple(x.bfloat16().contiguous() for x in (q, k, v))
 
 
 def _autoregressive(noise: torch.Tensor, rho: float) -> torch.Tensor:

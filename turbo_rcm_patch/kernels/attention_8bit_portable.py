@@ -39,7 +39,7 @@ class Tile(NamedTuple):
 # By v's format and the GPU. On sm_90 a multiprocessor runs several small ones, the softmax of one under the
 # matmuls of the others; elsewhere they are the largest that keep registers from spilling.
 HOPPER_TILE = Tile(64, 128, 4, 3)
-TENSOR_MEMORY_TILE = Tile(64, 128, 8, 3)  # sm_100
+TENSOR_MEMORY_TILE = Tile(64, 64, 8, 3)  # sm_100
 FP8_TILE = Tile(128, 64, 8, 2)  # sm_89 and sm_120
 FP16_TILE = Tile(128, 32, 8, 3)  # sm_80 and sm_86, and wherever v is fp16
 

@@ -272,8 +272,7 @@ def _to_int8(x):
 @triton.jit
 def _load_angles(table, positions, stride_s, stride_d, mask, PAIRS: tl.constexpr):
     """Rows of cos or sin, [positions, PAIRS] in fp32."""
-    pair = tl.arange(0, PAIRS)
-    pointers = table + positions.to(tl.int64)[:, None] * stride_s + pair[None, :] * stride_d
+    pointers = table + positions[:, None] * stride_s + tl.arange(0, PAIRS)[None, :] * stride_d
     return tl.load(pointers, mask=mask[:, None], other=0.0).to(tl.float32)
 
 
@@ -283,6 +282,7 @@ def _rotate_rows(y, cos, sin, rows, row_mask, cos_stride_s, cos_stride_d, sin_st
     ROWS: tl.constexpr = y.shape[0]
     BLOCK_H: tl.constexpr = y.shape[1]
     D: tl.constexpr = y.shape[2]
+    rows = rows.to(tl.int64)
     c = _load_angles(cos, rows, cos_stride_s, cos_stride_d, row_mask, D // 2)[:, None, :]
     s = _load_angles(sin, rows, sin_stride_s, sin_stride_d, row_mask, D // 2)[:, None, :]
     even, odd = tl.split(y.reshape(ROWS, BLOCK_H, D // 2, 2))
@@ -389,40 +389,44 @@ def _quantize_kv_kernel(
     head = tl.program_id(0)
     group = tl.program_id(1)
     sample = tl.program_id(2).to(tl.int64)
-    channels = head * HEAD_DIM + tl.arange(0, HEAD_DIM)
-    rows = group * GROUP + tl.arange(0, GROUP)
-    row_mask = rows < S
-    v_rows = rows
-    if TRANSPOSED:
-        v_rows = group * GROUP + _key_order(tl.arange(0, GROUP))
-    v_pointers = v + sample * v_stride_b + v_rows.to(tl.int64)[:, None] * v_stride_s + channels[None, :]
-    values = tl.load(v_pointers, mask=(v_rows < S)[:, None], other=0.0)  # on its way while k is computed
-
-    k_rows = k + sample * k_stride_b + rows.to(tl.int64)[:, None] * k_stride_s
-    y = tl.load(k_rows + channels[None, :], mask=row_mask[:, None], other=0.0).to(tl.float32)
+    # 64-bit up to the tile, 32-bit inside it.
+    first = tl.cast(group, tl.int64) * GROUP
+    d = tl.arange(0, HEAD_DIM)
+    rows = tl.arange(0, GROUP)
+    row_mask = rows < S - first
+    channels = head * HEAD_DIM + d
+    k_tile = k + sample * k_stride_b + first * k_stride_s + head * HEAD_DIM
+    y = tl.load(k_tile + rows[:, None] * k_stride_s + d[None, :], mask=row_mask[:, None], other=0.0).to(tl.float32)
     if weight is not None:
-        factor = tl.load(rstd + sample * S + rows, mask=row_mask, other=0.0)
+        factor = tl.load(rstd + sample * S + first + rows, mask=row_mask, other=0.0)
         y = y * factor[:, None] * tl.load(weight + channels).to(tl.float32)[None, :]
     if cos is not None:
-        c = _load_angles(cos, rows, cos_stride_s, cos_stride_d, row_mask, HEAD_DIM // 2)
-        s = _load_angles(sin, rows, sin_stride_s, sin_stride_d, row_mask, HEAD_DIM // 2)
+        c = _load_angles(cos + first * cos_stride_s, rows, cos_stride_s, cos_stride_d, row_mask, HEAD_DIM // 2)
+        s = _load_angles(sin + first * sin_stride_s, rows, sin_stride_s, sin_stride_d, row_mask, HEAD_DIM // 2)
         even, odd = tl.split(y.reshape(GROUP, HEAD_DIM // 2, 2))
         y = tl.join(even * c - odd * s, even * s + odd * c).reshape(GROUP, HEAD_DIM)
     y -= tl.load(k_mean + sample * (heads * HEAD_DIM) + channels)[None, :]
     y = tl.where(row_mask[:, None], y, 0.0)
     step = tl.maximum(tl.max(tl.abs(y)) / 127.0, FLOOR)
-    packed = (sample * S + rows)[:, None] * (heads * HEAD_DIM) + channels[None, :]
-    tl.store(out_k + packed, _to_int8(y * (1.0 / step)), mask=row_mask[:, None])
+    corner = (sample * S + first) * (heads * HEAD_DIM) + head * HEAD_DIM
+    packed = rows[:, None] * (heads * HEAD_DIM) + d[None, :]
+    tl.store(out_k + corner + packed, _to_int8(y * (1.0 / step)), mask=row_mask[:, None])
     tl.store(k_scale + (sample * heads + head) * tl.num_programs(1) + group, step)
 
+    v_rows = rows
+    if TRANSPOSED:
+        v_rows = _key_order(rows)
+    v_tile = v + sample * v_stride_b + first * v_stride_s + head * HEAD_DIM
+    v_mask = (v_rows < S - first)[:, None]
+    values = tl.load(v_tile + v_rows[:, None] * v_stride_s + d[None, :], mask=v_mask, other=0.0)
     inverse = 1.0 / tl.load(v_scale + sample * (heads * HEAD_DIM) + channels)
     values = (values.to(tl.float32) * inverse[None, :]).to(out_v.dtype.element_ty)
     if TRANSPOSED:
         tokens = tl.num_programs(1).to(tl.int64) * GROUP
-        v_corner = out_v + (sample * (heads * HEAD_DIM) + channels)[:, None] * tokens + group * GROUP
-        tl.store(v_corner + tl.arange(0, GROUP)[None, :], tl.trans(values))
+        v_corner = out_v + (sample * (heads * HEAD_DIM) + channels)[:, None] * tokens + first
+        tl.store(v_corner + rows[None, :], tl.trans(values))
     else:
-        tl.store(out_v + packed, values, mask=row_mask[:, None])
+        tl.store(out_v + corner + packed, values, mask=row_mask[:, None])
 
 
 @triton.jit
