@@ -76,6 +76,7 @@ def on_cpu(rank):
         "ring": [ring(patched) for patched in (True, False)],
         "gradients": [gradients(patched) for patched in (True, False)],
         "compiled": compiled(),
+        "quantized": quantized(),
     }
 
 
@@ -158,6 +159,18 @@ def compiled():
     model.compile_repeated_blocks(backend="aot_eager")
     with torch.no_grad():
         return model(**inputs)[0]
+
+
+@torch.no_grad()
+def quantized():
+    """The output and the summary of a model in 8 bits, and its output with its attention exact from the start."""
+    outputs = []
+    for degrees in (ULYSSES, ANYTHING):
+        model, inputs = model_and_inputs("ulysses")
+        patch = trp.patch(model, "quantized")
+        model.enable_parallelism(config=parallel_config(**degrees))
+        outputs.append((model(**inputs)[0], patch.summary()))
+    return outputs
 
 
 @torch.no_grad()
@@ -252,6 +265,22 @@ def test_gradients_are_diffusers(ranks):
         ours, theirs = results["gradients"]
         for name, gradient in theirs.items():
             assert relative_error(ours[name], gradient) <= 1e-5, name
+
+
+@torch.no_grad()
+def test_a_quantized_model_takes_the_exact_attention_and_8_bit_linears(ranks):
+    model, inputs = model_and_inputs("ulysses")
+    with trp.patch(model, trp.PatchConfig(tier="quantized", quantize=["linears"])):
+        alone = model(**inputs)[0]
+    for results in ranks:
+        for (output, summary), reason in zip(
+            results["quantized"], ("context parallelism (2)", "ulysses_anything (2)"), strict=True
+        ):
+            # The same but for roundings that a sum in another order moves, which is less than all of them err.
+            assert relative_error(output, alone) < relative_error(alone, expected("ulysses"))
+            assert reason in row(summary, "self_attention", " attention ")
+            assert "linears in 8 bits" in summary
+        assert "all-to-alls" in row(results["quantized"][0][1], "self_attention", " attention ")
 
 
 def test_compiled_blocks(ranks):

@@ -15,7 +15,7 @@ from torch import nn
 from .. import kernels
 from ..kernels import reference
 from ..patching.families.wan.block import BlockPlan, QuantizedSelfAttention, Whole, half_tables
-from ..patching.families.wan.modulation import modulation
+from ..patching.families.wan.modulation import Row, modulation
 from ..patching.plan import state_of
 from ..patching.quantized_weights import is_quantized
 from .metrics import relative_l2
@@ -80,13 +80,18 @@ def _sub_layer_errors(block: nn.Module, plan: BlockPlan, trace: Trace, args: tup
     kept = x.float()
     for name, module in SUB_LAYERS.items():
         sub_layer = getattr(plan, name)
-        added = gates[name] * trace[module][1].view(x.shape)
+        added = _by_token(gates[name], x) * trace[module][1].view(x.shape)
         if not isinstance(sub_layer, Whole):
             stored = x if name == "self_attention" else (kept / plan.residual.scale).to(plan.residual.dtype)
             result = sub_layer.run(stored, *inputs[name])
             scale_of_result = 1.0 if name == "feed_forward" else plan.residual.scale
             yield name, relative_l2(result.float() * scale_of_result - kept, added)
         kept = kept + added
+
+
+def _by_token(gate: Row | float, x: torch.Tensor) -> torch.Tensor | float:
+    """A gate that runs of tokens share for each of them; others as they are."""
+    return reference.by_token(*gate, *x.shape[:2]) if isinstance(gate, kernels.Runs) else gate
 
 
 def _linear_errors(block: nn.Module, trace: Trace, dtype: torch.dtype) -> Iterator[tuple[str, float]]:

@@ -1,0 +1,111 @@
+"""The contests of the quantized tier's ops, at small sizes: ours is within the tier's limits and as right as rivals."""
+
+import functools
+import importlib.util
+from dataclasses import replace
+
+import pytest
+import torch
+
+from turbo_rcm_patch.bench import ops, ops_quantized
+from turbo_rcm_patch.bench.ops import Draws, OpCase, error_limit, measure_errors, run_case
+from turbo_rcm_patch.bench.ops_quantized import FLASH_ATTENTION, SCALED_MM
+from turbo_rcm_patch.bench.report import ops_table
+from turbo_rcm_patch.tiers import QUANTIZED
+
+CPU = torch.device("cpu")
+# Sizes that _scaled_mm takes: multiples of 16.
+SMALL = {
+    "attention_8bit": functools.partial(ops_quantized.attention_8bit, 2, 70, 64),
+    "structured_attention_8bit": functools.partial(ops_quantized.structured_attention_8bit, 2, 150, 64),
+    "norms_attention_8bit": functools.partial(ops_quantized.norms_attention_8bit, 2, 70, 64),
+    "linear_skip_8bit": functools.partial(ops_quantized.linear_skip_8bit, 70, 48, 64),
+    "fed_linear_skip_8bit": functools.partial(ops_quantized.fed_linear_skip_8bit, 70, 48, 64),
+    "linear_gelu_8bit": functools.partial(ops_quantized.linear_gelu_8bit, 70, 64, 48),
+    "linear_qkv_8bit": functools.partial(ops_quantized.linear_qkv_8bit, 70, 48, 64),
+}
+
+
+def eager(function):
+    return function
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_all_contenders_are_within_the_tiers_limit(name):
+    contest = SMALL[name](CPU, eager)
+    errors = measure_errors(contest)
+    assert set(errors) == {*contest.ours, *contest.rivals}
+    limit = error_limit(contest, errors, QUANTIZED.limits)
+    assert all(0 < error <= limit for error in errors.values()), errors
+    # Ours computes in 8 bits: it errs more than one rounding to bf16 does.
+    assert all(errors[ours] > torch.finfo(torch.bfloat16).eps for ours in contest.ours)
+
+
+@pytest.mark.parametrize("name", [name for name in SMALL if "linear" in name])
+def test_ours_errs_as_the_rival_of_the_same_format_does(name):
+    contest = SMALL[name](CPU, eager)
+    errors = measure_errors(contest)
+    (ours,) = contest.ours
+    # Both round the same operands in the same way, and a GELU's result once more; the rival rounds to bf16 in between.
+    assert errors[ours] == pytest.approx(errors[SCALED_MM], rel=QUANTIZED.limits.factor - 1)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_oracle_tells_the_rows_apart(name):
+    contest = SMALL[name](CPU, eager)
+    shifted = replace(contest, oracle=lambda rows: contest.oracle((rows + 1) % contest.tokens))
+    assert min(measure_errors(shifted).values()) > 0.1
+
+
+def test_what_errs_more_than_the_tier_allows_is_not_timed():
+    right = SMALL["linear_skip_8bit"](CPU, eager)
+    (name,) = right.ours
+
+    def wrong(device, compiled):
+        return replace(right, ours={"wrong": lambda: right.ours[name]() * 1.1, name: right.ours[name]})
+
+    case = OpCase("small", wrong, {SCALED_MM: 1e9}, QUANTIZED)
+    result = run_case(case, CPU, copy_bandwidth=1e9, rounds=2, compile_rivals=False)
+    assert result.best == name
+    assert "is above the" in result.timings["wrong"].refused
+    assert "is above the" in ops_table([result])
+
+
+def test_names_of_cases_are_unique_and_their_targets_are_of_contenders():
+    names = [case.name for case in (*ops.CASES, *ops_quantized.CASES)]
+    assert len(set(names)) == len(names)
+    for case in ops_quantized.CASES:
+        assert case.tier is QUANTIZED
+        contest = SMALL[case.build.func.__name__](CPU, eager)
+        # FlashAttention-3 is a rival where FlashInfer is installed.
+        assert set(case.targets) <= {*contest.rivals, FLASH_ATTENTION}
+
+
+def test_flash_attention_takes_part_where_it_is_installed():
+    contest = SMALL["attention_8bit"](torch.device("cpu"), eager)
+    assert (FLASH_ATTENTION in contest.rivals) == (importlib.util.find_spec("flashinfer") is not None)
+
+
+def test_structured_values_are_like_a_models():
+    heads, tokens, head_dim = 3, 4000, 64
+    q, k, v = (x.double() for x in ops_quantized.structured_qkv(Draws(CPU), heads, tokens, head_dim))
+    # 4000 tokens with ρ = 0.95 count as 4000 · 0.05 / 1.95 = 103 independent ones: a standard error of 0.1 each.
+    plain_k, plain_v = k[0, :, :, 4:], v[0, :, :, 2:]
+    for x in (q[0], plain_k, plain_v):
+        centred = x - x.mean(0)
+        correlation = (centred[1:] * centred[:-1]).sum() / centred.square().sum()
+        assert correlation == pytest.approx(0.95, abs=0.02)
+        assert centred.std() == pytest.approx(1.0, abs=0.1)
+    assert plain_k.mean(0).std() == pytest.approx(3.0, rel=0.15)
+    within = lambda x: (x - x.mean(0)).std()  # noqa: E731
+    assert within(k[0, :, :, :4]) / within(plain_k) == pytest.approx(5.0, rel=0.1)
+    assert within(v[0, :, :, :2]) / within(plain_v) == pytest.approx(8.0, rel=0.1)
+    assert v.mean().abs() < 0.5
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_with_graphs_and_compiled_rivals():
+    device = torch.device("cuda")
+    for name, build in SMALL.items():
+        result = run_case(OpCase(name, build, {}, QUANTIZED), device, copy_bandwidth=1e12, rounds=3)
+        assert result.best is not None, ops_table([result])

@@ -1,0 +1,198 @@
+"""verify and compare of the quantized tier: the limits are its own, every part is checked, and nothing wrong passes."""
+
+import functools
+import json
+import math
+
+import pytest
+import torch
+
+from tests.bench.damage import damage_block
+from tests.tiny_wan import tiny_call, tiny_wan_pipeline
+from turbo_rcm_patch import kernels
+from turbo_rcm_patch.bench import variants as variants_module
+from turbo_rcm_patch.bench import verify as module
+from turbo_rcm_patch.bench.compare import compare
+from turbo_rcm_patch.bench.parts import PV, QK, SUB_LAYERS
+from turbo_rcm_patch.bench.report import comparison_table, verification_table
+from turbo_rcm_patch.bench.verify import verify
+from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.patching import use_rcm
+from turbo_rcm_patch.patching.quantized_weights import quantized_linears
+from turbo_rcm_patch.tiers import EXACT, QUANTIZED
+
+LINEARS = {
+    *(f"attn{i}.{name}" for i in (1, 2) for name in ("to_q", "to_k", "to_v", "to_out.0")),
+    "ffn.net.0.proj",
+    "ffn.net.2",
+}
+DTYPES = [torch.float32, torch.bfloat16]
+VARIANTS = ["t2v", "i2v", "ti2v", "wan22"]
+
+
+def rcm_pipeline(variant="t2v", dtype=torch.float32):
+    pipe = tiny_wan_pipeline(variant, dtype)
+    use_rcm(pipe)
+    return pipe
+
+
+def call(variant="t2v", **overrides):
+    """With a step for each of two transformers."""
+    steps = 3 if variant == "wan22" else 2
+    return tiny_call(variant, guidance_scale=1.0, num_inference_steps=steps, **overrides)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_block_and_every_part_of_it_is_within_the_limits(variant, dtype):
+    pipe = rcm_pipeline(variant, dtype)
+    verification = verify(pipe, call(variant), config="quantized")
+    assert verification.ok, verification_table(verification)
+    assert all(1e-3 < check.judged_error <= check.allowed == QUANTIZED.limits.block for check in verification.checks)
+    of_image = {"attn2.add_k_proj", "attn2.add_v_proj"} if variant == "i2v" else set()
+    expected = {*SUB_LAYERS, *LINEARS, *of_image, QK, PV}
+    parts = {}
+    for part in verification.parts:
+        parts.setdefault((part.block, part.step), set()).add(part.part)
+        assert 1e-4 < part.error < 0.1
+        assert part.allowed == (QUANTIZED.limits.part if part.part in SUB_LAYERS else None)
+    assert set(parts) == {(check.block, check.step) for check in verification.checks}
+    assert all(found == expected for found in parts.values())
+    assert not quantized_linears(pipe.transformer)
+
+
+def test_parts_are_those_that_are_in_8_bits():
+    for quantize, expected in (("attention", {QK, PV}), ("linears", LINEARS)):
+        config = PatchConfig(tier="quantized", quantize=[quantize])
+        verification = verify(rcm_pipeline(), call(), config=config)
+        assert verification.ok
+        assert {part.part for part in verification.parts} == {*SUB_LAYERS, *expected}
+    kept = PatchConfig(tier="quantized", keep=["*.ffn.*"], fuse=["self_attention", "feed_forward"])
+    parts = {part.part for part in verify(rcm_pipeline(), call(), config=kept).parts}
+    assert parts == {"self_attention", "feed_forward", QK, PV, *(name for name in LINEARS if name.startswith("attn1"))}
+
+
+def test_exact_blocks_have_no_parts():
+    assert verify(rcm_pipeline(), call()).parts == ()
+
+
+def test_exact_steps_are_checked_as_they_run():
+    """Of two steps the first is exact in its attention."""
+    verification = verify(rcm_pipeline(), call(), config=PatchConfig(tier="quantized", exact_steps=(1, 0)))
+    assert verification.ok
+    assert {part.step for part in verification.parts if part.part == QK} == {2}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("damage", [lambda y: 1.1 * y, lambda y: y * math.nan], ids=["scaled", "nan"])
+def test_a_wrong_block_alone_is_named(monkeypatch, dtype, damage):
+    damage_block(monkeypatch, module, "transformer.blocks.1", damage)
+    verification = verify(rcm_pipeline(dtype=dtype), call(), config="quantized")
+    assert not verification.ok
+    assert {check.block for check in verification.failed} == {"transformer.blocks.1"}
+    assert "transformer.blocks.1, step" in verification_table(verification)
+
+
+@pytest.mark.parametrize(
+    ("op", "sub_layer"),
+    [
+        ("attention_8bit", "self_attention"),
+        ("linear_8bit", "cross_attention"),
+        ("linear_gelu", "feed_forward"),
+    ],
+)
+def test_a_wrong_op_fails_the_sub_layer_that_it_is_in(monkeypatch, op, sub_layer):
+    right = getattr(kernels, op)
+
+    def wrong(*args, **options):
+        result = right(*args, **options)
+        if isinstance(result, kernels.Quantized):
+            return result._replace(scale=1.3 * result.scale)
+        return result.flip(-1)
+
+    monkeypatch.setattr(kernels, op, wrong)
+    verification = verify(rcm_pipeline(), call(), config="quantized")
+    assert not verification.ok
+    assert {part.part for part in verification.failed_parts} == {sub_layer}
+
+
+def test_an_8_bit_block_is_not_within_the_exact_limits():
+    for check in verify(rcm_pipeline(), call(), config="quantized").checks:
+        assert check.judged_error > EXACT.limits.allowed(0.0, check.dtype)
+
+
+def test_to_dict_has_the_parts():
+    result = json.loads(json.dumps(verify(rcm_pipeline(), call(), config="quantized").to_dict()))
+    assert result["ok"]
+    assert {"block", "step", "part", "error", "allowed", "ok"} == set(result["parts"][0])
+    assert "linears in 8 bits" in result["patch_summary"]
+
+
+def test_weights_that_were_to_be_freed_are_kept_for_the_checks():
+    pipe = rcm_pipeline()
+    before = {name: value.clone() for name, value in pipe.transformer.state_dict().items()}
+    config = PatchConfig(tier="quantized", restorable=False)
+    assert verify(pipe, call(), config=config).ok
+    assert all(torch.equal(value, before[name]) for name, value in pipe.transformer.state_dict().items())
+    for submodule in pipe.transformer.modules():
+        assert "forward" not in vars(submodule)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# compare
+# ---------------------------------------------------------------------------------------------------------------------
+
+GENERATION = tiny_call(output_type="np", guidance_scale=1.0)
+
+
+def names(comparison):
+    return [variant.name for variant in comparison.variants]
+
+
+def test_variants_and_how_far_each_is_from_the_unpatched_one():
+    pipe = rcm_pipeline()
+    comparison = compare(pipe, GENERATION, config="quantized", repeats=1, warmups=0, with_oracle=True)
+    assert names(comparison) == ["unpatched", "patched exactly", "patched"]
+    unpatched, exact, patched = comparison.variants
+    assert exact.latents.relative_l2 <= 1e-5 < 1e-3 < patched.latents.relative_l2
+    assert max(unpatched.step_error, exact.step_error) <= 1e-5 < 1e-3 < patched.step_error <= QUANTIZED.limits.step
+    assert "8 bits" in comparison.patch_summary
+    assert "patched exactly" in comparison_table(comparison)
+    assert not quantized_linears(pipe.transformer)
+
+
+def test_torch_compile_takes_part_where_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr(variants_module, "_has_torchao", lambda: False)
+    pipe, calls = rcm_pipeline(), []
+
+    def compiled_call(block, *args):
+        calls.append(quantized_linears(block))
+        return type(block).forward(block, *args)
+
+    def compile_repeated_blocks():
+        for block in pipe.transformer.blocks:
+            block._compiled_call_impl = functools.partial(compiled_call, block)
+
+    monkeypatch.setattr(pipe.transformer, "compile_repeated_blocks", compile_repeated_blocks)
+    comparison = compare(pipe, GENERATION, config="quantized", with_compile=True, repeats=1, warmups=1)
+    assert names(comparison) == ["unpatched", "torch.compile", "patched exactly", "patched"]
+    assert len(calls) == 2 * 2 * GENERATION["num_inference_steps"]  # turns, blocks
+    assert not any(calls)  # the 8-bit weights of another turn are not left
+
+
+def test_a_patch_that_errs_more_than_the_tier_is_not_timed(monkeypatch):
+    right_patch = variants_module.patch
+
+    def wrong_patch(pipe, config):
+        applied = right_patch(pipe, config)
+        if config.tier == QUANTIZED:
+            block = pipe.transformer.blocks[1]
+            block.register_forward_hook(lambda _block, _args, output: output + 0.5 * output.roll(1, -1))
+        return applied
+
+    monkeypatch.setattr(variants_module, "patch", wrong_patch)
+    pipe = rcm_pipeline()
+    with pytest.raises(RuntimeError, match=r"nothing was timed.*turbo-rcm verify"):
+        compare(pipe, GENERATION, config="quantized", repeats=1, warmups=0, with_oracle=True)
+    assert "forward" not in vars(pipe.transformer.blocks[1])
+    assert not quantized_linears(pipe.transformer)
