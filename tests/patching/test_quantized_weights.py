@@ -18,7 +18,8 @@ from tests.patching.tape import assert_replayed, assert_same, make_models, warm
 from tests.tiny_families import FAMILIES, tiny_family_inputs, tiny_family_transformer
 from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.kernels.quantized import FP8, INT8, quantize_weight
-from turbo_rcm_patch.patching.quantized_linear import BUFFERS, ROWS, QuantizedLinear, convert
+from turbo_rcm_patch.patching import quantized_linear
+from turbo_rcm_patch.patching.quantized_linear import AT_ONCE, BUFFERS, QuantizedLinear, convert
 from turbo_rcm_patch.patching.quantized_weights import (
     bias_bound,
     format_of,
@@ -81,9 +82,11 @@ def test_the_forward_multiplies_by_the_dequantised_weight(model):
     assert torch.equal(linear(x), expected)
 
 
-@pytest.mark.parametrize("rows", [1, ROWS, ROWS + 1])
+@pytest.mark.parametrize("rows", [1, 4, 9])
+@pytest.mark.parametrize("at_once", [1, 4 * 16, AT_ONCE])
 @pytest.mark.parametrize("format", [FP8, INT8])
-def test_conversion_by_rows_is_conversion(rows, format):
+def test_conversion_by_parts_is_conversion(rows, at_once, format, monkeypatch):
+    monkeypatch.setattr(quantized_linear, "AT_ONCE", at_once)
     weight = torch.randn(rows, 16)
     for ours, theirs in zip(convert(weight, format, CPU), quantize_weight(weight, format), strict=True):
         assert torch.equal(ours.float(), theirs.float())

@@ -11,8 +11,15 @@ from ..config import PatchConfig, resolve_config
 from ..tiers import QUANTIZED
 from .families import SUPPORTED, check_supported, family_of
 from .families.wan.graph import WanGraph, graph_of
+from .group_offload import ON_DISK, is_on_disk, update_groups
 from .journal import Journal
-from .quantized_weights import convert_weights, convertible_linears, free_originals, why_not_restorable
+from .quantized_weights import (
+    convert_weights,
+    convertible_linears,
+    free_originals,
+    quantized_linears,
+    why_not_restorable,
+)
 from .steps import Steps, why_not_countable
 from .summary import Row, plan_rows, summary_table
 
@@ -132,6 +139,10 @@ def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal,
             )
         if reason := why_not_countable(target):
             raise PatchError(f"cannot patch: exact_steps does not serve a {reason}; leave it at None.")
+    if config.tier == QUANTIZED:
+        for name, model in transformers.items():
+            if is_on_disk(model):
+                raise PatchError(f"cannot patch {name}: {ON_DISK}")
     steps = None if isinstance(target, torch.nn.Module) else Steps(target)
     journals = []
     try:
@@ -143,9 +154,12 @@ def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal,
                 journal.set(module, attribute, value)
         for (name, model), journal in zip(transformers.items(), journals, strict=True):
             prepare(journal, name, model)
+            update_groups(model)
     except BaseException:
         for journal in reversed(journals):
             journal.undo()
+        for model in transformers.values():
+            update_groups(model)
         raise
     if not config.restorable:  # only now that nothing can fail any more
         for model, journal in zip(transformers.values(), journals, strict=True):
@@ -201,7 +215,8 @@ def _restore(transformers: dict[str, torch.nn.Module]) -> None:
         if journal.owner is not model:
             raise PatchError(f"cannot restore: {name} is a shallow copy of a patched model; restore that one.")
     for name, model in transformers.items():
-        if reason := why_not_restorable(model):
+        reason = why_not_restorable(model) or (ON_DISK if quantized_linears(model) and is_on_disk(model) else None)
+        if reason is not None:
             raise PatchError(f"cannot restore {name}: {reason}")
     captured = [entry for journal in journals for entry in journal.captured()]
     if captured:
@@ -213,5 +228,7 @@ def _restore(transformers: dict[str, torch.nn.Module]) -> None:
     graphs = [graph_of(model) for model in transformers.values()]
     for journal in journals:
         journal.undo()
+    for model in transformers.values():
+        update_groups(model)
     for graph in filter(None, graphs):
         graph.release()
