@@ -99,9 +99,7 @@ def test_a_failed_patch_leaves_groups_as_they_were(offload, monkeypatch):
     model = tiny_wan_transformer()
     expected = output_of(model)
     offload(model)
-    monkeypatch.setattr(
-        "turbo_rcm_patch.patching.apply.update_groups", failing_once(trp.patching.apply.update_groups)
-    )
+    monkeypatch.setattr("turbo_rcm_patch.patching.apply.update_groups", failing_once(trp.patching.apply.update_groups))
     with pytest.raises(MemoryError):
         trp.patch(model, CONFIG)
     assert not quantized_linears(model)
@@ -143,3 +141,30 @@ def test_originals_cannot_come_to_disk(tmp_path):
         patch.restore()
     assert patch.active
     assert torch.equal(output_of(model), expected)
+
+
+def on_gpu(model):
+    inputs = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in tiny_transformer_inputs(model).items()}
+    with torch.no_grad():
+        return model(**inputs)[0].cpu()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("first", ["patch", "offload"])
+def test_streams_of_a_gpu(first, kind):
+    level, blocks = KINDS[kind]
+    options = {"offload_type": level, "num_blocks_per_group": blocks, "use_stream": True}
+    model, expected = tiny_wan_transformer(), on_gpu(tiny_wan_transformer().cuda())
+    if first == "offload":
+        model.enable_group_offload(torch.device("cuda"), **options)
+        assert relative_error(on_gpu(model), expected) <= 1e-5
+    patch = trp.patch(model, CONFIG)
+    if first == "patch":
+        model.enable_group_offload(torch.device("cuda"), **options)
+    for _ in range(3):
+        assert 1e-3 < relative_error(on_gpu(model), expected) <= ERROR
+    patch.restore()
+    for _ in range(3):
+        assert relative_error(on_gpu(model), expected) <= 1e-5
+    assert not any(parameter.is_cuda for parameter in model.blocks.parameters())

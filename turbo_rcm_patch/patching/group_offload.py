@@ -19,7 +19,7 @@ ON_DISK = (
 
 
 def is_on_disk(transformer: nn.Module) -> bool:
-    """Whether weights of a transformer are in files of diffusers' group offloading, which other weights cannot enter."""
+    """Whether a transformer's weights are in files of diffusers' group offloading, which no others can enter."""
     return any(group.offload_to_disk_path is not None for group in _groups(transformer))
 
 
