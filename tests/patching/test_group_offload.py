@@ -123,7 +123,7 @@ def test_weights_on_disk_cannot_be_replaced(tmp_path):
     expected = output_of(model)
     options = {"onload_device": CPU, "offload_type": "block_level", "num_blocks_per_group": 1}
     model.enable_group_offload(offload_to_disk_path=str(tmp_path), **options)
-    with pytest.raises(trp.PatchError, match="cannot patch transformer: group offloading moved its weights to disk"):
+    with pytest.raises(trp.PatchError, match="cannot patch transformer: group offloading keeps its weights on disk"):
         trp.patch(model, CONFIG)
     assert torch.equal(output_of(model), expected)
     with trp.patch(model):
@@ -137,7 +137,7 @@ def test_originals_cannot_come_to_disk(tmp_path):
     options = {"onload_device": CPU, "offload_type": "block_level", "num_blocks_per_group": 1}
     model.enable_group_offload(offload_to_disk_path=str(tmp_path), **options)
     assert torch.equal(output_of(model), expected)
-    with pytest.raises(trp.PatchError, match="cannot restore transformer: group offloading moved its weights to disk"):
+    with pytest.raises(trp.PatchError, match="cannot restore transformer: group offloading keeps its weights on disk"):
         patch.restore()
     assert patch.active
     assert torch.equal(output_of(model), expected)

@@ -114,7 +114,8 @@ def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
         config: a PatchConfig or the name of a preset ("exact").
 
     Raises:
-        PatchError: the model is of another family, patched already, compiled, or under a hook holding an old forward.
+        PatchError: the model is of another family, patched already, compiled, or under a hook holding an old forward;
+            its weights, which are to be in 8 bits, are offloaded to disk.
         ValueError, TypeError: for an unknown preset, a config of another type, or one that does not fit the model.
     """
     config = resolve_config(config)
@@ -171,7 +172,8 @@ def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal,
 def restore(target: object) -> None:
     """Take the patch off a pipeline's transformers, or off one transformer.
 
-    Raises PatchError when none of them is patched, or when a hook of an unknown kind holds a patched forward.
+    Raises PatchError when none of them is patched, when a hook of an unknown kind holds a patched forward, or when the
+    original weights were freed or have no place in what is offloaded to disk.
     """
     transformers = {name: getattr(m, "_orig_mod", m) for name, m in transformers_of(target).items()}
     patched = {name: model for name, model in transformers.items() if _JOURNAL in model.__dict__}

@@ -12,10 +12,7 @@ import torch
 from diffusers.hooks.group_offloading import ModuleGroup
 from torch import nn
 
-ON_DISK = (
-    "group offloading moved its weights to disk, in files that the patch cannot change; load the model again, without "
-    "that offloading."
-)
+ON_DISK = "group offloading keeps its weights on disk, in files that stay as they are; load it again without that."
 
 
 def is_on_disk(transformer: nn.Module) -> bool:
