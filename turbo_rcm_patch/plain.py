@@ -166,3 +166,8 @@ def _elsewhere(module: torch.nn.Module, device: torch.device) -> str | None:
 def is_autocast(device: torch.device) -> bool:
     """Whether autocast is on for a device; it knows no meta tensors."""
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func is under way; where torch.compile traces, False."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None

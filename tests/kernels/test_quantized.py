@@ -51,3 +51,12 @@ def test_the_error_of_normal_rows_is_the_formats(format, limit):
     x = torch.randn(64, 1536, generator=torch.Generator().manual_seed(1))
     error = (quantize_reference(x, format).dequantize() - x).norm() / x.norm()
     assert limit / 2 < error < limit
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_gpu_rounds_to_the_same_bits(format):
+    x = torch.randn(500, 96).bfloat16()  # of which many are half way between two values
+    ours, theirs = quantize_reference(x.cuda(), format), quantize_reference(x, format)
+    assert torch.equal(ours.scale.cpu(), theirs.scale)
+    assert torch.equal(ours.values.cpu().float(), theirs.values.float())

@@ -15,6 +15,7 @@ from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_
 from turbo_rcm_patch.kernels.quantized import INT8
 from turbo_rcm_patch.patching import converted
 from turbo_rcm_patch.patching.converted import FILE, convert_folder, load_converted
+from turbo_rcm_patch.patching.quantized_linear import BUFFERS
 from turbo_rcm_patch.patching.quantized_weights import quantized_linears
 from turbo_rcm_patch.tiers import QUANTIZED
 
@@ -285,5 +286,9 @@ def test_loading_to_a_gpu(stored):
     assert all(tensor.is_cuda for tensor in (*model.parameters(), *model.buffers()))
     inputs = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in tiny_transformer_inputs(model).items()}
     expected = patched().cuda()
+    for ours, theirs in zip(quantized_linears(model), quantized_linears(expected), strict=True):
+        for name in BUFFERS[:2]:  # but for the norms, all bits: they were converted on the CPU and on a GPU
+            assert torch.equal(ours._buffers[name].float(), theirs._buffers[name].float())
+        ours._buffers[BUFFERS[2]].copy_(theirs._buffers[BUFFERS[2]])
     with torch.no_grad():
         assert torch.equal(model(**inputs)[0], expected(**inputs)[0])

@@ -18,7 +18,8 @@ from tests.patching.tape import assert_replayed, assert_same, make_models, warm
 from tests.tiny_families import FAMILIES, tiny_family_inputs, tiny_family_transformer
 from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.kernels.quantized import FP8, INT8, quantize_weight
-from turbo_rcm_patch.patching.quantized_linear import BUFFERS, ROWS, QuantizedLinear, convert
+from turbo_rcm_patch.patching import quantized_linear
+from turbo_rcm_patch.patching.quantized_linear import AT_ONCE, BUFFERS, QuantizedLinear, convert
 from turbo_rcm_patch.patching.quantized_weights import (
     bias_bound,
     format_of,
@@ -81,9 +82,11 @@ def test_the_forward_multiplies_by_the_dequantised_weight(model):
     assert torch.equal(linear(x), expected)
 
 
-@pytest.mark.parametrize("rows", [1, ROWS, ROWS + 1])
+@pytest.mark.parametrize("rows", [1, 4, 9])
+@pytest.mark.parametrize("at_once", [1, 4 * 16, AT_ONCE])
 @pytest.mark.parametrize("format", [FP8, INT8])
-def test_conversion_by_rows_is_conversion(rows, format):
+def test_conversion_by_parts_is_conversion(rows, at_once, format, monkeypatch):
+    monkeypatch.setattr(quantized_linear, "AT_ONCE", at_once)
     weight = torch.randn(rows, 16)
     for ours, theirs in zip(convert(weight, format, CPU), quantize_weight(weight, format), strict=True):
         assert torch.equal(ours.float(), theirs.float())
@@ -635,34 +638,41 @@ def allocated():
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", [CONFIG, FREED], ids=["kept", "freed"])
 @pytest.mark.parametrize("first", ["patch", "move"])
-def test_weights_take_at_most_55_percent_on_a_gpu(first, config):
+def test_linears_take_half_on_a_gpu(first, config):
+    """That this is at most 55 % of real models is test_fits.py's to show: their embeddings are a smaller part."""
+    with trp.patch(tiny_wan_transformer(**LARGE).cuda(), CONFIG) as patch:
+        on_gpu(patch.transformers["transformer"])  # allocates what libraries keep
+    del patch
     empty = allocated()
     model = tiny_wan_transformer(**LARGE).cuda()
     full, expected = allocated() - empty, on_gpu(model)
+    sizes = [linear.weight.nbytes for linear in model.blocks.modules() if isinstance(linear, nn.Linear)]
     model.cpu()
     assert allocated() - empty < 0.01 * full
     if first == "move":
         model.cuda()
     torch.cuda.reset_peak_memory_stats()
     trp.patch(model, config)
-    if first == "patch":
-        assert torch.cuda.max_memory_allocated() - empty < 0.3 * full  # a weight at a time is converted there
+    if first == "patch":  # a weight at a time comes there, in 8 bits, and a part of it in fp32
+        assert torch.cuda.max_memory_allocated() - empty <= max(sizes) / 2 + 5 * 4 * AT_ONCE
         model.cuda()
-    assert allocated() - empty <= 0.55 * full
+    assert allocated() - empty <= full - 0.49 * sum(sizes)
     assert relative_error(on_gpu(model), expected) <= ERROR
     assert all(linear.eight_bit.original.device.type in ("cpu", "meta") for linear in quantized_linears(model))
     del model
-    gc.collect()
     assert allocated() - empty < 0.01 * full
 
 
 @pytest.mark.gpu
-def test_conversion_on_a_gpu_is_that_on_the_cpu():
-    weight = torch.randn(ROWS + 3, 256, dtype=torch.bfloat16)
-    for format in (FP8, INT8):
-        on_cpu = quantize_weight(weight, format)
-        for ours, theirs in zip(convert(weight.cuda(), format, torch.device("cuda")), on_cpu, strict=True):
-            torch.testing.assert_close(ours.cpu().float(), theirs.float(), rtol=1e-6, atol=0)
+@pytest.mark.parametrize("format", [FP8, INT8])
+def test_conversion_on_a_gpu_is_that_on_the_cpu(format):
+    """The same bits, in several parts, but for the norms: sums in another order."""
+    rows, K = AT_ONCE // 256 + 3, 256
+    weight = torch.randn(rows, K, dtype=torch.bfloat16)
+    ours, theirs = convert(weight.cuda(), format, torch.device("cuda")), quantize_weight(weight, format)
+    assert torch.equal(ours.scale.cpu(), theirs.scale)
+    assert torch.equal(ours.values.cpu().float(), theirs.values.float())
+    torch.testing.assert_close(ours.norm.cpu(), theirs.norm, rtol=K * 2.0**-24, atol=0)
 
 
 @pytest.mark.gpu
@@ -710,7 +720,8 @@ def test_pipelines_never_bring_originals_to_a_gpu(offload, monkeypatch):
     forward = QuantizedLinear.forward
 
     def watched(self, x):
-        on_gpu_once.append(x.is_cuda and self.eight_bit.original.is_cuda)
+        if isinstance(self, QuantizedLinear):  # else accelerate's hooks hold it beyond `restore`
+            on_gpu_once.append(x.is_cuda and self.eight_bit.original.is_cuda)
         return forward(self, x)
 
     monkeypatch.setattr(QuantizedLinear, "forward", watched)

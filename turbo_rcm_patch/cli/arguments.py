@@ -111,7 +111,7 @@ def _add_convert(commands) -> None:
     )
     keep = "a module whose weight stays as it is, with wildcards, such as 'blocks.0.*'; may be repeated"
     parser.add_argument("--keep", action="append", default=[], metavar="NAME", help=keep)
-    _add_device_options(parser)
+    _add_device_options(parser, dtype="of what stays as it is (default: bfloat16)")
 
 
 def _add_generation_options(parser: argparse.ArgumentParser) -> None:
@@ -134,7 +134,9 @@ def _add_sampling_options(parser: argparse.ArgumentParser, *, height: str, width
     _add_device_options(parser)
 
 
-def _add_device_options(parser: argparse.ArgumentParser) -> None:
+def _add_device_options(
+    parser: argparse.ArgumentParser, dtype: str = "of the model (default: bfloat16 on a GPU, float32 on the CPU)"
+) -> None:
     parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is one)")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the model (default: bfloat16 on a GPU, float32 on the CPU)")
+    parser.add_argument("--dtype", choices=DTYPES, help=dtype)
     parser.add_argument("-v", "--verbose", action="store_true", help="show other packages' warnings too")

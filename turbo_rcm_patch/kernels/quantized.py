@@ -69,7 +69,9 @@ def round_to(scaled: torch.Tensor, format: torch.dtype) -> torch.Tensor:
 def quantize_reference(x: torch.Tensor, format: torch.dtype, with_norm: bool = False) -> Quantized:
     """x [..., K], each row divided such that its largest magnitude is the format's."""
     wide = x.float()
-    scale = (wide.abs().amax(-1) / LARGEST[format]).clamp_min(TINY)
+    largest = wide.abs().amax(-1)
+    # By a tensor: torch divides by a number on a GPU as it multiplies by the inverse, and not on the CPU.
+    scale = (largest / largest.new_full((), LARGEST[format])).clamp_min(TINY)
     values = round_to(wide / scale[..., None], format)
     norm = values.float().norm(dim=-1) * scale if with_norm else None
     return Quantized(values, scale, norm)

@@ -11,8 +11,15 @@ from ..config import PatchConfig, resolve_config
 from ..tiers import QUANTIZED
 from .families import SUPPORTED, check_supported, family_of
 from .families.wan.graph import WanGraph, graph_of
+from .group_offload import ON_DISK, is_on_disk, update_groups
 from .journal import Journal
-from .quantized_weights import convert_weights, convertible_linears, free_originals, why_not_restorable
+from .quantized_weights import (
+    convert_weights,
+    convertible_linears,
+    free_originals,
+    quantized_linears,
+    why_not_restorable,
+)
 from .steps import Steps, why_not_countable
 from .summary import Row, plan_rows, summary_table
 
@@ -107,7 +114,8 @@ def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
         config: a PatchConfig or the name of a preset ("exact").
 
     Raises:
-        PatchError: the model is of another family, patched already, compiled, or under a hook holding an old forward.
+        PatchError: the model is of another family, patched already, compiled, or under a hook holding an old forward;
+            its weights, which are to be in 8 bits, are offloaded to disk.
         ValueError, TypeError: for an unknown preset, a config of another type, or one that does not fit the model.
     """
     config = resolve_config(config)
@@ -132,6 +140,10 @@ def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal,
             )
         if reason := why_not_countable(target):
             raise PatchError(f"cannot patch: exact_steps does not serve a {reason}; leave it at None.")
+    if config.tier == QUANTIZED:
+        for name, model in transformers.items():
+            if is_on_disk(model):
+                raise PatchError(f"cannot patch {name}: {ON_DISK}")
     steps = None if isinstance(target, torch.nn.Module) else Steps(target)
     journals = []
     try:
@@ -143,9 +155,12 @@ def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal,
                 journal.set(module, attribute, value)
         for (name, model), journal in zip(transformers.items(), journals, strict=True):
             prepare(journal, name, model)
+            update_groups(model)
     except BaseException:
         for journal in reversed(journals):
             journal.undo()
+        for model in transformers.values():
+            update_groups(model)
         raise
     if not config.restorable:  # only now that nothing can fail any more
         for model, journal in zip(transformers.values(), journals, strict=True):
@@ -157,7 +172,8 @@ def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal,
 def restore(target: object) -> None:
     """Take the patch off a pipeline's transformers, or off one transformer.
 
-    Raises PatchError when none of them is patched, or when a hook of an unknown kind holds a patched forward.
+    Raises PatchError when none of them is patched, when a hook of an unknown kind holds a patched forward, or when the
+    original weights were freed or have no place in what is offloaded to disk.
     """
     transformers = {name: getattr(m, "_orig_mod", m) for name, m in transformers_of(target).items()}
     patched = {name: model for name, model in transformers.items() if _JOURNAL in model.__dict__}
@@ -201,7 +217,8 @@ def _restore(transformers: dict[str, torch.nn.Module]) -> None:
         if journal.owner is not model:
             raise PatchError(f"cannot restore: {name} is a shallow copy of a patched model; restore that one.")
     for name, model in transformers.items():
-        if reason := why_not_restorable(model):
+        reason = why_not_restorable(model) or (ON_DISK if quantized_linears(model) and is_on_disk(model) else None)
+        if reason is not None:
             raise PatchError(f"cannot restore {name}: {reason}")
     captured = [entry for journal in journals for entry in journal.captured()]
     if captured:
@@ -213,5 +230,7 @@ def _restore(transformers: dict[str, torch.nn.Module]) -> None:
     graphs = [graph_of(model) for model in transformers.values()]
     for journal in journals:
         journal.undo()
+    for model in transformers.values():
+        update_groups(model)
     for graph in filter(None, graphs):
         graph.release()

@@ -21,11 +21,12 @@ from torch import nn
 
 from .. import kernels
 from ..kernels import QuantizedWeight, quantize_weight
+from ..plain import is_autocast, is_transformed
 from .eight_bit_weight import FREED, EightBitWeight
 from .journal import slot_below_hooks
 
 VALUES, SCALE, NORM = BUFFERS = ("weight_8bit", "weight_scale", "weight_norm")  # the parts of a QuantizedWeight
-ROWS = 1024  # converted at a time, in fp32
+AT_ONCE = 2**20  # values that are converted at a time: in fp32, and three times over, 12 MiB
 
 
 class QuantizedLinear(nn.Linear):
@@ -41,14 +42,14 @@ class QuantizedLinear(nn.Linear):
         dtype = original.dtype
         if not original.is_meta:
             original.data = original.data.cpu()
-        slot = slot_below_hooks(linear)
+        slots = _forward_slots(linear)
         linear._parameters["weight"] = None
         linear._buffers.update(zip(BUFFERS, weight, strict=True))
         linear._non_persistent_buffers_set.update(BUFFERS)
         _remember(linear, EightBitWeight(original, weight.values.device, dtype, linear))
         linear.version = _version(original)  # of the original, when it was converted
         linear.__class__ = QuantizedLinear
-        if slot is not None:
+        for slot in slots:
             setattr(*slot, MethodType(QuantizedLinear.forward, linear))
 
     @staticmethod
@@ -57,13 +58,13 @@ class QuantizedLinear(nn.Linear):
         Parameter that somebody set in its place stays theirs. Nothing for a linear that was not begun."""
         if not isinstance(linear, QuantizedLinear):
             return
-        slot, weight = slot_below_hooks(linear), linear.eight_bit
+        slots, weight = _forward_slots(linear), linear.eight_bit
         for name in BUFFERS:
             del linear._buffers[name]
         linear._non_persistent_buffers_set.difference_update(BUFFERS)
         del linear.eight_bit, linear.version
         linear.__class__ = nn.Linear
-        if slot is not None:
+        for slot in slots:
             setattr(*slot, MethodType(nn.Linear.forward, linear))
         if linear._parameters["weight"] is None:
             _bring_back(linear, weight)
@@ -116,14 +117,23 @@ class QuantizedLinear(nn.Linear):
         self.version = _version(self.eight_bit.original)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """As nn.Linear's; the 8-bit weight comes to the input where offloading let it rest elsewhere."""
+        """As nn.Linear's; the 8-bit weight comes to the input where offloading let it rest elsewhere.
+
+        On a GPU the input is rounded to 8 bits too, but for autograd, function transforms and autocast.
+        """
         if not isinstance(self, QuantizedLinear) or self.is_replaced:  # a hook kept this method beyond `end`
             return F.linear(input, self.weight, self.bias)
-        weight = QuantizedWeight(*(tensor.to(input.device, non_blocking=True) for tensor in self.quantized()))
-        if _runs_kernels(weight.format, input, self.bias):
+        # Only copies to a GPU are in order with what runs there.
+        weight = QuantizedWeight(*(t.to(input.device, non_blocking=input.is_cuda) for t in self.quantized()))
+        if self._takes(input) and _has_kernels(weight.format, input, self.bias):
             rows = kernels.quantize_rows(input, weight.format)
             return kernels.linear_8bit(rows, weight, self.bias, dtype=input.dtype)
-        return F.linear(input, weight.dequantize(input.dtype), self.bias)
+        return F.linear(input, weight.dequantize(self.eight_bit.dtype), self.bias)
+
+    def _takes(self, input: torch.Tensor) -> bool:
+        """Whether nn.Linear takes this input without error, and no transform of it or of its dtype is under way."""
+        fits = input.shape[-1:] == (self.in_features,) and input.dtype == self.eight_bit.dtype
+        return fits and not is_autocast(input.device) and not is_transformed()
 
     def _apply(self, fn: Callable, recurse: bool = True) -> QuantizedLinear:
         """As nn.Module's, which moves and casts: the 8-bit weight is moved only, and the original is not even that."""
@@ -191,6 +201,14 @@ def _with_buffers(make: Callable, arguments: tuple, buffers: dict, values: torch
     return linear
 
 
+def _forward_slots(linear: nn.Linear) -> list[tuple[object, str]]:
+    """The objects and their attributes where hooks, or such as were removed, hold the forward of a linear's class."""
+    forward = MethodType(type(linear).forward, linear)
+    own = [(linear, name) for name in ("forward", "_old_forward") if vars(linear).get(name) == forward]
+    below = slot_below_hooks(linear)
+    return own if below is None else [*own, below]
+
+
 def _remember(linear: nn.Linear, weight: EightBitWeight) -> None:
     vars(linear)["eight_bit"] = weight  # as an attribute: nn.Module would make it a parameter
 
@@ -207,9 +225,9 @@ def _bring_back(linear: nn.Linear, weight: EightBitWeight) -> None:
         hook.original_devices.setdefault("weight", weight.device)
 
 
-def _runs_kernels(format: torch.dtype, *tensors: torch.Tensor | None) -> bool:
-    """Whether these, a linear's inputs, are multiplied in a format of 8 bits: on a GPU that knows it, where no
-    derivative is wanted, which rounding has none of."""
+def _has_kernels(format: torch.dtype, *tensors: torch.Tensor | None) -> bool:
+    """Whether kernels take these in a format of 8 bits: on a GPU that knows it, where no derivative is wanted, which
+    rounding has none of."""
     device = tensors[0].device
     return device.type == "cuda" and kernels.why_not_triton(*tensors, has_gradient=False, formats=(format,)) is None
 
@@ -221,11 +239,15 @@ def _version(tensor: torch.Tensor) -> int | None:
 @torch.no_grad()
 def convert(weight: torch.Tensor, format: torch.dtype, device: torch.device) -> QuantizedWeight:
     """A weight [N, K] in 8 bits on a device, some rows at a time."""
-    where = fastest(device)
-    parts = [quantize_weight(rows.to(where), format) for rows in weight.detach().split(ROWS)]
-    values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(format)
-    scale, norm = torch.cat([part.scale for part in parts]), torch.stack([part.norm for part in parts]).amax()
-    return QuantizedWeight(values.to(device), scale.to(device), norm.to(device))
+    where, norms = fastest(device), []
+    values = torch.empty(weight.shape, dtype=format, device=where)
+    scale = torch.empty(len(weight), dtype=torch.float32, device=where)
+    rows = max(1, AT_ONCE // weight.shape[1])
+    for first in range(0, len(weight), rows):
+        part = slice(first, first + rows)
+        values[part], scale[part], norm = quantize_weight(weight[part].to(where), format)
+        norms.append(norm)
+    return QuantizedWeight(values.to(device), scale.to(device), torch.stack(norms).amax().to(device))
 
 
 def fastest(device: torch.device) -> torch.device:

@@ -1,0 +1,47 @@
+"""diffusers' group offloading follows what a patch puts in the place of weights.
+
+When it is enabled, each group lists what it moves: with streams, the copies on the CPU that a weight goes back to
+(``cpu_param_dict``); offloading to disk, the tensors of its file (``tensor_to_key``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from diffusers.hooks.group_offloading import ModuleGroup
+from torch import nn
+
+ON_DISK = "group offloading keeps its weights on disk, in files that stay as they are; load it again without that."
+
+
+def is_on_disk(transformer: nn.Module) -> bool:
+    """Whether a transformer's weights are in files of diffusers' group offloading, which no others can enter."""
+    return any(group.offload_to_disk_path is not None for group in _groups(transformer))
+
+
+def update_groups(transformer: nn.Module) -> None:
+    """Let the groups move the tensors that their modules have now."""
+    for group in _groups(transformer):
+        if group.stream is not None and group.offload_to_disk_path is None:
+            copies = group.cpu_param_dict
+            group.cpu_param_dict = {t: copies[t] if t in copies else _on_cpu(t, group) for t in _tensors(group)}
+
+
+def _groups(transformer: nn.Module) -> list[ModuleGroup]:
+    registries = (module.__dict__.get("_diffusers_hook") for module in transformer.modules())
+    hooks = [registry.get_hook("group_offloading") for registry in registries if registry is not None]
+    return list({id(hook.group): hook.group for hook in hooks if hook is not None}.values())
+
+
+def _tensors(group: ModuleGroup) -> Iterator[torch.Tensor]:
+    for module in group.modules:
+        yield from module.parameters()
+        yield from module.buffers()
+    yield from group.parameters
+    yield from group.buffers
+
+
+def _on_cpu(tensor: torch.Tensor, group: ModuleGroup) -> torch.Tensor:
+    copy = tensor.data.cpu()
+    return copy if group.low_cpu_mem_usage else copy.pin_memory()
