@@ -128,7 +128,7 @@ def test_parts_are_joined(device):
     out = torch.full((batch, tokens, heads, 64), 7.0, device=on, dtype=torch.float32)
     lse = torch.full((batch, heads, tokens), 7.0, device=on, dtype=torch.float32)
     partials = [torch.cat(x).float().contiguous() for x in (partial_out, partial_lse)]
-    attention_hopper._join_parts(*partials, out, lse, schedule)
+    attention_hopper.join_parts(*partials, out, lse, schedule)
     for tile in range(tiles):
         sample, head, start = tile // 2 // heads, tile // 2 % heads, tile % 2 * rows
         got, got_lse = out[sample, start : start + rows, head], lse[sample, head, start : start + rows]

@@ -74,7 +74,7 @@ def _check(q, k, v, residual, c_skip, c_out, scale, implementation):
     for name, x in (("k", k), ("v", v), ("residual", residual)):
         if x is not None and x.dtype != q.dtype:
             raise ValueError(f"{name} is {x.dtype} but q is {q.dtype}; cast them to one dtype.")
-    if residual is None and not all(_is_one(c) for c in (c_skip, c_out)):
+    if residual is None and not all(is_one(c) for c in (c_skip, c_out)):
         raise ValueError("c_skip or c_out is given without a residual; give the residual, or leave both at 1.")
     if scale is not None and not 0 < scale < math.inf:
         raise ValueError(f"scale={scale}; it must be positive and finite.")
@@ -82,7 +82,7 @@ def _check(q, k, v, residual, c_skip, c_out, scale, implementation):
         raise ValueError(f"head_dim is {head_dim}; the kernel takes up to {MAX_HEAD_DIM}. Use 'auto' or 'torch'.")
 
 
-def _is_one(coefficient: Coefficient | None) -> bool:
+def is_one(coefficient: Coefficient | None) -> bool:
     return coefficient is None or (isinstance(coefficient, (int, float)) and coefficient == 1)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from . import attention_8bit_hopper
 from . import quantized_attention_reference as reference
-from .attention import _is_one
+from .attention import is_one
 from .attention_8bit_portable import attention_forward
 from .coefficient import Coefficient, canonical_coefficient
 from .dispatch import KERNEL_DTYPES, kernel_op, use_triton
@@ -69,7 +69,7 @@ def _check(qkv, residual, c_skip, c_out, result):
             f"attention_8bit: result={result}; accepted are float32, float16, bfloat16, float8_e4m3fn and None."
         )
     if residual is None:
-        if not all(_is_one(c) for c in (c_skip, c_out)):
+        if not all(is_one(c) for c in (c_skip, c_out)):
             raise ValueError("attention_8bit: c_skip or c_out is given without a residual; give it, or leave both.")
         return
     if result == FP8:

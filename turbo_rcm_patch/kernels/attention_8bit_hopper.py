@@ -14,7 +14,7 @@ import torch
 import triton
 
 from . import attention_hopper
-from .attention_hopper import HEAD_DIMS, _join_parts, make_schedule
+from .attention_hopper import HEAD_DIMS, join_parts, make_schedule
 from .dispatch import device_properties, why_not_hopper
 from .launch import launch_kernel
 from .quantized import FP8
@@ -88,7 +88,7 @@ def attention_forward(
             num_warps=4,
         )
         if schedule.parts > 1:
-            _join_parts(partial_out, partial_lse, out, None, schedule)
+            join_parts(partial_out, partial_lse, out, None, schedule)
 
 
 def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:

@@ -31,15 +31,15 @@ from .attention_hopper_kernel import (
     PRODUCER_REGISTERS,
     QUERIES,
     V_EMPTY,
-    _barriers,
-    _begin_turn,
-    _end_turn,
-    _fill_q,
-    _items_of_program,
-    _locate,
-    _opaque,
-    _release,
-    _wait_until_empty,
+    begin_turn,
+    end_turn,
+    fill_q,
+    items_of_program,
+    locate,
+    make_barriers,
+    opaque,
+    release,
+    wait_until_empty,
 )
 from .gluon_names import tma_load, tma_store
 
@@ -64,10 +64,10 @@ def attention_8bit_kernel(
     k_smem = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, KEYS, HEAD_DIM], k.layout)
     v_smem = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, HEAD_DIM, KEYS], v.layout)
     out_smem = gl.allocate_shared_memory(out.dtype, [CONSUMERS, 1, 1, QUERIES, HEAD_DIM], out.layout)
-    q_full = _barriers(CONSUMERS)
-    q_empty = _barriers(CONSUMERS)
-    k_full = _barriers(STAGES)
-    v_full = _barriers(STAGES)
+    q_full = make_barriers(CONSUMERS)
+    q_empty = make_barriers(CONSUMERS)
+    k_full = make_barriers(STAGES)
+    v_full = make_barriers(STAGES)
     fence_async_shared()
     buffers = (q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, v_full)
     sizes = (tokens, tokens, heads, items, whole, parts)
@@ -94,14 +94,14 @@ def _parity(i):
 def _produce(q, k, v, buffers, sizes):
     q_smem, k_smem, v_smem, _out_smem, q_full, q_empty, k_full, v_full = buffers
     filled = 0
-    for use in range(_items_of_program(sizes[3])):
-        _item, sample, head, row, first, end = _locate(use, sizes)
+    for use in range(items_of_program(sizes[3])):
+        _item, sample, head, row, first, end = locate(use, sizes)
         # In the order of need: consumer 0 starts on its queries and the first keys while the others are still busy.
-        _fill_q(q, q_smem, q_full, q_empty, sample, head, row, 0, use)
+        fill_q(q, q_smem, q_full, q_empty, sample, head, row, 0, use)
         key = (end - 1) * KEYS
         _fill(k, k_smem, k_full, [sample, head, key, 0], filled, K_EMPTY)
         for i in gl.static_range(1, CONSUMERS):
-            _fill_q(q, q_smem, q_full, q_empty, sample, head, row, i, use)
+            fill_q(q, q_smem, q_full, q_empty, sample, head, row, i, use)
         _fill(v, v_smem, v_full, [sample, head, 0, key], filled, V_EMPTY)
         filled += 1
         for _rest in range(end - 1 - first):
@@ -111,15 +111,15 @@ def _produce(q, k, v, buffers, sizes):
             filled += 1
     for stage in gl.static_range(STAGES):
         if filled > stage:
-            _wait_until_empty(K_EMPTY + stage)
-            _wait_until_empty(V_EMPTY + stage)
+            wait_until_empty(K_EMPTY + stage)
+            wait_until_empty(V_EMPTY + stage)
 
 
 @gluon.jit
 def _fill(x, smem, full, corner, filled, EMPTY: gl.constexpr):
     stage = filled % STAGES
     if filled >= STAGES:
-        _wait_until_empty(EMPTY + stage)
+        wait_until_empty(EMPTY + stage)
     mbarrier.expect(full.index(stage), x.block_type.nbytes)
     tma_load(x, corner, full.index(stage), smem.index(stage))
 
@@ -139,12 +139,12 @@ def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scales):
     no_output = gl.zeros([QUERIES, HEAD_DIM], gl.float32, OUTPUT)
     i = 0  # key tiles so far, of all items
     if INDEX == CONSUMERS - 1:
-        _end_turn(INDEX)
-    for use in range(_items_of_program(items)):
-        _item, sample, head, row, first, end = _locate(use, sizes)
+        end_turn(INDEX)
+    for use in range(items_of_program(items)):
+        _item, sample, head, row, first, end = locate(use, sizes)
         key_tiles = end - first
         partial = gl.where(end * KEYS > kv_tokens, key_tiles, 0)  # the last tile, which comes first
-        rows = row + INDEX * QUERIES + _opaque(gl.arange(0, QUERIES, layout=ROWS))
+        rows = row + INDEX * QUERIES + opaque(gl.arange(0, QUERIES, layout=ROWS))
         row_scale = gl.load(q_scale + (sample.to(gl.int64) * tokens + rows) * heads + head, mask=rows < tokens, other=1)
         key_scales = (sample * heads + head) * gl.cdiv(kv_tokens, KEYS) + first - 1
         mbarrier.wait(q_full.index(INDEX), use & 1)
@@ -156,13 +156,13 @@ def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scales):
             stage = i % STAGES
             start = gl.full([QUERIES, KEYS], MAGIC_BITS, gl.int32, SCORES)
             mbarrier.wait(k_full.index(stage), _parity(i))
-            _begin_turn(INDEX)
+            begin_turn(INDEX)
             keys_t = k_smem.index(stage).reshape([KEYS, HEAD_DIM]).permute((1, 0))
             scores = warpgroup_mma(queries, keys_t, start, is_async=True)
-            _end_turn(INDEX)
+            end_turn(INDEX)
             key_scale = gl.load(k_scale + key_scales + rest)
             scores = warpgroup_mma_wait(0, deps=(scores,))
-            _release(K_EMPTY + stage)
+            release(K_EMPTY + stage)
             scores = scores.to(gl.float32, bitcast=True)
             if rest == partial:  # this branch also keeps ptxas from moving the release below the softmax
                 scores = _mask(scores, kv_tokens % KEYS)
@@ -178,16 +178,16 @@ def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scales):
             values = v_smem.index(stage).reshape([HEAD_DIM, KEYS]).permute((1, 0))
             product = warpgroup_mma(p, values, no_output, use_acc=False, is_async=True)
             product = warpgroup_mma_wait(0, deps=(product,))
-            _release(V_EMPTY + stage)
+            release(V_EMPTY + stage)
             acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, OUTPUT))[:, None] + product
             i += 1
         mbarrier.arrive(q_empty.index(INDEX), count=1)
 
         # Again, and opaque: none of it is held in registers over the loop.
-        item, sample, head, row, _first, _end = _locate(_opaque(use), sizes)
+        item, sample, head, row, _first, _end = locate(opaque(use), sizes)
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROWS)
         acc = acc * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, OUTPUT))[:, None]
-        columns = _opaque(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUTPUT)))
+        columns = opaque(gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUTPUT)))
         channel_scale = gl.load(v_scale + (sample * heads + head) * HEAD_DIM + columns)
         if out_scale is not None:
             channel_scale *= 1.0 / gl.load(out_scale + sample)
@@ -200,12 +200,12 @@ def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scales):
             tma_store(out, [sample, head, row + INDEX * QUERIES, 0], staged)
         if partial_out is not None and item >= whole:
             corner = (item - whole).to(gl.int64) * (CONSUMERS * QUERIES) + INDEX * QUERIES
-            part_rows = _opaque(gl.arange(0, QUERIES, layout=ROWS))
+            part_rows = opaque(gl.arange(0, QUERIES, layout=ROWS))
             gl.store(partial_lse + corner + part_rows, row_max + gl.log2(row_sum))
-            part_rows = _opaque(gl.arange(0, QUERIES, layout=gl.SliceLayout(1, OUTPUT)))[:, None]
+            part_rows = opaque(gl.arange(0, QUERIES, layout=gl.SliceLayout(1, OUTPUT)))[:, None]
             gl.store(partial_out + corner * HEAD_DIM + part_rows * HEAD_DIM + columns[None, :], acc)
     if INDEX == 0:
-        _begin_turn(INDEX)
+        begin_turn(INDEX)
     tma.store_wait(0)
 
 
@@ -219,7 +219,7 @@ def _sum_in_threads(x):
 def _mask(scores, keys):
     """-inf from column ``keys`` on. The comparisons must not leave the loop over items: they would hold registers."""
     column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, scores.type.layout))
-    return gl.where((column < _opaque(keys))[None, :], scores, float("-inf"))
+    return gl.where((column < opaque(keys))[None, :], scores, float("-inf"))
 
 
 @gluon.jit

@@ -96,7 +96,7 @@ def attention_forward(
             num_warps=4,
         )
         if schedule.parts > 1:
-            _join_parts(partial_out, partial_lse, out, lse, schedule)
+            join_parts(partial_out, partial_lse, out, lse, schedule)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def _join_kernel(
         tl.store(lse + sample_head * tokens + queries, largest + tl.log2(total), mask=mask)
 
 
-def _join_parts(partial_out, partial_lse, out, lse, schedule: Schedule) -> None:
+def join_parts(partial_out, partial_lse, out, lse, schedule: Schedule) -> None:
     """Complete out [B, S, H, D] and lse [B, H, S] from parts [parts of all tiles, rows, D] and [.., rows]."""
     _, rows, head_dim = partial_out.shape
     _, tokens, heads, _ = out.shape

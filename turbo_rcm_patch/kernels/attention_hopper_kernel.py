@@ -64,10 +64,10 @@ def attention_kernel(
     k_smem = gl.allocate_shared_memory(k.dtype, [STAGES, 1, 1, KEYS, HEAD_DIM], k.layout)
     v_smem = gl.allocate_shared_memory(v.dtype, [STAGES, 1, 1, KEYS, HEAD_DIM], v.layout)
     out_smem = gl.allocate_shared_memory(out.dtype, [CONSUMERS, 1, 1, QUERIES, HEAD_DIM], out.layout)
-    q_full = _barriers(CONSUMERS)
-    q_empty = _barriers(CONSUMERS)
-    k_full = _barriers(STAGES)
-    v_full = _barriers(STAGES)
+    q_full = make_barriers(CONSUMERS)
+    q_empty = make_barriers(CONSUMERS)
+    k_full = make_barriers(STAGES)
+    v_full = make_barriers(STAGES)
     fence_async_shared()
     buffers = (q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, v_full)
     sizes = (tokens, kv_tokens, heads, items, whole, parts)
@@ -85,7 +85,7 @@ def attention_kernel(
 
 
 @gluon.jit
-def _barriers(NUMBER: gl.constexpr):
+def make_barriers(NUMBER: gl.constexpr):
     """mbarriers of one arrival."""
     barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUMBER):
@@ -94,12 +94,12 @@ def _barriers(NUMBER: gl.constexpr):
 
 
 @gluon.jit
-def _items_of_program(items):
+def items_of_program(items):
     return gl.cdiv(items - gl.program_id(0), gl.num_programs(0))
 
 
 @gluon.jit
-def _locate(use, sizes):
+def locate(use, sizes):
     """The program's item number ``use``: the item, its sample, head, first query, first and end of its key tiles.
 
     Programs that run together share a head, whose K and V stay in L2.
@@ -134,14 +134,14 @@ def _parity(i):
 def _produce(q, k, v, buffers, sizes):
     q_smem, k_smem, v_smem, _out_smem, q_full, q_empty, k_full, v_full = buffers
     filled = 0
-    for use in range(_items_of_program(sizes[3])):
-        _item, sample, head, row, first, end = _locate(use, sizes)
+    for use in range(items_of_program(sizes[3])):
+        _item, sample, head, row, first, end = locate(use, sizes)
         # In the order of need: consumer 0 starts on its queries and the first keys while the others are still busy.
-        _fill_q(q, q_smem, q_full, q_empty, sample, head, row, 0, use)
+        fill_q(q, q_smem, q_full, q_empty, sample, head, row, 0, use)
         key = (end - 1) * KEYS
         _fill(k, k_smem, k_full, sample, head, key, filled, K_EMPTY)
         for i in gl.static_range(1, CONSUMERS):
-            _fill_q(q, q_smem, q_full, q_empty, sample, head, row, i, use)
+            fill_q(q, q_smem, q_full, q_empty, sample, head, row, i, use)
         _fill(v, v_smem, v_full, sample, head, key, filled, V_EMPTY)
         filled += 1
         for _rest in range(end - 1 - first):
@@ -151,12 +151,12 @@ def _produce(q, k, v, buffers, sizes):
             filled += 1
     for stage in gl.static_range(STAGES):
         if filled > stage:
-            _wait_until_empty(K_EMPTY + stage)
-            _wait_until_empty(V_EMPTY + stage)
+            wait_until_empty(K_EMPTY + stage)
+            wait_until_empty(V_EMPTY + stage)
 
 
 @gluon.jit
-def _fill_q(q, smem, full, empty, sample, head, row, INDEX: gl.constexpr, use):
+def fill_q(q, smem, full, empty, sample, head, row, INDEX: gl.constexpr, use):
     mbarrier.wait(empty.index(INDEX), (use & 1) ^ 1)
     mbarrier.expect(full.index(INDEX), q.block_type.nbytes)
     tma_load(q, [sample, head, row + INDEX * QUERIES, 0], full.index(INDEX), smem.index(INDEX))
@@ -166,7 +166,7 @@ def _fill_q(q, smem, full, empty, sample, head, row, INDEX: gl.constexpr, use):
 def _fill(x, smem, full, sample, head, start, filled, EMPTY: gl.constexpr):
     stage = filled % STAGES
     if filled >= STAGES:
-        _wait_until_empty(EMPTY + stage)
+        wait_until_empty(EMPTY + stage)
     mbarrier.expect(full.index(stage), x.block_type.nbytes)
     tma_load(x, [sample, head, start, 0], full.index(stage), smem.index(stage))
 
@@ -192,9 +192,9 @@ def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scale_log2):
     no_scores = gl.zeros([QUERIES, KEYS], gl.float32, SCORES)
     i = 0  # key tiles so far, of all items
     if INDEX == CONSUMERS - 1:
-        _end_turn(INDEX)
-    for use in range(_items_of_program(items)):
-        item, sample, head, row, first, end = _locate(use, sizes)
+        end_turn(INDEX)
+    for use in range(items_of_program(items)):
+        item, sample, head, row, first, end = locate(use, sizes)
         row += INDEX * QUERIES
         key_tiles = end - first
         keys = kv_tokens - (end - 1) * KEYS  # of the last tile, which comes first
@@ -207,11 +207,11 @@ def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scale_log2):
         for rest in range(key_tiles, 0, -1):
             stage = i % STAGES
             mbarrier.wait(k_full.index(stage), _parity(i))
-            _begin_turn(INDEX)
+            begin_turn(INDEX)
             scores = warpgroup_mma(queries, _keys(k_smem, stage), no_scores, use_acc=False, is_async=True)
-            _end_turn(INDEX)
+            end_turn(INDEX)
             scores = warpgroup_mma_wait(0, deps=(scores,))
-            _release(K_EMPTY + stage)
+            release(K_EMPTY + stage)
             if rest == partial:  # this branch also keeps ptxas from moving the release below the softmax
                 scores = _mask(scores, keys)
             weights, row_max, row_sum, correction = _softmax(scores, row_max, row_sum, scale_log2)
@@ -220,7 +220,7 @@ def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scale_log2):
             mbarrier.wait(v_full.index(stage), _parity(i))
             acc = warpgroup_mma(p, _values(v_smem, stage), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            _release(V_EMPTY + stage)
+            release(V_EMPTY + stage)
             i += 1
         mbarrier.arrive(q_empty.index(INDEX), count=1)
 
@@ -241,9 +241,9 @@ def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scale_log2):
             gl.store(partial_lse + start + gl.arange(0, QUERIES, layout=ROWS), row_lse)
             rows = gl.arange(0, QUERIES, layout=gl.SliceLayout(1, OUTPUT))[:, None]
             columns = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUTPUT))[None, :]
-            gl.store(partial_out + start * HEAD_DIM + _opaque(rows) * HEAD_DIM + columns, acc)
+            gl.store(partial_out + start * HEAD_DIM + opaque(rows) * HEAD_DIM + columns, acc)
     if INDEX == 0:
-        _begin_turn(INDEX)
+        begin_turn(INDEX)
     tma.store_wait(0)
 
 
@@ -264,7 +264,7 @@ def _values(smem, stage):
 def _mask(scores, keys):
     """-inf from column ``keys`` on. The comparisons must not leave the loop over items: they would hold registers."""
     column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, scores.type.layout))
-    return gl.where((column < _opaque(keys))[None, :], scores, float("-inf"))
+    return gl.where((column < opaque(keys))[None, :], scores, float("-inf"))
 
 
 @gluon.jit
@@ -284,7 +284,7 @@ def _sum_in_threads(x):
 
 
 @gluon.jit
-def _opaque(x):
+def opaque(x):
     """x, through assembly that LLVM neither moves nor looks into."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
 
@@ -295,24 +295,24 @@ def _opaque(x):
 
 
 @gluon.jit
-def _release(barrier):
+def release(barrier):
     """A consumer's arrival at a slot's empty barrier."""
     _named_barrier("arrive", barrier, CONSUMERS * WARPGROUP + 32)
 
 
 @gluon.jit
-def _wait_until_empty(barrier):
+def wait_until_empty(barrier):
     """The producer's wait for all consumers to have released a slot."""
     _named_barrier("sync", barrier, CONSUMERS * WARPGROUP + 32)
 
 
 @gluon.jit
-def _begin_turn(INDEX: gl.constexpr):
+def begin_turn(INDEX: gl.constexpr):
     _named_barrier("sync", TURN + INDEX, 2 * WARPGROUP)
 
 
 @gluon.jit
-def _end_turn(INDEX: gl.constexpr):
+def end_turn(INDEX: gl.constexpr):
     _named_barrier("arrive", TURN + (INDEX + 1) % CONSUMERS, 2 * WARPGROUP)
 
 

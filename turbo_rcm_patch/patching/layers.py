@@ -239,7 +239,8 @@ def projection_with_skip(
     varying = {"samples": samples, "per_token": per_token}
     if is_quantized(linear):
         options = partial(_skip_options, stored, result)
-        apart = partial(_layers_then_skip, layers, skip_after(stored, result, call).run)
+        skip = skip_after(stored, result, call)
+        apart = Step(partial(_layers_then_skip, layers, skip.run), f"{MODULE}, {skip.kernel} skip")
         return quantized_layers.projection_with_skip(
             linear, options, apart, call, reason, result=result.dtype, **varying
         )

@@ -22,11 +22,11 @@ NAMES = {FP8: "e4m3", INT8: "int8", torch.float16: "fp16"}
 Activation = torch.Tensor | Quantized
 
 
-def in_8_bits(x: Activation, format: torch.dtype, implementation: str) -> Quantized:
-    """x [..., K] in a format, with the norms of its rows."""
+def in_8_bits(x: Activation, format: torch.dtype, implementation: str, *, with_norm: bool = False) -> Quantized:
+    """x [..., K] in a format; with_norm: with the norms of its rows, if it is quantised here."""
     if isinstance(x, Quantized):
         return x
-    return kernels.quantize_rows(x, format, with_norm=True, implementation=implementation)
+    return kernels.quantize_rows(x, format, with_norm=with_norm, implementation=implementation)
 
 
 def qkv_projection(linears: Sequence[nn.Linear], by_modules: Callable, call: Call) -> Step:
@@ -66,7 +66,7 @@ def _linear(linear, dtype, implementation, x):
 
 
 def projection_with_skip(
-    linear: nn.Linear, skip_options: Callable, apart: Callable, call: Call, reason: str | None, **options: object
+    linear: nn.Linear, skip_options: Callable, apart: Step, call: Call, reason: str | None, **options: object
 ) -> Step:
     """``residual + gate · linear(a)``: (a [B, S, K], residual [B, S, C], gate or None) -> [B, S, C].
 
@@ -75,7 +75,7 @@ def projection_with_skip(
     """
     reason = reason or _why_not(linear, call)
     if reason is not None:
-        return Step(apart, f"{MODULE}, Triton skip", reason)
+        return apart._replace(reason=reason)
     return _step(partial(_linear_skip, linear, skip_options), linear, call, **options)
 
 
@@ -99,7 +99,7 @@ def projection_with_gelu(
 
 def _linear_gelu(linear, dtype, result, implementation, x):
     weight = quantized_weight(linear)
-    x = in_8_bits(x, weight.format, implementation)
+    x = in_8_bits(x, weight.format, implementation, with_norm=result is not None)
     bound = bias_bound(linear) if result is not None else None
     options = {"dtype": dtype, "result": result, "bias_bound": bound, "implementation": implementation}
     return kernels.linear_gelu(x, weight, linear.bias, **options)
