@@ -22,7 +22,8 @@ class PatchConfig:
 
     Attributes:
         fuse: the sub-layers of every block to fuse, any of FUSION_GROUPS; the others run diffusers' own code.
-        attention: "auto" takes the faster kernel known for the GPU, "triton" this package's, "sdpa" PyTorch's.
+        attention: "auto" takes the faster kernel known for the GPU, "triton" this package's, "sdpa" PyTorch's. As
+            `linears`, of what runs in the model's dtype: what the quantized tier has in 8 bits is this package's.
         linears: who multiplies in the projections. "auto" takes the faster one known for the GPU, "triton" this
             package's GEMMs with what follows fused into them, "torch" PyTorch's linear, then this package's skip.
         implementation: "auto" runs Triton kernels on a GPU and the torch reference elsewhere; "triton" insists on the

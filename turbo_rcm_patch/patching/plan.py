@@ -16,6 +16,7 @@ from torch import nn
 
 from .. import kernels
 from ..config import PatchConfig
+from ..plain import is_transformed
 from .snapshot import Snapshot
 from .steps import Steps
 
@@ -98,15 +99,11 @@ def active_backend() -> AttentionBackendName:
 
 
 def _derivative(block: nn.Module, *inputs: torch.Tensor) -> str | None:
-    if fwAD._current_level >= 0 or (not torch.compiler.is_compiling() and _is_transformed()):
+    if fwAD._current_level >= 0 or is_transformed():
         return "forward"
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *block.parameters())):
         return "backward"
     return None
-
-
-def _is_transformed() -> bool:
-    return torch._C._functorch.maybe_current_level() is not None
 
 
 class Plans:
