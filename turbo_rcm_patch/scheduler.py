@@ -225,7 +225,8 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
     def scale_initial_noise(self, noise: torch.Tensor) -> torch.Tensor:
         """The initial state ``t_0 · noise``, of any shape. The last ``step`` returns to noise's dtype."""
         self._final_dtype = noise.dtype
-        return noise.to(self._precision) * self.init_noise_sigma
+        state = noise.to(self._precision) * self.init_noise_sigma
+        return state if self.state_dtype == "model" else state.to(getattr(torch, self.state_dtype))
 
     def scale_model_input(self, sample: torch.Tensor, timestep: float | torch.Tensor | None = None) -> torch.Tensor:
         """The sample itself: the network takes the state as it is."""

@@ -39,7 +39,8 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
-                return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}
+                keys = file.keys()
+                return {key: file.get_tensor(key) for key in keys}, file.metadata() or {}
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, SafetensorError, RuntimeError, ValueError, EOFError) as error:
         raise ValueError(f"cannot read {path}: {error}") from error

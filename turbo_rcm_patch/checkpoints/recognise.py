@@ -26,7 +26,8 @@ _KEYS = {
     "turbowan": ("local_attn.proj_l", "tensors of sparse-linear attention's (SLA) linear branch"),
 }
 _SIZES = {1536: "1.3B", 3072: "5B", 5120: "14B"}  # a transformer's width, and what its files are named
-_LINEARS = ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0") + (
+_LINEARS = (
+    *("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0"),
     *("attn2.to_q", "attn2.to_k", "attn2.to_v", "attn2.to_out.0"),
     *("ffn.net.0.proj", "ffn.net.2"),
 )
