@@ -1,0 +1,108 @@
+"""Files of tensors, opened without reading them: each tensor is read when it is asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+PICKLED = (".pth", ".pt", ".bin", ".ckpt")
+SUFFIXES = (".safetensors", *PICKLED)
+_INDEX = "*.safetensors.index.json"
+# What trainers wrap a state dict in.
+_WRAPPERS = ("state_dict", "generator", "model", "net", "module")
+
+
+class LazyTensor(NamedTuple):
+    """A tensor in a file. load: reads it."""
+
+    shape: tuple[int, ...]
+    load: Callable[[], torch.Tensor]
+
+
+Tensors = Mapping[str, LazyTensor]
+
+
+@contextmanager
+def open_tensors(source: str | Path) -> Iterator[Tensors]:
+    """All tensors of a file or of a folder's files, by name, to be read while this is open.
+
+    source: a .safetensors or a pickled file, the folder of one, or of the shards that an index names. Pickled files run
+    no code of theirs (weights_only). Raises ValueError for what is none of these, or cannot be read.
+    """
+    files = _files_of(Path(source).expanduser())
+    with ExitStack() as stack:
+        tensors: dict[str, LazyTensor] = {}
+        for file in files:
+            opened = _open_safetensors(file, stack) if file.suffix == ".safetensors" else _open_pickled(file)
+            if doubled := sorted(tensors.keys() & opened.keys()):
+                raise ValueError(f"{source} has {doubled[0]} in more than one file.")
+            tensors |= opened
+        if not tensors:
+            raise ValueError(f"{source} holds no tensors.")
+        yield tensors
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_file():
+        if path.suffix not in SUFFIXES:
+            raise ValueError(f"{path} is no file of weights; they end in {', '.join(SUFFIXES)}.")
+        return [path]
+    if not path.is_dir():
+        raise ValueError(f"{path}: no such file or folder.")
+    indices = sorted(path.glob(_INDEX))
+    if len(indices) == 1:
+        names = sorted(set(json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"].values()))
+        missing = [name for name in names if not (path / name).is_file()]
+        if missing:
+            raise ValueError(f"{path} has no {', '.join(missing)}, which {indices[0].name} names; download them.")
+        return [path / name for name in names]
+    files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+    if len(files) != 1:
+        listed = ", ".join(file.name for file in files) or f"no file ending in {', '.join(SUFFIXES)}"
+        raise ValueError(f"{path} holds {listed}; name the one file of the weights.")
+    return files
+
+
+def _open_safetensors(file: Path, stack: ExitStack) -> dict[str, LazyTensor]:
+    try:
+        opened = stack.enter_context(safe_open(file, framework="pt"))
+        return {
+            name: LazyTensor(tuple(opened.get_slice(name).get_shape()), lambda name=name: opened.get_tensor(name))
+            for name in opened.keys()  # noqa: SIM118
+        }
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"cannot read {file}: {error}") from error
+
+
+def _open_pickled(file: Path) -> dict[str, LazyTensor]:
+    content = _load(file)
+    while isinstance(content, Mapping) and not any(isinstance(value, torch.Tensor) for value in content.values()):
+        inner = [content[name] for name in _WRAPPERS if isinstance(content.get(name), Mapping)]
+        if len(inner) != 1:
+            raise ValueError(f"{file} holds {', '.join(map(str, list(content)[:8])) or 'nothing'}; expected tensors.")
+        (content,) = inner
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{file} holds a {type(content).__name__}; expected a dictionary of tensors.")
+    return {
+        name: LazyTensor(tuple(tensor.shape), lambda tensor=tensor: tensor)
+        for name, tensor in content.items()
+        if isinstance(tensor, torch.Tensor)
+    }
+
+
+def _load(file: Path) -> object:
+    """What a pickled file holds; its tensors are mapped into memory, not read, unless its format is an old one."""
+    options = {"map_location": "cpu", "weights_only": True}
+    try:
+        try:
+            return torch.load(file, mmap=True, **options)
+        except RuntimeError:  # not a zip file: torch's format before 1.6
+            return torch.load(file, **options)
+    except Exception as error:  # what unpickling raises
+        raise ValueError(f"cannot read {file} without running code in it: {error}") from error

@@ -1,0 +1,212 @@
+"""A whole Wan transformer's weights in the names of any tool, fitted to a model: rCM's and TurboDiffusion's files.
+
+    blocks.N.self_attn.q.weight, ...       the authors' names or diffusers', perhaps under a prefix such as "net."
+    NAME.int8_weight, NAME.scale           a weight in 8 bits: int8 · scale[i // 128, j // 128]
+    blocks.N.….proj_l.{weight, bias}       of the linear branch of SLA; diffusers' model has no such parameter
+
+patch_embedding.weight may be that of a linear over patches, [C, c·t·h·w]. Every tensor is read by itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from .lazy import LazyTensor, Tensors
+from .names import modules_of, official_name
+
+QUANTIZED_BLOCK = 128
+PROJ_L = "proj_l"
+_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.", "module.", "model.", "net.")
+_PROJ_L = re.compile(r"^(blocks\.\d+)\.(?:self_attn|attn1)\.(?:\w+\.)*proj_l\.(weight|bias)$")
+_NO_WEIGHTS = ("_extra_state", "freqs")  # ends of names: buffers that are computed
+_SHOWN = 12
+
+
+class Weight(NamedTuple):
+    """A parameter of the model, in a file. keys: its names there; load: reads it, in the parameter's shape."""
+
+    keys: tuple[str, ...]
+    load: Callable[[], torch.Tensor]
+
+
+class WholeModel:
+    """What a file holds for a model, complete and in its shapes.
+
+    Attributes:
+        weights: by diffusers' names of the parameters, in the model's order.
+        proj_l: by the names of blocks ("blocks.0"), SLA's projections: {"weight": [D, D], "bias": [D]}; empty where
+            the file has none.
+        quantized: the parameters that the file has in 8 bits.
+
+    Raises ValueError, made from a file, for the names that are missing, unexpected or of another shape, as the file
+    spells them.
+    """
+
+    def __init__(self, source: str | Path, tensors: Tensors, model: nn.Module, *, partial: bool = False):
+        """partial: whether parts of the model may be missing in the file, and parts of the file in the model; they
+        are then listed in ``unfit``."""
+        self.source, self.quantized, self.unfit = str(source), [], []
+        self._prefix = _prefix_of(tensors)
+        found = {name.removeprefix(self._prefix): name for name in tensors if not name.endswith(_NO_WEIGHTS)}
+        problems = _Problems()
+        self.weights = {}
+        for name, shape in _parameters_of(model).items():
+            weight = self._weight(name, shape, tensors, found, problems)
+            if weight is not None:
+                self.weights[name] = weight
+        self.proj_l = _take_proj_l(tensors, found, model, problems)
+        problems.unexpected += found.values()
+        if partial:
+            self.unfit = problems.lines()
+        else:
+            problems.raise_if_any(self.source, type(model).__name__)
+
+    def _weight(
+        self, name: str, shape: tuple[int, ...], tensors: Tensors, found: dict[str, str], problems: _Problems
+    ) -> Weight | None:
+        official = _official_parameter(name)
+        for candidate in dict.fromkeys((name, official)):
+            if candidate in found:
+                key = found.pop(candidate)
+                return self._plain(key, tensors[key], shape, problems)
+            module = candidate.removesuffix(".weight")
+            if f"{module}.int8_weight" in found:
+                keys = [
+                    found.pop(f"{module}.int8_weight"),
+                    found.pop(f"{module}.scale", f"{self._prefix}{module}.scale"),
+                ]
+                self.quantized.append(name)
+                return self._in_8_bits(keys, tensors, shape, problems)
+        problems.missing.append(self._prefix + (name if _are_diffusers(tensors) else official))
+        return None
+
+    def _plain(self, key: str, tensor: LazyTensor, shape: tuple[int, ...], problems: _Problems) -> Weight | None:
+        over_patches = len(shape) == 5 and tensor.shape == (shape[0], torch.Size(shape[1:]).numel())
+        if tensor.shape != shape and not over_patches:
+            problems.misshapen.append(f"{key} is {list(tensor.shape)}, not {list(shape)}")
+            return None
+        return Weight((key,), lambda: tensor.load().reshape(shape))
+
+    def _in_8_bits(
+        self, keys: list[str], tensors: Tensors, shape: tuple[int, ...], problems: _Problems
+    ) -> Weight | None:
+        blocks = tuple(-(-size // QUANTIZED_BLOCK) for size in shape)
+        for key, expected in zip(keys, (shape, blocks), strict=True):
+            if key not in tensors:
+                problems.missing.append(key)
+                return None
+            if tensors[key].shape != expected:
+                problems.misshapen.append(f"{key} is {list(tensors[key].shape)}, not {list(expected)}")
+                return None
+        values, scale = (tensors[key] for key in keys)
+        return Weight(tuple(keys), lambda: dequantize_blocks(values.load(), scale.load()))
+
+
+def dequantize_blocks(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """``int8 · scale[i // 128, j // 128]`` in fp32, [N, K], of values [N, K] and scale [⌈N/128⌉, ⌈K/128⌉]
+    (TurboDiffusion's int8 linears)."""
+    rows, columns = values.shape
+    by_row = scale.float().repeat_interleave(QUANTIZED_BLOCK, 0)[:rows]
+    return values.float() * by_row.repeat_interleave(QUANTIZED_BLOCK, 1)[:, :columns]
+
+
+class _Problems:
+    """Names in the file's spelling."""
+
+    def __init__(self):
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.misshapen: list[str] = []
+
+    def lines(self) -> list[str]:
+        return [
+            *(f"{name} is missing" for name in self.missing),
+            *(f"{name} is unexpected" for name in self.unexpected),
+            *self.misshapen,
+        ]
+
+    def raise_if_any(self, source: str, model: str) -> None:
+        lines = self.lines()
+        if lines:
+            more = f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+            raise ValueError(f"{source} does not fit the {model}: {'; '.join(lines[:_SHOWN])}{more}.")
+
+
+def _parameters_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters that diffusers' model has, by name."""
+    return {
+        f"{path}.{name}".lstrip("."): tuple(parameter.shape)
+        for path, module in modules_of(model)
+        for name, parameter in module._parameters.items()
+        if parameter is not None and path.rpartition(".")[2] != PROJ_L
+    }
+
+
+def _official_parameter(name: str) -> str:
+    path, _, part = name.rpartition(".")
+    if part in ("weight", "bias"):
+        return f"{official_name(path)}.{part}"
+    return official_name(name)
+
+
+def _prefix_of(tensors: Mapping[str, object]) -> str:
+    """What all names begin with, of what tools put before them."""
+    prefix, names = "", list(tensors)
+    while True:
+        longer = next((p for p in _PREFIXES if all(name.startswith(prefix + p) for name in names)), None)
+        if longer is None:
+            return prefix
+        prefix += longer
+
+
+def _are_diffusers(names: Mapping[str, object]) -> bool:
+    """Whether names are diffusers', not the authors'."""
+    return any(".attn1." in name or "condition_embedder." in name for name in names)
+
+
+def _take_proj_l(
+    tensors: Tensors, found: dict[str, str], model: nn.Module, problems: _Problems
+) -> dict[str, dict[str, LazyTensor]]:
+    """SLA's projections, taken out of ``found``."""
+    heads = model.config.num_attention_heads, model.config.attention_head_dim
+    projections: dict[str, dict[str, LazyTensor]] = {}
+    for name in [name for name in found if _PROJ_L.match(name)]:
+        block, part = _PROJ_L.match(name).groups()
+        key = found.pop(name)
+        expected = (heads[1],) * (2 if part == "weight" else 1)
+        if int(block.rpartition(".")[2]) >= len(model.blocks):
+            problems.unexpected.append(key)
+        elif tensors[key].shape != expected:
+            problems.misshapen.append(f"{key} is {list(tensors[key].shape)}, not {list(expected)}")
+        else:
+            projections.setdefault(block, {})[part] = tensors[key]
+    if projections:
+        for number in range(len(model.blocks)):
+            lacking = {"weight", "bias"} - set(projections.get(f"blocks.{number}", ()))
+            problems.missing += [f"blocks.{number}.….{PROJ_L}.{part}" for part in sorted(lacking)]
+    return projections
+
+
+def cast(weight: Weight, like: torch.Tensor) -> torch.Tensor:
+    """A weight as a tensor of the parameter that it is for: its dtype and device; a meta parameter's on the CPU."""
+    device = torch.device("cpu") if like.is_meta else like.device
+    return weight.load().to(device=device, dtype=like.dtype)
+
+
+def copy_into(model: nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Write tensors into a model's parameters, in place; those on the meta device are replaced."""
+    modules = dict(modules_of(model))
+    with torch.no_grad():
+        for name, tensor in weights:
+            path, _, own = name.rpartition(".")
+            parameter = getattr(modules[path], own)
+            if parameter.is_meta:
+                modules[path]._parameters[own] = nn.Parameter(tensor.clone(), parameter.requires_grad)
+            else:
+                parameter.copy_(tensor)
