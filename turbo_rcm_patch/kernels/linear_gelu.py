@@ -163,9 +163,8 @@ def _store_gelu(acc, sample, rows, columns, M, N, arguments, KINDS: tl.constexpr
     tokens = sample.to(tl.int64) * M + rows
     if result_scale is not None:
         scale = bound_scale(tl.load(a_norm + tokens, mask=row_mask, other=0.0), tl.load(w_norm), tl.load(bias_bound))
-        first = row_mask[:, None] & (columns == 0)[None, :]
-        places = result_scale + tokens[:, None] + columns[None, :]
-        tl.store(places, tl.broadcast_to(scale[:, None], acc.shape), mask=first)
+        if tl.min(columns, 0) == 0:
+            tl.store(result_scale + tokens, scale, mask=row_mask)
         acc *= (1 / scale)[:, None]
     offsets = tokens[:, None] * N + columns[None, :]
     tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
