@@ -10,8 +10,10 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from .errors import CommandError
 
@@ -106,9 +108,11 @@ def write_json(path: Path, content: dict) -> None:
         temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def write_video(path: Path, frames, fps: int) -> None:
-    """Write frames [F, H, W, 3] in [0, 1] as an mp4."""
-    from diffusers.utils import export_to_video
+def write_video(path: Path, pieces: Iterable[np.ndarray], fps: int) -> None:
+    """Write frames, uint8 in pieces of [n, H, W, 3], as an mp4. ffmpeg encodes a piece while the next one is made."""
+    import imageio.v2 as imageio
 
-    with replacing(path) as temporary:
-        export_to_video(list(frames), str(temporary), fps=fps)
+    with replacing(path) as temporary, imageio.get_writer(temporary, fps=fps) as writer:
+        for piece in pieces:
+            for frame in piece:
+                writer.append_data(frame)
