@@ -317,12 +317,8 @@ def format_seconds(seconds: float) -> str:
 
 def _stages(timings: StageTimings) -> list[tuple[str, float]]:
     steps = [(f"step {index}", seconds) for index, seconds in enumerate(timings.steps, start=1)]
-    return [
-        ("text encoding", timings.text_encoding),
-        *steps,
-        ("VAE decode", timings.vae_decode),
-        ("output", timings.output),
-    ]
+    after = [("VAE decode", timings.vae_decode), ("output", timings.output)]
+    return [("text encoding", timings.text_encoding), *steps, *after]
 
 
 def _format_memory(timings: StageTimings) -> str:

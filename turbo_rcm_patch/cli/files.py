@@ -12,10 +12,12 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from .errors import CommandError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def check_output(option: str, path: Path | None, suffixes: Sequence[str]) -> None:
@@ -112,7 +114,8 @@ def write_video(path: Path, pieces: Iterable[np.ndarray], fps: int) -> None:
     """Write frames, uint8 in pieces of [n, H, W, 3], as an mp4. ffmpeg encodes a piece while the next one is made."""
     import imageio.v2 as imageio
 
-    with replacing(path) as temporary, imageio.get_writer(temporary, fps=fps) as writer:
+    quality = 5  # as diffusers' export_to_video has it
+    with replacing(path) as temporary, imageio.get_writer(temporary, fps=fps, quality=quality) as writer:
         for piece in pieces:
             for frame in piece:
                 writer.append_data(frame)
