@@ -140,6 +140,16 @@ def test_restore_leaves_nothing():
     assert vars(pipe.video_processor) == before
 
 
+def test_of_two_transformers_the_first_has_the_video_with_it():
+    pipe = tiny_wan_pipeline("wan22")
+    patch = trp.patch(pipe)
+    trp.restore(pipe.transformer_2)
+    assert "postprocess_video" in vars(pipe.video_processor)
+    trp.restore(pipe.transformer)
+    assert "postprocess_video" not in vars(pipe.video_processor)
+    assert not patch.active
+
+
 def test_a_transformer_alone_has_no_video():
     pipe = tiny_wan_pipeline()
     with trp.patch(pipe.transformer) as patch:

@@ -22,7 +22,7 @@ from .journal import Journal, bind
 PATCHED = "postprocess_video"
 # diffusers' methods between the decoded video and what a pipeline returns.
 READ = ("postprocess", "_denormalize_conditionally", "denormalize", "pt_to_numpy", "numpy_to_pil")
-PIECE_BYTES = 32 * 2**20
+PIECE_BYTES = 16 * 2**20
 NOTE = 'video output: "np" and "pil" converted on the device of the VAE and copied through pinned memory'
 
 
