@@ -37,7 +37,7 @@ def patch_video_output(journal: Journal, target: object, config: PatchConfig) ->
 
 
 def video_output_note(target: object, config: PatchConfig) -> str | None:
-    """A line for the summary: who converts the video now, and why it is diffusers; None where nobody makes one."""
+    """A line for the summary: what converts the video now and, where it is diffusers, why; None where there is none."""
     processor = getattr(target, "video_processor", None)
     if processor is None:
         return None
