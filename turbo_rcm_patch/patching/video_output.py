@@ -23,7 +23,7 @@ PATCHED = "postprocess_video"
 # diffusers' methods between the decoded video and what a pipeline returns.
 READ = ("postprocess", "_denormalize_conditionally", "denormalize", "pt_to_numpy", "numpy_to_pil")
 PIECE_BYTES = 16 * 2**20
-NOTE = 'video output: "np" and "pil" converted on the device of the VAE and copied through pinned memory'
+NOTE = 'video output: "np" and "pil" converted where the VAE decodes, and from a GPU copied through pinned memory'
 
 
 def patch_video_output(journal: Journal, target: object, config: PatchConfig) -> None:
