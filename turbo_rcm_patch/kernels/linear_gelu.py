@@ -68,6 +68,8 @@ def _quantized_linear_gelu(
         raise ValueError(f"linear_gelu: result={result}; accepted are {FP8} and None.")
     if not isinstance(a, Quantized) or a.norm is None:
         raise ValueError("linear_gelu: a result in fp8 needs a Quantized a that has its norm.")
+    if weight.norm is None:
+        raise ValueError("linear_gelu: a result in fp8 needs a weight that has its norm, as quantize_weight gives it.")
     if bias_bound is None:
         bias_bound = a.norm.new_zeros(()) if bias is None else bias.abs().amax().float()
     tensors = (a.values, weight.values, bias, a.scale, weight.scale, a.norm, weight.norm, bias_bound)
