@@ -297,9 +297,10 @@ def _implementations(run: dict) -> str:
         others = [f"{row['speedup']:.2f}×" if row["speedup"] else row["status"] for row in map(rows.get, names[1:])]
         lines.append([label, latency, *others])
     header = ["samples×tokens×channels", f"{names[0]}, ms", *names[1:]]
+    in_8_bits = ', triton_quantized the same with `preset="quantized"`' if "triton_quantized" in names else ""
     return (
         "The attention modules against each other (triton_fused is `trp.FusedRCMAttention` with "
-        '`implementation="triton"`): the median latency of '
+        f'`implementation="triton"`{in_8_bits}): the median latency of '
         f"{names[0]}, and the others' speed-up over it. All are checked against fp64 before they are timed:\n\n"
         + _table(header, lines)
     )

@@ -58,8 +58,11 @@ def test_benchmark_end_to_end(tmp_path, capsys):
     assert [variant["name"] for variant in result["variants"]] == ["unpatched", "patched"]
     assert len(result["variants"][0]["timings"]["steps"]) == 2
     assert result["variants"][1]["timings"]["vae_decode"] > 0
+    assert result["variants"][1]["timings"]["output"] > 0
     assert 0 <= result["variants"][1]["latents"]["relative_l2"] < (1e-5 if not torch.cuda.is_available() else 5e-2)
-    assert "patched" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    for text in ("patched", "text encoding", "step 2", "VAE decode", "output", "total"):
+        assert text in printed
 
 
 def test_benchmark_checks_its_output_first(tmp_path, capsys):

@@ -120,7 +120,9 @@ def test_warmups_are_not_in_the_medians(pipe, monkeypatch):
     totals = iter([100.0, 50.0, 4.0, 2.0, 6.0, 3.0])  # unpatched, patched in turns; the first turn is the warm-up
 
     def fake_generation(pipe, **call):
-        return TimedGeneration(np.ones((1, 1, 2, 2, 3)), torch.ones(1), StageTimings(0, (1.0,), 0, next(totals), None))
+        return TimedGeneration(
+            np.ones((1, 1, 2, 2, 3)), torch.ones(1), StageTimings(0, (1.0,), 0, 0, next(totals), None)
+        )
 
     monkeypatch.setattr(module, "timed_generation", fake_generation)
     unpatched, patched = compare(pipe, CALL, warmups=1, repeats=2).variants
@@ -130,7 +132,7 @@ def test_warmups_are_not_in_the_medians(pipe, monkeypatch):
 
 def test_memory_of_graphs_counts(pipe, monkeypatch):
     def fake_generation(pipe, **call):
-        return TimedGeneration(np.ones((1, 1, 2, 2, 3)), torch.ones(1), StageTimings(0, (1.0,), 0, 1.0, 100))
+        return TimedGeneration(np.ones((1, 1, 2, 2, 3)), torch.ones(1), StageTimings(0, (1.0,), 0, 0, 1.0, 100))
 
     monkeypatch.setattr(module, "timed_generation", fake_generation)
     monkeypatch.setattr(Patch, "graph_memory", 7)
@@ -145,7 +147,7 @@ def test_memory_that_one_variant_keeps_is_not_counted_for_another(pipe, monkeypa
     def fake_generation(pipe, **call):
         peak = kept[0] + 100
         kept[0] += 30 if "forward" in vars(pipe.transformer.blocks[0]) else 5
-        return TimedGeneration(np.ones((1, 1, 2, 2, 3)), torch.ones(1), StageTimings(0, (1.0,), 0, 1.0, peak))
+        return TimedGeneration(np.ones((1, 1, 2, 2, 3)), torch.ones(1), StageTimings(0, (1.0,), 0, 0, 1.0, peak))
 
     monkeypatch.setattr(module, "timed_generation", fake_generation)
     monkeypatch.setattr(module, "allocated", lambda device: kept[0])
@@ -192,8 +194,8 @@ def test_a_gpu_adds_torch_compile_and_memory():
     for variant in comparison.variants:
         timings = variant.timings
         assert timings.peak_memory > 0
-        assert min(timings.text_encoding, *timings.steps, timings.vae_decode) > 0
-        assert timings.total >= timings.text_encoding + sum(timings.steps) + timings.vae_decode
+        assert min(timings.text_encoding, *timings.steps, timings.vae_decode, timings.output) > 0
+        assert timings.total >= timings.text_encoding + sum(timings.steps) + timings.vae_decode + timings.output
     assert all(variant.latents.cosine > 0.99 for variant in comparison.variants[1:])
     assert "peak memory" in comparison_table(comparison)
 

@@ -25,6 +25,7 @@ from turbo_rcm_patch.bench.implementations import (
     REFUSED,
     TORCH_FUSED,
     TRITON_FUSED,
+    TRITON_QUANTIZED,
     TWO_PASS,
     Implementation,
     draw_problem,
@@ -35,11 +36,13 @@ from turbo_rcm_patch.bench.implementations import (
 from turbo_rcm_patch.bench.report import implementations_table
 from turbo_rcm_patch.kernels.dispatch import interpreting
 from turbo_rcm_patch.modules import TwoPassRCMAttention
+from turbo_rcm_patch.tiers import QUANTIZED
 
 CPU = torch.device("cpu")
 SIZE = (2, 24, 32, 2)
 COMPILED = [name for name, implementation in IMPLEMENTATIONS.items() if implementation.compiled]
-ABSENT = {*COMPILED} if interpreting() else {*COMPILED, TRITON_FUSED}  # on the CPU without torch.compile
+# On the CPU without torch.compile, with heads of other than 64 and 128 channels.
+ABSENT = {*COMPILED, TRITON_QUANTIZED} if interpreting() else {*COMPILED, TRITON_FUSED, TRITON_QUANTIZED}
 
 path = Path(__file__).resolve().parents[2] / "scripts/compare_implementations.py"
 spec = importlib.util.spec_from_file_location("compare_implementations", path)
@@ -103,6 +106,19 @@ def test_traffic_is_that_of_a_forward_counted_from_shapes():
         assert counted[TRITON_FUSED] == pytest.approx((4 * T + 3 * W) + 4 * T + (3 * T + W), rel=0.03)
 
 
+@pytest.mark.skipif(not interpreting(), reason="needs the kernels")
+def test_8_bits_are_timed_where_they_are_run_and_within_their_limit():
+    size = (2, 130, 128, 2)
+    results = run(size)
+    row = by_name(results, FORWARD)[TRITON_QUANTIZED]
+    assert row.status == OK, row.note
+    assert 1e-3 < row.output_error <= QUANTIZED.limits.part
+    assert row.dram_read > 0
+    backward = by_name(results)[TRITON_QUANTIZED]
+    assert (backward.status, backward.note, backward.latency) == (LEFT_OUT, implementations.NO_BACKWARD, None)
+    assert by_name(run(modes=[FORWARD]), FORWARD)[TRITON_QUANTIZED].note == "it does not run in 8 bits: head_dim 16"
+
+
 def test_the_oracle_is_the_module_in_fp64():
     problem = draw_problem(*SIZE, torch.float64, CPU)
     step = implementations._step(implementations._build(TWO_PASS, problem), problem, FORWARD_BACKWARD)
@@ -163,6 +179,7 @@ def test_limits():
     assert error_limit(TRITON_FUSED, 0.01) == pytest.approx(0.0105)
     assert error_limit(NAIVE_SOFTMAX, 0.01) == pytest.approx(0.03)
     assert error_limit(TRITON_FUSED, 1e-7) == 1e-5
+    assert error_limit(TRITON_QUANTIZED, 1e-7) == pytest.approx(QUANTIZED.limits.part, rel=0.01)
     assert error_limit(TRITON_FUSED, 0.5) == 0.05
     assert math.isnan(error_limit(TRITON_FUSED, float("nan")))
 
@@ -260,5 +277,6 @@ def test_the_script_names_what_is_wrong_with_its_arguments(arguments, message, c
 @pytest.mark.gpu
 def test_on_a_gpu_with_graphs_and_compiled_rivals():
     results = benchmark_all_implementations(2, 256, 256, 4, repeats=3)
-    assert {row.status for row in results.rows} == {OK}, implementations_table(results)
-    assert all(row.latency > 0 and row.peak_memory > 0 for row in results.rows)
+    run_rows = [row for row in results.rows if (row.mode, row.implementation) != (FORWARD_BACKWARD, TRITON_QUANTIZED)]
+    assert {row.status for row in run_rows} == {OK}, implementations_table(results)
+    assert all(row.latency > 0 and row.peak_memory > 0 for row in run_rows)

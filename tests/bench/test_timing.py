@@ -1,19 +1,25 @@
+import re
 import time
 
 import pytest
 import torch
 
+import turbo_rcm_patch as trp
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
+from turbo_rcm_patch.bench.report import timings_table
 from turbo_rcm_patch.bench.timing import StageTimings, timed_generation
+from turbo_rcm_patch.patching.video_output import NOTE
 
 
 @pytest.fixture
 def slow_pipe(monkeypatch):
-    """A pipeline whose text encoding, transformer and VAE decoding take 20, 40 and 60 ms at least."""
+    """A pipeline whose text encoding, transformer, VAE decoding and output take 20, 40, 60 and 50 ms at least."""
     pipe = tiny_wan_pipeline()
     for owner, name, seconds in ((pipe.text_encoder, "forward", 0.02), (pipe.transformer, "forward", 0.04)):
         monkeypatch.setattr(owner, name, _delayed(getattr(owner, name), seconds))
     monkeypatch.setattr(pipe.vae, "decode", _delayed(pipe.vae.decode, 0.06))
+    whole = pipe.video_processor.postprocess_video
+    monkeypatch.setattr(pipe.video_processor, "postprocess_video", _delayed(whole, 0.05))
     return pipe
 
 
@@ -32,7 +38,8 @@ def test_every_stage_is_timed_where_it_runs(slow_pipe):
     assert len(timings.steps) == 3
     assert all(step >= 0.04 for step in timings.steps)
     assert timings.vae_decode >= 0.06
-    assert timings.total >= timings.text_encoding + sum(timings.steps) + timings.vae_decode
+    assert timings.output >= 0.05
+    assert timings.total >= timings.text_encoding + sum(timings.steps) + timings.vae_decode + timings.output
     assert timings.peak_memory is None
 
 
@@ -42,6 +49,7 @@ def test_result_is_that_of_the_plain_call_and_nothing_stays_on_the_pipeline():
     made = timed_generation(pipe, **call, generator=torch.Generator().manual_seed(1))
     assert "decode" not in vars(pipe.vae)
     assert not {"encode_prompt", "progress_bar"} & set(vars(pipe))
+    assert "postprocess_video" not in vars(pipe.video_processor)
     expected = pipe(**call, generator=torch.Generator().manual_seed(1)).frames
     assert (made.frames == expected).all()
     call["output_type"] = "latent"
@@ -51,7 +59,7 @@ def test_result_is_that_of_the_plain_call_and_nothing_stays_on_the_pipeline():
 def test_latent_output_has_no_frames_and_no_decoding():
     made = timed_generation(tiny_wan_pipeline(), **tiny_call(guidance_scale=1.0))
     assert made.frames is None
-    assert made.timings.vae_decode == 0
+    assert made.timings.vae_decode == made.timings.output == 0
 
 
 def test_a_wrapped_method_of_the_user_survives_a_failing_call():
@@ -68,8 +76,31 @@ def test_a_wrapped_method_of_the_user_survives_a_failing_call():
 
 def test_medians_are_per_stage():
     runs = [
-        StageTimings(1.0, (5.0, 1.0), 2.0, 9.0, 10),
-        StageTimings(3.0, (1.0, 2.0), 1.0, 7.0, 30),
-        StageTimings(2.0, (3.0, 9.0), 3.0, 8.0, 20),
+        StageTimings(1.0, (5.0, 1.0), 2.0, 0.3, 9.0, 10),
+        StageTimings(3.0, (1.0, 2.0), 1.0, 0.1, 7.0, 30),
+        StageTimings(2.0, (3.0, 9.0), 3.0, 0.2, 8.0, 20),
     ]
-    assert StageTimings.median(runs) == StageTimings(2.0, (3.0, 2.0), 2.0, 8.0, 30)
+    assert StageTimings.median(runs) == StageTimings(2.0, (3.0, 2.0), 2.0, 0.2, 8.0, 30)
+
+
+def test_the_table_ends_with_the_total():
+    timings = StageTimings(1.0, (2.0, 3.0), 4.0, 5.0, 16.0, 2**30)
+
+    def rows(*options):
+        return [re.split(r"  +", line.strip()) for line in timings_table(timings, *options).splitlines()]
+
+    stages = [["text encoding", "1.000 s"], ["step 1", "2.000 s"], ["step 2", "3.000 s"], ["VAE decode", "4.000 s"]]
+    stages += [["output", "5.000 s"]]
+    assert rows() == [*stages, ["total", "16.000 s"], ["peak memory", "1.00 GiB"]]
+    written = [["writing", "7.000 s"], ["total, to the finished file", "23.000 s"]]
+    assert rows(7.0) == [*stages, *written, ["peak memory", "1.00 GiB"]]
+
+
+@pytest.mark.parametrize("output_type", ["np", "pt"])
+def test_a_patched_output_is_timed_and_stays_patched(output_type):
+    pipe = tiny_wan_pipeline()
+    with trp.patch(pipe) as patch:
+        made = timed_generation(pipe, **tiny_call(output_type=output_type, guidance_scale=1.0))
+        assert made.timings.output > 0
+        assert NOTE in patch.summary()
+    assert made.frames.shape == ((1, 5, 32, 48, 3) if output_type == "np" else (1, 5, 3, 32, 48))

@@ -12,6 +12,7 @@ from tests.cli.running import CAPTION, TINY, error_of
 from turbo_rcm_patch import embedded
 from turbo_rcm_patch.cli import commands, main, pipelines
 from turbo_rcm_patch.cli.errors import CommandError
+from turbo_rcm_patch.cli.files import write_video
 from turbo_rcm_patch.shapes import grammar
 
 
@@ -19,8 +20,12 @@ def test_generate_writes_the_video_that_the_pipeline_makes(tmp_path, capsys):
     output = tmp_path / "circle.mp4"
     assert main(["generate", CAPTION, "-o", str(output), *TINY, "--seed", "7", "--fps", "8"]) == 0
     printed = capsys.readouterr().out
-    for text in ("WanTransformer3DModel", "text encoding", "step 2", "VAE decode", "total", str(output)):
+    stages = ("text encoding", "step 1", "step 2", "VAE decode", "output", "writing", "total, to the finished file")
+    for text in ("WanTransformer3DModel", *stages, str(output)):
         assert text in printed
+    seconds = [seconds_of(printed, stage) for stage in stages]
+    assert min(seconds) > 0
+    assert sum(seconds[:-1]) <= seconds[-1] * 1.001  # as rounded as they are printed
     assert [path.name for path in tmp_path.iterdir()] == ["circle.mp4"]
 
     pipe = trp.load_embedded_pipeline()
@@ -32,6 +37,47 @@ def test_generate_writes_the_video_that_the_pipeline_makes(tmp_path, capsys):
     assert np.abs(frames - expected).mean() < 0.06  # what the mp4's compression leaves
     assert np.abs(frames[::-1] - expected).mean() > np.abs(frames - expected).mean()
     assert iio.immeta(output)["fps"] == 8
+
+
+def seconds_of(printed, stage):
+    line = next(line for line in printed.splitlines() if line.strip().startswith(stage))
+    value, unit = line.split()[-2:]
+    return float(value) * {"s": 1, "ms": 1e-3}[unit]
+
+
+def test_frames_are_written_as_pillow_would_show_them(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr(commands, "write_video", lambda path, pieces, fps: written.extend(p.copy() for p in pieces))
+    assert main(["generate", CAPTION, "-o", str(tmp_path / "circle.mp4"), *TINY, "--seed", "7", "--no-patch"]) == 0
+    pipe = trp.load_embedded_pipeline()
+    trp.use_rcm(pipe)
+    size = {"height": 32, "width": 48, "num_frames": 5, "num_inference_steps": 2, "guidance_scale": 1.0}
+    generator = torch.Generator().manual_seed(7)
+    images = pipe(CAPTION, generator=generator, **size, output_type="pil").frames[0]
+    assert np.array_equal(np.concatenate(written), np.stack([np.asarray(image) for image in images]))
+
+
+def test_ffmpeg_gets_a_piece_before_the_next_is_made(tmp_path, monkeypatch):
+    """Of the frames that are written, in order: made or sent."""
+    import imageio.v2
+
+    events, get_writer = [], imageio.v2.get_writer
+
+    def watched(*args, **options):
+        writer = get_writer(*args, **options)
+        append = writer.append_data
+        writer.append_data = lambda frame: events.append("sent") or append(frame)
+        return writer
+
+    def pieces():
+        for index in range(3):
+            events.append("made")
+            yield np.full((2, 32, 48, 3), 80 * index, np.uint8)
+
+    monkeypatch.setattr(imageio.v2, "get_writer", watched)
+    write_video(tmp_path / "grey.mp4", pieces(), fps=8)
+    assert events == ["made", "sent", "sent"] * 3
+    assert np.abs(iio.imread(tmp_path / "grey.mp4")[::2].mean((1, 2, 3)) - [0, 80, 160]).max() < 4
 
 
 def test_generate_no_patch_and_a_saved_model(tmp_path, capsys, saved_models):
@@ -104,12 +150,12 @@ def test_an_old_video_is_replaced_only_by_a_whole_one(tmp_path, capsys, monkeypa
     output = tmp_path / "circle.mp4"
     output.write_bytes(b"old")
 
-    def disk_full(frames, path, fps):
+    def disk_full(path, **options):
         with open(path, "wb") as file:
             file.write(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("diffusers.utils.export_to_video", disk_full)
+    monkeypatch.setattr("imageio.v2.get_writer", disk_full)
     assert "No space left on device" in error_of(capsys, "generate", CAPTION, "-o", output, *TINY)
     assert output.read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["circle.mp4"]

@@ -102,6 +102,8 @@ def test_errors():
     a, weight = quantized(2, 3, 16, format=INT8), quantized_weight(4, 16, INT8)
     with pytest.raises(ValueError, match="a result in fp8 needs a Quantized a that has its norm"):
         linear_gelu(a._replace(norm=None), weight, bias, result=FP8)
+    with pytest.raises(ValueError, match="needs a weight that has its norm"):
+        linear_gelu(a, weight._replace(norm=None), bias, result=FP8)
     with pytest.raises(ValueError, match=r"int8 needs the largest value of a row.*quantize_rows"):
         linear_gelu(a, weight, bias, result=INT8)
     with pytest.raises(ValueError, match=r"result=torch.float16; accepted are torch.float8_e4m3fn and None"):

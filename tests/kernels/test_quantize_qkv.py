@@ -8,7 +8,7 @@ import torch
 from tests.oracle import DTYPES, relative_error, torch_device
 from turbo_rcm_patch.kernels import quantized_attention_reference as definition
 from turbo_rcm_patch.kernels import reference
-from turbo_rcm_patch.kernels.quantize_qkv import KEY_GROUP, quantize_qkv
+from turbo_rcm_patch.kernels.quantize_qkv import KEY_GROUP, default_v_format, quantize_qkv
 from turbo_rcm_patch.kernels.quantized import FP8
 
 # B, S, heads, head_dim: one token, lengths around groups of keys, heads that fill a power of two and that do not.
@@ -173,3 +173,11 @@ def test_errors_name_what_was_given(message, arguments):
     valid = dict.fromkeys("qkv", _zeros(2, 3, 128)) | {"heads": 2 if "100" not in message else 3}
     with pytest.raises(ValueError, match=re.escape(message)):
         quantize_qkv(**valid | arguments)
+
+
+def test_the_default_format_is_one_that_the_kernels_take(device):
+    """e4m3, which the interpreter rounds wrongly."""
+    q, k, v = projections(device, torch.float32, 1, 9, 2, 64)
+    quantized = quantize_qkv(q, k, v, heads=2, implementation="triton")
+    assert quantized.v.dtype == (torch.float16 if device == "interpreter" else default_v_format(q.device))
+    assert quantize_qkv(q.cpu(), k.cpu(), v.cpu(), heads=2, implementation="torch").v.dtype == FP8

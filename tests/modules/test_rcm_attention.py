@@ -5,35 +5,13 @@ import pickle
 
 import pytest
 import torch
-from torch.nn import functional as F
 
+from tests.modules.rcm_formula import check_compiled, check_gradients, inputs, oracle
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.modules import FusedRCMAttention, TorchFusedRCMAttention, TwoPassRCMAttention
 
 modules = pytest.mark.parametrize("module_class", [TwoPassRCMAttention, TorchFusedRCMAttention, FusedRCMAttention])
-
-
-def formula(module, x, timestep, residual):
-    """The block written out, in the dtype of its arguments; timestep [B]."""
-    q, k, v = (
-        part.unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
-        for part in F.linear(x, module.qkv.weight, module.qkv.bias).split(module.dim, -1)
-    )
-    attended = ((q @ k.mT) * (module.dim // module.num_heads) ** -0.5).softmax(-1) @ v
-    output = F.linear(attended.transpose(1, 2).flatten(2), module.proj.weight, module.proj.bias)
-    t = timestep.view(-1, 1, 1)
-    return residual / (t * t + 1) + t / (t * t + 1).sqrt() * output
-
-
-def oracle(module, x, timestep, residual):
-    with torch.no_grad():
-        return formula(copy.deepcopy(module).double(), x.double(), timestep.double(), residual.double())
-
-
-def inputs(batch=2, tokens=7, dim=48, dtype=torch.float32, device="cpu"):
-    x, residual = torch.randn(2, batch, tokens, dim)
-    return x.to(device, dtype), residual.to(device, dtype)
 
 
 @modules
@@ -135,42 +113,20 @@ def test_per_sample_when_batch_and_channels_are_equally_many(module_class):
 
 @modules
 def test_gradients_equal_the_formulas(module_class):
-    _check_gradients(module_class(48, 2), torch_device("interpreter"))
+    check_gradients(module_class(48, 2), torch_device("interpreter"))
 
 
 def test_triton_gradients_equal_the_formulas(device):
-    _check_gradients(FusedRCMAttention(48, 2, implementation="triton"), torch_device(device))
-
-
-def _check_gradients(module, device):
-    def gradients(function, dtype):
-        wide = copy.deepcopy(module).to(device, dtype)
-        leaves = [leaf.detach().to(device, dtype).requires_grad_() for leaf in (x, torch.tensor([0.3, 2.0]), residual)]
-        function(wide, *leaves).square().sum().backward()
-        return [leaf.grad for leaf in leaves] + [parameter.grad for parameter in wide.parameters()]
-
-    x, residual = inputs()
-    actual = gradients(lambda m, *leaves: m(*leaves), torch.float32)
-    for gradient, expected in zip(actual, gradients(formula, torch.float64), strict=True):
-        assert relative_error(gradient, expected) <= 1e-5
+    check_gradients(FusedRCMAttention(48, 2, implementation="triton"), torch_device(device))
 
 
 @modules
 def test_compiles_to_one_graph(module_class):
-    _check_compiled(module_class(48, 2), torch_device("interpreter"))
+    check_compiled(module_class(48, 2), torch_device("interpreter"))
 
 
 def test_triton_compiles_to_one_graph(device):
-    _check_compiled(FusedRCMAttention(48, 2, implementation="triton"), torch_device(device))
-
-
-def _check_compiled(module, device):
-    torch.compiler.reset()
-    module = module.to(device)
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    x, residual = inputs(device=device)
-    for timestep in (torch.tensor([0.3, 2.0]), torch.tensor([0.0, 7.0]), torch.tensor(0.5), 0.75):
-        assert relative_error(compiled(x, timestep, residual), module(x, timestep, residual)) <= 1e-6
+    check_compiled(FusedRCMAttention(48, 2, implementation="triton"), torch_device(device))
 
 
 @modules

@@ -127,7 +127,7 @@ def test_a_norm_of_a_held_residual_is_that_of_the_residual():
     x = 1e-3 * torch.randn(1, 5, 64) / HELD.scale
     scale, shift = torch.randn(2, 1, 1, 64)
     expected = norm(HELD.scale * x) * (1 + scale) + shift
-    call = Call(trp.PatchConfig(), x.device, torch.float32, 1, 5, "sample", None, active_backend())
+    call = Call(trp.PatchConfig(), x.device, torch.float32, 1, 5, 1, 7, "sample", None, active_backend())
     steps = layers.layer_norm(norm, HELD, call), layers.layer_norm_by_module(norm, HELD, call, "asked for")
     for step in steps:
         assert relative_error(step.run(x, scale, shift), expected) <= 1e-5

@@ -160,7 +160,7 @@ def test_exact_steps_run_the_attention_that_was_asked_for(attention, kernel):
     trp.patch(pipe, config((1, 0), attention=attention))
     first = pipe.transformer.blocks[0]
     call = Call(
-        *(state_of(first).shared.config, torch.device("meta"), torch.bfloat16, 1, 12, "sample", None),
+        *(state_of(first).shared.config, torch.device("meta"), torch.bfloat16, 1, 12, 1, 7, "sample", None),
         active_backend(),
     )
     pipe.transformer.to("meta")

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from .. import coefficients, kernels
 from ..kernels.dispatch import why_not_triton_on
 from ..modules import FusedRCMAttention, TorchFusedRCMAttention, TwoPassRCMAttention
-from ..tiers import EXACT, ErrorLimits
+from ..tiers import EXACT, QUANTIZED, ErrorLimits
 from .environment import Environment, describe_environment
 from .metrics import relative_l2
 from .ops import take_turns
@@ -30,11 +30,13 @@ FORWARD, FORWARD_BACKWARD = "forward", "forward+backward"
 MODES = (FORWARD, FORWARD_BACKWARD)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TWO_PASS, TORCH_FUSED, TRITON_FUSED, NAIVE_SOFTMAX = "two_pass", "torch_fused", "triton_fused", "naive_softmax"
+TRITON_QUANTIZED = "triton_quantized"
 OK, REFUSED, LEFT_OUT = "ok", "refused", "left out"
 
 # The naive softmax rounds the scores to the dtype, which SDPA keeps in fp32: at SCORE_SCALE that doubles its error.
 NAIVE_LIMITS = replace(EXACT.limits, factor=3.0)
 ERROR_CEILING = 5e-2  # more is wrong whatever two_pass errs (in bf16 about 1e-2)
+NO_BACKWARD = "8 bits have no backward: with one it runs as triton_fused"
 SCORE_SCALE = 3.0  # standard deviation of the scores that the weights are drawn for
 NAIVE_SCORE_MATRICES = 4  # [B, H, N, N] at once: scores and probabilities, and in the backward the gradient of each
 
@@ -70,6 +72,9 @@ IMPLEMENTATIONS = {
     "two_pass_compiled": Implementation(TwoPassRCMAttention, compiled=True),
     "torch_fused_compiled": Implementation(TorchFusedRCMAttention, compiled=True),
     TRITON_FUSED: Implementation(FusedRCMAttention, {"implementation": "triton"}),
+    TRITON_QUANTIZED: Implementation(
+        FusedRCMAttention, {"implementation": "triton", "preset": "quantized"}, limits=QUANTIZED.limits
+    ),
     NAIVE_SOFTMAX: Implementation(NaiveSoftmaxRCMAttention, limits=NAIVE_LIMITS),
 }
 
@@ -223,14 +228,15 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def _benchmark(problem: Problem, dtype: str, modes: Sequence[str], repeats: int, compile_rivals: bool) -> Iterator[Row]:
-    left_out = {name: reason for name in IMPLEMENTATIONS if (reason := _why_left_out(name, problem, compile_rivals))}
+    impossible = {name: reason for name in IMPLEMENTATIONS if (reason := _why_left_out(name, problem, compile_rivals))}
     if compile_rivals:
         torch.compiler.reset()  # sizes, dtypes and modes would run into the limit of recompilations
-    modules = {name: _build(name, problem) for name in IMPLEMENTATIONS if name not in left_out}
+    modules = {name: _build(name, problem) for name in IMPLEMENTATIONS if name not in impossible}
     traffic = {name: _traffic(name, problem) for name in modules} if FORWARD in modes else {}
     expected = oracle(problem)
     for mode in modes:
-        steps = {name: _step(module, problem, mode) for name, module in modules.items()}
+        left_out = impossible if mode == FORWARD else {TRITON_QUANTIZED: NO_BACKWARD, **impossible}
+        steps = {name: _step(module, problem, mode) for name, module in modules.items() if name not in left_out}
         measured = _check_and_time(steps, expected, problem.x.device, repeats)
         for name in IMPLEMENTATIONS:
             row = Row(*problem.x.shape, problem.num_heads, dtype, mode, name)
@@ -245,14 +251,21 @@ def _why_left_out(name: str, problem: Problem, compile_rivals: bool) -> str | No
     x, (B, N, _) = problem.x, problem.x.shape
     if IMPLEMENTATIONS[name].compiled and not compile_rivals:
         return "torch.compile is switched off"
-    if name == TRITON_FUSED and (reason := why_not_triton_on(x.device, x.dtype)):
+    if name in (TRITON_FUSED, TRITON_QUANTIZED) and (reason := why_not_triton_on(x.device, x.dtype)):
         return f"no Triton kernel takes these tensors: {reason}"
+    if name == TRITON_QUANTIZED and (reason := _why_exact(problem)):
+        return f"it does not run in 8 bits: {reason}"
     if name == NAIVE_SOFTMAX:
         needed = NAIVE_SCORE_MATRICES * B * problem.num_heads * N * N * x.element_size()
         free = _free_memory(x.device)
         if needed > free:
             return f"its score matrices take {needed / 1e9:.1f} GB, of {free / 1e9:.1f} GB that are free"
     return None
+
+
+@torch.no_grad()
+def _why_exact(problem: Problem) -> str | None:
+    return _build_eager(IMPLEMENTATIONS[TRITON_QUANTIZED], problem).why_exact(problem.x, problem.timestep)
 
 
 def _free_memory(device: torch.device) -> int:
@@ -334,7 +347,7 @@ def _worst(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) ->
 def error_limit(implementation: str, two_pass_error: float) -> float:
     """What an implementation may err where two_pass errs so much; NaN, which nothing passes, where that is NaN."""
     sums = torch.float32  # of bf16 values too
-    return min(IMPLEMENTATIONS[implementation].limits.allowed(two_pass_error, sums), ERROR_CEILING)
+    return min(IMPLEMENTATIONS[implementation].limits.allowed(two_pass_error, sums, "part"), ERROR_CEILING)
 
 
 def _why_refused(name: str, errors: Mapping[str, float], two_pass_errors: Mapping[str, float]) -> str:

@@ -24,9 +24,11 @@ _SMALL = 0.005  # passes of kernels that share a line
 _NAME_LENGTH = 60
 
 
-def timings_table(timings: StageTimings) -> str:
-    """One line per stage."""
+def timings_table(timings: StageTimings, writing: float | None = None) -> str:
+    """One line per stage. writing: seconds from the call's end to the finished file, where one was written."""
     lines = [*_stages(timings), ("total", timings.total)]
+    if writing is not None:
+        lines[-1:] = [("writing", writing), ("total, to the finished file", timings.total + writing)]
     cells = [[label, format_seconds(seconds)] for label, seconds in lines]
     if timings.peak_memory is not None:
         cells.append(["peak memory", _format_memory(timings)])
@@ -315,7 +317,8 @@ def format_seconds(seconds: float) -> str:
 
 def _stages(timings: StageTimings) -> list[tuple[str, float]]:
     steps = [(f"step {index}", seconds) for index, seconds in enumerate(timings.steps, start=1)]
-    return [("text encoding", timings.text_encoding), *steps, ("VAE decode", timings.vae_decode)]
+    after = [("VAE decode", timings.vae_decode), ("output", timings.output)]
+    return [("text encoding", timings.text_encoding), *steps, *after]
 
 
 def _format_memory(timings: StageTimings) -> str:

@@ -1,4 +1,4 @@
-"""Stage timings of one pipeline call: text encoding, each denoising step, VAE decoding, total."""
+"""Stage timings of one pipeline call: text encoding, each denoising step, VAE decoding, output, total."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from diffusers import DiffusionPipeline
 class StageTimings:
     """Seconds per stage, and the peak of allocated GPU memory in bytes (None on the CPU).
 
-    The total also holds what is between the stages: drawing noise, encoding an input image, converting frames.
+    output: converting the decoded video to what the call returns, and copying that to the CPU where it goes there.
+    The total also holds what is between the stages: drawing noise, encoding an input image.
     """
 
     text_encoding: float
     steps: tuple[float, ...]
     vae_decode: float
+    output: float
     total: float
     peak_memory: int | None
 
@@ -34,6 +36,7 @@ class StageTimings:
             text_encoding=statistics.median(run.text_encoding for run in runs),
             steps=tuple(statistics.median(step) for step in zip(*(run.steps for run in runs), strict=True)),
             vae_decode=statistics.median(run.vae_decode for run in runs),
+            output=statistics.median(run.output for run in runs),
             total=statistics.median(run.total for run in runs),
             peak_memory=None if runs[0].peak_memory is None else max(run.peak_memory for run in runs),
         )
@@ -41,9 +44,12 @@ class StageTimings:
 
 @dataclass(frozen=True)
 class TimedGeneration:
-    """A pipeline call's frames [B, F, H, W, 3] in [0, 1] (None for output_type="latent"), last latents and timings."""
+    """A pipeline call's frames, last latents and timings.
 
-    frames: np.ndarray | None
+    frames: in [0, 1], an array [B, F, H, W, 3] or for output_type="pt" a tensor [B, F, 3, H, W]; None for "latent".
+    """
+
+    frames: np.ndarray | torch.Tensor | None
     latents: torch.Tensor
     timings: StageTimings
 
@@ -51,11 +57,12 @@ class TimedGeneration:
 def timed_generation(pipe: DiffusionPipeline, **call) -> TimedGeneration:
     """``pipe(**call)`` with its stages timed: by CUDA events on a GPU, which leave launches asynchronous.
 
-    call: any arguments of the pipeline but ``callback_on_step_end``; output_type is "np" (the default) or "latent".
+    call: any arguments of the pipeline but ``callback_on_step_end``; output_type is "np" (the default), "pt" or
+    "latent".
     """
     device = torch.device(pipe._execution_device)
     clock = _CudaClock(device) if device.type == "cuda" else _CpuClock()
-    text_marks, decode_marks, step_marks = [], [], []
+    text_marks, decode_marks, output_marks, step_marks = [], [], [], []
     last_latents = None
 
     def on_step_end(_pipe, _step, _timestep, tensors):
@@ -69,16 +76,22 @@ def timed_generation(pipe: DiffusionPipeline, **call) -> TimedGeneration:
         stack.enter_context(_marked(pipe, "progress_bar", step_marks, clock.mark, after=False))  # opened before step 1
         if pipe.vae is not None:
             stack.enter_context(_marked(pipe.vae, "decode", decode_marks, clock.mark))
+        if getattr(pipe, "video_processor", None) is not None:
+            stack.enter_context(_marked(pipe.video_processor, "postprocess_video", output_marks, clock.mark))
         clock.reset()
         start = clock.mark()
         output = pipe(**call, callback_on_step_end=on_step_end, return_dict=False)[0]
         end = clock.mark()
     clock.synchronize()
 
+    def seconds_in(marks: list) -> float:
+        return sum(map(clock.seconds, marks[::2], marks[1::2]))
+
     timings = StageTimings(
-        text_encoding=sum(map(clock.seconds, text_marks[::2], text_marks[1::2])),
+        text_encoding=seconds_in(text_marks),
         steps=tuple(map(clock.seconds, step_marks, step_marks[1:])),
-        vae_decode=sum(map(clock.seconds, decode_marks[::2], decode_marks[1::2])),
+        vae_decode=seconds_in(decode_marks),
+        output=seconds_in(output_marks),
         total=clock.seconds(start, end),
         peak_memory=clock.peak_memory(),
     )

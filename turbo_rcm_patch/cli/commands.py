@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 
+import numpy as np
 import torch
 
 from ..bench.compare import compare
@@ -28,6 +30,7 @@ from ..embedded import load_embedded_pipeline
 from ..patching import PatchError, patch
 from ..patching.converted import convert_folder
 from ..patching.quantized_weights import capability_of
+from ..patching.video_output import pieces_on_cpu, to_8_bits
 from .errors import CommandError
 from .files import replacing, write_json, write_video
 from .pipelines import build_case, choose_device, choose_dtype, load_pipeline, load_sampler
@@ -72,10 +75,13 @@ def _generate(arguments: argparse.Namespace) -> int:
     if not arguments.no_patch:
         print(patch(pipe, arguments.preset).summary(), end="\n\n")
     generator = torch.Generator(pipe._execution_device).manual_seed(arguments.seed)
-    generation = timed_generation(pipe, **call, generator=generator)
-    write_video(arguments.output, generation.frames[0], arguments.fps)
-    frames, height, width, _ = generation.frames[0].shape
-    print(timings_table(generation.timings))
+    generation = timed_generation(pipe, **call, output_type="pt", generator=generator)
+    video = generation.frames[0]  # still on the GPU, whence ffmpeg gets it piece by piece
+    begin = time.perf_counter()
+    write_video(arguments.output, (piece.numpy() for piece in pieces_on_cpu(video, to_8_bits)), arguments.fps)
+    writing = time.perf_counter() - begin
+    frames, _, height, width = video.shape
+    print(timings_table(generation.timings, writing))
     print(f"\nwrote {arguments.output}: {frames} frames of {width}x{height}, {arguments.fps} per second")
     return 0
 
@@ -98,7 +104,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         with replacing(arguments.plot) as temporary:
             plot(comparison, temporary)
     if arguments.video is not None:
-        write_video(arguments.video, side_by_side(comparison), fps=16)
+        write_video(arguments.video, [np.round(255 * side_by_side(comparison)).astype(np.uint8)], fps=16)
     return 0
 
 

@@ -10,10 +10,14 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .errors import CommandError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def check_output(option: str, path: Path | None, suffixes: Sequence[str]) -> None:
@@ -106,9 +110,12 @@ def write_json(path: Path, content: dict) -> None:
         temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def write_video(path: Path, frames, fps: int) -> None:
-    """Write frames [F, H, W, 3] in [0, 1] as an mp4."""
-    from diffusers.utils import export_to_video
+def write_video(path: Path, pieces: Iterable[np.ndarray], fps: int) -> None:
+    """Write frames, uint8 in pieces of [n, H, W, 3], as an mp4. ffmpeg encodes a piece while the next one is made."""
+    import imageio.v2 as imageio
 
-    with replacing(path) as temporary:
-        export_to_video(list(frames), str(temporary), fps=fps)
+    quality = 5  # as diffusers' export_to_video has it
+    with replacing(path) as temporary, imageio.get_writer(temporary, fps=fps, quality=quality) as writer:
+        for piece in pieces:
+            for frame in piece:
+                writer.append_data(frame)

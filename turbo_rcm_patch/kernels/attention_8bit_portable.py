@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .attention_tiles import load_tile, readable, store_tile
 from .coefficient import coefficient_kind, coefficient_strides, load_coefficient
 from .dispatch import device_properties
-from .launch import launch_kernel
+from .launch import launch_kernel, register_options
 from .quantize_qkv import MAGIC, MAGIC_BITS
 from .quantized import FP8
 from .quantized_attention_reference import KEY_GROUP
@@ -101,6 +101,7 @@ def attention_forward(
             HEAD_DIM=head_dim,
             GROUP=KEY_GROUP,
             **tile._asdict(),
+            **register_options(capability),
         )
 
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .dispatch import check_result, device_properties
-from .launch import launch_kernel
+from .launch import launch_kernel, register_options
 from .quantized import FP8, INT8, Quantized, QuantizedWeight
 from .quantized import LARGEST as _LARGEST
 from .quantized import TINY as _TINY
@@ -144,6 +144,7 @@ def launch(
             *arguments,
             **constants,
             **_tile_options(tiles, descriptors),
+            **register_options(capability),
         )
 
 

@@ -40,6 +40,12 @@ def launch_kernel(kernel, grid: tuple[int, ...], *arguments, **options) -> None:
         kernel[grid](*arguments, **options)
 
 
+def register_options(capability: tuple[int, int]) -> dict[str, int]:
+    """Options of a kernel that multiplies matrices on a GPU of this compute capability: ptxas for sm_100 spills some
+    registers to fit more programs than run, unless it is told that it may have all of them."""
+    return {"maxnreg": 255} if capability[0] == 10 else {}
+
+
 def recording() -> bool:
     """Whether this is a call within `recorded`, whose values have no meaning."""
     return not torch.compiler.is_compiling() and _record.get() is not None  # torch.compile cannot trace `get`

@@ -68,6 +68,8 @@ def _quantized_linear_gelu(
         raise ValueError(f"linear_gelu: result={result}; accepted are {FP8} and None.")
     if not isinstance(a, Quantized) or a.norm is None:
         raise ValueError("linear_gelu: a result in fp8 needs a Quantized a that has its norm.")
+    if weight.norm is None:
+        raise ValueError("linear_gelu: a result in fp8 needs a weight that has its norm, as quantize_weight gives it.")
     if bias_bound is None:
         bias_bound = a.norm.new_zeros(()) if bias is None else bias.abs().amax().float()
     tensors = (a.values, weight.values, bias, a.scale, weight.scale, a.norm, weight.norm, bias_bound)
@@ -163,9 +165,8 @@ def _store_gelu(acc, sample, rows, columns, M, N, arguments, KINDS: tl.constexpr
     tokens = sample.to(tl.int64) * M + rows
     if result_scale is not None:
         scale = bound_scale(tl.load(a_norm + tokens, mask=row_mask, other=0.0), tl.load(w_norm), tl.load(bias_bound))
-        first = row_mask[:, None] & (columns == 0)[None, :]
-        places = result_scale + tokens[:, None] + columns[None, :]
-        tl.store(places, tl.broadcast_to(scale[:, None], acc.shape), mask=first)
+        if tl.min(columns, 0) == 0:
+            tl.store(result_scale + tokens, scale, mask=row_mask)
         acc *= (1 / scale)[:, None]
     offsets = tokens[:, None] * N + columns[None, :]
     tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])

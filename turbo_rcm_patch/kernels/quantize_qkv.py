@@ -75,7 +75,7 @@ def quantize_qkv(
 
     q, k, v: [B, S, heads·D] of one dtype, also parts of a fused projection. norm_q, norm_k: [heads·D], or None for no
     norm. cos, sin: [S, D/2] of any strides, or both None for no rotation. scale > 0: the softmax's, D**-0.5 by default.
-    v_format: float8_e4m3fn (the default from sm_89 on, and on the CPU) or float16.
+    v_format: float8_e4m3fn (the default from sm_89 on, and on the CPU but for Triton's interpreter) or float16.
     implementation: "auto", "triton" or "torch" (see dispatch.py); head_dims other than 64 and 128 take the reference.
     Raises ValueError for shapes, dtypes, devices, a scale or a format that do not fit together.
     """
@@ -84,7 +84,7 @@ def quantize_qkv(
     scale = (head_dim**-0.5 if scale is None else float(scale)) * LOG2_E
     tensors = (q, k, v, norm_q, norm_k, cos, sin)
     fused = use_triton(implementation, *tensors, has_gradient=False)
-    v_format = v_format or default_v_format(q.device)
+    v_format = v_format or (torch.float16 if fused and q.device.type == "cpu" else default_v_format(q.device))
     reason = why_no_kernel(q.device, v_format, head_dim) if fused else None
     if reason is not None and implementation == "triton":
         raise ValueError(f"quantize_qkv: the kernel cannot take {reason}; use implementation='auto'.")

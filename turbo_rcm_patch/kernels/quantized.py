@@ -42,12 +42,13 @@ class Quantized(NamedTuple):
 class QuantizedWeight(NamedTuple):
     """A linear's weight [N, K] in 8 bits.
 
-    values: [N, K] int8 or float8_e4m3fn. scale: [N] fp32. norm: 0-d fp32, the largest L2 norm of a row.
+    values: [N, K] int8 or float8_e4m3fn. scale: [N] fp32. norm: 0-d fp32, the largest L2 norm of a row, or None where
+    no result in 8 bits follows.
     """
 
     values: torch.Tensor
     scale: torch.Tensor
-    norm: torch.Tensor
+    norm: torch.Tensor | None = None
 
     @property
     def format(self) -> torch.dtype:

@@ -5,7 +5,8 @@ and the same result up to rounding; they differ in how the tail is computed:
 
 - TwoPassRCMAttention: the projection writes its output, then the skip reads it again.
 - TorchFusedRCMAttention: projection and skip in one torch expression, which torch.compile turns into one pass.
-- FusedRCMAttention: this package's Triton kernels; the skip happens in the projection's epilogue.
+- FusedRCMAttention: this package's Triton kernels; the skip happens in the projection's epilogue. With the preset
+  "quantized" they compute in 8 bits, within that tier's error limits.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ import functools
 from collections.abc import Callable
 
 import torch
+import torch.autograd.forward_ad as fwAD
 from torch import nn
 from torch.nn import functional as F
 
 from .. import coefficients, kernels
 from ..coefficients import Time
-from ..kernels import reference
+from ..config import PRESETS
+from ..kernels import INT8, Quantized, QuantizedWeight, reference
 from ..kernels.coefficient import canonical_coefficient
-from ..plain import linear_of, why_not_linear
+from ..kernels.dispatch import KERNEL_DTYPES
+from ..plain import is_autocast, is_transformed, linear_of, why_not_linear
+from ..tiers import QUANTIZED
 
 
 class TwoPassRCMAttention(nn.Module):
@@ -59,12 +64,15 @@ class TwoPassRCMAttention(nn.Module):
         """
         residual = x if residual is None else residual
         self._check(x, residual, timestep)
-        c_skip, c_out = self._coefficients_at(timestep, residual)
+        return self._run(x, residual, *self._coefficients_at(timestep, residual))
+
+    def _run(self, x, residual, c_skip, c_out):
+        """x, residual [B, N, C]; coefficients canonical (kernels/coefficient.py)."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(2)
         return self._attend_project_skip(q, k, v, residual, c_skip, c_out)
 
     def _attend_project_skip(self, q, k, v, residual, c_skip, c_out):
-        """q, k, v [B, N, H, D]; residual [B, N, C]; coefficients canonical (kernels/coefficient.py)."""
+        """q, k, v [B, N, H, D]; the rest as of `_run`."""
         output = self.proj(_sdpa(q, k, v))
         return kernels.skip(residual, output, c_skip=_or_one(c_skip), c_out=_or_one(c_out))
 
@@ -102,6 +110,13 @@ class FusedRCMAttention(TwoPassRCMAttention):
     elsewhere torch), "triton" or "torch"; see kernels/dispatch.py.
     Under autocast, and when proj is no plain nn.Linear (LoRA, quantised, hooked), the modules are called as in the
     two-pass form, because the kernels read proj's weights as they are.
+
+    preset: "exact", or "quantized" for both projections in int8 and attention as SageAttention2 has it (int8 QKᵀ, PV in
+    e4m3, before sm_89 in fp16). The parameters stay in their dtype and are rounded in every forward. `why_exact` says
+    where the module runs as with "exact" all the same. The error of ``proj(attention(qkv(x)))`` is within the tier's
+    limit, 5 %, while attention is not too sharp and no channel of x towers over the others: it was 2 % at scores of
+    standard deviation 1, 4.2 to 4.7 % at 3, and 7.5 % at 8.6, where one channel was 20 times as large as the rest.
+    "torch" is the same arithmetic simulated in fp32.
     """
 
     def __init__(
@@ -114,11 +129,67 @@ class FusedRCMAttention(TwoPassRCMAttention):
         c_skip: Callable[[Time], Time] | None = None,
         c_out: Callable[[Time], Time] | None = None,
         implementation: str = "auto",
+        preset: str = "exact",
     ):
         super().__init__(dim, num_heads, qkv_bias=qkv_bias, sigma_data=sigma_data, c_skip=c_skip, c_out=c_out)
         if implementation not in kernels.IMPLEMENTATIONS:
             raise ValueError(f"implementation={implementation!r}; accepted are {', '.join(kernels.IMPLEMENTATIONS)}.")
-        self.implementation = implementation
+        if preset not in PRESETS:
+            raise ValueError(f"preset={preset!r}; accepted are {', '.join(PRESETS)}.")
+        self.implementation, self.preset = implementation, preset
+
+    def why_exact(self, x: torch.Tensor, timestep: Time, residual: torch.Tensor | None = None) -> str | None:
+        """Why `forward` of the same arguments would compute in the model's dtype, in a few words; None where it would
+        in 8 bits."""
+        residual = x if residual is None else residual
+        self._check(x, residual, timestep)
+        return self._why_exact(x, residual, *self._coefficients_at(timestep, residual))
+
+    def _run(self, x, residual, c_skip, c_out):
+        run = self._run_in_8_bits if self._why_exact(x, residual, c_skip, c_out) is None else super()._run
+        return run(x, residual, c_skip, c_out)
+
+    def _why_exact(self, x, *others) -> str | None:
+        if PRESETS[self.preset].tier != QUANTIZED:
+            return f"preset {self.preset!r}"
+        if self.head_dim not in kernels.HEAD_DIMS_8BIT:
+            return f"head_dim {self.head_dim}"
+        if x.dtype not in KERNEL_DTYPES:
+            return f"{str(x.dtype).removeprefix('torch.')} tensors"
+        if is_autocast(x.device):
+            return "autocast"
+        reasons = (why_not_linear(linear_of(linear), x.device, x.dtype) for linear in (self.qkv, self.proj))
+        return next(filter(None, reasons), None) or self._why_derivative(x, *others) or self._why_no_kernel(x)
+
+    def _why_derivative(self, *tensors) -> str | None:
+        tensors = (tensor for tensor in (*tensors, *self.parameters()) if tensor is not None)
+        recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        return "autograd" if recorded or fwAD._current_level >= 0 or is_transformed() else None
+
+    def _why_no_kernel(self, x) -> str | None:
+        """Where the choice is free, the exact kernels are faster than 8 bits that are simulated."""
+        if self.implementation != "auto":
+            return None  # an op that cannot run raises its own error
+        on_cpu = "cpu tensors" if x.device.type == "cpu" else None  # the interpreter runs only when it is asked for
+        return on_cpu or kernels.why_not_triton_on(x.device, x.dtype)
+
+    def _run_in_8_bits(self, x, residual, c_skip, c_out):
+        options = {"implementation": self.implementation}
+        qkv, proj = linear_of(self.qkv), linear_of(self.proj)
+        projected = kernels.linear_8bit(self._rows(x), self._weight(qkv), qkv.bias, dtype=x.dtype, **options)
+        quantized = kernels.quantize_qkv(*projected.chunk(3, -1), heads=self.num_heads, **options)
+        attended = kernels.attention_8bit(quantized, **options).flatten(2)
+        # Not straight to e4m3, which attention could store: in int8 the projection's input errs a third as much.
+        weights = self._weight(proj), proj.bias
+        coefficients = {"c_skip": _or_one(c_skip), "c_out": _or_one(c_out)}
+        return kernels.linear_skip(self._rows(attended), *weights, residual, **coefficients, **options)
+
+    def _rows(self, x: torch.Tensor) -> Quantized:
+        return kernels.quantize_rows(x, INT8, implementation=self.implementation)
+
+    def _weight(self, linear: nn.Linear) -> QuantizedWeight:
+        values, scale, _ = self._rows(linear.weight)
+        return QuantizedWeight(values, scale)
 
     def _attend_project_skip(self, q, k, v, residual, c_skip, c_out):
         if self._why_two_passes(q):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -22,6 +23,7 @@ from .quantized_weights import (
 )
 from .steps import Steps, why_not_countable
 from .summary import Row, plan_rows, summary_table
+from .video_output import patch_video_output, video_output_note
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +42,10 @@ class Patch:
         transformers: the patched models by their name in the pipeline.
     """
 
-    def __init__(self, transformers: dict[str, torch.nn.Module], config: PatchConfig):
+    def __init__(self, transformers: dict[str, torch.nn.Module], config: PatchConfig, target: object):
         self.transformers = transformers
         self.config = config
+        self._target = weakref.ref(target)
 
     @property
     def active(self) -> bool:
@@ -65,7 +68,8 @@ class Patch:
         Raises PatchError after restore.
         """
         self._check_active("summarize")
-        return summary_table(self._patched())
+        parts = summary_table(self._patched()), video_output_note(self._target(), self.config)
+        return "\n\n".join(filter(None, parts))
 
     def rows(self) -> list[Row]:
         """What `summary` shows of the blocks, of all patched models in turn. Raises PatchError after restore."""
@@ -105,6 +109,7 @@ class Patch:
 def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
     """Bind fused forwards on the transformers of a Wan pipeline, or on one transformer.
 
+    A pipeline's video processor then converts on the GPU what the VAE decoded (video_output.py).
     state_dict, module classes and `save_pretrained` stay as they are, and so do parameters, but for those that the
     quantized tier puts in 8 bits (quantized_weights.py).
 
@@ -156,6 +161,7 @@ def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal,
         for (name, model), journal in zip(transformers.items(), journals, strict=True):
             prepare(journal, name, model)
             update_groups(model)
+        patch_video_output(journals[0], target, config)
     except BaseException:
         for journal in reversed(journals):
             journal.undo()
@@ -166,7 +172,7 @@ def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal,
         for model, journal in zip(transformers.values(), journals, strict=True):
             free_originals(model)
             journal.forget_parameters()
-    return Patch(transformers, config)
+    return Patch(transformers, config, target)
 
 
 def restore(target: object) -> None:

@@ -105,6 +105,26 @@ def _qkv(linears, implementation, x):
     return kernels.linear_qkv(x, weights, biases, implementation=implementation)
 
 
+def kv_projection(attn: nn.Module, tokens: int, call: Call, *, added: bool = False) -> Step:
+    """k and v of a cross-attention: a context [B|1, L, C] of so many tokens in all -> two [B|1, L, C]. added: of the
+    image."""
+    if attn.fused_projections:
+        return Step(partial(_kv_of_one_module, attn.to_added_kv if added else attn.to_kv), MODULE, "fused projections")
+    modules = (attn.add_k_proj, attn.add_v_proj) if added else (attn.to_k, attn.to_v)
+    linears = [linear_of(module) for module in modules]
+    if all(map(is_quantized, linears)):
+        return quantized_layers.kv_projection(linears, partial(_of_each_module, modules), tokens, call)
+    return Step(partial(_of_each_module, modules), LINEAR)
+
+
+def _kv_of_one_module(module, context):
+    return module(context).chunk(2, dim=-1)
+
+
+def _of_each_module(modules, context):
+    return [module(context) for module in modules]
+
+
 def head_norm(norm: nn.Module, heads: int, call: Call) -> Step:
     """RMSNorm over all heads, split into them and rotated where tables are given.
 

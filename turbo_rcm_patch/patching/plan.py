@@ -40,16 +40,18 @@ class Step(NamedTuple):
     takes: torch.dtype | None = None
     gives: torch.dtype | None = None
 
-    def fed_by(self, producer: Step) -> Step:
-        """The step with the reason that its input is quantised in a pass of its own, where the producer does not."""
-        apart = self.takes is not None and producer.gives != self.takes
+    def fed_by(self, producer: Step | None) -> Step:
+        """The step with the reason that its input is quantised in a pass of its own, where the producer does not; None:
+        it comes from outside of the block."""
+        apart = self.takes is not None and (producer is None or producer.gives != self.takes)
         return self._replace(reason=self.reason or "quantised in a pass of its own") if apart else self
 
 
 class Call(NamedTuple):
     """What the choice of kernels depends on, apart from a block's modules.
 
-    batch, tokens: samples, and tokens of all of them. gate: what it varies by, "sample", "token" or "run".
+    batch, tokens: samples, and tokens of all of them. contexts, context_tokens: prompts, and tokens of each. gate: what
+    it varies by, "sample", "token" or "run".
     derivative: "backward" where autograd records the call, "forward" in forward mode or under another function
     transform, else None. backend: diffusers' for attention. why_whole: why its inputs require that a self-attention is
     called as a whole; None when they do not. exactly: why the attention runs in the model's dtype in a tier that has
@@ -61,6 +63,8 @@ class Call(NamedTuple):
     dtype: torch.dtype
     batch: int
     tokens: int
+    contexts: int
+    context_tokens: int
     gate: str
     derivative: str | None
     backend: AttentionBackendName
@@ -88,7 +92,7 @@ def call_of(
     shared: Shared, block: nn.Module, x: torch.Tensor, context: torch.Tensor, gate: str, why_whole: str | None
 ) -> Call:
     """The kind of call for hidden states x [B, S, C] and a prompt [B|1, L, C]."""
-    sizes = x.shape[0], x.shape[0] * x.shape[1]
+    sizes = x.shape[0], x.shape[0] * x.shape[1], *context.shape[:2]
     now = _derivative(block, x, context), active_backend()
     return Call(shared.config, x.device, x.dtype, *sizes, gate, *now, why_whole, shared.why_exact_attention())
 

@@ -51,6 +51,22 @@ def _qkv(linears, dtype, implementation, x):
     return kernels.linear_qkv(x, weights, biases, dtype=dtype, implementation=implementation)
 
 
+def kv_projection(linears: Sequence[nn.Linear], by_modules: Callable, tokens: int, call: Call) -> Step:
+    """k and v of a cross-attention: a context [B|1, L, C] of so many tokens in all, quantised once -> two [B|1, L, C]
+    in the call's dtype."""
+    reason = next(filter(None, (_why_not(linear, call) for linear in linears)), None)
+    if reason is None and len({quantized_weight(linear).format for linear in linears}) > 1:
+        reason = "unequal projections"
+    if reason is not None:
+        return Step(by_modules, MODULE, reason)
+    return _step(partial(_each_linear, linears, call.dtype), linears[0], call._replace(tokens=tokens))
+
+
+def _each_linear(linears, dtype, implementation, x):
+    x = in_8_bits(x, quantized_weight(linears[0]).format, implementation)
+    return [_linear(linear, dtype, implementation, x) for linear in linears]
+
+
 def projection(linear: nn.Linear, by_module: Callable, call: Call) -> Step:
     """A lone linear: x [B, S, K] -> [B, S, C] in the call's dtype."""
     reason = _why_not(linear, call)

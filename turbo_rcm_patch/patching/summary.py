@@ -15,7 +15,7 @@ from ..config import PatchConfig
 from ..plain import is_sharded
 from .families import family_of
 from .families.family import Blocks, compute_dtype
-from .families.wan.block import BlockPlan, decide
+from .families.wan.block import TEXT_TOKENS, BlockPlan, decide
 from .plan import NOTHING, Call, active_backend, state_of
 from .quantized_weights import weights_note
 from .steps import NOT_COUNTED
@@ -110,7 +110,9 @@ def current_plan(transformer: nn.Module, block: nn.Module) -> BlockPlan:
         return state.plans.ran
     latest = state.plans.latest
     if latest is None:
-        latest = Call(state.shared.config, torch.device("cpu"), torch.float32, 1, TOKENS, "sample", None, "")
+        latest = Call(
+            state.shared.config, torch.device("cpu"), torch.float32, 1, TOKENS, 1, TEXT_TOKENS, "sample", None, ""
+        )
     # Under offloading the weights rest elsewhere than the forward runs.
     device, dtype = get_module_execution_device(transformer), compute_dtype(transformer)
     exactly = NOT_COUNTED if latest.exactly == NOT_COUNTED else None

@@ -21,6 +21,7 @@ from ...layers import (
     Tables,
     attention,
     head_norm,
+    kv_projection,
     layer_norm,
     layer_norm_by_module,
     projection,
@@ -99,43 +100,41 @@ class QuantizedSelfAttention:
 class CrossAttention:
     """x + attention of the normed x over the text, and over the image where the context holds one."""
 
-    attn: nn.Module
+    heads: int
     norm: Step
     q: Step
     norm_q: Step
+    kv: Step
     norm_k: Step
     attention: Step
     out: Step
+    image_kv: Step | None = None
     image_norm: Step | None = None
     image_attention: Step | None = None
 
     def run(self, x, context: torch.Tensor) -> torch.Tensor:
         q = self.norm_q.run(self.q.run(self.norm.run(x)))
         text = context if self.image_attention is None else context[:, context.shape[1] - TEXT_TOKENS :]
-        attended = self.attention.run(q, *self._keys_values(text))
+        attended = self.attention.run(q, *self._keys_values(text, self.kv, self.norm_k))
         if self.image_attention is not None:
             image = context[:, : context.shape[1] - TEXT_TOKENS]
-            attended = self.image_attention.run(q, *self._image_keys_values(image), attended)
+            attend, kv, norm = self.image_attention.run, self.image_kv, self.image_norm
+            attended = attend(q, *self._keys_values(image, kv, norm), attended)
         del q
         return self.out.run(attended.flatten(2), x)
 
-    def _keys_values(self, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        attn = self.attn
-        k, v = attn.to_kv(text).chunk(2, dim=-1) if attn.fused_projections else (attn.to_k(text), attn.to_v(text))
-        return self.norm_k.run(k), v.unflatten(2, (attn.heads, -1))
-
-    def _image_keys_values(self, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        attn = self.attn
-        if attn.fused_projections:
-            k, v = attn.to_added_kv(image).chunk(2, dim=-1)
-        else:
-            k, v = attn.add_k_proj(image), attn.add_v_proj(image)
-        return self.image_norm.run(k), v.unflatten(2, (attn.heads, -1))
+    def _keys_values(self, context: torch.Tensor, kv: Step, norm: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = kv.run(context)
+        return norm.run(k), v.unflatten(2, (self.heads, -1))
 
     def rows(self) -> Rows:
         yield "norm", (self.norm,)
         if self.q.kernel != LINEAR:
             yield "Q projection", (self.q,)
+        if self.kv.kernel != LINEAR:
+            yield "K and V projections", (self.kv,)
+        if self.image_kv is not None and self.image_kv.kernel != LINEAR:
+            yield "image K and V projections", (self.image_kv,)
         yield "QK-norm", (self.norm_q, self.norm_k, *filter(None, (self.image_norm,)))
         yield "attention", (self.attention,)
         if self.image_attention is not None:
@@ -254,8 +253,11 @@ def _cross_attention(block, attention_class: type, call: Call, stored: Storage):
     reason = asked or why_not_fused_attention(attn, attention_class)
     if reason is not None:
         return _whole(block.norm2, "norm", attn, stored, stored, call, reason, names, asked)
-    image = {}
+    image, text_tokens = {}, call.context_tokens
     if attn.add_k_proj is not None:
+        text_tokens = min(text_tokens, TEXT_TOKENS)
+        image_tokens = call.contexts * (call.context_tokens - text_tokens)
+        image["image_kv"] = kv_projection(attn, image_tokens, call, added=True).fed_by(None)
         image["image_norm"] = head_norm(attn.norm_added_k, attn.heads, call)
         image["image_attention"] = attention(attn, call, crossing=True, added=True)
     q = projection(attn.to_q, call)
@@ -263,10 +265,11 @@ def _cross_attention(block, attention_class: type, call: Call, stored: Storage):
     attended = attention(attn, call, crossing=True)
     out = projection_with_skip(list(attn.to_out), stored, stored, call, gated=False)
     return CrossAttention(
-        attn,
+        attn.heads,
         norm,
         q.fed_by(norm),
         head_norm(attn.norm_q, attn.heads, call),
+        kv_projection(attn, call.contexts * text_tokens, call).fed_by(None),
         head_norm(attn.norm_k, attn.heads, call),
         attended,
         out.fed_by(attended),
