@@ -33,6 +33,7 @@ OPS = (
     "skip",
     "quantize_qkv",
     "attention_8bit",
+    "sparse_linear_attention",
 )
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 PROCESSES = 2

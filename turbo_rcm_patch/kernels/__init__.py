@@ -24,6 +24,8 @@ from .rms_norm_rope import rms_norm_rope
 from .saturation import reset as reset_saturated
 from .saturation import saturated
 from .skip import skip
+from .sparse_linear_attention import sparse_block_sizes, sparse_linear_attention
+from .sparse_linear_attention_reference import KeptBlocks, kept_blocks, sparse_block_map
 
 __all__ = [
     "FP8",
@@ -31,6 +33,7 @@ __all__ = [
     "IMPLEMENTATIONS",
     "INT8",
     "MAX_RUNS",
+    "KeptBlocks",
     "Quantized",
     "QuantizedQKV",
     "QuantizedWeight",
@@ -43,6 +46,7 @@ __all__ = [
     "gelu",
     "gemm_kernel",
     "interpreting",
+    "kept_blocks",
     "layer_norm_modulate",
     "linear_8bit",
     "linear_gelu",
@@ -57,6 +61,9 @@ __all__ = [
     "rms_norm_rope",
     "saturated",
     "skip",
+    "sparse_block_map",
+    "sparse_block_sizes",
+    "sparse_linear_attention",
     "why_linear",
     "why_not_triton",
     "why_not_triton_on",

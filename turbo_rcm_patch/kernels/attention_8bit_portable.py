@@ -79,11 +79,11 @@ def attention_forward(
         launch_kernel(
             _attention_8bit_kernel,
             (triton.cdiv(tokens, tile.BLOCK_M), heads, batch),
-            _operand(q, tile.BLOCK_M, capability),
+            packed_operand(q, tile.BLOCK_M, capability),
             q_scale,
-            _operand(k, tile.BLOCK_N, capability),
+            packed_operand(k, tile.BLOCK_N, capability),
             k_scale,
-            _values_operand(v, tile.BLOCK_N, capability),
+            values_operand(v, tile.BLOCK_N, capability),
             v_scale,
             residual,
             c_skip,
@@ -105,7 +105,7 @@ def attention_forward(
         )
 
 
-def _operand(x: torch.Tensor, block: int, capability: tuple[int, int]) -> torch.Tensor | TensorDescriptor:
+def packed_operand(x: torch.Tensor, block: int, capability: tuple[int, int]) -> torch.Tensor | TensorDescriptor:
     """What the kernel gets to read tiles of a packed x [B, S, H, D]: a TMA descriptor where the GPU has TMA."""
     if capability < TMA_CAPABILITY:
         return x
@@ -115,15 +115,15 @@ def _operand(x: torch.Tensor, block: int, capability: tuple[int, int]) -> torch.
     return TensorDescriptor(x, shape, strides, [1, 1, block, head_dim])
 
 
-def _values_operand(v: torch.Tensor, block: int, capability: tuple[int, int]) -> torch.Tensor | TensorDescriptor:
+def values_operand(v: torch.Tensor, block: int, capability: tuple[int, int]) -> torch.Tensor | TensorDescriptor:
     """The same of v, which in e4m3 is packed [B, H, D, T]."""
     if v.dtype != FP8 or capability < TMA_CAPABILITY:
-        return _operand(v, block, capability)
+        return packed_operand(v, block, capability)
     return TensorDescriptor(v, list(v.shape), list(v.stride()), [1, 1, v.shape[2], block])
 
 
 @triton.jit
-def _load_values(
+def load_values(
     v, sample, head, heads, key, tokens, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr
 ):
     """BLOCK_N tokens of an e4m3 v [B, H, D, T], in key_order: [BLOCK_N, D]. T is a multiple of BLOCK_N."""
@@ -136,7 +136,7 @@ def _load_values(
 
 
 @triton.jit
-def _attend(q, k, v, output, row_max, row_sum, unit, keys, MASK: tl.constexpr):
+def attend(q, k, v, output, row_max, row_sum, unit, keys, MASK: tl.constexpr):
     """Add one tile of keys to the online softmax; with MASK only its first ``keys`` rows are keys.
 
     unit: what one of the integer scores of each row is worth. row_sum [M, 8]: what one thread has of a row.
@@ -185,19 +185,19 @@ def _attention_8bit_kernel(
     for key in tl.range(0, whole, BLOCK_N):
         k_tile = load_tile(k, strides, sample, head, key, tokens, HEAD_DIM, BLOCK_N, HEAD_DIM)
         if V_FP8:
-            v_tile = _load_values(v, sample, head, heads, key, tokens, HEAD_DIM, BLOCK_N, GROUP)
+            v_tile = load_values(v, sample, head, heads, key, tokens, HEAD_DIM, BLOCK_N, GROUP)
         else:
             v_tile = load_tile(v, strides, sample, head, key, tokens, HEAD_DIM, BLOCK_N, HEAD_DIM)
         unit = row_scale * tl.load(key_scales + key // GROUP)
-        output, row_max, row_sum = _attend(q_tile, k_tile, v_tile, output, row_max, row_sum, unit, BLOCK_N, MASK=False)
+        output, row_max, row_sum = attend(q_tile, k_tile, v_tile, output, row_max, row_sum, unit, BLOCK_N, MASK=False)
     for key in tl.range(whole, tokens, BLOCK_N):  # at most once; a loop, so that it is pipelined like the first
         k_tile = load_tile(k, strides, sample, head, key, tokens, HEAD_DIM, BLOCK_N, HEAD_DIM)
         if V_FP8:
-            v_tile = _load_values(v, sample, head, heads, key, tokens, HEAD_DIM, BLOCK_N, GROUP)
+            v_tile = load_values(v, sample, head, heads, key, tokens, HEAD_DIM, BLOCK_N, GROUP)
         else:
             v_tile = load_tile(v, strides, sample, head, key, tokens, HEAD_DIM, BLOCK_N, HEAD_DIM)
         unit = row_scale * tl.load(key_scales + key // GROUP)
-        output, row_max, row_sum = _attend(
+        output, row_max, row_sum = attend(
             q_tile, k_tile, v_tile, output, row_max, row_sum, unit, tokens - key, MASK=True
         )
 

@@ -81,7 +81,7 @@ def attention_forward(
 
 
 @triton.jit
-def _attend(q, k, v, output, row_max, row_sum, keys, scale_log2, MASK: tl.constexpr):
+def attend(q, k, v, output, row_max, row_sum, keys, scale_log2, MASK: tl.constexpr):
     """Add one tile of keys to the online softmax; with MASK only its first ``keys`` rows are keys."""
     scores = tl.dot(q, k.T, input_precision="ieee")
     if MASK:
@@ -119,14 +119,14 @@ def _attention_kernel(
     for key in tl.range(0, whole, BLOCK_N):
         k_tile = load_tile(k, k_strides, sample, head, key, kv_tokens, HEAD_DIM, BLOCK_N, BLOCK_D)
         v_tile = load_tile(v, v_strides, sample, head, key, kv_tokens, HEAD_DIM, BLOCK_N, BLOCK_D)
-        output, row_max, row_sum = _attend(
+        output, row_max, row_sum = attend(
             q_tile, k_tile, v_tile, output, row_max, row_sum, BLOCK_N, scale_log2, MASK=False
         )
     # At most once. As a loop it is pipelined like the first; behind an `if` its loads would spill registers on sm_8x.
     for key in tl.range(whole, kv_tokens, BLOCK_N):
         k_tile = load_tile(k, k_strides, sample, head, key, kv_tokens, HEAD_DIM, BLOCK_N, BLOCK_D)
         v_tile = load_tile(v, v_strides, sample, head, key, kv_tokens, HEAD_DIM, BLOCK_N, BLOCK_D)
-        output, row_max, row_sum = _attend(
+        output, row_max, row_sum = attend(
             q_tile, k_tile, v_tile, output, row_max, row_sum, kv_tokens - key, scale_log2, MASK=True
         )
     output = output / row_sum[:, None]

@@ -31,6 +31,7 @@ from .quantize_rows import quantize_rows
 from .quantized import FP8, INT8, Quantized, QuantizedWeight
 from .rms_norm_rope import rms_norm_rope
 from .skip import skip
+from .sparse_linear_attention import BLOCK_SIZES, sparse_linear_attention
 
 FP32, FP16, BF16 = KERNEL_DTYPES
 CHANNELS = 1536
@@ -244,6 +245,19 @@ def launch_attention_8bit() -> None:
         attention_8bit(qkv, residual=residual, c_skip=per_token, c_out=per_token)
 
 
+def launch_sparse_linear_attention() -> None:
+    formats = sorted({None, FP16, default_v_format(torch.device("meta"))}, key=str)
+    cases = [(BF16, 128, sizes) for sizes in product(BLOCK_SIZES, repeat=2)]
+    cases += [(BF16, 64, (128, 64)), (BF16, 64, (64, 128)), (FP32, 64, (128, 64)), (FP32, 128, (64, 128))]
+    for (dtype, head_dim, (block_q, block_k)), v_format in product(cases, formats):
+        x, weight, bias = (meta(*shape, dtype=dtype) for shape in ((2, 300, 3, head_dim), (head_dim,) * 2, (head_dim,)))
+        options = {"block_q": block_q, "block_k": block_k, "quantized": v_format is not None, "v_format": v_format}
+        sparse_linear_attention(x, x, x, weight, bias, topk=0.5, **options)
+    x, weight = meta(2, 300, 3, 128, dtype=FP16), meta(128, 128, dtype=FP32)
+    for quantized in (False, True):
+        sparse_linear_attention(x, x, x, weight, None, topk=0.5, quantized=quantized)
+
+
 def quantized_qkv(v_format: torch.dtype, head_dim: int) -> QuantizedQKV:
     x = meta(2, 300, 3, head_dim, dtype=torch.int8)
     v = meta(2, 3, head_dim, 384, dtype=FP8) if v_format == FP8 else meta(2, 300, 3, head_dim, dtype=v_format)
@@ -265,4 +279,5 @@ LAUNCHES = {
     "skip": launch_skip,
     "quantize_qkv": launch_quantize_qkv,
     "attention_8bit": launch_attention_8bit,
+    "sparse_linear_attention": launch_sparse_linear_attention,
 }

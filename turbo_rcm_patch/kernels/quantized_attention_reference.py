@@ -72,7 +72,7 @@ def attention_8bit(
     queries = (q.float() * q_scale[..., None]).transpose(1, 2)
     values = untranspose(v, tokens) if v.dtype == FP8 else v.float()
     values = values.transpose(1, 2)
-    output = torch.cat([_attend(part, keys, values, v.dtype) for part in queries.split(QUERIES_AT_A_TIME, 2)], 2)
+    output = torch.cat([attend(part, keys, values, v.dtype) for part in queries.split(QUERIES_AT_A_TIME, 2)], 2)
     output = output.transpose(1, 2) * v_scale[:, None]
     if out_scale is not None:
         return round_to(output / out_scale[:, None, None, None], FP8)
@@ -134,9 +134,28 @@ def _transpose(v: torch.Tensor) -> torch.Tensor:
     return round_to(padded[:, key_order(padded.shape[1], v.device)].permute(0, 2, 3, 1), FP8).contiguous()
 
 
-def _attend(queries, keys, values, v_format):
-    """queries [B, H, M, D], keys and values [B, H, S, D]."""
+def attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    v_format: torch.dtype,
+    is_key: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """softmax(queries keysᵀ) values in base 2 for queries [..., M, D], keys and values [..., S, D], its
+    weights rounded to v_format relative to their row's maximum.
+
+    is_key: bool [..., 1, S], or None for all.
+    """
     scores = queries @ keys.mT
+    if is_key is not None:
+        scores = scores.masked_fill(~is_key, -torch.inf)
     weights = torch.exp2(scores - scores.amax(-1, keepdim=True)) * V_LARGEST
-    rounded = weights.to(v_format).float()
+    rounded = straight_through(weights, weights.to(v_format).float())
     return rounded @ values / weights.sum(-1, keepdim=True)
+
+
+def straight_through(exact: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
+    """rounded, whose gradient goes to what it was rounded from (Bengio et al. 2013, section 4)."""
+    if torch.is_grad_enabled() and exact.requires_grad:
+        return exact + (rounded - exact).detach()
+    return rounded

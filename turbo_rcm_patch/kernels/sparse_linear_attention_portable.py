@@ -1,0 +1,159 @@
+"""The portable sparse-linear attention, written once: sm_80 to sm_120.
+
+As attention_forward, over the keys of the kept blocks alone; then, where the result still is in registers, the linear
+branch is added by one product with the state of the pre-pass (sparse_linear_attention_prepass.py).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .attention_forward import attend
+from .attention_tiles import (
+    LOG2_E,
+    Tile,
+    choose_tile,
+    has_descriptors,
+    load_tile,
+    readable,
+    store_tile,
+    tile_operand,
+)
+from .dispatch import device_properties
+from .launch import launch_kernel, register_options
+from .sparse_linear_attention_reference import EPSILON
+from .tma import head_strides
+
+LOG2E = tl.constexpr(LOG2_E)
+EPS = tl.constexpr(EPSILON)
+
+
+def sparse_attention_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_map: torch.Tensor,
+    key_weight: torch.Tensor,
+    state: torch.Tensor,
+    bias: torch.Tensor | None,
+    block_q: int,
+    block_k: int,
+    out: torch.Tensor,
+) -> None:
+    """Write softmax attention to the kept blocks plus the linear branch to out.
+
+    q, k, v [B, S, H, D] with any strides; block_map [B, H, blocks, kept] int32, ascending; key_weight and state as of
+    summarize_keys; all but q, k and v packed.
+    """
+    q, k, v = readable(q), readable(k), readable(v)
+    batch, tokens, heads, head_dim = q.shape
+    capability = device_properties(q.device)[0]
+    tile = fit_tile(choose_tile("attention", capability, q.dtype, head_dim), block_q, block_k)
+    with torch.cuda.device_of(q):
+        launch_kernel(
+            _sparse_attention_kernel,
+            (triton.cdiv(tokens, tile.BLOCK_M), heads, batch),
+            tile_operand(q, tile.BLOCK_M, capability),
+            tile_operand(k, tile.BLOCK_N, capability),
+            tile_operand(v, tile.BLOCK_N, capability),
+            block_map,
+            key_weight,
+            state_operand(state, capability),
+            bias,
+            out,
+            tokens,
+            heads,
+            block_map.shape[3],
+            head_dim**-0.5 * LOG2_E,
+            *head_strides(q),
+            *head_strides(k),
+            *head_strides(v),
+            HEAD_DIM=head_dim,
+            QUERIES=block_q,
+            KEYS=block_k,
+            **tile._asdict(),
+            **register_options(capability),
+        )
+
+
+def fit_tile(tile: Tile, block_q: int, block_k: int) -> Tile:
+    """The tile, no larger than the blocks; with fewer queries, fewer threads."""
+    rows, columns = min(tile.BLOCK_M, block_q), min(tile.BLOCK_N, block_k)
+    return type(tile)(rows, columns, max(4, tile.num_warps * rows // tile.BLOCK_M), tile.num_stages)
+
+
+def state_operand(state: torch.Tensor, capability: tuple[int, int]) -> torch.Tensor | TensorDescriptor:
+    """What a kernel gets to read one head's state [D, D] of all [B, H, D, D]."""
+    if not has_descriptors(capability, state.dtype):
+        return state
+    return TensorDescriptor(state, list(state.shape), list(state.stride()), [1, 1, *state.shape[2:]])
+
+
+@triton.jit
+def kept_keys(block_map, sample, head, heads, query, tokens, kept, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """Of the query's block: where its list of key blocks is, how many of them are whole, and the first key of the one
+    that is not; the number of tokens where all are."""
+    row = (tl.cast(sample, tl.int64) * heads + head) * tl.cdiv(tokens, QUERIES) + query // QUERIES
+    kept_blocks = block_map + row * kept
+    last = tl.load(kept_blocks + kept - 1) * KEYS
+    cut = last + KEYS > tokens
+    return kept_blocks, kept - cut.to(tl.int32), tl.where(cut, last, tokens)
+
+
+@triton.jit
+def add_linear_branch(output, q, key_weight, state, bias, sample, head, heads):
+    """output plus o_l Wᵀ + b, for a tile of queries q [M, D]."""
+    HEAD_DIM: tl.constexpr = q.shape[1]
+    columns = tl.arange(0, HEAD_DIM)
+    of_head = tl.cast(sample, tl.int64) * heads + head
+    wide = q.to(tl.float32)
+    phi = tl.exp2((wide - tl.max(wide, 1)[:, None]) * LOG2E)
+    weights = phi * tl.load(key_weight + of_head * HEAD_DIM + columns)[None, :]
+    weights = weights * (1.0 / (tl.sum(phi, 1) * EPS + tl.sum(weights, 1)))[:, None]
+    if isinstance(state, tl.tensor_descriptor):
+        projected = state.load([sample, head, 0, 0]).reshape(HEAD_DIM, HEAD_DIM)
+    else:
+        corner = state + of_head * (HEAD_DIM * HEAD_DIM)
+        projected = tl.load(corner + columns[:, None] * HEAD_DIM + columns[None, :])
+    if bias is not None:
+        output += tl.load(bias + columns).to(tl.float32)[None, :]
+    return tl.dot(weights.to(projected.dtype), projected, output, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["tokens", "heads", "kept"])
+def _sparse_attention_kernel(
+    q, k, v, block_map, key_weight, state, bias, out, tokens, heads, kept, scale_log2,
+    q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,
+    HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M queries of one head and of one block of queries."""
+    start = tl.program_id(0) * BLOCK_M
+    head = tl.program_id(1)
+    sample = tl.program_id(2)
+    k_strides = (k_stride_b, k_stride_s, k_stride_h)
+    v_strides = (v_stride_b, v_stride_s, v_stride_h)
+    q_strides = (q_stride_b, q_stride_s, q_stride_h)
+    PARTS: tl.constexpr = KEYS // BLOCK_N  # tiles of a block
+    kept_blocks, whole, cut = kept_keys(block_map, sample, head, heads, start, tokens, kept, QUERIES, KEYS)
+    q_tile = load_tile(q, q_strides, sample, head, start, tokens, HEAD_DIM, BLOCK_M, HEAD_DIM)
+    output = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    for i in tl.range(0, whole * PARTS):
+        key = tl.load(kept_blocks + i // PARTS) * KEYS + i % PARTS * BLOCK_N
+        k_tile = load_tile(k, k_strides, sample, head, key, tokens, HEAD_DIM, BLOCK_N, HEAD_DIM)
+        v_tile = load_tile(v, v_strides, sample, head, key, tokens, HEAD_DIM, BLOCK_N, HEAD_DIM)
+        output, row_max, row_sum = attend(
+            q_tile, k_tile, v_tile, output, row_max, row_sum, BLOCK_N, scale_log2, MASK=False
+        )
+    for key in tl.range(cut, tokens, BLOCK_N):
+        k_tile = load_tile(k, k_strides, sample, head, key, tokens, HEAD_DIM, BLOCK_N, HEAD_DIM)
+        v_tile = load_tile(v, v_strides, sample, head, key, tokens, HEAD_DIM, BLOCK_N, HEAD_DIM)
+        output, row_max, row_sum = attend(
+            q_tile, k_tile, v_tile, output, row_max, row_sum, tokens - key, scale_log2, MASK=True
+        )
+    output = add_linear_branch(output / row_sum[:, None], q_tile, key_weight, state, bias, sample, head, heads)
+    store_tile(out, output, sample, head, heads, start, tokens, HEAD_DIM, BLOCK_M, HEAD_DIM)

@@ -1,0 +1,199 @@
+"""What sparse-linear attention needs of all tokens, in one read of q, k and v, portable: sm_80 to sm_120.
+
+    pooled_q, pooled_k = means of each block of q and of k less its mean over the tokens      [B, H, blocks, D]
+    key_weight = Σ φ(k)                                                                       [B, H, D] fp32
+    state      = (Σ φ(k)ᵀ v) / key_weight · Wᵀ                                                [B, H, D, D]
+
+Programs each summarise some blocks of keys of a head; what they leave is then added up, divided and projected. Divided
+by its row's weight, the state has means of v: they fit fp16 however many tokens there are, and with them o_l is a mean
+over d with the weights φ(q)_d key_weight_d. Projected before the queries see it, proj_l costs nothing per query.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .attention_tiles import LOG2_E, load_tile, readable, tile_operand
+from .dispatch import device_properties
+from .launch import launch_kernel, register_options
+from .tma import head_strides
+
+PROGRAMS = 2  # per multiprocessor that summarise keys
+FP32_TOKENS = 16  # at a time without tensor cores, where the tile of a product lies in registers
+FOLDED_ROWS, FOLDED_COLUMNS = 16, 16
+TINY = tl.constexpr(1e-30)
+LOG2E = tl.constexpr(LOG2_E)
+
+
+def pool_queries(q: torch.Tensor, block: int, pooled: torch.Tensor) -> None:
+    """Write the means of each block of tokens of q [B, S, H, D] to pooled [B, H, blocks, D], packed."""
+    q = readable(q)
+    batch, tokens, heads, head_dim = q.shape
+    with torch.cuda.device_of(q):
+        launch_kernel(
+            _pool_queries_kernel,
+            (pooled.shape[2], heads, batch),
+            q,
+            pooled,
+            tokens,
+            heads,
+            *head_strides(q),
+            HEAD_DIM=head_dim,
+            BLOCK=block,
+            num_warps=4,
+        )
+
+
+def summarize_keys(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    proj_weight: torch.Tensor,
+    block: int,
+    pooled: torch.Tensor,
+    key_weight: torch.Tensor,
+    state: torch.Tensor,
+) -> None:
+    """Write pooled_k, key_weight and state for k, v [B, S, H, D] of any strides and proj_l's W; outputs packed."""
+    k, v = readable(k), readable(v)
+    batch, tokens, heads, head_dim = k.shape
+    capability, multiprocessors = device_properties(k.device)
+    blocks = pooled.shape[2]
+    per_program = triton.cdiv(blocks, max(1, PROGRAMS * multiprocessors // (batch * heads)))
+    programs = triton.cdiv(blocks, per_program)
+    means = k.new_empty(pooled.shape, dtype=torch.float32)
+    states = k.new_empty((batch, heads, programs, head_dim, head_dim), dtype=torch.float32)
+    phi_sums, k_sums = (k.new_empty((batch, heads, programs, head_dim), dtype=torch.float32) for _ in range(2))
+    k_mean = k.new_empty((batch, heads, 1, head_dim), dtype=torch.float32)
+    at_a_time = FP32_TOKENS if k.dtype == torch.float32 else block
+    with torch.cuda.device_of(k):
+        launch_kernel(
+            _summarize_keys_kernel,
+            (programs, heads, batch),
+            tile_operand(k, at_a_time, capability),
+            tile_operand(v, at_a_time, capability),
+            means,
+            states,
+            phi_sums,
+            k_sums,
+            tokens,
+            heads,
+            per_program,
+            *head_strides(k),
+            *head_strides(v),
+            HEAD_DIM=head_dim,
+            BLOCK=block,
+            AT_A_TIME=at_a_time,
+            num_warps=8,
+            num_stages=2,
+            **register_options(capability),
+        )
+        launch_kernel(
+            _fold_projection_kernel,
+            (head_dim // FOLDED_ROWS, heads, batch),
+            states,
+            phi_sums,
+            k_sums,
+            proj_weight,
+            state,
+            key_weight,
+            k_mean,
+            tokens,
+            heads,
+            programs,
+            *proj_weight.stride(),
+            HEAD_DIM=head_dim,
+            ROWS=FOLDED_ROWS,
+            COLUMNS=FOLDED_COLUMNS,
+            num_warps=4,
+        )
+    torch.sub(means, k_mean, out=pooled)
+
+
+@triton.jit(do_not_specialize=["tokens", "heads"])
+def _pool_queries_kernel(
+    q, pooled, tokens, heads, q_stride_b, q_stride_s, q_stride_h, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program: one block of one head."""
+    block = tl.program_id(0)
+    head = tl.program_id(1)
+    sample = tl.program_id(2)
+    start = block * BLOCK
+    strides = (q_stride_b, q_stride_s, q_stride_h)
+    tile = load_tile(q, strides, sample, head, start, tokens, HEAD_DIM, BLOCK, HEAD_DIM).to(tl.float32)
+    mean = tl.sum(tile, 0) / tl.minimum(tokens - start, BLOCK)
+    row = (sample.to(tl.int64) * heads + head) * tl.num_programs(0) + block
+    tl.store(pooled + row * HEAD_DIM + tl.arange(0, HEAD_DIM), mean.to(pooled.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["tokens", "heads", "per_program"])
+def _summarize_keys_kernel(
+    k, v, means, states, phi_sums, k_sums, tokens, heads, per_program,
+    k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,
+    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, AT_A_TIME: tl.constexpr,
+):  # fmt: skip
+    """One program: per_program blocks of one head, AT_A_TIME tokens of one at a time."""
+    program = tl.program_id(0)
+    head = tl.program_id(1)
+    sample = tl.program_id(2)
+    k_strides = (k_stride_b, k_stride_s, k_stride_h)
+    v_strides = (v_stride_b, v_stride_s, v_stride_h)
+    columns = tl.arange(0, HEAD_DIM)
+    of_head = sample.to(tl.int64) * heads + head
+    blocks = tl.cdiv(tokens, BLOCK)
+    state = tl.zeros((HEAD_DIM, HEAD_DIM), tl.float32)
+    phi_sum = tl.zeros((HEAD_DIM,), tl.float32)
+    k_sum = tl.zeros((HEAD_DIM,), tl.float32)
+    for block in tl.range(program * per_program, tl.minimum((program + 1) * per_program, blocks)):
+        block_sum = tl.zeros((HEAD_DIM,), tl.float32)
+        for start in tl.range(block * BLOCK, block * BLOCK + BLOCK, AT_A_TIME):
+            k_tile = load_tile(k, k_strides, sample, head, start, tokens, HEAD_DIM, AT_A_TIME, HEAD_DIM)
+            v_tile = load_tile(v, v_strides, sample, head, start, tokens, HEAD_DIM, AT_A_TIME, HEAD_DIM)
+            wide = k_tile.to(tl.float32)
+            block_sum += tl.sum(wide, 0)
+            phi = tl.exp2((wide - tl.max(wide, 1)[:, None]) * LOG2E)
+            is_key = tl.arange(0, AT_A_TIME) < tokens - start
+            phi = phi * tl.where(is_key, 1.0 / tl.sum(phi, 1), 0.0)[:, None]
+            phi_sum += tl.sum(phi, 0)
+            state = tl.dot(phi.to(v_tile.dtype).T, v_tile, state, input_precision="ieee")
+        row = of_head * blocks + block
+        tl.store(means + row * HEAD_DIM + columns, block_sum / tl.minimum(tokens - block * BLOCK, BLOCK))
+        k_sum += block_sum
+    row = of_head * tl.num_programs(0) + program
+    tl.store(phi_sums + row * HEAD_DIM + columns, phi_sum)
+    tl.store(k_sums + row * HEAD_DIM + columns, k_sum)
+    tl.store(states + row * (HEAD_DIM * HEAD_DIM) + columns[:, None] * HEAD_DIM + columns[None, :], state)
+
+
+@triton.jit(do_not_specialize=["tokens", "heads", "programs"])
+def _fold_projection_kernel(
+    states, phi_sums, k_sums, weight, state, key_weight, k_mean, tokens, heads, programs,
+    weight_stride_o, weight_stride_i,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program: ROWS rows of one head's state, from what all programs summarised."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    of_head = tl.program_id(2).to(tl.int64) * heads + tl.program_id(1)
+    first = of_head * programs * HEAD_DIM
+    phi_sum = tl.zeros((ROWS,), tl.float32)
+    k_sum = tl.zeros((ROWS,), tl.float32)
+    for program in tl.range(0, programs):
+        phi_sum += tl.load(phi_sums + first + program * HEAD_DIM + rows)
+        k_sum += tl.load(k_sums + first + program * HEAD_DIM + rows)
+    tl.store(key_weight + of_head * HEAD_DIM + rows, phi_sum)
+    tl.store(k_mean + of_head * HEAD_DIM + rows, k_sum / tokens)
+
+    projected = tl.zeros((ROWS, HEAD_DIM), tl.float32)
+    outputs = tl.arange(0, HEAD_DIM)
+    for column in tl.range(0, HEAD_DIM, COLUMNS):
+        columns = column + tl.arange(0, COLUMNS)
+        part = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for program in tl.range(0, programs):
+            corner = states + (first + program * HEAD_DIM) * HEAD_DIM
+            part += tl.load(corner + rows[:, None] * HEAD_DIM + columns[None, :])
+        part = part / tl.maximum(phi_sum, TINY)[:, None]
+        transposed = tl.load(weight + outputs[None, :] * weight_stride_o + columns[:, None] * weight_stride_i)
+        projected = tl.dot(part, transposed.to(tl.float32), projected, input_precision="ieee")
+    corner = state + of_head * (HEAD_DIM * HEAD_DIM)
+    tl.store(corner + rows[:, None] * HEAD_DIM + outputs[None, :], projected.to(state.dtype.element_ty))
