@@ -19,7 +19,7 @@ from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.bench.ops import OpCase, OpResult, measure_copy_bandwidth, run_case
 from turbo_rcm_patch.bench.report import ops_table
 from turbo_rcm_patch.cli.files import json_file, write_json
-from turbo_rcm_patch.tiers import ACTIVE
+from turbo_rcm_patch.tiers import TIERS
 
 CASES = (*ops.CASES, *ops_quantized.CASES)
 
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="cases whose name contains one of these")
-    parser.add_argument("--tier", choices=ACTIVE, help="cases of one tier (default: all)")
+    parser.add_argument("--tier", choices=TIERS, help="cases of one tier (default: all)")
     parser.add_argument("--rounds", type=int, default=20, help="timed runs per contender (default 20)")
     parser.add_argument("--json", type=json_file, help="write all figures with the GPU and versions")
     options = parser.parse_args(argv)

@@ -18,6 +18,8 @@ _HOME_OF = {
     "use_distilled": "patching",
     "use_rcm": "patching",
     "load_converted": "patching",
+    "load_turbodiffusion": "patching",
+    "merge_turbodiffusion": "patching",
     "PatchConfig": "config",
     "PRESETS": "config",
     "Recipe": "recipes",

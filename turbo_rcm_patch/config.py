@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from .tiers import ACTIVE, EXACT, KNOWN, Tier, tier_named
+from .tiers import EXACT, TIERS, Tier, tier_named
 
 FUSION_GROUPS = ("self_attention", "cross_attention", "feed_forward")
 ATTENTION_KERNELS = ("auto", "triton", "sdpa")
@@ -37,9 +37,12 @@ class PatchConfig:
             dtypes, autograd, and "same" keep it in the model's dtype.
         tier: the kind of arithmetic (tiers.py), by name or as a Tier, and kept as a Tier: it says which errors are
             allowed, and refuses the options that mean nothing in it, with the reason.
-        quantize: in the quantized tier, what of a block is computed in 8 bits, any of QUANTIZABLE.
-        keep: in the quantized tier, names of modules whose weights stay as they are, with wildcards, counted from the
+        quantize: in the quantized and the sparse tier, what of a block is computed in 8 bits, any of QUANTIZABLE.
+        keep: in these tiers, names of modules whose weights stay as they are, with wildcards, counted from the
             transformer: "blocks.0.*", "*.ffn.net.2".
+        topk: in the sparse tier, the share of key blocks that each block of queries keeps, above 0 and at most 1.
+        blocks: in the sparse tier, (queries, keys) in a block, as the weights were trained with. None: TurboDiffusion's
+            own, (128, 64), and for 8-bit attention on sm_90 (64, 128).
         exact_steps: for tiers that err more: (first, last), in how many of a generation's first and of its last steps
             the attention runs exactly. It needs a patched pipeline, whose scheduler counts the steps. None in the exact
             tier, whose steps all do.
@@ -58,6 +61,8 @@ class PatchConfig:
     tier: Tier | str = EXACT
     quantize: Sequence[str] = QUANTIZABLE
     keep: Sequence[str] = ()
+    topk: float = 0.1
+    blocks: Sequence[int] | None = None
     exact_steps: Sequence[int] | None = None
     vae: bool | None = None
     restorable: bool = True
@@ -73,6 +78,7 @@ class PatchConfig:
             for name in value if field != "keep" else ():
                 _check_name(field, name, accepted)
         self._check_exact_steps()
+        self._check_sparsity()
         _check_name("attention", self.attention, ATTENTION_KERNELS)
         _check_name("linears", self.linears, LINEAR_KERNELS)
         _check_name("implementation", self.implementation, IMPLEMENTATIONS)
@@ -97,6 +103,20 @@ class PatchConfig:
             )
         object.__setattr__(self, "exact_steps", steps)
 
+    def _check_sparsity(self) -> None:
+        if not 0 < self.topk <= 1:
+            raise ValueError(f"topk={self.topk!r}; it is a share of the key blocks, above 0 and at most 1.")
+        if self.blocks is None:
+            return
+        blocks = tuple(self.blocks) if isinstance(self.blocks, Sequence) else ()
+        if len(blocks) != 2 or not all(isinstance(tokens, int) and tokens > 0 for tokens in blocks):
+            raise ValueError(f"blocks={self.blocks!r}; give (queries, keys), two numbers of tokens, or None.")
+        object.__setattr__(self, "blocks", blocks)
+
+    def in_8_bits(self, part: str) -> bool:
+        """Whether a part of a block, one of QUANTIZABLE, is computed in 8 bits."""
+        return self.tier != EXACT and part in self.quantize
+
     def _check_meaning(self) -> None:
         """Refuse an option that is set though the tier does nothing with it."""
         for option in fields(self):
@@ -113,9 +133,7 @@ def _check_name(field: str, value: object, accepted: tuple[str, ...]) -> None:
         raise ValueError(f"{field}={value!r} is unknown; accepted are {', '.join(accepted)}.")
 
 
-PRESETS = {
-    name: PatchConfig(tier=tier, **options) for tier in ACTIVE.values() for name, options in tier.presets.items()
-}
+PRESETS = {name: PatchConfig(tier=tier, **options) for tier in TIERS.values() for name, options in tier.presets.items()}
 
 
 def resolve_config(config: PatchConfig | str) -> PatchConfig:
@@ -127,7 +145,6 @@ def resolve_config(config: PatchConfig | str) -> PatchConfig:
         return config
     if isinstance(config, str):
         if config not in PRESETS:
-            reason = "is a tier that is not in this version" if config in KNOWN else "is unknown"
-            raise ValueError(f"preset {config!r} {reason}; accepted are {', '.join(PRESETS)}.")
+            raise ValueError(f"preset {config!r} is unknown; accepted are {', '.join(PRESETS)}.")
         return PRESETS[config]
     raise TypeError(f"config is a {type(config).__name__}; give a PatchConfig or the name of a preset.")

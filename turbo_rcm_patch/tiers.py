@@ -50,14 +50,13 @@ class Tier:
     """One kind of arithmetic. Tiers are never mixed: a configuration belongs to one.
 
     description: one sentence.
-    limits: None for a tier that this version knows by name only.
     presets: options of `PatchConfig` by the preset's name.
     meaningless: fields of `PatchConfig` that are no options of this tier, with the reason, to follow "the tier".
     """
 
     name: str
     description: str
-    limits: ErrorLimits | None = None
+    limits: ErrorLimits
     presets: Mapping[str, Mapping[str, object]] = field(default_factory=dict, hash=False)
     meaningless: Mapping[str, str] = field(default_factory=dict, hash=False)
 
@@ -74,6 +73,8 @@ EXACT = Tier(
         "restorable": "replaces no weights, so that all can be restored at no cost",
         "quantize": "computes nothing in 8 bits",
         "keep": "computes nothing in 8 bits",
+        "topk": "attends to all keys",
+        "blocks": "attends to all keys",
     },
 )
 
@@ -89,17 +90,26 @@ QUANTIZED = Tier(
     # Two roundings to e4m3, of a GEMM's operands, cost 3.7 % (28.5 dB); a step passes through all blocks.
     limits=ErrorLimits(factor=1.05, fp32=1e-5, block=decibels(28), part=decibels(26), step=decibels(20)),
     presets={"quantized": {}},
-    meaningless={"vae": "leaves the VAE as it is"},
+    meaningless={
+        "vae": "leaves the VAE as it is",
+        "topk": "attends to all keys",
+        "blocks": "attends to all keys",
+    },
 )
-SPARSE = Tier("sparse", "Sparse-linear attention (SLA), for weights that were trained with it.")
+SPARSE = Tier(
+    name="sparse",
+    description="Sparse-linear attention (SLA), for weights that were trained with it; by default in 8 bits.",
+    # What is sparse is the model's own definition, so that all that errs is as in the quantized tier.
+    limits=QUANTIZED.limits,
+    presets={"sparse": {}},
+    meaningless={"vae": "leaves the VAE as it is", "exact_steps": "has no other attention than that of its training"},
+)
 
-KNOWN = {tier.name: tier for tier in (EXACT, QUANTIZED, SPARSE)}
-ACTIVE = {name: tier for name, tier in KNOWN.items() if tier.limits is not None}
+TIERS = {tier.name: tier for tier in (EXACT, QUANTIZED, SPARSE)}
 
 
 def tier_named(name: str) -> Tier:
-    """The tier of this name. Raises ValueError for one that is unknown or not in this version."""
-    if name not in ACTIVE:
-        reason = "is not in this version" if name in KNOWN else "is unknown"
-        raise ValueError(f"tier {name!r} {reason}; accepted are {', '.join(ACTIVE)}.")
-    return ACTIVE[name]
+    """The tier of this name. Raises ValueError for one that is unknown."""
+    if name not in TIERS:
+        raise ValueError(f"tier {name!r} is unknown; accepted are {', '.join(TIERS)}.")
+    return TIERS[name]

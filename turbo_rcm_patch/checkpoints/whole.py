@@ -56,8 +56,8 @@ class WholeModel:
         found = {name.removeprefix(self._prefix): name for name in tensors if not name.endswith(_NO_WEIGHTS)}
         problems = _Problems()
         self.weights = {}
-        for name, shape in _parameters_of(model).items():
-            weight = self._weight(name, shape, tensors, found, problems)
+        for name, parameter in parameters_of(model).items():
+            weight = self._weight(name, tuple(parameter.shape), tensors, found, problems)
             if weight is not None:
                 self.weights[name] = weight
         self.proj_l = _take_proj_l(tensors, found, model, problems)
@@ -138,10 +138,10 @@ class _Problems:
             raise ValueError(f"{source} does not fit the {model}: {'; '.join(lines[:_SHOWN])}{more}.")
 
 
-def _parameters_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shapes of the parameters that diffusers' model has, by name."""
+def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that diffusers' model has, by name."""
     return {
-        f"{path}.{name}".lstrip("."): tuple(parameter.shape)
+        f"{path}.{name}".lstrip("."): parameter
         for path, module in modules_of(model)
         for name, parameter in module._parameters.items()
         if parameter is not None and path.rpartition(".")[2] != PROJ_L
@@ -201,11 +201,11 @@ def cast(weight: Weight, like: torch.Tensor) -> torch.Tensor:
 
 def copy_into(model: nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
     """Write tensors into a model's parameters, in place; those on the meta device are replaced."""
-    modules = dict(modules_of(model))
+    modules, parameters = dict(modules_of(model)), parameters_of(model)
     with torch.no_grad():
         for name, tensor in weights:
             path, _, own = name.rpartition(".")
-            parameter = getattr(modules[path], own)
+            parameter = parameters[name]
             if parameter.is_meta:
                 modules[path]._parameters[own] = nn.Parameter(tensor.clone(), parameter.requires_grad)
             else:

@@ -5,7 +5,15 @@ Every exported function takes ``implementation="auto" | "triton" | "torch"``; se
 
 from .attention import attention
 from .attention_8bit import attention_8bit
-from .choice import attention_8bit_kernel, attention_kernel_name, gemm_kernel, linear_qkv_kernel, why_linear, why_sdpa
+from .choice import (
+    attention_8bit_kernel,
+    attention_kernel_name,
+    gemm_kernel,
+    linear_qkv_kernel,
+    sparse_attention_kernel,
+    why_linear,
+    why_sdpa,
+)
 from .coefficient import MAX_RUNS, Runs
 from .dispatch import IMPLEMENTATIONS, interpreting, why_not_triton, why_not_triton_on
 from .gelu import gelu
@@ -61,6 +69,7 @@ __all__ = [
     "rms_norm_rope",
     "saturated",
     "skip",
+    "sparse_attention_kernel",
     "sparse_block_map",
     "sparse_block_sizes",
     "sparse_linear_attention",

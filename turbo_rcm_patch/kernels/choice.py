@@ -12,6 +12,7 @@ from .dispatch import is_hopper
 from .measured import why_torch
 from .quantize_qkv import default_v_format
 from .quantized import LARGEST
+from .sparse_linear_attention import why_no_sparse_kernel
 
 GLUON, PORTABLE = "sm_90 Gluon", "portable Triton"
 SDPA, LINEAR = "PyTorch SDPA", "PyTorch linear"
@@ -71,6 +72,19 @@ def attention_8bit_kernel(device: torch.device, result: torch.dtype) -> tuple[st
     """
     v_format = default_v_format(device)
     return _kernel_name(device, attention_8bit_hopper.why_not_on(device, v_format, result)), v_format
+
+
+def sparse_attention_kernel(
+    device: torch.device, head_dim: int, blocks: tuple[int, int], *, quantized: bool
+) -> tuple[str, str | None]:
+    """What runs a `sparse_linear_attention` on a GPU, with its formats where q, k and v are quantized, and why that is
+    the reference, if so."""
+    v_format = default_v_format(device) if quantized else None
+    reason = why_no_sparse_kernel(device, head_dim, *blocks, v_format)
+    if reason is not None:
+        return "torch reference", reason
+    formats = {None: "", torch.float16: " int8, fp16"}.get(v_format, " int8, e4m3")
+    return PORTABLE + formats, None
 
 
 def gemm_kernel(

@@ -67,7 +67,7 @@ def sparse_linear_attention(
     fused = use_triton(implementation, q, k, v, proj_weight, proj_bias, has_gradient=False)
     if quantized:
         v_format = v_format or default_v_format(q.device)
-    reason = _why_no_kernel(q, block_q, block_k, v_format) if fused else None
+    reason = why_no_sparse_kernel(q.device, q.shape[3], block_q, block_k, v_format) if fused else None
     if reason is not None and implementation == "triton":
         raise ValueError(f"sparse_linear_attention: the kernel cannot take {reason}; use implementation='auto'.")
     if q.numel() == 0:
@@ -128,12 +128,15 @@ def _check_block_map(block_map, q, block_q, block_k):
         )
 
 
-def _why_no_kernel(q, block_q, block_k, v_format) -> str | None:
-    if q.shape[3] not in HEAD_DIMS:
-        return f"head_dim {q.shape[3]}"
+def why_no_sparse_kernel(
+    device: torch.device, head_dim: int, block_q: int, block_k: int, v_format: torch.dtype | None
+) -> str | None:
+    """Why the kernels do not take these, in a few words; None when they do. v_format: of 8 bits, else None."""
+    if head_dim not in HEAD_DIMS:
+        return f"head_dim {head_dim}"
     if not {block_q, block_k} <= set(BLOCK_SIZES):
         return f"blocks of {block_q} queries and {block_k} keys"
-    return None if v_format is None else why_no_8bit_kernel(q.device, v_format, q.shape[3])
+    return None if v_format is None else why_no_8bit_kernel(device, v_format, head_dim)
 
 
 def _unfused(q, k, v, proj_weight, proj_bias, block_map, kept, block_q, block_k, v_format):

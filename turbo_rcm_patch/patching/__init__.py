@@ -5,5 +5,16 @@ from .apply import Patch, PatchError, patch, restore
 from .converted import load_converted
 from .distilled import use_distilled
 from .rcm import use_rcm
+from .turbodiffusion import load_turbodiffusion, merge_turbodiffusion
 
-__all__ = ["Patch", "PatchError", "load_converted", "patch", "restore", "use_distilled", "use_rcm"]
+__all__ = [
+    "Patch",
+    "PatchError",
+    "load_converted",
+    "load_turbodiffusion",
+    "merge_turbodiffusion",
+    "patch",
+    "restore",
+    "use_distilled",
+    "use_rcm",
+]

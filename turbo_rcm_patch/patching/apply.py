@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from ..config import PatchConfig, resolve_config
-from ..tiers import QUANTIZED
+from ..tiers import SPARSE
 from .families import SUPPORTED, check_supported, family_of
 from .families.wan.graph import WanGraph, graph_of
 from .group_offload import ON_DISK, is_on_disk, update_groups
@@ -21,6 +21,7 @@ from .quantized_weights import (
     quantized_linears,
     why_not_restorable,
 )
+from .sparse import use_processors, why_not_sparse
 from .steps import Steps, why_not_countable
 from .summary import Row, plan_rows, summary_table
 from .video_output import patch_video_output, video_output_note
@@ -120,18 +121,26 @@ def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
 
     Raises:
         PatchError: the model is of another family, patched already, compiled, or under a hook holding an old forward;
-            its weights, which are to be in 8 bits, are offloaded to disk.
+            its weights, which are to be in 8 bits, are offloaded to disk; it has not the weights of the sparse tier.
         ValueError, TypeError: for an unknown preset, a config of another type, or one that does not fit the model.
     """
     config = resolve_config(config)
-    return apply_patch(target, config, lambda journal, _, model: _put_weights_in_8_bits(journal, model, config))
+    if config.tier == SPARSE:
+        models = transformers_of(target)
+        check_patchable(models)
+        problems = [why_not_sparse(name, family_of(model).every_block(model)) for name, model in models.items()]
+        if any(problems):
+            raise PatchError("cannot patch: " + " ".join(filter(None, problems)))
+    return apply_patch(target, config, lambda journal, _, model: replace_computation(journal, model, config))
 
 
-def _put_weights_in_8_bits(journal: Journal, transformer: torch.nn.Module, config: PatchConfig) -> None:
-    if config.tier == QUANTIZED:
-        convert_weights(
-            journal, convertible_linears(transformer, family_of(transformer).every_block(transformer), config)
-        )
+def replace_computation(journal: Journal, transformer: torch.nn.Module, config: PatchConfig) -> None:
+    """What a tier changes of a transformer besides its forwards: attention processors, weights in 8 bits."""
+    blocks = list(family_of(transformer).every_block(transformer))
+    if config.tier == SPARSE:
+        use_processors(journal, blocks, config)
+    if config.in_8_bits("linears"):
+        convert_weights(journal, convertible_linears(transformer, blocks, config))
 
 
 def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal, str, torch.nn.Module], None]) -> Patch:
@@ -145,7 +154,7 @@ def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal,
             )
         if reason := why_not_countable(target):
             raise PatchError(f"cannot patch: exact_steps does not serve a {reason}; leave it at None.")
-    if config.tier == QUANTIZED:
+    if config.in_8_bits("linears"):
         for name, model in transformers.items():
             if is_on_disk(model):
                 raise PatchError(f"cannot patch {name}: {ON_DISK}")

@@ -27,17 +27,22 @@ class _ABSENT:
 
 
 class _Entry(NamedTuple):
-    """What was set: value under name in the module's ``__dict__``, or among its parameters, where `before` was."""
+    """What was set: value under name in the module's ``__dict__``, among its parameters or its submodules, where
+    `before` was. kind: the attribute that holds it, "__dict__", "_parameters" or "_modules"."""
 
     module: torch.nn.Module
-    is_parameter: bool
+    kind: str
     name: str
     value: object
     before: object
 
     @property
+    def is_parameter(self) -> bool:
+        return self.kind == "_parameters"
+
+    @property
     def holder(self) -> dict[str, object]:
-        return self.module._parameters if self.is_parameter else self.module.__dict__
+        return getattr(self.module, self.kind)
 
     @property
     def holds(self) -> bool:
@@ -71,7 +76,7 @@ class Journal:
 
     def set(self, module: torch.nn.Module, name: str, value: object) -> None:
         """Set the instance attribute and remember what was there. A forward goes below diffusers' hooks."""
-        entry = _Entry(module, False, name, value, module.__dict__.get(name, _ABSENT))
+        entry = _Entry(module, "__dict__", name, value, module.__dict__.get(name, _ABSENT))
         slot = slot_below_hooks(module) if name == "forward" else None
         if slot is None:
             self._set(entry)
@@ -84,7 +89,11 @@ class Journal:
 
         What is written into the new parameter, as by load_state_dict, is lost with it.
         """
-        self._set(_Entry(module, True, name, value, module._parameters[name]))
+        self._set(_Entry(module, "_parameters", name, value, module._parameters[name]))
+
+    def set_module(self, module: torch.nn.Module, name: str, value: torch.nn.Module) -> None:
+        """Register a submodule, and remember what was there."""
+        self._set(_Entry(module, "_modules", name, value, module._modules.get(name, _ABSENT)))
 
     def on_undo(self, undo: Callable[[torch.nn.Module], None], module: torch.nn.Module) -> None:
         """Call ``undo(module)``, a function that can be pickled, when all that is set from now on was taken back."""
@@ -138,7 +147,7 @@ def slot_below_hooks(module: torch.nn.Module) -> tuple[object, str] | None:
 def _hook_slots(entry: _Entry) -> list[tuple[object, str]]:
     """Where hooks put on a module keep a forward: accelerate's ``_old_forward``, diffusers' function references."""
     module, forward = entry.module, entry.value
-    if entry.is_parameter:
+    if entry.kind != "__dict__":
         return []
     slots = [(module, "_old_forward")] if module.__dict__.get("_old_forward") is forward else []
     registry = module.__dict__.get("_diffusers_hook")

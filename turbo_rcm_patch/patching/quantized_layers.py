@@ -151,7 +151,7 @@ def why_not_attention(attn: nn.Module, call: Call) -> str | None:
     """
     config = call.config
     if config.tier != QUANTIZED:
-        return "exact tier"
+        return f"{config.tier.name} tier"
     if "attention" not in config.quantize:
         return "not in quantize"
     head_dim = attn.inner_dim // attn.heads

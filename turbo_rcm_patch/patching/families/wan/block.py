@@ -32,6 +32,8 @@ from ...layers import (
     why_not_quantized_attention,
 )
 from ...plan import LINEAR, MODULE, Call, Step
+from ...sparse import attention as sparse_attention
+from ...sparse import is_sparse
 from ...storage import Storage, residual_between_skips
 
 NOT_ASKED = "not in fuse"
@@ -227,13 +229,13 @@ def _self_attention(block, attention_class: type, call: Call, stored: Storage, r
     qkv = qkv_projection(attn, call)
     norm = layer_norm(block.norm1, stored, call, qkv.takes)
     out = projection_with_skip(list(attn.to_out), stored, result, call, gated=True)
-    reason = why_not_quantized_attention(attn, call)
+    reason = "sparse" if is_sparse(attn) else why_not_quantized_attention(attn, call)
     if reason is None:
         attended = quantized_layers.attention(call, out.takes)
         return QuantizedSelfAttention(
             norm, qkv.fed_by(norm), quantized_layers.quantize_qkv(attn, call), attended, out.fed_by(attended)
         )
-    attended = attention(attn, call)
+    attended = sparse_attention(attn, call) if is_sparse(attn) else attention(attn, call)
     if call.config.tier == QUANTIZED:
         attended = attended._replace(reason=reason)
     return SelfAttention(
@@ -298,7 +300,7 @@ def _whole(norm, norm_name, module, stored, result, call: Call, reason: str, nam
 def why_not_fused_attention(attn: nn.Module, attention_class: type) -> str | None:
     """Why the whole attention module must be called: something on it, or a processor, that would else be dropped."""
     processor = attention_class._default_processor_cls
-    if type(attn) is attention_class and type(attn.processor) is not processor:
+    if type(attn) is attention_class and type(attn.processor) is not processor and not is_sparse(attn):
         return f"processor {type(attn.processor).__name__}"
     if not is_original(processor.__call__, processor):
         return f"{processor.__name__} changed by a program"

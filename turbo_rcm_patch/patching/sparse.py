@@ -1,0 +1,175 @@
+"""Sparse-linear attention (SLA) in a Wan block: the projection that weights trained with it bring, the processor that
+makes diffusers' own forward attend so, and the step of a plan.
+
+    attn1.proj_l          nn.Linear(D, D), in the state_dict as blocks.N.attn1.proj_l: diffusers' model has none
+    attn1.processor       SparseAttnProcessor: what a call of the whole module runs
+
+A block without proj_l attends to all keys, as always.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+
+import torch
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+from torch import nn
+
+from .. import kernels
+from ..config import PatchConfig
+from ..kernels.sparse_linear_attention_reference import linear_attention
+from ..plain import why_not_plain
+from .context_parallel import ulysses_attention, why_not_between_all_to_alls
+from .journal import Journal
+from .plan import REFERENCE, Call, Step
+
+PROJ_L = "proj_l"
+BlockSizes = tuple[int, int]  # tokens of a block of queries and of a block of keys
+NamedBlocks = Iterable[tuple[str, nn.Module]]  # a transformer's blocks with their paths in it
+
+
+class SparseAttnProcessor:
+    """WanAttnProcessor with sparse-linear attention in the place of attention, for a self-attention that has proj_l.
+
+    The softmax runs in the inputs' dtype. topk, blocks: as of PatchConfig.
+    """
+
+    _attention_backend = None  # attributes that diffusers sets; its backends know no SLA
+    _parallel_config = None
+
+    def __init__(self, topk: float, blocks: BlockSizes | None):
+        self.topk, self.blocks = topk, blocks
+
+    def __call__(
+        self,
+        attn: nn.Module,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """hidden_states [B, S, C] to [B, S, C]. Raises ValueError with an attention mask or another sequence."""
+        if attention_mask is not None or encoder_hidden_states is not None:
+            raise ValueError("sparse-linear attention is a self-attention without a mask.")
+        q, k, v = _project(attn, hidden_states)
+        q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (attn.norm_q(q), attn.norm_k(k), v))
+        if rotary_emb is not None:
+            q, k = (_rotate(x, *rotary_emb) for x in (q, k))
+        attended = attend(attn, False, "auto", q, k, v).flatten(2, 3).type_as(q)
+        for layer in attn.to_out:
+            attended = layer(attended)
+        return attended
+
+
+def _project(attn: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return attn.to_qkv(x).chunk(3, dim=-1) if attn.fused_projections else (attn.to_q(x), attn.to_k(x), attn.to_v(x))
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """RoPE of x [B, S, H, D] with diffusers' tables, each angle of a pair in both of its columns."""
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = cos[..., 0::2], sin[..., 1::2]
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).type_as(x)
+
+
+def add_projections(journal: Journal, blocks: NamedBlocks, proj_l: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    """Give the self-attentions of blocks, by their paths, a proj_l of these weights, {"weight", "bias"}."""
+    for path, block in blocks:
+        if path in proj_l:
+            like = block.attn1.to_out[0].weight
+            linear = nn.utils.skip_init(nn.Linear, *proj_l[path]["weight"].shape, device=like.device, dtype=like.dtype)
+            with torch.no_grad():
+                for name, tensor in proj_l[path].items():
+                    getattr(linear, name).copy_(tensor)
+            linear.requires_grad_(like.requires_grad).train(block.training)
+            journal.set_module(block.attn1, PROJ_L, linear)
+
+
+def use_processors(journal: Journal, blocks: NamedBlocks, config: PatchConfig) -> None:
+    """Let the self-attentions that have a proj_l be sparse."""
+    for _, block in blocks:
+        if has_projection(block.attn1):
+            journal.set(block.attn1, "processor", SparseAttnProcessor(config.topk, config.blocks))
+
+
+def why_not_sparse(name: str, blocks: NamedBlocks) -> str | None:
+    """Why a model of these blocks cannot have sparse-linear attention, as a sentence; None when it can."""
+    blocks = list(blocks)
+    if not any(has_projection(block.attn1) for _, block in blocks):
+        return (
+            f"{name} has no proj_l, which weights that were trained with sparse-linear attention (SLA) bring; load "
+            "them with trp.load_turbodiffusion, or take the preset 'exact' or 'quantized'."
+        )
+    return why_not_wan_attention(name, blocks)
+
+
+def why_not_wan_attention(name: str, blocks: NamedBlocks) -> str | None:
+    """Why sparse-linear attention cannot take the place of the attention in blocks, as a sentence; None when it can."""
+    attentions = [block.attn1 for _, block in blocks]
+    others = {type(attn.processor).__name__ for attn in attentions if type(attn.processor) is not WanAttnProcessor}
+    if others:
+        return f"the self-attentions of {name} have a {', '.join(sorted(others))}; SLA takes the place of Wan's own."
+    return None
+
+
+def has_projection(attn: nn.Module) -> bool:
+    """Whether a self-attention has the projection of SLA's linear branch."""
+    return isinstance(getattr(attn, PROJ_L, None), nn.Module)
+
+
+def is_sparse(attn: nn.Module) -> bool:
+    """Whether a self-attention is sparse-linear."""
+    return type(attn.processor) is SparseAttnProcessor and has_projection(attn)
+
+
+def attention(attn: nn.Module, call: Call) -> Step:
+    """Sparse-linear attention: (q, k, v [B, S, H, D]) -> [B, S, H, D]."""
+    quantized = call.config.in_8_bits("attention") and call.derivative is None
+    implementation, reason = call.choose()
+    blocks = _blocks_of(attn.processor, call.device, quantized)
+    kernel = REFERENCE
+    if reason is None:
+        head_dim = attn.inner_dim // attn.heads
+        kernel, reason = kernels.sparse_attention_kernel(call.device, head_dim, blocks, quantized=quantized)
+    run = partial(attend, attn, quantized, implementation)
+    return Step(run, f"{kernel}, {_share(attn.processor, call, blocks[1])}", reason)
+
+
+def _share(processor: SparseAttnProcessor, call: Call, block_k: int) -> str:
+    tokens = call.tokens // call.batch
+    if processor._parallel_config is not None:
+        tokens *= processor._parallel_config.context_parallel_config.ulysses_degree
+    kept = kernels.kept_blocks(tokens, block_k, processor.topk)
+    total = -(-tokens // block_k)
+    return f"SLA {kept.count}/{total} blocks" + (", where the published rule keeps none" if kept.raised else "")
+
+
+def _blocks_of(processor: SparseAttnProcessor, device: torch.device, quantized: bool) -> BlockSizes:
+    return processor.blocks or kernels.sparse_block_sizes(device, quantized=quantized)
+
+
+def attend(attn: nn.Module, quantized: bool, implementation: str, q, k, v) -> torch.Tensor:
+    """Sparse-linear attention of an attention's q, k, v [B, S, H, D], with the processor and proj_l that it has now."""
+    parallel_config = attn.processor._parallel_config
+    run = partial(_attend_whole, attn, quantized, implementation)
+    if parallel_config is None:
+        return run(q, k, v)
+    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    reason = why_not_between_all_to_alls(parallel_config, attn.heads, differentiated=differentiated)
+    if reason is not None:
+        raise ValueError(f"sparse-linear attention does not run under {reason}; take Ulysses, without gradients.")
+    return ulysses_attention(parallel_config, run, q, k, v)
+
+
+def _attend_whole(attn, quantized, implementation, q, k, v):
+    block_q, block_k = _blocks_of(attn.processor, q.device, quantized)
+    options = {"topk": attn.processor.topk, "block_q": block_q, "block_k": block_k, "quantized": quantized}
+    options["implementation"] = implementation
+    proj_l = attn.proj_l
+    if why_not_plain(proj_l, nn.Linear) is None and proj_l.weight.device == q.device:
+        weight, bias = (x if x is None else x.to(q.dtype) for x in (proj_l.weight, proj_l.bias))
+        return kernels.sparse_linear_attention(q, k, v, weight, bias, **options)
+    # Something on the module counts: a LoRA, a hook, offloading. Its own call projects the linear branch.
+    sparse = kernels.sparse_linear_attention(q, k, v, q.new_zeros(q.shape[-1], q.shape[-1]), **options)
+    return sparse + proj_l(linear_attention(q, k, v))

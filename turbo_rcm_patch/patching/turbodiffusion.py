@@ -1,0 +1,197 @@
+"""TurboDiffusion's and rCM's weights in a loaded Wan model (load_turbodiffusion), and in models that were made from Wan
+(merge_turbodiffusion)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..checkpoints.lazy import open_tensors
+from ..checkpoints.whole import WholeModel, cast, copy_into, parameters_of
+from ..config import PatchConfig
+from ..kernels.quantized import QuantizedWeight
+from ..tiers import SPARSE
+from .apply import Patch, PatchError, apply_patch, check_patchable, replace_computation, transformers_of
+from .families import family_of
+from .journal import Journal
+from .quantized_weights import quantized_linears, quantized_weight
+from .sparse import add_projections, why_not_wan_attention
+
+logger = logging.getLogger(__name__)
+
+# What `attention` stands for: what of a block is then in 8 bits.
+IN_8_BITS = {"sagesla": ("attention", "linears"), "sla": ()}
+ATTENTIONS = (*IN_8_BITS, "dense")
+
+Source = str | Path
+
+
+def load_turbodiffusion(
+    path: Source | Sequence[Source],
+    target: object,
+    *,
+    attention: str = "sagesla",
+    topk: float = 0.1,
+    blocks: Sequence[int] | None = None,
+) -> Patch:
+    """Load TurboDiffusion's or rCM's weights into a pipeline's transformers, or one transformer, and patch it.
+
+    Args:
+        path: a .pth or .safetensors file with TurboWan's or rCM's weights, also one of TurboDiffusion's "-quant" files,
+            or a folder that holds one, or diffusers' own files with proj_l. For two experts (high, low).
+        target: as for `patch`; of the architecture that the weights are for, on any device and of any dtype. Weights
+            are read one at a time; on the meta device they take the parameters' places.
+        attention: "sagesla", sparse-linear attention and linears in 8 bits; "sla", the same in the model's dtype; or
+            "dense" for weights that were trained without SLA, patched as the preset "exact".
+        topk, blocks: as of PatchConfig.
+
+    Returns the patch. Its `restore` takes off SLA with the patch; the loaded weights stay. The sampler is another
+    question: `use_rcm`, or `use_distilled` with the recipe "turbowan".
+
+    Raises:
+        PatchError: as `patch`; and where a file's tensors are missing, unexpected or of another shape, all of which are
+            listed as the file spells them, or it has SLA's projections and attention="dense", or the other way round.
+            The model is then as it was.
+        ValueError: for an unknown attention, or a topk or blocks that PatchConfig refuses.
+    """
+    config = _config_for(attention, topk, blocks)
+    models = transformers_of(target)
+    check_patchable(models)
+    with _opened(path, models) as files:
+        _check_attention(files, models, attention)
+
+        def prepare(journal: Journal, name: str, model: nn.Module) -> None:
+            _load(files[name], model)
+            if config.tier == SPARSE:
+                add_projections(journal, family_of(model).every_block(model), _projections(files[name]))
+            replace_computation(journal, model, config)
+            _report_added_error(files[name], model)
+
+        return apply_patch(target, config, prepare)
+
+
+def _config_for(attention: str, topk: float, blocks: Sequence[int] | None) -> PatchConfig:
+    if attention not in ATTENTIONS:
+        raise ValueError(f"attention={attention!r} is unknown; accepted are {', '.join(ATTENTIONS)}.")
+    if attention == "dense":
+        return PatchConfig()
+    return PatchConfig(tier=SPARSE, quantize=IN_8_BITS[attention], topk=topk, blocks=blocks)
+
+
+@contextmanager
+def _opened(path: Source | Sequence[Source], models: dict[str, nn.Module]) -> Iterator[dict[str, WholeModel]]:
+    """The files for the models by their names; PatchError where they do not fit."""
+    paths = [path] if isinstance(path, (str, Path)) else list(path)
+    if len(paths) != len(models):
+        wanted = "one path" if len(models) == 1 else "two: path=(high, low)"
+        raise PatchError(f"cannot load: {len(paths)} given, and the model takes {wanted}.")
+    with ExitStack() as stack:
+        try:
+            found = {
+                name: WholeModel(source, stack.enter_context(open_tensors(source)), model)
+                for (name, model), source in zip(models.items(), paths, strict=True)
+            }
+        except ValueError as error:
+            raise PatchError(f"cannot load: {error}") from None
+        yield found
+
+
+def _check_attention(files: dict[str, WholeModel], models: dict[str, nn.Module], attention: str) -> None:
+    for name, file in files.items():
+        if attention == "dense" and file.proj_l:
+            raise PatchError(
+                f"cannot load: {file.source} was trained with sparse-linear attention (it has proj_l); give "
+                "attention='sagesla' or 'sla'."
+            )
+        if attention != "dense" and not file.proj_l:
+            raise PatchError(
+                f"cannot load: {file.source} has no proj_l: it was trained without sparse-linear attention; give "
+                "attention='dense'."
+            )
+        reason = None
+        if attention != "dense":
+            reason = why_not_wan_attention(name, family_of(models[name]).every_block(models[name]))
+        if reason is not None:
+            raise PatchError(f"cannot load: {reason}")
+
+
+def _load(file: WholeModel, model: nn.Module) -> None:
+    parameters = parameters_of(model)
+    copy_into(model, ((name, cast(weight, parameters[name])) for name, weight in file.weights.items()))
+
+
+def _projections(file: WholeModel) -> dict[str, dict[str, torch.Tensor]]:
+    return {path: {part: tensor.load() for part, tensor in parts.items()} for path, parts in file.proj_l.items()}
+
+
+def _report_added_error(file: WholeModel, model: nn.Module) -> None:
+    """What the tier's own 8 bits add to a file that was in 8 bits already."""
+    linears = quantized_linears(model)
+    if not file.quantized or not linears:
+        return
+    with torch.no_grad():
+        errors = [_error(quantized_weight(linear), linear.eight_bit.original) for linear in linears]
+    logger.info(
+        "%s: its 8-bit weights were converted to this package's, which adds a relative error of %.2g (at most %.2g) to "
+        "the weights of %d linears.",
+        file.source,
+        sum(errors) / len(errors),
+        max(errors),
+        len(errors),
+    )
+
+
+def _error(weight: QuantizedWeight, original: torch.Tensor) -> float:
+    original = original.detach().to(weight.values.device, torch.float32)
+    difference = weight.dequantize(torch.float32) - original
+    return float(difference.norm() / original.norm().clamp(min=torch.finfo(torch.float32).tiny))
+
+
+def merge_turbodiffusion(path: Source, base_path: Source, target: nn.Module) -> list[str]:
+    """Add what TurboDiffusion's training changed, ``TurboWan − Wan``, to a model made from Wan: Fun, VACE, Move.
+
+    path, base_path: TurboWan's weights, and those of the Wan that it was trained from; as for `load_turbodiffusion`.
+    target: a loaded transformer that is not patched; it keeps what the two have nothing for. Sums are made in fp32 and
+        rounded once. It also gets SLA's projections, proj_l: ``trp.patch(target, "sparse")`` is then the way to run it.
+    Returns what was left out, a line each: parameters of the target that a file has not, tensors of a file that do not
+    fit it. There is no way back; load the target again.
+
+    Raises PatchError, before anything is changed, for a model that cannot be patched, and for files that cannot be read
+    or have nothing in common for it.
+    """
+    check_patchable(models := transformers_of(target))
+    (name, model), *others = models.items()
+    if others:
+        raise PatchError("cannot merge: give one transformer of the pipeline, pipe.transformer or pipe.transformer_2.")
+    with ExitStack() as stack:
+        try:
+            turbo, base = (
+                WholeModel(source, stack.enter_context(open_tensors(source)), model, partial=True)
+                for source in (path, base_path)
+            )
+        except ValueError as error:
+            raise PatchError(f"cannot merge: {error}") from None
+        shared = [parameter for parameter in turbo.weights if parameter in base.weights]
+        if not shared:
+            raise PatchError(f"cannot merge: {path} and {base_path} have nothing for a {type(model).__name__}.")
+        blocks = list(family_of(model).every_block(model))
+        if turbo.proj_l and (reason := why_not_wan_attention(name, blocks)):
+            raise PatchError(f"cannot merge: {reason}")
+        copy_into(model, _sums(model, shared, turbo, base))
+        add_projections(Journal(), blocks, _projections(turbo))
+    return [f"{file.source}: {line}" for file in (turbo, base) for line in file.unfit]
+
+
+def _sums(
+    model: nn.Module, names: list[str], turbo: WholeModel, base: WholeModel
+) -> Iterator[tuple[str, torch.Tensor]]:
+    parameters = parameters_of(model)
+    for name in names:
+        own = parameters[name].detach()
+        difference = turbo.weights[name].load().float() - base.weights[name].load().float()
+        yield name, (own.float() + difference.to(own.device)).to(own.dtype)
