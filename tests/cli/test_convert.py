@@ -28,9 +28,11 @@ def test_a_converted_model_can_be_loaded(saved_models, tmp_path, capsys):
 
 def test_errors(saved_models, tmp_path, capsys):
     model, out = saved_models / "t2v", tmp_path / "out"
-    assert "no such folder" in error_of(capsys, "convert", tmp_path / "none", out, *CPU)
+    assert "no such file or folder" in error_of(capsys, "convert", tmp_path / "none", out, *CPU)
     assert "does not exist; create it first" in error_of(capsys, "convert", model, out / "deeper", *CPU)
-    assert "keeps the weights as they are" in error_of(capsys, "convert", model, out, "--preset", "exact", *CPU)
+    assert "--preset fast is unknown; accepted are" in error_of(capsys, "convert", model, out, "--preset", "fast", *CPU)
+    keep = ("--preset", "exact", "--keep", "blocks.0.*")
+    assert "--keep is about 8 bits" in error_of(capsys, "convert", model, out, *keep, *CPU)
     assert "keep='x' fits no module" in error_of(capsys, "convert", model, out, "--keep", "x", *CPU)
     assert "holds no transformer" in error_of(capsys, "convert", saved_models / "flux", out, *CPU)
     assert "exists and is not empty" in error_of(capsys, "convert", model, saved_models, *CPU)

@@ -13,14 +13,19 @@ import turbo_rcm_patch as trp
 from tests.tiny_families import FAMILIES, tiny_family_inputs, tiny_family_transformer
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.kernels.quantized import INT8
-from turbo_rcm_patch.patching import converted
-from turbo_rcm_patch.patching.converted import FILE, convert_folder, load_converted
+from turbo_rcm_patch.patching import convert
+from turbo_rcm_patch.patching.convert import convert_model
+from turbo_rcm_patch.patching.converted import FILE, load_converted
 from turbo_rcm_patch.patching.quantized_linear import BUFFERS
 from turbo_rcm_patch.patching.quantized_weights import quantized_linears
 from turbo_rcm_patch.tiers import QUANTIZED
 
 CONFIG = trp.PatchConfig(tier=QUANTIZED)
 BF16 = torch.bfloat16
+
+
+def convert_folder(source, target, keep=(), **options):
+    convert_model(source, target, trp.PatchConfig(tier=QUANTIZED, keep=keep), **options)
 
 
 @pytest.fixture(scope="module")
@@ -137,14 +142,14 @@ def test_formats_dtypes_and_kept_layers(source, tmp_path):
 
 
 def test_only_a_tensor_at_a_time_is_held(source, tmp_path, monkeypatch):
-    before, convert = [], converted.convert
+    before, original = [], convert.convert
 
     def watched(weight, *arguments):
         assert all(reference.expired() for reference in before)
         before.append(StorageWeakRef(weight.untyped_storage()))
-        return convert(weight, *arguments)
+        return original(weight, *arguments)
 
-    monkeypatch.setattr(converted, "convert", watched)
+    monkeypatch.setattr(convert, "convert", watched)
     convert_folder(
         source, tmp_path / "out", dtype=torch.float16
     )  # another than the file's: no tensor is a view of that
@@ -228,14 +233,14 @@ def test_folders_that_hold_nothing(stored, tmp_path):
 def test_a_patched_model_and_another_tier(stored):
     with trp.patch(model := tiny_wan_transformer()), pytest.raises(trp.PatchError, match="is patched already"):
         load_converted(stored, model, CONFIG)
-    with pytest.raises(ValueError, match="are of the quantized tier; the config is of the exact one"):
+    with pytest.raises(ValueError, match="the config is of the exact tier; take the preset it was stored for"):
         load_converted(stored, model, "exact")
 
 
 def test_a_failure_while_loading_takes_all_back(stored, monkeypatch):
     model = tiny_wan_transformer(seed=9)
     expected = output_of(model)
-    put, count = converted.put_in_8_bits, []
+    put, count = quantized_converted.put_in_8_bits, []
 
     def failing(*arguments):
         count.append(arguments)
@@ -243,7 +248,7 @@ def test_a_failure_while_loading_takes_all_back(stored, monkeypatch):
             raise MemoryError("halfway")
         put(*arguments)
 
-    monkeypatch.setattr(converted, "put_in_8_bits", failing)
+    monkeypatch.setattr(convert, "put_in_8_bits", failing)
     parameters = {name: id(parameter) for name, parameter in model.named_parameters()}
     with pytest.raises(MemoryError):
         load_converted(stored, model, CONFIG)
@@ -273,7 +278,7 @@ def test_a_failure_while_writing_leaves_no_folder(source, tmp_path, monkeypatch)
     def failing(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(converted, "write_tensors", failing)
+    monkeypatch.setattr(convert, "write_tensors", failing)
     with pytest.raises(OSError, match="disk full"):
         convert_folder(source, tmp_path / "out")
     assert not list(tmp_path.iterdir())

@@ -99,11 +99,15 @@ def _add_info(commands) -> None:
 
 
 def _add_convert(commands) -> None:
-    summary = "store a model's transformers in 8 bits, to be loaded with turbo_rcm_patch.load_converted"
-    parser = commands.add_parser("convert", help=summary, description=f"Quantise and {summary}.")
-    parser.add_argument("source", type=Path, metavar="IN", help="the folder of a diffusers pipeline or transformer")
+    summary = "store a model's transformers for a tier: in 8 bits, or from other tools' files in diffusers' own"
+    parser = commands.add_parser("convert", help=summary, description=f"{summary.capitalize()}.")
+    source = (
+        "the folder of a diffusers pipeline or transformer, or a .pth or .safetensors file of TurboDiffusion or rCM"
+    )
+    parser.add_argument("source", type=Path, metavar="IN", help=source)
     parser.add_argument("target", type=Path, metavar="OUT", help="a folder to write, which does not exist yet")
-    parser.add_argument("--preset", default="quantized", help="of the patch that it is for (default quantized)")
+    preset = "quantized (the default) or sparse, for turbo_rcm_patch.load_converted, or exact, for from_pretrained"
+    parser.add_argument("--preset", default="quantized", help=preset)
     parser.add_argument(
         "--format",
         choices=("mixed", "int8"),

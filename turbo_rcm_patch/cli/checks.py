@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config import resolve_config
+from ..config import PRESETS, resolve_config
+from ..tiers import EXACT
 from .errors import CommandError
 from .files import check_ffmpeg, check_output, check_plot
 
@@ -140,12 +141,18 @@ def _check_comparison(arguments: argparse.Namespace) -> None:
 
 
 def _check_conversion(arguments: argparse.Namespace) -> None:
-    if arguments.preset != "quantized":
+    if arguments.preset not in PRESETS:
+        raise CommandError(f"--preset {arguments.preset} is unknown; accepted are {', '.join(PRESETS)}.")
+    if PRESETS[arguments.preset].tier == EXACT:
+        for option, value in (("--format", arguments.format), ("--keep", arguments.keep)):
+            if value:
+                raise CommandError(
+                    f"{option} is about 8 bits, and --preset {arguments.preset} stores none; leave it out."
+                )
+    if not arguments.source.exists():
         raise CommandError(
-            f"--preset {arguments.preset} keeps the weights as they are; the quantized one converts them."
+            f"{arguments.source}: no such file or folder; give a diffusers folder, or a .pth or .safetensors file."
         )
-    if not arguments.source.is_dir():
-        raise CommandError(f"{arguments.source}: no such folder; give that of a diffusers pipeline or transformer.")
     if not arguments.target.resolve().parent.is_dir():
         raise CommandError(f"{arguments.target}: the folder to write it in does not exist; create it first.")
 

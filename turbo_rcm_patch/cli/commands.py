@@ -7,7 +7,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import torch
@@ -26,9 +26,10 @@ from ..bench.report import (
 )
 from ..bench.timing import timed_generation
 from ..bench.verify import verify
+from ..config import PRESETS
 from ..embedded import load_embedded_pipeline
 from ..patching import PatchError, patch
-from ..patching.converted import convert_folder
+from ..patching.convert import convert_model
 from ..patching.quantized_weights import capability_of
 from ..patching.video_output import pieces_on_cpu, to_8_bits
 from .errors import CommandError
@@ -172,12 +173,12 @@ def _convert(arguments: argparse.Namespace) -> int:
     device = choose_device(arguments)
     capability = (8, 0) if arguments.format == "int8" else capability_of(device)
     try:
-        convert_folder(
+        convert_model(
             arguments.source,
             arguments.target,
+            replace(PRESETS[arguments.preset], keep=arguments.keep),
             capability=capability,
             dtype=getattr(torch, arguments.dtype or "bfloat16"),
-            keep=arguments.keep,
             device=device,
             report=print,
         )
