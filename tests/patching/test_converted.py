@@ -14,6 +14,7 @@ from tests.tiny_families import FAMILIES, tiny_family_inputs, tiny_family_transf
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.kernels.quantized import INT8
 from turbo_rcm_patch.patching import convert
+from turbo_rcm_patch.patching import converted as quantized_converted
 from turbo_rcm_patch.patching.convert import convert_model
 from turbo_rcm_patch.patching.converted import FILE, load_converted
 from turbo_rcm_patch.patching.quantized_linear import BUFFERS
