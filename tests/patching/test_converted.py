@@ -249,7 +249,7 @@ def test_a_failure_while_loading_takes_all_back(stored, monkeypatch):
             raise MemoryError("halfway")
         put(*arguments)
 
-    monkeypatch.setattr(convert, "put_in_8_bits", failing)
+    monkeypatch.setattr(quantized_converted, "put_in_8_bits", failing)
     parameters = {name: id(parameter) for name, parameter in model.named_parameters()}
     with pytest.raises(MemoryError):
         load_converted(stored, model, CONFIG)
