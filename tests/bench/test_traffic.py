@@ -144,7 +144,7 @@ def passes(traffic, case):
 def test_attention_modules_move_the_passes_counted_by_hand():
     expected = {"two_pass": 13, "torch_fused": 33, "two_pass_compiled": 13, "torch_fused_compiled": 13}
     expected["triton_fused"] = 11
-    # 8 bits are half a pass; v is in fp16 here. A row of 64 channels has a scale of 4 bytes, three times written and read.
+    # 8 bits are half a pass; v is in fp16 here. Three times the rows of 64 channels have scales of 4 bytes.
     expected["triton_quantized"] = (1 + 0.5) + (0.5 + 3) + (3 + 2) + (2 + 1) + (1 + 0.5) + (0.5 + 1 + 1) + 6 / 32
     case = AttentionCase(batch=64, seq=512, dim=64, heads=1)  # weights and coefficients weigh next to nothing
     implementations = count(case, CPU)
