@@ -50,7 +50,6 @@ class LoadedLora:
 
     def __init__(self, pipe: DiffusionPipeline, transformer: nn.Module, lora: Lora, scale: float):
         self._transformer, self.unused = transformer, dict(lora.unused)
-        self._flag = vars(transformer).get("_hf_peft_config_loaded", _Absent)
         self._written: list[_Written] = []
         self._adapter: str | None = None
         names = ModelNames(transformer)
@@ -83,7 +82,7 @@ class LoadedLora:
     def undo(self) -> None:
         """Take the LoRA off: no layer of it is left, and parameters hold bitwise what they held before."""
         if self._adapter is not None:
-            _remove_adapter(self._transformer, self._adapter, self._flag)
+            _remove_adapter(self._transformer, self._adapter)
             self._adapter = None
         while self._written:
             self._written.pop().put_back(self._transformer)
@@ -112,10 +111,6 @@ class LoadedLora:
         self._adapter = name
         model.load_lora_adapter(tensors, prefix=None, adapter_name=name, _pipeline=pipe)
         model.set_adapter([*active, name])  # loading makes a new adapter the only active one
-
-
-class _Absent:
-    """Stands for an attribute that was not there; a class, because copies keep a class's identity."""
 
 
 def _why_not_written(transformer: nn.Module, parameter: torch.Tensor) -> str | None:
@@ -153,11 +148,8 @@ def _active_adapters(model: nn.Module) -> list[str]:
     return next((list(layer.active_adapters) for layer in _lora_layers(model)), [])
 
 
-def _remove_adapter(model: nn.Module, adapter: str, flag: object) -> None:
-    """Delete an adapter and its layers; those of others stay, and active as they are.
-
-    flag: what the model's ``_hf_peft_config_loaded`` was before there was any.
-    """
+def _remove_adapter(model: nn.Module, adapter: str) -> None:
+    """Delete an adapter and its layers; those of others stay, and active as they are."""
     active = [name for name in _active_adapters(model) if name != adapter]
     if adapter in getattr(model, "peft_config", {}):
         model.delete_adapters(adapter)
@@ -168,7 +160,6 @@ def _remove_adapter(model: nn.Module, adapter: str, flag: object) -> None:
             setattr(model.get_submodule(parent), name, module.get_base_layer())
     if getattr(model, "peft_config", None):
         model.set_adapter(active)
-    elif flag is _Absent:
-        vars(model).pop("_hf_peft_config_loaded", None)
     else:
-        model._hf_peft_config_loaded = flag
+        for name in ("peft_config", "_hf_peft_config_loaded"):  # the class says that there is none
+            vars(model).pop(name, None)
