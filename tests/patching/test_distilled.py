@@ -1,4 +1,4 @@
-"""use_distilled: what it recognises, installs, tells, refuses and takes back (samplers: test_distilled_samplers.py)."""
+"""use_distilled: what it recognises, installs, tells, refuses and takes back (samplers: test_few_step.py)."""
 
 import copy
 import logging
@@ -242,7 +242,10 @@ def test_restore_refuses_where_something_was_replaced_and_changes_nothing(tmp_pa
     with pytest.raises(RuntimeError, match="scheduler was replaced after use_distilled"):
         handle.restore()
     pipe.scheduler = ours
-    pipe.fuse_lora()
+    with trp.patch(pipe) as patch:
+        assert "LoRA layer" in patch.summary()
+        pipe.fuse_lora()
+        assert "LoRA layer" not in patch.summary()
     with pytest.raises(RuntimeError, match=r"pipe\.unfuse_lora\(\)"):
         handle.restore()
     assert pipe.scheduler is ours

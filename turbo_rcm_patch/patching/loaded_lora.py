@@ -69,6 +69,10 @@ class LoadedLora:
 
     def check_undoable(self) -> None:
         """Raise RuntimeError where the LoRA cannot be taken off again."""
+        for written in self._written:
+            reason = _why_unreachable(self._transformer, getattr(written.module, written.name))
+            if reason is not None:
+                raise RuntimeError(f"a parameter cannot be put back: {reason}; undo that first, then restore.")
         if self._adapter is None:
             return
         if self._adapter not in getattr(self._transformer, "peft_config", {}):
@@ -90,7 +94,7 @@ class LoadedLora:
     def _add(self, names: ModelNames, path: str, difference: torch.Tensor, scale: float) -> None:
         module, name = names.owner(path)
         parameter = getattr(module, name)
-        reason = _why_not_written(self._transformer, parameter)
+        reason = _why_not_added(self._transformer, parameter)
         if reason is not None:
             self.unused[path] = reason
             return
@@ -113,16 +117,22 @@ class LoadedLora:
         model.set_adapter([*active, name])  # loading makes a new adapter the only active one
 
 
-def _why_not_written(transformer: nn.Module, parameter: torch.Tensor) -> str | None:
+def _why_not_added(transformer: nn.Module, parameter: torch.Tensor) -> str | None:
     """Why no difference can be added to a parameter, in a few words; None when it can."""
+    reason = _why_unreachable(transformer, parameter)
+    if reason is None and (not parameter.is_floating_point() or parameter.dtype.itemsize < 2):
+        return f"the parameter is stored as {str(parameter.dtype).removeprefix('torch.')}"
+    return reason
+
+
+def _why_unreachable(transformer: nn.Module, parameter: torch.Tensor) -> str | None:
+    """Why a parameter's values cannot be written, in a few words; None when they can."""
     if isinstance(parameter, EightBitWeight):
         return "the values of the parameter were freed" if parameter.freed else None
     if type(parameter) not in _PLAIN:
         return f"the parameter is a {type(parameter).__name__}"
     if parameter.is_meta:
-        return "offloading keeps the parameter elsewhere; load the LoRA before it is enabled"
-    if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
-        return f"the parameter is stored as {str(parameter.dtype).removeprefix('torch.')}"
+        return "offloading keeps the parameter elsewhere"
     return "group offloading keeps the parameter on disk" if is_on_disk(transformer) else None
 
 
