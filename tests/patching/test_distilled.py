@@ -1,6 +1,7 @@
 """use_distilled: what it recognises, installs, tells, refuses and takes back (samplers: test_few_step.py)."""
 
 import copy
+import importlib.util
 import logging
 
 import pytest
@@ -187,6 +188,18 @@ def test_errors_change_nothing(make, options, error, message, tmp_path):
     with pytest.raises(error, match=message):
         trp.use_distilled(pipe, source, **options)
     assert_untouched(pipe, before)
+
+
+def test_without_peft_a_lora_is_a_clear_error_and_a_recipe_none(tmp_path, monkeypatch):
+    pipe = tiny_wan_pipeline()
+    before, source = state(pipe), lora_files.lightx2v(pipe.transformer).save(tmp_path / LIGHTX2V)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else find_spec(name))
+    with pytest.raises(ImportError, match=r"pip install 'turbo_rcm_patch\[lora\]'"):
+        trp.use_distilled(pipe, source)
+    assert_untouched(pipe, before)
+    with trp.use_distilled(pipe, recipe="lightx2v"):
+        assert len(pipe.scheduler.timesteps) == 4
 
 
 def test_a_second_expert_that_does_not_fit_changes_neither(tmp_path):
