@@ -1,7 +1,8 @@
 """Tiny random Wan pipelines, built offline and deterministically: the models that the tests run.
 
 Variants: "t2v" (Wan 2.1), "i2v" (Wan 2.1 I2V: added image K/V and a CLIP), "v2v" (Wan 2.1 video to video), "wan22" (two
-transformers and a boundary), "ti2v" (TI2V-5B text to video: per-token timesteps), "ti2v_i2v" (TI2V-5B from an image).
+transformers and a boundary), "wan22_i2v" (those, from an image without a CLIP),
+"ti2v" (TI2V-5B text to video: per-token timesteps), "ti2v_i2v" (TI2V-5B from an image).
 """
 
 import torch
@@ -54,6 +55,11 @@ def tiny_wan_pipeline(variant="t2v", dtype=torch.float32, *, seed=0, **transform
         return _quiet(
             WanPipeline(transformer=transformer(), transformer_2=low_noise, boundary_ratio=0.875, **components)
         )
+    if variant == "wan22_i2v":
+        channels = 2 * Z_DIM + 4
+        high, low = transformer(in_channels=channels), transformer(in_channels=channels, seed=seed + 3)
+        pipe = WanImageToVideoPipeline(transformer=high, transformer_2=low, boundary_ratio=0.9, **components)
+        return _quiet(pipe)
     if variant == "i2v":
         # input channels: latents, 4 mask channels, encoded image
         model = transformer(in_channels=2 * Z_DIM + 4, image_dim=IMAGE_DIM, added_kv_proj_dim="inner")
@@ -83,7 +89,7 @@ def tiny_call(variant="t2v", **overrides):
         call["strength"] = 1.0
     else:
         call["num_frames"] = FRAMES
-    if variant in ("i2v", "ti2v_i2v"):
+    if variant in ("i2v", "ti2v_i2v", "wan22_i2v"):
         call["image"] = _image(0)
     if variant == "i2v":
         call["max_sequence_length"] = I2V_TEXT_TOKENS

@@ -1,8 +1,9 @@
-"""turbo_rcm_patch: fused attention-plus-skip blocks and the few-step rCM sampler for Wan pipelines in diffusers.
+"""turbo_rcm_patch: fused attention-plus-skip blocks and few-step samplers for Wan pipelines in diffusers.
 
     import turbo_rcm_patch as trp
     patch = trp.patch(pipe)      # fuse; print(patch.summary()); patch.restore()
     trp.use_rcm(pipe)            # sample in 1-4 steps
+    trp.use_distilled(pipe, "lora.safetensors")
 
 Public names are imported on first use; importing the package touches no GPU.
 """
@@ -14,10 +15,14 @@ _HOME_OF = {
     "restore": "patching",
     "Patch": "patching",
     "PatchError": "patching",
+    "use_distilled": "patching",
     "use_rcm": "patching",
     "load_converted": "patching",
     "PatchConfig": "config",
     "PRESETS": "config",
+    "Recipe": "recipes",
+    "RECIPES": "recipes",
+    "FewStepScheduler": "scheduler",
     "RCMScheduler": "scheduler",
     "FusedRCMAttention": "modules",
     "TorchFusedRCMAttention": "modules",

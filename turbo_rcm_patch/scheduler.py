@@ -1,8 +1,8 @@
-"""The few-step rCM sampler: its maths as pure functions, and RCMScheduler, which offers it to diffusers' pipelines.
+"""The few-step sampler: its maths as pure functions, and FewStepScheduler, which offers it to diffusers' pipelines.
 
-Score-Regularized Continuous-Time Consistency Models (Zheng et al. 2025) and TurboDiffusion, in rectified-flow time
-t in [0, 1]: ``x_t = (1 − t)·x_0 + t·ε`` and the network predicts the velocity ``v = ε − x_0``. The state is fp64, noise
-is fp32.
+In rectified-flow time t in [0, 1]: ``x_t = (1 − t)·x_0 + t·ε`` and the network predicts the velocity ``v = ε − x_0``.
+What differs from checkpoint to checkpoint is in recipes.py. RCMScheduler is the sampler at rCM's times:
+Score-Regularized Continuous-Time Consistency Models (Zheng et al. 2025) and TurboDiffusion.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.schedulers.scheduling_utils import SchedulerMixin, SchedulerOutput
 from diffusers.utils.torch_utils import randn_tensor
 
+from .recipes import RCM_STEPS, Recipe
+
 Generator = torch.Generator | list[torch.Generator]
 
 INTERMEDIATE_ANGLES = (1.5, 1.4, 1.0)  # TrigFlow times after the first one, as published
-MAX_STEPS = 1 + len(INTERMEDIATE_ANGLES)
 
 
 def rcm_times(num_steps: int, sigma_max: float = 80.0) -> torch.Tensor:
@@ -28,10 +29,10 @@ def rcm_times(num_steps: int, sigma_max: float = 80.0) -> torch.Tensor:
     TrigFlow angles atan(σ_max), 1.5, 1.4, 1.0 (fewer steps take a prefix), then 0, through sin/(cos + sin). Raises
     ValueError for another number of steps and for a sigma_max at or below the next time's.
     """
-    if num_steps not in range(1, MAX_STEPS + 1):
+    if num_steps not in range(1, RCM_STEPS + 1):
         raise ValueError(
-            f"num_inference_steps={num_steps}: the rCM sampler takes 1 to {MAX_STEPS} steps. Pass "
-            f"num_inference_steps={MAX_STEPS}, guidance_scale=1.0, or choose your own times with sigmas or timesteps."
+            f"num_inference_steps={num_steps}: the rCM sampler takes 1 to {RCM_STEPS} steps. Pass "
+            f"num_inference_steps={RCM_STEPS}, guidance_scale=1.0, or choose your own times with sigmas or timesteps."
         )
     smallest = math.tan(INTERMEDIATE_ANGLES[0]) if num_steps > 1 else 0.0
     if not smallest < sigma_max < math.inf:
@@ -62,6 +63,33 @@ def model_timesteps(
     return torch.where(crossed, torch.nextafter(rounded, toward_exact), rounded).float()
 
 
+def euler_step(sample: torch.Tensor, velocity: torch.Tensor, t: float, t_next: float) -> torch.Tensor:
+    """One step of the ODE from time t to t_next: ``x − (t − t_next)·v``, in the dtype of both."""
+    return sample - (t - t_next) * velocity
+
+
+def sde_step(
+    sample: torch.Tensor, velocity: torch.Tensor, t: float, t_next: float, noise: torch.Tensor
+) -> torch.Tensor:
+    """Predict x_0, then noise it anew: ``(1 − t_next)·(x − t·v) + t_next·ε``, in the dtype of x and v."""
+    return (1 - t_next) * (sample - t * velocity) + t_next * noise
+
+
+def lcm_step(
+    sample: torch.Tensor, velocity: torch.Tensor, t: float, t_next: float, noise: torch.Tensor | None
+) -> torch.Tensor:
+    """As ``sde_step``, but x_0 is computed in fp64 and rounded to the velocity's dtype, as is the result.
+
+    noise: in the velocity's dtype; None for the last step, which returns x_0.
+    """
+    dtype = velocity.dtype
+    x0 = (sample.double() - t * velocity.double()).to(dtype)
+    if noise is None:
+        return x0
+    at_least_fp32 = torch.promote_types(dtype, torch.float32)
+    return ((1 - t_next) * x0.to(at_least_fp32) + t_next * noise.to(at_least_fp32)).to(dtype)
+
+
 def rcm_step(
     sample: torch.Tensor, velocity: torch.Tensor, t: float, t_next: float, noise: torch.Tensor | None
 ) -> torch.Tensor:
@@ -70,19 +98,19 @@ def rcm_step(
     SDE: predict x_0, then noise it anew: ``(1 − t_next)·(x − t·v) + t_next·ε``. ODE: ``x − (t − t_next)·v``.
     """
     if noise is None:
-        return sample - (t - t_next) * velocity
-    return (1 - t_next) * (sample - t * velocity) + t_next * noise
+        return euler_step(sample, velocity, t, t_next)
+    return sde_step(sample, velocity, t, t_next, noise)
 
 
-class RCMScheduler(SchedulerMixin, ConfigMixin):
-    """The rCM sampler as a diffusers scheduler for rectified-flow models such as Wan. ``use_rcm(pipe)`` installs it.
+class FewStepScheduler(SchedulerMixin, ConfigMixin):
+    """A few-step sampler as a diffusers scheduler for rectified-flow models such as Wan.
 
+    ``use_distilled(pipe, ...)`` installs the one that a checkpoint needs.
+
+    sigmas, timesteps, solver, state_dtype, round_timesteps_to_bf16, fewer_steps: of `recipes.Recipe`.
     num_train_timesteps: the network's timestep at t = 1.
-    sigma_max: the noise-to-signal ratio of the first time, σ_max/(1 + σ_max). 80 for text, 200 for image to video.
-    stochastic: fresh noise in every step (as published for text to video), or the deterministic ODE.
-    round_timesteps_to_bf16: give the network bf16-rounded timesteps, as distilled models were trained.
-    sigmas: own times instead of the published ones, strictly decreasing in (0, 1], without the final 0; any number.
     boundary_timestep: where Wan 2.2 changes experts; rounding moves no timestep across it.
+    recipe: a name for messages.
 
     A pipeline passes no generator to ``step`` and never scales the first noise; ``bind_generator`` and
     ``scale_initial_noise`` are for whoever drives it. Raises ValueError for values outside these ranges.
@@ -93,19 +121,24 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):
     @register_to_config
     def __init__(
         self,
+        sigmas: Sequence[float],
+        timesteps: Sequence[float] | None = None,
+        solver: str = "euler",
+        state_dtype: str = "float32",
+        round_timesteps_to_bf16: bool = False,
+        fewer_steps: bool = False,
         num_train_timesteps: int = 1000,
-        sigma_max: float | None = 80.0,
-        stochastic: bool = True,
-        round_timesteps_to_bf16: bool = True,
-        sigmas: list[float] | None = None,
         boundary_timestep: float | None = None,
+        recipe: str = "this sampler",
     ):
-        if sigma_max is None:  # how other schedulers' configs say "not set"
-            self.register_to_config(sigma_max=80.0)
-        if sigmas is not None:
-            self.register_to_config(sigmas=[float(sigma) for sigma in sigmas])  # JSON knows no arrays
+        given = Recipe(recipe, solver, sigmas=_floats(sigmas), timesteps=_floats(timesteps), state_dtype=state_dtype)
+        # JSON knows no arrays.
+        self.register_to_config(
+            sigmas=list(given.sigmas), timesteps=None if given.timesteps is None else list(given.timesteps)
+        )
         self.generator: Generator | None = None
-        self._set_times(rcm_times(1, self.config.sigma_max) if sigmas is None else _user_times(sigmas, "sigmas"))
+        self.solver, self.state_dtype = solver, state_dtype
+        self.set_timesteps(len(given.sigmas))
 
     def set_timesteps(
         self,
@@ -116,34 +149,53 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):
     ):
         """Choose the next generation's times: ``timesteps`` [N], on the device, and ``sigmas`` [N + 1], on the CPU.
 
-        By default the published times for num_inference_steps = 1 to 4, or the configured sigmas (then
-        num_inference_steps is their number). Own times are strictly decreasing and without the final 0: sigmas in
-        (0, 1], or timesteps in (0, num_train_timesteps]. Raises ValueError for anything else.
+        By default the configured times, of which num_inference_steps is the number (None: all). Own times are strictly
+        decreasing and without the final 0: sigmas in (0, 1], or timesteps in (0, num_train_timesteps]. Raises
+        ValueError for anything else.
         """
         if sigmas is not None and timesteps is not None:
             raise ValueError("both sigmas and timesteps were given; they say the same, so give one.")
+        known = None
         if timesteps is not None:
             times = _user_times(timesteps, "timesteps", self.config.num_train_timesteps)
-        elif sigmas is not None or self.config.sigmas is not None:
-            times = _user_times(self.config.sigmas if sigmas is None else sigmas, "sigmas")
+        elif sigmas is not None:
+            times = _user_times(sigmas, "sigmas")
         else:
-            times = rcm_times(_as_int(num_inference_steps), self.config.sigma_max)
+            times, known = self._configured_times(num_inference_steps)
         if num_inference_steps not in (None, len(times) - 1):
             raise ValueError(
                 f"num_inference_steps={num_inference_steps}, but {len(times) - 1} sigmas or timesteps are set; pass "
                 f"num_inference_steps={len(times) - 1}."
             )
-        self._set_times(times, device)
+        self._set_times(times, device, known)
         self.generator = None  # that of the last call; the pipeline binds this call's afterwards
 
-    def _set_times(self, times: torch.Tensor, device: str | torch.device | None = None):
+    def _configured_times(self, num_inference_steps: int | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The times of so many steps, with the final 0, fp64 [N + 1]; the timesteps [N] where they are configured."""
+        longest = len(self.config.sigmas)
+        steps = longest if num_inference_steps is None else _as_int(num_inference_steps)
+        if steps not in range(1 if self.config.fewer_steps else longest, longest + 1):
+            takes = f"1 to {longest}" if self.config.fewer_steps else str(longest)
+            raise ValueError(
+                f"num_inference_steps={num_inference_steps}: {self.config.recipe} takes {takes} steps. Pass "
+                f"num_inference_steps={longest}, guidance_scale=1.0."
+            )
+        known = self.config.timesteps
+        known = None if known is None else torch.tensor(known[:steps], dtype=torch.float32)
+        return _user_times(self.config.sigmas[:steps], "sigmas"), known
+
+    def _set_times(
+        self, times: torch.Tensor, device: str | torch.device | None = None, timesteps: torch.Tensor | None = None
+    ):
         self.sigmas = times
-        self.timesteps = model_timesteps(
-            times[:-1],
-            self.config.num_train_timesteps,
-            to_bf16=self.config.round_timesteps_to_bf16,
-            boundary=self.config.boundary_timestep,
-        ).to(device)
+        if timesteps is None:
+            timesteps = model_timesteps(
+                times[:-1],
+                self.config.num_train_timesteps,
+                to_bf16=self.config.round_timesteps_to_bf16,
+                boundary=self.config.boundary_timestep,
+            )
+        self.timesteps = timesteps.to(device)
         self.num_inference_steps = len(self.timesteps)
         self._step_index = self._begin_index = self._final_dtype = None
 
@@ -171,9 +223,10 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):
         self.generator = generator
 
     def scale_initial_noise(self, noise: torch.Tensor) -> torch.Tensor:
-        """The initial state ``t_0 · noise`` in fp64, of any shape. The last ``step`` returns to noise's dtype."""
+        """The initial state ``t_0 · noise``, of any shape. The last ``step`` returns to noise's dtype."""
         self._final_dtype = noise.dtype
-        return noise.double() * self.init_noise_sigma
+        state = noise.to(self._precision) * self.init_noise_sigma
+        return state if self.state_dtype == "model" else state.to(getattr(torch, self.state_dtype))
 
     def scale_model_input(self, sample: torch.Tensor, timestep: float | torch.Tensor | None = None) -> torch.Tensor:
         """The sample itself: the network takes the state as it is."""
@@ -190,8 +243,9 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):
         """Take the next step from sample with the velocity model_output, both [B, ...].
 
         timestep: one of ``timesteps``; it chooses the step when this is the first one and no begin index is set.
-        generator: of this step's noise; by default the bound one. Returns the next sample in fp64, and after the last
-        step in the dtype of the first sample. Raises ValueError after the last step and for an unknown timestep.
+        generator: of this step's noise; by default the bound one. Returns the next sample in the dtype of the state,
+        and after the last step in that of the first sample. Raises ValueError after the last step and for an unknown
+        timestep.
         """
         if self._step_index is None:
             self._step_index = self._first_index(timestep)
@@ -200,20 +254,40 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):
         if self._step_index >= self.num_inference_steps:
             raise ValueError(f"all {self.num_inference_steps} steps are taken; call set_timesteps to start again.")
         t, t_next = self.sigmas[self._step_index : self._step_index + 2].tolist()
-        noise = self._noise_like(sample, generator) if self.config.stochastic else None
-        previous = rcm_step(sample.double(), model_output.double(), t, t_next, noise)
+        state_dtype = model_output.dtype if self.state_dtype == "model" else getattr(torch, self.state_dtype)
+        is_last = self._step_index + 1 == self.num_inference_steps
+        previous = self._solve(sample.to(state_dtype), model_output, t, t_next, is_last, generator).to(state_dtype)
         self._step_index += 1
-        if self._step_index == self.num_inference_steps:
+        if is_last:
             previous = previous.to(self._final_dtype)
         return SchedulerOutput(prev_sample=previous) if return_dict else (previous,)
 
-    def _noise_like(self, sample: torch.Tensor, generator: Generator | None) -> torch.Tensor:
-        """fp32 noise. Also drawn for the last step, where it counts for nothing: published samplers advance the
-        generator there too."""
+    @property
+    def _precision(self) -> torch.dtype:
+        """What the first noise is scaled in, and what the solvers but "lcm" compute in."""
+        return torch.float64 if self.state_dtype == "float64" else torch.float32
+
+    def _solve(self, x, velocity, t, t_next, is_last, generator) -> torch.Tensor:
+        if self.solver == "lcm":
+            noise = None if is_last else self._noise_by_frame(x, velocity.dtype, generator)
+            return lcm_step(x, velocity, t, t_next, noise)
+        in_precision = x.to(self._precision), velocity.to(self._precision), t, t_next
+        if self.solver == "euler":
+            return euler_step(*in_precision)
+        # Also in the last step, where it counts for nothing: the published sampler advances the generator there too.
+        return sde_step(*in_precision, self._noise(x.shape, torch.float32, x.device, generator))
+
+    def _noise_by_frame(self, x: torch.Tensor, dtype: torch.dtype, generator: Generator | None) -> torch.Tensor:
+        """Noise for a video [B, C, T, H, W], drawn as [B, T, C, H, W]; of another rank as it is."""
+        if x.dim() != 5:
+            return self._noise(x.shape, dtype, x.device, generator)
+        return self._noise(x.transpose(1, 2).shape, dtype, x.device, generator).transpose(1, 2)
+
+    def _noise(self, shape, dtype: torch.dtype, device: torch.device, generator: Generator | None) -> torch.Tensor:
         generator = self.generator if generator is None else generator
-        if isinstance(generator, list) and len(generator) not in (1, len(sample)):
-            raise ValueError(f"{len(generator)} generators for a batch of {len(sample)}; give one, or one per sample.")
-        return randn_tensor(sample.shape, generator=generator, device=sample.device, dtype=torch.float32)
+        if isinstance(generator, list) and len(generator) not in (1, shape[0]):
+            raise ValueError(f"{len(generator)} generators for a batch of {shape[0]}; give one, or one per sample.")
+        return randn_tensor(shape, generator=generator, device=device, dtype=dtype)
 
     def add_noise(self, original_samples: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
         """Noised samples [B, ...] for video to video: ``(1 − t)·x_0 + t·noise``, in the samples' dtype.
@@ -244,6 +318,58 @@ class RCMScheduler(SchedulerMixin, ConfigMixin):
         return self.config.num_train_timesteps
 
 
+class RCMScheduler(FewStepScheduler):
+    """The few-step sampler at rCM's times, with the state in fp64. ``use_rcm(pipe)`` installs it.
+
+    num_train_timesteps: the network's timestep at t = 1.
+    sigma_max: the noise-to-signal ratio of the first time, σ_max/(1 + σ_max). 80 for text, 200 for image to video.
+    stochastic: fresh noise in every step (as published for text to video), or the deterministic ODE.
+    round_timesteps_to_bf16: give the network bf16-rounded timesteps, as distilled models were trained.
+    sigmas: own times instead of the published ones, strictly decreasing in (0, 1], without the final 0; any number.
+    boundary_timestep: where Wan 2.2 changes experts; rounding moves no timestep across it.
+
+    Driven as FewStepScheduler. Raises ValueError for values outside these ranges.
+    """
+
+    @register_to_config
+    def __init__(
+        self,
+        num_train_timesteps: int = 1000,
+        sigma_max: float | None = 80.0,
+        stochastic: bool = True,
+        round_timesteps_to_bf16: bool = True,
+        sigmas: list[float] | None = None,
+        boundary_timestep: float | None = None,
+    ):
+        if sigma_max is None:  # how other schedulers' configs say "not set"
+            self.register_to_config(sigma_max=80.0)
+        if sigmas is not None:
+            self.register_to_config(sigmas=_floats(sigmas))
+        self.generator: Generator | None = None
+        self.solver, self.state_dtype = ("sde" if stochastic else "euler"), "float64"
+        self._set_times(rcm_times(1, self.config.sigma_max) if sigmas is None else _user_times(sigmas, "sigmas"))
+
+    def _configured_times(self, num_inference_steps: int | None) -> tuple[torch.Tensor, None]:
+        """The published times of 1 to 4 steps, or the configured sigmas, whose number is that of the steps."""
+        if self.config.sigmas is not None:
+            return _user_times(self.config.sigmas, "sigmas"), None
+        return rcm_times(_as_int(num_inference_steps), self.config.sigma_max), None
+
+
+def scheduler_of(
+    recipe: Recipe, num_train_timesteps: int = 1000, boundary_timestep: float | None = None
+) -> FewStepScheduler:
+    """The scheduler that samples as a recipe says, its timesteps set to the recipe's."""
+    shared = {"num_train_timesteps": num_train_timesteps, "boundary_timestep": boundary_timestep}
+    shared["round_timesteps_to_bf16"] = recipe.round_timesteps_to_bf16
+    if recipe.sigma_max is not None:
+        scheduler = RCMScheduler(sigma_max=recipe.sigma_max, stochastic=recipe.solver == "sde", **shared)
+        scheduler.set_timesteps(recipe.steps)
+        return scheduler
+    own = ("sigmas", "timesteps", "solver", "state_dtype", "fewer_steps")
+    return FewStepScheduler(**{name: getattr(recipe, name) for name in own}, **shared, recipe=recipe.name)
+
+
 def _user_times(values: Sequence[float] | torch.Tensor, name: str, scale: float = 1.0) -> torch.Tensor:
     """User times divided by scale, with the final 0: fp64 [N + 1]."""
     values = torch.as_tensor(values, dtype=torch.float64, device="cpu")
@@ -257,6 +383,10 @@ def _user_times(values: Sequence[float] | torch.Tensor, name: str, scale: float 
     if scale > 1 and values[0] <= 1:
         raise ValueError(f"{name}={values.tolist()} look like times in (0, 1]; pass those as sigmas.")
     return torch.cat([values / scale, values.new_zeros(1)])
+
+
+def _floats(values: Sequence[float] | torch.Tensor | None) -> list[float] | None:
+    return None if values is None else [float(value) for value in values]
 
 
 def _as_int(num_inference_steps) -> int:

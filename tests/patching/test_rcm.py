@@ -10,10 +10,9 @@ import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanVACEPipeline
 
 import turbo_rcm_patch as trp
+from tests.patching.sampling import LATENTS, assert_same_video, randn, record_calls, seeded, t2v_velocity, text
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.scheduler import RCMScheduler
-
-LATENTS = (16, 2, 4, 6)  # of one sample
 
 
 def published(velocity, noise, num_steps, generator, *, sigma_max=80.0, stochastic=True, dtype=torch.float32):
@@ -26,39 +25,6 @@ def published(velocity, noise, num_steps, generator, *, sigma_max=80.0, stochast
         v = velocity(x.to(dtype), timestep).to(torch.float64)
         x = (1 - t_next) * (x - t * v) + t_next * randn(x.shape, generator) if stochastic else x - (t - t_next) * v
     return x.float()
-
-
-def randn(shape, generator):
-    if isinstance(generator, list):
-        return torch.cat([torch.randn(1, *shape[1:], generator=one) for one in generator])
-    return torch.randn(shape, generator=generator)
-
-
-def seeded(*seeds):
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    return generators if len(seeds) > 1 else generators[0]
-
-
-def text(pipe, prompt, tokens=16):
-    with torch.no_grad():
-        embeds, _ = pipe.encode_prompt(prompt, do_classifier_free_guidance=False, max_sequence_length=tokens)
-    return embeds.to(pipe.transformer.dtype)
-
-
-def t2v_velocity(pipe, prompt):
-    embeds = text(pipe, prompt)
-
-    @torch.no_grad()
-    def velocity(x, timestep):
-        return pipe.transformer(x, timestep.expand(len(x)), embeds, return_dict=False)[0]
-
-    return velocity
-
-
-def assert_same_video(actual, expected):
-    """Equal to fp32 rounding: a few steps of a network whose output is as large as its input."""
-    assert actual.dtype == torch.float32
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("stochastic", [True, False])
@@ -198,13 +164,6 @@ def test_wan22_changes_experts_at_the_boundary(boundary_ratio, high_noise_calls)
     trp.use_rcm(pipe)
     pipe(**tiny_call("wan22", num_inference_steps=4))
     assert (len(high), len(low)) == (high_noise_calls, 4 - high_noise_calls)
-
-
-def record_calls(transformer):
-    """The keyword arguments of every call from now on."""
-    calls = []
-    transformer.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs), with_kwargs=True)
-    return calls
 
 
 def test_no_guidance_unless_asked_for(caplog):

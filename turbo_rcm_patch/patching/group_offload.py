@@ -28,6 +28,13 @@ def update_groups(transformer: nn.Module) -> None:
             group.cpu_param_dict = {t: copies[t] if t in copies else _on_cpu(t, group) for t in _tensors(group)}
 
 
+def write_through(transformer: nn.Module, tensor: torch.Tensor) -> None:
+    """Let the copies of a tensor that was written to have its values too."""
+    for group in _groups(transformer):
+        if group.stream is not None and tensor in (group.cpu_param_dict or {}):
+            group.cpu_param_dict[tensor].copy_(tensor.data)
+
+
 def _groups(transformer: nn.Module) -> list[ModuleGroup]:
     registries = (module.__dict__.get("_diffusers_hook") for module in transformer.modules())
     hooks = [registry.get_hook("group_offloading") for registry in registries if registry is not None]

@@ -1,0 +1,149 @@
+"""LoRA files in every published format become the same pairs and differences."""
+
+import json
+
+import pytest
+import torch
+
+from tests import lora_files
+from tests.tiny_wan import tiny_wan_transformer
+from turbo_rcm_patch.checkpoints.lora import METADATA, looks_like_lora, read_lora
+
+IMAGE = {"image_dim": 4, "added_kv_proj_dim": "inner", "in_channels": 36}
+
+
+def changes(lora):
+    """What a LoRA adds to each parameter."""
+    found = {f"{name}.weight": pair.product() for name, pair in lora.pairs.items()}
+    for name, difference in lora.differences.items():
+        found[name] = found.get(name, 0) + difference.float()
+    return found
+
+
+def assert_holds(lora, file):
+    found = changes(lora)
+    assert set(found) == set(file.changes)
+    for name, change in file.changes.items():
+        torch.testing.assert_close(found[name], change, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rank", [32, 64, 128])
+@pytest.mark.parametrize("image", [False, True])
+def test_lightx2v(rank, image):
+    file = lora_files.lightx2v(tiny_wan_transformer(**(IMAGE if image else {})), rank)
+    lora = read_lora(file.tensors, file.model)
+    assert_holds(lora, file)
+    assert not lora.unused
+    assert (lora.ranks, lora.has_alpha, lora.has_differences) == ([rank], False, True)
+    assert len(lora.pairs) == 2 * (12 if image else 10) + 5 + 2 * image
+
+
+@pytest.mark.parametrize("prefix", ["diffusion_model.", "", "model.diffusion_model.", "transformer."])
+@pytest.mark.parametrize("alphas", [(8.0,), (8.0, 64.0, 1.0)])
+def test_lightning(prefix, alphas):
+    file = lora_files.lightning(tiny_wan_transformer(), 64, alphas, prefix=prefix)
+    lora = read_lora(file.tensors, file.model)
+    assert_holds(lora, file)
+    assert {pair.scale for pair in lora.pairs.values()} == {alpha / 64 for alpha in alphas}
+    assert (lora.ranks, lora.has_alpha, lora.has_differences) == ([64], True, False)
+
+
+@pytest.mark.parametrize("dotted", [False, True])
+def test_kohya(dotted):
+    file = lora_files.kohya(tiny_wan_transformer(), dotted=dotted)
+    assert ("lora_unet_blocks_1.self_attn.k.alpha" in file.tensors) == dotted
+    lora = read_lora(file.tensors, file.model)
+    assert_holds(lora, file)
+    assert not lora.unused
+
+
+@pytest.mark.parametrize("prefix", ["transformer.", "", "base_model.model."])
+def test_diffusers(prefix):
+    file = lora_files.diffusers(tiny_wan_transformer(), prefix=prefix)
+    lora = read_lora(file.tensors, file.model)
+    assert_holds(lora, file)
+    assert lora.ranks == [32, 128]
+
+
+def test_alphas_and_biases_that_diffusers_saves():
+    model = tiny_wan_transformer()
+    file = lora_files.diffusers(model, ranks=(32,))
+    bias = torch.randn(128)
+    file.tensors["transformer.blocks.0.attn1.to_k.lora_B.bias"] = bias
+    saved = {"transformer.lora_alpha": 16, "transformer.alpha_pattern": {"^blocks.0.attn1.to_q": 8}}
+    lora = read_lora(file.tensors, model, {METADATA: json.dumps(saved)})
+    assert lora.pairs["blocks.0.attn1.to_q"].scale == 0.25
+    assert lora.pairs["blocks.1.attn1.to_q"].scale == 0.5
+    torch.testing.assert_close(lora.differences["blocks.0.attn1.to_k.bias"], 0.5 * bias)
+
+
+def test_a_pair_of_a_convolution_becomes_a_difference():
+    model = tiny_wan_transformer()
+    weight = model.patch_embedding.weight
+    down, up = torch.randn(8, *weight.shape[1:]), torch.randn(len(weight), 8, 1, 1, 1)
+    tensors = {"patch_embedding.lora_down.weight": down, "patch_embedding.lora_up.weight": up}
+    lora = read_lora({**tensors, "patch_embedding.alpha": torch.tensor(4.0)}, model)
+    assert not lora.pairs
+    expected = 0.5 * torch.einsum("or,rcthw->octhw", up.flatten(1), down)
+    torch.testing.assert_close(lora.differences["patch_embedding.weight"], expected)
+
+
+def test_a_linear_written_as_a_convolution():
+    file = lora_files.kohya(tiny_wan_transformer())
+    tensors = {key: t if t.dim() == 0 else t[..., None, None] for key, t in file.tensors.items()}
+    assert_holds(read_lora(tensors, file.model), file)
+
+
+def test_a_patch_embedding_written_as_a_linear_and_a_modulation_without_its_one():
+    model = tiny_wan_transformer()
+    patch, modulation = torch.randn(128, 64), torch.randn(6, 128)
+    lora = read_lora({"patch_embedding.diff": patch, "blocks.0.diff_m": modulation}, model)
+    assert torch.equal(lora.differences["patch_embedding.weight"], patch.view(128, 16, 1, 2, 2))
+    assert torch.equal(lora.differences["blocks.0.scale_shift_table"], modulation[None])
+
+
+def test_what_is_not_used_is_named_key_by_key():
+    model = tiny_wan_transformer()
+    file = lora_files.lightning(model)
+    image = lora_files.lightx2v(tiny_wan_transformer(**IMAGE), 32)
+    of_image = {key: t for key, t in image.tensors.items() if "_img" in key or "img_emb" in key}
+    odd = {
+        "diffusion_model.blocks.0.self_attn.q.dora_scale": torch.ones(1),
+        "diffusion_model.blocks.0.ffn.7.diff": torch.ones(1),
+        "diffusion_model.head.head.lora_up.weight": torch.ones(64, 32),
+        "step": torch.ones(1),
+    }
+    lora = read_lora({**file.tensors, **of_image, **odd}, model)
+    assert_holds(lora, file)
+    reasons = {
+        **dict.fromkeys(of_image, "the model takes no image"),
+        "diffusion_model.blocks.0.self_attn.q.dora_scale": "DoRA, which is not applied",
+        "diffusion_model.blocks.0.ffn.7.diff": "the model has nothing of this name",
+        "diffusion_model.head.head.lora_up.weight": "without the other half of the pair",
+        "step": "of an unknown kind",
+    }
+    assert lora.unused == reasons
+
+
+def test_shapes_that_do_not_fit_are_all_named():
+    file = lora_files.lightning(tiny_wan_transformer(heads=1))
+    with pytest.raises(ValueError, match=r"does not fit the WanTransformer3DModel") as error:
+        read_lora(file.tensors, tiny_wan_transformer())
+    message = str(error.value)
+    assert "diffusion_model.blocks.0.self_attn.q.lora_down.weight is [64, 64], the model takes [rank, 128]" in message
+    assert "diffusion_model.blocks.0.self_attn.q.lora_up.weight is [64, 64], the model takes [128, 64]" in message
+    assert "more." in message
+    with pytest.raises(ValueError, match=r"blocks\.2\.self_attn.*of a block that the model, with 2, lacks"):
+        read_lora(lora_files.lightning(tiny_wan_transformer(layers=3)).tensors, tiny_wan_transformer())
+    with pytest.raises(ValueError, match=r"norm3\.diff is \[64\], the model takes \[128\]"):
+        read_lora({"blocks.0.norm3.diff": torch.ones(64)}, tiny_wan_transformer())
+
+
+def test_files_without_a_lora():
+    model = tiny_wan_transformer()
+    with pytest.raises(ValueError, match="no LoRA in it: a, b"):
+        read_lora({"a": torch.ones(1), "b": torch.ones(1)}, model)
+    with pytest.raises(ValueError, match=r"nothing of it is for a WanTransformer3DModel: img_emb\.proj\.0\.diff"):
+        read_lora({"img_emb.proj.0.diff": torch.ones(1)}, model)
+    assert not looks_like_lora(model.state_dict())
+    assert looks_like_lora(["blocks.0.diff_m"])

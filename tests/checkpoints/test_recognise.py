@@ -1,0 +1,117 @@
+"""Published names are recognised; what tells nothing is not guessed."""
+
+from pathlib import Path
+
+import pytest
+
+from tests import lora_files
+from tests.tiny_wan import tiny_wan_transformer
+from turbo_rcm_patch.checkpoints.lora import read_lora
+from turbo_rcm_patch.checkpoints.recognise import (
+    by_name,
+    checkpoint_by_keys,
+    ignored_parts,
+    lora_by_contents,
+    odd_names,
+)
+from turbo_rcm_patch.recipes import RECIPES
+
+CACHE = "/home/me/.cache/huggingface/hub/models--{}/snapshots/0123abc/{}"
+PUBLISHED = {
+    "rcm": [
+        "rCM_Wan2.1_T2V_14B_720p.pt",
+        "Wan2.2-I2V-A14B-high-rCM4.0-merged.pt",
+        "Wan_2_1_T2V_14B_480p_rCM_lora_average_rank_83_bf16.safetensors",
+    ],
+    "turbowan": ["TurboWan2.1-T2V-1.3B-480P-quant.pth", "IPostYellow/TurboWan2.1-T2V-1.3B-Diffusers"],
+    "fastwan": [
+        "FastVideo/FastWan2.1-T2V-1.3B-Diffusers",
+        CACHE.format("FastVideo--FastWan2.2-TI2V-5B-FullAttn-Diffusers", "transformer"),
+    ],
+    "lightx2v": [
+        "loras/Wan21_T2V_14B_lightx2v_cfg_step_distill_lora_rank64.safetensors",
+        "Wan2.1-Distill-Loras/wan2.1_t2v_14b_lora_rank64_lightx2v_4step.safetensors",
+        "wan2.2_i2v_A14b_high_noise_lora_rank64_lightx2v_4step_1022.safetensors",
+        "lightx2v/Wan2.1-T2V-14B-StepDistill-CfgDistill-Lightx2v",
+    ],
+    "lightning": [
+        "Wan2.2-T2V-A14B-4steps-lora-rank64-Seko-V1.1/high_noise_model.safetensors",
+        CACHE.format("lightx2v--Wan2.2-Lightning", "Wan2.2-T2V-A14B-4steps-lora-250928/low_noise_model.safetensors"),
+        "Wan2.2-Lightning_T2V-A14B-4steps-lora_HIGH_fp16.safetensors",
+    ],
+    "causvid": ["Wan21_CausVid_14B_T2V_lora_rank32.safetensors", "tianweiy/CausVid"],
+}
+
+
+@pytest.mark.parametrize(("recipe", "name"), [(recipe, name) for recipe, names in PUBLISHED.items() for name in names])
+def test_published_names(recipe, name):
+    assert recipe in RECIPES
+    assert by_name(name).recipe == recipe
+    assert by_name(Path(name)).by_name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+        "my_lora.safetensors",
+        "forcmd.safetensors",
+        "high_noise_model.safetensors",
+        "",
+    ],
+)
+def test_names_that_tell_nothing(name):
+    assert by_name(name) is None
+
+
+def test_the_nearest_name_counts():
+    assert by_name("causvid/wan_lightx2v.safetensors").recipe == "lightx2v"
+    assert by_name("lightning/a/b/c/d/e/f/lora.safetensors") is None
+
+
+def recognised(make, experts=1, drop=None, **options):
+    file = make(tiny_wan_transformer(), **options)
+    tensors = {key: tensor for key, tensor in file.tensors.items() if drop is None or drop not in key}
+    found = lora_by_contents(read_lora(tensors, file.model), file.model, experts)
+    return found and (found.recipe, found.by_name)
+
+
+def test_by_contents_alone():
+    assert recognised(lora_files.lightx2v, rank=64) == ("lightx2v", False)
+    assert recognised(lora_files.lightx2v, rank=32) == ("causvid", False)
+    assert recognised(lora_files.lightning, rank=64, experts=2) == ("lightning", False)
+    assert recognised(lora_files.lightning, rank=64, experts=1) is None
+    assert recognised(lora_files.lightning, rank=32, experts=2) is None
+    assert recognised(lora_files.lightx2v, rank=128) is None
+    assert recognised(lora_files.lightx2v, rank=64, drop="blocks.1.ffn.2.") is None
+    assert recognised(lora_files.lightx2v, rank=64, drop=".diff") is None
+    assert recognised(lora_files.diffusers, experts=2) is None
+
+
+def test_keys_of_whole_models():
+    gates = {f"blocks.{i}.to_gate_compress.{part}" for i in range(3) for part in ("weight", "bias")}
+    linear = {"blocks.0.self_attn.attn_op.local_attn.proj_l.weight"}
+    assert checkpoint_by_keys(gates).recipe == "fastwan"
+    assert checkpoint_by_keys(linear).recipe == "turbowan"
+    assert checkpoint_by_keys({"blocks.0.attn1.to_q.weight"}) is None
+    assert ignored_parts(gates) == ["6 gates of video sparse attention (VSA): not used, attention is dense"]
+    assert "1 tensors of sparse-linear" in ignored_parts(linear)[0]
+    assert ignored_parts({"blocks.0.attn1.to_q.weight"}) == []
+
+
+def test_names_that_contradict_the_contents():
+    model = tiny_wan_transformer(heads=12, head_dim=128, layers=1)
+    lora = read_lora(lora_files.lightning(model, 64).tensors, model)
+
+    def lines(*names):
+        return odd_names([Path(name) for name in names], [lora] * len(names), model)
+
+    assert lines("wan_1.3B_lora_rank64.safetensors") == lines("lora.safetensors") == []
+    assert lines("lora_average_rank_83.safetensors") == []
+    (rank,) = lines("lora_rank32_1.3b.safetensors")
+    assert "named rank 32, and its ranks are [64]" in rank
+    (size,) = lines("Wan2.1_T2V_14B_lora.safetensors")
+    assert "named 14B, and the model is of 1.3B" in size
+    assert lines("high_noise.safetensors", "low_noise.safetensors") == []
+    (order,) = lines("low_noise.safetensors", "high_noise.safetensors")
+    assert "the order is (high, low)" in order

@@ -1,0 +1,145 @@
+"""LoRA files in the published key formats, for tiny transformers, and what each amounts to in diffusers' parameters.
+
+Names and formats are written out here once more, so that a slip in the package's tables shows.
+"""
+
+import copy
+
+import torch
+from safetensors.torch import save_file
+
+BLOCK = {  # the authors' names of a block's linears, and diffusers'
+    "self_attn.q": "attn1.to_q",
+    "self_attn.k": "attn1.to_k",
+    "self_attn.v": "attn1.to_v",
+    "self_attn.o": "attn1.to_out.0",
+    "cross_attn.q": "attn2.to_q",
+    "cross_attn.k": "attn2.to_k",
+    "cross_attn.v": "attn2.to_v",
+    "cross_attn.o": "attn2.to_out.0",
+    "ffn.0": "ffn.net.0.proj",
+    "ffn.2": "ffn.net.2",
+}
+IMAGE_BLOCK = {"cross_attn.k_img": "attn2.add_k_proj", "cross_attn.v_img": "attn2.add_v_proj"}
+OUTSIDE = {
+    "text_embedding.0": "condition_embedder.text_embedder.linear_1",
+    "text_embedding.2": "condition_embedder.text_embedder.linear_2",
+    "time_embedding.0": "condition_embedder.time_embedder.linear_1",
+    "time_embedding.2": "condition_embedder.time_embedder.linear_2",
+    "time_projection.1": "condition_embedder.time_proj",
+}
+IMAGE_OUTSIDE = {
+    "img_emb.proj.1": "condition_embedder.image_embedder.ff.net.0.proj",
+    "img_emb.proj.3": "condition_embedder.image_embedder.ff.net.2",
+}
+NORMS = {
+    "self_attn.norm_q": "attn1.norm_q",
+    "self_attn.norm_k": "attn1.norm_k",
+    "cross_attn.norm_q": "attn2.norm_q",
+    "cross_attn.norm_k": "attn2.norm_k",
+    "norm3": "norm2",
+}
+
+
+class LoraFile:
+    """Tensors by their keys, and by the diffusers name of each parameter what is added to it, in fp32."""
+
+    def __init__(self, model, seed=0):
+        self.model, self.tensors, self.changes = model, {}, {}
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def randn(self, *shape, std=1.0):
+        return std * torch.randn(shape, generator=self._generator)
+
+    def pair(self, key, module, rank, alpha=None, names=("lora_down.weight", "lora_up.weight"), dot="."):
+        """W += alpha/rank · up @ down."""
+        weight = self.model.get_submodule(module).weight
+        down = self.randn(rank, weight.shape[1], std=weight.shape[1] ** -0.5)
+        up = self.randn(weight.shape[0], rank, std=0.3 * rank**-0.5)
+        self.tensors[f"{key}{dot}{names[0]}"], self.tensors[f"{key}{dot}{names[1]}"] = down, up
+        if alpha is not None:
+            self.tensors[f"{key}{dot}alpha"] = torch.tensor(float(alpha))
+        self._change(f"{module}.weight", (1.0 if alpha is None else alpha / rank) * up @ down)
+
+    def difference(self, key, parameter):
+        """A whole difference."""
+        difference = self.randn(*self.model.get_parameter(parameter).shape, std=0.1)
+        self.tensors[key] = difference
+        self._change(parameter, difference)
+
+    def _change(self, parameter, change):
+        self.changes[parameter] = self.changes.get(parameter, 0) + change
+
+    def save(self, path, metadata=None):
+        """Write a safetensors file."""
+        save_file({key: tensor.contiguous() for key, tensor in self.tensors.items()}, path, metadata=metadata)
+        return path
+
+    def merged(self, scale=1.0):
+        """A copy of the model with all changes in its weights."""
+        model = copy.deepcopy(self.model)
+        with torch.no_grad():
+            for name, change in self.changes.items():
+                parameter = model.get_parameter(name)
+                parameter.copy_((parameter.float() + scale * change).to(parameter.dtype))
+        return model
+
+
+def lightx2v(model, rank=64, seed=0, prefix="diffusion_model."):
+    """As lightx2v's distilled LoRAs: no alphas; norms, biases, modulation, patch embedding and head as differences."""
+    file, image = LoraFile(model, seed), model.config.image_dim is not None
+    linears = {
+        f"blocks.{i}.{theirs}": f"blocks.{i}.{ours}"
+        for i in range(len(model.blocks))
+        for theirs, ours in {**BLOCK, **(IMAGE_BLOCK if image else {})}.items()
+    }
+    for theirs, ours in {**linears, **OUTSIDE, **(IMAGE_OUTSIDE if image else {})}.items():
+        file.pair(prefix + theirs, ours, rank)
+        file.difference(f"{prefix}{theirs}.diff_b", f"{ours}.bias")
+    for i in range(len(model.blocks)):
+        for theirs, ours in NORMS.items():
+            file.difference(f"{prefix}blocks.{i}.{theirs}.diff", f"blocks.{i}.{ours}.weight")
+        file.difference(f"{prefix}blocks.{i}.norm3.diff_b", f"blocks.{i}.norm2.bias")
+        file.difference(f"{prefix}blocks.{i}.diff_m", f"blocks.{i}.scale_shift_table")
+        if image:
+            file.difference(f"{prefix}blocks.{i}.cross_attn.norm_k_img.diff", f"blocks.{i}.attn2.norm_added_k.weight")
+    file.difference(f"{prefix}head.diff_m", "scale_shift_table")
+    for theirs, ours in {"head.head": "proj_out", "patch_embedding": "patch_embedding"}.items():
+        file.difference(f"{prefix}{theirs}.diff", f"{ours}.weight")
+        file.difference(f"{prefix}{theirs}.diff_b", f"{ours}.bias")
+    if image:
+        for theirs, ours in {"img_emb.proj.0": "norm1", "img_emb.proj.4": "norm2"}.items():
+            path = f"condition_embedder.image_embedder.{ours}"
+            file.difference(f"{prefix}{theirs}.diff", f"{path}.weight")
+            file.difference(f"{prefix}{theirs}.diff_b", f"{path}.bias")
+    return file
+
+
+def lightning(model, rank=64, alphas=(8.0,), seed=0, prefix="diffusion_model."):
+    """As Wan2.2-Lightning: the blocks' linears with alphas, taken in turn."""
+    file = LoraFile(model, seed)
+    for i in range(len(model.blocks)):
+        for n, (theirs, ours) in enumerate(BLOCK.items()):
+            file.pair(f"{prefix}blocks.{i}.{theirs}", f"blocks.{i}.{ours}", rank, alphas[n % len(alphas)])
+    return file
+
+
+def kohya(model, rank=32, alphas=(16.0, 32.0), seed=0, dotted=False):
+    """As musubi-tuner: underscores; dotted: only the first of them."""
+    file = LoraFile(model, seed)
+    for i in range(len(model.blocks)):
+        for n, (theirs, ours) in enumerate(BLOCK.items()):
+            name = theirs if dotted else theirs.replace(".", "_")
+            key = f"lora_unet_blocks_{i}{'.' if dotted else '_'}{name}"
+            file.pair(key, f"blocks.{i}.{ours}", rank, alphas[n % len(alphas)])
+    return file
+
+
+def diffusers(model, ranks=(32, 128), seed=0, prefix="transformer."):
+    """As diffusers saves it: its own names, ranks in turn."""
+    file = LoraFile(model, seed)
+    for i in range(len(model.blocks)):
+        for n, ours in enumerate(BLOCK.values()):
+            path = f"blocks.{i}.{ours}"
+            file.pair(prefix + path, path, ranks[n % len(ranks)], names=("lora_A.weight", "lora_B.weight"))
+    return file

@@ -1,0 +1,79 @@
+"""Recipes: the published numbers, and what is refused."""
+
+import dataclasses
+
+import pytest
+
+from turbo_rcm_patch.recipes import RECIPES, Recipe, find_recipe, shifted
+
+
+def test_published_times():
+    four = [1, 0.9375, 0.83333333, 0.625]
+    assert RECIPES["lightx2v"].sigmas == pytest.approx(four)
+    assert RECIPES["lightning"].sigmas == pytest.approx(four)
+    for name in ("fastwan", "causvid"):
+        assert RECIPES[name].timesteps == (1000, 757, 522)
+        assert RECIPES[name].sigmas == pytest.approx([1, 0.75675672, 0.52173914], rel=1e-7)
+    assert RECIPES["causvid-lora"].sigmas == (1, 0.934, 0.862, 0.756, 0.603, 0.41, 0.25, 0.14, 0.074)
+    assert {name: RECIPES[name].sigma_max for name in RECIPES if RECIPES[name].sigmas is None} == {
+        "rcm": 80,
+        "rcm-i2v": 200,
+        "turbowan": 80,
+        "turbowan-i2v": 200,
+    }
+    assert [recipe.steps for recipe in RECIPES.values()] == [4, 4, 4, 4, 3, 4, 4, 3, 9]
+    assert shifted([1, 0.75, 0.5, 0.25], 16) == pytest.approx([1, 0.9796, 0.9412, 0.8421], abs=5e-5)
+
+
+def test_solvers_and_states():
+    found = {name: (recipe.solver, recipe.state_dtype) for name, recipe in RECIPES.items()}
+    assert found == {
+        "rcm": ("sde", "float64"),
+        "rcm-i2v": ("euler", "float64"),
+        "turbowan": ("sde", "float64"),
+        "turbowan-i2v": ("euler", "float64"),
+        "fastwan": ("lcm", "model"),
+        "lightx2v": ("euler", "bfloat16"),
+        "lightning": ("euler", "float32"),
+        "causvid": ("lcm", "model"),
+        "causvid-lora": ("euler", "float32"),
+    }
+    assert [name for name, recipe in RECIPES.items() if recipe.round_timesteps_to_bf16] == [
+        *("rcm", "rcm-i2v", "turbowan", "turbowan-i2v")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"solver": "heun", "sigmas": (1,)}, "solver='heun'; accepted are sde, euler, lcm"),
+        ({"solver": "euler", "sigmas": (1,), "state_dtype": "int8"}, "state_dtype='int8'"),
+        ({"solver": "euler"}, "either sigmas or"),
+        ({"solver": "euler", "sigmas": (1,), "sigma_max": 80}, "either sigmas or"),
+        ({"solver": "lcm", "sigma_max": 80, "state_dtype": "float64"}, "solver 'sde' or 'euler'"),
+        ({"solver": "euler", "sigma_max": 80}, "state_dtype 'float64'"),
+        ({"solver": "euler", "sigmas": ()}, "one or more"),
+        ({"solver": "euler", "sigmas": (0.5, 0.7)}, "decrease strictly"),
+        ({"solver": "euler", "sigmas": (1.1, 0.7)}, r"within \(0, 1\]"),
+        ({"solver": "euler", "sigmas": (0.5, 0.0)}, "without the final 0"),
+        ({"solver": "euler", "sigmas": (1, 0.5), "timesteps": (1000,)}, "1 timesteps for 2 sigmas"),
+        ({"solver": "euler", "sigmas": (1, 0.5), "timesteps": (1000, 1000)}, "decrease strictly"),
+        ({"solver": "euler", "sigmas": (1,), "boundary": 875}, "boundary=875"),
+    ],
+)
+def test_wrong_recipes(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Recipe("mine", **fields)
+
+
+def test_a_recipe_is_found_by_name_or_given():
+    mine = Recipe("mine", "euler", sigmas=[1, 0.5])
+    assert mine.sigmas == (1.0, 0.5)
+    assert find_recipe(mine) is mine
+    assert find_recipe("fastwan") is RECIPES["fastwan"]
+    with pytest.raises(ValueError, match=r"recipe='euler' is unknown; accepted are rcm, .*causvid-lora"):
+        find_recipe("euler")
+    with pytest.raises(TypeError, match="give a Recipe"):
+        find_recipe(4)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        mine.solver = "lcm"

@@ -1,0 +1,145 @@
+"""Which files a LoRA's source means, on disk or on the hub, and what is in them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+
+import torch
+from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+from safetensors import SafetensorError, safe_open
+
+SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+Source = str | Path
+
+_HUB = re.compile(r"^[\w-][\w.-]*/[\w-][\w.-]*(/.+)?$")
+_EXPERTS = ("high", "low")  # in the names of the two files of Wan 2.2
+
+
+def find_files(source: Source | Sequence[Source], experts: int) -> list[Path]:
+    """The LoRA files that a source means, one for each of 1 or 2 experts, the high-noise one first.
+
+    source: a file, a folder, or the id of a hub repository, also with a path in it ("org/name/folder"); for two
+    experts a pair of them, or a folder with both files. Raises ValueError where that is not one file per expert.
+    """
+    if isinstance(source, (str, Path)):
+        place = _place(source)
+        return [place.get(name) for name in _one_per_expert(place, experts)]
+    sources = list(source)
+    if len(sources) != experts:
+        wanted = "one, because it has one transformer" if experts == 1 else "two: (high, low)"
+        raise ValueError(f"{len(sources)} sources, and the pipeline takes {wanted}.")
+    return [find_files(one, 1)[0] for one in sources]
+
+
+def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """All tensors of a file, on the CPU, and its metadata. Raises ValueError for a file that cannot be read."""
+    try:
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                keys = file.keys()
+                return {key: file.get_tensor(key) for key in keys}, file.metadata() or {}
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, SafetensorError, RuntimeError, ValueError, EOFError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+    except Exception as error:  # what unpickling raises
+        raise ValueError(f"cannot read {path} without running code in it: {error}") from error
+    for wrapper in ("state_dict", "generator"):
+        if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
+            content = content[wrapper]
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{path} holds a {type(content).__name__}; a LoRA is a dictionary of tensors.")
+    return {key: value for key, value in content.items() if isinstance(value, torch.Tensor)}, {}
+
+
+def keys_in(folder: Path) -> set[str]:
+    """The names of all tensors in a folder's safetensors files; none where there is no such folder."""
+    keys: set[str] = set()
+    for file in folder.glob("*.safetensors") if folder.is_dir() else ():
+        try:
+            with safe_open(file, framework="pt") as opened:
+                keys.update(opened.keys())
+        except (OSError, SafetensorError):
+            continue  # only to know more about a model that is loaded already
+    for index in folder.glob("*.safetensors.index.json") if folder.is_dir() else ():
+        keys.update(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}))
+    return keys
+
+
+class _Folder:
+    """A file or the files of a folder on disk."""
+
+    def __init__(self, path: Path):
+        self.title, self._path = str(path), path
+        self.names = [path.name] if path.is_file() else sorted(child.name for child in path.iterdir())
+
+    def get(self, name: str) -> Path:
+        return self._path if self._path.is_file() else self._path / name
+
+
+class _Repository:
+    """A file or the files of a folder in a repository on the hub. Raises what the hub's library raises."""
+
+    def __init__(self, name: str):
+        self.title = name
+        self._id, path = _split_id(name)
+        files = HfApi().list_repo_files(self._id)
+        self.names = [path] if path in files else [f for f in files if str(PurePosixPath(f).parent) == (path or ".")]
+
+    def get(self, name: str) -> Path:
+        return Path(hf_hub_download(self._id, name))
+
+
+def _place(source: Source) -> _Folder | _Repository:
+    path = Path(source).expanduser()
+    if path.exists():
+        return _Folder(path)
+    if not isinstance(source, str) or not _HUB.match(source):
+        raise ValueError(f"{source}: no such file or folder; give one, or the id of a repository on the hub.")
+    try:
+        return _Repository(source)
+    except Exception as error:  # of the network, of the hub
+        found = _in_cache(source)
+        if found is not None:
+            return _Folder(found)
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(
+            f"{source} is no file or folder here, and the hub does not give it: {first}; check the name."
+        ) from error
+
+
+def _split_id(name: str) -> tuple[str, str]:
+    """A repository's id, and the path in it."""
+    organisation, repository, *inner = name.split("/")
+    return f"{organisation}/{repository}", "/".join(inner)
+
+
+def _in_cache(name: str) -> Path | None:
+    """What was downloaded from the hub before, for those who are offline."""
+    repository, path = _split_id(name)
+    try:
+        found = Path(snapshot_download(repository, local_files_only=True)) / path
+    except Exception:  # of the cache, which has nothing of this name
+        return None
+    return found if found.exists() else None
+
+
+def _one_per_expert(place: _Folder | _Repository, experts: int) -> list[str]:
+    names = [name for name in place.names if name.endswith(SUFFIXES)]
+    if experts == 1:
+        if len(names) == 1:
+            return names
+        raise ValueError(f"{place.title} holds {_listed(names)}; name the one file of the LoRA.")
+    chosen = [[name for name in names if expert in name.lower()] for expert in _EXPERTS]
+    if [len(found) for found in chosen] == [1, 1]:
+        return [found[0] for found in chosen]
+    raise ValueError(
+        f"{place.title} holds {_listed(names)}; the pipeline has two transformers: give source=(high, low), or a "
+        "folder with one file that has 'high' and one that has 'low' in its name."
+    )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) or f"no file ending in {', '.join(SUFFIXES)}"

@@ -1,0 +1,216 @@
+"""What a LoRA file holds, in diffusers' names: pairs of matrices, and whole differences of other parameters.
+
+    down [r, in], up [out, r], alpha     W += alpha/r · up @ down; without alpha, up @ down
+    diff, diff_b, diff_m                 added to a weight, a bias, a modulation
+
+Names may have the prefix of any tool, or none (names.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from .names import ModelNames
+
+_PREFIX = re.compile(
+    r"^(model\.diffusion_model\.|diffusion_model\.|base_model\.model\.|transformer\.|model\.|lora_unet_)"
+)
+_PARTS = {
+    "down": (".lora_down.weight", ".lora_A.weight", ".lora_A.default.weight", ".lora.down.weight"),
+    "up": (".lora_up.weight", ".lora_B.weight", ".lora_B.default.weight", ".lora.up.weight"),
+    "up_bias": (".lora_B.bias", ".lora_B.default.bias"),
+    "alpha": (".alpha",),
+    "weight": (".diff",),
+    "bias": (".diff_b",),
+    "modulation": (".diff_m",),
+}
+METADATA = "lora_adapter_metadata"  # where diffusers notes the alphas of a file that it saves
+_SHOWN = 4  # of the keys that do not fit
+
+
+class Pair(NamedTuple):
+    """W += scale · up @ down, in fp32. down [rank, in], up [out, rank]."""
+
+    down: torch.Tensor
+    up: torch.Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return len(self.down)
+
+    def product(self) -> torch.Tensor:
+        """[out, in] in fp32."""
+        return self.scale * (self.up.float() @ self.down.float())
+
+
+@dataclass
+class Lora:
+    """A LoRA file as it goes into one transformer.
+
+    pairs: by the diffusers name of their linear. differences: by that of their parameter, in its shape.
+    unused: keys that go nowhere, and why. has_alpha, has_differences: how the file is written.
+    """
+
+    pairs: dict[str, Pair] = field(default_factory=dict)
+    differences: dict[str, torch.Tensor] = field(default_factory=dict)
+    unused: dict[str, str] = field(default_factory=dict)
+    has_alpha: bool = False
+    has_differences: bool = False
+
+    @property
+    def ranks(self) -> list[int]:
+        """All ranks, in order."""
+        return sorted({pair.rank for pair in self.pairs.values()})
+
+
+def read_lora(tensors: Mapping[str, torch.Tensor], model: nn.Module, metadata: Mapping[str, str] | None = None) -> Lora:
+    """The contents of a LoRA file for a Wan transformer, which may be patched and have LoRA layers.
+
+    metadata: of the safetensors file. Raises ValueError for a file without any LoRA, and with all shapes that do not
+    fit the model.
+    """
+    names, lora, misfits = ModelNames(model), Lora(), []
+    grouped, saved = _grouped(tensors, lora), json.loads((metadata or {}).get(METADATA, "{}"))
+    for name, parts in grouped.items():
+        _Entry(name, parts, names, lora, misfits).add(_alpha_in(saved, name))
+    if not grouped:
+        raise ValueError(f"no LoRA in it: {_some(list(tensors))}")
+    if misfits:
+        raise ValueError(f"it does not fit the {type(model).__name__}: {_some(misfits, '; ')}")
+    if not lora.pairs and not lora.differences:
+        raise ValueError(f"nothing of it is for a {type(model).__name__}: {_some(list(lora.unused))}")
+    lora.has_alpha = any("alpha" in parts for parts in grouped.values())
+    lora.has_differences = any({"weight", "bias", "modulation"} & set(parts) for parts in grouped.values())
+    return lora
+
+
+def looks_like_lora(keys) -> bool:
+    """Whether any of these keys is of a LoRA."""
+    return any(_part_of(key) is not None for key in keys)
+
+
+Parts = dict[str, tuple[str, torch.Tensor]]  # by "down", "up", ...: the key in the file, and its tensor
+
+
+def _grouped(tensors: Mapping[str, torch.Tensor], lora: Lora) -> dict[str, Parts]:
+    """The parts of each module, by its name without prefix; keys of other kinds go to ``lora.unused``."""
+    grouped: dict[str, Parts] = {}
+    for key, tensor in tensors.items():
+        found = _part_of(key)
+        if found is None:
+            lora.unused[key] = "DoRA, which is not applied" if "dora_scale" in key else "of an unknown kind"
+        else:
+            name, part = found
+            grouped.setdefault(name, {})[part] = key, tensor
+    return grouped
+
+
+def _part_of(key: str) -> tuple[str, str] | None:
+    for part, suffixes in _PARTS.items():
+        for suffix in suffixes:
+            if key.endswith(suffix):
+                return _without_prefix(key.removesuffix(suffix)), part
+    return None
+
+
+def _without_prefix(name: str) -> str:
+    while (shorter := _PREFIX.sub("", name)) != name:
+        name = shorter
+    return name
+
+
+def _alpha_in(saved: Mapping[str, object], name: str) -> float | None:
+    """The alpha that diffusers' metadata give a module."""
+    default = saved.get("transformer.lora_alpha")
+    patterns = saved.get("transformer.alpha_pattern") or {}
+    return next((alpha for end, alpha in patterns.items() if re.search(rf"(^|\.){end.lstrip('^')}$", name)), default)
+
+
+class _Entry:
+    """One module's parts of a file, on their way into a `Lora`."""
+
+    def __init__(self, name: str, parts: Parts, names: ModelNames, lora: Lora, misfits: list[str]):
+        self._name, self._parts, self._names, self._lora, self._misfits = name, parts, names, lora, misfits
+
+    def add(self, default_alpha: float | None) -> None:
+        if self._names.block_beyond(self._name):
+            self._misfits.append(f"{self._first_key()} is of a block that the model, with {self._names.blocks}, lacks")
+            return
+        pair = self._pair(default_alpha)
+        for part in ("weight", "bias", "modulation"):
+            if part in self._parts:
+                key, difference = self._parts[part]
+                self._add_difference(key, difference, part)
+        if "up_bias" in self._parts and pair is not None:
+            key, bias = self._parts["up_bias"]
+            self._add_difference(key, pair.scale * bias.float(), "bias")
+
+    def _first_key(self) -> str:
+        return next(iter(self._parts.values()))[0]
+
+    def _pair(self, default_alpha: float | None) -> Pair | None:
+        given = [self._parts[part][0] for part in ("down", "up", "alpha", "up_bias") if part in self._parts]
+        if not given:
+            return None
+        module = self._names.module(self._name)
+        whole = "down" in self._parts and "up" in self._parts
+        reason = self._names.why_absent(self._name) if module is None else "without the other half of the pair"
+        if module is None or not whole:
+            self._lora.unused.update(dict.fromkeys(given, reason))
+            return None
+        (down_key, down), (up_key, up) = self._parts["down"], self._parts["up"]
+        alpha = float(self._parts["alpha"][1]) if "alpha" in self._parts else default_alpha
+        target = self._names.modules[module]
+        if not self._fits(target, down_key, down, up_key, up):
+            return None
+        # Some tools write a linear's matrices as a convolution's, with ones behind.
+        pair = Pair(down.flatten(1), up.flatten(1), 1.0 if alpha is None else alpha / len(down))
+        if isinstance(target, nn.Linear):
+            self._lora.pairs[module] = pair
+        else:  # a convolution: peft's layer of one differs from version to version
+            self._add_difference(down_key, pair.product(), "weight")
+        return pair
+
+    def _fits(self, target: nn.Module, down_key: str, down: torch.Tensor, up_key: str, up: torch.Tensor) -> bool:
+        if isinstance(target, nn.Linear):
+            inputs, outputs = target.in_features, target.out_features
+        else:
+            outputs, inputs = len(target.weight), target.weight[0].numel()
+        before = len(self._misfits)
+        if down.dim() < 2 or down[0].numel() != inputs:
+            self._misfits.append(f"{down_key} is {list(down.shape)}, the model takes [rank, {inputs}]")
+        if up.dim() < 2 or up[0].numel() != len(down) or len(up) != outputs:
+            self._misfits.append(f"{up_key} is {list(up.shape)}, the model takes [{outputs}, {len(down)}]")
+        return len(self._misfits) == before
+
+    def _add_difference(self, key: str, difference: torch.Tensor, part: str) -> None:
+        parameter = self._names.parameter(self._name, part)
+        if parameter is None:
+            self._lora.unused[key] = self._names.why_absent(self._name)
+            return
+        module, own = self._names.owner(parameter)
+        shape = getattr(module, own).shape
+        # A convolution over patches may be written as a linear over them.
+        if _without_ones(difference.shape) not in (_without_ones(shape), [shape[0], shape[1:].numel()]):
+            self._misfits.append(f"{key} is {list(difference.shape)}, the model takes {list(shape)}")
+            return
+        difference = difference.reshape(shape)
+        known = self._lora.differences.get(parameter)
+        self._lora.differences[parameter] = difference if known is None else known.float() + difference.float()
+
+
+def _without_ones(shape: torch.Size) -> list[int]:
+    return [size for size in shape if size != 1]
+
+
+def _some(items: list[str], joint: str = ", ") -> str:
+    rest = len(items) - _SHOWN
+    return joint.join(items[:_SHOWN]) + (f"{joint}and {rest} more" if rest > 0 else "") + "."

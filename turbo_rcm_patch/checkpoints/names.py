@@ -1,0 +1,107 @@
+"""Names of Wan's modules and parameters: the authors' own, diffusers', and Kohya's with underscores."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from torch import nn
+
+# diffusers' names and the official ones, applied in turn to the name of a module or of a parameter without a module.
+_OFFICIAL = [
+    (r"\.attn1\.", ".self_attn."),
+    (r"\.attn2\.", ".cross_attn."),
+    (r"\.to_([qkv])$", r".\1"),
+    (r"\.to_out\.0$", ".o"),
+    (r"\.add_([kv])_proj$", r".\1_img"),
+    (r"\.norm_added_([kq])$", r".norm_\1_img"),
+    (r"\.ffn\.net\.0\.proj$", ".ffn.0"),
+    (r"\.ffn\.net\.2$", ".ffn.2"),
+    (r"^(blocks\.\d+)\.norm2$", r"\1.norm3"),  # the norm of the two that has a weight
+    (r"^(blocks\.\d+)\.scale_shift_table$", r"\1.modulation"),
+    (r"^scale_shift_table$", "head.modulation"),
+    (r"^proj_out$", "head.head"),
+    (r"^condition_embedder\.text_embedder\.linear_1$", "text_embedding.0"),
+    (r"^condition_embedder\.text_embedder\.linear_2$", "text_embedding.2"),
+    (r"^condition_embedder\.time_embedder\.linear_1$", "time_embedding.0"),
+    (r"^condition_embedder\.time_embedder\.linear_2$", "time_embedding.2"),
+    (r"^condition_embedder\.time_proj$", "time_projection.1"),
+    (r"^condition_embedder\.image_embedder\.norm1$", "img_emb.proj.0"),
+    (r"^condition_embedder\.image_embedder\.ff\.net\.0\.proj$", "img_emb.proj.1"),
+    (r"^condition_embedder\.image_embedder\.ff\.net\.2$", "img_emb.proj.3"),
+    (r"^condition_embedder\.image_embedder\.norm2$", "img_emb.proj.4"),
+    (r"^condition_embedder\.image_embedder\.pos_embed$", "img_emb.emb_pos"),
+]
+_OF_IMAGE = re.compile(r"(^|[._])(img_emb|image_embedder|k_img|v_img|add_[kv]_proj|norm_added_[kq])([._]|$)")
+
+
+def official_name(name: str) -> str:
+    """The authors' name of what diffusers calls ``name``."""
+    for pattern, replacement in _OFFICIAL:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a Wan transformer by diffusers' names, as without the LoRA layers that wrap some of them."""
+    for name, module in model.named_modules():
+        parts = name.split(".")
+        if hasattr(module, "base_layer") or any(part.startswith("lora_") for part in parts):
+            continue
+        yield ".".join(part for part in parts if part != "base_layer"), module
+
+
+class ModelNames:
+    """Finds a transformer's modules and parameters by any of their names."""
+
+    def __init__(self, model: nn.Module):
+        self.modules = dict(modules_of(model))
+        self.blocks = len(model.blocks)
+        # Parameters without a module of their own, as modulation, by their names; the others have their module's.
+        own = [
+            f"{path}.{name}".lstrip(".")
+            for path, module in self.modules.items()
+            for name in module._parameters
+            if name not in ("weight", "bias")
+        ]
+        self._parameters = set(own)
+        # Of Wan's two norms that others call norm2 and norm3, one has no weight: its name must not hide the other's.
+        with_weights = [name for name, module in self.modules.items() if getattr(module, "weight", None) is not None]
+        self._known: dict[str, str] = {}
+        for name in (*with_weights, *own):
+            self._known[_plain(name)] = self._known[_plain(official_name(name))] = name
+
+    def module(self, name: str) -> str | None:
+        """diffusers' name of a module; None where the model has none of this name."""
+        found = self._known.get(_plain(name))
+        return None if found in self._parameters else found
+
+    def parameter(self, name: str, part: str) -> str | None:
+        """diffusers' name of the weight, bias or modulation (``part``) at a name; None where there is none.
+
+        A modulation is a block's or, by the name "head", that of the last layer.
+        """
+        found = self._known.get(_plain(f"{name}.modulation" if part == "modulation" else name))
+        if found in self._parameters:
+            return None if part == "bias" else found
+        has_part = found is not None and getattr(self.modules[found], part, None) is not None
+        return f"{found}.{part}" if has_part else None
+
+    def owner(self, parameter: str) -> tuple[nn.Module, str]:
+        """The module that holds a parameter, and its name there."""
+        path, _, own = parameter.rpartition(".")
+        return self.modules[path], own
+
+    def why_absent(self, name: str) -> str:
+        """Why the model has nothing of this name, in a few words."""
+        return "the model takes no image" if _OF_IMAGE.search(name) else "the model has nothing of this name"
+
+    def block_beyond(self, name: str) -> bool:
+        """Whether a name is of a block that the model does not have."""
+        number = re.match(r"blocks[._](\d+)[._]", name)
+        return number is not None and int(number[1]) >= self.blocks
+
+
+def _plain(name: str) -> str:
+    """Kohya's tools write underscores in the place of the dots, all of them or only some."""
+    return name.replace(".", "_")

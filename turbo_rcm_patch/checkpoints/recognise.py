@@ -1,0 +1,94 @@
+"""How a checkpoint was distilled, from names, keys, ranks and shapes; nothing is guessed without a word."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import nn
+
+from .lora import Lora
+
+# The first that fits counts: Wan2.2-Lightning is in an organisation named lightx2v.
+_NAMES = (
+    ("lightning", re.compile(r"lightning|seko|4steps-lora")),
+    ("causvid", re.compile(r"causvid")),
+    ("fastwan", re.compile(r"fastwan")),
+    ("turbowan", re.compile(r"turbowan|turbodiffusion")),
+    ("lightx2v", re.compile(r"lightx2v|step_distill|stepdistill")),
+    ("rcm", re.compile(r"(?<![a-z])rcm(?![a-z])")),
+)
+_FOLDERS = 5  # a hub's cache keeps a file up to so many folders below the repository's name
+_KEYS = {
+    "fastwan": ("to_gate_compress", "gates of video sparse attention (VSA)"),
+    "turbowan": ("local_attn.proj_l", "tensors of sparse-linear attention's (SLA) linear branch"),
+}
+_SIZES = {1536: "1.3B", 3072: "5B", 5120: "14B"}  # a transformer's width, and what its files are named
+_LINEARS = (
+    *("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0"),
+    *("attn2.to_q", "attn2.to_k", "attn2.to_v", "attn2.to_out.0"),
+    *("ffn.net.0.proj", "ffn.net.2"),
+)
+
+
+class Recognised(NamedTuple):
+    """The name of a recipe, what told it, and whether that is the name its authors gave the checkpoint."""
+
+    recipe: str
+    evidence: str
+    by_name: bool = True
+
+
+def by_name(path: str | Path) -> Recognised | None:
+    """By the name of a file, of the folders it is in, or of a repository on the hub; the nearest counts."""
+    for part in reversed(Path(path).parts[-_FOLDERS:]):
+        for recipe, pattern in _NAMES:
+            if pattern.search(part.lower()):
+                return Recognised(recipe, f"named {part}")
+    return None
+
+
+def lora_by_contents(lora: Lora, model: nn.Module, experts: int) -> Recognised | None:
+    """By the way that the published LoRA files are written, for a file whose name does not tell."""
+    every = {f"blocks.{i}.{name}" for i in range(len(model.blocks)) for name in _LINEARS}
+    if not every <= set(lora.pairs) or len(lora.ranks) != 1:
+        return None
+    (rank,) = lora.ranks
+    if lora.has_alpha and not lora.has_differences and set(lora.pairs) == every and rank == 64 and experts == 2:
+        return Recognised("lightning", "two files of rank 64 with alphas, for the blocks alone", by_name=False)
+    if not lora.has_alpha and lora.has_differences and rank in (32, 64):
+        recipe = "lightx2v" if rank == 64 else "causvid"
+        return Recognised(recipe, f"rank {rank} without alphas, with differences of norms and biases", by_name=False)
+    return None
+
+
+def checkpoint_by_keys(keys: Iterable[str]) -> Recognised | None:
+    """By the tensors of a whole model's files."""
+    for recipe, (part, what) in _KEYS.items():
+        if any(part in key for key in keys):
+            return Recognised(recipe, f"its files hold {what}")
+    return None
+
+
+def ignored_parts(keys: Iterable[str]) -> list[str]:
+    """What a whole model's files hold that diffusers leaves out, as lines."""
+    counts = {what: sum(part in key for key in keys) for part, what in _KEYS.values()}
+    return [f"{count} {what}: not used, attention is dense" for what, count in counts.items() if count]
+
+
+def odd_names(paths: list[Path], loras: list[Lora], model: nn.Module) -> list[str]:
+    """What the files' names say otherwise than their contents, the model or their order, as lines."""
+    lines = []
+    size = _SIZES.get(model.config.num_attention_heads * model.config.attention_head_dim, "another size")
+    for path, lora in zip(paths, loras, strict=True):
+        rank = re.search(r"(?<!average_)rank_?(\d+)", path.stem.lower())
+        if rank and lora.ranks and int(rank[1]) not in lora.ranks:
+            lines.append(f"{path.name}: named rank {rank[1]}, and its ranks are {lora.ranks}")
+        named = re.search(r"(?<![\d.])(1\.3|5|14)b(?![a-z])", path.stem.lower())
+        if named and f"{named[1]}B" != size:
+            lines.append(f"{path.name}: named {named[1]}B, and the model is of {size}")
+    if len(paths) == 2 and "low" in paths[0].name.lower() and "high" in paths[1].name.lower():
+        lines.append(f"{paths[0].name} is taken for the high-noise expert: the order is (high, low)")
+    return lines

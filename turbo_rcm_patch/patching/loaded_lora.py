@@ -1,0 +1,175 @@
+"""A LoRA on a transformer: its pairs as PEFT layers, the rest as differences written into parameters; and the way back.
+
+diffusers' own loading leaves out differences of norms, modulation and patch embedding, and stops at some files.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from typing import NamedTuple
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import nn
+
+from ..checkpoints.lora import Lora, Pair
+from ..checkpoints.names import ModelNames
+from .eight_bit_weight import EightBitWeight
+from .group_offload import is_on_disk, write_through
+
+NO_PEFT = "a LoRA needs peft, which is not installed; install it with: pip install 'turbo_rcm_patch[lora]'"
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+def check_peft() -> None:
+    """Raise ImportError where LoRA layers cannot be made."""
+    if importlib.util.find_spec("peft") is None:
+        raise ImportError(NO_PEFT)
+
+
+class _Written(NamedTuple):
+    """A parameter that a difference was added to, and what it held before, on the CPU."""
+
+    module: nn.Module
+    name: str
+    before: torch.Tensor
+
+    def put_back(self, transformer: nn.Module) -> None:
+        parameter = getattr(self.module, self.name)
+        with torch.no_grad():
+            parameter.copy_(self.before)
+        write_through(transformer, parameter)
+
+
+class LoadedLora:
+    """A LoRA on one transformer. Made, it is loaded; when that fails the transformer is as it was.
+
+    unused: what of it is not on the model, by key or by parameter, and why.
+    """
+
+    def __init__(self, pipe: DiffusionPipeline, transformer: nn.Module, lora: Lora, scale: float):
+        self._transformer, self.unused = transformer, dict(lora.unused)
+        self._written: list[_Written] = []
+        self._adapter: str | None = None
+        names = ModelNames(transformer)
+        try:
+            for parameter, difference in lora.differences.items():
+                self._add(names, parameter, difference, scale)
+            if lora.pairs:
+                self._load_pairs(pipe, lora.pairs, scale)
+        except BaseException:
+            self.undo()
+            raise
+
+    @property
+    def differences(self) -> int:
+        """How many parameters differences were added to."""
+        return len(self._written)
+
+    def check_undoable(self) -> None:
+        """Raise RuntimeError where the LoRA cannot be taken off again."""
+        for written in self._written:
+            reason = _why_unreachable(self._transformer, getattr(written.module, written.name))
+            if reason is not None:
+                raise RuntimeError(f"a parameter cannot be put back: {reason}; undo that first, then restore.")
+        if self._adapter is None:
+            return
+        if self._adapter not in getattr(self._transformer, "peft_config", {}):
+            raise RuntimeError(
+                f"the LoRA {self._adapter!r} was unloaded by other means; if it was fused, its effect stays in the "
+                "weights. Load the model again."
+            )
+        if any(self._adapter in layer.merged_adapters for layer in _lora_layers(self._transformer)):
+            raise RuntimeError(f"the LoRA {self._adapter!r} is fused into the weights; call pipe.unfuse_lora() first.")
+
+    def undo(self) -> None:
+        """Take the LoRA off: no layer of it is left, and parameters hold bitwise what they held before."""
+        if self._adapter is not None:
+            _remove_adapter(self._transformer, self._adapter)
+            self._adapter = None
+        while self._written:
+            self._written.pop().put_back(self._transformer)
+
+    def _add(self, names: ModelNames, path: str, difference: torch.Tensor, scale: float) -> None:
+        module, name = names.owner(path)
+        parameter = getattr(module, name)
+        reason = _why_not_added(self._transformer, parameter)
+        if reason is not None:
+            self.unused[path] = reason
+            return
+        self._written.append(_Written(module, name, parameter.detach().cpu().clone()))
+        precise = torch.promote_types(parameter.dtype, torch.float32)
+        with torch.no_grad():
+            parameter.copy_(parameter.to(precise) + scale * difference.to(parameter.device, precise))
+        write_through(self._transformer, parameter)
+
+    def _load_pairs(self, pipe: DiffusionPipeline, pairs: dict[str, Pair], scale: float) -> None:
+        check_peft()
+        model = self._transformer
+        active, taken = _active_adapters(model), getattr(model, "peft_config", {})
+        name = next(name for i in range(len(taken) + 1) if (name := f"distilled_{i}") not in taken)
+        tensors = {}
+        for path, pair in pairs.items():
+            tensors[f"{path}.lora_A.weight"], tensors[f"{path}.lora_B.weight"] = _with_scale(pair, scale)
+        self._adapter = name
+        model.load_lora_adapter(tensors, prefix=None, adapter_name=name, _pipeline=pipe)
+        model.set_adapter([*active, name])  # loading makes a new adapter the only active one
+
+
+def _why_not_added(transformer: nn.Module, parameter: torch.Tensor) -> str | None:
+    """Why no difference can be added to a parameter, in a few words; None when it can."""
+    reason = _why_unreachable(transformer, parameter)
+    if reason is None and (not parameter.is_floating_point() or parameter.dtype.itemsize < 2):
+        return f"the parameter is stored as {str(parameter.dtype).removeprefix('torch.')}"
+    return reason
+
+
+def _why_unreachable(transformer: nn.Module, parameter: torch.Tensor) -> str | None:
+    """Why a parameter's values cannot be written, in a few words; None when they can."""
+    if isinstance(parameter, EightBitWeight):
+        return "the values of the parameter were freed" if parameter.freed else None
+    if type(parameter) not in _PLAIN:
+        return f"the parameter is a {type(parameter).__name__}"
+    if parameter.is_meta:
+        return "offloading keeps the parameter elsewhere"
+    return "group offloading keeps the parameter on disk" if is_on_disk(transformer) else None
+
+
+def _with_scale(pair: Pair, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """down and up whose product has the pair's scale and the user's; about half of it is in each, so that fp16 does not
+    underflow, and powers of two round nothing."""
+    factor = scale * pair.scale
+    if factor == 1:
+        return pair.down, pair.up
+    half = 2.0 ** round(math.log2(abs(factor)) / 2) if factor else 1.0
+    return pair.down.float() * half, pair.up.float() * (factor / half)
+
+
+def _lora_layers(model: nn.Module) -> list[nn.Module]:
+    from peft.tuners.lora import LoraLayer
+
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+def _active_adapters(model: nn.Module) -> list[str]:
+    if not getattr(model, "peft_config", None):
+        return []
+    return next((list(layer.active_adapters) for layer in _lora_layers(model)), [])
+
+
+def _remove_adapter(model: nn.Module, adapter: str) -> None:
+    """Delete an adapter and its layers; those of others stay, and active as they are."""
+    active = [name for name in _active_adapters(model) if name != adapter]
+    if adapter in getattr(model, "peft_config", {}):
+        model.delete_adapters(adapter)
+    layers = {id(layer) for layer in _lora_layers(model) if not layer.r}  # by adapter: none is left
+    for path, module in list(model.named_modules()):
+        if id(module) in layers:
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, module.get_base_layer())
+    if getattr(model, "peft_config", None):
+        model.set_adapter(active)
+    else:
+        for name in ("peft_config", "_hf_peft_config_loaded"):  # the class says that there is none
+            vars(model).pop(name, None)

@@ -1,0 +1,145 @@
+"""How few-step checkpoints of Wan are sampled: the schedules that their authors publish, as data.
+
+In rectified-flow time σ in [0, 1]: ``x_σ = (1 − σ)·x_0 + σ·ε``, and the network predicts the velocity ``v = ε − x_0``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SOLVERS = ("sde", "euler", "lcm")
+STATE_DTYPES = ("float64", "float32", "bfloat16", "model")
+RCM_STEPS = 4  # the times that are published; fewer steps take the first ones
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a distilled checkpoint is sampled. Raises ValueError for values outside these ranges.
+
+    name: in messages, free to choose.
+    solver: from σ to the next time σ'.
+        "euler": ``x + (σ' − σ)·v``, no noise after the first.
+        "sde": predict x_0 and noise it anew, ``(1 − σ')·(x − σ·v) + σ'·ε``. ε in fp32, drawn in the last step too.
+        "lcm": the same with x_0 and ε in the model's dtype, ε drawn frame by frame ([B, T, C, H, W]) and none for the
+        last step.
+    sigmas: the times σ of the steps, strictly decreasing in (0, 1], without the final 0.
+    sigma_max: in place of sigmas: rCM's times from the noise-to-signal ratio sigma_max down.
+    timesteps: what the network is given in each step; None: 1000·σ in fp32.
+    round_timesteps_to_bf16: round 1000·σ to bf16, as rCM does; the solver's σ stays exact.
+    fewer_steps: whether a generation may have fewer steps, which take the first of the times. rCM's always may.
+    state_dtype: what x is stored in between the steps; "model": as the network's output.
+    boundary: with two experts, the high-noise one runs while σ >= boundary; None: the pipeline's own boundary_ratio.
+    """
+
+    name: str
+    solver: str
+    sigmas: tuple[float, ...] | None = None
+    sigma_max: float | None = None
+    timesteps: tuple[float, ...] | None = None
+    round_timesteps_to_bf16: bool = False
+    fewer_steps: bool = False
+    state_dtype: str = "float32"
+    boundary: float | None = None
+
+    def __post_init__(self):
+        for field, accepted in (("solver", SOLVERS), ("state_dtype", STATE_DTYPES)):
+            if getattr(self, field) not in accepted:
+                raise ValueError(f"{field}={getattr(self, field)!r}; accepted are {', '.join(accepted)}.")
+        if (self.sigmas is None) == (self.sigma_max is None):
+            raise ValueError(f"recipe {self.name!r} needs either sigmas or, for rCM's times, sigma_max.")
+        if self.sigma_max is not None and (self.solver == "lcm" or self.state_dtype != "float64" or self.timesteps):
+            raise ValueError(
+                f"recipe {self.name!r} has rCM's times (sigma_max); they go with solver 'sde' or 'euler', state_dtype "
+                "'float64' and no timesteps."
+            )
+        if self.boundary is not None and not 0 < self.boundary < 1:
+            raise ValueError(f"boundary={self.boundary}; give a time between 0 and 1.")
+        for field in ("sigmas", "timesteps"):
+            value = getattr(self, field)
+            if value is not None:
+                object.__setattr__(self, field, tuple(map(float, value)))
+        _check_times(self.sigmas, self.timesteps)
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that the checkpoint was distilled to."""
+        return RCM_STEPS if self.sigmas is None else len(self.sigmas)
+
+    @property
+    def accepted_steps(self) -> range:
+        """The numbers of steps that a generation may have."""
+        return range(1 if self.fewer_steps or self.sigmas is None else self.steps, self.steps + 1)
+
+
+def _check_times(sigmas: Sequence[float] | None, timesteps: Sequence[float] | None) -> None:
+    """Raise ValueError unless both decrease strictly, sigmas in (0, 1], timesteps above 0, as many as sigmas."""
+    for name, values, largest in (("sigmas", sigmas, 1.0), ("timesteps", timesteps, math.inf)):
+        if values is None:
+            continue
+        if len(values) == 0:
+            raise ValueError(f"{name}={list(values)}; give one or more numbers, highest first.")
+        decreasing = all(after < before for before, after in itertools.pairwise(values))
+        if not (decreasing and values[-1] > 0 and values[0] <= largest):
+            limit = f"(0, {largest:g}]" if math.isfinite(largest) else "what is above 0"
+            raise ValueError(f"{name}={list(values)}; they must decrease strictly within {limit}, without the final 0.")
+    if timesteps is not None and sigmas is not None and len(timesteps) != len(sigmas):
+        raise ValueError(f"{len(timesteps)} timesteps for {len(sigmas)} sigmas; give one for each.")
+
+
+def shifted(sigmas: Sequence[float], shift: float) -> tuple[float, ...]:
+    """``shift·σ / (1 + (shift − 1)·σ)`` of each, as flow matching schedules are warped towards the noise."""
+    return tuple(shift * sigma / (1 + (shift - 1) * sigma) for sigma in sigmas)
+
+
+# DMD's timesteps, and their σ: each is the nearest to the timestep in the table of σ = 8s/(1 + 7s), s in thousandths.
+_DMD_TIMESTEPS = (1000.0, 757.0, 522.0)
+_DMD_TABLE = shifted([s / 1000 for s in range(1000, 0, -1)], 8.0)
+_DMD_SIGMAS = tuple(min(_DMD_TABLE, key=lambda sigma: abs(1000 * sigma - t)) for t in _DMD_TIMESTEPS)
+_FOUR_STEPS = shifted((1.0, 0.75, 0.5, 0.25), 5.0)
+
+_RCM = {"solver": "sde", "round_timesteps_to_bf16": True, "state_dtype": "float64"}
+# The experts of Wan 2.2 change at 0.9; the authors' command for image to video takes the deterministic solver.
+_RCM_I2V = {**_RCM, "solver": "euler", "sigma_max": 200.0, "boundary": 0.9}
+_DMD = {"solver": "lcm", "sigmas": _DMD_SIGMAS, "timesteps": _DMD_TIMESTEPS, "state_dtype": "model"}
+# Wan 2.2's boundaries, 0.875 and 0.9, both let these four times change experts after the second.
+_EULER = {"solver": "euler", "sigmas": _FOUR_STEPS, "boundary": 0.875}
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("rcm", **_RCM, sigma_max=80.0),
+        Recipe("rcm-i2v", **_RCM_I2V),
+        Recipe("turbowan", **_RCM, sigma_max=80.0),
+        Recipe("turbowan-i2v", **_RCM_I2V),
+        Recipe("fastwan", **_DMD),
+        Recipe("lightx2v", **_EULER, state_dtype="bfloat16"),
+        Recipe("lightning", **_EULER),
+        Recipe("causvid", **_DMD),
+        # Of the LoRA its authors publish no sampler; these are the times that other tools run it with.
+        Recipe(
+            "causvid-lora",
+            "euler",
+            sigmas=(1.0, 0.934, 0.862, 0.756, 0.603, 0.41, 0.25, 0.14, 0.074),
+            fewer_steps=True,
+        ),
+    )
+}
+
+
+def find_recipe(recipe: str | Recipe) -> Recipe:
+    """The recipe of a name, or the recipe given. Raises ValueError for an unknown name, TypeError for anything else."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if not isinstance(recipe, str):
+        raise TypeError(f"recipe={recipe!r}; give a Recipe, or the name of one: {recipe_names()}.")
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe={recipe!r} is unknown; accepted are {recipe_names()}, or a Recipe of your own.")
+    return RECIPES[recipe]
+
+
+def recipe_names() -> str:
+    """All names, for messages."""
+    return ", ".join(RECIPES)
