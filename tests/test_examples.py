@@ -10,6 +10,8 @@ import imageio.v3 as iio
 import pytest
 import torch
 
+from tests import lora_files
+from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.bench.cases import CASES, build_pipeline
 
 ROOT = Path(__file__).parent.parent
@@ -39,6 +41,24 @@ def test_patch_pipeline(run_example, capsys):
     assert float(patched.split(":")[1]) < 1e-3
     assert float(partly.split(":")[1]) < 1e-3
     assert restored == "bitwise the same after restore: True"
+
+
+@pytest.mark.parametrize("given", ["folder", "files"])
+def test_lightning(run_example, tmp_path, capsys, given):
+    pipe = tiny_wan_pipeline("wan22")
+    pipe.save_pretrained(tmp_path / "model")
+    loras = [tmp_path / f"lightning/{name}_noise_model.safetensors" for name in ("high", "low")]
+    loras[0].parent.mkdir()
+    for path, model in zip(loras, (pipe.transformer, pipe.transformer_2), strict=True):
+        lora_files.lightning(model).save(path)
+    sources = [str(loras[0].parent)] if given == "folder" else list(map(str, loras))
+    options = ["--model", str(tmp_path / "model"), "--size", "32", "48", "5", "--output", "out.mp4"]
+    run_example("examples/lightning.py", *options, "--loras", *sources)
+    assert iio.imread(tmp_path / "out.mp4").shape == (5, 32, 48, 3)
+    printed = capsys.readouterr().out
+    assert "lightning (named lightning): 4 steps (euler)" in printed
+    assert "transformer_2: low_noise_model.safetensors, 20 linears of rank 64" in printed
+    assert "LoRA layer" in printed
 
 
 def load_benchmark():

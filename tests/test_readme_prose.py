@@ -4,10 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
-from diffusers import UniPCMultistepScheduler, WanPipeline
-from peft import LoraConfig
+from diffusers import WanPipeline
 
+import turbo_rcm_patch as trp
+from tests import lora_files
 from tests.tiny_wan import tiny_wan_pipeline
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,21 +26,22 @@ def test_links_lead_somewhere():
 
 
 @pytest.fixture
-def tiny_videos(monkeypatch):
-    """WanPipeline.from_pretrained gives tiny pipelines on the CPU, whose calls make tiny videos and LoRAs."""
+def tiny_videos(monkeypatch, tmp_path):
+    """WanPipeline.from_pretrained gives tiny pipelines, whose calls make tiny videos; the LoRA files are there."""
     call = WanPipeline.__call__
 
     def small(self, *arguments, num_inference_steps=2, **options):
         options |= {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": num_inference_steps}
         return call(self, *arguments, **options)
 
-    def add_lora(self, *arguments, **options):
-        self.transformer.add_adapter(LoraConfig(target_modules=["to_q"], init_lora_weights=False))
-
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(WanPipeline, "__call__", small)
-    monkeypatch.setattr(WanPipeline, "load_lora_weights", add_lora)
     monkeypatch.setattr(WanPipeline, "to", lambda self, device: self)
     monkeypatch.setattr(WanPipeline, "from_pretrained", lambda *arguments, **options: tiny_wan_pipeline("t2v"))
+    for name in re.findall(r"\"([\w.]+\.safetensors)\"", README):
+        rank = 32 if "causvid" in name else 64
+        make = lora_files.lightning if name.startswith(("high", "low")) else lora_files.lightx2v
+        make(tiny_wan_pipeline("t2v").transformer, rank).save(tmp_path / name)
 
 
 @pytest.mark.usefixtures("tiny_videos")
@@ -50,20 +51,27 @@ def test_code_runs_after_the_first_block(index):
     exec(BLOCKS[0], names)
     exec(BLOCKS[index], names)
     assert len(names["video"]) == 5
-    assert "lora" not in "".join(names["pipe"].transformer.state_dict())
 
 
-def test_unipc_as_the_readme_sets_it_takes_euler_steps():
-    names = {}
-    exec(next(line for line in README.splitlines() if line.startswith("euler = ")), names)
-    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, **names["euler"])
-    scheduler.set_timesteps(4)
-    assert scheduler.timesteps.tolist() == [999, 937, 833, 625]
-    start = torch.randn(1, 2, 3, 4, 5)
-    sample, euler = start, start
-    for sigma, following, t in zip(
-        (1, 0.9375, 5 / 6, 0.625), (0.9375, 5 / 6, 0.625, 0), scheduler.timesteps, strict=True
-    ):
-        sample = scheduler.step(torch.sin(3 * sample), t, sample).prev_sample
-        euler = euler + (following - sigma) * torch.sin(3 * euler)
-    assert (sample - euler).norm() < 3e-3 * euler.norm()  # its sigmas are up to 1e-3 off
+ROWS = [row for row in README.splitlines() if "`trp.use_" in row and row.startswith("|")]
+
+
+@pytest.mark.usefixtures("tiny_videos")
+@pytest.mark.parametrize("row", ROWS)
+def test_every_line_of_the_table_of_checkpoints_runs(row):
+    *_, steps, _ = (cell.strip() for cell in row.split("|"))
+    lines = re.findall(r"`(trp\.use_[^`]*)`", row)
+    counts = [re.findall(r"\d+", part)[-1] for part in steps.split(",")]
+    for line, count in zip(lines, counts * len(lines) if len(counts) == 1 else counts, strict=False):
+        pipe = tiny_wan_pipeline("wan22" if "high" in line else "t2v")
+        with eval(line, {"trp": trp, "pipe": pipe}) as handle:
+            pipe.scheduler.set_timesteps(int(count))
+            assert pipe.scheduler is handle.scheduler
+            with pytest.raises(ValueError, match="num_inference_steps=30"):
+                pipe.scheduler.set_timesteps(30)
+
+
+def test_the_table_names_every_kind_of_checkpoint():
+    assert len(ROWS) == 5
+    for name in ("rCM", "TurboWan", "FastWan", "lightx2v", "Lightning", "CausVid"):
+        assert any(name in row for row in ROWS)

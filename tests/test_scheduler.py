@@ -1,4 +1,4 @@
-"""RCMScheduler against published values and the literal algorithm, and as diffusers' pipelines use a scheduler."""
+"""The schedulers against published values and literal algorithms, and as diffusers' pipelines use a scheduler."""
 
 import copy
 import itertools
@@ -8,7 +8,18 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
-from turbo_rcm_patch.scheduler import RCMScheduler, model_timesteps, rcm_step, rcm_times
+from turbo_rcm_patch.recipes import RECIPES
+from turbo_rcm_patch.scheduler import (
+    FewStepScheduler,
+    RCMScheduler,
+    euler_step,
+    lcm_step,
+    model_timesteps,
+    rcm_step,
+    rcm_times,
+    scheduler_of,
+    sde_step,
+)
 
 STEPS = (1, 2, 3, 4)
 
@@ -294,3 +305,111 @@ def test_from_another_schedulers_config_and_back(foreign, tmp_path):
         scheduler.set_timesteps(4)
         assert scheduler.timesteps.tolist() == model_timesteps(rcm_times(4)[:-1], 500).tolist()
         assert foreign.from_config(scheduler.config).config.num_train_timesteps == 500
+
+
+def test_pure_steps_of_every_solver():
+    x, v, noise = torch.randn(3, 5, dtype=torch.float64)
+    x0 = x - 0.8 * v
+    torch.testing.assert_close(euler_step(x, v, 0.8, 0.3), 0.7 * x0 + 0.3 * (x0 + v))
+    torch.testing.assert_close(sde_step(x, v, 0.8, 0.3, noise), 0.7 * x0 + 0.3 * noise)
+    torch.testing.assert_close(lcm_step(x, v, 0.8, 0.3, noise), 0.7 * x0 + 0.3 * noise)
+    torch.testing.assert_close(lcm_step(x, v, 0.8, 0.3, None), x0)
+    half = [tensor.bfloat16() for tensor in (x, v, noise)]
+    rounded = (half[0].double() - 0.8 * half[1].double()).bfloat16()
+    assert torch.equal(lcm_step(half[0], half[1], 0.8, 0.3, None), rounded)
+    assert torch.equal(
+        lcm_step(half[0], half[1], 0.8, 0.3, half[2]), (0.7 * rounded.float() + 0.3 * half[2].float()).bfloat16()
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "dtypes"), [("lightx2v", "bfloat16"), ("lightning", "float32"), ("fastwan", "float16")]
+)
+def test_the_state_is_stored_as_the_recipe_says(name, dtypes):
+    scheduler = scheduler_of(RECIPES[name])
+    x, found = scheduler.scale_initial_noise(torch.randn(1, 2, 3, 4, 4)), []
+    for t in scheduler.timesteps:
+        x = scheduler.step(torch.randn(1, 2, 3, 4, 4).half(), t, x).prev_sample
+        found.append(str(x.dtype).removeprefix("torch."))
+    assert found == [*[dtypes] * (len(found) - 1), "float32"]  # at last as the first noise
+
+
+def test_noise_of_lcm_is_drawn_by_frame_for_each_sample():
+    scheduler = scheduler_of(RECIPES["fastwan"])
+    x, v = torch.randn(2, 2, 4, 3, 5, 6)
+    generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+    found = scheduler.step(v, scheduler.timesteps[0], x, generator=generators).prev_sample
+    t, t_next = RECIPES["fastwan"].sigmas[:2]
+    for row, seed in enumerate((1, 2)):
+        noise = torch.randn(3, 4, 5, 6, generator=torch.Generator().manual_seed(seed)).transpose(0, 1)
+        torch.testing.assert_close(found[row], lcm_step(x[row], v[row], t, t_next, noise))
+    with pytest.raises(ValueError, match="3 generators for a batch of 2"):
+        scheduler.step(v, scheduler.timesteps[1], x, generator=[torch.Generator() for _ in range(3)])
+
+
+def test_few_steps_and_own_times():
+    scheduler = scheduler_of(RECIPES["causvid-lora"])
+    assert scheduler.timesteps.tolist() == [1000, 934, 862, 756, 603, 410, 250, 140, 74]
+    scheduler.set_timesteps(3)
+    assert scheduler.sigmas.tolist() == [1, 0.934, 0.862, 0]
+    dmd = scheduler_of(RECIPES["fastwan"])
+    dmd.set_timesteps(sigmas=[0.9, 0.5])
+    assert dmd.timesteps.tolist() == pytest.approx([900, 500])
+    dmd.set_timesteps(3)
+    assert dmd.timesteps.tolist() == [1000, 757, 522]
+    dmd.set_timesteps()
+    assert len(dmd.timesteps) == 3
+    for wrong in (0, 2, 4):
+        with pytest.raises(
+            ValueError, match=f"num_inference_steps={wrong}: fastwan takes 3 steps. Pass num_inference_s"
+        ):
+            dmd.set_timesteps(wrong)
+    for wrong in (0, 10):
+        with pytest.raises(ValueError, match="causvid-lora takes 1 to 9 steps"):
+            scheduler.set_timesteps(wrong)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_saved_and_loaded(name, tmp_path):
+    scheduler = scheduler_of(RECIPES[name], boundary_timestep=875.0)
+    scheduler.save_pretrained(tmp_path)
+    for loaded in (type(scheduler).from_pretrained(tmp_path), type(scheduler).from_config(scheduler.config)):
+        loaded.set_timesteps(RECIPES[name].steps)
+        assert torch.equal(loaded.timesteps, scheduler.timesteps)
+        assert torch.equal(loaded.sigmas, scheduler.sigmas)
+        assert (loaded.solver, loaded.state_dtype) == (RECIPES[name].solver, RECIPES[name].state_dtype)
+        assert loaded.config.boundary_timestep == 875
+    assert dict(FewStepScheduler.load_config(tmp_path))["_class_name"] == type(scheduler).__name__
+
+
+def test_wrong_few_step_schedulers():
+    for options, message in (
+        ({"sigmas": []}, "one or more"),
+        ({"sigmas": [0.5, 0.7]}, "decrease strictly"),
+        ({"sigmas": [1.0], "solver": "heun"}, "solver='heun'"),
+        ({"sigmas": [1.0], "timesteps": [1000, 500]}, "2 timesteps for 1 sigmas"),
+        ({"sigmas": [1.0], "state_dtype": "int8"}, "state_dtype='int8'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            FewStepScheduler(**options)
+
+
+def test_rcm_is_the_few_step_sampler_at_its_own_times():
+    """Whatever the class, equal bit for bit; and the scheduler that the package had before it was general."""
+    noise = torch.randn(2, 3, 4)
+    rcm = RCMScheduler()
+    rcm.set_timesteps(4)
+    general = FewStepScheduler(
+        rcm.sigmas[:-1], solver="sde", state_dtype="float64", round_timesteps_to_bf16=True, fewer_steps=True
+    )
+    assert isinstance(rcm, FewStepScheduler)
+    outputs = []
+    for scheduler in (rcm, general):
+        scheduler.bind_generator(torch.Generator().manual_seed(3))
+        outputs.append(sample(scheduler, noise))
+    assert torch.equal(*outputs)
+    times, x, generator = rcm_times(4).tolist(), noise.double() * rcm_times(4)[0], torch.Generator().manual_seed(3)
+    for t, t_next, given in zip(times[:-1], times[1:], (988, 932, 852, 608), strict=True):
+        v = velocity(x.float(), torch.tensor(float(given)) / 1000).double()
+        x = (1 - t_next) * (x - t * v) + t_next * torch.randn(x.shape, generator=generator)
+    assert torch.equal(outputs[0], x.float())

@@ -68,6 +68,11 @@ class Recipe:
         """The number of steps that the checkpoint was distilled to."""
         return RCM_STEPS if self.sigmas is None else len(self.sigmas)
 
+    @property
+    def accepted_steps(self) -> range:
+        """The numbers of steps that a generation may have."""
+        return range(1 if self.fewer_steps or self.sigmas is None else self.steps, self.steps + 1)
+
 
 def _check_times(sigmas: Sequence[float] | None, timesteps: Sequence[float] | None) -> None:
     """Raise ValueError unless both decrease strictly, sigmas in (0, 1], timesteps above 0, as many as sigmas."""

@@ -174,7 +174,7 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
         """The times of so many steps, with the final 0, fp64 [N + 1]; the timesteps [N] where they are configured."""
         longest = len(self.config.sigmas)
         steps = longest if num_inference_steps is None else _as_int(num_inference_steps)
-        if not (1 <= steps <= longest if self.config.fewer_steps else steps == longest):
+        if steps not in range(1 if self.config.fewer_steps else longest, longest + 1):
             takes = f"1 to {longest}" if self.config.fewer_steps else str(longest)
             raise ValueError(
                 f"num_inference_steps={num_inference_steps}: {self.config.recipe} takes {takes} steps. Pass "

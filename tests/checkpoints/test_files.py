@@ -61,17 +61,28 @@ def test_the_hub(folder, monkeypatch):
     def download(repository, name):
         return str(folder / Path(name).name)
 
+    def cached(repository, local_files_only):
+        assert local_files_only
+        if repository != "offline/loras":
+            raise OSError("not in the cache")
+        return str(folder)
+
     monkeypatch.setattr(files.HfApi, "list_repo_files", listed)
+    monkeypatch.setattr(files, "snapshot_download", cached)
     monkeypatch.setattr(files, "hf_hub_download", download)
     repository = "lightx2v/Wan2.2-Lightning"
     pair = [folder / "high_noise_model.safetensors", folder / "low_noise_model.safetensors"]
     assert find_files(f"{repository}/T2V-4steps", 2) == pair
     assert find_files([f"{repository}/{name}" for name in listing[1:3]], 2) == pair
     assert find_files(f"{repository}/loras", 1) == [folder / "one_rank64.safetensors"]
+    assert find_files("offline/loras", 2) == pair
+    assert find_files("offline/loras/low_noise_model.safetensors", 1) == pair[1:]
     with pytest.raises(ValueError, match="Lightning holds no file"):
         find_files(repository, 1)
     with pytest.raises(ValueError, match=r"the hub does not give it: Repository Not Found; check the name"):
         find_files("some/thing", 1)
+    with pytest.raises(ValueError, match="Repository Not Found"):
+        find_files("offline/loras/missing", 1)
 
 
 def test_tensors_and_metadata_of_either_kind(tmp_path):

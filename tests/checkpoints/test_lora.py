@@ -88,6 +88,12 @@ def test_a_pair_of_a_convolution_becomes_a_difference():
     torch.testing.assert_close(lora.differences["patch_embedding.weight"], expected)
 
 
+def test_a_linear_written_as_a_convolution():
+    file = lora_files.kohya(tiny_wan_transformer())
+    tensors = {key: t if t.dim() == 0 else t[..., None, None] for key, t in file.tensors.items()}
+    assert_holds(read_lora(tensors, file.model), file)
+
+
 def test_a_patch_embedding_written_as_a_linear_and_a_modulation_without_its_one():
     model = tiny_wan_transformer()
     patch, modulation = torch.randn(128, 64), torch.randn(6, 128)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 
 import torch
-from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from safetensors import SafetensorError, safe_open
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
@@ -80,18 +80,12 @@ class _Folder:
 
 
 class _Repository:
-    """A file or the files of a folder in a repository on the hub."""
+    """A file or the files of a folder in a repository on the hub. Raises what the hub's library raises."""
 
     def __init__(self, name: str):
-        organisation, repository, *inner = name.split("/")
-        self.title, self._id, path = name, f"{organisation}/{repository}", "/".join(inner)
-        try:
-            files = HfApi().list_repo_files(self._id)
-        except Exception as error:  # of the network, of the hub, of its cache
-            first = next(iter(str(error).splitlines()), type(error).__name__)
-            raise ValueError(
-                f"{name} is no file or folder here, and the hub does not give it: {first}; check the name."
-            ) from error
+        self.title = name
+        self._id, path = _split_id(name)
+        files = HfApi().list_repo_files(self._id)
         self.names = [path] if path in files else [f for f in files if str(PurePosixPath(f).parent) == (path or ".")]
 
     def get(self, name: str) -> Path:
@@ -102,9 +96,34 @@ def _place(source: Source) -> _Folder | _Repository:
     path = Path(source).expanduser()
     if path.exists():
         return _Folder(path)
-    if isinstance(source, str) and _HUB.match(source) and not source.startswith(("./", "../")):
+    if not isinstance(source, str) or not _HUB.match(source):
+        raise ValueError(f"{source}: no such file or folder; give one, or the id of a repository on the hub.")
+    try:
         return _Repository(source)
-    raise ValueError(f"{source}: no such file or folder; give one, or the id of a repository on the hub.")
+    except Exception as error:  # of the network, of the hub
+        found = _in_cache(source)
+        if found is not None:
+            return _Folder(found)
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(
+            f"{source} is no file or folder here, and the hub does not give it: {first}; check the name."
+        ) from error
+
+
+def _split_id(name: str) -> tuple[str, str]:
+    """A repository's id, and the path in it."""
+    organisation, repository, *inner = name.split("/")
+    return f"{organisation}/{repository}", "/".join(inner)
+
+
+def _in_cache(name: str) -> Path | None:
+    """What was downloaded from the hub before, for those who are offline."""
+    repository, path = _split_id(name)
+    try:
+        found = Path(snapshot_download(repository, local_files_only=True)) / path
+    except Exception:  # of the cache, which has nothing of this name
+        return None
+    return found if found.exists() else None
 
 
 def _one_per_expert(place: _Folder | _Repository, experts: int) -> list[str]:

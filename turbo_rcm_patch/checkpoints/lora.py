@@ -36,7 +36,7 @@ _SHOWN = 4  # of the keys that do not fit
 
 
 class Pair(NamedTuple):
-    """W += scale · up @ down, in fp32."""
+    """W += scale · up @ down, in fp32. down [rank, in], up [out, rank]."""
 
     down: torch.Tensor
     up: torch.Tensor
@@ -48,7 +48,7 @@ class Pair(NamedTuple):
 
     def product(self) -> torch.Tensor:
         """[out, in] in fp32."""
-        return self.scale * (self.up.float().flatten(1) @ self.down.float().flatten(1))
+        return self.scale * (self.up.float() @ self.down.float())
 
 
 @dataclass
@@ -168,10 +168,11 @@ class _Entry:
             return None
         (down_key, down), (up_key, up) = self._parts["down"], self._parts["up"]
         alpha = float(self._parts["alpha"][1]) if "alpha" in self._parts else default_alpha
-        pair = Pair(down, up, 1.0 if alpha is None else alpha / len(down))
         target = self._names.modules[module]
         if not self._fits(target, down_key, down, up_key, up):
             return None
+        # Some tools write a linear's matrices as a convolution's, with ones behind.
+        pair = Pair(down.flatten(1), up.flatten(1), 1.0 if alpha is None else alpha / len(down))
         if isinstance(target, nn.Linear):
             self._lora.pairs[module] = pair
         else:  # a convolution: peft's layer of one differs from version to version

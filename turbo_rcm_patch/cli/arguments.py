@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..config import PRESETS
+from ..recipes import RECIPES
 from ..shapes.grammar import EXAMPLES
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -40,6 +41,7 @@ def _add_generate(commands) -> None:
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.mp4", help="the video to write")
     parser.add_argument("--fps", type=int, default=16, help="frames per second of the video (default 16)")
     parser.add_argument("--no-patch", action="store_true", help="run diffusers' own blocks")
+    _add_distilled_options(parser)
     _add_generation_options(parser)
 
 
@@ -52,6 +54,7 @@ def _add_compare(commands) -> None:
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="write all figures with the GPU and versions")
     parser.add_argument("--plot", type=Path, metavar="OUT.png", help="write a bar chart of the stages")
     parser.add_argument("--video", type=Path, metavar="OUT.mp4", help="write the videos side by side")
+    _add_distilled_options(parser)
     _add_generation_options(parser)
 
 
@@ -118,8 +121,24 @@ def _add_convert(commands) -> None:
     _add_device_options(parser, dtype="of what stays as it is (default: bfloat16)")
 
 
+def _add_distilled_options(parser: argparse.ArgumentParser) -> None:
+    lora = "a few-step LoRA: a file, a folder with one for each expert, or a hub id; SCALE is its strength (default 1)"
+    parser.add_argument("--lora", type=_lora, metavar="FILE[:SCALE]", help=lora)
+    parser.add_argument("--lora-2", metavar="FILE", help="Wan 2.2: that of the low-noise expert")
+    recipe = f"how the model or the LoRA was distilled: {', '.join(RECIPES)} (default: recognised by its name, or rcm)"
+    parser.add_argument("--recipe", choices=tuple(RECIPES), metavar="NAME", help=recipe)
+
+
+def _lora(text: str) -> tuple[str, float]:
+    file, _, scale = text.rpartition(":")
+    try:
+        return (text, 1.0) if not file or Path(text).exists() else (file, float(scale))
+    except ValueError:
+        return text, 1.0
+
+
 def _add_generation_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=4, help="denoising steps, 1 to 4 (default 4)")
+    parser.add_argument("--steps", type=int, help="denoising steps (default: as many as the model was distilled to, 4)")
     parser.add_argument("--image", type=Path, help="the first frame, for an image-to-video model")
     parser.add_argument("--offload", action="store_true", help="keep only the running model on the GPU")
     _add_sampling_options(
@@ -130,7 +149,7 @@ def _add_generation_options(parser: argparse.ArgumentParser) -> None:
 def _add_sampling_options(parser: argparse.ArgumentParser, *, height: str, width: str, frames: str) -> None:
     parser.add_argument("--model", metavar="PATH_OR_ID", help="a diffusers Wan pipeline (default: a tiny embedded one)")
     parser.add_argument("--preset", default="exact", help=f"of the patch: {', '.join(PRESETS)} (default exact)")
-    parser.add_argument("--sigma-max", type=float, help="noise level of the first step (default 80; 200 with --image)")
+    parser.add_argument("--sigma-max", type=float, help="rCM's first noise level (default 80; 200 with --image)")
     parser.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
     parser.add_argument("--height", type=int, help=f"pixels (default {height})")
     parser.add_argument("--width", type=int, help=f"pixels (default {width})")

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import PRESETS, resolve_config
+from ..recipes import RECIPES
 from ..tiers import EXACT
 from .errors import CommandError
 from .files import check_ffmpeg, check_output, check_plot
 
 STEPS = (1, 2, 3, 4)
 PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
+_HUB_PATH = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(/.+)?")  # an id, perhaps with a file or folder in it
 EMBEDDED = Path(__file__).parent.parent / "embedded/weights"  # embedded.WEIGHTS, whose module imports torch
 
 
@@ -102,6 +104,11 @@ def step_counts(arguments: argparse.Namespace) -> tuple[int, ...]:
     return arguments.steps if isinstance(arguments.steps, tuple) else (arguments.steps,)
 
 
+def is_distilled(arguments: argparse.Namespace) -> bool:
+    """Whether a LoRA or a recipe is given."""
+    return getattr(arguments, "lora", None) is not None or getattr(arguments, "recipe", None) is not None
+
+
 def check_pipeline_class(class_name: object, arguments: argparse.Namespace) -> None:
     """Raise CommandError unless the command runs --model's class, and an image is given exactly where it is needed."""
     model, has_image = arguments.model, arguments.image is not None
@@ -116,8 +123,9 @@ def check_pipeline_class(class_name: object, arguments: argparse.Namespace) -> N
 
 
 def _check_generation(arguments: argparse.Namespace) -> None:
+    _check_distilled(arguments)
     for steps in step_counts(arguments):
-        if steps not in STEPS:
+        if steps is not None and steps not in STEPS and not is_distilled(arguments):
             raise CommandError(f"--steps {steps}: the sampler takes 1, 2, 3 or 4 steps.")
     try:
         resolve_config(arguments.preset)
@@ -130,6 +138,30 @@ def _check_generation(arguments: argparse.Namespace) -> None:
     if arguments.device == "cpu" and arguments.offload:
         raise CommandError("--offload moves models between CPU and GPU; leave it out with --device cpu.")
     _check_model(arguments).check(arguments.height, arguments.width, arguments.frames)
+
+
+def _check_distilled(arguments: argparse.Namespace) -> None:
+    if getattr(arguments, "lora_2", None) is not None and arguments.lora is None:
+        raise CommandError("--lora-2 is the second of two files; give the first, of the high-noise expert, as --lora.")
+    if not is_distilled(arguments):
+        return
+    if arguments.model is None:
+        raise CommandError("--lora and --recipe go with --model; the embedded model is sampled as rCM.")
+    if arguments.sigma_max is not None:
+        raise CommandError("--sigma-max is for rCM without --recipe or --lora, whose recipe says it; leave it out.")
+    if arguments.recipe is not None:
+        accepted = RECIPES[arguments.recipe].accepted_steps
+        if arguments.steps is not None and arguments.steps not in accepted:
+            takes = f"{accepted[0]} to {accepted[-1]}" if len(accepted) > 1 else accepted[0]
+            raise CommandError(f"--steps {arguments.steps}: {arguments.recipe} takes {takes} steps.")
+    if arguments.lora is None:
+        return
+    file, scale = arguments.lora
+    if not math.isfinite(scale):
+        raise CommandError(f"--lora {file}:{scale}: give a finite strength.")
+    for option, name in (("--lora", file), ("--lora-2", arguments.lora_2)):
+        if name is not None and not Path(name).expanduser().exists() and not _HUB_PATH.fullmatch(name):
+            raise CommandError(f"{option} {name}: no such file or folder; give one, or the id of a hub repository.")
 
 
 def _check_comparison(arguments: argparse.Namespace) -> None:

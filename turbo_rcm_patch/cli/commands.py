@@ -133,7 +133,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         batch_size=arguments.batch_size,
         reference=reference,
-        settings={**_settings(arguments, pipe, call), "sigma_max": pipe.scheduler.config.sigma_max},
+        settings={**_settings(arguments, pipe, call), "sigma_max": pipe.scheduler.config.get("sigma_max")},
         report=lambda line: print(f"turbo-rcm evaluate: {line}", file=sys.stderr, flush=True),
     )
     print(evaluation_table(evaluation))
@@ -196,6 +196,11 @@ def _settings(arguments: argparse.Namespace, pipe, call: dict[str, object]) -> d
         **({"config": config, "layers": len(pipe.transformer.blocks)} if config else {}),
         "model": arguments.model or (None if config else "embedded"),
         "preset": arguments.preset,
+        **{
+            name: value
+            for name in ("lora", "lora_2", "recipe")
+            if (value := getattr(arguments, name, None)) is not None
+        },
         "dtype": str((pipe.transformer or pipe.transformer_2).dtype).removeprefix("torch."),
         **{name: value for name, value in call.items() if name not in ("image", "latents", "prompt_embeds")},
     }

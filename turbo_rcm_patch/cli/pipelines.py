@@ -12,10 +12,12 @@ from diffusers.utils import load_image
 
 from .. import embedded
 from ..bench.cases import CASES, add_structure, build_pipeline, structured_inputs
-from ..patching import use_rcm
-from ..scheduler import RCMScheduler
+from ..checkpoints.recognise import by_name
+from ..patching import use_distilled, use_rcm
+from ..recipes import RCM_STEPS, RECIPES
+from ..scheduler import FewStepScheduler, RCMScheduler
 from ..shapes import grammar
-from .checks import SizeRules, check_pipeline_class, size_rules, step_counts
+from .checks import SizeRules, check_pipeline_class, is_distilled, size_rules, step_counts
 from .errors import CommandError
 
 HEIGHT, WIDTH, FRAMES = 480, 832, 81  # WanPipeline's own defaults
@@ -62,7 +64,7 @@ def load_sampler(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict
     of_shapes = arguments.model is None or arguments.command == "evaluate"
     size = (embedded.HEIGHT, embedded.WIDTH, embedded.FRAMES) if of_shapes else (HEIGHT, WIDTH, FRAMES)
     height, width, frames = (default if value is None else value for value, default in zip(given, size, strict=True))
-    _sample_with_rcm(pipe, arguments)
+    _install_sampler(pipe, arguments)
     pipe.set_progress_bar_config(disable=None)  # none where stderr is a file
     if arguments.offload:
         pipe.enable_model_cpu_offload(device=device)
@@ -81,7 +83,7 @@ def build_case(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[s
     device = choose_device(arguments)
     pipe = build_pipeline(case, choose_dtype(arguments, device), device, layers=arguments.layers)
     add_structure(pipe)
-    _sample_with_rcm(pipe, arguments)
+    _install_sampler(pipe, arguments)
     pipe.set_progress_bar_config(disable=None)
     size = {
         "height": arguments.height or case.height,
@@ -127,16 +129,43 @@ def _outside_grammar(prompt: str) -> str:
     )
 
 
-def _sample_with_rcm(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> None:
+def _install_sampler(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> None:
+    """The sampler that the options, or else the model, ask for; ``arguments.steps`` where they give none."""
+    try:
+        if is_distilled(arguments) or (arguments.sigma_max is None and _is_known_not_to_be_rcm(pipe)):
+            _use_distilled(pipe, arguments)
+        else:
+            _use_rcm(pipe, arguments)
+        for steps in step_counts(arguments):
+            pipe.scheduler.set_timesteps(steps)
+    except (ValueError, ImportError) as error:
+        raise CommandError(str(error)) from error
+
+
+def _is_known_not_to_be_rcm(pipe: DiffusionPipeline) -> bool:
+    """By the scheduler that the pipeline was saved with, or by its name."""
+    if isinstance(pipe.scheduler, FewStepScheduler):
+        return not isinstance(pipe.scheduler, RCMScheduler)
+    found = by_name((pipe.transformer or pipe.transformer_2).config.get("_name_or_path") or "")
+    return found is not None and RECIPES[found.recipe].sigma_max is None
+
+
+def _use_distilled(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> None:
+    file, scale = getattr(arguments, "lora", None) or (None, 1.0)
+    second = getattr(arguments, "lora_2", None)
+    source = file if second is None else (file, second)
+    print(use_distilled(pipe, source, getattr(arguments, "recipe", None), scale), end="\n\n")
+    if arguments.steps is None:
+        arguments.steps = len(pipe.scheduler.timesteps)
+
+
+def _use_rcm(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> None:
     sigma_max = arguments.sigma_max
     if sigma_max is None and arguments.image is not None and not isinstance(pipe.scheduler, RCMScheduler):
         sigma_max = IMAGE_SIGMA_MAX
-    try:
-        use_rcm(pipe, sigma_max=sigma_max)
-        for steps in step_counts(arguments):
-            pipe.scheduler.set_timesteps(steps)
-    except ValueError as error:
-        raise CommandError(str(error)) from error
+    use_rcm(pipe, sigma_max=sigma_max)
+    if arguments.steps is None:
+        arguments.steps = RCM_STEPS
 
 
 def _load_model(arguments: argparse.Namespace, dtype: torch.dtype) -> DiffusionPipeline:

@@ -48,7 +48,7 @@ def attention_8bit(
     dtype = result or (qkv.dtype if residual is None else residual.dtype)
     out_scale = reference.output_scale(qkv.v_scale) if dtype == FP8 else None
     wide = (qkv.q_scale, qkv.k_scale, qkv.v_scale, residual, c_skip, c_out)
-    fused = use_triton(implementation, *wide, has_gradient=False)
+    fused = use_triton(implementation, *wide, has_gradient=False, result=result)
     reason = why_no_kernel(qkv.q.device, qkv.v.dtype, head_dim) if fused else None
     if reason is not None and implementation == "triton":
         raise ValueError(f"attention_8bit: the kernel cannot take {reason}; use implementation='auto'.")

@@ -110,22 +110,29 @@ def why_not_hopper(
 
 
 def why_not_triton(
-    *tensors: torch.Tensor | None, has_gradient: bool, formats: Collection[torch.dtype] = ()
+    *tensors: torch.Tensor | None,
+    has_gradient: bool,
+    formats: Collection[torch.dtype] = (),
+    result: torch.dtype | None = None,
 ) -> str | None:
     """Why the Triton kernel cannot take these tensors, in a few words; None when it can.
 
     has_gradient: whether the op's kernel has a backward. An op without one leaves autograd to the reference.
-    formats: of 8 bits (quantized.py), that tensors may have besides; the GPU must know all of them.
+    formats: of 8 bits (quantized.py), that tensors may have besides; the GPU must know all of them. result: that of the
+    result, if it is in 8 bits.
     Raises ValueError when the tensors are on different devices.
     """
     present = [tensor for tensor in tensors if tensor is not None]
     device = present[0].device
     if any(tensor.device != device for tensor in present):
         raise ValueError(f"tensors are on different devices: {', '.join(sorted({str(t.device) for t in present}))}.")
+    formats = formats if result is None else (*formats, result)
     for dtype in dict.fromkeys((*(tensor.dtype for tensor in present), *formats)):
         reason = why_not_triton_on(device, dtype, formats)
         if reason is not None:
             return reason
+    if result == FP8 and device.type == "cpu":
+        return "e4m3 from Triton's interpreter, which rounds it wrongly"
     if not has_gradient and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present):
         return "autograd"
     if any(fwAD.unpack_dual(tensor).tangent is not None for tensor in present if fwAD._current_level >= 0):
@@ -134,16 +141,20 @@ def why_not_triton(
 
 
 def use_triton(
-    implementation: str, *tensors: torch.Tensor | None, has_gradient: bool, formats: Collection[torch.dtype] = ()
+    implementation: str,
+    *tensors: torch.Tensor | None,
+    has_gradient: bool,
+    formats: Collection[torch.dtype] = (),
+    result: torch.dtype | None = None,
 ) -> bool:
     """Choose for one call. "auto": Triton on a GPU where it applies; "triton": Triton wherever it applies, also in the
     CPU interpreter, an error where no kernel can run; "torch": the reference. Autograd through an op without a gradient
-    takes the reference under every choice. has_gradient, formats: as of `why_not_triton`."""
+    takes the reference under every choice. has_gradient, formats, result: as of `why_not_triton`."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r} is unknown; accepted are {', '.join(IMPLEMENTATIONS)}.")
     if implementation == "torch":
         return False
-    reason = why_not_triton(*tensors, has_gradient=has_gradient, formats=formats)
+    reason = why_not_triton(*tensors, has_gradient=has_gradient, formats=formats, result=result)
     if implementation == "triton" and reason not in (None, "autograd"):
         raise ValueError(
             f"implementation='triton' was asked for, but the kernel cannot take these tensors ({reason}); use "

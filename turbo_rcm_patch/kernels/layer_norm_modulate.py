@@ -66,8 +66,7 @@ def layer_norm_modulate(
         check_format("layer_norm_modulate", quantized)
     scale, shift, starts = _canonical_modulations(scale, shift, x)
     tensors = (x, weight, bias, scale, shift)
-    formats = () if quantized is None else (quantized,)
-    fused = use_triton(implementation, *tensors, has_gradient=False, formats=formats)
+    fused = use_triton(implementation, *tensors, has_gradient=False, result=quantized)
     if quantized is not None:
         if fused:
             return Quantized(*_layer_norm_modulate_quantized(*tensors, eps, quantized, starts))

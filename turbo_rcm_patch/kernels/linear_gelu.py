@@ -73,7 +73,7 @@ def _quantized_linear_gelu(
     if bias_bound is None:
         bias_bound = a.norm.new_zeros(()) if bias is None else bias.abs().amax().float()
     tensors = (a.values, weight.values, bias, a.scale, weight.scale, a.norm, weight.norm, bias_bound)
-    if use_triton(implementation, *tensors, has_gradient=False, formats=(a.values.dtype, result)):
+    if use_triton(implementation, *tensors, has_gradient=False, formats=(a.values.dtype,), result=result):
         return Quantized(*_linear_gelu_quantized(*tensors))
     return reference.linear_gelu_quantized(a, weight, bias, bias_bound)
 

@@ -33,7 +33,7 @@ def quantize_rows(
     Raises ValueError for another format.
     """
     check_format("quantize_rows", format)
-    if use_triton(implementation, x, has_gradient=False, formats=(format,)):
+    if use_triton(implementation, x, has_gradient=False, result=format):
         values, scale, norm = _quantize_rows(x, format, with_norm)
         return Quantized(values, scale, norm if with_norm else None)
     return quantize_reference(x, format, with_norm)

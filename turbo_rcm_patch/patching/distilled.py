@@ -62,17 +62,27 @@ def use_distilled(
         raise ValueError(f"scale={scale}; give a finite number, 1 for the LoRA as it was trained.")
     chosen = None if recipe is None else find_recipe(recipe)
     models = {name: getattr(model, "_orig_mod", model) for name, model in transformers_of(pipe).items()}
-    notes: list[str] = []
-    paths, loras = _read(source, list(models.values())) if source is not None else ([], [])
-    if any(lora.pairs for lora in loras):
+    files = {} if source is None else _read(source, models)
+    if any(file.lora.pairs for file in files.values()):
         check_peft()
-    if loras:
-        notes += odd_names(paths, loras, next(iter(models.values())))
+    if files:
+        first, *_ = models.values()
+        notes = odd_names(*map(list, zip(*files.values(), strict=True)), first)
     else:
-        notes += [note for model in models.values() for note in ignored_parts(_keys_of(model))]
-    sampling = _sampling(pipe, chosen, paths, loras, models, notes)
-    files = dict(zip(models, zip(paths, loras, strict=True), strict=False))
+        notes = [note for model in models.values() for note in ignored_parts(_keys_of(model))]
+    sampling = _sampling(pipe, chosen, files, models, notes)
     return DistilledHandle(pipe, sampling, classifier_free_guidance, files, models, scale, notes)
+
+
+class _File(NamedTuple):
+    """A LoRA file, and what it holds for its transformer."""
+
+    path: Path
+    lora: Lora
+
+
+_Files = dict[str, _File]  # by the transformer's name in the pipeline
+_Models = dict[str, nn.Module]
 
 
 class _Sampling(NamedTuple):
@@ -97,15 +107,15 @@ class DistilledHandle(FewStepHandle):
         pipe: DiffusionPipeline,
         sampling: _Sampling,
         classifier_free_guidance: bool,
-        files: dict[str, tuple[Path, Lora]],
-        models: dict[str, nn.Module],
+        files: _Files,
+        models: _Models,
         scale: float,
         notes: list[str],
     ):
         self._loaded: dict[str, LoadedLora] = {}
         try:
-            for name, (_, lora) in files.items():
-                self._loaded[name] = LoadedLora(pipe, models[name], lora, scale)
+            for name, file in files.items():
+                self._loaded[name] = LoadedLora(pipe, models[name], file.lora, scale)
         except BaseException:
             self._unload()
             raise
@@ -115,7 +125,8 @@ class DistilledHandle(FewStepHandle):
             pipe.register_to_config(boundary_ratio=self._boundary)
         super().__init__(pipe, sampling.scheduler, classifier_free_guidance, "use_distilled")
         self._lines = [self._sampling(sampling), *notes, *self._files(files, scale)]
-        self._log(bool(notes))
+        level = logging.WARNING if notes or self.unused else logging.INFO
+        logger.log(level, "use_distilled: %s", self)
 
     @property
     def unused(self) -> dict[str, dict[str, str]]:
@@ -153,7 +164,7 @@ class DistilledHandle(FewStepHandle):
             f"timesteps {timesteps}, {guidance}{boundary}"
         )
 
-    def _files(self, files: dict[str, tuple[Path, Lora]], scale: float) -> list[str]:
+    def _files(self, files: _Files, scale: float) -> list[str]:
         lines = []
         for name, (path, lora) in files.items():
             ranks = ", ".join(map(str, lora.ranks))
@@ -164,14 +175,10 @@ class DistilledHandle(FewStepHandle):
             lines += [f"  not used: {key} ({reason})" for key, reason in self._loaded[name].unused.items()]
         return lines
 
-    def _log(self, notes: bool) -> None:
-        logger.log(logging.WARNING if notes or self.unused else logging.INFO, "use_distilled: %s", self)
 
-
-def _read(source: Source | Sequence[Source], models: list[nn.Module]) -> tuple[list[Path], list[Lora]]:
-    paths = find_files(source, len(models))
-    loras = []
-    for path, model in zip(paths, models, strict=True):
+def _read(source: Source | Sequence[Source], models: _Models) -> _Files:
+    files = {}
+    for path, (name, model) in zip(find_files(source, len(models)), models.items(), strict=True):
         tensors, metadata = read_tensors(path)
         if not looks_like_lora(tensors):
             raise ValueError(
@@ -179,10 +186,10 @@ def _read(source: Source | Sequence[Source], models: list[nn.Module]) -> tuple[l
                 "diffusers pipeline, and call use_distilled without source."
             )
         try:
-            loras.append(read_lora(tensors, model, metadata))
+            files[name] = _File(path, read_lora(tensors, model, metadata))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-    return paths, loras
+    return files
 
 
 def _keys_of(model: nn.Module) -> set[str]:
@@ -192,13 +199,12 @@ def _keys_of(model: nn.Module) -> set[str]:
 def _sampling(
     pipe: DiffusionPipeline,
     chosen: Recipe | None,
-    paths: list[Path],
-    loras: list[Lora],
-    models: dict[str, nn.Module],
+    files: _Files,
+    models: _Models,
     notes: list[str],
 ) -> _Sampling:
     own = pipe.config.get("boundary_ratio")
-    if chosen is None and not loras and isinstance(pipe.scheduler, FewStepScheduler):
+    if chosen is None and not files and isinstance(pipe.scheduler, FewStepScheduler):
         scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
         scheduler.set_timesteps(len(scheduler.config.sigmas) if scheduler.config.sigmas else RECIPES["rcm"].steps)
         return _Sampling(scheduler, scheduler.config.get("recipe", "rcm"), "the pipeline's own", own)
@@ -210,31 +216,30 @@ def _sampling(
         return _Sampling(scheduler, chosen.name, "as asked for", own)
     evidence = "as asked for"
     if chosen is None:
-        found = _recognise_files(paths, loras, models) if loras else _recognise_loaded(models)
+        found = _recognise_files(files, models) if files else _recognise_loaded(models)
         chosen, evidence = RECIPES[found.recipe], found.evidence
         if not found.by_name:
             notes.append(f"told by its contents alone; if it is no {chosen.name}, pass recipe=")
-    recipe = _variant(chosen, pipe, bool(loras))
+    recipe = _variant(chosen, pipe, bool(files))
     boundary = _boundary(recipe, own) if len(models) == 2 else own
     steps = train_timesteps(pipe)
     scheduler = scheduler_of(recipe, steps, None if boundary is None else boundary * steps)
     return _Sampling(scheduler, recipe.name, evidence, boundary)
 
 
-def _recognise_files(paths: list[Path], loras: list[Lora], models: dict[str, nn.Module]) -> Recognised:
+def _recognise_files(files: _Files, models: _Models) -> Recognised:
     found = [
-        by_name(path) or lora_by_contents(lora, model, len(models))
-        for path, lora, model in zip(paths, loras, models.values(), strict=True)
+        by_name(file.path) or lora_by_contents(file.lora, models[name], len(models)) for name, file in files.items()
     ]
     known = {recognised.recipe for recognised in found if recognised is not None}
     if len(known) != 1 or None in found:
-        names = ", ".join(path.name for path in paths)
+        names = ", ".join(file.path.name for file in files.values())
         what = f"look like {' and '.join(sorted(known))}" if len(known) > 1 else "cannot be recognised"
         raise ValueError(f"{names}: {what}; name how it was distilled with recipe=, one of {recipe_names()}.")
     return found[0]
 
 
-def _recognise_loaded(models: dict[str, nn.Module]) -> Recognised:
+def _recognise_loaded(models: _Models) -> Recognised:
     for model in models.values():
         name = model.config.get("_name_or_path") or ""
         found = by_name(name) or checkpoint_by_keys(_keys_of(model))

@@ -31,9 +31,8 @@ def update_groups(transformer: nn.Module) -> None:
 def write_through(transformer: nn.Module, tensor: torch.Tensor) -> None:
     """Let the copies of a tensor that was written to have its values too."""
     for group in _groups(transformer):
-        copy = (group.cpu_param_dict or {}).get(tensor) if group.stream is not None else None
-        if copy is not None and copy is not tensor.data:
-            copy.copy_(tensor.data)
+        if group.stream is not None and tensor in (group.cpu_param_dict or {}):
+            group.cpu_param_dict[tensor].copy_(tensor.data)
 
 
 def _groups(transformer: nn.Module) -> list[ModuleGroup]:

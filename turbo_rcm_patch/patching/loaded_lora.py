@@ -50,7 +50,6 @@ class LoadedLora:
 
     def __init__(self, pipe: DiffusionPipeline, transformer: nn.Module, lora: Lora, scale: float):
         self._transformer, self.unused = transformer, dict(lora.unused)
-        self._flag = vars(transformer).get("_hf_peft_config_loaded", _Absent)
         self._written: list[_Written] = []
         self._adapter: str | None = None
         names = ModelNames(transformer)
@@ -70,6 +69,10 @@ class LoadedLora:
 
     def check_undoable(self) -> None:
         """Raise RuntimeError where the LoRA cannot be taken off again."""
+        for written in self._written:
+            reason = _why_unreachable(self._transformer, getattr(written.module, written.name))
+            if reason is not None:
+                raise RuntimeError(f"a parameter cannot be put back: {reason}; undo that first, then restore.")
         if self._adapter is None:
             return
         if self._adapter not in getattr(self._transformer, "peft_config", {}):
@@ -83,7 +86,7 @@ class LoadedLora:
     def undo(self) -> None:
         """Take the LoRA off: no layer of it is left, and parameters hold bitwise what they held before."""
         if self._adapter is not None:
-            _remove_adapter(self._transformer, self._adapter, self._flag)
+            _remove_adapter(self._transformer, self._adapter)
             self._adapter = None
         while self._written:
             self._written.pop().put_back(self._transformer)
@@ -91,7 +94,7 @@ class LoadedLora:
     def _add(self, names: ModelNames, path: str, difference: torch.Tensor, scale: float) -> None:
         module, name = names.owner(path)
         parameter = getattr(module, name)
-        reason = _why_not_written(self._transformer, parameter)
+        reason = _why_not_added(self._transformer, parameter)
         if reason is not None:
             self.unused[path] = reason
             return
@@ -114,20 +117,22 @@ class LoadedLora:
         model.set_adapter([*active, name])  # loading makes a new adapter the only active one
 
 
-class _Absent:
-    """Stands for an attribute that was not there; a class, because copies keep a class's identity."""
-
-
-def _why_not_written(transformer: nn.Module, parameter: torch.Tensor) -> str | None:
+def _why_not_added(transformer: nn.Module, parameter: torch.Tensor) -> str | None:
     """Why no difference can be added to a parameter, in a few words; None when it can."""
+    reason = _why_unreachable(transformer, parameter)
+    if reason is None and (not parameter.is_floating_point() or parameter.dtype.itemsize < 2):
+        return f"the parameter is stored as {str(parameter.dtype).removeprefix('torch.')}"
+    return reason
+
+
+def _why_unreachable(transformer: nn.Module, parameter: torch.Tensor) -> str | None:
+    """Why a parameter's values cannot be written, in a few words; None when they can."""
     if isinstance(parameter, EightBitWeight):
         return "the values of the parameter were freed" if parameter.freed else None
     if type(parameter) not in _PLAIN:
         return f"the parameter is a {type(parameter).__name__}"
     if parameter.is_meta:
-        return "offloading keeps the parameter elsewhere; load the LoRA before it is enabled"
-    if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
-        return f"the parameter is stored as {str(parameter.dtype).removeprefix('torch.')}"
+        return "offloading keeps the parameter elsewhere"
     return "group offloading keeps the parameter on disk" if is_on_disk(transformer) else None
 
 
@@ -153,11 +158,8 @@ def _active_adapters(model: nn.Module) -> list[str]:
     return next((list(layer.active_adapters) for layer in _lora_layers(model)), [])
 
 
-def _remove_adapter(model: nn.Module, adapter: str, flag: object) -> None:
-    """Delete an adapter and its layers; those of others stay, and active as they are.
-
-    flag: what the model's ``_hf_peft_config_loaded`` was before there was any.
-    """
+def _remove_adapter(model: nn.Module, adapter: str) -> None:
+    """Delete an adapter and its layers; those of others stay, and active as they are."""
     active = [name for name in _active_adapters(model) if name != adapter]
     if adapter in getattr(model, "peft_config", {}):
         model.delete_adapters(adapter)
@@ -168,7 +170,6 @@ def _remove_adapter(model: nn.Module, adapter: str, flag: object) -> None:
             setattr(model.get_submodule(parent), name, module.get_base_layer())
     if getattr(model, "peft_config", None):
         model.set_adapter(active)
-    elif flag is _Absent:
-        vars(model).pop("_hf_peft_config_loaded", None)
     else:
-        model._hf_peft_config_loaded = flag
+        for name in ("peft_config", "_hf_peft_config_loaded"):  # the class says that there is none
+            vars(model).pop(name, None)

@@ -274,6 +274,25 @@ def test_timesteps_are_rounded_only_where_the_recipe_rounds():
             assert torch.equal(pipe.scheduler.timesteps, expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", trp.RECIPES)
+def test_gpu_a_generator_on_the_cpu_gives_the_video_of_the_cpu(recipe):
+    """And one on the GPU decides the video there, patched too."""
+    pipe = tiny_wan_pipeline()
+    with trp.use_distilled(pipe, recipe=recipe):
+        steps = len(pipe.scheduler.timesteps)
+        expected = pipe(**tiny_call(num_inference_steps=steps, generator=seeded(1))).frames
+        pipe.to("cuda")
+        found = pipe(**tiny_call(num_inference_steps=steps, generator=seeded(1))).frames
+        assert found.device.type == "cuda"
+        assert (found.cpu() - expected).norm() < 0.02 * expected.norm()
+        with trp.patch(pipe):
+            ours = [torch.Generator("cuda").manual_seed(seed) for seed in (3, 3, 4)]
+            videos = [pipe(**tiny_call(num_inference_steps=steps, generator=one)).frames for one in ours]
+    assert torch.equal(videos[0], videos[1])
+    assert not torch.equal(videos[0], videos[2])
+
+
 def test_video_to_video_begins_in_the_middle():
     pipe = tiny_wan_pipeline("v2v")
     seen = record_calls(pipe.transformer)
