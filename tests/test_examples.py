@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests import lora_files
+from tests.official_names import official_state_dict, with_proj_l
 from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.bench.cases import CASES, build_pipeline
 
@@ -41,6 +42,17 @@ def test_patch_pipeline(run_example, capsys):
     assert float(patched.split(":")[1]) < 1e-3
     assert float(partly.split(":")[1]) < 1e-3
     assert restored == "bitwise the same after restore: True"
+
+
+@pytest.mark.parametrize("attention", ["sagesla", "sla"])
+def test_turbowan(run_example, tmp_path, capsys, attention):
+    pipe = tiny_wan_pipeline()
+    pipe.save_pretrained(tmp_path / "model")
+    torch.save(with_proj_l(official_state_dict(pipe.transformer), pipe.transformer), tmp_path / "TurboWan.pth")
+    options = ["--model", str(tmp_path / "model"), "--size", "32", "48", "5", "--output", "out.mp4"]
+    run_example("examples/turbowan.py", str(tmp_path / "TurboWan.pth"), *options, "--attention", attention)
+    assert iio.imread(tmp_path / "out.mp4").shape == (5, 32, 48, 3)
+    assert "SLA 51/512 blocks" in capsys.readouterr().out  # of 81 frames at 832×480
 
 
 @pytest.mark.parametrize("given", ["folder", "files"])
