@@ -21,6 +21,7 @@ from .quantize_qkv import QuantizedQKV, quantize_qkv
 from .quantize_rows import quantize_rows
 from .quantized import FP8, INT8, Quantized, QuantizedWeight, quantize_weight
 from .rms_norm_rope import rms_norm_rope
+from .rms_norm_silu import rms_norm_silu
 from .saturation import reset as reset_saturated
 from .saturation import saturated
 from .skip import skip
@@ -55,6 +56,7 @@ __all__ = [
     "quantize_weight",
     "reset_saturated",
     "rms_norm_rope",
+    "rms_norm_silu",
     "saturated",
     "skip",
     "why_linear",
