@@ -3,7 +3,7 @@
 Every exported function takes ``implementation="auto" | "triton" | "torch"``; see dispatch.py for what "auto" means.
 """
 
-from .attention import attention
+from .attention import MAX_HEAD_DIM, attention
 from .attention_8bit import attention_8bit
 from .choice import attention_8bit_kernel, attention_kernel_name, gemm_kernel, linear_qkv_kernel, why_linear, why_sdpa
 from .coefficient import MAX_RUNS, Runs
@@ -31,6 +31,7 @@ __all__ = [
     "HEAD_DIMS_8BIT",
     "IMPLEMENTATIONS",
     "INT8",
+    "MAX_HEAD_DIM",
     "MAX_RUNS",
     "Quantized",
     "QuantizedQKV",
