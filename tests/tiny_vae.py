@@ -26,6 +26,12 @@ def tiny_latents(frames=3, batch=2, height=HEIGHT, width=WIDTH, dtype=torch.floa
     return torch.randn(batch, Z_DIM, frames, height, width, generator=generator).to(dtype)
 
 
+def decode(vae, z=None):
+    """The frames of latents, or of tiny ones, without gradients."""
+    with torch.no_grad():
+        return vae.decode(tiny_latents() if z is None else z, return_dict=False)[0]
+
+
 def _with_random_vectors(vae):
     """Gains start at 1 and biases near 0: leaving one out must change the output. Some of that is to be clamped."""
     for name, parameter in vae.named_parameters():

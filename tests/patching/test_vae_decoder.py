@@ -7,17 +7,12 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanDecoder3d
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
-from tests.tiny_vae import KINDS, tiny_latents, tiny_vae
+from tests.tiny_vae import KINDS, decode, tiny_latents, tiny_vae
 from turbo_rcm_patch.kernels.dispatch import interpreting
 
 FP32 = 1e-5
 # One norm of these is over one channel: a sign, which any rounding of a value near 0 turns round.
 WELL_CONDITIONED = [kind for kind in KINDS if kind != "wan 2.1"]
-
-
-def decode(vae, z, **options):
-    with torch.no_grad():
-        return vae.decode(z, return_dict=False, **options)[0]
 
 
 @pytest.fixture
