@@ -4,6 +4,7 @@ import accelerate
 import pytest
 import torch
 from diffusers.hooks import apply_group_offloading
+from peft import LoraConfig, inject_adapter_in_model
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
@@ -80,6 +81,12 @@ class _Marked(torch.Tensor):
     pass
 
 
+def _lora(vae):
+    lora = LoraConfig(r=2, lora_alpha=8, init_lora_weights=False, target_modules=["to_qkv"])
+    torch.manual_seed(0)
+    vae.decoder.mid_block = inject_adapter_in_model(lora, vae.decoder.mid_block)
+
+
 def _compiled_decoder(vae):
     vae.decoder = torch.compile(vae.decoder, backend="eager")
 
@@ -104,6 +111,7 @@ UNUSUAL = {
     "changed attributes on decoder.up_blocks.1.upsamplers.0.resample.0": _other_upsampling,
     "dropout on decoder": _dropout,
     "_Marked weight on decoder.conv_in": _tensor_subclass,
+    "LoRA layer on decoder.mid_block.attentions.0.to_qkv": _lora,
     "OptimizedModule layer on decoder": _compiled_decoder,
     "torch.compile on decoder.mid_block": _compiled_in_place,
     "replaced blend_h": _blending,
