@@ -72,7 +72,7 @@ def vae_table(vae: nn.Module) -> str:
     if wan_vae.vae_state(vae) is None:
         reason = wan_vae.why_left_alone(vae) or "restored"
         return f"vae: {type(vae).__name__}, as without the patch: {reason}"
-    title = _title("vae", vae, "decoder", vae.decoder.conv_in.weight.dtype)
+    title = _title("vae", vae, "decoder", vae.dtype)
     return "\n  ".join([title, *_aligned(decoder_rows(vae)), *wan_vae.decoder_notes(vae), VAE_FOOTER])
 
 

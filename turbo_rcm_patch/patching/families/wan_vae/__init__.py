@@ -34,6 +34,8 @@ def why_left_alone(vae: nn.Module) -> str | None:
     """Why a VAE cannot be patched, in a few words; None when it can."""
     if type(vae) is not AutoencoderKLWan:
         return f"its class is {class_path(vae)}, not AutoencoderKLWan"
+    if vae.decoder is None:
+        return "it has no decoder"
     for name in ("_decode", "tiled_decode"):
         if name in vars(vae) or not is_original(getattr(type(vae), name), type(vae)):
             return f"its {name} was replaced"
@@ -51,21 +53,20 @@ def bindings(vae: AutoencoderKLWan, config: PatchConfig) -> list[Binding]:
 
 
 def decoder_steps(vae: AutoencoderKLWan) -> Iterator[tuple[str, list[Step]]]:
-    """The steps of the decoder by name, each as often as it occurs, as they would run now without autograd."""
-    device = get_module_execution_device(vae)
-    resting = vae.decoder.conv_in.weight  # under offloading elsewhere than the decoder runs
-    call = call_for(vae, 1, POSITIONS, device, resting.dtype)
+    """The steps of the decoder by name, each as often as it occurs, as they would run now without autograd; one step
+    for all of it where diffusers' own code runs."""
+    resting = next(vae.decoder.parameters()).device  # under offloading not where the decoder runs
+    reason = why_not_plain_decoder(vae, resting, vae.dtype)
+    if reason is not None:
+        yield "decoder", [Step(vae.decoder, MODULE, reason)]
+        return
+    call = call_for(vae, 1, POSITIONS, get_module_execution_device(vae), vae.dtype)
     modules = [vae.post_quant_conv, *vae.decoder.modules()]
     convolutions = [module for module in modules if isinstance(module, (nn.Conv2d, nn.Conv3d))]
-    found = {
-        "convolution": [convolution(conv, call) for conv in convolutions if kernel_size(conv) != (1, 1, 1)],
-        "projection": [convolution(conv, call) for conv in convolutions if kernel_size(conv) == (1, 1, 1)],
-        "norm + SiLU": [rms_norm(m, call) for m in modules if type(m) is WanRMS_norm],
-        "attention": [attention(m.dim, call) for m in modules if type(m) is WanAttentionBlock],
-    }
-    reason = why_not_plain_decoder(vae, resting.device, resting.dtype)
-    for name, steps in found.items():
-        yield name, steps if reason is None else [Step(vae.decoder, MODULE, reason)] * len(steps)
+    yield "convolution", [convolution(conv, call) for conv in convolutions if kernel_size(conv) != (1, 1, 1)]
+    yield "projection", [convolution(conv, call) for conv in convolutions if kernel_size(conv) == (1, 1, 1)]
+    yield "norm + SiLU", [rms_norm(module, call) for module in modules if type(module) is WanRMS_norm]
+    yield "attention", [attention(module.dim, call) for module in modules if type(module) is WanAttentionBlock]
 
 
 def decoder_notes(vae: AutoencoderKLWan) -> list[str]:
