@@ -8,6 +8,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanDecoder3d
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.tiny_vae import KINDS, decode, tiny_latents, tiny_vae
+from turbo_rcm_patch.bench.cases import TI2V_5B_VAE
 from turbo_rcm_patch.kernels.dispatch import interpreting
 
 FP32 = 1e-5
@@ -128,6 +129,16 @@ def test_tiles_are_blended_more_exactly_in_bf16():
     assert relative_error(decode(low, z.bfloat16()), oracle) <= 1.05 * unpatched
 
 
+def test_weights_in_channels_last_memory(diffusers_decoder_is_off):
+    def set_up(vae):
+        for module in vae.decoder.modules():
+            if isinstance(module, (torch.nn.Conv2d, torch.nn.Conv3d)):
+                last = torch.channels_last if module.weight.dim() == 4 else torch.channels_last_3d
+                module.to(memory_format=last)
+
+    check("wan 2.1, growing", tiny_latents(2), diffusers_decoder_is_off, set_up)
+
+
 def test_slices(diffusers_decoder_is_off):
     z = tiny_latents(2, batch=3)
     sliced = check("wan 2.1", z, diffusers_decoder_is_off, lambda vae: vae.enable_slicing())
@@ -206,3 +217,21 @@ def test_on_a_gpu(kind, diffusers_decoder_is_off):
         with trp.patch(vae, trp.PatchConfig(vae_chunk=chunk)) as patch:
             assert relative_error(decode(vae, z).cpu(), oracle) <= 1.05 * unpatched
             assert "norm + SiLU  Triton" in patch.summary()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, TI2V_5B_VAE], ids=["wan 2.1", "ti2v-5b"])
+def test_error_of_the_real_models_on_a_gpu(options, monkeypatch):
+    """Beside a decode in fp32, without TF32, whole and in tiles."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    torch.manual_seed(0)
+    low = AutoencoderKLWan(**options).eval().to("cuda", torch.bfloat16)
+    wide = AutoencoderKLWan(**options).eval().to("cuda")
+    wide.load_state_dict(low.state_dict())
+    z = torch.randn(1, low.config.z_dim, 6, 24, 32, device="cuda", dtype=torch.bfloat16)
+    for tiled in (False, True):
+        for vae in (low, wide) if tiled else ():
+            vae.enable_tiling()
+        oracle, unpatched = decode(wide, z.float()), decode(low, z)
+        with trp.patch(low):
+            assert relative_error(decode(low, z), oracle) <= 1.05 * relative_error(unpatched, oracle)

@@ -99,7 +99,7 @@ class _Run:
         qkv = self.convolve(block.to_qkv, rms_norm(block.norm, self._call).run(x, silu=False))
         q, k, v = qkv.reshape(B * T, H * W, 1, 3 * C).chunk(3, dim=-1)
         attended = attention(C, self._call).run(q, k, v)
-        return self.convolve(block.proj, attended.view(x.shape), x)
+        return self.convolve(block.proj, attended.reshape(x.shape), x)
 
     def upsample(self, block: WanResample, x: torch.Tensor) -> torch.Tensor:
         if block.mode == "upsample3d":

@@ -44,7 +44,7 @@ def _convolution(conv, x, residual=None, *, upsample=False, interleave=1):
     if (kt, kh, kw) == (1, 1, 1):
         y = F.linear(x, conv.weight.flatten(1), conv.bias)
     elif kt == 1:
-        frames, weight = x.flatten(0, 1).permute(0, 3, 1, 2), conv.weight.view(conv.out_channels, -1, kh, kw)
+        frames, weight = x.flatten(0, 1).permute(0, 3, 1, 2), conv.weight.flatten(1, -3)
         y = F.conv2d(frames, weight, conv.bias, padding=(kh // 2, kw // 2)).permute(0, 2, 3, 1)
         y = y.unflatten(0, x.shape[:2])
     else:
