@@ -83,7 +83,7 @@ def _new_out(x: torch.Tensor, front: torch.Tensor | None) -> torch.Tensor:
     return x.new_empty(x.shape[0], frames + x.shape[1], *x.shape[2:])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("S",))  # chunks of a video differ in it
 def _rms_norm_silu_kernel(
     x, weight, out, S, C, x_stride_b, x_stride_s, out_stride_b, scale,
     SILU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
