@@ -70,7 +70,6 @@ EXACT = Tier(
     presets={"exact": {}},
     meaningless={
         "exact_steps": "runs every step exactly",
-        "vae": "leaves the VAE as it is",
         "restorable": "replaces no weights, so that all can be restored at no cost",
         "quantize": "computes nothing in 8 bits",
         "keep": "computes nothing in 8 bits",
@@ -89,7 +88,6 @@ QUANTIZED = Tier(
     # Two roundings to e4m3, of a GEMM's operands, cost 3.7 % (28.5 dB); a step passes through all blocks.
     limits=ErrorLimits(factor=1.05, fp32=1e-5, block=decibels(28), part=decibels(26), step=decibels(20)),
     presets={"quantized": {}},
-    meaningless={"vae": "leaves the VAE as it is"},
 )
 SPARSE = Tier("sparse", "Sparse-linear attention (SLA), for weights that were trained with it.")
 
