@@ -30,6 +30,7 @@ OPS = (
     "layer_norm_modulate",
     "quantize_rows",
     "rms_norm_rope",
+    "rms_norm_silu",
     "skip",
     "quantize_qkv",
     "attention_8bit",

@@ -47,6 +47,7 @@ from turbo_rcm_patch.kernels.quantize_qkv import quantize_qkv
 from turbo_rcm_patch.kernels.quantize_rows import quantize_rows
 from turbo_rcm_patch.kernels.quantized import FP8, INT8, QuantizedWeight
 from turbo_rcm_patch.kernels.rms_norm_rope import rms_norm_rope
+from turbo_rcm_patch.kernels.rms_norm_silu import rms_norm_silu
 from turbo_rcm_patch.kernels.skip import skip
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -288,6 +289,9 @@ def launch_kernels(device: torch.device) -> None:
         angles = values(tokens, head_dim, dtype=FP32)  # as diffusers' tables, with every value twice
         rms_norm_rope(x, weight, heads=heads, eps=1e-6)
         rms_norm_rope(x, weight, heads=heads, eps=1e-6, cos=angles[:, 0::2], sin=angles[:, 1::2])
+        frames, gain = values(batch, 3, 7, 11, 96, dtype=dtype), values(96, dtype=dtype)
+        rms_norm_silu(frames, gain, frames[:, :2])
+        rms_norm_silu(frames, gain, silu=False)
     for dtype, head_dim in ((FP32, 64), (FP16, 128), (BF16, 64), (BF16, 128)):
         q, k, v = (values(1, tokens, 3, head_dim, dtype=dtype) for _ in range(3))
         long = values(1, 4000, 3, head_dim, dtype=dtype)

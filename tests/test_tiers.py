@@ -32,7 +32,6 @@ def test_unknown_tiers_and_presets_are_refused_by_name():
     ("option", "value", "reason"),
     [
         ("exact_steps", (0, 1), "the exact tier runs every step exactly; leave it at None"),
-        ("vae", True, "the exact tier leaves the VAE as it is; leave it at None"),
         ("restorable", False, "the exact tier replaces no weights, .*; leave it at True"),
         ("quantize", ("linears",), "the exact tier computes nothing in 8 bits; leave it at"),
         ("keep", ("blocks.0.*",), r"the exact tier computes nothing in 8 bits; leave it at \(\)"),
@@ -88,8 +87,6 @@ def test_options_of_the_quantized_tier():
     config = trp.PatchConfig(tier="quantized", quantize=["linears"], keep=["blocks.0.*"], exact_steps=[1, 2])
     assert (config.quantize, config.keep, config.exact_steps) == (("linears",), ("blocks.0.*",), (1, 2))
     assert resolve_config("quantized") == trp.PatchConfig(tier="quantized")
-    with pytest.raises(ValueError, match="vae=True means nothing in this version: the quantized tier leaves the VAE"):
-        trp.PatchConfig(tier="quantized", vae=True)
     with pytest.raises(ValueError, match="quantize='linears' is a string; give a sequence of attention, linears"):
         trp.PatchConfig(tier="quantized", quantize="linears")
     with pytest.raises(ValueError, match="quantize='gelu' is unknown; accepted are attention, linears"):
@@ -97,3 +94,15 @@ def test_options_of_the_quantized_tier():
     for wrong in (1, (1,), (-1, 0), (0.5, 1), "12"):
         with pytest.raises(ValueError, match=r"exact_steps=.*; give \(first, last\)"):
             trp.PatchConfig(tier="quantized", exact_steps=wrong)
+
+
+def test_options_of_the_vae():
+    for tier in ("exact", "quantized"):
+        assert trp.PatchConfig(tier=tier).vae is True
+        assert trp.PatchConfig(tier=tier, vae=False, vae_chunk=2).vae_chunk == 2
+    for wrong in (None, 1, "decoder"):
+        with pytest.raises(ValueError, match=r"vae=.*; give True or False"):
+            trp.PatchConfig(vae=wrong)
+    for wrong in (0, -1, 1.5, True, "4"):
+        with pytest.raises(ValueError, match=r"vae_chunk=.*; give a number of latent frames from 1 on, or None"):
+            trp.PatchConfig(vae_chunk=wrong)

@@ -46,7 +46,10 @@ class PatchConfig:
         exact_steps: for tiers that err more: (first, last), in how many of a generation's first and of its last steps
             the attention runs exactly. It needs a patched pipeline, whose scheduler counts the steps. None in the exact
             tier, whose steps all do.
-        vae: for tiers that treat the VAE too. None: it runs as diffusers has it.
+        vae: whether the decoder of a pipeline's AutoencoderKLWan is patched too, and what turns its frames into "np" or
+            "pil". It computes in the VAE's own dtype in every tier. A VAE of another class stays as it is.
+        vae_chunk: how many latent frames that decoder takes at a time; None: as many as fill a GPU and its memory has
+            room for. Fewer take less memory, more are faster where frames are small.
         restorable: False would let a tier give up the weights that it replaces. True: `restore()` brings all back.
 
     Raises ValueError when made with an unknown name, or with an option that means nothing in its tier.
@@ -64,7 +67,8 @@ class PatchConfig:
     topk: float = 0.1
     blocks: Sequence[int] | None = None
     exact_steps: Sequence[int] | None = None
-    vae: bool | None = None
+    vae: bool = True
+    vae_chunk: int | None = None
     restorable: bool = True
 
     def __post_init__(self):
@@ -79,6 +83,10 @@ class PatchConfig:
                 _check_name(field, name, accepted)
         self._check_exact_steps()
         self._check_sparsity()
+        if not isinstance(self.vae, bool):
+            raise ValueError(f"vae={self.vae!r}; give True or False.")
+        if self.vae_chunk is not None and not (type(self.vae_chunk) is int and self.vae_chunk > 0):
+            raise ValueError(f"vae_chunk={self.vae_chunk!r}; give a number of latent frames from 1 on, or None.")
         _check_name("attention", self.attention, ATTENTION_KERNELS)
         _check_name("linears", self.linears, LINEAR_KERNELS)
         _check_name("implementation", self.implementation, IMPLEMENTATIONS)

@@ -69,7 +69,6 @@ EXACT = Tier(
     presets={"exact": {}},
     meaningless={
         "exact_steps": "runs every step exactly",
-        "vae": "leaves the VAE as it is",
         "restorable": "replaces no weights, so that all can be restored at no cost",
         "quantize": "computes nothing in 8 bits",
         "keep": "computes nothing in 8 bits",
@@ -90,11 +89,7 @@ QUANTIZED = Tier(
     # Two roundings to e4m3, of a GEMM's operands, cost 3.7 % (28.5 dB); a step passes through all blocks.
     limits=ErrorLimits(factor=1.05, fp32=1e-5, block=decibels(28), part=decibels(26), step=decibels(20)),
     presets={"quantized": {}},
-    meaningless={
-        "vae": "leaves the VAE as it is",
-        "topk": "attends to all keys",
-        "blocks": "attends to all keys",
-    },
+    meaningless={"topk": "attends to all keys", "blocks": "attends to all keys"},
 )
 SPARSE = Tier(
     name="sparse",
@@ -102,7 +97,7 @@ SPARSE = Tier(
     # What is sparse is the model's own definition, so that all that errs is as in the quantized tier.
     limits=QUANTIZED.limits,
     presets={"sparse": {}},
-    meaningless={"vae": "leaves the VAE as it is", "exact_steps": "has no other attention than that of its training"},
+    meaningless={"exact_steps": "has no other attention than that of its training"},
 )
 
 TIERS = {tier.name: tier for tier in (EXACT, QUANTIZED, SPARSE)}

@@ -242,9 +242,8 @@ def test_a_later_wrapper_holds_up_restore():
 
 
 def test_vae_false_leaves_the_output_alone():
-    pipe, config = tiny_wan_pipeline(), trp.PatchConfig()
-    object.__setattr__(config, "vae", False)  # whichever tiers accept it
-    with trp.patch(pipe, config) as patch:
+    pipe = tiny_wan_pipeline()
+    with trp.patch(pipe, trp.PatchConfig(vae=False)) as patch:
         assert "postprocess_video" not in vars(pipe.video_processor)
         assert "video output: diffusers' own: vae=False" in patch.summary()
 

@@ -3,7 +3,7 @@
 Every exported function takes ``implementation="auto" | "triton" | "torch"``; see dispatch.py for what "auto" means.
 """
 
-from .attention import attention
+from .attention import MAX_HEAD_DIM, attention
 from .attention_8bit import attention_8bit
 from .choice import (
     attention_8bit_kernel,
@@ -29,6 +29,7 @@ from .quantize_qkv import QuantizedQKV, quantize_qkv
 from .quantize_rows import quantize_rows
 from .quantized import FP8, INT8, Quantized, QuantizedWeight, quantize_weight
 from .rms_norm_rope import rms_norm_rope
+from .rms_norm_silu import rms_norm_silu
 from .saturation import reset as reset_saturated
 from .saturation import saturated
 from .skip import skip
@@ -40,6 +41,7 @@ __all__ = [
     "HEAD_DIMS_8BIT",
     "IMPLEMENTATIONS",
     "INT8",
+    "MAX_HEAD_DIM",
     "MAX_RUNS",
     "KeptBlocks",
     "Quantized",
@@ -67,6 +69,7 @@ __all__ = [
     "quantize_weight",
     "reset_saturated",
     "rms_norm_rope",
+    "rms_norm_silu",
     "saturated",
     "skip",
     "sparse_attention_kernel",

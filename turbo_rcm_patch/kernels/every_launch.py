@@ -30,6 +30,7 @@ from .quantize_qkv import QuantizedQKV, default_v_format, quantize_qkv
 from .quantize_rows import quantize_rows
 from .quantized import FP8, INT8, Quantized, QuantizedWeight
 from .rms_norm_rope import rms_norm_rope
+from .rms_norm_silu import rms_norm_silu
 from .skip import skip
 from .sparse_linear_attention import BLOCK_SIZES, sparse_linear_attention
 
@@ -212,6 +213,14 @@ def launch_rms_norm_rope() -> None:
         rms_norm_rope(x, weight, heads=heads, eps=1e-6, cos=pairs[:, 0::2], sin=pairs[:, 1::2])
 
 
+def launch_rms_norm_silu() -> None:
+    widths = (96, 192, 256, 384, 512, 1024, 100, 3)  # those of both VAEs, and odd ones
+    for dtype, channels in (*product((FP32, BF16), widths), (FP16, widths[0])):
+        x, weight = meta(2, 3, 20, channels, dtype=dtype), meta(channels, dtype=dtype)
+        for front, silu in product((None, x), (True, False)):
+            rms_norm_silu(x, weight, front, silu=silu)
+
+
 def launch_skip() -> None:
     dtypes = zip(product(KERNEL_DTYPES, repeat=2), cycle(KERNEL_DTYPES), strict=False)
     for (c_skip, c_out), ((kept, result), added) in zip(cycle(pairs_of_kinds(2, 300)), dtypes, strict=False):
@@ -276,6 +285,7 @@ LAUNCHES = {
     "layer_norm_modulate": launch_layer_norm_modulate,
     "quantize_rows": launch_quantize_rows,
     "rms_norm_rope": launch_rms_norm_rope,
+    "rms_norm_silu": launch_rms_norm_silu,
     "skip": launch_skip,
     "quantize_qkv": launch_quantize_qkv,
     "attention_8bit": launch_attention_8bit,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
+from diffusers import AutoencoderKLWan
 
 from ..config import PatchConfig, resolve_config
 from ..tiers import SPARSE
-from .families import SUPPORTED, check_supported, family_of
+from .families import SUPPORTED, check_supported, family_of, wan_vae
+from .families.family import Binding
 from .families.wan.graph import WanGraph, graph_of
 from .group_offload import ON_DISK, is_on_disk, update_groups
 from .journal import Journal
@@ -23,12 +25,12 @@ from .quantized_weights import (
 )
 from .sparse import use_processors, why_not_sparse
 from .steps import Steps, why_not_countable
-from .summary import Row, plan_rows, summary_table
+from .summary import Row, decoder_rows, plan_rows, summary_table, vae_table
 from .video_output import patch_video_output, video_output_note
 
 logger = logging.getLogger(__name__)
 
-_JOURNAL = "_turbo_rcm_patch_journal"  # the attribute of a patched transformer that holds its Journal
+_JOURNAL = "_turbo_rcm_patch_journal"  # the attribute of a patched model that holds its Journal
 
 
 class PatchError(RuntimeError):
@@ -41,17 +43,25 @@ class Patch:
     Attributes:
         config: the PatchConfig in force.
         transformers: the patched models by their name in the pipeline.
+        vae: the VAE whose decoder is patched with them, or alone; or one that was left alone; None for none.
     """
 
-    def __init__(self, transformers: dict[str, torch.nn.Module], config: PatchConfig, target: object):
+    def __init__(
+        self,
+        transformers: dict[str, torch.nn.Module],
+        config: PatchConfig,
+        target: object,
+        vae: torch.nn.Module | None = None,
+    ):
         self.transformers = transformers
         self.config = config
+        self.vae = vae
         self._target = weakref.ref(target)
 
     @property
     def active(self) -> bool:
         """Whether any of the models is still patched."""
-        return any(_JOURNAL in model.__dict__ for model in self.transformers.values())
+        return bool(self._patched())
 
     @property
     def graph_memory(self) -> int:
@@ -69,29 +79,36 @@ class Patch:
         Raises PatchError after restore.
         """
         self._check_active("summarize")
-        parts = summary_table(self._patched()), video_output_note(self._target(), self.config)
+        vae = None if self.vae is None else vae_table(self.vae)
+        parts = summary_table(_only_patched(self.transformers)), vae, video_output_note(self._target(), self.config)
         return "\n\n".join(filter(None, parts))
 
     def rows(self) -> list[Row]:
-        """What `summary` shows of the blocks, of all patched models in turn. Raises PatchError after restore."""
+        """What `summary` shows of the steps, of all patched models in turn. Raises PatchError after restore."""
         self._check_active("summarize")
-        models = self._patched().values()
-        return [row for model in models for blocks in family_of(model).blocks for row in plan_rows(model, blocks)]
+        models = _only_patched(self.transformers).values()
+        rows = [row for model in models for blocks in family_of(model).blocks for row in plan_rows(model, blocks)]
+        return rows if self.vae is None else [*rows, *decoder_rows(self.vae)]
 
     def restore(self) -> None:
-        """Take the patch off every model. Raises PatchError when it is off already, or held by an unknown hook."""
+        """Take the patch off every model; off a VAE that other patched pipelines share, with the last of them.
+
+        Raises PatchError when it is off already, or held by an unknown hook.
+        """
         self._check_active("restore")
         _restore(self._patched())
 
     def _patched(self) -> dict[str, torch.nn.Module]:
-        return {name: model for name, model in self.transformers.items() if _JOURNAL in model.__dict__}
+        """The models that `restore` takes the patch off."""
+        return _restorable(self.transformers, self.vae)
 
     def _graphs(self) -> list[WanGraph]:
-        return [graph for model in self._patched().values() if (graph := graph_of(model)) is not None]
+        models = _only_patched(self.transformers).values()
+        return [graph for model in models if (graph := graph_of(model)) is not None]
 
     def _check_active(self, verb: str) -> None:
         if not self.active:
-            raise PatchError(f"nothing to {verb}: {', '.join(self.transformers)} was restored already.")
+            raise PatchError(f"nothing to {verb}: {', '.join(self.transformers) or 'vae'} was restored already.")
 
     def __enter__(self) -> Patch:
         return self
@@ -108,7 +125,7 @@ class Patch:
 
 
 def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
-    """Bind fused forwards on the transformers of a Wan pipeline, or on one transformer.
+    """Bind fused forwards on the transformers and the VAE's decoder of a Wan pipeline, or on one of them.
 
     A pipeline's video processor then converts on the GPU what the VAE decoded (video_output.py).
     state_dict, module classes and `save_pretrained` stay as they are, and so do parameters, but for those that the
@@ -116,7 +133,8 @@ def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
 
     Args:
         target: a diffusers pipeline with a `transformer` (and perhaps a `transformer_2`), or one of the transformers in
-            `families`.
+            `families`, or an AutoencoderKLWan. A pipeline's VAE of another class stays as it is; one that is patched
+            already, because pipelines share it, stays patched as it is.
         config: a PatchConfig or the name of a preset ("exact").
 
     Raises:
@@ -126,7 +144,7 @@ def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
     """
     config = resolve_config(config)
     if config.tier == SPARSE:
-        models = transformers_of(target)
+        models, _ = _models_of(target)
         check_patchable(models)
         problems = [why_not_sparse(name, family_of(model).every_block(model)) for name, model in models.items()]
         if any(problems):
@@ -145,8 +163,13 @@ def replace_computation(journal: Journal, transformer: torch.nn.Module, config: 
 
 def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal, str, torch.nn.Module], None]) -> Patch:
     """`patch`, where ``prepare(journal, name, transformer)`` changes the weights of each transformer."""
-    transformers = transformers_of(target)
+    transformers, vae = _models_of(target)
     check_patchable(transformers)
+    if not transformers and _JOURNAL in vae.__dict__:
+        raise PatchError("cannot patch: vae is patched already; call restore() first.")
+    if not transformers and (reason := wan_vae.why_left_alone(vae)):
+        raise PatchError(f"cannot patch vae: {reason}.")
+    vae = vae if config.vae or not transformers else None
     if config.exact_steps is not None:
         if isinstance(target, torch.nn.Module):
             raise PatchError(
@@ -164,10 +187,11 @@ def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal,
         for model in transformers.values():
             journal = Journal()
             journals.append(journal)
-            journal.set(model, _JOURNAL, journal)
-            for module, attribute, value in family_of(model).bindings(model, config, steps):
-                journal.set(module, attribute, value)
-        for (name, model), journal in zip(transformers.items(), journals, strict=True):
+            _bind(journal, model, family_of(model).bindings(model, config, steps))
+        if vae is not None and _JOURNAL not in vae.__dict__ and wan_vae.why_left_alone(vae) is None:
+            journals.append(Journal())
+            _bind(journals[-1], vae, wan_vae.bindings(vae, config))
+        for (name, model), journal in zip(transformers.items(), journals, strict=False):
             prepare(journal, name, model)
             update_groups(model)
         patch_video_output(journals[0], target, config)
@@ -178,22 +202,33 @@ def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal,
             update_groups(model)
         raise
     if not config.restorable:  # only now that nothing can fail any more
-        for model, journal in zip(transformers.values(), journals, strict=True):
+        for model, journal in zip(transformers.values(), journals, strict=False):
             free_originals(model)
             journal.forget_parameters()
-    return Patch(transformers, config, target)
+    if vae is not None and (state := wan_vae.vae_state(vae)) is not None:
+        state.users.update(transformers.values())
+    return Patch(transformers, config, target, vae)
+
+
+def _bind(journal: Journal, model: torch.nn.Module, bindings: Iterable[Binding]) -> None:
+    journal.set(model, _JOURNAL, journal)
+    for module, attribute, value in bindings:
+        journal.set(module, attribute, value)
 
 
 def restore(target: object) -> None:
-    """Take the patch off a pipeline's transformers, or off one transformer.
+    """Take the patch off a pipeline's transformers and VAE, or off one of them.
+
+    A VAE that another patched pipeline shares stays patched with that one, unless it is itself the target.
 
     Raises PatchError when none of them is patched, when a hook of an unknown kind holds a patched forward, or when the
     original weights were freed or have no place in what is offloaded to disk.
     """
-    transformers = {name: getattr(m, "_orig_mod", m) for name, m in transformers_of(target).items()}
-    patched = {name: model for name, model in transformers.items() if _JOURNAL in model.__dict__}
+    transformers, vae = _models_of(target)
+    transformers = {name: getattr(m, "_orig_mod", m) for name, m in transformers.items()}
+    patched = _restorable(transformers, getattr(vae, "_orig_mod", vae))
     if not patched:
-        raise PatchError(f"nothing to restore: {', '.join(transformers)} is not patched.")
+        raise PatchError(f"nothing to restore: {', '.join(transformers) or 'vae'} is not patched.")
     _restore(patched)
 
 
@@ -202,6 +237,28 @@ def check_patchable(transformers: dict[str, torch.nn.Module]) -> None:
     problems = [p for name, model in transformers.items() for p in _problems(name, model)]
     if problems:
         raise PatchError("cannot patch: " + " ".join(problems))
+
+
+def _models_of(target: object) -> tuple[dict[str, torch.nn.Module], torch.nn.Module | None]:
+    """The transformers of a pipeline and its VAE; or the one given. Raises PatchError where there is nothing."""
+    if isinstance(getattr(target, "_orig_mod", target), AutoencoderKLWan):
+        return {}, target
+    vae = None if isinstance(target, torch.nn.Module) else getattr(target, "vae", None)
+    return transformers_of(target), vae if isinstance(vae, torch.nn.Module) else None
+
+
+def _only_patched(models: dict[str, torch.nn.Module]) -> dict[str, torch.nn.Module]:
+    return {name: model for name, model in models.items() if _JOURNAL in model.__dict__}
+
+
+def _restorable(transformers: dict[str, torch.nn.Module], vae: torch.nn.Module | None) -> dict[str, torch.nn.Module]:
+    """Those that are patched, but for a VAE that others were patched with which still are; alone it counts."""
+    found = _only_patched(transformers if vae is None else {**transformers, "vae": vae})
+    if transformers and "vae" in found:
+        others = set(wan_vae.vae_state(vae).users) - set(transformers.values())
+        if any(_JOURNAL in other.__dict__ for other in others):
+            del found["vae"]
+    return found
 
 
 def transformers_of(target: object) -> dict[str, torch.nn.Module]:
@@ -226,12 +283,12 @@ def _problems(name: str, model: torch.nn.Module) -> list[str]:
     return check_supported(name, model)
 
 
-def _restore(transformers: dict[str, torch.nn.Module]) -> None:
-    journals = [model.__dict__[_JOURNAL] for model in transformers.values()]
-    for (name, model), journal in zip(transformers.items(), journals, strict=True):
+def _restore(models: dict[str, torch.nn.Module]) -> None:
+    journals = [model.__dict__[_JOURNAL] for model in models.values()]
+    for (name, model), journal in zip(models.items(), journals, strict=True):
         if journal.owner is not model:
             raise PatchError(f"cannot restore: {name} is a shallow copy of a patched model; restore that one.")
-    for name, model in transformers.items():
+    for name, model in models.items():
         reason = why_not_restorable(model) or (ON_DISK if quantized_linears(model) and is_on_disk(model) else None)
         if reason is not None:
             raise PatchError(f"cannot restore {name}: {reason}")
@@ -242,10 +299,10 @@ def _restore(transformers: dict[str, torch.nn.Module]) -> None:
             f"cannot restore: on {len(captured)} modules ({', '.join(kinds)}) the patched forward was replaced after "
             "the patch; take the replacement off first."
         )
-    graphs = [graph_of(model) for model in transformers.values()]
+    graphs = [graph_of(model) for model in models.values()]
     for journal in journals:
         journal.undo()
-    for model in transformers.values():
+    for model in models.values():
         update_groups(model)
     for graph in filter(None, graphs):
         graph.release()

@@ -164,7 +164,7 @@ def attention(attn: nn.Module, call: Call, *, crossing: bool = False, added: boo
     if reason is not None:
         return Step(partial(_attention_of_backend, attn.processor, crossing), "diffusers' attention", reason)
     head_dim, with_backward = attn.inner_dim // attn.heads, call.derivative == "backward"
-    implementation, reason = _choose_attention(call, head_dim, with_backward)
+    implementation, reason = choose_attention(call, head_dim, with_backward)
     kernel = kernels.attention_kernel_name(
         implementation, call.device, call.dtype, head_dim, with_backward=with_backward
     )
@@ -200,7 +200,7 @@ def why_not_quantized_attention(attn: nn.Module, call: Call) -> str | None:
     return reason or quantized_layers.why_not_attention(attn, call)
 
 
-def _choose_attention(call: Call, head_dim: int, with_backward: bool) -> tuple[str, str | None]:
+def choose_attention(call: Call, head_dim: int, with_backward: bool) -> tuple[str, str | None]:
     """As `Call.choose`, for the attention, between ours and PyTorch's."""
     if call.config.attention == "sdpa":
         return "torch", "attention='sdpa'"

@@ -93,7 +93,7 @@ def call_of(
 ) -> Call:
     """The kind of call for hidden states x [B, S, C] and a prompt [B|1, L, C]."""
     sizes = x.shape[0], x.shape[0] * x.shape[1], *context.shape[:2]
-    now = _derivative(block, x, context), active_backend()
+    now = derivative_of(block, x, context), active_backend()
     return Call(shared.config, x.device, x.dtype, *sizes, gate, *now, why_whole, shared.why_exact_attention())
 
 
@@ -102,10 +102,11 @@ def active_backend() -> AttentionBackendName:
     return _AttentionBackendRegistry.get_active_backend()[0]
 
 
-def _derivative(block: nn.Module, *inputs: torch.Tensor) -> str | None:
+def derivative_of(module: nn.Module, *inputs: torch.Tensor) -> str | None:
+    """As `Call.derivative`, for a module and its inputs."""
     if fwAD._current_level >= 0 or is_transformed():
         return "forward"
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *block.parameters())):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *module.parameters())):
         return "backward"
     return None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from .. import kernels
 from ..config import PatchConfig
 from ..plain import is_sharded
-from .families import family_of
+from .families import family_of, wan_vae
 from .families.family import Blocks, compute_dtype
 from .families.wan.block import TEXT_TOKENS, BlockPlan, decide
 from .plan import NOTHING, Call, active_backend, state_of
@@ -22,6 +22,7 @@ from .steps import NOT_COUNTED
 
 HEADER = ("sub-layer", "step", "kernel", "fused", "not fused because")
 FOOTER = "under autograd steps without a gradient run as torch ops; under autocast blocks run diffusers' code"
+VAE_FOOTER = "under autograd, autocast and torch.compile, and where a step says so, diffusers' own decoder runs"
 TOKENS = 32760  # of a block that was not called yet: a video of 81 frames at 832×480
 
 
@@ -50,17 +51,39 @@ def summary_table(transformers: dict[str, nn.Module]) -> str:
 def _tables(name: str, transformer: nn.Module) -> str:
     family, parts = family_of(transformer), []
     for blocks in family.blocks:
-        cells = [HEADER, *(row.cells() for row in plan_rows(transformer, blocks))]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = [
-            " ".join(f"{cell:{width}} " for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
-        ]
-        parts.append("\n  ".join([_title(name, transformer, blocks), *lines]))
+        title = f"{len(getattr(transformer, blocks.name))} {blocks.name}"
+        lines = _aligned(plan_rows(transformer, blocks))
+        parts.append("\n  ".join([_title(name, transformer, title, compute_dtype(transformer)), *lines]))
     _, first = next(family.blocks[0].of(transformer))
     notes = [f"residual between a block's skips: {current_plan(transformer, first).residual}"]
     notes += filter(None, [weights_note(transformer), _exact_steps(state_of(first).shared.config)])
     notes += _measurements(get_module_execution_device(transformer))
     return "\n  ".join(["\n".join(parts), *notes, *family.notes(transformer), FOOTER])
+
+
+def _aligned(rows: Iterable[Row]) -> list[str]:
+    cells = [HEADER, *(row.cells() for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [" ".join(f"{cell:{width}} " for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def vae_table(vae: nn.Module) -> str:
+    """A line per step of a VAE's decoder, as of now, then notes; or why it is not patched."""
+    if wan_vae.vae_state(vae) is None:
+        reason = wan_vae.why_left_alone(vae) or "restored"
+        return f"vae: {type(vae).__name__}, as without the patch: {reason}"
+    title = _title("vae", vae, "decoder", vae.dtype)
+    return "\n  ".join([title, *_aligned(decoder_rows(vae)), *wan_vae.decoder_notes(vae), VAE_FOOTER])
+
+
+def decoder_rows(vae: nn.Module) -> Iterator[Row]:
+    """Every step of a patched VAE's decoder, as of now; none of one that is not patched."""
+    if wan_vae.vae_state(vae) is None:
+        return
+    for name, steps in wan_vae.decoder_steps(vae):
+        kernels_taken = "; ".join(dict.fromkeys(step.kernel for step in steps))
+        reasons = Counter(step.reason for step in steps if step.reason is not None)
+        yield Row("decoder", "decoder", name, kernels_taken, len(steps), dict(reasons))
 
 
 def _exact_steps(config: PatchConfig) -> str | None:
@@ -80,11 +103,9 @@ def _measurements(device: torch.device) -> list[str]:
     return [f"attention and linears: the faster ones as measured on {gpus}"]
 
 
-def _title(name: str, transformer: nn.Module, blocks: Blocks) -> str:
-    dtype = str(compute_dtype(transformer)).removeprefix("torch.")
-    device = _device_name(get_module_execution_device(transformer))
-    count = len(getattr(transformer, blocks.name))
-    return f"{name}: {type(transformer).__name__}, {count} {blocks.name}, {dtype} on {device}"
+def _title(name: str, model: nn.Module, what: str, dtype: torch.dtype) -> str:
+    device = _device_name(get_module_execution_device(model))
+    return f"{name}: {type(model).__name__}, {what}, {str(dtype).removeprefix('torch.')} on {device}"
 
 
 def plan_rows(transformer: nn.Module, blocks: Blocks) -> Iterator[Row]:

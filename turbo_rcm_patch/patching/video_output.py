@@ -32,7 +32,7 @@ def patch_video_output(journal: Journal, target: object, config: PatchConfig) ->
     One that is not diffusers' own is left alone (`video_output_note` says so), and so are all with ``vae=False``.
     """
     processor = getattr(target, "video_processor", None)
-    if config.vae is not False and processor is not None and _why_not_ours(processor, (PATCHED, *READ)) is None:
+    if config.vae and processor is not None and _why_not_ours(processor, (PATCHED, *READ)) is None:
         journal.set(processor, PATCHED, bind(postprocess_video, processor))
 
 
@@ -44,7 +44,7 @@ def video_output_note(target: object, config: PatchConfig) -> str | None:
     if _is_patched(processor):
         reason = _why_not_ours(processor, READ)
     else:
-        reason = _why_not_ours(processor, (PATCHED, *READ)) or ("vae=False" if config.vae is False else "not patched")
+        reason = _why_not_ours(processor, (PATCHED, *READ)) or ("vae=False" if not config.vae else "not patched")
     return NOTE if reason is None else f"video output: diffusers' own: {reason}"
 
 

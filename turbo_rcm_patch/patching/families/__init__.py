@@ -26,7 +26,11 @@ def check_supported(name: str, transformer: nn.Module) -> list[str]:
     family = family_of(transformer)
     if family is None:
         compiled = hasattr(transformer, "_orig_mod")
-        remedy = "patch the model before compiling it" if compiled else f"supported: {SUPPORTED}"
+        remedy = (
+            "patch the model before compiling it"
+            if compiled
+            else f"supported: {SUPPORTED}; AutoencoderKLWan (its decoder)"
+        )
         return [f"{name} is a {class_path(transformer)}; {remedy}."]
     if is_sharded(transformer):
         return [f"{name} is sharded already; patch it first, then shard it (fully_shard)."]

@@ -1,0 +1,237 @@
+"""The patched decoder computes what diffusers' computes: frame by frame, in chunks, tiles and slices."""
+
+import pytest
+import torch
+from diffusers import AutoencoderKLWan
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanDecoder3d
+
+import turbo_rcm_patch as trp
+from tests.oracle import relative_error
+from tests.tiny_vae import KINDS, decode, tiny_latents, tiny_vae
+from turbo_rcm_patch.bench.cases import TI2V_5B_VAE
+from turbo_rcm_patch.kernels.dispatch import interpreting
+
+FP32 = 1e-5
+# One norm of these is over one channel: a sign, which any rounding of a value near 0 turns round.
+WELL_CONDITIONED = [kind for kind in KINDS if kind != "wan 2.1"]
+
+
+@pytest.fixture
+def diffusers_decoder_is_off(monkeypatch):
+    """Nothing that is compared with diffusers may be diffusers' own: a fallback would always agree."""
+
+    def switch_off():
+        monkeypatch.setattr(WanDecoder3d, "__call__", _must_not_run)
+
+    return switch_off
+
+
+def _must_not_run(*_, **__):
+    raise AssertionError("diffusers' own decoder ran")
+
+
+def check(kind, z, off, set_up=lambda vae: None, **config):
+    """Patched as unpatched; returns what is decoded."""
+    vae = tiny_vae(kind)
+    set_up(vae)
+    expected = decode(vae, z)
+    assert expected.std() > 0.3  # there is something to compare
+    off()
+    trp.patch(vae, trp.PatchConfig(**config))
+    actual = decode(vae, z)
+    assert actual.shape == expected.shape
+    assert actual.is_contiguous()
+    assert relative_error(actual, expected) <= FP32
+    return actual
+
+
+@pytest.mark.parametrize("frames", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_number_of_frames_in_chunks_of_any_size(kind, frames, diffusers_decoder_is_off):
+    vae, z = tiny_vae(kind), tiny_latents(frames)
+    with torch.no_grad():
+        expected = vae.decode(z).sample
+    assert expected.shape[2] == 1 + 4 * (frames - 1)
+    diffusers_decoder_is_off()
+    for chunk in (None, 1, 2, 3, 4):
+        with trp.patch(vae, trp.PatchConfig(vae_chunk=chunk)):
+            assert relative_error(decode(vae, z), expected) <= FP32, chunk
+
+
+@pytest.mark.parametrize("kind", ["wan 2.1", "residual, growing"])
+def test_stages_may_take_any_numbers_of_frames(kind, monkeypatch):
+    """Where a stage takes fewer frames than the one before, each part goes all the way before the next."""
+    from turbo_rcm_patch.patching.families.wan_vae import forward
+
+    vae, z = tiny_vae(kind), tiny_latents(5)
+    expected = decode(vae, z)
+    trp.patch(vae)
+    for frames in ([5, 5, 5, 5, 5], [5, 3, 2, 1, 1], [1, 2, 3, 4, 5], [2, 1, 7, 3, 2]):
+        monkeypatch.setattr(forward, "frames_at_once", lambda *_, frames=frames: frames)
+        assert relative_error(decode(vae, z), expected) <= FP32, frames
+
+
+@pytest.mark.parametrize("kind", ["wan 2.1", "residual"])
+def test_the_first_two_latent_frames_are_diffusers_own(kind):
+    """Frame 0 skips time_conv, and frame 1 sees zeros before it: both would differ the other way."""
+    vae = tiny_vae(kind)
+    with torch.no_grad():
+        for block in vae.decoder.up_blocks:
+            for module in block.modules():
+                if "time_conv" in module._modules:
+                    module.time_conv.weight.mul_(3)
+    z = tiny_latents(2)
+    expected = decode(vae, z)
+    trp.patch(vae)
+    assert relative_error(decode(vae, z), expected) <= FP32
+    assert relative_error(decode(vae, z)[:, :, :1], decode(vae, z[:, :, :1])) <= FP32
+
+
+@pytest.mark.parametrize("tiles", [{}, {"tile_sample_min_height": 24, "tile_sample_stride_height": 20}])
+@pytest.mark.parametrize("kind", ["wan 2.1", "residual"])
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_tiles(kind, chunk, tiles, diffusers_decoder_is_off):
+    ratio = 16 if kind == "residual" else 8
+    size = {"tile_sample_min_height": 4 * ratio, "tile_sample_min_width": 4 * ratio}
+    size |= {"tile_sample_stride_height": 3 * ratio, "tile_sample_stride_width": 2 * ratio, **tiles}
+    z = tiny_latents(3, height=7, width=9)
+    check(kind, z, diffusers_decoder_is_off, lambda vae: vae.enable_tiling(**size), vae_chunk=chunk)
+
+
+@pytest.mark.parametrize("kind", ["wan 2.1", "residual"])
+def test_tiled_decode_alone_and_switched_off(kind):
+    vae, z = tiny_vae(kind), tiny_latents(2, height=5, width=6)
+    ratio = vae.spatial_compression_ratio
+    whole = decode(vae, z)
+    vae.enable_tiling(3 * ratio, 3 * ratio, 2 * ratio, 2 * ratio)
+    with torch.no_grad():
+        expected = vae.tiled_decode(z, return_dict=False)[0]
+        assert relative_error(expected, whole) > 1e-3
+        trp.patch(vae)
+        assert relative_error(vae.tiled_decode(z, return_dict=False)[0], expected) <= FP32
+        assert relative_error(vae.tiled_decode(z).sample, expected) <= FP32
+        assert relative_error(decode(vae, z), expected) <= FP32
+    small = z[..., :3, :3]  # one tile: diffusers decodes it as a whole
+    assert decode(vae, small).shape[-1] == 3 * ratio
+    vae.disable_tiling()
+    assert relative_error(decode(vae, z), whole) <= FP32
+
+
+def test_tiles_are_blended_more_exactly_in_bf16():
+    kind, z = "wan 2.1, growing", tiny_latents(2, height=5, width=6)
+    vae, low = tiny_vae(kind), tiny_vae(kind, torch.bfloat16)
+    for each in (vae, low):
+        each.enable_tiling(24, 24, 16, 16)
+    vae.load_state_dict(low.state_dict())
+    oracle = decode(vae.double(), z.bfloat16().double())
+    unpatched = relative_error(decode(low, z.bfloat16()), oracle)
+    trp.patch(low)
+    assert relative_error(decode(low, z.bfloat16()), oracle) <= 1.05 * unpatched
+
+
+def test_weights_in_channels_last_memory(diffusers_decoder_is_off):
+    def set_up(vae):
+        for module in vae.decoder.modules():
+            if isinstance(module, (torch.nn.Conv2d, torch.nn.Conv3d)):
+                last = torch.channels_last if module.weight.dim() == 4 else torch.channels_last_3d
+                module.to(memory_format=last)
+
+    check("wan 2.1, growing", tiny_latents(2), diffusers_decoder_is_off, set_up)
+
+
+def test_slices(diffusers_decoder_is_off):
+    z = tiny_latents(2, batch=3)
+    sliced = check("wan 2.1", z, diffusers_decoder_is_off, lambda vae: vae.enable_slicing())
+    vae = tiny_vae()
+    trp.patch(vae)
+    assert relative_error(sliced, decode(vae, z)) <= FP32
+
+
+def test_what_is_returned():
+    vae, z = tiny_vae(), tiny_latents()
+    before = vae.decode(z)
+    trp.patch(vae)
+    with torch.no_grad():
+        output = vae.decode(z)
+        assert type(output) is type(before)
+        assert torch.equal(output.sample, vae.decode(z, return_dict=False)[0])
+        assert torch.equal(vae._decode(z, return_dict=False)[0], vae._decode(z).sample)
+        assert output.sample.abs().max() == 1  # clamped
+        image = torch.rand(1, 3, 5, 16, 24)
+        assert torch.allclose(vae(image).sample, tiny_vae()(image).sample, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", WELL_CONDITIONED)
+def test_low_precision_is_no_less_accurate(kind, dtype):
+    vae, z = tiny_vae(kind, dtype), tiny_latents(3, dtype=dtype, height=6, width=8)
+    oracle = decode(tiny_vae(kind, dtype).double(), z.double())
+    unpatched = relative_error(decode(vae, z), oracle)
+    trp.patch(vae)
+    assert decode(vae, z).dtype == dtype
+    assert relative_error(decode(vae, z), oracle) <= 1.05 * unpatched
+
+
+@pytest.mark.skipif(not interpreting(), reason="needs Triton's CPU interpreter")
+@pytest.mark.parametrize("kind", ["wan 2.1", "residual"])
+def test_through_the_kernels(kind, diffusers_decoder_is_off):
+    check(kind, tiny_latents(2), diffusers_decoder_is_off, implementation="triton", vae_chunk=1)
+
+
+@pytest.mark.skipif(not interpreting(), reason="needs Triton's CPU interpreter")
+def test_each_norm_is_one_launch(monkeypatch):
+    from turbo_rcm_patch.kernels import rms_norm_silu
+    from turbo_rcm_patch.kernels.launch import launch_kernel
+
+    launches = []
+    module = __import__("sys").modules[rms_norm_silu.__module__]
+    monkeypatch.setattr(module, "launch_kernel", lambda *a, **o: launches.append(a[0]) or launch_kernel(*a, **o))
+    vae = tiny_vae()
+    with trp.patch(vae, trp.PatchConfig(implementation="triton")) as patch:
+        decode(vae, tiny_latents())
+        rows = {row.step: row for row in patch.rows()}
+    assert len(launches) == rows["norm + SiLU"].count == 22
+    assert rows["norm + SiLU"].kernel == "Triton"
+
+
+def test_other_decoders_of_the_class(diffusers_decoder_is_off):
+    """Two temporal upsamplers at other places, and none."""
+    for temporal in ([True, True, False], [False, False, False], [True, True, True]):
+        options = {**KINDS["wan 2.1"], "temperal_downsample": temporal}
+        vae = AutoencoderKLWan(**options).eval()
+        z = tiny_latents(4)
+        expected = decode(vae, z)
+        with trp.patch(vae, trp.PatchConfig(vae_chunk=2)):
+            assert relative_error(decode(vae, z), expected) <= FP32, temporal
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", WELL_CONDITIONED)
+def test_on_a_gpu(kind, diffusers_decoder_is_off):
+    """Against fp64, in bf16, whole and in tiles; also as memory allows it."""
+    vae, z = tiny_vae(kind, torch.bfloat16).cuda(), tiny_latents(5, dtype=torch.bfloat16, height=12, width=20).cuda()
+    oracle = decode(tiny_vae(kind, torch.bfloat16).double(), z.cpu().double())
+    unpatched = relative_error(decode(vae, z).cpu(), oracle)
+    diffusers_decoder_is_off()
+    for chunk in (None, 1, 3):
+        with trp.patch(vae, trp.PatchConfig(vae_chunk=chunk)) as patch:
+            assert relative_error(decode(vae, z).cpu(), oracle) <= 1.05 * unpatched
+            assert "norm + SiLU  Triton" in patch.summary()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, TI2V_5B_VAE], ids=["wan 2.1", "ti2v-5b"])
+def test_error_of_the_real_models_on_a_gpu(options, monkeypatch):
+    """Beside a decode in fp32, without TF32, whole and in tiles."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    torch.manual_seed(0)
+    low = AutoencoderKLWan(**options).eval().to("cuda", torch.bfloat16)
+    wide = AutoencoderKLWan(**options).eval().to("cuda")
+    wide.load_state_dict(low.state_dict())
+    z = torch.randn(1, low.config.z_dim, 6, 24, 32, device="cuda", dtype=torch.bfloat16)
+    for tiled in (False, True):
+        for vae in (low, wide) if tiled else ():
+            vae.enable_tiling()
+        oracle, unpatched = decode(wide, z.float()), decode(low, z)
+        with trp.patch(low):
+            assert relative_error(decode(low, z), oracle) <= 1.05 * relative_error(unpatched, oracle)

@@ -1,0 +1,173 @@
+"""How many frames the decoder takes at a time, and what that takes of memory: at the real sizes, on meta tensors."""
+
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKLWan
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import turbo_rcm_patch as trp
+from tests.tiny_vae import tiny_latents, tiny_vae
+from turbo_rcm_patch import kernels
+from turbo_rcm_patch.bench.cases import TI2V_5B_VAE
+from turbo_rcm_patch.patching.families.wan_vae import chunks
+from turbo_rcm_patch.patching.families.wan_vae.chunks import MOST_ELEMENTS, frames_at_once
+
+# The VAE's options and its latents [B, C, F, H, W].
+WAN_480P = {}, (1, 16, 21, 60, 104)
+WAN_720P = {}, (1, 16, 21, 90, 160)
+TI2V_720P = TI2V_5B_VAE, (1, 48, 31, 44, 80)
+SIZES = {"wan 2.1, 480p": WAN_480P, "wan 2.1, 720p": WAN_720P, "ti2v-5b, 720p": TI2V_720P}
+
+
+class Peak(TorchDispatchMode):
+    """Bytes of the tensors that ops made and that were alive together."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = self._alive = 0
+        self._seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        for result in results if isinstance(results, (tuple, list)) else (results,):
+            if isinstance(result, torch.Tensor):
+                self._count(result.untyped_storage())
+        return results
+
+    def _count(self, storage):
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            self._alive += storage.nbytes()
+            self.bytes = max(self.bytes, self._alive)
+            weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+
+    def _forget(self, address, size):
+        self._seen.discard(address)
+        self._alive -= size
+
+
+def real(size):
+    options, shape = SIZES[size]
+    with torch.device("meta"):
+        vae = AutoencoderKLWan(**options).to(torch.bfloat16).eval()
+    return vae, torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+def norm_as_one_kernel(x, weight, front=None, *, silu=True, implementation="auto"):
+    return x.new_empty(x.shape[0], x.shape[1] + (0 if front is None else front.shape[1]), *x.shape[2:])
+
+
+def peak(vae, z):
+    """Of a decode whose attention is fused, as PyTorch's is on a GPU, and whose norms are our kernel."""
+    fused = mock.patch.object(F, "scaled_dot_product_attention", lambda q, k, v, **_: torch.empty_like(q))
+    with torch.no_grad(), fused, mock.patch.object(kernels, "rms_norm_silu", norm_as_one_kernel), Peak() as counted:
+        vae.decode(z)
+    return counted.bytes
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_decode_takes_less_than_diffusers(size):
+    vae, z = real(size)
+    unpatched = peak(vae, z)
+    with trp.patch(vae):
+        patched = peak(vae, z)
+    with trp.patch(vae, trp.PatchConfig(vae_chunk=1)):
+        least = peak(vae, z)
+    with trp.patch(vae, trp.PatchConfig(vae_chunk=4)):
+        most = peak(vae, z)
+    assert least < patched < unpatched
+    assert patched < most
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_estimated_bounds_what_a_decode_takes(size):
+    """All that the convolutions keep, and for every stage at once what one takes, is not exceeded."""
+    vae, z = real(size)
+    frames = frames_at_once(vae, z, None)
+    stages = list(chunks._stages(vae.decoder))
+    pixel = z.shape[-1] * z.shape[-2] * z.itemsize
+    kept = sum(kept for *_, kept in stages) * pixel
+    alive = [alive * count * pixel for (alive, *_), count in zip(stages, frames, strict=True)]
+    with trp.patch(vae):
+        taken = peak(vae, z)
+    assert kept + max(alive) / 2 < taken < kept + 2 * max(alive) + sum(sample_bytes(vae, z))
+
+
+def sample_bytes(vae, z):
+    """The frames, in chunks, together, and clamped."""
+    ratio = vae.spatial_compression_ratio
+    size = 3 * (1 + 4 * (z.shape[2] - 1)) * z.shape[3] * ratio * z.shape[4] * ratio * z.itemsize
+    return size, size
+
+
+def test_small_frames_are_taken_many_at_a_time():
+    vae, z = real("wan 2.1, 480p")
+    frames = frames_at_once(vae, z, None)
+    assert frames[0] >= 21  # all latent frames at once where there are few pixels
+    assert frames[-2:] == [4, 4]  # those of one latent frame in full resolution
+    tile = frames_at_once(vae, z[..., :32, :32], None)
+    assert all(many > few for many, few in zip(tile, frames, strict=True))
+    assert tile[-1] >= 16
+    assert frames_at_once(vae, z.expand(2, -1, -1, -1, -1), None)[0] == frames[0] // 2
+
+
+def test_no_convolution_gets_more_elements_than_32_bits_count():
+    vae, z = real("wan 2.1, 480p")
+    huge = z.new_empty(1, 16, 2, 540, 960)
+    for frames, (alive, *_) in zip(frames_at_once(vae, huge, 64), chunks._stages(vae.decoder), strict=True):
+        assert frames == 1 or frames * alive * 540 * 960 <= MOST_ELEMENTS
+
+
+def test_the_option_counts_latent_frames():
+    vae = tiny_vae()
+    assert frames_at_once(vae, tiny_latents(), 3) == [3, 3, 6, 12, 12]
+
+
+@pytest.mark.parametrize(("free", "expected"), [(1 << 40, None), (3 << 30, "fewer"), (0, "one")])
+def test_fewer_where_a_gpus_memory_is_short(free, expected, monkeypatch):
+    vae, z = real("wan 2.1, 480p")
+    plenty = frames_at_once(vae, z, None)
+    monkeypatch.setattr(chunks, "free_memory", lambda device: free)
+    on_gpu = mock.Mock(wraps=z, shape=z.shape, itemsize=z.itemsize, device=torch.device("cuda"))
+    frames = frames_at_once(vae, on_gpu, None)
+    if expected is None:
+        assert frames == plenty
+    elif expected == "one":
+        assert frames == [1] * 5
+    else:
+        assert all(few <= many for few, many in zip(frames, plenty, strict=True))
+        assert frames != plenty
+        assert min(frames) >= 1
+    assert frames_at_once(vae, on_gpu, 2) == [2, 2, 4, 8, 8]  # who asks gets it
+
+
+@pytest.mark.gpu
+def test_free_memory_counts_what_the_allocator_holds():
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.empty_cache()
+    before = chunks.free_memory(device)
+    held = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    assert chunks.free_memory(device) <= before - (1 << 30)
+    del held
+    assert chunks.free_memory(device) >= before - (64 << 20)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", ["wan 2.1, 480p"])
+def test_peak_memory_on_a_gpu(size):
+    options, shape = SIZES[size]
+    with torch.device("cuda"):
+        vae, z = AutoencoderKLWan(**options).to(torch.bfloat16).eval(), torch.randn(shape).to(torch.bfloat16)
+    peaks = []
+    with torch.no_grad():
+        for patched in (False, True):
+            if patched:
+                trp.patch(vae)
+            torch.cuda.reset_peak_memory_stats()
+            vae.decode(z)
+            peaks.append(torch.cuda.max_memory_allocated())
+    assert peaks[1] <= peaks[0]

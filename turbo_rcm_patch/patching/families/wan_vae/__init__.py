@@ -1,0 +1,82 @@
+"""The decoder of AutoencoderKLWan: of Wan 2.1 and Wan 2.2 A14B, and the residual one of TI2V-5B.
+
+forward.py: what is bound on the VAE. decoder.py: the decoder on channels-last activations. chunks.py: how many frames
+at a time. steps.py: the steps and their kernels. plain.py: why diffusers' own code runs instead.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from diffusers import AutoencoderKLWan
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanAttentionBlock, WanRMS_norm
+from diffusers.utils.torch_utils import get_module_execution_device
+from torch import nn
+
+from ....config import PatchConfig
+from ....plain import is_original
+from ...copying import reduce_ex
+from ...journal import bind
+from ...plan import MODULE, STATE, Step
+from ..family import Binding, class_path
+from .chunks import WORKING_SET
+from .forward import VaeState, call_for, decode, tiled_decode, vae_state
+from .plain import why_not_plain_decoder
+from .steps import attention, convolution, kernel_size, rms_norm
+
+__all__ = ["bindings", "decoder_notes", "decoder_steps", "vae_state", "why_left_alone"]
+
+POSITIONS = 21 * 60 * 104  # of the latents of 81 frames at 832×480
+
+
+def why_left_alone(vae: nn.Module) -> str | None:
+    """Why a VAE cannot be patched, in a few words; None when it can."""
+    if type(vae) is not AutoencoderKLWan:
+        return f"its class is {class_path(vae)}, not AutoencoderKLWan"
+    if vae.decoder is None:
+        return "it has no decoder"
+    for name in ("_decode", "tiled_decode"):
+        if name in vars(vae) or not is_original(getattr(type(vae), name), type(vae)):
+            return f"its {name} was replaced"
+    return None
+
+
+def bindings(vae: AutoencoderKLWan, config: PatchConfig) -> list[Binding]:
+    """What makes up the patch of a VAE, to be set in order."""
+    return [
+        (vae, STATE, VaeState(config)),
+        (vae, "__reduce_ex__", bind(reduce_ex, vae)),
+        (vae, "tiled_decode", bind(tiled_decode, vae)),
+        (vae, "_decode", bind(decode, vae)),
+    ]
+
+
+def decoder_steps(vae: AutoencoderKLWan) -> Iterator[tuple[str, list[Step]]]:
+    """The steps of the decoder by name, each as often as it occurs, as they would run now without autograd; one step
+    for all of it where diffusers' own code runs."""
+    resting = next(vae.decoder.parameters()).device  # under offloading not where the decoder runs
+    reason = why_not_plain_decoder(vae, resting, vae.dtype)
+    if reason is not None:
+        yield "decoder", [Step(vae.decoder, MODULE, reason)]
+        return
+    call = call_for(vae, 1, POSITIONS, get_module_execution_device(vae), vae.dtype)
+    modules = [vae.post_quant_conv, *vae.decoder.modules()]
+    convolutions = [module for module in modules if isinstance(module, (nn.Conv2d, nn.Conv3d))]
+    yield "convolution", [convolution(conv, call) for conv in convolutions if kernel_size(conv) != (1, 1, 1)]
+    yield "projection", [convolution(conv, call) for conv in convolutions if kernel_size(conv) == (1, 1, 1)]
+    yield "norm + SiLU", [rms_norm(module, call) for module in modules if type(module) is WanRMS_norm]
+    yield "attention", [attention(module.dim, call) for module in modules if type(module) is WanAttentionBlock]
+
+
+def decoder_notes(vae: AutoencoderKLWan) -> list[str]:
+    """Lines for the summary: how many frames at a time, and which decodes diffusers' code ran."""
+    state = vae_state(vae)
+    chunk, eager = state.config.vae_chunk, state.eager.copy()
+    size = f"as many frames as {WORKING_SET >> 20} MiB hold" if chunk is None else f"{chunk} latent frames"
+    notes = [f"{size} at a time"]
+    return notes + ([f"diffusers' own decoder ran: {_counted(eager)}"] if eager else [])
+
+
+def _counted(reasons: Counter[str]) -> str:
+    return ", ".join(f"{reason} ({count})" for reason, count in reasons.items())

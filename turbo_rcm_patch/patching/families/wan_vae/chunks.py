@@ -1,0 +1,90 @@
+"""How many frames the decoder takes at a time, at each of its resolutions.
+
+All frames of a video at once would take too much memory, and one latent frame at a time leaves a GPU idle where frames
+are small. So a stage takes as many frames as fill WORKING_SET, or those of one latent frame, as diffusers does, where
+these are more; fewer where memory is short.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import (
+    AutoencoderKLWan,
+    WanCausalConv3d,
+    WanDecoder3d,
+    WanResample,
+)
+from torch import nn
+
+WORKING_SET = 1 << 30  # bytes of activations: a few frames of 832×480 in full resolution
+MOST_ELEMENTS = 2**31 - 1  # of a tensor that PyTorch's convolutions index with 32 bits
+
+
+def frames_at_once(vae: AutoencoderKLWan, z: torch.Tensor, latents: int | None) -> list[int]:
+    """Frames for the stages of `stages`, for z [B, C, F, H, W].
+
+    latents: the frames of so many latent frames at every stage; None: by memory, if the device tells how much is free.
+    """
+    batch, _, _, height, width = z.shape
+    stages, size = list(_stages(vae.decoder)), batch * height * width
+    frames = []
+    for elements, doublings, _ in stages:
+        frame = elements * size
+        wanted = latents * 2**doublings if latents else max(WORKING_SET // (frame * z.itemsize), 2**doublings)
+        frames.append(max(1, min(wanted, MOST_ELEMENTS // frame)))
+    if latents or z.device.type != "cuda":
+        return frames
+    # Half is for the stages before, which keep what they gave, and for the convolutions' workspaces.
+    free = (free_memory(z.device) - sum(kept for *_, kept in stages) * size * z.itemsize) / 2
+    fitting = (int(free // (elements * size * z.itemsize)) for elements, *_ in stages)
+    return [max(1, pair) for pair in map(min, frames, fitting)]
+
+
+def _stages(decoder: WanDecoder3d) -> Iterator[tuple[int, int, int]]:
+    """Of the middle block and of each up block, for each pixel of a latent frame: the elements that are alive at a time
+    for each frame that it is given; how often the number of frames was doubled before; and the elements of the frames
+    that its convolutions keep from one chunk for the next."""
+    channels = decoder.conv_in.out_channels
+    # In the attention block its input, q, k, v, the attended and the projected are alive.
+    yield 6 * channels, 0, _kept(decoder.conv_in) + _kept(decoder.mid_block)
+    doublings, pixels = 0, 1
+    for block in decoder.up_blocks:
+        resample = next((module for module in block.modules() if type(module) is WanResample), None)
+        alive = max(_alive_in_resnets(block), 0 if resample is None else _alive_in_resample(block, resample))
+        kept = _kept(block) + (_kept(decoder.conv_out) if resample is None else 0)
+        yield pixels * alive, doublings, pixels * kept
+        if resample is not None:
+            doublings, pixels = doublings + (resample.mode == "upsample3d"), 4 * pixels
+
+
+def _alive_in_resnets(block: nn.Module) -> int:
+    """The block's input; then a resnet's input, that of a convolution and its result; and the shortcut's, if any."""
+    given, made = block.resnets[0].in_dim, block.resnets[0].out_dim
+    shortcut = made if given != made else 0
+    return max(given + max(given, made) + made + shortcut, given + 3 * made)
+
+
+def _alive_in_resample(block: nn.Module, resample: WanResample) -> int:
+    """The block's input and the last resnet's result; the doubled frames; and these enlarged, and convolved. Then a
+    shortcut's result besides, twice while it is laid out."""
+    given, channels, made = block.resnets[0].in_dim, resample.dim, resample.resample[1].out_channels
+    frames = 2 if resample.mode == "upsample3d" else 0
+    grown = 4 * max(frames, 1)  # times as many pixels, of all frames
+    alive = given + channels + frames * channels + grown * (channels + made)
+    return max(alive, given + 3 * grown * made) if getattr(block, "avg_shortcut", None) else alive
+
+
+def _kept(module: nn.Module) -> int:
+    convolutions = (conv for conv in module.modules() if type(conv) is WanCausalConv3d)
+    return sum((conv.kernel_size[0] - 1) * conv.in_channels for conv in convolutions)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes of a GPU that this process can still allocate, those included that its allocator holds and does not use."""
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    limit = math.floor(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved
+    return min(free, limit) + reserved - torch.cuda.memory_allocated(device)

@@ -1,0 +1,151 @@
+"""WanDecoder3d on channels-last activations, several latent frames at a time.
+
+The stages read like diffusers' (autoencoder_kl_wan.py), which decodes one latent frame after another and keeps for
+each causal convolution the last frames that it read. Here those frames lie in front of a convolution's input: zeros at
+first, later those of the chunk before. Latent frame 0 is special: it skips `time_conv`, before whose first input there
+are zeros then, not frame 0; and of the frames that a residual block's shortcut makes of it, only the last counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import (
+    AutoencoderKLWan,
+    DupUp3D,
+    WanAttentionBlock,
+    WanDecoder3d,
+    WanMidBlock,
+    WanResample,
+    WanResidualBlock,
+    WanResidualUpBlock,
+    WanUpBlock,
+)
+from torch import nn
+
+from ...plan import Call
+from .steps import attention, convolution, kernel_size, rms_norm
+
+
+def decoded(vae: AutoencoderKLWan, z: torch.Tensor, call: Call, frames: Sequence[int]) -> torch.Tensor:
+    """The decoder's frames [B, C, F', H', W'], neither unpatchified nor clamped, of latents z [B, z_dim, F, H, W].
+
+    frames: how many frames each stage takes at a time (chunks.py). One latent frame becomes one frame, F of them become
+    1 + (F - 1) · 4 with two temporal upsamplers.
+    """
+    run = _Run(call)
+    chunks = []
+    for latents in z.permute(0, 2, 3, 4, 1).split(frames[0], dim=1):
+        chunks += run.decoder(vae.decoder, run.convolve(vae.post_quant_conv, latents), frames[1:])
+    return torch.cat([chunk.permute(0, 4, 1, 2, 3) for chunk in chunks], 2).contiguous()
+
+
+class _Run:
+    """One decode. Activations x are [B, T, H, W, C]; each stage is called with the frames in their order."""
+
+    def __init__(self, call: Call):
+        self._call = call
+        self._read: dict[nn.Module, torch.Tensor] = {}  # by convolution the last kt - 1 frames of its input so far
+        self._begun: set[nn.Module] = set()  # what had latent frame 0, of which it makes less than of others
+
+    def decoder(self, decoder: WanDecoder3d, x: torch.Tensor, frames: Sequence[int]) -> Iterator[torch.Tensor]:
+        x = self.causal(decoder.conv_in, x)
+        x = self.mid_block(decoder.mid_block, x)
+        return self.up_blocks(decoder, zip(decoder.up_blocks, frames, strict=True), x)
+
+    def up_blocks(
+        self, decoder: WanDecoder3d, blocks: Iterable[tuple[nn.Module, int]], x: torch.Tensor
+    ) -> Iterator[torch.Tensor]:
+        """What x becomes, a part of its frames all the way before the next."""
+        (block, frames), *others = blocks
+        for part in x.split(frames, dim=1):
+            y = self.up_block(block, part) if type(block) is WanUpBlock else self.residual_up_block(block, part)
+            if others:
+                yield from self.up_blocks(decoder, others, y)
+            else:
+                yield self.convolve(decoder.conv_out, self.norm_silu(decoder.norm_out, y, decoder.conv_out))
+
+    def mid_block(self, block: WanMidBlock, x: torch.Tensor) -> torch.Tensor:
+        first, *others = block.resnets
+        x = self.residual_block(first, x)
+        for attn, resnet in zip(block.attentions, others, strict=False):
+            x = self.residual_block(resnet, x if attn is None else self.attention_block(attn, x))
+        return x
+
+    def up_block(self, block: WanUpBlock, x: torch.Tensor) -> torch.Tensor:
+        for resnet in block.resnets:
+            x = self.residual_block(resnet, x)
+        for upsampler in block.upsamplers or ():
+            x = self.upsample(upsampler, x)
+        return x
+
+    def residual_up_block(self, block: WanResidualUpBlock, x: torch.Tensor) -> torch.Tensor:
+        y = x
+        for resnet in block.resnets:
+            y = self.residual_block(resnet, y)
+        if block.upsampler is not None:
+            y = self.upsample(block.upsampler, y)
+        return y if block.avg_shortcut is None else y.add_(self.doubled(block.avg_shortcut, x))
+
+    def residual_block(self, block: WanResidualBlock, x: torch.Tensor) -> torch.Tensor:
+        shortcut = x if type(block.conv_shortcut) is nn.Identity else self.convolve(block.conv_shortcut, x)
+        y = self.convolve(block.conv1, self.norm_silu(block.norm1, x, block.conv1))
+        y = self.norm_silu(block.norm2, y, block.conv2)
+        return self.convolve(block.conv2, y, shortcut)
+
+    def attention_block(self, block: WanAttentionBlock, x: torch.Tensor) -> torch.Tensor:
+        B, T, H, W, C = x.shape
+        qkv = self.convolve(block.to_qkv, rms_norm(block.norm, self._call).run(x, silu=False))
+        q, k, v = qkv.reshape(B * T, H * W, 1, 3 * C).chunk(3, dim=-1)
+        attended = attention(C, self._call).run(q, k, v)
+        return self.convolve(block.proj, attended.reshape(x.shape), x)
+
+    def upsample(self, block: WanResample, x: torch.Tensor) -> torch.Tensor:
+        if block.mode == "upsample3d":
+            x = self.twice_the_frames(block.time_conv, x)
+        return self.convolve(block.resample[1], x, upsample=True)
+
+    def twice_the_frames(self, time_conv: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if not self._is_first(time_conv):
+            return self.causal(time_conv, x, interleave=2)
+        alone, others = x[:, :1], x[:, 1:]
+        return torch.cat((alone, self.causal(time_conv, others, interleave=2)), 1) if others.shape[1] else alone
+
+    def doubled(self, shortcut: DupUp3D, x: torch.Tensor) -> torch.Tensor:
+        """Each channel repeated, and the repetitions laid out over the pixels (and frames) that one becomes."""
+        frames, edge = shortcut.factor_t, shortcut.factor_s
+        x = x.repeat_interleave(shortcut.repeats, dim=-1).unflatten(-1, (shortcut.out_channels, frames, edge, edge))
+        x = x.permute(0, 1, 5, 2, 6, 3, 7, 4).flatten(5, 6).flatten(3, 4).flatten(1, 2)
+        return x[:, frames - 1 :] if self._is_first(shortcut) else x
+
+    def causal(self, conv: nn.Module, x: torch.Tensor, **options) -> torch.Tensor:
+        """A causal convolution of an input that lies behind nothing yet."""
+        x = torch.cat((self._front(conv, x), x), 1)
+        self._keep(conv, x)
+        return self.convolve(conv, x, **options)
+
+    def norm_silu(self, norm: nn.Module, x: torch.Tensor, conv: nn.Module) -> torch.Tensor:
+        """The input of a causal convolution: x after norm and SiLU, behind the frames before it."""
+        y = rms_norm(norm, self._call).run(x, self._front(conv, x))
+        self._keep(conv, y)
+        return y
+
+    def convolve(self, conv: nn.Module, x: torch.Tensor, *residual: torch.Tensor, **options) -> torch.Tensor:
+        return convolution(conv, self._call).run(x, *residual, **options)
+
+    def _is_first(self, module: nn.Module) -> bool:
+        """Whether the module gets latent frame 0 now, ahead of perhaps others."""
+        is_first = module not in self._begun
+        self._begun.add(module)
+        return is_first
+
+    def _front(self, conv: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        frames = kernel_size(conv)[0] - 1
+        zeros = x.new_zeros(()).expand(x.shape[0], frames, *x.shape[2:])
+        return self._read.pop(conv, zeros)
+
+    def _keep(self, conv: nn.Module, x: torch.Tensor) -> None:
+        frames = kernel_size(conv)[0] - 1
+        if frames:
+            self._read[conv] = x[:, -frames:].clone()

@@ -1,0 +1,136 @@
+"""What the patch binds on a VAE: `_decode` and `tiled_decode`, which `decode`, `enable_slicing` and `forward` come to.
+
+Their loops over frames are replaced; the tiles, how they are blended, and what is returned are diffusers' own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from weakref import WeakSet
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, unpatchify
+from diffusers.models.autoencoders.vae import DecoderOutput
+from torch import nn
+
+from ....config import PatchConfig
+from ....plain import is_autocast
+from ...plan import STATE, Call, active_backend, derivative_of
+from .chunks import frames_at_once
+from .decoder import decoded
+from .plain import why_not_plain_decoder
+
+
+@dataclass
+class VaeState:
+    """What the patch keeps on a VAE. users: the models that it was patched with. eager: decodes that diffusers' code
+    ran, by reason."""
+
+    config: PatchConfig
+    users: WeakSet[nn.Module] = field(default_factory=WeakSet)
+    eager: Counter[str] = field(default_factory=Counter)
+
+    def __reduce__(self) -> tuple:
+        """Copied and pickled without what is of the models that were copied from."""
+        return VaeState, (self.config,)
+
+
+def vae_state(vae: nn.Module) -> VaeState | None:
+    """What the patch keeps on a VAE; None for one that is not patched."""
+    return vars(vae).get(STATE)
+
+
+def decode(self: AutoencoderKLWan, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
+    """AutoencoderKLWan._decode, several latent frames at a time; bound on instances.
+
+    z: [B, z_dim, F, H, W]; the sample is [B, 3, F', H', W'] in [-1, 1].
+    """
+    if not _takes(self, z):
+        return type(self)._decode(self, z, return_dict=return_dict)
+    edges = (self.tile_sample_min_height, self.tile_sample_min_width)
+    if self.use_tiling and any(
+        size > edge // self.spatial_compression_ratio for size, edge in zip(z.shape[-2:], edges, strict=True)
+    ):
+        return self.tiled_decode(z, return_dict=return_dict)
+    return _output(self, _frames(self, z), return_dict)
+
+
+def tiled_decode(
+    self: AutoencoderKLWan, z: torch.Tensor, return_dict: bool = True
+) -> DecoderOutput | tuple[torch.Tensor]:
+    """AutoencoderKLWan.tiled_decode, several latent frames of a tile at a time; bound on instances. As `decode`."""
+    if not _takes(self, z):
+        return type(self).tiled_decode(self, z, return_dict=return_dict)
+    ratio, patch = self.spatial_compression_ratio, self.config.patch_size or 1
+    tile = self.tile_sample_min_height, self.tile_sample_min_width
+    stride = self.tile_sample_stride_height, self.tile_sample_stride_width
+    (tile_h, tile_w), (step_h, step_w) = ([edge // ratio for edge in edges] for edges in (tile, stride))
+    crop_h, crop_w = (edge // patch for edge in stride)
+    blend_h, blend_w = (whole // patch - crop for whole, crop in zip(tile, (crop_h, crop_w), strict=True))
+    height, width = z.shape[-2:]
+    above, rows = [], []
+    for top in range(0, height, step_h):
+        row = []
+        for left in range(0, width, step_w):
+            frames = _frames(self, z[..., top : top + tile_h, left : left + tile_w])
+            if above:
+                _blend(above[len(row)], frames, blend_h, dim=-2)
+            if row:
+                _blend(row[-1], frames, blend_w, dim=-1)
+            row.append(frames)
+        rows.append(torch.cat([frames[..., :crop_h, :crop_w] for frames in row], dim=-1))
+        above = row
+    sample = torch.cat(rows, dim=-2)
+    return _output(self, sample[..., : height * ratio // patch, : width * ratio // patch], return_dict)
+
+
+def _takes(vae: AutoencoderKLWan, z: torch.Tensor) -> bool:
+    """Whether our code decodes z. If not, the reason is counted for the summary."""
+    if torch.compiler.is_compiling():
+        return False
+    reason = _why_not_call(vae, z) or why_not_plain_decoder(vae, z.device, z.dtype)
+    if reason is not None:
+        vae_state(vae).eager[reason] += 1
+    return reason is None
+
+
+def _why_not_call(vae: AutoencoderKLWan, z: torch.Tensor) -> str | None:
+    if derivative_of(vae, z) is not None:
+        return "autograd"
+    if is_autocast(z.device):
+        return "autocast"
+    if type(z) not in (torch.Tensor, nn.Parameter):
+        return f"{type(z).__name__} latents"
+    return None if z.dim() == 5 and z.shape[1] == vae.config.z_dim and z.numel() > 0 else "latents of another shape"
+
+
+def call_for(vae: AutoencoderKLWan, batch: int, positions: int, device: torch.device, dtype: torch.dtype) -> Call:
+    """What the choice of kernels depends on. positions: of the batch's latents."""
+    return Call(vae_state(vae).config, device, dtype, batch, positions, 0, 0, "sample", None, active_backend())
+
+
+def _frames(vae: AutoencoderKLWan, z: torch.Tensor) -> torch.Tensor:
+    """The decoder's output for latents z, in [B, C, F', H', W'] memory."""
+    call = call_for(vae, z.shape[0], z.numel() // z.shape[1], z.device, z.dtype)
+    return decoded(vae, z, call, frames_at_once(vae, z, call.config.vae_chunk))
+
+
+def _blend(before: torch.Tensor, frames: torch.Tensor, extent: int, dim: int) -> None:
+    """Fade the end of the tile before into the beginning of frames, in place, along a dimension."""
+    extent = min(before.shape[dim], frames.shape[dim], extent)
+    if extent <= 0:
+        return
+    wide = torch.promote_types(frames.dtype, torch.float32)
+    share = torch.arange(extent, device=frames.device, dtype=wide) / extent
+    share = share[:, None] if dim == -2 else share
+    old = before.narrow(dim, before.shape[dim] - extent, extent).to(wide)
+    new = frames.narrow(dim, 0, extent)
+    new.copy_(old * (1 - share) + new.to(wide) * share)
+
+
+def _output(vae: AutoencoderKLWan, sample: torch.Tensor, return_dict: bool) -> DecoderOutput | tuple[torch.Tensor]:
+    if vae.config.patch_size is not None:
+        sample = unpatchify(sample, patch_size=vae.config.patch_size)
+    sample = sample.clamp(min=-1.0, max=1.0)
+    return DecoderOutput(sample=sample) if return_dict else (sample,)

@@ -1,0 +1,116 @@
+"""Why a decoder is not simply diffusers': then diffusers' own code runs it, as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import (
+    AutoencoderKLWan,
+    DupUp3D,
+    WanAttentionBlock,
+    WanCausalConv3d,
+    WanDecoder3d,
+    WanMidBlock,
+    WanResample,
+    WanResidualBlock,
+    WanResidualUpBlock,
+    WanRMS_norm,
+    WanUpBlock,
+    WanUpsample,
+)
+from torch import nn
+
+from ....plain import is_original, why_not_read
+from .steps import kernel_size
+
+# By the attribute that holds them, alone or in a list, the classes whose forwards decoder.py takes the place of.
+_CAUSAL, _NORM = (WanCausalConv3d,), (WanRMS_norm,)
+_PARTS = {
+    "post_quant_conv": _CAUSAL,
+    "decoder": (WanDecoder3d,),
+    "conv_in": _CAUSAL,
+    "mid_block": (WanMidBlock,),
+    "up_blocks": (WanUpBlock, WanResidualUpBlock),
+    "norm_out": _NORM,
+    "conv_out": _CAUSAL,
+    "resnets": (WanResidualBlock,),
+    "norm1": _NORM,
+    "conv1": _CAUSAL,
+    "norm2": _NORM,
+    "dropout": (nn.Dropout,),
+    "conv2": _CAUSAL,
+    "conv_shortcut": (WanCausalConv3d, nn.Identity),
+    "nonlinearity": (nn.SiLU,),
+    "attentions": (WanAttentionBlock,),
+    "norm": _NORM,
+    "to_qkv": (nn.Conv2d,),
+    "proj": (nn.Conv2d,),
+    "upsamplers": (WanResample,),
+    "upsampler": (WanResample,),
+    "resample": (WanUpsample, nn.Conv2d),
+    "time_conv": _CAUSAL,
+    "avg_shortcut": (DupUp3D,),
+}
+_LISTS = {"up_blocks", "resnets", "attentions", "upsamplers", "resample"}
+_METHODS = ("_decode", "tiled_decode", "blend_v", "blend_h")
+
+
+def why_not_plain_decoder(vae: AutoencoderKLWan, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why diffusers' own code decodes latents of this device and dtype, in a few words; None when ours does."""
+    for name in _METHODS:
+        if not is_original(getattr(type(vae), name), type(vae)) or (name.startswith("blend") and name in vars(vae)):
+            return f"replaced {name}"
+    for path, module in _parts(vae):
+        reason = _why_not_part(path, module, device, dtype)
+        if reason is not None:
+            return f"{reason} on {path}"
+    return None
+
+
+def _parts(vae: AutoencoderKLWan) -> Iterator[tuple[str, nn.Module]]:
+    yield "post_quant_conv", vae.post_quant_conv
+    yield from vae.decoder.named_modules(prefix="decoder")
+
+
+def _why_not_part(path: str, module: nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
+    steps = path.split(".")
+    name = next(step for step in reversed(steps) if not step.isdigit())
+    known = (nn.ModuleList, nn.Sequential) if name in _LISTS and name == steps[-1] else _PARTS.get(name, ())
+    reason = why_not_read(module, known, device)
+    if reason is None and module._compiled_call_impl is not None:
+        reason = "torch.compile"
+    if reason is None and type(module) is nn.Dropout and module.training and module.p > 0:
+        reason = "dropout"
+    if reason is None and any(p is not None and p.dtype != dtype for p in module._parameters.values()):
+        reason = "a weight of another dtype"
+    if reason is None and type(module) in _IS_AS_BUILT and not _IS_AS_BUILT[type(module)](module):
+        reason = "changed attributes"
+    return reason
+
+
+def _is_convolution_as_built(conv: nn.Conv2d | nn.Conv3d) -> bool:
+    kt, kh, kw = kernel_size(conv)
+    ones = (1,) * len(conv.kernel_size)
+    padding = {2: (kh // 2, kw // 2), 3: (0, 0, 0)}[len(ones)]
+    in_front = getattr(conv, "_padding", None)
+    return (
+        (conv.stride, conv.dilation, conv.groups, conv.padding_mode) == (ones, ones, 1, "zeros")
+        and conv.padding == padding
+        and in_front in (None, (kw // 2, kw // 2, kh // 2, kh // 2, kt - 1, 0))
+    )
+
+
+# What their forwards read besides weights, if it is as their classes were built for the decoder.
+_IS_AS_BUILT = {
+    nn.Conv2d: _is_convolution_as_built,
+    WanCausalConv3d: _is_convolution_as_built,
+    WanRMS_norm: lambda norm: (
+        norm.channel_first
+        and norm.scale == norm.gamma.numel() ** 0.5
+        and isinstance(norm.bias, float)
+        and norm.bias == 0
+    ),
+    WanUpsample: lambda upsample: (upsample.mode, upsample.scale_factor) == ("nearest-exact", (2.0, 2.0)),
+    WanResample: lambda resample: resample.mode in ("upsample2d", "upsample3d"),
+}

@@ -1,0 +1,80 @@
+"""The steps of the decoder, each with the kernel that does it and why that is not ours.
+
+Activations are channels-last, [B, T, H, W, C]. Modules are plain (plain.py decides), and read when a step runs.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .... import kernels
+from ...layers import choose_attention
+from ...plan import LINEAR, REFERENCE, Call, Step
+
+CONVOLUTION = "PyTorch convolution"
+
+
+def convolution(conv: nn.Conv2d | nn.Conv3d, call: Call) -> Step:
+    """A convolution whose input begins with the kt - 1 frames before it, so that nothing is padded in time.
+
+    Step: (x [B, T + kt - 1, H, W, C], residual=None, *, upsample=False, interleave=1) -> [B, T, H, W, N] (+ residual).
+    upsample: to twice the height and width by nearest neighbours, before. interleave=2: the channels are those of two
+    frames, [B, 2 T, H, W, N / 2].
+    """
+    run = partial(_convolution, conv)
+    if kernel_size(conv) == (1, 1, 1):
+        return Step(run, LINEAR)
+    _, reason = call.choose()
+    return Step(run, CONVOLUTION, reason or "nobody has timed ours on this GPU")
+
+
+def kernel_size(conv: nn.Conv2d | nn.Conv3d) -> tuple[int, int, int]:
+    """kt, kh, kw; an image's convolution has kt = 1."""
+    return (*(1,) * (3 - len(conv.kernel_size)), *conv.kernel_size)
+
+
+def _convolution(conv, x, residual=None, *, upsample=False, interleave=1):
+    if upsample:
+        x = _nearest(x)
+    kt, kh, kw = kernel_size(conv)
+    if (kt, kh, kw) == (1, 1, 1):
+        y = F.linear(x, conv.weight.flatten(1), conv.bias)
+    elif kt == 1:
+        frames, weight = x.flatten(0, 1).permute(0, 3, 1, 2), conv.weight.flatten(1, -3)
+        y = F.conv2d(frames, weight, conv.bias, padding=(kh // 2, kw // 2)).permute(0, 2, 3, 1)
+        y = y.unflatten(0, x.shape[:2])
+    else:
+        y = F.conv3d(x.permute(0, 4, 1, 2, 3), conv.weight, conv.bias, padding=(0, kh // 2, kw // 2))
+        y = y.permute(0, 2, 3, 4, 1)
+    if interleave > 1:
+        y = y.unflatten(-1, (interleave, -1)).movedim(-2, 2).flatten(1, 2)
+    return y if residual is None else y.add_(residual)
+
+
+def _nearest(x: torch.Tensor) -> torch.Tensor:
+    """x [B, T, H, W, C] at twice the height and width."""
+    return x[:, :, :, None, :, None].expand(-1, -1, -1, 2, -1, 2, -1).flatten(4, 5).flatten(2, 3)
+
+
+def rms_norm(norm: nn.Module, call: Call) -> Step:
+    """WanRMS_norm and, where asked, SiLU: (x [B, T, H, W, C], front=None, *, silu=True) -> [B, P + T, H, W, C], behind
+    the P frames of front."""
+    implementation, reason = call.choose()
+    return Step(partial(_rms_norm, norm, implementation), "Triton" if reason is None else REFERENCE, reason)
+
+
+def _rms_norm(norm, implementation, x, front=None, *, silu=True):
+    return kernels.rms_norm_silu(x, norm.gamma.flatten(), front, silu=silu, implementation=implementation)
+
+
+def attention(channels: int, call: Call) -> Step:
+    """Attention of one head over the positions of each frame: (q, k, v [B, S, 1, channels]) -> [B, S, 1, channels]."""
+    implementation, reason = choose_attention(call, channels, with_backward=False)
+    if reason is None and channels > kernels.MAX_HEAD_DIM:
+        implementation, reason = "torch", f"a head of {channels} channels"
+    kernel = kernels.attention_kernel_name(implementation, call.device, call.dtype, channels)
+    return Step(partial(kernels.attention, implementation=implementation), kernel, reason)
