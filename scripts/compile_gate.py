@@ -31,6 +31,7 @@ OPS = (
     "quantize_rows",
     "rms_norm_rope",
     "skip",
+    "conv_skip",
     "quantize_qkv",
     "attention_8bit",
 )

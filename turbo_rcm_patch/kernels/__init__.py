@@ -5,8 +5,18 @@ Every exported function takes ``implementation="auto" | "triton" | "torch"``; se
 
 from .attention import attention
 from .attention_8bit import attention_8bit
-from .choice import attention_8bit_kernel, attention_kernel_name, gemm_kernel, linear_qkv_kernel, why_linear, why_sdpa
+from .choice import (
+    attention_8bit_kernel,
+    attention_kernel_name,
+    conv_kernel,
+    gemm_kernel,
+    linear_qkv_kernel,
+    why_conv,
+    why_linear,
+    why_sdpa,
+)
 from .coefficient import MAX_RUNS, Runs
+from .conv_skip import conv_skip
 from .dispatch import IMPLEMENTATIONS, interpreting, why_not_triton, why_not_triton_on
 from .gelu import gelu
 from .launch import compile_ahead
@@ -40,6 +50,8 @@ __all__ = [
     "attention_8bit_kernel",
     "attention_kernel_name",
     "compile_ahead",
+    "conv_kernel",
+    "conv_skip",
     "gelu",
     "gemm_kernel",
     "interpreting",
@@ -57,6 +69,7 @@ __all__ = [
     "rms_norm_rope",
     "saturated",
     "skip",
+    "why_conv",
     "why_linear",
     "why_not_triton",
     "why_not_triton_on",

@@ -14,7 +14,7 @@ from .quantize_qkv import default_v_format
 from .quantized import LARGEST
 
 GLUON, PORTABLE = "sm_90 Gluon", "portable Triton"
-SDPA, LINEAR = "PyTorch SDPA", "PyTorch linear"
+SDPA, LINEAR, CONV = "PyTorch SDPA", "PyTorch linear", "PyTorch convolution"
 _SDPA_BACKENDS = {
     0: "math",
     1: "FlashAttention",
@@ -45,6 +45,18 @@ def why_linear(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
     if reason is None and device.type == "cuda" and is_hopper(device):
         reason = gemm_hopper.why_not_on(device, dtype)
     return reason
+
+
+def why_conv(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why PyTorch's convolution is taken instead of `conv_skip`, in a few words; None where ours was measured to be as
+    fast, and on the CPU."""
+    return why_torch("conv_skip", device, dtype)
+
+
+def conv_kernel(implementation: str) -> str:
+    """What runs a `conv_skip` of this implementation, with which it can run: "portable Triton" or "PyTorch
+    convolution"."""
+    return CONV if implementation == "torch" else PORTABLE
 
 
 def attention_kernel_name(

@@ -95,9 +95,7 @@ def _check(
         raise ValueError(f"conv_skip: bias has shape {list(bias.shape)}; it must be [{weight.shape[0]}].")
     expected = result_shape(x, weight, upsample, interleave)
     if residual is not None and residual.shape != expected:
-        raise ValueError(
-            f"conv_skip: residual has shape {list(residual.shape)} but the result has {list(expected)}."
-        )
+        raise ValueError(f"conv_skip: residual has shape {list(residual.shape)} but the result has {list(expected)}.")
     dtypes = sorted({str(tensor.dtype) for tensor in (x, weight, bias, residual) if tensor is not None})
     if len(dtypes) > 1:
         raise ValueError(f"conv_skip: the tensors have the dtypes {', '.join(dtypes)}; cast them to one.")
@@ -131,12 +129,11 @@ def _launch(x, weight, bias, residual, out, upsample: bool, interleave: int) -> 
     N, kt, kh, kw, _ = weight.shape
     if kh == 1:
         H, W = 1, H * W  # no pixel reads another
-    capability, multiprocessors = device_properties(x.device)
+    capability, _ = device_properties(x.device)
     descriptors = capability >= TMA_CAPABILITY and _fits_tma(x) and _fits_tma(weight)
     tiles = choose_conv_tiles(capability, x.dtype, descriptors, H, W, C, N)
     T, phases = frames - kt + 1, 4 if upsample else 1
     boxes = B * T * phases * triton.cdiv(H, tiles.box_height) * triton.cdiv(W, tiles.box_width)
-    column_tiles = triton.cdiv(N, tiles.columns + tiles.tail)
     images, weights = x.view(B * frames, H, W, C), weight.view(N, kt * kh * kw, C).transpose(0, 1)
     operands = (images, weights, None)
     if descriptors:
@@ -148,7 +145,7 @@ def _launch(x, weight, bias, residual, out, upsample: bool, interleave: int) -> 
     with torch.cuda.device_of(x):
         launch_kernel(
             _conv_skip_kernel,
-            (min(boxes * column_tiles, multiprocessors * tiles.programs),),
+            (boxes * triton.cdiv(N, tiles.columns + tiles.tail),),
             *operands,
             *(bias, residual, out),
             *(boxes, T, H, W, N),
@@ -192,40 +189,38 @@ def _conv_skip_kernel(
     of the weight, of all frames that are interleaved."""
     ROWS: tl.constexpr = BOX_H * BOX_W
     TAPS: tl.constexpr = KT * KH * KH
-    CHUNKS: tl.constexpr = tl.cdiv(C, DEPTH)
+    CHUNKS: tl.constexpr = (C + DEPTH - 1) // DEPTH
     BYTES: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
     column_tiles = tl.cdiv(N, COLUMNS + TAIL)
-    for tile in tl.range(tl.program_id(0), boxes * column_tiles, tl.num_programs(0), flatten=True):
-        _, box, column_tile = locate_tile(
-            tile, boxes, column_tiles, ROWS * C * BYTES, (COLUMNS + TAIL) * TAPS * C * BYTES
-        )
-        sample, frame, top, left, phase_y, phase_x = _locate_box(box, T, H, W, UPSAMPLE, BOX_H, BOX_W)
-        image = sample * (T + KT - 1) + frame
-        column = column_tile * (COLUMNS + TAIL)
-        acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    tile = tl.program_id(0)
+    _, box, column_tile = locate_tile(tile, boxes, column_tiles, ROWS * C * BYTES, (COLUMNS + TAIL) * TAPS * C * BYTES)
+    sample, frame, top, left, phase_y, phase_x = _locate_box(box, T, H, W, UPSAMPLE, BOX_H, BOX_W)
+    image = sample * (T + KT - 1) + frame
+    column = column_tile * (COLUMNS + TAIL)
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if TAIL:
+        acc_tail = tl.zeros((ROWS, TAIL), tl.float32)
+    for step in range(TAPS * CHUNKS):
+        tap = step // CHUNKS
+        c = step % CHUNKS * DEPTH
+        shift_y = _shift(tap // KH % KH, phase_y, KH, UPSAMPLE)
+        shift_x = _shift(tap % KH, phase_x, KH, UPSAMPLE)
+        source = (image + tap // (KH * KH), top + shift_y, left + shift_x)
+        a_tile = _load_box(x, source, c, H, W, C, DESCRIPTORS, BOX_H, BOX_W, DEPTH)
+        w_tile = _load_weight(weight, tap, column, c, N, C, TAPS, DESCRIPTORS, COLUMNS, DEPTH)
+        acc = tl.dot(a_tile, w_tile.T, acc, input_precision="ieee")
         if TAIL:
-            acc_tail = tl.zeros((ROWS, TAIL), tl.float32)
-        for step in range(TAPS * CHUNKS):
-            tap = step // CHUNKS
-            c = step % CHUNKS * DEPTH
-            shift_y = _shift(tap // KH % KH, phase_y, KH, UPSAMPLE)
-            shift_x = _shift(tap % KH, phase_x, KH, UPSAMPLE)
-            source = (image + tap // (KH * KH), top + shift_y, left + shift_x)
-            a_tile = _load_box(x, source, c, H, W, C, DESCRIPTORS, BOX_H, BOX_W, DEPTH)
-            w_tile = _load_weight(weight, tap, column, c, N, C, TAPS, DESCRIPTORS, COLUMNS, DEPTH)
-            acc = tl.dot(a_tile, w_tile.T, acc, input_precision="ieee")
-            if TAIL:
-                tail = weight_tail if DESCRIPTORS else weight
-                w_tail = _load_weight(tail, tap, column + COLUMNS, c, N, C, TAPS, DESCRIPTORS, TAIL, DEPTH)
-                acc_tail = tl.dot(a_tile, w_tail.T, acc_tail, input_precision="ieee")
-        pixels, inside = _result_pixels(top, left, phase_y, phase_x, H, W, UPSAMPLE, BOX_H, BOX_W)
-        pixels_of_frame = H * W * (4 if UPSAMPLE else 1)
-        pixels += (sample * T + frame).to(tl.int64) * INTERLEAVE * pixels_of_frame
-        arguments = (bias, residual, out, pixels, inside, pixels_of_frame, N // INTERLEAVE)
-        unscaled = (None, None)
-        epilogue_in_parts(acc, unscaled, 0, 0, column, ROWS, N, _store, arguments, None, ROWS, COLUMNS)
-        if TAIL:
-            epilogue_in_parts(acc_tail, unscaled, 0, 0, column + COLUMNS, ROWS, N, _store, arguments, None, ROWS, TAIL)
+            tail = weight_tail if DESCRIPTORS else weight
+            w_tail = _load_weight(tail, tap, column + COLUMNS, c, N, C, TAPS, DESCRIPTORS, TAIL, DEPTH)
+            acc_tail = tl.dot(a_tile, w_tail.T, acc_tail, input_precision="ieee")
+    pixels_of_frame = H * W * (4 if UPSAMPLE else 1)
+    pixels, inside = locate_pixels(top, left, phase_y, phase_x, H, W, UPSAMPLE, BOX_H, BOX_W)
+    pixels += (sample * T + frame).to(tl.int64) * INTERLEAVE * pixels_of_frame
+    arguments = (bias, residual, out, pixels, inside, pixels_of_frame, N // INTERLEAVE)
+    unscaled = (None, None)
+    epilogue_in_parts(acc, unscaled, 0, 0, column, ROWS, N, _store, arguments, None, ROWS, COLUMNS)
+    if TAIL:
+        epilogue_in_parts(acc_tail, unscaled, 0, 0, column + COLUMNS, ROWS, N, _store, arguments, None, ROWS, TAIL)
 
 
 @triton.jit
@@ -287,9 +282,7 @@ def _load_weight(
 
 
 @triton.jit
-def _result_pixels(
-    top, left, phase_y, phase_x, H, W, UPSAMPLE: tl.constexpr, BOX_H: tl.constexpr, BOX_W: tl.constexpr
-):
+def locate_pixels(top, left, phase_y, phase_x, H, W, UPSAMPLE: tl.constexpr, BOX_H: tl.constexpr, BOX_W: tl.constexpr):
     """Where in a frame of the result the pixels of a box are, and which are there."""
     pixels = tl.arange(0, BOX_H * BOX_W)
     y = top + pixels // BOX_W

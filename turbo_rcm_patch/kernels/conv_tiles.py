@@ -10,8 +10,8 @@ import triton
 
 @dataclass(frozen=True)
 class ConvTiles:
-    """box_height × box_width pixels × columns + tail per tile (a tensor's size is a power of two; a tile's need not be:
-    96 columns are 64 and 32), depth channels of x per step; programs that fit a multiprocessor."""
+    """box_height × box_width pixels × columns + tail per tile (a tensor's size is a power of two, a tile's need not be:
+    96 columns are 64 and 32), and depth channels of x per step."""
 
     box_height: int
     box_width: int
@@ -20,15 +20,18 @@ class ConvTiles:
     depth: int
     num_warps: int
     num_stages: int
-    programs: int = 1
 
 
-# From large to small: columns, tail.
-_WIDE = ((256, 0), (128, 64), (128, 0), (64, 32), (64, 0), (32, 0), (16, 0))
-_MEDIUM = _WIDE[1:]
-_NARROW = _WIDE[4:]
-# Of a tile's pixels: what they cost beside the columns, in columns.
+# Columns and tail, from large to small: as many as the registers hold beside the rest.
+_WGMMA_COLUMNS = ((256, 0), (128, 64), (128, 0), (64, 32), (64, 0), (32, 0), (16, 0))
+_WARP_COLUMNS = _WGMMA_COLUMNS[2:]
+_NARROW_COLUMNS = _WGMMA_COLUMNS[4:]
+# What the pixels of a tile cost beside its columns, in columns: narrow tiles read them more often.
 _COST_OF_PIXELS = 32
+# Bytes of shared memory for the steps in flight: of one program that fills a multiprocessor, and of one of two.
+_ALONE, _OF_TWO = 200 << 10, 100 << 10
+_SMALL_MEMORY = 88 << 10  # sm_86, sm_89 and sm_120
+_MOST_STAGES = 6
 
 
 def choose_conv_tiles(
@@ -36,12 +39,18 @@ def choose_conv_tiles(
 ) -> ConvTiles:
     """The tiles for images [H, W, C] and a weight of N rows on a GPU of this compute capability, as (9, 0)."""
     if dtype == torch.float32:  # no tensor cores: every operand passes through registers, which bounds the tile
-        return ConvTiles(*choose_box(H, W, 64), *choose_columns(N, _NARROW), depth=16, num_warps=8, num_stages=2)
-    large_memory = descriptors and capability < (12, 0)
-    columns, tail = choose_columns(N, _WIDE if large_memory else _MEDIUM)
-    depth = choose_depth(C, 64 if descriptors else 32)
-    box = choose_box(H, W, 128)
-    return ConvTiles(*box, columns, tail, depth, num_warps=8, num_stages=3)
+        return ConvTiles(*choose_box(H, W, 64), *choose_columns(N, _NARROW_COLUMNS), 16, num_warps=8, num_stages=2)
+    if descriptors and capability[0] in (9, 10):
+        # Triton hands a box of one row to these tensor cores where TMA put it; others would pass through registers.
+        box, (columns, tail), depth = (1, 128), choose_columns(N, _WGMMA_COLUMNS), choose_depth(C, 64)
+        memory = _ALONE if columns + tail > 128 else _OF_TWO
+    else:
+        # Channels that are no multiple of 16 bytes pass through registers on their way to shared memory.
+        aligned = C * dtype.itemsize % 16 == 0
+        columns, tail = choose_columns(N, _WARP_COLUMNS if aligned else _NARROW_COLUMNS)
+        box, depth, memory = choose_box(H, W, 128), choose_depth(C, 32), _SMALL_MEMORY
+    step = (128 + columns + tail) * depth * dtype.itemsize
+    return ConvTiles(*box, columns, tail, depth, num_warps=8, num_stages=min(memory // step, _MOST_STAGES))
 
 
 def choose_columns(N: int, candidates: tuple[tuple[int, int], ...]) -> tuple[int, int]:
@@ -50,7 +59,7 @@ def choose_columns(N: int, candidates: tuple[tuple[int, int], ...]) -> tuple[int
 
 
 def choose_depth(C: int, largest: int) -> int:
-    """The largest power of two up to `largest` by which no channels are added that a smaller one would not add."""
+    """The largest of 16, 32 and 64, up to `largest`, that adds no more channels than a smaller one."""
     depths = (depth for depth in (64, 32, 16) if depth <= largest)
     return min(depths, key=lambda depth: triton.cdiv(C, depth) * depth)
 
