@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import reference
-from .conv_tiles import ConvTiles, choose_conv_tiles
+from .conv_tiles import ConvTiles, choose_conv_tiles, find_shift, locate_box
 from .dispatch import device_properties, kernel_op, use_triton
 from .gemm import epilogue_in_parts, locate_tile
 from .launch import launch_kernel
@@ -194,7 +194,7 @@ def _conv_skip_kernel(
     column_tiles = tl.cdiv(N, COLUMNS + TAIL)
     tile = tl.program_id(0)
     _, box, column_tile = locate_tile(tile, boxes, column_tiles, ROWS * C * BYTES, (COLUMNS + TAIL) * TAPS * C * BYTES)
-    sample, frame, top, left, phase_y, phase_x = _locate_box(box, T, H, W, UPSAMPLE, BOX_H, BOX_W)
+    sample, frame, top, left, phase_y, phase_x = locate_box(box, T, H, W, UPSAMPLE, BOX_H, BOX_W)
     image = sample * (T + KT - 1) + frame
     column = column_tile * (COLUMNS + TAIL)
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -203,8 +203,8 @@ def _conv_skip_kernel(
     for step in range(TAPS * CHUNKS):
         tap = step // CHUNKS
         c = step % CHUNKS * DEPTH
-        shift_y = _shift(tap // KH % KH, phase_y, KH, UPSAMPLE)
-        shift_x = _shift(tap % KH, phase_x, KH, UPSAMPLE)
+        shift_y = find_shift(tap // KH % KH, phase_y, KH, UPSAMPLE)
+        shift_x = find_shift(tap % KH, phase_x, KH, UPSAMPLE)
         source = (image + tap // (KH * KH), top + shift_y, left + shift_x)
         a_tile = _load_box(x, source, c, H, W, C, DESCRIPTORS, BOX_H, BOX_W, DEPTH)
         w_tile = _load_weight(weight, tap, column, c, N, C, TAPS, DESCRIPTORS, COLUMNS, DEPTH)
@@ -221,28 +221,6 @@ def _conv_skip_kernel(
     epilogue_in_parts(acc, unscaled, 0, 0, column, ROWS, N, _store, arguments, None, ROWS, COLUMNS)
     if TAIL:
         epilogue_in_parts(acc_tail, unscaled, 0, 0, column + COLUMNS, ROWS, N, _store, arguments, None, ROWS, TAIL)
-
-
-@triton.jit
-def _locate_box(box, T, H, W, UPSAMPLE: tl.constexpr, BOX_H: tl.constexpr, BOX_W: tl.constexpr):
-    """The sample, frame, top and left of a box, in pixels of x, and the phase of its result. The phases of a box follow
-    each other, as they read the same pixels."""
-    PHASES: tl.constexpr = 4 if UPSAMPLE else 1
-    phase = box % PHASES
-    box = box // PHASES
-    across = tl.cdiv(W, BOX_W)
-    down = tl.cdiv(H, BOX_H)
-    frame = box // (across * down)
-    return frame // T, frame % T, box // across % down * BOX_H, box % across * BOX_W, phase // 2, phase % 2
-
-
-@triton.jit
-def _shift(place, phase, KH: tl.constexpr, UPSAMPLE: tl.constexpr):
-    """From a result's row or column to that of x at a place in the window: -1, 0 or 1."""
-    if UPSAMPLE:
-        return (phase + place + 1) // 2 - 1
-    else:
-        return place - KH // 2
 
 
 @triton.jit

@@ -1,4 +1,5 @@
-"""How the result of a convolution is cut into tiles: boxes of pixels × columns, which are channels of the result."""
+"""How the result of a convolution is cut into tiles, boxes of pixels × columns, which are channels of the result; and
+which pixels of x a tile reads."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
+import triton.language as tl
 
 
 @dataclass(frozen=True)
@@ -68,3 +70,25 @@ def choose_box(H: int, W: int, pixels: int) -> tuple[int, int]:
     """Height and width of the boxes that cover an image with the fewest pixels beside it."""
     boxes = [(height, pixels // height) for height in (8, 16, 1)]
     return min(boxes, key=lambda box: triton.cdiv(H, box[0]) * triton.cdiv(W, box[1]))
+
+
+@triton.jit
+def locate_box(box, T, H, W, UPSAMPLE: tl.constexpr, BOX_H: tl.constexpr, BOX_W: tl.constexpr):
+    """The sample, frame, top and left of a box, in pixels of x, and the phase of its result. The phases of a box follow
+    each other, as they read the same pixels."""
+    PHASES: tl.constexpr = 4 if UPSAMPLE else 1
+    phase = box % PHASES
+    box = box // PHASES
+    across = tl.cdiv(W, BOX_W)
+    down = tl.cdiv(H, BOX_H)
+    frame = box // (across * down)
+    return frame // T, frame % T, box // across % down * BOX_H, box % across * BOX_W, phase // 2, phase % 2
+
+
+@triton.jit
+def find_shift(place, phase, KH: tl.constexpr, UPSAMPLE: tl.constexpr):
+    """From a result's row or column to that of x at a place in the window: -1, 0 or 1."""
+    if UPSAMPLE:
+        return (phase + place + 1) // 2 - 1
+    else:
+        return place - KH // 2
