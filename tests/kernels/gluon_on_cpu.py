@@ -16,7 +16,7 @@ import types
 import numpy as np
 import torch
 
-SECONDS = 60  # until a wait counts as a deadlock
+SECONDS = 20  # until a wait counts as a deadlock
 
 
 class Deadlock(Exception):
@@ -78,7 +78,7 @@ class Memory:
 class Tensor:
     """A tensor in registers. products: of operands in shared memory, that are still to be added."""
 
-    type = types.SimpleNamespace(layout=None)
+    type = types.SimpleNamespace(layout=types.SimpleNamespace(instr_shape=(64, 64, 16)))
 
     def __init__(self, values, products=()):
         self.values, self.products, self.shape = values, products, values.shape
@@ -126,8 +126,9 @@ class Descriptor:
 
     def _overlap(self, start):
         box = self.block_type.shape
-        inside = [slice(max(s, 0), max(min(s + n, size), 0)) for s, n, size in zip(start, box, self.array.shape)]
-        return tuple(inside), tuple(slice(i.start - s, i.stop - s) for i, s in zip(inside, start))
+        sizes = zip(start, box, self.array.shape, strict=True)
+        inside = [slice(max(s, 0), max(min(s + n, size), 0)) for s, n, size in sizes]
+        return tuple(inside), tuple(slice(i.start - s, i.stop - s) for i, s in zip(inside, start, strict=True))
 
     def read(self, start):
         box = np.zeros(self.block_type.shape, self.array.dtype)
@@ -163,6 +164,8 @@ class Machine:
             arange=lambda start, end, layout: np.arange(start, end),
             SliceLayout=lambda *_: None,
             convert_layout=lambda tensor, *_, **__: tensor,
+            NVMMASharedLayout=lambda **_: None,
+            NVMMADistributedLayout=lambda *_: None,
             load=lambda at, mask, other: Tensor(np.where(mask, at.values[np.where(mask, at.offsets, 0)], other)),
             warp_specialize=self.warp_specialize,
         )
@@ -173,8 +176,12 @@ class Machine:
             expect=lambda barrier, size: self.one(barrier).update(arrivals=1, expected=size),
             arrive=lambda barrier: self.one(barrier).update(arrivals=1),
         )
+        tl = types.SimpleNamespace(
+            cdiv=gl.cdiv, int32=None, maximum=max, cast=lambda value, _: getattr(value, "value", value)
+        )
         return {
             "gl": gl,
+            "tl": tl,
             "mbarrier": mbarrier,
             "tma": types.SimpleNamespace(store_wait=self.store_wait),
             "tma_load": self.load,
@@ -204,7 +211,10 @@ class Machine:
             target.values[...] = box
             self.one(barrier).update(arrived=box.size * 2)
 
-        threading.Timer(self.random.choice((0, 0, 0.002)), arrive).start()
+        if self.random.random() < 0.8:
+            arrive()
+        else:
+            threading.Timer(0.001, arrive).start()
 
     def store(self, descriptor, start, source):
         self.local.stores = [*getattr(self.local, "stores", []), (descriptor, start, source)]
@@ -250,13 +260,15 @@ def on_cpu(monkeypatch, modules, programs, seed=0):
                 if hasattr(value, "fn") and callable(value.fn):
                     patch.setattr(module, name, value.fn)
             for name, value in machine.names().items():
-                patch.setattr(module, name, value, raising=False)
+                if name in vars(module):
+                    patch.setattr(module, name, value)
         yield machine
 
 
 def run(machine, kernel, *arguments, **constants):
     """Every program of a kernel, one after the other."""
-    for machine.program in range(machine.programs):
+    for program in range(machine.programs):
+        machine.program = program
         kernel(*arguments, **constants)
 
 

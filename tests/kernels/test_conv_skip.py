@@ -247,7 +247,10 @@ def test_boxes_cover_the_decoders_images():
 
 
 def test_autograd_takes_the_reference(device):
-    ours, theirs = ([t.requires_grad_() for t in tensors] for tensors in twice(operands(1, 2, 3, 4, 8, 6, 3, 3, torch_device(device))))
+    ours, theirs = (
+        [t.requires_grad_() for t in tensors]
+        for tensors in twice(operands(1, 2, 3, 4, 8, 6, 3, 3, torch_device(device)))
+    )
     for tensors, implementation in ((ours, "triton"), (theirs, "torch")):
         conv_skip(*tensors, implementation=implementation).square().sum().backward()
     for actual, expected in zip(ours, theirs, strict=True):

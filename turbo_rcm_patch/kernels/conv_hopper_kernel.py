@@ -110,9 +110,7 @@ def _locate(
     """The sample, frame, top, left and phases of a tile's box, and the column at which it begins. K: channels that a
     result is the sum over."""
     boxes, T, H, W, N = sizes
-    _, box, column_tile = _locate_in_group(
-        tile, boxes, gl.cdiv(N, COLUMNS), 2 * BOX_H * BOX_W * K, 2 * COLUMNS * K
-    )
+    _, box, column_tile = _locate_in_group(tile, boxes, gl.cdiv(N, COLUMNS), 2 * BOX_H * BOX_W * K, 2 * COLUMNS * K)
     sample, frame, top, left, phase_y, phase_x = _locate_box(box, T, H, W, UPSAMPLE, BOX_H, BOX_W)
     return sample, frame, top, left, phase_y, phase_x, column_tile * COLUMNS
 
@@ -170,9 +168,7 @@ def _load_operands(
 
 
 @gluon.jit
-def _load_residuals(
-    residual, out, hand_over, sizes, K: gl.constexpr, UPSAMPLE: gl.constexpr, INTERLEAVE: gl.constexpr
-):
+def _load_residuals(residual, out, hand_over, sizes, K: gl.constexpr, UPSAMPLE: gl.constexpr, INTERLEAVE: gl.constexpr):
     """One warp: the staging buffer for the consumers in turn, with the residual if there is one."""
     staging, staged, free = hand_over
     BOX_H: gl.constexpr = out.block_type.shape[1]
@@ -191,7 +187,9 @@ def _load_residuals(
         else:
             mbarrier.expect(arrived, BOX_H * BOX_W * CHUNKS * CHUNK * 2)
             for i in gl.static_range(CHUNKS):
-                tma_load(residual, [image, top, phase_y, left, place + i * CHUNK], arrived, _as_box(staging, i, residual))
+                tma_load(
+                    residual, [image, top, phase_y, left, place + i * CHUNK], arrived, _as_box(staging, i, residual)
+                )
         count += 1  # noqa: SIM113
 
 

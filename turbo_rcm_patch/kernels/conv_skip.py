@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import reference
+from . import conv_hopper, reference
 from .conv_tiles import ConvTiles, choose_conv_tiles, find_shift, locate_box
 from .dispatch import device_properties, kernel_op, use_triton
 from .gemm import epilogue_in_parts, locate_tile
@@ -115,7 +115,10 @@ def _conv_skip(
         return out
     x, weight = x.contiguous(), weight.contiguous()
     bias, residual = (None if tensor is None else tensor.contiguous() for tensor in (bias, residual))
-    _launch(x, weight, bias, residual, out, upsample, interleave)
+    if conv_hopper.why_not(x, weight, residual, upsample, interleave) is None:
+        conv_hopper.launch(x, weight, bias, residual, out, upsample, interleave)
+    else:
+        _launch(x, weight, bias, residual, out, upsample, interleave)
     return out
 
 

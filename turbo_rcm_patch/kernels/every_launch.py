@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from . import attention_hopper, gemm_hopper
+from . import attention_hopper, conv_hopper, gemm_hopper
 from .attention import _attention, _attention_backward
 from .attention_8bit import attention_8bit
 from .coefficient import MAX_RUNS, Runs
@@ -76,7 +76,9 @@ def runs(channels: int = CHANNELS) -> Runs:
 @contextlib.contextmanager
 def without_gluon() -> Iterator[None]:
     """As with a Triton whose Gluon cannot be imported: the portable kernels run on sm_90 too."""
-    with mock.patch.object(gemm_hopper, "GLUON_ERROR", ""), mock.patch.object(attention_hopper, "GLUON_ERROR", ""):
+    with contextlib.ExitStack() as stack:
+        for module in (attention_hopper, conv_hopper, gemm_hopper):
+            stack.enter_context(mock.patch.object(module, "GLUON_ERROR", ""))
         yield
 
 
@@ -229,7 +231,7 @@ def launch_conv_skip() -> None:
         launch_convolution(*frames, C, N, window=(3, 3))
     for dtype, N, C in (*product((FP32,), (96, 32, 3), (96, 20)), (FP16, 192, 128)):
         launch_convolution(*frames, C, N, window=(3, 3), dtype=dtype)
-    for N, C in product((256, 192, 96), (128, 20)):
+    for N, C in product((384, 192, 96), (128, 20)):
         launch_convolution(3, 120, 208, C, N, window=(1, 3), upsample=True)
         launch_convolution(*frames, C, 2 * N, window=(3, 1), interleave=2, dense=False)
         launch_convolution(*frames, C, N, window=(1, 1), dense=False)
