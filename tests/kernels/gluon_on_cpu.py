@@ -9,6 +9,7 @@ hand-over that is missing or too early gives a wrong result or a deadlock, which
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import threading
 import types
@@ -51,19 +52,22 @@ class Barrier:
 
 
 class Memory:
-    """Shared memory: an array, or barriers."""
+    """Shared memory: an array, or barriers. allocation: what it is a part of, and from which element on."""
 
-    def __init__(self, values):
-        self.values = values
-        self.shape = values.shape
-        self.dtype = None
+    dtype = layout = None
+
+    def __init__(self, values, allocation=None):
+        self.values, self.shape, self.allocation = values, values.shape, allocation or (values.reshape(-1), 0)
 
     def index(self, i):
+        assert 0 <= i < self.shape[0]
+        whole, start = self.allocation
         part = self.values[i]
-        return part[0] if isinstance(part[0], Barrier) else Memory(part)
+        return part[0] if isinstance(part[0], Barrier) else Memory(part, (whole, start + i * part.size))
 
     def _reinterpret(self, dtype, shape, layout):
-        return Memory(self.values.reshape(shape))
+        whole, start = self.allocation
+        return Memory(whole[start : start + math.prod(shape)].reshape(shape), (whole, start))
 
     def permute(self, order):
         return Memory(self.values.transpose(order))
@@ -85,8 +89,8 @@ class Tensor:
 
     def wait(self, outstanding):
         due = len(self.products) - outstanding
-        values = self.values + sum((a.values @ b.values for a, b in self.products[:due]), start=0.0)
-        return Tensor(values.astype(np.float32), self.products[due:])
+        products = (a.values.astype(np.float32) @ b.values.astype(np.float32) for a, b in self.products[:due])
+        return Tensor(sum(products, start=self.values), self.products[due:])
 
     def __add__(self, other):
         assert not self.products, "read before it was waited for"
