@@ -25,9 +25,10 @@ class Deadlock(Exception):
 
 
 class Barrier:
-    """An mbarrier."""
+    """An mbarrier. errors: of all roles; who waits for one that has failed gives up."""
 
-    def __init__(self):
+    def __init__(self, errors):
+        self.errors = errors
         self.changed = threading.Condition()
         self.phase = self.bytes = 0
         self.count = self.pending = None
@@ -47,8 +48,12 @@ class Barrier:
 
     def wait(self, phase):
         with self.changed:
-            if not self.changed.wait_for(lambda: self.phase != phase, SECONDS):
-                raise Deadlock
+            for _ in range(10 * SECONDS):
+                if self.changed.wait_for(lambda: self.phase != phase, 0.1):
+                    return
+                if self.errors:
+                    break
+            raise Deadlock
 
 
 class Memory:
@@ -124,8 +129,10 @@ class Pointer:
 class Descriptor:
     """A TMA descriptor of an array: of boxes, what is outside of the array is zero and is not stored."""
 
-    def __init__(self, array, box, layout=None):
-        self.array, self.layout, self.dtype = array, layout, "float16"
+    layout, dtype = None, "float16"
+
+    def __init__(self, array, box):
+        self.array = array
         self.block_type = types.SimpleNamespace(shape=box)
 
     def _overlap(self, start):
@@ -199,12 +206,11 @@ class Machine:
     def one(barrier):
         return barrier.values[0] if isinstance(barrier, Memory) else barrier
 
-    @staticmethod
-    def allocate(dtype, shape, layout):
+    def allocate(self, dtype, shape, layout):
         if layout != "barrier":
             return Memory(np.full(shape, np.nan, np.float16))
         values = np.empty(shape, object)
-        values.flat = [Barrier() for _ in range(values.size)]
+        values.flat = [Barrier(self.errors) for _ in range(values.size)]
         return Memory(values)
 
     def load(self, descriptor, start, barrier, target):
@@ -255,15 +261,18 @@ class Machine:
 
 
 @contextlib.contextmanager
-def on_cpu(monkeypatch, modules, programs, seed=0):
-    """Within it the functions of modules of Gluon run on the CPU, as so many programs. Yields the Machine."""
+def on_cpu(monkeypatch, modules, programs, seed=0, **names):
+    """Within it the functions of modules of Gluon run on the CPU, as so many programs. Yields the Machine.
+
+    names: other stand-ins for names of the modules.
+    """
     machine = Machine(programs, seed)
     with monkeypatch.context() as patch:
         for module in modules:
             for name, value in list(vars(module).items()):
                 if hasattr(value, "fn") and callable(value.fn):
                     patch.setattr(module, name, value.fn)
-            for name, value in machine.names().items():
+            for name, value in (machine.names() | names).items():
                 if name in vars(module):
                     patch.setattr(module, name, value)
         yield machine
@@ -276,5 +285,9 @@ def run(machine, kernel, *arguments, **constants):
         kernel(*arguments, **constants)
 
 
-def as_array(tensor: torch.Tensor | None) -> np.ndarray | None:
-    return None if tensor is None else tensor.numpy()
+def argument(value: object) -> object:
+    """What the kernel gets for an argument of its launch."""
+    if isinstance(value, torch.Tensor):
+        return Pointer(value.numpy().reshape(-1))
+    base = getattr(value, "base", None)
+    return value if base is None else Descriptor(base.numpy(), value.block_shape)
