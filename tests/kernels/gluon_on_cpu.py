@@ -9,7 +9,6 @@ hand-over that is missing or too early gives a wrong result or a deadlock, which
 from __future__ import annotations
 
 import contextlib
-import math
 import random
 import threading
 import types
@@ -57,22 +56,23 @@ class Barrier:
 
 
 class Memory:
-    """Shared memory: an array, or barriers. allocation: what it is a part of, and from which element on."""
+    """Shared memory: an array, or barriers."""
 
     dtype = layout = None
 
-    def __init__(self, values, allocation=None):
-        self.values, self.shape, self.allocation = values, values.shape, allocation or (values.reshape(-1), 0)
+    def __init__(self, values):
+        self.values, self.shape = values, values.shape
 
     def index(self, i):
         assert 0 <= i < self.shape[0]
-        whole, start = self.allocation
         part = self.values[i]
-        return part[0] if isinstance(part[0], Barrier) else Memory(part, (whole, start + i * part.size))
+        return part[0] if isinstance(part[0], Barrier) else Memory(part)
+
+    def slice(self, start, length):
+        return Memory(self.values[start : start + length])
 
     def _reinterpret(self, dtype, shape, layout):
-        whole, start = self.allocation
-        return Memory(whole[start : start + math.prod(shape)].reshape(shape), (whole, start))
+        return Memory(self.values.reshape(shape))
 
     def permute(self, order):
         return Memory(self.values.transpose(order))

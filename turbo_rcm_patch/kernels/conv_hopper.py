@@ -56,7 +56,7 @@ def why_not_sizes(
     columns = sum(choose_columns(N, COLUMNS))
     if (upsample or interleave > 1) and N // interleave % columns:
         return "tiles with columns of two pixels or frames"
-    boxes, _ = choose_boxes(B * (frames - kt + 1), H, W, kh, upsample)
+    boxes = count_boxes(B * (frames - kt + 1), *((H, W) if kh > 1 else (1, H * W)), upsample)
     if boxes * triton.cdiv(N, columns) < device_properties(device)[1]:
         return "fewer tiles than multiprocessors"
     return None
@@ -73,12 +73,10 @@ def why_not(
     return reason
 
 
-def choose_boxes(frames: int, H: int, W: int, kh: int, upsample: bool) -> tuple[int, tuple[int, int]]:
-    """How many boxes of pixels of x cover so many frames, for every phase, and their height and width."""
-    if kh == 1:
-        return frames * triton.cdiv(H * W, PIXELS), (1, PIXELS)  # no pixel reads another: a frame is a row
-    height, width = choose_box(H, W, PIXELS, heights=(8, 16))
-    return frames * (4 if upsample else 1) * triton.cdiv(H, height) * triton.cdiv(W, width), (height, width)
+def count_boxes(frames: int, H: int, W: int, upsample: bool) -> int:
+    """Boxes of pixels of x that cover so many frames, for every phase."""
+    height, width = choose_box(H, W, PIXELS)
+    return frames * (4 if upsample else 1) * triton.cdiv(H, height) * triton.cdiv(W, width)
 
 
 def launch(
@@ -88,14 +86,13 @@ def launch(
     """Write ``residual + (x ∗ W + b)`` to out; all are packed, and `why_not` must have been None."""
     B, frames, H, W, C = x.shape
     N, kt, kh, _, _ = weight.shape
-    T, scale, channels = frames - kt + 1, 2 if upsample else 1, N // interleave
-    boxes, box = choose_boxes(B * T, H, W, kh, upsample)
     if kh == 1:
-        H, W = 1, H * W
-    (columns, tail), depth = choose_columns(N, COLUMNS), 32 if kh > 1 or C % 64 else 64
+        H, W = 1, H * W  # no pixel reads another
+    T, scale, channels = frames - kt + 1, 2 if upsample else 1, N // interleave
+    box, (columns, tail), depth = choose_box(H, W, PIXELS), choose_columns(N, COLUMNS), 32 if C % 64 else 64
+    boxes = count_boxes(B * T, H, W, upsample)
     tiles = boxes * triton.cdiv(N, columns + tail)
-    step = ((box[0] + kh - 1) * box[1] + kh * (columns + tail)) * depth * x.element_size()
-    images, rows = x.view(B * frames, H, W, C), weight.view(N, kt * kh * kh * C)
+    rows = weight.view(N, kt * kh * kh * C)
     chunk = min(64, tail or columns)
     results = [
         None if tensor is None else tensor.view(B * T * interleave, H, scale, W, scale * channels)
@@ -105,8 +102,7 @@ def launch(
         launch_kernel(
             conv_kernel,
             (min(tiles, device_properties(x.device)[1]),),
-            _descriptor(images, 1, *box, depth),
-            _descriptor(images, 1, 2, box[1], depth) if kh > 1 else None,
+            _descriptor(x.view(B * frames, H, W, C), 1, *box, depth),
             _descriptor(rows, columns, depth),
             _descriptor(rows, tail, depth) if tail else None,
             *(None if tensor is None else _descriptor(tensor, 1, box[0], 1, box[1], chunk) for tensor in results),
@@ -118,7 +114,7 @@ def launch(
             UPSAMPLE=upsample,
             INTERLEAVE=interleave,
             TAIL=tail,
-            STAGES=min(MOST_STAGES, STEP_MEMORY // step),
+            STAGES=min(MOST_STAGES, STEP_MEMORY // ((PIXELS + columns + tail) * depth * x.element_size())),
             num_warps=4,
         )
 

@@ -1,11 +1,9 @@
 """The ping-pong convolution in Gluon for sm_90: ``residual + (x ∗ W + b)``, as gemm_hopper_kernel.py multiplies.
 
 A program walks tiles: boxes of pixels of one frame × columns. It has one warp that loads operands, one that loads
-residuals, and two consumer warpgroups with a tile each, which take turns at the tensor cores. TMA gives zeros for what
-is outside of the image. A step multiplies, in some channels, the box of x at the places of one frame and one column of
-W's window. Those are one below the other: the rows of the box and the two below it are loaded once, and each product
-begins a row further down, where the swizzling of shared memory begins anew, as a row has 8 pixels or a multiple. The
-barriers are those of the GEMM:
+residuals, and two consumer warpgroups with a tile each, which take turns at the tensor cores. A step multiplies the box
+of x at one place of W's window, in `depth` channels; TMA gives zeros for what is outside of the image. The barriers are
+those of the GEMM:
 
     full[slot]   operands of a step arrived
     empty[slot]  their reader is done
@@ -25,13 +23,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from .conv_tiles import find_shift, locate_box
 from .gemm import locate_tile
-from .gemm_hopper_kernel import part_of, sum_layout
+from .gemm_hopper_kernel import multiply, part_of, sum_layout
 from .gluon_names import tma_load, tma_store
 
 _locate_in_group = gluon.jit(locate_tile.fn)
@@ -41,29 +38,28 @@ _find_shift = gluon.jit(find_shift.fn)
 
 @gluon.jit(do_not_specialize=("boxes", "T", "H", "W", "N"))
 def conv_kernel(
-    x, x_below, weight, weight_tail, residual, out, bias, boxes, T, H, W, N,
+    x, weight, weight_tail, residual, out, bias, boxes, T, H, W, N,
     C: gl.constexpr, KT: gl.constexpr, KH: gl.constexpr, UPSAMPLE: gl.constexpr, INTERLEAVE: gl.constexpr,
     TAIL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """x, x_below, weight, weight_tail, residual, out: TMA descriptors. x_below is of the two rows below a box, None
-    where KH is 1; weight [N, KT · KH · KH · C], N with the rows of all frames that are interleaved; weight_tail is of
-    the TAIL columns of a tile past a power of two, None with 0. residual, bias: or None. boxes: of all frames and
-    phases. T, H, W: of x, without the frames before the first."""
+    """x, weight, weight_tail, residual, out: TMA descriptors; weight [N, KT · KH · KH · C], N with the rows of all
+    frames that are interleaved; weight_tail is of the TAIL columns of a tile past a power of two, None with 0.
+    residual, bias: or None. boxes: of all frames and phases. T, H, W: of x, without the frames before the first."""
     DTYPE: gl.constexpr = x.dtype
     BOX_H: gl.constexpr = x.block_type.shape[1]
     BOX_W: gl.constexpr = x.block_type.shape[2]
     DEPTH: gl.constexpr = x.block_type.shape[3]
+    ROWS: gl.constexpr = BOX_H * BOX_W
     COLUMNS: gl.constexpr = weight.block_type.shape[0]
     CHUNK: gl.constexpr = out.block_type.shape[4]
-    STEP: gl.constexpr = _matrix_layout(DEPTH)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    a_rows = gl.allocate_shared_memory(DTYPE, [STAGES * (BOX_H + KH - 1), BOX_W, DEPTH], STEP)
-    w_tiles = gl.allocate_shared_memory(DTYPE, [STAGES * KH, COLUMNS, DEPTH], STEP)
+    a_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, ROWS, DEPTH], weight.layout)
+    w_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, COLUMNS, DEPTH], weight.layout)
     tail_tiles = w_tiles  # not used without a tail
     if TAIL:
-        tail_tiles = gl.allocate_shared_memory(DTYPE, [STAGES * KH, TAIL, DEPTH], STEP)
+        tail_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, TAIL, DEPTH], weight.layout)
     STAGING: gl.constexpr = _matrix_layout(CHUNK)
-    staging = gl.allocate_shared_memory(DTYPE, [(COLUMNS + TAIL) // CHUNK, BOX_H * BOX_W, CHUNK], STAGING)
+    staging = gl.allocate_shared_memory(DTYPE, [(COLUMNS + TAIL) // CHUNK, ROWS, CHUNK], STAGING)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
@@ -77,17 +73,17 @@ def conv_kernel(
         mbarrier.init(staged.index(consumer), count=1)
     mbarrier.init(free, count=1)
     fence_async_shared()
-    operands = (a_rows, w_tiles, tail_tiles, full, empty)
-    result = (residual, out, bias)
+    operands = (a_tiles, w_tiles, tail_tiles, full, empty)
     hand_over = (staging, staged, free)
     sizes = (boxes, T, H, W, N)
-    K: gl.constexpr = KT * KH * KH * C
+    TAPS: gl.constexpr = KT * KH * KH
+    STEPS: gl.constexpr = TAPS * (C // DEPTH)
     gl.warp_specialize(
         [
-            (_consume, (0, operands, turns, hand_over, result, sizes, K, KH, TAIL, UPSAMPLE, INTERLEAVE)),
-            (_consume, (1, operands, turns, hand_over, result, sizes, K, KH, TAIL, UPSAMPLE, INTERLEAVE)),
-            (_load_operands, (x, x_below, weight, weight_tail, operands, sizes, C, KT, KH, TAIL, UPSAMPLE)),
-            (_load_residuals, (residual, out, hand_over, sizes, K, UPSAMPLE, INTERLEAVE)),
+            (_consume, (0, operands, turns, hand_over, residual, out, bias, sizes, STEPS, TAIL, UPSAMPLE, INTERLEAVE)),
+            (_consume, (1, operands, turns, hand_over, residual, out, bias, sizes, STEPS, TAIL, UPSAMPLE, INTERLEAVE)),
+            (_load_operands, (x, weight, weight_tail, operands, sizes, C, KT, KH, TAIL, UPSAMPLE)),
+            (_load_residuals, (residual, out, hand_over, sizes, STEPS * DEPTH, UPSAMPLE, INTERLEAVE)),
         ],
         [4, 1, 1],
         [240, 24, 24],
@@ -136,45 +132,38 @@ def _locate_result(
 
 @gluon.jit
 def _load_operands(
-    x, x_below, weight, weight_tail, operands, sizes, C: gl.constexpr, KT: gl.constexpr, KH: gl.constexpr,
+    x, weight, weight_tail, operands, sizes, C: gl.constexpr, KT: gl.constexpr, KH: gl.constexpr,
     TAIL: gl.constexpr, UPSAMPLE: gl.constexpr,
 ):  # fmt: skip
-    """One warp: the operands of every step, of one frame and one column of the window, in DEPTH channels."""
-    a_rows, w_tiles, tail_tiles, full, empty = operands
+    """One warp: the operands of every step."""
+    a_tiles, w_tiles, tail_tiles, full, empty = operands
     _, T, _, _, _ = sizes
     BOX_H: gl.constexpr = x.block_type.shape[1]
     BOX_W: gl.constexpr = x.block_type.shape[2]
     DEPTH: gl.constexpr = x.block_type.shape[3]
     COLUMNS: gl.constexpr = w_tiles.shape[1]
-    STAGES: gl.constexpr = w_tiles.shape[0] // KH
-    A_ROWS: gl.constexpr = BOX_H + KH - 1
+    STAGES: gl.constexpr = w_tiles.shape[0]
     CHUNKS: gl.constexpr = C // DEPTH
+    TAPS: gl.constexpr = KT * KH * KH
     step = 0
     for tile in range(gl.program_id(0), _count_tiles(sizes, COLUMNS + TAIL), gl.num_programs(0)):
         sample, frame, top, left, phase_y, phase_x, column = _locate(
-            tile, sizes, KT * KH * KH * C, UPSAMPLE, BOX_H, BOX_W, COLUMNS + TAIL
+            tile, sizes, TAPS * C, UPSAMPLE, BOX_H, BOX_W, COLUMNS + TAIL
         )
         image = sample * (T + KT - 1) + frame
-        y = top + _find_shift(0, phase_y, KH, UPSAMPLE)
-        for k in range(KT * KH * CHUNKS):
-            window_x = k // CHUNKS % KH
-            window_t = k // (CHUNKS * KH)
-            c = k % CHUNKS * DEPTH
-            left_of_tap = left + _find_shift(window_x, phase_x, KH, UPSAMPLE)
+        for k in range(TAPS * CHUNKS):
+            tap = k // CHUNKS
+            y = top + _find_shift(tap // KH % KH, phase_y, KH, UPSAMPLE)
+            left_of_tap = left + _find_shift(tap % KH, phase_x, KH, UPSAMPLE)
             slot = step % STAGES
             arrived = full.index(slot)
             mbarrier.wait(empty.index(slot), (step // STAGES) & 1 ^ 1)
-            mbarrier.expect(arrived, (A_ROWS * BOX_W + KH * (COLUMNS + TAIL)) * DEPTH * 2)
-            box = a_rows.index(slot * A_ROWS)._reinterpret(x.dtype, [1, BOX_H, BOX_W, DEPTH], x.layout)
-            tma_load(x, [image + window_t, y, left_of_tap, c], arrived, box)
-            if KH > 1:
-                below = a_rows.index(slot * A_ROWS + BOX_H)._reinterpret(x.dtype, [1, 2, BOX_W, DEPTH], x_below.layout)
-                tma_load(x_below, [image + window_t, y + BOX_H, left_of_tap, c], arrived, below)
-            for window_y in gl.static_range(KH):
-                place = ((window_t * KH + window_y) * KH + window_x) * C + c
-                tma_load(weight, [column, place], arrived, w_tiles.index(slot * KH + window_y))
-                if TAIL:
-                    tma_load(weight_tail, [column + COLUMNS, place], arrived, tail_tiles.index(slot * KH + window_y))
+            mbarrier.expect(arrived, (BOX_H * BOX_W + COLUMNS + TAIL) * DEPTH * 2)
+            a_tile = a_tiles.index(slot)._reinterpret(x.dtype, [1, BOX_H, BOX_W, DEPTH], x.layout)
+            tma_load(x, [image + tap // (KH * KH), y, left_of_tap, k % CHUNKS * DEPTH], arrived, a_tile)
+            tma_load(weight, [column, k * DEPTH], arrived, w_tiles.index(slot))
+            if TAIL:
+                tma_load(weight_tail, [column + COLUMNS, k * DEPTH], arrived, tail_tiles.index(slot))
             step += 1
 
 
@@ -215,45 +204,45 @@ def _as_box(staging, index, descriptor):
 
 @gluon.jit
 def _consume(
-    CONSUMER: gl.constexpr, operands, turns, hand_over, result, sizes,
-    K: gl.constexpr, KH: gl.constexpr, TAIL: gl.constexpr, UPSAMPLE: gl.constexpr, INTERLEAVE: gl.constexpr,
+    CONSUMER: gl.constexpr, operands, turns, hand_over, residual, out, bias, sizes,
+    STEPS: gl.constexpr, TAIL: gl.constexpr, UPSAMPLE: gl.constexpr, INTERLEAVE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: every second tile of the program."""
-    a_rows, w_tiles, tail_tiles, full, empty = operands
+    a_tiles, w_tiles, tail_tiles, full, empty = operands
     staging, staged, free = hand_over
-    out = result[1]
+    ROWS: gl.constexpr = a_tiles.shape[1]
+    DEPTH: gl.constexpr = a_tiles.shape[2]
+    COLUMNS: gl.constexpr = w_tiles.shape[1]
+    STAGES: gl.constexpr = w_tiles.shape[0]
+    CHUNK: gl.constexpr = staging.shape[2]
     BOX_H: gl.constexpr = out.block_type.shape[1]
     BOX_W: gl.constexpr = out.block_type.shape[3]
-    COLUMNS: gl.constexpr = w_tiles.shape[1]
-    STAGES: gl.constexpr = w_tiles.shape[0] // KH
-    STEPS: gl.constexpr = K // (KH * a_rows.shape[2])
     first = gl.program_id(0) + CONSUMER * gl.num_programs(0)
     step = CONSUMER * STEPS
     count = 0
     for tile in range(first, _count_tiles(sizes, COLUMNS + TAIL), 2 * gl.num_programs(0)):
-        place = _locate_result(tile, sizes, K, UPSAMPLE, INTERLEAVE, BOX_H, BOX_W, COLUMNS + TAIL)
         # Without its turn a consumer could wait for a phase of full that is two ahead, which reads as complete.
         mbarrier.wait(turns.index(CONSUMER), count & 1 ^ (1 - CONSUMER))
         mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
-        acc = gl.zeros([BOX_H * BOX_W, COLUMNS], gl.float32, sum_layout(COLUMNS, 16))
-        acc = _multiply(a_rows, w_tiles, acc, step, place[2], BOX_H, KH, UPSAMPLE, False)
+        acc = multiply(a_tiles, w_tiles, gl.zeros([ROWS, COLUMNS], gl.float32, sum_layout(COLUMNS, 16)), step, False)
         if TAIL:
-            acc_tail = gl.zeros([BOX_H * BOX_W, TAIL], gl.float32, sum_layout(TAIL, 16))
-            acc_tail = _multiply(a_rows, tail_tiles, acc_tail, step, place[2], BOX_H, KH, UPSAMPLE, False)
-            acc, acc_tail = warpgroup_mma_wait(2 * KH, deps=(acc, acc_tail))
+            zeros = gl.zeros([ROWS, TAIL], gl.float32, sum_layout(TAIL, 16))
+            acc_tail = multiply(a_tiles, tail_tiles, zeros, step, False)
+            acc, acc_tail = warpgroup_mma_wait(2, deps=(acc, acc_tail))
         else:
-            acc = warpgroup_mma_wait(KH, deps=(acc,))
+            acc = warpgroup_mma_wait(1, deps=(acc,))
         for _ in range(1, STEPS):
             step += 1
             mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
-            token = _multiply(a_rows, w_tiles, acc, step, place[2], BOX_H, KH, UPSAMPLE, True)
+            token = multiply(a_tiles, w_tiles, acc, step, True)
             if TAIL:
-                token_tail = _multiply(a_rows, tail_tiles, acc_tail, step, place[2], BOX_H, KH, UPSAMPLE, True)
-                acc, acc_tail = warpgroup_mma_wait(2 * KH, deps=(token, token_tail))  # all but this step's
+                token_tail = multiply(a_tiles, tail_tiles, acc_tail, step, True)
+                acc, acc_tail = warpgroup_mma_wait(2, deps=(token, token_tail))  # all but this step's
             else:
-                acc = warpgroup_mma_wait(KH, deps=(token,))
+                acc = warpgroup_mma_wait(1, deps=(token,))
             mbarrier.arrive(empty.index((step - 1) % STAGES))
         mbarrier.arrive(turns.index(1 - CONSUMER))
+        place = _locate_result(tile, sizes, STEPS * DEPTH, UPSAMPLE, INTERLEAVE, BOX_H, BOX_W, COLUMNS + TAIL)
         if TAIL:
             acc, acc_tail = warpgroup_mma_wait(0, deps=(acc, acc_tail))
         else:
@@ -261,9 +250,9 @@ def _consume(
         mbarrier.arrive(empty.index(step % STAGES))
         step += 1 + STEPS  # past the other consumer's
         mbarrier.wait(staged.index(CONSUMER), count & 1)
-        _store(acc, place, 0, staging, 0, result, sizes)
+        _store(acc, place, 0, staging, 0, residual, out, bias, sizes)
         if TAIL:
-            _store(acc_tail, place, COLUMNS, staging, COLUMNS // staging.shape[2], result, sizes)
+            _store(acc_tail, place, COLUMNS, staging, COLUMNS // CHUNK, residual, out, bias, sizes)
         tma.store_wait(0)  # until the stores have read the staging buffer
         mbarrier.arrive(free)
         count += 1  # noqa: SIM113
@@ -271,26 +260,7 @@ def _consume(
 
 
 @gluon.jit
-def _multiply(
-    a_rows, w_tiles, acc, step, phase_y, BOX_H: gl.constexpr, KH: gl.constexpr, UPSAMPLE: gl.constexpr,
-    USE_ACC: gl.constexpr,
-):  # fmt: skip
-    """Start acc + a wᵀ, or a wᵀ, of a step: KH products, each of the box of x as many rows further down."""
-    DTYPE: gl.constexpr = a_rows.dtype
-    BOX_W: gl.constexpr = a_rows.shape[1]
-    DEPTH: gl.constexpr = a_rows.shape[2]
-    slot = step % (w_tiles.shape[0] // KH)
-    for window_y in gl.static_range(KH):
-        down = _find_shift(window_y, phase_y, KH, UPSAMPLE) - _find_shift(0, phase_y, KH, UPSAMPLE)
-        rows = a_rows.index(slot * (BOX_H + KH - 1) + down)
-        a_tile = rows._reinterpret(DTYPE, [BOX_H * BOX_W, DEPTH], a_rows.layout)
-        w_tile = w_tiles.index(slot * KH + window_y).permute((1, 0))
-        acc = warpgroup_mma(a_tile, w_tile, acc, use_acc=USE_ACC or window_y > 0, is_async=True)
-    return acc
-
-
-@gluon.jit
-def _store(acc, place, OFFSET: gl.constexpr, staging, INDEX: gl.constexpr, result, sizes):
+def _store(acc, place, OFFSET: gl.constexpr, staging, INDEX: gl.constexpr, residual, out, bias, sizes):
     """The epilogue of the columns from OFFSET on of a tile at a place, a chunk at a time, in the staging buffers from
     INDEX on."""
     ROWS: gl.constexpr = acc.shape[0]
@@ -302,10 +272,9 @@ def _store(acc, place, OFFSET: gl.constexpr, staging, INDEX: gl.constexpr, resul
         left = gl.convert_layout(left, part_of(acc.type.layout, HALF), assert_trivial=True)
         right = gl.convert_layout(right, part_of(acc.type.layout, HALF), assert_trivial=True)
         NEXT: gl.constexpr = INDEX + HALF // CHUNK
-        _store(left, place, OFFSET, staging, INDEX, result, sizes)
-        _store(right, place, OFFSET + HALF, staging, NEXT, result, sizes)
+        _store(left, place, OFFSET, staging, INDEX, residual, out, bias, sizes)
+        _store(right, place, OFFSET + HALF, staging, NEXT, residual, out, bias, sizes)
     else:
-        residual, out, bias = result
         image, top, phase_y, left_of_box, channel, column = place
         _, _, _, _, N = sizes
         if bias is not None:

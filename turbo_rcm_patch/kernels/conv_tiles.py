@@ -66,9 +66,9 @@ def choose_depth(C: int, largest: int) -> int:
     return min(depths, key=lambda depth: triton.cdiv(C, depth) * depth)
 
 
-def choose_box(H: int, W: int, pixels: int, heights: tuple[int, ...] = (8, 16, 1)) -> tuple[int, int]:
+def choose_box(H: int, W: int, pixels: int) -> tuple[int, int]:
     """Height and width of the boxes that cover an image with the fewest pixels beside it."""
-    boxes = [(height, pixels // height) for height in heights]
+    boxes = [(height, pixels // height) for height in (8, 16, 1)]
     return min(boxes, key=lambda box: triton.cdiv(H, box[0]) * triton.cdiv(W, box[1]))
 
 

@@ -214,15 +214,15 @@ def _consume(
         mbarrier.wait(turns.index(CONSUMER), count & 1 ^ (1 - CONSUMER))
         mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
         acc = gl.zeros([ROWS, COLUMNS], SUM, sum_layout(COLUMNS, BITS))
-        acc = _multiply(a_tiles, w_tiles, acc, step, False)
+        acc = multiply(a_tiles, w_tiles, acc, step, False)
         acc_tail = gl.zeros([ROWS, TAIL], SUM, sum_layout(TAIL, BITS))
-        acc_tail = _multiply(a_tiles, tail_tiles, acc_tail, step, False)
+        acc_tail = multiply(a_tiles, tail_tiles, acc_tail, step, False)
         acc, acc_tail = warpgroup_mma_wait(2, deps=(acc, acc_tail))
         for _ in range(1, steps):
             step += 1
             mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
-            token = _multiply(a_tiles, w_tiles, acc, step, True)
-            token_tail = _multiply(a_tiles, tail_tiles, acc_tail, step, True)
+            token = multiply(a_tiles, w_tiles, acc, step, True)
+            token_tail = multiply(a_tiles, tail_tiles, acc_tail, step, True)
             acc, acc_tail = warpgroup_mma_wait(2, deps=(token, token_tail))  # all but this step's
             mbarrier.arrive(empty.index((step - 1) % STAGES))
         mbarrier.arrive(turns.index(1 - CONSUMER))
@@ -262,7 +262,7 @@ def part_of(layout, columns):
 
 
 @gluon.jit
-def _multiply(a_tiles, w_tiles, acc, step, USE_ACC: gl.constexpr):
+def multiply(a_tiles, w_tiles, acc, step, USE_ACC: gl.constexpr):
     """Start acc + a wᵀ, or a wᵀ, of a step."""
     slot = step % w_tiles.shape[0]
     w_tile = w_tiles.index(slot).permute((1, 0))
