@@ -11,7 +11,8 @@ under autograd.
 
 A tile of the result is a box of pixels of one frame. For each place in W's window the same box of x, shifted, is
 multiplied. On sm_90 and newer TMA reads the boxes, and what lies outside of the image as zeros; elsewhere, and where
-a pixel's channels are no multiple of 16 bytes, pointers and masks do.
+a pixel's channels are no multiple of 16 bytes, pointers and masks do. On sm_90 itself conv_hopper.py has a kernel that
+takes most sizes.
 """
 
 from __future__ import annotations
@@ -127,7 +128,11 @@ def _(x, weight, bias, residual, upsample, interleave):
     return x.new_empty(result_shape(x, weight, upsample, interleave))
 
 
-def _launch(x, weight, bias, residual, out, upsample: bool, interleave: int) -> None:
+def _launch(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
+    out: torch.Tensor, upsample: bool, interleave: int,
+) -> None:  # fmt: skip
+    """Write the result to out with the portable kernel; all are packed."""
     B, frames, H, W, C = x.shape
     N, kt, kh, kw, _ = weight.shape
     if kh == 1:
@@ -217,7 +222,7 @@ def _conv_skip_kernel(
             w_tail = _load_weight(tail, tap, column + COLUMNS, c, N, C, TAPS, DESCRIPTORS, TAIL, DEPTH)
             acc_tail = tl.dot(a_tile, w_tail.T, acc_tail, input_precision="ieee")
     pixels_of_frame = H * W * (4 if UPSAMPLE else 1)
-    pixels, inside = locate_pixels(top, left, phase_y, phase_x, H, W, UPSAMPLE, BOX_H, BOX_W)
+    pixels, inside = _locate_pixels(top, left, phase_y, phase_x, H, W, UPSAMPLE, BOX_H, BOX_W)
     pixels += (sample * T + frame).to(tl.int64) * INTERLEAVE * pixels_of_frame
     arguments = (bias, residual, out, pixels, inside, pixels_of_frame, N // INTERLEAVE)
     unscaled = (None, None)
@@ -263,7 +268,7 @@ def _load_weight(
 
 
 @triton.jit
-def locate_pixels(top, left, phase_y, phase_x, H, W, UPSAMPLE: tl.constexpr, BOX_H: tl.constexpr, BOX_W: tl.constexpr):
+def _locate_pixels(top, left, phase_y, phase_x, H, W, UPSAMPLE: tl.constexpr, BOX_H: tl.constexpr, BOX_W: tl.constexpr):
     """Where in a frame of the result the pixels of a box are, and which are there."""
     pixels = tl.arange(0, BOX_H * BOX_W)
     y = top + pixels // BOX_W
