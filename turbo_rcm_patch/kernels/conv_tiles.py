@@ -32,7 +32,6 @@ _NARROW_COLUMNS = _WGMMA_COLUMNS[4:]
 _COST_OF_PIXELS = 32
 # Bytes of shared memory for the steps in flight: of one program that fills a multiprocessor, and of one of two.
 _ALONE, _OF_TWO = 200 << 10, 100 << 10
-_SMALL_MEMORY = 88 << 10  # sm_86, sm_89 and sm_120
 _MOST_STAGES = 6
 
 
@@ -44,15 +43,14 @@ def choose_conv_tiles(
         return ConvTiles(*choose_box(H, W, 64), *choose_columns(N, _NARROW_COLUMNS), 16, num_warps=8, num_stages=2)
     if descriptors and capability[0] in (9, 10):
         # Triton hands a box of one row to these tensor cores where TMA put it; others would pass through registers.
-        box, (columns, tail), depth = (1, 128), choose_columns(N, _WGMMA_COLUMNS), choose_depth(C, 64)
+        (columns, tail), depth = choose_columns(N, _WGMMA_COLUMNS), choose_depth(C, 64)
         memory = _ALONE if columns + tail > 128 else _OF_TWO
-    else:
-        # Channels that are no multiple of 16 bytes pass through registers on their way to shared memory.
-        aligned = C * dtype.itemsize % 16 == 0
-        columns, tail = choose_columns(N, _WARP_COLUMNS if aligned else _NARROW_COLUMNS)
-        box, depth, memory = choose_box(H, W, 128), choose_depth(C, 32), _SMALL_MEMORY
-    step = (128 + columns + tail) * depth * dtype.itemsize
-    return ConvTiles(*box, columns, tail, depth, num_warps=8, num_stages=min(memory // step, _MOST_STAGES))
+        stages = min(memory // ((128 + columns + tail) * depth * dtype.itemsize), _MOST_STAGES)
+        return ConvTiles(1, 128, columns, tail, depth, num_warps=8, num_stages=stages)
+    # Channels that are no multiple of 16 bytes pass through registers on their way to shared memory.
+    aligned = C * dtype.itemsize % 16 == 0
+    columns, tail = choose_columns(N, _WARP_COLUMNS if aligned else _NARROW_COLUMNS)
+    return ConvTiles(*choose_box(H, W, 128), columns, tail, choose_depth(C, 32), num_warps=8, num_stages=4)
 
 
 def choose_columns(N: int, candidates: tuple[tuple[int, int], ...]) -> tuple[int, int]:
