@@ -32,6 +32,7 @@ OPS = (
     "rms_norm_rope",
     "rms_norm_silu",
     "skip",
+    "conv_skip",
     "quantize_qkv",
     "attention_8bit",
     "sparse_linear_attention",

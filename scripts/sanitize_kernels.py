@@ -23,17 +23,19 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
 import torch
 
-from turbo_rcm_patch.kernels import attention_hopper, gemm_hopper
+from turbo_rcm_patch.kernels import attention_hopper, conv_hopper, gemm_hopper
 from turbo_rcm_patch.kernels.aot import disassemble
 from turbo_rcm_patch.kernels.attention import _attention, _attention_backward
 from turbo_rcm_patch.kernels.attention_8bit import attention_8bit
 from turbo_rcm_patch.kernels.coefficient import Runs
+from turbo_rcm_patch.kernels.conv_skip import conv_skip
 from turbo_rcm_patch.kernels.dispatch import HOPPER, KERNEL_DTYPES, is_hopper
 from turbo_rcm_patch.kernels.every_launch import without_gluon
 from turbo_rcm_patch.kernels.gelu import gelu
@@ -252,6 +254,7 @@ def few_multiprocessors() -> Iterator[None]:
     with (
         mock.patch.object(gemm_hopper, "device_properties", return_value=few),
         mock.patch.object(attention_hopper, "device_properties", return_value=few),
+        mock.patch.object(conv_hopper, "device_properties", return_value=few),
     ):
         yield
 
@@ -302,6 +305,12 @@ def launch_kernels(device: torch.device) -> None:
         _attention(q, long, long, None, None, None, 0.1, True)
         out, raw_out, lse = _attention(q, k, v, None, None, None, 0.1, True)
         _attention_backward(out, q, k, v, raw_out, lse, 0.1, True, True)
+    for dtype, (channels, columns) in product(KERNEL_DTYPES, ((96, 96), (64, 192), (20, 3))):
+        x, weight = values(1, 4, 13, 21, channels, dtype=dtype), values(columns, 3, 3, 3, channels, dtype=dtype)
+        residual, bias = values(1, 2, 13, 21, columns, dtype=dtype), values(columns, dtype=dtype)
+        conv_skip(x, weight, bias, residual)
+        conv_skip(x, weight[:, :1], bias, upsample=True)
+        conv_skip(x, weight[:, :, :1, :1].repeat(2, 1, 1, 1, 1), None, interleave=2)
     launch_kernels_of_8_bits(values)
 
 

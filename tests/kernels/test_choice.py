@@ -1,5 +1,7 @@
 """The kernels' names against the kernels that are really launched, and by what PyTorch's are preferred."""
 
+import sys
+
 import pytest
 import torch
 
@@ -8,6 +10,8 @@ from turbo_rcm_patch.kernels import (
     attention_forward,
     attention_hopper,
     choice,
+    conv_hopper,
+    conv_skip,
     dispatch,
     gemm,
     gemm_hopper,
@@ -16,14 +20,15 @@ from turbo_rcm_patch.kernels import (
 )
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
-GLUON_KERNELS = ("gemm_kernel", "gemm_of_three_kernel", "attention_kernel")
+GLUON_KERNELS = ("gemm_kernel", "gemm_of_three_kernel", "attention_kernel", "conv_kernel")
 
 
 @pytest.fixture
 def launched(monkeypatch):
     """The names of the kernels that ops launch, on a CPU that counts as a GPU of sm_90 with four multiprocessors."""
     names = []
-    for module in (gemm, gemm_hopper, attention_forward, attention_hopper):
+    portable_conv = sys.modules["turbo_rcm_patch.kernels.conv_skip"]
+    for module in (gemm, gemm_hopper, attention_forward, attention_hopper, portable_conv, conv_hopper):
         monkeypatch.setattr(module, "launch_kernel", lambda kernel, *_, **__: names.append(kernel.__name__))
     for module in (dispatch, choice):
         monkeypatch.setattr(module, "is_hopper", lambda device: True)
@@ -175,6 +180,52 @@ def test_on_sm_90_without_gluon_pytorchs_attention_is_taken(monkeypatch):
     assert kernels.why_linear("linear_skip", CUDA, BF16) is None
     monkeypatch.setattr(gemm_hopper, "GLUON_ERROR", "cannot import name 'wgmma'")
     assert "cannot import name 'wgmma'" in kernels.why_linear("linear_skip", CUDA, BF16)
+
+
+CONVOLUTIONS = {  # T, H, W, C, N, kt, kh, upsample, interleave
+    "3×3×3": (BF16, (2, 9, 17, 96, 96, 3, 3, False, 1), choice.GLUON),
+    "upsampled": (torch.float16, (1, 9, 17, 64, 192, 1, 3, True, 1), choice.GLUON),
+    "interleaved": (BF16, (4, 9, 17, 64, 192, 3, 1, False, 2), choice.GLUON),
+    "pixels": (BF16, (4, 16, 16, 32, 64, 1, 1, False, 1), choice.GLUON),
+    "fp32": (FP32, (2, 9, 17, 96, 96, 3, 3, False, 1), choice.PORTABLE + " (float32 tensors)"),
+    "channels": (BF16, (2, 9, 17, 16, 96, 3, 3, False, 1), choice.PORTABLE + " (channels that are no multiple of 32)"),
+    "last": (BF16, (2, 9, 17, 96, 3, 3, 3, False, 1), choice.PORTABLE + " (fewer than 64 channels of the result"),
+    "odd": (BF16, (2, 9, 17, 96, 100, 3, 3, False, 1), choice.PORTABLE + " (fewer than 64 channels of the result"),
+    "two phases": (BF16, (1, 9, 17, 64, 72, 1, 3, True, 1), choice.PORTABLE + " (tiles with columns of two pixels"),
+    "few tiles": (BF16, (1, 9, 12, 96, 96, 3, 3, False, 1), choice.PORTABLE + " (fewer tiles than multiprocessors)"),
+}
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_a_convolutions_name_is_that_of_the_kernel_launched(launched, case):
+    dtype, (T, H, W, C, N, kt, kh, upsample, interleave), expected = CONVOLUTIONS[case]
+    x, weight = (
+        torch.zeros(1, T + kt - 1, H, W, C, dtype=dtype),
+        torch.zeros(N * interleave, kt, kh, kh, C, dtype=dtype),
+    )
+    options = {"upsample": upsample, "interleave": interleave}
+    conv_skip(x, weight, None, implementation="triton", **options)
+    name = kernels.conv_kernel("triton", x.device, dtype, x.shape, weight.shape, **options)
+    assert name.startswith(kind_of(launched))
+    assert name.startswith(expected)
+    assert kernels.conv_kernel("torch", x.device, dtype, x.shape, weight.shape, **options) == "PyTorch convolution"
+
+
+def test_a_convolution_at_an_odd_address_is_not_the_gluon_kernels(launched):
+    x = torch.zeros(1 + 4 * 9 * 17 * 96, dtype=BF16)[1:].view(1, 4, 9, 17, 96)
+    conv_skip(x, torch.zeros(96, 3, 3, 3, 96, dtype=BF16), None, implementation="triton")
+    assert kind_of(launched) == choice.PORTABLE
+
+
+def test_pytorchs_convolution_is_taken_until_ours_is_measured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert kernels.why_conv(CUDA, BF16) == "not measured on sm_90"
+    assert kernels.why_conv(CPU, BF16) is None
+    monkeypatch.setattr(measured, "_VERDICTS", {("conv_skip", (9, 0)): measured.Verdict(("NVIDIA H200",), 1.0, 2.0)})
+    assert kernels.why_conv(CUDA, BF16) is None
+    monkeypatch.setattr(conv_hopper, "GLUON_ERROR", "cannot import name 'tma'")
+    assert "cannot import name 'tma'" in kernels.why_conv(CUDA, BF16)
 
 
 def test_a_slower_kernel_is_not_taken(monkeypatch):

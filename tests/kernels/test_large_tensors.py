@@ -1,4 +1,4 @@
-"""The portable GEMM in tensors of more than 2³¹ elements. Of their memory only the pages that are touched exist."""
+"""The portable GEMM and convolution in tensors of more than 2³¹ elements. Only pages that are touched exist."""
 
 import sys
 
@@ -10,6 +10,8 @@ import triton.language as tl
 from turbo_rcm_patch.kernels import interpreting, linear_gelu
 
 _store_gelu = sys.modules["turbo_rcm_patch.kernels.linear_gelu"]._store_gelu
+_load_box = sys.modules["turbo_rcm_patch.kernels.conv_skip"]._load_box
+_store_conv = sys.modules["turbo_rcm_patch.kernels.conv_skip"]._store
 _store_skip = sys.modules["turbo_rcm_patch.kernels.linear_skip"]._store_skip
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="the interpreter's memory is the CPU's, which is lazy")
@@ -59,3 +61,36 @@ def test_results(memory, skip):
     _store_last_row[(1,)](tensor, tensor, FAR // 2048 + 1, 2048, skip, COLUMNS)
     expected = 3.0 + 2.0 if skip else torch.nn.functional.gelu(torch.tensor(2.0), approximate="tanh").item()
     torch.testing.assert_close(last_row, torch.full_like(last_row, expected))
+
+
+@triton.jit
+def _copy_box(x, out, image):
+    box = _load_box(x, (image + tl.program_id(0), 0, 0), 0, 1, 16, COLUMNS, False, 1, 16, COLUMNS)
+    tl.store(out + tl.arange(0, 16)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :], box)
+
+
+def test_a_convolutions_operand(memory):
+    x, out = memory[FAR:], torch.zeros(16, 16).half()
+    box = x[FAR : FAR + 256].copy_(torch.randn(256))
+    _copy_box[(1,)](x, out, FAR // 256)
+    assert torch.equal(out, box.view(16, 16))
+
+
+@triton.jit
+def _store_pixel(tensor, pixel, pixels_of_frame, column):
+    """One pixel, of which the columns from `column` on: of the second of two frames from COLUMNS on."""
+    pixels = pixel + tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    arguments = (None, tensor, tensor, pixels, pixels >= 0, pixels_of_frame, COLUMNS)
+    acc = tl.full((1, COLUMNS), 2.0, tl.float32)
+    _store_conv(acc, 0, 0, column + tl.arange(0, COLUMNS), 1, 2 * COLUMNS, arguments, None)
+
+
+@pytest.mark.parametrize("far", ["pixel", "frame"])
+def test_a_convolutions_result(memory, far):
+    tensor = memory[FAR:]
+    place = tensor[FAR : FAR + COLUMNS].fill_(3)
+    if far == "pixel":
+        _store_pixel[(1,)](tensor, FAR // COLUMNS, 1, 0)
+    else:
+        _store_pixel[(1,)](tensor, 0, FAR // COLUMNS, COLUMNS)
+    assert (place == 5).all()

@@ -8,13 +8,16 @@ from .attention_8bit import attention_8bit
 from .choice import (
     attention_8bit_kernel,
     attention_kernel_name,
+    conv_kernel,
     gemm_kernel,
     linear_qkv_kernel,
     sparse_attention_kernel,
+    why_conv,
     why_linear,
     why_sdpa,
 )
 from .coefficient import MAX_RUNS, Runs
+from .conv_skip import conv_skip
 from .dispatch import IMPLEMENTATIONS, interpreting, why_not_triton, why_not_triton_on
 from .gelu import gelu
 from .launch import compile_ahead
@@ -53,6 +56,8 @@ __all__ = [
     "attention_8bit_kernel",
     "attention_kernel_name",
     "compile_ahead",
+    "conv_kernel",
+    "conv_skip",
     "gelu",
     "gemm_kernel",
     "interpreting",
@@ -76,6 +81,7 @@ __all__ = [
     "sparse_block_map",
     "sparse_block_sizes",
     "sparse_linear_attention",
+    "why_conv",
     "why_linear",
     "why_not_triton",
     "why_not_triton_on",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from . import attention_8bit_hopper, attention_hopper, gemm_hopper
+from . import attention_8bit_hopper, attention_hopper, conv_hopper, gemm_hopper
 from .dispatch import is_hopper
 from .measured import why_torch
 from .quantize_qkv import default_v_format
@@ -15,7 +15,7 @@ from .quantized import LARGEST
 from .sparse_linear_attention import why_no_sparse_kernel
 
 GLUON, PORTABLE = "sm_90 Gluon", "portable Triton"
-SDPA, LINEAR = "PyTorch SDPA", "PyTorch linear"
+SDPA, LINEAR, CONV = "PyTorch SDPA", "PyTorch linear", "PyTorch convolution"
 _SDPA_BACKENDS = {
     0: "math",
     1: "FlashAttention",
@@ -46,6 +46,35 @@ def why_linear(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
     if reason is None and device.type == "cuda" and is_hopper(device):
         reason = gemm_hopper.why_not_on(device, dtype)
     return reason
+
+
+def why_conv(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why PyTorch's convolution is taken instead of `conv_skip`, in a few words; None where ours was measured to be as
+    fast, and on the CPU. On sm_90 it is the Gluon kernel's."""
+    reason = why_torch("conv_skip", device, dtype)
+    if reason is None and device.type == "cuda" and is_hopper(device):
+        reason = conv_hopper.why_not_on(device, dtype)
+    return reason
+
+
+def conv_kernel(
+    implementation: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    weight_shape: tuple[int, ...],
+    *,
+    upsample: bool = False,
+    interleave: int = 1,
+) -> str:
+    """What runs a `conv_skip` of an x and a weight of these shapes: "sm_90 Gluon", "portable Triton", on sm_90 with the
+    reason, or "PyTorch convolution".
+
+    implementation: the one it is given, with which it can run.
+    """
+    if implementation == "torch":
+        return CONV
+    return _kernel_name(device, conv_hopper.why_not_sizes(device, dtype, shape, weight_shape, upsample, interleave))
 
 
 def attention_kernel_name(

@@ -15,10 +15,11 @@ from unittest import mock
 
 import torch
 
-from . import attention_hopper, gemm_hopper
+from . import attention_hopper, conv_hopper, gemm_hopper
 from .attention import _attention, _attention_backward
 from .attention_8bit import attention_8bit
 from .coefficient import MAX_RUNS, Runs
+from .conv_skip import conv_skip
 from .dispatch import KERNEL_DTYPES, why_not_triton_on
 from .gelu import gelu
 from .layer_norm_modulate import layer_norm_modulate
@@ -77,7 +78,9 @@ def runs(channels: int = CHANNELS) -> Runs:
 @contextlib.contextmanager
 def without_gluon() -> Iterator[None]:
     """As with a Triton whose Gluon cannot be imported: the portable kernels run on sm_90 too."""
-    with mock.patch.object(gemm_hopper, "GLUON_ERROR", ""), mock.patch.object(attention_hopper, "GLUON_ERROR", ""):
+    with contextlib.ExitStack() as stack:
+        for module in (attention_hopper, conv_hopper, gemm_hopper):
+            stack.enter_context(mock.patch.object(module, "GLUON_ERROR", ""))
         yield
 
 
@@ -231,6 +234,32 @@ def launch_skip() -> None:
         skip(residual, output, c_out=runs(), dtype=result, result_scale=scale)
 
 
+def launch_conv_skip() -> None:
+    frames = (3, 60, 104)
+    # Each number of columns, with channels for steps of each depth, and with channels that TMA cannot read.
+    for N, C in product((256, 192, 128, 96, 64, 32, 3), (128, 96, 16, 20)):
+        launch_convolution(*frames, C, N, window=(3, 3))
+    for dtype, N, C in (*product((FP32,), (96, 32, 3), (96, 20)), (FP16, 192, 128)):
+        launch_convolution(*frames, C, N, window=(3, 3), dtype=dtype)
+    for N, C in product((384, 192, 96), (128, 20)):
+        launch_convolution(3, 120, 208, C, N, window=(1, 3), upsample=True)
+        launch_convolution(*frames, C, 2 * N, window=(3, 1), interleave=2, dense=False)
+        launch_convolution(*frames, C, N, window=(1, 1), dense=False)
+
+
+def launch_convolution(
+    T: int, H: int, W: int, C: int, N: int, *, window: tuple[int, int], dtype: torch.dtype = BF16,
+    upsample: bool = False, interleave: int = 1, dense: bool = True,
+) -> None:  # fmt: skip
+    """window: kt and kh. dense: with a bias and a residual."""
+    kt, kh = window
+    x, weight = meta(1, T + kt - 1, H, W, C, dtype=dtype), meta(N, kt, kh, kh, C, dtype=dtype)
+    scale = 2 if upsample else 1
+    residual = meta(1, T * interleave, H * scale, W * scale, N // interleave, dtype=dtype) if dense else None
+    bias = meta(N, dtype=dtype) if dense else None
+    conv_skip(x, weight, bias, residual, upsample=upsample, interleave=interleave)
+
+
 def launch_quantize_qkv() -> None:
     sizes = ((12, 128), (40, 128), (24, 128), (3, 64))
     for dtype, (heads, head_dim) in (*product((FP32, BF16), sizes), (FP16, sizes[0])):
@@ -287,6 +316,7 @@ LAUNCHES = {
     "rms_norm_rope": launch_rms_norm_rope,
     "rms_norm_silu": launch_rms_norm_silu,
     "skip": launch_skip,
+    "conv_skip": launch_conv_skip,
     "quantize_qkv": launch_quantize_qkv,
     "attention_8bit": launch_attention_8bit,
     "sparse_linear_attention": launch_sparse_linear_attention,

@@ -206,7 +206,7 @@ def gemm(
                 a_tile = tl.load(a_tiles + k, mask=mask, other=0.0)
                 w_tile = tl.load(w_tiles + k, mask=mask, other=0.0)
                 acc = tl.dot(a_tile, w_tile.T, acc, input_precision="ieee", out_dtype=SUM)
-        _epilogue_in_parts(acc, scales, sample, row, column, M, N, EPILOGUE, arguments, KINDS, ROWS, COLUMNS)
+        epilogue_in_parts(acc, scales, sample, row, column, M, N, EPILOGUE, arguments, KINDS, ROWS, COLUMNS)
 
 
 @triton.jit
@@ -226,7 +226,7 @@ def locate_tile(tile, row_tiles, column_tiles, row_bytes, column_bytes):
 
 
 @triton.jit
-def _epilogue_in_parts(
+def epilogue_in_parts(
     acc, scales, sample, row, column, M, N, EPILOGUE: tl.constexpr, arguments, KINDS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -236,8 +236,8 @@ def _epilogue_in_parts(
     if COLUMNS > AT_ONCE:
         HALF: tl.constexpr = COLUMNS // 2
         left, right = tl.split(acc.reshape(ROWS, 2, HALF).permute(0, 2, 1))
-        _epilogue_in_parts(left, scales, sample, row, column, M, N, EPILOGUE, arguments, KINDS, ROWS, HALF)
-        _epilogue_in_parts(right, scales, sample, row, column + HALF, M, N, EPILOGUE, arguments, KINDS, ROWS, HALF)
+        epilogue_in_parts(left, scales, sample, row, column, M, N, EPILOGUE, arguments, KINDS, ROWS, HALF)
+        epilogue_in_parts(right, scales, sample, row, column + HALF, M, N, EPILOGUE, arguments, KINDS, ROWS, HALF)
     else:
         rows = row + tl.arange(0, ROWS)
         columns = column + tl.arange(0, COLUMNS)

@@ -213,16 +213,16 @@ def _consume(
         # Without its turn a consumer could wait for a phase of full that is two ahead, which reads as complete.
         mbarrier.wait(turns.index(CONSUMER), count & 1 ^ (1 - CONSUMER))
         mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
-        acc = gl.zeros([ROWS, COLUMNS], SUM, _layout(COLUMNS, BITS))
-        acc = _multiply(a_tiles, w_tiles, acc, step, False)
-        acc_tail = gl.zeros([ROWS, TAIL], SUM, _layout(TAIL, BITS))
-        acc_tail = _multiply(a_tiles, tail_tiles, acc_tail, step, False)
+        acc = gl.zeros([ROWS, COLUMNS], SUM, sum_layout(COLUMNS, BITS))
+        acc = multiply(a_tiles, w_tiles, acc, step, False)
+        acc_tail = gl.zeros([ROWS, TAIL], SUM, sum_layout(TAIL, BITS))
+        acc_tail = multiply(a_tiles, tail_tiles, acc_tail, step, False)
         acc, acc_tail = warpgroup_mma_wait(2, deps=(acc, acc_tail))
         for _ in range(1, steps):
             step += 1
             mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
-            token = _multiply(a_tiles, w_tiles, acc, step, True)
-            token_tail = _multiply(a_tiles, tail_tiles, acc_tail, step, True)
+            token = multiply(a_tiles, w_tiles, acc, step, True)
+            token_tail = multiply(a_tiles, tail_tiles, acc_tail, step, True)
             acc, acc_tail = warpgroup_mma_wait(2, deps=(token, token_tail))  # all but this step's
             mbarrier.arrive(empty.index((step - 1) % STAGES))
         mbarrier.arrive(turns.index(1 - CONSUMER))
@@ -230,7 +230,7 @@ def _consume(
         a_scale = None
         to_result = None
         if epilogue[5][0] is not None:
-            rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, _layout(staging.shape[3], BITS)))
+            rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, sum_layout(staging.shape[3], BITS)))
             a_scale = gl.load(epilogue[5][0] + sample * M + rows, mask=rows < M, other=0.0)
             if epilogue[5][2][0] is not None:
                 to_result = _divide_by_bound(sample * M + rows, rows < M, column == 0, epilogue[5][2])
@@ -251,18 +251,18 @@ def _consume(
 
 
 @gluon.constexpr_function
-def _layout(columns, bits):
+def sum_layout(columns, bits):
     """Of sums of operands of so many bits, 32 bytes of which an instruction multiplies along K."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 256 // bits])
 
 
 @gluon.constexpr_function
-def _part_of(layout, columns):
+def part_of(layout, columns):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, layout.instr_shape[2]])
 
 
 @gluon.jit
-def _multiply(a_tiles, w_tiles, acc, step, USE_ACC: gl.constexpr):
+def multiply(a_tiles, w_tiles, acc, step, USE_ACC: gl.constexpr):
     """Start acc + a wᵀ, or a wᵀ, of a step."""
     slot = step % w_tiles.shape[0]
     w_tile = w_tiles.index(slot).permute((1, 0))
@@ -281,8 +281,8 @@ def _store(
     if COLUMNS > CHUNK:
         HALF: gl.constexpr = COLUMNS // 2
         left, right = acc.reshape([ROWS, 2, HALF]).permute([0, 2, 1]).split()
-        left = gl.convert_layout(left, _part_of(acc.type.layout, HALF), assert_trivial=True)
-        right = gl.convert_layout(right, _part_of(acc.type.layout, HALF), assert_trivial=True)
+        left = gl.convert_layout(left, part_of(acc.type.layout, HALF), assert_trivial=True)
+        right = gl.convert_layout(right, part_of(acc.type.layout, HALF), assert_trivial=True)
         NEXT: gl.constexpr = INDEX + HALF // CHUNK
         _store(left, a_scale, to_result, sample, row, weight, column, M, N, staging, INDEX, epilogue, KIND, GELU)
         _store(right, a_scale, to_result, sample, row, weight, column + HALF, M, N, staging, NEXT, epilogue, KIND, GELU)

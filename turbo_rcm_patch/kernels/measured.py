@@ -16,7 +16,7 @@ import torch
 
 FOLDER = Path(__file__).parent / "measurements"
 MEASURED_DTYPES = (torch.bfloat16, torch.float16)  # only bf16 is timed; fp16 takes the same instructions
-OPS = ("attention", "linear_skip", "linear_gelu", "linear_qkv")
+OPS = ("attention", "linear_skip", "linear_gelu", "linear_qkv", "conv_skip")
 
 
 class Verdict(NamedTuple):

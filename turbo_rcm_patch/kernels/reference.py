@@ -201,3 +201,31 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     even, odd = x[..., 0::2].to(wide), x[..., 1::2].to(wide)
     cos, sin = (table.to(wide)[:, None, :] for table in (cos, sin))
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
+
+
+def conv_skip(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    upsample: bool = False,
+    interleave: int = 1,
+) -> torch.Tensor:
+    """``residual + (x ∗ W + b)`` for x [B, T + kt − 1, H, W, C], weight [N · interleave, kt, kh, kw, C], bias
+    [N · interleave], residual [B, T · interleave, H', W', N] or None.
+
+    Zero padding in height and width, none in time. upsample: of x first, nearest, H' = 2H and W' = 2W. interleave: row
+    i · N + n of the weight gives channel n of frame interleave · t + i.
+    """
+    if upsample:
+        x = x[:, :, :, None, :, None].expand(-1, -1, -1, 2, -1, 2, -1).flatten(4, 5).flatten(2, 3)
+    padding = 0, weight.shape[2] // 2, weight.shape[3] // 2
+    # Views in the order of F.conv3d: memory stays channels-last.
+    sums = F.conv3d(x.permute(0, 4, 1, 2, 3), weight.permute(0, 4, 1, 2, 3), bias, padding=padding)
+    sums = sums.permute(0, 2, 3, 4, 1).contiguous()
+    if interleave > 1:
+        sums = sums.unflatten(-1, (interleave, -1)).movedim(-2, 2).flatten(1, 2)
+    if residual is None:
+        return sums
+    wide = _wide(x.dtype)
+    return (residual.to(wide) + sums.to(wide)).to(x.dtype)

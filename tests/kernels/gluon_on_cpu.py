@@ -1,0 +1,293 @@
+"""Runs a Gluon kernel for sm_90 on the CPU: its roles in threads, on numpy arrays.
+
+Triton's interpreter does not take Gluon. This is no model of the hardware's speed or layouts, but of what a kernel may
+rely on: mbarriers with their phases, and asynchronous work, which takes effect as late as allowed. A product reads its
+operands when it is waited for, a store its buffer as well, and a load may arrive at any time until its barrier tells: a
+hand-over that is missing or too early gives a wrong result or a deadlock, which raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import types
+
+import numpy as np
+import torch
+
+SECONDS = 20  # until a wait counts as a deadlock
+
+
+class Deadlock(Exception):
+    pass
+
+
+class Barrier:
+    """An mbarrier. errors: of all roles; who waits for one that has failed gives up."""
+
+    def __init__(self, errors):
+        self.errors = errors
+        self.changed = threading.Condition()
+        self.phase = self.bytes = 0
+        self.count = self.pending = None
+
+    def init(self, count):
+        self.count = self.pending = count
+
+    def update(self, arrivals=0, expected=0, arrived=0):
+        with self.changed:
+            self.pending -= arrivals
+            self.bytes += expected - arrived
+            assert self.pending >= 0, "more arrivals than the barrier counts"
+            if self.pending == self.bytes == 0:
+                self.phase ^= 1
+                self.pending = self.count
+                self.changed.notify_all()
+
+    def wait(self, phase):
+        with self.changed:
+            for _ in range(10 * SECONDS):
+                if self.changed.wait_for(lambda: self.phase != phase, 0.1):
+                    return
+                if self.errors:
+                    break
+            raise Deadlock
+
+
+class Memory:
+    """Shared memory: an array, or barriers."""
+
+    dtype = layout = None
+
+    def __init__(self, values):
+        self.values, self.shape = values, values.shape
+
+    def index(self, i):
+        assert 0 <= i < self.shape[0]
+        part = self.values[i]
+        return part[0] if isinstance(part[0], Barrier) else Memory(part)
+
+    def slice(self, start, length):
+        return Memory(self.values[start : start + length])
+
+    def _reinterpret(self, dtype, shape, layout):
+        return Memory(self.values.reshape(shape))
+
+    def permute(self, order):
+        return Memory(self.values.transpose(order))
+
+    def load(self, layout):
+        return Tensor(self.values.copy())
+
+    def store(self, tensor):
+        self.values[...] = tensor.values
+
+
+class Tensor:
+    """A tensor in registers. products: of operands in shared memory, that are still to be added."""
+
+    type = types.SimpleNamespace(layout=types.SimpleNamespace(instr_shape=(64, 64, 16)))
+
+    def __init__(self, values, products=()):
+        self.values, self.products, self.shape = values, products, values.shape
+
+    def wait(self, outstanding):
+        due = len(self.products) - outstanding
+        products = (a.values.astype(np.float32) @ b.values.astype(np.float32) for a, b in self.products[:due])
+        return Tensor(sum(products, start=self.values), self.products[due:])
+
+    def __add__(self, other):
+        assert not self.products, "read before it was waited for"
+        return Tensor(self.values + getattr(other, "values", other))
+
+    def __getitem__(self, key):
+        return Tensor(self.values[key])
+
+    def to(self, dtype):
+        assert not self.products, "read before it was waited for"
+        return Tensor(self.values.astype(np.float16 if dtype == "float16" else np.float32))
+
+    def reshape(self, shape):
+        return Tensor(self.values.reshape(shape), *([self.products] if self.products else []))
+
+    def permute(self, order):
+        return Tensor(self.values.transpose(order))
+
+    def split(self):
+        return Tensor(self.values[..., 0]), Tensor(self.values[..., 1])
+
+
+class Pointer:
+    def __init__(self, values, offsets=0):
+        self.values, self.offsets = values, offsets
+
+    def __add__(self, offsets):
+        return Pointer(self.values, self.offsets + offsets)
+
+
+class Descriptor:
+    """A TMA descriptor of an array: of boxes, what is outside of the array is zero and is not stored."""
+
+    layout, dtype = None, "float16"
+
+    def __init__(self, array, box):
+        self.array = array
+        self.block_type = types.SimpleNamespace(shape=box)
+
+    def _overlap(self, start):
+        box = self.block_type.shape
+        sizes = zip(start, box, self.array.shape, strict=True)
+        inside = [slice(max(s, 0), max(min(s + n, size), 0)) for s, n, size in sizes]
+        return tuple(inside), tuple(slice(i.start - s, i.stop - s) for i, s in zip(inside, start, strict=True))
+
+    def read(self, start):
+        box = np.zeros(self.block_type.shape, self.array.dtype)
+        inside, of_box = self._overlap(start)
+        if all(i.stop > i.start for i in inside):
+            box[of_box] = self.array[inside]
+        return box
+
+    def write(self, start, box):
+        inside, of_box = self._overlap(start)
+        if all(i.stop > i.start for i in inside):
+            self.array[inside] = box[of_box]
+
+
+class Machine:
+    """One run of a kernel: what its module's names stand for."""
+
+    def __init__(self, programs, seed):
+        self.programs, self.random = programs, random.Random(seed)
+        self.local = threading.local()
+        self.errors = []
+
+    def names(self):
+        gl = types.SimpleNamespace(
+            float32="float32",
+            int64="int64",
+            static_range=range,
+            cdiv=lambda a, b: -(-a // b),
+            program_id=lambda _: self.program,
+            num_programs=lambda _: self.programs,
+            allocate_shared_memory=self.allocate,
+            zeros=lambda shape, dtype, layout: Tensor(np.zeros(shape, np.float32)),
+            arange=lambda start, end, layout: np.arange(start, end),
+            SliceLayout=lambda *_: None,
+            convert_layout=lambda tensor, *_, **__: tensor,
+            NVMMASharedLayout=lambda **_: None,
+            NVMMADistributedLayout=lambda *_: None,
+            load=lambda at, mask, other: Tensor(np.where(mask, at.values[np.where(mask, at.offsets, 0)], other)),
+            warp_specialize=self.warp_specialize,
+        )
+        mbarrier = types.SimpleNamespace(
+            MBarrierLayout=lambda: "barrier",
+            init=lambda barrier, count: self.one(barrier).init(count),
+            wait=lambda barrier, phase: self.one(barrier).wait(phase),
+            expect=lambda barrier, size: self.one(barrier).update(arrivals=1, expected=size),
+            arrive=lambda barrier: self.one(barrier).update(arrivals=1),
+        )
+        tl = types.SimpleNamespace(
+            cdiv=gl.cdiv, int32=None, maximum=max, cast=lambda value, _: getattr(value, "value", value)
+        )
+        return {
+            "gl": gl,
+            "tl": tl,
+            "mbarrier": mbarrier,
+            "tma": types.SimpleNamespace(store_wait=self.store_wait),
+            "tma_load": self.load,
+            "tma_store": self.store,
+            "fence_async_shared": lambda: None,
+            "warpgroup_mma": self.multiply,
+            "warpgroup_mma_wait": self.wait,
+        }
+
+    @staticmethod
+    def one(barrier):
+        return barrier.values[0] if isinstance(barrier, Memory) else barrier
+
+    def allocate(self, dtype, shape, layout):
+        if layout != "barrier":
+            return Memory(np.full(shape, np.nan, np.float16))
+        values = np.empty(shape, object)
+        values.flat = [Barrier(self.errors) for _ in range(values.size)]
+        return Memory(values)
+
+    def load(self, descriptor, start, barrier, target):
+        box = descriptor.read(start)
+        target.values[...] = np.nan
+
+        def arrive():
+            target.values[...] = box
+            self.one(barrier).update(arrived=box.size * 2)
+
+        if self.random.random() < 0.8:
+            arrive()
+        else:
+            threading.Timer(0.001, arrive).start()
+
+    def store(self, descriptor, start, source):
+        self.local.stores = [*getattr(self.local, "stores", []), (descriptor, start, source)]
+
+    def store_wait(self, outstanding):
+        for descriptor, start, source in getattr(self.local, "stores", []):
+            descriptor.write(start, source.values)
+        self.local.stores = []
+
+    @staticmethod
+    def multiply(a, b, acc, use_acc, is_async):
+        products = (*acc.products, (a, b)) if use_acc else ((a, b),)
+        return Tensor(acc.values if use_acc else np.zeros_like(acc.values), products)
+
+    @staticmethod
+    def wait(outstanding, deps):
+        waited = [tensor.wait(outstanding // len(deps)) for tensor in deps]
+        return waited[0] if len(waited) == 1 else tuple(waited)
+
+    def warp_specialize(self, roles, warps, registers):
+        threads = [threading.Thread(target=self._run_role, args=role, daemon=True) for role in roles]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.errors:
+            raise self.errors[0]
+
+    def _run_role(self, function, arguments):
+        try:
+            function(*arguments)
+        except BaseException as error:  # for the thread that waits for it
+            self.errors.append(error)
+
+
+@contextlib.contextmanager
+def on_cpu(monkeypatch, modules, programs, seed=0, **names):
+    """Within it the functions of modules of Gluon run on the CPU, as so many programs. Yields the Machine.
+
+    names: other stand-ins for names of the modules.
+    """
+    machine = Machine(programs, seed)
+    with monkeypatch.context() as patch:
+        for module in modules:
+            for name, value in list(vars(module).items()):
+                if hasattr(value, "fn") and callable(value.fn):
+                    patch.setattr(module, name, value.fn)
+            for name, value in (machine.names() | names).items():
+                if name in vars(module):
+                    patch.setattr(module, name, value)
+        yield machine
+
+
+def run(machine, kernel, *arguments, **constants):
+    """Every program of a kernel, one after the other."""
+    for program in range(machine.programs):
+        machine.program = program
+        kernel(*arguments, **constants)
+
+
+def argument(value: object) -> object:
+    """What the kernel gets for an argument of its launch."""
+    if isinstance(value, torch.Tensor):
+        return Pointer(value.numpy().reshape(-1))
+    base = getattr(value, "base", None)
+    return value if base is None else Descriptor(base.numpy(), value.block_shape)

@@ -1,0 +1,129 @@
+"""The convolution of conv_skip on sm_90: which inputs it takes, and its launch.
+
+    residual + (x ∗ W + b)        all of bf16 or all of fp16
+
+The kernel is in conv_hopper_kernel.py.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+
+from .conv_tiles import choose_box, choose_columns
+from .dispatch import device_properties, why_not_hopper
+from .launch import launch_kernel
+
+try:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from .conv_hopper_kernel import conv_kernel
+    from .gluon_names import why_not_this_triton
+except (ImportError, AttributeError) as error:
+    GLUON_ERROR = str(error)
+else:
+    GLUON_ERROR = why_not_this_triton()
+
+PIXELS = 128  # per tile
+COLUMNS = ((128, 64), (128, 0), (64, 32), (64, 0))  # of a tile, and its tail
+STEP_MEMORY = 160 << 10  # bytes of shared memory for the steps in flight; the staging buffer has the rest
+MOST_STAGES = 8
+
+
+def why_not_on(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the kernel cannot run on this device and dtype, in a few words; None when it can."""
+    return why_not_hopper(device, dtype, GLUON_ERROR)
+
+
+def why_not_sizes(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], weight_shape: tuple[int, ...],
+    upsample: bool = False, interleave: int = 1,
+) -> str | None:  # fmt: skip
+    """Why the kernel is not for an x and a weight of these shapes, in a few words, wherever they lie; None when it is.
+    The arguments are those of `conv_skip`."""
+    reason = why_not_on(device, dtype)
+    if reason is not None:
+        return reason
+    B, frames, H, W, C = shape
+    N, kt, kh, _, _ = weight_shape
+    if C % 32:
+        return "channels that are no multiple of 32"
+    if N < 64 or N // interleave % 8:
+        return "fewer than 64 channels of the result, or no multiple of 8"
+    columns = sum(choose_columns(N, COLUMNS))
+    if (upsample or interleave > 1) and N // interleave % columns:
+        return "tiles with columns of two pixels or frames"
+    boxes = count_boxes(B * (frames - kt + 1), *((H, W) if kh > 1 else (1, H * W)), upsample)
+    if boxes * triton.cdiv(N, columns) < device_properties(device)[1]:
+        return "fewer tiles than multiprocessors"
+    return None
+
+
+def why_not(
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, upsample: bool, interleave: int
+) -> str | None:
+    """Why the kernel cannot take these packed tensors, in a few words; None when it should run."""
+    reason = why_not_sizes(x.device, x.dtype, x.shape, weight.shape, upsample, interleave)
+    tensors = (x, weight) if residual is None else (x, weight, residual)
+    if reason is None and any(tensor.data_ptr() % 16 for tensor in tensors):
+        return "addresses that are no multiple of 16 bytes"
+    return reason
+
+
+def count_boxes(frames: int, H: int, W: int, upsample: bool) -> int:
+    """Boxes of pixels of x that cover so many frames, for every phase."""
+    height, width = choose_box(H, W, PIXELS)
+    return frames * (4 if upsample else 1) * triton.cdiv(H, height) * triton.cdiv(W, width)
+
+
+def launch(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
+    out: torch.Tensor, upsample: bool, interleave: int,
+) -> None:  # fmt: skip
+    """Write ``residual + (x ∗ W + b)`` to out; all are packed, and `why_not` must have been None."""
+    B, frames, H, W, C = x.shape
+    N, kt, kh, _, _ = weight.shape
+    if kh == 1:
+        H, W = 1, H * W  # no pixel reads another
+    T, scale, channels = frames - kt + 1, 2 if upsample else 1, N // interleave
+    box, (columns, tail), depth = choose_box(H, W, PIXELS), choose_columns(N, COLUMNS), 32 if C % 64 else 64
+    boxes = count_boxes(B * T, H, W, upsample)
+    tiles = boxes * triton.cdiv(N, columns + tail)
+    rows = weight.view(N, kt * kh * kh * C)
+    chunk = min(64, tail or columns)
+    results = [
+        None if tensor is None else tensor.view(B * T * interleave, H, scale, W, scale * channels)
+        for tensor in (residual, out)
+    ]
+    with torch.cuda.device_of(x):
+        launch_kernel(
+            conv_kernel,
+            (min(tiles, device_properties(x.device)[1]),),
+            _descriptor(x.view(B * frames, H, W, C), 1, *box, depth),
+            _descriptor(rows, columns, depth),
+            _descriptor(rows, tail, depth) if tail else None,
+            *(None if tensor is None else _descriptor(tensor, 1, box[0], 1, box[1], chunk) for tensor in results),
+            bias,
+            *(boxes, T, H, W, N),
+            C=C,
+            KT=kt,
+            KH=kh,
+            UPSAMPLE=upsample,
+            INTERLEAVE=interleave,
+            TAIL=tail,
+            STAGES=min(MOST_STAGES, STEP_MEMORY // ((PIXELS + columns + tail) * depth * x.element_size())),
+            num_warps=4,
+        )
+
+
+def _descriptor(tensor: torch.Tensor, *box: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(tensor, list(box), _layout(len(box), box[-1]))
+
+
+@functools.cache
+def _layout(rank: int, columns: int) -> gl.NVMMASharedLayout:
+    """Of a box of 16-bit elements whose lines, of so many columns, are swizzled."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=2 * columns, element_bitwidth=16, rank=rank)

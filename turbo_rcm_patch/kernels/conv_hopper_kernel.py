@@ -1,0 +1,288 @@
+"""The ping-pong convolution in Gluon for sm_90: ``residual + (x ∗ W + b)``, as gemm_hopper_kernel.py multiplies.
+
+A program walks tiles: boxes of pixels of one frame × columns. It has one warp that loads operands, one that loads
+residuals, and two consumer warpgroups with a tile each, which take turns at the tensor cores. A step multiplies the box
+of x at one place of W's window, in `depth` channels; TMA gives zeros for what is outside of the image. The barriers are
+those of the GEMM:
+
+    full[slot]   operands of a step arrived
+    empty[slot]  their reader is done
+    turns[c]     consumer c may start its main loop
+    staged[c]    the staging buffer is consumer c's, residual included
+    free         the staging buffer has been stored
+
+Residual and result are seen as [B · frames, H, 2, W, 2 · N] where x is upsampled, with a 2 for the phases of the rows
+and one for those of the columns, so that a box of one phase is a box of them; else as [B · frames, H, 1, W, N].
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_wait,
+)
+
+from .conv_tiles import find_shift, locate_box
+from .gemm import locate_tile
+from .gemm_hopper_kernel import multiply, part_of, sum_layout
+from .gluon_names import tma_load, tma_store
+
+_locate_in_group = gluon.jit(locate_tile.fn)
+_locate_box = gluon.jit(locate_box.fn)
+_find_shift = gluon.jit(find_shift.fn)
+
+
+@gluon.jit(do_not_specialize=("boxes", "T", "H", "W", "N"))
+def conv_kernel(
+    x, weight, weight_tail, residual, out, bias, boxes, T, H, W, N,
+    C: gl.constexpr, KT: gl.constexpr, KH: gl.constexpr, UPSAMPLE: gl.constexpr, INTERLEAVE: gl.constexpr,
+    TAIL: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """x, weight, weight_tail, residual, out: TMA descriptors; weight [N, KT · KH · KH · C], N with the rows of all
+    frames that are interleaved; weight_tail is of the TAIL columns of a tile past a power of two, None with 0.
+    residual, bias: or None. boxes: of all frames and phases. T, H, W: of x, without the frames before the first."""
+    DTYPE: gl.constexpr = x.dtype
+    BOX_H: gl.constexpr = x.block_type.shape[1]
+    BOX_W: gl.constexpr = x.block_type.shape[2]
+    DEPTH: gl.constexpr = x.block_type.shape[3]
+    ROWS: gl.constexpr = BOX_H * BOX_W
+    COLUMNS: gl.constexpr = weight.block_type.shape[0]
+    CHUNK: gl.constexpr = out.block_type.shape[4]
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    a_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, ROWS, DEPTH], weight.layout)
+    w_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, COLUMNS, DEPTH], weight.layout)
+    tail_tiles = w_tiles  # not used without a tail
+    if TAIL:
+        tail_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, TAIL, DEPTH], weight.layout)
+    STAGING: gl.constexpr = _matrix_layout(CHUNK)
+    staging = gl.allocate_shared_memory(DTYPE, [(COLUMNS + TAIL) // CHUNK, ROWS, CHUNK], STAGING)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    staged = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=1)
+    for consumer in gl.static_range(2):
+        mbarrier.init(turns.index(consumer), count=1)
+        mbarrier.init(staged.index(consumer), count=1)
+    mbarrier.init(free, count=1)
+    fence_async_shared()
+    operands = (a_tiles, w_tiles, tail_tiles, full, empty)
+    hand_over = (staging, staged, free)
+    sizes = (boxes, T, H, W, N)
+    TAPS: gl.constexpr = KT * KH * KH
+    STEPS: gl.constexpr = TAPS * (C // DEPTH)
+    gl.warp_specialize(
+        [
+            (_consume, (0, operands, turns, hand_over, residual, out, bias, sizes, STEPS, TAIL, UPSAMPLE, INTERLEAVE)),
+            (_consume, (1, operands, turns, hand_over, residual, out, bias, sizes, STEPS, TAIL, UPSAMPLE, INTERLEAVE)),
+            (_load_operands, (x, weight, weight_tail, operands, sizes, C, KT, KH, TAIL, UPSAMPLE)),
+            (_load_residuals, (residual, out, hand_over, sizes, STEPS * DEPTH, UPSAMPLE, INTERLEAVE)),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )
+
+
+@gluon.constexpr_function
+def _matrix_layout(columns):
+    """Of a matrix of 16-bit elements in shared memory, whose rows are swizzled."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=2 * columns, element_bitwidth=16, rank=2)
+
+
+@gluon.jit
+def _count_tiles(sizes, COLUMNS: gl.constexpr):
+    boxes, _, _, _, N = sizes
+    return boxes * gl.cdiv(N, COLUMNS)
+
+
+@gluon.jit
+def _locate(
+    tile, sizes, K: gl.constexpr, UPSAMPLE: gl.constexpr, BOX_H: gl.constexpr, BOX_W: gl.constexpr,
+    COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """The sample, frame, top, left and phases of a tile's box, and the column at which it begins. K: channels that a
+    result is the sum over."""
+    boxes, T, H, W, N = sizes
+    _, box, column_tile = _locate_in_group(tile, boxes, gl.cdiv(N, COLUMNS), 2 * BOX_H * BOX_W * K, 2 * COLUMNS * K)
+    sample, frame, top, left, phase_y, phase_x = _locate_box(box, T, H, W, UPSAMPLE, BOX_H, BOX_W)
+    return sample, frame, top, left, phase_y, phase_x, column_tile * COLUMNS
+
+
+@gluon.jit
+def _locate_result(
+    tile, sizes, K: gl.constexpr, UPSAMPLE: gl.constexpr, INTERLEAVE: gl.constexpr, BOX_H: gl.constexpr,
+    BOX_W: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """Where a tile's result begins in the five dimensions of residual and result, and the column. No tile has columns
+    of two interleaved frames."""
+    _, T, _, _, N = sizes
+    sample, frame, top, left, phase_y, phase_x, column = _locate(tile, sizes, K, UPSAMPLE, BOX_H, BOX_W, COLUMNS)
+    channels = N // INTERLEAVE
+    part = column // channels if INTERLEAVE > 1 else 0
+    image = (sample * T + frame) * INTERLEAVE + part
+    return image, top, phase_y, left, phase_x * channels + column - part * channels, column
+
+
+@gluon.jit
+def _load_operands(
+    x, weight, weight_tail, operands, sizes, C: gl.constexpr, KT: gl.constexpr, KH: gl.constexpr,
+    TAIL: gl.constexpr, UPSAMPLE: gl.constexpr,
+):  # fmt: skip
+    """One warp: the operands of every step."""
+    a_tiles, w_tiles, tail_tiles, full, empty = operands
+    _, T, _, _, _ = sizes
+    BOX_H: gl.constexpr = x.block_type.shape[1]
+    BOX_W: gl.constexpr = x.block_type.shape[2]
+    DEPTH: gl.constexpr = x.block_type.shape[3]
+    COLUMNS: gl.constexpr = w_tiles.shape[1]
+    STAGES: gl.constexpr = w_tiles.shape[0]
+    CHUNKS: gl.constexpr = C // DEPTH
+    TAPS: gl.constexpr = KT * KH * KH
+    step = 0
+    for tile in range(gl.program_id(0), _count_tiles(sizes, COLUMNS + TAIL), gl.num_programs(0)):
+        sample, frame, top, left, phase_y, phase_x, column = _locate(
+            tile, sizes, TAPS * C, UPSAMPLE, BOX_H, BOX_W, COLUMNS + TAIL
+        )
+        image = sample * (T + KT - 1) + frame
+        for k in range(TAPS * CHUNKS):
+            tap = k // CHUNKS
+            y = top + _find_shift(tap // KH % KH, phase_y, KH, UPSAMPLE)
+            left_of_tap = left + _find_shift(tap % KH, phase_x, KH, UPSAMPLE)
+            slot = step % STAGES
+            arrived = full.index(slot)
+            mbarrier.wait(empty.index(slot), (step // STAGES) & 1 ^ 1)
+            mbarrier.expect(arrived, (BOX_H * BOX_W + COLUMNS + TAIL) * DEPTH * 2)
+            a_tile = a_tiles.index(slot)._reinterpret(x.dtype, [1, BOX_H, BOX_W, DEPTH], x.layout)
+            tma_load(x, [image + tap // (KH * KH), y, left_of_tap, k % CHUNKS * DEPTH], arrived, a_tile)
+            tma_load(weight, [column, k * DEPTH], arrived, w_tiles.index(slot))
+            if TAIL:
+                tma_load(weight_tail, [column + COLUMNS, k * DEPTH], arrived, tail_tiles.index(slot))
+            step += 1
+
+
+@gluon.jit
+def _load_residuals(residual, out, hand_over, sizes, K: gl.constexpr, UPSAMPLE: gl.constexpr, INTERLEAVE: gl.constexpr):
+    """One warp: the staging buffer for the consumers in turn, with the residual if there is one."""
+    staging, staged, free = hand_over
+    BOX_H: gl.constexpr = out.block_type.shape[1]
+    BOX_W: gl.constexpr = out.block_type.shape[3]
+    CHUNKS: gl.constexpr = staging.shape[0]
+    CHUNK: gl.constexpr = staging.shape[2]
+    count = 0
+    for tile in range(gl.program_id(0), _count_tiles(sizes, CHUNKS * CHUNK), gl.num_programs(0)):
+        image, top, phase_y, left, place, _ = _locate_result(
+            tile, sizes, K, UPSAMPLE, INTERLEAVE, BOX_H, BOX_W, CHUNKS * CHUNK
+        )
+        mbarrier.wait(free, count & 1 ^ 1)
+        arrived = staged.index(count % 2)
+        if residual is None:
+            mbarrier.arrive(arrived)
+        else:
+            mbarrier.expect(arrived, BOX_H * BOX_W * CHUNKS * CHUNK * 2)
+            for i in gl.static_range(CHUNKS):
+                tma_load(
+                    residual, [image, top, phase_y, left, place + i * CHUNK], arrived, _as_box(staging, i, residual)
+                )
+        count += 1  # noqa: SIM113
+
+
+@gluon.jit
+def _as_box(staging, index, descriptor):
+    """A chunk of the staging buffer as a box of a descriptor."""
+    BOX_H: gl.constexpr = descriptor.block_type.shape[1]
+    BOX_W: gl.constexpr = descriptor.block_type.shape[3]
+    CHUNK: gl.constexpr = descriptor.block_type.shape[4]
+    return staging.index(index)._reinterpret(descriptor.dtype, [1, BOX_H, 1, BOX_W, CHUNK], descriptor.layout)
+
+
+@gluon.jit
+def _consume(
+    CONSUMER: gl.constexpr, operands, turns, hand_over, residual, out, bias, sizes,
+    STEPS: gl.constexpr, TAIL: gl.constexpr, UPSAMPLE: gl.constexpr, INTERLEAVE: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: every second tile of the program."""
+    a_tiles, w_tiles, tail_tiles, full, empty = operands
+    staging, staged, free = hand_over
+    ROWS: gl.constexpr = a_tiles.shape[1]
+    DEPTH: gl.constexpr = a_tiles.shape[2]
+    COLUMNS: gl.constexpr = w_tiles.shape[1]
+    STAGES: gl.constexpr = w_tiles.shape[0]
+    CHUNK: gl.constexpr = staging.shape[2]
+    BOX_H: gl.constexpr = out.block_type.shape[1]
+    BOX_W: gl.constexpr = out.block_type.shape[3]
+    first = gl.program_id(0) + CONSUMER * gl.num_programs(0)
+    step = CONSUMER * STEPS
+    count = 0
+    for tile in range(first, _count_tiles(sizes, COLUMNS + TAIL), 2 * gl.num_programs(0)):
+        # Without its turn a consumer could wait for a phase of full that is two ahead, which reads as complete.
+        mbarrier.wait(turns.index(CONSUMER), count & 1 ^ (1 - CONSUMER))
+        mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
+        acc = multiply(a_tiles, w_tiles, gl.zeros([ROWS, COLUMNS], gl.float32, sum_layout(COLUMNS, 16)), step, False)
+        if TAIL:
+            zeros = gl.zeros([ROWS, TAIL], gl.float32, sum_layout(TAIL, 16))
+            acc_tail = multiply(a_tiles, tail_tiles, zeros, step, False)
+            acc, acc_tail = warpgroup_mma_wait(2, deps=(acc, acc_tail))
+        else:
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+        for _ in range(1, STEPS):
+            step += 1
+            mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
+            token = multiply(a_tiles, w_tiles, acc, step, True)
+            if TAIL:
+                token_tail = multiply(a_tiles, tail_tiles, acc_tail, step, True)
+                acc, acc_tail = warpgroup_mma_wait(2, deps=(token, token_tail))  # all but this step's
+            else:
+                acc = warpgroup_mma_wait(1, deps=(token,))
+            mbarrier.arrive(empty.index((step - 1) % STAGES))
+        mbarrier.arrive(turns.index(1 - CONSUMER))
+        place = _locate_result(tile, sizes, STEPS * DEPTH, UPSAMPLE, INTERLEAVE, BOX_H, BOX_W, COLUMNS + TAIL)
+        if TAIL:
+            acc, acc_tail = warpgroup_mma_wait(0, deps=(acc, acc_tail))
+        else:
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(empty.index(step % STAGES))
+        step += 1 + STEPS  # past the other consumer's
+        mbarrier.wait(staged.index(CONSUMER), count & 1)
+        _store(acc, place, 0, staging, 0, residual, out, bias, sizes)
+        if TAIL:
+            _store(acc_tail, place, COLUMNS, staging, COLUMNS // CHUNK, residual, out, bias, sizes)
+        tma.store_wait(0)  # until the stores have read the staging buffer
+        mbarrier.arrive(free)
+        count += 1  # noqa: SIM113
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _store(acc, place, OFFSET: gl.constexpr, staging, INDEX: gl.constexpr, residual, out, bias, sizes):
+    """The epilogue of the columns from OFFSET on of a tile at a place, a chunk at a time, in the staging buffers from
+    INDEX on."""
+    ROWS: gl.constexpr = acc.shape[0]
+    COLUMNS: gl.constexpr = acc.shape[1]
+    CHUNK: gl.constexpr = staging.shape[2]
+    if COLUMNS > CHUNK:
+        HALF: gl.constexpr = COLUMNS // 2
+        left, right = acc.reshape([ROWS, 2, HALF]).permute([0, 2, 1]).split()
+        left = gl.convert_layout(left, part_of(acc.type.layout, HALF), assert_trivial=True)
+        right = gl.convert_layout(right, part_of(acc.type.layout, HALF), assert_trivial=True)
+        NEXT: gl.constexpr = INDEX + HALF // CHUNK
+        _store(left, place, OFFSET, staging, INDEX, residual, out, bias, sizes)
+        _store(right, place, OFFSET + HALF, staging, NEXT, residual, out, bias, sizes)
+    else:
+        image, top, phase_y, left_of_box, channel, column = place
+        _, _, _, _, N = sizes
+        if bias is not None:
+            columns = column + OFFSET + gl.arange(0, COLUMNS, gl.SliceLayout(0, acc.type.layout))
+            acc += gl.load(bias + columns, mask=columns < N, other=0.0).to(gl.float32)[None, :]
+        buffer = staging.index(INDEX)
+        if residual is not None:
+            acc += buffer.load(acc.type.layout).to(gl.float32)
+        buffer.store(acc.to(out.dtype))
+        fence_async_shared()
+        tma_store(out, [image, top, phase_y, left_of_box, channel + OFFSET], _as_box(staging, INDEX, out))

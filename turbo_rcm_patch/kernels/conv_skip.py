@@ -1,0 +1,296 @@
+"""conv_skip: a causal convolution that ends in the residual, ``residual + (x ∗ W + b)``, as one implicit GEMM.
+
+x [B, T + kt − 1, H, W, C], W [N, kt, kh, kw, C], b [N], residual and result [B, T, H', W', N], all packed and of one
+dtype (fp32, fp16, bf16). The kt − 1 frames before a frame are given: zeros, or the end of what came before. Height and
+width are padded with zeros. The sums are in fp32 and rounded once. Without a gradient of its own: the reference runs
+under autograd.
+
+    upsample     every pixel of x stands for 2×2: H' = 2H, W' = 2W. An output pixel of one of the four phases, even and
+                 odd rows and columns, reads the same pixels of x as its neighbours of that phase; a tile has one phase.
+    interleave   with 2, W has rows for two frames: of the first, then of the second. Result frame 2t + i has rows i.
+
+A tile of the result is a box of pixels of one frame. For each place in W's window the same box of x, shifted, is
+multiplied. On sm_90 and newer TMA reads the boxes, and what lies outside of the image as zeros; elsewhere, and where
+a pixel's channels are no multiple of 16 bytes, pointers and masks do. On sm_90 itself conv_hopper.py has a kernel that
+takes most sizes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from . import conv_hopper, reference
+from .conv_tiles import ConvTiles, choose_conv_tiles, find_shift, locate_box
+from .dispatch import device_properties, kernel_op, use_triton
+from .gemm import epilogue_in_parts, locate_tile
+from .launch import launch_kernel
+from .tma import TMA_CAPABILITY
+
+
+def conv_skip(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    *,
+    upsample: bool = False,
+    interleave: int = 1,
+    implementation: str = "auto",
+) -> torch.Tensor:
+    """``residual + (x ∗ W + b)``, [B, T · interleave, H', W', N] in x's dtype.
+
+    x: [B, T + kt − 1, H, W, C]. weight: [N · interleave, kt, kh, kw, C] with kt 1 or 3 and kh = kw 1 or 3, as
+        ``Conv3d.weight.permute(0, 2, 3, 4, 1)``. bias: [N · interleave] or None. residual: as the result, or None.
+        They are copied where they are not packed.
+    upsample: whether x is doubled in height and width first, each pixel repeated (H' = 2H, W' = 2W; else H, W). With
+        kt 1 and kh 3.
+    interleave: 1, or 2 for a weight with rows of two frames for one.
+    implementation: "auto", "triton" or "torch" (see dispatch.py).
+
+    Differentiable by the reference. Raises ValueError for other kernel sizes, and for shapes, dtypes or devices that do
+    not fit together.
+    """
+    _check(x, weight, bias, residual, upsample, interleave)
+    tensors = (x, weight, bias, residual)
+    if use_triton(implementation, *tensors, has_gradient=False):
+        return _conv_skip(*tensors, upsample, interleave)
+    return reference.conv_skip(*tensors, upsample, interleave)
+
+
+def result_shape(x: torch.Tensor, weight: torch.Tensor, upsample: bool, interleave: int) -> tuple[int, ...]:
+    """Of `conv_skip`."""
+    B, frames, H, W, _ = x.shape
+    scale = 2 if upsample else 1
+    return B, (frames - weight.shape[1] + 1) * interleave, H * scale, W * scale, weight.shape[0] // interleave
+
+
+def _check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    upsample: bool,
+    interleave: int,
+) -> None:
+    if x.dim() != 5 or weight.dim() != 5 or x.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"conv_skip: x has shape {list(x.shape)} and weight {list(weight.shape)}; they must be "
+            "[B, T + kt − 1, H, W, C] and [N, kt, kh, kw, C]: a convolution's weight.permute(0, 2, 3, 4, 1)."
+        )
+    kt, kh, kw = window = weight.shape[1:4]
+    if kt not in (1, 3) or kh not in (1, 3) or kh != kw:
+        raise ValueError(f"conv_skip: the window is {list(window)}; accepted are kt 1 or 3 and kh = kw 1 or 3.")
+    if upsample and (kt, kh) != (1, 3):
+        raise ValueError(f"conv_skip: upsample=True with the window {list(window)}; it goes with [1, 3, 3] only.")
+    if interleave not in (1, 2) or weight.shape[0] % interleave:
+        raise ValueError(
+            f"conv_skip: interleave={interleave} with {weight.shape[0]} rows of weight; accepted are 1, and 2 with an "
+            "even number of rows."
+        )
+    if x.shape[1] < kt - 1:
+        raise ValueError(f"conv_skip: x has {x.shape[1]} frames; a window of {kt} needs {kt - 1} before the first.")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"conv_skip: bias has shape {list(bias.shape)}; it must be [{weight.shape[0]}].")
+    expected = result_shape(x, weight, upsample, interleave)
+    if residual is not None and residual.shape != expected:
+        raise ValueError(f"conv_skip: residual has shape {list(residual.shape)} but the result has {list(expected)}.")
+    dtypes = sorted({str(tensor.dtype) for tensor in (x, weight, bias, residual) if tensor is not None})
+    if len(dtypes) > 1:
+        raise ValueError(f"conv_skip: the tensors have the dtypes {', '.join(dtypes)}; cast them to one.")
+
+
+@kernel_op("conv_skip")
+def _conv_skip(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    upsample: bool,
+    interleave: int,
+) -> torch.Tensor:
+    out = x.new_empty(result_shape(x, weight, upsample, interleave))
+    if out.numel() == 0:
+        return out
+    x, weight = x.contiguous(), weight.contiguous()
+    bias, residual = (None if tensor is None else tensor.contiguous() for tensor in (bias, residual))
+    if conv_hopper.why_not(x, weight, residual, upsample, interleave) is None:
+        conv_hopper.launch(x, weight, bias, residual, out, upsample, interleave)
+    else:
+        _launch(x, weight, bias, residual, out, upsample, interleave)
+    return out
+
+
+@_conv_skip.register_fake
+def _(x, weight, bias, residual, upsample, interleave):
+    return x.new_empty(result_shape(x, weight, upsample, interleave))
+
+
+def _launch(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
+    out: torch.Tensor, upsample: bool, interleave: int,
+) -> None:  # fmt: skip
+    """Write the result to out with the portable kernel; all are packed."""
+    B, frames, H, W, C = x.shape
+    N, kt, kh, kw, _ = weight.shape
+    if kh == 1:
+        H, W = 1, H * W  # no pixel reads another
+    capability, _ = device_properties(x.device)
+    descriptors = capability >= TMA_CAPABILITY and _fits_tma(x) and _fits_tma(weight)
+    tiles = choose_conv_tiles(capability, x.dtype, descriptors, H, W, C, N)
+    T, phases = frames - kt + 1, 4 if upsample else 1
+    boxes = B * T * phases * triton.cdiv(H, tiles.box_height) * triton.cdiv(W, tiles.box_width)
+    images, weights = x.view(B * frames, H, W, C), weight.view(N, kt * kh * kw, C).transpose(0, 1)
+    operands = (images, weights, None)
+    if descriptors:
+        operands = (
+            TensorDescriptor.from_tensor(images, [1, tiles.box_height, tiles.box_width, tiles.depth]),
+            TensorDescriptor.from_tensor(weights, [1, tiles.columns, tiles.depth]),
+            TensorDescriptor.from_tensor(weights, [1, tiles.tail, tiles.depth]) if tiles.tail else None,
+        )
+    with torch.cuda.device_of(x):
+        launch_kernel(
+            _conv_skip_kernel,
+            (boxes * triton.cdiv(N, tiles.columns + tiles.tail),),
+            *operands,
+            *(bias, residual, out),
+            *(boxes, T, H, W, N),
+            C=C,
+            KT=kt,
+            KH=kh,
+            UPSAMPLE=upsample,
+            INTERLEAVE=interleave,
+            DESCRIPTORS=descriptors,
+            **_tile_options(tiles),
+        )
+
+
+def _fits_tma(tensor: torch.Tensor) -> bool:
+    """Whether TMA can read a packed tensor [..., C]; there is no tensor-core product in fp32 to read it for."""
+    aligned = tensor.shape[-1] * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0
+    return aligned and tensor.element_size() == 2
+
+
+def _tile_options(tiles: ConvTiles) -> dict[str, object]:
+    return {
+        "BOX_H": tiles.box_height,
+        "BOX_W": tiles.box_width,
+        "COLUMNS": tiles.columns,
+        "TAIL": tiles.tail,
+        "DEPTH": tiles.depth,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
+
+
+@triton.jit(do_not_specialize=("boxes", "T", "H", "W"))
+def _conv_skip_kernel(
+    x, weight, weight_tail, bias, residual, out, boxes, T, H, W, N,
+    C: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr, UPSAMPLE: tl.constexpr, INTERLEAVE: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, BOX_H: tl.constexpr, BOX_W: tl.constexpr,
+    COLUMNS: tl.constexpr, TAIL: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """x: [B · (T + KT − 1), H, W, C]. weight: [KT · KH · KH, N, C], with the strides of [N, KT · KH · KH, C].
+    weight_tail: its descriptor for the columns of a tile past a power of two. boxes: of all frames and phases. N: rows
+    of the weight, of all frames that are interleaved."""
+    ROWS: tl.constexpr = BOX_H * BOX_W
+    TAPS: tl.constexpr = KT * KH * KH
+    CHUNKS: tl.constexpr = (C + DEPTH - 1) // DEPTH
+    BYTES: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
+    column_tiles = tl.cdiv(N, COLUMNS + TAIL)
+    tile = tl.program_id(0)
+    _, box, column_tile = locate_tile(tile, boxes, column_tiles, ROWS * C * BYTES, (COLUMNS + TAIL) * TAPS * C * BYTES)
+    sample, frame, top, left, phase_y, phase_x = locate_box(box, T, H, W, UPSAMPLE, BOX_H, BOX_W)
+    image = sample * (T + KT - 1) + frame
+    column = column_tile * (COLUMNS + TAIL)
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if TAIL:
+        acc_tail = tl.zeros((ROWS, TAIL), tl.float32)
+    for step in range(TAPS * CHUNKS):
+        tap = step // CHUNKS
+        c = step % CHUNKS * DEPTH
+        shift_y = find_shift(tap // KH % KH, phase_y, KH, UPSAMPLE)
+        shift_x = find_shift(tap % KH, phase_x, KH, UPSAMPLE)
+        source = (image + tap // (KH * KH), top + shift_y, left + shift_x)
+        a_tile = _load_box(x, source, c, H, W, C, DESCRIPTORS, BOX_H, BOX_W, DEPTH)
+        w_tile = _load_weight(weight, tap, column, c, N, C, TAPS, DESCRIPTORS, COLUMNS, DEPTH)
+        acc = tl.dot(a_tile, w_tile.T, acc, input_precision="ieee")
+        if TAIL:
+            tail = weight_tail if DESCRIPTORS else weight
+            w_tail = _load_weight(tail, tap, column + COLUMNS, c, N, C, TAPS, DESCRIPTORS, TAIL, DEPTH)
+            acc_tail = tl.dot(a_tile, w_tail.T, acc_tail, input_precision="ieee")
+    pixels_of_frame = H * W * (4 if UPSAMPLE else 1)
+    pixels, inside = _locate_pixels(top, left, phase_y, phase_x, H, W, UPSAMPLE, BOX_H, BOX_W)
+    pixels += (sample * T + frame).to(tl.int64) * INTERLEAVE * pixels_of_frame
+    arguments = (bias, residual, out, pixels, inside, pixels_of_frame, N // INTERLEAVE)
+    unscaled = (None, None)
+    epilogue_in_parts(acc, unscaled, 0, 0, column, ROWS, N, _store, arguments, None, ROWS, COLUMNS)
+    if TAIL:
+        epilogue_in_parts(acc_tail, unscaled, 0, 0, column + COLUMNS, ROWS, N, _store, arguments, None, ROWS, TAIL)
+
+
+@triton.jit
+def _load_box(
+    x, source, c, H, W, C: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    BOX_H: tl.constexpr, BOX_W: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Channels c..c+DEPTH of a box of an image, [BOX_H · BOX_W, DEPTH]; zero outside of the image."""
+    image, top, left = source
+    if DESCRIPTORS:
+        return x.load([image, top, left, c]).reshape(BOX_H * BOX_W, DEPTH)
+    else:
+        pixels = tl.arange(0, BOX_H * BOX_W)
+        y = top + pixels // BOX_W
+        column = left + pixels % BOX_W
+        channels = c + tl.arange(0, DEPTH)
+        inside = (y >= 0) & (y < H) & (column >= 0) & (column < W)
+        offsets = ((image.to(tl.int64) * H + y) * W + column) * C
+        mask = inside[:, None] & (channels < C)[None, :]
+        return tl.load(x + offsets[:, None] + channels[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_weight(
+    weight, tap, column, c, N, C: tl.constexpr, TAPS: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Channels c..c+DEPTH of rows of the weight at a place in its window, [COLUMNS, DEPTH]; zero past the last."""
+    if DESCRIPTORS:
+        return weight.load([tap, column, c]).reshape(COLUMNS, DEPTH)
+    else:
+        rows = column + tl.arange(0, COLUMNS)
+        channels = c + tl.arange(0, DEPTH)
+        offsets = rows.to(tl.int64) * (TAPS * C) + tap * C
+        mask = (rows < N)[:, None] & (channels < C)[None, :]
+        return tl.load(weight + offsets[:, None] + channels[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _locate_pixels(top, left, phase_y, phase_x, H, W, UPSAMPLE: tl.constexpr, BOX_H: tl.constexpr, BOX_W: tl.constexpr):
+    """Where in a frame of the result the pixels of a box are, and which are there."""
+    pixels = tl.arange(0, BOX_H * BOX_W)
+    y = top + pixels // BOX_W
+    column = left + pixels % BOX_W
+    inside = (y < H) & (column < W)
+    if UPSAMPLE:
+        y = 2 * y + phase_y
+        column = 2 * column + phase_x
+        W = 2 * W
+    return (y * W + column).to(tl.int64), inside
+
+
+@triton.jit
+def _store(acc, sample, rows, columns, M, N, arguments, KINDS: tl.constexpr):
+    """N: rows of the weight, of which every frame that is interleaved has `channels`."""
+    bias, residual, out, pixels, inside, pixels_of_frame, channels = arguments
+    column_mask = columns < N
+    mask = inside[:, None] & column_mask[None, :]
+    places = (columns // channels).to(tl.int64) * pixels_of_frame * channels + columns % channels
+    offsets = (pixels * channels)[:, None] + places[None, :]
+    if bias is not None:
+        acc += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    if residual is not None:
+        acc += tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=mask)
