@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from diffusers import AutoencoderKLWan
-from diffusers.models.autoencoders.autoencoder_kl_wan import WanAttentionBlock, WanRMS_norm
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanAttentionBlock, WanResample, WanRMS_norm
 from diffusers.utils.torch_utils import get_module_execution_device
 from torch import nn
 
@@ -27,7 +27,7 @@ from .steps import attention, convolution, kernel_size, rms_norm
 
 __all__ = ["bindings", "decoder_notes", "decoder_steps", "vae_state", "why_left_alone"]
 
-POSITIONS = 21 * 60 * 104  # of the latents of 81 frames at 832×480
+FRAMES, HEIGHT, WIDTH = 21, 60, 104  # of the latents of 81 frames at 832×480
 
 
 def why_left_alone(vae: nn.Module) -> str | None:
@@ -60,13 +60,23 @@ def decoder_steps(vae: AutoencoderKLWan) -> Iterator[tuple[str, list[Step]]]:
     if reason is not None:
         yield "decoder", [Step(vae.decoder, MODULE, reason)]
         return
-    call = call_for(vae, 1, POSITIONS, get_module_execution_device(vae), vae.dtype)
+    call = call_for(vae, 1, FRAMES * HEIGHT * WIDTH, get_module_execution_device(vae), vae.dtype)
     modules = [vae.post_quant_conv, *vae.decoder.modules()]
-    convolutions = [module for module in modules if isinstance(module, (nn.Conv2d, nn.Conv3d))]
-    yield "convolution", [convolution(conv, call) for conv in convolutions if kernel_size(conv) != (1, 1, 1)]
-    yield "projection", [convolution(conv, call) for conv in convolutions if kernel_size(conv) == (1, 1, 1)]
+    convolutions = list(_convolutions(vae))
+    for name, is_projection in (("convolution", False), ("projection", True)):
+        of_kind = [pair for pair in convolutions if (kernel_size(pair[0]) == (1, 1, 1)) == is_projection]
+        yield name, [convolution(conv, call, (scale * HEIGHT, scale * WIDTH)) for conv, scale in of_kind]
     yield "norm + SiLU", [rms_norm(module, call) for module in modules if type(module) is WanRMS_norm]
     yield "attention", [attention(module.dim, call) for module in modules if type(module) is WanAttentionBlock]
+
+
+def _convolutions(vae: AutoencoderKLWan) -> Iterator[tuple[nn.Module, int]]:
+    """The decoder's convolutions, each with how many times as high and wide as the latents its input is."""
+    decoder, scale = vae.decoder, 1
+    for part in (vae.post_quant_conv, decoder.conv_in, decoder.mid_block, *decoder.up_blocks, decoder.conv_out):
+        modules = list(part.modules())
+        yield from ((module, scale) for module in modules if isinstance(module, (nn.Conv2d, nn.Conv3d)))
+        scale *= 2 if any(type(module) is WanResample for module in modules) else 1
 
 
 def decoder_notes(vae: AutoencoderKLWan) -> list[str]:

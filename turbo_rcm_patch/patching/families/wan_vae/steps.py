@@ -18,18 +18,38 @@ from ...plan import LINEAR, REFERENCE, Call, Step
 CONVOLUTION = "PyTorch convolution"
 
 
-def convolution(conv: nn.Conv2d | nn.Conv3d, call: Call) -> Step:
+def convolution(conv: nn.Conv2d | nn.Conv3d, call: Call, image: tuple[int, int] | None = None) -> Step:
     """A convolution whose input begins with the kt - 1 frames before it, so that nothing is padded in time.
 
     Step: (x [B, T + kt - 1, H, W, C], residual=None, *, upsample=False, interleave=1) -> [B, T, H, W, N] (+ residual).
     upsample: to twice the height and width by nearest neighbours, before. interleave=2: the channels are those of two
     frames, [B, 2 T, H, W, N / 2].
+    image: the height and width of x, where the step is to name the kernel that serves these.
     """
-    run = partial(_convolution, conv)
     if kernel_size(conv) == (1, 1, 1):
-        return Step(run, LINEAR)
-    _, reason = call.choose()
-    return Step(run, CONVOLUTION, reason or "nobody has timed ours on this GPU")
+        return Step(partial(_convolution, conv), LINEAR)
+    implementation, reason = call.choose()
+    if reason is None and implementation == "auto":
+        reason = kernels.why_conv(call.device, call.dtype)
+    if reason is not None:
+        return Step(partial(_convolution, conv), CONVOLUTION, reason)
+    kernel = "conv_skip" if image is None else _kernel_name(conv, implementation, call, image)
+    return Step(partial(_conv_skip, conv, implementation), kernel)
+
+
+def _kernel_name(conv: nn.Conv2d | nn.Conv3d, implementation: str, call: Call, image: tuple[int, int]) -> str:
+    """Of a convolution of four frames."""
+    kt, kh, kw = kernel_size(conv)
+    shape = call.batch, kt + 3, *image, conv.in_channels
+    options = {"upsample": isinstance(conv, nn.Conv2d) and kh > 1, "interleave": 2 if (kt, kh) == (3, 1) else 1}
+    weight_shape = conv.out_channels, kt, kh, kw, conv.in_channels
+    return kernels.conv_kernel(implementation, call.device, call.dtype, shape, weight_shape, **options)
+
+
+def _packed_weight(conv: nn.Conv2d | nn.Conv3d) -> torch.Tensor:
+    """A convolution's weight as kernels read it best, [N, kt, kh, kw, C]. Packed at each call, which takes little of
+    what the convolution takes: kept, all of them would be a large part of a decode's memory."""
+    return conv.weight.unflatten(1, (-1, *(1,) * (5 - conv.weight.dim()))).permute(0, 2, 3, 4, 1).contiguous()
 
 
 def kernel_size(conv: nn.Conv2d | nn.Conv3d) -> tuple[int, int, int]:
@@ -37,19 +57,24 @@ def kernel_size(conv: nn.Conv2d | nn.Conv3d) -> tuple[int, int, int]:
     return (*(1,) * (3 - len(conv.kernel_size)), *conv.kernel_size)
 
 
+def _conv_skip(conv, implementation, x, residual=None, *, upsample=False, interleave=1):
+    options = {"upsample": upsample, "interleave": interleave, "implementation": implementation}
+    return kernels.conv_skip(x, _packed_weight(conv), conv.bias, residual, **options)
+
+
 def _convolution(conv, x, residual=None, *, upsample=False, interleave=1):
     if upsample:
         x = _nearest(x)
-    kt, kh, kw = kernel_size(conv)
+    (kt, kh, kw), weight = kernel_size(conv), _packed_weight(conv)
     if (kt, kh, kw) == (1, 1, 1):
-        y = F.linear(x, conv.weight.flatten(1), conv.bias)
+        y = F.linear(x, weight.flatten(1), conv.bias)
     elif kt == 1:
-        frames, weight = x.flatten(0, 1).permute(0, 3, 1, 2), conv.weight.flatten(1, -3)
+        frames, weight = x.flatten(0, 1).permute(0, 3, 1, 2), weight[:, 0].permute(0, 3, 1, 2)
         y = F.conv2d(frames, weight, conv.bias, padding=(kh // 2, kw // 2)).permute(0, 2, 3, 1)
         y = y.unflatten(0, x.shape[:2])
     else:
-        y = F.conv3d(x.permute(0, 4, 1, 2, 3), conv.weight, conv.bias, padding=(0, kh // 2, kw // 2))
-        y = y.permute(0, 2, 3, 4, 1)
+        x, weight = (tensor.permute(0, 4, 1, 2, 3) for tensor in (x, weight))
+        y = F.conv3d(x, weight, conv.bias, padding=(0, kh // 2, kw // 2)).permute(0, 2, 3, 4, 1)
     if interleave > 1:
         y = y.unflatten(-1, (interleave, -1)).movedim(-2, 2).flatten(1, 2)
     return y if residual is None else y.add_(residual)
