@@ -102,6 +102,16 @@ def _check(q, k, v, proj_weight, proj_bias, topk, block_map, block_q, block_k, q
             )
     if (topk is None) == (block_map is None):
         raise ValueError("sparse_linear_attention: give either topk or block_map.")
+    check_sparsity(topk, block_q, block_k)
+    if v_format is not None and (not quantized or v_format not in V_FORMATS):
+        raise ValueError(
+            f"sparse_linear_attention: v_format={v_format} with quantized={quantized}; accepted are float8_e4m3fn, "
+            "float16 and None with quantized=True, else None."
+        )
+
+
+def check_sparsity(topk: float | None, block_q: int | None, block_k: int | None) -> None:
+    """Raise ValueError for a share or sizes of blocks that have no meaning. None: not given."""
     if topk is not None and not 0 < topk <= 1:
         raise ValueError(f"sparse_linear_attention: topk={topk}; it is a share of the key blocks, in (0, 1].")
     if (block_q is None) != (block_k is None):
@@ -109,11 +119,6 @@ def _check(q, k, v, proj_weight, proj_bias, topk, block_map, block_q, block_k, q
     for name, block in (("block_q", block_q), ("block_k", block_k)):
         if block is not None and block < 1:
             raise ValueError(f"sparse_linear_attention: {name}={block}; a block has at least one token.")
-    if v_format is not None and (not quantized or v_format not in V_FORMATS):
-        raise ValueError(
-            f"sparse_linear_attention: v_format={v_format} with quantized={quantized}; accepted are float8_e4m3fn, "
-            "float16 and None with quantized=True, else None."
-        )
 
 
 def _check_block_map(block_map, q, block_q, block_k):
