@@ -46,8 +46,8 @@ def sparse_attention_forward(
 ) -> None:
     """Write softmax attention to the kept blocks plus the linear branch to out.
 
-    q, k, v [B, S, H, D] with any strides; block_map [B, H, blocks, kept] int32, ascending; key_weight and state as of
-    summarize_keys; all but q, k and v packed.
+    q, k, v [B, S, H, D], bias and block_map [B, H, blocks, kept], int32 and ascending, of any strides; key_weight and
+    state as summarize_keys leaves them; out packed.
     """
     q, k, v = readable(q), readable(k), readable(v)
     batch, tokens, heads, head_dim = q.shape
@@ -60,10 +60,10 @@ def sparse_attention_forward(
             tile_operand(q, tile.BLOCK_M, capability),
             tile_operand(k, tile.BLOCK_N, capability),
             tile_operand(v, tile.BLOCK_N, capability),
-            block_map,
+            block_map.contiguous(),
             key_weight,
             state_operand(state, capability),
-            bias,
+            None if bias is None else bias.contiguous(),
             out,
             tokens,
             heads,

@@ -24,6 +24,7 @@ PROGRAMS = 2  # per multiprocessor that summarise keys
 FP32_TOKENS = 16  # at a time without tensor cores, where the tile of a product lies in registers
 FOLDED_ROWS, FOLDED_COLUMNS = 16, 16
 TINY = tl.constexpr(1e-30)
+PHI_SCALE = tl.constexpr(2.0**15)  # of φ in sums, so that in fp16 small ones keep their digits
 LOG2E = tl.constexpr(LOG2_E)
 
 
@@ -154,7 +155,7 @@ def _summarize_keys_kernel(
             block_sum += tl.sum(wide, 0)
             phi = tl.exp2((wide - tl.max(wide, 1)[:, None]) * LOG2E)
             is_key = tl.arange(0, AT_A_TIME) < tokens - start
-            phi = phi * tl.where(is_key, 1.0 / tl.sum(phi, 1), 0.0)[:, None]
+            phi = phi * tl.where(is_key, PHI_SCALE / tl.sum(phi, 1), 0.0)[:, None]
             phi_sum += tl.sum(phi, 0)
             state = tl.dot(phi.to(v_tile.dtype).T, v_tile, state, input_precision="ieee")
         row = of_head * blocks + block
@@ -181,7 +182,7 @@ def _fold_projection_kernel(
     for program in tl.range(0, programs):
         phi_sum += tl.load(phi_sums + first + program * HEAD_DIM + rows)
         k_sum += tl.load(k_sums + first + program * HEAD_DIM + rows)
-    tl.store(key_weight + of_head * HEAD_DIM + rows, phi_sum)
+    tl.store(key_weight + of_head * HEAD_DIM + rows, phi_sum / PHI_SCALE)
     tl.store(k_mean + of_head * HEAD_DIM + rows, k_sum / tokens)
 
     projected = tl.zeros((ROWS, HEAD_DIM), tl.float32)
