@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from tests.kernels.test_quantize_qkv import assert_same, formats
 from tests.oracle import DTYPES, relative_error, torch_device
 from turbo_rcm_patch.kernels import sparse_linear_attention_reference as definition
-from turbo_rcm_patch.kernels.sparse_linear_attention import _pool_queries, _summarize_keys
+from turbo_rcm_patch.kernels.quantize_qkv import QuantizedQKV, quantize_qkv
+from turbo_rcm_patch.kernels.sparse_linear_attention import _pool_queries, _summarize_8bit, _summarize_keys
 
 # B, S, H, D, tokens of a block: one token, one block of one token more than whole ones, more blocks than programs.
 SHAPES = [(1, 1, 1, 64, 64), (2, 65, 3, 64, 64), (1, 200, 2, 128, 128), (1, 570, 1, 64, 64)]
@@ -54,6 +56,24 @@ def test_the_state_is_of_projected_means_of_v(device, shape):
         assert relative_error(state, means @ weight.double().mT) <= max(torch.finfo(dtype).eps, 1e-6)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_8_bits_are_those_of_quantize_qkv(device, shape):
+    *sizes, block = shape
+    for dtype in DTYPES[device]:
+        k, v = keys_and_values(device, dtype, *sizes)
+        q, weight = v + k, torch.eye(sizes[3], device=k.device)
+        flat = [x.flatten(2) for x in (q, k, v)]
+        for v_format in formats(device):
+            pooled_q, *summaries, q8, q_scale, k8, k_scale, v8, v_scale = _summarize_8bit(
+                q, k, v, weight, block, block, v_format
+            )
+            actual = QuantizedQKV(q8, q_scale, k8, k_scale, v8, v_scale, dtype)
+            assert_same(actual, quantize_qkv(*flat, heads=sizes[2], v_format=v_format, implementation="torch"))
+            assert torch.equal(pooled_q, _pool_queries(q, block))
+            for ours, wanted in zip(summaries, _summarize_keys(k, v, weight, block), strict=True):
+                assert torch.equal(ours, wanted)
+
+
 def test_a_weight_of_any_strides(device):
     k, v = keys_and_values(device, torch.float32, 1, 70, 1, 64)
     weight = torch.randn(64, 64, device=k.device)
@@ -87,3 +107,5 @@ def test_custom_op_contracts(device):
     ops = torch.ops.turbo_rcm_patch
     torch.library.opcheck(ops.pool_queries.default, (k, 64))
     torch.library.opcheck(ops.summarize_keys.default, (k, v, torch.eye(64, device=k.device), 64))
+    arguments = (k, k, v, torch.eye(64, device=k.device), 64, 64, torch.float16)
+    torch.library.opcheck(ops.summarize_8bit.default, arguments)
