@@ -24,9 +24,10 @@ from .quantize_qkv import to_int8
 from .quantized_attention_reference import SCALE_FLOOR
 from .tma import head_strides
 
-PROGRAMS = 2  # per multiprocessor that summarise keys
+PROGRAMS = 1  # per multiprocessor that summarise keys: more have no room for their registers
 FP32_TOKENS = 16  # at a time without tensor cores, where the tile of a product lies in registers
-FOLDED_ROWS, FOLDED_COLUMNS = 16, 16
+FOLDED_ROWS, FOLDED_COLUMNS = 16, 32
+SUMMARIES = 8  # read at once: each alone would wait for memory
 TINY = tl.constexpr(1e-30)
 PHI_SCALE = tl.constexpr(2.0**15)  # of φ in sums, so that in fp16 small ones keep their digits
 LOG2E = tl.constexpr(LOG2_E)
@@ -128,8 +129,9 @@ def summarize_keys(
             HEAD_DIM=head_dim,
             ROWS=FOLDED_ROWS,
             COLUMNS=FOLDED_COLUMNS,
+            SUMMARIES=SUMMARIES,
             FLOOR=SCALE_FLOOR,
-            num_warps=4,
+            num_warps=8,
         )
     torch.sub(means, k_mean, out=pooled)
     return k_mean
@@ -207,7 +209,8 @@ def _summarize_keys_kernel(
 def _fold_projection_kernel(
     states, phi_sums, k_sums, v_maxima, weight, state, key_weight, k_mean, v_scale, tokens, heads, programs,
     weight_stride_o, weight_stride_i,
-    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FLOOR: tl.constexpr,
+    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SUMMARIES: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS rows of one head's state, from all programs' summaries. v_maxima and v_scale may be None."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -216,11 +219,14 @@ def _fold_projection_kernel(
     phi_sum = tl.zeros((ROWS,), tl.float32)
     k_sum = tl.zeros((ROWS,), tl.float32)
     v_maximum = tl.zeros((ROWS,), tl.float32)
-    for program in tl.range(0, programs):
-        phi_sum += tl.load(phi_sums + first + program * HEAD_DIM + rows)
-        k_sum += tl.load(k_sums + first + program * HEAD_DIM + rows)
+    for program in tl.range(0, programs, SUMMARIES):
+        some = program + tl.arange(0, SUMMARIES)
+        offsets = first + some[:, None] * HEAD_DIM + rows[None, :]
+        mask = (some < programs)[:, None]
+        phi_sum += tl.sum(tl.load(phi_sums + offsets, mask=mask, other=0.0), 0)
+        k_sum += tl.sum(tl.load(k_sums + offsets, mask=mask, other=0.0), 0)
         if v_maxima is not None:
-            v_maximum = tl.maximum(v_maximum, tl.load(v_maxima + first + program * HEAD_DIM + rows))
+            v_maximum = tl.maximum(v_maximum, tl.max(tl.load(v_maxima + offsets, mask=mask, other=0.0), 0))
     tl.store(key_weight + of_head * HEAD_DIM + rows, phi_sum / PHI_SCALE)
     tl.store(k_mean + of_head * HEAD_DIM + rows, k_sum / tokens)
     if v_maxima is not None:
@@ -231,9 +237,11 @@ def _fold_projection_kernel(
     for column in tl.range(0, HEAD_DIM, COLUMNS):
         columns = column + tl.arange(0, COLUMNS)
         part = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for program in tl.range(0, programs):
-            corner = states + (first + program * HEAD_DIM) * HEAD_DIM
-            part += tl.load(corner + rows[:, None] * HEAD_DIM + columns[None, :])
+        for program in tl.range(0, programs, SUMMARIES):
+            some = program + tl.arange(0, SUMMARIES)
+            row = first + some[:, None, None] * HEAD_DIM + rows[None, :, None]
+            mask = (some < programs)[:, None, None]
+            part += tl.sum(tl.load(states + row * HEAD_DIM + columns[None, None, :], mask=mask, other=0.0), 0)
         part = part / tl.maximum(phi_sum, TINY)[:, None]
         transposed = tl.load(weight + outputs[None, :] * weight_stride_o + columns[:, None] * weight_stride_i)
         projected = tl.dot(part, transposed.to(tl.float32), projected, input_precision="ieee")
