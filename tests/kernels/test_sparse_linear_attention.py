@@ -195,12 +195,17 @@ def test_other_sizes_take_the_reference(device):
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_compiles_to_one_graph(device, quantized):
-    operands = inputs(device, torch.float32, 1, 70, 2, 64)
+def test_compiles_to_one_graph_for_all_lengths(device, quantized):
     options = {"topk": 0.5, "block_q": 64, "block_k": 64, "quantized": quantized, "implementation": "triton"}
     options["v_format"] = torch.float16 if quantized else None
-    compiled = torch.compile(lambda *x: sparse_linear_attention(*x, **options), fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(*operands), sparse_linear_attention(*operands, **options))
+
+    def block(*operands):
+        return sparse_linear_attention(*operands, **options)
+
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")
+    for tokens in (70, 130):
+        operands = inputs(device, torch.float32, 1, tokens, 2, 64)
+        assert torch.equal(compiled(*operands), block(*operands))
 
 
 def test_custom_op_contracts(device):
