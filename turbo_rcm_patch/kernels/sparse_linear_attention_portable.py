@@ -142,7 +142,7 @@ def add_linear_branch(
             output = tl.dot((weights * inverse[:, None]).to(projected.dtype), projected, output)
         else:
             # Without tensor cores a product of whole tiles takes more registers than there are.
-            for first in tl.range(0, HEAD_DIM, FP32_COLUMNS):
+            for first in tl.range(0, HEAD_DIM, FP32_COLUMNS, num_stages=1):
                 some = first + tl.arange(0, FP32_COLUMNS)
                 part = load_tile(q + first, q_strides, sample, head, start, tokens, FP32_COLUMNS, BLOCK_M, FP32_COLUMNS)
                 part = tl.exp2((part.to(tl.float32) - largest[:, None]) * LOG2E) * inverse[:, None]

@@ -25,7 +25,7 @@ from .quantized_attention_reference import SCALE_FLOOR
 from .tma import head_strides
 
 PROGRAMS = 1  # per multiprocessor that summarise keys: more have no room for their registers
-FP32_TOKENS = 16  # at a time without tensor cores, where the tile of a product lies in registers
+WARP_TOKENS, FP32_TOKENS = 64, 16  # at a time, where both operands of a product, or all of it, are in registers
 FOLDED_ROWS, FOLDED_COLUMNS = 16, 32
 SUMMARIES = 8  # read at once: each alone would wait for memory
 TINY = tl.constexpr(1e-30)
@@ -86,7 +86,7 @@ def summarize_keys(
     phi_sums, k_sums = (k.new_empty((batch, heads, programs, head_dim), dtype=torch.float32) for _ in range(2))
     v_maxima = None if v_scale is None else torch.empty_like(phi_sums)
     k_mean = k.new_empty((batch, heads, 1, head_dim), dtype=torch.float32)
-    at_a_time = FP32_TOKENS if k.dtype == torch.float32 else block
+    at_a_time = _tokens_at_a_time(k.dtype, block, capability)
     with torch.cuda.device_of(k):
         launch_kernel(
             _summarize_keys_kernel,
@@ -135,6 +135,12 @@ def summarize_keys(
         )
     torch.sub(means, k_mean, out=pooled)
     return k_mean
+
+
+def _tokens_at_a_time(dtype: torch.dtype, block: int, capability: tuple[int, int]) -> int:
+    if dtype == torch.float32:
+        return FP32_TOKENS
+    return block if capability[0] in (9, 10) else min(block, WARP_TOKENS)
 
 
 @triton.jit(do_not_specialize=["tokens", "heads"])
