@@ -51,6 +51,7 @@ from turbo_rcm_patch.kernels.quantized import FP8, INT8, QuantizedWeight
 from turbo_rcm_patch.kernels.rms_norm_rope import rms_norm_rope
 from turbo_rcm_patch.kernels.rms_norm_silu import rms_norm_silu
 from turbo_rcm_patch.kernels.skip import skip
+from turbo_rcm_patch.kernels.sparse_linear_attention import sparse_linear_attention
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -315,7 +316,7 @@ def launch_kernels(device: torch.device) -> None:
 
 
 def launch_kernels_of_8_bits(values: Callable[..., torch.Tensor]) -> None:
-    """The ops of the quantized tier. values: draws a tensor of a shape and dtype."""
+    """The ops of the quantized and the sparse tier. values: draws a tensor of a shape and dtype."""
     batch, tokens, depth, channels = 2, 300, 400, 272
     x, residual, bias = values(batch, tokens, depth), values(batch, tokens, channels), values(channels)
     gate = values(1, 1, channels, dtype=FP32)
@@ -335,6 +336,10 @@ def launch_kernels_of_8_bits(values: Callable[..., torch.Tensor]) -> None:
         attention_8bit(quantized)
         attention_8bit(quantized, result=FP8)
         attention_8bit(quantized, residual=values(1, tokens, 3, head_dim), c_skip=0.5)
+        for (block_q, block_k), eight_bits in product(((128, 64), (64, 128)), (False, True)):
+            q, k, v = (values(1, tokens, 3, head_dim) for _ in range(3))
+            options = {"block_q": block_q, "block_k": block_k, "quantized": eight_bits}
+            sparse_linear_attention(q, k, v, values(head_dim, head_dim), topk=0.5, **options)
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ def _quantize_qkv(
     scale_log2: float,
     v_format: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    out = _allocate(q, k, v, norm_q, norm_k, cos, sin, heads, eps, scale_log2, v_format)
+    out = allocate_qkv(q, k, v, norm_q, norm_k, cos, sin, heads, eps, scale_log2, v_format)
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     norm_q, norm_k = (None if weight is None else weight.contiguous() for weight in (norm_q, norm_k))
     with torch.cuda.device_of(q):
@@ -158,7 +158,7 @@ def _quantize_qkv(
 
 
 @_quantize_qkv.register_fake
-def _allocate(q, k, v, norm_q, norm_k, cos, sin, heads, eps, scale_log2, v_format):
+def allocate_qkv(q, k, v, norm_q, norm_k, cos, sin, heads, eps, scale_log2, v_format):
     B, S, C = q.shape
     head_dim, groups = C // heads, (S + KEY_GROUP - 1) // KEY_GROUP
     packed = (B, S, heads, head_dim)
@@ -235,6 +235,12 @@ def _quantize_kv(k, v, weight, cos, sin, heads, eps, out_k, k_scale, out_v, v_sc
         ROWS=REDUCED_ROWS,
         num_warps=4,
     )
+    quantize_kv_tiles(k, v, weight, cos, sin, heads, rstd, k_mean, v_scale, out_k, k_scale, out_v)
+
+
+def quantize_kv_tiles(k, v, weight, cos, sin, heads, rstd, k_mean, v_scale, out_k, k_scale, out_v) -> None:
+    """Write out_k, k_scale and out_v for k, v [B, S, H·D], once k's mean and v's scale, [B, H·D], are known."""
+    B, S, C = k.shape
     launch_kernel(
         _quantize_kv_kernel,
         (heads, triton.cdiv(S, KEY_GROUP), B),  # programs that run together share cos and sin
@@ -249,12 +255,16 @@ def _quantize_kv(k, v, weight, cos, sin, heads, eps, out_k, k_scale, out_v, v_sc
         out_k,
         k_scale,
         out_v,
-        *sizes,
+        S,
+        heads,
+        *k.stride()[:2],
+        *v.stride()[:2],
+        *_table_strides(cos, sin),
+        HEAD_DIM=C // heads,
         FLOOR=SCALE_FLOOR,
         GROUP=KEY_GROUP,
         TRANSPOSED=out_v.dtype == FP8,
         num_warps=KV_WARPS,
-        **options,
     )
 
 
@@ -264,7 +274,7 @@ def _quantize_kv(k, v, weight, cos, sin, heads, eps, out_k, k_scale, out_v, v_sc
 
 
 @triton.jit
-def _to_int8(x):
+def to_int8(x):
     """x within ±127 to its nearest integer, ties to even."""
     return ((x + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS).to(tl.int8)
 
@@ -314,7 +324,7 @@ def _quantize_q_kernel(
         if cos is not None:
             y = _rotate_rows(y, cos, sin, rows, row_mask, cos_stride_s, cos_stride_d, sin_stride_s, sin_stride_d)
         step = tl.maximum(tl.max(tl.abs(y), 2) / 127.0, FLOOR)
-        values = _to_int8(y * (1.0 / step)[:, :, None])
+        values = to_int8(y * (1.0 / step)[:, :, None])
         token = sample * S + rows
         tl.store(out + token[:, None, None] * (heads * HEAD_DIM) + channels, values, mask=mask[:, :, None])
         tl.store(out_scale + token[:, None] * heads + head[None, :], tl.maximum(step * scale_log2, FLOOR), mask=mask)
@@ -410,7 +420,7 @@ def _quantize_kv_kernel(
     step = tl.maximum(tl.max(tl.abs(y)) / 127.0, FLOOR)
     corner = (sample * S + first) * (heads * HEAD_DIM) + head * HEAD_DIM
     packed = rows[:, None] * (heads * HEAD_DIM) + d[None, :]
-    tl.store(out_k + corner + packed, _to_int8(y * (1.0 / step)), mask=row_mask[:, None])
+    tl.store(out_k + corner + packed, to_int8(y * (1.0 / step)), mask=row_mask[:, None])
     tl.store(k_scale + (sample * heads + head) * tl.num_programs(1) + group, step)
 
     v_rows = rows

@@ -6,8 +6,8 @@
 
 q, k, v, out [B, S, H, D]; see sparse_linear_attention_reference.py for the definition and its source. One kernel pools
 q, two summarise k and v (sparse_linear_attention_prepass.py), PyTorch chooses the blocks, and one kernel computes both
-branches and stores their sum; with ``quantized`` its softmax takes q, k and v in 8 bits (quantize_qkv.py). No gradient:
-under autograd the reference runs.
+branches and stores their sum. With ``quantized`` its softmax takes q, k and v in 8 bits: q's, and the scale of v, come
+from the same kernels, k's and v's from one of quantize_qkv's. No gradient: under autograd the reference runs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import torch
 from . import sparse_linear_attention_8bit_portable as portable_8bit
 from . import sparse_linear_attention_portable as portable
 from . import sparse_linear_attention_reference as reference
+from .attention_tiles import readable
 from .dispatch import HOPPER, device_capability, is_gpu, kernel_op, use_triton
 from .launch import recording
-from .quantize_qkv import HEAD_DIMS, QuantizedQKV, default_v_format, quantize_qkv
+from .quantize_qkv import HEAD_DIMS, QuantizedQKV, allocate_qkv, default_v_format, quantize_kv_tiles
 from .quantize_qkv import why_no_kernel as why_no_8bit_kernel
 from .quantized_attention_reference import V_FORMATS
 from .sparse_linear_attention_prepass import pool_queries, summarize_keys
@@ -102,6 +103,16 @@ def _check(q, k, v, proj_weight, proj_bias, topk, block_map, block_q, block_k, q
             )
     if (topk is None) == (block_map is None):
         raise ValueError("sparse_linear_attention: give either topk or block_map.")
+    check_sparsity(topk, block_q, block_k)
+    if v_format is not None and (not quantized or v_format not in V_FORMATS):
+        raise ValueError(
+            f"sparse_linear_attention: v_format={v_format} with quantized={quantized}; accepted are float8_e4m3fn, "
+            "float16 and None with quantized=True, else None."
+        )
+
+
+def check_sparsity(topk: float | None, block_q: int | None, block_k: int | None) -> None:
+    """Raise ValueError for a share or sizes of blocks that have no meaning. None: not given."""
     if topk is not None and not 0 < topk <= 1:
         raise ValueError(f"sparse_linear_attention: topk={topk}; it is a share of the key blocks, in (0, 1].")
     if (block_q is None) != (block_k is None):
@@ -109,11 +120,6 @@ def _check(q, k, v, proj_weight, proj_bias, topk, block_map, block_q, block_k, q
     for name, block in (("block_q", block_q), ("block_k", block_k)):
         if block is not None and block < 1:
             raise ValueError(f"sparse_linear_attention: {name}={block}; a block has at least one token.")
-    if v_format is not None and (not quantized or v_format not in V_FORMATS):
-        raise ValueError(
-            f"sparse_linear_attention: v_format={v_format} with quantized={quantized}; accepted are float8_e4m3fn, "
-            "float16 and None with quantized=True, else None."
-        )
 
 
 def _check_block_map(block_map, q, block_q, block_k):
@@ -151,14 +157,13 @@ def _unfused(q, k, v, proj_weight, proj_bias, block_map, kept, block_q, block_k,
 
 
 def _fused(q, k, v, proj_weight, proj_bias, block_map, kept, block_q, block_k, v_format):
+    if v_format is not None:
+        pooled_q, pooled_k, key_weight, state, *qkv = _summarize_8bit(q, k, v, proj_weight, block_q, block_k, v_format)
+        block_map = choose_blocks(pooled_q, pooled_k, kept) if block_map is None else block_map
+        return _sparse_linear_attention_8bit(*qkv, q, block_map, key_weight, state, proj_bias, block_q, block_k)
     pooled_k, key_weight, state = _summarize_keys(k, v, proj_weight, block_k)
-    if block_map is None:
-        block_map = choose_blocks(_pool_queries(q, block_q), pooled_k, kept)
-    summaries = (block_map, key_weight, state, proj_bias, block_q, block_k)
-    if v_format is None:
-        return _sparse_linear_attention(q, k, v, *summaries)
-    qkv = quantize_qkv(*(x.flatten(2) for x in (q, k, v)), heads=q.shape[2], v_format=v_format, implementation="triton")
-    return _sparse_linear_attention_8bit(*qkv[:6], q, *summaries)
+    block_map = choose_blocks(_pool_queries(q, block_q), pooled_k, kept) if block_map is None else block_map
+    return _sparse_linear_attention(q, k, v, block_map, key_weight, state, proj_bias, block_q, block_k)
 
 
 @kernel_op("pool_queries")
@@ -190,6 +195,44 @@ def _allocate_summaries(k, v, proj_weight, block):
     batch, _, heads, head_dim = k.shape
     key_weight = k.new_empty((batch, heads, head_dim), dtype=torch.float32)
     return _allocate_pooled(k, block), key_weight, k.new_empty((batch, heads, head_dim, head_dim))
+
+
+@kernel_op("summarize_8bit")
+def _summarize_8bit(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    proj_weight: torch.Tensor,
+    block_q: int,
+    block_k: int,
+    v_format: torch.dtype,
+) -> tuple[
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+]:
+    """pooled_q; pooled_k, key_weight and state; the tensors of a QuantizedQKV."""
+    out = _allocate_8bit(q, k, v, proj_weight, block_q, block_k, v_format)
+    pooled_q, pooled_k, key_weight, state, q8, q_scale, k8, k_scale, v8, v_scale = out
+    pool_queries(q, block_q, pooled_q, q8, q_scale)
+    k_mean = summarize_keys(k, v, proj_weight, block_k, pooled_k, key_weight, state, v_scale)
+    k, v = (readable(x).flatten(2) for x in (k, v))
+    with torch.cuda.device_of(q):
+        quantize_kv_tiles(k, v, None, None, None, q.shape[2], None, k_mean, v_scale, k8, k_scale, v8)
+    return out
+
+
+@_summarize_8bit.register_fake
+def _allocate_8bit(q, k, v, proj_weight, block_q, block_k, v_format):
+    qkv = allocate_qkv(*(x.flatten(2) for x in (q, k, v)), None, None, None, None, q.shape[2], 0.0, 0.0, v_format)
+    return (_allocate_pooled(q, block_q), *_allocate_summaries(k, v, proj_weight, block_k), *qkv)
 
 
 @kernel_op("sparse_linear_attention")

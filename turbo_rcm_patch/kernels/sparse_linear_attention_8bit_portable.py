@@ -17,7 +17,7 @@ from .launch import launch_kernel, register_options
 from .quantize_qkv import QuantizedQKV
 from .quantized import FP8
 from .quantized_attention_reference import KEY_GROUP
-from .sparse_linear_attention_portable import add_linear_branch, fit_tile, kept_keys, state_operand
+from .sparse_linear_attention_portable import add_linear_branch, fit_tile, kept_keys, key_of, state_operand
 from .tma import head_strides
 
 
@@ -37,7 +37,7 @@ def sparse_attention_forward(
     q = readable(q)
     batch, tokens, heads, head_dim = q.shape
     capability = device_properties(q.device)[0]
-    tile = fit_tile(choose_tile(capability, qkv.v.dtype), block_q, block_k)
+    tile = fit_tile(choose_tile(capability, qkv.v.dtype), block_q, block_k, capability)
     with torch.cuda.device_of(q):
         launch_kernel(
             _sparse_attention_8bit_kernel,
@@ -49,10 +49,10 @@ def sparse_attention_forward(
             values_operand(qkv.v, tile.BLOCK_N, capability),
             qkv.v_scale,
             tile_operand(q, tile.BLOCK_M, capability),
-            block_map,
+            block_map.contiguous(),
             key_weight,
             state_operand(state, capability),
-            bias,
+            None if bias is None else bias.contiguous(),
             out,
             tokens,
             heads,
@@ -79,7 +79,6 @@ def _sparse_attention_8bit_kernel(
     head = tl.program_id(1)
     sample = tl.program_id(2)
     strides = (tl.cast(tokens, tl.int64) * heads * HEAD_DIM, heads * HEAD_DIM, HEAD_DIM)
-    PARTS: tl.constexpr = KEYS // BLOCK_N  # tiles of a block
     kept_blocks, whole, cut = kept_keys(block_map, sample, head, heads, start, tokens, kept, QUERIES, KEYS)
     rows = start + tl.arange(0, BLOCK_M)
     q_tile = load_tile(q, strides, sample, head, start, tokens, HEAD_DIM, BLOCK_M, HEAD_DIM)
@@ -89,8 +88,8 @@ def _sparse_attention_8bit_kernel(
     output = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M, 8), tl.float32)
-    for i in tl.range(0, whole * PARTS):
-        key = tl.load(kept_blocks + i // PARTS) * KEYS + i % PARTS * BLOCK_N
+    key = key_of(kept_blocks, 0, kept, KEYS, BLOCK_N)
+    for i in tl.range(0, whole * (KEYS // BLOCK_N)):
         k_tile = load_tile(k, strides, sample, head, key, tokens, HEAD_DIM, BLOCK_N, HEAD_DIM)
         if V_FP8:
             v_tile = load_values(v, sample, head, heads, key, tokens, HEAD_DIM, BLOCK_N, GROUP)
@@ -98,6 +97,7 @@ def _sparse_attention_8bit_kernel(
             v_tile = load_tile(v, strides, sample, head, key, tokens, HEAD_DIM, BLOCK_N, HEAD_DIM)
         unit = row_scale * tl.load(key_scales + key // GROUP)
         output, row_max, row_sum = attend(q_tile, k_tile, v_tile, output, row_max, row_sum, unit, BLOCK_N, MASK=False)
+        key = key_of(kept_blocks, i + 1, kept, KEYS, BLOCK_N)  # now, that the next tiles can be loaded ahead
     for key in tl.range(cut, tokens, BLOCK_N):
         k_tile = load_tile(k, strides, sample, head, key, tokens, HEAD_DIM, BLOCK_N, HEAD_DIM)
         if V_FP8:
@@ -112,6 +112,7 @@ def _sparse_attention_8bit_kernel(
     channels = (sample.to(tl.int64) * heads + head) * HEAD_DIM + tl.arange(0, HEAD_DIM)
     output = output * (1.0 / tl.sum(row_sum, 1))[:, None] * tl.load(v_scale + channels)[None, :]
     wide_strides = (wide_q_stride_b, wide_q_stride_s, wide_q_stride_h)
-    wide_tile = load_tile(wide_q, wide_strides, sample, head, start, tokens, HEAD_DIM, BLOCK_M, HEAD_DIM)
-    output = add_linear_branch(output, wide_tile, key_weight, state, bias, sample, head, heads)
+    output = add_linear_branch(
+        output, wide_q, wide_strides, key_weight, state, bias, sample, head, heads, start, tokens, HEAD_DIM
+    )
     store_tile(out, output, sample, head, heads, start, tokens, HEAD_DIM, BLOCK_M, HEAD_DIM)

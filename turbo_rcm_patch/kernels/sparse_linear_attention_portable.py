@@ -29,6 +29,8 @@ from .tma import head_strides
 
 LOG2E = tl.constexpr(LOG2_E)
 EPS = tl.constexpr(EPSILON)
+MOST_KEYS = 64  # at a time: with 128 registers spill on sm_100, and on sm_90 few programs fit
+FP32_COLUMNS = tl.constexpr(16)
 
 
 def sparse_attention_forward(
@@ -45,13 +47,14 @@ def sparse_attention_forward(
 ) -> None:
     """Write softmax attention to the kept blocks plus the linear branch to out.
 
-    q, k, v [B, S, H, D] with any strides; block_map [B, H, blocks, kept] int32, ascending; key_weight and state as of
-    summarize_keys; all but q, k and v packed.
+    q, k, v [B, S, H, D], bias and block_map [B, H, blocks, kept], int32 and ascending, of any strides; key_weight and
+    state as summarize_keys leaves them; out packed.
     """
     q, k, v = readable(q), readable(k), readable(v)
     batch, tokens, heads, head_dim = q.shape
     capability = device_properties(q.device)[0]
-    tile = fit_tile(choose_tile("attention", capability, q.dtype, head_dim), block_q, block_k)
+    tile = choose_tile("attention", capability, q.dtype, head_dim)
+    tile = fit_tile(tile, block_q, min(block_k, MOST_KEYS), capability)
     with torch.cuda.device_of(q):
         launch_kernel(
             _sparse_attention_kernel,
@@ -59,10 +62,10 @@ def sparse_attention_forward(
             tile_operand(q, tile.BLOCK_M, capability),
             tile_operand(k, tile.BLOCK_N, capability),
             tile_operand(v, tile.BLOCK_N, capability),
-            block_map,
+            block_map.contiguous(),
             key_weight,
             state_operand(state, capability),
-            bias,
+            None if bias is None else bias.contiguous(),
             out,
             tokens,
             heads,
@@ -79,10 +82,13 @@ def sparse_attention_forward(
         )
 
 
-def fit_tile(tile: Tile, block_q: int, block_k: int) -> Tile:
-    """The tile, no larger than the blocks; with fewer queries, fewer threads."""
+def fit_tile(tile: Tile, block_q: int, block_k: int, capability: tuple[int, int]) -> Tile:
+    """The tile, no larger than the blocks. Of fewer queries a warp then has as many, or on GPUs whose warps multiply
+    alone all warps have fewer, else registers spill."""
     rows, columns = min(tile.BLOCK_M, block_q), min(tile.BLOCK_N, block_k)
-    return type(tile)(rows, columns, max(4, tile.num_warps * rows // tile.BLOCK_M), tile.num_stages)
+    shrinks = capability[0] in (9, 10)
+    num_warps = tile.num_warps * rows // tile.BLOCK_M if shrinks else tile.num_warps
+    return type(tile)(rows, columns, num_warps, tile.num_stages)
 
 
 def state_operand(state: torch.Tensor, capability: tuple[int, int]) -> torch.Tensor | TensorDescriptor:
@@ -104,23 +110,46 @@ def kept_keys(block_map, sample, head, heads, query, tokens, kept, QUERIES: tl.c
 
 
 @triton.jit
-def add_linear_branch(output, q, key_weight, state, bias, sample, head, heads):
-    """output plus o_l Wᵀ + b, for a tile of queries q [M, D]."""
-    HEAD_DIM: tl.constexpr = q.shape[1]
+def key_of(kept_blocks, i, kept, KEYS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where the i-th tile of BLOCK_N keys of the kept blocks begins; behind the last one, within the last block."""
+    PARTS: tl.constexpr = KEYS // BLOCK_N
+    return tl.load(kept_blocks + tl.minimum(i // PARTS, kept - 1)) * KEYS + i % PARTS * BLOCK_N
+
+
+@triton.jit
+def add_linear_branch(
+    output, q, q_strides, key_weight, state, bias, sample, head, heads, start, tokens, HEAD_DIM: tl.constexpr
+):
+    """output [M, D] plus o_l Wᵀ + b, for the queries from start on."""
+    BLOCK_M: tl.constexpr = output.shape[0]
     columns = tl.arange(0, HEAD_DIM)
     of_head = tl.cast(sample, tl.int64) * heads + head
-    wide = q.to(tl.float32)
-    phi = tl.exp2((wide - tl.max(wide, 1)[:, None]) * LOG2E)
-    weights = phi * tl.load(key_weight + of_head * HEAD_DIM + columns)[None, :]
-    weights = weights * (1.0 / (tl.sum(phi, 1) * EPS + tl.sum(weights, 1)))[:, None]
-    if isinstance(state, tl.tensor_descriptor):
-        projected = state.load([sample, head, 0, 0]).reshape(HEAD_DIM, HEAD_DIM)
-    else:
-        corner = state + of_head * (HEAD_DIM * HEAD_DIM)
-        projected = tl.load(corner + columns[:, None] * HEAD_DIM + columns[None, :])
+    key_weight += of_head * HEAD_DIM
+    wide = load_tile(q, q_strides, sample, head, start, tokens, HEAD_DIM, BLOCK_M, HEAD_DIM).to(tl.float32)
+    largest = tl.max(wide, 1)
+    phi = tl.exp2((wide - largest[:, None]) * LOG2E)
+    weights = phi * tl.load(key_weight + columns)[None, :]
+    inverse = 1.0 / (tl.sum(phi, 1) * EPS + tl.sum(weights, 1))
     if bias is not None:
         output += tl.load(bias + columns).to(tl.float32)[None, :]
-    return tl.dot(weights.to(projected.dtype), projected, output, input_precision="ieee")
+    if isinstance(state, tl.tensor_descriptor):
+        projected = state.load([sample, head, 0, 0]).reshape(HEAD_DIM, HEAD_DIM)
+        output = tl.dot((weights * inverse[:, None]).to(projected.dtype), projected, output)
+    else:
+        state += of_head * (HEAD_DIM * HEAD_DIM)
+        if state.dtype.element_ty != tl.float32:
+            projected = tl.load(state + columns[:, None] * HEAD_DIM + columns[None, :])
+            output = tl.dot((weights * inverse[:, None]).to(projected.dtype), projected, output)
+        else:
+            # Without tensor cores a product of whole tiles takes more registers than there are.
+            for first in tl.range(0, HEAD_DIM, FP32_COLUMNS, num_stages=1):
+                some = first + tl.arange(0, FP32_COLUMNS)
+                part = load_tile(q + first, q_strides, sample, head, start, tokens, FP32_COLUMNS, BLOCK_M, FP32_COLUMNS)
+                part = tl.exp2((part.to(tl.float32) - largest[:, None]) * LOG2E) * inverse[:, None]
+                part *= tl.load(key_weight + some)[None, :]
+                rows_of_state = tl.load(state + some[:, None] * HEAD_DIM + columns[None, :])
+                output = tl.dot(part, rows_of_state, output, input_precision="ieee")
+    return output
 
 
 @triton.jit(do_not_specialize=["tokens", "heads", "kept"])
@@ -136,24 +165,26 @@ def _sparse_attention_kernel(
     k_strides = (k_stride_b, k_stride_s, k_stride_h)
     v_strides = (v_stride_b, v_stride_s, v_stride_h)
     q_strides = (q_stride_b, q_stride_s, q_stride_h)
-    PARTS: tl.constexpr = KEYS // BLOCK_N  # tiles of a block
     kept_blocks, whole, cut = kept_keys(block_map, sample, head, heads, start, tokens, kept, QUERIES, KEYS)
     q_tile = load_tile(q, q_strides, sample, head, start, tokens, HEAD_DIM, BLOCK_M, HEAD_DIM)
     output = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
-    for i in tl.range(0, whole * PARTS):
-        key = tl.load(kept_blocks + i // PARTS) * KEYS + i % PARTS * BLOCK_N
+    key = key_of(kept_blocks, 0, kept, KEYS, BLOCK_N)
+    for i in tl.range(0, whole * (KEYS // BLOCK_N)):
         k_tile = load_tile(k, k_strides, sample, head, key, tokens, HEAD_DIM, BLOCK_N, HEAD_DIM)
         v_tile = load_tile(v, v_strides, sample, head, key, tokens, HEAD_DIM, BLOCK_N, HEAD_DIM)
         output, row_max, row_sum = attend(
             q_tile, k_tile, v_tile, output, row_max, row_sum, BLOCK_N, scale_log2, MASK=False
         )
+        key = key_of(kept_blocks, i + 1, kept, KEYS, BLOCK_N)  # now, that the next tiles can be loaded ahead
     for key in tl.range(cut, tokens, BLOCK_N):
         k_tile = load_tile(k, k_strides, sample, head, key, tokens, HEAD_DIM, BLOCK_N, HEAD_DIM)
         v_tile = load_tile(v, v_strides, sample, head, key, tokens, HEAD_DIM, BLOCK_N, HEAD_DIM)
         output, row_max, row_sum = attend(
             q_tile, k_tile, v_tile, output, row_max, row_sum, tokens - key, scale_log2, MASK=True
         )
-    output = add_linear_branch(output / row_sum[:, None], q_tile, key_weight, state, bias, sample, head, heads)
+    output = add_linear_branch(
+        output / row_sum[:, None], q, q_strides, key_weight, state, bias, sample, head, heads, start, tokens, HEAD_DIM
+    )
     store_tile(out, output, sample, head, heads, start, tokens, HEAD_DIM, BLOCK_M, HEAD_DIM)

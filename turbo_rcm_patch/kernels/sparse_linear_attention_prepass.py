@@ -4,6 +4,8 @@
     key_weight = Σ φ(k)                                                                       [B, H, D] fp32
     state      = (Σ φ(k)ᵀ v) / key_weight · Wᵀ                                                [B, H, D, D]
 
+For 8-bit attention the same reads give q in 8 bits and the scale of v, so that k and v are read once more, and q not.
+
 Programs each summarise some blocks of keys of a head; what they leave is then added up, divided and projected. Divided
 by its row's weight, the state has means of v: they fit fp16 however many tokens there are, and with them o_l is a mean
 over d with the weights φ(q)_d key_weight_d. Projected before the queries see it, proj_l costs nothing per query.
@@ -15,20 +17,31 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention_tiles import LOG2_E, load_tile, readable, tile_operand
+from .attention_tiles import LOG2_E, load_tile, readable, store_tile, tile_operand
 from .dispatch import device_properties
 from .launch import launch_kernel, register_options
+from .quantize_qkv import to_int8
+from .quantized_attention_reference import SCALE_FLOOR
 from .tma import head_strides
 
-PROGRAMS = 2  # per multiprocessor that summarise keys
-FP32_TOKENS = 16  # at a time without tensor cores, where the tile of a product lies in registers
-FOLDED_ROWS, FOLDED_COLUMNS = 16, 16
+PROGRAMS = 1  # per multiprocessor that summarise keys: more have no room for their registers
+WARP_TOKENS, FP32_TOKENS = 64, 16  # at a time, where both operands of a product, or all of it, are in registers
+FOLDED_ROWS, FOLDED_COLUMNS = 16, 32
+SUMMARIES = 8  # read at once: each alone would wait for memory
 TINY = tl.constexpr(1e-30)
+PHI_SCALE = tl.constexpr(2.0**15)  # of φ in sums, so that in fp16 small ones keep their digits
 LOG2E = tl.constexpr(LOG2_E)
 
 
-def pool_queries(q: torch.Tensor, block: int, pooled: torch.Tensor) -> None:
-    """Write the means of each block of tokens of q [B, S, H, D] to pooled [B, H, blocks, D], packed."""
+def pool_queries(
+    q: torch.Tensor,
+    block: int,
+    pooled: torch.Tensor,
+    values: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+) -> None:
+    """Write the means of each block of tokens of q [B, S, H, D], of any strides, to pooled [B, H, blocks, D] and, where
+    they are wanted, q and q_scale of a QuantizedQKV to values and scale. All outputs packed."""
     q = readable(q)
     batch, tokens, heads, head_dim = q.shape
     with torch.cuda.device_of(q):
@@ -37,11 +50,15 @@ def pool_queries(q: torch.Tensor, block: int, pooled: torch.Tensor) -> None:
             (pooled.shape[2], heads, batch),
             q,
             pooled,
+            values,
+            scale,
             tokens,
             heads,
+            head_dim**-0.5 * LOG2_E,
             *head_strides(q),
             HEAD_DIM=head_dim,
             BLOCK=block,
+            FLOOR=SCALE_FLOOR,
             num_warps=4,
         )
 
@@ -54,8 +71,10 @@ def summarize_keys(
     pooled: torch.Tensor,
     key_weight: torch.Tensor,
     state: torch.Tensor,
-) -> None:
-    """Write pooled_k, key_weight and state for k, v [B, S, H, D] of any strides and proj_l's W; outputs packed."""
+    v_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Write pooled_k, key_weight and state for k, v [B, S, H, D] of any strides and proj_l's W, and where it is wanted
+    v_scale of a QuantizedQKV; outputs packed. Returns k's mean over the tokens, fp32 [B, H, 1, D]."""
     k, v = readable(k), readable(v)
     batch, tokens, heads, head_dim = k.shape
     capability, multiprocessors = device_properties(k.device)
@@ -65,8 +84,9 @@ def summarize_keys(
     means = k.new_empty(pooled.shape, dtype=torch.float32)
     states = k.new_empty((batch, heads, programs, head_dim, head_dim), dtype=torch.float32)
     phi_sums, k_sums = (k.new_empty((batch, heads, programs, head_dim), dtype=torch.float32) for _ in range(2))
+    v_maxima = None if v_scale is None else torch.empty_like(phi_sums)
     k_mean = k.new_empty((batch, heads, 1, head_dim), dtype=torch.float32)
-    at_a_time = FP32_TOKENS if k.dtype == torch.float32 else block
+    at_a_time = _tokens_at_a_time(k.dtype, block, capability)
     with torch.cuda.device_of(k):
         launch_kernel(
             _summarize_keys_kernel,
@@ -77,6 +97,7 @@ def summarize_keys(
             states,
             phi_sums,
             k_sums,
+            v_maxima,
             tokens,
             heads,
             per_program,
@@ -95,10 +116,12 @@ def summarize_keys(
             states,
             phi_sums,
             k_sums,
+            v_maxima,
             proj_weight,
             state,
             key_weight,
             k_mean,
+            v_scale,
             tokens,
             heads,
             programs,
@@ -106,16 +129,26 @@ def summarize_keys(
             HEAD_DIM=head_dim,
             ROWS=FOLDED_ROWS,
             COLUMNS=FOLDED_COLUMNS,
-            num_warps=4,
+            SUMMARIES=SUMMARIES,
+            FLOOR=SCALE_FLOOR,
+            num_warps=8,
         )
     torch.sub(means, k_mean, out=pooled)
+    return k_mean
+
+
+def _tokens_at_a_time(dtype: torch.dtype, block: int, capability: tuple[int, int]) -> int:
+    if dtype == torch.float32:
+        return FP32_TOKENS
+    return block if capability[0] in (9, 10) else min(block, WARP_TOKENS)
 
 
 @triton.jit(do_not_specialize=["tokens", "heads"])
 def _pool_queries_kernel(
-    q, pooled, tokens, heads, q_stride_b, q_stride_s, q_stride_h, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
+    q, pooled, values, scale, tokens, heads, scale_log2, q_stride_b, q_stride_s, q_stride_h,
+    HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
-    """One program: one block of one head."""
+    """One program: one block of one head. values and scale, of q in 8 bits, may be None."""
     block = tl.program_id(0)
     head = tl.program_id(1)
     sample = tl.program_id(2)
@@ -125,15 +158,22 @@ def _pool_queries_kernel(
     mean = tl.sum(tile, 0) / tl.minimum(tokens - start, BLOCK)
     row = (sample.to(tl.int64) * heads + head) * tl.num_programs(0) + block
     tl.store(pooled + row * HEAD_DIM + tl.arange(0, HEAD_DIM), mean.to(pooled.dtype.element_ty))
+    if values is not None:
+        step = tl.maximum(tl.max(tl.abs(tile), 1) / 127.0, FLOOR)
+        rounded = to_int8(tile * (1.0 / step)[:, None])
+        store_tile(values, rounded, sample, head, heads, start, tokens, HEAD_DIM, BLOCK, HEAD_DIM)
+        rows = start + tl.arange(0, BLOCK)
+        row_scale = scale + (sample.to(tl.int64) * tokens + rows) * heads + head
+        tl.store(row_scale, tl.maximum(step * scale_log2, FLOOR), mask=rows < tokens)
 
 
 @triton.jit(do_not_specialize=["tokens", "heads", "per_program"])
 def _summarize_keys_kernel(
-    k, v, means, states, phi_sums, k_sums, tokens, heads, per_program,
+    k, v, means, states, phi_sums, k_sums, v_maxima, tokens, heads, per_program,
     k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,
     HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, AT_A_TIME: tl.constexpr,
 ):  # fmt: skip
-    """One program: per_program blocks of one head, AT_A_TIME tokens of one at a time."""
+    """One program: per_program blocks of one head, AT_A_TIME tokens of one at a time. v_maxima may be None."""
     program = tl.program_id(0)
     head = tl.program_id(1)
     sample = tl.program_id(2)
@@ -145,6 +185,7 @@ def _summarize_keys_kernel(
     state = tl.zeros((HEAD_DIM, HEAD_DIM), tl.float32)
     phi_sum = tl.zeros((HEAD_DIM,), tl.float32)
     k_sum = tl.zeros((HEAD_DIM,), tl.float32)
+    v_maximum = tl.zeros((HEAD_DIM,), tl.float32)
     for block in tl.range(program * per_program, tl.minimum((program + 1) * per_program, blocks)):
         block_sum = tl.zeros((HEAD_DIM,), tl.float32)
         for start in tl.range(block * BLOCK, block * BLOCK + BLOCK, AT_A_TIME):
@@ -154,8 +195,10 @@ def _summarize_keys_kernel(
             block_sum += tl.sum(wide, 0)
             phi = tl.exp2((wide - tl.max(wide, 1)[:, None]) * LOG2E)
             is_key = tl.arange(0, AT_A_TIME) < tokens - start
-            phi = phi * tl.where(is_key, 1.0 / tl.sum(phi, 1), 0.0)[:, None]
+            phi = phi * tl.where(is_key, PHI_SCALE / tl.sum(phi, 1), 0.0)[:, None]
             phi_sum += tl.sum(phi, 0)
+            if v_maxima is not None:
+                v_maximum = tl.maximum(v_maximum, tl.max(tl.abs(v_tile.to(tl.float32)), 0))
             state = tl.dot(phi.to(v_tile.dtype).T, v_tile, state, input_precision="ieee")
         row = of_head * blocks + block
         tl.store(means + row * HEAD_DIM + columns, block_sum / tl.minimum(tokens - block * BLOCK, BLOCK))
@@ -163,35 +206,48 @@ def _summarize_keys_kernel(
     row = of_head * tl.num_programs(0) + program
     tl.store(phi_sums + row * HEAD_DIM + columns, phi_sum)
     tl.store(k_sums + row * HEAD_DIM + columns, k_sum)
+    if v_maxima is not None:
+        tl.store(v_maxima + row * HEAD_DIM + columns, v_maximum)
     tl.store(states + row * (HEAD_DIM * HEAD_DIM) + columns[:, None] * HEAD_DIM + columns[None, :], state)
 
 
 @triton.jit(do_not_specialize=["tokens", "heads", "programs"])
 def _fold_projection_kernel(
-    states, phi_sums, k_sums, weight, state, key_weight, k_mean, tokens, heads, programs,
+    states, phi_sums, k_sums, v_maxima, weight, state, key_weight, k_mean, v_scale, tokens, heads, programs,
     weight_stride_o, weight_stride_i,
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SUMMARIES: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS rows of one head's state, from what all programs summarised."""
+    """One program: ROWS rows of one head's state, from all programs' summaries. v_maxima and v_scale may be None."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     of_head = tl.program_id(2).to(tl.int64) * heads + tl.program_id(1)
     first = of_head * programs * HEAD_DIM
     phi_sum = tl.zeros((ROWS,), tl.float32)
     k_sum = tl.zeros((ROWS,), tl.float32)
-    for program in tl.range(0, programs):
-        phi_sum += tl.load(phi_sums + first + program * HEAD_DIM + rows)
-        k_sum += tl.load(k_sums + first + program * HEAD_DIM + rows)
-    tl.store(key_weight + of_head * HEAD_DIM + rows, phi_sum)
+    v_maximum = tl.zeros((ROWS,), tl.float32)
+    for program in tl.range(0, programs, SUMMARIES):
+        some = program + tl.arange(0, SUMMARIES)
+        offsets = first + some[:, None] * HEAD_DIM + rows[None, :]
+        mask = (some < programs)[:, None]
+        phi_sum += tl.sum(tl.load(phi_sums + offsets, mask=mask, other=0.0), 0)
+        k_sum += tl.sum(tl.load(k_sums + offsets, mask=mask, other=0.0), 0)
+        if v_maxima is not None:
+            v_maximum = tl.maximum(v_maximum, tl.max(tl.load(v_maxima + offsets, mask=mask, other=0.0), 0))
+    tl.store(key_weight + of_head * HEAD_DIM + rows, phi_sum / PHI_SCALE)
     tl.store(k_mean + of_head * HEAD_DIM + rows, k_sum / tokens)
+    if v_maxima is not None:
+        tl.store(v_scale + of_head * HEAD_DIM + rows, tl.maximum(v_maximum / 448.0, FLOOR))
 
     projected = tl.zeros((ROWS, HEAD_DIM), tl.float32)
     outputs = tl.arange(0, HEAD_DIM)
     for column in tl.range(0, HEAD_DIM, COLUMNS):
         columns = column + tl.arange(0, COLUMNS)
         part = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for program in tl.range(0, programs):
-            corner = states + (first + program * HEAD_DIM) * HEAD_DIM
-            part += tl.load(corner + rows[:, None] * HEAD_DIM + columns[None, :])
+        for program in tl.range(0, programs, SUMMARIES):
+            some = program + tl.arange(0, SUMMARIES)
+            row = first + some[:, None, None] * HEAD_DIM + rows[None, :, None]
+            mask = (some < programs)[:, None, None]
+            part += tl.sum(tl.load(states + row * HEAD_DIM + columns[None, None, :], mask=mask, other=0.0), 0)
         part = part / tl.maximum(phi_sum, TINY)[:, None]
         transposed = tl.load(weight + outputs[None, :] * weight_stride_o + columns[:, None] * weight_stride_i)
         projected = tl.dot(part, transposed.to(tl.float32), projected, input_precision="ieee")

@@ -92,8 +92,9 @@ def sparse_linear_attention_8bit(
     """The same with the softmax of q, k, v in this package's 8 bits, as quantize_qkv has them; the linear branch as
     above. Gradients are those of the exact formulas at the rounded values.
 
-    The published one differs in the groups that share a scale: it has one for a block of q and one for a block of k,
-    here every row of q and every KEY_GROUP tokens of k have one. It rounds halves away from zero, and scales v to 2.25.
+    TurboDiffusion's differs in what shares a scale: there each block of q and of k; here a row of q, KEY_GROUP tokens
+    of k. There halves are rounded away from zero, 1e-7 is added to scales, v is scaled to 2.25 and not to 448, and on
+    some GPUs PV is summed in fp16.
     """
     exact, rounded = _scaled(q, k, v), _quantized(q, k, v, v_format)
     q8, k8, v8 = (straight_through(*pair) for pair in zip(exact, rounded, strict=True))

@@ -1,5 +1,6 @@
-"""Attention blocks that end in the consistency skip, as nn.Modules over the kernels."""
+"""Attention blocks that end in the consistency skip, and sparse-linear attention, as nn.Modules over the kernels."""
 
 from .rcm_attention import FusedRCMAttention, TorchFusedRCMAttention, TwoPassRCMAttention
+from .sparse_linear_attention import SparseLinearAttention
 
-__all__ = ["FusedRCMAttention", "TorchFusedRCMAttention", "TwoPassRCMAttention"]
+__all__ = ["FusedRCMAttention", "SparseLinearAttention", "TorchFusedRCMAttention", "TwoPassRCMAttention"]
