@@ -1,5 +1,7 @@
 """The patched decoder computes what diffusers' computes: frame by frame, in chunks, tiles and slices."""
 
+from collections import Counter
+
 import pytest
 import torch
 from diffusers import AutoencoderKLWan
@@ -8,8 +10,10 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanDecoder3d
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.tiny_vae import KINDS, decode, tiny_latents, tiny_vae
+from turbo_rcm_patch import kernels
 from turbo_rcm_patch.bench.cases import TI2V_5B_VAE
-from turbo_rcm_patch.kernels.dispatch import interpreting
+from turbo_rcm_patch.kernels import aot
+from turbo_rcm_patch.kernels.dispatch import interpreting, meta_is_gpu
 
 FP32 = 1e-5
 # One norm of these is over one channel: a sign, which any rounding of a value near 0 turns round.
@@ -175,23 +179,24 @@ def test_low_precision_is_no_less_accurate(kind, dtype):
 @pytest.mark.skipif(not interpreting(), reason="needs Triton's CPU interpreter")
 @pytest.mark.parametrize("kind", ["wan 2.1", "residual"])
 def test_through_the_kernels(kind, diffusers_decoder_is_off):
-    check(kind, tiny_latents(2), diffusers_decoder_is_off, implementation="triton", vae_chunk=1)
+    z = tiny_latents(2, batch=1, height=1, width=2)  # the interpreter takes long
+    check(kind, z, diffusers_decoder_is_off, implementation="triton", vae_chunk=1)
 
 
-@pytest.mark.skipif(not interpreting(), reason="needs Triton's CPU interpreter")
-def test_each_norm_is_one_launch(monkeypatch):
-    from turbo_rcm_patch.kernels import rms_norm_silu
-    from turbo_rcm_patch.kernels.launch import launch_kernel
-
-    launches = []
-    module = __import__("sys").modules[rms_norm_silu.__module__]
-    monkeypatch.setattr(module, "launch_kernel", lambda *a, **o: launches.append(a[0]) or launch_kernel(*a, **o))
+def test_each_norm_and_each_convolution_is_one_launch(monkeypatch):
+    """As recorded for a GPU that is not there, and on which convolutions were measured."""
+    monkeypatch.setattr(kernels, "why_conv", lambda *_: None)
     vae = tiny_vae()
-    with trp.patch(vae, trp.PatchConfig(implementation="triton")) as patch:
-        decode(vae, tiny_latents())
+    patch = trp.patch(vae, trp.PatchConfig(vae_chunk=1))
+    vae.to("meta")
+    with meta_is_gpu((8, 0), aot.MULTIPROCESSORS):
+        launches = aot.record_launches(lambda: decode(vae, tiny_latents(1).to("meta")), (8, 0))
         rows = {row.step: row for row in patch.rows()}
-    assert len(launches) == rows["norm + SiLU"].count == 22
-    assert rows["norm + SiLU"].kernel == "Triton"
+    names = Counter(launch.kernel.fn.__name__ for launch in launches)
+    assert names["_rms_norm_silu_kernel"] == rows["norm + SiLU"].count == 22
+    time_convs = 2  # latent frame 0 skips them
+    assert names["_conv_skip_kernel"] == rows["convolution"].count - time_convs == 25
+    assert (rows["norm + SiLU"].kernel, rows["convolution"].kernel) == ("Triton", "portable Triton")
 
 
 def test_other_decoders_of_the_class(diffusers_decoder_is_off):
