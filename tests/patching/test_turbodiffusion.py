@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import pickle
 
 import pytest
 import torch
@@ -335,3 +336,16 @@ def test_merging_files_of_another_model(saved):
     path = saved({"weight": torch.zeros(3)})
     with pytest.raises(trp.PatchError, match="have nothing for a WanTransformer3DModel"):
         trp.merge_turbodiffusion(path, path, model)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("options", [SLA, SAGE])
+def test_copies_attend_sparsely_and_can_be_restored(saved, copied, options):
+    model = tiny_wan_transformer()
+    trp.load_turbodiffusion(saved(turbo_weights(model)), model, **options)
+    twin = copied(model)
+    assert torch.equal(run(twin), run(model))
+    trp.restore(twin)
+    assert not any("proj_l" in name for name in twin.state_dict())
+    assert is_sparse(model)
+    assert not is_sparse(twin)
