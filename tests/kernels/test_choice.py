@@ -32,6 +32,7 @@ def launched(monkeypatch):
         monkeypatch.setattr(module, "launch_kernel", lambda kernel, *_, **__: names.append(kernel.__name__))
     for module in (dispatch, choice):
         monkeypatch.setattr(module, "is_hopper", lambda device: True)
+    monkeypatch.setattr(dispatch, "_is_rounded_wrongly", lambda *_: False)
     return names
 
 

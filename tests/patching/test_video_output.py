@@ -147,6 +147,8 @@ def test_of_two_transformers_the_first_has_the_video_with_it():
     assert "postprocess_video" in vars(pipe.video_processor)
     trp.restore(pipe.transformer)
     assert "postprocess_video" not in vars(pipe.video_processor)
+    assert patch.active  # the VAE is left
+    trp.restore(pipe)
     assert not patch.active
 
 

@@ -131,13 +131,17 @@ def why_not_triton(
         reason = why_not_triton_on(device, dtype, formats)
         if reason is not None:
             return reason
-    if result == FP8 and device.type == "cpu":
+    if _is_rounded_wrongly(result, device):
         return "e4m3 from Triton's interpreter, which rounds it wrongly"
     if not has_gradient and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present):
         return "autograd"
     if any(fwAD.unpack_dual(tensor).tangent is not None for tensor in present if fwAD._current_level >= 0):
         return "autograd"  # forward mode: no kernel has a tangent
     return None
+
+
+def _is_rounded_wrongly(result: torch.dtype | None, device: torch.device) -> bool:
+    return result == FP8 and device.type == "cpu"
 
 
 def use_triton(
