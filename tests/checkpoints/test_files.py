@@ -94,7 +94,7 @@ def test_tensors_and_metadata_of_either_kind(tmp_path):
         torch.save(content, tmp_path / "a.pt")
         assert list(read_tensors(tmp_path / "a.pt")[0]) == ["x"]
     torch.save([1], tmp_path / "a.pt")
-    with pytest.raises(ValueError, match="holds a list; a LoRA is a dictionary"):
+    with pytest.raises(ValueError, match="holds a list; expected a dictionary"):
         read_tensors(tmp_path / "a.pt")
     torch.save({"x": Path("code")}, tmp_path / "a.pt")
     with pytest.raises(ValueError, match="without running code"):

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 import torch
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from safetensors import SafetensorError, safe_open
 
-SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+from .lazy import SUFFIXES, open_tensors
+
 Source = str | Path
 
 _HUB = re.compile(r"^[\w-][\w.-]*/[\w-][\w.-]*(/.+)?$")
@@ -36,22 +37,12 @@ def find_files(source: Source | Sequence[Source], experts: int) -> list[Path]:
 
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """All tensors of a file, on the CPU, and its metadata. Raises ValueError for a file that cannot be read."""
-    try:
-        if path.suffix == ".safetensors":
-            with safe_open(path, framework="pt") as file:
-                keys = file.keys()
-                return {key: file.get_tensor(key) for key in keys}, file.metadata() or {}
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, SafetensorError, RuntimeError, ValueError, EOFError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
-    except Exception as error:  # what unpickling raises
-        raise ValueError(f"cannot read {path} without running code in it: {error}") from error
-    for wrapper in ("state_dict", "generator"):
-        if isinstance(content, Mapping) and isinstance(content.get(wrapper), Mapping):
-            content = content[wrapper]
-    if not isinstance(content, Mapping):
-        raise ValueError(f"{path} holds a {type(content).__name__}; a LoRA is a dictionary of tensors.")
-    return {key: value for key, value in content.items() if isinstance(value, torch.Tensor)}, {}
+    with open_tensors(path) as tensors:
+        content = {name: tensor.load() for name, tensor in tensors.items()}
+    if path.suffix != ".safetensors":
+        return content, {}
+    with safe_open(path, framework="pt") as file:
+        return content, file.metadata() or {}
 
 
 def keys_in(folder: Path) -> set[str]:
