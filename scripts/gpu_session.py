@@ -50,6 +50,7 @@ MEASUREMENTS = {
     "traffic-wan2.1-14b": (*TRAFFIC, "--wan-block", "14b"),
     "first-step": ("scripts/benchmark_first_step.py",),
     "wan2.1-1.3b": (*END_TO_END, "wan2.1-1.3b"),
+    "wan2.1-1.3b-decoded": (*END_TO_END, "wan2.1-1.3b", "--decode", "--no-oracle"),
     "wan2.1-1.3b-17-frames": (*END_TO_END, "wan2.1-1.3b", "--frames", "17"),
     "wan2.1-14b-4-layers": (*END_TO_END, "wan2.1-14b", "--layers", "4", "--repeats", "3"),
     "wan2.2-5b-8-layers": (*END_TO_END, "wan2.2-5b", "--layers", "8", "--repeats", "3"),

@@ -97,26 +97,45 @@ def _chosen(switches: dict[str, Switch], with_compile: bool) -> dict[str, Switch
 
 
 class _CompiledBlocks:
-    """A context manager factory: regional torch.compile is on inside, off outside, and compiles once."""
+    """A context manager factory: regional torch.compile of the transformers, and torch.compile of the VAE's decoder
+    with channels-last weights, are on inside, off outside, and compile once."""
 
     def __init__(self, pipe: DiffusionPipeline):
         models = (getattr(pipe, name, None) for name in ("transformer", "transformer_2"))
         self._models = [model for model in models if model is not None]
+        self._decoder = getattr(getattr(pipe, "vae", None), "decoder", None)
         self._compiled: dict[nn.Module, object] = {}
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
         if not self._compiled:
-            for model in self._models:
-                model.compile_repeated_blocks()
-                self._compiled |= {m: m._compiled_call_impl for m in model.modules() if m._compiled_call_impl}
+            self._compile()
         for module, compiled_call in self._compiled.items():
             module._compiled_call_impl = compiled_call
+        self._lay_out(channels_last=True)
         try:
             yield
         finally:
             for module in self._compiled:
                 module._compiled_call_impl = None
+            self._lay_out(channels_last=False)
+
+    def _compile(self) -> None:
+        for model in self._models:
+            model.compile_repeated_blocks()
+        if self._decoder is not None:
+            self._decoder.compile()  # compiling the VAE would not reach it: diffusers calls it frame by frame
+        models = filter(None, (*self._models, self._decoder))
+        modules = [module for model in models for module in model.modules()]
+        self._compiled = {module: module._compiled_call_impl for module in modules if module._compiled_call_impl}
+
+    def _lay_out(self, *, channels_last: bool) -> None:
+        """Bring the weights of the decoder's convolutions into a memory format."""
+        for module in self._decoder.modules() if self._decoder is not None else ():
+            if isinstance(module, (nn.Conv2d, nn.Conv3d)):
+                last = torch.channels_last if isinstance(module, nn.Conv2d) else torch.channels_last_3d
+                memory_format = last if channels_last else torch.contiguous_format
+                module.weight.data = module.weight.data.contiguous(memory_format=memory_format)
 
 
 def allocated(device: torch.device) -> int:

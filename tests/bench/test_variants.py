@@ -1,0 +1,24 @@
+"""The ways to run a pipeline: what is on inside a switch, and that nothing is left outside."""
+
+import torch
+
+from tests.tiny_wan import tiny_wan_pipeline
+from turbo_rcm_patch.bench.variants import COMPILED, single_process
+from turbo_rcm_patch.config import PatchConfig
+
+
+def test_the_compiled_rival_compiles_blocks_and_decoder_and_leaves_no_trace():
+    """Nothing is compiled before it is called."""
+    pipe = tiny_wan_pipeline()
+    models = (*pipe.transformer.blocks, pipe.vae.decoder)
+    layouts = {name: parameter.stride() for name, parameter in pipe.vae.named_parameters()}
+    switch = single_process(pipe, PatchConfig(), with_compile=True).switches[COMPILED]
+    for _ in range(2):
+        with switch():
+            calls = [model._compiled_call_impl for model in models]
+            assert all(calls)
+            last = torch.channels_last_3d
+            assert pipe.vae.decoder.conv_in.weight.is_contiguous(memory_format=last)
+            assert not pipe.vae.encoder.conv_in.weight.is_contiguous(memory_format=last)
+        assert not any(model._compiled_call_impl for model in models)
+        assert {name: parameter.stride() for name, parameter in pipe.vae.named_parameters()} == layouts
