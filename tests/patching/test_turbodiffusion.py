@@ -349,3 +349,26 @@ def test_copies_attend_sparsely_and_can_be_restored(saved, copied, options):
     assert not any("proj_l" in name for name in twin.state_dict())
     assert is_sparse(model)
     assert not is_sparse(twin)
+
+
+def with_own_projections(model):
+    """As a model that is trained with SLA has them."""
+    size = model.config.attention_head_dim
+    for number, block in enumerate(model.blocks):
+        torch.manual_seed(number)
+        block.attn1.proj_l = torch.nn.Linear(size, size)
+    return model
+
+
+def test_a_model_with_projections_of_its_own_is_patched_by_the_preset_and_keeps_them():
+    model = with_own_projections(tiny_wan_transformer())
+    results = {}
+    for quantize in ((), ("attention",)):
+        config = trp.PatchConfig(tier="sparse", quantize=quantize, topk=TOPK, blocks=BLOCKS)
+        with trp.patch(model, config) as patch:
+            results[quantize] = run(model)
+            assert "SLA 3/5 blocks" in patch.summary()
+    assert model.blocks[0].attn1.proj_l is not None
+    assert not is_sparse(model)
+    rounding = relative_error(results["attention",], results[()])
+    assert 1e-4 < rounding < SPARSE.limits.block
