@@ -112,12 +112,12 @@ class PatchConfig:
         object.__setattr__(self, "exact_steps", steps)
 
     def _check_sparsity(self) -> None:
-        if not 0 < self.topk <= 1:
+        if isinstance(self.topk, bool) or not isinstance(self.topk, (int, float)) or not 0 < self.topk <= 1:
             raise ValueError(f"topk={self.topk!r}; it is a share of the key blocks, above 0 and at most 1.")
         if self.blocks is None:
             return
         blocks = tuple(self.blocks) if isinstance(self.blocks, Sequence) else ()
-        if len(blocks) != 2 or not all(isinstance(tokens, int) and tokens > 0 for tokens in blocks):
+        if len(blocks) != 2 or not all(type(tokens) is int and tokens > 0 for tokens in blocks):
             raise ValueError(f"blocks={self.blocks!r}; give (queries, keys), two numbers of tokens, or None.")
         object.__setattr__(self, "blocks", blocks)
 

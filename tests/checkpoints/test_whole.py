@@ -160,6 +160,23 @@ def test_8_bit_files_and_projections_that_do_not_fit(tmp_path, change, message):
         read(write(tmp_path, state_dict, "pth"), model)
 
 
+def test_integers_without_their_scales_are_no_weights(tmp_path):
+    model = tiny_wan_transformer()
+    state_dict = official_state_dict(model)
+    name = "blocks.0.self_attn.q.weight"
+    state_dict[name] = state_dict[name].to(torch.int8)
+    for how in ("pth", "safetensors"):
+        with pytest.raises(ValueError, match=f"{name} holds integers"):
+            read(write(tmp_path, state_dict, how), model)
+
+
+def test_a_training_checkpoint_with_a_step_beside_the_weights(tmp_path):
+    model = tiny_wan_transformer(seed=1)
+    torch.save({"model": official_state_dict(model), "step": torch.tensor(3)}, tmp_path / "model.pth")
+    _, weights, _ = read(tmp_path / "model.pth", tiny_wan_transformer(seed=2))
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+
+
 def test_a_part_of_a_model(tmp_path):
     model = tiny_wan_transformer(layers=2)
     state_dict = official_state_dict(tiny_wan_transformer(seed=5, layers=3))

@@ -7,6 +7,8 @@ import pickle
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
+from diffusers.hooks import apply_group_offloading
+from peft import LoraConfig
 
 import turbo_rcm_patch as trp
 from tests import literal_wan
@@ -15,6 +17,7 @@ from tests.oracle import relative_error
 from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.checkpoints.whole import parameters_of
+from turbo_rcm_patch.patching import turbodiffusion
 from turbo_rcm_patch.patching.sparse import SparseAttnProcessor
 from turbo_rcm_patch.tiers import SPARSE
 
@@ -372,3 +375,117 @@ def test_a_model_with_projections_of_its_own_is_patched_by_the_preset_and_keeps_
     assert not is_sparse(model)
     rounding = relative_error(results["attention",], results[()])
     assert 1e-4 < rounding < SPARSE.limits.block
+
+
+def test_what_diffusers_sets_on_processors_outlives_the_patch(saved):
+    """Parallelism that was set before the patch counts in it, and one that was set under it stays."""
+    model = tiny_wan_transformer()
+    model.blocks[0].attn1.processor._parallel_config = before = object()
+    patch = trp.load_turbodiffusion(saved(turbo_weights(model)), model, **SLA)
+    first, second = (block.attn1.processor for block in model.blocks)
+    assert first._parallel_config is before
+    second._parallel_config, second._attention_backend = "parallel", "flash"
+    patch.restore()
+    processors = [block.attn1.processor for block in model.blocks]
+    assert [processor._parallel_config for processor in processors] == [before, "parallel"]
+    assert processors[1]._attention_backend == "flash"
+
+
+def test_a_failure_with_the_second_expert_leaves_both_as_they_were(saved, monkeypatch):
+    pipe = tiny_wan_pipeline("wan22")
+    models = pipe.transformer, pipe.transformer_2
+    before = [{name: tensor.clone() for name, tensor in model.state_dict().items()} for model in models]
+    paths = saved(turbo_weights(models[0], seed=21), "high.pth"), saved(turbo_weights(models[1], seed=22), "low.pth")
+    replace, calls = turbodiffusion.replace_computation, []
+
+    def failing(journal, model, config):
+        calls.append(model)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("halfway")
+        replace(journal, model, config)
+
+    monkeypatch.setattr(turbodiffusion, "replace_computation", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        trp.load_turbodiffusion(paths, pipe, **SAGE)
+    for model, expected in zip(models, before, strict=True):
+        assert model.state_dict().keys() == expected.keys()
+        assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in expected.items())
+        assert "forward" not in vars(model.blocks[0])
+
+
+def test_models_that_cannot_be_written_to_are_refused(saved, tmp_path):
+    model = tiny_wan_transformer()
+    path = saved(turbo_weights(model))
+    offloaded = tiny_wan_transformer()
+    apply_group_offloading(
+        offloaded,
+        onload_device=torch.device("cpu"),
+        offload_type="block_level",
+        num_blocks_per_group=1,
+        offload_to_disk_path=str(tmp_path / "offloaded"),
+    )
+    fused = tiny_wan_transformer()
+    fused.add_adapter(LoraConfig(r=4, target_modules=["to_q"]))
+    fused.fuse_lora()
+    for refused, reason in ((offloaded, "disk"), (fused, "unfuse_lora")):
+        with pytest.raises(trp.PatchError, match=reason):
+            trp.load_turbodiffusion(path, refused, **SLA)
+        with pytest.raises(trp.PatchError, match=reason):
+            trp.merge_turbodiffusion(path, path, refused)
+    with pytest.raises(trp.PatchError, match="on the meta device"):
+        trp.merge_turbodiffusion(path, path, tiny_wan_transformer().to("meta"))
+
+
+def test_a_model_that_was_moved_to_meta_gets_its_buffers_back(saved):
+    model = tiny_wan_transformer()
+    weights = turbo_weights(model)
+    model.to("meta")
+    trp.load_turbodiffusion(saved(weights), model, **SLA)
+    assert relative_error(run(model), literal(weights, model)) < 1e-5
+
+
+def test_norms_that_autocast_widens(saved):
+    """As RMSNorm under it on a GPU: q and k come in fp32, v in bf16."""
+    model = tiny_wan_transformer()
+    weights = turbo_weights(model)
+    trp.load_turbodiffusion(saved(weights), model, **SLA)
+    for block in model.blocks:
+        for norm in (block.attn1.norm_q, block.attn1.norm_k):
+            norm.register_forward_hook(lambda _module, _inputs, output: output.float())
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        low = model(**tiny_transformer_inputs(model))[0]
+    assert relative_error(low, literal(weights, model)) < 0.5 * relative_error(low, literal(weights, model, sla=None))
+
+
+def test_a_lora_on_the_projection(saved):
+    """It counts, and the patch comes off with it."""
+    model = tiny_wan_transformer()
+    weights = turbo_weights(model)
+    patch = trp.load_turbodiffusion(saved(weights), model, **SLA)
+    model.add_adapter(LoraConfig(r=4, target_modules=["proj_l"], init_lora_weights=False))
+    with_lora = dict(weights)
+    for number, block in enumerate(model.blocks):
+        name = f"blocks.{number}.self_attn.attn_op.local_attn.proj_l.weight"
+        with_lora[name] = weights[name] + block.attn1.proj_l.get_delta_weight("default").detach()
+    assert relative_error(run(model), literal(with_lora, model)) < 1e-5
+    assert relative_error(run(model), literal(weights, model)) > 1e-4
+    patch.restore()
+    assert not any("proj_l" in name for name in model.state_dict())
+
+
+def test_half_of_a_projection_is_left_out_of_a_merge(saved):
+    model = tiny_wan_transformer()
+    turbo, base = turbo_weights(model), official_state_dict(tiny_wan_transformer(seed=31))
+    del turbo["blocks.0.self_attn.attn_op.local_attn.proj_l.bias"]
+    left_out = trp.merge_turbodiffusion(saved(turbo), saved(base, "Wan.pth"), model)
+    assert any("blocks.0.….proj_l.bias is missing" in line for line in left_out)
+    assert not hasattr(model.blocks[0].attn1, "proj_l")
+    assert hasattr(model.blocks[1].attn1, "proj_l")
+
+
+def test_options_of_sla_mean_nothing_for_dense_weights(saved):
+    model = tiny_wan_transformer()
+    path = saved(official_state_dict(model))
+    for options in ({"topk": 0.5}, {"blocks": (64, 64)}):
+        with pytest.raises(ValueError, match="means nothing in this version: the exact tier attends to all keys"):
+            trp.load_turbodiffusion(path, model, attention="dense", **options)

@@ -108,15 +108,15 @@ class _CompiledBlocks:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        if not self._compiled:
-            self._compile()
-        for module, compiled_call in self._compiled.items():
-            module._compiled_call_impl = compiled_call
-        self._lay_out(channels_last=True)
         try:
+            if not self._compiled:
+                self._compile()
+            for module, compiled_call in self._compiled.items():
+                module._compiled_call_impl = compiled_call
+            self._lay_out(channels_last=True)
             yield
         finally:
-            for module in self._compiled:
+            for module in self._modules():
                 module._compiled_call_impl = None
             self._lay_out(channels_last=False)
 
@@ -125,9 +125,12 @@ class _CompiledBlocks:
             model.compile_repeated_blocks()
         if self._decoder is not None:
             self._decoder.compile()  # compiling the VAE would not reach it: diffusers calls it frame by frame
-        models = filter(None, (*self._models, self._decoder))
-        modules = [module for model in models for module in model.modules()]
-        self._compiled = {module: module._compiled_call_impl for module in modules if module._compiled_call_impl}
+        self._compiled = {
+            module: module._compiled_call_impl for module in self._modules() if module._compiled_call_impl
+        }
+
+    def _modules(self) -> Iterator[nn.Module]:
+        return (module for model in filter(None, (*self._models, self._decoder)) for module in model.modules())
 
     def _lay_out(self, *, channels_last: bool) -> None:
         """Bring the weights of the decoder's convolutions into a memory format."""

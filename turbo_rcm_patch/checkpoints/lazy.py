@@ -19,10 +19,11 @@ _WRAPPERS = ("state_dict", "generator", "model", "net", "module")
 
 
 class LazyTensor(NamedTuple):
-    """A tensor in a file. load: reads it."""
+    """A tensor in a file. load: reads it. floating: whether its values are floating-point numbers."""
 
     shape: tuple[int, ...]
     load: Callable[[], torch.Tensor]
+    floating: bool = True
 
 
 Tensors = Mapping[str, LazyTensor]
@@ -57,7 +58,7 @@ def _files_of(path: Path) -> list[Path]:
         raise ValueError(f"{path}: no such file or folder.")
     indices = sorted(path.glob(_INDEX))
     if len(indices) == 1:
-        names = sorted(set(json.loads(indices[0].read_text(encoding="utf-8"))["weight_map"].values()))
+        names = shards(indices[0])
         missing = [name for name in names if not (path / name).is_file()]
         if missing:
             raise ValueError(f"{path} has no {', '.join(missing)}, which {indices[0].name} names; download them.")
@@ -69,30 +70,43 @@ def _files_of(path: Path) -> list[Path]:
     return files
 
 
+def shards(index: Path) -> list[str]:
+    """The files that an index names. Raises ValueError for a file that is no index."""
+    try:
+        return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{index} is no index of safetensors files.") from error
+
+
 def _open_safetensors(file: Path, stack: ExitStack) -> dict[str, LazyTensor]:
     try:
         opened = stack.enter_context(safe_open(file, framework="pt"))
-        return {
-            name: LazyTensor(tuple(opened.get_slice(name).get_shape()), lambda name=name: opened.get_tensor(name))
-            for name in opened.keys()  # noqa: SIM118
-        }
+        return {name: _lazy(opened, name) for name in opened.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise ValueError(f"cannot read {file}: {error}") from error
 
 
+def _lazy(opened: safe_open, name: str) -> LazyTensor:
+    described = opened.get_slice(name)
+    floating = described.get_dtype().startswith(("F", "BF"))
+    return LazyTensor(tuple(described.get_shape()), lambda: opened.get_tensor(name), floating)
+
+
 def _open_pickled(file: Path) -> dict[str, LazyTensor]:
     content = _load(file)
-    while isinstance(content, Mapping) and not any(isinstance(value, torch.Tensor) for value in content.values()):
+    while isinstance(content, Mapping):
         inner = [content[name] for name in _WRAPPERS if isinstance(content.get(name), Mapping)]
         if len(inner) != 1:
-            raise ValueError(f"{file} holds {', '.join(map(str, list(content)[:8])) or 'nothing'}; expected tensors.")
+            break
         (content,) = inner
     if not isinstance(content, Mapping):
         raise ValueError(f"{file} holds a {type(content).__name__}; expected a dictionary of tensors.")
+    tensors = {name: tensor for name, tensor in content.items() if isinstance(tensor, torch.Tensor)}
+    if not tensors:
+        raise ValueError(f"{file} holds {', '.join(map(str, list(content)[:8])) or 'nothing'}; expected tensors.")
     return {
-        name: LazyTensor(tuple(tensor.shape), lambda tensor=tensor: tensor)
-        for name, tensor in content.items()
-        if isinstance(tensor, torch.Tensor)
+        name: LazyTensor(tuple(tensor.shape), lambda tensor=tensor: tensor, tensor.is_floating_point())
+        for name, tensor in tensors.items()
     }
 
 

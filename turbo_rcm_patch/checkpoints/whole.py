@@ -91,6 +91,9 @@ class WholeModel:
         if tensor.shape != shape and not over_patches:
             problems.misshapen.append(f"{key} is {list(tensor.shape)}, not {list(shape)}")
             return None
+        if not tensor.floating:
+            problems.misshapen.append(f"{key} holds integers, without the scales that would go with them")
+            return None
         return Weight((key,), lambda: tensor.load().reshape(shape))
 
     def _in_8_bits(
@@ -190,7 +193,7 @@ def _take_proj_l(
         for number in range(len(model.blocks)):
             lacking = {"weight", "bias"} - set(projections.get(f"blocks.{number}", ()))
             problems.missing += [f"blocks.{number}.….{PROJ_L}.{part}" for part in sorted(lacking)]
-    return projections
+    return {path: parts for path, parts in projections.items() if len(parts) == 2}
 
 
 def infer_config(source: str | Path, tensors: Tensors) -> dict[str, object]:

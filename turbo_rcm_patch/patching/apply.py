@@ -128,8 +128,8 @@ def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
     """Bind fused forwards on the transformers and the VAE's decoder of a Wan pipeline, or on one of them.
 
     A pipeline's video processor then converts on the GPU what the VAE decoded (video_output.py).
-    state_dict, module classes and `save_pretrained` stay as they are, and so do parameters, but for those that the
-    quantized tier puts in 8 bits (quantized_weights.py).
+    state_dict, module classes and `save_pretrained` stay as they are, and so do parameters, but for those that a tier
+    puts in 8 bits (quantized_weights.py).
 
     Args:
         target: a diffusers pipeline with a `transformer` (and perhaps a `transformer_2`), or one of the transformers in

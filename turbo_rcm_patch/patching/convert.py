@@ -17,7 +17,7 @@ from diffusers import WanTransformer3DModel
 from safetensors import safe_open
 from torch import nn
 
-from ..checkpoints.lazy import PICKLED, LazyTensor, open_tensors
+from ..checkpoints.lazy import LazyTensor, open_tensors, shards
 from ..checkpoints.whole import WholeModel, infer_config
 from ..config import PatchConfig
 from ..tiers import EXACT, SPARSE, Tier
@@ -40,7 +40,6 @@ from .sparse import PROJ_L
 from .tensor_files import Kind, read_header, write_tensors
 
 DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
-FILES = (".safetensors", *PICKLED)
 
 
 def convert_model(
@@ -124,10 +123,7 @@ def _of_folder(folder: Path, stack: ExitStack) -> _Model:
 def _files_of(folder: Path) -> dict[str, tuple[Path, Kind]]:
     """All tensors of diffusers' safetensors files in a folder, by name, with the file that holds each."""
     index = folder / f"{DIFFUSERS_FILE}.index.json"
-    if index.is_file():
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    else:
-        files = [DIFFUSERS_FILE]
+    files = shards(index) if index.is_file() else [DIFFUSERS_FILE]
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
         raise ValueError(f"{folder} has no {', '.join(missing)}; download the model's safetensors files.")

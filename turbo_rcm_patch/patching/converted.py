@@ -183,7 +183,7 @@ class _Stored:
                     journal.set_parameter(module, own, value)
             blocks = family_of(model).every_block(model)
             add_projections(journal, blocks, by_block({name: file.get_tensor(name) for name in self._projections}))
-        _fill_buffers(model, device)
+        fill_buffers(model, device)
 
 
 def is_projection(name: str) -> bool:
@@ -205,7 +205,7 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path), own
 
 
-def _fill_buffers(model: nn.Module, device: torch.device) -> None:
+def fill_buffers(model: nn.Module, device: torch.device) -> None:
     """Bring buffers that no file holds, such as RoPE tables, to the device; those on meta as the config gives them."""
     with init_empty_weights():
         fresh = type(model).from_config(model.config)

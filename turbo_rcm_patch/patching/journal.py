@@ -48,6 +48,8 @@ class _Entry(NamedTuple):
     def holds(self) -> bool:
         """Whether what was set is there, or is bound alike, as in a copy and after accelerate's unwrap_model."""
         found = self.holder.get(self.name, _ABSENT)
+        if self.kind == "_modules" and getattr(found, "base_layer", None) is self.value:
+            return True  # within PEFT's layer
         function = function_bound_to(self.module, found)
         return found is self.value or (function is not None and function is function_bound_to(self.module, self.value))
 
@@ -62,8 +64,9 @@ class _Call(NamedTuple):
 class Journal:
     """Sets attributes and parameters of modules and undoes that in reverse order.
 
-    Writing to ``__dict__`` and ``_parameters`` keeps nn.Module from registering anything, so the names in state_dict
-    and module classes stay as they are. Copies and pickles of a whole model, journal included, can be undone as well.
+    Writing to ``__dict__`` and ``_parameters`` keeps nn.Module from registering anything, so module classes stay as they
+    are, and the names in state_dict too, but for modules that `set_module` adds. Copies and pickles of a whole model can
+    be undone as well, with the journal that comes with them.
     """
 
     def __init__(self):

@@ -19,7 +19,7 @@ from torch import nn
 from .. import kernels
 from ..config import PatchConfig
 from ..kernels.sparse_linear_attention_reference import linear_attention
-from ..plain import why_not_plain
+from ..plain import is_autocast, why_not_plain
 from .context_parallel import ulysses_attention, why_not_between_all_to_alls
 from .journal import Journal
 from .plan import REFERENCE, Call, Step
@@ -32,14 +32,30 @@ NamedBlocks = Iterable[tuple[str, nn.Module]]  # a transformer's blocks with the
 class SparseAttnProcessor:
     """WanAttnProcessor with sparse-linear attention in the place of attention, for a self-attention that has proj_l.
 
-    The softmax runs in the inputs' dtype. topk, blocks: as of PatchConfig.
+    The softmax runs in the inputs' dtype. original: the processor in whose place it is. The others are as of
+    PatchConfig.
     """
 
-    _attention_backend = None  # attributes that diffusers sets; its backends know no SLA
-    _parallel_config = None
+    def __init__(self, original: WanAttnProcessor, topk: float, blocks: BlockSizes | None, implementation: str):
+        self.original, self.topk, self.blocks, self.implementation = original, topk, blocks, implementation
 
-    def __init__(self, topk: float, blocks: BlockSizes | None):
-        self.topk, self.blocks = topk, blocks
+    # What diffusers sets on processors is the original's: it was there before, and stays when the patch goes.
+
+    @property
+    def _attention_backend(self) -> object:
+        return self.original._attention_backend
+
+    @_attention_backend.setter
+    def _attention_backend(self, value: object) -> None:
+        self.original._attention_backend = value  # for when the patch goes: no backend knows SLA
+
+    @property
+    def _parallel_config(self) -> object:
+        return self.original._parallel_config
+
+    @_parallel_config.setter
+    def _parallel_config(self, value: object) -> None:
+        self.original._parallel_config = value
 
     def __call__(
         self,
@@ -56,7 +72,9 @@ class SparseAttnProcessor:
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (attn.norm_q(q), attn.norm_k(k), v))
         if rotary_emb is not None:
             q, k = (_rotate(x, *rotary_emb) for x in (q, k))
-        attended = attend(attn, False, "auto", q, k, v).flatten(2, 3).type_as(q)
+        if is_autocast(q.device):  # as scaled_dot_product_attention under it
+            q, k, v = (x.to(torch.get_autocast_dtype(x.device.type)) for x in (q, k, v))
+        attended = attend(attn, False, self.implementation, q, k, v).flatten(2, 3).type_as(q)
         for layer in attn.to_out:
             attended = layer(attended)
         return attended
@@ -90,7 +108,8 @@ def use_processors(journal: Journal, blocks: NamedBlocks, config: PatchConfig) -
     """Let the self-attentions that have a proj_l be sparse."""
     for _, block in blocks:
         if has_projection(block.attn1):
-            journal.set(block.attn1, "processor", SparseAttnProcessor(config.topk, config.blocks))
+            options = (config.topk, config.blocks, config.implementation)
+            journal.set(block.attn1, "processor", SparseAttnProcessor(block.attn1.processor, *options))
 
 
 def why_not_sparse(name: str, blocks: NamedBlocks) -> str | None:
@@ -167,9 +186,10 @@ def _attend_whole(attn, quantized, implementation, q, k, v):
     options = {"topk": attn.processor.topk, "block_q": block_q, "block_k": block_k, "quantized": quantized}
     options["implementation"] = implementation
     proj_l = attn.proj_l
-    if why_not_plain(proj_l, nn.Linear) is None and proj_l.weight.device == q.device:
-        weight, bias = (x if x is None else x.to(q.dtype) for x in (proj_l.weight, proj_l.bias))
+    if why_not_plain(proj_l, nn.Linear) is None:
+        # It is small: where offloading knows nothing of it, it comes from wherever it rests.
+        weight, bias = (x if x is None else x.to(q.device, q.dtype) for x in (proj_l.weight, proj_l.bias))
         return kernels.sparse_linear_attention(q, k, v, weight, bias, **options)
-    # Something on the module counts: a LoRA, a hook, offloading. Its own call projects the linear branch.
+    # Something on the module counts: a LoRA, a hook. Its own call projects the linear branch.
     sparse = kernels.sparse_linear_attention(q, k, v, q.new_zeros(q.shape[-1], q.shape[-1]), **options)
     return sparse + proj_l(linear_attention(q, k, v))

@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from ..checkpoints.lazy import open_tensors
-from ..checkpoints.whole import WholeModel, cast, copy_into, parameters_of
+from ..checkpoints.whole import Weight, WholeModel, cast, copy_into, parameters_of
 from ..config import PatchConfig
 from ..kernels.quantized import QuantizedWeight
 from ..tiers import SPARSE
 from .apply import Patch, PatchError, apply_patch, check_patchable, replace_computation, transformers_of
+from .converted import fill_buffers
 from .families import family_of
+from .group_offload import ON_DISK, is_on_disk, write_through
 from .journal import Journal
 from .quantized_weights import quantized_linears, quantized_weight
 from .sparse import add_projections, why_not_wan_attention
@@ -62,24 +64,32 @@ def load_turbodiffusion(
     config = _config_for(attention, topk, blocks)
     models = transformers_of(target)
     check_patchable(models)
+    _check_writable("load", models)
     with _opened(path, models) as files:
         _check_attention(files, models, attention)
+        written: list[_Written] = []
 
         def prepare(journal: Journal, name: str, model: nn.Module) -> None:
-            _load(files[name], model)
+            written.append(_Written(model))
+            written[-1].write((own, cast(weight, like)) for own, weight, like in _weights_for(files[name], model))
             if config.tier == SPARSE:
                 add_projections(journal, family_of(model).every_block(model), _projections(files[name]))
             replace_computation(journal, model, config)
             _report_added_error(files[name], model)
 
-        return apply_patch(target, config, prepare)
+        try:
+            return apply_patch(target, config, prepare)
+        except BaseException:
+            for each in written:
+                each.undo()
+            raise
 
 
 def _config_for(attention: str, topk: float, blocks: Sequence[int] | None) -> PatchConfig:
     if attention not in ATTENTIONS:
         raise ValueError(f"attention={attention!r} is unknown; accepted are {', '.join(ATTENTIONS)}.")
     if attention == "dense":
-        return PatchConfig()
+        return PatchConfig(topk=topk, blocks=blocks)  # which refuses them where they are set
     return PatchConfig(tier=SPARSE, quantize=IN_8_BITS[attention], topk=topk, blocks=blocks)
 
 
@@ -120,9 +130,50 @@ def _check_attention(files: dict[str, WholeModel], models: dict[str, nn.Module],
             raise PatchError(f"cannot load: {reason}")
 
 
-def _load(file: WholeModel, model: nn.Module) -> None:
+def _check_writable(verb: str, models: dict[str, nn.Module], *, meta: bool = True) -> None:
+    """Raise PatchError for models whose parameters are not where they could be written. meta: whether they may be on
+    the meta device."""
+    for name, model in models.items():
+        if is_on_disk(model):
+            raise PatchError(f"cannot {verb} {name}: {ON_DISK}")
+        if any(getattr(module, "merged", False) for module in model.modules()):
+            raise PatchError(f"cannot {verb} {name}: a LoRA is fused into its weights; call pipe.unfuse_lora() first.")
+        if not meta and any(parameter.is_meta for parameter in model.parameters()):
+            raise PatchError(f"cannot {verb} {name}: its weights are on the meta device; load them first.")
+
+
+def _weights_for(file: WholeModel, model: nn.Module) -> Iterator[tuple[str, Weight, nn.Parameter]]:
     parameters = parameters_of(model)
-    copy_into(model, ((name, cast(weight, parameters[name])) for name, weight in file.weights.items()))
+    return ((name, weight, parameters[name]) for name, weight in file.weights.items())
+
+
+class _Written:
+    """What was written into a model's parameters, and on the CPU what was there before: until all of it is loaded, the
+    one copy more that loading takes."""
+
+    def __init__(self, model: nn.Module):
+        self._model, self._modules = model, [(module, dict(module._parameters)) for module in model.modules()]
+        self._before: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+    def write(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Write them, in place, and into what offloading keeps of them; parameters on the meta device are replaced."""
+        parameters = parameters_of(self._model)
+        for name, tensor in weights:
+            if not parameters[name].is_meta:
+                self._before.append((parameters[name], parameters[name].detach().to("cpu", copy=True)))
+            copy_into(self._model, [(name, tensor)])
+            write_through(self._model, parameters[name])
+        if any(buffer.is_meta for buffer in self._model.buffers()):
+            fill_buffers(self._model, next(self._model.parameters()).device)
+
+    def undo(self) -> None:
+        """All as it was before."""
+        for module, parameters in self._modules:
+            module._parameters.update(parameters)
+        with torch.no_grad():
+            for parameter, before in self._before:
+                parameter.copy_(before)
+                write_through(self._model, parameter)
 
 
 def _projections(file: WholeModel) -> dict[str, dict[str, torch.Tensor]]:
@@ -132,7 +183,7 @@ def _projections(file: WholeModel) -> dict[str, dict[str, torch.Tensor]]:
 def _report_added_error(file: WholeModel, model: nn.Module) -> None:
     """What the tier's own 8 bits add to a file that was in 8 bits already."""
     linears = quantized_linears(model)
-    if not file.quantized or not linears:
+    if not file.quantized or not linears or not logger.isEnabledFor(logging.INFO):
         return
     with torch.no_grad():
         errors = [_error(quantized_weight(linear), linear.eight_bit.original) for linear in linears]
@@ -168,6 +219,7 @@ def merge_turbodiffusion(path: Source, base_path: Source, target: nn.Module) -> 
     (name, model), *others = models.items()
     if others:
         raise PatchError("cannot merge: give one transformer of the pipeline, pipe.transformer or pipe.transformer_2.")
+    _check_writable("merge into", models, meta=False)
     with ExitStack() as stack:
         try:
             turbo, base = (
@@ -182,7 +234,12 @@ def merge_turbodiffusion(path: Source, base_path: Source, target: nn.Module) -> 
         blocks = list(family_of(model).every_block(model))
         if turbo.proj_l and (reason := why_not_wan_attention(name, blocks)):
             raise PatchError(f"cannot merge: {reason}")
-        copy_into(model, _sums(model, shared, turbo, base))
+        written = _Written(model)
+        try:
+            written.write(_sums(model, shared, turbo, base))
+        except BaseException:
+            written.undo()
+            raise
         add_projections(Journal(), blocks, _projections(turbo))
     return [f"{file.source}: {line}" for file in (turbo, base) for line in file.unfit]
 

@@ -15,7 +15,7 @@ from diffusers.models.attention import FeedForward
 from torch import nn
 
 from ....plain import is_original, why_not_plain
-from ....tiers import QUANTIZED
+from ....tiers import EXACT
 from ... import quantized_layers
 from ...layers import (
     Tables,
@@ -236,7 +236,7 @@ def _self_attention(block, attention_class: type, call: Call, stored: Storage, r
             norm, qkv.fed_by(norm), quantized_layers.quantize_qkv(attn, call), attended, out.fed_by(attended)
         )
     attended = sparse_attention(attn, call) if is_sparse(attn) else attention(attn, call)
-    if call.config.tier == QUANTIZED:
+    if call.config.tier != EXACT and not is_sparse(attn):
         attended = attended._replace(reason=reason)
     return SelfAttention(
         attn.heads,
