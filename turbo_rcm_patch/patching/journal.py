@@ -64,9 +64,9 @@ class _Call(NamedTuple):
 class Journal:
     """Sets attributes and parameters of modules and undoes that in reverse order.
 
-    Writing to ``__dict__`` and ``_parameters`` keeps nn.Module from registering anything, so module classes stay as they
-    are, and the names in state_dict too, but for modules that `set_module` adds. Copies and pickles of a whole model can
-    be undone as well, with the journal that comes with them.
+    Writing to ``__dict__`` and ``_parameters`` keeps nn.Module from registering anything, so module classes stay as
+    they are, and the names in state_dict too, but for modules that `set_module` adds. Copies and pickles of a whole
+    model can be undone as well, with the journal that comes with them.
     """
 
     def __init__(self):
