@@ -19,6 +19,7 @@ PAGE = "README.md"  # in the folder of results
 MEASURED = "<!-- measured: written by scripts/readme_results.py -->", "<!-- end of measured -->"
 EVALUATED = "<!-- evaluated: written by scripts/readme_results.py -->", "<!-- end of evaluated -->"
 TRAINING = "training.json"
+CONVERSION = "conversion.json"  # of scripts/benchmark_conversion.py, which needs no GPU
 INTRODUCTION = """# Results
 
 All of this page is written by `python scripts/readme_results.py`, from the JSON files beside it; those are written by
@@ -81,7 +82,7 @@ def main() -> int:
 
 def result_files(folder: Path) -> list[Path]:
     """The results of each GPU."""
-    return [path for path in sorted(folder.glob("*.json")) if path.name != TRAINING]
+    return [path for path in sorted(folder.glob("*.json")) if path.name not in (TRAINING, CONVERSION)]
 
 
 def with_results(text: str, folder: Path) -> str:
