@@ -27,6 +27,7 @@ _HOME_OF = {
     "FewStepScheduler": "scheduler",
     "RCMScheduler": "scheduler",
     "FusedRCMAttention": "modules",
+    "SparseLinearAttention": "modules",
     "TorchFusedRCMAttention": "modules",
     "TwoPassRCMAttention": "modules",
     "load_embedded_pipeline": "embedded",

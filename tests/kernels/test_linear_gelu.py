@@ -3,7 +3,7 @@ import torch
 
 from tests.kernels.eight_bit import FORMATS, assert_sums_are_right, oracle_of, quantized, quantized_weight
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
-from turbo_rcm_patch.kernels import FP8, INT8, linear_gelu, quantize_weight, reference
+from turbo_rcm_patch.kernels import FP8, INT8, dispatch, linear_gelu, quantize_rows, quantize_weight, reference
 from turbo_rcm_patch.kernels.quantized import LARGEST, Quantized, round_to
 
 # The interpreter says that exp overflowed; the kernel divides by the infinity on purpose.
@@ -189,3 +189,16 @@ def test_8_bits_compile_to_one_graph(device):
     options = {"result": FP8, "implementation": "torch"}
     actual, expected = compiled(a, weight, None, **options), linear_gelu(a, weight, None, **options)
     assert torch.equal(actual.values.float(), expected.values.float())
+
+
+@pytest.mark.parametrize(("rows", "N"), [(1, 16), (70, 200)])
+def test_the_scale_of_an_fp8_result_is_stored_once_for_every_row(device, monkeypatch, rows, N):
+    """Also in the interpreter, which rounds e4m3 wrongly, by about a step of it: an eighth."""
+    monkeypatch.setattr(dispatch, "_is_rounded_wrongly", lambda *_: False)
+    on, generator = torch_device(device), torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=generator).to(on) for shape in ((rows, 64), (N, 64), (N,)))
+    a = quantize_rows(x, INT8, with_norm=True, implementation="torch")
+    given = a, quantize_weight(weight, INT8), bias
+    ours, expected = (linear_gelu(*given, result=FP8, implementation=name) for name in ("triton", "torch"))
+    assert torch.allclose(ours.scale, expected.scale, rtol=1e-6)
+    assert relative_error(ours.dequantize(), expected.dequantize()) < 2.0**-3

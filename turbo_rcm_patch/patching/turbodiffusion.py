@@ -123,10 +123,8 @@ def _check_attention(files: dict[str, WholeModel], models: dict[str, nn.Module],
                 f"cannot load: {file.source} has no proj_l: it was trained without sparse-linear attention; give "
                 "attention='dense'."
             )
-        reason = None
-        if attention != "dense":
-            reason = why_not_wan_attention(name, family_of(models[name]).every_block(models[name]))
-        if reason is not None:
+        blocks = family_of(models[name]).every_block(models[name])
+        if file.proj_l and (reason := why_not_wan_attention(name, blocks)):
             raise PatchError(f"cannot load: {reason}")
 
 
@@ -157,14 +155,17 @@ class _Written:
 
     def write(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Write them, in place, and into what offloading keeps of them; parameters on the meta device are replaced."""
+        copy_into(self._model, self._remembering(weights))
+        if any(buffer.is_meta for buffer in self._model.buffers()):
+            fill_buffers(self._model, next(self._model.parameters()).device)
+
+    def _remembering(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         parameters = parameters_of(self._model)
         for name, tensor in weights:
             if not parameters[name].is_meta:
                 self._before.append((parameters[name], parameters[name].detach().to("cpu", copy=True)))
-            copy_into(self._model, [(name, tensor)])
-            write_through(self._model, parameters[name])
-        if any(buffer.is_meta for buffer in self._model.buffers()):
-            fill_buffers(self._model, next(self._model.parameters()).device)
+            yield name, tensor
+            write_through(self._model, parameters[name])  # when the next is asked for, this one is written
 
     def undo(self) -> None:
         """All as it was before."""
