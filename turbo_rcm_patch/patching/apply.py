@@ -25,11 +25,12 @@ from .quantized_weights import (
 )
 from .sparse import use_processors, why_not_sparse
 from .steps import Steps, why_not_countable
-from .summary import Row, decoder_rows, plan_rows, summary_table, vae_table
+from .summary import Row, Section, as_html, as_text, decoder_rows, plan_rows, transformer_section, vae_section
 from .video_output import patch_video_output, video_output_note
 
 logger = logging.getLogger(__name__)
 
+RESTORED = "restored: nothing is patched any more"
 _JOURNAL = "_turbo_rcm_patch_journal"  # the attribute of a patched model that holds its Journal
 
 
@@ -79,9 +80,22 @@ class Patch:
         Raises PatchError after restore.
         """
         self._check_active("summarize")
-        vae = None if self.vae is None else vae_table(self.vae)
-        parts = summary_table(_only_patched(self.transformers)), vae, video_output_note(self._target(), self.config)
-        return "\n\n".join(filter(None, parts))
+        return as_text(self._sections())
+
+    def __str__(self) -> str:
+        """The summary, and of a patch that was taken off that it was."""
+        return as_text(self._sections()) if self.active else RESTORED
+
+    def _repr_html_(self) -> str:
+        """The same as tables, for a notebook's cell."""
+        return as_html(self._sections()) if self.active else f"<p>{RESTORED}</p>"
+
+    def _sections(self) -> list[Section]:
+        sections = [transformer_section(*named) for named in _only_patched(self.transformers).items()]
+        if self.vae is not None:
+            sections.append(vae_section(self.vae))
+        note = video_output_note(self._target(), self.config)
+        return sections if note is None else [*sections, Section([(note, [])], [])]
 
     def rows(self) -> list[Row]:
         """What `summary` shows of the steps, of all patched models in turn. Raises PatchError after restore."""

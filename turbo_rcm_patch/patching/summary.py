@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -42,38 +43,75 @@ class Row(NamedTuple):
         return self.sub_layer, self.step, self.kernel, fused, because
 
 
-def summary_table(transformers: dict[str, nn.Module]) -> str:
+class Section(NamedTuple):
+    """A part of the summary: titled tables of steps, where there are any, and notes below them."""
+
+    tables: list[tuple[str, list[Row]]]
+    notes: list[str]
+
+
+def as_text(sections: Iterable[Section]) -> str:
+    """The sections for a terminal, with aligned columns."""
+    return "\n\n".join(map(_section_text, sections))
+
+
+def _section_text(section: Section) -> str:
+    tables = ["\n  ".join([title, *_aligned(rows)]) for title, rows in section.tables]
+    return "\n  ".join(["\n".join(tables), *section.notes])
+
+
+def as_html(sections: Iterable[Section]) -> str:
+    """The sections for a notebook: tables and lists."""
+    return "\n".join(map(_section_html, sections))
+
+
+def _section_html(section: Section) -> str:
+    parts = [f"<p><b>{html.escape(title)}</b></p>{_table_html(rows)}" for title, rows in section.tables]
+    notes = "".join(f"<li>{html.escape(note)}</li>" for note in section.notes)
+    return "".join(parts) + (f"<ul>{notes}</ul>" if notes else "")
+
+
+def _table_html(rows: list[Row]) -> str:
+    if not rows:
+        return ""
+    lines = [_line_html("td", row.cells()) for row in rows]
+    return f"<table><thead>{_line_html('th', HEADER)}</thead><tbody>{''.join(lines)}</tbody></table>"
+
+
+def _line_html(tag: str, cells: Iterable[str]) -> str:
+    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+
+def transformer_section(name: str, transformer: nn.Module) -> Section:
     """A table for each list of blocks: a line per step with its kernel, how many blocks are fused there, and why the
     others are not; then notes."""
-    return "\n\n".join(_tables(name, transformer) for name, transformer in transformers.items())
-
-
-def _tables(name: str, transformer: nn.Module) -> str:
-    family, parts = family_of(transformer), []
+    family, tables = family_of(transformer), []
     for blocks in family.blocks:
         title = f"{len(getattr(transformer, blocks.name))} {blocks.name}"
-        lines = _aligned(plan_rows(transformer, blocks))
-        parts.append("\n  ".join([_title(name, transformer, title, compute_dtype(transformer)), *lines]))
+        rows = list(plan_rows(transformer, blocks))
+        tables.append((_title(name, transformer, title, compute_dtype(transformer)), rows))
     _, first = next(family.blocks[0].of(transformer))
     notes = [f"residual between a block's skips: {current_plan(transformer, first).residual}"]
     notes += filter(None, [weights_note(transformer), _exact_steps(state_of(first).shared.config)])
     notes += _measurements(get_module_execution_device(transformer))
-    return "\n  ".join(["\n".join(parts), *notes, *family.notes(transformer), FOOTER])
+    return Section(tables, [*notes, *family.notes(transformer), FOOTER])
 
 
-def _aligned(rows: Iterable[Row]) -> list[str]:
+def _aligned(rows: list[Row]) -> list[str]:
+    if not rows:
+        return []
     cells = [HEADER, *(row.cells() for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [" ".join(f"{cell:{width}} " for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
 
 
-def vae_table(vae: nn.Module) -> str:
+def vae_section(vae: nn.Module) -> Section:
     """A line per step of a VAE's decoder, as of now, then notes; or why it is not patched."""
     if wan_vae.vae_state(vae) is None:
         reason = wan_vae.why_left_alone(vae) or "restored"
-        return f"vae: {type(vae).__name__}, as without the patch: {reason}"
+        return Section([(f"vae: {type(vae).__name__}, as without the patch: {reason}", [])], [])
     title = _title("vae", vae, "decoder", vae.dtype)
-    return "\n  ".join([title, *_aligned(decoder_rows(vae)), *wan_vae.decoder_notes(vae), VAE_FOOTER])
+    return Section([(title, list(decoder_rows(vae)))], [*wan_vae.decoder_notes(vae), VAE_FOOTER])
 
 
 def decoder_rows(vae: nn.Module) -> Iterator[Row]:
