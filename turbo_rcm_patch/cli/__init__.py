@@ -7,28 +7,25 @@ Only the last two import torch and diffusers, so that `--help` and most errors c
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import sys
 from collections.abc import Sequence
 
 from .arguments import parse_arguments
 from .chatter import without_chatter
 from .checks import check_arguments
-from .errors import CommandError
+from .errors import exit_code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns 0; 1 when `verify` finds a block worse than allowed; 2 after a one-line error."""
     arguments = parse_arguments(argv)
-    try:
-        check_arguments(arguments)
-        with contextlib.nullcontext() if arguments.verbose else without_chatter():
-            from . import commands
+    return exit_code(f"turbo-rcm {arguments.command}", lambda: _run(arguments))
 
-            return commands.run(arguments)
-    except CommandError as error:
-        print(f"turbo-rcm {arguments.command}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"turbo-rcm {arguments.command}: interrupted", file=sys.stderr)
-        return 130
+
+def _run(arguments: argparse.Namespace) -> int:
+    check_arguments(arguments)
+    with contextlib.nullcontext() if arguments.verbose else without_chatter():
+        from . import commands
+
+        return commands.run(arguments)

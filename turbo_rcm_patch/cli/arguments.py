@@ -41,8 +41,8 @@ def _add_generate(commands) -> None:
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.mp4", help="the video to write")
     parser.add_argument("--fps", type=int, default=16, help="frames per second of the video (default 16)")
     parser.add_argument("--no-patch", action="store_true", help="run diffusers' own blocks")
-    _add_distilled_options(parser)
-    _add_generation_options(parser)
+    add_distilled_options(parser)
+    add_generation_options(parser)
 
 
 def _add_compare(commands) -> None:
@@ -54,8 +54,8 @@ def _add_compare(commands) -> None:
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="write all figures with the GPU and versions")
     parser.add_argument("--plot", type=Path, metavar="OUT.png", help="write a bar chart of the stages")
     parser.add_argument("--video", type=Path, metavar="OUT.mp4", help="write the videos side by side")
-    _add_distilled_options(parser)
-    _add_generation_options(parser)
+    add_distilled_options(parser)
+    add_generation_options(parser)
 
 
 def _add_verify(commands) -> None:
@@ -69,7 +69,7 @@ def _add_verify(commands) -> None:
         help="instead of a model: random weights at a real size, such as wan2.1-1.3b, on structured inputs",
     )
     parser.add_argument("--layers", type=int, help="with --config: build only so many blocks")
-    _add_generation_options(parser)
+    add_generation_options(parser)
 
 
 def _add_evaluate(commands) -> None:
@@ -121,7 +121,8 @@ def _add_convert(commands) -> None:
     _add_device_options(parser, dtype="of what stays as it is (default: bfloat16)")
 
 
-def _add_distilled_options(parser: argparse.ArgumentParser) -> None:
+def add_distilled_options(parser: argparse.ArgumentParser) -> None:
+    """--lora, --lora-2 and --recipe."""
     lora = "a few-step LoRA: a file, a folder with one for each expert, or a hub id; SCALE is its strength (default 1)"
     parser.add_argument("--lora", type=_lora, metavar="FILE[:SCALE]", help=lora)
     parser.add_argument("--lora-2", metavar="FILE", help="Wan 2.2: that of the low-noise expert")
@@ -137,7 +138,8 @@ def _lora(text: str) -> tuple[str, float]:
         return text, 1.0
 
 
-def _add_generation_options(parser: argparse.ArgumentParser) -> None:
+def add_generation_options(parser: argparse.ArgumentParser) -> None:
+    """What one generation takes, but for the prompt: the model, its preset, steps, seed, size, device."""
     parser.add_argument("--steps", type=int, help="denoising steps (default: as many as the model was distilled to, 4)")
     parser.add_argument("--image", type=Path, help="the first frame, for an image-to-video model")
     parser.add_argument("--offload", action="store_true", help="keep only the running model on the GPU")

@@ -24,21 +24,20 @@ EMBEDDED = Path(__file__).parent.parent / "embedded/weights"  # embedded.WEIGHTS
 
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Raise CommandError for anything wrong with the options, the model's folder or the outputs."""
-    if arguments.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", arguments.device):
-        raise CommandError(f"--device {arguments.device} is unknown; give cpu, cuda or cuda:N.")
+    _check_device(arguments)
     if arguments.command == "verify":
         _check_config(arguments)
     if arguments.command not in ("info", "convert"):
-        _check_generation(arguments)
+        check_generation(arguments)
     if arguments.command == "generate":
-        _check_at_least_one("--fps", arguments.fps)
+        check_at_least_one("--fps", arguments.fps)
         check_output("-o", arguments.output, (".mp4",))
         check_ffmpeg()
     if arguments.command == "compare":
         _check_comparison(arguments)
     if arguments.command == "evaluate":
-        _check_at_least_one("-n", arguments.n)
-        _check_at_least_one("--batch-size", arguments.batch_size)
+        check_at_least_one("-n", arguments.n)
+        check_at_least_one("--batch-size", arguments.batch_size)
     if arguments.command == "convert":
         _check_conversion(arguments)
     if arguments.command not in ("generate", "convert"):
@@ -122,7 +121,9 @@ def check_pipeline_class(class_name: object, arguments: argparse.Namespace) -> N
         raise CommandError(f"--model {model} is a text-to-video model; leave --image out.")
 
 
-def _check_generation(arguments: argparse.Namespace) -> None:
+def check_generation(arguments: argparse.Namespace) -> None:
+    """Raise CommandError for anything wrong with what a generation takes."""
+    _check_device(arguments)
     _check_distilled(arguments)
     for steps in step_counts(arguments):
         if steps is not None and steps not in STEPS and not is_distilled(arguments):
@@ -138,6 +139,11 @@ def _check_generation(arguments: argparse.Namespace) -> None:
     if arguments.device == "cpu" and arguments.offload:
         raise CommandError("--offload moves models between CPU and GPU; leave it out with --device cpu.")
     _check_model(arguments).check(arguments.height, arguments.width, arguments.frames)
+
+
+def _check_device(arguments: argparse.Namespace) -> None:
+    if arguments.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", arguments.device):
+        raise CommandError(f"--device {arguments.device} is unknown; give cpu, cuda or cuda:N.")
 
 
 def _check_distilled(arguments: argparse.Namespace) -> None:
@@ -165,7 +171,7 @@ def _check_distilled(arguments: argparse.Namespace) -> None:
 
 
 def _check_comparison(arguments: argparse.Namespace) -> None:
-    _check_at_least_one("--repeats", arguments.repeats)
+    check_at_least_one("--repeats", arguments.repeats)
     check_plot("--plot", arguments.plot)
     check_output("--video", arguments.video, (".mp4",))
     if arguments.video is not None:
@@ -199,10 +205,11 @@ def _check_config(arguments: argparse.Namespace) -> None:
         if value is not None:
             raise CommandError(f"--config builds a model and its inputs; leave {name} out.")
     if arguments.layers is not None:
-        _check_at_least_one("--layers", arguments.layers)
+        check_at_least_one("--layers", arguments.layers)
 
 
-def _check_at_least_one(option: str, value: int) -> None:
+def check_at_least_one(option: str, value: int) -> None:
+    """Raise CommandError for a count below 1."""
     if value < 1:
         raise CommandError(f"{option} {value}: give 1 or more.")
 

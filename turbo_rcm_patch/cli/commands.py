@@ -47,12 +47,13 @@ def run(arguments: argparse.Namespace) -> int:
         "info": _info,
         "convert": _convert,
     }
-    with _user_errors():
+    with user_errors():
         return commands[arguments.command](arguments)
 
 
 @contextlib.contextmanager
-def _user_errors() -> Iterator[None]:
+def user_errors() -> Iterator[None]:
+    """Turn what a user can mend, such as too little memory, into a CommandError."""
     try:
         yield
     except PatchError as error:
@@ -96,7 +97,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         config=arguments.preset,
         with_compile=False if arguments.no_compile else None,
         repeats=arguments.repeats,
-        settings=_settings(arguments, pipe, call),
+        settings=settings_of(arguments, pipe, call),
     )
     print(comparison.patch_summary, comparison_table(comparison), sep="\n\n")
     if arguments.json is not None:
@@ -115,7 +116,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     print(verification.patch_summary, verification_table(verification), sep="\n\n")
     if arguments.json is not None:
         environment = asdict(describe_environment(pipe._execution_device))
-        settings = _settings(arguments, pipe, call)
+        settings = settings_of(arguments, pipe, call)
         write_json(arguments.json, {"settings": settings, "environment": environment, **verification.to_dict()})
     return 0 if verification.ok else 1
 
@@ -133,7 +134,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         batch_size=arguments.batch_size,
         reference=reference,
-        settings={**_settings(arguments, pipe, call), "sigma_max": pipe.scheduler.config.get("sigma_max")},
+        settings={**settings_of(arguments, pipe, call), "sigma_max": pipe.scheduler.config.get("sigma_max")},
         report=lambda line: print(f"turbo-rcm evaluate: {line}", file=sys.stderr, flush=True),
     )
     print(evaluation_table(evaluation))
@@ -189,8 +190,8 @@ def _convert(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _settings(arguments: argparse.Namespace, pipe, call: dict[str, object]) -> dict[str, object]:
-    """What a figure needs to be repeated."""
+def settings_of(arguments: argparse.Namespace, pipe, call: dict[str, object]) -> dict[str, object]:
+    """What a figure or a video needs to be made again."""
     config = getattr(arguments, "config", None)
     return {
         **({"config": config, "layers": len(pipe.transformer.blocks)} if config else {}),

@@ -1,0 +1,147 @@
+"""scripts/generate_batch.py: processes that share out prompts, of which one is killed; what is skipped and refused."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import imageio.v3 as iio
+import pytest
+
+from turbo_rcm_patch.cli.errors import CommandError
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "scripts/generate_batch.py"
+spec = importlib.util.spec_from_file_location("generate_batch", SCRIPT)
+batch = importlib.util.module_from_spec(spec)
+sys.modules["generate_batch"] = batch  # for its dataclass
+spec.loader.exec_module(batch)
+
+PROMPTS = ["a red circle moves right", "a blue square moves left", "", "a red circle moves right"]
+SMALL = ["--height", "16", "--width", "16", "--frames", "5", "--steps", "1", "--device", "cpu"]
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    """The command's for four videos: two prompts twice."""
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    return [str(tmp_path / "prompts.txt"), "--out", str(tmp_path / "out"), "--seeds", "2", *SMALL]
+
+
+def lines_of(folder):
+    path = folder / batch.RECORD
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def start(rank, arguments):
+    """As accelerate's launcher starts the processes."""
+    environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, str(SCRIPT), *arguments], env=environment, stderr=subprocess.DEVNULL)
+
+
+def test_what_a_killed_process_did_not_make_is_made_by_the_next_run(tmp_path, arguments, monkeypatch):
+    out = tmp_path / "out"
+    both = [start(rank, arguments) for rank in range(2)]
+    try:
+        end = time.monotonic() + 120
+        while not any(line["seed"] == 1 for line in lines_of(out)):  # the second process's share
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        both[1].kill()
+        assert both[0].wait(120) == 0
+        assert both[1].wait(120) < 0
+    finally:
+        for process in both:
+            process.kill()
+    first = lines_of(out)
+    assert sum(line["seed"] == 0 for line in first) == 2
+    made = {path.name: path.stat().st_mtime_ns for path in out.glob("[!.]*.mp4")}
+    videos = [batch.Video(prompt, seed).name for prompt in PROMPTS[:2] for seed in range(2)]
+    (out / f".{videos[3].removesuffix('.mp4')}.123.mp4").write_bytes(b"half")  # as of a process killed while writing
+
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert batch.main(arguments) == 0
+    assert sorted(path.name for path in out.iterdir()) == sorted([*videos, batch.RECORD])
+    recorded = {line["file"] for line in first}
+    assert all((out / name).stat().st_mtime_ns == made[name] for name in recorded)
+    assert {line["file"] for line in lines_of(out)} == set(videos)
+    assert all(iio.imread(out / name).shape == (5, 16, 16, 3) for name in videos)
+
+
+def test_a_line_a_video_and_what_has_both_is_skipped(tmp_path, arguments, capsys):
+    (tmp_path / "prompts.txt").write_text(PROMPTS[0])
+    assert batch.main(arguments) == 0
+    out = tmp_path / "out"
+    lines = lines_of(out)
+    assert [(line["prompt"], line["seed"]) for line in lines] == [(PROMPTS[0], 0), (PROMPTS[0], 1)]
+    for line in lines:
+        assert line["seconds"]["total"] >= sum(line["seconds"]["steps"]) > 0
+        assert line["settings"]["height"] == 16
+        assert (out / line["file"]).is_file()
+    capsys.readouterr()
+    assert batch.main(arguments) == 0
+    assert "WanTransformer3DModel" not in capsys.readouterr().out  # no model was loaded
+    assert lines_of(out) == lines
+
+    (out / lines[0]["file"]).unlink()
+    record = out / batch.RECORD
+    record.write_text(record.read_text().splitlines()[0] + '\n{"file": "cut sh\n')  # so that the second has no line
+    assert batch.main(arguments) == 0
+    assert {line["file"] for line in lines} == set(batch.read_record(out)) == {path.name for path in out.glob("*.mp4")}
+    assert len(record.read_text().splitlines()) == 4  # the first, what was cut short, and both anew
+
+
+def test_a_folder_has_videos_of_the_same_settings():
+    recorded = {"x.mp4": {"settings": {"preset": "exact", "fps": 16}}}
+    batch.check_same_settings(Path("videos"), recorded, {"preset": "exact", "fps": 16})
+    with pytest.raises(CommandError, match="--out videos has videos with fps 16, and this run has 8; give another"):
+        batch.check_same_settings(Path("videos"), recorded, {"preset": "exact", "fps": 8})
+    with pytest.raises(CommandError, match="has videos with recipe None, and this run has rcm"):
+        batch.check_same_settings(Path("videos"), recorded, {"preset": "exact", "fps": 16, "recipe": "rcm"})
+
+
+def test_names_tell_prompts_apart():
+    names = [
+        batch.Video(prompt, 3).name for prompt in ("A cat; " * 20 + "on snow", "A cat; " * 20 + "on ice", "猫", "犬")
+    ]
+    assert len(set(names)) == 4
+    assert all(name.isascii() and len(name) < 90 and "/" not in name and name.endswith("-seed3.mp4") for name in names)
+    assert not names[2].startswith("-")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompts": "missing.txt"}, "No such file or directory"),
+        ({"prompts": "blank.txt"}, "is empty; write a prompt a line"),
+        ({"out": "blank.txt"}, "is a file; give a folder"),
+        ({"more": ["--seeds", "0"]}, "--seeds 0: give 1 or more"),
+        ({"more": ["--preset", "quick"]}, "preset 'quick' is unknown"),
+        ({"more": ["--device", "cuda:1"], "processes": 2}, "each process has a GPU of its own"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, arguments, capsys, monkeypatch, change, message):
+    (tmp_path / "blank.txt").write_text("\n \n")
+    prompts, _, out, *rest = arguments
+    prompts, out = (
+        str(tmp_path / change[name]) if name in change else old for name, old in (("prompts", prompts), ("out", out))
+    )
+    monkeypatch.setenv("WORLD_SIZE", str(change.get("processes", 1)))
+    assert batch.main([prompts, "--out", out, *rest, *change.get("more", [])]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("generate_batch: ")
+    assert message in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_each_process_has_its_gpu(monkeypatch):
+    monkeypatch.setattr(batch.torch.cuda, "is_available", lambda: True)
+    assert [batch.device_of(None, rank, 2) for rank in range(2)] == ["cuda:0", "cuda:1"]
+    assert [batch.device_of(asked, 1, 2) for asked in ("cuda", "cpu")] == ["cuda:1", "cpu"]
+    assert batch.device_of("cuda:3", 0, 1) == "cuda:3"
+    monkeypatch.setattr(batch.torch.cuda, "is_available", lambda: False)
+    assert batch.device_of(None, 1, 2) == "cpu"
