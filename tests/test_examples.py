@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -42,6 +43,19 @@ def test_patch_pipeline(run_example, capsys):
     assert float(patched.split(":")[1]) < 1e-3
     assert float(partly.split(":")[1]) < 1e-3
     assert restored == "bitwise the same after restore: True"
+
+
+def test_demo(run_example, tmp_path, capsys):
+    run_example("examples/demo.py")
+    printed = capsys.readouterr().out
+    apart = re.findall(r"(\w+Attention) +output (\S+) and gradient (\S+) apart", printed)
+    assert [name for name, *_ in apart] == ["TwoPassRCMAttention", "TorchFusedRCMAttention", "FusedRCMAttention"]
+    assert max(float(figure) for _, *figures in apart for figure in figures) < (5e-3 if torch.cuda.is_available() else 1e-5)
+    moved = {name: int(size) for name, size in re.findall(r"(\w+) +(\d+) MB", printed)}
+    assert 0 < moved["triton_fused"] < moved["two_pass"] < moved["torch_fused"]
+    assert ("counted from shapes, not measured" in printed) != ("measured by Nsight Compute" in printed)
+    assert "6 blocks" in printed
+    assert iio.imread(tmp_path / "demo.png").shape == (160, 5 * 224, 3)
 
 
 @pytest.mark.parametrize("attention", ["sagesla", "sla"])
