@@ -50,7 +50,9 @@ def test_demo(run_example, tmp_path, capsys):
     printed = capsys.readouterr().out
     apart = re.findall(r"(\w+Attention) +output (\S+) and gradient (\S+) apart", printed)
     assert [name for name, *_ in apart] == ["TwoPassRCMAttention", "TorchFusedRCMAttention", "FusedRCMAttention"]
-    assert max(float(figure) for _, *figures in apart for figure in figures) < (5e-3 if torch.cuda.is_available() else 1e-5)
+    assert max(float(figure) for _, *figures in apart for figure in figures) < (
+        5e-3 if torch.cuda.is_available() else 1e-5
+    )
     moved = {name: int(size) for name, size in re.findall(r"(\w+) +(\d+) MB", printed)}
     assert 0 < moved["triton_fused"] < moved["two_pass"] < moved["torch_fused"]
     assert ("counted from shapes, not measured" in printed) != ("measured by Nsight Compute" in printed)

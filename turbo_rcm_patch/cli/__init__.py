@@ -1,8 +1,9 @@
-"""The command `turbo-rcm`: generate, compare, verify, evaluate, info, convert.
+"""The command `turbo-rcm`: generate, compare, verify, evaluate, info, convert, demo.
 
 arguments.py: options. checks.py: what can be found wrong before a model is loaded. files.py: outputs, written whole or
 not at all. chatter.py: keeps other packages' warnings off stderr. pipelines.py: the model. commands.py: the commands.
-Only the last two import torch and diffusers, so that `--help` and most errors come at once.
+page.py, studio.py: the page of `demo`, and what it does. Only the last four import torch and diffusers, so that
+`--help` and most errors come at once.
 """
 
 from __future__ import annotations

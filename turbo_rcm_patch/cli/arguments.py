@@ -25,6 +25,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     _add_evaluate(commands)
     _add_info(commands)
     _add_convert(commands)
+    _add_demo(commands)
     return parser.parse_args(argv)
 
 
@@ -119,6 +120,23 @@ def _add_convert(commands) -> None:
     keep = "a module whose weight stays as it is, with wildcards, such as 'blocks.0.*'; may be repeated"
     parser.add_argument("--keep", action="append", default=[], metavar="NAME", help=keep)
     _add_device_options(parser, dtype="of what stays as it is (default: bfloat16)")
+
+
+def _add_demo(commands) -> None:
+    summary = "a page in the browser: a video unpatched and patched, side by side"
+    parser = commands.add_parser("demo", help=summary, description=f"Serve {summary}.")
+    model = "a diffusers Wan pipeline that the page offers besides the embedded one; may be repeated"
+    parser.add_argument("--model", action="append", metavar="PATH_OR_ID", help=model)
+    lora = "a few-step LoRA that it offers, as of generate; may be repeated"
+    parser.add_argument("--lora", type=_lora, action="append", metavar="FILE[:SCALE]", help=lora)
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="the address to serve at (default 127.0.0.1: to nobody else)"
+    )
+    parser.add_argument("--port", type=int, default=7860, help="default 7860")
+    size = "how many pixels the frames of a video may have in all (default: 81 frames of 480x832; CPU: 17 of 160x224)"
+    parser.add_argument("--max-pixels", type=int, metavar="N", help=size)
+    parser.add_argument("--offload", action="store_true", help="keep only the running model on the GPU")
+    _add_device_options(parser)
 
 
 def add_distilled_options(parser: argparse.ArgumentParser) -> None:

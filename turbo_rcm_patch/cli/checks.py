@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import re
@@ -27,7 +28,9 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     _check_device(arguments)
     if arguments.command == "verify":
         _check_config(arguments)
-    if arguments.command not in ("info", "convert"):
+    if arguments.command == "demo":
+        _check_page(arguments)
+    if arguments.command not in ("info", "convert", "demo"):
         check_generation(arguments)
     if arguments.command == "generate":
         check_at_least_one("--fps", arguments.fps)
@@ -40,7 +43,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         check_at_least_one("--batch-size", arguments.batch_size)
     if arguments.command == "convert":
         _check_conversion(arguments)
-    if arguments.command not in ("generate", "convert"):
+    if arguments.command not in ("generate", "convert", "demo"):
         check_output("--json", arguments.json, (".json",))
 
 
@@ -113,8 +116,9 @@ def check_pipeline_class(class_name: object, arguments: argparse.Namespace) -> N
     model, has_image = arguments.model, arguments.image is not None
     if class_name not in PIPELINES:
         raise CommandError(f"--model {model} is a {class_name}; supported are {' and '.join(PIPELINES)}.")
-    if class_name == "WanImageToVideoPipeline" and arguments.command == "evaluate":
-        raise CommandError(f"--model {model} makes videos from an image; evaluate takes text-to-video models.")
+    if class_name == "WanImageToVideoPipeline" and arguments.command in ("evaluate", "demo"):
+        command = arguments.command
+        raise CommandError(f"--model {model} makes videos from an image; {command} takes text-to-video models.")
     if class_name == "WanImageToVideoPipeline" and not has_image:
         raise CommandError(f"--model {model} makes videos from an image; give one with --image.")
     if class_name == "WanPipeline" and has_image:
@@ -162,12 +166,16 @@ def _check_distilled(arguments: argparse.Namespace) -> None:
             raise CommandError(f"--steps {arguments.steps}: {arguments.recipe} takes {takes} steps.")
     if arguments.lora is None:
         return
-    file, scale = arguments.lora
+    _check_lora("--lora", *arguments.lora)
+    if arguments.lora_2 is not None:
+        _check_lora("--lora-2", arguments.lora_2)
+
+
+def _check_lora(option: str, file: str, scale: float = 1.0) -> None:
     if not math.isfinite(scale):
-        raise CommandError(f"--lora {file}:{scale}: give a finite strength.")
-    for option, name in (("--lora", file), ("--lora-2", arguments.lora_2)):
-        if name is not None and not Path(name).expanduser().exists() and not _HUB_PATH.fullmatch(name):
-            raise CommandError(f"{option} {name}: no such file or folder; give one, or the id of a hub repository.")
+        raise CommandError(f"{option} {file}:{scale}: give a finite strength.")
+    if not Path(file).expanduser().exists() and not _HUB_PATH.fullmatch(file):
+        raise CommandError(f"{option} {file}: no such file or folder; give one, or the id of a hub repository.")
 
 
 def _check_comparison(arguments: argparse.Namespace) -> None:
@@ -193,6 +201,20 @@ def _check_conversion(arguments: argparse.Namespace) -> None:
         )
     if not arguments.target.resolve().parent.is_dir():
         raise CommandError(f"{arguments.target}: the folder to write it in does not exist; create it first.")
+
+
+def _check_page(arguments: argparse.Namespace) -> None:
+    if importlib.util.find_spec("gradio") is None:
+        raise CommandError("the page needs gradio; install it with: pip install 'turbo_rcm_patch[demo]'")
+    check_ffmpeg()
+    if not 0 < arguments.port < 2**16:
+        raise CommandError(f"--port {arguments.port}: give a number from 1 to 65535.")
+    if arguments.max_pixels is not None:
+        check_at_least_one("--max-pixels", arguments.max_pixels)
+    for model in arguments.model or ():
+        _check_model(argparse.Namespace(**{**vars(arguments), "model": model, "image": None}))
+    for file, scale in arguments.lora or ():
+        _check_lora("--lora", file, scale)
 
 
 def _check_config(arguments: argparse.Namespace) -> None:

@@ -46,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         "evaluate": _evaluate,
         "info": _info,
         "convert": _convert,
+        "demo": _demo,
     }
     with user_errors():
         return commands[arguments.command](arguments)
@@ -188,6 +189,12 @@ def _convert(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise CommandError(f"cannot write {arguments.target}: {error}; check the disk's free space.") from error
     return 0
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from .page import serve  # needs gradio, which the other commands do without
+
+    return serve(arguments)
 
 
 def settings_of(arguments: argparse.Namespace, pipe, call: dict[str, object]) -> dict[str, object]:

@@ -1,0 +1,112 @@
+"""The page of `turbo-rcm demo` in headless Chromium, and what its server refuses."""
+
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+OPTIONS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
+OPTIONS += ("--disable-component-update", "--disable-sync")
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("gradio") is None, reason="needs gradio")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The page's address; the process ends by Ctrl-C, and leaves nothing behind."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    videos = tmp_path_factory.mktemp("videos")
+    command = [sys.executable, "-m", "turbo_rcm_patch.cli", "demo", "--port", str(port), "--device", "cpu"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(videos), "GRADIO_SHARE": "True"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        first = process.stdout.readline()
+        assert first == f"open http://127.0.0.1:{port}/ in a browser; end with Ctrl-C\n"
+        yield f"http://127.0.0.1:{port}"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) in (0, 130)
+        assert "http" not in process.stdout.read()  # no link for others
+        assert list(videos.rglob("*.mp4")) == []
+    finally:
+        process.kill()
+
+
+@pytest.fixture
+def page(server):
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium")
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as player, tempfile.TemporaryDirectory() as profile:
+        browser = player.chromium.launch_persistent_context(profile, executable_path=CHROMIUM, args=OPTIONS)
+        yield browser.new_page()
+        browser.close()
+
+
+WATCH_PROGRESS = """
+window.seen = [];
+new MutationObserver(() => document.querySelectorAll('.progress-text').forEach(e => window.seen.push(e.innerText)))
+    .observe(document.body, {subtree: true, childList: true, characterData: true});
+"""
+PLAYING = "[...document.querySelectorAll('video[src]')].filter(v => v.videoWidth == 48 && v.loop && !v.paused).length"
+
+
+def test_a_visit(page, server):
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(server)
+    page.evaluate(WATCH_PROGRESS)
+    for label, size in (("Height", 32), ("Width", 48), ("Frames", 5)):
+        page.get_by_label(label, exact=True).fill(str(size))
+    page.get_by_role("button", name="Generate").click()
+    page.wait_for_function(f"{PLAYING} == 2", timeout=120_000)
+    shown = page.inner_text("body")
+    for text in ("VAE decode", "speed-up of the total", "frames: PSNR", "WanTransformer3DModel, 6 blocks"):
+        assert text in shown
+    assert any("/4 steps" in text for text in page.evaluate("window.seen"))
+
+    page.get_by_label("Height", exact=True).fill("33")
+    page.get_by_role("button", name="Generate").click()
+    page.get_by_text("height 33 is not divisible by 16; try 32.").first.wait_for(timeout=30_000)
+
+    assert all(url.startswith((server, "blob:", "data:")) for url in asked)
+
+
+def status_of(request):
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_it_reads_no_other_file_and_takes_none(server):
+    for path in ("/etc/passwd", str(ROOT / "README.md"), "README.md"):
+        assert status_of(f"{server}/gradio_api/file={path}") == 403
+    body = b'--b\r\nContent-Disposition: form-data; name="files"; filename="x"\r\n\r\nsome text\r\n--b--\r\n'
+    upload = urllib.request.Request(f"{server}/gradio_api/upload", body)
+    upload.add_header("Content-Type", "multipart/form-data; boundary=b")
+    assert status_of(upload) == 413
+
+
+def test_only_this_machine_can_ask(server):
+    port = int(server.rpartition(":")[2])
+    addresses = {entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)}
+    for address in addresses - {"127.0.0.1"}:
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection((address, port), timeout=5)
+    listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if line.split()[3] == "0A"]
+    assert f"0100007F:{port:04X}" in listening
+    assert f"00000000:{port:04X}" not in listening

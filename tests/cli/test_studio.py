@@ -1,0 +1,89 @@
+"""What the page of `turbo-rcm demo` answers and refuses, without the page."""
+
+from dataclasses import replace
+
+import imageio.v3 as iio
+import pytest
+
+from tests.cli.running import CAPTION, error_of
+from turbo_rcm_patch.cli.arguments import parse_arguments
+from turbo_rcm_patch.cli.errors import CommandError
+from turbo_rcm_patch.cli.studio import EMBEDDED_MODEL, Request, Studio
+
+SMALL = Request(CAPTION, EMBEDDED_MODEL, "exact", 1, 3, 16, 32, 5)
+
+
+@pytest.fixture
+def studio(tmp_path):
+    return Studio(parse_arguments(["demo", "--device", "cpu"]), tmp_path)
+
+
+def test_an_answer_has_both_videos_and_what_they_took(studio):
+    answer = studio.answer(SMALL)
+    assert iio.imread(answer.unpatched).shape == iio.imread(answer.patched).shape == (5, 16, 32, 3)
+    for text in ("unpatched", "patched", "step 1", "VAE decode", "frames: PSNR"):
+        assert text in answer.table
+    assert "WanTransformer3DModel" in answer.summary
+    loaded = studio._loaded[1]
+    again = studio.answer(replace(SMALL, steps=2))
+    assert "step 2" in again.table
+    assert again.unpatched != answer.unpatched
+    assert studio._loaded[1] is loaded
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": " "}, "There is no prompt"),
+        ({"prompt": "a" * 1001}, "The prompt has 1001 characters; give at most 1000"),
+        ({"model": "/etc"}, "The model '/etc' is none that this page was started with"),
+        ({"lora": "/etc/passwd"}, "The LoRA '/etc/passwd' is none that this page was started with"),
+        ({"preset": "quick"}, "preset: preset 'quick' is unknown"),
+        ({"height": 33}, "height 33 is not divisible by 16; try 32."),
+        ({"frames": 6}, "frames 6 is not 4k\\+1; try 5"),
+        ({"steps": 9}, "steps 9: the sampler takes 1, 2, 3 or 4 steps"),
+        ({"seed": -1}, "seed -1 is out of range"),
+        ({"recipe": "fastwan"}, "lora and recipe go with model; the embedded model is sampled as rCM"),
+        ({"height": 160, "width": 224, "frames": 21}, "are 752640 pixels, and this page makes at most 609280"),
+    ],
+)
+def test_what_cannot_be_made_is_a_sentence_before_anything_is_loaded(studio, change, message):
+    with pytest.raises(CommandError, match=f"^{message}" if "pixels" not in message else message):
+        studio.answer(replace(SMALL, **change))
+    assert studio._loaded is None
+
+
+def test_it_offers_what_it_was_started_with(tmp_path, saved_models):
+    (tmp_path / "x.safetensors").touch()
+    lora, model = f"{tmp_path}/x.safetensors", str(saved_models / "t2v")
+    given = ["demo", "--device", "cpu", "--model", model, "--lora", f"{lora}:0.5", "--max-pixels", "9"]
+    studio = Studio(parse_arguments(given), tmp_path)
+    assert studio.models == [model, EMBEDDED_MODEL]
+    assert studio.loras == {lora: (lora, 0.5)}
+    with pytest.raises(CommandError, match="at most 9;"):
+        studio.answer(SMALL)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "./nowhere"], "--model ./nowhere: no such folder"),
+        (["--lora", "./nowhere.safetensors"], "--lora ./nowhere.safetensors: no such file"),
+        (["--port", "70000"], "--port 70000: give a number from 1 to 65535"),
+        (["--max-pixels", "0"], "--max-pixels 0: give 1 or more"),
+        (["--device", "tpu"], "--device tpu is unknown"),
+    ],
+)
+def test_bad_options_are_one_line(capsys, options, message):
+    pytest.importorskip("gradio")
+    assert message in error_of(capsys, "demo", *options)
+
+
+def test_a_model_that_takes_an_image_is_refused_at_the_start(capsys, saved_models):
+    pytest.importorskip("gradio")
+    assert "demo takes text-to-video models" in error_of(capsys, "demo", "--model", saved_models / "i2v")
+
+
+def test_without_gradio_it_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install 'turbo_rcm_patch[demo]'" in error_of(capsys, "demo")

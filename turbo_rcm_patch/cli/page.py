@@ -1,0 +1,154 @@
+"""The page of `turbo-rcm demo`, in Gradio: a form, two videos, a table. It is served to this machine alone by default.
+
+Nothing on it comes from elsewhere, nothing is reported to anybody, and no file is read but those it was started with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..config import PRESETS
+from ..embedded import FRAMES, HEIGHT, WIDTH
+from ..recipes import RECIPES
+from ..shapes.grammar import EXAMPLES
+from .errors import CommandError
+from .studio import EMBEDDED_MODEL, LONGEST_PROMPT, Request, Studio
+
+if TYPE_CHECKING:
+    import gradio
+
+logger = logging.getLogger(__name__)
+
+WAITING = 8  # requests in the queue; more are told to come back
+KEPT = 3600  # seconds that videos are kept
+NONE = "none"  # of the recipes and LoRAs
+# The browser loads nothing from elsewhere, whatever Gradio's page names.
+POLICY = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; media-src 'self' blob:; font-src 'self' data:; worker-src 'self' blob:"
+)
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """Serve the page until it is interrupted. Raises CommandError where the address cannot be had."""
+    with tempfile.TemporaryDirectory() as folder:
+        page = open_page(arguments, Path(folder))
+        print(f"open {page.local_url} in a browser; end with Ctrl-C", flush=True)
+        try:
+            page.block_thread()
+        finally:
+            page.close()
+    return 0
+
+
+def open_page(arguments: argparse.Namespace, folder: Path) -> gradio.Blocks:
+    """Start serving, and return. folder: for the videos.
+
+    Raises CommandError where the address cannot be had.
+    """
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # Gradio reads these two when it is imported
+    os.environ["GRADIO_TEMP_DIR"] = str(folder)
+    import gradio
+    from starlette.middleware import Middleware
+
+    page = build_page(Studio(arguments, folder))
+    page.queue(max_size=WAITING, default_concurrency_limit=1)
+    try:
+        page.launch(
+            server_name=arguments.host,
+            server_port=arguments.port,
+            share=False,
+            quiet=True,
+            prevent_thread_lock=True,
+            ssr_mode=False,
+            max_file_size=1,  # byte: nobody has anything to upload
+            footer_links=[],
+            theme=gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"]),
+            app_kwargs={"middleware": [Middleware(_Policy)]},
+        )
+    except OSError as error:
+        raise CommandError(f"--host {arguments.host} --port {arguments.port}: {error}; choose another port.") from error
+    return page
+
+
+def build_page(studio: Studio) -> gradio.Blocks:
+    """The form and what it fills in."""
+    import gradio as gr
+
+    with gr.Blocks(title="turbo-rcm", analytics_enabled=False, delete_cache=(KEPT, KEPT)) as page:
+        gr.Markdown("# turbo-rcm\nThe same video twice: as diffusers makes it, and with the patch.")
+        with gr.Row():
+            prompt = gr.Textbox(EXAMPLES[0], label="Prompt", max_length=LONGEST_PROMPT, scale=3)
+            model = gr.Dropdown(studio.models, value=studio.models[0], label="Model", scale=2)
+            preset = gr.Dropdown(list(PRESETS), value="exact", label="Tier")
+        with gr.Row():
+            steps = gr.Slider(1, 9, value=4, step=1, label="Steps")
+            seed = gr.Number(0, label="Seed", precision=0, minimum=0)
+            sizes = [gr.Number(size, label=label, precision=0, minimum=1) for label, size in _sizes(studio).items()]
+            recipe = gr.Dropdown([NONE, *RECIPES], value=NONE, label="Recipe")
+            lora = gr.Dropdown([NONE, *studio.loras], value=NONE, label="LoRA")
+        button = gr.Button("Generate", variant="primary")
+        with gr.Row():
+            videos = [gr.Video(label=label, autoplay=True, loop=True, interactive=False) for label in LABELS]
+        table, summary = gr.HTML(), gr.HTML()
+        form = [prompt, model, preset, steps, seed, *sizes, recipe, lora]
+
+        def generate(progress=gr.Progress(track_tqdm=True), *values):  # noqa: B008 (Gradio looks for it there)
+            return _answer(studio, values)
+
+        outputs = [*videos, table, summary]
+        gr.on([button.click, prompt.submit], generate, form, outputs, api_visibility="private", show_progress_on=videos)
+    return page
+
+
+LABELS = ("Unpatched", "Patched")
+
+
+def _sizes(studio: Studio) -> dict[str, int]:
+    """The form's defaults: the tiny model's own size, or what a GPU's models are made for."""
+    first = studio.models[0] == EMBEDDED_MODEL
+    return dict(zip(("Height", "Width", "Frames"), (HEIGHT, WIDTH, FRAMES) if first else (480, 832, 81), strict=True))
+
+
+def _answer(studio: Studio, values: tuple) -> tuple[str, str, str, str]:
+    """What the form's values come to, or a Gradio error with a sentence."""
+    import gradio as gr
+
+    if None in values:
+        raise gr.Error("A field is empty; fill it in.", duration=None, print_exception=False)
+    *most, recipe, lora = values
+    request = Request(*most, *(None if choice == NONE else choice for choice in (recipe, lora)))
+    try:
+        answer = studio.answer(request)
+    except CommandError as error:
+        raise gr.Error(str(error), duration=None, print_exception=False) from error
+    except Exception as error:
+        logger.exception("a request failed: %s", request)
+        raise gr.Error(f"This failed: {type(error).__name__}. The terminal says more.", duration=None) from error
+    texts = _as_typed("Times and difference", answer.table), _as_typed("What is patched", answer.summary)
+    return str(answer.unpatched), str(answer.patched), *texts
+
+
+def _as_typed(title: str, text: str) -> str:
+    return f'<h3>{title}</h3><pre style="overflow-x: auto; line-height: 1.4">{html.escape(text)}</pre>'
+
+
+class _Policy:
+    """Adds POLICY to every answer: ASGI middleware, which does not hold back what is streamed."""
+
+    def __init__(self, app):
+        self._app = app
+
+    async def __call__(self, scope, receive, send):
+        async def send_with_policy(message):
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"content-security-policy", POLICY.encode())]
+            await send(message)
+
+        await self._app(scope, receive, send_with_policy)

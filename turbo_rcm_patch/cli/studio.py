@@ -1,0 +1,132 @@
+"""What the page of `turbo-rcm demo` does for a request, but for the page itself: one video, unpatched and patched."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..bench.compare import Comparison, compare
+from ..bench.report import comparison_table
+from ..bench.variants import PATCHED, UNPATCHED
+from .checks import check_generation
+from .commands import user_errors
+from .errors import CommandError
+from .files import write_video
+from .pipelines import choose_device, load_pipeline
+
+EMBEDDED_MODEL = "the tiny model included"
+LONGEST_PROMPT = 1000  # characters
+FPS = 16
+MAX_PIXELS = {"cuda": 81 * 480 * 832, "cpu": 17 * 160 * 224}  # of all frames of a video, unless --max-pixels says
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the page asks for. model: one that the page was started with, or EMBEDDED_MODEL. lora: likewise, or None."""
+
+    prompt: str
+    model: str
+    preset: str
+    steps: int
+    seed: int
+    height: int
+    width: int
+    frames: int
+    recipe: str | None = None
+    lora: str | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Two mp4 files, a table of the stages' times and how far the results are apart, and the patch's summary."""
+
+    unpatched: Path
+    patched: Path
+    table: str
+    summary: str
+
+
+class Studio:
+    """Answers requests, one at a time; the model of the latest stays loaded.
+
+    started: the options of `turbo-rcm demo`. folder: where the videos are written.
+    """
+
+    def __init__(self, started: argparse.Namespace, folder: Path):
+        self._started, self._folder = started, folder
+        self._lock, self._loaded, self._count = threading.Lock(), None, 0
+        device = choose_device(started)
+        self._warmups = int(device.type == "cuda")  # a GPU's first video waits for the kernels to be compiled
+        self.models = [*(started.model or []), EMBEDDED_MODEL]
+        self.loras = {file: (file, scale) for file, scale in started.lora or ()}
+        self.max_pixels = started.max_pixels or MAX_PIXELS[device.type]
+
+    def answer(self, request: Request) -> Answer:
+        """Make the video both ways. Raises CommandError, with a sentence for the user, for what cannot be made."""
+        arguments = self._checked(request)
+        with self._lock, user_errors():
+            try:
+                pipe, call = self._load(arguments)
+                call = {**call, "prompt": arguments.prompt, "output_type": "np"}
+                options = {"with_compile": False, "warmups": self._warmups, "repeats": 1}
+                comparison = compare(pipe, call, seed=arguments.seed, config=arguments.preset, **options)
+            except ValueError as error:
+                raise CommandError(str(error)) from error
+            return self._written(comparison)
+
+    def _checked(self, request: Request) -> argparse.Namespace:
+        """The request as the options of `generate`. Raises CommandError for one that is not to be answered."""
+        _check_known("model", request.model, self.models)
+        _check_known("LoRA", request.lora, [None, *self.loras])
+        if not request.prompt.strip():
+            raise CommandError("There is no prompt; write what the video shall show.")
+        if len(request.prompt) > LONGEST_PROMPT:
+            raise CommandError(f"The prompt has {len(request.prompt)} characters; give at most {LONGEST_PROMPT}.")
+        asked = {
+            **vars(request),
+            "model": None if request.model == EMBEDDED_MODEL else request.model,
+            "lora": self.loras.get(request.lora),
+        }
+        unasked = {"image": None, "sigma_max": None, "lora_2": None}
+        arguments = argparse.Namespace(**{**vars(self._started), **asked, **unasked})
+        try:
+            check_generation(arguments)
+        except CommandError as error:
+            raise CommandError(re.sub(r"(^|\s)--(\w)", r"\1\2", str(error))) from error  # the page has no options
+        pixels = request.height * request.width * request.frames
+        if pixels > self.max_pixels:
+            raise CommandError(
+                f"{request.frames} frames of {request.height}x{request.width} are {pixels} pixels, and this page makes "
+                f"at most {self.max_pixels}; ask for fewer or smaller frames, or start it with another --max-pixels."
+            )
+        return arguments
+
+    def _load(self, arguments: argparse.Namespace) -> tuple[object, dict[str, object]]:
+        """The pipeline that the arguments ask for, and what its call takes."""
+        wanted = arguments.model, arguments.lora, arguments.recipe
+        if self._loaded is None or self._loaded[0] != wanted:
+            self._loaded = None  # there may be no memory for both
+            self._loaded = wanted, load_pipeline(arguments)[0]
+        pipe = self._loaded[1]
+        pipe.set_progress_bar_config(disable=False)  # the page shows it
+        size = {"height": arguments.height, "width": arguments.width, "num_frames": arguments.frames}
+        return pipe, {**size, "num_inference_steps": arguments.steps, "guidance_scale": 1.0}
+
+    def _written(self, comparison: Comparison) -> Answer:
+        videos = {variant.name: variant.video for variant in comparison.variants}
+        self._count += 1
+        paths = {name: self._folder / f"{self._count}-{name}.mp4" for name in (UNPATCHED, PATCHED)}
+        for name, path in paths.items():
+            write_video(path, [np.round(255 * videos[name]).astype(np.uint8)], FPS)
+        return Answer(paths[UNPATCHED], paths[PATCHED], comparison_table(comparison), comparison.patch_summary)
+
+
+def _check_known(what: str, name: str | None, known: Sequence[str | None]) -> None:
+    if name not in known:
+        raise CommandError(f"The {what} {name!r} is none that this page was started with.")
