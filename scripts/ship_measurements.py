@@ -10,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 
+from turbo_rcm_patch.bench.tune import row_of
 from turbo_rcm_patch.kernels.measured import FOLDER, OPS
 
 VERSIONS = ("driver", "cuda", "torch", "triton", "turbo_rcm_patch")
@@ -36,24 +37,7 @@ def reduce_ops_run(run: dict) -> dict:
         "gpu": environment["gpu"],
         "capability": [major, minor],
         "versions": {name: environment[name] for name in VERSIONS},
-        "rows": [_row(result) for result in run["results"] if result["case"].split()[0] in OPS],
-    }
-
-
-def _row(result: dict) -> dict:
-    """A case, "linear_skip 32760×1536×1536", against its fastest rival that computes all of it and so has an error."""
-    op, sizes = result["case"].split()
-    timings = result["timings"]
-    rivals = {name: t["milliseconds"] for name, t in timings.items() if not t["is_ours"] and t["error"] is not None}
-    rival = min(rivals, key=rivals.get)
-    ours = None if result["best"] is None else timings[result["best"]]["milliseconds"]
-    return {
-        "op": op,
-        "dtype": "bfloat16",
-        "shape": [int(size) for size in sizes.split("×")],
-        "ours": ours and round(ours, 4),
-        "rival": round(rivals[rival], 4),
-        "rival_name": rival,
+        "rows": [row_of(result) for result in run["results"] if result["case"].split()[0] in OPS],
     }
 
 

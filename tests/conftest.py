@@ -4,6 +4,7 @@ import os
 
 import torch
 
+os.environ["TURBO_RCM_PATCH_CACHE"] = os.devnull  # nothing that `turbo-rcm tune` chose on this machine
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 

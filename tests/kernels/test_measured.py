@@ -91,7 +91,7 @@ def test_a_file_of_another_card_changes_the_choice(gpu, monkeypatch, tmp_path):
         "attention": "not measured on sm_89",
         "linear_skip": None,
         "linear_gelu": "PyTorch's was faster on NVIDIA L40",
-        "linear_qkv": "too inaccurate on NVIDIA L40",
+        "linear_qkv": "failed its check on NVIDIA L40",
         "conv_skip": "not measured on sm_89",
     }
 

@@ -36,6 +36,7 @@ class Contest:
     """Contenders for one op on one set of inputs.
 
     ours, rivals: by name, callables that return the result [B, S, ...], or parts of it along the last dimension.
+    fallback: what the patch runs where it does not take ours; None where it always does.
     partial: rivals that leave a part of the op out, which makes them faster; their error says nothing.
     oracle: the result in fp64 on the rows of S in `rows`.
     flops, bytes_moved: of the op; its unavoidable reads and writes. None where the figure says nothing.
@@ -45,6 +46,7 @@ class Contest:
     rivals: Mapping[str, Contender]
     oracle: Callable[[torch.Tensor], torch.Tensor]
     tokens: int
+    fallback: Contender | None = None
     partial: Mapping[str, Contender] = field(default_factory=dict)
     flops: float | None = None
     bytes_moved: float | None = None
@@ -249,6 +251,7 @@ def attention(heads: int, tokens: int, keys: int, head_dim: int, device: torch.d
         rivals={SDPA: sdpa},
         oracle=attention_oracle(q, k, v),
         tokens=tokens,
+        fallback=lambda: kernels.attention(q, k, v, implementation="torch"),
         flops=4 * heads * tokens * keys * head_dim,
     )
 
@@ -277,6 +280,7 @@ def linear_skip(tokens: int, C: int, K: int, device: torch.device, compiled: Cal
         partial={FOLDED: folded},
         oracle=oracle,
         tokens=tokens,
+        fallback=lambda: kernels.skip(residual, F.linear(a, weight, bias), c_out=gate),
         flops=2 * tokens * C * K,
     )
 
@@ -295,6 +299,7 @@ def linear_gelu(tokens: int, C: int, K: int, device: torch.device, compiled: Cal
         rivals={COMPILED: lambda: gelu(F.linear(a, weight, bias))},
         oracle=oracle,
         tokens=tokens,
+        fallback=lambda: kernels.gelu(F.linear(a, weight, bias)),
         flops=2 * tokens * C * K,
     )
 
@@ -315,6 +320,7 @@ def linear_qkv(tokens: int, C: int, K: int, device: torch.device, compiled: Call
         rivals={COMPILED: lambda: three_linears(a, weights, biases)},
         oracle=oracle,
         tokens=tokens,
+        fallback=lambda: reference.linear_qkv(a, weights, biases),
         flops=3 * 2 * tokens * C * K,
     )
 

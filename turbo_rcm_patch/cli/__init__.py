@@ -1,9 +1,9 @@
-"""The command `turbo-rcm`: generate, compare, verify, evaluate, info, convert, demo.
+"""The command `turbo-rcm`: generate, compare, verify, evaluate, info, convert, demo, tune.
 
 arguments.py: options. checks.py: what can be found wrong before a model is loaded. files.py: outputs, written whole or
 not at all. chatter.py: keeps other packages' warnings off stderr. pipelines.py: the model. commands.py: the commands.
-page.py, studio.py: the page of `demo`, and what it does. Only the last four import torch and diffusers, so that
-`--help` and most errors come at once.
+page.py, studio.py: the page of `demo`, and what it does. tuning.py: `tune`. Only the last five import torch and
+diffusers, so that `--help` and most errors come at once.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     _add_info(commands)
     _add_convert(commands)
     _add_demo(commands)
+    _add_tune(commands)
     return parser.parse_args(argv)
 
 
@@ -137,6 +138,19 @@ def _add_demo(commands) -> None:
     parser.add_argument("--max-pixels", type=int, metavar="N", help=size)
     parser.add_argument("--offload", action="store_true", help="keep only the running model on the GPU")
     _add_device_options(parser)
+
+
+def _add_tune(commands) -> None:
+    summary = "time this package's kernels and PyTorch's on this GPU; the patch then takes the faster ones"
+    parser = commands.add_parser("tune", help=summary, description=f"{summary.capitalize()}.")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--model", type=Path, metavar="FOLDER", help="of the pipeline or transformer whose shapes count")
+    what.add_argument("--config", metavar="NAME", help="a known size instead (default wan2.1-1.3b)")
+    what.add_argument("--reset", action="store_true", help="forget what was measured on this machine")
+    for option, text in (("--height", "pixels"), ("--width", "pixels"), ("--frames", "a number 4k+1")):
+        parser.add_argument(option, type=int, help=f"{text} (default: the model's usual size)")
+    parser.add_argument("--device", help="cuda or cuda:N (default: cuda)")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show other packages' warnings too")
 
 
 def add_distilled_options(parser: argparse.ArgumentParser) -> None:

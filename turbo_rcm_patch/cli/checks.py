@@ -30,7 +30,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         _check_config(arguments)
     if arguments.command == "demo":
         _check_page(arguments)
-    if arguments.command not in ("info", "convert", "demo"):
+    if arguments.command not in ("info", "convert", "demo", "tune"):
         check_generation(arguments)
     if arguments.command == "generate":
         check_at_least_one("--fps", arguments.fps)
@@ -43,7 +43,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         check_at_least_one("--batch-size", arguments.batch_size)
     if arguments.command == "convert":
         _check_conversion(arguments)
-    if arguments.command not in ("generate", "convert", "demo"):
+    if arguments.command not in ("generate", "convert", "demo", "tune"):
         check_output("--json", arguments.json, (".json",))
 
 

@@ -35,6 +35,7 @@ from ..patching.video_output import pieces_on_cpu, to_8_bits
 from .errors import CommandError
 from .files import replacing, write_json, write_video
 from .pipelines import build_case, choose_device, choose_dtype, load_pipeline, load_sampler
+from .tuning import tune
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -47,6 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         "info": _info,
         "convert": _convert,
         "demo": _demo,
+        "tune": tune,
     }
     with user_errors():
         return commands[arguments.command](arguments)

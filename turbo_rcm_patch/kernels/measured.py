@@ -2,7 +2,8 @@
 
 The measurements are data, one file of measurements/ per GPU, that scripts/ship_measurements.py writes from a results
 file: ``{"gpu", "capability": [9, 0], "versions", "rows": [{"op", "dtype", "shape", "ours", "rival", "rival_name"}]}``
-with times in milliseconds; "ours" is null where the kernel was too inaccurate to be timed.
+with times in milliseconds; "ours" is null where the kernel was too inaccurate to be timed, or failed. What `turbo-rcm
+tune` measured on the very GPU (tuned.py) goes before them.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from .tuned import BY_TUNE, read_tuned
 
 FOLDER = Path(__file__).parent / "measurements"
 MEASURED_DTYPES = (torch.bfloat16, torch.float16)  # only bf16 is timed; fp16 takes the same instructions
@@ -26,6 +29,11 @@ class Verdict(NamedTuple):
     gpus: tuple[str, ...]
     ours: float | None
     rival: float
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether ours is taken: it passed its checks, and is at least as fast."""
+        return self.ours is not None and self.ours <= self.rival
 
 
 def why_torch(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -41,20 +49,43 @@ def why_torch(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in MEASURED_DTYPES:
         return f"not measured in {str(dtype).removeprefix('torch.')}"
     major, minor = torch.cuda.get_device_capability(device)
-    verdict = _VERDICTS.get((op, (major, minor)))
+    verdict = _verdict_on(op, device)
     if verdict is None:
         return f"not measured on sm_{major}{minor}"
     if verdict.ours is None:
-        return f"too inaccurate on {', '.join(verdict.gpus)}"
-    return None if verdict.ours <= verdict.rival else f"PyTorch's was faster on {', '.join(verdict.gpus)}"
+        return f"failed its check on {', '.join(verdict.gpus)}"
+    return None if verdict.is_ours else f"PyTorch's was faster on {', '.join(verdict.gpus)}"
 
 
 def measured_on(op: str, device: torch.device) -> str | None:
-    """The GPUs of this device's compute capability that an op was measured on, as "NVIDIA H200"; None: on none."""
+    """Where an op was measured: on this GPU, "NVIDIA H200 by turbo-rcm tune", or else on which of its compute
+    capability, "NVIDIA H200"; None: nowhere."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
-    verdict = _VERDICTS.get((op, tuple(torch.cuda.get_device_capability(device))))
+    verdict = _verdict_on(op, device)
     return None if verdict is None else ", ".join(verdict.gpus)
+
+
+def _verdict_on(op: str, device: torch.device) -> Verdict | None:
+    if _TUNED:
+        verdict = _TUNED.get((op, torch.cuda.get_device_name(device)))
+        if verdict is not None:
+            return verdict
+    return _VERDICTS.get((op, tuple(torch.cuda.get_device_capability(device))))
+
+
+def tuned_verdicts() -> dict[tuple[str, str], Verdict]:
+    """The verdict of every op on every GPU that was tuned on this machine."""
+    tuned = {gpu: verdicts_of(gpu, rows) for gpu, rows in read_tuned().items()}
+    return {(op, gpu): verdict for gpu, verdicts in tuned.items() for op, verdict in verdicts.items()}
+
+
+def verdicts_of(gpu: str, rows: Iterable[dict]) -> dict[str, Verdict]:
+    """The verdict of every op that `turbo-rcm tune` found rows of on a GPU."""
+    by_op: dict[str, list[tuple[str, dict]]] = {}
+    for row in rows:
+        by_op.setdefault(row["op"], []).append((f"{gpu} {BY_TUNE}", row))
+    return {op: _verdict(known) for op, known in by_op.items()}
 
 
 def read_verdicts(files: Iterable[Path]) -> dict[tuple[str, tuple[int, int]], Verdict]:
@@ -71,7 +102,9 @@ def read_verdicts(files: Iterable[Path]) -> dict[tuple[str, tuple[int, int]], Ve
 def _verdict(rows: list[tuple[str, dict]]) -> Verdict:
     ours = [row["ours"] for _, row in rows]
     gpus = tuple(dict.fromkeys(gpu for gpu, _ in rows))
-    return Verdict(gpus, None if None in ours else sum(ours), sum(row["rival"] for _, row in rows))
+    return Verdict(gpus, None if None in ours else sum(ours), sum(row["rival"] or 0.0 for _, row in rows))
 
 
-_VERDICTS = read_verdicts(FOLDER.glob("*.json"))  # now: torch.compile cannot trace the reading of a file
+# Read now: torch.compile cannot trace the reading of a file.
+_VERDICTS = read_verdicts(FOLDER.glob("*.json"))
+_TUNED = tuned_verdicts()

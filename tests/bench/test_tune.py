@@ -1,0 +1,108 @@
+"""What `turbo-rcm tune` measures: the shapes of a model, ours beside what the patch runs otherwise, a row for each."""
+
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from tests.tiny_wan import tiny_wan_pipeline
+from turbo_rcm_patch.bench import ops, ops_conv, tune
+from turbo_rcm_patch.bench.ops import OpResult, Timing, measure_errors
+from turbo_rcm_patch.bench.tune import Shapes, cases, row_of, rows_of, shapes_of_case, shapes_of_folder
+from turbo_rcm_patch.kernels.measured import OPS
+
+CPU = torch.device("cpu")
+SMALL = Shapes(
+    "small", 2, 16, 40, 70, [(2, 3, 4, 8, 8, 3, 3, 1, 1), (2, 3, 4, 8, 8, 1, 3, 2, 1), (2, 3, 4, 8, 8, 3, 1, 1, 2)]
+)
+
+
+def test_the_shapes_are_those_that_the_results_file_has_too():
+    names = [case.name for case in cases(shapes_of_case("wan2.1-1.3b"))]
+    names += [case.name for case in cases(shapes_of_case("wan2.1-14b"))]
+    small = [case.name for case in ops.CASES if " 7800×" not in case.name and case.name.split()[0] in OPS]
+    assert set(small) <= set(names)
+    assert {case.name for case in ops_conv.CASES[:12]} <= set(names)
+    assert {case.name for case in ops_conv.CASES[12:]} <= {case.name for case in cases(shapes_of_case("wan2.2-5b"))}
+    assert shapes_of_case("wan2.2-5b").tokens == 31 * 22 * 40
+    assert shapes_of_case("wan2.1-1.3b", (None, None, 17)).tokens == 7800
+
+
+def test_the_shapes_of_a_folder(tmp_path):
+    pipe = tiny_wan_pipeline("t2v")
+    pipe.transformer.save_pretrained(tmp_path / "transformer")
+    config = pipe.transformer.config
+    shapes = shapes_of_folder(tmp_path, (64, 96, 9))
+    assert shapes.tokens == 3 * 4 * 6
+    assert (shapes.heads, shapes.head_dim, shapes.ffn) == (
+        config.num_attention_heads,
+        config.attention_head_dim,
+        config.ffn_dim,
+    )
+    with pytest.raises(ValueError, match="holds no transformer"):
+        shapes_of_folder(tmp_path / "none")
+
+
+@pytest.mark.parametrize("case", list(cases(SMALL)), ids=lambda case: case.name)
+def test_ours_and_what_runs_otherwise_are_right(case):
+    contest = case.build(CPU, lambda function: function)
+    errors = measure_errors(contest)
+    op = case.name.split()[0]
+    assert set(errors) == {op, tune.FALLBACKS[op]}
+    assert all(0 < error < torch.finfo(torch.bfloat16).eps for error in errors.values())
+
+
+def test_every_op_is_measured():
+    assert {case.name.split()[0] for case in cases(SMALL)} == set(OPS)
+
+
+def result(case, ours, rival):
+    timings = {"ours": Timing(True, 1e-3, ours), "rival": Timing(False, 1e-3, rival), "part": Timing(False, None, 1e-9)}
+    return OpResult(case.name, timings, None if ours is None else "ours")
+
+
+def test_a_row_a_case_also_where_a_kernel_fails():
+    def measure(case):
+        if case.name.startswith("linear_gelu"):
+            raise ValueError("too much shared memory")
+        return result(case, None if case.name.startswith("linear_qkv") else 1.23456, 2.0)
+
+    reported = []
+    rows = rows_of(cases(SMALL), measure, reported.append)
+    assert [row["op"] for row in rows] == [case.name.split()[0] for case in cases(SMALL)]
+    assert rows[0] == {
+        "op": "attention",
+        "dtype": "bfloat16",
+        "shape": [2, 70, 70, 16],
+        "ours": 1.2346,
+        "rival": 2.0,
+        "rival_name": "rival",
+    }
+    by_op = {row["op"]: row for row in rows}
+    assert (by_op["linear_gelu"]["ours"], by_op["linear_gelu"]["rival"]) == (None, None)
+    assert (by_op["linear_qkv"]["ours"], by_op["linear_qkv"]["rival"]) == (None, 2.0)
+    assert reported == ["linear_gelu 70×40×32: ValueError: too much shared memory"]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError, KeyboardInterrupt])
+def test_after_these_nothing_is_measured_any_more(error):
+    def measure(case):
+        raise error("no more")
+
+    with pytest.raises(error):
+        rows_of(cases(SMALL), measure, print)
+
+
+def test_what_errs_too_much_is_not_timed():
+    case = next(case for case in cases(SMALL) if case.name.startswith("linear_gelu"))
+    right = tune.measure(case, CPU)
+    assert right.best == "linear_gelu"
+    assert row_of(asdict(right))["rival_name"] == "PyTorch linear, Triton GELU"
+
+    def build(*arguments):
+        contest = case.build(*arguments)
+        return replace(contest, ours={"linear_gelu": lambda: 1.1 * contest.fallback()})
+
+    wrong = tune.measure(replace(case, build=build), CPU)
+    assert wrong.best is None
+    assert row_of(asdict(wrong))["ours"] is None

@@ -1,0 +1,140 @@
+"""`turbo-rcm tune`: what it keeps, for whom it counts, and what takes it away. Times are injected."""
+
+import json
+
+import pytest
+import torch
+
+from tests.cli.running import error_of
+from turbo_rcm_patch.bench.ops import OpResult, Timing
+from turbo_rcm_patch.bench.tune import Shapes, cases
+from turbo_rcm_patch.cli import main
+from turbo_rcm_patch.cli.tuning import keep
+from turbo_rcm_patch.kernels import measured, measured_on, tuned, why_torch
+from turbo_rcm_patch.kernels.measured import OPS
+
+GPU, CUDA = "NVIDIA GeForce RTX 4090", torch.device("cuda")
+SHAPES = Shapes("small", 2, 16, 40, 70, [(2, 3, 4, 8, 8, 3, 3, 1, 1)])
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    """An empty cache folder, as another process finds it that runs on the GPU (8, 9) after `tune`."""
+    monkeypatch.setenv(tuned.CACHE, str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def next_process(monkeypatch):
+    """What a process that imports the package now chooses by."""
+    return lambda: monkeypatch.setattr(measured, "_TUNED", measured.tuned_verdicts())
+
+
+def timed(**ours):
+    """Measures ours by op (default 2 ms), and 3 ms for what runs otherwise."""
+
+    def measure(case):
+        time = ours.get(case.name.split()[0], 2.0)
+        timings = {"ours": Timing(True, 1e-3, time), "other": Timing(False, 1e-3, 3.0)}
+        return OpResult(case.name, timings, None if time is None else "ours")
+
+    return measure
+
+
+def test_the_patch_takes_what_was_faster(next_process, capsys, cache):
+    verdicts = keep(SHAPES, GPU, (8, 9), timed(linear_gelu=4.0, linear_qkv=None))
+    assert {op for op, verdict in verdicts.items() if verdict.is_ours} == {"attention", "linear_skip", "conv_skip"}
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["attention", "4.000", "6.000", "ours"] in lines
+    assert ["linear_qkv", "failed", "3.000", "PyTorch's"] in lines
+    next_process()
+    assert {op: why_torch(op, CUDA, torch.bfloat16) for op in OPS} == {
+        "attention": None,
+        "linear_skip": None,
+        "linear_gelu": f"PyTorch's was faster on {GPU} by turbo-rcm tune",
+        "linear_qkv": f"failed its check on {GPU} by turbo-rcm tune",
+        "conv_skip": None,
+    }
+    assert measured_on("attention", CUDA) == f"{GPU} by turbo-rcm tune"
+    (file,) = (cache / "tuned").iterdir()
+    assert json.loads(file.read_text())["model"] == "small"
+
+
+def test_it_goes_before_what_ships(next_process, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert why_torch("linear_gelu", CUDA, torch.bfloat16) is None
+    keep(SHAPES, "NVIDIA H200", (9, 0), timed(linear_gelu=4.0))
+    next_process()
+    assert "by turbo-rcm tune" in why_torch("linear_gelu", CUDA, torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    assert why_torch("linear_gelu", CUDA, torch.bfloat16) is None  # of another GPU nothing is known but what ships
+    assert measured_on("linear_gelu", CUDA) == "NVIDIA H200"
+
+
+def test_it_counts_for_its_gpu_and_versions_alone(next_process, monkeypatch):
+    keep(SHAPES, GPU, (8, 9), timed())
+    monkeypatch.setattr(tuned.triton, "__version__", "9.9")
+    next_process()
+    assert why_torch("attention", CUDA, torch.bfloat16) == "not measured on sm_89"
+
+
+def test_an_interrupted_run_leaves_the_old_choice(next_process, cache):
+    keep(SHAPES, GPU, (8, 9), timed())
+    before = [path.read_text() for path in (cache / "tuned").iterdir()]
+    left = iter(cases(SHAPES))
+
+    def interrupted(case):
+        next(left), next(left)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        keep(SHAPES, GPU, (8, 9), interrupted)
+    assert [path.read_text() for path in (cache / "tuned").iterdir()] == before
+
+
+def test_reset_forgets_it(next_process, cache, capsys):
+    keep(SHAPES, GPU, (8, 9), timed())
+    (file,) = (cache / "tuned").iterdir()
+    capsys.readouterr()
+    assert main(["tune", "--reset"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == f"removed {file}"
+    next_process()
+    assert why_torch("attention", CUDA, torch.bfloat16) == "not measured on sm_89"
+    assert main(["tune", "--reset"]) == 0
+
+
+def test_a_file_that_cannot_be_read_is_left_out(next_process, cache, caplog):
+    keep(SHAPES, GPU, (8, 9), timed())
+    (file,) = (cache / "tuned").iterdir()
+    for content in ("{", "[]", '{"versions": 1}', file.read_text().replace('"ours"', '"theirs"')):
+        file.write_text(content)
+        next_process()
+        assert why_torch("attention", CUDA, torch.bfloat16) == "not measured on sm_89"
+    assert caplog.text.count("run turbo-rcm tune again") == 3  # what is of other versions is no fault
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "PyTorch finds none here"),
+        (["--device", "cpu"], "PyTorch finds none here"),
+        (["--device", "cuda"], "PyTorch finds no CUDA GPU"),
+        (["--config", "flux"], "--config flux is unknown; accepted are wan2.1-1.3b"),
+        (["--model", "nowhere"], "--model: nowhere holds no transformer"),
+        (["--frames", "6"], "--frames 6 is not 4k+1; try 5"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_and_with_bad_options_it_is_one_line(capsys, options, message):
+    assert message in error_of(capsys, "tune", *options)
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(tuned.CACHE, str(tmp_path / "file"))
+    with pytest.raises(Exception, match="set TURBO_RCM_PATCH_CACHE to another folder"):
+        keep(SHAPES, GPU, (8, 9), timed())

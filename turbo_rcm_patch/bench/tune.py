@@ -1,0 +1,147 @@
+"""Which of our kernels are as fast on this GPU as what the patch runs without them, at one model's shapes.
+
+Every op is checked against its oracle before it is timed (ops.py). The rows are those of kernels/measured.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ..kernels.choice import CONV, LINEAR, SDPA
+from ..patching.converted import component_folders, read_config
+from . import ops, ops_conv
+from .cases import CASES, TEXT_TOKENS
+from .ops import Contest, OpCase, OpResult
+
+ROUNDS = 10
+FALLBACKS = {
+    "attention": SDPA,
+    "linear_skip": f"{LINEAR}, Triton skip",
+    "linear_gelu": f"{LINEAR}, Triton GELU",
+    "linear_qkv": LINEAR,
+    "conv_skip": CONV,
+}  # what the patch runs in place of our kernels
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Of a model's steps at one video size. ffn: channels within a feed-forward. convolutions: as of ops_conv.SIZES."""
+
+    model: str
+    heads: int
+    head_dim: int
+    ffn: int
+    tokens: int
+    convolutions: Sequence[tuple[int, ...]]
+
+
+Size = tuple[int | None, int | None, int | None]  # height, width and frames; None: the model's usual one
+
+
+def shapes_of_case(name: str, size: Size = (None, None, None)) -> Shapes:
+    """The shapes of a model of cases.CASES."""
+    case = CASES[name]
+    return _shapes(name, case.transformer, case.vae, size, (case.height, case.width, case.frames))
+
+
+def shapes_of_folder(folder: Path, size: Size = (None, None, None)) -> Shapes:
+    """The shapes of a pipeline's or a transformer's folder, by its configs; the usual size is taken to be 480x832, 81
+    frames. Raises ValueError for a folder that holds no transformer."""
+    transformer = next(iter(component_folders(folder).values()))
+    vae = transformer.parent / "vae"
+    vae_config = read_config(vae) if (vae / "config.json").is_file() else {}
+    return _shapes(str(folder), read_config(transformer), vae_config, size, (480, 832, 81))
+
+
+def _shapes(model: str, transformer: Mapping, vae: Mapping, size: Size, usual: tuple[int, int, int]) -> Shapes:
+    height, width, frames = (own if given is None else given for given, own in zip(size, usual, strict=True))
+    spatial, temporal = vae.get("scale_factor_spatial") or 8, vae.get("scale_factor_temporal") or 4
+    patch = transformer.get("patch_size") or (1, 2, 2)
+    latent = (frames - 1) // temporal + 1, height // spatial, width // spatial
+    tokens = math.prod(length // edge for length, edge in zip(latent, patch, strict=True))
+    return Shapes(
+        model,
+        transformer["num_attention_heads"],
+        transformer.get("attention_head_dim") or 128,
+        transformer["ffn_dim"],
+        tokens,
+        ops_conv.SIZES_5B if vae.get("z_dim") == 48 else ops_conv.SIZES_WAN,
+    )
+
+
+def cases(shapes: Shapes) -> Iterator[OpCase]:
+    """Every op that there is a choice for, at these shapes."""
+    C = shapes.heads * shapes.head_dim
+    yield _case(ops.attention, shapes.heads, shapes.tokens, shapes.tokens, shapes.head_dim)
+    yield _case(ops.attention, shapes.heads, shapes.tokens, TEXT_TOKENS, shapes.head_dim)
+    yield _case(ops.linear_skip, shapes.tokens, C, C)
+    yield _case(ops.linear_skip, shapes.tokens, C, shapes.ffn)
+    yield _case(ops.linear_gelu, shapes.tokens, shapes.ffn, C)
+    yield _case(ops.linear_qkv, shapes.tokens, C, C)
+    for sizes in shapes.convolutions:
+        yield _case(ops_conv.conv_skip, *sizes)
+
+
+def _case(contest: Callable[..., Contest], *sizes: int) -> OpCase:
+    case = ops.op_case(contest, *sizes, targets={})
+    return replace(case, build=functools.partial(_against_fallback, contest.__name__, case.build))
+
+
+def _against_fallback(op: str, build: Callable[..., Contest], *arguments: object) -> Contest:
+    contest = build(*arguments)
+    return replace(contest, rivals={FALLBACKS[op]: contest.fallback}, partial={})
+
+
+def measure(case: OpCase, device: torch.device) -> OpResult:
+    """Check and time one case."""
+    result = ops.run_case(case, device, copy_bandwidth=math.nan, rounds=ROUNDS, compile_rivals=False)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return result
+
+
+def rows_of(
+    cases: Iterator[OpCase] | Sequence[OpCase], measure: Callable[[OpCase], OpResult], report: Callable[[str], None]
+) -> list[dict]:
+    """A row for each case, as `measure` finds it; without our time where our kernel fails, which is reported.
+
+    Raises torch.OutOfMemoryError, and torch.AcceleratorError, after which a GPU computes nothing more.
+    """
+    rows = []
+    for case in cases:
+        try:
+            rows.append(row_of(asdict(measure(case))))
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except Exception as error:  # Triton raises many kinds for a GPU that it does not know
+            report(f"{case.name}: {type(error).__name__}: {error}")
+            op, shape = _parsed(case.name)
+            rows.append(_row(op, shape, None, None, FALLBACKS[op]))
+    return rows
+
+
+def row_of(result: dict) -> dict:
+    """An OpResult as a dictionary, "linear_skip 32760×1536×1536", against its fastest rival that computes all of it and
+    so has an error."""
+    op, shape = _parsed(result["case"])
+    timings = result["timings"]
+    rivals = {name: t["milliseconds"] for name, t in timings.items() if not t["is_ours"] and t["error"] is not None}
+    rival = min(rivals, key=rivals.get)
+    ours = None if result["best"] is None else timings[result["best"]]["milliseconds"]
+    return _row(op, shape, ours, rivals[rival], rival)
+
+
+def _parsed(case: str) -> tuple[str, list[int]]:
+    op, sizes = case.split()
+    return op, [int(size) for size in sizes.split("×")]
+
+
+def _row(op: str, shape: list[int], ours: float | None, rival: float | None, rival_name: str) -> dict:
+    times = {"ours": ours and round(ours, 4), "rival": rival and round(rival, 4)}
+    return {"op": op, "dtype": "bfloat16", "shape": shape, **times, "rival_name": rival_name}

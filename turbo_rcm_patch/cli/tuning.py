@@ -1,0 +1,99 @@
+"""`turbo-rcm tune`: measure on this GPU, and keep what was found for `patch`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from datetime import date
+from functools import partial
+
+import torch
+from tqdm import tqdm
+
+from ..bench.cases import CASES
+from ..bench.ops import OpCase, OpResult
+from ..bench.tables import table
+from ..bench.tune import Shapes, cases, measure, rows_of, shapes_of_case, shapes_of_folder
+from ..kernels.measured import Verdict, verdicts_of
+from ..kernels.tuned import forget_tuned, tuned_file, versions
+from .checks import SizeRules
+from .errors import CommandError
+from .files import write_json
+from .pipelines import choose_device
+
+DEFAULT_CONFIG = "wan2.1-1.3b"
+
+
+def tune(arguments: argparse.Namespace) -> int:
+    """Measure, show, keep; or with --reset forget. Raises CommandError where there is no GPU to measure on."""
+    if arguments.reset:
+        lines = [f"removed {path}" for path in forget_tuned()]
+        print(*lines, "the patch chooses by the measurements that ship with the package", sep="\n")
+        return 0
+    shapes = _shapes(arguments)
+    device = choose_device(arguments)
+    if device.type != "cuda" or torch.version.hip is not None:
+        raise CommandError("tune times kernels on an NVIDIA GPU, and PyTorch finds none here; check the driver.")
+    gpu, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    keep(shapes, gpu, capability, partial(measure, device=device))
+    return 0
+
+
+def keep(
+    shapes: Shapes, gpu: str, capability: tuple[int, int], measure: Callable[[OpCase], OpResult]
+) -> dict[str, Verdict]:
+    """Measure every case, print what came of it, and write it as a whole to the file of this GPU and these versions.
+
+    measure: how a case is checked and timed. Returns the verdict of every op.
+    """
+    bar = tqdm(list(cases(shapes)), desc=f"tune for {shapes.model}", unit="case")
+    rows = rows_of(bar, measure, report=bar.write)
+    path = tuned_file(gpu)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(
+            f"cannot make {path.parent}: {error}; set TURBO_RCM_PATCH_CACHE to another folder."
+        ) from error
+    made = {"model": shapes.model, "date": date.today().isoformat()}
+    content = {"gpu": gpu, "capability": list(capability), "versions": versions(), **made, "rows": rows}
+    write_json(path, content)
+    verdicts = verdicts_of(gpu, rows)
+    print(
+        _rows_table(rows), _verdicts_table(verdicts), f"kept in {path}; turbo-rcm tune --reset forgets it", sep="\n\n"
+    )
+    return verdicts
+
+
+def _shapes(arguments: argparse.Namespace) -> Shapes:
+    size = arguments.height, arguments.width, arguments.frames
+    SizeRules().check(*size)
+    if arguments.model is None:
+        config = arguments.config or DEFAULT_CONFIG
+        if config not in CASES:
+            raise CommandError(f"--config {config} is unknown; accepted are {', '.join(CASES)}.")
+        return shapes_of_case(config, size)
+    try:
+        return shapes_of_folder(arguments.model, size)
+    except ValueError as error:
+        raise CommandError(f"--model: {error}") from error
+
+
+def _rows_table(rows: list[dict]) -> str:
+    lines = [["op", "shape", "ours, ms", "otherwise", "ms"]]
+    for row in rows:
+        times = [_milliseconds(row[name]) for name in ("ours", "rival")]
+        lines.append([row["op"], "x".join(map(str, row["shape"])), times[0], row["rival_name"], times[1]])
+    return table(lines)
+
+
+def _verdicts_table(verdicts: dict[str, Verdict]) -> str:
+    lines = [["op", "ours, ms", "otherwise, ms", "the patch takes"]]
+    for op, verdict in verdicts.items():
+        taken = "ours" if verdict.is_ours else "PyTorch's"
+        lines.append([op, _milliseconds(verdict.ours), _milliseconds(verdict.rival), taken])
+    return table(lines)
+
+
+def _milliseconds(time: float | None) -> str:
+    return "failed" if time is None else f"{time:.3f}"

@@ -1,0 +1,62 @@
+"""What `turbo-rcm tune` measured on this machine: files like those of measurements/, in the user's cache folder.
+
+A file is of one GPU and of the versions of torch, Triton and this package: with others it is not read.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from pathlib import Path
+
+import torch
+import triton
+
+from .. import __version__
+
+logger = logging.getLogger(__name__)
+
+CACHE = "TURBO_RCM_PATCH_CACHE"  # environment variable that names another folder
+BY_TUNE = "by turbo-rcm tune"
+
+
+def tuned_folder() -> Path:
+    """Where the files are: TURBO_RCM_PATCH_CACHE, or turbo_rcm_patch in the user's cache folder."""
+    named = os.environ.get(CACHE)
+    return (
+        Path(named or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "turbo_rcm_patch") / "tuned"
+    )
+
+
+def versions() -> dict[str, str]:
+    """Those that a measurement holds for."""
+    return {"torch": torch.__version__, "triton": triton.__version__, "turbo_rcm_patch": __version__}
+
+
+def tuned_file(gpu: str) -> Path:
+    """The file of a GPU with the versions that run."""
+    return tuned_folder() / f"{re.sub(r'[^a-z0-9.+]+', '-', '-'.join([gpu, *versions().values()]).lower())}.json"
+
+
+def read_tuned() -> dict[str, list[dict]]:
+    """The rows measured with the versions that run, by GPU. A file that cannot be read is left out, with a warning."""
+    found = {}
+    for path in sorted(tuned_folder().glob("*.json")):
+        try:
+            measured = json.loads(path.read_text(encoding="utf-8"))
+            if measured["versions"] == versions():
+                rows = [{key: row[key] for key in ("op", "ours", "rival")} for row in measured["rows"]]
+                found[measured["gpu"]] = rows
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("%s is left out, because it cannot be read (%r); run turbo-rcm tune again.", path, error)
+    return found
+
+
+def forget_tuned() -> list[Path]:
+    """Remove what was measured, with any version; returns the files that were there."""
+    files = sorted(tuned_folder().glob("*.json"))
+    for path in files:
+        path.unlink()
+    return files
