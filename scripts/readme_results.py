@@ -1,4 +1,4 @@
-"""Write the results page, its charts and the README's table of steps, all from the JSON files in results/.
+"""Write the results page, its charts, the README's table of steps and docs/writeup.md, from the JSON files in results/.
 
 python scripts/readme_results.py
 """
@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from writeup import write as write_writeup
+
 from turbo_rcm_patch.bench.charts import chart_file, draw_charts, milliseconds, model_of, names_of, real_models
 from turbo_rcm_patch.bench.tables import table
 from turbo_rcm_patch.tiers import EXACT, QUANTIZED
@@ -18,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = "README.md"  # in the folder of results
 MEASURED = "<!-- measured: written by scripts/readme_results.py -->", "<!-- end of measured -->"
 EVALUATED = "<!-- evaluated: written by scripts/readme_results.py -->", "<!-- end of evaluated -->"
+WRITEUP = "nvidia-h200.json"  # which docs/writeup.md tells of
 TRAINING = "training.json"
 CONVERSION = "conversion.json"  # of scripts/benchmark_conversion.py, which needs no GPU
 INTRODUCTION = """# Results
@@ -77,6 +80,7 @@ def main() -> int:
     (folder / PAGE).write_text(results_page(folder))
     readme = ROOT / "README.md"
     readme.write_text(with_results(readme.read_text(), folder))
+    write_writeup(folder / WRITEUP, ROOT / "docs")
     return 0
 
 

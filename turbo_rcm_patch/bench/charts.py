@@ -85,7 +85,7 @@ def _draw_steps(runs: dict):
     axes.set_yticks(places, [model_of(run).replace(", ", "\n", 1) for run in runs.values()])
     axes.invert_yaxis()
     axes.set_xlabel("speed-up of a denoising step over eager diffusers", fontsize="large")
-    _legend_above(figure, axes)
+    legend_above(figure, axes)
     return figure
 
 
@@ -102,7 +102,7 @@ def _draw_traffic(runs: list[dict]):
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.set_xlabel("memory traffic of a block, in passes of one [tokens, channels] tensor", fontsize="large")
-    _legend_above(figure, axes)
+    legend_above(figure, axes)
     return figure
 
 
@@ -119,10 +119,11 @@ def _draw_modules(rows: list[dict]):
     axes.set_xticks(sizes, sizes)
     axes.set_xlabel("tokens (4 samples, 768 channels, 12 heads; bf16, forward)", fontsize="large")
     axes.set_ylabel("speed-up over two_pass", fontsize="large")
-    _legend_above(figure, axes)
+    legend_above(figure, axes)
     return figure
 
 
-def _legend_above(figure, axes) -> None:
+def legend_above(figure, axes) -> None:
+    """Each label of the axes once, above the figure."""
     by_label = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     figure.legend(by_label.values(), by_label.keys(), loc="outside upper center", ncols=3, fontsize="large")

@@ -1,0 +1,106 @@
+"""The plots of docs/writeup.md. A plot's file keeps the data that it shows, for the test that compares them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import ScalarFormatter
+from PIL import Image
+
+from turbo_rcm_patch.bench.charts import legend_above
+
+DATA = "Description"  # the PNG's text that keeps the data
+# Dense tensor core rates of NVIDIA's H200 data sheet, TFLOP/s.
+LIMITS = {"attention": ("bf16", 989.5), "attention_8bit": ("8 bits", 1979.0)}
+SHOWN = {"eager": "eager diffusers", "compiled": "torch.compile", "triton_fused": "patched (exact)"}
+
+
+def save_plot(name: str, data: dict, path: Path) -> None:
+    """Draw a plot of PLOTS into a PNG file, with its data."""
+    figure = Figure(figsize=(9, 4.6), layout="constrained")
+    PLOTS[name](figure, data)
+    figure.savefig(path, dpi=110, metadata={DATA: json.dumps(data), "Software": None})
+
+
+def saved_data(path: Path) -> dict:
+    """The data that a plot's file shows."""
+    with Image.open(path) as image:
+        return json.loads(image.text[DATA])
+
+
+def _axes(figure: Figure, places: int = 1):
+    for axes in figure.subplots(1, places, squeeze=False)[0]:
+        axes.tick_params(labelsize="large")
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure.axes
+
+
+def _block_parts(figure: Figure, blocks: dict) -> None:
+    """Stacked bars, one for each implementation, a panel for each model."""
+    for axes, (config, implementations) in zip(_axes(figure, len(blocks)), blocks.items(), strict=True):
+        shown = {SHOWN.get(name, name): parts for name, parts in implementations.items() if name != "torch_fused"}
+        left = [0.0] * len(shown)
+        totals = [sum(parts.values()) for parts in shown.values()]
+        for index, part in enumerate(next(iter(shown.values()))):
+            times = [parts[part] for parts in shown.values()]
+            axes.bar(range(len(shown)), times, 0.7, bottom=left, label=part, color=f"C{index}")
+            for place, (time, bottom) in enumerate(zip(times, left, strict=True)):
+                if time > 0.06 * max(totals):  # else there is no room
+                    axes.text(place, bottom + time / 2, f"{time:.3g}", ha="center", va="center", fontsize="large")
+            left = [a + b for a, b in zip(left, times, strict=True)]
+        for place, total in enumerate(totals):
+            axes.text(place, total, f"{total:.3g}", ha="center", va="bottom", fontsize="large", weight="bold")
+        axes.set_xticks(range(len(shown)), [name.replace(" ", "\n", 1) for name in shown], fontsize="large")
+        axes.set_ylim(0, 1.1 * max(totals))
+        axes.set_title(config, fontsize="large")
+        axes.set_ylabel("ms of one block", fontsize="large")
+    legend_above(figure, figure.axes[0])
+
+
+def _speed_accuracy(figure: Figure, points: dict) -> None:
+    """A line for each variant over its numbers of steps."""
+    (axes,) = _axes(figure)
+    for index, (name, steps) in enumerate(points.items()):
+        seconds, shares = zip(*steps, strict=True)
+        percents = [100 * share for share in shares]
+        axes.plot([1e3 * s for s in seconds], percents, marker="o", linewidth=2, color=f"C{index}", label=name)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.set_xlabel("ms of denoising in 1, 2 and 4 steps", fontsize="large")
+    axes.set_ylabel("% of the captions shown", fontsize="large")
+    axes.grid(alpha=0.3)
+    legend_above(figure, axes)
+
+
+def _attention(figure: Figure, cases: dict) -> None:
+    """Bars from the left, a group for each case, each with the data sheet's rate."""
+    (axes,) = _axes(figure)
+    top, places, labels, colors = 0, [], [], {}
+    for case, rates in cases.items():
+        for name, rate in rates.items():
+            shown = "ours" if name.startswith("attention") else name
+            color = colors.setdefault(shown, f"C{len(colors)}")
+            bar = axes.barh(top, rate, 0.8, color=color, label=shown)
+            axes.bar_label(bar, [f"{rate:.0f}"], padding=3, fontsize="large")
+            places.append(top)
+            labels.append("")
+            top += 1
+        op, sizes = case.split()
+        kind, limit = LIMITS[op]
+        line = "data sheet, dense"
+        axes.vlines(limit, top - len(rates) - 0.5, top - 0.5, color="black", linestyle="--", label=line)
+        axes.text(limit - 8, top - 0.5 - len(rates) / 2, f"{limit:.0f}", ha="right", va="center", fontsize="large")
+        labels[-len(rates)] = f"{kind}\n{sizes}"
+        top += 1
+    groups = [label for label in labels if label]
+    starts = [place for place, label in zip(places, labels, strict=True) if label]
+    sizes = [len(rates) for rates in cases.values()]
+    axes.set_yticks([start + (size - 1) / 2 for start, size in zip(starts, sizes, strict=True)], groups)
+    axes.invert_yaxis()
+    axes.set_xlabel("TFLOP/s of a self-attention, heads×queries×keys×head_dim", fontsize="large")
+    legend_above(figure, axes)
+
+
+PLOTS = {"block-parts": _block_parts, "speed-accuracy": _speed_accuracy, "attention": _attention}
