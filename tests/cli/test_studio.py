@@ -1,5 +1,6 @@
 """What the page of `turbo-rcm demo` answers and refuses, without the page."""
 
+import os
 from dataclasses import replace
 
 import imageio.v3 as iio
@@ -25,9 +26,12 @@ def test_an_answer_has_both_videos_and_what_they_took(studio):
         assert text in answer.table
     assert "WanTransformer3DModel" in answer.summary
     loaded = studio._loaded[1]
+    os.utime(answer.unpatched, (0, 0))
     again = studio.answer(replace(SMALL, steps=2))
     assert "step 2" in again.table
     assert again.unpatched != answer.unpatched
+    assert not answer.unpatched.exists()  # which was old
+    assert answer.patched.exists()
     assert studio._loaded[1] is loaded
 
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WAITING = 8  # requests in the queue; more are told to come back
-KEPT = 3600  # seconds that videos are kept
 NONE = "none"  # of the recipes and LoRAs
 # The browser loads nothing from elsewhere, whatever Gradio's page names.
 POLICY = (
@@ -81,7 +80,7 @@ def build_page(studio: Studio) -> gradio.Blocks:
     """The form and what it fills in."""
     import gradio as gr
 
-    with gr.Blocks(title="turbo-rcm", analytics_enabled=False, delete_cache=(KEPT, KEPT)) as page:
+    with gr.Blocks(title="turbo-rcm", analytics_enabled=False) as page:
         gr.Markdown("# turbo-rcm\nThe same video twice: as diffusers makes it, and with the patch.")
         with gr.Row():
             prompt = gr.Textbox(EXAMPLES[0], label="Prompt", max_length=LONGEST_PROMPT, scale=3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from .pipelines import choose_device, load_pipeline
 EMBEDDED_MODEL = "the tiny model included"
 LONGEST_PROMPT = 1000  # characters
 FPS = 16
+KEPT = 3600  # seconds that a video is kept
 MAX_PIXELS = {"cuda": 81 * 480 * 832, "cpu": 17 * 160 * 224}  # of all frames of a video, unless --max-pixels says
 
 
@@ -121,6 +123,9 @@ class Studio:
     def _written(self, comparison: Comparison) -> Answer:
         videos = {variant.name: variant.video for variant in comparison.variants}
         self._count += 1
+        for old in self._folder.glob("*.mp4"):
+            if time.time() - old.stat().st_mtime > KEPT:
+                old.unlink()
         paths = {name: self._folder / f"{self._count}-{name}.mp4" for name in (UNPATCHED, PATCHED)}
         for name, path in paths.items():
             write_video(path, [np.round(255 * videos[name]).astype(np.uint8)], FPS)
