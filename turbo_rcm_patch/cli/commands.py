@@ -8,11 +8,13 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 
-from ..bench.compare import compare
+from ..bench.compare import Comparison, compare
 from ..bench.environment import describe_environment
 from ..bench.evaluate import evaluate
 from ..bench.fits import Fit, fits, fits_table
@@ -111,8 +113,21 @@ def _compare(arguments: argparse.Namespace) -> int:
         with replacing(arguments.plot) as temporary:
             plot(comparison, temporary)
     if arguments.video is not None:
-        write_video(arguments.video, [np.round(255 * side_by_side(comparison)).astype(np.uint8)], fps=16)
+        _write_side_by_side(arguments.video, comparison)
     return 0
+
+
+def _write_side_by_side(path: Path, comparison: Comparison) -> None:
+    """As a video, or of a PNG the first frame, the middle and the last one, from top to bottom."""
+    videos, gain = side_by_side(comparison)
+    videos = np.round(255 * videos).astype(np.uint8)
+    if path.suffix.lower() == ".png":
+        with replacing(path) as temporary:
+            Image.fromarray(np.concatenate([videos[0], videos[len(videos) // 2], videos[-1]])).save(temporary)
+    else:
+        write_video(path, [videos], fps=16)
+    names = [variant.name for variant in comparison.variants]
+    print(f"\nwrote {path}: {', '.join(names)}, and {names[-1]} minus {names[0]}, times {gain}")
 
 
 def _verify(arguments: argparse.Namespace) -> int:
