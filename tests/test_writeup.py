@@ -53,6 +53,7 @@ def test_what_was_not_measured_is_left_out_and_what_was_comes_in():
     for name in ("wan2.1-1.3b-quantized", "evaluate"):
         del runs[name]
     decoded = runs["wan2.1-1.3b-decoded"] = copy.deepcopy(runs["wan2.1-1.3b"])
+    decoded["settings"]["output_type"] = "np"
     for variant in decoded["variants"]:
         variant["timings"] |= {"steps": [0.25] * 4, "vae_decode": 1.75, "output": 0.125, "total": 3.0}
     text = writeup.text_of(changed, TEMPLATE)
