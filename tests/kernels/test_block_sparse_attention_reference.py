@@ -1,5 +1,7 @@
 """The definition of block-sparse attention against its formulas written out with whole matrices, in fp64."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -98,7 +100,7 @@ def test_more_mass_keeps_more_blocks_and_errs_less():
     dense = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
     masses = (0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 1.0)
     found = [definition.lists(q, k, mass, 32, 16) for mass in masses]
-    for fewer, more in zip(found[:-1], found[1:], strict=True):
+    for fewer, more in itertools.pairwise(found):
         assert (more.counts >= fewer.counts).all()
         assert (more.kept_share >= fewer.kept_share - 1e-9).all()
     assert all((one.kept_share >= mass - 1e-9).all() for one, mass in zip(found, masses, strict=True))

@@ -2,9 +2,9 @@
 
     out = (1 - Σ p_left) · softmax(q kᵀ / √D) v over the kept blocks + Σ p_left · (mean of v in the block)
 
-q, k, v, out [B, S, H, D]; block_sparse_attention_reference.py has the definition of p and of what is kept: of each block
-of queries and head as many blocks of keys as hold the share `mass`. No weights of its own, and no linear branch: this is
-not sparse-linear attention (sparse_linear_attention.py), which models are trained with, but its kernels run both. A
+q, k, v, out [B, S, H, D]; block_sparse_attention_reference.py defines p and what is kept: of each block of queries and
+head as many blocks of keys as hold the share `mass`. No weights of its own and no linear branch: this is not
+sparse-linear attention (sparse_linear_attention.py), which models are trained with, but the same kernel runs both. One
 kernel pools q, k and v, one makes the lists (block_sparse_map.py), and one attends and adds what stands for the rest.
 No gradient: under autograd the reference runs.
 """

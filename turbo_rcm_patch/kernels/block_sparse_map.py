@@ -1,8 +1,8 @@
 """Which blocks of keys block-sparse attention keeps, on a GPU: sm_80 to sm_120.
 
-    means of parts of q, k and v             a kernel, one read of each
-    p, as in block_sparse_attention_reference: PyTorch
-    the lists                                a kernel: a row of p is in registers, where its threshold is found bit by bit
+    means of parts of q, k and v    a kernel, one read of each
+    p of the definition             PyTorch (block_sparse_attention_reference.py)
+    the lists                       a kernel: a row of p is in registers, where its threshold is found bit by bit
 
 The estimate in PyTorch is small beside the attention: of 12 heads and 32,760 tokens in blocks of 128 and 64 its product
 of means is 1.6 GFLOP (dense attention 6,600) and its matrices of 512 by 1,024 take 13 MB each in bf16; of 40 heads and

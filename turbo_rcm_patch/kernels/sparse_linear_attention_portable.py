@@ -1,4 +1,4 @@
-"""The portable attention to kept blocks, written once: sm_80 to sm_120. Sparse-linear and block-sparse attention are it.
+"""The portable attention to kept blocks, of sparse-linear and of block-sparse attention: sm_80 to sm_120.
 
 As attention_forward, over the keys of the kept blocks alone; then, where the result still is in registers, the rest is
 added: the linear branch by one product with the state of the pre-pass (sparse_linear_attention_prepass.py), or of the
