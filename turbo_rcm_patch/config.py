@@ -51,7 +51,7 @@ class PatchConfig:
         exact_steps: for tiers that err more: (first, last), in how many of a generation's first and of its last steps
             the attention runs exactly. It needs a patched pipeline, whose scheduler counts the steps. None in the exact
             tier, whose steps all do.
-        exact_layers: the same with attention="block_sparse": in how many of a model's first and last blocks.
+        exact_layers: the same with attention="block_sparse": in how many of the first and last blocks of a model.
         vae: whether the decoder of a pipeline's AutoencoderKLWan is patched too, and what turns its frames into "np" or
             "pil". It computes in the VAE's own dtype in every tier. A VAE of another class stays as it is.
         vae_chunk: how many latent frames that decoder takes at a time; None: as many as fill a GPU and its memory has
@@ -149,8 +149,8 @@ class PatchConfig:
         if self.attention == BLOCK_SPARSE_ATTENTION:
             if self.tier != BLOCK_SPARSE:
                 raise ValueError(
-                    f"attention='block_sparse' is the sparse tier's, and the {self.tier.name} tier attends to all keys; "
-                    "give tier='sparse' with it."
+                    f"attention='block_sparse' is the sparse tier's, and the {self.tier.name} tier attends to all "
+                    "keys; give tier='sparse' with it."
                 )
             if "self_attention" not in self.fuse:
                 raise ValueError("attention='block_sparse' needs 'self_attention' in fuse: it is what runs it.")
