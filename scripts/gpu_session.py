@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CLI = ("-m", "turbo_rcm_patch.cli")
 TRAFFIC = ("scripts/profile_hbm.py",)
 END_TO_END = ("scripts/benchmark_end_to_end.py", "--config")
-QUANTIZED = ("--preset", "quantized")
+QUANTIZED, BLOCK_SPARSE = ("--preset", "quantized"), ("--preset", "block_sparse")
 # Steps that show whether something holds, and those whose figures go into the results file.
 CHECKS = {
     "tests": ("-m", "pytest", "-m", "gpu", "-q", "-n", "8", "tests"),
@@ -64,6 +64,9 @@ MEASUREMENTS = {
     "wan2.1-14b-in-24-gb": ("scripts/benchmark_memory_cap.py",),
     "wan2.1-14b-4-layers-quantized": (*END_TO_END, "wan2.1-14b", "--layers", "4", "--repeats", "3", *QUANTIZED),
     "wan2.2-5b-8-layers-quantized": (*END_TO_END, "wan2.2-5b", "--layers", "8", "--repeats", "3", *QUANTIZED),
+    # Of weights and inputs with structure: attention that is the same to all keys has no blocks to leave out.
+    "verify-wan2.1-1.3b-block-sparse": (*CLI, "verify", "--config", "wan2.1-1.3b", *BLOCK_SPARSE),
+    "wan2.1-1.3b-block-sparse": (*END_TO_END, "wan2.1-1.3b", "--structured", "--repeats", "3", *BLOCK_SPARSE),
 }
 GPUS = {"wan2.1-14b-4-layers-2-gpus": 2}  # that a step needs, where it is more than one
 

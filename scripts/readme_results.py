@@ -10,9 +10,10 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from turbo_rcm_patch.bench.block_sparsity import block_sparsity_page
 from turbo_rcm_patch.bench.charts import chart_file, draw_charts, milliseconds, model_of, names_of, real_models
 from turbo_rcm_patch.bench.tables import table
-from turbo_rcm_patch.tiers import EXACT, QUANTIZED
+from turbo_rcm_patch.tiers import BLOCK_SPARSE, EXACT, QUANTIZED
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = "README.md"  # in the folder of results
@@ -20,6 +21,7 @@ MEASURED = "<!-- measured: written by scripts/readme_results.py -->", "<!-- end 
 EVALUATED = "<!-- evaluated: written by scripts/readme_results.py -->", "<!-- end of evaluated -->"
 TRAINING = "training.json"
 CONVERSION = "conversion.json"  # of scripts/benchmark_conversion.py, which needs no GPU
+BLOCK_SPARSITY = "block-sparse-tiny.json"  # of scripts/measure_block_sparsity.py, nor does that
 INTRODUCTION = """# Results
 
 All of this page is written by `python scripts/readme_results.py`, from the JSON files beside it; those are written by
@@ -82,7 +84,7 @@ def main() -> int:
 
 def result_files(folder: Path) -> list[Path]:
     """The results of each GPU."""
-    return [path for path in sorted(folder.glob("*.json")) if path.name not in (TRAINING, CONVERSION)]
+    return [path for path in sorted(folder.glob("*.json")) if path.name not in (TRAINING, CONVERSION, BLOCK_SPARSITY)]
 
 
 def with_results(text: str, folder: Path) -> str:
@@ -101,6 +103,8 @@ def results_page(folder: Path) -> str:
         parts.append(f"## {results['gpu']}\n")
         parts.append(_measured(path, results["runs"], results.get("tests", [])))
         parts.append(_evaluated(path.name, results["runs"], training))
+    if (folder / BLOCK_SPARSITY).exists():
+        parts.append(block_sparsity_page(json.loads((folder / BLOCK_SPARSITY).read_text()), BLOCK_SPARSITY))
     return "\n".join(filter(None, parts))
 
 
@@ -332,8 +336,9 @@ def _step_rows(name: str, run: dict) -> list[list[str]]:
 
 def _error_limit(run: dict, compiled: float | None) -> float | None:
     """What is asked of a step: ACCURACY_FACTOR times torch.compile's error, or the tier's own limit."""
-    if run["settings"].get("preset", "exact") == "quantized":
-        return QUANTIZED.limits.step
+    tier = {"quantized": QUANTIZED, "block_sparse": BLOCK_SPARSE}.get(run["settings"].get("preset"))
+    if tier is not None:
+        return tier.limits.step
     return None if compiled is None else ACCURACY_FACTOR * compiled
 
 
