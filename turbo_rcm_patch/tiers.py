@@ -119,7 +119,7 @@ SPARSE = Tier(
 BLOCK_SPARSE = replace(
     SPARSE,
     description="Block-sparse attention, for weights that were trained without it; by default in 8 bits.",
-    limits=ErrorLimits(factor=1.05, fp32=1e-5, block=decibels(20), part=decibels(14), step=decibels(14)),
+    limits=ErrorLimits(factor=1.05, fp32=1e-5, block=decibels(20), part=decibels(10), step=decibels(10)),
     meaningless={"topk": "keeps, with attention='block_sparse', as many blocks as hold `mass`"},
 )
 

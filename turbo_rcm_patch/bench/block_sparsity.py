@@ -22,10 +22,10 @@ def block_sparsity_page(measured: Mapping, file: str) -> str:
 ## Block-sparse attention, by mass
 
 What `attention="block_sparse"` costs the embedded model, which was trained without it, in {settings["steps"]} steps
-({settings["dtype"]} on a CPU, nothing in 8 bits). It has 700 tokens, so that blocks have {block_q} queries and {block_k}
-keys here; at real sizes they have 128 and 64, and there is more to leave out. Kept: the share of key blocks. Error: the relative L2 of a layer's attention to a dense one, on one video, in the first and the last step.
-Right: what {settings["n"]} held-out captions ask for and the videos show; exactly patched {_percent(exact)} %. File:
-`{file}`.
+({settings["dtype"]} on a CPU, nothing in 8 bits). It has 700 tokens, so that blocks have {block_q} queries and
+{block_k} keys here; at real sizes they have 128 and 64, and there is more to leave out. Kept: the share of key blocks.
+Error: the relative L2 of a layer's attention to a dense one, on one video, in the first and the last step. Right: what
+{settings["n"]} held-out captions ask for and the videos show; exactly patched {_percent(exact)} %. File: `{file}`.
 
 {table([HEADER, *map(_cells, masses)], markdown=True)}
 
