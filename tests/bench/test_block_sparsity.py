@@ -69,11 +69,14 @@ def test_the_script_measures_every_layer_at_the_first_and_last_step(monkeypatch)
     monkeypatch.setattr(script, "EMBEDDED_CALL", {name: call[name] for name in ("height", "width", "num_frames")})
     monkeypatch.setattr(script, "BLOCKS", (4, 4))
     pipe = pipeline()
-    few, dense = (list(script.layers_at(pipe, mass, 0)) for mass in (0.3, 1.0))
+    few, dense, last = (
+        list(script.layers_at(pipe, script.config_of(*of), 0)) for of in ((0.3,), (1.0,), (0.3, (1, 0)))
+    )
     names = [(f"blocks.{block}", step) for step in (1, 4) for block in range(2)]
     assert [(row["block"], row["step"]) for row in few] == names
     assert all(row["kept"] < 1 and row["error"] > 1e-3 for row in few)
     assert all(row["kept"] == 1 and row["error"] <= 1e-6 for row in dense)
+    assert last == dense[:2] + few[2:]
     assert not any(block._forward_pre_hooks for block in pipe.transformer.blocks)
 
 
@@ -82,12 +85,12 @@ def test_the_page_shows_each_mass_and_each_layer():
     layers.append({"block": "blocks.0", "step": 4, "kept": 0.75, "error": 0.0625})
     accuracy = {"overall": {"share": 0.96, "standard_error": 0.01}}
     change = {"share": -0.015, "standard_error": 0.005}
-    row = {"mass": 0.9, "layers": layers, "accuracy": accuracy, "change": change, "psnr_to_exact": 41.26}
+    row = {"variant": "mass 0.9", "layers": layers, "accuracy": accuracy, "change": change, "psnr_to_exact": 41.26}
     settings = {"n": 6, "steps": 4, "blocks": [16, 16], "dtype": "float32"}
-    page = block_sparsity_page({"settings": settings, "exact": {"accuracy": accuracy}, "masses": [row]}, "x.json")
-    assert "| 0.9 | 50 | 25 to 75 | 9.4e-02 | 1.2e-01 | 96.0 ± 1.0 | -1.5 ± 0.5 | 41.3 |" in page
+    page = block_sparsity_page({"settings": settings, "exact": {"accuracy": accuracy}, "variants": [row]}, "x.json")
+    assert "| mass 0.9 | 50 | 25 to 75 | 9.4e-02 | 1.2e-01 | 96.0 ± 1.0 | -1.5 ± 0.5 | 41.3 |" in page
     assert "| `blocks.0`, step 4 | 75 %, 6.2e-02 |" in page
-    assert "what 6 held-out captions ask for" in page
+    assert "6 held-out captions ask for" in page
     assert "`x.json`" in page
 
 

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 
 from .tables import table
 
-HEADER = ("mass", "kept, %", "of a layer, %", "mean error", "largest", "right, %", "vs unpatched", "PSNR to exact, dB")
+HEADER = ("", "kept, %", "of a layer, %", "mean error", "largest", "right, %", "vs unpatched", "PSNR to exact, dB")
 
 
 def block_sparsity_page(measured: Mapping, file: str) -> str:
     """A section of the results page. measured: as read from the JSON file of that name."""
-    settings, masses = measured["settings"], measured["masses"]
+    settings, variants = measured["settings"], measured["variants"]
     block_q, block_k = settings["blocks"]
     exact = measured["exact"]["accuracy"]["overall"]["share"]
     by_layer = [
-        [f"`{layer['block']}`, step {layer['step']}", *(_kept_and_error(row["layers"][i]) for row in masses)]
-        for i, layer in enumerate(masses[0]["layers"])
+        [f"`{layer['block']}`, step {layer['step']}", *(_kept_and_error(row["layers"][i]) for row in variants)]
+        for i, layer in enumerate(variants[0]["layers"])
     ]
     return f"""
 ## Block-sparse attention, by mass
@@ -27,11 +27,11 @@ What `attention="block_sparse"` costs the embedded model, which was trained with
 Error: the relative L2 of a layer's attention to a dense one, on one video, in the first and the last step. Right: what
 {settings["n"]} held-out captions ask for and the videos show; exactly patched {_percent(exact)} %. File: `{file}`.
 
-{table([HEADER, *map(_cells, masses)], markdown=True)}
+{table([HEADER, *map(_cells, variants)], markdown=True)}
 
 By layer, what is kept and the error:
 
-{table([("layer", *(f"mass {row['mass']:g}" for row in masses)), *by_layer], markdown=True)}
+{table([("layer", *(row["variant"] for row in variants)), *by_layer], markdown=True)}
 """
 
 
@@ -39,7 +39,7 @@ def _cells(row: Mapping) -> list[str]:
     kept, errors = ([layer[key] for layer in row["layers"]] for key in ("kept", "error"))
     overall, change = row["accuracy"]["overall"], row["change"]
     return [
-        f"{row['mass']:g}",
+        row["variant"],
         f"{100 * sum(kept) / len(kept):.0f}",
         f"{100 * min(kept):.0f} to {100 * max(kept):.0f}",
         f"{sum(errors) / len(errors):.1e}",
