@@ -11,7 +11,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from turbo_rcm_patch.bench.block_sparsity import block_sparsity_page
-from turbo_rcm_patch.bench.charts import chart_file, draw_charts, milliseconds, model_of, names_of, real_models
+from turbo_rcm_patch.bench.charts import (
+    chart_file,
+    draw_charts,
+    milliseconds,
+    model_of,
+    names_of,
+    real_models,
+    whole_videos,
+)
 from turbo_rcm_patch.bench.tables import table
 from turbo_rcm_patch.tiers import BLOCK_SPARSE, EXACT, QUANTIZED
 
@@ -38,6 +46,19 @@ STEPS_HEADER = (
     "rel. L2 of a step to fp32",
     "of the latents to eager",
 )
+VIDEOS_HEADER = (
+    "run",
+    "variant",
+    "steps, s",
+    "decode, s",
+    "output, s",
+    "total, s",
+    "decode over eager",
+    "over compile",
+    "targets",
+    "peak memory, GiB",
+    "rel. L2 of decoding to fp32",
+)
 SHORT_QUANTIZED_HEADER = (
     "one step of, 8 bits",
     "compile, ms",
@@ -63,6 +84,13 @@ STEP_TARGETS = {
     "wan2.2-5b-8-layers-quantized": {"torch.compile": 1.48},
 }
 MEMORY_TARGETS = dict.fromkeys(("wan2.2-5b-8-layers", "wan2.2-5b-8-layers-image", "wan2.1-i2v-14b-4-layers"), 1.15)
+# What is asked of a patched decoding: a speed-up over a variant's; and of the stages of a whole video, seconds.
+DECODE_TARGETS = {
+    "wan2.1-1.3b-decoded": {"torch.compile": 1.75},
+    "wan2.1-14b-1-layer-decoded": {"unpatched": 3.0, "torch.compile": 1.6},
+    "wan2.2-5b-1-layer-decoded": {"unpatched": 2.0, "torch.compile": 1.25},
+}
+STAGE_LIMITS = {"wan2.1-1.3b-decoded": {"vae_decode": 0.6, "output": 0.1, "total": 2.5}}
 ACCURACY_TARGETS = {2: 0.9, 4: 0.95}  # overall prompt accuracy of the embedded model, by steps
 ACCURACY_FACTOR = EXACT.limits.factor  # a step's error to fp32 may be so many times that of torch.compile
 OPS_HEADER = ("op, bf16", "ours, ms", "rival", "rival, ms", "speed-up", "target", "error, ours / rival")
@@ -127,7 +155,7 @@ def _measured(path: Path, runs: dict, tests: list[dict]) -> str:
     parts = [f"From `{path.name}`: {'; '.join(environments)}.\n"] if environments else []
     if tests:
         parts.append(_tests(tests))
-    steps = {name: run for name, run in runs.items() if "variants" in run}
+    steps = {name: run for name, run in runs.items() if "variants" in run and name not in whole_videos(runs)}
     traffic = [run for run in runs.values() if "pass_bytes" in run]
     if steps:
         parts.append(_chart(path, "steps", "Speed-up of a denoising step over eager diffusers"))
@@ -137,6 +165,8 @@ def _measured(path: Path, runs: dict, tests: list[dict]) -> str:
             "memory over compile's:\n"
         )
         parts.append(_table(STEPS_HEADER, [row for name, run in steps.items() for row in _step_rows(name, run)]))
+    if whole_videos(runs):
+        parts.append(_whole_videos(whole_videos(runs)))
     if "first-step" in runs:
         parts.append(_first_step(runs["first-step"]))
     if "ops" in runs:
@@ -332,6 +362,39 @@ def _step_rows(name: str, run: dict) -> list[list[str]]:
         cells = [names_of(run)[variant["name"]], f"{step:.1f}", *speedups, asked, memory, error, drift]
         rows.append(["" if rows else label, *cells])
     return rows
+
+
+def _whole_videos(runs: dict) -> str:
+    """The stages from the prompt's embeddings to the frames on the CPU, a row per variant."""
+    rows = [row for name, run in runs.items() for row in _video_rows(name, run)]
+    return (
+        "Whole videos, from the prompt's embeddings to frames in numpy, medians over repeats. Targets are the "
+        "speed-ups of decoding over eager and over compile, whose decoder is compiled too, and seconds:\n\n"
+        + _table(VIDEOS_HEADER, rows)
+    )
+
+
+def _video_rows(name: str, run: dict) -> Iterator[list[str]]:
+    decodes = {variant["name"]: variant["timings"]["vae_decode"] for variant in run["variants"]}
+    errors = {variant["name"]: variant.get("decode_error") for variant in run["variants"]}
+    for variant, shown in names_of(run).items():
+        timings = next(each["timings"] for each in run["variants"] if each["name"] == variant)
+        is_ours = variant == "patched"
+        targets, limits = (each.get(name, {}) if is_ours else {} for each in (DECODE_TARGETS, STAGE_LIMITS))
+        stages = {"steps": sum(timings["steps"]), **{key: timings[key] for key in ("vae_decode", "output", "total")}}
+        seconds = [_bold(f"{value:.2f}", value > limits.get(key, value)) for key, value in stages.items()]
+        rivals = ("unpatched", "torch.compile")
+        speedups = [_speedup(decodes.get(rival), decodes[variant], targets.get(rival, 0.0)) for rival in rivals]
+        asked = [f"{targets.get(rival, '–')}×" for rival in rivals] if targets else []
+        asked += [f"{key.removeprefix('vae_')} {limit} s" for key, limit in limits.items()]
+        limit = ACCURACY_FACTOR * errors["unpatched"] if is_ours and errors["unpatched"] is not None else None
+        cells = [*seconds, *speedups, " / ".join(asked), f"{timings['peak_memory'] / 2**30:.2f}"]
+        label = f"{model_of(run)}, `{name}`" if variant == "unpatched" else ""
+        yield [label, shown, *cells, _step_error(errors[variant], limit)]
+
+
+def _bold(text: str, missed: bool) -> str:
+    return f"**{text}**" if missed else text
 
 
 def _error_limit(run: dict, compiled: float | None) -> float | None:

@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 import json
 
@@ -9,12 +10,14 @@ from tests.bench.damage import damage_block
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.bench import compare as module
 from turbo_rcm_patch.bench import variants as variants_module
+from turbo_rcm_patch.bench.cases import CASES, build_pipeline
 from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.report import comparison_table, plot, side_by_side
 from turbo_rcm_patch.bench.timing import StageTimings, TimedGeneration
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.embedded import load_embedded_pipeline
 from turbo_rcm_patch.patching import Patch, use_rcm
+from turbo_rcm_patch.patching.families.wan_vae import decoder, forward
 from turbo_rcm_patch.tiers import EXACT, ErrorLimits, Tier
 
 CALL = tiny_call(output_type="np", guidance_scale=1.0)
@@ -57,6 +60,22 @@ def test_a_step_of_every_variant_is_compared_with_fp32(pipe):
     assert 1e-4 < patched.step_error <= EXACT.limits.factor * unpatched.step_error < 0.05
     assert "a step: relative L2 to fp32" in comparison_table(compare(pipe, CALL, repeats=1, with_oracle=True))
     assert all(variant.step_error is None for variant in compare(pipe, CALL, repeats=1, warmups=0).variants)
+
+
+def test_what_every_variant_decodes_is_compared_with_fp32(pipe, monkeypatch):
+    pipe.register_modules(vae=build_pipeline(CASES["tiny"], torch.float32, torch.device("cpu")).vae.to(torch.bfloat16))
+    comparison = compare(pipe, CALL, repeats=1, warmups=0, with_oracle=True)
+    unpatched, patched = comparison.variants
+    assert 1e-4 < patched.decode_error <= EXACT.limits.factor * unpatched.decode_error < 0.1
+    assert "decoding: relative L2 to fp32" in comparison_table(comparison)
+    steps_alone = compare(pipe, {**CALL, "output_type": "latent"}, repeats=1, warmups=0, with_oracle=True)
+    assert all(variant.decode_error is None for variant in steps_alone.variants)
+    assert "decoding" not in comparison_table(steps_alone)
+
+    right = decoder.decoded
+    monkeypatch.setattr(forward, "decoded", lambda *args: (1.05 * part for part in right(*args)))
+    with pytest.raises(RuntimeError, match=r"the patched VAE errs more.*nothing was timed"):
+        compare(pipe, CALL, with_oracle=True)
 
 
 def test_a_patch_that_errs_more_is_not_timed(pipe, monkeypatch):
@@ -182,7 +201,14 @@ def test_reports(pipe, tmp_path):
         assert label in table
     assert json.loads(json.dumps(comparison.to_dict()))["variants"][1]["frames"]["cosine"] == pytest.approx(1.0)
     frames, height, width, _ = comparison.variants[0].video.shape
-    assert side_by_side(comparison).shape == (frames, height, 2 * width, 3)
+    videos, gain = side_by_side(comparison)
+    assert videos.shape == (frames, height, 3 * width, 3)
+    first, second, difference = np.split(videos, 3, axis=2)
+    assert np.array_equal(difference, gain * np.abs(second - first))
+    assert 0.5 < difference.max() <= 1
+    equal = dataclasses.replace(comparison, variants=comparison.variants[:1] * 2)
+    assert side_by_side(equal)[1] == 1
+    assert side_by_side(equal)[0][:, :, 2 * width :].max() == 0
     plot(comparison, tmp_path / "stages.png")
     assert (tmp_path / "stages.png").read_bytes().startswith(b"\x89PNG")
 

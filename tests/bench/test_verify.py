@@ -8,10 +8,12 @@ from tests.bench.damage import damage_block
 from tests.oracle import relative_error, torch_device
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.bench import verify as module
+from turbo_rcm_patch.bench.cases import CASES, build_pipeline, structured_inputs
 from turbo_rcm_patch.bench.report import verification_table
 from turbo_rcm_patch.bench.verify import BlockCheck, Verification, named_blocks, run_oracle, verify
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.patching import use_rcm
+from turbo_rcm_patch.patching.families.wan_vae import decoder, forward
 from turbo_rcm_patch.tiers import EXACT, ErrorLimits, Tier
 
 VARIANTS = ["t2v", "i2v", "ti2v", "wan22"]
@@ -49,8 +51,9 @@ def test_every_block_of_every_variant_is_checked_at_the_first_and_last_step(vari
 def test_the_triton_kernels_pass_and_are_what_is_checked(variant, device):
     pipe = rcm_pipeline(variant).to(torch_device(device))
     one_step = call(variant) | {"num_inference_steps": 1}
-    verification = verify(pipe, one_step, config=PatchConfig(implementation="triton"))
+    verification = verify(pipe, one_step, config=PatchConfig(implementation="triton", vae=False))
     assert verification.ok, verification_table(verification)
+    assert verification.decoding is None
     assert all(check.difference > 0 for check in verification.checks)  # sums in another order than the class's
 
 
@@ -162,6 +165,56 @@ def test_limits_are_those_of_the_tier(monkeypatch):
     for dtype in (torch.float32, torch.bfloat16):
         assert not verify(rcm_pipeline(dtype=dtype), call()).ok
         assert verify(rcm_pipeline(dtype=dtype), call(), config=PatchConfig(tier=rough)).ok
+
+
+def case_and_call(dtype):
+    pipe = build_pipeline(CASES["tiny"], torch.float32, torch.device("cpu"))
+    use_rcm(pipe)
+    pipe.vae.to(dtype)
+    size = {"height": 32, "width": 48, "num_frames": 5}
+    return pipe, {**structured_inputs(pipe, **size), **size, "guidance_scale": 1.0, "num_inference_steps": 3}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("tiled", [False, True])
+def test_what_the_vae_decodes_is_checked_once(dtype, tiled):
+    pipe, arguments = case_and_call(dtype)
+    if tiled:
+        pipe.vae.enable_tiling(16, 16, 8, 8)
+    verification = verify(pipe, arguments)
+    decoding = verification.decoding
+    assert verification.ok, verification_table(verification)
+    assert (decoding.block, decoding.step, decoding.dtype) == ("vae.decode", 3, dtype)
+    assert decoding.difference > 0  # channels last, and several frames at a time
+    rounding = torch.finfo(torch.float32 if dtype == torch.float64 else dtype).eps  # upsampling is never wider
+    assert decoding.unpatched_error < 20 * rounding
+    assert f"{decoding.unpatched_error:.2e}" in verification_table(verification)
+    assert "all 2 blocks and the VAE are within" in verification_table(verification)
+    assert verification.to_dict()["decoding"]["dtype"] == str(dtype).removeprefix("torch.")
+    assert "decode" not in vars(pipe.vae)
+
+
+def decoding_judged(dtype):
+    return "difference" if dtype == torch.float32 else "patched error"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("config", ["exact", "quantized"])  # whose limits are wider, but not the VAE's
+def test_a_wrong_decoder_alone_is_named(monkeypatch, dtype, config):
+    pipe, arguments = case_and_call(dtype)
+    right = decoder.decoded
+    monkeypatch.setattr(forward, "decoded", lambda *args: (1.05 * part for part in right(*args)))
+    verification = verify(pipe, arguments, config=config)
+    assert [check.block for check in verification.failed] == ["vae.decode"]
+    assert not verification.ok
+    assert f"vae.decode, step 3: {decoding_judged(dtype)} " in verification_table(verification)
+
+
+def test_a_vae_that_is_left_alone_is_not_checked():
+    verification = verify(rcm_pipeline(), call(), config=PatchConfig(vae=False))
+    assert verification.ok
+    assert verification.decoding is None
+    assert verification.to_dict()["decoding"] is None
 
 
 class TwoResults(torch.nn.Module):

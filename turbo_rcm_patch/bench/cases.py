@@ -55,7 +55,8 @@ TI2V_5B_VAE = {
     "latents_std": [1.0] * 48,
 }
 TINY = {"num_attention_heads": 2, "attention_head_dim": 64, "num_layers": 2, "ffn_dim": 256, "text_dim": 32}
-TINY_VAE = {"base_dim": 3, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+# With fewer than 8 channels the norms make so much of roundings that errors tell nothing.
+TINY_VAE = {"base_dim": 8, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
 
 # The sizes of Wan-AI's diffusers checkpoints; what is left out has diffusers' default. The latter half is for tests.
 CASES = {

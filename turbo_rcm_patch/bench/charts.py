@@ -26,9 +26,16 @@ def names_of(run: dict) -> dict[str, str]:
 
 
 def real_models(runs: dict, tier: str | None = None) -> dict[str, dict]:
-    """The runs that compare variants of a model at its real size; of one tier, where given."""
+    """The runs that compare variants' steps of a model at its real size; of one tier, where given."""
     found = {name: run for name, run in runs.items() if "variants" in run and "config" in run["settings"]}
+    found = {name: run for name, run in found.items() if name not in whole_videos(runs)}
     return {name: run for name, run in found.items() if tier in (None, run["settings"].get("preset", "exact"))}
+
+
+def whole_videos(runs: dict) -> dict[str, dict]:
+    """The runs that compare variants of a model at its real size up to the decoded video."""
+    found = {name: run for name, run in runs.items() if "variants" in run and "config" in run["settings"]}
+    return {name: run for name, run in found.items() if run["settings"].get("output_type", "latent") != "latent"}
 
 
 def model_of(run: dict) -> str:

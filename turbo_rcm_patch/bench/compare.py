@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +13,8 @@ from diffusers import DiffusionPipeline
 
 from ..config import PatchConfig, resolve_config
 from ..patching import Patch
-from ..tiers import ErrorLimits
+from ..tiers import EXACT, ErrorLimits
+from .decoding import decode_oracle, decoded, latents_for
 from .environment import Environment, describe_environment
 from .metrics import Difference, relative_l2
 from .timing import StageTimings, TimedGeneration, timed_generation
@@ -25,7 +28,8 @@ class Variant:
 
     latents, frames: None for the unpatched variant itself; frames also where only latents were made.
     video: frames [F, H, W, 3] in [0, 1] of the first sample, where frames were made.
-    step_error: relative L2 of the transformer's first output to the unpatched one's in fp32, where that was run.
+    step_error, decode_error: relative L2 of the transformer's first output, and of what the VAE decodes of its first
+        latents, to the unpatched one's in fp32, where that was run.
     """
 
     name: str
@@ -36,6 +40,7 @@ class Variant:
     frames: Difference | None
     video: np.ndarray | None
     step_error: float | None = None
+    decode_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -74,8 +79,9 @@ def compare(
     are recorded in a generation that is not measured: a user's later videos all replay them.
 
     with_compile: whether to run regional torch.compile (``compile_repeated_blocks``) too; None: on a GPU.
-    with_oracle: whether to check the transformer's first call first, in every variant against fp32, whose weights need
-        memory beside the model's. Raises RuntimeError where the patched one errs more than the tier's limits allow.
+    with_oracle: whether to check the transformer's first call first, and the decoding where frames are made, in every
+        variant against fp32, whose weights need memory beside the model's. Raises RuntimeError where the patched one
+        errs more than the tier's limits allow.
     ulysses: GPUs among which diffusers' Ulysses context parallelism splits every sample. Above 1, each of as many
         processes calls this function in the default process group of torch.distributed, and the pipeline's transformer
         stays parallel. Times and memory are this process's; all wait for each other before a generation.
@@ -92,7 +98,7 @@ def compare(
             torch.distributed.barrier()
         return timed_generation(pipe, **call, generator=torch.Generator(device).manual_seed(seed))
 
-    judge = _StepJudge(pipe, generate, config.tier.limits) if with_oracle else None
+    judge = _Judge(pipe, generate, config.tier.limits) if with_oracle else None
     if ulysses > 1:
         variants = context_parallel(pipe, config, with_compile, ulysses)
     else:
@@ -103,7 +109,7 @@ def compare(
 
     medians = {name: StageTimings.median(run.timings[warmups:]) for name, run in runs.items()}
     results = tuple(
-        _variant(name, medians[name], run.made, medians[UNPATCHED], runs[UNPATCHED].made, errors.get(name))
+        _variant(name, medians[name], run.made, medians[UNPATCHED], runs[UNPATCHED].made, errors.get(name, _Errors()))
         for name, run in runs.items()
     )
     return Comparison({**(settings or {}), "seed": seed}, describe_environment(device), runs[PATCHED].summary, results)
@@ -165,29 +171,52 @@ def _with_memory(timings: StageTimings, more: int) -> StageTimings:
     return timings if timings.peak_memory is None else replace(timings, peak_memory=timings.peak_memory + more)
 
 
-class _StepJudge:
-    """The transformer's first call in a generation: its oracle, and how far variants are from it."""
+class _Errors(NamedTuple):
+    """As a variant's `step_error` and `decode_error`."""
+
+    step: float | None = None
+    decode: float | None = None
+
+
+class _Judge:
+    """The transformer's first call in a generation, and the first latents that its VAE decodes, if any: their oracles,
+    and how far variants are from them."""
 
     def __init__(self, pipe: DiffusionPipeline, generate: Callable[[], object], limits: ErrorLimits):
-        self._pipe, self._limits = pipe, limits
-        self._args, self._kwargs = first_call(pipe.transformer, generate)
+        self._pipe, self._limits, self._sample = pipe, limits, None
+        with contextlib.nullcontext([]) if pipe.vae is None else latents_for(pipe.vae) as latents:
+            self._args, self._kwargs = first_call(pipe.transformer, generate)
         self._oracle = run_oracle(pipe.transformer, self._args, self._kwargs, torch.float32)[0]
+        if latents:
+            self._latents = latents[0]
+            self._sample = decode_oracle(pipe.vae, self._latents, torch.float32)
 
-    def errors(self, switches: Mapping[str, Switch]) -> dict[str, float]:
-        """Relative L2 errors by variant. Raises RuntimeError where the patched one errs more than it may."""
-        errors = {name: self._error(switch) for name, switch in switches.items()}
-        allowed_error = self._limits.allowed(errors[UNPATCHED], self._oracle.dtype, "step")
-        if not errors[PATCHED] <= allowed_error:
-            raise RuntimeError(
-                f"the patched transformer's error, a relative L2 of {errors[PATCHED]:.2e} to fp32, is above the "
-                f"allowed {allowed_error:.2e} beside the unpatched one's {errors[UNPATCHED]:.2e}; nothing was timed. "
-                "`turbo-rcm verify` says which block errs."
-            )
+    def errors(self, switches: Mapping[str, Switch]) -> dict[str, _Errors]:
+        """By variant. Raises RuntimeError where the patched one errs more than it may."""
+        errors = {name: self._errors(switch) for name, switch in switches.items()}
+        base, patched = errors[UNPATCHED], errors[PATCHED]
+        allowed = self._limits.allowed(base.step, self._oracle.dtype, "step")
+        self._check(
+            "the patched transformer", patched.step, base.step, allowed, " `turbo-rcm verify` says which block."
+        )
+        if self._sample is not None:
+            allowed = EXACT.limits.allowed(base.decode, self._latents.dtype)  # no tier decodes in other than its dtype
+            self._check("the patched VAE", patched.decode, base.decode, allowed)
         return errors
 
-    def _error(self, switch: Switch) -> float:
+    def _check(self, what: str, error: float, base: float, allowed: float, hint: str = "") -> None:
+        if not error <= allowed:
+            raise RuntimeError(
+                f"{what} errs more than it may: a relative L2 of {error:.2e} to fp32, above the allowed {allowed:.2e} "
+                f"beside the unpatched one's {base:.2e}; nothing was timed.{hint}"
+            )
+
+    def _errors(self, switch: Switch) -> _Errors:
         with switch(), torch.no_grad():
-            return relative_l2(self._pipe.transformer(*self._args, **self._kwargs)[0], self._oracle)
+            step = relative_l2(self._pipe.transformer(*self._args, **self._kwargs)[0], self._oracle)
+            if self._sample is None:
+                return _Errors(step)
+            return _Errors(step, relative_l2(decoded(self._pipe.vae, self._latents), self._sample))
 
 
 def _variant(
@@ -196,7 +225,7 @@ def _variant(
     made: TimedGeneration,
     base_timings: StageTimings,
     base: TimedGeneration,
-    step_error: float | None,
+    errors: _Errors,
 ) -> Variant:
     latents, frames = None, None
     if made is not base:
@@ -211,5 +240,6 @@ def _variant(
         latents=latents,
         frames=frames,
         video=None if made.frames is None else made.frames[0],
-        step_error=step_error,
+        step_error=errors.step,
+        decode_error=errors.decode,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -52,6 +53,8 @@ def comparison_table(comparison: Comparison) -> str:
         add("peak memory", lambda v: _format_memory(v.timings))
     if variants[0].step_error is not None:
         add("a step: relative L2 to fp32", lambda v: f"{v.step_error:.2e}")
+    if variants[0].decode_error is not None:
+        add("decoding: relative L2 to fp32", lambda v: f"{v.decode_error:.2e}")
     add("latents: relative L2", lambda v: f"{v.latents.relative_l2:.2e}" if v.latents else "")
     add("latents: cosine", lambda v: f"{v.latents.cosine:.6f}" if v.latents else "")
     if variants[0].video is not None:
@@ -64,7 +67,7 @@ def comparison_table(comparison: Comparison) -> str:
 def verification_table(verification: Verification) -> str:
     """One line per block and step, then what is worse than allowed, or that nothing is."""
     header = ["block", "step", "unpatched", "patched", "difference", "allowed", ""]
-    tables = [table([header, *map(_check_cells, verification.checks)]), ""]
+    tables = [table([header, *map(_check_cells, verification.all_checks)]), ""]
     if verification.parts:
         tables += [_parts_table(verification.parts), ""]
     if verification.kept:
@@ -113,7 +116,8 @@ def _verdict(verification: Verification) -> list[str]:
         for p in verification.failed_parts
     ]
     lines += [f"{block}: no step reached it; use more steps" for block in verification.unreached]
-    return lines or [f"all {len({check.block for check in verification.checks})} blocks are within the allowed error"]
+    blocks = f"all {len({check.block for check in verification.checks})} blocks"
+    return lines or [f"{blocks}{' and the VAE' if verification.decoding else ''} are within the allowed error"]
 
 
 def evaluation_table(evaluation: Evaluation) -> str:
@@ -300,9 +304,15 @@ def _format_decibels(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
 
-def side_by_side(comparison: Comparison) -> np.ndarray:
-    """The variants' videos next to each other, [F, H, variants * W, 3] in [0, 1]."""
-    return np.concatenate([variant.video for variant in comparison.variants], axis=2)
+def side_by_side(comparison: Comparison) -> tuple[np.ndarray, int]:
+    """The variants' videos next to each other, and at the end how far the last one's, the patched one's, is from the
+    first one's: [F, H, (variants + 1) * W, 3] in [0, 1]; and what that difference is multiplied by, so that the largest
+    can be seen: a power of two."""
+    videos = [variant.video for variant in comparison.variants]
+    difference = np.abs(videos[-1] - videos[0])
+    largest = float(difference.max())
+    gain = 2 ** math.floor(-math.log2(largest)) if largest else 1
+    return np.concatenate([*videos, gain * difference], axis=2), gain
 
 
 def plot(comparison: Comparison, path: str | Path) -> None:

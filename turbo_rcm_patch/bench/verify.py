@@ -1,4 +1,5 @@
-"""Every patched block on the real inputs of a generation: its error next to the unpatched block's own."""
+"""Every patched block, and the VAE's decoder, on the real inputs of a generation: the error next to the unpatched one's
+own."""
 
 from __future__ import annotations
 
@@ -14,16 +15,19 @@ from torch.overrides import TorchFunctionMode
 
 from ..config import PatchConfig, resolve_config
 from ..patching import patch
+from ..patching.families.wan_vae import vae_state
 from ..patching.plan import state_of
 from ..patching.quantized_linear import QuantizedLinear
 from ..patching.quantized_weights import is_quantized
 from ..tiers import BLOCK_SPARSE, EXACT, QUANTIZED, ErrorLimits, is_low_precision
+from .decoding import decode_oracle, decoded, latents_for, without_tf32
 from .kept import KeptShare, kept_share_of
 from .metrics import relative_l2
 from .parts import SUB_LAYERS, part_errors
 
 TRANSFORMERS = ("transformer", "transformer_2")
 BLOCK_LISTS = ("vace_blocks", "blocks")  # of diffusers' transformers, in the order of their calls
+DECODER = "vae.decode"  # checked as a block is, but once
 
 Output = torch.Tensor | tuple[torch.Tensor | None, ...]
 
@@ -82,17 +86,24 @@ class PartCheck:
 @dataclass(frozen=True)
 class Verification:
     """The checks in the order of the blocks' calls, the blocks that no checked step reached, what was patched, for a
-    tier that errs more the checks of the blocks' parts, and what block-sparse attention keeps."""
+    tier that errs more the checks of the blocks' parts, where the VAE is patched the check of its decoding, and what
+    block-sparse attention keeps."""
 
     checks: tuple[BlockCheck, ...]
     unreached: tuple[str, ...]
     patch_summary: str
     parts: tuple[PartCheck, ...] = ()
+    decoding: BlockCheck | None = None
     kept: tuple[KeptShare, ...] = ()
 
     @property
+    def all_checks(self) -> tuple[BlockCheck, ...]:
+        """Of the blocks, then of the decoding."""
+        return self.checks if self.decoding is None else (*self.checks, self.decoding)
+
+    @property
     def failed(self) -> tuple[BlockCheck, ...]:
-        return tuple(check for check in self.checks if not check.ok)
+        return tuple(check for check in self.all_checks if not check.ok)
 
     @property
     def failed_parts(self) -> tuple[PartCheck, ...]:
@@ -100,27 +111,30 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether every block was reached and is within its limit, and every part too."""
+        """Whether every block was reached and is within its limit, and every part and the decoding too."""
         return not self.failed and not self.failed_parts and not self.unreached
 
     def to_dict(self) -> dict[str, object]:
         """For ``json.dump``; the dtype by name, with each check its limit and verdict."""
-        checks = [
-            {**asdict(c), "dtype": str(c.dtype).removeprefix("torch."), "allowed": c.allowed, "ok": c.ok}
-            for c in self.checks
-        ]
-        for check in checks:
-            del check["limits"]
         parts = [{**asdict(part), "ok": part.ok} for part in self.parts]
         others = {"unreached": self.unreached, "patch_summary": self.patch_summary, "parts": parts}
         others["kept"] = [asdict(one) for one in self.kept]
-        return {"ok": self.ok, "checks": checks, **others}
+        decoding = None if self.decoding is None else _as_dict(self.decoding)
+        return {"ok": self.ok, "checks": list(map(_as_dict, self.checks)), "decoding": decoding, **others}
+
+
+def _as_dict(check: BlockCheck) -> dict[str, object]:
+    dtype = str(check.dtype).removeprefix("torch.")
+    fields = {**asdict(check), "dtype": dtype, "allowed": check.allowed, "ok": check.ok}
+    del fields["limits"]
+    return fields
 
 
 def verify(
     pipe: DiffusionPipeline, call: dict[str, object], *, seed: int = 0, config: PatchConfig | str = "exact"
 ) -> Verification:
-    """Patch, run ``pipe(**call)`` once, and check every block of every transformer at the first and the last step.
+    """Patch, run ``pipe(**call)`` once, and check every block of every transformer at the first and the last step, and
+    what the VAE decodes, where it is patched.
 
     A hook on each block compares its patched output with its unpatched one and passes the unpatched one on: whatever a
     patched block does, all others get the hidden states of an unpatched generation. The oracle is the block's class run
@@ -151,16 +165,23 @@ def verify(
         return hook
 
     blocks = named_blocks(pipe)
+    vae = getattr(pipe, "vae", None)
     with patch(pipe, config) as applied, contextlib.ExitStack() as hooks:
+        decodes = vae is not None and vae_state(vae) is not None
+        latents = hooks.enter_context(latents_for(vae)) if decodes else []
         for name, block in blocks.items():
             handle = block.register_forward_hook(check_block(name), with_kwargs=True)
             hooks.callback(handle.remove)
         generator = torch.Generator(pipe._execution_device).manual_seed(seed)
-        pipe(**{**call, "output_type": "latent"}, generator=generator, callback_on_step_end=on_step_end)
+        output_type = "pt" if decodes else "latent"
+        pipe(**{**call, "output_type": output_type}, generator=generator, callback_on_step_end=on_step_end)
         summary = applied.summary()
+        with without_tf32():
+            samples = [decoded(vae, z) for z in latents[:1]]
+    decoding = _check_decoding(vae, latents[0], samples[0], pipe.num_timesteps) if samples else None
     reached = {check.block for check in checks}
     unreached = tuple(name for name in blocks if name not in reached)
-    return Verification(tuple(checks), unreached, summary, tuple(parts), tuple(kept))
+    return Verification(tuple(checks), unreached, summary, tuple(parts), decoding, tuple(kept))
 
 
 def named_blocks(pipe: DiffusionPipeline) -> dict[str, nn.Module]:
@@ -201,6 +222,21 @@ def _check(
         for ours, plain, oracle in zip(patched, unpatched, oracles, strict=True)
     ]
     return max(checks, key=lambda check: (not check.ok, check.judged_error - check.allowed))
+
+
+def _check_decoding(vae: nn.Module, z: torch.Tensor, patched: torch.Tensor, step: int) -> BlockCheck:
+    """No tier decodes in other than the VAE's own precision."""
+    oracle = decode_oracle(vae, z, torch.float32 if is_low_precision(z.dtype) else torch.float64)
+    with without_tf32():
+        unpatched = decoded(vae, z)
+    return BlockCheck(
+        block=DECODER,
+        step=step,
+        dtype=z.dtype,
+        unpatched_error=relative_l2(unpatched, oracle),
+        patched_error=relative_l2(patched, oracle),
+        difference=relative_l2(patched, unpatched),
+    )
 
 
 def _check_parts(name: str, step: int, block: nn.Module, args: tuple, limits: ErrorLimits) -> Iterator[PartCheck]:

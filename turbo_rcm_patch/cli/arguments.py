@@ -53,7 +53,12 @@ def _add_compare(commands) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="measured generations per variant (default 3)")
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="write all figures with the GPU and versions")
     parser.add_argument("--plot", type=Path, metavar="OUT.png", help="write a bar chart of the stages")
-    parser.add_argument("--video", type=Path, metavar="OUT.mp4", help="write the videos side by side")
+    parser.add_argument(
+        "--video",
+        type=Path,
+        metavar="OUT.mp4",
+        help="write the videos and their amplified difference side by side; to a .png: three frames of them",
+    )
     _add_distilled_options(parser)
     _add_generation_options(parser)
 

@@ -167,8 +167,8 @@ def _check_distilled(arguments: argparse.Namespace) -> None:
 def _check_comparison(arguments: argparse.Namespace) -> None:
     _check_at_least_one("--repeats", arguments.repeats)
     check_plot("--plot", arguments.plot)
-    check_output("--video", arguments.video, (".mp4",))
-    if arguments.video is not None:
+    check_output("--video", arguments.video, (".mp4", ".png"))
+    if arguments.video is not None and arguments.video.suffix.lower() == ".mp4":
         check_ffmpeg()
 
 

@@ -8,11 +8,13 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 
-from ..bench.compare import compare
+from ..bench.compare import Comparison, compare
 from ..bench.environment import describe_environment
 from ..bench.evaluate import evaluate
 from ..bench.fits import Fit, fits, fits_table
@@ -30,11 +32,13 @@ from ..config import PRESETS
 from ..embedded import load_embedded_pipeline
 from ..patching import PatchError, patch
 from ..patching.convert import convert_model
+from ..patching.families.wan_vae import frames_sent_to
 from ..patching.quantized_weights import capability_of
 from ..patching.video_output import pieces_on_cpu, to_8_bits
 from .errors import CommandError
 from .files import replacing, write_json, write_video
 from .pipelines import build_case, choose_device, choose_dtype, load_pipeline, load_sampler
+from .video_writer import VideoWriter
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -76,11 +80,15 @@ def _generate(arguments: argparse.Namespace) -> int:
     if not arguments.no_patch:
         print(patch(pipe, arguments.preset).summary(), end="\n\n")
     generator = torch.Generator(pipe._execution_device).manual_seed(arguments.seed)
-    generation = timed_generation(pipe, **call, output_type="pt", generator=generator)
-    video = generation.frames[0]  # still on the GPU, whence ffmpeg gets it piece by piece
-    begin = time.perf_counter()
-    write_video(arguments.output, (piece.numpy() for piece in pieces_on_cpu(video, to_8_bits)), arguments.fps)
-    writing = time.perf_counter() - begin
+    in_pixels = pipe.video_processor.postprocess_video
+    with VideoWriter(arguments.output, arguments.fps) as writer:
+        with frames_sent_to(lambda sample: writer.send(in_pixels(sample, output_type="pt")[0]), pipe.vae):
+            generation = timed_generation(pipe, **call, output_type="pt", generator=generator)
+        video = generation.frames[0]  # still on the GPU, whence ffmpeg gets it piece by piece
+        begin = time.perf_counter()
+        if not writer.finish(len(video)):
+            write_video(arguments.output, (piece.numpy() for piece in pieces_on_cpu(video, to_8_bits)), arguments.fps)
+        writing = time.perf_counter() - begin
     frames, _, height, width = video.shape
     print(timings_table(generation.timings, writing))
     print(f"\nwrote {arguments.output}: {frames} frames of {width}x{height}, {arguments.fps} per second")
@@ -105,8 +113,21 @@ def _compare(arguments: argparse.Namespace) -> int:
         with replacing(arguments.plot) as temporary:
             plot(comparison, temporary)
     if arguments.video is not None:
-        write_video(arguments.video, [np.round(255 * side_by_side(comparison)).astype(np.uint8)], fps=16)
+        _write_side_by_side(arguments.video, comparison)
     return 0
+
+
+def _write_side_by_side(path: Path, comparison: Comparison) -> None:
+    """As a video, or of a PNG the first frame, the middle and the last one, from top to bottom."""
+    videos, gain = side_by_side(comparison)
+    videos = np.round(255 * videos).astype(np.uint8)
+    if path.suffix.lower() == ".png":
+        with replacing(path) as temporary:
+            Image.fromarray(np.concatenate([videos[0], videos[len(videos) // 2], videos[-1]])).save(temporary)
+    else:
+        write_video(path, [videos], fps=16)
+    names = [variant.name for variant in comparison.variants]
+    print(f"\nwrote {path}: {', '.join(names)}, and {names[-1]} minus {names[0]}, times {gain}")
 
 
 def _verify(arguments: argparse.Namespace) -> int:

@@ -111,6 +111,15 @@ def pieces_on_cpu(frames: torch.Tensor, convert: Callable[[torch.Tensor], torch.
     return _through_pinned_memory(pieces) if frames.is_cuda else (piece.cpu() for piece in pieces)
 
 
+def on_its_way_to_cpu(piece: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """What waits for a piece's copy, already begun, and returns it. From the CPU it is the piece itself."""
+    if not piece.is_cuda:
+        return lambda: piece
+    stage = _Stage(piece)
+    stage.fill(piece)
+    return stage.content
+
+
 def _through_pinned_memory(pieces: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
     stages: list[_Stage] = []
     for index, piece in enumerate(pieces):

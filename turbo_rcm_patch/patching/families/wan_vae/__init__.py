@@ -21,11 +21,11 @@ from ...journal import bind
 from ...plan import MODULE, STATE, Step
 from ..family import Binding, class_path
 from .chunks import WORKING_SET
-from .forward import VaeState, call_for, decode, tiled_decode, vae_state
+from .forward import VaeState, call_for, decode, frames_sent_to, tiled_decode, vae_state
 from .plain import why_not_plain_decoder
 from .steps import attention, convolution, kernel_size, rms_norm
 
-__all__ = ["bindings", "decoder_notes", "decoder_steps", "vae_state", "why_left_alone"]
+__all__ = ["bindings", "decoder_notes", "decoder_steps", "frames_sent_to", "vae_state", "why_left_alone"]
 
 FRAMES, HEIGHT, WIDTH = 21, 60, 104  # of the latents of 81 frames at 832×480
 

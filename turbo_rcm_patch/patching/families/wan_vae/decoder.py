@@ -28,17 +28,17 @@ from ...plan import Call
 from .steps import attention, convolution, kernel_size, rms_norm
 
 
-def decoded(vae: AutoencoderKLWan, z: torch.Tensor, call: Call, frames: Sequence[int]) -> torch.Tensor:
-    """The decoder's frames [B, C, F', H', W'], neither unpatchified nor clamped, of latents z [B, z_dim, F, H, W].
+def decoded(vae: AutoencoderKLWan, z: torch.Tensor, call: Call, frames: Sequence[int]) -> Iterator[torch.Tensor]:
+    """The decoder's frames, neither unpatchified nor clamped, of latents z [B, z_dim, F, H, W]: in parts [B, C, n, H',
+    W'] in their order, each as soon as it is made.
 
     frames: how many frames each stage takes at a time (chunks.py). One latent frame becomes one frame, F of them become
     1 + (F - 1) · 4 with two temporal upsamplers.
     """
     run = _Run(call)
-    chunks = []
     for latents in z.permute(0, 2, 3, 4, 1).split(frames[0], dim=1):
-        chunks += run.decoder(vae.decoder, run.convolve(vae.post_quant_conv, latents), frames[1:])
-    return torch.cat([chunk.permute(0, 4, 1, 2, 3) for chunk in chunks], 2).contiguous()
+        for part in run.decoder(vae.decoder, run.convolve(vae.post_quant_conv, latents), frames[1:]):
+            yield part.permute(0, 4, 1, 2, 3)
 
 
 class _Run:

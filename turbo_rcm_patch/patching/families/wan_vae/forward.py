@@ -5,7 +5,9 @@ Their loops over frames are replaced; the tiles, how they are blended, and what 
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
@@ -25,11 +27,12 @@ from .plain import why_not_plain_decoder
 @dataclass
 class VaeState:
     """What the patch keeps on a VAE. users: the models that it was patched with. eager: decodes that diffusers' code
-    ran, by reason."""
+    ran, by reason. receive: gets frames as they are made (`frames_sent_to`)."""
 
     config: PatchConfig
     users: WeakSet[nn.Module] = field(default_factory=WeakSet)
     eager: Counter[str] = field(default_factory=Counter)
+    receive: Callable[[torch.Tensor], None] | None = None
 
     def __reduce__(self) -> tuple:
         """Copied and pickled without what is of the models that were copied from."""
@@ -39,6 +42,20 @@ class VaeState:
 def vae_state(vae: nn.Module) -> VaeState | None:
     """What the patch keeps on a VAE; None for one that is not patched."""
     return vars(vae).get(STATE)
+
+
+@contextlib.contextmanager
+def frames_sent_to(receive: Callable[[torch.Tensor], None], vae: nn.Module) -> Iterator[None]:
+    """While the context lasts, give each part of a sample, [B, 3, n, H', W'] in [-1, 1], to a function before the next
+    is decoded. What is decoded in tiles or by diffusers' own code is finished all at once, and not given."""
+    state = vae_state(vae)
+    if state is not None:
+        state.receive = receive
+    try:
+        yield
+    finally:
+        if state is not None:
+            state.receive = None
 
 
 def decode(self: AutoencoderKLWan, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
@@ -53,7 +70,12 @@ def decode(self: AutoencoderKLWan, z: torch.Tensor, return_dict: bool = True) ->
         size > edge // self.spatial_compression_ratio for size, edge in zip(z.shape[-2:], edges, strict=True)
     ):
         return self.tiled_decode(z, return_dict=return_dict)
-    return _output(self, _frames(self, z), return_dict)
+    receive, parts = vae_state(self).receive, []
+    for frames in _parts(self, z):
+        parts.append(_sample(self, frames))
+        if receive is not None:
+            receive(parts[-1])
+    return _output(torch.cat(parts, dim=2).contiguous(), return_dict)
 
 
 def tiled_decode(
@@ -73,7 +95,7 @@ def tiled_decode(
     for top in range(0, height, step_h):
         row = []
         for left in range(0, width, step_w):
-            frames = _frames(self, z[..., top : top + tile_h, left : left + tile_w])
+            frames = torch.cat(list(_parts(self, z[..., top : top + tile_h, left : left + tile_w])), dim=2).contiguous()
             if above:
                 _blend(above[len(row)], frames, blend_h, dim=-2)
             if row:
@@ -81,8 +103,8 @@ def tiled_decode(
             row.append(frames)
         rows.append(torch.cat([frames[..., :crop_h, :crop_w] for frames in row], dim=-1))
         above = row
-    sample = torch.cat(rows, dim=-2)
-    return _output(self, sample[..., : height * ratio // patch, : width * ratio // patch], return_dict)
+    frames = torch.cat(rows, dim=-2)
+    return _output(_sample(self, frames[..., : height * ratio // patch, : width * ratio // patch]), return_dict)
 
 
 def _takes(vae: AutoencoderKLWan, z: torch.Tensor) -> bool:
@@ -110,8 +132,8 @@ def call_for(vae: AutoencoderKLWan, batch: int, positions: int, device: torch.de
     return Call(vae_state(vae).config, device, dtype, batch, positions, 0, 0, "sample", None, active_backend())
 
 
-def _frames(vae: AutoencoderKLWan, z: torch.Tensor) -> torch.Tensor:
-    """The decoder's output for latents z, in [B, C, F', H', W'] memory."""
+def _parts(vae: AutoencoderKLWan, z: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The decoder's output for latents z, some frames after the other."""
     call = call_for(vae, z.shape[0], z.numel() // z.shape[1], z.device, z.dtype)
     return decoded(vae, z, call, frames_at_once(vae, z, call.config.vae_chunk))
 
@@ -129,8 +151,12 @@ def _blend(before: torch.Tensor, frames: torch.Tensor, extent: int, dim: int) ->
     new.copy_(old * (1 - share) + new.to(wide) * share)
 
 
-def _output(vae: AutoencoderKLWan, sample: torch.Tensor, return_dict: bool) -> DecoderOutput | tuple[torch.Tensor]:
+def _sample(vae: AutoencoderKLWan, frames: torch.Tensor) -> torch.Tensor:
+    """What the decoder's output shows, in [-1, 1]."""
     if vae.config.patch_size is not None:
-        sample = unpatchify(sample, patch_size=vae.config.patch_size)
-    sample = sample.clamp(min=-1.0, max=1.0)
+        frames = unpatchify(frames, patch_size=vae.config.patch_size)
+    return frames.clamp(min=-1.0, max=1.0)
+
+
+def _output(sample: torch.Tensor, return_dict: bool) -> DecoderOutput | tuple[torch.Tensor]:
     return DecoderOutput(sample=sample) if return_dict else (sample,)

@@ -1,0 +1,61 @@
+"""A VAE's decoding on the latents of a generation, beside an oracle of higher precision."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from diffusers import AutoencoderKLWan
+
+SETTINGS = ("use_", "tile_")  # attributes of a VAE by which decoding in slices and tiles is another computation
+
+
+@contextlib.contextmanager
+def latents_for(vae: AutoencoderKLWan) -> Iterator[list[torch.Tensor]]:
+    """The latents [B, z_dim, F, H, W] that the VAE decodes while the context lasts."""
+    decode, seen = vae.decode, []
+
+    def watched(z: torch.Tensor, *args, **kwargs):
+        seen.append(z)
+        return decode(z, *args, **kwargs)
+
+    before = vars(vae).get("decode")
+    vae.decode = watched
+    try:
+        yield seen
+    finally:
+        if before is None:
+            del vae.decode
+        else:
+            vae.decode = before
+
+
+def decoded(vae: AutoencoderKLWan, z: torch.Tensor) -> torch.Tensor:
+    """The VAE's sample, as it decodes now."""
+    with torch.no_grad():
+        return vae.decode(z, return_dict=False)[0]
+
+
+def decode_oracle(vae: AutoencoderKLWan, z: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The sample of diffusers' own decoder in `dtype`, fp64 or fp32 without TF32, in the VAE's slices and tiles."""
+    with z.device:
+        twin = type(vae).from_config(vae.config).to(dtype)
+    twin.load_state_dict(vae.state_dict())
+    vars(twin).update((name, value) for name, value in vars(vae).items() if name.startswith(SETTINGS))
+    with without_tf32():
+        return decoded(twin, z.to(dtype))
+
+
+@contextlib.contextmanager
+def without_tf32() -> Iterator[None]:
+    """fp32 is computed as fp32: products of matrices, and convolutions."""
+    conv, matmul = torch.backends.cudnn.conv, torch.get_float32_matmul_precision()
+    before = conv.fp32_precision
+    torch.set_float32_matmul_precision("highest")
+    conv.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        conv.fp32_precision = before
+        torch.set_float32_matmul_precision(matmul)
