@@ -36,6 +36,7 @@ OPS = (
     "quantize_qkv",
     "attention_8bit",
     "sparse_linear_attention",
+    "block_sparse_attention",
 )
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 PROCESSES = 2

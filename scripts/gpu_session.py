@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CLI = ("-m", "turbo_rcm_patch.cli")
 TRAFFIC = ("scripts/profile_hbm.py",)
 END_TO_END = ("scripts/benchmark_end_to_end.py", "--config")
-QUANTIZED = ("--preset", "quantized")
+QUANTIZED, BLOCK_SPARSE = ("--preset", "quantized"), ("--preset", "block_sparse")
 DECODED = ("--layers", "1", "--steps", "1", "--decode", "--repeats", "3")  # for the VAE's sake
 # Steps that show whether something holds, and those whose figures go into the results file.
 CHECKS = {
@@ -67,6 +67,18 @@ MEASUREMENTS = {
     "wan2.1-14b-in-24-gb": ("scripts/benchmark_memory_cap.py",),
     "wan2.1-14b-4-layers-quantized": (*END_TO_END, "wan2.1-14b", "--layers", "4", "--repeats", "3", *QUANTIZED),
     "wan2.2-5b-8-layers-quantized": (*END_TO_END, "wan2.2-5b", "--layers", "8", "--repeats", "3", *QUANTIZED),
+    # Of weights and inputs with structure: attention that is the same to all keys has no blocks to leave out. How far
+    # leaving them out takes a step from fp32 says nothing with random weights; verify says how far a layer's takes it.
+    "verify-wan2.1-1.3b-block-sparse": (*CLI, "verify", "--config", "wan2.1-1.3b", *BLOCK_SPARSE),
+    "wan2.1-1.3b-block-sparse": (
+        *END_TO_END,
+        "wan2.1-1.3b",
+        "--structured",
+        "--no-oracle",
+        "--repeats",
+        "3",
+        *BLOCK_SPARSE,
+    ),
 }
 GPUS = {"wan2.1-14b-4-layers-2-gpus": 2}  # that a step needs, where it is more than one
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from writeup import write as write_writeup
 
+from turbo_rcm_patch.bench.block_sparsity import block_sparsity_page
 from turbo_rcm_patch.bench.charts import (
     chart_file,
     draw_charts,
@@ -22,7 +23,7 @@ from turbo_rcm_patch.bench.charts import (
     whole_videos,
 )
 from turbo_rcm_patch.bench.tables import table
-from turbo_rcm_patch.tiers import EXACT, QUANTIZED
+from turbo_rcm_patch.tiers import BLOCK_SPARSE, EXACT, QUANTIZED
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = "README.md"  # in the folder of results
@@ -31,6 +32,7 @@ EVALUATED = "<!-- evaluated: written by scripts/readme_results.py -->", "<!-- en
 WRITEUP = "nvidia-h200.json"  # which docs/writeup.md tells of
 TRAINING = "training.json"
 CONVERSION = "conversion.json"  # of scripts/benchmark_conversion.py, which needs no GPU
+BLOCK_SPARSITY = "block-sparse-tiny.json"  # of scripts/measure_block_sparsity.py, nor does that
 INTRODUCTION = """# Results
 
 All of this page is written by `python scripts/readme_results.py`, from the JSON files beside it; those are written by
@@ -114,7 +116,7 @@ def main() -> int:
 
 def result_files(folder: Path) -> list[Path]:
     """The results of each GPU."""
-    return [path for path in sorted(folder.glob("*.json")) if path.name not in (TRAINING, CONVERSION)]
+    return [path for path in sorted(folder.glob("*.json")) if path.name not in (TRAINING, CONVERSION, BLOCK_SPARSITY)]
 
 
 def with_results(text: str, folder: Path) -> str:
@@ -133,6 +135,8 @@ def results_page(folder: Path) -> str:
         parts.append(f"## {results['gpu']}\n")
         parts.append(_measured(path, results["runs"], results.get("tests", [])))
         parts.append(_evaluated(path.name, results["runs"], training))
+    if (folder / BLOCK_SPARSITY).exists():
+        parts.append(block_sparsity_page(json.loads((folder / BLOCK_SPARSITY).read_text()), BLOCK_SPARSITY))
     return "\n".join(filter(None, parts))
 
 
@@ -399,8 +403,9 @@ def _bold(text: str, missed: bool) -> str:
 
 def _error_limit(run: dict, compiled: float | None) -> float | None:
     """What is asked of a step: ACCURACY_FACTOR times torch.compile's error, or the tier's own limit."""
-    if run["settings"].get("preset", "exact") == "quantized":
-        return QUANTIZED.limits.step
+    tier = {"quantized": QUANTIZED, "block_sparse": BLOCK_SPARSE}.get(run["settings"].get("preset"))
+    if tier is not None:
+        return tier.limits.step
     return None if compiled is None else ACCURACY_FACTOR * compiled
 
 

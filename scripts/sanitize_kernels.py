@@ -34,6 +34,7 @@ from turbo_rcm_patch.kernels import attention_hopper, conv_hopper, gemm_hopper
 from turbo_rcm_patch.kernels.aot import disassemble
 from turbo_rcm_patch.kernels.attention import _attention, _attention_backward
 from turbo_rcm_patch.kernels.attention_8bit import attention_8bit
+from turbo_rcm_patch.kernels.block_sparse_attention import block_sparse_attention, block_sparse_attention_8bit
 from turbo_rcm_patch.kernels.coefficient import Runs
 from turbo_rcm_patch.kernels.conv_skip import conv_skip
 from turbo_rcm_patch.kernels.dispatch import HOPPER, KERNEL_DTYPES, is_hopper
@@ -340,6 +341,8 @@ def launch_kernels_of_8_bits(values: Callable[..., torch.Tensor]) -> None:
             q, k, v = (values(1, tokens, 3, head_dim) for _ in range(3))
             options = {"block_q": block_q, "block_k": block_k, "quantized": eight_bits}
             sparse_linear_attention(q, k, v, values(head_dim, head_dim), topk=0.5, **options)
+            block_sparse_attention(q, k, v, mass=0.5, block_q=block_q, block_k=block_k)
+            block_sparse_attention_8bit(quantized, mass=0.5, block_q=block_q, block_k=block_k)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 import math
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
 
 import turbo_rcm_patch as trp
 from turbo_rcm_patch.config import resolve_config
-from turbo_rcm_patch.tiers import EXACT, QUANTIZED, ErrorLimits, Tier, tier_named
+from turbo_rcm_patch.tiers import BLOCK_SPARSE, EXACT, QUANTIZED, SPARSE, ErrorLimits, Tier, tier_named
 
 
 def test_a_configuration_knows_its_tier():
@@ -106,3 +107,42 @@ def test_options_of_the_vae():
     for wrong in (0, -1, 1.5, True, "4"):
         with pytest.raises(ValueError, match=r"vae_chunk=.*; give a number of latent frames from 1 on, or None"):
             trp.PatchConfig(vae_chunk=wrong)
+
+
+def test_block_sparse_attention_is_the_sparse_tiers():
+    config = trp.PatchConfig(tier="sparse", attention="block_sparse")
+    assert config == resolve_config("block_sparse")
+    assert (config.tier.name, config.tier) == ("sparse", BLOCK_SPARSE)
+    assert replace(config, attention="auto").tier is SPARSE
+    assert replace(resolve_config("sparse"), attention="block_sparse").tier is BLOCK_SPARSE
+    for tier in ("exact", "quantized"):
+        with pytest.raises(ValueError, match=f"the {tier} tier attends to all keys; give tier='sparse' with it"):
+            trp.PatchConfig(tier=tier, attention="block_sparse")
+    with pytest.raises(ValueError, match="attention='block_sparse' needs 'self_attention' in fuse"):
+        trp.PatchConfig(tier="sparse", attention="block_sparse", fuse=("feed_forward",))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("mass", 0.8), ("min_tokens", 0), ("exact_layers", [1, 0]), ("exact_steps", (1, 0))]
+)
+def test_options_of_block_sparse_attention(option, value):
+    config = trp.PatchConfig(tier="sparse", attention="block_sparse", **{option: value})
+    assert getattr(config, option) == (tuple(value) if isinstance(value, list) else value)
+    for tier in ("exact", "sparse", *(("quantized",) if option != "exact_steps" else ())):
+        with pytest.raises(ValueError, match=f"{option}=.* means nothing in this version: the {tier} tier"):
+            trp.PatchConfig(tier=tier, **{option: value})
+
+
+def test_block_sparse_attention_refuses_what_is_sla_s_and_what_has_no_meaning():
+    with pytest.raises(ValueError, match=r"topk=0\.2 means nothing .*, as many blocks as hold `mass`"):
+        trp.PatchConfig(tier="sparse", attention="block_sparse", topk=0.2)
+    for option, wrong, message in (
+        ("mass", 0, "above 0 and at most 1"),
+        ("mass", 1.1, "above 0 and at most 1"),
+        ("mass", True, "above 0 and at most 1"),
+        ("min_tokens", -1, "a number of tokens from 0 on"),
+        ("min_tokens", 1.5, "a number of tokens from 0 on"),
+        ("exact_layers", (1,), "two numbers of layers from 0 on"),
+    ):
+        with pytest.raises(ValueError, match=f"{option}=.*{message}"):
+            trp.PatchConfig(tier="sparse", attention="block_sparse", **{option: wrong})

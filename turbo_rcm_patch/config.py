@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from .tiers import EXACT, TIERS, Tier, tier_named
+from .tiers import BLOCK_SPARSE, BLOCK_SPARSE_ATTENTION, EXACT, QUANTIZED, TIERS, Tier, tier_named, tier_with
 
 FUSION_GROUPS = ("self_attention", "cross_attention", "feed_forward")
-ATTENTION_KERNELS = ("auto", "triton", "sdpa")
+ATTENTION_KERNELS = ("auto", "triton", "sdpa", BLOCK_SPARSE_ATTENTION)
 LINEAR_KERNELS = ("auto", "triton", "torch")
 IMPLEMENTATIONS = ("auto", "triton", "torch")
 CUDA_GRAPH_MODES = ("auto", "on", "off")
@@ -24,6 +24,8 @@ class PatchConfig:
         fuse: the sub-layers of every block to fuse, any of FUSION_GROUPS; the others run diffusers' own code.
         attention: "auto" takes the faster kernel known for the GPU, "triton" this package's, "sdpa" PyTorch's. As
             `linears`, of what runs in the model's dtype: what the quantized tier has in 8 bits is this package's.
+            "block_sparse", in the sparse tier: self-attention to the key blocks that are estimated to matter, for any
+            model; without it that tier is SLA's, for weights that were trained with it.
         linears: who multiplies in the projections. "auto" takes the faster one known for the GPU, "triton" this
             package's GEMMs with what follows fused into them, "torch" PyTorch's linear, then this package's skip.
         implementation: "auto" runs Triton kernels on a GPU and the torch reference elsewhere; "triton" insists on the
@@ -42,10 +44,14 @@ class PatchConfig:
             transformer: "blocks.0.*", "*.ffn.net.2".
         topk: in the sparse tier, the share of key blocks that each block of queries keeps, above 0 and at most 1.
         blocks: in the sparse tier, (queries, keys) in a block, as the weights were trained with. None: TurboDiffusion's
-            own, (128, 64), and for 8-bit attention on sm_90 (64, 128).
+            own, (128, 64), and for 8-bit attention on sm_90 (64, 128); with attention="block_sparse" (128, 64).
+        mass: with attention="block_sparse", the share of the estimated attention that the key blocks hold which each
+            block of queries keeps, above 0 and at most 1: the more, the closer to dense attention.
+        min_tokens: with attention="block_sparse", below how many tokens of a sample attention stays dense.
         exact_steps: for tiers that err more: (first, last), in how many of a generation's first and of its last steps
             the attention runs exactly. It needs a patched pipeline, whose scheduler counts the steps. None in the exact
             tier, whose steps all do.
+        exact_layers: the same with attention="block_sparse": in how many of the first and last blocks of a model.
         vae: whether the decoder of a pipeline's AutoencoderKLWan is patched too, and what turns its frames into "np" or
             "pil". It computes in the VAE's own dtype in every tier. A VAE of another class stays as it is.
         vae_chunk: how many latent frames that decoder takes at a time; None: as many as fill a GPU and its memory has
@@ -66,7 +72,10 @@ class PatchConfig:
     keep: Sequence[str] = ()
     topk: float = 0.1
     blocks: Sequence[int] | None = None
+    mass: float = 0.9
+    min_tokens: int = 8192
     exact_steps: Sequence[int] | None = None
+    exact_layers: Sequence[int] | None = None
     vae: bool = True
     vae_chunk: int | None = None
     restorable: bool = True
@@ -74,6 +83,7 @@ class PatchConfig:
     def __post_init__(self):
         if isinstance(self.tier, str):
             object.__setattr__(self, "tier", tier_named(self.tier))
+        object.__setattr__(self, "tier", tier_with(self.tier, self.attention))
         for field, accepted in (("fuse", FUSION_GROUPS), ("quantize", QUANTIZABLE), ("keep", ("names of modules",))):
             value = getattr(self, field)
             if isinstance(value, str):
@@ -81,7 +91,8 @@ class PatchConfig:
             object.__setattr__(self, field, tuple(value))
             for name in value if field != "keep" else ():
                 _check_name(field, name, accepted)
-        self._check_exact_steps()
+        self._check_exact("exact_steps", "steps")
+        self._check_exact("exact_layers", "layers")
         self._check_sparsity()
         if not isinstance(self.vae, bool):
             raise ValueError(f"vae={self.vae!r}; give True or False.")
@@ -101,19 +112,22 @@ class PatchConfig:
                 )
         self._check_meaning()
 
-    def _check_exact_steps(self) -> None:
-        if self.exact_steps is None:
+    def _check_exact(self, field: str, of: str) -> None:
+        value = getattr(self, field)
+        if value is None:
             return
-        steps = tuple(self.exact_steps) if isinstance(self.exact_steps, Sequence) else ()
-        if len(steps) != 2 or not all(isinstance(count, int) and count >= 0 for count in steps):
-            raise ValueError(
-                f"exact_steps={self.exact_steps!r}; give (first, last), two numbers of steps from 0 on, or None."
-            )
-        object.__setattr__(self, "exact_steps", steps)
+        counts = tuple(value) if isinstance(value, Sequence) else ()
+        if len(counts) != 2 or not all(isinstance(count, int) and count >= 0 for count in counts):
+            raise ValueError(f"{field}={value!r}; give (first, last), two numbers of {of} from 0 on, or None.")
+        object.__setattr__(self, field, counts)
 
     def _check_sparsity(self) -> None:
-        if isinstance(self.topk, bool) or not isinstance(self.topk, (int, float)) or not 0 < self.topk <= 1:
-            raise ValueError(f"topk={self.topk!r}; it is a share of the key blocks, above 0 and at most 1.")
+        for field, of in (("topk", "the key blocks"), ("mass", "the estimated attention")):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+                raise ValueError(f"{field}={value!r}; it is a share of {of}, above 0 and at most 1.")
+        if type(self.min_tokens) is not int or self.min_tokens < 0:
+            raise ValueError(f"min_tokens={self.min_tokens!r}; give a number of tokens from 0 on.")
         if self.blocks is None:
             return
         blocks = tuple(self.blocks) if isinstance(self.blocks, Sequence) else ()
@@ -121,12 +135,25 @@ class PatchConfig:
             raise ValueError(f"blocks={self.blocks!r}; give (queries, keys), two numbers of tokens, or None.")
         object.__setattr__(self, "blocks", blocks)
 
+    @property
+    def attends_exactly(self) -> bool:
+        """Whether no self-attention errs more than in the exact tier."""
+        return self.tier == EXACT or (self.tier == QUANTIZED and "attention" not in self.quantize)
+
     def in_8_bits(self, part: str) -> bool:
         """Whether a part of a block, one of QUANTIZABLE, is computed in 8 bits."""
         return self.tier != EXACT and part in self.quantize
 
     def _check_meaning(self) -> None:
         """Refuse an option that is set though the tier does nothing with it."""
+        if self.attention == BLOCK_SPARSE_ATTENTION:
+            if self.tier != BLOCK_SPARSE:
+                raise ValueError(
+                    f"attention='block_sparse' is the sparse tier's, and the {self.tier.name} tier attends to all "
+                    "keys; give tier='sparse' with it."
+                )
+            if "self_attention" not in self.fuse:
+                raise ValueError("attention='block_sparse' needs 'self_attention' in fuse: it is what runs it.")
         for option in fields(self):
             value = getattr(self, option.name)
             if option.name in self.tier.meaningless and value != option.default:

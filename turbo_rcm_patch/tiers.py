@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -74,6 +74,9 @@ EXACT = Tier(
         "keep": "computes nothing in 8 bits",
         "topk": "attends to all keys",
         "blocks": "attends to all keys",
+        "mass": "attends to all keys",
+        "min_tokens": "attends to all keys",
+        "exact_layers": "runs every layer exactly",
     },
 )
 
@@ -89,18 +92,45 @@ QUANTIZED = Tier(
     # Two roundings to e4m3, of a GEMM's operands, cost 3.7 % (28.5 dB); a step passes through all blocks.
     limits=ErrorLimits(factor=1.05, fp32=1e-5, block=decibels(28), part=decibels(26), step=decibels(20)),
     presets={"quantized": {}},
-    meaningless={"topk": "attends to all keys", "blocks": "attends to all keys"},
+    meaningless={
+        "topk": "attends to all keys",
+        "blocks": "attends to all keys",
+        "mass": "attends to all keys",
+        "min_tokens": "attends to all keys",
+        "exact_layers": "attends to all keys in every layer",
+    },
 )
+BLOCK_SPARSE_ATTENTION = "block_sparse"
 SPARSE = Tier(
     name="sparse",
     description="Sparse-linear attention (SLA), for weights that were trained with it; by default in 8 bits.",
     # What is sparse is the model's own definition, so that all that errs is as in the quantized tier.
     limits=QUANTIZED.limits,
-    presets={"sparse": {}},
-    meaningless={"exact_steps": "has no other attention than that of its training"},
+    presets={"sparse": {}, "block_sparse": {"attention": BLOCK_SPARSE_ATTENTION}},
+    meaningless={
+        "exact_steps": "has, without attention='block_sparse', no other attention than that of its training",
+        "exact_layers": "has, without attention='block_sparse', no other attention than that of its training",
+        "mass": "keeps, without attention='block_sparse', the share topk, as in its training",
+        "min_tokens": "has, without attention='block_sparse', no other attention than that of its training",
+    },
+)
+# The sparse tier with attention="block_sparse": it leaves out what a model was trained to see, and is judged by how far
+# that takes it from dense attention.
+BLOCK_SPARSE = replace(
+    SPARSE,
+    description="Block-sparse attention, for weights that were trained without it; by default in 8 bits.",
+    limits=ErrorLimits(factor=1.05, fp32=1e-5, block=decibels(20), part=decibels(10), step=decibels(10)),
+    meaningless={"topk": "keeps, with attention='block_sparse', as many blocks as hold `mass`"},
 )
 
 TIERS = {tier.name: tier for tier in (EXACT, QUANTIZED, SPARSE)}
+
+
+def tier_with(tier: Tier, attention: str) -> Tier:
+    """The tier itself; of the sparse tier's two kinds the one of this attention."""
+    if tier.name != SPARSE.name:
+        return tier
+    return BLOCK_SPARSE if attention == BLOCK_SPARSE_ATTENTION else SPARSE
 
 
 def tier_named(name: str) -> Tier:

@@ -9,7 +9,11 @@ import statistics
 from pathlib import Path
 
 NAMES = {"unpatched": "eager diffusers", "torch.compile": "regional torch.compile"}
-QUANTIZED_RIVALS = {"torchao float8 + torch.compile": "torchao float8, compiled", "patched exactly": "patched (exact)"}
+QUANTIZED_RIVALS = {
+    "torchao float8 + torch.compile": "torchao float8, compiled",
+    "patched exactly": "patched (exact)",
+    "patched, dense in 8 bits": "patched (quantized)",
+}
 
 
 def names_of(run: dict) -> dict[str, str]:

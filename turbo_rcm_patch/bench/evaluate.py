@@ -10,8 +10,9 @@ import contextlib
 import copy
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import torch
 from diffusers import DiffusionPipeline
@@ -124,7 +125,7 @@ def evaluate(
     *,
     n: int = 256,
     steps: Sequence[int] = (1, 2, 4),
-    config: PatchConfig | str = "exact",
+    config: PatchConfig | str | Mapping[str, PatchConfig] = "exact",
     seed: int = 0,
     batch_size: int = 16,
     reference: DiffusionPipeline | None = None,
@@ -133,8 +134,9 @@ def evaluate(
 ) -> Evaluation:
     """Generate n held-out captions at each number of steps in every variant; the pipeline is left as it was found.
 
-    Variants are the pipeline unpatched, exactly patched, patched with `config` where that is another, and unpatched in
-    fp32 without TF32. The unpatched run of a pipeline that is all fp32 is that last one itself.
+    Variants are the pipeline unpatched, exactly patched, patched with `config` where that is another, or with each of
+    several by their names, and unpatched in fp32 without TF32. The unpatched run of a pipeline that is all fp32 is that
+    last one itself.
 
     pipe: an unpatched text-to-video pipeline that knows the grammar, with its sampler (``use_rcm``) installed.
     call: its arguments but for prompt, num_inference_steps, generator and output_type.
@@ -217,15 +219,17 @@ class _Tally:
 
 
 def _variants(
-    pipe: DiffusionPipeline, reference: DiffusionPipeline | None, config: PatchConfig | str
+    pipe: DiffusionPipeline, reference: DiffusionPipeline | None, config: PatchConfig | str | Mapping[str, PatchConfig]
 ) -> tuple[dict[str, tuple], str]:
     """Every variant's pipeline and the context to run it in, by name; and the name of the fp32 reference."""
     variants = {
         UNPATCHED: (pipe, contextlib.nullcontext),
         EXACT: (pipe, lambda: patch(pipe, EXACT)),
     }
-    if resolve_config(config) != resolve_config(EXACT):
-        variants[config if isinstance(config, str) else "config"] = (pipe, lambda: patch(pipe, config))
+    configs = config if isinstance(config, Mapping) else {config if isinstance(config, str) else "config": config}
+    for name, each in configs.items():
+        if resolve_config(each) != resolve_config(EXACT):
+            variants[name] = (pipe, partial(patch, pipe, each))
     if _is_fp32(pipe):
         return variants, UNPATCHED
     variants[UNPATCHED_FP32] = (reference or _fp32_copy(pipe), contextlib.nullcontext)

@@ -14,7 +14,13 @@ from torch import nn
 
 from .. import kernels
 from ..kernels import reference
-from ..patching.families.wan.block import BlockPlan, QuantizedSelfAttention, Whole, half_tables
+from ..patching.families.wan.block import (
+    BlockPlan,
+    QuantizedSelfAttention,
+    Rotary,
+    Whole,
+    half_tables,
+)
 from ..patching.families.wan.modulation import Row, modulation
 from ..patching.plan import state_of
 from ..patching.quantized_weights import is_quantized
@@ -34,7 +40,7 @@ def part_errors(block: nn.Module, oracle: nn.Module, args: tuple) -> dict[str, f
     plan = state_of(block).plans.ran if type(block) is WanTransformerBlock else None
     if not isinstance(plan, BlockPlan):
         return {}
-    trace = _trace(oracle, args)
+    trace = trace_of(oracle, args)
     with torch.no_grad():
         return {
             **dict(_sub_layer_errors(block, plan, trace, args)),
@@ -43,7 +49,7 @@ def part_errors(block: nn.Module, oracle: nn.Module, args: tuple) -> dict[str, f
         }
 
 
-def _trace(oracle: nn.Module, args: tuple) -> Trace:
+def trace_of(oracle: nn.Module, args: tuple) -> Trace:
     """What goes into the oracle's modules and comes out of them."""
     trace: Trace = {}
 
@@ -106,13 +112,18 @@ def _attention_errors(block: nn.Module, plan: BlockPlan, trace: Trace, args: tup
     if not isinstance(plan.self_attention, QuantizedSelfAttention):
         return {}
     attn = block.attn1
-    tables = [table.float() for table in half_tables(args[3])]
-    q, k, v = (trace[f"attn1.{name}"][1] for name in ("norm_q", "norm_k", "to_v"))
-    q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))
-    q, k = (reference.rotate(x, *tables) for x in (q, k))
+    q, k, v = self_attention_inputs(attn, trace, args[3])
     quantized = kernels.quantize_qkv(*(x.flatten(2) for x in (q, k, v)), heads=attn.heads)
     rounded_q, rounded_k = quantized.dequantize_qk()
     exact = reference.attention(q, k, v, None, None, None, q.shape[3] ** -0.5)
     rounded_scores = reference.attention(rounded_q, rounded_k, v, None, None, None, 1.0)
     ours = kernels.attention_8bit(quantized)
     return {QK: relative_l2(rounded_scores, exact), PV: relative_l2(ours, rounded_scores)}
+
+
+def self_attention_inputs(attn: nn.Module, trace: Trace, rotary: Rotary) -> tuple[torch.Tensor, ...]:
+    """The q, k and v [B, S, H, D] of a traced self-attention, after norms and rotation."""
+    tables = [table.float() for table in half_tables(rotary)]
+    q, k, v = (trace[f"attn1.{name}"][1] for name in ("norm_q", "norm_k", "to_v"))
+    q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))
+    return *(reference.rotate(x, *tables) for x in (q, k)), v

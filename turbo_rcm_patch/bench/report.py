@@ -70,6 +70,8 @@ def verification_table(verification: Verification) -> str:
     tables = [table([header, *map(_check_cells, verification.all_checks)]), ""]
     if verification.parts:
         tables += [_parts_table(verification.parts), ""]
+    if verification.kept:
+        tables += [_kept_table(verification), ""]
     return "\n".join([*tables, *_verdict(verification)])
 
 
@@ -84,6 +86,18 @@ def _parts_table(parts: Sequence[PartCheck]) -> str:
         where = f"{worst.block}, step {worst.step}"
         rows.append([name, f"{worst.error:.2e}", where, f"{mean:.2e}", allowed, "" if worst.ok else "WORSE"])
     return table(rows)
+
+
+def _kept_table(verification: Verification) -> str:
+    """One line per block and step of block-sparse attention: what it keeps, and the error of what it adds."""
+    errors = {(part.block, part.step): part.error for part in verification.parts if part.part == "self_attention"}
+    rows = [["block-sparse attention of", "step", "kept %", "error"]]
+    for one in verification.kept:
+        error = errors.get((one.block, one.step))
+        cells = [one.block, str(one.step), f"{100 * one.share:.1f}", "" if error is None else f"{error:.2e}"]
+        rows.append(cells)
+    kept = sum(one.share for one in verification.kept) / len(verification.kept)
+    return table([*rows, ["all", "", f"{100 * kept:.1f}", ""]])
 
 
 def _check_cells(check: BlockCheck) -> list[str]:

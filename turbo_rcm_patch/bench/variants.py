@@ -18,11 +18,12 @@ from torch import nn
 
 from ..config import PatchConfig
 from ..patching import Patch, patch
-from ..tiers import EXACT
+from ..tiers import BLOCK_SPARSE, EXACT
 
 UNPATCHED, COMPILED, PATCHED = "unpatched", "torch.compile", "patched"
-# Beside a patch of a tier that errs more: what does so without it, if torchao is there, and the patch that does not.
-TORCHAO, EXACT_PATCH = "torchao float8 + torch.compile", "patched exactly"
+# Beside a patch of a tier that errs more: what does so without it, if torchao is there, and the patch that does not;
+# beside block-sparse attention the patch whose attention is dense.
+TORCHAO, EXACT_PATCH, DENSE_PATCH = "torchao float8 + torch.compile", "patched exactly", "patched, dense in 8 bits"
 
 Switch = Callable[[], contextlib.AbstractContextManager[Patch | None]]
 
@@ -41,6 +42,8 @@ def single_process(pipe: DiffusionPipeline, config: PatchConfig, with_compile: b
     spare_memory = 0
     if config.tier != EXACT:
         switches[EXACT_PATCH] = lambda: patch(pipe, PatchConfig(cuda_graph=config.cuda_graph))
+        if config.tier == BLOCK_SPARSE:
+            switches[DENSE_PATCH] = lambda: patch(pipe, PatchConfig(tier="quantized", cuda_graph=config.cuda_graph))
         if with_compile and _has_torchao() and getattr(pipe, "transformer_2", None) is None:
             switches[TORCHAO], spare_memory = _torchao_float8(pipe)
     switches[PATCHED] = lambda: patch(pipe, config)

@@ -16,10 +16,12 @@ from torch.overrides import TorchFunctionMode
 from ..config import PatchConfig, resolve_config
 from ..patching import patch
 from ..patching.families.wan_vae import vae_state
+from ..patching.plan import state_of
 from ..patching.quantized_linear import QuantizedLinear
 from ..patching.quantized_weights import is_quantized
-from ..tiers import EXACT, QUANTIZED, ErrorLimits, is_low_precision
+from ..tiers import BLOCK_SPARSE, EXACT, QUANTIZED, ErrorLimits, is_low_precision
 from .decoding import decode_oracle, decoded, latents_for, without_tf32
+from .kept import KeptShare, kept_share_of
 from .metrics import relative_l2
 from .parts import SUB_LAYERS, part_errors
 
@@ -84,13 +86,15 @@ class PartCheck:
 @dataclass(frozen=True)
 class Verification:
     """The checks in the order of the blocks' calls, the blocks that no checked step reached, what was patched, for a
-    tier that errs more the checks of the blocks' parts, and where the VAE is patched the check of its decoding."""
+    tier that errs more the checks of the blocks' parts, where the VAE is patched the check of its decoding, and what
+    block-sparse attention keeps."""
 
     checks: tuple[BlockCheck, ...]
     unreached: tuple[str, ...]
     patch_summary: str
     parts: tuple[PartCheck, ...] = ()
     decoding: BlockCheck | None = None
+    kept: tuple[KeptShare, ...] = ()
 
     @property
     def all_checks(self) -> tuple[BlockCheck, ...]:
@@ -114,6 +118,7 @@ class Verification:
         """For ``json.dump``; the dtype by name, with each check its limit and verdict."""
         parts = [{**asdict(part), "ok": part.ok} for part in self.parts]
         others = {"unreached": self.unreached, "patch_summary": self.patch_summary, "parts": parts}
+        others["kept"] = [asdict(one) for one in self.kept]
         decoding = None if self.decoding is None else _as_dict(self.decoding)
         return {"ok": self.ok, "checks": list(map(_as_dict, self.checks)), "decoding": decoding, **others}
 
@@ -139,6 +144,7 @@ def verify(
     config = replace(resolve_config(config), restorable=True)  # the checks need the weights
     checks: list[BlockCheck] = []
     parts: list[PartCheck] = []
+    kept: list[KeptShare] = []
     step = 1
 
     def on_step_end(_pipe, index, _timestep, _tensors):
@@ -151,8 +157,9 @@ def verify(
             unpatched = type(block).forward(_with_own_weights(block), *args, **kwargs)
             if step in (1, pipe.num_timesteps):
                 checks.append(_check(name, step, block, args, kwargs, patched, unpatched, config.tier.limits))
-                if config.tier == QUANTIZED:
+                if config.tier in (QUANTIZED, BLOCK_SPARSE):
                     parts.extend(_check_parts(name, step, block, args, config.tier.limits))
+                kept.extend(_kept(name, step, block, args))
             return unpatched
 
         return hook
@@ -174,7 +181,7 @@ def verify(
     decoding = _check_decoding(vae, latents[0], samples[0], pipe.num_timesteps) if samples else None
     reached = {check.block for check in checks}
     unreached = tuple(name for name in blocks if name not in reached)
-    return Verification(tuple(checks), unreached, summary, tuple(parts), decoding)
+    return Verification(tuple(checks), unreached, summary, tuple(parts), decoding, tuple(kept))
 
 
 def named_blocks(pipe: DiffusionPipeline) -> dict[str, nn.Module]:
@@ -233,9 +240,21 @@ def _check_decoding(vae: nn.Module, z: torch.Tensor, patched: torch.Tensor, step
 
 
 def _check_parts(name: str, step: int, block: nn.Module, args: tuple, limits: ErrorLimits) -> Iterator[PartCheck]:
-    errors = part_errors(block, _class_copy(block).to(args[0].device, torch.float32), args)
+    errors = part_errors(block, _wide_twin(block, args), args)
     for part, error in errors.items():
         yield PartCheck(name, step, part, error, limits.part if part in SUB_LAYERS else None)
+
+
+def _kept(name: str, step: int, block: nn.Module, args: tuple) -> Iterator[KeptShare]:
+    if state_of(block).shared.config.tier == BLOCK_SPARSE:
+        share = kept_share_of(block, _wide_twin(block, args), args)
+        if share is not None:
+            yield KeptShare(name, step, share)
+
+
+def _wide_twin(block: nn.Module, args: tuple) -> nn.Module:
+    """A block without the patch, in fp32 on the device of its inputs."""
+    return _class_copy(block).to(args[0].device, torch.float32)
 
 
 def _tensors(output: Output) -> list[torch.Tensor]:

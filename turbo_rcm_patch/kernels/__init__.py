@@ -5,6 +5,8 @@ Every exported function takes ``implementation="auto" | "triton" | "torch"``; se
 
 from .attention import MAX_HEAD_DIM, attention
 from .attention_8bit import attention_8bit
+from .block_sparse_attention import BLOCKS as SPARSE_BLOCKS
+from .block_sparse_attention import block_sparse_attention, block_sparse_attention_8bit, kept_share
 from .choice import (
     attention_8bit_kernel,
     attention_kernel_name,
@@ -46,6 +48,7 @@ __all__ = [
     "INT8",
     "MAX_HEAD_DIM",
     "MAX_RUNS",
+    "SPARSE_BLOCKS",
     "KeptBlocks",
     "Quantized",
     "QuantizedQKV",
@@ -55,6 +58,8 @@ __all__ = [
     "attention_8bit",
     "attention_8bit_kernel",
     "attention_kernel_name",
+    "block_sparse_attention",
+    "block_sparse_attention_8bit",
     "check_sparsity",
     "compile_ahead",
     "conv_kernel",
@@ -63,6 +68,7 @@ __all__ = [
     "gemm_kernel",
     "interpreting",
     "kept_blocks",
+    "kept_share",
     "layer_norm_modulate",
     "linear_8bit",
     "linear_gelu",

@@ -18,6 +18,7 @@ import torch
 from . import attention_hopper, conv_hopper, gemm_hopper
 from .attention import _attention, _attention_backward
 from .attention_8bit import attention_8bit
+from .block_sparse_attention import block_sparse_attention, block_sparse_attention_8bit
 from .coefficient import MAX_RUNS, Runs
 from .conv_skip import conv_skip
 from .dispatch import KERNEL_DTYPES, why_not_triton_on
@@ -296,6 +297,20 @@ def launch_sparse_linear_attention() -> None:
         sparse_linear_attention(x, x, x, weight, None, topk=0.5, quantized=quantized)
 
 
+def launch_block_sparse_attention() -> None:
+    formats = {FP16, default_v_format(torch.device("meta"))}
+    cases = [(BF16, head_dim, sizes) for head_dim, sizes in product((64, 128), ((128, 64), (64, 128)))]
+    cases += [(BF16, 128, (64, 64)), (BF16, 128, (128, 128)), (FP32, 64, (128, 64)), (FP32, 128, (64, 128))]
+    for dtype, head_dim, (block_q, block_k) in cases:
+        x, options = meta(2, 300, 3, head_dim, dtype=dtype), {"mass": 0.5, "block_q": block_q, "block_k": block_k}
+        block_sparse_attention(x, x, x, **options)
+        for v_format in sorted(formats, key=str):
+            block_sparse_attention_8bit(quantized_qkv(v_format, head_dim)._replace(dtype=dtype), **options)
+    for dtype, tokens in ((FP16, 300), (BF16, 32760), (BF16, 75600)):
+        x = meta(1, tokens, 3, 128, dtype=dtype)
+        block_sparse_attention(x, x, x, mass=0.5)
+
+
 def quantized_qkv(v_format: torch.dtype, head_dim: int) -> QuantizedQKV:
     x = meta(2, 300, 3, head_dim, dtype=torch.int8)
     v = meta(2, 3, head_dim, 384, dtype=FP8) if v_format == FP8 else meta(2, 300, 3, head_dim, dtype=v_format)
@@ -320,4 +335,5 @@ LAUNCHES = {
     "quantize_qkv": launch_quantize_qkv,
     "attention_8bit": launch_attention_8bit,
     "sparse_linear_attention": launch_sparse_linear_attention,
+    "block_sparse_attention": launch_block_sparse_attention,
 }

@@ -248,7 +248,8 @@ def _sparse_linear_attention(
     block_k: int,
 ) -> torch.Tensor:
     out = q.new_empty(q.shape)
-    portable.sparse_attention_forward(q, k, v, block_map, key_weight, state, proj_bias, block_q, block_k, out)
+    branch = portable.LinearBranch(key_weight, state, proj_bias)
+    portable.sparse_attention_forward(q, k, v, portable.Blocks(block_map, block_q, block_k), branch, out)
     return out
 
 
@@ -275,7 +276,8 @@ def _sparse_linear_attention_8bit(
 ) -> torch.Tensor:
     out = q.new_empty(q.shape)
     qkv = QuantizedQKV(q8, q_scale, k8, k_scale, v8, v_scale, q.dtype)
-    portable_8bit.sparse_attention_forward(qkv, q, block_map, key_weight, state, proj_bias, block_q, block_k, out)
+    branch = portable.LinearBranch(key_weight, state, proj_bias)
+    portable_8bit.sparse_attention_forward(qkv, q, portable.Blocks(block_map, block_q, block_k), branch, out)
     return out
 
 

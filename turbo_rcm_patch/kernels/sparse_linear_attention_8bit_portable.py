@@ -1,7 +1,7 @@
-"""The portable sparse-linear attention with the softmax's q, k and v in 8 bits: sm_80 to sm_120.
+"""The portable attention to kept blocks with the softmax's q, k and v in 8 bits: sm_80 to sm_120.
 
-As attention_8bit_portable, over the keys of the kept blocks alone, and with the linear branch, which takes q as it was
-before 8 bits, added before the only store.
+As attention_8bit_portable, over the keys of the kept blocks alone, and with what is added to it, the linear branch,
+which takes q as it was before 8 bits, or what stands for the blocks that were left out, before the only store.
 """
 
 from __future__ import annotations
@@ -17,28 +17,33 @@ from .launch import launch_kernel, register_options
 from .quantize_qkv import QuantizedQKV
 from .quantized import FP8
 from .quantized_attention_reference import KEY_GROUP
-from .sparse_linear_attention_portable import add_linear_branch, fit_tile, kept_keys, key_of, state_operand
+from .sparse_linear_attention_portable import (
+    Blocks,
+    LinearBranch,
+    add_left_out,
+    add_linear_branch,
+    block_operands,
+    branch_operands,
+    fit_tile,
+    kept_keys,
+    key_of,
+    list_of,
+)
 from .tma import head_strides
 
 
 def sparse_attention_forward(
-    qkv: QuantizedQKV,
-    q: torch.Tensor,
-    block_map: torch.Tensor,
-    key_weight: torch.Tensor,
-    state: torch.Tensor,
-    bias: torch.Tensor | None,
-    block_q: int,
-    block_k: int,
-    out: torch.Tensor,
+    qkv: QuantizedQKV, q: torch.Tensor | None, blocks: Blocks, branch: LinearBranch | None, out: torch.Tensor
 ) -> None:
-    """Write softmax attention to the kept blocks of qkv plus the linear branch of q [B, S, H, D], of any strides, to
-    out; the rest as in sparse_linear_attention_portable."""
-    q = readable(q)
-    batch, tokens, heads, head_dim = q.shape
-    capability = device_properties(q.device)[0]
-    tile = fit_tile(choose_tile(capability, qkv.v.dtype), block_q, block_k, capability)
-    with torch.cuda.device_of(q):
+    """Write softmax attention of qkv to the kept blocks, and what is added to it, to out, packed [B, S, H, D].
+
+    q: what the branch takes, [B, S, H, D] of any strides; None without one.
+    """
+    q = None if q is None else readable(q)
+    batch, tokens, heads, head_dim = qkv.q.shape
+    capability = device_properties(qkv.q.device)[0]
+    tile = fit_tile(choose_tile(capability, qkv.v.dtype), blocks.block_q, blocks.block_k, capability)
+    with torch.cuda.device_of(qkv.q):
         launch_kernel(
             _sparse_attention_8bit_kernel,
             (triton.cdiv(tokens, tile.BLOCK_M), heads, batch),
@@ -48,38 +53,39 @@ def sparse_attention_forward(
             qkv.k_scale,
             values_operand(qkv.v, tile.BLOCK_N, capability),
             qkv.v_scale,
-            tile_operand(q, tile.BLOCK_M, capability),
-            block_map.contiguous(),
-            key_weight,
-            state_operand(state, capability),
-            None if bias is None else bias.contiguous(),
+            None if q is None else tile_operand(q, tile.BLOCK_M, capability),
+            *block_operands(blocks),
+            *branch_operands(branch, capability),
             out,
             tokens,
             heads,
-            block_map.shape[3],
+            blocks.block_map.shape[3],
             *head_strides(q),
             V_FP8=qkv.v.dtype == FP8,
             HEAD_DIM=head_dim,
             GROUP=KEY_GROUP,
-            QUERIES=block_q,
-            KEYS=block_k,
+            QUERIES=blocks.block_q,
+            KEYS=blocks.block_k,
             **tile._asdict(),
             **register_options(capability),
         )
 
 
-@triton.jit(do_not_specialize=["tokens", "heads", "kept"])
+@triton.jit(do_not_specialize=["tokens", "heads", "width"])
 def _sparse_attention_8bit_kernel(
-    q, q_scale, k, k_scale, v, v_scale, wide_q, block_map, key_weight, state, bias, out, tokens, heads, kept,
+    q, q_scale, k, k_scale, v, v_scale, wide_q, block_map, counts, kept_share, left_value, key_weight, state, bias, out,
+    tokens, heads, width,
     wide_q_stride_b, wide_q_stride_s, wide_q_stride_h, V_FP8: tl.constexpr, HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M queries of one head and of one block of queries."""
+    """One program: BLOCK_M queries of one head and of one block of queries. counts, kept_share and left_value may be
+    None, and wide_q, key_weight, state and bias."""
     start = tl.program_id(0) * BLOCK_M
     head = tl.program_id(1)
     sample = tl.program_id(2)
     strides = (tl.cast(tokens, tl.int64) * heads * HEAD_DIM, heads * HEAD_DIM, HEAD_DIM)
-    kept_blocks, whole, cut = kept_keys(block_map, sample, head, heads, start, tokens, kept, QUERIES, KEYS)
+    row = list_of(sample, head, heads, start, tokens, QUERIES)
+    kept_blocks, kept, whole, cut = kept_keys(block_map, counts, row, width, tokens, KEYS)
     rows = start + tl.arange(0, BLOCK_M)
     q_tile = load_tile(q, strides, sample, head, start, tokens, HEAD_DIM, BLOCK_M, HEAD_DIM)
     row_scales = q_scale + (sample.to(tl.int64) * tokens + rows) * heads + head
@@ -111,8 +117,11 @@ def _sparse_attention_8bit_kernel(
 
     channels = (sample.to(tl.int64) * heads + head) * HEAD_DIM + tl.arange(0, HEAD_DIM)
     output = output * (1.0 / tl.sum(row_sum, 1))[:, None] * tl.load(v_scale + channels)[None, :]
-    wide_strides = (wide_q_stride_b, wide_q_stride_s, wide_q_stride_h)
-    output = add_linear_branch(
-        output, wide_q, wide_strides, key_weight, state, bias, sample, head, heads, start, tokens, HEAD_DIM
-    )
+    if kept_share is not None:
+        output = add_left_out(output, kept_share, left_value, row, HEAD_DIM)
+    if state is not None:
+        wide_strides = (wide_q_stride_b, wide_q_stride_s, wide_q_stride_h)
+        output = add_linear_branch(
+            output, wide_q, wide_strides, key_weight, state, bias, sample, head, heads, start, tokens, HEAD_DIM
+        )
     store_tile(out, output, sample, head, heads, start, tokens, HEAD_DIM, BLOCK_M, HEAD_DIM)

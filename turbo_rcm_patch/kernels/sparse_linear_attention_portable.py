@@ -1,10 +1,13 @@
-"""The portable sparse-linear attention, written once: sm_80 to sm_120.
+"""The portable attention to kept blocks, of sparse-linear and of block-sparse attention: sm_80 to sm_120.
 
-As attention_forward, over the keys of the kept blocks alone; then, where the result still is in registers, the linear
-branch is added by one product with the state of the pre-pass (sparse_linear_attention_prepass.py).
+As attention_forward, over the keys of the kept blocks alone; then, where the result still is in registers, the rest is
+added: the linear branch by one product with the state of the pre-pass (sparse_linear_attention_prepass.py), or of the
+blocks that were left out the share and the value that were estimated (block_sparse_attention_reference.py).
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -33,28 +36,39 @@ MOST_KEYS = 64  # at a time: with 128 registers spill on sm_100, and on sm_90 fe
 FP32_COLUMNS = tl.constexpr(16)
 
 
-def sparse_attention_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    block_map: torch.Tensor,
-    key_weight: torch.Tensor,
-    state: torch.Tensor,
-    bias: torch.Tensor | None,
-    block_q: int,
-    block_k: int,
-    out: torch.Tensor,
-) -> None:
-    """Write softmax attention to the kept blocks plus the linear branch to out.
+class Blocks(NamedTuple):
+    """The key blocks that each block of queries keeps, [B, H, QB, width] int32 and ascending; block_q, block_k: tokens.
 
-    q, k, v [B, S, H, D], bias and block_map [B, H, blocks, kept], int32 and ascending, of any strides; key_weight and
-    state as summarize_keys leaves them; out packed.
+    Of block-sparse attention also: counts [B, H, QB] int32, how many of a list count; kept_share [B, H, QB] and
+    left_value [B, H, QB, D] fp32, by which the softmax is multiplied, and what is added to it.
     """
+
+    block_map: torch.Tensor
+    block_q: int
+    block_k: int
+    counts: torch.Tensor | None = None
+    kept_share: torch.Tensor | None = None
+    left_value: torch.Tensor | None = None
+
+
+class LinearBranch(NamedTuple):
+    """key_weight and state as summarize_keys leaves them, and proj_l's bias [D] of any stride."""
+
+    key_weight: torch.Tensor
+    state: torch.Tensor
+    bias: torch.Tensor | None
+
+
+def sparse_attention_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Blocks, branch: LinearBranch | None, out: torch.Tensor
+) -> None:
+    """Write softmax attention of q, k, v [B, S, H, D], of any strides, to the kept blocks, and what is added to it, to
+    out, packed."""
     q, k, v = readable(q), readable(k), readable(v)
     batch, tokens, heads, head_dim = q.shape
     capability = device_properties(q.device)[0]
     tile = choose_tile("attention", capability, q.dtype, head_dim)
-    tile = fit_tile(tile, block_q, min(block_k, MOST_KEYS), capability)
+    tile = fit_tile(tile, blocks.block_q, min(blocks.block_k, MOST_KEYS), capability)
     with torch.cuda.device_of(q):
         launch_kernel(
             _sparse_attention_kernel,
@@ -62,24 +76,35 @@ def sparse_attention_forward(
             tile_operand(q, tile.BLOCK_M, capability),
             tile_operand(k, tile.BLOCK_N, capability),
             tile_operand(v, tile.BLOCK_N, capability),
-            block_map.contiguous(),
-            key_weight,
-            state_operand(state, capability),
-            None if bias is None else bias.contiguous(),
+            *block_operands(blocks),
+            *branch_operands(branch, capability),
             out,
             tokens,
             heads,
-            block_map.shape[3],
+            blocks.block_map.shape[3],
             head_dim**-0.5 * LOG2_E,
             *head_strides(q),
             *head_strides(k),
             *head_strides(v),
             HEAD_DIM=head_dim,
-            QUERIES=block_q,
-            KEYS=block_k,
+            QUERIES=blocks.block_q,
+            KEYS=blocks.block_k,
             **tile._asdict(),
             **register_options(capability),
         )
+
+
+def block_operands(blocks: Blocks) -> tuple[torch.Tensor | None, ...]:
+    """block_map, counts, kept_share and left_value as kernels take them."""
+    return blocks.block_map.contiguous(), blocks.counts, blocks.kept_share, blocks.left_value
+
+
+def branch_operands(branch: LinearBranch | None, capability: tuple[int, int]) -> tuple[object, ...]:
+    """key_weight, state and bias as kernels take them."""
+    if branch is None:
+        return None, None, None
+    bias = None if branch.bias is None else branch.bias.contiguous()
+    return branch.key_weight, state_operand(branch.state, capability), bias
 
 
 def fit_tile(tile: Tile, block_q: int, block_k: int, capability: tuple[int, int]) -> Tile:
@@ -99,14 +124,22 @@ def state_operand(state: torch.Tensor, capability: tuple[int, int]) -> torch.Ten
 
 
 @triton.jit
-def kept_keys(block_map, sample, head, heads, query, tokens, kept, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """Of the query's block: where its list of key blocks is, how many of them are whole, and the first key of the one
-    that is not; the number of tokens where all are."""
-    row = (tl.cast(sample, tl.int64) * heads + head) * tl.cdiv(tokens, QUERIES) + query // QUERIES
-    kept_blocks = block_map + row * kept
+def list_of(sample, head, heads, query, tokens, QUERIES: tl.constexpr):
+    """The number of the list of the query's block."""
+    return (tl.cast(sample, tl.int64) * heads + head) * tl.cdiv(tokens, QUERIES) + query // QUERIES
+
+
+@triton.jit
+def kept_keys(block_map, counts, row, width, tokens, KEYS: tl.constexpr):
+    """Of list `row`: where it is, how many key blocks it holds, how many of them are whole, and the first key of the
+    one that is not; the number of tokens where all are. counts may be None: each list is full."""
+    kept_blocks = block_map + row * width
+    kept = width
+    if counts is not None:
+        kept = tl.load(counts + row)
     last = tl.load(kept_blocks + kept - 1) * KEYS
     cut = last + KEYS > tokens
-    return kept_blocks, kept - cut.to(tl.int32), tl.where(cut, last, tokens)
+    return kept_blocks, kept, kept - cut.to(tl.int32), tl.where(cut, last, tokens)
 
 
 @triton.jit
@@ -114,6 +147,13 @@ def key_of(kept_blocks, i, kept, KEYS: tl.constexpr, BLOCK_N: tl.constexpr):
     """Where the i-th tile of BLOCK_N keys of the kept blocks begins; behind the last one, within the last block."""
     PARTS: tl.constexpr = KEYS // BLOCK_N
     return tl.load(kept_blocks + tl.minimum(i // PARTS, kept - 1)) * KEYS + i % PARTS * BLOCK_N
+
+
+@triton.jit
+def add_left_out(output, kept_share, left_value, row, HEAD_DIM: tl.constexpr):
+    """kept_share · output [M, D] plus left_value, of list `row`."""
+    values = tl.load(left_value + row * HEAD_DIM + tl.arange(0, HEAD_DIM))
+    return output * tl.load(kept_share + row) + values[None, :]
 
 
 @triton.jit
@@ -152,20 +192,22 @@ def add_linear_branch(
     return output
 
 
-@triton.jit(do_not_specialize=["tokens", "heads", "kept"])
+@triton.jit(do_not_specialize=["tokens", "heads", "width"])
 def _sparse_attention_kernel(
-    q, k, v, block_map, key_weight, state, bias, out, tokens, heads, kept, scale_log2,
+    q, k, v, block_map, counts, kept_share, left_value, key_weight, state, bias, out, tokens, heads, width, scale_log2,
     q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,
     HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M queries of one head and of one block of queries."""
+    """One program: BLOCK_M queries of one head and of one block of queries. counts, kept_share and left_value may be
+    None, and key_weight, state and bias."""
     start = tl.program_id(0) * BLOCK_M
     head = tl.program_id(1)
     sample = tl.program_id(2)
     k_strides = (k_stride_b, k_stride_s, k_stride_h)
     v_strides = (v_stride_b, v_stride_s, v_stride_h)
     q_strides = (q_stride_b, q_stride_s, q_stride_h)
-    kept_blocks, whole, cut = kept_keys(block_map, sample, head, heads, start, tokens, kept, QUERIES, KEYS)
+    row = list_of(sample, head, heads, start, tokens, QUERIES)
+    kept_blocks, kept, whole, cut = kept_keys(block_map, counts, row, width, tokens, KEYS)
     q_tile = load_tile(q, q_strides, sample, head, start, tokens, HEAD_DIM, BLOCK_M, HEAD_DIM)
     output = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -184,7 +226,11 @@ def _sparse_attention_kernel(
         output, row_max, row_sum = attend(
             q_tile, k_tile, v_tile, output, row_max, row_sum, tokens - key, scale_log2, MASK=True
         )
-    output = add_linear_branch(
-        output / row_sum[:, None], q, q_strides, key_weight, state, bias, sample, head, heads, start, tokens, HEAD_DIM
-    )
+    output = output / row_sum[:, None]
+    if kept_share is not None:
+        output = add_left_out(output, kept_share, left_value, row, HEAD_DIM)
+    if state is not None:
+        output = add_linear_branch(
+            output, q, q_strides, key_weight, state, bias, sample, head, heads, start, tokens, HEAD_DIM
+        )
     store_tile(out, output, sample, head, heads, start, tokens, HEAD_DIM, BLOCK_M, HEAD_DIM)

@@ -10,7 +10,8 @@ import torch
 from diffusers import AutoencoderKLWan
 
 from ..config import PatchConfig, resolve_config
-from ..tiers import SPARSE
+from ..tiers import BLOCK_SPARSE, SPARSE
+from .block_sparse import why_trained_otherwise
 from .families import SUPPORTED, check_supported, family_of, wan_vae
 from .families.family import Binding
 from .families.wan.graph import WanGraph, graph_of
@@ -32,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 RESTORED = "restored: nothing is patched any more"
 _JOURNAL = "_turbo_rcm_patch_journal"  # the attribute of a patched model that holds its Journal
+
+
+# What a tier refuses of a model, by its name and its blocks with their paths, as a sentence or None.
+_REFUSALS = {SPARSE: why_not_sparse, BLOCK_SPARSE: why_trained_otherwise}
 
 
 class PatchError(RuntimeError):
@@ -157,10 +162,11 @@ def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
         ValueError, TypeError: for an unknown preset, a config of another type, or one that does not fit the model.
     """
     config = resolve_config(config)
-    if config.tier == SPARSE:
+    if config.tier in _REFUSALS:
         models, _ = _models_of(target)
         check_patchable(models)
-        problems = [why_not_sparse(name, family_of(model).every_block(model)) for name, model in models.items()]
+        why_not = _REFUSALS[config.tier]
+        problems = [why_not(name, family_of(model).every_block(model)) for name, model in models.items()]
         if any(problems):
             raise PatchError("cannot patch: " + " ".join(filter(None, problems)))
     return apply_patch(target, config, lambda journal, _, model: replace_computation(journal, model, config))

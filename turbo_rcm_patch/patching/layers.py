@@ -205,7 +205,7 @@ def choose_attention(call: Call, head_dim: int, with_backward: bool) -> tuple[st
     if call.config.attention == "sdpa":
         return "torch", "attention='sdpa'"
     implementation, reason = call.choose(has_gradient=True)
-    if reason is None and call.config.attention == "auto" and implementation == "auto":
+    if reason is None and call.config.attention != "triton" and implementation == "auto":
         reason = kernels.why_sdpa(call.device, call.dtype, head_dim, with_backward=with_backward)
     return (implementation, None) if reason is None else ("torch", reason)
 

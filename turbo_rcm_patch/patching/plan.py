@@ -54,8 +54,8 @@ class Call(NamedTuple):
     it varies by, "sample", "token" or "run".
     derivative: "backward" where autograd records the call, "forward" in forward mode or under another function
     transform, else None. backend: diffusers' for attention. why_whole: why its inputs require that a self-attention is
-    called as a whole; None when they do not. exactly: why the attention runs in the model's dtype in a tier that has
-    8 bits for it; None where it need not.
+    called as a whole; None when they do not. exactly: why the attention runs in the model's dtype, to all keys, in a
+    tier that errs more in it; None where it need not.
     """
 
     config: PatchConfig
@@ -89,12 +89,13 @@ class Call(NamedTuple):
 
 
 def call_of(
-    shared: Shared, block: nn.Module, x: torch.Tensor, context: torch.Tensor, gate: str, why_whole: str | None
+    state: BlockState, block: nn.Module, x: torch.Tensor, context: torch.Tensor, gate: str, why_whole: str | None
 ) -> Call:
     """The kind of call for hidden states x [B, S, C] and a prompt [B|1, L, C]."""
     sizes = x.shape[0], x.shape[0] * x.shape[1], *context.shape[:2]
     now = derivative_of(block, x, context), active_backend()
-    return Call(shared.config, x.device, x.dtype, *sizes, gate, *now, why_whole, shared.why_exact_attention())
+    exactly = state.exactly or state.shared.why_exact_attention()
+    return Call(state.shared.config, x.device, x.dtype, *sizes, gate, *now, why_whole, exactly)
 
 
 def active_backend() -> AttentionBackendName:
@@ -174,7 +175,7 @@ class Shared:
     def why_exact_attention(self) -> str | None:
         """Why the attention of the forward under way runs in the model's dtype, in a few words; None: the tier says."""
         counts = self.config.exact_steps
-        if counts is None or self.steps is None or "attention" not in self.config.quantize:
+        if counts is None or self.steps is None or self.config.attends_exactly:
             return None
         return "steps unknown to torch.compile" if torch.compiler.is_compiling() else self.steps.why_exact(*counts)
 
@@ -184,11 +185,13 @@ class Shared:
 
 
 class BlockState(NamedTuple):
-    """What the patch keeps on a block. attention_class: of its attentions."""
+    """What the patch keeps on a block. attention_class: of its attentions. exactly: why its self-attention runs exactly
+    in every step, in a few words; None where it need not."""
 
     shared: Shared
     attention_class: type
     plans: Plans
+    exactly: str | None = None
 
 
 def state_of(block: nn.Module) -> BlockState:

@@ -14,7 +14,7 @@ from torch import nn
 
 from .. import kernels
 from ..kernels import FP8, INT8, Quantized
-from ..tiers import QUANTIZED
+from ..tiers import BLOCK_SPARSE, QUANTIZED
 from .plan import MODULE, REFERENCE, Call, Step
 from .quantized_weights import bias_bound, quantized_weight, why_not_read
 
@@ -150,7 +150,7 @@ def why_not_attention(attn: nn.Module, call: Call) -> str | None:
     What diffusers' dispatch or several GPUs do with it is another question (layers.py).
     """
     config = call.config
-    if config.tier != QUANTIZED:
+    if config.tier not in (QUANTIZED, BLOCK_SPARSE):
         return f"{config.tier.name} tier"
     if "attention" not in config.quantize:
         return "not in quantize"

@@ -118,7 +118,8 @@ def why_not_sparse(name: str, blocks: NamedBlocks) -> str | None:
     if not any(has_projection(block.attn1) for _, block in blocks):
         return (
             f"{name} has no proj_l, which weights that were trained with sparse-linear attention (SLA) bring; load "
-            "them with trp.load_turbodiffusion, or take the preset 'exact' or 'quantized'."
+            "them with trp.load_turbodiffusion, take attention='block_sparse' (the preset 'block_sparse'), which needs "
+            "no training, or the preset 'exact' or 'quantized'."
         )
     return why_not_wan_attention(name, blocks)
 

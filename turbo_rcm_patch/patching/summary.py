@@ -125,7 +125,7 @@ def decoder_rows(vae: nn.Module) -> Iterator[Row]:
 
 
 def _exact_steps(config: PatchConfig) -> str | None:
-    if not any(config.exact_steps or ()) or "attention" not in config.quantize:
+    if not any(config.exact_steps or ()) or config.attends_exactly:
         return None
     first, last = config.exact_steps
     return f"self-attention in the model's dtype in the first {first} and last {last} steps, under torch.compile in all"
@@ -177,7 +177,7 @@ def current_plan(transformer: nn.Module, block: nn.Module) -> BlockPlan:
         )
     # Under offloading the weights rest elsewhere than the forward runs.
     device, dtype = get_module_execution_device(transformer), compute_dtype(transformer)
-    exactly = NOT_COUNTED if latest.exactly == NOT_COUNTED else None
+    exactly = state.exactly or (NOT_COUNTED if latest.exactly == NOT_COUNTED else None)
     call = latest._replace(device=device, dtype=dtype, derivative=None, backend=active_backend(), exactly=exactly)
     return decide(state.attention_class, block, call)
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from ...config import PatchConfig
 from ...plain import hook_on
+from ..block_sparse import layers_attended_exactly
 from ..copying import reduce_ex, refuse_replicas
 from ..journal import bind, slot_below_hooks
 from ..plan import STATE, BlockState, Plans, Shared
@@ -75,9 +76,10 @@ class Family:
         shared = Shared(config, steps)
         forwards = {module: bind(forward, module) for _, module, forward in self._targets(transformer, config)}
         states = [
-            (block, STATE, BlockState(shared, blocks.attention_class, Plans()))
+            (block, STATE, BlockState(shared, blocks.attention_class, Plans(), exactly.get(index)))
             for blocks in self.blocks
-            for _, block in blocks.of(transformer)
+            for exactly in [layers_attended_exactly(config, len(getattr(transformer, blocks.name)))]
+            for index, (_, block) in enumerate(blocks.of(transformer))
         ]
         copied = [
             (module, "__reduce_ex__", bind(reduce_ex, module)) for module in dict.fromkeys([transformer, *forwards])

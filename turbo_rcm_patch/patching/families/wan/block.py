@@ -15,8 +15,8 @@ from diffusers.models.attention import FeedForward
 from torch import nn
 
 from ....plain import is_original, why_not_plain
-from ....tiers import EXACT
-from ... import quantized_layers
+from ....tiers import BLOCK_SPARSE, EXACT
+from ... import block_sparse, quantized_layers
 from ...layers import (
     Tables,
     attention,
@@ -29,6 +29,7 @@ from ...layers import (
     projection_with_skip,
     qkv_projection,
     skip_after,
+    why_not_own_attention,
     why_not_quantized_attention,
 )
 from ...plan import LINEAR, MODULE, Call, Step
@@ -231,13 +232,11 @@ def _self_attention(block, attention_class: type, call: Call, stored: Storage, r
     out = projection_with_skip(list(attn.to_out), stored, result, call, gated=True)
     reason = "sparse" if is_sparse(attn) else why_not_quantized_attention(attn, call)
     if reason is None:
-        attended = quantized_layers.attention(call, out.takes)
+        attended = _quantized_attention(attn, call, out.takes)
         return QuantizedSelfAttention(
             norm, qkv.fed_by(norm), quantized_layers.quantize_qkv(attn, call), attended, out.fed_by(attended)
         )
-    attended = sparse_attention(attn, call) if is_sparse(attn) else attention(attn, call)
-    if call.config.tier != EXACT and not is_sparse(attn):
-        attended = attended._replace(reason=reason)
+    attended = sparse_attention(attn, call) if is_sparse(attn) else _wide_attention(attn, call, reason)
     return SelfAttention(
         attn.heads,
         norm,
@@ -247,6 +246,29 @@ def _self_attention(block, attention_class: type, call: Call, stored: Storage, r
         attended,
         out.fed_by(attended),
     )
+
+
+def _quantized_attention(attn, call: Call, result: torch.dtype | None) -> Step:
+    """A self-attention in 8 bits; where another tier's is not dense, with the reason for one that is."""
+    reason = block_sparse.why_dense(attn, call)
+    if reason is None:
+        return block_sparse.attention(attn, call, quantized=True)
+    attended = quantized_layers.attention(call, result)
+    return attended._replace(reason=reason) if call.config.tier == BLOCK_SPARSE else attended
+
+
+def _wide_attention(attn, call: Call, why_not_8_bits: str) -> Step:
+    """A self-attention in the model's dtype, with the reason where the tier has another one."""
+    tier = call.config.tier
+    if tier == BLOCK_SPARSE:
+        reason = why_not_own_attention(attn, call.backend, derivative=call.derivative)
+        reason = reason or block_sparse.why_dense(attn, call)
+        if reason is not None:
+            return attention(attn, call)._replace(reason=reason)
+        attended = block_sparse.attention(attn, call, quantized=False)
+        return attended._replace(reason=why_not_8_bits) if call.config.in_8_bits("attention") else attended
+    attended = attention(attn, call)
+    return attended if tier == EXACT else attended._replace(reason=why_not_8_bits)
 
 
 def _cross_attention(block, attention_class: type, call: Call, stored: Storage):

@@ -52,7 +52,7 @@ def run_block(
     """
     state = state_of(block)
     reason = "attention mask" if mask is not None else why_whole(rotary)
-    call = call_of(state.shared, block, x, context, gate_varies_by(modulation[2]), reason)
+    call = call_of(state, block, x, context, gate_varies_by(modulation[2]), reason)
     plan = state.plans.get(block, call, partial(decide, state.attention_class))
     warn_of_saturation(state.shared)
     inputs = (x, context, modulation, rotary, mask)

@@ -1,0 +1,58 @@
+"""What scripts/measure_block_sparsity.py found, as tables from which a user chooses a `mass`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .tables import table
+
+HEADER = ("", "kept, %", "of a layer, %", "mean error", "largest", "right, %", "vs unpatched", "PSNR to exact, dB")
+
+
+def block_sparsity_page(measured: Mapping, file: str) -> str:
+    """A section of the results page. measured: as read from the JSON file of that name."""
+    settings, variants = measured["settings"], measured["variants"]
+    block_q, block_k = settings["blocks"]
+    exact = measured["exact"]["accuracy"]["overall"]["share"]
+    by_layer = [
+        [f"`{layer['block']}`, step {layer['step']}", *(_kept_and_error(row["layers"][i]) for row in variants)]
+        for i, layer in enumerate(variants[0]["layers"])
+    ]
+    return f"""
+## Block-sparse attention, by mass
+
+What `attention="block_sparse"` costs the embedded model, which was trained without it, in {settings["steps"]} steps
+({settings["dtype"]} on a CPU, nothing in 8 bits). It has 700 tokens, so that blocks have {block_q} queries and
+{block_k} keys here; at real sizes they have 128 and 64, and there is more to leave out. Kept: the share of key blocks.
+Error: the relative L2 of a layer's attention to a dense one, on one video, in the first and the last step. Right: what
+{settings["n"]} held-out captions ask for and the videos show; exactly patched {_percent(exact)} %. File: `{file}`.
+
+{table([HEADER, *map(_cells, variants)], markdown=True)}
+
+By layer, what is kept and the error:
+
+{table([("layer", *(row["variant"] for row in variants)), *by_layer], markdown=True)}
+"""
+
+
+def _cells(row: Mapping) -> list[str]:
+    kept, errors = ([layer[key] for layer in row["layers"]] for key in ("kept", "error"))
+    overall, change = row["accuracy"]["overall"], row["change"]
+    return [
+        row["variant"],
+        f"{100 * sum(kept) / len(kept):.0f}",
+        f"{100 * min(kept):.0f} to {100 * max(kept):.0f}",
+        f"{sum(errors) / len(errors):.1e}",
+        f"{max(errors):.1e}",
+        f"{_percent(overall['share'])} ± {_percent(overall['standard_error'])}",
+        f"{100 * change['share']:+.1f} ± {_percent(change['standard_error'])}",
+        f"{row['psnr_to_exact']:.1f}",
+    ]
+
+
+def _kept_and_error(layer: Mapping) -> str:
+    return f"{100 * layer['kept']:.0f} %, {layer['error']:.1e}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"

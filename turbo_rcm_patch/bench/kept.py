@@ -1,0 +1,37 @@
+"""How much of the key blocks block-sparse attention keeps, by block of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+from torch import nn
+
+from .. import kernels
+from ..patching.block_sparse import why_dense
+from ..patching.plan import state_of
+from ..tiers import BLOCK_SPARSE
+from .parts import self_attention_inputs, trace_of
+
+
+@dataclass(frozen=True)
+class KeptShare:
+    """What a block of a model keeps of its pairs of blocks of queries and keys at one step; 1.0 where it is dense."""
+
+    block: str
+    step: int
+    share: float
+
+
+def kept_share_of(block: nn.Module, oracle: nn.Module, args: tuple) -> float | None:
+    """The share that a patched block that ran already keeps; None for one of another tier or of another class than
+    Wan's. oracle and args: as of `part_errors`, whose q and k count."""
+    state = state_of(block)
+    config, call = state.shared.config, state.plans.latest
+    if config.tier != BLOCK_SPARSE or type(block) is not WanTransformerBlock or call is None:
+        return None
+    if why_dense(block.attn1, call) is not None:
+        return 1.0
+    q, k, _ = self_attention_inputs(block.attn1, trace_of(oracle, args), args[3])
+    block_q, block_k = config.blocks or kernels.SPARSE_BLOCKS
+    return kernels.kept_share(q, k, mass=config.mass, block_q=block_q, block_k=block_k)
