@@ -134,8 +134,8 @@ def launch(
 ) -> None:
     """Run a kernel around ``gemm`` on a [samples·M, K] and weight [N, K], and perhaps a second pair.
 
-    The kernel takes a, weight, samples, M, N, K, stride_a, stride_w, a_scale, w_scale, the second pair with R, stride_low
-    and stride_up, the arguments, the constants, and the constexprs DESCRIPTORS, ROWS, COLUMNS, DEPTH.
+    The kernel takes a, weight, samples, M, N, K, stride_a, stride_w, a_scale, w_scale, the second pair, R, stride_low,
+    stride_up, the arguments, the constants, and the constexprs DESCRIPTORS, ROWS, COLUMNS, DEPTH.
     """
     a, weight = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (a, weight))
     if a.element_size() == 1 and not (matrix_fits_tma(a) and matrix_fits_tma(weight) and a.shape[1] % 16 == 0):
@@ -221,7 +221,9 @@ def gemm(
         row = row_tile * ROWS
         column = column_tile * COLUMNS
         acc = tl.zeros((ROWS, COLUMNS), SUM)
-        acc = add_products(acc, a, weight, sample, row, column, samples, M, N, K, stride_a, stride_w, DESCRIPTORS, DEPTH)
+        acc = add_products(
+            acc, a, weight, sample, row, column, samples, M, N, K, stride_a, stride_w, DESCRIPTORS, DEPTH
+        )
         if low is not None:
             LOW: tl.constexpr = low.dtype if DESCRIPTORS else low.dtype.element_ty
             LOW_DEPTH: tl.constexpr = DEPTH * OPERAND.primitive_bitwidth // LOW.primitive_bitwidth

@@ -144,7 +144,8 @@ def launch(
     bound: Bound | None = None,
     second: SecondPair = NO_PAIR,
 ) -> None:
-    """Write ``c_skip ⊙ residual + c_out ⊙ f(a Wᵀ + low upᵀ + b)`` to out, f GELU or nothing; `why_not` must have been None.
+    """Write ``c_skip ⊙ residual + c_out ⊙ f(a Wᵀ + low upᵀ + b)`` to out, f GELU or nothing; `why_not` must have been
+    None.
 
     a: [samples·M, K]. weight: [N, K]. bias: [N], contiguous. out, residual: [samples·M, N], contiguous.
     c_skip, c_out: canonical coefficients (coefficient.py) per sample, c_out also per channel, or None for 1. starts: of

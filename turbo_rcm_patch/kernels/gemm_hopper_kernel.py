@@ -66,8 +66,8 @@ def gemm_of_three_kernel(
     M, N, K,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """``a Wᵀ + low upᵀ + b`` for three W [N, K] and b [N], low [M, 3·rank] and up [3N, rank]. All are descriptors but the
-    biases and scales, which may be None, as may the second pair."""
+    """``a Wᵀ + low upᵀ + b`` for three W [N, K] and b [N], low [M, 3·rank] and up [3N, rank]. All are descriptors but
+    the biases and scales, which may be None, as may the second pair."""
     scales = (a_scale, (scale_0, scale_1, scale_2), (None, None, None, None))
     coefficients = (None, 0, None, 0, 0, None, 0, 1.0, 1.0)
     epilogue = (None, (out_0, out_1, out_2), (bias_0, bias_1, bias_2), coefficients, None, scales)
@@ -290,7 +290,7 @@ def _consume(
         )  # fmt: skip
         tma.store_wait(0)  # until the stores have read the staging buffer
         mbarrier.arrive(free)
-        count += 1  # noqa: SIM113
+        count += 1
     tma.store_wait(0)
 
 

@@ -60,8 +60,8 @@ def linear_skip(
         fp16. Positive. An fp16 result of another scale than 1 saturates (see saturation.py).
     implementation: "auto", "triton" or "torch" (see dispatch.py).
 
-    Differentiable in every tensor; with Runs, 8 bits or low_rank the reference is. Raises ValueError for other dtypes and scales,
-    and for shapes, formats, dtypes or devices that do not fit together.
+    Differentiable in every tensor; with Runs, 8 bits or low_rank the reference is. Raises ValueError for other dtypes
+    and scales, and for shapes, formats, dtypes or devices that do not fit together.
     """
     check_linear("linear_skip", a, weight, bias)
     values, weight_values, scales = split_scales(a, weight)

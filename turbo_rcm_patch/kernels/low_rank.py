@@ -18,11 +18,11 @@ from .quantized import Quantized, QuantizedWeight
 class LowRank(NamedTuple):
     """The two factors beside a weight [N, K], or beside G = 3 weights of one input, whose factors lie in their order.
 
-    down: [G·R, K], in a's dtype, or for a Quantized a QuantizedWeight of its format. up: [G·N, R], in a's dtype; for a
-    Quantized fp32, fp16 or bf16, each row divided by the scale of the weight's row. norm: where the result is to be fp8,
-    a bound on the L2 norm of every row of the product of the factors, 0-d fp32.
-    On sm_90 the kernel written for it takes ranks R that are multiples of RANK_STEP, and in 8 bits bf16: zeros fill them
-    up.
+    down: [G·R, K], in a's dtype, or for a Quantized a QuantizedWeight of its format.
+    up: [G·N, R], in a's dtype; for a Quantized fp32, fp16 or bf16, each row divided by the scale of the weight's row.
+    norm: a bound on the L2 norm of every row of the product of the factors, 0-d fp32, for an fp8 result; else None.
+
+    The kernel for sm_90 takes ranks R that are multiples of RANK_STEP (zeros may fill them up), and in 8 bits bf16.
     """
 
     down: torch.Tensor | QuantizedWeight
@@ -33,9 +33,7 @@ class LowRank(NamedTuple):
 RANK_STEP = 64  # columns of 16 bits in a step along K
 
 
-def check_low_rank(
-    op: str, a: torch.Tensor | Quantized, N: int, low_rank: LowRank | None, weights: int = 1
-) -> None:
+def check_low_rank(op: str, a: torch.Tensor | Quantized, N: int, low_rank: LowRank | None, weights: int = 1) -> None:
     """Raise ValueError unless the factors, where given, fit an a [..., K] and so many weights [N, K]."""
     if low_rank is None:
         return
