@@ -1,0 +1,320 @@
+"""PEFT's LoRA layers inside a projection: what all active adapters of some linears of one input add to them,
+``Σ scale · (x Aᵀ) Bᵀ``, as one product of low rank (kernels/low_rank.py).
+
+    down   the A of all adapters, one below the other        read once, however many there are
+    up     their scale · B, side by side                     in fp32, and rounded once
+
+Both are prepared tensors, written anew, in place, when a matrix or a scale of an adapter has changed: only a write
+through ``.data`` of a matrix is not seen. Beside 8-bit weights down has 8 bits as well, which errs as the weights do.
+What does not follow from A, B, biases and scales alone (DoRA and its like, dropout in training, hooks) is left to the
+layers themselves, as is all under autograd and torch.compile.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..kernels import RANK_STEP, LowRank, QuantizedWeight, quantize_weight, reference
+from ..plain import hook_on, is_lora_layer, linear_of, why_not_plain
+from .quantized_weights import is_quantized, quantized_weight
+
+LIVE = frozenset({"scaling"})  # attributes of LoRA layers that are read at each use
+
+
+def why_not_inside(layer: nn.Module) -> str | None:
+    """Why what a LoRA layer adds does not follow from its matrices and scales, in a few words; None when it does."""
+    if layer.merged or layer.disable_adapters:
+        return "to be merged or unmerged"
+    reason = hook_on(layer)
+    for name in _active(layer):
+        variant, dropout = getattr(layer, "lora_variant", {}).get(name), layer.lora_dropout[name]
+        reason = reason or (None if variant is None else type(variant).__name__)
+        reason = reason or next(filter(None, (why_not_plain(m, nn.Linear) for m in _matrices(layer, name))), None)
+        reason = reason or hook_on(dropout) or ("dropout" if dropout.training and type(dropout) is nn.Dropout else None)
+    return reason or ("fan_in_fan_out" if layer.fan_in_fan_out else None)
+
+
+def _active(layer: nn.Module) -> list[str]:
+    """The adapters that a LoRA layer applies."""
+    return [name for name in layer.active_adapters if name in layer.lora_A]
+
+
+def _matrices(layer: nn.Module, name: str) -> tuple[nn.Linear, nn.Linear]:
+    return layer.lora_A[name], layer.lora_B[name]
+
+
+class Adapter(NamedTuple):
+    """One adapter of a LoRA layer. Its matrices and scale are read anew at each use: they may be replaced."""
+
+    layer: nn.Module
+    name: str
+
+    @property
+    def down(self) -> torch.Tensor:
+        return self.layer.lora_A[self.name].weight
+
+    @property
+    def up(self) -> torch.Tensor:
+        return self.layer.lora_B[self.name].weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self.layer.lora_B[self.name].bias
+
+    @property
+    def scale(self) -> float | torch.Tensor:
+        return self.layer.scaling[self.name]
+
+
+class Linears:
+    """Linears of one input, read past the LoRA layers around them, and what those add.
+
+    linears: the modules whose weights are read. reason: why LoRA layers must be called instead, if so: then the linears
+    are those layers.
+    """
+
+    def __init__(self, linears: Sequence[nn.Module], reason: str | None = None, product: Product | None = None):
+        self.linears, self.reason, self._product = list(linears), reason, product
+
+    @property
+    def first(self) -> nn.Module:
+        return self.linears[0]
+
+    @property
+    def are_quantized(self) -> bool:
+        return all(map(is_quantized, self.linears))
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether all have one shape, and all a bias or none."""
+        each = zip(self.linears, self.biases(), strict=True)
+        return len({(linear.out_features, linear.in_features, bias is None) for linear, bias in each}) == 1
+
+    @property
+    def has_lora(self) -> bool:
+        return self._product is not None
+
+    def named(self, kernel: str) -> str:
+        """A kernel's name for the summary."""
+        return f"{kernel} + LoRA" if self.has_lora else kernel
+
+    def biases(self) -> list[torch.Tensor | None]:
+        """Of every linear, with those of its LoRA layer."""
+        return [linear.bias for linear in self.linears] if self._product is None else self._product.biases()
+
+    def low_rank(self) -> LowRank | None:
+        """Of all linears, as of now; None without LoRA."""
+        return None if self._product is None else self._product.low_rank()
+
+    def low_ranks(self) -> list[LowRank | None]:
+        """Of each linear."""
+        whole, count = self.low_rank(), len(self.linears)
+        if whole is None:
+            return [None] * count
+        down, up, norm = whole
+        ups = up.split([linear.out_features for linear in self.linears])
+        if not isinstance(down, QuantizedWeight):
+            return [LowRank(*factors, norm) for factors in zip(down.chunk(count), ups, strict=True)]
+        downs = map(QuantizedWeight, down.values.chunk(count), down.scale.chunk(count))
+        return [LowRank(*factors, norm) for factors in zip(downs, ups, strict=True)]
+
+    def each(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """``x Wᵀ + b`` and what LoRA adds to it, of x [..., K] in the weights' dtype, by PyTorch: of every linear."""
+        return list(map(_by_torch, itertools.repeat(x), self.linears, self.biases(), self.low_ranks()))
+
+    def only(self, x: torch.Tensor) -> torch.Tensor:
+        """`each` of a lone linear."""
+        return self.each(x)[0]
+
+
+def _by_torch(x: torch.Tensor, linear: nn.Linear, bias: torch.Tensor | None, low_rank: LowRank | None) -> torch.Tensor:
+    low, up = (None, None) if low_rank is None else (F.linear(x, low_rank.down), low_rank.up)
+    return reference.linear(x, linear.weight, bias, low, up)
+
+
+class Products:
+    """The products of low rank of one transformer that its plans hold: each is prepared once, whatever the call."""
+
+    def __init__(self):
+        self._known: WeakValueDictionary[tuple, Product] = WeakValueDictionary()
+
+    def read(
+        self, modules: Sequence[nn.Module], device: torch.device, dtype: torch.dtype, differentiated: bool
+    ) -> Linears:
+        """The linears in these modules of one input, for inputs of this device and dtype."""
+        inner = [linear_of(module) for module in modules]
+        layers = [module for module in inner if is_lora_layer(module)]
+        if not layers:
+            return Linears(inner)
+        reason = "in autograd" if differentiated else "under torch.compile" if torch.compiler.is_compiling() else None
+        reason = reason or next(filter(None, map(why_not_inside, layers)), None)
+        linears = [module.base_layer if is_lora_layer(module) else module for module in inner]
+        if reason is None and not all(isinstance(linear, nn.Linear) for linear in linears):
+            reason = "around no linear"
+        if reason is None and len({is_quantized(linear) for linear in linears}) > 1:
+            reason = "unequal projections"
+        adapters = [[Adapter(m, name) for name in _active(m)] if is_lora_layer(m) else [] for m in inner]
+        reason = reason or _why_elsewhere(adapters, device)
+        if reason is not None:
+            return Linears(inner, f"LoRA layer: {reason}")
+        return Linears(linears, product=self._product(linears, adapters, device, dtype))
+
+    def bring_up_to_date(self) -> tuple[int, ...]:
+        """Let every product be that of its matrices as they are now; returns where they lie, which a replay reads."""
+        return tuple(sorted(at for product in list(self._known.values()) for at in product.bring_up_to_date()))
+
+    def _product(self, linears, adapters, device: torch.device, dtype: torch.dtype) -> Product:
+        parts = [
+            (id(linear), *((id(a.layer), a.name) for a in of)) for linear, of in zip(linears, adapters, strict=True)
+        ]
+        key = (*parts, rank_of(adapters), device, dtype)
+        product = self._known.get(key)
+        if product is None:
+            product = self._known[key] = Product(linears, adapters, device, dtype)
+        return product
+
+    def __reduce__(self) -> tuple:
+        """Copied and pickled empty: these are of the modules that were copied from."""
+        return Products, ()
+
+
+def _why_elsewhere(adapters: Sequence[Sequence[Adapter]], device: torch.device) -> str | None:
+    tensors = [t for of_linear in adapters for adapter in of_linear for t in (adapter.down, adapter.up)]
+    elsewhere = next((t for t in tensors if t.device != device), None)
+    return None if elsewhere is None else f"matrix on {elsewhere.device}"
+
+
+def rank_of(adapters: Sequence[Sequence[Adapter]]) -> int:
+    """The rank that all linears of one input get: the largest sum of any one's adapters, filled up to whole steps."""
+    largest = max(sum(adapter.down.shape[0] for adapter in of_linear) for of_linear in adapters)
+    return -(-max(largest, 1) // RANK_STEP) * RANK_STEP
+
+
+class Product:
+    """What the active adapters of some linears of one input add, prepared when it is first asked for.
+
+    adapters: of each linear, perhaps none. dtype: of the inputs, and of the factors beside weights that have it.
+    """
+
+    def __init__(
+        self,
+        linears: Sequence[nn.Linear],
+        adapters: Sequence[Sequence[Adapter]],
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
+        self._linears, self._adapters, self._device, self._dtype = linears, adapters, device, dtype
+        self._wide = torch.promote_types(dtype, torch.float32)
+        self._rank = rank_of(adapters)
+        self._prepared: dict[str, torch.Tensor] = {}
+        self._seen: list[object] = []
+        self._read: list[object] = []  # kept, so that no other tensor can pass for one of them
+
+    def low_rank(self) -> LowRank:
+        """The factors as of now."""
+        self.bring_up_to_date()
+        parts = self._prepared
+        if "scale" not in parts:
+            return LowRank(parts["down"], parts["up"])
+        return LowRank(QuantizedWeight(parts["down"], parts["scale"]), parts["up"], parts["norm"])
+
+    def biases(self) -> list[torch.Tensor | None]:
+        """Of every linear, with those of its adapters."""
+        self.bring_up_to_date()
+        return [self._prepared.get(f"bias {i}", linear.bias) for i, linear in enumerate(self._linears)]
+
+    def bring_up_to_date(self) -> list[int]:
+        """Prepare anew where a matrix, a bias or a scale changed; returns where the prepared tensors lie."""
+        read = list(self._dependencies())
+        seen = [_state(value) for value in read]
+        if seen != self._seen:
+            # Ordinary tensors, which may be written to with and without inference mode.
+            with torch.inference_mode(False), torch.no_grad():
+                self._write(dict(self._compute()))
+            self._seen, self._read = seen, read
+        return [tensor.data_ptr() for tensor in self._prepared.values()]
+
+    def _dependencies(self) -> Iterator[torch.Tensor | float]:
+        for linear, adapters in zip(self._linears, self._adapters, strict=True):
+            for adapter in adapters:
+                yield from (adapter.down, adapter.up, adapter.scale)
+                if adapter.bias is not None:
+                    yield from filter(_is_tensor, (adapter.bias, linear.bias))
+            if is_quantized(linear):
+                yield quantized_weight(linear).scale
+
+    def _write(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Into the memory of those prepared before, where CUDA graphs find them."""
+        before = self._prepared
+        if [t.shape for t in before.values()] != [t.shape for t in tensors.values()]:
+            self._prepared = tensors
+            return
+        for name, tensor in tensors.items():
+            before[name].copy_(tensor)
+
+    def _compute(self) -> Iterator[tuple[str, torch.Tensor]]:
+        down, ups = self._down(), [self._up(*each) for each in self._each()]
+        if is_quantized(self._linears[0]):
+            weights = [quantized_weight(linear) for linear in self._linears]
+            low = quantize_weight(down, weights[0].format)
+            yield from (("down", low.values), ("scale", low.scale), ("norm", _bound(low, ups)))
+            # In units of the weights' rows. The interpreter multiplies bf16 wrongly.
+            up = torch.cat([up / weight.scale[:, None] for up, weight in zip(ups, weights, strict=True)])
+            yield "up", up.to(torch.bfloat16 if up.is_cuda else torch.float32)
+        else:
+            yield from (("down", down.to(self._dtype)), ("up", torch.cat(ups).to(self._dtype)))
+        for i, (linear, adapters) in enumerate(self._each()):
+            added = [adapter.scale * adapter.bias.to(self._wide) for adapter in adapters if adapter.bias is not None]
+            if added:
+                own = [] if linear.bias is None else [linear.bias.to(self._wide)]
+                yield f"bias {i}", sum([*own, *added]).to(self._dtype)
+
+    def _each(self) -> Iterator[tuple[nn.Linear, Sequence[Adapter]]]:
+        return zip(self._linears, self._adapters, strict=True)
+
+    def _down(self) -> torch.Tensor:
+        """[G·R, K]: of each linear its adapters' A, and zeros."""
+        K = self._linears[0].in_features
+        down = torch.zeros(len(self._linears), self._rank, K, dtype=self._wide, device=self._device)
+        for part, adapters in zip(down, self._adapters, strict=True):
+            first = 0
+            for adapter in adapters:
+                rows = adapter.down.shape[0]
+                part[first : first + rows] = adapter.down
+                first += rows
+        return down.flatten(0, 1)
+
+    def _up(self, linear: nn.Linear, adapters: Sequence[Adapter]) -> torch.Tensor:
+        """[N, R]: of a linear its adapters' scaled B, and zeros."""
+        up = torch.zeros(linear.out_features, self._rank, dtype=self._wide, device=self._device)
+        first = 0
+        for adapter in adapters:
+            columns = adapter.up.shape[1]
+            up[:, first : first + columns] = adapter.up.to(self._wide) * adapter.scale
+            first += columns
+        return up
+
+
+def _bound(down: QuantizedWeight, ups: Sequence[torch.Tensor]) -> torch.Tensor:
+    """No row of a product of down and one of ups has a larger L2 norm: ‖u down‖ ≤ ‖u‖ ‖down‖, of Frobenius."""
+    largest = torch.stack([up.norm(dim=1).amax() for up in ups]).amax()
+    return (largest * down.dequantize().norm()).float()
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _state(value: torch.Tensor | float) -> object:
+    """What differs when a tensor was replaced or written to, or a number is another one."""
+    if not _is_tensor(value):
+        return value
+    version = object() if value.is_inference() else value._version  # of such nobody counts what is written
+    return id(value), value.data_ptr(), version
