@@ -3,10 +3,11 @@
     python scripts/benchmark_end_to_end.py --config wan2.1-1.3b --json benchmark.json
     python scripts/benchmark_end_to_end.py --config wan2.1-14b --layers 4 --decode
     python scripts/benchmark_end_to_end.py --config wan2.1-14b --layers 4 --ulysses 2
+    python scripts/benchmark_end_to_end.py --config wan2.1-14b --layers 4 --height 480 --width 832 --lora 64
 
 The prompt is random embeddings, as is what an image would be encoded to: no encoder is run. A step is one call of the
 transformer and the sampler; its error to fp32 is measured first, and nothing is timed where the patch errs more than
-diffusers does.
+diffusers does. With LoRA adapters it is also timed without them, and with a new scale at each step.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 
 from turbo_rcm_patch.bench.cases import CASES, build_pipeline, random_inputs
 from turbo_rcm_patch.bench.compare import compare
+from turbo_rcm_patch.bench.lora import add_random_lora, lora_variants
 from turbo_rcm_patch.bench.report import comparison_table
 from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.config import CUDA_GRAPH_MODES, resolve_config
@@ -60,6 +62,9 @@ def measure(options: argparse.Namespace, device: torch.device, *, is_first: bool
     pipe = build_pipeline(case, dtype, device, layers=options.layers)
     pipe.set_progress_bar_config(disable=not is_first)
     use_rcm(pipe)
+    config = replace(resolve_config(options.preset), cuda_graph=options.cuda_graph)
+    if options.lora:
+        add_random_lora(pipe.transformer, options.lora)
     call = {
         "height": options.height or case.height,
         "width": options.width or case.width,
@@ -70,11 +75,13 @@ def measure(options: argparse.Namespace, device: torch.device, *, is_first: bool
     }
     settings = {"config": options.config, "layers": len(pipe.transformer.blocks), "dtype": str(dtype), **call}
     settings["preset"] = options.preset
+    if options.lora:
+        settings["lora_ranks"] = options.lora
     print(*(f"{name} {value}" for name, value in settings.items()), sep=", ")
     comparison = compare(
         pipe,
         {**call, **random_inputs(pipe)},
-        config=replace(resolve_config(options.preset), cuda_graph=options.cuda_graph),
+        config=config,
         with_compile=False if options.no_compile else None,
         with_oracle=not options.no_oracle,
         ulysses=options.ulysses,
@@ -86,6 +93,7 @@ def measure(options: argparse.Namespace, device: torch.device, *, is_first: bool
             "cuda_graph": options.cuda_graph,
             **({"ulysses": options.ulysses} if options.ulysses > 1 else {}),
         },
+        beside=lora_variants(pipe, config) if options.lora else None,
     )
     print(comparison.patch_summary, comparison_table(comparison), sep="\n\n")
     if options.json is not None and is_first:
@@ -105,11 +113,14 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ulysses", type=int, default=1, help="split a sample among so many GPUs, as diffusers does")
     parser.add_argument("--preset", default="exact", help="of the patch (default exact)")
     parser.add_argument("--cuda-graph", choices=CUDA_GRAPH_MODES, default="auto", help="of the patch (default auto)")
+    parser.add_argument("--lora", type=int, nargs="+", metavar="RANK", help="add a random LoRA adapter of each rank")
     parser.add_argument("--decode", action="store_true", help="decode the latents too")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--no-oracle", action="store_true", help="do not check a step against fp32, for want of memory")
     parser.add_argument("--json", type=json_file, help="write all figures with the GPU and versions")
     options = parser.parse_args(argv)
+    if options.lora and options.ulysses > 1:
+        parser.error("--lora is timed on one GPU; leave --ulysses out.")
     if torch.cuda.is_available() and options.ulysses > torch.cuda.device_count():
         parser.error(f"--ulysses {options.ulysses}: PyTorch finds {torch.cuda.device_count()} CUDA GPUs.")
     return options
