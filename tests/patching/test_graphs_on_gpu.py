@@ -8,7 +8,7 @@ import turbo_rcm_patch as trp
 from tests.patching.tape import (
     AUTO,
     VARIANTS,
-    assert_eager,
+    assert_replayed,
     assert_same,
     graphs_of,
     inputs_for,

@@ -15,7 +15,7 @@ from ..patching import Patch, patch
 from .variants import Switch
 
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
-WITHOUT, RESCALED = "patched without LoRA", "patched, a new scale at each step"
+BESIDE_A_LORA = WITHOUT, RESCALED = "patched without LoRA", "patched, a new scale at each step"
 SHARE = 0.3  # of what a projection gives, that random adapters add
 SCALES = (1.0, 0.5)  # in turns
 
