@@ -51,26 +51,36 @@ def _matrices(layer: nn.Module, name: str) -> tuple[nn.Linear, nn.Linear]:
 
 
 class Adapter(NamedTuple):
-    """One adapter of a LoRA layer. Its matrices and scale are read anew at each use: they may be replaced."""
+    """One adapter of a LoRA layer, and its modules A and B. Their matrices and its scale are read anew at each use, as
+    they may be replaced, and from the modules' dictionaries, which is fast."""
 
     layer: nn.Module
     name: str
+    first: nn.Linear
+    second: nn.Linear
 
     @property
     def down(self) -> torch.Tensor:
-        return self.layer.lora_A[self.name].weight
+        return self.first._parameters["weight"]
 
     @property
     def up(self) -> torch.Tensor:
-        return self.layer.lora_B[self.name].weight
+        return self.second._parameters["weight"]
 
     @property
     def bias(self) -> torch.Tensor | None:
-        return self.layer.lora_B[self.name].bias
+        return self.second._parameters["bias"]
 
     @property
     def scale(self) -> float | torch.Tensor:
         return self.layer.scaling[self.name]
+
+
+def _adapters(module: nn.Module) -> list[Adapter]:
+    """Those that a LoRA layer applies; none of another module."""
+    if not is_lora_layer(module):
+        return []
+    return [Adapter(module, name, *_matrices(module, name)) for name in _active(module)]
 
 
 class Linears:
@@ -94,8 +104,9 @@ class Linears:
     @property
     def are_alike(self) -> bool:
         """Whether all have one shape, and all a bias or none."""
-        each = zip(self.linears, self.biases(), strict=True)
-        return len({(linear.out_features, linear.in_features, bias is None) for linear, bias in each}) == 1
+        own = [()] * len(self.linears) if self._product is None else self._product.adapters
+        each = zip(self.linears, own, strict=True)
+        return len({(one.out_features, one.in_features, _has_bias(one, adapters)) for one, adapters in each}) == 1
 
     @property
     def has_lora(self) -> bool:
@@ -160,7 +171,7 @@ class Products:
             reason = "around no linear"
         if reason is None and len({is_quantized(linear) for linear in linears}) > 1:
             reason = "unequal projections"
-        adapters = [[Adapter(m, name) for name in _active(m)] if is_lora_layer(m) else [] for m in inner]
+        adapters = list(map(_adapters, inner))
         reason = reason or _why_elsewhere(adapters, device)
         if reason is not None:
             return Linears(inner, f"LoRA layer: {reason}")
@@ -171,10 +182,7 @@ class Products:
         return tuple(sorted(at for product in list(self._known.values()) for at in product.bring_up_to_date()))
 
     def _product(self, linears, adapters, device: torch.device, dtype: torch.dtype) -> Product:
-        parts = [
-            (id(linear), *((id(a.layer), a.name) for a in of)) for linear, of in zip(linears, adapters, strict=True)
-        ]
-        key = (*parts, rank_of(adapters), device, dtype)
+        key = tuple(map(id, linears)), tuple(map(_ids, adapters)), rank_of(adapters), device, dtype
         product = self._known.get(key)
         if product is None:
             product = self._known[key] = Product(linears, adapters, device, dtype)
@@ -197,6 +205,14 @@ def rank_of(adapters: Sequence[Sequence[Adapter]]) -> int:
     return -(-max(largest, 1) // RANK_STEP) * RANK_STEP
 
 
+def _ids(adapters: Sequence[Adapter]) -> tuple:
+    return tuple((id(adapter.layer), adapter.name, id(adapter.first), id(adapter.second)) for adapter in adapters)
+
+
+def _has_bias(linear: nn.Module, adapters: Sequence[Adapter]) -> bool:
+    return linear.bias is not None or any(adapter.bias is not None for adapter in adapters)
+
+
 class Product:
     """What the active adapters of some linears of one input add, prepared when it is first asked for.
 
@@ -210,7 +226,7 @@ class Product:
         device: torch.device,
         dtype: torch.dtype,
     ):
-        self._linears, self._adapters, self._device, self._dtype = linears, adapters, device, dtype
+        self._linears, self.adapters, self._device, self._dtype = linears, adapters, device, dtype
         self._wide = torch.promote_types(dtype, torch.float32)
         self._rank = rank_of(adapters)
         self._prepared: dict[str, torch.Tensor] = {}
@@ -227,6 +243,8 @@ class Product:
 
     def biases(self) -> list[torch.Tensor | None]:
         """Of every linear, with those of its adapters."""
+        if not any(adapter.bias is not None for adapters in self.adapters for adapter in adapters):
+            return [linear.bias for linear in self._linears]
         self.bring_up_to_date()
         return [self._prepared.get(f"bias {i}", linear.bias) for i, linear in enumerate(self._linears)]
 
@@ -242,7 +260,7 @@ class Product:
         return [tensor.data_ptr() for tensor in self._prepared.values()]
 
     def _dependencies(self) -> Iterator[torch.Tensor | float]:
-        for linear, adapters in zip(self._linears, self._adapters, strict=True):
+        for linear, adapters in zip(self._linears, self.adapters, strict=True):
             for adapter in adapters:
                 yield from (adapter.down, adapter.up, adapter.scale)
                 if adapter.bias is not None:
@@ -277,13 +295,13 @@ class Product:
                 yield f"bias {i}", sum([*own, *added]).to(self._dtype)
 
     def _each(self) -> Iterator[tuple[nn.Linear, Sequence[Adapter]]]:
-        return zip(self._linears, self._adapters, strict=True)
+        return zip(self._linears, self.adapters, strict=True)
 
     def _down(self) -> torch.Tensor:
         """[G·R, K]: of each linear its adapters' A, and zeros."""
         K = self._linears[0].in_features
         down = torch.zeros(len(self._linears), self._rank, K, dtype=self._wide, device=self._device)
-        for part, adapters in zip(down, self._adapters, strict=True):
+        for part, adapters in zip(down, self.adapters, strict=True):
             first = 0
             for adapter in adapters:
                 rows = adapter.down.shape[0]
