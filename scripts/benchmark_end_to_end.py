@@ -3,11 +3,12 @@
     python scripts/benchmark_end_to_end.py --config wan2.1-1.3b --json benchmark.json
     python scripts/benchmark_end_to_end.py --config wan2.1-14b --layers 4 --decode
     python scripts/benchmark_end_to_end.py --config wan2.1-14b --layers 4 --ulysses 2
+    python scripts/benchmark_end_to_end.py --config wan2.1-14b --layers 4 --height 480 --width 832 --lora 64
 
 The prompt is random embeddings, as is what an image would be encoded to: no encoder is run. With --structured weights
 and inputs have habits of trained ones, on which it depends what a sparse attention leaves out. A step is one call of
 the transformer and the sampler; its error to fp32 is measured first, and nothing is timed where the patch errs more
-than its tier may.
+than its tier may. With LoRA adapters it is also timed without them, and with a new scale at each step.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 
 from turbo_rcm_patch.bench.cases import CASES, add_structure, build_pipeline, random_inputs, structured_inputs
 from turbo_rcm_patch.bench.compare import compare
+from turbo_rcm_patch.bench.lora import add_random_lora, lora_variants
 from turbo_rcm_patch.bench.report import comparison_table
 from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.config import CUDA_GRAPH_MODES, resolve_config
@@ -61,6 +63,9 @@ def measure(options: argparse.Namespace, device: torch.device, *, is_first: bool
     pipe = build_pipeline(case, dtype, device, layers=options.layers)
     pipe.set_progress_bar_config(disable=not is_first)
     use_rcm(pipe)
+    config = replace(resolve_config(options.preset), cuda_graph=options.cuda_graph)
+    if options.lora:
+        add_random_lora(pipe.transformer, options.lora)
     call = {
         "height": options.height or case.height,
         "width": options.width or case.width,
@@ -77,11 +82,13 @@ def measure(options: argparse.Namespace, device: torch.device, *, is_first: bool
         add_structure(pipe)
         size = {name: call[name] for name in ("height", "width", "num_frames")}
         inputs = structured_inputs(pipe, **size)
+    if options.lora:
+        settings["lora_ranks"] = options.lora
     print(*(f"{name} {value}" for name, value in settings.items()), sep=", ")
     comparison = compare(
         pipe,
         {**call, **inputs},
-        config=replace(resolve_config(options.preset), cuda_graph=options.cuda_graph),
+        config=config,
         with_compile=False if options.no_compile else None,
         with_oracle=not options.no_oracle,
         ulysses=options.ulysses,
@@ -93,6 +100,7 @@ def measure(options: argparse.Namespace, device: torch.device, *, is_first: bool
             "cuda_graph": options.cuda_graph,
             **({"ulysses": options.ulysses} if options.ulysses > 1 else {}),
         },
+        beside=lora_variants(pipe, config) if options.lora else None,
     )
     print(comparison.patch_summary, comparison_table(comparison), sep="\n\n")
     if options.json is not None and is_first:
@@ -113,11 +121,14 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--preset", default="exact", help="of the patch (default exact)")
     parser.add_argument("--structured", action="store_true", help="weights and inputs that are like trained ones")
     parser.add_argument("--cuda-graph", choices=CUDA_GRAPH_MODES, default="auto", help="of the patch (default auto)")
+    parser.add_argument("--lora", type=int, nargs="+", metavar="RANK", help="add a random LoRA adapter of each rank")
     parser.add_argument("--decode", action="store_true", help="decode the latents too")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--no-oracle", action="store_true", help="do not check a step against fp32, for want of memory")
     parser.add_argument("--json", type=json_file, help="write all figures with the GPU and versions")
     options = parser.parse_args(argv)
+    if options.lora and options.ulysses > 1:
+        parser.error("--lora is timed on one GPU; leave --ulysses out.")
     if torch.cuda.is_available() and options.ulysses > torch.cuda.device_count():
         parser.error(f"--ulysses {options.ulysses}: PyTorch finds {torch.cuda.device_count()} CUDA GPUs.")
     return options

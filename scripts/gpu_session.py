@@ -31,6 +31,8 @@ TRAFFIC = ("scripts/profile_hbm.py",)
 END_TO_END = ("scripts/benchmark_end_to_end.py", "--config")
 QUANTIZED, BLOCK_SPARSE = ("--preset", "quantized"), ("--preset", "block_sparse")
 DECODED = ("--layers", "1", "--steps", "1", "--decode", "--repeats", "3")  # for the VAE's sake
+SIZE_OF_LORA = ("--layers", "4", "--height", "480", "--width", "832", "--repeats", "3")
+LORA = (*END_TO_END, "wan2.1-14b", *SIZE_OF_LORA, "--lora")
 # Steps that show whether something holds, and those whose figures go into the results file.
 CHECKS = {
     "tests": ("-m", "pytest", "-m", "gpu", "-q", "-n", "8", "tests"),
@@ -60,6 +62,11 @@ MEASUREMENTS = {
     "wan2.2-5b-8-layers-image": (*END_TO_END, "wan2.2-5b-image", "--layers", "8", "--repeats", "3"),
     "wan2.1-i2v-14b-4-layers": (*END_TO_END, "wan2.1-i2v-14b", "--layers", "4", "--repeats", "3"),
     "wan2.1-14b-4-layers-2-gpus": (*END_TO_END, "wan2.1-14b", "--layers", "4", "--repeats", "3", "--ulysses", "2"),
+    "wan2.1-14b-4-layers-lora-64": (*LORA, "64"),
+    "wan2.1-14b-4-layers-lora-64-64": (*LORA, "64", "64"),
+    "wan2.1-14b-4-layers-lora-128": (*LORA, "128"),
+    "wan2.1-14b-4-layers-lora-64-17-frames": (*LORA, "64", "--frames", "17"),
+    "wan2.1-14b-4-layers-lora-64-quantized": (*LORA, "64", *QUANTIZED),
     "verify-quantized": (*CLI, "verify", *QUANTIZED),
     "verify-wan2.1-1.3b-quantized": (*CLI, "verify", "--config", "wan2.1-1.3b", *QUANTIZED),
     "compare-quantized": (*CLI, "compare", *QUANTIZED),

@@ -86,7 +86,7 @@ def test_lightning(run_example, tmp_path, capsys, given):
     printed = capsys.readouterr().out
     assert "lightning (named lightning): 4 steps (euler)" in printed
     assert "transformer_2: low_noise_model.safetensors, 20 linears of rank 64" in printed
-    assert "LoRA layer" in printed
+    assert "+ LoRA" in printed
 
 
 def load_benchmark():

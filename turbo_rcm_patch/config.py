@@ -32,7 +32,7 @@ class PatchConfig:
             kernels (on the CPU: with TRITON_INTERPRET=1); "torch" takes the reference everywhere.
         cuda_graph: "off" never takes CUDA graphs; "auto" replays the transformer's forward as one where launching its
             kernels would take longer than running them (short or small videos), "on" at every size. What cannot be
-            replayed safely (LoRA layers, hooks, offloading, autograd and others) runs without one, and `summary()`
+            replayed safely (hooks, offloading, autograd and others) runs without one, and `summary()`
             says why.
         residual: "fp16" keeps the residual between the three skips of a bf16 block in fp16, divided by 32: it rounds
             with three more bits, holds values up to 2e6 and below 2e-3 rounds to multiples of 2e-6; models of other

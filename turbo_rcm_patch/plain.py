@@ -34,13 +34,13 @@ def linear_of(module: torch.nn.Module) -> torch.nn.Module:
 
     Ask anew when the layer's attributes changed: peft unfuses in place, and in the first call of a disabled layer.
     """
-    while _is_peft_linear(module) and _calls_base_alone(module) and hook_on(module) is None:
+    while is_lora_layer(module) and _calls_base_alone(module) and hook_on(module) is None:
         module = module.base_layer
     return module
 
 
-def _is_peft_linear(module: torch.nn.Module) -> bool:
-    """By name: peft is not needed to import this."""
+def is_lora_layer(module: torch.nn.Module) -> bool:
+    """Whether a module is peft's LoRA layer around a linear. By name: peft is not needed to import this."""
     cls = type(module)
     return (cls.__module__, cls.__name__) == ("peft.tuners.lora.layer", "Linear")
 

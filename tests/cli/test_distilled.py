@@ -47,7 +47,7 @@ def test_generate_with_two_loras(models, tmp_path, capsys, patched):
         in printed
     )
     assert "step 4" in printed
-    assert ("LoRA layer" in printed) == patched
+    assert ("+ LoRA" in printed) == patched
 
     pipe = DiffusionPipeline.from_pretrained(models / "wan22")
     trp.use_distilled(pipe, (high, low), scale=0.5)

@@ -55,27 +55,43 @@ class Barrier:
             raise Deadlock
 
 
+class Dtype(str):
+    """By its name. Values are in fp16 all the same."""
+
+    @property
+    def primitive_bitwidth(self):
+        return int("".join(filter(str.isdigit, self)))
+
+
+FLOAT16 = Dtype("float16")
+
+
 class Memory:
     """Shared memory: an array, or barriers."""
 
-    dtype = layout = None
+    layout = None
 
-    def __init__(self, values):
-        self.values, self.shape = values, values.shape
+    def __init__(self, values, dtype=FLOAT16):
+        self.values, self.shape, self.dtype = values, values.shape, dtype
 
     def index(self, i):
         assert 0 <= i < self.shape[0]
         part = self.values[i]
-        return part[0] if isinstance(part[0], Barrier) else Memory(part)
+        return part[0] if isinstance(part[0], Barrier) else Memory(part, self.dtype)
 
     def slice(self, start, length):
         return Memory(self.values[start : start + length])
 
     def _reinterpret(self, dtype, shape, layout):
-        return Memory(self.values.reshape(shape))
+        bits = self.values.size * self.dtype.primitive_bitwidth
+        assert np.prod(shape) * dtype.primitive_bitwidth == bits, "other bytes"
+        return Memory(self.values.reshape(-1)[: np.prod(shape)].reshape(shape), dtype)
 
     def permute(self, order):
         return Memory(self.values.transpose(order))
+
+    def reshape(self, shape):
+        return Memory(self.values.reshape(shape), self.dtype)
 
     def load(self, layout):
         return Tensor(self.values.copy())
@@ -100,6 +116,10 @@ class Tensor:
     def __add__(self, other):
         assert not self.products, "read before it was waited for"
         return Tensor(self.values + getattr(other, "values", other))
+
+    def __mul__(self, other):
+        assert not self.products, "read before it was waited for"
+        return Tensor(self.values * getattr(other, "values", other))
 
     def __getitem__(self, key):
         return Tensor(self.values[key])
@@ -129,10 +149,10 @@ class Pointer:
 class Descriptor:
     """A TMA descriptor of an array: of boxes, what is outside of the array is zero and is not stored."""
 
-    layout, dtype = None, "float16"
+    layout = None
 
     def __init__(self, array, box):
-        self.array = array
+        self.array, self.dtype = array, Dtype(array.dtype)
         self.block_type = types.SimpleNamespace(shape=box)
 
     def _overlap(self, start):
@@ -164,8 +184,7 @@ class Machine:
 
     def names(self):
         gl = types.SimpleNamespace(
-            float32="float32",
-            int64="int64",
+            **{name: Dtype(name) for name in ("int8", "int32", "int64", "float32", "bfloat16")},
             static_range=range,
             cdiv=lambda a, b: -(-a // b),
             program_id=lambda _: self.program,
@@ -173,6 +192,7 @@ class Machine:
             allocate_shared_memory=self.allocate,
             zeros=lambda shape, dtype, layout: Tensor(np.zeros(shape, np.float32)),
             arange=lambda start, end, layout: np.arange(start, end),
+            where=lambda condition, one, other: one if condition else other,
             SliceLayout=lambda *_: None,
             convert_layout=lambda tensor, *_, **__: tensor,
             NVMMASharedLayout=lambda **_: None,
@@ -208,7 +228,7 @@ class Machine:
 
     def allocate(self, dtype, shape, layout):
         if layout != "barrier":
-            return Memory(np.full(shape, np.nan, np.float16))
+            return Memory(np.full(shape, np.nan, np.float16), dtype)
         values = np.empty(shape, object)
         values.flat = [Barrier(self.errors) for _ in range(values.size)]
         return Memory(values)
@@ -219,7 +239,7 @@ class Machine:
 
         def arrive():
             target.values[...] = box
-            self.one(barrier).update(arrived=box.size * 2)
+            self.one(barrier).update(arrived=box.size * target.dtype.primitive_bitwidth // 8)
 
         if self.random.random() < 0.8:
             arrive()
@@ -235,7 +255,7 @@ class Machine:
         self.local.stores = []
 
     @staticmethod
-    def multiply(a, b, acc, use_acc, is_async):
+    def multiply(a, b, acc, use_acc=True, is_async=True):
         products = (*acc.products, (a, b)) if use_acc else ((a, b),)
         return Tensor(acc.values if use_acc else np.zeros_like(acc.values), products)
 

@@ -170,10 +170,11 @@ def stand_in(monkeypatch):
 
     def launch(
         a, weight, bias, out, *, samples=1, gelu=False, residual=None, factors=(1, 1), flag=None, scales, bound=None,
-        **coefficients,
+        second, **coefficients,
     ):  # fmt: skip
         assert scales == (None, None)
         assert bound is None
+        assert second == (None, None)
         kept, added = factors
         assert all(t is None or t.is_contiguous() for t in (bias, residual, out))
         assert a.dim() == out.dim() == 2

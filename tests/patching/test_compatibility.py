@@ -66,7 +66,8 @@ def test_lora(when):
     assert relative_error(output_of(plain), base) > 0.1
     assert_same_output(patched, plain)
     for step in ("QKV projection", "projection + skip", "linear + GELU", "linear + skip"):
-        assert "LoRA layer (2)" in row(patch, "", step)
+        assert "PyTorch linear + LoRA" in row(patch, "", step)
+        assert "cpu tensors (2)" in row(patch, "", step)
 
     assert_same_output(patched, plain, attention_kwargs={"scale": 0.3})
     for model in (patched, plain):
@@ -81,10 +82,10 @@ def test_lora(when):
         model.fuse_lora()
     assert_same_output(patched, plain)
     for step in ("QKV projection", "projection + skip", "linear + GELU", "linear + skip"):
-        assert "LoRA layer" not in row(patch, "", step)
+        assert "LoRA" not in row(patch, "", step)
     for model in (patched, plain):
         model.unfuse_lora()
-    assert "LoRA layer (2)" in row(patch, "feed_forward", "linear + skip")
+    assert "PyTorch linear + LoRA" in row(patch, "feed_forward", "linear + skip")
     assert_same_output(patched, plain)
     for model in (patched, plain):
         model.fuse_lora()

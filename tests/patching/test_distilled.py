@@ -105,7 +105,7 @@ def test_with_a_patch_and_both_orders_of_restoring(preset, patch_first, restore_
     else:
         handle = trp.use_distilled(pipe, source)
         patch = trp.patch(pipe, preset)
-    assert "LoRA layer" in patch.summary()
+    assert "+ LoRA" in patch.summary()
     limit = 0.01 if preset == "exact" else 0.1  # the state is rounded to bf16
     assert (videos(pipe) - expected).norm() < limit * expected.norm()
     for undo in (patch.restore, handle.restore) if restore_first == "patch" else (handle.restore, patch.restore):
@@ -256,9 +256,9 @@ def test_restore_refuses_where_something_was_replaced_and_changes_nothing(tmp_pa
         handle.restore()
     pipe.scheduler = ours
     with trp.patch(pipe) as patch:
-        assert "LoRA layer" in patch.summary()
+        assert "+ LoRA" in patch.summary()
         pipe.fuse_lora()
-        assert "LoRA layer" not in patch.summary()
+        assert "+ LoRA" not in patch.summary()
     with pytest.raises(RuntimeError, match=r"pipe\.unfuse_lora\(\)"):
         handle.restore()
     assert pipe.scheduler is ours

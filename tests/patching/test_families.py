@@ -91,7 +91,7 @@ def test_lora_hooks_and_a_copy(name):
         model.blocks[0].norm1.register_forward_hook(lambda module, args, output: -output)
     assert relative_error(output_of(name, plain), base) > 0.01
     assert_same_output(name, patched, plain)
-    assert "LoRA layer (3)" in patch.summary()
+    assert "+ LoRA" in patch.summary()
     assert "torch hook (1)" in patch.summary()
     twin = copy.deepcopy(patched)
     patch.restore()

@@ -107,14 +107,14 @@ def test_with_a_patch_in_any_order(preset, order, whole):
     found = output(model)
     torch.testing.assert_close(found, expected, **tolerance)
     assert (found - expected).norm() < 0.3 * (expected - plain).norm()
-    assert "LoRA layer" in patch.summary()
+    assert "+ LoRA" in patch.summary()
     if order.endswith("patch off"):
         patch.restore()
         torch.testing.assert_close(output(model), expected, rtol=2e-5, atol=2e-5)
         loaded.undo()
     else:
         loaded.undo()
-        assert "LoRA layer" not in patch.summary()
+        assert "+ LoRA" not in patch.summary()
         again = output(model)
         torch.testing.assert_close(again, plain, **tolerance)
         if unloaded is not None:

@@ -29,6 +29,7 @@ KERNELS = {
     "linear + skip": ("_linear_skip_kernel", GLUON_GEMM),
 }
 APART = "quantised in a pass of its own"
+DORA = "LoRA layer: DoraLinearVariant"
 JOIN = "_join_kernel"  # of an attention whose keys were split among programs
 LARGE = {"frames": 13, "height": 60, "width": 80}  # 15600 tokens a sample: Gluon's GEMMs have enough tiles
 
@@ -222,7 +223,8 @@ def test_lora_and_a_hook_on_some(converted_for):
     converted_for((8, 9))
     model = wan()
     patch = trp.patch(model, config())
-    model.add_adapter(LoraConfig(r=4, target_modules=r"blocks\.0\.(attn1\.to_out\.0|ffn\.net\.0\.proj)"))
+    targets = r"blocks\.0\.(attn1\.to_out\.0|ffn\.net\.0\.proj)"
+    model.add_adapter(LoraConfig(r=4, target_modules=targets, use_dora=True))
     model.blocks[1].attn1.to_q.register_forward_hook(lambda module, args, output: output)
     model.blocks[1].attn1.norm_k.register_forward_hook(lambda module, args, output: output)
     model.to("meta")
@@ -230,8 +232,8 @@ def test_lora_and_a_hook_on_some(converted_for):
     with torch.no_grad(), meta_is_gpu((8, 9), aot.MULTIPROCESSORS):
         names = Counter(launch.kernel.fn.__name__ for launch in aot.record_launches(lambda: model(**inputs), (8, 9)))
         rows = {(row.sub_layer, row.step): row for row in patch.rows()}
-    assert rows["self_attention", "projection + skip"].reasons == {"LoRA layer": 1, APART: 1}
-    assert rows["feed_forward", "linear + GELU"].reasons == {"LoRA layer": 1}
+    assert rows["self_attention", "projection + skip"].reasons == {DORA: 1, APART: 1}
+    assert rows["feed_forward", "linear + GELU"].reasons == {DORA: 1}
     assert rows["self_attention", "QKV projection"].reasons == {"torch hook": 1}
     assert rows["self_attention", "attention"].reasons == {"torch hook": 1}
     assert names["_attention_8bit_kernel"] == 1

@@ -137,9 +137,10 @@ def test_groups_that_are_not_asked_for(group, ran):
 
 
 @pytest.mark.parametrize("name", ["wan", "vace"])
-def test_lora_on_some_linears_and_hooks_on_some_norms(name, ran):
+def test_dora_on_some_linears_and_hooks_on_some_norms(name, ran):
     model, patch = patched(name)
-    model.add_adapter(LoraConfig(r=4, target_modules=r"blocks\.(0\.attn1\.to_out\.0|1\.ffn\.net\.(0\.proj|2))"))
+    targets = r"blocks\.(0\.attn1\.to_out\.0|1\.ffn\.net\.(0\.proj|2))"
+    model.add_adapter(LoraConfig(r=4, target_modules=targets, use_dora=True))
     first = model.blocks[0]
     for norm in (first.norm1, first.norm2, first.attn2.norm_q, first.attn2.norm_k):
         norm.register_forward_hook(lambda module, args, output: output)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
+from .lora import BESIDE_A_LORA
+
 NAMES = {"unpatched": "eager diffusers", "torch.compile": "regional torch.compile"}
 QUANTIZED_RIVALS = {
     "torchao float8 + torch.compile": "torchao float8, compiled",
@@ -20,15 +22,16 @@ def names_of(run: dict) -> dict[str, str]:
     """What the variants of a run are called, in order; only of those that ran."""
     tier = run["settings"].get("preset", "exact")
     rivals = {} if tier == "exact" else QUANTIZED_RIVALS
-    names = {**NAMES, **rivals, "patched": f"patched ({tier})"}
+    names = {**NAMES, **rivals, "patched": f"patched ({tier})", **{name: name for name in BESIDE_A_LORA}}
     ran = {variant["name"] for variant in run["variants"]}
     return {name: shown for name, shown in names.items() if name in ran}
 
 
 def real_models(runs: dict, tier: str | None = None) -> dict[str, dict]:
-    """The runs that compare variants' steps of a model at its real size; of one tier, where given."""
+    """The runs that compare variants' steps of a model at its real size, without LoRA; of one tier, where given."""
     found = {name: run for name, run in runs.items() if "variants" in run and "config" in run["settings"]}
     found = {name: run for name, run in found.items() if name not in whole_videos(runs)}
+    found = {name: run for name, run in found.items() if "lora_ranks" not in run["settings"]}
     return {name: run for name, run in found.items() if tier in (None, run["settings"].get("preset", "exact"))}
 
 
@@ -44,7 +47,9 @@ def model_of(run: dict) -> str:
     layers = f" ({settings['layers']} layers)" if "layers" in settings else ""
     size = f"{settings['num_frames']}×{settings['height']}×{settings['width']}"
     gpus = f", {settings['ulysses']} GPUs" if settings.get("ulysses", 1) > 1 else ""
-    return f"{settings.get('config') or settings['model']}{layers}, {size}{gpus}"
+    ranks = " + ".join(map(str, settings.get("lora_ranks", ())))
+    lora = f", LoRA of rank {ranks}" if ranks else ""
+    return f"{settings.get('config') or settings['model']}{layers}, {size}{gpus}{lora}"
 
 
 def milliseconds(variant: dict) -> float:

@@ -72,6 +72,7 @@ def compare(
     warmups: int = 1,
     repeats: int = 3,
     settings: dict[str, object] | None = None,
+    beside: Mapping[str, Switch] | None = None,
 ) -> Comparison:
     """Run ``pipe(**call)`` from the same seed in every variant; the pipeline is left as it was found.
 
@@ -87,6 +88,7 @@ def compare(
         stays parallel. Times and memory are this process's; all wait for each other before a generation.
     warmups, repeats: unmeasured and measured generations per variant; timings are medians over the measured ones.
     settings: what to record beside the figures, such as the model's name.
+    beside: switches of more variants by name, which are timed and not checked.
     """
     config = resolve_config(config)
     device = torch.device(pipe._execution_device)
@@ -105,6 +107,7 @@ def compare(
         variants = single_process(pipe, config, with_compile)
     errors = judge.errors(variants.switches) if judge else {}
     del judge  # its tensors are of no variant's memory
+    variants = replace(variants, switches={**variants.switches, **(beside or {})})
     runs = _take_turns(pipe, generate, variants, warmups, repeats, device)
 
     medians = {name: StageTimings.median(run.timings[warmups:]) for name, run in runs.items()}

@@ -52,7 +52,7 @@ def comparison_table(comparison: Comparison) -> str:
     if variants[0].timings.peak_memory is not None:
         add("peak memory", lambda v: _format_memory(v.timings))
     if variants[0].step_error is not None:
-        add("a step: relative L2 to fp32", lambda v: f"{v.step_error:.2e}")
+        add("a step: relative L2 to fp32", lambda v: f"{v.step_error:.2e}" if v.step_error is not None else "")
     if variants[0].decode_error is not None:
         add("decoding: relative L2 to fp32", lambda v: f"{v.decode_error:.2e}")
     add("latents: relative L2", lambda v: f"{v.latents.relative_l2:.2e}" if v.latents else "")

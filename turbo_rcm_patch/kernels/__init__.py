@@ -28,6 +28,7 @@ from .linear_8bit import linear_8bit
 from .linear_gelu import linear_gelu
 from .linear_qkv import linear_qkv
 from .linear_skip import linear_skip
+from .low_rank import RANK_STEP, LowRank
 from .measured import measured_on, why_torch
 from .quantize_qkv import HEAD_DIMS as HEAD_DIMS_8BIT
 from .quantize_qkv import QuantizedQKV, quantize_qkv
@@ -48,8 +49,10 @@ __all__ = [
     "INT8",
     "MAX_HEAD_DIM",
     "MAX_RUNS",
+    "RANK_STEP",
     "SPARSE_BLOCKS",
     "KeptBlocks",
+    "LowRank",
     "Quantized",
     "QuantizedQKV",
     "QuantizedWeight",

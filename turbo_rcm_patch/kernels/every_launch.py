@@ -28,6 +28,7 @@ from .linear_8bit import linear_8bit
 from .linear_gelu import linear_gelu
 from .linear_qkv import linear_qkv
 from .linear_skip import linear_skip
+from .low_rank import LowRank
 from .quantize_qkv import QuantizedQKV, default_v_format, quantize_qkv
 from .quantize_rows import quantize_rows
 from .quantized import FP8, INT8, Quantized, QuantizedWeight
@@ -39,6 +40,7 @@ from .sparse_linear_attention import BLOCK_SIZES, sparse_linear_attention
 FP32, FP16, BF16 = KERNEL_DTYPES
 CHANNELS = 1536
 ROWS = (4096, 1536, 768, 256)
+RANK = 128
 DEPTHS = (CHANNELS, CHANNELS - 1)  # of a matrix that TMA and wide loads can read, and of one that they cannot
 MATRICES = (*product((FP32, BF16), ROWS, DEPTHS), *product((FP16,), ROWS[:1], DEPTHS))  # dtype, rows and depth
 ATTENTIONS = (*product((FP32, BF16), (64, 128, 256)), (BF16, 80), (FP16, 128))  # dtype and head_dim
@@ -54,6 +56,14 @@ def quantized(*shape: int, format: torch.dtype) -> Quantized:
 
 def quantized_weight(depth: int, format: torch.dtype) -> QuantizedWeight:
     return QuantizedWeight(meta(CHANNELS, depth, dtype=format), meta(CHANNELS, dtype=FP32), meta(dtype=FP32))
+
+
+def low_rank(*, format: torch.dtype | None = None, weights: int = 1) -> LowRank:
+    """Of weights [CHANNELS, CHANNELS] in bf16 or a format."""
+    down = meta(weights * RANK, CHANNELS, dtype=format or BF16)
+    if format is not None:
+        down = QuantizedWeight(down, meta(weights * RANK, dtype=FP32), meta(dtype=FP32))
+    return LowRank(down, meta(weights * CHANNELS, RANK), meta(dtype=FP32))
 
 
 def formats() -> tuple[torch.dtype, ...]:
@@ -120,6 +130,8 @@ def launch_linear_skip() -> None:
         a, residual, gate = meta(1, rows, CHANNELS), meta(1, rows, CHANNELS), meta(1, 1, CHANNELS, dtype=FP32)
         linear_skip(a, weight, meta(CHANNELS), residual, c_out=gate)
         linear_skip(a, weight, meta(CHANNELS), residual, c_out=runs())
+        linear_skip(a, weight, meta(CHANNELS), residual, c_out=gate, low_rank=low_rank())
+    linear_skip(meta(1, ROWS[0], CHANNELS), weight, None, meta(1, ROWS[0], CHANNELS), c_out=runs(), low_rank=low_rank())
     for c_skip, c_out in product((None, per_sample), (None, gate, runs())):  # of a residual kept in fp16
         for kept, result in ((BF16, FP16), (FP16, FP16), (FP16, BF16)):
             residual = meta(2, ROWS[0] // 2, CHANNELS, dtype=kept)
@@ -137,6 +149,8 @@ def _launch_8bit_linear_skip(format: torch.dtype) -> None:
         *_, per_token = coefficients(1, rows)
         linear_skip(a, weight, meta(CHANNELS), meta(1, rows, CHANNELS, dtype=FP32), c_skip=per_token, c_out=per_token)
         linear_skip(a, weight, meta(CHANNELS), meta(1, rows, CHANNELS), c_out=gate)
+        factors = low_rank(format=format)
+        linear_skip(a, weight, meta(CHANNELS), meta(1, rows, CHANNELS), c_out=gate, low_rank=factors)
     a = quantized(2, ROWS[0] // 2, CHANNELS, format=format)
     per_sample = coefficients(2, ROWS[0] // 2)[1]
     skips = product((None, per_sample), (None, per_sample, gate, runs()))
@@ -145,6 +159,9 @@ def _launch_8bit_linear_skip(format: torch.dtype) -> None:
         residual = meta(2, ROWS[0] // 2, CHANNELS, dtype=kept)
         options = {"dtype": result, "result_scale": 32.0 if result == FP16 else 1.0}
         linear_skip(a, weight, meta(CHANNELS), residual, c_skip=c_skip, c_out=c_out, **options)
+    for c_out in (gate, runs()):  # of a residual kept in fp16
+        residual, options = meta(2, ROWS[0] // 2, CHANNELS, dtype=FP16), {"low_rank": low_rank(format=format)}
+        linear_skip(a, weight, meta(CHANNELS), residual, c_out=c_out, dtype=FP16, result_scale=32.0, **options)
 
 
 def launch_linear_8bit() -> None:
@@ -152,6 +169,7 @@ def launch_linear_8bit() -> None:
         a, weight = quantized(rows, CHANNELS, format=format), quantized_weight(CHANNELS, format)
         for bias, dtype in ((meta(CHANNELS), BF16), (None, FP16), (meta(CHANNELS, dtype=FP32), FP32)):
             linear_8bit(a, weight, bias, dtype=dtype)
+        linear_8bit(a, weight, meta(CHANNELS), low_rank=low_rank(format=format))
 
 
 def launch_linear_gelu() -> None:
@@ -159,10 +177,13 @@ def launch_linear_gelu() -> None:
         a, weight = meta(rows, depth, dtype=dtype), meta(CHANNELS, depth, dtype=dtype)
         linear_gelu(a, weight, meta(CHANNELS, dtype=dtype))
     linear_gelu(meta(ROWS[0], CHANNELS), meta(CHANNELS, CHANNELS), None)
+    for rows in ROWS:
+        linear_gelu(meta(rows, CHANNELS), meta(CHANNELS, CHANNELS), meta(CHANNELS), low_rank=low_rank())
     for format, rows in product(formats(), ROWS):
         a, weight = quantized(rows, CHANNELS, format=format), quantized_weight(CHANNELS, format)
         for result in (None, FP8) if FP8 in formats() else (None,):
             linear_gelu(a, weight, meta(CHANNELS), result=result)
+        linear_gelu(a, weight, meta(CHANNELS), result=result, low_rank=low_rank(format=format))
 
 
 def launch_gelu() -> None:
@@ -177,6 +198,10 @@ def launch_linear_qkv() -> None:
     for format, bias in product(formats(), (True, False)):
         a, weights = quantized(ROWS[0], CHANNELS, format=format), [quantized_weight(CHANNELS, format)] * 3
         linear_qkv(a, weights, [meta(CHANNELS) if bias else None] * 3)
+        if bias:
+            linear_qkv(a, weights, [meta(CHANNELS)] * 3, low_rank=low_rank(format=format, weights=3))
+    matrices = [meta(CHANNELS, CHANNELS)] * 3
+    linear_qkv(meta(ROWS[0], CHANNELS), matrices, [meta(CHANNELS)] * 3, low_rank=low_rank(weights=3))
 
 
 def launch_layer_norm_modulate() -> None:

@@ -3,7 +3,8 @@
 a is [samples·M, K], W [N, K], both row-major. Tiles are aligned to the samples, so that a tile belongs to one sample
 and its per-channel coefficients are vectors; the rows of a that run over into the next sample are not stored.
 Operands of 8 bits are multiplied as they are, in int32 or fp32; their scales, one per row of a and of W, are applied to
-the sums before the epilogue.
+the sums before the epilogue. A second pair, low [samples·M, R] and up [N, R], may follow into the same sums
+(low_rank.py).
 On sm_90 and newer the tiles come through TMA descriptors. On older GPUs, and where an address or a row is not a
 multiple of 16 bytes, they come through pointers: Triton's rewriting of descriptors neither vectorises nor pipelines.
 """
@@ -45,6 +46,17 @@ class Scales(NamedTuple):
 
 
 PLAIN = Scales(None, None)
+
+
+class SecondPair(NamedTuple):
+    """``low upᵀ`` is added to the sums: low [samples·M, R] and up [N, R], of a's dtype, or for an a in 8 bits of 16 or
+    32; None for no such."""
+
+    low: torch.Tensor | None
+    up: torch.Tensor | None
+
+
+NO_PAIR = SecondPair(None, None)
 
 
 class Bound(NamedTuple):
@@ -111,12 +123,19 @@ def choose_tiles(candidates: tuple[Tiles, ...], samples: int, M: int, N: int, mu
 
 
 def launch(
-    kernel, a: torch.Tensor, weight: torch.Tensor, samples: int, *arguments, scales: Scales = PLAIN, **constants
+    kernel,
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    samples: int,
+    *arguments,
+    scales: Scales = PLAIN,
+    second: SecondPair = NO_PAIR,
+    **constants,
 ) -> None:
-    """Run a kernel around ``gemm`` on a [samples·M, K] and weight [N, K].
+    """Run a kernel around ``gemm`` on a [samples·M, K] and weight [N, K], and perhaps a second pair.
 
-    The kernel takes a, weight, samples, M, N, K, stride_a, stride_w, a_scale, w_scale, the arguments, the constants,
-    and the constexprs DESCRIPTORS, ROWS, COLUMNS, DEPTH.
+    The kernel takes a, weight, samples, M, N, K, stride_a, stride_w, a_scale, w_scale, the second pair, R, stride_low,
+    stride_up, the arguments, the constants, and the constexprs DESCRIPTORS, ROWS, COLUMNS, DEPTH.
     """
     a, weight = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (a, weight))
     if a.element_size() == 1 and not (matrix_fits_tma(a) and matrix_fits_tma(weight) and a.shape[1] % 16 == 0):
@@ -124,15 +143,17 @@ def launch(
     (rows, K), N = a.shape, weight.shape[0]
     M = rows // samples
     capability, multiprocessors = device_properties(a.device)
-    descriptors = capability >= TMA_CAPABILITY and matrix_fits_tma(a) and matrix_fits_tma(weight)
+    second = SecondPair(*(m if m is None or m.stride(1) == 1 else m.contiguous() for m in second))
+    matrices = [matrix for matrix in (a, weight, *second) if matrix is not None]
+    descriptors = capability >= TMA_CAPABILITY and all(map(matrix_fits_tma, matrices))
     tiles = choose_tiles(tile_candidates(capability, a.dtype, descriptors), samples, M, N, multiprocessors)
-    operands = (a, weight)
-    if descriptors:
-        operands = (
-            TensorDescriptor.from_tensor(a, [tiles.rows, tiles.depth]),
-            TensorDescriptor.from_tensor(weight, [tiles.columns, tiles.depth]),
-        )
+    operands = _operands(a, weight, tiles, tiles.depth, descriptors)
     sizes = (samples, M, N, K, a.stride(0), weight.stride(0))
+    pair = (None,) * 5
+    if second.low is not None:
+        depth = tiles.depth * a.element_size() // second.low.element_size()
+        pair = (*_operands(*second, tiles, depth, descriptors), second.low.shape[1])
+        pair += (second.low.stride(0), second.up.stride(0))
     programs = min(tiles.count(samples, M, N), multiprocessors * tiles.programs)
     with torch.cuda.device_of(a):
         launch_kernel(
@@ -141,11 +162,20 @@ def launch(
             *operands,
             *sizes,
             *scales,
+            *pair,
             *arguments,
             **constants,
             **_tile_options(tiles, descriptors),
             **register_options(capability),
         )
+
+
+def _operands(a: torch.Tensor, weight: torch.Tensor, tiles: Tiles, depth: int, descriptors: bool) -> tuple:
+    """As a kernel takes them: tensors, or descriptors of boxes of so many columns."""
+    if not descriptors:
+        return a, weight
+    boxes = (a, tiles.rows), (weight, tiles.columns)
+    return tuple(TensorDescriptor.from_tensor(matrix, [rows, depth]) for matrix, rows in boxes)
 
 
 def _pad_rows(matrix: torch.Tensor) -> torch.Tensor:
@@ -170,43 +200,67 @@ def _tile_options(tiles: Tiles, descriptors: bool) -> dict[str, object]:
 
 @triton.jit
 def gemm(
-    a, weight, samples, M, N, K, stride_a, stride_w, scales, EPILOGUE: tl.constexpr, arguments, KINDS: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    a, weight, samples, M, N, K, stride_a, stride_w, scales, second, EPILOGUE: tl.constexpr, arguments,
+    KINDS: tl.constexpr, DESCRIPTORS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Compute this program's share of the tiles of a Wᵀ, and hand each in parts to
     ``EPILOGUE(part, sample, rows, columns, M, N, arguments, KINDS)``: the part in fp32, its rows counted within the
-    sample. scales: a's and the weight's, or two None. KINDS are the epilogue's constexprs: as members of the tuple of
-    arguments they would become values."""
+    sample. scales: a's and the weight's, or two None. second: low, up, R and their strides, or None each. KINDS are the
+    epilogue's constexprs: as members of the tuple of arguments they would become values."""
     OPERAND: tl.constexpr = a.dtype if DESCRIPTORS else a.dtype.element_ty
     SUM: tl.constexpr = tl.int32 if tl.int8 == OPERAND else tl.float32
     BYTES: tl.constexpr = OPERAND.primitive_bitwidth // 8
+    low, up, R, stride_low, stride_up = second
     row_tiles = tl.cdiv(M, ROWS)
     column_tiles = tl.cdiv(N, COLUMNS)
-    for tile in tl.range(tl.program_id(0), samples * row_tiles * column_tiles, tl.num_programs(0), flatten=True):
+    ONE_LOOP: tl.constexpr = low is None  # within the loop over tiles: Triton flattens no two
+    for tile in tl.range(tl.program_id(0), samples * row_tiles * column_tiles, tl.num_programs(0), flatten=ONE_LOOP):
         sample, row_tile, column_tile = locate_tile(
             tile, row_tiles, column_tiles, ROWS * BYTES * K, COLUMNS * BYTES * K
         )
         row = row_tile * ROWS
         column = column_tile * COLUMNS
         acc = tl.zeros((ROWS, COLUMNS), SUM)
-        if DESCRIPTORS:
-            for k in range(0, K, DEPTH):
-                a_tile = a.load([sample * M + row, k])
-                w_tile = weight.load([column, k])
-                acc = tl.dot(a_tile, w_tile.T, acc, input_precision="ieee", out_dtype=SUM)
-        else:
-            # Rows past the end wrap around: they are in bounds, and not stored.
-            a_rows = (sample * M + row + tl.arange(0, ROWS)) % (samples * M)
-            w_rows = (column + tl.arange(0, COLUMNS)) % N
-            depth = tl.arange(0, DEPTH)
-            a_tiles = a + a_rows.to(tl.int64)[:, None] * stride_a + depth[None, :]
-            w_tiles = weight + w_rows.to(tl.int64)[:, None] * stride_w + depth[None, :]
-            for k in range(0, K, DEPTH):
-                mask = (depth < K - k)[None, :]
-                a_tile = tl.load(a_tiles + k, mask=mask, other=0.0)
-                w_tile = tl.load(w_tiles + k, mask=mask, other=0.0)
-                acc = tl.dot(a_tile, w_tile.T, acc, input_precision="ieee", out_dtype=SUM)
+        acc = add_products(
+            acc, a, weight, sample, row, column, samples, M, N, K, stride_a, stride_w, DESCRIPTORS, DEPTH
+        )
+        if low is not None:
+            LOW: tl.constexpr = low.dtype if DESCRIPTORS else low.dtype.element_ty
+            LOW_DEPTH: tl.constexpr = DEPTH * OPERAND.primitive_bitwidth // LOW.primitive_bitwidth
+            acc = add_products(
+                acc.to(tl.float32), low, up, sample, row, column, samples, M, N, R, stride_low, stride_up, DESCRIPTORS,
+                LOW_DEPTH,
+            )  # fmt: skip
         epilogue_in_parts(acc, scales, sample, row, column, M, N, EPILOGUE, arguments, KINDS, ROWS, COLUMNS)
+
+
+@triton.jit
+def add_products(
+    acc, a, weight, sample, row, column, samples, M, N, K, stride_a, stride_w, DESCRIPTORS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    """acc + the tile of a Wᵀ that begins at this row of the sample and this column."""
+    ROWS: tl.constexpr = acc.shape[0]
+    COLUMNS: tl.constexpr = acc.shape[1]
+    SUM: tl.constexpr = acc.dtype
+    if DESCRIPTORS:
+        for k in range(0, K, DEPTH):
+            a_tile = a.load([sample * M + row, k])
+            w_tile = weight.load([column, k])
+            acc = tl.dot(a_tile, w_tile.T, acc, input_precision="ieee", out_dtype=SUM)
+    else:
+        # Rows past the end wrap around: they are in bounds, and not stored.
+        a_rows = (sample * M + row + tl.arange(0, ROWS)) % (samples * M)
+        w_rows = (column + tl.arange(0, COLUMNS)) % N
+        depth = tl.arange(0, DEPTH)
+        a_tiles = a + a_rows.to(tl.int64)[:, None] * stride_a + depth[None, :]
+        w_tiles = weight + w_rows.to(tl.int64)[:, None] * stride_w + depth[None, :]
+        for k in range(0, K, DEPTH):
+            mask = (depth < K - k)[None, :]
+            a_tile = tl.load(a_tiles + k, mask=mask, other=0.0)
+            w_tile = tl.load(w_tiles + k, mask=mask, other=0.0)
+            acc = tl.dot(a_tile, w_tile.T, acc, input_precision="ieee", out_dtype=SUM)
+    return acc
 
 
 @triton.jit
@@ -256,6 +310,11 @@ def split_scales(
     if isinstance(a, Quantized):
         return a.values, weight.values, Scales(a.scale, weight.scale)
     return a, weight, PLAIN
+
+
+def second_pair(low: torch.Tensor | None, up: torch.Tensor | None) -> SecondPair:
+    """As the kernels read it: low [..., R] as a matrix."""
+    return NO_PAIR if low is None else SecondPair(low.reshape(-1, low.shape[-1]), up)
 
 
 def flat_scales(a: torch.Tensor | None, weight: torch.Tensor | None) -> Scales:

@@ -1,6 +1,6 @@
 """The GEMM of linear_skip, linear_gelu and linear_qkv on sm_90: which inputs it takes, and its launch.
 
-    c_skip ⊙ residual + c_out ⊙ f(a Wᵀ + b)        f GELU (tanh) or nothing
+    c_skip ⊙ residual + c_out ⊙ f(a Wᵀ + low upᵀ + b)        f GELU (tanh) or nothing, low and up perhaps none
 
 a and W are bf16, fp16 or, with scales for their rows, of one 8-bit format; residual and result are bf16 or fp16, each
 as it wants, and the result of linear_gelu may be fp8.
@@ -25,8 +25,9 @@ from .coefficient import (
     count_runs,
 )
 from .dispatch import HOPPER_DTYPES, device_properties, why_not_hopper
-from .gemm import PLAIN, Bound, Scales
+from .gemm import NO_PAIR, PLAIN, Bound, Scales, SecondPair
 from .launch import launch_kernel
+from .low_rank import RANK_STEP
 from .quantized import FP8, INT8
 from .tma import matrix_fits_tma
 
@@ -65,6 +66,7 @@ def why_not(
     c_out: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
+    second: SecondPair = NO_PAIR,
 ) -> str | None:
     """Why the kernel cannot take these, or would leave multiprocessors idle, in a few words; None when it should run.
 
@@ -85,8 +87,13 @@ def why_not(
         return "c_skip beside runs"  # the same
     if coefficient_kind(c_out, starts) == PER_TOKEN:
         return "c_out per token"
-    matrices = (a, *weights) if residual is None else (a, *weights, residual)
-    return None if all(matrix_fits_tma(matrix) for matrix in matrices) else _UNALIGNED
+    if second.low is not None:
+        if second.low.dtype != (torch.bfloat16 if a.element_size() == 1 else a.dtype):
+            return f"{str(second.low.dtype).removeprefix('torch.')} low"
+        if second.up.shape[1] % RANK_STEP:
+            return f"a rank that is no multiple of {RANK_STEP}"
+    matrices = [matrix for matrix in (a, *weights, *second, residual) if matrix is not None]
+    return None if all(map(matrix_fits_tma, matrices)) else _UNALIGNED
 
 
 def why_not_sizes(
@@ -135,14 +142,16 @@ def launch(
     flag: torch.Tensor | None = None,
     scales: Scales = PLAIN,
     bound: Bound | None = None,
+    second: SecondPair = NO_PAIR,
 ) -> None:
-    """Write ``c_skip ⊙ residual + c_out ⊙ f(a Wᵀ + b)`` to out, f GELU or nothing; `why_not` must have been None.
+    """Write ``c_skip ⊙ residual + c_out ⊙ f(a Wᵀ + low upᵀ + b)`` to out, f GELU or nothing; `why_not` must have been
+    None.
 
     a: [samples·M, K]. weight: [N, K]. bias: [N], contiguous. out, residual: [samples·M, N], contiguous.
     c_skip, c_out: canonical coefficients (coefficient.py) per sample, c_out also per channel, or None for 1. starts: of
         c_out's runs, or None.
     factors: of the two terms besides, where there is a residual. flag: as of saturation.py, or None.
-    scales: of a and weight in 8 bits. bound: of an fp8 result.
+    scales: of a and weight in 8 bits. bound: of an fp8 result. second: low and up.
     """
     (rows, K), N = a.shape, weight.shape[0]
     M, depth, chunk = rows // samples, LINE // a.element_size(), CHUNKS[a.element_size()]
@@ -164,6 +173,7 @@ def launch(
             flag,
             *scales,
             *(bound or (None,) * 4),
+            *_second_descriptors(second),
             *(samples, M, N, K),
             STAGES=STAGES,
             KIND=coefficient_kind(c_out, starts),
@@ -178,11 +188,12 @@ def launch_three(
     biases: Sequence[torch.Tensor | None],
     outs: Sequence[torch.Tensor],
     scales: Sequence[torch.Tensor | None] = (None,) * 4,
+    second: SecondPair = NO_PAIR,
 ) -> None:
-    """Write ``a Wᵀ + b`` for three W and b to three outs; `why_not` must have been None.
+    """Write ``a Wᵀ + low upᵀ + b`` for three W, up and b to three outs; `why_not` must have been None.
 
     a: [M, K]. weights: [N, K]. biases: [N], contiguous, or all None. outs: [M, N], contiguous. scales: of a and of the
-    weights in 8 bits, else None.
+    weights in 8 bits, else None. second: low [M, 3R] and up [3N, R].
     """
     (M, K), N = a.shape, weights[0].shape[0]
     depth, chunk = LINE // a.element_size(), CHUNKS[a.element_size()]
@@ -196,10 +207,19 @@ def launch_three(
             *(_descriptor(out[None], 1, ROWS, chunk) for out in outs),
             *biases,
             *scales,
+            *_second_descriptors(second),
             *(M, N, K),
             STAGES=STAGES,
             num_warps=4,
         )
+
+
+def _second_descriptors(second: SecondPair) -> tuple:
+    """Of low, of up, of up for the columns of a tile past a power of two; and the rank."""
+    if second.low is None:
+        return (None,) * 4
+    low, up = second
+    return *(_descriptor(*box, RANK_STEP) for box in ((low, ROWS), (up, COLUMNS), (up, TAIL))), up.shape[1]
 
 
 def _grid(a: torch.Tensor, tiles: int) -> tuple[int]:

@@ -1,10 +1,10 @@
-"""The ping-pong GEMM in Gluon for sm_90: ``c_skip ⊙ residual + c_out ⊙ f(a Wᵀ + b)`` for one weight or for three.
+"""The ping-pong GEMM in Gluon for sm_90: ``c_skip ⊙ residual + c_out ⊙ f(a Wᵀ + low upᵀ + b)`` for one weight or three.
 
 A program walks tiles of the output. It has one warp that loads operands, one that loads residuals, and two consumer
 warpgroups with a tile each. The consumers take turns at the main loop, so that the tensor cores are busy while the
 other's epilogue runs. Residual and result share a buffer, the staging: filled by TMA, updated in place, stored by TMA.
 The epilogue is fp32 and rounds once. Operands of 8 bits come with scales, one per row of a and of W, that the epilogue
-applies first.
+applies first. low and up, if there are any, come through the same buffers after a and W, in steps of their own.
 
 In Gluon nothing synchronises warps of different roles by itself. Every hand-over is an mbarrier:
 
@@ -29,7 +29,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .gemm import bound_scale, locate_tile
 from .gluon_names import tma_load, tma_store
+from .low_rank import RANK_STEP
 from .saturation import saturate
+
+LOW_DEPTH = gl.constexpr(RANK_STEP)
 
 _locate_in_group = gluon.jit(locate_tile.fn)
 _bound_scale = gluon.jit(bound_scale.fn)
@@ -40,37 +43,43 @@ _saturate = gluon.jit(saturate.fn)
 def gemm_kernel(
     a, weight, weight_tail, residual, out,
     bias, c_skip, skip_stride_b, c_out, out_stride_b, out_stride_c, starts, runs, skip_factor, out_factor, flag,
-    a_scale, w_scale, a_norm, w_norm, bias_bound, result_scale,
+    a_scale, w_scale, a_norm, w_norm, bias_bound, result_scale, low, up, up_tail, rank,
     samples, M, N, K,
     STAGES: gl.constexpr, KIND: gl.constexpr, GELU: gl.constexpr,
 ):  # fmt: skip
     """a, weight, weight_tail, residual, out: TMA descriptors; weight_tail is of the columns of a tile past a power of
     two. bias, residual, c_skip, c_out: or None. KIND: how c_out varies (coefficient.py). starts, runs: of c_out's runs,
     or None. GELU: f, else nothing. flag: of saturation.py, or None. a_scale, w_scale: or None where the operands have
-    16 bits. a_norm, w_norm, bias_bound, result_scale: of linear_gelu's bound, or None."""
+    16 bits. a_norm, w_norm, bias_bound, result_scale: of linear_gelu's bound, or None. low, up, up_tail: descriptors of
+    the second pair, whose rank is a multiple of 64, or None."""
     coefficients = (c_skip, skip_stride_b, c_out, out_stride_b, out_stride_c, starts, runs, skip_factor, out_factor)
     scales = (a_scale, (w_scale,), (a_norm, w_norm, bias_bound, result_scale))
     epilogue = (residual, (out,), (bias,), coefficients, flag, scales)
-    _assign_roles(a, (weight,), (weight_tail,), epilogue, (samples, M, N, K), STAGES, KIND, GELU)
+    second = (low, up, up_tail, rank)
+    _assign_roles(a, (weight,), (weight_tail,), second, epilogue, (samples, M, N, K), STAGES, KIND, GELU)
 
 
 @gluon.jit(do_not_specialize=("M", "K"))
 def gemm_of_three_kernel(
     a, weight_0, weight_1, weight_2, tail_0, tail_1, tail_2, out_0, out_1, out_2, bias_0, bias_1, bias_2,
-    a_scale, scale_0, scale_1, scale_2,
+    a_scale, scale_0, scale_1, scale_2, low, up, up_tail, rank,
     M, N, K,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """``a Wᵀ + b`` for three W [N, K] and b [N]. All are descriptors but the biases and scales, which may be None."""
+    """``a Wᵀ + low upᵀ + b`` for three W [N, K] and b [N], low [M, 3·rank] and up [3N, rank]. All are descriptors but
+    the biases and scales, which may be None, as may the second pair."""
     scales = (a_scale, (scale_0, scale_1, scale_2), (None, None, None, None))
     coefficients = (None, 0, None, 0, 0, None, 0, 1.0, 1.0)
     epilogue = (None, (out_0, out_1, out_2), (bias_0, bias_1, bias_2), coefficients, None, scales)
     weights = (weight_0, weight_1, weight_2)
-    _assign_roles(a, weights, (tail_0, tail_1, tail_2), epilogue, (1, M, N, K), STAGES, 0, False)
+    second = (low, up, up_tail, rank)
+    _assign_roles(a, weights, (tail_0, tail_1, tail_2), second, epilogue, (1, M, N, K), STAGES, 0, False)
 
 
 @gluon.jit
-def _assign_roles(a, weights, tails, epilogue, sizes, STAGES: gl.constexpr, KIND: gl.constexpr, GELU: gl.constexpr):
+def _assign_roles(
+    a, weights, tails, second, epilogue, sizes, STAGES: gl.constexpr, KIND: gl.constexpr, GELU: gl.constexpr
+):
     outs = epilogue[1]
     DTYPE: gl.constexpr = a.dtype
     BITS: gl.constexpr = DTYPE.primitive_bitwidth
@@ -101,9 +110,9 @@ def _assign_roles(a, weights, tails, epilogue, sizes, STAGES: gl.constexpr, KIND
     hand_over = (staging, staged, free)
     gl.warp_specialize(
         [
-            (_consume, (0, operands, turns, hand_over, epilogue, sizes, KIND, GELU)),
-            (_consume, (1, operands, turns, hand_over, epilogue, sizes, KIND, GELU)),
-            (_load_operands, (a, weights, tails, operands, sizes)),
+            (_consume, (0, operands, turns, hand_over, epilogue, sizes, second[3], KIND, GELU)),
+            (_consume, (1, operands, turns, hand_over, epilogue, sizes, second[3], KIND, GELU)),
+            (_load_operands, (a, weights, tails, second, operands, sizes)),
             (_load_residuals, (epilogue[0], hand_over, sizes, BITS, COLUMNS + TAIL, len(weights))),
         ],
         [4, 1, 1],
@@ -131,10 +140,11 @@ def _locate(tile, sizes, BITS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.con
 
 
 @gluon.jit
-def _load_operands(a, weights, tails, operands, sizes):
+def _load_operands(a, weights, tails, second, operands, sizes):
     """One warp: the operands of every step."""
     a_tiles, w_tiles, tail_tiles, full, empty = operands
-    _, M, _, K = sizes
+    _, M, N, K = sizes
+    low, up, up_tail, rank = second
     ROWS: gl.constexpr = a_tiles.shape[1]
     DEPTH: gl.constexpr = a_tiles.shape[2]
     COLUMNS: gl.constexpr = w_tiles.shape[1]
@@ -157,6 +167,17 @@ def _load_operands(a, weights, tails, operands, sizes):
                     tma_load(weights[i], [column, k], arrived, w_tiles.index(slot))
                     tma_load(tails[i], [column + COLUMNS, k], arrived, tail_tiles.index(slot))
             step += 1
+        if low is not None:
+            for k in range(0, rank, LOW_DEPTH):
+                slot = step % STAGES
+                arrived = full.index(slot)
+                mbarrier.wait(empty.index(slot), (step // STAGES) & 1 ^ 1)
+                mbarrier.expect(arrived, (ROWS + COLUMNS + TAIL) * DEPTH * BITS // 8)
+                tma_load(low, [sample * M + row, weight * rank + k], arrived, _as_16_bits(a_tiles, slot, low.dtype))
+                up_row = weight * N + column
+                tma_load(up, [up_row, k], arrived, _as_16_bits(w_tiles, slot, up.dtype))
+                tma_load(up_tail, [up_row + COLUMNS, k], arrived, _as_16_bits(tail_tiles, slot, up.dtype))
+                step += 1
 
 
 @gluon.jit
@@ -191,9 +212,9 @@ def _view(staging, index, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    CONSUMER: gl.constexpr, operands, turns, hand_over, epilogue, sizes, KIND: gl.constexpr, GELU: gl.constexpr
+    CONSUMER: gl.constexpr, operands, turns, hand_over, epilogue, sizes, rank, KIND: gl.constexpr, GELU: gl.constexpr
 ):
-    """One warpgroup: every second tile of the program."""
+    """One warpgroup: every second tile of the program. rank: of the second pair, or None."""
     a_tiles, w_tiles, tail_tiles, full, empty = operands
     staging, staged, free = hand_over
     _, M, N, K = sizes
@@ -204,12 +225,21 @@ def _consume(
     WEIGHTS: gl.constexpr = len(epilogue[1])
     BITS: gl.constexpr = a_tiles.dtype.primitive_bitwidth
     SUM: gl.constexpr = gl.int32 if a_tiles.dtype == gl.int8 else gl.float32
+    # The second pair of operands in 8 bits is bf16: another instruction; of those in 16 bits, it is more of the same.
+    CHANGES: gl.constexpr = rank is not None and BITS == 8
+    RESULT_BITS: gl.constexpr = 16 if CHANGES else BITS
     tiles = _count_tiles(sizes, ROWS, COLUMNS + TAIL, WEIGHTS)
     steps = gl.cdiv(K, a_tiles.shape[2])
+    if rank is not None and not CHANGES:
+        steps += rank // LOW_DEPTH
     first = gl.program_id(0) + CONSUMER * gl.num_programs(0)
     step = CONSUMER * steps
     count = 0
     for tile in range(first, tiles, 2 * gl.num_programs(0)):
+        if CHANGES:  # anew: kept from one tile to the next they would be spilled
+            before = tile // gl.num_programs(0)  # tiles of this program
+            step = before * (steps + rank // LOW_DEPTH)
+            count = before // 2
         # Without its turn a consumer could wait for a phase of full that is two ahead, which reads as complete.
         mbarrier.wait(turns.index(CONSUMER), count & 1 ^ (1 - CONSUMER))
         mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
@@ -225,12 +255,26 @@ def _consume(
             token_tail = multiply(a_tiles, tail_tiles, acc_tail, step, True)
             acc, acc_tail = warpgroup_mma_wait(2, deps=(token, token_tail))  # all but this step's
             mbarrier.arrive(empty.index((step - 1) % STAGES))
+        if CHANGES:
+            acc, acc_tail = warpgroup_mma_wait(0, deps=(acc, acc_tail))
+            acc = gl.convert_layout(acc.to(gl.float32), sum_layout(COLUMNS, 16), assert_trivial=True)
+            acc_tail = gl.convert_layout(acc_tail.to(gl.float32), sum_layout(TAIL, 16), assert_trivial=True)
+            for _ in range(0, rank, LOW_DEPTH):
+                step += 1
+                mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
+                low = _as_16_bits(a_tiles, step % STAGES, gl.bfloat16)
+                up = _as_16_bits(w_tiles, step % STAGES, gl.bfloat16).permute((1, 0))
+                up_tail = _as_16_bits(tail_tiles, step % STAGES, gl.bfloat16).permute((1, 0))
+                token = warpgroup_mma(low, up, acc, is_async=True)
+                token_tail = warpgroup_mma(low, up_tail, acc_tail, is_async=True)
+                acc, acc_tail = warpgroup_mma_wait(2, deps=(token, token_tail))
+                mbarrier.arrive(empty.index((step - 1) % STAGES))
         mbarrier.arrive(turns.index(1 - CONSUMER))
         sample, row, weight, column = _locate(tile, sizes, BITS, ROWS, COLUMNS + TAIL, WEIGHTS)
         a_scale = None
         to_result = None
         if epilogue[5][0] is not None:
-            rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, sum_layout(staging.shape[3], BITS)))
+            rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, sum_layout(staging.shape[3], RESULT_BITS)))
             a_scale = gl.load(epilogue[5][0] + sample * M + rows, mask=rows < M, other=0.0)
             if epilogue[5][2][0] is not None:
                 to_result = _divide_by_bound(sample * M + rows, rows < M, column == 0, epilogue[5][2])
@@ -246,8 +290,15 @@ def _consume(
         )  # fmt: skip
         tma.store_wait(0)  # until the stores have read the staging buffer
         mbarrier.arrive(free)
-        count += 1  # noqa: SIM113
+        count += 1
     tma.store_wait(0)
+
+
+@gluon.jit
+def _as_16_bits(tiles, slot, DTYPE: gl.constexpr):
+    """A slot of operands as a tile of DTYPE, of 16 bits, in the same bytes."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * LOW_DEPTH, element_bitwidth=16, rank=2)
+    return tiles.index(slot)._reinterpret(DTYPE, [tiles.shape[1], LOW_DEPTH], layout)
 
 
 @gluon.constexpr_function

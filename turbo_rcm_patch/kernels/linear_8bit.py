@@ -2,7 +2,7 @@
 
 a [..., K] and W [N, K] of one format, with a scale for each row (quantized.py); b [N]; result [..., N] in fp32, fp16 or
 bf16, rounded once. Sums are int32 or fp32; scales and bias are applied in fp32. No gradient: under autograd the
-reference runs.
+reference runs. A product of low rank may be added (low_rank.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import triton.language as tl
 
 from . import gemm_hopper, reference
 from .dispatch import kernel_op, use_triton
-from .gemm import check_dtype, check_linear, flat_scales, gemm, launch
+from .gemm import NO_PAIR, SecondPair, check_dtype, check_linear, flat_scales, gemm, launch, second_pair
+from .low_rank import LowRank, check_low_rank
 from .quantized import Quantized, QuantizedWeight
 
 
@@ -22,11 +23,13 @@ def linear_8bit(
     weight: QuantizedWeight,
     bias: torch.Tensor | None = None,
     *,
+    low_rank: LowRank | None = None,
     dtype: torch.dtype | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor:
     """``a Wᵀ + b`` for a [..., K], weight [N, K] of a's format, bias [N] or None; returns [..., N].
 
+    low_rank: of another product that is added.
     dtype: of the result, fp32, fp16 or bf16; None: bf16.
     implementation: "auto", "triton" or "torch" (see dispatch.py).
     Raises ValueError for operands that are not quantised, for other dtypes, and for shapes, formats or devices that do
@@ -35,11 +38,25 @@ def linear_8bit(
     if not isinstance(a, Quantized):
         raise ValueError(f"linear_8bit: a is a {type(a).__name__}; it must be a Quantized.")
     check_linear("linear_8bit", a, weight, bias)
+    check_low_rank("linear_8bit", a, len(weight.values), low_rank)
     dtype = check_dtype("linear_8bit", dtype, a)
+    second = project_down(a, low_rank, implementation)
     tensors = (a.values, weight.values, bias, a.scale, weight.scale)
-    if use_triton(implementation, *tensors, has_gradient=False, formats=(a.values.dtype,)):
-        return _linear_8bit(*tensors, dtype)
-    return reference.linear(a, weight, bias).to(dtype)
+    if use_triton(implementation, *tensors, *second, has_gradient=False, formats=(a.values.dtype,)):
+        return _linear_8bit(*tensors, dtype, *second)
+    return reference.linear(a, weight, bias, *second).to(dtype)
+
+
+def project_down(a: torch.Tensor | Quantized, low_rank: LowRank | None, implementation: str) -> SecondPair:
+    """``a downᵀ`` [..., G·R], of a Quantized in units of its rows' scales, and up; None both without them."""
+    if low_rank is None:
+        return NO_PAIR
+    if isinstance(a, Quantized):
+        unscaled = Quantized(a.values, torch.ones_like(a.scale))
+        low = linear_8bit(unscaled, low_rank.down, dtype=low_rank.up.dtype, implementation=implementation)
+    else:
+        low = torch.nn.functional.linear(a, low_rank.down)
+    return SecondPair(low, low_rank.up)
 
 
 @kernel_op("linear_8bit")
@@ -50,32 +67,36 @@ def _linear_8bit(
     a_scale: torch.Tensor,
     weight_scale: torch.Tensor,
     dtype: torch.dtype,
+    low: torch.Tensor | None = None,
+    up: torch.Tensor | None = None,
 ) -> torch.Tensor:
     out = a.new_empty(*a.shape[:-1], weight.shape[0], dtype=dtype)
     if out.numel() == 0:
         return out
     matrix = a.reshape(-1, a.shape[-1])
     bias = None if bias is None else bias.contiguous()
-    scales = flat_scales(a_scale, weight_scale)
-    if gemm_hopper.why_not(matrix, weight, dtype=dtype) is None:
-        gemm_hopper.launch(matrix, weight, bias, out.view(len(matrix), -1), scales=scales)
+    scales, second = flat_scales(a_scale, weight_scale), second_pair(low, up)
+    if gemm_hopper.why_not(matrix, weight, dtype=dtype, second=second) is None:
+        gemm_hopper.launch(matrix, weight, bias, out.view(len(matrix), -1), scales=scales, second=second)
     else:
-        launch(_linear_8bit_kernel, matrix, weight, 1, bias, out, scales=scales)
+        launch(_linear_8bit_kernel, matrix, weight, 1, bias, out, scales=scales, second=second)
     return out
 
 
 @_linear_8bit.register_fake
-def _(a, weight, bias, a_scale, weight_scale, dtype):
+def _(a, weight, bias, a_scale, weight_scale, dtype, *_):
     return a.new_empty(*a.shape[:-1], weight.shape[0], dtype=dtype)
 
 
 @triton.jit
 def _linear_8bit_kernel(
-    a, weight, samples, M, N, K, stride_a, stride_w, a_scale, w_scale, bias, out,
+    a, weight, samples, M, N, K, stride_a, stride_w, a_scale, w_scale,
+    low, up, R, stride_low, stride_up, bias, out,
     DESCRIPTORS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     gemm(
-        a, weight, samples, M, N, K, stride_a, stride_w, (a_scale, w_scale), _store_sum, (bias, out), None,
+        a, weight, samples, M, N, K, stride_a, stride_w, (a_scale, w_scale),
+        (low, up, R, stride_low, stride_up), _store_sum, (bias, out), None,
         DESCRIPTORS, ROWS, COLUMNS, DEPTH,
     )  # fmt: skip
 

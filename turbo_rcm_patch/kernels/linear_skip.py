@@ -4,6 +4,7 @@ a [B, S, K], W [C, K], b [C] of one dtype (fp32, fp16, bf16), or a and W in 8 bi
 residual [B, S, C]; coefficients over [B|1, S|1, C|1].
 The epilogue is fp32 and the result, in the residual's dtype or another one, is rounded once. With a gradient for every
 tensor, unless they have 8 bits: then the reference runs under autograd.
+A product of low rank may be added before the skip (low_rank.py), without a gradient of the kernel's.
 The skip is eq. 7 of Karras et al. 2022, Elucidating the Design Space of Diffusion-Based Generative Models.
 """
 
@@ -27,7 +28,9 @@ from .coefficient import (
     split_runs,
 )
 from .dispatch import check_result, kernel_op, use_triton
-from .gemm import check_linear, flat_scales, gemm, launch, split_scales
+from .gemm import check_linear, flat_scales, gemm, launch, second_pair, split_scales
+from .linear_8bit import project_down
+from .low_rank import LowRank, check_low_rank
 from .quantized import Quantized, QuantizedWeight
 from .saturation import flag_for, saturate
 
@@ -40,6 +43,7 @@ def linear_skip(
     *,
     c_skip: Coefficient = 1.0,
     c_out: Coefficient | Runs = 1.0,
+    low_rank: LowRank | None = None,
     dtype: torch.dtype | None = None,
     residual_scale: float = 1.0,
     result_scale: float = 1.0,
@@ -50,13 +54,14 @@ def linear_skip(
     a: [B, S, K], or [S, K] as one sample. weight: [C, K]. bias: [C] or None. residual: [B, S, C] ([S, C]).
         a and weight are a Quantized and a QuantizedWeight of one format, or neither.
     c_skip, c_out: a number, 0-d, per sample [B], per channel [C] or [B, 1, C], per token [B, S, C]. c_out may be Runs.
+    low_rank: of another product that is added to ``a Wᵀ``.
     dtype: of the result, fp32, fp16 or bf16; None: the residual's.
     residual_scale, result_scale: what the residual was, and the result is to be, divided by: room for large values in
         fp16. Positive. An fp16 result of another scale than 1 saturates (see saturation.py).
     implementation: "auto", "triton" or "torch" (see dispatch.py).
 
-    Differentiable in every tensor; with Runs or 8 bits the reference is. Raises ValueError for other dtypes and scales,
-    and for shapes, formats, dtypes or devices that do not fit together.
+    Differentiable in every tensor; with Runs, 8 bits or low_rank the reference is. Raises ValueError for other dtypes
+    and scales, and for shapes, formats, dtypes or devices that do not fit together.
     """
     check_linear("linear_skip", a, weight, bias)
     values, weight_values, scales = split_scales(a, weight)
@@ -65,23 +70,26 @@ def linear_skip(
     expected = [*values.shape[:-1], weight_values.shape[0]]
     if list(residual.shape) != expected:
         raise ValueError(f"linear_skip: residual has shape {list(residual.shape)} but the output is {expected}.")
+    check_low_rank("linear_skip", a, expected[-1], low_rank)
     check_result("linear_skip", dtype, residual.dtype, residual_scale=residual_scale, result_scale=result_scale)
     if values.dim() == 2:
         sample = Quantized(values[None], a.scale[None]) if isinstance(a, Quantized) else a[None]
         arguments = {"c_skip": c_skip, "c_out": c_out, "dtype": dtype, "implementation": implementation}
+        arguments |= {"low_rank": low_rank}
         arguments |= {"residual_scale": residual_scale, "result_scale": result_scale}
         return linear_skip(sample, weight, bias, residual[None], **arguments)[0]
     c_skip = canonical_coefficient("c_skip", c_skip, *residual.shape, residual.device)
     c_out, starts = split_runs("c_out", c_out, *residual.shape, residual.device)
     tensors = (values, weight_values, bias, residual, c_skip, c_out)
     options = (dtype or residual.dtype, residual_scale, result_scale, starts)
+    second = project_down(a, low_rank, implementation)
     if isinstance(a, Quantized):
-        fused = use_triton(implementation, *tensors, *scales, has_gradient=False, formats=(values.dtype,))
+        fused = use_triton(implementation, *tensors, *scales, *second, has_gradient=False, formats=(values.dtype,))
     else:
-        fused = use_triton(implementation, *tensors, has_gradient=starts is None)
+        fused = use_triton(implementation, *tensors, *second, has_gradient=starts is None and low_rank is None)
     if fused:
-        return _linear_skip(*tensors, *options, *scales)
-    return reference.linear_skip(a, weight, *tensors[2:], *options)
+        return _linear_skip(*tensors, *options, *scales, *second)
+    return reference.linear_skip(a, weight, *tensors[2:], *options, *second)
 
 
 @kernel_op("linear_skip")
@@ -98,6 +106,8 @@ def _linear_skip(
     starts: torch.Tensor | None = None,
     a_scale: torch.Tensor | None = None,
     weight_scale: torch.Tensor | None = None,
+    low: torch.Tensor | None = None,
+    up: torch.Tensor | None = None,
 ) -> torch.Tensor:
     B, S, C = residual.shape
     out = torch.empty_like(residual, dtype=dtype, memory_format=torch.contiguous_format)
@@ -111,15 +121,15 @@ def _linear_skip(
     skip = {"samples": samples, "residual": residual, "c_skip": c_skip, "c_out": c_out, "starts": starts}
     factors = residual_scale / result_scale, 1 / result_scale
     flag = flag_for(dtype, result_scale, out.device)
-    scales = flat_scales(a_scale, weight_scale)
-    if gemm_hopper.why_not(a, weight, dtype=dtype, **skip) is None:
-        gemm_hopper.launch(a, weight, bias, out.view(B * S, C), factors=factors, flag=flag, scales=scales, **skip)
+    pairs = {"scales": flat_scales(a_scale, weight_scale), "second": second_pair(low, up)}
+    if gemm_hopper.why_not(a, weight, dtype=dtype, second=pairs["second"], **skip) is None:
+        gemm_hopper.launch(a, weight, bias, out.view(B * S, C), factors=factors, flag=flag, **pairs, **skip)
     else:
         coefficients = (c_skip, c_out, *factors, *coefficient_strides(c_skip), *coefficient_strides(c_out))
         coefficients += (starts, count_runs(starts), flag)
         kinds = (coefficient_kind(c_skip), coefficient_kind(c_out, starts), search_steps(starts))
         arguments = (bias, residual, out, *coefficients)
-        launch(_linear_skip_kernel, a, weight, samples, *arguments, scales=scales, KINDS=kinds)
+        launch(_linear_skip_kernel, a, weight, samples, *arguments, **pairs, KINDS=kinds)
     return out
 
 
@@ -129,7 +139,7 @@ def _(a, weight, bias, residual, c_skip, c_out, dtype, *_):
 
 
 def _setup_context(ctx, inputs, output):
-    a, weight, bias, residual, c_skip, c_out, _, *ctx.scales, _, _, _ = inputs
+    a, weight, bias, residual, c_skip, c_out, _, *ctx.scales = inputs[:9]
     needs_a, needs_weight, _, _, needs_c_skip, needs_c_out = ctx.needs_input_grad[:6]
     ctx.save_for_backward(
         a if needs_weight or needs_c_out else None,
@@ -167,7 +177,7 @@ def _backward(ctx, grad):
     if needs_c_out:
         linear = torch.nn.functional.linear(a, weight, bias)
         d_c_out = (wide * linear).sum_to_size(c_out.shape).to(c_out.dtype)
-    return d_a, d_weight, d_bias, d_residual, d_c_skip, d_c_out, *(None,) * 6
+    return d_a, d_weight, d_bias, d_residual, d_c_skip, d_c_out, *(None,) * 8
 
 
 _linear_skip.register_autograd(_backward, setup_context=_setup_context)
@@ -176,6 +186,7 @@ _linear_skip.register_autograd(_backward, setup_context=_setup_context)
 @triton.jit(do_not_specialize=("runs",))
 def _linear_skip_kernel(
     a, weight, samples, M, N, K, stride_a, stride_w, a_scale, w_scale,
+    low, up, R, stride_low, stride_up,
     bias, residual, out, c_skip, c_out, skip_factor, out_factor,
     skip_stride_b, skip_stride_s, skip_stride_c, out_stride_b, out_stride_s, out_stride_c,
     starts, runs, flag,
@@ -187,7 +198,8 @@ def _linear_skip_kernel(
     coefficients = (c_skip, c_out, skip_factor, out_factor, skip_strides, out_strides, starts, runs)
     arguments = (bias, residual, out, flag, coefficients)
     gemm(
-        a, weight, samples, M, N, K, stride_a, stride_w, (a_scale, w_scale), _store_skip, arguments, KINDS,
+        a, weight, samples, M, N, K, stride_a, stride_w, (a_scale, w_scale),
+        (low, up, R, stride_low, stride_up), _store_skip, arguments, KINDS,
         DESCRIPTORS, ROWS, COLUMNS, DEPTH,
     )  # fmt: skip
 

@@ -81,12 +81,25 @@ def attention(
 
 
 def linear(
-    a: torch.Tensor | Quantized, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None
+    a: torch.Tensor | Quantized,
+    weight: torch.Tensor | QuantizedWeight,
+    bias: torch.Tensor | None,
+    low: torch.Tensor | None = None,
+    up: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``a Wᵀ + b`` for a [..., K], weight [C, K], bias [C]; in fp32 where a and weight have 8 bits."""
+    """``a Wᵀ + low upᵀ + b`` for a [..., K], weight [C, K], bias [C], low [..., R] and up [C, R], or None both.
+
+    In fp32 where a and weight have 8 bits; low and up are then in units of their rows' scales (low_rank.py).
+    """
     if isinstance(a, Quantized):
+        if low is not None:
+            low, up = low.float() * a.scale[..., None], up.float() * weight.scale[:, None]
         a, weight, bias = a.dequantize(), weight.dequantize(), None if bias is None else bias.float()
-    return F.linear(a, weight, bias)
+    sums = F.linear(a, weight, bias)
+    if low is None:
+        return sums
+    rows = torch.addmm(sums.reshape(-1, sums.shape[-1]), low.reshape(-1, low.shape[-1]), up.T)
+    return rows.view(sums.shape)
 
 
 def linear_skip(
@@ -100,10 +113,13 @@ def linear_skip(
     residual_scale: float = 1.0,
     result_scale: float = 1.0,
     starts: torch.Tensor | None = None,
+    low: torch.Tensor | None = None,
+    up: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``c_skip ⊙ residual + c_out ⊙ (a Wᵀ + b)`` for a [B, S, K], weight [C, K], bias [C], residual [B, S, C]; dtype,
-    scales and starts as in `skip`."""
-    return skip(residual, linear(a, weight, bias), c_skip, c_out, dtype, residual_scale, result_scale, starts)
+    """``c_skip ⊙ residual + c_out ⊙ (a Wᵀ + low upᵀ + b)`` for a [B, S, K], weight [C, K], bias [C], residual
+    [B, S, C]; low and up as in `linear`, dtype, scales and starts as in `skip`."""
+    sums = linear(a, weight, bias, low, up)
+    return skip(residual, sums, c_skip, c_out, dtype, residual_scale, result_scale, starts)
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
@@ -116,20 +132,29 @@ def linear_gelu(
     weight: torch.Tensor | QuantizedWeight,
     bias: torch.Tensor | None,
     dtype: torch.dtype | None = None,
+    low: torch.Tensor | None = None,
+    up: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``gelu_tanh(a Wᵀ + b)`` for a [..., K], weight [C, K], bias [C]; in dtype, or the sum's."""
-    result = gelu(linear(a, weight, bias))
+    """``gelu_tanh(a Wᵀ + low upᵀ + b)`` for a [..., K], weight [C, K], bias [C]; low and up as in `linear`; in dtype,
+    or the sum's."""
+    result = gelu(linear(a, weight, bias, low, up))
     return result if dtype is None else result.to(dtype)
 
 
 def linear_gelu_quantized(
-    a: Quantized, weight: QuantizedWeight, bias: torch.Tensor | None, bias_bound: torch.Tensor
+    a: Quantized,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    bias_bound: torch.Tensor,
+    low: torch.Tensor | None = None,
+    up: torch.Tensor | None = None,
 ) -> Quantized:
     """`linear_gelu` in e4m3, each row's scale from the bound ``‖a‖ max‖w‖ + max|b|`` (bias_bound, 0-d) on its values,
     by Cauchy and Schwarz and because ``|gelu(z)| ≤ |z|``. The error of e4m3 is relative: a bound far above the values
-    costs nothing down to its subnormal numbers, at 2⁻¹⁵ of the bound."""
+    costs nothing down to its subnormal numbers, at 2⁻¹⁵ of the bound. With low and up the weight's norm bounds the rows
+    of the sum of both products."""
     scale = ((a.norm * weight.norm + bias_bound) / LARGEST[FP8]).clamp_min(TINY)
-    return Quantized(round_to(linear_gelu(a, weight, bias) / scale[..., None], FP8), scale)
+    return Quantized(round_to(linear_gelu(a, weight, bias, None, low, up) / scale[..., None], FP8), scale)
 
 
 def linear_qkv(
@@ -137,10 +162,23 @@ def linear_qkv(
     weights: Sequence[torch.Tensor | QuantizedWeight],
     biases: Sequence[torch.Tensor | None],
     dtype: torch.dtype | None = None,
+    low: torch.Tensor | None = None,
+    up: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """``a Wᵀ + b`` for a [..., K] and every weight [N, K] with its bias [N] or None; in dtype, or the sums'."""
-    results = (linear(a, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    """``a Wᵀ + low upᵀ + b`` for a [..., K] and every weight [N, K] with its bias [N] or None, and its part of low
+    [..., G·R] and up [G·N, R], for G weights; in dtype, or the sums'."""
+    parts = parts_of_weights(low, up, len(weights))
+    results = (linear(a, *each, *part) for *each, part in zip(weights, biases, parts, strict=True))
     return tuple(result if dtype is None else result.to(dtype) for result in results)
+
+
+def parts_of_weights(
+    low: torch.Tensor | None, up: torch.Tensor | None, weights: int
+) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
+    """low [..., G·R] and up [G·N, R] of so many weights G, for each of them; None without."""
+    if low is None:
+        return [(None, None)] * weights
+    return list(zip(low.chunk(weights, -1), up.chunk(weights), strict=True))
 
 
 def layer_norm_modulate(

@@ -90,6 +90,13 @@ class Graphs:
             self._recordings.clear()
             self._release_pool()
 
+    def record_anew(self) -> None:
+        """Forget what was recorded, not that it came: the next call of each kind is recorded."""
+        with self._lock:
+            if self.kept > 0:
+                self._recordings = OrderedDict.fromkeys(self._recordings)
+                self._release_pool()
+
     def invalidate(self) -> None:
         """Forget all recordings, because what they recorded has changed; for good where they are hardly replayed."""
         with self._lock:

@@ -17,11 +17,11 @@ from torch import nn
 
 from .. import kernels
 from ..kernels import reference
-from ..plain import hook_on, linear_of, why_not_linear, why_not_norm, why_not_plain
+from ..plain import hook_on, why_not_linear, why_not_norm, why_not_plain
 from . import quantized_layers
 from .context_parallel import ulysses_attention, why_not_between_all_to_alls
+from .lora import Linears
 from .plan import LINEAR, MODULE, NOTHING, REFERENCE, Call, Step
-from .quantized_weights import is_quantized
 from .storage import Storage
 
 Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin of RoPE, each [S, D/2]
@@ -76,20 +76,26 @@ def qkv_projection(attn: nn.Module, call: Call) -> Step:
     """q, k and v of a self-attention: x [B, S, C] -> three [B, S, C]."""
     if attn.fused_projections:
         return Step(partial(_qkv_of_one_module, attn), MODULE, "fused projections")
-    linears = [linear_of(module) for module in (attn.to_q, attn.to_k, attn.to_v)]
-    if all(map(is_quantized, linears)):
-        return quantized_layers.qkv_projection(linears, partial(_qkv_of_modules, attn), call)
-    reason = next(filter(None, (why_not_linear(linear, call.device, call.dtype) for linear in linears)), None)
-    if reason is None and len({(linear.weight.shape, linear.bias is None) for linear in linears}) > 1:
+    read = call.read(attn.to_q, attn.to_k, attn.to_v)
+    if read.are_quantized:
+        return quantized_layers.qkv_projection(read, partial(_qkv_of_modules, attn), call)
+    reason = _why_not_read(read, call)
+    if reason is None and not read.are_alike:
         reason = "unequal projections"
     if reason is not None:
         return Step(partial(_qkv_of_modules, attn), MODULE, reason)
     implementation, reason = _choose_gemm("linear_qkv", call)
     kernel = LINEAR
     if reason is None:
-        N, K = linears[0].weight.shape
+        N, K = read.first.weight.shape
         kernel, reason = kernels.linear_qkv_kernel(call.device, call.dtype, call.tokens, N, K)
-    return Step(partial(_qkv, linears, implementation), kernel, reason)
+    return Step(partial(_qkv, read, implementation), read.named(kernel), reason)
+
+
+def _why_not_read(read: Linears, call: Call) -> str | None:
+    """Why linears that are not in 8 bits are called; None where their weights may be read."""
+    reasons = (why_not_linear(linear, call.device, call.dtype) for linear in read.linears)
+    return read.reason or next(filter(None, reasons), None)
 
 
 def _qkv_of_one_module(attn, x):
@@ -100,9 +106,10 @@ def _qkv_of_modules(attn, x):
     return attn.to_q(x), attn.to_k(x), attn.to_v(x)
 
 
-def _qkv(linears, implementation, x):
-    weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-    return kernels.linear_qkv(x, weights, biases, implementation=implementation)
+def _qkv(read, implementation, x):
+    weights = [linear.weight for linear in read.linears]
+    options = {"low_rank": read.low_rank(), "implementation": implementation}
+    return kernels.linear_qkv(x, weights, read.biases(), **options)
 
 
 def kv_projection(attn: nn.Module, tokens: int, call: Call, *, added: bool = False) -> Step:
@@ -111,10 +118,12 @@ def kv_projection(attn: nn.Module, tokens: int, call: Call, *, added: bool = Fal
     if attn.fused_projections:
         return Step(partial(_kv_of_one_module, attn.to_added_kv if added else attn.to_kv), MODULE, "fused projections")
     modules = (attn.add_k_proj, attn.add_v_proj) if added else (attn.to_k, attn.to_v)
-    linears = [linear_of(module) for module in modules]
-    if all(map(is_quantized, linears)):
-        return quantized_layers.kv_projection(linears, partial(_of_each_module, modules), tokens, call)
-    return Step(partial(_of_each_module, modules), LINEAR)
+    read = call.read(*modules)
+    if read.are_quantized:
+        return quantized_layers.kv_projection(read, partial(_of_each_module, modules), tokens, call)
+    if read.has_lora and _why_not_read(read, call) is None:
+        return Step(read.each, read.named(LINEAR))
+    return Step(partial(_of_each_module, modules), LINEAR if read.reason is None else MODULE, read.reason)
 
 
 def _kv_of_one_module(module, context):
@@ -240,8 +249,12 @@ def _attention_of_backend(processor, crossing, q, k, v, to=None):
 
 def projection(linear: nn.Module, call: Call) -> Step:
     """A linear: x [B, S, K] -> [B, S, C]."""
-    inner = linear_of(linear)
-    return quantized_layers.projection(inner, linear, call) if is_quantized(inner) else Step(linear, LINEAR)
+    read = call.read(linear)
+    if read.are_quantized:
+        return quantized_layers.projection(read, linear, call)
+    if read.has_lora and _why_not_read(read, call) is None:
+        return Step(read.only, read.named(LINEAR))
+    return Step(linear, LINEAR if read.reason is None else MODULE, read.reason)
 
 
 def projection_with_skip(
@@ -253,26 +266,27 @@ def projection_with_skip(
     stored, result: how the residual is stored, and the result is to be. gated: whether there will be a gate.
     """
     linear, *dropouts = layers
-    linear = linear_of(linear)
+    read = call.read(linear)
     reason = next(filter(None, map(_why_not_left_out, dropouts)), None)
     samples, per_token = (call.batch, call.gate == "token") if gated and call.gate != "run" else (1, False)
     varying = {"samples": samples, "per_token": per_token}
-    if is_quantized(linear):
+    if read.are_quantized:
         options = partial(_skip_options, stored, result)
         skip = skip_after(stored, result, call)
         apart = Step(partial(_layers_then_skip, layers, skip.run), f"{MODULE}, {skip.kernel} skip")
-        return quantized_layers.projection_with_skip(
-            linear, options, apart, call, reason, result=result.dtype, **varying
-        )
-    reason = reason or why_not_linear(linear, call.device, call.dtype)
+        return quantized_layers.projection_with_skip(read, options, apart, call, reason, result=result.dtype, **varying)
+    unread = _why_not_read(read, call)
+    reason, kernel = reason or unread, LINEAR
     if reason is None:
         implementation, reason = _choose_gemm("linear_skip", call)
         if reason is None:
-            N, K = linear.weight.shape
+            N, K = read.first.weight.shape
             kernel = kernels.gemm_kernel(call.device, call.dtype, call.tokens, N, K, **varying)
-            return Step(partial(_linear_skip, linear, stored, result, implementation), kernel)
+            return Step(partial(_linear_skip, read, stored, result, implementation), read.named(kernel))
+    if read.has_lora and unread is None:
+        layers, kernel = (read.only, *dropouts), read.named(LINEAR)
     skip = skip_after(stored, result, call)
-    return Step(partial(_layers_then_skip, layers, skip.run), f"{LINEAR}, {skip.kernel} skip", reason)
+    return Step(partial(_layers_then_skip, layers, skip.run), f"{kernel}, {skip.kernel} skip", reason)
 
 
 def skip_after(stored: Storage, result: Storage, call: Call) -> Step:
@@ -287,9 +301,9 @@ def _why_not_left_out(dropout: nn.Module) -> str | None:
     return hook_on(dropout) or ("dropout" if drops else None)
 
 
-def _linear_skip(linear, stored, result, implementation, a, residual, gate=None):
+def _linear_skip(read, stored, result, implementation, a, residual, gate=None):
     options = {**_skip_options(stored, result, gate), "implementation": implementation}
-    return kernels.linear_skip(a, linear.weight, linear.bias, residual, **options)
+    return kernels.linear_skip(a, read.first.weight, read.biases()[0], residual, low_rank=read.low_rank(), **options)
 
 
 def _layers_then_skip(layers, skip, a, residual, gate=None):
@@ -316,34 +330,36 @@ def projection_with_gelu(ffn: FeedForward, call: Call, quantized: torch.dtype | 
         reason = f"GELU {activation.approximate}"
     else:
         reason = why_not_plain(activation, GELU)
-        linear = linear_of(activation.proj)
-        if is_quantized(linear):
+        read = call.read(activation.proj)
+        if read.are_quantized:
             reason = reason or _why_not_left_out(ffn.net[1])
-            return quantized_layers.projection_with_gelu(linear, partial(_gelu_by_module, ffn), call, quantized, reason)
-        reason = reason or why_not_linear(linear, call.device, call.dtype)
+            return quantized_layers.projection_with_gelu(read, partial(_gelu_by_module, ffn), call, quantized, reason)
+        reason = reason or _why_not_read(read, call)
     if reason is not None:
         return Step(partial(_gelu_by_module, ffn), MODULE, reason)
     implementation, reason = _choose_gemm("linear_gelu", call)
     if reason is None:
-        linear = linear_of(activation.proj)
-        N, K = linear.weight.shape
+        N, K = read.first.weight.shape
         kernel = kernels.gemm_kernel(call.device, call.dtype, call.tokens, N, K)
-        return Step(partial(_linear_gelu, linear, ffn.net[1], implementation), kernel)
+        return Step(partial(_linear_gelu, read, ffn.net[1], implementation), read.named(kernel))
     implementation, _ = call.choose()
     kernel = "Triton" if implementation != "torch" else REFERENCE
-    return Step(partial(_linear_then_gelu, ffn, implementation), f"{LINEAR}, {kernel} GELU", reason)
+    project = read.only if read.has_lora else activation.proj
+    run = partial(_linear_then_gelu, project, ffn.net[1], implementation)
+    return Step(run, f"{read.named(LINEAR)}, {kernel} GELU", reason)
 
 
 def _gelu_by_module(ffn, x):
     return ffn.net[1](ffn.net[0](x))
 
 
-def _linear_gelu(linear, dropout, implementation, x):
-    return dropout(kernels.linear_gelu(x, linear.weight, linear.bias, implementation=implementation))
+def _linear_gelu(read, dropout, implementation, x):
+    options = {"low_rank": read.low_rank(), "implementation": implementation}
+    return dropout(kernels.linear_gelu(x, read.first.weight, read.biases()[0], **options))
 
 
-def _linear_then_gelu(ffn, implementation, x):
-    return ffn.net[1](kernels.gelu(ffn.net[0].proj(x), implementation=implementation))
+def _linear_then_gelu(project, dropout, implementation, x):
+    return dropout(kernels.gelu(project(x), implementation=implementation))
 
 
 def _choose_gemm(op: str, call: Call) -> tuple[str, str | None]:

@@ -17,6 +17,7 @@ from torch import nn
 from .. import kernels
 from ..config import PatchConfig
 from ..plain import is_transformed
+from .lora import LIVE, Linears, Products
 from .snapshot import Snapshot
 from .steps import Steps
 
@@ -55,7 +56,7 @@ class Call(NamedTuple):
     derivative: "backward" where autograd records the call, "forward" in forward mode or under another function
     transform, else None. backend: diffusers' for attention. why_whole: why its inputs require that a self-attention is
     called as a whole; None when they do not. exactly: why the attention runs in the model's dtype, to all keys, in a
-    tier that errs more in it; None where it need not.
+    tier that errs more in it; None where it need not. products: where what LoRA layers add is prepared.
     """
 
     config: PatchConfig
@@ -70,6 +71,12 @@ class Call(NamedTuple):
     backend: AttentionBackendName
     why_whole: str | None = None
     exactly: str | None = None
+    products: Products | None = None
+
+    def read(self, *modules: nn.Module) -> Linears:
+        """The linears in these modules of one input, past their LoRA layers."""
+        products = self.products if self.products is not None else Products()
+        return products.read(modules, self.device, self.dtype, differentiated=self.derivative is not None)
 
     def choose(self, *, has_gradient: bool = False) -> tuple[str, str | None]:
         """The implementation argument for an op, and why that is not its kernel; None when it is.
@@ -94,8 +101,9 @@ def call_of(
     """The kind of call for hidden states x [B, S, C] and a prompt [B|1, L, C]."""
     sizes = x.shape[0], x.shape[0] * x.shape[1], *context.shape[:2]
     now = derivative_of(block, x, context), active_backend()
-    exactly = state.exactly or state.shared.why_exact_attention()
-    return Call(state.shared.config, x.device, x.dtype, *sizes, gate, *now, why_whole, exactly)
+    shared = state.shared
+    exactly = state.exactly or shared.why_exact_attention()
+    return Call(shared.config, x.device, x.dtype, *sizes, gate, *now, why_whole, exactly, shared.products)
 
 
 def active_backend() -> AttentionBackendName:
@@ -128,7 +136,7 @@ class Plans:
         self.latest = call
         known = self._known
         if known is None or known[0] is not block or not known[1].holds():  # a shallow copy shares this
-            self._known = known = block, Snapshot(_objects(block), addresses=False), {}
+            self._known = known = block, Snapshot(_objects(block), addresses=False, live=LIVE), {}
         plans = known[2]
         plan = plans.get(call)
         if plan is None:
@@ -167,10 +175,12 @@ class Shared:
         has_warned: that a residual was cut off.
         runs: the runs of tokens with equal timesteps in the forward under way, where the family knows of them.
         steps: which step a pipeline is in; None for a model that was patched alone.
+        products: what LoRA layers add, prepared.
     """
 
     def __init__(self, config: PatchConfig, steps: Steps | None = None):
         self.config, self.steps, self.compiles_ahead, self.has_warned, self.runs = config, steps, True, False, None
+        self.products = Products()
 
     def why_exact_attention(self) -> str | None:
         """Why the attention of the forward under way runs in the model's dtype, in a few words; None: the tier says."""

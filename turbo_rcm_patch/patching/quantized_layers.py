@@ -6,7 +6,7 @@ What comes in the format that a step takes is used as it is; anything else is qu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 from .. import kernels
 from ..kernels import FP8, INT8, Quantized
 from ..tiers import BLOCK_SPARSE, QUANTIZED
+from .lora import Linears
 from .plan import MODULE, REFERENCE, Call, Step
 from .quantized_weights import bias_bound, quantized_weight, why_not_read
 
@@ -29,109 +30,113 @@ def in_8_bits(x: Activation, format: torch.dtype, implementation: str, *, with_n
     return kernels.quantize_rows(x, format, with_norm=with_norm, implementation=implementation)
 
 
-def qkv_projection(linears: Sequence[nn.Linear], by_modules: Callable, call: Call) -> Step:
+def qkv_projection(read: Linears, by_modules: Callable, call: Call) -> Step:
     """q, k and v of a self-attention: x [B, S, C] -> three [B, S, C] in the call's dtype."""
-    reason = next(filter(None, (_why_not(linear, call) for linear in linears)), None)
-    weights = [quantized_weight(linear) for linear in linears]
-    kinds = {(w.values.shape, w.format, linear.bias is None) for w, linear in zip(weights, linears, strict=True)}
-    if reason is None and len(kinds) > 1:
+    reason = next(filter(None, (_why_not(linear, call) for linear in read.linears)), None)
+    formats = {quantized_weight(linear).format for linear in read.linears}
+    if reason is None and not (read.are_alike and len(formats) == 1):
         reason = "unequal projections"
     if reason is not None:
         return Step(by_modules, MODULE, reason)
-    return _step(partial(_qkv, linears, call.dtype), linears[0], call, _qkv_kernel)
+    return _step(partial(_qkv, read, call.dtype), read, call, _qkv_kernel)
 
 
 def _qkv_kernel(*sizes, **options) -> str:
     return kernels.linear_qkv_kernel(*sizes, **options)[0]
 
 
-def _qkv(linears, dtype, implementation, x):
-    weights, biases = [quantized_weight(linear) for linear in linears], [linear.bias for linear in linears]
+def _qkv(read, dtype, implementation, x):
+    weights = [quantized_weight(linear) for linear in read.linears]
     x = in_8_bits(x, weights[0].format, implementation)
-    return kernels.linear_qkv(x, weights, biases, dtype=dtype, implementation=implementation)
+    options = {"low_rank": read.low_rank(), "dtype": dtype, "implementation": implementation}
+    return kernels.linear_qkv(x, weights, read.biases(), **options)
 
 
-def kv_projection(linears: Sequence[nn.Linear], by_modules: Callable, tokens: int, call: Call) -> Step:
+def kv_projection(read: Linears, by_modules: Callable, tokens: int, call: Call) -> Step:
     """k and v of a cross-attention: a context [B|1, L, C] of so many tokens in all, quantised once -> two [B|1, L, C]
     in the call's dtype."""
-    reason = next(filter(None, (_why_not(linear, call) for linear in linears)), None)
-    if reason is None and len({quantized_weight(linear).format for linear in linears}) > 1:
+    reason = next(filter(None, (_why_not(linear, call) for linear in read.linears)), None)
+    if reason is None and len({quantized_weight(linear).format for linear in read.linears}) > 1:
         reason = "unequal projections"
     if reason is not None:
         return Step(by_modules, MODULE, reason)
-    return _step(partial(_each_linear, linears, call.dtype), linears[0], call._replace(tokens=tokens))
+    return _step(partial(_each_linear, read, call.dtype), read, call._replace(tokens=tokens))
 
 
-def _each_linear(linears, dtype, implementation, x):
-    x = in_8_bits(x, quantized_weight(linears[0]).format, implementation)
-    return [_linear(linear, dtype, implementation, x) for linear in linears]
+def _each_linear(read, dtype, implementation, x):
+    x = in_8_bits(x, quantized_weight(read.first).format, implementation)
+    options = {"dtype": dtype, "implementation": implementation}
+    each = zip(read.linears, read.biases(), read.low_ranks(), strict=True)
+    return [
+        kernels.linear_8bit(x, quantized_weight(linear), bias, low_rank=low_rank, **options)
+        for linear, bias, low_rank in each
+    ]
 
 
-def projection(linear: nn.Linear, by_module: Callable, call: Call) -> Step:
+def projection(read: Linears, by_module: Callable, call: Call) -> Step:
     """A lone linear: x [B, S, K] -> [B, S, C] in the call's dtype."""
-    reason = _why_not(linear, call)
+    reason = _why_not(read.first, call)
     if reason is not None:
         return Step(by_module, MODULE, reason)
-    return _step(partial(_linear, linear, call.dtype), linear, call)
+    return _step(partial(_linear, read, call.dtype), read, call)
 
 
-def _linear(linear, dtype, implementation, x):
-    weight = quantized_weight(linear)
-    x = in_8_bits(x, weight.format, implementation)
-    return kernels.linear_8bit(x, weight, linear.bias, dtype=dtype, implementation=implementation)
+def _linear(read, dtype, implementation, x):
+    return _each_linear(read, dtype, implementation, x)[0]
 
 
 def projection_with_skip(
-    linear: nn.Linear, skip_options: Callable, apart: Step, call: Call, reason: str | None, **options: object
+    read: Linears, skip_options: Callable, apart: Step, call: Call, reason: str | None, **options: object
 ) -> Step:
     """``residual + gate · linear(a)``: (a [B, S, K], residual [B, S, C], gate or None) -> [B, S, C].
 
     skip_options: of the gate. apart: the same, of the module's result. reason: why that must be, if so. options: of
     `kernels.gemm_kernel`.
     """
-    reason = reason or _why_not(linear, call)
+    reason = reason or _why_not(read.first, call)
     if reason is not None:
         return apart._replace(reason=reason)
-    return _step(partial(_linear_skip, linear, skip_options), linear, call, **options)
+    return _step(partial(_linear_skip, read, skip_options), read, call, **options)
 
 
-def _linear_skip(linear, skip_options, implementation, a, residual, gate=None):
-    weight = quantized_weight(linear)
+def _linear_skip(read, skip_options, implementation, a, residual, gate=None):
+    weight = quantized_weight(read.first)
     a = in_8_bits(a, weight.format, implementation)
-    return kernels.linear_skip(a, weight, linear.bias, residual, **skip_options(gate), implementation=implementation)
+    options = {**skip_options(gate), "low_rank": read.low_rank(), "implementation": implementation}
+    return kernels.linear_skip(a, weight, read.biases()[0], residual, **options)
 
 
 def projection_with_gelu(
-    linear: nn.Linear, by_module: Callable, call: Call, quantized: torch.dtype | None, reason: str | None
+    read: Linears, by_module: Callable, call: Call, quantized: torch.dtype | None, reason: str | None
 ) -> Step:
     """``gelu(linear(x))``: x [B, S, C] -> [B, S, ffn_dim], in e4m3 where that is wanted. reason: as above."""
-    reason = reason or _why_not(linear, call)
+    reason = reason or _why_not(read.first, call)
     if reason is not None:
         return Step(by_module, MODULE, reason)
     result = FP8 if quantized == FP8 else None  # int8 needs the largest value of a row, which no column tile knows
-    run = partial(_linear_gelu, linear, call.dtype, result)
-    return _step(run, linear, call, result=result or call.dtype)._replace(gives=result)
+    run = partial(_linear_gelu, read, call.dtype, result)
+    return _step(run, read, call, result=result or call.dtype)._replace(gives=result)
 
 
-def _linear_gelu(linear, dtype, result, implementation, x):
-    weight = quantized_weight(linear)
+def _linear_gelu(read, dtype, result, implementation, x):
+    weight, (bias,) = quantized_weight(read.first), read.biases()
     x = in_8_bits(x, weight.format, implementation, with_norm=result is not None)
-    bound = bias_bound(linear) if result is not None else None
+    bound = bias_bound(bias) if result is not None else None
     options = {"dtype": dtype, "result": result, "bias_bound": bound, "implementation": implementation}
-    return kernels.linear_gelu(x, weight, linear.bias, **options)
+    return kernels.linear_gelu(x, weight, bias, low_rank=read.low_rank(), **options)
 
 
-def _step(run: Callable, linear: nn.Linear, call: Call, kernel: Callable = kernels.gemm_kernel, **options) -> Step:
+def _step(run: Callable, read: Linears, call: Call, kernel: Callable = kernels.gemm_kernel, **options) -> Step:
     """run: (implementation, *inputs). kernel: what names that which runs. options: of it; the result is in the call's
     dtype where they do not say."""
     implementation, reason = call.choose()
-    weight = quantized_weight(linear)
+    weight = quantized_weight(read.first)
     name = REFERENCE
     if reason is None:
         options = {"result": call.dtype, **options}
         name = f"{kernel(call.device, weight.format, call.tokens, *weight.values.shape, **options)} "
         name += NAMES[weight.format]
-    return Step(partial(run, implementation), name, reason, takes=weight.format)
+    return Step(partial(run, implementation), read.named(name), reason, takes=weight.format)
 
 
 def _why_not(linear: nn.Linear, call: Call) -> str | None:

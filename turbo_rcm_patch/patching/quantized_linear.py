@@ -108,6 +108,10 @@ class QuantizedLinear(nn.Linear):
         with torch.no_grad():
             for name, tensor in zip(BUFFERS, convert(original, values.dtype, values.device), strict=True):
                 self._buffers[name].copy_(tensor)
+                if not self._buffers[
+                    name
+                ].is_inference():  # a write to `weight` comes here below autograd, which then counts none
+                    torch.autograd.graph.increment_version(self._buffers[name])
         self.version = _version(original)
 
     def free_original(self) -> None:

@@ -153,12 +153,12 @@ def quantized_weight(linear: QuantizedLinear) -> QuantizedWeight:
     return linear.quantized()
 
 
-def bias_bound(linear: nn.Linear) -> torch.Tensor | None:
+def bias_bound(bias: torch.Tensor | None) -> torch.Tensor | None:
     """The largest magnitude of a linear's bias, 0-d fp32; None without one. Computed at each call: it may be written
     to."""
-    if linear.bias is None:
+    if bias is None:
         return None
-    return torch.linalg.vector_norm(linear.bias.detach(), torch.inf, dtype=torch.float32)
+    return torch.linalg.vector_norm(bias.detach(), torch.inf, dtype=torch.float32)
 
 
 def why_not_read(linear: QuantizedLinear, device: torch.device) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from operator import attrgetter
 from typing import Generic, TypeVar
 
@@ -21,12 +21,12 @@ class Snapshot:
     """The classes and attributes of some modules (and of other objects), what calling them runs, their hooks, and their
     tensors: where each lies, or, without addresses, of which kind it is (class, device, dtype, shape, requires_grad).
 
-    Contents of tensors do not count. An attribute that is changed in place is seen where it is a dictionary, a list or
-    a set.
+    Contents of tensors do not count, nor attributes of the names in live. An attribute that is changed in place is seen
+    where it is a dictionary, a list or a set.
     """
 
-    def __init__(self, objects: Iterable[object], addresses: bool = True):
-        self._objects = [(thing, type(thing), _attributes(thing)) for thing in objects]
+    def __init__(self, objects: Iterable[object], addresses: bool = True, live: Collection[str] = ()):
+        self._objects = [(thing, type(thing), _attributes(thing, live)) for thing in objects]
         self._modules = [thing for thing, _, _ in self._objects if isinstance(thing, torch.nn.Module)]
         self._describe = _place if addresses else _kind
         self._code = {cls: code_of(cls) for _, cls, _ in self._objects}
@@ -72,10 +72,20 @@ def _vars(thing: object) -> dict[str, object]:
     return getattr(thing, "__dict__", {})  # with slots alone there is none
 
 
-def _attributes(thing: object) -> dict[str, object]:
+def _attributes(thing: object, live: Collection[str]) -> dict[str, object]:
     """A copy of an object's attributes, and of collections among them, such as hooks and children."""
     tensors = ("_parameters", "_buffers")
-    return {name: value if name in tensors else _copied(value) for name, value in _vars(thing).items()}
+    known = {name: value if name in tensors else _copied(value) for name, value in _vars(thing).items()}
+    return known | {name: _Anything() for name in live if name in known}
+
+
+class _Anything:
+    """Equals all."""
+
+    __hash__ = None
+
+    def __eq__(self, other: object) -> bool:
+        return True
 
 
 def _copied(value: object) -> object:

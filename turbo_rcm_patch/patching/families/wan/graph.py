@@ -68,6 +68,7 @@ class WanGraph:
         self._forwards = {module: function_bound_to(module, forward) for module, forward in forwards.items()}
         self._graphs = Graphs()
         self._quantized: list[QuantizedLinear] = []  # of the transformer, as it was when its modules last changed
+        self._prepared: tuple[int, ...] = ()  # where what LoRA layers add lies, that the recordings read
         self._why_not_recordable = WhileUnchanged(self._objects_read, self._look_again)
 
     def takes(self, called: nn.Module, inputs: Inputs, attention_kwargs: dict[str, Any] | None) -> bool:
@@ -83,6 +84,10 @@ class WanGraph:
         warn_of_saturation(self._shared)
         for linear in self._quantized:
             linear.bring_up_to_date()  # a replay reads the 8-bit weight alone
+        prepared = self._shared.products.bring_up_to_date()  # what LoRA layers add, too
+        if prepared != self._prepared:
+            self._graphs.record_anew()
+            self._prepared = prepared
         key = *call_key(inputs), self._shared.why_exact_attention()
         return self._graphs.run(key, self._compute, inputs)
 

@@ -19,8 +19,9 @@ from diffusers.models.transformers.transformer_wan import (
 )
 from torch import nn
 
-from ....plain import why_not_read
+from ....plain import is_lora_layer, linear_of, why_not_read
 from ...layers import why_not_own_attention
+from ...lora import why_not_inside
 from ...plan import active_backend
 from ...quantized_linear import QuantizedLinear
 from .block import why_not_fused_attention
@@ -32,7 +33,9 @@ _KNOWN = (
     nn.GELU,
     nn.Identity,
     nn.Linear,
+    nn.ModuleDict,
     nn.ModuleList,
+    nn.ParameterDict,
     nn.RMSNorm,
     nn.SiLU,
     FP32LayerNorm,
@@ -62,6 +65,9 @@ def why_not_repeatable(
         return "torch.compile"
     if isinstance(module, nn.Dropout) and module.training and module.p > 0:
         return "dropout"
+    if is_lora_layer(module):
+        reason = None if linear_of(module) is not module else why_not_inside(module)
+        return None if reason is None else f"LoRA layer: {reason}"
     reason = why_not_read(module, (*_KNOWN, attention_class), device, forward)
     if reason is None and type(module) is attention_class:
         reason = why_not_fused_attention(module, attention_class) or why_not_own_attention(module, active_backend())
