@@ -104,6 +104,26 @@ def add_projections(journal: Journal, blocks: NamedBlocks, proj_l: Mapping[str, 
             journal.set_module(block.attn1, PROJ_L, linear)
 
 
+def load_projections(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give a transformer that is not patched the projections among tensors, which are named as in its state_dict."""
+    found = by_block({name: tensor for name, tensor in tensors.items() if is_projection(name)})
+    add_projections(Journal(), ((f"blocks.{index}", block) for index, block in enumerate(model.blocks)), found)
+
+
+def is_projection(name: str) -> bool:
+    """Whether a name is of SLA's projections, blocks.N.attn1.proj_l.weight or .bias."""
+    return f".{PROJ_L}." in name
+
+
+def by_block(projections: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """SLA's projections by the paths of their blocks."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in projections.items():
+        path, _, part = name.partition(f".attn1.{PROJ_L}.")
+        found.setdefault(path, {})[part] = tensor
+    return found
+
+
 def use_processors(journal: Journal, blocks: NamedBlocks, config: PatchConfig) -> None:
     """Let the self-attentions that have a proj_l be sparse."""
     for _, block in blocks:
