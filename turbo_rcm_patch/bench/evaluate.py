@@ -154,7 +154,9 @@ def evaluate(
                 videos = {}
                 for name, (variant, switch) in variants.items():
                     with switch():
-                        videos[name] = _generate(variant, scenes, batch, {**call, "num_inference_steps": count}, seed)
+                        videos[name] = generate_videos(
+                            variant, scenes, batch, {**call, "num_inference_steps": count}, seed
+                        )
                 for name, tally in tallies.items():
                     tally.scores += judge_videos(videos[name], [scenes[i] for i in batch])
                     tally.psnr_to_fp32 += _psnr(videos, name, base)
@@ -176,7 +178,7 @@ def prompt_accuracy(
     with _without_progress_bar(pipe):
         for start in range(0, len(scenes), batch_size):
             batch = range(start, min(start + batch_size, len(scenes)))
-            scores += judge_videos(_generate(pipe, scenes, batch, call, seed), [scenes[i] for i in batch])
+            scores += judge_videos(generate_videos(pipe, scenes, batch, call, seed), [scenes[i] for i in batch])
     return summarise(scores)
 
 
@@ -247,7 +249,7 @@ def _models(pipe: DiffusionPipeline) -> list[torch.nn.Module]:
     return [component for component in pipe.components.values() if isinstance(component, torch.nn.Module)]
 
 
-def _generate(
+def generate_videos(
     pipe: DiffusionPipeline, scenes: Sequence[Scene], batch: range, call: dict[str, object], seed: int
 ) -> torch.Tensor:
     """The videos [B, F, 3, H, W] of some of the scenes, fp32; each one's noise follows from the seed and its index."""
