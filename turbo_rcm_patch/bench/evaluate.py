@@ -128,6 +128,7 @@ def evaluate(
     seed: int = 0,
     batch_size: int = 16,
     reference: DiffusionPipeline | None = None,
+    tuned: DiffusionPipeline | None = None,
     settings: dict[str, object] | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Evaluation:
@@ -140,13 +141,19 @@ def evaluate(
     call: its arguments but for prompt, num_inference_steps, generator and output_type.
     reference: the pipeline loaded in fp32, also with its sampler; by default a copy of pipe cast to fp32, whose weights
     are then those that pipe's dtype has rounded.
+    tuned: what `config` patches instead of pipe, with its sampler: the model fine-tuned to what config changes.
     seed: draws the captions and each one's noise; batch_size changes neither.
     settings: what to record beside the figures. report: is given a line after each batch.
     """
     scenes = held_out_scenes(n, seed)
     results = []
-    with _without_tf32(), _without_progress_bar(pipe), _without_progress_bar(reference or pipe):
-        variants, base = _variants(pipe, reference, config)
+    with (
+        _without_tf32(),
+        _without_progress_bar(pipe),
+        _without_progress_bar(reference or pipe),
+        _without_progress_bar(tuned or pipe),
+    ):
+        variants, base = _variants(pipe, reference, config, tuned or pipe)
         for count in steps:
             tallies = {name: _Tally() for name in variants}
             for start in range(0, n, batch_size):
@@ -219,7 +226,7 @@ class _Tally:
 
 
 def _variants(
-    pipe: DiffusionPipeline, reference: DiffusionPipeline | None, config: PatchConfig | str
+    pipe: DiffusionPipeline, reference: DiffusionPipeline | None, config: PatchConfig | str, tuned: DiffusionPipeline
 ) -> tuple[dict[str, tuple], str]:
     """Every variant's pipeline and the context to run it in, by name; and the name of the fp32 reference."""
     variants = {
@@ -227,11 +234,17 @@ def _variants(
         EXACT: (pipe, lambda: patch(pipe, EXACT)),
     }
     if resolve_config(config) != resolve_config(EXACT):
-        variants[config if isinstance(config, str) else "config"] = (pipe, lambda: patch(pipe, config))
+        variants[_name_of(config)] = (tuned, lambda: patch(tuned, config))
     if _is_fp32(pipe):
         return variants, UNPATCHED
     variants[UNPATCHED_FP32] = (reference or _fp32_copy(pipe), contextlib.nullcontext)
     return variants, UNPATCHED_FP32
+
+
+def _name_of(config: PatchConfig | str) -> str:
+    if isinstance(config, str):
+        return config
+    return "config" if config.tier.name == EXACT else config.tier.name
 
 
 def _is_fp32(pipe: DiffusionPipeline) -> bool:

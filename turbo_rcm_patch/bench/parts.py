@@ -1,7 +1,8 @@
 """What every part of a patched Wan block errs by itself, on the inputs that the oracle's part has.
 
-A sub-layer's error is that of what it adds, gate · F(x). Beside the sub-layers: every linear in 8 bits, and the two
-matrix products of an attention in 8 bits, QKᵀ with the softmax and PV.
+A sub-layer's error is that of what it adds, gate · F(x). Beside the sub-layers: every linear in 8 bits, the two matrix
+products of an attention in 8 bits, QKᵀ with the softmax and PV, and of a sparse attention the whole of it and the
+choice of key blocks (sparse.py).
 """
 
 from __future__ import annotations
@@ -14,12 +15,21 @@ from torch import nn
 
 from .. import kernels
 from ..kernels import reference
-from ..patching.families.wan.block import BlockPlan, QuantizedSelfAttention, Whole, half_tables
+from ..patching.families.wan.block import (
+    BlockPlan,
+    QuantizedSelfAttention,
+    Rotary,
+    SelfAttention,
+    Whole,
+    half_tables,
+)
 from ..patching.families.wan.modulation import Row, modulation
 from ..patching.plan import state_of
 from ..patching.quantized_weights import is_quantized
 from .metrics import relative_l2
+from .sparse import choice_error, self_attention_is_sparse
 
+CHOICE, SPARSE_ATTENTION = "choice of key blocks", "sparse-linear attention"
 SUB_LAYERS = {"self_attention": "attn1", "cross_attention": "attn2", "feed_forward": "ffn"}
 QK, PV = "attention QKᵀ", "attention PV"
 
@@ -34,7 +44,7 @@ def part_errors(block: nn.Module, oracle: nn.Module, args: tuple) -> dict[str, f
     plan = state_of(block).plans.ran if type(block) is WanTransformerBlock else None
     if not isinstance(plan, BlockPlan):
         return {}
-    trace = _trace(oracle, args)
+    trace = trace_of(oracle, args)
     with torch.no_grad():
         return {
             **dict(_sub_layer_errors(block, plan, trace, args)),
@@ -43,7 +53,7 @@ def part_errors(block: nn.Module, oracle: nn.Module, args: tuple) -> dict[str, f
         }
 
 
-def _trace(oracle: nn.Module, args: tuple) -> Trace:
+def trace_of(oracle: nn.Module, args: tuple) -> Trace:
     """What goes into the oracle's modules and comes out of them."""
     trace: Trace = {}
 
@@ -102,17 +112,27 @@ def _linear_errors(block: nn.Module, trace: Trace, dtype: torch.dtype) -> Iterat
 
 
 def _attention_errors(block: nn.Module, plan: BlockPlan, trace: Trace, args: tuple) -> dict[str, float]:
-    """Of QKᵀ and the softmax with v as it is, and of PV beyond that."""
+    """In 8 bits, of QKᵀ and the softmax with v as it is, and of PV beyond that; of a sparse one as a whole, and of its
+    choice."""
+    attn = block.attn1
+    q, k, v = self_attention_inputs(attn, trace, args[3])
+    if isinstance(plan.self_attention, SelfAttention) and self_attention_is_sparse(block):
+        low = (x.to(args[0].dtype) for x in (q, k, v))
+        ours, expected = plan.self_attention.attention.run(*low).flatten(2), trace["attn1.to_out.0"][0]
+        return {SPARSE_ATTENTION: relative_l2(ours, expected), CHOICE: choice_error(block, q, k, args[0].dtype)}
     if not isinstance(plan.self_attention, QuantizedSelfAttention):
         return {}
-    attn = block.attn1
-    tables = [table.float() for table in half_tables(args[3])]
-    q, k, v = (trace[f"attn1.{name}"][1] for name in ("norm_q", "norm_k", "to_v"))
-    q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))
-    q, k = (reference.rotate(x, *tables) for x in (q, k))
     quantized = kernels.quantize_qkv(*(x.flatten(2) for x in (q, k, v)), heads=attn.heads)
     rounded_q, rounded_k = quantized.dequantize_qk()
     exact = reference.attention(q, k, v, None, None, None, q.shape[3] ** -0.5)
     rounded_scores = reference.attention(rounded_q, rounded_k, v, None, None, None, 1.0)
     ours = kernels.attention_8bit(quantized)
     return {QK: relative_l2(rounded_scores, exact), PV: relative_l2(ours, rounded_scores)}
+
+
+def self_attention_inputs(attn: nn.Module, trace: Trace, rotary: Rotary) -> tuple[torch.Tensor, ...]:
+    """The q, k and v [B, S, H, D] of a traced self-attention, after norms and rotation."""
+    tables = [table.float() for table in half_tables(rotary)]
+    q, k, v = (trace[f"attn1.{name}"][1] for name in ("norm_q", "norm_k", "to_v"))
+    q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))
+    return *(reference.rotate(x, *tables) for x in (q, k)), v

@@ -17,7 +17,9 @@ from safetensors.torch import load_file
 from transformers.utils import logging as transformers_logging
 
 from ..checkpoints.lora import read_lora
-from ..patching.sparse import load_projections
+from ..patching.families import family_of
+from ..patching.journal import Journal
+from ..patching.sparse import add_projections, by_block, is_projection
 from ..scheduler import RCMScheduler
 from ..shapes.render import FRAMES, HEIGHT, WIDTH
 
@@ -47,7 +49,8 @@ def load_embedded_pipeline(
 def _add_difference(transformer: WanTransformer3DModel, file: Path) -> None:
     """Add what a file of scripts/train_sparse.py holds: low-rank and whole differences, and the projections of SLA."""
     tensors = load_file(file)
-    load_projections(transformer, tensors)
+    projections = by_block({name: tensors.pop(name) for name in list(tensors) if is_projection(name)})
+    add_projections(Journal(), family_of(transformer).every_block(transformer), projections)
     learned = read_lora(tensors, transformer)
     differences = {f"{name}.weight": pair.product() for name, pair in learned.pairs.items()} | learned.differences
     with torch.no_grad():

@@ -36,7 +36,7 @@ from .rms_norm_silu import rms_norm_silu
 from .saturation import reset as reset_saturated
 from .saturation import saturated
 from .skip import skip
-from .sparse_linear_attention import check_sparsity, sparse_block_sizes, sparse_linear_attention
+from .sparse_linear_attention import check_sparsity, chosen_key_blocks, sparse_block_sizes, sparse_linear_attention
 from .sparse_linear_attention_reference import KeptBlocks, kept_blocks, sparse_block_map
 
 __all__ = [
@@ -56,6 +56,7 @@ __all__ = [
     "attention_8bit_kernel",
     "attention_kernel_name",
     "check_sparsity",
+    "chosen_key_blocks",
     "compile_ahead",
     "conv_kernel",
     "conv_skip",
