@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 import turbo_rcm_patch as trp
 from turbo_rcm_patch.bench.evaluate import EMBEDDED_CALL
 
-STEPS = 360
+STEPS = 240
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,6 +7,7 @@ which starts at 0, the weights of the attentions' q and k norms, and a low rank 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from .text import embed
 
 BATCH = 1
 LEARNING_RATE = 2e-3
+HORIZON = 360  # updates until the rate has fallen all the way
 KEPT = (0.1, 0.15, 0.2, 0.3)  # shares of key blocks that the updates learn for, in turns
 RANK = 16
 LINEARS = ("to_q", "to_k", "to_v", "to_out.0")
@@ -41,14 +43,14 @@ def train_sparse(run: Run, pipe: WanPipeline, latent_shape: tuple[int, ...], num
     pipe: the dense model, in fp32 on the run's device; it stays as it is. latent_shape: [C, f, h, w].
     """
     torch.manual_seed(run.seed)
-    teacher = pipe.transformer.requires_grad_(False)
+    teacher = pipe.transformer
     student = to_sparse(copy.deepcopy(teacher))
     learned = [parameter for parameter in student.parameters() if parameter.requires_grad]
     optimizer = adamw(learned, LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
-    schedule = warmup_and_cosine(optimizer, num_steps, warmup=10)
-    seen = {network: _keep_attention(network) for network in (teacher, student)}
+    schedule = warmup_and_cosine(optimizer, HORIZON, warmup=10)
     stage = Stage(run, "sparse", num_steps, student=student, optimizer=optimizer, schedule=schedule)
-    with trp.patch(student, trp.PatchConfig(tier="sparse", quantize=(), blocks=SLA_BLOCKS)):
+    config = trp.PatchConfig(tier="sparse", quantize=(), blocks=SLA_BLOCKS)
+    with trp.patch(student, config), _attention_of(student) as attended, _attention_of(teacher) as wanted:
         for step in stage.steps():
             for block in student.blocks:
                 block.attn1.processor.topk = KEPT[step % len(KEPT)]
@@ -58,8 +60,7 @@ def train_sparse(run: Run, pipe: WanPipeline, latent_shape: tuple[int, ...], num
                 text = embed(pipe.text_encoder, token_ids(pipe.tokenizer, captions).to(run.device))
             for velocity, expected in _trajectory(student, teacher, (BATCH, *latent_shape), text):
                 error = _relative(velocity, expected)
-                results, wanted = seen[student], seen[teacher]
-                attention = sum(map(_relative, results, wanted)) / len(results)
+                attention = sum(map(_relative, attended, wanted)) / len(wanted)
                 (error + ATTENTION_WEIGHT * attention).backward()
                 stage.record(velocity=error, attention=attention)
             torch.nn.utils.clip_grad_norm_(learned, 1.0)
@@ -111,14 +112,21 @@ def _trajectory(student, teacher, shape, text) -> Iterator[tuple[torch.Tensor, t
         sample = sde_step(sample, velocity.detach(), t, t_next, torch.randn_like(sample))
 
 
-def _keep_attention(transformer: WanTransformer3DModel) -> list[torch.Tensor]:
-    """The results of all self-attentions in the transformer's latest forward; filled by every forward."""
+@contextlib.contextmanager
+def _attention_of(transformer: WanTransformer3DModel) -> Iterator[list[torch.Tensor]]:
+    """Inside, what the self-attentions returned in the transformer's latest forward, block by block."""
     results: list[torch.Tensor] = [None] * len(transformer.blocks)
-    for index, block in enumerate(transformer.blocks):
-        block.attn1.to_out[0].register_forward_hook(
-            lambda _module, _inputs, output, index=index: results.__setitem__(index, output)
-        )
-    return results
+
+    def keep(index: int):
+        def hook(_module, _inputs, output: torch.Tensor) -> None:
+            results[index] = output
+
+        return hook
+
+    with contextlib.ExitStack() as hooks:
+        for index, block in enumerate(transformer.blocks):
+            hooks.callback(block.attn1.to_out[0].register_forward_hook(keep(index)).remove)
+        yield results
 
 
 def _relative(value: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
