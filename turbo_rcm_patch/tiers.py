@@ -100,7 +100,7 @@ QUANTIZED = Tier(
 SPARSE = Tier(
     name="sparse",
     description="Sparse-linear attention (SLA), for weights that were trained with it; by default in 8 bits.",
-    # What is sparse is the model's own definition: with the same key blocks kept, what errs is as in the quantized tier.
+    # What is sparse is the model's own definition: with the same key blocks kept, it errs as the quantized tier does.
     # part: three GEMMs of 8-bit operands lie in a row, v's projection, PV and the output's projection, of 3.7 % each;
     # dense attention averages the error of the first two over all keys, which few kept ones do not.
     # choice: blocks are chosen by the products q̄ k̄ of means that are rounded once each, which moves a product by up to

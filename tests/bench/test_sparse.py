@@ -13,7 +13,7 @@ from turbo_rcm_patch.bench.parts import CHOICE, PV, QK, SPARSE_ATTENTION, SUB_LA
 from turbo_rcm_patch.bench.report import verification_table
 from turbo_rcm_patch.bench.verify import verify
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.patching import PatchError, use_rcm
+from turbo_rcm_patch.patching import PatchError, patch, use_rcm
 from turbo_rcm_patch.tiers import EXACT, SPARSE
 
 SAGE = PatchConfig(tier="sparse", topk=0.7, blocks=(5, 4))  # 12 tokens: 2 of 3 key blocks
@@ -121,6 +121,14 @@ def test_all_that_is_compared_keeps_the_oracles_blocks_and_the_pipeline_is_left_
     assert len(checked) == 2 * 2 * 6  # steps, blocks; patched, unpatched, oracle, and three for the parts
     assert [block.attn1.processor for block in pipe.transformer.blocks] == processors
     assert not any(block._forward_hooks or block._forward_pre_hooks for block in pipe.transformer.blocks)
+
+
+def test_the_oracle_runs_by_the_reference_whatever_the_patch_runs_by():
+    pipe = sparse_pipeline()
+    with patch(pipe, PatchConfig(tier="sparse", implementation="triton")):
+        block = pipe.transformer.blocks[0]
+        assert module._class_copy(block).attn1.processor.implementation == "torch"
+        assert block.attn1.processor.implementation == "triton"
 
 
 def test_compare_shows_the_same_weights_dense_and_sparse():

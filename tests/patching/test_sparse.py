@@ -11,6 +11,7 @@ import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.patching.turbowan import BLOCKS, SAGE, SLA, TOPK, is_sparse, literal, run, turbo_weights
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
+from turbo_rcm_patch import kernels
 from turbo_rcm_patch.tiers import SPARSE
 
 
@@ -140,3 +141,18 @@ def test_a_model_with_projections_of_its_own_is_patched_by_the_preset_and_keeps_
     assert not is_sparse(model)
     rounding = relative_error(results["attention",], results[()])
     assert 1e-4 < rounding < SPARSE.limits.block
+
+
+@pytest.mark.parametrize("quantize", [(), ("attention",), ("linears",)])
+def test_the_published_blocks_are_those_of_the_attention_that_was_asked_for(monkeypatch, quantize):
+    """Also where a call's attention is not in 8 bits after all: under a hook, with gradients."""
+    model = tiny_wan_transformer()
+    with_own_projections(model)
+    asked = []
+    monkeypatch.setattr(kernels, "sparse_block_sizes", lambda _, *, quantized: asked.append(quantized) or (5, 4))
+    with trp.patch(model, trp.PatchConfig(tier="sparse", quantize=quantize)):
+        run(model)
+        model(**tiny_transformer_inputs(model))[0].sum().backward()
+        model.blocks[0].attn1.register_forward_hook(lambda *_: None)
+        run(model)
+    assert set(asked) == {"attention" in quantize}
