@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 import turbo_rcm_patch as trp
 from turbo_rcm_patch.bench.evaluate import EMBEDDED_CALL
 
-STEPS = 240
+STEPS = 311
 
 
 def main(argv: list[str] | None = None) -> int:
