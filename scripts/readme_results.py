@@ -34,6 +34,7 @@ WRITEUP = "nvidia-h200.json"  # which docs/writeup.md tells of
 TRAINING = "training.json"
 CONVERSION = "conversion.json"  # of scripts/benchmark_conversion.py, which needs no GPU
 BLOCK_SPARSITY = "block-sparse-tiny.json"  # of scripts/measure_block_sparsity.py, nor does that
+SPARSE = "sparse-tiny.json"  # of scripts/evaluate_sparse.py, which needs none either
 INTRODUCTION = """# Results
 
 All of this page is written by `python scripts/readme_results.py`, from the JSON files beside it; those are written by
@@ -120,7 +121,8 @@ def main() -> int:
 
 def result_files(folder: Path) -> list[Path]:
     """The results of each GPU."""
-    return [path for path in sorted(folder.glob("*.json")) if path.name not in (TRAINING, CONVERSION, BLOCK_SPARSITY)]
+    others = (TRAINING, CONVERSION, BLOCK_SPARSITY, SPARSE)
+    return [path for path in sorted(folder.glob("*.json")) if path.name not in others]
 
 
 def with_results(text: str, folder: Path) -> str:
@@ -141,6 +143,8 @@ def results_page(folder: Path) -> str:
         parts.append(_evaluated(path.name, results["runs"], training))
     if (folder / BLOCK_SPARSITY).exists():
         parts.append(block_sparsity_page(json.loads((folder / BLOCK_SPARSITY).read_text()), BLOCK_SPARSITY))
+    if (folder / SPARSE).exists():
+        parts.append(_sparse(json.loads((folder / SPARSE).read_text())))
     return "\n".join(filter(None, parts))
 
 
@@ -466,6 +470,32 @@ def _evaluated(file: str, runs: dict, training: dict | None) -> str:
         f"with its standard error; bold: below the target, {_accuracy_targets()}. {environment['gpu']}, torch "
         f"{environment['torch']}. {origin}"
         f"File: `{file}`.\n\n" + _table(header, lines)
+    )
+
+
+def _sparse(results: dict) -> str:
+    """What a kept share of the key blocks costs the embedded model, with and without its fine-tuning."""
+    settings, environment, rows = results["settings"], results["environment"], results["results"]
+    steps = list(dict.fromkeys(row["steps"] for row in rows))
+    header = ["attention", "key blocks kept"]
+    for count in steps:
+        header += [f"{count} step{'s' * (count > 1)}, %", "PSNR to exact, dB"]
+    lines = []
+    for variant, kept in dict.fromkeys((row["variant"], row["kept"]) for row in rows):
+        cells = [variant, "all" if kept is None else f"{100 * kept:.0f} %"]
+        for row in (row for row in rows if (row["variant"], row["kept"]) == (variant, kept)):
+            overall = row["accuracy"]["overall"]
+            cells += [f"{_percent(overall['share'])} ± {_percent(overall['standard_error'])}"]
+            cells.append(_decibels(row["psnr_to_exact"]))
+        lines.append(cells)
+    queries, keys = settings["blocks"]
+    return (
+        "## Sparse-linear attention on the tiny model\n\n"
+        f"Share of what {settings['n']} held-out captions ask for that the videos show, in %, with its standard error, "
+        "and the PSNR of the frames to those of exact attention. The model's videos have 700 tokens: blocks of "
+        f"{queries} queries and {keys} keys. Block sparse: softmax attention to the kept blocks, with the dense "
+        "model's weights; SLA: the weights that `scripts/train_sparse.py` fine-tuned, with the linear branch. "
+        f"{environment['gpu'] or 'On a CPU'}, {_versions(environment)}. File: `{SPARSE}`.\n\n" + _table(header, lines)
     )
 
 

@@ -36,10 +36,12 @@ def token_ids(pipe, prompt):
 
 
 def test_weights_fit_in_16_mib_and_are_fp16():
-    files = list(embedded.WEIGHTS.rglob("*.safetensors"))
-    assert {file.parent.name for file in files} == set(MODELS)
-    assert sum(file.stat().st_size for file in files) <= 16 * 2**20
-    for file in files:
+    files = {file.parent.name: file for file in embedded.WEIGHTS.rglob("*.safetensors")}
+    assert set(files) == {*MODELS, "sla"}
+    sizes = {name: file.stat().st_size for name, file in files.items()}
+    assert sum(sizes.values()) <= 16 * 2**20
+    assert sizes["sla"] <= 600_000
+    for file in files.values():
         with safe_open(file, "pt") as weights:
             assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"F16"}  # noqa: SIM118
 

@@ -199,6 +199,30 @@ def test_an_evaluation_and_its_training_become_a_table(tmp_path):
     assert readme_results._evaluated("x.json", {}, training) == ""
 
 
+def test_what_sparsity_costs_becomes_a_table_of_a_row_per_kept_share(tmp_path):
+    def row(variant, kept, steps, share, psnr):
+        overall = {"share": share, "standard_error": 0.021}
+        return {
+            "variant": variant,
+            "kept": kept,
+            "steps": steps,
+            "accuracy": {"overall": overall},
+            "psnr_to_exact": psnr,
+        }
+
+    environment = {"gpu": None, "torch": "2.13", "triton": "3.9", "diffusers": "0.42", "commit": "0123456789abcdef"}
+    rows = [row("exact", None, 1, 0.9, None), row("exact", None, 4, 1.0, None)]
+    rows += [row("SLA", 0.15, 1, 0.5, 17.891), row("SLA", 0.15, 4, 0.75, 20.0)]
+    content = {"settings": {"n": 24, "blocks": [16, 16]}, "environment": environment, "results": rows}
+    (tmp_path / "sparse-tiny.json").write_text(json.dumps(content))
+    page = readme_results.results_page(tmp_path)
+    assert "24 held-out captions" in page
+    assert "On a CPU, torch 2.13, triton 3.9, diffusers 0.42, commit 0123456789ab" in page
+    assert "| attention | key blocks kept | 1 step, % | PSNR to exact, dB | 4 steps, % | PSNR to exact, dB |" in page
+    assert "| exact | all | 90.0 ± 2.1 |  | 100.0 ± 2.1 |  |" in page
+    assert "| SLA | 15 % | 50.0 ± 2.1 | 17.89 | 75.0 ± 2.1 | 20.00 |" in page
+
+
 def test_ops_become_a_table_that_marks_what_is_missed():
     def timing(milliseconds, error):
         return {"milliseconds": milliseconds, "error": error}

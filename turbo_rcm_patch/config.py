@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
-from .tiers import BLOCK_SPARSE, BLOCK_SPARSE_ATTENTION, EXACT, QUANTIZED, TIERS, Tier, tier_named, tier_with
+from .tiers import (
+    BLOCK_SPARSE,
+    BLOCK_SPARSE_ATTENTION,
+    EXACT,
+    QUANTIZED,
+    TIERS,
+    ErrorLimits,
+    Tier,
+    tier_named,
+    tier_with,
+)
 
 FUSION_GROUPS = ("self_attention", "cross_attention", "feed_forward")
 ATTENTION_KERNELS = ("auto", "triton", "sdpa", BLOCK_SPARSE_ATTENTION)
@@ -143,6 +153,13 @@ class PatchConfig:
     def in_8_bits(self, part: str) -> bool:
         """Whether a part of a block, one of QUANTIZABLE, is computed in 8 bits."""
         return self.tier != EXACT and part in self.quantize
+
+    @property
+    def limits(self) -> ErrorLimits:
+        """What may be erred: as the tier allows, or as the exact one where nothing of a block is in 8 bits, and nothing
+        is left out that the model was trained to see."""
+        errs_more = self.tier == BLOCK_SPARSE or any(map(self.in_8_bits, QUANTIZABLE))
+        return self.tier.limits if errs_more else replace(EXACT.limits, choice=self.tier.limits.choice)
 
     def _check_meaning(self) -> None:
         """Refuse an option that is set though the tier does nothing with it."""

@@ -20,6 +20,7 @@ class ErrorLimits:
     fp32: what fp32 and wider results may err whatever the unpatched ones do, because long sums in another order differ.
     block, part, step: what a block's output, what a part of one adds (a sub-layer, or an op), and what a whole model
         may err whatever the unpatched ones do: a tier's own arithmetic.
+    choice: what a choice of key blocks may lose of their scores, in roundings of the model's dtype, ½ ulp of 1.
     """
 
     factor: float
@@ -27,6 +28,7 @@ class ErrorLimits:
     block: float = 0.0
     part: float = 0.0
     step: float = 0.0
+    choice: float = 0.0
 
     def allowed(self, unpatched_error: float, dtype: torch.dtype, of: str = "block") -> float:
         """The limit for a result of this dtype; NaN, which nothing is within, where the unpatched error is NaN.
@@ -38,6 +40,10 @@ class ErrorLimits:
         if limit != limit:
             return limit
         return max(limit, getattr(self, of), 0.0 if is_low_precision(dtype) else self.fp32)
+
+    def allowed_choice(self, unit_roundoff: float) -> float:
+        """What a choice of key blocks may lose, in a dtype of this unit roundoff (½ ulp of 1)."""
+        return max(self.choice * unit_roundoff, self.fp32)
 
 
 def is_low_precision(dtype: torch.dtype) -> bool:
@@ -104,8 +110,12 @@ BLOCK_SPARSE_ATTENTION = "block_sparse"
 SPARSE = Tier(
     name="sparse",
     description="Sparse-linear attention (SLA), for weights that were trained with it; by default in 8 bits.",
-    # What is sparse is the model's own definition, so that all that errs is as in the quantized tier.
-    limits=QUANTIZED.limits,
+    # What is sparse is the model's own definition: with the same key blocks kept, it errs as the quantized tier does.
+    # part: three GEMMs of 8-bit operands lie in a row, v's projection, PV and the output's projection, of 3.7 % each;
+    # dense attention averages the error of the first two over all keys, which few kept ones do not.
+    # choice: blocks are chosen by the products q̄ k̄ of means that are rounded once each, which moves a product by up to
+    # two roundings of |q̄| |k̄|: a block that is chosen in the place of a better one is worse by up to four.
+    limits=replace(QUANTIZED.limits, part=3**0.5 * 0.037, choice=4.0),
     presets={"sparse": {}, "block_sparse": {"attention": BLOCK_SPARSE_ATTENTION}},
     meaningless={
         "exact_steps": "has, without attention='block_sparse', no other attention than that of its training",

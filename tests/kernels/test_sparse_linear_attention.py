@@ -7,7 +7,12 @@ import torch
 
 from tests.kernels.test_quantize_qkv import formats
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
-from turbo_rcm_patch.kernels import sparse_block_map, sparse_block_sizes, sparse_linear_attention
+from turbo_rcm_patch.kernels import (
+    chosen_key_blocks,
+    sparse_block_map,
+    sparse_block_sizes,
+    sparse_linear_attention,
+)
 from turbo_rcm_patch.kernels import sparse_linear_attention_reference as definition
 from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
 from turbo_rcm_patch.kernels.quantized import FP8
@@ -84,6 +89,17 @@ def test_topk_keeps_what_the_block_map_says(device):
         options["implementation"] = "torch"
         expected = sparse_linear_attention(*operands, block_map=block_map, **options)
         assert torch.equal(sparse_linear_attention(*operands, topk=0.5, **options), expected)
+
+
+def test_the_choice_by_itself_is_the_one_that_attention_makes(device):
+    for dtype in DTYPES[device]:
+        q, k, v, *proj_l = inputs(device, dtype, 2, 330, 2, 64)
+        for implementation in ("triton", "torch"):
+            options = {"block_q": 128, "block_k": 64, "implementation": implementation}
+            chosen = chosen_key_blocks(q, k, 3, **options)
+            assert torch.equal(chosen.sort(-1).values, chosen)
+            kept = sparse_linear_attention(q, k, v, *proj_l, block_map=chosen, **options)
+            assert torch.equal(kept, sparse_linear_attention(q, k, v, *proj_l, topk=0.5, **options))
 
 
 def test_where_the_published_rule_keeps_nothing_one_block_is_kept(device):

@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from tests.patching.tape import TAPES, VARIANTS, TapeRecorder, make_models
 from turbo_rcm_patch.patching import graphs
@@ -14,3 +15,12 @@ def tape(monkeypatch):
 def models(request, tape):
     """The same model twice, patched with graphs and without; their weights are separate."""
     return make_models(VARIANTS[request.param][0]), VARIANTS[request.param][1]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    def save(state_dict, name="TurboWan.pth"):
+        torch.save(state_dict, tmp_path / name)
+        return tmp_path / name
+
+    return save

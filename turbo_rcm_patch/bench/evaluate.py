@@ -129,6 +129,7 @@ def evaluate(
     seed: int = 0,
     batch_size: int = 16,
     reference: DiffusionPipeline | None = None,
+    tuned: DiffusionPipeline | None = None,
     settings: dict[str, object] | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Evaluation:
@@ -142,13 +143,19 @@ def evaluate(
     call: its arguments but for prompt, num_inference_steps, generator and output_type.
     reference: the pipeline loaded in fp32, also with its sampler; by default a copy of pipe cast to fp32, whose weights
     are then those that pipe's dtype has rounded.
+    tuned: what `config` patches instead of pipe, with its sampler: the model fine-tuned to what config changes.
     seed: draws the captions and each one's noise; batch_size changes neither.
     settings: what to record beside the figures. report: is given a line after each batch.
     """
     scenes = held_out_scenes(n, seed)
     results = []
-    with _without_tf32(), _without_progress_bar(pipe), _without_progress_bar(reference or pipe):
-        variants, base = _variants(pipe, reference, config)
+    with (
+        _without_tf32(),
+        _without_progress_bar(pipe),
+        _without_progress_bar(reference or pipe),
+        _without_progress_bar(tuned or pipe),
+    ):
+        variants, base = _variants(pipe, reference, config, tuned or pipe)
         for count in steps:
             tallies = {name: _Tally() for name in variants}
             for start in range(0, n, batch_size):
@@ -156,7 +163,9 @@ def evaluate(
                 videos = {}
                 for name, (variant, switch) in variants.items():
                     with switch():
-                        videos[name] = _generate(variant, scenes, batch, {**call, "num_inference_steps": count}, seed)
+                        videos[name] = generate_videos(
+                            variant, scenes, batch, {**call, "num_inference_steps": count}, seed
+                        )
                 for name, tally in tallies.items():
                     tally.scores += judge_videos(videos[name], [scenes[i] for i in batch])
                     tally.psnr_to_fp32 += _psnr(videos, name, base)
@@ -178,7 +187,7 @@ def prompt_accuracy(
     with _without_progress_bar(pipe):
         for start in range(0, len(scenes), batch_size):
             batch = range(start, min(start + batch_size, len(scenes)))
-            scores += judge_videos(_generate(pipe, scenes, batch, call, seed), [scenes[i] for i in batch])
+            scores += judge_videos(generate_videos(pipe, scenes, batch, call, seed), [scenes[i] for i in batch])
     return summarise(scores)
 
 
@@ -219,21 +228,30 @@ class _Tally:
 
 
 def _variants(
-    pipe: DiffusionPipeline, reference: DiffusionPipeline | None, config: PatchConfig | str | Mapping[str, PatchConfig]
+    pipe: DiffusionPipeline,
+    reference: DiffusionPipeline | None,
+    config: PatchConfig | str | Mapping[str, PatchConfig],
+    tuned: DiffusionPipeline,
 ) -> tuple[dict[str, tuple], str]:
     """Every variant's pipeline and the context to run it in, by name; and the name of the fp32 reference."""
     variants = {
         UNPATCHED: (pipe, contextlib.nullcontext),
         EXACT: (pipe, lambda: patch(pipe, EXACT)),
     }
-    configs = config if isinstance(config, Mapping) else {config if isinstance(config, str) else "config": config}
+    configs = config if isinstance(config, Mapping) else {_name_of(config): config}
     for name, each in configs.items():
         if resolve_config(each) != resolve_config(EXACT):
-            variants[name] = (pipe, partial(patch, pipe, each))
+            variants[name] = (tuned, partial(patch, tuned, each))
     if _is_fp32(pipe):
         return variants, UNPATCHED
     variants[UNPATCHED_FP32] = (reference or _fp32_copy(pipe), contextlib.nullcontext)
     return variants, UNPATCHED_FP32
+
+
+def _name_of(config: PatchConfig | str) -> str:
+    if isinstance(config, str):
+        return config
+    return "config" if config.tier.name == EXACT else config.tier.name
 
 
 def _is_fp32(pipe: DiffusionPipeline) -> bool:
@@ -251,7 +269,7 @@ def _models(pipe: DiffusionPipeline) -> list[torch.nn.Module]:
     return [component for component in pipe.components.values() if isinstance(component, torch.nn.Module)]
 
 
-def _generate(
+def generate_videos(
     pipe: DiffusionPipeline, scenes: Sequence[Scene], batch: range, call: dict[str, object], seed: int
 ) -> torch.Tensor:
     """The videos [B, F, 3, H, W] of some of the scenes, fp32; each one's noise follows from the seed and its index."""

@@ -1,7 +1,8 @@
 """What every part of a patched Wan block errs by itself, on the inputs that the oracle's part has.
 
-A sub-layer's error is that of what it adds, gate · F(x). Beside the sub-layers: every linear in 8 bits, and the two
-matrix products of an attention in 8 bits, QKᵀ with the softmax and PV.
+A sub-layer's error is that of what it adds, gate · F(x). Beside the sub-layers: every linear in 8 bits, the two matrix
+products of an attention in 8 bits, QKᵀ with the softmax and PV, and of a sparse attention the whole of it and the
+choice of key blocks (sparse.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ..patching.families.wan.block import (
     BlockPlan,
     QuantizedSelfAttention,
     Rotary,
+    SelfAttention,
     Whole,
     half_tables,
 )
@@ -25,7 +27,9 @@ from ..patching.families.wan.modulation import Row, modulation
 from ..patching.plan import state_of
 from ..patching.quantized_weights import is_quantized
 from .metrics import relative_l2
+from .sparse import choice_error, self_attention_is_sparse
 
+CHOICE, SPARSE_ATTENTION = "choice of key blocks", "sparse-linear attention"
 SUB_LAYERS = {"self_attention": "attn1", "cross_attention": "attn2", "feed_forward": "ffn"}
 QK, PV = "attention QKᵀ", "attention PV"
 
@@ -108,11 +112,17 @@ def _linear_errors(block: nn.Module, trace: Trace, dtype: torch.dtype) -> Iterat
 
 
 def _attention_errors(block: nn.Module, plan: BlockPlan, trace: Trace, args: tuple) -> dict[str, float]:
-    """Of QKᵀ and the softmax with v as it is, and of PV beyond that."""
-    if not isinstance(plan.self_attention, QuantizedSelfAttention):
+    """In 8 bits, of QKᵀ and the softmax with v as it is, and of PV beyond that; of a sparse one as a whole, and of its
+    choice."""
+    sparse = isinstance(plan.self_attention, SelfAttention) and self_attention_is_sparse(block)
+    if not sparse and not isinstance(plan.self_attention, QuantizedSelfAttention):
         return {}
     attn = block.attn1
     q, k, v = self_attention_inputs(attn, trace, args[3])
+    if sparse:
+        low = (x.to(args[0].dtype) for x in (q, k, v))
+        ours, expected = plan.self_attention.attention.run(*low).flatten(2), trace["attn1.to_out.0"][0]
+        return {SPARSE_ATTENTION: relative_l2(ours, expected), CHOICE: choice_error(block, q, k, args[0].dtype)}
     quantized = kernels.quantize_qkv(*(x.flatten(2) for x in (q, k, v)), heads=attn.heads)
     rounded_q, rounded_k = quantized.dequantize_qk()
     exact = reference.attention(q, k, v, None, None, None, q.shape[3] ** -0.5)

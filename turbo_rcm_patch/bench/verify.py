@@ -19,11 +19,12 @@ from ..patching.families.wan_vae import vae_state
 from ..patching.plan import state_of
 from ..patching.quantized_linear import QuantizedLinear
 from ..patching.quantized_weights import is_quantized
-from ..tiers import BLOCK_SPARSE, EXACT, QUANTIZED, ErrorLimits, is_low_precision
+from ..tiers import BLOCK_SPARSE, EXACT, ErrorLimits, is_low_precision
 from .decoding import decode_oracle, decoded, latents_for, without_tf32
 from .kept import KeptShare, kept_share_of
 from .metrics import relative_l2
-from .parts import SUB_LAYERS, part_errors
+from .parts import CHOICE, SUB_LAYERS, part_errors, self_attention_inputs, trace_of
+from .sparse import best_choice, by_reference, self_attention_is_sparse
 
 TRANSFORMERS = ("transformer", "transformer_2")
 BLOCK_LISTS = ("vace_blocks", "blocks")  # of diffusers' transformers, in the order of their calls
@@ -138,10 +139,12 @@ def verify(
 
     A hook on each block compares its patched output with its unpatched one and passes the unpatched one on: whatever a
     patched block does, all others get the hidden states of an unpatched generation. The oracle is the block's class run
-    in fp32 (fp64 for an fp32 block) on the same inputs; the limits are those of the configuration's tier. The pipeline
-    is left as it was found.
+    in fp32 (fp64 for an fp32 block) on the same inputs; the limits are those of the configuration. In the sparse tier
+    the unpatched block and the oracle attend sparsely too, by the reference, and where they are compared all three keep
+    the key blocks that the oracle chooses. The pipeline is left as it was found.
     """
     config = replace(resolve_config(config), restorable=True)  # the checks need the weights
+    limits = config.limits
     checks: list[BlockCheck] = []
     parts: list[PartCheck] = []
     kept: list[KeptShare] = []
@@ -152,14 +155,21 @@ def verify(
         step = index + 2
         return {}
 
+    def keep_the_oracles_blocks(block: nn.Module, args: tuple) -> None:
+        if step in (1, pipe.num_timesteps) and self_attention_is_sparse(block):
+            q, k, _ = self_attention_inputs(block.attn1, trace_of(_wide_twin(block, args), args), args[3])
+            block.attn1.processor.block_map = best_choice(block, q, k)
+
     def check_block(name: str) -> Callable:
         def hook(block: nn.Module, args: tuple, kwargs: dict, patched: Output) -> Output:
-            unpatched = type(block).forward(_with_own_weights(block), *args, **kwargs)
+            unpatched = type(block).forward(_plain_twin(block), *args, **kwargs)
             if step in (1, pipe.num_timesteps):
-                checks.append(_check(name, step, block, args, kwargs, patched, unpatched, config.tier.limits))
-                if config.tier in (QUANTIZED, BLOCK_SPARSE):
-                    parts.extend(_check_parts(name, step, block, args, config.tier.limits))
+                checks.append(_check(name, step, block, args, kwargs, patched, unpatched, limits))
+                if config.tier != EXACT:
+                    parts.extend(_check_parts(name, step, block, args, limits))
                 kept.extend(_kept(name, step, block, args))
+            if self_attention_is_sparse(block):
+                block.attn1.processor.block_map = None
             return unpatched
 
         return hook
@@ -170,8 +180,8 @@ def verify(
         decodes = vae is not None and vae_state(vae) is not None
         latents = hooks.enter_context(latents_for(vae)) if decodes else []
         for name, block in blocks.items():
-            handle = block.register_forward_hook(check_block(name), with_kwargs=True)
-            hooks.callback(handle.remove)
+            hooks.callback(block.register_forward_pre_hook(keep_the_oracles_blocks).remove)
+            hooks.callback(block.register_forward_hook(check_block(name), with_kwargs=True).remove)
         generator = torch.Generator(pipe._execution_device).manual_seed(seed)
         output_type = "pt" if decodes else "latent"
         pipe(**{**call, "output_type": output_type}, generator=generator, callback_on_step_end=on_step_end)
@@ -240,9 +250,16 @@ def _check_decoding(vae: nn.Module, z: torch.Tensor, patched: torch.Tensor, step
 
 
 def _check_parts(name: str, step: int, block: nn.Module, args: tuple, limits: ErrorLimits) -> Iterator[PartCheck]:
-    errors = part_errors(block, _wide_twin(block, args), args)
-    for part, error in errors.items():
-        yield PartCheck(name, step, part, error, limits.part if part in SUB_LAYERS else None)
+    dtype = args[0].dtype
+    for part, error in part_errors(block, _wide_twin(block, args), args).items():
+        allowed = (
+            limits.allowed_choice(torch.finfo(dtype).eps / 2)
+            if part == CHOICE
+            else limits.part
+            if part in SUB_LAYERS
+            else None
+        )
+        yield PartCheck(name, step, part, error, allowed or None)
 
 
 def _kept(name: str, step: int, block: nn.Module, args: tuple) -> Iterator[KeptShare]:
@@ -304,7 +321,8 @@ class _WidenedFloat(TorchFunctionMode):
 def _class_copy(block: nn.Module) -> nn.Module:
     """A copy of parameters, buffers and submodules whose forwards are those of their classes.
 
-    Other instance attributes, such as what a patch keeps on a module, are shared rather than copied.
+    Other instance attributes, such as what a patch keeps on a module, are shared rather than copied. A sparse attention
+    runs by the reference.
     """
     copied = ("_parameters", "_buffers", "_modules")
     shared = [value for module in block.modules() for name, value in vars(module).items() if name not in copied]
@@ -314,12 +332,14 @@ def _class_copy(block: nn.Module) -> nn.Module:
             del module.__dict__[name]  # what a patch binds in place of the class's methods
         if is_quantized(module):
             QuantizedLinear.forget(module)
+    if self_attention_is_sparse(twin):
+        twin.attn1.processor = by_reference(twin.attn1.processor)
     return twin
 
 
-def _with_own_weights(block: nn.Module) -> nn.Module:
-    """The block, or a copy of it on its inputs' device where the patch put other weights in the place of its own."""
-    if not any(map(is_quantized, block.modules())):
+def _plain_twin(block: nn.Module) -> nn.Module:
+    """The block, or a copy of it on its inputs' device where the patch changed more of it than forwards."""
+    if not any(map(is_quantized, block.modules())) and not self_attention_is_sparse(block):
         return block
     return _class_copy(block).to(next(block.parameters()).device)
 

@@ -188,6 +188,8 @@ def add_generation_options(parser: argparse.ArgumentParser) -> None:
 def _add_sampling_options(parser: argparse.ArgumentParser, *, height: str, width: str, frames: str) -> None:
     parser.add_argument("--model", metavar="PATH_OR_ID", help="a diffusers Wan pipeline (default: a tiny embedded one)")
     parser.add_argument("--preset", default="exact", help=f"of the patch: {', '.join(PRESETS)} (default exact)")
+    kept = "sparse attention: the share of key blocks that each block of queries keeps (default 0.1)"
+    parser.add_argument("--topk", type=float, metavar="SHARE", help=kept)
     parser.add_argument("--sigma-max", type=float, help="rCM's first noise level (default 80; 200 with --image)")
     parser.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
     parser.add_argument("--height", type=int, help=f"pixels (default {height})")

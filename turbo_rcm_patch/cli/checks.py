@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config import PRESETS, resolve_config
@@ -132,10 +132,7 @@ def check_generation(arguments: argparse.Namespace) -> None:
     for steps in step_counts(arguments):
         if steps is not None and steps not in STEPS and not is_distilled(arguments):
             raise CommandError(f"--steps {steps}: the sampler takes 1, 2, 3 or 4 steps.")
-    try:
-        resolve_config(arguments.preset)
-    except ValueError as error:
-        raise CommandError(f"--preset: {error}") from None
+    _check_preset(arguments)
     if not 0 <= arguments.seed < 2**63:
         raise CommandError(f"--seed {arguments.seed} is out of range; give a number from 0 to 2**63 - 1.")
     if arguments.image is not None and not arguments.image.is_file():
@@ -148,6 +145,18 @@ def check_generation(arguments: argparse.Namespace) -> None:
 def _check_device(arguments: argparse.Namespace) -> None:
     if arguments.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", arguments.device):
         raise CommandError(f"--device {arguments.device} is unknown; give cpu, cuda or cuda:N.")
+
+
+def _check_preset(arguments: argparse.Namespace) -> None:
+    try:
+        config = resolve_config(arguments.preset)
+    except ValueError as error:
+        raise CommandError(f"--preset: {error}") from None
+    if arguments.topk is not None:
+        try:
+            replace(config, topk=arguments.topk)
+        except ValueError as error:
+            raise CommandError(f"--topk with --preset {arguments.preset}: {error}") from None
 
 
 def _check_distilled(arguments: argparse.Namespace) -> None:

@@ -37,7 +37,7 @@ from ..patching.quantized_weights import capability_of
 from ..patching.video_output import pieces_on_cpu, to_8_bits
 from .errors import CommandError
 from .files import replacing, write_json, write_video
-from .pipelines import build_case, choose_device, choose_dtype, load_pipeline, load_sampler
+from .pipelines import build_case, choose_config, choose_device, choose_dtype, is_sparse, load_pipeline, load_sampler
 from .tuning import tune
 from .video_writer import VideoWriter
 
@@ -82,7 +82,7 @@ _OUT_OF_MEMORY = (
 def _generate(arguments: argparse.Namespace) -> int:
     pipe, call = load_pipeline(arguments)
     if not arguments.no_patch:
-        print(patch(pipe, arguments.preset).summary(), end="\n\n")
+        print(patch(pipe, choose_config(arguments)).summary(), end="\n\n")
     generator = torch.Generator(pipe._execution_device).manual_seed(arguments.seed)
     in_pixels = pipe.video_processor.postprocess_video
     with VideoWriter(arguments.output, arguments.fps) as writer:
@@ -105,7 +105,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         pipe,
         call,
         seed=arguments.seed,
-        config=arguments.preset,
+        config=choose_config(arguments),
         with_compile=False if arguments.no_compile else None,
         repeats=arguments.repeats,
         settings=settings_of(arguments, pipe, call),
@@ -136,7 +136,7 @@ def _write_side_by_side(path: Path, comparison: Comparison) -> None:
 
 def _verify(arguments: argparse.Namespace) -> int:
     pipe, call = load_pipeline(arguments) if arguments.config is None else build_case(arguments)
-    verification = verify(pipe, call, seed=arguments.seed, config=arguments.preset)
+    verification = verify(pipe, call, seed=arguments.seed, config=choose_config(arguments))
     print(verification.patch_summary, verification_table(verification), sep="\n\n")
     if arguments.json is not None:
         environment = asdict(describe_environment(pipe._execution_device))
@@ -147,17 +147,22 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     pipe, call = load_sampler(arguments)
-    in_fp32 = argparse.Namespace(**{**vars(arguments), "dtype": "float32"})
+    tuned, plain = None, arguments
+    if arguments.model is None and is_sparse(arguments):
+        plain = argparse.Namespace(**{**vars(arguments), "preset": "exact"})
+        tuned, pipe = pipe, load_sampler(plain)[0]
+    in_fp32 = argparse.Namespace(**{**vars(plain), "dtype": "float32"})
     reference = None if choose_dtype(arguments, pipe.device) == torch.float32 else load_sampler(in_fp32)[0]
     evaluation = evaluate(
         pipe,
         call,
         n=arguments.n,
         steps=arguments.steps,
-        config=arguments.preset,
+        config=choose_config(arguments),
         seed=arguments.seed,
         batch_size=arguments.batch_size,
         reference=reference,
+        tuned=tuned,
         settings={**settings_of(arguments, pipe, call), "sigma_max": pipe.scheduler.config.get("sigma_max")},
         report=lambda line: print(f"turbo-rcm evaluate: {line}", file=sys.stderr, flush=True),
     )
@@ -229,7 +234,7 @@ def settings_of(arguments: argparse.Namespace, pipe, call: dict[str, object]) ->
         "preset": arguments.preset,
         **{
             name: value
-            for name in ("lora", "lora_2", "recipe")
+            for name in ("lora", "lora_2", "recipe", "topk")
             if (value := getattr(arguments, name, None)) is not None
         },
         "dtype": str((pipe.transformer or pipe.transformer_2).dtype).removeprefix("torch."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,10 +14,13 @@ from diffusers.utils import load_image
 from .. import embedded
 from ..bench.cases import CASES, add_structure, build_pipeline, structured_inputs
 from ..checkpoints.recognise import by_name
+from ..config import PRESETS, PatchConfig
 from ..patching import use_distilled, use_rcm
+from ..patching.turbodiffusion import load_projections
 from ..recipes import RCM_STEPS, RECIPES
 from ..scheduler import FewStepScheduler, RCMScheduler
 from ..shapes import grammar
+from ..tiers import SPARSE
 from .checks import SizeRules, check_pipeline_class, is_distilled, size_rules, step_counts
 from .errors import CommandError
 
@@ -42,6 +46,21 @@ def choose_dtype(arguments: argparse.Namespace, device: torch.device) -> torch.d
     return getattr(torch, arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
 
 
+def choose_config(arguments: argparse.Namespace) -> PatchConfig | str:
+    """--preset, with --topk, and with the blocks that the embedded model was fine-tuned with."""
+    if not is_sparse(arguments):
+        return arguments.preset
+    changes = {} if arguments.topk is None else {"topk": arguments.topk}
+    if arguments.model is None and getattr(arguments, "config", None) is None:
+        changes["blocks"] = embedded.SLA_BLOCKS
+    return replace(PRESETS[arguments.preset], **changes)
+
+
+def is_sparse(arguments: argparse.Namespace) -> bool:
+    """Whether --preset is one of the sparse tier."""
+    return PRESETS[arguments.preset].tier == SPARSE
+
+
 def load_pipeline(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[str, object]]:
     """The pipeline with the few-step sampler, and the arguments of its call but for the generator."""
     pipe, call = load_sampler(arguments)
@@ -58,7 +77,13 @@ def load_sampler(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict
     """The pipeline with the few-step sampler, and those arguments of its call that depend on no prompt."""
     device = choose_device(arguments)
     dtype = choose_dtype(arguments, device)
-    pipe = embedded.load_embedded_pipeline(dtype) if arguments.model is None else _load_model(arguments, dtype)
+    sparse = is_sparse(arguments)
+    if arguments.model is None:
+        pipe = embedded.load_embedded_pipeline(dtype, sla=sparse)
+    else:
+        pipe = _load_model(arguments, dtype)
+        if sparse and (folder := Path(arguments.model).expanduser()).exists():
+            load_projections(folder, pipe)
     given = arguments.height, arguments.width, arguments.frames
     _size_rules_of(pipe).check(*given)
     of_shapes = arguments.model is None or arguments.command == "evaluate"

@@ -11,26 +11,54 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from diffusers import WanPipeline
+from diffusers import WanPipeline, WanTransformer3DModel
 from diffusers.utils import logging as diffusers_logging
+from safetensors.torch import load_file
 from transformers.utils import logging as transformers_logging
 
+from ..checkpoints.lora import read_lora
+from ..patching.families import family_of
+from ..patching.journal import Journal
+from ..patching.sparse import add_projections, by_block, is_projection
 from ..scheduler import RCMScheduler
 from ..shapes.render import FRAMES, HEIGHT, WIDTH
 
-__all__ = ["FRAMES", "HEIGHT", "WEIGHTS", "WIDTH", "load_embedded_pipeline", "without_progress_bars"]
+__all__ = ["FRAMES", "HEIGHT", "SLA_BLOCKS", "WEIGHTS", "WIDTH", "load_embedded_pipeline", "without_progress_bars"]
 
 WEIGHTS = Path(__file__).parent / "weights"
+SLA_BLOCKS = (16, 16)  # queries and keys: of 700 tokens, larger blocks would be too few to choose from
 
 
-def load_embedded_pipeline(dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> WanPipeline:
+def load_embedded_pipeline(
+    dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu", *, sla: bool = False
+) -> WanPipeline:
     """A WanPipeline of stock diffusers and transformers classes with this package's few-step scheduler. No network.
 
     The weights are stored in fp16; modules that Wan keeps in fp32 are fp32 in every dtype. Sample it with ``use_rcm``.
+
+    sla: with the weights that scripts/train_sparse.py fine-tuned to sparse-linear attention, and its projections. They
+    are for ``trp.patch(pipe, trp.PatchConfig(tier="sparse", blocks=SLA_BLOCKS))``: without it attention is dense.
+    Worth it at the default topk of 0.1 alone: from 0.15 on the dense weights show more of their captions without it
+    (results/README.md).
     """
     with without_progress_bars():
         pipe = WanPipeline.from_pretrained(WEIGHTS, scheduler=RCMScheduler(), dtype=dtype, local_files_only=True)
+    if sla:
+        _add_difference(pipe.transformer, WEIGHTS / "sla/difference.safetensors")
     return pipe.to(device)
+
+
+def _add_difference(transformer: WanTransformer3DModel, file: Path) -> None:
+    """Add what a file of scripts/train_sparse.py holds: low-rank and whole differences, and the projections of SLA."""
+    tensors = load_file(file)
+    projections = by_block({name: tensors.pop(name) for name in list(tensors) if is_projection(name)})
+    add_projections(Journal(), family_of(transformer).every_block(transformer), projections)
+    learned = read_lora(tensors, transformer)
+    differences = {f"{name}.weight": pair.product() for name, pair in learned.pairs.items()} | learned.differences
+    with torch.no_grad():
+        for name, difference in differences.items():
+            parameter = transformer.get_parameter(name)
+            parameter.copy_(parameter.float() + difference.float())
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ from .rms_norm_silu import rms_norm_silu
 from .saturation import reset as reset_saturated
 from .saturation import saturated
 from .skip import skip
-from .sparse_linear_attention import check_sparsity, sparse_block_sizes, sparse_linear_attention
+from .sparse_linear_attention import check_sparsity, chosen_key_blocks, sparse_block_sizes, sparse_linear_attention
 from .sparse_linear_attention_reference import KeptBlocks, kept_blocks, sparse_block_map
 
 __all__ = [
@@ -64,6 +64,7 @@ __all__ = [
     "block_sparse_attention",
     "block_sparse_attention_8bit",
     "check_sparsity",
+    "chosen_key_blocks",
     "compile_ahead",
     "conv_kernel",
     "conv_skip",

@@ -79,6 +79,18 @@ def sparse_linear_attention(
     return (_fused if fused and reason is None else _unfused)(*arguments)
 
 
+def chosen_key_blocks(
+    q: torch.Tensor, k: torch.Tensor, kept: int, block_q: int, block_k: int, implementation: str = "auto"
+) -> torch.Tensor:
+    """The key blocks that `sparse_linear_attention` keeps of q and k [B, S, H, D], when it keeps so many:
+    [B, H, ⌈S / block_q⌉, kept] int32, ascending. For what compares two computations; no other caller needs it."""
+    fused = use_triton(implementation, q, k, has_gradient=False)
+    if not fused or why_no_sparse_kernel(q.device, q.shape[3], block_q, block_k, None) is not None:
+        return reference.sparse_block_map(q, k, kept, block_q, block_k)
+    pooled_k = _summarize_keys(k, k, k.new_zeros(k.shape[3], k.shape[3]), block_k)[0]
+    return choose_blocks(_pool_queries(q, block_q), pooled_k, kept)
+
+
 def sparse_block_sizes(device: torch.device, *, quantized: bool) -> tuple[int, int]:
     """Tokens of a block of queries and of a block of keys, as TurboDiffusion publishes them for a device."""
     on_hopper = is_gpu(device) and device_capability(device) == HOPPER

@@ -30,13 +30,12 @@ from .converted import (
     component_folders,
     differences,
     empty_model,
-    is_projection,
     raise_if,
 )
 from .families import family_of
 from .quantized_linear import convert
 from .quantized_weights import convertible_linears, format_of
-from .sparse import PROJ_L
+from .sparse import PROJ_L, is_projection
 from .tensor_files import Kind, read_header, write_tensors
 
 DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"

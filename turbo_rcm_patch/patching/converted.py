@@ -25,7 +25,7 @@ from .apply import Patch, PatchError, apply_patch, check_patchable, transformers
 from .families import FAMILIES, SUPPORTED, family_of
 from .journal import Journal
 from .quantized_weights import convertible_linears, put_in_8_bits
-from .sparse import PROJ_L, add_projections, use_processors
+from .sparse import PROJ_L, add_projections, by_block, is_projection, use_processors
 from .tensor_files import read_header
 
 FILE, VERSION = "weights-8bit.safetensors", "1"
@@ -184,20 +184,6 @@ class _Stored:
             blocks = family_of(model).every_block(model)
             add_projections(journal, blocks, by_block({name: file.get_tensor(name) for name in self._projections}))
         fill_buffers(model, device)
-
-
-def is_projection(name: str) -> bool:
-    """Whether a name is of SLA's projections, blocks.N.attn1.proj_l.weight or .bias."""
-    return f".{PROJ_L}." in name
-
-
-def by_block(projections: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """SLA's projections by the paths of their blocks."""
-    found: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in projections.items():
-        path, _, part = name.partition(f".attn1.{PROJ_L}.")
-        found.setdefault(path, {})[part] = tensor
-    return found
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:

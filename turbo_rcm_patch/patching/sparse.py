@@ -32,12 +32,25 @@ NamedBlocks = Iterable[tuple[str, nn.Module]]  # a transformer's blocks with the
 class SparseAttnProcessor:
     """WanAttnProcessor with sparse-linear attention in the place of attention, for a self-attention that has proj_l.
 
-    The softmax runs in the inputs' dtype. original: the processor in whose place it is. The others are as of
-    PatchConfig.
+    The softmax runs in the inputs' dtype. original: the processor in whose place it is. topk, blocks, implementation:
+    as of PatchConfig. quantized: whether the blocks that are published for 8-bit attention count, where blocks is None.
+
+    Attributes:
+        block_map: the key blocks to keep, as kernels.sparse_linear_attention takes them; None: the choice by topk. Set
+            where two computations are compared that should not differ in a choice between near ties.
     """
 
-    def __init__(self, original: WanAttnProcessor, topk: float, blocks: BlockSizes | None, implementation: str):
+    def __init__(
+        self,
+        original: WanAttnProcessor,
+        topk: float,
+        blocks: BlockSizes | None,
+        implementation: str,
+        quantized: bool = False,
+    ):
         self.original, self.topk, self.blocks, self.implementation = original, topk, blocks, implementation
+        self.quantized = quantized
+        self.block_map: torch.Tensor | None = None
 
     # What diffusers sets on processors is the original's: it was there before, and stays when the patch goes.
 
@@ -104,11 +117,25 @@ def add_projections(journal: Journal, blocks: NamedBlocks, proj_l: Mapping[str, 
             journal.set_module(block.attn1, PROJ_L, linear)
 
 
+def is_projection(name: str) -> bool:
+    """Whether a name is of SLA's projections, blocks.N.attn1.proj_l.weight or .bias."""
+    return f".{PROJ_L}." in name
+
+
+def by_block(projections: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """SLA's projections by the paths of their blocks."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in projections.items():
+        path, _, part = name.partition(f".attn1.{PROJ_L}.")
+        found.setdefault(path, {})[part] = tensor
+    return found
+
+
 def use_processors(journal: Journal, blocks: NamedBlocks, config: PatchConfig) -> None:
     """Let the self-attentions that have a proj_l be sparse."""
     for _, block in blocks:
         if has_projection(block.attn1):
-            options = (config.topk, config.blocks, config.implementation)
+            options = (config.topk, config.blocks, config.implementation, config.in_8_bits("attention"))
             journal.set(block.attn1, "processor", SparseAttnProcessor(block.attn1.processor, *options))
 
 
@@ -147,7 +174,7 @@ def attention(attn: nn.Module, call: Call) -> Step:
     """Sparse-linear attention: (q, k, v [B, S, H, D]) -> [B, S, H, D]."""
     quantized = call.config.in_8_bits("attention") and call.derivative is None
     implementation, reason = call.choose()
-    blocks = _blocks_of(attn.processor, call.device, quantized)
+    blocks = block_sizes(attn.processor, call.device)
     kernel = REFERENCE
     if reason is None:
         head_dim = attn.inner_dim // attn.heads
@@ -165,8 +192,9 @@ def _share(processor: SparseAttnProcessor, call: Call, block_k: int) -> str:
     return f"SLA {kept.count}/{total} blocks" + (", where the published rule keeps none" if kept.raised else "")
 
 
-def _blocks_of(processor: SparseAttnProcessor, device: torch.device, quantized: bool) -> BlockSizes:
-    return processor.blocks or kernels.sparse_block_sizes(device, quantized=quantized)
+def block_sizes(processor: SparseAttnProcessor, device: torch.device) -> BlockSizes:
+    """Tokens of a block of queries and of a block of keys: the same whether a call's softmax is in 8 bits or not."""
+    return processor.blocks or kernels.sparse_block_sizes(device, quantized=processor.quantized)
 
 
 def attend(attn: nn.Module, quantized: bool, implementation: str, q, k, v) -> torch.Tensor:
@@ -183,9 +211,10 @@ def attend(attn: nn.Module, quantized: bool, implementation: str, q, k, v) -> to
 
 
 def _attend_whole(attn, quantized, implementation, q, k, v):
-    block_q, block_k = _blocks_of(attn.processor, q.device, quantized)
-    options = {"topk": attn.processor.topk, "block_q": block_q, "block_k": block_k, "quantized": quantized}
-    options["implementation"] = implementation
+    block_q, block_k = block_sizes(attn.processor, q.device)
+    block_map = attn.processor.block_map
+    options = {"topk": attn.processor.topk} if block_map is None else {"block_map": block_map}
+    options |= {"block_q": block_q, "block_k": block_k, "quantized": quantized, "implementation": implementation}
     proj_l = attn.proj_l
     if why_not_plain(proj_l, nn.Linear) is None:
         # It is small: where offloading knows nothing of it, it comes from wherever it rests.

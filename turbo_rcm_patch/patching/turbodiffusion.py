@@ -85,6 +85,18 @@ def load_turbodiffusion(
             raise
 
 
+def load_projections(folder: Path, pipe: object) -> None:
+    """Give the transformers of a pipeline the projections of SLA in the folder that diffusers loaded it from.
+
+    diffusers itself leaves them out, as its model has none. A folder without them changes nothing. Raises PatchError
+    for files that do not fit.
+    """
+    models = transformers_of(pipe)
+    with _opened([folder / name for name in models], models) as files:
+        for name, model in models.items():
+            add_projections(Journal(), family_of(model).every_block(model), _projections(files[name]))
+
+
 def _config_for(attention: str, topk: float, blocks: Sequence[int] | None) -> PatchConfig:
     if attention not in ATTENTIONS:
         raise ValueError(f"attention={attention!r} is unknown; accepted are {', '.join(ATTENTIONS)}.")

@@ -1,0 +1,134 @@
+"""Sparse-linear attention (SLA) for the few-step student: a difference of its weights, distilled from the model itself.
+
+The model with SLA takes the sampler's steps from noise; at each state that it comes to, the dense model says which
+velocity and which results of the self-attentions there should be. What learns is small: SLA's own projection proj_l,
+which starts at 0, the weights of the attentions' q and k norms, and a low rank of their four linears.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Iterator
+
+import torch
+from diffusers import WanPipeline, WanTransformer3DModel
+from peft import LoraConfig
+
+import turbo_rcm_patch as trp
+from turbo_rcm_patch.embedded import SLA_BLOCKS
+from turbo_rcm_patch.modules import SparseLinearAttention
+from turbo_rcm_patch.scheduler import model_timesteps, rcm_times, sde_step
+from turbo_rcm_patch.shapes.grammar import draw_scene
+
+from .data import token_ids
+from .optimizers import adamw, warmup_and_cosine
+from .progress import Run, Stage
+from .text import embed
+
+BATCH = 1
+LEARNING_RATE = 2e-3
+HORIZON = 360  # updates until the rate has fallen all the way
+KEPT = (0.1, 0.15, 0.2, 0.3)  # shares of key blocks that the updates learn for, in turns
+RANK = 16
+LINEARS = ("to_q", "to_k", "to_v", "to_out.0")
+STEPS = 4  # of the sampler
+ATTENTION_WEIGHT = 0.3  # of the attentions' error beside the velocity's
+
+
+def train_sparse(run: Run, pipe: WanPipeline, latent_shape: tuple[int, ...], num_steps: int) -> dict[str, torch.Tensor]:
+    """Train for num_steps updates; returns the difference as `difference` has it.
+
+    pipe: the dense model, in fp32 on the run's device; it stays as it is. latent_shape: [C, f, h, w].
+    """
+    torch.manual_seed(run.seed)
+    teacher = pipe.transformer
+    student = to_sparse(copy.deepcopy(teacher))
+    learned = [parameter for parameter in student.parameters() if parameter.requires_grad]
+    optimizer = adamw(learned, LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
+    schedule = warmup_and_cosine(optimizer, HORIZON, warmup=10)
+    stage = Stage(run, "sparse", num_steps, student=student, optimizer=optimizer, schedule=schedule)
+    config = trp.PatchConfig(tier="sparse", quantize=(), blocks=SLA_BLOCKS)
+    with trp.patch(student, config), _attention_of(student) as attended, _attention_of(teacher) as wanted:
+        for step in stage.steps():
+            for block in student.blocks:
+                block.attn1.processor.topk = KEPT[step % len(KEPT)]
+            generator = random.Random(run.seed_of("captions", step))
+            captions = [str(draw_scene(generator, held_out=False)) for _ in range(BATCH)]
+            with torch.no_grad():
+                text = embed(pipe.text_encoder, token_ids(pipe.tokenizer, captions).to(run.device))
+            for velocity, expected in _trajectory(student, teacher, (BATCH, *latent_shape), text):
+                error = _relative(velocity, expected)
+                attention = sum(map(_relative, attended, wanted)) / len(wanted)
+                (error + ATTENTION_WEIGHT * attention).backward()
+                stage.record(velocity=error, attention=attention)
+            torch.nn.utils.clip_grad_norm_(learned, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    return difference(student, teacher)
+
+
+def to_sparse(transformer: WanTransformer3DModel) -> WanTransformer3DModel:
+    """Give a transformer what learns; all else is frozen."""
+    transformer.requires_grad_(False)
+    transformer.add_adapter(
+        LoraConfig(r=RANK, lora_alpha=RANK, target_modules=[f"attn1.{linear}" for linear in LINEARS])
+    )
+    for block in transformer.blocks:
+        attn, head_dim = block.attn1, transformer.config.attention_head_dim
+        attn.proj_l = SparseLinearAttention(head_dim).proj_l.to(transformer.device)
+        for module in (attn.proj_l, attn.norm_q, attn.norm_k):
+            module.requires_grad_(True)
+    return transformer
+
+
+def difference(student: WanTransformer3DModel, teacher: WanTransformer3DModel) -> dict[str, torch.Tensor]:
+    """What was learned: ``NAME.lora_A.weight`` and ``NAME.lora_B.weight``, ``NAME.diff`` of norms, and proj_l's own."""
+    found = {}
+    for name, parameter in student.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        value = parameter.detach()
+        if ".norm_" in name:
+            found[name.replace(".weight", ".diff")] = value - teacher.get_parameter(name)
+        else:
+            found[name.replace(".default.", ".")] = value.clone()
+    return found
+
+
+def _trajectory(student, teacher, shape, text) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The student's velocity and the teacher's at each state of the student's own sampler."""
+    times = rcm_times(STEPS)
+    sample = times[0].item() * torch.randn(shape, device=text.device)
+    for step, timestep in enumerate(model_timesteps(times[:-1]).to(text.device)):
+        inputs = sample, timestep.expand(len(sample)), text
+        with torch.no_grad():
+            expected = teacher(*inputs, return_dict=False)[0]
+        velocity = student(*inputs, return_dict=False)[0]
+        yield velocity, expected
+        t, t_next = times[step].item(), times[step + 1].item()
+        sample = sde_step(sample, velocity.detach(), t, t_next, torch.randn_like(sample))
+
+
+@contextlib.contextmanager
+def _attention_of(transformer: WanTransformer3DModel) -> Iterator[list[torch.Tensor]]:
+    """Inside, what the self-attentions returned in the transformer's latest forward, block by block."""
+    results: list[torch.Tensor] = [None] * len(transformer.blocks)
+
+    def keep(index: int):
+        def hook(_module, _inputs, output: torch.Tensor) -> None:
+            results[index] = output
+
+        return hook
+
+    with contextlib.ExitStack() as hooks:
+        for index, block in enumerate(transformer.blocks):
+            hooks.callback(block.attn1.to_out[0].register_forward_hook(keep(index)).remove)
+        yield results
+
+
+def _relative(value: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """The squared relative L2 error."""
+    return (value - expected).square().sum() / expected.square().sum()

@@ -1,0 +1,147 @@
+"""verify, compare and evaluate of the sparse tier: an oracle of the same computation, and nothing wrong passes."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.bench.damage import damage_block
+from tests.tiny_wan import tiny_call, tiny_wan_pipeline
+from turbo_rcm_patch import kernels
+from turbo_rcm_patch.bench import verify as module
+from turbo_rcm_patch.bench.compare import compare
+from turbo_rcm_patch.bench.parts import CHOICE, PV, QK, SPARSE_ATTENTION, SUB_LAYERS
+from turbo_rcm_patch.bench.report import verification_table
+from turbo_rcm_patch.bench.verify import verify
+from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.patching import PatchError, patch, use_rcm
+from turbo_rcm_patch.tiers import EXACT, SPARSE
+
+SAGE = PatchConfig(tier="sparse", topk=0.7, blocks=(5, 4))  # 12 tokens: 2 of 3 key blocks
+SLA = PatchConfig(tier="sparse", topk=0.7, blocks=(5, 4), quantize=())
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def sparse_pipeline(variant="t2v", dtype=torch.float32):
+    pipe = tiny_wan_pipeline(variant, dtype)
+    torch.manual_seed(7)
+    for model in filter(None, (pipe.transformer, getattr(pipe, "transformer_2", None))):
+        for block in model.blocks:
+            size = model.config.attention_head_dim
+            block.attn1.proj_l = nn.Linear(size, size, dtype=dtype)
+    use_rcm(pipe)
+    return pipe
+
+
+def call(steps=2, variant="t2v"):
+    return tiny_call(variant, guidance_scale=1.0, num_inference_steps=steps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", ["t2v", "wan22"])
+@pytest.mark.parametrize("config", [SAGE, SLA], ids=["sagesla", "sla"])
+def test_every_block_and_every_part_of_it_is_within_the_limits(config, variant, dtype):
+    steps = 3 if variant == "wan22" else 2
+    verification = verify(sparse_pipeline(variant, dtype), call(steps, variant), config=config)
+    assert verification.ok, verification_table(verification)
+    parts = {part.part: part for part in verification.parts}
+    assert {*SUB_LAYERS, SPARSE_ATTENTION, CHOICE} <= set(parts)
+    assert not {QK, PV} & set(parts)
+    assert ("attn1.to_q" in parts) == config.in_8_bits("linears")
+    rounding = torch.finfo(dtype).eps / 2
+    assert parts[CHOICE].allowed == max(SPARSE.limits.choice * rounding, SPARSE.limits.fp32)
+    for check in verification.checks:
+        if config is SAGE:
+            assert 1e-3 < check.judged_error <= check.allowed == SPARSE.limits.block
+            assert parts["self_attention"].allowed == SPARSE.limits.part
+        else:
+            assert check.allowed <= max(EXACT.limits.fp32, EXACT.limits.factor * check.unpatched_error)
+            assert parts["self_attention"].allowed is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("config", "scale"), [(SAGE, 1.1), (SLA, 1.01)], ids=["sagesla", "sla"])
+def test_a_wrong_block_alone_is_named(monkeypatch, dtype, config, scale):
+    damage_block(monkeypatch, module, "transformer.blocks.1", lambda output: scale * output)
+    verification = verify(sparse_pipeline(dtype=dtype), call(1), config=config)
+    assert not verification.ok
+    assert {check.block for check in verification.failed} == {"transformer.blocks.1"}
+
+
+def wrong_attention(monkeypatch):
+    right = kernels.sparse_linear_attention
+
+    def wrong(*args, quantized, **options):
+        output = right(*args, quantized=quantized, **options)
+        return output.flip(1) if quantized else output  # the oracle's is not
+
+    monkeypatch.setattr(kernels, "sparse_linear_attention", wrong)
+
+
+def no_linear_branch(monkeypatch):
+    right = kernels.sparse_linear_attention
+
+    def wrong(q, k, v, weight, bias=None, *, quantized, **options):
+        return right(q, k, v, 0 * weight if quantized else weight, bias, quantized=quantized, **options)
+
+    monkeypatch.setattr(kernels, "sparse_linear_attention", wrong)
+
+
+def worst_choice(monkeypatch):
+    def wrong(q, k, kept, block_q, block_k, _implementation):
+        return kernels.sparse_block_map(-q, k, kept, block_q, block_k)
+
+    monkeypatch.setattr(kernels, "chosen_key_blocks", wrong)
+
+
+@pytest.mark.parametrize(
+    ("damage", "part"),
+    [(wrong_attention, "self_attention"), (no_linear_branch, "self_attention"), (worst_choice, CHOICE)],
+)
+def test_a_wrong_attention_and_a_wrong_choice_fail_where_they_are(monkeypatch, damage, part):
+    damage(monkeypatch)
+    verification = verify(sparse_pipeline(), call(1), config=SAGE)
+    assert {failed.part for failed in verification.failed_parts} == {part}
+    assert f"{part}: error" in verification_table(verification)
+
+
+def test_all_that_is_compared_keeps_the_oracles_blocks_and_the_pipeline_is_left_as_it_was(monkeypatch):
+    maps = []
+    right = kernels.sparse_linear_attention
+
+    def keep_map(*args, block_map=None, **options):
+        maps.append(block_map)
+        return right(*args, block_map=block_map, **options)
+
+    monkeypatch.setattr(kernels, "sparse_linear_attention", keep_map)
+    pipe = sparse_pipeline()
+    processors = [block.attn1.processor for block in pipe.transformer.blocks]
+    verify(pipe, call(3), config=SLA)
+    assert sum(block_map is None for block_map in maps) > 0  # the step between, and what finds the oracle's choice
+    checked = [block_map for block_map in maps if block_map is not None]
+    assert len(checked) == 2 * 2 * 6  # steps, blocks; patched, unpatched, oracle, and three for the parts
+    assert [block.attn1.processor for block in pipe.transformer.blocks] == processors
+    assert not any(block._forward_hooks or block._forward_pre_hooks for block in pipe.transformer.blocks)
+
+
+def test_the_oracle_runs_by_the_reference_whatever_the_patch_runs_by():
+    pipe = sparse_pipeline()
+    with patch(pipe, PatchConfig(tier="sparse", implementation="triton")):
+        block = pipe.transformer.blocks[0]
+        assert module._class_copy(block).attn1.processor.implementation == "torch"
+        assert block.attn1.processor.implementation == "triton"
+
+
+def test_compare_shows_the_same_weights_dense_and_sparse():
+    comparison = compare(sparse_pipeline(), call(), config=SLA, warmups=0, repeats=1)
+    latents = {variant.name: variant.latents for variant in comparison.variants}
+    assert set(latents) == {"unpatched", "patched exactly", "patched"}
+    assert latents["patched exactly"].relative_l2 < 1e-5 < 1e-3 < latents["patched"].relative_l2
+    assert "SLA 2/3 blocks" in comparison.patch_summary
+
+
+@pytest.mark.parametrize("run", [verify, compare])
+def test_a_model_without_projections_is_refused_by_what_it_needs(run):
+    pipe = tiny_wan_pipeline()
+    use_rcm(pipe)
+    with pytest.raises(PatchError, match=r"has no proj_l, .*trp\.load_turbodiffusion"):
+        run(pipe, call(), config="sparse")

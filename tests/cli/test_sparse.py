@@ -1,0 +1,83 @@
+"""The commands with --preset sparse: on the embedded model, and on a folder whose files carry proj_l."""
+
+import json
+
+import pytest
+import torch
+
+from tests.cli.running import CAPTION, error_of
+from tests.tiny_wan import tiny_wan_pipeline
+from turbo_rcm_patch.cli import main
+
+SMALL = ["--height", "64", "--width", "96", "--frames", "5", "--device", "cpu"]  # 48 tokens: three blocks of 16
+SPARSE = ["--preset", "sparse", "--topk", "0.7"]
+
+
+@pytest.fixture(scope="module")
+def with_projections(tmp_path_factory):
+    pipe = tiny_wan_pipeline()
+    torch.manual_seed(4)
+    for block in pipe.transformer.blocks:
+        block.attn1.proj_l = torch.nn.Linear(*2 * (pipe.transformer.config.attention_head_dim,))
+    folder = tmp_path_factory.mktemp("turbowan")
+    pipe.save_pretrained(folder)
+    return folder
+
+
+def test_generate(tmp_path, capsys):
+    assert main(["generate", CAPTION, "-o", str(tmp_path / "circle.mp4"), *SMALL, *SPARSE, "--steps", "1"]) == 0
+    assert "torch reference, SLA" in capsys.readouterr().out
+    assert (tmp_path / "circle.mp4").stat().st_size > 0
+
+
+def test_verify(tmp_path, capsys):
+    assert main(["verify", *SMALL, *SPARSE, "--steps", "1", "--json", str(tmp_path / "verify.json")]) == 0
+    assert "all 6 blocks are within the allowed error" in capsys.readouterr().out
+    content = json.loads((tmp_path / "verify.json").read_text())
+    assert content["settings"] | {"preset": "sparse", "topk": 0.7} == content["settings"]
+    assert {"sparse-linear attention", "choice of key blocks"} <= {part["part"] for part in content["parts"]}
+
+
+def test_compare(tmp_path, capsys):
+    options = ["--steps", "1", "--repeats", "1", "--json", str(tmp_path / "compare.json")]
+    assert main(["compare", *SMALL, *SPARSE, *options]) == 0
+    assert "SLA 2/3 blocks" in capsys.readouterr().out
+    variants = json.loads((tmp_path / "compare.json").read_text())["variants"]
+    assert [variant["name"] for variant in variants] == ["unpatched", "patched exactly", "patched"]
+
+
+def test_evaluate_puts_the_fine_tuned_model_beside_the_dense_one(tmp_path):
+    options = ["-n", "1", "--steps", "1", "--json"]
+    assert main(["evaluate", *SMALL, *SPARSE, *options, str(tmp_path / "sparse.json")]) == 0
+    assert main(["evaluate", *SMALL, *options, str(tmp_path / "exact.json")]) == 0
+    sparse, exact = (json.loads((tmp_path / f"{name}.json").read_text())["results"] for name in ("sparse", "exact"))
+    assert [one["variant"] for one in sparse] == ["unpatched", "exact", "sparse"]
+    assert sparse[1]["psnr_to_fp32"] == exact[1]["psnr_to_fp32"] > 80  # both of the dense model
+    assert sparse[2]["psnr_to_fp32"] < 60
+
+
+@pytest.mark.parametrize("command", ["verify", "compare"])
+def test_a_folder_that_carries_projections(with_projections, capsys, command):
+    size = ["--height", "32", "--width", "32", "--frames", "5", "--steps", "1", "--device", "cpu"]
+    assert main([command, "--model", str(with_projections), *size, *SPARSE]) == 0
+    assert "SLA 1/1 blocks" in capsys.readouterr().out
+
+
+def test_a_folder_without_projections_is_refused(saved_models, capsys):
+    line = error_of(capsys, "verify", "--model", saved_models / "t2v", "--device", "cpu", *SPARSE)
+    assert "has no proj_l" in line
+    assert "trp.load_turbodiffusion" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--topk", "0.2"], "--topk with --preset exact: topk=0.2 means nothing in this version: the exact tier"),
+        (
+            ["--preset", "sparse", "--topk", "0"],
+            "--topk with --preset sparse: topk=0.0; it is a share of the key blocks",
+        ),
+    ],
+)
+def test_wrong_shares(capsys, options, message):
+    assert message in error_of(capsys, "verify", *options)

@@ -1,0 +1,61 @@
+"""What TurboDiffusion's training changed, added to models that were made from Wan."""
+
+import pytest
+import torch
+
+import turbo_rcm_patch as trp
+from tests.official_names import official_state_dict, with_proj_l
+from tests.patching.turbowan import BLOCKS, TOPK, turbo_weights
+from tests.tiny_families import tiny_family_transformer
+from tests.tiny_wan import tiny_wan_transformer
+from turbo_rcm_patch.patching.sparse import SparseAttnProcessor
+
+
+def test_a_difference_merged_into_another_model(saved):
+    """A VACE of the same sizes: its own blocks stay, those of Wan get the difference, and attend sparsely."""
+    vace = tiny_family_transformer("vace", torch.float32)
+    config = vace.config
+    sizes = {
+        "heads": config.num_attention_heads,
+        "head_dim": config.attention_head_dim,
+        "layers": config.num_layers,
+        "ffn_dim": config.ffn_dim,
+        "text_dim": config.text_dim,
+        "freq_dim": config.freq_dim,
+        "in_channels": config.in_channels,
+        "out_channels": config.out_channels,
+    }
+    base, turbo = (tiny_wan_transformer(seed=seed, **sizes) for seed in (31, 32))
+    before = {name: tensor.clone() for name, tensor in vace.state_dict().items()}
+    base_path = saved(official_state_dict(base), "Wan.pth")
+    turbo_path = saved(with_proj_l(official_state_dict(turbo), turbo), "TurboWan.pth")
+    left_out = trp.merge_turbodiffusion(turbo_path, base_path, vace)
+    assert any("vace_blocks.0" in line for line in left_out)
+    for name, tensor in turbo.state_dict().items():
+        expected = before[name].float() + (tensor - base.state_dict()[name])
+        assert torch.equal(vace.state_dict()[name], expected), name
+    own = [name for name in before if name.startswith("vace_")]
+    assert own
+    assert all(torch.equal(vace.state_dict()[name], before[name]) for name in own)
+    patch = trp.patch(vace, trp.PatchConfig(tier="sparse", quantize=(), topk=TOPK, blocks=BLOCKS))
+    assert type(vace.blocks[0].attn1.processor) is SparseAttnProcessor
+    assert type(vace.vace_blocks[0].attn1.processor) is not SparseAttnProcessor
+    patch.restore()
+    assert "blocks.0.attn1.proj_l.weight" in vace.state_dict()
+
+
+def test_merging_files_of_another_model(saved):
+    model = tiny_wan_transformer()
+    path = saved({"weight": torch.zeros(3)})
+    with pytest.raises(trp.PatchError, match="have nothing for a WanTransformer3DModel"):
+        trp.merge_turbodiffusion(path, path, model)
+
+
+def test_half_of_a_projection_is_left_out_of_a_merge(saved):
+    model = tiny_wan_transformer()
+    turbo, base = turbo_weights(model), official_state_dict(tiny_wan_transformer(seed=31))
+    del turbo["blocks.0.self_attn.attn_op.local_attn.proj_l.bias"]
+    left_out = trp.merge_turbodiffusion(saved(turbo), saved(base, "Wan.pth"), model)
+    assert any("blocks.0.….proj_l.bias is missing" in line for line in left_out)
+    assert not hasattr(model.blocks[0].attn1, "proj_l")
+    assert hasattr(model.blocks[1].attn1, "proj_l")

@@ -1,0 +1,55 @@
+"""Sparse-linear attention for `verify`: an oracle of the same computation, and the choice of key blocks as a part.
+
+Rounding tips the choice between two blocks that matter about as much, and another block's values are another result,
+which says nothing of what errs. So whatever is compared keeps the key blocks that the oracle chooses; how good a
+patched block's own choice is, is checked by itself.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from .. import kernels
+from ..kernels.sparse_linear_attention_reference import pool
+from ..patching.sparse import PROJ_L, SparseAttnProcessor, block_sizes, is_sparse
+
+
+def self_attention_is_sparse(block: nn.Module) -> bool:
+    """Whether a block of any family attends sparsely."""
+    return hasattr(getattr(block, "attn1", None), PROJ_L) and is_sparse(block.attn1)
+
+
+def by_reference(processor: SparseAttnProcessor) -> SparseAttnProcessor:
+    """A processor that computes the same by the torch reference."""
+    twin = copy.copy(processor)
+    twin.implementation = "torch"
+    return twin
+
+
+def best_choice(block: nn.Module, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """The key blocks to keep of a block's q and k [B, S, H, D], which are the oracle's."""
+    processor = block.attn1.processor
+    block_q, block_k = block_sizes(processor, q.device)
+    kept = kernels.kept_blocks(q.shape[1], block_k, processor.topk).count
+    return kernels.sparse_block_map(q, k, kept, block_q, block_k)
+
+
+def choice_error(block: nn.Module, q: torch.Tensor, k: torch.Tensor, dtype: torch.dtype) -> float:
+    """What the patched block's choice loses of the scores q̄ k̄ of the oracle's q and k, once both are rounded to dtype.
+
+    Of all lists of kept blocks the largest loss, per kept block and as a part of |q̄| · max |k̄|, k̄ less its mean.
+    """
+    q, k = q.to(dtype), k.to(dtype)
+    processor = block.attn1.processor
+    sizes = block_sizes(processor, q.device)
+    best = best_choice(block, q.float(), k.float())
+    ours = kernels.chosen_key_blocks(q, k, best.shape[-1], *sizes, processor.implementation)
+    pooled_q, pooled_k = pool(q.double(), sizes[0]), pool(k.double(), sizes[1])
+    pooled_k = pooled_k - k.double().mean(1)[:, :, None]
+    scores = pooled_q @ pooled_k.mT
+    lost = scores.gather(-1, best.long()).sum(-1) - scores.gather(-1, ours.long()).sum(-1)
+    scale = best.shape[-1] * pooled_q.norm(dim=-1) * pooled_k.norm(dim=-1).amax(-1, keepdim=True)
+    return (lost / scale.clamp(min=torch.finfo(torch.float32).tiny)).max().item()
