@@ -1,6 +1,5 @@
 """The figures of the README and of the results page are those of the results files."""
 
-import importlib.util
 import json
 import re
 import sys
@@ -8,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from turbo_rcm_patch.bench import charts
+from turbo_rcm_patch.bench.lora import RESCALED, WITHOUT
+
 ROOT = Path(__file__).resolve().parent.parent
 
-sys.path.insert(0, str(ROOT / "scripts"))  # where it finds the write-up's package
-spec = importlib.util.spec_from_file_location("readme_results", ROOT / "scripts/readme_results.py")
-readme_results = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(readme_results)
+sys.path.insert(0, str(ROOT / "scripts"))  # which is no package
+import readme_results  # noqa: E402
+from result_tables import ops, steps, tiny_model  # noqa: E402
 
 
 def test_the_readme_and_the_page_are_rendered_from_the_results():
@@ -56,7 +57,7 @@ def test_results_of_any_gpu_become_a_page_and_a_short_table(tmp_path):
 
 
 def test_failed_gpu_tests_are_bold():
-    assert "| 71 | **3** |" in readme_results._tests([{**_tests_entry(), "ok": False, "failed": 2, "error": 1}])
+    assert "| 71 | **3** |" in ops.tests_table([{**_tests_entry(), "ok": False, "failed": 2, "error": 1}])
 
 
 def _tests_entry():
@@ -81,7 +82,7 @@ def _line(cells):
 
 
 def _step_lines(name, run):
-    return [_line(row) for row in readme_results._step_rows(name, run)]
+    return [_line(row) for row in steps.step_rows(name, run)]
 
 
 def test_steps_are_compared_with_eager_and_with_compile():
@@ -117,27 +118,43 @@ def _video_run(patched, error):
 
 def test_whole_videos_are_a_table_of_their_own():
     runs = {"wan2.1-1.3b-decoded": _video_run(0.5, 0.0101)}
-    assert readme_results.real_models(runs) == {}
+    assert charts.real_models(runs) == {}
     measured = readme_results._measured(Path("gpu.json"), runs, [])
     asked = "–× / 1.75× / decode 0.6 s / output 0.1 s / total 2.5 s"
     assert f"|  | patched (exact) | 0.40 | 0.50 | 0.05 | 1.00 | 3.60× | 2.00× | {asked} | 2.00 | 1.0e-02 |" in measured
     assert "| eager diffusers | 0.40 | 1.80 | 0.05 | 2.30 | 1.00× | 0.56× |  | 2.00 | 1.0e-02 |" in measured
     assert "over compile, whose decoder is compiled too" in measured
     assert "One denoising step" not in measured
-    missed = readme_results._whole_videos({"wan2.1-1.3b-decoded": _video_run(0.61, 0.0106)})
+    missed = steps.whole_videos_table({"wan2.1-1.3b-decoded": _video_run(0.61, 0.0106)})
     assert "| 0.40 | **0.61** | 0.05 | 1.11 | 2.95× | **1.64×** |" in missed
     assert "**1.1e-02** |" in missed
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0.257, "257.0 (1.008× without"), (0.27, "270.0 (**1.059×** without")])
+def test_a_step_with_lora_is_compared_with_one_without(seconds, shown):
+    times = {"unpatched": 0.33, "torch.compile": 0.28, "patched": seconds, WITHOUT: 0.255, RESCALED: 0.26}
+    variants = [
+        {"name": name, "timings": {"steps": [step] * 2, "peak_memory": 2**30}, "latents": None}
+        for name, step in times.items()
+    ]
+    settings = {"config": "wan2.1-14b", "layers": 4, "num_frames": 81, "height": 480, "width": 832, "lora_ranks": [64]}
+    rows = steps.step_rows("wan2.1-14b-4-layers-lora-64", {"settings": settings, "variants": variants})
+    assert "wan2.1-14b (4 layers), 81×480×832, LoRA of rank 64" in rows[0][0]
+    assert shown in rows[2][2]
+    assert "≤ 1.03× without LoRA" in rows[2]
+    assert [row[1] for row in rows[3:]] == [WITHOUT, RESCALED]
+    assert charts.real_models({"x": {"settings": settings, "variants": variants}}) == {}
 
 
 def test_memory_has_a_target_beside_compile():
     run = _step_run("wan2.2-5b", compiled=0.6, patched=0.5)
     run["variants"][2]["timings"]["peak_memory"] = 1.15 * 2**30
     assert "memory 1.15 | 1.15 (1.15×) |" in _step_lines("wan2.2-5b-8-layers", run)[2]
-    assert "| 1.15× |" in _line(readme_results._short_step_row("wan2.2-5b-8-layers", run))
+    assert "| 1.15× |" in _line(steps.short_step_row("wan2.2-5b-8-layers", run))
     run["variants"][2]["timings"]["peak_memory"] = 1.2 * 2**30
     assert "memory 1.15 | 1.20 (**1.20×**) |" in _step_lines("wan2.2-5b-8-layers", run)[2]
-    assert "| **1.20×** |" in _line(readme_results._short_step_row("wan2.2-5b-8-layers", run))
-    assert "| 1.20× |" in _line(readme_results._short_step_row("another", run))
+    assert "| **1.20×** |" in _line(steps.short_step_row("wan2.2-5b-8-layers", run))
+    assert "| 1.20× |" in _line(steps.short_step_row("another", run))
 
 
 def test_charts(tmp_path):
@@ -149,11 +166,11 @@ def test_charts(tmp_path):
         "traffic": {"settings": block, "pass_bytes": 80, "implementations": [traffic]},
         "implementations": {"rows": [{**size, "implementation": "two_pass", "speedup": 1.0}]},
     }
-    readme_results.draw_charts(runs, tmp_path / "gpu.json")
+    charts.draw_charts(runs, tmp_path / "gpu.json")
     names = {f"gpu-{kind}.png" for kind in ("steps", "traffic", "modules")}
     assert {path.name for path in tmp_path.iterdir()} == names
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
-    readme_results.draw_charts({}, tmp_path / "none.json")
+    charts.draw_charts({}, tmp_path / "none.json")
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
@@ -161,7 +178,7 @@ def test_the_chart_of_steps_shows_real_models_alone():
     embedded = _step_run("embedded", compiled=0.6, patched=0.1)
     embedded["settings"]["model"] = embedded["settings"].pop("config")
     runs = {"compare": embedded, "wan2.1-1.3b": _step_run("wan2.1-1.3b", compiled=0.6, patched=0.5)}
-    assert list(readme_results.real_models(runs)) == ["wan2.1-1.3b"]
+    assert list(charts.real_models(runs)) == ["wan2.1-1.3b"]
 
 
 def test_an_evaluation_and_its_training_become_a_table(tmp_path):
@@ -181,22 +198,22 @@ def test_an_evaluation_and_its_training_become_a_table(tmp_path):
     evaluation = {"settings": {"n": 77}, "environment": environment, "results": [result]}
     taught = {"steps": 50, "accuracy": accuracy(0.98)}
     training = {"seconds": 90, "environment": environment, "stages": {"teacher accuracy": taught}}
-    section = readme_results._evaluated("x.json", {"evaluate": evaluation}, training)
+    section = tiny_model.evaluated("x.json", {"evaluate": evaluation}, training)
     assert "| teacher, guided | 50 | 100.0 | 98.0 ± 1.2 |  |  |  |" in section
     assert "| exact | 4 | 100.0 | 95.6 ± 1.2 | -0.4 ± 0.6 | 31.26 |  |" in section
     assert "77 held-out captions" in section
     assert "1.5 minutes on one GPU X" in section
     assert "`x.json`" in section
-    short = readme_results._short_evaluation({"evaluate": evaluation})
+    short = tiny_model.short_evaluation({"evaluate": evaluation})
     assert "videos show 95.6 % in 4 steps (GPU X)" in short
-    assert readme_results._short_evaluation({}) == ""
+    assert tiny_model.short_evaluation({}) == ""
 
     evaluation["results"].append({**result, "accuracy": accuracy(0.949)})
-    section = readme_results._evaluated("x.json", {"evaluate": evaluation}, None)
+    section = tiny_model.evaluated("x.json", {"evaluate": evaluation}, None)
     assert "teacher" not in section
     assert "| exact | 4 | 100.0 | **94.9** ± 1.2 | -0.4 ± 0.6 | 31.26 |  |" in section  # 95 are wanted
     assert "| exact | 4 | 100.0 | 95.6 ± 1.2 | -0.4 ± 0.6 | 31.26 |  |" in section
-    assert readme_results._evaluated("x.json", {}, training) == ""
+    assert tiny_model.evaluated("x.json", {}, training) == ""
 
 
 def test_what_sparsity_costs_becomes_a_table_of_a_row_per_kept_share(tmp_path):
@@ -236,7 +253,7 @@ def test_ops_become_a_table_that_marks_what_is_missed():
         "targets": {"rival A": 1.1, "rival B": 1.0},
     }
     refused = {"case": "op 3×4", "best": None, "timings": {}, "speedups": {}, "targets": {}}
-    table = readme_results._ops({"results": [result, refused], "rounds": 7, "copy_bandwidth": 4e12})
+    table = ops.ops_table({"results": [result, refused], "rounds": 7, "copy_bandwidth": 4e12})
     assert "| op 1×2 | 2.500 | rival A | 2.000 | **0.800** | 1.1 | 1.0e-03 / 2.0e-03 |" in table
     assert "|  |  | rival B | 3.000 | 1.200 | 1.0 |  |" in table
     assert "|  |  | copy |  | 0.750 |  |  |" in table
@@ -249,7 +266,7 @@ def test_traffic_becomes_a_table_that_names_its_source():
     refused = {"name": "fused", "refused": "wrong"}
     settings = {"case": "Wan block", "config": "wan2.1-1.3b", "tokens": 10, "dim": 4}
     run = {"settings": settings, "pass_bytes": 80, "implementations": [eager, refused], "source": "counters"}
-    table = readme_results._traffic([run, {**run, "source": "shapes"}])
+    table = ops.traffic_table([run, {**run, "source": "shapes"}])
     measured = "measured by Nsight Compute"
     assert f"| Wan block of wan2.1-1.3b, 10×4 | eager | 2000 | 1000 | 30.0 | {measured} | 1.2e-03 |" in table
     assert f"|  | fused |  |  | refused | {measured} |  |" in table
@@ -261,6 +278,6 @@ def test_implementations_become_a_row_per_size_dtype_and_mode():
     two_pass = {**size, "implementation": "two_pass", "latency": 2e-3, "speedup": 1.0, "status": "ok"}
     fused = {**size, "implementation": "fused", "latency": 1e-3, "speedup": 2.0, "status": "ok"}
     naive = {**size, "implementation": "naive", "latency": None, "speedup": None, "status": "left out"}
-    table = readme_results._implementations({"rows": [two_pass, fused, naive]})
+    table = ops.implementations_table({"rows": [two_pass, fused, naive]})
     assert "| samples×tokens×channels | two_pass, ms | fused | naive |" in table
     assert "| 4×16×64, bfloat16, forward | 2.000 | 2.00× | left out |" in table

@@ -75,23 +75,6 @@ def test_script(tmp_path, capsys):
     assert "leave --ulysses out" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("seconds", "shown"), [(0.257, "257.0 (1.008× without"), (0.27, "270.0 (**1.059×** without")])
-def test_results_page(seconds, shown):
-    times = {"unpatched": 0.33, "torch.compile": 0.28, "patched": seconds, WITHOUT: 0.255, RESCALED: 0.26}
-    variants = [
-        {"name": name, "timings": {"steps": [step] * 2, "peak_memory": 2**30}, "latents": None}
-        for name, step in times.items()
-    ]
-    settings = {"config": "wan2.1-14b", "layers": 4, "num_frames": 81, "height": 480, "width": 832, "lora_ranks": [64]}
-    results = load("readme_results")
-    rows = results._step_rows("wan2.1-14b-4-layers-lora-64", {"settings": settings, "variants": variants})
-    assert "wan2.1-14b (4 layers), 81×480×832, LoRA of rank 64" in rows[0][0]
-    assert shown in rows[2][2]
-    assert "≤ 1.03× without LoRA" in rows[2]
-    assert [row[1] for row in rows[3:]] == [WITHOUT, RESCALED]
-    assert results.real_models({"x": {"settings": settings, "variants": variants}}) == {}
-
-
 def test_the_session_measures_every_row():
     rows = [command for name, command in load("gpu_session").MEASUREMENTS.items() if "lora" in name]
     parse = load("benchmark_end_to_end").parse_options

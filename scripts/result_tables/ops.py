@@ -1,0 +1,117 @@
+"""Single ops, modules, memory traffic, parts of blocks, the first step, and the GPU tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .cells import table_of
+
+OPS_HEADER = ("op, bf16", "ours, ms", "rival", "rival, ms", "speed-up", "target", "error, ours / rival")
+OPS_QUANTIZED_HEADER = ("op, 8 bits", *OPS_HEADER[1:])
+TRAFFIC_HEADER = ("what", "implementation", "read, MB", "written, MB", "passes", "source", "rel. L2 to fp32")
+TESTS_HEADER = ("torch", "triton", "diffusers", "commit", "GPU tests passed", "failed")
+SOURCES = {"counters": "measured by Nsight Compute", "shapes": "counted from shapes"}
+
+
+def tests_table(tests: list[dict]) -> str:
+    """A row per pair of torch and triton with which the GPU tests ran."""
+    rows = []
+    for entry in tests:
+        environment = entry["environment"]
+        versions = [environment[name] for name in ("torch", "triton", "diffusers")]
+        failed = sum(entry.get(word, 0) for word in ("failed", "error", "errors"))
+        cells = [*versions, (environment.get("commit") or "")[:12], str(entry.get("passed", 0))]
+        cells.append(str(failed) if entry["ok"] else f"**{failed}**")
+        rows.append(cells)
+    return table_of(TESTS_HEADER, rows)
+
+
+def parts_table(run: dict) -> str:
+    """What the parts of blocks err in a tier that errs more, over all blocks and checked steps."""
+    settings, rows = run["settings"], []
+    for name in dict.fromkeys(part["part"] for part in run["parts"]):
+        parts = [part for part in run["parts"] if part["part"] == name]
+        errors = [part["error"] for part in parts]
+        mean, largest = f"{sum(errors) / len(errors):.1e}", f"{max(errors):.1e}"
+        failed = not all(part["ok"] for part in parts)
+        allowed = parts[0]["allowed"]
+        rows.append([name, mean, f"**{largest}**" if failed else largest, "" if allowed is None else f"{allowed:.1e}"])
+    model = settings.get("config") or settings.get("model")
+    return (
+        f"Parts of the blocks of {model}, preset {settings['preset']}, each on the inputs that an fp32 oracle's has: "
+        "relative L2 errors to the oracle (of a sub-layer: of what it adds):\n\n"
+        + table_of(("part", "mean error", "largest error", "allowed"), rows)
+    )
+
+
+def first_step(run: dict) -> str:
+    empty, filled = (run["seconds"][cache]["first patched"] for cache in ("empty cache", "filled cache"))
+    return (
+        f"The first patched step of {run['settings']['config']} in a new process takes {empty:.1f} s with an empty "
+        f"Triton cache, which compiles the kernels, and {filled:.1f} s with a filled one.\n"
+    )
+
+
+def ops_table(run: dict, header: Sequence[str] = OPS_HEADER) -> str:
+    rows = [row for result in run["results"] for row in _op_rows(result)]
+    return (
+        "Single ops, checked against an fp64 oracle before they are timed, as CUDA graphs in turns; the median of "
+        f"{run['rounds']} rounds. A copy on this GPU moves {run['copy_bandwidth'] / 1e12:.2f} TB/s:\n\n"
+        + table_of(header, rows)
+    )
+
+
+def _op_rows(result: dict) -> list[list[str]]:
+    best = result["best"]
+    if best is None:
+        return [[result["case"], "refused: less accurate than its rivals", *[""] * (len(OPS_HEADER) - 2)]]
+    timings, rows = result["timings"], []
+    for index, (rival, speedup) in enumerate(result["speedups"].items()):
+        label = [result["case"], f"{timings[best]['milliseconds']:.3f}"] if index == 0 else ["", ""]
+        target = result["targets"].get(rival)
+        figure = f"{speedup:.3f}" if target is None or speedup >= target else f"**{speedup:.3f}**"
+        timing = timings.get(rival, {"milliseconds": None, "error": None})  # a copy has no timing of its own
+        rival_time = "" if timing["milliseconds"] is None else f"{timing['milliseconds']:.3f}"
+        errors = "" if timing["error"] is None else f"{timings[best]['error']:.1e} / {timing['error']:.1e}"
+        rows.append([*label, rival, rival_time, figure, "" if target is None else str(target), errors])
+    return rows
+
+
+def traffic_table(runs: list[dict]) -> str:
+    rows = []
+    for run in runs:
+        settings = run["settings"]
+        name = f"{settings['case']}{' of ' + settings['config'] if 'config' in settings else ''}"
+        for index, one in enumerate(run["implementations"]):
+            label = f"{name}, {settings['tokens']}×{settings['dim']}" if index == 0 else ""
+            figures = [f"{one[key] / 1e6:.0f}" for key in ("read", "written")] if one["refused"] is None else ["", ""]
+            passes = f"{one['passes']:.1f}" if one["refused"] is None else "refused"
+            error = "" if one.get("error") is None else f"{one['error']:.1e}"
+            rows.append([label, one["name"], *figures, passes, SOURCES[run["source"]], error])
+    return (
+        "Memory traffic of one forward; a pass is one read or write of the [tokens, channels] tensor in bf16:\n\n"
+        + table_of(TRAFFIC_HEADER, rows)
+    )
+
+
+def implementations_table(run: dict) -> str:
+    """Latency of two_pass and every other implementation's speed-up over it, a row per size, dtype and mode."""
+    names = list(dict.fromkeys(row["implementation"] for row in run["rows"]))
+    groups: dict[str, dict[str, dict]] = {}
+    for row in run["rows"]:
+        label = f"{row['B']}×{row['N']}×{row['C']}, {row['dtype']}, {row['mode']}"
+        groups.setdefault(label, {})[row["implementation"]] = row
+    lines = []
+    for label, rows in groups.items():
+        first = rows[names[0]]
+        latency = "refused" if first["latency"] is None else f"{first['latency'] * 1e3:.3f}"
+        others = [f"{row['speedup']:.2f}×" if row["speedup"] else row["status"] for row in map(rows.get, names[1:])]
+        lines.append([label, latency, *others])
+    header = ["samples×tokens×channels", f"{names[0]}, ms", *names[1:]]
+    in_8_bits = ', triton_quantized the same with `preset="quantized"`' if "triton_quantized" in names else ""
+    return (
+        "The attention modules against each other (triton_fused is `trp.FusedRCMAttention` with "
+        f'`implementation="triton"`{in_8_bits}): the median latency of '
+        f"{names[0]}, and the others' speed-up over it. All are checked against fp64 before they are timed:\n\n"
+        + table_of(header, lines)
+    )

@@ -1,0 +1,202 @@
+"""Denoising steps and whole videos: what was asked of them, and what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from turbo_rcm_patch.bench.charts import chart_file, milliseconds, model_of, names_of, real_models
+from turbo_rcm_patch.bench.lora import WITHOUT
+from turbo_rcm_patch.tiers import BLOCK_SPARSE, EXACT, QUANTIZED
+
+from .cells import bold, speedup, table_of, versions
+
+STEPS_HEADER = (
+    "run",
+    "variant",
+    "step, ms",
+    "over eager",
+    "over compile",
+    "targets",
+    "peak memory, GiB",
+    "rel. L2 of a step to fp32",
+    "of the latents to eager",
+)
+VIDEOS_HEADER = (
+    "run",
+    "variant",
+    "steps, s",
+    "decode, s",
+    "output, s",
+    "total, s",
+    "decode over eager",
+    "over compile",
+    "targets",
+    "peak memory, GiB",
+    "rel. L2 of decoding to fp32",
+)
+SHORT_STEPS_HEADER = ("one step of", "eager, ms", "compile, ms", "patched, ms", "over compile", "memory over compile's")
+SHORT_QUANTIZED_HEADER = (
+    "one step of, 8 bits",
+    "compile, ms",
+    "torchao float8, ms",
+    "exact, ms",
+    "quantized, ms",
+    "over compile",
+    "memory over compile's",
+    "rel. L2 to fp32",
+)
+# What is asked of a patched step: a speed-up over a variant, and memory as a multiple of regional torch.compile's.
+STEP_TARGETS = {
+    "wan2.1-1.3b": {"unpatched": 1.45, "torch.compile": 1.2},
+    "wan2.1-1.3b-17-frames": {"torch.compile": 1.2},
+    "wan2.1-14b-4-layers": {"torch.compile": 1.12},
+    "wan2.2-5b-8-layers": {"torch.compile": 1.11},
+    "wan2.2-5b-8-layers-image": {"torch.compile": 1.11},
+    "wan2.1-i2v-14b-4-layers": {"torch.compile": 1.11},
+    "wan2.1-14b-4-layers-2-gpus": {"torch.compile": 1.12},
+    "wan2.1-1.3b-quantized": {"torch.compile": 1.5},
+    "wan2.1-14b-4-layers-quantized": {"torch.compile": 1.5},
+    "wan2.2-5b-8-layers-quantized": {"torch.compile": 1.48},
+}
+# How many times the step without LoRA one with it may take.
+LORA_TARGETS = {"wan2.1-14b-4-layers-lora-64": 1.03}
+OTHER_LORA_TARGET = 1.06
+MEMORY_TARGETS = dict.fromkeys(("wan2.2-5b-8-layers", "wan2.2-5b-8-layers-image", "wan2.1-i2v-14b-4-layers"), 1.15)
+# What is asked of a patched decoding: a speed-up over a variant's; and of the stages of a whole video, seconds.
+DECODE_TARGETS = {
+    "wan2.1-1.3b-decoded": {"torch.compile": 1.75},
+    "wan2.1-14b-1-layer-decoded": {"unpatched": 3.0, "torch.compile": 1.6},
+    "wan2.2-5b-1-layer-decoded": {"unpatched": 2.0, "torch.compile": 1.25},
+}
+STAGE_LIMITS = {"wan2.1-1.3b-decoded": {"vae_decode": 0.6, "output": 0.1, "total": 2.5}}
+ACCURACY_FACTOR = EXACT.limits.factor  # a step's error to fp32 may be so many times that of torch.compile
+
+
+def steps_table(runs: dict) -> str:
+    """A row per variant of every run."""
+    return (
+        "One denoising step, the median over steps of medians over repeats; all variants in turns in one process, or "
+        "with several GPUs in one process each. Targets are the speed-ups over eager and over compile, and the memory "
+        "over compile's:\n\n"
+        + table_of(STEPS_HEADER, [row for name, run in runs.items() for row in step_rows(name, run)])
+    )
+
+
+def short_steps(path: Path, runs: dict) -> str:
+    """The README's table: a row per real model; empty without one. Its chart is beside it."""
+    rows = [short_step_row(name, run) for name, run in real_models(runs, "exact").items()]
+    if not rows:
+        return ""
+    environment = next(iter(real_models(runs).values()))["environment"] | {"commit": None}  # runs may be of several
+    chart = f"![Speed-up of a denoising step over eager diffusers](results/{chart_file(path, 'steps').name})"
+    tables = [table_of(SHORT_STEPS_HEADER, rows)]
+    quantized = [_short_quantized_row(name, run) for name, run in real_models(runs, "quantized").items()]
+    if quantized:
+        tables.append(table_of(SHORT_QUANTIZED_HEADER, quantized))
+    return "\n\n".join((f"\n{environment['gpu']}, {versions(environment)}.", chart, "\n".join(tables)))
+
+
+def short_step_row(name: str, run: dict) -> list[str]:
+    variants = ("unpatched", "torch.compile", "patched")
+    return [model_of(run), *_short_milliseconds(run, variants), _over_compile(name, run), _memory_ratio(name, run)]
+
+
+def _short_quantized_row(name: str, run: dict) -> list[str]:
+    variants = ("torch.compile", "torchao float8 + torch.compile", "patched exactly", "patched")
+    error = next(variant.get("step_error") for variant in run["variants"] if variant["name"] == "patched")
+    cells = [model_of(run), *_short_milliseconds(run, variants), _over_compile(name, run), _memory_ratio(name, run)]
+    return [*cells, "" if error is None else f"{error:.1e}"]
+
+
+def _short_milliseconds(run: dict, variants: Sequence[str]) -> Iterator[str]:
+    steps = {variant["name"]: milliseconds(variant) for variant in run["variants"]}
+    return (f"{steps[name]:.0f}" if name in steps else "" for name in variants)
+
+
+def _over_compile(name: str, run: dict) -> str:
+    steps = {variant["name"]: milliseconds(variant) for variant in run["variants"]}
+    target = STEP_TARGETS.get(name, {}).get("torch.compile", 0.0)
+    return speedup(steps.get("torch.compile"), steps["patched"], target)
+
+
+def _memory_ratio(name: str, run: dict) -> str:
+    """The patched peak over torch.compile's, bold where it is above the target."""
+    peaks = {variant["name"]: variant["timings"]["peak_memory"] for variant in run["variants"]}
+    if peaks.get("torch.compile") is None:
+        return ""
+    ratio = peaks["patched"] / peaks["torch.compile"]
+    return f"{ratio:.2f}×" if ratio <= MEMORY_TARGETS.get(name, ratio) else f"**{ratio:.2f}×**"
+
+
+def step_rows(name: str, run: dict) -> list[list[str]]:
+    label = f"{model_of(run)}, `{name}`"
+    steps = {variant["name"]: milliseconds(variant) for variant in run["variants"]}
+    errors = {variant["name"]: variant.get("step_error") for variant in run["variants"]}
+    rows = []
+    for variant in run["variants"]:
+        step = steps[variant["name"]]
+        targets = STEP_TARGETS.get(name, {}) if variant["name"] == "patched" else {}
+        rivals = ("unpatched", "torch.compile")
+        speedups = [speedup(steps.get(rival), step, targets.get(rival, 0.0)) for rival in rivals]
+        asked = " / ".join(str(targets.get(rival, "–")) for rival in rivals) if targets else ""
+        memory = f"{variant['timings']['peak_memory'] / 2**30:.2f}"
+        if targets and name in MEMORY_TARGETS:
+            asked += f", memory {MEMORY_TARGETS[name]}"
+            memory += f" ({_memory_ratio(name, run)})"
+        limit = _error_limit(run, errors.get("torch.compile")) if variant["name"] == "patched" else None
+        error = _step_error(errors[variant["name"]], limit)
+        drift = "" if variant["latents"] is None else f"{variant['latents']['relative_l2']:.1e}"
+        shown = f"{step:.1f}"
+        if variant["name"] == "patched" and WITHOUT in steps:
+            most = LORA_TARGETS.get(name, OTHER_LORA_TARGET)
+            ratio = f"{step / steps[WITHOUT]:.3f}×"
+            shown += f" ({ratio if step <= most * steps[WITHOUT] else f'**{ratio}**'} without LoRA)"
+            asked = f"≤ {most}× without LoRA"
+        cells = [names_of(run)[variant["name"]], shown, *speedups, asked, memory, error, drift]
+        rows.append(["" if rows else label, *cells])
+    return rows
+
+
+def whole_videos_table(runs: dict) -> str:
+    """The stages from the prompt's embeddings to the frames on the CPU, a row per variant."""
+    rows = [row for name, run in runs.items() for row in _video_rows(name, run)]
+    return (
+        "Whole videos, from the prompt's embeddings to frames in numpy, medians over repeats. Targets are the "
+        "speed-ups of decoding over eager and over compile, whose decoder is compiled too, and seconds:\n\n"
+        + table_of(VIDEOS_HEADER, rows)
+    )
+
+
+def _video_rows(name: str, run: dict) -> Iterator[list[str]]:
+    decodes = {variant["name"]: variant["timings"]["vae_decode"] for variant in run["variants"]}
+    errors = {variant["name"]: variant.get("decode_error") for variant in run["variants"]}
+    for variant, shown in names_of(run).items():
+        timings = next(each["timings"] for each in run["variants"] if each["name"] == variant)
+        is_ours = variant == "patched"
+        targets, limits = (each.get(name, {}) if is_ours else {} for each in (DECODE_TARGETS, STAGE_LIMITS))
+        stages = {"steps": sum(timings["steps"]), **{key: timings[key] for key in ("vae_decode", "output", "total")}}
+        seconds = [bold(f"{value:.2f}", value > limits.get(key, value)) for key, value in stages.items()]
+        rivals = ("unpatched", "torch.compile")
+        speedups = [speedup(decodes.get(rival), decodes[variant], targets.get(rival, 0.0)) for rival in rivals]
+        asked = [f"{targets.get(rival, '–')}×" for rival in rivals] if targets else []
+        asked += [f"{key.removeprefix('vae_')} {limit} s" for key, limit in limits.items()]
+        limit = ACCURACY_FACTOR * errors["unpatched"] if is_ours and errors["unpatched"] is not None else None
+        cells = [*seconds, *speedups, " / ".join(asked), f"{timings['peak_memory'] / 2**30:.2f}"]
+        label = f"{model_of(run)}, `{name}`" if variant == "unpatched" else ""
+        yield [label, shown, *cells, _step_error(errors[variant], limit)]
+
+
+def _error_limit(run: dict, compiled: float | None) -> float | None:
+    """What is asked of a step: ACCURACY_FACTOR times torch.compile's error, or the tier's own limit."""
+    tier = {"quantized": QUANTIZED, "block_sparse": BLOCK_SPARSE}.get(run["settings"].get("preset"))
+    if tier is not None:
+        return tier.limits.step
+    return None if compiled is None else ACCURACY_FACTOR * compiled
+
+
+def _step_error(error: float | None, limit: float | None) -> str:
+    """Bold where it is above the limit."""
+    if error is None:
+        return ""
+    return f"{error:.1e}" if limit is None or error <= limit else f"**{error:.1e}**"
