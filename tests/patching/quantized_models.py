@@ -1,0 +1,47 @@
+"""What the tests of 8-bit weights share: configurations, and what a model and its weights must be like."""
+
+import torch
+from peft import LoraConfig
+
+import turbo_rcm_patch as trp
+from tests.oracle import relative_error
+from tests.tiny_wan import tiny_transformer_inputs
+from turbo_rcm_patch.kernels.quantized import quantize_weight
+from turbo_rcm_patch.patching.quantized_weights import (
+    quantized_linears,
+    quantized_weight,
+)
+from turbo_rcm_patch.tiers import QUANTIZED
+
+CPU = torch.device("cpu")
+CONFIG = trp.PatchConfig(tier=QUANTIZED)
+FREED = trp.PatchConfig(tier=QUANTIZED, restorable=False)
+PER_BLOCK = 10
+ERROR = 0.05  # of a tiny model with both operands' worth of e4m3 roundings, 2.6 % each
+
+
+def output_of(model, **overrides):
+    with torch.no_grad():
+        return model(**{**tiny_transformer_inputs(model), **overrides})[0]
+
+
+def up_to_date(linear):
+    """Whether a linear's 8-bit weight is what its original becomes."""
+    expected = quantize_weight(linear.eight_bit.original, quantized_weight(linear).format)
+    return all(
+        torch.equal(ours.float(), theirs.float())
+        for ours, theirs in zip(quantized_weight(linear), expected, strict=True)
+    )
+
+
+def like_unpatched(model, plain):
+    assert all(map(up_to_date, quantized_linears(model)))
+    assert relative_error(output_of(model), output_of(plain)) <= ERROR
+
+
+LORA = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
+
+
+def add_lora(model):
+    torch.manual_seed(5)
+    model.add_adapter(LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=LORA), adapter_name="first")

@@ -1,0 +1,149 @@
+"""Weights in 8 bits whose originals change: every write takes effect, or is refused."""
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from torch import nn
+
+import turbo_rcm_patch as trp
+from tests.oracle import relative_error
+from tests.patching.quantized_models import CONFIG, ERROR, FREED, like_unpatched, output_of, up_to_date
+from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
+from turbo_rcm_patch.patching.quantized_linear import BUFFERS
+from turbo_rcm_patch.patching.quantized_weights import (
+    quantized_weight,
+)
+
+
+@pytest.fixture
+def model():
+    return tiny_wan_transformer()
+
+
+def assign_data(weight):
+    weight.data = weight.data * -1.5
+
+
+def uninitialised(weight):
+    nn.init.constant_(weight, 0.25)
+
+
+WRITES = {
+    "in place": lambda weight: weight.mul_(-1.5),
+    "copied": lambda weight: weight.copy_(torch.ones_like(weight)),
+    "through data": lambda weight: weight.data.add_(0.5),
+    "augmented": lambda weight: setattr(weight, "data", weight.data.__iadd__(0.5)),
+    "new data": assign_data,
+    "one element": lambda weight: weight.data.view(-1)[-1].add_(3.0),
+    "rows": lambda weight: weight[1:5].zero_(),
+    "indexed": lambda weight: weight.__setitem__((0, slice(2, 7)), 2.0),
+    "transposed": lambda weight: weight.t()[3].mul_(4.0),
+    "halves": lambda weight: weight.chunk(2)[1].neg_(),
+    "masked": lambda weight: weight.masked_fill_(weight > 0, 0.125),
+    "out": lambda weight: torch.mul(weight, 2.0, out=weight),
+    "detached": lambda weight: weight.detach().sub_(0.25),
+    "initialised": uninitialised,
+    "of all together": lambda weight: torch._foreach_mul_([weight], 2.0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_every_write_is_converted(model, write):
+    plain = tiny_wan_transformer()
+    trp.patch(model, CONFIG)
+    before = quantized_weight(model.blocks[1].attn1.to_v).dequantize()
+    pointers = [model.blocks[1].attn1.to_v._buffers[name].data_ptr() for name in BUFFERS]
+    with torch.no_grad():
+        for each in (model, plain):
+            WRITES[write](each.blocks[1].attn1.to_v.weight)
+    linear = model.blocks[1].attn1.to_v
+    assert torch.equal(linear.weight, plain.blocks[1].attn1.to_v.weight)
+    assert up_to_date(linear)
+    assert not torch.equal(quantized_weight(linear).dequantize(), before)
+    assert [linear._buffers[name].data_ptr() for name in BUFFERS] == pointers  # where a CUDA graph reads
+    like_unpatched(model, plain)
+    trp.restore(model)
+    assert torch.equal(output_of(model), output_of(plain))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("config", [CONFIG, FREED], ids=["kept", "freed"])
+def test_a_loaded_state_dict_is_converted(model, assign, config):
+    if config is FREED and not assign:
+        pytest.skip("is refused; see above")
+    other = tiny_wan_transformer(seed=5)
+    patch = trp.patch(model, config)
+    model.load_state_dict({name: value.clone() for name, value in other.state_dict().items()}, assign=assign)
+    assert relative_error(output_of(model), output_of(other)) <= ERROR
+    if config is CONFIG:
+        like_unpatched(model, other)
+        patch.restore()
+        assert torch.equal(output_of(model), output_of(other))
+
+
+def test_a_state_dict_is_that_of_the_originals_and_writes_to_it_take_effect(model, tmp_path):
+    plain = tiny_wan_transformer()
+    trp.patch(model, CONFIG)
+    state, expected = model.state_dict(), plain.state_dict()
+    assert list(state) == list(expected)
+    assert all(type(value) is torch.Tensor and torch.equal(value, expected[name]) for name, value in state.items())
+    model.save_pretrained(tmp_path)
+    loaded = WanTransformer3DModel.from_pretrained(tmp_path)
+    assert torch.equal(output_of(loaded), output_of(plain))
+    for each in (state, expected):
+        each["blocks.0.ffn.net.2.weight"].mul_(-1.5)
+    like_unpatched(model, plain)
+
+
+def test_a_missing_weight_is_reported(model):
+    trp.patch(model, CONFIG)
+    state = model.state_dict()
+    del state["blocks.0.attn1.to_q.weight"]
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"blocks.0.attn1.to_q.weight\""):
+        model.load_state_dict(state)
+    state["blocks.0.attn1.to_q.weight"] = torch.zeros(3, 3)
+    with pytest.raises(RuntimeError, match=r"size mismatch for blocks.0.attn1.to_q.weight"):
+        model.load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", ["attn1.to_q", "ffn.net.2"])
+def test_another_parameter_runs_as_it_is_and_stays(model, name):
+    plain = tiny_wan_transformer()
+    patch = trp.patch(model, CONFIG)
+    output_of(model)
+    theirs = nn.Parameter(torch.randn_like(plain.blocks[0].get_submodule(name).weight))
+    for each in (model, plain):
+        each.blocks[0].get_submodule(name).weight = theirs
+    linear = model.blocks[0].get_submodule(name)
+    x = torch.randn(2, linear.in_features)
+    assert linear.weight is theirs
+    assert torch.equal(linear(x), nn.functional.linear(x, theirs, linear.bias))
+    assert relative_error(output_of(model), output_of(plain)) <= ERROR
+    assert torch.equal(model.state_dict()[f"blocks.0.{name}.weight"], theirs)
+    patch.restore()
+    assert linear.weight is theirs
+    assert torch.equal(output_of(model), output_of(plain))
+
+
+def test_a_functional_call_with_other_parameters_leaves_nothing_behind(model):
+    inputs = tiny_transformer_inputs(model)
+    parameters = {name: 1.5 * value for name, value in model.named_parameters()}
+    expected = torch.func.functional_call(model, parameters, (), inputs)[0]
+    trp.patch(model, CONFIG)
+    before = output_of(model)
+    assert relative_error(torch.func.functional_call(model, parameters, (), inputs)[0], expected) <= 1e-5
+    assert torch.equal(output_of(model), before)
+
+
+def test_a_weight_of_another_shape_is_refused(model):
+    trp.patch(model, CONFIG)
+    with pytest.raises(RuntimeError, match=r"shape \(128, 128\) in 8 bits cannot become \(2, 3\)"):
+        model.blocks[0].attn1.to_q.weight.data = torch.zeros(2, 3)
+
+
+def test_a_write_to_a_weight_and_another_tensor_at_once_is_refused(model):
+    trp.patch(model, CONFIG)
+    other = torch.ones(3)
+    with pytest.raises(RuntimeError, match="write to each apart"):
+        torch._foreach_mul_([model.blocks[0].attn1.to_q.weight.data, other], 2.0)
+    assert torch.equal(other, torch.ones(3))
