@@ -32,7 +32,7 @@ def test_generate(tmp_path, capsys):
 
 def test_verify(tmp_path, capsys):
     assert main(["verify", *SMALL, *SPARSE, "--steps", "1", "--json", str(tmp_path / "verify.json")]) == 0
-    assert "all 6 blocks are within the allowed error" in capsys.readouterr().out
+    assert "all 6 blocks and the VAE are within the allowed error" in capsys.readouterr().out
     content = json.loads((tmp_path / "verify.json").read_text())
     assert content["settings"] | {"preset": "sparse", "topk": 0.7} == content["settings"]
     assert {"sparse-linear attention", "choice of key blocks"} <= {part["part"] for part in content["parts"]}

@@ -19,7 +19,7 @@ from .checks import check_generation
 from .commands import user_errors
 from .errors import CommandError
 from .files import write_video
-from .pipelines import choose_device, load_pipeline
+from .pipelines import choose_config, choose_device, is_sparse, load_pipeline
 
 EMBEDDED_MODEL = "the tiny model included"
 LONGEST_PROMPT = 1000  # characters
@@ -77,7 +77,7 @@ class Studio:
                 pipe, call = self._load(arguments)
                 call = {**call, "prompt": arguments.prompt, "output_type": "np"}
                 options = {"with_compile": False, "warmups": self._warmups, "repeats": 1}
-                comparison = compare(pipe, call, seed=arguments.seed, config=arguments.preset, **options)
+                comparison = compare(pipe, call, seed=arguments.seed, config=choose_config(arguments), **options)
             except ValueError as error:
                 raise CommandError(str(error)) from error
             return self._written(comparison)
@@ -95,7 +95,7 @@ class Studio:
             "model": None if request.model == EMBEDDED_MODEL else request.model,
             "lora": self.loras.get(request.lora),
         }
-        unasked = {"image": None, "sigma_max": None, "lora_2": None}
+        unasked = {"image": None, "sigma_max": None, "lora_2": None, "topk": None}
         arguments = argparse.Namespace(**{**vars(self._started), **asked, **unasked})
         try:
             check_generation(arguments)
@@ -111,7 +111,7 @@ class Studio:
 
     def _load(self, arguments: argparse.Namespace) -> tuple[object, dict[str, object]]:
         """The pipeline that the arguments ask for, and what its call takes."""
-        wanted = arguments.model, arguments.lora, arguments.recipe
+        wanted = arguments.model, arguments.lora, arguments.recipe, is_sparse(arguments)
         if self._loaded is None or self._loaded[0] != wanted:
             self._loaded = None  # there may be no memory for both
             self._loaded = wanted, load_pipeline(arguments)[0]

@@ -39,7 +39,7 @@ def linear_qkv(
     Raises ValueError for shapes, dtypes or devices that do not fit together.
     """
     matrices = [weight.values if isinstance(weight, QuantizedWeight) else weight for weight in weights]
-    if len(matrices) != 3 or len({weight.shape for weight in matrices}) > 1:
+    if len(matrices) != 3 or any(weight.shape != matrices[0].shape for weight in matrices):
         raise ValueError(f"linear_qkv: weights have the shapes {_shapes(matrices)}; they must be three of one [N, K].")
     if len(biases) != 3 or len({bias is None for bias in biases}) > 1:
         raise ValueError(f"linear_qkv: biases have the shapes {_shapes(biases)}; they must be three of [N] or None.")
