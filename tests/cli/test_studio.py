@@ -35,6 +35,13 @@ def test_an_answer_has_both_videos_and_what_they_took(studio):
     assert studio._loaded[1] is loaded
 
 
+def test_the_sparse_tier_has_weights_of_its_own(studio):
+    assert "SLA" not in studio.answer(SMALL).summary
+    dense = studio._loaded[1]
+    assert "SLA" in studio.answer(replace(SMALL, preset="sparse")).summary
+    assert studio._loaded[1] is not dense
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
