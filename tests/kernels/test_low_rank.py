@@ -231,6 +231,10 @@ def test_what_the_kernel_of_sm_90_takes(monkeypatch):
     assert gemm_hopper.why_not(*in_8_bits, second=gemm.SecondPair(low, up), dtype=torch.float16) is None
     halves = gemm.SecondPair(low.half(), up.half())
     assert gemm_hopper.why_not(*in_8_bits, second=halves, dtype=torch.float16) == "float16 low"
+    kept, gate = torch.empty(len(a), len(weight), dtype=torch.float16), torch.empty(1, 1, len(weight))
+    options = {"residual": kept, "dtype": torch.float16, "second": gemm.SecondPair(low, up)}
+    assert gemm_hopper.why_not(*in_8_bits, c_out=gate, **options) == "low rank beside 8 bits, a gate and fp16"
+    assert gemm_hopper.why_not(*in_8_bits, c_out=gate, **{**options, "second": gemm.NO_PAIR}) is None
 
 
 @pytest.mark.gpu

@@ -18,6 +18,7 @@ import triton
 
 from .coefficient import (
     ONE,
+    PER_CHANNEL,
     PER_SAMPLE,
     PER_TOKEN,
     coefficient_kind,
@@ -92,6 +93,9 @@ def why_not(
             return f"{str(second.low.dtype).removeprefix('torch.')} low"
         if second.up.shape[1] % RANK_STEP:
             return f"a rank that is no multiple of {RANK_STEP}"
+        in_fp16 = residual is not None and torch.float16 in (residual.dtype, dtype)
+        if a.element_size() == 1 and in_fp16 and coefficient_kind(c_out, starts) == PER_CHANNEL:
+            return "low rank beside 8 bits, a gate and fp16"  # would spill registers
     matrices = [matrix for matrix in (a, *weights, *second, residual) if matrix is not None]
     return None if all(map(matrix_fits_tma, matrices)) else _UNALIGNED
 
