@@ -62,7 +62,7 @@ def pool_parts(
             tokens_per_scale,
             HEAD_DIM=x.shape[3],
             SIZE=size,
-            num_warps=4,
+            num_warps=4 if size * x.shape[3] <= 8192 else 8,
         )
     return means
 
