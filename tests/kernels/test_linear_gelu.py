@@ -78,11 +78,12 @@ def test_compiles_to_one_graph(device):
 def test_custom_op_contract(device):
     arguments = (*operands(2, 3, C=8, K=4, device=torch_device(device)), torch.float32)
     torch.library.opcheck(torch.ops.turbo_rcm_patch.linear_gelu.default, arguments)
-    a, weight = quantized(2, 3, 16, format=INT8), quantized_weight(8, 16, INT8)
+    on = torch_device(device)
+    a, weight = quantized(2, 3, 16, format=INT8, device=on), quantized_weight(8, 16, INT8, on)
     arguments = (a.values, weight.values, None, torch.float32, a.scale, weight.scale)
     torch.library.opcheck(torch.ops.turbo_rcm_patch.linear_gelu.default, arguments)
     # The fake op alone: the interpreter does not round to fp8.
-    arguments = (a.values, weight.values, None, a.scale, weight.scale, a.norm, weight.norm, torch.zeros(()))
+    arguments = (a.values, weight.values, None, a.scale, weight.scale, a.norm, weight.norm, torch.zeros((), device=on))
     checks = ("test_schema", "test_faketensor") if device == "cuda" else ("test_faketensor",)
     torch.library.opcheck(torch.ops.turbo_rcm_patch.linear_gelu_quantized.default, arguments, test_utils=checks)
 
@@ -124,7 +125,7 @@ def check_8bit(a, weight, bias, dtype):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize(("lead", "C", "K"), [((1, 1), 5, 3), ((2, 70), 136, 48), ((63,), 130, 33), ((), 8, 16)])
+@pytest.mark.parametrize(("lead", "C", "K"), [((1, 1), 5, 3), ((2, 70), 136, 48), ((63,), 130, 33), ((), 200, 16)])
 def test_8_bits_match_the_oracle(lead, C, K, format, device):
     a, weight = quantized(*lead, K, format=format), quantized_weight(C, K, format)
     a, weight = (type(q)(*(t.to(torch_device(device)) for t in q)) for q in (a, weight))

@@ -176,7 +176,7 @@ def test_one_launch_of_8_bits_matches_the_oracle(shape, format, sm_90, monkeypat
     kernel = gemm_hopper.launch_three
     monkeypatch.setattr(gemm_hopper, "launch_three", lambda *args: taken.append(kernel(*args)))
     M, N, K = shape
-    a, weights = quantized(M, K, format=format, device=sm_90)
+    a = quantized(M, K, format=format, device=sm_90)
     weights = [quantized_weight(N, K, format, sm_90) for _ in range(3)]
     biases = [torch.randn(N, device=sm_90) for _ in range(3)]
     for b, dtype in ((biases, torch.bfloat16), ([None] * 3, torch.float16)):

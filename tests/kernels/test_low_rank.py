@@ -243,7 +243,8 @@ def test_gpu_kernel_of_sm_90(sm_90):
     shape = (2, 3000, 1544, 200, 128)
     for dtype in (torch.bfloat16, torch.float16):
         a, residual, weights, biases, low_rank = operands(*shape, weights=3, device=sm_90, dtype=dtype)
-        assert gemm_hopper.why_not(a.flatten(0, 1), *weights, second=(a @ low_rank.down.T, low_rank.up)) is None
+        second = gemm.SecondPair((a @ low_rank.down.T).flatten(0, 1), low_rank.up)
+        assert gemm_hopper.why_not(a.flatten(0, 1), *weights, second=second) is None
         lows, oracles = (summed(a, weights, biases, low_rank, d) for d in (dtype, torch.float64))
         for one, low, oracle in zip(linear_qkv(a, weights, biases, low_rank=low_rank), lows, oracles, strict=True):
             assert_no_worse(one, low, oracle)

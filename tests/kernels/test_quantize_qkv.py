@@ -42,13 +42,17 @@ def formats(device):
 
 
 def assert_same(actual, expected):
-    """But for roundings of values that lie between two of the format."""
-    for name in ("q", "k"):
+    """But for roundings of values that lie between two of the format. Of one token k is its mean: without it nothing
+    is left, or a rounding."""
+    names = ("q", "k") if actual.q.shape[1] > 1 else ("q",)
+    for name in names:
         ours, wanted = (getattr(x, name).int() for x in (actual, expected))
         assert (ours - wanted).abs().max() <= 1
-        assert (ours != wanted).float().mean() < 1e-3
-    for name in ("q_scale", "k_scale", "v_scale"):
+        assert (ours != wanted).sum() <= max(1, 1e-3 * ours.numel())
+    for name in (*(f"{name}_scale" for name in names), "v_scale"):
         torch.testing.assert_close(getattr(actual, name), getattr(expected, name), rtol=1e-5, atol=0)
+    if "k" not in names:
+        assert (actual.k_scale * 127 <= 1e-5).all()
     assert actual.v.shape == expected.v.shape
     assert actual.v.dtype == expected.v.dtype
     assert relative_error(actual.v, expected.v) < 2e-3

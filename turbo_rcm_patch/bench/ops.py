@@ -107,6 +107,7 @@ def run_case(
     copy_bandwidth: bytes read and written per second by a large copy on this device (`measure_copy_bandwidth`).
     compile_rivals: whether rivals are compiled, as they are meant to be.
     """
+    torch.compiler.reset()  # of one function it compiles 8 sizes at most, those of the cases before counted
     compiled = functools.partial(torch.compile, fullgraph=True, dynamic=False) if compile_rivals else lambda f: f
     contest = case.build(device, compiled)
     errors = measure_errors(contest)

@@ -64,6 +64,9 @@ class Case(Protocol):
     def is_compiled(self, implementation: str) -> bool:
         """Whether torch.compile compiles it."""
 
+    def limits(self, implementation: str) -> ErrorLimits:
+        """How far it may be from the oracle beside the first: its tier's."""
+
 
 class _TwoPassOnGpu(TwoPassRCMAttention):
     """TwoPassRCMAttention as a GPU runs it: its second pass is one kernel."""
@@ -108,6 +111,9 @@ class AttentionCase:
 
     def is_compiled(self, implementation: str) -> bool:
         return IMPLEMENTATIONS[implementation].compiled
+
+    def limits(self, implementation: str) -> ErrorLimits:
+        return IMPLEMENTATIONS[implementation].limits
 
 
 @dataclass(frozen=True)
@@ -181,6 +187,9 @@ class WanBlockCase:
 
     def is_compiled(self, implementation: str) -> bool:
         return implementation == "compiled"
+
+    def limits(self, implementation: str) -> ErrorLimits:
+        return EXACT.limits
 
 
 def _drop_dropouts(module: nn.Module) -> None:
@@ -257,12 +266,11 @@ def check_and_profile(
     case: Case,
     device: torch.device,
     profile: Callable[[], contextlib.AbstractContextManager] = profiled,
-    limits: ErrorLimits = EXACT.limits,
 ) -> list[Check]:
     """Run every implementation, and once more inside ``profile()`` if it is right.
 
-    Right is what errs no more than the tier's limits allow beside the first implementation. The oracle is the first
-    one's module in fp32.
+    Right is what errs no more than its limits allow beside the first implementation. The oracle is the first one's
+    module in fp32.
     """
     checks: list[Check] = []
     for name in case.implementations:
@@ -271,7 +279,7 @@ def check_and_profile(
         if not checks:
             oracle = run_oracle(call.module, call.args, call.kwargs, torch.float32)
         error = relative_l2(output, oracle)
-        limit = limits.allowed(checks[0].error if checks else error, DTYPE, "part")
+        limit = case.limits(name).allowed(checks[0].error if checks else error, DTYPE, "part")
         if error <= limit:
             call()  # what the first call compiles and caches is done by now
             with profile():
