@@ -17,7 +17,6 @@ spec.loader.exec_module(ship_measurements)
 
 CUDA = torch.device("cuda")
 SHIPPED = sorted(FOLDER.glob("*.json"))
-NOT_YET = {"conv_skip"}  # nobody timed it on any GPU: drop it here when a results file has it
 
 
 @pytest.fixture
@@ -39,23 +38,16 @@ def test_every_gpu_with_results_ships_all_ops():
     assert with_ops
     assert {path.name for path in with_ops} == {path.name for path in SHIPPED}
     for path in SHIPPED:
-        assert {row["op"] for row in json.loads(path.read_text())["rows"]} == set(OPS) - NOT_YET
+        assert {row["op"] for row in json.loads(path.read_text())["rows"]} == set(OPS)
 
 
-@pytest.mark.parametrize("op", sorted(set(OPS) - NOT_YET))
+@pytest.mark.parametrize("op", OPS)
 def test_on_hopper_ours_are_taken_in_16_bits(gpu, op):
     gpu(9, 0)
     assert why_torch(op, CUDA, torch.bfloat16) is None
     assert why_torch(op, CUDA, torch.float16) is None
     assert why_torch(op, CUDA, torch.float32) == "not measured in float32"
     assert measured_on(op, CUDA) == "NVIDIA H200"
-
-
-@pytest.mark.parametrize("op", NOT_YET)
-def test_what_nobody_measured_is_not_taken(gpu, op):
-    gpu(9, 0)
-    assert why_torch(op, CUDA, torch.bfloat16) == "not measured on sm_90"
-    assert measured_on(op, CUDA) is None
 
 
 @pytest.mark.parametrize("op", OPS)
