@@ -221,9 +221,12 @@ def test_a_convolution_at_an_odd_address_is_not_the_gluon_kernels(launched):
 def test_pytorchs_convolution_is_taken_until_ours_is_measured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "hip", None)
+    verdicts = dict(measured._VERDICTS)
+    monkeypatch.setattr(measured, "_VERDICTS", verdicts)
+    shipped = verdicts.pop(("conv_skip", (9, 0)))
     assert kernels.why_conv(CUDA, BF16) == "not measured on sm_90"
     assert kernels.why_conv(CPU, BF16) is None
-    monkeypatch.setattr(measured, "_VERDICTS", {("conv_skip", (9, 0)): measured.Verdict(("NVIDIA H200",), 1.0, 2.0)})
+    verdicts["conv_skip", (9, 0)] = shipped
     assert kernels.why_conv(CUDA, BF16) is None
     monkeypatch.setattr(conv_hopper, "GLUON_ERROR", "cannot import name 'tma'")
     assert "cannot import name 'tma'" in kernels.why_conv(CUDA, BF16)
