@@ -22,6 +22,10 @@ SIZES = {
     "frames alone, unaligned": (2, 3, 3, 5, 12, 7, 3, 1),
     "pixels alone": (2, 2, 9, 15, 40, 24, 1, 1),
     "one channel each": (1, 2, 3, 4, 1, 1, 3, 3),
+    "four frames together": (1, 4, 5, 7, 16, 3, 3, 3),
+    "four of nine frames": (1, 9, 5, 7, 12, 3, 3, 3),
+    "four of six frames, two samples": (2, 6, 5, 7, 16, 12, 3, 3),
+    "eight frames, two samples, no window in the plane": (2, 8, 3, 5, 16, 5, 3, 1),
 }
 CHANGES = {"plain": (False, 1), "upsampled": (True, 1), "interleaved": (False, 2), "both": (True, 2)}
 
@@ -100,6 +104,19 @@ def test_the_reference_is_what_diffusers_computes():
     expected = torch.stack((both[:, 0], both[:, 1]), 3).reshape(b, c, 2 * t, h, w)
     actual = reference.conv_skip(x, weight, bias, None, interleave=2)
     torch.testing.assert_close(actual, expected.permute(0, 2, 3, 4, 1))
+
+
+@pytest.mark.parametrize(("N", "T", "samples", "launches"), [(3, 4, 2, 1), (3, 9, 1, 2), (3, 6, 2, 4), (24, 8, 1, 1)])
+def test_narrow_results_have_four_frames_in_a_tile(N, T, samples, launches, monkeypatch):
+    """Half as many boxes are read for each frame. Frames past the last four are for themselves, as samples are then."""
+    launched = []
+    monkeypatch.setattr(launcher, "launch_kernel", lambda *given, **options: launched.append(options))
+    x, weight, bias, residual = operands(samples, T, 5, 7, 16, N, 3, 3)
+    conv_skip(x, weight, bias, residual, implementation="triton")
+    together = {3: 4, 24: 1}[N]
+    assert len(launched) == launches
+    assert [o["KT"] for o in launched] == [3 if o["STRIDE"] == 1 else 6 for o in launched]
+    assert max(o["STRIDE"] for o in launched) == max(o["INTERLEAVE"] for o in launched) == together
 
 
 def test_a_chunk_continues_the_one_before(device):

@@ -29,6 +29,10 @@ else:
 
 PIXELS = 128  # per tile
 COLUMNS = ((128, 64), (128, 0), (64, 32), (64, 0))  # of a tile, and its tail
+# What the pixels of a tile cost beside its columns, in columns. An H200 multiplies tiles of 192 columns at 757 TFLOP/s,
+# of 128 at 601 to 649, of 96 at 449, as shared memory can be read no faster.
+COST_OF_PIXELS = 140
+HALF_A_TILE = 96  # columns: a frame's, where two fill a tile
 STEP_MEMORY = 160 << 10  # bytes of shared memory for the steps in flight; the staging buffer has the rest
 MOST_STAGES = 8
 
@@ -40,10 +44,10 @@ def why_not_on(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def why_not_sizes(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], weight_shape: tuple[int, ...],
-    upsample: bool = False, interleave: int = 1,
+    upsample: bool = False, interleave: int = 1, stride: int = 1,
 ) -> str | None:  # fmt: skip
     """Why the kernel is not for an x and a weight of these shapes, in a few words, wherever they lie; None when it is.
-    The arguments are those of `conv_skip`."""
+    The arguments are those of `conv_skip`, and stride the frames of x from one window to the next."""
     reason = why_not_on(device, dtype)
     if reason is not None:
         return reason
@@ -53,24 +57,41 @@ def why_not_sizes(
         return "channels that are no multiple of 32"
     if N < 64 or N // interleave % 8:
         return "fewer than 64 channels of the result, or no multiple of 8"
-    columns = sum(choose_columns(N, COLUMNS))
-    if (upsample or interleave > 1) and N // interleave % columns:
-        return "tiles with columns of two pixels or frames"
-    boxes = count_boxes(B * (frames - kt + 1), *((H, W) if kh > 1 else (1, H * W)), upsample)
+    columns, tail = choose_columns(N, COLUMNS, COST_OF_PIXELS)
+    if upsample and N // interleave % (columns + tail):
+        return "tiles with columns of two pixels"
+    if interleave > 1 and (N % (columns + tail) or N // interleave % choose_chunk(N, columns, tail, interleave)):
+        return "columns of two frames that TMA cannot store apart"
+    columns += tail
+    boxes = count_boxes(B * ((frames - kt) // stride + 1), *((H, W) if kh > 1 else (1, H * W)), upsample)
     if boxes * triton.cdiv(N, columns) < device_properties(device)[1]:
         return "fewer tiles than multiprocessors"
     return None
 
 
 def why_not(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, upsample: bool, interleave: int
-) -> str | None:
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, upsample: bool, interleave: int,
+    stride: int = 1,
+) -> str | None:  # fmt: skip
     """Why the kernel cannot take these packed tensors, in a few words; None when it should run."""
-    reason = why_not_sizes(x.device, x.dtype, x.shape, weight.shape, upsample, interleave)
+    reason = why_not_sizes(x.device, x.dtype, x.shape, weight.shape, upsample, interleave, stride)
     tensors = (x, weight) if residual is None else (x, weight, residual)
     if reason is None and any(tensor.data_ptr() % 16 for tensor in tensors):
         return "addresses that are no multiple of 16 bytes"
     return reason
+
+
+def takes_two_frames(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether two frames of the result go into a tile: a window of four frames of x for both, of three for each."""
+    N, kt, *window = weight.shape
+    both = (2 * N, kt + 1, *window)
+    return N <= HALF_A_TILE and why_not_sizes(x.device, x.dtype, x.shape, both, interleave=2, stride=2) is None
+
+
+def choose_chunk(N: int, columns: int, tail: int, interleave: int) -> int:
+    """Columns that an epilogue takes at once, of one frame."""
+    widest = min(64, tail or columns)
+    return widest if N // interleave % widest == 0 or interleave == 1 else 32
 
 
 def count_boxes(frames: int, H: int, W: int, upsample: bool) -> int:
@@ -81,19 +102,20 @@ def count_boxes(frames: int, H: int, W: int, upsample: bool) -> int:
 
 def launch(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
-    out: torch.Tensor, upsample: bool, interleave: int,
+    out: torch.Tensor, upsample: bool, interleave: int, stride: int = 1,
 ) -> None:  # fmt: skip
     """Write ``residual + (x ∗ W + b)`` to out; all are packed, and `why_not` must have been None."""
     B, frames, H, W, C = x.shape
     N, kt, kh, _, _ = weight.shape
     if kh == 1:
         H, W = 1, H * W  # no pixel reads another
-    T, scale, channels = frames - kt + 1, 2 if upsample else 1, N // interleave
-    box, (columns, tail), depth = choose_box(H, W, PIXELS), choose_columns(N, COLUMNS), 32 if C % 64 else 64
+    T, scale, channels = (frames - kt) // stride + 1, 2 if upsample else 1, N // interleave
+    box, depth = choose_box(H, W, PIXELS), 32 if C % 64 else 64
+    columns, tail = choose_columns(N, COLUMNS, COST_OF_PIXELS)
     boxes = count_boxes(B * T, H, W, upsample)
     tiles = boxes * triton.cdiv(N, columns + tail)
     rows = weight.view(N, kt * kh * kh * C)
-    chunk = min(64, tail or columns)
+    chunk = choose_chunk(N, columns, tail, interleave)
     results = [
         None if tensor is None else tensor.view(B * T * interleave, H, scale, W, scale * channels)
         for tensor in (residual, out)
@@ -111,6 +133,7 @@ def launch(
             C=C,
             KT=kt,
             KH=kh,
+            STRIDE=stride,
             UPSAMPLE=upsample,
             INTERLEAVE=interleave,
             TAIL=tail,

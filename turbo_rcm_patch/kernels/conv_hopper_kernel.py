@@ -39,12 +39,13 @@ _find_shift = gluon.jit(find_shift.fn)
 @gluon.jit(do_not_specialize=("boxes", "T", "H", "W", "N"))
 def conv_kernel(
     x, weight, weight_tail, residual, out, bias, boxes, T, H, W, N,
-    C: gl.constexpr, KT: gl.constexpr, KH: gl.constexpr, UPSAMPLE: gl.constexpr, INTERLEAVE: gl.constexpr,
-    TAIL: gl.constexpr, STAGES: gl.constexpr,
+    C: gl.constexpr, KT: gl.constexpr, KH: gl.constexpr, STRIDE: gl.constexpr, UPSAMPLE: gl.constexpr,
+    INTERLEAVE: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """x, weight, weight_tail, residual, out: TMA descriptors; weight [N, KT · KH · KH · C], N with the rows of all
     frames that are interleaved; weight_tail is of the TAIL columns of a tile past a power of two, None with 0.
-    residual, bias: or None. boxes: of all frames and phases. T, H, W: of x, without the frames before the first."""
+    residual, bias: or None. boxes: of all frames and phases. T: windows in time, STRIDE
+    frames of x from one to the next. H, W: of x."""
     DTYPE: gl.constexpr = x.dtype
     BOX_H: gl.constexpr = x.block_type.shape[1]
     BOX_W: gl.constexpr = x.block_type.shape[2]
@@ -82,7 +83,7 @@ def conv_kernel(
         [
             (_consume, (0, operands, turns, hand_over, residual, out, bias, sizes, STEPS, TAIL, UPSAMPLE, INTERLEAVE)),
             (_consume, (1, operands, turns, hand_over, residual, out, bias, sizes, STEPS, TAIL, UPSAMPLE, INTERLEAVE)),
-            (_load_operands, (x, weight, weight_tail, operands, sizes, C, KT, KH, TAIL, UPSAMPLE)),
+            (_load_operands, (x, weight, weight_tail, operands, sizes, C, KT, KH, STRIDE, TAIL, UPSAMPLE)),
             (_load_residuals, (residual, out, hand_over, sizes, STEPS * DEPTH, UPSAMPLE, INTERLEAVE)),
         ],
         [4, 1, 1],
@@ -120,20 +121,29 @@ def _locate_result(
     tile, sizes, K: gl.constexpr, UPSAMPLE: gl.constexpr, INTERLEAVE: gl.constexpr, BOX_H: gl.constexpr,
     BOX_W: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """Where a tile's result begins in the five dimensions of residual and result, and the column. No tile has columns
-    of two interleaved frames."""
+    """Where a tile's result begins in the five dimensions of residual and result, in the first of interleaved frames,
+    and the column."""
     _, T, _, _, N = sizes
     sample, frame, top, left, phase_y, phase_x, column = _locate(tile, sizes, K, UPSAMPLE, BOX_H, BOX_W, COLUMNS)
-    channels = N // INTERLEAVE
-    part = column // channels if INTERLEAVE > 1 else 0
-    image = (sample * T + frame) * INTERLEAVE + part
-    return image, top, phase_y, left, phase_x * channels + column - part * channels, column
+    return (sample * T + frame) * INTERLEAVE, top, phase_y, left, phase_x * (N // INTERLEAVE), column
+
+
+@gluon.jit
+def _locate_chunk(place, OFFSET: gl.constexpr, sizes, INTERLEAVE: gl.constexpr):
+    """The same of the chunk of a tile's columns from OFFSET on, all of one frame: the image, and the channel."""
+    image, _, _, _, channel, column = place
+    column += OFFSET
+    if INTERLEAVE > 1:
+        channels = sizes[4] // INTERLEAVE
+        image += column // channels
+        column = column % channels
+    return image, channel + column
 
 
 @gluon.jit
 def _load_operands(
     x, weight, weight_tail, operands, sizes, C: gl.constexpr, KT: gl.constexpr, KH: gl.constexpr,
-    TAIL: gl.constexpr, UPSAMPLE: gl.constexpr,
+    STRIDE: gl.constexpr, TAIL: gl.constexpr, UPSAMPLE: gl.constexpr,
 ):  # fmt: skip
     """One warp: the operands of every step."""
     a_tiles, w_tiles, tail_tiles, full, empty = operands
@@ -150,7 +160,7 @@ def _load_operands(
         sample, frame, top, left, phase_y, phase_x, column = _locate(
             tile, sizes, TAPS * C, UPSAMPLE, BOX_H, BOX_W, COLUMNS + TAIL
         )
-        image = sample * (T + KT - 1) + frame
+        image = sample * (STRIDE * (T - 1) + KT) + STRIDE * frame
         for k in range(TAPS * CHUNKS):
             tap = k // CHUNKS
             y = top + _find_shift(tap // KH % KH, phase_y, KH, UPSAMPLE)
@@ -177,9 +187,8 @@ def _load_residuals(residual, out, hand_over, sizes, K: gl.constexpr, UPSAMPLE: 
     CHUNK: gl.constexpr = staging.shape[2]
     count = 0
     for tile in range(gl.program_id(0), _count_tiles(sizes, CHUNKS * CHUNK), gl.num_programs(0)):
-        image, top, phase_y, left, place, _ = _locate_result(
-            tile, sizes, K, UPSAMPLE, INTERLEAVE, BOX_H, BOX_W, CHUNKS * CHUNK
-        )
+        place = _locate_result(tile, sizes, K, UPSAMPLE, INTERLEAVE, BOX_H, BOX_W, CHUNKS * CHUNK)
+        _, top, phase_y, left, _, _ = place
         mbarrier.wait(free, count & 1 ^ 1)
         arrived = staged.index(count % 2)
         if residual is None:
@@ -187,9 +196,8 @@ def _load_residuals(residual, out, hand_over, sizes, K: gl.constexpr, UPSAMPLE: 
         else:
             mbarrier.expect(arrived, BOX_H * BOX_W * CHUNKS * CHUNK * 2)
             for i in gl.static_range(CHUNKS):
-                tma_load(
-                    residual, [image, top, phase_y, left, place + i * CHUNK], arrived, _as_box(staging, i, residual)
-                )
+                image, channel = _locate_chunk(place, i * CHUNK, sizes, INTERLEAVE)
+                tma_load(residual, [image, top, phase_y, left, channel], arrived, _as_box(staging, i, residual))
         count += 1  # noqa: SIM113
 
 
@@ -250,9 +258,9 @@ def _consume(
         mbarrier.arrive(empty.index(step % STAGES))
         step += 1 + STEPS  # past the other consumer's
         mbarrier.wait(staged.index(CONSUMER), count & 1)
-        _store(acc, place, 0, staging, 0, residual, out, bias, sizes)
+        _store(acc, place, 0, staging, 0, residual, out, bias, sizes, INTERLEAVE)
         if TAIL:
-            _store(acc_tail, place, COLUMNS, staging, COLUMNS // CHUNK, residual, out, bias, sizes)
+            _store(acc_tail, place, COLUMNS, staging, COLUMNS // CHUNK, residual, out, bias, sizes, INTERLEAVE)
         tma.store_wait(0)  # until the stores have read the staging buffer
         mbarrier.arrive(free)
         count += 1  # noqa: SIM113
@@ -260,7 +268,10 @@ def _consume(
 
 
 @gluon.jit
-def _store(acc, place, OFFSET: gl.constexpr, staging, INDEX: gl.constexpr, residual, out, bias, sizes):
+def _store(
+    acc, place, OFFSET: gl.constexpr, staging, INDEX: gl.constexpr, residual, out, bias, sizes,
+    INTERLEAVE: gl.constexpr,
+):  # fmt: skip
     """The epilogue of the columns from OFFSET on of a tile at a place, a chunk at a time, in the staging buffers from
     INDEX on."""
     ROWS: gl.constexpr = acc.shape[0]
@@ -272,10 +283,10 @@ def _store(acc, place, OFFSET: gl.constexpr, staging, INDEX: gl.constexpr, resid
         left = gl.convert_layout(left, part_of(acc.type.layout, HALF), assert_trivial=True)
         right = gl.convert_layout(right, part_of(acc.type.layout, HALF), assert_trivial=True)
         NEXT: gl.constexpr = INDEX + HALF // CHUNK
-        _store(left, place, OFFSET, staging, INDEX, residual, out, bias, sizes)
-        _store(right, place, OFFSET + HALF, staging, NEXT, residual, out, bias, sizes)
+        _store(left, place, OFFSET, staging, INDEX, residual, out, bias, sizes, INTERLEAVE)
+        _store(right, place, OFFSET + HALF, staging, NEXT, residual, out, bias, sizes, INTERLEAVE)
     else:
-        image, top, phase_y, left_of_box, channel, column = place
+        _, top, phase_y, left_of_box, _, column = place
         _, _, _, _, N = sizes
         if bias is not None:
             columns = column + OFFSET + gl.arange(0, COLUMNS, gl.SliceLayout(0, acc.type.layout))
@@ -285,4 +296,5 @@ def _store(acc, place, OFFSET: gl.constexpr, staging, INDEX: gl.constexpr, resid
             acc += buffer.load(acc.type.layout).to(gl.float32)
         buffer.store(acc.to(out.dtype))
         fence_async_shared()
-        tma_store(out, [image, top, phase_y, left_of_box, channel + OFFSET], _as_box(staging, INDEX, out))
+        image, channel = _locate_chunk(place, OFFSET, sizes, INTERLEAVE)
+        tma_store(out, [image, top, phase_y, left_of_box, channel], _as_box(staging, INDEX, out))

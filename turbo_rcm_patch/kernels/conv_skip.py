@@ -9,13 +9,15 @@ under autograd.
                  odd rows and columns, reads the same pixels of x as its neighbours of that phase; a tile has one phase.
     interleave   with 2, W has rows for two frames: of the first, then of the second. Result frame 2t + i has rows i.
 
-A tile of the result is a box of pixels of one frame. For each place in W's window the same box of x, shifted, is
-multiplied. On sm_90 and newer TMA reads the boxes, and what lies outside of the image as zeros; elsewhere, and where
-a pixel's channels are no multiple of 16 bytes, pointers and masks do. On sm_90 itself conv_hopper.py has a kernel that
-takes most sizes.
+A tile of the result is a box of pixels of one frame, or of a few frames where one has too few channels to fill the
+tile's columns (`_launch_together`). For each place in W's window the same box of x, shifted, is multiplied. On sm_90
+and newer TMA reads the boxes, and what lies outside of the image as zeros; elsewhere, and where a pixel's channels are
+no multiple of 16 bytes, pointers and masks do. On sm_90 itself conv_hopper.py has a kernel that takes most sizes.
 """
 
 from __future__ import annotations
+
+from itertools import product
 
 import torch
 import triton
@@ -28,6 +30,9 @@ from .dispatch import device_properties, kernel_op, use_triton
 from .gemm import epilogue_in_parts, locate_tile
 from .launch import launch_kernel
 from .tma import TMA_CAPABILITY
+
+# Channels of a result of which four frames fill a tile, as narrow as tensor cores have it or little wider.
+NARROW, FRAMES_OF_NARROW = 16, 4
 
 
 def conv_skip(
@@ -116,10 +121,11 @@ def _conv_skip(
         return out
     x, weight = x.contiguous(), weight.contiguous()
     bias, residual = (None if tensor is None else tensor.contiguous() for tensor in (bias, residual))
-    if conv_hopper.why_not(x, weight, residual, upsample, interleave) is None:
-        conv_hopper.launch(x, weight, bias, residual, out, upsample, interleave)
+    together = 1 if upsample or interleave > 1 else choose_frames(x, weight)
+    if together == 1:
+        _launch_fitting(x, weight, bias, residual, out, upsample, interleave, 1)
     else:
-        _launch(x, weight, bias, residual, out, upsample, interleave)
+        _launch_together(x, weight, bias, residual, out, together)
     return out
 
 
@@ -128,11 +134,68 @@ def _(x, weight, bias, residual, upsample, interleave):
     return x.new_empty(result_shape(x, weight, upsample, interleave))
 
 
+def choose_frames(x: torch.Tensor, weight: torch.Tensor) -> int:
+    """How many frames of the result share a tile. So many times fewer boxes of x are read for windows that are longer
+    by one less: with four frames half as many for each."""
+    N, kt = weight.shape[:2]
+    frames = x.shape[1] - kt + 1
+    if kt == 1:
+        return 1
+    if N <= NARROW and frames >= FRAMES_OF_NARROW:
+        return FRAMES_OF_NARROW
+    return 2 if frames >= 2 and conv_hopper.takes_two_frames(x, weight) else 1
+
+
+def _launch_together(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
+    out: torch.Tensor, frames: int,
+) -> None:  # fmt: skip
+    """Write the result to out, so many of its frames in a tile, side by side as columns; all are packed.
+
+    The windows of neighbouring frames overlap, so that a box of x is read for all of them. What is not in the window of
+    one of them is multiplied by zero there.
+    """
+    kt, T = weight.shape[1], out.shape[1]
+    whole = T - T % frames
+    parts = [(0, whole, frames)] + ([(whole, T, 1)] if whole < T else [])
+    # Of several samples, a part of the frames is not packed.
+    samples = [slice(None)] if whole == T else [slice(sample, sample + 1) for sample in range(len(x))]
+    wide = _repeat_in_time(weight, frames), None if bias is None else bias.repeat(frames)
+    for sample, (first, last, count) in product(samples, parts):
+        rows = (weight, bias) if count == 1 else wide
+        old = None if residual is None else residual[sample, first:last]
+        window = x[sample, first : last + kt - 1]
+        _launch_fitting(window, *rows, old, out[sample, first:last], False, count, count)
+
+
+def _repeat_in_time(weight: torch.Tensor, frames: int) -> torch.Tensor:
+    """The weight's rows for so many frames, each row with its frame's window: [frames · N, kt + frames - 1, ...]."""
+    N, kt, *window = weight.shape
+    wide = weight.new_zeros(frames, N, kt + frames - 1, *window)
+    for frame in range(frames):
+        wide[frame, :, frame : frame + kt] = weight
+    return wide.flatten(0, 1)
+
+
+def _launch_fitting(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
+    out: torch.Tensor, upsample: bool, interleave: int, stride: int,
+) -> None:  # fmt: skip
+    """Write the result to out with the kernel that takes it; all are packed.
+
+    stride: frames of x from one window to the next.
+    """
+    if conv_hopper.why_not(x, weight, residual, upsample, interleave, stride) is None:
+        conv_hopper.launch(x, weight, bias, residual, out, upsample, interleave, stride)
+    else:
+        _launch(x, weight, bias, residual, out, upsample, interleave, stride)
+
+
 def _launch(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
-    out: torch.Tensor, upsample: bool, interleave: int,
+    out: torch.Tensor, upsample: bool, interleave: int, stride: int,
 ) -> None:  # fmt: skip
-    """Write the result to out with the portable kernel; all are packed."""
+    """As `_launch_fitting`, with the portable kernel."""
     B, frames, H, W, C = x.shape
     N, kt, kh, kw, _ = weight.shape
     if kh == 1:
@@ -140,7 +203,7 @@ def _launch(
     capability, _ = device_properties(x.device)
     descriptors = capability >= TMA_CAPABILITY and _fits_tma(x) and _fits_tma(weight)
     tiles = choose_conv_tiles(capability, x.dtype, descriptors, H, W, C, N)
-    T, phases = frames - kt + 1, 4 if upsample else 1
+    T, phases = (frames - kt) // stride + 1, 4 if upsample else 1
     boxes = B * T * phases * triton.cdiv(H, tiles.box_height) * triton.cdiv(W, tiles.box_width)
     images, weights = x.view(B * frames, H, W, C), weight.view(N, kt * kh * kw, C).transpose(0, 1)
     operands = (images, weights, None)
@@ -160,6 +223,7 @@ def _launch(
             C=C,
             KT=kt,
             KH=kh,
+            STRIDE=stride,
             UPSAMPLE=upsample,
             INTERLEAVE=interleave,
             DESCRIPTORS=descriptors,
@@ -188,11 +252,11 @@ def _tile_options(tiles: ConvTiles) -> dict[str, object]:
 @triton.jit(do_not_specialize=("boxes", "T", "H", "W"))
 def _conv_skip_kernel(
     x, weight, weight_tail, bias, residual, out, boxes, T, H, W, N,
-    C: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr, UPSAMPLE: tl.constexpr, INTERLEAVE: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, BOX_H: tl.constexpr, BOX_W: tl.constexpr,
+    C: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr, STRIDE: tl.constexpr, UPSAMPLE: tl.constexpr,
+    INTERLEAVE: tl.constexpr, DESCRIPTORS: tl.constexpr, BOX_H: tl.constexpr, BOX_W: tl.constexpr,
     COLUMNS: tl.constexpr, TAIL: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """x: [B · (T + KT − 1), H, W, C]. weight: [KT · KH · KH, N, C], with the strides of [N, KT · KH · KH, C].
+    """x: [B · (STRIDE · (T − 1) + KT), H, W, C]. weight: [KT · KH · KH, N, C], of a packed [N, KT · KH · KH, C].
     weight_tail: its descriptor for the columns of a tile past a power of two. boxes: of all frames and phases. N: rows
     of the weight, of all frames that are interleaved."""
     ROWS: tl.constexpr = BOX_H * BOX_W
@@ -203,7 +267,7 @@ def _conv_skip_kernel(
     tile = tl.program_id(0)
     _, box, column_tile = locate_tile(tile, boxes, column_tiles, ROWS * C * BYTES, (COLUMNS + TAIL) * TAPS * C * BYTES)
     sample, frame, top, left, phase_y, phase_x = locate_box(box, T, H, W, UPSAMPLE, BOX_H, BOX_W)
-    image = sample * (T + KT - 1) + frame
+    image = sample * (STRIDE * (T - 1) + KT) + STRIDE * frame
     column = column_tile * (COLUMNS + TAIL)
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     if TAIL:
