@@ -29,11 +29,10 @@ else:
 
 PIXELS = 128  # per tile
 COLUMNS = ((128, 64), (128, 0), (64, 32), (64, 0))  # of a tile, and its tail
-# What the pixels of a tile cost beside its columns, in columns. An H200 multiplies tiles of 192 columns at 757 TFLOP/s,
-# of 128 at 601 to 649, of 96 at 449, as shared memory can be read no faster.
+# What the pixels of a tile cost beside its columns, in columns: an H200 multiplies tiles of 192 columns at 757 TFLOP/s,
+# of 128 at 601 to 649.
 COST_OF_PIXELS = 140
-HALF_A_TILE = 96  # columns: a frame's, where two fill a tile
-STEP_MEMORY = 160 << 10  # bytes of shared memory for the steps in flight; the staging buffer has the rest
+MEMORY = 208 << 10  # bytes of shared memory for the steps in flight and the staging buffer
 MOST_STAGES = 8
 
 
@@ -44,10 +43,10 @@ def why_not_on(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def why_not_sizes(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], weight_shape: tuple[int, ...],
-    upsample: bool = False, interleave: int = 1, stride: int = 1,
+    upsample: bool = False, interleave: int = 1,
 ) -> str | None:  # fmt: skip
     """Why the kernel is not for an x and a weight of these shapes, in a few words, wherever they lie; None when it is.
-    The arguments are those of `conv_skip`, and stride the frames of x from one window to the next."""
+    The arguments are those of `conv_skip`."""
     reason = why_not_on(device, dtype)
     if reason is not None:
         return reason
@@ -57,41 +56,30 @@ def why_not_sizes(
         return "channels that are no multiple of 32"
     if N < 64 or N // interleave % 8:
         return "fewer than 64 channels of the result, or no multiple of 8"
-    columns, tail = choose_columns(N, COLUMNS, COST_OF_PIXELS)
-    if upsample and N // interleave % (columns + tail):
-        return "tiles with columns of two pixels"
-    if interleave > 1 and (N % (columns + tail) or N // interleave % choose_chunk(N, columns, tail, interleave)):
-        return "columns of two frames that TMA cannot store apart"
-    columns += tail
-    boxes = count_boxes(B * ((frames - kt) // stride + 1), *((H, W) if kh > 1 else (1, H * W)), upsample)
+    columns = sum(choose_columns(N, COLUMNS, COST_OF_PIXELS))
+    if (upsample or interleave > 1) and N // interleave % columns:
+        return "tiles with columns of two pixels or frames"
+    boxes = count_boxes(B * (frames - kt + 1), *((H, W) if kh > 1 else (1, H * W)), upsample)
     if boxes * triton.cdiv(N, columns) < device_properties(device)[1]:
         return "fewer tiles than multiprocessors"
     return None
 
 
 def why_not(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, upsample: bool, interleave: int,
-    stride: int = 1,
-) -> str | None:  # fmt: skip
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, upsample: bool, interleave: int
+) -> str | None:
     """Why the kernel cannot take these packed tensors, in a few words; None when it should run."""
-    reason = why_not_sizes(x.device, x.dtype, x.shape, weight.shape, upsample, interleave, stride)
+    reason = why_not_sizes(x.device, x.dtype, x.shape, weight.shape, upsample, interleave)
     tensors = (x, weight) if residual is None else (x, weight, residual)
     if reason is None and any(tensor.data_ptr() % 16 for tensor in tensors):
         return "addresses that are no multiple of 16 bytes"
     return reason
 
 
-def takes_two_frames(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether two frames of the result go into a tile: a window of four frames of x for both, of three for each."""
-    N, kt, *window = weight.shape
-    both = (2 * N, kt + 1, *window)
-    return N <= HALF_A_TILE and why_not_sizes(x.device, x.dtype, x.shape, both, interleave=2, stride=2) is None
-
-
-def choose_chunk(N: int, columns: int, tail: int, interleave: int) -> int:
-    """Columns that an epilogue takes at once, of one frame."""
-    widest = min(64, tail or columns)
-    return widest if N // interleave % widest == 0 or interleave == 1 else 32
+def choose_depths(C: int) -> tuple[int, int]:
+    """Channels of x that a step multiplies, and the rest of them that it multiplies besides: the compiler's tensors
+    have powers of two only."""
+    return (64, C % 64 if C == 96 else 0) if C % 64 == 0 or C == 96 else (32, 0)
 
 
 def count_boxes(frames: int, H: int, W: int, upsample: bool) -> int:
@@ -102,20 +90,22 @@ def count_boxes(frames: int, H: int, W: int, upsample: bool) -> int:
 
 def launch(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
-    out: torch.Tensor, upsample: bool, interleave: int, stride: int = 1,
+    out: torch.Tensor, upsample: bool, interleave: int,
 ) -> None:  # fmt: skip
     """Write ``residual + (x ∗ W + b)`` to out; all are packed, and `why_not` must have been None."""
     B, frames, H, W, C = x.shape
     N, kt, kh, _, _ = weight.shape
     if kh == 1:
         H, W = 1, H * W  # no pixel reads another
-    T, scale, channels = (frames - kt) // stride + 1, 2 if upsample else 1, N // interleave
-    box, depth = choose_box(H, W, PIXELS), 32 if C % 64 else 64
-    columns, tail = choose_columns(N, COLUMNS, COST_OF_PIXELS)
+    T, scale, channels = frames - kt + 1, 2 if upsample else 1, N // interleave
+    box, (columns, tail) = choose_box(H, W, PIXELS), choose_columns(N, COLUMNS, COST_OF_PIXELS)
+    depth, rest = choose_depths(C)
     boxes = count_boxes(B * T, H, W, upsample)
     tiles = boxes * triton.cdiv(N, columns + tail)
-    rows = weight.view(N, kt * kh * kh * C)
-    chunk = choose_chunk(N, columns, tail, interleave)
+    images, rows = x.view(B * frames, H, W, C), weight.view(N, kt * kh * kh * C)
+    step_bytes = (PIXELS + columns + tail) * (depth + rest) * x.element_size()
+    staging_bytes = PIXELS * (columns + tail) * x.element_size()
+    chunk = min(64, tail or columns)
     results = [
         None if tensor is None else tensor.view(B * T * interleave, H, scale, W, scale * channels)
         for tensor in (residual, out)
@@ -124,20 +114,19 @@ def launch(
         launch_kernel(
             conv_kernel,
             (min(tiles, device_properties(x.device)[1]),),
-            _descriptor(x.view(B * frames, H, W, C), 1, *box, depth),
-            _descriptor(rows, columns, depth),
-            _descriptor(rows, tail, depth) if tail else None,
+            *(_descriptor(images, 1, *box, size) if size else None for size in (depth, rest)),
+            *(_descriptor(rows, columns, size) if size else None for size in (depth, rest)),
+            *(_descriptor(rows, tail, size) if tail and size else None for size in (depth, rest)),
             *(None if tensor is None else _descriptor(tensor, 1, box[0], 1, box[1], chunk) for tensor in results),
             bias,
             *(boxes, T, H, W, N),
             C=C,
             KT=kt,
             KH=kh,
-            STRIDE=stride,
             UPSAMPLE=upsample,
             INTERLEAVE=interleave,
             TAIL=tail,
-            STAGES=min(MOST_STAGES, STEP_MEMORY // ((PIXELS + columns + tail) * depth * x.element_size())),
+            STAGES=min(MOST_STAGES, (MEMORY - staging_bytes) // step_bytes),
             num_warps=4,
         )
 

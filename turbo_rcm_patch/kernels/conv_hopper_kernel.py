@@ -2,8 +2,8 @@
 
 A program walks tiles: boxes of pixels of one frame × columns. It has one warp that loads operands, one that loads
 residuals, and two consumer warpgroups with a tile each, which take turns at the tensor cores. A step multiplies the box
-of x at one place of W's window, in `depth` channels; TMA gives zeros for what is outside of the image. The barriers are
-those of the GEMM:
+of x at one place of W's window, in `depth` channels, of 96 channels in 64 and a rest of 32; TMA gives zeros for what is
+outside of the image. The barriers are those of the GEMM:
 
     full[slot]   operands of a step arrived
     empty[slot]  their reader is done
@@ -38,14 +38,14 @@ _find_shift = gluon.jit(find_shift.fn)
 
 @gluon.jit(do_not_specialize=("boxes", "T", "H", "W", "N"))
 def conv_kernel(
-    x, weight, weight_tail, residual, out, bias, boxes, T, H, W, N,
-    C: gl.constexpr, KT: gl.constexpr, KH: gl.constexpr, STRIDE: gl.constexpr, UPSAMPLE: gl.constexpr,
-    INTERLEAVE: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
+    x, x_rest, weight, weight_rest, tail, tail_rest, residual, out, bias, boxes, T, H, W, N,
+    C: gl.constexpr, KT: gl.constexpr, KH: gl.constexpr, UPSAMPLE: gl.constexpr, INTERLEAVE: gl.constexpr,
+    TAIL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """x, weight, weight_tail, residual, out: TMA descriptors; weight [N, KT · KH · KH · C], N with the rows of all
-    frames that are interleaved; weight_tail is of the TAIL columns of a tile past a power of two, None with 0.
-    residual, bias: or None. boxes: of all frames and phases. T: windows in time, STRIDE
-    frames of x from one to the next. H, W: of x."""
+    """x to out: TMA descriptors; weight [N, KT · KH · KH · C], N with the rows of all frames that are interleaved; tail
+    is of its TAIL columns of a tile past a power of two, None with 0. x_rest, weight_rest, tail_rest: of the channels
+    past a power of two that a step multiplies as well, or None. residual, bias: or None. boxes: of all frames and
+    phases. T, H, W: of x, without the frames before the first."""
     DTYPE: gl.constexpr = x.dtype
     BOX_H: gl.constexpr = x.block_type.shape[1]
     BOX_W: gl.constexpr = x.block_type.shape[2]
@@ -56,9 +56,16 @@ def conv_kernel(
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     a_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, ROWS, DEPTH], weight.layout)
     w_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, COLUMNS, DEPTH], weight.layout)
-    tail_tiles = w_tiles  # not used without a tail
+    REST: gl.constexpr = 0 if x_rest is None else x_rest.block_type.shape[3]
+    tail_tiles = w_tiles  # not used without a tail, nor what follows without a rest
+    a_rest, w_rest, tail_rest_tiles = a_tiles, w_tiles, w_tiles
     if TAIL:
         tail_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, TAIL, DEPTH], weight.layout)
+    if REST:
+        a_rest = gl.allocate_shared_memory(DTYPE, [STAGES, ROWS, REST], weight_rest.layout)
+        w_rest = gl.allocate_shared_memory(DTYPE, [STAGES, COLUMNS, REST], weight_rest.layout)
+        if TAIL:
+            tail_rest_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, TAIL, REST], weight_rest.layout)
     STAGING: gl.constexpr = _matrix_layout(CHUNK)
     staging = gl.allocate_shared_memory(DTYPE, [(COLUMNS + TAIL) // CHUNK, ROWS, CHUNK], STAGING)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -74,17 +81,21 @@ def conv_kernel(
         mbarrier.init(staged.index(consumer), count=1)
     mbarrier.init(free, count=1)
     fence_async_shared()
-    operands = (a_tiles, w_tiles, tail_tiles, full, empty)
+    operands = ((a_tiles, w_tiles, tail_tiles), (a_rest, w_rest, tail_rest_tiles), full, empty)
     hand_over = (staging, staged, free)
     sizes = (boxes, T, H, W, N)
-    TAPS: gl.constexpr = KT * KH * KH
-    STEPS: gl.constexpr = TAPS * (C // DEPTH)
+    K: gl.constexpr = KT * KH * KH * C
+    STEPS: gl.constexpr = KT * KH * KH * (C // DEPTH)
+    epilogue = (residual, out, bias, sizes, K)
     gl.warp_specialize(
         [
-            (_consume, (0, operands, turns, hand_over, residual, out, bias, sizes, STEPS, TAIL, UPSAMPLE, INTERLEAVE)),
-            (_consume, (1, operands, turns, hand_over, residual, out, bias, sizes, STEPS, TAIL, UPSAMPLE, INTERLEAVE)),
-            (_load_operands, (x, weight, weight_tail, operands, sizes, C, KT, KH, STRIDE, TAIL, UPSAMPLE)),
-            (_load_residuals, (residual, out, hand_over, sizes, STEPS * DEPTH, UPSAMPLE, INTERLEAVE)),
+            (_consume, (0, operands, turns, hand_over, epilogue, STEPS, REST, TAIL, UPSAMPLE, INTERLEAVE)),
+            (_consume, (1, operands, turns, hand_over, epilogue, STEPS, REST, TAIL, UPSAMPLE, INTERLEAVE)),
+            (
+                _load_operands,
+                ((x, weight, tail), (x_rest, weight_rest, tail_rest), operands, sizes, C, KT, KH, REST, TAIL, UPSAMPLE),
+            ),
+            (_load_residuals, (residual, out, hand_over, sizes, K, UPSAMPLE, INTERLEAVE)),
         ],
         [4, 1, 1],
         [240, 24, 24],
@@ -121,32 +132,25 @@ def _locate_result(
     tile, sizes, K: gl.constexpr, UPSAMPLE: gl.constexpr, INTERLEAVE: gl.constexpr, BOX_H: gl.constexpr,
     BOX_W: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """Where a tile's result begins in the five dimensions of residual and result, in the first of interleaved frames,
-    and the column."""
+    """Where a tile's result begins in the five dimensions of residual and result, and the column. No tile has columns
+    of two interleaved frames."""
     _, T, _, _, N = sizes
     sample, frame, top, left, phase_y, phase_x, column = _locate(tile, sizes, K, UPSAMPLE, BOX_H, BOX_W, COLUMNS)
-    return (sample * T + frame) * INTERLEAVE, top, phase_y, left, phase_x * (N // INTERLEAVE), column
-
-
-@gluon.jit
-def _locate_chunk(place, OFFSET: gl.constexpr, sizes, INTERLEAVE: gl.constexpr):
-    """The same of the chunk of a tile's columns from OFFSET on, all of one frame: the image, and the channel."""
-    image, _, _, _, channel, column = place
-    column += OFFSET
-    if INTERLEAVE > 1:
-        channels = sizes[4] // INTERLEAVE
-        image += column // channels
-        column = column % channels
-    return image, channel + column
+    channels = N // INTERLEAVE
+    part = column // channels if INTERLEAVE > 1 else 0
+    image = (sample * T + frame) * INTERLEAVE + part
+    return image, top, phase_y, left, phase_x * channels + column - part * channels, column
 
 
 @gluon.jit
 def _load_operands(
-    x, weight, weight_tail, operands, sizes, C: gl.constexpr, KT: gl.constexpr, KH: gl.constexpr,
-    STRIDE: gl.constexpr, TAIL: gl.constexpr, UPSAMPLE: gl.constexpr,
+    sources, rests, operands, sizes, C: gl.constexpr, KT: gl.constexpr, KH: gl.constexpr,
+    REST: gl.constexpr, TAIL: gl.constexpr, UPSAMPLE: gl.constexpr,
 ):  # fmt: skip
     """One warp: the operands of every step."""
-    a_tiles, w_tiles, tail_tiles, full, empty = operands
+    tiles, rest_tiles, full, empty = operands
+    x = sources[0]
+    w_tiles = tiles[1]
     _, T, _, _, _ = sizes
     BOX_H: gl.constexpr = x.block_type.shape[1]
     BOX_W: gl.constexpr = x.block_type.shape[2]
@@ -160,7 +164,7 @@ def _load_operands(
         sample, frame, top, left, phase_y, phase_x, column = _locate(
             tile, sizes, TAPS * C, UPSAMPLE, BOX_H, BOX_W, COLUMNS + TAIL
         )
-        image = sample * (STRIDE * (T - 1) + KT) + STRIDE * frame
+        image = sample * (T + KT - 1) + frame
         for k in range(TAPS * CHUNKS):
             tap = k // CHUNKS
             y = top + _find_shift(tap // KH % KH, phase_y, KH, UPSAMPLE)
@@ -168,13 +172,29 @@ def _load_operands(
             slot = step % STAGES
             arrived = full.index(slot)
             mbarrier.wait(empty.index(slot), (step // STAGES) & 1 ^ 1)
-            mbarrier.expect(arrived, (BOX_H * BOX_W + COLUMNS + TAIL) * DEPTH * 2)
-            a_tile = a_tiles.index(slot)._reinterpret(x.dtype, [1, BOX_H, BOX_W, DEPTH], x.layout)
-            tma_load(x, [image + tap // (KH * KH), y, left_of_tap, k % CHUNKS * DEPTH], arrived, a_tile)
-            tma_load(weight, [column, k * DEPTH], arrived, w_tiles.index(slot))
-            if TAIL:
-                tma_load(weight_tail, [column + COLUMNS, k * DEPTH], arrived, tail_tiles.index(slot))
+            mbarrier.expect(arrived, (BOX_H * BOX_W + COLUMNS + TAIL) * (DEPTH + REST) * 2)
+            place = (image + tap // (KH * KH), y, left_of_tap)
+            c = k % CHUNKS * DEPTH
+            _load_step(sources, place, c, column, tap * C + c, arrived, tiles, slot, TAIL)
+            if REST:
+                c += DEPTH
+                _load_step(rests, place, c, column, tap * C + c, arrived, rest_tiles, slot, TAIL)
             step += 1
+
+
+@gluon.jit
+def _load_step(sources, place, c, column, k, arrived, tiles, slot, TAIL: gl.constexpr):
+    """A box of x, and the rows of the weight from k on that its channels from c on are multiplied by."""
+    x, weight, tail = sources
+    a_tiles, w_tiles, tail_tiles = tiles
+    image, y, left = place
+    DEPTH: gl.constexpr = x.block_type.shape[3]
+    SHAPE: gl.constexpr = [1, x.block_type.shape[1], x.block_type.shape[2], DEPTH]
+    a_tile = a_tiles.index(slot)._reinterpret(x.dtype, SHAPE, x.layout)
+    tma_load(x, [image, y, left, c], arrived, a_tile)
+    tma_load(weight, [column, k], arrived, w_tiles.index(slot))
+    if TAIL:
+        tma_load(tail, [column + w_tiles.shape[1], k], arrived, tail_tiles.index(slot))
 
 
 @gluon.jit
@@ -187,8 +207,9 @@ def _load_residuals(residual, out, hand_over, sizes, K: gl.constexpr, UPSAMPLE: 
     CHUNK: gl.constexpr = staging.shape[2]
     count = 0
     for tile in range(gl.program_id(0), _count_tiles(sizes, CHUNKS * CHUNK), gl.num_programs(0)):
-        place = _locate_result(tile, sizes, K, UPSAMPLE, INTERLEAVE, BOX_H, BOX_W, CHUNKS * CHUNK)
-        _, top, phase_y, left, _, _ = place
+        image, top, phase_y, left, place, _ = _locate_result(
+            tile, sizes, K, UPSAMPLE, INTERLEAVE, BOX_H, BOX_W, CHUNKS * CHUNK
+        )
         mbarrier.wait(free, count & 1 ^ 1)
         arrived = staged.index(count % 2)
         if residual is None:
@@ -196,8 +217,9 @@ def _load_residuals(residual, out, hand_over, sizes, K: gl.constexpr, UPSAMPLE: 
         else:
             mbarrier.expect(arrived, BOX_H * BOX_W * CHUNKS * CHUNK * 2)
             for i in gl.static_range(CHUNKS):
-                image, channel = _locate_chunk(place, i * CHUNK, sizes, INTERLEAVE)
-                tma_load(residual, [image, top, phase_y, left, channel], arrived, _as_box(staging, i, residual))
+                tma_load(
+                    residual, [image, top, phase_y, left, place + i * CHUNK], arrived, _as_box(staging, i, residual)
+                )
         count += 1  # noqa: SIM113
 
 
@@ -212,14 +234,18 @@ def _as_box(staging, index, descriptor):
 
 @gluon.jit
 def _consume(
-    CONSUMER: gl.constexpr, operands, turns, hand_over, residual, out, bias, sizes,
-    STEPS: gl.constexpr, TAIL: gl.constexpr, UPSAMPLE: gl.constexpr, INTERLEAVE: gl.constexpr,
+    CONSUMER: gl.constexpr, operands, turns, hand_over, epilogue,
+    STEPS: gl.constexpr, REST: gl.constexpr, TAIL: gl.constexpr, UPSAMPLE: gl.constexpr, INTERLEAVE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: every second tile of the program."""
-    a_tiles, w_tiles, tail_tiles, full, empty = operands
+    tiles, rests, full, empty = operands
+    a_tiles, w_tiles, tail_tiles = tiles
+    a_rest, w_rest, tail_rest = rests
     staging, staged, free = hand_over
+    residual, out, bias, sizes, K = epilogue
+    # Products that a step starts, and that are waited for when the next has started its own.
+    PRODUCTS: gl.constexpr = (2 if TAIL else 1) * (2 if REST else 1)
     ROWS: gl.constexpr = a_tiles.shape[1]
-    DEPTH: gl.constexpr = a_tiles.shape[2]
     COLUMNS: gl.constexpr = w_tiles.shape[1]
     STAGES: gl.constexpr = w_tiles.shape[0]
     CHUNK: gl.constexpr = staging.shape[2]
@@ -233,24 +259,32 @@ def _consume(
         mbarrier.wait(turns.index(CONSUMER), count & 1 ^ (1 - CONSUMER))
         mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
         acc = multiply(a_tiles, w_tiles, gl.zeros([ROWS, COLUMNS], gl.float32, sum_layout(COLUMNS, 16)), step, False)
+        if REST:
+            acc = multiply(a_rest, w_rest, acc, step, True)
         if TAIL:
             zeros = gl.zeros([ROWS, TAIL], gl.float32, sum_layout(TAIL, 16))
             acc_tail = multiply(a_tiles, tail_tiles, zeros, step, False)
-            acc, acc_tail = warpgroup_mma_wait(2, deps=(acc, acc_tail))
+            if REST:
+                acc_tail = multiply(a_rest, tail_rest, acc_tail, step, True)
+            acc, acc_tail = warpgroup_mma_wait(PRODUCTS, deps=(acc, acc_tail))
         else:
-            acc = warpgroup_mma_wait(1, deps=(acc,))
+            acc = warpgroup_mma_wait(PRODUCTS, deps=(acc,))
         for _ in range(1, STEPS):
             step += 1
             mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
             token = multiply(a_tiles, w_tiles, acc, step, True)
+            if REST:
+                token = multiply(a_rest, w_rest, token, step, True)
             if TAIL:
                 token_tail = multiply(a_tiles, tail_tiles, acc_tail, step, True)
-                acc, acc_tail = warpgroup_mma_wait(2, deps=(token, token_tail))  # all but this step's
+                if REST:
+                    token_tail = multiply(a_rest, tail_rest, token_tail, step, True)
+                acc, acc_tail = warpgroup_mma_wait(PRODUCTS, deps=(token, token_tail))  # all but this step's
             else:
-                acc = warpgroup_mma_wait(1, deps=(token,))
+                acc = warpgroup_mma_wait(PRODUCTS, deps=(token,))
             mbarrier.arrive(empty.index((step - 1) % STAGES))
         mbarrier.arrive(turns.index(1 - CONSUMER))
-        place = _locate_result(tile, sizes, STEPS * DEPTH, UPSAMPLE, INTERLEAVE, BOX_H, BOX_W, COLUMNS + TAIL)
+        place = _locate_result(tile, sizes, K, UPSAMPLE, INTERLEAVE, BOX_H, BOX_W, COLUMNS + TAIL)
         if TAIL:
             acc, acc_tail = warpgroup_mma_wait(0, deps=(acc, acc_tail))
         else:
@@ -258,9 +292,9 @@ def _consume(
         mbarrier.arrive(empty.index(step % STAGES))
         step += 1 + STEPS  # past the other consumer's
         mbarrier.wait(staged.index(CONSUMER), count & 1)
-        _store(acc, place, 0, staging, 0, residual, out, bias, sizes, INTERLEAVE)
+        _store(acc, place, 0, staging, 0, residual, out, bias, sizes)
         if TAIL:
-            _store(acc_tail, place, COLUMNS, staging, COLUMNS // CHUNK, residual, out, bias, sizes, INTERLEAVE)
+            _store(acc_tail, place, COLUMNS, staging, COLUMNS // CHUNK, residual, out, bias, sizes)
         tma.store_wait(0)  # until the stores have read the staging buffer
         mbarrier.arrive(free)
         count += 1  # noqa: SIM113
@@ -268,10 +302,7 @@ def _consume(
 
 
 @gluon.jit
-def _store(
-    acc, place, OFFSET: gl.constexpr, staging, INDEX: gl.constexpr, residual, out, bias, sizes,
-    INTERLEAVE: gl.constexpr,
-):  # fmt: skip
+def _store(acc, place, OFFSET: gl.constexpr, staging, INDEX: gl.constexpr, residual, out, bias, sizes):
     """The epilogue of the columns from OFFSET on of a tile at a place, a chunk at a time, in the staging buffers from
     INDEX on."""
     ROWS: gl.constexpr = acc.shape[0]
@@ -283,10 +314,10 @@ def _store(
         left = gl.convert_layout(left, part_of(acc.type.layout, HALF), assert_trivial=True)
         right = gl.convert_layout(right, part_of(acc.type.layout, HALF), assert_trivial=True)
         NEXT: gl.constexpr = INDEX + HALF // CHUNK
-        _store(left, place, OFFSET, staging, INDEX, residual, out, bias, sizes, INTERLEAVE)
-        _store(right, place, OFFSET + HALF, staging, NEXT, residual, out, bias, sizes, INTERLEAVE)
+        _store(left, place, OFFSET, staging, INDEX, residual, out, bias, sizes)
+        _store(right, place, OFFSET + HALF, staging, NEXT, residual, out, bias, sizes)
     else:
-        _, top, phase_y, left_of_box, _, column = place
+        image, top, phase_y, left_of_box, channel, column = place
         _, _, _, _, N = sizes
         if bias is not None:
             columns = column + OFFSET + gl.arange(0, COLUMNS, gl.SliceLayout(0, acc.type.layout))
@@ -296,5 +327,4 @@ def _store(
             acc += buffer.load(acc.type.layout).to(gl.float32)
         buffer.store(acc.to(out.dtype))
         fence_async_shared()
-        image, channel = _locate_chunk(place, OFFSET, sizes, INTERLEAVE)
-        tma_store(out, [image, top, phase_y, left_of_box, channel], _as_box(staging, INDEX, out))
+        tma_store(out, [image, top, phase_y, left_of_box, channel + OFFSET], _as_box(staging, INDEX, out))

@@ -31,8 +31,7 @@ from .gemm import epilogue_in_parts, locate_tile
 from .launch import launch_kernel
 from .tma import TMA_CAPABILITY
 
-# Channels of a result of which four frames fill a tile, as narrow as tensor cores have it or little wider.
-NARROW, FRAMES_OF_NARROW = 16, 4
+NARROW, TOGETHER = 16, 4  # channels of a result, and as many of its frames as share a tile of up to 64 columns
 
 
 def conv_skip(
@@ -121,11 +120,12 @@ def _conv_skip(
         return out
     x, weight = x.contiguous(), weight.contiguous()
     bias, residual = (None if tensor is None else tensor.contiguous() for tensor in (bias, residual))
-    together = 1 if upsample or interleave > 1 else choose_frames(x, weight)
-    if together == 1:
-        _launch_fitting(x, weight, bias, residual, out, upsample, interleave, 1)
+    if conv_hopper.why_not(x, weight, residual, upsample, interleave) is None:
+        conv_hopper.launch(x, weight, bias, residual, out, upsample, interleave)
+    elif interleave == 1 and not upsample and has_frames_together(weight.shape, out.shape[1]):
+        _launch_together(x, weight, bias, residual, out)
     else:
-        _launch_together(x, weight, bias, residual, out, together)
+        _launch(x, weight, bias, residual, out, upsample, interleave)
     return out
 
 
@@ -134,38 +134,31 @@ def _(x, weight, bias, residual, upsample, interleave):
     return x.new_empty(result_shape(x, weight, upsample, interleave))
 
 
-def choose_frames(x: torch.Tensor, weight: torch.Tensor) -> int:
-    """How many frames of the result share a tile. So many times fewer boxes of x are read for windows that are longer
-    by one less: with four frames half as many for each."""
-    N, kt = weight.shape[:2]
-    frames = x.shape[1] - kt + 1
-    if kt == 1:
-        return 1
-    if N <= NARROW and frames >= FRAMES_OF_NARROW:
-        return FRAMES_OF_NARROW
-    return 2 if frames >= 2 and conv_hopper.takes_two_frames(x, weight) else 1
+def has_frames_together(weight_shape: tuple[int, ...], frames: int) -> bool:
+    """Whether tiles have TOGETHER frames of the result: where it has few channels, and frames enough."""
+    N, kt = weight_shape[:2]
+    return kt > 1 and N <= NARROW and frames >= TOGETHER
 
 
 def _launch_together(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
-    out: torch.Tensor, frames: int,
-) -> None:  # fmt: skip
-    """Write the result to out, so many of its frames in a tile, side by side as columns; all are packed.
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """Write the result to out, TOGETHER of its frames in a tile, side by side as columns; all are packed.
 
-    The windows of neighbouring frames overlap, so that a box of x is read for all of them. What is not in the window of
-    one of them is multiplied by zero there.
+    The windows of four neighbouring frames are six frames long, so that for each half as many boxes of x are read as
+    for a frame alone. What is not in the window of one of them is multiplied by zero there.
     """
     kt, T = weight.shape[1], out.shape[1]
-    whole = T - T % frames
-    parts = [(0, whole, frames)] + ([(whole, T, 1)] if whole < T else [])
+    whole = T - T % TOGETHER
+    parts = [(0, whole, TOGETHER)] + ([(whole, T, 1)] if whole < T else [])
     # Of several samples, a part of the frames is not packed.
     samples = [slice(None)] if whole == T else [slice(sample, sample + 1) for sample in range(len(x))]
-    wide = _repeat_in_time(weight, frames), None if bias is None else bias.repeat(frames)
+    wide = _repeat_in_time(weight, TOGETHER), None if bias is None else bias.repeat(TOGETHER)
     for sample, (first, last, count) in product(samples, parts):
         rows = (weight, bias) if count == 1 else wide
         old = None if residual is None else residual[sample, first:last]
         window = x[sample, first : last + kt - 1]
-        _launch_fitting(window, *rows, old, out[sample, first:last], False, count, count)
+        _launch(window, *rows, old, out[sample, first:last], False, count, stride=count)
 
 
 def _repeat_in_time(weight: torch.Tensor, frames: int) -> torch.Tensor:
@@ -177,25 +170,11 @@ def _repeat_in_time(weight: torch.Tensor, frames: int) -> torch.Tensor:
     return wide.flatten(0, 1)
 
 
-def _launch_fitting(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
-    out: torch.Tensor, upsample: bool, interleave: int, stride: int,
-) -> None:  # fmt: skip
-    """Write the result to out with the kernel that takes it; all are packed.
-
-    stride: frames of x from one window to the next.
-    """
-    if conv_hopper.why_not(x, weight, residual, upsample, interleave, stride) is None:
-        conv_hopper.launch(x, weight, bias, residual, out, upsample, interleave, stride)
-    else:
-        _launch(x, weight, bias, residual, out, upsample, interleave, stride)
-
-
 def _launch(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
-    out: torch.Tensor, upsample: bool, interleave: int, stride: int,
+    out: torch.Tensor, upsample: bool, interleave: int, stride: int = 1,
 ) -> None:  # fmt: skip
-    """As `_launch_fitting`, with the portable kernel."""
+    """Write the result to out with the portable kernel; all are packed. stride: frames of x from window to window."""
     B, frames, H, W, C = x.shape
     N, kt, kh, kw, _ = weight.shape
     if kh == 1:
