@@ -116,19 +116,16 @@ class CrossAttention:
     image_attention: Step | None = None
 
     def run(self, x, context: torch.Tensor) -> torch.Tensor:
-        q = self.norm_q.run(self.q.run(self.norm.run(x)))
+        # In diffusers' order of modules, in which group offloading brings them ahead.
         text = context if self.image_attention is None else context[:, context.shape[1] - TEXT_TOKENS :]
-        attended = self.attention.run(q, *self._keys_values(text, self.kv, self.norm_k))
+        q, (k, v) = self.q.run(self.norm.run(x)), self.kv.run(text)
+        q = self.norm_q.run(q)
+        attended = self.attention.run(q, self.norm_k.run(k), v.unflatten(2, (self.heads, -1)))
         if self.image_attention is not None:
-            image = context[:, : context.shape[1] - TEXT_TOKENS]
-            attend, kv, norm = self.image_attention.run, self.image_kv, self.image_norm
-            attended = attend(q, *self._keys_values(image, kv, norm), attended)
+            k, v = self.image_kv.run(context[:, : context.shape[1] - TEXT_TOKENS])
+            attended = self.image_attention.run(q, self.image_norm.run(k), v.unflatten(2, (self.heads, -1)), attended)
         del q
         return self.out.run(attended.flatten(2), x)
-
-    def _keys_values(self, context: torch.Tensor, kv: Step, norm: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = kv.run(context)
-        return norm.run(k), v.unflatten(2, (self.heads, -1))
 
     def rows(self) -> Rows:
         yield "norm", (self.norm,)
