@@ -1,6 +1,7 @@
 """`turbo-rcm tune`: what it keeps, for whom it counts, and what takes it away. Times are injected."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from turbo_rcm_patch.kernels import measured, measured_on, tuned, why_torch
 from turbo_rcm_patch.kernels.measured import OPS
 
 GPU, CUDA = "NVIDIA GeForce RTX 4090", torch.device("cuda")
+get_device_name = torch.cuda.get_device_name
 SHAPES = Shapes("small", 2, 16, 40, 70, [(2, 3, 4, 8, 8, 3, 3, 1, 1)])
 
 
@@ -73,6 +75,21 @@ def test_it_goes_before_what_ships(next_process, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
     assert why_torch("linear_gelu", CUDA, torch.bfloat16) is None  # of another GPU nothing is known but what ships
     assert measured_on("linear_gelu", CUDA) == "NVIDIA H200"
+
+
+@pytest.mark.parametrize("ours", [2.0, 4.0])
+def test_a_traced_model_chooses_by_it_too(next_process, monkeypatch, ours):
+    monkeypatch.setattr(torch.cuda, "get_device_name", get_device_name)  # torch.compile knows it, not its substitute
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name=GPU))
+    keep(SHAPES, GPU, (8, 9), timed(linear_gelu=ours))
+    next_process()
+
+    def takes_ours(x):
+        return x + (why_torch("linear_gelu", CUDA, torch.bfloat16) is None)
+
+    torch.compiler.reset()
+    compiled = torch.compile(takes_ours, fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(1)).item() == (ours < 3)
 
 
 def test_it_counts_for_its_gpu_and_versions_alone(next_process, monkeypatch):
