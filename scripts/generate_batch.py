@@ -33,7 +33,7 @@ from turbo_rcm_patch.cli.checks import check_at_least_one, check_generation
 from turbo_rcm_patch.cli.commands import settings_of, user_errors
 from turbo_rcm_patch.cli.errors import CommandError, exit_code
 from turbo_rcm_patch.cli.files import check_ffmpeg, write_video
-from turbo_rcm_patch.cli.pipelines import load_pipeline
+from turbo_rcm_patch.cli.pipelines import choose_config, load_pipeline
 from turbo_rcm_patch.patching import patch
 from turbo_rcm_patch.patching.video_output import pieces_on_cpu, to_8_bits
 
@@ -88,7 +88,7 @@ def generate(options: argparse.Namespace, videos: list[Video], recorded: dict[st
     settings = {**settings_of(options, pipe, call), "sigma_max": pipe.scheduler.config.get("sigma_max")}
     settings = json.loads(json.dumps({**settings, "fps": options.fps, "image": options.image and str(options.image)}))
     check_same_settings(options.out, recorded, settings)
-    print(patch(pipe, options.preset))
+    print(patch(pipe, choose_config(options)))
     for video in videos:
         generator = torch.Generator(pipe._execution_device).manual_seed(video.seed)
         made = timed_generation(pipe, **call, prompt=video.prompt, output_type="pt", generator=generator)

@@ -12,6 +12,7 @@ import imageio.v3 as iio
 import pytest
 
 from turbo_rcm_patch.cli.errors import CommandError
+from turbo_rcm_patch.embedded import SLA_BLOCKS
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "scripts/generate_batch.py"
@@ -102,6 +103,14 @@ def test_a_folder_has_videos_of_the_same_settings():
         batch.check_same_settings(Path("videos"), recorded, {"preset": "exact", "fps": 8})
     with pytest.raises(CommandError, match="has videos with recipe None, and this run has rcm"):
         batch.check_same_settings(Path("videos"), recorded, {"preset": "exact", "fps": 16, "recipe": "rcm"})
+
+
+def test_the_patch_is_the_one_of_all_options(arguments, monkeypatch):
+    patched_with = []
+    monkeypatch.setattr(batch, "patch", lambda pipe, config: patched_with.append(config))
+    assert batch.main([*arguments, "--preset", "sparse", "--topk", "0.5"]) == 0
+    (config,) = patched_with
+    assert (config.topk, config.blocks) == (0.5, SLA_BLOCKS)
 
 
 def test_names_tell_prompts_apart():
