@@ -4,8 +4,8 @@
     accelerate launch scripts/generate_batch.py prompts.txt --out videos --model PATH_OR_ID --preset quantized
 
 A prompt a line. accelerate starts a process for each GPU, which loads the model once. A video is named after its prompt
-and seed, and is written whole or not at all; videos.jsonl gets a line for each: seed, seconds, settings. What has both
-is skipped, so that after an interruption the same command makes the rest.
+and seed, and is written whole or not at all; videos.jsonl gets a line for each: seed, seconds, options, settings. What
+has both is skipped, so that after an interruption the same command makes the rest.
 """
 
 from __future__ import annotations
@@ -71,17 +71,31 @@ def run(options: argparse.Namespace) -> int:
         missing = [video for video in share if video.name not in recorded or not (options.out / video.name).is_file()]
         bar = tqdm(total=len(share), initial=len(share) - len(missing), desc=f"process {rank}", position=local_rank)
         with bar, contextlib.redirect_stdout(sys.stdout if rank == 0 else None):  # what is printed is the same in all
-            for _ in generate(options, missing, recorded) if missing else ():
+            # With the options of all that is there the settings are the same too, and the model is not needed.
+            is_the_same_run = all(line.get("options") == deciding(options) for line in recorded.values())
+            for _ in generate(options, missing, recorded) if missing or not is_the_same_run else ():
                 bar.update()
     return 0
 
 
 RANKS = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}  # of this process, as accelerate's launcher sets them
+# Which videos are made, and where; all other options decide what a prompt and a seed look like.
+NOT_DECIDING = ("prompts", "seed", "seeds", "out", "device", "offload", "command", "prompt")
+
+
+def deciding(options: argparse.Namespace) -> dict[str, object]:
+    """The options that decide what a video looks like, as JSON has them."""
+    given = {name: value for name, value in vars(options).items() if name not in NOT_DECIDING}
+    return json.loads(json.dumps(given, default=str))
 
 
 def generate(options: argparse.Namespace, videos: list[Video], recorded: dict[str, dict]) -> Iterator[Video]:
-    """Load the model once and make the videos in turn, each then recorded."""
-    options.prompt = videos[0].prompt
+    """Load the model once and make the videos in turn, each then recorded.
+
+    Raises CommandError where those recorded have other settings.
+    """
+    given = deciding(options)
+    options.prompt = videos[0].prompt if videos else None
     pipe, call = load_pipeline(options)
     del call["prompt"]
     pipe.set_progress_bar_config(disable=True)
@@ -99,7 +113,7 @@ def generate(options: argparse.Namespace, videos: list[Video], recorded: dict[st
         seconds = {**asdict(made.timings), "writing": time.perf_counter() - begin}
         peak_memory = seconds.pop("peak_memory")
         line = {"file": video.name, "prompt": video.prompt, "seed": video.seed, "seconds": seconds}
-        append_line(options.out / RECORD, {**line, "peak_memory": peak_memory, "settings": settings})
+        append_line(options.out / RECORD, {**line, "peak_memory": peak_memory, "options": given, "settings": settings})
         yield video
 
 

@@ -96,6 +96,25 @@ def test_a_line_a_video_and_what_has_both_is_skipped(tmp_path, arguments, capsys
     assert len(record.read_text().splitlines()) == 4  # the first, what was cut short, and both anew
 
 
+def test_other_settings_are_refused_where_nothing_is_missing_too(tmp_path, arguments, capsys):
+    (tmp_path / "prompts.txt").write_text(PROMPTS[0])
+    assert batch.main(arguments) == 0
+    for change, difference in (
+        (["--fps", "8"], "fps 16, and this run has 8"),
+        (["--frames", "9"], "num_frames 5, and this run has 9"),
+        (["--dtype", "bfloat16"], "dtype float32, and this run has bfloat16"),
+    ):
+        capsys.readouterr()
+        assert batch.main([*arguments, *change]) == 2
+        assert difference in capsys.readouterr().err
+    without_steps = [argument for argument in arguments if argument not in ("--steps", "1")]
+    assert batch.main(without_steps) == 2
+    assert "num_inference_steps 1, and this run has 4" in capsys.readouterr().err
+    made = lines_of(tmp_path / "out")
+    assert batch.main([*arguments, "--fps", "16", "--sigma-max", str(made[0]["settings"]["sigma_max"])]) == 0
+    assert lines_of(tmp_path / "out") == made
+
+
 def test_a_folder_has_videos_of_the_same_settings():
     recorded = {"x.mp4": {"settings": {"preset": "exact", "fps": 16}}}
     batch.check_same_settings(Path("videos"), recorded, {"preset": "exact", "fps": 16})
