@@ -64,7 +64,8 @@ def run(options: argparse.Namespace) -> int:
     rank, local_rank, processes = (int(os.environ.get(name, default)) for name, default in RANKS.items())
     videos = check(options)
     options.device = device_of(options.device, local_rank, processes)
-    options.out.mkdir(parents=True, exist_ok=True)
+    with writing_in(options.out):
+        options.out.mkdir(parents=True, exist_ok=True)
     with without_chatter(), user_errors():
         recorded = read_record(options.out)
         share = videos[rank::processes]
@@ -104,17 +105,34 @@ def generate(options: argparse.Namespace, videos: list[Video], recorded: dict[st
     check_same_settings(options.out, recorded, settings)
     print(patch(pipe, choose_config(options)))
     for video in videos:
-        generator = torch.Generator(pipe._execution_device).manual_seed(video.seed)
-        made = timed_generation(pipe, **call, prompt=video.prompt, output_type="pt", generator=generator)
-        begin = time.perf_counter()
-        remove_leftovers(options.out, video)
-        pieces = pieces_on_cpu(made.frames[0], to_8_bits)
-        write_video(options.out / video.name, (piece.numpy() for piece in pieces), options.fps)
-        seconds = {**asdict(made.timings), "writing": time.perf_counter() - begin}
-        peak_memory = seconds.pop("peak_memory")
-        line = {"file": video.name, "prompt": video.prompt, "seed": video.seed, "seconds": seconds}
-        append_line(options.out / RECORD, {**line, "peak_memory": peak_memory, "options": given, "settings": settings})
+        line = make(options, pipe, call, video)
+        with writing_in(options.out):
+            append_line(options.out / RECORD, {**line, "options": given, "settings": settings})
         yield video
+
+
+def make(options: argparse.Namespace, pipe, call: dict[str, object], video: Video) -> dict[str, object]:
+    """Generate and write a video; its line of the record. Its frames are gone before the next one is generated."""
+    generator = torch.Generator(pipe._execution_device).manual_seed(video.seed)
+    made = timed_generation(pipe, **call, prompt=video.prompt, output_type="pt", generator=generator)
+    begin = time.perf_counter()
+    with writing_in(options.out):
+        remove_leftovers(options.out, video)
+    pieces = pieces_on_cpu(made.frames[0], to_8_bits)
+    write_video(options.out / video.name, (piece.numpy() for piece in pieces), options.fps)
+    seconds = {**asdict(made.timings), "writing": time.perf_counter() - begin}
+    peak_memory = seconds.pop("peak_memory")
+    line = {"file": video.name, "prompt": video.prompt, "seed": video.seed}
+    return {**line, "seconds": seconds, "peak_memory": peak_memory}
+
+
+@contextlib.contextmanager
+def writing_in(folder: Path) -> Iterator[None]:
+    """Turn what keeps this from being written into a CommandError."""
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(f"--out {folder}: {error}; check the folder and the disk's free space.") from error
 
 
 def remove_leftovers(folder: Path, video: Video) -> None:
@@ -174,9 +192,12 @@ def check_same_settings(folder: Path, recorded: dict[str, dict], settings: dict[
 
 def append_line(path: Path, content: dict[str, object]) -> None:
     """Append a line of JSON to a file that several processes write to."""
-    with open(path, "a", encoding="utf-8") as file:
+    with open(path, "a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        file.write(json.dumps(content) + "\n")
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+        if file.read() not in (b"", b"\n"):
+            file.write(b"\n")  # a full disk cut the last line short
+        file.write(json.dumps(content).encode() + b"\n")
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:

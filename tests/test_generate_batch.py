@@ -1,11 +1,13 @@
 """scripts/generate_batch.py: processes that share out prompts, of which one is killed; what is skipped and refused."""
 
+import errno
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import imageio.v3 as iio
@@ -96,6 +98,40 @@ def test_a_line_a_video_and_what_has_both_is_skipped(tmp_path, arguments, capsys
     assert len(record.read_text().splitlines()) == 4  # the first, what was cut short, and both anew
 
 
+def test_a_line_after_one_that_was_cut_short_can_be_read(tmp_path):
+    batch.append_line(tmp_path / batch.RECORD, {"file": "a.mp4"})
+    with open(tmp_path / batch.RECORD, "a") as record:
+        record.write('{"file": "b.m')
+    batch.append_line(tmp_path / batch.RECORD, {"file": "c.mp4"})
+    batch.append_line(tmp_path / batch.RECORD, {"file": "d.mp4"})
+    assert set(batch.read_record(tmp_path)) == {"a.mp4", "c.mp4", "d.mp4"}
+    assert len((tmp_path / batch.RECORD).read_text().splitlines()) == 4
+
+
+def test_a_disk_without_space_for_a_line_is_one_line(arguments, capsys, monkeypatch):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(batch, "append_line", full)
+    assert batch.main(arguments) == 2
+    assert "No space left on device" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_no_frames_are_kept_while_the_next_are_made(arguments, monkeypatch):
+    made, alive = [], []
+
+    def timed_generation(*args, **kwargs):
+        alive.append(any(frames() is not None for frames in made))
+        generation = original(*args, **kwargs)
+        made.append(weakref.ref(generation.frames))
+        return generation
+
+    original = batch.timed_generation
+    monkeypatch.setattr(batch, "timed_generation", timed_generation)
+    assert batch.main(arguments) == 0
+    assert alive == [False] * 4
+
+
 def test_other_settings_are_refused_where_nothing_is_missing_too(tmp_path, arguments, capsys):
     (tmp_path / "prompts.txt").write_text(PROMPTS[0])
     assert batch.main(arguments) == 0
@@ -147,6 +183,7 @@ def test_names_tell_prompts_apart():
         ({"prompts": "missing.txt"}, "No such file or directory"),
         ({"prompts": "blank.txt"}, "is empty; write a prompt a line"),
         ({"out": "blank.txt"}, "is a file; give a folder"),
+        ({"out": "blank.txt/out"}, "Not a directory"),
         ({"more": ["--seeds", "0"]}, "--seeds 0: give 1 or more"),
         ({"more": ["--preset", "quick"]}, "preset 'quick' is unknown"),
         ({"more": ["--device", "cuda:1"], "processes": 2}, "each process has a GPU of its own"),
