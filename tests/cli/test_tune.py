@@ -1,6 +1,7 @@
 """`turbo-rcm tune`: what it keeps, for whom it counts, and what takes it away. Times are injected."""
 
 import json
+import pwd
 from types import SimpleNamespace
 
 import pytest
@@ -127,11 +128,28 @@ def test_reset_forgets_it(next_process, cache, capsys):
 def test_a_file_that_cannot_be_read_is_left_out(next_process, cache, caplog):
     keep(SHAPES, GPU, (8, 9), timed())
     (file,) = (cache / "tuned").iterdir()
-    for content in ("{", "[]", '{"versions": 1}', file.read_text().replace('"ours"', '"theirs"')):
+    kept = file.read_text()
+    wrong_rows = kept.replace('"ours"', '"theirs"'), kept.replace(": 2.0", ': "2"'), kept.replace('"attention"', "[]")
+    for content in ("{", "[]", '{"versions": 1}', *wrong_rows):
         file.write_text(content)
         next_process()
         assert why_torch("attention", CUDA, torch.bfloat16) == "not measured on sm_89"
-    assert caplog.text.count("run turbo-rcm tune again") == 3  # what is of other versions is no fault
+    assert caplog.text.count("run turbo-rcm tune again") == 5  # what is of other versions is no fault
+
+
+def test_what_cannot_be_removed_is_one_line(cache, capsys):
+    (cache / "tuned" / "folder.json").mkdir(parents=True)
+    assert "--reset: " in error_of(capsys, "tune", "--reset")
+
+
+def test_without_a_home_the_package_can_be_imported(monkeypatch):
+    def unknown(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for name in (tuned.CACHE, "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert tuned.read_tuned() == {}
 
 
 @pytest.mark.parametrize(
