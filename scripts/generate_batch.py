@@ -4,8 +4,8 @@
     accelerate launch scripts/generate_batch.py prompts.txt --out videos --model PATH_OR_ID --preset quantized
 
 A prompt a line. accelerate starts a process for each GPU, which loads the model once. A video is named after its prompt
-and seed, and is written whole or not at all; videos.jsonl gets a line for each: seed, seconds, settings. What has both
-is skipped, so that after an interruption the same command makes the rest.
+and seed, and is written whole or not at all; videos.jsonl gets a line for each: seed, seconds, options, settings. What
+has both is skipped, so that after an interruption the same command makes the rest.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from turbo_rcm_patch.cli.checks import check_at_least_one, check_generation
 from turbo_rcm_patch.cli.commands import settings_of, user_errors
 from turbo_rcm_patch.cli.errors import CommandError, exit_code
 from turbo_rcm_patch.cli.files import check_ffmpeg, write_video
-from turbo_rcm_patch.cli.pipelines import load_pipeline
+from turbo_rcm_patch.cli.pipelines import choose_config, load_pipeline
 from turbo_rcm_patch.patching import patch
 from turbo_rcm_patch.patching.video_output import pieces_on_cpu, to_8_bits
 
@@ -64,43 +64,75 @@ def run(options: argparse.Namespace) -> int:
     rank, local_rank, processes = (int(os.environ.get(name, default)) for name, default in RANKS.items())
     videos = check(options)
     options.device = device_of(options.device, local_rank, processes)
-    options.out.mkdir(parents=True, exist_ok=True)
+    with writing_in(options.out):
+        options.out.mkdir(parents=True, exist_ok=True)
     with without_chatter(), user_errors():
         recorded = read_record(options.out)
         share = videos[rank::processes]
         missing = [video for video in share if video.name not in recorded or not (options.out / video.name).is_file()]
         bar = tqdm(total=len(share), initial=len(share) - len(missing), desc=f"process {rank}", position=local_rank)
         with bar, contextlib.redirect_stdout(sys.stdout if rank == 0 else None):  # what is printed is the same in all
-            for _ in generate(options, missing, recorded) if missing else ():
+            # With the options of all that is there the settings are the same too, and the model is not needed.
+            is_the_same_run = all(line.get("options") == deciding(options) for line in recorded.values())
+            for _ in generate(options, missing, recorded) if missing or not is_the_same_run else ():
                 bar.update()
     return 0
 
 
 RANKS = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}  # of this process, as accelerate's launcher sets them
+# Which videos are made, and where; all other options decide what a prompt and a seed look like.
+NOT_DECIDING = ("prompts", "seed", "seeds", "out", "device", "offload", "command", "prompt")
+
+
+def deciding(options: argparse.Namespace) -> dict[str, object]:
+    """The options that decide what a video looks like, as JSON has them."""
+    given = {name: value for name, value in vars(options).items() if name not in NOT_DECIDING}
+    return json.loads(json.dumps(given, default=str))
 
 
 def generate(options: argparse.Namespace, videos: list[Video], recorded: dict[str, dict]) -> Iterator[Video]:
-    """Load the model once and make the videos in turn, each then recorded."""
-    options.prompt = videos[0].prompt
+    """Load the model once and make the videos in turn, each then recorded.
+
+    Raises CommandError where those recorded have other settings.
+    """
+    given = deciding(options)
+    options.prompt = videos[0].prompt if videos else None
     pipe, call = load_pipeline(options)
     del call["prompt"]
     pipe.set_progress_bar_config(disable=True)
     settings = {**settings_of(options, pipe, call), "sigma_max": pipe.scheduler.config.get("sigma_max")}
     settings = json.loads(json.dumps({**settings, "fps": options.fps, "image": options.image and str(options.image)}))
     check_same_settings(options.out, recorded, settings)
-    print(patch(pipe, options.preset))
+    print(patch(pipe, choose_config(options)))
     for video in videos:
-        generator = torch.Generator(pipe._execution_device).manual_seed(video.seed)
-        made = timed_generation(pipe, **call, prompt=video.prompt, output_type="pt", generator=generator)
-        begin = time.perf_counter()
-        remove_leftovers(options.out, video)
-        pieces = pieces_on_cpu(made.frames[0], to_8_bits)
-        write_video(options.out / video.name, (piece.numpy() for piece in pieces), options.fps)
-        seconds = {**asdict(made.timings), "writing": time.perf_counter() - begin}
-        peak_memory = seconds.pop("peak_memory")
-        line = {"file": video.name, "prompt": video.prompt, "seed": video.seed, "seconds": seconds}
-        append_line(options.out / RECORD, {**line, "peak_memory": peak_memory, "settings": settings})
+        line = make(options, pipe, call, video)
+        with writing_in(options.out):
+            append_line(options.out / RECORD, {**line, "options": given, "settings": settings})
         yield video
+
+
+def make(options: argparse.Namespace, pipe, call: dict[str, object], video: Video) -> dict[str, object]:
+    """Generate and write a video; its line of the record. Its frames are gone before the next one is generated."""
+    generator = torch.Generator(pipe._execution_device).manual_seed(video.seed)
+    made = timed_generation(pipe, **call, prompt=video.prompt, output_type="pt", generator=generator)
+    begin = time.perf_counter()
+    with writing_in(options.out):
+        remove_leftovers(options.out, video)
+    pieces = pieces_on_cpu(made.frames[0], to_8_bits)
+    write_video(options.out / video.name, (piece.numpy() for piece in pieces), options.fps)
+    seconds = {**asdict(made.timings), "writing": time.perf_counter() - begin}
+    peak_memory = seconds.pop("peak_memory")
+    line = {"file": video.name, "prompt": video.prompt, "seed": video.seed}
+    return {**line, "seconds": seconds, "peak_memory": peak_memory}
+
+
+@contextlib.contextmanager
+def writing_in(folder: Path) -> Iterator[None]:
+    """Turn what keeps this from being written into a CommandError."""
+    try:
+        yield
+    except OSError as error:
+        raise CommandError(f"--out {folder}: {error}; check the folder and the disk's free space.") from error
 
 
 def remove_leftovers(folder: Path, video: Video) -> None:
@@ -160,9 +192,12 @@ def check_same_settings(folder: Path, recorded: dict[str, dict], settings: dict[
 
 def append_line(path: Path, content: dict[str, object]) -> None:
     """Append a line of JSON to a file that several processes write to."""
-    with open(path, "a", encoding="utf-8") as file:
+    with open(path, "a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        file.write(json.dumps(content) + "\n")
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+        if file.read() not in (b"", b"\n"):
+            file.write(b"\n")  # a full disk cut the last line short
+        file.write(json.dumps(content).encode() + b"\n")
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:

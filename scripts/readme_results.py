@@ -37,7 +37,9 @@ BLOCK_SPARSITY = "block-sparse-tiny.json"  # of scripts/measure_block_sparsity.p
 INTRODUCTION = """# Results
 
 All of this page is written by `python scripts/readme_results.py`, from the JSON files beside it; those are written by
-`python scripts/gpu_session.py --results results`. What missed its target is bold. `designs.md` tells what was tried.
+`python scripts/gpu_session.py --results results`, but for four: `training.json` by `train_embedded.py`,
+`block-sparse-tiny.json` by `measure_block_sparsity.py`, `sparse-tiny.json` by `evaluate_sparse.py` and
+`conversion.json` by `benchmark_conversion.py`. What missed its target is bold. `designs.md` tells what was tried.
 """
 
 

@@ -1,17 +1,20 @@
 """scripts/generate_batch.py: processes that share out prompts, of which one is killed; what is skipped and refused."""
 
+import errno
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import imageio.v3 as iio
 import pytest
 
 from turbo_rcm_patch.cli.errors import CommandError
+from turbo_rcm_patch.embedded import SLA_BLOCKS
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "scripts/generate_batch.py"
@@ -95,6 +98,59 @@ def test_a_line_a_video_and_what_has_both_is_skipped(tmp_path, arguments, capsys
     assert len(record.read_text().splitlines()) == 4  # the first, what was cut short, and both anew
 
 
+def test_a_line_after_one_that_was_cut_short_can_be_read(tmp_path):
+    batch.append_line(tmp_path / batch.RECORD, {"file": "a.mp4"})
+    with open(tmp_path / batch.RECORD, "a") as record:
+        record.write('{"file": "b.m')
+    batch.append_line(tmp_path / batch.RECORD, {"file": "c.mp4"})
+    batch.append_line(tmp_path / batch.RECORD, {"file": "d.mp4"})
+    assert set(batch.read_record(tmp_path)) == {"a.mp4", "c.mp4", "d.mp4"}
+    assert len((tmp_path / batch.RECORD).read_text().splitlines()) == 4
+
+
+def test_a_disk_without_space_for_a_line_is_one_line(arguments, capsys, monkeypatch):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(batch, "append_line", full)
+    assert batch.main(arguments) == 2
+    assert "No space left on device" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_no_frames_are_kept_while_the_next_are_made(arguments, monkeypatch):
+    made, alive = [], []
+
+    def timed_generation(*args, **kwargs):
+        alive.append(any(frames() is not None for frames in made))
+        generation = original(*args, **kwargs)
+        made.append(weakref.ref(generation.frames))
+        return generation
+
+    original = batch.timed_generation
+    monkeypatch.setattr(batch, "timed_generation", timed_generation)
+    assert batch.main(arguments) == 0
+    assert alive == [False] * 4
+
+
+def test_other_settings_are_refused_where_nothing_is_missing_too(tmp_path, arguments, capsys):
+    (tmp_path / "prompts.txt").write_text(PROMPTS[0])
+    assert batch.main(arguments) == 0
+    for change, difference in (
+        (["--fps", "8"], "fps 16, and this run has 8"),
+        (["--frames", "9"], "num_frames 5, and this run has 9"),
+        (["--dtype", "bfloat16"], "dtype float32, and this run has bfloat16"),
+    ):
+        capsys.readouterr()
+        assert batch.main([*arguments, *change]) == 2
+        assert difference in capsys.readouterr().err
+    without_steps = [argument for argument in arguments if argument not in ("--steps", "1")]
+    assert batch.main(without_steps) == 2
+    assert "num_inference_steps 1, and this run has 4" in capsys.readouterr().err
+    made = lines_of(tmp_path / "out")
+    assert batch.main([*arguments, "--fps", "16", "--sigma-max", str(made[0]["settings"]["sigma_max"])]) == 0
+    assert lines_of(tmp_path / "out") == made
+
+
 def test_a_folder_has_videos_of_the_same_settings():
     recorded = {"x.mp4": {"settings": {"preset": "exact", "fps": 16}}}
     batch.check_same_settings(Path("videos"), recorded, {"preset": "exact", "fps": 16})
@@ -102,6 +158,14 @@ def test_a_folder_has_videos_of_the_same_settings():
         batch.check_same_settings(Path("videos"), recorded, {"preset": "exact", "fps": 8})
     with pytest.raises(CommandError, match="has videos with recipe None, and this run has rcm"):
         batch.check_same_settings(Path("videos"), recorded, {"preset": "exact", "fps": 16, "recipe": "rcm"})
+
+
+def test_the_patch_is_the_one_of_all_options(arguments, monkeypatch):
+    patched_with = []
+    monkeypatch.setattr(batch, "patch", lambda pipe, config: patched_with.append(config))
+    assert batch.main([*arguments, "--preset", "sparse", "--topk", "0.5"]) == 0
+    (config,) = patched_with
+    assert (config.topk, config.blocks) == (0.5, SLA_BLOCKS)
 
 
 def test_names_tell_prompts_apart():
@@ -119,6 +183,7 @@ def test_names_tell_prompts_apart():
         ({"prompts": "missing.txt"}, "No such file or directory"),
         ({"prompts": "blank.txt"}, "is empty; write a prompt a line"),
         ({"out": "blank.txt"}, "is a file; give a folder"),
+        ({"out": "blank.txt/out"}, "Not a directory"),
         ({"more": ["--seeds", "0"]}, "--seeds 0: give 1 or more"),
         ({"more": ["--preset", "quick"]}, "preset 'quick' is unknown"),
         ({"more": ["--device", "cuda:1"], "processes": 2}, "each process has a GPU of its own"),

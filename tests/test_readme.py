@@ -24,6 +24,13 @@ def test_the_readme_and_the_page_are_rendered_from_the_results():
     assert readme_results.results_page(ROOT / "results") == (ROOT / "results/README.md").read_text()
 
 
+def test_the_page_says_what_wrote_the_files_that_are_of_no_gpu():
+    gpus = {path.name for path in readme_results.result_files(ROOT / "results")}
+    others = {path.name for path in (ROOT / "results").glob("*.json")} - gpus
+    assert others
+    assert [name for name in others if f"`{name}` by `" not in readme_results.INTRODUCTION.replace("\n", " ")] == []
+
+
 @pytest.mark.parametrize("page", ["README.md", "results/README.md", "results/designs.md", "docs/writeup.md"])
 def test_files_that_a_page_names_are_there(page):
     links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text())
@@ -112,7 +119,7 @@ def _video_run(patched, error):
     run = _step_run("wan2.1-1.3b", compiled=0.6, patched=0.5)
     decodes = {"unpatched": (1.8, 0.01), "torch.compile": (1.0, 0.01), "patched": (patched, error)}
     run["variants"] = [variant(name, *each) for name, each in decodes.items()]
-    run["settings"]["output_type"] = "np"
+    run["settings"] |= {"output_type": "np", "num_inference_steps": 2}
     return run
 
 
@@ -128,6 +135,27 @@ def test_whole_videos_are_a_table_of_their_own():
     missed = steps.whole_videos_table({"wan2.1-1.3b-decoded": _video_run(0.61, 0.0106)})
     assert "| 0.40 | **0.61** | 0.05 | 1.11 | 2.95× | **1.64×** |" in missed
     assert "**1.1e-02** |" in missed
+
+
+def test_the_readme_has_a_short_table_of_a_whole_video():
+    steps_run = _step_run("wan2.1-1.3b", compiled=0.6, patched=0.5)
+    assert "whole video" not in steps.short_steps(Path("x.json"), {"wan2.1-1.3b": steps_run})
+    runs = {"wan2.1-1.3b": steps_run, "wan2.1-1.3b-decoded": _video_run(0.61, 0.01)}
+    lines = steps.short_steps(Path("x.json"), runs).splitlines()
+    assert lines[-5].startswith("| a whole video of wan2.1-1.3b, 5×16×32, 2 steps | steps, s | decode, s | output, s |")
+    assert lines[-5].endswith("| total, s | decode over compile | peak memory, GiB |")
+    assert lines[-3:] == [
+        "| eager diffusers | 0.40 | 1.80 | 0.05 | 2.30 | 0.56× | 2.00 |",
+        "| regional torch.compile | 0.40 | 1.00 | 0.05 | 1.50 | 1.00× | 2.00 |",
+        "| patched (exact) | 0.40 | **0.61** | 0.05 | 1.11 | **1.64×** | 2.00 |",
+    ]
+
+
+def test_a_variant_that_was_not_run_says_so():
+    run = _step_run("wan2.1-1.3b", compiled=0.6, patched=0.5)
+    run["settings"]["preset"] = "quantized"
+    table = steps.short_steps(Path("x.json"), {"wan2.1-1.3b": _step_run("x", 0.6, 0.5), "8-bit": run})
+    assert "| 600 | not run | not run | 500 |" in table
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(0.257, "257.0 (1.008× without"), (0.27, "270.0 (**1.059×** without")])

@@ -1,5 +1,6 @@
 """What the README says in words: its length, its links, and that its code runs."""
 
+import json
 import re
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from diffusers import WanPipeline
 import turbo_rcm_patch as trp
 from tests import lora_files
 from tests.tiny_wan import tiny_wan_pipeline
+from turbo_rcm_patch.bench.cases import CASES
+from turbo_rcm_patch.bench.fits import fits
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -23,6 +26,20 @@ def test_links_lead_somewhere():
     links = re.findall(r"\]\(([^)#]+)\)", README)
     assert links
     assert [link for link in links if not link.startswith("https:") and not (ROOT / link).exists()] == []
+
+
+def test_the_memory_is_what_info_says(tmp_path):
+    found = {}
+    for name in ("wan2.1-1.3b", "wan2.2-5b", "wan2.1-14b"):
+        (tmp_path / "config.json").write_text(
+            json.dumps({"_class_name": "WanTransformer3DModel", **CASES[name].transformer})
+        )
+        found[name.split("-")[1].upper()] = fits(tmp_path)[0]  # in bf16, exact
+    words = " ".join(README.split())
+    for size, fit in found.items():
+        assert f"{fit.weights / 1e9:.0f} GB for {size}" in words
+    at_480p, at_720p = found["1.3B"].steps[480, 832, 81], found["14B"].steps[720, 1280, 81]
+    assert f"about {at_480p / 1e9:.0f} GB for 1.3B at 480p and {at_720p / 1e9:.0f} GB for 14B at 720p" in words
 
 
 @pytest.fixture

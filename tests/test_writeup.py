@@ -65,6 +65,23 @@ def test_what_was_not_measured_is_left_out_and_what_was_comes_in():
     assert "speed-accuracy.png" not in text
 
 
+def test_the_exact_tier_may_err_a_little_more_than_the_unpatched_model():
+    rows = [
+        [cell.strip() for cell in row.split("|")[1:-1]] for row in measured.accuracy_table(RESULTS["runs"]).split("\n")
+    ]
+    eager, compiled, patched = rows[2:5]
+    assert (eager[1], patched[1]) == ("eager diffusers", "patched (exact)")
+    assert [row[3] for row in (eager, compiled)] == ["", ""]
+    assert float(patched[3]) == pytest.approx(1.05 * float(eager[2]), rel=0.05)
+    assert "as much as the unpatched model" in " ".join(writeup.text_of(RESULTS, TEMPLATE).split())
+
+
+def test_rows_of_two_gpus_are_not_of_one():
+    text = " ".join(writeup.text_of(RESULTS, TEMPLATE).split())
+    assert ", 2 GPUs |" in text
+    assert 'in rows with "2 GPUs" on two' in text
+
+
 def test_the_quantized_tier_comes_into_the_plot_when_it_was_measured():
     runs = copy.deepcopy(RESULTS["runs"])
     quantized = copy.deepcopy(runs["compare"])

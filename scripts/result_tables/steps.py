@@ -30,11 +30,17 @@ VIDEOS_HEADER = (
     "output, s",
     "total, s",
     "decode over eager",
-    "over compile",
+    "decode over compile",
     "targets",
     "peak memory, GiB",
     "rel. L2 of decoding to fp32",
 )
+# The README's of them.
+SHORT_VIDEO_COLUMNS = (
+    *("variant", "steps, s", "decode, s", "output, s", "total, s"),
+    *("decode over compile", "peak memory, GiB"),
+)
+SHORT_VIDEO = "wan2.1-1.3b-decoded"  # the run that the README shows
 SHORT_STEPS_HEADER = ("one step of", "eager, ms", "compile, ms", "patched, ms", "over compile", "memory over compile's")
 SHORT_QUANTIZED_HEADER = (
     "one step of, 8 bits",
@@ -84,7 +90,8 @@ def steps_table(runs: dict) -> str:
 
 
 def short_steps(path: Path, runs: dict) -> str:
-    """The README's table: a row per real model; empty without one. Its chart is beside it."""
+    """The README's tables: steps, a row per real model, and a whole video; empty without a model. The steps' chart is
+    beside them."""
     rows = [short_step_row(name, run) for name, run in real_models(runs, "exact").items()]
     if not rows:
         return ""
@@ -94,6 +101,8 @@ def short_steps(path: Path, runs: dict) -> str:
     quantized = [_short_quantized_row(name, run) for name, run in real_models(runs, "quantized").items()]
     if quantized:
         tables.append(table_of(SHORT_QUANTIZED_HEADER, quantized))
+    if SHORT_VIDEO in runs:
+        tables.append(short_video_table(SHORT_VIDEO, runs[SHORT_VIDEO]))
     return "\n\n".join((f"\n{environment['gpu']}, {versions(environment)}.", chart, "\n".join(tables)))
 
 
@@ -111,7 +120,7 @@ def _short_quantized_row(name: str, run: dict) -> list[str]:
 
 def _short_milliseconds(run: dict, variants: Sequence[str]) -> Iterator[str]:
     steps = {variant["name"]: milliseconds(variant) for variant in run["variants"]}
-    return (f"{steps[name]:.0f}" if name in steps else "" for name in variants)
+    return (f"{steps[name]:.0f}" if name in steps else "not run" for name in variants)
 
 
 def _over_compile(name: str, run: dict) -> str:
@@ -166,6 +175,16 @@ def whole_videos_table(runs: dict) -> str:
         "speed-ups of decoding over eager and over compile, whose decoder is compiled too, and seconds:\n\n"
         + table_of(VIDEOS_HEADER, rows)
     )
+
+
+def short_video_table(name: str, run: dict) -> str:
+    """A row per variant, of the long table's columns those that the README has."""
+    columns = [VIDEOS_HEADER.index(column) for column in SHORT_VIDEO_COLUMNS]
+    header = [
+        f"a whole video of {model_of(run)}, {run['settings']['num_inference_steps']} steps",
+        *SHORT_VIDEO_COLUMNS[1:],
+    ]
+    return table_of(header, ([row[column] for column in columns] for row in _video_rows(name, run)))
 
 
 def _video_rows(name: str, run: dict) -> Iterator[list[str]]:

@@ -41,6 +41,9 @@ def test_the_shapes_of_a_folder(tmp_path):
     )
     with pytest.raises(ValueError, match="holds no transformer"):
         shapes_of_folder(tmp_path / "none")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"config\.json has no num_attention_heads and no ffn_dim, as those of Wan"):
+        shapes_of_folder(tmp_path)
 
 
 @pytest.mark.parametrize("case", list(cases(SMALL)), ids=lambda case: case.name)

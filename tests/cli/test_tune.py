@@ -1,6 +1,8 @@
 """`turbo-rcm tune`: what it keeps, for whom it counts, and what takes it away. Times are injected."""
 
 import json
+import pwd
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from turbo_rcm_patch.kernels import measured, measured_on, tuned, why_torch
 from turbo_rcm_patch.kernels.measured import OPS
 
 GPU, CUDA = "NVIDIA GeForce RTX 4090", torch.device("cuda")
+get_device_name = torch.cuda.get_device_name
 SHAPES = Shapes("small", 2, 16, 40, 70, [(2, 3, 4, 8, 8, 3, 3, 1, 1)])
 
 
@@ -75,6 +78,21 @@ def test_it_goes_before_what_ships(next_process, monkeypatch):
     assert measured_on("linear_gelu", CUDA) == "NVIDIA H200"
 
 
+@pytest.mark.parametrize("ours", [2.0, 4.0])
+def test_a_traced_model_chooses_by_it_too(next_process, monkeypatch, ours):
+    monkeypatch.setattr(torch.cuda, "get_device_name", get_device_name)  # torch.compile knows it, not its substitute
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name=GPU))
+    keep(SHAPES, GPU, (8, 9), timed(linear_gelu=ours))
+    next_process()
+
+    def takes_ours(x):
+        return x + (why_torch("linear_gelu", CUDA, torch.bfloat16) is None)
+
+    torch.compiler.reset()
+    compiled = torch.compile(takes_ours, fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(1)).item() == (ours < 3)
+
+
 def test_it_counts_for_its_gpu_and_versions_alone(next_process, monkeypatch):
     keep(SHAPES, GPU, (8, 9), timed())
     monkeypatch.setattr(tuned.triton, "__version__", "9.9")
@@ -110,11 +128,28 @@ def test_reset_forgets_it(next_process, cache, capsys):
 def test_a_file_that_cannot_be_read_is_left_out(next_process, cache, caplog):
     keep(SHAPES, GPU, (8, 9), timed())
     (file,) = (cache / "tuned").iterdir()
-    for content in ("{", "[]", '{"versions": 1}', file.read_text().replace('"ours"', '"theirs"')):
+    kept = file.read_text()
+    wrong_rows = kept.replace('"ours"', '"theirs"'), kept.replace(": 2.0", ': "2"'), kept.replace('"attention"', "[]")
+    for content in ("{", "[]", '{"versions": 1}', *wrong_rows):
         file.write_text(content)
         next_process()
         assert why_torch("attention", CUDA, torch.bfloat16) == "not measured on sm_89"
-    assert caplog.text.count("run turbo-rcm tune again") == 3  # what is of other versions is no fault
+    assert caplog.text.count("run turbo-rcm tune again") == 5  # what is of other versions is no fault
+
+
+def test_what_cannot_be_removed_is_one_line(cache, capsys):
+    (cache / "tuned" / "folder.json").mkdir(parents=True)
+    assert "--reset: " in error_of(capsys, "tune", "--reset")
+
+
+def test_without_a_home_the_package_can_be_imported(monkeypatch):
+    def unknown(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for name in (tuned.CACHE, "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert tuned.read_tuned() == {}
 
 
 @pytest.mark.parametrize(

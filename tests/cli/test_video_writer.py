@@ -3,6 +3,7 @@
 import threading
 
 import imageio.v3 as iio
+import imageio_ffmpeg
 import numpy as np
 import pytest
 import torch
@@ -76,6 +77,20 @@ def test_what_cannot_be_written_is_an_error(tmp_path):
         writer.send(grey(1, 80))
         with pytest.raises(CommandError, match="cannot write"):
             writer.finish(1)
+
+
+def test_a_disk_that_fills_after_the_last_frame_is_an_error(tmp_path, monkeypatch):
+    """ffmpeg keeps these frames to itself until the pipe is closed; then the file is not allowed to grow."""
+    out, limited = tmp_path / "out", tmp_path / "ffmpeg"
+    out.mkdir()
+    limited.write_text(f'#!/bin/bash\nulimit -f 1\ntrap "" XFSZ\nexec "{imageio_ffmpeg.get_ffmpeg_exe()}" "$@"\n')
+    limited.chmod(0o755)
+    monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(limited))
+    with VideoWriter(out / "noise.mp4", fps=8) as writer:
+        writer.send(torch.rand(8, 3, 32, 48))
+        with pytest.raises(CommandError, match=r"cannot write .*noise.mp4: ffmpeg wrote 0 of 8 frames"):
+            writer.finish(8)
+    assert list(out.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["wan 2.1", "residual"])

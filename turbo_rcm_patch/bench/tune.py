@@ -52,11 +52,15 @@ def shapes_of_case(name: str, size: Size = (None, None, None)) -> Shapes:
 
 def shapes_of_folder(folder: Path, size: Size = (None, None, None)) -> Shapes:
     """The shapes of a pipeline's or a transformer's folder, by its configs; the usual size is taken to be 480x832, 81
-    frames. Raises ValueError for a folder that holds no transformer."""
+    frames. Raises ValueError for a folder that holds no transformer, or not one of Wan's kind."""
     transformer = next(iter(component_folders(folder).values()))
+    config = read_config(transformer)
+    missing = [name for name in ("num_attention_heads", "ffn_dim") if name not in config]
+    if missing:
+        raise ValueError(f"{transformer / 'config.json'} has no {' and no '.join(missing)}, as those of Wan models do.")
     vae = transformer.parent / "vae"
     vae_config = read_config(vae) if (vae / "config.json").is_file() else {}
-    return _shapes(str(folder), read_config(transformer), vae_config, size, (480, 832, 81))
+    return _shapes(str(folder), config, vae_config, size, (480, 832, 81))
 
 
 def _shapes(model: str, transformer: Mapping, vae: Mapping, size: Size, usual: tuple[int, int, int]) -> Shapes:

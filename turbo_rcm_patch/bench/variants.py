@@ -111,17 +111,18 @@ class _CompiledBlocks:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
+        strides = {module: module.weight.stride() for module in self._convolutions()}
         try:
             if not self._compiled:
                 self._compile()
             for module, compiled_call in self._compiled.items():
                 module._compiled_call_impl = compiled_call
-            self._lay_out(channels_last=True)
+            self._to_channels_last()
             yield
         finally:
             for module in self._modules():
                 module._compiled_call_impl = None
-            self._lay_out(channels_last=False)
+            _restride(strides)
 
     def _compile(self) -> None:
         for model in self._models:
@@ -135,13 +136,23 @@ class _CompiledBlocks:
     def _modules(self) -> Iterator[nn.Module]:
         return (module for model in filter(None, (*self._models, self._decoder)) for module in model.modules())
 
-    def _lay_out(self, *, channels_last: bool) -> None:
-        """Bring the weights of the decoder's convolutions into a memory format."""
-        for module in self._decoder.modules() if self._decoder is not None else ():
-            if isinstance(module, (nn.Conv2d, nn.Conv3d)):
-                last = torch.channels_last if isinstance(module, nn.Conv2d) else torch.channels_last_3d
-                memory_format = last if channels_last else torch.contiguous_format
-                module.weight.data = module.weight.data.contiguous(memory_format=memory_format)
+    def _convolutions(self) -> Iterator[nn.Module]:
+        modules = self._decoder.modules() if self._decoder is not None else ()
+        return (module for module in modules if isinstance(module, (nn.Conv2d, nn.Conv3d)))
+
+    def _to_channels_last(self) -> None:
+        for module in self._convolutions():
+            last = torch.channels_last if isinstance(module, nn.Conv2d) else torch.channels_last_3d
+            module.weight.data = module.weight.data.contiguous(memory_format=last)
+
+
+def _restride(strides: dict[nn.Module, tuple[int, ...]]) -> None:
+    """Lay weights out anew with these strides. The old tensors are not kept for it: they would count as memory."""
+    for module, stride in strides.items():
+        weight = module.weight.data
+        if weight.stride() != stride:
+            empty = torch.empty_strided(weight.shape, stride, dtype=weight.dtype, device=weight.device)
+            module.weight.data = empty.copy_(weight)
 
 
 def allocated(device: torch.device) -> int:

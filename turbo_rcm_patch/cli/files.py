@@ -114,8 +114,24 @@ def write_video(path: Path, pieces: Iterable[np.ndarray], fps: int) -> None:
     """Write frames, uint8 in pieces of [n, H, W, 3], as an mp4. ffmpeg encodes a piece while the next one is made."""
     import imageio.v2 as imageio
 
+    frames = 0
     quality = 5  # as diffusers' export_to_video has it
-    with replacing(path) as temporary, imageio.get_writer(temporary, fps=fps, quality=quality) as writer:
-        for piece in pieces:
-            for frame in piece:
-                writer.append_data(frame)
+    with replacing(path) as temporary:
+        with imageio.get_writer(temporary, fps=fps, quality=quality) as writer:
+            for piece in pieces:
+                for frame in piece:
+                    writer.append_data(frame)
+                frames += len(piece)
+        _check_frames(temporary, frames)
+
+
+def _check_frames(path: Path, frames: int) -> None:
+    """Raise OSError unless a video has so many frames: imageio does not tell that ffmpeg failed after the last one."""
+    import imageio_ffmpeg
+
+    try:
+        found, _ = imageio_ffmpeg.count_frames_and_secs(path)
+    except RuntimeError:  # no video at all
+        found = 0
+    if found != frames:
+        raise OSError(f"ffmpeg wrote {found} of {frames} frames")

@@ -27,7 +27,10 @@ DEFAULT_CONFIG = "wan2.1-1.3b"
 def tune(arguments: argparse.Namespace) -> int:
     """Measure, show, keep; or with --reset forget. Raises CommandError where there is no GPU to measure on."""
     if arguments.reset:
-        lines = [f"removed {path}" for path in forget_tuned()]
+        try:
+            lines = [f"removed {path}" for path in forget_tuned()]
+        except OSError as error:
+            raise CommandError(f"--reset: {error}; remove it by hand, or mend who may write there.") from error
         print(*lines, "the patch chooses by the measurements that ship with the package", sep="\n")
         return 0
     shapes = _shapes(arguments)

@@ -68,10 +68,15 @@ def measured_on(op: str, device: torch.device) -> str | None:
 
 def _verdict_on(op: str, device: torch.device) -> Verdict | None:
     if _TUNED:
-        verdict = _TUNED.get((op, torch.cuda.get_device_name(device)))
+        verdict = _TUNED.get((op, _name_of(device)))
         if verdict is not None:
             return verdict
     return _VERDICTS.get((op, tuple(torch.cuda.get_device_capability(device))))
+
+
+@torch.compiler.assume_constant_result  # torch.compile calls it, and traces no string
+def _name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)
 
 
 def tuned_verdicts() -> dict[tuple[str, str], Verdict]:

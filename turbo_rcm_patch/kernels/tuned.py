@@ -24,10 +24,9 @@ BY_TUNE = "by turbo-rcm tune"
 
 def tuned_folder() -> Path:
     """Where the files are: TURBO_RCM_PATCH_CACHE, or turbo_rcm_patch in the user's cache folder."""
-    named = os.environ.get(CACHE)
-    return (
-        Path(named or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "turbo_rcm_patch") / "tuned"
-    )
+    # Not Path.expanduser, which raises where nobody knows the home folder, as in some containers.
+    caches = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return Path(os.environ.get(CACHE) or Path(caches, "turbo_rcm_patch"), "tuned")
 
 
 def versions() -> dict[str, str]:
@@ -47,15 +46,23 @@ def read_tuned() -> dict[str, list[dict]]:
         try:
             measured = json.loads(path.read_text(encoding="utf-8"))
             if measured["versions"] == versions():
-                rows = [{key: row[key] for key in ("op", "ours", "rival")} for row in measured["rows"]]
-                found[measured["gpu"]] = rows
+                found[measured["gpu"]] = list(map(_row, measured["rows"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("%s is left out, because it cannot be read (%r); run turbo-rcm tune again.", path, error)
     return found
 
 
+def _row(row: dict) -> dict:
+    """What measured.py takes of a row. Raises ValueError where it is none."""
+    op, ours, rival = row["op"], row["ours"], row["rival"]
+    if not isinstance(op, str) or not all(time is None or isinstance(time, (int, float)) for time in (ours, rival)):
+        raise ValueError(f"{row} is no row")
+    return {"op": op, "ours": ours, "rival": rival}
+
+
 def forget_tuned() -> list[Path]:
-    """Remove what was measured, with any version; returns the files that were there."""
+    """Remove what was measured, with any version; returns the files that were there. Raises OSError for one that
+    cannot be removed."""
     files = sorted(tuned_folder().glob("*.json"))
     for path in files:
         path.unlink()
