@@ -21,7 +21,7 @@ from result_tables.ops import (
     traffic_table,
 )
 from result_tables.steps import short_steps, steps_table, whole_videos_table
-from result_tables.tiny_model import SPARSE, TRAINING, evaluated, short_evaluation, sparse_table
+from result_tables.tiny_model import LORA, SPARSE, TRAINING, evaluated, lora_table, short_evaluation, sparse_table
 from writeup import write as write_writeup
 
 from turbo_rcm_patch.bench.block_sparsity import block_sparsity_page
@@ -37,9 +37,10 @@ BLOCK_SPARSITY = "block-sparse-tiny.json"  # of scripts/measure_block_sparsity.p
 INTRODUCTION = """# Results
 
 All of this page is written by `python scripts/readme_results.py`, from the JSON files beside it; those are written by
-`python scripts/gpu_session.py --results results`, but for four: `training.json` by `train_embedded.py`,
-`block-sparse-tiny.json` by `measure_block_sparsity.py`, `sparse-tiny.json` by `evaluate_sparse.py` and
-`conversion.json` by `benchmark_conversion.py`. What missed its target is bold. `designs.md` tells what was tried.
+`python scripts/gpu_session.py --results results`, but for five: `training.json` by `train_embedded.py`,
+`block-sparse-tiny.json` by `measure_block_sparsity.py`, `sparse-tiny.json` by `evaluate_sparse.py`, `lora-tiny.json` by
+`train_lora.py` and `conversion.json` by `benchmark_conversion.py`. What missed its target is bold. `designs.md` tells
+what was tried.
 """
 
 
@@ -56,7 +57,7 @@ def main() -> int:
 
 def result_files(folder: Path) -> list[Path]:
     """The results of each GPU."""
-    others = (TRAINING, CONVERSION, BLOCK_SPARSITY, SPARSE)
+    others = (TRAINING, CONVERSION, BLOCK_SPARSITY, SPARSE, LORA)
     return [path for path in sorted(folder.glob("*.json")) if path.name not in others]
 
 
@@ -80,6 +81,8 @@ def results_page(folder: Path) -> str:
         parts.append(block_sparsity_page(json.loads((folder / BLOCK_SPARSITY).read_text()), BLOCK_SPARSITY))
     if (folder / SPARSE).exists():
         parts.append(sparse_table(json.loads((folder / SPARSE).read_text())))
+    if (folder / LORA).exists():
+        parts.append(lora_table(json.loads((folder / LORA).read_text())))
     return "\n".join(filter(None, parts))
 
 

@@ -38,8 +38,8 @@ RANK, LINEARS = 8, ("to_q", "to_k", "to_v", "to_out.0")
 BATCH, LEARNING_RATE, UPDATES = 2, 2e-3, 60
 STEPS = 4  # of the sampler
 VIDEOS_AT_ONCE = 8
-WITHOUT, UNPATCHED = "without the LoRA", "with it, unpatched"
-TIERS = {"with it, exact": "exact", "with it, quantized": "quantized"}
+WITHOUT, UNPATCHED = "without it, unpatched", "with it, unpatched"
+TIERS = {"with it, patched (exact)": "exact", "with it, patched (quantized)": "quantized"}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -268,6 +268,20 @@ def test_what_sparsity_costs_becomes_a_table_of_a_row_per_kept_share(tmp_path):
     assert "| SLA | 15 % | 50.0 ± 2.1 | 17.89 | 75.0 ± 2.1 | 20.00 |" in page
 
 
+def test_what_the_judge_sees_of_a_lora_becomes_a_table(tmp_path):
+    environment = {"gpu": None, "torch": "2.13", "triton": "3.9", "diffusers": "0.42", "commit": "0123456789abcdef"}
+    rows = [
+        {"variant": "with it, unpatched", "colour": 0.9375, "asked": 0.0, "psnr": None},
+        {"variant": "with it, patched (exact)", "colour": 0.9375, "asked": 0.0, "psnr": 81.25},
+    ]
+    settings = {"n": 16, "colour": "red", "rank": 8, "steps": 4}
+    content = {"settings": settings, "training": {"updates": 60, "seconds": 61.7}, "environment": environment}
+    (tmp_path / "lora-tiny.json").write_text(json.dumps({**content, "results": rows}))
+    page = readme_results.results_page(tmp_path)
+    assert "60 updates in 62 s" in page
+    assert "| with it, patched (exact) | 93.8 | 0.0 | 81.25 |" in page
+
+
 def test_ops_become_a_table_that_marks_what_is_missed():
     def timing(milliseconds, error):
         return {"milliseconds": milliseconds, "error": error}

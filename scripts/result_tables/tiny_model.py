@@ -6,6 +6,7 @@ from .cells import decibels, percent, table_of, versions
 
 TRAINING = "training.json"
 SPARSE = "sparse-tiny.json"  # of scripts/evaluate_sparse.py, which needs none either
+LORA = "lora-tiny.json"  # of scripts/train_lora.py, nor does that
 
 ACCURACY_TARGETS = {2: 0.9, 4: 0.95}  # overall prompt accuracy of the embedded model, by steps
 
@@ -69,6 +70,25 @@ def sparse_table(results: dict) -> str:
         f"{queries} queries and {keys} keys. Block sparse: softmax attention to the kept blocks, with the dense "
         "model's weights; SLA: the weights that `scripts/train_sparse.py` fine-tuned, with the linear branch. "
         f"{environment['gpu'] or 'On a CPU'}, {versions(environment)}. File: `{SPARSE}`.\n\n" + table_of(header, lines)
+    )
+
+
+def lora_table(results: dict) -> str:
+    """What the judge sees of a LoRA for the embedded model, patched and unpatched."""
+    settings, environment, training = results["settings"], results["environment"], results["training"]
+    colour = settings["colour"]
+    rows = [
+        [row["variant"], percent(row["colour"]), percent(row["asked"]), decibels(row["psnr"])]
+        for row in results["results"]
+    ]
+    return (
+        "## A LoRA on the tiny model\n\n"
+        f"`scripts/train_lora.py` trains a LoRA of rank {settings['rank']} that paints every shape {colour}: "
+        f"{training['updates']} updates in {training['seconds']:.0f} s. Of the shapes of {settings['n']} held-out "
+        f"captions that ask for another colour, the judge sees so many % in {colour}, and in the colour that was asked "
+        f"for; the PSNR is that of the frames to the unpatched ones with the LoRA. {settings['steps']} steps, "
+        f"{environment['gpu'] or 'on a CPU'}, {versions(environment)}. File: `{LORA}`.\n\n"
+        + table_of(["the LoRA", f"{colour}, %", "as asked, %", "PSNR, dB"], rows)
     )
 
 
