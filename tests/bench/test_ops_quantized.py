@@ -104,8 +104,7 @@ def test_structured_values_are_like_a_models():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_with_graphs_and_compiled_rivals():
-    device = torch.device("cuda")
-    for name, build in SMALL.items():
-        result = run_case(OpCase(name, build, {}, QUANTIZED), device, copy_bandwidth=1e12, rounds=3)
-        assert result.best is not None, ops_table([result])
+@pytest.mark.parametrize("name", SMALL)
+def test_on_a_gpu_with_graphs_and_compiled_rivals(name):
+    result = run_case(OpCase(name, SMALL[name], {}, QUANTIZED), torch.device("cuda"), copy_bandwidth=1e12, rounds=3)
+    assert result.best is not None, ops_table([result])
