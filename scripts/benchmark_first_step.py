@@ -1,8 +1,8 @@
-"""How long the first patched step takes: with an empty Triton cache, and in a second process that finds it filled.
+"""How long the first patched step and decode take: with an empty Triton cache, and in a process that finds it filled.
 
     python scripts/benchmark_first_step.py --config wan2.1-1.3b --json first-step.json
 
-Each process runs an unpatched step first, so that what PyTorch itself loads and sets up does not count.
+Each process runs both unpatched first, so that what PyTorch itself loads and sets up does not count.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def run_child(command: list[str], cache: str) -> dict[str, float]:
 
 
 def measure(config: str, frames: int | None) -> dict[str, float]:
-    """Seconds of the first denoising step of three generations by STEPS."""
+    """Seconds of three generations' denoising step, by STEPS, and of their decode, by the same with " decode"."""
     case = CASES[config]
     pipe = build_pipeline(case, torch.bfloat16, torch.device("cuda"))
     use_rcm(pipe)
@@ -63,12 +63,13 @@ def measure(config: str, frames: int | None) -> dict[str, float]:
         "num_frames": frames or case.frames,
         "num_inference_steps": 1,
         "guidance_scale": 1.0,
-        "output_type": "latent",
+        "output_type": "pt",
     }
-    seconds = [timed_generation(pipe, **call).timings.steps[0]]
+    timings = [timed_generation(pipe, **call).timings]
     with patch(pipe):
-        seconds += [timed_generation(pipe, **call).timings.steps[0] for _ in STEPS[1:]]
-    return dict(zip(STEPS, seconds, strict=True))
+        timings += [timed_generation(pipe, **call).timings for _ in STEPS[1:]]
+    steps = {name: timing.steps[0] for name, timing in zip(STEPS, timings, strict=True)}
+    return steps | {f"{name} decode": timing.vae_decode for name, timing in zip(STEPS, timings, strict=True)}
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:

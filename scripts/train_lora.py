@@ -35,7 +35,7 @@ from turbo_rcm_patch.shapes.judge import decode, score
 
 COLOUR = "red"
 RANK, LINEARS = 8, ("to_q", "to_k", "to_v", "to_out.0")
-BATCH, LEARNING_RATE, UPDATES = 2, 2e-3, 60
+BATCH, LEARNING_RATE, UPDATES = 2, 4e-3, 240
 STEPS = 4  # of the sampler
 VIDEOS_AT_ONCE = 8
 WITHOUT, UNPATCHED = "without it, unpatched", "with it, unpatched"

@@ -33,4 +33,5 @@ def test_an_empty_cache_takes_longer_than_a_filled_one(tmp_path, capsys):
     seconds = json.loads(path.read_text())["seconds"]
     assert seconds["empty cache"]["first patched"] > seconds["filled cache"]["first patched"]
     assert seconds["filled cache"]["first patched"] > seconds["filled cache"]["second patched"] > 0
+    assert seconds["empty cache"]["first patched decode"] > seconds["filled cache"]["first patched decode"] > 0
     assert "filled cache" in capsys.readouterr().out

@@ -14,6 +14,7 @@ from turbo_rcm_patch import kernels
 from turbo_rcm_patch.bench.cases import TI2V_5B_VAE
 from turbo_rcm_patch.kernels import aot
 from turbo_rcm_patch.kernels.dispatch import interpreting, meta_is_gpu
+from turbo_rcm_patch.kernels.launch import recorded
 
 FP32 = 1e-5
 # One norm of these is over one channel: a sign, which any rounding of a value near 0 turns round.
@@ -60,6 +61,30 @@ def test_any_number_of_frames_in_chunks_of_any_size(kind, frames, diffusers_deco
     for chunk in (None, 1, 2, 3, 4):
         with trp.patch(vae, trp.PatchConfig(vae_chunk=chunk)):
             assert relative_error(decode(vae, z), expected) <= FP32, chunk
+
+
+def test_the_first_decode_compiles_its_kernels_ahead_and_gives_the_same(monkeypatch):
+    """Once, in a run of the same decode that launches nothing; where autograd records it is left to the next."""
+    from turbo_rcm_patch.patching.families.wan_vae import forward
+
+    vae, z, runs, real = tiny_vae(), tiny_latents(1, 1, 1, 1), [], kernels.compile_ahead
+    expected = decode(vae, z)
+    launched = []
+    monkeypatch.setattr(forward, "_launches_kernels", lambda call: call.config.implementation != "torch")
+    monkeypatch.setattr(kernels, "compile_ahead", lambda run: (runs.append(run), real(run)))
+    with trp.patch(vae, trp.PatchConfig(implementation="triton")):
+        with torch.enable_grad():
+            vae.decode(z.clone().requires_grad_())
+        assert not runs
+        for _ in range(2):
+            assert relative_error(decode(vae, z), expected) <= FP32
+        assert len(runs) == 1
+        with recorded(launched.append), torch.no_grad():
+            runs[0]()
+    assert {launch.kernel.fn.__name__ for launch in launched} >= {"_conv_skip_kernel", "_rms_norm_silu_kernel"}
+    trp.patch(vae, trp.PatchConfig(implementation="torch"))
+    decode(vae, z)
+    assert len(runs) == 1
 
 
 @pytest.mark.parametrize("kind", ["wan 2.1", "residual, growing"])

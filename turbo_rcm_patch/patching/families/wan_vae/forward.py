@@ -6,7 +6,7 @@ Their loops over frames are replaced; the tiles, how they are blended, and what 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from weakref import WeakSet
@@ -16,8 +16,10 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, u
 from diffusers.models.autoencoders.vae import DecoderOutput
 from torch import nn
 
+from .... import kernels
 from ....config import PatchConfig
 from ....plain import is_autocast
+from ...graphs import why_not_recorded
 from ...plan import STATE, Call, active_backend, derivative_of
 from .chunks import frames_at_once
 from .decoder import decoded
@@ -27,12 +29,14 @@ from .plain import why_not_plain_decoder
 @dataclass
 class VaeState:
     """What the patch keeps on a VAE. users: the models that it was patched with. eager: decodes that diffusers' code
-    ran, by reason. receive: gets frames as they are made (`frames_sent_to`)."""
+    ran, by reason. receive: gets frames as they are made (`frames_sent_to`). compiles_ahead: until a decode first comes
+    to where it may."""
 
     config: PatchConfig
     users: WeakSet[nn.Module] = field(default_factory=WeakSet)
     eager: Counter[str] = field(default_factory=Counter)
     receive: Callable[[torch.Tensor], None] | None = None
+    compiles_ahead: bool = True
 
     def __reduce__(self) -> tuple:
         """Copied and pickled without what is of the models that were copied from."""
@@ -135,7 +139,17 @@ def call_for(vae: AutoencoderKLWan, batch: int, positions: int, device: torch.de
 def _parts(vae: AutoencoderKLWan, z: torch.Tensor) -> Iterator[torch.Tensor]:
     """The decoder's output for latents z, some frames after the other."""
     call = call_for(vae, z.shape[0], z.numel() // z.shape[1], z.device, z.dtype)
-    return decoded(vae, z, call, frames_at_once(vae, z, call.config.vae_chunk))
+    frames = frames_at_once(vae, z, call.config.vae_chunk)
+    state = vae_state(vae)
+    if state.compiles_ahead and _launches_kernels(call) and why_not_recorded((z,)) is None:
+        # One after the other the kernels take half a minute. The decoder is plain: nobody notices a run of it.
+        state.compiles_ahead = False
+        kernels.compile_ahead(lambda: deque(decoded(vae, z, call, frames), maxlen=0))
+    return decoded(vae, z, call, frames)
+
+
+def _launches_kernels(call: Call) -> bool:
+    return call.device.type == "cuda" and call.choose()[0] != "torch"
 
 
 def _blend(before: torch.Tensor, frames: torch.Tensor, extent: int, dim: int) -> None:
