@@ -148,7 +148,16 @@ class Products:
 
     def bring_up_to_date(self) -> tuple[int, ...]:
         """Let every product be that of its matrices as they are now; returns where they lie, which a replay reads."""
-        return tuple(sorted(at for product in list(self._known.values()) for at in product.bring_up_to_date()))
+        return tuple(sorted(at for product in self._current() for at in product.bring_up_to_date()))
+
+    def forget(self) -> None:
+        """Prepare all anew at the next use: matrices may have been written to unseen."""
+        for product in list(self._known.values()):
+            product.forget()
+
+    def _current(self) -> list[Product]:
+        """Those of the layers as they are: until it is called again, a block's plan holds those of before a change."""
+        return [product for product in list(self._known.values()) if product.is_current]
 
     def _product(self, linears, adapters, device: torch.device, dtype: torch.dtype) -> Product:
         key = tuple(map(id, linears)), tuple(map(_ids, adapters)), rank_of(adapters), device, dtype

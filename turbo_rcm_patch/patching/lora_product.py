@@ -3,8 +3,9 @@
     down   the A of all adapters, one below the other        read once, however many there are
     up     their scale · B, side by side                     in fp32, and rounded once
 
-They are written anew, in place, when a matrix, a bias or a scale of an adapter has changed: only a write through
-``.data`` of a tensor is not seen. Beside 8-bit weights down has 8 bits as well, which errs as those do.
+They are written anew, in place, when a matrix, a bias or a scale of an adapter has changed. Only a write through a
+tensor's ``.data`` is not seen, as PyTorch does not count it; whoever knows of one calls `Product.forget`. Beside 8-bit
+weights down has 8 bits as well, which errs as those do.
 """
 
 from __future__ import annotations
@@ -69,7 +70,18 @@ class Product:
         self._rank = rank_of(adapters)
         self._prepared: dict[str, torch.Tensor] = {}
         self._seen: list[object] = []
-        self._read: list[object] = []  # kept, so that no other tensor can pass for one of them
+        self._read: list[object] = []  # kept, so that nothing else can pass for one of them, nor for its memory
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this is the product of its layers still: no adapter was deleted, moved or given a rank beyond this."""
+        each = [adapter for adapters in self.adapters for adapter in adapters]
+        there = all(one.name in one.layer.scaling and one.down.device == self._device for one in each)
+        return there and rank_of(self.adapters) == self._rank
+
+    def forget(self) -> None:
+        """Prepare anew at the next use, in the same memory."""
+        self._seen, self._read = [], []
 
     def low_rank(self) -> LowRank:
         """The factors as of now."""
@@ -94,7 +106,7 @@ class Product:
             # Ordinary tensors, which may be written to with and without inference mode.
             with torch.inference_mode(False), torch.no_grad():
                 self._write(dict(self._compute()))
-            self._seen, self._read = seen, read
+            self._seen, self._read = seen, [read, [value.detach() for value in filter(_is_tensor, read)]]
         return [tensor.data_ptr() for tensor in self._prepared.values()]
 
     def _dependencies(self) -> Iterator[torch.Tensor | float]:

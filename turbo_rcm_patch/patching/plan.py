@@ -207,3 +207,8 @@ class BlockState(NamedTuple):
 def state_of(block: nn.Module) -> BlockState:
     """What the patch keeps on a block."""
     return getattr(block, STATE)
+
+
+def shared_of(transformer: nn.Module) -> Shared:
+    """What the patched modules of a transformer share."""
+    return next(state_of(module).shared for module in transformer.modules() if STATE in vars(module))

@@ -13,6 +13,7 @@ from ...plain import hook_on
 from ..block_sparse import layers_attended_exactly
 from ..copying import reduce_ex, refuse_replicas
 from ..journal import bind, slot_below_hooks
+from ..lora_changes import load_lora_adapter
 from ..plan import STATE, BlockState, Plans, Shared
 from ..steps import Steps
 
@@ -89,6 +90,7 @@ class Family:
             *self.attributes(transformer, shared, forwards),
             *copied,
             (transformer, "_replicate_for_data_parallel", bind(refuse_replicas, transformer)),
+            (transformer, "load_lora_adapter", bind(load_lora_adapter, transformer)),
             *((module, "forward", forward) for module, forward in forwards.items()),
         ]
 
