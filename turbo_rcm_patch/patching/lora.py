@@ -8,7 +8,7 @@ layers themselves, as is all under autograd and torch.compile.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from weakref import WeakValueDictionary
 
 import torch
@@ -154,6 +154,11 @@ class Products:
         """Prepare all anew at the next use: matrices may have been written to unseen."""
         for product in list(self._known.values()):
             product.forget()
+
+    def scales_not_read(self, layers: Iterable[nn.Module]) -> dict[nn.Module, dict[str, float | torch.Tensor]]:
+        """The scales of those LoRA layers that no product stands for: calling them computes with numbers."""
+        read = {one.layer for product in self._current() for adapters in product.adapters for one in adapters}
+        return {layer: dict(layer.scaling) for layer in layers if layer not in read}
 
     def _current(self) -> list[Product]:
         """Those of the layers as they are: until it is called again, a block's plan holds those of before a change."""

@@ -74,7 +74,7 @@ class Product:
 
     @property
     def is_current(self) -> bool:
-        """Whether this is the product of its layers still: no adapter was deleted, moved or given a rank beyond this."""
+        """Whether no adapter was deleted, moved to another device, or given a rank for which there is no room."""
         each = [adapter for adapters in self.adapters for adapter in adapters]
         there = all(one.name in one.layer.scaling and one.down.device == self._device for one in each)
         return there and rank_of(self.adapters) == self._rank
