@@ -135,7 +135,7 @@ class Product:
             yield from (("down", low.values), ("scale", low.scale), ("norm", _bound(low, ups)))
             # In units of the weights' rows. The interpreter multiplies bf16 wrongly.
             up = torch.cat([up / weight.scale[:, None] for up, weight in zip(ups, weights, strict=True)])
-            yield "up", up.to(torch.bfloat16 if up.is_cuda else torch.float32)
+            yield "up", up.to(torch.float32 if up.device.type == "cpu" else torch.bfloat16)
         else:
             yield from (("down", down.to(self._dtype)), ("up", torch.cat(ups).to(self._dtype)))
         for i, (linear, adapters) in enumerate(self._each()):
