@@ -167,3 +167,17 @@ def test_what_keys_have_in_common_costs_the_estimate_no_digits():
     actual, exact = (definition.lists(x, y, 1e-9, 32, 16) for x, y in ((q, k), (q.double(), k.double())))
     assert (actual.kept_share - exact.kept_share).abs().max() <= 0.05
     assert relative_error(actual.left, exact.left) <= 0.1
+
+
+@pytest.mark.parametrize("mass", [MASS, 1.0])
+@pytest.mark.parametrize("spoiled", ["q", "q k v"])
+def test_nan_comes_out_where_dense_attention_gives_it(mass, spoiled):
+    """Of a query in its own row, here with the others of its block; of a key in every row of its head."""
+    tensors = dict(zip("qkv", inputs(1, 77, 2, 16), strict=True))
+    for name in spoiled.split():
+        tensors[name][0, 40, 0] = torch.nan
+    dense = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in tensors.values())).transpose(1, 2)
+    actual = definition.block_sparse_attention(**tensors, mass=mass, block_q=32, block_k=16)
+    assert actual.isnan()[dense.isnan()].all()
+    spared = actual[:, :, 1] if spoiled == "q k v" else actual[:, :32]
+    assert not spared.isnan().any()

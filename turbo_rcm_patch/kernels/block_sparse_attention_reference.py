@@ -94,7 +94,7 @@ def keep(shares: torch.Tensor, mass: float, block_q: int, block_k: int) -> Lists
     ordered = shares.double().sort(-1, descending=True).values
     before = ordered.cumsum(-1) - ordered
     needed = (before < mass * ordered.sum(-1, keepdim=True)).sum(-1, keepdim=True)
-    kept = shares.double() >= ordered.gather(-1, needed - 1)
+    kept = shares.double() >= ordered.gather(-1, needed.clamp_min(1) - 1)  # of NaN none is needed
     kept = kept | _own_blocks(*shares.shape[2:], block_q, block_k, shares.device) | (mass == 1)
     left = shares.masked_fill(kept, 0)
     block_map = (~kept).int().sort(stable=True, dim=-1).indices.int()
