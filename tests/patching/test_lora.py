@@ -202,6 +202,19 @@ def test_matrices_are_exchanged(how, decided):
     assert relative_error(assert_same(patched, plain), before) > 0.1
 
 
+def test_data_is_exchanged_twice_between_two_calls():
+    """The second time its memory may lie where that of the first call lay."""
+    patched, plain, _ = make_pair()
+    for _ in range(3):
+        assert_same(patched, plain)
+        for model in (patched, plain):
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.data = parameter.data * 2
+                    parameter.data = parameter.data / 3
+    assert_same(patched, plain)
+
+
 def test_in_and_out_of_inference_mode():
     patched, plain, _ = make_pair()
     with torch.inference_mode():
@@ -249,6 +262,29 @@ def test_a_hook_on_a_matrix_runs():
         layer.lora_B["first"].register_forward_hook(lambda module, args, output: 3 * output)
     assert_same(patched, plain)
     assert "LoRA layer: torch hook (1)" in patch.summary()
+
+
+def test_a_hook_on_a_layer_runs():
+    """On what peft put around the linear, which is read past otherwise."""
+    patched, plain, patch = make_pair()
+    for model in (patched, plain):
+        model.blocks[0].attn1.to_out[0].register_forward_hook(lambda module, args, output: 3 * output)
+    assert_same(patched, plain)
+    assert "LoRA layer: torch hook (1)" in patch.summary()
+    assert len(lora_rows(patch)) == len(STEPS) - 1
+
+
+@pytest.mark.parametrize("tier", ["exact", "quantized"])
+def test_a_bias_on_a_first_matrix_is_added(tier):
+    """peft makes none."""
+    patched, plain, patch = make_pair(tier)
+    before = output_of(plain)
+    for model in (patched, plain):
+        model.blocks[0].ffn.net[2].lora_A["first"].bias = nn.Parameter(torch.full((4,), 5.0))
+    after = output_of(plain)
+    assert relative_error(after, before) > QUANTIZED.limits.step
+    assert relative_error(output_of(patched), after) <= (1e-5 if tier == "exact" else QUANTIZED.limits.step)
+    assert "LoRA layer: bias of a lora_A (1)" in patch.summary()
 
 
 def test_training_gradients():

@@ -32,6 +32,7 @@ def why_not_inside(layer: nn.Module) -> str | None:
         variant, dropout = getattr(layer, "lora_variant", {}).get(name), layer.lora_dropout[name]
         reason = reason or (None if variant is None else type(variant).__name__)
         reason = reason or next(filter(None, (why_not_plain(m, nn.Linear) for m in _matrices(layer, name))), None)
+        reason = reason or ("bias of a lora_A" if _matrices(layer, name)[0].bias is not None else None)
         reason = reason or hook_on(dropout) or ("dropout" if dropout.training and type(dropout) is nn.Dropout else None)
     return reason or ("fan_in_fan_out" if layer.fan_in_fan_out else None)
 
