@@ -1,10 +1,13 @@
 """The definition of block-sparse attention against its formulas written out with whole matrices, in fp64."""
 
 import itertools
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.oracle import relative_error
 from turbo_rcm_patch.kernels import block_sparse_attention, kept_share, quantize_qkv
@@ -158,6 +161,31 @@ def test_some_queries_at_a_time(monkeypatch):
     expected = definition.block_sparse_attention(q, k, v, MASS, 32, 16)
     monkeypatch.setattr(definition, "SCORES", 1)
     torch.testing.assert_close(definition.block_sparse_attention(q, k, v, MASS, 32, 16), expected)
+
+
+class PeakMemory(TorchDispatchMode):
+    """Bytes of the memory that ops gave results in and that somebody still held, at the worst."""
+
+    def __init__(self):
+        super().__init__()
+        self.peak, self._held = 0, {}
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        output = op(*args, **kwargs or {})
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self._held[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._held.pop, storage._cdata, None)
+        self.peak = max(self.peak, sum(self._held.values()))
+        return output
+
+
+def test_the_estimate_keeps_two_matrices_at_a_time():
+    pooled_q, pooled_k = (torch.empty(1, 40, 1182, 128, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    with PeakMemory() as memory:
+        definition.estimate(pooled_q, pooled_k, 0.1, 75600, 128, 128)
+    assert 1.9 <= memory.peak / (40 * 1182**2 * 2) <= 2.2
 
 
 def test_what_keys_have_in_common_costs_the_estimate_no_digits():
