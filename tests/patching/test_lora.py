@@ -7,6 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
@@ -233,6 +234,25 @@ def test_each_kind_of_call_shares_what_was_prepared():
         patched(**{**inputs, "hidden_states": inputs["hidden_states"][:, :, :1]})
     assert addresses(patched) == before
     assert len(before) == 2 * len(STEPS)
+
+
+@pytest.mark.parametrize("tier", ["exact", "quantized"])
+@pytest.mark.parametrize("moved", [lambda model: model, lambda model: nn.ModuleList([model])])
+def test_nothing_that_was_prepared_stays_behind_when_the_model_moves(tier, moved):
+    patched, _, _ = make_pair(tier)
+    output_of(patched)
+    products = state_of(patched.blocks[0]).shared.products
+    before = addresses(patched)
+    moved(patched).to("cpu")  # where it is
+    assert addresses(patched) == before
+    tensors = [t for product in products._known.values() for t in product._prepared.values()]
+    tensors += [parameter for name, parameter in patched.named_parameters() if "lora_" in name]
+    memory = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+    del tensors
+    moved(patched).to("meta")
+    gc.collect()
+    assert len(memory) > 4 * len(STEPS)
+    assert all(one.expired() for one in memory)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -156,6 +156,11 @@ class Products:
         for product in list(self._known.values()):
             product.forget()
 
+    def release_moved(self) -> None:
+        """Give the memory of those back whose matrices have left their device, as when a model is offloaded."""
+        for product in list(self._known.values()):
+            product.release_if_moved()
+
     def scales_not_read(self, layers: Iterable[nn.Module]) -> dict[nn.Module, dict[str, float | torch.Tensor]]:
         """The scales of those LoRA layers that no product stands for: calling them computes with numbers."""
         read = {one.layer for product in self._current() for adapters in product.adapters for one in adapters}

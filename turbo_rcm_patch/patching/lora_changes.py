@@ -13,3 +13,10 @@ def load_lora_adapter(self: nn.Module, *args: object, **options: object) -> None
         type(self).load_lora_adapter(self, *args, **options)
     finally:
         shared_of(self).products.forget()
+
+
+def apply_to_tensors(self: nn.Module, *args: object, **options: object) -> nn.Module:
+    """nn.Module's ``_apply``, by which a model moves, as offloading does it: nothing prepared stays behind."""
+    type(self)._apply(self, *args, **options)
+    shared_of(self).products.release_moved()
+    return self

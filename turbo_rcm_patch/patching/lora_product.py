@@ -83,6 +83,12 @@ class Product:
         """Prepare anew at the next use, in the same memory."""
         self._seen, self._read = [], []
 
+    def release_if_moved(self) -> None:
+        """Give all memory back where the matrices have left the device that they were prepared on."""
+        if any(adapter.down.device != self._device for adapters in self.adapters for adapter in adapters):
+            self._prepared = {}
+            self.forget()
+
     def low_rank(self) -> LowRank:
         """The factors as of now."""
         self.bring_up_to_date()

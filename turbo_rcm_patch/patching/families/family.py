@@ -13,7 +13,7 @@ from ...plain import hook_on
 from ..block_sparse import layers_attended_exactly
 from ..copying import reduce_ex, refuse_replicas
 from ..journal import bind, slot_below_hooks
-from ..lora_changes import load_lora_adapter
+from ..lora_changes import apply_to_tensors, load_lora_adapter
 from ..plan import STATE, BlockState, Plans, Shared
 from ..steps import Steps
 
@@ -91,6 +91,7 @@ class Family:
             *copied,
             (transformer, "_replicate_for_data_parallel", bind(refuse_replicas, transformer)),
             (transformer, "load_lora_adapter", bind(load_lora_adapter, transformer)),
+            (transformer, "_apply", bind(apply_to_tensors, transformer)),
             *((module, "forward", forward) for module, forward in forwards.items()),
         ]
 
