@@ -11,10 +11,10 @@ from turbo_rcm_patch import patch
 from turbo_rcm_patch.tiers import QUANTIZED
 
 
-def another_lora(model, rank):
+def another_lora(model, rank, seed=77):
     """The tensors of a LoRA of another training, for all of the same layers, with diffusers' keys."""
     other = tiny_wan_transformer(layers=len(model.blocks))
-    add_lora(other, seed=77, r=rank)
+    add_lora(other, seed=seed, r=rank)
     tensors = get_peft_model_state_dict(other, adapter_name="first")
     return {f"transformer.{key}": tensor for key, tensor in tensors.items()}
 
@@ -50,6 +50,25 @@ def test_a_swap_between_two_replays(tape, rank):
         assert_replayed(pair, inputs)
     warm(pair, inputs)
     assert_replayed(pair, inputs)
+    assert relative_error(run(pair[0], inputs), before) > 0.1
+
+
+@pytest.mark.parametrize("rank", [4, 9])
+def test_a_swap_that_diffusers_prepared_for_is_replayed(tape, rank):
+    """With matrices that have room for all ranks, and scales that are tensors."""
+    pair = make_models(layers=1)
+    for model in pair:
+        model.enable_lora_hotswap(target_rank=9)
+        model.load_lora_adapter(another_lora(model, 4, seed=5), adapter_name="first")
+    inputs = inputs_for(pair[0])
+    warm(pair, inputs)
+    before = run(pair[0], inputs)
+    for model in pair:
+        swap(model, rank)
+    assert_replayed(pair, inputs)
+    plain = tiny_wan_transformer(layers=1)
+    plain.load_lora_adapter(another_lora(plain, rank), adapter_name="first")
+    assert relative_error(run(pair[0], inputs), run(plain, inputs)) <= 1e-5
     assert relative_error(run(pair[0], inputs), before) > 0.1
 
 
