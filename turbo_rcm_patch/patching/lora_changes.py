@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from .plan import shared_of
+from .plan import SHARED
 
 
 def load_lora_adapter(self: nn.Module, *args: object, **options: object) -> None:
@@ -12,11 +12,11 @@ def load_lora_adapter(self: nn.Module, *args: object, **options: object) -> None
     try:
         type(self).load_lora_adapter(self, *args, **options)
     finally:
-        shared_of(self).products.forget()
+        getattr(self, SHARED).products.forget()
 
 
 def apply_to_tensors(self: nn.Module, *args: object, **options: object) -> nn.Module:
     """nn.Module's ``_apply``, by which a model moves, as offloading does it: nothing prepared stays behind."""
     type(self)._apply(self, *args, **options)
-    shared_of(self).products.release_moved()
+    getattr(self, SHARED).products.release_moved()
     return self

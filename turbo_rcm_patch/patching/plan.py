@@ -164,6 +164,7 @@ def _objects(block: nn.Module) -> Iterable[object]:
 
 
 STATE = "_turbo_rcm_patch"  # the attribute of a patched block that holds its BlockState
+SHARED = "_turbo_rcm_patch_shared"  # that of a patched transformer, and of Wan's embedder, that holds their Shared
 
 
 class Shared:
@@ -207,8 +208,3 @@ class BlockState(NamedTuple):
 def state_of(block: nn.Module) -> BlockState:
     """What the patch keeps on a block."""
     return getattr(block, STATE)
-
-
-def shared_of(transformer: nn.Module) -> Shared:
-    """What the patched modules of a transformer share."""
-    return next(state_of(module).shared for module in transformer.modules() if STATE in vars(module))
