@@ -45,6 +45,16 @@ def test_options_that_mean_nothing_yet_are_refused_with_the_reason(option, value
     assert getattr(trp.PatchConfig(tier=tier, **{option: value}), option) == value
 
 
+@pytest.mark.parametrize("tier", [SPARSE, BLOCK_SPARSE])
+@pytest.mark.parametrize("attention", ["auto", "block_sparse"])
+def test_a_changed_copy_of_the_sparse_tier_is_refused(tier, attention):
+    """It would lose its changes, because each of the tier's two kinds has limits of its own."""
+    with pytest.raises(ValueError, match="a changed copy of the sparse tier is not supported; give tier='sparse'"):
+        trp.PatchConfig(tier=replace(tier, limits=ErrorLimits(factor=9.0, fp32=1.0)), attention=attention)
+    equal = trp.PatchConfig(tier=replace(tier), attention=attention).tier
+    assert equal is (BLOCK_SPARSE if attention == "block_sparse" else SPARSE)
+
+
 def test_who_multiplies_in_the_projections():
     with pytest.raises(ValueError, match="linears='cublas' is unknown; accepted are auto, triton, torch"):
         trp.PatchConfig(linears="cublas")

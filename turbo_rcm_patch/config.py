@@ -35,7 +35,7 @@ class PatchConfig:
         attention: "auto" takes the faster kernel known for the GPU, "triton" this package's, "sdpa" PyTorch's. As
             `linears`, of what runs in the model's dtype: what the quantized tier has in 8 bits is this package's.
             "block_sparse", in the sparse tier: self-attention to the key blocks that are estimated to matter, for any
-            model; without it that tier is SLA's, for weights that were trained with it.
+            model, and under autograd to all; without it that tier is SLA's, for weights that were trained with it.
         linears: who multiplies in the projections. "auto" takes the faster one known for the GPU, "triton" this
             package's GEMMs with what follows fused into them, "torch" PyTorch's linear, then this package's skip.
         implementation: "auto" runs Triton kernels on a GPU and the torch reference elsewhere; "triton" insists on the

@@ -137,9 +137,14 @@ TIERS = {tier.name: tier for tier in (EXACT, QUANTIZED, SPARSE)}
 
 
 def tier_with(tier: Tier, attention: str) -> Tier:
-    """The tier itself; of the sparse tier's two kinds the one of this attention."""
+    """The tier itself; of the sparse tier's two kinds the one of this attention.
+
+    Raises ValueError for a changed copy of that tier: what it does depends on which of the two kinds it is.
+    """
     if tier.name != SPARSE.name:
         return tier
+    if tier not in (SPARSE, BLOCK_SPARSE):
+        raise ValueError("a changed copy of the sparse tier is not supported; give tier='sparse'.")
     return BLOCK_SPARSE if attention == BLOCK_SPARSE_ATTENTION else SPARSE
 
 

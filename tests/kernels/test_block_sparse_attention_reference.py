@@ -1,10 +1,13 @@
 """The definition of block-sparse attention against its formulas written out with whole matrices, in fp64."""
 
 import itertools
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.oracle import relative_error
 from turbo_rcm_patch.kernels import block_sparse_attention, kept_share, quantize_qkv
@@ -160,6 +163,31 @@ def test_some_queries_at_a_time(monkeypatch):
     torch.testing.assert_close(definition.block_sparse_attention(q, k, v, MASS, 32, 16), expected)
 
 
+class PeakMemory(TorchDispatchMode):
+    """Bytes of the memory that ops gave results in and that somebody still held, at the worst."""
+
+    def __init__(self):
+        super().__init__()
+        self.peak, self._held = 0, {}
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        output = op(*args, **kwargs or {})
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self._held[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._held.pop, storage._cdata, None)
+        self.peak = max(self.peak, sum(self._held.values()))
+        return output
+
+
+def test_the_estimate_keeps_two_matrices_at_a_time():
+    pooled_q, pooled_k = (torch.empty(1, 40, 1182, 128, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    with PeakMemory() as memory:
+        definition.estimate(pooled_q, pooled_k, 0.1, 75600, 128, 128)
+    assert 1.9 <= memory.peak / (40 * 1182**2 * 2) <= 2.2
+
+
 def test_what_keys_have_in_common_costs_the_estimate_no_digits():
     """No softmax sees it; rounded to bf16 with it, the keys' means would be all alike."""
     q, k, _ = (x.bfloat16() for x in inputs(1, 300, 1, 16, torch.float32))
@@ -167,3 +195,17 @@ def test_what_keys_have_in_common_costs_the_estimate_no_digits():
     actual, exact = (definition.lists(x, y, 1e-9, 32, 16) for x, y in ((q, k), (q.double(), k.double())))
     assert (actual.kept_share - exact.kept_share).abs().max() <= 0.05
     assert relative_error(actual.left, exact.left) <= 0.1
+
+
+@pytest.mark.parametrize("mass", [MASS, 1.0])
+@pytest.mark.parametrize("spoiled", ["q", "q k v"])
+def test_nan_comes_out_where_dense_attention_gives_it(mass, spoiled):
+    """Of a query in its own row, here with the others of its block; of a key in every row of its head."""
+    tensors = dict(zip("qkv", inputs(1, 77, 2, 16), strict=True))
+    for name in spoiled.split():
+        tensors[name][0, 40, 0] = torch.nan
+    dense = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in tensors.values())).transpose(1, 2)
+    actual = definition.block_sparse_attention(**tensors, mass=mass, block_q=32, block_k=16)
+    assert actual.isnan()[dense.isnan()].all()
+    spared = actual[:, :, 1] if spoiled == "q k v" else actual[:, :32]
+    assert not spared.isnan().any()

@@ -151,12 +151,14 @@ def test_autograd_attends_to_all_keys(calls):
     model = tiny_wan_transformer().requires_grad_(True)
     inputs = tiny_transformer_inputs(model)
     exact = outputs(model, "exact", inputs)
-    with trp.patch(model, config(mass=0.2)):
+    with trp.patch(model, config(mass=0.2)) as patch:
         out = model(**inputs)[0] if isinstance(inputs, dict) else model(*inputs)[0]
         out.square().sum().backward()
+        assert "under autograd block-sparse attention is dense" in patch.summary()
     assert calls == []
     assert relative_error(out, exact) <= 1e-5
     assert all(block.attn1.to_q.weight.grad.any() for block in model.blocks)
+    assert "block-sparse" not in trp.patch(model).summary()
 
 
 def plan_on_a_gpu(options, heads=2, head_dim=64, **call):

@@ -12,8 +12,7 @@ import turbo_rcm_patch as trp
 from tests.oracle import assert_no_worse, relative_error, torch_device
 from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.patching import layers
-from turbo_rcm_patch.patching.families.wan.modulation import EMBEDDER
-from turbo_rcm_patch.patching.plan import Call, active_backend
+from turbo_rcm_patch.patching.plan import SHARED, Call, active_backend
 from turbo_rcm_patch.patching.storage import HELD
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -177,7 +176,7 @@ def test_runs_of_equal_timesteps_are_embedded_once(implementation, on):
     timestep[:, :5] = 0.0
     timestep[1, 7:] = 100.0
     inputs["timestep"] = timestep
-    shared = lambda: getattr(model.condition_embedder, EMBEDDER)  # noqa: E731
+    shared = lambda: getattr(model.condition_embedder, SHARED)  # noqa: E731
     with torch.no_grad():
         expected = model(**inputs)[0]
         with trp.patch(model, trp.PatchConfig(implementation=implementation, cuda_graph="off")):

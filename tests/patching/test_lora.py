@@ -7,6 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
@@ -202,6 +203,19 @@ def test_matrices_are_exchanged(how, decided):
     assert relative_error(assert_same(patched, plain), before) > 0.1
 
 
+def test_data_is_exchanged_twice_between_two_calls():
+    """The second time its memory may lie where that of the first call lay."""
+    patched, plain, _ = make_pair()
+    for _ in range(3):
+        assert_same(patched, plain)
+        for model in (patched, plain):
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.data = parameter.data * 2
+                    parameter.data = parameter.data / 3
+    assert_same(patched, plain)
+
+
 def test_in_and_out_of_inference_mode():
     patched, plain, _ = make_pair()
     with torch.inference_mode():
@@ -220,6 +234,25 @@ def test_each_kind_of_call_shares_what_was_prepared():
         patched(**{**inputs, "hidden_states": inputs["hidden_states"][:, :, :1]})
     assert addresses(patched) == before
     assert len(before) == 2 * len(STEPS)
+
+
+@pytest.mark.parametrize("tier", ["exact", "quantized"])
+@pytest.mark.parametrize("moved", [lambda model: model, lambda model: nn.ModuleList([model])])
+def test_nothing_that_was_prepared_stays_behind_when_the_model_moves(tier, moved):
+    patched, _, _ = make_pair(tier)
+    output_of(patched)
+    products = state_of(patched.blocks[0]).shared.products
+    before = addresses(patched)
+    moved(patched).to("cpu")  # where it is
+    assert addresses(patched) == before
+    tensors = [t for product in products._known.values() for t in product._prepared.values()]
+    tensors += [parameter for name, parameter in patched.named_parameters() if "lora_" in name]
+    memory = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+    del tensors
+    moved(patched).to("meta")
+    gc.collect()
+    assert len(memory) > 4 * len(STEPS)
+    assert all(one.expired() for one in memory)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -249,6 +282,29 @@ def test_a_hook_on_a_matrix_runs():
         layer.lora_B["first"].register_forward_hook(lambda module, args, output: 3 * output)
     assert_same(patched, plain)
     assert "LoRA layer: torch hook (1)" in patch.summary()
+
+
+def test_a_hook_on_a_layer_runs():
+    """On what peft put around the linear, which is read past otherwise."""
+    patched, plain, patch = make_pair()
+    for model in (patched, plain):
+        model.blocks[0].attn1.to_out[0].register_forward_hook(lambda module, args, output: 3 * output)
+    assert_same(patched, plain)
+    assert "LoRA layer: torch hook (1)" in patch.summary()
+    assert len(lora_rows(patch)) == len(STEPS) - 1
+
+
+@pytest.mark.parametrize("tier", ["exact", "quantized"])
+def test_a_bias_on_a_first_matrix_is_added(tier):
+    """peft makes none."""
+    patched, plain, patch = make_pair(tier)
+    before = output_of(plain)
+    for model in (patched, plain):
+        model.blocks[0].ffn.net[2].lora_A["first"].bias = nn.Parameter(torch.full((4,), 5.0))
+    after = output_of(plain)
+    assert relative_error(after, before) > QUANTIZED.limits.step
+    assert relative_error(output_of(patched), after) <= (1e-5 if tier == "exact" else QUANTIZED.limits.step)
+    assert "LoRA layer: bias of a lora_A (1)" in patch.summary()
 
 
 def test_training_gradients():

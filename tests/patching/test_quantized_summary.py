@@ -240,6 +240,28 @@ def test_lora_and_a_hook_on_some(converted_for):
     assert names["_linear_gelu_kernel"] == 1
 
 
+@pytest.mark.parametrize("residual", ["fp16", "same"])
+def test_lora_beside_a_gate_on_sm_90(residual, converted_for):
+    """There fp16 residuals take another kernel than bf16 ones."""
+    converted_for((9, 0))
+    model = wan(layers=1)
+    patch = trp.patch(model, config(residual=residual))
+    model.add_adapter(LoraConfig(r=4, target_modules=["to_out.0", "ffn.net.2"]))
+    model.to("meta")
+    inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in tiny_transformer_inputs(model).items()}
+    with torch.no_grad(), meta_is_gpu((9, 0), aot.MULTIPROCESSORS):
+        launches = aot.record_launches(lambda: model(**large(inputs, model)), (9, 0))
+        rows = {(row.sub_layer, row.step): row.kernel for row in patch.rows()}
+    portable = sum(launch.kernel.fn.__name__ == "_linear_skip_kernel" for launch in launches)
+    gated = [rows["self_attention", "projection + skip"], rows["feed_forward", "linear + skip"]]
+    if residual == "same":
+        assert (portable, gated) == (0, ["sm_90 Gluon e4m3 + LoRA"] * 2)
+    else:
+        reason = "low rank beside 8 bits, a gate and fp16"
+        assert (portable, gated) == (2, [f"portable Triton ({reason}) e4m3 + LoRA"] * 2)
+    assert rows["cross_attention", "projection + skip"] == "sm_90 Gluon e4m3 + LoRA"
+
+
 def test_a_linear_without_a_bias_beside_others():
     """Its projections run one by one."""
     model = tiny_wan_transformer()

@@ -77,16 +77,23 @@ def less_mean(pooled_k: torch.Tensor, tokens: int, size: int) -> torch.Tensor:
 def estimate(
     pooled_q: torch.Tensor, pooled_k: torch.Tensor, scale: float, tokens: int, block_q: int, block_k: int
 ) -> torch.Tensor:
-    """p, [B, H, QB, KB] in fp32 or wider, from the means of half blocks [B, H, parts, D] of one dtype."""
+    """p, [B, H, QB, KB] in fp32 or wider, from the means of half blocks [B, H, parts, D] of one dtype.
+
+    Of matrices of all halves, which are large, no more than two are kept at a time.
+    """
     half_q, half_k = half(block_q), half(block_k)
     of_queries = lengths(tokens, half_q, pooled_q.shape[2], pooled_q.device)
     of_keys = lengths(tokens, half_k, pooled_k.shape[2], pooled_k.device)
-    scores = (pooled_q * scale) @ pooled_k.mT + of_keys.log().to(pooled_k.dtype)
+    scores = (pooled_q * scale) @ pooled_k.mT
+    scores += of_keys.log().to(scores.dtype)
+    scores = scores.softmax(-1)
     wide = torch.promote_types(scores.dtype, torch.float32)
-    shares = scores.softmax(-1).unflatten(-1, (-1, block_k // half_k)).sum(-1, dtype=wide)
+    shares = scores.unflatten(-1, (-1, block_k // half_k)).sum(-1, dtype=wide)
+    del scores
     of_queries = of_queries.unflatten(0, (-1, block_q // half_q))
-    weights = of_queries / of_queries.sum(-1, keepdim=True)
-    return (shares.unflatten(2, (-1, block_q // half_q)) * weights[..., None]).sum(3)
+    shares = shares.unflatten(2, (-1, block_q // half_q))
+    shares *= (of_queries / of_queries.sum(-1, keepdim=True))[..., None]
+    return shares.sum(3)
 
 
 def keep(shares: torch.Tensor, mass: float, block_q: int, block_k: int) -> Lists:
@@ -94,7 +101,7 @@ def keep(shares: torch.Tensor, mass: float, block_q: int, block_k: int) -> Lists
     ordered = shares.double().sort(-1, descending=True).values
     before = ordered.cumsum(-1) - ordered
     needed = (before < mass * ordered.sum(-1, keepdim=True)).sum(-1, keepdim=True)
-    kept = shares.double() >= ordered.gather(-1, needed - 1)
+    kept = shares.double() >= ordered.gather(-1, needed.clamp_min(1) - 1)  # of NaN none is needed
     kept = kept | _own_blocks(*shares.shape[2:], block_q, block_k, shares.device) | (mass == 1)
     left = shares.masked_fill(kept, 0)
     block_map = (~kept).int().sort(stable=True, dim=-1).indices.int()

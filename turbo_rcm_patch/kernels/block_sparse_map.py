@@ -5,9 +5,9 @@
     the lists                       a kernel: a row of p is in registers, where its threshold is found bit by bit
 
 The estimate in PyTorch is small beside the attention: of 12 heads and 32,760 tokens in blocks of 128 and 64 its product
-of means is 1.6 GFLOP (dense attention 6,600) and its matrices of 512 by 1,024 take 13 MB each in bf16; of 40 heads and
-75,600 tokens 29 GFLOP (117,000) and 0.22 GB. A sort of p, which the lists would need without their kernel, takes longer
-than all of that.
+of means is 1.6 GFLOP (dense attention 6,600) and its matrices of 512 by 1,024 take 13 MB each in bf16, two at a time;
+of 40 heads and 75,600 tokens 29 GFLOP (117,000) and 0.22 GB each, 0.47 GB in all. A sort of p, which the lists would
+need without their kernel, takes longer than all of that.
 """
 
 from __future__ import annotations

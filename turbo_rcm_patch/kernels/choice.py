@@ -126,14 +126,19 @@ def gemm_kernel(
     samples: int = 1,
     per_token: bool = False,
     result: torch.dtype = torch.bfloat16,
+    gated: torch.dtype | None = None,
+    low_rank: bool = False,
 ) -> str:
     """What runs a `linear_skip`, `linear_gelu` or `linear_8bit` of an a [rows, K] and a weight [N, K]: "sm_90 Gluon" or
     "portable Triton", on sm_90 with the reason.
 
     dtype: of a and the weight, or their 8-bit format. result: its dtype or format. samples: in the rows, where the
-    skip's coefficients vary by sample. per_token: whether they vary by token.
+    skip's coefficients vary by sample. per_token: whether they vary by token. gated: the residual's dtype, where c_out
+    is a gate per channel. low_rank: whether there is such a product too.
     """
     reason = gemm_hopper.why_not_sizes(device, dtype, rows, N, K, samples=samples, result=result)
+    if reason is None and low_rank and gated is not None:
+        reason = gemm_hopper.why_not_low_rank_and_gate(dtype, gated, result)
     return _kernel_name(device, reason or ("coefficients per token" if per_token else None))
 
 

@@ -93,9 +93,9 @@ def why_not(
             return f"{str(second.low.dtype).removeprefix('torch.')} low"
         if second.up.shape[1] % RANK_STEP:
             return f"a rank that is no multiple of {RANK_STEP}"
-        in_fp16 = residual is not None and torch.float16 in (residual.dtype, dtype)
-        if a.element_size() == 1 and in_fp16 and coefficient_kind(c_out, starts) == PER_CHANNEL:
-            return "low rank beside 8 bits, a gate and fp16"  # would spill registers
+        gated = residual is not None and coefficient_kind(c_out, starts) == PER_CHANNEL
+        if gated and (reason := why_not_low_rank_and_gate(a.dtype, residual.dtype, dtype)) is not None:
+            return reason
     matrices = [matrix for matrix in (a, *weights, *second, residual) if matrix is not None]
     return None if all(map(matrix_fits_tma, matrices)) else _UNALIGNED
 
@@ -122,6 +122,14 @@ def why_not_sizes(
         return _UNALIGNED
     if weights * count_tiles(samples, rows // samples, N) < device_properties(device)[1]:
         return "fewer tiles than multiprocessors"
+    return None
+
+
+def why_not_low_rank_and_gate(dtype: torch.dtype, residual: torch.dtype, result: torch.dtype) -> str | None:
+    """Why the kernel does not take low rank beside a gate per channel, for an a, a residual and a result of these, in a
+    few words; None when it does."""
+    if dtype.itemsize == 1 and torch.float16 in (residual, result):
+        return "low rank beside 8 bits, a gate and fp16"  # would spill registers
     return None
 
 

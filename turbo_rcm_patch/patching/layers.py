@@ -269,12 +269,14 @@ def projection_with_skip(
     read = call.read(linear)
     reason = next(filter(None, map(_why_not_left_out, dropouts)), None)
     samples, per_token = (call.batch, call.gate == "token") if gated and call.gate != "run" else (1, False)
-    varying = {"samples": samples, "per_token": per_token}
+    per_channel = gated and call.gate == "sample"
+    varying = {"samples": samples, "per_token": per_token, "gated": stored.dtype if per_channel else None}
     if read.are_quantized:
         options = partial(_skip_options, stored, result)
         skip = skip_after(stored, result, call)
         apart = Step(partial(_layers_then_skip, layers, skip.run), f"{MODULE}, {skip.kernel} skip")
-        return quantized_layers.projection_with_skip(read, options, apart, call, reason, result=result.dtype, **varying)
+        varying |= {"result": result.dtype, "low_rank": read.has_lora}
+        return quantized_layers.projection_with_skip(read, options, apart, call, reason, **varying)
     unread = _why_not_read(read, call)
     reason, kernel = reason or unread, LINEAR
     if reason is None:

@@ -8,7 +8,7 @@ layers themselves, as is all under autograd and torch.compile.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from weakref import WeakValueDictionary
 
 import torch
@@ -32,6 +32,7 @@ def why_not_inside(layer: nn.Module) -> str | None:
         variant, dropout = getattr(layer, "lora_variant", {}).get(name), layer.lora_dropout[name]
         reason = reason or (None if variant is None else type(variant).__name__)
         reason = reason or next(filter(None, (why_not_plain(m, nn.Linear) for m in _matrices(layer, name))), None)
+        reason = reason or ("bias of a lora_A" if _matrices(layer, name)[0].bias is not None else None)
         reason = reason or hook_on(dropout) or ("dropout" if dropout.training and type(dropout) is nn.Dropout else None)
     return reason or ("fan_in_fan_out" if layer.fan_in_fan_out else None)
 
@@ -148,7 +149,26 @@ class Products:
 
     def bring_up_to_date(self) -> tuple[int, ...]:
         """Let every product be that of its matrices as they are now; returns where they lie, which a replay reads."""
-        return tuple(sorted(at for product in list(self._known.values()) for at in product.bring_up_to_date()))
+        return tuple(sorted(at for product in self._current() for at in product.bring_up_to_date()))
+
+    def forget(self) -> None:
+        """Prepare all anew at the next use: matrices may have been written to unseen."""
+        for product in list(self._known.values()):
+            product.forget()
+
+    def release_moved(self) -> None:
+        """Give the memory of those back whose matrices have left their device, as when a model is offloaded."""
+        for product in list(self._known.values()):
+            product.release_if_moved()
+
+    def scales_not_read(self, layers: Iterable[nn.Module]) -> dict[nn.Module, dict[str, float | torch.Tensor]]:
+        """The scales of those LoRA layers that no product stands for: calling them computes with numbers."""
+        read = {one.layer for product in self._current() for adapters in product.adapters for one in adapters}
+        return {layer: dict(layer.scaling) for layer in layers if layer not in read}
+
+    def _current(self) -> list[Product]:
+        """Those of the layers as they are: until it is called again, a block's plan holds those of before a change."""
+        return [product for product in list(self._known.values()) if product.is_current]
 
     def _product(self, linears, adapters, device: torch.device, dtype: torch.dtype) -> Product:
         key = tuple(map(id, linears)), tuple(map(_ids, adapters)), rank_of(adapters), device, dtype

@@ -3,8 +3,9 @@
     down   the A of all adapters, one below the other        read once, however many there are
     up     their scale · B, side by side                     in fp32, and rounded once
 
-They are written anew, in place, when a matrix, a bias or a scale of an adapter has changed: only a write through
-``.data`` of a tensor is not seen. Beside 8-bit weights down has 8 bits as well, which errs as those do.
+They are written anew, in place, when a matrix, a bias or a scale of an adapter has changed. Only a write through a
+tensor's ``.data`` is not seen, as PyTorch does not count it; whoever knows of one calls `Product.forget`. Beside 8-bit
+weights down has 8 bits as well, which errs as those do.
 """
 
 from __future__ import annotations
@@ -69,7 +70,24 @@ class Product:
         self._rank = rank_of(adapters)
         self._prepared: dict[str, torch.Tensor] = {}
         self._seen: list[object] = []
-        self._read: list[object] = []  # kept, so that no other tensor can pass for one of them
+        self._read: list[object] = []  # kept, so that nothing else can pass for one of them, nor for its memory
+
+    @property
+    def is_current(self) -> bool:
+        """Whether no adapter was deleted, moved to another device, or given a rank for which there is no room."""
+        each = [adapter for adapters in self.adapters for adapter in adapters]
+        there = all(one.name in one.layer.scaling and one.down.device == self._device for one in each)
+        return there and rank_of(self.adapters) == self._rank
+
+    def forget(self) -> None:
+        """Prepare anew at the next use, in the same memory."""
+        self._seen, self._read = [], []
+
+    def release_if_moved(self) -> None:
+        """Give all memory back where the matrices have left the device that they were prepared on."""
+        if any(adapter.down.device != self._device for adapters in self.adapters for adapter in adapters):
+            self._prepared = {}
+            self.forget()
 
     def low_rank(self) -> LowRank:
         """The factors as of now."""
@@ -94,7 +112,7 @@ class Product:
             # Ordinary tensors, which may be written to with and without inference mode.
             with torch.inference_mode(False), torch.no_grad():
                 self._write(dict(self._compute()))
-            self._seen, self._read = seen, read
+            self._seen, self._read = seen, [read, [value.detach() for value in filter(_is_tensor, read)]]
         return [tensor.data_ptr() for tensor in self._prepared.values()]
 
     def _dependencies(self) -> Iterator[torch.Tensor | float]:
@@ -123,7 +141,7 @@ class Product:
             yield from (("down", low.values), ("scale", low.scale), ("norm", _bound(low, ups)))
             # In units of the weights' rows. The interpreter multiplies bf16 wrongly.
             up = torch.cat([up / weight.scale[:, None] for up, weight in zip(ups, weights, strict=True)])
-            yield "up", up.to(torch.bfloat16 if up.is_cuda else torch.float32)
+            yield "up", up.to(torch.float32 if up.device.type == "cpu" else torch.bfloat16)
         else:
             yield from (("down", down.to(self._dtype)), ("up", torch.cat(ups).to(self._dtype)))
         for i, (linear, adapters) in enumerate(self._each()):

@@ -96,14 +96,18 @@ def _copied(value: object) -> object:
 class WhileUnchanged(Generic[Key, Value]):
     """What ``compute(key)`` found out about some objects, by key, kept for as long as a snapshot of them holds.
 
-    addresses: as for Snapshot. Without, a call costs some two microseconds a module, and weights may be reloaded, moved
-    on their device or swapped for equal ones without anything being computed anew.
+    addresses, live: as for Snapshot. Without addresses, a call costs some two microseconds a module, and weights may be
+    reloaded, moved on their device or swapped for equal ones without anything being computed anew.
     """
 
     def __init__(
-        self, objects: Callable[[], Iterable[object]], compute: Callable[[Key], Value], addresses: bool = True
+        self,
+        objects: Callable[[], Iterable[object]],
+        compute: Callable[[Key], Value],
+        addresses: bool = True,
+        live: Collection[str] = (),
     ):
-        self._objects, self._compute, self._addresses = objects, compute, addresses
+        self._objects, self._compute, self._addresses, self._live = objects, compute, addresses, live
         self._known: tuple[Snapshot, dict[Key, Value]] | None = None
 
     def get(self, key: Key) -> Value:
@@ -111,7 +115,7 @@ class WhileUnchanged(Generic[Key, Value]):
         known = self._known
         if known is None or not known[0].holds():
             self._known = known = None  # lets go of modules that were removed
-            self._known = known = Snapshot(self._objects(), self._addresses), {}
+            self._known = known = Snapshot(self._objects(), self._addresses, self._live), {}
         _, values = known
         if key not in values:
             values[key] = self._compute(key)

@@ -14,6 +14,7 @@ from torch import nn
 from .. import kernels
 from ..config import PatchConfig
 from ..plain import is_sharded
+from ..tiers import BLOCK_SPARSE
 from .families import family_of, wan_vae
 from .families.family import Blocks, compute_dtype
 from .families.wan.block import TEXT_TOKENS, BlockPlan, decide
@@ -23,6 +24,7 @@ from .steps import NOT_COUNTED
 
 HEADER = ("sub-layer", "step", "kernel", "fused", "not fused because")
 FOOTER = "under autograd steps without a gradient run as torch ops; under autocast blocks run diffusers' code"
+DENSE_FOOTER = "under autograd block-sparse attention is dense"
 VAE_FOOTER = "under autograd, autocast and torch.compile, and where a step says so, diffusers' own decoder runs"
 TOKENS = 32760  # of a block that was not called yet: a video of 81 frames at 832×480
 
@@ -92,9 +94,11 @@ def transformer_section(name: str, transformer: nn.Module) -> Section:
         tables.append((_title(name, transformer, title, compute_dtype(transformer)), rows))
     _, first = next(family.blocks[0].of(transformer))
     notes = [f"residual between a block's skips: {current_plan(transformer, first).residual}"]
-    notes += filter(None, [weights_note(transformer), _exact_steps(state_of(first).shared.config)])
+    config = state_of(first).shared.config
+    notes += filter(None, [weights_note(transformer), _exact_steps(config)])
     notes += _measurements(get_module_execution_device(transformer))
-    return Section(tables, [*notes, *family.notes(transformer), FOOTER])
+    footer = f"{DENSE_FOOTER}; {FOOTER}" if config.tier == BLOCK_SPARSE else FOOTER
+    return Section(tables, [*notes, *family.notes(transformer), footer])
 
 
 def _aligned(rows: list[Row]) -> list[str]:

@@ -13,7 +13,8 @@ from ...plain import hook_on
 from ..block_sparse import layers_attended_exactly
 from ..copying import reduce_ex, refuse_replicas
 from ..journal import bind, slot_below_hooks
-from ..plan import STATE, BlockState, Plans, Shared
+from ..lora_changes import apply_to_tensors, load_lora_adapter
+from ..plan import SHARED, STATE, BlockState, Plans, Shared
 from ..steps import Steps
 
 Binding = tuple[nn.Module, str, object]  # (module, attribute, value)
@@ -89,6 +90,9 @@ class Family:
             *self.attributes(transformer, shared, forwards),
             *copied,
             (transformer, "_replicate_for_data_parallel", bind(refuse_replicas, transformer)),
+            (transformer, SHARED, shared),
+            (transformer, "load_lora_adapter", bind(load_lora_adapter, transformer)),
+            (transformer, "_apply", bind(apply_to_tensors, transformer)),
             *((module, "forward", forward) for module, forward in forwards.items()),
         ]
 

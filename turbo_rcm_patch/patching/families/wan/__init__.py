@@ -14,11 +14,11 @@ from torch import nn
 
 from ....config import PatchConfig
 from ....plain import hook_on
-from ...plan import Shared
+from ...plan import SHARED, Shared
 from ..family import Binding, Blocks, Family
 from .forward import block_forward
 from .graph import GRAPH, WanGraph, graph_of, transformer_forward
-from .modulation import EMBEDDER, embedder_forward
+from .modulation import embedder_forward
 
 
 def _more(transformer: WanTransformer3DModel, config: PatchConfig) -> Sequence[tuple[str, nn.Module, Callable]]:
@@ -31,7 +31,7 @@ def _more(transformer: WanTransformer3DModel, config: PatchConfig) -> Sequence[t
 
 def _attributes(transformer: WanTransformer3DModel, shared: Shared, forwards: dict) -> Sequence[Binding]:
     graph = WanGraph(transformer, shared, forwards)
-    return [(transformer, GRAPH, graph), (transformer.condition_embedder, EMBEDDER, shared)]
+    return [(transformer, GRAPH, graph), (transformer.condition_embedder, SHARED, shared)]
 
 
 WAN = Family(

@@ -17,6 +17,7 @@ from torch import nn
 
 from ....plain import function_bound_to
 from ...graphs import Graphs, Inputs, call_key, why_not_recorded
+from ...lora import LIVE
 from ...plan import Shared
 from ...quantized_linear import QuantizedLinear
 from ...quantized_weights import quantized_linears
@@ -68,8 +69,10 @@ class WanGraph:
         self._forwards = {module: function_bound_to(module, forward) for module, forward in forwards.items()}
         self._graphs = Graphs()
         self._quantized: list[QuantizedLinear] = []  # of the transformer, as it was when its modules last changed
+        self._lora_layers: list[nn.Module] = []  # of the same
         self._prepared: tuple[int, ...] = ()  # where what LoRA layers add lies, that the recordings read
-        self._why_not_recordable = WhileUnchanged(self._objects_read, self._look_again)
+        self._scales: dict[nn.Module, dict] = {}  # of LoRA layers, that the recordings have as numbers
+        self._why_not_recordable = WhileUnchanged(self._objects_read, self._look_again, live=LIVE)
 
     def takes(self, called: nn.Module, inputs: Inputs, attention_kwargs: dict[str, Any] | None) -> bool:
         """Whether `sample` may stand for this call. If not, the reason is counted for the summary."""
@@ -84,10 +87,7 @@ class WanGraph:
         warn_of_saturation(self._shared)
         for linear in self._quantized:
             linear.bring_up_to_date()  # a replay reads the 8-bit weight alone
-        prepared = self._shared.products.bring_up_to_date()  # what LoRA layers add, too
-        if prepared != self._prepared:
-            self._graphs.record_anew()
-            self._prepared = prepared
+        self._follow_lora()
         key = *call_key(inputs), self._shared.why_exact_attention()
         return self._graphs.run(key, self._compute, inputs)
 
@@ -146,6 +146,16 @@ class WanGraph:
             return f"attention backend {AttentionBackendName(backend).value}"
         return self._why_not_recordable.get(self._device)
 
+    def _follow_lora(self) -> None:
+        """Write changes of LoRAs where the recordings read them, and forget recordings that do not read them."""
+        products = self._shared.products
+        prepared, scales = products.bring_up_to_date(), products.scales_not_read(self._lora_layers)
+        if not scales.items() <= self._scales.items():  # fewer are no change: products were made for the others
+            self._graphs.invalidate()
+        elif prepared != self._prepared:
+            self._graphs.record_anew()
+        self._prepared, self._scales = prepared, scales
+
     @property
     def _device(self) -> torch.device:
         return self._transformer.patch_embedding.weight.device
@@ -164,6 +174,7 @@ class WanGraph:
         """Why something about the modules could escape a graph. They are new or changed: graphs of them are stale."""
         self._graphs.invalidate()
         self._quantized = quantized_linears(self._transformer)
+        self._lora_layers = [module for module in self._transformer.modules() if not LIVE.isdisjoint(vars(module))]
         if device.type != self._graphs.device_type:
             return f"{device.type} tensors"
         reasons = (why_not_repeatable(m, device, forward=self._own_forward(m)) for m in self._transformer.modules())

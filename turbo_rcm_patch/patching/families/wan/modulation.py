@@ -16,9 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ....kernels import MAX_RUNS, Runs
 from ....plain import hook_on, is_original
 from ...graphs import why_not_recorded
-from ...plan import Shared
-
-EMBEDDER = "_turbo_rcm_patch_shared"  # the attribute of a patched embedder that holds its transformer's Shared
+from ...plan import SHARED, Shared
 
 Row = torch.Tensor | Runs
 
@@ -50,7 +48,7 @@ def embedder_forward(
 
     timestep [B], or [B·S] with S as timestep_seq_len; returns temb, timestep_proj, and the projected text and image.
     """
-    shared: Shared = getattr(self, EMBEDDER)
+    shared: Shared = getattr(self, SHARED)
     shared.runs = None
     prompt = (encoder_hidden_states, encoder_hidden_states_image)
     if timestep_seq_len is None or not _may_embed_runs(self, timestep, *prompt):
