@@ -72,6 +72,21 @@ def test_every_step_and_tile(name, programs, on_cpu):
     check(on_cpu(tensors, upsample, interleave, programs), tensors, upsample, interleave)
 
 
+def test_tiles_of_known_sizes():
+    """192 columns, which multiply fastest, also where an eighth of them is wasted, but for pixels and frames apart."""
+    plain = {N: conv_hopper.choose_tile(N, False, 1) for N in (64, 96, 128, 192, 256, 384, 512, 1024)}
+    assert plain == {
+        **{64: (64, 0), 96: (64, 32), 128: (128, 0), 192: (128, 64)},
+        **{256: (128, 0), 384: (128, 64), 512: (128, 64), 1024: (128, 64)},
+    }
+    assert {N: conv_hopper.choose_tile(N, True, 1) for N in (96, 192, 512, 1024)} == {
+        **{96: (64, 32), 192: (128, 64), 512: (128, 0), 1024: (128, 0)}
+    }
+    assert conv_hopper.choose_tile(768, False, 2) == (128, 64)
+    assert conv_hopper.choose_tile(2048, False, 2) == (128, 0)
+    assert conv_hopper.choose_tile(72, True, 1) == (0, 0)
+
+
 def test_without_bias_and_residual(on_cpu):
     x, weight, _, _ = operands(*SIZES["96 columns"])
     tensors = (x, weight, None, None)

@@ -56,8 +56,8 @@ def why_not_sizes(
         return "channels that are no multiple of 32"
     if N < 64 or N // interleave % 8:
         return "fewer than 64 channels of the result, or no multiple of 8"
-    columns = sum(choose_columns(N, COLUMNS, COST_OF_PIXELS))
-    if (upsample or interleave > 1) and N // interleave % columns:
+    columns = sum(choose_tile(N, upsample, interleave))
+    if not columns:
         return "tiles with columns of two pixels or frames"
     boxes = count_boxes(B * (frames - kt + 1), *((H, W) if kh > 1 else (1, H * W)), upsample)
     if boxes * triton.cdiv(N, columns) < device_properties(device)[1]:
@@ -74,6 +74,14 @@ def why_not(
     if reason is None and any(tensor.data_ptr() % 16 for tensor in tensors):
         return "addresses that are no multiple of 16 bytes"
     return reason
+
+
+def choose_tile(N: int, upsample: bool, interleave: int) -> tuple[int, int]:
+    """Columns and tail of a tile, none of which are of two pixels or frames; (0, 0) where there are no such."""
+    candidates = COLUMNS
+    if upsample or interleave > 1:
+        candidates = tuple(pair for pair in COLUMNS if N // interleave % sum(pair) == 0)
+    return choose_columns(N, candidates, COST_OF_PIXELS) if candidates else (0, 0)
 
 
 def choose_depths(C: int) -> tuple[int, int]:
@@ -98,7 +106,7 @@ def launch(
     if kh == 1:
         H, W = 1, H * W  # no pixel reads another
     T, scale, channels = frames - kt + 1, 2 if upsample else 1, N // interleave
-    box, (columns, tail) = choose_box(H, W, PIXELS), choose_columns(N, COLUMNS, COST_OF_PIXELS)
+    box, (columns, tail) = choose_box(H, W, PIXELS), choose_tile(N, upsample, interleave)
     depth, rest = choose_depths(C)
     boxes = count_boxes(B * T, H, W, upsample)
     tiles = boxes * triton.cdiv(N, columns + tail)
