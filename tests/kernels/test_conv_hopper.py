@@ -18,6 +18,7 @@ SIZES = {
     "96 columns, 64 channels": (1, 2, 9, 17, 64, 96, 3, 3, False, 1),
     "192 columns, 96 channels": (1, 1, 9, 17, 96, 192, 1, 3, True, 1),
     "128 columns, 96 channels": (2, 1, 5, 7, 96, 128, 3, 3, False, 1),
+    "384 and 128 columns": (1, 2, 3, 7, 64, 512, 3, 1, False, 1),
     "64 columns": (2, 2, 5, 3, 32, 72, 3, 3, False, 1),
     "192 columns": (1, 1, 17, 7, 64, 384, 1, 3, False, 1),
     "128 columns": (1, 1, 3, 7, 32, 256, 3, 3, False, 1),
@@ -55,10 +56,10 @@ def on_cpu(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(conv_hopper, "launch_kernel", lambda *given, **options: launched.append((given, options)))
             conv_hopper.launch(x, weight, bias, residual, out, upsample, interleave)
-        ((kernel, _, *arguments), options) = launched[0]
-        options.pop("num_warps")
-        with gluon_on_cpu.on_cpu(monkeypatch, MODULES, programs, seed, **names) as machine:
-            gluon_on_cpu.run(machine, kernel.fn, *map(gluon_on_cpu.argument, arguments), **options)
+        for (kernel, _, *arguments), options in launched:
+            options.pop("num_warps")
+            with gluon_on_cpu.on_cpu(monkeypatch, MODULES, programs, seed, **names) as machine:
+                gluon_on_cpu.run(machine, kernel.fn, *map(gluon_on_cpu.argument, arguments), **options)
         return out
 
     return run
@@ -81,6 +82,11 @@ def test_tiles_of_known_sizes():
     }
     assert {N: conv_hopper.choose_tile(N, True, 1) for N in (96, 192, 512, 1024)} == {
         **{96: (64, 32), 192: (128, 64), 512: (128, 0), 1024: (128, 0)}
+    }
+    split = {N: conv_hopper.split_columns(N) for N in (64, 128, 192, 256, 384, 512, 1024)}
+    assert {N: parts for N, parts in split.items() if parts != [(0, N)]} == {
+        512: [(0, 384), (384, 512)],
+        1024: [(0, 768), (768, 1024)],
     }
     assert conv_hopper.choose_tile(768, False, 2) == (128, 64)
     assert conv_hopper.choose_tile(2048, False, 2) == (128, 0)

@@ -101,6 +101,27 @@ def launch(
     out: torch.Tensor, upsample: bool, interleave: int,
 ) -> None:  # fmt: skip
     """Write ``residual + (x ∗ W + b)`` to out; all are packed, and `why_not` must have been None."""
+    parts = [(0, len(weight))] if upsample or interleave > 1 else split_columns(len(weight))
+    for first, last in parts:
+        rows = weight[first:last], None if bias is None else bias[first:last]
+        results = (None if tensor is None else tensor[..., first:last] for tensor in (residual, out))
+        _launch_columns(x, *rows, *results, upsample, interleave)
+
+
+def split_columns(N: int) -> list[tuple[int, int]]:
+    """Columns for one launch each: as many as tiles of 192 have without waste, and the rest."""
+    widest = sum(COLUMNS[0])
+    whole = N // widest * widest
+    if N - whole == COLUMNS[-1][0]:
+        whole -= widest  # two tiles of 128 are faster than one of 192 and one of 64
+    return [(0, N)] if whole <= 0 or whole == N else [(0, whole), (whole, N)]
+
+
+def _launch_columns(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
+    out: torch.Tensor, upsample: bool, interleave: int,
+) -> None:  # fmt: skip
+    """As `launch`, for a residual and an out that may be some columns of packed ones."""
     B, frames, H, W, C = x.shape
     N, kt, kh, _, _ = weight.shape
     if kh == 1:
