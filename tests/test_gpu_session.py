@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -118,15 +119,28 @@ def test_the_commit_is_that_of_the_checkout(tmp_path, monkeypatch):
     assert environment._commit(tmp_path) == f"{commit}-dirty"
 
 
-def test_every_measurement_has_the_options_that_are_used():
+def test_every_measurement_has_the_options_that_are_used(monkeypatch, capsys):
     used: dict[tuple[str, ...], set[str]] = {}
     for command in gpu_session.MEASUREMENTS.values():
         is_option = [part.startswith("--") for part in command]
         program = command[: is_option.index(True) if True in is_option else None]
         used.setdefault(program, {"--json"}).update(part for part in command if part.startswith("--"))
     for program, options in used.items():
-        help_text = subprocess.check_output([sys.executable, *program, "--help"], cwd=ROOT, text=True)
+        help_text = help_of(program, monkeypatch, capsys)
         assert all(option in help_text for option in options)
+
+
+def help_of(program, monkeypatch, capsys):
+    """Within this process: each of its own would import PyTorch and diffusers anew."""
+    if program[0] == "-m":
+        run, name, arguments = runpy.run_module, program[1], program[2:]
+    else:
+        run, name, arguments = runpy.run_path, str(ROOT / program[0]), program[1:]
+    monkeypatch.setattr(sys, "argv", [name, *arguments, "--help"])
+    with pytest.raises(SystemExit) as end:
+        run(name, run_name="__main__")
+    assert end.value.code == 0
+    return capsys.readouterr().out
 
 
 def test_without_a_gpu_it_says_so(tmp_path, monkeypatch, capsys):
