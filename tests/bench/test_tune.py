@@ -55,6 +55,55 @@ def test_ours_and_what_runs_otherwise_are_right(case):
     assert all(0 < error < torch.finfo(torch.bfloat16).eps for error in errors.values())
 
 
+@pytest.fixture
+def attention(monkeypatch):
+    """The self-attention's contest on a CPU where PyTorch takes the formula by itself."""
+    monkeypatch.setattr(tune, "chosen_backend", lambda q, k, v: "math")
+    return next(cases(SMALL)).build(CPU, lambda function: function)
+
+
+def test_backends_of_pytorchs_attention_that_it_does_not_take_by_itself(attention, monkeypatch):
+    """On a CPU it has one besides the formula."""
+    assert list(attention.alternatives) == ["PyTorch SDPA (FlashAttention)"]
+    errors = measure_errors(attention)
+    assert 0 < errors["PyTorch SDPA (FlashAttention)"] < torch.finfo(torch.bfloat16).eps
+    monkeypatch.setattr(tune, "chosen_backend", lambda q, k, v: "FlashAttention")
+    assert not next(cases(SMALL)).build(CPU, lambda function: function).alternatives
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_a_backend_that_breaks_the_gpu_is_not_left_out(attention, monkeypatch, error):
+    def run(name, attend):
+        raise error("no more")
+
+    monkeypatch.setattr(tune, "_in_backend", run)
+    with pytest.raises(error):
+        next(cases(SMALL)).build(CPU, lambda function: function)
+
+
+def test_a_backend_that_errs_too_much_is_not_timed(attention):
+    def build(*arguments):
+        (name,) = attention.alternatives
+        return replace(attention, alternatives={name: lambda: 1.1 * attention.fallback()})
+
+    case = replace(next(cases(SMALL)), build=build)
+    result = asdict(tune.measure(case, CPU))
+    assert "is above the" in result["timings"]["PyTorch SDPA (FlashAttention)"]["refused"]
+    row = row_of(result)
+    assert row["rival_name"] == "PyTorch SDPA"
+    assert row["ours"] is not None
+
+
+@pytest.mark.parametrize(("milliseconds", "expected"), [(1.95, "cuDNN"), (1.97, None), (2.5, None)])
+def test_a_backend_is_taken_where_it_is_faster_than_noise(milliseconds, expected):
+    case = next(cases(SMALL))
+    rivals = {"PyTorch SDPA": 2.0, "PyTorch SDPA (cuDNN)": milliseconds}
+    timings = {name: Timing(False, 1e-3, time) for name, time in rivals.items()}
+    row = row_of(asdict(OpResult(case.name, {**timings, "ours": Timing(True, 1e-3, 3.0)}, "ours")))
+    assert row.get("sdpa") == expected
+    assert row["rival"] == min(rivals.values())
+
+
 def test_every_op_is_measured():
     assert {case.name.split()[0] for case in cases(SMALL)} == set(OPS)
 

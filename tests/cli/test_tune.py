@@ -9,10 +9,10 @@ import torch
 
 from tests.cli.running import error_of
 from turbo_rcm_patch.bench.ops import OpResult, Timing
-from turbo_rcm_patch.bench.tune import Shapes, cases
+from turbo_rcm_patch.bench.tune import FALLBACKS, Shapes, cases
 from turbo_rcm_patch.cli import main
 from turbo_rcm_patch.cli.tuning import keep
-from turbo_rcm_patch.kernels import measured, measured_on, tuned, why_torch
+from turbo_rcm_patch.kernels import measured, measured_on, tuned, tuned_sdpa, why_torch
 from turbo_rcm_patch.kernels.measured import OPS
 
 GPU, CUDA = "NVIDIA GeForce RTX 4090", torch.device("cuda")
@@ -33,15 +33,18 @@ def cache(monkeypatch, tmp_path):
 @pytest.fixture
 def next_process(monkeypatch):
     """What a process that imports the package now chooses by."""
-    return lambda: monkeypatch.setattr(measured, "_TUNED", measured.tuned_verdicts())
+    return lambda: monkeypatch.setattr(measured, "_TUNED", measured.all_tuned())
 
 
-def timed(**ours):
-    """Measures ours by op (default 2 ms), and 3 ms for what runs otherwise."""
+def timed(backends=(), **ours):
+    """Measures ours by op (default 2 ms), 3 ms for what runs otherwise, and backends of PyTorch's attention by case, as
+    (name, milliseconds)."""
 
     def measure(case):
-        time = ours.get(case.name.split()[0], 2.0)
-        timings = {"ours": Timing(True, 1e-3, time), "other": Timing(False, 1e-3, 3.0)}
+        op = case.name.split()[0]
+        time = ours.get(op, 2.0)
+        timings = {"ours": Timing(True, 1e-3, time), FALLBACKS[op]: Timing(False, 1e-3, 3.0)}
+        timings |= {f"PyTorch SDPA ({name})": Timing(False, 1e-3, ms) for name, ms in dict(backends).get(case.name, ())}
         return OpResult(case.name, timings, None if time is None else "ours")
 
     return measure
@@ -64,6 +67,52 @@ def test_the_patch_takes_what_was_faster(next_process, capsys, cache):
     assert measured_on("attention", CUDA) == f"{GPU} by turbo-rcm tune"
     (file,) = (cache / "tuned").iterdir()
     assert json.loads(file.read_text())["model"] == "small"
+
+
+SELF, CROSSING = "attention 2×70×70×16", "attention 2×70×512×16"
+SLOW, EQUAL, FAST = ("memory-efficient", 9.0), ("FlashAttention", 2.95), ("cuDNN", 2.5)
+
+
+def sdpa_of(dtype=torch.bfloat16, device=CUDA):
+    return [tuned_sdpa(device, dtype, crossing=crossing) for crossing in (False, True)]
+
+
+def test_the_patch_takes_the_backend_of_pytorchs_attention_that_was_faster(next_process, capsys):
+    assert sdpa_of() == [None, None]
+    keep(SHAPES, GPU, (8, 9), timed({SELF: [SLOW, EQUAL, FAST], CROSSING: [SLOW, EQUAL]}, attention=4.0))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["attention", "2x70x70x16", "4.000", "PyTorch", "SDPA", "(cuDNN)", "2.500"] in lines
+    assert ["attention", "2x70x512x16", "4.000", "PyTorch", "SDPA", "(FlashAttention)", "2.950"] in lines
+    next_process()
+    assert sdpa_of() == ["cuDNN", None]  # of the other a backend is faster too, but by less than 2 %
+    assert sdpa_of(torch.float32) == [None, None]
+    assert sdpa_of(device=torch.device("cpu")) == [None, None]
+
+
+def test_a_traced_model_takes_that_backend_too(next_process, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", get_device_name)  # torch.compile knows it, not its substitute
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name=GPU))
+    keep(SHAPES, GPU, (8, 9), timed({SELF: [FAST]}))
+    next_process()
+
+    def takes(x):
+        return x + (tuned_sdpa(CUDA, x.dtype, crossing=False) == "cuDNN")
+
+    torch.compiler.reset()
+    compiled = torch.compile(takes, fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(1, dtype=torch.bfloat16)).item() == 1
+
+
+def test_a_file_without_backends_is_read(next_process, cache):
+    keep(SHAPES, GPU, (8, 9), timed({SELF: [FAST]}))
+    (file,) = (cache / "tuned").iterdir()
+    content = json.loads(file.read_text())
+    for row in content["rows"]:
+        row.pop("sdpa", None)
+    file.write_text(json.dumps(content))
+    next_process()
+    assert why_torch("attention", CUDA, torch.bfloat16) is None
+    assert sdpa_of() == [None, None]
 
 
 def test_it_goes_before_what_ships(next_process, monkeypatch):
@@ -126,15 +175,15 @@ def test_reset_forgets_it(next_process, cache, capsys):
 
 
 def test_a_file_that_cannot_be_read_is_left_out(next_process, cache, caplog):
-    keep(SHAPES, GPU, (8, 9), timed())
+    keep(SHAPES, GPU, (8, 9), timed({SELF: [FAST]}))
     (file,) = (cache / "tuned").iterdir()
     kept = file.read_text()
     wrong_rows = kept.replace('"ours"', '"theirs"'), kept.replace(": 2.0", ': "2"'), kept.replace('"attention"', "[]")
-    for content in ("{", "[]", '{"versions": 1}', *wrong_rows):
+    for content in ("{", "[]", '{"versions": 1}', *wrong_rows, kept.replace('"cuDNN"', '"TPU"')):
         file.write_text(content)
         next_process()
         assert why_torch("attention", CUDA, torch.bfloat16) == "not measured on sm_89"
-    assert caplog.text.count("run turbo-rcm tune again") == 5  # what is of other versions is no fault
+    assert caplog.text.count("run turbo-rcm tune again") == 6  # what is of other versions is no fault
 
 
 def test_what_cannot_be_removed_is_one_line(cache, capsys):

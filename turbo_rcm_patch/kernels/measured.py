@@ -36,6 +36,14 @@ class Verdict(NamedTuple):
         return self.ours is not None and self.ours <= self.rival
 
 
+class Tuned(NamedTuple):
+    """What `turbo-rcm tune` found on a GPU: the verdict of every op, and the backend of PyTorch's attention that is
+    faster than the one it takes by itself, if one is, of cross-attention (True) and of self-attention (False)."""
+
+    verdicts: dict[str, Verdict]
+    sdpa: dict[bool, str]
+
+
 def why_torch(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why PyTorch's own kernels are taken for an op (of OPS) on this device and dtype, in a few words.
 
@@ -66,12 +74,24 @@ def measured_on(op: str, device: torch.device) -> str | None:
     return None if verdict is None else ", ".join(verdict.gpus)
 
 
+def tuned_sdpa(device: torch.device, dtype: torch.dtype, *, crossing: bool) -> str | None:
+    """The backend of PyTorch's attention (sdpa.py) that `turbo-rcm tune` found faster on this GPU than the one that
+    PyTorch takes by itself; None where it is the fastest, or nobody knows. crossing: of cross-attention."""
+    if device.type != "cuda" or dtype not in MEASURED_DTYPES:
+        return None
+    tuned = _tuned_on(device)
+    return None if tuned is None else tuned.sdpa.get(crossing)
+
+
 def _verdict_on(op: str, device: torch.device) -> Verdict | None:
-    if _TUNED:
-        verdict = _TUNED.get((op, _name_of(device)))
-        if verdict is not None:
-            return verdict
+    tuned = _tuned_on(device)
+    if tuned is not None and op in tuned.verdicts:
+        return tuned.verdicts[op]
     return _VERDICTS.get((op, tuple(torch.cuda.get_device_capability(device))))
+
+
+def _tuned_on(device: torch.device) -> Tuned | None:
+    return _TUNED.get(_name_of(device)) if _TUNED else None
 
 
 @torch.compiler.assume_constant_result  # torch.compile calls it, and traces no string
@@ -79,10 +99,9 @@ def _name_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 
 
-def tuned_verdicts() -> dict[tuple[str, str], Verdict]:
-    """The verdict of every op on every GPU that was tuned on this machine."""
-    tuned = {gpu: verdicts_of(gpu, rows) for gpu, rows in read_tuned().items()}
-    return {(op, gpu): verdict for gpu, verdicts in tuned.items() for op, verdict in verdicts.items()}
+def all_tuned() -> dict[str, Tuned]:
+    """What `turbo-rcm tune` found on this machine, by GPU."""
+    return {gpu: Tuned(verdicts_of(gpu, rows), _sdpa_of(rows)) for gpu, rows in read_tuned().items()}
 
 
 def verdicts_of(gpu: str, rows: Iterable[dict]) -> dict[str, Verdict]:
@@ -91,6 +110,10 @@ def verdicts_of(gpu: str, rows: Iterable[dict]) -> dict[str, Verdict]:
     for row in rows:
         by_op.setdefault(row["op"], []).append((f"{gpu} {BY_TUNE}", row))
     return {op: _verdict(known) for op, known in by_op.items()}
+
+
+def _sdpa_of(rows: Iterable[dict]) -> dict[bool, str]:
+    return {row["crossing"]: row["sdpa"] for row in rows if row["sdpa"] is not None}
 
 
 def read_verdicts(files: Iterable[Path]) -> dict[tuple[str, tuple[int, int]], Verdict]:
@@ -112,4 +135,4 @@ def _verdict(rows: list[tuple[str, dict]]) -> Verdict:
 
 # Read now: torch.compile cannot trace the reading of a file.
 _VERDICTS = read_verdicts(FOLDER.glob("*.json"))
-_TUNED = tuned_verdicts()
+_TUNED = all_tuned()

@@ -15,6 +15,7 @@ import torch
 import triton
 
 from .. import __version__
+from .sdpa import BACKENDS
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +56,12 @@ def read_tuned() -> dict[str, list[dict]]:
 def _row(row: dict) -> dict:
     """What measured.py takes of a row. Raises ValueError where it is none."""
     op, ours, rival = row["op"], row["ours"], row["rival"]
-    if not isinstance(op, str) or not all(time is None or isinstance(time, (int, float)) for time in (ours, rival)):
+    sdpa = row.get("sdpa")  # of an attention [heads, queries, keys, head_dim]
+    are_times = all(time is None or isinstance(time, (int, float)) for time in (ours, rival))
+    if not (isinstance(op, str) and are_times and sdpa in (None, *BACKENDS)):
         raise ValueError(f"{row} is no row")
-    return {"op": op, "ours": ours, "rival": rival}
+    crossing = sdpa is not None and row["shape"][1] != row["shape"][2]
+    return {"op": op, "ours": ours, "rival": rival, "sdpa": sdpa, "crossing": crossing}
 
 
 def forget_tuned() -> list[Path]:
