@@ -18,11 +18,12 @@ from torch.nn.attention import sdpa_kernel
 from ..kernels.choice import CONV, LINEAR, SDPA
 from ..kernels.sdpa import BACKENDS, MATH, chosen_backend
 from ..patching.converted import component_folders, read_config
-from . import ops, ops_conv
+from ..tiers import EXACT
+from . import ops, ops_conv, tune_tiers
 from .cases import CASES, TEXT_TOKENS
 from .ops import Contender, Contest, OpCase, OpResult
 
-ROUNDS = 10
+ROUNDS, TIER_ROUNDS = 10, 4  # of the exact tier's ops, which the patch chooses by, and of the others
 WORTHWHILE = 1.02  # how much faster than PyTorch's own choice a backend of its attention must be: more than noise
 FALLBACKS = {
     "attention": SDPA,
@@ -85,7 +86,7 @@ def _shapes(model: str, transformer: Mapping, vae: Mapping, size: Size, usual: t
 
 
 def cases(shapes: Shapes) -> Iterator[OpCase]:
-    """Every op that there is a choice for, at these shapes."""
+    """Every op that there is a choice for, at these shapes, then those of the other tiers."""
     C = shapes.heads * shapes.head_dim
     yield _case(attention, shapes.heads, shapes.tokens, shapes.tokens, shapes.head_dim)
     yield _case(attention, shapes.heads, shapes.tokens, TEXT_TOKENS, shapes.head_dim)
@@ -95,6 +96,7 @@ def cases(shapes: Shapes) -> Iterator[OpCase]:
     yield _case(ops.linear_qkv, shapes.tokens, C, C)
     for sizes in shapes.convolutions:
         yield _case(ops_conv.conv_skip, *sizes)
+    yield from tune_tiers.tier_cases(shapes.heads, shapes.head_dim, shapes.ffn, shapes.tokens)
 
 
 def attention(heads: int, tokens: int, keys: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
@@ -140,7 +142,8 @@ def _against_fallback(op: str, build: Callable[..., Contest], *arguments: object
 
 def measure(case: OpCase, device: torch.device) -> OpResult:
     """Check and time one case."""
-    result = ops.run_case(case, device, copy_bandwidth=math.nan, rounds=ROUNDS, compile_rivals=False)
+    rounds = ROUNDS if case.tier == EXACT else TIER_ROUNDS
+    result = ops.run_case(case, device, copy_bandwidth=math.nan, rounds=rounds, compile_rivals=False)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return result
@@ -156,13 +159,14 @@ def rows_of(
     rows = []
     for case in cases:
         try:
-            rows.append(row_of(asdict(measure(case))))
+            result = asdict(measure(case))
+            rows.append(row_of(result) if case.tier == EXACT else _tier_row_of(result, rows))
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except Exception as error:  # Triton raises many kinds for a GPU that it does not know
             report(f"{case.name}: {type(error).__name__}: {error}")
             op, shape = _parsed(case.name)
-            rows.append(_row(op, shape, None, None, FALLBACKS[op]))
+            rows.append(_row(op, shape, None, None, FALLBACKS.get(op, tune_tiers.EXACT)))
     return rows
 
 
@@ -178,6 +182,15 @@ def row_of(result: dict) -> dict:
     row = _row(op, shape, ours, rivals[rival], rival)
     is_worthwhile = rival in SDPA_BACKENDS and rivals[SDPA] > WORTHWHILE * rivals[rival]
     return {**row, "sdpa": SDPA_BACKENDS[rival]} if is_worthwhile else row
+
+
+def _tier_row_of(result: dict, rows: Sequence[dict]) -> dict:
+    """The same of a tier's op, against what the exact tier takes by the rows before."""
+    op, shape = _parsed(result["case"])
+    timings = result["timings"]
+    ours = None if result["best"] is None else timings[result["best"]]["milliseconds"]
+    exact = tune_tiers.exact_milliseconds(op, shape, timings, rows)
+    return _row(op, shape, ours, exact, tune_tiers.EXACT)
 
 
 def _parsed(case: str) -> tuple[str, list[int]]:
