@@ -1,6 +1,7 @@
 """What `turbo-rcm tune` measures: the shapes of a model, ours beside what the patch runs otherwise, a row for each."""
 
 from dataclasses import asdict, replace
+from functools import partial
 
 import pytest
 import torch
@@ -230,3 +231,11 @@ def test_what_errs_too_much_is_not_timed():
     wrong = tune.measure(replace(case, build=build), CPU)
     assert wrong.best is None
     assert row_of(asdict(wrong))["ours"] is None
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_all_is_timed():
+    reported = []
+    rows = rows_of(cases(TIER_SHAPES), partial(tune.measure, device=torch.device("cuda")), reported.append)
+    assert reported == []
+    assert [row["op"] for row in rows if None in (row["ours"], row["rival"])] == []

@@ -90,3 +90,30 @@ def test_pytorch_settles_its_order_before_it_is_read(monkeypatch):
         with sdpa.preferring("cuDNN"):
             pass
     assert asked == ["choice", "order", "order"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in sdpa.BACKENDS if name != sdpa.MATH])
+def test_on_a_gpu_it_is_the_one_that_is_taken_also_in_a_graph_and_compiled(name):
+    q, k, v = (x.to("cuda", torch.bfloat16) for x in inputs(head_dim=64))
+    default = sdpa.chosen_backend(*(x.transpose(1, 2) for x in (q, k, v)))
+    try:
+        with sdpa_kernel(sdpa.BACKENDS[name]):
+            expected = kernels.attention(q, k, v, implementation="torch")
+    except RuntimeError:
+        pytest.skip(f"this GPU has no {name}")
+
+    def attend():
+        return kernels.attention(q, k, v, implementation="torch", sdpa=name)
+
+    with sdpa.preferring(name):
+        assert sdpa.chosen_backend(*(x.transpose(1, 2) for x in (q, k, v))) == name
+    assert torch.equal(attend(), expected)
+    torch.compiler.reset()
+    assert torch.equal(torch.compile(attend, fullgraph=True)(), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = attend()
+    graph.replay()
+    assert torch.equal(recorded, expected)
+    assert sdpa.chosen_backend(*(x.transpose(1, 2) for x in (q, k, v))) == default

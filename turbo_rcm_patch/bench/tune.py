@@ -1,4 +1,5 @@
-"""Which of our kernels are as fast on this GPU as what the patch runs without them, at one model's shapes.
+"""Which of our kernels are as fast on this GPU as what the patch runs without them, at one model's shapes; which of the
+backends of PyTorch's attention is fastest, and how fast the other tiers are (tune_tiers.py).
 
 Every op is checked against its oracle before it is timed (ops.py). The rows are those of kernels/measured.py.
 """

@@ -1,6 +1,8 @@
 """What `turbo-rcm tune` measured on this machine: files like those of measurements/, in the user's cache folder.
 
-A file is of one GPU and of the versions of torch, Triton and this package: with others it is not read.
+A file is of one GPU and of the versions of torch, Triton and this package: with others it is not read. Its rows may
+also be of the other tiers' ops, whose rival is the exact tier, and an attention's row may have "sdpa", the backend of
+PyTorch's attention that is faster than the one which PyTorch takes by itself.
 """
 
 from __future__ import annotations
