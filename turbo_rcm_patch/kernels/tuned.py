@@ -58,11 +58,13 @@ def read_tuned() -> dict[str, list[dict]]:
 def _row(row: dict) -> dict:
     """What measured.py takes of a row. Raises ValueError where it is none."""
     op, ours, rival = row["op"], row["ours"], row["rival"]
-    sdpa = row.get("sdpa")  # of an attention [heads, queries, keys, head_dim]
+    sdpa, crossing = row.get("sdpa"), False
     are_times = all(time is None or isinstance(time, (int, float)) for time in (ours, rival))
     if not (isinstance(op, str) and are_times and sdpa in (None, *BACKENDS)):
         raise ValueError(f"{row} is no row")
-    crossing = sdpa is not None and row["shape"][1] != row["shape"][2]
+    if sdpa is not None:
+        _, queries, keys, _ = row["shape"]
+        crossing = queries != keys
     return {"op": op, "ours": ours, "rival": rival, "sdpa": sdpa, "crossing": crossing}
 
 
