@@ -1,15 +1,18 @@
 """What `turbo-rcm tune` measures: the shapes of a model, ours beside what the patch runs otherwise, a row for each."""
 
 from dataclasses import asdict, replace
+from functools import partial
 
 import pytest
 import torch
 
 from tests.tiny_wan import tiny_wan_pipeline
-from turbo_rcm_patch.bench import ops, ops_conv, tune
-from turbo_rcm_patch.bench.ops import OpResult, Timing, measure_errors
+from turbo_rcm_patch.bench import ops, ops_conv, ops_quantized, tune, tune_tiers
+from turbo_rcm_patch.bench.ops import OpResult, Timing, error_limit, measure_errors
 from turbo_rcm_patch.bench.tune import Shapes, cases, row_of, rows_of, shapes_of_case, shapes_of_folder
-from turbo_rcm_patch.kernels.measured import OPS
+from turbo_rcm_patch.kernels import FP8, INT8, Quantized
+from turbo_rcm_patch.kernels.measured import LINEARS_8BIT, OPS, TIER_OPS
+from turbo_rcm_patch.tiers import EXACT, QUANTIZED
 
 CPU = torch.device("cpu")
 SMALL = Shapes(
@@ -46,7 +49,12 @@ def test_the_shapes_of_a_folder(tmp_path):
         shapes_of_folder(tmp_path)
 
 
-@pytest.mark.parametrize("case", list(cases(SMALL)), ids=lambda case: case.name)
+EXACT_CASES = [case for case in cases(SMALL) if case.tier == EXACT]
+TIER_SHAPES = replace(SMALL, head_dim=64, tokens=600)
+TIER_CASES = [case for case in cases(TIER_SHAPES) if case.tier != EXACT]
+
+
+@pytest.mark.parametrize("case", EXACT_CASES, ids=lambda case: case.name)
 def test_ours_and_what_runs_otherwise_are_right(case):
     contest = case.build(CPU, lambda function: function)
     errors = measure_errors(contest)
@@ -55,8 +63,121 @@ def test_ours_and_what_runs_otherwise_are_right(case):
     assert all(0 < error < torch.finfo(torch.bfloat16).eps for error in errors.values())
 
 
+@pytest.fixture
+def attention(monkeypatch):
+    """The self-attention's contest on a CPU where PyTorch takes the formula by itself."""
+    monkeypatch.setattr(tune, "chosen_backend", lambda q, k, v: "math")
+    return next(cases(SMALL)).build(CPU, lambda function: function)
+
+
+def test_backends_of_pytorchs_attention_that_it_does_not_take_by_itself(attention, monkeypatch):
+    """On a CPU it has one besides the formula."""
+    assert list(attention.alternatives) == ["PyTorch SDPA (FlashAttention)"]
+    errors = measure_errors(attention)
+    assert 0 < errors["PyTorch SDPA (FlashAttention)"] < torch.finfo(torch.bfloat16).eps
+    monkeypatch.setattr(tune, "chosen_backend", lambda q, k, v: "FlashAttention")
+    assert not next(cases(SMALL)).build(CPU, lambda function: function).alternatives
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_a_backend_that_breaks_the_gpu_is_not_left_out(attention, monkeypatch, error):
+    def run(name, attend):
+        raise error("no more")
+
+    monkeypatch.setattr(tune, "_in_backend", run)
+    with pytest.raises(error):
+        next(cases(SMALL)).build(CPU, lambda function: function)
+
+
+def test_a_backend_that_errs_too_much_is_not_timed(attention):
+    def build(*arguments):
+        (name,) = attention.alternatives
+        return replace(attention, alternatives={name: lambda: 1.1 * attention.fallback()})
+
+    case = replace(next(cases(SMALL)), build=build)
+    result = asdict(tune.measure(case, CPU))
+    assert "is above the" in result["timings"]["PyTorch SDPA (FlashAttention)"]["refused"]
+    row = row_of(result)
+    assert row["rival_name"] == "PyTorch SDPA"
+    assert row["ours"] is not None
+
+
+@pytest.mark.parametrize(("milliseconds", "expected"), [(1.95, "cuDNN"), (1.97, None), (2.5, None)])
+def test_a_backend_is_taken_where_it_is_faster_than_noise(milliseconds, expected):
+    case = next(cases(SMALL))
+    rivals = {"PyTorch SDPA": 2.0, "PyTorch SDPA (cuDNN)": milliseconds}
+    timings = {name: Timing(False, 1e-3, time) for name, time in rivals.items()}
+    row = row_of(asdict(OpResult(case.name, {**timings, "ours": Timing(True, 1e-3, 3.0)}, "ours")))
+    assert row.get("sdpa") == expected
+    assert row["rival"] == min(rivals.values())
+
+
 def test_every_op_is_measured():
-    assert {case.name.split()[0] for case in cases(SMALL)} == set(OPS)
+    assert {case.name.split()[0] for case in EXACT_CASES} == set(OPS)
+    assert {case.name.split()[0] for case in TIER_CASES} == set(TIER_OPS)
+    of_small_heads = {case.name.split()[0] for case in cases(SMALL)} - set(OPS)
+    assert of_small_heads == {op for op, part in TIER_OPS.items() if part == LINEARS_8BIT}  # attention has no kernel
+
+
+@pytest.mark.parametrize("case", TIER_CASES, ids=lambda case: case.name)
+def test_a_tiers_op_is_within_its_tiers_limit(case):
+    contest = case.build(CPU, lambda function: function)
+    assert not contest.rivals
+    (error,) = measure_errors(contest).values()
+    limit = error_limit(contest, {}, case.tier.limits)
+    assert torch.finfo(torch.bfloat16).eps / 2 < error <= limit
+    shifted = replace(contest, oracle=lambda rows: contest.oracle((rows + contest.tokens // 2) % contest.tokens))
+    assert min(measure_errors(shifted).values()) > limit
+
+
+@pytest.mark.parametrize("format", [INT8, FP8])
+def test_linears_have_the_formats_that_the_patch_takes(monkeypatch, format):
+    """On a GPU older than sm_89 int8 alone, and then no GELU in 8 bits."""
+    capability = (8, 0) if format == INT8 else (9, 0)
+    monkeypatch.setattr(tune_tiers, "capability_of", lambda device: capability)
+    found, quantize_weight = [], ops_quantized.quantize_weight
+    noted = lambda weight, format: found.append(format) or quantize_weight(weight, format)  # noqa: E731
+    monkeypatch.setattr(ops_quantized, "quantize_weight", noted)
+    contests = {case.name.split()[0]: case.build(CPU, lambda function: function) for case in TIER_CASES}
+    assert found == [format, INT8, INT8, INT8, INT8]  # ffn.net.2, ffn.net.0, q, k and v
+    assert isinstance(contests["linear_gelu_8bit"].ours["linear_gelu"](), Quantized) == (format == FP8)
+    for op in ("linear_skip_8bit", "linear_gelu_8bit", "linear_qkv_8bit"):
+        (error,) = measure_errors(contests[op]).values()
+        assert error <= QUANTIZED.limits.part
+
+
+def test_a_tiers_op_is_beside_what_the_exact_tier_takes():
+    """That is the faster one of ours and PyTorch's, and before attention the two norms."""
+    times = {"attention": (4.0, 3.0), "linear_skip": (None, 5.0), "linear_gelu": (2.0, 9.0)}
+
+    def measure(case):
+        op = case.name.split()[0]
+        if op == "linear_qkv":
+            raise ValueError("too much shared memory")
+        if case.tier == EXACT:
+            return result(case, *times.get(op, (1.0, 1.0)))
+        timings = {"ours": Timing(True, 1e-2, 1.5)}
+        timings |= {"norms": Timing(False, None, 0.25)} if op == "attention_8bit" else {}
+        return OpResult(case.name, timings, None if op == "linear_gelu_8bit" else "ours")
+
+    rows = rows_of(cases(TIER_SHAPES), measure, print)
+    found = {row["op"]: (row["ours"], row["rival"], row["rival_name"]) for row in rows if row["op"] in TIER_OPS}
+    assert found == {
+        "attention_8bit": (1.5, 3.25, "exact tier"),
+        "sparse_linear_attention": (1.5, 3.0, "exact tier"),
+        "block_sparse_attention": (1.5, 3.0, "exact tier"),
+        "linear_skip_8bit": (1.5, 5.0, "exact tier"),
+        "linear_gelu_8bit": (None, 2.0, "exact tier"),
+        "linear_qkv_8bit": (1.5, None, "exact tier"),
+    }
+
+
+@pytest.mark.parametrize(("index", "rounds"), [(0, tune.ROUNDS), (-1, tune.TIER_ROUNDS)])
+def test_the_other_tiers_are_timed_in_fewer_rounds(monkeypatch, index, rounds):
+    asked = []
+    monkeypatch.setattr(ops, "run_case", lambda *_, **options: asked.append(options["rounds"]))
+    tune.measure(list(cases(SMALL))[index], CPU)
+    assert asked == [rounds]
 
 
 def result(case, ours, rival):
@@ -84,7 +205,8 @@ def test_a_row_a_case_also_where_a_kernel_fails():
     by_op = {row["op"]: row for row in rows}
     assert (by_op["linear_gelu"]["ours"], by_op["linear_gelu"]["rival"]) == (None, None)
     assert (by_op["linear_qkv"]["ours"], by_op["linear_qkv"]["rival"]) == (None, 2.0)
-    assert reported == ["linear_gelu 70×40×32: ValueError: too much shared memory"]
+    failure = "ValueError: too much shared memory"
+    assert reported == [f"linear_gelu 70×40×32: {failure}", f"linear_gelu_8bit 70×40×32: {failure}"]
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError, KeyboardInterrupt])
@@ -109,3 +231,11 @@ def test_what_errs_too_much_is_not_timed():
     wrong = tune.measure(replace(case, build=build), CPU)
     assert wrong.best is None
     assert row_of(asdict(wrong))["ours"] is None
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_all_is_timed():
+    reported = []
+    rows = rows_of(cases(TIER_SHAPES), partial(tune.measure, device=torch.device("cuda")), reported.append)
+    assert reported == []
+    assert [row["op"] for row in rows if None in (row["ours"], row["rival"])] == []

@@ -7,17 +7,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import turbo_rcm_patch as trp
 from tests.cli.running import error_of
+from tests.tiny_wan import tiny_wan_transformer
+from turbo_rcm_patch import kernels
 from turbo_rcm_patch.bench.ops import OpResult, Timing
-from turbo_rcm_patch.bench.tune import Shapes, cases
-from turbo_rcm_patch.cli import main
+from turbo_rcm_patch.bench.tune import FALLBACKS, Shapes, cases
+from turbo_rcm_patch.cli import commands, main
 from turbo_rcm_patch.cli.tuning import keep
-from turbo_rcm_patch.kernels import measured, measured_on, tuned, why_torch
-from turbo_rcm_patch.kernels.measured import OPS
+from turbo_rcm_patch.kernels import measured, measured_on, tuned, tuned_sdpa, tuned_tiers, why_torch
+from turbo_rcm_patch.kernels.measured import OPS, Verdict
+from turbo_rcm_patch.patching import summary
 
 GPU, CUDA = "NVIDIA GeForce RTX 4090", torch.device("cuda")
 get_device_name = torch.cuda.get_device_name
-SHAPES = Shapes("small", 2, 16, 40, 70, [(2, 3, 4, 8, 8, 3, 3, 1, 1)])
+SHAPES = Shapes("small", 2, 64, 40, 70, [(2, 3, 4, 8, 8, 3, 3, 1, 1)])
 
 
 @pytest.fixture(autouse=True)
@@ -33,15 +37,20 @@ def cache(monkeypatch, tmp_path):
 @pytest.fixture
 def next_process(monkeypatch):
     """What a process that imports the package now chooses by."""
-    return lambda: monkeypatch.setattr(measured, "_TUNED", measured.tuned_verdicts())
+    return lambda: monkeypatch.setattr(measured, "_TUNED", measured.all_tuned())
 
 
-def timed(**ours):
-    """Measures ours by op (default 2 ms), and 3 ms for what runs otherwise."""
+def timed(backends=(), **ours):
+    """Measures ours by op (default 2 ms), 3 ms for what runs otherwise, and backends of PyTorch's attention by case, as
+    (name, milliseconds)."""
 
     def measure(case):
-        time = ours.get(case.name.split()[0], 2.0)
-        timings = {"ours": Timing(True, 1e-3, time), "other": Timing(False, 1e-3, 3.0)}
+        op = case.name.split()[0]
+        time = ours.get(op, 2.0)
+        timings = {"ours": Timing(True, 1e-3, time)}
+        if op in FALLBACKS:
+            timings[FALLBACKS[op]] = Timing(False, 1e-3, 3.0)
+        timings |= {f"PyTorch SDPA ({name})": Timing(False, 1e-3, ms) for name, ms in dict(backends).get(case.name, ())}
         return OpResult(case.name, timings, None if time is None else "ours")
 
     return measure
@@ -64,6 +73,135 @@ def test_the_patch_takes_what_was_faster(next_process, capsys, cache):
     assert measured_on("attention", CUDA) == f"{GPU} by turbo-rcm tune"
     (file,) = (cache / "tuned").iterdir()
     assert json.loads(file.read_text())["model"] == "small"
+
+
+SELF, CROSSING = "attention 2×70×70×64", "attention 2×70×512×64"
+SLOW, EQUAL, FAST = ("memory-efficient", 9.0), ("FlashAttention", 2.95), ("cuDNN", 2.5)
+
+
+def sdpa_of(dtype=torch.bfloat16, device=CUDA):
+    return [tuned_sdpa(device, dtype, crossing=crossing) for crossing in (False, True)]
+
+
+def test_the_patch_takes_the_backend_of_pytorchs_attention_that_was_faster(next_process, capsys):
+    assert sdpa_of() == [None, None]
+    keep(SHAPES, GPU, (8, 9), timed({SELF: [SLOW, EQUAL, FAST], CROSSING: [SLOW, EQUAL]}, attention=4.0))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["attention", "2x70x70x64", "4.000", "PyTorch", "SDPA", "(cuDNN)", "2.500"] in lines
+    assert ["attention", "2x70x512x64", "4.000", "PyTorch", "SDPA", "(FlashAttention)", "2.950"] in lines
+    next_process()
+    assert sdpa_of() == ["cuDNN", None]  # of the other a backend is faster too, but by less than 2 %
+    assert sdpa_of(torch.float32) == [None, None]
+    assert sdpa_of(device=torch.device("cpu")) == [None, None]
+
+
+def test_a_traced_model_takes_that_backend_too(next_process, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", get_device_name)  # torch.compile knows it, not its substitute
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name=GPU))
+    keep(SHAPES, GPU, (8, 9), timed({SELF: [FAST]}))
+    next_process()
+
+    def takes(x):
+        return x + (tuned_sdpa(CUDA, x.dtype, crossing=False) == "cuDNN")
+
+    torch.compiler.reset()
+    compiled = torch.compile(takes, fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(1, dtype=torch.bfloat16)).item() == 1
+
+
+def test_a_file_without_backends_is_read(next_process, cache):
+    keep(SHAPES, GPU, (8, 9), timed({SELF: [FAST]}))
+    (file,) = (cache / "tuned").iterdir()
+    content = json.loads(file.read_text())
+    for row in content["rows"]:
+        row.pop("sdpa", None)
+    file.write_text(json.dumps(content))
+    next_process()
+    assert why_torch("attention", CUDA, torch.bfloat16) is None
+    assert sdpa_of() == [None, None]
+
+
+TIERS = {"attention_8bit": 1.0, "linear_qkv_8bit": 4.0, "block_sparse_attention": None}  # the exact tier takes 2 ms
+GPUS = (f"{GPU} by turbo-rcm tune",)
+
+
+def test_the_other_tiers_are_shown_and_nothing_is_chosen_by_them(next_process, capsys):
+    verdicts = keep(SHAPES, GPU, (8, 9), timed(**TIERS))
+    assert set(verdicts) == set(OPS)
+    lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    lines = [[cell.strip() for cell in line if cell] for line in lines]
+    assert ["8-bit attention", "1.000", "2.000", "2.00x as fast"] in lines
+    assert ["8-bit linears", "8.000", "6.000", "0.75x as fast"] in lines
+    assert ["sparse-linear attention", "2.000", "2.000", "1.00x as fast"] in lines
+    assert ["block-sparse attention", "failed", "2.000", "failed its check"] in lines
+    next_process()
+    assert all(why_torch(op, CUDA, torch.bfloat16) is None for op in OPS)
+    assert tuned_tiers(CUDA) == {
+        "8-bit linears": Verdict(GPUS, 8.0, 6.0),
+        "8-bit attention": Verdict(GPUS, 1.0, 2.0),
+        "sparse-linear attention": Verdict(GPUS, 2.0, 2.0),
+        "block-sparse attention": Verdict(GPUS, None, 2.0),
+    }
+    assert tuned_tiers(torch.device("cpu")) == {}
+
+
+def test_what_the_exact_tier_failed_at_says_nothing_of_the_others(next_process):
+    def measure(case):
+        if case.name.split()[0] == "linear_qkv":
+            raise ValueError("no kernel")
+        return timed(**TIERS)(case)
+
+    keep(SHAPES, GPU, (8, 9), measure)
+    next_process()
+    assert tuned_tiers(CUDA)["8-bit linears"] == Verdict(GPUS, 4.0, 4.0)
+
+
+def notes_on(gpu_name, config):
+    """What the summary of a patch would say of its tier on a GPU."""
+    return summary.beside_exact(summary._slower(trp.PatchConfig(**config), torch.device(gpu_name)))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, None),
+        ({"tier": "quantized"}, "8-bit linears 0.75x as fast"),
+        ({"tier": "quantized", "quantize": ["attention"]}, None),
+        ({"tier": "sparse"}, "8-bit linears 0.75x as fast"),
+        (
+            {"tier": "sparse", "attention": "block_sparse"},
+            "8-bit linears 0.75x as fast, block-sparse attention failed its check",
+        ),
+        ({"tier": "sparse", "attention": "block_sparse", "quantize": []}, None),
+    ],
+)
+def test_the_summary_says_what_of_a_tier_is_slower_than_the_exact_one(next_process, config, expected):
+    assert notes_on("cuda", config) == []
+    keep(SHAPES, GPU, (8, 9), timed(**TIERS))
+    next_process()
+    assert notes_on("cuda", config) == ([f"beside the exact tier, on {GPUS[0]}: {expected}"] if expected else [])
+    assert notes_on("cpu", config) == []
+
+
+def test_a_patch_of_that_tier_prints_it(monkeypatch):
+    slow = {"8-bit attention": Verdict(GPUS, 2.0, 1.0), "8-bit linears": Verdict(GPUS, 1.0, 2.0)}
+    monkeypatch.setattr(kernels, "tuned_tiers", lambda device: slow)
+    model = tiny_wan_transformer()
+    line = f"beside the exact tier, on {GPUS[0]}: 8-bit attention 0.50x as fast"
+    with trp.patch(model, "quantized") as patch:
+        assert line in [note.strip() for note in patch.summary().splitlines()]
+    with trp.patch(model) as patch:
+        assert "beside the exact tier" not in patch.summary()
+
+
+def test_info_repeats_how_fast_the_other_tiers_are(monkeypatch, capsys):
+    assert main(["info", "--device", "cpu"]) == 0
+    assert "beside the exact tier" not in capsys.readouterr().out
+    found = {"8-bit attention": Verdict(GPUS, 1.0, 1.3), "8-bit linears": Verdict(GPUS, 1.0, 1.6)}
+    monkeypatch.setattr(commands, "tuned_tiers", lambda device: found)
+    assert main(["info", "--device", "cpu"]) == 0
+    line = f"beside the exact tier, on {GPUS[0]}: 8-bit attention 1.30x as fast, 8-bit linears 1.60x as fast"
+    assert line in capsys.readouterr().out.splitlines()
 
 
 def test_it_goes_before_what_ships(next_process, monkeypatch):
@@ -126,15 +264,16 @@ def test_reset_forgets_it(next_process, cache, capsys):
 
 
 def test_a_file_that_cannot_be_read_is_left_out(next_process, cache, caplog):
-    keep(SHAPES, GPU, (8, 9), timed())
+    keep(SHAPES, GPU, (8, 9), timed({SELF: [FAST]}))
     (file,) = (cache / "tuned").iterdir()
     kept = file.read_text()
     wrong_rows = kept.replace('"ours"', '"theirs"'), kept.replace(": 2.0", ': "2"'), kept.replace('"attention"', "[]")
+    wrong_rows += kept.replace('"cuDNN"', '"TPU"'), kept.replace('"shape": [', '"shape": [], "was": [')
     for content in ("{", "[]", '{"versions": 1}', *wrong_rows):
         file.write_text(content)
         next_process()
         assert why_torch("attention", CUDA, torch.bfloat16) == "not measured on sm_89"
-    assert caplog.text.count("run turbo-rcm tune again") == 5  # what is of other versions is no fault
+    assert caplog.text.count("run turbo-rcm tune again") == 7  # what is of other versions is no fault
 
 
 def test_what_cannot_be_removed_is_one_line(cache, capsys):

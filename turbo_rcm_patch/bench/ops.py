@@ -37,6 +37,7 @@ class Contest:
 
     ours, rivals: by name, callables that return the result [B, S, ...], or parts of it along the last dimension.
     fallback: what the patch runs where it does not take ours; None where it always does.
+    alternatives: what it may run in the fallback's place; checked as ours are.
     partial: rivals that leave a part of the op out, which makes them faster; their error says nothing.
     oracle: the result in fp64 on the rows of S in `rows`.
     flops, bytes_moved: of the op; its unavoidable reads and writes. None where the figure says nothing.
@@ -47,6 +48,7 @@ class Contest:
     oracle: Callable[[torch.Tensor], torch.Tensor]
     tokens: int
     fallback: Contender | None = None
+    alternatives: Mapping[str, Contender] = field(default_factory=dict)
     partial: Mapping[str, Contender] = field(default_factory=dict)
     flops: float | None = None
     bytes_moved: float | None = None
@@ -114,10 +116,10 @@ def run_case(
     limit = error_limit(contest, errors, case.tier.limits)
     refused = {
         name: f"its error {errors[name]:.2e} is above the {limit:.2e} allowed"
-        for name in contest.ours
+        for name in (*contest.alternatives, *contest.ours)
         if not errors[name] <= limit
     }
-    contenders = {**contest.rivals, **contest.partial, **contest.ours}
+    contenders = {**contest.rivals, **contest.partial, **contest.alternatives, **contest.ours}
     times = take_turns({name: run for name, run in contenders.items() if name not in refused}, device, rounds)
     timings = {}
     for name in contenders:
@@ -151,7 +153,8 @@ def _result(case: OpCase, contest: Contest, timings: dict[str, Timing], copy_ban
 def measure_errors(contest: Contest) -> dict[str, float]:
     """Relative L2 error of every contender to the oracle, on ORACLE_ROWS rows spread over the result."""
     with torch.no_grad():
-        results = {name: _parts(run()) for name, run in {**contest.rivals, **contest.ours}.items()}
+        whole = {**contest.rivals, **contest.alternatives, **contest.ours}
+        results = {name: _parts(run()) for name, run in whole.items()}
         device = next(iter(results.values()))[0].device
         rows = torch.linspace(0, contest.tokens - 1, min(ORACLE_ROWS, contest.tokens), device=device).long()
         expected = contest.oracle(rows)

@@ -34,14 +34,14 @@ def structured_attention_8bit(
 def structured_qkv(draw: Draws, heads: int, tokens: int, head_dim: int) -> tuple[torch.Tensor, ...]:
     """q, k, v [1, S, H, D]: neighbouring tokens are alike, AR(1) with ρ = 0.95; keys have a mean of their own in every
     channel, 3 · N(0, 1), and four channels that are five times as large; values two that are eight times as large."""
-    q, k, v = (_autoregressive(draw(1, tokens, heads, head_dim).float(), 0.95) for _ in range(3))
+    q, k, v = (autoregressive(draw(1, tokens, heads, head_dim).float(), 0.95) for _ in range(3))
     k = k + 3 * draw(1, 1, heads, head_dim)
     k[..., :4] *= 5
     v[..., :2] *= 8
     return tuple(x.bfloat16().contiguous() for x in (q, k, v))
 
 
-def _autoregressive(noise: torch.Tensor, rho: float) -> torch.Tensor:
+def autoregressive(noise: torch.Tensor, rho: float) -> torch.Tensor:
     """x[t] = ρ x[t-1] + √(1-ρ²) noise[t] along dimension 1: a convolution with the powers of ρ."""
     tokens = noise.shape[1]
     powers = rho ** torch.arange(tokens, device=noise.device, dtype=torch.float32)
@@ -118,17 +118,20 @@ def linear_skip_8bit(tokens: int, C: int, K: int, device: torch.device, compiled
     return _linear_skip(tokens, C, K, device, compiled, is_fed=False)
 
 
-def fed_linear_skip_8bit(tokens: int, C: int, K: int, device: torch.device, compiled: Callable) -> Contest:
-    """The same where our producer has quantised the input already, as in a block; the rival's cannot."""
-    return _linear_skip(tokens, C, K, device, compiled, is_fed=True)
+def fed_linear_skip_8bit(
+    tokens: int, C: int, K: int, device: torch.device, compiled: Callable, format: torch.dtype = FP8
+) -> Contest:
+    """The same where our producer has quantised the input already, as in a block; the rival's cannot. None writes int8:
+    in that format ours quantises too."""
+    return _linear_skip(tokens, C, K, device, compiled, is_fed=format == FP8, format=format)
 
 
-def _linear_skip(tokens, C, K, device, compiled, is_fed: bool) -> Contest:
+def _linear_skip(tokens, C, K, device, compiled, is_fed: bool, format: torch.dtype = FP8) -> Contest:
     draw = Draws(device)
     a, weight, bias, residual = draw(1, tokens, K), draw(C, K) * K**-0.5, draw(C), draw(1, tokens, C)
     gate = draw(1, 1, C).float()
-    weight_8 = quantize_weight(weight, FP8)
-    a_8 = kernels.quantize_rows(a, FP8)
+    weight_8 = quantize_weight(weight, format)
+    a_8 = kernels.quantize_rows(a, format)
     quantize = compiled(_quantize)
 
     @compiled
@@ -140,7 +143,7 @@ def _linear_skip(tokens, C, K, device, compiled, is_fed: bool) -> Contest:
 
     def ours() -> torch.Tensor:
         return kernels.linear_skip(
-            a_8 if is_fed else kernels.quantize_rows(a, FP8), weight_8, bias, residual, c_out=gate
+            a_8 if is_fed else kernels.quantize_rows(a, format), weight_8, bias, residual, c_out=gate
         )
 
     def oracle(rows: torch.Tensor) -> torch.Tensor:
@@ -156,12 +159,21 @@ def _linear_skip(tokens, C, K, device, compiled, is_fed: bool) -> Contest:
     )
 
 
-def linear_gelu_8bit(tokens: int, C: int, K: int, device: torch.device, compiled: Callable) -> Contest:
-    """The feed-forward's first projection of an e4m3 input, its GELU, and the result in e4m3 for the second one."""
+def linear_gelu_8bit(
+    tokens: int,
+    C: int,
+    K: int,
+    device: torch.device,
+    compiled: Callable,
+    format: torch.dtype = FP8,
+    result: torch.dtype | None = FP8,
+) -> Contest:
+    """The feed-forward's first projection of an e4m3 input, its GELU, and the result in e4m3 for the second one; or of
+    an int8 input, or with a result in bf16 (None)."""
     draw = Draws(device)
     a, weight, bias = draw(1, tokens, K), draw(C, K) * K**-0.5, draw(C)
-    weight_8, a_8 = quantize_weight(weight, FP8), kernels.quantize_rows(a, FP8, with_norm=True)
-    options = {"result": FP8, "bias_bound": bias.float().abs().amax()}
+    weight_8, a_8 = quantize_weight(weight, format), kernels.quantize_rows(a, format, with_norm=True)
+    options = {} if result is None else {"result": result, "bias_bound": bias.float().abs().amax()}
     gelu = compiled(lambda x: _quantize(F.gelu(x, approximate="tanh")))
 
     def oracle(rows: torch.Tensor) -> torch.Tensor:
@@ -176,12 +188,14 @@ def linear_gelu_8bit(tokens: int, C: int, K: int, device: torch.device, compiled
     )
 
 
-def linear_qkv_8bit(tokens: int, C: int, K: int, device: torch.device, compiled: Callable) -> Contest:
-    """A self-attention's three projections of an e4m3 input."""
+def linear_qkv_8bit(
+    tokens: int, C: int, K: int, device: torch.device, compiled: Callable, format: torch.dtype = FP8
+) -> Contest:
+    """A self-attention's three projections of an e4m3 input, or of an int8 one."""
     draw = Draws(device)
-    a_8 = kernels.quantize_rows(a := draw(1, tokens, K), FP8)
+    a_8 = kernels.quantize_rows(a := draw(1, tokens, K), format)
     weights, biases = [draw(C, K) * K**-0.5 for _ in range(3)], [draw(C) for _ in range(3)]
-    weights_8 = [quantize_weight(weight, FP8) for weight in weights]
+    weights_8 = [quantize_weight(weight, format) for weight in weights]
 
     def three_scaled_mm() -> tuple[torch.Tensor, ...]:
         return tuple(_scaled_mm(a_8, weight, bias) for weight, bias in zip(weights_8, biases, strict=True))

@@ -1,4 +1,5 @@
-"""Which of our kernels are as fast on this GPU as what the patch runs without them, at one model's shapes.
+"""Which of our kernels are as fast on this GPU as what the patch runs without them, at one model's shapes; which of the
+backends of PyTorch's attention is fastest, and how fast the other tiers are (tune_tiers.py).
 
 Every op is checked against its oracle before it is timed (ops.py). The rows are those of kernels/measured.py.
 """
@@ -7,19 +8,24 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+from torch.nn.attention import sdpa_kernel
 
 from ..kernels.choice import CONV, LINEAR, SDPA
+from ..kernels.sdpa import BACKENDS, MATH, chosen_backend
 from ..patching.converted import component_folders, read_config
-from . import ops, ops_conv
+from ..tiers import EXACT
+from . import ops, ops_conv, tune_tiers
 from .cases import CASES, TEXT_TOKENS
-from .ops import Contest, OpCase, OpResult
+from .ops import Contender, Contest, OpCase, OpResult
 
-ROUNDS = 10
+ROUNDS, TIER_ROUNDS = 10, 4  # of the exact tier's ops, which the patch chooses by, and of the others
+WORTHWHILE = 1.02  # how much faster than PyTorch's own choice a backend of its attention must be: more than noise
 FALLBACKS = {
     "attention": SDPA,
     "linear_skip": f"{LINEAR}, Triton skip",
@@ -27,6 +33,7 @@ FALLBACKS = {
     "linear_qkv": LINEAR,
     "conv_skip": CONV,
 }  # what the patch runs in place of our kernels
+SDPA_BACKENDS = {f"{SDPA} ({name})": name for name in BACKENDS if name != MATH}  # contenders; math is never faster
 
 
 @dataclass(frozen=True)
@@ -80,16 +87,48 @@ def _shapes(model: str, transformer: Mapping, vae: Mapping, size: Size, usual: t
 
 
 def cases(shapes: Shapes) -> Iterator[OpCase]:
-    """Every op that there is a choice for, at these shapes."""
+    """Every op that there is a choice for, at these shapes, then those of the other tiers."""
     C = shapes.heads * shapes.head_dim
-    yield _case(ops.attention, shapes.heads, shapes.tokens, shapes.tokens, shapes.head_dim)
-    yield _case(ops.attention, shapes.heads, shapes.tokens, TEXT_TOKENS, shapes.head_dim)
+    yield _case(attention, shapes.heads, shapes.tokens, shapes.tokens, shapes.head_dim)
+    yield _case(attention, shapes.heads, shapes.tokens, TEXT_TOKENS, shapes.head_dim)
     yield _case(ops.linear_skip, shapes.tokens, C, C)
     yield _case(ops.linear_skip, shapes.tokens, C, shapes.ffn)
     yield _case(ops.linear_gelu, shapes.tokens, shapes.ffn, C)
     yield _case(ops.linear_qkv, shapes.tokens, C, C)
     for sizes in shapes.convolutions:
         yield _case(ops_conv.conv_skip, *sizes)
+    yield from tune_tiers.tier_cases(shapes.heads, shapes.head_dim, shapes.ffn, shapes.tokens)
+
+
+def attention(heads: int, tokens: int, keys: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
+    """ops.attention, with those backends of PyTorch's that it does not take by itself."""
+    contest = ops.attention(heads, tokens, keys, head_dim, device, compiled)
+    q, k = (torch.empty(1, n, heads, head_dim, dtype=torch.bfloat16, device=device) for n in (tokens, keys))
+    chosen = chosen_backend(*(x.transpose(1, 2) for x in (q, k, k)))
+    others = {
+        contender: functools.partial(_in_backend, name, contest.fallback)
+        for contender, name in SDPA_BACKENDS.items()
+        if name != chosen
+    }
+    return replace(contest, alternatives={name: run for name, run in others.items() if _runs(run)})
+
+
+def _in_backend(name: str, attend: Contender) -> torch.Tensor:
+    with sdpa_kernel(BACKENDS[name]):
+        return attend()
+
+
+def _runs(run: Contender) -> bool:
+    """Whether a backend takes these tensors. Raises what says that the GPU computes nothing more."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch's, of why not
+            run()
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except RuntimeError:
+        return False
+    return True
 
 
 def _case(contest: Callable[..., Contest], *sizes: int) -> OpCase:
@@ -104,7 +143,8 @@ def _against_fallback(op: str, build: Callable[..., Contest], *arguments: object
 
 def measure(case: OpCase, device: torch.device) -> OpResult:
     """Check and time one case."""
-    result = ops.run_case(case, device, copy_bandwidth=math.nan, rounds=ROUNDS, compile_rivals=False)
+    rounds = ROUNDS if case.tier == EXACT else TIER_ROUNDS
+    result = ops.run_case(case, device, copy_bandwidth=math.nan, rounds=rounds, compile_rivals=False)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return result
@@ -120,25 +160,38 @@ def rows_of(
     rows = []
     for case in cases:
         try:
-            rows.append(row_of(asdict(measure(case))))
+            result = asdict(measure(case))
+            rows.append(row_of(result) if case.tier == EXACT else _tier_row_of(result, rows))
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except Exception as error:  # Triton raises many kinds for a GPU that it does not know
             report(f"{case.name}: {type(error).__name__}: {error}")
             op, shape = _parsed(case.name)
-            rows.append(_row(op, shape, None, None, FALLBACKS[op]))
+            rows.append(_row(op, shape, None, None, FALLBACKS.get(op, tune_tiers.EXACT)))
     return rows
 
 
 def row_of(result: dict) -> dict:
     """An OpResult as a dictionary, "linear_skip 32760×1536×1536", against its fastest rival that computes all of it and
-    so has an error."""
+    so has an error. With "sdpa" where that is a backend of PyTorch's attention which PyTorch should be told to take."""
     op, shape = _parsed(result["case"])
     timings = result["timings"]
-    rivals = {name: t["milliseconds"] for name, t in timings.items() if not t["is_ours"] and t["error"] is not None}
+    whole = {name: t for name, t in timings.items() if not t["is_ours"] and None not in (t["error"], t["milliseconds"])}
+    rivals = {name: timing["milliseconds"] for name, timing in whole.items()}
     rival = min(rivals, key=rivals.get)
     ours = None if result["best"] is None else timings[result["best"]]["milliseconds"]
-    return _row(op, shape, ours, rivals[rival], rival)
+    row = _row(op, shape, ours, rivals[rival], rival)
+    is_worthwhile = rival in SDPA_BACKENDS and rivals[SDPA] > WORTHWHILE * rivals[rival]
+    return {**row, "sdpa": SDPA_BACKENDS[rival]} if is_worthwhile else row
+
+
+def _tier_row_of(result: dict, rows: Sequence[dict]) -> dict:
+    """The same of a tier's op, against what the exact tier takes by the rows before."""
+    op, shape = _parsed(result["case"])
+    timings = result["timings"]
+    ours = None if result["best"] is None else timings[result["best"]]["milliseconds"]
+    exact = tune_tiers.exact_milliseconds(op, shape, timings, rows)
+    return _row(op, shape, ours, exact, tune_tiers.EXACT)
 
 
 def _parsed(case: str) -> tuple[str, list[int]]:

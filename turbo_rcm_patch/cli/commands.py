@@ -30,10 +30,12 @@ from ..bench.timing import timed_generation
 from ..bench.verify import verify
 from ..config import PRESETS
 from ..embedded import load_embedded_pipeline
+from ..kernels import tuned_tiers
 from ..patching import PatchError, patch
 from ..patching.convert import convert_model
 from ..patching.families.wan_vae import frames_sent_to
 from ..patching.quantized_weights import capability_of
+from ..patching.summary import beside_exact
 from ..patching.video_output import pieces_on_cpu, to_8_bits
 from .errors import CommandError
 from .files import replacing, write_json, write_video
@@ -182,6 +184,8 @@ def _info(arguments: argparse.Namespace) -> int:
     with patch(pipe) as applied:
         print("", applied.summary(), sep="\n")
         rows = applied.rows()
+    for line in beside_exact(tuned_tiers(device)):
+        print("", line, sep="\n")
     found = [] if arguments.model is None else _fits(arguments)
     if found:
         print("", f"{arguments.model} on a GPU:", fits_table(found), sep="\n")

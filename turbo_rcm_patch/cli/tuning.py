@@ -14,7 +14,7 @@ from ..bench.cases import CASES
 from ..bench.ops import OpCase, OpResult
 from ..bench.tables import table
 from ..bench.tune import Shapes, cases, measure, rows_of, shapes_of_case, shapes_of_folder
-from ..kernels.measured import Verdict, verdicts_of
+from ..kernels.measured import Verdict, tier_verdicts_of, verdicts_of
 from ..kernels.tuned import forget_tuned, tuned_file, versions
 from .checks import SizeRules
 from .errors import CommandError
@@ -62,9 +62,8 @@ def keep(
     content = {"gpu": gpu, "capability": list(capability), "versions": versions(), **made, "rows": rows}
     write_json(path, content)
     verdicts = verdicts_of(gpu, rows)
-    print(
-        _rows_table(rows), _verdicts_table(verdicts), f"kept in {path}; turbo-rcm tune --reset forgets it", sep="\n\n"
-    )
+    tables = _rows_table(rows), _verdicts_table(verdicts), _tiers_table(tier_verdicts_of(gpu, rows))
+    print(*tables, f"kept in {path}; turbo-rcm tune --reset forgets it", sep="\n\n")
     return verdicts
 
 
@@ -95,6 +94,13 @@ def _verdicts_table(verdicts: dict[str, Verdict]) -> str:
     for op, verdict in verdicts.items():
         taken = "ours" if verdict.is_ours else "PyTorch's"
         lines.append([op, _milliseconds(verdict.ours), _milliseconds(verdict.rival), taken])
+    return table(lines)
+
+
+def _tiers_table(verdicts: dict[str, Verdict]) -> str:
+    lines = [["of the other tiers", "ms", "exact tier, ms", "speed"]]
+    for part, verdict in verdicts.items():
+        lines.append([part, _milliseconds(verdict.ours), _milliseconds(verdict.rival), verdict.speed])
     return table(lines)
 
 

@@ -29,7 +29,7 @@ from .linear_gelu import linear_gelu
 from .linear_qkv import linear_qkv
 from .linear_skip import linear_skip
 from .low_rank import RANK_STEP, LowRank
-from .measured import measured_on, why_torch
+from .measured import measured_on, tuned_sdpa, tuned_tiers, why_torch
 from .quantize_qkv import HEAD_DIMS as HEAD_DIMS_8BIT
 from .quantize_qkv import QuantizedQKV, quantize_qkv
 from .quantize_rows import quantize_rows
@@ -92,6 +92,8 @@ __all__ = [
     "sparse_block_map",
     "sparse_block_sizes",
     "sparse_linear_attention",
+    "tuned_sdpa",
+    "tuned_tiers",
     "why_conv",
     "why_linear",
     "why_not_triton",

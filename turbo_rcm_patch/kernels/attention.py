@@ -19,6 +19,7 @@ from .attention_forward import attention_forward
 from .coefficient import Coefficient, canonical_coefficient
 from .dispatch import kernel_op, use_triton
 from .launch import recording
+from .sdpa import preferring
 
 MAX_HEAD_DIM = 256
 
@@ -33,13 +34,15 @@ def attention(
     c_out: Coefficient = 1.0,
     scale: float | None = None,
     implementation: str = "auto",
+    sdpa: str | None = None,
 ) -> torch.Tensor:
     """softmax(scale · q kᵀ) v, or ``c_skip * residual + c_out * (that)`` when a residual is given.
 
     q [B, S, H, D]; k, v [B, Skv, H, D]; residual [B, S, H, D]; all of one dtype, any strides. Coefficients: a number,
     [B], [C], [B, 1, C] or [B, S, C] with C = H·D channels. scale > 0 defaults to D**-0.5. Returns [B, S, H, D] in q's
     dtype. Differentiable in every tensor. implementation: see dispatch.use_triton; head_dims above 256 take the torch
-    reference. Raises ValueError for shapes, dtypes, a scale or coefficients that do not fit.
+    reference. sdpa: the backend, of sdpa.BACKENDS, that PyTorch's attention prefers where that runs; one that cannot
+    take a call leaves it to the others. Raises ValueError for shapes, dtypes, a scale or coefficients that do not fit.
     """
     _check(q, k, v, residual, c_skip, c_out, scale, implementation)
     batch, tokens, heads, head_dim = q.shape
@@ -51,7 +54,8 @@ def attention(
     if not wants_kernel or head_dim > MAX_HEAD_DIM or q.numel() == 0:
         if recording():
             return torch.empty_like(q)  # PyTorch's attention takes long, and programs that replace it may count calls
-        return torch_reference.attention(*operands, scale)
+        with preferring(sdpa):
+            return torch_reference.attention(*operands, scale)
     # The skip's own gradients need only the residual and c_skip; all others need the raw output and the logsumexp.
     save_for_backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, c_out))
     return _attention(*operands, scale, save_for_backward)[0]

@@ -12,16 +12,12 @@ from .dispatch import is_hopper
 from .measured import why_torch
 from .quantize_qkv import default_v_format
 from .quantized import LARGEST
+from .sdpa import chosen_backend, preferring
 from .sparse_linear_attention import why_no_sparse_kernel
+from .tuned import BY_TUNE
 
 GLUON, PORTABLE = "sm_90 Gluon", "portable Triton"
 SDPA, LINEAR, CONV = "PyTorch SDPA", "PyTorch linear", "PyTorch convolution"
-_SDPA_BACKENDS = {
-    0: "math",
-    1: "FlashAttention",
-    2: "memory-efficient",
-    3: "cuDNN",
-}  # as torch.nn.attention numbers them
 
 
 def why_sdpa(device: torch.device, dtype: torch.dtype, head_dim: int, *, with_backward: bool = False) -> str | None:
@@ -84,13 +80,14 @@ def attention_kernel_name(
     head_dim: int,
     *,
     with_backward: bool = False,
+    sdpa: str | None = None,
 ) -> str:
     """What runs an `attention` without residual: "sm_90 Gluon", "portable Triton", or PyTorch's SDPA with its backend.
 
-    implementation: the one it is given, with which it can run.
+    implementation, sdpa: those it is given, with which it can run.
     """
     if implementation == "torch":
-        return _sdpa_name(device, dtype, head_dim, with_backward)
+        return _sdpa_name(device, dtype, head_dim, with_backward, sdpa)
     return _kernel_name(device, attention_hopper.why_not_on(device, dtype, head_dim))
 
 
@@ -160,15 +157,16 @@ def _kernel_name(device: torch.device, why_not_gluon: str | None) -> str:
     return f"{PORTABLE} ({why_not_gluon})" if is_hopper(device) else PORTABLE
 
 
-def _sdpa_name(device: torch.device, dtype: torch.dtype, head_dim: int, with_backward: bool) -> str:
+def _sdpa_name(
+    device: torch.device, dtype: torch.dtype, head_dim: int, with_backward: bool, preferred: str | None
+) -> str:
     """PyTorch's attention and, where it tells, the backend that it takes for some tensors of this kind."""
     if torch.compiler.is_compiling():
         return SDPA
-    try:
-        with torch.inference_mode(False), torch.set_grad_enabled(with_backward):
-            q = torch.empty(1, 128, 2, head_dim, device=device, dtype=dtype, requires_grad=with_backward)
-            q = q.transpose(1, 2)
-            backend = _SDPA_BACKENDS.get(torch._fused_sdp_choice(q, q, q))
-    except (RuntimeError, AttributeError):  # a private function
+    with torch.inference_mode(False), torch.set_grad_enabled(with_backward), preferring(preferred):
+        q = torch.empty(1, 128, 2, head_dim, device=device, dtype=dtype, requires_grad=with_backward)
+        q = q.transpose(1, 2)
+        backend = chosen_backend(q, q, q)
+    if backend is None:
         return SDPA
-    return SDPA if backend is None else f"{SDPA} ({backend})"
+    return f"{SDPA} ({backend}, {BY_TUNE})" if backend == preferred else f"{SDPA} ({backend})"

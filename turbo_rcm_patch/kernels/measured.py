@@ -9,7 +9,7 @@ tune` measured on the very GPU (tuned.py) goes before them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +20,18 @@ from .tuned import BY_TUNE, read_tuned
 FOLDER = Path(__file__).parent / "measurements"
 MEASURED_DTYPES = (torch.bfloat16, torch.float16)  # only bf16 is timed; fp16 takes the same instructions
 OPS = ("attention", "linear_skip", "linear_gelu", "linear_qkv", "conv_skip")
+ATTENTION_8BIT, LINEARS_8BIT = "8-bit attention", "8-bit linears"
+SPARSE_LINEAR, BLOCK_SPARSE = "sparse-linear attention", "block-sparse attention"
+# The ops of the tiers that err more, which `turbo-rcm tune` times against the exact tier's, with the part of a block
+# that each belongs to. Nothing is chosen by them: who asks for a tier gets it, for its memory too.
+TIER_OPS = {
+    "attention_8bit": ATTENTION_8BIT,
+    "linear_skip_8bit": LINEARS_8BIT,
+    "linear_gelu_8bit": LINEARS_8BIT,
+    "linear_qkv_8bit": LINEARS_8BIT,
+    "sparse_linear_attention": SPARSE_LINEAR,
+    "block_sparse_attention": BLOCK_SPARSE,
+}
 
 
 class Verdict(NamedTuple):
@@ -34,6 +46,21 @@ class Verdict(NamedTuple):
     def is_ours(self) -> bool:
         """Whether ours is taken: it passed its checks, and is at least as fast."""
         return self.ours is not None and self.ours <= self.rival
+
+    @property
+    def speed(self) -> str:
+        """Of ours beside the rival's: "1.30x as fast", or "failed its check"."""
+        return "failed its check" if self.ours is None else f"{self.rival / self.ours:.2f}x as fast"
+
+
+class Tuned(NamedTuple):
+    """What `turbo-rcm tune` found on a GPU: the verdict of every op; the backend of PyTorch's attention that is faster
+    than the one it takes by itself, if one is, of cross-attention (True) and of self-attention (False); and the verdict
+    of every part of a block in the tiers that err more, whose rival is the exact tier's."""
+
+    verdicts: dict[str, Verdict]
+    sdpa: dict[bool, str]
+    tiers: dict[str, Verdict]
 
 
 def why_torch(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -66,12 +93,31 @@ def measured_on(op: str, device: torch.device) -> str | None:
     return None if verdict is None else ", ".join(verdict.gpus)
 
 
+def tuned_sdpa(device: torch.device, dtype: torch.dtype, *, crossing: bool) -> str | None:
+    """The backend of PyTorch's attention (sdpa.py) that `turbo-rcm tune` found faster on this GPU than the one that
+    PyTorch takes by itself; None where it is the fastest, or nobody knows. crossing: of cross-attention."""
+    if device.type != "cuda" or dtype not in MEASURED_DTYPES:
+        return None
+    tuned = _tuned_on(device)
+    return None if tuned is None else tuned.sdpa.get(crossing)
+
+
+def tuned_tiers(device: torch.device) -> dict[str, Verdict]:
+    """What `turbo-rcm tune` found of the tiers that err more on this GPU, by part of a block (TIER_OPS); empty where
+    nobody ran it."""
+    tuned = _tuned_on(device) if device.type == "cuda" else None
+    return {} if tuned is None else tuned.tiers
+
+
 def _verdict_on(op: str, device: torch.device) -> Verdict | None:
-    if _TUNED:
-        verdict = _TUNED.get((op, _name_of(device)))
-        if verdict is not None:
-            return verdict
+    tuned = _tuned_on(device)
+    if tuned is not None and op in tuned.verdicts:
+        return tuned.verdicts[op]
     return _VERDICTS.get((op, tuple(torch.cuda.get_device_capability(device))))
+
+
+def _tuned_on(device: torch.device) -> Tuned | None:
+    return _TUNED.get(_name_of(device)) if _TUNED else None
 
 
 @torch.compiler.assume_constant_result  # torch.compile calls it, and traces no string
@@ -79,18 +125,34 @@ def _name_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 
 
-def tuned_verdicts() -> dict[tuple[str, str], Verdict]:
-    """The verdict of every op on every GPU that was tuned on this machine."""
-    tuned = {gpu: verdicts_of(gpu, rows) for gpu, rows in read_tuned().items()}
-    return {(op, gpu): verdict for gpu, verdicts in tuned.items() for op, verdict in verdicts.items()}
+def all_tuned() -> dict[str, Tuned]:
+    """What `turbo-rcm tune` found on this machine, by GPU."""
+    return {
+        gpu: Tuned(verdicts_of(gpu, rows), _sdpa_of(rows), tier_verdicts_of(gpu, rows))
+        for gpu, rows in read_tuned().items()
+    }
 
 
 def verdicts_of(gpu: str, rows: Iterable[dict]) -> dict[str, Verdict]:
-    """The verdict of every op that `turbo-rcm tune` found rows of on a GPU."""
-    by_op: dict[str, list[tuple[str, dict]]] = {}
+    """The verdict of every op (of OPS) that `turbo-rcm tune` found rows of on a GPU."""
+    return _tuned_verdicts(gpu, rows, {op: op for op in OPS})
+
+
+def tier_verdicts_of(gpu: str, rows: Iterable[dict]) -> dict[str, Verdict]:
+    """The same of the parts of a block in the tiers that err more; without ops that the exact tier's failed for."""
+    return _tuned_verdicts(gpu, (row for row in rows if row["rival"] is not None), TIER_OPS)
+
+
+def _tuned_verdicts(gpu: str, rows: Iterable[dict], names: Mapping[str, str]) -> dict[str, Verdict]:
+    by_name: dict[str, list[tuple[str, dict]]] = {}
     for row in rows:
-        by_op.setdefault(row["op"], []).append((f"{gpu} {BY_TUNE}", row))
-    return {op: _verdict(known) for op, known in by_op.items()}
+        if row["op"] in names:
+            by_name.setdefault(names[row["op"]], []).append((f"{gpu} {BY_TUNE}", row))
+    return {name: _verdict(known) for name, known in by_name.items()}
+
+
+def _sdpa_of(rows: Iterable[dict]) -> dict[bool, str]:
+    return {row["crossing"]: row["sdpa"] for row in rows if row["sdpa"] is not None}
 
 
 def read_verdicts(files: Iterable[Path]) -> dict[tuple[str, tuple[int, int]], Verdict]:
@@ -112,4 +174,4 @@ def _verdict(rows: list[tuple[str, dict]]) -> Verdict:
 
 # Read now: torch.compile cannot trace the reading of a file.
 _VERDICTS = read_verdicts(FOLDER.glob("*.json"))
-_TUNED = tuned_verdicts()
+_TUNED = all_tuned()

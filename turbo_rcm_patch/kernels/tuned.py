@@ -1,6 +1,8 @@
 """What `turbo-rcm tune` measured on this machine: files like those of measurements/, in the user's cache folder.
 
-A file is of one GPU and of the versions of torch, Triton and this package: with others it is not read.
+A file is of one GPU and of the versions of torch, Triton and this package: with others it is not read. Its rows may
+also be of the other tiers' ops, whose rival is the exact tier, and an attention's row may have "sdpa", the backend of
+PyTorch's attention that is faster than the one which PyTorch takes by itself.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 import triton
 
 from .. import __version__
+from .sdpa import BACKENDS
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +58,14 @@ def read_tuned() -> dict[str, list[dict]]:
 def _row(row: dict) -> dict:
     """What measured.py takes of a row. Raises ValueError where it is none."""
     op, ours, rival = row["op"], row["ours"], row["rival"]
-    if not isinstance(op, str) or not all(time is None or isinstance(time, (int, float)) for time in (ours, rival)):
+    sdpa, crossing = row.get("sdpa"), False
+    are_times = all(time is None or isinstance(time, (int, float)) for time in (ours, rival))
+    if not (isinstance(op, str) and are_times and sdpa in (None, *BACKENDS)):
         raise ValueError(f"{row} is no row")
-    return {"op": op, "ours": ours, "rival": rival}
+    if sdpa is not None:
+        _, queries, keys, _ = row["shape"]
+        crossing = queries != keys
+    return {"op": op, "ours": ours, "rival": rival, "sdpa": sdpa, "crossing": crossing}
 
 
 def forget_tuned() -> list[Path]:

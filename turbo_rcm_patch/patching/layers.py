@@ -174,16 +174,18 @@ def attention(attn: nn.Module, call: Call, *, crossing: bool = False, added: boo
         return Step(partial(_attention_of_backend, attn.processor, crossing), "diffusers' attention", reason)
     head_dim, with_backward = attn.inner_dim // attn.heads, call.derivative == "backward"
     implementation, reason = choose_attention(call, head_dim, with_backward)
+    sdpa = _choose_sdpa(call, implementation, crossing)
     kernel = kernels.attention_kernel_name(
-        implementation, call.device, call.dtype, head_dim, with_backward=with_backward
+        implementation, call.device, call.dtype, head_dim, with_backward=with_backward, sdpa=sdpa
     )
+    attend = partial(_attention, implementation, sdpa)
     if added:  # by a pass of its own: with the sum in the epilogue the sm_90 kernel would not serve
         add = skip_after(Storage(call.dtype), Storage(call.dtype), call)
-        return Step(partial(_attention_then_add, implementation, add.run), f"{kernel}, {add.kernel} sum", reason)
-    run = partial(_attention, implementation)
+        return Step(partial(_attention_then_add, attend, add.run), f"{kernel}, {add.kernel} sum", reason)
     if attn.processor._parallel_config is not None and not crossing:
-        run, kernel = partial(_attention_between_all_to_alls, attn.processor, run), f"{kernel} between all-to-alls"
-    return Step(run, kernel, reason)
+        between = partial(_attention_between_all_to_alls, attn.processor, attend)
+        return Step(between, f"{kernel} between all-to-alls", reason)
+    return Step(attend, kernel, reason)
 
 
 def why_not_own_attention(
@@ -219,11 +221,19 @@ def choose_attention(call: Call, head_dim: int, with_backward: bool) -> tuple[st
     return (implementation, None) if reason is None else ("torch", reason)
 
 
-def _attention(implementation, q, k, v):
+def _choose_sdpa(call: Call, implementation: str, crossing: bool) -> str | None:
+    """The backend that PyTorch's attention prefers, where that runs; None: as PyTorch itself has it."""
+    is_reference = call.config.implementation == "torch"  # which is to be PyTorch's own
+    if implementation != "torch" or is_reference or call.derivative is not None:
+        return None
+    return kernels.tuned_sdpa(call.device, call.dtype, crossing=crossing)
+
+
+def _attention(implementation, sdpa, q, k, v):
     batch = q.shape[0]
     if k.shape[0] < batch:  # one prompt for all samples: their queries are one sample's
         q = q.flatten(0, 1)[None]
-    attended = kernels.attention(q, k, v, implementation=implementation)
+    attended = kernels.attention(q, k, v, implementation=implementation, sdpa=sdpa)
     return attended.view(batch, -1, *attended.shape[2:])
 
 
@@ -231,9 +241,8 @@ def _attention_between_all_to_alls(processor, attend, q, k, v):
     return ulysses_attention(processor._parallel_config, attend, q, k, v)
 
 
-def _attention_then_add(implementation, add, q, k, v, to):
-    attended = _attention(implementation, q, k, v)
-    return add(to.flatten(2), attended.flatten(2)).view(to.shape)
+def _attention_then_add(attend, add, q, k, v, to):
+    return add(to.flatten(2), attend(q, k, v).flatten(2)).view(to.shape)
 
 
 def _attention_of_backend(processor, crossing, q, k, v, to=None):

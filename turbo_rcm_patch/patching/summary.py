@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -13,8 +13,10 @@ from torch import nn
 
 from .. import kernels
 from ..config import PatchConfig
+from ..kernels import measured
+from ..kernels.measured import Verdict
 from ..plain import is_sharded
-from ..tiers import BLOCK_SPARSE
+from ..tiers import BLOCK_SPARSE, BLOCK_SPARSE_ATTENTION, SPARSE
 from .families import family_of, wan_vae
 from .families.family import Blocks, compute_dtype
 from .families.wan.block import TEXT_TOKENS, BlockPlan, decide
@@ -94,9 +96,9 @@ def transformer_section(name: str, transformer: nn.Module) -> Section:
         tables.append((_title(name, transformer, title, compute_dtype(transformer)), rows))
     _, first = next(family.blocks[0].of(transformer))
     notes = [f"residual between a block's skips: {current_plan(transformer, first).residual}"]
-    config = state_of(first).shared.config
+    config, device = state_of(first).shared.config, get_module_execution_device(transformer)
     notes += filter(None, [weights_note(transformer), _exact_steps(config)])
-    notes += _measurements(get_module_execution_device(transformer))
+    notes += [*_measurements(device), *beside_exact(_slower(config, device))]
     footer = f"{DENSE_FOOTER}; {FOOTER}" if config.tier == BLOCK_SPARSE else FOOTER
     return Section(tables, [*notes, *family.notes(transformer), footer])
 
@@ -146,6 +148,29 @@ def _measurements(device: torch.device) -> list[str]:
             "turbo-rcm tune does so"
         ]
     return [f"attention and linears: the faster ones as measured on {gpus}"]
+
+
+def beside_exact(verdicts: Mapping[str, Verdict]) -> list[str]:
+    """A line on how fast parts of the other tiers are, as turbo-rcm tune found; none without verdicts."""
+    if not verdicts:
+        return []
+    (gpu,) = next(iter(verdicts.values())).gpus
+    return [f"beside the exact tier, on {gpu}: " + ", ".join(f"{name} {v.speed}" for name, v in verdicts.items())]
+
+
+def _slower(config: PatchConfig, device: torch.device) -> dict[str, Verdict]:
+    """What of the configuration's tier is slower than the exact tier's, or errs too much, as turbo-rcm tune found."""
+    parts = _measured_parts(config)
+    return {part: v for part, v in kernels.tuned_tiers(device).items() if part in parts and not v.is_ours}
+
+
+def _measured_parts(config: PatchConfig) -> list[str]:
+    """What of the configuration's tier turbo-rcm tune times, which is what is in 8 bits."""
+    is_block_sparse = config.attention == BLOCK_SPARSE_ATTENTION
+    sparse = measured.BLOCK_SPARSE if is_block_sparse else measured.SPARSE_LINEAR
+    attention = sparse if config.tier.name == SPARSE.name else measured.ATTENTION_8BIT
+    parts = {"attention": attention, "linears": measured.LINEARS_8BIT}
+    return [part for name, part in parts.items() if config.in_8_bits(name)]
 
 
 def _title(name: str, model: nn.Module, what: str, dtype: torch.dtype) -> str:

@@ -1,0 +1,89 @@
+"""What `turbo-rcm tune` times of the tiers that err more: their kernels at one model's shapes, in the formats that the
+patch takes on this GPU.
+
+Each is checked by its tier's limits. The exact tier's time is that of the rows which were measured before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from ..kernels import FP8, HEAD_DIMS_8BIT
+from ..patching.quantized_weights import capability_of, format_of
+from ..tiers import BLOCK_SPARSE, QUANTIZED, SPARSE, Tier
+from . import ops, ops_quantized, ops_sparse
+from .ops import Contest, OpCase, op_case
+
+EXACT, NORMS = "exact tier", "norms"
+EXACT_OPS = {
+    "attention_8bit": "attention",
+    "linear_skip_8bit": "linear_skip",
+    "linear_gelu_8bit": "linear_gelu",
+    "linear_qkv_8bit": "linear_qkv",
+    "sparse_linear_attention": "attention",
+    "block_sparse_attention": "attention",
+}  # in whose place a tier's op runs
+
+
+def tier_cases(heads: int, head_dim: int, ffn: int, tokens: int) -> Iterator[OpCase]:
+    """Every op of the other tiers that an exact one runs in place of, once, where it takes longest."""
+    C = heads * head_dim
+    yield _case(QUANTIZED, linear_skip_8bit, tokens, C, ffn)
+    yield _case(QUANTIZED, linear_gelu_8bit, tokens, ffn, C)
+    yield _case(QUANTIZED, linear_qkv_8bit, tokens, C, C)
+    if head_dim in HEAD_DIMS_8BIT:
+        yield _case(QUANTIZED, attention_8bit, heads, tokens, head_dim)
+        yield _case(SPARSE, ops_sparse.sparse_linear_attention, heads, tokens, head_dim)
+        yield _case(BLOCK_SPARSE, ops_sparse.block_sparse_attention, heads, tokens, head_dim)
+
+
+def _case(tier: Tier, contest: Callable[..., Contest], *sizes: int) -> OpCase:
+    case = op_case(contest, *sizes, tier=tier, targets={})
+    return replace(case, build=functools.partial(_without_rivals, case.build))
+
+
+def _without_rivals(build: Callable[..., Contest], *arguments: object) -> Contest:
+    return replace(build(*arguments), rivals={})
+
+
+def attention_8bit(heads: int, tokens: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
+    """With what comes before it: in 8 bits one kernel with q's and k's norms in it, in the exact tier the two norms."""
+    contest = ops_quantized.norms_attention_8bit(heads, tokens, head_dim, device, compiled)
+    (norm,) = ops.rms_norm_rope(tokens, heads, head_dim, device, compiled).ours.values()
+    return replace(contest, partial={NORMS: lambda: (norm(), norm())})
+
+
+def linear_skip_8bit(tokens: int, C: int, K: int, device: torch.device, compiled: Callable) -> Contest:
+    """The feed-forward's second projection."""
+    return ops_quantized.fed_linear_skip_8bit(tokens, C, K, device, compiled, _format("ffn.net.2", device))
+
+
+def linear_gelu_8bit(tokens: int, C: int, K: int, device: torch.device, compiled: Callable) -> Contest:
+    """The feed-forward's first, whose result is in 8 bits where the second takes e4m3."""
+    result = FP8 if _format("ffn.net.2", device) == FP8 else None
+    return ops_quantized.linear_gelu_8bit(tokens, C, K, device, compiled, _format("ffn.net.0.proj", device), result)
+
+
+def linear_qkv_8bit(tokens: int, C: int, K: int, device: torch.device, compiled: Callable) -> Contest:
+    """A self-attention's."""
+    return ops_quantized.linear_qkv_8bit(tokens, C, K, device, compiled, _format("attn1.to_q", device))
+
+
+def _format(path: str, device: torch.device) -> torch.dtype:
+    return format_of(path, capability_of(device))
+
+
+def exact_milliseconds(op: str, shape: Sequence[int], timings: dict[str, dict], rows: Sequence[dict]) -> float | None:
+    """What the exact tier takes for a tier's op at a shape: by the row of its own op, and the norms that were timed
+    beside it. None where that row has no time. Raises StopIteration where there is no such row."""
+    if EXACT_OPS[op] == "attention":
+        heads, tokens, head_dim = shape
+        shape = [heads, tokens, tokens, head_dim]
+    row = next(row for row in rows if row["op"] == EXACT_OPS[op] and row["shape"] == list(shape))
+    times = [time for time in (row["ours"], row["rival"]) if time is not None]
+    norms = timings[NORMS]["milliseconds"] if NORMS in timings else 0.0
+    return min(times) + norms if times else None
