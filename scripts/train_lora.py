@@ -2,9 +2,10 @@
 
     python scripts/train_lora.py --output runs/lora --json results/lora-tiny.json
 
-Training takes a minute on a GPU, and a few on a CPU. Its teacher is the model itself, asked for the same scene in red.
-The folder then holds ``pytorch_lora_weights.safetensors``, for ``pipe.load_lora_weights``. Every variant makes the
-videos of the same held-out captions, none of which says red, from the same noise; the judge says which colours it sees.
+Training takes twenty minutes on one CPU core; a GPU should need one. Its teacher is the model itself, asked for the
+same scene in red. The folder then holds ``pytorch_lora_weights.safetensors``, for ``pipe.load_lora_weights``. Every
+variant makes the videos of the same held-out captions, none of which says red, from the same noise; the judge says
+which colours it sees.
 """
 
 from __future__ import annotations
