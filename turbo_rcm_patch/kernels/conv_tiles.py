@@ -53,11 +53,9 @@ def choose_conv_tiles(
     return ConvTiles(*choose_box(H, W, 128), columns, tail, choose_depth(C, 32), num_warps=8, num_stages=4)
 
 
-def choose_columns(
-    N: int, candidates: tuple[tuple[int, int], ...], cost_of_pixels: int = _COST_OF_PIXELS
-) -> tuple[int, int]:
+def choose_columns(N: int, candidates: tuple[tuple[int, int], ...]) -> tuple[int, int]:
     """Columns and tail of the tiles that cost least."""
-    return min(candidates, key=lambda pair: triton.cdiv(N, sum(pair)) * (sum(pair) + cost_of_pixels))
+    return min(candidates, key=lambda pair: triton.cdiv(N, sum(pair)) * (sum(pair) + _COST_OF_PIXELS))
 
 
 def choose_depth(C: int, largest: int) -> int:

@@ -216,8 +216,7 @@ def launch_layer_norm_modulate() -> None:
         layer_norm_modulate(meta(2, 300, channels, dtype=dtype), scale=scale, shift=shift, dtype=BF16)
     modulation = meta(2, 16384, dtype=FP32)
     layer_norm_modulate(meta(2, 300, 16384, dtype=FP32), scale=modulation, shift=modulation)  # no rows in flight
-    sizes = (*product((BF16,), (1536, 3072, 5120)), (FP16, 1536), (FP32, 5120))
-    for format, (dtype, channels) in product(formats(), sizes):
+    for format, dtype, channels in product(formats(), (BF16, FP16, FP32), (1536, 3072, 5120)):
         x, gain = meta(2, 300, channels, dtype=dtype), meta(channels, dtype=dtype)
         layer_norm_modulate(x, weight=gain, bias=gain, quantized=format)
         for modulation in (meta(2, channels, dtype=FP32), meta(2, 300, channels, dtype=FP32)):
@@ -291,13 +290,12 @@ def launch_convolution(
 
 def launch_quantize_qkv() -> None:
     sizes = ((12, 128), (40, 128), (24, 128), (3, 64))
-    for dtype, (heads, head_dim) in (*product((BF16,), sizes), (FP32, sizes[1]), (FP32, sizes[3]), (FP16, sizes[0])):
+    for dtype, (heads, head_dim) in (*product((FP32, BF16), sizes), (FP16, sizes[0])):
         x, weight = meta(2, 300, heads * head_dim, dtype=dtype), meta(heads * head_dim, dtype=dtype)
         angles = meta(300, head_dim, dtype=FP32)[:, 0::2]
+        quantize_qkv(x, x, x, heads=heads)
         quantize_qkv(x, x, x, heads=heads, norm_q=weight, norm_k=weight, cos=angles, sin=angles)
-        if (heads, head_dim) in (sizes[0], sizes[3]):  # without a norm and a rotation, and as GPUs without e4m3 have it
-            quantize_qkv(x, x, x, heads=heads)
-            quantize_qkv(x, x, x, heads=heads, norm_q=weight, norm_k=weight, v_format=FP16)
+        quantize_qkv(x, x, x, heads=heads, norm_q=weight, norm_k=weight, v_format=FP16)
 
 
 def launch_attention_8bit() -> None:
@@ -318,8 +316,6 @@ def launch_sparse_linear_attention() -> None:
     cases = [(BF16, 128, sizes) for sizes in product(BLOCK_SIZES, repeat=2)]
     cases += [(BF16, 64, (128, 64)), (BF16, 64, (64, 128)), (FP32, 64, (128, 64)), (FP32, 128, (64, 128))]
     for (dtype, head_dim, (block_q, block_k)), v_format in product(cases, formats):
-        if dtype == FP32 and v_format is not None:
-            continue  # 8 bits are the same of every dtype
         x, weight, bias = (meta(*shape, dtype=dtype) for shape in ((2, 300, 3, head_dim), (head_dim,) * 2, (head_dim,)))
         options = {"block_q": block_q, "block_k": block_k, "quantized": v_format is not None, "v_format": v_format}
         sparse_linear_attention(x, x, x, weight, bias, topk=0.5, **options)
