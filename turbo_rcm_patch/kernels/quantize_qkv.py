@@ -27,7 +27,8 @@ from .rows import row_grid, row_tile
 
 HEAD_DIMS = (64, 128)
 KV_WARPS = 8
-REDUCED_CHANNELS, REDUCED_ROWS = 32, 32
+SHORT = 1024  # rows of fewer elements, many at a time, get twice the threads: the compiler spills registers else
+REDUCED_CHANNELS, REDUCED_ROWS, REDUCED_WARPS = 32, 128, 8
 MAGIC = tl.constexpr(12582912.0)  # 1.5 · 2^23: added to |x| < 2^22 it leaves x's nearest integer in the last bits
 MAGIC_BITS = tl.constexpr(0x4B400000)
 
@@ -151,6 +152,8 @@ def _quantize_qkv(
     out = allocate_qkv(q, k, v, norm_q, norm_k, cos, sin, heads, eps, scale_log2, v_format)
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     norm_q, norm_k = (None if weight is None else weight.contiguous() for weight in (norm_q, norm_k))
+    # Three kernels read them. Those of diffusers are every other column of a table, which costs more than the copy.
+    cos, sin = (None if table is None else table.contiguous() for table in (cos, sin))
     with torch.cuda.device_of(q):
         _quantize_q(q, norm_q, cos, sin, heads, eps, scale_log2, *out[:2])
         _quantize_kv(k, v, norm_k, cos, sin, heads, eps, *out[2:])
@@ -172,16 +175,11 @@ def allocate_qkv(q, k, v, norm_q, norm_k, cos, sin, heads, eps, scale_log2, v_fo
     )
 
 
-def _table_strides(cos, sin) -> tuple[int, int, int, int]:
-    return (0, 0, 0, 0) if cos is None else (*cos.stride(), *sin.stride())
-
-
 def _row_tile(x: torch.Tensor, heads: int) -> dict[str, int]:
-    """With twice the threads of a norm: sums and 8-bit values take registers as well."""
     block_h, head_dim = triton.next_power_of_2(heads), x.shape[2] // heads
     block = block_h * head_dim
-    tile = row_tile(block, block * x.element_size() + 4 * head_dim)
-    return {"BLOCK_H": block_h, **tile, "num_warps": min(32, 2 * tile["num_warps"])}
+    row_bytes = block * x.element_size() + 4 * head_dim
+    return {"BLOCK_H": block_h, **row_tile(block, row_bytes, spread=block < SHORT)}
 
 
 def _quantize_q(q, weight, cos, sin, heads, eps, scale_log2, out, out_scale) -> None:
@@ -199,7 +197,6 @@ def _quantize_q(q, weight, cos, sin, heads, eps, scale_log2, out, out_scale) -> 
         S,
         heads,
         *q.stride()[:2],
-        *_table_strides(cos, sin),
         eps,
         scale_log2,
         HEAD_DIM=C // heads,
@@ -215,7 +212,7 @@ def _quantize_kv(k, v, weight, cos, sin, heads, eps, out_k, k_scale, out_v, v_sc
     k_sums, v_maxima = (k.new_empty((B, grid[0], C), dtype=torch.float32) for _ in range(2))
     k_mean = k.new_empty((B, C), dtype=torch.float32)
     rstd = None if weight is None else k.new_empty((B, S), dtype=torch.float32)
-    sizes = (S, heads, *k.stride()[:2], *v.stride()[:2], *_table_strides(cos, sin))
+    sizes = (S, heads, *k.stride()[:2], *v.stride()[:2])
     options = {"HEAD_DIM": C // heads}
     launch_kernel(
         _summarize_kv_kernel, (*grid, 2), k, v, weight, cos, sin, rstd, k_sums, v_maxima, *sizes, eps, **options, **tile
@@ -233,7 +230,7 @@ def _quantize_kv(k, v, weight, cos, sin, heads, eps, out_k, k_scale, out_v, v_sc
         FLOOR=SCALE_FLOOR,
         CHANNELS=REDUCED_CHANNELS,
         ROWS=REDUCED_ROWS,
-        num_warps=4,
+        num_warps=REDUCED_WARPS,
     )
     quantize_kv_tiles(k, v, weight, cos, sin, heads, rstd, k_mean, v_scale, out_k, k_scale, out_v)
 
@@ -259,7 +256,6 @@ def quantize_kv_tiles(k, v, weight, cos, sin, heads, rstd, k_mean, v_scale, out_
         heads,
         *k.stride()[:2],
         *v.stride()[:2],
-        *_table_strides(cos, sin),
         HEAD_DIM=C // heads,
         FLOOR=SCALE_FLOOR,
         GROUP=KEY_GROUP,
@@ -280,29 +276,28 @@ def to_int8(x):
 
 
 @triton.jit
-def _load_angles(table, positions, stride_s, stride_d, mask, PAIRS: tl.constexpr):
+def _load_angles(table, positions, mask, PAIRS: tl.constexpr):
     """Rows of cos or sin, [positions, PAIRS] in fp32."""
-    pointers = table + positions[:, None] * stride_s + tl.arange(0, PAIRS)[None, :] * stride_d
+    pointers = table + positions[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
     return tl.load(pointers, mask=mask[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _rotate_rows(y, cos, sin, rows, row_mask, cos_stride_s, cos_stride_d, sin_stride_s, sin_stride_d):
+def _rotate_rows(y, cos, sin, rows, row_mask):
     """y [ROWS, BLOCK_H, D] fp32, its interleaved pairs turned by the angles of its rows."""
     ROWS: tl.constexpr = y.shape[0]
     BLOCK_H: tl.constexpr = y.shape[1]
     D: tl.constexpr = y.shape[2]
     rows = rows.to(tl.int64)
-    c = _load_angles(cos, rows, cos_stride_s, cos_stride_d, row_mask, D // 2)[:, None, :]
-    s = _load_angles(sin, rows, sin_stride_s, sin_stride_d, row_mask, D // 2)[:, None, :]
+    c = _load_angles(cos, rows, row_mask, D // 2)[:, None, :]
+    s = _load_angles(sin, rows, row_mask, D // 2)[:, None, :]
     even, odd = tl.split(y.reshape(ROWS, BLOCK_H, D // 2, 2))
     return tl.join(even * c - odd * s, even * s + odd * c).reshape(ROWS, BLOCK_H, D)
 
 
 @triton.jit(do_not_specialize=["S", "heads"])
 def _quantize_q_kernel(
-    q, weight, cos, sin, out, out_scale, S, heads, q_stride_b, q_stride_s,
-    cos_stride_s, cos_stride_d, sin_stride_s, sin_stride_d, eps, scale_log2,
+    q, weight, cos, sin, out, out_scale, S, heads, q_stride_b, q_stride_s, eps, scale_log2,
     HEAD_DIM: tl.constexpr, FLOOR: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Programs walk rows, all heads of ROWS tokens at a time, as in rms_norm_rope."""
@@ -322,7 +317,7 @@ def _quantize_q_kernel(
             mean_square = tl.sum(tl.sum(y * y, 2), 1) / (heads * HEAD_DIM)
             y = y * tl.rsqrt(mean_square + eps)[:, None, None] * gain
         if cos is not None:
-            y = _rotate_rows(y, cos, sin, rows, row_mask, cos_stride_s, cos_stride_d, sin_stride_s, sin_stride_d)
+            y = _rotate_rows(y, cos, sin, rows, row_mask)
         step = tl.maximum(tl.max(tl.abs(y), 2) / 127.0, FLOOR)
         values = to_int8(y * (1.0 / step)[:, :, None])
         token = sample * S + rows
@@ -332,8 +327,7 @@ def _quantize_q_kernel(
 
 @triton.jit(do_not_specialize=["S", "heads"])
 def _summarize_kv_kernel(
-    k, v, weight, cos, sin, rstd, k_sums, v_maxima, S, heads, k_stride_b, k_stride_s, v_stride_b, v_stride_s,
-    cos_stride_s, cos_stride_d, sin_stride_s, sin_stride_d, eps,
+    k, v, weight, cos, sin, rstd, k_sums, v_maxima, S, heads, k_stride_b, k_stride_s, v_stride_b, v_stride_s, eps,
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Of the rows that a program walks: the sums of rotated k, and of all rows its factor of the norm, rstd [B, S]; or,
@@ -357,7 +351,7 @@ def _summarize_kv_kernel(
                 tl.store(rstd + sample * S + rows, factor, mask=row_mask)
                 y = y * factor[:, None, None] * gain
             if cos is not None:
-                y = _rotate_rows(y, cos, sin, rows, row_mask, cos_stride_s, cos_stride_d, sin_stride_s, sin_stride_d)
+                y = _rotate_rows(y, cos, sin, rows, row_mask)
             summary += y
         tl.store(k_sums + summary_rows, tl.sum(summary, 0)[None, :, :], mask=head_mask)
     else:
@@ -392,7 +386,7 @@ def _reduce_summaries_kernel(
 @triton.jit(do_not_specialize=["S", "heads"])
 def _quantize_kv_kernel(
     k, v, weight, cos, sin, rstd, k_mean, v_scale, out_k, k_scale, out_v,
-    S, heads, k_stride_b, k_stride_s, v_stride_b, v_stride_s, cos_stride_s, cos_stride_d, sin_stride_s, sin_stride_d,
+    S, heads, k_stride_b, k_stride_s, v_stride_b, v_stride_s,
     HEAD_DIM: tl.constexpr, FLOOR: tl.constexpr, GROUP: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """One program: GROUP tokens of one head."""
@@ -411,8 +405,8 @@ def _quantize_kv_kernel(
         factor = tl.load(rstd + sample * S + first + rows, mask=row_mask, other=0.0)
         y = y * factor[:, None] * tl.load(weight + channels).to(tl.float32)[None, :]
     if cos is not None:
-        c = _load_angles(cos + first * cos_stride_s, rows, cos_stride_s, cos_stride_d, row_mask, HEAD_DIM // 2)
-        s = _load_angles(sin + first * sin_stride_s, rows, sin_stride_s, sin_stride_d, row_mask, HEAD_DIM // 2)
+        c = _load_angles(cos + first * (HEAD_DIM // 2), rows, row_mask, HEAD_DIM // 2)
+        s = _load_angles(sin + first * (HEAD_DIM // 2), rows, row_mask, HEAD_DIM // 2)
         even, odd = tl.split(y.reshape(GROUP, HEAD_DIM // 2, 2))
         y = tl.join(even * c - odd * s, even * s + odd * c).reshape(GROUP, HEAD_DIM)
     y -= tl.load(k_mean + sample * (heads * HEAD_DIM) + channels)[None, :]
