@@ -1,4 +1,4 @@
-"""The 8-bit attention forward in Gluon for sm_90: the programs, barriers and turns of attention_hopper_kernel, with
+"""The 8-bit attention forward in Gluon for sm_90: the programs and barriers of attention_hopper_kernel, with
 int8 queries and keys, e4m3 values and weights, and two levels of accumulation.
 
 A consumer's step over a tile of keys, all in the registers of the thread that needs it next:
@@ -31,8 +31,6 @@ from .attention_hopper_kernel import (
     PRODUCER_REGISTERS,
     QUERIES,
     V_EMPTY,
-    begin_turn,
-    end_turn,
     fill_q,
     items_of_program,
     locate,
@@ -138,8 +136,6 @@ def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scales):
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     no_output = gl.zeros([QUERIES, HEAD_DIM], gl.float32, OUTPUT)
     i = 0  # key tiles so far, of all items
-    if INDEX == CONSUMERS - 1:
-        end_turn(INDEX)
     for use in range(items_of_program(items)):
         _item, sample, head, row, first, end = locate(use, sizes)
         key_tiles = end - first
@@ -156,10 +152,8 @@ def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scales):
             stage = i % STAGES
             start = gl.full([QUERIES, KEYS], MAGIC_BITS, gl.int32, SCORES)
             mbarrier.wait(k_full.index(stage), _parity(i))
-            begin_turn(INDEX)
             keys_t = k_smem.index(stage).reshape([KEYS, HEAD_DIM]).permute((1, 0))
             scores = warpgroup_mma(queries, keys_t, start, is_async=True)
-            end_turn(INDEX)
             key_scale = gl.load(k_scale + key_scales + rest)
             scores = warpgroup_mma_wait(0, deps=(scores,))
             release(K_EMPTY + stage)
@@ -204,8 +198,6 @@ def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scales):
             gl.store(partial_lse + corner + part_rows, row_max + gl.log2(row_sum))
             part_rows = opaque(gl.arange(0, QUERIES, layout=gl.SliceLayout(1, OUTPUT)))[:, None]
             gl.store(partial_out + corner * HEAD_DIM + part_rows * HEAD_DIM + columns[None, :], acc)
-    if INDEX == 0:
-        begin_turn(INDEX)
     tma.store_wait(0)
 
 

@@ -17,9 +17,6 @@ query slot is used once per item):
            at and the producer joins: not before use 0, and once more per slot at the end, so that none is left half
            full. No consumer can arrive twice in between: it arrives for use n + 1 only after that has landed, hence
            after the producer has joined for use n.
-    turn   named barrier c, of two warpgroups: consumer c joins it before it issues QKᵀ, its predecessor arrives after
-           its own. All consumers take equally many turns, and the last one starts by handing consumer 0 its first:
-           between two joins there is exactly one arrival. The one left over is consumer 0's to join.
 """
 
 from __future__ import annotations
@@ -44,7 +41,6 @@ CONSUMER_REGISTERS = gl.constexpr(160)
 PRODUCER_REGISTERS = gl.constexpr(24)
 WARPGROUP = gl.constexpr(128)  # threads
 # Named barriers. Triton takes 0 to 4: one per partition, and one for the start and the end of all of them.
-TURN = gl.constexpr(7)
 K_EMPTY = gl.constexpr(10)
 V_EMPTY = gl.constexpr(13)
 
@@ -191,8 +187,6 @@ def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scale_log2):
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     no_scores = gl.zeros([QUERIES, KEYS], gl.float32, SCORES)
     i = 0  # key tiles so far, of all items
-    if INDEX == CONSUMERS - 1:
-        end_turn(INDEX)
     for use in range(items_of_program(items)):
         item, sample, head, row, first, end = locate(use, sizes)
         row += INDEX * QUERIES
@@ -207,9 +201,7 @@ def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scale_log2):
         for rest in range(key_tiles, 0, -1):
             stage = i % STAGES
             mbarrier.wait(k_full.index(stage), _parity(i))
-            begin_turn(INDEX)
             scores = warpgroup_mma(queries, _keys(k_smem, stage), no_scores, use_acc=False, is_async=True)
-            end_turn(INDEX)
             scores = warpgroup_mma_wait(0, deps=(scores,))
             release(K_EMPTY + stage)
             if rest == partial:  # this branch also keeps ptxas from moving the release below the softmax
@@ -242,8 +234,6 @@ def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scale_log2):
             rows = gl.arange(0, QUERIES, layout=gl.SliceLayout(1, OUTPUT))[:, None]
             columns = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUTPUT))[None, :]
             gl.store(partial_out + start * HEAD_DIM + opaque(rows) * HEAD_DIM + columns, acc)
-    if INDEX == 0:
-        begin_turn(INDEX)
     tma.store_wait(0)
 
 
@@ -304,16 +294,6 @@ def release(barrier):
 def wait_until_empty(barrier):
     """The producer's wait for all consumers to have released a slot."""
     _named_barrier("sync", barrier, CONSUMERS * WARPGROUP + 32)
-
-
-@gluon.jit
-def begin_turn(INDEX: gl.constexpr):
-    _named_barrier("sync", TURN + INDEX, 2 * WARPGROUP)
-
-
-@gluon.jit
-def end_turn(INDEX: gl.constexpr):
-    _named_barrier("arrive", TURN + (INDEX + 1) % CONSUMERS, 2 * WARPGROUP)
 
 
 @gluon.jit
