@@ -24,6 +24,7 @@ from .launch import launch_kernel, register_options
 from .quantized import FP8, INT8, Quantized, QuantizedWeight
 from .quantized import LARGEST as _LARGEST
 from .quantized import TINY as _TINY
+from .sizes import cdiv
 from .tma import TMA_CAPABILITY, matrix_fits_tma
 
 # Tiles are numbered such that those of programs that run together share operands, which L2 then reads once. A weight
@@ -80,7 +81,7 @@ class Tiles:
     programs: int = 1
 
     def count(self, samples: int, M: int, N: int) -> int:
-        return samples * triton.cdiv(M, self.rows) * triton.cdiv(N, self.columns)
+        return samples * cdiv(M, self.rows) * cdiv(N, self.columns)
 
 
 # Each from large to small.
@@ -182,7 +183,7 @@ def _pad_rows(matrix: torch.Tensor) -> torch.Tensor:
     """A copy of a matrix [rows, K] in 8 bits with zeros up to a multiple of 16 columns: read byte by byte, as rows that
     begin anywhere are, the tiles would take more registers than there are. No known model has such rows."""
     rows, K = matrix.shape
-    padded = matrix.new_zeros(rows, triton.cdiv(K, 16) * 16, dtype=torch.uint8)
+    padded = matrix.new_zeros(rows, cdiv(K, 16) * 16, dtype=torch.uint8)
     padded[:, :K] = matrix.view(torch.uint8)
     return padded.view(matrix.dtype)
 
