@@ -11,6 +11,7 @@ multiple of 16 bytes, they come through pointers: Triton's rewriting of descript
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -108,6 +109,7 @@ _TILES_FP32 = (
 )
 
 
+@functools.cache
 def tile_candidates(capability: tuple[int, int], dtype: torch.dtype, descriptors: bool) -> tuple[Tiles, ...]:
     """The tiles for a compute capability, from large to small, all within its shared memory."""
     if dtype == torch.float32:
