@@ -353,8 +353,8 @@ def check_linear(
         _check_8bit_linear(op, a, weight, bias)
         return
     _check_linear_shapes(op, a, weight, bias)
-    dtypes = sorted({str(tensor.dtype) for tensor in (a, weight, bias) if tensor is not None})
-    if len(dtypes) > 1:
+    if weight.dtype != a.dtype or (bias is not None and bias.dtype != a.dtype):
+        dtypes = sorted({str(tensor.dtype) for tensor in (a, weight, bias) if tensor is not None})
         raise ValueError(f"{op}: a, weight and bias have the dtypes {', '.join(dtypes)}; cast them to one.")
 
 
