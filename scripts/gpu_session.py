@@ -4,7 +4,7 @@
     python scripts/gpu_session.py --results results --only tests ops        # the other runs in the file stay
 
 Steps that need more GPUs than there are, are left out unless asked for. Every step that measures, but
-first-step, checks first that what it measures is right. A table of what passed comes last.
+first-step and host-time, checks first that what it measures is right. A table of what passed comes last.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ MEASUREMENTS = {
     "traffic-wan2.1-1.3b": (*TRAFFIC, "--wan-block", "1.3b"),
     "traffic-wan2.1-14b": (*TRAFFIC, "--wan-block", "14b"),
     "first-step": ("scripts/benchmark_first_step.py",),
+    "host-time": ("scripts/benchmark_host_time.py",),
     "wan2.1-1.3b": (*END_TO_END, "wan2.1-1.3b"),
     "wan2.1-1.3b-decoded": (*END_TO_END, "wan2.1-1.3b", "--decode"),
     "wan2.1-14b-1-layer-decoded": (*END_TO_END, "wan2.1-14b", *DECODED),

@@ -14,6 +14,7 @@ from result_tables.cells import chart, versions
 from result_tables.ops import (
     OPS_QUANTIZED_HEADER,
     first_step,
+    host_time,
     implementations_table,
     ops_table,
     parts_table,
@@ -110,6 +111,8 @@ def _measured(path: Path, runs: dict, tests: list[dict]) -> str:
         parts.append(whole_videos_table(whole_videos(runs)))
     if "first-step" in runs:
         parts.append(first_step(runs["first-step"]))
+    if "host-time" in runs:
+        parts.append(host_time(runs["host-time"]))
     if "ops" in runs:
         parts.append(ops_table(runs["ops"]))
     if "ops-quantized" in runs:

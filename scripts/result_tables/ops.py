@@ -1,4 +1,4 @@
-"""Single ops, modules, memory traffic, parts of blocks, the first step, and the GPU tests."""
+"""Single ops, modules, memory traffic, parts of blocks, the first step, the host's time, and the GPU tests."""
 
 from __future__ import annotations
 
@@ -59,6 +59,20 @@ def first_step(run: dict) -> str:
         text += f"; the first decode {f'**{seconds}**' if missed else seconds} and {filled[DECODE]:.1f} s "
         text += f"({FIRST_DECODE} s are wanted at most)"
     return text + ".\n"
+
+
+HOST_TIME = 1.0  # milliseconds of Python a block that are wanted at most
+
+
+def host_time(run: dict) -> str:
+    cells = []
+    for name, value in run["milliseconds"].items():
+        missed = name != "unpatched" and value > HOST_TIME
+        cells.append(f"{name} **{value:.1f} ms**" if missed else f"{name} {value:.1f} ms")
+    return (
+        f"Python takes, for the launches of a block of {run['settings']['config']} without CUDA graphs: "
+        f"{', '.join(cells)} ({HOST_TIME:g} ms is wanted at most).\n"
+    )
 
 
 def ops_table(run: dict, header: Sequence[str] = OPS_HEADER) -> str:

@@ -28,6 +28,23 @@ def test_is_hopper(monkeypatch, kind, capability, hip, expected):
         dispatch._gpu_properties.cache_clear()
 
 
+def test_a_gpu_is_asked_once_for_its_capability(monkeypatch):
+    asked = []
+
+    def properties(device):
+        asked.append(device)
+        return SimpleNamespace(major=8 + len(asked), minor=0, multi_processor_count=7)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    dispatch._gpu_properties.cache_clear()
+    try:
+        assert [dispatch.device_capability(torch.device("cuda:0")) for _ in range(2)] == [(9, 0)] * 2
+        # Without an index it is the current one, which may be another GPU the next time.
+        assert [dispatch.device_capability(torch.device("cuda")) for _ in range(2)] == [(10, 0), (11, 0)]
+    finally:
+        dispatch._gpu_properties.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("version", "runs"),
     [("3.6.0", True), ("3.7.1", True), ("3.8.0+git1", True), ("3.9.0", False), ("3.10.1", False), ("4.0.0", False)],
@@ -37,3 +54,16 @@ def test_kernels_in_gluon_name_the_tritons_that_they_are_not_run_with(monkeypatc
     monkeypatch.setattr(dispatch, "is_hopper", lambda device: True)
     told = dispatch.why_not_hopper(torch.device("cuda"), torch.bfloat16, reason)
     assert told is None if runs else "Triton 3.6 to 3.8" in told
+
+
+def test_only_what_somebody_watches_comes_as_the_custom_op():
+    class Subclass(torch.Tensor):
+        pass
+
+    plain, parameter = torch.ones(2), torch.nn.Parameter(torch.ones(2))
+    assert not dispatch._are_watched((plain, None, 1, torch.float32))
+    assert dispatch._are_watched((plain, None, parameter))
+    assert dispatch._are_watched((plain, 1.0, plain.as_subclass(Subclass)))
+    with torch.no_grad():
+        assert not dispatch._are_watched((plain, parameter))
+        assert dispatch._are_watched((plain.as_subclass(Subclass),))

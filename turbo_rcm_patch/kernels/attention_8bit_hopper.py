@@ -11,13 +11,13 @@ import contextlib
 import functools
 
 import torch
-import triton
 
 from . import attention_hopper
 from .attention_hopper import HEAD_DIMS, join_parts, make_schedule
 from .dispatch import device_properties, why_not_hopper
 from .launch import launch_kernel
 from .quantized import FP8
+from .sizes import cdiv
 from .tma import head_strides
 
 with contextlib.suppress(ImportError, AttributeError):  # as attention_hopper.GLUON_ERROR tells
@@ -58,9 +58,9 @@ def attention_forward(
     q to v_scale: of a QuantizedQKV on a GPU, of which why_not says nothing.
     """
     batch, tokens, heads, head_dim = q.shape
-    tiles = batch * heads * triton.cdiv(tokens, TILE_QUERIES)
+    tiles = batch * heads * cdiv(tokens, TILE_QUERIES)
     multiprocessors = device_properties(q.device)[1]
-    schedule = make_schedule(tiles, triton.cdiv(tokens, TILE_KEYS), multiprocessors)
+    schedule = make_schedule(tiles, cdiv(tokens, TILE_KEYS), multiprocessors)
     partial_out = partial_lse = None
     if schedule.parts > 1:
         parts = schedule.items - schedule.whole

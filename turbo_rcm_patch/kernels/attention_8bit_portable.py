@@ -22,6 +22,7 @@ from .launch import launch_kernel, register_options
 from .quantize_qkv import MAGIC, MAGIC_BITS
 from .quantized import FP8
 from .quantized_attention_reference import KEY_GROUP
+from .sizes import cdiv
 from .tma import TMA_CAPABILITY, head_strides
 
 LOG2_LARGEST = tl.constexpr(8.807354922057604)  # of 448, which a row's largest weight becomes
@@ -78,7 +79,7 @@ def attention_forward(
     with torch.cuda.device_of(q):
         launch_kernel(
             _attention_8bit_kernel,
-            (triton.cdiv(tokens, tile.BLOCK_M), heads, batch),
+            (cdiv(tokens, tile.BLOCK_M), heads, batch),
             packed_operand(q, tile.BLOCK_M, capability),
             q_scale,
             packed_operand(k, tile.BLOCK_N, capability),

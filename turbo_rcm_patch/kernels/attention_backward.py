@@ -22,6 +22,7 @@ from .attention_tiles import (
 )
 from .dispatch import device_properties
 from .launch import launch_kernel
+from .sizes import cdiv
 from .tma import head_strides
 
 DELTA_ROWS = 32
@@ -74,7 +75,7 @@ def attention_backward(
     with torch.cuda.device_of(q):
         launch_kernel(
             _attention_delta_kernel,
-            (triton.cdiv(tokens, DELTA_ROWS), heads, batch),
+            (cdiv(tokens, DELTA_ROWS), heads, batch),
             grad,
             raw_out,
             delta,
@@ -87,11 +88,11 @@ def attention_backward(
         )
         if grad_kv is not None:
             tile = choose_tile("grad_kv", capability, q.dtype, head_dim)
-            grid = (triton.cdiv(kv_tokens, tile.BLOCK_N), heads, batch)
+            grid = (cdiv(kv_tokens, tile.BLOCK_N), heads, batch)
             launch(_attention_grad_kv_kernel, tile, grid, grad_kv)
         if grad_q is not None:
             tile = choose_tile("grad_q", capability, q.dtype, head_dim)
-            grid = (triton.cdiv(tokens, tile.BLOCK_M), heads, batch)
+            grid = (cdiv(tokens, tile.BLOCK_M), heads, batch)
             launch(_attention_grad_q_kernel, tile, grid, (grad_q,))
 
 

@@ -23,6 +23,7 @@ from .attention_tiles import (
 from .coefficient import coefficient_kind, coefficient_strides, load_coefficient
 from .dispatch import device_properties
 from .launch import launch_kernel
+from .sizes import cdiv
 from .tma import head_strides
 
 
@@ -52,7 +53,7 @@ def attention_forward(
     with torch.cuda.device_of(q):
         launch_kernel(
             _attention_kernel,
-            (triton.cdiv(tokens, tile.BLOCK_M), heads, batch),
+            (cdiv(tokens, tile.BLOCK_M), heads, batch),
             tile_operand(q, tile.BLOCK_M, capability),
             tile_operand(k, tile.BLOCK_N, capability),
             tile_operand(v, tile.BLOCK_N, capability),

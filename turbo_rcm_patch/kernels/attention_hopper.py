@@ -19,6 +19,7 @@ import triton.language as tl
 from .attention_tiles import LOG2_E
 from .dispatch import device_properties, why_not_hopper
 from .launch import launch_kernel
+from .sizes import cdiv
 from .tma import head_strides, heads_fit_tma
 
 try:
@@ -67,9 +68,9 @@ def attention_forward(
     """
     batch, tokens, heads, head_dim = q.shape
     kv_tokens = k.shape[1]
-    tiles = batch * heads * triton.cdiv(tokens, TILE_QUERIES)
+    tiles = batch * heads * cdiv(tokens, TILE_QUERIES)
     multiprocessors = device_properties(q.device)[1]
-    schedule = make_schedule(tiles, triton.cdiv(kv_tokens, TILE_KEYS), multiprocessors)
+    schedule = make_schedule(tiles, cdiv(kv_tokens, TILE_KEYS), multiprocessors)
     partial_out = partial_lse = None
     if schedule.parts > 1:
         parts = schedule.items - schedule.whole
@@ -120,8 +121,8 @@ def make_schedule(tiles: int, key_tiles: int, multiprocessors: int) -> Schedule:
     whole = tiles // multiprocessors * multiprocessors
 
     def time_of_rest(parts: int) -> int:
-        rounds = triton.cdiv((tiles - whole) * parts, multiprocessors)
-        return rounds * (triton.cdiv(key_tiles, parts) + ITEM_COST) + (JOIN_COST if parts > 1 else 0)
+        rounds = cdiv((tiles - whole) * parts, multiprocessors)
+        return rounds * (cdiv(key_tiles, parts) + ITEM_COST) + (JOIN_COST if parts > 1 else 0)
 
     # The fewest of equally fast ones: so none is empty, for as many full ones would take as long.
     parts = min(range(1, min(MAX_PARTS, key_tiles) + 1), key=time_of_rest)

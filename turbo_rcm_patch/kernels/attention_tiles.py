@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .sizes import next_power_of_2
 from .tma import TMA_CAPABILITY, head_strides, heads_fit_tma
 
 LOG2_E = math.log2(math.e)
@@ -63,7 +64,7 @@ def choose_tile(kernel: str, capability: tuple[int, int], dtype: torch.dtype, he
 
 
 def block_d(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, next_power_of_2(head_dim))
 
 
 def has_descriptors(capability: tuple[int, int], dtype: torch.dtype) -> bool:

@@ -21,6 +21,7 @@ import triton.language as tl
 from .block_sparse_attention_reference import Lists, estimate, half, parts_of
 from .dispatch import kernel_op
 from .launch import launch_kernel
+from .sizes import next_power_of_2
 
 FIRST_BIT = tl.constexpr(1 << 30)  # of a float that is not negative, whose order is that of its bits
 
@@ -87,7 +88,7 @@ def _keep(
     """The Lists for p [B, H, QB, KB] in fp32."""
     block_map, counts, left, kept_share = _allocate_lists(shares, mass, block_q, block_k)
     batch, heads, query_blocks, key_blocks = shares.shape
-    block = triton.next_power_of_2(key_blocks)
+    block = next_power_of_2(key_blocks)
     with torch.cuda.device_of(shares):
         launch_kernel(
             _keep_kernel,

@@ -141,7 +141,8 @@ def coefficient_strides(value: torch.Tensor | None) -> tuple[int, int, int]:
     """Element strides of a canonical coefficient over (sample or run, token, channel); 0 where it does not vary."""
     if value is None:
         return 0, 0, 0
-    return tuple(0 if size == 1 else stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    (samples, tokens, channels), (by_sample, by_token, by_channel) = value.shape, value.stride()
+    return 0 if samples == 1 else by_sample, 0 if tokens == 1 else by_token, 0 if channels == 1 else by_channel
 
 
 @triton.jit

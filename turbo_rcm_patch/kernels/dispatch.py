@@ -20,6 +20,7 @@ MINIMUM_CAPABILITY = (8, 0)
 HOPPER = (9, 0)
 HOPPER_DTYPES = (torch.bfloat16, torch.float16)
 INTERPRETED_GPU = (9, 0), 4
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _meta_gpu = contextvars.ContextVar("turbo_rcm_patch_meta_gpu", default=None)
 
@@ -46,6 +47,10 @@ def why_not_triton_on(device: torch.device, dtype: torch.dtype, formats: Collect
 
     formats: of 8 bits (quantized.py), that the kernel takes besides.
     """
+    return _why_not_device(device) or _why_not_dtype(device, dtype, formats)
+
+
+def _why_not_device(device: torch.device) -> str | None:
     if is_gpu(device):
         if torch.version.hip is not None:
             return "AMD GPU"
@@ -53,7 +58,11 @@ def why_not_triton_on(device: torch.device, dtype: torch.dtype, formats: Collect
             return f"GPU older than sm_{MINIMUM_CAPABILITY[0]}{MINIMUM_CAPABILITY[1]}"
     elif not (device.type == "cpu" and interpreting()):
         return f"{device.type} tensors"
-    if dtype not in (*KERNEL_DTYPES, *formats):
+    return None
+
+
+def _why_not_dtype(device: torch.device, dtype: torch.dtype, formats: Collection[torch.dtype]) -> str | None:
+    if dtype not in KERNEL_DTYPES and dtype not in formats:
         return f"{str(dtype).removeprefix('torch.')} tensors"
     if dtype == FP8 and is_gpu(device) and device_capability(device) < FP8_CAPABILITY:
         return f"fp8 on a GPU older than sm_{FP8_CAPABILITY[0]}{FP8_CAPABILITY[1]}"
@@ -85,8 +94,12 @@ def is_gpu(device: torch.device) -> bool:
 
 def device_capability(device: torch.device) -> tuple[int, int]:
     """Compute capability; where torch.compile traces too."""
-    # Not device_properties: torch.compile warns of cached functions where it traces them.
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else _meta_gpu.get()[0]
+    if device.type != "cuda":
+        return _meta_gpu.get()[0]
+    if device.index is None or torch.compiler.is_compiling():
+        # Without an index it is whichever GPU is current; torch.compile warns of cached functions where it traces them.
+        return torch.cuda.get_device_capability(device)
+    return _gpu_properties(device)[0]
 
 
 def why_not_hopper(
@@ -124,18 +137,23 @@ def why_not_triton(
     """
     present = [tensor for tensor in tensors if tensor is not None]
     device = present[0].device
-    if any(tensor.device != device for tensor in present):
-        raise ValueError(f"tensors are on different devices: {', '.join(sorted({str(t.device) for t in present}))}.")
+    for tensor in present:
+        if tensor.device != device:
+            devices = ", ".join(sorted({str(t.device) for t in present}))
+            raise ValueError(f"tensors are on different devices: {devices}.")
+    reason = _why_not_device(device)
+    if reason is not None:
+        return reason
     formats = formats if result is None else (*formats, result)
-    for dtype in dict.fromkeys((*(tensor.dtype for tensor in present), *formats)):
-        reason = why_not_triton_on(device, dtype, formats)
+    for dtype in dict.fromkeys([*[tensor.dtype for tensor in present], *formats]):
+        reason = _why_not_dtype(device, dtype, formats)
         if reason is not None:
             return reason
     if _is_rounded_wrongly(result, device):
         return "e4m3 from Triton's interpreter, which rounds it wrongly"
     if not has_gradient and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present):
         return "autograd"
-    if any(fwAD.unpack_dual(tensor).tangent is not None for tensor in present if fwAD._current_level >= 0):
+    if fwAD._current_level >= 0 and any(fwAD.unpack_dual(tensor).tangent is not None for tensor in present):
         return "autograd"  # forward mode: no kernel has a tangent
     return None
 
@@ -191,7 +209,7 @@ class KernelOp:
         self._launcher = launcher
 
     def __call__(self, *arguments):
-        if torch.compiler.is_compiling() or _is_traced() or any(map(_is_watched, arguments)):
+        if torch.compiler.is_compiling() or _is_traced() or _are_watched(arguments):
             return self.op(*arguments)
         return self._launcher(*arguments)
 
@@ -200,11 +218,16 @@ def _is_traced() -> bool:
     return torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def _is_watched(argument: object) -> bool:
-    if not isinstance(argument, torch.Tensor):
-        return False
-    recorded = argument.requires_grad and torch.is_grad_enabled()
-    return recorded or type(argument) not in (torch.Tensor, torch.nn.Parameter)
+def _are_watched(arguments: tuple) -> bool:
+    """Whether autograd records one of these, or one is of a class of its own."""
+    recording = torch.is_grad_enabled()
+    for argument in arguments:
+        if type(argument) in _PLAIN:
+            if recording and argument.requires_grad:
+                return True
+        elif isinstance(argument, torch.Tensor):
+            return True
+    return False
 
 
 def kernel_op(name: str) -> Callable[[Callable], KernelOp]:

@@ -13,6 +13,7 @@ import triton.language as tl
 from . import reference
 from .dispatch import kernel_op, use_triton
 from .launch import launch_kernel
+from .sizes import cdiv
 
 BLOCK, NUM_WARPS = 4096, 8
 
@@ -31,7 +32,7 @@ def _gelu(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if out.numel() > 0:
         with torch.cuda.device_of(x):
-            grid = (triton.cdiv(x.numel(), BLOCK),)
+            grid = (cdiv(x.numel(), BLOCK),)
             launch_kernel(_gelu_kernel, grid, x.contiguous(), out, x.numel(), BLOCK=BLOCK, num_warps=NUM_WARPS)
     return out
 

@@ -11,6 +11,7 @@ multiple of 16 bytes, they come through pointers: Triton's rewriting of descript
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from .launch import launch_kernel, register_options
 from .quantized import FP8, INT8, Quantized, QuantizedWeight
 from .quantized import LARGEST as _LARGEST
 from .quantized import TINY as _TINY
+from .sizes import cdiv
 from .tma import TMA_CAPABILITY, matrix_fits_tma
 
 # Tiles are numbered such that those of programs that run together share operands, which L2 then reads once. A weight
@@ -80,7 +82,7 @@ class Tiles:
     programs: int = 1
 
     def count(self, samples: int, M: int, N: int) -> int:
-        return samples * triton.cdiv(M, self.rows) * triton.cdiv(N, self.columns)
+        return samples * cdiv(M, self.rows) * cdiv(N, self.columns)
 
 
 # Each from large to small.
@@ -107,6 +109,7 @@ _TILES_FP32 = (
 )
 
 
+@functools.cache
 def tile_candidates(capability: tuple[int, int], dtype: torch.dtype, descriptors: bool) -> tuple[Tiles, ...]:
     """The tiles for a compute capability, from large to small, all within its shared memory."""
     if dtype == torch.float32:
@@ -182,7 +185,7 @@ def _pad_rows(matrix: torch.Tensor) -> torch.Tensor:
     """A copy of a matrix [rows, K] in 8 bits with zeros up to a multiple of 16 columns: read byte by byte, as rows that
     begin anywhere are, the tiles would take more registers than there are. No known model has such rows."""
     rows, K = matrix.shape
-    padded = matrix.new_zeros(rows, triton.cdiv(K, 16) * 16, dtype=torch.uint8)
+    padded = matrix.new_zeros(rows, cdiv(K, 16) * 16, dtype=torch.uint8)
     padded[:, :K] = matrix.view(torch.uint8)
     return padded.view(matrix.dtype)
 
@@ -350,8 +353,8 @@ def check_linear(
         _check_8bit_linear(op, a, weight, bias)
         return
     _check_linear_shapes(op, a, weight, bias)
-    dtypes = sorted({str(tensor.dtype) for tensor in (a, weight, bias) if tensor is not None})
-    if len(dtypes) > 1:
+    if weight.dtype != a.dtype or (bias is not None and bias.dtype != a.dtype):
+        dtypes = sorted({str(tensor.dtype) for tensor in (a, weight, bias) if tensor is not None})
         raise ValueError(f"{op}: a, weight and bias have the dtypes {', '.join(dtypes)}; cast them to one.")
 
 

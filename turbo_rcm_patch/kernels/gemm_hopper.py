@@ -14,7 +14,6 @@ import functools
 from collections.abc import Sequence
 
 import torch
-import triton
 
 from .coefficient import (
     ONE,
@@ -30,6 +29,7 @@ from .gemm import NO_PAIR, PLAIN, Bound, Scales, SecondPair
 from .launch import launch_kernel
 from .low_rank import RANK_STEP
 from .quantized import FP8, INT8
+from .sizes import cdiv
 from .tma import matrix_fits_tma
 
 try:
@@ -135,7 +135,7 @@ def why_not_low_rank_and_gate(dtype: torch.dtype, residual: torch.dtype, result:
 
 def count_tiles(samples: int, M: int, N: int) -> int:
     """Tiles of an output [samples·M, N]; none has rows of two samples."""
-    return samples * triton.cdiv(M, ROWS) * triton.cdiv(N, COLUMNS + TAIL)
+    return samples * cdiv(M, ROWS) * cdiv(N, COLUMNS + TAIL)
 
 
 def launch(

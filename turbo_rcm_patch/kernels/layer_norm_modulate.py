@@ -29,6 +29,7 @@ from .launch import launch_kernel
 from .quantize_rows import check_format, new_quantized, store_quantized
 from .quantized import Quantized, quantize_reference
 from .rows import row_grid, row_tile
+from .sizes import next_power_of_2
 
 LONG = 8192  # rows that leave no registers for a second copy of their values
 
@@ -198,7 +199,7 @@ def _launch(
 def _tile(C: int, element_size: int, varies: bool, quantized: bool) -> dict[str, int]:
     """varies: whether the modulation does, by token; it would take shared memory of its own for rows in flight.
     quantized: whether the result is, whose values are in registers twice."""
-    block = triton.next_power_of_2(C)
+    block = next_power_of_2(C)
     spread = quantized and (varies or block >= LONG)
     return {"BLOCK": block, **row_tile(block, block * element_size, in_flight=not varies, spread=spread)}
 

@@ -38,7 +38,7 @@ def linear_8bit(
     if not isinstance(a, Quantized):
         raise ValueError(f"linear_8bit: a is a {type(a).__name__}; it must be a Quantized.")
     check_linear("linear_8bit", a, weight, bias)
-    check_low_rank("linear_8bit", a, len(weight.values), low_rank)
+    check_low_rank("linear_8bit", a, weight.values.shape[0], low_rank)
     dtype = check_dtype("linear_8bit", dtype, a)
     second = project_down(a, low_rank, implementation)
     tensors = (a.values, weight.values, bias, a.scale, weight.scale)
@@ -77,7 +77,7 @@ def _linear_8bit(
     bias = None if bias is None else bias.contiguous()
     scales, second = flat_scales(a_scale, weight_scale), second_pair(low, up)
     if gemm_hopper.why_not(matrix, weight, dtype=dtype, second=second) is None:
-        gemm_hopper.launch(matrix, weight, bias, out.view(len(matrix), -1), scales=scales, second=second)
+        gemm_hopper.launch(matrix, weight, bias, out.view(matrix.shape[0], -1), scales=scales, second=second)
     else:
         launch(_linear_8bit_kernel, matrix, weight, 1, bias, out, scales=scales, second=second)
     return out

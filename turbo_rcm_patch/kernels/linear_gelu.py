@@ -47,7 +47,7 @@ def linear_gelu(
     """
     check_linear("linear_gelu", a, weight, bias)
     values, weight_values, scales = split_scales(a, weight)
-    check_low_rank("linear_gelu", a, len(weight_values), low_rank)
+    check_low_rank("linear_gelu", a, weight_values.shape[0], low_rank)
     if result is not None:
         return _quantized_linear_gelu(a, weight, bias, low_rank, result, bias_bound, implementation)
     dtype = check_dtype("linear_gelu", dtype, a)
@@ -157,7 +157,7 @@ def _launch(
     bias = None if bias is None else bias.contiguous()
     pairs = {"scales": flat_scales(a_scale, weight_scale), "second": second_pair(low, up)}
     if gemm_hopper.why_not(a, weight, dtype=out.dtype, second=pairs["second"]) is None:
-        gemm_hopper.launch(a, weight, bias, out.view(len(a), -1), gelu=True, bound=bound, **pairs)
+        gemm_hopper.launch(a, weight, bias, out.view(a.shape[0], -1), gelu=True, bound=bound, **pairs)
     else:
         launch(_linear_gelu_kernel, a, weight, 1, bias, out, *(bound or (None,) * 4), **pairs)
 

@@ -45,7 +45,7 @@ def linear_qkv(
         raise ValueError(f"linear_qkv: biases have the shapes {_shapes(biases)}; they must be three of [N] or None.")
     for weight, bias in zip(weights, biases, strict=True):
         check_linear("linear_qkv", a, weight, bias)
-    check_low_rank("linear_qkv", a, len(matrices[0]), low_rank, weights=3)
+    check_low_rank("linear_qkv", a, matrices[0].shape[0], low_rank, weights=3)
     dtype = check_dtype("linear_qkv", dtype, a)
     second = project_down(a, low_rank, implementation)
     if isinstance(a, Quantized):
@@ -88,11 +88,11 @@ def _linear_qkv(
             return reference.linear_qkv(a, weights, biases, None, low, up)
         each = zip(weights, biases, scales, reference.parts_of_weights(low, up, 3), strict=True)
         return tuple(_linear_8bit(a, weight, bias, a_scale, scale, dtype, *part) for weight, bias, scale, part in each)
-    outs = tuple(a.new_empty(*a.shape[:-1], len(weight), dtype=dtype) for weight in weights)
+    outs = tuple(a.new_empty(*a.shape[:-1], weight.shape[0], dtype=dtype) for weight in weights)
     biases = [None if bias is None else bias.contiguous() for bias in biases]
     if a_scale is not None:
         a_scale, *scales = (scale.reshape(-1).contiguous() for scale in (a_scale, *scales))
-    results = [out.view(len(matrix), -1) for out in outs]
+    results = [out.view(matrix.shape[0], -1) for out in outs]
     gemm_hopper.launch_three(matrix, weights, biases, results, (a_scale, *scales), second)
     return outs
 

@@ -16,6 +16,7 @@ from .launch import launch_kernel
 from .quantized import FP8, INT8, LARGEST, Quantized, quantize_reference
 from .quantized import TINY as _TINY
 from .rows import row_grid, row_tile
+from .sizes import next_power_of_2
 
 TINY = tl.constexpr(_TINY)
 LARGEST_INT8 = tl.constexpr(LARGEST[INT8])
@@ -68,7 +69,7 @@ def _quantize_rows(
     matrix = x.reshape(-1, x.shape[-1])
     if matrix.stride(1) != 1:
         matrix = matrix.contiguous()
-    (rows, K), block = matrix.shape, triton.next_power_of_2(x.shape[-1])
+    (rows, K), block = matrix.shape, next_power_of_2(x.shape[-1])
     tile = row_tile(block, block * x.element_size())
     grid = row_grid(x.device, tile["ROWS"], rows, 1)
     arguments = (matrix, values, scale, norm if with_norm else None, rows, K, matrix.stride(0))

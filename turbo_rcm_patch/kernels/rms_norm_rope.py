@@ -16,6 +16,7 @@ from . import reference
 from .dispatch import kernel_op, use_triton
 from .launch import launch_kernel
 from .rows import row_grid, row_tile
+from .sizes import next_power_of_2
 
 
 def rms_norm_rope(
@@ -79,7 +80,7 @@ def _(x, weight, cos, sin, heads, eps):
 
 
 def _tile(heads: int, head_dim: int, element_size: int) -> dict[str, int]:
-    block_h, block_d = triton.next_power_of_2(heads), triton.next_power_of_2(head_dim)
+    block_h, block_d = next_power_of_2(heads), next_power_of_2(head_dim)
     row_bytes = block_h * block_d * element_size + 4 * block_d  # with cos and sin
     return {"BLOCK_H": block_h, "BLOCK_D": block_d, **row_tile(block_h * block_d, row_bytes)}
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import triton
 
 from .dispatch import device_properties
+from .sizes import cdiv
 
 ELEMENTS_PER_THREAD = 32
 WIDE = 16384  # rows that get twice the threads: one row alone would take more registers than there are
@@ -31,4 +31,4 @@ def row_tile(block: int, row_bytes: int, *, in_flight: bool = True, spread: bool
 def row_grid(device: torch.device, rows_at_a_time: int, S: int, B: int) -> tuple[int, int]:
     """Programs that walk the S rows of each of B samples."""
     programs = max(1, device_properties(device)[1] * PROGRAMS // B)
-    return min(triton.cdiv(S, rows_at_a_time), programs), B
+    return min(cdiv(S, rows_at_a_time), programs), B

@@ -28,6 +28,7 @@ from .coefficient import (
 from .dispatch import check_result, kernel_op, use_triton
 from .launch import launch_kernel
 from .saturation import flag_for, saturate
+from .sizes import cdiv
 
 ROWS, COLUMNS, NUM_WARPS = 8, 512, 4
 
@@ -80,7 +81,7 @@ def _skip(
         with torch.cuda.device_of(residual):
             launch_kernel(
                 _skip_kernel,
-                (triton.cdiv(S, ROWS), triton.cdiv(C, COLUMNS), B),
+                (cdiv(S, ROWS), cdiv(C, COLUMNS), B),
                 residual.contiguous(),
                 output.contiguous(),
                 c_skip,

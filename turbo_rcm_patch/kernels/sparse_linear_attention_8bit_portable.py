@@ -17,6 +17,7 @@ from .launch import launch_kernel, register_options
 from .quantize_qkv import QuantizedQKV
 from .quantized import FP8
 from .quantized_attention_reference import KEY_GROUP
+from .sizes import cdiv
 from .sparse_linear_attention_portable import (
     Blocks,
     LinearBranch,
@@ -46,7 +47,7 @@ def sparse_attention_forward(
     with torch.cuda.device_of(qkv.q):
         launch_kernel(
             _sparse_attention_8bit_kernel,
-            (triton.cdiv(tokens, tile.BLOCK_M), heads, batch),
+            (cdiv(tokens, tile.BLOCK_M), heads, batch),
             packed_operand(qkv.q, tile.BLOCK_M, capability),
             qkv.q_scale,
             packed_operand(qkv.k, tile.BLOCK_N, capability),

@@ -27,6 +27,7 @@ from .attention_tiles import (
 )
 from .dispatch import device_properties
 from .launch import launch_kernel, register_options
+from .sizes import cdiv
 from .sparse_linear_attention_reference import EPSILON
 from .tma import head_strides
 
@@ -72,7 +73,7 @@ def sparse_attention_forward(
     with torch.cuda.device_of(q):
         launch_kernel(
             _sparse_attention_kernel,
-            (triton.cdiv(tokens, tile.BLOCK_M), heads, batch),
+            (cdiv(tokens, tile.BLOCK_M), heads, batch),
             tile_operand(q, tile.BLOCK_M, capability),
             tile_operand(k, tile.BLOCK_N, capability),
             tile_operand(v, tile.BLOCK_N, capability),

@@ -22,6 +22,7 @@ from .dispatch import device_properties
 from .launch import launch_kernel, register_options
 from .quantize_qkv import to_int8
 from .quantized_attention_reference import SCALE_FLOOR
+from .sizes import cdiv
 from .tma import head_strides
 
 PROGRAMS = 1  # per multiprocessor that summarise keys: more have no room for their registers
@@ -79,8 +80,8 @@ def summarize_keys(
     batch, tokens, heads, head_dim = k.shape
     capability, multiprocessors = device_properties(k.device)
     blocks = pooled.shape[2]
-    per_program = triton.cdiv(blocks, max(1, PROGRAMS * multiprocessors // (batch * heads)))
-    programs = triton.cdiv(blocks, per_program)
+    per_program = cdiv(blocks, max(1, PROGRAMS * multiprocessors // (batch * heads)))
+    programs = cdiv(blocks, per_program)
     means = k.new_empty(pooled.shape, dtype=torch.float32)
     states = k.new_empty((batch, heads, programs, head_dim, head_dim), dtype=torch.float32)
     phi_sums, k_sums = (k.new_empty((batch, heads, programs, head_dim), dtype=torch.float32) for _ in range(2))

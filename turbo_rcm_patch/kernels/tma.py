@@ -9,9 +9,9 @@ TMA_CAPABILITY = (9, 0)
 
 def matrix_fits_tma(matrix: torch.Tensor) -> bool:
     """Whether TMA can read a matrix [rows, columns]."""
-    row = matrix.stride(0)
+    row, column = matrix.stride()
     aligned = row * matrix.element_size() % 16 == 0 and matrix.data_ptr() % 16 == 0
-    return matrix.stride(1) == 1 and row >= matrix.shape[1] and aligned
+    return column == 1 and row >= matrix.shape[1] and aligned
 
 
 def heads_fit_tma(x: torch.Tensor) -> bool:
@@ -25,6 +25,9 @@ def head_strides(x: torch.Tensor | None) -> tuple[int, int, int]:
     the packed one."""
     if x is None:
         return 0, 0, 0
-    _, tokens, heads, head_dim = x.shape
-    packed = (tokens * heads * head_dim, heads * head_dim, head_dim)
-    return tuple(p if size == 1 else s for size, s, p in zip(x.shape[:3], x.stride()[:3], packed, strict=True))
+    (batch, tokens, heads, head_dim), (by_sample, by_token, by_head, _) = x.shape, x.stride()
+    return (
+        tokens * heads * head_dim if batch == 1 else by_sample,
+        heads * head_dim if tokens == 1 else by_token,
+        head_dim if heads == 1 else by_head,
+    )

@@ -1,0 +1,106 @@
+"""How long Python takes for the launches of one block, without CUDA graphs: unpatched, exact and quantized.
+
+    python scripts/benchmark_host_time.py --config wan2.1-1.3b --json host-time.json
+
+The GPU sleeps meanwhile, so that nothing waits for it, and wakes after the last call. Where a block's kernels take less
+time than this, the GPU waits for Python, unless a CUDA graph replays them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+import torch
+
+from turbo_rcm_patch.bench.cases import CASES, build_pipeline, random_inputs
+from turbo_rcm_patch.bench.environment import describe_environment
+from turbo_rcm_patch.bench.verify import first_call
+from turbo_rcm_patch.cli.files import json_file, write_json
+from turbo_rcm_patch.config import PRESETS
+from turbo_rcm_patch.patching import patch, use_rcm
+
+UNPATCHED, TIERS = "unpatched", ("exact", "quantized")
+CALLS = 8  # at a time: a GPU's queue holds about a thousand launches, a block makes up to 60
+ROUNDS = 5
+WARM_UP = 3
+SLEEP = 1 << 29  # cycles of the GPU: at least a quarter of a second
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse_options(argv)
+    device = torch.device("cuda")
+    milliseconds = measure(options.config, options.frames, device, host_time)
+    for name, value in milliseconds.items():
+        print(f"{name:{len(UNPATCHED)}} {value:6.2f} ms a block")
+    if options.json is not None:
+        settings = {"config": options.config, "frames": options.frames or CASES[options.config].frames}
+        environment = asdict(describe_environment(device))
+        write_json(options.json, {"settings": settings, "environment": environment, "milliseconds": milliseconds})
+    return 0
+
+
+@torch.no_grad()
+def measure(
+    config: str, frames: int | None, device: torch.device, timed: Callable[[Callable[[], object]], float]
+) -> dict[str, float]:
+    """What a call of one block takes, unpatched and in the TIERS. timed: how long a call takes."""
+    case = CASES[config]
+    pipe = build_pipeline(case, torch.bfloat16, device, layers=1)
+    use_rcm(pipe)
+    pipe.set_progress_bar_config(disable=True)
+    (block,) = pipe.transformer.blocks
+    size = {"height": case.height, "width": case.width, "num_frames": frames or case.frames}
+    options = {"num_inference_steps": 1, "guidance_scale": 1.0, "output_type": "latent"}
+    inputs, named = first_call(block, lambda: pipe(**random_inputs(pipe), **size, **options))
+    call = lambda: block(*inputs, **named)  # noqa: E731
+    milliseconds = {UNPATCHED: timed(call)}
+    for tier in TIERS:
+        with patch(pipe.transformer, replace(PRESETS[tier], cuda_graph="off")):
+            milliseconds[tier] = timed(call)
+    return milliseconds
+
+
+def host_time(call: Callable[[], object]) -> float:
+    """Milliseconds that a call takes on the host: the median of some rounds, each while the GPU sleeps."""
+    for _ in range(WARM_UP):
+        call()
+    return statistics.median(_behind_a_sleep(call) for _ in range(ROUNDS))
+
+
+def _behind_a_sleep(call: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    torch.cuda._sleep(SLEEP)
+    awake = torch.cuda.Event()
+    awake.record()
+    milliseconds = mean_time(call, CALLS)
+    if awake.query():
+        raise RuntimeError("the GPU woke before the last call, which may have waited for it; let it sleep longer.")
+    return milliseconds
+
+
+def mean_time(call: Callable[[], object], calls: int) -> float:
+    """Milliseconds that one of so many calls takes, before anything that it launched is waited for."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls * 1e3
+
+
+def parse_options(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", choices=CASES, default="wan2.1-1.3b")
+    parser.add_argument("--frames", type=int, help="default: the config's usual size")
+    parser.add_argument("--json", type=json_file, help="write the figures with the GPU and versions")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("PyTorch finds no CUDA GPU, and these are the launches for one.")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
