@@ -24,6 +24,7 @@ from .launch import launch_kernel
 from .quantized import FP8, FP8_CAPABILITY
 from .quantized_attention_reference import KEY_GROUP, SCALE_FLOOR, V_FORMATS
 from .rows import row_grid, row_tile
+from .sizes import cdiv, next_power_of_2
 
 HEAD_DIMS = (64, 128)
 KV_WARPS = 8
@@ -176,7 +177,7 @@ def allocate_qkv(q, k, v, norm_q, norm_k, cos, sin, heads, eps, scale_log2, v_fo
 
 
 def _row_tile(x: torch.Tensor, heads: int) -> dict[str, int]:
-    block_h, head_dim = triton.next_power_of_2(heads), x.shape[2] // heads
+    block_h, head_dim = next_power_of_2(heads), x.shape[2] // heads
     block = block_h * head_dim
     row_bytes = block * x.element_size() + 4 * head_dim
     return {"BLOCK_H": block_h, **row_tile(block, row_bytes, spread=block < SHORT)}
@@ -219,7 +220,7 @@ def _quantize_kv(k, v, weight, cos, sin, heads, eps, out_k, k_scale, out_v, v_sc
     )
     launch_kernel(
         _reduce_summaries_kernel,
-        (triton.cdiv(C, REDUCED_CHANNELS), B),
+        (cdiv(C, REDUCED_CHANNELS), B),
         k_sums,
         v_maxima,
         k_mean,
@@ -240,7 +241,7 @@ def quantize_kv_tiles(k, v, weight, cos, sin, heads, rstd, k_mean, v_scale, out_
     B, S, C = k.shape
     launch_kernel(
         _quantize_kv_kernel,
-        (heads, triton.cdiv(S, KEY_GROUP), B),  # programs that run together share cos and sin
+        (heads, cdiv(S, KEY_GROUP), B),  # programs that run together share cos and sin
         k,
         v,
         weight,
