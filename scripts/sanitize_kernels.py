@@ -311,6 +311,7 @@ def launch_kernels(device: torch.device) -> None:
         x, weight = values(1, 4, 13, 21, channels, dtype=dtype), values(columns, 3, 3, 3, channels, dtype=dtype)
         residual, bias = values(1, 2, 13, 21, columns, dtype=dtype), values(columns, dtype=dtype)
         conv_skip(x, weight, bias, residual)
+        conv_skip(x[:, 2:], weight, bias, residual, front=x[:, :2])
         conv_skip(x, weight[:, :1], bias, upsample=True)
         conv_skip(x, weight[:, :, :1, :1].repeat(2, 1, 1, 1, 1), None, interleave=2)
     launch_kernels_of_8_bits(values)

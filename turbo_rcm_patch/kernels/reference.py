@@ -246,15 +246,19 @@ def conv_skip(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
+    front: torch.Tensor | None = None,
     upsample: bool = False,
     interleave: int = 1,
 ) -> torch.Tensor:
-    """``residual + (x ∗ W + b)`` for x [B, T + kt − 1, H, W, C], weight [N · interleave, kt, kh, kw, C], bias
-    [N · interleave], residual [B, T · interleave, H', W', N] or None.
+    """``residual + (x ∗ W + b)`` for x [B, T, H, W, C] behind front [B, kt − 1, H, W, C] or, without front,
+    x [B, T + kt − 1, H, W, C]; weight [N · interleave, kt, kh, kw, C], bias [N · interleave], residual
+    [B, T · interleave, H', W', N] or None.
 
     Zero padding in height and width, none in time. upsample: of x first, nearest, H' = 2H and W' = 2W. interleave: row
     i · N + n of the weight gives channel n of frame interleave · t + i.
     """
+    if front is not None:
+        x = torch.cat((front, x), 1)
     if upsample:
         x = x[:, :, :, None, :, None].expand(-1, -1, -1, 2, -1, 2, -1).flatten(4, 5).flatten(2, 3)
     padding = 0, weight.shape[2] // 2, weight.shape[3] // 2

@@ -40,7 +40,7 @@ def convolution(conv: nn.Conv2d | nn.Conv3d, call: Call, image: tuple[int, int] 
 def _kernel_name(conv: nn.Conv2d | nn.Conv3d, implementation: str, call: Call, image: tuple[int, int]) -> str:
     """Of a convolution of four frames."""
     kt, kh, kw = kernel_size(conv)
-    shape = call.batch, kt + 3, *image, conv.in_channels
+    shape = call.batch, 4, *image, conv.in_channels
     options = {"upsample": isinstance(conv, nn.Conv2d) and kh > 1, "interleave": 2 if (kt, kh) == (3, 1) else 1}
     weight_shape = conv.out_channels, kt, kh, kw, conv.in_channels
     return kernels.conv_kernel(implementation, call.device, call.dtype, shape, weight_shape, **options)
