@@ -295,7 +295,7 @@ def launch_kernels(device: torch.device) -> None:
         rms_norm_rope(x, weight, heads=heads, eps=1e-6)
         rms_norm_rope(x, weight, heads=heads, eps=1e-6, cos=angles[:, 0::2], sin=angles[:, 1::2])
         frames, gain = values(batch, 3, 7, 11, 96, dtype=dtype), values(96, dtype=dtype)
-        rms_norm_silu(frames, gain, frames[:, :2])
+        rms_norm_silu(frames, gain)
         rms_norm_silu(frames, gain, silu=False)
     for dtype, head_dim in ((FP32, 64), (FP16, 128), (BF16, 64), (BF16, 128)):
         q, k, v = (values(1, tokens, 3, head_dim, dtype=dtype) for _ in range(3))

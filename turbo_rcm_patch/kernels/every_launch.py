@@ -246,8 +246,8 @@ def launch_rms_norm_silu() -> None:
     widths = (96, 192, 256, 384, 512, 1024, 100, 3)  # those of both VAEs, and odd ones
     for dtype, channels in (*product((FP32, BF16), widths), (FP16, widths[0])):
         x, weight = meta(2, 3, 20, channels, dtype=dtype), meta(channels, dtype=dtype)
-        for front, silu in product((None, x), (True, False)):
-            rms_norm_silu(x, weight, front, silu=silu)
+        for silu in (True, False):
+            rms_norm_silu(x, weight, silu=silu)
 
 
 def launch_skip() -> None:

@@ -222,15 +222,11 @@ def rms_norm_rope(
     return (y if cos is None else rotate(y, cos, sin)).to(x.dtype)
 
 
-def rms_norm_silu(
-    x: torch.Tensor, weight: torch.Tensor, front: torch.Tensor | None = None, silu: bool = True
-) -> torch.Tensor:
-    """``silu(√C · weight · x / max(‖x‖, 1e-12))`` for x [B, T, ..., C], over C, or without silu what that is taken of;
-    behind the frames of front [B, P, ..., C]."""
+def rms_norm_silu(x: torch.Tensor, weight: torch.Tensor, silu: bool = True) -> torch.Tensor:
+    """``silu(√C · weight · x / max(‖x‖, 1e-12))`` for x [..., C], over C, or without silu what that is taken of."""
     wide = _wide(x.dtype)
     y = F.normalize(x.to(wide), dim=-1, eps=1e-12) * (x.shape[-1] ** 0.5 * weight.to(wide))
-    y = (F.silu(y) if silu else y).to(x.dtype)
-    return (y if front is None else torch.cat((front, y), 1)).contiguous()
+    return (F.silu(y) if silu else y).to(x.dtype).contiguous()
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
