@@ -295,7 +295,7 @@ def launch_kernels(device: torch.device) -> None:
         rms_norm_rope(x, weight, heads=heads, eps=1e-6)
         rms_norm_rope(x, weight, heads=heads, eps=1e-6, cos=angles[:, 0::2], sin=angles[:, 1::2])
         frames, gain = values(batch, 3, 7, 11, 96, dtype=dtype), values(96, dtype=dtype)
-        rms_norm_silu(frames, gain, frames[:, :2])
+        rms_norm_silu(frames, gain)
         rms_norm_silu(frames, gain, silu=False)
     for dtype, head_dim in ((FP32, 64), (FP16, 128), (BF16, 64), (BF16, 128)):
         q, k, v = (values(1, tokens, 3, head_dim, dtype=dtype) for _ in range(3))
@@ -311,6 +311,7 @@ def launch_kernels(device: torch.device) -> None:
         x, weight = values(1, 4, 13, 21, channels, dtype=dtype), values(columns, 3, 3, 3, channels, dtype=dtype)
         residual, bias = values(1, 2, 13, 21, columns, dtype=dtype), values(columns, dtype=dtype)
         conv_skip(x, weight, bias, residual)
+        conv_skip(x[:, 2:], weight, bias, residual, front=x[:, :2])
         conv_skip(x, weight[:, :1], bias, upsample=True)
         conv_skip(x, weight[:, :, :1, :1].repeat(2, 1, 1, 1, 1), None, interleave=2)
     launch_kernels_of_8_bits(values)

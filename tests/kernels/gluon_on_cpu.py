@@ -233,7 +233,9 @@ class Machine:
         values.flat = [Barrier(self.errors) for _ in range(values.size)]
         return Memory(values)
 
-    def load(self, descriptor, start, barrier, target):
+    def load(self, descriptor, start, barrier, target, pred=True):
+        if not pred:
+            return
         box = descriptor.read(start)
         target.values[...] = np.nan
 

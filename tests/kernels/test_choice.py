@@ -200,21 +200,21 @@ CONVOLUTIONS = {  # T, H, W, C, N, kt, kh, upsample, interleave
 @pytest.mark.parametrize("case", CONVOLUTIONS)
 def test_a_convolutions_name_is_that_of_the_kernel_launched(launched, case):
     dtype, (T, H, W, C, N, kt, kh, upsample, interleave), expected = CONVOLUTIONS[case]
-    x, weight = (
-        torch.zeros(1, T + kt - 1, H, W, C, dtype=dtype),
-        torch.zeros(N * interleave, kt, kh, kh, C, dtype=dtype),
-    )
+    x, front = (torch.zeros(1, frames, H, W, C, dtype=dtype) for frames in (T, kt - 1))
+    weight = torch.zeros(N * interleave, kt, kh, kh, C, dtype=dtype)
     options = {"upsample": upsample, "interleave": interleave}
-    conv_skip(x, weight, None, implementation="triton", **options)
+    conv_skip(x, weight, None, front=front, implementation="triton", **options)
     name = kernels.conv_kernel("triton", x.device, dtype, x.shape, weight.shape, **options)
     assert name.startswith(kind_of(launched))
     assert name.startswith(expected)
     assert kernels.conv_kernel("torch", x.device, dtype, x.shape, weight.shape, **options) == "PyTorch convolution"
 
 
-def test_a_convolution_at_an_odd_address_is_not_the_gluon_kernels(launched):
-    x = torch.zeros(1 + 4 * 9 * 17 * 96, dtype=BF16)[1:].view(1, 4, 9, 17, 96)
-    conv_skip(x, torch.zeros(96, 3, 3, 3, 96, dtype=BF16), None, implementation="triton")
+@pytest.mark.parametrize("odd", ["x", "front"])
+def test_a_convolution_at_an_odd_address_is_not_the_gluon_kernels(odd, launched):
+    memory = torch.zeros(8 + 2 * 9 * 17 * 96, dtype=BF16)
+    x, front = (memory[name == odd :][: 2 * 9 * 17 * 96].view(1, 2, 9, 17, 96) for name in ("x", "front"))
+    conv_skip(x, torch.zeros(96, 3, 3, 3, 96, dtype=BF16), None, front=front, implementation="triton")
     assert kind_of(launched) == choice.PORTABLE
 
 

@@ -1,6 +1,7 @@
 """The Gluon convolution: its tiles, steps and hand-overs on the CPU, and on a GPU of sm_90 against the oracle."""
 
 import types
+from itertools import product
 
 import pytest
 import torch
@@ -39,27 +40,35 @@ def operands(B, T, H, W, C, N, kt, kh, upsample, interleave, device="cpu", dtype
 
 
 def check(actual, tensors, upsample, interleave):
-    low = reference.conv_skip(*tensors, upsample, interleave)
+    low = reference.conv_skip(*tensors, None, upsample, interleave)
     wide = [None if tensor is None else tensor.double() for tensor in tensors]
-    assert_no_worse(actual, low, reference.conv_skip(*wide, upsample, interleave))
+    assert_no_worse(actual, low, reference.conv_skip(*wide, None, upsample, interleave))
+
+
+def arguments(tensors, has_front):
+    """x, front and the others for the launcher, packed; front is of the first frames of x, if there are such."""
+    x, weight, bias, residual = tensors
+    before = weight.shape[1] - 1
+    if not before or not has_front:
+        return x, None, weight, bias, residual
+    return x[:, before:].contiguous(), x[:, :before].contiguous(), weight, bias, residual
 
 
 @pytest.fixture
 def on_cpu(monkeypatch):
     """Runs the launcher with its kernel on the CPU, as a number of programs."""
 
-    def run(tensors, upsample, interleave, programs, seed=0, **names):
-        x, weight, bias, residual = tensors
-        shape = reference.conv_skip(x, weight, None, None, upsample, interleave).shape
-        out = torch.full(shape, torch.nan, dtype=x.dtype)
+    def run(tensors, upsample, interleave, programs, seed=0, has_front=True, **names):
+        shape = reference.conv_skip(*tensors, None, upsample, interleave).shape
+        out = torch.full(shape, torch.nan, dtype=tensors[0].dtype)
         launched = []
         with monkeypatch.context() as patch:
             patch.setattr(conv_hopper, "launch_kernel", lambda *given, **options: launched.append((given, options)))
-            conv_hopper.launch(x, weight, bias, residual, out, upsample, interleave)
-        for (kernel, _, *arguments), options in launched:
+            conv_hopper.launch(*arguments(tensors, has_front), out, upsample, interleave)
+        for (kernel, _, *given), options in launched:
             options.pop("num_warps")
             with gluon_on_cpu.on_cpu(monkeypatch, MODULES, programs, seed, **names) as machine:
-                gluon_on_cpu.run(machine, kernel.fn, *map(gluon_on_cpu.argument, arguments), **options)
+                gluon_on_cpu.run(machine, kernel.fn, *map(gluon_on_cpu.argument, given), **options)
         return out
 
     return run
@@ -70,7 +79,8 @@ def on_cpu(monkeypatch):
 def test_every_step_and_tile(name, programs, on_cpu):
     *_, upsample, interleave = SIZES[name]
     tensors = operands(*SIZES[name])
-    check(on_cpu(tensors, upsample, interleave, programs), tensors, upsample, interleave)
+    for has_front in (True, False):
+        check(on_cpu(tensors, upsample, interleave, programs, has_front=has_front), tensors, upsample, interleave)
 
 
 def test_tiles_of_known_sizes():
@@ -129,9 +139,9 @@ def test_matches_the_oracle(name, dtype, sm_90, monkeypatch):
     for multiprocessors in (132, 2):
         monkeypatch.setattr(conv_hopper, "device_properties", lambda device, n=multiprocessors: ((9, 0), n))
         tensors = operands(*SIZES[name], device=sm_90, dtype=dtype)
-        for given in (tensors, [*tensors[:2], None, None]):
-            out = torch.full_like(reference.conv_skip(*given, upsample, interleave), torch.nan)
-            conv_hopper.launch(*given, out, upsample, interleave)
+        for given, has_front in product((tensors, [*tensors[:2], None, None]), (True, False)):
+            out = torch.full_like(reference.conv_skip(*given, None, upsample, interleave), torch.nan)
+            conv_hopper.launch(*arguments(given, has_front), out, upsample, interleave)
             check(out, given, upsample, interleave)
 
 
@@ -142,9 +152,10 @@ def test_many_tiles(sm_90):
         pytest.skip(conv_hopper.why_not_on(sm_90, torch.bfloat16))
     x = torch.randn(1, 59, 480, 832, 96, device=sm_90, dtype=torch.bfloat16)
     weight = torch.randn(96, 3, 3, 3, 96, device=sm_90, dtype=torch.bfloat16) * (27 * 96) ** -0.5
-    assert conv_hopper.why_not(x, weight, None, False, 1) is None
     whole = conv_skip(x, weight, None, x[:, 2:], implementation="triton")
+    assert conv_hopper.why_not(x, None, weight, None, whole, False, 1) is None
     assert whole.numel() > 2**31
+    assert torch.equal(whole, conv_skip(x[:, 2:], weight, None, x[:, 2:], front=x[:, :2], implementation="triton"))
     last = (x[:, -3:].clone(), weight, None, x[:, -1:].clone())
     assert torch.equal(whole[:, -1:], conv_skip(*last, implementation="triton"))
     check(whole[:, -1:], last, False, 1)

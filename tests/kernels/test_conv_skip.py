@@ -50,11 +50,21 @@ def wide(tensors):
 
 
 def check(tensors, upsample=False, interleave=1):
-    actual = conv_skip(*tensors, upsample=upsample, interleave=interleave, implementation="triton")
-    low = reference.conv_skip(*tensors, upsample, interleave)
-    assert (actual.shape, actual.dtype) == (low.shape, low.dtype)
-    assert actual.is_contiguous()
-    assert_no_worse(actual, low, reference.conv_skip(*wide(tensors), upsample, interleave))
+    """With the frames before in x, and in a front of their own."""
+    low = reference.conv_skip(*tensors, None, upsample, interleave)
+    oracle = reference.conv_skip(*wide(tensors), None, upsample, interleave)
+    for given, options in ((tensors, {}), with_front(tensors)):
+        actual = conv_skip(*given, **options, upsample=upsample, interleave=interleave, implementation="triton")
+        assert (actual.shape, actual.dtype) == (low.shape, low.dtype)
+        assert actual.is_contiguous()
+        assert_no_worse(actual, low, oracle)
+
+
+def with_front(tensors):
+    """The tensors with the first frames of x as front."""
+    x, weight, *others = tensors
+    before = weight.shape[1] - 1
+    return (x[:, before:], weight, *others), {"front": x[:, :before]}
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -90,6 +100,7 @@ def test_the_reference_is_what_diffusers_computes():
     filters = weight.permute(0, 4, 1, 2, 3)
     expected = F.conv3d(F.pad(channels_first, (1, 1, 1, 1)), filters, bias).permute(0, 2, 3, 4, 1) + residual
     torch.testing.assert_close(reference.conv_skip(x, weight, bias, residual), expected)
+    torch.testing.assert_close(reference.conv_skip(x[:, 2:], weight, bias, residual, x[:, :2]), expected)
 
     x, weight, bias, _ = operands(2, 3, 5, 6, 8, 12, 1, 3)
     images = x.flatten(0, 1).permute(0, 3, 1, 2)
@@ -111,23 +122,27 @@ def test_narrow_results_have_four_frames_in_a_tile(N, T, samples, launches, monk
     """Half as many boxes are read for each frame. Frames past the last four are for themselves, as samples are then."""
     launched = []
     monkeypatch.setattr(launcher, "launch_kernel", lambda *given, **options: launched.append(options))
-    x, weight, bias, residual = operands(samples, T, 5, 7, 16, N, 3, 3)
-    conv_skip(x, weight, bias, residual, implementation="triton")
-    together = {3: 4, 24: 1}[N]
-    assert len(launched) == launches
-    assert [o["KT"] for o in launched] == [3 if o["STRIDE"] == 1 else 6 for o in launched]
-    assert max(o["STRIDE"] for o in launched) == max(o["INTERLEAVE"] for o in launched) == together
+    tensors, together = operands(samples, T, 5, 7, 16, N, 3, 3), {3: 4, 24: 1}[N]
+    for given, options in ((tensors, {}), with_front(tensors)):
+        launched.clear()
+        conv_skip(*given, **options, implementation="triton")
+        assert len(launched) == launches
+        assert [o["KT"] for o in launched] == [3 if o["STRIDE"] == 1 else 6 for o in launched]
+        assert max(o["STRIDE"] for o in launched) == max(o["INTERLEAVE"] for o in launched) == together
 
 
-def test_a_chunk_continues_the_one_before(device):
+@pytest.mark.parametrize("N", [12, 24])
+def test_a_chunk_continues_the_one_before(N, device):
     """With the last frames of a chunk in front of the next one the result is that of all frames at once."""
-    x, weight, bias, residual = operands(1, 5, 5, 7, 16, 12, 3, 3, torch_device(device))
+    x, weight, bias, residual = operands(1, 8, 5, 7, 16, N, 3, 3, torch_device(device))
     whole = conv_skip(x, weight, bias, residual, implementation="triton")
-    parts = [
-        conv_skip(x[:, first : last + 2], weight, bias, residual[:, first:last], implementation="triton")
-        for first, last in ((0, 2), (2, 3), (3, 5))
-    ]
-    assert torch.equal(torch.cat(parts, dim=1), whole)
+    for in_front in (False, True):
+        parts = []
+        for first, last in ((0, 2), (2, 3), (3, 8)):
+            tensors = x[:, first : last + 2], weight, bias, residual[:, first:last]
+            given, options = with_front(tensors) if in_front else (tensors, {})
+            parts.append(conv_skip(*given, **options, implementation="triton"))
+        assert torch.equal(torch.cat(parts, dim=1), whole)
 
 
 def test_samples_and_frames_do_not_mix(device):
@@ -138,21 +153,27 @@ def test_samples_and_frames_do_not_mix(device):
     assert actual[0::2].isnan().all()
     assert torch.equal(actual[1:2], alone)
     x[1, 0] = torch.nan  # seen by the first frame alone
-    actual = conv_skip(x, weight, bias, residual, implementation="triton")[1:2]
-    assert actual[:, 0].isnan().all()
-    assert torch.equal(actual[:, 1:], alone[:, 1:])
+    for given, options in (((x, weight, bias, residual), {}), with_front((x, weight, bias, residual))):
+        actual = conv_skip(*given, **options, implementation="triton")[1:2]
+        assert actual[:, 0].isnan().all()
+        assert torch.equal(actual[:, 1:], alone[:, 1:])
 
 
 @pytest.mark.parametrize("C", [16, 12])
 def test_what_lies_around_is_not_read(C, device):
     """Tensors within memory of NaN, of which tiles cover more than what is there."""
-    tensors = []
-    for tensor in operands(1, 1, 3, 5, C, 12, 3, 3, torch_device(device), torch.float16):
+
+    def within_nan(tensor):
         memory = torch.full((tensor.numel() + 4096,), torch.nan, dtype=tensor.dtype, device=tensor.device)
-        inner = memory[2048:-2048].view(tensor.shape)
-        tensors.append(inner.copy_(tensor))
-    check(tensors)
-    check([*tensors[:2], None, None])
+        return memory[2048:-2048].view(tensor.shape).copy_(tensor)
+
+    tensors = operands(1, 1, 3, 5, C, 12, 3, 3, torch_device(device), torch.float16)
+    check([*map(within_nan, tensors)])
+    check([*map(within_nan, tensors[:2]), None, None])
+    expected = conv_skip(*tensors, implementation="triton")
+    given, options = with_front(tensors)
+    actual = conv_skip(*map(within_nan, given), front=within_nan(options["front"]), implementation="triton")
+    assert torch.equal(actual, expected)
 
 
 def test_strided_operands_are_copied(device):
@@ -166,12 +187,20 @@ def test_strided_operands_are_copied(device):
     ]
     assert not any(tensor.is_contiguous() for tensor in strided)
     assert torch.equal(conv_skip(*strided, implementation="triton"), expected)
+    given, options = with_front(strided)
+    assert torch.equal(conv_skip(*given, **options, implementation="triton"), expected)
     # Packed, but where no TMA can read.
-    shifted = torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape)
-    tensors = [tensor.half() for tensor in (shifted, weight, bias, residual)]
-    tensors[0] = torch.cat((shifted.half().flatten()[:1], shifted.half().flatten()))[1:].view(x.shape)
-    assert tensors[0].data_ptr() % 16
-    check(tensors)
+    x, *others = (tensor.half() for tensor in (x, weight, bias, residual))
+    check([at_odd_address(x), *others])
+    given, options = with_front((x, *others))
+    actual = conv_skip(*given, front=at_odd_address(options["front"]), implementation="triton")
+    assert_no_worse(actual, reference.conv_skip(x, *others), reference.conv_skip(*wide((x, *others))))
+
+
+def at_odd_address(tensor):
+    shifted = torch.cat((tensor.flatten()[:1], tensor.flatten()))[1:].view(tensor.shape)
+    assert shifted.data_ptr() % 16
+    return shifted
 
 
 def test_a_modules_channels_last_weight_needs_no_copy():
@@ -183,7 +212,9 @@ def test_nothing_in_nothing_out(device):
     x, weight, bias, residual = operands(2, 2, 5, 7, 16, 12, 3, 3, torch_device(device))
     for implementation in ("triton", "torch"):
         assert conv_skip(x[:0], weight, bias, residual[:0], implementation=implementation).shape == (0, 2, 5, 7, 12)
-    assert conv_skip(x[:, :2], weight, bias, residual[:, :0], implementation="triton").shape == (2, 0, 5, 7, 12)
+    empty = x[:, :2], weight, bias, residual[:, :0]
+    for given, options in ((empty, {}), with_front(empty)):
+        assert conv_skip(*given, **options, implementation="triton").shape == (2, 0, 5, 7, 12)
 
 
 def test_zero_weights_keep_the_residual(device):
@@ -300,7 +331,7 @@ def test_custom_op_contract(change, device):
     x, weight, bias, residual = operands(
         1, 2, 3, 4, 8, 6, 1, 3, torch_device(device), upsample=upsample, interleave=interleave
     )
-    for optional in ((bias, residual), (None, None)):
+    for optional in ((bias, residual, x[:, :0]), (None, None, None)):
         arguments = (x, weight, *optional, upsample, interleave)
         torch.library.opcheck(torch.ops.turbo_rcm_patch.conv_skip.default, arguments)
 
@@ -327,6 +358,11 @@ def test_errors():
             conv_skip(x, rows, None, interleave=interleave)
     with pytest.raises(ValueError, match=r"x has 1 frames; a window of 3 needs 2 before the first"):
         conv_skip(x[:, :1], weight, bias)
+    for front in (x[:, :1], x[:, :2, 1:], x[:, :3]):
+        with pytest.raises(ValueError, match=r"front has shape \[.*\]; it must be \[1, 2, 3, 4, 8\]"):
+            conv_skip(x, weight, bias, front=front)
+    with pytest.raises(ValueError, match=r"dtypes torch.float16, torch.float32; cast them to one"):
+        conv_skip(x, weight, bias, front=x[:, :2].half())
     with pytest.raises(ValueError, match=r"bias has shape \[5\]; it must be \[6\]"):
         conv_skip(x, weight, bias[:5])
     with pytest.raises(ValueError, match=r"residual has shape \[1, 1, 3, 4, 6\] but the result has \[1, 2, 3, 4, 6\]"):
@@ -352,10 +388,13 @@ def test_many_tiles_of_a_decoders_sizes():
     ):
         tensors = operands(*sizes, "cuda", torch.bfloat16, upsample=upsample, interleave=interleave)
         actual = conv_skip(*tensors, upsample=upsample, interleave=interleave, implementation="triton")
-        low = reference.conv_skip(*tensors, upsample, interleave)
+        low = reference.conv_skip(*tensors, None, upsample, interleave)
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            oracle = reference.conv_skip(*(tensor.float() for tensor in tensors), upsample, interleave)
+            oracle = reference.conv_skip(*(tensor.float() for tensor in tensors), None, upsample, interleave)
         assert_no_worse(actual, low, oracle)
+        given, options = with_front(tensors)
+        options |= {"upsample": upsample, "interleave": interleave}
+        assert torch.equal(conv_skip(*given, **options, implementation="triton"), actual)
 
 
 @pytest.mark.gpu
@@ -368,4 +407,6 @@ def test_more_elements_than_32_bits_count():
     whole = conv_skip(x, weight, None, x[:, 2:], implementation="triton")
     last = conv_skip(x[:, -3:], weight, None, x[:, -1:], implementation="triton")
     assert torch.equal(whole[:, -1:], last)
+    given, options = with_front((x, weight, None, x[:, 2:]))
+    assert torch.equal(conv_skip(*given, **options, implementation="triton"), whole)
     assert relative_error(last, reference.conv_skip(x[:, -3:], weight, None, x[:, -1:])) < 1e-2

@@ -17,19 +17,17 @@ def _uninitialised_memory_is_nan():
     torch.use_deterministic_algorithms(False)
 
 
-def operands(shape, dtype, device, frames=2):
+def operands(shape, dtype, device):
     x = 3 * torch.randn(shape).to(torch_device(device), dtype)
-    front = None if frames is None else torch.randn(shape[0], frames, *shape[2:]).to(x)
-    return x, torch.randn(shape[-1]).to(x), front
+    return x, torch.randn(shape[-1]).to(x)
 
 
-def check(x, weight, front=None, silu=True):
-    actual = rms_norm_silu(x, weight, front, silu=silu, implementation="triton")
-    low = reference.rms_norm_silu(x, weight, front, silu)
-    wide = [None if t is None else t.double() for t in (x, weight, front)]
+def check(x, weight, silu=True):
+    actual = rms_norm_silu(x, weight, silu=silu, implementation="triton")
+    low = reference.rms_norm_silu(x, weight, silu)
     assert actual.is_contiguous()
     assert actual.shape == low.shape
-    assert_no_worse(actual, low, reference.rms_norm_silu(*wide, silu))
+    assert_no_worse(actual, low, reference.rms_norm_silu(x.double(), weight.double(), silu))
 
 
 def diffusers_chain(x, weight, silu):
@@ -41,18 +39,17 @@ def diffusers_chain(x, weight, silu):
 
 
 @pytest.mark.parametrize("silu", [True, False])
-@pytest.mark.parametrize("frames", [None, 0, 2, 1])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_matches_the_oracle(shape, frames, silu, device):
+def test_matches_the_oracle(shape, silu, device):
     for dtype in DTYPES[device]:
-        check(*operands(shape, dtype, device, frames), silu)
+        check(*operands(shape, dtype, device), silu)
 
 
 @pytest.mark.parametrize("silu", [True, False])
 @pytest.mark.parametrize("implementation", ["triton", "torch"])
 def test_is_no_less_accurate_than_diffusers_chain(implementation, silu, device):
     for dtype in DTYPES[device]:
-        x, weight, _ = operands((2, 3, 4, 5, 96), dtype, device)
+        x, weight = operands((2, 3, 4, 5, 96), dtype, device)
         actual = rms_norm_silu(x, weight, silu=silu, implementation=implementation)
         with torch.no_grad():
             chain, oracle = diffusers_chain(x, weight, silu), diffusers_chain(x.double(), weight.double(), silu)
@@ -60,19 +57,10 @@ def test_is_no_less_accurate_than_diffusers_chain(implementation, silu, device):
 
 
 def test_the_reference_in_bf16_is_no_less_accurate_than_diffusers_chain():
-    x, weight, _ = operands((2, 3, 4, 5, 96), torch.bfloat16, "interpreter")
+    x, weight = operands((2, 3, 4, 5, 96), torch.bfloat16, "interpreter")
     with torch.no_grad():
         chain, oracle = diffusers_chain(x, weight, True), diffusers_chain(x.double(), weight.double(), True)
     assert relative_error(reference.rms_norm_silu(x, weight), oracle) < relative_error(chain, oracle)
-
-
-def test_the_front_is_copied_bit_by_bit(device):
-    x, weight, front = operands((2, 3, 2, 5, 3), torch.float32, device)
-    front[0, 0, 0, 0, 0] = torch.inf
-    for implementation in ("triton", "torch"):
-        actual = rms_norm_silu(x, weight, front, implementation=implementation)
-        assert torch.equal(actual[:, :2], front)
-        assert torch.equal(actual[:, 2:], rms_norm_silu(x, weight, implementation=implementation))
 
 
 def test_programs_walk_several_tiles_of_rows(device):
@@ -81,15 +69,15 @@ def test_programs_walk_several_tiles_of_rows(device):
 
 
 def test_non_contiguous(device):
-    x, weight, front = operands((2, 3, 4, 5, 24), torch.float32, device)
-    check(x.transpose(2, 3), weight, front.transpose(2, 3))  # rows at unequal distances
-    check(x[:, 1:], weight, front[:, :1])
-    check(x[..., :12], weight[::2], x.new_zeros(()).expand(2, 2, 4, 5, 12))
-    check(x[..., ::2], weight[:12], front[..., ::2])
+    x, weight = operands((2, 3, 4, 5, 24), torch.float32, device)
+    check(x.transpose(2, 3), weight)  # rows at unequal distances
+    check(x[:, 1:], weight)
+    check(x[..., :12], weight[::2])
+    check(x[..., ::2], weight[:12])
 
 
 def test_rows_of_zeros_and_of_large_and_small_values(device):
-    x, weight, _ = operands((1, 1, 1, 4, 24), torch.float32, device)
+    x, weight = operands((1, 1, 1, 4, 24), torch.float32, device)
     x *= torch.tensor([0.0, 1.0, 1e15, 1e-15], device=x.device)[:, None]
     check(x, weight)
     actual = rms_norm_silu(x, weight, silu=False, implementation="triton")
@@ -105,7 +93,7 @@ def test_large_negative_results_give_no_nan(device):
 
 
 def test_rows_do_not_mix(device):
-    x, weight, _ = operands((2, 1, 5, 24), torch.float32, device)
+    x, weight = operands((2, 1, 5, 24), torch.float32, device)
     alone = rms_norm_silu(x, weight, implementation="triton")
     x[0, 0, 4] = x[1, 0, 0] = torch.nan
     actual = rms_norm_silu(x, weight, implementation="triton")
@@ -114,8 +102,8 @@ def test_rows_do_not_mix(device):
 
 
 def test_nothing_to_norm(device):
-    x, weight, front = operands((2, 3, 4, 24), torch.float32, device)
-    assert torch.equal(rms_norm_silu(x[:, :0], weight, front, implementation="triton"), front)
+    x, weight = operands((2, 3, 4, 24), torch.float32, device)
+    assert rms_norm_silu(x[:, :0], weight, implementation="triton").shape == (2, 0, 4, 24)
 
 
 def test_autograd_takes_the_reference(device):
@@ -133,9 +121,8 @@ def test_compiles_to_one_graph(device):
     assert torch.equal(compiled(*inputs, implementation="triton"), rms_norm_silu(*inputs, implementation="triton"))
 
 
-@pytest.mark.parametrize("frames", [None, 2])
-def test_custom_op_contract(frames, device):
-    inputs = operands((2, 3, 2, 2, 8), torch.float32, device, frames)
+def test_custom_op_contract(device):
+    inputs = operands((2, 3, 2, 2, 8), torch.float32, device)
     torch.library.opcheck(torch.ops.turbo_rcm_patch.rms_norm_silu.default, (*inputs, True))
 
 
@@ -145,9 +132,3 @@ def test_errors():
         rms_norm_silu(x[0, :, 0], weight)
     with pytest.raises(ValueError, match=r"weight has shape \[8\], not \[C=24\]"):
         rms_norm_silu(x, weight[:8])
-    with pytest.raises(ValueError, match=r"front has shape \[2, 3, 5, 24\] beside x \[2, 3, 4, 24\]; they may differ"):
-        rms_norm_silu(x, weight, torch.zeros(2, 3, 5, 24))
-    with pytest.raises(ValueError, match=r"front has shape \[2, 3, 24\]"):
-        rms_norm_silu(x, weight, torch.zeros(2, 3, 24))
-    with pytest.raises(ValueError, match=r"front is torch\.float16 but x is torch\.float32"):
-        rms_norm_silu(x, weight, x.half())

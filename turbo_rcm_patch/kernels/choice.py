@@ -63,8 +63,8 @@ def conv_kernel(
     upsample: bool = False,
     interleave: int = 1,
 ) -> str:
-    """What runs a `conv_skip` of an x and a weight of these shapes: "sm_90 Gluon", "portable Triton", on sm_90 with the
-    reason, or "PyTorch convolution".
+    """What runs a `conv_skip` of an x [B, T, H, W, C] behind a front and a weight of these shapes: "sm_90 Gluon",
+    "portable Triton", on sm_90 with the reason, or "PyTorch convolution".
 
     implementation: the one it is given, with which it can run.
     """

@@ -8,6 +8,7 @@ The kernel is in conv_hopper_kernel.py.
 from __future__ import annotations
 
 import functools
+from itertools import product
 
 import torch
 import triton
@@ -42,13 +43,13 @@ def why_not_sizes(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], weight_shape: tuple[int, ...],
     upsample: bool = False, interleave: int = 1,
 ) -> str | None:  # fmt: skip
-    """Why the kernel is not for an x and a weight of these shapes, in a few words, wherever they lie; None when it is.
-    The arguments are those of `conv_skip`."""
+    """Why the kernel is not for an x [B, T, H, W, C] behind a front and a weight of these shapes, in a few words,
+    wherever they lie; None when it is. The arguments are those of `conv_skip`."""
     reason = why_not_on(device, dtype)
     if reason is not None:
         return reason
-    B, frames, H, W, C = shape
-    N, kt, kh, _, _ = weight_shape
+    B, T, H, W, C = shape
+    N, _, kh, _, _ = weight_shape
     if C % 32:
         return "channels that are no multiple of 32"
     if N < 64 or N // interleave % 8:
@@ -56,19 +57,21 @@ def why_not_sizes(
     columns = sum(choose_tile(N, upsample, interleave))
     if not columns:
         return "tiles with columns of two pixels or frames"
-    boxes = count_boxes(B * (frames - kt + 1), *((H, W) if kh > 1 else (1, H * W)), upsample)
+    boxes = count_boxes(B * T, *((H, W) if kh > 1 else (1, H * W)), upsample)
     if boxes * triton.cdiv(N, columns) < device_properties(device)[1]:
         return "fewer tiles than multiprocessors"
     return None
 
 
 def why_not(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, upsample: bool, interleave: int
-) -> str | None:
+    x: torch.Tensor, front: torch.Tensor | None, weight: torch.Tensor, residual: torch.Tensor | None,
+    out: torch.Tensor, upsample: bool, interleave: int,
+) -> str | None:  # fmt: skip
     """Why the kernel cannot take these packed tensors, in a few words; None when it should run."""
-    reason = why_not_sizes(x.device, x.dtype, x.shape, weight.shape, upsample, interleave)
-    tensors = (x, weight) if residual is None else (x, weight, residual)
-    if reason is None and any(tensor.data_ptr() % 16 for tensor in tensors):
+    shape = (x.shape[0], out.shape[1] // interleave, *x.shape[2:])
+    reason = why_not_sizes(x.device, x.dtype, shape, weight.shape, upsample, interleave)
+    tensors = (x, front, weight, residual)
+    if reason is None and any(tensor is not None and tensor.data_ptr() % 16 for tensor in tensors):
         return "addresses that are no multiple of 16 bytes"
     return reason
 
@@ -96,15 +99,15 @@ def count_boxes(frames: int, H: int, W: int, upsample: bool) -> int:
 
 
 def launch(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
-    out: torch.Tensor, upsample: bool, interleave: int,
+    x: torch.Tensor, front: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
+    residual: torch.Tensor | None, out: torch.Tensor, upsample: bool, interleave: int,
 ) -> None:  # fmt: skip
     """Write ``residual + (x ∗ W + b)`` to out; all are packed, and `why_not` must have been None."""
     parts = [(0, len(weight))] if upsample or interleave > 1 else split_columns(len(weight))
     for first, last in parts:
         rows = weight[first:last], None if bias is None else bias[first:last]
         results = (None if tensor is None else tensor[..., first:last] for tensor in (residual, out))
-        _launch_columns(x, *rows, *results, upsample, interleave)
+        _launch_columns(x, front, *rows, *results, upsample, interleave)
 
 
 def split_columns(N: int) -> list[tuple[int, int]]:
@@ -118,20 +121,21 @@ def split_columns(N: int) -> list[tuple[int, int]]:
 
 
 def _launch_columns(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
-    out: torch.Tensor, upsample: bool, interleave: int,
+    x: torch.Tensor, front: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
+    residual: torch.Tensor | None, out: torch.Tensor, upsample: bool, interleave: int,
 ) -> None:  # fmt: skip
     """As `launch`, for a residual and an out that may be some columns of packed ones."""
-    B, frames, H, W, C = x.shape
+    B, _, H, W, C = x.shape
     N, kt, kh, _, _ = weight.shape
     if kh == 1:
         H, W = 1, H * W  # no pixel reads another
-    T, scale, channels = frames - kt + 1, 2 if upsample else 1, N // interleave
+    T, scale, channels = out.shape[1] // interleave, 2 if upsample else 1, N // interleave
     box, (columns, tail) = choose_box(H, W, PIXELS), choose_tile(N, upsample, interleave)
     depth, rest = choose_depths(C)
     boxes = count_boxes(B * T, H, W, upsample)
     tiles = boxes * triton.cdiv(N, columns + tail)
-    images, rows = x.view(B * frames, H, W, C), weight.view(N, kt * kh * kh * C)
+    images = [None if frames is None else frames.view(-1, H, W, C) for frames in (x, front)]
+    rows = weight.view(N, kt * kh * kh * C)
     step_bytes = (PIXELS + columns + tail) * (depth + rest) * x.element_size()
     staging_bytes = PIXELS * (columns + tail) * x.element_size()
     chunk = min(64, tail or columns)
@@ -143,10 +147,10 @@ def _launch_columns(
         launch_kernel(
             conv_kernel,
             (min(tiles, device_properties(x.device)[1]),),
-            *(_descriptor(images, 1, *box, size) if size else None for size in (depth, rest)),
-            *(_descriptor(rows, columns, size) if size else None for size in (depth, rest)),
-            *(_descriptor(rows, tail, size) if tail and size else None for size in (depth, rest)),
-            *(None if tensor is None else _descriptor(tensor, 1, box[0], 1, box[1], chunk) for tensor in results),
+            *(_descriptor(frames, 1, *box, size) for frames, size in product(images, (depth, rest))),
+            *(_descriptor(rows, columns, size) for size in (depth, rest)),
+            *(_descriptor(rows, tail, tail and size) for size in (depth, rest)),
+            *(_descriptor(tensor, 1, box[0], 1, box[1], chunk) for tensor in results),
             bias,
             *(boxes, T, H, W, N),
             C=C,
@@ -160,7 +164,10 @@ def _launch_columns(
         )
 
 
-def _descriptor(tensor: torch.Tensor, *box: int) -> TensorDescriptor:
+def _descriptor(tensor: torch.Tensor | None, *box: int) -> TensorDescriptor | None:
+    """None without a tensor or without columns."""
+    if tensor is None or not box[-1]:
+        return None
     return TensorDescriptor.from_tensor(tensor, list(box), _layout(len(box), box[-1]))
 
 

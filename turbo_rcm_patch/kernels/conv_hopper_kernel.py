@@ -38,14 +38,15 @@ _find_shift = gluon.jit(find_shift.fn)
 
 @gluon.jit(do_not_specialize=("boxes", "T", "H", "W", "N"))
 def conv_kernel(
-    x, x_rest, weight, weight_rest, tail, tail_rest, residual, out, bias, boxes, T, H, W, N,
+    x, x_rest, front, front_rest, weight, weight_rest, tail, tail_rest, residual, out, bias, boxes, T, H, W, N,
     C: gl.constexpr, KT: gl.constexpr, KH: gl.constexpr, UPSAMPLE: gl.constexpr, INTERLEAVE: gl.constexpr,
     TAIL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """x to out: TMA descriptors; weight [N, KT · KH · KH · C], N with the rows of all frames that are interleaved; tail
-    is of its TAIL columns of a tile past a power of two, None with 0. x_rest, weight_rest, tail_rest: of the channels
-    past a power of two that a step multiplies as well, or None. residual, bias: or None. boxes: of all frames and
-    phases. T, H, W: of x, without the frames before the first."""
+    """x to out: TMA descriptors; front of the KT − 1 frames before x, None where x begins with them; weight
+    [N, KT · KH · KH · C], N with the rows of all frames that are interleaved; tail is of its TAIL columns of a tile
+    past a power of two, None with 0. x_rest, front_rest, weight_rest, tail_rest: of the channels past a power of two
+    that a step multiplies as well, or None. residual, bias: or None. boxes: of all frames and phases. T, H, W: of x,
+    without the frames before the first."""
     DTYPE: gl.constexpr = x.dtype
     BOX_H: gl.constexpr = x.block_type.shape[1]
     BOX_W: gl.constexpr = x.block_type.shape[2]
@@ -81,6 +82,8 @@ def conv_kernel(
         mbarrier.init(staged.index(consumer), count=1)
     mbarrier.init(free, count=1)
     fence_async_shared()
+    sources = (x, front, weight, tail)
+    rests = (x_rest, front_rest, weight_rest, tail_rest)
     operands = ((a_tiles, w_tiles, tail_tiles), (a_rest, w_rest, tail_rest_tiles), full, empty)
     hand_over = (staging, staged, free)
     sizes = (boxes, T, H, W, N)
@@ -91,10 +94,7 @@ def conv_kernel(
         [
             (_consume, (0, operands, turns, hand_over, epilogue, STEPS, REST, TAIL, UPSAMPLE, INTERLEAVE)),
             (_consume, (1, operands, turns, hand_over, epilogue, STEPS, REST, TAIL, UPSAMPLE, INTERLEAVE)),
-            (
-                _load_operands,
-                ((x, weight, tail), (x_rest, weight_rest, tail_rest), operands, sizes, C, KT, KH, REST, TAIL, UPSAMPLE),
-            ),
+            (_load_operands, (sources, rests, operands, sizes, C, KT, KH, REST, TAIL, UPSAMPLE)),
             (_load_residuals, (residual, out, hand_over, sizes, K, UPSAMPLE, INTERLEAVE)),
         ],
         [4, 1, 1],
@@ -149,7 +149,7 @@ def _load_operands(
 ):  # fmt: skip
     """One warp: the operands of every step."""
     tiles, rest_tiles, full, empty = operands
-    x = sources[0]
+    x, front, _, _ = sources
     w_tiles = tiles[1]
     _, T, _, _, _ = sizes
     BOX_H: gl.constexpr = x.block_type.shape[1]
@@ -159,12 +159,13 @@ def _load_operands(
     STAGES: gl.constexpr = w_tiles.shape[0]
     CHUNKS: gl.constexpr = C // DEPTH
     TAPS: gl.constexpr = KT * KH * KH
+    FRONT: gl.constexpr = 0 if front is None else KT - 1
+    frames_of_x = T + KT - 1 - FRONT
     step = 0
     for tile in range(gl.program_id(0), _count_tiles(sizes, COLUMNS + TAIL), gl.num_programs(0)):
         sample, frame, top, left, phase_y, phase_x, column = _locate(
             tile, sizes, TAPS * C, UPSAMPLE, BOX_H, BOX_W, COLUMNS + TAIL
         )
-        image = sample * (T + KT - 1) + frame
         for k in range(TAPS * CHUNKS):
             tap = k // CHUNKS
             y = top + _find_shift(tap // KH % KH, phase_y, KH, UPSAMPLE)
@@ -173,7 +174,10 @@ def _load_operands(
             arrived = full.index(slot)
             mbarrier.wait(empty.index(slot), (step // STAGES) & 1 ^ 1)
             mbarrier.expect(arrived, (BOX_H * BOX_W + COLUMNS + TAIL) * (DEPTH + REST) * 2)
-            place = (image + tap // (KH * KH), y, left_of_tap)
+            source_frame = frame + tap // (KH * KH)  # of front and x
+            in_front = source_frame < FRONT
+            image = sample * FRONT + source_frame if in_front else sample * frames_of_x + source_frame - FRONT
+            place = (in_front, image, y, left_of_tap)
             c = k % CHUNKS * DEPTH
             _load_step(sources, place, c, column, tap * C + c, arrived, tiles, slot, TAIL)
             if REST:
@@ -184,14 +188,17 @@ def _load_operands(
 
 @gluon.jit
 def _load_step(sources, place, c, column, k, arrived, tiles, slot, TAIL: gl.constexpr):
-    """A box of x, and the rows of the weight from k on that its channels from c on are multiplied by."""
-    x, weight, tail = sources
+    """A box of x or front, and the rows of the weight from k on that its channels from c on are multiplied by."""
+    x, front, weight, tail = sources
     a_tiles, w_tiles, tail_tiles = tiles
-    image, y, left = place
+    in_front, image, y, left = place
     DEPTH: gl.constexpr = x.block_type.shape[3]
     SHAPE: gl.constexpr = [1, x.block_type.shape[1], x.block_type.shape[2], DEPTH]
     a_tile = a_tiles.index(slot)._reinterpret(x.dtype, SHAPE, x.layout)
-    tma_load(x, [image, y, left, c], arrived, a_tile)
+    # Two predicated loads: a branch around them makes the consumers spill registers.
+    if front is not None:
+        tma_load(front, [image, y, left, c], arrived, a_tile, pred=in_front)
+    tma_load(x, [image, y, left, c], arrived, a_tile, pred=not in_front)
     tma_load(weight, [column, k], arrived, w_tiles.index(slot))
     if TAIL:
         tma_load(tail, [column + w_tiles.shape[1], k], arrived, tail_tiles.index(slot))

@@ -1,9 +1,9 @@
 """conv_skip: a causal convolution that ends in the residual, ``residual + (x ∗ W + b)``, as one implicit GEMM.
 
-x [B, T + kt − 1, H, W, C], W [N, kt, kh, kw, C], b [N], residual and result [B, T, H', W', N], all packed and of one
-dtype (fp32, fp16, bf16). The kt − 1 frames before a frame are given: zeros, or the end of what came before. Height and
-width are padded with zeros. The sums are in fp32 and rounded once. Without a gradient of its own: the reference runs
-under autograd.
+x [B, T, H, W, C], W [N, kt, kh, kw, C], b [N], residual and result [B, T, H', W', N], all packed and of one dtype
+(fp32, fp16, bf16). The kt − 1 frames before x, zeros or the end of what came before, are a tensor of their own, front,
+so that nobody copies them in front of x; or x begins with them. Height and width are padded with zeros. The sums are in
+fp32 and rounded once. Without a gradient of its own: the reference runs under autograd.
 
     upsample     every pixel of x stands for 2×2: H' = 2H, W' = 2W. An output pixel of one of the four phases, even and
                  odd rows and columns, reads the same pixels of x as its neighbours of that phase; a tile has one phase.
@@ -28,7 +28,7 @@ from . import conv_hopper, reference
 from .conv_tiles import ConvTiles, choose_conv_tiles, find_shift, locate_box
 from .dispatch import device_properties, kernel_op, use_triton
 from .gemm import epilogue_in_parts, locate_tile
-from .launch import launch_kernel
+from .launch import launch_kernel, register_options
 from .tma import TMA_CAPABILITY
 
 NARROW, TOGETHER = 16, 4  # channels of a result, and as many of its frames as share a tile of up to 64 columns
@@ -40,15 +40,17 @@ def conv_skip(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None = None,
     *,
+    front: torch.Tensor | None = None,
     upsample: bool = False,
     interleave: int = 1,
     implementation: str = "auto",
 ) -> torch.Tensor:
     """``residual + (x ∗ W + b)``, [B, T · interleave, H', W', N] in x's dtype.
 
-    x: [B, T + kt − 1, H, W, C]. weight: [N · interleave, kt, kh, kw, C] with kt 1 or 3 and kh = kw 1 or 3, as
-        ``Conv3d.weight.permute(0, 2, 3, 4, 1)``. bias: [N · interleave] or None. residual: as the result, or None.
-        They are copied where they are not packed.
+    x: [B, T, H, W, C] behind a front, [B, T + kt − 1, H, W, C] without. weight: [N · interleave, kt, kh, kw, C] with kt
+        1 or 3 and kh = kw 1 or 3, as ``Conv3d.weight.permute(0, 2, 3, 4, 1)``. bias: [N · interleave] or None.
+        residual: as the result, or None. They are copied where they are not packed, as is front.
+    front: the frames before x's, [B, kt − 1, H, W, C]; None: x begins with them.
     upsample: whether x is doubled in height and width first, each pixel repeated (H' = 2H, W' = 2W; else H, W). With
         kt 1 and kh 3.
     interleave: 1, or 2 for a weight with rows of two frames for one.
@@ -57,18 +59,21 @@ def conv_skip(
     Differentiable by the reference. Raises ValueError for other kernel sizes, and for shapes, dtypes or devices that do
     not fit together.
     """
-    _check(x, weight, bias, residual, upsample, interleave)
-    tensors = (x, weight, bias, residual)
+    tensors = (x, weight, bias, residual, front)
+    _check(*tensors, upsample, interleave)
     if use_triton(implementation, *tensors, has_gradient=False):
         return _conv_skip(*tensors, upsample, interleave)
     return reference.conv_skip(*tensors, upsample, interleave)
 
 
-def result_shape(x: torch.Tensor, weight: torch.Tensor, upsample: bool, interleave: int) -> tuple[int, ...]:
+def result_shape(
+    x: torch.Tensor, weight: torch.Tensor, front: torch.Tensor | None, upsample: bool, interleave: int
+) -> tuple[int, ...]:
     """Of `conv_skip`."""
     B, frames, H, W, _ = x.shape
+    T = frames if front is not None else frames - weight.shape[1] + 1
     scale = 2 if upsample else 1
-    return B, (frames - weight.shape[1] + 1) * interleave, H * scale, W * scale, weight.shape[0] // interleave
+    return B, T * interleave, H * scale, W * scale, weight.shape[0] // interleave
 
 
 def _check(
@@ -76,13 +81,14 @@ def _check(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
+    front: torch.Tensor | None,
     upsample: bool,
     interleave: int,
 ) -> None:
     if x.dim() != 5 or weight.dim() != 5 or x.shape[-1] != weight.shape[-1]:
         raise ValueError(
             f"conv_skip: x has shape {list(x.shape)} and weight {list(weight.shape)}; they must be "
-            "[B, T + kt − 1, H, W, C] and [N, kt, kh, kw, C]: a convolution's weight.permute(0, 2, 3, 4, 1)."
+            "[B, frames, H, W, C] and [N, kt, kh, kw, C]: a convolution's weight.permute(0, 2, 3, 4, 1)."
         )
     kt, kh, kw = window = weight.shape[1:4]
     if kt not in (1, 3) or kh not in (1, 3) or kh != kw:
@@ -94,14 +100,17 @@ def _check(
             f"conv_skip: interleave={interleave} with {weight.shape[0]} rows of weight; accepted are 1, and 2 with an "
             "even number of rows."
         )
-    if x.shape[1] < kt - 1:
+    before = (x.shape[0], kt - 1, *x.shape[2:])
+    if front is not None and front.shape != before:
+        raise ValueError(f"conv_skip: front has shape {list(front.shape)}; it must be {list(before)}.")
+    if front is None and x.shape[1] < kt - 1:
         raise ValueError(f"conv_skip: x has {x.shape[1]} frames; a window of {kt} needs {kt - 1} before the first.")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"conv_skip: bias has shape {list(bias.shape)}; it must be [{weight.shape[0]}].")
-    expected = result_shape(x, weight, upsample, interleave)
+    expected = result_shape(x, weight, front, upsample, interleave)
     if residual is not None and residual.shape != expected:
         raise ValueError(f"conv_skip: residual has shape {list(residual.shape)} but the result has {list(expected)}.")
-    dtypes = sorted({str(tensor.dtype) for tensor in (x, weight, bias, residual) if tensor is not None})
+    dtypes = sorted({str(tensor.dtype) for tensor in (x, weight, bias, residual, front) if tensor is not None})
     if len(dtypes) > 1:
         raise ValueError(f"conv_skip: the tensors have the dtypes {', '.join(dtypes)}; cast them to one.")
 
@@ -112,26 +121,29 @@ def _conv_skip(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
+    front: torch.Tensor | None,
     upsample: bool,
     interleave: int,
 ) -> torch.Tensor:
-    out = x.new_empty(result_shape(x, weight, upsample, interleave))
+    out = x.new_empty(result_shape(x, weight, front, upsample, interleave))
     if out.numel() == 0:
         return out
+    if weight.shape[1] == 1:
+        front = None  # of no frames
     x, weight = x.contiguous(), weight.contiguous()
-    bias, residual = (None if tensor is None else tensor.contiguous() for tensor in (bias, residual))
-    if conv_hopper.why_not(x, weight, residual, upsample, interleave) is None:
-        conv_hopper.launch(x, weight, bias, residual, out, upsample, interleave)
+    front, bias, residual = (None if tensor is None else tensor.contiguous() for tensor in (front, bias, residual))
+    if conv_hopper.why_not(x, front, weight, residual, out, upsample, interleave) is None:
+        conv_hopper.launch(x, front, weight, bias, residual, out, upsample, interleave)
     elif interleave == 1 and not upsample and has_frames_together(weight.shape, out.shape[1]):
-        _launch_together(x, weight, bias, residual, out)
+        _launch_together(x, front, weight, bias, residual, out)
     else:
-        _launch(x, weight, bias, residual, out, upsample, interleave)
+        _launch(x, front, weight, bias, residual, out, upsample, interleave)
     return out
 
 
 @_conv_skip.register_fake
-def _(x, weight, bias, residual, upsample, interleave):
-    return x.new_empty(result_shape(x, weight, upsample, interleave))
+def _(x, weight, bias, residual, front, upsample, interleave):
+    return x.new_empty(result_shape(x, weight, front, upsample, interleave))
 
 
 def has_frames_together(weight_shape: tuple[int, ...], frames: int) -> bool:
@@ -141,8 +153,9 @@ def has_frames_together(weight_shape: tuple[int, ...], frames: int) -> bool:
 
 
 def _launch_together(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, out: torch.Tensor
-) -> None:
+    x: torch.Tensor, front: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
+    residual: torch.Tensor | None, out: torch.Tensor,
+) -> None:  # fmt: skip
     """Write the result to out, TOGETHER of its frames in a tile, side by side as columns; all are packed.
 
     The windows of four neighbouring frames are six frames long, so that for each half as many boxes of x are read as
@@ -154,11 +167,13 @@ def _launch_together(
     # Of several samples, a part of the frames is not packed.
     samples = [slice(None)] if whole == T else [slice(sample, sample + 1) for sample in range(len(x))]
     wide = _repeat_in_time(weight, TOGETHER), None if bias is None else bias.repeat(TOGETHER)
+    in_front = 0 if front is None else kt - 1
     for sample, (first, last, count) in product(samples, parts):
         rows = (weight, bias) if count == 1 else wide
         old = None if residual is None else residual[sample, first:last]
-        window = x[sample, first : last + kt - 1]
-        _launch(window, *rows, old, out[sample, first:last], False, count, stride=count)
+        before = front[sample] if in_front and first == 0 else None
+        window = x[sample, max(first - in_front, 0) : last + kt - 1 - in_front]
+        _launch(window, before, *rows, old, out[sample, first:last], False, count, stride=count)
 
 
 def _repeat_in_time(weight: torch.Tensor, frames: int) -> torch.Tensor:
@@ -171,24 +186,27 @@ def _repeat_in_time(weight: torch.Tensor, frames: int) -> torch.Tensor:
 
 
 def _launch(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None,
-    out: torch.Tensor, upsample: bool, interleave: int, stride: int = 1,
+    x: torch.Tensor, front: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
+    residual: torch.Tensor | None, out: torch.Tensor, upsample: bool, interleave: int, stride: int = 1,
 ) -> None:  # fmt: skip
     """Write the result to out with the portable kernel; all are packed. stride: frames of x from window to window."""
-    B, frames, H, W, C = x.shape
+    B, _, H, W, C = x.shape
     N, kt, kh, kw, _ = weight.shape
     if kh == 1:
         H, W = 1, H * W  # no pixel reads another
     capability, _ = device_properties(x.device)
-    descriptors = capability >= TMA_CAPABILITY and _fits_tma(x) and _fits_tma(weight)
+    present = [tensor for tensor in (x, front, weight) if tensor is not None]
+    descriptors = capability >= TMA_CAPABILITY and all(map(_fits_tma, present))
     tiles = choose_conv_tiles(capability, x.dtype, descriptors, H, W, C, N)
-    T, phases = (frames - kt) // stride + 1, 4 if upsample else 1
+    T, phases = out.shape[1] // interleave, 4 if upsample else 1
     boxes = B * T * phases * triton.cdiv(H, tiles.box_height) * triton.cdiv(W, tiles.box_width)
-    images, weights = x.view(B * frames, H, W, C), weight.view(N, kt * kh * kw, C).transpose(0, 1)
-    operands = (images, weights, None)
+    images = [None if frames is None else frames.view(-1, H, W, C) for frames in (x, front)]
+    weights = weight.view(N, kt * kh * kw, C).transpose(0, 1)
+    operands = (*images, weights, None)
     if descriptors:
+        box = [1, tiles.box_height, tiles.box_width, tiles.depth]
         operands = (
-            TensorDescriptor.from_tensor(images, [1, tiles.box_height, tiles.box_width, tiles.depth]),
+            *(None if frames is None else TensorDescriptor.from_tensor(frames, box) for frames in images),
             TensorDescriptor.from_tensor(weights, [1, tiles.columns, tiles.depth]),
             TensorDescriptor.from_tensor(weights, [1, tiles.tail, tiles.depth]) if tiles.tail else None,
         )
@@ -203,10 +221,12 @@ def _launch(
             KT=kt,
             KH=kh,
             STRIDE=stride,
+            FRONT=0 if front is None else front.shape[1],
             UPSAMPLE=upsample,
             INTERLEAVE=interleave,
             DESCRIPTORS=descriptors,
             **_tile_options(tiles),
+            **register_options(capability, (10, 12)),
         )
 
 
@@ -230,14 +250,14 @@ def _tile_options(tiles: ConvTiles) -> dict[str, object]:
 
 @triton.jit(do_not_specialize=("boxes", "T", "H", "W"))
 def _conv_skip_kernel(
-    x, weight, weight_tail, bias, residual, out, boxes, T, H, W, N,
-    C: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr, STRIDE: tl.constexpr, UPSAMPLE: tl.constexpr,
-    INTERLEAVE: tl.constexpr, DESCRIPTORS: tl.constexpr, BOX_H: tl.constexpr, BOX_W: tl.constexpr,
-    COLUMNS: tl.constexpr, TAIL: tl.constexpr, DEPTH: tl.constexpr,
+    x, front, weight, weight_tail, bias, residual, out, boxes, T, H, W, N,
+    C: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr, STRIDE: tl.constexpr, FRONT: tl.constexpr,
+    UPSAMPLE: tl.constexpr, INTERLEAVE: tl.constexpr, DESCRIPTORS: tl.constexpr, BOX_H: tl.constexpr,
+    BOX_W: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """x: [B · (STRIDE · (T − 1) + KT), H, W, C]. weight: [KT · KH · KH, N, C], of a packed [N, KT · KH · KH, C].
-    weight_tail: its descriptor for the columns of a tile past a power of two. boxes: of all frames and phases. N: rows
-    of the weight, of all frames that are interleaved."""
+    """x: [B · (STRIDE · (T − 1) + KT − FRONT), H, W, C]. front: [B · FRONT, H, W, C]. weight: [KT · KH · KH, N, C], of
+    a packed [N, KT · KH · KH, C]. weight_tail: its descriptor for the columns of a tile past a power of two. boxes: of
+    all frames and phases. N: rows of the weight, of all frames that are interleaved."""
     ROWS: tl.constexpr = BOX_H * BOX_W
     TAPS: tl.constexpr = KT * KH * KH
     CHUNKS: tl.constexpr = (C + DEPTH - 1) // DEPTH
@@ -246,24 +266,26 @@ def _conv_skip_kernel(
     tile = tl.program_id(0)
     _, box, column_tile = locate_tile(tile, boxes, column_tiles, ROWS * C * BYTES, (COLUMNS + TAIL) * TAPS * C * BYTES)
     sample, frame, top, left, phase_y, phase_x = locate_box(box, T, H, W, UPSAMPLE, BOX_H, BOX_W)
-    image = sample * (STRIDE * (T - 1) + KT) + STRIDE * frame
     column = column_tile * (COLUMNS + TAIL)
+    begin = STRIDE * frame - FRONT  # of the window, in the sample's frames of x
+    place = (top, left, phase_y, phase_x, column)
+    weights = (weight, weight_tail if DESCRIPTORS else weight)
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    acc_tail = acc  # not used without a tail
     if TAIL:
         acc_tail = tl.zeros((ROWS, TAIL), tl.float32)
-    for step in range(TAPS * CHUNKS):
-        tap = step // CHUNKS
-        c = step % CHUNKS * DEPTH
-        shift_y = find_shift(tap // KH % KH, phase_y, KH, UPSAMPLE)
-        shift_x = find_shift(tap % KH, phase_x, KH, UPSAMPLE)
-        source = (image + tap // (KH * KH), top + shift_y, left + shift_x)
-        a_tile = _load_box(x, source, c, H, W, C, DESCRIPTORS, BOX_H, BOX_W, DEPTH)
-        w_tile = _load_weight(weight, tap, column, c, N, C, TAPS, DESCRIPTORS, COLUMNS, DEPTH)
-        acc = tl.dot(a_tile, w_tile.T, acc, input_precision="ieee")
-        if TAIL:
-            tail = weight_tail if DESCRIPTORS else weight
-            w_tail = _load_weight(tail, tap, column + COLUMNS, c, N, C, TAPS, DESCRIPTORS, TAIL, DEPTH)
-            acc_tail = tl.dot(a_tile, w_tail.T, acc_tail, input_precision="ieee")
+    # Steps over front and over x are loops of their own: within one, a choice would keep loads from running ahead.
+    steps_in_front = 0
+    if FRONT:
+        steps_in_front = tl.maximum(-begin, 0) * (KH * KH * CHUNKS)
+        acc, acc_tail = _add_steps(
+            acc, acc_tail, 0, steps_in_front, front, sample * FRONT + STRIDE * frame, weights, place, H, W, N,
+            C, KH, TAPS, CHUNKS, UPSAMPLE, DESCRIPTORS, BOX_H, BOX_W, COLUMNS, TAIL, DEPTH,
+        )  # fmt: skip
+    acc, acc_tail = _add_steps(
+        acc, acc_tail, steps_in_front, TAPS * CHUNKS, x, sample * (STRIDE * (T - 1) + KT - FRONT) + begin, weights,
+        place, H, W, N, C, KH, TAPS, CHUNKS, UPSAMPLE, DESCRIPTORS, BOX_H, BOX_W, COLUMNS, TAIL, DEPTH,
+    )  # fmt: skip
     pixels_of_frame = H * W * (4 if UPSAMPLE else 1)
     pixels, inside = _locate_pixels(top, left, phase_y, phase_x, H, W, UPSAMPLE, BOX_H, BOX_W)
     pixels += (sample * T + frame).to(tl.int64) * INTERLEAVE * pixels_of_frame
@@ -272,6 +294,31 @@ def _conv_skip_kernel(
     epilogue_in_parts(acc, unscaled, 0, 0, column, ROWS, N, _store, arguments, None, ROWS, COLUMNS)
     if TAIL:
         epilogue_in_parts(acc_tail, unscaled, 0, 0, column + COLUMNS, ROWS, N, _store, arguments, None, ROWS, TAIL)
+
+
+@triton.jit
+def _add_steps(
+    acc, acc_tail, first, last, x, image, weights, place, H, W, N,
+    C: tl.constexpr, KH: tl.constexpr, TAPS: tl.constexpr, CHUNKS: tl.constexpr, UPSAMPLE: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, BOX_H: tl.constexpr, BOX_W: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    """The sums of a tile with the products of some steps added, whose frames are of x, where the window's first is an
+    image. weights: for the columns, and for those of the tail."""
+    top, left, phase_y, phase_x, column = place
+    for step in range(first, last):
+        tap = step // CHUNKS
+        c = step % CHUNKS * DEPTH
+        shift_y = find_shift(tap // KH % KH, phase_y, KH, UPSAMPLE)
+        shift_x = find_shift(tap % KH, phase_x, KH, UPSAMPLE)
+        source = (image + tap // (KH * KH), top + shift_y, left + shift_x)
+        a_tile = _load_box(x, source, c, H, W, C, DESCRIPTORS, BOX_H, BOX_W, DEPTH)
+        w_tile = _load_weight(weights[0], tap, column, c, N, C, TAPS, DESCRIPTORS, COLUMNS, DEPTH)
+        acc = tl.dot(a_tile, w_tile.T, acc, input_precision="ieee")
+        if TAIL:
+            w_tail = _load_weight(weights[1], tap, column + COLUMNS, c, N, C, TAPS, DESCRIPTORS, TAIL, DEPTH)
+            acc_tail = tl.dot(a_tile, w_tail.T, acc_tail, input_precision="ieee")
+    return acc, acc_tail
 
 
 @triton.jit

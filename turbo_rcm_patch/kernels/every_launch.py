@@ -246,8 +246,8 @@ def launch_rms_norm_silu() -> None:
     widths = (96, 192, 256, 384, 512, 1024, 100, 3)  # those of both VAEs, and odd ones
     for dtype, channels in (*product((FP32, BF16), widths), (FP16, widths[0])):
         x, weight = meta(2, 3, 20, channels, dtype=dtype), meta(channels, dtype=dtype)
-        for front, silu in product((None, x), (True, False)):
-            rms_norm_silu(x, weight, front, silu=silu)
+        for silu in (True, False):
+            rms_norm_silu(x, weight, silu=silu)
 
 
 def launch_skip() -> None:
@@ -269,6 +269,8 @@ def launch_conv_skip() -> None:
         launch_convolution(4, *frames[1:], C, N, window=(3, 3))
     for dtype, N, C in (*product((FP32,), (96, 32, 3), (96, 20)), (FP16, 192, 128)):
         launch_convolution(*frames, C, N, window=(3, 3), dtype=dtype)
+    for N, C in product((192, 96, 3), (96, 20)):
+        launch_convolution(*frames, C, N, window=(3, 3), front=False)
     for N, C in product((384, 192, 96), (128, 20)):
         launch_convolution(3, 120, 208, C, N, window=(1, 3), upsample=True)
         launch_convolution(*frames, C, 2 * N, window=(3, 1), interleave=2, dense=False)
@@ -277,15 +279,17 @@ def launch_conv_skip() -> None:
 
 def launch_convolution(
     T: int, H: int, W: int, C: int, N: int, *, window: tuple[int, int], dtype: torch.dtype = BF16,
-    upsample: bool = False, interleave: int = 1, dense: bool = True,
+    upsample: bool = False, interleave: int = 1, dense: bool = True, front: bool = True,
 ) -> None:  # fmt: skip
-    """window: kt and kh. dense: with a bias and a residual."""
+    """window: kt and kh. dense: with a bias and a residual. front: the frames before are a tensor of their own."""
     kt, kh = window
-    x, weight = meta(1, T + kt - 1, H, W, C, dtype=dtype), meta(N, kt, kh, kh, C, dtype=dtype)
+    weight = meta(N, kt, kh, kh, C, dtype=dtype)
+    before, x = (meta(1, count, H, W, C, dtype=dtype) for count in (kt - 1, T if front else T + kt - 1))
     scale = 2 if upsample else 1
     residual = meta(1, T * interleave, H * scale, W * scale, N // interleave, dtype=dtype) if dense else None
     bias = meta(N, dtype=dtype) if dense else None
-    conv_skip(x, weight, bias, residual, upsample=upsample, interleave=interleave)
+    options = {"upsample": upsample, "interleave": interleave}
+    conv_skip(x, weight, bias, residual, front=before if front else None, **options)
 
 
 def launch_quantize_qkv() -> None:

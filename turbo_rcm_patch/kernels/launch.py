@@ -40,10 +40,11 @@ def launch_kernel(kernel, grid: tuple[int, ...], *arguments, **options) -> None:
         kernel[grid](*arguments, **options)
 
 
-def register_options(capability: tuple[int, int]) -> dict[str, int]:
+def register_options(capability: tuple[int, int], majors: tuple[int, ...] = (10,)) -> dict[str, int]:
     """Options of a kernel that multiplies matrices on a GPU of this compute capability: ptxas for sm_100 spills some
-    registers to fit more programs than run, unless it is told that it may have all of them."""
-    return {"maxnreg": 255} if capability[0] == 10 else {}
+    registers to fit more programs than run, unless it is told that it may have all of them. majors: of the
+    architectures for which ptxas does so to this kernel."""
+    return {"maxnreg": 255} if capability[0] in majors else {}
 
 
 def recording() -> bool:

@@ -222,15 +222,11 @@ def rms_norm_rope(
     return (y if cos is None else rotate(y, cos, sin)).to(x.dtype)
 
 
-def rms_norm_silu(
-    x: torch.Tensor, weight: torch.Tensor, front: torch.Tensor | None = None, silu: bool = True
-) -> torch.Tensor:
-    """``silu(√C · weight · x / max(‖x‖, 1e-12))`` for x [B, T, ..., C], over C, or without silu what that is taken of;
-    behind the frames of front [B, P, ..., C]."""
+def rms_norm_silu(x: torch.Tensor, weight: torch.Tensor, silu: bool = True) -> torch.Tensor:
+    """``silu(√C · weight · x / max(‖x‖, 1e-12))`` for x [..., C], over C, or without silu what that is taken of."""
     wide = _wide(x.dtype)
     y = F.normalize(x.to(wide), dim=-1, eps=1e-12) * (x.shape[-1] ** 0.5 * weight.to(wide))
-    y = (F.silu(y) if silu else y).to(x.dtype)
-    return (y if front is None else torch.cat((front, y), 1)).contiguous()
+    return (F.silu(y) if silu else y).to(x.dtype).contiguous()
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -246,15 +242,19 @@ def conv_skip(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
+    front: torch.Tensor | None = None,
     upsample: bool = False,
     interleave: int = 1,
 ) -> torch.Tensor:
-    """``residual + (x ∗ W + b)`` for x [B, T + kt − 1, H, W, C], weight [N · interleave, kt, kh, kw, C], bias
-    [N · interleave], residual [B, T · interleave, H', W', N] or None.
+    """``residual + (x ∗ W + b)`` for x [B, T, H, W, C] behind front [B, kt − 1, H, W, C] or, without front,
+    x [B, T + kt − 1, H, W, C]; weight [N · interleave, kt, kh, kw, C], bias [N · interleave], residual
+    [B, T · interleave, H', W', N] or None.
 
     Zero padding in height and width, none in time. upsample: of x first, nearest, H' = 2H and W' = 2W. interleave: row
     i · N + n of the weight gives channel n of frame interleave · t + i.
     """
+    if front is not None:
+        x = torch.cat((front, x), 1)
     if upsample:
         x = x[:, :, :, None, :, None].expand(-1, -1, -1, 2, -1, 2, -1).flatten(4, 5).flatten(2, 3)
     padding = 0, weight.shape[2] // 2, weight.shape[3] // 2

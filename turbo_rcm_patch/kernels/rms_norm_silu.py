@@ -1,9 +1,7 @@
-"""rms_norm_silu: RMSNorm over channels, then SiLU, in one pass, behind the frames that a causal convolution sees first.
+"""rms_norm_silu: RMSNorm over channels, then SiLU, in one pass: ``silu(√C · weight · x / max(‖x‖, 1e-12))``.
 
-x [B, T, ..., C], weight [C]; front [B, P, ..., C] or None; out [B, P + T, ..., C] is front, as it is, then
-``silu(√C · weight · x / max(‖x‖, 1e-12))``: the convolution that reads it needs no copy and no padding in time.
-Arithmetic is fp32 and rounded once to x's dtype. RMSNorm: Zhang and Sennrich 2019, eq. 4, as F.normalize; SiLU: Elfwing
-et al. 2018, eq. 5. No gradient: under autograd the reference runs.
+x [B, T, ..., C], weight [C]; out [B, T, ..., C]. Arithmetic is fp32 and rounded once to x's dtype. RMSNorm: Zhang and
+Sennrich 2019, eq. 4, as F.normalize; SiLU: Elfwing et al. 2018, eq. 5. No gradient: under autograd the reference runs.
 """
 
 from __future__ import annotations
@@ -19,78 +17,52 @@ from .rows import row_grid, row_tile
 
 
 def rms_norm_silu(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    front: torch.Tensor | None = None,
-    *,
-    silu: bool = True,
-    implementation: str = "auto",
+    x: torch.Tensor, weight: torch.Tensor, *, silu: bool = True, implementation: str = "auto"
 ) -> torch.Tensor:
-    """RMSNorm of x over its last dimension and, where asked, SiLU, with the frames of front before; contiguous.
+    """RMSNorm of x over its last dimension and, where asked, SiLU; contiguous.
 
-    x: [B, T, ..., C]. weight: [C]. front: [B, P, ..., C] in x's dtype, of any strides, or None for no frames.
-    implementation: "auto", "triton" or "torch" (see dispatch.py). Returns [B, P + T, ..., C].
-    Raises ValueError for shapes, dtypes or devices that do not fit together.
+    x: [B, T, ..., C], of any strides. weight: [C]. implementation: "auto", "triton" or "torch" (see dispatch.py).
+    Returns x's shape and dtype. Raises ValueError for shapes or devices that do not fit together.
     """
     if x.dim() < 3:
         raise ValueError(f"rms_norm_silu: x has shape {list(x.shape)}, not [B, T, ..., C].")
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"rms_norm_silu: weight has shape {list(weight.shape)}, not [C={x.shape[-1]}].")
-    if front is not None and (front.dim() != x.dim() or _without_frames(front) != _without_frames(x)):
-        raise ValueError(
-            f"rms_norm_silu: front has shape {list(front.shape)} beside x {list(x.shape)}; they may differ in their "
-            "second dimension alone."
-        )
-    if front is not None and front.dtype != x.dtype:
-        raise ValueError(f"rms_norm_silu: front is {front.dtype} but x is {x.dtype}; cast them to one dtype.")
-    fused = use_triton(implementation, x, weight, front, has_gradient=False)
-    return (_rms_norm_silu if fused else reference.rms_norm_silu)(x, weight, front, silu)
-
-
-def _without_frames(x: torch.Tensor) -> tuple[int, ...]:
-    return (x.shape[0], *x.shape[2:])
+    fused = use_triton(implementation, x, weight, has_gradient=False)
+    return (_rms_norm_silu if fused else reference.rms_norm_silu)(x, weight, silu)
 
 
 @kernel_op("rms_norm_silu")
-def _rms_norm_silu(x: torch.Tensor, weight: torch.Tensor, front: torch.Tensor | None, silu: bool) -> torch.Tensor:
-    out = _new_out(x, front)
-    frames = 0 if front is None else front.shape[1]
-    if frames > 0:
-        out[:, :frames].copy_(front)
+def _rms_norm_silu(x: torch.Tensor, weight: torch.Tensor, silu: bool) -> torch.Tensor:
+    out = x.new_empty(x.shape)
     if x.numel() == 0:
         return out
     rows = x.flatten(1, -2)  # a copy where its rows do not lie at equal distances
     if rows.stride(2) != 1:
         rows = rows.contiguous()
     B, S, C = rows.shape
-    normed = out[:, frames:].flatten(1, -2)
     block = triton.next_power_of_2(C)
     tile = row_tile(block, block * x.element_size())
     with torch.cuda.device_of(out):
-        grid, strides = row_grid(x.device, tile["ROWS"], S, B), (rows.stride(0), rows.stride(1), normed.stride(0))
-        operands = (rows, weight.contiguous(), normed, S, C, *strides, C**0.5)
+        grid, strides = row_grid(x.device, tile["ROWS"], S, B), (rows.stride(0), rows.stride(1))
+        operands = (rows, weight.contiguous(), out, S, C, *strides, C**0.5)
         launch_kernel(_rms_norm_silu_kernel, grid, *operands, SILU=silu, BLOCK=block, **tile)
     return out
 
 
 @_rms_norm_silu.register_fake
-def _(x, weight, front, silu):
-    return _new_out(x, front)
-
-
-def _new_out(x: torch.Tensor, front: torch.Tensor | None) -> torch.Tensor:
-    frames = 0 if front is None else front.shape[1]
-    return x.new_empty(x.shape[0], frames + x.shape[1], *x.shape[2:])
+def _(x, weight, silu):
+    return x.new_empty(x.shape)
 
 
 @triton.jit(do_not_specialize=("S",))  # chunks of a video differ in it
 def _rms_norm_silu_kernel(
-    x, weight, out, S, C, x_stride_b, x_stride_s, out_stride_b, scale,
+    x, weight, out, S, C, x_stride_b, x_stride_s, scale,
     SILU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     sample = tl.program_id(1).to(tl.int64)
     x += sample * x_stride_b
-    out += sample * out_stride_b
+    out += sample * S * C
     columns = tl.arange(0, BLOCK)
     column_mask = columns < C
     gain = scale * tl.load(weight + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]

@@ -61,10 +61,10 @@ def _stages(decoder: WanDecoder3d) -> Iterator[tuple[int, int, int]]:
 
 
 def _alive_in_resnets(block: nn.Module) -> int:
-    """The block's input; then a resnet's input, that of a convolution and its result; and the shortcut's, if any."""
+    """The block's input; then what a norm makes of it, alone and behind the frames before, or a resnet's input or
+    shortcut, the input of a convolution and its result."""
     given, made = block.resnets[0].in_dim, block.resnets[0].out_dim
-    shortcut = made if given != made else 0
-    return max(given + max(given, made) + made + shortcut, given + 3 * made)
+    return given + max(2 * given, 3 * made)
 
 
 def _alive_in_resample(block: nn.Module, resample: WanResample) -> int:

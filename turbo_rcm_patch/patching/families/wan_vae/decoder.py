@@ -1,9 +1,10 @@
 """WanDecoder3d on channels-last activations, several latent frames at a time.
 
 The stages read like diffusers' (autoencoder_kl_wan.py), which decodes one latent frame after another and keeps for
-each causal convolution the last frames that it read. Here those frames lie in front of a convolution's input: zeros at
-first, later those of the chunk before. Latent frame 0 is special: it skips `time_conv`, before whose first input there
-are zeros then, not frame 0; and of the frames that a residual block's shortcut makes of it, only the last counts.
+each causal convolution the last frames that it read. Here those frames are a second input of a convolution, its front:
+zeros at first, later those of the chunk before. Latent frame 0 is special: it skips `time_conv`, before whose first
+input there are zeros then, not frame 0; and of the frames that a residual block's shortcut makes of it, only the last
+counts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import (
 from torch import nn
 
 from ...plan import Call
-from .steps import attention, convolution, kernel_size, rms_norm
+from .steps import attention, convolution, kernel_size, rms_norm, takes_front
 
 
 def decoded(vae: AutoencoderKLWan, z: torch.Tensor, call: Call, frames: Sequence[int]) -> Iterator[torch.Tensor]:
@@ -64,7 +65,7 @@ class _Run:
             if others:
                 yield from self.up_blocks(decoder, others, y)
             else:
-                yield self.convolve(decoder.conv_out, self.norm_silu(decoder.norm_out, y, decoder.conv_out))
+                yield self.causal(decoder.conv_out, self.norm_silu(decoder.norm_out, y))
 
     def mid_block(self, block: WanMidBlock, x: torch.Tensor) -> torch.Tensor:
         first, *others = block.resnets
@@ -89,10 +90,14 @@ class _Run:
         return y if block.avg_shortcut is None else y.add_(self.doubled(block.avg_shortcut, x))
 
     def residual_block(self, block: WanResidualBlock, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm_silu(block.norm1, x)
+        y, front = self.with_front(block.conv1, y)
+        y = self.convolve(block.conv1, y, **front)
+        y = self.norm_silu(block.norm2, y)
+        y, front = self.with_front(block.conv2, y)
+        # Not earlier, where more is alive.
         shortcut = x if type(block.conv_shortcut) is nn.Identity else self.convolve(block.conv_shortcut, x)
-        y = self.convolve(block.conv1, self.norm_silu(block.norm1, x, block.conv1))
-        y = self.norm_silu(block.norm2, y, block.conv2)
-        return self.convolve(block.conv2, y, shortcut)
+        return self.convolve(block.conv2, y, shortcut, **front)
 
     def attention_block(self, block: WanAttentionBlock, x: torch.Tensor) -> torch.Tensor:
         B, T, H, W, C = x.shape
@@ -119,17 +124,24 @@ class _Run:
         x = x.permute(0, 1, 5, 2, 6, 3, 7, 4).flatten(5, 6).flatten(3, 4).flatten(1, 2)
         return x[:, frames - 1 :] if self._is_first(shortcut) else x
 
-    def causal(self, conv: nn.Module, x: torch.Tensor, **options) -> torch.Tensor:
-        """A causal convolution of an input that lies behind nothing yet."""
-        x = torch.cat((self._front(conv, x), x), 1)
-        self._keep(conv, x)
-        return self.convolve(conv, x, **options)
+    def norm_silu(self, norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(norm, self._call).run(x)
 
-    def norm_silu(self, norm: nn.Module, x: torch.Tensor, conv: nn.Module) -> torch.Tensor:
-        """The input of a causal convolution: x after norm and SiLU, behind the frames before it."""
-        y = rms_norm(norm, self._call).run(x, self._front(conv, x))
-        self._keep(conv, y)
-        return y
+    def causal(self, conv: nn.Module, x: torch.Tensor, **options) -> torch.Tensor:
+        x, front = self.with_front(conv, x)
+        return self.convolve(conv, x, **front, **options)
+
+    def with_front(self, conv: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """What a causal convolution gets for an input: x, and as an option of its step the last frames of its input
+        before; both in one tensor for PyTorch's. Callers let go of x before they convolve, for the memory's sake."""
+        frames = kernel_size(conv)[0] - 1
+        front = self._read.pop(conv, None)
+        if front is None:
+            front = x.new_zeros(x.shape[0], frames, *x.shape[2:])
+        if not takes_front(conv, self._call):
+            x, front = torch.cat((front, x), 1), None
+        self._read[conv] = _last_frames(x, front, frames)
+        return x, {} if front is None else {"front": front}
 
     def convolve(self, conv: nn.Module, x: torch.Tensor, *residual: torch.Tensor, **options) -> torch.Tensor:
         return convolution(conv, self._call).run(x, *residual, **options)
@@ -140,12 +152,8 @@ class _Run:
         self._begun.add(module)
         return is_first
 
-    def _front(self, conv: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        frames = kernel_size(conv)[0] - 1
-        zeros = x.new_zeros(()).expand(x.shape[0], frames, *x.shape[2:])
-        return self._read.pop(conv, zeros)
 
-    def _keep(self, conv: nn.Module, x: torch.Tensor) -> None:
-        frames = kernel_size(conv)[0] - 1
-        if frames:
-            self._read[conv] = x[:, -frames:].clone()
+def _last_frames(x: torch.Tensor, front: torch.Tensor | None, frames: int) -> torch.Tensor:
+    """So many, of x behind those of front; copied, so that x need not be kept."""
+    earlier = x.shape[1] - frames
+    return x[:, earlier:].clone() if earlier >= 0 else torch.cat((front[:, earlier:], x), 1)

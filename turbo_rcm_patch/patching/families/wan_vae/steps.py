@@ -19,9 +19,10 @@ CONVOLUTION = "PyTorch convolution"
 
 
 def convolution(conv: nn.Conv2d | nn.Conv3d, call: Call, image: tuple[int, int] | None = None) -> Step:
-    """A convolution whose input begins with the kt - 1 frames before it, so that nothing is padded in time.
+    """A convolution that is given the kt - 1 frames before its input, so that nothing is padded in time.
 
-    Step: (x [B, T + kt - 1, H, W, C], residual=None, *, upsample=False, interleave=1) -> [B, T, H, W, N] (+ residual).
+    Step: (x [B, T, H, W, C], residual=None, *, front, upsample=False, interleave=1) -> [B, T, H, W, N] (+ residual).
+    front: these frames, [B, kt - 1, H, W, C]; where the step does not take it (`takes_front`), x begins with them.
     upsample: to twice the height and width by nearest neighbours, before. interleave=2: the channels are those of two
     frames, [B, 2 T, H, W, N / 2].
     image: the height and width of x, where the step is to name the kernel that serves these.
@@ -37,10 +38,15 @@ def convolution(conv: nn.Conv2d | nn.Conv3d, call: Call, image: tuple[int, int] 
     return Step(partial(_conv_skip, conv, implementation), kernel)
 
 
+def takes_front(conv: nn.Conv2d | nn.Conv3d, call: Call) -> bool:
+    """Whether the convolution's step reads the frames before its input from a tensor of their own."""
+    return convolution(conv, call).kernel not in (CONVOLUTION, LINEAR)
+
+
 def _kernel_name(conv: nn.Conv2d | nn.Conv3d, implementation: str, call: Call, image: tuple[int, int]) -> str:
     """Of a convolution of four frames."""
     kt, kh, kw = kernel_size(conv)
-    shape = call.batch, kt + 3, *image, conv.in_channels
+    shape = call.batch, 4, *image, conv.in_channels
     options = {"upsample": isinstance(conv, nn.Conv2d) and kh > 1, "interleave": 2 if (kt, kh) == (3, 1) else 1}
     weight_shape = conv.out_channels, kt, kh, kw, conv.in_channels
     return kernels.conv_kernel(implementation, call.device, call.dtype, shape, weight_shape, **options)
@@ -57,9 +63,8 @@ def kernel_size(conv: nn.Conv2d | nn.Conv3d) -> tuple[int, int, int]:
     return (*(1,) * (3 - len(conv.kernel_size)), *conv.kernel_size)
 
 
-def _conv_skip(conv, implementation, x, residual=None, *, upsample=False, interleave=1):
-    options = {"upsample": upsample, "interleave": interleave, "implementation": implementation}
-    return kernels.conv_skip(x, _packed_weight(conv), conv.bias, residual, **options)
+def _conv_skip(conv, implementation, x, residual=None, **options):
+    return kernels.conv_skip(x, _packed_weight(conv), conv.bias, residual, **options, implementation=implementation)
 
 
 def _convolution(conv, x, residual=None, *, upsample=False, interleave=1):
@@ -86,14 +91,13 @@ def _nearest(x: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(norm: nn.Module, call: Call) -> Step:
-    """WanRMS_norm and, where asked, SiLU: (x [B, T, H, W, C], front=None, *, silu=True) -> [B, P + T, H, W, C], behind
-    the P frames of front."""
+    """WanRMS_norm and, where asked, SiLU: (x [B, T, H, W, C], *, silu=True) -> [B, T, H, W, C]."""
     implementation, reason = call.choose()
     return Step(partial(_rms_norm, norm, implementation), "Triton" if reason is None else REFERENCE, reason)
 
 
-def _rms_norm(norm, implementation, x, front=None, *, silu=True):
-    return kernels.rms_norm_silu(x, norm.gamma.flatten(), front, silu=silu, implementation=implementation)
+def _rms_norm(norm, implementation, x, *, silu=True):
+    return kernels.rms_norm_silu(x, norm.gamma.flatten(), silu=silu, implementation=implementation)
 
 
 def attention(channels: int, call: Call) -> Step:
