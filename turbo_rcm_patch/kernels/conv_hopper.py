@@ -11,11 +11,11 @@ import functools
 from itertools import product
 
 import torch
-import triton
 
 from .conv_tiles import choose_box, choose_columns
 from .dispatch import device_properties, why_not_hopper
 from .launch import launch_kernel
+from .sizes import cdiv
 
 try:
     from triton.experimental.gluon import language as gl
@@ -58,7 +58,7 @@ def why_not_sizes(
     if not columns:
         return "tiles with columns of two pixels or frames"
     boxes = count_boxes(B * T, *((H, W) if kh > 1 else (1, H * W)), upsample)
-    if boxes * triton.cdiv(N, columns) < device_properties(device)[1]:
+    if boxes * cdiv(N, columns) < device_properties(device)[1]:
         return "fewer tiles than multiprocessors"
     return None
 
@@ -95,7 +95,7 @@ def choose_depths(C: int) -> tuple[int, int]:
 def count_boxes(frames: int, H: int, W: int, upsample: bool) -> int:
     """Boxes of pixels of x that cover so many frames, for every phase."""
     height, width = choose_box(H, W, PIXELS)
-    return frames * (4 if upsample else 1) * triton.cdiv(H, height) * triton.cdiv(W, width)
+    return frames * (4 if upsample else 1) * cdiv(H, height) * cdiv(W, width)
 
 
 def launch(
@@ -133,7 +133,7 @@ def _launch_columns(
     box, (columns, tail) = choose_box(H, W, PIXELS), choose_tile(N, upsample, interleave)
     depth, rest = choose_depths(C)
     boxes = count_boxes(B * T, H, W, upsample)
-    tiles = boxes * triton.cdiv(N, columns + tail)
+    tiles = boxes * cdiv(N, columns + tail)
     images = [None if frames is None else frames.view(-1, H, W, C) for frames in (x, front)]
     rows = weight.view(N, kt * kh * kh * C)
     step_bytes = (PIXELS + columns + tail) * (depth + rest) * x.element_size()

@@ -29,6 +29,7 @@ from .conv_tiles import ConvTiles, choose_conv_tiles, find_shift, locate_box
 from .dispatch import device_properties, kernel_op, use_triton
 from .gemm import epilogue_in_parts, locate_tile
 from .launch import launch_kernel, register_options
+from .sizes import cdiv
 from .tma import TMA_CAPABILITY
 
 NARROW, TOGETHER = 16, 4  # channels of a result, and as many of its frames as share a tile of up to 64 columns
@@ -199,7 +200,7 @@ def _launch(
     descriptors = capability >= TMA_CAPABILITY and all(map(_fits_tma, present))
     tiles = choose_conv_tiles(capability, x.dtype, descriptors, H, W, C, N)
     T, phases = out.shape[1] // interleave, 4 if upsample else 1
-    boxes = B * T * phases * triton.cdiv(H, tiles.box_height) * triton.cdiv(W, tiles.box_width)
+    boxes = B * T * phases * cdiv(H, tiles.box_height) * cdiv(W, tiles.box_width)
     images = [None if frames is None else frames.view(-1, H, W, C) for frames in (x, front)]
     weights = weight.view(N, kt * kh * kw, C).transpose(0, 1)
     operands = (*images, weights, None)
@@ -213,7 +214,7 @@ def _launch(
     with torch.cuda.device_of(x):
         launch_kernel(
             _conv_skip_kernel,
-            (boxes * triton.cdiv(N, tiles.columns + tiles.tail),),
+            (boxes * cdiv(N, tiles.columns + tiles.tail),),
             *operands,
             *(bias, residual, out),
             *(boxes, T, H, W, N),

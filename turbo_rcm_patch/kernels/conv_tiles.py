@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .sizes import cdiv
+
 
 @dataclass(frozen=True)
 class ConvTiles:
@@ -55,19 +57,19 @@ def choose_conv_tiles(
 
 def choose_columns(N: int, candidates: tuple[tuple[int, int], ...]) -> tuple[int, int]:
     """Columns and tail of the tiles that cost least."""
-    return min(candidates, key=lambda pair: triton.cdiv(N, sum(pair)) * (sum(pair) + _COST_OF_PIXELS))
+    return min(candidates, key=lambda pair: cdiv(N, sum(pair)) * (sum(pair) + _COST_OF_PIXELS))
 
 
 def choose_depth(C: int, largest: int) -> int:
     """The largest of 16, 32 and 64, up to `largest`, that adds no more channels than a smaller one."""
     depths = (depth for depth in (64, 32, 16) if depth <= largest)
-    return min(depths, key=lambda depth: triton.cdiv(C, depth) * depth)
+    return min(depths, key=lambda depth: cdiv(C, depth) * depth)
 
 
 def choose_box(H: int, W: int, pixels: int) -> tuple[int, int]:
     """Height and width of the boxes that cover an image with the fewest pixels beside it."""
     boxes = [(height, pixels // height) for height in (8, 16, 1)]
-    return min(boxes, key=lambda box: triton.cdiv(H, box[0]) * triton.cdiv(W, box[1]))
+    return min(boxes, key=lambda box: cdiv(H, box[0]) * cdiv(W, box[1]))
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from . import reference
 from .dispatch import kernel_op, use_triton
 from .launch import launch_kernel
 from .rows import row_grid, row_tile
+from .sizes import next_power_of_2
 
 
 def rms_norm_silu(
@@ -41,7 +42,7 @@ def _rms_norm_silu(x: torch.Tensor, weight: torch.Tensor, silu: bool) -> torch.T
     if rows.stride(2) != 1:
         rows = rows.contiguous()
     B, S, C = rows.shape
-    block = triton.next_power_of_2(C)
+    block = next_power_of_2(C)
     tile = row_tile(block, block * x.element_size())
     with torch.cuda.device_of(out):
         grid, strides = row_grid(x.device, tile["ROWS"], S, B), (rows.stride(0), rows.stride(1))
