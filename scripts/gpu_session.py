@@ -35,7 +35,7 @@ SIZE_OF_LORA = ("--layers", "4", "--height", "480", "--width", "832", "--repeats
 LORA = (*END_TO_END, "wan2.1-14b", *SIZE_OF_LORA, "--lora")
 # Steps that show whether something holds, and those whose figures go into the results file.
 CHECKS = {
-    "tests": ("-m", "pytest", "-m", "gpu", "-q", "-n", "12", "tests"),
+    "tests": ("-m", "pytest", "-m", "gpu", "-q", "-n", "16", "tests"),
     "info": (*CLI, "info"),
     "memcheck": ("scripts/sanitize_kernels.py", "--tool", "memcheck"),
     "racecheck": ("scripts/sanitize_kernels.py", "--tool", "racecheck"),
