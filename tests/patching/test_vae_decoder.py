@@ -64,7 +64,8 @@ def test_any_number_of_frames_in_chunks_of_any_size(kind, frames, diffusers_deco
 
 
 def test_the_first_decode_compiles_its_kernels_ahead_and_gives_the_same(monkeypatch):
-    """Once, in a run of the same decode that launches nothing; where autograd records it is left to the next."""
+    """Once, in a run of the same decode that launches nothing, and not again by the next patch, but for another size;
+    where autograd records it is left to the next."""
     from turbo_rcm_patch.patching.families.wan_vae import forward
 
     vae, z, runs, real = tiny_vae(), tiny_latents(1, 1, 1, 1), [], kernels.compile_ahead
@@ -81,10 +82,15 @@ def test_the_first_decode_compiles_its_kernels_ahead_and_gives_the_same(monkeypa
         assert len(runs) == 1
         with recorded(launched.append), torch.no_grad():
             runs[0]()
+    with trp.patch(vae, trp.PatchConfig(implementation="triton")):
+        decode(vae, z)
+        assert len(runs) == 1
+        decode(vae, tiny_latents(1, 1, 1, 2))
+        assert len(runs) == 2
     assert {launch.kernel.fn.__name__ for launch in launched} >= {"_conv_skip_kernel", "_rms_norm_silu_kernel"}
     trp.patch(vae, trp.PatchConfig(implementation="torch"))
     decode(vae, z)
-    assert len(runs) == 1
+    assert len(runs) == 2
 
 
 @pytest.mark.parametrize("kind", ["wan 2.1", "residual, growing"])

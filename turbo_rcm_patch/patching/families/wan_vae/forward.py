@@ -9,7 +9,7 @@ import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, unpatchify
@@ -25,18 +25,19 @@ from .chunks import frames_at_once
 from .decoder import decoded
 from .plain import why_not_plain_decoder
 
+# The calls whose kernels are compiled. Not with the patch: looking for what is left to compile takes 0.15 s each time.
+_COMPILED: WeakKeyDictionary[nn.Module, set[tuple]] = WeakKeyDictionary()
+
 
 @dataclass
 class VaeState:
     """What the patch keeps on a VAE. users: the models that it was patched with. eager: decodes that diffusers' code
-    ran, by reason. receive: gets frames as they are made (`frames_sent_to`). compiles_ahead: until a decode first comes
-    to where it may."""
+    ran, by reason. receive: gets frames as they are made (`frames_sent_to`)."""
 
     config: PatchConfig
     users: WeakSet[nn.Module] = field(default_factory=WeakSet)
     eager: Counter[str] = field(default_factory=Counter)
     receive: Callable[[torch.Tensor], None] | None = None
-    compiles_ahead: bool = True
 
     def __reduce__(self) -> tuple:
         """Copied and pickled without what is of the models that were copied from."""
@@ -140,10 +141,10 @@ def _parts(vae: AutoencoderKLWan, z: torch.Tensor) -> Iterator[torch.Tensor]:
     """The decoder's output for latents z, some frames after the other."""
     call = call_for(vae, z.shape[0], z.numel() // z.shape[1], z.device, z.dtype)
     frames = frames_at_once(vae, z, call.config.vae_chunk)
-    state = vae_state(vae)
-    if state.compiles_ahead and _launches_kernels(call) and why_not_recorded((z,)) is None:
+    compiled, sizes = _COMPILED.setdefault(vae, set()), (call, *frames)
+    if sizes not in compiled and _launches_kernels(call) and why_not_recorded((z,)) is None:
         # One after the other the kernels take half a minute. The decoder is plain: nobody notices a run of it.
-        state.compiles_ahead = False
+        compiled.add(sizes)
         kernels.compile_ahead(lambda: deque(decoded(vae, z, call, frames), maxlen=0))
     return decoded(vae, z, call, frames)
 
