@@ -5,9 +5,10 @@
     out = o_s + o_l Wᵀ + b                            proj_l: W [D, D] and b [D], the same for all heads
 
 q, k, v, out [B, S, H, D]; see sparse_linear_attention_reference.py for the definition and its source. One kernel pools
-q, two summarise k and v (sparse_linear_attention_prepass.py), PyTorch chooses the blocks, and one kernel computes both
-branches and stores their sum. With ``quantized`` its softmax takes q, k and v in 8 bits: q's, and the scale of v, come
-from the same kernels, k's and v's from one of quantize_qkv's. No gradient: under autograd the reference runs.
+q, two summarise k and v (sparse_linear_attention_prepass.py), one chooses the blocks by PyTorch's product of their
+means (sparse_linear_attention_map.py), and one computes both branches and stores their sum. With ``quantized`` its
+softmax takes q, k and v in 8 bits: q's, and the scale of v, come from the same kernels, k's and v's from one of
+quantize_qkv's. No gradient: under autograd the reference runs.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from .launch import recording
 from .quantize_qkv import HEAD_DIMS, QuantizedQKV, allocate_qkv, default_v_format, quantize_kv_tiles
 from .quantize_qkv import why_no_kernel as why_no_8bit_kernel
 from .quantized_attention_reference import V_FORMATS
+from .sparse_linear_attention_map import choose_blocks
 from .sparse_linear_attention_prepass import pool_queries, summarize_keys
-from .sparse_linear_attention_reference import choose_blocks, kept_blocks
+from .sparse_linear_attention_reference import kept_blocks
 
 BLOCK_SIZES = (64, 128)  # that the kernels take
 

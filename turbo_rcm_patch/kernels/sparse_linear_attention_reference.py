@@ -59,8 +59,12 @@ def pool(x: torch.Tensor, block: int) -> torch.Tensor:
 
 def choose_blocks(pooled_q: torch.Tensor, pooled_k: torch.Tensor, kept: int) -> torch.Tensor:
     """As `sparse_block_map`, of the blocks' means [B, H, blocks, D]."""
-    scores = pooled_q.to(_wide(pooled_q)) @ pooled_k.to(_wide(pooled_k)).mT
-    return scores.topk(kept, sorted=False).indices.sort(-1).values.int()
+    return block_scores(pooled_q, pooled_k).topk(kept, sorted=False).indices.sort(-1).values.int()
+
+
+def block_scores(pooled_q: torch.Tensor, pooled_k: torch.Tensor) -> torch.Tensor:
+    """What blocks are chosen by, [B, H, ⌈S / block_q⌉, ⌈S / block_k⌉] in fp32, or fp64 of fp64."""
+    return pooled_q.to(_wide(pooled_q)) @ pooled_k.to(_wide(pooled_k)).mT
 
 
 def sparse_linear_attention(

@@ -1,0 +1,53 @@
+"""Which blocks of keys sparse-linear attention keeps: the kernel's lists against a sort."""
+
+import pytest
+import torch
+
+from tests.oracle import torch_device
+from turbo_rcm_patch.kernels import sparse_linear_attention_reference as definition
+from turbo_rcm_patch.kernels.sparse_linear_attention_map import _keep_largest, choose_blocks
+
+
+def scores_of(device, *shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch_device(device))
+
+
+@pytest.mark.parametrize("columns", [1, 2, 7, 64, 100])
+def test_the_largest_of_each_row_in_their_order(device, columns):
+    for shift in (0.0, 100.0, -100.0):
+        scores = scores_of(device, 2, 1, 2, columns) + shift
+        for kept in {1, (columns + 1) // 2, columns}:
+            lists = _keep_largest(scores, kept)
+            assert lists.dtype == torch.int32
+            torch.testing.assert_close(lists.long(), scores.topk(kept).indices.sort(-1).values)
+
+
+def test_of_equal_scores_the_first(device):
+    scores = torch.tensor([[1.0, 3.0, 1.0, 1.0, -2.0], [0.0] * 5, [-1.0, -1.0, -5.0, -1.0, -1.0]])
+    lists = _keep_largest(scores[None, None].to(torch_device(device)), 3)
+    assert lists[0, 0].tolist() == [[0, 1, 2], [0, 1, 2], [0, 1, 3]]
+
+
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+def test_no_list_is_short_whatever_the_scores(device, value):
+    """The attention reads as many entries of each list as are kept."""
+    scores = scores_of(device, 1, 1, 4, 9)
+    scores[:, :, 1, :4] = value
+    scores[:, :, 2] = value
+    lists = _keep_largest(scores, 5)[0, 0].tolist()
+    assert all(row == sorted(set(row) & set(range(9))) and len(row) == 5 for row in lists)
+    assert lists[2] == [0, 1, 2, 3, 4]
+
+
+def test_a_long_row(device):
+    scores = scores_of(device, 1, 1, 2, 3000)
+    torch.testing.assert_close(_keep_largest(scores, 300).long(), scores.topk(300).indices.sort(-1).values)
+
+
+def test_as_the_reference_chooses(device):
+    q, k = (scores_of(device, 1, 2, blocks, 64).half() for blocks in (5, 11))
+    torch.testing.assert_close(choose_blocks(q, k, 4), definition.choose_blocks(q, k, 4))
+
+
+def test_opcheck(device):
+    torch.library.opcheck(torch.ops.turbo_rcm_patch.keep_largest.default, (scores_of(device, 1, 2, 3, 5), 2))

@@ -1,0 +1,76 @@
+"""Which blocks of keys sparse-linear attention keeps, on a GPU: sm_80 to sm_120.
+
+    scores of the blocks' means    PyTorch
+    the lists                      a kernel: a row of scores is in registers, where its threshold is found bit by bit
+
+PyTorch's topk and the sort of what it finds take 1.9 of the 19.9 ms that the attention of 40 heads and 75,600 tokens to
+a tenth of the keys takes on an H200.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .dispatch import kernel_op
+from .launch import launch_kernel
+from .sizes import next_power_of_2
+from .sparse_linear_attention_reference import block_scores
+
+LOWEST = tl.constexpr(-(2**31))
+WITHOUT_SIGN = tl.constexpr(2**31 - 1)
+FIRST_BIT = tl.constexpr(1 << 30)
+
+
+def choose_blocks(pooled_q: torch.Tensor, pooled_k: torch.Tensor, kept: int) -> torch.Tensor:
+    """As the reference's: [B, H, ⌈S / block_q⌉, kept] int32, ascending; of equal scores the first."""
+    return _keep_largest(block_scores(pooled_q, pooled_k), kept)
+
+
+@kernel_op("keep_largest")
+def _keep_largest(scores: torch.Tensor, kept: int) -> torch.Tensor:
+    """Of each row of scores [B, H, QB, KB] fp32 the columns of so many largest, ascending: [B, H, QB, kept] int32."""
+    block_map = _allocate_map(scores, kept)
+    columns = scores.shape[3]
+    block = next_power_of_2(columns)
+    with torch.cuda.device_of(scores):
+        launch_kernel(
+            _keep_largest_kernel,
+            (block_map.shape[:3].numel(),),
+            scores.contiguous(),
+            block_map,
+            columns,
+            kept,
+            BLOCK=block,
+            num_warps=4 if block <= 2048 else 16,
+        )
+    return block_map
+
+
+@_keep_largest.register_fake
+def _allocate_map(scores, kept):
+    return scores.new_empty((*scores.shape[:3], kept), dtype=torch.int32)
+
+
+@triton.jit(do_not_specialize=["columns", "kept"])
+def _keep_largest_kernel(scores, block_map, columns, kept, BLOCK: tl.constexpr):
+    """One program: one row."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    is_column = column < columns
+    bits = tl.load(scores + row * columns + column, mask=is_column, other=0.0).to(tl.int32, bitcast=True)
+    # Integers in the order of the floats: the bits of negative ones count down.
+    order = tl.where(is_column, bits ^ ((bits >> 31) & WITHOUT_SIGN), LOWEST)
+    threshold = tl.where(tl.sum((order >= 0).to(tl.int32)) >= kept, 0, LOWEST)
+    bit = tl.full((), FIRST_BIT, tl.int32)
+    while bit > 0:
+        higher = threshold + bit
+        threshold = tl.where(tl.sum((order >= higher).to(tl.int32)) >= kept, higher, threshold)
+        bit = bit >> 1
+    above = order > threshold
+    equal = (order == threshold) & is_column
+    room = kept - tl.sum(above.to(tl.int32))
+    chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
+    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(block_map + row * kept + place, column, mask=chosen)
