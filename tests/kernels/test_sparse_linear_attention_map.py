@@ -5,7 +5,8 @@ import torch
 
 from tests.oracle import torch_device
 from turbo_rcm_patch.kernels import sparse_linear_attention_reference as definition
-from turbo_rcm_patch.kernels.sparse_linear_attention_map import _keep_largest, choose_blocks
+from turbo_rcm_patch.kernels.launch import launch_kernel
+from turbo_rcm_patch.kernels.sparse_linear_attention_map import _keep_largest, _keep_largest_kernel, choose_blocks
 
 
 def scores_of(device, *shape):
@@ -26,6 +27,13 @@ def test_of_equal_scores_the_first(device):
     scores = torch.tensor([[1.0, 3.0, 1.0, 1.0, -2.0], [0.0] * 5, [-1.0, -1.0, -5.0, -1.0, -1.0]])
     lists = _keep_largest(scores[None, None].to(torch_device(device)), 3)
     assert lists[0, 0].tolist() == [[0, 1, 2], [0, 1, 2], [0, 1, 3]]
+
+
+def test_equal_scores_do_not_reach_the_next_list(device):
+    scores, lists = torch.ones(1, 7), torch.full((3, 3), -1, dtype=torch.int32)
+    scores, lists = (x.to(torch_device(device)) for x in (scores, lists))
+    launch_kernel(_keep_largest_kernel, (1,), scores, lists, 7, 3, BLOCK=8)
+    assert lists.tolist() == [[0, 1, 2], [-1] * 3, [-1] * 3]
 
 
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
