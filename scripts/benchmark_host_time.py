@@ -25,10 +25,10 @@ from turbo_rcm_patch.config import PRESETS
 from turbo_rcm_patch.patching import patch, use_rcm
 
 UNPATCHED, TIERS = "unpatched", ("exact", "quantized")
-CALLS = 8  # at a time: a GPU's queue holds about a thousand launches, a block makes up to 60
+CALLS = 8  # at a time: a GPU's queue holds about a thousand launches, of which a block makes some dozens
 ROUNDS = 5
 WARM_UP = 3
-SLEEP = 1 << 29  # cycles of the GPU: at least a quarter of a second
+SLEEP = 1 << 29  # cycles of the GPU: about a quarter of a second
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -68,7 +68,7 @@ def host_time(run: dict) -> str:
     cells = []
     for name, value in run["milliseconds"].items():
         missed = name != "unpatched" and value > HOST_TIME
-        cells.append(f"{name} **{value:.1f} ms**" if missed else f"{name} {value:.1f} ms")
+        cells.append(f"{name} **{value:.2f} ms**" if missed else f"{name} {value:.2f} ms")
     return (
         f"Python takes, for the launches of a block of {run['settings']['config']} without CUDA graphs: "
         f"{', '.join(cells)} ({HOST_TIME:g} ms is wanted at most).\n"

@@ -295,12 +295,11 @@ def test_boxes_cover_the_decoders_images():
 
 
 def test_autograd_takes_the_reference(device):
-    ours, theirs = (
-        [t.requires_grad_() for t in tensors]
-        for tensors in twice(operands(1, 2, 3, 4, 8, 6, 3, 3, torch_device(device)))
-    )
-    for tensors, implementation in ((ours, "triton"), (theirs, "torch")):
-        conv_skip(*tensors, implementation=implementation).square().sum().backward()
+    """With a gradient of the frames before x, too."""
+    x, *others = operands(1, 2, 3, 4, 8, 6, 3, 3, torch_device(device))
+    ours, theirs = ([t.requires_grad_() for t in tensors] for tensors in twice([x[:, 2:], *others, x[:, :2]]))
+    for (*tensors, front), implementation in ((ours, "triton"), (theirs, "torch")):
+        conv_skip(*tensors, front=front, implementation=implementation).square().sum().backward()
     for actual, expected in zip(ours, theirs, strict=True):
         assert torch.equal(actual.grad, expected.grad)
 
@@ -323,6 +322,22 @@ def test_compiles_to_one_graph(device):
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*tensors), function(*tensors))
+
+
+def test_compiles_to_one_graph_with_the_frames_before(device):
+    x, weight, bias, residual = operands(1, 2, 3, 4, 8, 6, 3, 3, torch_device(device))
+
+    def function(x, front):
+        return conv_skip(x, weight, bias, residual, front=front, implementation="triton")
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x[:, 2:], x[:, :2]), function(x[:, 2:], x[:, :2]))
+
+
+def test_custom_op_contract_with_the_frames_before(device):
+    x, *others = operands(1, 2, 3, 4, 8, 6, 3, 3, torch_device(device))
+    arguments = (x[:, 2:], *others, x[:, :2], False, 1)
+    torch.library.opcheck(torch.ops.turbo_rcm_patch.conv_skip.default, arguments)
 
 
 @pytest.mark.parametrize("change", CHANGES)

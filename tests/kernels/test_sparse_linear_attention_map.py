@@ -24,7 +24,7 @@ def test_the_largest_of_each_row_in_their_order(device, columns):
 
 
 def test_of_equal_scores_the_first(device):
-    scores = torch.tensor([[1.0, 3.0, 1.0, 1.0, -2.0], [0.0] * 5, [-1.0, -1.0, -5.0, -1.0, -1.0]])
+    scores = torch.tensor([[1.0, 3.0, 1.0, 1.0, -2.0], [-0.0, 0.0] * 2 + [0.0], [-1.0, -1.0, -5.0, -1.0, -1.0]])
     lists = _keep_largest(scores[None, None].to(torch_device(device)), 3)
     assert lists[0, 0].tolist() == [[0, 1, 2], [0, 1, 2], [0, 1, 3]]
 
@@ -55,6 +55,15 @@ def test_a_long_row(device):
 def test_as_the_reference_chooses(device):
     q, k = (scores_of(device, 1, 2, blocks, 64).half() for blocks in (5, 11))
     torch.testing.assert_close(choose_blocks(q, k, 4), definition.choose_blocks(q, k, 4))
+
+
+def test_under_autocast(device):
+    """Which gives the scores in 16 bits."""
+    q, k = (scores_of(device, 1, 2, blocks, 64) for blocks in (5, 11))
+    with torch.autocast(q.device.type, torch.bfloat16):
+        scores, lists = definition.block_scores(q, k), choose_blocks(q, k, 4)
+    assert scores.dtype == torch.bfloat16
+    assert torch.equal(scores.gather(3, lists.long()).sort().values, scores.topk(4).values.sort().values)
 
 
 def test_opcheck(device):

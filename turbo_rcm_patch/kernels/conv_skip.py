@@ -304,8 +304,9 @@ def _add_steps(
     DESCRIPTORS: tl.constexpr, BOX_H: tl.constexpr, BOX_W: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a tile with the products of some steps added, whose frames are of x, where the window's first is an
-    image. weights: for the columns, and for those of the tail."""
+    """The sums of a tile with the products of some steps added. x: whose frames they multiply, of front or of x itself.
+    image: where in it the window's first frame is, or would be, before its beginning if that lies in front. weights:
+    for the columns, and for those of the tail."""
     top, left, phase_y, phase_x, column = place
     for step in range(first, last):
         tap = step // CHUNKS

@@ -36,6 +36,7 @@ from .rms_norm_rope import rms_norm_rope
 from .rms_norm_silu import rms_norm_silu
 from .skip import skip
 from .sparse_linear_attention import BLOCK_SIZES, sparse_linear_attention
+from .sparse_linear_attention_map import choose_blocks
 
 FP32, FP16, BF16 = KERNEL_DTYPES
 CHANNELS = 1536
@@ -326,6 +327,8 @@ def launch_sparse_linear_attention() -> None:
     x, weight = meta(2, 300, 3, 128, dtype=FP16), meta(128, 128, dtype=FP32)
     for quantized in (False, True):
         sparse_linear_attention(x, x, x, weight, None, topk=0.5, quantized=quantized)
+    for blocks in (512, 1182, 4000):
+        choose_blocks(meta(1, 1, 2, 128), meta(1, 1, blocks, 128), kept=2)
 
 
 def launch_block_sparse_attention() -> None:

@@ -25,7 +25,7 @@ FIRST_BIT = tl.constexpr(1 << 30)
 
 def choose_blocks(pooled_q: torch.Tensor, pooled_k: torch.Tensor, kept: int) -> torch.Tensor:
     """As the reference's: [B, H, ⌈S / block_q⌉, kept] int32, ascending; of equal scores the first."""
-    return _keep_largest(block_scores(pooled_q, pooled_k), kept)
+    return _keep_largest(block_scores(pooled_q, pooled_k).float(), kept)  # which autocast gives in 16 bits
 
 
 @kernel_op("keep_largest")
@@ -59,8 +59,9 @@ def _keep_largest_kernel(scores, block_map, columns, kept, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     is_column = column < columns
-    bits = tl.load(scores + row * columns + column, mask=is_column, other=0.0).to(tl.int32, bitcast=True)
+    values = tl.load(scores + row * columns + column, mask=is_column, other=0.0) + 0.0  # -0.0 is 0.0
     # Integers in the order of the floats: the bits of negative ones count down.
+    bits = values.to(tl.int32, bitcast=True)
     order = tl.where(is_column, bits ^ ((bits >> 31) & WITHOUT_SIGN), LOWEST)
     threshold = tl.where(tl.sum((order >= 0).to(tl.int32)) >= kept, 0, LOWEST)
     bit = tl.full((), FIRST_BIT, tl.int32)

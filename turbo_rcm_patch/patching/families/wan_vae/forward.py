@@ -24,8 +24,10 @@ from ...plan import STATE, Call, active_backend, derivative_of
 from .chunks import frames_at_once
 from .decoder import decoded
 from .plain import why_not_plain_decoder
+from .steps import takes_front
 
-# The calls whose kernels are compiled. Not with the patch: looking for what is left to compile takes 0.15 s each time.
+# By VAE the implementations, devices and dtypes whose kernels are compiled. Not by patch: to look for what is left to
+# compile takes 0.15 s each time.
 _COMPILED: WeakKeyDictionary[nn.Module, set[tuple]] = WeakKeyDictionary()
 
 
@@ -141,16 +143,17 @@ def _parts(vae: AutoencoderKLWan, z: torch.Tensor) -> Iterator[torch.Tensor]:
     """The decoder's output for latents z, some frames after the other."""
     call = call_for(vae, z.shape[0], z.numel() // z.shape[1], z.device, z.dtype)
     frames = frames_at_once(vae, z, call.config.vae_chunk)
-    compiled, sizes = _COMPILED.setdefault(vae, set()), (call, *frames)
-    if sizes not in compiled and _launches_kernels(call) and why_not_recorded((z,)) is None:
+    compiled, kind = _COMPILED.setdefault(vae, set()), (call.config.implementation, z.device, z.dtype)
+    if kind not in compiled and _launches_kernels(vae, call) and why_not_recorded((z,)) is None:
         # One after the other the kernels take half a minute. The decoder is plain: nobody notices a run of it.
-        compiled.add(sizes)
         kernels.compile_ahead(lambda: deque(decoded(vae, z, call, frames), maxlen=0))
+        compiled.add(kind)
     return decoded(vae, z, call, frames)
 
 
-def _launches_kernels(call: Call) -> bool:
-    return call.device.type == "cuda" and call.choose()[0] != "torch"
+def _launches_kernels(vae: AutoencoderKLWan, call: Call) -> bool:
+    """On a GPU, for the convolutions too: PyTorch's would run while the others are only compiled."""
+    return call.device.type == "cuda" and takes_front(vae.decoder.conv_in, call)
 
 
 def _blend(before: torch.Tensor, frames: torch.Tensor, extent: int, dim: int) -> None:

@@ -21,8 +21,9 @@ CONVOLUTION = "PyTorch convolution"
 def convolution(conv: nn.Conv2d | nn.Conv3d, call: Call, image: tuple[int, int] | None = None) -> Step:
     """A convolution that is given the kt - 1 frames before its input, so that nothing is padded in time.
 
-    Step: (x [B, T, H, W, C], residual=None, *, front, upsample=False, interleave=1) -> [B, T, H, W, N] (+ residual).
-    front: these frames, [B, kt - 1, H, W, C]; where the step does not take it (`takes_front`), x begins with them.
+    Step: (x [B, T, H, W, C], residual=None, *, front=None, upsample=False, interleave=1) -> [B, T, H, W, N] (+
+    residual). front: these frames, [B, kt - 1, H, W, C], if kt > 1; given only where the step takes it (`takes_front`),
+    else x begins with them.
     upsample: to twice the height and width by nearest neighbours, before. interleave=2: the channels are those of two
     frames, [B, 2 T, H, W, N / 2].
     image: the height and width of x, where the step is to name the kernel that serves these.
