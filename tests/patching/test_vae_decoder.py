@@ -220,6 +220,17 @@ def test_through_the_kernels(kind, diffusers_decoder_is_off):
     check(kind, z, diffusers_decoder_is_off, implementation="triton", vae_chunk=1)
 
 
+@pytest.mark.parametrize("frames", [1, 2, 3])
+def test_a_convolution_is_given_the_last_frames_of_all_its_input(frames):
+    """Of a chunk that is shorter than its window, some of the frames before it too; and no view, which keeps it all."""
+    from turbo_rcm_patch.patching.families.wan_vae.decoder import _last_frames
+
+    front, x = (torch.randn(2, count, 1, 2, 3) for count in (2, frames))
+    kept = _last_frames(x, front, 2)
+    assert torch.equal(kept, torch.cat((front, x), 1)[:, -2:])
+    assert kept.untyped_storage().nbytes() == kept.nbytes
+
+
 def test_each_norm_and_each_convolution_is_one_launch(monkeypatch):
     """As recorded for a GPU that is not there, and on which convolutions were measured."""
     monkeypatch.setattr(kernels, "why_conv", lambda *_: None)
