@@ -3,6 +3,8 @@
     python scripts/sanitize_kernels.py --tool memcheck     # accesses outside of what was allocated
     python scripts/sanitize_kernels.py --tool racecheck    # shared memory that threads use in no certain order
 
+The kernels are run in parts, side by side: most of the time goes by on the CPU, where the tool rewrites each of them.
+
 Racecheck reports hazards at the start of warp-specialised kernels, also of those that compute nothing
 (warp_specialized_probes.py). There Triton's first warpgroup writes the role of each other warp to shared memory, a byte
 each, and the others read theirs; at the end it writes "done" in the same place. In PTX all warps join barrier 1 between
@@ -21,8 +23,10 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -46,6 +50,7 @@ from turbo_rcm_patch.kernels.linear_8bit import linear_8bit
 from turbo_rcm_patch.kernels.linear_gelu import linear_gelu
 from turbo_rcm_patch.kernels.linear_qkv import linear_qkv
 from turbo_rcm_patch.kernels.linear_skip import linear_skip
+from turbo_rcm_patch.kernels.low_rank import RANK_STEP, LowRank
 from turbo_rcm_patch.kernels.quantize_qkv import quantize_qkv
 from turbo_rcm_patch.kernels.quantize_rows import quantize_rows
 from turbo_rcm_patch.kernels.quantized import FP8, INT8, QuantizedWeight
@@ -62,7 +67,9 @@ OPTIONS = {
     # Left to itself it may count a kernel's mbarriers too low, and miss what they order.
     "racecheck": ("--racecheck-report", "analysis", "--num-cuda-barriers", "64"),
 }
+PROCESSES = 8  # parts that run at a time
 CACHE = "cache"  # of compiled kernels, in the folder of the reports
+PROBES = "probes"  # warp_specialized_probes.py, beside the parts below
 RACY_KERNEL = "racy_kernel"  # in warp_specialized_probes.py
 TRITONS_OWN, WANTED, UNEXPLAINED = "reads a warp's role", "it has a race", "UNEXPLAINED"
 
@@ -70,44 +77,58 @@ TRITONS_OWN, WANTED, UNEXPLAINED = "reads a warp's role", "it has a race", "UNEX
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--tool", choices=OPTIONS, help="run the kernels under this tool, and judge its report")
-    action.add_argument("--launch", action="store_true", help="only run the kernels")
-    parser.add_argument("--logs", type=Path, default=ROOT / "runs/sanitizer", help="folder for the tool's report")
+    action.add_argument("--tool", choices=OPTIONS, help="run the kernels under this tool, and judge its reports")
+    action.add_argument("--launch", metavar="PART", choices=(*PARTS, PROBES), help="only run a part of the kernels")
+    parser.add_argument("--portable", action="store_true", help="with --launch: those that other GPUs than sm_90 take")
+    parser.add_argument("--logs", type=Path, default=ROOT / "runs/sanitizer", help="folder for the tool's reports")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("PyTorch finds no CUDA GPU.")
-    if options.launch:
-        launch_everything()
+    if options.launch is not None:
+        launch(options.launch, options.portable)
         return 0
     sanitizer = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
     if sanitizer is None:
         parser.error("compute-sanitizer, of the CUDA toolkit, is neither on the PATH nor in /usr/local/cuda/bin.")
-    code, report = run_under(sanitizer, options.tool, options.logs)
-    hopper = is_hopper(torch.device("cuda"))
-    if options.tool == "racecheck":
-        problems = judge_races(report, find_role_reads(options.logs / CACHE), hopper)
-    else:
-        problems = judge_memory(report)
-    if code != 0:
-        problems.append(f"the program under {options.tool} exited with {code}")
+    problems = check_all(sanitizer, options.tool, options.logs.resolve(), is_hopper(torch.device("cuda")))
     for problem in problems:
         print(f"FAILED {problem}")
     return int(bool(problems))
 
 
-def run_under(sanitizer: str, tool: str, logs: Path) -> tuple[int, str]:
-    """The exit code of the kernels' run under a tool, and what it and they printed, which also goes to a log."""
-    logs = logs.resolve()
+def check_all(sanitizer: str, tool: str, logs: Path, hopper: bool) -> list[str]:
+    """Run each part under the tool, and return what is wrong."""
     logs.mkdir(parents=True, exist_ok=True)
-    launch = (sys.executable, __file__, "--launch")
+    jobs = [(part, portable) for part in PARTS for portable in ((False, True) if hopper else (False,))]
+    jobs += [(PROBES, False)] if hopper else []
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        runs = list(pool.map(lambda job: run_under(sanitizer, tool, logs, *job), jobs))
+    role_reads = find_role_reads(logs / CACHE) if tool == "racecheck" else {}
+    problems = []
+    for (part, portable), (code, report, seconds) in zip(jobs, runs, strict=True):
+        name = name_of(part, portable)
+        print(f"\n{name}: {seconds:.0f} s, {logs / f'{tool}-{name}.log'}")
+        found = judge_races(report, role_reads, part == PROBES) if tool == "racecheck" else judge_memory(report)
+        found += [f"the program exited with {code}"] if code != 0 else []
+        problems += [f"{name}: {problem}" for problem in found]
+    return problems
+
+
+def run_under(sanitizer: str, tool: str, logs: Path, part: str, portable: bool) -> tuple[int, str, float]:
+    """The exit code of a part's run under a tool, what it and they printed, which also goes to a log, and the seconds
+    that it took."""
+    launch = (sys.executable, __file__, "--launch", part, *(("--portable",) if portable else ()))
     environment = os.environ | {"TRITON_CACHE_DIR": str(logs / CACHE), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    subprocess.run(launch, env=environment, check=True)  # compiles, at full speed
     command = (sanitizer, "--tool", tool, "--print-limit", "0", "--show-backtrace", "no", *OPTIONS[tool], *launch)
-    log = logs / f"{tool}.log"
+    log = logs / f"{tool}-{name_of(part, portable)}.log"
+    start = time.perf_counter()
     with open(log, "w") as file:
         code = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT).returncode
-    print(f"the report is in {log}")
-    return code, log.read_text()
+    return code, log.read_text(), time.perf_counter() - start
+
+
+def name_of(part: str, portable: bool) -> str:
+    return f"{part}-portable" if portable else part
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -149,10 +170,10 @@ def judge_memory(report: str) -> list[str]:
     return [f"memcheck counts {summary[1]} errors"] if summary[1] != "0" else []
 
 
-def judge_races(report: str, role_reads: dict[str, set[int]], hopper: bool) -> list[str]:
+def judge_races(report: str, role_reads: dict[str, set[int]], with_probes: bool) -> list[str]:
     """Why racecheck's report is not as it should be; [] when it is. Prints a table of its races.
 
-    role_reads: as of `find_role_reads`.
+    role_reads: as of `find_role_reads`. with_probes: whether the probes ran, of which one has a race.
     """
     summary = re.search(r"RACECHECK SUMMARY: (\d+) hazard", report)
     if summary is None:
@@ -169,7 +190,7 @@ def judge_races(report: str, role_reads: dict[str, set[int]], hopper: bool) -> l
             problems.append(f"{race.severity}: {race.first} / {race.second}, {race.hazards} hazards")
     for (verdict, kernel, severity), hazards in sorted(rows.items()):
         print(f"{verdict:20} {kernel}: {hazards} hazards ({severity})")
-    if hopper and not any(verdict == WANTED for verdict, *_ in rows):
+    if with_probes and not any(verdict == WANTED for verdict, *_ in rows):
         problems.append(f"racecheck does not see the race of {RACY_KERNEL}")
     return problems
 
@@ -234,18 +255,16 @@ def _lines(report: str) -> Iterator[str]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def launch_everything() -> None:
-    """Every kernel, on sm_90 also those that other GPUs take, and the probes of racecheck."""
-    device = torch.device("cuda")
-    hopper = is_hopper(device)
-    for context in (few_multiprocessors, without_gluon) if hopper else (contextlib.nullcontext,):
-        with context():
-            compile_ahead(lambda: launch_kernels(device))
-            launch_kernels(device)
-    if hopper:
+def launch(part: str, portable: bool) -> None:
+    """A part of the kernels, or the probes. portable: those that other GPUs than sm_90 take."""
+    if part == PROBES:
         from warp_specialized_probes import launch_probes
 
         launch_probes()
+    else:
+        with without_gluon() if portable else few_multiprocessors():
+            compile_ahead(lambda: PARTS[part](torch.device("cuda")))
+            PARTS[part](torch.device("cuda"))
     torch.cuda.synchronize()
 
 
@@ -261,17 +280,15 @@ def few_multiprocessors() -> Iterator[None]:
         yield
 
 
-def launch_kernels(device: torch.device) -> None:
-    """Every op, with its dtypes and its kinds of operands."""
+def values_on(device: torch.device) -> Callable[..., torch.Tensor]:
+    """A function that draws a tensor of a shape and dtype, on the CPU: no other kernels run on the GPU."""
+    return lambda *shape, dtype=BF16: torch.randn(shape).to(device, dtype)
 
-    def values(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-        return torch.randn(shape).to(device, dtype)  # made on the CPU: no other kernels run on the GPU
 
+def launch_linears(device: torch.device) -> None:
+    values = values_on(device)
     batch, tokens, depth, channels = 2, 300, 392, 264
-    starts = torch.tensor([0, 100, 350, batch * tokens], dtype=torch.int32).to(device)
-    runs = [Runs(values(3, channels, dtype=FP32), starts) for _ in range(2)]
-    gate = values(1, 1, channels, dtype=FP32)
-    modulation = values(batch, tokens, channels, dtype=FP32)
+    runs, gate, modulation = coefficients_on(device, batch, tokens, channels)
     for dtype in KERNEL_DTYPES:
         a, weight, bias = (
             values(*shape, dtype=dtype) for shape in ((batch, tokens, depth), (channels, depth), (channels,))
@@ -279,17 +296,27 @@ def launch_kernels(device: torch.device) -> None:
         residual = values(batch, tokens, channels, dtype=dtype)
         for c_out in (gate, modulation, runs[0]):
             linear_skip(a, weight, bias, residual, c_out=c_out)
-            skip(residual, residual, c_out=c_out)
         linear_skip(a, weight, bias, residual, c_skip=0.5, c_out=gate, dtype=FP16, result_scale=32.0)
-        skip(residual, residual, c_out=gate, dtype=FP16, result_scale=32.0)
         linear_gelu(a[0], weight, bias)
         linear_qkv(a, [weight] * 3, [bias] * 3)
+        factors = LowRank(values(RANK_STEP, depth, dtype=dtype), values(channels, RANK_STEP, dtype=dtype))
+        linear_skip(a, weight, bias, residual, c_out=gate, low_rank=factors)
+
+
+def launch_elementwise(device: torch.device) -> None:
+    """Skips, norms and GELU."""
+    values = values_on(device)
+    batch, tokens, channels, heads, head_dim = 2, 300, 264, 3, 80
+    runs, gate, modulation = coefficients_on(device, batch, tokens, channels)
+    for dtype in KERNEL_DTYPES:
+        residual, bias = values(batch, tokens, channels, dtype=dtype), values(channels, dtype=dtype)
+        for c_out in (gate, modulation, runs[0]):
+            skip(residual, residual, c_out=c_out)
+        skip(residual, residual, c_out=gate, dtype=FP16, result_scale=32.0)
         gelu(residual)
         layer_norm_modulate(residual, weight=bias, bias=bias)
         layer_norm_modulate(residual, scale=modulation, shift=modulation)
         layer_norm_modulate(residual, scale=runs[0], shift=runs[1])
-    for dtype in KERNEL_DTYPES:
-        heads, head_dim = 3, 80
         x, weight = values(batch, tokens, heads * head_dim, dtype=dtype), values(heads * head_dim, dtype=dtype)
         angles = values(tokens, head_dim, dtype=FP32)  # as diffusers' tables, with every value twice
         rms_norm_rope(x, weight, heads=heads, eps=1e-6)
@@ -297,6 +324,19 @@ def launch_kernels(device: torch.device) -> None:
         frames, gain = values(batch, 3, 7, 11, 96, dtype=dtype), values(96, dtype=dtype)
         rms_norm_silu(frames, gain)
         rms_norm_silu(frames, gain, silu=False)
+
+
+def coefficients_on(device: torch.device, batch: int, tokens: int, channels: int) -> tuple:
+    """Coefficients: of runs, of a sample and of each token."""
+    values = values_on(device)
+    starts = torch.tensor([0, tokens // 3, tokens + 50, batch * tokens], dtype=torch.int32).to(device)
+    runs = [Runs(values(3, channels, dtype=FP32), starts) for _ in range(2)]
+    return runs, values(1, 1, channels, dtype=FP32), values(batch, tokens, channels, dtype=FP32)
+
+
+def launch_attention(device: torch.device) -> None:
+    values = values_on(device)
+    tokens = 300
     for dtype, head_dim in ((FP32, 64), (FP16, 128), (BF16, 64), (BF16, 128)):
         q, k, v = (values(1, tokens, 3, head_dim, dtype=dtype) for _ in range(3))
         long = values(1, 4000, 3, head_dim, dtype=dtype)
@@ -307,6 +347,10 @@ def launch_kernels(device: torch.device) -> None:
         _attention(q, long, long, None, None, None, 0.1, True)
         out, raw_out, lse = _attention(q, k, v, None, None, None, 0.1, True)
         _attention_backward(out, q, k, v, raw_out, lse, 0.1, True, True)
+
+
+def launch_convolutions(device: torch.device) -> None:
+    values = values_on(device)
     for dtype, (channels, columns) in product(KERNEL_DTYPES, ((96, 96), (64, 192), (20, 3))):
         x, weight = values(1, 4, 13, 21, channels, dtype=dtype), values(columns, 3, 3, 3, channels, dtype=dtype)
         residual, bias = values(1, 2, 13, 21, columns, dtype=dtype), values(columns, dtype=dtype)
@@ -314,22 +358,34 @@ def launch_kernels(device: torch.device) -> None:
         conv_skip(x[:, 2:], weight, bias, residual, front=x[:, :2])
         conv_skip(x, weight[:, :1], bias, upsample=True)
         conv_skip(x, weight[:, :, :1, :1].repeat(2, 1, 1, 1, 1), None, interleave=2)
-    launch_kernels_of_8_bits(values)
 
 
-def launch_kernels_of_8_bits(values: Callable[..., torch.Tensor]) -> None:
-    """The ops of the quantized and the sparse tier. values: draws a tensor of a shape and dtype."""
+def launch_linears_of_8_bits(device: torch.device) -> None:
+    values = values_on(device)
     batch, tokens, depth, channels = 2, 300, 400, 272
     x, residual, bias = values(batch, tokens, depth), values(batch, tokens, channels), values(channels)
     gate = values(1, 1, channels, dtype=FP32)
+
+    def weight_of(rows: int, format: torch.dtype) -> QuantizedWeight:
+        row_norm, whole_norm = values(rows, dtype=FP32).abs() + 1, values(1, dtype=FP32).abs()[0] + 1
+        return QuantizedWeight(quantize_rows(values(rows, depth), format).values, row_norm, whole_norm)
+
     for format in (INT8, FP8):
         a, normed = quantize_rows(x, format, with_norm=True), layer_norm_modulate(x, quantized=format)
-        row_norm, whole_norm = values(channels, dtype=FP32).abs() + 1, values(1, dtype=FP32).abs()[0] + 1
-        weight = QuantizedWeight(quantize_rows(values(channels, depth), format).values, row_norm, whole_norm)
+        weight = weight_of(channels, format)
         linear_8bit(a, weight, bias)
         linear_skip(normed, weight, bias, residual, c_out=gate)
         linear_qkv(a, [weight] * 3, [bias] * 3)
         linear_gelu(a, weight, bias, result=FP8)
+        factors = LowRank(weight_of(RANK_STEP, format), values(channels, RANK_STEP), values(1, dtype=FP32).abs()[0])
+        linear_skip(normed, weight, bias, residual, c_out=gate, low_rank=factors)
+        linear_gelu(a, weight, bias, result=FP8, low_rank=factors)
+
+
+def launch_attention_of_8_bits(device: torch.device) -> None:
+    """The sparse ones too: they read the same operands."""
+    values = values_on(device)
+    tokens = 300
     for head_dim in (64, 128):
         q, k, v = (values(1, tokens, 3 * head_dim) for _ in range(3))
         norm, angles = values(3 * head_dim), values(tokens, head_dim // 2, dtype=FP32)
@@ -338,12 +394,30 @@ def launch_kernels_of_8_bits(values: Callable[..., torch.Tensor]) -> None:
         attention_8bit(quantized)
         attention_8bit(quantized, result=FP8)
         attention_8bit(quantized, residual=values(1, tokens, 3, head_dim), c_skip=0.5)
-        for (block_q, block_k), eight_bits in product(((128, 64), (64, 128)), (False, True)):
-            q, k, v = (values(1, tokens, 3, head_dim) for _ in range(3))
+        for block_q, block_k in ((128, 64), (64, 128)):
+            block_sparse_attention_8bit(quantized, mass=0.5, block_q=block_q, block_k=block_k)
+
+
+def launch_sparse_attention(device: torch.device) -> None:
+    values = values_on(device)
+    tokens = 300
+    for head_dim, (block_q, block_k) in product((64, 128), ((128, 64), (64, 128))):
+        q, k, v = (values(1, tokens, 3, head_dim) for _ in range(3))
+        block_sparse_attention(q, k, v, mass=0.5, block_q=block_q, block_k=block_k)
+        for eight_bits in (False, True):
             options = {"block_q": block_q, "block_k": block_k, "quantized": eight_bits}
             sparse_linear_attention(q, k, v, values(head_dim, head_dim), topk=0.5, **options)
-            block_sparse_attention(q, k, v, mass=0.5, block_q=block_q, block_k=block_k)
-            block_sparse_attention_8bit(quantized, mass=0.5, block_q=block_q, block_k=block_k)
+
+
+PARTS = {
+    "linears": launch_linears,
+    "elementwise": launch_elementwise,
+    "attention": launch_attention,
+    "convolutions": launch_convolutions,
+    "linears-8-bit": launch_linears_of_8_bits,
+    "attention-8-bit": launch_attention_of_8_bits,
+    "sparse-attention": launch_sparse_attention,
+}
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """scripts/sanitize_kernels.py: every kernel is launched, and what compute-sanitizer reports is judged rightly."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -43,14 +44,14 @@ RACY = race("racy_kernel")
 
 
 def test_a_race_with_the_read_of_a_role_is_tritons_own(sanitize, capsys):
-    assert sanitize.judge_races(report(RACY, race("attention_kernel", hazards=7)), ROLE_READS, hopper=True) == []
+    assert sanitize.judge_races(report(RACY, race("attention_kernel", hazards=7)), ROLE_READS, with_probes=True) == []
     assert "reads a warp's role  attention_kernel: 7 hazards (Error)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("severity", ["Error", "Warning", "WARN"])
 @pytest.mark.parametrize(("kernel", "read"), [("attention_kernel", ELSEWHERE), ("gemm_kernel", ROLE)])
 def test_other_races_fail(sanitize, kernel, read, severity):
-    (problem,) = sanitize.judge_races(report(RACY, race(kernel, read, severity)), ROLE_READS, hopper=True)
+    (problem,) = sanitize.judge_races(report(RACY, race(kernel, read, severity)), ROLE_READS, with_probes=True)
     assert kernel in problem
 
 
@@ -63,13 +64,13 @@ def test_each_other_access_of_a_race_is_judged(sanitize):
             f"\n=========     and Read access at attention_kernel+{ROLE:#x} in a.py:53 [5 hazards]\n=========\n",
         )
     )
-    (problem,) = sanitize.judge_races(report(RACY, both), ROLE_READS, hopper=True)
+    (problem,) = sanitize.judge_races(report(RACY, both), ROLE_READS, with_probes=True)
     assert "32 hazards" in problem
 
 
 def test_a_write_is_no_read_of_a_role(sanitize):
     written = race("attention_kernel").replace("Read access", "Write access")
-    assert len(sanitize.judge_races(report(RACY, written), ROLE_READS, hopper=True)) == 1
+    assert len(sanitize.judge_races(report(RACY, written), ROLE_READS, with_probes=True)) == 1
 
 
 def test_the_reads_of_roles_are_found_in_the_compiled_kernels(sanitize, tmp_path, monkeypatch):
@@ -85,9 +86,9 @@ def test_the_reads_of_roles_are_found_in_the_compiled_kernels(sanitize, tmp_path
 
 
 def test_racecheck_must_see_the_race_that_is_there(sanitize):
-    (problem,) = sanitize.judge_races(report(), {}, hopper=True)
+    (problem,) = sanitize.judge_races(report(), {}, with_probes=True)
     assert "racy_kernel" in problem
-    assert sanitize.judge_races(report(), {}, hopper=False) == []
+    assert sanitize.judge_races(report(), {}, with_probes=False) == []
 
 
 def test_the_older_format_and_broken_lines_are_read(sanitize):
@@ -99,17 +100,17 @@ def test_the_older_format_and_broken_lines_are_read(sanitize):
     first, second = ("Write", "some_kernel", 0x5B0, "/a/file.py:53"), ("Read", "some_kernel", 0x150, "/a/file.py:54")
     assert found == ("Warning", first, second, 4)
     broken = report(RACY, race("attention_kernel").replace("access at ", "access at\n=========     "))
-    assert sanitize.judge_races(broken, ROLE_READS, hopper=True) == []
+    assert sanitize.judge_races(broken, ROLE_READS, with_probes=True) == []
 
 
 def test_what_cannot_be_read_fails(sanitize):
     overflow = "========= Warning: Detected overflow of tracked cuda::barrier structures.\n"
-    (problem,) = sanitize.judge_races(overflow + report(RACY), {}, hopper=True)
+    (problem,) = sanitize.judge_races(overflow + report(RACY), {}, with_probes=True)
     assert "overflow" in problem
     short = report(RACY).replace("SUMMARY: 1", "SUMMARY: 2")
-    (problem,) = sanitize.judge_races(short, {}, hopper=True)
+    (problem,) = sanitize.judge_races(short, {}, with_probes=True)
     assert "counts 2 races" in problem
-    assert sanitize.judge_races("", {}, hopper=True) == ["racecheck wrote no summary"]
+    assert sanitize.judge_races("", {}, with_probes=True) == ["racecheck wrote no summary"]
 
 
 def test_memcheck(sanitize, capsys):
@@ -120,19 +121,54 @@ def test_memcheck(sanitize, capsys):
     assert sanitize.judge_memory("Killed") == ["memcheck wrote no summary"]
 
 
-@pytest.mark.parametrize(("tool", "code", "result"), [("memcheck", 0, 0), ("memcheck", 3, 1), ("racecheck", 0, 1)])
-def test_the_tool_is_run_and_its_report_kept(sanitize, tmp_path, monkeypatch, capsys, tool, code, result):
+CLEAN = {
+    "memcheck": "echo '========= ERROR SUMMARY: 0 errors'",
+    "racecheck": "echo '========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)'",
+}
+
+
+def fake_tool(sanitize, monkeypatch, tmp_path, part: str, lines: str, others: str) -> None:
+    """A shell script in the place of compute-sanitizer, with lines for what is run with `part` and for all others."""
     program = tmp_path / "compute-sanitizer"
-    program.write_text(f"#!/bin/sh\necho run with $*\necho '========= ERROR SUMMARY: 0 errors'\nexit {code}\n")
+    program.write_text(f'#!/bin/sh\necho run with $*\ncase "$*" in\n*"{part}") {lines};;\n*) {others};;\nesac\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(sanitize.sys, "executable", "/bin/true")
     monkeypatch.setattr(sanitize.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(sanitize, "is_hopper", lambda device: True)
-    assert sanitize.main(["--tool", tool, "--logs", str(tmp_path / "logs")]) == result
-    log = (tmp_path / f"logs/{tool}.log").read_text()
-    assert log.startswith(f"run with --tool {tool} ")
-    assert f"exited with {code}" in capsys.readouterr().out or code == 0
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_every_part_is_run_under_the_tool_and_its_report_kept(sanitize, tmp_path, monkeypatch, capsys, tool):
+    of_probes = (
+        "\n".join(f"echo '{line}'" for line in report(RACY).splitlines()) if tool == "racecheck" else CLEAN[tool]
+    )
+    fake_tool(sanitize, monkeypatch, tmp_path, "probes", of_probes, CLEAN[tool])
+    logs = tmp_path / "logs"
+    assert sanitize.main(["--tool", tool, "--logs", str(logs)]) == 0
+    names = {sanitize.name_of(part, portable) for part in sanitize.PARTS for portable in (False, True)} | {"probes"}
+    printed = capsys.readouterr().out
+    assert set(re.findall(r"^(\S+): \d+ s, ", printed, re.MULTILINE)) == names
+    assert {log.name for log in logs.glob("*.log")} == {f"{tool}-{name}.log" for name in names}
+    for name in names:
+        command = (logs / f"{tool}-{name}.log").read_text().splitlines()[0]
+        assert command.startswith(f"run with --tool {tool} ")
+        part, portable = name.removesuffix("-portable"), " --portable" * name.endswith("-portable")
+        assert command.endswith(f"--launch {part}{portable}")
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        (f"{CLEAN['memcheck']}; exit 3", "the program exited with 3"),
+        (CLEAN["memcheck"].replace("0", "2"), "memcheck counts 2 errors"),
+        ("exit 0", "memcheck wrote no summary"),
+    ],
+)
+def test_one_bad_part_fails_all(sanitize, tmp_path, monkeypatch, capsys, lines, problem):
+    fake_tool(sanitize, monkeypatch, tmp_path, "convolutions --portable", lines, CLEAN["memcheck"])
+    assert sanitize.main(["--tool", "memcheck", "--logs", str(tmp_path / "logs")]) == 1
+    failures = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED")]
+    assert failures == [f"FAILED convolutions-portable: {problem}"]
 
 
 def test_both_tools_are_steps_of_the_session(sanitize):
@@ -152,6 +188,10 @@ def test_every_kernel_is_launched(sanitize):
         for launch in LAUNCHES.values():
             launch()
 
+    def parts():
+        for launch in sanitize.PARTS.values():
+            launch(torch.device("meta"))
+
     with sanitize.few_multiprocessors():
-        launched = names(lambda: sanitize.launch_kernels(torch.device("meta")))
+        launched = names(parts)
     assert launched == names(everything)
