@@ -62,6 +62,7 @@ from turbo_rcm_patch.kernels.sparse_linear_attention import sparse_linear_attent
 ROOT = Path(__file__).resolve().parent.parent
 
 FP32, FP16, BF16 = KERNEL_DTYPES
+OF_BOTH = ("--print-limit", "0", "--show-backtrace", "no", "--target-processes", "application-only")
 OPTIONS = {
     "memcheck": ("--report-api-errors", "no"),
     # Left to itself it may count a kernel's mbarriers too low, and miss what they order.
@@ -104,10 +105,11 @@ def check_all(sanitizer: str, tool: str, logs: Path, hopper: bool) -> list[str]:
     with ThreadPoolExecutor(PROCESSES) as pool:
         runs = list(pool.map(lambda job: run_under(sanitizer, tool, logs, *job), jobs))
     role_reads = find_role_reads(logs / CACHE) if tool == "racecheck" else {}
+    print(f"the reports are in {logs}")
     problems = []
-    for (part, portable), (code, report, seconds) in zip(jobs, runs, strict=True):
+    for (part, portable), (code, report) in zip(jobs, runs, strict=True):
         name = name_of(part, portable)
-        print(f"\n{name}: {seconds:.0f} s, {logs / f'{tool}-{name}.log'}")
+        print(f"\n{name}")
         found = judge_races(report, role_reads, part == PROBES) if tool == "racecheck" else judge_memory(report)
         found += [f"the program exited with {code}"] if code != 0 else []
         problems += [f"{name}: {problem}" for problem in found]
@@ -119,12 +121,14 @@ def run_under(sanitizer: str, tool: str, logs: Path, part: str, portable: bool) 
     that it took."""
     launch = (sys.executable, __file__, "--launch", part, *(("--portable",) if portable else ()))
     environment = os.environ | {"TRITON_CACHE_DIR": str(logs / CACHE), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = (sanitizer, "--tool", tool, "--print-limit", "0", "--show-backtrace", "no", *OPTIONS[tool], *launch)
+    command = (sanitizer, "--tool", tool, *OF_BOTH, *OPTIONS[tool], *launch)
     log = logs / f"{tool}-{name_of(part, portable)}.log"
     start = time.perf_counter()
     with open(log, "w") as file:
         code = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT).returncode
-    return code, log.read_text(), time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    print(f"{name_of(part, portable)} took {seconds:.0f} s", flush=True)
+    return code, log.read_text()
 
 
 def name_of(part: str, portable: bool) -> str:

@@ -147,7 +147,7 @@ def test_every_part_is_run_under_the_tool_and_its_report_kept(sanitize, tmp_path
     assert sanitize.main(["--tool", tool, "--logs", str(logs)]) == 0
     names = {sanitize.name_of(part, portable) for part in sanitize.PARTS for portable in (False, True)} | {"probes"}
     printed = capsys.readouterr().out
-    assert set(re.findall(r"^(\S+): \d+ s, ", printed, re.MULTILINE)) == names
+    assert set(re.findall(r"^(\S+) took \d+ s$", printed, re.MULTILINE)) == names
     assert {log.name for log in logs.glob("*.log")} == {f"{tool}-{name}.log" for name in names}
     for name in names:
         command = (logs / f"{tool}-{name}.log").read_text().splitlines()[0]

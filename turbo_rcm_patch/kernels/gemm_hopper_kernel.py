@@ -11,8 +11,8 @@ In Gluon nothing synchronises warps of different roles by itself. Every hand-ove
     full[slot]   operands of a step arrived
     empty[slot]  their reader is done
     turns[c]     consumer c may start its main loop
-    staged[c]    the staging buffer is consumer c's, residual included
-    free         the staging buffer has been stored
+    staged[c]    the staging buffer is consumer c's: with its residual, or else as the other consumer has stored it
+    free         the staging buffer has been stored, and may be filled with a residual
 """
 
 from __future__ import annotations
@@ -182,24 +182,22 @@ def _load_operands(a, weights, tails, second, operands, sizes):
 
 @gluon.jit
 def _load_residuals(residual, hand_over, sizes, BITS: gl.constexpr, COLUMNS: gl.constexpr, WEIGHTS: gl.constexpr):
-    """One warp: the staging buffer for the consumers in turn, with the residual if there is one."""
+    """One warp: residuals into the staging buffer, for the consumers in turn."""
     staging, staged, free = hand_over
     CHUNKS: gl.constexpr = staging.shape[0]
     ROWS: gl.constexpr = staging.shape[2]
     CHUNK: gl.constexpr = staging.shape[3]
-    count = 0
-    for tile in range(gl.program_id(0), _count_tiles(sizes, ROWS, COLUMNS, WEIGHTS), gl.num_programs(0)):
-        sample, row, _, column = _locate(tile, sizes, BITS, ROWS, COLUMNS, WEIGHTS)
-        mbarrier.wait(free, count & 1 ^ 1)
-        arrived = staged.index(count % 2)
-        if residual is None:
-            mbarrier.arrive(arrived)
-        else:
+    if residual is not None:
+        count = 0
+        for tile in range(gl.program_id(0), _count_tiles(sizes, ROWS, COLUMNS, WEIGHTS), gl.num_programs(0)):
+            sample, row, _, column = _locate(tile, sizes, BITS, ROWS, COLUMNS, WEIGHTS)
+            mbarrier.wait(free, count & 1 ^ 1)
+            arrived = staged.index(count % 2)
             mbarrier.expect(arrived, ROWS * COLUMNS * 2)
             for i in gl.static_range(CHUNKS):
                 buffer = _view(staging, i, residual.dtype)
                 tma_load(residual, [sample, row, column + i * CHUNK], arrived, buffer)
-        count += 1  # noqa: SIM113
+            count += 1  # noqa: SIM113
 
 
 @gluon.jit
@@ -223,6 +221,7 @@ def _consume(
     TAIL: gl.constexpr = tail_tiles.shape[1]
     STAGES: gl.constexpr = w_tiles.shape[0]
     WEIGHTS: gl.constexpr = len(epilogue[1])
+    RESIDUAL: gl.constexpr = epilogue[0] is not None
     BITS: gl.constexpr = a_tiles.dtype.primitive_bitwidth
     SUM: gl.constexpr = gl.int32 if a_tiles.dtype == gl.int8 else gl.float32
     # The second pair of operands in 8 bits is bf16: another instruction; of those in 16 bits, it is more of the same.
@@ -281,7 +280,8 @@ def _consume(
         acc, acc_tail = warpgroup_mma_wait(0, deps=(acc, acc_tail))
         mbarrier.arrive(empty.index(step % STAGES))
         step += 1 + steps  # past the other consumer's
-        mbarrier.wait(staged.index(CONSUMER), count & 1)
+        # With a residual it is filled for each consumer; else the one hands it to the other, and the first has it.
+        mbarrier.wait(staged.index(CONSUMER), count & 1 if RESIDUAL else count & 1 ^ (1 - CONSUMER))
         _store(acc, a_scale, to_result, sample, row, weight, column, M, N, staging, 0, epilogue, KIND, GELU)
         FIRST: gl.constexpr = COLUMNS // staging.shape[3]
         _store(
@@ -289,7 +289,7 @@ def _consume(
             KIND, GELU,
         )  # fmt: skip
         tma.store_wait(0)  # until the stores have read the staging buffer
-        mbarrier.arrive(free)
+        mbarrier.arrive(free if RESIDUAL else staged.index(1 - CONSUMER))
         count += 1
     tma.store_wait(0)
 
