@@ -1,9 +1,9 @@
-"""How long Python takes for the launches of one block, without CUDA graphs: unpatched, exact and quantized.
+"""How long Python takes for the launches of one block: unpatched, exact and quantized, and with CUDA graphs.
 
     python scripts/benchmark_host_time.py --config wan2.1-1.3b --json host-time.json
 
 The GPU sleeps meanwhile, so that nothing waits for it, and wakes after the last call. Where a block's kernels take less
-time than this, the GPU waits for Python, unless a CUDA graph replays them.
+time than this, the GPU waits for Python, unless a CUDA graph replays them: of a step that is one, a block has its part.
 """
 
 from __future__ import annotations
@@ -48,21 +48,32 @@ def main(argv: list[str] | None = None) -> int:
 def measure(
     config: str, frames: int | None, device: torch.device, timed: Callable[[Callable[[], object]], float]
 ) -> dict[str, float]:
-    """What a call of one block takes, unpatched and in the TIERS. timed: how long a call takes."""
+    """What a call of one block takes, unpatched and in the TIERS, and its part of a step that is a CUDA graph. timed:
+    how long a call takes."""
     case = CASES[config]
-    pipe = build_pipeline(case, torch.bfloat16, device, layers=1)
+    pipe = build_pipeline(case, torch.bfloat16, device)
     use_rcm(pipe)
     pipe.set_progress_bar_config(disable=True)
-    (block,) = pipe.transformer.blocks
+    transformer, blocks = pipe.transformer, pipe.transformer.blocks
     size = {"height": case.height, "width": case.width, "num_frames": frames or case.frames}
     options = {"num_inference_steps": 1, "guidance_scale": 1.0, "output_type": "latent"}
-    inputs, named = first_call(block, lambda: pipe(**random_inputs(pipe), **size, **options))
-    call = lambda: block(*inputs, **named)  # noqa: E731
-    milliseconds = {UNPATCHED: timed(call)}
+    generate = lambda: pipe(**random_inputs(pipe), **size, **options)  # noqa: E731
+    block, step = (repeated(module, generate) for module in (blocks[0], transformer))
+    milliseconds = {UNPATCHED: timed(block)}
     for tier in TIERS:
-        with patch(pipe.transformer, replace(PRESETS[tier], cuda_graph="off")):
-            milliseconds[tier] = timed(call)
+        with patch(transformer, replace(PRESETS[tier], cuda_graph="off")):
+            milliseconds[tier] = timed(block)
+        with patch(transformer, replace(PRESETS[tier], cuda_graph="on")) as patched:
+            milliseconds[f"{tier}, CUDA graph"] = timed(step) / len(blocks)
+            if device.type == "cuda" and patched.graph_count == 0:
+                raise RuntimeError(f"no step was a CUDA graph:\n{patched.summary()}")
     return milliseconds
+
+
+def repeated(module: torch.nn.Module, run: Callable[[], object]) -> Callable[[], object]:
+    """A function that calls the module as it was first called in a run."""
+    inputs, named = first_call(module, run)
+    return lambda: module(*inputs, **named)
 
 
 def host_time(call: Callable[[], object]) -> float:

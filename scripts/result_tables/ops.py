@@ -70,7 +70,7 @@ def host_time(run: dict) -> str:
         missed = name != "unpatched" and value > HOST_TIME
         cells.append(f"{name} **{value:.2f} ms**" if missed else f"{name} {value:.2f} ms")
     return (
-        f"Python takes, for the launches of a block of {run['settings']['config']} without CUDA graphs: "
+        f"Python takes, for the launches of a block of {run['settings']['config']}, without CUDA graphs unless said: "
         f"{', '.join(cells)} ({HOST_TIME:g} ms is wanted at most).\n"
     )
 

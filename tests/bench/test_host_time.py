@@ -24,17 +24,24 @@ def test_the_time_is_of_one_call(monkeypatch):
     assert len(calls) == 4
 
 
+NAMES = ["unpatched", "exact", "exact, CUDA graph", "quantized", "quantized, CUDA graph"]
+
+
 def test_each_variant_is_what_it_is_called():
     outputs = []
 
     def timed(call):
         outputs.append(call())
-        return float(len(outputs))
+        return 10.0 * len(outputs)
 
     milliseconds = benchmark.measure("tiny", None, torch.device("cpu"), timed)
-    assert milliseconds == {"unpatched": 1.0, "exact": 2.0, "quantized": 3.0}
-    unpatched, exact, quantized = (output.float() for output in outputs)
+    blocks = benchmark.CASES["tiny"].transformer["num_layers"]
+    times = [10.0, 20.0, 30.0 / blocks, 40.0, 50.0 / blocks]
+    assert milliseconds == dict(zip(NAMES, times, strict=True))
+    unpatched, exact, quantized = (outputs[i].float() for i in (0, 1, 3))
     assert 0 < (exact - unpatched).norm() < (quantized - unpatched).norm() < 0.1 * unpatched.norm()
+    exact, quantized = (outputs[i][0].float() for i in (2, 4))
+    assert 0 < (quantized - exact).norm() < 0.1 * exact.norm()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -54,6 +61,7 @@ def test_every_variant_is_timed(tmp_path, capsys):
     path = tmp_path / "host-time.json"
     assert benchmark.main(["--config", "tiny", "--json", str(path)]) == 0
     milliseconds = json.loads(path.read_text())["milliseconds"]
-    assert list(milliseconds) == ["unpatched", "exact", "quantized"]
+    assert list(milliseconds) == NAMES
+    assert milliseconds["exact, CUDA graph"] < milliseconds["exact"]
     assert all(0 < value < 100 for value in milliseconds.values())
     assert "ms a block" in capsys.readouterr().out

@@ -315,7 +315,8 @@ def test_latents_of_another_rank_get_the_models_own_error(tape):
 def test_large_calls_run_eagerly_unless_asked(tape, monkeypatch):
     pair = make_models()
     inputs = inputs_for(pair[0])
-    monkeypatch.setattr(wan_graph, "MOST_FLOPS_PER_BLOCK", wan_graph.flops_per_block(pair[0], inputs["hidden_states"]))
+    most = wan_graph.flops_per_block(pair[0], inputs["hidden_states"], AUTO)
+    monkeypatch.setattr(wan_graph, "MOST_FLOPS_PER_BLOCK", most)
     warm(pair, inputs)
     assert_eager(pair, inputs_for(pair[0], width=8), "too large to gain")
     trp.restore(pair[0])
@@ -323,25 +324,35 @@ def test_large_calls_run_eagerly_unless_asked(tape, monkeypatch):
     warm(pair, inputs_for(pair[0], width=8))
 
 
+SIZES = {"1.3B": (1536, 12, 8960), "14B": (5120, 40, 13824)}
+QUANTIZED, SPARSE = trp.PatchConfig(tier="quantized"), trp.PatchConfig(tier="sparse", topk=0.1)
+
+
 @pytest.mark.parametrize(
-    ("dim", "heads", "ffn", "frames", "height", "width", "taken"),
+    ("model", "frames", "height", "width", "config", "taken"),
     [
-        (1536, 12, 8960, 5, 60, 104, True),  # Wan2.1-1.3B, 17 frames 832×480
-        (1536, 12, 8960, 21, 60, 104, False),  # 81 frames
-        (5120, 40, 13824, 1, 60, 104, True),  # 14B, one frame
-        (5120, 40, 13824, 21, 90, 160, False),  # 81 frames 1280×720
+        ("1.3B", 5, 60, 104, AUTO, True),  # 17 frames 832×480
+        ("1.3B", 9, 60, 104, AUTO, False),  # 33 frames
+        ("1.3B", 9, 60, 104, QUANTIZED, True),
+        ("1.3B", 21, 60, 104, QUANTIZED, False),  # 81 frames
+        ("1.3B", 21, 60, 104, SPARSE, True),
+        ("14B", 1, 60, 104, AUTO, True),  # one frame
+        ("14B", 21, 90, 160, SPARSE, False),  # 81 frames 1280×720
     ],
 )
-def test_the_limit_at_real_sizes(dim, heads, ffn, frames, height, width, taken):
+def test_the_limit_at_real_sizes(model, frames, height, width, config, taken):
+    dim, heads, ffn = SIZES[model]
     with torch.device("meta"):
         model = WanTransformer3DModel(
             num_attention_heads=heads, attention_head_dim=dim // heads, ffn_dim=ffn, num_layers=1
         )
         latents = torch.empty(1, 16, frames, height, width)
     tokens = frames * height * width // 4
-    flops = wan_graph.flops_per_block(model, latents)
+    flops = wan_graph.flops_per_block(model, latents, config)
     linears = sum(m.weight.numel() for m in model.blocks.modules() if isinstance(m, torch.nn.Linear)) - 2 * dim * dim
-    assert flops == 2 * tokens * linears + 4 * tokens * tokens * dim
+    exact = 2 * tokens * linears, 4 * tokens * tokens * dim
+    kept = {AUTO: (1, 1), QUANTIZED: (0.5, 0.5), SPARSE: (0.5, 0.05)}[config]
+    assert flops == pytest.approx(sum(part * share for part, share in zip(exact, kept, strict=True)))
     assert (flops <= wan_graph.MOST_FLOPS_PER_BLOCK) == taken
 
 

@@ -15,7 +15,9 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformer3DModel
 from torch import nn
 
+from ....config import PatchConfig
 from ....plain import function_bound_to
+from ....tiers import SPARSE
 from ...graphs import Graphs, Inputs, call_key, why_not_recorded
 from ...lora import LIVE
 from ...plan import Shared
@@ -27,7 +29,8 @@ from .repeatable import why_not_repeatable
 
 GRAPH = "_turbo_rcm_patch_graph"  # the attribute of a patched transformer that holds its WanGraph
 
-# Launching a block takes the host 1 to 2 ms, in which an H200 does 1e12 FLOP of a block. Slower hosts get twice that.
+# Launching a block takes an H200's host 2.6 ms, and 3.7 in 8 bits (results page, host time), in which the GPU does
+# 1.6e12 FLOP of a bf16 block, and 3.3e12 in 8 bits, which count half.
 MOST_FLOPS_PER_BLOCK = 2e12
 
 
@@ -128,8 +131,9 @@ class WanGraph:
             return f"inputs on {inputs[0].device}"
         if inputs[0].ndim != 5:
             return "latents without five dimensions"
-        too_large = flops_per_block(self._transformer, inputs[0]) > MOST_FLOPS_PER_BLOCK
-        if too_large and self._shared.config.cuda_graph == "auto":
+        config = self._shared.config
+        too_large = flops_per_block(self._transformer, inputs[0], config) > MOST_FLOPS_PER_BLOCK
+        if too_large and config.cuda_graph == "auto":
             return "too large to gain"
         return self._why_not_now()
 
@@ -185,12 +189,15 @@ def _in_mib(size: int | None) -> str:
     return "" if size is None else f" in {size / 2**20:.0f} MiB"
 
 
-def flops_per_block(transformer: WanTransformer3DModel, latents: torch.Tensor) -> float:
-    """Floating-point operations of one block for latents [B, C, F, H, W]: its linears and its self-attention."""
-    config = transformer.config
+def flops_per_block(transformer: WanTransformer3DModel, latents: torch.Tensor, config: PatchConfig) -> float:
+    """Floating-point operations of one block for latents [B, C, F, H, W], its linears and its self-attention; those in
+    8 bits, twice as fast, count half, and key blocks that SLA leaves out do not count."""
+    widths = transformer.config
     batch, _, *sizes = latents.shape
-    tokens = math.prod(size // patch for size, patch in zip(sizes, config.patch_size, strict=True))
-    dim = config.num_attention_heads * config.attention_head_dim
+    tokens = math.prod(size // patch for size, patch in zip(sizes, widths.patch_size, strict=True))
+    dim = widths.num_attention_heads * widths.attention_head_dim
     # Per token: q, k, v and out of self-attention, q and out of cross-attention, two linears of the feed-forward.
-    linears = 2 * (6 * dim * dim + 2 * dim * config.ffn_dim)
-    return float(batch * tokens * (linears + 4 * tokens * dim))
+    linears = 2 * (6 * dim * dim + 2 * dim * widths.ffn_dim)
+    kept = config.topk if config.tier == SPARSE else 1.0
+    costs = {"linears": linears, "attention": 4 * tokens * dim * kept}
+    return batch * tokens * sum(flops * (0.5 if config.in_8_bits(part) else 1.0) for part, flops in costs.items())
