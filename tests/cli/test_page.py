@@ -10,6 +10,7 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,9 @@ def server(tmp_path_factory):
     videos = tmp_path_factory.mktemp("videos")
     command = [sys.executable, "-m", "turbo_rcm_patch.cli", "demo", "--port", str(port), "--device", "cpu"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(videos), "GRADIO_SHARE": "True"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    # A shell that runs the tests in the background lets its processes ignore Ctrl-C, and theirs inherit that.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=heed)
     try:
         first = process.stdout.readline()
         assert first == f"open http://127.0.0.1:{port}/ in a browser; end with Ctrl-C\n"
