@@ -82,7 +82,7 @@ class Memory:
     def slice(self, start, length):
         return Memory(self.values[start : start + length])
 
-    def _reinterpret(self, dtype, shape, layout):
+    def reinterpret(self, dtype, shape, layout):
         bits = self.values.size * self.dtype.primitive_bitwidth
         assert np.prod(shape) * dtype.primitive_bitwidth == bits, "other bytes"
         return Memory(self.values.reshape(-1)[: np.prod(shape)].reshape(shape), dtype)
@@ -215,6 +215,7 @@ class Machine:
             "tl": tl,
             "mbarrier": mbarrier,
             "tma": types.SimpleNamespace(store_wait=self.store_wait),
+            "reinterpret": Memory.reinterpret,
             "tma_load": self.load,
             "tma_store": self.store,
             "fence_async_shared": lambda: None,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from turbo_rcm_patch.kernels import aot, attention_hopper
+from turbo_rcm_patch.kernels import aot
 from turbo_rcm_patch.kernels.aot import Inspection, shared_memory_limit
 
 ROOT = Path(__file__).parents[2]
@@ -142,7 +142,6 @@ assert all(inspection.count(opcode) > 0 for opcode in ("UTMALDG", "UTMASTG", "US
 """
 
 
-@pytest.mark.skipif(attention_hopper.GLUON_ERROR is not None, reason="not run with this Triton")
 def test_inspection_of_a_gluon_kernel():
     run_without_the_interpreter("-c", INSPECT_A_GLUON_KERNEL)
 

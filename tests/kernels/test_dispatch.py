@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from turbo_rcm_patch.kernels import dispatch, gluon_names
+from turbo_rcm_patch.kernels import dispatch
 
 
 @pytest.mark.parametrize(
@@ -43,17 +43,6 @@ def test_a_gpu_is_asked_once_for_its_capability(monkeypatch):
         assert [dispatch.device_capability(torch.device("cuda")) for _ in range(2)] == [(10, 0), (11, 0)]
     finally:
         dispatch._gpu_properties.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("version", "runs"),
-    [("3.6.0", True), ("3.7.1", True), ("3.8.0+git1", True), ("3.9.0", False), ("3.10.1", False), ("4.0.0", False)],
-)
-def test_kernels_in_gluon_name_the_tritons_that_they_are_not_run_with(monkeypatch, version, runs):
-    reason = gluon_names.why_not_this_triton(version)
-    monkeypatch.setattr(dispatch, "is_hopper", lambda device: True)
-    told = dispatch.why_not_hopper(torch.device("cuda"), torch.bfloat16, reason)
-    assert told is None if runs else "Triton 3.6 to 3.8" in told
 
 
 def test_only_what_somebody_watches_comes_as_the_custom_op():

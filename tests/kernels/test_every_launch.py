@@ -34,7 +34,7 @@ def kernels_in(path):
 
 def _is_jit(decorator):
     function = decorator.func if isinstance(decorator, ast.Call) else decorator
-    return isinstance(function, ast.Attribute) and function.attr == "jit"
+    return getattr(function, "attr", getattr(function, "id", None)) == "jit"  # triton.jit, and the package's for Gluon
 
 
 def started_in(path):

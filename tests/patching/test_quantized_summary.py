@@ -10,7 +10,7 @@ from peft import LoraConfig
 import turbo_rcm_patch as trp
 from tests.tiny_families import tiny_family_inputs, tiny_family_transformer
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
-from turbo_rcm_patch.kernels import FP8, INT8, aot, attention_hopper, gemm_hopper, gluon_names
+from turbo_rcm_patch.kernels import FP8, INT8, aot
 from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
 from turbo_rcm_patch.patching import quantized_weights
 from turbo_rcm_patch.tiers import QUANTIZED
@@ -32,14 +32,6 @@ APART = "quantised in a pass of its own"
 DORA = "LoRA layer: DoraLinearVariant"
 JOIN = "_join_kernel"  # of an attention whose keys were split among programs
 LARGE = {"frames": 13, "height": 60, "width": 80}  # 15600 tokens a sample: Gluon's GEMMs have enough tiles
-
-
-@pytest.fixture(autouse=True)
-def _gluon_of_any_triton(monkeypatch):
-    """Nothing is compiled here."""
-    if gluon_names.why_not_this_triton() is not None:
-        for module in (attention_hopper, gemm_hopper):
-            monkeypatch.setattr(module, "GLUON_ERROR", None)
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ from .attention_hopper_kernel import (
     release,
     wait_until_empty,
 )
-from .gluon_names import tma_load, tma_store
+from .gluon_releases import jit, tma_load, tma_store
 
 STAGES = gl.constexpr(3)  # of K, and of V; their named barriers are K_EMPTY to K_EMPTY + 2 and V_EMPTY to V_EMPTY + 2
 MAGIC = gl.constexpr(12582912.0)  # 1.5 · 2^23
@@ -47,7 +47,7 @@ MAGIC_BITS = gl.constexpr(0x4B400000)
 LOG2_LARGEST = gl.constexpr(8.807354922057604)  # of 448
 
 
-@gluon.jit(do_not_specialize=["tokens", "heads", "items", "whole", "parts"])
+@jit(do_not_specialize=["tokens", "heads", "items", "whole", "parts"])
 def attention_8bit_kernel(
     q, q_scale, k, k_scale, v, v_scale, out, out_scale, partial_out, partial_lse, tokens, heads, items, whole, parts
 ):  # fmt: skip

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from .attention_tiles import LOG2_E
-from .dispatch import device_properties, why_not_hopper
-from .launch import launch_kernel
+from .dispatch import HOPPER, device_properties, why_not_hopper
+from .launch import launch_kernel, register_options
 from .sizes import cdiv
 from .tma import head_strides, heads_fit_tma
 
@@ -27,11 +27,10 @@ try:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from .attention_hopper_kernel import CONSUMERS, KEYS, QUERIES, attention_kernel
-    from .gluon_names import why_not_this_triton
 except (ImportError, AttributeError) as error:
     GLUON_ERROR = str(error)
 else:
-    GLUON_ERROR = why_not_this_triton()
+    GLUON_ERROR = None
     TILE_QUERIES, TILE_KEYS = CONSUMERS.value * QUERIES.value, KEYS.value
 
 HEAD_DIMS = (64, 128)
@@ -184,6 +183,7 @@ def join_parts(partial_out, partial_lse, out, lse, schedule: Schedule) -> None:
         HEAD_DIM=head_dim,
         BLOCK=JOIN_ROWS,
         num_warps=4,
+        **register_options(HOPPER, majors=HOPPER[:1]),
     )
 
 

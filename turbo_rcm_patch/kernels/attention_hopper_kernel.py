@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gluon_names import tma_load, tma_store
+from .gluon_releases import jit, tma_load, tma_store
 
 CONSUMERS = gl.constexpr(3)
 QUERIES = gl.constexpr(64)  # of a consumer: the rows of one wgmma
@@ -45,7 +45,7 @@ K_EMPTY = gl.constexpr(10)
 V_EMPTY = gl.constexpr(13)
 
 
-@gluon.jit(do_not_specialize=["tokens", "kv_tokens", "heads", "items", "whole", "parts"])
+@jit(do_not_specialize=["tokens", "kv_tokens", "heads", "items", "whole", "parts"])
 def attention_kernel(
     q, k, v, out, lse, partial_out, partial_lse, tokens, kv_tokens, heads, items, whole, parts, scale_log2
 ):  # fmt: skip

@@ -29,14 +29,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .conv_tiles import find_shift, locate_box
 from .gemm import locate_tile
 from .gemm_hopper_kernel import multiply, part_of, sum_layout
-from .gluon_names import tma_load, tma_store
+from .gluon_releases import jit, reinterpret, tma_load, tma_store
 
 _locate_in_group = gluon.jit(locate_tile.fn)
 _locate_box = gluon.jit(locate_box.fn)
 _find_shift = gluon.jit(find_shift.fn)
 
 
-@gluon.jit(do_not_specialize=("boxes", "T", "H", "W", "N"))
+@jit(do_not_specialize=("boxes", "T", "H", "W", "N"))
 def conv_kernel(
     x, x_rest, front, front_rest, weight, weight_rest, tail, tail_rest, residual, out, bias, boxes, T, H, W, N,
     C: gl.constexpr, KT: gl.constexpr, KH: gl.constexpr, UPSAMPLE: gl.constexpr, INTERLEAVE: gl.constexpr,
@@ -194,7 +194,7 @@ def _load_step(sources, place, c, column, k, arrived, tiles, slot, TAIL: gl.cons
     in_front, image, y, left = place
     DEPTH: gl.constexpr = x.block_type.shape[3]
     SHAPE: gl.constexpr = [1, x.block_type.shape[1], x.block_type.shape[2], DEPTH]
-    a_tile = a_tiles.index(slot)._reinterpret(x.dtype, SHAPE, x.layout)
+    a_tile = reinterpret(a_tiles.index(slot), x.dtype, SHAPE, x.layout)
     # Two predicated loads: a branch around them makes the consumers spill registers.
     if front is not None:
         tma_load(front, [image, y, left, c], arrived, a_tile, pred=in_front)
@@ -236,7 +236,7 @@ def _as_box(staging, index, descriptor):
     BOX_H: gl.constexpr = descriptor.block_type.shape[1]
     BOX_W: gl.constexpr = descriptor.block_type.shape[3]
     CHUNK: gl.constexpr = descriptor.block_type.shape[4]
-    return staging.index(index)._reinterpret(descriptor.dtype, [1, BOX_H, 1, BOX_W, CHUNK], descriptor.layout)
+    return reinterpret(staging.index(index), descriptor.dtype, [1, BOX_H, 1, BOX_W, CHUNK], descriptor.layout)
 
 
 @gluon.jit

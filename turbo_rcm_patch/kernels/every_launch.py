@@ -275,6 +275,7 @@ def launch_conv_skip() -> None:
     for N, C in product((384, 192, 96), (128, 20)):
         launch_convolution(3, 120, 208, C, N, window=(1, 3), upsample=True)
         launch_convolution(*frames, C, 2 * N, window=(3, 1), interleave=2, dense=False)
+    for N, C in product((384, 192, 96), (192, 20)):
         launch_convolution(*frames, C, N, window=(1, 1), dense=False)
 
 

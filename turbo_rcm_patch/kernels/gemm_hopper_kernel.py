@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .gemm import bound_scale, locate_tile
-from .gluon_names import tma_load, tma_store
+from .gluon_releases import jit, reinterpret, tma_load, tma_store
 from .low_rank import RANK_STEP
 from .saturation import saturate
 
@@ -39,7 +39,7 @@ _bound_scale = gluon.jit(bound_scale.fn)
 _saturate = gluon.jit(saturate.fn)
 
 
-@gluon.jit(do_not_specialize=("runs", "samples", "M", "K"))
+@jit(do_not_specialize=("runs", "samples", "M", "K"))
 def gemm_kernel(
     a, weight, weight_tail, residual, out,
     bias, c_skip, skip_stride_b, c_out, out_stride_b, out_stride_c, starts, runs, skip_factor, out_factor, flag,
@@ -59,7 +59,7 @@ def gemm_kernel(
     _assign_roles(a, (weight,), (weight_tail,), second, epilogue, (samples, M, N, K), STAGES, KIND, GELU)
 
 
-@gluon.jit(do_not_specialize=("M", "K"))
+@jit(do_not_specialize=("M", "K"))
 def gemm_of_three_kernel(
     a, weight_0, weight_1, weight_2, tail_0, tail_1, tail_2, out_0, out_1, out_2, bias_0, bias_1, bias_2,
     a_scale, scale_0, scale_1, scale_2, low, up, up_tail, rank,
@@ -205,7 +205,7 @@ def _view(staging, index, DTYPE: gl.constexpr):
     """A chunk of the staging buffer as DTYPE, of 16 bits: residual and result may be of two."""
     ROWS: gl.constexpr = staging.shape[2]
     CHUNK: gl.constexpr = staging.shape[3]
-    return staging.index(index)._reinterpret(DTYPE, [1, ROWS, CHUNK], staging.layout)
+    return reinterpret(staging.index(index), DTYPE, [1, ROWS, CHUNK], staging.layout)
 
 
 @gluon.jit
@@ -298,7 +298,7 @@ def _consume(
 def _as_16_bits(tiles, slot, DTYPE: gl.constexpr):
     """A slot of operands as a tile of DTYPE, of 16 bits, in the same bytes."""
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * LOW_DEPTH, element_bitwidth=16, rank=2)
-    return tiles.index(slot)._reinterpret(DTYPE, [tiles.shape[1], LOW_DEPTH], layout)
+    return reinterpret(tiles.index(slot), DTYPE, [tiles.shape[1], LOW_DEPTH], layout)
 
 
 @gluon.constexpr_function
