@@ -8,7 +8,8 @@
 The prompt is random embeddings, as is what an image would be encoded to: no encoder is run. With --structured weights
 and inputs have habits of trained ones, on which it depends what a sparse attention leaves out. A step is one call of
 the transformer and the sampler; its error to fp32 is measured first, and nothing is timed where the patch errs more
-than its tier may. With LoRA adapters it is also timed without them, and with a new scale at each step.
+than its tier may (not with --no-oracle: dense attention in fp32 does not tell how right a sparse one is). With LoRA
+adapters it is also timed without them, and with a new scale at each step.
 """
 
 from __future__ import annotations
@@ -22,13 +23,21 @@ from dataclasses import replace
 
 import torch
 
-from turbo_rcm_patch.bench.cases import CASES, add_structure, build_pipeline, random_inputs, structured_inputs
+from turbo_rcm_patch.bench.cases import (
+    CASES,
+    add_projections,
+    add_structure,
+    build_pipeline,
+    random_inputs,
+    structured_inputs,
+)
 from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.lora import add_random_lora, lora_variants
 from turbo_rcm_patch.bench.report import comparison_table
 from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.config import CUDA_GRAPH_MODES, resolve_config
 from turbo_rcm_patch.patching import use_rcm
+from turbo_rcm_patch.tiers import SPARSE
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -64,6 +73,8 @@ def measure(options: argparse.Namespace, device: torch.device, *, is_first: bool
     pipe.set_progress_bar_config(disable=not is_first)
     use_rcm(pipe)
     config = replace(resolve_config(options.preset), cuda_graph=options.cuda_graph)
+    if config.tier == SPARSE:
+        add_projections(pipe)
     if options.lora:
         add_random_lora(pipe.transformer, options.lora)
     call = {

@@ -29,10 +29,11 @@ ROOT = Path(__file__).resolve().parent.parent
 CLI = ("-m", "turbo_rcm_patch.cli")
 TRAFFIC = ("scripts/profile_hbm.py",)
 END_TO_END = ("scripts/benchmark_end_to_end.py", "--config")
-QUANTIZED, BLOCK_SPARSE = ("--preset", "quantized"), ("--preset", "block_sparse")
+QUANTIZED, SPARSE, BLOCK_SPARSE = (("--preset", preset) for preset in ("quantized", "sparse", "block_sparse"))
 DECODED = ("--layers", "1", "--steps", "1", "--decode", "--repeats", "3")  # for the VAE's sake
 SIZE_OF_LORA = ("--layers", "4", "--height", "480", "--width", "832", "--repeats", "3")
 LORA = (*END_TO_END, "wan2.1-14b", *SIZE_OF_LORA, "--lora")
+LEFT_OUT = ("--structured", "--no-oracle", "--repeats", "3")  # of attention that leaves key blocks out
 # Steps that show whether something holds, and those whose figures go into the results file.
 CHECKS = {
     "tests": ("-m", "pytest", "-m", "gpu", "-q", "-n", "16", "tests"),
@@ -47,6 +48,7 @@ MEASUREMENTS = {
     "evaluate": (*CLI, "evaluate", "--batch-size", "64", *QUANTIZED),  # beside the exact tier
     "ops": ("scripts/benchmark_ops.py", "--tier", "exact"),
     "ops-quantized": ("scripts/benchmark_ops.py", "--tier", "quantized"),
+    "ops-sparse": ("scripts/benchmark_ops.py", "--tier", "sparse"),
     "implementations": ("scripts/compare_implementations.py",),
     "traffic-attention": (*TRAFFIC, "--batch", "32", "--seq", "2048", "--dim", "512"),
     "traffic-wan2.1-1.3b": (*TRAFFIC, "--wan-block", "1.3b"),
@@ -77,16 +79,13 @@ MEASUREMENTS = {
     "wan2.2-5b-8-layers-quantized": (*END_TO_END, "wan2.2-5b", "--layers", "8", "--repeats", "3", *QUANTIZED),
     # Of weights and inputs with structure: attention that is the same to all keys has no blocks to leave out. How far
     # leaving them out takes a step from fp32 says nothing with random weights; verify says how far a layer's takes it.
+    "verify-sparse": (*CLI, "verify", *SPARSE),
+    "compare-sparse": (*CLI, "compare", *SPARSE),
+    "wan2.1-1.3b-sparse": (*END_TO_END, "wan2.1-1.3b", *LEFT_OUT, *SPARSE),
+    "wan2.1-1.3b-sparse-decoded": (*END_TO_END, "wan2.1-1.3b", *LEFT_OUT, "--decode", *SPARSE),
+    "wan2.1-14b-4-layers-sparse": (*END_TO_END, "wan2.1-14b", "--layers", "4", *LEFT_OUT, *SPARSE),
     "verify-wan2.1-1.3b-block-sparse": (*CLI, "verify", "--config", "wan2.1-1.3b", *BLOCK_SPARSE),
-    "wan2.1-1.3b-block-sparse": (
-        *END_TO_END,
-        "wan2.1-1.3b",
-        "--structured",
-        "--no-oracle",
-        "--repeats",
-        "3",
-        *BLOCK_SPARSE,
-    ),
+    "wan2.1-1.3b-block-sparse": (*END_TO_END, "wan2.1-1.3b", *LEFT_OUT, *BLOCK_SPARSE),
 }
 GPUS = {"wan2.1-14b-4-layers-2-gpus": 2}  # that a step needs, where it is more than one
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from result_tables.cells import chart, versions
 from result_tables.ops import (
     OPS_QUANTIZED_HEADER,
+    OPS_SPARSE_HEADER,
     first_step,
     host_time,
     implementations_table,
@@ -117,6 +118,8 @@ def _measured(path: Path, runs: dict, tests: list[dict]) -> str:
         parts.append(ops_table(runs["ops"]))
     if "ops-quantized" in runs:
         parts.append(ops_table(runs["ops-quantized"], OPS_QUANTIZED_HEADER))
+    if "ops-sparse" in runs:
+        parts.append(ops_table(runs["ops-sparse"], OPS_SPARSE_HEADER))
     parts += [parts_table(run) for run in runs.values() if run.get("parts")]
     if traffic:
         parts += [chart(path, "traffic", "Memory traffic of a Wan block"), traffic_table(traffic)]

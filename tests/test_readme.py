@@ -155,7 +155,17 @@ def test_a_variant_that_was_not_run_says_so():
     run = _step_run("wan2.1-1.3b", compiled=0.6, patched=0.5)
     run["settings"]["preset"] = "quantized"
     table = steps.short_steps(Path("x.json"), {"wan2.1-1.3b": _step_run("x", 0.6, 0.5), "8-bit": run})
-    assert "| 600 | not run | not run | 500 |" in table
+    assert "| quantized | 600 | not run | not run | 500 |" in table
+
+
+def test_steps_of_all_tiers_are_in_the_short_tables():
+    runs = {"exact": _step_run("exact", compiled=0.6, patched=0.5)}
+    for tier in ("quantized", "sparse", "block_sparse"):
+        runs[tier] = _step_run(tier, compiled=0.6, patched=0.1)
+        runs[tier]["settings"]["preset"] = tier
+    lines = steps.short_steps(Path("x.json"), runs).splitlines()
+    assert [line.split(" | ")[1] for line in lines[-3:]] == ["quantized", "sparse", "block_sparse"]
+    assert "6.00×" in lines[-1]
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(0.257, "257.0 (1.008× without"), (0.27, "270.0 (**1.059×** without")])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .cells import table_of
+from .cells import bold, table_of
 
 OPS_HEADER = ("op, bf16", "ours, ms", "rival", "rival, ms", "speed-up", "target", "error, ours / rival")
-OPS_QUANTIZED_HEADER = ("op, 8 bits", *OPS_HEADER[1:])
+OPS_QUANTIZED_HEADER, OPS_SPARSE_HEADER = (("op, 8 bits", *OPS_HEADER[1:]), ("op, sparse", *OPS_HEADER[1:]))
 TRAFFIC_HEADER = ("what", "implementation", "read, MB", "written, MB", "passes", "source", "rel. L2 to fp32")
 TESTS_HEADER = ("torch", "triton", "diffusers", "commit", "GPU tests passed", "failed")
 SOURCES = {"counters": "measured by Nsight Compute", "shapes": "counted from shapes"}
@@ -89,14 +89,18 @@ def _op_rows(result: dict) -> list[list[str]]:
     if best is None:
         return [[result["case"], "refused: less accurate than its rivals", *[""] * (len(OPS_HEADER) - 2)]]
     timings, rows = result["timings"], []
+    most = result.get("most")
+    ours = timings[best]["milliseconds"]
     for index, (rival, speedup) in enumerate(result["speedups"].items()):
-        label = [result["case"], f"{timings[best]['milliseconds']:.3f}"] if index == 0 else ["", ""]
+        label = [result["case"], bold(f"{ours:.3f}", ours > (most or ours))] if index == 0 else ["", ""]
         target = result["targets"].get(rival)
         figure = f"{speedup:.3f}" if target is None or speedup >= target else f"**{speedup:.3f}**"
         timing = timings.get(rival, {"milliseconds": None, "error": None})  # a copy has no timing of its own
         rival_time = "" if timing["milliseconds"] is None else f"{timing['milliseconds']:.3f}"
         errors = "" if timing["error"] is None else f"{timings[best]['error']:.1e} / {timing['error']:.1e}"
-        rows.append([*label, rival, rival_time, figure, "" if target is None else str(target), errors])
+        asked = [] if target is None else [str(target)]
+        asked += [f"{most:g} ms"] if most is not None and index == 0 else []
+        rows.append([*label, rival, rival_time, figure, " / ".join(asked), errors])
     return rows
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from turbo_rcm_patch.bench.charts import chart_file, milliseconds, model_of, names_of, real_models
 from turbo_rcm_patch.bench.lora import WITHOUT
-from turbo_rcm_patch.tiers import BLOCK_SPARSE, EXACT, QUANTIZED
+from turbo_rcm_patch.tiers import BLOCK_SPARSE, EXACT, QUANTIZED, SPARSE
 
 from .cells import bold, speedup, table_of, versions
 
@@ -42,12 +42,13 @@ SHORT_VIDEO_COLUMNS = (
 )
 SHORT_VIDEO = "wan2.1-1.3b-decoded"  # the run that the README shows
 SHORT_STEPS_HEADER = ("one step of", "eager, ms", "compile, ms", "patched, ms", "over compile", "memory over compile's")
-SHORT_QUANTIZED_HEADER = (
-    "one step of, 8 bits",
+SHORT_TIERS_HEADER = (
+    "one step of",
+    "tier",
     "compile, ms",
     "torchao float8, ms",
     "exact, ms",
-    "quantized, ms",
+    "patched, ms",
     "over compile",
     "memory over compile's",
     "rel. L2 to fp32",
@@ -64,6 +65,8 @@ STEP_TARGETS = {
     "wan2.1-1.3b-quantized": {"torch.compile": 1.5},
     "wan2.1-14b-4-layers-quantized": {"torch.compile": 1.5},
     "wan2.2-5b-8-layers-quantized": {"torch.compile": 1.48},
+    "wan2.1-1.3b-sparse": {"torch.compile": 3.5},
+    "wan2.1-14b-4-layers-sparse": {"torch.compile": 4.4},
 }
 # How many times the step without LoRA one with it may take.
 LORA_TARGETS = {"wan2.1-14b-4-layers-lora-64": 1.03}
@@ -75,7 +78,10 @@ DECODE_TARGETS = {
     "wan2.1-14b-1-layer-decoded": {"unpatched": 3.0, "torch.compile": 1.6},
     "wan2.2-5b-1-layer-decoded": {"unpatched": 2.0, "torch.compile": 1.25},
 }
-STAGE_LIMITS = {"wan2.1-1.3b-decoded": {"vae_decode": 0.6, "output": 0.1, "total": 2.5}}
+STAGE_LIMITS = {
+    "wan2.1-1.3b-decoded": {"vae_decode": 0.6, "output": 0.1, "total": 2.5},
+    "wan2.1-1.3b-sparse-decoded": {"steps": 0.57, "total": 1.3},
+}
 ACCURACY_FACTOR = EXACT.limits.factor  # a step's error to fp32 may be so many times that of torch.compile
 
 
@@ -98,9 +104,9 @@ def short_steps(path: Path, runs: dict) -> str:
     environment = next(iter(real_models(runs).values()))["environment"] | {"commit": None}  # runs may be of several
     chart = f"![Speed-up of a denoising step over eager diffusers](results/{chart_file(path, 'steps').name})"
     tables = [table_of(SHORT_STEPS_HEADER, rows)]
-    quantized = [_short_quantized_row(name, run) for name, run in real_models(runs, "quantized").items()]
-    if quantized:
-        tables.append(table_of(SHORT_QUANTIZED_HEADER, quantized))
+    others = {name: run for name, run in real_models(runs).items() if name not in real_models(runs, "exact")}
+    if others:
+        tables.append(table_of(SHORT_TIERS_HEADER, [_short_tier_row(name, run) for name, run in others.items()]))
     if SHORT_VIDEO in runs:
         tables.append(short_video_table(SHORT_VIDEO, runs[SHORT_VIDEO]))
     return "\n\n".join((f"\n{environment['gpu']}, {versions(environment)}.", chart, "\n".join(tables)))
@@ -111,11 +117,12 @@ def short_step_row(name: str, run: dict) -> list[str]:
     return [model_of(run), *_short_milliseconds(run, variants), _over_compile(name, run), _memory_ratio(name, run)]
 
 
-def _short_quantized_row(name: str, run: dict) -> list[str]:
+def _short_tier_row(name: str, run: dict) -> list[str]:
+    tier = run["settings"]["preset"]
     variants = ("torch.compile", "torchao float8 + torch.compile", "patched exactly", "patched")
     error = next(variant.get("step_error") for variant in run["variants"] if variant["name"] == "patched")
-    cells = [model_of(run), *_short_milliseconds(run, variants), _over_compile(name, run), _memory_ratio(name, run)]
-    return [*cells, "" if error is None else f"{error:.1e}"]
+    ratios = _over_compile(name, run), _memory_ratio(name, run)
+    return [model_of(run), tier, *_short_milliseconds(run, variants), *ratios, "" if error is None else f"{error:.1e}"]
 
 
 def _short_milliseconds(run: dict, variants: Sequence[str]) -> Iterator[str]:
@@ -208,7 +215,7 @@ def _video_rows(name: str, run: dict) -> Iterator[list[str]]:
 
 def _error_limit(run: dict, compiled: float | None) -> float | None:
     """What is asked of a step: ACCURACY_FACTOR times torch.compile's error, or the tier's own limit."""
-    tier = {"quantized": QUANTIZED, "block_sparse": BLOCK_SPARSE}.get(run["settings"].get("preset"))
+    tier = {"quantized": QUANTIZED, "sparse": SPARSE, "block_sparse": BLOCK_SPARSE}.get(run["settings"].get("preset"))
     if tier is not None:
         return tier.limits.step
     return None if compiled is None else ACCURACY_FACTOR * compiled

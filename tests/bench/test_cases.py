@@ -8,13 +8,16 @@ from turbo_rcm_patch.bench.cases import (
     IMAGE_TOKENS,
     OUTLIER_CHANNELS,
     TEXT_TOKENS,
+    add_projections,
     add_structure,
     build_pipeline,
     random_inputs,
     structured_inputs,
 )
 from turbo_rcm_patch.bench.verify import verify
-from turbo_rcm_patch.patching import use_rcm
+from turbo_rcm_patch.config import PRESETS
+from turbo_rcm_patch.patching import patch, use_rcm
+from turbo_rcm_patch.patching.sparse import is_sparse
 
 SIZE = {"height": 64, "width": 96, "num_frames": 9}
 
@@ -142,3 +145,14 @@ def test_the_real_cases_have_the_published_sizes():
     assert build_pipeline(
         CASES["wan2.2-5b-image"], torch.bfloat16, torch.device("meta"), layers=1
     ).config.expand_timesteps
+
+
+def test_projections_make_a_model_sparse():
+    pipes = [build_pipeline(CASES["tiny"], torch.float32, torch.device("cpu")) for _ in range(2)]
+    for pipe in pipes:
+        add_projections(pipe)
+    weights = [[block.attn1.proj_l.weight for block in pipe.transformer.blocks] for pipe in pipes]
+    assert all(map(torch.equal, *weights))
+    assert not torch.equal(*weights[0][:2])
+    with patch(pipes[0].transformer, PRESETS["sparse"]):
+        assert all(is_sparse(block.attn1) for block in pipes[0].transformer.blocks)

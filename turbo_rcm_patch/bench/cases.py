@@ -19,6 +19,7 @@ from diffusers import (
 from diffusers.utils.torch_utils import randn_tensor
 from PIL import Image
 
+from ..patching.sparse import PROJ_L
 from ..scheduler import RCMScheduler
 
 TEXT_TOKENS, IMAGE_TOKENS = 512, 257
@@ -183,6 +184,20 @@ def add_structure(pipe: WanPipeline, seed: int = 0) -> None:
             block.norm2.weight[channels] = 1 / OUTLIER
             for attn in (block.attn1, block.attn2):
                 attn.norm_q.weight.mul_(QUERY_GAIN)
+
+
+def add_projections(pipe: DiffusionPipeline, seed: int = 0) -> None:
+    """Give every self-attention a random proj_l, as weights have that were trained with sparse-linear attention."""
+    transformer = pipe.transformer
+    generator = torch.Generator().manual_seed(seed)
+    for block in transformer.blocks:
+        like = block.attn1.to_out[0].weight
+        size = transformer.config.attention_head_dim
+        linear = torch.nn.utils.skip_init(torch.nn.Linear, size, size, device=like.device, dtype=like.dtype)
+        with torch.no_grad():
+            linear.weight.copy_(torch.randn(size, size, generator=generator) * size**-0.5)
+            linear.bias.zero_()
+        setattr(block.attn1, PROJ_L, linear.requires_grad_(False))
 
 
 def structured_inputs(

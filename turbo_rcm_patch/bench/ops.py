@@ -58,13 +58,15 @@ class Contest:
 class OpCase:
     """A contest's name, how its inputs are drawn on a device, and the speed-up over each rival that is asked for.
 
-    For COPY the speed-up is the share of the copy bandwidth. tier: that ours belong to.
+    For COPY the speed-up is the share of the copy bandwidth. tier: that ours belong to. most: milliseconds that ours
+    may take, where they are asked for.
     """
 
     name: str
     build: Callable[..., Contest]
     targets: Mapping[str, float]
     tier: Tier = EXACT
+    most: float | None = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Timing:
 class OpResult:
     """A case's timings by contender; `best` is the name of ours that is fastest, None where all were refused.
 
-    speedups: of the best over every rival. COPY's own time is computed from the bandwidth.
+    speedups: of the best over every rival. COPY's own time is computed from the bandwidth. most: as of the case.
     """
 
     case: str
@@ -94,6 +96,7 @@ class OpResult:
     targets: dict[str, float] = field(default_factory=dict)
     teraflops: float | None = None
     terabytes_per_second: float | None = None
+    most: float | None = None
 
 
 def run_case(
@@ -132,7 +135,7 @@ def run_case(
 def _result(case: OpCase, contest: Contest, timings: dict[str, Timing], copy_bandwidth: float) -> OpResult:
     ran = [name for name in contest.ours if timings[name].milliseconds is not None]
     if not ran:
-        return OpResult(case.name, timings, None, targets=dict(case.targets))
+        return OpResult(case.name, timings, None, targets=dict(case.targets), most=case.most)
     best = min(ran, key=lambda name: timings[name].milliseconds)
     seconds = timings[best].milliseconds / 1e3
     rivals = {**contest.rivals, **contest.partial}
@@ -147,6 +150,7 @@ def _result(case: OpCase, contest: Contest, timings: dict[str, Timing], copy_ban
         dict(case.targets),
         teraflops=contest.flops and contest.flops / seconds / 1e12,
         terabytes_per_second=contest.bytes_moved and contest.bytes_moved / seconds / 1e12,
+        most=case.most,
     )
 
 
@@ -403,10 +407,16 @@ class Draws:
         return torch.randn(shape, generator=self.generator, device=self.generator.device, dtype=torch.bfloat16)
 
 
-def op_case(contest: Callable, *sizes: int, tier: Tier = EXACT, targets: Mapping[str, float]) -> OpCase:
+def op_case(
+    contest: Callable,
+    *sizes: int,
+    tier: Tier = EXACT,
+    targets: Mapping[str, float],
+    most: float | None = None,
+) -> OpCase:
     """The case of a contest at some sizes, named after both."""
     name = f"{contest.__name__} {'×'.join(map(str, sizes))}"
-    return OpCase(name, functools.partial(contest, *sizes), targets, tier)
+    return OpCase(name, functools.partial(contest, *sizes), targets, tier, most)
 
 
 def _case(contest: Callable, *sizes: int, **targets: float) -> OpCase:

@@ -9,45 +9,122 @@ import torch
 
 from .. import kernels
 from ..config import PRESETS
+from ..kernels.quantized import FP8
+from ..kernels.sparse_linear_attention import _sparse_linear_attention_8bit, _summarize_8bit
+from ..kernels.sparse_linear_attention_map import choose_blocks
 from ..kernels.sparse_linear_attention_reference import linear_attention
-from .ops import Contest, Draws, attention_oracle
+from ..tiers import SPARSE
+from .ops import EPS, Contest, Draws, attention_oracle, op_case
 from .ops_quantized import autoregressive
+
+DENSE = "ours, dense in 8 bits"
 
 
 def sparse_linear_attention(
     heads: int, tokens: int, head_dim: int, device: torch.device, compiled: Callable
 ) -> Contest:
-    """Sparse-linear attention to the default share of key blocks. The oracle keeps those that ours chooses: which they
-    are among near ties says nothing of what errs."""
+    """Sparse-linear attention to the default share of key blocks."""
     draw = Draws(device)
     q, k, v = (draw(1, tokens, heads, head_dim) for _ in range(3))
-    weight, bias = draw(head_dim, head_dim) * head_dim**-0.5, torch.zeros(head_dim, dtype=q.dtype, device=device)
-    topk = PRESETS["sparse"].topk
-    block_q, block_k = kernels.sparse_block_sizes(device, quantized=True)
+    weight, bias = _projection(draw, head_dim)
+
+    def ours() -> torch.Tensor:
+        return kernels.sparse_linear_attention(q, k, v, weight, bias, **_options(device))
+
+    return Contest(
+        ours={"sparse_linear_attention": ours}, rivals={}, oracle=_oracle(q, k, q, k, v, weight), tokens=tokens
+    )
+
+
+def norms_sparse_linear_attention(
+    heads: int, tokens: int, head_dim: int, device: torch.device, compiled: Callable
+) -> Contest:
+    """RMSNorm and RoPE of q and k, and sparse-linear attention: all that lies between a block's projections."""
+    draw = Draws(device)
+    C = heads * head_dim
+    q, k, v = (draw(1, tokens, C) for _ in range(3))
+    norm_q, norm_k = (1 + 0.1 * draw(C) for _ in range(2))
+    weight, bias = _projection(draw, head_dim)
+    angles = torch.rand(tokens, head_dim // 2, device=device, generator=draw.generator) * 2 * torch.pi
+    options = {"heads": heads, "eps": EPS, "cos": angles.cos(), "sin": angles.sin()}
+    values = v.unflatten(2, (heads, -1))
+
+    def turned() -> list[torch.Tensor]:
+        return [kernels.rms_norm_rope(x, norm, **options) for x, norm in ((q, norm_q), (k, norm_k))]
+
+    def ours() -> torch.Tensor:
+        return kernels.sparse_linear_attention(*turned(), values, weight, bias, **_options(device))
+
+    def dense() -> torch.Tensor:
+        return kernels.attention_8bit(kernels.quantize_qkv(q, k, v, norm_q=norm_q, norm_k=norm_k, **options))
 
     def oracle(rows: torch.Tensor) -> torch.Tensor:
+        wide = ((x.float(), norm.float()) for x, norm in ((q, norm_q), (k, norm_k)))
+        wide = (kernels.rms_norm_rope(*pair, **options, implementation="torch") for pair in wide)
+        return _oracle(*turned(), *wide, values, weight)(rows)
+
+    return Contest(
+        ours={"rms_norm_rope, sparse_linear_attention": ours}, rivals={}, partial={DENSE: dense}, oracle=oracle,
+        tokens=tokens,
+    )  # fmt: skip
+
+
+def sparse_kernel(heads: int, tokens: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
+    """Of sparse-linear attention the last kernel alone, both branches in it, and of dense attention its own."""
+    draw = Draws(device)
+    q, k, v = (draw(1, tokens, heads, head_dim) for _ in range(3))
+    weight, bias = _projection(draw, head_dim)
+    block_q, block_k = kernels.sparse_block_sizes(device, quantized=True)
+    pooled_q, pooled_k, key_weight, state, *qkv = _summarize_8bit(q, k, v, weight, block_q, block_k, FP8)
+    kept = kernels.kept_blocks(tokens, block_k, PRESETS["sparse"].topk).count
+    block_map = choose_blocks(pooled_q, pooled_k, kept)
+    quantized = kernels.QuantizedQKV(*qkv, q.dtype)
+
+    def ours() -> torch.Tensor:
+        return _sparse_linear_attention_8bit(*qkv, q, block_map, key_weight, state, bias, block_q, block_k)
+
+    return Contest(
+        ours={"sparse kernel": ours},
+        rivals={},
+        partial={DENSE: lambda: kernels.attention_8bit(quantized)},
+        oracle=_oracle(q, k, q, k, v, weight),
+        tokens=tokens,
+    )
+
+
+def _projection(draw: Draws, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weight and bias of a proj_l."""
+    weight = draw(head_dim, head_dim) * head_dim**-0.5
+    return weight, torch.zeros_like(weight[0])
+
+
+def _options(device: torch.device) -> dict[str, object]:
+    block_q, block_k = kernels.sparse_block_sizes(device, quantized=True)
+    return {"topk": PRESETS["sparse"].topk, "block_q": block_q, "block_k": block_k, "quantized": True}
+
+
+def _oracle(
+    q: torch.Tensor, k: torch.Tensor, wide_q: torch.Tensor, wide_k: torch.Tensor, v: torch.Tensor, weight: torch.Tensor
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """In fp64, of wide_q, wide_k, v [1, S, H, D]. It keeps the blocks that ours chooses of q and k: which they are
+    among near ties says nothing of what errs."""
+    _, tokens, heads, head_dim = v.shape
+    topk, block_q, block_k, _ = _options(v.device).values()
+
+    def on_rows(rows: torch.Tensor) -> torch.Tensor:
         kept = kernels.kept_blocks(tokens, block_k, topk).count
         of_rows = kernels.chosen_key_blocks(q, k, kept, block_q, block_k)[0][:, rows // block_q].long()
-        is_kept = torch.zeros(*of_rows.shape[:2], -(-tokens // block_k), dtype=torch.bool, device=device)
+        is_kept = torch.zeros(*of_rows.shape[:2], -(-tokens // block_k), dtype=torch.bool, device=v.device)
         is_kept = is_kept.scatter(2, of_rows, True).repeat_interleave(block_k, 2)[..., :tokens]
         parts = []
         for head in range(heads):
-            queries, keys, values = (x[:, :, [head]].double() for x in (q[:, rows], k, v))
+            queries, keys, values = (x[:, :, [head]].double() for x in (wide_q[:, rows], wide_k, v))
             scores = queries[0, :, 0] @ keys[0, :, 0].T * head_dim**-0.5
             softmax = scores.masked_fill(~is_kept[head], -math.inf).softmax(1) @ values[0, :, 0]
             parts.append(softmax + linear_attention(queries, keys, values)[0, :, 0] @ weight.double().T)
         return torch.stack(parts, 1)[None]
 
-    return Contest(
-        ours={
-            "sparse_linear_attention": lambda: kernels.sparse_linear_attention(
-                q, k, v, weight, bias, topk=topk, block_q=block_q, block_k=block_k, quantized=True
-            )
-        },
-        rivals={},
-        oracle=oracle,
-        tokens=tokens,
-    )
+    return on_rows
 
 
 def block_sparse_attention(heads: int, tokens: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
@@ -66,3 +143,11 @@ def block_sparse_attention(heads: int, tokens: int, head_dim: int, device: torch
         return kernels.block_sparse_attention_8bit(quantized, mass=PRESETS["block_sparse"].mass)
 
     return Contest(ours={"block_sparse_attention": ours}, rivals={}, oracle=attention_oracle(q, k, v), tokens=tokens)
+
+
+CASES = (
+    op_case(norms_sparse_linear_attention, 12, 32760, 128, tier=SPARSE, targets={}, most=1.45),
+    op_case(norms_sparse_linear_attention, 40, 75600, 128, tier=SPARSE, targets={}, most=17.5),
+    op_case(sparse_kernel, 12, 32760, 128, tier=SPARSE, targets={}, most=0.78),
+    op_case(sparse_kernel, 40, 75600, 128, tier=SPARSE, targets={}),
+)

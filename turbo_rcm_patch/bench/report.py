@@ -139,6 +139,8 @@ def ops_table(results: Sequence[OpResult]) -> str:
     for result in results:
         for name, timing in result.timings.items():
             milliseconds = timing.refused or f"{timing.milliseconds:.3f}"
+            if name == result.best and timing.milliseconds > (result.most or math.inf):
+                milliseconds += f" (above {result.most:g})"
             error = "-" if timing.error is None else f"{timing.error:.1e}"
             speedups = _format_speedups(result) if name == result.best else ""
             rows.append([result.case, name, milliseconds, error, speedups])
