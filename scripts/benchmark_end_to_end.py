@@ -25,7 +25,7 @@ import torch
 
 from turbo_rcm_patch.bench.cases import (
     CASES,
-    add_projections,
+    add_random_projections,
     add_structure,
     build_pipeline,
     random_inputs,
@@ -74,7 +74,7 @@ def measure(options: argparse.Namespace, device: torch.device, *, is_first: bool
     use_rcm(pipe)
     config = replace(resolve_config(options.preset), cuda_graph=options.cuda_graph)
     if config.tier == SPARSE:
-        add_projections(pipe)
+        add_random_projections(pipe)
     if options.lora:
         add_random_lora(pipe.transformer, options.lora)
     call = {

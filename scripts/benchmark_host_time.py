@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda")
     milliseconds = measure(options.config, options.frames, device, host_time)
     for name, value in milliseconds.items():
-        print(f"{name:{len(UNPATCHED)}} {value:6.2f} ms a block")
+        print(f"{name:{max(map(len, milliseconds))}} {value:6.2f} ms a block")
     if options.json is not None:
         settings = {"config": options.config, "frames": options.frames or CASES[options.config].frames}
         environment = asdict(describe_environment(device))

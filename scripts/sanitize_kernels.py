@@ -34,7 +34,7 @@ from unittest import mock
 
 import torch
 
-from turbo_rcm_patch.kernels import attention_hopper, conv_hopper, gemm_hopper
+from turbo_rcm_patch.kernels import attention_8bit_hopper, attention_hopper, conv_hopper, gemm_hopper
 from turbo_rcm_patch.kernels.aot import disassemble
 from turbo_rcm_patch.kernels.attention import _attention, _attention_backward
 from turbo_rcm_patch.kernels.attention_8bit import attention_8bit
@@ -116,9 +116,8 @@ def check_all(sanitizer: str, tool: str, logs: Path, hopper: bool) -> list[str]:
     return problems
 
 
-def run_under(sanitizer: str, tool: str, logs: Path, part: str, portable: bool) -> tuple[int, str, float]:
-    """The exit code of a part's run under a tool, what it and they printed, which also goes to a log, and the seconds
-    that it took."""
+def run_under(sanitizer: str, tool: str, logs: Path, part: str, portable: bool) -> tuple[int, str]:
+    """The exit code of a part's run under a tool, and what it and they printed, which also goes to a log."""
     launch = (sys.executable, __file__, "--launch", part, *(("--portable",) if portable else ()))
     environment = os.environ | {"TRITON_CACHE_DIR": str(logs / CACHE), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = (sanitizer, "--tool", tool, *OF_BOTH, *OPTIONS[tool], *launch)
@@ -279,6 +278,7 @@ def few_multiprocessors() -> Iterator[None]:
     with (
         mock.patch.object(gemm_hopper, "device_properties", return_value=few),
         mock.patch.object(attention_hopper, "device_properties", return_value=few),
+        mock.patch.object(attention_8bit_hopper, "device_properties", return_value=few),
         mock.patch.object(conv_hopper, "device_properties", return_value=few),
     ):
         yield

@@ -8,7 +8,7 @@ from turbo_rcm_patch.bench.cases import (
     IMAGE_TOKENS,
     OUTLIER_CHANNELS,
     TEXT_TOKENS,
-    add_projections,
+    add_random_projections,
     add_structure,
     build_pipeline,
     random_inputs,
@@ -150,7 +150,7 @@ def test_the_real_cases_have_the_published_sizes():
 def test_projections_make_a_model_sparse():
     pipes = [build_pipeline(CASES["tiny"], torch.float32, torch.device("cpu")) for _ in range(2)]
     for pipe in pipes:
-        add_projections(pipe)
+        add_random_projections(pipe)
     weights = [[block.attn1.proj_l.weight for block in pipe.transformer.blocks] for pipe in pipes]
     assert all(map(torch.equal, *weights))
     assert not torch.equal(*weights[0][:2])

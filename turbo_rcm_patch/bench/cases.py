@@ -186,7 +186,7 @@ def add_structure(pipe: WanPipeline, seed: int = 0) -> None:
                 attn.norm_q.weight.mul_(QUERY_GAIN)
 
 
-def add_projections(pipe: DiffusionPipeline, seed: int = 0) -> None:
+def add_random_projections(pipe: DiffusionPipeline, seed: int = 0) -> None:
     """Give every self-attention a random proj_l, as weights have that were trained with sparse-linear attention."""
     transformer = pipe.transformer
     generator = torch.Generator().manual_seed(seed)

@@ -109,10 +109,10 @@ def _oracle(
     """In fp64, of wide_q, wide_k, v [1, S, H, D]. It keeps the blocks that ours chooses of q and k: which they are
     among near ties says nothing of what errs."""
     _, tokens, heads, head_dim = v.shape
-    topk, block_q, block_k, _ = _options(v.device).values()
+    block_q, block_k = kernels.sparse_block_sizes(v.device, quantized=True)
+    kept = kernels.kept_blocks(tokens, block_k, PRESETS["sparse"].topk).count
 
     def on_rows(rows: torch.Tensor) -> torch.Tensor:
-        kept = kernels.kept_blocks(tokens, block_k, topk).count
         of_rows = kernels.chosen_key_blocks(q, k, kept, block_q, block_k)[0][:, rows // block_q].long()
         is_kept = torch.zeros(*of_rows.shape[:2], -(-tokens // block_k), dtype=torch.bool, device=v.device)
         is_kept = is_kept.scatter(2, of_rows, True).repeat_interleave(block_k, 2)[..., :tokens]

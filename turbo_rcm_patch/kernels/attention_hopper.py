@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from .attention_tiles import LOG2_E
-from .dispatch import HOPPER, device_properties, why_not_hopper
-from .launch import launch_kernel, register_options
+from .dispatch import device_properties, why_not_hopper
+from .launch import launch_kernel
 from .sizes import cdiv
 from .tma import head_strides, heads_fit_tma
 
@@ -183,7 +183,7 @@ def join_parts(partial_out, partial_lse, out, lse, schedule: Schedule) -> None:
         HEAD_DIM=head_dim,
         BLOCK=JOIN_ROWS,
         num_warps=4,
-        **register_options(HOPPER, majors=HOPPER[:1]),
+        maxnreg=255,  # else the ptxas of CUDA 13 spills some, so that more programs fit than run
     )
 
 

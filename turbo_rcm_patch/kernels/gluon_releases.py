@@ -1,9 +1,9 @@
 """Gluon, in which the kernels for sm_90 are written, differs between releases of Triton: in names, and from 3.9 on in
 what assembles the kernels.
 
-Triton 3.9 assembles for sm_90 with the ptxas of CUDA 13.4, which spills registers in the kernels' loops: 556 bytes in
-the attention's, where that of CUDA 12.9, which Triton brings along for older GPUs, spills none. `jit` has kernels
-assembled with the latter.
+Triton 3.9 assembles for sm_90 with the ptxas of CUDA 13.4, which spills registers in the kernels' loops, 556 bytes in
+the attention's. That of CUDA 12.9, which Triton brings along for older GPUs, spills none there. `jit` has kernels
+assembled with it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import triton
 from triton import knobs
-from triton.backends.nvidia.compiler import get_ptxas_version
+from triton.backends.nvidia import compiler
 from triton.experimental import gluon
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language._core import shared_memory_descriptor
@@ -26,13 +26,12 @@ tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 reinterpret = getattr(shared_memory_descriptor, "reinterpret", None) or shared_memory_descriptor._reinterpret
 
 SM_90 = 90  # as Triton names it
-NEWER_PTXAS = "ptxas_blackwell"  # as Triton names that of CUDA 13
+NEEDS_OLDER_PTXAS = tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) >= (3, 9)
 
 
 def jit(**options: object) -> Callable[[Callable], GluonJITFunction]:
     """gluon.jit with these options, for kernels; the functions that they call need it not."""
-    release = tuple(map(int, re.findall(r"\d+", triton.__version__)[:2]))
-    return gluon.jit(**options) if release < (3, 9) else functools.partial(_WithOlderPtxas, **options)
+    return functools.partial(_WithOlderPtxas, **options) if NEEDS_OLDER_PTXAS else gluon.jit(**options)
 
 
 class _WithOlderPtxas(GluonJITFunction):
@@ -42,32 +41,21 @@ class _WithOlderPtxas(GluonJITFunction):
         return binder
 
 
+_this_thread = threading.local()  # Triton compiles a kernel in one thread, from its source to the last step
+
+
 def _compile_with_older_ptxas(compile: Callable, *arguments: object, **options: object) -> object:
-    with _older_ptxas:
+    compiler.get_ptxas_version(SM_90)  # as it is: Triton remembers it, for the key of whatever it compiles
+    _this_thread.takes_older_ptxas = True
+    try:
         return compile(*arguments, **options)
+    finally:
+        _this_thread.takes_older_ptxas = False
 
 
-class _OlderPtxas:
-    """Within it Triton assembles with the older ptxas; what other threads compile meanwhile, too."""
-
-    def __init__(self):
-        self._lock, self._inside, self._before = threading.Lock(), 0, None
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._inside += 1
-            if self._inside == 1:
-                get_ptxas_version(SM_90)  # Triton remembers it for the key of every kernel that it compiles
-                self._before = vars(knobs.nvidia).get(NEWER_PTXAS)
-                vars(knobs.nvidia)[NEWER_PTXAS] = knobs.nvidia.ptxas.path  # assigned, it would be in os.environ too
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
-                del vars(knobs.nvidia)[NEWER_PTXAS]
-                if self._before is not None:
-                    vars(knobs.nvidia)[NEWER_PTXAS] = self._before
+def _choose_ptxas(by_architecture: Callable[[int], knobs.NvidiaTool], arch: int) -> knobs.NvidiaTool:
+    return knobs.nvidia.ptxas if getattr(_this_thread, "takes_older_ptxas", False) else by_architecture(arch)
 
 
-_older_ptxas = _OlderPtxas()
+if NEEDS_OLDER_PTXAS:  # in Triton's place, which knows no setting for a single kernel
+    compiler.get_ptxas = functools.partial(_choose_ptxas, compiler.get_ptxas)

@@ -30,7 +30,7 @@ from .repeatable import why_not_repeatable
 GRAPH = "_turbo_rcm_patch_graph"  # the attribute of a patched transformer that holds its WanGraph
 
 # Launching a block takes an H200's host 2.6 ms, and 3.7 in 8 bits (results page, host time), in which the GPU does
-# 1.6e12 FLOP of a bf16 block, and 3.3e12 in 8 bits, which count half.
+# 1.6e12 FLOP of a bf16 block, and 3.3e12 in 8 bits, which count half. The rest is for slower hosts.
 MOST_FLOPS_PER_BLOCK = 2e12
 
 
