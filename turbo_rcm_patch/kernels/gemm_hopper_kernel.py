@@ -13,6 +13,8 @@ In Gluon nothing synchronises warps of different roles by itself. Every hand-ove
     turns[c]     consumer c may start its main loop
     staged[c]    the staging buffer is consumer c's: with its residual, or else as the other consumer has stored it
     free         the staging buffer has been stored, and may be filled with a residual
+
+Where results have 8 bits each consumer has a staging buffer of its own: the two take no more than one of 16 bits.
 """
 
 from __future__ import annotations
@@ -92,7 +94,9 @@ def _assign_roles(
     a_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, ROWS, DEPTH], a.layout)
     w_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, COLUMNS, DEPTH], weights[0].layout)
     tail_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, TAIL, DEPTH], tails[0].layout)
-    staging = gl.allocate_shared_memory(outs[0].dtype, [(COLUMNS + TAIL) // CHUNK, 1, ROWS, CHUNK], outs[0].layout)
+    BUFFERS: gl.constexpr = 16 // outs[0].dtype.primitive_bitwidth
+    CHUNKS: gl.constexpr = (COLUMNS + TAIL) // CHUNK
+    staging = gl.allocate_shared_memory(outs[0].dtype, [BUFFERS * CHUNKS, 1, ROWS, CHUNK], outs[0].layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
@@ -222,6 +226,9 @@ def _consume(
     STAGES: gl.constexpr = w_tiles.shape[0]
     WEIGHTS: gl.constexpr = len(epilogue[1])
     RESIDUAL: gl.constexpr = epilogue[0] is not None
+    CHUNKS: gl.constexpr = (COLUMNS + TAIL) // staging.shape[3]
+    SHARED: gl.constexpr = staging.shape[0] == CHUNKS
+    FIRST: gl.constexpr = 0 if SHARED else CONSUMER * CHUNKS  # chunk of the staging buffer
     BITS: gl.constexpr = a_tiles.dtype.primitive_bitwidth
     SUM: gl.constexpr = gl.int32 if a_tiles.dtype == gl.int8 else gl.float32
     # The second pair of operands in 8 bits is bf16: another instruction; of those in 16 bits, it is more of the same.
@@ -280,16 +287,18 @@ def _consume(
         acc, acc_tail = warpgroup_mma_wait(0, deps=(acc, acc_tail))
         mbarrier.arrive(empty.index(step % STAGES))
         step += 1 + steps  # past the other consumer's
-        # With a residual it is filled for each consumer; else the one hands it to the other, and the first has it.
-        mbarrier.wait(staged.index(CONSUMER), count & 1 if RESIDUAL else count & 1 ^ (1 - CONSUMER))
-        _store(acc, a_scale, to_result, sample, row, weight, column, M, N, staging, 0, epilogue, KIND, GELU)
-        FIRST: gl.constexpr = COLUMNS // staging.shape[3]
+        if SHARED:
+            # With a residual it is filled for each consumer; else the one hands it to the other, and the first has it.
+            mbarrier.wait(staged.index(CONSUMER), count & 1 if RESIDUAL else count & 1 ^ (1 - CONSUMER))
+        _store(acc, a_scale, to_result, sample, row, weight, column, M, N, staging, FIRST, epilogue, KIND, GELU)
+        NEXT: gl.constexpr = FIRST + COLUMNS // staging.shape[3]
         _store(
-            acc_tail, a_scale, to_result, sample, row, weight, column + COLUMNS, M, N, staging, FIRST, epilogue,
+            acc_tail, a_scale, to_result, sample, row, weight, column + COLUMNS, M, N, staging, NEXT, epilogue,
             KIND, GELU,
         )  # fmt: skip
         tma.store_wait(0)  # until the stores have read the staging buffer
-        mbarrier.arrive(free if RESIDUAL else staged.index(1 - CONSUMER))
+        if SHARED:
+            mbarrier.arrive(free if RESIDUAL else staged.index(1 - CONSUMER))
         count += 1
     tma.store_wait(0)
 
