@@ -4,6 +4,7 @@
     python scripts/sanitize_kernels.py --tool racecheck    # shared memory that threads use in no certain order
 
 The kernels are run in parts, side by side: most of the time goes by on the CPU, where the tool rewrites each of them.
+Each part runs first without the tool, under which Triton would take many times as long to compile.
 
 Racecheck reports hazards at the start of warp-specialised kernels, also of those that compute nothing
 (warp_specialized_probes.py). There Triton's first warpgroup writes the role of each other warp to shared memory, a byte
@@ -68,7 +69,7 @@ OPTIONS = {
     # Left to itself it may count a kernel's mbarriers too low, and miss what they order.
     "racecheck": ("--racecheck-report", "analysis", "--num-cuda-barriers", "64"),
 }
-PROCESSES = 8  # parts that run at a time
+PROCESSES = 15  # parts that run at a time
 CACHE = "cache"  # of compiled kernels, in the folder of the reports
 PROBES = "probes"  # warp_specialized_probes.py, beside the parts below
 RACY_KERNEL = "racy_kernel"  # in warp_specialized_probes.py
@@ -102,8 +103,10 @@ def check_all(sanitizer: str, tool: str, logs: Path, hopper: bool) -> list[str]:
     logs.mkdir(parents=True, exist_ok=True)
     jobs = [(part, portable) for part in PARTS for portable in ((False, True) if hopper else (False,))]
     jobs += [(PROBES, False)] if hopper else []
+    command = (sanitizer, "--tool", tool, *OF_BOTH, *OPTIONS[tool])
     with ThreadPoolExecutor(PROCESSES) as pool:
-        runs = list(pool.map(lambda job: run_under(sanitizer, tool, logs, *job), jobs))
+        list(pool.map(lambda job: run_part("compile", (), logs, *job), jobs))
+        runs = list(pool.map(lambda job: run_part(tool, command, logs, *job), jobs))
     role_reads = find_role_reads(logs / CACHE) if tool == "racecheck" else {}
     print(f"the reports are in {logs}")
     problems = []
@@ -116,17 +119,15 @@ def check_all(sanitizer: str, tool: str, logs: Path, hopper: bool) -> list[str]:
     return problems
 
 
-def run_under(sanitizer: str, tool: str, logs: Path, part: str, portable: bool) -> tuple[int, str]:
-    """The exit code of a part's run under a tool, and what it and they printed, which also goes to a log."""
+def run_part(what: str, under: tuple[str, ...], logs: Path, part: str, portable: bool) -> tuple[int, str]:
+    """The exit code of a part's run, under a command, and what both printed, which also goes to a log."""
     launch = (sys.executable, __file__, "--launch", part, *(("--portable",) if portable else ()))
     environment = os.environ | {"TRITON_CACHE_DIR": str(logs / CACHE), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = (sanitizer, "--tool", tool, *OF_BOTH, *OPTIONS[tool], *launch)
-    log = logs / f"{tool}-{name_of(part, portable)}.log"
+    log = logs / f"{what}-{name_of(part, portable)}.log"
     start = time.perf_counter()
     with open(log, "w") as file:
-        code = subprocess.run(command, env=environment, stdout=file, stderr=subprocess.STDOUT).returncode
-    seconds = time.perf_counter() - start
-    print(f"{name_of(part, portable)} took {seconds:.0f} s", flush=True)
+        code = subprocess.run((*under, *launch), env=environment, stdout=file, stderr=subprocess.STDOUT).returncode
+    print(f"{what} {name_of(part, portable)}: {time.perf_counter() - start:.0f} s", flush=True)
     return code, log.read_text()
 
 

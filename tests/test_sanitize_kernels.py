@@ -127,33 +127,41 @@ CLEAN = {
 }
 
 
-def fake_tool(sanitize, monkeypatch, tmp_path, part: str, lines: str, others: str) -> None:
-    """A shell script in the place of compute-sanitizer, with lines for what is run with `part` and for all others."""
-    program = tmp_path / "compute-sanitizer"
-    program.write_text(f'#!/bin/sh\necho run with $*\ncase "$*" in\n*"{part}") {lines};;\n*) {others};;\nesac\n')
-    program.chmod(0o755)
+def fake_programs(sanitize, monkeypatch, tmp_path, part: str, lines: str, others: str) -> None:
+    """Shell scripts in the place of compute-sanitizer, with lines for what is run with `part` and for all others, and
+    of Python."""
+    tool, python = tmp_path / "compute-sanitizer", tmp_path / "python"
+    tool.write_text(f'#!/bin/sh\necho run with $*\ncase "$*" in\n*"{part}") {lines};;\n*) {others};;\nesac\n')
+    python.write_text('#!/bin/sh\ntouch "$TRITON_CACHE_DIR.filled"\necho alone with $*\n')
+    for program in (tool, python):
+        program.chmod(0o755)
+    monkeypatch.setattr(sanitize.sys, "executable", str(python))
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(sanitize.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(sanitize, "is_hopper", lambda device: True)
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_every_part_is_run_under_the_tool_and_its_report_kept(sanitize, tmp_path, monkeypatch, capsys, tool):
+def test_every_part_is_compiled_then_run_under_the_tool_and_its_report_kept(
+    sanitize, tmp_path, monkeypatch, capsys, tool
+):
     of_probes = (
         "\n".join(f"echo '{line}'" for line in report(RACY).splitlines()) if tool == "racecheck" else CLEAN[tool]
     )
-    fake_tool(sanitize, monkeypatch, tmp_path, "probes", of_probes, CLEAN[tool])
+    fake_programs(sanitize, monkeypatch, tmp_path, "probes", of_probes, CLEAN[tool])
     logs = tmp_path / "logs"
     assert sanitize.main(["--tool", tool, "--logs", str(logs)]) == 0
     names = {sanitize.name_of(part, portable) for part in sanitize.PARTS for portable in (False, True)} | {"probes"}
     printed = capsys.readouterr().out
-    assert set(re.findall(r"^(\S+) took \d+ s$", printed, re.MULTILINE)) == names
-    assert {log.name for log in logs.glob("*.log")} == {f"{tool}-{name}.log" for name in names}
-    for name in names:
-        command = (logs / f"{tool}-{name}.log").read_text().splitlines()[0]
-        assert command.startswith(f"run with --tool {tool} ")
-        part, portable = name.removesuffix("-portable"), " --portable" * name.endswith("-portable")
-        assert command.endswith(f"--launch {part}{portable}")
+    for what, command in (("compile", "alone with "), (tool, f"run with --tool {tool} ")):
+        assert set(re.findall(rf"^{what} (\S+): \d+ s$", printed, re.MULTILINE)) == names
+        assert {log.name for log in logs.glob(f"{what}-*.log")} == {f"{what}-{name}.log" for name in names}
+        for name in names:
+            line = (logs / f"{what}-{name}.log").read_text().splitlines()[0]
+            assert line.startswith(command)
+            part, portable = name.removesuffix("-portable"), " --portable" * name.endswith("-portable")
+            assert line.endswith(f"--launch {part}{portable}")
+    assert (logs / "cache.filled").exists()
 
 
 @pytest.mark.parametrize(
@@ -165,7 +173,7 @@ def test_every_part_is_run_under_the_tool_and_its_report_kept(sanitize, tmp_path
     ],
 )
 def test_one_bad_part_fails_all(sanitize, tmp_path, monkeypatch, capsys, lines, problem):
-    fake_tool(sanitize, monkeypatch, tmp_path, "convolutions --portable", lines, CLEAN["memcheck"])
+    fake_programs(sanitize, monkeypatch, tmp_path, "convolutions --portable", lines, CLEAN["memcheck"])
     assert sanitize.main(["--tool", "memcheck", "--logs", str(tmp_path / "logs")]) == 1
     failures = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED")]
     assert failures == [f"FAILED convolutions-portable: {problem}"]
