@@ -10,9 +10,9 @@ Racecheck reports hazards at the start of warp-specialised kernels, also of thos
 (warp_specialized_probes.py). There Triton's first warpgroup writes the role of each other warp to shared memory, a byte
 each, and the others read theirs; at the end it writes "done" in the same place. In PTX all warps join barrier 1 between
 write and read and again between read and the next write, but each from its own place in the code, which racecheck does
-not take for one barrier. So a race is Triton's own where one side reads a role: by the compiled code, an 8-bit load
-from shared memory, of which these kernels have no other. All other races fail. A kernel among the probes that has a
-race must be reported, or racecheck would be blind to such.
+not take for one barrier. So a race is Triton's own where one side reads a role: by the compiled code of a
+warp-specialised kernel, its only 8-bit load from shared memory. All other races fail. A kernel among the probes that
+has a race must be reported, or racecheck would be blind to such.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     action.add_argument("--tool", choices=OPTIONS, help="run the kernels under this tool, and judge its reports")
     action.add_argument("--launch", metavar="PART", choices=(*PARTS, PROBES), help="only run a part of the kernels")
     parser.add_argument("--portable", action="store_true", help="with --launch: those that other GPUs than sm_90 take")
-    parser.add_argument("--logs", type=Path, default=ROOT / "runs/sanitizer", help="folder for the tool's reports")
+    parser.add_argument("--logs", type=Path, help="folder for the tool's reports; default: runs/<the tool>")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("PyTorch finds no CUDA GPU.")
@@ -92,7 +92,8 @@ def main(argv: list[str] | None = None) -> int:
     sanitizer = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
     if sanitizer is None:
         parser.error("compute-sanitizer, of the CUDA toolkit, is neither on the PATH nor in /usr/local/cuda/bin.")
-    problems = check_all(sanitizer, options.tool, options.logs.resolve(), is_hopper(torch.device("cuda")))
+    logs = options.logs or ROOT / "runs" / options.tool
+    problems = check_all(sanitizer, options.tool, logs.resolve(), is_hopper(torch.device("cuda")))
     for problem in problems:
         print(f"FAILED {problem}")
     return int(bool(problems))
@@ -100,6 +101,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def check_all(sanitizer: str, tool: str, logs: Path, hopper: bool) -> list[str]:
     """Run each part under the tool, and return what is wrong."""
+    shutil.rmtree(logs / CACHE, ignore_errors=True)  # what other versions of the kernels were compiled to
     logs.mkdir(parents=True, exist_ok=True)
     jobs = [(part, portable) for part in PARTS for portable in ((False, True) if hopper else (False,))]
     jobs += [(PROBES, False)] if hopper else []
@@ -200,11 +202,13 @@ def judge_races(report: str, role_reads: dict[str, set[int]], with_probes: bool)
 
 
 def find_role_reads(cache: Path) -> dict[str, set[int]]:
-    """The places in the compiled kernels, by name, where a byte is read from shared memory."""
+    """The places in the compiled warp-specialised kernels, by name, where a warp reads its role: the only byte that is
+    read from shared memory. None where several are, as nothing tells which of them is the role."""
     places: dict[str, set[int]] = {}
     for path in cache.rglob("*.cubin"):
-        loads = re.findall(r"/\*([0-9a-f]+)\*/[^;]*\bLDS\.[US]8\b", "\n".join(disassemble(path.read_bytes())))
-        places.setdefault(path.stem, set()).update(int(place, 16) for place in loads)
+        if "ttg.warp_specialize" in path.with_suffix(".ttgir").read_text():
+            loads = re.findall(r"/\*([0-9a-f]+)\*/[^;]*\bLDS\.[US]8\b", "\n".join(disassemble(path.read_bytes())))
+            places.setdefault(path.stem, set()).update(int(place, 16) for place in loads if len(loads) == 1)
     return places
 
 

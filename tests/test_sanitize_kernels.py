@@ -74,15 +74,20 @@ def test_a_write_is_no_read_of_a_role(sanitize):
 
 
 def test_the_reads_of_roles_are_found_in_the_compiled_kernels(sanitize, tmp_path, monkeypatch):
-    for name in ("attention_kernel", "_skip_kernel"):
+    """A byte that a kernel without roles reads is none, nor is one of several."""
+    load = "        /*{:04x}*/                   LDS.U8 R0, [R0+UR5+0x3814c] ;"
+    kernels = {
+        "attention_kernel": ("ttg.warp_specialize", [load.format(ROLE)]),
+        "gemm_kernel": ("ttg.warp_specialize", [load.format(ROLE), load.format(ELSEWHERE)]),
+        "_quantize_kv_kernel": ("ttg.local_load", [load.format(ROLE)]),
+        "_skip_kernel": ("ttg.local_load", ["        /*0150*/                   LDS.128 R0, [R0] ;"]),
+    }
+    for name, (operation, _) in kernels.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{name}.cubin").write_bytes(name.encode())
-    sass = {
-        b"attention_kernel": ["        /*0150*/                   LDS.U8 R0, [R0+UR5+0x3814c] ;"],
-        b"_skip_kernel": ["        /*0150*/                   LDS.128 R0, [R0] ;"],
-    }
-    monkeypatch.setattr(sanitize, "disassemble", sass.get)
-    assert sanitize.find_role_reads(tmp_path) == {"attention_kernel": {ROLE}, "_skip_kernel": set()}
+        (tmp_path / name / f"{name}.ttgir").write_text(f"module {{ {operation}() }}")
+    monkeypatch.setattr(sanitize, "disassemble", lambda cubin: kernels[cubin.decode()][1])
+    assert sanitize.find_role_reads(tmp_path) == {"attention_kernel": {ROLE}, "gemm_kernel": set()}
 
 
 def test_racecheck_must_see_the_race_that_is_there(sanitize):
@@ -150,7 +155,11 @@ def test_every_part_is_compiled_then_run_under_the_tool_and_its_report_kept(
     )
     fake_programs(sanitize, monkeypatch, tmp_path, "probes", of_probes, CLEAN[tool])
     logs = tmp_path / "logs"
+    stale = logs / "cache/of/an/older/kernel.cubin"
+    stale.parent.mkdir(parents=True)
+    stale.touch()
     assert sanitize.main(["--tool", tool, "--logs", str(logs)]) == 0
+    assert not stale.exists()
     names = {sanitize.name_of(part, portable) for part in sanitize.PARTS for portable in (False, True)} | {"probes"}
     printed = capsys.readouterr().out
     for what, command in (("compile", "alone with "), (tool, f"run with --tool {tool} ")):
