@@ -9,7 +9,8 @@ The prompt is random embeddings, as is what an image would be encoded to: no enc
 and inputs have habits of trained ones, on which it depends what a sparse attention leaves out. A step is one call of
 the transformer and the sampler; its error to fp32 is measured first, and nothing is timed where the patch errs more
 than its tier may (not with --no-oracle: dense attention in fp32 does not tell how right a sparse one is). With LoRA
-adapters it is also timed without them, and with a new scale at each step.
+adapters it is also timed without them, and with a new scale or another adapter at each step; torch.compile's step after
+a new scale is timed once.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from turbo_rcm_patch.bench.cases import (
     structured_inputs,
 )
 from turbo_rcm_patch.bench.compare import compare
-from turbo_rcm_patch.bench.lora import add_random_lora, lora_variants
+from turbo_rcm_patch.bench.lora import add_random_lora, lora_variants, rescaled_once
 from turbo_rcm_patch.bench.report import comparison_table
 from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.config import CUDA_GRAPH_MODES, resolve_config
@@ -112,6 +113,7 @@ def measure(options: argparse.Namespace, device: torch.device, *, is_first: bool
             **({"ulysses": options.ulysses} if options.ulysses > 1 else {}),
         },
         beside=lora_variants(pipe, config) if options.lora else None,
+        changed=(lambda: rescaled_once(pipe)) if options.lora else None,
     )
     print(comparison.patch_summary, comparison_table(comparison), sep="\n\n")
     if options.json is not None and is_first:
@@ -140,6 +142,8 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.lora and options.ulysses > 1:
         parser.error("--lora is timed on one GPU; leave --ulysses out.")
+    if options.lora and options.steps < 2:
+        parser.error("--lora is timed with changes between two steps; --steps must be 2 at least.")
     if torch.cuda.is_available() and options.ulysses > torch.cuda.device_count():
         parser.error(f"--ulysses {options.ulysses}: PyTorch finds {torch.cuda.device_count()} CUDA GPUs.")
     return options

@@ -46,7 +46,8 @@ class PatchConfig:
             says why.
         residual: "fp16" keeps the residual between the three skips of a bf16 block in fp16, divided by 32: it rounds
             with three more bits, holds values up to 2e6 and below 2e-3 rounds to multiples of 2e-6; models of other
-            dtypes, autograd, and "same" keep it in the model's dtype.
+            dtypes, autograd, blocks in 8 bits whose LoRA is faster so on sm_90, and "same" keep it in the model's
+            dtype.
         tier: the kind of arithmetic (tiers.py), by name or as a Tier, and kept as a Tier: it says which errors are
             allowed, and refuses the options that mean nothing in it, with the reason.
         quantize: in the quantized and the sparse tier, what of a block is computed in 8 bits, any of QUANTIZABLE.

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from turbo_rcm_patch.bench.charts import chart_file, milliseconds, model_of, names_of, real_models
-from turbo_rcm_patch.bench.lora import WITHOUT
+from turbo_rcm_patch.bench.lora import ALONE, RESCALED, SWITCHED, WITHOUT
+from turbo_rcm_patch.bench.variants import COMPILED_AFTER_A_CHANGE
 from turbo_rcm_patch.tiers import BLOCK_SPARSE, EXACT, QUANTIZED, SPARSE
 
 from .cells import bold, speedup, table_of, versions
@@ -71,6 +72,9 @@ STEP_TARGETS = {
 # How many times the step without LoRA one with it may take.
 LORA_TARGETS = {"wan2.1-14b-4-layers-lora-64": 1.03}
 OTHER_LORA_TARGET = 1.06
+# What a step after a change is compared with, and how many milliseconds it may take on top of a patched one.
+UNCHANGED = {RESCALED: "patched", SWITCHED: ALONE, COMPILED_AFTER_A_CHANGE: "torch.compile"}
+CHANGE_LIMIT = 5
 MEMORY_TARGETS = dict.fromkeys(("wan2.2-5b-8-layers", "wan2.2-5b-8-layers-image", "wan2.1-i2v-14b-4-layers"), 1.15)
 # What is asked of a patched decoding: a speed-up over a variant's; and of the stages of a whole video, seconds.
 DECODE_TARGETS = {
@@ -169,9 +173,20 @@ def step_rows(name: str, run: dict) -> list[list[str]]:
             ratio = f"{step / steps[WITHOUT]:.3f}×"
             shown += f" ({ratio if step <= most * steps[WITHOUT] else f'**{ratio}**'} without LoRA)"
             asked = f"≤ {most}× without LoRA"
+        if variant["name"] in UNCHANGED:
+            shown += f" ({_cost_of_a_change(variant, step - steps[UNCHANGED[variant['name']]])})"
+            if variant["name"] != COMPILED_AFTER_A_CHANGE:
+                asked = f"≤ {CHANGE_LIMIT} ms on top, nothing compiled"
         cells = [names_of(run)[variant["name"]], shown, *speedups, asked, memory, error, drift]
         rows.append(["" if rows else label, *cells])
     return rows
+
+
+def _cost_of_a_change(variant: dict, more: float) -> str:
+    """Milliseconds on top of a step without one, and how much was compiled; bold where a patched one misses."""
+    is_ours, compiled = variant["name"] != COMPILED_AFTER_A_CHANGE, variant["compiled"]
+    on_top = bold(f"{more:+.1f} ms", is_ours and more > CHANGE_LIMIT)
+    return f"{on_top}, {bold(f'{compiled} compiled', is_ours and compiled > 0)}"
 
 
 def whole_videos_table(runs: dict) -> str:

@@ -9,6 +9,7 @@ import statistics
 from pathlib import Path
 
 from .lora import BESIDE_A_LORA
+from .variants import COMPILED_AFTER_A_CHANGE
 
 NAMES = {"unpatched": "eager diffusers", "torch.compile": "regional torch.compile"}
 QUANTIZED_RIVALS = {
@@ -53,8 +54,9 @@ def model_of(run: dict) -> str:
 
 
 def milliseconds(variant: dict) -> float:
-    """The median step of a variant."""
-    return statistics.median(variant["timings"]["steps"]) * 1e3
+    """The median step of a variant; of the one that compiles anew after its first, the second."""
+    steps = variant["timings"]["steps"]
+    return 1e3 * (steps[1] if variant["name"] == COMPILED_AFTER_A_CHANGE else statistics.median(steps))
 
 
 def chart_file(path: Path, kind: str) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
 
@@ -14,11 +14,22 @@ from diffusers import DiffusionPipeline
 from ..config import PatchConfig, resolve_config
 from ..patching import Patch
 from ..tiers import EXACT, ErrorLimits
+from .compilations import compilations
 from .decoding import decode_oracle, decoded, latents_for
 from .environment import Environment, describe_environment
 from .metrics import Difference, relative_l2
 from .timing import StageTimings, TimedGeneration, timed_generation
-from .variants import PATCHED, UNPATCHED, Switch, Variants, allocated, context_parallel, single_process
+from .variants import (
+    COMPILED,
+    COMPILED_AFTER_A_CHANGE,
+    PATCHED,
+    UNPATCHED,
+    Switch,
+    Variants,
+    allocated,
+    context_parallel,
+    single_process,
+)
 from .verify import first_call, run_oracle
 
 
@@ -28,6 +39,7 @@ class Variant:
 
     latents, frames: None for the unpatched variant itself; frames also where only latents were made.
     video: frames [F, H, W, 3] in [0, 1] of the first sample, where frames were made.
+    compiled: how many kernels of Triton's and graphs of torch.compile's were compiled in the measured generations.
     step_error, decode_error: relative L2 of the transformer's first output, and of what the VAE decodes of its first
         latents, to the unpatched one's in fp32, where that was run.
     """
@@ -39,6 +51,7 @@ class Variant:
     latents: Difference | None
     frames: Difference | None
     video: np.ndarray | None
+    compiled: int
     step_error: float | None = None
     decode_error: float | None = None
 
@@ -73,6 +86,7 @@ def compare(
     repeats: int = 3,
     settings: dict[str, object] | None = None,
     beside: Mapping[str, Switch] | None = None,
+    changed: Switch | None = None,
 ) -> Comparison:
     """Run ``pipe(**call)`` from the same seed in every variant; the pipeline is left as it was found.
 
@@ -89,6 +103,8 @@ def compare(
     warmups, repeats: unmeasured and measured generations per variant; timings are medians over the measured ones.
     settings: what to record beside the figures, such as the model's name.
     beside: switches of more variants by name, which are timed and not checked.
+    changed: switches on what changes the model after a generation's first step. With torch.compile, which then compiles
+        anew, one such generation comes last, for its second step's time.
     """
     config = resolve_config(config)
     device = torch.device(pipe._execution_device)
@@ -109,21 +125,29 @@ def compare(
     del judge  # its tensors are of no variant's memory
     variants = replace(variants, switches={**variants.switches, **(beside or {})})
     runs = _take_turns(pipe, generate, variants, warmups, repeats, device)
+    if changed is not None and COMPILED in variants.switches:
+        last = {COMPILED_AFTER_A_CHANGE: lambda: _within(variants.switches[COMPILED], changed)}
+        kept = variants.spare_memory + sum(run.left for run in runs.values())
+        runs |= _take_turns(pipe, generate, Variants(last, kept), 0, 1, device)
 
-    medians = {name: StageTimings.median(run.timings[warmups:]) for name, run in runs.items()}
-    results = tuple(
-        _variant(name, medians[name], run.made, medians[UNPATCHED], runs[UNPATCHED].made, errors.get(name, _Errors()))
-        for name, run in runs.items()
-    )
+    base = runs[UNPATCHED]
+    results = tuple(_variant(name, run, base, errors.get(name, _Errors())) for name, run in runs.items())
     return Comparison({**(settings or {}), "seed": seed}, describe_environment(device), runs[PATCHED].summary, results)
+
+
+@contextlib.contextmanager
+def _within(outer: Switch, inner: Switch) -> Iterator[None]:
+    with outer(), inner():
+        yield
 
 
 @dataclass
 class _Runs:
-    """Of one variant: the timings of its generations, what the last one made, what it left allocated in all (bytes),
-    and of the patch its summary."""
+    """Of one variant: the timings of its measured generations and how much was compiled in them, what the last one
+    made, what it left allocated in all (bytes), and of the patch its summary."""
 
     timings: list[StageTimings] = field(default_factory=list)
+    compiled: int = 0
     made: TimedGeneration | None = None
     left: int = 0
     summary: str = ""
@@ -147,12 +171,14 @@ def _take_turns(
                 description = f"{name} {turn + 1}/{warmups + repeats}"
                 pipe.set_progress_bar_config(**{**progress_bar, "desc": description, "leave": False})
                 before = allocated(device)
-                with switch() as applied:
+                with switch() as applied, compilations() as compiled:
                     run.made = _generate_recorded(generate, applied)
                     graph_memory = 0 if applied is None else applied.graph_memory
                     run.summary = "" if applied is None else applied.summary()
                 others = sum(other.left for other in runs.values() if other is not run) + variants.spare_memory
-                run.timings.append(_with_memory(run.made.timings, graph_memory - others))
+                if turn >= warmups:
+                    run.timings.append(_with_memory(run.made.timings, graph_memory - others))
+                    run.compiled += compiled()
                 run.left += allocated(device) - before
     finally:
         pipe.set_progress_bar_config(**progress_bar)
@@ -222,19 +248,13 @@ class _Judge:
             return _Errors(step, relative_l2(decoded(self._pipe.vae, self._latents), self._sample))
 
 
-def _variant(
-    name: str,
-    timings: StageTimings,
-    made: TimedGeneration,
-    base_timings: StageTimings,
-    base: TimedGeneration,
-    errors: _Errors,
-) -> Variant:
+def _variant(name: str, run: _Runs, base: _Runs, errors: _Errors) -> Variant:
+    timings, base_timings = StageTimings.median(run.timings), StageTimings.median(base.timings)
     latents, frames = None, None
-    if made is not base:
-        latents = Difference.of_latents(made.latents, base.latents)
-        if made.frames is not None:
-            frames = Difference.of_frames(torch.from_numpy(made.frames), torch.from_numpy(base.frames))
+    if run is not base:
+        latents = Difference.of_latents(run.made.latents, base.made.latents)
+        if run.made.frames is not None:
+            frames = Difference.of_frames(*(torch.from_numpy(each.made.frames) for each in (run, base)))
     return Variant(
         name=name,
         timings=timings,
@@ -242,7 +262,8 @@ def _variant(
         steps_speedup=sum(base_timings.steps) / sum(timings.steps),
         latents=latents,
         frames=frames,
-        video=None if made.frames is None else made.frames[0],
+        video=None if run.made.frames is None else run.made.frames[0],
+        compiled=run.compiled,
         step_error=errors.step,
         decode_error=errors.decode,
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from diffusers import DiffusionPipeline
@@ -12,12 +13,14 @@ from torch import nn
 
 from ..config import PatchConfig
 from ..patching import Patch, patch
-from .variants import Switch
+from .variants import COMPILED_AFTER_A_CHANGE, Switch
 
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
-BESIDE_A_LORA = WITHOUT, RESCALED = "patched without LoRA", "patched, a new scale at each step"
+WITHOUT, ALONE = "patched without LoRA", "patched, one adapter"
+RESCALED, SWITCHED = "patched, a new scale at each step", "patched, another adapter at each step"
+BESIDE_A_LORA = (WITHOUT, RESCALED, ALONE, SWITCHED, COMPILED_AFTER_A_CHANGE)
 SHARE = 0.3  # of what a projection gives, that random adapters add
-SCALES = (1.0, 0.5)  # in turns
+GOLDEN = 0.618034  # whose multiples come near no earlier one's, by their fractions
 
 
 def add_random_lora(transformer: nn.Module, ranks: Sequence[int], seed: int = 0) -> None:
@@ -39,8 +42,36 @@ def add_random_lora(transformer: nn.Module, ranks: Sequence[int], seed: int = 0)
 
 
 def lora_variants(pipe: DiffusionPipeline, config: PatchConfig) -> dict[str, Switch]:
-    """The patched pipeline with its adapters switched off, and with another scale before each step."""
-    return {WITHOUT: lambda: _switched_off(pipe, config), RESCALED: lambda: _rescaled(pipe, config)}
+    """The patched pipeline with its adapters switched off, and with a scale before each step that it never had; where
+    there are several adapters also with the first one alone, and with another one before each step."""
+    names, scales = pipe.transformer.active_adapters(), _new_scales()
+    rescale = lambda: pipe.transformer.set_adapters(names, next(scales))  # noqa: E731
+    variants = {
+        WITHOUT: lambda: _switched_off(pipe, config),
+        RESCALED: lambda: _patched(pipe, config, _changing(pipe, names, rescale)),
+    }
+    if len(names) > 1:
+        adapters = {ALONE: itertools.repeat(names[0]), SWITCHED: itertools.cycle(names)}
+        variants |= {name: partial(_one_by_one, pipe, config, names, each) for name, each in adapters.items()}
+    return variants
+
+
+def _one_by_one(
+    pipe: DiffusionPipeline, config: PatchConfig, names: Sequence[str], turns: Iterator[str]
+) -> contextlib.AbstractContextManager[Patch]:
+    """One adapter in each step, as its turn comes, of those of these names."""
+    return _patched(pipe, config, _changing(pipe, names, lambda: pipe.transformer.set_adapters([next(turns)])))
+
+
+def rescaled_once(pipe: DiffusionPipeline) -> contextlib.AbstractContextManager[None]:
+    """Within it adapters have another scale from the second step on."""
+    names, scales = pipe.transformer.active_adapters(), itertools.chain((1.0,), itertools.repeat(0.5))
+    return _changing(pipe, names, lambda: pipe.transformer.set_adapters(names, next(scales)))
+
+
+def _new_scales() -> Iterator[float]:
+    """Of 0.5 up to 1, none twice."""
+    return (0.5 + n * GOLDEN % 0.5 for n in itertools.count())
 
 
 @contextlib.contextmanager
@@ -54,19 +85,27 @@ def _switched_off(pipe: DiffusionPipeline, config: PatchConfig) -> Iterator[Patc
 
 
 @contextlib.contextmanager
-def _rescaled(pipe: DiffusionPipeline, config: PatchConfig) -> Iterator[Patch]:
-    """The scale is changed at the end of a step, which it counts to, as does its effect on the next."""
-    transformer, scheduler, scales = pipe.transformer, pipe.scheduler, itertools.cycle(SCALES[::-1])
-    names, step = transformer.active_adapters(), scheduler.step
+def _patched(
+    pipe: DiffusionPipeline, config: PatchConfig, changing: contextlib.AbstractContextManager[None]
+) -> Iterator[Patch]:
+    with changing, patch(pipe, config) as applied:
+        yield applied
 
-    def step_and_rescale(*args, **options):
-        transformer.set_adapters(names, next(scales))
+
+@contextlib.contextmanager
+def _changing(pipe: DiffusionPipeline, names: Sequence[str], change: Callable[[], None]) -> Iterator[None]:
+    """A change before the first step, and at the end of each, which it counts to, as does its effect on the next.
+    Afterwards the adapters of these names are as before."""
+    step = pipe.scheduler.step
+
+    def step_and_change(*args, **options):
+        change()
         return step(*args, **options)
 
-    scheduler.step = step_and_rescale
+    change()
+    pipe.scheduler.step = step_and_change
     try:
-        with patch(pipe, config) as applied:
-            yield applied
+        yield
     finally:
-        del scheduler.step
-        transformer.set_adapters(names, SCALES[0])
+        del pipe.scheduler.step
+        pipe.transformer.set_adapters(names, 1.0)

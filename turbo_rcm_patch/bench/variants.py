@@ -21,6 +21,7 @@ from ..patching import Patch, patch
 from ..tiers import BLOCK_SPARSE, EXACT
 
 UNPATCHED, COMPILED, PATCHED = "unpatched", "torch.compile", "patched"
+COMPILED_AFTER_A_CHANGE = "torch.compile, the step after a new scale"
 # Beside a patch of a tier that errs more: what does so without it, if torchao is there, and the patch that does not;
 # beside block-sparse attention the patch whose attention is dense.
 TORCHAO, EXACT_PATCH, DENSE_PATCH = "torchao float8 + torch.compile", "patched exactly", "patched, dense in 8 bits"

@@ -99,6 +99,21 @@ def projection_with_skip(
     return _step(partial(_linear_skip, read, skip_options), read, call, **options)
 
 
+def why_not_beside_lora(linear: nn.Module, residual: torch.dtype, call: Call) -> str | None:
+    """Why a linear with a gated skip loses the kernel for sm_90 to its LoRA where the residual has a dtype and not the
+    call's, in a few words; None where it does not."""
+    read = call.read(linear)
+    if not (read.are_quantized and read.has_lora) or call.gate != "sample" or call.choose()[1] is not None:
+        return None
+    weight = quantized_weight(read.first)
+    sizes = call.device, weight.format, call.tokens, *weight.values.shape
+    in_each = (
+        kernels.gemm_kernel(*sizes, samples=call.batch, result=dtype, gated=dtype, low_rank=True)
+        for dtype in (call.dtype, residual)
+    )
+    return None if len(set(in_each)) == 1 else "for LoRA's kernel on sm_90"
+
+
 def _linear_skip(read, skip_options, implementation, a, residual, gate=None):
     weight = quantized_weight(read.first)
     a = in_8_bits(a, weight.format, implementation)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from .plan import Call
+from .quantized_layers import why_not_beside_lora
 
 
 class Storage(NamedTuple):
-    """In dtype, divided by scale."""
+    """In dtype, divided by scale. reason: why not as it is asked for, in a few words, if so."""
 
     dtype: torch.dtype
     scale: float = 1.0
+    reason: str | None = None
 
     def as_meant(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A stored x [B, S, C], multiplied, in dtype."""
@@ -21,7 +25,8 @@ class Storage(NamedTuple):
 
     def __str__(self) -> str:
         divided = "" if self.scale == 1 else f", divided by {self.scale:g}"
-        return f"{str(self.dtype).removeprefix('torch.')}{divided}"
+        because = "" if self.reason is None else f" ({self.reason})"
+        return f"{str(self.dtype).removeprefix('torch.')}{divided}{because}"
 
 
 # Rounding the residual after each of three skips is most of a bf16 block's error. fp16 rounds with three more bits;
@@ -30,7 +35,10 @@ class Storage(NamedTuple):
 HELD = Storage(torch.float16, 32.0)
 
 
-def residual_between_skips(call: Call) -> Storage:
-    """How the residual is stored between a block's first skip and its last."""
-    held = call.config.residual == "fp16" and call.dtype == torch.bfloat16 and call.derivative is None
-    return HELD if held else Storage(call.dtype)
+def residual_between_skips(call: Call, gated: Iterable[nn.Module]) -> Storage:
+    """How the residual is stored between a block's first skip and its last. gated: the linears before skips with a
+    gate, of which none is to lose its faster kernel."""
+    if call.config.residual != "fp16" or call.dtype != torch.bfloat16 or call.derivative is not None:
+        return Storage(call.dtype)
+    reason = next(filter(None, (why_not_beside_lora(linear, HELD.dtype, call) for linear in gated)), None)
+    return HELD if reason is None else Storage(call.dtype, reason=reason)

@@ -94,8 +94,9 @@ def transformer_section(name: str, transformer: nn.Module) -> Section:
         title = f"{len(getattr(transformer, blocks.name))} {blocks.name}"
         rows = list(plan_rows(transformer, blocks))
         tables.append((_title(name, transformer, title, compute_dtype(transformer)), rows))
-    _, first = next(family.blocks[0].of(transformer))
-    notes = [f"residual between a block's skips: {current_plan(transformer, first).residual}"]
+    first, *others = (block for _, block in family.blocks[0].of(transformer))
+    stored = dict.fromkeys(str(current_plan(transformer, block).residual) for block in (first, *others))
+    notes = [f"residual between a block's skips: {'; '.join(stored)}"]
     config, device = state_of(first).shared.config, get_module_execution_device(transformer)
     notes += filter(None, [weights_note(transformer), _exact_steps(config)])
     notes += [*_measurements(device), *beside_exact(_slower(config, device))]

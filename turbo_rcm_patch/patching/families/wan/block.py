@@ -209,13 +209,23 @@ class BlockPlan:
 
 def decide(attention_class: type, block: nn.Module, call: Call) -> BlockPlan:
     """The plan of a block, whose attentions are of a class, for a kind of call."""
-    given, between = Storage(call.dtype), residual_between_skips(call)
+    gated = _linears_with_a_gated_skip(block, attention_class, call)
+    given, between = Storage(call.dtype), residual_between_skips(call, gated)
     return BlockPlan(
         _self_attention(block, attention_class, call, given, between),
         _cross_attention(block, attention_class, call, between),
         _feed_forward(block, call, between, given),
         between,
     )
+
+
+def _linears_with_a_gated_skip(block, attention_class: type, call: Call) -> Iterator[nn.Module]:
+    """Those of the sub-layers that are not called as a whole."""
+    fuse, reason = call.config.fuse, call.why_whole or why_not_fused_attention(block.attn1, attention_class)
+    if "self_attention" in fuse and reason is None:
+        yield block.attn1.to_out[0]
+    if "feed_forward" in fuse and why_not_plain(block.ffn, FeedForward) is None:
+        yield block.ffn.net[2]
 
 
 def _self_attention(block, attention_class: type, call: Call, stored: Storage, result: Storage):

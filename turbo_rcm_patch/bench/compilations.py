@@ -1,0 +1,29 @@
+"""How often something is compiled."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from torch._dynamo.utils import counters
+from triton import knobs
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[Callable[[], int]]:
+    """Gives a function that says how many kernels Triton and how many graphs torch.compile has compiled within."""
+    kernels, graphs, hook = [], _graphs(), knobs.runtime.jit_post_compile_hook
+
+    def counted(*arguments, **options):
+        kernels.append(None)
+        return None if hook is None else hook(*arguments, **options)
+
+    knobs.runtime.jit_post_compile_hook = counted
+    try:
+        yield lambda: len(kernels) + _graphs() - graphs
+    finally:
+        knobs.runtime.jit_post_compile_hook = hook
+
+
+def _graphs() -> int:
+    return counters["stats"]["unique_graphs"]
