@@ -5,8 +5,8 @@
 
 What is compiled is what the calls in turbo_rcm_patch/kernels/every_launch.py launch. A case fails on: register spills
 (in a kernel that multiplies matrices: where it does), more shared memory than a program may take, ptxas serialising
-wgmma (C7510-C7515), a matmul on sm_90 that does not use its tensor cores (no HGMMA, IGMMA or QGMMA), and a compiler
-that raises or aborts.
+wgmma (C7510-C7515), a matmul on sm_90 that does not use its tensor cores (no HGMMA, IGMMA or QGMMA), unless its tiles
+are smaller than theirs, and a compiler that raises or aborts.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ OPS = (
 )
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
 PROCESSES = 2
+SMALLEST_WGMMA = 64  # rows of a tile
 END = "all cases are compiled"
 ROW = "{:<8}{:<22}{:>6}{:>11}{:>14}{:>7}  {}"
 
@@ -116,7 +117,9 @@ def compile_cases(op: str, architecture: int, sender) -> None:
             if inspection is None:
                 continue
             report = {"registers": inspection.registers, "shared": inspection.shared, "limit": limit}
-            report["problems"] = find_problems(inspection, capability, limit)
+            blocks = [launch.options[name] for name in ("BLOCK_M", "BLOCK_N") if name in launch.options]
+            fits_no_wgmma = max(blocks, default=SMALLEST_WGMMA) < SMALLEST_WGMMA
+            report["problems"] = find_problems(inspection, capability, limit, fits_no_wgmma)
         sender.send(report | {"name": describe(launch)})
     sender.send(END)
 
@@ -131,8 +134,9 @@ def launches_of(op: str, capability: tuple[int, int]) -> list:
         return launches + record_launches(LAUNCHES[op], capability)
 
 
-def find_problems(inspection, capability: tuple[int, int], limit: int) -> list[str]:
-    """Why a compiled case would run badly or not at all on this architecture."""
+def find_problems(inspection, capability: tuple[int, int], limit: int, fits_no_wgmma: bool = False) -> list[str]:
+    """Why a compiled case would run badly or not at all on this architecture. fits_no_wgmma: its tiles are smaller than
+    those of sm_90's tensor cores."""
     problems = []
     if inspection.spills_matter:
         problems.append(f"{inspection.spills} bytes of register spills ({inspection.registers} registers)")
@@ -140,7 +144,7 @@ def find_problems(inspection, capability: tuple[int, int], limit: int) -> list[s
         problems.append(f"{inspection.shared} bytes of shared memory; a program may take {limit}")
     problems += inspection.warnings
     uses_wgmma = any(inspection.count(opcode) for opcode in ("HGMMA", "IGMMA", "QGMMA"))
-    if capability == (9, 0) and inspection.has_low_precision_dot and not uses_wgmma:
+    if capability == (9, 0) and inspection.has_low_precision_dot and not fits_no_wgmma and not uses_wgmma:
         problems.append("its matmul does not use wgmma")
     return problems
 

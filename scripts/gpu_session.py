@@ -34,12 +34,12 @@ DECODED = ("--layers", "1", "--steps", "1", "--decode", "--repeats", "3")  # for
 SIZE_OF_LORA = ("--layers", "4", "--height", "480", "--width", "832", "--repeats", "3")
 LORA = (*END_TO_END, "wan2.1-14b", *SIZE_OF_LORA, "--lora")
 LEFT_OUT = ("--structured", "--no-oracle", "--repeats", "3")  # of attention that leaves key blocks out
+SANITIZERS = ("memcheck", "racecheck")
 # Steps that show whether something holds, and those whose figures go into the results file.
 CHECKS = {
     "tests": ("-m", "pytest", "-m", "gpu", "-q", "-n", "16", "tests"),
     "info": (*CLI, "info"),
-    "memcheck": ("scripts/sanitize_kernels.py", "--tool", "memcheck"),
-    "racecheck": ("scripts/sanitize_kernels.py", "--tool", "racecheck"),
+    **{tool: ("scripts/sanitize_kernels.py", "--tool", tool) for tool in SANITIZERS},
 }
 MEASUREMENTS = {
     "verify": (*CLI, "verify"),
@@ -113,6 +113,8 @@ def main(argv: list[str] | None = None) -> int:
             results.keep_run(name, json.loads(figures.read_text()))
         if name == "tests":
             results.keep_tests(code, log.read_text())
+        if name in SANITIZERS:
+            results.keep_sanitizer(name, code)
     width = max((len(name) for name, _, _ in rows), default=4)
     print(f"\n{'step':{width}}  result    seconds")
     for name, code, seconds in rows:
@@ -150,7 +152,8 @@ def run(command: tuple[str, ...], log: Path, figures: Path | None) -> tuple[int,
 
 
 class ResultsFile:
-    """The results of one kind of GPU, named after it: its runs by name, and the versions that its tests passed with."""
+    """The results of one kind of GPU, named after it: its runs by name, the versions that its tests passed with, and
+    what compute-sanitizer said."""
 
     def __init__(self, folder: Path, gpu: str):
         self._path = folder / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
@@ -169,6 +172,12 @@ class ResultsFile:
         entry = {"ok": code == 0, **counts, "environment": environment}
         others = [other for other in self._read()["tests"] if _versions(other) != _versions(entry)]
         self._write({**self._read(), "tests": [*others, entry]})
+
+    def keep_sanitizer(self, tool: str, code: int) -> None:
+        """Put what a tool of compute-sanitizer said in place of what it said before."""
+        results = self._read()
+        entry = {"ok": code == 0, "environment": asdict(describe_environment("cuda"))}
+        self._write({**results, "sanitizers": {**results.get("sanitizers", {}), tool: entry}})
 
     def _read(self) -> dict:
         return {**self._empty, **(json.loads(self._path.read_text()) if self._path.exists() else {})}

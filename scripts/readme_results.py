@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 from result_tables.cells import chart, versions
@@ -19,11 +18,12 @@ from result_tables.ops import (
     implementations_table,
     ops_table,
     parts_table,
+    sanitizers_sentence,
     tests_table,
     traffic_table,
 )
 from result_tables.steps import short_steps, steps_table, whole_videos_table
-from result_tables.tiny_model import LORA, SPARSE, TRAINING, evaluated, lora_table, short_evaluation, sparse_table
+from result_tables.tiny_model import LORA, SPARSE, TRAINING, evaluated, lora_table, sparse_table
 from writeup import write as write_writeup
 
 from turbo_rcm_patch.bench.block_sparsity import block_sparsity_page
@@ -32,7 +32,6 @@ from turbo_rcm_patch.bench.charts import draw_charts, whole_videos
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = "README.md"  # in the folder of results
 MEASURED = "<!-- measured: written by scripts/readme_results.py -->", "<!-- end of measured -->"
-EVALUATED = "<!-- evaluated: written by scripts/readme_results.py -->", "<!-- end of evaluated -->"
 WRITEUP = "nvidia-h200.json"  # which docs/writeup.md tells of
 CONVERSION = "conversion.json"  # of scripts/benchmark_conversion.py, which needs no GPU
 BLOCK_SPARSITY = "block-sparse-tiny.json"  # of scripts/measure_block_sparsity.py, nor does that
@@ -64,10 +63,13 @@ def result_files(folder: Path) -> list[Path]:
 
 
 def with_results(text: str, folder: Path) -> str:
-    """The README's text with the sections between its markers rendered from the folder's results files."""
-    files = {path: json.loads(path.read_text()) for path in result_files(folder)}
-    text = _replace(text, MEASURED, (short_steps(path, results["runs"]) for path, results in files.items()))
-    return _replace(text, EVALUATED, (short_evaluation(results["runs"]) for results in files.values()))
+    """The README's text with what is between its markers, if any, rendered from the folder's results files."""
+    if MEASURED[0] not in text:
+        return text
+    before, rest = text.split(MEASURED[0])
+    after = rest.split(MEASURED[1])[1]
+    sections = (short_steps(path, json.loads(path.read_text())["runs"]) for path in result_files(folder))
+    return f"{before}{MEASURED[0]}\n" + "\n".join(filter(None, sections)) + f"{MEASURED[1]}{after}"
 
 
 def results_page(folder: Path) -> str:
@@ -78,6 +80,7 @@ def results_page(folder: Path) -> str:
         results = json.loads(path.read_text())
         parts.append(f"## {results['gpu']}\n")
         parts.append(_measured(path, results["runs"], results.get("tests", [])))
+        parts.append(sanitizers_sentence(results.get("sanitizers", {})))
         parts.append(evaluated(path.name, results["runs"], training))
     if (folder / BLOCK_SPARSITY).exists():
         parts.append(block_sparsity_page(json.loads((folder / BLOCK_SPARSITY).read_text()), BLOCK_SPARSITY))
@@ -86,15 +89,6 @@ def results_page(folder: Path) -> str:
     if (folder / LORA).exists():
         parts.append(lora_table(json.loads((folder / LORA).read_text())))
     return "\n".join(filter(None, parts))
-
-
-def _replace(text: str, markers: tuple[str, str], sections: Iterable[str]) -> str:
-    """The text with the sections between the markers; as it was where it has no such markers."""
-    if markers[0] not in text:
-        return text
-    before, rest = text.split(markers[0])
-    after = rest.split(markers[1])[1]
-    return f"{before}{markers[0]}\n" + "\n".join(filter(None, sections)) + f"{markers[1]}{after}"
 
 
 def _measured(path: Path, runs: dict, tests: list[dict]) -> str:

@@ -95,6 +95,16 @@ def test_tests_are_kept_with_their_versions_and_commit(tmp_path, monkeypatch, gp
     assert len(json.loads(path.read_text())["tests"]) == 2
 
 
+@pytest.mark.parametrize("code", [0, 1])
+def test_what_compute_sanitizer_says_is_kept(tmp_path, monkeypatch, gpu, code):
+    monkeypatch.setattr(gpu_session, "CHECKS", {"racecheck": ("-c", f"exit({code})")})
+    monkeypatch.setattr(gpu_session, "describe_environment", lambda device: describe_environment("cpu"))
+    monkeypatch.setenv("TURBO_RCM_PATCH_COMMIT", "0123abc")
+    assert session(tmp_path, "racecheck") == code
+    kept = json.loads((tmp_path / "results/nvidia-geforce-x-2-test.json").read_text())["sanitizers"]
+    assert (kept["racecheck"]["ok"], kept["racecheck"]["environment"]["commit"]) == (code == 0, "0123abc")
+
+
 def test_steps_for_more_gpus_are_left_out_unless_asked_for(monkeypatch, capsys):
     monkeypatch.setattr(gpu_session, "CHECKS", {})
     monkeypatch.setattr(gpu_session, "MEASUREMENTS", {"one": (), "two": ()})

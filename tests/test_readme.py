@@ -68,6 +68,15 @@ def test_failed_gpu_tests_are_bold():
     assert "| 71 | **3** |" in ops.tests_table([{**_tests_entry(), "ok": False, "failed": 2, "error": 1}])
 
 
+def test_the_page_says_what_compute_sanitizer_found(tmp_path):
+    environment = {"commit": "0123456789abcdef"}
+    sanitizers = {"memcheck": {"ok": True, "environment": environment}, "racecheck": {"ok": False, "environment": {}}}
+    results = {"gpu": "NVIDIA X", "runs": {}, "tests": [], "sanitizers": sanitizers}
+    (tmp_path / "nvidia-x.json").write_text(json.dumps(results))
+    page = readme_results.results_page(tmp_path)
+    assert "memcheck passes at commit 0123456789ab, racecheck **fails** at commit unknown." in page
+
+
 def _tests_entry():
     environment = {"torch": "2.11", "triton": "3.6", "diffusers": "0.42", "commit": "0123456789abcdef"}
     return {"ok": True, "passed": 71, "environment": environment}
@@ -263,9 +272,6 @@ def test_an_evaluation_and_its_training_become_a_table(tmp_path):
     assert "77 held-out captions" in section
     assert "1.5 minutes on one GPU X" in section
     assert "`x.json`" in section
-    short = tiny_model.short_evaluation({"evaluate": evaluation})
-    assert "videos show 95.6 % in 4 steps (GPU X)" in short
-    assert tiny_model.short_evaluation({}) == ""
 
     evaluation["results"].append({**result, "accuracy": accuracy(0.949)})
     section = tiny_model.evaluated("x.json", {"evaluate": evaluation}, None)

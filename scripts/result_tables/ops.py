@@ -26,6 +26,15 @@ def tests_table(tests: list[dict]) -> str:
     return table_of(TESTS_HEADER, rows)
 
 
+def sanitizers_sentence(sanitizers: dict) -> str:
+    """Which tools of compute-sanitizer passed all kernels, of which commit; empty where none ran."""
+    said = []
+    for tool, run in sanitizers.items():
+        verdict = "passes" if run["ok"] else "**fails**"
+        said.append(f"{tool} {verdict} at commit {(run['environment'].get('commit') or 'unknown')[:12]}")
+    return f"All kernels under compute-sanitizer: {', '.join(said)}.\n" if said else ""
+
+
 def parts_table(run: dict) -> str:
     """What the parts of blocks err in a tier that errs more, over all blocks and checked steps."""
     settings, rows = run["settings"], []

@@ -92,22 +92,5 @@ def lora_table(results: dict) -> str:
     )
 
 
-def short_evaluation(runs: dict) -> str:
-    """The README's sentence: how much of the captions the patched embedded model shows."""
-    evaluation = runs.get("evaluate", {"results": []})
-    exact = [result for result in evaluation["results"] if result["variant"] == "exact"]
-    if not exact:
-        return ""
-    shares, steps = (", ".join(values) for values in zip(*map(_share_and_steps, exact), strict=True))
-    return (
-        f"\nOf what {evaluation['settings']['n']} held-out captions ask for, the patched model's videos show {shares} "
-        f"% in {steps} steps ({evaluation['environment']['gpu']}).\n"
-    )
-
-
-def _share_and_steps(result: dict) -> tuple[str, str]:
-    return percent(result["accuracy"]["overall"]["share"]), str(result["steps"])
-
-
 def _accuracy_targets() -> str:
     return ", ".join(f"{100 * share:.0f} in {steps} steps" for steps, share in ACCURACY_TARGETS.items())

@@ -54,6 +54,7 @@ def test_spills_that_do_not_matter_pass(gate):
 def test_wgmma_is_expected_of_matmuls_on_hopper_only(gate):
     slow = inspection("HMMA.16816.F32.BF16")
     assert gate.find_problems(slow, (9, 0), 2000) == ["its matmul does not use wgmma"]
+    assert gate.find_problems(slow, (9, 0), 2000, fits_no_wgmma=True) == []
     assert gate.find_problems(slow, (8, 0), 2000) == []
     assert gate.find_problems(inspection("FFMA", has_low_precision_dot=False), (9, 0), 2000) == []
 

@@ -49,10 +49,14 @@ FLOAT32_TILES = {  # without tensor cores all are alike
     "grad_kv": (Tile(16, 64, 8, 2), Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
     "grad_q": (Tile(32, 32, 8, 2), Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
 }
+# Rows that are no multiple of 16 bytes are read element by element, whose addresses take many registers.
+ODD_TILE, ODD_FLOAT32_TILE = Tile(32, 32, 8, 2), Tile(16, 16, 8, 2)
 
 
 def choose_tile(kernel: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> Tile:
     """The tile of kernel "attention", "grad_kv" or "grad_q" on a GPU of this compute capability."""
+    if head_dim * dtype.itemsize % 16:
+        return ODD_FLOAT32_TILE if dtype == torch.float32 else ODD_TILE
     width = 0 if head_dim <= 64 else 1 if head_dim <= 128 else 2
     if dtype == torch.float32:
         tiles = FLOAT32_TILES

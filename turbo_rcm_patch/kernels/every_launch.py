@@ -44,7 +44,8 @@ ROWS = (4096, 1536, 768, 256)
 RANK = 128
 DEPTHS = (CHANNELS, CHANNELS - 1)  # of a matrix that TMA and wide loads can read, and of one that they cannot
 MATRICES = (*product((FP32, BF16), ROWS, DEPTHS), *product((FP16,), ROWS[:1], DEPTHS))  # dtype, rows and depth
-ATTENTIONS = (*product((FP32, BF16), (64, 128, 256)), (BF16, 80), (FP16, 128))  # dtype and head_dim
+ODD_ROWS = ((FP32, 81), (BF16, 81), (BF16, 100), (BF16, 250))  # no multiple of 16 bytes
+ATTENTIONS = (*product((FP32, BF16), (64, 128, 256)), (BF16, 80), (FP16, 128), *ODD_ROWS)  # dtype and head_dim
 
 
 def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Gluon, in which the kernels for sm_90 are written, differs between releases of Triton: in names, and from 3.9 on in
 what assembles the kernels.
 
-Triton 3.9 assembles for sm_90 with the ptxas of CUDA 13.4, which spills registers in the kernels' loops, 556 bytes in
-the attention's. That of CUDA 12.9, which Triton brings along for older GPUs, spills none there. `jit` has kernels
+Triton 3.9 assembles for sm_90 with the ptxas of CUDA 13.4, which spills registers in the kernels' loops
+(results/designs.md). That of CUDA 12.9, which Triton brings along for older GPUs, spills none there. `jit` has kernels
 assembled with it.
 """
 
