@@ -11,6 +11,8 @@ def test_published_times():
     four = [1, 0.9375, 0.83333333, 0.625]
     assert RECIPES["lightx2v"].sigmas == pytest.approx(four)
     assert RECIPES["lightning"].sigmas == pytest.approx(four)
+    assert RECIPES["lightx2v-flf2v"].sigmas == pytest.approx([1, 0.9796, 0.9412, 0.8421], abs=5e-5)
+    assert RECIPES["lightx2v-nvfp4-i2v"].sigmas == pytest.approx([1, 21 / 22, 7 / 8, 7 / 10])  # shift 7
     for name in ("fastwan", "causvid"):
         assert RECIPES[name].timesteps == (1000, 757, 522)
         assert RECIPES[name].sigmas == pytest.approx([1, 0.75675672, 0.52173914], rel=1e-7)
@@ -21,7 +23,7 @@ def test_published_times():
         "turbowan": 80,
         "turbowan-i2v": 200,
     }
-    assert [recipe.steps for recipe in RECIPES.values()] == [4, 4, 4, 4, 3, 4, 4, 3, 9]
+    assert [recipe.steps for recipe in RECIPES.values()] == [4, 4, 4, 4, 3, 4, 4, 4, 4, 3, 9]
     assert shifted([1, 0.75, 0.5, 0.25], 16) == pytest.approx([1, 0.9796, 0.9412, 0.8421], abs=5e-5)
 
 
@@ -34,6 +36,8 @@ def test_solvers_and_states():
         "turbowan-i2v": ("euler", "float64"),
         "fastwan": ("lcm", "model"),
         "lightx2v": ("euler", "bfloat16"),
+        "lightx2v-flf2v": ("euler", "bfloat16"),
+        "lightx2v-nvfp4-i2v": ("euler", "bfloat16"),
         "lightning": ("euler", "float32"),
         "causvid": ("lcm", "model"),
         "causvid-lora": ("euler", "float32"),

@@ -15,7 +15,6 @@ from turbo_rcm_patch.scheduler import (
     euler_step,
     lcm_step,
     model_timesteps,
-    rcm_step,
     rcm_times,
     scheduler_of,
     sde_step,
@@ -88,9 +87,9 @@ def test_equals_the_published_sampler(steps, stochastic):
 def test_pure_steps():
     x, v, noise = torch.randn(3, 5, dtype=torch.float64)
     x0 = x - 0.8 * v
-    torch.testing.assert_close(rcm_step(x, v, 0.8, 0.3, noise), 0.7 * x0 + 0.3 * noise)
-    torch.testing.assert_close(rcm_step(x, v, 0.8, 0.3, None), 0.7 * x0 + 0.3 * (x0 + v))
-    torch.testing.assert_close(rcm_step(x, v, 0.8, 0.0, noise), x0)
+    torch.testing.assert_close(sde_step(x, v, 0.8, 0.3, noise), 0.7 * x0 + 0.3 * noise)
+    torch.testing.assert_close(euler_step(x, v, 0.8, 0.3), 0.7 * x0 + 0.3 * (x0 + v))
+    torch.testing.assert_close(sde_step(x, v, 0.8, 0.0, noise), x0)
 
 
 @pytest.mark.parametrize("steps", STEPS)
@@ -142,7 +141,7 @@ def test_generators():
     for row, seed in enumerate((1, 2)):
         noise = torch.randn(1, 5, generator=seeded(seed))[0]
         t, t_next = rcm_times(4)[:2].tolist()
-        torch.testing.assert_close(rows[row], rcm_step(x[row].double(), v[row].double(), t, t_next, noise))
+        torch.testing.assert_close(rows[row], sde_step(x[row].double(), v[row].double(), t, t_next, noise))
     with pytest.raises(ValueError, match="3 generators for a batch of 2"):
         step(bound=[seeded(i) for i in range(3)])
 

@@ -98,14 +98,14 @@ def shifted(sigmas: Sequence[float], shift: float) -> tuple[float, ...]:
 _DMD_TIMESTEPS = (1000.0, 757.0, 522.0)
 _DMD_TABLE = shifted([s / 1000 for s in range(1000, 0, -1)], 8.0)
 _DMD_SIGMAS = tuple(min(_DMD_TABLE, key=lambda sigma: abs(1000 * sigma - t)) for t in _DMD_TIMESTEPS)
-_FOUR_STEPS = shifted((1.0, 0.75, 0.5, 0.25), 5.0)
+_QUARTERS = (1.0, 0.75, 0.5, 0.25)
 
 _RCM = {"solver": "sde", "round_timesteps_to_bf16": True, "state_dtype": "float64"}
 # The experts of Wan 2.2 change at 0.9; the authors' command for image to video takes the deterministic solver.
 _RCM_I2V = {**_RCM, "solver": "euler", "sigma_max": 200.0, "boundary": 0.9}
 _DMD = {"solver": "lcm", "sigmas": _DMD_SIGMAS, "timesteps": _DMD_TIMESTEPS, "state_dtype": "model"}
 # Wan 2.2's boundaries, 0.875 and 0.9, both let these four times change experts after the second.
-_EULER = {"solver": "euler", "sigmas": _FOUR_STEPS, "boundary": 0.875}
+_EULER = {"solver": "euler", "sigmas": shifted(_QUARTERS, 5.0), "boundary": 0.875}
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -116,6 +116,8 @@ RECIPES: dict[str, Recipe] = {
         Recipe("turbowan-i2v", **_RCM_I2V),
         Recipe("fastwan", **_DMD),
         Recipe("lightx2v", **_EULER, state_dtype="bfloat16"),
+        Recipe("lightx2v-flf2v", "euler", sigmas=shifted(_QUARTERS, 16.0), state_dtype="bfloat16"),
+        Recipe("lightx2v-nvfp4-i2v", "euler", sigmas=shifted(_QUARTERS, 7.0), state_dtype="bfloat16"),
         Recipe("lightning", **_EULER),
         Recipe("causvid", **_DMD),
         # Of the LoRA its authors publish no sampler; these are the times that other tools run it with.

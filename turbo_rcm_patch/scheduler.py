@@ -90,18 +90,6 @@ def lcm_step(
     return ((1 - t_next) * x0.to(at_least_fp32) + t_next * noise.to(at_least_fp32)).to(dtype)
 
 
-def rcm_step(
-    sample: torch.Tensor, velocity: torch.Tensor, t: float, t_next: float, noise: torch.Tensor | None
-) -> torch.Tensor:
-    """One step from time t to t_next, for fp64 sample and velocity; with noise (fp32) the SDE, without it the ODE.
-
-    SDE: predict x_0, then noise it anew: ``(1 − t_next)·(x − t·v) + t_next·ε``. ODE: ``x − (t − t_next)·v``.
-    """
-    if noise is None:
-        return euler_step(sample, velocity, t, t_next)
-    return sde_step(sample, velocity, t, t_next, noise)
-
-
 class FewStepScheduler(SchedulerMixin, ConfigMixin):
     """A few-step sampler as a diffusers scheduler for rectified-flow models such as Wan.
 

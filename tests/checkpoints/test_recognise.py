@@ -12,6 +12,7 @@ from turbo_rcm_patch.checkpoints.recognise import (
     checkpoint_by_keys,
     ignored_parts,
     lora_by_contents,
+    lora_claims,
     odd_names,
 )
 from turbo_rcm_patch.recipes import RECIPES
@@ -34,6 +35,11 @@ PUBLISHED = {
         "wan2.2_i2v_A14b_high_noise_lora_rank64_lightx2v_4step_1022.safetensors",
         "lightx2v/Wan2.1-T2V-14B-StepDistill-CfgDistill-Lightx2v",
     ],
+    "lightx2v-flf2v": [
+        "wan2.1_flf2v_720p_lightx2v_4step.safetensors",
+        CACHE.format("lightx2v--Wan2.1-FLF2V-14B-StepDistill", "loras/lora.safetensors"),
+    ],
+    "lightx2v-nvfp4-i2v": ["wan2.1_i2v_480p_nvfp4_lightx2v_4step.safetensors"],
     "lightning": [
         "Wan2.2-T2V-A14B-4steps-lora-rank64-Seko-V1.1/high_noise_model.safetensors",
         CACHE.format("lightx2v--Wan2.2-Lightning", "Wan2.2-T2V-A14B-4steps-lora-250928/low_noise_model.safetensors"),
@@ -47,7 +53,7 @@ PUBLISHED = {
 def test_published_names(recipe, name):
     assert recipe in RECIPES
     assert by_name(name).recipe == recipe
-    assert by_name(Path(name)).by_name
+    assert not by_name(Path(name)).alone
 
 
 @pytest.mark.parametrize(
@@ -57,6 +63,8 @@ def test_published_names(recipe, name):
         "my_lora.safetensors",
         "forcmd.safetensors",
         "high_noise_model.safetensors",
+        "/home/me/turbo_rcm_patch/style.safetensors",
+        "/home/me/turbo-rcm-patch/models/style.safetensors",
         "",
     ],
 )
@@ -73,19 +81,35 @@ def recognised(make, experts=1, drop=None, **options):
     file = make(tiny_wan_transformer(), **options)
     tensors = {key: tensor for key, tensor in file.tensors.items() if drop is None or drop not in key}
     found = lora_by_contents(read_lora(tensors, file.model), file.model, experts)
-    return found and (found.recipe, found.by_name)
+    assert found is None or found.alone == "its contents"
+    return found and found.recipe
 
 
 def test_by_contents_alone():
-    assert recognised(lora_files.lightx2v, rank=64) == ("lightx2v", False)
-    assert recognised(lora_files.lightx2v, rank=32) == ("causvid", False)
-    assert recognised(lora_files.lightning, rank=64, experts=2) == ("lightning", False)
+    assert recognised(lora_files.lightx2v, rank=64) == "lightx2v"
+    assert recognised(lora_files.lightx2v, rank=32) == "causvid"
+    assert recognised(lora_files.lightning, rank=64, experts=2) == "lightning"
     assert recognised(lora_files.lightning, rank=64, experts=1) is None
     assert recognised(lora_files.lightning, rank=32, experts=2) is None
     assert recognised(lora_files.lightx2v, rank=128) is None
     assert recognised(lora_files.lightx2v, rank=64, drop="blocks.1.ffn.2.") is None
     assert recognised(lora_files.lightx2v, rank=64, drop=".diff") is None
     assert recognised(lora_files.diffusers, experts=2) is None
+
+
+def claims(path, make=lora_files.kohya, **options):
+    file = make(tiny_wan_transformer(), **options)
+    found = lora_claims(Path(path), read_lora(file.tensors, file.model), file.model, 1)
+    return [(claim.recipe, claim.alone) for claim in found]
+
+
+def test_a_folder_s_name_is_held_against_the_contents():
+    assert claims("turbo_rcm_patch/lora.safetensors") == []
+    assert claims("rcm/lora.safetensors") == [("rcm", "a folder's name")]
+    assert claims("rcm/lora.safetensors", lora_files.lightx2v) == [("rcm", ""), ("lightx2v", "its contents")]
+    assert claims("rcm/my_lightx2v.safetensors", lora_files.lightx2v, rank=32) == [("lightx2v", "")]
+    agreeing = [("lightx2v-flf2v", ""), ("lightx2v-flf2v", "its contents")]
+    assert claims("lightx2v/flf2v.safetensors", lora_files.lightx2v) == agreeing
 
 
 def test_keys_of_whole_models():

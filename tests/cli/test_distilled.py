@@ -97,6 +97,26 @@ def test_a_model_that_is_known_to_be_another_is_not_sampled_as_rcm(models, tmp_p
     assert "lightning (the pipeline's own): 4 steps" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("variant", "name", "told"),
+    [
+        ("wan22_i2v", "TurboWan2.2-I2V-A14B-720P-Diffusers", "turbowan-i2v (named {}): 4 steps (euler)"),
+        ("wan22_i2v", "rCM-Wan2.2-I2V-Diffusers", "rcm-i2v (named {}): 4 steps (euler)"),
+        ("wan22", "TurboWan2.1-T2V-1.3B-Diffusers", "turbowan (named {}): 4 steps (sde)"),
+    ],
+)
+def test_a_named_checkpoint_is_sampled_as_use_distilled_does(tmp_path, capsys, variant, name, told):
+    tiny_wan_pipeline(variant).save_pretrained(tmp_path / name)
+    argv = ["generate", "a fox", "-o", str(tmp_path / "out.mp4"), *SMALL, "--no-patch", "--model", str(tmp_path / name)]
+    if variant == "wan22_i2v":
+        iio.imwrite(tmp_path / "first.png", np.full((32, 48, 3), 90, dtype=np.uint8))
+        argv += ["--image", str(tmp_path / "first.png")]
+    assert main(argv) == 0
+    printed = capsys.readouterr().out
+    assert told.format(name) in printed
+    assert ("the experts change at 900" in printed) == (variant == "wan22_i2v")
+
+
 def test_scales_are_told_from_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "odd:1").touch()

@@ -2,6 +2,7 @@
 
 import json
 import pwd
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -298,7 +299,8 @@ def test_without_a_home_the_package_can_be_imported(monkeypatch):
         (["--device", "cpu"], "PyTorch finds none here"),
         (["--device", "cuda"], "PyTorch finds no CUDA GPU"),
         (["--config", "flux"], "--config flux is unknown; accepted are wan2.1-1.3b"),
-        (["--model", "nowhere"], "--model: nowhere holds no transformer"),
+        (["--model", "Wan-AI/Wan2.1"], "--model Wan-AI/Wan2.1: no such folder; give the downloaded folder"),
+        (["--model", str(Path(__file__).parent)], "holds no transformer"),
         (["--frames", "6"], "--frames 6 is not 4k+1; try 5"),
     ],
 )

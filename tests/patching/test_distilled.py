@@ -163,6 +163,32 @@ def test_an_unknown_file_lists_every_recipe_and_changes_nothing(tmp_path):
         assert "lightning (as asked for)" in str(handle)
 
 
+def test_a_folder_of_another_recipe_than_the_contents_decides_nothing(tmp_path, caplog):
+    pipe = tiny_wan_pipeline()
+    before = state(pipe)
+    for name in ("turbo_rcm_patch", "rcm"):
+        (tmp_path / name).mkdir()
+    source = lora_files.kohya(pipe.transformer).save(tmp_path / "turbo_rcm_patch/style.safetensors")
+    with pytest.raises(ValueError, match="cannot be recognised"):
+        trp.use_distilled(pipe, source)
+    source = lora_files.lightx2v(pipe.transformer, 64).save(tmp_path / "rcm/lora.safetensors")
+    with pytest.raises(ValueError, match="look like lightx2v and rcm; name how it was distilled with recipe=, one of"):
+        trp.use_distilled(pipe, source)
+    assert_untouched(pipe, before)
+    source = lora_files.kohya(pipe.transformer).save(tmp_path / "rcm/style.safetensors")
+    with trp.use_distilled(pipe, source):
+        assert "told by a folder's name alone; if it is no rcm, pass recipe=" in caplog.text
+
+
+def test_a_loaded_model_whose_name_and_files_contradict_is_an_error(tmp_path):
+    pipe = tiny_wan_pipeline()
+    pipe.transformer.save_pretrained(tmp_path / "rcm")
+    save_file({"blocks.0.to_gate_compress.weight": torch.ones(1)}, tmp_path / "rcm/more.safetensors")
+    pipe.transformer.register_to_config(_name_or_path=str(tmp_path / "rcm"))
+    with pytest.raises(ValueError, match=r"is rcm \(named rcm\) or fastwan \(its files hold .*\); name how"):
+        trp.use_distilled(pipe)
+
+
 @pytest.mark.parametrize(
     ("make", "options", "error", "message"),
     [
@@ -170,6 +196,9 @@ def test_an_unknown_file_lists_every_recipe_and_changes_nothing(tmp_path):
         ("none", {"recipe": 4}, TypeError, "give a Recipe"),
         ("none", {}, ValueError, r"nothing tells how the loaded model \(without a name\).*one of rcm, rcm-i2v"),
         ("none", {"recipe": "rcm", "scale": float("nan")}, ValueError, "scale=nan"),
+        ("none", {"recipe": "rcm", "scale": "0.5"}, TypeError, "scale='0.5'; give a number"),
+        ("number", {}, TypeError, r"source=5; give a path, .* or a pair \(high, low\)"),
+        ("pipeline", {}, ValueError, "is a whole diffusers pipeline, no LoRA; .* leave source out"),
         ("missing", {}, ValueError, "no such file or folder"),
         ("model", {}, ValueError, "holds no LoRA but .* and the like. Load a whole model"),
         ("misfit", {}, ValueError, r"lightx2v\.safetensors: it does not fit the WanTransformer3DModel"),
@@ -183,7 +212,9 @@ def test_errors_change_nothing(make, options, error, message, tmp_path):
         save_file(pipe.transformer.state_dict(), path)
     if make == "misfit":
         lora_files.lightx2v(tiny_wan_pipeline(heads=1).transformer).save(path)
-    source = {"none": None, "pair": (path, path)}.get(make, path)
+    if make == "pipeline":
+        (tmp_path / "model_index.json").touch()
+    source = {"none": None, "number": 5, "pair": (path, path), "pipeline": tmp_path}.get(make, path)
     before = state(pipe)
     with pytest.raises(error, match=message):
         trp.use_distilled(pipe, source, **options)
@@ -301,6 +332,9 @@ def test_a_loaded_checkpoint_is_recognised_by_its_files_and_what_is_ignored_is_s
         assert "4 " in str(handle)
         assert "not used, attention is dense" in str(handle)
     assert "not used, attention is dense" in caplog.text
+    pipe.transformer.blocks[0].attn1.proj_l = torch.nn.Linear(1, 1)  # as where SLA is loaded
+    with trp.use_distilled(pipe) as handle:
+        assert "attention is dense" not in str(handle)
 
 
 def test_a_causvid_lora_has_times_of_its_own(tmp_path):

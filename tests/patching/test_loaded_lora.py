@@ -13,6 +13,7 @@ from turbo_rcm_patch.checkpoints.lora import read_lora
 from turbo_rcm_patch.patching import group_offload, loaded_lora
 from turbo_rcm_patch.patching.loaded_lora import LoadedLora
 
+FREED = trp.PatchConfig(tier="quantized", restorable=False)
 FORMATS = {
     "lightx2v": lora_files.lightx2v,
     "lightning": lambda model: lora_files.lightning(model, 64, (8.0, 64.0, 16.0)),
@@ -201,11 +202,26 @@ def test_what_cannot_be_written_is_named_and_nothing_else_is_lost():
 
     pipe = tiny_wan_pipeline()
     file.difference("diffusion_model.blocks.0.ffn.2.diff", "blocks.0.ffn.net.2.weight")
-    trp.patch(pipe, trp.PatchConfig(tier="quantized", restorable=False))
-    with pytest.raises(RuntimeError, match="patch it with restorable=True"):  # diffusers reads all weights
-        load(pipe, file)
-    file.tensors = {key: tensor for key, tensor in file.tensors.items() if ".diff" in key}
+    trp.patch(pipe, FREED)
     assert load(pipe, file).unused == {"blocks.0.ffn.net.2.weight": "the values of the parameter were freed"}
+
+
+def test_on_freed_weights_it_equals_one_loaded_before_the_patch():
+    early, late = tiny_wan_pipeline(), tiny_wan_pipeline()
+    file = lora_files.lightx2v(early.transformer)
+    load(early, file)
+    trp.patch(early, FREED)
+    patch = trp.patch(late, FREED)
+    before, plain = everything(late.transformer), output(late.transformer)
+    loaded = load(late, file)
+    assert not loaded.unused
+    assert "+ LoRA" in patch.summary()
+    assert torch.equal(output(late.transformer), output(early.transformer))
+    with pytest.raises(RuntimeError, match=r"values .* were freed.*load a LoRA before the patch, or with"):
+        late.transformer.state_dict()  # also what pipe.load_lora_weights asks for
+    loaded.undo()
+    assert_as_before(late.transformer, before)
+    assert torch.equal(output(late.transformer), plain)
 
 
 def test_a_failure_leaves_the_model_as_it_was(monkeypatch):

@@ -23,11 +23,14 @@ def find_files(source: Source | Sequence[Source], experts: int) -> list[Path]:
     """The LoRA files that a source means, one for each of 1 or 2 experts, the high-noise one first.
 
     source: a file, a folder, or the id of a hub repository, also with a path in it ("org/name/folder"); for two
-    experts a pair of them, or a folder with both files. Raises ValueError where that is not one file per expert.
+    experts a pair of them, or a folder with both files. Raises ValueError where that is not one file per
+    expert, TypeError for another kind of source.
     """
     if isinstance(source, (str, Path)):
         place = _place(source)
         return [place.get(name) for name in _one_per_expert(place, experts)]
+    if not isinstance(source, Sequence):
+        raise TypeError(f"source={source!r}; give a path, the id of a hub repository, or a pair (high, low) of them.")
     sources = list(source)
     if len(sources) != experts:
         wanted = "one, because it has one transformer" if experts == 1 else "two: (high, low)"
@@ -118,6 +121,10 @@ def _in_cache(name: str) -> Path | None:
 
 
 def _one_per_expert(place: _Folder | _Repository, experts: int) -> list[str]:
+    if "model_index.json" in place.names:
+        raise ValueError(
+            f"{place.title} is a whole diffusers pipeline, no LoRA; load it with from_pretrained, and leave source out."
+        )
     names = [name for name in place.names if name.endswith(SUFFIXES)]
     if experts == 1:
         if len(names) == 1:

@@ -20,6 +20,9 @@ _NAMES = (
     ("lightx2v", re.compile(r"lightx2v|step_distill|stepdistill")),
     ("rcm", re.compile(r"(?<![a-z])rcm(?![a-z])")),
 )
+# lightx2v's models with a shift of their own, by what is in a name of theirs.
+_VARIANTS = {"lightx2v": (("lightx2v-flf2v", ("flf2v",)), ("lightx2v-nvfp4-i2v", ("nvfp4", "i2v")))}
+_OURS = re.compile(r"turbo[-_]rcm([-_]patch)?")  # a folder of this package, which says nothing of a checkpoint
 _FOLDERS = 5  # a hub's cache keeps a file up to so many folders below the repository's name
 _KEYS = {
     "fastwan": ("to_gate_compress", "gates of video sparse attention (VSA)"),
@@ -34,20 +37,39 @@ _LINEARS = (
 
 
 class Recognised(NamedTuple):
-    """The name of a recipe, what told it, and whether that is the name its authors gave the checkpoint."""
+    """The name of a recipe, what told it, and, where that alone is no proof, what kind of thing it is."""
 
     recipe: str
     evidence: str
-    by_name: bool = True
+    alone: str = ""
 
 
 def by_name(path: str | Path) -> Recognised | None:
     """By the name of a file, of the folders it is in, or of a repository on the hub; the nearest counts."""
     for part in reversed(Path(path).parts[-_FOLDERS:]):
         for recipe, pattern in _NAMES:
-            if pattern.search(part.lower()):
-                return Recognised(recipe, f"named {part}")
+            if pattern.search(_OURS.sub("", part.lower())):
+                return Recognised(_variant(recipe, path), f"named {part}")
     return None
+
+
+def _variant(recipe: str, path: str | Path) -> str:
+    """A recipe in the form that some names at the end of a path ask for."""
+    text = "/".join(Path(path).parts[-_FOLDERS:]).lower()
+    variants = _VARIANTS.get(recipe, ())
+    return next((name for name, words in variants if all(word in text for word in words)), recipe)
+
+
+def lora_claims(path: Path, lora: Lora, model: nn.Module, experts: int) -> list[Recognised]:
+    """What a LoRA's own file name tells; where that is nothing, what its folders' names and its contents tell."""
+    if by_name(path.name) is not None:
+        return [by_name(path)]
+    folder, contents = by_name(path), lora_by_contents(lora, model, experts)
+    if contents is not None:
+        contents = contents._replace(recipe=_variant(contents.recipe, path))
+    elif folder is not None:
+        folder = folder._replace(alone="a folder's name")
+    return [claim for claim in (folder, contents) if claim is not None]
 
 
 def lora_by_contents(lora: Lora, model: nn.Module, experts: int) -> Recognised | None:
@@ -57,10 +79,12 @@ def lora_by_contents(lora: Lora, model: nn.Module, experts: int) -> Recognised |
         return None
     (rank,) = lora.ranks
     if lora.has_alpha and not lora.has_differences and set(lora.pairs) == every and rank == 64 and experts == 2:
-        return Recognised("lightning", "two files of rank 64 with alphas, for the blocks alone", by_name=False)
+        return Recognised("lightning", "two files of rank 64 with alphas, for the blocks alone", alone="its contents")
     if not lora.has_alpha and lora.has_differences and rank in (32, 64):
         recipe = "lightx2v" if rank == 64 else "causvid"
-        return Recognised(recipe, f"rank {rank} without alphas, with differences of norms and biases", by_name=False)
+        return Recognised(
+            recipe, f"rank {rank} without alphas, with differences of norms and biases", alone="its contents"
+        )
     return None
 
 

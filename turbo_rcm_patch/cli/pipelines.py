@@ -13,11 +13,12 @@ from diffusers.utils import load_image
 
 from .. import embedded
 from ..bench.cases import CASES, add_structure, build_pipeline, structured_inputs
-from ..checkpoints.recognise import by_name
 from ..config import PRESETS, PatchConfig
 from ..patching import use_distilled, use_rcm
+from ..patching.apply import transformers_of
+from ..patching.distilled import recognise_loaded
 from ..patching.turbodiffusion import load_projections
-from ..recipes import RCM_STEPS, RECIPES
+from ..recipes import RCM_STEPS
 from ..scheduler import FewStepScheduler, RCMScheduler
 from ..shapes import grammar
 from ..tiers import SPARSE
@@ -157,7 +158,7 @@ def _outside_grammar(prompt: str) -> str:
 def _install_sampler(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> None:
     """The sampler that the options, or else the model, ask for; ``arguments.steps`` where they give none."""
     try:
-        if is_distilled(arguments) or (arguments.sigma_max is None and _is_known_not_to_be_rcm(pipe)):
+        if is_distilled(arguments) or _takes_recipe(pipe, arguments):
             _use_distilled(pipe, arguments)
         else:
             _use_rcm(pipe, arguments)
@@ -167,12 +168,13 @@ def _install_sampler(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> 
         raise CommandError(str(error)) from error
 
 
-def _is_known_not_to_be_rcm(pipe: DiffusionPipeline) -> bool:
-    """By the scheduler that the pipeline was saved with, or by its name."""
+def _takes_recipe(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> bool:
+    """Whether `use_distilled` recognises --model; the options of rCM's own scheduler are for `_use_rcm`."""
+    if arguments.model is None or arguments.sigma_max is not None:
+        return False
     if isinstance(pipe.scheduler, FewStepScheduler):
         return not isinstance(pipe.scheduler, RCMScheduler)
-    found = by_name((pipe.transformer or pipe.transformer_2).config.get("_name_or_path") or "")
-    return found is not None and RECIPES[found.recipe].sigma_max is None
+    return recognise_loaded(transformers_of(pipe)) is not None
 
 
 def _use_distilled(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> None:

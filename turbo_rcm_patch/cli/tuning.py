@@ -75,6 +75,11 @@ def _shapes(arguments: argparse.Namespace) -> Shapes:
         if config not in CASES:
             raise CommandError(f"--config {config} is unknown; accepted are {', '.join(CASES)}.")
         return shapes_of_case(config, size)
+    if not arguments.model.is_dir():
+        raise CommandError(
+            f"--model {arguments.model}: no such folder; give the downloaded folder of a diffusers pipeline or of a "
+            f"transformer, or leave it out for --config, one of {', '.join(CASES)}."
+        )
     try:
         return shapes_of_folder(arguments.model, size)
     except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import numbers
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from ..checkpoints.recognise import (
     by_name,
     checkpoint_by_keys,
     ignored_parts,
-    lora_by_contents,
+    lora_claims,
     odd_names,
 )
 from ..recipes import RECIPES, Recipe, find_recipe, recipe_names
@@ -27,6 +28,7 @@ from .apply import transformers_of
 from .few_step import FewStepHandle, check_pipeline, train_timesteps
 from .loaded_lora import LoadedLora, check_peft
 from .rcm import rcm_scheduler
+from .sparse import is_projection
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +56,13 @@ def use_distilled(
     and is ``str(handle)``.
 
     Returns a handle with ``restore()``, also usable in a ``with`` statement. Raises TypeError for an unsupported
-    pipeline, ValueError for an unknown recipe, for files that are not recognised or that do not fit the model,
-    ImportError without peft, RuntimeError when a few-step sampler is installed already; nothing is changed then.
+    pipeline, source or scale, ValueError for an unknown recipe, for files that are not recognised or that do not fit
+    the model, ImportError without peft, RuntimeError when a few-step sampler is installed already; nothing is changed
+    then.
     """
     check_pipeline(pipe, "use_distilled")
+    if not isinstance(scale, numbers.Real):
+        raise TypeError(f"scale={scale!r}; give a number, 1 for the LoRA as it was trained.")
     if not math.isfinite(scale):
         raise ValueError(f"scale={scale}; give a finite number, 1 for the LoRA as it was trained.")
     chosen = None if recipe is None else find_recipe(recipe)
@@ -69,7 +74,8 @@ def use_distilled(
         first, *_ = models.values()
         notes = odd_names(*map(list, zip(*files.values(), strict=True)), first)
     else:
-        notes = [note for model in models.values() for note in ignored_parts(_keys_of(model))]
+        dense = [model for model in models.values() if not any(map(is_projection, dict(model.named_parameters())))]
+        notes = [note for model in dense for note in ignored_parts(_keys_of(model))]
     sampling = _sampling(pipe, chosen, files, models, notes)
     return DistilledHandle(pipe, sampling, classifier_free_guidance, files, models, scale, notes)
 
@@ -193,7 +199,7 @@ def _read(source: Source | Sequence[Source], models: _Models) -> _Files:
 
 
 def _keys_of(model: nn.Module) -> set[str]:
-    return keys_in(Path(model.config.get("_name_or_path") or "nowhere"))
+    return keys_in(Path(_name_of(model) or "nowhere"))
 
 
 def _sampling(
@@ -216,10 +222,16 @@ def _sampling(
         return _Sampling(scheduler, chosen.name, "as asked for", own)
     evidence = "as asked for"
     if chosen is None:
-        found = _recognise_files(files, models) if files else _recognise_loaded(models)
+        found = _recognise_files(files, models) if files else recognise_loaded(models)
+        if found is None:
+            first, *_ = models.values()
+            raise ValueError(
+                f"nothing tells how the loaded model ({_name_of(first) or 'without a name'}) was distilled; give the "
+                f"LoRA's file as source, or name it with recipe=, one of {recipe_names()}."
+            )
         chosen, evidence = RECIPES[found.recipe], found.evidence
-        if not found.by_name:
-            notes.append(f"told by its contents alone; if it is no {chosen.name}, pass recipe=")
+        if found.alone:
+            notes.append(f"told by {found.alone} alone; if it is no {chosen.name}, pass recipe=")
     recipe = _variant(chosen, pipe, bool(files))
     boundary = _boundary(recipe, own) if len(models) == 2 else own
     steps = train_timesteps(pipe)
@@ -228,27 +240,32 @@ def _sampling(
 
 
 def _recognise_files(files: _Files, models: _Models) -> Recognised:
-    found = [
-        by_name(file.path) or lora_by_contents(file.lora, models[name], len(models)) for name, file in files.items()
-    ]
-    known = {recognised.recipe for recognised in found if recognised is not None}
-    if len(known) != 1 or None in found:
+    found = [lora_claims(file.path, file.lora, models[name], len(models)) for name, file in files.items()]
+    known = {claim.recipe for claims in found for claim in claims}
+    if len(known) != 1 or [] in found:
         names = ", ".join(file.path.name for file in files.values())
         what = f"look like {' and '.join(sorted(known))}" if len(known) > 1 else "cannot be recognised"
         raise ValueError(f"{names}: {what}; name how it was distilled with recipe=, one of {recipe_names()}.")
-    return found[0]
+    return found[0][0]
 
 
-def _recognise_loaded(models: _Models) -> Recognised:
+def recognise_loaded(models: _Models) -> Recognised | None:
+    """How the loaded models were distilled, by their name and their files. Raises ValueError where these contradict."""
     for model in models.values():
-        name = model.config.get("_name_or_path") or ""
-        found = by_name(name) or checkpoint_by_keys(_keys_of(model))
-        if found is not None:
-            return found
-    raise ValueError(
-        f"nothing tells how the loaded model ({name or 'without a name'}) was distilled; give the LoRA's file as "
-        f"source, or name it with recipe=, one of {recipe_names()}."
-    )
+        found = [by_name(_name_of(model)), checkpoint_by_keys(_keys_of(model))]
+        told = [recognised for recognised in found if recognised is not None]
+        if len({recognised.recipe for recognised in told}) > 1:
+            raise ValueError(
+                f"the loaded model is {told[0].recipe} ({told[0].evidence}) or {told[1].recipe} ({told[1].evidence}); "
+                f"name how it was distilled with recipe=, one of {recipe_names()}."
+            )
+        if told:
+            return told[0]
+    return None
+
+
+def _name_of(model: nn.Module) -> str:
+    return model.config.get("_name_or_path") or ""
 
 
 def _variant(recipe: Recipe, pipe: DiffusionPipeline, has_lora: bool) -> Recipe:

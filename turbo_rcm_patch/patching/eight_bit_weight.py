@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 FREED = (
     "the values of this weight were freed: its linear runs in 8 bits, patched with restorable=False or loaded from 8 "
-    "bits. Load the model again without the patch, or patch it with restorable=True, to read, save or change them."
+    "bits. Load the model again without the patch, or patch it with restorable=True, to read, save or change them. "
+    "pipe.load_lora_weights reads them too: load a LoRA before the patch, or with use_distilled."
 )
 
 

@@ -5,8 +5,10 @@ diffusers' own loading leaves out differences of norms, modulation and patch emb
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from ..checkpoints.lora import Lora, Pair
 from ..checkpoints.names import ModelNames
 from .eight_bit_weight import EightBitWeight
 from .group_offload import is_on_disk, write_through
+from .quantized_weights import why_not_restorable
 
 NO_PEFT = "a LoRA needs peft, which is not installed; install it with: pip install 'turbo_rcm_patch[lora]'"
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -113,8 +116,22 @@ class LoadedLora:
         for path, pair in pairs.items():
             tensors[f"{path}.lora_A.weight"], tensors[f"{path}.lora_B.weight"] = _with_scale(pair, scale)
         self._adapter = name
-        model.load_lora_adapter(tensors, prefix=None, adapter_name=name, _pipeline=pipe)
+        with _state_dict_readable(model):
+            model.load_lora_adapter(tensors, prefix=None, adapter_name=name, _pipeline=pipe)
         model.set_adapter([*active, name])  # loading makes a new adapter the only active one
+
+
+@contextlib.contextmanager
+def _state_dict_readable(model: nn.Module) -> Iterator[None]:
+    """Where weights were freed, give loaders, who look for the names of LoRA layers, a state dict of what is left."""
+    freed = why_not_restorable(model) is not None
+    if freed:
+        model.state_dict = lambda: dict(model.named_parameters())
+    try:
+        yield
+    finally:
+        if freed:
+            del model.state_dict
 
 
 def _why_not_added(transformer: nn.Module, parameter: torch.Tensor) -> str | None:
