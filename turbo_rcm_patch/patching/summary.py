@@ -96,8 +96,9 @@ def transformer_section(name: str, transformer: nn.Module) -> Section:
         tables.append((_title(name, transformer, title, compute_dtype(transformer)), rows))
     _, first = next(family.blocks[0].of(transformer))
     notes = [f"residual between a block's skips: {current_plan(transformer, first).residual}"]
-    config, device = state_of(first).shared.config, get_module_execution_device(transformer)
-    notes += filter(None, [weights_note(transformer), _exact_steps(config)])
+    shared, device = state_of(first).shared, get_module_execution_device(transformer)
+    config = shared.config
+    notes += filter(None, [weights_note(transformer), shared.added_error, _exact_steps(config)])
     notes += [*_measurements(device), *beside_exact(_slower(config, device))]
     footer = f"{DENSE_FOOTER}; {FOOTER}" if config.tier == BLOCK_SPARSE else FOOTER
     return Section(tables, [*notes, *family.notes(transformer), footer])
