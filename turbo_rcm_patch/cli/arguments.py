@@ -112,7 +112,8 @@ def _add_convert(commands) -> None:
     summary = "store a model's transformers for a tier: in 8 bits, or from other tools' files in diffusers' own"
     parser = commands.add_parser("convert", help=summary, description=f"{summary.capitalize()}.")
     source = (
-        "the folder of a diffusers pipeline or transformer, or a .pth or .safetensors file of TurboDiffusion or rCM"
+        "the folder of a diffusers pipeline or transformer, or a .pth or .safetensors file of TurboDiffusion or rCM, "
+        "or the folder of one"
     )
     parser.add_argument("source", type=Path, metavar="IN", help=source)
     parser.add_argument("target", type=Path, metavar="OUT", help="a folder to write, which does not exist yet")

@@ -17,11 +17,12 @@ from diffusers import WanTransformer3DModel
 from safetensors import safe_open
 from torch import nn
 
-from ..checkpoints.lazy import LazyTensor, open_tensors, shards
+from ..checkpoints.lazy import SUFFIXES, LazyTensor, open_tensors, shards
 from ..checkpoints.whole import WholeModel, infer_config
 from ..config import PatchConfig
 from ..tiers import EXACT, SPARSE, Tier
 from .converted import (
+    COMPONENTS,
     FILE,
     NORM,
     SCALE,
@@ -55,7 +56,7 @@ def convert_model(
 
     Args:
         source: the folder of a transformer or of a pipeline with safetensors files, or a .pth or .safetensors file with
-            a whole Wan transformer in its authors' names (checkpoints/whole.py).
+            a whole Wan transformer in its authors' names (checkpoints/whole.py), or a folder that holds one.
         target: a folder that does not exist yet, or is empty. It appears when all is written. For the exact tier it
             holds diffusers' own files, for the others what `load_converted` loads.
         config: of it count the tier and `keep`.
@@ -102,9 +103,15 @@ class _Model:
 
 def _open(source: Path, stack: ExitStack) -> dict[str, _Model]:
     """The transformers in a source by their names in a pipeline; "" for one alone."""
-    if source.is_file():
+    if source.is_file() or _is_published(source):
         return {"": _of_file(source, stack)}
     return {name: _of_folder(folder, stack) for name, folder in component_folders(source).items()}
+
+
+def _is_published(folder: Path) -> bool:
+    """Whether a folder holds weights as their authors publish them: without diffusers' configs."""
+    names = {path.name for path in folder.iterdir()}
+    return not {"config.json", *COMPONENTS} & names and any(name.endswith(SUFFIXES) for name in names)
 
 
 def _of_folder(folder: Path, stack: ExitStack) -> _Model:
