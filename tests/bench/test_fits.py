@@ -8,6 +8,7 @@ from accelerate import init_empty_weights
 from diffusers import WanTransformer3DModel
 
 import turbo_rcm_patch as trp
+from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.bench.cases import CASES
 from turbo_rcm_patch.bench.fits import SIZES, fits, fits_table
@@ -22,16 +23,24 @@ def held(model):
 def test_weights_are_those_of_the_model(tmp_path):
     model = tiny_wan_transformer(dtype=torch.bfloat16)
     model.save_config(tmp_path)
-    exact, quantized = fits(tmp_path)
+    exact, quantized, sparse = fits(tmp_path)
     assert (exact.tier, exact.weights) == ("exact", held(model))
     trp.patch(model, trp.PatchConfig(tier=QUANTIZED, restorable=False))
     assert (quantized.tier, quantized.weights) == ("quantized", held(model))
+    for block in model.blocks:
+        block.attn1.proj_l = torch.nn.Linear(*2 * (model.config.attention_head_dim,), dtype=torch.bfloat16)
+    assert (sparse.tier, sparse.weights) == ("sparse", held(model))
+
+
+def test_a_model_with_another_attention_has_no_sparse_tier(tmp_path):
+    tiny_family_transformer("animate").save_config(tmp_path)
+    assert [fit.tier for fit in fits(tmp_path)] == ["exact", "quantized"]
 
 
 def test_a_pipeline_has_a_line_for_each_transformer_and_tier(tmp_path):
     tiny_wan_pipeline("wan22").save_pretrained(tmp_path)
     found = fits(tmp_path)
-    assert [fit.component for fit in found] == ["transformer"] * 2 + ["transformer_2"] * 2
+    assert [fit.component for fit in found] == ["transformer"] * 3 + ["transformer_2"] * 3
     lines = fits_table(found).splitlines()
     assert len(lines) == 1 + len(found)
     assert "step at 832x480, 81 frames" in lines[0]
@@ -42,9 +51,10 @@ def test_a_pipeline_has_a_line_for_each_transformer_and_tier(tmp_path):
 def test_real_models_take_at_most_55_percent_in_8_bits(name, gib, tmp_path):
     with init_empty_weights():
         WanTransformer3DModel(**CASES[name].transformer).save_config(tmp_path)
-    exact, quantized = fits(tmp_path)
-    assert quantized.weights <= 0.55 * exact.weights
+    exact, quantized, sparse = fits(tmp_path)
+    assert quantized.weights < sparse.weights <= 0.55 * exact.weights
     assert all(quantized.steps[size] < exact.steps[size] for size in SIZES)
+    assert all(quantized.steps[size] <= sparse.steps[size] for size in SIZES)
     assert math.isclose(exact.steps[SIZES[0]] / 2**30, gib, abs_tol=0.01)
 
 

@@ -141,7 +141,6 @@ def test_all_that_does_not_fit_is_listed_as_the_file_spells_it(tmp_path):
     [
         (lambda d: d.pop("blocks.0.ffn.0.scale"), "blocks.0.ffn.0.scale is missing"),
         (lambda d: d.update({"blocks.0.ffn.0.scale": torch.ones(3, 1)}), r"blocks.0.ffn.0.scale is \[3, 1\], not"),
-        (lambda d: d.pop("blocks.1.self_attn.attn_op.local_attn.proj_l.bias"), r"blocks.1.….proj_l.bias is missing"),
         (
             lambda d: d.update({"blocks.1.self_attn.attn_op.local_attn.proj_l.weight": torch.ones(3, 3)}),
             r"proj_l.weight is \[3, 3\]",
@@ -158,6 +157,43 @@ def test_8_bit_files_and_projections_that_do_not_fit(tmp_path, change, message):
     change(state_dict)
     with pytest.raises(ValueError, match=message):
         read(write(tmp_path, state_dict, "pth"), model)
+
+
+@pytest.mark.parametrize("prefix", ["", "net."])
+@pytest.mark.parametrize("kept", ["weight", "bias"])
+def test_missing_projections_are_spelled_as_those_that_are_there(tmp_path, prefix, kept):
+    model = tiny_wan_transformer()
+    state_dict = with_proj_l(official_state_dict(model, prefix=prefix), model, prefix=prefix)
+    names = [name for name in state_dict if "proj_l" in name]
+    present = f"{prefix}blocks.1.self_attn.attn_op.local_attn.proj_l.{kept}"
+    state_dict = {name: tensor for name, tensor in state_dict.items() if name not in names or name == present}
+    with pytest.raises(ValueError, match="does not fit") as error:
+        read(write(tmp_path, state_dict, "pth"), model)
+    lines = str(error.value).rstrip(".").partition("WanTransformer3DModel: ")[2].split("; ")
+    assert sorted(lines) == sorted(f"{name} is missing" for name in names if name != present)
+
+
+def test_a_projection_of_another_shape_is_not_missing(tmp_path):
+    model = tiny_wan_transformer()
+    state_dict = with_proj_l(official_state_dict(model), model)
+    state_dict["blocks.1.self_attn.attn_op.local_attn.proj_l.weight"] = torch.ones(3, 3)
+    with pytest.raises(ValueError, match="does not fit") as error:
+        read(write(tmp_path, state_dict, "pth"), model)
+    assert "missing" not in str(error.value)
+
+
+def test_all_keys_are_listed_however_many(tmp_path):
+    model = tiny_wan_transformer(layers=3)
+    state_dict = official_state_dict(model, prefix="net.")
+    lacking = [name for name in state_dict if name.startswith("net.blocks.1.")]
+    odd = [f"net.odd.{number}" for number in range(40)]
+    state_dict = {name: tensor for name, tensor in state_dict.items() if name not in lacking}
+    path = write(tmp_path, state_dict | {name: torch.zeros(1) for name in odd}, "pth")
+    with pytest.raises(ValueError, match="does not fit") as error:
+        read(path, model)
+    message = str(error.value)
+    assert all(f"{name} is missing" in message for name in lacking)
+    assert all(f"{name} is unexpected" in message for name in odd)
 
 
 def test_integers_without_their_scales_are_no_weights(tmp_path):

@@ -1,9 +1,11 @@
 """`turbo-rcm convert`."""
 
+import pytest
 import torch
 
 import turbo_rcm_patch as trp
 from tests.cli.running import error_of
+from tests.official_names import in_8_bits, official_state_dict, with_proj_l
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch.cli import main
 from turbo_rcm_patch.patching.quantized_weights import quantized_linears
@@ -24,6 +26,20 @@ def test_a_converted_model_can_be_loaded(saved_models, tmp_path, capsys):
     assert {linear.quantized().format for linear in quantized_linears(model)} == {torch.float8_e4m3fn, torch.int8}
     with torch.no_grad():
         assert torch.equal(*(each(**tiny_transformer_inputs(each))[0] for each in (model, expected)))
+
+
+@pytest.mark.parametrize("quant", [False, True])
+def test_the_error_added_to_weights_in_8_bits_is_printed(tmp_path, capsys, quant):
+    model = tiny_wan_transformer()
+    weights = with_proj_l(official_state_dict(model), model)
+    torch.save(in_8_bits(weights) if quant else weights, tmp_path / "TurboWan.pth")
+    convert = ["convert", str(tmp_path / "TurboWan.pth")]
+    assert main([*convert, str(tmp_path / "out"), "--preset", "sparse", *CPU]) == 0
+    printed = capsys.readouterr().out
+    assert ("adds a relative error of" in printed) == quant
+    assert ("to the weights of 20 linears" in printed) == quant
+    assert main([*convert, str(tmp_path / "exact"), "--preset", "exact", *CPU]) == 0
+    assert "adds a relative error" not in capsys.readouterr().out
 
 
 def test_errors(saved_models, tmp_path, capsys):

@@ -9,6 +9,7 @@ from turbo_rcm_patch import embedded
 from turbo_rcm_patch.cli import commands, main
 from turbo_rcm_patch.cli.arguments import parse_arguments
 from turbo_rcm_patch.cli.errors import CommandError
+from turbo_rcm_patch.config import PRESETS
 
 EVALUATE = ["evaluate", "--height", "32", "--width", "48", "--frames", "5", "--device", "cpu", "-n", "2"]
 
@@ -44,7 +45,7 @@ def test_evaluate_takes_the_size_of_the_embedded_model(monkeypatch, saved_models
     monkeypatch.setattr(commands, "evaluate", record)
     assert main(["evaluate", "--device", "cpu", *model, *([str(saved_models / "t2v")] if model else [])]) == 2
     size = {"height": embedded.HEIGHT, "width": embedded.WIDTH, "num_frames": embedded.FRAMES}
-    assert calls == [({**size, "guidance_scale": 1.0}, 256, (1, 2, 4), 16, "exact")]
+    assert calls == [({**size, "guidance_scale": 1.0}, 256, (1, 2, 4), 16, {"exact": PRESETS["exact"]})]
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,30 @@ def test_verify(tmp_path, capsys):
     assert {"sparse-linear attention", "choice of key blocks"} <= {part["part"] for part in content["parts"]}
 
 
+@pytest.mark.parametrize(
+    ("options", "is_dense"),
+    [(["--mass", "0.3", "--min-tokens", "0"], False), (["--mass", "1", "--min-tokens", "0"], True), ([], True)],
+)
+def test_verify_shows_what_a_mass_keeps(tmp_path, options, is_dense):
+    run = ["verify", *SMALL, "--preset", "block_sparse", "--steps", "1", "--json", str(tmp_path / "verify.json")]
+    main([*run, *options])  # whether it is within the limits is another question
+    content = json.loads((tmp_path / "verify.json").read_text())
+    shares = [one["share"] for one in content["kept"]]
+    assert len(shares) == 6
+    assert all((share == 1) == is_dense for share in shares)
+    given = {"mass": float(options[1]), "min_tokens": 0} if options else {}
+    assert content["settings"] | given == content["settings"]
+    assert "topk" not in content["settings"]
+
+
+def test_evaluate_names_the_row_by_the_preset(tmp_path):
+    options = ["--preset", "block_sparse", "--mass", "0.3", "--min-tokens", "0", "-n", "1", "--steps", "1"]
+    assert main(["evaluate", *SMALL, *options, "--json", str(tmp_path / "evaluation.json")]) == 0
+    results = json.loads((tmp_path / "evaluation.json").read_text())["results"]
+    assert [one["variant"] for one in results] == ["unpatched", "exact", "block_sparse"]
+    assert results[2]["psnr_to_fp32"] < 60
+
+
 def test_compare(tmp_path, capsys):
     options = ["--steps", "1", "--repeats", "1", "--json", str(tmp_path / "compare.json")]
     assert main(["compare", *SMALL, *SPARSE, *options]) == 0
@@ -77,6 +101,21 @@ def test_a_folder_without_projections_is_refused(saved_models, capsys):
             ["--preset", "sparse", "--topk", "0"],
             "--topk with --preset sparse: topk=0.0; it is a share of the key blocks",
         ),
+        (["--mass", "0.5"], "--mass with --preset exact: mass=0.5 means nothing in this version: the exact tier"),
+        (
+            ["--preset", "sparse", "--mass", "0.5"],
+            "--mass with --preset sparse: mass=0.5 means nothing in this version: the sparse tier keeps, without",
+        ),
+        (
+            ["--preset", "quantized", "--min-tokens", "0"],
+            "--min-tokens with --preset quantized: min_tokens=0 means nothing in this version: the quantized tier",
+        ),
+        (["--preset", "block_sparse", "--topk", "0.2"], "--topk with --preset block_sparse: topk=0.2 means nothing"),
+        (
+            ["--preset", "block_sparse", "--mass", "1.5"],
+            "--mass with --preset block_sparse: mass=1.5; it is a share of the estimated attention",
+        ),
+        (["--preset", "block_sparse", "--min-tokens", "-1"], "min_tokens=-1; give a number of tokens from 0 on"),
     ],
 )
 def test_wrong_shares(capsys, options, message):

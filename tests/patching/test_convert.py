@@ -9,7 +9,7 @@ from diffusers import WanTransformer3DModel
 import turbo_rcm_patch as trp
 from tests.official_names import in_8_bits, official_state_dict, with_proj_l
 from tests.oracle import relative_error
-from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
+from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.patching.convert import convert_model
 from turbo_rcm_patch.patching.converted import FILE
 
@@ -107,6 +107,35 @@ def test_files_of_something_else(tmp_path):
     with pytest.raises(ValueError, match="odd is unexpected"):
         convert_model(tmp_path / "TurboWan.pth", tmp_path / "out", trp.PRESETS["exact"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["TurboWan.pth", "vae.pth"]
+
+
+@pytest.mark.parametrize("preset", ["exact", "sparse"])
+def test_a_folder_with_one_file_is_that_file(tmp_path, preset):
+    (tmp_path / "in").mkdir()
+    turbo(tmp_path / "in/TurboWan.pth")
+    (tmp_path / "in/README.md").write_text("")
+    convert_model(tmp_path / "in", tmp_path / "1", trp.PRESETS[preset])
+    convert_model(tmp_path / "in/TurboWan.pth", tmp_path / "2", trp.PRESETS[preset])
+    from_folder, from_file = (sorted((tmp_path / out).iterdir()) for out in "12")
+    assert [path.name for path in from_folder] == [path.name for path in from_file]
+    assert [path.read_bytes() for path in from_folder] == [path.read_bytes() for path in from_file]
+    turbo(tmp_path / "in/another.pth")
+    with pytest.raises(ValueError, match=r"holds TurboWan\.pth, another\.pth; name the one file"):
+        convert_model(tmp_path / "in", tmp_path / "3", trp.PRESETS[preset])
+
+
+def test_two_experts_are_converted_one_by_one(tmp_path):
+    sparse = trp.PatchConfig(tier="sparse", **OF_PROJ_L)
+    pipe, expected = tiny_wan_pipeline("wan22"), {}
+    for name, seed in (("transformer", 21), ("transformer_2", 22)):
+        turbo(tmp_path / f"{name}.pth", seed=seed)
+        convert_model(tmp_path / f"{name}.pth", tmp_path / "out" / name, sparse, dtype=torch.float32)
+        trp.load_turbodiffusion(tmp_path / f"{name}.pth", expert := model_of(), **OF_PROJ_L)
+        setattr(pipe, name, model_of())
+        expected[name] = run(expert)
+    trp.load_converted(tmp_path / "out", pipe, sparse)
+    for name, result in expected.items():
+        assert relative_error(run(getattr(pipe, name)), result) < 1e-6
 
 
 def test_a_folder_for_the_exact_tier_keeps_every_value(tmp_path):

@@ -1,7 +1,6 @@
 """TurboDiffusion's weights in a Wan model: parity with its equations, files in its naming, restore."""
 
 import copy
-import logging
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from tests.oracle import relative_error
 from tests.patching.turbowan import BLOCKS, SAGE, SLA, TOPK, is_sparse, literal, run, turbo_weights
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.checkpoints.whole import parameters_of
+from turbo_rcm_patch.patching.quantized_weights import quantized_linears
 from turbo_rcm_patch.patching.sparse import SparseAttnProcessor
 from turbo_rcm_patch.tiers import SPARSE
 
@@ -86,8 +86,7 @@ def strip_projections(model):
 
 
 @pytest.mark.parametrize("quantized_file", [False, True])
-def test_8_bits_stay_within_the_tiers_limit(saved, quantized_file, caplog):
-    caplog.set_level(logging.INFO, "turbo_rcm_patch")
+def test_8_bits_stay_within_the_tiers_limit(saved, quantized_file):
     model = tiny_wan_transformer(heads=4, ffn_dim=256)
     weights = with_proj_l(official_state_dict(tiny_wan_transformer(seed=9, heads=4, ffn_dim=256)), model)
     path = saved(in_8_bits(weights) if quantized_file else weights)
@@ -96,7 +95,24 @@ def test_8_bits_stay_within_the_tiers_limit(saved, quantized_file, caplog):
     assert relative_error(run(model), expected) <= SPARSE.limits.step
     assert patch.config.in_8_bits("linears")
     assert patch.config.in_8_bits("attention")
-    assert ("adds a relative error" in caplog.text) == quantized_file
+    assert ("to the weights of 20 linears" in patch.summary()) == quantized_file
+
+
+def test_the_summary_says_what_8_bits_add_to_those_of_the_file(saved):
+    model = tiny_wan_transformer()
+    patch = trp.load_turbodiffusion(saved(in_8_bits(turbo_weights(model))), model, **SAGE)
+    mean, largest = error_added_to(model)
+    assert f"which adds a relative error of {mean:.2g} (at most {largest:.2g}) to" in patch.summary()
+    assert 1e-3 < mean < largest < 0.04
+
+
+def error_added_to(model):
+    """The mean and the largest relative error of a model's 8-bit weights."""
+    errors = [
+        relative_error(linear.quantized().dequantize(), linear.eight_bit.original)
+        for linear in quantized_linears(model)
+    ]
+    return sum(errors) / len(errors), max(errors)
 
 
 def test_restore_leaves_the_loaded_weights_and_takes_everything_else_off(saved):

@@ -56,6 +56,6 @@ def test_half_of_a_projection_is_left_out_of_a_merge(saved):
     turbo, base = turbo_weights(model), official_state_dict(tiny_wan_transformer(seed=31))
     del turbo["blocks.0.self_attn.attn_op.local_attn.proj_l.bias"]
     left_out = trp.merge_turbodiffusion(saved(turbo), saved(base, "Wan.pth"), model)
-    assert any("blocks.0.….proj_l.bias is missing" in line for line in left_out)
+    assert any("blocks.0.self_attn.attn_op.local_attn.proj_l.bias is missing" in line for line in left_out)
     assert not hasattr(model.blocks[0].attn1, "proj_l")
     assert hasattr(model.blocks[1].attn1, "proj_l")

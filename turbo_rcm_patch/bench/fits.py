@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from ..kernels.quantized import FP8
 from ..patching.converted import component_folders, empty_model
 from ..patching.families import family_of
 from ..patching.quantized_weights import convertible_linears
-from ..tiers import EXACT, QUANTIZED
+from ..patching.sparse import why_not_wan_attention
+from ..tiers import EXACT, QUANTIZED, SPARSE, Tier
 from .tables import table
 
 SIZES = ((480, 832, 81), (720, 1280, 81))  # height, width, frames of videos
@@ -44,8 +46,8 @@ def fits(folder: Path, dtype: torch.dtype = torch.bfloat16) -> list[Fit]:
         model = empty_model(path)
         spatial, temporal = _compression(path.parent / "vae/config.json")
         tokens = {size: _tokens(model, size, spatial, temporal) for size in SIZES}
-        for tier, weights in ((EXACT, _bytes(model, dtype)), (QUANTIZED, _bytes_in_8_bits(model, dtype))):
-            per_token = _bytes_per_token(model, dtype, tier == QUANTIZED)
+        for tier, weights in _weights(model, dtype):
+            per_token = _bytes_per_token(model, dtype, tier)
             steps = {size: count * per_token for size, count in tokens.items()}
             found.append(Fit(name or "transformer", tier.name, weights, steps))
     return found
@@ -65,6 +67,15 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
+def _weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[Tier, int]]:
+    """The bytes of the weights in each tier that the model can have."""
+    yield EXACT, _bytes(model, dtype)
+    yield QUANTIZED, (in_8_bits := _bytes_in_8_bits(model, dtype))
+    blocks, head_dim = list(family_of(model).every_block(model)), model.config.attention_head_dim
+    if why_not_wan_attention("", blocks) is None:
+        yield SPARSE, in_8_bits + len(blocks) * (head_dim + 1) * head_dim * dtype.itemsize  # with proj_l and its bias
+
+
 def _bytes(model: nn.Module, dtype: torch.dtype) -> int:
     fp32 = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     return sum(
@@ -80,14 +91,16 @@ def _bytes_in_8_bits(model: nn.Module, dtype: torch.dtype) -> int:
     return _bytes(model, dtype) - saved + sum(FP32_BYTES * (linear.out_features + 1) for linear in linears)
 
 
-def _bytes_per_token(model: nn.Module, dtype: torch.dtype, quantized: bool) -> int:
+def _bytes_per_token(model: nn.Module, dtype: torch.dtype, tier: Tier) -> int:
     """Of a block's tensors that are alive together, where they are most: in the self-attention the residual, q, k and v
-    before and after their norm; in the feed-forward the block's input, the residual, the normed and the wide one."""
+    before and after their norm, or in 8 bits, or for sparse-linear attention in both; in the feed-forward the block's
+    input, the residual, the normed and the wide one."""
     config, wide = model.config, dtype.itemsize
     dim = config.num_attention_heads * config.attention_head_dim
-    if quantized:
-        return max((4 * wide + 3) * dim, (2 * wide + 1) * dim + config.ffn_dim)
-    return wide * max(6 * dim, 3 * dim + config.ffn_dim)
+    if tier == EXACT:
+        return wide * max(6 * dim, 3 * dim + config.ffn_dim)
+    attention = 4 * wide + 3 if tier == QUANTIZED else max(6 * wide, 5 * wide + 3)
+    return max(attention * dim, (2 * wide + 1) * dim + config.ffn_dim)
 
 
 def _tokens(model: nn.Module, size: tuple[int, int, int], spatial: int, temporal: int) -> int:

@@ -23,9 +23,8 @@ from .names import modules_of, official_name
 QUANTIZED_BLOCK = 128
 PROJ_L = "proj_l"
 _PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.", "module.", "model.", "net.")
-_PROJ_L = re.compile(r"^(blocks\.\d+)\.(?:self_attn|attn1)\.(?:\w+\.)*proj_l\.(weight|bias)$")
+_PROJ_L = re.compile(r"^(blocks\.\d+)(\.(?:self_attn|attn1)\.(?:\w+\.)*proj_l\.)(weight|bias)$")
 _NO_WEIGHTS = ("_extra_state", "freqs")  # ends of names: buffers that are computed
-_SHOWN = 12
 
 
 class Weight(NamedTuple):
@@ -137,8 +136,7 @@ class _Problems:
     def raise_if_any(self, source: str, model: str) -> None:
         lines = self.lines()
         if lines:
-            more = f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-            raise ValueError(f"{source} does not fit the {model}: {'; '.join(lines[:_SHOWN])}{more}.")
+            raise ValueError(f"{source} does not fit the {model}: {'; '.join(lines)}.")
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -179,9 +177,8 @@ def _take_proj_l(
     """SLA's projections, taken out of ``found``."""
     heads = model.config.num_attention_heads, model.config.attention_head_dim
     projections: dict[str, dict[str, LazyTensor]] = {}
-    for name in [name for name in found if _PROJ_L.match(name)]:
-        block, part = _PROJ_L.match(name).groups()
-        key = found.pop(name)
+    given = {match.groups(): found.pop(name) for name in list(found) if (match := _PROJ_L.match(name))}
+    for (block, _, part), key in given.items():
         expected = (heads[1],) * (2 if part == "weight" else 1)
         if int(block.rpartition(".")[2]) >= len(model.blocks):
             problems.unexpected.append(key)
@@ -189,11 +186,19 @@ def _take_proj_l(
             problems.misshapen.append(f"{key} is {list(tensors[key].shape)}, not {list(expected)}")
         else:
             projections.setdefault(block, {})[part] = tensors[key]
-    if projections:
-        for number in range(len(model.blocks)):
-            lacking = {"weight", "bias"} - set(projections.get(f"blocks.{number}", ()))
-            problems.missing += [f"blocks.{number}.….{PROJ_L}.{part}" for part in sorted(lacking)]
+    problems.missing += _lacking_proj_l(given, len(model.blocks))
     return {path: parts for path, parts in projections.items() if len(parts) == 2}
+
+
+def _lacking_proj_l(given: dict[tuple[str, str, str], str], blocks: int) -> list[str]:
+    """The keys of projections that a file lacks, spelled as those that it has, where it has any. given: these keys by
+    the three parts of their names."""
+    if not given:
+        return []
+    (parts, key), *_ = given.items()
+    prefix, path = key.removesuffix("".join(parts)), parts[1]
+    every = [f"{prefix}blocks.{number}{path}{part}" for number in range(blocks) for part in ("weight", "bias")]
+    return [key for key in every if key not in given.values()]
 
 
 def infer_config(source: str | Path, tensors: Tensors) -> dict[str, object]:

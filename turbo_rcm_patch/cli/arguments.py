@@ -112,7 +112,8 @@ def _add_convert(commands) -> None:
     summary = "store a model's transformers for a tier: in 8 bits, or from other tools' files in diffusers' own"
     parser = commands.add_parser("convert", help=summary, description=f"{summary.capitalize()}.")
     source = (
-        "the folder of a diffusers pipeline or transformer, or a .pth or .safetensors file of TurboDiffusion or rCM"
+        "the folder of a diffusers pipeline or transformer, or a .pth or .safetensors file of TurboDiffusion or rCM, "
+        "or the folder of one"
     )
     parser.add_argument("source", type=Path, metavar="IN", help=source)
     parser.add_argument("target", type=Path, metavar="OUT", help="a folder to write, which does not exist yet")
@@ -190,6 +191,12 @@ def _add_sampling_options(parser: argparse.ArgumentParser, *, height: str, width
     parser.add_argument("--preset", default="exact", help=f"of the patch: {', '.join(PRESETS)} (default exact)")
     kept = "sparse attention: the share of key blocks that each block of queries keeps (default 0.1)"
     parser.add_argument("--topk", type=float, metavar="SHARE", help=kept)
+    mass = "block-sparse attention: the share of the estimated attention that each block of queries keeps (default 0.9)"
+    parser.add_argument("--mass", type=float, metavar="SHARE", help=mass)
+    dense = (
+        "block-sparse attention: below how many tokens attention stays dense (default 8192; the embedded model has 700)"
+    )
+    parser.add_argument("--min-tokens", type=int, metavar="N", help=dense)
     parser.add_argument("--sigma-max", type=float, help="rCM's first noise level (default 80; 200 with --image)")
     parser.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
     parser.add_argument("--height", type=int, help=f"pixels (default {height})")

@@ -18,6 +18,7 @@ from .errors import CommandError
 from .files import check_ffmpeg, check_output, check_plot
 
 STEPS = (1, 2, 3, 4)
+SPARSITY = ("topk", "mass", "min_tokens")
 PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
 _HUB_PATH = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(/.+)?")  # an id, perhaps with a file or folder in it
 EMBEDDED = Path(__file__).parent.parent / "embedded/weights"  # embedded.WEIGHTS, whose module imports torch
@@ -152,11 +153,18 @@ def _check_preset(arguments: argparse.Namespace) -> None:
         config = resolve_config(arguments.preset)
     except ValueError as error:
         raise CommandError(f"--preset: {error}") from None
-    if arguments.topk is not None:
+    for option, value in sparsity_of(arguments).items():
         try:
-            replace(config, topk=arguments.topk)
+            replace(config, **{option: value})
         except ValueError as error:
-            raise CommandError(f"--topk with --preset {arguments.preset}: {error}") from None
+            name = f"--{option.replace('_', '-')}"
+            raise CommandError(f"{name} with --preset {arguments.preset}: {error}") from None
+
+
+def sparsity_of(arguments: argparse.Namespace) -> dict[str, float | int]:
+    """The fields of PatchConfig that --topk, --mass and --min-tokens give."""
+    values = {option: getattr(arguments, option) for option in SPARSITY}
+    return {option: value for option, value in values.items() if value is not None}
 
 
 def _check_distilled(arguments: argparse.Namespace) -> None:

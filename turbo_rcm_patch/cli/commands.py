@@ -37,6 +37,7 @@ from ..patching.families.wan_vae import frames_sent_to
 from ..patching.quantized_weights import capability_of
 from ..patching.summary import beside_exact
 from ..patching.video_output import pieces_on_cpu, to_8_bits
+from .checks import SPARSITY
 from .errors import CommandError
 from .files import replacing, write_json, write_video
 from .pipelines import build_case, choose_config, choose_device, choose_dtype, is_sparse, load_pipeline, load_sampler
@@ -160,7 +161,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         call,
         n=arguments.n,
         steps=arguments.steps,
-        config=choose_config(arguments),
+        config={arguments.preset: choose_config(arguments)},
         seed=arguments.seed,
         batch_size=arguments.batch_size,
         reference=reference,
@@ -238,7 +239,7 @@ def settings_of(arguments: argparse.Namespace, pipe, call: dict[str, object]) ->
         "preset": arguments.preset,
         **{
             name: value
-            for name in ("lora", "lora_2", "recipe", "topk")
+            for name in ("lora", "lora_2", "recipe", *SPARSITY)
             if (value := getattr(arguments, name, None)) is not None
         },
         "dtype": str((pipe.transformer or pipe.transformer_2).dtype).removeprefix("torch."),

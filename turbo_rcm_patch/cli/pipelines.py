@@ -22,7 +22,7 @@ from ..recipes import RCM_STEPS
 from ..scheduler import FewStepScheduler, RCMScheduler
 from ..shapes import grammar
 from ..tiers import SPARSE
-from .checks import SizeRules, check_pipeline_class, is_distilled, size_rules, step_counts
+from .checks import SizeRules, check_pipeline_class, is_distilled, size_rules, sparsity_of, step_counts
 from .errors import CommandError
 
 HEIGHT, WIDTH, FRAMES = 480, 832, 81  # WanPipeline's own defaults
@@ -47,14 +47,11 @@ def choose_dtype(arguments: argparse.Namespace, device: torch.device) -> torch.d
     return getattr(torch, arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
 
 
-def choose_config(arguments: argparse.Namespace) -> PatchConfig | str:
-    """--preset, with --topk, and with the blocks that the embedded model was fine-tuned with."""
-    if not is_sparse(arguments):
-        return arguments.preset
-    changes = {} if arguments.topk is None else {"topk": arguments.topk}
-    if arguments.model is None and getattr(arguments, "config", None) is None:
-        changes["blocks"] = embedded.SLA_BLOCKS
-    return replace(PRESETS[arguments.preset], **changes)
+def choose_config(arguments: argparse.Namespace) -> PatchConfig:
+    """--preset, with --topk, --mass and --min-tokens; sparse attention of the embedded model in blocks of its size."""
+    config = replace(PRESETS[arguments.preset], **sparsity_of(arguments))
+    is_embedded = arguments.model is None and getattr(arguments, "config", None) is None
+    return replace(config, blocks=embedded.SLA_BLOCKS) if is_embedded and config.tier.name == SPARSE.name else config
 
 
 def is_sparse(arguments: argparse.Namespace) -> bool:

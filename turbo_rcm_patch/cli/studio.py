@@ -15,7 +15,7 @@ import numpy as np
 from ..bench.compare import Comparison, compare
 from ..bench.report import comparison_table
 from ..bench.variants import PATCHED, UNPATCHED
-from .checks import check_generation
+from .checks import SPARSITY, check_generation
 from .commands import user_errors
 from .errors import CommandError
 from .files import write_video
@@ -95,7 +95,7 @@ class Studio:
             "model": None if request.model == EMBEDDED_MODEL else request.model,
             "lora": self.loras.get(request.lora),
         }
-        unasked = {"image": None, "sigma_max": None, "lora_2": None, "topk": None}
+        unasked = {"image": None, "sigma_max": None, "lora_2": None, **dict.fromkeys(SPARSITY)}
         arguments = argparse.Namespace(**{**vars(self._started), **asked, **unasked})
         try:
             check_generation(arguments)

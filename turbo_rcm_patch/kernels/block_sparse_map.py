@@ -22,8 +22,7 @@ from .block_sparse_attention_reference import Lists, estimate, half, parts_of
 from .dispatch import kernel_op
 from .launch import launch_kernel
 from .sizes import next_power_of_2
-
-FIRST_BIT = tl.constexpr(1 << 30)  # of a float that is not negative, whose order is that of its bits
+from .threshold import largest_threshold
 
 
 def choose_lists(
@@ -154,14 +153,8 @@ def _keep_kernel(
     block = tl.arange(0, BLOCK)
     is_block = block < key_blocks
     share = tl.load(shares + row * key_blocks + block, mask=is_block, other=0.0)
-    bits = share.to(tl.int32, bitcast=True)
-    wanted = mass * tl.sum(share)
-    threshold = tl.full((), 0, tl.int32)
-    bit = tl.full((), FIRST_BIT, tl.int32)
-    while bit > 0:
-        higher = threshold + bit
-        threshold = tl.where(tl.sum(tl.where(bits >= higher, share, 0.0)) >= wanted, higher, threshold)
-        bit = bit >> 1
+    bits = share.to(tl.int32, bitcast=True)  # of floats that are not negative, in their order
+    threshold = largest_threshold(bits, share, mass * tl.sum(share), tl.full((), 0, tl.int32))
     own = (block * KEYS < query_block * QUERIES + QUERIES) & (query_block * QUERIES < block * KEYS + KEYS)
     kept = ((bits >= threshold) | own) & is_block
     place = tl.cumsum(kept.to(tl.int32), 0) - 1

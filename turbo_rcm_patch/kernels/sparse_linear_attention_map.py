@@ -17,10 +17,10 @@ from .dispatch import kernel_op
 from .launch import launch_kernel
 from .sizes import next_power_of_2
 from .sparse_linear_attention_reference import block_scores
+from .threshold import largest_threshold
 
 LOWEST = tl.constexpr(-(2**31))
 WITHOUT_SIGN = tl.constexpr(2**31 - 1)
-FIRST_BIT = tl.constexpr(1 << 30)
 
 
 def choose_blocks(pooled_q: torch.Tensor, pooled_k: torch.Tensor, kept: int) -> torch.Tensor:
@@ -63,12 +63,8 @@ def _keep_largest_kernel(scores, block_map, columns, kept, BLOCK: tl.constexpr):
     # Integers in the order of the floats: the bits of negative ones count down.
     bits = values.to(tl.int32, bitcast=True)
     order = tl.where(is_column, bits ^ ((bits >> 31) & WITHOUT_SIGN), LOWEST)
-    threshold = tl.where(tl.sum((order >= 0).to(tl.int32)) >= kept, 0, LOWEST)
-    bit = tl.full((), FIRST_BIT, tl.int32)
-    while bit > 0:
-        higher = threshold + bit
-        threshold = tl.where(tl.sum((order >= higher).to(tl.int32)) >= kept, higher, threshold)
-        bit = bit >> 1
+    lowest = tl.where(tl.sum((order >= 0).to(tl.int32)) >= kept, 0, LOWEST)
+    threshold = largest_threshold(order, 1, kept, lowest)
     above = order > threshold
     equal = (order == threshold) & is_column
     room = kept - tl.sum(above.to(tl.int32))

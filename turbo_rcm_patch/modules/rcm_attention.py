@@ -27,6 +27,7 @@ from ..kernels.coefficient import canonical_coefficient
 from ..kernels.dispatch import KERNEL_DTYPES
 from ..plain import is_autocast, is_transformed, linear_of, why_not_linear
 from ..tiers import QUANTIZED
+from .eight_bit_copies import EightBitCopies
 
 
 class TwoPassRCMAttention(nn.Module):
@@ -112,11 +113,16 @@ class FusedRCMAttention(TwoPassRCMAttention):
     two-pass form, because the kernels read proj's weights as they are.
 
     preset: "exact", or "quantized" for both projections in int8 and attention as SageAttention2 has it (int8 QKᵀ, PV in
-    e4m3, before sm_89 in fp16). The parameters stay in their dtype and are rounded in every forward. `why_exact` says
-    where the module runs as with "exact" all the same. The error of ``proj(attention(qkv(x)))`` is within the tier's
+    e4m3, before sm_89 in fp16). The parameters stay in their dtype; their 8-bit copies are kept beside them until they
+    change (eight_bit_copies.py says what is noticed). `why_exact` says where the module runs as with "exact" all the
+    same. The error of ``proj(attention(qkv(x)))`` is within the tier's
     limit, 5 %, while attention is not too sharp and no channel of x towers over the others: it was 2 % at scores of
     standard deviation 1, 4.2 to 4.7 % at 3, and 7.5 % at 8.6, where one channel was 20 times as large as the rest.
     "torch" is the same arithmetic simulated in fp32.
+
+    With either preset the skip is in the epilogue of proj's GEMM, the last operation. Attention could end in a skip too
+    (the residual of kernels.attention and kernels.attention_8bit): that is for blocks without a projection after it,
+    and is not used here.
     """
 
     def __init__(
@@ -137,6 +143,7 @@ class FusedRCMAttention(TwoPassRCMAttention):
         if preset not in PRESETS:
             raise ValueError(f"preset={preset!r}; accepted are {', '.join(PRESETS)}.")
         self.implementation, self.preset = implementation, preset
+        self._copies = EightBitCopies()
 
     def why_exact(self, x: torch.Tensor, timestep: Time, residual: torch.Tensor | None = None) -> str | None:
         """Why `forward` of the same arguments would compute in the model's dtype, in a few words; None where it would
@@ -146,8 +153,10 @@ class FusedRCMAttention(TwoPassRCMAttention):
         return self._why_exact(x, residual, *self._coefficients_at(timestep, residual))
 
     def _run(self, x, residual, c_skip, c_out):
-        run = self._run_in_8_bits if self._why_exact(x, residual, c_skip, c_out) is None else super()._run
-        return run(x, residual, c_skip, c_out)
+        if self._why_exact(x, residual, c_skip, c_out) is None:
+            return self._run_in_8_bits(x, residual, c_skip, c_out)
+        self._copies.forget()  # training may follow, whose optimizer may write unseen
+        return super()._run(x, residual, c_skip, c_out)
 
     def _why_exact(self, x, *others) -> str | None:
         if PRESETS[self.preset].tier != QUANTIZED:
@@ -176,20 +185,27 @@ class FusedRCMAttention(TwoPassRCMAttention):
     def _run_in_8_bits(self, x, residual, c_skip, c_out):
         options = {"implementation": self.implementation}
         qkv, proj = linear_of(self.qkv), linear_of(self.proj)
-        projected = kernels.linear_8bit(self._rows(x), self._weight(qkv), qkv.bias, dtype=x.dtype, **options)
+        projected = kernels.linear_8bit(self._rows(x), self._weight("qkv", qkv), qkv.bias, dtype=x.dtype, **options)
         quantized = kernels.quantize_qkv(*projected.chunk(3, -1), heads=self.num_heads, **options)
         attended = kernels.attention_8bit(quantized, **options).flatten(2)
         # Not straight to e4m3, which attention could store: in int8 the projection's input errs a third as much.
-        weights = self._weight(proj), proj.bias
+        weights = self._weight("proj", proj), proj.bias
         coefficients = {"c_skip": _or_one(c_skip), "c_out": _or_one(c_out)}
         return kernels.linear_skip(self._rows(attended), *weights, residual, **coefficients, **options)
 
     def _rows(self, x: torch.Tensor) -> Quantized:
         return kernels.quantize_rows(x, INT8, implementation=self.implementation)
 
-    def _weight(self, linear: nn.Linear) -> QuantizedWeight:
-        values, scale, _ = self._rows(linear.weight)
+    def _weight(self, name: str, linear: nn.Linear) -> QuantizedWeight:
+        return self._copies.get(name, linear.weight, self._in_8_bits)
+
+    def _in_8_bits(self, weight: torch.Tensor) -> QuantizedWeight:
+        values, scale, _ = self._rows(weight)
         return QuantizedWeight(values, scale)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> FusedRCMAttention:
+        self._copies.forget()  # they would stay where the weights were
+        return super()._apply(fn, recurse)
 
     def _attend_project_skip(self, q, k, v, residual, c_skip, c_out):
         if self._why_two_passes(q):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,11 +17,12 @@ from diffusers import WanTransformer3DModel
 from safetensors import safe_open
 from torch import nn
 
-from ..checkpoints.lazy import LazyTensor, open_tensors, shards
+from ..checkpoints.lazy import SUFFIXES, LazyTensor, open_tensors, shards
 from ..checkpoints.whole import WholeModel, infer_config
 from ..config import PatchConfig
 from ..tiers import EXACT, SPARSE, Tier
 from .converted import (
+    COMPONENTS,
     FILE,
     NORM,
     SCALE,
@@ -33,8 +34,8 @@ from .converted import (
     raise_if,
 )
 from .families import family_of
-from .quantized_linear import convert
-from .quantized_weights import convertible_linears, format_of
+from .quantized_linear import convert, error_of
+from .quantized_weights import added_error_note, convertible_linears, format_of
 from .sparse import PROJ_L, is_projection
 from .tensor_files import Kind, read_header, write_tensors
 
@@ -55,14 +56,15 @@ def convert_model(
 
     Args:
         source: the folder of a transformer or of a pipeline with safetensors files, or a .pth or .safetensors file with
-            a whole Wan transformer in its authors' names (checkpoints/whole.py).
+            a whole Wan transformer in its authors' names (checkpoints/whole.py), or a folder that holds one.
         target: a folder that does not exist yet, or is empty. It appears when all is written. For the exact tier it
             holds diffusers' own files, for the others what `load_converted` loads.
         config: of it count the tier and `keep`.
         capability: of the GPUs that will run it, which decides the 8-bit formats; None: sm_89 or newer.
         dtype: of everything else, and what the linears are rounded to before; what diffusers keeps in fp32 stays so.
         device: where to quantise; the CPU if None.
-        report: called with a line for each transformer.
+        report: called with a line for each transformer, which says what 8 bits add to the error of weights that the
+            source has in 8 bits already.
 
     Raises ValueError, before anything is written, for a source that holds no such model, or weights of another tier:
     trained with sparse-linear attention or not.
@@ -88,19 +90,28 @@ def convert_model(
 
 
 class _Model:
-    """A transformer in files. model: it, with its parameters on the meta device; weights, projections: by name."""
+    """A transformer in files. model: it, with its parameters on the meta device; weights, projections: by name.
+    quantized: the weights that the files have in 8 bits."""
 
-    def __init__(self, title: str, model: nn.Module, config: Mapping, weights: dict[str, LazyTensor]):
-        self.title, self.model, self.config = title, model, dict(config)
+    def __init__(
+        self, title: str, model: nn.Module, config: Mapping, weights: dict[str, LazyTensor], quantized: Sequence[str]
+    ):
+        self.title, self.model, self.config, self.quantized = title, model, dict(config), set(quantized)
         self.weights = {name: tensor for name, tensor in weights.items() if not is_projection(name)}
         self.projections = {name: tensor for name, tensor in weights.items() if is_projection(name)}
 
 
 def _open(source: Path, stack: ExitStack) -> dict[str, _Model]:
     """The transformers in a source by their names in a pipeline; "" for one alone."""
-    if source.is_file():
+    if source.is_file() or _is_published(source):
         return {"": _of_file(source, stack)}
     return {name: _of_folder(folder, stack) for name, folder in component_folders(source).items()}
+
+
+def _is_published(folder: Path) -> bool:
+    """Whether a folder holds weights as their authors publish them: without diffusers' configs."""
+    names = {path.name for path in folder.iterdir()}
+    return not {"config.json", *COMPONENTS} & names and any(name.endswith(SUFFIXES) for name in names)
 
 
 def _of_folder(folder: Path, stack: ExitStack) -> _Model:
@@ -112,7 +123,7 @@ def _of_folder(folder: Path, stack: ExitStack) -> _Model:
         name: LazyTensor(kind.shape, lambda name=name, file=file: opened[file].get_tensor(name))
         for name, (file, kind) in files.items()
     }
-    found = _Model(str(folder), model, config, weights)
+    found = _Model(str(folder), model, config, weights, ())
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     given = {name: tensor.shape for name, tensor in found.weights.items()}
     raise_if(f"{folder} does not fit its config.json", differences(expected, given))
@@ -139,7 +150,7 @@ def _of_file(source: Path, stack: ExitStack) -> _Model:
     for path, parts in whole.proj_l.items():
         weights |= {f"{path}.attn1.{PROJ_L}.{part}": tensor for part, tensor in parts.items()}
     config = {"_class_name": type(model).__name__, **model.config}
-    return _Model(str(source), model, config, weights)
+    return _Model(str(source), model, config, weights, whole.quantized)
 
 
 def _check_tier(model: _Model, tier: Tier) -> None:
@@ -161,10 +172,12 @@ class _Job:
             )
         self._tensors = {**model.weights, **model.projections}
         self._kinds = self._describe()
+        self._added_errors: list[float] = []
 
     def __str__(self) -> str:
         size = sum(kind.nbytes for kind in self._kinds.values())
-        return f"{self._model.title}: {len(self._linears)} linears in 8 bits, {size / 2**30:.2f} GiB in all"
+        line = f"{self._model.title}: {len(self._linears)} linears in 8 bits, {size / 2**30:.2f} GiB in all"
+        return "; ".join(filter(None, [line, added_error_note(self._added_errors)]))
 
     def write(self, folder: Path, device: torch.device) -> None:
         folder.mkdir(parents=True)
@@ -197,6 +210,8 @@ class _Job:
                 yield name, tensor
             else:
                 weight = convert(tensor.to(device), format_of(path, self._capability), device)
+                if name in self._model.quantized:
+                    self._added_errors.append(error_of(weight, tensor))
                 yield from zip((path + end for end in (WEIGHT, SCALE, NORM)), weight, strict=True)
 
     def _linear(self, name: str) -> str | None:

@@ -177,11 +177,13 @@ class Shared:
         runs: the runs of tokens with equal timesteps in the forward under way, where the family knows of them.
         steps: which step a pipeline is in; None for a model that was patched alone.
         products: what LoRA layers add, prepared.
+        added_error: a line on weights that were converted from a file's 8 bits; None without such.
     """
 
     def __init__(self, config: PatchConfig, steps: Steps | None = None):
         self.config, self.steps, self.compiles_ahead, self.has_warned, self.runs = config, steps, True, False, None
         self.products = Products()
+        self.added_error: str | None = None
 
     def why_exact_attention(self) -> str | None:
         """Why the attention of the forward under way runs in the model's dtype, in a few words; None: the tier says."""

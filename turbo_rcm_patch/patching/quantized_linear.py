@@ -246,12 +246,27 @@ def convert(weight: torch.Tensor, format: torch.dtype, device: torch.device) -> 
     where, norms = fastest(device), []
     values = torch.empty(weight.shape, dtype=format, device=where)
     scale = torch.empty(len(weight), dtype=torch.float32, device=where)
-    rows = max(1, AT_ONCE // weight.shape[1])
-    for first in range(0, len(weight), rows):
-        part = slice(first, first + rows)
+    for part in _parts(weight):
         values[part], scale[part], norm = quantize_weight(weight[part].to(where), format)
         norms.append(norm)
     return QuantizedWeight(values.to(device), scale.to(device), torch.stack(norms).amax().to(device))
+
+
+@torch.no_grad()
+def error_of(weight: QuantizedWeight, original: torch.Tensor) -> float:
+    """The relative L2 error of a weight in 8 bits, some rows at a time."""
+    error = size = torch.zeros((), dtype=torch.float64)
+    for part in _parts(original):
+        exact = original[part].to(weight.values.device, torch.float32)
+        rounded = QuantizedWeight(weight.values[part], weight.scale[part]).dequantize()
+        error, size = (total + x.square().sum().cpu() for total, x in ((error, rounded - exact), (size, exact)))
+    return float((error / size.clamp(min=torch.finfo(torch.float32).tiny)).sqrt())
+
+
+def _parts(weight: torch.Tensor) -> Iterator[slice]:
+    """Its rows, so many at a time that they are AT_ONCE values."""
+    rows = max(1, AT_ONCE // weight.shape[1])
+    return (slice(first, first + rows) for first in range(0, len(weight), rows))
 
 
 def fastest(device: torch.device) -> torch.device:

@@ -6,7 +6,7 @@ originals stay on the CPU, or are freed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -183,6 +183,17 @@ def weights_note(transformer: nn.Module) -> str | None:
     return (
         f"weights of {len(linears)} linears in 8 bits: {_in_mib(held)} on {devices}; the originals, "
         f"{_in_mib(original)}, are {kept}"
+    )
+
+
+def added_error_note(errors: Sequence[float]) -> str | None:
+    """A line on what was added to weights that a file had in 8 bits already; None without any."""
+    if not errors:
+        return None
+    mean, largest = sum(errors) / len(errors), max(errors)
+    return (
+        f"converted from the file's own 8 bits, which adds a relative error of {mean:.2g} (at most {largest:.2g}) to "
+        f"the weights of {len(errors)} linears"
     )
 
 

@@ -17,6 +17,7 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import nn
 
 from .. import kernels
+from ..checkpoints.whole import PROJ_L
 from ..config import PatchConfig
 from ..kernels.sparse_linear_attention_reference import linear_attention
 from ..plain import is_autocast, why_not_plain
@@ -24,7 +25,6 @@ from .context_parallel import ulysses_attention, why_not_between_all_to_alls
 from .journal import Journal
 from .plan import REFERENCE, Call, Step
 
-PROJ_L = "proj_l"
 BlockSizes = tuple[int, int]  # tokens of a block of queries and of a block of keys
 NamedBlocks = Iterable[tuple[str, nn.Module]]  # a transformer's blocks with their paths in it
 

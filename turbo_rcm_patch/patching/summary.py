@@ -97,8 +97,9 @@ def transformer_section(name: str, transformer: nn.Module) -> Section:
     first, *others = (block for _, block in family.blocks[0].of(transformer))
     stored = dict.fromkeys(str(current_plan(transformer, block).residual) for block in (first, *others))
     notes = [f"residual between a block's skips: {'; '.join(stored)}"]
-    config, device = state_of(first).shared.config, get_module_execution_device(transformer)
-    notes += filter(None, [weights_note(transformer), _exact_steps(config)])
+    shared, device = state_of(first).shared, get_module_execution_device(transformer)
+    config = shared.config
+    notes += filter(None, [weights_note(transformer), shared.added_error, _exact_steps(config)])
     notes += [*_measurements(device), *beside_exact(_slower(config, device))]
     footer = f"{DENSE_FOOTER}; {FOOTER}" if config.tier == BLOCK_SPARSE else FOOTER
     return Section(tables, [*notes, *family.notes(transformer), footer])

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -12,19 +11,19 @@ import torch
 from torch import nn
 
 from ..checkpoints.lazy import open_tensors
+from ..checkpoints.names import modules_of
 from ..checkpoints.whole import Weight, WholeModel, cast, copy_into, parameters_of
 from ..config import PatchConfig
-from ..kernels.quantized import QuantizedWeight
 from ..tiers import SPARSE
 from .apply import Patch, PatchError, apply_patch, check_patchable, replace_computation, transformers_of
 from .converted import fill_buffers
 from .families import family_of
 from .group_offload import ON_DISK, is_on_disk, write_through
 from .journal import Journal
-from .quantized_weights import quantized_linears, quantized_weight
+from .plan import state_of
+from .quantized_linear import error_of
+from .quantized_weights import added_error_note, is_quantized, quantized_weight
 from .sparse import add_projections, why_not_wan_attention
-
-logger = logging.getLogger(__name__)
 
 # What `attention` stands for: what of a block is then in 8 bits.
 IN_8_BITS = {"sagesla": ("attention", "linears"), "sla": ()}
@@ -52,8 +51,9 @@ def load_turbodiffusion(
             "dense" for weights that were trained without SLA, patched as the preset "exact".
         topk, blocks: as of PatchConfig.
 
-    Returns the patch. Its `restore` takes off SLA with the patch; the loaded weights stay. The sampler is another
-    question: `use_rcm`, or `use_distilled` with the recipe "turbowan".
+    Returns the patch. Its `summary` says what 8 bits add to the error of a "-quant" file, and its `restore` takes off
+    SLA with the patch; the loaded weights stay. The sampler is another question: `use_rcm`, or `use_distilled` with the
+    recipe "turbowan".
 
     Raises:
         PatchError: as `patch`; and where a file's tensors are missing, unexpected or of another shape, all of which are
@@ -75,7 +75,8 @@ def load_turbodiffusion(
             if config.tier == SPARSE:
                 add_projections(journal, family_of(model).every_block(model), _projections(files[name]))
             replace_computation(journal, model, config)
-            _report_added_error(files[name], model)
+            _, block = next(family_of(model).every_block(model))
+            state_of(block).shared.added_error = _added_error(files[name], model)
 
         try:
             return apply_patch(target, config, prepare)
@@ -193,27 +194,12 @@ def _projections(file: WholeModel) -> dict[str, dict[str, torch.Tensor]]:
     return {path: {part: tensor.load() for part, tensor in parts.items()} for path, parts in file.proj_l.items()}
 
 
-def _report_added_error(file: WholeModel, model: nn.Module) -> None:
-    """What the tier's own 8 bits add to a file that was in 8 bits already."""
-    linears = quantized_linears(model)
-    if not file.quantized or not linears or not logger.isEnabledFor(logging.INFO):
-        return
-    with torch.no_grad():
-        errors = [_error(quantized_weight(linear), linear.eight_bit.original) for linear in linears]
-    logger.info(
-        "%s: its 8-bit weights were converted to this package's, which adds a relative error of %.2g (at most %.2g) to "
-        "the weights of %d linears.",
-        file.source,
-        sum(errors) / len(errors),
-        max(errors),
-        len(errors),
+def _added_error(file: WholeModel, model: nn.Module) -> str | None:
+    """What the tier's own 8 bits add to weights that the file has in 8 bits already, for the summary."""
+    linears = [module for name, module in modules_of(model) if f"{name}.weight" in file.quantized]
+    return added_error_note(
+        [error_of(quantized_weight(linear), linear.eight_bit.original) for linear in linears if is_quantized(linear)]
     )
-
-
-def _error(weight: QuantizedWeight, original: torch.Tensor) -> float:
-    original = original.detach().to(weight.values.device, torch.float32)
-    difference = weight.dequantize(torch.float32) - original
-    return float(difference.norm() / original.norm().clamp(min=torch.finfo(torch.float32).tiny))
 
 
 def merge_turbodiffusion(path: Source, base_path: Source, target: nn.Module) -> list[str]:
