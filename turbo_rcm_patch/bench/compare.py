@@ -14,7 +14,7 @@ from diffusers import DiffusionPipeline
 from ..config import PatchConfig, resolve_config
 from ..patching import Patch
 from ..tiers import EXACT, ErrorLimits
-from .decoding import decode_oracle, decoded, latents_for
+from .decoding import decode_flops, decode_oracle, decoded, latents_for
 from .environment import Environment, describe_environment
 from .metrics import Difference, relative_l2
 from .timing import StageTimings, TimedGeneration, timed_generation
@@ -45,12 +45,16 @@ class Variant:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Variants in the order unpatched, torch.compile (where it was run), patched; settings as the caller gave them."""
+    """Variants in the order unpatched, torch.compile (where it was run), patched; settings as the caller gave them.
+
+    decode_flops: of diffusers' decoder for a generation's latents; None where none are decoded.
+    """
 
     settings: dict[str, object]
     environment: Environment
     patch_summary: str
     variants: tuple[Variant, ...]
+    decode_flops: int | None = None
 
     def to_dict(self) -> dict[str, object]:
         """Everything but the videos, for ``json.dump``; times in seconds, memory in bytes."""
@@ -115,7 +119,9 @@ def compare(
         _variant(name, medians[name], run.made, medians[UNPATCHED], runs[UNPATCHED].made, errors.get(name, _Errors()))
         for name, run in runs.items()
     )
-    return Comparison({**(settings or {}), "seed": seed}, describe_environment(device), runs[PATCHED].summary, results)
+    made, summary = runs[UNPATCHED].made, runs[PATCHED].summary
+    flops = None if made.frames is None else decode_flops(pipe.vae, made.latents.shape)
+    return Comparison({**(settings or {}), "seed": seed}, describe_environment(device), summary, results, flops)
 
 
 @dataclass
