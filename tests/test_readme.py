@@ -121,10 +121,11 @@ def test_steps_are_compared_with_eager_and_with_compile():
     assert "| 1.80× | 1.18× |  |" in _step_lines("another", run)[2]
 
 
-def _video_run(patched, error):
+def _video_run(patched, error, memory=2**31):
     def variant(name, decode, error):
         stages = {"steps": [0.2, 0.2], "vae_decode": decode, "output": 0.05, "total": decode + 0.5}
-        return {"name": name, "timings": {**stages, "peak_memory": 2**31}, "latents": None, "decode_error": error}
+        peak = memory if name == "patched" else 2**31
+        return {"name": name, "timings": {**stages, "peak_memory": peak}, "latents": None, "decode_error": error}
 
     run = _step_run("wan2.1-1.3b", compiled=0.6, patched=0.5)
     decodes = {"unpatched": (1.8, 0.01), "torch.compile": (1.0, 0.01), "patched": (patched, error)}
@@ -138,13 +139,20 @@ def test_whole_videos_are_a_table_of_their_own():
     assert charts.real_models(runs) == {}
     measured = readme_results._measured(Path("gpu.json"), runs, [])
     asked = "–× / 1.75× / decode 0.6 s / output 0.1 s / total 2.5 s"
-    assert f"|  | patched (exact) | 0.40 | 0.50 | 0.05 | 1.00 | 3.60× | 2.00× | {asked} | 2.00 | 1.0e-02 |" in measured
-    assert "| eager diffusers | 0.40 | 1.80 | 0.05 | 2.30 | 1.00× | 0.56× |  | 2.00 | 1.0e-02 |" in measured
+    assert (
+        f"|  | patched (exact) | 0.40 | 0.50 | 0.05 | 1.00 | 3.60× | 2.00× |  | {asked} | 2.00 | 1.0e-02 |" in measured
+    )
+    assert "| eager diffusers | 0.40 | 1.80 | 0.05 | 2.30 | 1.00× | 0.56× |  |  | 2.00 | 1.0e-02 |" in measured
     assert "over compile, whose decoder is compiled too" in measured
     assert "One denoising step" not in measured
     missed = steps.whole_videos_table({"wan2.1-1.3b-decoded": _video_run(0.61, 0.0106)})
     assert "| 0.40 | **0.61** | 0.05 | 1.11 | 2.95× | **1.64×** |" in missed
     assert "**1.1e-02** |" in missed
+    more = steps.whole_videos_table({"wan2.1-1.3b-decoded": _video_run(0.5, 0.01, memory=2**31 + 2**27)})
+    assert "| **2.12** | 1.0e-02 |" in more
+    counted = steps.whole_videos_table({"another": _video_run(0.5, 0.01) | {"decode_flops": 300e12}})
+    assert "| 1.00× | 0.56× | 167 |" in counted
+    assert "| 3.60× | 2.00× | 600 |" in counted
 
 
 def test_the_readme_has_a_short_table_of_a_whole_video():

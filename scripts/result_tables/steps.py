@@ -32,6 +32,7 @@ VIDEOS_HEADER = (
     "total, s",
     "decode over eager",
     "decode over compile",
+    "TFLOP/s",
     "targets",
     "peak memory, GiB",
     "rel. L2 of decoding to fp32",
@@ -194,8 +195,9 @@ def whole_videos_table(runs: dict) -> str:
     rows = [row for name, run in runs.items() for row in _video_rows(name, run)]
     return (
         "Whole videos, from the prompt's embeddings to frames in numpy, medians over repeats. Targets are the "
-        "speed-ups of decoding over eager and over compile, whose decoder is compiled too, and seconds:\n\n"
-        + table_of(VIDEOS_HEADER, rows)
+        "speed-ups of decoding over eager and over compile, whose decoder is compiled too, and seconds; and no more "
+        f"memory than eager takes, nor {ACCURACY_FACTOR} times its error. TFLOP/s are of diffusers' decoder, which "
+        "convolves images enlarged before:\n\n" + table_of(VIDEOS_HEADER, rows)
     )
 
 
@@ -212,6 +214,7 @@ def short_video_table(name: str, run: dict) -> str:
 def _video_rows(name: str, run: dict) -> Iterator[list[str]]:
     decodes = {variant["name"]: variant["timings"]["vae_decode"] for variant in run["variants"]}
     errors = {variant["name"]: variant.get("decode_error") for variant in run["variants"]}
+    most_memory = next(each["timings"]["peak_memory"] for each in run["variants"] if each["name"] == "unpatched")
     for variant, shown in names_of(run).items():
         timings = next(each["timings"] for each in run["variants"] if each["name"] == variant)
         is_ours = variant == "patched"
@@ -223,7 +226,9 @@ def _video_rows(name: str, run: dict) -> Iterator[list[str]]:
         asked = [f"{targets.get(rival, '–')}×" for rival in rivals] if targets else []
         asked += [f"{key.removeprefix('vae_')} {limit} s" for key, limit in limits.items()]
         limit = ACCURACY_FACTOR * errors["unpatched"] if is_ours and errors["unpatched"] is not None else None
-        cells = [*seconds, *speedups, " / ".join(asked), f"{timings['peak_memory'] / 2**30:.2f}"]
+        memory = bold(f"{timings['peak_memory'] / 2**30:.2f}", is_ours and timings["peak_memory"] > most_memory)
+        rate = f"{run['decode_flops'] / decodes[variant] / 1e12:.0f}" if run.get("decode_flops") else ""
+        cells = [*seconds, *speedups, rate, " / ".join(asked), memory]
         label = f"{model_of(run)}, `{name}`" if variant == "unpatched" else ""
         yield [label, shown, *cells, _step_error(errors[variant], limit)]
 

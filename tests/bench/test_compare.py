@@ -12,6 +12,7 @@ from turbo_rcm_patch.bench import compare as module
 from turbo_rcm_patch.bench import variants as variants_module
 from turbo_rcm_patch.bench.cases import CASES, build_pipeline
 from turbo_rcm_patch.bench.compare import compare
+from turbo_rcm_patch.bench.decoding import decode_flops
 from turbo_rcm_patch.bench.report import comparison_table, plot, side_by_side
 from turbo_rcm_patch.bench.timing import StageTimings, TimedGeneration
 from turbo_rcm_patch.config import PatchConfig
@@ -21,6 +22,7 @@ from turbo_rcm_patch.patching.families.wan_vae import decoder, forward
 from turbo_rcm_patch.tiers import EXACT, ErrorLimits, Tier
 
 CALL = tiny_call(output_type="np", guidance_scale=1.0)
+LATENTS = torch.ones(1, 16, 1, 1, 1)  # of generations that are not run
 
 
 @pytest.fixture
@@ -42,6 +44,15 @@ def test_variants_share_the_seed_and_agree(pipe):
     assert comparison.settings == {"model": "tiny", "seed": 3}
     assert unpatched.total_speedup == unpatched.steps_speedup == 1
     assert patched.total_speedup == pytest.approx(unpatched.timings.total / patched.timings.total)
+
+
+def test_the_flops_of_decoding_are_counted(pipe):
+    """Four times as many for twice the height and width, but for the attention."""
+    comparison = compare(pipe, CALL, repeats=1, warmups=0)
+    assert comparison.to_dict()["decode_flops"] == comparison.decode_flops > 0
+    few, many = (decode_flops(pipe.vae, (1, pipe.vae.config.z_dim, 2, size, size)) for size in (4, 8))
+    assert 4 * few < many < 5 * few
+    assert compare(pipe, {**CALL, "output_type": "latent"}, repeats=1, warmups=0).decode_flops is None
 
 
 def test_a_difference_made_by_the_patch_is_reported(pipe, monkeypatch):
@@ -148,9 +159,7 @@ def test_warmups_are_not_in_the_medians(pipe, monkeypatch):
     totals = iter([100.0, 50.0, 4.0, 2.0, 6.0, 3.0])  # unpatched, patched in turns; the first turn is the warm-up
 
     def fake_generation(pipe, **call):
-        return TimedGeneration(
-            np.ones((1, 1, 2, 2, 3)), torch.ones(1), StageTimings(0, (1.0,), 0, 0, next(totals), None)
-        )
+        return TimedGeneration(np.ones((1, 1, 2, 2, 3)), LATENTS, StageTimings(0, (1.0,), 0, 0, next(totals), None))
 
     monkeypatch.setattr(module, "timed_generation", fake_generation)
     unpatched, patched = compare(pipe, CALL, warmups=1, repeats=2).variants
@@ -160,7 +169,7 @@ def test_warmups_are_not_in_the_medians(pipe, monkeypatch):
 
 def test_memory_of_graphs_counts(pipe, monkeypatch):
     def fake_generation(pipe, **call):
-        return TimedGeneration(np.ones((1, 1, 2, 2, 3)), torch.ones(1), StageTimings(0, (1.0,), 0, 0, 1.0, 100))
+        return TimedGeneration(np.ones((1, 1, 2, 2, 3)), LATENTS, StageTimings(0, (1.0,), 0, 0, 1.0, 100))
 
     monkeypatch.setattr(module, "timed_generation", fake_generation)
     monkeypatch.setattr(Patch, "graph_memory", 7)
@@ -175,7 +184,7 @@ def test_memory_that_one_variant_keeps_is_not_counted_for_another(pipe, monkeypa
     def fake_generation(pipe, **call):
         peak = kept[0] + 100
         kept[0] += 30 if "forward" in vars(pipe.transformer.blocks[0]) else 5
-        return TimedGeneration(np.ones((1, 1, 2, 2, 3)), torch.ones(1), StageTimings(0, (1.0,), 0, 0, 1.0, peak))
+        return TimedGeneration(np.ones((1, 1, 2, 2, 3)), LATENTS, StageTimings(0, (1.0,), 0, 0, 1.0, peak))
 
     monkeypatch.setattr(module, "timed_generation", fake_generation)
     monkeypatch.setattr(module, "allocated", lambda device: kept[0])

@@ -108,7 +108,7 @@ def test_stages_may_take_any_numbers_of_frames(kind, monkeypatch):
     expected = decode(vae, z)
     trp.patch(vae)
     for frames in ([5, 5, 5, 5, 5], [5, 3, 2, 1, 1], [1, 2, 3, 4, 5], [2, 1, 7, 3, 2]):
-        monkeypatch.setattr(forward, "frames_at_once", lambda *_, frames=frames: frames)
+        monkeypatch.setattr(forward, "frames_at_once", lambda *_, frames=frames, **options: frames)
         assert relative_error(decode(vae, z), expected) <= FP32, frames
 
 
@@ -128,7 +128,14 @@ def test_the_first_two_latent_frames_are_diffusers_own(kind):
     assert relative_error(decode(vae, z)[:, :, :1], decode(vae, z[:, :, :1])) <= FP32
 
 
-@pytest.mark.parametrize("tiles", [{}, {"tile_sample_min_height": 24, "tile_sample_stride_height": 20}])
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        {},
+        {"tile_sample_min_height": 24, "tile_sample_stride_height": 20},
+        {"tile_sample_min_width": 32, "tile_sample_stride_width": 48},  # columns are left out
+    ],
+)
 @pytest.mark.parametrize("kind", ["wan 2.1", "residual"])
 @pytest.mark.parametrize("chunk", [None, 2])
 def test_tiles(kind, chunk, tiles, diffusers_decoder_is_off):

@@ -13,8 +13,8 @@ import turbo_rcm_patch as trp
 from tests.tiny_vae import tiny_latents, tiny_vae
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.bench.cases import TI2V_5B_VAE
-from turbo_rcm_patch.patching.families.wan_vae import chunks
-from turbo_rcm_patch.patching.families.wan_vae.chunks import MOST_ELEMENTS, frames_at_once
+from turbo_rcm_patch.patching.families.wan_vae import chunks, forward
+from turbo_rcm_patch.patching.families.wan_vae.chunks import MOST_ELEMENTS, frames_at_once, output_shape
 
 # The VAE's options and its latents [B, C, F, H, W].
 WAN_480P = {}, (1, 16, 21, 60, 104)
@@ -24,12 +24,12 @@ SIZES = {"wan 2.1, 480p": WAN_480P, "wan 2.1, 720p": WAN_720P, "ti2v-5b, 720p": 
 
 
 class Peak(TorchDispatchMode):
-    """Bytes of the tensors that ops made and that were alive together."""
+    """Bytes of the tensors that ops made and that were alive together; not of a model's weights and their views."""
 
-    def __init__(self):
+    def __init__(self, model):
         super().__init__()
         self.bytes = self._alive = 0
-        self._seen = set()
+        self._seen = {weight.untyped_storage()._cdata for weight in model.parameters()}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         results = function(*args, **(kwargs or {}))
@@ -64,7 +64,7 @@ def norm_as_one_kernel(x, weight, *, silu=True, implementation="auto"):
 def peak(vae, z):
     """Of a decode whose attention is fused, as PyTorch's is on a GPU, and whose norms are our kernel."""
     fused = mock.patch.object(F, "scaled_dot_product_attention", lambda q, k, v, **_: torch.empty_like(q))
-    with torch.no_grad(), fused, mock.patch.object(kernels, "rms_norm_silu", norm_as_one_kernel), Peak() as counted:
+    with torch.no_grad(), fused, mock.patch.object(kernels, "rms_norm_silu", norm_as_one_kernel), Peak(vae) as counted:
         vae.decode(z)
     return counted.bytes
 
@@ -83,6 +83,15 @@ def test_a_decode_takes_less_than_diffusers(size):
     assert patched < most
 
 
+def test_tiles_take_less_than_diffusers():
+    vae, z = real("wan 2.1, 480p")
+    vae.enable_tiling()
+    unpatched = peak(vae, z)
+    with trp.patch(vae) as patch:
+        assert peak(vae, z) < unpatched
+        assert "as many frames as 128 MiB hold at a time" in patch.summary()
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_what_is_estimated_bounds_what_a_decode_takes(size):
     """All that the convolutions keep, and for every stage at once what one takes, is not exceeded."""
@@ -94,14 +103,12 @@ def test_what_is_estimated_bounds_what_a_decode_takes(size):
     alive = [alive * count * pixel for (alive, *_), count in zip(stages, frames, strict=True)]
     with trp.patch(vae):
         taken = peak(vae, z)
-    assert kept + max(alive) / 2 < taken < kept + 2 * max(alive) + sum(sample_bytes(vae, z))
+    assert kept + max(alive) / 2 < taken < kept + 2 * max(alive) + 2 * sample_bytes(vae, z)
 
 
 def sample_bytes(vae, z):
-    """The frames, in chunks, together, and clamped."""
     ratio = vae.spatial_compression_ratio
-    size = 3 * (1 + 4 * (z.shape[2] - 1)) * z.shape[3] * ratio * z.shape[4] * ratio * z.itemsize
-    return size, size
+    return 3 * (1 + 4 * (z.shape[2] - 1)) * z.shape[3] * ratio * z.shape[4] * ratio * z.itemsize
 
 
 def test_small_frames_are_taken_many_at_a_time():
@@ -132,8 +139,7 @@ def test_fewer_where_a_gpus_memory_is_short(free, expected, monkeypatch):
     vae, z = real("wan 2.1, 480p")
     plenty = frames_at_once(vae, z, None)
     monkeypatch.setattr(chunks, "free_memory", lambda device: free)
-    on_gpu = mock.Mock(wraps=z, shape=z.shape, itemsize=z.itemsize, device=torch.device("cuda"))
-    frames = frames_at_once(vae, on_gpu, None)
+    frames = frames_at_once(vae, on_gpu(z), None)
     if expected is None:
         assert frames == plenty
     elif expected == "one":
@@ -142,7 +148,41 @@ def test_fewer_where_a_gpus_memory_is_short(free, expected, monkeypatch):
         assert all(few <= many for few, many in zip(frames, plenty, strict=True))
         assert frames != plenty
         assert min(frames) >= 1
-    assert frames_at_once(vae, on_gpu, 2) == [2, 2, 4, 8, 8]  # who asks gets it
+    assert frames_at_once(vae, on_gpu(z), 2) == [2, 2, 4, 8, 8]  # who asks gets it
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_short_memory_is_enough_where_a_frame_at_a_time_fits(size, monkeypatch):
+    vae, z = real(size)
+    least = peak_with([1] * 5, vae, z, monkeypatch)
+    frames = [1] * 5
+    for free in range(least, 2 * least, least // 16):
+        monkeypatch.setattr(chunks, "free_memory", lambda device, free=free: free)
+        before, frames = frames, frames_at_once(vae, on_gpu(z), None, beside=sample_bytes(vae, z))
+        assert frames == before or peak_with(frames, vae, z, monkeypatch) <= free
+    assert min(frames) > 1
+
+
+def peak_with(frames, vae, z, monkeypatch):
+    monkeypatch.setattr(forward, "frames_at_once", lambda *args, **options: frames)
+    with trp.patch(vae):
+        return peak(vae, z)
+
+
+def on_gpu(z):
+    return mock.Mock(wraps=z, shape=z.shape, itemsize=z.itemsize, device=torch.device("cuda"))
+
+
+def test_the_sample_and_graphs_are_beside_the_activations(monkeypatch):
+    vae, z, asked = *real("wan 2.1, 480p"), []
+    transformer = torch.nn.Module()
+    monkeypatch.setattr(forward, "frames_at_once", lambda *args, **options: asked.append(options) or [4] * 5)
+    with trp.patch(vae):
+        forward.vae_state(vae).users.add(transformer)
+        monkeypatch.setattr(forward, "graph_of", lambda model: mock.Mock(reserved_bytes=7))
+        peak(vae, z)
+    assert asked == [{"beside": sample_bytes(vae, z) + 7}]
+    assert output_shape(vae, z) == (1, 3, 81, 480, 832)
 
 
 @pytest.mark.gpu

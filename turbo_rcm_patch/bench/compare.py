@@ -15,7 +15,7 @@ from ..config import PatchConfig, resolve_config
 from ..patching import Patch
 from ..tiers import EXACT, ErrorLimits
 from .compilations import compilations
-from .decoding import decode_oracle, decoded, latents_for
+from .decoding import decode_flops, decode_oracle, decoded, latents_for
 from .environment import Environment, describe_environment
 from .metrics import Difference, relative_l2
 from .timing import StageTimings, TimedGeneration, timed_generation
@@ -58,12 +58,16 @@ class Variant:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Variants in the order unpatched, torch.compile (where it was run), patched; settings as the caller gave them."""
+    """Variants in the order unpatched, torch.compile (where it was run), patched; settings as the caller gave them.
+
+    decode_flops: of diffusers' decoder for a generation's latents; None where none are decoded.
+    """
 
     settings: dict[str, object]
     environment: Environment
     patch_summary: str
     variants: tuple[Variant, ...]
+    decode_flops: int | None = None
 
     def to_dict(self) -> dict[str, object]:
         """Everything but the videos, for ``json.dump``; times in seconds, memory in bytes."""
@@ -130,9 +134,10 @@ def compare(
         kept = variants.spare_memory + sum(run.left for run in runs.values())
         runs |= _take_turns(pipe, generate, Variants(last, kept), 0, 1, device)
 
-    base = runs[UNPATCHED]
+    base, summary = runs[UNPATCHED], runs[PATCHED].summary
     results = tuple(_variant(name, run, base, errors.get(name, _Errors())) for name, run in runs.items())
-    return Comparison({**(settings or {}), "seed": seed}, describe_environment(device), runs[PATCHED].summary, results)
+    flops = None if base.made.frames is None else decode_flops(pipe.vae, base.made.latents.shape)
+    return Comparison({**(settings or {}), "seed": seed}, describe_environment(device), summary, results, flops)
 
 
 @contextlib.contextmanager

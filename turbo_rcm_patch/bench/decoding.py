@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 from diffusers import AutoencoderKLWan
+from torch.utils.flop_counter import FlopCounterMode
 
 SETTINGS = ("use_", "tile_")  # attributes of a VAE by which decoding in slices and tiles is another computation
 
@@ -35,6 +36,15 @@ def decoded(vae: AutoencoderKLWan, z: torch.Tensor) -> torch.Tensor:
     """The VAE's sample, as it decodes now."""
     with torch.no_grad():
         return vae.decode(z, return_dict=False)[0]
+
+
+def decode_flops(vae: AutoencoderKLWan, shape: torch.Size) -> int:
+    """Of diffusers' own decoder, not in tiles, for latents [B, z_dim, F, H, W]; counted without memory for them."""
+    with torch.device("meta"):
+        twin = type(vae).from_config(vae.config)
+        with FlopCounterMode(display=False) as counted:
+            decoded(twin, torch.empty(shape))
+    return counted.get_total_flops()
 
 
 def decode_oracle(vae: AutoencoderKLWan, z: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -20,7 +20,7 @@ from ...copying import reduce_ex
 from ...journal import bind
 from ...plan import MODULE, STATE, Step
 from ..family import Binding, class_path
-from .chunks import WORKING_SET
+from .chunks import TILES_WORKING_SET, WORKING_SET
 from .forward import VaeState, call_for, decode, frames_sent_to, tiled_decode, vae_state
 from .plain import why_not_plain_decoder
 from .steps import attention, convolution, kernel_size, rms_norm
@@ -83,7 +83,8 @@ def decoder_notes(vae: AutoencoderKLWan) -> list[str]:
     """Lines for the summary: how many frames at a time, and which decodes diffusers' code ran."""
     state = vae_state(vae)
     chunk, eager = state.config.vae_chunk, state.eager.copy()
-    size = f"as many frames as {WORKING_SET >> 20} MiB hold" if chunk is None else f"{chunk} latent frames"
+    working_set = TILES_WORKING_SET if vae.use_tiling else WORKING_SET
+    size = f"as many frames as {working_set >> 20} MiB hold" if chunk is None else f"{chunk} latent frames"
     notes = [f"{size} at a time"]
     return notes + ([f"diffusers' own decoder ran: {_counted(eager)}"] if eager else [])
 

@@ -20,27 +20,42 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import (
 from torch import nn
 
 WORKING_SET = 1 << 30  # bytes of activations: a few frames of 832×480 in full resolution
+TILES_WORKING_SET = 1 << 27  # of those of a tile: who decodes in tiles does so to save memory
 MOST_ELEMENTS = 2**31 - 1  # of a tensor that PyTorch's convolutions index with 32 bits
 
 
-def frames_at_once(vae: AutoencoderKLWan, z: torch.Tensor, latents: int | None) -> list[int]:
+def output_shape(vae: AutoencoderKLWan, z: torch.Tensor) -> tuple[int, ...]:
+    """[B, C, F, H, W] of what the decoder makes of latents z, before it is unpatchified."""
+    resamples = [module for module in vae.decoder.modules() if type(module) is WanResample]
+    batch, _, frames, height, width = z.shape
+    edge, doublings = 2 ** len(resamples), sum(module.mode == "upsample3d" for module in resamples)
+    channels = vae.decoder.conv_out.out_channels
+    return batch, channels, 1 + (frames - 1) * 2**doublings, height * edge, width * edge
+
+
+def frames_at_once(
+    vae: AutoencoderKLWan, z: torch.Tensor, latents: int | None, *, working_set: int = WORKING_SET, beside: int = 0
+) -> list[int]:
     """Frames for the stages of `stages`, for z [B, C, F, H, W].
 
     latents: the frames of so many latent frames at every stage; None: by memory, if the device tells how much is free.
+    working_set: bytes of activations. beside: bytes of the free memory that are for something else.
     """
     batch, _, _, height, width = z.shape
     stages, size = list(_stages(vae.decoder)), batch * height * width
     frames = []
     for elements, doublings, _ in stages:
         frame = elements * size
-        wanted = latents * 2**doublings if latents else max(WORKING_SET // (frame * z.itemsize), 2**doublings)
+        wanted = latents * 2**doublings if latents else max(working_set // (frame * z.itemsize), 2**doublings)
         frames.append(max(1, min(wanted, MOST_ELEMENTS // frame)))
     if latents or z.device.type != "cuda":
         return frames
-    # Half is for the stages before, which keep what they gave, and for the convolutions' workspaces.
-    free = (free_memory(z.device) - sum(kept for *_, kept in stages) * size * z.itemsize) / 2
-    fitting = (int(free // (elements * size * z.itemsize)) for elements, *_ in stages)
-    return [max(1, pair) for pair in map(min, frames, fitting)]
+    # With a frame at a time about twice the largest stage's is alive. Half of the rest is for what the stages before
+    # keep of what they gave, and for the convolutions' workspaces.
+    per_frame = [elements * size * z.itemsize for elements, *_ in stages]
+    kept = sum(kept for *_, kept in stages) * size * z.itemsize
+    rest = max(0, free_memory(z.device) - beside - kept - 2 * max(per_frame)) / 2
+    return [min(most, 1 + int(rest // taken)) for most, taken in zip(frames, per_frame, strict=True)]
 
 
 def _stages(decoder: WanDecoder3d) -> Iterator[tuple[int, int, int]]:

@@ -6,6 +6,7 @@ Their loops over frames are replaced; the tiles, how they are blended, and what 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,7 +22,8 @@ from ....config import PatchConfig
 from ....plain import is_autocast
 from ...graphs import why_not_recorded
 from ...plan import STATE, Call, active_backend, derivative_of
-from .chunks import frames_at_once
+from ..wan.graph import graph_of
+from .chunks import TILES_WORKING_SET, frames_at_once, output_shape
 from .decoder import decoded
 from .plain import why_not_plain_decoder
 from .steps import takes_front
@@ -77,18 +79,17 @@ def decode(self: AutoencoderKLWan, z: torch.Tensor, return_dict: bool = True) ->
         size > edge // self.spatial_compression_ratio for size, edge in zip(z.shape[-2:], edges, strict=True)
     ):
         return self.tiled_decode(z, return_dict=return_dict)
-    receive, parts = vae_state(self).receive, []
-    for frames in _parts(self, z):
-        parts.append(_sample(self, frames))
-        if receive is not None:
-            receive(parts[-1])
-    return _output(torch.cat(parts, dim=2).contiguous(), return_dict)
+    shown = _received(self, (_shown(self, frames) for frames in _parts(self, z, _at_once(self, z))))
+    return _output(_joined(shown, output_shape(self, z)[2]), return_dict)
 
 
 def tiled_decode(
     self: AutoencoderKLWan, z: torch.Tensor, return_dict: bool = True
 ) -> DecoderOutput | tuple[torch.Tensor]:
-    """AutoencoderKLWan.tiled_decode, several latent frames of a tile at a time; bound on instances. As `decode`."""
+    """AutoencoderKLWan.tiled_decode, several latent frames of a tile at a time; bound on instances. As `decode`.
+
+    Of a tile only what is shown is kept, in its place in the sample, and the ends that others are blended with.
+    """
     if not _takes(self, z):
         return type(self).tiled_decode(self, z, return_dict=return_dict)
     ratio, patch = self.spatial_compression_ratio, self.config.patch_size or 1
@@ -96,22 +97,29 @@ def tiled_decode(
     stride = self.tile_sample_stride_height, self.tile_sample_stride_width
     (tile_h, tile_w), (step_h, step_w) = ([edge // ratio for edge in edges] for edges in (tile, stride))
     crop_h, crop_w = (edge // patch for edge in stride)
-    blend_h, blend_w = (whole // patch - crop for whole, crop in zip(tile, (crop_h, crop_w), strict=True))
-    height, width = z.shape[-2:]
-    above, rows = [], []
+    blend_h, blend_w = (max(0, whole // patch - crop) for whole, crop in zip(tile, (crop_h, crop_w), strict=True))
+    (height, width), count = z.shape[-2:], output_shape(self, z)[2]
+    at_once = _at_once(self, z, z[..., :tile_h, :tile_w])
+    channels = self.decoder.conv_out.out_channels // patch**2
+    sample = z.new_empty(z.shape[0], channels, count, *(edge * ratio // patch * patch for edge in (height, width)))
+    ends: dict[int, torch.Tensor] = {}  # of the tiles above, by column
+    bottom = 0
     for top in range(0, height, step_h):
-        row = []
-        for left in range(0, width, step_w):
-            frames = torch.cat(list(_parts(self, z[..., top : top + tile_h, left : left + tile_w])), dim=2).contiguous()
-            if above:
-                _blend(above[len(row)], frames, blend_h, dim=-2)
-            if row:
-                _blend(row[-1], frames, blend_w, dim=-1)
-            row.append(frames)
-        rows.append(torch.cat([frames[..., :crop_h, :crop_w] for frames in row], dim=-1))
-        above = row
-    frames = torch.cat(rows, dim=-2)
-    return _output(_sample(self, frames[..., : height * ratio // patch, : width * ratio // patch]), return_dict)
+        left, right, band = None, 0, sample[..., bottom:, :]
+        for first in range(0, width, step_w):
+            frames = _joined(_parts(self, z[..., top : top + tile_h, first : first + tile_w], at_once), count)
+            if top > 0:
+                _blend(ends.pop(first), frames, blend_h, dim=-2)
+            if left is not None:
+                _blend(left, frames, blend_w, dim=-1)
+            ends[first], left = _end(frames, blend_h, dim=-2), _end(frames, blend_w, dim=-1)
+            shown = _shown(self, frames[..., :crop_h, :crop_w])
+            place = band[..., : shown.shape[-2], right : right + shown.shape[-1]]
+            place.copy_(shown[..., : place.shape[-2], : place.shape[-1]])
+            right += place.shape[-1]
+            del frames, shown  # not kept while the next tile is decoded
+        bottom += place.shape[-2]
+    return _output(sample[..., :bottom, :right].contiguous(), return_dict)  # smaller where tiles are less than strides
 
 
 def _takes(vae: AutoencoderKLWan, z: torch.Tensor) -> bool:
@@ -139,10 +147,24 @@ def call_for(vae: AutoencoderKLWan, batch: int, positions: int, device: torch.de
     return Call(vae_state(vae).config, device, dtype, batch, positions, 0, 0, "sample", None, active_backend())
 
 
-def _parts(vae: AutoencoderKLWan, z: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The decoder's output for latents z, some frames after the other."""
+def _at_once(vae: AutoencoderKLWan, z: torch.Tensor, tile: torch.Tensor | None = None) -> list[int]:
+    """How many frames the stages take at a time, of latents z or of a tile of them."""
+    beside = math.prod(output_shape(vae, z)) * z.itemsize + _graph_memory(vae)
+    chunk = vae_state(vae).config.vae_chunk
+    if tile is None:
+        return frames_at_once(vae, z, chunk, beside=beside)
+    return frames_at_once(vae, tile, chunk, working_set=TILES_WORKING_SET, beside=beside)
+
+
+def _graph_memory(vae: AutoencoderKLWan) -> int:
+    """Bytes that only the CUDA graphs of the models that were patched with the VAE can use."""
+    graphs = filter(None, map(graph_of, vae_state(vae).users))
+    return sum(graph.reserved_bytes or 0 for graph in graphs)
+
+
+def _parts(vae: AutoencoderKLWan, z: torch.Tensor, frames: list[int]) -> Iterator[torch.Tensor]:
+    """The decoder's output for latents z, some frames after the other; `frames` at a time."""
     call = call_for(vae, z.shape[0], z.numel() // z.shape[1], z.device, z.dtype)
-    frames = frames_at_once(vae, z, call.config.vae_chunk)
     compiled, kind = _COMPILED.setdefault(vae, set()), (call.config.implementation, z.device, z.dtype)
     if kind not in compiled and _launches_kernels(vae, call) and why_not_recorded((z,)) is None:
         # One after the other the kernels take half a minute. The decoder is plain: nobody notices a run of it.
@@ -169,11 +191,38 @@ def _blend(before: torch.Tensor, frames: torch.Tensor, extent: int, dim: int) ->
     new.copy_(old * (1 - share) + new.to(wide) * share)
 
 
-def _sample(vae: AutoencoderKLWan, frames: torch.Tensor) -> torch.Tensor:
-    """What the decoder's output shows, in [-1, 1]."""
+def _end(frames: torch.Tensor, extent: int, dim: int) -> torch.Tensor:
+    """A copy of the last rows or columns, so that the rest need not be kept."""
+    start = max(0, frames.shape[dim] - extent)
+    return frames.narrow(dim, start, frames.shape[dim] - start).clone()
+
+
+def _joined(parts: Iterator[torch.Tensor], count: int) -> torch.Tensor:
+    """The parts of `count` frames [B, C, count, H, W], each copied before the next is made."""
+    joined, done = None, 0
+    for part in parts:
+        if joined is None:
+            joined = part.new_empty(*part.shape[:2], count, *part.shape[3:])
+        joined[:, :, done : done + part.shape[2]] = part
+        done += part.shape[2]
+        del part
+    return joined
+
+
+def _received(vae: AutoencoderKLWan, parts: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The parts, each given to who asked for them first."""
+    receive = vae_state(vae).receive
+    for part in parts:
+        if receive is not None:
+            receive(part)
+        yield part
+
+
+def _shown(vae: AutoencoderKLWan, frames: torch.Tensor) -> torch.Tensor:
+    """What the decoder's output shows, in [-1, 1]; in place where its pixels are."""
     if vae.config.patch_size is not None:
         frames = unpatchify(frames, patch_size=vae.config.patch_size)
-    return frames.clamp(min=-1.0, max=1.0)
+    return frames.clamp_(min=-1.0, max=1.0)
 
 
 def _output(sample: torch.Tensor, return_dict: bool) -> DecoderOutput | tuple[torch.Tensor]:
