@@ -8,7 +8,7 @@ python examples/lightning.py --loras high.safetensors low.safetensors     # othe
 import argparse
 
 import torch
-from diffusers import AutoencoderKLWan, WanPipeline
+from diffusers import WanPipeline
 from diffusers.utils import export_to_video
 
 import turbo_rcm_patch as trp
@@ -24,8 +24,8 @@ parser.add_argument("--offload", action="store_true", help="keep only the runnin
 parser.add_argument("--output", default="video.mp4")
 options = parser.parse_args()
 
-vae = AutoencoderKLWan.from_pretrained(options.model, subfolder="vae", dtype=torch.float32)
-pipe = WanPipeline.from_pretrained(options.model, vae=vae, dtype=torch.bfloat16)
+# The VAE too is loaded in bf16: in fp32 its convolutions would be PyTorch's.
+pipe = WanPipeline.from_pretrained(options.model, dtype=torch.bfloat16)
 
 print(trp.use_distilled(pipe, options.loras[0] if len(options.loras) == 1 else options.loras))
 print(trp.patch(pipe).summary())

@@ -7,7 +7,7 @@ python examples/turbowan.py TurboWan2.1-T2V-14B-480P.pth --model Wan-AI/Wan2.1-T
 import argparse
 
 import torch
-from diffusers import AutoencoderKLWan, WanPipeline
+from diffusers import WanPipeline
 from diffusers.utils import export_to_video
 
 import turbo_rcm_patch as trp
@@ -23,8 +23,8 @@ parser.add_argument("--size", type=int, nargs=3, metavar=("HEIGHT", "WIDTH", "FR
 parser.add_argument("--output", default="video.mp4")
 options = parser.parse_args()
 
-vae = AutoencoderKLWan.from_pretrained(options.model, subfolder="vae", dtype=torch.float32)
-pipe = WanPipeline.from_pretrained(options.model, vae=vae, dtype=torch.bfloat16)
+# The VAE too is loaded in bf16: in fp32 its convolutions would be PyTorch's.
+pipe = WanPipeline.from_pretrained(options.model, dtype=torch.bfloat16)
 if torch.cuda.is_available():
     pipe.to("cuda")
 

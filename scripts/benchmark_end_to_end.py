@@ -76,6 +76,8 @@ def measure(options: argparse.Namespace, device: torch.device, *, is_first: bool
     config = replace(resolve_config(options.preset), cuda_graph=options.cuda_graph)
     if config.tier == SPARSE:
         add_random_projections(pipe)
+    if options.vae_dtype:
+        pipe.vae.to(getattr(torch, options.vae_dtype))
     if options.lora:
         add_random_lora(pipe.transformer, options.lora)
     call = {
@@ -88,6 +90,8 @@ def measure(options: argparse.Namespace, device: torch.device, *, is_first: bool
     }
     settings = {"config": options.config, "layers": len(pipe.transformer.blocks), "dtype": str(dtype), **call}
     settings["preset"] = options.preset
+    if options.vae_dtype:
+        settings["vae_dtype"] = options.vae_dtype
     inputs = random_inputs(pipe)
     if options.structured:
         settings["structured"] = True
@@ -136,6 +140,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cuda-graph", choices=CUDA_GRAPH_MODES, default="auto", help="of the patch (default auto)")
     parser.add_argument("--lora", type=int, nargs="+", metavar="RANK", help="add a random LoRA adapter of each rank")
     parser.add_argument("--decode", action="store_true", help="decode the latents too")
+    parser.add_argument("--vae-dtype", choices=("float32", "bfloat16"), help="default: that of the transformer")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--no-oracle", action="store_true", help="do not check a step against fp32, for want of memory")
     parser.add_argument("--json", type=json_file, help="write all figures with the GPU and versions")

@@ -58,6 +58,7 @@ MEASUREMENTS = {
     "wan2.1-1.3b": (*END_TO_END, "wan2.1-1.3b"),
     "wan2.1-1.3b-decoded": (*END_TO_END, "wan2.1-1.3b", "--decode"),
     "wan2.1-14b-1-layer-decoded": (*END_TO_END, "wan2.1-14b", *DECODED),
+    "wan2.1-1.3b-1-layer-decoded-fp32-vae": (*END_TO_END, "wan2.1-1.3b", *DECODED, "--vae-dtype", "float32"),
     "wan2.2-5b-1-layer-decoded": (*END_TO_END, "wan2.2-5b", *DECODED),
     "wan2.1-1.3b-17-frames": (*END_TO_END, "wan2.1-1.3b", "--frames", "17"),
     "wan2.1-14b-4-layers": (*END_TO_END, "wan2.1-14b", "--layers", "4", "--repeats", "3"),

@@ -113,6 +113,19 @@ def test_benchmark_end_to_end(tmp_path, capsys):
         assert text in printed
 
 
+def test_benchmark_with_a_vae_of_another_dtype(tmp_path, capsys):
+    json_path = tmp_path / "benchmark.json"
+    options = ["--config", "tiny", "--layers", "1", "--steps", "1", "--repeats", "1", "--decode", "--no-compile"]
+    assert load_benchmark().main([*options, "--vae-dtype", "bfloat16", "--json", str(json_path)]) == 0
+    assert json.loads(json_path.read_text())["settings"]["vae_dtype"] == "bfloat16"
+    assert "decoder, bfloat16 on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["lightning", "turbowan"])
+def test_examples_load_the_vae_in_the_dtype_of_the_kernels(name):
+    assert "float32" not in (ROOT / f"examples/{name}.py").read_text()
+
+
 def test_benchmark_checks_its_output_first(tmp_path, capsys):
     with pytest.raises(SystemExit):
         load_benchmark().main(["--json", str(tmp_path / "missing" / "out.json")])

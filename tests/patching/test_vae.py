@@ -225,6 +225,19 @@ def test_a_shared_vae_is_patched_once_and_restored_with_the_last(by_function, fi
     assert torch.equal(decode(vae), expected)
 
 
+def test_the_summary_says_whose_options_a_shared_vae_has():
+    first, second = two_pipelines()
+    line = "patched by another call of patch, whose options stay: vae=True, vae_chunk=1, implementation='auto'"
+    ours = trp.patch(first, trp.PatchConfig(vae_chunk=1))
+    for options in ({"vae": False}, {"vae_chunk": 4}, {}):
+        with trp.patch(second, trp.PatchConfig(**options)) as patch:
+            assert line in patch.summary()
+            assert "1 latent frames at a time" in patch.summary()
+    with trp.patch(second, trp.PatchConfig(vae_chunk=1)) as patch:
+        assert "another call" not in patch.summary()
+    assert "another call" not in ours.summary()
+
+
 def test_a_pipeline_that_is_gone_holds_no_vae():
     first, second = two_pipelines()
     vae = first.vae

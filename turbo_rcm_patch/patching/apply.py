@@ -97,8 +97,9 @@ class Patch:
 
     def _sections(self) -> list[Section]:
         sections = [transformer_section(*named) for named in _only_patched(self.transformers).items()]
-        if self.vae is not None:
-            sections.append(vae_section(self.vae))
+        vae = self.vae if self.vae is not None else getattr(self._target(), "vae", None)
+        if self.vae is not None or (isinstance(vae, torch.nn.Module) and wan_vae.vae_state(vae) is not None):
+            sections.append(vae_section(vae, self.config))
         note = video_output_note(self._target(), self.config)
         return sections if note is None else [*sections, Section([(note, [])], [])]
 

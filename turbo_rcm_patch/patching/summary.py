@@ -113,13 +113,18 @@ def _aligned(rows: list[Row]) -> list[str]:
     return [" ".join(f"{cell:{width}} " for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
 
 
-def vae_section(vae: nn.Module) -> Section:
-    """A line per step of a VAE's decoder, as of now, then notes; or why it is not patched."""
-    if wan_vae.vae_state(vae) is None:
+def vae_section(vae: nn.Module, config: PatchConfig) -> Section:
+    """A line per step of a VAE's decoder, as of now, then notes; or why it is not patched. config: the patch's."""
+    state = wan_vae.vae_state(vae)
+    if state is None:
         reason = wan_vae.why_left_alone(vae) or "restored"
         return Section([(f"vae: {type(vae).__name__}, as without the patch: {reason}", [])], [])
     title = _title("vae", vae, "decoder", vae.dtype)
-    return Section([(title, list(decoder_rows(vae)))], [*wan_vae.decoder_notes(vae), VAE_FOOTER])
+    options = ("vae", "vae_chunk", "implementation")
+    theirs = [f"{name}={getattr(state.config, name)!r}" for name in options]
+    is_others = any(getattr(state.config, name) != getattr(config, name) for name in options)
+    notes = [f"patched by another call of patch, whose options stay: {', '.join(theirs)}"] if is_others else []
+    return Section([(title, list(decoder_rows(vae)))], [*notes, *wan_vae.decoder_notes(vae), VAE_FOOTER])
 
 
 def decoder_rows(vae: nn.Module) -> Iterator[Row]:
