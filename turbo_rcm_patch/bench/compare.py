@@ -18,7 +18,17 @@ from .decoding import decode_oracle, decoded, latents_for
 from .environment import Environment, describe_environment
 from .metrics import Difference, relative_l2
 from .timing import StageTimings, TimedGeneration, timed_generation
-from .variants import PATCHED, UNPATCHED, Switch, Variants, allocated, context_parallel, single_process
+from .variants import (
+    PATCHED,
+    UNPATCHED,
+    Switch,
+    Variants,
+    allocated,
+    context_parallel,
+    memory_of,
+    single_process,
+    transformers_of,
+)
 from .verify import first_call, run_oracle
 
 
@@ -30,6 +40,7 @@ class Variant:
     video: frames [F, H, W, 3] in [0, 1] of the first sample, where frames were made.
     step_error, decode_error: relative L2 of the transformer's first output, and of what the VAE decodes of its first
         latents, to the unpatched one's in fp32, where that was run.
+    weights: bytes of the transformers' tensors meanwhile, as they tell them.
     """
 
     name: str
@@ -41,6 +52,7 @@ class Variant:
     video: np.ndarray | None
     step_error: float | None = None
     decode_error: float | None = None
+    weights: int | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +124,7 @@ def compare(
 
     medians = {name: StageTimings.median(run.timings[warmups:]) for name, run in runs.items()}
     results = tuple(
-        _variant(name, medians[name], run.made, medians[UNPATCHED], runs[UNPATCHED].made, errors.get(name, _Errors()))
+        _variant(name, medians[name], run, medians[UNPATCHED], runs[UNPATCHED].made, errors.get(name, _Errors()))
         for name, run in runs.items()
     )
     return Comparison({**(settings or {}), "seed": seed}, describe_environment(device), runs[PATCHED].summary, results)
@@ -121,11 +133,12 @@ def compare(
 @dataclass
 class _Runs:
     """Of one variant: the timings of its generations, what the last one made, what it left allocated in all (bytes),
-    and of the patch its summary."""
+    what the weights take (bytes), and of the patch its summary."""
 
     timings: list[StageTimings] = field(default_factory=list)
     made: TimedGeneration | None = None
     left: int = 0
+    weights: int = 0
     summary: str = ""
 
 
@@ -149,6 +162,7 @@ def _take_turns(
                 before = allocated(device)
                 with switch() as applied:
                     run.made = _generate_recorded(generate, applied)
+                    run.weights = sum(map(memory_of, transformers_of(pipe)))
                     graph_memory = 0 if applied is None else applied.graph_memory
                     run.summary = "" if applied is None else applied.summary()
                 others = sum(other.left for other in runs.values() if other is not run) + variants.spare_memory
@@ -225,12 +239,12 @@ class _Judge:
 def _variant(
     name: str,
     timings: StageTimings,
-    made: TimedGeneration,
+    run: _Runs,
     base_timings: StageTimings,
     base: TimedGeneration,
     errors: _Errors,
 ) -> Variant:
-    latents, frames = None, None
+    made, latents, frames = run.made, None, None
     if made is not base:
         latents = Difference.of_latents(made.latents, base.latents)
         if made.frames is not None:
@@ -245,4 +259,5 @@ def _variant(
         video=None if made.frames is None else made.frames[0],
         step_error=errors.step,
         decode_error=errors.decode,
+        weights=run.weights,
     )
