@@ -4,8 +4,8 @@
     python scripts/gpu_session.py --results results --only tests ops        # the other runs in the file stay
 
 Steps that need more GPUs than there are, are left out unless asked for. Every step that measures checks first that what
-it measures is right, but for first-step, host-time, wan2.1-14b-in-24-gb and the steps with --no-oracle, of whose
-attention verify's steps tell. A table of what passed comes last.
+it measures is right, but for first-step, host-time, wan2.1-14b-in-24-gb, compare's and those with --no-oracle, of which
+verify's tell. A table of what passed comes last.
 """
 
 from __future__ import annotations
