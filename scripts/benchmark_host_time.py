@@ -1,4 +1,4 @@
-"""How long Python takes for the launches of one block: unpatched, exact and quantized, and with CUDA graphs.
+"""How long Python takes for the launches of one block: unpatched, in every tier, and with CUDA graphs.
 
     python scripts/benchmark_host_time.py --config wan2.1-1.3b --json host-time.json
 
@@ -17,14 +17,14 @@ from dataclasses import asdict, replace
 
 import torch
 
-from turbo_rcm_patch.bench.cases import CASES, build_pipeline, random_inputs
+from turbo_rcm_patch.bench.cases import CASES, add_random_projections, build_pipeline, random_inputs
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.bench.verify import first_call
 from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.config import PRESETS
 from turbo_rcm_patch.patching import patch, use_rcm
 
-UNPATCHED, TIERS = "unpatched", ("exact", "quantized")
+UNPATCHED, TIERS = "unpatched", ("exact", "quantized", "sparse")
 CALLS = 8  # at a time: a GPU's queue holds about a thousand launches, of which a block makes some dozens
 ROUNDS = 5
 WARM_UP = 3
@@ -60,6 +60,7 @@ def measure(
     generate = lambda: pipe(**random_inputs(pipe), **size, **options)  # noqa: E731
     block, step = (repeated(module, generate) for module in (blocks[0], transformer))
     milliseconds = {UNPATCHED: timed(block)}
+    add_random_projections(pipe)  # for the sparse tier; the others leave them alone
     for tier in TIERS:
         with patch(transformer, replace(PRESETS[tier], cuda_graph="off")):
             milliseconds[tier] = timed(block)

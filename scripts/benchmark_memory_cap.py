@@ -59,6 +59,8 @@ def main(argv: list[str] | None = None) -> int:
             seconds = time.perf_counter() - start
     except torch.OutOfMemoryError as error:
         print(f"a step does not fit {options.cap_gb} GB: {error}")
+        if options.json is not None:
+            write_json(options.json, {**figures, "step_seconds": None, "peak_bytes": None, "finite": False})
         return 1
     peak = torch.cuda.max_memory_reserved(device)
     print(f"a step: {seconds:.2f} s, peak {peak / GB:.1f} GB of {options.cap_gb} GB, finite: {finite}")

@@ -10,14 +10,15 @@ import sys
 from pathlib import Path
 
 from result_tables.cells import chart, versions
+from result_tables.checks import kept_table, parts_table, verified_table
 from result_tables.ops import (
     OPS_QUANTIZED_HEADER,
     OPS_SPARSE_HEADER,
     first_step,
     host_time,
     implementations_table,
+    memory_cap,
     ops_table,
-    parts_table,
     sanitizers_sentence,
     tests_table,
     traffic_table,
@@ -92,7 +93,7 @@ def results_page(folder: Path) -> str:
 
 
 def _measured(path: Path, runs: dict, tests: list[dict]) -> str:
-    """Denoising steps, single ops, traffic and modules on one GPU, and with which versions its tests passed."""
+    """Denoising steps, single ops, checks, traffic and modules on one GPU, and with which versions its tests passed."""
     environments = {versions(run["environment"]): None for run in runs.values() if "environment" in run}
     parts = [f"From `{path.name}`: {'; '.join(environments)}.\n"] if environments else []
     if tests:
@@ -108,13 +109,18 @@ def _measured(path: Path, runs: dict, tests: list[dict]) -> str:
         parts.append(first_step(runs["first-step"]))
     if "host-time" in runs:
         parts.append(host_time(runs["host-time"]))
+    parts += [memory_cap(run) for run in runs.values() if "cap_bytes" in run]
     if "ops" in runs:
         parts.append(ops_table(runs["ops"]))
     if "ops-quantized" in runs:
         parts.append(ops_table(runs["ops-quantized"], OPS_QUANTIZED_HEADER))
     if "ops-sparse" in runs:
         parts.append(ops_table(runs["ops-sparse"], OPS_SPARSE_HEADER))
+    verified = {name: run for name, run in runs.items() if "checks" in run}
+    if verified:
+        parts.append(verified_table(verified))
     parts += [parts_table(run) for run in runs.values() if run.get("parts")]
+    parts += [kept_table(name, run) for name, run in runs.items() if run.get("kept")]
     if traffic:
         parts += [chart(path, "traffic", "Memory traffic of a Wan block"), traffic_table(traffic)]
     if "implementations" in runs:

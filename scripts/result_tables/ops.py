@@ -1,4 +1,4 @@
-"""Single ops, modules, memory traffic, parts of blocks, the first step, the host's time, and the GPU tests."""
+"""Single ops, modules, memory traffic, the first step, the host's time, a cap on memory, and the GPU tests."""
 
 from __future__ import annotations
 
@@ -35,24 +35,6 @@ def sanitizers_sentence(sanitizers: dict) -> str:
     return f"All kernels under compute-sanitizer: {', '.join(said)}.\n" if said else ""
 
 
-def parts_table(run: dict) -> str:
-    """What the parts of blocks err in a tier that errs more, over all blocks and checked steps."""
-    settings, rows = run["settings"], []
-    for name in dict.fromkeys(part["part"] for part in run["parts"]):
-        parts = [part for part in run["parts"] if part["part"] == name]
-        errors = [part["error"] for part in parts]
-        mean, largest = f"{sum(errors) / len(errors):.1e}", f"{max(errors):.1e}"
-        failed = not all(part["ok"] for part in parts)
-        allowed = parts[0]["allowed"]
-        rows.append([name, mean, f"**{largest}**" if failed else largest, "" if allowed is None else f"{allowed:.1e}"])
-    model = settings.get("config") or settings.get("model")
-    return (
-        f"Parts of the blocks of {model}, preset {settings['preset']}, each on the inputs that an fp32 oracle's has: "
-        "relative L2 errors to the oracle (of a sub-layer: of what it adds):\n\n"
-        + table_of(("part", "mean error", "largest error", "allowed"), rows)
-    )
-
-
 DECODE, FIRST_DECODE = "first patched decode", 10  # seconds
 
 
@@ -82,6 +64,27 @@ def host_time(run: dict) -> str:
         f"Python takes, for the launches of a block of {run['settings']['config']}, without CUDA graphs unless said: "
         f"{', '.join(cells)} ({HOST_TIME:g} ms is wanted at most).\n"
     )
+
+
+GB = 10**9
+WEIGHTS = 0.55  # of bf16's, that weights in 8 bits may take of the GPU's memory
+
+
+def memory_cap(run: dict) -> str:
+    settings, weights = run["settings"], run["weight_bytes"] / run["bf16_weight_bytes"]
+    size = f"{settings['config']}, {settings['frames']}×{settings['height']}×{settings['width']}"
+    return (
+        f"With a cap of {run['cap_bytes'] / GB:g} GB on the GPU's memory, a step of {size}, in 8 bits "
+        f"{_capped_step(run)}; its weights take {run['weight_bytes'] / GB:.1f} GB there, "
+        f"{bold(f'{weights:.2f}×', weights > WEIGHTS)} those in bf16 ({WEIGHTS}× is wanted at most).\n"
+    )
+
+
+def _capped_step(run: dict) -> str:
+    if run["step_seconds"] is None:
+        return "**does not fit**"
+    result = "" if run["finite"] else ", and its result is **not finite**"
+    return f"takes {run['step_seconds']:.2f} s and {run['peak_bytes'] / GB:.1f} GB at its peak{result}"
 
 
 def ops_table(run: dict, header: Sequence[str] = OPS_HEADER) -> str:

@@ -8,6 +8,7 @@ import pytest
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.bench.block_sparsity import block_sparsity_page
+from turbo_rcm_patch.bench.parts import LEFT_OUT, PV, QK
 from turbo_rcm_patch.bench.report import verification_table
 from turbo_rcm_patch.bench.variants import DENSE_PATCH, PATCHED, single_process
 from turbo_rcm_patch.bench.verify import verify
@@ -43,7 +44,7 @@ def test_verify_says_what_every_block_keeps(ops):
     call = tiny_call(guidance_scale=1.0, num_inference_steps=1)
     verification = verify(pipeline(), call, config=PatchConfig(**OPTIONS, mass=0.3))
     assert [(one.block, one.step) for one in verification.kept] == [(f"transformer.blocks.{i}", 1) for i in range(2)]
-    assert [one.share for one in verification.kept] == pytest.approx(ops[::2])  # then the parts run it once more
+    assert [one.share for one in verification.kept] == pytest.approx(ops[::3])  # then the parts run it twice more
     assert all(0 < one.share < 1 for one in verification.kept)
     assert verification.to_dict()["kept"][0]["share"] == verification.kept[0].share
     table = verification_table(verification)
@@ -59,6 +60,20 @@ def test_verify_of_all_of_the_mass_and_of_exact_layers():
     assert max(part.error for part in verification.parts) <= 1e-4
     verification = verify(pipeline(), call, config=PatchConfig(**OPTIONS, mass=0.3, exact_layers=(0, 1)))
     assert [one.share < 1 for one in verification.kept] == [True, False]
+
+
+@pytest.mark.parametrize("quantize", [(), ("attention",)], ids=["exact", "8 bits"])
+def test_verify_measures_the_attention_that_runs(quantize):
+    call = tiny_call(guidance_scale=1.0, num_inference_steps=1)
+    errors = []
+    for mass in (1.0, 0.3):
+        config = PatchConfig(**{**OPTIONS, "quantize": quantize}, mass=mass, exact_layers=(0, 1))
+        parts = verify(pipeline(), call, config=config).parts
+        sparse, dense = ({part.part: part.error for part in parts if part.block.endswith(end)} for end in ("0", "1"))
+        assert not {QK, PV} & set(sparse)
+        assert LEFT_OUT not in dense
+        errors.append(sparse[LEFT_OUT])
+    assert errors[0] < 0.05 < errors[1]
 
 
 def test_the_script_measures_every_layer_at_the_first_and_last_step(monkeypatch):

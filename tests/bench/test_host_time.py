@@ -24,7 +24,8 @@ def test_the_time_is_of_one_call(monkeypatch):
     assert len(calls) == 4
 
 
-NAMES = ["unpatched", "exact", "exact, CUDA graph", "quantized", "quantized, CUDA graph"]
+TIERS = ("exact", "quantized", "sparse")
+NAMES = ["unpatched", *(f"{tier}{graph}" for tier in TIERS for graph in ("", ", CUDA graph"))]
 
 
 def test_each_variant_is_what_it_is_called():
@@ -36,12 +37,13 @@ def test_each_variant_is_what_it_is_called():
 
     milliseconds = benchmark.measure("tiny", None, torch.device("cpu"), timed)
     blocks = benchmark.CASES["tiny"].transformer["num_layers"]
-    times = [10.0, 20.0, 30.0 / blocks, 40.0, 50.0 / blocks]
+    times = [10.0, 20.0, 30.0 / blocks, 40.0, 50.0 / blocks, 60.0, 70.0 / blocks]
     assert milliseconds == dict(zip(NAMES, times, strict=True))
     unpatched, exact, quantized = (outputs[i].float() for i in (0, 1, 3))
     assert 0 < (exact - unpatched).norm() < (quantized - unpatched).norm() < 0.1 * unpatched.norm()
     exact, quantized = (outputs[i][0].float() for i in (2, 4))
     assert 0 < (quantized - exact).norm() < 0.1 * exact.norm()
+    assert (outputs[5].float() - unpatched).norm() > 1e-2 * unpatched.norm()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -17,7 +17,7 @@ from turbo_rcm_patch.bench.parts import PV, QK, SUB_LAYERS
 from turbo_rcm_patch.bench.report import comparison_table, verification_table
 from turbo_rcm_patch.bench.verify import verify
 from turbo_rcm_patch.config import PatchConfig
-from turbo_rcm_patch.patching import use_rcm
+from turbo_rcm_patch.patching import patch, use_rcm
 from turbo_rcm_patch.patching.quantized_weights import quantized_linears
 from turbo_rcm_patch.tiers import EXACT, QUANTIZED
 
@@ -159,6 +159,16 @@ def test_variants_and_how_far_each_is_from_the_unpatched_one():
     assert "8 bits" in comparison.patch_summary
     assert "patched exactly" in comparison_table(comparison)
     assert not quantized_linears(pipe.transformer)
+
+
+def test_the_bytes_of_weights_are_those_that_the_model_has_meanwhile():
+    pipe = rcm_pipeline()
+    with patch(pipe, "quantized"):
+        saved = sum(3 * linear.weight.numel() for linear in quantized_linears(pipe.transformer))  # of fp32
+    unpatched, exact, patched = compare(pipe, GENERATION, config="quantized", repeats=1, warmups=0).variants
+    tensors = *pipe.transformer.parameters(), *pipe.transformer.buffers()
+    assert unpatched.weights == exact.weights == sum(tensor.nbytes for tensor in tensors)
+    assert 0.9 * saved < unpatched.weights - patched.weights < saved  # less the scales
 
 
 def test_torch_compile_takes_part_where_it_is_asked_for(monkeypatch):

@@ -80,6 +80,15 @@ def test_evaluate_puts_the_fine_tuned_model_beside_the_dense_one(tmp_path):
     assert sparse[2]["psnr_to_fp32"] < 60
 
 
+def test_verify_builds_a_config_with_projections(tmp_path, capsys):
+    size = ["--height", "64", "--width", "96", "--frames", "45", "--steps", "1", "--device", "cpu"]  # 288 tokens
+    options = ["--config", "tiny", "--layers", "1", "--preset", "sparse", "--topk", "0.7"]
+    assert main(["verify", *options, *size, "--json", str(tmp_path / "verify.json")]) == 0
+    assert "all 1 blocks and the VAE are within the allowed error" in capsys.readouterr().out
+    parts = {part["part"] for part in json.loads((tmp_path / "verify.json").read_text())["parts"]}
+    assert {"sparse-linear attention", "choice of key blocks"} <= parts
+
+
 @pytest.mark.parametrize("command", ["verify", "compare"])
 def test_a_folder_that_carries_projections(with_projections, capsys, command):
     size = ["--height", "32", "--width", "32", "--frames", "5", "--steps", "1", "--device", "cpu"]

@@ -28,7 +28,9 @@ from .variants import (
     Variants,
     allocated,
     context_parallel,
+    memory_of,
     single_process,
+    transformers_of,
 )
 from .verify import first_call, run_oracle
 
@@ -42,6 +44,7 @@ class Variant:
     compiled: how many kernels of Triton's and graphs of torch.compile's were compiled in the measured generations.
     step_error, decode_error: relative L2 of the transformer's first output, and of what the VAE decodes of its first
         latents, to the unpatched one's in fp32, where that was run.
+    weights: bytes of the transformers' tensors meanwhile, as they tell them.
     """
 
     name: str
@@ -54,6 +57,7 @@ class Variant:
     compiled: int
     step_error: float | None = None
     decode_error: float | None = None
+    weights: int | None = None
 
 
 @dataclass(frozen=True)
@@ -149,12 +153,13 @@ def _within(outer: Switch, inner: Switch) -> Iterator[None]:
 @dataclass
 class _Runs:
     """Of one variant: the timings of its measured generations and how much was compiled in them, what the last one
-    made, what it left allocated in all (bytes), and of the patch its summary."""
+    made, what it left allocated in all (bytes), what the weights take (bytes), and of the patch its summary."""
 
     timings: list[StageTimings] = field(default_factory=list)
     compiled: int = 0
     made: TimedGeneration | None = None
     left: int = 0
+    weights: int = 0
     summary: str = ""
 
 
@@ -178,6 +183,7 @@ def _take_turns(
                 before = allocated(device)
                 with switch() as applied, compilations() as compiled:
                     run.made = _generate_recorded(generate, applied)
+                    run.weights = sum(map(memory_of, transformers_of(pipe)))
                     graph_memory = 0 if applied is None else applied.graph_memory
                     run.summary = "" if applied is None else applied.summary()
                 others = sum(other.left for other in runs.values() if other is not run) + variants.spare_memory
@@ -271,4 +277,5 @@ def _variant(name: str, run: _Runs, base: _Runs, errors: _Errors) -> Variant:
         compiled=run.compiled,
         step_error=errors.step,
         decode_error=errors.decode,
+        weights=run.weights,
     )

@@ -1,8 +1,8 @@
 """What every part of a patched Wan block errs by itself, on the inputs that the oracle's part has.
 
 A sub-layer's error is that of what it adds, gate · F(x). Beside the sub-layers: every linear in 8 bits, the two matrix
-products of an attention in 8 bits, QKᵀ with the softmax and PV, and of a sparse attention the whole of it and the
-choice of key blocks (sparse.py).
+products of a dense attention in 8 bits, QKᵀ with the softmax and PV, and of a sparse attention the whole of it, with
+sparse-linear attention also the choice of key blocks (sparse.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import nn
 
 from .. import kernels
 from ..kernels import reference
+from ..patching.block_sparse import why_dense
 from ..patching.families.wan.block import (
     BlockPlan,
     QuantizedSelfAttention,
@@ -30,6 +31,7 @@ from .metrics import relative_l2
 from .sparse import choice_error, self_attention_is_sparse
 
 CHOICE, SPARSE_ATTENTION = "choice of key blocks", "sparse-linear attention"
+LEFT_OUT = "block-sparse attention"  # beside dense attention
 SUB_LAYERS = {"self_attention": "attn1", "cross_attention": "attn2", "feed_forward": "ffn"}
 QK, PV = "attention QKᵀ", "attention PV"
 
@@ -114,21 +116,32 @@ def _linear_errors(block: nn.Module, trace: Trace, dtype: torch.dtype) -> Iterat
 def _attention_errors(block: nn.Module, plan: BlockPlan, trace: Trace, args: tuple) -> dict[str, float]:
     """In 8 bits, of QKᵀ and the softmax with v as it is, and of PV beyond that; of a sparse one as a whole, and of its
     choice."""
-    sparse = isinstance(plan.self_attention, SelfAttention) and self_attention_is_sparse(block)
-    if not sparse and not isinstance(plan.self_attention, QuantizedSelfAttention):
+    in_8_bits = isinstance(plan.self_attention, QuantizedSelfAttention)
+    if not in_8_bits and not isinstance(plan.self_attention, SelfAttention):
         return {}
-    attn = block.attn1
+    attn, attention = block.attn1, plan.self_attention.attention
+    leaves_out = why_dense(attn, state_of(block).plans.latest) is None
+    sparse_linear = self_attention_is_sparse(block)
+    if not (in_8_bits or leaves_out or sparse_linear):
+        return {}
     q, k, v = self_attention_inputs(attn, trace, args[3])
-    if sparse:
-        low = (x.to(args[0].dtype) for x in (q, k, v))
-        ours, expected = plan.self_attention.attention.run(*low).flatten(2), trace["attn1.to_out.0"][0]
-        return {SPARSE_ATTENTION: relative_l2(ours, expected), CHOICE: choice_error(block, q, k, args[0].dtype)}
-    quantized = kernels.quantize_qkv(*(x.flatten(2) for x in (q, k, v)), heads=attn.heads)
+    low, expected = [x.to(args[0].dtype) for x in (q, k, v)], trace["attn1.to_out.0"][0]
+    if sparse_linear:
+        error = relative_l2(attention.run(*low).flatten(2), expected)
+        return {SPARSE_ATTENTION: error, CHOICE: choice_error(block, q, k, args[0].dtype)}
+    if leaves_out:
+        inputs = [_in_8_bits(*low)] if in_8_bits else low
+        return {LEFT_OUT: relative_l2(attention.run(*inputs).flatten(2), expected)}
+    quantized = _in_8_bits(q, k, v)
     rounded_q, rounded_k = quantized.dequantize_qk()
     exact = reference.attention(q, k, v, None, None, None, q.shape[3] ** -0.5)
     rounded_scores = reference.attention(rounded_q, rounded_k, v, None, None, None, 1.0)
     ours = kernels.attention_8bit(quantized)
     return {QK: relative_l2(rounded_scores, exact), PV: relative_l2(ours, rounded_scores)}
+
+
+def _in_8_bits(*qkv: torch.Tensor) -> kernels.QuantizedQKV:
+    return kernels.quantize_qkv(*(x.flatten(2) for x in qkv), heads=qkv[0].shape[2])
 
 
 def self_attention_inputs(attn: nn.Module, trace: Trace, rotary: Rotary) -> tuple[torch.Tensor, ...]:

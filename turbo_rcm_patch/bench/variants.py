@@ -18,6 +18,7 @@ from torch import nn
 
 from ..config import PatchConfig
 from ..patching import Patch, patch
+from ..patching.eight_bit_weight import EightBitWeight
 from ..tiers import BLOCK_SPARSE, EXACT
 
 UNPATCHED, COMPILED, PATCHED = "unpatched", "torch.compile", "patched"
@@ -66,8 +67,15 @@ def _torchao_float8(pipe: DiffusionPipeline) -> tuple[Switch, int]:
 
 
 def memory_of(model: nn.Module) -> int:
-    """Bytes of a model's tensors."""
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    """Bytes of a model's tensors; of a weight in 8 bits those of what stands in its place."""
+    tensors = (*model.parameters(), *model.buffers())
+    return sum(tensor.nbytes for tensor in tensors if not isinstance(tensor, EightBitWeight))
+
+
+def transformers_of(pipe: DiffusionPipeline) -> list[nn.Module]:
+    """The one or two that a pipeline has."""
+    models = (getattr(pipe, name, None) for name in ("transformer", "transformer_2"))
+    return [model for model in models if model is not None]
 
 
 def _in_place_of_transformer(pipe: DiffusionPipeline, twin: nn.Module, applied: Patch | None) -> Switch:
@@ -105,8 +113,7 @@ class _CompiledBlocks:
     with channels-last weights, are on inside, off outside, and compile once."""
 
     def __init__(self, pipe: DiffusionPipeline):
-        models = (getattr(pipe, name, None) for name in ("transformer", "transformer_2"))
-        self._models = [model for model in models if model is not None]
+        self._models = transformers_of(pipe)
         self._decoder = getattr(getattr(pipe, "vae", None), "decoder", None)
         self._compiled: dict[nn.Module, object] = {}
 

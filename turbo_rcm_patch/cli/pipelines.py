@@ -12,7 +12,7 @@ from diffusers import DiffusionPipeline
 from diffusers.utils import load_image
 
 from .. import embedded
-from ..bench.cases import CASES, add_structure, build_pipeline, structured_inputs
+from ..bench.cases import CASES, add_random_projections, add_structure, build_pipeline, structured_inputs
 from ..config import PRESETS, PatchConfig
 from ..patching import use_distilled, use_rcm
 from ..patching.apply import transformers_of
@@ -106,6 +106,8 @@ def build_case(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[s
     device = choose_device(arguments)
     pipe = build_pipeline(case, choose_dtype(arguments, device), device, layers=arguments.layers)
     add_structure(pipe)
+    if is_sparse(arguments):
+        add_random_projections(pipe)
     _install_sampler(pipe, arguments)
     pipe.set_progress_bar_config(disable=None)
     size = {

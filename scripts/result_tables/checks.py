@@ -1,0 +1,71 @@
+"""What `turbo-rcm verify` found: of blocks, of their parts, of the decoding, and what block-sparse attention keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from turbo_rcm_patch.bench.charts import model_of
+
+from .cells import bold, percent, table_of
+
+VERIFIED_HEADER = (
+    "run",
+    "preset",
+    "checks",
+    "failed",
+    "unpatched, mean error",
+    "patched, mean error",
+    "patched, largest",
+)
+
+
+def verified_table(runs: dict) -> str:
+    """A row for the blocks of every run of verify, and one for its decoding."""
+    return (
+        "Patched blocks at the first and the last step, and the decoding, on the inputs of a generation: relative L2 "
+        "errors to an fp32 oracle:\n\n"
+        + table_of(VERIFIED_HEADER, [row for name, run in runs.items() for row in _verified_rows(name, run)])
+    )
+
+
+def _verified_rows(name: str, run: dict) -> Iterator[list[str]]:
+    checks = {"blocks": run["checks"], "decoding": [run["decoding"]] if run.get("decoding") else []}
+    label, preset = f"{model_of(run)}, `{name}`", run["settings"]["preset"]
+    for what, found in checks.items():
+        if found:
+            unreached = run["unreached"] if what == "blocks" else []
+            failed = len(unreached) + sum(not check["ok"] for check in found)
+            unpatched, patched = ([check[f"{kind}_error"] for check in found] for kind in ("unpatched", "patched"))
+            means = (f"{sum(errors) / len(errors):.1e}" for errors in (unpatched, patched))
+            counts = f"{len(found)} of {what}", bold(str(failed), failed > 0)
+            yield [label, preset, *counts, *means, f"{max(patched):.1e}"]
+            label = preset = ""
+
+
+def kept_table(name: str, run: dict) -> str:
+    """What every layer of a block-sparse model keeps, a column per checked step."""
+    shares = {(one["block"], one["step"]): one["share"] for one in run["kept"]}
+    blocks, steps = (list(dict.fromkeys(key[i] for key in shares)) for i in (0, 1))
+    rows = [[f"`{block}`", *(percent(shares.get((block, step))) for step in steps)] for block in blocks]
+    return (
+        f"The pairs of blocks of queries and keys that the layers of {model_of(run)} keep, in % (`{name}`; 100 where "
+        "attention is dense):\n\n" + table_of(["layer", *(f"step {step}" for step in steps)], rows)
+    )
+
+
+def parts_table(run: dict) -> str:
+    """What the parts of blocks err in a tier that errs more, over all blocks and checked steps."""
+    settings, rows = run["settings"], []
+    for name in dict.fromkeys(part["part"] for part in run["parts"]):
+        parts = [part for part in run["parts"] if part["part"] == name]
+        errors = [part["error"] for part in parts]
+        mean, largest = f"{sum(errors) / len(errors):.1e}", f"{max(errors):.1e}"
+        failed = not all(part["ok"] for part in parts)
+        allowed = parts[0]["allowed"]
+        rows.append([name, mean, f"**{largest}**" if failed else largest, "" if allowed is None else f"{allowed:.1e}"])
+    model = settings.get("config") or settings.get("model")
+    return (
+        f"Parts of the blocks of {model}, preset {settings['preset']}, each on the inputs that an fp32 oracle's has: "
+        "relative L2 errors to the oracle (of a sub-layer: of what it adds):\n\n"
+        + table_of(("part", "mean error", "largest error", "allowed"), rows)
+    )
