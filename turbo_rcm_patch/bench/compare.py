@@ -13,6 +13,7 @@ from diffusers import DiffusionPipeline
 
 from ..config import PatchConfig, resolve_config
 from ..patching import Patch
+from ..patching.apply import transformers_of
 from ..tiers import EXACT, ErrorLimits
 from .compilations import compilations
 from .decoding import decode_flops, decode_oracle, decoded, latents_for
@@ -30,7 +31,6 @@ from .variants import (
     context_parallel,
     memory_of,
     single_process,
-    transformers_of,
 )
 from .verify import first_call, run_oracle
 
@@ -183,7 +183,7 @@ def _take_turns(
                 before = allocated(device)
                 with switch() as applied, compilations() as compiled:
                     run.made = _generate_recorded(generate, applied)
-                    run.weights = sum(map(memory_of, transformers_of(pipe)))
+                    run.weights = sum(map(memory_of, transformers_of(pipe).values()))
                     graph_memory = 0 if applied is None else applied.graph_memory
                     run.summary = "" if applied is None else applied.summary()
                 others = sum(other.left for other in runs.values() if other is not run) + variants.spare_memory

@@ -18,6 +18,7 @@ from torch import nn
 
 from ..config import PatchConfig
 from ..patching import Patch, patch
+from ..patching.apply import transformers_of
 from ..patching.eight_bit_weight import EightBitWeight
 from ..tiers import BLOCK_SPARSE, EXACT
 
@@ -72,12 +73,6 @@ def memory_of(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in tensors if not isinstance(tensor, EightBitWeight))
 
 
-def transformers_of(pipe: DiffusionPipeline) -> list[nn.Module]:
-    """The one or two that a pipeline has."""
-    models = (getattr(pipe, name, None) for name in ("transformer", "transformer_2"))
-    return [model for model in models if model is not None]
-
-
 def _in_place_of_transformer(pipe: DiffusionPipeline, twin: nn.Module, applied: Patch | None) -> Switch:
     @contextlib.contextmanager
     def exchanged() -> Iterator[Patch | None]:
@@ -113,7 +108,7 @@ class _CompiledBlocks:
     with channels-last weights, are on inside, off outside, and compile once."""
 
     def __init__(self, pipe: DiffusionPipeline):
-        self._models = transformers_of(pipe)
+        self._models = list(transformers_of(pipe).values())
         self._decoder = getattr(getattr(pipe, "vae", None), "decoder", None)
         self._compiled: dict[nn.Module, object] = {}
 
