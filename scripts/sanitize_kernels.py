@@ -64,6 +64,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 FP32, FP16, BF16 = KERNEL_DTYPES
 OF_BOTH = ("--print-limit", "0", "--show-backtrace", "no", "--target-processes", "application-only")
+# Each run waits for its program on one of these ports, and longer than 10 s, as imports take with all at once.
+CONNECTION = ("--max-connections", "64", "--launch-timeout", "300")
 OPTIONS = {
     "memcheck": ("--report-api-errors", "no"),
     # Left to itself it may count a kernel's mbarriers too low, and miss what they order.
@@ -105,7 +107,7 @@ def check_all(sanitizer: str, tool: str, logs: Path, hopper: bool) -> list[str]:
     logs.mkdir(parents=True, exist_ok=True)
     jobs = [(part, portable) for part in PARTS for portable in ((False, True) if hopper else (False,))]
     jobs += [(PROBES, False)] if hopper else []
-    command = (sanitizer, "--tool", tool, *OF_BOTH, *OPTIONS[tool])
+    command = (sanitizer, "--tool", tool, *OF_BOTH, *CONNECTION, *OPTIONS[tool])
     with ThreadPoolExecutor(PROCESSES) as pool:
         list(pool.map(lambda job: run_part("compile", (), logs, *job), jobs))
         runs = list(pool.map(lambda job: run_part(tool, command, logs, *job), jobs))

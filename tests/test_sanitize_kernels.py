@@ -170,6 +170,8 @@ def test_every_part_is_compiled_then_run_under_the_tool_and_its_report_kept(
             assert line.startswith(command)
             part, portable = name.removesuffix("-portable"), " --portable" * name.endswith("-portable")
             assert line.endswith(f"--launch {part}{portable}")
+            # The tool's own limits are 10 runs at a time, whose programs start within 10 s.
+            assert what == "compile" or "--max-connections 64 --launch-timeout 300" in line
     assert (logs / "cache.filled").exists()
 
 

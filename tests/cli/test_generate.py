@@ -163,6 +163,7 @@ def test_an_old_video_is_replaced_only_by_a_whole_one(tmp_path, capsys, monkeypa
 
 @pytest.mark.gpu
 def test_generate_with_offload(tmp_path):
+    pytest.importorskip("imageio_ffmpeg")
     options = ["--device", "cuda", "--offload", "--height", "32", "--width", "48", "--frames", "5"]
     assert main(["generate", CAPTION, "-o", str(tmp_path / "circle.mp4"), *options]) == 0
     assert iio.imread(tmp_path / "circle.mp4").shape == (5, 32, 48, 3)

@@ -3,7 +3,6 @@
 import threading
 
 import imageio.v3 as iio
-import imageio_ffmpeg
 import numpy as np
 import pytest
 import torch
@@ -15,6 +14,8 @@ from turbo_rcm_patch.cli import commands, main, video_writer
 from turbo_rcm_patch.cli.errors import CommandError
 from turbo_rcm_patch.cli.video_writer import VideoWriter
 from turbo_rcm_patch.patching.families.wan_vae import frames_sent_to
+
+imageio_ffmpeg = pytest.importorskip("imageio_ffmpeg")
 
 
 def grey(frames, level):
