@@ -83,6 +83,10 @@ def test_what_every_variant_decodes_is_compared_with_fp32(pipe, monkeypatch):
     assert all(variant.decode_error is None for variant in steps_alone.variants)
     assert "decoding" not in comparison_table(steps_alone)
 
+    monkeypatch.setattr(module, "ORACLE_LATENTS", 1)
+    unpatched, patched = compare(pipe, {**CALL, "num_frames": 9}, repeats=1, warmups=0, with_oracle=True).variants
+    assert 1e-4 < patched.decode_error <= EXACT.limits.factor * unpatched.decode_error < 0.1
+
     right = decoder.decoded
     monkeypatch.setattr(forward, "decoded", lambda *args: (1.05 * part for part in right(*args)))
     with pytest.raises(RuntimeError, match=r"the patched VAE errs more.*nothing was timed"):
