@@ -289,6 +289,22 @@ def test_videos_are_judged_as_pipelines_return_them():
     assert summarise(judge_videos(frames, scenes[::-1]))["overall"].share < 1
 
 
+def test_videos_are_judged_by_one_thread(monkeypatch):
+    def decode(video):
+        seen.append(torch.get_num_threads())
+        raise ZeroDivisionError
+
+    seen, before = [], torch.get_num_threads()
+    monkeypatch.setattr(module, "decode", decode)
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            judge_videos(torch.zeros(1, 1, 3, 8, 8), held_out_scenes(1))
+        assert (seen, torch.get_num_threads()) == ([1], 2)
+    finally:
+        torch.set_num_threads(before)
+
+
 # --- reports and a real pipeline
 
 

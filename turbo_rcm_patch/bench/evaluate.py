@@ -199,7 +199,8 @@ def held_out_scenes(n: int, seed: int = 0) -> list[Scene]:
 
 def judge_videos(videos: torch.Tensor, scenes: Sequence[Scene]) -> list[Scores]:
     """Each video's scores against its scene; videos [B, F, 3, H, W] in [0, 1], as pipelines return them."""
-    return [score(scene, decode(video.transpose(0, 1))) for video, scene in zip(videos, scenes, strict=True)]
+    with _one_thread():
+        return [score(scene, decode(video.transpose(0, 1))) for video, scene in zip(videos, scenes, strict=True)]
 
 
 def summarise(scores: Sequence[Scores]) -> dict[str, Accuracy]:
@@ -281,6 +282,17 @@ def generate_videos(
 
 def _psnr(videos: dict[str, torch.Tensor], name: str, reference: str) -> list[float]:
     return [] if name == reference else frame_psnr(videos[name], videos[reference]).flatten().tolist()
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """The judge's operations are so small that many threads mostly wait for each other: 0.1 s a video with 32 cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager
