@@ -1,6 +1,8 @@
 """How many frames the decoder takes at a time, and what that takes of memory: at the real sizes, on meta tensors."""
 
 import weakref
+from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,6 +17,8 @@ from turbo_rcm_patch import kernels
 from turbo_rcm_patch.bench.cases import TI2V_5B_VAE
 from turbo_rcm_patch.patching.families.wan_vae import chunks, forward
 from turbo_rcm_patch.patching.families.wan_vae.chunks import MOST_ELEMENTS, frames_at_once, output_shape
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 # The VAE's options and its latents [B, C, F, H, W].
 WAN_480P = {}, (1, 16, 21, 60, 104)
@@ -81,6 +85,22 @@ def test_a_decode_takes_less_than_diffusers(size):
         most = peak(vae, z)
     assert least < patched < unpatched
     assert patched < most
+
+
+def test_decoding_takes_what_the_readme_says():
+    words = " ".join((ROOT / "README.md").read_text().split())
+    wan_480p, wan_720p, ti2v, *tiled = [taken for tiles in (False, True) for taken in map(partial(gb, tiles), SIZES)]
+    assert f"Decoding 81 frames takes {wan_480p} GB at 480p and {wan_720p} GB at 720p, TI2V-5B's 121" in words
+    assert f"121 frames {ti2v} GB, all of them {max(tiled)} GB with `pipe.vae.enable_tiling()`" in words
+
+
+def gb(tiles, size):
+    """Of a patched decode, in whole gigabytes."""
+    vae, z = real(size)
+    if tiles:
+        vae.enable_tiling()
+    with trp.patch(vae):
+        return round(peak(vae, z) / 1e9)
 
 
 def test_tiles_take_less_than_diffusers():
