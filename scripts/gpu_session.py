@@ -4,8 +4,8 @@
     python scripts/gpu_session.py --results results --only tests ops        # the other runs in the file stay
 
 Steps that need more GPUs than there are, are left out unless asked for. Every step that measures checks first that what
-it measures is right, but for first-step, host-time, wan2.1-14b-in-24-gb, compare's and those with --no-oracle, of which
-verify's tell. A table of what passed comes last.
+it measures is right, but for first-step, host-time, the step of tune, wan2.1-14b-in-24-gb, compare's and those with
+--no-oracle, of which verify's tell. A table of what passed comes last.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ MEASUREMENTS = {
     "ops": ("scripts/benchmark_ops.py", "--tier", "exact"),
     "ops-quantized": ("scripts/benchmark_ops.py", "--tier", "quantized"),
     "ops-sparse": ("scripts/benchmark_ops.py", "--tier", "sparse"),
+    "tune": ("scripts/check_tune.py",),
     "implementations": ("scripts/compare_implementations.py",),
     "traffic-attention": (*TRAFFIC, "--batch", "32", "--seq", "2048", "--dim", "512"),
     "traffic-wan2.1-1.3b": (*TRAFFIC, "--wan-block", "1.3b"),

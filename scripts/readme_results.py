@@ -22,6 +22,7 @@ from result_tables.ops import (
     sanitizers_sentence,
     tests_table,
     traffic_table,
+    tune_table,
 )
 from result_tables.steps import short_steps, steps_table, whole_videos_table
 from result_tables.tiny_model import LORA, SPARSE, TRAINING, evaluated, lora_table, sparse_table
@@ -116,6 +117,8 @@ def _measured(path: Path, runs: dict, tests: list[dict]) -> str:
         parts.append(ops_table(runs["ops-quantized"], OPS_QUANTIZED_HEADER))
     if "ops-sparse" in runs:
         parts.append(ops_table(runs["ops-sparse"], OPS_SPARSE_HEADER))
+    if "tune" in runs:
+        parts.append(tune_table(runs["tune"]))
     verified = {name: run for name, run in runs.items() if "checks" in run}
     if verified:
         parts.append(verified_table(verified))

@@ -32,6 +32,19 @@ CAP = {
     "peak_bytes": 20 * 10**9,
     "finite": True,
 }
+TUNE = {
+    "settings": {"config": "wan2.1-1.3b", "layers": 30, "num_frames": 81, "height": 480, "width": 832},
+    "environment": ENVIRONMENT,
+    "tune_seconds": 123.4,
+    "choices": [
+        {"op": op, "shipped": {"is_ours": True, "ours": 2.0, "rival": 3.0}, "tuned": tuned}
+        for op, tuned in (
+            ("attention", {"is_ours": True, "ours": 1.0, "rival": 1.5}),
+            ("linear_gelu", {"is_ours": True, "ours": 1.0, "rival": 1.0}),
+        )
+    ],
+    "milliseconds": {"shipped": 400.0, "tuned": 404.0},
+}
 KEPT = [
     {"block": f"transformer.blocks.{block}", "step": step, "share": share}
     for block, step, share in ((0, 1, 1.0), (1, 1, 0.25), (0, 4, 0.5), (1, 4, 0.125))
@@ -43,6 +56,8 @@ def run_of(name: str, command: tuple[str, ...]) -> dict:
     preset = command[command.index("--preset") + 1] if "--preset" in command else "exact"
     if "benchmark_memory_cap" in command[0]:
         return copy.deepcopy(CAP)
+    if "check_tune" in command[0]:
+        return copy.deepcopy(TUNE)
     if "benchmark_ops" in command[0]:
         like = "ops"
     elif "benchmark_end_to_end" in command[0]:
@@ -87,6 +102,33 @@ def test_a_step_under_a_cap_on_memory():
     assert "result is **not finite**" in ops.memory_cap({**CAP, "finite": False})
     missed = ops.memory_cap({**CAP, "step_seconds": None, "peak_bytes": None, "finite": False})
     assert "in 8 bits **does not fit**; its weights" in missed
+
+
+def test_what_tune_chooses_beside_what_ships(tmp_path):
+    page = page_of(tmp_path, {"tune": TUNE})
+    assert "`turbo-rcm tune` for wan2.1-1.3b takes 123 s, and chooses the same kernels." in page
+    assert "A patched step of wan2.1-1.3b (30 layers), 81×480×832, takes 400.0 ms by the shipped choices" in page
+    assert "404.0 ms by tune's: +1.0 % (+2 % is wanted at most)" in page
+    assert "| attention | ours | 2.00 | 3.00 | ours | 1.00 | 1.50 |" in page
+    slow = ops.tune_table({**TUNE, "milliseconds": {"shipped": 400.0, "tuned": 409.0}})
+    assert "tune's: **+2.2 %** (+2 % is wanted at most)" in slow
+    fast = ops.tune_table({**TUNE, "milliseconds": {"shipped": 400.0, "tuned": 380.0}})
+    assert "tune's: -5.0 % (+2 % is wanted at most)" in fast
+
+
+@pytest.mark.parametrize(
+    ("tuned", "cells"),
+    [
+        ({"is_ours": False, "ours": 2.0, "rival": 1.0}, "PyTorch's | 2.00 | 1.00"),
+        ({"is_ours": False, "ours": None, "rival": 1.0}, "PyTorch's | failed | 1.00"),
+        (None, "PyTorch's | not measured | "),
+    ],
+)
+def test_what_tune_chooses_otherwise(tuned, cells):
+    first, second = TUNE["choices"]
+    table = ops.tune_table({**TUNE, "choices": [first, {**second, "tuned": tuned}]})
+    assert "chooses otherwise for linear_gelu." in table
+    assert f"| linear_gelu | ours | 2.00 | 3.00 | {cells} |" in table
 
 
 def test_what_every_layer_keeps():

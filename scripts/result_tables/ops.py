@@ -1,8 +1,12 @@
-"""Single ops, modules, memory traffic, the first step, the host's time, a cap on memory, and the GPU tests."""
+"""Single ops, what tune chooses among them, modules, memory traffic, the first step, the host's time, a cap on memory,
+and the GPU tests."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from turbo_rcm_patch.bench.charts import model_of
+from turbo_rcm_patch.bench.tune_check import ALLOWED, SHIPPED, TUNED, choices_table, differing, slower
 
 from .cells import bold, table_of
 
@@ -114,6 +118,21 @@ def _op_rows(result: dict) -> list[list[str]]:
         asked += [f"{most:g} ms"] if most is not None and index == 0 else []
         rows.append([*label, rival, rival_time, figure, " / ".join(asked), errors])
     return rows
+
+
+def tune_table(run: dict) -> str:
+    """What tune chooses by itself, beside what ships, and a step by both, bold where tune's takes too long."""
+    others, milliseconds = differing(run["choices"]), run["milliseconds"]
+    chosen = f"chooses otherwise for {', '.join(others)}" if others else "chooses the same kernels"
+    more = slower(milliseconds)
+    return (
+        f"With the shipped measurements hidden, `turbo-rcm tune` for {run['settings']['config']} takes "
+        f"{run['tune_seconds']:.0f} s, and {chosen}. A patched step of {model_of(run)}, takes "
+        f"{milliseconds[SHIPPED]:.1f} ms by the shipped choices, and {milliseconds[TUNED]:.1f} ms by tune's: "
+        f"{bold(f'{100 * more:+.1f} %', more > ALLOWED)} ({100 * ALLOWED:+g} % is wanted at most). Times of an op are "
+        "of all shapes together; the shipped ones are of larger models too, beside the fastest rival, torch.compile's "
+        "among them:\n\n" + choices_table(run["choices"], markdown=True) + "\n"
+    )
 
 
 def traffic_table(runs: list[dict]) -> str:

@@ -136,11 +136,11 @@ def compare(
     errors = judge.errors(variants.switches) if judge else {}
     del judge  # its tensors are of no variant's memory
     variants = replace(variants, switches={**variants.switches, **(beside or {})})
-    runs = _take_turns(pipe, generate, variants, warmups, repeats, device)
+    runs = take_turns(pipe, generate, variants, warmups, repeats, device)
     if changed is not None and COMPILED in variants.switches:
         last = {COMPILED_AFTER_A_CHANGE: lambda: _within(variants.switches[COMPILED], changed)}
         kept = variants.spare_memory + sum(run.left for run in runs.values())
-        runs |= _take_turns(pipe, generate, Variants(last, kept), 0, 1, device)
+        runs |= take_turns(pipe, generate, Variants(last, kept), 0, 1, device)
 
     base, summary = runs[UNPATCHED], runs[PATCHED].summary
     results = tuple(_variant(name, run, base, errors.get(name, _Errors())) for name, run in runs.items())
@@ -155,7 +155,7 @@ def _within(outer: Switch, inner: Switch) -> Iterator[None]:
 
 
 @dataclass
-class _Runs:
+class Runs:
     """Of one variant: the timings of its measured generations and how much was compiled in them, what the last one
     made, what it left allocated in all (bytes), what the weights take (bytes), and of the patch its summary."""
 
@@ -167,16 +167,19 @@ class _Runs:
     summary: str = ""
 
 
-def _take_turns(
+def take_turns(
     pipe: DiffusionPipeline,
     generate: Callable[[], TimedGeneration],
     variants: Variants,
     warmups: int,
     repeats: int,
     device: torch.device,
-) -> dict[str, _Runs]:
-    """Every variant's generations. A memory peak leaves out what the other variants keep allocated meanwhile."""
-    runs = {name: _Runs() for name in variants.switches}
+) -> dict[str, Runs]:
+    """The generations of every variant, by name, as `compare` has them; each is switched on for a generation, and off.
+
+    A memory peak leaves out what the other variants keep allocated meanwhile.
+    """
+    runs = {name: Runs() for name in variants.switches}
     progress_bar = dict(getattr(pipe, "_progress_bar_config", {}))
     try:
         for turn in range(warmups + repeats):
@@ -264,7 +267,7 @@ class _Judge:
             return _Errors(step, relative_l2(frames, self._sample))
 
 
-def _variant(name: str, run: _Runs, base: _Runs, errors: _Errors) -> Variant:
+def _variant(name: str, run: Runs, base: Runs, errors: _Errors) -> Variant:
     timings, base_timings = StageTimings.median(run.timings), StageTimings.median(base.timings)
     latents, frames = None, None
     if run is not base:
