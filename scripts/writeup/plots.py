@@ -95,7 +95,7 @@ def _attention(figure: Figure, cases: dict) -> None:
         kind, limit = LIMITS[op]
         line = "data sheet, dense"
         axes.vlines(limit, top - len(rates) - 0.5, top - 0.5, color="black", linestyle="--", label=line)
-        axes.text(limit - 8, top - 0.5 - len(rates) / 2, f"{limit:.0f}", ha="right", va="center", fontsize="large")
+        axes.text(limit - 20, top - 0.5 - len(rates) / 2, f"{limit:.0f}", ha="right", va="center", fontsize="large")
         labels[-len(rates)] = f"{kind}\n{sizes}"
         top += 1
     groups = [label for label in labels if label]
