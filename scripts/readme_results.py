@@ -20,12 +20,22 @@ from result_tables.ops import (
     memory_cap,
     ops_table,
     sanitizers_sentence,
+    short_sparse_attention,
     tests_table,
     traffic_table,
     tune_table,
 )
 from result_tables.steps import short_steps, steps_table, whole_videos_table
-from result_tables.tiny_model import LORA, SPARSE, TRAINING, evaluated, lora_table, sparse_table
+from result_tables.tiny_model import (
+    BLOCK_SPARSE,
+    LORA,
+    SPARSE,
+    TRAINING,
+    evaluated,
+    lora_table,
+    short_tiny_table,
+    sparse_table,
+)
 from writeup import write as write_writeup
 
 from turbo_rcm_patch.bench.block_sparsity import block_sparsity_page
@@ -36,7 +46,6 @@ PAGE = "README.md"  # in the folder of results
 MEASURED = "<!-- measured: written by scripts/readme_results.py -->", "<!-- end of measured -->"
 WRITEUP = "nvidia-h200.json"  # which docs/writeup.md tells of
 CONVERSION = "conversion.json"  # of scripts/benchmark_conversion.py, which needs no GPU
-BLOCK_SPARSITY = "block-sparse-tiny.json"  # of scripts/measure_block_sparsity.py, nor does that
 INTRODUCTION = """# Results
 
 All of this page is written by `python scripts/readme_results.py`, from the JSON files beside it; those are written by
@@ -60,7 +69,7 @@ def main() -> int:
 
 def result_files(folder: Path) -> list[Path]:
     """The results of each GPU."""
-    others = (TRAINING, CONVERSION, BLOCK_SPARSITY, SPARSE, LORA)
+    others = (TRAINING, CONVERSION, BLOCK_SPARSE, SPARSE, LORA)
     return [path for path in sorted(folder.glob("*.json")) if path.name not in others]
 
 
@@ -70,8 +79,18 @@ def with_results(text: str, folder: Path) -> str:
         return text
     before, rest = text.split(MEASURED[0])
     after = rest.split(MEASURED[1])[1]
-    sections = (short_steps(path, json.loads(path.read_text())["runs"]) for path in result_files(folder))
+    sections = (_short(path) for path in result_files(folder))
     return f"{before}{MEASURED[0]}\n" + "\n".join(filter(None, sections)) + f"{MEASURED[1]}{after}"
+
+
+def _short(path: Path) -> str:
+    """What the README shows of a GPU; empty where no step of a real model was measured on it."""
+    runs = json.loads(path.read_text())["runs"]
+    steps, sparse = short_steps(path, runs), path.with_name(SPARSE)
+    if not steps:
+        return ""
+    tiny = short_tiny_table(runs.get("evaluate"), json.loads(sparse.read_text()) if sparse.exists() else None)
+    return "\n".join(filter(None, (steps, tiny, short_sparse_attention(runs))))
 
 
 def results_page(folder: Path) -> str:
@@ -84,8 +103,8 @@ def results_page(folder: Path) -> str:
         parts.append(_measured(path, results["runs"], results.get("tests", [])))
         parts.append(sanitizers_sentence(results.get("sanitizers", {})))
         parts.append(evaluated(path.name, results["runs"], training))
-    if (folder / BLOCK_SPARSITY).exists():
-        parts.append(block_sparsity_page(json.loads((folder / BLOCK_SPARSITY).read_text()), BLOCK_SPARSITY))
+    if (folder / BLOCK_SPARSE).exists():
+        parts.append(block_sparsity_page(json.loads((folder / BLOCK_SPARSE).read_text()), BLOCK_SPARSE))
     if (folder / SPARSE).exists():
         parts.append(sparse_table(json.loads((folder / SPARSE).read_text())))
     if (folder / LORA).exists():

@@ -9,6 +9,8 @@ import pytest
 
 from turbo_rcm_patch.bench import charts
 from turbo_rcm_patch.bench.lora import ALONE, RESCALED, SWITCHED, WITHOUT
+from turbo_rcm_patch.bench.ops_quantized import OURS_EXACT
+from turbo_rcm_patch.bench.ops_sparse import DENSE
 from turbo_rcm_patch.bench.variants import COMPILED_AFTER_A_CHANGE
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -311,6 +313,110 @@ def test_what_sparsity_costs_becomes_a_table_of_a_row_per_kept_share(tmp_path):
     assert "| attention | key blocks kept | 1 step, % | PSNR to exact, dB | 4 steps, % | PSNR to exact, dB |" in page
     assert "| exact | all | 90.0 ± 2.1 |  | 100.0 ± 2.1 |  |" in page
     assert "| SLA | 15 % | 50.0 ± 2.1 | 17.89 | 75.0 ± 2.1 | 20.00 |" in page
+
+
+def _judged(variant, steps, share, psnr, **more):
+    accuracy = {"overall": {"share": share, "standard_error": 0.0123}}
+    return {"variant": variant, "steps": steps, "accuracy": accuracy, "psnr_to_exact": psnr, **more}
+
+
+def _evaluation(n=77):
+    rows = [("unpatched", 1, 0.9, 40.0), ("exact", 1, 0.91, None), ("quantized", 1, 0.89, 38.125)]
+    rows += [("unpatched", 4, 0.98, 41.0), ("exact", 4, 0.99, None), ("quantized", 4, 0.97, 44.5)]
+    rows.append(("unpatched fp32", 4, 0.96, 45.0))
+    results = [_judged(*row) for row in rows]
+    return {"settings": {"n": n}, "environment": {"gpu": "GPU X"}, "results": results}
+
+
+def _sparse(n=24):
+    rows = [_judged("exact", 1, 0.9, None, kept=None), _judged("block sparse", 1, 0.6, 19.0, kept=0.3)]
+    rows += [_judged("SLA", 1, 0.5, 20.0, kept=0.1), _judged("SLA", 4, 0.75, 21.0, kept=0.1)]
+    rows.append(_judged("SLA", 4, 0.85, 22.0, kept=0.2))
+    return {"settings": {"n": n}, "environment": {"gpu": None}, "results": rows}
+
+
+def test_the_readme_has_a_small_table_of_the_tiny_model():
+    assert tiny_model.short_tiny_table(None) is None
+    assert tiny_model.short_tiny_table(_evaluation(), _sparse()).splitlines() == [
+        "| what the tiny model shows of 77 held-out captions, % | unpatched | exact | quantized | "
+        "PSNR of quantized to exact, dB |",
+        "|---|---|---|---|---|",
+        "| 1 step | 90.0 ± 1.2 | 91.0 ± 1.2 | 89.0 ± 1.2 | 38.12 |",
+        "| 4 steps | 98.0 ± 1.2 | 99.0 ± 1.2 | 97.0 ± 1.2 | 44.50 |",
+    ]
+    exact = _evaluation()
+    exact["results"] = [row for row in exact["results"] if row["variant"] != "quantized"]
+    assert "| 4 steps | 98.0 ± 1.2 | 99.0 ± 1.2 |\n" in tiny_model.short_tiny_table(exact)
+
+
+def test_the_sparse_tier_is_in_the_small_table_when_as_many_captions_were_asked_of_it():
+    table = tiny_model.short_tiny_table(_evaluation(), _sparse(n=77))
+    assert "| quantized | sparse, on a CPU | PSNR of quantized to exact, dB |" in table
+    assert "| 1 step | 90.0 ± 1.2 | 91.0 ± 1.2 | 89.0 ± 1.2 | 50.0 ± 1.2 | 38.12 |" in table
+    assert "| 4 steps | 98.0 ± 1.2 | 99.0 ± 1.2 | 97.0 ± 1.2 | 75.0 ± 1.2 | 44.50 |" in table
+
+
+def test_every_tier_is_in_one_table_with_where_it_was_measured_and_of_how_many_captions():
+    assert tiny_model.tiers_table(None) is None
+    block_sparse = {"settings": {"n": 6}, "environment": {"gpu": None}, "exact": _judged("exact", 4, 1.0, None)}
+    block_sparse["variants"] = [_judged("mass 0.9", 4, 0.8, 22.25)]
+    lines = tiny_model.tiers_table(_evaluation(), _sparse(), block_sparse).splitlines()[2:]
+    assert lines == [
+        "| measured on | captions | variant | 1 step | 4 steps | PSNR to exact, dB |",
+        "|---|---|---|---|---|---|",
+        "| GPU X | 77 | unpatched | 90.0 ± 1.2 | 98.0 ± 1.2 | 41.00 |",
+        "|  |  | exact | 91.0 ± 1.2 | 99.0 ± 1.2 |  |",
+        "|  |  | quantized | 89.0 ± 1.2 | 97.0 ± 1.2 | 44.50 |",
+        "|  |  | unpatched fp32 |  | 96.0 ± 1.2 | 45.00 |",
+        "| a CPU | 24 | exact | 90.0 ± 1.2 |  |  |",
+        "|  |  | sparse (SLA), 10 % of the key blocks | 50.0 ± 1.2 | 75.0 ± 1.2 | 21.00 |",
+        "|  |  | sparse (SLA), 20 % of the key blocks |  | 85.0 ± 1.2 | 22.00 |",
+        "| a CPU | 6 | exact |  | 100.0 ± 1.2 |  |",
+        "|  |  | block_sparse, mass 0.9 |  | 80.0 ± 1.2 | 22.25 |",
+    ]
+
+
+def _attention_rows(sizes="12×32760×128"):
+    def row(case, best, **milliseconds):
+        timings = {name.replace("_", " "): {"milliseconds": time} for name, time in milliseconds.items()}
+        return {"case": f"{case} {sizes}", "best": best, "timings": timings}
+
+    sparse = row("norms_sparse_linear_attention", "ours", ours=1.5)
+    sparse["timings"][DENSE] = {"milliseconds": 7.125}
+    quantized = row("norms_attention_8bit", "ours", ours=7.75)
+    quantized["timings"][OURS_EXACT] = {"milliseconds": 9.5}
+    return {"ops-sparse": {"results": [sparse]}, "ops-quantized": {"results": [quantized]}}
+
+
+def test_the_readme_has_the_whole_sparse_attention_beside_the_dense_ones():
+    assert ops.short_sparse_attention(_attention_rows()) == (
+        "One self-attention with its norms and RoPE (12 heads of 128, 32760 tokens): exact 9.50 ms, in 8 bits 7.75 in "
+        "turns with it; sparse 1.50 ms, in 8 bits 7.12 in turns with that.\n"
+    )
+    refused = _attention_rows()
+    refused["ops-sparse"]["results"][0]["best"] = None
+    assert ops.short_sparse_attention(refused) is None
+    assert ops.short_sparse_attention({"ops-quantized": refused["ops-quantized"]}) is None
+    apart = {"ops-sparse": _attention_rows()["ops-sparse"], "ops-quantized": _attention_rows("1×2×3")["ops-quantized"]}
+    assert ops.short_sparse_attention(apart) is None
+
+
+def test_what_the_readme_has_of_a_gpu(tmp_path):
+    runs = {"x": _step_run("x", compiled=0.6, patched=0.5), "evaluate": _evaluation(), **_attention_rows()}
+    start, end = readme_results.MEASURED
+
+    def readme():
+        (tmp_path / "gpu-x.json").write_text(json.dumps({"gpu": "GPU X", "runs": runs}))
+        return readme_results.with_results(f"a {start} old {end} b", tmp_path)
+
+    whole = readme()
+    assert "\n\n| what the tiny model shows of 77 held-out captions, % | unpatched | exact | quantized | PSNR" in whole
+    assert "\n\nOne self-attention with its norms and RoPE (12 heads of 128, 32760 tokens): exact 9.50 ms" in whole
+    assert whole.endswith(f"turns with that.\n{end} b")
+    (tmp_path / "sparse-tiny.json").write_text(json.dumps(_sparse(n=77)))
+    assert "| sparse, on a CPU |" in readme()
+    del runs["x"]
+    assert "held-out" not in readme()
 
 
 def test_what_the_judge_sees_of_a_lora_becomes_a_table(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))  # which is no package
 import writeup  # noqa: E402
-from writeup import measured, plots  # noqa: E402
+from writeup import block_rows, measured, plots  # noqa: E402
 
 DOCS = ROOT / "docs"
 RESULTS = json.loads((ROOT / "results/nvidia-h200.json").read_text())
@@ -91,7 +91,21 @@ def test_the_quantized_tier_comes_into_the_plot_when_it_was_measured():
     result = copy.deepcopy(next(r for r in runs["evaluate"]["results"] if r["variant"] == "exact"))
     runs["evaluate"]["results"].append({**result, "variant": "quantized", "steps": 2})
     points = measured.speed_and_accuracy(runs)
-    assert points["patched (quantized)"] == [[1.0, result["accuracy"]["overall"]["share"]]]
+    assert [1.0, result["accuracy"]["overall"]["share"]] in points["patched (quantized)"]
+    assert all(seconds is not None for seconds, _ in points["patched (quantized)"])
+    assert "Dashed:" not in writeup.text_of({**RESULTS, "runs": runs}, TEMPLATE)
+
+
+def test_a_tier_that_was_judged_and_not_timed_is_drawn_as_levels(tmp_path):
+    runs = copy.deepcopy(RESULTS["runs"])
+    runs.pop("compare-quantized", None)
+    points = measured.speed_and_accuracy(runs)["patched (quantized)"]
+    assert [seconds for seconds, _ in points] == [None] * 3
+    assert all(0 < share < 1 for _, share in points)
+    plots.save_plot("speed-accuracy", measured.plot_data(runs)["speed-accuracy"], tmp_path / "plot.png")
+    assert plots.saved_data(tmp_path / "plot.png")["patched (quantized)"][0][0] is None
+    text = " ".join(writeup.text_of({**RESULTS, "runs": runs}, TEMPLATE).split())
+    assert "Dashed: patched (quantized) was not timed" in text
 
 
 def test_no_measured_figure_is_typed_into_the_template():
@@ -120,6 +134,141 @@ def test_the_parts_are_all_of_a_block():
     for one, parts in zip(run["implementations"], measured.parts_of_block(run).values(), strict=True):
         assert sum(parts.values()) == pytest.approx(1e3 * sum(kernel["seconds"] for kernel in one["kernels"]))
         assert min(parts.values()) > 0
+
+
+def _changed(run, case, contender, milliseconds):
+    """The runs with another time of one contender of one row; None: the row is refused."""
+    runs = copy.deepcopy(RESULTS["runs"])
+    row = next(row for row in runs[run]["results"] if row["case"] == case)
+    if milliseconds is None:
+        row["best"] = None
+    else:
+        row["timings"][contender]["milliseconds"] = milliseconds
+    return runs
+
+
+SPARSE_ATTENTION = "norms_sparse_linear_attention 12×32760×128"
+OURS_SPARSE = "rms_norm_rope, sparse_linear_attention"
+
+
+def test_a_bar_is_the_sum_of_its_rows():
+    runs = copy.deepcopy(RESULTS["runs"])
+    for run, ours, rival in (("ops", 1.0, 100.0), ("ops-quantized", 10.0, 999.0), ("ops-sparse", 0.125, 999.0)):
+        for row in runs[run]["results"]:
+            for name, timing in row["timings"].items():
+                timing["milliseconds"] = ours if name == row["best"] else rival
+    blocks = block_rows.blocks_by_tier(runs)
+    assert set(blocks) == {"wan2.1-1.3b", "wan2.1-14b"}
+    for block in blocks.values():
+        assert {tier: list(parts.values()) for tier, parts in block.items()} == {
+            "torch.compile": [300.0, 100.0, 600.0, 300.0],
+            "exact": [3.0, 1.0, 6.0, 3.0],
+            "quantized": [10.0, 1.0, 60.0, 3.0],
+            "sparse": [0.125, 1.0, 60.0, 3.0],
+        }
+
+
+@pytest.mark.parametrize(
+    ("run", "case", "contender", "part", "tiers", "times"),
+    [
+        ("ops", "attention 12×32760×32760×128", "attention", block_rows.SELF_ATTENTION, ("exact",), 1),
+        ("ops", "attention 12×32760×32760×128", "SDPA cuDNN", block_rows.SELF_ATTENTION, ("torch.compile",), 1),
+        ("ops", "rms_norm_rope 32760×12×128", "rms_norm_rope", block_rows.SELF_ATTENTION, ("exact",), 2),
+        ("ops", "linear_skip 32760×1536×1536", "linear_skip", block_rows.LINEARS, ("exact",), 3),
+        (
+            *("ops", "layer_norm_modulate 32760×1536", "layer_norm_modulate"),
+            *(block_rows.NORMS, ("exact", "quantized", "sparse"), 3),
+        ),
+        (
+            *("ops-quantized", "norms_attention_8bit 12×32760×128", "quantize_qkv, attention"),
+            *(block_rows.SELF_ATTENTION, ("quantized",), 1),
+        ),
+        (
+            *("ops-quantized", "linear_gelu_8bit 32760×8960×1536", "linear_gelu"),
+            *(block_rows.LINEARS, ("quantized", "sparse"), 1),
+        ),
+        ("ops-sparse", SPARSE_ATTENTION, OURS_SPARSE, block_rows.SELF_ATTENTION, ("sparse",), 1),
+    ],
+)
+def test_a_row_counts_in_its_part_of_its_tiers(run, case, contender, part, tiers, times):
+    before = block_rows.blocks_by_tier(RESULTS["runs"])["wan2.1-1.3b"]
+    row = next(row for row in RESULTS["runs"][run]["results"] if row["case"] == case)
+    more = row["timings"][contender]["milliseconds"] + 1
+    after = block_rows.blocks_by_tier(_changed(run, case, contender, more))["wan2.1-1.3b"]
+    grown = {
+        (tier, name): after[tier][name] - before[tier][name]
+        for tier in before
+        for name in before[tier]
+        if after[tier][name] != before[tier][name]
+    }
+    assert grown == {(tier, part): pytest.approx(times) for tier in tiers}
+
+
+def test_the_sparse_tier_quantises_one_projection_more_in_a_pass_of_its_own():
+    rows = {tier: parts[block_rows.LINEARS] for tier, parts in block_rows.rows_of_block("wan2.1-14b", 8, 5120).items()}
+    own, fed = "linear_skip_8bit 8×5120×5120", "fed_linear_skip_8bit 8×5120×5120"
+    counts = {tier: [row.count for case in (own, fed) for row in rows[tier] if row.case == case] for tier in rows}
+    assert counts == {"torch.compile": [], "exact": [], "quantized": [1, 2], "sparse": [2, 1]}
+
+
+def test_a_tier_without_one_of_its_rows_has_no_bar():
+    refused = _changed("ops-sparse", SPARSE_ATTENTION, OURS_SPARSE, None)
+    assert list(block_rows.blocks_by_tier(refused)["wan2.1-1.3b"]) == ["torch.compile", "exact", "quantized"]
+    assert "sparse" in block_rows.blocks_by_tier(refused)["wan2.1-14b"]
+    text = writeup.text_of({**RESULTS, "runs": refused}, TEMPLATE)
+    assert re.search(r"^\| wan2.1-1.3b \| \d+ % \| \d+ % \| \d+ % \|  \|$", text, re.MULTILINE)
+    assert "of a block of the sparse tier it would be" not in " ".join(text.split())
+
+    runs = copy.deepcopy(RESULTS["runs"])
+    del runs["ops-quantized"], runs["ops-sparse"]
+    assert list(block_rows.blocks_by_tier(runs)["wan2.1-1.3b"]) == ["torch.compile", "exact"]
+
+
+def test_the_shares_of_attention_are_in_the_text():
+    parts = dict(zip((*block_rows.ATTENTION, block_rows.LINEARS, block_rows.NORMS), (5.0, 1.0, 3.0, 1.0), strict=True))
+    assert block_rows.attention_share(parts) == 0.6
+    text = writeup.text_of({**RESULTS, "runs": _changed("ops-sparse", SPARSE_ATTENTION, OURS_SPARSE, 2000.0)}, TEMPLATE)
+    assert re.search(r"^\| wan2.1-1.3b (\| \d+ % ){3}\| 100 % \|$", text, re.MULTILINE)
+
+
+def test_what_fusion_saves_is_a_share_of_both_blocks():
+    def block(attention, linears, norms):
+        parts = (*block_rows.ATTENTION, block_rows.LINEARS, block_rows.NORMS)
+        return dict(zip(parts, (attention, 0.0, linears, norms), strict=True))
+
+    tiers = {"torch.compile": block(70.0, 20.0, 10.0), "exact": block(1.0, 18.0, 7.0), "sparse": block(5.0, 15.0, 5.0)}
+    assert block_rows.saved_by_fusion(tiers) == {"saved": 5.0, "of_compiled": 0.05, "of_sparse": 0.2}
+    assert block_rows.saved_by_fusion({"exact": tiers["exact"]}) is None
+
+
+def test_every_bar_can_be_traced_to_rows_of_the_results_page():
+    text = (DOCS / writeup.PAGE).read_text()
+    rows = re.search(r"<details>.*?</details>", text, re.DOTALL).group()
+    named = set(re.findall(r"`(\w+ [\d×]+)`", rows))
+    assert len(named) == 15
+    page = (ROOT / "results/README.md").read_text()
+    assert [name for name in named if f"| {name} |" not in page] == []
+
+
+def test_a_whole_step_of_the_sparse_tier_is_no_longer_missed_once_it_was_timed():
+    missed = "No whole step of the sparse tier was timed yet."
+    changed = copy.deepcopy(RESULTS)
+    for run in ("wan2.1-1.3b-sparse", "wan2.1-14b-4-layers-sparse"):
+        changed["runs"].pop(run, None)
+    assert missed in " ".join(writeup.text_of(changed, TEMPLATE).split())
+    sparse = changed["runs"]["wan2.1-1.3b-sparse"] = copy.deepcopy(changed["runs"]["wan2.1-1.3b"])
+    sparse["settings"]["preset"] = "sparse"
+    assert missed not in " ".join(writeup.text_of(changed, TEMPLATE).split())
+
+
+def test_the_tiny_model_in_every_tier_is_part_of_the_accuracy():
+    tiny = {"sparse": json.loads((ROOT / "results/sparse-tiny.json").read_text())}
+    tiny["sparse"]["settings"]["n"] = 77
+    assert "| a CPU | 77 | exact |" in writeup.text_of(RESULTS, TEMPLATE, tiny)
+    assert "| a CPU |" not in writeup.text_of(RESULTS, TEMPLATE)
+    changed = copy.deepcopy(RESULTS)
+    del changed["runs"]["evaluate"]
+    assert "What the tiny model shows" not in writeup.text_of(changed, TEMPLATE)
 
 
 def test_the_drawing_is_svg_within_its_edges():

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from turbo_rcm_patch.bench.charts import model_of
+from turbo_rcm_patch.bench.ops_quantized import OURS_EXACT
+from turbo_rcm_patch.bench.ops_sparse import DENSE
 from turbo_rcm_patch.bench.tune_check import ALLOWED, SHIPPED, TUNED, choices_table, differing, slower
 
 from .cells import bold, table_of
@@ -133,6 +135,32 @@ def tune_table(run: dict) -> str:
         "of all shapes together; the shipped ones are of larger models too, beside the fastest rival, torch.compile's "
         "among them:\n\n" + choices_table(run["choices"], markdown=True) + "\n"
     )
+
+
+def short_sparse_attention(runs: dict) -> str | None:
+    """The README's sentence on the whole sparse attention beside the dense ones, each pair timed in turns; None where a
+    row is missing or was refused."""
+    pairs = {}  # the sparse and the quantized tier's rows, by the sizes
+    for run, op in (("ops-sparse", "norms_sparse_linear_attention"), ("ops-quantized", "norms_attention_8bit")):
+        for result in runs.get(run, {"results": ()})["results"]:
+            name, sizes = result["case"].split()
+            if name == op and result["best"] is not None:
+                pairs.setdefault(sizes, {})[op] = result
+    both = [(sizes, *found.values()) for sizes, found in pairs.items() if len(found) == 2]
+    if not both:
+        return None
+    sizes, sparse, quantized = both[0]
+    heads, tokens, head_dim = sizes.split("×")
+    ours = [_milliseconds(result, result["best"]) for result in (sparse, quantized)]
+    dense, exact = _milliseconds(sparse, DENSE), _milliseconds(quantized, OURS_EXACT)
+    return (
+        f"One self-attention with its norms and RoPE ({heads} heads of {head_dim}, {tokens} tokens): exact {exact} ms, "
+        f"in 8 bits {ours[1]} in turns with it; sparse {ours[0]} ms, in 8 bits {dense} in turns with that.\n"
+    )
+
+
+def _milliseconds(result: dict, contender: str) -> str:
+    return f"{result['timings'][contender]['milliseconds']:.2f}"
 
 
 def traffic_table(runs: list[dict]) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from turbo_rcm_patch.config import PRESETS
+
 from .cells import decibels, percent, table_of, versions
 
 TRAINING = "training.json"
-SPARSE = "sparse-tiny.json"  # of scripts/evaluate_sparse.py, which needs none either
-LORA = "lora-tiny.json"  # of scripts/train_lora.py, nor does that
+# Of scripts/measure_block_sparsity.py, evaluate_sparse.py and train_lora.py, none of which needs a GPU.
+BLOCK_SPARSE, SPARSE, LORA = "block-sparse-tiny.json", "sparse-tiny.json", "lora-tiny.json"
 
 ACCURACY_TARGETS = {2: 0.9, 4: 0.95}  # overall prompt accuracy of the embedded model, by steps
 
@@ -71,6 +75,87 @@ def sparse_table(results: dict) -> str:
         "model's weights; SLA: the weights that `scripts/train_sparse.py` fine-tuned, with the linear branch. "
         f"{environment['gpu'] or 'On a CPU'}, {versions(environment)}. File: `{SPARSE}`.\n\n" + table_of(header, lines)
     )
+
+
+def tiers_table(evaluation: dict | None, sparse: dict | None = None, block_sparse: dict | None = None) -> str | None:
+    """What the embedded model shows in every tier, a row for each variant, with where and of how many captions it was
+    measured; None without a measurement. evaluation: the run of that name; sparse, block_sparse: files of this folder.
+    """
+    groups = []  # (where, captions, {variant: its results}); of each, those with the same captions
+    if evaluation is not None:
+        groups.append((evaluation, _by_variant(evaluation["results"], lambda row: row["variant"])))
+    if sparse is not None:
+        rows = [row for row in sparse["results"] if row["variant"] in ("exact", "SLA")]
+        groups.append((sparse, _by_variant(rows, _sparse_name)))
+    if block_sparse is not None:
+        rows = [block_sparse["exact"], *block_sparse["variants"]]
+        groups.append((block_sparse, _by_variant(rows, _block_sparse_name)))
+    if not groups:
+        return None
+    counts = sorted({steps for _, variants in groups for rows in variants.values() for steps in rows})
+    header = ["measured on", "captions", "variant", *(_steps(count) for count in counts), "PSNR to exact, dB"]
+    lines = []
+    for measured, variants in groups:
+        where = [measured["environment"]["gpu"] or "a CPU", str(measured["settings"]["n"])]
+        for name, rows in variants.items():
+            shares = [_overall(rows[count]) if count in rows else "" for count in counts]
+            lines.append([*where, name, *shares, decibels(rows[max(rows)]["psnr_to_exact"])])
+            where = ["", ""]
+    return (
+        "in %, with the standard error; the PSNR is that of the frames to the exact tier's, in the most steps:\n\n"
+        + table_of(header, lines).rstrip()
+    )
+
+
+def _sparse_name(row: dict) -> str:
+    return row["variant"] if row["kept"] is None else f"sparse (SLA), {100 * row['kept']:.0f} % of the key blocks"
+
+
+def _block_sparse_name(row: dict) -> str:
+    return row["variant"] if row["variant"] == "exact" else f"block_sparse, {row['variant']}"
+
+
+def _by_variant(results: list[dict], name_of: Callable[[dict], str]) -> dict[str, dict[int, dict]]:
+    """Results by name and number of steps."""
+    variants: dict[str, dict[int, dict]] = {}
+    for row in results:
+        variants.setdefault(name_of(row), {})[row["steps"]] = row
+    return variants
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'s' * (count > 1)}"
+
+
+def _overall(row: dict) -> str:
+    overall = row["accuracy"]["overall"]
+    return f"{percent(overall['share'])} ± {percent(overall['standard_error'])}"
+
+
+SHORT_VARIANTS = "unpatched", "exact", "quantized"
+
+
+def short_tiny_table(evaluation: dict | None, sparse: dict | None = None) -> str | None:
+    """The README's table of the embedded model, a row for each number of steps; None without an evaluation. The sparse
+    tier has a column where as many captions were asked of it."""
+    if evaluation is None:
+        return None
+    variants = _by_variant(evaluation["results"], lambda row: row["variant"])
+    columns = {name: variants[name] for name in SHORT_VARIANTS if name in variants}
+    if sparse is not None and sparse["settings"]["n"] == evaluation["settings"]["n"]:
+        kept = PRESETS["sparse"].topk
+        rows = [row for row in sparse["results"] if (row["variant"], row["kept"]) == ("SLA", kept)]
+        columns[f"sparse, on {sparse['environment']['gpu'] or 'a CPU'}"] = {row["steps"]: row for row in rows}
+    header = [f"what the tiny model shows of {evaluation['settings']['n']} held-out captions, %", *columns]
+    if "quantized" in columns:
+        header.append("PSNR of quantized to exact, dB")
+    lines = []
+    for count in next(iter(columns.values())):
+        cells = [_overall(rows[count]) if count in rows else "" for rows in columns.values()]
+        if "quantized" in columns:
+            cells.append(decibels(columns["quantized"][count]["psnr_to_exact"]))
+        lines.append([_steps(count), *cells])
+    return table_of(header, lines)
 
 
 def lora_table(results: dict) -> str:

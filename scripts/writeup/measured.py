@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import statistics
 
+from result_tables.ops import short_sparse_attention
+from result_tables.tiny_model import tiers_table
+
 from turbo_rcm_patch.bench.charts import milliseconds, model_of, names_of, real_models
 from turbo_rcm_patch.bench.report import format_seconds
 from turbo_rcm_patch.bench.tables import table
+from turbo_rcm_patch.config import PRESETS
 from turbo_rcm_patch.tiers import TIERS
+
+from .block_rows import blocks_by_tier, rows_table, saved_by_fusion, shares_table
 
 ATTENTION, LINEARS, REST = "attention", "linears", "norms, RoPE, GELU, skips"
 
 
-def figures(results: dict) -> dict[str, object]:
-    """What the template may name."""
+def figures(results: dict, tiny: dict[str, dict]) -> dict[str, object]:
+    """What the template may name. tiny: what else the tiny model was measured for, as `tiers_table` takes it."""
     runs = results["runs"]
     blocks = {run["settings"]["config"]: parts_of_block(run)["compiled"] for run in _blocks(runs)}
     steps = {
@@ -26,6 +32,14 @@ def figures(results: dict) -> dict[str, object]:
         "block": blocks,
         "passes": {run["settings"]["config"]: _passes(run) for run in _blocks(runs)},
         "skip_saves": skip_saves(runs, blocks["wan2.1-1.3b"]),
+        "shares_table": shares_table(blocks_by_tier(runs)),
+        "rows_table": _rows_of(runs, "wan2.1-1.3b"),
+        "fusion": saved_by_fusion(blocks_by_tier(runs).get("wan2.1-1.3b", {})),
+        "sparse": PRESETS["sparse"],
+        "sparse_sentence": short_sparse_attention(runs),
+        "timed_tiers": {run["settings"].get("preset", "exact") for run in real_models(runs).values()},
+        "untimed": _untimed(runs),
+        "tiny_table": tiers_table(runs.get("evaluate"), **tiny),
         "steps": steps,
         "fastest_linear": max(r["teraflops"] for r in runs["ops"]["results"] if r["case"].startswith("linear")),
         "accuracy_table": accuracy_table(runs),
@@ -37,6 +51,13 @@ def figures(results: dict) -> dict[str, object]:
 
 def _blocks(runs: dict) -> list[dict]:
     return [run for run in runs.values() if run.get("settings", {}).get("case") == "Wan block"]
+
+
+def _rows_of(runs: dict, config: str) -> str | None:
+    """The rows that the bars of a model's block are sums of; None without bars."""
+    tiers = blocks_by_tier(runs).get(config)
+    settings = next((run["settings"] for run in _blocks(runs) if run["settings"]["config"] == config), None)
+    return rows_table(config, settings["tokens"], settings["dim"], tiers) if tiers else None
 
 
 def _passes(run: dict) -> dict[str, float]:
@@ -124,29 +145,37 @@ STAGES = {"steps": "all steps", "vae_decode": "VAE decode", "output": "output", 
 
 
 def plot_data(runs: dict) -> dict[str, dict]:
-    """What each plot of plots.py shows, to four digits; without the plots that nothing was measured for."""
+    """What each plot of plots.py shows, to six digits; without the plots that nothing was measured for."""
     data = {
-        "block-parts": {run["settings"]["config"]: parts_of_block(run) for run in _blocks(runs)},
+        "block-parts": blocks_by_tier(runs),
         "speed-accuracy": speed_and_accuracy(runs),
         "attention": attention_rates(runs),
     }
     return {name: _rounded(shown) for name, shown in data.items() if shown}
 
 
-def speed_and_accuracy(runs: dict) -> dict[str, list[list[float]]]:
-    """Of the tiny model in each variant: [seconds of denoising, share of the captions shown] by number of steps."""
+def speed_and_accuracy(runs: dict) -> dict[str, list[list[float | None]]]:
+    """Of the tiny model in each variant: [seconds of denoising, share of the captions shown] by number of steps. The
+    seconds are None where the variant was not timed."""
     shown = {"exact": "patched (exact)", "quantized": "patched (quantized)", "unpatched": "eager diffusers"}
     times = {}
     for name in ("compare", "compare-quantized"):
         for variant in runs.get(name, {"variants": ()})["variants"]:
             tier = runs[name]["settings"]["preset"] if variant["name"] == "patched" else variant["name"]
             times.setdefault(tier, statistics.median(variant["timings"]["steps"]))
-    points: dict[str, list[list[float]]] = {}
+    points: dict[str, list[list[float | None]]] = {}
     for result in runs.get("evaluate", {"results": ()})["results"]:
-        if result["variant"] in shown and result["variant"] in times:
-            seconds, share = result["steps"] * times[result["variant"]], result["accuracy"]["overall"]["share"]
+        if result["variant"] in shown:
+            step, share = times.get(result["variant"]), result["accuracy"]["overall"]["share"]
+            seconds = None if step is None else result["steps"] * step
             points.setdefault(shown[result["variant"]], []).append([seconds, share])
     return points
+
+
+def _untimed(runs: dict) -> str:
+    """The variants whose accuracy was measured and whose speed was not."""
+    points = speed_and_accuracy(runs)
+    return " and ".join(name for name, steps in points.items() if any(seconds is None for seconds, _ in steps))
 
 
 def attention_rates(runs: dict) -> dict[str, dict[str, float]]:
@@ -169,4 +198,4 @@ def _rounded(data: object) -> object:
         return {key: _rounded(value) for key, value in data.items()}
     if isinstance(data, list):
         return [_rounded(value) for value in data]
-    return float(f"{data:.4g}")
+    return None if data is None else float(f"{data:.6g}")

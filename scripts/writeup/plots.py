@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import ScalarFormatter
+from matplotlib.ticker import LogLocator
 from PIL import Image
 
 from turbo_rcm_patch.bench.charts import legend_above
@@ -14,7 +14,6 @@ from turbo_rcm_patch.bench.charts import legend_above
 DATA = "Description"  # the PNG's text that keeps the data
 # Dense tensor core rates of NVIDIA's H200 data sheet, TFLOP/s.
 LIMITS = {"attention": ("bf16", 989.5), "attention_8bit": ("8 bits", 1979.0)}
-SHOWN = {"eager": "eager diffusers", "compiled": "torch.compile", "triton_fused": "patched (exact)"}
 
 
 def save_plot(name: str, data: dict, path: Path) -> None:
@@ -38,9 +37,8 @@ def _axes(figure: Figure, places: int = 1):
 
 
 def _block_parts(figure: Figure, blocks: dict) -> None:
-    """Stacked bars, one for each implementation, a panel for each model."""
-    for axes, (config, implementations) in zip(_axes(figure, len(blocks)), blocks.items(), strict=True):
-        shown = {SHOWN.get(name, name): parts for name, parts in implementations.items() if name != "torch_fused"}
+    """Stacked bars, one for each tier, a panel for each model."""
+    for axes, (config, shown) in zip(_axes(figure, len(blocks)), blocks.items(), strict=True):
         left = [0.0] * len(shown)
         totals = [sum(parts.values()) for parts in shown.values()]
         for index, part in enumerate(next(iter(shown.values()))):
@@ -52,22 +50,28 @@ def _block_parts(figure: Figure, blocks: dict) -> None:
             left = [a + b for a, b in zip(left, times, strict=True)]
         for place, total in enumerate(totals):
             axes.text(place, total, f"{total:.3g}", ha="center", va="bottom", fontsize="large", weight="bold")
-        axes.set_xticks(range(len(shown)), [name.replace(" ", "\n", 1) for name in shown], fontsize="large")
+        axes.set_xticks(range(len(shown)), [name.replace(".", ".\n") for name in shown], fontsize="large")
         axes.set_ylim(0, 1.1 * max(totals))
         axes.set_title(config, fontsize="large")
         axes.set_ylabel("ms of one block", fontsize="large")
-    legend_above(figure, figure.axes[0])
+    legend_above(figure, figure.axes[0], ncols=2)
 
 
 def _speed_accuracy(figure: Figure, points: dict) -> None:
-    """A line for each variant over its numbers of steps."""
+    """A line for each variant over its numbers of steps; for one that was not timed, a level for each number."""
     (axes,) = _axes(figure)
     for index, (name, steps) in enumerate(points.items()):
         seconds, shares = zip(*steps, strict=True)
-        percents = [100 * share for share in shares]
-        axes.plot([1e3 * s for s in seconds], percents, marker="o", linewidth=2, color=f"C{index}", label=name)
+        percents, color = [100 * share for share in shares], f"C{index}"
+        if None in seconds:
+            for percent in percents:
+                axes.axhline(percent, linestyle="--", color=color, zorder=1, label=f"{name}, not timed")
+        else:
+            axes.plot([1e3 * s for s in seconds], percents, marker="o", linewidth=2, color=color, label=name)
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("")
     axes.set_xlabel("ms of denoising in 1, 2 and 4 steps", fontsize="large")
     axes.set_ylabel("% of the captions shown", fontsize="large")
     axes.grid(alpha=0.3)
@@ -91,7 +95,7 @@ def _attention(figure: Figure, cases: dict) -> None:
         kind, limit = LIMITS[op]
         line = "data sheet, dense"
         axes.vlines(limit, top - len(rates) - 0.5, top - 0.5, color="black", linestyle="--", label=line)
-        axes.text(limit - 8, top - 0.5 - len(rates) / 2, f"{limit:.0f}", ha="right", va="center", fontsize="large")
+        axes.text(limit - 20, top - 0.5 - len(rates) / 2, f"{limit:.0f}", ha="right", va="center", fontsize="large")
         labels[-len(rates)] = f"{kind}\n{sizes}"
         top += 1
     groups = [label for label in labels if label]

@@ -141,7 +141,7 @@ def _draw_modules(rows: list[dict]):
     return figure
 
 
-def legend_above(figure, axes) -> None:
+def legend_above(figure, axes, ncols: int = 3) -> None:
     """Each label of the axes once, above the figure."""
     by_label = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    figure.legend(by_label.values(), by_label.keys(), loc="outside upper center", ncols=3, fontsize="large")
+    figure.legend(by_label.values(), by_label.keys(), loc="outside upper center", ncols=ncols, fontsize="large")

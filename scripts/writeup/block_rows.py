@@ -1,0 +1,148 @@
+"""The parts of a Wan block in every tier: which rows of single ops each part is the sum of, and how long they take.
+
+Every tier's rows are of the same runs of a results file, so that its bars compare. A tier of which a row was not
+measured, or was refused, has no bar.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from turbo_rcm_patch.bench.cases import CASES
+from turbo_rcm_patch.bench.tables import table
+
+SELF_ATTENTION, CROSS_ATTENTION = "self-attention with its norms and RoPE", "cross-attention"
+LINEARS, NORMS = "linears with GELU and skips", "norms with modulation"
+ATTENTION = (SELF_ATTENTION, CROSS_ATTENTION)
+COMPILE = "torch.compile"
+RIVALS = "torch + compiled", "SDPA cuDNN"  # what a compiled block runs; whichever of them a row has
+HEAD_DIM, TEXT_TOKENS = 128, 512
+
+
+class Rows(NamedTuple):
+    """So many times a row of a run. The case is its name there, op and sizes."""
+
+    count: int
+    run: str
+    case: str
+
+    def __str__(self) -> str:
+        return f"`{self.case}`" if self.count == 1 else f"{self.count} × `{self.case}`"
+
+
+def rows_of_block(config: str, tokens: int, dim: int) -> dict[str, dict[str, tuple[Rows, ...]]]:
+    """By tier and part. Steps without a row: the cross-attention's projection of the queries, for which the row of one
+    with a skip stands; its QK norms and the text's keys and values, which are left out."""
+    heads, ffn_dim = dim // HEAD_DIM, CASES[config].transformer["ffn_dim"]
+    square, up, down = (f"{tokens}×{C}×{K}" for C, K in ((dim, dim), (ffn_dim, dim), (dim, ffn_dim)))
+    of_heads = f"{heads}×{tokens}×{HEAD_DIM}"
+
+    def bf16(count: int, case: str) -> Rows:
+        return Rows(count, "ops", case)
+
+    def in_8_bits(fed: int) -> tuple[Rows, ...]:
+        """fed: how many of the three projections of the full width get their input in 8 bits from the op before."""
+        cases = (
+            (1, f"linear_qkv_8bit {square}"),
+            (fed, f"fed_linear_skip_8bit {square}"),
+            (3 - fed, f"linear_skip_8bit {square}"),
+            (1, f"linear_gelu_8bit {up}"),
+            (1, f"fed_linear_skip_8bit {down}"),
+        )
+        return tuple(Rows(count, "ops-quantized", case) for count, case in cases)
+
+    exact = {
+        SELF_ATTENTION: (
+            bf16(1, f"attention {heads}×{tokens}×{tokens}×{HEAD_DIM}"),
+            bf16(2, f"rms_norm_rope {tokens}×{heads}×{HEAD_DIM}"),
+        ),
+        CROSS_ATTENTION: (bf16(1, f"attention {heads}×{tokens}×{TEXT_TOKENS}×{HEAD_DIM}"),),
+        LINEARS: (
+            bf16(1, f"linear_qkv {square}"),
+            bf16(3, f"linear_skip {square}"),
+            bf16(1, f"linear_gelu {up}"),
+            bf16(1, f"linear_skip {down}"),
+        ),
+        NORMS: (bf16(3, f"layer_norm_modulate {tokens}×{dim}"),),
+    }
+    dense = (Rows(1, "ops-quantized", f"norms_attention_8bit {of_heads}"),)
+    sparse = (Rows(1, "ops-sparse", f"norms_sparse_linear_attention {of_heads}"),)
+    return {
+        COMPILE: exact,
+        "exact": exact,
+        "quantized": {**exact, SELF_ATTENTION: dense, LINEARS: in_8_bits(fed=2)},
+        "sparse": {**exact, SELF_ATTENTION: sparse, LINEARS: in_8_bits(fed=1)},
+    }
+
+
+def blocks_by_tier(runs: dict) -> dict[str, dict[str, dict[str, float]]]:
+    """Milliseconds of one block by model, tier and part; of the models whose block was profiled."""
+    blocks = {}
+    for run in runs.values():
+        if run.get("settings", {}).get("case") == "Wan block":
+            config, tokens, dim = (run["settings"][key] for key in ("config", "tokens", "dim"))
+            tiers = {}
+            for tier, parts in rows_of_block(config, tokens, dim).items():
+                times = {part: _sum(runs, rows, tier) for part, rows in parts.items()}
+                if None not in times.values():
+                    tiers[tier] = times
+            if tiers:
+                blocks[config] = tiers
+    return blocks
+
+
+def _sum(runs: dict, rows: tuple[Rows, ...], tier: str) -> float | None:
+    times = [_milliseconds(runs, row, tier) for row in rows]
+    return None if None in times else sum(row.count * time for row, time in zip(rows, times, strict=True))
+
+
+def _milliseconds(runs: dict, row: Rows, tier: str) -> float | None:
+    """Ours, of torch.compile the rival's."""
+    results = runs.get(row.run, {"results": ()})["results"]
+    result = next((result for result in results if result["case"] == row.case), None)
+    if result is None:
+        return None
+    names = RIVALS if tier == COMPILE else (result["best"],)
+    return next((result["timings"][name]["milliseconds"] for name in names if name in result["timings"]), None)
+
+
+def shares_table(blocks: dict[str, dict[str, dict[str, float]]]) -> str | None:
+    """The attention's share of a block, a row for each model; None without blocks."""
+    if not blocks:
+        return None
+    tiers = list(dict.fromkeys(tier for block in blocks.values() for tier in block))
+    lines = [["block of", *tiers]]
+    for config, block in blocks.items():
+        shares = {tier: f"{100 * attention_share(parts):.0f} %" for tier, parts in block.items()}
+        lines.append([config, *(shares.get(tier, "") for tier in tiers)])
+    return table(lines, markdown=True)
+
+
+def saved_by_fusion(block: dict[str, dict[str, float]]) -> dict[str, float] | None:
+    """Milliseconds that the exact tier's linears and norms take less than torch.compile's, and what share of a compiled
+    block and of a sparse tier's that is; None where one of them has no bar."""
+    if not {COMPILE, "exact", "sparse"} <= set(block):
+        return None
+    saved = outside_attention(block[COMPILE]) - outside_attention(block["exact"])
+    whole = {tier: sum(parts.values()) for tier, parts in block.items()}
+    return {"saved": saved, "of_compiled": saved / whole[COMPILE], "of_sparse": saved / whole["sparse"]}
+
+
+def attention_share(parts: dict[str, float]) -> float:
+    return sum(parts[part] for part in ATTENTION) / sum(parts.values())
+
+
+def outside_attention(parts: dict[str, float]) -> float:
+    """Milliseconds."""
+    return sum(time for part, time in parts.items() if part not in ATTENTION)
+
+
+def rows_table(config: str, tokens: int, dim: int, tiers: dict[str, dict[str, float]]) -> str:
+    """Which rows every part of a model's bars is the sum of."""
+    lines = [["part", "tier", "ms", "rows"]]
+    rows = rows_of_block(config, tokens, dim)
+    for part in (*ATTENTION, LINEARS, NORMS):
+        for tier, parts in tiers.items():
+            names = ", ".join(map(str, rows[tier][part]))
+            lines.append([part if tier == next(iter(tiers)) else "", tier, f"{parts[part]:.2f}", names])
+    return table(lines, markdown=True)
