@@ -390,8 +390,8 @@ def _attention_rows(sizes="12×32760×128"):
 
 def test_the_readme_has_the_whole_sparse_attention_beside_the_dense_ones():
     assert ops.short_sparse_attention(_attention_rows()) == (
-        "One self-attention with its norms and RoPE (12 heads of 128, 32760 tokens): exact 9.50 ms, in 8 bits 7.75 in "
-        "turns with it; sparse 1.50 ms, in 8 bits 7.12 in turns with that.\n"
+        "One self-attention with its norms and RoPE (12 heads of 128, 32760 tokens): exact 9.50 ms beside 7.75 in 8 "
+        "bits, and sparse 1.50 beside 7.12 in 8 bits; each pair was timed in turns.\n"
     )
     refused = _attention_rows()
     refused["ops-sparse"]["results"][0]["best"] = None
@@ -412,7 +412,7 @@ def test_what_the_readme_has_of_a_gpu(tmp_path):
     whole = readme()
     assert "\n\n| what the tiny model shows of 77 held-out captions, % | unpatched | exact | quantized | PSNR" in whole
     assert "\n\nOne self-attention with its norms and RoPE (12 heads of 128, 32760 tokens): exact 9.50 ms" in whole
-    assert whole.endswith(f"turns with that.\n{end} b")
+    assert whole.endswith(f"timed in turns.\n{end} b")
     (tmp_path / "sparse-tiny.json").write_text(json.dumps(_sparse(n=77)))
     assert "| sparse, on a CPU |" in readme()
     del runs["x"]

@@ -154,8 +154,8 @@ def short_sparse_attention(runs: dict) -> str | None:
     ours = [_milliseconds(result, result["best"]) for result in (sparse, quantized)]
     dense, exact = _milliseconds(sparse, DENSE), _milliseconds(quantized, OURS_EXACT)
     return (
-        f"One self-attention with its norms and RoPE ({heads} heads of {head_dim}, {tokens} tokens): exact {exact} ms, "
-        f"in 8 bits {ours[1]} in turns with it; sparse {ours[0]} ms, in 8 bits {dense} in turns with that.\n"
+        f"One self-attention with its norms and RoPE ({heads} heads of {head_dim}, {tokens} tokens): exact {exact} ms "
+        f"beside {ours[1]} in 8 bits, and sparse {ours[0]} beside {dense} in 8 bits; each pair was timed in turns.\n"
     )
 
 
