@@ -29,11 +29,13 @@ from result_tables.steps import short_steps, steps_table, whole_videos_table
 from result_tables.tiny_model import (
     BLOCK_SPARSE,
     LORA,
+    SIDE_BY_SIDE,
     SPARSE,
     TRAINING,
     evaluated,
     lora_table,
     short_tiny_table,
+    side_by_side,
     sparse_table,
 )
 from writeup import write as write_writeup
@@ -49,10 +51,10 @@ CONVERSION = "conversion.json"  # of scripts/benchmark_conversion.py, which need
 INTRODUCTION = """# Results
 
 All of this page is written by `python scripts/readme_results.py`, from the JSON files beside it; those are written by
-`python scripts/gpu_session.py --results results`, but for five: `training.json` by `train_embedded.py`,
+`python scripts/gpu_session.py --results results`, but for six: `training.json` by `train_embedded.py`,
 `block-sparse-tiny.json` by `measure_block_sparsity.py`, `sparse-tiny.json` by `evaluate_sparse.py`, `lora-tiny.json` by
-`train_lora.py` and `conversion.json` by `benchmark_conversion.py`. What missed its target is bold. `designs.md` tells
-what was tried.
+`train_lora.py`, `conversion.json` by `benchmark_conversion.py` and `side-by-side.json` by `turbo-rcm compare`. What
+missed its target is bold. `designs.md` tells what was tried.
 """
 
 
@@ -69,7 +71,7 @@ def main() -> int:
 
 def result_files(folder: Path) -> list[Path]:
     """The results of each GPU."""
-    others = (TRAINING, CONVERSION, BLOCK_SPARSE, SPARSE, LORA)
+    others = (TRAINING, CONVERSION, BLOCK_SPARSE, SPARSE, LORA, SIDE_BY_SIDE)
     return [path for path in sorted(folder.glob("*.json")) if path.name not in others]
 
 
@@ -109,6 +111,8 @@ def results_page(folder: Path) -> str:
         parts.append(sparse_table(json.loads((folder / SPARSE).read_text())))
     if (folder / LORA).exists():
         parts.append(lora_table(json.loads((folder / LORA).read_text())))
+    if (folder / SIDE_BY_SIDE).exists():
+        parts.append(side_by_side(json.loads((folder / SIDE_BY_SIDE).read_text())))
     return "\n".join(filter(None, parts))
 
 

@@ -104,6 +104,20 @@ def test_a_step_under_a_cap_on_memory():
     assert "in 8 bits **does not fit**; its weights" in missed
 
 
+def test_one_video_side_by_side(tmp_path):
+    assert "side by side" not in page_of(tmp_path, {})
+    run = copy.deepcopy(MEASURED["compare"])
+    run["environment"] = {**ENVIRONMENT, "gpu": None}
+    run["settings"] |= {"prompt": "a red circle", "dtype": "bfloat16", "seed": 7}
+    run["variants"][-1]["frames"]["psnr_db"] = 58.81
+    (tmp_path / "side-by-side.json").write_text(json.dumps(run))
+    page = page_of(tmp_path, {})
+    assert "](side-by-side.png)" in page
+    assert '`turbo-rcm compare "a red circle" --dtype bfloat16 --seed 7 --video side-by-side.png' in page
+    assert "4 steps, on a CPU" in page
+    assert "PSNR is 58.81 dB" in page
+
+
 def test_what_tune_chooses_beside_what_ships(tmp_path):
     page = page_of(tmp_path, {"tune": TUNE})
     assert "`turbo-rcm tune` for wan2.1-1.3b takes 123 s, and chooses the same kernels." in page

@@ -11,6 +11,7 @@ from .cells import decibels, percent, table_of, versions
 TRAINING = "training.json"
 # Of scripts/measure_block_sparsity.py, evaluate_sparse.py and train_lora.py, none of which needs a GPU.
 BLOCK_SPARSE, SPARSE, LORA = "block-sparse-tiny.json", "sparse-tiny.json", "lora-tiny.json"
+SIDE_BY_SIDE = "side-by-side.json"  # of `turbo-rcm compare`, whose picture lies beside it
 
 ACCURACY_TARGETS = {2: 0.9, 4: 0.95}  # overall prompt accuracy of the embedded model, by steps
 
@@ -174,6 +175,20 @@ def lora_table(results: dict) -> str:
         f"for; the PSNR is that of the frames to the unpatched ones with the LoRA. {settings['steps']} steps, "
         f"{environment['gpu'] or 'on a CPU'}, {versions(environment)}. File: `{LORA}`.\n\n"
         + table_of(["the LoRA", f"{colour}, %", "as asked, %", "PSNR, dB"], rows)
+    )
+
+
+def side_by_side(run: dict) -> str:
+    """One video unpatched and patched, as a picture, and how far the two are apart."""
+    settings, environment = run["settings"], run["environment"]
+    patched = run["variants"][-1]
+    picture = SIDE_BY_SIDE.replace(".json", ".png")
+    return (
+        f"## One video, side by side\n\n![A video unpatched, patched, and the difference]({picture})\n\n"
+        f'Three frames, unpatched, patched, and their difference, amplified: `turbo-rcm compare "{settings["prompt"]}" '
+        f"--dtype {settings['dtype']} --seed {settings['seed']} --video {picture} --json {SIDE_BY_SIDE}`, "
+        f"{settings['num_inference_steps']} steps, {environment['gpu'] or 'on a CPU'}, {versions(environment)}. "
+        f"Transformer and decoder are patched. The frames' PSNR is {decibels(patched['frames']['psnr_db'])} dB.\n"
     )
 
 
