@@ -32,7 +32,10 @@ PLAY_TOGETHER = """
 async () => {
     const videos = [...document.querySelectorAll("video")];
     const isLoaded = video => video.readyState >= HTMLMediaElement.HAVE_ENOUGH_DATA
-        || new Promise(done => video.addEventListener("canplaythrough", done, {once: true}));
+        || new Promise((done, failed) => {
+            video.addEventListener("canplaythrough", done, {once: true});
+            video.addEventListener("error", failed, {once: true});
+        });
     await Promise.all(videos.map(isLoaded));
     videos.forEach(video => { video.currentTime = 0; video.play(); });
 }
