@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.tune_times import timed
 from turbo_rcm_patch.bench import tune_check
 from turbo_rcm_patch.bench.environment import describe_environment
-from turbo_rcm_patch.bench.ops import OpResult, Timing
-from turbo_rcm_patch.bench.tune import FALLBACKS, Shapes
+from turbo_rcm_patch.bench.tune import Shapes
 from turbo_rcm_patch.bench.tune_check import (
     SHIPPED,
     TUNED,
@@ -58,16 +58,7 @@ def cache(monkeypatch, tmp_path):
 
 def tune(gpu=GPU, **ours):
     """What tune does with times of ours by op (default 2 ms), beside 3 ms of what runs otherwise."""
-
-    def measure(case):
-        op = case.name.split()[0]
-        time = ours.get(op, 2.0)
-        timings = {"ours": Timing(True, 1e-3, time)}
-        if op in FALLBACKS:
-            timings[FALLBACKS[op]] = Timing(False, 1e-3, 3.0)
-        return OpResult(case.name, timings, None if time is None else "ours")
-
-    keep(SHAPES, gpu, CAPABILITY, measure)
+    keep(SHAPES, gpu, CAPABILITY, timed(**ours))
 
 
 def reasons():

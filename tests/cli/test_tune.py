@@ -11,9 +11,9 @@ import torch
 import turbo_rcm_patch as trp
 from tests.cli.running import error_of
 from tests.tiny_wan import tiny_wan_transformer
+from tests.tune_times import timed
 from turbo_rcm_patch import kernels
-from turbo_rcm_patch.bench.ops import OpResult, Timing
-from turbo_rcm_patch.bench.tune import FALLBACKS, Shapes, cases
+from turbo_rcm_patch.bench.tune import Shapes, cases
 from turbo_rcm_patch.cli import commands, main
 from turbo_rcm_patch.cli.tuning import keep
 from turbo_rcm_patch.kernels import measured, measured_on, tuned, tuned_sdpa, tuned_tiers, why_torch
@@ -39,22 +39,6 @@ def cache(monkeypatch, tmp_path):
 def next_process(monkeypatch):
     """What a process that imports the package now chooses by."""
     return lambda: monkeypatch.setattr(measured, "_TUNED", measured.all_tuned())
-
-
-def timed(backends=(), **ours):
-    """Measures ours by op (default 2 ms), 3 ms for what runs otherwise, and backends of PyTorch's attention by case, as
-    (name, milliseconds)."""
-
-    def measure(case):
-        op = case.name.split()[0]
-        time = ours.get(op, 2.0)
-        timings = {"ours": Timing(True, 1e-3, time)}
-        if op in FALLBACKS:
-            timings[FALLBACKS[op]] = Timing(False, 1e-3, 3.0)
-        timings |= {f"PyTorch SDPA ({name})": Timing(False, 1e-3, ms) for name, ms in dict(backends).get(case.name, ())}
-        return OpResult(case.name, timings, None if time is None else "ours")
-
-    return measure
 
 
 def test_the_patch_takes_what_was_faster(next_process, capsys, cache):
