@@ -3,7 +3,7 @@
 Every exported function takes ``implementation="auto" | "triton" | "torch"``; see dispatch.py for what "auto" means.
 """
 
-from .attention import MAX_HEAD_DIM, attention
+from .attention import MAX_HEAD_DIM, attention, attention_to_e4m3
 from .attention_8bit import attention_8bit
 from .block_sparse_attention import BLOCKS as SPARSE_BLOCKS
 from .block_sparse_attention import block_sparse_attention, block_sparse_attention_8bit, kept_share
@@ -61,6 +61,7 @@ __all__ = [
     "attention_8bit",
     "attention_8bit_kernel",
     "attention_kernel_name",
+    "attention_to_e4m3",
     "block_sparse_attention",
     "block_sparse_attention_8bit",
     "check_sparsity",

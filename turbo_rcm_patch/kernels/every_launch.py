@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 from . import attention_hopper, conv_hopper, gemm_hopper
-from .attention import _attention, _attention_backward
+from .attention import _attention, _attention_backward, attention_to_e4m3
 from .attention_8bit import attention_8bit
 from .block_sparse_attention import block_sparse_attention, block_sparse_attention_8bit
 from .coefficient import MAX_RUNS, Runs
@@ -108,6 +108,10 @@ def launch_attention() -> None:
         _attention(x, x, x, x, c_skip, c_out, 1.0, False)
     for keys, save_for_backward in product((x, long), (False, True)):  # sm_90 cuts the long ones into parts
         _attention(x, keys, keys, None, None, None, 1.0, save_for_backward)
+    if FP8 in formats():
+        for keys, (dtype, head_dim) in product((300, 10_000), ATTENTIONS):
+            kv = meta(2, keys, 3, head_dim, dtype=dtype)
+            attention_to_e4m3(meta(2, 300, 3, head_dim, dtype=dtype), kv, kv)
 
 
 def launch_attention_backward() -> None:
