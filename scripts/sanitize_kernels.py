@@ -47,7 +47,7 @@ from turbo_rcm_patch.kernels.every_launch import without_gluon
 from turbo_rcm_patch.kernels.gelu import gelu
 from turbo_rcm_patch.kernels.launch import compile_ahead
 from turbo_rcm_patch.kernels.layer_norm_modulate import layer_norm_modulate
-from turbo_rcm_patch.kernels.linear_8bit import linear_8bit
+from turbo_rcm_patch.kernels.linear import linear_8bit
 from turbo_rcm_patch.kernels.linear_gelu import linear_gelu
 from turbo_rcm_patch.kernels.linear_qkv import linear_qkv
 from turbo_rcm_patch.kernels.linear_skip import linear_skip

@@ -12,6 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
+from turbo_rcm_patch.kernels import aot
+from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
 from turbo_rcm_patch.patching.families.wan import block as wan_block
 from turbo_rcm_patch.patching.plan import state_of
 from turbo_rcm_patch.tiers import EXACT, QUANTIZED
@@ -342,3 +344,24 @@ def test_restore_and_copies(tier):
     patch.restore()
     assert torch.equal(output_of(model), before)
     assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+
+
+@pytest.mark.parametrize(("capability", "kernel"), [((8, 9), "portable Triton"), ((9, 0), "sm_90 Gluon")])
+def test_every_linear_of_a_video_has_its_lora_in_its_gemm(capability, kernel):
+    """On a GPU where ours are the faster ones, as the CPU's stand-in counts."""
+    model = tiny_wan_transformer(
+        layers=1, dtype=torch.bfloat16, heads=4, head_dim=128, ffn_dim=256, rope_max_seq_len=64
+    )
+    patch = trp.patch(model)
+    add_lora(model)
+    model.to("meta")
+    inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in tiny_transformer_inputs(model).items()}
+    inputs["hidden_states"] = torch.empty(2, model.config.in_channels, 13, 60, 80, dtype=model.dtype, device="meta")
+    with torch.no_grad(), meta_is_gpu(capability, aot.MULTIPROCESSORS):
+        launches = aot.record_launches(lambda: model(**inputs), capability)
+        rows = {(row.sub_layer, row.step): row.kernel for row in patch.rows()}
+    with_lora = {step for step, name in rows.items() if name == f"{kernel} + LoRA"}
+    skips = {("self_attention", "projection + skip"), ("cross_attention", "projection + skip")}
+    assert with_lora >= {*skips, ("cross_attention", "Q projection"), ("feed_forward", "linear + skip")}
+    ours = "gemm_kernel" if capability == (9, 0) else "_linear_kernel"
+    assert ours in {launch.kernel.fn.__name__ for launch in launches}

@@ -20,10 +20,10 @@ GLUON_GEMM, GLUON_QKV = "gemm_kernel", "gemm_of_three_kernel"
 QUANTIZE_QKV = ("_quantize_q_kernel", "_summarize_kv_kernel", "_reduce_summaries_kernel", "_quantize_kv_kernel")
 # By step: the portable kernel and Gluon's of a fused step.
 KERNELS = {
-    "QKV projection": ("_linear_8bit_kernel", GLUON_QKV),
-    "Q projection": ("_linear_8bit_kernel", GLUON_GEMM),
-    "K and V projections": ("_linear_8bit_kernel", GLUON_GEMM),
-    "image K and V projections": ("_linear_8bit_kernel", GLUON_GEMM),
+    "QKV projection": ("_linear_kernel", GLUON_QKV),
+    "Q projection": ("_linear_kernel", GLUON_GEMM),
+    "K and V projections": ("_linear_kernel", GLUON_GEMM),
+    "image K and V projections": ("_linear_kernel", GLUON_GEMM),
     "projection + skip": ("_linear_skip_kernel", GLUON_GEMM),
     "linear + GELU": ("_linear_gelu_kernel", GLUON_GEMM),
     "linear + skip": ("_linear_skip_kernel", GLUON_GEMM),

@@ -24,7 +24,7 @@ from .dispatch import IMPLEMENTATIONS, interpreting, why_not_triton, why_not_tri
 from .gelu import gelu
 from .launch import compile_ahead
 from .layer_norm_modulate import layer_norm_modulate
-from .linear_8bit import linear_8bit
+from .linear import linear_8bit, linear_low_rank
 from .linear_gelu import linear_gelu
 from .linear_qkv import linear_qkv
 from .linear_skip import linear_skip
@@ -77,6 +77,7 @@ __all__ = [
     "layer_norm_modulate",
     "linear_8bit",
     "linear_gelu",
+    "linear_low_rank",
     "linear_qkv",
     "linear_qkv_kernel",
     "linear_skip",

@@ -24,7 +24,7 @@ from .conv_skip import conv_skip
 from .dispatch import KERNEL_DTYPES, why_not_triton_on
 from .gelu import gelu
 from .layer_norm_modulate import layer_norm_modulate
-from .linear_8bit import linear_8bit
+from .linear import linear_8bit, linear_low_rank
 from .linear_gelu import linear_gelu
 from .linear_qkv import linear_qkv
 from .linear_skip import linear_skip
@@ -176,6 +176,11 @@ def launch_linear_8bit() -> None:
         for bias, dtype in ((meta(CHANNELS), BF16), (None, FP16), (meta(CHANNELS, dtype=FP32), FP32)):
             linear_8bit(a, weight, bias, dtype=dtype)
         linear_8bit(a, weight, meta(CHANNELS), low_rank=low_rank(format=format))
+
+
+def launch_linear_low_rank() -> None:
+    for rows in ROWS:
+        linear_low_rank(meta(rows, CHANNELS), meta(CHANNELS, CHANNELS), meta(CHANNELS), low_rank())
 
 
 def launch_linear_gelu() -> None:
@@ -363,6 +368,7 @@ LAUNCHES = {
     "attention_backward": launch_attention_backward,
     "linear_skip": launch_linear_skip,
     "linear_8bit": launch_linear_8bit,
+    "linear_low_rank": launch_linear_low_rank,
     "linear_gelu": launch_linear_gelu,
     "gelu": launch_gelu,
     "linear_qkv": launch_linear_qkv,

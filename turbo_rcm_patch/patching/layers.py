@@ -276,8 +276,18 @@ def projection(linear: nn.Module, call: Call) -> Step:
     if read.are_quantized:
         return quantized_layers.projection(read, linear, call)
     if read.has_lora and _why_not_read(read, call) is None:
-        return Step(read.only, read.named(LINEAR))
+        implementation, reason = _choose_gemm("linear_qkv", call)  # the measured op that is the most like it
+        if reason is not None:
+            return Step(read.only, read.named(LINEAR))
+        N, K = read.first.weight.shape
+        kernel = kernels.gemm_kernel(call.device, call.dtype, call.tokens, N, K)
+        return Step(partial(_linear_low_rank, read, implementation), read.named(kernel))
     return Step(linear, LINEAR if read.reason is None else MODULE, read.reason)
+
+
+def _linear_low_rank(read, implementation, x):
+    weight, (bias,) = read.first.weight, read.biases()
+    return kernels.linear_low_rank(x, weight, bias, read.low_rank(), implementation=implementation)
 
 
 def projection_with_skip(
