@@ -217,8 +217,9 @@ def whole_videos_table(runs: dict) -> str:
     return (
         "Whole videos, from the prompt's embeddings to frames in numpy, medians over repeats. Targets are the "
         "speed-ups of decoding over eager and over compile, whose decoder is compiled too, and seconds; and no more "
-        f"memory than eager takes, nor {ACCURACY_FACTOR} times its error. TFLOP/s are of diffusers' decoder, which "
-        "convolves images enlarged before:\n\n" + table_of(VIDEOS_HEADER, rows)
+        f"memory than eager takes, nor {ACCURACY_FACTOR} times its error, which is of the first 33 frames (until "
+        "commit 354edca of all). TFLOP/s are of diffusers' decoder, which convolves images enlarged before:\n\n"
+        + table_of(VIDEOS_HEADER, rows)
     )
 
 

@@ -1,14 +1,16 @@
 """The parts of a Wan block in every tier: which rows of single ops each part is the sum of, and how long they take.
 
-Every tier's rows are of the same runs of a results file, so that its bars compare. A tier of which a row was not
-measured, or was refused, has no bar.
+Every tier's rows are of the same runs of a results file. A tier of which a row was not measured, or was refused, has no
+bar.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from turbo_rcm_patch.bench.cases import CASES
+from turbo_rcm_patch.bench.ops_quantized import SCALED_MM
 from turbo_rcm_patch.bench.tables import table
 
 SELF_ATTENTION, CROSS_ATTENTION = "self-attention with its norms and RoPE", "cross-attention"
@@ -16,6 +18,7 @@ LINEARS, NORMS = "linears with GELU and skips", "norms with modulation"
 ATTENTION = (SELF_ATTENTION, CROSS_ATTENTION)
 COMPILE = "torch.compile"
 RIVALS = "torch + compiled", "SDPA cuDNN"  # what a compiled block runs; whichever of them a row has
+OURS = ("ours",)
 HEAD_DIM, TEXT_TOKENS = 128, 512
 
 
@@ -31,8 +34,8 @@ class Rows(NamedTuple):
 
 
 def rows_of_block(config: str, tokens: int, dim: int) -> dict[str, dict[str, tuple[Rows, ...]]]:
-    """By tier and part. Steps without a row: the cross-attention's projection of the queries, for which the row of one
-    with a skip stands; its QK norms and the text's keys and values, which are left out."""
+    """By tier and part. Left out, as nothing of their kind has a row: the cross-attention's projection of the queries,
+    its QK norms, and the text's keys and values."""
     heads, ffn_dim = dim // HEAD_DIM, CASES[config].transformer["ffn_dim"]
     square, up, down = (f"{tokens}×{C}×{K}" for C, K in ((dim, dim), (ffn_dim, dim), (dim, ffn_dim)))
     of_heads = f"{heads}×{tokens}×{HEAD_DIM}"
@@ -41,15 +44,15 @@ def rows_of_block(config: str, tokens: int, dim: int) -> dict[str, dict[str, tup
         return Rows(count, "ops", case)
 
     def in_8_bits(fed: int) -> tuple[Rows, ...]:
-        """fed: how many of the three projections of the full width get their input in 8 bits from the op before."""
+        """fed: how many of the two output projections get their input in 8 bits from the attention."""
         cases = (
             (1, f"linear_qkv_8bit {square}"),
             (fed, f"fed_linear_skip_8bit {square}"),
-            (3 - fed, f"linear_skip_8bit {square}"),
+            (2 - fed, f"linear_skip_8bit {square}"),
             (1, f"linear_gelu_8bit {up}"),
             (1, f"fed_linear_skip_8bit {down}"),
         )
-        return tuple(Rows(count, "ops-quantized", case) for count, case in cases)
+        return tuple(Rows(count, "ops-quantized", case) for count, case in cases if count)
 
     exact = {
         SELF_ATTENTION: (
@@ -59,7 +62,7 @@ def rows_of_block(config: str, tokens: int, dim: int) -> dict[str, dict[str, tup
         CROSS_ATTENTION: (bf16(1, f"attention {heads}×{tokens}×{TEXT_TOKENS}×{HEAD_DIM}"),),
         LINEARS: (
             bf16(1, f"linear_qkv {square}"),
-            bf16(3, f"linear_skip {square}"),
+            bf16(2, f"linear_skip {square}"),
             bf16(1, f"linear_gelu {up}"),
             bf16(1, f"linear_skip {down}"),
         ),
@@ -70,39 +73,45 @@ def rows_of_block(config: str, tokens: int, dim: int) -> dict[str, dict[str, tup
     return {
         COMPILE: exact,
         "exact": exact,
-        "quantized": {**exact, SELF_ATTENTION: dense, LINEARS: in_8_bits(fed=2)},
-        "sparse": {**exact, SELF_ATTENTION: sparse, LINEARS: in_8_bits(fed=1)},
+        "quantized": {**exact, SELF_ATTENTION: dense, LINEARS: in_8_bits(fed=1)},
+        "sparse": {**exact, SELF_ATTENTION: sparse, LINEARS: in_8_bits(fed=0)},
     }
 
 
 def blocks_by_tier(runs: dict) -> dict[str, dict[str, dict[str, float]]]:
     """Milliseconds of one block by model, tier and part; of the models whose block was profiled."""
     blocks = {}
-    for run in runs.values():
-        if run.get("settings", {}).get("case") == "Wan block":
-            config, tokens, dim = (run["settings"][key] for key in ("config", "tokens", "dim"))
-            tiers = {}
-            for tier, parts in rows_of_block(config, tokens, dim).items():
-                times = {part: _sum(runs, rows, tier) for part, rows in parts.items()}
-                if None not in times.values():
-                    tiers[tier] = times
-            if tiers:
-                blocks[config] = tiers
+    for config, tiers in _profiled(runs):
+        whole = {}
+        for tier, parts in tiers.items():
+            times = {part: _sum(runs, rows, RIVALS if tier == COMPILE else OURS) for part, rows in parts.items()}
+            if None not in times.values():
+                whole[tier] = times
+        if whole:
+            blocks[config] = whole
     return blocks
 
 
-def _sum(runs: dict, rows: tuple[Rows, ...], tier: str) -> float | None:
-    times = [_milliseconds(runs, row, tier) for row in rows]
+def _profiled(runs: dict) -> Iterator[tuple[str, dict[str, dict[str, tuple[Rows, ...]]]]]:
+    """The models whose block was profiled, and the rows of their blocks."""
+    for run in runs.values():
+        if run.get("settings", {}).get("case") == "Wan block":
+            config, tokens, dim = (run["settings"][key] for key in ("config", "tokens", "dim"))
+            yield config, rows_of_block(config, tokens, dim)
+
+
+def _sum(runs: dict, rows: tuple[Rows, ...], contenders: tuple[str, ...]) -> float | None:
+    times = [_milliseconds(runs, row, contenders) for row in rows]
     return None if None in times else sum(row.count * time for row, time in zip(rows, times, strict=True))
 
 
-def _milliseconds(runs: dict, row: Rows, tier: str) -> float | None:
-    """Ours, of torch.compile the rival's."""
+def _milliseconds(runs: dict, row: Rows, contenders: tuple[str, ...]) -> float | None:
+    """Of the first contender that the row has; of OURS the best of ours."""
     results = runs.get(row.run, {"results": ()})["results"]
     result = next((result for result in results if result["case"] == row.case), None)
     if result is None:
         return None
-    names = RIVALS if tier == COMPILE else (result["best"],)
+    names = (result["best"],) if contenders == OURS else contenders
     return next((result["timings"][name]["milliseconds"] for name in names if name in result["timings"]), None)
 
 
@@ -118,14 +127,21 @@ def shares_table(blocks: dict[str, dict[str, dict[str, float]]]) -> str | None:
     return table(lines, markdown=True)
 
 
-def saved_by_fusion(block: dict[str, dict[str, float]]) -> dict[str, float] | None:
-    """Milliseconds that the exact tier's linears and norms take less than torch.compile's, and what share of a compiled
-    block and of a sparse tier's that is; None where one of them has no bar."""
+def saved_outside_attention(runs: dict, config: str) -> dict[str, float] | None:
+    """Milliseconds that the exact tier's linears and norms take less than torch.compile's ("saved"), and as a share of
+    a compiled block; and what the sparse tier's take less than PyTorch's 8-bit products with compiled quantising, and
+    compiled norms ("saved_in_8_bits"), as a share of a sparse block with those. None where a row is missing."""
+    block, rows = blocks_by_tier(runs).get(config, {}), dict(_profiled(runs)).get(config, {})
     if not {COMPILE, "exact", "sparse"} <= set(block):
         return None
+    rivals = _sum(runs, rows["sparse"][LINEARS], (SCALED_MM,))
+    if rivals is None:
+        return None
     saved = outside_attention(block[COMPILE]) - outside_attention(block["exact"])
-    whole = {tier: sum(parts.values()) for tier, parts in block.items()}
-    return {"saved": saved, "of_compiled": saved / whole[COMPILE], "of_sparse": saved / whole["sparse"]}
+    in_8_bits = rivals + block[COMPILE][NORMS] - outside_attention(block["sparse"])
+    compiled, sparse = (sum(block[tier].values()) for tier in (COMPILE, "sparse"))
+    shares = {"of_compiled": saved / compiled, "of_sparse": in_8_bits / (sparse + in_8_bits)}
+    return {"saved": saved, "saved_in_8_bits": in_8_bits, **shares}
 
 
 def attention_share(parts: dict[str, float]) -> float:

@@ -13,7 +13,7 @@ from turbo_rcm_patch.bench.tables import table
 from turbo_rcm_patch.config import PRESETS
 from turbo_rcm_patch.tiers import TIERS
 
-from .block_rows import blocks_by_tier, rows_table, saved_by_fusion, shares_table
+from .block_rows import blocks_by_tier, rows_table, saved_outside_attention, shares_table
 
 ATTENTION, LINEARS, REST = "attention", "linears", "norms, RoPE, GELU, skips"
 
@@ -34,7 +34,7 @@ def figures(results: dict, tiny: dict[str, dict]) -> dict[str, object]:
         "skip_saves": skip_saves(runs, blocks["wan2.1-1.3b"]),
         "shares_table": shares_table(blocks_by_tier(runs)),
         "rows_table": _rows_of(runs, "wan2.1-1.3b"),
-        "fusion": saved_by_fusion(blocks_by_tier(runs).get("wan2.1-1.3b", {})),
+        "saved": saved_outside_attention(runs, "wan2.1-1.3b"),
         "sparse": PRESETS["sparse"],
         "sparse_sentence": short_sparse_attention(runs),
         "timed_tiers": {run["settings"].get("preset", "exact") for run in real_models(runs).values()},

@@ -27,6 +27,19 @@ logger = logging.getLogger(__name__)
 
 WAITING = 8  # requests in the queue; more are told to come back
 NONE = "none"  # of the recipes and LoRAs
+# Each video starts when it has been loaded; side by side they are compared, so both start again when both have been.
+PLAY_TOGETHER = """
+async () => {
+    const videos = [...document.querySelectorAll("video")];
+    const isLoaded = video => video.readyState >= HTMLMediaElement.HAVE_ENOUGH_DATA
+        || new Promise((done, failed) => {
+            video.addEventListener("canplaythrough", done, {once: true});
+            video.addEventListener("error", failed, {once: true});
+        });
+    await Promise.all(videos.map(isLoaded));
+    videos.forEach(video => { video.currentTime = 0; video.play(); });
+}
+"""
 # The browser loads nothing from elsewhere, whatever Gradio's page names.
 POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; style-src 'self' 'unsafe-inline'; "
@@ -102,7 +115,9 @@ def build_page(studio: Studio) -> gradio.Blocks:
             return _answer(studio, values)
 
         outputs = [*videos, table, summary]
-        gr.on([button.click, prompt.submit], generate, form, outputs, api_visibility="private", show_progress_on=videos)
+        asked = [button.click, prompt.submit]
+        answered = gr.on(asked, generate, form, outputs, api_visibility="private", show_progress_on=videos)
+        answered.success(js=PLAY_TOGETHER)
     return page
 
 
