@@ -412,6 +412,21 @@ def test_results_in_e4m3_of_many_tokens_match_those_in_bf16(kv_tokens):
     assert (error <= wide.abs() * (1 / 16 + 2 * eps) + result.scale[..., None] * 2**-9).all()
 
 
+@pytest.mark.gpu
+def test_results_in_e4m3_are_a_custom_op_that_compiles():
+    q, k, v, _ = _inputs("cuda", torch.bfloat16, 2, 200, 70, 3, 128)
+    torch.library.opcheck(torch.ops.turbo_rcm_patch.attention_to_e4m3.default, (q, k, v, 0.1))
+    compiled = torch.compile(attention_to_e4m3, fullgraph=True, backend="aot_eager")
+    for ours, eager in zip(compiled(q, k, v)[:2], attention_to_e4m3(q, k, v)[:2], strict=True):
+        assert torch.equal(ours.float(), eager.float())
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4, 2, 64), (2, 0, 4, 2, 64), (2, 3, 4, 0, 64)])
+def test_empty_results_in_e4m3(device, shape):
+    result = attention_to_e4m3(*_inputs(device, torch.float32, *shape)[:3])
+    assert (result.values.shape, result.scale.shape) == ((*shape[:2], shape[3] * 64), shape[:2])
+
+
 def test_results_in_e4m3_check_their_inputs(device):
     q, k, v, _ = _inputs(device, DTYPES[device][0], 1, 5, 7, 2, 64)
     with pytest.raises(ValueError, match="k and v must be"):

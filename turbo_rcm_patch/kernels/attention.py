@@ -69,18 +69,21 @@ def attention_to_e4m3(
     """softmax(scale · q kᵀ) v, stored in e4m3 for a linear in 8 bits.
 
     q [B, S, H, D]; k, v [B, Skv, H, D]; scale, implementation: as of `attention`. Returns a Quantized [B, S, H·D] with
-    one scale per sample, expanded to [B, S]: v's largest magnitude is e4m3's, and no mean of values is beyond it. No
-    gradient: under autograd the reference runs. Raises ValueError as `attention`.
+    one scale per sample, expanded to [B, S]: v's largest magnitude is e4m3's, and no mean of values is beyond it.
+    Channels whose values are a thousandth of that lose digits. No gradient: under autograd the reference runs. Raises
+    ValueError as `attention`.
     """
     _check(q, k, v, None, None, None, scale, implementation)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    if q.numel() == 0:
+        return Quantized(q.flatten(2).to(FP8), q.new_ones(q.shape[:2], dtype=torch.float32))
     largest = torch.linalg.vector_norm(
         v.flatten(1), torch.inf, dim=1, dtype=torch.promote_types(v.dtype, torch.float32)
     )
     out_scale = (largest / LARGEST[FP8]).clamp_min(TINY).float()
     scaled = (v / out_scale[:, None, None, None]).to(v.dtype)
     fused = use_triton(implementation, q, k, v, has_gradient=False, result=FP8)
-    if fused and q.shape[3] <= MAX_HEAD_DIM and q.numel() > 0:
+    if fused and q.shape[3] <= MAX_HEAD_DIM:
         values = _attention_to_e4m3(q, k, scaled, scale)
     else:
         values = round_to(attention(q, k, scaled, scale=scale, implementation="torch"), FP8)

@@ -150,6 +150,15 @@ def linear_qkv_kernel(
     return (PORTABLE if dtype in LARGEST else LINEAR), reason
 
 
+def linear_low_rank_kernel(
+    device: torch.device, dtype: torch.dtype, rows: int, N: int, K: int
+) -> tuple[str, str | None]:
+    """What should run a `linear_low_rank` of an a [rows, K] and a weight [N, K], "sm_90 Gluon" or "PyTorch linear", and
+    why that is not Gluon's kernel; None when it is. The portable one was never timed beside PyTorch's two products."""
+    reason = gemm_hopper.why_not_sizes(device, dtype, rows, N, K)
+    return (GLUON, None) if reason is None else (LINEAR, reason)
+
+
 def _kernel_name(device: torch.device, why_not_gluon: str | None) -> str:
     """The reason only where one would expect the other kernel."""
     if why_not_gluon is None:

@@ -276,13 +276,19 @@ def projection(linear: nn.Module, call: Call) -> Step:
     if read.are_quantized:
         return quantized_layers.projection(read, linear, call)
     if read.has_lora and _why_not_read(read, call) is None:
-        implementation, reason = _choose_gemm("linear_qkv", call)  # the measured op that is the most like it
-        if reason is not None:
-            return Step(read.only, read.named(LINEAR))
-        N, K = read.first.weight.shape
-        kernel = kernels.gemm_kernel(call.device, call.dtype, call.tokens, N, K)
-        return Step(partial(_linear_low_rank, read, implementation), read.named(kernel))
+        return _projection_with_lora(read, call)
     return Step(linear, LINEAR if read.reason is None else MODULE, read.reason)
+
+
+def _projection_with_lora(read: Linears, call: Call) -> Step:
+    """Chosen as q, k and v together are, the measured op that is the most like it: by the kernel for sm_90 alone."""
+    implementation, reason = _choose_gemm("linear_qkv", call)
+    if reason is None:
+        N, K = read.first.weight.shape
+        kernel, reason = kernels.linear_low_rank_kernel(call.device, call.dtype, call.tokens, N, K)
+    if reason is not None:
+        return Step(read.only, read.named(LINEAR), reason)
+    return Step(partial(_linear_low_rank, read, implementation), read.named(kernel))
 
 
 def _linear_low_rank(read, implementation, x):
