@@ -92,20 +92,20 @@ def attention_forward(
 
 
 def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """TMA over a packed x [B, S, H, D] in tiles of rows. Reads past a sample's end give 0, and writes are dropped."""
+    """TMA over x [B, S, H, D] in tiles of rows. Reads past a sample's end give 0, and writes are dropped."""
     batch, tokens, heads, head_dim = x.shape
     stride_b, stride_s, stride_h = head_strides(x)
     block = (1, 1, rows, head_dim)
     shape, strides = [batch, heads, tokens, head_dim], [stride_b, stride_h, stride_s, 1]
-    return TensorDescriptor(x, shape, strides, list(block), _shared_layout(block, x.dtype))
+    return TensorDescriptor(x, shape, strides, list(block), shared_layout(block, x.dtype))
 
 
 def values_descriptor(v: torch.Tensor) -> TensorDescriptor:
     """TMA over v [B, H, D, T] in tiles of keys."""
     block = (1, 1, v.shape[2], TILE_KEYS)
-    return TensorDescriptor(v, list(v.shape), list(v.stride()), list(block), _shared_layout(block, v.dtype))
+    return TensorDescriptor(v, list(v.shape), list(v.stride()), list(block), shared_layout(block, v.dtype))
 
 
 @functools.lru_cache
-def _shared_layout(block: tuple[int, ...], dtype: torch.dtype):
+def shared_layout(block: tuple[int, ...], dtype: torch.dtype):
     return gl.NVMMASharedLayout.get_default_for(list(block), GLUON_TYPES[dtype])
