@@ -6,8 +6,7 @@ import torch
 
 from tests.kernels import gluon_on_cpu
 from tests.oracle import relative_error
-from turbo_rcm_patch.kernels import attention_8bit_hopper, attention_hopper, dispatch
-from turbo_rcm_patch.kernels import sparse_linear_attention as op
+from turbo_rcm_patch.kernels import attention_hopper, dispatch, sparse_linear_attention
 from turbo_rcm_patch.kernels import sparse_linear_attention_hopper as hopper
 from turbo_rcm_patch.kernels import sparse_linear_attention_reference as definition
 from turbo_rcm_patch.kernels.quantize_qkv import QuantizedQKV
@@ -119,3 +118,108 @@ def test_hand_overs(name, programs, seed, on_cpu):
     blocks = Blocks(block_map, block_q, 128)
     on_cpu(eight_bits, qkv[0], blocks, branch, out, programs=programs, seed=seed)
     assert_as_good(out, qkv, proj_l, block_map, block_q)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On a GPU
+# ---------------------------------------------------------------------------------------------------------------------
+
+# More tiles than all consumers of a GPU have at a time, in lists of one block and of several.
+LARGE = {
+    "two tiles per consumer": (1, 5000, 11, 128, 64, 4),
+    "many short lists": (2, 4101, 16, 64, 64, 1),
+}
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """How often the kernel was launched by the op."""
+    launched = []
+    forward = hopper.sparse_attention_forward
+    monkeypatch.setattr(hopper, "sparse_attention_forward", lambda *given: launched.append(given) or forward(*given))
+    return launched
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", SHAPES | LARGE)
+def test_matches_the_oracle_as_well_as_the_definition(name, dtype, sm_90, taken):
+    sizes = (SHAPES | LARGE)[name]
+    block_q = sizes[4]
+    qkv, proj_l, block_map = inputs(dtype, *sizes, device="cuda")
+    options = {"block_map": block_map, "block_q": block_q, "block_k": 128, "quantized": True}
+    for weight, bias in (proj_l, (proj_l[0], None), tuple(x.to(dtype) for x in proj_l)):
+        out = sparse_linear_attention(*qkv, weight, bias, **options)
+        assert taken
+        taken.clear()
+        assert_as_good(out, qkv, (weight, bias), block_map, block_q)
+        again = sparse_linear_attention(*qkv, weight, bias, **options)
+        assert torch.equal(again, out)
+
+
+@pytest.mark.gpu
+def test_writes_nothing_behind_the_result(sm_90):
+    qkv, proj_l, block_map = inputs(torch.bfloat16, 2, 200, 2, 128, 64, 2, device="cuda")
+    eight_bits, branch = prepared(*qkv, *proj_l)
+    q = qkv[0]
+    memory = torch.full((2, *q.shape), 7.0, dtype=q.dtype, device="cuda")
+    hopper.sparse_attention_forward(eight_bits, q, Blocks(block_map, 64, 128), branch, memory[0])
+    assert (memory[1] == 7).all()
+    assert_as_good(memory[0], qkv, proj_l, block_map, 64)
+
+
+@pytest.mark.gpu
+def test_reads_strided_queries(sm_90):
+    """q as a part of a fused projection, and with its heads first."""
+    qkv, proj_l, block_map = inputs(torch.bfloat16, 2, 200, 2, 64, 64, 2, device="cuda")
+    eight_bits, branch = prepared(*qkv, *proj_l)
+    blocks = Blocks(block_map, 64, 128)
+
+    def attend(q):
+        out = torch.empty_like(qkv[0])
+        hopper.sparse_attention_forward(eight_bits, q, blocks, branch, out)
+        return out
+
+    q = qkv[0]
+    expected = attend(q)
+    assert torch.equal(attend(torch.cat([q, q], -1)[..., :64]), expected)
+    assert torch.equal(attend(q.transpose(1, 2).contiguous().transpose(1, 2)), expected)
+
+
+@pytest.mark.gpu
+def test_neighbours_do_not_leak(sm_90):
+    """NaN in the next sample's and the next head's rows of v and of the branch stays there."""
+    qkv, proj_l, block_map = inputs(torch.bfloat16, 2, 200, 2, 128, 64, 2, device="cuda")
+    options = {"block_q": 64, "block_k": 128, "quantized": True}
+    clean = sparse_linear_attention(*qkv, *proj_l, block_map=block_map, **options)
+    for x in qkv:
+        x[1] = x[0, :, 1] = torch.nan
+    poisoned = sparse_linear_attention(*qkv, *proj_l, block_map=block_map, **options)
+    assert clean.isfinite().all()
+    assert torch.equal(poisoned[0, :, 0], clean[0, :, 0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_scores_far_from_zero(head_dim, sm_90, monkeypatch):
+    """Keys behind the last token would win the softmax; φ of such q and k is 1 in one channel and underflows else."""
+    qkv, proj_l, block_map = inputs(torch.bfloat16, 1, 100, 1, head_dim, 64, 1, device="cuda")
+    qkv[0][..., 0], qkv[1][..., 0] = 60, -60
+    options = {"block_map": block_map, "block_q": 64, "block_k": 128, "quantized": True}
+    out = sparse_linear_attention(*qkv, *proj_l, **options)
+    monkeypatch.setattr(hopper, "why_not", lambda *_: "test")
+    expected = sparse_linear_attention(*qkv, *proj_l, **options)
+    assert relative_error(out, expected) <= 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("descending", [False, True])
+def test_a_maximum_that_rises_from_key_to_key(descending, sm_90):
+    qkv, proj_l, block_map = inputs(torch.bfloat16, 1, 600, 1, 64, 64, 5, device="cuda")
+    q, k, _ = qkv
+    q.zero_()
+    k.mul_(0.1)
+    q[..., 0], k[..., 0] = 8, torch.linspace(-40, 40, 600, device="cuda").to(k.dtype)[None, :, None]
+    qkv[1] = k.flip(1) if descending else k
+    out = sparse_linear_attention(*qkv, *proj_l, block_map=block_map, block_q=64, block_k=128, quantized=True)
+    assert_as_good(out, qkv, proj_l, block_map, 64)

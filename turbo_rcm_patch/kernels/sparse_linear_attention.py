@@ -8,8 +8,8 @@ q, k, v, out [B, S, H, D]; see sparse_linear_attention_reference.py for the defi
 q, two summarise k and v (sparse_linear_attention_prepass.py), one chooses the blocks by PyTorch's product of their
 means (sparse_linear_attention_map.py), and one computes both branches and stores their sum. With ``quantized`` its
 softmax takes q, k and v in 8 bits: q's, and the scale of v, come from the same kernels, k's and v's from one of
-quantize_qkv's; on sm_90 the kernel of both branches then is sparse_linear_attention_hopper's where it takes the blocks, else, and
-elsewhere, a portable one. No gradient: under autograd the reference runs.
+quantize_qkv's; on sm_90 the last kernel then is sparse_linear_attention_hopper's, where that takes the blocks. No
+gradient: under autograd the reference runs.
 """
 
 from __future__ import annotations

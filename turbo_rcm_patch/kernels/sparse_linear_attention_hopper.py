@@ -51,7 +51,7 @@ def sparse_attention_forward(
     """Write softmax attention of qkv to the kept blocks, and the linear branch of q [B, S, H, D], of any strides, to
     out, packed. Of q, v and blocks why_not says nothing."""
     q = readable(q)
-    batch, tokens, heads, head_dim = q.shape
+    batch, tokens, heads, _ = q.shape
     tiles = batch * heads * cdiv(tokens, QUERIES.value)
     with torch.cuda.device_of(q):
         launch_kernel(
@@ -81,4 +81,5 @@ def sparse_attention_forward(
 def _state_descriptor(state: torch.Tensor) -> TensorDescriptor:
     """TMA over state [B, H, D, D] in pieces."""
     block = (1, 1, STATE_ROWS.value, state.shape[3])
-    return TensorDescriptor(state, list(state.shape), list(state.stride()), list(block), shared_layout(block, state.dtype))
+    layout = shared_layout(block, state.dtype)
+    return TensorDescriptor(state, list(state.shape), list(state.stride()), list(block), layout)

@@ -1,4 +1,4 @@
-"""Sparse-linear attention in 8 bits in Gluon for sm_90: three consumer warpgroups, each with a producer warp of its own.
+"""Sparse-linear attention in 8 bits in Gluon for sm_90: three consumer warpgroups, each with its own producer warp.
 
     out = softmax(q kᵀ) v over the kept blocks + φ(q) key_weight / (ε Σ φ(q) + φ(q) Σ key_weight) · state + bias
 
@@ -173,7 +173,7 @@ def _fill(x, corner, INDEX: gl.constexpr, i, slots, full, empty):
 
 @gluon.jit
 def _consume(INDEX: gl.constexpr, loaded, vectors, block_map, out, buffers, sizes):
-    _q, k, v, wide, state = loaded
+    _q, _k, v, wide, state = loaded
     q_scale, k_scale, v_scale, key_weight, bias = vectors
     q_smem, slots, q_full, q_empty, full, empty = buffers
     tokens, heads, tiles, _block_q, width = sizes
@@ -268,7 +268,8 @@ def _add_linear_branch(acc, key_weight, of_head, INDEX: gl.constexpr, i, slots, 
     total = gl.zeros([QUERIES], gl.float32, ROWS)
     for piece in gl.static_range(PIECES):
         mbarrier.wait(full.index(slot_of_q), parity_of_q)
-        total += gl.sum(_exponentials(q, offset, piece) * (_piece_of_weight(key_weight, of_head, HEAD_DIM, piece) + EPS), 1)
+        weight = _piece_of_weight(key_weight, of_head, HEAD_DIM, piece) + EPS
+        total += gl.sum(_exponentials(q, offset, piece) * weight, 1)
     offset -= gl.log2(total)
     for piece in gl.static_range(PIECES):
         slot, parity = _slot(INDEX, i + 1 + piece)
