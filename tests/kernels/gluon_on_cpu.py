@@ -157,6 +157,9 @@ class Pointer:
     def __add__(self, offsets):
         return Pointer(self.values, self.offsets + offsets)
 
+    def __getitem__(self, key):
+        return Pointer(self.values, self.offsets[key])
+
 
 class Descriptor:
     """A TMA descriptor of an array: of boxes, what is outside of the array is zero and is not stored."""

@@ -105,15 +105,18 @@ def _tiles_of(INDEX: gl.constexpr, tiles):
 
 
 @gluon.jit
-def _locate(INDEX: gl.constexpr, use, block_map, sizes):
-    """The consumer's tile number ``use``: its sample, head and first query, and its list of blocks."""
-    tokens, heads, _tiles, block_q, width = sizes
+def _locate(INDEX: gl.constexpr, use, tokens):
+    """The consumer's tile number ``use``: its sample and head, as their number among all, and its first query."""
     tile = (use * CONSUMERS + INDEX) * gl.num_programs(0) + gl.program_id(0)
     row_tiles = gl.cdiv(tokens, QUERIES)
-    sample_head = tile // row_tiles
-    row = tile % row_tiles * QUERIES
-    kept_blocks = block_map + (gl.cast(sample_head, gl.int64) * gl.cdiv(tokens, block_q) + row // block_q) * width
-    return sample_head // heads, sample_head % heads, row, kept_blocks
+    return tile // row_tiles, tile % row_tiles * QUERIES
+
+
+@gluon.jit
+def _list_of(sample_head, row, block_map, sizes):
+    """Where a tile's list of blocks is."""
+    tokens, _heads, _tiles, block_q, width = sizes
+    return block_map + (gl.cast(sample_head, gl.int64) * gl.cdiv(tokens, block_q) + row // block_q) * width
 
 
 @gluon.jit
@@ -137,11 +140,13 @@ def _view(slots, slot, x):
 def _produce(INDEX: gl.constexpr, loaded, block_map, buffers, sizes):
     q, k, v, wide, state = loaded
     q_smem, slots, q_full, q_empty, full, empty = buffers
-    width = sizes[4]
+    tokens, heads, tiles, _block_q, width = sizes
     PIECES: gl.constexpr = state.block_type.shape[3] // STATE_ROWS
     i = 0  # uses so far, of all tiles
-    for use in range(_tiles_of(INDEX, sizes[2])):
-        sample, head, row, kept_blocks = _locate(INDEX, use, block_map, sizes)
+    for use in range(_tiles_of(INDEX, tiles)):
+        sample_head, row = _locate(INDEX, use, tokens)
+        sample, head = sample_head // heads, sample_head % heads
+        kept_blocks = _list_of(sample_head, row, block_map, sizes)
         block = gl.load(kept_blocks + (width - 1))
         mbarrier.wait(q_empty.index(INDEX), (use & 1) ^ 1)
         mbarrier.expect(q_full.index(INDEX), q.block_type.nbytes)
@@ -185,12 +190,13 @@ def _consume(INDEX: gl.constexpr, loaded, vectors, block_map, out, buffers, size
     no_output = gl.zeros([QUERIES, HEAD_DIM], gl.float32, OUTPUT)
     i = 0  # uses so far, of all tiles
     for use in range(_tiles_of(INDEX, tiles)):
-        sample, head, row, kept_blocks = _locate(INDEX, use, block_map, sizes)
+        sample_head, row = _locate(INDEX, use, tokens)
+        kept_blocks = _list_of(sample_head, row, block_map, sizes)
         block = gl.load(kept_blocks + (width - 1))
         rows = row + opaque(gl.arange(0, QUERIES, layout=ROWS))
-        row_scales = q_scale + (gl.cast(sample, gl.int64) * tokens + rows) * heads + head
+        row_scales = q_scale + (gl.cast(sample_head // heads, gl.int64) * tokens + rows) * heads + sample_head % heads
         row_scale = gl.load(row_scales, mask=rows < tokens, other=1.0)
-        key_scales = k_scale + (sample * heads + head) * gl.cdiv(tokens, KEYS)
+        key_scales = k_scale + sample_head * gl.cdiv(tokens, KEYS)
         mbarrier.wait(q_full.index(INDEX), use & 1)
         queries = q_smem.index(INDEX).reshape([QUERIES, HEAD_DIM])
         row_max = gl.full([QUERIES], float("-inf"), gl.float32, ROWS)
@@ -225,30 +231,29 @@ def _consume(INDEX: gl.constexpr, loaded, vectors, block_map, out, buffers, size
             i += 2
         mbarrier.arrive(q_empty.index(INDEX))
 
-        # Again, and opaque: none of it is held in registers over the loop.
-        sample, head, row, _kept_blocks = _locate(INDEX, opaque(use), block_map, sizes)
-        of_head = sample * heads + head
+        # Again, and opaque: none of it is held in registers over the loop, nor over the linear branch.
+        sample_head, _row = _locate(INDEX, opaque(use), tokens)
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROWS)
         acc = acc * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, OUTPUT))[:, None]
-        columns = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUTPUT))
-        acc = acc * gl.load(v_scale + opaque(of_head) * HEAD_DIM + columns)[None, :]
+        acc = acc * _load_columns(v_scale, sample_head * HEAD_DIM, HEAD_DIM, OUTPUT)
         acc = gl.convert_layout(acc, sum_layout(HEAD_DIM, 16), assert_trivial=True)
-        acc = _add_linear_branch(acc, key_weight, of_head, INDEX, i, slots, full, empty, wide, state)
+        acc = _add_linear_branch(acc, key_weight, sample_head, INDEX, i, slots, full, empty, wide, state)
         if PIECES == 2:
             mbarrier.arrive(empty.index(_slot(INDEX, i + 1)[0]))
         if bias is not None:
-            columns = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, sum_layout(HEAD_DIM, 16)))
-            acc = acc + gl.load(bias + opaque(use * 0) * HEAD_DIM + columns).to(gl.float32)[None, :]
+            columns = _load_columns(bias, sample_head * 0, HEAD_DIM, sum_layout(HEAD_DIM, 16))
+            acc = acc + columns.to(gl.float32)
         staged = _view(slots, _slot(INDEX, i + PIECES)[0], out)
         staged.reshape([QUERIES, HEAD_DIM]).store(acc.to(out.dtype))
         fence_async_shared()
-        tma_store(out, [sample, head, row, 0], staged)
+        sample_head, row = _locate(INDEX, opaque(use), tokens)
+        tma_store(out, [sample_head // heads, sample_head % heads, row, 0], staged)
         i += 1 + PIECES
     tma.store_wait(0)
 
 
 @gluon.jit
-def _add_linear_branch(acc, key_weight, of_head, INDEX: gl.constexpr, i, slots, full, empty, wide, state):
+def _add_linear_branch(acc, key_weight, sample_head, INDEX: gl.constexpr, i, slots, full, empty, wide, state):
     """acc [QUERIES, D] plus φ(q) key_weight, divided by the branch's denominator, times state: the ring's uses from i
     on. φ may have any factor in a row: here what makes its sum with key_weight + ε one.
 
@@ -268,13 +273,13 @@ def _add_linear_branch(acc, key_weight, of_head, INDEX: gl.constexpr, i, slots, 
     total = gl.zeros([QUERIES], gl.float32, ROWS)
     for piece in gl.static_range(PIECES):
         mbarrier.wait(full.index(slot_of_q), parity_of_q)
-        weight = _piece_of_weight(key_weight, of_head, HEAD_DIM, piece) + EPS
+        weight = _piece_of_weight(key_weight, sample_head, HEAD_DIM, piece) + EPS
         total += gl.sum(_exponentials(q, offset, piece) * weight, 1)
     offset -= gl.log2(total)
     for piece in gl.static_range(PIECES):
         slot, parity = _slot(INDEX, i + 1 + piece)
         mbarrier.wait(full.index(slot), parity)
-        weights = _exponentials(q, offset, piece) * _piece_of_weight(key_weight, of_head, HEAD_DIM, piece)
+        weights = _exponentials(q, offset, piece) * _piece_of_weight(key_weight, sample_head, HEAD_DIM, piece)
         operand = gl.convert_layout(weights.to(state.dtype), OPERAND, assert_trivial=True)
         part = _view(slots, slot, state).reshape([STATE_ROWS, HEAD_DIM])
         acc = warpgroup_mma(operand, part, acc, is_async=True)
@@ -295,6 +300,19 @@ def _exponentials(q, offset, PIECE: gl.constexpr):
 
 
 @gluon.jit
-def _piece_of_weight(key_weight, of_head, HEAD_DIM: gl.constexpr, PIECE: gl.constexpr):
-    columns = gl.arange(0, STATE_ROWS, layout=gl.SliceLayout(0, sum_layout(STATE_ROWS, 16)))
-    return gl.load(key_weight + opaque(of_head) * HEAD_DIM + PIECE * STATE_ROWS + columns)[None, :]
+def _piece_of_weight(key_weight, sample_head, HEAD_DIM: gl.constexpr, PIECE: gl.constexpr):
+    first = sample_head * HEAD_DIM + PIECE * STATE_ROWS
+    return _load_columns(key_weight, first, STATE_ROWS, sum_layout(STATE_ROWS, 16))
+
+
+@gluon.jit
+def _load_columns(pointer, first, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """[1, COLUMNS] from ``first`` on, a multiple of 8, in the layout of a sum. A thread's are at one address and
+    constant distances, nothing of which is known outside of the loop over tiles."""
+    grouped = gl.zeros([COLUMNS], gl.int32, gl.SliceLayout(0, LAYOUT)).reshape([COLUMNS // 8, 8])
+    GROUPED: gl.constexpr = grouped.type.layout
+    first = opaque(first // 8) * 8
+    of_group = pointer + (first + gl.arange(0, 8, layout=gl.SliceLayout(0, GROUPED)))
+    groups = gl.arange(0, COLUMNS // 8, layout=gl.SliceLayout(1, GROUPED))
+    values = gl.load(of_group[None, :] + (groups * 8)[:, None]).reshape([COLUMNS])
+    return gl.convert_layout(values, gl.SliceLayout(0, LAYOUT), assert_trivial=True)[None, :]
