@@ -35,7 +35,13 @@ from unittest import mock
 
 import torch
 
-from turbo_rcm_patch.kernels import attention_8bit_hopper, attention_hopper, conv_hopper, gemm_hopper
+from turbo_rcm_patch.kernels import (
+    attention_8bit_hopper,
+    attention_hopper,
+    conv_hopper,
+    gemm_hopper,
+    sparse_linear_attention_hopper,
+)
 from turbo_rcm_patch.kernels.aot import disassemble
 from turbo_rcm_patch.kernels.attention import _attention, _attention_backward, _attention_to_e4m3
 from turbo_rcm_patch.kernels.attention_8bit import attention_8bit
@@ -286,6 +292,7 @@ def few_multiprocessors() -> Iterator[None]:
         mock.patch.object(gemm_hopper, "device_properties", return_value=few),
         mock.patch.object(attention_hopper, "device_properties", return_value=few),
         mock.patch.object(attention_8bit_hopper, "device_properties", return_value=few),
+        mock.patch.object(sparse_linear_attention_hopper, "device_properties", return_value=few),
         mock.patch.object(conv_hopper, "device_properties", return_value=few),
     ):
         yield

@@ -67,13 +67,13 @@ def attention_forward(
         launch_kernel(
             attention_8bit_kernel,
             (min(schedule.items, multiprocessors),),
-            _descriptor(q, QUERIES.value),
+            descriptor(q, QUERIES.value),
             q_scale,
-            _descriptor(k, TILE_KEYS),
+            descriptor(k, TILE_KEYS),
             k_scale,
-            _values_descriptor(v),
+            values_descriptor(v),
             v_scale,
-            _descriptor(out, QUERIES.value),
+            descriptor(out, QUERIES.value),
             out_scale,
             partial_out,
             partial_lse,
@@ -88,8 +88,8 @@ def attention_forward(
             join_parts(partial_out, partial_lse, out, None, schedule)
 
 
-def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """TMA over a packed x [B, S, H, D] in tiles of rows. Reads past a sample's end give 0, and writes are dropped."""
+def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """TMA over x [B, S, H, D] in tiles of rows. Reads past a sample's end give 0, and writes are dropped."""
     batch, tokens, heads, head_dim = x.shape
     stride_b, stride_s, stride_h = head_strides(x)
     block = (1, 1, rows, head_dim)
@@ -97,7 +97,7 @@ def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, shape, strides, list(block), shared_layout(block, x.dtype))
 
 
-def _values_descriptor(v: torch.Tensor) -> TensorDescriptor:
+def values_descriptor(v: torch.Tensor) -> TensorDescriptor:
     """TMA over v [B, H, D, T] in tiles of keys."""
     block = (1, 1, v.shape[2], TILE_KEYS)
     return TensorDescriptor(v, list(v.shape), list(v.stride()), list(block), shared_layout(block, v.dtype))

@@ -338,6 +338,8 @@ def launch_sparse_linear_attention() -> None:
     x, weight = meta(2, 300, 3, 128, dtype=FP16), meta(128, 128, dtype=FP32)
     for quantized in (False, True):
         sparse_linear_attention(x, x, x, weight, None, topk=0.5, quantized=quantized)
+    x, bias = meta(2, 300, 3, 128), meta(128, dtype=FP32)  # proj_l in fp32
+    sparse_linear_attention(x, x, x, weight, bias, topk=0.5, quantized=True)
     for blocks in (512, 1182, 4000):
         choose_blocks(meta(1, 1, 2, 128), meta(1, 1, blocks, 128), kept=2)
 
