@@ -96,14 +96,15 @@ def _attention(figure: Figure, cases: dict) -> None:
         line = "data sheet, dense"
         axes.vlines(limit, top - len(rates) - 0.5, top - 0.5, color="black", linestyle="--", label=line)
         axes.text(limit - 20, top - 0.5 - len(rates) / 2, f"{limit:.0f}", ha="right", va="center", fontsize="large")
-        labels[-len(rates)] = f"{kind}\n{sizes}"
+        heads, tokens, *_, head_dim = sizes.split("×")  # in bf16 the tokens are named twice, as queries and as keys
+        labels[-len(rates)] = f"{kind}\n{heads}×{tokens}×{head_dim}"
         top += 1
     groups = [label for label in labels if label]
     starts = [place for place, label in zip(places, labels, strict=True) if label]
     sizes = [len(rates) for rates in cases.values()]
     axes.set_yticks([start + (size - 1) / 2 for start, size in zip(starts, sizes, strict=True)], groups)
     axes.invert_yaxis()
-    axes.set_xlabel("TFLOP/s of a self-attention, heads×queries×keys×head_dim", fontsize="large")
+    axes.set_xlabel("TFLOP/s of a self-attention, heads×tokens×head_dim", fontsize="large")
     legend_above(figure, axes)
 
 
