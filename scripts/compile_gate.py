@@ -24,6 +24,7 @@ OPS = (
     "attention_backward",
     "linear_skip",
     "linear_8bit",
+    "linear_low_rank",
     "linear_gelu",
     "gelu",
     "linear_qkv",

@@ -35,9 +35,15 @@ from unittest import mock
 
 import torch
 
-from turbo_rcm_patch.kernels import attention_8bit_hopper, attention_hopper, conv_hopper, gemm_hopper
+from turbo_rcm_patch.kernels import (
+    attention_8bit_hopper,
+    attention_hopper,
+    conv_hopper,
+    gemm_hopper,
+    sparse_linear_attention_hopper,
+)
 from turbo_rcm_patch.kernels.aot import disassemble
-from turbo_rcm_patch.kernels.attention import _attention, _attention_backward
+from turbo_rcm_patch.kernels.attention import _attention, _attention_backward, _attention_to_e4m3
 from turbo_rcm_patch.kernels.attention_8bit import attention_8bit
 from turbo_rcm_patch.kernels.block_sparse_attention import block_sparse_attention, block_sparse_attention_8bit
 from turbo_rcm_patch.kernels.coefficient import Runs
@@ -47,7 +53,7 @@ from turbo_rcm_patch.kernels.every_launch import without_gluon
 from turbo_rcm_patch.kernels.gelu import gelu
 from turbo_rcm_patch.kernels.launch import compile_ahead
 from turbo_rcm_patch.kernels.layer_norm_modulate import layer_norm_modulate
-from turbo_rcm_patch.kernels.linear_8bit import linear_8bit
+from turbo_rcm_patch.kernels.linear import _linear_low_rank, linear_8bit
 from turbo_rcm_patch.kernels.linear_gelu import linear_gelu
 from turbo_rcm_patch.kernels.linear_qkv import linear_qkv
 from turbo_rcm_patch.kernels.linear_skip import linear_skip
@@ -286,6 +292,7 @@ def few_multiprocessors() -> Iterator[None]:
         mock.patch.object(gemm_hopper, "device_properties", return_value=few),
         mock.patch.object(attention_hopper, "device_properties", return_value=few),
         mock.patch.object(attention_8bit_hopper, "device_properties", return_value=few),
+        mock.patch.object(sparse_linear_attention_hopper, "device_properties", return_value=few),
         mock.patch.object(conv_hopper, "device_properties", return_value=few),
     ):
         yield
@@ -312,6 +319,7 @@ def launch_linears(device: torch.device) -> None:
         linear_qkv(a, [weight] * 3, [bias] * 3)
         factors = LowRank(values(RANK_STEP, depth, dtype=dtype), values(channels, RANK_STEP, dtype=dtype))
         linear_skip(a, weight, bias, residual, c_out=gate, low_rank=factors)
+        _linear_low_rank(a, weight, bias, values(batch, tokens, RANK_STEP, dtype=dtype), factors.up)
 
 
 def launch_elementwise(device: torch.device) -> None:
@@ -356,6 +364,8 @@ def launch_attention(device: torch.device) -> None:
         _attention(q, k, v, q, None, c_out, 0.1, False)
         _attention(q, long, long, None, None, None, 0.1, False)  # in parts
         _attention(q, long, long, None, None, None, 0.1, True)
+        for keys in (k, long):
+            _attention_to_e4m3(q, keys, keys, 0.1)
         out, raw_out, lse = _attention(q, k, v, None, None, None, 0.1, True)
         _attention_backward(out, q, k, v, raw_out, lse, 0.1, True, True)
 

@@ -88,6 +88,11 @@ def test_what_every_variant_decodes_is_compared_with_fp32(pipe, monkeypatch):
     assert 1e-4 < patched.decode_error <= EXACT.limits.factor * unpatched.decode_error < 0.1
 
     right = decoder.decoded
+    later = lambda *args: (part if i == 0 else 1.05 * part for i, part in enumerate(right(*args)))  # noqa: E731
+    monkeypatch.setattr(forward, "decoded", later)
+    with pytest.raises(RuntimeError, match=r"the patched VAE's frames are .* apart .* in the first 1 frames allow"):
+        compare(pipe, {**CALL, "num_frames": 9}, config=PatchConfig(vae_chunk=1), with_oracle=True)
+
     monkeypatch.setattr(forward, "decoded", lambda *args: (1.05 * part for part in right(*args)))
     with pytest.raises(RuntimeError, match=r"the patched VAE errs more.*nothing was timed"):
         compare(pipe, CALL, with_oracle=True)

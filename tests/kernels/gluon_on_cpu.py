@@ -9,12 +9,15 @@ hand-over that is missing or too early gives a wrong result or a deadlock, which
 from __future__ import annotations
 
 import contextlib
+import operator
 import random
+import re
 import threading
 import types
 
 import numpy as np
 import torch
+from triton.language import constexpr
 
 SECONDS = 20  # until a wait counts as a deadlock
 
@@ -60,7 +63,7 @@ class Dtype(str):
 
     @property
     def primitive_bitwidth(self):
-        return int("".join(filter(str.isdigit, self)))
+        return int(re.search(r"\d+", self)[0])
 
 
 FLOAT16 = Dtype("float16")
@@ -79,8 +82,8 @@ class Memory:
         part = self.values[i]
         return part[0] if isinstance(part[0], Barrier) else Memory(part, self.dtype)
 
-    def slice(self, start, length):
-        return Memory(self.values[start : start + length])
+    def slice(self, start, length, dim=0):
+        return Memory(self.values[(slice(None),) * dim + (slice(start, start + length),)], self.dtype)
 
     def reinterpret(self, dtype, shape, layout):
         bits = self.values.size * self.dtype.primitive_bitwidth
@@ -113,20 +116,29 @@ class Tensor:
         products = (a.values.astype(np.float32) @ b.values.astype(np.float32) for a, b in self.products[:due])
         return Tensor(sum(products, start=self.values), self.products[due:])
 
-    def __add__(self, other):
+    def apply(self, function, *others):
         assert not self.products, "read before it was waited for"
-        return Tensor(self.values + getattr(other, "values", other))
+        return Tensor(function(self.values, *(getattr(other, "values", other) for other in others)))
+
+    def __add__(self, other):
+        return self.apply(operator.add, other)
+
+    def __sub__(self, other):
+        return self.apply(operator.sub, other)
 
     def __mul__(self, other):
-        assert not self.products, "read before it was waited for"
-        return Tensor(self.values * getattr(other, "values", other))
+        return self.apply(operator.mul, other)
+
+    def __rtruediv__(self, other):
+        return self.apply(lambda values: other / values)
 
     def __getitem__(self, key):
         return Tensor(self.values[key])
 
-    def to(self, dtype):
-        assert not self.products, "read before it was waited for"
-        return Tensor(self.values.astype(np.float16 if dtype == "float16" else np.float32))
+    def to(self, dtype, bitcast=False):
+        if bitcast:
+            return self.apply(lambda values: np.rint(values).astype(np.int32).view(np.float32))
+        return self.apply(lambda values: values.astype(np.float16 if dtype == "float16" else np.float32))
 
     def reshape(self, shape):
         return Tensor(self.values.reshape(shape), *([self.products] if self.products else []))
@@ -145,15 +157,19 @@ class Pointer:
     def __add__(self, offsets):
         return Pointer(self.values, self.offsets + offsets)
 
+    def __getitem__(self, key):
+        return Pointer(self.values, self.offsets[key])
+
 
 class Descriptor:
     """A TMA descriptor of an array: of boxes, what is outside of the array is zero and is not stored."""
 
     layout = None
 
-    def __init__(self, array, box):
-        self.array, self.dtype = array, Dtype(array.dtype)
-        self.block_type = types.SimpleNamespace(shape=box)
+    def __init__(self, array, box, dtype=None):
+        self.array, self.dtype = array, Dtype(dtype or array.dtype)
+        size = int(np.prod(box)) * self.dtype.primitive_bitwidth // 8
+        self.block_type = types.SimpleNamespace(shape=box, nbytes=size)
 
     def _overlap(self, start):
         box = self.block_type.shape
@@ -184,20 +200,30 @@ class Machine:
 
     def names(self):
         gl = types.SimpleNamespace(
-            **{name: Dtype(name) for name in ("int8", "int32", "int64", "float32", "bfloat16")},
+            **{name: Dtype(name) for name in ("int8", "int32", "int64", "float32", "bfloat16", "float8e4nv")},
             static_range=range,
             cdiv=lambda a, b: -(-a // b),
             program_id=lambda _: self.program,
             num_programs=lambda _: self.programs,
             allocate_shared_memory=self.allocate,
             zeros=lambda shape, dtype, layout: Tensor(np.zeros(shape, np.float32)),
+            full=lambda shape, value, dtype, layout: Tensor(np.full(shape, value, dtype)),
+            cast=lambda value, _: value,
+            exp2=lambda tensor: tensor.apply(np.exp2),
+            log2=lambda tensor: tensor.apply(np.log2),
+            max=lambda tensor, axis: tensor.apply(lambda values: values.max(axis)),
+            sum=lambda tensor, axis: tensor.apply(lambda values: values.sum(axis)),
+            maximum=lambda one, other: one.apply(np.maximum, other) if isinstance(one, Tensor) else max(one, other),
+            minimum=lambda one, other: one.apply(np.minimum, other),
+            inline_asm_elementwise=self.inline_asm,
             arange=lambda start, end, layout: np.arange(start, end),
-            where=lambda condition, one, other: one if condition else other,
+            where=self.where,
+            DotOperandLayout=lambda *_, **__: None,
             SliceLayout=lambda *_: None,
             convert_layout=lambda tensor, *_, **__: tensor,
             NVMMASharedLayout=lambda **_: None,
             NVMMADistributedLayout=lambda *_: None,
-            load=lambda at, mask, other: Tensor(np.where(mask, at.values[np.where(mask, at.offsets, 0)], other)),
+            load=self.load_values,
             warp_specialize=self.warp_specialize,
         )
         mbarrier = types.SimpleNamespace(
@@ -226,6 +252,24 @@ class Machine:
     @staticmethod
     def one(barrier):
         return barrier.values[0] if isinstance(barrier, Memory) else barrier
+
+    @staticmethod
+    def where(condition, one, other):
+        if isinstance(condition, np.ndarray):
+            return one.apply(lambda values: np.where(condition, values, np.float32(other)))
+        return one if condition else other
+
+    @staticmethod
+    def inline_asm(asm, constraints, arguments, dtype, is_pure, pack):
+        """Of assembly only what rounds to e4m3."""
+        assert dtype == "float8e4nv"
+        return arguments[0].apply(lambda values: torch.from_numpy(values).to(torch.float8_e4m3fn).float().numpy())
+
+    @staticmethod
+    def load_values(at, mask=True, other=0):
+        if np.ndim(at.offsets) == 0:
+            return at.values[at.offsets].item()
+        return Tensor(np.where(mask, at.values[np.where(mask, at.offsets, 0)], other))
 
     def allocate(self, dtype, shape, layout):
         if layout != "barrier":
@@ -295,6 +339,8 @@ def on_cpu(monkeypatch, modules, programs, seed=0, **names):
             for name, value in list(vars(module).items()):
                 if hasattr(value, "fn") and callable(value.fn):
                     patch.setattr(module, name, value.fn)
+                elif isinstance(value, constexpr):
+                    patch.setattr(module, name, value.value)
             for name, value in (machine.names() | names).items():
                 if name in vars(module):
                     patch.setattr(module, name, value)
@@ -313,4 +359,8 @@ def argument(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return Pointer(value.numpy().reshape(-1))
     base = getattr(value, "base", None)
-    return value if base is None else Descriptor(base.numpy(), value.block_shape)
+    if base is None:
+        return value
+    is_fp8 = base.dtype == torch.float8_e4m3fn
+    array = (base.half() if is_fp8 else base).as_strided(value.shape, value.strides).numpy()
+    return Descriptor(array, value.block_shape, "float8e4nv" if is_fp8 else None)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
-from turbo_rcm_patch.kernels import attention
+from turbo_rcm_patch.kernels import attention, attention_to_e4m3
+from turbo_rcm_patch.kernels.quantized import FP8
 
 # B, S, Skv, H, D: self and cross, one token, lengths around the tile sizes, head_dims that fill a tile and that do not.
 SHAPES = [
@@ -367,3 +368,68 @@ def test_offsets_beyond_32_bits():
     last = slice(shape[1] - 300, None)
     out = attention(q, k, v, residual=q, c_out=0.5, implementation="triton")[:, last]
     assert torch.equal(out, attention(q[:, last], k, v, residual=q[:, last], c_out=0.5, implementation="triton"))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_results_in_e4m3_are_the_rounded_attention(device, shape):
+    """On the CPU that is the reference alone, as the interpreter rounds e4m3 wrongly."""
+    for dtype in DTYPES[device]:
+        q, k, v, _ = _inputs(device, dtype, *shape)
+        v = v * torch.tensor([1e3, 1e-3], device=v.device, dtype=dtype)[: shape[0], None, None, None]
+        result = attention_to_e4m3(q, k, v)
+        exact = attention(*_double(q, k, v), implementation="torch").flatten(2)
+        assert (result.values.shape, result.format, result.scale.shape) == (exact.shape, FP8, exact.shape[:2])
+        largest = v.float().abs().amax((1, 2, 3))
+        torch.testing.assert_close(result.scale[:, 0], largest / 448)
+        # e4m3 rounds by 1/16 at most, values below 2^-6 of the scale by 2^-10 of it; the rest is the attention's own.
+        error = (result.dequantize(torch.float64) - exact).abs()
+        own = 2 * torch.finfo(dtype).eps * largest.double()[:, None, None]
+        assert (error <= exact.abs() / 16 + result.scale.double()[..., None] * 2**-10 + own).all()
+
+
+def test_results_in_e4m3_of_zeros_are_zeros(device):
+    q, k, v, _ = _inputs(device, DTYPES[device][0], 2, 5, 7, 2, 64)
+    result = attention_to_e4m3(q, k, 0 * v)
+    assert not result.dequantize().any()
+    assert (result.scale > 0).all()
+
+
+def test_results_in_e4m3_do_not_depend_on_strides(device):
+    for dtype in DTYPES[device]:
+        q, k, v = _qkv_chunks(device, dtype)
+        packed = attention_to_e4m3(*(x.contiguous() for x in (q, k, v)))
+        torch.testing.assert_close(attention_to_e4m3(q, k, v).dequantize(), packed.dequantize())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_tokens", [512, 20_000])
+def test_results_in_e4m3_of_many_tokens_match_those_in_bf16(kv_tokens):
+    """On sm_90 the sm_90 kernel gives them, and joins parts of many keys."""
+    q, k, v, _ = _inputs("cuda", torch.bfloat16, 2, 1000, kv_tokens, 3, 128)
+    wide, result = attention(q, k, v, implementation="triton").flatten(2).float(), attention_to_e4m3(q, k, v)
+    error = (result.dequantize() - wide).abs()
+    eps = torch.finfo(torch.bfloat16).eps
+    assert (error <= wide.abs() * (1 / 16 + 2 * eps) + result.scale[..., None] * 2**-9).all()
+
+
+@pytest.mark.gpu
+def test_results_in_e4m3_are_a_custom_op_that_compiles():
+    q, k, v, _ = _inputs("cuda", torch.bfloat16, 2, 200, 70, 3, 128)
+    torch.library.opcheck(torch.ops.turbo_rcm_patch.attention_to_e4m3.default, (q, k, v, 0.1))
+    compiled = torch.compile(attention_to_e4m3, fullgraph=True, backend="aot_eager")
+    for ours, eager in zip(compiled(q, k, v)[:2], attention_to_e4m3(q, k, v)[:2], strict=True):
+        assert torch.equal(ours.float(), eager.float())
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4, 2, 64), (2, 0, 4, 2, 64), (2, 3, 4, 0, 64)])
+def test_empty_results_in_e4m3(device, shape):
+    result = attention_to_e4m3(*_inputs(device, torch.float32, *shape)[:3])
+    assert (result.values.shape, result.scale.shape) == ((*shape[:2], shape[3] * 64), shape[:2])
+
+
+def test_results_in_e4m3_check_their_inputs(device):
+    q, k, v, _ = _inputs(device, DTYPES[device][0], 1, 5, 7, 2, 64)
+    with pytest.raises(ValueError, match="k and v must be"):
+        attention_to_e4m3(q, k, v[:, :6])
+    with pytest.raises(ValueError, match="implementation='fast' is unknown"):
+        attention_to_e4m3(q, k, v, implementation="fast")

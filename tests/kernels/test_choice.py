@@ -7,6 +7,7 @@ import torch
 
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.kernels import (
+    aot,
     attention_forward,
     attention_hopper,
     choice,
@@ -238,3 +239,24 @@ def test_a_slower_kernel_is_not_taken(monkeypatch):
     slow = measured.Verdict(("NVIDIA L40",), 2.0, 1.0)
     monkeypatch.setattr(measured, "_VERDICTS", {("attention", (8, 9)): slow})
     assert kernels.why_sdpa(CUDA, BF16, 128) == "PyTorch's was faster on NVIDIA L40"
+
+
+@pytest.mark.parametrize("gluon", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "blocks"), [(BF16, 128, (64, 128)), (BF16, 64, (128, 64)), (FP32, 64, (64, 128))]
+)
+def test_a_sparse_attentions_name_is_that_of_the_kernel_launched(dtype, head_dim, blocks, gluon, monkeypatch):
+    if not gluon:
+        monkeypatch.setattr(attention_hopper, "GLUON_ERROR", "cannot import name 'tma'")
+    x, weight = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((1, 300, 2, head_dim), (head_dim,) * 2))
+    options = {"topk": 0.5, "block_q": blocks[0], "block_k": blocks[1], "quantized": True}
+    seen = aot.record_launches(lambda: kernels.sparse_linear_attention(x, x, x, weight, **options), (9, 0))
+    with dispatch.meta_is_gpu((9, 0), 4):
+        name, reason = kernels.sparse_attention_kernel(x.device, head_dim, blocks, quantized=True, branch=dtype)
+        without, _ = kernels.sparse_attention_kernel(x.device, head_dim, blocks, quantized=True)
+    assert reason is None
+    assert name.endswith(" int8, e4m3")
+    is_gluon = seen[-1].kernel.fn.__name__ == "sparse_linear_attention_8bit_kernel"
+    assert name.startswith(choice.GLUON if is_gluon else choice.PORTABLE)
+    assert is_gluon == (gluon and dtype == BF16 and blocks == (64, 128))
+    assert without == choice.PORTABLE + " int8, e4m3"

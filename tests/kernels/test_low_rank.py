@@ -14,6 +14,7 @@ from turbo_rcm_patch.kernels import (
     gemm_hopper,
     linear_8bit,
     linear_gelu,
+    linear_low_rank,
     linear_qkv,
     linear_skip,
     quantize_weight,
@@ -65,6 +66,19 @@ def test_skip_and_gelu_match_the_oracle(shape, device):
         assert_no_worse(skipped, (residual + gate * low).to(dtype), residual.double() + gate.double() * oracle)
         gelu = linear_gelu(a, weights[0], biases[0], **options)
         assert_no_worse(gelu, reference.gelu(low), reference.gelu(oracle))
+
+
+# Of one token more columns than above, so that the errors of some values by chance count little.
+@pytest.mark.parametrize("shape", [(1, 1, 201, 3, 1), *SHAPES[1:]])
+def test_a_linear_alone_matches_the_oracle(shape, device):
+    for dtype in DTYPES[device]:
+        a, _, (weight,), (bias,), low_rank = operands(*shape, device=torch_device(device), dtype=dtype)
+        (low,), (oracle,) = (summed(a, [weight], [bias], low_rank, d) for d in (dtype, torch.float64))
+        for implementation in ("triton", "torch"):
+            assert_no_worse(linear_low_rank(a, weight, bias, low_rank, implementation=implementation), low, oracle)
+        whole, rows = (linear_low_rank(x, weight, 0 * bias, low_rank, implementation="triton") for x in (a, a[0]))
+        assert torch.equal(rows, whole[0])
+        assert torch.equal(linear_low_rank(a, weight, None, low_rank, implementation="triton"), whole)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -170,6 +184,7 @@ def test_autograd_takes_the_reference(device):
         factors = LowRank(*tensors[4:])
         linear_skip(*tensors[:4], low_rank=factors, implementation=implementation).square().sum().backward()
         linear_gelu(*tensors[:3], low_rank=factors, implementation=implementation).sum().backward()
+        linear_low_rank(*tensors[:3], factors, implementation=implementation).sum().backward()
     for ours, oracle in zip(leaves, wide, strict=True):
         assert relative_error(ours.grad, oracle.grad) <= 1e-5
 
@@ -181,7 +196,8 @@ def test_compiles_to_one_graph(device):
     def run():
         skipped = linear_skip(a, weights[0], biases[0], residual, low_rank=one, implementation="triton")
         gelu = linear_gelu(a, weights[0], biases[0], low_rank=one, implementation="triton")
-        return skipped, gelu, *linear_qkv(a, weights, biases, low_rank=low_rank, implementation="triton")
+        alone = linear_low_rank(a, weights[0], biases[0], one, implementation="triton")
+        return skipped, gelu, alone, *linear_qkv(a, weights, biases, low_rank=low_rank, implementation="triton")
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     assert all(torch.equal(ours, eager) for ours, eager in pairs(compiled(), run()))
@@ -195,6 +211,7 @@ def test_custom_op_contracts(device):
     torch.library.opcheck(ops.linear_qkv.default, arguments)
     one = low[..., :5].contiguous(), low_rank.up[:8]
     torch.library.opcheck(ops.linear_gelu.default, (a, weights[0], None, torch.float32, None, None, *one))
+    torch.library.opcheck(ops.linear_low_rank.default, (a, weights[0], biases[0], *one))
     a, weights, _, low_rank = operands_8bit(2, 3, 8, 16, 5, INT8, device=torch_device(device))
     tensors = (a.values, weights[0].values, None, a.scale, weights[0].scale)
     torch.library.opcheck(ops.linear_8bit.default, (*tensors, torch.float32, *one))
@@ -212,6 +229,8 @@ def test_errors():
         linear_gelu(a, weights[0], biases[0], low_rank=low_rank._replace(up=low_rank.up.half()))
     eight_bit = quantized(2, 3, 16, format=FP8)
     weight = quantized_weight(4, 16, FP8)
+    with pytest.raises(ValueError, match="linear_low_rank: a is a Quantized; linear_8bit takes such"):
+        linear_low_rank(eight_bit, weight, None, low_rank)
     with pytest.raises(ValueError, match="linear_8bit: a is a Quantized and low_rank's down a Tensor"):
         linear_8bit(eight_bit, weight, low_rank=low_rank)
     low_rank = LowRank(quantized_weight(2, 16, FP8), torch.zeros(4, 2))

@@ -12,6 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
+from turbo_rcm_patch.kernels import aot
+from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
 from turbo_rcm_patch.patching.families.wan import block as wan_block
 from turbo_rcm_patch.patching.plan import state_of
 from turbo_rcm_patch.tiers import EXACT, QUANTIZED
@@ -342,3 +344,38 @@ def test_restore_and_copies(tier):
     patch.restore()
     assert torch.equal(output_of(model), before)
     assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0)])
+def test_on_sm_90_the_queries_of_a_prompt_have_their_lora_in_one_gemm(capability):
+    """Elsewhere PyTorch's two products, which nobody has timed ours beside. The prompt's own tokens are too few."""
+    sizes = {"layers": 1, "heads": 4, "head_dim": 128, "ffn_dim": 256, "rope_max_seq_len": 64}
+    model = tiny_wan_transformer(dtype=torch.bfloat16, **sizes)
+    patch = trp.patch(model)
+    add_lora(model)
+    model.to("meta")
+    inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in tiny_transformer_inputs(model).items()}
+    inputs["hidden_states"] = torch.empty(2, model.config.in_channels, 13, 60, 80, dtype=model.dtype, device="meta")
+    with torch.no_grad(), meta_is_gpu(capability, aot.MULTIPROCESSORS):
+        launches = aot.record_launches(lambda: model(**inputs), capability)
+        rows = {(row.sub_layer, row.step): row for row in patch.rows()}
+    names = [launch.kernel.fn.__name__ for launch in launches]
+    queries = rows["cross_attention", "Q projection"]
+    if capability == (9, 0):
+        assert (queries.kernel, queries.reasons) == ("sm_90 Gluon + LoRA", {})
+        assert names.count("gemm_kernel") == 5  # the queries', two projections with the skip, two of the feed-forward
+    else:
+        assert (queries.kernel, queries.reasons) == ("PyTorch linear + LoRA", {"no GPU of sm_90": 1})
+        assert "_linear_kernel" not in names
+
+
+def test_the_queries_of_a_prompt_say_why_pytorch_has_them():
+    model = tiny_wan_transformer(layers=1, dtype=torch.bfloat16)
+    patch = trp.patch(model, trp.PatchConfig(linears="torch"))
+    add_lora(model)
+    model.to("meta")
+    inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in tiny_transformer_inputs(model).items()}
+    with torch.no_grad(), meta_is_gpu((9, 0), aot.MULTIPROCESSORS):
+        aot.record_launches(lambda: model(**inputs), (9, 0))
+        row = next(row for row in patch.rows() if row.step == "Q projection")
+    assert row.reasons == {"linears='torch'": 1}

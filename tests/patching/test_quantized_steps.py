@@ -12,7 +12,7 @@ from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
-from turbo_rcm_patch.patching import use_rcm
+from turbo_rcm_patch.patching import layers, use_rcm
 from turbo_rcm_patch.patching.families.wan.block import QuantizedSelfAttention, decide
 from turbo_rcm_patch.patching.plan import Call, active_backend, state_of
 from turbo_rcm_patch.tiers import QUANTIZED
@@ -244,3 +244,11 @@ def test_a_graph_for_each_kind_of_step(tape):
         graphs = graphs_of(pipe.transformer)
         assert graphs.kept == 2
         assert graphs.replays == 3 * 6 * 2 - 2
+
+
+def test_a_cross_attention_in_e4m3_over_one_prompt_for_all_samples():
+    q, context = torch.randn(2, 5, 2, 64), torch.randn(1, 7, 2, 64)
+    result = layers._attention_to_e4m3("torch", q, context, context)
+    expected = kernels.attention(q, *[context.expand(2, -1, -1, -1)] * 2).flatten(2)
+    assert (result.values.shape, result.scale.shape) == ((2, 5, 128), (2, 5))
+    assert relative_error(result.dequantize(), expected) < 0.04

@@ -249,7 +249,25 @@ class _Judge:
         if self._sample is not None:
             allowed = EXACT.limits.allowed(base.decode, self._latents.dtype)  # no tier decodes in other than its dtype
             self._check("the patched VAE", patched.decode, base.decode, allowed)
+            self._check_all_frames(switches, base.decode + allowed)
         return errors
+
+    def _check_all_frames(self, switches: Mapping[str, Switch], limit: float) -> None:
+        """Where the oracle has the first frames only. Neither errs more in the rest, so they are no further apart than
+        both errors."""
+        if self._latents.shape[2] <= ORACLE_LATENTS:
+            return
+        samples = []
+        for name in (UNPATCHED, PATCHED):
+            with switches[name](), torch.no_grad():
+                samples.append(decoded(self._pipe.vae, self._latents))
+        apart = relative_l2(*reversed(samples))
+        if not apart <= limit:
+            raise RuntimeError(
+                f"the patched VAE's frames are a relative L2 of {apart:.2e} apart from the unpatched one's, above the "
+                f"{limit:.2e} that their errors to fp32 in the first {self._sample.shape[2]} frames allow; nothing was "
+                "timed."
+            )
 
     def _check(self, what: str, error: float, base: float, allowed: float, hint: str = "") -> None:
         if not error <= allowed:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
 from .. import kernels
 from ..kernels import reference
-from ..kernels.quantized import FP8, LARGEST, Quantized, quantize_weight
+from ..kernels.quantized import FP8, INT8, LARGEST, Quantized, quantize_weight
 from ..tiers import QUANTIZED
 from .ops import EPS, Contender, Contest, Draws, attention_oracle, op_case
 
@@ -213,6 +214,32 @@ def linear_qkv_8bit(
     )
 
 
+def linear_qkv_int8(tokens: int, C: int, K: int, device: torch.device, compiled: Callable) -> Contest:
+    """The same of an int8 input, as a patched block runs it; the rival's is in e4m3."""
+    contest = linear_qkv_8bit(tokens, C, K, device, compiled, format=INT8)
+    return replace(contest, rivals=linear_qkv_8bit(tokens, C, K, device, compiled).rivals)
+
+
+def linear_gelu_int8(tokens: int, C: int, K: int, device: torch.device, compiled: Callable) -> Contest:
+    """`linear_gelu_8bit` of an int8 input, as a patched block runs it; the rival's is in e4m3."""
+    contest = linear_gelu_8bit(tokens, C, K, device, compiled, format=INT8)
+    return replace(contest, rivals=linear_gelu_8bit(tokens, C, K, device, compiled).rivals)
+
+
+def linear_int8(tokens: int, C: int, K: int, device: torch.device, compiled: Callable) -> Contest:
+    """A cross-attention's projection of the queries, of an int8 input; the rival's is in e4m3."""
+    draw = Draws(device)
+    a, weight, bias = draw(1, tokens, K), draw(C, K) * K**-0.5, draw(C)
+    ours, e4m3 = ((kernels.quantize_rows(a, format), quantize_weight(weight, format)) for format in (INT8, FP8))
+    return Contest(
+        ours={"linear_8bit": lambda: kernels.linear_8bit(*ours, bias)},
+        rivals={SCALED_MM: lambda: _scaled_mm(*e4m3, bias)},
+        oracle=lambda rows: a[:, rows].double() @ weight.double().T + bias.double(),
+        tokens=tokens,
+        flops=2 * tokens * C * K,
+    )
+
+
 def _quantize(x: torch.Tensor) -> Quantized:
     """As a program without this package writes it, to be compiled."""
     scale = x.abs().amax(-1).float() / LARGEST[FP8]
@@ -248,4 +275,10 @@ CASES = (
     _case(linear_gelu_8bit, 75600, 13824, 5120),
     _case(linear_qkv_8bit, 32760, 1536, 1536),
     _case(linear_qkv_8bit, 75600, 5120, 5120),
+    _case(linear_qkv_int8, 32760, 1536, 1536),
+    _case(linear_qkv_int8, 75600, 5120, 5120),
+    _case(linear_int8, 32760, 1536, 1536),
+    _case(linear_int8, 75600, 5120, 5120),
+    _case(linear_gelu_int8, 32760, 8960, 1536),
+    _case(linear_gelu_int8, 75600, 13824, 5120),
 )

@@ -3,7 +3,7 @@
 Every exported function takes ``implementation="auto" | "triton" | "torch"``; see dispatch.py for what "auto" means.
 """
 
-from .attention import MAX_HEAD_DIM, attention
+from .attention import MAX_HEAD_DIM, attention, attention_to_e4m3
 from .attention_8bit import attention_8bit
 from .block_sparse_attention import BLOCKS as SPARSE_BLOCKS
 from .block_sparse_attention import block_sparse_attention, block_sparse_attention_8bit, kept_share
@@ -12,6 +12,7 @@ from .choice import (
     attention_kernel_name,
     conv_kernel,
     gemm_kernel,
+    linear_low_rank_kernel,
     linear_qkv_kernel,
     sparse_attention_kernel,
     why_conv,
@@ -24,7 +25,7 @@ from .dispatch import IMPLEMENTATIONS, interpreting, why_not_triton, why_not_tri
 from .gelu import gelu
 from .launch import compile_ahead
 from .layer_norm_modulate import layer_norm_modulate
-from .linear_8bit import linear_8bit
+from .linear import linear_8bit, linear_low_rank
 from .linear_gelu import linear_gelu
 from .linear_qkv import linear_qkv
 from .linear_skip import linear_skip
@@ -61,6 +62,7 @@ __all__ = [
     "attention_8bit",
     "attention_8bit_kernel",
     "attention_kernel_name",
+    "attention_to_e4m3",
     "block_sparse_attention",
     "block_sparse_attention_8bit",
     "check_sparsity",
@@ -76,6 +78,8 @@ __all__ = [
     "layer_norm_modulate",
     "linear_8bit",
     "linear_gelu",
+    "linear_low_rank",
+    "linear_low_rank_kernel",
     "linear_qkv",
     "linear_qkv_kernel",
     "linear_skip",

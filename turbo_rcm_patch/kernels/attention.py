@@ -3,7 +3,8 @@
     F   = softmax(scale · q kᵀ) v                 q [B, S, H, D]; k, v [B, Skv, H, D]
     out = c_skip · residual + c_out · F           residual, out [B, S, H, D]; coefficients over the H·D channels
 
-On sm_90 without a residual the forward is attention_hopper's, else the portable one of attention_forward.
+On sm_90 without a residual the forward is attention_hopper's, else the portable one of attention_forward. For a linear
+in 8 bits they store F in e4m3.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .attention_forward import attention_forward
 from .coefficient import Coefficient, canonical_coefficient
 from .dispatch import kernel_op, use_triton
 from .launch import recording
+from .quantized import FP8, LARGEST, TINY, Quantized, round_to
 from .sdpa import preferring
 
 MAX_HEAD_DIM = 256
@@ -59,6 +61,33 @@ def attention(
     # The skip's own gradients need only the residual and c_skip; all others need the raw output and the logsumexp.
     save_for_backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, c_out))
     return _attention(*operands, scale, save_for_backward)[0]
+
+
+def attention_to_e4m3(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, implementation: str = "auto"
+) -> Quantized:
+    """softmax(scale · q kᵀ) v, stored in e4m3 for a linear in 8 bits.
+
+    q [B, S, H, D]; k, v [B, Skv, H, D]; scale, implementation: as of `attention`. Returns a Quantized [B, S, H·D] with
+    one scale per sample, expanded to [B, S]: v's largest magnitude is e4m3's, and no mean of values is beyond it.
+    Channels whose values are a thousandth of that lose digits. No gradient: under autograd the reference runs. Raises
+    ValueError as `attention`.
+    """
+    _check(q, k, v, None, None, None, scale, implementation)
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    if q.numel() == 0:
+        return Quantized(q.flatten(2).to(FP8), q.new_ones(q.shape[:2], dtype=torch.float32))
+    largest = torch.linalg.vector_norm(
+        v.flatten(1), torch.inf, dim=1, dtype=torch.promote_types(v.dtype, torch.float32)
+    )
+    out_scale = (largest / LARGEST[FP8]).clamp_min(TINY).float()
+    scaled = (v / out_scale[:, None, None, None]).to(v.dtype)
+    fused = use_triton(implementation, q, k, v, has_gradient=False, result=FP8)
+    if fused and q.shape[3] <= MAX_HEAD_DIM:
+        values = _attention_to_e4m3(q, k, scaled, scale)
+    else:
+        values = round_to(attention(q, k, scaled, scale=scale, implementation="torch"), FP8)
+    return Quantized(values.flatten(2), out_scale[:, None].expand(q.shape[:2]))
 
 
 def _check(q, k, v, residual, c_skip, c_out, scale, implementation):
@@ -121,6 +150,22 @@ def _allocate(q, k, v, residual, c_skip, c_out, scale, save_for_backward):
     if not save_for_backward:
         return out, q.new_empty(0), q.new_empty(0, dtype=torch.float32)
     return out, q.new_empty(q.shape), q.new_empty((batch, heads, tokens), dtype=torch.float32)
+
+
+@kernel_op("attention_to_e4m3")
+def _attention_to_e4m3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """F [B, S, H, D] in e4m3."""
+    out = q.new_empty(q.shape, dtype=FP8)
+    if attention_hopper.why_not(q, k, v) is None:
+        attention_hopper.attention_forward(q, k, v, scale, out, None)
+    else:
+        attention_forward(q, k, v, None, None, None, scale, out, None, None)
+    return out
+
+
+@_attention_to_e4m3.register_fake
+def _(q, k, v, scale):
+    return q.new_empty(q.shape, dtype=FP8)
 
 
 @kernel_op("attention_backward")

@@ -8,12 +8,11 @@ The kernel is in attention_8bit_hopper_kernel.py.
 from __future__ import annotations
 
 import contextlib
-import functools
 
 import torch
 
 from . import attention_hopper
-from .attention_hopper import HEAD_DIMS, join_parts, make_schedule
+from .attention_hopper import HEAD_DIMS, join_parts, make_schedule, shared_layout
 from .dispatch import device_properties, why_not_hopper
 from .launch import launch_kernel
 from .quantized import FP8
@@ -21,13 +20,11 @@ from .sizes import cdiv
 from .tma import head_strides
 
 with contextlib.suppress(ImportError, AttributeError):  # as attention_hopper.GLUON_ERROR tells
-    from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from .attention_8bit_hopper_kernel import CONSUMERS, KEYS, QUERIES, attention_8bit_kernel
 
     TILE_QUERIES, TILE_KEYS = CONSUMERS.value * QUERIES.value, KEYS.value
-    GLUON_TYPES = {torch.int8: gl.int8, FP8: gl.float8e4nv, torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def why_not(q: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> str | None:
@@ -70,13 +67,13 @@ def attention_forward(
         launch_kernel(
             attention_8bit_kernel,
             (min(schedule.items, multiprocessors),),
-            _descriptor(q, QUERIES.value),
+            descriptor(q, QUERIES.value),
             q_scale,
-            _descriptor(k, TILE_KEYS),
+            descriptor(k, TILE_KEYS),
             k_scale,
-            _values_descriptor(v),
+            values_descriptor(v),
             v_scale,
-            _descriptor(out, QUERIES.value),
+            descriptor(out, QUERIES.value),
             out_scale,
             partial_out,
             partial_lse,
@@ -91,21 +88,16 @@ def attention_forward(
             join_parts(partial_out, partial_lse, out, None, schedule)
 
 
-def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """TMA over a packed x [B, S, H, D] in tiles of rows. Reads past a sample's end give 0, and writes are dropped."""
+def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """TMA over x [B, S, H, D] in tiles of rows. Reads past a sample's end give 0, and writes are dropped."""
     batch, tokens, heads, head_dim = x.shape
     stride_b, stride_s, stride_h = head_strides(x)
     block = (1, 1, rows, head_dim)
     shape, strides = [batch, heads, tokens, head_dim], [stride_b, stride_h, stride_s, 1]
-    return TensorDescriptor(x, shape, strides, list(block), _shared_layout(block, x.dtype))
+    return TensorDescriptor(x, shape, strides, list(block), shared_layout(block, x.dtype))
 
 
-def _values_descriptor(v: torch.Tensor) -> TensorDescriptor:
+def values_descriptor(v: torch.Tensor) -> TensorDescriptor:
     """TMA over v [B, H, D, T] in tiles of keys."""
     block = (1, 1, v.shape[2], TILE_KEYS)
-    return TensorDescriptor(v, list(v.shape), list(v.stride()), list(block), _shared_layout(block, v.dtype))
-
-
-@functools.lru_cache
-def _shared_layout(block: tuple[int, ...], dtype: torch.dtype):
-    return gl.NVMMASharedLayout.get_default_for(list(block), GLUON_TYPES[dtype])
+    return TensorDescriptor(v, list(v.shape), list(v.stride()), list(block), shared_layout(block, v.dtype))

@@ -146,7 +146,7 @@ def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scales):
         mbarrier.wait(q_full.index(INDEX), use & 1)
         queries = q_smem.index(INDEX).reshape([QUERIES, HEAD_DIM])
         row_max = gl.full([QUERIES], float("-inf"), gl.float32, ROWS)
-        row_sum = _sum_in_threads(gl.zeros([QUERIES, KEYS], gl.float32, SCORES))
+        row_sum = sum_in_threads(gl.zeros([QUERIES, KEYS], gl.float32, SCORES))
         acc = gl.zeros([QUERIES, HEAD_DIM], gl.float32, OUTPUT)
         for rest in range(key_tiles, 0, -1):
             stage = i % STAGES
@@ -159,15 +159,9 @@ def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scales):
             release(K_EMPTY + stage)
             scores = scores.to(gl.float32, bitcast=True)
             if rest == partial:  # this branch also keeps ptxas from moving the release below the softmax
-                scores = _mask(scores, kv_tokens % KEYS)
-            unit = row_scale * key_scale
-            new_max = gl.maximum(row_max, (gl.max(scores, 1) - MAGIC) * unit)
-            weights = gl.exp2(scores * unit[:, None] - (unit * MAGIC + (new_max - LOG2_LARGEST))[:, None])
-            correction = gl.exp2(row_max - new_max)
-            row_max = new_max
-            row_correction = gl.convert_layout(correction, gl.SliceLayout(1, row_sum.type.layout))[:, None]
-            row_sum = row_sum * row_correction + _sum_in_threads(weights)
-            p = _operand(weights, OUTPUT)
+                scores = mask_scores(scores, kv_tokens % KEYS)
+            weights, row_max, row_sum, correction = weigh(scores, row_scale * key_scale, row_max, row_sum)
+            p = weights_operand(weights, OUTPUT)
             mbarrier.wait(v_full.index(stage), _parity(i))
             values = v_smem.index(stage).reshape([HEAD_DIM, KEYS]).permute((1, 0))
             product = warpgroup_mma(p, values, no_output, use_acc=False, is_async=True)
@@ -202,20 +196,31 @@ def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scales):
 
 
 @gluon.jit
-def _sum_in_threads(x):
+def weigh(scores, unit, row_max, row_sum):
+    """The weights of scores that began at MAGIC_BITS, unit each, the maximum and sum so far, and the factor for what
+    came before."""
+    new_max = gl.maximum(row_max, (gl.max(scores, 1) - MAGIC) * unit)
+    weights = gl.exp2(scores * unit[:, None] - (unit * MAGIC + (new_max - LOG2_LARGEST))[:, None])
+    correction = gl.exp2(row_max - new_max)
+    row_correction = gl.convert_layout(correction, gl.SliceLayout(1, row_sum.type.layout))[:, None]
+    return weights, new_max, row_sum * row_correction + sum_in_threads(weights), correction
+
+
+@gluon.jit
+def sum_in_threads(x):
     """[rows, columns] to [rows, 4]: what one thread has of a row. The threads of a row meet only at the end."""
     return gl.sum(gl.sum(x.reshape([x.shape[0], x.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
-def _mask(scores, keys):
+def mask_scores(scores, keys):
     """-inf from column ``keys`` on. The comparisons must not leave the loop over items: they would hold registers."""
     column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, scores.type.layout))
     return gl.where((column < opaque(keys))[None, :], scores, float("-inf"))
 
 
 @gluon.jit
-def _operand(weights, OUTPUT: gl.constexpr):
+def weights_operand(weights, OUTPUT: gl.constexpr):
     """Weights [QUERIES, KEYS] in e4m3 as an operand of the product with values in key_order: a thread keeps its own."""
     p = weights.reshape([QUERIES, KEYS // 32, 2, 2, 4, 2]).permute([0, 1, 2, 4, 3, 5]).reshape([QUERIES, KEYS])
     p = gl.inline_asm_elementwise(

@@ -19,6 +19,7 @@ import triton.language as tl
 from .attention_tiles import LOG2_E
 from .dispatch import device_properties, why_not_hopper
 from .launch import launch_kernel
+from .quantized import FP8
 from .sizes import cdiv
 from .tma import head_strides, heads_fit_tma
 
@@ -32,6 +33,7 @@ except (ImportError, AttributeError) as error:
 else:
     GLUON_ERROR = None
     TILE_QUERIES, TILE_KEYS = CONSUMERS.value * QUERIES.value, KEYS.value
+    GLUON_TYPES = {torch.int8: gl.int8, FP8: gl.float8e4nv, torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 HEAD_DIMS = (64, 128)
 MAX_PARTS = 16
@@ -63,7 +65,7 @@ def attention_forward(
     """Write softmax(scale · q kᵀ) v to out, and the logsumexp in base 2 to lse where it is wanted.
 
     q [B, S, H, D] and k, v [B, Skv, H, D] on a GPU, of which why_not says nothing; scale > 0; out packed [B, S, H, D]
-    in q's dtype; lse packed fp32 [B, H, S].
+    in q's dtype or e4m3; lse packed fp32 [B, H, S].
     """
     batch, tokens, heads, head_dim = q.shape
     kv_tokens = k.shape[1]
@@ -198,9 +200,10 @@ def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
     stride_b, stride_s, stride_h = head_strides(x)
     block = [1, 1, rows, head_dim]
     shape, strides = [batch, heads, tokens, head_dim], [stride_b, stride_h, stride_s, 1]
-    return TensorDescriptor(x, shape, strides, block, _shared_layout(rows, head_dim))
+    return TensorDescriptor(x, shape, strides, block, shared_layout(tuple(block), x.dtype))
 
 
 @functools.lru_cache
-def _shared_layout(rows: int, head_dim: int):
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, head_dim], gl.bfloat16)  # as for any 16-bit type
+def shared_layout(block: tuple[int, ...], dtype: torch.dtype):
+    """That of a block which TMA reads or writes."""
+    return gl.NVMMASharedLayout.get_default_for(list(block), GLUON_TYPES[dtype])

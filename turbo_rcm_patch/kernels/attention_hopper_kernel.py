@@ -178,7 +178,7 @@ def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scale_log2):
     q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, v_full = buffers
     tokens, kv_tokens, heads, items, whole, _parts = sizes
     HEAD_DIM: gl.constexpr = out.block_type.shape[3]
-    DTYPE: gl.constexpr = out.dtype
+    DTYPE: gl.constexpr = v_smem.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEYS, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HEAD_DIM, 16]
@@ -222,7 +222,7 @@ def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scale_log2):
         if partial_out is None or item < whole:
             tma.store_wait(0)  # the previous tile's output has left the buffer
             staged = out_smem.index(INDEX)
-            staged.reshape([QUERIES, HEAD_DIM]).store(acc.to(DTYPE))
+            staged.reshape([QUERIES, HEAD_DIM]).store(acc.to(out.dtype))
             fence_async_shared()
             tma_store(out, [sample, head, row, 0], staged)
             if lse is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from . import attention_8bit_hopper, attention_hopper, conv_hopper, gemm_hopper
+from . import attention_8bit_hopper, attention_hopper, conv_hopper, gemm_hopper, sparse_linear_attention_hopper
 from .dispatch import is_hopper
 from .measured import why_torch
 from .quantize_qkv import default_v_format
@@ -101,16 +101,26 @@ def attention_8bit_kernel(device: torch.device, result: torch.dtype) -> tuple[st
 
 
 def sparse_attention_kernel(
-    device: torch.device, head_dim: int, blocks: tuple[int, int], *, quantized: bool
+    device: torch.device,
+    head_dim: int,
+    blocks: tuple[int, int],
+    *,
+    quantized: bool,
+    branch: torch.dtype | None = None,
 ) -> tuple[str, str | None]:
-    """What runs a `sparse_linear_attention` on a GPU, with its formats where q, k and v are quantized, and why that is
-    the reference, if so."""
+    """What runs a `sparse_linear_attention` or, with branch=None, a `block_sparse_attention` on a GPU, with its formats
+    where q, k and v are quantized, and why that is the reference, if so. branch: the dtype of q, of which the linear
+    branch is."""
     v_format = default_v_format(device) if quantized else None
     reason = why_no_sparse_kernel(device, head_dim, *blocks, v_format)
     if reason is not None:
         return "torch reference", reason
     formats = {None: "", torch.float16: " int8, fp16"}.get(v_format, " int8, e4m3")
-    return PORTABLE + formats, None
+    kernel = PORTABLE
+    if quantized and branch is not None:
+        why_not_gluon = sparse_linear_attention_hopper.why_not(device, branch, v_format, head_dim, *blocks)
+        kernel = _kernel_name(device, why_not_gluon)
+    return kernel + formats, None
 
 
 def gemm_kernel(
@@ -148,6 +158,15 @@ def linear_qkv_kernel(
     if reason is None:
         return GLUON, None
     return (PORTABLE if dtype in LARGEST else LINEAR), reason
+
+
+def linear_low_rank_kernel(
+    device: torch.device, dtype: torch.dtype, rows: int, N: int, K: int
+) -> tuple[str, str | None]:
+    """What should run a `linear_low_rank` of an a [rows, K] and a weight [N, K], "sm_90 Gluon" or "PyTorch linear", and
+    why that is not Gluon's kernel; None when it is. The portable one was never timed beside PyTorch's two products."""
+    reason = gemm_hopper.why_not_sizes(device, dtype, rows, N, K)
+    return (GLUON, None) if reason is None else (LINEAR, reason)
 
 
 def _kernel_name(device: torch.device, why_not_gluon: str | None) -> str:

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 from . import attention_hopper, conv_hopper, gemm_hopper
-from .attention import _attention, _attention_backward
+from .attention import _attention, _attention_backward, attention_to_e4m3
 from .attention_8bit import attention_8bit
 from .block_sparse_attention import block_sparse_attention, block_sparse_attention_8bit
 from .coefficient import MAX_RUNS, Runs
@@ -24,7 +24,7 @@ from .conv_skip import conv_skip
 from .dispatch import KERNEL_DTYPES, why_not_triton_on
 from .gelu import gelu
 from .layer_norm_modulate import layer_norm_modulate
-from .linear_8bit import linear_8bit
+from .linear import linear_8bit, linear_low_rank
 from .linear_gelu import linear_gelu
 from .linear_qkv import linear_qkv
 from .linear_skip import linear_skip
@@ -108,6 +108,10 @@ def launch_attention() -> None:
         _attention(x, x, x, x, c_skip, c_out, 1.0, False)
     for keys, save_for_backward in product((x, long), (False, True)):  # sm_90 cuts the long ones into parts
         _attention(x, keys, keys, None, None, None, 1.0, save_for_backward)
+    if FP8 in formats():
+        for keys, (dtype, head_dim) in product((300, 10_000), ATTENTIONS):
+            kv = meta(2, keys, 3, head_dim, dtype=dtype)
+            attention_to_e4m3(meta(2, 300, 3, head_dim, dtype=dtype), kv, kv)
 
 
 def launch_attention_backward() -> None:
@@ -172,6 +176,11 @@ def launch_linear_8bit() -> None:
         for bias, dtype in ((meta(CHANNELS), BF16), (None, FP16), (meta(CHANNELS, dtype=FP32), FP32)):
             linear_8bit(a, weight, bias, dtype=dtype)
         linear_8bit(a, weight, meta(CHANNELS), low_rank=low_rank(format=format))
+
+
+def launch_linear_low_rank() -> None:
+    for rows in ROWS:
+        linear_low_rank(meta(rows, CHANNELS), meta(CHANNELS, CHANNELS), meta(CHANNELS), low_rank())
 
 
 def launch_linear_gelu() -> None:
@@ -329,6 +338,8 @@ def launch_sparse_linear_attention() -> None:
     x, weight = meta(2, 300, 3, 128, dtype=FP16), meta(128, 128, dtype=FP32)
     for quantized in (False, True):
         sparse_linear_attention(x, x, x, weight, None, topk=0.5, quantized=quantized)
+    x, bias = meta(2, 300, 3, 128), meta(128, dtype=FP32)  # proj_l in fp32
+    sparse_linear_attention(x, x, x, weight, bias, topk=0.5, quantized=True)
     for blocks in (512, 1182, 4000):
         choose_blocks(meta(1, 1, 2, 128), meta(1, 1, blocks, 128), kept=2)
 
@@ -359,6 +370,7 @@ LAUNCHES = {
     "attention_backward": launch_attention_backward,
     "linear_skip": launch_linear_skip,
     "linear_8bit": launch_linear_8bit,
+    "linear_low_rank": launch_linear_low_rank,
     "linear_gelu": launch_linear_gelu,
     "gelu": launch_gelu,
     "linear_qkv": launch_linear_qkv,

@@ -18,7 +18,7 @@ from . import gemm_hopper, reference
 from .dispatch import kernel_op, use_triton
 from .gelu import gelu_tanh
 from .gemm import Bound, bound_scale, check_dtype, check_linear, flat_scales, gemm, launch, second_pair, split_scales
-from .linear_8bit import project_down
+from .linear import project_down
 from .low_rank import LowRank, check_low_rank
 from .quantized import FP8, INT8, Quantized, QuantizedWeight
 

@@ -16,7 +16,7 @@ import torch
 from . import gemm_hopper, reference
 from .dispatch import kernel_op, use_triton
 from .gemm import check_dtype, check_linear, second_pair
-from .linear_8bit import _linear_8bit, project_down
+from .linear import _linear_8bit, project_down
 from .low_rank import LowRank, check_low_rank
 from .quantized import Quantized, QuantizedWeight
 

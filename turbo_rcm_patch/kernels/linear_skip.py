@@ -29,7 +29,7 @@ from .coefficient import (
 )
 from .dispatch import check_result, kernel_op, use_triton
 from .gemm import check_linear, flat_scales, gemm, launch, second_pair, split_scales
-from .linear_8bit import project_down
+from .linear import project_down
 from .low_rank import LowRank, check_low_rank
 from .quantized import Quantized, QuantizedWeight
 from .saturation import flag_for, saturate

@@ -8,7 +8,8 @@ q, k, v, out [B, S, H, D]; see sparse_linear_attention_reference.py for the defi
 q, two summarise k and v (sparse_linear_attention_prepass.py), one chooses the blocks by PyTorch's product of their
 means (sparse_linear_attention_map.py), and one computes both branches and stores their sum. With ``quantized`` its
 softmax takes q, k and v in 8 bits: q's, and the scale of v, come from the same kernels, k's and v's from one of
-quantize_qkv's. No gradient: under autograd the reference runs.
+quantize_qkv's; on sm_90 the last kernel then is sparse_linear_attention_hopper's, where that takes the blocks. No
+gradient: under autograd the reference runs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import torch
 
 from . import sparse_linear_attention_8bit_portable as portable_8bit
+from . import sparse_linear_attention_hopper as hopper
 from . import sparse_linear_attention_portable as portable
 from . import sparse_linear_attention_reference as reference
 from .attention_tiles import readable
@@ -291,7 +293,9 @@ def _sparse_linear_attention_8bit(
     out = q.new_empty(q.shape)
     qkv = QuantizedQKV(q8, q_scale, k8, k_scale, v8, v_scale, q.dtype)
     branch = portable.LinearBranch(key_weight, state, proj_bias)
-    portable_8bit.sparse_attention_forward(qkv, q, portable.Blocks(block_map, block_q, block_k), branch, out)
+    why_not_hopper = hopper.why_not(q.device, q.dtype, v8.dtype, q.shape[3], block_q, block_k)
+    launcher = hopper if why_not_hopper is None else portable_8bit
+    launcher.sparse_attention_forward(qkv, q, portable.Blocks(block_map, block_q, block_k), branch, out)
     return out
 
 

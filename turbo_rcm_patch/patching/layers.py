@@ -16,7 +16,7 @@ from diffusers.models.normalization import FP32LayerNorm
 from torch import nn
 
 from .. import kernels
-from ..kernels import reference
+from ..kernels import FP8, Quantized, reference
 from ..plain import hook_on, why_not_linear, why_not_norm, why_not_plain
 from . import quantized_layers
 from .context_parallel import ulysses_attention, why_not_between_all_to_alls
@@ -163,11 +163,14 @@ def _head_norm_by_module(norm, heads, x, tables: Tables | None = None):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def attention(attn: nn.Module, call: Call, *, crossing: bool = False, added: bool = False) -> Step:
+def attention(
+    attn: nn.Module, call: Call, *, crossing: bool = False, added: bool = False, result: torch.dtype | None = None
+) -> Step:
     """Attention of q [B, S, H, D] over k, v [B|1, L, H, D] in their dtype.
 
     Step: (q, k, v) -> [B, S, H, D]; with `added` (q, k, v, to) -> to + that. crossing: cross-attention, which context
-    parallelism leaves alone.
+    parallelism leaves alone. result: what the next step takes; in e4m3 our kernel gives it, of a cross-attention, as a
+    Quantized [B, S, C].
     """
     reason = why_not_own_attention(attn, call.backend, crossing=crossing, derivative=call.derivative)
     if reason is not None:
@@ -178,6 +181,9 @@ def attention(attn: nn.Module, call: Call, *, crossing: bool = False, added: boo
     kernel = kernels.attention_kernel_name(
         implementation, call.device, call.dtype, head_dim, with_backward=with_backward, sdpa=sdpa
     )
+    in_e4m3 = crossing and result == FP8 and implementation != "torch" and call.derivative is None
+    if in_e4m3 and call.device.type != "cpu":  # Triton's interpreter rounds e4m3 wrongly
+        return Step(partial(_attention_to_e4m3, implementation), f"{kernel}, e4m3", reason, gives=FP8)
     attend = partial(_attention, implementation, sdpa)
     if added:  # by a pass of its own: with the sum in the epilogue the sm_90 kernel would not serve
         add = skip_after(Storage(call.dtype), Storage(call.dtype), call)
@@ -237,6 +243,14 @@ def _attention(implementation, sdpa, q, k, v):
     return attended.view(batch, -1, *attended.shape[2:])
 
 
+def _attention_to_e4m3(implementation, q, k, v):
+    batch = q.shape[0]
+    if k.shape[0] < batch:  # as above
+        q = q.flatten(0, 1)[None]
+    attended = kernels.attention_to_e4m3(q, k, v, implementation=implementation)
+    return Quantized(attended.values.view(batch, -1, attended.values.shape[2]), attended.scale.reshape(batch, -1))
+
+
 def _attention_between_all_to_alls(processor, attend, q, k, v):
     return ulysses_attention(processor._parallel_config, attend, q, k, v)
 
@@ -262,8 +276,24 @@ def projection(linear: nn.Module, call: Call) -> Step:
     if read.are_quantized:
         return quantized_layers.projection(read, linear, call)
     if read.has_lora and _why_not_read(read, call) is None:
-        return Step(read.only, read.named(LINEAR))
+        return _projection_with_lora(read, call)
     return Step(linear, LINEAR if read.reason is None else MODULE, read.reason)
+
+
+def _projection_with_lora(read: Linears, call: Call) -> Step:
+    """Chosen as q, k and v together are, the measured op that is the most like it: by the kernel for sm_90 alone."""
+    implementation, reason = _choose_gemm("linear_qkv", call)
+    if reason is None:
+        N, K = read.first.weight.shape
+        kernel, reason = kernels.linear_low_rank_kernel(call.device, call.dtype, call.tokens, N, K)
+    if reason is not None:
+        return Step(read.only, read.named(LINEAR), reason)
+    return Step(partial(_linear_low_rank, read, implementation), read.named(kernel))
+
+
+def _linear_low_rank(read, implementation, x):
+    weight, (bias,) = read.first.weight, read.biases()
+    return kernels.linear_low_rank(x, weight, bias, read.low_rank(), implementation=implementation)
 
 
 def projection_with_skip(

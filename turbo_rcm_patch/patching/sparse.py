@@ -178,7 +178,9 @@ def attention(attn: nn.Module, call: Call) -> Step:
     kernel = REFERENCE
     if reason is None:
         head_dim = attn.inner_dim // attn.heads
-        kernel, reason = kernels.sparse_attention_kernel(call.device, head_dim, blocks, quantized=quantized)
+        kernel, reason = kernels.sparse_attention_kernel(
+            call.device, head_dim, blocks, quantized=quantized, branch=call.dtype
+        )
     run = partial(attend, attn, quantized, implementation)
     return Step(run, f"{kernel}, {_share(attn.processor, call, blocks[1])}", reason)
 

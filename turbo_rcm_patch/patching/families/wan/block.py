@@ -125,7 +125,7 @@ class CrossAttention:
             k, v = self.image_kv.run(context[:, : context.shape[1] - TEXT_TOKENS])
             attended = self.image_attention.run(q, self.image_norm.run(k), v.unflatten(2, (self.heads, -1)), attended)
         del q
-        return self.out.run(attended.flatten(2), x)
+        return self.out.run(attended if self.attention.gives else attended.flatten(2), x)
 
     def rows(self) -> Rows:
         yield "norm", (self.norm,)
@@ -293,8 +293,8 @@ def _cross_attention(block, attention_class: type, call: Call, stored: Storage):
         image["image_attention"] = attention(attn, call, crossing=True, added=True)
     q = projection(attn.to_q, call)
     norm = layer_norm(block.norm2, stored, call, q.takes)
-    attended = attention(attn, call, crossing=True)
     out = projection_with_skip(list(attn.to_out), stored, stored, call, gated=False)
+    attended = attention(attn, call, crossing=True, result=None if image else out.takes)
     return CrossAttention(
         attn.heads,
         norm,
