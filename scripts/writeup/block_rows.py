@@ -73,8 +73,8 @@ def rows_of_block(config: str, tokens: int, dim: int) -> dict[str, dict[str, tup
     return {
         COMPILE: exact,
         "exact": exact,
-        "quantized": {**exact, SELF_ATTENTION: dense, LINEARS: in_8_bits(fed=1)},
-        "sparse": {**exact, SELF_ATTENTION: sparse, LINEARS: in_8_bits(fed=0)},
+        "quantized": {**exact, SELF_ATTENTION: dense, LINEARS: in_8_bits(fed=2)},
+        "sparse": {**exact, SELF_ATTENTION: sparse, LINEARS: in_8_bits(fed=1)},
     }
 
 
