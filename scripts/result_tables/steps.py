@@ -44,6 +44,20 @@ SHORT_VIDEO_COLUMNS = (
     *("decode over compile", "peak memory, GiB"),
 )
 SHORT_VIDEOS = "wan2.1-1.3b-decoded", "wan2.1-1.3b-sparse-decoded"  # the runs that the README shows
+SHORT_DECODES = {  # the README's decodings
+    "wan2.1-1.3b-decoded": "Wan 2.1's VAE",
+    "wan2.1-14b-1-layer-decoded": "Wan 2.1's VAE",
+    "wan2.2-5b-1-layer-decoded": "TI2V-5B's VAE",
+}
+SHORT_DECODES_HEADER = (
+    "decoding of",
+    "eager, s",
+    "compile, s",
+    "patched, s",
+    "over eager",
+    "over compile",
+    "memory over eager's",
+)
 SHORT_STEPS_HEADER = ("one step of", "eager, ms", "compile, ms", "patched, ms", "over compile", "memory over compile's")
 SHORT_TIERS_HEADER = (
     "one step of",
@@ -107,8 +121,8 @@ def steps_table(runs: dict) -> str:
 
 
 def short_steps(path: Path, runs: dict) -> str:
-    """The README's tables: steps, a row per real model, and a whole video; empty without a model. The steps' chart is
-    beside them."""
+    """The README's tables: steps, a row per real model, a whole video, and decoding; empty without a model. The steps'
+    chart is beside them."""
     rows = [short_step_row(name, run) for name, run in real_models(runs, "exact").items()]
     if not rows:
         return ""
@@ -119,6 +133,8 @@ def short_steps(path: Path, runs: dict) -> str:
     if others:
         tables.append(table_of(SHORT_TIERS_HEADER, [_short_tier_row(name, run) for name, run in others.items()]))
     tables += [short_video_table(name, runs[name]) for name in SHORT_VIDEOS if name in runs]
+    decodes = [_short_decode_row(name, runs[name]) for name in SHORT_DECODES if name in runs]
+    tables += [table_of(SHORT_DECODES_HEADER, decodes)] if decodes else []
     return "\n\n".join((f"\n{environment['gpu']}, {versions(environment)}.", chart, "\n".join(tables)))
 
 
@@ -231,6 +247,19 @@ def short_video_table(name: str, run: dict) -> str:
         *SHORT_VIDEO_COLUMNS[1:],
     ]
     return table_of(header, ([row[column] for column in columns] for row in _video_rows(name, run)))
+
+
+def _short_decode_row(name: str, run: dict) -> list[str]:
+    timings = {variant["name"]: variant["timings"] for variant in run["variants"]}
+    seconds, memory = ({key: each[what] for key, each in timings.items()} for what in ("vae_decode", "peak_memory"))
+    size = "×".join(str(run["settings"][key]) for key in ("num_frames", "height", "width"))
+    speedups = (
+        speedup(seconds.get(rival), seconds["patched"], DECODE_TARGETS[name].get(rival, 0.0))
+        for rival in ("unpatched", "torch.compile")
+    )
+    shown = (f"{seconds[variant]:.2f}" if variant in seconds else "" for variant in ("unpatched", COMPILED, "patched"))
+    ratio = memory["patched"] / memory["unpatched"]
+    return [f"{SHORT_DECODES[name]}, {size}", *shown, *speedups, bold(f"{ratio:.2f}×", ratio > 1)]
 
 
 def _video_rows(name: str, run: dict) -> Iterator[list[str]]:
