@@ -20,7 +20,6 @@ from result_tables.ops import (
     memory_cap,
     ops_table,
     sanitizers_sentence,
-    short_sparse_attention,
     tests_table,
     traffic_table,
     tune_table,
@@ -92,7 +91,7 @@ def _short(path: Path) -> str:
     if not steps:
         return ""
     tiny = short_tiny_table(runs.get("evaluate"), json.loads(sparse.read_text()) if sparse.exists() else None)
-    return "\n".join(filter(None, (steps, tiny, short_sparse_attention(runs))))
+    return "\n".join(filter(None, (steps, tiny)))
 
 
 def results_page(folder: Path) -> str:

@@ -59,8 +59,8 @@ def test_results_of_any_gpu_become_a_page_and_a_short_table(tmp_path):
     assert "| 2.11 | 3.6 | 0.42 | 0123456789ab | 71 | 0 |" in page
     start, end = readme_results.MEASURED
     readme = readme_results.with_results(f"a {start} old {end} b", tmp_path)
-    assert "| wan2.2-5b, 5×16×32 | 900 | 600 | 500 | 1.20× | 1.00× |" in readme
-    assert "| wan2.2-5b (4 layers), 5×16×32, 2 GPUs | 900 | 600 | 500 | 1.20× | 1.00× |" in readme
+    assert "| wan2.2-5b, 5×16×32 | exact | 900 | 600 |  | 500 | 1.20× | 1.00× |  |" in readme
+    assert "| wan2.2-5b (4 layers), 5×16×32, 2 GPUs | exact | 900 | 600 |  | 500 | 1.20× | 1.00× |  |" in readme
     assert "results/geforce-rtx-4090-steps.png" in readme
     assert "old" not in readme
     assert readme_results.with_results("no markers", tmp_path) == "no markers"
@@ -162,25 +162,23 @@ def test_the_readme_has_a_short_table_of_a_whole_video():
     assert "whole video" not in steps.short_steps(Path("x.json"), {"wan2.1-1.3b": steps_run})
     runs = {"wan2.1-1.3b": steps_run, "wan2.1-1.3b-decoded": _video_run(0.61, 0.01)}
     lines = steps.short_steps(Path("x.json"), runs).splitlines()
-    video, decode = lines[-9:-4], lines[-3:]
-    assert video[0].startswith("| a whole video of wan2.1-1.3b, 5×16×32, 2 steps | steps, s | decode, s | output, s |")
-    assert video[0].endswith("| total, s | decode over compile | peak memory, GiB |")
-    assert video[2:] == [
-        "| eager diffusers | 0.40 | 1.80 | 0.05 | 2.30 | 0.56× | 2.00 |",
-        "| regional torch.compile | 0.40 | 1.00 | 0.05 | 1.50 | 1.00× | 2.00 |",
-        "| patched (exact) | 0.40 | **0.61** | 0.05 | 1.11 | **1.64×** | 2.00 |",
+    assert lines[-4].startswith("| from the prompt's embeddings to frames | eager, s | compile, s | patched, s |")
+    assert lines[-2:] == [
+        "| a whole video of wan2.1-1.3b, 5×16×32, 2 steps, exact | 2.30 | 1.50 | 1.11 | 2.07× | 1.35× | 1.00× |",
+        "| decoding alone, Wan 2.1's VAE, 5×16×32 | 1.80 | 1.00 | **0.61** | 2.95× | **1.64×** | 1.00× |",
     ]
-    assert decode[0].startswith("| decoding of | eager, s | compile, s | patched, s | over eager | over compile |")
-    assert decode[2] == "| Wan 2.1's VAE, 5×16×32 | 1.80 | 1.00 | 0.61 | 2.95× | **1.64×** | 1.00× |"
-    runs["wan2.1-1.3b-decoded"]["variants"][-1]["timings"]["peak_memory"] *= 2
-    assert steps.short_steps(Path("x.json"), runs).splitlines()[-1].endswith("| **2.00×** |")
+    timings = runs["wan2.1-1.3b-decoded"]["variants"][-1]["timings"]
+    timings["peak_memory"], timings["total"] = 2 * timings["peak_memory"], 2.6
+    assert "| 1.50 | **2.60** | 0.88× | 0.58× | **2.00×** |" in steps.short_steps(Path("x.json"), runs)
+    del runs["wan2.1-1.3b-decoded"]["variants"][1]
+    assert "| 2.30 | not run | **2.60** |" in steps.short_steps(Path("x.json"), runs)
 
 
 def test_a_variant_that_was_not_run_says_so():
     run = _step_run("wan2.1-1.3b", compiled=0.6, patched=0.5)
     run["settings"]["preset"] = "quantized"
     table = steps.short_steps(Path("x.json"), {"wan2.1-1.3b": _step_run("x", 0.6, 0.5), "8-bit": run})
-    assert "| quantized | 600 | not run | not run | 500 |" in table
+    assert "| quantized | 900 | 600 | not run | 500 |" in table
 
 
 def test_steps_of_all_tiers_are_in_the_short_tables():
@@ -393,21 +391,21 @@ def _attention_rows(sizes="12×32760×128"):
     return {"ops-sparse": {"results": [sparse]}, "ops-quantized": {"results": [quantized]}}
 
 
-def test_the_readme_has_the_whole_sparse_attention_beside_the_dense_ones():
-    assert ops.short_sparse_attention(_attention_rows()) == (
+def test_the_whole_sparse_attention_beside_the_dense_ones_is_a_sentence():
+    assert ops.sparse_attention_sentence(_attention_rows()) == (
         "One self-attention with its norms and RoPE (12 heads of 128, 32760 tokens): exact 9.50 ms beside 7.75 in 8 "
         "bits, and sparse 1.50 beside 7.12 in 8 bits; each pair was timed in turns.\n"
     )
     missed = _attention_rows()
     missed["ops-sparse"]["results"][0]["most"] = 1.45
     missed["ops-quantized"]["results"][0] |= {"targets": {OURS_EXACT: 1.25}, "speedups": {OURS_EXACT: 1.2}}
-    assert "beside **7.75** in 8 bits, and sparse **1.50** beside" in ops.short_sparse_attention(missed)
+    assert "beside **7.75** in 8 bits, and sparse **1.50** beside" in ops.sparse_attention_sentence(missed)
     refused = _attention_rows()
     refused["ops-sparse"]["results"][0]["best"] = None
-    assert ops.short_sparse_attention(refused) is None
-    assert ops.short_sparse_attention({"ops-quantized": refused["ops-quantized"]}) is None
+    assert ops.sparse_attention_sentence(refused) is None
+    assert ops.sparse_attention_sentence({"ops-quantized": refused["ops-quantized"]}) is None
     apart = {"ops-sparse": _attention_rows()["ops-sparse"], "ops-quantized": _attention_rows("1×2×3")["ops-quantized"]}
-    assert ops.short_sparse_attention(apart) is None
+    assert ops.sparse_attention_sentence(apart) is None
 
 
 def test_what_the_readme_has_of_a_gpu(tmp_path):
@@ -420,8 +418,7 @@ def test_what_the_readme_has_of_a_gpu(tmp_path):
 
     whole = readme()
     assert "\n\n| what the tiny model shows of 77 held-out captions, % | unpatched | exact | quantized | PSNR" in whole
-    assert "\n\nOne self-attention with its norms and RoPE (12 heads of 128, 32760 tokens): exact 9.50 ms" in whole
-    assert whole.endswith(f"timed in turns.\n{end} b")
+    assert whole.endswith(f"|\n{end} b")
     (tmp_path / "sparse-tiny.json").write_text(json.dumps(_sparse(n=77)))
     assert "| sparse, on a CPU |" in readme()
     del runs["x"]

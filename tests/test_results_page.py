@@ -90,7 +90,7 @@ def test_every_measurement_shows_on_the_page(tmp_path):
 def test_every_target_is_of_a_measurement():
     targets = (steps.STEP_TARGETS, steps.MEMORY_TARGETS, steps.DECODE_TARGETS, steps.STAGE_LIMITS, steps.LORA_TARGETS)
     assert {name for table in targets for name in table} <= set(gpu_session.MEASUREMENTS)
-    assert set(steps.SHORT_VIDEOS) <= set(gpu_session.MEASUREMENTS)
+    assert {name for name, *_ in steps.SHORT_SECONDS} <= set(gpu_session.MEASUREMENTS)
 
 
 def test_a_step_under_a_cap_on_memory():
@@ -211,4 +211,5 @@ def test_a_sparse_video_has_targets_and_a_place_in_the_readme(step, shown):
     assert "| steps 0.57 s / total 1.3 s |" in table
     assert ("**1.40**" in table) == (step == 0.15)
     short = steps.short_steps(Path("x.json"), {"wan2.1-1.3b": MEASURED["wan2.1-1.3b"], name: run})
-    assert f"| patched (sparse) | {shown}" in short
+    total = "1.20" if step < 0.15 else "**1.40**"
+    assert f"4 steps, sparse | 4.59 | 3.44 | {total} |" in short

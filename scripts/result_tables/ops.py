@@ -137,9 +137,9 @@ def tune_table(run: dict) -> str:
     )
 
 
-def short_sparse_attention(runs: dict) -> str | None:
-    """The README's sentence on the whole sparse attention beside the dense ones, each pair timed in turns; None where a
-    row is missing or was refused."""
+def sparse_attention_sentence(runs: dict) -> str | None:
+    """The write-up's sentence on the whole sparse attention beside the dense ones, each pair timed in turns; None where
+    a row is missing or was refused."""
     pairs = {}  # the sparse and the quantized tier's rows, by the sizes
     for run, op in (("ops-sparse", "norms_sparse_linear_attention"), ("ops-quantized", "norms_attention_8bit")):
         for result in runs.get(run, {"results": ()})["results"]:

@@ -38,19 +38,16 @@ VIDEOS_HEADER = (
     "peak memory, GiB",
     "rel. L2 of decoding to fp32",
 )
-# The README's of them.
-SHORT_VIDEO_COLUMNS = (
-    *("variant", "steps, s", "decode, s", "output, s", "total, s"),
-    *("decode over compile", "peak memory, GiB"),
+# The README's: of a run the stage that counts; of decoding also with which VAE.
+SHORT_SECONDS = (
+    ("wan2.1-1.3b-decoded", "total", None),
+    ("wan2.1-1.3b-sparse-decoded", "total", None),
+    ("wan2.1-1.3b-decoded", "vae_decode", "Wan 2.1's VAE"),
+    ("wan2.1-14b-1-layer-decoded", "vae_decode", "Wan 2.1's VAE"),
+    ("wan2.2-5b-1-layer-decoded", "vae_decode", "TI2V-5B's VAE"),
 )
-SHORT_VIDEOS = "wan2.1-1.3b-decoded", "wan2.1-1.3b-sparse-decoded"  # the runs that the README shows
-SHORT_DECODES = {  # the README's decodings
-    "wan2.1-1.3b-decoded": "Wan 2.1's VAE",
-    "wan2.1-14b-1-layer-decoded": "Wan 2.1's VAE",
-    "wan2.2-5b-1-layer-decoded": "TI2V-5B's VAE",
-}
-SHORT_DECODES_HEADER = (
-    "decoding of",
+SHORT_SECONDS_HEADER = (
+    "from the prompt's embeddings to frames",
     "eager, s",
     "compile, s",
     "patched, s",
@@ -58,13 +55,12 @@ SHORT_DECODES_HEADER = (
     "over compile",
     "memory over eager's",
 )
-SHORT_STEPS_HEADER = ("one step of", "eager, ms", "compile, ms", "patched, ms", "over compile", "memory over compile's")
-SHORT_TIERS_HEADER = (
+SHORT_STEPS_HEADER = (
     "one step of",
     "tier",
+    "eager, ms",
     "compile, ms",
     "torchao float8, ms",
-    "exact, ms",
     "patched, ms",
     "over compile",
     "memory over compile's",
@@ -121,34 +117,51 @@ def steps_table(runs: dict) -> str:
 
 
 def short_steps(path: Path, runs: dict) -> str:
-    """The README's tables: steps, a row per real model, a whole video, and decoding; empty without a model. The steps'
+    """The README's tables: steps, a row per real model and tier, and whole videos; empty without a model. The steps'
     chart is beside them."""
-    rows = [short_step_row(name, run) for name, run in real_models(runs, "exact").items()]
-    if not rows:
+    exact = real_models(runs, "exact")
+    if not exact:
         return ""
     environment = next(iter(real_models(runs).values()))["environment"] | {"commit": None}  # runs may be of several
     chart = f"![Speed-up of a denoising step over eager diffusers](results/{chart_file(path, 'steps').name})"
-    tables = [table_of(SHORT_STEPS_HEADER, rows)]
-    others = {name: run for name, run in real_models(runs).items() if name not in real_models(runs, "exact")}
-    if others:
-        tables.append(table_of(SHORT_TIERS_HEADER, [_short_tier_row(name, run) for name, run in others.items()]))
-    tables += [short_video_table(name, runs[name]) for name in SHORT_VIDEOS if name in runs]
-    decodes = [_short_decode_row(name, runs[name]) for name in SHORT_DECODES if name in runs]
-    tables += [table_of(SHORT_DECODES_HEADER, decodes)] if decodes else []
+    tables = [table_of(SHORT_STEPS_HEADER, [short_step_row(*each) for each in {**exact, **real_models(runs)}.items()])]
+    seconds = [_short_seconds_row(name, runs[name], stage, vae) for name, stage, vae in SHORT_SECONDS if name in runs]
+    tables += [table_of(SHORT_SECONDS_HEADER, seconds)] if seconds else []
     return "\n\n".join((f"\n{environment['gpu']}, {versions(environment)}.", chart, "\n".join(tables)))
 
 
 def short_step_row(name: str, run: dict) -> list[str]:
-    variants = ("unpatched", "torch.compile", "patched")
-    return [model_of(run), *_short_milliseconds(run, variants), _over_compile(name, run), _memory_ratio(name, run)]
-
-
-def _short_tier_row(name: str, run: dict) -> list[str]:
-    tier = run["settings"]["preset"]
-    variants = ("torch.compile", "torchao float8 + torch.compile", "patched exactly", "patched")
+    tier = run["settings"].get("preset", "exact")
+    eager, compiled, patched = _short_milliseconds(run, ("unpatched", "torch.compile", "patched"))
+    (torchao,) = [""] if tier == "exact" else _short_milliseconds(run, ("torchao float8 + torch.compile",))
     error = next(variant.get("step_error") for variant in run["variants"] if variant["name"] == "patched")
     ratios = _over_compile(name, run), _memory_ratio(name, run)
-    return [model_of(run), tier, *_short_milliseconds(run, variants), *ratios, "" if error is None else f"{error:.1e}"]
+    error = "" if error is None else f"{error:.1e}"
+    return [model_of(run), tier, eager, compiled, torchao, patched, *ratios, error]
+
+
+def _short_seconds_row(name: str, run: dict, stage: str, vae: str | None) -> list[str]:
+    """What is asked of a whole video is seconds; of decoding also speed-ups."""
+    timings = {variant["name"]: variant["timings"] for variant in run["variants"]}
+    variants = ("unpatched", COMPILED, "patched")
+    seconds = {variant: timings[variant][stage] for variant in variants if variant in timings}
+    limit = STAGE_LIMITS.get(name, {}).get(stage, seconds["patched"])
+    shown = [f"{seconds[variant]:.2f}" if variant in seconds else "not run" for variant in variants]
+    shown[-1] = bold(shown[-1], seconds["patched"] > limit)
+    targets = DECODE_TARGETS.get(name, {}) if vae else {}
+    speedups = [speedup(seconds.get(rival), seconds["patched"], targets.get(rival, 0.0)) for rival in variants[:-1]]
+    memory = timings["patched"]["peak_memory"] / timings["unpatched"]["peak_memory"]
+    label = _whole_video(run) if vae is None else f"decoding alone, {vae}, {_size(run)}"
+    return [label, *shown, *speedups, bold(f"{memory:.2f}×", memory > 1)]
+
+
+def _whole_video(run: dict) -> str:
+    tier = run["settings"].get("preset", "exact")
+    return f"a whole video of {model_of(run)}, {run['settings']['num_inference_steps']} steps, {tier}"
+
+
+def _size(run: dict) -> str:
+    return "×".join(str(run["settings"][key]) for key in ("num_frames", "height", "width"))
 
 
 def _short_milliseconds(run: dict, variants: Sequence[str]) -> Iterator[str]:
@@ -237,29 +250,6 @@ def whole_videos_table(runs: dict) -> str:
         "commit 354edca of all). TFLOP/s are of diffusers' decoder, which convolves images enlarged before:\n\n"
         + table_of(VIDEOS_HEADER, rows)
     )
-
-
-def short_video_table(name: str, run: dict) -> str:
-    """A row per variant, of the long table's columns those that the README has."""
-    columns = [VIDEOS_HEADER.index(column) for column in SHORT_VIDEO_COLUMNS]
-    header = [
-        f"a whole video of {model_of(run)}, {run['settings']['num_inference_steps']} steps",
-        *SHORT_VIDEO_COLUMNS[1:],
-    ]
-    return table_of(header, ([row[column] for column in columns] for row in _video_rows(name, run)))
-
-
-def _short_decode_row(name: str, run: dict) -> list[str]:
-    timings = {variant["name"]: variant["timings"] for variant in run["variants"]}
-    seconds, memory = ({key: each[what] for key, each in timings.items()} for what in ("vae_decode", "peak_memory"))
-    size = "×".join(str(run["settings"][key]) for key in ("num_frames", "height", "width"))
-    speedups = (
-        speedup(seconds.get(rival), seconds["patched"], DECODE_TARGETS[name].get(rival, 0.0))
-        for rival in ("unpatched", "torch.compile")
-    )
-    shown = (f"{seconds[variant]:.2f}" if variant in seconds else "" for variant in ("unpatched", COMPILED, "patched"))
-    ratio = memory["patched"] / memory["unpatched"]
-    return [f"{SHORT_DECODES[name]}, {size}", *shown, *speedups, bold(f"{ratio:.2f}×", ratio > 1)]
 
 
 def _video_rows(name: str, run: dict) -> Iterator[list[str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from result_tables.ops import short_sparse_attention
+from result_tables.ops import sparse_attention_sentence
 from result_tables.tiny_model import tiers_table
 
 from turbo_rcm_patch.bench.charts import milliseconds, model_of, names_of, real_models
@@ -36,7 +36,7 @@ def figures(results: dict, tiny: dict[str, dict]) -> dict[str, object]:
         "rows_table": _rows_of(runs, "wan2.1-1.3b"),
         "saved": saved_outside_attention(runs, "wan2.1-1.3b"),
         "sparse": PRESETS["sparse"],
-        "sparse_sentence": short_sparse_attention(runs),
+        "sparse_sentence": sparse_attention_sentence(runs),
         "timed_tiers": {run["settings"].get("preset", "exact") for run in real_models(runs).values()},
         "untimed": _untimed(runs),
         "tiny_table": tiers_table(runs.get("evaluate"), **tiny),
