@@ -1,21 +1,33 @@
+import contextlib
+
 import pytest
 import torch
 
 from tests.kernels.test_gemm_hopper import launch, operands
 from tests.oracle import torch_device
-from turbo_rcm_patch import kernels
-from turbo_rcm_patch.kernels import linear_skip, saturated, skip
+from turbo_rcm_patch.kernels import Saturation, linear_skip, skip
 from turbo_rcm_patch.kernels.saturation import flag_for
 
 LARGEST = 65504.0
 SCALE = 32.0
 
 
+heard = []
+
+
+@contextlib.contextmanager
+def listening():
+    """Within it `tells` is of what ran within it."""
+    heard.append(Saturation())
+    with heard[-1].listening():
+        yield
+    heard.pop()
+
+
 @pytest.fixture(autouse=True)
-def _nothing_saturated():
-    kernels.reset_saturated()
-    yield
-    kernels.reset_saturated()
+def _listening():
+    with listening():
+        yield
 
 
 def run(op, residual, implementation, **options):
@@ -31,7 +43,7 @@ def run(op, residual, implementation, **options):
 def tells(device):
     if device.type == "cuda":
         torch.cuda.synchronize()  # for what is computed; the flag itself needs none
-    return saturated()
+    return heard[-1].happened()
 
 
 @pytest.mark.parametrize("implementation", ["triton", "torch"])
@@ -40,15 +52,15 @@ def test_what_fp16_cannot_hold_saturates_and_says_so(op, implementation, device)
     """At every border of a tile, and in the last of many rows."""
     device = torch_device(device)
     for place, value in (((0, 0, 0), 1e7), ((1, 68, 64), -1e7), ((0, 68, 0), torch.inf), ((1, 0, 64), 2.2e6)):
-        kernels.reset_saturated()
-        residual = torch.randn(2, 69, 65, device=device)
-        fine = run(op, residual, implementation, result_scale=SCALE)
-        assert not tells(device)
-        residual[place] = value
-        actual = run(op, residual, implementation, result_scale=SCALE)
-        assert actual[place].item() == (LARGEST if value > 0 else -LARGEST)
-        assert (actual != fine).sum() == 1
-        assert tells(device)
+        with listening():
+            residual = torch.randn(2, 69, 65, device=device)
+            fine = run(op, residual, implementation, result_scale=SCALE)
+            assert not tells(device)
+            residual[place] = value
+            actual = run(op, residual, implementation, result_scale=SCALE)
+            assert actual[place].item() == (LARGEST if value > 0 else -LARGEST)
+            assert (actual != fine).sum() == 1
+            assert tells(device)
 
 
 @pytest.mark.parametrize("implementation", ["triton", "torch"])
@@ -89,10 +101,10 @@ def test_it_tells_in_every_mode_of_torch(device):
     with torch.inference_mode():
         scaled(residual)
     assert tells(device)
-    kernels.reset_saturated()
-    assert not tells(device)
-    scaled(residual)
-    assert tells(device)
+    with listening():
+        assert not tells(device)
+        scaled(residual)
+        assert tells(device)
 
 
 @pytest.mark.gpu

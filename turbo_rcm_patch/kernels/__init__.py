@@ -37,8 +37,7 @@ from .quantize_rows import quantize_rows
 from .quantized import FP8, INT8, Quantized, QuantizedWeight, quantize_weight
 from .rms_norm_rope import rms_norm_rope
 from .rms_norm_silu import rms_norm_silu
-from .saturation import reset as reset_saturated
-from .saturation import saturated
+from .saturation import Saturation
 from .skip import skip
 from .sparse_linear_attention import check_sparsity, chosen_key_blocks, sparse_block_sizes, sparse_linear_attention
 from .sparse_linear_attention_reference import KeptBlocks, kept_blocks, sparse_block_map
@@ -58,6 +57,7 @@ __all__ = [
     "QuantizedQKV",
     "QuantizedWeight",
     "Runs",
+    "Saturation",
     "attention",
     "attention_8bit",
     "attention_8bit_kernel",
@@ -87,10 +87,8 @@ __all__ = [
     "quantize_qkv",
     "quantize_rows",
     "quantize_weight",
-    "reset_saturated",
     "rms_norm_rope",
     "rms_norm_silu",
-    "saturated",
     "skip",
     "sparse_attention_kernel",
     "sparse_block_map",

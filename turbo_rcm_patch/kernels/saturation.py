@@ -4,12 +4,15 @@ A scale other than 1 marks a value on its way between two ops, as the residual w
 would become NaN in the next norm. A result of scale 1 overflows to infinity like PyTorch's own. NaN stays NaN.
 
 That it happened is one int32 in the host's memory, which GPUs write as well: reading it waits for nothing, and replays
-of a CUDA graph write it too.
+of a CUDA graph write it too. Each Saturation has its own, so that one model's says nothing of another's.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
@@ -19,17 +22,42 @@ import triton.language as tl
 LARGEST = tl.constexpr(65504.0)
 
 
-def saturated() -> bool:
-    """Whether a result saturated since `reset`, of those that are computed by now. It reads eight bytes of the host per
-    device: no synchronisation, no launch. The reference under torch.compile or a transform tells nothing."""
-    return any(ctypes.c_int64.from_address(flags.host.data_ptr()).value for flags in _flags.values())
+class Saturation:
+    """Whether a result saturated, of the ops that ran within `listening`. A copy hears for itself."""
+
+    def __init__(self):
+        self._flags: dict[torch.device, _Flags] = {}
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within it, ops of this thread tell it."""
+        token = _listener.set(self)
+        try:
+            yield
+        finally:
+            _listener.reset(token)
+
+    def happened(self) -> bool:
+        """Of the results that are computed by now. It reads eight bytes of the host per device: no synchronisation, no
+        launch. The reference under torch.compile or a transform tells nothing."""
+        return any(ctypes.c_int64.from_address(flags.host.data_ptr()).value for flags in self._flags.values())
+
+    def flags_of(self, device: torch.device) -> _Flags:
+        """What ops on a device write to."""
+        if device not in self._flags:
+            with torch.inference_mode(False):
+                flags = _new_flags(device)
+            if device.type == "meta":
+                return flags
+            self._flags[device] = flags
+        return self._flags[device]
+
+    def __reduce__(self):
+        return Saturation, ()
 
 
-def reset() -> None:
-    """Forget what saturated. What still runs may tell of itself later."""
-    for flags in _flags.values():
-        flags.own.zero_()
-        flags.host.zero_()
+# The default is for ops that are called by themselves.
+_listener: ContextVar[Saturation] = ContextVar("listener", default=Saturation())  # noqa: B039
 
 
 def saturates(dtype: torch.dtype, scale: float) -> bool:
@@ -39,7 +67,7 @@ def saturates(dtype: torch.dtype, scale: float) -> bool:
 
 def flag_for(dtype: torch.dtype, scale: float, device: torch.device) -> torch.Tensor | None:
     """Where a kernel on the device writes 1 when such a result saturates, int32; None for one that does not."""
-    return _flags_of(device).host if saturates(dtype, scale) else None
+    return _listener.get().flags_of(device).host if saturates(dtype, scale) else None
 
 
 @triton.jit
@@ -54,7 +82,7 @@ def saturate(value, row_mask, flag):
 def saturate_reference(value: torch.Tensor) -> torch.Tensor:
     """`saturate` in plain torch, for a value of any shape."""
     if not torch.compiler.is_compiling() and _may_tell(value):
-        flags = _flags_of(value.device)
+        flags = _listener.get().flags_of(value.device)
         flags.own.logical_or_((value.detach().abs() > LARGEST.value).any())
         if flags.own.is_cuda:
             flags.host[1:].copy_(flags.own, non_blocking=True)
@@ -70,19 +98,6 @@ def _may_tell(value: torch.Tensor) -> bool:
 class _Flags(NamedTuple):
     host: torch.Tensor  # [2] int32, in the host's memory: what kernels wrote, and what `own` was
     own: torch.Tensor  # [1] int32 on the device: what the reference wrote
-
-
-_flags: dict[torch.device, _Flags] = {}
-
-
-def _flags_of(device: torch.device) -> _Flags:
-    if device not in _flags:
-        with torch.inference_mode(False):
-            flags = _new_flags(device)
-        if device.type == "meta":
-            return flags
-        _flags[device] = flags
-    return _flags[device]
 
 
 def _new_flags(device: torch.device) -> _Flags:

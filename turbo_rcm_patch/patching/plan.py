@@ -173,7 +173,7 @@ class Shared:
     Attributes:
         config: the PatchConfig.
         compiles_ahead: until a block's forward first comes to where it may.
-        has_warned: that a residual was cut off.
+        saturation: whether a residual was cut off. has_warned: that it was, and that a warning said so.
         runs: the runs of tokens with equal timesteps in the forward under way, where the family knows of them.
         steps: which step a pipeline is in; None for a model that was patched alone.
         products: what LoRA layers add, prepared.
@@ -182,7 +182,7 @@ class Shared:
 
     def __init__(self, config: PatchConfig, steps: Steps | None = None):
         self.config, self.steps, self.compiles_ahead, self.has_warned, self.runs = config, steps, True, False, None
-        self.products = Products()
+        self.products, self.saturation = Products(), kernels.Saturation()
         self.added_error: str | None = None
 
     def why_exact_attention(self) -> str | None:

@@ -33,6 +33,9 @@ class Storage(NamedTuple):
 # divided like this it holds values up to 2e6, and below 2e-3 rounds to multiples of 2e-6, which is little beside the
 # others of its token.
 HELD = Storage(torch.float16, 32.0)
+CUT_OFF = (
+    "Hidden states beyond 2e6 were cut off: the residual that is kept in fp16 between a block's skips holds no more."
+)
 
 
 def residual_between_skips(call: Call, gated: Iterable[nn.Module]) -> Storage:

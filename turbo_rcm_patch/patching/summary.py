@@ -23,6 +23,7 @@ from .families.wan.block import TEXT_TOKENS, BlockPlan, decide
 from .plan import NOTHING, Call, active_backend, state_of
 from .quantized_weights import weights_note
 from .steps import NOT_COUNTED
+from .storage import CUT_OFF
 
 HEADER = ("sub-layer", "step", "kernel", "fused", "not fused because")
 FOOTER = "under autograd steps without a gradient run as torch ops; under autocast blocks run diffusers' code"
@@ -99,6 +100,7 @@ def transformer_section(name: str, transformer: nn.Module) -> Section:
     notes = [f"residual between a block's skips: {'; '.join(stored)}"]
     shared, device = state_of(first).shared, get_module_execution_device(transformer)
     config = shared.config
+    notes += [CUT_OFF] if shared.saturation.happened() else []
     notes += filter(None, [weights_note(transformer), shared.added_error, _exact_steps(config)])
     notes += [*_measurements(device), *beside_exact(_slower(config, device))]
     footer = f"{DENSE_FOOTER}; {FOOTER}" if config.tier == BLOCK_SPARSE else FOOTER

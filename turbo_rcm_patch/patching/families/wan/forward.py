@@ -13,6 +13,7 @@ from ....config import PatchConfig
 from ....plain import is_autocast
 from ...graphs import why_not_recorded
 from ...plan import Shared, call_of, state_of
+from ...storage import CUT_OFF
 from .block import Rotary, decide, why_whole
 from .modulation import Row, gate_varies_by, modulation
 from .repeatable import why_not_repeatable
@@ -54,25 +55,25 @@ def run_block(
     reason = "attention mask" if mask is not None else why_whole(rotary)
     call = call_of(state, block, x, context, gate_varies_by(modulation[2]), reason)
     plan = state.plans.get(block, call, partial(decide, state.attention_class))
-    warn_of_saturation(state.shared)
     inputs = (x, context, modulation, rotary, mask)
     if _may_compile_ahead(state.shared, x, context, *rotary):
         state.shared.compiles_ahead = False
         if _may_run_ahead(block, state.attention_class, x.device):
             kernels.compile_ahead(lambda: plan.run(*inputs))
-    return plan.run(*inputs)
+    if torch.compiler.is_compiling():
+        return plan.run(*inputs)
+    with state.shared.saturation.listening():
+        out = plan.run(*inputs)
+    warn_of_saturation(state.shared)
+    return out
 
 
 def warn_of_saturation(shared: Shared) -> None:
-    """Say once that an earlier block's residual was larger than it can be stored."""
-    if torch.compiler.is_compiling() or shared.has_warned or not kernels.saturated():
+    """Say once that a residual was larger than it can be stored; on a GPU when a later block finds that it was."""
+    if shared.has_warned or not shared.saturation.happened():
         return
     shared.has_warned = True
-    kernels.reset_saturated()
-    logger.warning(
-        "Hidden states beyond 2e6 were cut off: the residual that is kept in fp16 between a block's skips holds no "
-        "more. Patch with trp.PatchConfig(residual='same') to keep it in the model's dtype."
-    )
+    logger.warning("%s Patch with trp.PatchConfig(residual='same') to keep it in the model's dtype.", CUT_OFF)
 
 
 def _may_compile_ahead(shared: Shared, *inputs: torch.Tensor) -> bool:

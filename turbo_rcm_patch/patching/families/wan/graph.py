@@ -87,12 +87,13 @@ class WanGraph:
 
     def sample(self, inputs: Inputs) -> torch.Tensor:
         """The transformer's sample: computed the first time that inputs of these shapes come, replayed later."""
-        warn_of_saturation(self._shared)
         for linear in self._quantized:
             linear.bring_up_to_date()  # a replay reads the 8-bit weight alone
         self._follow_lora()
         key = *call_key(inputs), self._shared.why_exact_attention()
-        return self._graphs.run(key, self._compute, inputs)
+        sample = self._graphs.run(key, self._compute, inputs)
+        warn_of_saturation(self._shared)
+        return sample
 
     def release(self) -> None:
         """Give all graphs' memory back."""
