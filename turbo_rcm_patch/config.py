@@ -65,8 +65,9 @@ class PatchConfig:
         exact_layers: the same with attention="block_sparse": in how many of the first and last blocks of a model.
         vae: whether the decoder of a pipeline's AutoencoderKLWan is patched too, and what turns its frames into "np" or
             "pil". It computes in the VAE's own dtype in every tier. A VAE of another class stays as it is.
-        vae_chunk: how many latent frames that decoder takes at a time; None: as many as fill a GPU and its memory has
-            room for. Fewer take less memory, more are faster where frames are small.
+        vae_chunk: how many latent frames that decoder takes at a time; None: one, or as many more as fit in 1 GiB
+            (128 MiB of a tile), and where memory is short a part of one. Fewer take less memory, more are faster where
+            frames are small.
         restorable: False would let a tier give up the weights that it replaces. True: `restore()` brings all back.
 
     Raises ValueError when made with an unknown name, or with an option that means nothing in its tier.

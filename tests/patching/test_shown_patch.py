@@ -1,5 +1,6 @@
 """A patch as `print` and a notebook's cell show it."""
 
+import gc
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -43,3 +44,22 @@ def test_names_of_others_are_escaped_in_html(patch):
     assert "<script>alert(1)</script>& layer" in str(patch)
     assert "<script>" not in patch._repr_html_()
     assert any("<script>alert(1)</script>& layer" in (cell.text or "") for cell in parsed(patch).iter("td"))
+
+
+@pytest.mark.parametrize("name", ["vae", "transformer"])
+def test_it_says_that_the_pipeline_has_another_model_by_now(name):
+    pipe, other = tiny_wan_pipeline(), tiny_wan_pipeline(seed=20)
+    note = f"no longer the pipeline's {name}"
+    patch, alone, model = trp.patch(pipe), trp.patch(other.vae), getattr(pipe, name)
+    for same in (model, torch.compile(model, backend="eager")):
+        setattr(pipe, name, same)
+        assert note not in patch.summary()
+    for another in (getattr(other, name), None):
+        setattr(pipe, name, another)
+        section = next(part for part in patch.summary().split("\n\n") if part.startswith(f"{name}: "))
+        assert note in section
+        assert patch.summary().count("no longer") == 1
+    assert "no longer" not in alone.summary()
+    del pipe
+    gc.collect()
+    assert "no longer" not in patch.summary()

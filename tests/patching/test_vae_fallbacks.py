@@ -192,6 +192,16 @@ def test_function_transforms():
     assert vae_state(vae).eager == {"autograd": 1}
 
 
+def test_a_decode_in_tiles_counts_once():
+    vae, z = tiny_vae(), tiny_latents().requires_grad_()
+    trp.patch(vae)
+    vae.enable_tiling(16, 16, 8, 8)
+    vae.decode(z)
+    assert vae_state(vae).eager == {"autograd": 1}
+    vae.tiled_decode(z)
+    assert vae_state(vae).eager == {"autograd": 2}
+
+
 def test_autocast():
     vae, plain = tiny_vae(), tiny_vae()
     trp.patch(vae)

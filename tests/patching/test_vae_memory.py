@@ -16,7 +16,13 @@ from tests.tiny_vae import tiny_latents, tiny_vae
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.bench.cases import TI2V_5B_VAE
 from turbo_rcm_patch.patching.families.wan_vae import chunks, forward
-from turbo_rcm_patch.patching.families.wan_vae.chunks import MOST_ELEMENTS, frames_at_once, output_shape
+from turbo_rcm_patch.patching.families.wan_vae.chunks import (
+    MOST_ELEMENTS,
+    TILES_WORKING_SET,
+    WORKING_SET,
+    frames_at_once,
+    output_shape,
+)
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -147,6 +153,11 @@ def test_no_convolution_gets_more_elements_than_32_bits_count():
     huge = z.new_empty(1, 16, 2, 540, 960)
     for frames, (alive, *_) in zip(frames_at_once(vae, huge, 64), chunks._stages(vae.decoder), strict=True):
         assert frames == 1 or frames * alive * 540 * 960 <= MOST_ELEMENTS
+
+
+def test_the_config_says_how_much_is_taken_at_a_time():
+    words = " ".join(trp.PatchConfig.__doc__.split())
+    assert f"as many more as fit in {WORKING_SET >> 30} GiB ({TILES_WORKING_SET >> 20} MiB of a tile)" in words
 
 
 def test_the_option_counts_latent_frames():

@@ -96,12 +96,20 @@ class Patch:
         return as_html(self._sections()) if self.active else f"<p>{RESTORED}</p>"
 
     def _sections(self) -> list[Section]:
-        sections = [transformer_section(*named) for named in _only_patched(self.transformers).items()]
+        patched = _only_patched(self.transformers).items()
+        sections = [self._placed(transformer_section(name, model), name, model) for name, model in patched]
         vae = self.vae if self.vae is not None else getattr(self._target(), "vae", None)
         if self.vae is not None or (isinstance(vae, torch.nn.Module) and wan_vae.vae_state(vae) is not None):
-            sections.append(vae_section(vae, self.config))
+            sections.append(self._placed(vae_section(vae, self.config), "vae", vae))
         note = video_output_note(self._target(), self.config)
         return sections if note is None else [*sections, Section([(note, [])], [])]
+
+    def _placed(self, section: Section, name: str, model: torch.nn.Module) -> Section:
+        """A model's section, with a note where the pipeline has something else in its place by now."""
+        now = getattr(self._target(), name, model)
+        if model in (now, getattr(now, "_orig_mod", None)):
+            return section
+        return section._replace(notes=[f"no longer the pipeline's {name}", *section.notes])
 
     def rows(self) -> list[Row]:
         """What `summary` shows of the steps, of all patched models in turn. Raises PatchError after restore."""

@@ -72,12 +72,13 @@ def decode(self: AutoencoderKLWan, z: torch.Tensor, return_dict: bool = True) ->
 
     z: [B, z_dim, F, H, W]; the sample is [B, 3, F', H', W'] in [-1, 1].
     """
-    if not _takes(self, z):
-        return type(self)._decode(self, z, return_dict=return_dict)
     edges = (self.tile_sample_min_height, self.tile_sample_min_width)
-    if self.use_tiling and any(
-        size > edge // self.spatial_compression_ratio for size, edge in zip(z.shape[-2:], edges, strict=True)
-    ):
+    in_tiles = self.use_tiling and any(
+        size > edge // self.spatial_compression_ratio for size, edge in zip(z.shape[-2:], edges, strict=False)
+    )
+    if not _takes(self, z, counted=not in_tiles):  # diffusers' code comes to tiled_decode too, which counts
+        return type(self)._decode(self, z, return_dict=return_dict)
+    if in_tiles:
         return self.tiled_decode(z, return_dict=return_dict)
     shown = _received(self, (_shown(self, frames) for frames in _parts(self, z, _at_once(self, z))))
     return _output(_joined(shown, output_shape(self, z)[2]), return_dict)
@@ -122,12 +123,12 @@ def tiled_decode(
     return _output(sample[..., :bottom, :right].contiguous(), return_dict)  # smaller where tiles are less than strides
 
 
-def _takes(vae: AutoencoderKLWan, z: torch.Tensor) -> bool:
-    """Whether our code decodes z. If not, the reason is counted for the summary."""
+def _takes(vae: AutoencoderKLWan, z: torch.Tensor, *, counted: bool = True) -> bool:
+    """Whether our code decodes z. If not, the reason is counted for the summary, unless told otherwise."""
     if torch.compiler.is_compiling():
         return False
     reason = _why_not_call(vae, z) or why_not_plain_decoder(vae, z.device, z.dtype)
-    if reason is not None:
+    if reason is not None and counted:
         vae_state(vae).eager[reason] += 1
     return reason is None
 
