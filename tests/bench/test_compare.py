@@ -114,15 +114,10 @@ def _one_generation(generate):
     return lambda *args, **kwargs: left.pop()(*args, **kwargs)
 
 
-def _generations_patched(made):
-    """How many in a row were patched, up to now."""
-    return len(made) - max((index for index, is_patched in enumerate(made) if not is_patched), default=-1) - 1
-
-
 @pytest.mark.parametrize(("recorded", "generations"), [(0, 3), (1, 6), (2, 9)])
 def test_graphs_are_recorded_before_the_measurement(pipe, monkeypatch, recorded, generations):
     """One graph in each generation after the patch, until there are so many."""
-    made = []
+    made, before = [], {}
 
     def counted(pipe, **call):
         made.append("forward" in vars(pipe.transformer.blocks[0]))
@@ -130,7 +125,11 @@ def test_graphs_are_recorded_before_the_measurement(pipe, monkeypatch, recorded,
 
     generate = module.timed_generation
     monkeypatch.setattr(module, "timed_generation", counted)
-    monkeypatch.setattr(Patch, "graph_count", property(lambda patch: min(recorded, _generations_patched(made))))
+
+    def graph_count(patch):
+        return min(recorded, len(made) - before.setdefault(patch, len(made) - 1))
+
+    monkeypatch.setattr(Patch, "graph_count", property(graph_count))
     _, patched = compare(pipe, CALL, repeats=2).variants
     assert (made.count(False), made.count(True)) == (3, generations)
     assert patched.latents.relative_l2 <= 1e-5  # from the same seed all the same
@@ -165,7 +164,7 @@ def test_compile_takes_part_compiles_once_and_is_taken_off(pipe, monkeypatch):
 
 
 def test_warmups_are_not_in_the_medians(pipe, monkeypatch):
-    totals = iter([100.0, 50.0, 4.0, 2.0, 6.0, 3.0])  # unpatched, patched in turns; the first turn is the warm-up
+    totals = iter([100.0, 50.0, 2.0, 4.0, 6.0, 3.0])  # unpatched, patched, and back; the first turn is the warm-up
 
     def fake_generation(pipe, **call):
         return TimedGeneration(np.ones((1, 1, 2, 2, 3)), LATENTS, StageTimings(0, (1.0,), 0, 0, next(totals), None))
@@ -174,6 +173,19 @@ def test_warmups_are_not_in_the_medians(pipe, monkeypatch):
     unpatched, patched = compare(pipe, CALL, warmups=1, repeats=2).variants
     assert (unpatched.timings.total, patched.timings.total) == (5.0, 2.5)
     assert patched.total_speedup == 2.0
+
+
+def test_turns_go_there_and_back(pipe, monkeypatch):
+    """So that each variant also runs after another one than in the turn before."""
+    order = []
+
+    def fake_generation(pipe, **call):
+        order.append("patched" if "forward" in vars(pipe.transformer.blocks[0]) else "unpatched")
+        return TimedGeneration(np.ones((1, 1, 2, 2, 3)), LATENTS, StageTimings(0, (1.0,), 0, 0, 1.0, None))
+
+    monkeypatch.setattr(module, "timed_generation", fake_generation)
+    compare(pipe, CALL, warmups=1, repeats=2)
+    assert order == ["unpatched", "patched", "patched", "unpatched", "unpatched", "patched"]
 
 
 def test_memory_of_graphs_counts(pipe, monkeypatch):

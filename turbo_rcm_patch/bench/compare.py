@@ -177,14 +177,16 @@ def take_turns(
 ) -> dict[str, Runs]:
     """The generations of every variant, by name, as `compare` has them; each is switched on for a generation, and off.
 
+    Turns go there and back, as a GPU's clock also depends on what ran before: no variant always follows the same one.
     A memory peak leaves out what the other variants keep allocated meanwhile.
     """
     runs = {name: Runs() for name in variants.switches}
     progress_bar = dict(getattr(pipe, "_progress_bar_config", {}))
     try:
         for turn in range(warmups + repeats):
-            for name, switch in variants.switches.items():
-                run = runs[name]
+            order = list(variants.switches)[:: -1 if turn % 2 else 1]
+            for name in order:
+                switch, run = variants.switches[name], runs[name]
                 description = f"{name} {turn + 1}/{warmups + repeats}"
                 pipe.set_progress_bar_config(**{**progress_bar, "desc": description, "leave": False})
                 before = allocated(device)
