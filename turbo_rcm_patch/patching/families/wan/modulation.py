@@ -14,7 +14,7 @@ from diffusers.models.transformers.transformer_wan import WanTimeTextImageEmbedd
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ....kernels import MAX_RUNS, Runs
-from ....plain import hook_on, is_original
+from ....plain import hook_around_forward, hook_in_place_of_forward, is_original
 from ...graphs import why_not_recorded
 from ...plan import SHARED, Shared
 
@@ -71,9 +71,20 @@ def _may_embed_runs(embedder: WanTimeTextImageEmbedding, *inputs: torch.Tensor |
     if torch.is_inference_mode_enabled():  # its tensors do not tell whether they were written to
         return False
     parts = (embedder.timesteps_proj, *embedder.time_embedder.modules(), embedder.act_fn, embedder.time_proj)
-    hooks = filter(None, map(hook_on, parts))
     is_known = type(embedder) is WanTimeTextImageEmbedding and is_original(type(embedder).forward, type(embedder))
-    return is_known and all(hook.startswith("hook ") for hook in hooks)  # of offloading, not of users
+    return is_known and not any(map(_has_hook_of_user, parts))
+
+
+def _has_hook_of_user(module: torch.nn.Module) -> bool:
+    """Whether something other than offloading sees what a module is called with."""
+    if hook_around_forward(module) is not None:
+        return True
+    registry = vars(module).get("_diffusers_hook")
+    hooks = [vars(module).get("_hf_hook"), *(registry.hooks.values() if registry is not None else ())]
+    hooks = [part for hook in hooks if hook is not None for part in getattr(hook, "hooks", [hook])]
+    if not hooks:
+        return hook_in_place_of_forward(module) is not None
+    return any(type(hook).__module__.split(".")[0] not in ("accelerate", "diffusers") for hook in hooks)
 
 
 def modulation(scale_shift_table: torch.Tensor, temb: torch.Tensor, x: torch.Tensor, shared: Shared) -> list[Row]:
