@@ -58,7 +58,9 @@ def embedder_forward(
         return type(self).forward(self, timestep, *prompt, timestep_seq_len)
     temb, rows, *projected = type(self).forward(self, values, *prompt)
     expand = lambda x: x.repeat_interleave(counts, 0, output_size=len(timestep)).unflatten(0, (-1, timestep_seq_len))  # noqa: E731
-    timestep_proj = expand(rows)
+    # An ordinary tensor, because those of inference mode do not tell whether they were written to.
+    with torch.inference_mode(False), torch.no_grad():
+        timestep_proj = expand(rows)
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
     shared.runs = TokenRuns(rows, starts, StorageWeakRef(timestep_proj.untyped_storage()), timestep_proj._version)
     return expand(temb), timestep_proj, *projected
@@ -67,8 +69,6 @@ def embedder_forward(
 def _may_embed_runs(embedder: WanTimeTextImageEmbedding, *inputs: torch.Tensor | None) -> bool:
     """Whether nobody would notice that fewer timesteps are embedded than there are tokens."""
     if torch.compiler.is_compiling() or inputs[0].is_meta or why_not_recorded(inputs) is not None:
-        return False
-    if torch.is_inference_mode_enabled():  # its tensors do not tell whether they were written to
         return False
     parts = (embedder.timesteps_proj, *embedder.time_embedder.modules(), embedder.act_fn, embedder.time_proj)
     is_known = type(embedder) is WanTimeTextImageEmbedding and is_original(type(embedder).forward, type(embedder))
