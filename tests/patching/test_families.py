@@ -8,24 +8,13 @@ from peft import LoraConfig
 
 import turbo_rcm_patch as trp
 from tests.oracle import assert_no_worse, relative_error, torch_device
-from tests.tiny_families import FAMILIES, tiny_family_inputs, tiny_family_transformer
+from tests.patching.pairs import assert_same_output, output_of
+from tests.tiny_families import FAMILIES, tiny_family_transformer
 from turbo_rcm_patch.patching.families import FAMILIES as KNOWN
-
-CPU = torch.device("cpu")
-
-
-def output_of(name, model, device=CPU):
-    inputs = tiny_family_inputs(name, model)
-    with torch.no_grad():
-        return model(**{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()})[0]
 
 
 def attributes_of(model):
     return {name: set(module.__dict__) for name, module in model.named_modules()}
-
-
-def assert_same_output(name, patched, plain):
-    assert relative_error(output_of(name, patched), output_of(name, plain)) <= 1e-5
 
 
 def test_every_family_is_tested():
@@ -96,45 +85,6 @@ def test_lora_hooks_and_a_copy(name):
     twin = copy.deepcopy(patched)
     patch.restore()
     assert_same_output(name, twin, plain)
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_training_gradients(name):
-    plain = tiny_family_transformer(name).train()
-    patched, results = copy.deepcopy(plain), []
-    trp.patch(patched)
-    for model in (patched, plain):
-        model.enable_gradient_checkpointing()
-        model(**tiny_family_inputs(name, model))[0].square().mean().backward()
-        results.append(dict(model.named_parameters()))
-    for path, parameter in results[1].items():
-        if parameter.grad is None:
-            assert results[0][path].grad is None, path
-        else:
-            assert relative_error(results[0][path].grad, parameter.grad) <= 1e-5, path
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_group_offload_and_autocast(name):
-    patched, plain = tiny_family_transformer(name), tiny_family_transformer(name)
-    patch = trp.patch(patched)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(output_of(name, patched), output_of(name, plain))
-    patched.enable_group_offload(onload_device=CPU, offload_device=CPU, offload_type="leaf_level")
-    assert_same_output(name, patched, plain)
-    assert "hook group_offloading (3)" in patch.summary()
-    patch.restore()
-    assert torch.equal(output_of(name, patched), output_of(name, plain))
-
-
-def test_compiled_blocks():
-    torch._dynamo.reset()
-    for name in ("vace", "skyreels, causal", "animate"):
-        model = tiny_family_transformer(name)
-        expected = output_of(name, model)
-        with trp.patch(model):
-            model.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
-            assert relative_error(output_of(name, model), expected) <= 1e-5
 
 
 NOT_FUSED = {

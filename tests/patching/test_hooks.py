@@ -7,17 +7,11 @@ from torch.nn.modules import module as torch_module
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
+from tests.patching.pairs import assert_same_output, families, make_pair, output_of
 from tests.tiny_families import tiny_family_inputs, tiny_family_transformer
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
 
 CPU = torch.device("cpu")
-NAMES = ("wan", "vace", "skyreels", "animate")
-families = pytest.mark.parametrize("name", NAMES)
-
-
-def output_of(name, model, **overrides):
-    with torch.no_grad():
-        return model(**{**tiny_family_inputs(name, model), **overrides})[0]
 
 
 def negated(module, args, output):
@@ -107,6 +101,19 @@ def test_a_hook_beside_one_of_offloading_runs(path, hooked):
     assert relative_error(output_of("wan", patched), expected) <= 1e-5
     patch.restore()
     assert torch.equal(output_of("wan", patched), expected)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["attn1", "attn1.to_q", "attn1.norm_q", "attn1.to_out.0", "attn2.to_k", "ffn", "ffn.net.0", "ffn.net.2", "norm1"],
+)
+@families
+def test_a_hook_on_any_module_of_a_block_runs(name, path):
+    patched, plain, patch = make_pair(name)
+    for model in (patched, plain):
+        model.blocks[0].get_submodule(path).register_forward_hook(negated)
+    assert_same_output(name, patched, plain)
+    assert ("torch hook (1)" in patch.summary()) == (path != "attn2.to_k")  # which is called in any case
 
 
 class Recording(accelerate.hooks.ModelHook):
