@@ -31,6 +31,11 @@ def assert_same_output(name, patched, plain, **overrides):
     assert error <= EXACT.limits.fp32
 
 
+def attributes_of(model):
+    """The names of what is set on each of a model's modules."""
+    return {path: set(module.__dict__) for path, module in model.named_modules()}
+
+
 def row(patch, sub_layer, step):
     """What the summary says of a step of the first list of blocks."""
     return next(row for row in patch.rows() if (row.blocks, row.sub_layer, row.step) == ("blocks", sub_layer, step))
