@@ -9,7 +9,7 @@ from peft import LoraConfig
 import turbo_rcm_patch as trp
 from tests.oracle import assert_no_worse, relative_error, torch_device
 from tests.patching.pairs import assert_same_output, output_of
-from tests.tiny_families import FAMILIES, tiny_family_transformer
+from tests.tiny_families import FAMILIES, tiny_family_inputs, tiny_family_transformer
 from turbo_rcm_patch.patching.families import FAMILIES as KNOWN
 
 
@@ -28,16 +28,26 @@ def test_fp32_models_match_unpatched(name, implementation, device):
         assert relative_error(output_of(name, model, device), expected) <= 1e-5
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("on", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_models_are_no_further_from_the_oracle(name, dtype):
-    gpu = torch.device("cuda")
-    model, oracle = (tiny_family_transformer(name, d).to(gpu) for d in (dtype, torch.float32))
+def test_low_precision_models_are_no_further_from_the_oracle(name, dtype, on):
+    model, oracle = (tiny_family_transformer(name, d).to(on) for d in (dtype, torch.float32))
     oracle.load_state_dict(model.state_dict())
-    reference, unpatched = output_of(name, oracle, gpu), output_of(name, model, gpu)
+    reference, unpatched = output_of(name, oracle, on), output_of(name, model, on)
     with trp.patch(model):
-        assert_no_worse(output_of(name, model, gpu), unpatched, reference)
+        assert_no_worse(output_of(name, model, on), unpatched, reference)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_one_prompt_serves_several_latents(name, implementation, device):
+    device = torch_device(device)
+    model = tiny_family_transformer(name).to(device)
+    prompts = {key: v[:1] for key, v in tiny_family_inputs(name, model).items() if key.startswith("encoder_hidden")}
+    expected = output_of(name, model, device, **prompts)
+    with trp.patch(model, trp.PatchConfig(implementation=implementation)):
+        assert relative_error(output_of(name, model, device, **prompts), expected) <= 1e-5
 
 
 @pytest.mark.parametrize("name", FAMILIES)
