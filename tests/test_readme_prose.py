@@ -28,6 +28,12 @@ def test_links_lead_somewhere():
     assert [link for link in links if not link.startswith("https:") and not (ROOT / link).exists()] == []
 
 
+def test_headings_that_other_files_name_are_there():
+    named = re.findall(r'see "([^"]+)" in the README', (ROOT / "pyproject.toml").read_text())
+    assert named
+    assert [heading for heading in named if f"\n## {heading}\n" not in README] == []
+
+
 def test_the_memory_is_what_info_says(tmp_path):
     found = {}
     for name in ("wan2.1-1.3b", "wan2.2-5b", "wan2.1-14b"):

@@ -85,20 +85,28 @@ def hook_on(module: torch.nn.Module, forward: object | None = None) -> str | Non
 
     forward: a replaced forward that counts as the class's, where given.
     """
+    return hook_in_place_of_forward(module, forward) or hook_around_forward(module)
+
+
+def hook_in_place_of_forward(module: torch.nn.Module, forward: object | None = None) -> str | None:
+    """As `hook_on`, for what holds a module's forward or stands for it."""
     registry = module.__dict__.get("_diffusers_hook")
     if registry is not None and registry.hooks:
         return f"hook {', '.join(registry.hooks)}"
     if "_hf_hook" in module.__dict__:
         return f"hook {type(module._hf_hook).__name__}"
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        return "torch hook"
-    if torch.nn.modules.module._has_any_global_hook():
-        return "global torch hook"
     if module.__dict__.get("forward") is not forward and not _is_class_forward(module):
         return "replaced forward"
     if not is_original(type(module).forward, type(module)):
         return "replaced forward of its class"
     return None
+
+
+def hook_around_forward(module: torch.nn.Module) -> str | None:
+    """As `hook_on`, for torch's hooks, which calling the module runs around whatever forward it has by then."""
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return "torch hook"
+    return "global torch hook" if torch.nn.modules.module._has_any_global_hook() else None
 
 
 def _is_class_forward(module: torch.nn.Module) -> bool:

@@ -106,11 +106,12 @@ def test_the_table_says_which_error_is_limited():
 
 
 def test_limits_by_dtype():
+    limit = EXACT.limits.factor * 1e-3
     wide = BlockCheck("b", 1, torch.float32, unpatched_error=1e-7, patched_error=5e-7, difference=9e-6)
     assert wide.ok  # fp32: the difference counts
     assert not BlockCheck("b", 1, torch.float32, 1e-7, 1e-7, difference=2e-5).ok
-    assert BlockCheck("b", 1, torch.bfloat16, unpatched_error=1e-3, patched_error=1.05e-3, difference=1.0).ok
-    assert not BlockCheck("b", 1, torch.bfloat16, 1e-3, 1.06e-3, 0.0).ok
+    assert BlockCheck("b", 1, torch.bfloat16, unpatched_error=1e-3, patched_error=limit, difference=1.0).ok
+    assert not BlockCheck("b", 1, torch.bfloat16, 1e-3, 1.01 * limit, 0.0).ok
     assert not BlockCheck("b", 1, torch.bfloat16, 1e-3, math.nan, math.nan).ok
 
 

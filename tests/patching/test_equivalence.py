@@ -12,7 +12,7 @@ import turbo_rcm_patch as trp
 from tests.oracle import assert_no_worse, relative_error, torch_device
 from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.patching import layers
-from turbo_rcm_patch.patching.plan import SHARED, Call, active_backend
+from turbo_rcm_patch.patching.plan import SHARED, Call, active_backend, state_of
 from turbo_rcm_patch.patching.storage import HELD
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -165,9 +165,13 @@ def test_one_prompt_serves_several_latents(variant, implementation, device):
             assert relative_error(model(**inputs)[0], expected) <= 1e-5
 
 
+modes = pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+
+
+@modes
 @pytest.mark.parametrize("on", DEVICES)
 @pytest.mark.parametrize("implementation", ["auto", "triton"])
-def test_runs_of_equal_timesteps_are_embedded_once(implementation, on):
+def test_runs_of_equal_timesteps_are_embedded_once(implementation, on, mode):
     """As in TI2V-5B from an image: the first frame's tokens are at timestep 0."""
     if on == "cpu" and torch.cuda.is_available() and implementation == "triton":
         pytest.skip("the kernels run on the GPU here")
@@ -177,11 +181,14 @@ def test_runs_of_equal_timesteps_are_embedded_once(implementation, on):
     timestep[1, 7:] = 100.0
     inputs["timestep"] = timestep
     shared = lambda: getattr(model.condition_embedder, SHARED)  # noqa: E731
-    with torch.no_grad():
+    with mode():
         expected = model(**inputs)[0]
         with trp.patch(model, trp.PatchConfig(implementation=implementation, cuda_graph="off")):
-            assert relative_error(model(**inputs)[0], expected) <= 1e-5
+            output = model(**inputs)[0]
+            assert output.is_inference() == expected.is_inference()
+            assert relative_error(output, expected) <= 1e-5
             assert len(shared().runs.rows) == 5  # of the first sample two runs, of the second three
+            assert {state_of(block).plans.latest.gate for block in model.blocks} == {"run"}  # and so read
             inputs["timestep"] = torch.linspace(0, 999, timestep.numel(), device=on).view_as(timestep)
             many = model(**inputs)[0]
             assert shared().runs is None
@@ -206,9 +213,10 @@ def test_timesteps_per_token_of_one_sample_serve_several_latents(on):
             assert relative_error(model(**inputs)[0], expected) <= 1e-5
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@modes
 @pytest.mark.parametrize("place", ["embedder", "block"])
-def test_a_hook_that_writes_to_the_modulation_takes_effect(mode, place):
+@pytest.mark.parametrize("writes", [lambda proj: proj.mul_(1.5), lambda proj: proj.view(-1)[7:].mul_(1.5)])
+def test_a_hook_that_writes_to_the_modulation_takes_effect(mode, place, writes):
     model, inputs = model_and_inputs("ti2v", "cpu", torch.float32)
     inputs["timestep"] = torch.full_like(inputs["timestep"], 900.0)
     outputs = []
@@ -216,22 +224,23 @@ def test_a_hook_that_writes_to_the_modulation_takes_effect(mode, place):
         if patched:
             trp.patch(model)
         if place == "embedder":
-            write = lambda module, args, output: (output[1].mul_(1.5), None)[1]  # noqa: E731
+            write = lambda module, args, output: (writes(output[1]), None)[1]  # noqa: E731
             handle = model.condition_embedder.register_forward_hook(write)
         else:
-            handle = model.blocks[0].register_forward_pre_hook(lambda module, args: (args[2].mul_(1.5), None)[1])
+            handle = model.blocks[0].register_forward_pre_hook(lambda module, args: (writes(args[2]), None)[1])
         with mode():
             outputs.append(model(**inputs)[0])
         handle.remove()
     assert relative_error(outputs[1], outputs[0]) <= 1e-5
 
 
+@modes
 @pytest.mark.parametrize("on", DEVICES)
-def test_a_block_with_another_temb_does_not_take_the_models_runs(on):
+def test_a_block_with_another_temb_does_not_take_the_models_runs(on, mode):
     model, inputs = model_and_inputs("ti2v", on, torch.float32)
     inputs["timestep"] = torch.full_like(inputs["timestep"], 700.0)
     seen = []
-    with torch.no_grad(), trp.patch(model):
+    with mode(), trp.patch(model):
 
         def double_temb(block, args):
             x, context, temb, rotary = args

@@ -9,31 +9,29 @@ import torch
 from diffusers import FirstBlockCacheConfig
 
 import turbo_rcm_patch as trp
-from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
+from tests.patching.pairs import attributes_of, families, output_of, variants
+from tests.tiny_families import tiny_family_transformer
+from tests.tiny_wan import tiny_wan_pipeline
+from turbo_rcm_patch.patching.families import family_of
 from turbo_rcm_patch.patching.families.family import Family
-from turbo_rcm_patch.patching.families.wan.forward import block_forward
 
-
-def output_of(model):
-    with torch.no_grad():
-        return model(**tiny_transformer_inputs(model))[0]
-
-
-def instance_attributes(model):
-    return {name: set(module.__dict__) for name, module in model.named_modules()}
+cached = pytest.mark.parametrize("name", ["wan", "vace"])  # diffusers' first-block cache knows no other blocks
 
 
 def is_fused(model):
-    return all(getattr(block.forward, "__func__", None) is block_forward for block in model.blocks)
+    kinds = family_of(model).blocks
+    forwards = [(block.forward, kind.forward) for kind in kinds for _, block in kind.of(model)]
+    return all(getattr(forward, "__func__", None) is ours for forward, ours in forwards)
 
 
-def test_patch_leaves_the_model_as_it_is(tmp_path):
-    model = tiny_wan_transformer()
+@families
+def test_patch_leaves_the_model_as_it_is(name, tmp_path):
+    model = tiny_family_transformer(name)
     keys, classes = list(model.state_dict()), [type(module) for module in model.modules()]
     parameters = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
     model.save_pretrained(tmp_path / "before")
     trp.patch(model)
-    output_of(model)
+    output_of(name, model)
     assert list(model.state_dict()) == keys
     assert [type(module) for module in model.modules()] == classes
     assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == parameters
@@ -42,15 +40,16 @@ def test_patch_leaves_the_model_as_it_is(tmp_path):
     assert filecmp.cmpfiles(tmp_path / "before", tmp_path / "after", names, shallow=False)[0] == names
 
 
-def test_restore_leaves_nothing_and_outputs_are_bitwise_the_same():
-    model = tiny_wan_transformer()
-    attributes, expected = instance_attributes(model), output_of(model)
+@variants
+def test_restore_leaves_nothing_and_outputs_are_bitwise_the_same(name):
+    model = tiny_family_transformer(name)
+    attributes, expected = attributes_of(model), output_of(name, model)
     patch = trp.patch(model)
     assert is_fused(model)
-    output_of(model)
+    output_of(name, model)
     patch.restore()
-    assert instance_attributes(model) == attributes
-    assert torch.equal(output_of(model), expected)
+    assert attributes_of(model) == attributes
+    assert torch.equal(output_of(name, model), expected)
 
 
 def test_context_manager_and_function_restore():
@@ -71,7 +70,7 @@ def test_context_manager_and_function_restore():
 
 def test_a_failure_rolls_back(monkeypatch):
     pipe = tiny_wan_pipeline("wan22")
-    before = [instance_attributes(model) for model in (pipe.transformer, pipe.transformer_2)]
+    before = [attributes_of(model) for model in (pipe.transformer, pipe.transformer_2)]
     bindings = Family.bindings
 
     def failing(family, transformer, *options):
@@ -83,7 +82,7 @@ def test_a_failure_rolls_back(monkeypatch):
     monkeypatch.setattr(Family, "bindings", failing)
     with pytest.raises(MemoryError):
         trp.patch(pipe)
-    assert [instance_attributes(model) for model in (pipe.transformer, pipe.transformer_2)] == before
+    assert [attributes_of(model) for model in (pipe.transformer, pipe.transformer_2)] == before
 
 
 def test_an_invalid_second_transformer_leaves_the_first_alone():
@@ -94,8 +93,9 @@ def test_an_invalid_second_transformer_leaves_the_first_alone():
     assert not is_fused(pipe.transformer)
 
 
-def test_patching_twice_and_restoring_unpatched_are_errors():
-    model = tiny_wan_transformer()
+@families
+def test_patching_twice_and_restoring_unpatched_are_errors(name):
+    model = tiny_family_transformer(name)
     with pytest.raises(trp.PatchError, match="not patched"):
         trp.restore(model)
     patch = trp.patch(model)
@@ -109,66 +109,71 @@ def test_patching_twice_and_restoring_unpatched_are_errors():
         patch.summary()
 
 
-def test_patching_under_a_hook_that_holds_the_forward_is_an_error():
-    model = tiny_wan_transformer()
+@families
+def test_patching_under_a_hook_that_holds_the_forward_is_an_error(name):
+    model = tiny_family_transformer(name)
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-    attributes = instance_attributes(model)
+    attributes = attributes_of(model)
     with pytest.raises(trp.PatchError, match=r"blocks\.0 has a hook AlignDevicesHook.*patch first"):
         trp.patch(model)
-    assert instance_attributes(model) == attributes
+    assert attributes_of(model) == attributes
 
 
 @pytest.mark.parametrize("first_off", ["patch", "hooks"])
-def test_a_patch_goes_below_the_hooks_of_diffusers(first_off):
-    model, plain = tiny_wan_transformer(layers=3), tiny_wan_transformer(layers=3)
-    attributes, expected = instance_attributes(plain), output_of(plain)
+@cached
+def test_a_patch_goes_below_the_hooks_of_diffusers(name, first_off):
+    model, plain = tiny_family_transformer(name, layers=3), tiny_family_transformer(name, layers=3)
+    attributes, expected = attributes_of(plain), output_of(name, plain)
     for each in (model, plain):
         each.enable_cache(FirstBlockCacheConfig(threshold=10.0))
     patch = trp.patch(model)
     with model.cache_context("cond"), plain.cache_context("cond"):
         for _ in range(2):  # the second stops after the first block
-            assert torch.allclose(output_of(model), output_of(plain), rtol=1e-5, atol=1e-6)
+            assert torch.allclose(output_of(name, model), output_of(name, plain), rtol=1e-5, atol=1e-6)
     if first_off == "patch":
         patch.restore()
     model.disable_cache()
     assert is_fused(model) == (first_off == "hooks")
     if first_off == "hooks":
         patch.restore()
-    assert torch.equal(output_of(model), expected)
-    left = {n: names - attributes[n] for n, names in instance_attributes(model).items()}
+    assert torch.equal(output_of(name, model), expected)
+    left = {n: names - attributes[n] for n, names in attributes_of(model).items()}
     assert not any("_turbo_rcm_patch" in name for names in left.values() for name in names)
 
 
-def test_restoring_under_a_later_hook_keeps_the_hook():
-    model = tiny_wan_transformer(layers=3)
-    expected = output_of(model)
+@cached
+def test_restoring_under_a_later_hook_keeps_the_hook(name):
+    model = tiny_family_transformer(name, layers=3)
+    expected = output_of(name, model)
     patch = trp.patch(model)
     model.enable_cache(FirstBlockCacheConfig(threshold=0.0))
     patch.restore()
     calls = []
     model.blocks[1]._diffusers_hook.hooks["fbc_block_hook"].pre_forward = lambda *a, **k: calls.append(1) or (a[1:], k)
     with model.cache_context("cond"):
-        assert torch.allclose(output_of(model), expected, rtol=1e-5, atol=1e-6)
+        assert torch.allclose(output_of(name, model), expected, rtol=1e-5, atol=1e-6)
     model.disable_cache()
-    assert torch.equal(output_of(model), expected)
-    assert not any("_turbo_rcm_patch" in name for names in instance_attributes(model).values() for name in names)
+    assert torch.equal(output_of(name, model), expected)
+    assert not any("_turbo_rcm_patch" in name for names in attributes_of(model).values() for name in names)
 
 
-def test_restoring_over_a_replaced_forward_is_an_error():
-    model = tiny_wan_transformer()
+@families
+def test_restoring_over_a_replaced_forward_is_an_error(name):
+    model = tiny_family_transformer(name)
     patch = trp.patch(model)
     inner = model.blocks[0].forward
     model.blocks[0].forward = lambda *args, **kwargs: inner(*args, **kwargs)
-    with pytest.raises(trp.PatchError, match="1 modules \\(WanTransformerBlock\\)"):
+    with pytest.raises(trp.PatchError, match=r"1 modules \(\w+TransformerBlock\)"):
         patch.restore()
     assert patch.active
     model.blocks[0].forward = inner
     patch.restore()
 
 
-def test_a_deep_copy_is_patched_and_restored_on_its_own():
-    model = tiny_wan_transformer()
-    expected = output_of(model)
+@families
+def test_a_deep_copy_is_patched_and_restored_on_its_own(name):
+    model = tiny_family_transformer(name)
+    expected = output_of(name, model)
     patch = trp.patch(model)
     twin = copy.deepcopy(model)
     with torch.no_grad():
@@ -176,19 +181,20 @@ def test_a_deep_copy_is_patched_and_restored_on_its_own():
             parameter.zero_()
     trp.restore(twin)
     assert is_fused(model)
-    assert torch.allclose(output_of(model), expected, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(output_of(name, model), expected, rtol=1e-5, atol=1e-6)
     patch.restore()
-    assert torch.equal(output_of(model), expected)
+    assert torch.equal(output_of(name, model), expected)
 
 
-def test_a_model_whose_hooks_were_removed_can_be_patched():
-    model = tiny_wan_transformer(layers=3)
-    expected = output_of(model)
+@cached
+def test_a_model_whose_hooks_were_removed_can_be_patched(name):
+    model = tiny_family_transformer(name, layers=3)
+    expected = output_of(name, model)
     model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
     model.disable_cache()
     with trp.patch(model) as patch:
         assert "cpu tensors (3)" in next(line for line in patch.summary().splitlines() if "linear + skip" in line)
-    assert torch.equal(output_of(model), expected)
+    assert torch.equal(output_of(name, model), expected)
 
 
 def test_one_model_as_both_transformers():
@@ -209,7 +215,7 @@ def test_restore_through_a_compiled_wrapper():
 
 
 def test_the_users_exception_is_not_hidden_by_a_failing_restore():
-    model = tiny_wan_transformer()
+    model = tiny_family_transformer("wan")
 
     def users_code():
         model.blocks[0].forward = lambda *args: None

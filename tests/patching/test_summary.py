@@ -40,7 +40,7 @@ def not_fused(row):
     """What a block launches for a step that is not."""
     if row.step in ("projection + skip", "linear + skip"):  # the skip is a pass of its own, also after a whole module
         return {"_skip_kernel": 1}
-    if row.step == "image attention":
+    if row.step == "image attention" and row.kernel != "PyTorch module":
         return {"_rms_norm_rope_kernel": 1}
     return {"_gelu_kernel": 1} if row.kernel == "PyTorch linear, Triton GELU" else {}
 
@@ -112,6 +112,55 @@ def test_a_patched_model_launches_what_its_summary_says(name, ran):
 
 
 I2V = {"image_dim": 4, "added_kv_proj_dim": "inner", "in_channels": 36}
+
+
+@pytest.mark.parametrize("name", ["wan", "animate"])
+def test_every_projection_of_a_prompt_has_a_row(name, ran):
+    """PyTorch's, each a linear alone, which is not called fused."""
+    model, patch = patched(name, I2V if name == "wan" else None)
+    rows = {row.step: row for row in check(name, patch, model, ran)}
+    _, linears = ran
+    paths = {"Q": ["to_q"], "K and V": ["to_k", "to_v"], "image K and V": ["add_k_proj", "add_v_proj"]}
+    for step, of_step in paths.items():
+        row = next(rows[key] for key in rows if key.startswith(f"{step} projection"))
+        assert (row.sub_layer, row.kernel) == ("cross_attention", "PyTorch linear")
+        assert row.reasons == {"nothing to fuse": len(model.blocks)}
+        assert all(
+            linears[id(block.attn2.get_submodule(path).weight)] == 1 for block in model.blocks for path in of_step
+        )
+
+
+def test_an_attention_that_is_called_as_a_whole_has_the_same_steps(ran):
+    model, patch = patched("wan", I2V)
+    steps = [row.step for row in patch.rows()]
+    for block in model.blocks:
+        for attn in (block.attn1, block.attn2):
+            attn.register_forward_hook(lambda module, args, output: output)
+    rows = check("wan", patch, model, ran)
+    assert [row.step for row in rows] == steps
+    assert [row.step for row in rows if row.reasons == {"torch hook": 2}] == [
+        step for step in steps if "norm + mod" not in step and step != "norm" and "linear" not in step
+    ]
+
+
+def test_a_step_that_some_blocks_lack_is_counted_where_it_is():
+    """Of the three blocks the middle one alone computes its self-attention in 8 bits."""
+    model = tiny_family_transformer("wan", layers=3)
+    config = trp.PatchConfig(tier="sparse", attention="block_sparse", exact_layers=(1, 1), min_tokens=0)
+    steps = {row.step: row for row in trp.patch(model, config).rows() if row.sub_layer == "self_attention"}
+    assert list(steps) == [
+        "norm + modulation",
+        "QKV projection",
+        "QK-norm + RoPE + 8 bits",
+        "QK-norm + RoPE",
+        "attention",
+        "projection + skip",
+    ]
+    assert {step: row.count for step, row in steps.items() if "QK-norm" in step} == {
+        "QK-norm + RoPE + 8 bits": 1,
+        "QK-norm + RoPE": 2,
+    }
+    assert steps["attention"].count == 3
 
 
 @pytest.mark.parametrize("backend", [None, "native"])

@@ -9,7 +9,7 @@ from diffusers import WanTransformer3DModel
 import turbo_rcm_patch as trp
 from tests import literal_wan
 from tests.official_names import in_8_bits, official_state_dict, with_proj_l
-from tests.oracle import relative_error
+from tests.oracle import assert_no_worse, relative_error
 from tests.patching.turbowan import BLOCKS, SAGE, SLA, TOPK, is_sparse, literal, run, turbo_weights
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.checkpoints.whole import parameters_of
@@ -64,8 +64,7 @@ def test_a_patched_block_is_as_right_as_diffusers_code_with_the_processor(saved)
     plain = copy.deepcopy(model)
     for block in plain.blocks:
         block.forward = type(block).forward.__get__(block)
-    ours, unpatched = (relative_error(run(each), expected) for each in (model, plain))
-    assert ours <= 1.05 * unpatched
+    assert_no_worse(run(model), run(plain), expected)
 
 
 def with_rounded_weights(weights, model):

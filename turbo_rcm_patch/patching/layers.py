@@ -24,6 +24,8 @@ from .lora import Linears
 from .plan import LINEAR, MODULE, NOTHING, REFERENCE, Call, Step
 from .storage import Storage
 
+ALONE, FEW_TOKENS = "nothing to fuse", "a prompt's few tokens"  # why PyTorch's linear does a projection
+
 Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin of RoPE, each [S, D/2]
 
 
@@ -122,8 +124,13 @@ def kv_projection(attn: nn.Module, tokens: int, call: Call, *, added: bool = Fal
     if read.are_quantized:
         return quantized_layers.kv_projection(read, partial(_of_each_module, modules), tokens, call)
     if read.has_lora and _why_not_read(read, call) is None:
-        return Step(read.each, read.named(LINEAR))
-    return Step(partial(_of_each_module, modules), LINEAR if read.reason is None else MODULE, read.reason)
+        return Step(read.each, read.named(LINEAR), FEW_TOKENS)
+    return _by_modules(partial(_of_each_module, modules), read)
+
+
+def _by_modules(run, read: Linears) -> Step:
+    """Linears that are called, with nothing beside them that a kernel could do as well."""
+    return Step(run, LINEAR, ALONE) if read.reason is None else Step(run, MODULE, read.reason)
 
 
 def _kv_of_one_module(module, context):
@@ -277,7 +284,7 @@ def projection(linear: nn.Module, call: Call) -> Step:
         return quantized_layers.projection(read, linear, call)
     if read.has_lora and _why_not_read(read, call) is None:
         return _projection_with_lora(read, call)
-    return Step(linear, LINEAR if read.reason is None else MODULE, read.reason)
+    return _by_modules(linear, read)
 
 
 def _projection_with_lora(read: Linears, call: Call) -> Step:

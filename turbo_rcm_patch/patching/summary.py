@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from ..tiers import BLOCK_SPARSE, BLOCK_SPARSE_ATTENTION, SPARSE
 from .families import family_of, wan_vae
 from .families.family import Blocks, compute_dtype
 from .families.wan.block import TEXT_TOKENS, BlockPlan, decide
-from .plan import NOTHING, Call, active_backend, state_of
+from .plan import NOTHING, Call, Step, active_backend, state_of
 from .quantized_weights import weights_note
 from .steps import NOT_COUNTED
 from .storage import CUT_OFF
@@ -33,7 +33,8 @@ TOKENS = 32760  # of a block that was not called yet: a video of 81 frames at 83
 
 
 class Row(NamedTuple):
-    """A step of equal blocks. kernel: what does it, or what do. reasons: why blocks are not fused there, counted."""
+    """A step of equal blocks. kernel: what does it, or what do. count: how many blocks have it. reasons: why blocks are
+    not fused there, counted."""
 
     blocks: str
     sub_layer: str
@@ -134,9 +135,7 @@ def decoder_rows(vae: nn.Module) -> Iterator[Row]:
     if wan_vae.vae_state(vae) is None:
         return
     for name, steps in wan_vae.decoder_steps(vae):
-        kernels_taken = "; ".join(dict.fromkeys(step.kernel for step in steps))
-        reasons = Counter(step.reason for step in steps if step.reason is not None)
-        yield Row("decoder", "decoder", name, kernels_taken, len(steps), dict(reasons))
+        yield _row("decoder", "decoder", name, steps)
 
 
 def _exact_steps(config: PatchConfig) -> str | None:
@@ -189,17 +188,31 @@ def _title(name: str, model: nn.Module, what: str, dtype: torch.dtype) -> str:
 
 def plan_rows(transformer: nn.Module, blocks: Blocks) -> Iterator[Row]:
     """Every step of a list of blocks that does anything, as of now."""
-    names: dict[tuple[str, str], dict[str, None]] = {}
-    reasons: dict[tuple[str, str], Counter] = {}
+    order: list[tuple[str, str]] = []
+    found: dict[tuple[str, str], list[Step]] = {}
     for _, block in blocks.of(transformer):
-        for sub_layer, step, parts in current_plan(transformer, block).rows():
+        place = 0
+        for *key, parts in current_plan(transformer, block).rows():
             decisive = next((part for part in parts if part.reason is not None), parts[0])
             if decisive.kernel != NOTHING:
-                names.setdefault((sub_layer, step), {})[decisive.kernel] = None
-                reasons.setdefault((sub_layer, step), Counter()).update(filter(None, [decisive.reason]))
-    count = len(getattr(transformer, blocks.name))
-    for key, of_step in names.items():
-        yield Row(blocks.name, *key, "; ".join(of_step), count, dict(reasons[key]))
+                place = _placed(tuple(key), order, place)
+                found.setdefault(tuple(key), []).append(decisive)
+    for key in order:
+        yield _row(blocks.name, *key, found[key])
+
+
+def _placed(key: tuple[str, str], order: list[tuple[str, str]], place: int) -> int:
+    """Where the steps after this one go, in an order that has it from now on: at this place if it had not."""
+    if key not in order:
+        order.insert(place, key)
+    return order.index(key) + 1
+
+
+def _row(blocks: str, sub_layer: str, name: str, steps: Sequence[Step]) -> Row:
+    """A step of those blocks that have it."""
+    kernels_taken = "; ".join(dict.fromkeys(step.kernel for step in steps))
+    reasons = Counter(step.reason for step in steps if step.reason is not None)
+    return Row(blocks, sub_layer, name, kernels_taken, len(steps), dict(reasons))
 
 
 def current_plan(transformer: nn.Module, block: nn.Module) -> BlockPlan:

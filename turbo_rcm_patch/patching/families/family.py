@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...config import PatchConfig
-from ...plain import hook_on
+from ...plain import hook_in_place_of_forward
 from ..block_sparse import layers_attended_exactly
 from ..copying import reduce_ex, refuse_replicas
 from ..journal import bind, slot_below_hooks
@@ -69,7 +69,7 @@ class Family:
             f"{name}.{path} has a {hook} that holds its old forward; patch first, then add hooks (such as sequential "
             "offload)."
             for path, module in modules
-            if (hook := hook_on(module)) and slot_below_hooks(module) is None
+            if (hook := hook_in_place_of_forward(module)) and slot_below_hooks(module) is None
         ]
 
     def bindings(self, transformer: nn.Module, config: PatchConfig, steps: Steps | None = None) -> list[Binding]:

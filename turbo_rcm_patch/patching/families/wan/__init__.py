@@ -13,7 +13,7 @@ from diffusers.models.transformers.transformer_wan import WanAttention, WanTrans
 from torch import nn
 
 from ....config import PatchConfig
-from ....plain import hook_on
+from ....plain import hook_in_place_of_forward
 from ...plan import SHARED, Shared
 from ..family import Binding, Blocks, Family
 from .forward import block_forward
@@ -24,7 +24,7 @@ from .modulation import embedder_forward
 def _more(transformer: WanTransformer3DModel, config: PatchConfig) -> Sequence[tuple[str, nn.Module, Callable]]:
     embedder = ("condition_embedder", transformer.condition_embedder, embedder_forward)
     # Under a hook, such as model offloading, that holds the old forward, the model goes without graphs.
-    if config.cuda_graph == "off" or hook_on(transformer):
+    if config.cuda_graph == "off" or hook_in_place_of_forward(transformer):
         return [embedder]
     return [("", transformer, transformer_forward), embedder]
 

@@ -32,12 +32,23 @@ from ...layers import (
     why_not_own_attention,
     why_not_quantized_attention,
 )
-from ...plan import LINEAR, MODULE, Call, Step
+from ...plan import MODULE, Call, Step
 from ...sparse import attention as sparse_attention
 from ...sparse import is_sparse
 from ...storage import Storage, residual_between_skips
 
 NOT_ASKED = "not in fuse"
+# Of a cross-attention that is called as a whole.
+CROSS_STEPS = ("Q projection", "K and V projections", "QK-norm", "attention", "projection + skip")
+CROSS_STEPS_WITH_IMAGE = (
+    "Q projection",
+    "K and V projections",
+    "image K and V projections",
+    "QK-norm",
+    "attention",
+    "image attention",
+    "projection + skip",
+)
 # Attention takes the last 512 tokens of the context as text and those before them as image.
 TEXT_TOKENS = 512
 
@@ -129,11 +140,9 @@ class CrossAttention:
 
     def rows(self) -> Rows:
         yield "norm", (self.norm,)
-        if self.q.kernel != LINEAR:
-            yield "Q projection", (self.q,)
-        if self.kv.kernel != LINEAR:
-            yield "K and V projections", (self.kv,)
-        if self.image_kv is not None and self.image_kv.kernel != LINEAR:
+        yield "Q projection", (self.q,)
+        yield "K and V projections", (self.kv,)
+        if self.image_kv is not None:
             yield "image K and V projections", (self.image_kv,)
         yield "QK-norm", (self.norm_q, self.norm_k, *filter(None, (self.image_norm,)))
         yield "attention", (self.attention,)
@@ -279,10 +288,11 @@ def _wide_attention(attn, call: Call, why_not_8_bits: str) -> Step:
 
 
 def _cross_attention(block, attention_class: type, call: Call, stored: Storage):
-    attn, names = block.attn2, ("QK-norm", "attention", "projection + skip")
+    attn = block.attn2
     asked = None if "cross_attention" in call.config.fuse else NOT_ASKED
     reason = asked or why_not_fused_attention(attn, attention_class)
     if reason is not None:
+        names = CROSS_STEPS if getattr(attn, "add_k_proj", None) is None else CROSS_STEPS_WITH_IMAGE
         return _whole(block.norm2, "norm", attn, stored, stored, call, reason, names, asked)
     image, text_tokens = {}, call.context_tokens
     if attn.add_k_proj is not None:

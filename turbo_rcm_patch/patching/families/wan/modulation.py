@@ -14,7 +14,7 @@ from diffusers.models.transformers.transformer_wan import WanTimeTextImageEmbedd
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ....kernels import MAX_RUNS, Runs
-from ....plain import hook_on, is_original
+from ....plain import hook_around_forward, hook_in_place_of_forward, is_original
 from ...graphs import why_not_recorded
 from ...plan import SHARED, Shared
 
@@ -58,7 +58,9 @@ def embedder_forward(
         return type(self).forward(self, timestep, *prompt, timestep_seq_len)
     temb, rows, *projected = type(self).forward(self, values, *prompt)
     expand = lambda x: x.repeat_interleave(counts, 0, output_size=len(timestep)).unflatten(0, (-1, timestep_seq_len))  # noqa: E731
-    timestep_proj = expand(rows)
+    # An ordinary tensor, because those of inference mode do not tell whether they were written to.
+    with torch.inference_mode(False), torch.no_grad():
+        timestep_proj = expand(rows)
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
     shared.runs = TokenRuns(rows, starts, StorageWeakRef(timestep_proj.untyped_storage()), timestep_proj._version)
     return expand(temb), timestep_proj, *projected
@@ -68,12 +70,21 @@ def _may_embed_runs(embedder: WanTimeTextImageEmbedding, *inputs: torch.Tensor |
     """Whether nobody would notice that fewer timesteps are embedded than there are tokens."""
     if torch.compiler.is_compiling() or inputs[0].is_meta or why_not_recorded(inputs) is not None:
         return False
-    if torch.is_inference_mode_enabled():  # its tensors do not tell whether they were written to
-        return False
     parts = (embedder.timesteps_proj, *embedder.time_embedder.modules(), embedder.act_fn, embedder.time_proj)
-    hooks = filter(None, map(hook_on, parts))
     is_known = type(embedder) is WanTimeTextImageEmbedding and is_original(type(embedder).forward, type(embedder))
-    return is_known and all(hook.startswith("hook ") for hook in hooks)  # of offloading, not of users
+    return is_known and not any(map(_has_hook_of_user, parts))
+
+
+def _has_hook_of_user(module: torch.nn.Module) -> bool:
+    """Whether something other than offloading sees what a module is called with."""
+    if hook_around_forward(module) is not None:
+        return True
+    registry = vars(module).get("_diffusers_hook")
+    hooks = [vars(module).get("_hf_hook"), *(registry.hooks.values() if registry is not None else ())]
+    hooks = [part for hook in hooks if hook is not None for part in getattr(hook, "hooks", [hook])]
+    if not hooks:
+        return hook_in_place_of_forward(module) is not None
+    return any(type(hook).__module__.split(".")[0] not in ("accelerate", "diffusers") for hook in hooks)
 
 
 def modulation(scale_shift_table: torch.Tensor, temb: torch.Tensor, x: torch.Tensor, shared: Shared) -> list[Row]:

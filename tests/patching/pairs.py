@@ -1,0 +1,47 @@
+"""A patched model of each family beside an unpatched one, for what both must do alike."""
+
+import pytest
+import torch
+
+import turbo_rcm_patch as trp
+from tests.oracle import relative_error
+from tests.tiny_families import FAMILIES, tiny_family_inputs, tiny_family_transformer
+from turbo_rcm_patch.patching.families import family_of
+from turbo_rcm_patch.tiers import EXACT
+
+# A model of each family; and all kinds of calls, whose causal one has its self-attention called as a whole.
+NAMES = ("wan", "vace", "skyreels", "animate")
+families = pytest.mark.parametrize("name", NAMES)
+variants = pytest.mark.parametrize("name", ["wan", *FAMILIES])
+
+
+def make_pair(name, **options):
+    """The model twice, the first patched, and its patch."""
+    patched, plain = tiny_family_transformer(name, **options), tiny_family_transformer(name, **options)
+    return patched, plain, trp.patch(patched)
+
+
+def output_of(name, model, device="cpu", **overrides):
+    inputs = {**tiny_family_inputs(name, model), **overrides}
+    with torch.no_grad():
+        return model(**{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()})[0]
+
+
+def assert_same_output(name, patched, plain, **overrides):
+    error = relative_error(output_of(name, patched, **overrides), output_of(name, plain, **overrides))
+    assert error <= EXACT.limits.fp32
+
+
+def attributes_of(model):
+    """The names of what is set on each of a model's modules."""
+    return {path: set(module.__dict__) for path, module in model.named_modules()}
+
+
+def row(patch, sub_layer, step):
+    """What the summary says of a step of the first list of blocks."""
+    return next(row for row in patch.rows() if (row.blocks, row.sub_layer, row.step) == ("blocks", sub_layer, step))
+
+
+def attention_class(model):
+    """Of a model's blocks."""
+    return family_of(model).blocks[0].attention_class

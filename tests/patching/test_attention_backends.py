@@ -1,0 +1,53 @@
+"""Attention backends that a user chooses in diffusers, and PyTorch's attention where it is faster."""
+
+import pytest
+import torch
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry, attention_backend
+
+import turbo_rcm_patch as trp
+from tests.patching.pairs import assert_same_output, families, make_pair, row
+from tests.tiny_wan import tiny_wan_transformer
+from turbo_rcm_patch import kernels
+from turbo_rcm_patch.patching import layers, plan
+
+ATTENTION = ("self_attention", "attention")
+
+
+@families
+def test_attention_backends(monkeypatch, name):
+    # set_attention_backend also changes a global default, which reset_attention_backend leaves changed.
+    monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", _AttentionBackendRegistry._active_backend)
+    patched, plain, patch = make_pair(name)
+    patched.set_attention_backend("_native_math")
+    assert_same_output(name, patched, plain)
+    assert row(patch, *ATTENTION).reasons == {"attention backend _native_math": len(patched.blocks)}
+    patched.reset_attention_backend()
+    with attention_backend("native"):
+        assert row(patch, *ATTENTION).reasons == {"cpu tensors": len(patched.blocks)}
+        assert_same_output(name, patched, plain)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({}, "PyTorch's is faster"),
+        ({"attention": "triton"}, None),
+        ({"implementation": "triton"}, None),
+        ({"attention": "sdpa"}, "attention='sdpa'"),
+    ],
+)
+@pytest.mark.parametrize("derivative", [None, "backward"])
+def test_sdpa_where_it_is_faster_or_asked_for(monkeypatch, config, reason, derivative):
+    asked = []
+    faster = lambda *_, **circumstances: asked.append(circumstances) or "PyTorch's is faster"  # noqa: E731
+    monkeypatch.setattr(kernels, "why_sdpa", faster)
+    gpu, attn = torch.device("cuda"), tiny_wan_transformer().blocks[0].attn1
+    monkeypatch.setattr(kernels, "why_not_triton_on", lambda *_: None)
+    monkeypatch.setattr(kernels, "attention_kernel_name", lambda implementation, *_, **__: implementation)
+    config_of_patch = trp.PatchConfig(**config)
+    call = plan.Call(config_of_patch, gpu, torch.bfloat16, 1, 5, 1, 7, "sample", derivative, plan.active_backend())
+    step = layers.attention(attn, call)
+    assert step.reason == reason
+    assert step.kernel == ("torch" if reason else config.get("implementation", "auto"))
+    expected = [{"with_backward": derivative is not None}]
+    assert asked == (expected if config == {} else [])

@@ -1,0 +1,184 @@
+"""Hooks of users: on what the patch replaces the forward of, on what is inside, beside those of accelerate, global."""
+
+import accelerate
+import pytest
+import torch
+from torch.nn.modules import module as torch_module
+
+import turbo_rcm_patch as trp
+from tests.oracle import relative_error
+from tests.patching.pairs import NAMES, assert_same_output, families, make_pair, output_of
+from tests.tiny_families import tiny_family_inputs, tiny_family_transformer
+from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
+
+CPU = torch.device("cpu")
+
+
+def negated(module, args, output):
+    return tuple(map(negate, output)) if isinstance(output, tuple) else negate(output)
+
+
+def negate(value):
+    return -value if isinstance(value, torch.Tensor) else value
+
+
+def with_larger_prompt(module, args):
+    return args[0], 1.5 * args[1], *args[2:]
+
+
+HOOKS = {
+    "after": lambda module: module.register_forward_hook(negated),
+    "before": lambda module: module.register_forward_pre_hook(with_larger_prompt),
+}
+
+
+PLACES = [(name, path) for name in NAMES for path in ("blocks.1", "condition_embedder")]
+
+
+@pytest.mark.parametrize(("name", "path"), [*PLACES, ("vace", "vace_blocks.0")])
+@pytest.mark.parametrize("kind", HOOKS)
+def test_a_hook_that_is_there_before_the_patch_runs(name, path, kind):
+    patched, plain = tiny_family_transformer(name), tiny_family_transformer(name)
+    base = output_of(name, plain)
+    handles = [HOOKS[kind](model.get_submodule(path)) for model in (patched, plain)]
+    patch = trp.patch(patched)
+    assert all("forward" in block.__dict__ for block in patched.blocks)
+    expected = output_of(name, plain)
+    assert relative_error(expected, base) > 1e-3
+    assert relative_error(output_of(name, patched), expected) <= 1e-5
+    assert "torch hook" not in patch.summary().partition("CUDA graphs")[0]  # all steps are as without it
+    patch.restore()
+    assert torch.equal(output_of(name, patched), expected)
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(output_of(name, patched), base)
+
+
+@families
+def test_a_backward_hook_that_is_there_before_the_patch_runs(name):
+    gradients = []
+    for is_patched in (False, True):
+        model, seen = tiny_family_transformer(name), []
+        model.blocks[0].register_full_backward_hook(
+            lambda module, given, taken, seen=seen: seen.extend(g for g in (*given, *taken) if g is not None)
+        )
+        if is_patched:
+            trp.patch(model)
+        model(**tiny_family_inputs(name, model))[0].square().mean().backward()
+        gradients.append(seen)
+    assert len(gradients[0]) >= 2
+    assert all(relative_error(*pair) <= 1e-5 for pair in zip(*gradients, strict=True))
+
+
+def test_a_model_with_a_hook_of_its_own_has_graphs_when_that_is_gone(tape):
+    patched, plain = tiny_wan_transformer(), tiny_wan_transformer()
+    handles = [model.register_forward_hook(lambda module, args, output: (-output[0],)) for model in (patched, plain)]
+    patch = trp.patch(patched)
+    expected = output_of("wan", plain)
+    for _ in range(3):
+        assert relative_error(output_of("wan", patched), expected) <= 1e-5
+    assert "none now: torch hook; 0 calls replayed" in patch.summary()
+    for handle in handles:
+        handle.remove()
+    for _ in range(3):
+        assert relative_error(output_of("wan", patched), -expected) <= 1e-5
+    assert "2 calls replayed" in patch.summary()
+    assert patch.graph_count == 1
+
+
+@pytest.mark.parametrize("path", [f"blocks.0{part}" for part in ("", ".attn1", ".attn1.to_q", ".ffn.net.2")])
+@pytest.mark.parametrize("hooked", ["before the patch", "after the patch", "after offloading"])
+def test_a_hook_beside_one_of_offloading_runs(path, hooked):
+    patched, plain = tiny_wan_transformer(), tiny_wan_transformer()
+    base = output_of("wan", plain)
+    add = lambda model: model.get_submodule(path).register_forward_hook(negated)  # noqa: E731
+    add(plain)
+    if hooked == "before the patch":
+        add(patched)
+    patch = trp.patch(patched)
+    if hooked == "after the patch":
+        add(patched)
+    accelerate.cpu_offload(patched, execution_device=CPU)
+    if hooked == "after offloading":
+        add(patched)
+    expected = output_of("wan", plain)
+    assert relative_error(expected, base) > 1e-3
+    assert relative_error(output_of("wan", patched), expected) <= 1e-5
+    patch.restore()
+    assert torch.equal(output_of("wan", patched), expected)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["attn1", "attn1.to_q", "attn1.norm_q", "attn1.to_out.0", "attn2.to_k", "ffn", "ffn.net.0", "ffn.net.2", "norm1"],
+)
+@families
+def test_a_hook_on_any_module_of_a_block_runs(name, path):
+    patched, plain, patch = make_pair(name)
+    for model in (patched, plain):
+        model.blocks[0].get_submodule(path).register_forward_hook(negated)
+    assert_same_output(name, patched, plain)
+    assert ("torch hook (1)" in patch.summary()) == (path != "attn2.to_k")  # which is called in any case
+
+
+class Recording(accelerate.hooks.ModelHook):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def post_forward(self, module, output):
+        self.rows.append(output.shape[:-1].numel())
+        return output
+
+
+@pytest.mark.parametrize("kind", ["torch's", "torch's beside accelerate's", "accelerate's", "accelerate's, appended"])
+def test_a_hook_in_the_time_embedding_sees_a_row_per_token(kind):
+    """Also where offloading hooks, which do not mind fewer rows, are there too."""
+    model = tiny_wan_transformer()
+    inputs = tiny_transformer_inputs(model)
+    inputs["timestep"] = torch.full((2, 18), 700.0)  # by token
+    seen, linear = [], model.condition_embedder.time_embedder.linear_1
+    trp.patch(model)
+    if kind.endswith(("beside accelerate's", "appended")):
+        accelerate.cpu_offload(model, execution_device=CPU)
+    with torch.no_grad():
+        model(**inputs)
+        if kind.startswith("torch's"):
+            linear.register_forward_hook(lambda module, args, output: seen.append(output.shape[:-1].numel()))
+        else:
+            accelerate.hooks.add_hook_to_module(linear, Recording(seen), append=kind.endswith("appended"))
+        model(**inputs)
+    assert seen == [inputs["timestep"].numel()]
+
+
+@families
+@pytest.mark.parametrize("first", ["hook", "patch"])
+def test_a_global_hook_sees_what_it_sees_unpatched(name, first):
+    """Every module is called then, and the summary says why."""
+    outputs, seen = [], []
+    for is_patched in (False, True):
+        model, calls = tiny_family_transformer(name), []
+        paths = {module: path for path, module in model.named_modules()}
+
+        def look(module, args, output, paths=paths, calls=calls):
+            if module in paths:
+                first = output[0] if isinstance(output, tuple) else getattr(output, "sample", output)
+                calls.append((paths[module], None if first is None else first.detach().clone()))
+            return -output if paths.get(module, "").endswith(("norm1", "to_q", "net.2")) else None
+
+        patch = trp.patch(model) if is_patched and first == "patch" else None
+        if patch is not None:
+            output_of(name, model)  # plans are made
+        handle = torch_module.register_module_forward_hook(look)
+        try:
+            patch = trp.patch(model) if is_patched and patch is None else patch
+            outputs.append(output_of(name, model))
+            summary = patch.summary() if is_patched else ""
+        finally:
+            handle.remove()
+        seen.append(calls)
+    assert relative_error(outputs[1], outputs[0]) <= 1e-5
+    assert [path for path, _ in seen[1]] == [path for path, _ in seen[0]]
+    for (path, ours), (_, theirs) in zip(seen[1], seen[0], strict=True):
+        assert theirs is None or relative_error(ours, theirs) <= 1e-5, path
+    assert "global torch hook" in summary
+    assert "global torch hook" not in patch.summary()
