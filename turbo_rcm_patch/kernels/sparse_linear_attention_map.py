@@ -20,6 +20,8 @@ from .sparse_linear_attention_reference import block_scores
 from .threshold import largest_threshold
 
 LOWEST = tl.constexpr(-(2**31))
+HALF = tl.constexpr(16)
+LOW_HALF = tl.constexpr(2**16 - 1)
 WITHOUT_SIGN = tl.constexpr(2**31 - 1)
 
 
@@ -43,7 +45,7 @@ def _keep_largest(scores: torch.Tensor, kept: int) -> torch.Tensor:
             columns,
             kept,
             BLOCK=block,
-            num_warps=4 if block <= 2048 else 16,
+            num_warps=1 if block <= 1024 else 4 if block <= 2048 else 16,  # one need not wait for others
         )
     return block_map
 
@@ -68,6 +70,8 @@ def _keep_largest_kernel(scores, block_map, columns, kept, BLOCK: tl.constexpr):
     above = order > threshold
     equal = (order == threshold) & is_column
     room = kept - tl.sum(above.to(tl.int32))
-    chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= room))
-    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    counts = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << HALF), 0)  # both in one, in halves of an integer
+    equal_count = counts >> HALF
+    chosen = above | (equal & (equal_count <= room))
+    place = (counts & LOW_HALF) + tl.minimum(equal_count, room) - 1
     tl.store(block_map + row * kept + place, column, mask=chosen)
