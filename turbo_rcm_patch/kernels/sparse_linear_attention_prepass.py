@@ -50,7 +50,7 @@ def pool_queries(
     with torch.cuda.device_of(q):
         launch_kernel(
             _pool_queries_kernel,
-            (pooled.shape[2], heads, batch),
+            (heads, pooled.shape[2], batch),  # heads that run together fill the same sectors of scale
             q,
             pooled,
             values,
@@ -149,14 +149,14 @@ def _pool_queries_kernel(
     HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
     """One program: one block of one head. values and scale, of q in 8 bits, may be None."""
-    block = tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(0)
+    block = tl.program_id(1)
     sample = tl.program_id(2)
     start = block * BLOCK
     strides = (q_stride_b, q_stride_s, q_stride_h)
     tile = load_tile(q, strides, sample, head, start, tokens, HEAD_DIM, BLOCK, HEAD_DIM).to(tl.float32)
     mean = tl.sum(tile, 0) / tl.minimum(tokens - start, BLOCK)
-    row = (sample.to(tl.int64) * heads + head) * tl.num_programs(0) + block
+    row = (sample.to(tl.int64) * heads + head) * tl.num_programs(1) + block
     tl.store(pooled + row * HEAD_DIM + tl.arange(0, HEAD_DIM), mean.to(pooled.dtype.element_ty))
     if values is not None:
         step = tl.maximum(tl.max(tl.abs(tile), 1) / 127.0, FLOOR)
