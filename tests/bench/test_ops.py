@@ -85,6 +85,15 @@ def test_the_limit_is_the_best_rivals_error():
     assert error_limit(two, {"a": 0.4, "b": 0.2}, ErrorLimits(3.0, 0.0)) == pytest.approx(0.6)
 
 
+def test_contenders_do_not_always_follow_the_same_one():
+    """There and back: each is measured after its one neighbour, then after the other."""
+    order = []
+    contenders = {name: functools.partial(order.append, name) for name in "abc"}
+    times = ops.take_turns(contenders, CPU, rounds=3)
+    assert "".join(order[-9:]) == "abccbaabc"
+    assert {name: len(taken) for name, taken in times.items()} == dict.fromkeys("abc", 3)
+
+
 def test_speed_ups_and_rates_are_of_the_medians():
     result = run(SMALL["layer_norm_modulate"], copy=True)
     ours = result.timings["layer_norm_modulate"]

@@ -6,7 +6,12 @@ import torch
 from tests.oracle import torch_device
 from turbo_rcm_patch.kernels import sparse_linear_attention_reference as definition
 from turbo_rcm_patch.kernels.launch import launch_kernel
-from turbo_rcm_patch.kernels.sparse_linear_attention_map import _keep_largest, _keep_largest_kernel, choose_blocks
+from turbo_rcm_patch.kernels.sparse_linear_attention_map import (
+    _block_scores,
+    _keep_largest,
+    _keep_largest_kernel,
+    choose_blocks,
+)
 
 
 def scores_of(device, *shape):
@@ -57,6 +62,15 @@ def test_as_the_reference_chooses(device):
     torch.testing.assert_close(choose_blocks(q, k, 4), definition.choose_blocks(q, k, 4))
 
 
+def test_scores_of_16_bits_are_added_up_in_fp32(device):
+    """Of more blocks than one program has, in both directions; the last heads' are their own."""
+    for head_dim in (64, 128):
+        q, k = (scores_of(device, 2, 3, blocks, head_dim).half() for blocks in (131, 140))
+        scores, exact = _block_scores(q, k), q.double() @ k.double().mT
+        assert scores.dtype == torch.float32
+        assert (scores - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
 def test_under_autocast(device):
     """Which gives the scores in 16 bits."""
     q, k = (scores_of(device, 1, 2, blocks, 64) for blocks in (5, 11))
@@ -67,4 +81,6 @@ def test_under_autocast(device):
 
 
 def test_opcheck(device):
+    q, k = (scores_of(device, 1, 2, blocks, 64).half() for blocks in (3, 5))
+    torch.library.opcheck(torch.ops.turbo_rcm_patch.block_scores.default, (q, k))
     torch.library.opcheck(torch.ops.turbo_rcm_patch.keep_largest.default, (scores_of(device, 1, 2, 3, 5), 2))

@@ -26,6 +26,8 @@ from .sizes import cdiv
 from .tma import head_strides
 
 PROGRAMS = 1  # per multiprocessor that summarise keys: more have no room for their registers
+WARPS = 8  # of each
+WARP_ELEMENTS = 256  # of 16 bits, that a warp reads at once: it then adds up its own rows alone
 WARP_TOKENS, FP32_TOKENS = 64, 16  # at a time, where both operands of a product, or all of it, are in registers
 FOLDED_ROWS, FOLDED_COLUMNS = 16, 32
 SUMMARIES = 8  # read at once: each alone would wait for memory
@@ -48,7 +50,7 @@ def pool_queries(
     with torch.cuda.device_of(q):
         launch_kernel(
             _pool_queries_kernel,
-            (pooled.shape[2], heads, batch),
+            (heads, pooled.shape[2], batch),  # heads that run together fill the same sectors of scale
             q,
             pooled,
             values,
@@ -87,7 +89,8 @@ def summarize_keys(
     phi_sums, k_sums = (k.new_empty((batch, heads, programs, head_dim), dtype=torch.float32) for _ in range(2))
     v_maxima = None if v_scale is None else torch.empty_like(phi_sums)
     k_mean = k.new_empty((batch, heads, 1, head_dim), dtype=torch.float32)
-    at_a_time = _tokens_at_a_time(k.dtype, block, capability)
+    wgmma = capability[0] == 9 and k.dtype != torch.float32
+    at_a_time = block if wgmma else FP32_TOKENS if k.dtype == torch.float32 else min(block, WARP_TOKENS)
     with torch.cuda.device_of(k):
         launch_kernel(
             _summarize_keys_kernel,
@@ -107,8 +110,10 @@ def summarize_keys(
             HEAD_DIM=head_dim,
             BLOCK=block,
             AT_A_TIME=at_a_time,
-            num_warps=8,
-            num_stages=2,
+            LANES=WARPS * WARP_ELEMENTS // head_dim if wgmma else 1,
+            TRANSPOSED=wgmma,  # else the compiler holds φ(k)ᵀ in registers, and its wgmma wait for one another
+            num_warps=WARPS,
+            num_stages=3,
             **register_options(capability),
         )
         launch_kernel(
@@ -138,26 +143,20 @@ def summarize_keys(
     return k_mean
 
 
-def _tokens_at_a_time(dtype: torch.dtype, block: int, capability: tuple[int, int]) -> int:
-    if dtype == torch.float32:
-        return FP32_TOKENS
-    return block if capability[0] in (9, 10) else min(block, WARP_TOKENS)
-
-
 @triton.jit(do_not_specialize=["tokens", "heads"])
 def _pool_queries_kernel(
     q, pooled, values, scale, tokens, heads, scale_log2, q_stride_b, q_stride_s, q_stride_h,
     HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
     """One program: one block of one head. values and scale, of q in 8 bits, may be None."""
-    block = tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(0)
+    block = tl.program_id(1)
     sample = tl.program_id(2)
     start = block * BLOCK
     strides = (q_stride_b, q_stride_s, q_stride_h)
     tile = load_tile(q, strides, sample, head, start, tokens, HEAD_DIM, BLOCK, HEAD_DIM).to(tl.float32)
     mean = tl.sum(tile, 0) / tl.minimum(tokens - start, BLOCK)
-    row = (sample.to(tl.int64) * heads + head) * tl.num_programs(0) + block
+    row = (sample.to(tl.int64) * heads + head) * tl.num_programs(1) + block
     tl.store(pooled + row * HEAD_DIM + tl.arange(0, HEAD_DIM), mean.to(pooled.dtype.element_ty))
     if values is not None:
         step = tl.maximum(tl.max(tl.abs(tile), 1) / 127.0, FLOOR)
@@ -173,8 +172,11 @@ def _summarize_keys_kernel(
     k, v, means, states, phi_sums, k_sums, v_maxima, tokens, heads, per_program,
     k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,
     HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, AT_A_TIME: tl.constexpr,
+    LANES: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """One program: per_program blocks of one head, AT_A_TIME tokens of one at a time. v_maxima may be None."""
+    """One program: per_program blocks of one head, AT_A_TIME tokens of one at a time, in one loop whose loads run
+    ahead. Sums over tokens and maxima are kept per lane, of which tile after tile each gets every LANES-th token.
+    TRANSPOSED: the state is. v_maxima may be None."""
     program = tl.program_id(0)
     head = tl.program_id(1)
     sample = tl.program_id(2)
@@ -184,32 +186,45 @@ def _summarize_keys_kernel(
     of_head = sample.to(tl.int64) * heads + head
     blocks = tl.cdiv(tokens, BLOCK)
     state = tl.zeros((HEAD_DIM, HEAD_DIM), tl.float32)
-    phi_sum = tl.zeros((HEAD_DIM,), tl.float32)
-    k_sum = tl.zeros((HEAD_DIM,), tl.float32)
-    v_maximum = tl.zeros((HEAD_DIM,), tl.float32)
-    for block in tl.range(program * per_program, tl.minimum((program + 1) * per_program, blocks)):
-        block_sum = tl.zeros((HEAD_DIM,), tl.float32)
-        for start in tl.range(block * BLOCK, block * BLOCK + BLOCK, AT_A_TIME):
-            k_tile = load_tile(k, k_strides, sample, head, start, tokens, HEAD_DIM, AT_A_TIME, HEAD_DIM)
-            v_tile = load_tile(v, v_strides, sample, head, start, tokens, HEAD_DIM, AT_A_TIME, HEAD_DIM)
-            wide = k_tile.to(tl.float32)
-            block_sum += tl.sum(wide, 0)
-            phi = tl.exp2((wide - tl.max(wide, 1)[:, None]) * LOG2E)
-            is_key = tl.arange(0, AT_A_TIME) < tokens - start
-            phi = phi * tl.where(is_key, PHI_SCALE / tl.sum(phi, 1), 0.0)[:, None]
-            phi_sum += tl.sum(phi, 0)
-            if v_maxima is not None:
-                v_maximum = tl.maximum(v_maximum, tl.max(tl.abs(v_tile.to(tl.float32)), 0))
+    phi_sum = tl.zeros((LANES, HEAD_DIM), tl.float32)
+    k_sum = tl.zeros((LANES, HEAD_DIM), tl.float32)
+    block_sum = tl.zeros((LANES, HEAD_DIM), tl.float32)
+    v_maximum = tl.zeros((LANES, HEAD_DIM), tl.float32)
+    TILES: tl.constexpr = BLOCK // AT_A_TIME
+    PARTS: tl.constexpr = AT_A_TIME // LANES
+    end = tl.minimum((program + 1) * per_program, blocks) * TILES
+    for tile in tl.range(program * per_program * TILES, end):
+        start = tile * AT_A_TIME
+        k_tile = load_tile(k, k_strides, sample, head, start, tokens, HEAD_DIM, AT_A_TIME, HEAD_DIM)
+        v_tile = load_tile(v, v_strides, sample, head, start, tokens, HEAD_DIM, AT_A_TIME, HEAD_DIM)
+        wide = k_tile.to(tl.float32)
+        block_sum += tl.sum(wide.reshape(PARTS, LANES, HEAD_DIM), 0)
+        if tile % TILES == TILES - 1:
+            block = tile // TILES
+            mean = tl.sum(block_sum, 0) / tl.minimum(tokens - block * BLOCK, BLOCK)
+            tl.store(means + (of_head * blocks + block) * HEAD_DIM + columns, mean)
+            k_sum += block_sum
+            block_sum = tl.zeros((LANES, HEAD_DIM), tl.float32)
+        phi = tl.exp2((wide - tl.max(wide, 1)[:, None]) * LOG2E)
+        is_key = tl.arange(0, AT_A_TIME) < tokens - start
+        phi = phi * tl.where(is_key, PHI_SCALE / tl.sum(phi, 1), 0.0)[:, None]
+        phi_sum += tl.sum(phi.reshape(PARTS, LANES, HEAD_DIM), 0)
+        if v_maxima is not None:
+            magnitude = tl.abs(v_tile.to(tl.float32)).reshape(PARTS, LANES, HEAD_DIM)
+            v_maximum = tl.maximum(v_maximum, tl.max(magnitude, 0))
+        if TRANSPOSED:
+            state = tl.dot(v_tile.T, phi.to(v_tile.dtype), state, input_precision="ieee")
+        else:
             state = tl.dot(phi.to(v_tile.dtype).T, v_tile, state, input_precision="ieee")
-        row = of_head * blocks + block
-        tl.store(means + row * HEAD_DIM + columns, block_sum / tl.minimum(tokens - block * BLOCK, BLOCK))
-        k_sum += block_sum
     row = of_head * tl.num_programs(0) + program
-    tl.store(phi_sums + row * HEAD_DIM + columns, phi_sum)
-    tl.store(k_sums + row * HEAD_DIM + columns, k_sum)
+    tl.store(phi_sums + row * HEAD_DIM + columns, tl.sum(phi_sum, 0))
+    tl.store(k_sums + row * HEAD_DIM + columns, tl.sum(k_sum, 0))
     if v_maxima is not None:
-        tl.store(v_maxima + row * HEAD_DIM + columns, v_maximum)
-    tl.store(states + row * (HEAD_DIM * HEAD_DIM) + columns[:, None] * HEAD_DIM + columns[None, :], state)
+        tl.store(v_maxima + row * HEAD_DIM + columns, tl.max(v_maximum, 0))
+    STRIDE_0: tl.constexpr = 1 if TRANSPOSED else HEAD_DIM
+    STRIDE_1: tl.constexpr = HEAD_DIM if TRANSPOSED else 1
+    places = columns[:, None] * STRIDE_0 + columns[None, :] * STRIDE_1
+    tl.store(states + row * (HEAD_DIM * HEAD_DIM) + places, state)
 
 
 @triton.jit(do_not_specialize=["tokens", "heads", "programs"])
