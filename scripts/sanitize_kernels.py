@@ -378,6 +378,7 @@ def launch_convolutions(device: torch.device) -> None:
         conv_skip(x, weight, bias, residual)
         conv_skip(x[:, 2:], weight, bias, residual, front=x[:, :2])
         conv_skip(x, weight[:, :1], bias, upsample=True)
+        conv_skip(x[:, :3], weight[:, :1], bias, residual, upsample=True)  # which counts twice in every dimension
         conv_skip(x, weight[:, :, :1, :1].repeat(2, 1, 1, 1, 1), None, interleave=2)
 
 

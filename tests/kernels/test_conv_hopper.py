@@ -103,6 +103,20 @@ def test_tiles_of_known_sizes():
     assert conv_hopper.choose_tile(72, True, 1) == (0, 0)
 
 
+@pytest.mark.parametrize("repeats", [(2, 2, 2), (1, 1, 2), (2, 1, 1), (1, 2, 1)])
+@pytest.mark.parametrize("T", [2, 3])
+def test_a_residual_that_counts_twice(T, repeats, on_cpu):
+    """Of two samples, of each two frames, rows or columns; the first of three frames has one for itself."""
+    x, weight, bias, residual = operands(2, T, 9, 17, 32, 64, 1, 3, True, 1)
+    tensors = x, weight, bias, halved(residual, repeats)
+    check(on_cpu(tensors, True, 1, 2), tensors, True, 1)
+
+
+def halved(residual, repeats):
+    frames, rows, columns = repeats
+    return residual[:, : -(-residual.shape[1] // frames), ::rows, ::columns].contiguous()
+
+
 def test_without_bias_and_residual(on_cpu):
     x, weight, _, _ = operands(*SIZES["96 columns"])
     tensors = (x, weight, None, None)
@@ -143,6 +157,19 @@ def test_matches_the_oracle(name, dtype, sm_90, monkeypatch):
             out = torch.full_like(reference.conv_skip(*given, None, upsample, interleave), torch.nan)
             conv_hopper.launch(*arguments(given, has_front), out, upsample, interleave)
             check(out, given, upsample, interleave)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("repeats", [(2, 2, 2), (1, 1, 2)])
+def test_a_residual_that_counts_twice_on_a_gpu(repeats, sm_90):
+    if conv_hopper.why_not_on(sm_90, torch.bfloat16) is not None:
+        pytest.skip(conv_hopper.why_not_on(sm_90, torch.bfloat16))
+    for T in (2, 3):
+        x, weight, bias, residual = operands(2, T, 44, 80, 64, 512, 1, 3, True, 1, sm_90, torch.bfloat16)
+        tensors = x, weight, bias, halved(residual, repeats)
+        out = torch.full_like(residual, torch.nan)
+        conv_hopper.launch(*arguments(tensors, False), out, True, 1)
+        check(out, tensors, True, 1)
 
 
 @pytest.mark.gpu

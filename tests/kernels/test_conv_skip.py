@@ -93,6 +93,23 @@ def test_upsampled_and_interleaved(device):
     check(tensors, upsample=True, interleave=2)
 
 
+@pytest.mark.parametrize("T", [1, 2, 3])
+@pytest.mark.parametrize("repeats", [(2, 2, 2), (1, 1, 2), (2, 1, 1), (1, 2, 1)])
+def test_a_residual_that_counts_twice(T, repeats, device):
+    """Of each two frames, rows or columns; the first of three frames has one for itself. As if it were as large."""
+    sizes = torch_device(device), DTYPES[device][0]
+    x, weight, bias, residual = operands(2, T, 5, 7, 16, 12, 1, 3, *sizes, upsample=True)
+    frames, rows, columns = repeats
+    small = residual[:, : (T + frames - 1) // frames, ::rows, ::columns]
+    frame, row, column = ((torch.arange(n) + n % r) // r for n, r in zip((T, 10, 14), repeats, strict=True))
+    large = small[:, frame][:, :, row][:, :, :, column]
+    assert large.shape == residual.shape
+    expected = conv_skip(x, weight, bias, large, upsample=True, implementation="triton")
+    assert torch.equal(conv_skip(x, weight, bias, small, upsample=True, implementation="triton"), expected)
+    assert torch.equal(reference.repeat_residual(small, large.shape), large)
+    check([x, weight, bias, small], upsample=True)
+
+
 def test_the_reference_is_what_diffusers_computes():
     """Its causal convolution, its upsampling and its order of the frames of a time_conv, channels first."""
     x, weight, bias, residual = operands(2, 4, 5, 6, 8, 12, 3, 3)
@@ -386,6 +403,11 @@ def test_errors():
         conv_skip(x, weight, bias[:5])
     with pytest.raises(ValueError, match=r"residual has shape \[1, 1, 3, 4, 6\] but the result has \[1, 2, 3, 4, 6\]"):
         conv_skip(x, weight, bias, residual[:, :1])
+    # One that counts twice goes with upsampled results, that are not interleaved.
+    half = torch.cat((residual, residual), 1)
+    for options, small in (({}, half[:, :, :, :2]), ({"upsample": True, "interleave": 2}, half[..., :3])):
+        with pytest.raises(ValueError, match=r"residual has shape \[1, 4, 3, ., .\] but the result has"):
+            conv_skip(x, weight[:, :1], bias, small, **options)
     with pytest.raises(ValueError, match=r"dtypes torch.float16, torch.float32; cast them to one"):
         conv_skip(x, weight, bias, residual.half())
     with pytest.raises(ValueError, match=r"cannot take these tensors \(float64"):

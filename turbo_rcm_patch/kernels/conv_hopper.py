@@ -138,10 +138,10 @@ def _launch_columns(
     step_bytes = (PIXELS + columns + tail) * (depth + rest) * x.element_size()
     staging_bytes = PIXELS * (columns + tail) * x.element_size()
     chunk = min(64, tail or columns)
-    results = [
-        None if tensor is None else tensor.view(B * T * interleave, H, scale, W, scale * channels)
-        for tensor in (residual, out)
-    ]
+    repeats = (1, 1, 1) if residual is None else tuple(map(cdiv, out.shape[1:4], residual.shape[1:4]))
+    if residual is not None:
+        residual = residual.view(-1, H, scale // repeats[1], W, scale // repeats[2] * channels)
+    results = residual, out.view(-1, H, scale, W, scale * channels)
     with torch.cuda.device_of(x):
         launch_kernel(
             conv_kernel,
@@ -157,6 +157,7 @@ def _launch_columns(
             KH=kh,
             UPSAMPLE=upsample,
             INTERLEAVE=interleave,
+            REPEATS=repeats,
             TAIL=tail,
             STAGES=min(MOST_STAGES, (MEMORY - staging_bytes) // step_bytes),
             num_warps=4,

@@ -12,7 +12,8 @@ outside of the image. The barriers are those of the GEMM:
     free         the staging buffer has been stored
 
 Residual and result are seen as [B · frames, H, 2, W, 2 · N] where x is upsampled, with a 2 for the phases of the rows
-and one for those of the columns, so that a box of one phase is a box of them; else as [B · frames, H, 1, W, N].
+and one for those of the columns, so that a box of one phase is a box of them; else as [B · frames, H, 1, W, N]. Where a
+residual's rows or columns count twice, both phases are the same.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .conv_tiles import find_shift, locate_box
+from .conv_tiles import find_shift, locate_box, repeated_image
 from .gemm import locate_tile
 from .gemm_hopper_kernel import multiply, part_of, sum_layout
 from .gluon_releases import jit, reinterpret, tma_load, tma_store
@@ -34,13 +35,14 @@ from .gluon_releases import jit, reinterpret, tma_load, tma_store
 _locate_in_group = gluon.jit(locate_tile.fn)
 _locate_box = gluon.jit(locate_box.fn)
 _find_shift = gluon.jit(find_shift.fn)
+_repeated_image = gluon.jit(repeated_image.fn)
 
 
 @jit(do_not_specialize=("boxes", "T", "H", "W", "N"))
 def conv_kernel(
     x, x_rest, front, front_rest, weight, weight_rest, tail, tail_rest, residual, out, bias, boxes, T, H, W, N,
     C: gl.constexpr, KT: gl.constexpr, KH: gl.constexpr, UPSAMPLE: gl.constexpr, INTERLEAVE: gl.constexpr,
-    TAIL: gl.constexpr, STAGES: gl.constexpr,
+    REPEATS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """x to out: TMA descriptors; front of the KT − 1 frames before x, None where x begins with them; weight
     [N, KT · KH · KH · C], N with the rows of all frames that are interleaved; tail is of its TAIL columns of a tile
@@ -95,7 +97,7 @@ def conv_kernel(
             (_consume, (0, operands, turns, hand_over, epilogue, STEPS, REST, TAIL, UPSAMPLE, INTERLEAVE)),
             (_consume, (1, operands, turns, hand_over, epilogue, STEPS, REST, TAIL, UPSAMPLE, INTERLEAVE)),
             (_load_operands, (sources, rests, operands, sizes, C, KT, KH, REST, TAIL, UPSAMPLE)),
-            (_load_residuals, (residual, out, hand_over, sizes, K, UPSAMPLE, INTERLEAVE)),
+            (_load_residuals, (residual, out, hand_over, sizes, K, UPSAMPLE, INTERLEAVE, REPEATS)),
         ],
         [4, 1, 1],
         [240, 24, 24],
@@ -129,17 +131,18 @@ def _locate(
 
 @gluon.jit
 def _locate_result(
-    tile, sizes, K: gl.constexpr, UPSAMPLE: gl.constexpr, INTERLEAVE: gl.constexpr, BOX_H: gl.constexpr,
-    BOX_W: gl.constexpr, COLUMNS: gl.constexpr,
+    tile, sizes, K: gl.constexpr, UPSAMPLE: gl.constexpr, INTERLEAVE: gl.constexpr, REPEATS: gl.constexpr,
+    BOX_H: gl.constexpr, BOX_W: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """Where a tile's result begins in the five dimensions of residual and result, and the column. No tile has columns
-    of two interleaved frames."""
+    of two interleaved frames. REPEATS: of the residual's frames, rows and columns."""
     _, T, _, _, N = sizes
     sample, frame, top, left, phase_y, phase_x, column = _locate(tile, sizes, K, UPSAMPLE, BOX_H, BOX_W, COLUMNS)
     channels = N // INTERLEAVE
     part = column // channels if INTERLEAVE > 1 else 0
-    image = (sample * T + frame) * INTERLEAVE + part
-    return image, top, phase_y, left, phase_x * channels + column - part * channels, column
+    image = _repeated_image(sample, frame, T, REPEATS[0]) * INTERLEAVE + part
+    phase_y = phase_y // REPEATS[1]
+    return image, top, phase_y, left, phase_x // REPEATS[2] * channels + column - part * channels, column
 
 
 @gluon.jit
@@ -205,7 +208,10 @@ def _load_step(sources, place, c, column, k, arrived, tiles, slot, TAIL: gl.cons
 
 
 @gluon.jit
-def _load_residuals(residual, out, hand_over, sizes, K: gl.constexpr, UPSAMPLE: gl.constexpr, INTERLEAVE: gl.constexpr):
+def _load_residuals(
+    residual, out, hand_over, sizes, K: gl.constexpr, UPSAMPLE: gl.constexpr, INTERLEAVE: gl.constexpr,
+    REPEATS: gl.constexpr,
+):  # fmt: skip
     """One warp: the staging buffer for the consumers in turn, with the residual if there is one."""
     staging, staged, free = hand_over
     BOX_H: gl.constexpr = out.block_type.shape[1]
@@ -215,7 +221,7 @@ def _load_residuals(residual, out, hand_over, sizes, K: gl.constexpr, UPSAMPLE: 
     count = 0
     for tile in range(gl.program_id(0), _count_tiles(sizes, CHUNKS * CHUNK), gl.num_programs(0)):
         image, top, phase_y, left, place, _ = _locate_result(
-            tile, sizes, K, UPSAMPLE, INTERLEAVE, BOX_H, BOX_W, CHUNKS * CHUNK
+            tile, sizes, K, UPSAMPLE, INTERLEAVE, REPEATS, BOX_H, BOX_W, CHUNKS * CHUNK
         )
         mbarrier.wait(free, count & 1 ^ 1)
         arrived = staged.index(count % 2)
@@ -291,7 +297,7 @@ def _consume(
                 acc = warpgroup_mma_wait(PRODUCTS, deps=(token,))
             mbarrier.arrive(empty.index((step - 1) % STAGES))
         mbarrier.arrive(turns.index(1 - CONSUMER))
-        place = _locate_result(tile, sizes, K, UPSAMPLE, INTERLEAVE, BOX_H, BOX_W, COLUMNS + TAIL)
+        place = _locate_result(tile, sizes, K, UPSAMPLE, INTERLEAVE, (1, 1, 1), BOX_H, BOX_W, COLUMNS + TAIL)
         if TAIL:
             acc, acc_tail = warpgroup_mma_wait(0, deps=(acc, acc_tail))
         else:
