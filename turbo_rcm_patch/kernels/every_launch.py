@@ -283,7 +283,7 @@ def launch_conv_skip() -> None:
         launch_convolution(*frames, C, N, window=(3, 3), dtype=dtype)
     for N, C in product((192, 96, 3), (96, 20)):
         launch_convolution(*frames, C, N, window=(3, 3), front=False)
-    for N, C in product((384, 192, 96), (128, 20)):
+    for N, C in product((512, 384, 192, 96), (128, 20)):
         for repeats in ((1, 1, 1), (2, 2, 2), (1, 1, 2)):
             launch_convolution(3, 120, 208, C, N, window=(1, 3), upsample=True, repeats=repeats)
         launch_convolution(*frames, C, 2 * N, window=(3, 1), interleave=2, dense=False)
