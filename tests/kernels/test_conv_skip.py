@@ -8,6 +8,7 @@ from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
 from turbo_rcm_patch.kernels import conv_skip, conv_tiles, reference
 
 launcher = sys.modules["turbo_rcm_patch.kernels.conv_skip"]
+packer = sys.modules["turbo_rcm_patch.kernels.conv_weight"]
 
 # B, T, H, W, C, N, kt, kh. C = 3 and 12 are read through pointers, what is a multiple of 8 by TMA where the GPU has it.
 SIZES = {
@@ -222,6 +223,21 @@ def at_odd_address(tensor):
     shifted = torch.cat((tensor.flatten()[:1], tensor.flatten()))[1:].view(tensor.shape)
     assert shifted.data_ptr() % 16
     return shifted
+
+
+@pytest.mark.parametrize("sizes", [(5, 130, 3, 3, 3), (3, 128, 1, 3, 3), (2, 7, 3, 1, 1), (2, 1, 3, 3, 3)])
+def test_a_modules_weight_is_packed(sizes, device, monkeypatch):
+    """In one launch; what is packed needs none."""
+    launched, launch = [], packer.launch_kernel
+    monkeypatch.setattr(packer, "launch_kernel", lambda *given, **named: launched.append(1) or launch(*given, **named))
+    for dtype in DTYPES[device]:
+        weight = torch.randn(sizes, device=torch_device(device)).to(dtype).permute(0, 2, 3, 4, 1)
+        launched.clear()
+        packed = packer.pack_weight(weight)
+        assert packed.is_contiguous()
+        assert torch.equal(packed, weight)
+        assert packer.pack_weight(packed).data_ptr() == packed.data_ptr()
+        assert len(launched) == (sizes[1] > 1)  # one channel is packed either way
 
 
 def test_a_modules_channels_last_weight_needs_no_copy():

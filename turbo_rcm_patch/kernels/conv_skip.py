@@ -27,6 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import conv_hopper, reference
 from .conv_tiles import ConvTiles, choose_conv_tiles, find_shift, locate_box, repeated_image
+from .conv_weight import pack_weight
 from .dispatch import device_properties, kernel_op, use_triton
 from .gemm import epilogue_in_parts, locate_tile
 from .launch import launch_kernel, register_options
@@ -145,7 +146,7 @@ def _conv_skip(
         return out
     if weight.shape[1] == 1:
         front = None  # of no frames
-    x, weight = x.contiguous(), weight.contiguous()
+    x, weight = x.contiguous(), pack_weight(weight)
     front, bias, residual = (None if tensor is None else tensor.contiguous() for tensor in (front, bias, residual))
     if conv_hopper.why_not(x, front, weight, residual, out, upsample, interleave) is None:
         conv_hopper.launch(x, front, weight, bias, residual, out, upsample, interleave)

@@ -21,6 +21,7 @@ from .attention_8bit import attention_8bit
 from .block_sparse_attention import block_sparse_attention, block_sparse_attention_8bit
 from .coefficient import MAX_RUNS, Runs
 from .conv_skip import conv_skip
+from .conv_weight import pack_weight
 from .dispatch import KERNEL_DTYPES, why_not_triton_on
 from .gelu import gelu
 from .layer_norm_modulate import layer_norm_modulate
@@ -289,6 +290,8 @@ def launch_conv_skip() -> None:
         launch_convolution(*frames, C, 2 * N, window=(3, 1), interleave=2, dense=False)
     for N, C in product((384, 192, 96), (192, 20)):
         launch_convolution(*frames, C, N, window=(1, 1), dense=False)
+    for dtype, taps in product(KERNEL_DTYPES, (27, 9, 3)):
+        pack_weight(meta(192, 192, taps, 1, 1, dtype=dtype).permute(0, 2, 3, 4, 1))
 
 
 def launch_convolution(

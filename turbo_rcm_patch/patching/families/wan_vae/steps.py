@@ -55,10 +55,10 @@ def _kernel_name(conv: nn.Conv2d | nn.Conv3d, implementation: str, call: Call, i
     return kernels.conv_kernel(implementation, call.device, call.dtype, shape, weight_shape, **options)
 
 
-def _packed_weight(conv: nn.Conv2d | nn.Conv3d) -> torch.Tensor:
-    """A convolution's weight as kernels read it best, [N, kt, kh, kw, C]. Packed at each call, which takes little of
+def _weight(conv: nn.Conv2d | nn.Conv3d) -> torch.Tensor:
+    """A convolution's weight as kernels take it, [N, kt, kh, kw, C]. They pack it at each call, which takes little of
     what the convolution takes: kept, all of them would be a large part of a decode's memory."""
-    return conv.weight.unflatten(1, (-1, *(1,) * (5 - conv.weight.dim()))).permute(0, 2, 3, 4, 1).contiguous()
+    return conv.weight.unflatten(1, (-1, *(1,) * (5 - conv.weight.dim()))).permute(0, 2, 3, 4, 1)
 
 
 def kernel_size(conv: nn.Conv2d | nn.Conv3d) -> tuple[int, int, int]:
@@ -67,13 +67,13 @@ def kernel_size(conv: nn.Conv2d | nn.Conv3d) -> tuple[int, int, int]:
 
 
 def _conv_skip(conv, implementation, x, residual=None, **options):
-    return kernels.conv_skip(x, _packed_weight(conv), conv.bias, residual, **options, implementation=implementation)
+    return kernels.conv_skip(x, _weight(conv), conv.bias, residual, **options, implementation=implementation)
 
 
 def _convolution(conv, x, residual=None, *, upsample=False, interleave=1):
     if upsample:
         x = _nearest(x)
-    (kt, kh, kw), weight = kernel_size(conv), _packed_weight(conv)
+    (kt, kh, kw), weight = kernel_size(conv), _weight(conv).contiguous()
     if (kt, kh, kw) == (1, 1, 1):
         y = F.linear(x, weight.flatten(1), conv.bias)
     elif kt == 1:
