@@ -372,12 +372,15 @@ def launch_attention(device: torch.device) -> None:
 
 def launch_convolutions(device: torch.device) -> None:
     values = values_on(device)
-    for dtype, (channels, columns) in product(KERNEL_DTYPES, ((96, 96), (64, 192), (20, 3))):
+    for dtype, (channels, columns) in product(KERNEL_DTYPES, ((96, 96), (64, 192), (64, 256), (20, 3))):
         x, weight = values(1, 4, 13, 21, channels, dtype=dtype), values(columns, 3, 3, 3, channels, dtype=dtype)
         residual, bias = values(1, 2, 13, 21, columns, dtype=dtype), values(columns, dtype=dtype)
         conv_skip(x, weight, bias, residual)
+        as_in_module = weight.permute(0, 4, 1, 2, 3).contiguous()
+        conv_skip(x, as_in_module.permute(0, 2, 3, 4, 1), bias, residual)
         conv_skip(x[:, 2:], weight, bias, residual, front=x[:, :2])
         conv_skip(x, weight[:, :1], bias, upsample=True)
+        conv_skip(x[:, :3], weight[:, :1], bias, residual, upsample=True)  # which counts twice in every dimension
         conv_skip(x, weight[:, :, :1, :1].repeat(2, 1, 1, 1, 1), None, interleave=2)
 
 

@@ -3,9 +3,12 @@
 import copy
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
+import imageio.v3 as iio
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -110,12 +113,23 @@ def test_one_video_side_by_side(tmp_path):
     run["environment"] = {**ENVIRONMENT, "gpu": None}
     run["settings"] |= {"prompt": "a red circle", "dtype": "bfloat16", "seed": 7}
     run["variants"][-1]["frames"]["psnr_db"] = 58.81
+    run["difference_gain"] = 16
     (tmp_path / "side-by-side.json").write_text(json.dumps(run))
     page = page_of(tmp_path, {})
     assert "](side-by-side.png)" in page
     assert '`turbo-rcm compare "a red circle" --dtype bfloat16 --seed 7 --video side-by-side.png' in page
     assert "4 steps, on a CPU" in page
     assert "PSNR is 58.81 dB" in page
+    assert "their difference, amplified 16 times: `turbo-rcm" in page
+
+
+def test_the_shipped_picture_is_amplified_as_the_page_says():
+    page = (ROOT / "results/README.md").read_text()
+    gain = int(re.search(r"their difference, amplified (\d+) times", page)[1])
+    unpatched, patched, difference = np.split(iio.imread(ROOT / "results/side-by-side.png").astype(int), 3, axis=1)
+    amplified = gain * np.abs(patched - unpatched)
+    assert 127 < difference.max() < 256
+    assert np.abs(difference - amplified).max() <= gain + 1  # each panel is rounded for itself
 
 
 def test_what_tune_chooses_beside_what_ships(tmp_path):

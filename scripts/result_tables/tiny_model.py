@@ -185,7 +185,8 @@ def side_by_side(run: dict) -> str:
     picture = SIDE_BY_SIDE.replace(".json", ".png")
     return (
         f"## One video, side by side\n\n![A video unpatched, patched, and the difference]({picture})\n\n"
-        f'Three frames, unpatched, patched, and their difference, amplified: `turbo-rcm compare "{settings["prompt"]}" '
+        f"Three frames, unpatched, patched, and their difference, amplified {run['difference_gain']} times: "
+        f'`turbo-rcm compare "{settings["prompt"]}" '
         f"--dtype {settings['dtype']} --seed {settings['seed']} --video {picture} --json {SIDE_BY_SIDE}`, "
         f"{settings['num_inference_steps']} steps, {environment['gpu'] or 'on a CPU'}, {versions(environment)}. "
         f"Transformer and decoder are patched. The frames' PSNR is {decibels(patched['frames']['psnr_db'])} dB.\n"

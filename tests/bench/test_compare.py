@@ -236,6 +236,7 @@ def test_reports(pipe, tmp_path):
     first, second, difference = np.split(videos, 3, axis=2)
     assert np.array_equal(difference, gain * np.abs(second - first))
     assert 0.5 < difference.max() <= 1
+    assert comparison.to_dict()["difference_gain"] == gain > 1
     equal = dataclasses.replace(comparison, variants=comparison.variants[:1] * 2)
     assert side_by_side(equal)[1] == 1
     assert side_by_side(equal)[0][:, :, 2 * width :].max() == 0

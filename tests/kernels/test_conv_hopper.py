@@ -30,6 +30,13 @@ SIZES = {
     "pixels alone": (1, 2, 11, 13, 64, 136, 1, 1, False, 1),
 }
 
+# Of tiles of two boxes: an odd number of boxes, samples, every phase.
+SHARED = {
+    "odd": (1, 3, 9, 7, 64, 256, 3, 3, False, 1),
+    "two samples": (2, 1, 8, 17, 128, 256, 3, 3, False, 1),
+    "upsampled, 512": (1, 2, 9, 9, 64, 512, 1, 3, True, 1),
+}
+
 
 def operands(B, T, H, W, C, N, kt, kh, upsample, interleave, device="cpu", dtype=torch.float16):
     scale = 2 if upsample else 1
@@ -103,6 +110,36 @@ def test_tiles_of_known_sizes():
     assert conv_hopper.choose_tile(72, True, 1) == (0, 0)
 
 
+@pytest.mark.parametrize("repeats", [(2, 2, 2), (1, 1, 2), (2, 1, 1), (1, 2, 1)])
+@pytest.mark.parametrize("T", [2, 3])
+def test_a_residual_that_counts_twice(T, repeats, on_cpu):
+    """Of two samples, of each two frames, rows or columns; the first of three frames has one for itself."""
+    x, weight, bias, residual = operands(2, T, 9, 17, 32, 64, 1, 3, True, 1)
+    tensors = x, weight, bias, halved(residual, repeats)
+    check(on_cpu(tensors, True, 1, 2), tensors, True, 1)
+
+
+def halved(residual, repeats):
+    frames, rows, columns = repeats
+    return residual[:, : -(-residual.shape[1] // frames), ::rows, ::columns].contiguous()
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize("name", SHARED)
+def test_two_boxes_share_the_rows_of_the_weight(name, programs, on_cpu, monkeypatch):
+    monkeypatch.setattr(conv_hopper, "device_properties", lambda device: ((9, 0), 2))
+    *sizes, upsample, interleave = SHARED[name]
+    tensors = operands(*SHARED[name])
+    B, T, H, W, C = sizes[:5]
+    assert conv_hopper.shares_rows(tensors[0].device, (B, T, H, W, C), tensors[1].shape, upsample)
+    for seed, has_front in enumerate((True, False)):
+        check(on_cpu(tensors, upsample, interleave, programs, seed, has_front), tensors, upsample, interleave)
+    if upsample:
+        x, weight, bias, residual = tensors
+        tensors = x, weight, bias, halved(residual, (2, 2, 2))
+        check(on_cpu(tensors, upsample, interleave, programs), tensors, upsample, interleave)
+
+
 def test_without_bias_and_residual(on_cpu):
     x, weight, _, _ = operands(*SIZES["96 columns"])
     tensors = (x, weight, None, None)
@@ -130,19 +167,33 @@ def test_a_wait_too_few_shows(broken, on_cpu):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", [*SIZES, *SHARED])
 def test_matches_the_oracle(name, dtype, sm_90, monkeypatch):
     """Each program has one tile at most, and then as on a GPU of two multiprocessors several."""
     if conv_hopper.why_not_on(sm_90, dtype) is not None:
         pytest.skip(conv_hopper.why_not_on(sm_90, dtype))
-    *_, upsample, interleave = SIZES[name]
+    sizes = (SIZES | SHARED)[name]
+    *_, upsample, interleave = sizes
     for multiprocessors in (132, 2):
         monkeypatch.setattr(conv_hopper, "device_properties", lambda device, n=multiprocessors: ((9, 0), n))
-        tensors = operands(*SIZES[name], device=sm_90, dtype=dtype)
+        tensors = operands(*sizes, device=sm_90, dtype=dtype)
         for given, has_front in product((tensors, [*tensors[:2], None, None]), (True, False)):
             out = torch.full_like(reference.conv_skip(*given, None, upsample, interleave), torch.nan)
             conv_hopper.launch(*arguments(given, has_front), out, upsample, interleave)
             check(out, given, upsample, interleave)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("repeats", [(2, 2, 2), (1, 1, 2)])
+def test_a_residual_that_counts_twice_on_a_gpu(repeats, sm_90):
+    if conv_hopper.why_not_on(sm_90, torch.bfloat16) is not None:
+        pytest.skip(conv_hopper.why_not_on(sm_90, torch.bfloat16))
+    for T in (2, 3):
+        x, weight, bias, residual = operands(2, T, 44, 80, 64, 512, 1, 3, True, 1, sm_90, torch.bfloat16)
+        tensors = x, weight, bias, halved(residual, repeats)
+        out = torch.full_like(residual, torch.nan)
+        conv_hopper.launch(*arguments(tensors, False), out, True, 1)
+        check(out, tensors, True, 1)
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
 from turbo_rcm_patch.kernels import conv_skip, conv_tiles, reference
 
 launcher = sys.modules["turbo_rcm_patch.kernels.conv_skip"]
+packer = sys.modules["turbo_rcm_patch.kernels.conv_weight"]
 
 # B, T, H, W, C, N, kt, kh. C = 3 and 12 are read through pointers, what is a multiple of 8 by TMA where the GPU has it.
 SIZES = {
@@ -91,6 +92,23 @@ def test_interleaved(sizes, device):
 def test_upsampled_and_interleaved(device):
     tensors = operands(2, 2, 5, 7, 16, 12, 1, 3, torch_device(device), upsample=True, interleave=2)
     check(tensors, upsample=True, interleave=2)
+
+
+@pytest.mark.parametrize("T", [1, 2, 3])
+@pytest.mark.parametrize("repeats", [(2, 2, 2), (1, 1, 2), (2, 1, 1), (1, 2, 1)])
+def test_a_residual_that_counts_twice(T, repeats, device):
+    """Of each two frames, rows or columns; the first of three frames has one for itself. As if it were as large."""
+    sizes = torch_device(device), DTYPES[device][0]
+    x, weight, bias, residual = operands(2, T, 5, 7, 16, 12, 1, 3, *sizes, upsample=True)
+    frames, rows, columns = repeats
+    small = residual[:, : (T + frames - 1) // frames, ::rows, ::columns]
+    frame, row, column = ((torch.arange(n) + n % r) // r for n, r in zip((T, 10, 14), repeats, strict=True))
+    large = small[:, frame][:, :, row][:, :, :, column]
+    assert large.shape == residual.shape
+    expected = conv_skip(x, weight, bias, large, upsample=True, implementation="triton")
+    assert torch.equal(conv_skip(x, weight, bias, small, upsample=True, implementation="triton"), expected)
+    assert torch.equal(reference.repeat_residual(small, large.shape), large)
+    check([x, weight, bias, small], upsample=True)
 
 
 def test_the_reference_is_what_diffusers_computes():
@@ -205,6 +223,21 @@ def at_odd_address(tensor):
     shifted = torch.cat((tensor.flatten()[:1], tensor.flatten()))[1:].view(tensor.shape)
     assert shifted.data_ptr() % 16
     return shifted
+
+
+@pytest.mark.parametrize("sizes", [(5, 130, 3, 3, 3), (3, 128, 1, 3, 3), (2, 7, 3, 1, 1), (2, 1, 3, 3, 3)])
+def test_a_modules_weight_is_packed(sizes, device, monkeypatch):
+    """In one launch; what is packed needs none."""
+    launched, launch = [], packer.launch_kernel
+    monkeypatch.setattr(packer, "launch_kernel", lambda *given, **named: launched.append(1) or launch(*given, **named))
+    for dtype in DTYPES[device]:
+        weight = torch.randn(sizes, device=torch_device(device)).to(dtype).permute(0, 2, 3, 4, 1)
+        launched.clear()
+        packed = packer.pack_weight(weight)
+        assert packed.is_contiguous()
+        assert torch.equal(packed, weight)
+        assert packer.pack_weight(packed).data_ptr() == packed.data_ptr()
+        assert len(launched) == (sizes[1] > 1)  # one channel is packed either way
 
 
 def test_a_modules_channels_last_weight_needs_no_copy():
@@ -386,6 +419,11 @@ def test_errors():
         conv_skip(x, weight, bias[:5])
     with pytest.raises(ValueError, match=r"residual has shape \[1, 1, 3, 4, 6\] but the result has \[1, 2, 3, 4, 6\]"):
         conv_skip(x, weight, bias, residual[:, :1])
+    # One that counts twice goes with upsampled results, that are not interleaved.
+    half = torch.cat((residual, residual), 1)
+    for options, small in (({}, half[:, :, :, :2]), ({"upsample": True, "interleave": 2}, half[..., :3])):
+        with pytest.raises(ValueError, match=r"residual has shape \[1, 4, 3, ., .\] but the result has"):
+            conv_skip(x, weight[:, :1], bias, small, **options)
     with pytest.raises(ValueError, match=r"dtypes torch.float16, torch.float32; cast them to one"):
         conv_skip(x, weight, bias, residual.half())
     with pytest.raises(ValueError, match=r"cannot take these tensors \(float64"):

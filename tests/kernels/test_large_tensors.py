@@ -80,7 +80,7 @@ def test_a_convolutions_operand(memory):
 def _store_pixel(tensor, pixel, pixels_of_frame, column):
     """One pixel, of which the columns from `column` on: of the second of two frames from COLUMNS on."""
     pixels = pixel + tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    arguments = (None, tensor, tensor, pixels, pixels >= 0, pixels_of_frame, COLUMNS)
+    arguments = (None, tensor, tensor, pixels, pixels, pixels >= 0, pixels_of_frame, COLUMNS)
     acc = tl.full((1, COLUMNS), 2.0, tl.float32)
     _store_conv(acc, 0, 0, column + tl.arange(0, COLUMNS), 1, 2 * COLUMNS, arguments, None)
 

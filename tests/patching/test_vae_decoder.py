@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from diffusers import AutoencoderKLWan
-from diffusers.models.autoencoders.autoencoder_kl_wan import WanDecoder3d
+from diffusers.models.autoencoders.autoencoder_kl_wan import DupUp3D, WanDecoder3d
 
 import turbo_rcm_patch as trp
 from tests.oracle import assert_no_worse, relative_error
@@ -237,6 +237,22 @@ def test_a_convolution_is_given_the_last_frames_of_all_its_input(frames):
     kept = _last_frames(x, front, 2)
     assert torch.equal(kept, torch.cat((front, x), 1)[:, -2:])
     assert kept.untyped_storage().nbytes() == kept.nbytes
+
+
+@pytest.mark.parametrize(("given", "made", "times", "size"), [(8, 8, 2, 1), (8, 4, 1, 1), (8, 8, 1, 1), (6, 9, 2, 3)])
+def test_a_shortcut_is_laid_out_as_little_as_can_be(given, made, times, size):
+    """So many times as large as its input, not 8, 2, 4 and 12 times; nothing is copied where channels stay as they are.
+    Latent frame 0 becomes one frame."""
+    from turbo_rcm_patch.kernels.reference import repeat_residual
+    from turbo_rcm_patch.patching.families.wan_vae.decoder import _Run
+
+    x, shortcut, run = torch.randn(2, 3, 2, 4, given), DupUp3D(given, made, times, 2), _Run(None)
+    for is_first in (True, False):
+        expected = shortcut(x.permute(0, 4, 1, 2, 3), first_chunk=is_first).permute(0, 2, 3, 4, 1)
+        actual = run.shortcut(shortcut, x)
+        assert torch.equal(repeat_residual(actual, expected.shape), expected)
+    assert actual.numel() == size * x.numel()
+    assert (actual.data_ptr() == x.data_ptr()) == (given == made)
 
 
 def test_each_norm_and_each_convolution_is_one_launch(monkeypatch):

@@ -8,13 +8,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from diffusers import AutoencoderKLWan
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import turbo_rcm_patch as trp
 from tests.tiny_vae import tiny_latents, tiny_vae
 from turbo_rcm_patch import kernels
-from turbo_rcm_patch.bench.cases import TI2V_5B_VAE
+from turbo_rcm_patch.bench.cases import CASES, TI2V_5B_VAE
 from turbo_rcm_patch.patching.families.wan_vae import chunks, forward
 from turbo_rcm_patch.patching.families.wan_vae.chunks import (
     MOST_ELEMENTS,
@@ -31,6 +31,8 @@ WAN_480P = {}, (1, 16, 21, 60, 104)
 WAN_720P = {}, (1, 16, 21, 90, 160)
 TI2V_720P = TI2V_5B_VAE, (1, 48, 31, 44, 80)
 SIZES = {"wan 2.1, 480p": WAN_480P, "wan 2.1, 720p": WAN_720P, "ti2v-5b, 720p": TI2V_720P}
+# The largest model for each, and the bytes of a weight with which it fits a card of 24 GB.
+BESIDE = [("wan 2.1, 480p", "wan2.1-14b", 1), ("wan 2.1, 720p", "wan2.1-14b", 1), ("ti2v-5b, 720p", "wan2.2-5b", 2)]
 
 
 class Peak(TorchDispatchMode):
@@ -198,6 +200,23 @@ def peak_with(frames, vae, z, monkeypatch):
     monkeypatch.setattr(forward, "frames_at_once", lambda *args, **options: frames)
     with trp.patch(vae):
         return peak(vae, z)
+
+
+@pytest.mark.parametrize(("size", "model", "weight_bytes"), BESIDE)
+def test_a_24_gb_card_has_room_beside_the_model(size, model, weight_bytes, monkeypatch):
+    """Beside its transformer and the VAE itself; the text encoder is done by then. With the frames that it chooses."""
+    vae, z = real(size)
+    with torch.device("meta"):
+        transformer = WanTransformer3DModel.from_config(CASES[model].transformer)
+    weights = weight_bytes * count_weights(transformer) + vae.dtype.itemsize * count_weights(vae)
+    free = 24 * 10**9 - weights
+    monkeypatch.setattr(chunks, "free_memory", lambda device: free)
+    frames = frames_at_once(vae, on_gpu(z), None, beside=sample_bytes(vae, z))
+    assert peak_with(frames, vae, z, monkeypatch) <= free
+
+
+def count_weights(model):
+    return sum(weight.numel() for weight in model.parameters())
 
 
 def on_gpu(z):

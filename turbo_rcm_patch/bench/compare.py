@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
@@ -77,12 +78,22 @@ class Comparison:
     variants: tuple[Variant, ...]
     decode_flops: int | None = None
 
+    def difference(self) -> tuple[np.ndarray, int]:
+        """How far the last variant's video, the patched one's, is from the first one's, [F, H, W, 3], amplified; and
+        by what: the largest power of two with which it stays in [0, 1]."""
+        difference = np.abs(self.variants[-1].video - self.variants[0].video)
+        largest = float(difference.max())
+        gain = 2 ** math.floor(-math.log2(largest)) if largest else 1
+        return gain * difference, gain
+
     def to_dict(self) -> dict[str, object]:
-        """Everything but the videos, for ``json.dump``; times in seconds, memory in bytes."""
+        """Everything but the videos, for ``json.dump``; times in seconds, memory in bytes. difference_gain: of
+        `difference`, where frames were made."""
         plain = asdict(replace(self, variants=tuple(replace(variant, video=None) for variant in self.variants)))
         for variant in plain["variants"]:
             del variant["video"]
-        return plain
+        made = all(variant.video is not None for variant in self.variants)
+        return plain | {"difference_gain": self.difference()[1] if made else None}
 
 
 def compare(

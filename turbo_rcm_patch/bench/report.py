@@ -307,14 +307,10 @@ def _format_decibels(value: float | None) -> str:
 
 
 def side_by_side(comparison: Comparison) -> tuple[np.ndarray, int]:
-    """The variants' videos next to each other, and at the end how far the last one's, the patched one's, is from the
-    first one's: [F, H, (variants + 1) * W, 3] in [0, 1]; and what that difference is multiplied by, so that the largest
-    can be seen: a power of two."""
-    videos = [variant.video for variant in comparison.variants]
-    difference = np.abs(videos[-1] - videos[0])
-    largest = float(difference.max())
-    gain = 2 ** math.floor(-math.log2(largest)) if largest else 1
-    return np.concatenate([*videos, gain * difference], axis=2), gain
+    """The variants' videos next to each other, and at the end the amplified difference of the last one, the patched
+    one's, to the first one: [F, H, (variants + 1) * W, 3] in [0, 1]; and by what it is multiplied."""
+    difference, gain = comparison.difference()
+    return np.concatenate([*(variant.video for variant in comparison.variants), difference], axis=2), gain
 
 
 def plot(comparison: Comparison, path: str | Path) -> None:

@@ -8,6 +8,7 @@ fp32 and rounded once. Without a gradient of its own: the reference runs under a
     upsample     every pixel of x stands for 2×2: H' = 2H, W' = 2W. An output pixel of one of the four phases, even and
                  odd rows and columns, reads the same pixels of x as its neighbours of that phase; a tile has one phase.
     interleave   with 2, W has rows for two frames: of the first, then of the second. Result frame 2t + i has rows i.
+    residual     of an upsampled result it may have each two frames, rows or columns as one, which is read twice.
 
 A tile of the result is a box of pixels of one frame, or of a few frames where one has too few channels to fill the
 tile's columns (`_launch_together`). For each place in W's window the same box of x, shifted, is multiplied. On sm_90
@@ -25,7 +26,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import conv_hopper, reference
-from .conv_tiles import ConvTiles, choose_conv_tiles, find_shift, locate_box
+from .conv_tiles import ConvTiles, choose_conv_tiles, find_shift, locate_box, repeated_image
+from .conv_weight import pack_weight
 from .dispatch import device_properties, kernel_op, use_triton
 from .gemm import epilogue_in_parts, locate_tile
 from .launch import launch_kernel, register_options
@@ -50,7 +52,9 @@ def conv_skip(
 
     x: [B, T, H, W, C] behind a front, [B, T + kt − 1, H, W, C] without. weight: [N · interleave, kt, kh, kw, C] with kt
         1 or 3 and kh = kw 1 or 3, as ``Conv3d.weight.permute(0, 2, 3, 4, 1)``. bias: [N · interleave] or None.
-        residual: as the result, or None. They are copied where they are not packed, as is front.
+        residual: as the result, or None; with upsample and interleave 1 also of half as many rows, columns or (rounded
+        up) frames, each of which counts twice; but of an odd number of the result's frames the first has one for
+        itself. They are copied where they are not packed, as is front.
     front: the frames before x's, [B, kt − 1, H, W, C]; None: x begins with them.
     upsample: whether x is doubled in height and width first, each pixel repeated (H' = 2H, W' = 2W; else H, W). With
         kt 1 and kh 3.
@@ -75,6 +79,16 @@ def result_shape(
     T = frames if front is not None else frames - weight.shape[1] + 1
     scale = 2 if upsample else 1
     return B, T * interleave, H * scale, W * scale, weight.shape[0] // interleave
+
+
+def residual_repeats(shape: tuple[int, ...], result: tuple[int, ...]) -> tuple[int, int, int] | None:
+    """How often the frames, rows and columns of a residual of a shape count for a result's, 1 or 2; None where the
+    shapes do not fit."""
+    if len(shape) != 5 or (shape[0], shape[4]) != (result[0], result[4]):
+        return None
+    sizes = list(zip(shape[1:4], result[1:4], strict=True))
+    fits = all(small == large or small == cdiv(large, 2) for small, large in sizes)
+    return tuple(1 if small == large else 2 for small, large in sizes) if fits else None
 
 
 def _check(
@@ -109,7 +123,8 @@ def _check(
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"conv_skip: bias has shape {list(bias.shape)}; it must be [{weight.shape[0]}].")
     expected = result_shape(x, weight, front, upsample, interleave)
-    if residual is not None and residual.shape != expected:
+    repeats = (1, 1, 1) if residual is None else residual_repeats(residual.shape, expected)
+    if repeats is None or (repeats != (1, 1, 1) and (not upsample or interleave > 1)):
         raise ValueError(f"conv_skip: residual has shape {list(residual.shape)} but the result has {list(expected)}.")
     dtypes = sorted({str(tensor.dtype) for tensor in (x, weight, bias, residual, front) if tensor is not None})
     if len(dtypes) > 1:
@@ -131,7 +146,7 @@ def _conv_skip(
         return out
     if weight.shape[1] == 1:
         front = None  # of no frames
-    x, weight = x.contiguous(), weight.contiguous()
+    x, weight = x.contiguous(), pack_weight(weight)
     front, bias, residual = (None if tensor is None else tensor.contiguous() for tensor in (front, bias, residual))
     if conv_hopper.why_not(x, front, weight, residual, out, upsample, interleave) is None:
         conv_hopper.launch(x, front, weight, bias, residual, out, upsample, interleave)
@@ -200,6 +215,7 @@ def _launch(
     descriptors = capability >= TMA_CAPABILITY and all(map(_fits_tma, present))
     tiles = choose_conv_tiles(capability, x.dtype, descriptors, H, W, C, N)
     T, phases = out.shape[1] // interleave, 4 if upsample else 1
+    repeats = (1, 1, 1) if residual is None else residual_repeats(residual.shape, out.shape)
     boxes = B * T * phases * cdiv(H, tiles.box_height) * cdiv(W, tiles.box_width)
     images = [None if frames is None else frames.view(-1, H, W, C) for frames in (x, front)]
     weights = weight.view(N, kt * kh * kw, C).transpose(0, 1)
@@ -225,6 +241,7 @@ def _launch(
             FRONT=0 if front is None else front.shape[1],
             UPSAMPLE=upsample,
             INTERLEAVE=interleave,
+            REPEATS=repeats,
             DESCRIPTORS=descriptors,
             **_tile_options(tiles),
             **register_options(capability, (10, 12)),
@@ -253,12 +270,13 @@ def _tile_options(tiles: ConvTiles) -> dict[str, object]:
 def _conv_skip_kernel(
     x, front, weight, weight_tail, bias, residual, out, boxes, T, H, W, N,
     C: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr, STRIDE: tl.constexpr, FRONT: tl.constexpr,
-    UPSAMPLE: tl.constexpr, INTERLEAVE: tl.constexpr, DESCRIPTORS: tl.constexpr, BOX_H: tl.constexpr,
-    BOX_W: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr, DEPTH: tl.constexpr,
+    UPSAMPLE: tl.constexpr, INTERLEAVE: tl.constexpr, REPEATS: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    BOX_H: tl.constexpr, BOX_W: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """x: [B · (STRIDE · (T − 1) + KT − FRONT), H, W, C]. front: [B · FRONT, H, W, C]. weight: [KT · KH · KH, N, C], of
     a packed [N, KT · KH · KH, C]. weight_tail: its descriptor for the columns of a tile past a power of two. boxes: of
-    all frames and phases. N: rows of the weight, of all frames that are interleaved."""
+    all frames and phases. N: rows of the weight, of all frames that are interleaved. REPEATS: of the residual's frames,
+    rows and columns."""
     ROWS: tl.constexpr = BOX_H * BOX_W
     TAPS: tl.constexpr = KT * KH * KH
     CHUNKS: tl.constexpr = (C + DEPTH - 1) // DEPTH
@@ -287,10 +305,18 @@ def _conv_skip_kernel(
         acc, acc_tail, steps_in_front, TAPS * CHUNKS, x, sample * (STRIDE * (T - 1) + KT - FRONT) + begin, weights,
         place, H, W, N, C, KH, TAPS, CHUNKS, UPSAMPLE, DESCRIPTORS, BOX_H, BOX_W, COLUMNS, TAIL, DEPTH,
     )  # fmt: skip
-    pixels_of_frame = H * W * (4 if UPSAMPLE else 1)
-    pixels, inside = _locate_pixels(top, left, phase_y, phase_x, H, W, UPSAMPLE, BOX_H, BOX_W)
+    SCALE: tl.constexpr = 2 if UPSAMPLE else 1
+    pixels_of_frame = SCALE * H * SCALE * W
+    pixels, inside = _locate_pixels(top, left, phase_y, phase_x, H, W, SCALE, SCALE, BOX_H, BOX_W)
     pixels += (sample * T + frame).to(tl.int64) * INTERLEAVE * pixels_of_frame
-    arguments = (bias, residual, out, pixels, inside, pixels_of_frame, N // INTERLEAVE)
+    of_residual = pixels
+    if REPEATS[0] * REPEATS[1] * REPEATS[2] > 1:
+        SCALE_Y: tl.constexpr = SCALE // REPEATS[1]
+        SCALE_X: tl.constexpr = SCALE // REPEATS[2]
+        of_residual, _ = _locate_pixels(top, left, phase_y, phase_x, H, W, SCALE_Y, SCALE_X, BOX_H, BOX_W)
+        image = repeated_image(sample, frame, T, REPEATS[0])
+        of_residual += image.to(tl.int64) * (SCALE_Y * H * SCALE_X * W)
+    arguments = (bias, residual, out, of_residual, pixels, inside, pixels_of_frame, N // INTERLEAVE)
     unscaled = (None, None)
     epilogue_in_parts(acc, unscaled, 0, 0, column, ROWS, N, _store, arguments, None, ROWS, COLUMNS)
     if TAIL:
@@ -360,29 +386,33 @@ def _load_weight(
 
 
 @triton.jit
-def _locate_pixels(top, left, phase_y, phase_x, H, W, UPSAMPLE: tl.constexpr, BOX_H: tl.constexpr, BOX_W: tl.constexpr):
-    """Where in a frame of the result the pixels of a box are, and which are there."""
+def _locate_pixels(
+    top, left, phase_y, phase_x, H, W, SCALE_Y: tl.constexpr, SCALE_X: tl.constexpr, BOX_H: tl.constexpr,
+    BOX_W: tl.constexpr,
+):  # fmt: skip
+    """Where in a frame that is so many times as high and as wide as x the pixels of a box are, and which are there."""
     pixels = tl.arange(0, BOX_H * BOX_W)
     y = top + pixels // BOX_W
     column = left + pixels % BOX_W
     inside = (y < H) & (column < W)
-    if UPSAMPLE:
-        y = 2 * y + phase_y
-        column = 2 * column + phase_x
-        W = 2 * W
-    return (y * W + column).to(tl.int64), inside
+    if SCALE_Y > 1:
+        y = SCALE_Y * y + phase_y
+    if SCALE_X > 1:
+        column = SCALE_X * column + phase_x
+    return (y * (SCALE_X * W) + column).to(tl.int64), inside
 
 
 @triton.jit
 def _store(acc, sample, rows, columns, M, N, arguments, KINDS: tl.constexpr):
     """N: rows of the weight, of which every frame that is interleaved has `channels`."""
-    bias, residual, out, pixels, inside, pixels_of_frame, channels = arguments
+    bias, residual, out, of_residual, pixels, inside, pixels_of_frame, channels = arguments
     column_mask = columns < N
     mask = inside[:, None] & column_mask[None, :]
     places = (columns // channels).to(tl.int64) * pixels_of_frame * channels + columns % channels
-    offsets = (pixels * channels)[:, None] + places[None, :]
     if bias is not None:
         acc += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     if residual is not None:
+        offsets = (of_residual * channels)[:, None] + places[None, :]
         acc += tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
+    offsets = (pixels * channels)[:, None] + places[None, :]
     tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=mask)

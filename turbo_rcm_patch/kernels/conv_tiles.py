@@ -92,3 +92,10 @@ def find_shift(place, phase, KH: tl.constexpr, UPSAMPLE: tl.constexpr):
         return (phase + place + 1) // 2 - 1
     else:
         return place - KH // 2
+
+
+@triton.jit
+def repeated_image(sample, frame, T, REPEAT: tl.constexpr):
+    """The image of a residual for a frame of the T of a sample, where each image is for so many frames (1 or 2), and
+    the first for one alone if T is odd."""
+    return sample * tl.cdiv(T, REPEAT) + (frame + T % REPEAT) // REPEAT

@@ -21,6 +21,7 @@ from .attention_8bit import attention_8bit
 from .block_sparse_attention import block_sparse_attention, block_sparse_attention_8bit
 from .coefficient import MAX_RUNS, Runs
 from .conv_skip import conv_skip
+from .conv_weight import pack_weight
 from .dispatch import KERNEL_DTYPES, why_not_triton_on
 from .gelu import gelu
 from .layer_norm_modulate import layer_norm_modulate
@@ -34,6 +35,7 @@ from .quantize_rows import quantize_rows
 from .quantized import FP8, INT8, Quantized, QuantizedWeight
 from .rms_norm_rope import rms_norm_rope
 from .rms_norm_silu import rms_norm_silu
+from .sizes import cdiv
 from .skip import skip
 from .sparse_linear_attention import BLOCK_SIZES, sparse_linear_attention
 from .sparse_linear_attention_map import choose_blocks
@@ -282,23 +284,29 @@ def launch_conv_skip() -> None:
         launch_convolution(*frames, C, N, window=(3, 3), dtype=dtype)
     for N, C in product((192, 96, 3), (96, 20)):
         launch_convolution(*frames, C, N, window=(3, 3), front=False)
-    for N, C in product((384, 192, 96), (128, 20)):
-        launch_convolution(3, 120, 208, C, N, window=(1, 3), upsample=True)
+    for N, C in product((512, 384, 192, 96), (128, 20)):
+        for repeats in ((1, 1, 1), (2, 2, 2), (1, 1, 2)):
+            launch_convolution(3, 120, 208, C, N, window=(1, 3), upsample=True, repeats=repeats)
         launch_convolution(*frames, C, 2 * N, window=(3, 1), interleave=2, dense=False)
     for N, C in product((384, 192, 96), (192, 20)):
         launch_convolution(*frames, C, N, window=(1, 1), dense=False)
+    for dtype, taps in product(KERNEL_DTYPES, (27, 9, 3)):
+        pack_weight(meta(192, 192, taps, 1, 1, dtype=dtype).permute(0, 2, 3, 4, 1))
 
 
 def launch_convolution(
     T: int, H: int, W: int, C: int, N: int, *, window: tuple[int, int], dtype: torch.dtype = BF16,
     upsample: bool = False, interleave: int = 1, dense: bool = True, front: bool = True,
+    repeats: tuple[int, int, int] = (1, 1, 1),
 ) -> None:  # fmt: skip
-    """window: kt and kh. dense: with a bias and a residual. front: the frames before are a tensor of their own."""
+    """window: kt and kh. dense: with a bias and a residual. front: the frames before are a tensor of their own.
+    repeats: of the residual's frames, rows and columns."""
     kt, kh = window
     weight = meta(N, kt, kh, kh, C, dtype=dtype)
     before, x = (meta(1, count, H, W, C, dtype=dtype) for count in (kt - 1, T if front else T + kt - 1))
     scale = 2 if upsample else 1
-    residual = meta(1, T * interleave, H * scale, W * scale, N // interleave, dtype=dtype) if dense else None
+    sizes = map(cdiv, (T * interleave, H * scale, W * scale), repeats)
+    residual = meta(1, *sizes, N // interleave, dtype=dtype) if dense else None
     bias = meta(N, dtype=dtype) if dense else None
     options = {"upsample": upsample, "interleave": interleave}
     conv_skip(x, weight, bias, residual, front=before if front else None, **options)

@@ -322,11 +322,12 @@ def part_of(layout, columns):
 
 
 @gluon.jit
-def multiply(a_tiles, w_tiles, acc, step, USE_ACC: gl.constexpr):
-    """Start acc + a wᵀ, or a wᵀ, of a step."""
+def multiply(a_tiles, w_tiles, acc, step, USE_ACC: gl.constexpr, PART: gl.constexpr = 0):
+    """Start acc + a wᵀ, or a wᵀ, of a step. PART: which a, where a step has several."""
     slot = step % w_tiles.shape[0]
     w_tile = w_tiles.index(slot).permute((1, 0))
-    return warpgroup_mma(a_tiles.index(slot), w_tile, acc, use_acc=USE_ACC, is_async=True)
+    a_tile = a_tiles.index(slot * (a_tiles.shape[0] // w_tiles.shape[0]) + PART)
+    return warpgroup_mma(a_tile, w_tile, acc, use_acc=USE_ACC, is_async=True)
 
 
 @gluon.jit

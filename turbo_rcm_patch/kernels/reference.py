@@ -248,7 +248,7 @@ def conv_skip(
 ) -> torch.Tensor:
     """``residual + (x ∗ W + b)`` for x [B, T, H, W, C] behind front [B, kt − 1, H, W, C] or, without front,
     x [B, T + kt − 1, H, W, C]; weight [N · interleave, kt, kh, kw, C], bias [N · interleave], residual
-    [B, T · interleave, H', W', N] or None.
+    [B, T · interleave, H', W', N], a smaller one that `repeat_residual` enlarges, or None.
 
     Zero padding in height and width, none in time. upsample: of x first, nearest, H' = 2H and W' = 2W. interleave: row
     i · N + n of the weight gives channel n of frame interleave · t + i.
@@ -266,4 +266,13 @@ def conv_skip(
     if residual is None:
         return sums
     wide = _wide(x.dtype)
-    return (residual.to(wide) + sums.to(wide)).to(x.dtype)
+    return (repeat_residual(residual, sums.shape).to(wide) + sums.to(wide)).to(x.dtype)
+
+
+def repeat_residual(residual: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A residual [B, T', H', W', N] of this shape, from one with each two frames, rows or columns as one; of an odd
+    number of frames the first is for itself."""
+    for dim in (1, 2, 3):
+        if residual.shape[dim] < shape[dim]:
+            residual = residual.repeat_interleave(2, dim)
+    return residual[:, residual.shape[1] - shape[1] :]

@@ -85,9 +85,10 @@ class _Run:
         y = x
         for resnet in block.resnets:
             y = self.residual_block(resnet, y)
-        if block.upsampler is not None:
-            y = self.upsample(block.upsampler, y)
-        return y if block.avg_shortcut is None else y.add_(self.doubled(block.avg_shortcut, x))
+        if block.upsampler is None:
+            return y
+        residual = () if block.avg_shortcut is None else (self.shortcut(block.avg_shortcut, x),)
+        return self.upsample(block.upsampler, y, *residual)
 
     def residual_block(self, block: WanResidualBlock, x: torch.Tensor) -> torch.Tensor:
         y = self.norm_silu(block.norm1, x)
@@ -106,10 +107,10 @@ class _Run:
         attended = attention(C, self._call).run(q, k, v)
         return self.convolve(block.proj, attended.reshape(x.shape), x)
 
-    def upsample(self, block: WanResample, x: torch.Tensor) -> torch.Tensor:
+    def upsample(self, block: WanResample, x: torch.Tensor, *residual: torch.Tensor) -> torch.Tensor:
         if block.mode == "upsample3d":
             x = self.twice_the_frames(block.time_conv, x)
-        return self.convolve(block.resample[1], x, upsample=True)
+        return self.convolve(block.resample[1], x, *residual, upsample=True)
 
     def twice_the_frames(self, time_conv: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if not self._is_first(time_conv):
@@ -117,10 +118,18 @@ class _Run:
         alone, others = x[:, :1], x[:, 1:]
         return torch.cat((alone, self.causal(time_conv, others, interleave=2)), 1) if others.shape[1] else alone
 
-    def doubled(self, shortcut: DupUp3D, x: torch.Tensor) -> torch.Tensor:
-        """Each channel repeated, and the repetitions laid out over the pixels (and frames) that one becomes."""
-        frames, edge = shortcut.factor_t, shortcut.factor_s
-        x = x.repeat_interleave(shortcut.repeats, dim=-1).unflatten(-1, (shortcut.out_channels, frames, edge, edge))
+    def shortcut(self, shortcut: DupUp3D, x: torch.Tensor) -> torch.Tensor:
+        """The residual that a shortcut makes of x: its channels, each repeated, are those of the pixels (and frames)
+        that one becomes. What is the same for each two columns, rows or frames is there once."""
+        repeats, counts = shortcut.repeats, []
+        for factor in (shortcut.factor_s, shortcut.factor_s, shortcut.factor_t):
+            shared = factor if repeats % factor == 0 else 1
+            repeats //= shared
+            counts.append(factor // shared)
+        columns, rows, frames = counts
+        if repeats > 1:
+            x = x.repeat_interleave(repeats, dim=-1)
+        x = x.unflatten(-1, (shortcut.out_channels, frames, rows, columns))
         x = x.permute(0, 1, 5, 2, 6, 3, 7, 4).flatten(5, 6).flatten(3, 4).flatten(1, 2)
         return x[:, frames - 1 :] if self._is_first(shortcut) else x
 

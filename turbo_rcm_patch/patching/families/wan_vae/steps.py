@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .... import kernels
+from ....kernels import reference
 from ...layers import choose_attention
 from ...plan import LINEAR, REFERENCE, Call, Step
 
@@ -24,7 +25,8 @@ def convolution(conv: nn.Conv2d | nn.Conv3d, call: Call, image: tuple[int, int] 
     Step: (x [B, T, H, W, C], residual=None, *, front=None, upsample=False, interleave=1) -> [B, T, H, W, N] (+
     residual). front: these frames, [B, kt - 1, H, W, C], if kt > 1; given only where the step takes it (`takes_front`),
     else x begins with them.
-    upsample: to twice the height and width by nearest neighbours, before. interleave=2: the channels are those of two
+    upsample: to twice the height and width by nearest neighbours, before; a residual may then be smaller, as that of
+    `kernels.conv_skip`. interleave=2: the channels are those of two
     frames, [B, 2 T, H, W, N / 2].
     image: the height and width of x, where the step is to name the kernel that serves these.
     """
@@ -53,10 +55,10 @@ def _kernel_name(conv: nn.Conv2d | nn.Conv3d, implementation: str, call: Call, i
     return kernels.conv_kernel(implementation, call.device, call.dtype, shape, weight_shape, **options)
 
 
-def _packed_weight(conv: nn.Conv2d | nn.Conv3d) -> torch.Tensor:
-    """A convolution's weight as kernels read it best, [N, kt, kh, kw, C]. Packed at each call, which takes little of
+def _weight(conv: nn.Conv2d | nn.Conv3d) -> torch.Tensor:
+    """A convolution's weight as kernels take it, [N, kt, kh, kw, C]. They pack it at each call, which takes little of
     what the convolution takes: kept, all of them would be a large part of a decode's memory."""
-    return conv.weight.unflatten(1, (-1, *(1,) * (5 - conv.weight.dim()))).permute(0, 2, 3, 4, 1).contiguous()
+    return conv.weight.unflatten(1, (-1, *(1,) * (5 - conv.weight.dim()))).permute(0, 2, 3, 4, 1)
 
 
 def kernel_size(conv: nn.Conv2d | nn.Conv3d) -> tuple[int, int, int]:
@@ -65,13 +67,13 @@ def kernel_size(conv: nn.Conv2d | nn.Conv3d) -> tuple[int, int, int]:
 
 
 def _conv_skip(conv, implementation, x, residual=None, **options):
-    return kernels.conv_skip(x, _packed_weight(conv), conv.bias, residual, **options, implementation=implementation)
+    return kernels.conv_skip(x, _weight(conv), conv.bias, residual, **options, implementation=implementation)
 
 
 def _convolution(conv, x, residual=None, *, upsample=False, interleave=1):
     if upsample:
         x = _nearest(x)
-    (kt, kh, kw), weight = kernel_size(conv), _packed_weight(conv)
+    (kt, kh, kw), weight = kernel_size(conv), _weight(conv).contiguous()
     if (kt, kh, kw) == (1, 1, 1):
         y = F.linear(x, weight.flatten(1), conv.bias)
     elif kt == 1:
@@ -83,7 +85,7 @@ def _convolution(conv, x, residual=None, *, upsample=False, interleave=1):
         y = F.conv3d(x, weight, conv.bias, padding=(0, kh // 2, kw // 2)).permute(0, 2, 3, 4, 1)
     if interleave > 1:
         y = y.unflatten(-1, (interleave, -1)).movedim(-2, 2).flatten(1, 2)
-    return y if residual is None else y.add_(residual)
+    return y if residual is None else y.add_(reference.repeat_residual(residual, y.shape))
 
 
 def _nearest(x: torch.Tensor) -> torch.Tensor:
