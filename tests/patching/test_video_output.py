@@ -9,7 +9,7 @@ import torch
 from diffusers.video_processor import VideoProcessor
 
 import turbo_rcm_patch as trp
-from tests.patching.test_restore import instance_attributes
+from tests.patching.pairs import attributes_of
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.patching import video_output
 from turbo_rcm_patch.patching.video_output import NOTE, postprocess_video
@@ -161,7 +161,7 @@ def test_a_transformer_alone_has_no_video():
 
 def test_a_failed_patch_leaves_the_processor(monkeypatch):
     pipe = tiny_wan_pipeline()
-    attributes = instance_attributes(pipe.transformer)
+    attributes = attributes_of(pipe.transformer)
 
     def failing(journal, target, config):
         video_output.patch_video_output(journal, target, config)
@@ -171,7 +171,7 @@ def test_a_failed_patch_leaves_the_processor(monkeypatch):
     with pytest.raises(MemoryError):
         trp.patch(pipe)
     assert "postprocess_video" not in vars(pipe.video_processor)
-    assert instance_attributes(pipe.transformer) == attributes
+    assert attributes_of(pipe.transformer) == attributes
 
 
 def test_a_shared_processor_is_patched_once():
