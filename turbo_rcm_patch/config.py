@@ -51,8 +51,8 @@ class PatchConfig:
         tier: the kind of arithmetic (tiers.py), by name or as a Tier, and kept as a Tier: it says which errors are
             allowed, and refuses the options that mean nothing in it, with the reason.
         quantize: in the quantized and the sparse tier, what of a block is computed in 8 bits, any of QUANTIZABLE.
-        keep: in these tiers, names of modules whose weights stay as they are, with wildcards, counted from the
-            transformer: "blocks.0.*", "*.ffn.net.2".
+        keep: in these tiers, names of modules whose weights, and those of all that they hold, stay as they are, with
+            wildcards, counted from the transformer: "blocks.0", "*.ffn.net.2".
         topk: in the sparse tier, the share of key blocks that each block of queries keeps, above 0 and at most 1.
         blocks: in the sparse tier, (queries, keys) in a block, as the weights were trained with. None: TurboDiffusion's
             own, (128, 64), and for 8-bit attention on sm_90 (64, 128); with attention="block_sparse" (128, 64).
@@ -103,11 +103,15 @@ class PatchConfig:
             object.__setattr__(self, field, tuple(value))
             for name in value if field != "keep" else ():
                 _check_name(field, name, accepted)
+        for name in self.keep:
+            if not isinstance(name, str) or not name:
+                raise ValueError(f"keep has {name!r}; give names of modules, such as 'blocks.0' or '*.ffn.net.2'.")
         self._check_exact("exact_steps", "steps")
         self._check_exact("exact_layers", "layers")
         self._check_sparsity()
-        if not isinstance(self.vae, bool):
-            raise ValueError(f"vae={self.vae!r}; give True or False.")
+        for field in ("vae", "restorable"):
+            if not isinstance(getattr(self, field), bool):
+                raise ValueError(f"{field}={getattr(self, field)!r}; give True or False.")
         if self.vae_chunk is not None and not (type(self.vae_chunk) is int and self.vae_chunk > 0):
             raise ValueError(f"vae_chunk={self.vae_chunk!r}; give a number of latent frames from 1 on, or None.")
         _check_name("attention", self.attention, ATTENTION_KERNELS)
@@ -129,7 +133,7 @@ class PatchConfig:
         if value is None:
             return
         counts = tuple(value) if isinstance(value, Sequence) else ()
-        if len(counts) != 2 or not all(isinstance(count, int) and count >= 0 for count in counts):
+        if len(counts) != 2 or not all(type(count) is int and count >= 0 for count in counts):
             raise ValueError(f"{field}={value!r}; give (first, last), two numbers of {of} from 0 on, or None.")
         object.__setattr__(self, field, counts)
 

@@ -75,6 +75,8 @@ def test_formats_follow_the_gpu():
     ("options", "left"),
     [
         ({"keep": ["blocks.0.*"]}, PER_BLOCK),
+        ({"keep": ["blocks.0"]}, PER_BLOCK),  # a module keeps what it holds
+        ({"keep": ["*.attn1"]}, 2 * (PER_BLOCK - 4)),
         ({"keep": ["*.ffn.net.2", "blocks.1.attn1.to_q"]}, 2 * PER_BLOCK - 3),
         ({"keep": ["patch_embedding"]}, 2 * PER_BLOCK),
         ({"fuse": ["feed_forward"]}, 4),
@@ -92,6 +94,20 @@ def test_a_name_that_fits_nothing_is_an_error(model):
     assert not quantized_linears(model)
     with pytest.raises(ValueError, match="keep='ffn' is a string"):
         trp.PatchConfig(tier=QUANTIZED, keep="ffn")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep": [3]}, r"keep has 3; give names of modules"),
+        ({"keep": [""]}, r"keep has ''; give names of modules"),
+        ({"restorable": "no"}, r"restorable='no'; give True or False"),
+        ({"exact_steps": (True, True)}, r"exact_steps=\(True, True\); give \(first, last\)"),
+    ],
+)
+def test_values_of_another_kind_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        trp.PatchConfig(tier=QUANTIZED, **options)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

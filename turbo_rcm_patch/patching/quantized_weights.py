@@ -64,8 +64,14 @@ def convertible_linears(transformer: nn.Module, blocks: Blocks, config: PatchCon
     for pattern in config.keep:
         if not any(fnmatchcase(path, pattern) for path, _ in transformer.named_modules()):
             raise ValueError(f"keep={pattern!r} fits no module of the {type(transformer).__name__}.")
-    kept = {path for path in found for pattern in config.keep if fnmatchcase(path, pattern)}
-    return {path: linear for path, linear in found.items() if path not in kept and _is_plain(linear)}
+    return {path: linear for path, linear in found.items() if not _is_kept(path, config.keep) and _is_plain(linear)}
+
+
+def _is_kept(path: str, patterns: Sequence[str]) -> bool:
+    """Whether one of the patterns fits the path of a module, or of one that holds it."""
+    parts = path.split(".")
+    holders = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    return any(fnmatchcase(holder, pattern) for holder in holders for pattern in patterns)
 
 
 def _linear_in(block: nn.Module, name: str) -> nn.Module | None:
