@@ -458,6 +458,9 @@ def test_ops_become_a_table_that_marks_what_is_missed():
     assert "|  |  | copy |  | 0.750 |  |  |" in table
     assert "| op 3×4 | refused" in table
     assert "4.00 TB/s" in table
+    dense = {**result, "timings": {**timings, "rival A": timing(2.0, None)}}
+    table = ops.ops_table({"results": [dense], "rounds": 7, "copy_bandwidth": 4e12})
+    assert "| op 1×2 | 2.500 | rival A | 2.000 | **0.800** | 1.1 | 1.0e-03 |" in table  # ours alone
 
 
 def test_traffic_becomes_a_table_that_names_its_source():

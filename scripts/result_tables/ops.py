@@ -115,11 +115,16 @@ def _op_rows(result: dict) -> list[list[str]]:
         figure = f"{speedup:.3f}" if target is None or speedup >= target else f"**{speedup:.3f}**"
         timing = timings.get(rival, {"milliseconds": None, "error": None})  # a copy has no timing of its own
         rival_time = "" if timing["milliseconds"] is None else f"{timing['milliseconds']:.3f}"
-        errors = "" if timing["error"] is None else f"{timings[best]['error']:.1e} / {timing['error']:.1e}"
+        errors = [timings[best]["error"] if index == 0 or timing["error"] is not None else None, timing["error"]]
         asked = [] if target is None else [str(target)]
         asked += [f"{most:g} ms"] if most is not None and index == 0 else []
-        rows.append([*label, rival, rival_time, figure, " / ".join(asked), errors])
+        rows.append([*label, rival, rival_time, figure, " / ".join(asked), _each(errors)])
     return rows
+
+
+def _each(errors: Sequence[float | None]) -> str:
+    """Those that were measured: ours stands alone where the rival is to be compared in time only."""
+    return " / ".join(f"{error:.1e}" for error in errors if error is not None)
 
 
 def tune_table(run: dict) -> str:
