@@ -27,22 +27,17 @@ def test_group_offload(name, options):
     assert torch.equal(output_of(name, patched), output_of(name, plain))
 
 
+@pytest.mark.parametrize(
+    ("offload", "reason"),
+    [(accelerate.cpu_offload, "hook AlignDevicesHook"), (accelerate.cpu_offload_with_hook, "cpu tensors")],
+)
 @variants
-def test_sequential_offload(name):
+def test_offload_by_accelerate(name, offload, reason):
+    """Layer by layer, and the whole model."""
     patched, plain, patch = make_pair(name)
-    accelerate.cpu_offload(patched, execution_device=CPU)
+    offload(patched, execution_device=CPU)
     assert_same_output(name, patched, plain)
-    assert row(patch, *OUT).reasons == {"hook AlignDevicesHook": len(patched.blocks)}
-    patch.restore()
-    assert torch.equal(output_of(name, patched), output_of(name, plain))
-
-
-@variants
-def test_model_offload(name):
-    patched, plain, patch = make_pair(name)
-    accelerate.cpu_offload_with_hook(patched, execution_device=CPU)
-    assert_same_output(name, patched, plain)
-    assert row(patch, *OUT).reasons == {"cpu tensors": len(patched.blocks)}
+    assert row(patch, *OUT).reasons == {reason: len(patched.blocks)}
     patch.restore()
     assert torch.equal(output_of(name, patched), output_of(name, plain))
 

@@ -105,6 +105,7 @@ def _block_scores_kernel(
 @triton.jit(do_not_specialize=["columns", "kept"])
 def _keep_largest_kernel(scores, block_map, columns, kept, BLOCK: tl.constexpr):
     """One program: one row."""
+    tl.static_assert(BLOCK < 2**15, "a row's counts must fit in halves of an int32")
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     is_column = column < columns

@@ -26,8 +26,7 @@ def convolution(conv: nn.Conv2d | nn.Conv3d, call: Call, image: tuple[int, int] 
     residual). front: these frames, [B, kt - 1, H, W, C], if kt > 1; given only where the step takes it (`takes_front`),
     else x begins with them.
     upsample: to twice the height and width by nearest neighbours, before; a residual may then be smaller, as that of
-    `kernels.conv_skip`. interleave=2: the channels are those of two
-    frames, [B, 2 T, H, W, N / 2].
+    `kernels.conv_skip`. interleave=2: the channels are those of two frames, [B, 2 T, H, W, N / 2].
     image: the height and width of x, where the step is to name the kernel that serves these.
     """
     if kernel_size(conv) == (1, 1, 1):
