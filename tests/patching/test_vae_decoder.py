@@ -13,8 +13,11 @@ from tests.tiny_vae import KINDS, decode, tiny_latents, tiny_vae
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.bench.cases import TI2V_5B_VAE
 from turbo_rcm_patch.kernels import aot
+from turbo_rcm_patch.kernels.conv_skip import residual_repeats
 from turbo_rcm_patch.kernels.dispatch import interpreting, meta_is_gpu
 from turbo_rcm_patch.kernels.launch import recorded
+from turbo_rcm_patch.kernels.reference import repeat_residual
+from turbo_rcm_patch.patching.families.wan_vae.decoder import _Run
 from turbo_rcm_patch.tiers import EXACT
 
 FP32 = EXACT.limits.fp32
@@ -243,13 +246,11 @@ def test_a_convolution_is_given_the_last_frames_of_all_its_input(frames):
 def test_a_shortcut_is_laid_out_as_little_as_can_be(given, made, times, size):
     """So many times as large as its input, not 8, 2, 4 and 12 times; nothing is copied where channels stay as they are.
     Latent frame 0 becomes one frame."""
-    from turbo_rcm_patch.kernels.reference import repeat_residual
-    from turbo_rcm_patch.patching.families.wan_vae.decoder import _Run
-
     x, shortcut, run = torch.randn(2, 3, 2, 4, given), DupUp3D(given, made, times, 2), _Run(None)
     for is_first in (True, False):
         expected = shortcut(x.permute(0, 4, 1, 2, 3), first_chunk=is_first).permute(0, 2, 3, 4, 1)
         actual = run.shortcut(shortcut, x)
+        assert residual_repeats(actual.shape, expected.shape) is not None  # the kernels take it
         assert torch.equal(repeat_residual(actual, expected.shape), expected)
     assert actual.numel() == size * x.numel()
     assert (actual.data_ptr() == x.data_ptr()) == (given == made)
