@@ -152,6 +152,24 @@ def test_two_experts(saved):
         assert is_sparse(model)
 
 
+def test_the_folder_of_a_pipeline(saved, tmp_path):
+    """Of one transformer and of two experts, as diffusers saves them; each transformer alone takes its own folder."""
+    for kind in ("t2v", "wan22_i2v"):
+        pipe, again, folder = tiny_wan_pipeline(kind), tiny_wan_pipeline(kind), tmp_path / kind
+        models = [model for model in (pipe.transformer, pipe.transformer_2) if model is not None]
+        files = [saved(turbo_weights(model, seed=seed), f"{seed}.pth") for seed, model in enumerate(models, 21)]
+        trp.load_turbodiffusion(files, pipe, **SLA)
+        for name, model in zip(("transformer", "transformer_2"), models, strict=False):
+            model.save_pretrained(folder / name)
+        trp.load_turbodiffusion(folder, again, **SLA)
+        for name, model in zip(("transformer", "transformer_2"), models, strict=False):
+            assert torch.equal(run(getattr(again, name)), run(model))
+    with pytest.raises(trp.PatchError, match=r"2 given \(.*transformer, .*transformer_2\), .* one path"):
+        trp.load_turbodiffusion(folder, tiny_wan_transformer(), **SLA)
+    with pytest.raises(trp.PatchError, match="1 given"):
+        trp.load_turbodiffusion(tmp_path / "t2v", tiny_wan_pipeline("wan22_i2v"), **SLA)
+
+
 def test_a_model_on_the_meta_device(saved):
     with torch.device("meta"):
         model = tiny_wan_transformer()

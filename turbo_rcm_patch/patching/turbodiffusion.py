@@ -16,7 +16,7 @@ from ..checkpoints.whole import Weight, WholeModel, cast, copy_into, parameters_
 from ..config import PatchConfig
 from ..tiers import SPARSE
 from .apply import Patch, PatchError, apply_patch, check_patchable, replace_computation, transformers_of
-from .converted import fill_buffers
+from .converted import COMPONENTS, fill_buffers
 from .families import family_of
 from .group_offload import ON_DISK, is_on_disk, write_through
 from .journal import Journal
@@ -44,7 +44,8 @@ def load_turbodiffusion(
 
     Args:
         path: a .pth or .safetensors file with TurboWan's or rCM's weights, also one of TurboDiffusion's "-quant" files,
-            or a folder that holds one, or diffusers' own files with proj_l. For two experts (high, low).
+            or a folder that holds one, or diffusers' own files with proj_l, also those of a whole pipeline. For two
+            experts (high, low), or the folder of a pipeline that has both.
         target: as for `patch`; of the architecture that the weights are for, on any device and of any dtype. Weights
             are read one at a time; on the meta device they take the parameters' places.
         attention: "sagesla", sparse-linear attention and linears in 8 bits; "sla", the same in the model's dtype; or
@@ -109,10 +110,12 @@ def _config_for(attention: str, topk: float, blocks: Sequence[int] | None) -> Pa
 @contextmanager
 def _opened(path: Source | Sequence[Source], models: dict[str, nn.Module]) -> Iterator[dict[str, WholeModel]]:
     """The files for the models by their names; PatchError where they do not fit."""
-    paths = [path] if isinstance(path, (str, Path)) else list(path)
+    given = [path] if isinstance(path, (str, Path)) else path
+    paths = [part for each in given for part in _transformers_in(each)]
     if len(paths) != len(models):
         wanted = "one path" if len(models) == 1 else "two: path=(high, low)"
-        raise PatchError(f"cannot load: {len(paths)} given, and the model takes {wanted}.")
+        listed = f" ({', '.join(map(str, paths))})" if paths != list(given) else ""
+        raise PatchError(f"cannot load: {len(paths)} given{listed}, and the model takes {wanted}.")
     with ExitStack() as stack:
         try:
             found = {
@@ -122,6 +125,11 @@ def _opened(path: Source | Sequence[Source], models: dict[str, nn.Module]) -> It
         except ValueError as error:
             raise PatchError(f"cannot load: {error}") from None
         yield found
+
+
+def _transformers_in(source: Source) -> list[Source]:
+    """The folders of the transformers in that of a diffusers pipeline, the high-noise one first; any other source."""
+    return [folder for name in COMPONENTS if (folder := Path(source).expanduser() / name).is_dir()] or [source]
 
 
 def _check_attention(files: dict[str, WholeModel], models: dict[str, nn.Module], attention: str) -> None:
