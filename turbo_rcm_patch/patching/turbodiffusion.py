@@ -132,6 +132,13 @@ def _transformers_in(source: Source) -> list[Source]:
     return [folder for name in COMPONENTS if (folder := Path(source).expanduser() / name).is_dir()] or [source]
 
 
+def _only_transformer(source: Source) -> Source:
+    folder, *others = _transformers_in(source)
+    if others:
+        raise ValueError(f"{source} holds two transformers; give the folder of one.")
+    return folder
+
+
 def _check_attention(files: dict[str, WholeModel], models: dict[str, nn.Module], attention: str) -> None:
     for name, file in files.items():
         if attention == "dense" and file.proj_l:
@@ -213,14 +220,15 @@ def _added_error(file: WholeModel, model: nn.Module) -> str | None:
 def merge_turbodiffusion(path: Source, base_path: Source, target: nn.Module) -> list[str]:
     """Add what TurboDiffusion's training changed, ``TurboWan − Wan``, to a model made from Wan: Fun, VACE, Move.
 
-    path, base_path: TurboWan's weights, and those of the Wan that it was trained from; as for `load_turbodiffusion`.
+    path, base_path: TurboWan's weights, and those of the Wan that it was trained from; as for `load_turbodiffusion`, of
+        one transformer each.
     target: a loaded transformer that is not patched; it keeps what the two have nothing for. Sums are made in fp32 and
         rounded once. It also gets SLA's projections, proj_l: ``trp.patch(target, "sparse")`` is then the way to run it.
     Returns what was left out, a line each: parameters of the target that a file has not, tensors of a file that do not
     fit it. There is no way back; load the target again.
 
-    Raises PatchError, before anything is changed, for a model that cannot be patched, and for files that cannot be read
-    or have nothing in common for it.
+    Raises PatchError, before anything is changed, for a model that cannot be patched, for files that cannot be read or
+    have nothing in common for it, and for a base that is TurboWan's.
     """
     check_patchable(models := transformers_of(target))
     (name, model), *others = models.items()
@@ -231,10 +239,12 @@ def merge_turbodiffusion(path: Source, base_path: Source, target: nn.Module) -> 
         try:
             turbo, base = (
                 WholeModel(source, stack.enter_context(open_tensors(source)), model, partial=True)
-                for source in (path, base_path)
+                for source in map(_only_transformer, (path, base_path))
             )
         except ValueError as error:
             raise PatchError(f"cannot merge: {error}") from None
+        if base.proj_l:
+            raise PatchError(f"cannot merge: {_why_no_base(path, base_path, is_turbo=bool(turbo.proj_l))}")
         shared = [parameter for parameter in turbo.weights if parameter in base.weights]
         if not shared:
             raise PatchError(f"cannot merge: {path} and {base_path} have nothing for a {type(model).__name__}.")
@@ -249,6 +259,15 @@ def merge_turbodiffusion(path: Source, base_path: Source, target: nn.Module) -> 
             raise
         add_projections(Journal(), blocks, _projections(turbo))
     return [f"{file.source}: {line}" for file in (turbo, base) for line in file.unfit]
+
+
+def _why_no_base(path: Source, base_path: Source, *, is_turbo: bool) -> str:
+    """Of a base that has proj_l. is_turbo: whether the other file has, too."""
+    given = "both have proj_l, which TurboDiffusion's training adds" if is_turbo else "they seem to be swapped"
+    return (
+        f"path is {path} and base_path {base_path}, which has proj_l: {given}. Give TurboWan's weights as path, and as "
+        "base_path those of the Wan that it was trained from."
+    )
 
 
 def _sums(
