@@ -1,39 +1,47 @@
-"""Wan 2.1 text to video with TurboDiffusion's weights: sparse-linear attention in 8 bits, four steps.
+"""Wan with TurboDiffusion's weights, from files that you downloaded: sparse-linear attention in 8 bits, four steps.
 
-python examples/turbowan.py TurboWan2.1-T2V-1.3B-480P.pth                                # a file that you downloaded
+python examples/turbowan.py TurboWan2.1-T2V-1.3B-480P.pth                                              # Wan 2.1, 1.3B
 python examples/turbowan.py TurboWan2.1-T2V-14B-480P.pth --model Wan-AI/Wan2.1-T2V-14B-Diffusers
+python examples/turbowan.py TurboWan2.2-I2V-A14B-high-720P.pth TurboWan2.2-I2V-A14B-low-720P.pth --image fox.png
 """
 
 import argparse
 
 import torch
-from diffusers import WanPipeline
-from diffusers.utils import export_to_video
+from diffusers import WanImageToVideoPipeline, WanPipeline
+from diffusers.utils import export_to_video, load_image
 
 import turbo_rcm_patch as trp
 
 parser = argparse.ArgumentParser()
-parser.add_argument("weights", help="TurboWan's .pth file, also a -quant one")
-parser.add_argument(
-    "--model", default="Wan-AI/Wan2.1-T2V-1.3B-Diffusers", help="the Wan it is for: a folder or a hub id"
-)
+parser.add_argument("weights", nargs="+", help="TurboWan's .pth file, also a -quant one; of Wan 2.2 both, high and low")
+parser.add_argument("--image", help="where the video starts: a file or a URL; for image to video")
+parser.add_argument("--model", help="the Wan it is for: a folder or a hub id (default: Wan 2.1 1.3B, or 2.2 I2V A14B)")
 parser.add_argument("--attention", default="sagesla", choices=("sagesla", "sla"), help="in 8 bits, or in bf16")
 parser.add_argument("--prompt", default="A red fox leaps through fresh snow, slow motion")
-parser.add_argument("--size", type=int, nargs=3, metavar=("HEIGHT", "WIDTH", "FRAMES"), default=(480, 832, 81))
+parser.add_argument("--size", type=int, nargs=3, metavar=("HEIGHT", "WIDTH", "FRAMES"))
 parser.add_argument("--output", default="video.mp4")
 options = parser.parse_args()
+if (len(options.weights) == 2) != (options.image is not None):
+    parser.error("image to video takes two files of weights, high and low, and --image; text to video one file.")
+
+if options.image:
+    pipeline, model, size = WanImageToVideoPipeline, "Wan-AI/Wan2.2-I2V-A14B-Diffusers", (720, 1280, 81)
+else:
+    pipeline, model, size = WanPipeline, "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", (480, 832, 81)
 
 # The VAE too is loaded in bf16: in fp32 its convolutions would be PyTorch's.
-pipe = WanPipeline.from_pretrained(options.model, dtype=torch.bfloat16)
+pipe = pipeline.from_pretrained(options.model or model, dtype=torch.bfloat16)
 if torch.cuda.is_available():
     pipe.to("cuda")
 
 print(trp.load_turbodiffusion(options.weights, pipe, attention=options.attention).summary())
-trp.use_rcm(pipe)
+trp.use_distilled(pipe, recipe="turbowan-i2v" if options.image else "turbowan")
 
-height, width, num_frames = options.size
+height, width, num_frames = options.size or size
 video = pipe(
-    options.prompt,
+    prompt=options.prompt,
+    **({"image": load_image(options.image)} if options.image else {}),
     height=height,
     width=width,
     num_frames=num_frames,

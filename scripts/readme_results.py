@@ -87,10 +87,11 @@ def with_results(text: str, folder: Path) -> str:
 def _short(path: Path) -> str:
     """What the README shows of a GPU; empty where no step of a real model was measured on it."""
     runs = json.loads(path.read_text())["runs"]
-    steps, sparse = short_steps(path, runs), path.with_name(SPARSE)
+    steps = short_steps(path, runs)
     if not steps:
         return ""
-    tiny = short_tiny_table(runs.get("evaluate"), json.loads(sparse.read_text()) if sparse.exists() else None)
+    files = (path.with_name(name) for name in (SPARSE, BLOCK_SPARSE))
+    tiny = short_tiny_table(runs.get("evaluate"), *(json.loads(f.read_text()) if f.exists() else None for f in files))
     return "\n".join(filter(None, (steps, tiny)))
 
 

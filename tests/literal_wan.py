@@ -124,8 +124,8 @@ def sparse_linear_attention(q, k, v, w, proj_l, topk, block_q, block_k):
     return torch.cat(rows) + linear(w, proj_l, linear_branch)
 
 
-def rcm_sample(velocity, shape, steps, sigma_max, seed, dtype):
-    """The rCM sampler with fresh noise in every step: velocity(x, timestep) for one video."""
+def rcm_sample(velocity, shape, steps, sigma_max, seed, dtype, stochastic=True):
+    """The rCM sampler, with fresh noise in every step or deterministic: velocity(x, timestep) for one video."""
     generator = torch.Generator().manual_seed(seed)
     angles = torch.tensor([*[math.atan(sigma_max), 1.5, 1.4, 1.0][:steps], 0.0], dtype=torch.float64)
     times = angles.sin() / (angles.cos() + angles.sin())
@@ -133,5 +133,8 @@ def rcm_sample(velocity, shape, steps, sigma_max, seed, dtype):
     for t, t_next in itertools.pairwise(times):
         timestep = (1000 * t.float()).bfloat16().to(dtype)
         v = velocity(x.to(dtype), timestep).double()
-        x = (1 - t_next) * (x - t * v) + t_next * torch.randn(shape, generator=generator)
+        if stochastic:
+            x = (1 - t_next) * (x - t * v) + t_next * torch.randn(shape, generator=generator)
+        else:
+            x = x - (t - t_next) * v
     return x

@@ -71,6 +71,26 @@ def test_turbowan(run_example, tmp_path, capsys, attention):
     assert "SLA 51/512 blocks" in capsys.readouterr().out  # of 81 frames at 832×480
 
 
+def test_turbowan_from_an_image(run_example, tmp_path, capsys):
+    """Two files, one for each expert; without an image, or with one file, it says what it takes."""
+    pipe = tiny_wan_pipeline("wan22_i2v")
+    pipe.save_pretrained(tmp_path / "model")
+    files = [tmp_path / f"{name}.pth" for name in ("high", "low")]
+    for path, model in zip(files, (pipe.transformer, pipe.transformer_2), strict=True):
+        torch.save(with_proj_l(official_state_dict(model), model), path)
+    iio.imwrite(tmp_path / "fox.png", torch.full((64, 80, 3), 128, dtype=torch.uint8).numpy())
+    options = ["--model", str(tmp_path / "model"), "--size", "32", "48", "5", "--output", "out.mp4"]
+    run_example("examples/turbowan.py", *map(str, files), *options, "--image", str(tmp_path / "fox.png"))
+    assert iio.imread(tmp_path / "out.mp4").shape == (5, 32, 48, 3)
+    printed = capsys.readouterr().out
+    assert printed.count("SLA") >= 2
+    assert "transformer_2: WanTransformer3DModel" in printed
+    for given in (map(str, files), [str(files[0]), "--image", "fox.png"]):
+        with pytest.raises(SystemExit):
+            run_example("examples/turbowan.py", *given, *options)
+        assert "two files of weights, high and low, and --image" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("given", ["folder", "files"])
 def test_lightning(run_example, tmp_path, capsys, given):
     pipe = tiny_wan_pipeline("wan22")

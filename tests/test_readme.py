@@ -338,45 +338,50 @@ def _sparse(n=24):
     return {"settings": {"n": n}, "environment": {"gpu": None}, "results": rows}
 
 
-def test_the_readme_has_a_small_table_of_the_tiny_model():
-    assert tiny_model.short_tiny_table(None) is None
-    assert tiny_model.short_tiny_table(_evaluation(), _sparse()).splitlines() == [
-        "| what the tiny model shows of 77 held-out captions, % | unpatched | exact | quantized | "
-        "PSNR of quantized to exact, dB |",
-        "|---|---|---|---|---|",
-        "| 1 step | 90.0 ± 1.2 | 91.0 ± 1.2 | 89.0 ± 1.2 | 38.12 |",
-        "| 4 steps | 98.0 ± 1.2 | 99.0 ± 1.2 | 97.0 ± 1.2 | 44.50 |",
-    ]
-    exact = _evaluation()
-    exact["results"] = [row for row in exact["results"] if row["variant"] != "quantized"]
-    assert "| 4 steps | 98.0 ± 1.2 | 99.0 ± 1.2 |\n" in tiny_model.short_tiny_table(exact)
+def _block_sparse(n=6):
+    variants = [_judged("mass 0.9", 4, 0.8, 22.25), _judged("mass 0.9, first step exact", 4, 0.9, 30.0)]
+    exact = _judged("exact", 4, 1.0, None)
+    return {"settings": {"n": n}, "environment": {"gpu": None}, "exact": exact, "variants": variants}
 
 
-def test_the_sparse_tier_is_in_the_small_table_when_as_many_captions_were_asked_of_it():
-    table = tiny_model.short_tiny_table(_evaluation(), _sparse(n=77))
-    assert "| quantized | sparse, on a CPU | PSNR of quantized to exact, dB |" in table
-    assert "| 1 step | 90.0 ± 1.2 | 91.0 ± 1.2 | 89.0 ± 1.2 | 50.0 ± 1.2 | 38.12 |" in table
-    assert "| 4 steps | 98.0 ± 1.2 | 99.0 ± 1.2 | 97.0 ± 1.2 | 75.0 ± 1.2 | 44.50 |" in table
+SHORT_TIERS = "| measured on | captions | what the tiny model shows of held-out captions, %"
+TIERS = [
+    "|---|---|---|---|---|---|",
+    "| GPU X | 77 | unpatched | 90.0 ± 1.2 | 98.0 ± 1.2 | 41.00 |",
+    "|  |  | exact | 91.0 ± 1.2 | 99.0 ± 1.2 |  |",
+    "|  |  | quantized | 89.0 ± 1.2 | 97.0 ± 1.2 | 44.50 |",
+    "|  |  | unpatched fp32 |  | 96.0 ± 1.2 | 45.00 |",
+    "| a CPU | 24 | exact | 90.0 ± 1.2 |  |  |",
+    "|  |  | sparse (SLA), 10 % of the key blocks | 50.0 ± 1.2 | 75.0 ± 1.2 | 21.00 |",
+    "|  |  | sparse (SLA), 20 % of the key blocks |  | 85.0 ± 1.2 | 22.00 |",
+    "| a CPU | 6 | exact |  | 100.0 ± 1.2 |  |",
+    "|  |  | block_sparse, mass 0.9 |  | 80.0 ± 1.2 | 22.25 |",
+    "|  |  | block_sparse, mass 0.9, first step exact |  | 90.0 ± 1.2 | 30.00 |",
+]
 
 
 def test_every_tier_is_in_one_table_with_where_it_was_measured_and_of_how_many_captions():
     assert tiny_model.tiers_table(None) is None
-    block_sparse = {"settings": {"n": 6}, "environment": {"gpu": None}, "exact": _judged("exact", 4, 1.0, None)}
-    block_sparse["variants"] = [_judged("mass 0.9", 4, 0.8, 22.25)]
-    lines = tiny_model.tiers_table(_evaluation(), _sparse(), block_sparse).splitlines()[2:]
-    assert lines == [
-        "| measured on | captions | variant | 1 step | 4 steps | PSNR to exact, dB |",
-        "|---|---|---|---|---|---|",
-        "| GPU X | 77 | unpatched | 90.0 ± 1.2 | 98.0 ± 1.2 | 41.00 |",
-        "|  |  | exact | 91.0 ± 1.2 | 99.0 ± 1.2 |  |",
-        "|  |  | quantized | 89.0 ± 1.2 | 97.0 ± 1.2 | 44.50 |",
-        "|  |  | unpatched fp32 |  | 96.0 ± 1.2 | 45.00 |",
-        "| a CPU | 24 | exact | 90.0 ± 1.2 |  |  |",
-        "|  |  | sparse (SLA), 10 % of the key blocks | 50.0 ± 1.2 | 75.0 ± 1.2 | 21.00 |",
-        "|  |  | sparse (SLA), 20 % of the key blocks |  | 85.0 ± 1.2 | 22.00 |",
-        "| a CPU | 6 | exact |  | 100.0 ± 1.2 |  |",
-        "|  |  | block_sparse, mass 0.9 |  | 80.0 ± 1.2 | 22.25 |",
-    ]
+    lines = tiny_model.tiers_table(_evaluation(), _sparse(), _block_sparse()).splitlines()[2:]
+    assert lines == ["| measured on | captions | variant | 1 step | 4 steps | PSNR to exact, dB |", *TIERS]
+
+
+def test_the_readmes_table_has_every_tier_but_not_every_variant():
+    assert tiny_model.short_tiny_table(None) is None
+    lines = tiny_model.short_tiny_table(_evaluation(), _sparse(), _block_sparse()).splitlines()
+    assert lines[0].startswith(f"{SHORT_TIERS} | 1 step | 4 steps |")
+    assert lines[1:] == [line for line in TIERS if "fp32" not in line and "first step" not in line]
+
+
+def test_the_readme_shows_what_the_files_hold(tmp_path):
+    """The rows of both sparse tiers, from the files beside the GPU's results."""
+    runs = {"wan2.2-5b": _step_run("wan2.2-5b", compiled=0.6, patched=0.5), "evaluate": _evaluation()}
+    (tmp_path / "gpu-x.json").write_text(json.dumps({"gpu": "GPU X", "runs": runs}))
+    for name, content in (("sparse-tiny.json", _sparse()), ("block-sparse-tiny.json", _block_sparse())):
+        (tmp_path / name).write_text(json.dumps(content))
+    text = readme_results.with_results("\n".join(readme_results.MEASURED), tmp_path)
+    assert TIERS[6] in text
+    assert TIERS[9] in text
 
 
 def _attention_rows(sizes="12×32760×128"):
@@ -417,10 +422,9 @@ def test_what_the_readme_has_of_a_gpu(tmp_path):
         return readme_results.with_results(f"a {start} old {end} b", tmp_path)
 
     whole = readme()
-    assert "\n\n| what the tiny model shows of 77 held-out captions, % | unpatched | exact | quantized | PSNR" in whole
+    assert f"\n\n{SHORT_TIERS} | 1 step | 4 steps |" in whole
+    assert "a CPU" not in whole
     assert whole.endswith(f"|\n{end} b")
-    (tmp_path / "sparse-tiny.json").write_text(json.dumps(_sparse(n=77)))
-    assert "| sparse, on a CPU |" in readme()
     del runs["x"]
     assert "held-out" not in readme()
 

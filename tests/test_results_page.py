@@ -161,7 +161,7 @@ def test_what_tune_chooses_otherwise(tuned, cells):
 
 def test_what_every_layer_keeps():
     table = checks.kept_table("verify-x", {**MEASURED["verify-wan2.1-1.3b"], "kept": KEPT})
-    assert "wan2.1-1.3b (30 layers), 81×480×832 keep" in table
+    assert "wan2.1-1.3b (30 of 30 layers), 81×480×832 keep" in table
     assert "| layer | step 1 | step 4 |" in table
     assert "| `transformer.blocks.0` | 100.0 | 50.0 |" in table
     assert "| `transformer.blocks.1` | 25.0 | 12.5 |" in table
@@ -177,6 +177,8 @@ def test_what_verify_checked():
     assert "| embedded, 17×160×224, `a` | exact | 2 of blocks | 0 | 3.0e-03 | 2.0e-03 | 3.0e-03 |" in table
     assert "| embedded, 17×160×224, `b` | exact | 2 of blocks | **1** | 3.0e-03 |" in table
     assert "|  |  | 1 of decoding | **1** | 1.0e-03 | 2.0e-03 | 2.0e-03 |" in table
+    part = {"c": {**run, "settings": {**MEASURED["verify-wan2.1-1.3b"]["settings"], "layers": 2}}}
+    assert "| wan2.1-1.3b (2 of 30 layers), 81×480×832, `c` | exact | 2 of blocks |" in checks.verified_table(part)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from turbo_rcm_patch.bench.cases import CASES
 from turbo_rcm_patch.bench.charts import model_of
 
 from .cells import bold, percent, table_of
@@ -30,7 +31,7 @@ def verified_table(runs: dict) -> str:
 
 def _verified_rows(name: str, run: dict) -> Iterator[list[str]]:
     checks = {"blocks": run["checks"], "decoding": [run["decoding"]] if run.get("decoding") else []}
-    label, preset = f"{model_of(run)}, `{name}`", run["settings"]["preset"]
+    label, preset = f"{_checked_model(run)}, `{name}`", run["settings"]["preset"]
     for what, found in checks.items():
         if found:
             unreached = run["unreached"] if what == "blocks" else []
@@ -42,14 +43,20 @@ def _verified_rows(name: str, run: dict) -> Iterator[list[str]]:
             label = preset = ""
 
 
+def _checked_model(run: dict) -> str:
+    """The model and the video of a run, and how many of the model's layers it has."""
+    name, case = model_of(run), CASES.get(run["settings"].get("config"))
+    return name if case is None else name.replace(" layers)", f" of {case.transformer['num_layers']} layers)")
+
+
 def kept_table(name: str, run: dict) -> str:
     """What every layer of a block-sparse model keeps, a column per checked step."""
     shares = {(one["block"], one["step"]): one["share"] for one in run["kept"]}
     blocks, steps = (list(dict.fromkeys(key[i] for key in shares)) for i in (0, 1))
     rows = [[f"`{block}`", *(percent(shares.get((block, step))) for step in steps)] for block in blocks]
     return (
-        f"The pairs of blocks of queries and keys that the layers of {model_of(run)} keep, in % (`{name}`; 100 where "
-        "attention is dense):\n\n" + table_of(["layer", *(f"step {step}" for step in steps)], rows)
+        f"The pairs of blocks of queries and keys that the layers of {_checked_model(run)} keep, in % (`{name}`; 100 "
+        "where attention is dense):\n\n" + table_of(["layer", *(f"step {step}" for step in steps)], rows)
     )
 
 

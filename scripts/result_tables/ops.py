@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from turbo_rcm_patch.bench.charts import model_of
 from turbo_rcm_patch.bench.ops_quantized import OURS_EXACT
 from turbo_rcm_patch.bench.ops_sparse import DENSE
+from turbo_rcm_patch.bench.report import case_with_share
 from turbo_rcm_patch.bench.tune_check import ALLOWED, SHIPPED, TUNED, choices_table, differing, slower
 
 from .cells import bold, table_of
@@ -103,14 +104,14 @@ def ops_table(run: dict, header: Sequence[str] = OPS_HEADER) -> str:
 
 
 def _op_rows(result: dict) -> list[list[str]]:
-    best = result["best"]
+    best, case = result["best"], case_with_share(result["case"], result.get("kept"))
     if best is None:
-        return [[result["case"], "refused: less accurate than its rivals", *[""] * (len(OPS_HEADER) - 2)]]
+        return [[case, "refused: less accurate than its rivals", *[""] * (len(OPS_HEADER) - 2)]]
     timings, rows = result["timings"], []
     most = result.get("most")
     ours = timings[best]["milliseconds"]
     for index, (rival, speedup) in enumerate(result["speedups"].items()):
-        label = [result["case"], bold(f"{ours:.3f}", ours > (most or ours))] if index == 0 else ["", ""]
+        label = [case, bold(f"{ours:.3f}", ours > (most or ours))] if index == 0 else ["", ""]
         target = result["targets"].get(rival)
         figure = f"{speedup:.3f}" if target is None or speedup >= target else f"**{speedup:.3f}**"
         timing = timings.get(rival, {"milliseconds": None, "error": None})  # a copy has no timing of its own

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from turbo_rcm_patch.config import PRESETS
-
 from .cells import decibels, percent, table_of, versions
 
 TRAINING = "training.json"
@@ -82,7 +80,18 @@ def tiers_table(evaluation: dict | None, sparse: dict | None = None, block_spars
     """What the embedded model shows in every tier, a row for each variant, with where and of how many captions it was
     measured; None without a measurement. evaluation: the run of that name; sparse, block_sparse: files of this folder.
     """
-    groups = []  # (where, captions, {variant: its results}); of each, those with the same captions
+    groups = _groups(evaluation, sparse, block_sparse)
+    if not groups:
+        return None
+    return (
+        "in %, with the standard error; the PSNR is that of the frames to the exact tier's, in the most steps:\n\n"
+        + _table_of_groups(groups, "variant").rstrip()
+    )
+
+
+def _groups(evaluation: dict | None, sparse: dict | None, block_sparse: dict | None) -> list[tuple[dict, dict]]:
+    """Each measurement with {variant: its results by steps}; of each, those with the same captions."""
+    groups = []
     if evaluation is not None:
         groups.append((evaluation, _by_variant(evaluation["results"], lambda row: row["variant"])))
     if sparse is not None:
@@ -91,10 +100,12 @@ def tiers_table(evaluation: dict | None, sparse: dict | None = None, block_spars
     if block_sparse is not None:
         rows = [block_sparse["exact"], *block_sparse["variants"]]
         groups.append((block_sparse, _by_variant(rows, _block_sparse_name)))
-    if not groups:
-        return None
+    return groups
+
+
+def _table_of_groups(groups: list[tuple[dict, dict]], title: str) -> str:
     counts = sorted({steps for _, variants in groups for rows in variants.values() for steps in rows})
-    header = ["measured on", "captions", "variant", *(_steps(count) for count in counts), "PSNR to exact, dB"]
+    header = ["measured on", "captions", title, *map(_steps, counts), "PSNR to exact, dB"]
     lines = []
     for measured, variants in groups:
         where = [measured["environment"]["gpu"] or "a CPU", str(measured["settings"]["n"])]
@@ -102,10 +113,7 @@ def tiers_table(evaluation: dict | None, sparse: dict | None = None, block_spars
             shares = [_overall(rows[count]) if count in rows else "" for count in counts]
             lines.append([*where, name, *shares, decibels(rows[max(rows)]["psnr_to_exact"])])
             where = ["", ""]
-    return (
-        "in %, with the standard error; the PSNR is that of the frames to the exact tier's, in the most steps:\n\n"
-        + table_of(header, lines).rstrip()
-    )
+    return table_of(header, lines)
 
 
 def _sparse_name(row: dict) -> str:
@@ -133,30 +141,18 @@ def _overall(row: dict) -> str:
     return f"{percent(overall['share'])} ± {percent(overall['standard_error'])}"
 
 
-SHORT_VARIANTS = "unpatched", "exact", "quantized"
-
-
-def short_tiny_table(evaluation: dict | None, sparse: dict | None = None) -> str | None:
-    """The README's table of the embedded model, a row for each number of steps; None without an evaluation. The sparse
-    tier has a column where as many captions were asked of it."""
+def short_tiny_table(
+    evaluation: dict | None, sparse: dict | None = None, block_sparse: dict | None = None
+) -> str | None:
+    """The README's table of the embedded model in every tier; None without an evaluation. What is only on the results
+    page: the unpatched model in fp32, and steps that are exact. Arguments: as of `tiers_table`."""
     if evaluation is None:
         return None
-    variants = _by_variant(evaluation["results"], lambda row: row["variant"])
-    columns = {name: variants[name] for name in SHORT_VARIANTS if name in variants}
-    if sparse is not None and sparse["settings"]["n"] == evaluation["settings"]["n"]:
-        kept = PRESETS["sparse"].topk
-        rows = [row for row in sparse["results"] if (row["variant"], row["kept"]) == ("SLA", kept)]
-        columns[f"sparse, on {sparse['environment']['gpu'] or 'a CPU'}"] = {row["steps"]: row for row in rows}
-    header = [f"what the tiny model shows of {evaluation['settings']['n']} held-out captions, %", *columns]
-    if "quantized" in columns:
-        header.append("PSNR of quantized to exact, dB")
-    lines = []
-    for count in next(iter(columns.values())):
-        cells = [_overall(rows[count]) if count in rows else "" for rows in columns.values()]
-        if "quantized" in columns:
-            cells.append(decibels(columns["quantized"][count]["psnr_to_exact"]))
-        lines.append([_steps(count), *cells])
-    return table_of(header, lines)
+    groups = [
+        (measured, {name: rows for name, rows in variants.items() if not name.endswith(("fp32", "step exact"))})
+        for measured, variants in _groups(evaluation, sparse, block_sparse)
+    ]
+    return _table_of_groups(groups, "what the tiny model shows of held-out captions, %")
 
 
 def lora_table(results: dict) -> str:

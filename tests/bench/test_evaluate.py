@@ -237,6 +237,21 @@ def test_a_line_is_reported_after_each_batch():
 # --- accuracy
 
 
+@pytest.mark.parametrize(
+    ("config", "label"),
+    [
+        ("quantized", "quantized"),
+        ("sparse", "sparse, topk 0.1"),
+        (PatchConfig(tier="sparse", topk=0.15, blocks=(16, 16)), "sparse, topk 0.15, blocks 16×16"),
+        (PatchConfig(tier="sparse", attention="block_sparse", mass=0.7), "sparse, mass 0.7"),
+        ("block_sparse", "block_sparse, mass 0.9"),
+    ],
+)
+def test_a_sparse_row_says_what_it_keeps(config, label):
+    names = {result.variant for result in evaluate(Renderer(torch.float32), n=1, steps=(1,), config=config).results}
+    assert names == {"unpatched", "exact", label}
+
+
 def test_standard_error_of_one_question_per_video_is_binomial():
     accuracy = Accuracy.of_videos([(1, 1)] * 30 + [(0, 1)] * 10 + [(0, 0)] * 5)
     assert (accuracy.right, accuracy.asked, accuracy.share) == (30, 40, 0.75)

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from turbo_rcm_patch import kernels
 from turbo_rcm_patch.bench import ops, ops_conv, ops_quantized, ops_sparse
+from turbo_rcm_patch.bench.metrics import relative_l2
 from turbo_rcm_patch.bench.ops import OpCase, error_limit, measure_errors, run_case
-from turbo_rcm_patch.bench.ops_sparse import DENSE
+from turbo_rcm_patch.bench.ops_sparse import DENSE, DENSE_BF16, IN_PYTORCH
 from turbo_rcm_patch.bench.report import ops_table
-from turbo_rcm_patch.tiers import SPARSE
+from turbo_rcm_patch.bench.sla_in_pytorch import sla_in_pytorch
+from turbo_rcm_patch.tiers import BLOCK_SPARSE, SPARSE
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
@@ -21,16 +24,18 @@ from result_tables.ops import ops_table as page_of
 CPU = torch.device("cpu")
 SMALL = {
     "sparse_linear_attention": functools.partial(ops_sparse.sparse_linear_attention, 2, 1500, 64),
+    "sparse_linear_attention_bf16": functools.partial(ops_sparse.sparse_linear_attention_bf16, 2, 1500, 64),
     "norms_sparse_linear_attention": functools.partial(ops_sparse.norms_sparse_linear_attention, 2, 1500, 64),
 }
 ON_A_GPU = {**SMALL, "sparse_kernel": functools.partial(ops_sparse.sparse_kernel, 2, 1500, 64)}
 
 
 def check(build, device):
-    contest = build(device, lambda function: function)
+    contest = build(device, functools.partial(torch.compile, fullgraph=True, dynamic=False, backend="aot_eager"))
     errors = measure_errors(contest)
     (name,) = contest.ours
-    assert torch.finfo(torch.bfloat16).eps < errors[name] <= error_limit(contest, errors, SPARSE.limits)
+    least = torch.finfo(torch.bfloat16).eps / (8 if "bf16" in build.func.__name__ else 1)
+    assert least < errors[name] <= error_limit(contest, errors, SPARSE.limits)
     shifted = replace(contest, oracle=lambda rows: contest.oracle((rows + 1) % contest.tokens))
     assert measure_errors(shifted)[name] > 0.1
 
@@ -49,7 +54,64 @@ def test_ours_is_within_the_tiers_limit_on_a_gpu(name):
 def test_cases_are_of_the_tier_and_their_names_unique():
     cases = (*ops.CASES, *ops_conv.CASES, *ops_quantized.CASES, *ops_sparse.CASES)
     assert len({case.name for case in cases}) == len(cases)
-    assert all(case.tier is SPARSE and case.build.func.__name__ in ON_A_GPU for case in ops_sparse.CASES)
+    assert all(case.tier.name == SPARSE.name for case in ops_sparse.CASES)
+    assert {case.build.func.__name__ for case in ops_sparse.CASES} <= {*ON_A_GPU, "block_sparse_attention"}
+
+
+def test_sla_in_pytorch_is_sla():
+    """In fp32, of lengths that no block divides, beside the reference with fp64 and the blocks that ours chooses."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 700, 2, 64) for _ in range(3))
+    weight, bias = torch.randn(64, 64) / 8, torch.randn(64)
+    block_map = kernels.chosen_key_blocks(q, k, 3, 128, 64)
+    wide = (x.double() for x in (q, k, v, weight, bias))
+    expected = kernels.sparse_linear_attention(*wide, block_map=block_map, block_q=128, block_k=64)
+    run = torch.compile(sla_in_pytorch, fullgraph=True, dynamic=False, backend="aot_eager")
+    assert relative_l2(run(q, k, v, weight, bias, 3, 128, 64), expected) < 1e-6
+
+
+def test_sla_in_bf16_is_beside_sla_in_pytorch_and_dense_attention():
+    compiled = functools.partial(torch.compile, backend="aot_eager")
+    contest = SMALL["sparse_linear_attention_bf16"](CPU, compiled)
+    assert set(contest.partial) == {DENSE_BF16, ops.SDPA}
+    errors = measure_errors(contest)
+    assert errors[IN_PYTORCH] < 0.01
+    assert errors["sparse_linear_attention"] < 0.01
+    assert contest.kept == 2 / 24
+    for run in contest.partial.values():
+        assert relative_l2(run(), next(iter(contest.ours.values()))()) > 0.1
+
+
+def test_a_rival_that_this_pytorch_cannot_compile_is_left_out(capsys):
+    def compiled(function):
+        def run(*arguments):
+            raise RuntimeError("no compiler")
+
+        return run
+
+    assert SMALL["sparse_linear_attention_bf16"](CPU, compiled).rivals == {}
+    assert f"{IN_PYTORCH} does not run here: RuntimeError: no compiler" in capsys.readouterr().out
+
+
+def test_block_sparsity_is_timed_by_mass_with_the_share_that_it_keeps():
+    cases = [case for case in ops_sparse.CASES if case.tier is BLOCK_SPARSE]
+    assert [case.name.split("(")[1].split(")")[0] for case in cases] == ["mass=0.7", "mass=0.9", "mass=0.95"]
+    kept, errors = [], []
+    for case in cases:
+        small = functools.partial(case.build.func, 2, 1500, 64, **case.build.keywords)
+        contest = small(CPU, lambda function: function)
+        assert set(contest.partial) == {DENSE}
+        errors.append(measure_errors(contest)["block_sparse_attention"])
+        assert errors[-1] <= error_limit(contest, {}, case.tier.limits)
+        kept.append(contest.kept)
+    assert 0.1 < kept[0] < kept[1] < kept[2] < 0.9
+    assert errors[0] > errors[1] > errors[2]
+    result = run_case(replace(cases[-1], build=small), CPU, copy_bandwidth=1e9, rounds=2, compile_rivals=False)
+    label = f"| {result.case}, {100 * kept[2]:.0f} % kept"
+    timings = {name: vars(timing) for name, timing in result.timings.items()}
+    page = page_of({"results": [{**vars(result), "timings": timings}], "rounds": 2, "copy_bandwidth": 1e9})
+    assert label in page
+    assert label.removeprefix("| ") in ops_table([result])
 
 
 @pytest.mark.parametrize(("most", "missed"), [(1e9, False), (1e-9, True), (None, False)])

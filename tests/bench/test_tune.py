@@ -239,3 +239,10 @@ def test_on_a_gpu_all_is_timed():
     rows = rows_of(cases(TIER_SHAPES), partial(tune.measure, device=torch.device("cuda")), reported.append)
     assert reported == []
     assert [row["op"] for row in rows if None in (row["ours"], row["rival"])] == []
+
+
+def test_the_tiers_ops_are_timed_without_what_only_the_benchmark_compares_them_with():
+    by_op = {case.name.split()[0]: case for case in tune_tiers.tier_cases(2, 64, 256, 1024)}
+    for op, beside in (("block_sparse_attention", set()), ("attention_8bit", {tune_tiers.NORMS})):
+        contest = by_op[op].build(CPU, lambda function: function)
+        assert (contest.rivals, set(contest.partial)) == ({}, beside)

@@ -206,6 +206,44 @@ def test_integers_without_their_scales_are_no_weights(tmp_path):
             read(write(tmp_path, state_dict, how), model)
 
 
+@pytest.mark.parametrize("how", ["pth", "safetensors"])
+def test_dtypes_that_mean_something_else_are_refused(tmp_path, how):
+    """As keys are spelled in the file; none of them alone hides another."""
+    model = tiny_wan_transformer(heads=4, head_dim=40, ffn_dim=200)
+    state_dict = with_proj_l(in_8_bits(official_state_dict(model, prefix="net."), prefix="net."), model, prefix="net.")
+    block, proj_l = "net.blocks.1", "net.blocks.0.self_attn.attn_op.local_attn.proj_l"
+    for key, dtype in (
+        (f"{block}.self_attn.q.int8_weight", torch.float32),
+        (f"{block}.self_attn.k.int8_weight", torch.uint8),
+        (f"{block}.ffn.0.int8_weight", torch.int32),
+        (f"{block}.ffn.0.scale", torch.int64),
+        (f"{proj_l}.weight", torch.int8),
+        (f"{proj_l}.bias", torch.int32),
+    ):
+        state_dict[key] = state_dict[key].to(dtype)
+    with pytest.raises(ValueError, match="does not fit the WanTransformer3DModel") as error:
+        read(write(tmp_path, state_dict, how), model)
+    for line in (
+        f"{block}.self_attn.q.int8_weight is float32, not int8",
+        f"{block}.self_attn.k.int8_weight is uint8, not int8",
+        f"{block}.ffn.0.int8_weight is int32, not int8",
+        f"{block}.ffn.0.scale is int64, not float",
+        f"{proj_l}.weight is int8, not float",
+        f"{proj_l}.bias is int32, not float",
+    ):
+        assert line in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_scales_and_projections_of_any_floats(tmp_path, dtype):
+    model = tiny_wan_transformer(heads=4, head_dim=40, ffn_dim=200)
+    state_dict = with_proj_l(in_8_bits(official_state_dict(model)), model)
+    state_dict = {n: t.to(dtype) if n.endswith("scale") or "proj_l" in n else t for n, t in state_dict.items()}
+    found, _, proj_l = read(write(tmp_path, state_dict, "safetensors"), model)
+    assert len(found.quantized) == 10 * len(model.blocks)
+    assert proj_l["blocks.0"]["weight"].dtype == dtype
+
+
 def test_a_training_checkpoint_with_a_step_beside_the_weights(tmp_path):
     model = tiny_wan_transformer(seed=1)
     torch.save({"model": official_state_dict(model), "step": torch.tensor(3)}, tmp_path / "model.pth")

@@ -54,11 +54,11 @@ def test_verify_shows_what_a_mass_keeps(tmp_path, options, is_dense):
     assert "topk" not in content["settings"]
 
 
-def test_evaluate_names_the_row_by_the_preset(tmp_path):
+def test_evaluate_names_the_row_by_the_preset_and_what_it_keeps(tmp_path):
     options = ["--preset", "block_sparse", "--mass", "0.3", "--min-tokens", "0", "-n", "1", "--steps", "1"]
     assert main(["evaluate", *SMALL, *options, "--json", str(tmp_path / "evaluation.json")]) == 0
     results = json.loads((tmp_path / "evaluation.json").read_text())["results"]
-    assert [one["variant"] for one in results] == ["unpatched", "exact", "block_sparse"]
+    assert [one["variant"] for one in results] == ["unpatched", "exact", "block_sparse, mass 0.3, blocks 16×16"]
     assert results[2]["psnr_to_fp32"] < 60
 
 
@@ -75,7 +75,7 @@ def test_evaluate_puts_the_fine_tuned_model_beside_the_dense_one(tmp_path):
     assert main(["evaluate", *SMALL, *SPARSE, *options, str(tmp_path / "sparse.json")]) == 0
     assert main(["evaluate", *SMALL, *options, str(tmp_path / "exact.json")]) == 0
     sparse, exact = (json.loads((tmp_path / f"{name}.json").read_text())["results"] for name in ("sparse", "exact"))
-    assert [one["variant"] for one in sparse] == ["unpatched", "exact", "sparse"]
+    assert [one["variant"] for one in sparse] == ["unpatched", "exact", "sparse, topk 0.7, blocks 16×16"]
     assert sparse[1]["psnr_to_fp32"] == exact[1]["psnr_to_fp32"] > 80  # both of the dense model
     assert sparse[2]["psnr_to_fp32"] < 60
 

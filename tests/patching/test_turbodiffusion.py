@@ -54,6 +54,45 @@ def test_a_pipeline_equals_the_published_sampler_and_model(saved, steps):
     assert relative_error(latents, expected) < 1e-4
 
 
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_two_experts_equal_the_published_sampler_and_model(saved, stochastic):
+    """Image to video: the high-noise expert runs while t >= 0.9; what it sees beside the latents is the image."""
+    pipe = tiny_wan_pipeline("wan22_i2v")
+    high, low = (turbo_weights(model, seed=seed) for model, seed in ((pipe.transformer, 21), (pipe.transformer_2, 22)))
+    trp.load_turbodiffusion((saved(high, "high.pth"), saved(low, "low.pth")), pipe, **SLA)
+    if stochastic:
+        trp.use_rcm(pipe, sigma_max=200.0)
+    else:
+        trp.use_distilled(pipe, recipe="turbowan-i2v")
+    options = {"num_inference_steps": 4, "guidance_scale": 1.0, "generator": torch.Generator().manual_seed(3)}
+    call = tiny_call("wan22_i2v", **options)
+    latents = pipe(**call).frames
+    with torch.no_grad():
+        prompt, _ = pipe.encode_prompt(call["prompt"], max_sequence_length=16, do_classifier_free_guidance=False)
+    condition, used = image_condition(pipe, call), []
+
+    def velocity(x, timestep):
+        used.append(high if timestep >= 900 else low)
+        seen = torch.cat([x[0], condition])
+        return literal_wan.wan(used[-1], seen, timestep, prompt[0], heads=2, sla=(TOPK, *BLOCKS))[None]
+
+    expected = literal_wan.rcm_sample(velocity, latents.shape, 4, 200.0, 3, torch.float32, stochastic)
+    assert [weights is high for weights in used] == [True, True, False, False]
+    assert relative_error(latents, expected) < 1e-4
+
+
+@torch.no_grad()
+def image_condition(pipe, call):
+    """Ones at the first latent frame in 4 channels, then the normalised latents of the image and of grey after it."""
+    image = pipe.video_processor.preprocess(call["image"], call["height"], call["width"])[:, :, None]
+    grey = image.new_zeros(1, 3, call["num_frames"] - 1, *image.shape[3:])
+    encoded = pipe.vae.encode(torch.cat([image, grey], 2)).latent_dist.mode()[0]
+    mean, std = (torch.tensor(pipe.vae.config[f"latents_{name}"]).view(-1, 1, 1, 1) for name in ("mean", "std"))
+    mask = torch.zeros(4, *encoded.shape[1:])
+    mask[:, 0] = 1
+    return torch.cat([mask, (encoded - mean) / std])
+
+
 def test_a_patched_block_is_as_right_as_diffusers_code_with_the_processor(saved):
     """In bf16, against the equations in fp64."""
     model = tiny_wan_transformer(dtype=torch.bfloat16)
@@ -150,6 +189,24 @@ def test_two_experts(saved):
     for model, weights in ((pipe.transformer, high), (pipe.transformer_2, low)):
         assert torch.equal(model.scale_shift_table, weights["head.modulation"])
         assert is_sparse(model)
+
+
+def test_the_folder_of_a_pipeline(saved, tmp_path):
+    """Of one transformer and of two experts, as diffusers saves them; each transformer alone takes its own folder."""
+    for kind in ("t2v", "wan22_i2v"):
+        pipe, again, folder = tiny_wan_pipeline(kind), tiny_wan_pipeline(kind), tmp_path / kind
+        models = [model for model in (pipe.transformer, pipe.transformer_2) if model is not None]
+        files = [saved(turbo_weights(model, seed=seed), f"{seed}.pth") for seed, model in enumerate(models, 21)]
+        trp.load_turbodiffusion(files, pipe, **SLA)
+        for name, model in zip(("transformer", "transformer_2"), models, strict=False):
+            model.save_pretrained(folder / name)
+        trp.load_turbodiffusion(folder, again, **SLA)
+        for name, model in zip(("transformer", "transformer_2"), models, strict=False):
+            assert torch.equal(run(getattr(again, name)), run(model))
+    with pytest.raises(trp.PatchError, match=r"2 given \(.*transformer, .*transformer_2\), .* one path"):
+        trp.load_turbodiffusion(folder, tiny_wan_transformer(), **SLA)
+    with pytest.raises(trp.PatchError, match="1 given"):
+        trp.load_turbodiffusion(tmp_path / "t2v", tiny_wan_pipeline("wan22_i2v"), **SLA)
 
 
 def test_a_model_on_the_meta_device(saved):

@@ -51,6 +51,29 @@ def test_merging_files_of_another_model(saved):
         trp.merge_turbodiffusion(path, path, model)
 
 
+@pytest.mark.parametrize("both", [False, True])
+def test_a_base_that_is_turbowan_is_refused(saved, both):
+    """Swapped paths, or one file twice."""
+    model = tiny_wan_transformer()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    turbo, base = saved(turbo_weights(model)), saved(official_state_dict(tiny_wan_transformer(seed=31)), "Wan.pth")
+    reason = "both have proj_l" if both else "they seem to be swapped"
+    with pytest.raises(trp.PatchError, match=rf"base_path .*TurboWan\.pth, which has proj_l: {reason}"):
+        trp.merge_turbodiffusion(turbo if both else base, turbo, model)
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
+
+
+def test_the_folders_of_pipelines(saved, tmp_path):
+    model, base = tiny_wan_transformer(), tiny_wan_transformer(seed=31)
+    expected = model.scale_shift_table + (turbo_weights(model)["head.modulation"] - base.scale_shift_table)
+    base.save_pretrained(tmp_path / "Wan/transformer")
+    trp.merge_turbodiffusion(saved(turbo_weights(model)), tmp_path / "Wan", model)
+    assert torch.equal(model.scale_shift_table, expected)
+    base.save_pretrained(tmp_path / "Wan/transformer_2")
+    with pytest.raises(trp.PatchError, match="Wan holds two transformers; give the folder of one"):
+        trp.merge_turbodiffusion(saved(turbo_weights(model)), tmp_path / "Wan", tiny_wan_transformer())
+
+
 def test_half_of_a_projection_is_left_out_of_a_merge(saved):
     model = tiny_wan_transformer()
     turbo, base = turbo_weights(model), official_state_dict(tiny_wan_transformer(seed=31))

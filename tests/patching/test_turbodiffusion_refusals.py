@@ -8,6 +8,7 @@ from peft import LoraConfig
 import turbo_rcm_patch as trp
 from tests.official_names import official_state_dict
 from tests.patching.turbowan import SAGE, SLA, turbo_weights
+from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.patching import turbodiffusion
 
@@ -109,3 +110,16 @@ def test_options_of_sla_mean_nothing_for_dense_weights(saved):
     for options in ({"topk": 0.5}, {"blocks": (64, 64)}):
         with pytest.raises(ValueError, match="means nothing in this version: the exact tier attends to all keys"):
             trp.load_turbodiffusion(path, model, attention="dense", **options)
+
+
+def test_wan_animate_has_another_processor_of_the_same_name(saved):
+    """It is said at once which presets there are, not first that it lacks a proj_l, which it could not use."""
+    model = tiny_family_transformer("animate")
+    message = r"self-attentions have a \S+_wan_animate\.WanAttnProcessor\. Take another preset: .* or 'block_sparse'"
+    with pytest.raises(trp.PatchError, match=message) as error:
+        trp.patch(model, "sparse")
+    assert "load_turbodiffusion" not in str(error.value)
+    wan = tiny_wan_transformer(head_dim=model.config.attention_head_dim, layers=model.config.num_layers)
+    paths = saved(turbo_weights(wan)), saved(official_state_dict(wan), "Wan.pth")
+    with pytest.raises(trp.PatchError, match=message):
+        trp.merge_turbodiffusion(*paths, model)

@@ -22,6 +22,7 @@ from ..patching import patch
 from ..shapes.grammar import Scene, draw_scene
 from ..shapes.judge import SCORED, decode, score
 from ..shapes.render import FRAMES, HEIGHT, WIDTH
+from ..tiers import BLOCK_SPARSE, SPARSE
 from .environment import Environment, describe_environment
 from .metrics import frame_psnr
 
@@ -251,8 +252,17 @@ def _variants(
 
 def _name_of(config: PatchConfig | str) -> str:
     if isinstance(config, str):
-        return config
-    return "config" if config.tier.name == EXACT else config.tier.name
+        return label_of(config, resolve_config(config))
+    return label_of("config" if config.tier.name == EXACT else config.tier.name, config)
+
+
+def label_of(name: str, config: PatchConfig) -> str:
+    """A variant's name with what its sparse attention keeps, if it has such: "sparse, topk 0.1, blocks 16×16"."""
+    if config.tier.name != SPARSE.name:
+        return name
+    keeps = f"mass {config.mass:g}" if config.tier == BLOCK_SPARSE else f"topk {config.topk:g}"
+    blocks = "" if config.blocks is None else f", blocks {'×'.join(map(str, config.blocks))}"
+    return f"{name}, {keeps}{blocks}"
 
 
 def _is_fp32(pipe: DiffusionPipeline) -> bool:

@@ -41,6 +41,7 @@ class Contest:
     partial: rivals that leave a part of the op out, which makes them faster; their error says nothing.
     oracle: the result in fp64 on the rows of S in `rows`.
     flops, bytes_moved: of the op; its unavoidable reads and writes. None where the figure says nothing.
+    kept: the share of the key blocks that sparse attention keeps; None of what is dense.
     """
 
     ours: Mapping[str, Contender]
@@ -52,6 +53,7 @@ class Contest:
     partial: Mapping[str, Contender] = field(default_factory=dict)
     flops: float | None = None
     bytes_moved: float | None = None
+    kept: float | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ class Timing:
 class OpResult:
     """A case's timings by contender; `best` is the name of ours that is fastest, None where all were refused.
 
-    speedups: of the best over every rival. COPY's own time is computed from the bandwidth. most: as of the case.
+    speedups: of the best over every rival. COPY's own time is computed from the bandwidth. most: as of the case; kept:
+    as of the contest.
     """
 
     case: str
@@ -97,6 +100,7 @@ class OpResult:
     teraflops: float | None = None
     terabytes_per_second: float | None = None
     most: float | None = None
+    kept: float | None = None
 
 
 def run_case(
@@ -135,7 +139,7 @@ def run_case(
 def _result(case: OpCase, contest: Contest, timings: dict[str, Timing], copy_bandwidth: float) -> OpResult:
     ran = [name for name in contest.ours if timings[name].milliseconds is not None]
     if not ran:
-        return OpResult(case.name, timings, None, targets=dict(case.targets), most=case.most)
+        return OpResult(case.name, timings, None, targets=dict(case.targets), most=case.most, kept=contest.kept)
     best = min(ran, key=lambda name: timings[name].milliseconds)
     seconds = timings[best].milliseconds / 1e3
     rivals = {**contest.rivals, **contest.partial}
@@ -151,6 +155,7 @@ def _result(case: OpCase, contest: Contest, timings: dict[str, Timing], copy_ban
         teraflops=contest.flops and contest.flops / seconds / 1e12,
         terabytes_per_second=contest.bytes_moved and contest.bytes_moved / seconds / 1e12,
         most=case.most,
+        kept=contest.kept,
     )
 
 

@@ -1,23 +1,30 @@
-"""The contests of the sparse tiers' attention, in 8 bits as their presets have it. The limits are the tiers'."""
+"""The contests of the sparse tiers' attention, in 8 bits as their presets have it, and in bf16. The limits are the
+tiers'."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import kernels
 from ..config import PRESETS
+from ..kernels import reference
 from ..kernels.quantized import FP8
 from ..kernels.sparse_linear_attention import _sparse_linear_attention_8bit, _summarize_8bit
 from ..kernels.sparse_linear_attention_map import choose_blocks
 from ..kernels.sparse_linear_attention_reference import linear_attention
-from ..tiers import SPARSE
-from .ops import EPS, Contest, Draws, attention_oracle, op_case
-from .ops_quantized import autoregressive
+from ..tiers import BLOCK_SPARSE, SPARSE
+from .ops import EPS, SDPA, Contender, Contest, Draws, OpCase, attention_oracle, op_case
+from .ops_quantized import autoregressive, structured_qkv
+from .sla_in_pytorch import sla_in_pytorch
 
-DENSE = "ours, dense in 8 bits"
+DENSE, DENSE_BF16 = "ours, dense in 8 bits", "ours, dense in bf16"
+IN_PYTORCH = "SLA in PyTorch: flex_attention, compiled"
 
 
 def sparse_linear_attention(
@@ -34,6 +41,48 @@ def sparse_linear_attention(
     return Contest(
         ours={"sparse_linear_attention": ours}, rivals={}, oracle=_oracle(q, k, q, k, v, weight), tokens=tokens
     )
+
+
+def sparse_linear_attention_bf16(
+    heads: int, tokens: int, head_dim: int, device: torch.device, compiled: Callable
+) -> Contest:
+    """The same in bf16, of values that are like a model's, beside SLA in PyTorch and dense attention."""
+    draw = Draws(device)
+    q, k, v = structured_qkv(draw, heads, tokens, head_dim)
+    weight, bias = _projection(draw, head_dim)
+    options = _options(device, quantized=False)
+    kept = kernels.kept_blocks(tokens, options["block_k"], options["topk"]).count
+    in_pytorch = compiled(sla_in_pytorch)
+
+    def ours() -> torch.Tensor:
+        return kernels.sparse_linear_attention(q, k, v, weight, bias, **options)
+
+    def rival() -> torch.Tensor:
+        return in_pytorch(q, k, v, weight, bias, kept, options["block_q"], options["block_k"])
+
+    def sdpa() -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if device.type == "cuda" else SDPBackend.MATH):
+            return reference.attention(q, k, v, None, None, None, head_dim**-0.5)
+
+    return Contest(
+        ours={"sparse_linear_attention": ours},
+        rivals=_if_it_runs(IN_PYTORCH, rival),
+        partial={DENSE_BF16: lambda: kernels.attention(q, k, v), SDPA: sdpa},
+        oracle=_oracle(q, k, q, k, v, weight, quantized=False),
+        tokens=tokens,
+        kept=kept / -(-tokens // options["block_k"]),
+    )
+
+
+def _if_it_runs(name: str, rival: Contender) -> dict[str, Contender]:
+    """The rival; nothing where this PyTorch cannot compile it, which is said."""
+    try:
+        with torch.no_grad():
+            rival()
+    except Exception as error:  # of the compiler
+        print(f"{name} does not run here: {type(error).__name__}: {error}")
+        return {}
+    return {name: rival}
 
 
 def norms_sparse_linear_attention(
@@ -98,18 +147,25 @@ def _projection(draw: Draws, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]
     return weight, torch.zeros_like(weight[0])
 
 
-def _options(device: torch.device) -> dict[str, object]:
-    block_q, block_k = kernels.sparse_block_sizes(device, quantized=True)
-    return {"topk": PRESETS["sparse"].topk, "block_q": block_q, "block_k": block_k, "quantized": True}
+def _options(device: torch.device, *, quantized: bool = True) -> dict[str, object]:
+    block_q, block_k = kernels.sparse_block_sizes(device, quantized=quantized)
+    return {"topk": PRESETS["sparse"].topk, "block_q": block_q, "block_k": block_k, "quantized": quantized}
 
 
 def _oracle(
-    q: torch.Tensor, k: torch.Tensor, wide_q: torch.Tensor, wide_k: torch.Tensor, v: torch.Tensor, weight: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    wide_q: torch.Tensor,
+    wide_k: torch.Tensor,
+    v: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    quantized: bool = True,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """In fp64, of wide_q, wide_k, v [1, S, H, D]. It keeps the blocks that ours chooses of q and k: which they are
     among near ties says nothing of what errs."""
     _, tokens, heads, head_dim = v.shape
-    block_q, block_k = kernels.sparse_block_sizes(v.device, quantized=True)
+    block_q, block_k = kernels.sparse_block_sizes(v.device, quantized=quantized)
     kept = kernels.kept_blocks(tokens, block_k, PRESETS["sparse"].topk).count
 
     def on_rows(rows: torch.Tensor) -> torch.Tensor:
@@ -127,8 +183,15 @@ def _oracle(
     return on_rows
 
 
-def block_sparse_attention(heads: int, tokens: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
-    """Block-sparse attention with the default mass. How fast it is depends on what that keeps: of these values, whose
+def block_sparse_attention(
+    heads: int,
+    tokens: int,
+    head_dim: int,
+    device: torch.device,
+    compiled: Callable,
+    mass: float = PRESETS["block_sparse"].mass,
+) -> Contest:
+    """Block-sparse attention. How fast it is depends on what a mass keeps: the default one of these values, whose
     neighbouring tokens are alike, half of the blocks with an error of 9 %, as of the tiny model's own."""
     draw = Draws(device)
 
@@ -138,11 +201,29 @@ def block_sparse_attention(heads: int, tokens: int, head_dim: int, device: torch
 
     q, k, v = 2 * values(), values(), values()
 
-    def ours() -> torch.Tensor:
-        quantized = kernels.quantize_qkv(*(x.flatten(2) for x in (q, k, v)), heads=heads)
-        return kernels.block_sparse_attention_8bit(quantized, mass=PRESETS["block_sparse"].mass)
+    def quantized() -> kernels.QuantizedQKV:
+        return kernels.quantize_qkv(*(x.flatten(2) for x in (q, k, v)), heads=heads)
 
-    return Contest(ours={"block_sparse_attention": ours}, rivals={}, oracle=attention_oracle(q, k, v), tokens=tokens)
+    def ours() -> torch.Tensor:
+        return kernels.block_sparse_attention_8bit(quantized(), mass=mass)
+
+    return Contest(
+        ours={"block_sparse_attention": ours},
+        rivals={},
+        partial={DENSE: lambda: kernels.attention_8bit(quantized())},
+        oracle=attention_oracle(q, k, v),
+        tokens=tokens,
+        kept=kernels.kept_share(q, k, mass=mass),
+    )
+
+
+def _by_mass(mass: float, *sizes: int) -> OpCase:
+    case = op_case(block_sparse_attention, *sizes, tier=BLOCK_SPARSE, targets={})
+    return replace(
+        case,
+        name=case.name.replace(" ", f"(mass={mass}) "),
+        build=functools.partial(block_sparse_attention, *sizes, mass=mass),
+    )
 
 
 CASES = (
@@ -150,4 +231,6 @@ CASES = (
     op_case(norms_sparse_linear_attention, 40, 75600, 128, tier=SPARSE, targets={}, most=17.5),
     op_case(sparse_kernel, 12, 32760, 128, tier=SPARSE, targets={}, most=0.78),
     op_case(sparse_kernel, 40, 75600, 128, tier=SPARSE, targets={}),
+    op_case(sparse_linear_attention_bf16, 12, 32760, 128, tier=SPARSE, targets={}),
+    *(_by_mass(mass, 12, 32760, 128) for mass in (0.7, 0.9, 0.95)),
 )

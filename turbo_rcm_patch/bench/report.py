@@ -143,8 +143,13 @@ def ops_table(results: Sequence[OpResult]) -> str:
                 milliseconds += f" (above {result.most:g})"
             error = "-" if timing.error is None else f"{timing.error:.1e}"
             speedups = _format_speedups(result) if name == result.best else ""
-            rows.append([result.case, name, milliseconds, error, speedups])
+            rows.append([case_with_share(result.case, result.kept), name, milliseconds, error, speedups])
     return table(rows)
+
+
+def case_with_share(case: str, kept: float | None) -> str:
+    """A case's name, with the share of the key blocks that sparse attention keeps, where it is known."""
+    return case if kept is None else f"{case}, {100 * kept:.0f} % kept"
 
 
 def _format_speedups(result: OpResult) -> str:

@@ -47,7 +47,8 @@ def _case(tier: Tier, contest: Callable[..., Contest], *sizes: int) -> OpCase:
 
 
 def _without_rivals(build: Callable[..., Contest], *arguments: object) -> Contest:
-    return replace(build(*arguments), rivals={})
+    contest = build(*arguments)
+    return replace(contest, rivals={}, partial={name: run for name, run in contest.partial.items() if name == NORMS})
 
 
 def attention_8bit(heads: int, tokens: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,13 +18,19 @@ _INDEX = "*.safetensors.index.json"
 # What trainers wrap a state dict in.
 _WRAPPERS = ("state_dict", "generator", "model", "net", "module")
 
+_KINDS = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint"}  # of safetensors
+
 
 class LazyTensor(NamedTuple):
-    """A tensor in a file. load: reads it. floating: whether its values are floating-point numbers."""
+    """A tensor in a file. load: reads it. dtype: its name, as of torch's; "float" of any floating-point numbers."""
 
     shape: tuple[int, ...]
     load: Callable[[], torch.Tensor]
-    floating: bool = True
+    dtype: str = "float"
+
+    @property
+    def floating(self) -> bool:
+        return "float" in self.dtype
 
 
 Tensors = Mapping[str, LazyTensor]
@@ -88,8 +95,9 @@ def _open_safetensors(file: Path, stack: ExitStack) -> dict[str, LazyTensor]:
 
 def _lazy(opened: safe_open, name: str) -> LazyTensor:
     described = opened.get_slice(name)
-    floating = described.get_dtype().startswith(("F", "BF"))
-    return LazyTensor(tuple(described.get_shape()), lambda: opened.get_tensor(name), floating)
+    kind, size = re.match(r"([A-Z]+)(.*)", described.get_dtype()).groups()  # of "BF16", for instance
+    dtype = _KINDS.get(kind, kind.lower()) + size.lower()
+    return LazyTensor(tuple(described.get_shape()), lambda: opened.get_tensor(name), dtype)
 
 
 def _open_pickled(file: Path) -> dict[str, LazyTensor]:
@@ -105,7 +113,7 @@ def _open_pickled(file: Path) -> dict[str, LazyTensor]:
     if not tensors:
         raise ValueError(f"{file} holds {', '.join(map(str, list(content)[:8])) or 'nothing'}; expected tensors.")
     return {
-        name: LazyTensor(tuple(tensor.shape), lambda tensor=tensor: tensor, tensor.is_floating_point())
+        name: LazyTensor(tuple(tensor.shape), lambda tensor=tensor: tensor, str(tensor.dtype).removeprefix("torch."))
         for name, tensor in tensors.items()
     }
 

@@ -99,13 +99,12 @@ class WholeModel:
         self, keys: list[str], tensors: Tensors, shape: tuple[int, ...], problems: _Problems
     ) -> Weight | None:
         blocks = tuple(-(-size // QUANTIZED_BLOCK) for size in shape)
-        for key, expected in zip(keys, (shape, blocks), strict=True):
-            if key not in tensors:
-                problems.missing.append(key)
-                return None
-            if tensors[key].shape != expected:
-                problems.misshapen.append(f"{key} is {list(tensors[key].shape)}, not {list(expected)}")
-                return None
+        missing = [key for key in keys if key not in tensors]
+        problems.missing += missing
+        expected = zip(keys, (shape, blocks), ("int8", "float"), strict=True)
+        right = [problems.is_right(key, tensors[key], *rest) for key, *rest in expected if key in tensors]
+        if missing or not all(right):
+            return None
         values, scale = (tensors[key] for key in keys)
         return Weight(tuple(keys), lambda: dequantize_blocks(values.load(), scale.load()))
 
@@ -125,6 +124,16 @@ class _Problems:
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.misshapen: list[str] = []
+
+    def is_right(self, key: str, tensor: LazyTensor, shape: tuple[int, ...], dtype: str) -> bool:
+        """Whether a tensor is as expected; noted where it is not. dtype: "float" stands for any of them."""
+        if tensor.shape != shape:
+            self.misshapen.append(f"{key} is {list(tensor.shape)}, not {list(shape)}")
+        elif tensor.dtype != dtype and not (dtype == "float" and tensor.floating):
+            self.misshapen.append(f"{key} is {tensor.dtype}, not {dtype}")
+        else:
+            return True
+        return False
 
     def lines(self) -> list[str]:
         return [
@@ -182,9 +191,7 @@ def _take_proj_l(
         expected = (heads[1],) * (2 if part == "weight" else 1)
         if int(block.rpartition(".")[2]) >= len(model.blocks):
             problems.unexpected.append(key)
-        elif tensors[key].shape != expected:
-            problems.misshapen.append(f"{key} is {list(tensors[key].shape)}, not {list(expected)}")
-        else:
+        elif problems.is_right(key, tensors[key], expected, "float"):
             projections.setdefault(block, {})[part] = tensors[key]
     problems.missing += _lacking_proj_l(given, len(model.blocks))
     return {path: parts for path, parts in projections.items() if len(parts) == 2}

@@ -16,7 +16,7 @@ from PIL import Image
 
 from ..bench.compare import Comparison, compare
 from ..bench.environment import describe_environment
-from ..bench.evaluate import evaluate
+from ..bench.evaluate import evaluate, label_of
 from ..bench.fits import Fit, fits, fits_table
 from ..bench.report import (
     comparison_table,
@@ -150,7 +150,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     pipe, call = load_sampler(arguments)
-    tuned, plain = None, arguments
+    tuned, plain, config = None, arguments, choose_config(arguments)
     if arguments.model is None and is_sparse(arguments):
         plain = argparse.Namespace(**{**vars(arguments), "preset": "exact"})
         tuned, pipe = pipe, load_sampler(plain)[0]
@@ -161,7 +161,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         call,
         n=arguments.n,
         steps=arguments.steps,
-        config={arguments.preset: choose_config(arguments)},
+        config={label_of(arguments.preset, config): config},
         seed=arguments.seed,
         batch_size=arguments.batch_size,
         reference=reference,

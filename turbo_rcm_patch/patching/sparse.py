@@ -142,22 +142,29 @@ def use_processors(journal: Journal, blocks: NamedBlocks, config: PatchConfig) -
 def why_not_sparse(name: str, blocks: NamedBlocks) -> str | None:
     """Why a model of these blocks cannot have sparse-linear attention, as a sentence; None when it can."""
     blocks = list(blocks)
-    if not any(has_projection(block.attn1) for _, block in blocks):
-        return (
-            f"{name} has no proj_l, which weights that were trained with sparse-linear attention (SLA) bring; load "
-            "them with trp.load_turbodiffusion, take attention='block_sparse' (the preset 'block_sparse'), which needs "
-            "no training, or the preset 'exact' or 'quantized'."
-        )
-    return why_not_wan_attention(name, blocks)
+    if reason := why_not_wan_attention(name, blocks):
+        return reason  # such a model has no use for weights with a proj_l
+    if any(has_projection(block.attn1) for _, block in blocks):
+        return None
+    return (
+        f"{name} has no proj_l, which weights that were trained with sparse-linear attention (SLA) bring; load them "
+        "with trp.load_turbodiffusion, take attention='block_sparse' (the preset 'block_sparse'), which needs no "
+        "training, or the preset 'exact' or 'quantized'."
+    )
 
 
 def why_not_wan_attention(name: str, blocks: NamedBlocks) -> str | None:
     """Why sparse-linear attention cannot take the place of the attention in blocks, as a sentence; None when it can."""
-    attentions = [block.attn1 for _, block in blocks]
-    others = {type(attn.processor).__name__ for attn in attentions if type(attn.processor) is not WanAttnProcessor}
-    if others:
-        return f"the self-attentions of {name} have a {', '.join(sorted(others))}; SLA takes the place of Wan's own."
-    return None
+    others = {type(block.attn1.processor) for _, block in blocks} - {WanAttnProcessor}
+    if not others:
+        return None
+    # With their modules: Wan-Animate's has the same name.
+    named = ", ".join(sorted(f"{other.__module__}.{other.__qualname__}" for other in others))
+    return (
+        f"{name} cannot have sparse-linear attention (SLA), which takes the place of a "
+        f"{WanAttnProcessor.__module__}.{WanAttnProcessor.__qualname__}; its self-attentions have a {named}. Take "
+        "another preset: 'exact', 'quantized' or 'block_sparse'."
+    )
 
 
 def has_projection(attn: nn.Module) -> bool:

@@ -16,7 +16,7 @@ from ..checkpoints.whole import Weight, WholeModel, cast, copy_into, parameters_
 from ..config import PatchConfig
 from ..tiers import SPARSE
 from .apply import Patch, PatchError, apply_patch, check_patchable, replace_computation, transformers_of
-from .converted import fill_buffers
+from .converted import COMPONENTS, fill_buffers
 from .families import family_of
 from .group_offload import ON_DISK, is_on_disk, write_through
 from .journal import Journal
@@ -44,7 +44,8 @@ def load_turbodiffusion(
 
     Args:
         path: a .pth or .safetensors file with TurboWan's or rCM's weights, also one of TurboDiffusion's "-quant" files,
-            or a folder that holds one, or diffusers' own files with proj_l. For two experts (high, low).
+            or a folder that holds one, or diffusers' own files with proj_l, also those of a whole pipeline. For two
+            experts (high, low), or the folder of a pipeline that has both.
         target: as for `patch`; of the architecture that the weights are for, on any device and of any dtype. Weights
             are read one at a time; on the meta device they take the parameters' places.
         attention: "sagesla", sparse-linear attention and linears in 8 bits; "sla", the same in the model's dtype; or
@@ -109,10 +110,12 @@ def _config_for(attention: str, topk: float, blocks: Sequence[int] | None) -> Pa
 @contextmanager
 def _opened(path: Source | Sequence[Source], models: dict[str, nn.Module]) -> Iterator[dict[str, WholeModel]]:
     """The files for the models by their names; PatchError where they do not fit."""
-    paths = [path] if isinstance(path, (str, Path)) else list(path)
+    given = [path] if isinstance(path, (str, Path)) else path
+    paths = [part for each in given for part in _transformers_in(each)]
     if len(paths) != len(models):
         wanted = "one path" if len(models) == 1 else "two: path=(high, low)"
-        raise PatchError(f"cannot load: {len(paths)} given, and the model takes {wanted}.")
+        listed = f" ({', '.join(map(str, paths))})" if paths != list(given) else ""
+        raise PatchError(f"cannot load: {len(paths)} given{listed}, and the model takes {wanted}.")
     with ExitStack() as stack:
         try:
             found = {
@@ -122,6 +125,18 @@ def _opened(path: Source | Sequence[Source], models: dict[str, nn.Module]) -> It
         except ValueError as error:
             raise PatchError(f"cannot load: {error}") from None
         yield found
+
+
+def _transformers_in(source: Source) -> list[Source]:
+    """The folders of the transformers in that of a diffusers pipeline, the high-noise one first; any other source."""
+    return [folder for name in COMPONENTS if (folder := Path(source).expanduser() / name).is_dir()] or [source]
+
+
+def _only_transformer(source: Source) -> Source:
+    folder, *others = _transformers_in(source)
+    if others:
+        raise ValueError(f"{source} holds two transformers; give the folder of one.")
+    return folder
 
 
 def _check_attention(files: dict[str, WholeModel], models: dict[str, nn.Module], attention: str) -> None:
@@ -205,14 +220,15 @@ def _added_error(file: WholeModel, model: nn.Module) -> str | None:
 def merge_turbodiffusion(path: Source, base_path: Source, target: nn.Module) -> list[str]:
     """Add what TurboDiffusion's training changed, ``TurboWan − Wan``, to a model made from Wan: Fun, VACE, Move.
 
-    path, base_path: TurboWan's weights, and those of the Wan that it was trained from; as for `load_turbodiffusion`.
+    path, base_path: TurboWan's weights, and those of the Wan that it was trained from; as for `load_turbodiffusion`, of
+        one transformer each.
     target: a loaded transformer that is not patched; it keeps what the two have nothing for. Sums are made in fp32 and
         rounded once. It also gets SLA's projections, proj_l: ``trp.patch(target, "sparse")`` is then the way to run it.
     Returns what was left out, a line each: parameters of the target that a file has not, tensors of a file that do not
     fit it. There is no way back; load the target again.
 
-    Raises PatchError, before anything is changed, for a model that cannot be patched, and for files that cannot be read
-    or have nothing in common for it.
+    Raises PatchError, before anything is changed, for a model that cannot be patched, for files that cannot be read or
+    have nothing in common for it, and for a base that is TurboWan's.
     """
     check_patchable(models := transformers_of(target))
     (name, model), *others = models.items()
@@ -223,10 +239,12 @@ def merge_turbodiffusion(path: Source, base_path: Source, target: nn.Module) -> 
         try:
             turbo, base = (
                 WholeModel(source, stack.enter_context(open_tensors(source)), model, partial=True)
-                for source in (path, base_path)
+                for source in map(_only_transformer, (path, base_path))
             )
         except ValueError as error:
             raise PatchError(f"cannot merge: {error}") from None
+        if base.proj_l:
+            raise PatchError(f"cannot merge: {_why_no_base(path, base_path, is_turbo=bool(turbo.proj_l))}")
         shared = [parameter for parameter in turbo.weights if parameter in base.weights]
         if not shared:
             raise PatchError(f"cannot merge: {path} and {base_path} have nothing for a {type(model).__name__}.")
@@ -241,6 +259,15 @@ def merge_turbodiffusion(path: Source, base_path: Source, target: nn.Module) -> 
             raise
         add_projections(Journal(), blocks, _projections(turbo))
     return [f"{file.source}: {line}" for file in (turbo, base) for line in file.unfit]
+
+
+def _why_no_base(path: Source, base_path: Source, *, is_turbo: bool) -> str:
+    """Of a base that has proj_l. is_turbo: whether the other file has, too."""
+    given = "both have proj_l, which TurboDiffusion's training adds" if is_turbo else "they seem to be swapped"
+    return (
+        f"path is {path} and base_path {base_path}, which has proj_l: {given}. Give TurboWan's weights as path, and as "
+        "base_path those of the Wan that it was trained from."
+    )
 
 
 def _sums(
