@@ -8,6 +8,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from turbo_rcm_patch.tiers import EXACT
 
@@ -210,6 +211,40 @@ def test_a_row_counts_in_its_part_of_its_tiers(run, case, contender, part, tiers
         if after[tier][name] != before[tier][name]
     }
     assert grown == {(tier, part): pytest.approx(times) for tier in tiers}
+
+
+def test_the_bars_of_a_step_end_at_the_measured_one():
+    """Layers times a block's rows, and the rest of the step, which is less than nothing where the rows are more."""
+    runs = copy.deepcopy(RESULTS["runs"])
+    for name, milliseconds in (("wan2.1-1.3b", 1000.0), ("wan2.1-1.3b-quantized", 1.0)):
+        next(v for v in runs[name]["variants"] if v["name"] == "patched")["timings"]["steps"] = [milliseconds / 1e3] * 4
+    steps, block = block_rows.steps_by_tier(runs), block_rows.blocks_by_tier(runs)["wan2.1-1.3b"]
+    assert list(steps) == ["wan2.1-1.3b (30 layers), 81×480×832", "wan2.1-14b (4 layers), 81×720×1280"]
+    for shown in steps.values():
+        assert list(shown) == ["torch.compile", "exact", "quantized", "sparse"]
+    shown = steps["wan2.1-1.3b (30 layers), 81×480×832"]
+    for tier, step in (("exact", 1000.0), ("quantized", 1.0)):
+        assert shown[tier][block_rows.LINEARS] == pytest.approx(30 * block[tier][block_rows.LINEARS])
+        assert sum(shown[tier].values()) == pytest.approx(step)
+    assert shown["exact"][block_rows.ALL_ELSE] > 0 > shown["quantized"][block_rows.ALL_ELSE]
+
+    del runs["wan2.1-1.3b-quantized"], runs["wan2.1-14b-4-layers-sparse"]
+    assert [list(shown) for shown in block_rows.steps_by_tier(runs).values()] == [
+        ["torch.compile", "exact", "sparse"],
+        ["torch.compile", "exact", "quantized"],
+    ]
+
+
+def test_a_step_is_drawn_up_to_its_measured_line():
+    parts = dict.fromkeys((*block_rows.ATTENTION, block_rows.LINEARS, block_rows.NORMS), 10.0)
+    steps = {"a model": {"exact": parts | {block_rows.ALL_ELSE: 5.0}, "quantized": parts | {block_rows.ALL_ELSE: -5.0}}}
+    figure = Figure()
+    plots.PLOTS["step-parts"](figure, steps)
+    (axes,) = figure.axes
+    assert [segment[0][1] for lines in axes.collections for segment in lines.get_segments()] == [45.0, 35.0]
+    grey = axes.containers[-1]
+    assert [(bar.get_y(), bar.get_height()) for bar in grey] == [(40.0, 5.0), (40.0, 0.0)]
+    assert [text.get_text() for text in axes.texts if text.get_weight() == "bold"] == ["45", "35"]
 
 
 def test_the_sparse_tier_quantises_one_projection_more_in_a_pass_of_its_own():

@@ -13,7 +13,7 @@ from turbo_rcm_patch.bench.tables import table
 from turbo_rcm_patch.config import PRESETS
 from turbo_rcm_patch.tiers import TIERS
 
-from .block_rows import blocks_by_tier, rows_table, saved_outside_attention, shares_table
+from .block_rows import blocks_by_tier, rows_table, saved_outside_attention, shares_table, steps_by_tier
 
 ATTENTION, LINEARS, REST = "attention", "linears", "norms, RoPE, GELU, skips"
 
@@ -147,7 +147,7 @@ STAGES = {"steps": "all steps", "vae_decode": "VAE decode", "output": "output", 
 def plot_data(runs: dict) -> dict[str, dict]:
     """What each plot of plots.py shows, to six digits; without the plots that nothing was measured for."""
     data = {
-        "block-parts": blocks_by_tier(runs),
+        "step-parts": steps_by_tier(runs),
         "speed-accuracy": speed_and_accuracy(runs),
         "attention": attention_rates(runs),
     }
