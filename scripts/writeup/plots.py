@@ -16,6 +16,7 @@ DATA = "Description"  # the PNG's text that keeps the data
 LIMITS = {"attention": ("bf16", 989.5), "attention_8bit": ("8 bits", 1979.0)}
 
 COLORS = "C0", "C1", "C2", "C3", "0.6"  # of a step's parts; the rest is grey
+MARKERS = "osD^"
 
 
 def save_plot(name: str, data: dict, path: Path) -> None:
@@ -74,7 +75,9 @@ def _speed_accuracy(figure: Figure, points: dict) -> None:
             for percent in percents:
                 axes.axhline(percent, linestyle="--", color=color, zorder=1, label=f"{name}, not timed")
         else:
-            axes.plot([1e3 * s for s in seconds], percents, marker="o", linewidth=2, color=color, label=name)
+            milliseconds, marker = [1e3 * s for s in seconds], MARKERS[index % len(MARKERS)]
+            hollow = {"markerfacecolor": "none", "markeredgewidth": 2}  # tiers are close to each other
+            axes.plot(milliseconds, percents, marker, linestyle="-", markersize=9, color=color, label=name, **hollow)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")
@@ -82,7 +85,7 @@ def _speed_accuracy(figure: Figure, points: dict) -> None:
     axes.set_xlabel("ms of denoising in 1, 2 and 4 steps", fontsize="large")
     axes.set_ylabel("% of the captions shown", fontsize="large")
     axes.grid(alpha=0.3)
-    legend_above(figure, axes)
+    legend_above(figure, axes, ncols=2)
 
 
 def _attention(figure: Figure, cases: dict) -> None:
