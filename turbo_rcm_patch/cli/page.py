@@ -9,6 +9,8 @@ import argparse
 import html
 import logging
 import os
+import signal
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,7 +50,9 @@ POLICY = (
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Serve the page until it is interrupted. Raises CommandError where the address cannot be had."""
+    """Serve the page until it is interrupted or terminated. Raises CommandError where the address cannot be had."""
+    # Else the videos stay. A shell's exit code for it is 143.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as folder:
         page = open_page(arguments, Path(folder))
         print(f"open {page.local_url} in a browser; end with Ctrl-C", flush=True)
