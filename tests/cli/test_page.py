@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -16,6 +17,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+
+from turbo_rcm_patch.cli.studio import EMBEDDED_MODEL
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 OPTIONS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
@@ -151,10 +154,24 @@ def test_only_this_machine_can_ask(server):
     assert f"00000000:{port:04X}" not in listening
 
 
-def test_it_leaves_nothing_behind_when_it_is_terminated(tmp_path):
-    with serving(tmp_path) as (process, _):
+def start_a_request(address):
+    """Have a video made, and return when it was begun."""
+    values = ["a red circle moves right", EMBEDDED_MODEL, "exact", 4, 0, 160, 224, 17, "none", "none"]
+    body = json.dumps({"data": values, "fn_index": 0, "session_hash": "visitor"}).encode()
+    asked = urllib.request.Request(f"{address}/gradio_api/queue/join", body, {"Content-Type": "application/json"})
+    assert status_of(asked) == 200
+    with urllib.request.urlopen(f"{address}/gradio_api/queue/data?session_hash=visitor", timeout=60) as events:
+        assert any(b"process_starts" in line for line in events)
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_it_leaves_nothing_behind_when_it_is_terminated(tmp_path, is_busy):
+    with serving(tmp_path) as (process, address):
         (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
         (folder / "1-patched.mp4").touch()
+        if is_busy:
+            start_a_request(address)
+            time.sleep(3)
         process.terminate()
         assert process.wait(60) == 128 + signal.SIGTERM
     assert list(tmp_path.rglob("*.mp4")) == []
