@@ -19,34 +19,32 @@ if device == "cpu":
 
 import turbo_rcm_patch as trp  # noqa: E402
 
-print("1. c_skip(t) · x + c_out(t) · proj(attention(qkv(x))), three ways with the same weights")
-options = {
-    trp.TwoPassRCMAttention: {},
-    trp.TorchFusedRCMAttention: {},
-    trp.FusedRCMAttention: {"implementation": "triton"},
+print("1. c_skip(t) · x + c_out(t) · proj(attention(qkv(x))), in three forms with the same weights")
+forms = {  # by the names of scripts/profile_hbm.py
+    "two_pass": ("the skip as a pass of its own", trp.TwoPassRCMAttention(64, 2)),
+    "torch_fused": ("written out in plain torch", trp.TorchFusedRCMAttention(64, 2)),
+    "triton_fused": ("the skip in the projection's epilogue", trp.FusedRCMAttention(64, 2, implementation="triton")),
 }
-modules = [module(64, 2, **more).to(device) for module, more in options.items()]
 x, timestep = torch.randn(2, 40, 64, device=device), torch.tensor([0.3, 0.8], device=device)
-results = []
-for module in modules:
-    module.load_state_dict(modules[0].state_dict())
+results, weights = [], forms["two_pass"][1].state_dict()
+for form, module in forms.values():
+    module.to(device).load_state_dict(weights)
     output = module(x, timestep)
     output.square().sum().backward()
     results.append((output, module.qkv.weight.grad))
     apart = [((mine - first).norm() / first.norm()).item() for mine, first in zip(results[-1], results[0], strict=True)]
     assert torch.equal(module(x, 0.0), x)  # at t = 0 the skip is all there is
-    print(f"   {type(module).__name__:22} output {apart[0]:.0e} and gradient {apart[1]:.0e} apart; x itself at t = 0")
+    print(f"   {form:37}  output {apart[0]:.0e} and gradient {apart[1]:.0e} from the first; at t = 0 x itself")
 
-print("2. its memory traffic, bf16, 65536 tokens of 512 channels")
+print("2. bytes that each moves, bf16, 65536 tokens of 512 channels")
 with tempfile.TemporaryDirectory() as folder:
     report, script = Path(folder) / "traffic.json", Path(__file__).parent.parent / "scripts/profile_hbm.py"
     subprocess.run([sys.executable, script, "--json", report], check=True, stdout=subprocess.DEVNULL)
     traffic = json.loads(report.read_text())
-for one in traffic["implementations"]:
-    print(f"   {one['name']:22} {(one['read'] + one['written']) / 1e6:6.0f} MB")
-print(
-    {"counters": "   measured by Nsight Compute", "shapes": "   counted from shapes, not measured"}[traffic["source"]]
-)
+moved = {one["name"]: (one["read"] + one["written"]) / 1e6 for one in traffic["implementations"]}
+how = {"counters": "measured by Nsight Compute", "shapes": "counted from shapes, not measured"}[traffic["source"]]
+for name, (form, _) in forms.items():
+    print(f"   {form:37} {moved[name]:5.0f} MB, {how}")
 
 print("3. a tiny Wan pipeline, patched")
 pipe = trp.load_embedded_pipeline(device=device)

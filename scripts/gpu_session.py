@@ -85,6 +85,7 @@ MEASUREMENTS = {
     "verify-sparse": (*CLI, "verify", *SPARSE),
     "verify-wan2.1-1.3b-sparse": (*CLI, "verify", "--config", "wan2.1-1.3b", "--layers", "2", *SPARSE),
     "compare-sparse": (*CLI, "compare", *SPARSE),
+    "evaluate-sparse": (*CLI, "evaluate", "--batch-size", "64", *SPARSE),
     "wan2.1-1.3b-sparse": (*END_TO_END, "wan2.1-1.3b", *LEFT_OUT, *SPARSE),
     "wan2.1-1.3b-sparse-decoded": (*END_TO_END, "wan2.1-1.3b", *LEFT_OUT, "--decode", *SPARSE),
     "wan2.1-14b-4-layers-sparse": (*END_TO_END, "wan2.1-14b", "--layers", "4", *LEFT_OUT, *SPARSE),

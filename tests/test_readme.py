@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from turbo_rcm_patch.bench import charts
 from turbo_rcm_patch.bench.lora import ALONE, RESCALED, SWITCHED, WITHOUT
@@ -253,6 +254,16 @@ def test_charts(tmp_path):
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
     charts.draw_charts({}, tmp_path / "none.json")
     assert {path.name for path in tmp_path.iterdir()} == names
+
+
+def test_charts_are_of_the_results():
+    shown = {}
+    for path in readme_results.result_files(ROOT / "results"):
+        for kind, data in charts.chart_data(json.loads(path.read_text())["runs"]).items():
+            with Image.open(charts.chart_file(path, kind)) as image:
+                shown[path.name, kind] = image.text[charts.DIGEST] == charts.digest_of(data)
+    assert len(shown) >= 3
+    assert all(shown.values()), "run scripts/readme_results.py"
 
 
 def test_the_chart_of_steps_shows_real_models_alone():

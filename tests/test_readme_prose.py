@@ -28,6 +28,10 @@ def test_links_lead_somewhere():
     assert [link for link in links if not link.startswith("https:") and not (ROOT / link).exists()] == []
 
 
+def test_the_demo_is_named():
+    assert "`python examples/demo.py`" in README
+
+
 def test_headings_that_other_files_name_are_there():
     named = re.findall(r'see "([^"]+)" in the README', (ROOT / "pyproject.toml").read_text())
     assert named

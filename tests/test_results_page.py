@@ -66,13 +66,16 @@ def run_of(name: str, command: tuple[str, ...]) -> dict:
     elif "benchmark_end_to_end" in command[0]:
         like = "wan2.1-1.3b-decoded" if "--decode" in command else "wan2.1-1.3b"
     else:
-        like = next((step for step in ("verify", "compare") if step in command), name)
+        like = next((step for step in ("verify", "compare", "evaluate") if step in command), name)
     run = copy.deepcopy(MEASURED.get(name) or MEASURED[like])
     run["environment"] = ENVIRONMENT
     if "settings" in run and preset != "exact":
         run["settings"]["preset"] = preset
     if like == "verify" and preset == "block_sparse":
         run["kept"] = KEPT
+    if like == "evaluate":
+        names = {"quantized": preset}
+        run["results"] = [{**row, "variant": names.get(row["variant"], row["variant"])} for row in run["results"]]
     return run
 
 

@@ -8,6 +8,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from turbo_rcm_patch.tiers import EXACT
 
@@ -96,6 +97,53 @@ def test_the_quantized_tier_comes_into_the_plot_when_it_was_measured():
     assert [1.0, result["accuracy"]["overall"]["share"]] in points["patched (quantized)"]
     assert all(seconds is not None for seconds, _ in points["patched (quantized)"])
     assert "Dashed:" not in writeup.text_of({**RESULTS, "runs": runs}, TEMPLATE)
+
+
+def _with_sparse_timed() -> dict:
+    runs = copy.deepcopy(RESULTS["runs"])
+    runs.pop("evaluate-sparse", None)
+    sparse = runs["compare-sparse"] = copy.deepcopy(runs["compare"])
+    sparse["settings"]["preset"] = "sparse"
+    next(v for v in sparse["variants"] if v["name"] == "patched")["timings"]["steps"] = [0.25] * 4
+    return runs
+
+
+def _judged(share: float) -> dict:
+    return {"overall": {"share": share, "standard_error": 0.01}}
+
+
+def test_the_sparse_tier_comes_into_the_plot_with_the_captions_that_it_was_judged_by(tmp_path):
+    rows = [
+        {"variant": variant, "kept": kept, "steps": 4, "accuracy": _judged(share), "psnr_to_exact": None}
+        for variant, kept, share in (
+            ("exact", None, 1.0),
+            ("block sparse", 0.1, 0.2),
+            ("SLA", 0.1, 0.75),
+            ("SLA", 0.3, 0.9),
+        )
+    ]
+    tiny = {"settings": {"n": 77}, "environment": {"gpu": None}, "results": rows}
+    points = measured.speed_and_accuracy(_with_sparse_timed(), tiny)
+    assert points["patched (sparse), of 77 captions on a CPU"] == [[1.0, 0.75]]
+    assert len(points["patched (exact)"]) == len(points["eager diffusers"]) == 3
+    plots.save_plot("speed-accuracy", points, tmp_path / "plot.png")
+    assert not any("sparse" in name for name in measured.speed_and_accuracy(RESULTS["runs"], tiny))  # it was not timed
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_gpus_own_evaluation_of_the_sparse_tier_comes_first(seed):
+    runs = _with_sparse_timed()
+    evaluation = runs["evaluate-sparse"] = copy.deepcopy(runs["evaluate"])
+    exact = next(row for row in evaluation["results"] if row["variant"] == "exact")
+    evaluation["results"] = [{**exact, "variant": "sparse", "steps": 2, "accuracy": _judged(0.625)}]
+    evaluation["settings"]["seed"] = seed  # with another seed the captions are others
+    tiny = json.loads((ROOT / "results/sparse-tiny.json").read_text())
+    points = measured.speed_and_accuracy(runs, tiny)
+    assert next(name for name in points if "sparse" in name).endswith("on a CPU") == (seed == 1)
+    text = writeup.text_of({**RESULTS, "runs": runs}, TEMPLATE, {"sparse": tiny})
+    assert bool(re.search(r"\|  \|  \| sparse \|  \| 62.5 ± 1.0 \|", text)) == (seed == 0)
+    if seed == 0:
+        assert points["patched (sparse)"] == [[0.5, 0.625]]
 
 
 def test_a_tier_that_was_judged_and_not_timed_is_drawn_as_levels(tmp_path):
@@ -210,6 +258,40 @@ def test_a_row_counts_in_its_part_of_its_tiers(run, case, contender, part, tiers
         if after[tier][name] != before[tier][name]
     }
     assert grown == {(tier, part): pytest.approx(times) for tier in tiers}
+
+
+def test_the_bars_of_a_step_end_at_the_measured_one():
+    """Layers times a block's rows, and the rest of the step, which is less than nothing where the rows are more."""
+    runs = copy.deepcopy(RESULTS["runs"])
+    for name, milliseconds in (("wan2.1-1.3b", 1000.0), ("wan2.1-1.3b-quantized", 1.0)):
+        next(v for v in runs[name]["variants"] if v["name"] == "patched")["timings"]["steps"] = [milliseconds / 1e3] * 4
+    steps, block = block_rows.steps_by_tier(runs), block_rows.blocks_by_tier(runs)["wan2.1-1.3b"]
+    assert list(steps) == ["wan2.1-1.3b (30 layers), 81×480×832", "wan2.1-14b (4 layers), 81×720×1280"]
+    for shown in steps.values():
+        assert list(shown) == ["torch.compile", "exact", "quantized", "sparse"]
+    shown = steps["wan2.1-1.3b (30 layers), 81×480×832"]
+    for tier, step in (("exact", 1000.0), ("quantized", 1.0)):
+        assert shown[tier][block_rows.LINEARS] == pytest.approx(30 * block[tier][block_rows.LINEARS])
+        assert sum(shown[tier].values()) == pytest.approx(step)
+    assert shown["exact"][block_rows.ALL_ELSE] > 0 > shown["quantized"][block_rows.ALL_ELSE]
+
+    del runs["wan2.1-1.3b-quantized"], runs["wan2.1-14b-4-layers-sparse"]
+    assert [list(shown) for shown in block_rows.steps_by_tier(runs).values()] == [
+        ["torch.compile", "exact", "sparse"],
+        ["torch.compile", "exact", "quantized"],
+    ]
+
+
+def test_a_step_is_drawn_up_to_its_measured_line():
+    parts = dict.fromkeys((*block_rows.ATTENTION, block_rows.LINEARS, block_rows.NORMS), 10.0)
+    steps = {"a model": {"exact": parts | {block_rows.ALL_ELSE: 5.0}, "quantized": parts | {block_rows.ALL_ELSE: -5.0}}}
+    figure = Figure()
+    plots.PLOTS["step-parts"](figure, steps)
+    (axes,) = figure.axes
+    assert [segment[0][1] for lines in axes.collections for segment in lines.get_segments()] == [45.0, 35.0]
+    grey = axes.containers[-1]
+    assert [(bar.get_y(), bar.get_height()) for bar in grey] == [(40.0, 5.0), (40.0, 0.0)]
+    assert [text.get_text() for text in axes.texts if text.get_weight() == "bold"] == ["45", "35"]
 
 
 def test_the_sparse_tier_quantises_one_projection_more_in_a_pass_of_its_own():

@@ -14,12 +14,22 @@ SIDE_BY_SIDE = "side-by-side.json"  # of `turbo-rcm compare`, whose picture lies
 ACCURACY_TARGETS = {2: 0.9, 4: 0.95}  # overall prompt accuracy of the embedded model, by steps
 
 
+def evaluation_of(runs: dict) -> dict | None:
+    """The evaluation of a GPU, with what another run of the same captions has of the sparse tier; None without one."""
+    evaluation, sparse = runs.get("evaluate"), runs.get("evaluate-sparse")
+    if evaluation is None or sparse is None:
+        return evaluation
+    captions, others = ([run["settings"].get(key) for key in ("n", "seed")] for run in (evaluation, sparse))
+    rows = [row for row in sparse["results"] if row["variant"] == "sparse" and captions == others]
+    return {**evaluation, "results": sorted([*evaluation["results"], *rows], key=lambda row: row["steps"])}
+
+
 def evaluated(file: str, runs: dict, training: dict | None) -> str:
     """Prompt accuracy of the embedded model and of its teacher; empty for a GPU without an evaluation.
 
     file: the results file's name.
     """
-    evaluation = runs.get("evaluate")
+    evaluation = evaluation_of(runs)
     if evaluation is None:
         return ""
     attributes, rows, origin = list(evaluation["results"][0]["accuracy"]), [], ""
@@ -78,7 +88,7 @@ def sparse_table(results: dict) -> str:
 
 def tiers_table(evaluation: dict | None, sparse: dict | None = None, block_sparse: dict | None = None) -> str | None:
     """What the embedded model shows in every tier, a row for each variant, with where and of how many captions it was
-    measured; None without a measurement. evaluation: the run of that name; sparse, block_sparse: files of this folder.
+    measured; None without a measurement. evaluation: of `evaluation_of`; sparse, block_sparse: files of this folder.
     """
     groups = _groups(evaluation, sparse, block_sparse)
     if not groups:

@@ -1,21 +1,23 @@
-"""The parts of a Wan block in every tier: which rows of single ops each part is the sum of, and how long they take.
+"""The parts of a Wan block and of a step in every tier: which rows of single ops each is the sum of, and how long they
+take.
 
-Every tier's rows are of the same runs of a results file. A tier of which a row was not measured, or was refused, has no
-bar.
+Every tier's rows are of the same runs of a results file. A tier of which a row or the step was not measured, or was
+refused, has no bar.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from turbo_rcm_patch.bench.cases import CASES
+from turbo_rcm_patch.bench.charts import milliseconds, model_of, real_models
 from turbo_rcm_patch.bench.ops_quantized import SCALED_MM
 from turbo_rcm_patch.bench.tables import table
 
 SELF_ATTENTION, CROSS_ATTENTION = "self-attention with its norms and RoPE", "cross-attention"
 LINEARS, NORMS = "linears with GELU and skips", "norms with modulation"
 ATTENTION = (SELF_ATTENTION, CROSS_ATTENTION)
+ALL_ELSE = "all else of the step"
 COMPILE = "torch.compile"
 RIVALS = "torch + compiled", "SDPA cuDNN"  # what a compiled block runs; whichever of them a row has
 OURS = ("ours",)
@@ -34,8 +36,8 @@ class Rows(NamedTuple):
 
 
 def rows_of_block(config: str, tokens: int, dim: int) -> dict[str, dict[str, tuple[Rows, ...]]]:
-    """By tier and part. Left out, as nothing of their kind has a row: the cross-attention's projection of the queries,
-    its QK norms, and the text's keys and values."""
+    """By tier and part. Left out (a step has them in ALL_ELSE), as no row is of their kind: the cross-attention's
+    projection of the queries, its QK norms, and the text's keys and values."""
     heads, ffn_dim = dim // HEAD_DIM, CASES[config].transformer["ffn_dim"]
     square, up, down = (f"{tokens}×{C}×{K}" for C, K in ((dim, dim), (ffn_dim, dim), (dim, ffn_dim)))
     of_heads = f"{heads}×{tokens}×{HEAD_DIM}"
@@ -81,7 +83,8 @@ def rows_of_block(config: str, tokens: int, dim: int) -> dict[str, dict[str, tup
 def blocks_by_tier(runs: dict) -> dict[str, dict[str, dict[str, float]]]:
     """Milliseconds of one block by model, tier and part; of the models whose block was profiled."""
     blocks = {}
-    for config, tiers in _profiled(runs):
+    for config, settings in _profiled(runs).items():
+        tiers = rows_of_block(config, settings["tokens"], settings["dim"])
         whole = {}
         for tier, parts in tiers.items():
             times = {part: _sum(runs, rows, RIVALS if tier == COMPILE else OURS) for part, rows in parts.items()}
@@ -92,12 +95,34 @@ def blocks_by_tier(runs: dict) -> dict[str, dict[str, dict[str, float]]]:
     return blocks
 
 
-def _profiled(runs: dict) -> Iterator[tuple[str, dict[str, dict[str, tuple[Rows, ...]]]]]:
-    """The models whose block was profiled, and the rows of their blocks."""
-    for run in runs.values():
-        if run.get("settings", {}).get("case") == "Wan block":
-            config, tokens, dim = (run["settings"][key] for key in ("config", "tokens", "dim"))
-            yield config, rows_of_block(config, tokens, dim)
+def steps_by_tier(runs: dict) -> dict[str, dict[str, dict[str, float]]]:
+    """Milliseconds of a measured step by model, tier and part: of all its blocks, and ALL_ELSE. That is less than
+    nothing where the rows, timed by themselves, add up to more than the step."""
+    profiled, blocks, steps = _profiled(runs), blocks_by_tier(runs), {}
+    for run in real_models(runs).values():
+        settings, shown = run["settings"], steps.setdefault(model_of(run), {})
+        if settings.get("ulysses", 1) > 1 or _size(settings) != _size(profiled.get(settings["config"], {})):
+            continue
+        tier = settings.get("preset", "exact")
+        of_variant = {"patched": tier} | ({COMPILE: COMPILE} if tier == "exact" else {})
+        for variant in run["variants"]:
+            block = blocks.get(settings["config"], {}).get(of_variant.get(variant["name"]))
+            if block is not None:
+                parts = {part: settings["layers"] * time for part, time in block.items()}
+                rest = {ALL_ELSE: milliseconds(variant) - sum(parts.values())}
+                shown[of_variant[variant["name"]]] = parts | rest
+    return {model: shown for model, shown in steps.items() if shown}
+
+
+def _size(settings: dict) -> tuple:
+    """Of a video, in settings of either kind of run."""
+    return settings.get("height"), settings.get("width"), settings.get("num_frames", settings.get("frames"))
+
+
+def _profiled(runs: dict) -> dict[str, dict]:
+    """The settings of the runs that profiled a block, by model."""
+    settings = (run.get("settings", {}) for run in runs.values())
+    return {found["config"]: found for found in settings if found.get("case") == "Wan block"}
 
 
 def _sum(runs: dict, rows: tuple[Rows, ...], contenders: tuple[str, ...]) -> float | None:
@@ -131,9 +156,11 @@ def saved_outside_attention(runs: dict, config: str) -> dict[str, float] | None:
     """Milliseconds that the exact tier's linears and norms take less than torch.compile's ("saved"), and as a share of
     a compiled block; and what the sparse tier's take less than PyTorch's 8-bit products with compiled quantising, and
     compiled norms ("saved_in_8_bits"), as a share of a sparse block with those. None where a row is missing."""
-    block, rows = blocks_by_tier(runs).get(config, {}), dict(_profiled(runs)).get(config, {})
+    block = blocks_by_tier(runs).get(config, {})
     if not {COMPILE, "exact", "sparse"} <= set(block):
         return None
+    settings = _profiled(runs)[config]
+    rows = rows_of_block(config, settings["tokens"], settings["dim"])
     rivals = _sum(runs, rows["sparse"][LINEARS], (SCALED_MM,))
     if rivals is None:
         return None

@@ -15,6 +15,9 @@ DATA = "Description"  # the PNG's text that keeps the data
 # Dense tensor core rates of NVIDIA's H200 data sheet, TFLOP/s.
 LIMITS = {"attention": ("bf16", 989.5), "attention_8bit": ("8 bits", 1979.0)}
 
+COLORS = "C0", "C1", "C2", "C3", "0.6"  # of a step's parts; the rest is grey
+MARKERS = "osD^"
+
 
 def save_plot(name: str, data: dict, path: Path) -> None:
     """Draw a plot of PLOTS into a PNG file, with its data."""
@@ -36,24 +39,29 @@ def _axes(figure: Figure, places: int = 1):
     return figure.axes
 
 
-def _block_parts(figure: Figure, blocks: dict) -> None:
-    """Stacked bars, one for each tier, a panel for each model."""
-    for axes, (config, shown) in zip(_axes(figure, len(blocks)), blocks.items(), strict=True):
-        left = [0.0] * len(shown)
-        totals = [sum(parts.values()) for parts in shown.values()]
+def _step_parts(figure: Figure, steps: dict) -> None:
+    """Stacked bars, one for each tier, a panel for each model; a line at the measured step, which is their sum."""
+    for axes, (model, shown) in zip(_axes(figure, len(steps)), steps.items(), strict=True):
+        measured = [sum(parts.values()) for parts in shown.values()]
+        top, tops = max(measured), [0.0] * len(shown)
         for index, part in enumerate(next(iter(shown.values()))):
-            times = [parts[part] for parts in shown.values()]
-            axes.bar(range(len(shown)), times, 0.7, bottom=left, label=part, color=f"C{index}")
-            for place, (time, bottom) in enumerate(zip(times, left, strict=True)):
-                if time > 0.06 * max(totals):  # else there is no room
-                    axes.text(place, bottom + time / 2, f"{time:.3g}", ha="center", va="center", fontsize="large")
-            left = [a + b for a, b in zip(left, times, strict=True)]
-        for place, total in enumerate(totals):
-            axes.text(place, total, f"{total:.3g}", ha="center", va="bottom", fontsize="large", weight="bold")
+            times = [max(parts[part], 0.0) for parts in shown.values()]  # all else may be less than nothing
+            axes.bar(range(len(shown)), times, 0.7, bottom=tops, label=part, color=COLORS[index])
+            for place, (time, bottom) in enumerate(zip(times, tops, strict=True)):
+                if time > 0.06 * top:  # else there is no room
+                    middle = bottom + time / 2
+                    axes.text(place, middle, f"{time:.3g}", ha="center", va="center", fontsize="large", color="white")
+            tops = [a + b for a, b in zip(tops, times, strict=True)]
+        for place, (step, end) in enumerate(zip(measured, tops, strict=True)):
+            axes.hlines(step, place - 0.42, place + 0.42, color="black", linewidth=2, label="measured step")
+            text = f"{step:.4g}" if step >= 1000 else f"{step:.3g}"
+            axes.text(
+                place, max(step, end) + 0.01 * top, text, ha="center", va="bottom", fontsize="large", weight="bold"
+            )
         axes.set_xticks(range(len(shown)), [name.replace(".", ".\n") for name in shown], fontsize="large")
-        axes.set_ylim(0, 1.1 * max(totals))
-        axes.set_title(config, fontsize="large")
-        axes.set_ylabel("ms of one block", fontsize="large")
+        axes.set_ylim(0, 1.1 * top)
+        axes.set_title(model, fontsize="large")
+        axes.set_ylabel("ms of one step", fontsize="large")
     legend_above(figure, figure.axes[0], ncols=2)
 
 
@@ -67,7 +75,9 @@ def _speed_accuracy(figure: Figure, points: dict) -> None:
             for percent in percents:
                 axes.axhline(percent, linestyle="--", color=color, zorder=1, label=f"{name}, not timed")
         else:
-            axes.plot([1e3 * s for s in seconds], percents, marker="o", linewidth=2, color=color, label=name)
+            milliseconds, marker = [1e3 * s for s in seconds], MARKERS[index % len(MARKERS)]
+            hollow = {"markerfacecolor": "none", "markeredgewidth": 2}  # tiers are close to each other
+            axes.plot(milliseconds, percents, marker, linestyle="-", markersize=9, color=color, label=name, **hollow)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")
@@ -75,7 +85,7 @@ def _speed_accuracy(figure: Figure, points: dict) -> None:
     axes.set_xlabel("ms of denoising in 1, 2 and 4 steps", fontsize="large")
     axes.set_ylabel("% of the captions shown", fontsize="large")
     axes.grid(alpha=0.3)
-    legend_above(figure, axes)
+    legend_above(figure, axes, ncols=2)
 
 
 def _attention(figure: Figure, cases: dict) -> None:
@@ -108,4 +118,4 @@ def _attention(figure: Figure, cases: dict) -> None:
     legend_above(figure, axes)
 
 
-PLOTS = {"block-parts": _block_parts, "speed-accuracy": _speed_accuracy, "attention": _attention}
+PLOTS = {"step-parts": _step_parts, "speed-accuracy": _speed_accuracy, "attention": _attention}

@@ -1,6 +1,8 @@
 """The page of `turbo-rcm demo` in headless Chromium, and what its server refuses."""
 
+import contextlib
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -16,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from turbo_rcm_patch.cli.studio import EMBEDDED_MODEL
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 OPTIONS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
 OPTIONS += ("--disable-component-update", "--disable-sync")
@@ -24,28 +28,35 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("gradio") is None, reason="needs gradio")
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """The page's address; the process ends by Ctrl-C, and leaves nothing behind."""
+@contextlib.contextmanager
+def serving(folder):
+    """A process of the page that keeps its temporary files in a folder, and the page's address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    videos = tmp_path_factory.mktemp("videos")
     command = [sys.executable, "-m", "turbo_rcm_patch.cli", "demo", "--port", str(port), "--device", "cpu"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(videos), "GRADIO_SHARE": "True"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "GRADIO_SHARE": "True"}
     # A shell that runs the tests in the background lets its processes ignore Ctrl-C, and theirs inherit that.
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=heed)
     try:
         first = process.stdout.readline()
         assert first == f"open http://127.0.0.1:{port}/ in a browser; end with Ctrl-C\n"
-        yield f"http://127.0.0.1:{port}"
+        yield process, f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The page's address; the process ends by Ctrl-C, and leaves nothing behind."""
+    videos = tmp_path_factory.mktemp("videos")
+    with serving(videos) as (process, address):
+        yield address
         process.send_signal(signal.SIGINT)
         assert process.wait(120) in (0, 130)
         assert "http" not in process.stdout.read()  # no link for others
         assert list(videos.rglob("*.mp4")) == []
-    finally:
-        process.kill()
 
 
 @pytest.fixture
@@ -141,3 +152,26 @@ def test_only_this_machine_can_ask(server):
     listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if line.split()[3] == "0A"]
     assert f"0100007F:{port:04X}" in listening
     assert f"00000000:{port:04X}" not in listening
+
+
+def start_a_request(address):
+    """Have a video made, and return when it was begun."""
+    values = ["a red circle moves right", EMBEDDED_MODEL, "exact", 4, 0, 160, 224, 17, "none", "none"]
+    body = json.dumps({"data": values, "fn_index": 0, "session_hash": "visitor"}).encode()
+    asked = urllib.request.Request(f"{address}/gradio_api/queue/join", body, {"Content-Type": "application/json"})
+    assert status_of(asked) == 200
+    with urllib.request.urlopen(f"{address}/gradio_api/queue/data?session_hash=visitor", timeout=60) as events:
+        assert any(b"process_starts" in line for line in events)
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_it_leaves_nothing_behind_when_it_is_terminated(tmp_path, is_busy):
+    with serving(tmp_path) as (process, address):
+        (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
+        (folder / "1-patched.mp4").touch()
+        if is_busy:
+            start_a_request(address)
+            time.sleep(3)
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    assert list(tmp_path.rglob("*.mp4")) == []

@@ -281,7 +281,7 @@ def test_without_a_home_the_package_can_be_imported(monkeypatch):
     [
         ([], "PyTorch finds none here"),
         (["--device", "cpu"], "PyTorch finds none here"),
-        (["--device", "cuda"], "PyTorch finds no CUDA GPU"),
+        (["--device", "cuda"], "PyTorch finds none here"),
         (["--config", "flux"], "--config flux is unknown; accepted are wan2.1-1.3b"),
         (["--model", "Wan-AI/Wan2.1"], "--model Wan-AI/Wan2.1: no such folder; give the downloaded folder"),
         (["--model", str(Path(__file__).parent)], "holds no transformer"),
@@ -291,6 +291,13 @@ def test_without_a_home_the_package_can_be_imported(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_and_with_bad_options_it_is_one_line(capsys, options, message):
     assert message in error_of(capsys, "tune", *options)
+
+
+def test_with_a_gpu_another_device_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "--device cpu: tune times kernels on an NVIDIA GPU; leave it out." in error_of(
+        capsys, "tune", "--device", "cpu"
+    )
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(monkeypatch, tmp_path):

@@ -5,6 +5,8 @@ Runs are those of a results file, by name, as read from JSON. Drawing needs matp
 
 from __future__ import annotations
 
+import hashlib
+import json
 import statistics
 from pathlib import Path
 
@@ -17,6 +19,8 @@ QUANTIZED_RIVALS = {
     "patched exactly": "patched (exact)",
     "patched, dense in 8 bits": "patched (quantized)",
 }
+
+DIGEST = "Description"  # the PNG's text that has it
 
 
 def names_of(run: dict) -> dict[str, str]:
@@ -65,15 +69,23 @@ def chart_file(path: Path, kind: str) -> Path:
 
 
 def draw_charts(runs: dict, path: Path) -> None:
-    """Denoising steps, DRAM passes of a block, and attention modules, each in an image file beside the results file."""
-    charts = {
-        "steps": (_draw_steps, real_models(runs)),
-        "traffic": (_draw_traffic, [r for r in runs.values() if r.get("settings", {}).get("case") == "Wan block"]),
-        "modules": (_draw_modules, runs.get("implementations", {}).get("rows")),
+    """Each chart in an image file beside the results file, with the digest of what it shows."""
+    for kind, data in chart_data(runs).items():
+        _DRAW[kind](data).savefig(chart_file(path, kind), dpi=110, metadata={DIGEST: digest_of(data), "Software": None})
+
+
+def chart_data(runs: dict) -> dict[str, object]:
+    """What each chart shows: denoising steps, DRAM passes of a block, attention modules; without those of nothing."""
+    data = {
+        "steps": real_models(runs),
+        "traffic": [r for r in runs.values() if r.get("settings", {}).get("case") == "Wan block"],
+        "modules": runs.get("implementations", {}).get("rows"),
     }
-    for kind, (draw, data) in charts.items():
-        if data:
-            draw(data).savefig(chart_file(path, kind), dpi=110)
+    return {kind: shown for kind, shown in data.items() if shown}
+
+
+def digest_of(data: object) -> str:
+    return hashlib.sha256(json.dumps(data).encode()).hexdigest()
 
 
 def _figure(height: float):
@@ -139,6 +151,9 @@ def _draw_modules(rows: list[dict]):
     axes.set_ylabel("speed-up over two_pass", fontsize="large")
     legend_above(figure, axes)
     return figure
+
+
+_DRAW = {"steps": _draw_steps, "traffic": _draw_traffic, "modules": _draw_modules}
 
 
 def legend_above(figure, axes, ncols: int = 3) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -224,10 +225,10 @@ def _convert(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _demo(arguments: argparse.Namespace) -> int:
+def _demo(arguments: argparse.Namespace) -> NoReturn:
     from .page import serve  # needs gradio, which the other commands do without
 
-    return serve(arguments)
+    serve(arguments)
 
 
 def settings_of(arguments: argparse.Namespace, pipe, call: dict[str, object]) -> dict[str, object]:

@@ -9,9 +9,11 @@ import argparse
 import html
 import logging
 import os
+import signal
+import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from ..config import PRESETS
 from ..embedded import FRAMES, HEIGHT, WIDTH
@@ -47,16 +49,24 @@ POLICY = (
 )
 
 
-def serve(arguments: argparse.Namespace) -> int:
-    """Serve the page until it is interrupted. Raises CommandError where the address cannot be had."""
+def serve(arguments: argparse.Namespace) -> NoReturn:
+    """Serve the page, and end the process when it is interrupted or terminated; the videos are then removed.
+
+    Raises CommandError where the address cannot be had.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    code = 0
     with tempfile.TemporaryDirectory() as folder:
         page = open_page(arguments, Path(folder))
         print(f"open {page.local_url} in a browser; end with Ctrl-C", flush=True)
         try:
             page.block_thread()
+        except SystemExit as terminated:
+            code = terminated.code
         finally:
             page.close()
-    return 0
+    sys.stdout.flush()
+    os._exit(code)  # else Python aborts when a thread still makes a video
 
 
 def open_page(arguments: argparse.Namespace, folder: Path) -> gradio.Blocks:

@@ -34,9 +34,11 @@ def tune(arguments: argparse.Namespace) -> int:
         print(*lines, "the patch chooses by the measurements that ship with the package", sep="\n")
         return 0
     shapes = _shapes(arguments)
-    device = choose_device(arguments)
-    if device.type != "cuda" or torch.version.hip is not None:
+    if not torch.cuda.is_available() or torch.version.hip is not None:
         raise CommandError("tune times kernels on an NVIDIA GPU, and PyTorch finds none here; check the driver.")
+    device = choose_device(arguments)
+    if device.type != "cuda":
+        raise CommandError(f"--device {device}: tune times kernels on an NVIDIA GPU; leave it out.")
     gpu, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     keep(shapes, gpu, capability, partial(measure, device=device))
     return 0
