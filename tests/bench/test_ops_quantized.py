@@ -18,6 +18,7 @@ CPU = torch.device("cpu")
 SMALL = {
     "attention_8bit": functools.partial(ops_quantized.attention_8bit, 2, 70, 64),
     "structured_attention_8bit": functools.partial(ops_quantized.structured_attention_8bit, 2, 150, 64),
+    "attention_skip_8bit": functools.partial(ops_quantized.attention_skip_8bit, 2, 70, 64),
     "norms_attention_8bit": functools.partial(ops_quantized.norms_attention_8bit, 2, 70, 64),
     "linear_skip_8bit": functools.partial(ops_quantized.linear_skip_8bit, 70, 48, 64),
     "fed_linear_skip_8bit": functools.partial(ops_quantized.fed_linear_skip_8bit, 70, 48, 64),

@@ -8,6 +8,7 @@ import torch
 from tests.oracle import DTYPES, relative_error, torch_device
 from turbo_rcm_patch.kernels import quantized_attention_reference as definition
 from turbo_rcm_patch.kernels import reference
+from turbo_rcm_patch.kernels.attention_8bit import attention_8bit
 from turbo_rcm_patch.kernels.quantize_qkv import KEY_GROUP, default_v_format, quantize_qkv
 from turbo_rcm_patch.kernels.quantized import FP8
 
@@ -115,6 +116,21 @@ def test_zeros(device):
     assert not quantized.q.any()
     assert not quantized.k.any()
     assert not quantized.v.any()
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_nan_is_not_lost(device, name, normed):
+    """As in attention in bf16: of q a query has NaN then, of k every query, of v a channel."""
+    q, k, v = projections(device, torch.float32, 1, 70, 2, 64)
+    {"q": q, "k": k, "v": v}[name][0, 3, 5] = torch.nan
+    options = norms_and_angles(q, 2) if normed else {}
+    quantized = quantize_qkv(q, k, v, heads=2, v_format=torch.float16, implementation="triton", **options)
+    is_nan = torch.zeros_like(q, dtype=torch.bool)
+    heads = slice(0, 128 if normed else 64)  # the norm goes over all heads
+    {"q": is_nan[:, 3, heads], "k": is_nan[:, :, heads], "v": is_nan[:, :, 5]}[name].fill_(True)
+    assert torch.equal(attention_8bit(quantized).flatten(2).isnan(), is_nan)
 
 
 def test_samples_do_not_mix(device):

@@ -96,6 +96,17 @@ def test_samples_and_heads_do_not_mix(device):
         assert torch.equal(ours[:1, :1], wanted)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_nan_is_not_lost_in_8_bits(device):
+    """One of a query makes its scale NaN; one of a key the mean, and so all keys' scales."""
+    k, v = keys_and_values(device, torch.float32, 1, 70, 1, 64)
+    q, weight = v + k, torch.eye(64, device=k.device)
+    q[0, 3, 0, 5] = k[0, 2, 0, 1] = torch.nan
+    q_scale, _, k_scale = _summarize_8bit(q, k, v, weight, 64, 64, torch.float16)[-5:-2]
+    assert q_scale.flatten().isnan().nonzero().tolist() == [[3]]
+    assert k_scale.isnan().all()
+
+
 def test_a_channel_that_no_key_chooses(device):
     """Its weight underflows to 0; its means are then 0 and not 0 / 0."""
     k, v = keys_and_values(device, torch.float32, 1, 70, 1, 64)

@@ -17,6 +17,7 @@ from ..tiers import QUANTIZED
 from .ops import EPS, Contender, Contest, Draws, attention_oracle, op_case
 
 SCALED_MM, FLASH_ATTENTION, OURS_EXACT = "_scaled_mm + compiled", "FlashAttention-3 fp8", "ours, exact"
+SEPARATE_SKIP = "ours, then a compiled skip"
 
 
 def attention_8bit(heads: int, tokens: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
@@ -57,6 +58,27 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Contest:
         ours={"attention": lambda: kernels.attention_8bit(quantized)},
         rivals=_flash_attention_3(q, k, v),
         oracle=attention_oracle(q, k, v),
+        tokens=tokens,
+        flops=4 * heads * tokens * tokens * head_dim,
+    )
+
+
+def attention_skip_8bit(heads: int, tokens: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
+    """The same with the skip of a consistency block at t = 0.5, σ_d = 0.5 in its epilogue, and as a pass of its own."""
+    draw = Draws(device)
+    q, k, v, residual = (draw(1, tokens, heads, head_dim) for _ in range(4))
+    c_skip, c_out = (torch.full((1,), c, device=device) for c in (0.5, 0.5**0.5 / 2))
+    attention = attention_oracle(q, k, v)
+    quantized = kernels.quantize_qkv(q.flatten(2), k.flatten(2), v.flatten(2), heads=heads)
+
+    @compiled
+    def skip(residual, output, c_skip, c_out):
+        return (c_skip * residual.float() + c_out * output).type_as(residual)
+
+    return Contest(
+        ours={"attention": lambda: kernels.attention_8bit(quantized, residual=residual, c_skip=c_skip, c_out=c_out)},
+        rivals={SEPARATE_SKIP: lambda: skip(residual, kernels.attention_8bit(quantized), c_skip, c_out)},
+        oracle=lambda rows: c_skip.double() * residual[:, rows].double() + c_out.double() * attention(rows),
         tokens=tokens,
         flops=4 * heads * tokens * tokens * head_dim,
     )
@@ -252,11 +274,17 @@ def _scaled_mm(a: Quantized, weight: Quantized, bias: torch.Tensor) -> torch.Ten
 
 
 def _case(contest: Callable, *sizes: int, **targets: float):
-    names = {"scaled_mm": SCALED_MM, "flash_attention": FLASH_ATTENTION, "exact": OURS_EXACT}
+    names = {
+        "scaled_mm": SCALED_MM,
+        "flash_attention": FLASH_ATTENTION,
+        "exact": OURS_EXACT,
+        "separate": SEPARATE_SKIP,
+    }
     return op_case(contest, *sizes, tier=QUANTIZED, targets={names[key]: target for key, target in targets.items()})
 
 
 LINEAR_SKIPS = (
+    (7800, 1536, 1536, 1.05),
     (32760, 1536, 1536, 1.05),
     (32760, 1536, 8960, 1.05),
     (75600, 5120, 5120, 1.2),
@@ -267,6 +295,7 @@ CASES = (
     _case(attention_8bit, 12, 32760, 128, flash_attention=1.02),
     _case(attention_8bit, 40, 75600, 128, flash_attention=1.02),
     _case(structured_attention_8bit, 12, 32760, 128, flash_attention=1.02),
+    _case(attention_skip_8bit, 12, 32760, 128, separate=1.0),
     _case(norms_attention_8bit, 12, 32760, 128, exact=1.18),
     _case(norms_attention_8bit, 40, 75600, 128, exact=1.18),
     *(_case(linear_skip_8bit, *sizes, scaled_mm=target) for *sizes, target in LINEAR_SKIPS),

@@ -21,6 +21,7 @@ from . import quantized_attention_reference as reference
 from .attention_tiles import LOG2_E
 from .dispatch import device_capability, interpreting, is_gpu, kernel_op, use_triton
 from .launch import launch_kernel
+from .quantize_rows import largest_magnitude
 from .quantized import FP8, FP8_CAPABILITY
 from .quantized_attention_reference import KEY_GROUP, SCALE_FLOOR, V_FORMATS
 from .rows import row_grid, row_tile
@@ -271,6 +272,12 @@ def quantize_kv_tiles(k, v, weight, cos, sin, heads, rstd, k_mean, v_scale, out_
 
 
 @triton.jit
+def int8_step(x, axis: tl.constexpr, FLOOR: tl.constexpr):
+    """The scale with which x, fp32, fits int8 along an axis, or all of it where that is None; NaN where x has one."""
+    return tl.maximum(largest_magnitude(x, axis) / 127.0, FLOOR, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def to_int8(x):
     """x within ±127 to its nearest integer, ties to even."""
     return ((x + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS).to(tl.int8)
@@ -319,11 +326,12 @@ def _quantize_q_kernel(
             y = y * tl.rsqrt(mean_square + eps)[:, None, None] * gain
         if cos is not None:
             y = _rotate_rows(y, cos, sin, rows, row_mask)
-        step = tl.maximum(tl.max(tl.abs(y), 2) / 127.0, FLOOR)
+        step = int8_step(y, 2, FLOOR)
         values = to_int8(y * (1.0 / step)[:, :, None])
         token = sample * S + rows
         tl.store(out + token[:, None, None] * (heads * HEAD_DIM) + channels, values, mask=mask[:, :, None])
-        tl.store(out_scale + token[:, None] * heads + head[None, :], tl.maximum(step * scale_log2, FLOOR), mask=mask)
+        row_scale = tl.maximum(step * scale_log2, FLOOR, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(out_scale + token[:, None] * heads + head[None, :], row_scale, mask=mask)
 
 
 @triton.jit(do_not_specialize=["S", "heads"])
@@ -412,7 +420,7 @@ def _quantize_kv_kernel(
         y = tl.join(even * c - odd * s, even * s + odd * c).reshape(GROUP, HEAD_DIM)
     y -= tl.load(k_mean + sample * (heads * HEAD_DIM) + channels)[None, :]
     y = tl.where(row_mask[:, None], y, 0.0)
-    step = tl.maximum(tl.max(tl.abs(y)) / 127.0, FLOOR)
+    step = int8_step(y, None, FLOOR)
     corner = (sample * S + first) * (heads * HEAD_DIM) + head * HEAD_DIM
     packed = rows[:, None] * (heads * HEAD_DIM) + d[None, :]
     tl.store(out_k + corner + packed, to_int8(y * (1.0 / step)), mask=row_mask[:, None])

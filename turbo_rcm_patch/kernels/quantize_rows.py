@@ -100,9 +100,7 @@ def store_quantized(tile, rows, columns, mask, values, scale, norm, end, K):
     """Quantise a tile of whole rows, fp32 and 0 where the mask is false, and store it as rows of values [.., K], and
     their scales and norms, up to the row `end`. norm may be None."""
     row_mask = rows < end
-    # As integers magnitudes are in the same order, and NaN is above all: one in a row makes its scale NaN.
-    magnitude = tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    largest = tl.max(magnitude, 1).to(tl.float32, bitcast=True)
+    largest = largest_magnitude(tile, 1)
     WHOLE: tl.constexpr = values.dtype.element_ty == tl.int8
     LIMIT: tl.constexpr = LARGEST_INT8 if WHOLE else LARGEST_FP8
     row_scale = tl.maximum(largest / LIMIT, TINY, propagate_nan=tl.PropagateNan.ALL)
@@ -118,3 +116,11 @@ def store_quantized(tile, rows, columns, mask, values, scale, norm, end, K):
     if norm is not None:
         rounded = shifted - ROUNDING if WHOLE else low.to(tl.float32)
         tl.store(norm + rows, tl.sqrt(tl.sum(rounded * rounded, 1)) * row_scale, mask=row_mask)
+
+
+@triton.jit
+def largest_magnitude(x, axis: tl.constexpr):
+    """The largest |x| of fp32 along an axis, or of all where that is None; NaN where there is one, so that a scale made
+    of it says so. As integers magnitudes are in the same order, and NaN is above all; tl.max of floats may drop it."""
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(magnitude, axis).to(tl.float32, bitcast=True)

@@ -20,7 +20,7 @@ import triton.language as tl
 from .attention_tiles import LOG2_E, load_tile, readable, store_tile, tile_operand
 from .dispatch import device_properties
 from .launch import launch_kernel, register_options
-from .quantize_qkv import to_int8
+from .quantize_qkv import int8_step, to_int8
 from .quantized_attention_reference import SCALE_FLOOR
 from .sizes import cdiv
 from .tma import head_strides
@@ -159,12 +159,13 @@ def _pool_queries_kernel(
     row = (sample.to(tl.int64) * heads + head) * tl.num_programs(1) + block
     tl.store(pooled + row * HEAD_DIM + tl.arange(0, HEAD_DIM), mean.to(pooled.dtype.element_ty))
     if values is not None:
-        step = tl.maximum(tl.max(tl.abs(tile), 1) / 127.0, FLOOR)
+        step = int8_step(tile, 1, FLOOR)
         rounded = to_int8(tile * (1.0 / step)[:, None])
         store_tile(values, rounded, sample, head, heads, start, tokens, HEAD_DIM, BLOCK, HEAD_DIM)
         rows = start + tl.arange(0, BLOCK)
         row_scale = scale + (sample.to(tl.int64) * tokens + rows) * heads + head
-        tl.store(row_scale, tl.maximum(step * scale_log2, FLOOR), mask=rows < tokens)
+        scaled = tl.maximum(step * scale_log2, FLOOR, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(row_scale, scaled, mask=rows < tokens)
 
 
 @triton.jit(do_not_specialize=["tokens", "heads", "per_program"])
