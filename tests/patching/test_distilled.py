@@ -320,6 +320,18 @@ def test_a_loaded_checkpoint_is_recognised_by_its_name(name, variant, recipe):
         assert str(handle).startswith(f"{recipe} (named {name.split('/')[1]})")
 
 
+@pytest.mark.parametrize("inner", ["", "/transformer"])
+def test_a_folder_above_a_loaded_model_decides_nothing(inner):
+    pipe = tiny_wan_pipeline()
+    name = f"/data/lightning/Wan2.1-T2V-14B-Diffusers{inner}"
+    pipe.transformer.register_to_config(_name_or_path=name)
+    with pytest.raises(ValueError, match=f"nothing tells how the loaded model .{name}"):
+        trp.use_distilled(pipe)
+    pipe.transformer.register_to_config(_name_or_path=f"/data/lightning/FastWan{inner}")
+    with trp.use_distilled(pipe) as handle:
+        assert str(handle).startswith("fastwan (named FastWan)")
+
+
 @pytest.mark.parametrize(("key", "recipe"), [("to_gate_compress", "fastwan"), ("attn1.local_attn.proj_l", "turbowan")])
 def test_a_loaded_checkpoint_is_recognised_by_its_files_and_what_is_ignored_is_said(key, recipe, tmp_path, caplog):
     pipe = tiny_wan_pipeline()

@@ -21,6 +21,7 @@ from ..checkpoints.recognise import (
     ignored_parts,
     lora_claims,
     odd_names,
+    own_name,
 )
 from ..recipes import RECIPES, Recipe, find_recipe, recipe_names
 from ..scheduler import FewStepScheduler, scheduler_of
@@ -250,9 +251,9 @@ def _recognise_files(files: _Files, models: _Models) -> Recognised:
 
 
 def recognise_loaded(models: _Models) -> Recognised | None:
-    """How the loaded models were distilled, by their name and their files. Raises ValueError where these contradict."""
+    """How the loaded models were distilled, by their own name and their files; ValueError where these contradict."""
     for model in models.values():
-        found = [by_name(_name_of(model)), checkpoint_by_keys(_keys_of(model))]
+        found = [by_name(own_name(_name_of(model))), checkpoint_by_keys(_keys_of(model))]
         told = [recognised for recognised in found if recognised is not None]
         if len({recognised.recipe for recognised in told}) > 1:
             raise ValueError(
@@ -265,7 +266,7 @@ def recognise_loaded(models: _Models) -> Recognised | None:
 
 
 def _name_of(model: nn.Module) -> str:
-    return model.config.get("_name_or_path") or ""
+    return str(model.config.get("_name_or_path") or "")
 
 
 def _variant(recipe: Recipe, pipe: DiffusionPipeline, has_lora: bool) -> Recipe:
