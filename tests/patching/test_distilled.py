@@ -301,6 +301,38 @@ def test_restore_refuses_where_something_was_replaced_and_changes_nothing(tmp_pa
         handle.restore()
 
 
+@pytest.mark.parametrize("variant", ["t2v", "wan22"])
+@pytest.mark.parametrize("patched", [False, True])
+def test_restore_after_the_user_s_own_unloading_undoes_the_rest(variant, patched, tmp_path, caplog):
+    pipe = tiny_wan_pipeline(variant)
+    plain, before = videos(pipe), state(pipe)
+    models = [pipe.transformer, pipe.transformer_2][: 2 if variant == "wan22" else 1]
+    sources = [lora_files.lightx2v(model).save(tmp_path / f"{n}_{LIGHTX2V}") for n, model in enumerate(models)]
+    handle = trp.use_distilled(pipe, sources)
+    patch = trp.patch(pipe) if patched else None
+    pipe.unload_lora_weights()
+    caplog.clear()
+    handle.restore()
+    assert not caplog.records
+    if patch is not None:
+        patch.restore()
+    assert_untouched(pipe, before)
+    assert torch.equal(videos(pipe), plain)
+
+
+def test_restore_after_fusing_and_unloading_says_what_stays(tmp_path, caplog):
+    pipe = tiny_wan_pipeline()
+    before, norm = state(pipe), pipe.transformer.blocks[0].norm2.weight.detach().clone()
+    handle = trp.use_distilled(pipe, lora_files.lightx2v(pipe.transformer).save(tmp_path / LIGHTX2V))
+    pipe.fuse_lora()
+    pipe.unload_lora_weights()
+    caplog.clear()
+    handle.restore()
+    assert "'distilled_0' was fused, then unloaded: its matrices stay in the weights; load the model" in caplog.text
+    assert pipe.scheduler is before[0]
+    assert torch.equal(pipe.transformer.blocks[0].norm2.weight, norm)
+
+
 @pytest.mark.parametrize(
     ("name", "variant", "recipe"),
     [

@@ -143,8 +143,8 @@ class DistilledHandle(FewStepHandle):
     def restore(self) -> None:
         """Unload the LoRAs, and put scheduler, prepare_latents and boundary back; weights are bitwise as before.
 
-        Raises RuntimeError when called twice, when the LoRA was fused or unloaded since, and when the scheduler or
-        prepare_latents was replaced; nothing changes then.
+        A LoRA that you unloaded yourself is gone already; the rest is undone. Raises RuntimeError when called twice,
+        when the LoRA is fused, and when the scheduler or prepare_latents was replaced; nothing changes then.
         """
         self._check_restorable()
         for loaded in self._loaded.values():
