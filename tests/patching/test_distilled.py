@@ -221,6 +221,35 @@ def test_errors_change_nothing(make, options, error, message, tmp_path):
     assert_untouched(pipe, before)
 
 
+class Evil:
+    def __reduce__(self):
+        return print, ("evil",)
+
+
+@pytest.mark.parametrize("kind", ["evil.pt", "broken.pt", "broken.safetensors", "numbers.pt", "whole.safetensors"])
+def test_a_file_that_is_no_lora_is_named_with_what_is_accepted_and_changes_nothing(kind, tmp_path, capsys):
+    pipe = tiny_wan_pipeline()
+    before, path = state(pipe), tmp_path / kind
+    if kind == "evil.pt":
+        torch.save({"x": Evil()}, path)
+    elif kind == "numbers.pt":
+        torch.save({"epoch": 1}, path)
+    elif kind == "whole.safetensors":
+        save_file(pipe.transformer.state_dict(), path)
+    else:
+        path.write_bytes(b"no file of tensors")
+    with pytest.raises(ValueError, match=kind) as error:
+        trp.use_distilled(pipe, path)
+    message = str(error.value)
+    assert all(name in message for name in trp.RECIPES)
+    assert "Accepted are LoRA files (.safetensors, .pth, .pt, .bin, .ckpt)" in message
+    assert len(message.splitlines()) == 1
+    for word in ("weights_only", "torch.load", "issubclass", "github"):
+        assert word not in message
+    assert "evil" not in capsys.readouterr().out
+    assert_untouched(pipe, before)
+
+
 def test_without_peft_a_lora_is_a_clear_error_and_a_recipe_none(tmp_path, monkeypatch):
     pipe = tiny_wan_pipeline()
     before, source = state(pipe), lora_files.lightx2v(pipe.transformer).save(tmp_path / LIGHTX2V)

@@ -13,6 +13,7 @@ from diffusers import DiffusionPipeline, WanImageToVideoPipeline
 from torch import nn
 
 from ..checkpoints.files import Source, find_files, keys_in, read_tensors
+from ..checkpoints.lazy import SUFFIXES
 from ..checkpoints.lora import Lora, looks_like_lora, read_lora
 from ..checkpoints.recognise import (
     Recognised,
@@ -32,6 +33,10 @@ from .rcm import rcm_scheduler
 from .sparse import is_projection
 
 logger = logging.getLogger(__name__)
+
+_ACCEPTED = (
+    f"Accepted are LoRA files ({', '.join(SUFFIXES)}); recipe= names how one was distilled, one of {recipe_names()}."
+)
 
 
 def use_distilled(
@@ -186,11 +191,14 @@ class DistilledHandle(FewStepHandle):
 def _read(source: Source | Sequence[Source], models: _Models) -> _Files:
     files = {}
     for path, (name, model) in zip(find_files(source, len(models)), models.items(), strict=True):
-        tensors, metadata = read_tensors(path)
+        try:
+            tensors, metadata = read_tensors(path)
+        except ValueError as error:
+            raise ValueError(f"{str(error).rstrip('.')}. {_ACCEPTED}") from None
         if not looks_like_lora(tensors):
             raise ValueError(
                 f"{path} holds no LoRA but {next(iter(tensors), 'nothing')} and the like. Load a whole model as a "
-                "diffusers pipeline, and call use_distilled without source."
+                f"diffusers pipeline, and call use_distilled without source. {_ACCEPTED}"
             )
         try:
             files[name] = _File(path, read_lora(tensors, model, metadata))
