@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from diffusers import WanPipeline, WanVACEPipeline
+from diffusers import WanPipeline, WanTransformer3DModel, WanVACEPipeline
 from safetensors.torch import save_file
 
 import turbo_rcm_patch as trp
@@ -14,6 +14,7 @@ from tests import lora_files
 from tests.patching.sampling import seeded
 from tests.patching.test_loaded_lora import assert_as_before, everything
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
+from turbo_rcm_patch.checkpoints import files
 from turbo_rcm_patch.scheduler import FewStepScheduler, RCMScheduler
 
 LIGHTX2V = "wan2.1_t2v_lora_rank64_lightx2v_4step.safetensors"
@@ -408,6 +409,59 @@ def test_a_loaded_checkpoint_is_recognised_by_its_files_and_what_is_ignored_is_s
     pipe.transformer.blocks[0].attn1.proj_l = torch.nn.Linear(1, 1)  # as where SLA is loaded
     with trp.use_distilled(pipe) as handle:
         assert "attention is dense" not in str(handle)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A pipeline's folder as FastWan's, whose name tells nothing, with gates in the files of its transformer."""
+    folder = tmp_path / "model"
+    tiny_wan_pipeline().transformer.save_pretrained(folder / "transformer")
+    gates = {f"blocks.{i}.to_gate_compress.{part}": torch.ones(1) for i in range(2) for part in ("weight", "bias")}
+    save_file(gates, folder / "transformer/more.safetensors")
+    return folder
+
+
+GATES = "4 gates of video sparse attention (VSA): not used, attention is dense"
+PERHAPS = "gates of video sparse attention (VSA), if the checkpoint has any, are not used: attention is dense"
+
+
+def test_gates_are_named_where_the_transformer_was_loaded_alone(saved):
+    pipe = tiny_wan_pipeline()
+    pipe.transformer = WanTransformer3DModel.from_pretrained(saved, subfolder="transformer")
+    with trp.use_distilled(pipe) as handle:
+        assert str(handle).splitlines()[1:] == [GATES]
+
+
+def test_gates_are_named_where_the_hub_s_cache_has_the_files(saved, monkeypatch):
+    def cached(repository, local_files_only):
+        assert repository == "me/distilled"
+        assert local_files_only
+        return str(saved)
+
+    monkeypatch.setattr(files, "snapshot_download", cached)
+    pipe = tiny_wan_pipeline()
+    pipe.transformer.register_to_config(_name_or_path="me/distilled")
+    with trp.use_distilled(pipe) as handle:
+        assert str(handle).splitlines()[1:] == [GATES]
+
+
+@pytest.mark.parametrize("name", ["FastVideo/FastWan2.1-T2V-1.3B-Diffusers", ""])
+def test_fastwan_s_gates_may_be_unknown_and_it_says_so(name, caplog):
+    pipe = tiny_wan_pipeline()
+    pipe.transformer.register_to_config(_name_or_path=name)
+    with trp.use_distilled(pipe, recipe=None if name else "fastwan") as handle:
+        assert str(handle).splitlines()[1:] == [PERHAPS]
+    assert PERHAPS in caplog.text
+    with trp.use_distilled(pipe, recipe="lightx2v") as handle:
+        assert len(str(handle).splitlines()) == 1
+
+
+def test_fastwan_without_gates_has_no_note(saved):
+    (saved / "transformer/more.safetensors").unlink()
+    pipe = tiny_wan_pipeline()
+    pipe.transformer.register_to_config(_name_or_path=str(saved))
+    with trp.use_distilled(pipe, recipe="fastwan") as handle:
+        assert len(str(handle).splitlines()) == 1
 
 
 def test_a_causvid_lora_has_times_of_its_own(tmp_path):

@@ -31,6 +31,7 @@ _KEYS = {
     "fastwan": ("to_gate_compress", "gates of video sparse attention (VSA)"),
     "turbowan": ("local_attn.proj_l", "tensors of sparse-linear attention's (SLA) linear branch"),
 }
+PERHAPS_GATES = f"{_KEYS['fastwan'][1]}, if the checkpoint has any, are not used: attention is dense"
 _SIZES = {1536: "1.3B", 3072: "5B", 5120: "14B"}  # a transformer's width, and what its files are named
 _LINEARS = (
     *("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0"),

@@ -12,10 +12,11 @@ from typing import NamedTuple
 from diffusers import DiffusionPipeline, WanImageToVideoPipeline
 from torch import nn
 
-from ..checkpoints.files import Source, find_files, keys_in, read_tensors
+from ..checkpoints.files import Source, find_files, keys_of_model, read_tensors
 from ..checkpoints.lazy import SUFFIXES
 from ..checkpoints.lora import Lora, looks_like_lora, read_lora
 from ..checkpoints.recognise import (
+    PERHAPS_GATES,
     Recognised,
     by_name,
     checkpoint_by_keys,
@@ -59,7 +60,7 @@ def use_distilled(
 
     Afterwards ``pipe.scheduler.timesteps`` are the recipe's, and a call with another num_inference_steps is an error.
     The call's ``generator`` alone decides the noise. What was chosen and which keys of a file are not used is logged,
-    and is ``str(handle)``.
+    and is ``str(handle)``; of a loaded model also what diffusers left out, where its files are on disk.
 
     Returns a handle with ``restore()``, also usable in a ``with`` statement. Raises TypeError for an unsupported
     pipeline, source or scale, ValueError for an unknown recipe, for files that are not recognised or that do not fit
@@ -80,9 +81,12 @@ def use_distilled(
         first, *_ = models.values()
         notes = odd_names(*map(list, zip(*files.values(), strict=True)), first)
     else:
-        dense = [model for model in models.values() if not any(map(is_projection, dict(model.named_parameters())))]
-        notes = [note for model in dense for note in ignored_parts(_keys_of(model))]
+        dense = [name for name, model in models.items() if not any(map(is_projection, dict(model.named_parameters())))]
+        keys = [_keys_of(name, models[name]) for name in dense]
+        notes = [note for found in keys for note in ignored_parts(found)]
     sampling = _sampling(pipe, chosen, files, models, notes)
+    if sampling.recipe == "fastwan" and not files and not all(keys):  # diffusers drops them with a line in its log
+        notes.append(PERHAPS_GATES)
     return DistilledHandle(pipe, sampling, classifier_free_guidance, files, models, scale, notes)
 
 
@@ -207,8 +211,9 @@ def _read(source: Source | Sequence[Source], models: _Models) -> _Files:
     return files
 
 
-def _keys_of(model: nn.Module) -> set[str]:
-    return keys_in(Path(_name_of(model) or "nowhere"))
+def _keys_of(name: str, model: nn.Module) -> set[str]:
+    """The names of the tensors in the files of a pipeline's transformer, where these are found."""
+    return keys_of_model(_name_of(model), name)
 
 
 def _sampling(
@@ -260,8 +265,8 @@ def _recognise_files(files: _Files, models: _Models) -> Recognised:
 
 def recognise_loaded(models: _Models) -> Recognised | None:
     """How the loaded models were distilled, by their own name and their files; ValueError where these contradict."""
-    for model in models.values():
-        found = [by_name(own_name(_name_of(model))), checkpoint_by_keys(_keys_of(model))]
+    for name, model in models.items():
+        found = [by_name(own_name(_name_of(model))), checkpoint_by_keys(_keys_of(name, model))]
         told = [recognised for recognised in found if recognised is not None]
         if len({recognised.recipe for recognised in told}) > 1:
             raise ValueError(
