@@ -125,6 +125,57 @@ def test_what_is_not_used_is_named_key_by_key():
     assert lora.unused == reasons
 
 
+PAIR = {"lora_down.weight": torch.ones(4, 128), "lora_up.weight": torch.ones(128, 4)}
+TO_Q = {
+    "official": "diffusion_model.blocks.0.self_attn.q.",
+    "diffusers": "transformer.blocks.0.attn1.to_q.",
+    "bare": "blocks.0.self_attn.q.",
+    "kohya": "lora_unet_blocks_0_self_attn_q.",
+}
+
+
+def named(prefix, tensors):
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(("one", "other"), [("official", "bare"), ("kohya", "diffusers"), ("diffusers", "official")])
+def test_a_linear_named_twice_is_refused_where_it_differs_and_else_reported(one, other):
+    model, first = tiny_wan_transformer(), named(TO_Q[one], PAIR)
+    lora = read_lora(first | named(TO_Q[other], PAIR), model)
+    assert list(lora.pairs) == ["blocks.0.attn1.to_q"]
+    assert lora.unused == {TO_Q[other] + name: f"the same as {TO_Q[one]}{name}" for name in PAIR}
+    for changed in (
+        {**PAIR, "lora_up.weight": torch.zeros(128, 4)},
+        {"lora_down.weight": torch.ones(8, 128), "lora_up.weight": torch.ones(128, 8)},
+        {**PAIR, "alpha": torch.tensor(2.0)},  # the same matrices of another strength
+    ):
+        with pytest.raises(ValueError, match="names the same twice, with different values") as error:
+            read_lora(first | named(TO_Q[other], changed), model)
+        assert f"{TO_Q[one]}lora_" in str(error.value)
+        assert f"{TO_Q[other]}lora_" in str(error.value)
+
+
+def test_a_part_under_two_endings_or_two_names_of_a_parameter_is_not_added_twice():
+    model, change = tiny_wan_transformer(), torch.ones(1, 6, 128)
+    lora = read_lora({"blocks.0.diff_m": change, "lora_unet_blocks_0.modulation.diff": change}, model)
+    assert torch.equal(lora.differences["blocks.0.scale_shift_table"], change)
+    assert lora.unused == {"lora_unet_blocks_0.modulation.diff": "the same as blocks.0.diff_m"}
+    with pytest.raises(ValueError, match=r"different values: blocks\.0\.norm3\.diff and blocks\.0\.norm2\.diff\."):
+        read_lora({"blocks.0.norm3.diff": torch.ones(128), "blocks.0.norm2.diff": torch.zeros(128)}, model)
+    again = {TO_Q["bare"] + "lora_A.weight": torch.zeros(4, 128)}
+    with pytest.raises(ValueError, match=r"q\.lora_down\.weight and blocks\.0\.self_attn\.q\.lora_A\.weight"):
+        read_lora(named(TO_Q["bare"], PAIR) | again, model)
+
+
+def test_parts_of_one_linear_may_be_written_by_different_tools():
+    bias = torch.ones(128)
+    tensors = named(TO_Q["kohya"], PAIR) | {TO_Q["official"] + "diff_b": bias}
+    lora = read_lora(tensors, tiny_wan_transformer())
+    assert list(lora.pairs) == ["blocks.0.attn1.to_q"]
+    assert torch.equal(lora.differences["blocks.0.attn1.to_q.bias"], bias)
+    assert not lora.unused
+
+
 def test_shapes_that_do_not_fit_are_all_named():
     file = lora_files.lightning(tiny_wan_transformer(heads=1))
     with pytest.raises(ValueError, match=r"does not fit the WanTransformer3DModel") as error:

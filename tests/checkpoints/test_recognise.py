@@ -14,6 +14,7 @@ from turbo_rcm_patch.checkpoints.recognise import (
     lora_by_contents,
     lora_claims,
     odd_names,
+    own_name,
 )
 from turbo_rcm_patch.recipes import RECIPES
 
@@ -77,6 +78,34 @@ def test_the_nearest_name_counts():
     assert by_name("lightning/a/b/c/d/e/f/lora.safetensors") is None
 
 
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/data/lightning/Wan2.1-T2V-14B-Diffusers", "Wan2.1-T2V-14B-Diffusers"),
+        ("/data/lightning/Wan2.1-T2V-14B-Diffusers/transformer/", "Wan2.1-T2V-14B-Diffusers"),
+        ("lightning/Wan2.2-T2V-A14B-Diffusers/transformer_2", "Wan2.2-T2V-A14B-Diffusers"),
+        ("lightning/models/Wan2.1", "Wan2.1"),
+        ("./lightning/Wan2.1", "Wan2.1"),
+        (Path("/data/rCM"), "rCM"),
+        ("FastVideo/FastWan2.1-T2V-1.3B-Diffusers", "FastVideo/FastWan2.1-T2V-1.3B-Diffusers"),
+        (CACHE.format("lightx2v--Wan2.1-T2V--14B", "transformer"), "lightx2v/Wan2.1-T2V--14B"),
+        (CACHE.format("lightx2v--Wan2.1", ""), "lightx2v/Wan2.1"),
+        ("/data/lightning/Wan2.1/snapshots/0123abc", "Wan2.1"),
+        ("transformer", ""),
+        ("", ""),
+    ],
+)
+def test_a_model_s_own_name_is_without_the_folders_above(path, name):
+    assert own_name(path) == name
+
+
+def test_a_folder_here_is_no_repository_of_the_hub(tmp_path, monkeypatch):
+    (tmp_path / "lightning/Wan2.1").mkdir(parents=True)
+    assert own_name("lightning/Wan2.1") == "lightning/Wan2.1"
+    monkeypatch.chdir(tmp_path)
+    assert own_name("lightning/Wan2.1") == "Wan2.1"
+
+
 def recognised(make, experts=1, drop=None, **options):
     file = make(tiny_wan_transformer(), **options)
     tensors = {key: tensor for key, tensor in file.tensors.items() if drop is None or drop not in key}
@@ -108,6 +137,7 @@ def test_a_folder_s_name_is_held_against_the_contents():
     assert claims("rcm/lora.safetensors") == [("rcm", "a folder's name")]
     assert claims("rcm/lora.safetensors", lora_files.lightx2v) == [("rcm", ""), ("lightx2v", "its contents")]
     assert claims("rcm/my_lightx2v.safetensors", lora_files.lightx2v, rank=32) == [("lightx2v", "")]
+    assert claims("flf2v/my_lightx2v.safetensors") == [("lightx2v-flf2v", "a folder's name")]
     agreeing = [("lightx2v-flf2v", ""), ("lightx2v-flf2v", "its contents")]
     assert claims("lightx2v/flf2v.safetensors", lora_files.lightx2v) == agreeing
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from diffusers import WanPipeline, WanVACEPipeline
+from diffusers import WanPipeline, WanTransformer3DModel, WanVACEPipeline
 from safetensors.torch import save_file
 
 import turbo_rcm_patch as trp
@@ -14,6 +14,7 @@ from tests import lora_files
 from tests.patching.sampling import seeded
 from tests.patching.test_loaded_lora import assert_as_before, everything
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
+from turbo_rcm_patch.checkpoints import files
 from turbo_rcm_patch.scheduler import FewStepScheduler, RCMScheduler
 
 LIGHTX2V = "wan2.1_t2v_lora_rank64_lightx2v_4step.safetensors"
@@ -221,6 +222,35 @@ def test_errors_change_nothing(make, options, error, message, tmp_path):
     assert_untouched(pipe, before)
 
 
+class Evil:
+    def __reduce__(self):
+        return print, ("evil",)
+
+
+@pytest.mark.parametrize("kind", ["evil.pt", "broken.pt", "broken.safetensors", "numbers.pt", "whole.safetensors"])
+def test_a_file_that_is_no_lora_is_named_with_what_is_accepted_and_changes_nothing(kind, tmp_path, capsys):
+    pipe = tiny_wan_pipeline()
+    before, path = state(pipe), tmp_path / kind
+    if kind == "evil.pt":
+        torch.save({"x": Evil()}, path)
+    elif kind == "numbers.pt":
+        torch.save({"epoch": 1}, path)
+    elif kind == "whole.safetensors":
+        save_file(pipe.transformer.state_dict(), path)
+    else:
+        path.write_bytes(b"no file of tensors")
+    with pytest.raises(ValueError, match=kind) as error:
+        trp.use_distilled(pipe, path)
+    message = str(error.value)
+    assert all(name in message for name in trp.RECIPES)
+    assert "Accepted are LoRA files (.safetensors, .pth, .pt, .bin, .ckpt)" in message
+    assert len(message.splitlines()) == 1
+    for word in ("weights_only", "torch.load", "issubclass", "github"):
+        assert word not in message
+    assert "evil" not in capsys.readouterr().out
+    assert_untouched(pipe, before)
+
+
 def test_without_peft_a_lora_is_a_clear_error_and_a_recipe_none(tmp_path, monkeypatch):
     pipe = tiny_wan_pipeline()
     before, source = state(pipe), lora_files.lightx2v(pipe.transformer).save(tmp_path / LIGHTX2V)
@@ -301,6 +331,38 @@ def test_restore_refuses_where_something_was_replaced_and_changes_nothing(tmp_pa
         handle.restore()
 
 
+@pytest.mark.parametrize("variant", ["t2v", "wan22"])
+@pytest.mark.parametrize("patched", [False, True])
+def test_restore_after_the_user_s_own_unloading_undoes_the_rest(variant, patched, tmp_path, caplog):
+    pipe = tiny_wan_pipeline(variant)
+    plain, before = videos(pipe), state(pipe)
+    models = [pipe.transformer, pipe.transformer_2][: 2 if variant == "wan22" else 1]
+    sources = [lora_files.lightx2v(model).save(tmp_path / f"{n}_{LIGHTX2V}") for n, model in enumerate(models)]
+    handle = trp.use_distilled(pipe, sources)
+    patch = trp.patch(pipe) if patched else None
+    pipe.unload_lora_weights()
+    caplog.clear()
+    handle.restore()
+    assert not caplog.records
+    if patch is not None:
+        patch.restore()
+    assert_untouched(pipe, before)
+    assert torch.equal(videos(pipe), plain)
+
+
+def test_restore_after_fusing_and_unloading_says_what_stays(tmp_path, caplog):
+    pipe = tiny_wan_pipeline()
+    before, norm = state(pipe), pipe.transformer.blocks[0].norm2.weight.detach().clone()
+    handle = trp.use_distilled(pipe, lora_files.lightx2v(pipe.transformer).save(tmp_path / LIGHTX2V))
+    pipe.fuse_lora()
+    pipe.unload_lora_weights()
+    caplog.clear()
+    handle.restore()
+    assert "'distilled_0' was fused, then unloaded: its matrices stay in the weights; load the model" in caplog.text
+    assert pipe.scheduler is before[0]
+    assert torch.equal(pipe.transformer.blocks[0].norm2.weight, norm)
+
+
 @pytest.mark.parametrize(
     ("name", "variant", "recipe"),
     [
@@ -320,6 +382,18 @@ def test_a_loaded_checkpoint_is_recognised_by_its_name(name, variant, recipe):
         assert str(handle).startswith(f"{recipe} (named {name.split('/')[1]})")
 
 
+@pytest.mark.parametrize("inner", ["", "/transformer"])
+def test_a_folder_above_a_loaded_model_decides_nothing(inner):
+    pipe = tiny_wan_pipeline()
+    name = f"/data/lightning/Wan2.1-T2V-14B-Diffusers{inner}"
+    pipe.transformer.register_to_config(_name_or_path=name)
+    with pytest.raises(ValueError, match=f"nothing tells how the loaded model .{name}"):
+        trp.use_distilled(pipe)
+    pipe.transformer.register_to_config(_name_or_path=f"/data/lightning/FastWan{inner}")
+    with trp.use_distilled(pipe) as handle:
+        assert str(handle).startswith("fastwan (named FastWan)")
+
+
 @pytest.mark.parametrize(("key", "recipe"), [("to_gate_compress", "fastwan"), ("attn1.local_attn.proj_l", "turbowan")])
 def test_a_loaded_checkpoint_is_recognised_by_its_files_and_what_is_ignored_is_said(key, recipe, tmp_path, caplog):
     pipe = tiny_wan_pipeline()
@@ -335,6 +409,59 @@ def test_a_loaded_checkpoint_is_recognised_by_its_files_and_what_is_ignored_is_s
     pipe.transformer.blocks[0].attn1.proj_l = torch.nn.Linear(1, 1)  # as where SLA is loaded
     with trp.use_distilled(pipe) as handle:
         assert "attention is dense" not in str(handle)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A pipeline's folder as FastWan's, whose name tells nothing, with gates in the files of its transformer."""
+    folder = tmp_path / "model"
+    tiny_wan_pipeline().transformer.save_pretrained(folder / "transformer")
+    gates = {f"blocks.{i}.to_gate_compress.{part}": torch.ones(1) for i in range(2) for part in ("weight", "bias")}
+    save_file(gates, folder / "transformer/more.safetensors")
+    return folder
+
+
+GATES = "4 gates of video sparse attention (VSA): not used, attention is dense"
+PERHAPS = "gates of video sparse attention (VSA), if the checkpoint has any, are not used: attention is dense"
+
+
+def test_gates_are_named_where_the_transformer_was_loaded_alone(saved):
+    pipe = tiny_wan_pipeline()
+    pipe.transformer = WanTransformer3DModel.from_pretrained(saved, subfolder="transformer")
+    with trp.use_distilled(pipe) as handle:
+        assert str(handle).splitlines()[1:] == [GATES]
+
+
+def test_gates_are_named_where_the_hub_s_cache_has_the_files(saved, monkeypatch):
+    def cached(repository, local_files_only):
+        assert repository == "me/distilled"
+        assert local_files_only
+        return str(saved)
+
+    monkeypatch.setattr(files, "snapshot_download", cached)
+    pipe = tiny_wan_pipeline()
+    pipe.transformer.register_to_config(_name_or_path="me/distilled")
+    with trp.use_distilled(pipe) as handle:
+        assert str(handle).splitlines()[1:] == [GATES]
+
+
+@pytest.mark.parametrize("name", ["FastVideo/FastWan2.1-T2V-1.3B-Diffusers", ""])
+def test_fastwan_s_gates_may_be_unknown_and_it_says_so(name, caplog):
+    pipe = tiny_wan_pipeline()
+    pipe.transformer.register_to_config(_name_or_path=name)
+    with trp.use_distilled(pipe, recipe=None if name else "fastwan") as handle:
+        assert str(handle).splitlines()[1:] == [PERHAPS]
+    assert PERHAPS in caplog.text
+    with trp.use_distilled(pipe, recipe="lightx2v") as handle:
+        assert len(str(handle).splitlines()) == 1
+
+
+def test_fastwan_without_gates_has_no_note(saved):
+    (saved / "transformer/more.safetensors").unlink()
+    pipe = tiny_wan_pipeline()
+    pipe.transformer.register_to_config(_name_or_path=str(saved))
+    with trp.use_distilled(pipe, recipe="fastwan") as handle:
+        assert len(str(handle).splitlines()) == 1
 
 
 def test_a_causvid_lora_has_times_of_its_own(tmp_path):

@@ -48,6 +48,15 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         return content, file.metadata() or {}
 
 
+def keys_of_model(source: str, subfolder: str) -> set[str]:
+    """The names of all tensors in the safetensors files that a model was loaded from, on disk or in the hub's cache;
+    none where they are not there. subfolder: where they are in a whole pipeline's folder."""
+    folder = Path(source) if source else None
+    if folder is not None and not folder.is_dir():
+        folder = _in_cache(source) if _HUB.match(source) else None
+    return set() if folder is None else keys_in(folder) or keys_in(folder / subfolder)
+
+
 def keys_in(folder: Path) -> set[str]:
     """The names of all tensors in a folder's safetensors files; none where there is no such folder."""
     keys: set[str] = set()

@@ -126,5 +126,8 @@ def _load(file: Path) -> object:
             return torch.load(file, mmap=True, **options)
         except RuntimeError:  # not a zip file: torch's format before 1.6
             return torch.load(file, **options)
-    except Exception as error:  # what unpickling raises
-        raise ValueError(f"cannot read {file} without running code in it: {error}") from error
+    except Exception as error:  # what unpickling raises; torch's own advice is to run the code
+        raise ValueError(
+            f"cannot read {file} without running code in it ({type(error).__name__}): it is broken, or holds more than "
+            "a dictionary of tensors."
+        ) from None

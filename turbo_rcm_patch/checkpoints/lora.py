@@ -31,6 +31,7 @@ _PARTS = {
     "bias": (".diff_b",),
     "modulation": (".diff_m",),
 }
+_DIFFERENCES = ("weight", "bias", "modulation")
 METADATA = "lora_adapter_metadata"  # where diffusers notes the alphas of a file that it saves
 _SHOWN = 4  # of the keys that do not fit
 
@@ -74,11 +75,11 @@ class Lora:
 def read_lora(tensors: Mapping[str, torch.Tensor], model: nn.Module, metadata: Mapping[str, str] | None = None) -> Lora:
     """The contents of a LoRA file for a Wan transformer, which may be patched and have LoRA layers.
 
-    metadata: of the safetensors file. Raises ValueError for a file without any LoRA, and with all shapes that do not
-    fit the model.
+    metadata: of the safetensors file. Raises ValueError for a file without any LoRA, for one that names the same twice
+    with different values, and with all shapes that do not fit the model. The same twice with equal values is unused.
     """
     names, lora, misfits = ModelNames(model), Lora(), []
-    grouped, saved = _grouped(tensors, lora), json.loads((metadata or {}).get(METADATA, "{}"))
+    grouped, saved = _grouped(tensors, names, lora), json.loads((metadata or {}).get(METADATA, "{}"))
     for name, parts in grouped.items():
         _Entry(name, parts, names, lora, misfits).add(_alpha_in(saved, name))
     if not grouped:
@@ -88,7 +89,7 @@ def read_lora(tensors: Mapping[str, torch.Tensor], model: nn.Module, metadata: M
     if not lora.pairs and not lora.differences:
         raise ValueError(f"nothing of it is for a {type(model).__name__}: {_some(list(lora.unused))}")
     lora.has_alpha = any("alpha" in parts for parts in grouped.values())
-    lora.has_differences = any({"weight", "bias", "modulation"} & set(parts) for parts in grouped.values())
+    lora.has_differences = any(set(_DIFFERENCES) & set(parts) for parts in grouped.values())
     return lora
 
 
@@ -100,24 +101,50 @@ def looks_like_lora(keys) -> bool:
 Parts = dict[str, tuple[str, torch.Tensor]]  # by "down", "up", ...: the key in the file, and its tensor
 
 
-def _grouped(tensors: Mapping[str, torch.Tensor], lora: Lora) -> dict[str, Parts]:
-    """The parts of each module, by its name without prefix; keys of other kinds go to ``lora.unused``."""
+def _grouped(tensors: Mapping[str, torch.Tensor], names: ModelNames, lora: Lora) -> dict[str, Parts]:
+    """The parts of each module, by one name for all its spellings; other keys go to ``lora.unused``."""
     grouped: dict[str, Parts] = {}
+    first: dict[tuple[str, str] | str, str] = {}  # the key of each part or parameter
+    differing = []
     for key, tensor in tensors.items():
         found = _part_of(key)
         if found is None:
             lora.unused[key] = "DoRA, which is not applied" if "dora_scale" in key else "of an unknown kind"
-        else:
-            name, part = found
+            continue
+        stem, part = found
+        name = names.canonical(_without_prefix(stem))
+        known = first.setdefault(_parameter(names, name, part) or (name, part), key)
+        if known == key:
             grouped.setdefault(name, {})[part] = key, tensor
+        elif _are_same(tensors, known, key):
+            lora.unused[key] = f"the same as {known}"
+        else:
+            differing.append(f"{known} and {key}")
+    if differing:
+        raise ValueError(f"it names the same twice, with different values: {_some(differing, '; ')}")
     return grouped
 
 
+def _parameter(names: ModelNames, name: str, part: str) -> str | None:
+    """The parameter that a whole difference is of."""
+    return names.parameter(name, part) if part in _DIFFERENCES else None
+
+
+def _are_same(tensors: Mapping[str, torch.Tensor], known: str, key: str) -> bool:
+    """Whether two keys of the same part hold the same; matrices do only where both have an alpha, or none."""
+    (stem, part), (known_stem, _) = _part_of(key), _part_of(known)
+    if part in ("down", "up") and (f"{stem}.alpha" in tensors) != (f"{known_stem}.alpha" in tensors):
+        return False
+    one, other = tensors[known], tensors[key]
+    return one.shape == other.shape and torch.equal(one.float(), other.float())
+
+
 def _part_of(key: str) -> tuple[str, str] | None:
+    """A key without its ending, and the part that the ending tells."""
     for part, suffixes in _PARTS.items():
         for suffix in suffixes:
             if key.endswith(suffix):
-                return _without_prefix(key.removesuffix(suffix)), part
+                return key.removesuffix(suffix), part
     return None
 
 
@@ -145,7 +172,7 @@ class _Entry:
             self._misfits.append(f"{self._first_key()} is of a block that the model, with {self._names.blocks}, lacks")
             return
         pair = self._pair(default_alpha)
-        for part in ("weight", "bias", "modulation"):
+        for part in _DIFFERENCES:
             if part in self._parts:
                 key, difference = self._parts[part]
                 self._add_difference(key, difference, part)

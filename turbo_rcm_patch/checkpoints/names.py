@@ -71,6 +71,10 @@ class ModelNames:
         for name in (*with_weights, *own):
             self._known[_plain(name)] = self._known[_plain(official_name(name))] = name
 
+    def canonical(self, name: str) -> str:
+        """The same name for every spelling of one."""
+        return self._known.get(_plain(name), _plain(name))
+
     def module(self, name: str) -> str | None:
         """diffusers' name of a module; None where the model has none of this name."""
         found = self._known.get(_plain(name))

@@ -23,11 +23,15 @@ _NAMES = (
 # lightx2v's models with a shift of their own, by what is in a name of theirs.
 _VARIANTS = {"lightx2v": (("lightx2v-flf2v", ("flf2v",)), ("lightx2v-nvfp4-i2v", ("nvfp4", "i2v")))}
 _OURS = re.compile(r"turbo[-_]rcm([-_]patch)?")  # a folder of this package, which says nothing of a checkpoint
+_SUBFOLDERS = ("transformer", "transformer_2")  # of a pipeline, whose own name is above
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_CACHED = "models--"  # how the hub's cache begins a folder's name, models--owner--name
 _FOLDERS = 5  # a hub's cache keeps a file up to so many folders below the repository's name
 _KEYS = {
     "fastwan": ("to_gate_compress", "gates of video sparse attention (VSA)"),
     "turbowan": ("local_attn.proj_l", "tensors of sparse-linear attention's (SLA) linear branch"),
 }
+PERHAPS_GATES = f"{_KEYS['fastwan'][1]}, if the checkpoint has any, are not used: attention is dense"
 _SIZES = {1536: "1.3B", 3072: "5B", 5120: "14B"}  # a transformer's width, and what its files are named
 _LINEARS = (
     *("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0"),
@@ -53,6 +57,20 @@ def by_name(path: str | Path) -> Recognised | None:
     return None
 
 
+def own_name(path: str | Path) -> str:
+    """A loaded model's own name, of the path or the id that it was loaded from: the folder's, or "owner/name" on the
+    hub. The folders above say nothing of it."""
+    if _HUB_ID.fullmatch(str(path)) and Path(path).name not in _SUBFOLDERS and not Path(path).exists():
+        return str(path)
+    parts = Path(path).parts
+    if parts[-1:] and parts[-1] in _SUBFOLDERS:
+        parts = parts[:-1]
+    if parts[-2:-1] == ("snapshots",):
+        parts = parts[:-2]
+    name = parts[-1] if parts else ""
+    return name.removeprefix(_CACHED).replace("--", "/", 1) if name.startswith(_CACHED) else name
+
+
 def _variant(recipe: str, path: str | Path) -> str:
     """A recipe in the form that some names at the end of a path ask for."""
     text = "/".join(Path(path).parts[-_FOLDERS:]).lower()
@@ -62,8 +80,10 @@ def _variant(recipe: str, path: str | Path) -> str:
 
 def lora_claims(path: Path, lora: Lora, model: nn.Module, experts: int) -> list[Recognised]:
     """What a LoRA's own file name tells; where that is nothing, what its folders' names and its contents tell."""
-    if by_name(path.name) is not None:
-        return [by_name(path)]
+    own = by_name(path.name)
+    if own is not None:
+        claim = by_name(path)  # whose variant the folders may tell
+        return [claim if claim == own else claim._replace(alone="a folder's name")]
     folder, contents = by_name(path), lora_by_contents(lora, model, experts)
     if contents is not None:
         contents = contents._replace(recipe=_variant(contents.recipe, path))

@@ -12,15 +12,18 @@ from typing import NamedTuple
 from diffusers import DiffusionPipeline, WanImageToVideoPipeline
 from torch import nn
 
-from ..checkpoints.files import Source, find_files, keys_in, read_tensors
+from ..checkpoints.files import Source, find_files, keys_of_model, read_tensors
+from ..checkpoints.lazy import SUFFIXES
 from ..checkpoints.lora import Lora, looks_like_lora, read_lora
 from ..checkpoints.recognise import (
+    PERHAPS_GATES,
     Recognised,
     by_name,
     checkpoint_by_keys,
     ignored_parts,
     lora_claims,
     odd_names,
+    own_name,
 )
 from ..recipes import RECIPES, Recipe, find_recipe, recipe_names
 from ..scheduler import FewStepScheduler, scheduler_of
@@ -31,6 +34,10 @@ from .rcm import rcm_scheduler
 from .sparse import is_projection
 
 logger = logging.getLogger(__name__)
+
+_ACCEPTED = (
+    f"Accepted are LoRA files ({', '.join(SUFFIXES)}); recipe= names how one was distilled, one of {recipe_names()}."
+)
 
 
 def use_distilled(
@@ -53,7 +60,7 @@ def use_distilled(
 
     Afterwards ``pipe.scheduler.timesteps`` are the recipe's, and a call with another num_inference_steps is an error.
     The call's ``generator`` alone decides the noise. What was chosen and which keys of a file are not used is logged,
-    and is ``str(handle)``.
+    and is ``str(handle)``; of a loaded model also what diffusers left out, where its files are on disk.
 
     Returns a handle with ``restore()``, also usable in a ``with`` statement. Raises TypeError for an unsupported
     pipeline, source or scale, ValueError for an unknown recipe, for files that are not recognised or that do not fit
@@ -74,9 +81,12 @@ def use_distilled(
         first, *_ = models.values()
         notes = odd_names(*map(list, zip(*files.values(), strict=True)), first)
     else:
-        dense = [model for model in models.values() if not any(map(is_projection, dict(model.named_parameters())))]
-        notes = [note for model in dense for note in ignored_parts(_keys_of(model))]
+        dense = [name for name, model in models.items() if not any(map(is_projection, dict(model.named_parameters())))]
+        keys = [_keys_of(name, models[name]) for name in dense]
+        notes = [note for found in keys for note in ignored_parts(found)]
     sampling = _sampling(pipe, chosen, files, models, notes)
+    if sampling.recipe == "fastwan" and not files and not all(keys):  # diffusers drops them with a line in its log
+        notes.append(PERHAPS_GATES)
     return DistilledHandle(pipe, sampling, classifier_free_guidance, files, models, scale, notes)
 
 
@@ -142,8 +152,8 @@ class DistilledHandle(FewStepHandle):
     def restore(self) -> None:
         """Unload the LoRAs, and put scheduler, prepare_latents and boundary back; weights are bitwise as before.
 
-        Raises RuntimeError when called twice, when the LoRA was fused or unloaded since, and when the scheduler or
-        prepare_latents was replaced; nothing changes then.
+        A LoRA that you unloaded yourself is gone already; the rest is undone. Raises RuntimeError when called twice,
+        when the LoRA is fused, and when the scheduler or prepare_latents was replaced; nothing changes then.
         """
         self._check_restorable()
         for loaded in self._loaded.values():
@@ -185,11 +195,14 @@ class DistilledHandle(FewStepHandle):
 def _read(source: Source | Sequence[Source], models: _Models) -> _Files:
     files = {}
     for path, (name, model) in zip(find_files(source, len(models)), models.items(), strict=True):
-        tensors, metadata = read_tensors(path)
+        try:
+            tensors, metadata = read_tensors(path)
+        except ValueError as error:
+            raise ValueError(f"{str(error).rstrip('.')}. {_ACCEPTED}") from None
         if not looks_like_lora(tensors):
             raise ValueError(
                 f"{path} holds no LoRA but {next(iter(tensors), 'nothing')} and the like. Load a whole model as a "
-                "diffusers pipeline, and call use_distilled without source."
+                f"diffusers pipeline, and call use_distilled without source. {_ACCEPTED}"
             )
         try:
             files[name] = _File(path, read_lora(tensors, model, metadata))
@@ -198,8 +211,9 @@ def _read(source: Source | Sequence[Source], models: _Models) -> _Files:
     return files
 
 
-def _keys_of(model: nn.Module) -> set[str]:
-    return keys_in(Path(_name_of(model) or "nowhere"))
+def _keys_of(name: str, model: nn.Module) -> set[str]:
+    """The names of the tensors in the files of a pipeline's transformer, where these are found."""
+    return keys_of_model(_name_of(model), name)
 
 
 def _sampling(
@@ -250,9 +264,9 @@ def _recognise_files(files: _Files, models: _Models) -> Recognised:
 
 
 def recognise_loaded(models: _Models) -> Recognised | None:
-    """How the loaded models were distilled, by their name and their files. Raises ValueError where these contradict."""
-    for model in models.values():
-        found = [by_name(_name_of(model)), checkpoint_by_keys(_keys_of(model))]
+    """How the loaded models were distilled, by their own name and their files; ValueError where these contradict."""
+    for name, model in models.items():
+        found = [by_name(own_name(_name_of(model))), checkpoint_by_keys(_keys_of(name, model))]
         told = [recognised for recognised in found if recognised is not None]
         if len({recognised.recipe for recognised in told}) > 1:
             raise ValueError(
@@ -265,7 +279,7 @@ def recognise_loaded(models: _Models) -> Recognised | None:
 
 
 def _name_of(model: nn.Module) -> str:
-    return model.config.get("_name_or_path") or ""
+    return str(model.config.get("_name_or_path") or "")
 
 
 def _variant(recipe: Recipe, pipe: DiffusionPipeline, has_lora: bool) -> Recipe:

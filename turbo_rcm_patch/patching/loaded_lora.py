@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -20,6 +21,8 @@ from ..checkpoints.names import ModelNames
 from .eight_bit_weight import EightBitWeight
 from .group_offload import is_on_disk, write_through
 from .quantized_weights import why_not_restorable
+
+logger = logging.getLogger(__name__)
 
 NO_PEFT = "a LoRA needs peft, which is not installed; install it with: pip install 'turbo_rcm_patch[lora]'"
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -52,7 +55,7 @@ class LoadedLora:
     """
 
     def __init__(self, pipe: DiffusionPipeline, transformer: nn.Module, lora: Lora, scale: float):
-        self._transformer, self.unused = transformer, dict(lora.unused)
+        self._pipe, self._transformer, self.unused = pipe, transformer, dict(lora.unused)
         self._written: list[_Written] = []
         self._adapter: str | None = None
         names = ModelNames(transformer)
@@ -76,19 +79,23 @@ class LoadedLora:
             reason = _why_unreachable(self._transformer, getattr(written.module, written.name))
             if reason is not None:
                 raise RuntimeError(f"a parameter cannot be put back: {reason}; undo that first, then restore.")
-        if self._adapter is None:
-            return
-        if self._adapter not in getattr(self._transformer, "peft_config", {}):
-            raise RuntimeError(
-                f"the LoRA {self._adapter!r} was unloaded by other means; if it was fused, its effect stays in the "
-                "weights. Load the model again."
-            )
-        if any(self._adapter in layer.merged_adapters for layer in _lora_layers(self._transformer)):
+        if self._adapter is not None and any(
+            self._adapter in layer.merged_adapters for layer in _lora_layers(self._transformer)
+        ):
             raise RuntimeError(f"the LoRA {self._adapter!r} is fused into the weights; call pipe.unfuse_lora() first.")
 
     def undo(self) -> None:
-        """Take the LoRA off: no layer of it is left, and parameters hold bitwise what they held before."""
+        """Take the LoRA off: no layer of it is left, and parameters hold bitwise what they held before.
+
+        Layers that the user unloaded are gone already; where they were fused before, a warning says what stays.
+        """
         if self._adapter is not None:
+            unloaded = self._adapter not in getattr(self._transformer, "peft_config", {})
+            if unloaded and self._adapter in self._pipe.fused_loras:
+                logger.warning(
+                    "the LoRA %r was fused, then unloaded: its matrices stay in the weights; load the model again.",
+                    self._adapter,
+                )
             _remove_adapter(self._transformer, self._adapter)
             self._adapter = None
         while self._written:
