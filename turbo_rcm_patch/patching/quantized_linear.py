@@ -164,15 +164,16 @@ class QuantizedLinear(nn.Linear):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, local_metadata: dict, *rest: object) -> None:
-        """Into the original. With ``assign=True`` what is loaded becomes the original."""
+        """Into the original, or where that was freed into one for as long as converting it takes. With ``assign=True``
+        what is loaded becomes the original."""
         if self.is_replaced:
             return super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
-        self._parameters["weight"] = self.eight_bit
+        place = self._parameters["weight"] = _room_for(self.eight_bit) if self.eight_bit.freed else self.eight_bit
         try:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         finally:
             loaded, self._parameters["weight"] = self._parameters["weight"], None
-        if loaded is not self.eight_bit:
+        if loaded is not place or (self.eight_bit.freed and loaded._version > 0):
             self._adopt(loaded)
 
     def _adopt(self, original: nn.Parameter) -> None:
@@ -236,6 +237,12 @@ def _has_kernels(format: torch.dtype, *tensors: torch.Tensor | None) -> bool:
     rounding has none of."""
     device = tensors[0].device
     return device.type == "cuda" and kernels.why_not_triton(*tensors, has_gradient=False, formats=(format,)) is None
+
+
+@torch.inference_mode(False)
+def _room_for(weight: EightBitWeight) -> nn.Parameter:
+    """On the CPU, with the version 0 until something is written to it."""
+    return nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype), weight.original.requires_grad)
 
 
 @torch.inference_mode(False)
