@@ -244,8 +244,6 @@ def test_freed_originals_free_their_memory_and_cannot_come_back(model):
     with pytest.raises(RuntimeError, match=r"blocks\.0\.attn1\.to_q\.weight: the values of this weight were freed"):
         model.state_dict()
     with pytest.raises(RuntimeError, match=r"the values of this weight were freed.*restorable=True"):
-        model.load_state_dict(tiny_wan_transformer().state_dict())
-    with pytest.raises(RuntimeError, match="were freed"):
         model.blocks[0].attn1.to_q.weight.data += 1
     with pytest.raises(RuntimeError, match="were freed"):
         model.blocks[0].attn1.to_q.weight.clone()

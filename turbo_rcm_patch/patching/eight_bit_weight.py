@@ -151,6 +151,8 @@ def _write(op: Callable, args: tuple, kwargs: dict, written: list[torch.Tensor])
         return tensor._alias() if isinstance(tensor, EightBitWeight) else tensor.cpu()
 
     op(*tree_map_only(torch.Tensor, on_cpu, args), **tree_map_only(torch.Tensor, on_cpu, kwargs))
+    for weight in written:  # counted for other linears with this original: below autograd torch counts nothing
+        torch.autograd.graph.increment_version(weight.original)
     for linear in {id(weight.linear): weight.linear for weight in written}.values():
         linear.convert_anew()
     if not op._schema.returns:

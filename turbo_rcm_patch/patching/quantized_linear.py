@@ -7,7 +7,8 @@
     linear(x)                   multiplies by the 8-bit weight, or by a Parameter that somebody set in its place
 
 What is written to ``linear.weight`` by any means, loaded, or written to a tensor that `state_dict` returned is
-converted anew. Only a write through ``.data`` of such a tensor is not seen.
+converted anew: the latter when the model is called, or this linear. Not seen are writes to such a tensor through its
+``.data`` and those of fused optimizers, and once torch.compile compiled the whole model, all writes to it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class QuantizedLinear(nn.Linear):
         original = linear._parameters["weight"]
         dtype = original.dtype
         if not original.is_meta:
-            original.data = original.data.cpu()
+            original = _on_cpu(original)
         slots = _forward_slots(linear)
         linear._parameters["weight"] = None
         linear._buffers.update(zip(BUFFERS, weight, strict=True))
@@ -156,26 +157,28 @@ class QuantizedLinear(nn.Linear):
         if not self.is_replaced:
             if self.eight_bit.freed:
                 raise RuntimeError(f"{prefix}weight: {FREED}")
-            original = self.eight_bit.original.to(dtype=self.eight_bit.dtype)
-            destination[f"{prefix}weight"] = original if keep_vars else original.detach()
+            if self.eight_bit.original.dtype != self.eight_bit.dtype:  # a cast copy would not hand writes on
+                self.eight_bit.original.data = self.eight_bit.original.data.to(self.eight_bit.dtype)
+                self.convert_anew()
+            destination[f"{prefix}weight"] = self.eight_bit if keep_vars else self.eight_bit.original.detach()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, local_metadata: dict, *rest: object) -> None:
-        """Into the original. With ``assign=True`` what is loaded becomes the original."""
+        """Into the original, or where that was freed into one for as long as converting it takes. With ``assign=True``
+        what is loaded becomes the original."""
         if self.is_replaced:
             return super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
-        self._parameters["weight"] = self.eight_bit
+        place = self._parameters["weight"] = _room_for(self.eight_bit) if self.eight_bit.freed else self.eight_bit
         try:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
         finally:
             loaded, self._parameters["weight"] = self._parameters["weight"], None
-        if loaded is not self.eight_bit:
+        if loaded is not place or (self.eight_bit.freed and loaded._version > 0):
             self._adopt(loaded)
 
     def _adopt(self, original: nn.Parameter) -> None:
         freed = self.eight_bit.freed
-        original.data = original.data.cpu()
-        self.eight_bit.original = original
+        self.eight_bit.original = original = _on_cpu(original)
         _remember(self, self.eight_bit.moved(self.eight_bit.device, original.dtype))
         self.convert_anew()
         if freed:
@@ -234,6 +237,21 @@ def _has_kernels(format: torch.dtype, *tensors: torch.Tensor | None) -> bool:
     rounding has none of."""
     device = tensors[0].device
     return device.type == "cuda" and kernels.why_not_triton(*tensors, has_gradient=False, formats=(format,)) is None
+
+
+@torch.inference_mode(False)
+def _room_for(weight: EightBitWeight) -> nn.Parameter:
+    """On the CPU, with the version 0 until something is written to it."""
+    return nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype), weight.original.requires_grad)
+
+
+@torch.inference_mode(False)
+def _on_cpu(original: nn.Parameter) -> nn.Parameter:
+    """Itself, moved; a copy of an inference tensor, because nobody counts what is written to those."""
+    if original.is_inference():
+        return nn.Parameter(original.detach().to("cpu", copy=True), original.requires_grad)
+    original.data = original.data.cpu()
+    return original
 
 
 def _version(tensor: torch.Tensor) -> int | None:

@@ -15,9 +15,21 @@ from ..copying import reduce_ex, refuse_replicas
 from ..journal import bind, slot_below_hooks
 from ..lora_changes import apply_to_tensors, load_lora_adapter
 from ..plan import SHARED, STATE, BlockState, Plans, Shared
+from ..quantized_weights import bring_up_to_date
 from ..steps import Steps
 
 Binding = tuple[nn.Module, str, object]  # (module, attribute, value)
+Targets = Sequence[tuple[str, nn.Module, Callable]]  # (path, module, forward)
+
+
+def embedder_forward(self: nn.Module, *args: object, **kwargs: object) -> object:
+    """The forward of a transformer's condition embedder, which runs before the blocks; bound on instances."""
+    bring_up_to_date(self)
+    return type(self).forward(self, *args, **kwargs)
+
+
+def _embedder(transformer: nn.Module, config: PatchConfig) -> Targets:
+    return [("condition_embedder", transformer.condition_embedder, embedder_forward)]
 
 
 @dataclass(frozen=True)
@@ -39,7 +51,7 @@ class Blocks:
 class Family:
     """A transformer class of diffusers and its blocks.
 
-    models: the checkpoints it is known from. more: (transformer, shared) -> (path, module, forward) of what is bound
+    models: the checkpoints it is known from. more: (transformer, config) -> (path, module, forward) of what is bound
     besides the blocks. attributes: (transformer, shared, forwards by module) -> bindings of other things.
     notes: lines for the summary on what is not fused besides the steps of the blocks.
     """
@@ -47,7 +59,7 @@ class Family:
     transformer_class: type[nn.Module]
     models: str
     blocks: tuple[Blocks, ...]
-    more: Callable[[nn.Module, PatchConfig], Sequence[tuple[str, nn.Module, Callable]]] = lambda *_: ()
+    more: Callable[[nn.Module, PatchConfig], Targets] = _embedder
     attributes: Callable[[nn.Module, Shared, dict[nn.Module, object]], Sequence[Binding]] = lambda *_: ()
     notes: Callable[[nn.Module], Sequence[str]] = lambda _: ()
 
@@ -96,7 +108,7 @@ class Family:
             *((module, "forward", forward) for module, forward in forwards.items()),
         ]
 
-    def _targets(self, transformer: nn.Module, config: PatchConfig) -> list[tuple[str, nn.Module, Callable]]:
+    def _targets(self, transformer: nn.Module, config: PatchConfig) -> Targets:
         blocks = [(path, block, kind.forward) for kind in self.blocks for path, block in kind.of(transformer)]
         return [*self.more(transformer, config), *blocks]
 

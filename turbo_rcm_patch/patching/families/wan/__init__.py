@@ -7,21 +7,20 @@ than they are called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformer3DModel, WanTransformerBlock
-from torch import nn
 
 from ....config import PatchConfig
 from ....plain import hook_in_place_of_forward
 from ...plan import SHARED, Shared
-from ..family import Binding, Blocks, Family
+from ..family import Binding, Blocks, Family, Targets
 from .forward import block_forward
 from .graph import GRAPH, WanGraph, graph_of, transformer_forward
 from .modulation import embedder_forward
 
 
-def _more(transformer: WanTransformer3DModel, config: PatchConfig) -> Sequence[tuple[str, nn.Module, Callable]]:
+def _more(transformer: WanTransformer3DModel, config: PatchConfig) -> Targets:
     embedder = ("condition_embedder", transformer.condition_embedder, embedder_forward)
     # Under a hook, such as model offloading, that holds the old forward, the model goes without graphs.
     if config.cuda_graph == "off" or hook_in_place_of_forward(transformer):
