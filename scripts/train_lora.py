@@ -2,10 +2,9 @@
 
     python scripts/train_lora.py --output runs/lora --json results/lora-tiny.json
 
-Training takes twenty minutes on one CPU core; a GPU should need one. Its teacher is the model itself, asked for the
-same scene in red. The folder then holds ``pytorch_lora_weights.safetensors``, for ``pipe.load_lora_weights``. Every
-variant makes the videos of the same held-out captions, none of which says red, from the same noise; the judge says
-which colours it sees.
+How long training took, and on what, is in the JSON file. Its teacher is the model itself, asked for the same scene in
+red. The folder then holds ``pytorch_lora_weights.safetensors``, for ``pipe.load_lora_weights``. Every variant makes the
+videos of the same held-out captions, none of which says red, from the same noise; the judge says which colours it sees.
 """
 
 from __future__ import annotations
@@ -27,12 +26,11 @@ from peft import LoraConfig, get_peft_model_state_dict
 
 import turbo_rcm_patch as trp
 from turbo_rcm_patch.bench.environment import describe_environment
-from turbo_rcm_patch.bench.evaluate import EMBEDDED_CALL, generate_videos
+from turbo_rcm_patch.bench.evaluate import EMBEDDED_CALL, generate_videos, judge_videos
 from turbo_rcm_patch.bench.metrics import frame_psnr
 from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.scheduler import model_timesteps, rcm_times, sde_step
 from turbo_rcm_patch.shapes.grammar import Scene, draw_scene
-from turbo_rcm_patch.shapes.judge import decode, score
 
 COLOUR = "red"
 RANK, LINEARS = 8, ("to_q", "to_k", "to_v", "to_out.0")
@@ -181,7 +179,7 @@ def make_videos(pipe: WanPipeline, scenes: list[Scene], seed: int) -> torch.Tens
 
 def share(scenes, videos: torch.Tensor) -> float:
     """Of the shapes that are seen in the scenes' colours."""
-    counts = [score(scene, decode(v.transpose(0, 1)))["colour"] for scene, v in zip(scenes, videos, strict=True)]
+    counts = [scores["colour"] for scores in judge_videos(videos, list(scenes))]
     return sum(right for right, _ in counts) / sum(asked for _, asked in counts)
 
 

@@ -15,9 +15,10 @@ SMALL = {"height": 32, "width": 48, "num_frames": 5, "guidance_scale": 1.0}
 
 
 @pytest.mark.filterwarnings("ignore:.*fewer than")
-def test_updates_change_what_is_painted_and_every_variant_is_counted(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_updates_change_what_is_painted_and_every_variant_is_counted(where, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train_lora, "EMBEDDED_CALL", SMALL)
-    options = ["--output", str(tmp_path / "lora"), "--json", str(tmp_path / "lora.json"), "--device", "cpu"]
+    options = ["--output", str(tmp_path / "lora"), "--json", str(tmp_path / "lora.json"), "--device", where]
     assert train_lora.main([*options, "--updates", "2", "-n", "2"]) == 0
     report = json.loads((tmp_path / "lora.json").read_text())
     assert report["settings"]["colour"] == "red"
@@ -25,7 +26,9 @@ def test_updates_change_what_is_painted_and_every_variant_is_counted(tmp_path, m
     without, unpatched, *patched = report["results"]
     assert (without["variant"], without["psnr"], unpatched["psnr"]) == ("without it, unpatched", None, None)
     assert [row["variant"] for row in patched] == ["with it, patched (exact)", "with it, patched (quantized)"]
-    assert patched[0]["psnr"] > 60 > patched[1]["psnr"] > 20
+    exact, quantized = (row["psnr"] for row in patched)
+    assert exact > (60 if where == "cpu" else 30)  # in bf16 on a GPU
+    assert exact > quantized > (20 if where == "cpu" else 15)
     assert capsys.readouterr().out.count("as asked") == 4
 
 
