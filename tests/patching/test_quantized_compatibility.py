@@ -207,6 +207,20 @@ def test_layerwise_casting():
     assert reasons(patch, "feed_forward", "linear + skip") == {"hook layerwise_casting": 2}
 
 
+def test_a_model_in_fp64():
+    patched, plain, patch = make_models()
+    for model in (patched, plain):
+        model.to(torch.float64)
+    ours = output_of(patched)
+    assert ours.dtype == torch.float64
+    assert relative_error(ours, output_of(plain)) <= 1e-6  # all of it through the modules
+    for step in ("QKV projection", "projection + skip", "attention"):
+        assert reasons(patch, "self_attention", step) == {"float64 tensors": 2}
+    assert reasons(patch, "feed_forward", "linear + skip") == {"float64 tensors": 2}
+    patch.restore()
+    assert torch.equal(output_of(patched), output_of(tiny_wan_transformer().double()))
+
+
 def test_model_offload():
     patched, _, patch = make_models()
     expected = output_of(patched)

@@ -17,7 +17,7 @@ from ..kernels import FP8, INT8, Quantized
 from ..tiers import BLOCK_SPARSE, QUANTIZED
 from .lora import Linears
 from .plan import MODULE, REFERENCE, Call, Step
-from .quantized_weights import bias_bound, quantized_weight, why_not_read
+from .quantized_weights import DTYPES, bias_bound, quantized_weight, why_not_read
 
 NAMES = {FP8: "e4m3", INT8: "int8", torch.float16: "fp16"}
 Activation = torch.Tensor | Quantized
@@ -155,13 +155,19 @@ def _step(run: Callable, read: Linears, call: Call, kernel: Callable = kernels.g
 
 
 def _why_not(linear: nn.Linear, call: Call) -> str | None:
-    """Why a linear's module is called: its 8-bit weight may not be read past it, a derivative is wanted, or the GPU is
-    older than the one it was converted for."""
-    reason = "autograd" if call.derivative is not None else why_not_read(linear, call.device)
+    """Why a linear's module is called: its 8-bit weight may not be read past it, a derivative or fp64 is wanted, or the
+    GPU is older than the one it was converted for."""
+    reason = _why_not_call(call) or why_not_read(linear, call.device)
     if reason is None and call.choose() == ("auto", None):
         format = quantized_weight(linear).format
         reason = kernels.why_not_triton_on(call.device, format, (format,))
     return reason
+
+
+def _why_not_call(call: Call) -> str | None:
+    if call.derivative is not None:
+        return "autograd"
+    return None if call.dtype in DTYPES else f"{str(call.dtype).removeprefix('torch.')} tensors"
 
 
 def why_not_attention(attn: nn.Module, call: Call) -> str | None:
@@ -177,7 +183,7 @@ def why_not_attention(attn: nn.Module, call: Call) -> str | None:
     head_dim = attn.inner_dim // attn.heads
     if head_dim not in kernels.HEAD_DIMS_8BIT:
         return f"head_dim {head_dim}"
-    return "autograd" if call.derivative is not None else call.exactly
+    return _why_not_call(call) or call.exactly
 
 
 def quantize_qkv(attn: nn.Module, call: Call) -> Step:
