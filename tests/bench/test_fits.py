@@ -1,6 +1,9 @@
 """What a model takes of a GPU, from its configs: as its parameters and buffers are."""
 
+import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,8 @@ from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.bench.cases import CASES
 from turbo_rcm_patch.bench.fits import SIZES, fits, fits_table
 from turbo_rcm_patch.tiers import QUANTIZED
+
+RESULTS = Path(__file__).resolve().parents[2] / "results/nvidia-h200.json"
 
 
 def held(model):
@@ -43,7 +48,7 @@ def test_a_pipeline_has_a_line_for_each_transformer_and_tier(tmp_path):
     assert [fit.component for fit in found] == ["transformer"] * 3 + ["transformer_2"] * 3
     lines = fits_table(found).splitlines()
     assert len(lines) == 1 + len(found)
-    assert "step at 832x480, 81 frames" in lines[0]
+    assert re.search(r"step at 832x480, 81 frames +peak +step", lines[0])
     assert "+ about" in lines[1]
 
 
@@ -56,6 +61,33 @@ def test_real_models_take_at_most_55_percent_in_8_bits(name, gib, tmp_path):
     assert all(quantized.steps[size] < exact.steps[size] for size in SIZES)
     assert all(quantized.steps[size] <= sparse.steps[size] for size in SIZES)
     assert math.isclose(exact.steps[SIZES[0]] / 2**30, gib, abs_tol=0.01)
+
+
+def _measured(name):
+    """Bytes in a run's row, and in fits' words what was run."""
+    run = json.loads(RESULTS.read_text())["runs"][name]
+    settings = run["settings"]
+    case = CASES[settings["config"]].transformer | ({"num_layers": settings["layers"]} if "layers" in settings else {})
+    size = (settings["height"], settings["width"], settings.get("frames") or settings["num_frames"])
+    patched = {variant["name"]: variant["timings"] for variant in run.get("variants", ())}.get("patched")
+    return case, size, run["peak_bytes"] if patched is None else patched["peak_memory"]
+
+
+@pytest.mark.parametrize(
+    ("name", "tier"),
+    [
+        ("wan2.1-14b-in-24-gb", "quantized"),
+        ("wan2.1-1.3b", "exact"),
+        ("wan2.1-14b-4-layers", "exact"),
+        ("wan2.1-i2v-14b-4-layers", "exact"),
+    ],
+)
+def test_the_peak_is_what_an_h200_measured(name, tier, tmp_path):
+    case, size, measured = _measured(name)
+    with init_empty_weights():
+        WanTransformer3DModel(**case).save_config(tmp_path)
+    (fit,) = (fit for fit in fits(tmp_path) if fit.tier == tier)
+    assert math.isclose(fit.peaks[size], measured, rel_tol=0.05)
 
 
 def test_a_folder_without_a_model(tmp_path):

@@ -24,5 +24,6 @@ def test_info_tells_what_fits(saved_models, tmp_path, capsys):
     memory = json.loads((tmp_path / "info.json").read_text())["memory"]
     assert [fit["tier"] for fit in memory] == ["exact", "quantized", "sparse"]
     assert memory[1]["weights"] < memory[0]["weights"]
-    assert memory[0]["steps"][0][:3] == [480, 832, 81]
+    assert memory[0]["steps"][0][:3] == memory[0]["peaks"][0][:3] == [480, 832, 81]
+    assert memory[0]["peaks"][0][3] > memory[0]["weights"] + memory[0]["steps"][0][3]
     assert "--model: " in error_of(capsys, "info", "--device", "cpu", "--model", tmp_path / "none")

@@ -21,6 +21,7 @@ from .tables import table
 
 SIZES = ((480, 832, 81), (720, 1280, 81))  # height, width, frames of videos
 FP32_BYTES = 4
+AROUND = 1.1  # of the peak to its tensors: gaps and rounding of torch's allocator, workspaces; within 5 % on an H200
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class Fit:
     tier: str
     weights: int
     steps: dict[tuple[int, int, int], int]
+
+    @property
+    def peaks(self) -> dict[tuple[int, int, int], int]:
+        """What a step takes at most, weights included, by the same; more where every token has a timestep."""
+        return {size: round(AROUND * (self.weights + step)) for size, step in self.steps.items()}
 
 
 def fits(folder: Path, dtype: torch.dtype = torch.bfloat16) -> list[Fit]:
@@ -55,12 +61,17 @@ def fits(folder: Path, dtype: torch.dtype = torch.bfloat16) -> list[Fit]:
 
 def fits_table(found: list[Fit]) -> str:
     """The figures in GiB, as text."""
-    header = ("transformer", "tier", "weights", *(f"step at {w}x{h}, {f} frames" for h, w, f in SIZES))
+    sizes = (part for h, w, f in SIZES for part in (f"step at {w}x{h}, {f} frames", "peak"))
+    header = ("transformer", "tier", "weights", *sizes)
     rows = [
-        (fit.component, fit.tier, _gib(fit.weights), *(f"+ about {_gib(fit.steps[size])}" for size in SIZES))
+        (fit.component, fit.tier, _gib(fit.weights), *(part for size in SIZES for part in _step_and_peak(fit, size)))
         for fit in found
     ]
     return table([header, *rows])
+
+
+def _step_and_peak(fit: Fit, size: tuple[int, int, int]) -> tuple[str, str]:
+    return f"+ about {_gib(fit.steps[size])}", f"about {_gib(fit.peaks[size])}"
 
 
 def _gib(size: int) -> str:

@@ -193,9 +193,13 @@ def _info(arguments: argparse.Namespace) -> int:
         print("", f"{arguments.model} on a GPU:", fits_table(found), sep="\n")
     if arguments.json is not None:
         kernels = {f"{row.sub_layer}: {row.step}": row.kernel for row in rows}
-        memory = [{**asdict(fit), "steps": [[*size, count] for size, count in fit.steps.items()]} for fit in found]
+        memory = [asdict(fit) | {"steps": _listed(fit.steps), "peaks": _listed(fit.peaks)} for fit in found]
         write_json(arguments.json, {"environment": environment, "kernels": kernels, "memory": memory})
     return 0
+
+
+def _listed(by_size: dict[tuple[int, int, int], int]) -> list[list[int]]:
+    return [[*size, count] for size, count in by_size.items()]
 
 
 def _fits(arguments: argparse.Namespace) -> list[Fit]:
