@@ -18,6 +18,7 @@ from .. import kernels
 from ..config import PatchConfig
 from ..plain import is_transformed
 from .lora import LIVE, Linears, Products
+from .quantized_linear import WRITTEN
 from .snapshot import Snapshot
 from .steps import Steps
 
@@ -136,7 +137,7 @@ class Plans:
         self.latest = call
         known = self._known
         if known is None or known[0] is not block or not known[1].holds():  # a shallow copy shares this
-            self._known = known = block, Snapshot(_objects(block), addresses=False, live=LIVE), {}
+            self._known = known = block, Snapshot(_objects(block), addresses=False, live=LIVE | WRITTEN), {}
         plans = known[2]
         plan = plans.get(call)
         if plan is None:

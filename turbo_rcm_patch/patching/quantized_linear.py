@@ -27,6 +27,7 @@ from .eight_bit_weight import FREED, EightBitWeight
 from .journal import slot_below_hooks
 
 VALUES, SCALE, NORM = BUFFERS = ("weight_8bit", "weight_scale", "weight_norm")  # the parts of a QuantizedWeight
+WRITTEN = frozenset({"version"})  # attributes that follow what originals hold: calls run the same with any
 AT_ONCE = 2**20  # values that are converted at a time: in fp32, and three times over, 12 MiB
 
 
@@ -109,9 +110,8 @@ class QuantizedLinear(nn.Linear):
         with torch.no_grad():
             for name, tensor in zip(BUFFERS, convert(original, values.dtype, values.device), strict=True):
                 self._buffers[name].copy_(tensor)
-                if not self._buffers[
-                    name
-                ].is_inference():  # a write to `weight` comes here below autograd, which then counts none
+                # A write to `weight` comes here below autograd, which then counts none.
+                if not self._buffers[name].is_inference():
                     torch.autograd.graph.increment_version(self._buffers[name])
         self.version = _version(original)
 

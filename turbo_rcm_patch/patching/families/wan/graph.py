@@ -21,7 +21,7 @@ from ....tiers import SPARSE
 from ...graphs import Graphs, Inputs, call_key, why_not_recorded
 from ...lora import LIVE
 from ...plan import Shared
-from ...quantized_linear import QuantizedLinear
+from ...quantized_linear import WRITTEN, QuantizedLinear
 from ...quantized_weights import quantized_linears
 from ...snapshot import WhileUnchanged
 from .forward import warn_of_saturation
@@ -75,7 +75,7 @@ class WanGraph:
         self._lora_layers: list[nn.Module] = []  # of the same
         self._prepared: tuple[int, ...] = ()  # where what LoRA layers add lies, that the recordings read
         self._scales: dict[nn.Module, dict] = {}  # of LoRA layers, that the recordings have as numbers
-        self._why_not_recordable = WhileUnchanged(self._objects_read, self._look_again, live=LIVE)
+        self._why_not_recordable = WhileUnchanged(self._objects_read, self._look_again, live=LIVE | WRITTEN)
 
     def takes(self, called: nn.Module, inputs: Inputs, attention_kwargs: dict[str, Any] | None) -> bool:
         """Whether `sample` may stand for this call. If not, the reason is counted for the summary."""
