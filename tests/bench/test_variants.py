@@ -1,9 +1,11 @@
 """The ways to run a pipeline: what is on inside a switch, and that nothing is left outside."""
 
+import pytest
 import torch
+from torch._inductor import config as inductor_config
 
 from tests.tiny_wan import tiny_wan_pipeline
-from turbo_rcm_patch.bench.variants import COMPILED, single_process
+from turbo_rcm_patch.bench.variants import COMPILED, TORCHAO, single_process
 from turbo_rcm_patch.config import PatchConfig
 
 
@@ -24,3 +26,19 @@ def test_the_compiled_rival_compiles_blocks_and_decoder_and_leaves_no_trace():
             assert not pipe.vae.encoder.conv_in.weight.is_contiguous(memory_format=last)
         assert not any(model._compiled_call_impl for model in models)
         assert {name: parameter.stride() for name, parameter in pipe.vae.named_parameters()} == layouts
+
+
+def test_torchaos_tuning_is_that_of_its_own_variant(monkeypatch):
+    """It would make every other compilation of the process minutes longer."""
+    quant_api = pytest.importorskip("torchao.quantization.quant_api")
+    monkeypatch.setattr(quant_api, "_check_hardware_support", lambda *_: None)  # quantising needs no GPU
+    pipe = tiny_wan_pipeline().to(torch.bfloat16)
+    own = pipe.transformer
+    switch = single_process(pipe, PatchConfig(tier="quantized"), with_compile=True).switches[TORCHAO]
+    for _ in range(2):
+        assert pipe.transformer is own
+        assert not inductor_config.coordinate_descent_tuning
+        with switch():
+            assert pipe.transformer is not own
+            assert inductor_config.coordinate_descent_tuning
+    assert not inductor_config.coordinate_descent_tuning

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from diffusers import ContextParallelConfig, DiffusionPipeline
 from torch import nn
+from torch._inductor import config as inductor_config
 
 from ..config import PatchConfig
 from ..patching import Patch, patch
@@ -57,14 +58,31 @@ def _has_torchao() -> bool:
     return importlib.util.find_spec("torchao") is not None
 
 
+# What torchao sets for the whole process when it quantises. Compiling the other variants, above all the VAE's decoder,
+# would take many minutes longer.
+_TORCHAO_TUNING = {
+    "coordinate_descent_tuning": True,
+    "coordinate_descent_check_all_directions": True,
+    "force_fuse_int_mm_with_mul": True,
+}
+
+
 def _torchao_float8(pipe: DiffusionPipeline) -> tuple[Switch, int]:
     """A twin whose blocks multiply e4m3 weights by inputs quantised by row, compiled by region; and its bytes."""
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
 
     twin = copy.deepcopy(pipe.transformer)
-    quantize_(twin.blocks, Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()))
+    config = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False)
+    quantize_(twin.blocks, config)
     twin.compile_repeated_blocks()
-    return _in_place_of_transformer(pipe, twin, None), memory_of(twin)
+    exchanged = _in_place_of_transformer(pipe, twin, None)
+
+    @contextlib.contextmanager
+    def tuned() -> Iterator[None]:
+        with inductor_config.patch(_TORCHAO_TUNING), exchanged():
+            yield
+
+    return tuned, memory_of(twin)
 
 
 def memory_of(model: nn.Module) -> int:
