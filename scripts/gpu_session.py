@@ -157,8 +157,8 @@ def run(command: tuple[str, ...], log: Path, figures: Path | None) -> tuple[int,
 
 
 class ResultsFile:
-    """The results of one kind of GPU, named after it: its runs by name, the versions that its tests passed with, and
-    what compute-sanitizer said."""
+    """The results of one kind of GPU, named after it: its runs by name, how its tests ran with which versions, and what
+    compute-sanitizer said."""
 
     def __init__(self, folder: Path, gpu: str):
         self._path = folder / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
@@ -171,11 +171,13 @@ class ResultsFile:
         self._write({**results, "runs": {known: runs[known] for known in MEASUREMENTS if known in runs}})
 
     def keep_tests(self, code: int, log: str) -> None:
-        """Put what pytest counted in place of an older count with the same versions of torch and triton."""
+        """Put what pytest counted in place of older counts with the same versions of torch and triton; beside one that
+        failed, the last that passed stays."""
         environment = asdict(describe_environment("cuda"))
         counts = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|errors?|skipped)", log)}
         entry = {"ok": code == 0, **counts, "environment": environment}
-        others = [other for other in self._read()["tests"] if _versions(other) != _versions(entry)]
+        stays = lambda other: _versions(other) != _versions(entry) or (other["ok"] and not entry["ok"])  # noqa: E731
+        others = list(filter(stays, self._read()["tests"]))
         self._write({**self._read(), "tests": [*others, entry]})
 
     def keep_sanitizer(self, tool: str, code: int) -> None:

@@ -89,6 +89,14 @@ def test_tests_are_kept_with_their_versions_and_commit(tmp_path, monkeypatch, gp
     assert session(tmp_path, "tests") == 0
     (entry,) = json.loads(path.read_text())["tests"]
     assert (entry["ok"], entry["passed"]) == (True, 71)
+
+    failing = "import sys; print('2 failed, 70 passed in 3.21s'); sys.exit(1)"
+    for steps["tests"] in (("-c", failing), ("-c", failing)):
+        assert session(tmp_path, "tests") == 1
+        assert [e["passed"] for e in json.loads(path.read_text())["tests"]] == [71, 70]
+    steps["tests"] = ("-c", "print('72 passed in 3.21s')")
+    assert session(tmp_path, "tests") == 0
+    assert [e["passed"] for e in json.loads(path.read_text())["tests"]] == [72]
     other = replace(describe_environment("cpu"), triton="0.1")
     monkeypatch.setattr(gpu_session, "describe_environment", lambda device: other)
     assert session(tmp_path, "tests") == 0
