@@ -97,6 +97,16 @@ def test_a_model_that_is_known_to_be_another_is_not_sampled_as_rcm(models, tmp_p
     assert "lightning (the pipeline's own): 4 steps" in capsys.readouterr().out
 
 
+def test_a_model_that_nothing_is_known_of_is_sampled_as_rcm_with_a_warning(models, tmp_path, capsys):
+    folder = tmp_path / "lightning" / "Wan2.1-T2V-14B-Diffusers"
+    tiny_wan_pipeline().save_pretrained(folder)
+    argv = ["generate", "a fox", "-o", str(tmp_path / "out.mp4"), *SMALL, "--no-patch", "--model", str(folder)]
+    warning = f"nothing tells how --model {folder} was distilled: it is sampled as rCM. If it is none, give --recipe"
+    for options, warns in (([], True), (["--recipe", "rcm"], False), (["--sigma-max", "80"], False)):
+        assert main([*argv, *options]) == 0
+        assert (warning in capsys.readouterr().err) == warns
+
+
 @pytest.mark.parametrize(
     ("variant", "name", "told"),
     [

@@ -18,7 +18,7 @@ from ..patching import use_distilled, use_rcm
 from ..patching.apply import transformers_of
 from ..patching.distilled import recognise_loaded
 from ..patching.turbodiffusion import load_projections
-from ..recipes import RCM_STEPS
+from ..recipes import RCM_STEPS, recipe_names
 from ..scheduler import FewStepScheduler, RCMScheduler
 from ..shapes import grammar
 from ..tiers import SPARSE
@@ -133,6 +133,13 @@ def _warn(arguments: argparse.Namespace, message: str) -> None:
     print(f"turbo-rcm {arguments.command}: warning: {message}", file=sys.stderr)
 
 
+def _unknown_distillation(model: str) -> str:
+    return (
+        f"nothing tells how --model {model} was distilled: it is sampled as rCM. If it is none, give --recipe, one of "
+        f"{recipe_names()}."
+    )
+
+
 def _another_size(height: int, width: int, frames: int) -> str:
     return (
         f"the embedded model has learned videos of {embedded.HEIGHT}x{embedded.WIDTH} pixels and {embedded.FRAMES} "
@@ -187,6 +194,8 @@ def _use_distilled(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> No
 
 def _use_rcm(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> None:
     sigma_max = arguments.sigma_max
+    if arguments.model is not None and sigma_max is None and not isinstance(pipe.scheduler, RCMScheduler):
+        _warn(arguments, _unknown_distillation(arguments.model))
     if sigma_max is None and arguments.image is not None and not isinstance(pipe.scheduler, RCMScheduler):
         sigma_max = IMAGE_SIGMA_MAX
     use_rcm(pipe, sigma_max=sigma_max)
