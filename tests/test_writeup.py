@@ -138,6 +138,7 @@ def test_the_gpus_own_evaluation_of_the_sparse_tier_comes_first(seed):
     evaluation["results"] = [{**exact, "variant": "sparse", "steps": 2, "accuracy": _judged(0.625)}]
     evaluation["settings"]["seed"] = seed  # with another seed the captions are others
     tiny = json.loads((ROOT / "results/sparse-tiny.json").read_text())
+    tiny["environment"]["gpu"] = None
     points = measured.speed_and_accuracy(runs, tiny)
     assert next(name for name in points if "sparse" in name).endswith("on a CPU") == (seed == 1)
     text = writeup.text_of({**RESULTS, "runs": runs}, TEMPLATE, {"sparse": tiny})
@@ -366,6 +367,7 @@ def test_a_whole_step_of_the_sparse_tier_is_no_longer_missed_once_it_was_timed()
 def test_the_tiny_model_in_every_tier_is_part_of_the_accuracy():
     tiny = {"sparse": json.loads((ROOT / "results/sparse-tiny.json").read_text())}
     tiny["sparse"]["settings"]["n"] = 77
+    tiny["sparse"]["environment"]["gpu"] = None
     assert "| a CPU | 77 | exact |" in writeup.text_of(RESULTS, TEMPLATE, tiny)
     assert "| a CPU |" not in writeup.text_of(RESULTS, TEMPLATE)
     changed = copy.deepcopy(RESULTS)
