@@ -1,5 +1,9 @@
 """Weights in 8 bits whose originals change: every write takes effect, or is refused."""
 
+import copy
+import gc
+import pickle
+
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
@@ -10,7 +14,7 @@ from tests.oracle import relative_error
 from tests.patching.quantized_models import CONFIG, ERROR, FREED, like_unpatched, output_of, up_to_date
 from tests.tiny_families import FAMILIES, tiny_family_inputs, tiny_family_transformer
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
-from turbo_rcm_patch.patching.quantized_linear import BUFFERS
+from turbo_rcm_patch.patching.quantized_linear import BUFFERS, QuantizedLinear
 from turbo_rcm_patch.patching.quantized_weights import quantized_linears, quantized_weight
 
 
@@ -91,6 +95,34 @@ def test_writes_to_a_state_dict_reach_compiled_blocks(name):
             assert relative_error(model(**inputs)[0], expected) <= ERROR
             assert all(map(up_to_date, quantized_linears(model)))
             before = expected
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_they_reach_the_compiled_blocks_of_a_copy(model, make):
+    torch._dynamo.reset()
+    plain = tiny_wan_transformer()
+    trp.patch(model, CONFIG)
+    twin, before = make(model), output_of(model)
+    twin.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
+    output_of(twin)
+    with torch.no_grad():
+        written(twin)
+        written(plain)
+    assert relative_error(output_of(twin), output_of(plain)) <= ERROR
+    assert torch.equal(output_of(model), before)
+
+
+def test_a_copy_of_a_part_takes_no_other_part_along(model):
+    trp.patch(model, CONFIG)
+
+    def linears():
+        gc.collect()
+        return sum(type(thing) is QuantizedLinear for thing in gc.get_objects())
+
+    before = linears()
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model.condition_embedder)))
+    assert linears() == before
+    del copied
 
 
 @pytest.mark.parametrize("compiled", [False, True])

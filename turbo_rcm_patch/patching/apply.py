@@ -18,7 +18,6 @@ from .families.wan.graph import WanGraph, graph_of
 from .group_offload import ON_DISK, is_on_disk, update_groups
 from .journal import Journal
 from .quantized_weights import (
-    LISTED,
     convert_weights,
     convertible_linears,
     free_originals,
@@ -223,8 +222,6 @@ def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal,
             _bind(journals[-1], vae, wan_vae.bindings(vae, config))
         for (name, model), journal in zip(transformers.items(), journals, strict=False):
             prepare(journal, name, model)
-            if linears := quantized_linears(model):
-                journal.set(model.condition_embedder, LISTED, linears)
             update_groups(model)
         patch_video_output(journals[0], target, config)
     except BaseException:

@@ -13,8 +13,10 @@ converted anew: the latter when the model is called, or this linear. Not seen ar
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from types import MethodType
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +30,10 @@ from .journal import slot_below_hooks
 
 VALUES, SCALE, NORM = BUFFERS = ("weight_8bit", "weight_scale", "weight_norm")  # the parts of a QuantizedWeight
 WRITTEN = frozenset({"version"})  # attributes that follow what originals hold: calls run the same with any
+_KNOWN: WeakSet[nn.Linear] = (
+    WeakSet()
+)  # every one of this process, copies too; a list of a model's would be copied along
+_LOCK = threading.Lock()
 AT_ONCE = 2**20  # values that are converted at a time: in fp32, and three times over, 12 MiB
 
 
@@ -53,6 +59,7 @@ class QuantizedLinear(nn.Linear):
         linear.__class__ = QuantizedLinear
         for slot in slots:
             setattr(*slot, MethodType(QuantizedLinear.forward, linear))
+        _make_known(linear)
 
     @staticmethod
     def end(linear: nn.Linear) -> None:
@@ -205,7 +212,25 @@ class QuantizedLinear(nn.Linear):
 def _with_buffers(make: Callable, arguments: tuple, buffers: dict, values: torch.Tensor, format) -> QuantizedLinear:
     linear = make(*arguments)
     vars(linear)["_buffers"] = {**buffers, VALUES: values.view(format)}
+    _make_known(linear)
     return linear
+
+
+def bring_all_up_to_date() -> None:
+    """Convert anew what was written to through a `state_dict`, before blocks run that torch.compile compiled: these
+    read the 8-bit weights alone."""
+    if torch.compiler.is_compiling():
+        return
+    with _LOCK:
+        known = list(_KNOWN)
+    for linear in known:
+        if isinstance(linear, QuantizedLinear) and "eight_bit" in vars(linear):  # a copy gets it after it is made
+            linear.bring_up_to_date()
+
+
+def _make_known(linear: nn.Linear) -> None:
+    with _LOCK:
+        _KNOWN.add(linear)
 
 
 def _forward_slots(linear: nn.Linear) -> list[tuple[object, str]]:

@@ -154,17 +154,6 @@ def quantized_linears(transformer: nn.Module) -> list[QuantizedLinear]:
     return [module for module in transformer.modules() if isinstance(module, QuantizedLinear)]
 
 
-LISTED = "_turbo_rcm_patch_in_8_bits"  # the attribute of a patched transformer's embedder with all of its linears
-
-
-def bring_up_to_date(embedder: nn.Module) -> None:
-    """Convert anew what was written to through a `state_dict`, before blocks run that torch.compile compiled: these
-    read the 8-bit weights alone."""
-    if not torch.compiler.is_compiling():
-        for linear in vars(embedder).get(LISTED, ()):
-            linear.bring_up_to_date()
-
-
 def quantized_weight(linear: QuantizedLinear) -> QuantizedWeight:
     """The 8-bit weight of a linear, on the device that it was moved to."""
     return linear.quantized()

@@ -15,7 +15,7 @@ from ..copying import reduce_ex, refuse_replicas
 from ..journal import bind, slot_below_hooks
 from ..lora_changes import apply_to_tensors, load_lora_adapter
 from ..plan import SHARED, STATE, BlockState, Plans, Shared
-from ..quantized_weights import bring_up_to_date
+from ..quantized_linear import bring_all_up_to_date
 from ..steps import Steps
 
 Binding = tuple[nn.Module, str, object]  # (module, attribute, value)
@@ -24,7 +24,7 @@ Targets = Sequence[tuple[str, nn.Module, Callable]]  # (path, module, forward)
 
 def embedder_forward(self: nn.Module, *args: object, **kwargs: object) -> object:
     """The forward of a transformer's condition embedder, which runs before the blocks; bound on instances."""
-    bring_up_to_date(self)
+    bring_all_up_to_date()
     return type(self).forward(self, *args, **kwargs)
 
 
