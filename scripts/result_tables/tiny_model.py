@@ -20,8 +20,13 @@ def evaluation_of(runs: dict) -> dict | None:
     if evaluation is None or sparse is None:
         return evaluation
     captions, others = ([run["settings"].get(key) for key in ("n", "seed")] for run in (evaluation, sparse))
-    rows = [row for row in sparse["results"] if row["variant"] == "sparse" and captions == others]
+    rows = [row for row in sparse["results"] if tier_of(row) == "sparse" and captions == others]
     return {**evaluation, "results": sorted([*evaluation["results"], *rows], key=lambda row: row["steps"])}
+
+
+def tier_of(row: dict) -> str:
+    """Of a row of an evaluation, whose variant may also tell what its attention keeps: "sparse, topk 0.1"."""
+    return row["variant"].partition(",")[0]
 
 
 def evaluated(file: str, runs: dict, training: dict | None) -> str:

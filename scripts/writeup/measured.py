@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 from result_tables.ops import sparse_attention_sentence
-from result_tables.tiny_model import evaluation_of, tiers_table
+from result_tables.tiny_model import evaluation_of, tier_of, tiers_table
 
 from turbo_rcm_patch.bench.charts import milliseconds, model_of, names_of, real_models
 from turbo_rcm_patch.bench.report import format_seconds
@@ -167,7 +167,7 @@ def speed_and_accuracy(runs: dict, sparse: dict | None = None) -> dict[str, list
     points: dict[str, list[list[float | None]]] = {}
     results = (evaluation_of(runs) or {"results": ()})["results"]
     for result in results:
-        variant = result["variant"]
+        variant = tier_of(result)
         if variant in SHOWN:
             step, share = times.get(variant), result["accuracy"]["overall"]["share"]
             seconds = None if step is None else result["steps"] * step
