@@ -4,6 +4,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,22 @@ def test_the_time_is_of_one_call(monkeypatch):
     monkeypatch.setattr(benchmark.time, "perf_counter", lambda: 0.5 * len(calls))
     assert benchmark.mean_time(lambda: calls.append(1), 4) == 500.0
     assert len(calls) == 4
+
+
+@pytest.mark.parametrize("woke", range(4))
+def test_the_gpu_sleeps_longer_where_it_woke_too_early(monkeypatch, woke):
+    """Such a call may have waited for it: its time is not taken."""
+    slept = []
+    event = SimpleNamespace(record=lambda: None, query=lambda: len(slept) <= woke)
+    cuda = SimpleNamespace(synchronize=lambda: None, _sleep=slept.append, Event=lambda: event)
+    monkeypatch.setattr(benchmark.torch, "cuda", cuda)
+    monkeypatch.setattr(benchmark, "mean_time", lambda call, calls: float(len(slept)))
+    if woke == len(benchmark.SLEEPS):
+        with pytest.raises(RuntimeError, match="the GPU woke"):
+            benchmark._behind_a_sleep(lambda: None)
+        return
+    assert benchmark._behind_a_sleep(lambda: None) == woke + 1
+    assert slept == sorted(set(slept))
 
 
 TIERS = ("exact", "quantized", "sparse")
