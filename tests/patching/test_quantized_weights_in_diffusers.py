@@ -221,6 +221,24 @@ def test_compiled_blocks_are_one_graph_and_see_changes():
     assert relative_error(output_of(model), output_of(plain)) <= ERROR
 
 
+def test_a_graph_records_no_conversion_of_another_model(tape):
+    """It would convert that one in every replay, and on a GPU, which cannot record copies from the CPU, fail."""
+    other, config = tiny_wan_transformer(seed=8), trp.PatchConfig(tier=QUANTIZED, cuda_graph="auto")
+    pair = make_models(config=config)
+    trp.patch(other, CONFIG)
+    inputs, linear = tiny_transformer_inputs(pair[0]), other.blocks[0].ffn.net[2]
+    output_of(pair[0])  # the next call is recorded
+    linear.state_dict()["weight"].mul_(-1.0)
+    output_of(pair[0])
+    values = linear._buffers[BUFFERS[0]]
+    kept = values.clone()
+    values.zero_()
+    assert_same(pair, inputs)
+    assert not values.any()
+    values.copy_(kept)
+    assert up_to_date(linear)
+
+
 def test_graphs_read_what_was_written_since(tape):
     config = trp.PatchConfig(tier=QUANTIZED, cuda_graph="auto")
     pair = make_models(config=config)

@@ -21,8 +21,7 @@ from ....tiers import SPARSE
 from ...graphs import Graphs, Inputs, call_key, why_not_recorded
 from ...lora import LIVE
 from ...plan import Shared
-from ...quantized_linear import WRITTEN, QuantizedLinear
-from ...quantized_weights import quantized_linears
+from ...quantized_linear import WRITTEN, bring_all_up_to_date
 from ...snapshot import WhileUnchanged
 from .forward import warn_of_saturation
 from .repeatable import why_not_repeatable
@@ -71,8 +70,7 @@ class WanGraph:
         self._transformer, self._shared = transformer, shared
         self._forwards = {module: function_bound_to(module, forward) for module, forward in forwards.items()}
         self._graphs = Graphs()
-        self._quantized: list[QuantizedLinear] = []  # of the transformer, as it was when its modules last changed
-        self._lora_layers: list[nn.Module] = []  # of the same
+        self._lora_layers: list[nn.Module] = []  # of the transformer, as it was when its modules last changed
         self._prepared: tuple[int, ...] = ()  # where what LoRA layers add lies, that the recordings read
         self._scales: dict[nn.Module, dict] = {}  # of LoRA layers, that the recordings have as numbers
         self._why_not_recordable = WhileUnchanged(self._objects_read, self._look_again, live=LIVE | WRITTEN)
@@ -87,8 +85,7 @@ class WanGraph:
 
     def sample(self, inputs: Inputs) -> torch.Tensor:
         """The transformer's sample: computed the first time that inputs of these shapes come, replayed later."""
-        for linear in self._quantized:
-            linear.bring_up_to_date()  # a replay reads the 8-bit weight alone
+        bring_all_up_to_date()  # a replay reads the 8-bit weight alone, and a recording must not convert
         self._follow_lora()
         key = *call_key(inputs), self._shared.why_exact_attention()
         sample = self._graphs.run(key, self._compute, inputs)
@@ -178,7 +175,6 @@ class WanGraph:
     def _look_again(self, device: torch.device) -> str | None:
         """Why something about the modules could escape a graph. They are new or changed: graphs of them are stale."""
         self._graphs.invalidate()
-        self._quantized = quantized_linears(self._transformer)
         self._lora_layers = [module for module in self._transformer.modules() if not LIVE.isdisjoint(vars(module))]
         if device.type != self._graphs.device_type:
             return f"{device.type} tensors"
