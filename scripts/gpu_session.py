@@ -176,8 +176,11 @@ class ResultsFile:
         environment = asdict(describe_environment("cuda"))
         counts = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|errors?|skipped)", log)}
         entry = {"ok": code == 0, **counts, "environment": environment}
-        stays = lambda other: _versions(other) != _versions(entry) or (other["ok"] and not entry["ok"])  # noqa: E731
-        others = list(filter(stays, self._read()["tests"]))
+        others = [
+            other
+            for other in self._read()["tests"]
+            if _versions(other) != _versions(entry) or (other["ok"] and not entry["ok"])
+        ]
         self._write({**self._read(), "tests": [*others, entry]})
 
     def keep_sanitizer(self, tool: str, code: int) -> None:

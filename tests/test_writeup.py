@@ -114,40 +114,20 @@ def _judged(share: float) -> dict:
     return {"overall": {"share": share, "standard_error": 0.01}}
 
 
-def test_the_sparse_tier_comes_into_the_plot_with_the_captions_that_it_was_judged_by(tmp_path):
-    rows = [
-        {"variant": variant, "kept": kept, "steps": 4, "accuracy": _judged(share), "psnr_to_exact": None}
-        for variant, kept, share in (
-            ("exact", None, 1.0),
-            ("block sparse", 0.1, 0.2),
-            ("SLA", 0.1, 0.75),
-            ("SLA", 0.3, 0.9),
-        )
-    ]
-    tiny = {"settings": {"n": 77}, "environment": {"gpu": None}, "results": rows}
-    points = measured.speed_and_accuracy(_with_sparse_timed(), tiny)
-    assert points["patched (sparse), of 77 captions on a CPU"] == [[1.0, 0.75]]
-    assert len(points["patched (exact)"]) == len(points["eager diffusers"]) == 3
-    plots.save_plot("speed-accuracy", points, tmp_path / "plot.png")
-    assert not any("sparse" in name for name in measured.speed_and_accuracy(RESULTS["runs"], tiny))  # it was not timed
-
-
 @pytest.mark.parametrize("seed", [0, 1])
-def test_the_gpus_own_evaluation_of_the_sparse_tier_comes_first(seed):
+def test_the_sparse_tier_comes_into_the_plot_with_the_same_captions(seed, tmp_path):
     runs = _with_sparse_timed()
     evaluation = runs["evaluate-sparse"] = copy.deepcopy(runs["evaluate"])
     exact = next(row for row in evaluation["results"] if row["variant"] == "exact")
     name = label_of("sparse", PRESETS["sparse"])
     evaluation["results"] = [{**exact, "variant": name, "steps": 2, "accuracy": _judged(0.625)}]
     evaluation["settings"]["seed"] = seed  # with another seed the captions are others
-    tiny = json.loads((ROOT / "results/sparse-tiny.json").read_text())
-    tiny["environment"]["gpu"] = None
-    points = measured.speed_and_accuracy(runs, tiny)
-    assert next(name for name in points if "sparse" in name).endswith("on a CPU") == (seed == 1)
-    text = writeup.text_of({**RESULTS, "runs": runs}, TEMPLATE, {"sparse": tiny})
+    points = measured.speed_and_accuracy(runs)
+    assert points.get("patched (sparse)") == ([[0.5, 0.625]] if seed == 0 else None)
+    assert len(points["patched (exact)"]) == len(points["eager diffusers"]) == 3
+    plots.save_plot("speed-accuracy", points, tmp_path / "plot.png")
+    text = writeup.text_of({**RESULTS, "runs": runs}, TEMPLATE)
     assert (f"|  |  | {name} |  | 62.5 ± 1.0 |" in text) == (seed == 0)
-    if seed == 0:
-        assert points["patched (sparse)"] == [[0.5, 0.625]]
 
 
 def test_a_tier_that_was_judged_and_not_timed_is_drawn_as_levels(tmp_path):

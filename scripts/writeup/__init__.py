@@ -27,7 +27,7 @@ def write(results: Path, docs: Path) -> None:
     tiny = {name: json.loads(path.read_text()) for name, path in tiny.items() if path.exists()}
     (docs / PAGE).write_text(text_of(read, (docs / TEMPLATE).read_text(), tiny))
     (docs / ROUND_TRIP).write_text(round_trip_svg(round_trip(read["runs"])))
-    for name, data in plot_data(read["runs"], tiny.get("sparse")).items():
+    for name, data in plot_data(read["runs"]).items():
         save_plot(name, data, docs / f"{name}.png")
 
 

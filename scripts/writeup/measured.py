@@ -38,13 +38,13 @@ def figures(results: dict, tiny: dict[str, dict]) -> dict[str, object]:
         "sparse": PRESETS["sparse"],
         "sparse_sentence": sparse_attention_sentence(runs),
         "timed_tiers": {run["settings"].get("preset", "exact") for run in real_models(runs).values()},
-        "untimed": _untimed(runs, tiny.get("sparse")),
+        "untimed": _untimed(runs),
         "tiny_table": tiers_table(evaluation_of(runs), **tiny),
         "steps": steps,
         "fastest_linear": max(r["teraflops"] for r in runs["ops"]["results"] if r["case"].startswith("linear")),
         "accuracy_table": accuracy_table(runs),
         "stages_table": stages_table(runs),
-        "plots": plot_data(runs, tiny.get("sparse")),
+        "plots": plot_data(runs),
         "tiers": TIERS,
     }
 
@@ -144,48 +144,40 @@ def stages_table(runs: dict) -> str | None:
 STAGES = {"steps": "all steps", "vae_decode": "VAE decode", "output": "output", "total": "total"}
 
 
-def plot_data(runs: dict, sparse: dict | None = None) -> dict[str, dict]:
-    """What each plot of plots.py shows, to six digits; without the plots that nothing was measured for. sparse: as
-    `speed_and_accuracy` takes it."""
+def plot_data(runs: dict) -> dict[str, dict]:
+    """What each plot of plots.py shows, to six digits; without the plots that nothing was measured for."""
     data = {
         "step-parts": steps_by_tier(runs),
-        "speed-accuracy": speed_and_accuracy(runs, sparse),
+        "speed-accuracy": speed_and_accuracy(runs),
         "attention": attention_rates(runs),
     }
     return {name: _rounded(shown) for name, shown in data.items() if shown}
 
 
-def speed_and_accuracy(runs: dict, sparse: dict | None = None) -> dict[str, list[list[float | None]]]:
+def speed_and_accuracy(runs: dict) -> dict[str, list[list[float | None]]]:
     """Of the tiny model in each variant: [seconds of denoising, share of the captions shown] by number of steps. The
-    seconds are None where the variant was not timed. sparse: the file of scripts/evaluate_sparse.py, for the accuracy
-    of a sparse tier that was timed, where the GPU's evaluation has none."""
+    seconds are None where the variant was not timed."""
     times = {}
     for name in ("compare", "compare-quantized", "compare-sparse"):
         for variant in runs.get(name, {"variants": ()})["variants"]:
             tier = runs[name]["settings"]["preset"] if variant["name"] == "patched" else variant["name"]
             times.setdefault(tier, statistics.median(variant["timings"]["steps"]))
     points: dict[str, list[list[float | None]]] = {}
-    results = (evaluation_of(runs) or {"results": ()})["results"]
-    for result in results:
+    for result in (evaluation_of(runs) or {"results": ()})["results"]:
         variant = tier_of(result)
         if variant in SHOWN:
             step, share = times.get(variant), result["accuracy"]["overall"]["share"]
             seconds = None if step is None else result["steps"] * step
             points.setdefault(SHOWN[variant], []).append([seconds, share])
-    if results and sparse is not None and "sparse" in times and SHOWN["sparse"] not in points:
-        where = sparse["environment"]["gpu"] or "a CPU"
-        name = f"{SHOWN['sparse']}, of {sparse['settings']['n']} captions on {where}"
-        rows = [row for row in sparse["results"] if (row["variant"], row["kept"]) == ("SLA", PRESETS["sparse"].topk)]
-        points[name] = [[row["steps"] * times["sparse"], row["accuracy"]["overall"]["share"]] for row in rows]
     return points
 
 
 SHOWN = {"unpatched": "eager diffusers", **{tier: f"patched ({tier})" for tier in ("exact", "quantized", "sparse")}}
 
 
-def _untimed(runs: dict, sparse: dict | None) -> str:
+def _untimed(runs: dict) -> str:
     """The variants whose accuracy was measured and whose speed was not."""
-    points = speed_and_accuracy(runs, sparse)
+    points = speed_and_accuracy(runs)
     return " and ".join(name for name, steps in points.items() if any(seconds is None for seconds, _ in steps))
 
 

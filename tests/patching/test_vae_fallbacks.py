@@ -106,6 +106,30 @@ class Fewer(torch.nn.Module):
         return 0.5 * self.others(x, **options)
 
 
+class Engine(torch.nn.Module):
+    """One without parameters, as of a compiler or on another machine."""
+
+    def __init__(self, decoder):
+        super().__init__()
+        self.run = decoder.forward
+
+    def forward(self, x, **options):
+        return self.run(x, **options)
+
+
+def _engine(vae):
+    vae.decoder = Engine(vae.decoder)
+
+
+def _shared_block(vae):
+    vae.decoder.mid_block.resnets[1] = vae.decoder.mid_block.resnets[0]
+
+
+def _shared_convolution(vae):
+    first, second = vae.decoder.mid_block.resnets
+    second.conv1 = first.conv1
+
+
 def _compiled_in_place(vae):
     vae.decoder.mid_block.compile(backend="eager")
 
@@ -129,6 +153,9 @@ UNUSUAL = {
     "LoRA layer on decoder.mid_block.attentions.0.to_qkv": _lora,
     "OptimizedModule layer on decoder": _compiled_decoder,
     "Fewer layer on decoder": _another_decoder,
+    "Engine layer on decoder": _engine,
+    "convolution at two places in decoder": _shared_block,
+    "a convolution at two places in decoder": _shared_convolution,
     "torch.compile on decoder.mid_block": _compiled_in_place,
     "replaced blend_h": _blending,
 }
@@ -154,6 +181,13 @@ def test_diffusers_own_decoder_runs_and_the_summary_says_why(reason, patched_fir
     assert reason in next(iter(row.reasons))
     assert reason in patch.summary()
     assert "diffusers' own decoder ran: " in patch.summary()
+
+
+def test_the_summary_of_a_vae_whose_decoder_was_taken_out():
+    vae = tiny_vae()
+    patch = trp.patch(vae)
+    vae.decoder = None
+    assert "no decoder" in patch.summary()
 
 
 def test_what_is_taken_off_again_does_not_count_any_more():

@@ -13,6 +13,7 @@ from diffusers import DiffusionPipeline
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ..checkpoints.files import COMPONENTS
 from ..config import PatchConfig, resolve_config
 from ..patching import patch
 from ..patching.families.wan_vae import vae_state
@@ -26,7 +27,6 @@ from .metrics import relative_l2
 from .parts import CHOICE, SUB_LAYERS, part_errors, self_attention_inputs, trace_of
 from .sparse import best_choice, by_reference, self_attention_is_sparse
 
-TRANSFORMERS = ("transformer", "transformer_2")
 BLOCK_LISTS = ("vace_blocks", "blocks")  # of diffusers' transformers, in the order of their calls
 DECODER = "vae.decode"  # checked as a block is, but once
 
@@ -196,7 +196,7 @@ def verify(
 
 def named_blocks(pipe: DiffusionPipeline) -> dict[str, nn.Module]:
     """The blocks of a pipeline's transformers by name, such as "transformer.blocks.0"."""
-    transformers = {name: getattr(pipe, name, None) for name in TRANSFORMERS}
+    transformers = {name: getattr(pipe, name, None) for name in COMPONENTS}
     return {
         f"{name}.{blocks}.{index}": block
         for name, transformer in transformers.items()

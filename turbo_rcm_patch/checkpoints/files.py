@@ -15,7 +15,8 @@ from .lazy import SUFFIXES, open_tensors
 
 Source = str | Path
 
-_HUB = re.compile(r"^[\w-][\w.-]*/[\w-][\w.-]*(/.+)?$")
+COMPONENTS = ("transformer", "transformer_2")  # of a pipeline, and their folders; the high-noise one first
+HUB_ID = re.compile(r"^[\w-][\w.-]*/[\w-][\w.-]*(/.+)?$")  # perhaps with a path in the repository
 _EXPERTS = ("high", "low")  # in the names of the two files of Wan 2.2
 
 
@@ -53,7 +54,7 @@ def keys_of_model(source: str, subfolder: str) -> set[str]:
     none where they are not there. subfolder: where they are in a whole pipeline's folder."""
     folder = Path(source) if source else None
     if folder is not None and not folder.is_dir():
-        folder = _in_cache(source) if _HUB.match(source) else None
+        folder = _in_cache(source) if HUB_ID.match(source) else None
     return set() if folder is None else keys_in(folder) or keys_in(folder / subfolder)
 
 
@@ -99,7 +100,7 @@ def _place(source: Source) -> _Folder | _Repository:
     path = Path(source).expanduser()
     if path.exists():
         return _Folder(path)
-    if not isinstance(source, str) or not _HUB.match(source):
+    if not isinstance(source, str) or not HUB_ID.match(source):
         raise ValueError(f"{source}: no such file or folder; give one, or the id of a repository on the hub.")
     try:
         return _Repository(source)

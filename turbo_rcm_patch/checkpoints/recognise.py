@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from .files import COMPONENTS, HUB_ID
 from .lora import Lora
 
 # The first that fits counts: Wan2.2-Lightning is in an organisation named lightx2v.
@@ -23,8 +24,6 @@ _NAMES = (
 # lightx2v's models with a shift of their own, by what is in a name of theirs.
 _VARIANTS = {"lightx2v": (("lightx2v-flf2v", ("flf2v",)), ("lightx2v-nvfp4-i2v", ("nvfp4", "i2v")))}
 _OURS = re.compile(r"turbo[-_]rcm([-_]patch)?")  # a folder of this package, which says nothing of a checkpoint
-_SUBFOLDERS = ("transformer", "transformer_2")  # of a pipeline, whose own name is above
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _CACHED = "models--"  # how the hub's cache begins a folder's name, models--owner--name
 _FOLDERS = 5  # a hub's cache keeps a file up to so many folders below the repository's name
 _KEYS = {
@@ -60,11 +59,11 @@ def by_name(path: str | Path) -> Recognised | None:
 def own_name(path: str | Path) -> str:
     """A loaded model's own name, of the path or the id that it was loaded from: the folder's, or "owner/name" on the
     hub. The folders above say nothing of it."""
-    if _HUB_ID.fullmatch(str(path)) and Path(path).name not in _SUBFOLDERS and not Path(path).exists():
-        return str(path)
     parts = Path(path).parts
-    if parts[-1:] and parts[-1] in _SUBFOLDERS:
-        parts = parts[:-1]
+    if len(parts) == 2 and HUB_ID.match(str(path)) and parts[-1] not in COMPONENTS and not Path(path).exists():
+        return str(path)
+    if parts[-1:] and parts[-1] in COMPONENTS:
+        parts = parts[:-1]  # a pipeline's own name is above
     if parts[-2:-1] == ("snapshots",):
         parts = parts[:-2]
     name = parts[-1] if parts else ""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 from diffusers import AutoencoderKLWan
 
+from ..checkpoints.files import COMPONENTS
 from ..config import PatchConfig, resolve_config
 from ..tiers import BLOCK_SPARSE, SPARSE
 from .block_sparse import why_trained_otherwise
@@ -294,8 +295,8 @@ def transformers_of(target: object) -> dict[str, torch.nn.Module]:
     """The transformers of a pipeline by their names, or the one given. Raises PatchError where there is none."""
     if isinstance(target, torch.nn.Module):
         return {"transformer": target}
-    names = ("transformer", "transformer_2")
-    found = {name: getattr(target, name) for name in names if isinstance(getattr(target, name, None), torch.nn.Module)}
+    every = {name: getattr(target, name, None) for name in COMPONENTS}
+    found = {name: model for name, model in every.items() if isinstance(model, torch.nn.Module)}
     if found.get("transformer") is found.get("transformer_2"):
         found.pop("transformer_2", None)
     if not found:

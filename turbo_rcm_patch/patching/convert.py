@@ -17,12 +17,12 @@ from diffusers import WanTransformer3DModel
 from safetensors import safe_open
 from torch import nn
 
+from ..checkpoints.files import COMPONENTS
 from ..checkpoints.lazy import SUFFIXES, LazyTensor, open_tensors, shards
 from ..checkpoints.whole import WholeModel, infer_config
 from ..config import PatchConfig
 from ..tiers import EXACT, SPARSE, Tier
 from .converted import (
-    COMPONENTS,
     FILE,
     NORM,
     SCALE,

@@ -18,6 +18,7 @@ from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import nn
 
+from ..checkpoints.files import COMPONENTS
 from ..config import PatchConfig, resolve_config
 from ..kernels.quantized import FP8, INT8, QuantizedWeight
 from ..tiers import EXACT, SPARSE
@@ -29,7 +30,6 @@ from .sparse import PROJ_L, add_projections, by_block, is_projection, use_proces
 from .tensor_files import read_header
 
 FILE, VERSION = "weights-8bit.safetensors", "1"
-COMPONENTS = ("transformer", "transformer_2")
 WEIGHT, SCALE, NORM = ".weight", ".weight_scale", ".weight_norm"
 
 

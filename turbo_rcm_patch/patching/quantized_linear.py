@@ -30,9 +30,8 @@ from .journal import slot_below_hooks
 
 VALUES, SCALE, NORM = BUFFERS = ("weight_8bit", "weight_scale", "weight_norm")  # the parts of a QuantizedWeight
 WRITTEN = frozenset({"version"})  # attributes that follow what originals hold: calls run the same with any
-_KNOWN: WeakSet[nn.Linear] = (
-    WeakSet()
-)  # every one of this process, copies too; a list of a model's would be copied along
+# All of this process, copies too. A list on a part of a model would take the other parts along where that is copied.
+_KNOWN: WeakSet[nn.Linear] = WeakSet()
 _LOCK = threading.Lock()
 AT_ONCE = 2**20  # values that are converted at a time: in fp32, and three times over, 12 MiB
 

@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..checkpoints.files import COMPONENTS
 from ..checkpoints.lazy import open_tensors
 from ..checkpoints.names import modules_of
 from ..checkpoints.whole import Weight, WholeModel, cast, copy_into, parameters_of
 from ..config import PatchConfig
 from ..tiers import SPARSE
 from .apply import Patch, PatchError, apply_patch, check_patchable, replace_computation, transformers_of
-from .converted import COMPONENTS, fill_buffers
+from .converted import fill_buffers
 from .families import family_of
 from .group_offload import ON_DISK, is_on_disk, write_through
 from .journal import Journal

@@ -55,7 +55,8 @@ def bindings(vae: AutoencoderKLWan, config: PatchConfig) -> list[Binding]:
 def decoder_steps(vae: AutoencoderKLWan) -> Iterator[tuple[str, list[Step]]]:
     """The steps of the decoder by name, each as often as it occurs, as they would run now without autograd; one step
     for all of it where diffusers' own code runs."""
-    resting = next(vae.decoder.parameters()).device  # under offloading not where the decoder runs
+    parameters = (parameter for part in (vae.decoder, vae) if part is not None for parameter in part.parameters())
+    resting = next(parameters).device  # under offloading not where the decoder runs
     reason = why_not_plain_decoder(vae, resting, vae.dtype)
     if reason is not None:
         yield "decoder", [Step(vae.decoder, MODULE, reason)]

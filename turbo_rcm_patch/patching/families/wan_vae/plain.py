@@ -61,6 +61,11 @@ def why_not_plain_decoder(vae: AutoencoderKLWan, device: torch.device, dtype: to
     for name in _METHODS:
         if not is_original(getattr(type(vae), name), type(vae)) or (name.startswith("blend") and name in vars(vae)):
             return f"replaced {name}"
+    if vae.decoder is None:
+        return "no decoder"
+    causal = [m for _, m in vae.decoder.named_modules(remove_duplicate=False) if isinstance(m, WanCausalConv3d)]
+    if len(set(causal)) < len(causal):  # ours keeps the frames before a chunk by convolution, diffusers by place
+        return "a convolution at two places in decoder"
     for path, module in _parts(vae):
         reason = _why_not_part(path, module, device, dtype)
         if reason is not None:
