@@ -1,4 +1,4 @@
-"""What block-sparse attention costs the embedded model on the CPU, in fp32, by `mass`: for a user to choose from.
+"""What block-sparse attention costs the embedded model, by `mass`, for a user to choose from: bf16 on a GPU, else fp32.
 
     python scripts/measure_block_sparsity.py --json results/block-sparse-tiny.json
 
@@ -50,7 +50,8 @@ def configs() -> dict[str, PatchConfig]:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse_options(argv)
-    pipe = load_embedded_pipeline(torch.float32, torch.device("cpu"))
+    dtype = torch.bfloat16 if options.device.startswith("cuda") else torch.float32
+    pipe = load_embedded_pipeline(dtype, torch.device(options.device))
     pipe.set_progress_bar_config(disable=True)
     use_rcm(pipe)
     layers = {name: list(layers_at(pipe, config, options.seed)) for name, config in configs().items()}
@@ -69,13 +70,13 @@ def main(argv: list[str] | None = None) -> int:
         write_json(
             options.json,
             {
-                "environment": asdict(describe_environment("cpu")),
+                "environment": asdict(describe_environment(options.device)),
                 "settings": {
                     "n": options.n,
                     "seed": options.seed,
                     "steps": STEPS,
                     "blocks": BLOCKS,
-                    "dtype": "float32",
+                    "dtype": str(dtype).removeprefix("torch."),
                 },
                 "exact": results["exact"],
                 "variants": [{**results[name], "layers": layers[name]} for name in configs()],
@@ -118,6 +119,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("-n", type=int, default=6, help="held-out captions (default 6)")
     parser.add_argument("--seed", type=int, default=0, help="of captions and noise (default 0)")
     parser.add_argument("--batch-size", type=int, default=6, help="videos made at a time (default 6)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=json_file, help="write all figures with the versions")
     return parser.parse_args(argv)
 

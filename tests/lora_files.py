@@ -115,6 +115,15 @@ def lightx2v(model, rank=64, seed=0, prefix="diffusion_model."):
     return file
 
 
+def style(model, rank=4, seed=0):
+    """As PEFT saves a style's LoRA: few linears, no differences."""
+    file = LoraFile(model, seed)
+    for i in range(len(model.blocks)):
+        path = f"blocks.{i}.attn1.to_q"
+        file.pair(path, path, rank, names=("lora_A.weight", "lora_B.weight"))
+    return file
+
+
 def lightning(model, rank=64, alphas=(8.0,), seed=0, prefix="diffusion_model."):
     """As Wan2.2-Lightning: the blocks' linears with alphas, taken in turn."""
     file = LoraFile(model, seed)

@@ -142,6 +142,13 @@ def test_a_folder_s_name_is_held_against_the_contents():
     assert claims("lightx2v/flf2v.safetensors", lora_files.lightx2v) == agreeing
 
 
+def test_a_file_s_own_name_is_no_proof_where_its_matrices_are_few():
+    assert claims("lightning_storm_style.safetensors", lora_files.style) == [
+        ("lightning", "its name (it has matrices for 2 of the blocks' 20 linears)")
+    ]
+    assert claims("wan2.2_lightning.safetensors", lora_files.lightning) == [("lightning", "")]
+
+
 def test_keys_of_whole_models():
     gates = {f"blocks.{i}.to_gate_compress.{part}" for i in range(3) for part in ("weight", "bias")}
     linear = {"blocks.0.self_attn.attn_op.local_attn.proj_l.weight"}
@@ -167,5 +174,12 @@ def test_names_that_contradict_the_contents():
     (size,) = lines("Wan2.1_T2V_14B_lora.safetensors")
     assert "named 14B, and the model is of 1.3B" in size
     assert lines("high_noise.safetensors", "low_noise.safetensors") == []
-    (order,) = lines("low_noise.safetensors", "high_noise.safetensors")
-    assert "the order is (high, low)" in order
+    assert lines("low_noise.safetensors", "high_noise.safetensors") == [
+        "low_noise.safetensors is taken for the high-noise expert: the order is (high, low)",
+        "high_noise.safetensors is taken for the low-noise expert: the order is (high, low)",
+    ]
+    (twice,) = lines("high_noise.safetensors", "high_noise.safetensors")
+    assert "high_noise.safetensors is taken for the low-noise expert" in twice
+    assert lines("lightning_slowmo.safetensors", "lightning_highres_flow.safetensors") == []
+    assert lines("Wan22-HIGH_fp16.safetensors", "wan2.2LowNoise.safetensors") == []
+    assert lines("lora.safetensors", "lora.safetensors") == []  # Wan 2.1's, as many use them for both experts

@@ -3,6 +3,7 @@
 import copy
 import importlib.util
 import logging
+import re
 
 import pytest
 import torch
@@ -216,8 +217,10 @@ def test_errors_change_nothing(make, options, error, message, tmp_path):
         (tmp_path / "model_index.json").touch()
     source = {"none": None, "number": 5, "pair": (path, path), "pipeline": tmp_path}.get(make, path)
     before = state(pipe)
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=message) as raised:
         trp.use_distilled(pipe, source, **options)
+    if error is ValueError and source is not None:
+        assert all(name in str(raised.value) for name in trp.RECIPES)
     assert_untouched(pipe, before)
 
 
@@ -360,6 +363,66 @@ def test_restore_after_fusing_and_unloading_says_what_stays(tmp_path, caplog):
     assert "'distilled_0' was fused, then unloaded: its matrices stay in the weights; load the model" in caplog.text
     assert pipe.scheduler is before[0]
     assert torch.equal(pipe.transformer.blocks[0].norm2.weight, norm)
+
+
+def test_differences_that_do_not_follow_the_matrices_are_warned_of_once(tmp_path, caplog):
+    pipe = tiny_wan_pipeline()
+    handle = trp.use_distilled(pipe, lora_files.lightx2v(pipe.transformer).save(tmp_path / LIGHTX2V))
+    count = re.search(r"(\d+) differences", str(handle))[1]
+    caplog.clear()
+    videos(pipe)
+    assert "differences" not in caplog.text
+    pipe.disable_lora()
+    videos(pipe)
+    videos(pipe)
+    assert caplog.text.count("differences of biases, norms and the like stay in the weights") == 1
+    assert f"transformer: the LoRA was switched off or given another weight, and {count} differences" in caplog.text
+
+
+def test_a_lora_without_differences_may_be_switched_off_without_a_word(tmp_path, caplog):
+    pipe = tiny_wan_pipeline()
+    trp.use_distilled(pipe, lora_files.lightning(pipe.transformer).save(tmp_path / "lightning.safetensors"))
+    pipe.disable_lora()
+    caplog.clear()
+    videos(pipe)
+    assert "stay in the weights" not in caplog.text
+
+
+@pytest.mark.parametrize("change", ["fuse_lora", "disable_lora"])
+def test_refused_beside_a_lora_that_is_fused_or_off_and_nothing_changes(change, tmp_path):
+    pipe = tiny_wan_pipeline()
+    pipe.transformer.load_lora_adapter(lora_files.style(pipe.transformer).tensors, prefix=None, adapter_name="style")
+    getattr(pipe, change)()
+    before = state(pipe)
+    with pytest.raises(RuntimeError, match="fused LoRA, style" if change == "fuse_lora" else "switched off"):
+        trp.use_distilled(pipe, lora_files.lightx2v(pipe.transformer).save(tmp_path / LIGHTX2V))
+    assert_untouched(pipe, before)
+
+
+def test_under_layerwise_casting_it_is_refused_and_nothing_changes(tmp_path):
+    pipe = tiny_wan_pipeline(dtype=torch.bfloat16)
+    pipe.transformer.enable_layerwise_casting(torch.float8_e4m3fn, torch.bfloat16)
+    before = state(pipe)
+    with pytest.raises(RuntimeError, match=r"transformer\.blocks\.0\..* is stored as float8_e4m3fn, where PEFT cannot"):
+        trp.use_distilled(pipe, lora_files.lightning(pipe.transformer).save(tmp_path / "lightning.safetensors"))
+    assert_untouched(pipe, before)
+
+
+def test_casting_after_it_works(tmp_path):
+    pipe = tiny_wan_pipeline(dtype=torch.bfloat16)
+    handle = trp.use_distilled(pipe, lora_files.lightning(pipe.transformer).save(tmp_path / "lightning.safetensors"))
+    expected = videos(pipe).float()
+    pipe.transformer.enable_layerwise_casting(torch.float8_e4m3fn, torch.bfloat16)
+    assert (videos(pipe).float() - expected).norm() < 0.1 * expected.norm()  # of weights with three bits
+    handle.restore()
+
+
+def test_a_style_s_lora_that_is_named_like_a_recipe_is_told_apart(tmp_path, caplog):
+    pipe = tiny_wan_pipeline()
+    source = lora_files.style(pipe.transformer).save(tmp_path / "lightning_storm_style.safetensors")
+    with trp.use_distilled(pipe, source) as handle:
+        assert "told by its name (it has matrices for 2 of the blocks' 20 linears) alone" in str(handle)
+    assert "if it is no lightning, pass recipe=" in caplog.text
 
 
 def test_a_causvid_lora_has_times_of_its_own(tmp_path):

@@ -170,6 +170,76 @@ def test_a_fused_lora_is_not_undone():
     loaded.check_undoable()
 
 
+def test_beside_a_lora_that_is_fused_or_switched_off_it_is_refused():
+    pipe = tiny_wan_pipeline()
+    style = lora_files.style(pipe.transformer)
+    lora = read_lora(style.tensors, pipe.transformer)
+    pipe.transformer.load_lora_adapter(style.tensors, prefix=None, adapter_name="style")
+    loaded_lora.check_loadable(pipe.transformer, "transformer", lora)
+    pipe.transformer.fuse_lora()
+    with pytest.raises(RuntimeError, match=r"transformer has a fused LoRA, style; call pipe\.unload_lora_weights\(\)"):
+        loaded_lora.check_loadable(pipe.transformer, "transformer", lora)
+    pipe.transformer.unfuse_lora()
+    loaded_lora.check_loadable(pipe.transformer, "transformer", lora)
+    pipe.transformer.disable_lora()
+    with pytest.raises(RuntimeError, match=r"transformer has LoRA layers that are switched off; call pipe\.enable"):
+        loaded_lora.check_loadable(pipe.transformer, "transformer", lora)
+    pipe.transformer.enable_lora()
+    loaded_lora.check_loadable(pipe.transformer, "transformer", lora)
+
+
+def test_a_lora_that_fails_to_load_halfway_leaves_no_layer(monkeypatch):
+    pipe = tiny_wan_pipeline()
+    before = everything(pipe.transformer)
+
+    def fail(model, *args, **kwargs):
+        load_lora_adapter(*args, **kwargs)
+        del model.peft_config["distilled_0"]
+        raise RuntimeError("halfway")
+
+    load_lora_adapter = pipe.transformer.load_lora_adapter
+    monkeypatch.setattr(type(pipe.transformer), "load_lora_adapter", fail)
+    with pytest.raises(RuntimeError, match="halfway"):
+        load(pipe, lora_files.lightx2v(pipe.transformer))
+    assert_as_before(pipe.transformer, before)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_it_knows_whether_it_still_counts_as_it_was_loaded(format):
+    pipe = tiny_wan_pipeline()
+    loaded = load(pipe, FORMATS[format](pipe.transformer), 0.7)
+    name = "distilled_0"
+    assert loaded.is_as_loaded()
+    pipe.set_adapters(name, 0.5)
+    assert not loaded.is_as_loaded()
+    pipe.set_adapters(name)
+    assert loaded.is_as_loaded()
+    pipe.disable_lora()
+    assert not loaded.is_as_loaded()
+    pipe.enable_lora()
+    assert loaded.is_as_loaded()
+    pipe.fuse_lora()
+    assert loaded.is_as_loaded()
+    pipe.transformer.unfuse_lora()  # the pipeline still lists it as fused
+    pipe.disable_lora()
+    assert not loaded.is_as_loaded()
+    pipe.unfuse_lora()
+    pipe.unload_lora_weights()
+    assert not loaded.is_as_loaded()
+
+
+def test_a_name_that_the_pipeline_holds_for_fused_is_not_taken_again():
+    pipe = tiny_wan_pipeline()
+    file = lora_files.lightning(pipe.transformer)
+    loaded = load(pipe, file)
+    pipe.fuse_lora()
+    pipe.unload_lora_weights()
+    assert loaded.is_as_loaded()  # in the weights
+    loaded.undo()
+    load(pipe, file)
+    assert list(pipe.transformer.peft_config) == ["distilled_1"]
+
+
 def test_offloading_in_between_is_no_silent_loss():
     pipe = tiny_wan_pipeline()
     file = lora_files.lightx2v(pipe.transformer)

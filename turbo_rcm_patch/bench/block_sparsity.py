@@ -14,6 +14,7 @@ def block_sparsity_page(measured: Mapping, file: str) -> str:
     settings, variants = measured["settings"], measured["variants"]
     block_q, block_k = settings["blocks"]
     exact = measured["exact"]["accuracy"]["overall"]["share"]
+    device = measured["environment"]["gpu"] or "a CPU"
     by_layer = [
         [f"`{layer['block']}`, step {layer['step']}", *(_kept_and_error(row["layers"][i]) for row in variants)]
         for i, layer in enumerate(variants[0]["layers"])
@@ -22,7 +23,7 @@ def block_sparsity_page(measured: Mapping, file: str) -> str:
 ## Block-sparse attention, by mass
 
 What `attention="block_sparse"` costs the embedded model, which was trained without it, in {settings["steps"]} steps
-({settings["dtype"]} on a CPU, nothing in 8 bits). It has 700 tokens, so that blocks have {block_q} queries and
+({settings["dtype"]} on {device}, nothing in 8 bits). It has 700 tokens, so that blocks have {block_q} queries and
 {block_k} keys here; at real sizes they have 128 and 64, and there is more to leave out. Kept: the share of key blocks.
 Error: the relative L2 of a layer's attention to a dense one, on one video, in the first and the last step. Right: what
 {settings["n"]} held-out captions ask for and the videos show; exactly patched {_percent(exact)} %. File: `{file}`.

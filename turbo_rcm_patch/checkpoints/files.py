@@ -17,7 +17,7 @@ Source = str | Path
 
 COMPONENTS = ("transformer", "transformer_2")  # of a pipeline, and their folders; the high-noise one first
 HUB_ID = re.compile(r"^[\w-][\w.-]*/[\w-][\w.-]*(/.+)?$")  # perhaps with a path in the repository
-_EXPERTS = ("high", "low")  # in the names of the two files of Wan 2.2
+EXPERTS = ("high", "low")  # in the names of the two files of Wan 2.2
 
 
 def find_files(source: Source | Sequence[Source], experts: int) -> list[Path]:
@@ -37,6 +37,11 @@ def find_files(source: Source | Sequence[Source], experts: int) -> list[Path]:
         wanted = "one, because it has one transformer" if experts == 1 else "two: (high, low)"
         raise ValueError(f"{len(sources)} sources, and the pipeline takes {wanted}.")
     return [find_files(one, 1)[0] for one in sources]
+
+
+def experts_in(name: str) -> set[str]:
+    """Which of EXPERTS a file's name has as a word; "slow" and "highres" are other words, "HighNoise" is none."""
+    return set(re.findall(rf"(?<![a-z])({'|'.join(EXPERTS)})(?=noise|[^a-z]|$)", name.lower()))
 
 
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -140,7 +145,7 @@ def _one_per_expert(place: _Folder | _Repository, experts: int) -> list[str]:
         if len(names) == 1:
             return names
         raise ValueError(f"{place.title} holds {_listed(names)}; name the one file of the LoRA.")
-    chosen = [[name for name in names if expert in name.lower()] for expert in _EXPERTS]
+    chosen = [[name for name in names if expert in experts_in(name)] for expert in EXPERTS]
     if [len(found) for found in chosen] == [1, 1]:
         return [found[0] for found in chosen]
     raise ValueError(

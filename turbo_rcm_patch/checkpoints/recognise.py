@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from .files import COMPONENTS, HUB_ID
+from .files import COMPONENTS, EXPERTS, HUB_ID, experts_in
 from .lora import Lora
 
 # The first that fits counts: Wan2.2-Lightning is in an organisation named lightx2v.
@@ -82,7 +82,12 @@ def lora_claims(path: Path, lora: Lora, model: nn.Module, experts: int) -> list[
     own = by_name(path.name)
     if own is not None:
         claim = by_name(path)  # whose variant the folders may tell
-        return [claim if claim == own else claim._replace(alone="a folder's name")]
+        if claim != own:
+            return [claim._replace(alone="a folder's name")]
+        every = _linears(model)
+        held = len(every & set(lora.pairs))
+        few = f"its name (it has matrices for {held} of the blocks' {len(every)} linears)"  # as a style's LoRA
+        return [claim if held == len(every) else claim._replace(alone=few)]
     folder, contents = by_name(path), lora_by_contents(lora, model, experts)
     if contents is not None:
         contents = contents._replace(recipe=_variant(contents.recipe, path))
@@ -93,7 +98,7 @@ def lora_claims(path: Path, lora: Lora, model: nn.Module, experts: int) -> list[
 
 def lora_by_contents(lora: Lora, model: nn.Module, experts: int) -> Recognised | None:
     """By the way that the published LoRA files are written, for a file whose name does not tell."""
-    every = {f"blocks.{i}.{name}" for i in range(len(model.blocks)) for name in _LINEARS}
+    every = _linears(model)
     if not every <= set(lora.pairs) or len(lora.ranks) != 1:
         return None
     (rank,) = lora.ranks
@@ -105,6 +110,11 @@ def lora_by_contents(lora: Lora, model: nn.Module, experts: int) -> Recognised |
             recipe, f"rank {rank} without alphas, with differences of norms and biases", alone="its contents"
         )
     return None
+
+
+def _linears(model: nn.Module) -> set[str]:
+    """The names of the linears that a distillation's LoRA changes in every block."""
+    return {f"blocks.{i}.{name}" for i in range(len(model.blocks)) for name in _LINEARS}
 
 
 def checkpoint_by_keys(keys: Iterable[str]) -> Recognised | None:
@@ -132,6 +142,8 @@ def odd_names(paths: list[Path], loras: list[Lora], model: nn.Module) -> list[st
         named = re.search(r"(?<![\d.])(1\.3|5|14)b(?![a-z])", path.stem.lower())
         if named and f"{named[1]}B" != size:
             lines.append(f"{path.name}: named {named[1]}B, and the model is of {size}")
-    if len(paths) == 2 and "low" in paths[0].name.lower() and "high" in paths[1].name.lower():
-        lines.append(f"{paths[0].name} is taken for the high-noise expert: the order is (high, low)")
+    if len(paths) == 2:
+        for path, expert in zip(paths, EXPERTS, strict=True):
+            if expert not in (experts_in(path.name) or expert):
+                lines.append(f"{path.name} is taken for the {expert}-noise expert: the order is (high, low)")
     return lines

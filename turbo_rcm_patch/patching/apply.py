@@ -163,7 +163,8 @@ def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
     Args:
         target: a diffusers pipeline with a `transformer` (and perhaps a `transformer_2`), or one of the transformers in
             `families`, or an AutoencoderKLWan. A pipeline's VAE of another class stays as it is; one that is patched
-            already, because pipelines share it, stays patched as it is.
+            already, because pipelines share it, stays patched as it is; one that was patched alone is restored with
+            this pipeline.
         config: a PatchConfig or the name of a preset ("exact").
 
     Raises:

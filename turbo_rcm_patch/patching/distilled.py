@@ -29,7 +29,7 @@ from ..recipes import RECIPES, Recipe, find_recipe, recipe_names
 from ..scheduler import FewStepScheduler, scheduler_of
 from .apply import transformers_of
 from .few_step import FewStepHandle, check_pipeline, train_timesteps
-from .loaded_lora import LoadedLora, check_peft
+from .loaded_lora import LoadedLora, check_loadable
 from .rcm import rcm_scheduler
 from .sparse import is_projection
 
@@ -55,7 +55,10 @@ def use_distilled(
         two transformers of Wan 2.2 a pair (high, low), or a folder with both files. None: the pipeline is distilled.
     recipe: one of `RECIPES` by its name, or a Recipe of your own. None: recognised by the names and the contents of the
         files, or of the loaded checkpoint (``transformer.config._name_or_path``).
-    scale: the LoRA's strength, of its matrices, biases and differences.
+    scale: the LoRA's strength, of its matrices and of its differences (of biases, norms, modulation, patch embedding).
+        The latter are written into the parameters: what is done later to PEFT's layers (``set_adapters``,
+        ``disable_lora``, which the next call warns of, ``fuse_lora`` with a scale, hot swaps) changes the matrices
+        alone; ``restore()`` takes off both.
     classifier_free_guidance: whether guidance_scale counts; by default one above 1 is taken as 1, with one warning.
 
     Afterwards ``pipe.scheduler.timesteps`` are the recipe's, and a call with another num_inference_steps is an error.
@@ -64,8 +67,8 @@ def use_distilled(
 
     Returns a handle with ``restore()``, also usable in a ``with`` statement. Raises TypeError for an unsupported
     pipeline, source or scale, ValueError for an unknown recipe, for files that are not recognised or that do not fit
-    the model, ImportError without peft, RuntimeError when a few-step sampler is installed already; nothing is changed
-    then.
+    the model, ImportError without peft, RuntimeError where a few-step sampler is installed already, another LoRA is
+    fused or switched off, or layerwise casting is on; nothing is changed then.
     """
     check_pipeline(pipe, "use_distilled")
     if not isinstance(scale, numbers.Real):
@@ -75,8 +78,9 @@ def use_distilled(
     chosen = None if recipe is None else find_recipe(recipe)
     models = {name: getattr(model, "_orig_mod", model) for name, model in transformers_of(pipe).items()}
     files = {} if source is None else _read(source, models)
-    if any(file.lora.pairs for file in files.values()):
-        check_peft()
+    for name, file in files.items():
+        if file.lora.pairs:
+            check_loadable(models[name], name, file.lora)
     if files:
         first, *_ = models.values()
         notes = odd_names(*map(list, zip(*files.values(), strict=True)), first)
@@ -129,6 +133,7 @@ class DistilledHandle(FewStepHandle):
         notes: list[str],
     ):
         self._loaded: dict[str, LoadedLora] = {}
+        self._warned_of_differences = False
         try:
             for name, file in files.items():
                 self._loaded[name] = LoadedLora(pipe, models[name], file.lora, scale)
@@ -163,6 +168,20 @@ class DistilledHandle(FewStepHandle):
             self.pipe.register_to_config(boundary_ratio=self._own_boundary)
         self._unload()
 
+    def _prepare_latents(self, *args, **kwargs):
+        if not self._warned_of_differences:
+            for name, loaded in self._loaded.items():
+                if loaded.differences and not loaded.is_as_loaded():
+                    logger.warning(
+                        "%s: the LoRA was switched off or given another weight, and %d differences of biases, norms "
+                        "and the like stay in the weights as they were loaded; restore() takes them off, and "
+                        "use_distilled with another scale= loads them with it.",
+                        name,
+                        loaded.differences,
+                    )
+                    self._warned_of_differences = True
+        return super()._prepare_latents(*args, **kwargs)
+
     def _unload(self) -> None:
         for loaded in reversed(self._loaded.values()):
             loaded.undo()
@@ -194,11 +213,12 @@ class DistilledHandle(FewStepHandle):
 
 def _read(source: Source | Sequence[Source], models: _Models) -> _Files:
     files = {}
-    for path, (name, model) in zip(find_files(source, len(models)), models.items(), strict=True):
-        try:
-            tensors, metadata = read_tensors(path)
-        except ValueError as error:
-            raise ValueError(f"{str(error).rstrip('.')}. {_ACCEPTED}") from None
+    try:
+        paths = find_files(source, len(models))
+        contents = [read_tensors(path) for path in paths]
+    except ValueError as error:
+        raise ValueError(f"{str(error).rstrip('.')}. {_ACCEPTED}") from None
+    for path, (tensors, metadata), (name, model) in zip(paths, contents, models.items(), strict=True):
         if not looks_like_lora(tensors):
             raise ValueError(
                 f"{path} holds no LoRA but {next(iter(tensors), 'nothing')} and the like. Load a whole model as a "
@@ -207,7 +227,7 @@ def _read(source: Source | Sequence[Source], models: _Models) -> _Files:
         try:
             files[name] = _File(path, read_lora(tensors, model, metadata))
         except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
+            raise ValueError(f"{path}: {str(error).rstrip('.')}. {_ACCEPTED}") from None
     return files
 
 

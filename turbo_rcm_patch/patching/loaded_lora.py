@@ -34,6 +34,32 @@ def check_peft() -> None:
         raise ImportError(NO_PEFT)
 
 
+def check_loadable(transformer: nn.Module, name: str, lora: Lora) -> None:
+    """Raise where a LoRA's matrices cannot go onto a transformer: ImportError without peft, RuntimeError beside a LoRA
+    that is fused (PEFT would take it out of the weights) or switched off (this one would be, too), and for linears in
+    fewer than 16 bits (PEFT would make the matrices so, and cannot multiply them)."""
+    check_peft()
+    modules = ModelNames(transformer).modules
+    for path in lora.pairs:
+        weight = modules[path].weight
+        if _in_few_bits(weight):
+            raise RuntimeError(
+                f"{name}.{path} is stored as {_name_of(weight.dtype)}, where PEFT cannot run a LoRA; with layerwise "
+                "casting load the LoRA first, and call enable_layerwise_casting after it."
+            )
+    layers = _lora_layers(transformer)
+    fused = sorted({adapter for layer in layers for adapter in layer.merged_adapters})
+    if fused:
+        raise RuntimeError(
+            f"{name} has a fused LoRA, {', '.join(fused)}; call pipe.unload_lora_weights(), which leaves it in the "
+            f"weights, or pipe.unfuse_lora() first."
+        )
+    if any(layer.disable_adapters for layer in layers):
+        raise RuntimeError(
+            f"{name} has LoRA layers that are switched off; call pipe.enable_lora() or pipe.unload_lora_weights()"
+        )
+
+
 class _Written(NamedTuple):
     """A parameter that a difference was added to, and what it held before, on the CPU."""
 
@@ -72,6 +98,20 @@ class LoadedLora:
     def differences(self) -> int:
         """How many parameters differences were added to."""
         return len(self._written)
+
+    def is_as_loaded(self) -> bool:
+        """Whether the matrices, if there are any, still count as they were loaded."""
+        if self._adapter is None:
+            return True
+        layers = [layer for layer in _lora_layers(self._transformer) if self._adapter in layer.r]
+        if not layers:  # unloaded, perhaps after fusing
+            return self._adapter in self._pipe.fused_loras
+        return all(
+            not layer.disable_adapters
+            and self._adapter in layer.active_adapters
+            and math.isclose(layer.scaling[self._adapter], 1.0)
+            for layer in layers
+        )
 
     def check_undoable(self) -> None:
         """Raise RuntimeError where the LoRA cannot be taken off again."""
@@ -117,7 +157,7 @@ class LoadedLora:
     def _load_pairs(self, pipe: DiffusionPipeline, pairs: dict[str, Pair], scale: float) -> None:
         check_peft()
         model = self._transformer
-        active, taken = _active_adapters(model), getattr(model, "peft_config", {})
+        active, taken = _active_adapters(model), {*getattr(model, "peft_config", {}), *pipe.fused_loras}
         name = next(name for i in range(len(taken) + 1) if (name := f"distilled_{i}") not in taken)
         tensors = {}
         for path, pair in pairs.items():
@@ -145,7 +185,7 @@ def _why_not_added(transformer: nn.Module, parameter: torch.Tensor) -> str | Non
     """Why no difference can be added to a parameter, in a few words; None when it can."""
     reason = _why_unreachable(transformer, parameter)
     if reason is None and (not parameter.is_floating_point() or parameter.dtype.itemsize < 2):
-        return f"the parameter is stored as {str(parameter.dtype).removeprefix('torch.')}"
+        return f"the parameter is stored as {_name_of(parameter.dtype)}"
     return reason
 
 
@@ -158,6 +198,15 @@ def _why_unreachable(transformer: nn.Module, parameter: torch.Tensor) -> str | N
     if parameter.is_meta:
         return "offloading keeps the parameter elsewhere"
     return "group offloading keeps the parameter on disk" if is_on_disk(transformer) else None
+
+
+def _in_few_bits(parameter: torch.Tensor) -> bool:
+    """Whether it has 8 bits a value, or fewer, as under layerwise casting."""
+    return type(parameter) in _PLAIN and parameter.is_floating_point() and parameter.dtype.itemsize < 2
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _with_scale(pair: Pair, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,8 +234,9 @@ def _active_adapters(model: nn.Module) -> list[str]:
 def _remove_adapter(model: nn.Module, adapter: str) -> None:
     """Delete an adapter and its layers; those of others stay, and active as they are."""
     active = [name for name in _active_adapters(model) if name != adapter]
-    if adapter in getattr(model, "peft_config", {}):
-        model.delete_adapters(adapter)
+    for layer in _lora_layers(model):  # also of an adapter that was loaded halfway, and that model does not know
+        layer.delete_adapter(adapter)
+    getattr(model, "peft_config", {}).pop(adapter, None)
     layers = {id(layer) for layer in _lora_layers(model) if not layer.r}  # by adapter: none is left
     for path, module in list(model.named_modules()):
         if id(module) in layers:
