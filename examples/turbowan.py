@@ -35,7 +35,7 @@ pipe = pipeline.from_pretrained(options.model or model, dtype=torch.bfloat16)
 if torch.cuda.is_available():
     pipe.to("cuda")
 
-print(trp.load_turbodiffusion(options.weights, pipe, attention=options.attention).summary())
+patch = trp.load_turbodiffusion(options.weights, pipe, attention=options.attention)
 trp.use_distilled(pipe, recipe="turbowan-i2v" if options.image else "turbowan")
 
 height, width, num_frames = options.size or size
@@ -50,3 +50,4 @@ video = pipe(
     generator=torch.Generator().manual_seed(0),
 ).frames[0]
 export_to_video(video, options.output, fps=16)
+print(patch.summary())  # after the video, as how many key blocks are kept depends on its size

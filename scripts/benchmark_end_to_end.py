@@ -36,7 +36,7 @@ from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.lora import add_random_lora, lora_variants, rescaled_once
 from turbo_rcm_patch.bench.report import comparison_table
 from turbo_rcm_patch.cli.files import json_file, write_json
-from turbo_rcm_patch.config import CUDA_GRAPH_MODES, resolve_config
+from turbo_rcm_patch.config import BLOCK_SPARSE_ATTENTION, CUDA_GRAPH_MODES, resolve_config
 from turbo_rcm_patch.patching import use_rcm
 from turbo_rcm_patch.tiers import SPARSE
 
@@ -74,6 +74,8 @@ def measure(options: argparse.Namespace, device: torch.device, *, is_first: bool
     pipe.set_progress_bar_config(disable=not is_first)
     use_rcm(pipe)
     config = replace(resolve_config(options.preset), cuda_graph=options.cuda_graph)
+    if options.mass is not None:
+        config = replace(config, mass=options.mass)
     if config.tier == SPARSE:
         add_random_projections(pipe)
     if options.vae_dtype:
@@ -90,6 +92,8 @@ def measure(options: argparse.Namespace, device: torch.device, *, is_first: bool
     }
     settings = {"config": options.config, "layers": len(pipe.transformer.blocks), "dtype": str(dtype), **call}
     settings["preset"] = options.preset
+    if config.attention == BLOCK_SPARSE_ATTENTION:
+        settings["mass"] = config.mass
     if options.vae_dtype:
         settings["vae_dtype"] = options.vae_dtype
     inputs = random_inputs(pipe)
@@ -136,6 +140,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--warmups", type=int, default=1, help="generations per variant before them (default 1)")
     parser.add_argument("--ulysses", type=int, default=1, help="split a sample among so many GPUs, as diffusers does")
     parser.add_argument("--preset", default="exact", help="of the patch (default exact)")
+    parser.add_argument("--mass", type=float, help="of block-sparse attention (default: the preset's)")
     parser.add_argument("--structured", action="store_true", help="weights and inputs that are like trained ones")
     parser.add_argument("--cuda-graph", choices=CUDA_GRAPH_MODES, default="auto", help="of the patch (default auto)")
     parser.add_argument("--lora", type=int, nargs="+", metavar="RANK", help="add a random LoRA adapter of each rank")

@@ -91,6 +91,7 @@ MEASUREMENTS = {
     "wan2.1-14b-4-layers-sparse": (*END_TO_END, "wan2.1-14b", "--layers", "4", *LEFT_OUT, *SPARSE),
     "verify-wan2.1-1.3b-block-sparse": (*CLI, "verify", "--config", "wan2.1-1.3b", *BLOCK_SPARSE),
     "wan2.1-1.3b-block-sparse": (*END_TO_END, "wan2.1-1.3b", *LEFT_OUT, *BLOCK_SPARSE),
+    "wan2.1-1.3b-block-sparse-mass-0.95": (*END_TO_END, "wan2.1-1.3b", *LEFT_OUT, *BLOCK_SPARSE, "--mass", "0.95"),
 }
 GPUS = {"wan2.1-14b-4-layers-2-gpus": 2}  # that a step needs, where it is more than one
 

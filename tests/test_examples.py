@@ -71,7 +71,7 @@ def test_turbowan(run_example, tmp_path, capsys, attention):
     options = ["--model", str(tmp_path / "model"), "--size", "32", "48", "5", "--output", "out.mp4"]
     run_example("examples/turbowan.py", str(tmp_path / "TurboWan.pth"), *options, "--attention", attention)
     assert iio.imread(tmp_path / "out.mp4").shape == (5, 32, 48, 3)
-    assert "SLA 51/512 blocks" in capsys.readouterr().out  # of 81 frames at 832×480
+    assert "SLA 1/1 blocks" in capsys.readouterr().out  # of 12 tokens
 
 
 def test_turbowan_from_an_image(run_example, tmp_path, capsys):
@@ -142,6 +142,15 @@ def test_benchmark_with_a_vae_of_another_dtype(tmp_path, capsys):
     assert load_benchmark().main([*options, "--vae-dtype", "bfloat16", "--json", str(json_path)]) == 0
     assert json.loads(json_path.read_text())["settings"]["vae_dtype"] == "bfloat16"
     assert "decoder, bfloat16 on" in capsys.readouterr().out
+
+
+def test_benchmark_with_another_mass(tmp_path):
+    json_path = tmp_path / "benchmark.json"
+    options = ["--config", "tiny", "--layers", "1", "--steps", "1", "--repeats", "1", "--no-compile", "--no-oracle"]
+    assert load_benchmark().main([*options, "--preset", "block_sparse", "--json", str(json_path)]) == 0
+    assert json.loads(json_path.read_text())["settings"]["mass"] == 0.9
+    assert load_benchmark().main([*options, "--preset", "block_sparse", "--mass", "0.5", "--json", str(json_path)]) == 0
+    assert json.loads(json_path.read_text())["settings"]["mass"] == 0.5
 
 
 @pytest.mark.parametrize("name", ["lightning", "turbowan"])

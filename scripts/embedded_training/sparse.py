@@ -27,9 +27,8 @@ from .optimizers import adamw, warmup_and_cosine
 from .progress import Run, Stage
 from .text import embed
 
-BATCH = 1
+BATCH = 8
 LEARNING_RATE = 2e-3
-HORIZON = 360  # updates until the rate has fallen all the way
 KEPT = (0.1, 0.15, 0.2, 0.3)  # shares of key blocks that the updates learn for, in turns
 RANK = 16
 LINEARS = ("to_q", "to_k", "to_v", "to_out.0")
@@ -47,7 +46,7 @@ def train_sparse(run: Run, pipe: WanPipeline, latent_shape: tuple[int, ...], num
     student = to_sparse(copy.deepcopy(teacher))
     learned = [parameter for parameter in student.parameters() if parameter.requires_grad]
     optimizer = adamw(learned, LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
-    schedule = warmup_and_cosine(optimizer, HORIZON, warmup=10)
+    schedule = warmup_and_cosine(optimizer, num_steps, warmup=10)
     stage = Stage(run, "sparse", num_steps, student=student, optimizer=optimizer, schedule=schedule)
     config = trp.PatchConfig(tier="sparse", quantize=(), blocks=SLA_BLOCKS)
     with trp.patch(student, config), _attention_of(student) as attended, _attention_of(teacher) as wanted:

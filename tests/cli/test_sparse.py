@@ -26,8 +26,20 @@ def with_projections(tmp_path_factory):
 
 def test_generate(tmp_path, capsys):
     assert main(["generate", CAPTION, "-o", str(tmp_path / "circle.mp4"), *SMALL, *SPARSE, "--steps", "1"]) == 0
-    assert "torch reference, SLA" in capsys.readouterr().out
+    assert "torch reference, SLA 2/3 blocks" in capsys.readouterr().out  # of this size
     assert (tmp_path / "circle.mp4").stat().st_size > 0
+
+
+def test_generate_says_where_the_published_rule_keeps_no_block(tmp_path, capsys):
+    options = [*SMALL, "--preset", "sparse", "--topk", "0.1", "--steps", "1"]
+    assert main(["generate", CAPTION, "-o", str(tmp_path / "circle.mp4"), *options]) == 0
+    assert "SLA 1/3 blocks, where the published rule keeps none" in capsys.readouterr().out
+
+
+def test_generate_says_that_a_short_video_s_attention_is_dense(tmp_path, capsys):
+    options = [*SMALL, "--preset", "block_sparse", "--steps", "1"]
+    assert main(["generate", CAPTION, "-o", str(tmp_path / "circle.mp4"), *options]) == 0
+    assert "48 tokens, fewer than min_tokens=8192" in capsys.readouterr().out
 
 
 def test_verify(tmp_path, capsys):

@@ -85,8 +85,7 @@ _OUT_OF_MEMORY = (
 
 def _generate(arguments: argparse.Namespace) -> int:
     pipe, call = load_pipeline(arguments)
-    if not arguments.no_patch:
-        print(patch(pipe, choose_config(arguments)).summary(), end="\n\n")
+    patched = None if arguments.no_patch else patch(pipe, choose_config(arguments))
     generator = torch.Generator(pipe._execution_device).manual_seed(arguments.seed)
     in_pixels = pipe.video_processor.postprocess_video
     with VideoWriter(arguments.output, arguments.fps) as writer:
@@ -98,6 +97,8 @@ def _generate(arguments: argparse.Namespace) -> int:
             write_video(arguments.output, (piece.numpy() for piece in pieces_on_cpu(video, to_8_bits)), arguments.fps)
         writing = time.perf_counter() - begin
     frames, _, height, width = video.shape
+    if patched is not None:
+        print(patched.summary(), end="\n\n")  # only now is it of this video's size
     print(timings_table(generation.timings, writing))
     print(f"\nwrote {arguments.output}: {frames} frames of {width}x{height}, {arguments.fps} per second")
     return 0
