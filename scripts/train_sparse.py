@@ -2,7 +2,8 @@
 
     python scripts/train_sparse.py --output runs/sparse
 
-Minutes on one GPU, most of a day on a CPU. Run the same command again and it goes on where it stopped. The folder then holds ``difference.safetensors``, for turbo_rcm_patch/embedded/weights/sla.
+Minutes on one GPU, most of a day on a CPU. Run the same command again and it goes on where it stopped. The folder then
+holds ``difference.safetensors``, for turbo_rcm_patch/embedded/weights/sla.
 """
 
 from __future__ import annotations
