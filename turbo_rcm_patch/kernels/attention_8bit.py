@@ -5,8 +5,7 @@
 
 qkᵀ is exact in int32. The softmax's weights are rounded to e4m3 (fp16 with an fp16 v) relative to their row's maximum,
 and PV is summed in fp32 from one block of keys to the next (Zhang et al. 2024, SageAttention2, section 3.4). On sm_90
-without a residual the kernel is attention_8bit_hopper's, else the portable one. No gradient: under autograd the
-reference runs.
+the kernel is attention_8bit_hopper's, else the portable one. No gradient: under autograd the reference runs.
 """
 
 from __future__ import annotations
@@ -96,10 +95,9 @@ def _attention_8bit(
 ) -> torch.Tensor:
     out = q.new_empty(q.shape, dtype=dtype)
     operands = (q, q_scale, k, k_scale, v, v_scale)
-    if residual is None and attention_8bit_hopper.why_not(q, v, dtype) is None:
-        attention_8bit_hopper.attention_forward(*operands, out, out_scale)
-    else:
-        attention_forward(*operands, residual, c_skip, c_out, out, out_scale)
+    on_hopper = attention_8bit_hopper.why_not(q, v, dtype) is None
+    forward = attention_8bit_hopper.attention_forward if on_hopper else attention_forward
+    forward(*operands, residual, c_skip, c_out, out, out_scale)
     return out
 
 

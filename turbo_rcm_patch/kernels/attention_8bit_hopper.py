@@ -1,6 +1,7 @@
 """The 8-bit attention forward on sm_90: which inputs it takes, and the launch. Work is cut as by attention_hopper.
 
-    F = softmax(q kᵀ) v        of a QuantizedQKV with e4m3 values, D of 64 or 128, to bf16, fp16 or e4m3
+    F   = softmax(q kᵀ) v               of a QuantizedQKV with e4m3 values, D of 64 or 128, to bf16, fp16 or e4m3
+    out = c_skip · residual + c_out · F
 
 The kernel is in attention_8bit_hopper_kernel.py.
 """
@@ -12,7 +13,7 @@ import contextlib
 import torch
 
 from . import attention_hopper
-from .attention_hopper import HEAD_DIMS, join_parts, make_schedule, shared_layout
+from .attention_hopper import HEAD_DIMS, join_parts, make_schedule, shared_layout, skip_arguments
 from .dispatch import device_properties, why_not_hopper
 from .launch import launch_kernel
 from .quantized import FP8
@@ -47,13 +48,18 @@ def attention_forward(
     k_scale: torch.Tensor,
     v: torch.Tensor,
     v_scale: torch.Tensor,
+    residual: torch.Tensor | None,
+    c_skip: torch.Tensor | None,
+    c_out: torch.Tensor | None,
     out: torch.Tensor,
     out_scale: torch.Tensor | None,
 ) -> None:
-    """Write softmax(q kᵀ) v, divided by out_scale [B] if there is one, to out, packed [B, S, H, D].
+    """Write ``c_skip · residual + c_out · F`` to out, or without a residual F, divided by out_scale [B] where given.
 
-    q to v_scale: of a QuantizedQKV on a GPU, of which why_not says nothing.
+    q to v_scale: of a QuantizedQKV on a GPU, of which why_not says nothing; residual [B, S, H, D] with any strides; out
+    packed [B, S, H, D]; coefficients canonical (coefficient.py).
     """
+    skip = skip_arguments(residual, c_skip, c_out)
     batch, tokens, heads, head_dim = q.shape
     tiles = batch * heads * cdiv(tokens, TILE_QUERIES)
     multiprocessors = device_properties(q.device)[1]
@@ -82,10 +88,11 @@ def attention_forward(
             schedule.items,
             schedule.whole,
             schedule.parts,
+            *skip,
             num_warps=4,
         )
         if schedule.parts > 1:
-            join_parts(partial_out, partial_lse, out, None, schedule)
+            join_parts(partial_out, partial_lse, out, None, schedule, skip)
 
 
 def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:

@@ -49,13 +49,17 @@ LOG2_LARGEST = gl.constexpr(8.807354922057604)  # of 448
 
 @jit(do_not_specialize=["tokens", "heads", "items", "whole", "parts"])
 def attention_8bit_kernel(
-    q, q_scale, k, k_scale, v, v_scale, out, out_scale, partial_out, partial_lse, tokens, heads, items, whole, parts
+    q, q_scale, k, k_scale, v, v_scale, out, out_scale, partial_out, partial_lse, tokens, heads, items, whole, parts,
+    residual, residual_stride_b, residual_stride_s, residual_stride_h,
+    c_skip, c_skip_stride_b, c_skip_stride_s, c_skip_stride_c, c_out, c_out_stride_b, c_out_stride_s, c_out_stride_c,
+    SKIP_KIND: gl.constexpr, OUT_KIND: gl.constexpr,
 ):  # fmt: skip
     """q, k, out: descriptors over [B, H, S, D] of blocks [1, 1, QUERIES, D] (q, out) and [1, 1, KEYS, D]; v: over
     [B, H, D, T] of blocks [1, 1, D, KEYS].
 
     q_scale [B, S, H], k_scale [B, H, ⌈S / KEYS⌉], v_scale [B, H, D]; out_scale [B], by which the result is divided, or
-    None. Items and parts as in attention_hopper_kernel.
+    None. Items and parts as in attention_hopper_kernel. residual [B, S, H, D], or None: then there is no skip; the
+    kinds are of the coefficients (coefficient.py). Who joins the parts of an item adds its skip.
     """
     HEAD_DIM: gl.constexpr = q.block_type.shape[3]
     q_smem = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, QUERIES, HEAD_DIM], q.layout)
@@ -70,12 +74,17 @@ def attention_8bit_kernel(
     buffers = (q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, v_full)
     sizes = (tokens, tokens, heads, items, whole, parts)
     outputs = (out, out_scale, partial_out, partial_lse)
+    skip = (
+        (residual, residual_stride_b, residual_stride_s, residual_stride_h),
+        (c_skip, c_skip_stride_b, c_skip_stride_s, c_skip_stride_c),
+        (c_out, c_out_stride_b, c_out_stride_s, c_out_stride_c),
+    )
     scales = (q_scale, k_scale, v_scale)
     gl.warp_specialize(
         [
-            (_consume, (0, outputs, buffers, sizes, scales)),
-            (_consume, (1, outputs, buffers, sizes, scales)),
-            (_consume, (2, outputs, buffers, sizes, scales)),
+            (_consume, (0, outputs, buffers, sizes, scales, skip, SKIP_KIND, OUT_KIND)),
+            (_consume, (1, outputs, buffers, sizes, scales, skip, SKIP_KIND, OUT_KIND)),
+            (_consume, (2, outputs, buffers, sizes, scales, skip, SKIP_KIND, OUT_KIND)),
             (_produce, (q, k, v, buffers, sizes)),
         ],
         [4, 4, 1],
@@ -123,7 +132,9 @@ def _fill(x, smem, full, corner, filled, EMPTY: gl.constexpr):
 
 
 @gluon.jit
-def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scales):
+def _consume(
+    INDEX: gl.constexpr, outputs, buffers, sizes, scales, skip, SKIP_KIND: gl.constexpr, OUT_KIND: gl.constexpr
+):  # fmt: skip
     out, out_scale, partial_out, partial_lse = outputs
     q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, v_full = buffers
     q_scale, k_scale, v_scale = scales
@@ -181,9 +192,12 @@ def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scales):
             channel_scale *= 1.0 / gl.load(out_scale + sample)
         acc = acc * channel_scale[None, :]
         if partial_out is None or item < whole:
+            value = acc
+            if skip[0][0] is not None:
+                value = add_skip(acc, skip, sample, head, row + INDEX * QUERIES, tokens, SKIP_KIND, OUT_KIND)
             tma.store_wait(0)  # the previous tile's output has left the buffer
             staged = out_smem.index(INDEX)
-            staged.reshape([QUERIES, HEAD_DIM]).store(acc.to(out.dtype))
+            staged.reshape([QUERIES, HEAD_DIM]).store(value.to(out.dtype))
             fence_async_shared()
             tma_store(out, [sample, head, row + INDEX * QUERIES, 0], staged)
         if partial_out is not None and item >= whole:
@@ -193,6 +207,39 @@ def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scales):
             part_rows = opaque(gl.arange(0, QUERIES, layout=gl.SliceLayout(1, OUTPUT)))[:, None]
             gl.store(partial_out + corner * HEAD_DIM + part_rows * HEAD_DIM + columns[None, :], acc)
     tma.store_wait(0)
+
+
+@gluon.jit
+def add_skip(acc, skip, sample, head, row, tokens, SKIP_KIND: gl.constexpr, OUT_KIND: gl.constexpr):
+    """c_skip · residual + c_out · acc, for the queries of a head from ``row`` on."""
+    HEAD_DIM: gl.constexpr = acc.shape[1]
+    residual, stride_b, stride_s, stride_h = skip[0]
+    rows = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
+    columns = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, acc.type.layout))
+    mask = rows < tokens
+    corner = residual + sample.to(gl.int64) * stride_b + head * stride_h
+    kept = gl.load(corner + (rows.to(gl.int64) * stride_s)[:, None] + columns[None, :], mask=mask[:, None], other=0.0)
+    kept = kept.to(gl.float32)
+    channels = head * HEAD_DIM + columns
+    if SKIP_KIND != 0:
+        kept *= _load_coefficient(skip[1], sample, rows, channels, mask, SKIP_KIND)
+    if OUT_KIND != 0:
+        acc *= _load_coefficient(skip[2], sample, rows, channels, mask, OUT_KIND)
+    return kept + acc
+
+
+@gluon.jit
+def _load_coefficient(coefficient, sample, rows, channels, mask, KIND: gl.constexpr):
+    """Of a tile, in fp32: one value, a row of them, or one for each element, by KIND (coefficient.py)."""
+    pointer, stride_b, stride_s, stride_c = coefficient
+    corner = pointer + sample.to(gl.int64) * stride_b
+    if KIND == 1:
+        return gl.load(corner).to(gl.float32)
+    elif KIND == 2:
+        return gl.load(corner + channels * stride_c).to(gl.float32)[None, :]
+    else:
+        offsets = (rows.to(gl.int64) * stride_s)[:, None] + (channels * stride_c)[None, :]
+        return gl.load(corner + offsets, mask=mask[:, None], other=0.0).to(gl.float32)
 
 
 @gluon.jit

@@ -16,7 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .attention_tiles import LOG2_E
+from .attention_tiles import LOG2_E, readable
+from .coefficient import coefficient_kind, coefficient_strides, load_coefficient
 from .dispatch import device_properties, why_not_hopper
 from .launch import launch_kernel
 from .quantized import FP8
@@ -135,9 +136,12 @@ def make_schedule(tiles: int, key_tiles: int, multiprocessors: int) -> Schedule:
 @triton.jit(do_not_specialize=["tokens", "whole", "parts"])
 def _join_kernel(
     partial_out, partial_lse, out, lse, tokens, heads, whole, parts,
-    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
+    residual, residual_stride_b, residual_stride_s, residual_stride_h,
+    c_skip, c_skip_stride_b, c_skip_stride_s, c_skip_stride_c, c_out, c_out_stride_b, c_out_stride_s, c_out_stride_c,
+    SKIP_KIND: tl.constexpr, OUT_KIND: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK queries of one tile. Its parts' outputs, each a softmax of its own, weighted by their sums."""
+    """One program: BLOCK queries of one tile. Its parts' outputs, each a softmax of its own, weighted by their sums;
+    and the skip, with a residual."""
     first_part = tl.program_id(0).to(tl.int64) * parts
     rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     columns = tl.arange(0, HEAD_DIM)
@@ -158,15 +162,45 @@ def _join_kernel(
     sample_head = (tile // row_tiles).to(tl.int64)
     queries = tile % row_tiles * ROWS + rows
     mask = queries < tokens
-    tokens_before = sample_head // heads * tokens + queries
-    corner = out + (tokens_before[:, None] * heads + sample_head % heads) * HEAD_DIM
+    sample, head = sample_head // heads, sample_head % heads
+    if residual is not None:
+        channels = head * HEAD_DIM + columns
+        kept = residual + sample * residual_stride_b + head * residual_stride_h
+        kept += queries.to(tl.int64)[:, None] * residual_stride_s + columns[None, :]
+        kept = tl.load(kept, mask=mask[:, None], other=0.0).to(tl.float32)
+        if SKIP_KIND != 0:
+            kept *= load_coefficient(
+                c_skip, sample, queries, channels, mask, columns < HEAD_DIM,
+                c_skip_stride_b, c_skip_stride_s, c_skip_stride_c, SKIP_KIND,
+            )  # fmt: skip
+        if OUT_KIND != 0:
+            output *= load_coefficient(
+                c_out, sample, queries, channels, mask, columns < HEAD_DIM,
+                c_out_stride_b, c_out_stride_s, c_out_stride_c, OUT_KIND,
+            )  # fmt: skip
+        output += kept
+    corner = out + ((sample * tokens + queries)[:, None] * heads + head) * HEAD_DIM
     tl.store(corner + columns[None, :], output.to(out.dtype.element_ty), mask=mask[:, None])
     if lse is not None:
         tl.store(lse + sample_head * tokens + queries, largest + tl.log2(total), mask=mask)
 
 
-def join_parts(partial_out, partial_lse, out, lse, schedule: Schedule) -> None:
-    """Complete out [B, S, H, D] and lse [B, H, S] from parts [parts of all tiles, rows, D] and [.., rows]."""
+def skip_arguments(
+    residual: torch.Tensor | None = None, c_skip: torch.Tensor | None = None, c_out: torch.Tensor | None = None
+) -> tuple:
+    """How kernels get ``c_skip · residual + c_out · F``, of canonical coefficients; without a residual F alone."""
+    residual = None if residual is None else readable(residual)
+    pointers_and_strides = (
+        *(residual, *head_strides(residual)),
+        *(c_skip, *coefficient_strides(c_skip)),
+        *(c_out, *coefficient_strides(c_out)),
+    )
+    return *pointers_and_strides, coefficient_kind(c_skip), coefficient_kind(c_out)
+
+
+def join_parts(partial_out, partial_lse, out, lse, schedule: Schedule, skip: tuple = skip_arguments()) -> None:
+    """Complete out [B, S, H, D] and lse [B, H, S] from parts [parts of all tiles, rows, D] and [.., rows]. skip: of
+    `skip_arguments`."""
     _, rows, head_dim = partial_out.shape
     _, tokens, heads, _ = out.shape
     tiles = (schedule.items - schedule.whole) // schedule.parts
@@ -181,6 +215,7 @@ def join_parts(partial_out, partial_lse, out, lse, schedule: Schedule) -> None:
         heads,
         schedule.whole,
         schedule.parts,
+        *skip,
         ROWS=rows,
         HEAD_DIM=head_dim,
         BLOCK=JOIN_ROWS,
