@@ -473,6 +473,14 @@ def test_ops_become_a_table_that_marks_what_is_missed():
     assert "|  |  | copy |  | 0.750 |  |  |" in table
     assert "| op 3×4 | refused" in table
     assert "4.00 TB/s" in table
+    for least, shown in (
+        (860, "2.500 (860 TFLOP/s) | rival A | 2.000 | **0.800** | 1.1 / 860 TFLOP/s"),
+        (861, "2.500 (**860** TFLOP/s) | rival A | 2.000 | **0.800** | 1.1 / 861 TFLOP/s"),
+    ):
+        rated = ops.ops_table(
+            {"results": [{**result, "teraflops": 860.2, "least": least}], "rounds": 7, "copy_bandwidth": 1e12}
+        )
+        assert f"| op 1×2 | {shown} | 1.0e-03 / 2.0e-03 |" in rated
     dense = {**result, "timings": {**timings, "rival A": timing(2.0, None)}}
     table = ops.ops_table({"results": [dense], "rounds": 7, "copy_bandwidth": 4e12})
     assert "| op 1×2 | 2.500 | rival A | 2.000 | **0.800** | 1.1 | 1.0e-03 |" in table  # ours alone

@@ -106,12 +106,15 @@ def ops_table(run: dict, header: Sequence[str] = OPS_HEADER) -> str:
 def _op_rows(result: dict) -> list[list[str]]:
     best, case = result["best"], case_with_share(result["case"], result.get("kept"))
     if best is None:
-        return [[case, "refused: less accurate than its rivals", *[""] * (len(OPS_HEADER) - 2)]]
+        return [[case, "refused: less accurate than allowed", *[""] * (len(OPS_HEADER) - 2)]]
     timings, rows = result["timings"], []
-    most = result.get("most")
+    most, least = result.get("most"), result.get("least")
     ours = timings[best]["milliseconds"]
+    shown = bold(f"{ours:.3f}", ours > (most or ours))
+    if rate := result.get("teraflops"):
+        shown += f" ({bold(f'{rate:.0f}', rate < (least or rate))} TFLOP/s)"
     for index, (rival, speedup) in enumerate(result["speedups"].items()):
-        label = [case, bold(f"{ours:.3f}", ours > (most or ours))] if index == 0 else ["", ""]
+        label = [case, shown] if index == 0 else ["", ""]
         target = result["targets"].get(rival)
         figure = f"{speedup:.3f}" if target is None or speedup >= target else f"**{speedup:.3f}**"
         timing = timings.get(rival, {"milliseconds": None, "error": None})  # a copy has no timing of its own
@@ -119,6 +122,7 @@ def _op_rows(result: dict) -> list[list[str]]:
         errors = [timings[best]["error"] if index == 0 or timing["error"] is not None else None, timing["error"]]
         asked = [] if target is None else [str(target)]
         asked += [f"{most:g} ms"] if most is not None and index == 0 else []
+        asked += [f"{least:g} TFLOP/s"] if least is not None and index == 0 else []
         rows.append([*label, rival, rival_time, figure, " / ".join(asked), _each(errors)])
     return rows
 
