@@ -169,6 +169,25 @@ def sparse_attention_sentence(runs: dict) -> str | None:
     )
 
 
+SHORT_SPARSE = {"norms_sparse_linear_attention": "With norms and RoPE", "sparse_kernel": "The kernel alone"}
+
+
+def short_sparse(runs: dict) -> str:
+    """The README's sentences on sparse attention beside dense in 8 bits, bold where it misses its target; empty without
+    such rows."""
+    said = []
+    for op, what in SHORT_SPARSE.items():
+        pairs = [
+            f"{_best(result)} beside {_milliseconds(result, DENSE)} at {result['case'].split()[1]}"
+            + (f" ({result['most']:g} wanted)" if result.get("most") else "")
+            for result in runs.get("ops-sparse", {"results": ()})["results"]
+            if result["case"].startswith(f"{op} ") and result["best"] is not None
+        ]
+        if pairs:
+            said.append(f"{what}: {', '.join(pairs)}.")
+    return f"Sparse attention beside dense in 8 bits, ms. {' '.join(said)}\n" if said else ""
+
+
 def _best(result: dict) -> str:
     """Milliseconds of ours, bold where they miss a target."""
     time = result["timings"][result["best"]]["milliseconds"]
