@@ -517,6 +517,9 @@ def test_ops_become_a_table_that_marks_what_is_missed():
             {"results": [{**result, "teraflops": 860.2, "least": least}], "rounds": 7, "copy_bandwidth": 1e12}
         )
         assert f"| op 1×2 | {shown} | 1.0e-03 / 2.0e-03 |" in rated
+    alone = {**result, "timings": {"ours": timings["ours"]}, "speedups": {}, "teraflops": 860.2, "least": 860}
+    table = ops.ops_table({"results": [alone], "rounds": 7, "copy_bandwidth": 4e12})
+    assert "| op 1×2 | 2.500 (860 TFLOP/s) |  |  |  | 860 TFLOP/s | 1.0e-03 |" in table
     dense = {**result, "timings": {**timings, "rival A": timing(2.0, None)}}
     table = ops.ops_table({"results": [dense], "rounds": 7, "copy_bandwidth": 4e12})
     assert "| op 1×2 | 2.500 | rival A | 2.000 | **0.800** | 1.1 | 1.0e-03 |" in table  # ours alone

@@ -113,10 +113,10 @@ def _op_rows(result: dict) -> list[list[str]]:
     shown = bold(f"{ours:.3f}", ours > (most or ours))
     if rate := result.get("teraflops"):
         shown += f" ({bold(f'{rate:.0f}', rate < (least or rate))} TFLOP/s)"
-    for index, (rival, speedup) in enumerate(result["speedups"].items()):
+    for index, (rival, speedup) in enumerate([*result["speedups"].items()] or [("", None)]):  # a rival may not run
         label = [case, shown] if index == 0 else ["", ""]
         target = result["targets"].get(rival)
-        figure = f"{speedup:.3f}" if target is None or speedup >= target else f"**{speedup:.3f}**"
+        figure = "" if speedup is None else bold(f"{speedup:.3f}", target is not None and speedup < target)
         timing = timings.get(rival, {"milliseconds": None, "error": None})  # a copy has no timing of its own
         rival_time = "" if timing["milliseconds"] is None else f"{timing['milliseconds']:.3f}"
         errors = [timings[best]["error"] if index == 0 or timing["error"] is not None else None, timing["error"]]

@@ -58,8 +58,9 @@ def _times_dense(ops: Mapping | None) -> tuple[dict[str, str], str]:
         if case and result["best"] is not None:
             times[f"mass {case[1]}"] = f"{result['speedups'][DENSE]:.2f}× ({100 * result['kept']:.0f} % kept)"
             where = (
-                "Times dense: how much faster than dense attention in 8 bits, both with their pre-pass, of random "
-                f"values with\nstructure, which keep another share, {case[2]}, on {ops['environment']['gpu']}.\n"
+                "Times dense: how many times as fast as dense attention in 8 bits, both with their pre-pass, at "
+                f"{case[2]}\non {ops['environment']['gpu']}; of random values with structure, of which a mass keeps "
+                "another share.\n"
             )
     return times, where
 
