@@ -11,6 +11,7 @@ from pathlib import Path
 
 from result_tables.cells import chart, versions
 from result_tables.checks import kept_table, parts_table, verified_table
+from result_tables.conversion import CONVERSION, conversion_table
 from result_tables.ops import (
     OPS_QUANTIZED_HEADER,
     OPS_SPARSE_HEADER,
@@ -20,6 +21,7 @@ from result_tables.ops import (
     memory_cap,
     ops_table,
     sanitizers_sentence,
+    short_sparse,
     tests_table,
     traffic_table,
     tune_table,
@@ -46,7 +48,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = "README.md"  # in the folder of results
 MEASURED = "<!-- measured: written by scripts/readme_results.py -->", "<!-- end of measured -->"
 WRITEUP = "nvidia-h200.json"  # which docs/writeup.md tells of
-CONVERSION = "conversion.json"  # of scripts/benchmark_conversion.py, which needs no GPU
 INTRODUCTION = """# Results
 
 All of this page is written by `python scripts/readme_results.py`, from the JSON files beside it; those are written by
@@ -92,7 +93,7 @@ def _short(path: Path) -> str:
         return ""
     files = (path.with_name(name) for name in (SPARSE, BLOCK_SPARSE))
     tiny = short_tiny_table(runs.get("evaluate"), *(json.loads(f.read_text()) if f.exists() else None for f in files))
-    return "\n".join(filter(None, (steps, tiny)))
+    return "\n".join(filter(None, (steps, short_sparse(runs), tiny)))
 
 
 def results_page(folder: Path) -> str:
@@ -106,11 +107,15 @@ def results_page(folder: Path) -> str:
         parts.append(sanitizers_sentence(results.get("sanitizers", {})))
         parts.append(evaluated(path.name, results["runs"], training))
     if (folder / BLOCK_SPARSE).exists():
-        parts.append(block_sparsity_page(json.loads((folder / BLOCK_SPARSE).read_text()), BLOCK_SPARSE))
+        timed = (json.loads(path.read_text())["runs"].get("ops-sparse") for path in result_files(folder))
+        measured = json.loads((folder / BLOCK_SPARSE).read_text())
+        parts.append(block_sparsity_page(measured, BLOCK_SPARSE, next(filter(None, timed), None)))
     if (folder / SPARSE).exists():
         parts.append(sparse_table(json.loads((folder / SPARSE).read_text())))
     if (folder / LORA).exists():
         parts.append(lora_table(json.loads((folder / LORA).read_text())))
+    if (folder / CONVERSION).exists():
+        parts.append(conversion_table(json.loads((folder / CONVERSION).read_text())))
     if (folder / SIDE_BY_SIDE).exists():
         parts.append(side_by_side(json.loads((folder / SIDE_BY_SIDE).read_text())))
     return "\n".join(filter(None, parts))

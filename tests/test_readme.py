@@ -325,8 +325,8 @@ def test_what_sparsity_costs_becomes_a_table_of_a_row_per_kept_share(tmp_path):
     assert "24 held-out captions" in page
     assert "On a CPU, torch 2.13, triton 3.9, diffusers 0.42, commit 0123456789ab" in page
     assert "| attention | key blocks kept | 1 step, % | PSNR to exact, dB | 4 steps, % | PSNR to exact, dB |" in page
-    assert "| exact | all | 90.0 ± 2.1 |  | 100.0 ± 2.1 |  |" in page
-    assert "| SLA | 15 % | 50.0 ± 2.1 | 17.89 | 75.0 ± 2.1 | 20.00 |" in page
+    assert "| exact in fp32 | all | 90.0 ± 2.1 |  | 100.0 ± 2.1 |  |" in page
+    assert "| SLA in fp32 | 15 % | 50.0 ± 2.1 | 17.89 | 75.0 ± 2.1 | 20.00 |" in page
 
 
 def _judged(variant, steps, share, psnr, **more):
@@ -363,11 +363,11 @@ TIERS = [
     "|  |  | quantized | 89.0 ± 1.2 | 97.0 ± 1.2 | 44.50 |",
     "|  |  | unpatched fp32 |  | 96.0 ± 1.2 | 45.00 |",
     "| a CPU | 24 | exact | 90.0 ± 1.2 |  |  |",
-    "|  |  | sparse (SLA), 10 % of the key blocks | 50.0 ± 1.2 | 75.0 ± 1.2 | 21.00 |",
-    "|  |  | sparse (SLA), 20 % of the key blocks |  | 85.0 ± 1.2 | 22.00 |",
+    "|  |  | sparse (SLA) in fp32, 10 % of the key blocks | 50.0 ± 1.2 | 75.0 ± 1.2 | 21.00 |",
+    "|  |  | sparse (SLA) in fp32, 20 % of the key blocks |  | 85.0 ± 1.2 | 22.00 |",
     "| a CPU | 6 | exact |  | 100.0 ± 1.2 |  |",
-    "|  |  | block_sparse, mass 0.9 |  | 80.0 ± 1.2 | 22.25 |",
-    "|  |  | block_sparse, mass 0.9, first step exact |  | 90.0 ± 1.2 | 30.00 |",
+    "|  |  | block_sparse in fp32, mass 0.9 |  | 80.0 ± 1.2 | 22.25 |",
+    "|  |  | block_sparse in fp32, mass 0.9, first step exact |  | 90.0 ± 1.2 | 30.00 |",
 ]
 
 
@@ -377,11 +377,18 @@ def test_every_tier_is_in_one_table_with_where_it_was_measured_and_of_how_many_c
     assert lines == ["| measured on | captions | variant | 1 step | 4 steps | PSNR to exact, dB |", *TIERS]
 
 
+def test_sparse_rows_measured_on_a_gpu_are_in_bf16():
+    measured = [{**each, "environment": {"gpu": "GPU X"}} for each in (_sparse(), _block_sparse())]
+    table = tiny_model.tiers_table(None, *measured)
+    assert "| sparse (SLA) in bf16, 10 % of the key blocks |" in table
+    assert "| block_sparse in bf16, mass 0.9 |" in table
+
+
 def test_the_readmes_table_has_every_tier_but_not_every_variant():
     assert tiny_model.short_tiny_table(None) is None
     lines = tiny_model.short_tiny_table(_evaluation(), _sparse(), _block_sparse()).splitlines()
     assert lines[0].startswith(f"{SHORT_TIERS} | 1 step | 4 steps |")
-    assert lines[1:] == [line for line in TIERS if "fp32" not in line and "first step" not in line]
+    assert lines[1:] == [line for line in TIERS if "unpatched fp32" not in line and "first step" not in line]
 
 
 def test_the_readme_shows_what_the_files_hold(tmp_path):
@@ -424,6 +431,23 @@ def test_the_whole_sparse_attention_beside_the_dense_ones_is_a_sentence():
     assert ops.sparse_attention_sentence(apart) is None
 
 
+def test_the_readme_has_sparse_attention_beside_dense_in_8_bits(tmp_path):
+    runs = {"x": _step_run("x", compiled=0.6, patched=0.5), **_attention_rows()}
+    (whole,) = runs["ops-sparse"]["results"]
+    kernel = {**whole, "case": "sparse_kernel 12×32760×128", "most": 0.78}
+    runs["ops-sparse"]["results"] = [
+        {**whole, "most": 1.6},
+        {**whole, "case": f"{whole['case']}×9", "best": None},
+        kernel,
+    ]
+    (tmp_path / "gpu-x.json").write_text(json.dumps({"gpu": "GPU X", "runs": runs}))
+    assert (
+        "\n\nSparse attention beside dense in 8 bits, ms. With norms and RoPE: 1.50 beside 7.12 at 12×32760×128 (1.6 "
+        "wanted). The kernel alone: **1.50** beside 7.12 at 12×32760×128 (0.78 wanted).\n"
+    ) in readme_results.with_results("\n".join(readme_results.MEASURED), tmp_path)
+    assert ops.short_sparse({}) == ""
+
+
 def test_what_the_readme_has_of_a_gpu(tmp_path):
     runs = {"x": _step_run("x", compiled=0.6, patched=0.5), "evaluate": _evaluation(), **_attention_rows()}
     start, end = readme_results.MEASURED
@@ -454,6 +478,18 @@ def test_what_the_judge_sees_of_a_lora_becomes_a_table(tmp_path):
     assert "| with it, patched (exact) | 93.8 | 0.0 | 81.25 |" in page
 
 
+def test_what_a_conversion_takes_becomes_a_table(tmp_path):
+    environment = {"gpu": None, "cpu": "x86_64, 2 threads", "torch": "2.13", "triton": "3.9", "diffusers": "0.42"}
+    row = {"what": "bf16: convert --preset sparse", "seconds": 18.44, "file_bytes": 3 * 2**30}
+    row |= {"own_peak_bytes": 2**29, "mapped_peak_bytes": 5 * 2**29}
+    content = {"settings": {"config": "wan2.1-1.3b", "parameters": 1419000000}, "environment": environment}
+    (tmp_path / "conversion.json").write_text(json.dumps({**content, "rows": [row]}))
+    page = readme_results.results_page(tmp_path)
+    assert "random weights of wan2.1-1.3b's size, 1.42 billion" in page
+    assert "x86_64, 2 threads, torch 2.13, triton 3.9" in page
+    assert "| bf16: convert --preset sparse | 18.4 | 0.50 | 2.50 | 3.00 |" in page
+
+
 def test_ops_become_a_table_that_marks_what_is_missed():
     def timing(milliseconds, error):
         return {"milliseconds": milliseconds, "error": error}
@@ -473,6 +509,17 @@ def test_ops_become_a_table_that_marks_what_is_missed():
     assert "|  |  | copy |  | 0.750 |  |  |" in table
     assert "| op 3×4 | refused" in table
     assert "4.00 TB/s" in table
+    for least, shown in (
+        (860, "2.500 (860 TFLOP/s) | rival A | 2.000 | **0.800** | 1.1 / 860 TFLOP/s"),
+        (861, "2.500 (**860** TFLOP/s) | rival A | 2.000 | **0.800** | 1.1 / 861 TFLOP/s"),
+    ):
+        rated = ops.ops_table(
+            {"results": [{**result, "teraflops": 860.2, "least": least}], "rounds": 7, "copy_bandwidth": 1e12}
+        )
+        assert f"| op 1×2 | {shown} | 1.0e-03 / 2.0e-03 |" in rated
+    alone = {**result, "timings": {"ours": timings["ours"]}, "speedups": {}, "teraflops": 860.2, "least": 860}
+    table = ops.ops_table({"results": [alone], "rounds": 7, "copy_bandwidth": 4e12})
+    assert "| op 1×2 | 2.500 (860 TFLOP/s) |  |  |  | 860 TFLOP/s | 1.0e-03 |" in table
     dense = {**result, "timings": {**timings, "rival A": timing(2.0, None)}}
     table = ops.ops_table({"results": [dense], "rounds": 7, "copy_bandwidth": 4e12})
     assert "| op 1×2 | 2.500 | rival A | 2.000 | **0.800** | 1.1 | 1.0e-03 |" in table  # ours alone

@@ -106,19 +106,23 @@ def ops_table(run: dict, header: Sequence[str] = OPS_HEADER) -> str:
 def _op_rows(result: dict) -> list[list[str]]:
     best, case = result["best"], case_with_share(result["case"], result.get("kept"))
     if best is None:
-        return [[case, "refused: less accurate than its rivals", *[""] * (len(OPS_HEADER) - 2)]]
+        return [[case, "refused: less accurate than allowed", *[""] * (len(OPS_HEADER) - 2)]]
     timings, rows = result["timings"], []
-    most = result.get("most")
+    most, least = result.get("most"), result.get("least")
     ours = timings[best]["milliseconds"]
-    for index, (rival, speedup) in enumerate(result["speedups"].items()):
-        label = [case, bold(f"{ours:.3f}", ours > (most or ours))] if index == 0 else ["", ""]
+    shown = bold(f"{ours:.3f}", ours > (most or ours))
+    if rate := result.get("teraflops"):
+        shown += f" ({bold(f'{rate:.0f}', rate < (least or rate))} TFLOP/s)"
+    for index, (rival, speedup) in enumerate([*result["speedups"].items()] or [("", None)]):  # a rival may not run
+        label = [case, shown] if index == 0 else ["", ""]
         target = result["targets"].get(rival)
-        figure = f"{speedup:.3f}" if target is None or speedup >= target else f"**{speedup:.3f}**"
+        figure = "" if speedup is None else bold(f"{speedup:.3f}", target is not None and speedup < target)
         timing = timings.get(rival, {"milliseconds": None, "error": None})  # a copy has no timing of its own
         rival_time = "" if timing["milliseconds"] is None else f"{timing['milliseconds']:.3f}"
         errors = [timings[best]["error"] if index == 0 or timing["error"] is not None else None, timing["error"]]
         asked = [] if target is None else [str(target)]
         asked += [f"{most:g} ms"] if most is not None and index == 0 else []
+        asked += [f"{least:g} TFLOP/s"] if least is not None and index == 0 else []
         rows.append([*label, rival, rival_time, figure, " / ".join(asked), _each(errors)])
     return rows
 
@@ -163,6 +167,25 @@ def sparse_attention_sentence(runs: dict) -> str | None:
         f"beside {_best(quantized)} in 8 bits, and sparse {_best(sparse)} beside {dense} in 8 bits; each pair was "
         "timed in turns.\n"
     )
+
+
+SHORT_SPARSE = {"norms_sparse_linear_attention": "With norms and RoPE", "sparse_kernel": "The kernel alone"}
+
+
+def short_sparse(runs: dict) -> str:
+    """The README's sentences on sparse attention beside dense in 8 bits, bold where it misses its target; empty without
+    such rows."""
+    said = []
+    for op, what in SHORT_SPARSE.items():
+        pairs = [
+            f"{_best(result)} beside {_milliseconds(result, DENSE)} at {result['case'].split()[1]}"
+            + (f" ({result['most']:g} wanted)" if result.get("most") else "")
+            for result in runs.get("ops-sparse", {"results": ()})["results"]
+            if result["case"].startswith(f"{op} ") and result["best"] is not None
+        ]
+        if pairs:
+            said.append(f"{what}: {', '.join(pairs)}.")
+    return f"Sparse attention beside dense in 8 bits, ms. {' '.join(said)}\n" if said else ""
 
 
 def _best(result: dict) -> str:

@@ -111,9 +111,10 @@ def steps_table(runs: dict) -> str:
     return (
         "One denoising step, the median over steps of medians over repeats; all variants in turns in one process, or "
         "with several GPUs in one process each. Targets are the speed-ups over eager and over compile, and the memory "
-        "over compile's; in 8 bits the memory over the exact tier's, and that of the weights over bf16's. In runs with "
-        "torchao up to commit de2fbdb, its tuning held for the whole process: torch.compile's kernels were tuned like "
-        "torchao's, and took as long to compile:\n\n"
+        "over compile's; in 8 bits the memory over the exact tier's, and that of the weights over bf16's, of which "
+        "those outside of the blocks stay in bf16 and weigh more where layers are left out. In runs with torchao up to "
+        "commit de2fbdb, its tuning held for the whole process: torch.compile's kernels were tuned like torchao's, and "
+        "took as long to compile:\n\n"
         + table_of(STEPS_HEADER, [row for name, run in runs.items() for row in step_rows(name, run)])
     )
 

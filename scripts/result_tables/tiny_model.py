@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from .cells import decibels, percent, table_of, versions
 
@@ -72,9 +73,9 @@ def sparse_table(results: dict) -> str:
     header = ["attention", "key blocks kept"]
     for count in steps:
         header += [f"{count} step{'s' * (count > 1)}, %", "PSNR to exact, dB"]
-    lines = []
+    lines, dtype = [], _dtype(results)
     for variant, kept in dict.fromkeys((row["variant"], row["kept"]) for row in rows):
-        cells = [variant, "all" if kept is None else f"{100 * kept:.0f} %"]
+        cells = [f"{variant} in {dtype}", "all" if kept is None else f"{100 * kept:.0f} %"]
         for row in (row for row in rows if (row["variant"], row["kept"]) == (variant, kept)):
             overall = row["accuracy"]["overall"]
             cells += [f"{percent(overall['share'])} ± {percent(overall['standard_error'])}"]
@@ -111,10 +112,10 @@ def _groups(evaluation: dict | None, sparse: dict | None, block_sparse: dict | N
         groups.append((evaluation, _by_variant(evaluation["results"], lambda row: row["variant"])))
     if sparse is not None:
         rows = [row for row in sparse["results"] if row["variant"] in ("exact", "SLA")]
-        groups.append((sparse, _by_variant(rows, _sparse_name)))
+        groups.append((sparse, _by_variant(rows, partial(_sparse_name, dtype=_dtype(sparse)))))
     if block_sparse is not None:
         rows = [block_sparse["exact"], *block_sparse["variants"]]
-        groups.append((block_sparse, _by_variant(rows, _block_sparse_name)))
+        groups.append((block_sparse, _by_variant(rows, partial(_block_sparse_name, dtype=_dtype(block_sparse)))))
     return groups
 
 
@@ -131,12 +132,19 @@ def _table_of_groups(groups: list[tuple[dict, dict]], title: str) -> str:
     return table_of(header, lines)
 
 
-def _sparse_name(row: dict) -> str:
-    return row["variant"] if row["kept"] is None else f"sparse (SLA), {100 * row['kept']:.0f} % of the key blocks"
+def _dtype(measured: dict) -> str:
+    """In which the scripts that measure the sparse rows run the model, without 8 bits."""
+    return "fp32" if measured["environment"]["gpu"] is None else "bf16"
 
 
-def _block_sparse_name(row: dict) -> str:
-    return row["variant"] if row["variant"] == "exact" else f"block_sparse, {row['variant']}"
+def _sparse_name(row: dict, dtype: str) -> str:
+    if row["kept"] is None:
+        return row["variant"]
+    return f"sparse (SLA) in {dtype}, {100 * row['kept']:.0f} % of the key blocks"
+
+
+def _block_sparse_name(row: dict, dtype: str) -> str:
+    return row["variant"] if row["variant"] == "exact" else f"block_sparse in {dtype}, {row['variant']}"
 
 
 def _by_variant(results: list[dict], name_of: Callable[[dict], str]) -> dict[str, dict[int, dict]]:

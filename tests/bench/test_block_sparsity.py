@@ -8,6 +8,7 @@ import pytest
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.bench.block_sparsity import block_sparsity_page
+from turbo_rcm_patch.bench.ops_sparse import DENSE
 from turbo_rcm_patch.bench.parts import LEFT_OUT, PV, QK
 from turbo_rcm_patch.bench.report import verification_table
 from turbo_rcm_patch.bench.variants import DENSE_PATCH, PATCHED, single_process
@@ -104,12 +105,41 @@ def test_the_page_shows_each_mass_and_each_layer():
     settings = {"n": 6, "steps": 4, "blocks": [16, 16], "dtype": "float32"}
     measured = {"settings": settings, "exact": {"accuracy": accuracy}, "variants": [row]}
     page = block_sparsity_page({**measured, "environment": {"gpu": "GPU X"}}, "x.json")
-    assert "| mass 0.9 | 50 | 25 to 75 | 9.4e-02 | 1.2e-01 | 96.0 ± 1.0 | -1.5 ± 0.5 | 41.3 |" in page
+    assert "| mass 0.9 | 50 | 25 to 75 | 9.4e-02 | 1.2e-01 | 96.0 ± 1.0 | -1.5 ± 0.5 | 41.3 |  |" in page
+    assert "Times dense" not in page
     assert "| `blocks.0`, step 4 | 75 %, 6.2e-02 |" in page
     assert "6 held-out captions ask for" in page
     assert "(float32 on GPU X, nothing in 8 bits)" in page
     assert "(float32 on a CPU, " in block_sparsity_page({**measured, "environment": {"gpu": None}}, "x.json")
     assert "`x.json`" in page
+
+
+def test_the_page_shows_how_fast_each_mass_is_where_it_was_timed():
+    layers = [{"block": "blocks.0", "step": 1, "kept": 0.25, "error": 0.125}]
+    accuracy = {"overall": {"share": 0.96, "standard_error": 0.01}}
+    row = {
+        "layers": layers,
+        "accuracy": accuracy,
+        "change": {"share": 0.0, "standard_error": 0.0},
+        "psnr_to_exact": 41.26,
+    }
+    variants = [{**row, "variant": name} for name in ("mass 0.5", "mass 0.9", "mass 0.9, first step exact")]
+    settings = {"n": 6, "steps": 4, "blocks": [16, 16], "dtype": "float32"}
+    measured = {"settings": settings, "exact": row, "variants": variants, "environment": {"gpu": None}}
+    results = [
+        {"case": f"{op} 12×32760×128", "best": best, "speedups": {DENSE: 1.338}, "kept": 0.42}
+        for op, best in (
+            ("sparse_kernel", "ours"),
+            ("block_sparse_attention(mass=0.5)", None),
+            ("block_sparse_attention(mass=0.9)", "ours"),
+        )
+    ]
+    page = block_sparsity_page(measured, "x.json", {"results": results, "environment": {"gpu": "GPU X"}})
+    assert (
+        "| mass 0.9 | 25 | 25 to 25 | 1.2e-01 | 1.2e-01 | 96.0 ± 1.0 | +0.0 ± 0.0 | 41.3 | 1.34× (42 % kept) |" in page
+    )
+    assert page.count("% kept) |") == 1
+    assert "at 12×32760×128\non GPU X;" in page
 
 
 def test_beside_it_runs_the_patch_whose_attention_is_dense():

@@ -9,7 +9,7 @@ import torch
 
 from turbo_rcm_patch.bench import ops, ops_conv, ops_quantized
 from turbo_rcm_patch.bench.ops import Draws, OpCase, error_limit, measure_errors, run_case
-from turbo_rcm_patch.bench.ops_quantized import FLASH_ATTENTION, SCALED_MM
+from turbo_rcm_patch.bench.ops_quantized import FLASH_ATTENTION, OURS_EXACT, SCALED_MM
 from turbo_rcm_patch.bench.report import ops_table
 from turbo_rcm_patch.tiers import QUANTIZED
 
@@ -19,6 +19,7 @@ SMALL = {
     "attention_8bit": functools.partial(ops_quantized.attention_8bit, 2, 70, 64),
     "structured_attention_8bit": functools.partial(ops_quantized.structured_attention_8bit, 2, 150, 64),
     "attention_skip_8bit": functools.partial(ops_quantized.attention_skip_8bit, 2, 70, 64),
+    "norms_8bit": functools.partial(ops_quantized.norms_8bit, 2, 70, 64),
     "norms_attention_8bit": functools.partial(ops_quantized.norms_attention_8bit, 2, 70, 64),
     "linear_skip_8bit": functools.partial(ops_quantized.linear_skip_8bit, 70, 48, 64),
     "fed_linear_skip_8bit": functools.partial(ops_quantized.fed_linear_skip_8bit, 70, 48, 64),
@@ -80,6 +81,57 @@ def test_what_errs_more_than_the_tier_allows_is_not_timed():
     assert result.best == name
     assert "is above the" in result.timings["wrong"].refused
     assert "is above the" in ops_table([result])
+
+
+# Between the limit of the case and what the tier allows an op.
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [
+        ("attention_8bit", 1.03),
+        ("structured_attention_8bit", 1.03),
+        ("attention_skip_8bit", 1.045),
+        ("norms_attention_8bit", 1.03),
+    ],
+)
+def test_attention_that_errs_more_than_is_asked_of_it_is_not_timed(name, factor):
+    right = SMALL[name](CPU, eager)
+    (ours,) = right.ours
+    wrong = replace(right, ours={ours: lambda: right.ours[ours]() * factor})
+    error = measure_errors(wrong)[ours]
+    assert error < QUANTIZED.limits.part
+    case = OpCase("small", lambda *_: wrong, {}, QUANTIZED)
+    result = run_case(case, CPU, copy_bandwidth=1e9, rounds=2, compile_rivals=False)
+    assert result.timings[ours].refused == f"its error {error:.2e} is above the {right.limit({}):.2e} allowed"
+
+
+def test_on_structured_values_attention_may_err_half_as_much_as_flash_attention_does():
+    contest = SMALL["structured_attention_8bit"](CPU, eager)
+    assert error_limit(contest, {FLASH_ATTENTION: 4e-2, "attention": 1e-2}, QUANTIZED.limits) == 2e-2
+    assert error_limit(contest, {"attention": 1e-2}, QUANTIZED.limits) == pytest.approx(2.55e-2)
+
+
+def test_what_comes_before_the_attention_has_a_case_of_its_own_beside_the_exact_tiers():
+    contest = SMALL["norms_8bit"](CPU, eager)
+    q, k = contest.partial[OURS_EXACT]()
+    (ours,) = contest.ours.values()
+    rows = torch.arange(contest.tokens)
+    expected = contest.oracle(rows).split(64, dim=-1)
+    centred = k.double() - k.double().mean(1, keepdim=True)
+    for ours_has, exact_has, oracle_has in zip(ours().dequantize_qk(), (q, centred), expected, strict=False):
+        assert ops.relative_l2(exact_has, oracle_has) < 4e-3  # bf16
+        assert 4e-3 < ops.relative_l2(ours_has, oracle_has) < 2e-2  # int8
+    assert ops.relative_l2(ours().dequantize_v(), expected[2]) < 4e-2  # e4m3
+
+
+def test_attention_alone_is_to_reach_a_rate():
+    rates = {case.name.split()[0]: case.least for case in ops_quantized.CASES if case.least is not None}
+    kernels_alone = ("attention_8bit", "structured_attention_8bit", "attention_skip_8bit")
+    assert rates == dict.fromkeys(kernels_alone, 860)
+    for least, missed in ((1e-9, False), (1e9, True)):
+        case = OpCase("small", SMALL["attention_8bit"], {}, QUANTIZED, least=least)
+        result = run_case(case, CPU, copy_bandwidth=1e9, rounds=2, compile_rivals=False)
+        shown = f"{result.teraflops:.0f} TFLOP/s" + (f" (below {least:g})" if missed else "")
+        assert f", {shown}  " in ops_table([result])
 
 
 def test_names_of_cases_are_unique_and_their_targets_are_of_contenders():

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
+from .ops_sparse import DENSE
 from .tables import table
 
-HEADER = ("", "kept, %", "of a layer, %", "mean error", "largest", "right, %", "vs unpatched", "PSNR to exact, dB")
+HEADER = (
+    "",
+    "kept, %",
+    "of a layer, %",
+    "mean error",
+    "largest",
+    "right, %",
+    "vs unpatched",
+    "PSNR to exact, dB",
+    "times dense, at real size",
+)
 
 
-def block_sparsity_page(measured: Mapping, file: str) -> str:
-    """A section of the results page. measured: as read from the JSON file of that name."""
+def block_sparsity_page(measured: Mapping, file: str, ops: Mapping | None = None) -> str:
+    """A section of the results page. measured: as read from the JSON file of that name; ops: the run of sparse ops on a
+    GPU, of which the speeds are."""
     settings, variants = measured["settings"], measured["variants"]
     block_q, block_k = settings["blocks"]
     exact = measured["exact"]["accuracy"]["overall"]["share"]
+    times, where = _times_dense(ops)
     device = measured["environment"]["gpu"] or "a CPU"
     by_layer = [
         [f"`{layer['block']}`, step {layer['step']}", *(_kept_and_error(row["layers"][i]) for row in variants)]
@@ -27,13 +41,28 @@ What `attention="block_sparse"` costs the embedded model, which was trained with
 {block_k} keys here; at real sizes they have 128 and 64, and there is more to leave out. Kept: the share of key blocks.
 Error: the relative L2 of a layer's attention to a dense one, on one video, in the first and the last step. Right: what
 {settings["n"]} held-out captions ask for and the videos show; exactly patched {_percent(exact)} %. File: `{file}`.
-
-{table([HEADER, *map(_cells, variants)], markdown=True)}
+{where}
+{table([HEADER, *([*_cells(row), times.get(row["variant"], "")] for row in variants)], markdown=True)}
 
 By layer, what is kept and the error:
 
 {table([("layer", *(row["variant"] for row in variants)), *by_layer], markdown=True)}
 """
+
+
+def _times_dense(ops: Mapping | None) -> tuple[dict[str, str], str]:
+    """By mass, how many times as fast as dense attention its own is, with what it keeps; and where that was timed."""
+    times, where = {}, ""
+    for result in ops["results"] if ops else ():
+        case = re.match(r"block_sparse_attention\(mass=(.+)\) (.+)", result["case"])
+        if case and result["best"] is not None:
+            times[f"mass {case[1]}"] = f"{result['speedups'][DENSE]:.2f}× ({100 * result['kept']:.0f} % kept)"
+            where = (
+                "Times dense: how many times as fast as dense attention in 8 bits, both with their pre-pass, at "
+                f"{case[2]}\non {ops['environment']['gpu']}; of random values with structure, of which a mass keeps "
+                "another share.\n"
+            )
+    return times, where
 
 
 def _cells(row: Mapping) -> list[str]:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import kernels
-from ..kernels import reference
+from ..kernels import QuantizedQKV, reference
 from ..kernels.quantized import Quantized
 from ..tiers import EXACT, ErrorLimits, Tier
 from .metrics import relative_l2
@@ -42,6 +42,7 @@ class Contest:
     oracle: the result in fp64 on the rows of S in `rows`.
     flops, bytes_moved: of the op; its unavoidable reads and writes. None where the figure says nothing.
     kept: the share of the key blocks that sparse attention keeps; None of what is dense.
+    limit: of the errors of all contenders, what ours may err; None: what the tier allows an op.
     """
 
     ours: Mapping[str, Contender]
@@ -54,6 +55,7 @@ class Contest:
     flops: float | None = None
     bytes_moved: float | None = None
     kept: float | None = None
+    limit: Callable[[Mapping[str, float]], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class OpCase:
     """A contest's name, how its inputs are drawn on a device, and the speed-up over each rival that is asked for.
 
     For COPY the speed-up is the share of the copy bandwidth. tier: that ours belong to. most: milliseconds that ours
-    may take, where they are asked for.
+    may take, least: TFLOP/s that they are to reach, where they are asked for.
     """
 
     name: str
@@ -69,6 +71,7 @@ class OpCase:
     targets: Mapping[str, float]
     tier: Tier = EXACT
     most: float | None = None
+    least: float | None = None
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,8 @@ class Timing:
 class OpResult:
     """A case's timings by contender; `best` is the name of ours that is fastest, None where all were refused.
 
-    speedups: of the best over every rival. COPY's own time is computed from the bandwidth. most: as of the case; kept:
-    as of the contest.
+    speedups: of the best over every rival. COPY's own time is computed from the bandwidth. most, least: as of the case;
+    kept: as of the contest.
     """
 
     case: str
@@ -100,6 +103,7 @@ class OpResult:
     teraflops: float | None = None
     terabytes_per_second: float | None = None
     most: float | None = None
+    least: float | None = None
     kept: float | None = None
 
 
@@ -138,8 +142,9 @@ def run_case(
 
 def _result(case: OpCase, contest: Contest, timings: dict[str, Timing], copy_bandwidth: float) -> OpResult:
     ran = [name for name in contest.ours if timings[name].milliseconds is not None]
+    asked = {"targets": dict(case.targets), "most": case.most, "least": case.least, "kept": contest.kept}
     if not ran:
-        return OpResult(case.name, timings, None, targets=dict(case.targets), most=case.most, kept=contest.kept)
+        return OpResult(case.name, timings, None, **asked)
     best = min(ran, key=lambda name: timings[name].milliseconds)
     seconds = timings[best].milliseconds / 1e3
     rivals = {**contest.rivals, **contest.partial}
@@ -151,11 +156,9 @@ def _result(case: OpCase, contest: Contest, timings: dict[str, Timing], copy_ban
         timings,
         best,
         speedups,
-        dict(case.targets),
         teraflops=contest.flops and contest.flops / seconds / 1e12,
         terabytes_per_second=contest.bytes_moved and contest.bytes_moved / seconds / 1e12,
-        most=case.most,
-        kept=contest.kept,
+        **asked,
     )
 
 
@@ -171,14 +174,19 @@ def measure_errors(contest: Contest) -> dict[str, float]:
         return {name: relative_l2(result.reshape(expected.shape), expected) for name, result in on_rows.items()}
 
 
-def _parts(result: torch.Tensor | Quantized | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def _parts(result: torch.Tensor | Quantized | QuantizedQKV | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     if isinstance(result, Quantized):
         return (result.dequantize(),)
+    if isinstance(result, QuantizedQKV):
+        return *result.dequantize_qk(), result.dequantize_v()
     return (result,) if isinstance(result, torch.Tensor) else result
 
 
 def error_limit(contest: Contest, errors: Mapping[str, float], limits: ErrorLimits) -> float:
-    """What ours may err beside the most accurate rival, or beside bf16's own rounding where there is none."""
+    """What ours may err: by the contest's own limit, else beside the most accurate rival, or beside bf16's own rounding
+    where there is none."""
+    if contest.limit is not None:
+        return contest.limit(errors)
     rounding = torch.finfo(torch.bfloat16).eps / 2
     return limits.allowed(min((errors[name] for name in contest.rivals), default=rounding), torch.bfloat16, "part")
 
@@ -419,10 +427,11 @@ def op_case(
     tier: Tier = EXACT,
     targets: Mapping[str, float],
     most: float | None = None,
+    least: float | None = None,
 ) -> OpCase:
     """The case of a contest at some sizes, named after both."""
     name = f"{contest.__name__} {'×'.join(map(str, sizes))}"
-    return OpCase(name, functools.partial(contest, *sizes), targets, tier, most)
+    return OpCase(name, functools.partial(contest, *sizes), targets, tier, most, least)
 
 
 def _case(contest: Callable, *sizes: int, **targets: float) -> OpCase:

@@ -134,13 +134,17 @@ def evaluation_table(evaluation: Evaluation) -> str:
 
 
 def ops_table(results: Sequence[OpResult]) -> str:
-    """One line per contender: milliseconds, error, and for ours the speed-up over each rival, marked where missed."""
+    """One line per contender: milliseconds, error, and for ours TFLOP/s and the speed-up over each rival, marked where
+    missed."""
     rows = [["op", "contender", "ms", "error", "speed-up"]]
     for result in results:
         for name, timing in result.timings.items():
             milliseconds = timing.refused or f"{timing.milliseconds:.3f}"
             if name == result.best and timing.milliseconds > (result.most or math.inf):
                 milliseconds += f" (above {result.most:g})"
+            if name == result.best and result.teraflops is not None:
+                milliseconds += f", {result.teraflops:.0f} TFLOP/s"
+                milliseconds += f" (below {result.least:g})" if result.teraflops < (result.least or 0) else ""
             error = "-" if timing.error is None else f"{timing.error:.1e}"
             speedups = _format_speedups(result) if name == result.best else ""
             rows.append([case_with_share(result.case, result.kept), name, milliseconds, error, speedups])

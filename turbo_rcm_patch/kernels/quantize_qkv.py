@@ -58,6 +58,11 @@ class QuantizedQKV(NamedTuple):
         q = self.q.float() * (self.q_scale / LOG2_E)[..., None]
         return q, self.k.float() * reference.per_token(self.k_scale, self.k.shape[1])[..., None]
 
+    def dequantize_v(self) -> torch.Tensor:
+        """v [B, S, H, D] in fp32."""
+        v = reference.untranspose(self.v, self.k.shape[1]) if self.v.dtype == FP8 else self.v.float()
+        return v * self.v_scale[:, None]
+
 
 def quantize_qkv(
     q: torch.Tensor,
