@@ -82,7 +82,7 @@ def test_the_skip_is_one_store(device, kinds):
 @pytest.mark.parametrize("kinds", [(1.0, 1.0), ((1, 1, 384), (2, 1, 384)), ((2, 3000, 384), (2, 3000, 1))])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_skip_of_tiles_whose_keys_are_cut(kinds, dtype):
-    """96 tiles of queries, fewer than multiprocessors: on sm_90 another kernel joins parts of them and adds the skip."""
+    """96 tiles of queries, fewer than multiprocessors: on sm_90 another kernel joins their parts and adds the skip."""
     q, k, v = projections("cuda", dtype, 2, 3000, 3, 128)
     qkv = quantize_qkv(q, k, v, heads=3)
     residual = torch.randn(2, 3000, 5, 128, device="cuda").to(dtype)[:, :, 1:4]
