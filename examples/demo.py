@@ -3,9 +3,9 @@
 python examples/demo.py    # writes demo.png, frames of a video
 """
 
+import contextlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,6 +18,9 @@ if device == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # the kernels then run in Triton's interpreter; set before the import
 
 import turbo_rcm_patch as trp  # noqa: E402
+
+sys.path.append(str(Path(__file__).parent.parent / "scripts"))
+import profile_hbm  # noqa: E402
 
 print("1. c_skip(t) · x + c_out(t) · proj(attention(qkv(x))), in three forms with the same weights")
 forms = {  # by the names of scripts/profile_hbm.py
@@ -37,9 +40,9 @@ for form, module in forms.values():
     print(f"   {form:37}  output {apart[0]:.0e} and gradient {apart[1]:.0e} from the first; at t = 0 x itself")
 
 print("2. bytes that each moves, bf16, 65536 tokens of 512 channels")
-with tempfile.TemporaryDirectory() as folder:
-    report, script = Path(folder) / "traffic.json", Path(__file__).parent.parent / "scripts/profile_hbm.py"
-    subprocess.run([sys.executable, script, "--json", report], check=True, stdout=subprocess.DEVNULL)
+with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
+    report = Path(folder) / "traffic.json"
+    assert profile_hbm.main(["--json", str(report)]) == 0
     traffic = json.loads(report.read_text())
 moved = {one["name"]: (one["read"] + one["written"]) / 1e6 for one in traffic["implementations"]}
 how = {"counters": "measured by Nsight Compute", "shapes": "counted from shapes, not measured"}[traffic["source"]]

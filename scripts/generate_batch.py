@@ -33,7 +33,7 @@ from turbo_rcm_patch.cli.checks import check_at_least_one, check_generation
 from turbo_rcm_patch.cli.commands import settings_of, user_errors
 from turbo_rcm_patch.cli.errors import CommandError, exit_code
 from turbo_rcm_patch.cli.files import check_ffmpeg, write_video
-from turbo_rcm_patch.cli.pipelines import choose_config, load_pipeline
+from turbo_rcm_patch.cli.pipelines import choose_config, load_pipeline, warn_of_prompts
 from turbo_rcm_patch.patching import patch
 from turbo_rcm_patch.patching.video_output import pieces_on_cpu, to_8_bits
 
@@ -96,9 +96,9 @@ def generate(options: argparse.Namespace, videos: list[Video], recorded: dict[st
     Raises CommandError where those recorded have other settings.
     """
     given = deciding(options)
-    options.prompt = videos[0].prompt if videos else None
     pipe, call = load_pipeline(options)
     del call["prompt"]
+    warn_of_prompts(options, list(dict.fromkeys(video.prompt for video in videos)))
     pipe.set_progress_bar_config(disable=True)
     settings = {**settings_of(options, pipe, call), "sigma_max": pipe.scheduler.config.get("sigma_max")}
     settings = json.loads(json.dumps({**settings, "fps": options.fps, "image": options.image and str(options.image)}))
@@ -208,7 +208,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--fps", type=int, default=16, help="frames per second of the videos (default 16)")
     add_distilled_options(parser)
     add_generation_options(parser)
-    parser.set_defaults(command="generate")
+    parser.set_defaults(command="generate", prompt=None)
     return parser.parse_args(argv)
 
 

@@ -347,6 +347,35 @@ def test_a_whole_step_of_the_sparse_tier_is_no_longer_missed_once_it_was_timed()
     assert missed not in " ".join(writeup.text_of(changed, TEMPLATE).split())
 
 
+def test_the_sparse_tier_has_errors_of_blocks():
+    changed = copy.deepcopy(RESULTS)
+    runs = changed["runs"]
+    runs["verify-wan2.1-1.3b-sparse"]["checks"][1]["patched_error"] = 0.0333
+    next(p for p in runs["verify-wan2.1-1.3b-block-sparse"]["parts"] if p["part"] == "feed_forward")["error"] = 0.222
+    text = writeup.text_of(changed, TEMPLATE)
+    for preset, of, error, allowed in (
+        ("sparse", "a block", "3.3e-02", PRESETS["sparse"].tier.limits.block),
+        ("", "its feed-forward", "2.2e-01", PRESETS["block_sparse"].tier.limits.part),
+    ):
+        assert f"| {preset} | {of} | {error} | {allowed:.1e} |" in text
+    for name in ("verify-wan2.1-1.3b-sparse", "verify-wan2.1-1.3b-block-sparse"):
+        del runs[name]
+    assert "No step of the sparse tier is in this table" not in writeup.text_of(changed, TEMPLATE)
+
+
+def test_the_step_with_block_sparse_attention_is_beside_the_dense_one():
+    changed = copy.deepcopy(RESULTS)
+    for variant in changed["runs"]["wan2.1-1.3b-block-sparse"]["variants"]:
+        seconds = {"patched": 0.111, "patched, dense in 8 bits": 0.222}.get(variant["name"], 0.333)
+        variant["timings"]["steps"] = [seconds] * 4
+    sentence = (
+        "90 % of the estimated attention (`mass`): with all in 8 bits the step takes 111 ms, beside 222 with dense"
+    )
+    assert sentence in " ".join(writeup.text_of(changed, TEMPLATE).split())
+    del changed["runs"]["wan2.1-1.3b-block-sparse"]
+    assert "(`mass`)" not in writeup.text_of(changed, TEMPLATE)
+
+
 def test_the_tiny_model_in_every_tier_is_part_of_the_accuracy():
     tiny = {"sparse": json.loads((ROOT / "results/sparse-tiny.json").read_text())}
     tiny["sparse"]["settings"]["n"] = 77

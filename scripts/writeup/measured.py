@@ -8,10 +8,11 @@ from result_tables.ops import sparse_attention_sentence
 from result_tables.tiny_model import evaluation_of, tier_of, tiers_table
 
 from turbo_rcm_patch.bench.charts import milliseconds, model_of, names_of, real_models
+from turbo_rcm_patch.bench.parts import SUB_LAYERS
 from turbo_rcm_patch.bench.report import format_seconds
 from turbo_rcm_patch.bench.tables import table
 from turbo_rcm_patch.config import PRESETS
-from turbo_rcm_patch.tiers import TIERS
+from turbo_rcm_patch.tiers import EXACT, SPARSE, TIERS
 
 from .block_rows import blocks_by_tier, rows_table, saved_outside_attention, shares_table, steps_by_tier
 
@@ -43,6 +44,8 @@ def figures(results: dict, tiny: dict[str, dict]) -> dict[str, object]:
         "steps": steps,
         "fastest_linear": max(r["teraflops"] for r in runs["ops"]["results"] if r["case"].startswith("linear")),
         "accuracy_table": accuracy_table(runs),
+        "sparse_accuracy_table": sparse_accuracy_table(runs),
+        "block_sparse": PRESETS["block_sparse"],
         "stages_table": stages_table(runs),
         "plots": plot_data(runs),
         "tiers": TIERS,
@@ -125,6 +128,27 @@ def accuracy_table(runs: dict) -> str:
             label = model_of(run) if name == "unpatched" else ""
             rows.append([label, names[name], f"{errors[name]:.1e}", allowed, f"{milliseconds(variant):.0f}"])
     return table(rows, markdown=True)
+
+
+def sparse_accuracy_table(runs: dict) -> str | None:
+    """The largest errors of the blocks, and of what their parts add, of real models in the sparse tier, and what that
+    tier allows; None where none was verified."""
+    rows = [["blocks of", "preset", "of", "largest rel. L2 to fp32", "the tier allows"]]
+    for run in runs.values():
+        preset = run.get("settings", {}).get("preset", EXACT.name)
+        if "checks" in run and run["settings"].get("config") and PRESETS[preset].tier.name == SPARSE.name:
+            limits, errors = (
+                PRESETS[preset].tier.limits,
+                {"a block": [check["patched_error"] for check in run["checks"]]},
+            )
+            for part in SUB_LAYERS:
+                errors[f"its {part.replace('_', '-')}"] = [p["error"] for p in run["parts"] if p["part"] == part]
+            label = [model_of(run), preset]
+            for of, found in errors.items():
+                allowed = limits.block if of == "a block" else limits.part
+                rows.append([*label, of, f"{max(found):.1e}", f"{allowed:.1e}"])
+                label = ["", ""]
+    return table(rows, markdown=True) if len(rows) > 1 else None
 
 
 def stages_table(runs: dict) -> str | None:

@@ -1,5 +1,6 @@
 """What `turbo-rcm tune` measures: the shapes of a model, ours beside what the patch runs otherwise, a row for each."""
 
+import json
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -16,7 +17,13 @@ from turbo_rcm_patch.tiers import EXACT, QUANTIZED
 
 CPU = torch.device("cpu")
 SMALL = Shapes(
-    "small", 2, 16, 40, 70, [(2, 3, 4, 8, 8, 3, 3, 1, 1), (2, 3, 4, 8, 8, 1, 3, 2, 1), (2, 3, 4, 8, 8, 3, 1, 1, 2)]
+    "small",
+    "32x48x5",
+    2,
+    16,
+    40,
+    70,
+    [(2, 3, 4, 8, 8, 3, 3, 1, 1), (2, 3, 4, 8, 8, 1, 3, 2, 1), (2, 3, 4, 8, 8, 3, 1, 1, 2)],
 )
 
 
@@ -47,6 +54,18 @@ def test_the_shapes_of_a_folder(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"config\.json has no num_attention_heads and no ffn_dim, as those of Wan"):
         shapes_of_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("z_dim", "scale", "size", "tokens"), [(16, 8, "480x832x81", 21 * 30 * 52), (48, 16, "704x1280x121", 31 * 22 * 40)]
+)
+def test_the_usual_size_of_a_folder_is_that_of_its_vae(tmp_path, z_dim, scale, size, tokens):
+    tiny_wan_pipeline("t2v").transformer.save_pretrained(tmp_path / "transformer")
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae/config.json").write_text(json.dumps({"z_dim": z_dim, "scale_factor_spatial": scale}))
+    shapes = shapes_of_folder(tmp_path)
+    assert (shapes.size, shapes.tokens) == (size, tokens)
+    assert shapes_of_folder(tmp_path, (None, None, 17)).size == f"{size.rpartition('x')[0]}x17"
 
 
 EXACT_CASES = [case for case in cases(SMALL) if case.tier == EXACT]

@@ -36,7 +36,8 @@ spec.loader.exec_module(check_tune)
 
 GPU, CAPABILITY = "NVIDIA H200", (9, 0)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-SHAPES = Shapes("small", 2, 64, 40, 70, [(2, 3, 4, 8, 8, 3, 3, 1, 1)])
+ORIGIN = f"{GPU} by turbo-rcm tune, of small at 32x48x5"
+SHAPES = Shapes("small", "32x48x5", 2, 64, 40, 70, [(2, 3, 4, 8, 8, 3, 3, 1, 1)])
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def reasons():
     return {op: why_torch(op, CUDA, torch.bfloat16) for op in OPS}
 
 
-SLOW_GELU = f"PyTorch's was faster on {GPU} by turbo-rcm tune"
+SLOW_GELU = f"PyTorch's was faster on {ORIGIN}"
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
@@ -84,7 +85,7 @@ def test_what_is_known_is_hidden_while_tune_runs_and_back_afterwards(gpu, cache,
 
     if error is None:
         found, seconds = tuned_choices(run)
-        assert found.of_gpu(GPU, CAPABILITY)["linear_gelu"] == Verdict((f"{GPU} by turbo-rcm tune",), 4.0, 3.0)
+        assert found.of_gpu(GPU, CAPABILITY)["linear_gelu"] == Verdict((ORIGIN,), 4.0, 3.0)
         assert seconds > 0
     else:
         with pytest.raises(error):
@@ -123,7 +124,7 @@ def test_the_choices_are_those_that_the_patch_makes(gpu, cache):
         assert reasons() == {
             **dict.fromkeys(OPS),
             "linear_gelu": SLOW_GELU,
-            "linear_qkv": f"failed its check on {GPU} by turbo-rcm tune",
+            "linear_qkv": f"failed its check on {ORIGIN}",
         }
         verdicts = found.of_gpu(GPU, CAPABILITY)
         assert [op for op in OPS if not verdicts[op].is_ours] == [op for op in OPS if reasons()[op]]

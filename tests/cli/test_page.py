@@ -15,10 +15,13 @@ import urllib.error
 import urllib.request
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from turbo_rcm_patch.cli.studio import EMBEDDED_MODEL
+from turbo_rcm_patch.cli import page as page_of_demo
+from turbo_rcm_patch.cli.arguments import parse_arguments
+from turbo_rcm_patch.cli.studio import EMBEDDED_MODEL, Answer, Studio
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 OPTIONS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
@@ -120,10 +123,33 @@ def test_two_visitors(page, server):
     other.wait_for_timeout(2000)
     assert other.evaluate(APART) < 0.1  # of 3 s
 
+    other.get_by_label("Recipe").click()
+    other.get_by_role("option", name="fastwan").click()
+    other.wait_for_function("document.querySelector('input[type=range]').value == '3'")
+    other.get_by_label("Recipe").click()
+    other.get_by_role("option", name="none").click()
+
     ask(other, height=33)
     other.get_by_text("height 33 is not divisible by 16; try 32.").first.wait_for(timeout=200_000)
 
     assert all(url.startswith((server, "blob:", "data:")) for url in asked)
+
+
+def test_a_recipe_sets_its_number_of_steps(tmp_path):
+    studio = Studio(parse_arguments(["demo", "--device", "cpu"]), tmp_path)
+    changes = page_of_demo.build_page(studio).fns.values()
+    (change,) = (change for change in changes if [block.label for block in change.outputs] == ["Steps"])
+    assert [block.label for block in change.inputs] == ["Recipe"]
+    assert [change.fn(recipe) for recipe in ("none", "fastwan", "causvid-lora")] == [4, 3, 9]
+
+
+def test_what_else_there_is_to_know_is_above_the_table(tmp_path):
+    studio = SimpleNamespace(answer=lambda request: Answer(Path("a"), Path("b"), "times", "blocks", ("a <b>", "c")))
+    *_, table, summary = page_of_demo._answer(
+        studio, ["a fox", EMBEDDED_MODEL, "exact", 4, 0, 160, 224, 17, "none", "none"]
+    )
+    assert table.index("a &lt;b&gt;") < table.index("c</p>") < table.index("times")
+    assert "blocks" in summary
 
 
 def status_of(request):

@@ -35,6 +35,47 @@ def test_an_answer_has_both_videos_and_what_they_took(studio):
     assert studio._loaded[1] is loaded
 
 
+def test_what_a_command_says_is_in_the_answer(studio):
+    """Of every request, though the model is loaded for the first one alone."""
+    for caption, size in ((CAPTION, 16), ("a red fox leaps", 16), ("a red fox leaps", 32)):
+        of_size, *of_prompt = studio.answer(replace(SMALL, prompt=caption, height=size)).notes
+        assert f"at {size}x32 and 5 shapes and motion get worse" in of_size
+        assert [note.partition(";")[0] for note in of_prompt] == (
+            []
+            if caption == CAPTION
+            else [f"the embedded model has learned captions of moving shapes only, unlike {caption!r}"]
+        )
+
+
+def test_how_a_model_is_sampled_is_in_the_answer(tmp_path, saved_models):
+    model = str(saved_models / "t2v")
+    studio = Studio(parse_arguments(["demo", "--device", "cpu", "--model", model]), tmp_path)
+    asked = replace(SMALL, prompt="a fox", model=model)
+    for steps in (1, 2):
+        (unknown,) = studio.answer(replace(asked, steps=steps)).notes
+        assert f"nothing tells how model {model} was distilled" in unknown
+        assert "give recipe, one of rcm," in unknown
+    (recipe,) = studio.answer(replace(asked, recipe="fastwan", steps=3)).notes
+    assert "fastwan (as asked for): 3 steps (lcm) at timesteps 1000, 757, 522" in recipe
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (MemoryError(), "ask for fewer or smaller frames, or start the page with --offload on a GPU"),
+        (ValueError("--frames 5 and --lora-2 x"), "^frames 5 and --lora-2 x"),  # which is none of its fields
+    ],
+)
+def test_errors_speak_of_what_the_page_has(studio, monkeypatch, error, message):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("turbo_rcm_patch.cli.studio.compare", fail)
+    with pytest.raises(CommandError, match=message) as raised:
+        studio.answer(SMALL)
+    assert "--frames" not in str(raised.value)
+
+
 def test_the_sparse_tier_has_weights_of_its_own(studio):
     assert "SLA" not in studio.answer(SMALL).summary
     dense = studio._loaded[1]

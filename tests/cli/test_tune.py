@@ -10,7 +10,7 @@ import torch
 
 import turbo_rcm_patch as trp
 from tests.cli.running import error_of
-from tests.tiny_wan import tiny_wan_transformer
+from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
 from tests.tune_times import timed
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.bench.tune import Shapes, cases
@@ -22,7 +22,8 @@ from turbo_rcm_patch.patching import summary
 
 GPU, CUDA = "NVIDIA GeForce RTX 4090", torch.device("cuda")
 get_device_name = torch.cuda.get_device_name
-SHAPES = Shapes("small", 2, 64, 40, 70, [(2, 3, 4, 8, 8, 3, 3, 1, 1)])
+ORIGIN = f"{GPU} by turbo-rcm tune, of small at 32x48x5"
+SHAPES = Shapes("small", "32x48x5", 2, 64, 40, 70, [(2, 3, 4, 8, 8, 3, 3, 1, 1)])
 
 
 @pytest.fixture(autouse=True)
@@ -45,19 +46,21 @@ def test_the_patch_takes_what_was_faster(next_process, capsys, cache):
     verdicts = keep(SHAPES, GPU, (8, 9), timed(linear_gelu=4.0, linear_qkv=None))
     assert {op for op, verdict in verdicts.items() if verdict.is_ours} == {"attention", "linear_skip", "conv_skip"}
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["tune", "for", "small", "at", "32x48x5"]
     assert ["attention", "4.000", "6.000", "ours"] in lines
     assert ["linear_qkv", "failed", "3.000", "PyTorch's"] in lines
     next_process()
     assert {op: why_torch(op, CUDA, torch.bfloat16) for op in OPS} == {
         "attention": None,
         "linear_skip": None,
-        "linear_gelu": f"PyTorch's was faster on {GPU} by turbo-rcm tune",
-        "linear_qkv": f"failed its check on {GPU} by turbo-rcm tune",
+        "linear_gelu": f"PyTorch's was faster on {ORIGIN}",
+        "linear_qkv": f"failed its check on {ORIGIN}",
         "conv_skip": None,
     }
-    assert measured_on("attention", CUDA) == f"{GPU} by turbo-rcm tune"
+    assert measured_on("attention", CUDA) == ORIGIN
     (file,) = (cache / "tuned").iterdir()
-    assert json.loads(file.read_text())["model"] == "small"
+    kept = json.loads(file.read_text())
+    assert (kept["model"], kept["size"]) == ("small", "32x48x5")
 
 
 SELF, CROSSING = "attention 2×70×70×64", "attention 2×70×512×64"
@@ -107,7 +110,7 @@ def test_a_file_without_backends_is_read(next_process, cache):
 
 
 TIERS = {"attention_8bit": 1.0, "linear_qkv_8bit": 4.0, "block_sparse_attention": None}  # the exact tier takes 2 ms
-GPUS = (f"{GPU} by turbo-rcm tune",)
+GPUS = (ORIGIN,)
 
 
 def test_the_other_tiers_are_shown_and_nothing_is_chosen_by_them(next_process, capsys):
@@ -177,6 +180,21 @@ def test_a_patch_of_that_tier_prints_it(monkeypatch):
         assert line in [note.strip() for note in patch.summary().splitlines()]
     with trp.patch(model) as patch:
         assert "beside the exact tier" not in patch.summary()
+
+
+def test_a_vae_says_where_the_choice_of_its_convolutions_comes_from(next_process, monkeypatch):
+    monkeypatch.setattr(summary, "get_module_execution_device", lambda model: CUDA)
+    pipe = tiny_wan_pipeline("t2v")
+    with trp.patch(pipe):
+        (unmeasured,) = (note for note in vae_notes(pipe.vae) if "convolutions" in note)
+        assert "ours were not measured on such a GPU; turbo-rcm tune does so" in unmeasured
+        keep(SHAPES, GPU, (8, 9), timed())
+        next_process()
+        assert f"convolutions: the faster ones as measured on {ORIGIN}" in vae_notes(pipe.vae)
+
+
+def vae_notes(vae):
+    return summary.vae_section(vae, trp.PatchConfig()).notes
 
 
 def test_info_repeats_how_fast_the_other_tiers_are(monkeypatch, capsys):

@@ -21,7 +21,7 @@ from ..kernels.sdpa import BACKENDS, MATH, chosen_backend
 from ..patching.converted import component_folders, read_config
 from ..tiers import EXACT
 from . import ops, ops_conv, tune_tiers
-from .cases import CASES, TEXT_TOKENS
+from .cases import CASES, TEXT_TOKENS, Case
 from .ops import Contender, Contest, OpCase, OpResult
 
 ROUNDS, TIER_ROUNDS = 10, 4  # of the exact tier's ops, which the patch chooses by, and of the others
@@ -38,9 +38,11 @@ SDPA_BACKENDS = {f"{SDPA} ({name})": name for name in BACKENDS if name != MATH} 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Of a model's steps at one video size. ffn: channels within a feed-forward. convolutions: as of ops_conv.SIZES."""
+    """Of a model's steps at one video size. size: "480x832x81", height, width and frames. ffn: channels within a
+    feed-forward. convolutions: as of ops_conv.SIZES."""
 
     model: str
+    size: str
     heads: int
     head_dim: int
     ffn: int
@@ -54,12 +56,13 @@ Size = tuple[int | None, int | None, int | None]  # height, width and frames; No
 def shapes_of_case(name: str, size: Size = (None, None, None)) -> Shapes:
     """The shapes of a model of cases.CASES."""
     case = CASES[name]
-    return _shapes(name, case.transformer, case.vae, size, (case.height, case.width, case.frames))
+    return _shapes(name, case.transformer, case.vae, size, case)
 
 
 def shapes_of_folder(folder: Path, size: Size = (None, None, None)) -> Shapes:
-    """The shapes of a pipeline's or a transformer's folder, by its configs; the usual size is taken to be 480x832, 81
-    frames. Raises ValueError for a folder that holds no transformer, or not one of Wan's kind."""
+    """The shapes of a pipeline's or a transformer's folder, by its configs; the usual size is that of Wan 2.1 1.3B, or
+    with a VAE of TI2V-5B's kind that model's. Raises ValueError for a folder that holds no transformer, or not one of
+    Wan's kind."""
     transformer = next(iter(component_folders(folder).values()))
     config = read_config(transformer)
     missing = [name for name in ("num_attention_heads", "ffn_dim") if name not in config]
@@ -67,22 +70,29 @@ def shapes_of_folder(folder: Path, size: Size = (None, None, None)) -> Shapes:
         raise ValueError(f"{transformer / 'config.json'} has no {' and no '.join(missing)}, as those of Wan models do.")
     vae = transformer.parent / "vae"
     vae_config = read_config(vae) if (vae / "config.json").is_file() else {}
-    return _shapes(str(folder), config, vae_config, size, (480, 832, 81))
+    usual = CASES["wan2.2-5b" if _is_5b(vae_config) else "wan2.1-1.3b"]
+    return _shapes(str(folder), config, vae_config, size, usual)
 
 
-def _shapes(model: str, transformer: Mapping, vae: Mapping, size: Size, usual: tuple[int, int, int]) -> Shapes:
-    height, width, frames = (own if given is None else given for given, own in zip(size, usual, strict=True))
+def _is_5b(vae: Mapping) -> bool:
+    return vae.get("z_dim") == 48
+
+
+def _shapes(model: str, transformer: Mapping, vae: Mapping, size: Size, usual: Case) -> Shapes:
+    own = usual.height, usual.width, usual.frames
+    height, width, frames = (default if given is None else given for given, default in zip(size, own, strict=True))
     spatial, temporal = vae.get("scale_factor_spatial") or 8, vae.get("scale_factor_temporal") or 4
     patch = transformer.get("patch_size") or (1, 2, 2)
     latent = (frames - 1) // temporal + 1, height // spatial, width // spatial
     tokens = math.prod(length // edge for length, edge in zip(latent, patch, strict=True))
     return Shapes(
         model,
+        f"{height}x{width}x{frames}",
         transformer["num_attention_heads"],
         transformer.get("attention_head_dim") or 128,
         transformer["ffn_dim"],
         tokens,
-        ops_conv.SIZES_5B if vae.get("z_dim") == 48 else ops_conv.SIZES_WAN,
+        ops_conv.SIZES_5B if _is_5b(vae) else ops_conv.SIZES_WAN,
     )
 
 

@@ -62,25 +62,25 @@ def run(arguments: argparse.Namespace) -> int:
         return commands[arguments.command](arguments)
 
 
+OUT_OF_MEMORY = (
+    "out of memory; try fewer --frames, a smaller --height and --width, --offload on a GPU, or for evaluate a smaller "
+    "--batch-size."
+)
+
+
 @contextlib.contextmanager
-def user_errors() -> Iterator[None]:
+def user_errors(out_of_memory: str = OUT_OF_MEMORY) -> Iterator[None]:
     """Turn what a user can mend, such as too little memory, into a CommandError."""
     try:
         yield
     except PatchError as error:
         raise CommandError(str(error)) from error
     except (torch.OutOfMemoryError, MemoryError) as error:
-        raise CommandError(_OUT_OF_MEMORY) from error
+        raise CommandError(out_of_memory) from error
     except RuntimeError as error:
         if "DefaultCPUAllocator" not in str(error):
             raise
-        raise CommandError(_OUT_OF_MEMORY) from error
-
-
-_OUT_OF_MEMORY = (
-    "out of memory; try fewer --frames, a smaller --height and --width, --offload on a GPU, or for evaluate a smaller "
-    "--batch-size."
-)
+        raise CommandError(out_of_memory) from error
 
 
 def _generate(arguments: argparse.Namespace) -> int:

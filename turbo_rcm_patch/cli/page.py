@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ..config import PRESETS
 from ..embedded import FRAMES, HEIGHT, WIDTH
-from ..recipes import RECIPES
+from ..recipes import RCM_STEPS, RECIPES
 from ..shapes.grammar import EXAMPLES
 from .errors import CommandError
 from .studio import EMBEDDED_MODEL, LONGEST_PROMPT, Request, Studio
@@ -128,6 +128,7 @@ def build_page(studio: Studio) -> gradio.Blocks:
         asked = [button.click, prompt.submit]
         answered = gr.on(asked, generate, form, outputs, api_visibility="private", show_progress_on=videos)
         answered.success(js=PLAY_TOGETHER)
+        recipe.input(_steps_of, recipe, steps, api_visibility="private", queue=False, show_progress="hidden")
     return page
 
 
@@ -138,6 +139,11 @@ def _sizes(studio: Studio) -> dict[str, int]:
     """The form's defaults: the tiny model's own size, or what a GPU's models are made for."""
     first = studio.models[0] == EMBEDDED_MODEL
     return dict(zip(("Height", "Width", "Frames"), (HEIGHT, WIDTH, FRAMES) if first else (480, 832, 81), strict=True))
+
+
+def _steps_of(recipe: str) -> int:
+    """The number of steps that a recipe was distilled to."""
+    return RCM_STEPS if recipe == NONE else RECIPES[recipe].steps
 
 
 def _answer(studio: Studio, values: tuple) -> tuple[str, str, str, str]:
@@ -155,8 +161,9 @@ def _answer(studio: Studio, values: tuple) -> tuple[str, str, str, str]:
     except Exception as error:
         logger.exception("a request failed: %s", request)
         raise gr.Error(f"This failed: {type(error).__name__}. The terminal says more.", duration=None) from error
-    texts = _as_typed("Times and difference", answer.table), _as_typed("What is patched", answer.summary)
-    return str(answer.unpatched), str(answer.patched), *texts
+    notes = "".join(f'<p style="white-space: pre-line">{html.escape(note)}</p>' for note in answer.notes)
+    table, summary = _as_typed("Times and difference", answer.table), _as_typed("What is patched", answer.summary)
+    return str(answer.unpatched), str(answer.patched), notes + table, summary
 
 
 def _as_typed(title: str, text: str) -> str:

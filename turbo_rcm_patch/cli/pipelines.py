@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from .errors import CommandError
 
 HEIGHT, WIDTH, FRAMES = 480, 832, 81  # WanPipeline's own defaults
 DEFAULT_PROMPT = "A red fox leaps through fresh snow, slow motion"  # with --model
+NAMED = 3  # prompts in a warning
 IMAGE_SIGMA_MAX = 200.0  # rCM's first noise level for image to video
 
 
@@ -62,10 +64,10 @@ def is_sparse(arguments: argparse.Namespace) -> bool:
 def load_pipeline(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[str, object]]:
     """The pipeline with the few-step sampler, and the arguments of its call but for the generator."""
     pipe, call = load_sampler(arguments)
-    size = call["height"], call["width"], call["num_frames"]
-    if arguments.model is None and size != (embedded.HEIGHT, embedded.WIDTH, embedded.FRAMES):
-        _warn(arguments, _another_size(*size))
-    call = {"prompt": _choose_prompt(arguments), **call, "num_inference_steps": arguments.steps}
+    prompt = _choose_prompt(arguments)
+    warn_of_size(arguments, call["height"], call["width"], call["num_frames"])
+    warn_of_prompts(arguments, [prompt])
+    call = {"prompt": prompt, **call, "num_inference_steps": arguments.steps}
     if arguments.image is not None:
         call["image"] = _load_image(arguments.image)
     return pipe, call
@@ -120,17 +122,36 @@ def build_case(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[s
 
 
 def _choose_prompt(arguments: argparse.Namespace) -> str:
-    """The given prompt, or one that suits the model; a warning on stderr where the embedded one has not learned it."""
-    if arguments.model is not None:
-        return DEFAULT_PROMPT if arguments.prompt is None else arguments.prompt
-    prompt = grammar.EXAMPLES[0] if arguments.prompt is None else arguments.prompt
-    if grammar.parse_caption(prompt) is None:
-        _warn(arguments, _outside_grammar(prompt))
-    return prompt
+    """The given prompt, or one that suits the model."""
+    if arguments.prompt is not None:
+        return arguments.prompt
+    return grammar.EXAMPLES[0] if arguments.model is None else DEFAULT_PROMPT
+
+
+def warn_of_prompts(arguments: argparse.Namespace, prompts: Sequence[str]) -> None:
+    """Warn where the embedded model is asked for what it has not learned."""
+    outside = [prompt for prompt in prompts if grammar.parse_caption(prompt) is None]
+    if arguments.model is None and outside:
+        _warn(arguments, _outside_grammar(outside))
+
+
+def warn_of_size(arguments: argparse.Namespace, height: int, width: int, frames: int) -> None:
+    """Warn where the embedded model is asked for another size than it has learned."""
+    if arguments.model is None and (height, width, frames) != (embedded.HEIGHT, embedded.WIDTH, embedded.FRAMES):
+        _warn(arguments, _another_size(height, width, frames))
 
 
 def _warn(arguments: argparse.Namespace, message: str) -> None:
-    print(f"turbo-rcm {arguments.command}: warning: {message}", file=sys.stderr)
+    if not _noted(arguments, message):
+        print(f"turbo-rcm {arguments.command}: warning: {message}", file=sys.stderr)
+
+
+def _noted(arguments: argparse.Namespace, message: str) -> bool:
+    """Whether who asks collects what is to be said, in ``arguments.notes``, as the page of `demo` does."""
+    if not hasattr(arguments, "notes"):
+        return False
+    arguments.notes.append(message)
+    return True
 
 
 def _unknown_distillation(model: str) -> str:
@@ -143,21 +164,22 @@ def _unknown_distillation(model: str) -> str:
 def _another_size(height: int, width: int, frames: int) -> str:
     return (
         f"the embedded model has learned videos of {embedded.HEIGHT}x{embedded.WIDTH} pixels and {embedded.FRAMES} "
-        f"frames only; at {height}x{width} and {frames} shapes and motion get worse the further that is. Leave out "
-        "--height, --width and --frames for its own size."
+        f"frames only; at {height}x{width} and {frames} shapes and motion get worse the further that is."
     )
 
 
-def _outside_grammar(prompt: str) -> str:
+def _outside_grammar(prompts: Sequence[str]) -> str:
+    more = f" and {len(prompts) - NAMED} more" if len(prompts) > NAMED else ""
     examples = "".join(f"\n  {example}" for example in grammar.EXAMPLES)
     size, colour, shape, direction, speed, background = map(
         "|".join,
         (grammar.SIZES, grammar.COLOURS, grammar.SHAPES, grammar.DIRECTIONS, grammar.SPEEDS, grammar.BACKGROUNDS),
     )
     return (
-        f"the embedded model has learned captions of moving shapes only, and {prompt!r} is none; the video may show "
-        f"anything. Try:{examples}\nAn object is: a [{size}] {colour} {shape} moves {direction} [{speed}]. Two of "
-        f"different colours are joined by 'while'; ', on {background}' may end the caption."
+        "the embedded model has learned captions of moving shapes only, unlike "
+        f"{', '.join(map(repr, prompts[:NAMED]))}{more}; such a video may show anything. Try:{examples}\nAn object is: "
+        f"a [{size}] {colour} {shape} moves {direction} [{speed}]. Two of different colours are joined by 'while'; "
+        f"', on {background}' may end the caption."
     )
 
 
@@ -187,7 +209,9 @@ def _use_distilled(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> No
     file, scale = getattr(arguments, "lora", None) or (None, 1.0)
     second = getattr(arguments, "lora_2", None)
     source = file if second is None else (file, second)
-    print(use_distilled(pipe, source, getattr(arguments, "recipe", None), scale), end="\n\n")
+    distilled = str(use_distilled(pipe, source, getattr(arguments, "recipe", None), scale))
+    if not _noted(arguments, distilled):
+        print(distilled, end="\n\n")
     if arguments.steps is None:
         arguments.steps = len(pipe.scheduler.timesteps)
 

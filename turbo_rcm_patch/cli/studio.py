@@ -19,12 +19,14 @@ from .checks import SPARSITY, check_generation
 from .commands import user_errors
 from .errors import CommandError
 from .files import write_video
-from .pipelines import choose_config, choose_device, is_sparse, load_pipeline
+from .pipelines import choose_config, choose_device, is_sparse, load_sampler, warn_of_prompts, warn_of_size
 
 EMBEDDED_MODEL = "the tiny model included"
 LONGEST_PROMPT = 1000  # characters
 FPS = 16
 KEPT = 3600  # seconds that a video is kept
+OUT_OF_MEMORY = "out of memory; ask for fewer or smaller frames, or start the page with --offload on a GPU."
+FIELDS = "model|preset|steps|seed|height|width|frames|recipe|lora"  # of the page, that are options of the commands
 MAX_PIXELS = {"cuda": 81 * 480 * 832, "cpu": 17 * 160 * 224}  # of all frames of a video, unless --max-pixels says
 
 
@@ -46,12 +48,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """Two mp4 files, a table of the stages' times and how far the results are apart, and the patch's summary."""
+    """Two mp4 files, a table of the stages' times and how far the results are apart, the patch's summary, and what else
+    one should know, such as which recipe was taken."""
 
     unpatched: Path
     patched: Path
     table: str
     summary: str
+    notes: tuple[str, ...]
 
 
 class Studio:
@@ -71,8 +75,14 @@ class Studio:
 
     def answer(self, request: Request) -> Answer:
         """Make the video both ways. Raises CommandError, with a sentence for the user, for what cannot be made."""
+        try:
+            return self._answer(request)
+        except CommandError as error:
+            raise CommandError(_of_the_page(str(error))) from error
+
+    def _answer(self, request: Request) -> Answer:
         arguments = self._checked(request)
-        with self._lock, user_errors():
+        with self._lock, user_errors(OUT_OF_MEMORY):
             try:
                 pipe, call = self._load(arguments)
                 call = {**call, "prompt": arguments.prompt, "output_type": "np"}
@@ -80,7 +90,7 @@ class Studio:
                 comparison = compare(pipe, call, seed=arguments.seed, config=choose_config(arguments), **options)
             except ValueError as error:
                 raise CommandError(str(error)) from error
-            return self._written(comparison)
+            return self._written(comparison, tuple(map(_of_the_page, arguments.notes)))
 
     def _checked(self, request: Request) -> argparse.Namespace:
         """The request as the options of `generate`. Raises CommandError for one that is not to be answered."""
@@ -95,12 +105,9 @@ class Studio:
             "model": None if request.model == EMBEDDED_MODEL else request.model,
             "lora": self.loras.get(request.lora),
         }
-        unasked = {"image": None, "sigma_max": None, "lora_2": None, **dict.fromkeys(SPARSITY)}
+        unasked = {"notes": [], "image": None, "sigma_max": None, "lora_2": None, **dict.fromkeys(SPARSITY)}
         arguments = argparse.Namespace(**{**vars(self._started), **asked, **unasked})
-        try:
-            check_generation(arguments)
-        except CommandError as error:
-            raise CommandError(re.sub(r"(^|\s)--(\w)", r"\1\2", str(error))) from error  # the page has no options
+        check_generation(arguments)
         pixels = request.height * request.width * request.frames
         if pixels > self.max_pixels:
             raise CommandError(
@@ -110,17 +117,21 @@ class Studio:
         return arguments
 
     def _load(self, arguments: argparse.Namespace) -> tuple[object, dict[str, object]]:
-        """The pipeline that the arguments ask for, and what its call takes."""
+        """The pipeline that the arguments ask for, and what its call takes; what there is to say of both is then in
+        ``arguments.notes``."""
         wanted = arguments.model, arguments.lora, arguments.recipe, is_sparse(arguments)
         if self._loaded is None or self._loaded[0] != wanted:
             self._loaded = None  # there may be no memory for both
-            self._loaded = wanted, load_pipeline(arguments)[0]
-        pipe = self._loaded[1]
+            self._loaded = wanted, load_sampler(arguments)[0], arguments.notes
+        _, pipe, notes = self._loaded
+        arguments.notes = [*notes]
+        warn_of_size(arguments, arguments.height, arguments.width, arguments.frames)
+        warn_of_prompts(arguments, [arguments.prompt])
         pipe.set_progress_bar_config(disable=False)  # the page shows it
         size = {"height": arguments.height, "width": arguments.width, "num_frames": arguments.frames}
         return pipe, {**size, "num_inference_steps": arguments.steps, "guidance_scale": 1.0}
 
-    def _written(self, comparison: Comparison) -> Answer:
+    def _written(self, comparison: Comparison, notes: tuple[str, ...]) -> Answer:
         videos = {variant.name: variant.video for variant in comparison.variants}
         self._count += 1
         for old in self._folder.glob("*.mp4"):
@@ -129,7 +140,12 @@ class Studio:
         paths = {name: self._folder / f"{self._count}-{name}.mp4" for name in (UNPATCHED, PATCHED)}
         for name, path in paths.items():
             write_video(path, [np.round(255 * videos[name]).astype(np.uint8)], FPS)
-        return Answer(paths[UNPATCHED], paths[PATCHED], comparison_table(comparison), comparison.patch_summary)
+        return Answer(*paths.values(), comparison_table(comparison), comparison.patch_summary, notes)
+
+
+def _of_the_page(message: str) -> str:
+    """A command's message with the names of the page's fields in place of options; those of `demo` itself stay."""
+    return re.sub(rf"--({FIELDS})(?![\w-])", r"\1", message)
 
 
 def _check_known(what: str, name: str | None, known: Sequence[str | None]) -> None:

@@ -15,7 +15,7 @@ from ..bench.ops import OpCase, OpResult
 from ..bench.tables import table
 from ..bench.tune import Shapes, cases, measure, rows_of, shapes_of_case, shapes_of_folder
 from ..kernels.measured import Verdict, tier_verdicts_of, verdicts_of
-from ..kernels.tuned import forget_tuned, tuned_file, versions
+from ..kernels.tuned import forget_tuned, origin_of, tuned_file, versions
 from .checks import SizeRules
 from .errors import CommandError
 from .files import write_json
@@ -47,11 +47,13 @@ def tune(arguments: argparse.Namespace) -> int:
 def keep(
     shapes: Shapes, gpu: str, capability: tuple[int, int], measure: Callable[[OpCase], OpResult]
 ) -> dict[str, Verdict]:
-    """Measure every case, print what came of it, and write it as a whole to the file of this GPU and these versions.
+    """Measure every case, print what came of it, and write it as a whole to the file of this GPU and these versions,
+    with the model and size that it was measured for.
 
     measure: how a case is checked and timed. Returns the verdict of every op.
     """
-    bar = tqdm(list(cases(shapes)), desc=f"tune for {shapes.model}", unit="case")
+    print(f"tune for {shapes.model} at {shapes.size}")
+    bar = tqdm(list(cases(shapes)), desc="tune", unit="case")
     rows = rows_of(bar, measure, report=bar.write)
     path = tuned_file(gpu)
     try:
@@ -60,11 +62,12 @@ def keep(
         raise CommandError(
             f"cannot make {path.parent}: {error}; set TURBO_RCM_PATCH_CACHE to another folder."
         ) from error
-    made = {"model": shapes.model, "date": date.today().isoformat()}
+    made = {"model": shapes.model, "size": shapes.size, "date": date.today().isoformat()}
     content = {"gpu": gpu, "capability": list(capability), "versions": versions(), **made, "rows": rows}
     write_json(path, content)
-    verdicts = verdicts_of(gpu, rows)
-    tables = _rows_table(rows), _verdicts_table(verdicts), _tiers_table(tier_verdicts_of(gpu, rows))
+    origin = origin_of(content)
+    verdicts = verdicts_of(origin, rows)
+    tables = _rows_table(rows), _verdicts_table(verdicts), _tiers_table(tier_verdicts_of(origin, rows))
     print(*tables, f"kept in {path}; turbo-rcm tune --reset forgets it", sep="\n\n")
     return verdicts
 

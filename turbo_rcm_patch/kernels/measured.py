@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from .tuned import BY_TUNE, read_tuned
+from .tuned import read_tuned
 
 FOLDER = Path(__file__).parent / "measurements"
 MEASURED_DTYPES = (torch.bfloat16, torch.float16)  # only bf16 is timed; fp16 takes the same instructions
@@ -35,8 +35,8 @@ TIER_OPS = {
 
 
 class Verdict(NamedTuple):
-    """Of an op on a compute capability: the GPUs it was measured on, and milliseconds for all measured shapes; ours is
-    None where one of them was refused."""
+    """Of an op on a compute capability: the GPUs it was measured on, of `turbo-rcm tune` its origin (tuned.py), and
+    milliseconds for all measured shapes; ours is None where one of them was refused."""
 
     gpus: tuple[str, ...]
     ours: float | None
@@ -85,8 +85,8 @@ def why_torch(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def measured_on(op: str, device: torch.device) -> str | None:
-    """Where an op was measured: on this GPU, "NVIDIA H200 by turbo-rcm tune", or else on which of its compute
-    capability, "NVIDIA H200"; None: nowhere."""
+    """Where an op was measured: on this GPU, "NVIDIA H200 by turbo-rcm tune, of MODEL at SIZE", or else on which of its
+    compute capability, "NVIDIA H200"; None: nowhere."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     verdict = _verdict_on(op, device)
@@ -128,26 +128,26 @@ def _name_of(device: torch.device) -> str:
 def all_tuned() -> dict[str, Tuned]:
     """What `turbo-rcm tune` found on this machine, by GPU."""
     return {
-        gpu: Tuned(verdicts_of(gpu, rows), _sdpa_of(rows), tier_verdicts_of(gpu, rows))
-        for gpu, rows in read_tuned().items()
+        gpu: Tuned(verdicts_of(origin, rows), _sdpa_of(rows), tier_verdicts_of(origin, rows))
+        for gpu, (origin, rows) in read_tuned().items()
     }
 
 
-def verdicts_of(gpu: str, rows: Iterable[dict]) -> dict[str, Verdict]:
-    """The verdict of every op (of OPS) that `turbo-rcm tune` found rows of on a GPU."""
-    return _tuned_verdicts(gpu, rows, {op: op for op in OPS})
+def verdicts_of(origin: str, rows: Iterable[dict]) -> dict[str, Verdict]:
+    """The verdict of every op (of OPS) that `turbo-rcm tune` found rows of; origin: as of tuned.py."""
+    return _tuned_verdicts(origin, rows, {op: op for op in OPS})
 
 
-def tier_verdicts_of(gpu: str, rows: Iterable[dict]) -> dict[str, Verdict]:
+def tier_verdicts_of(origin: str, rows: Iterable[dict]) -> dict[str, Verdict]:
     """The same of the parts of a block in the tiers that err more; without ops that the exact tier's failed for."""
-    return _tuned_verdicts(gpu, (row for row in rows if row["rival"] is not None), TIER_OPS)
+    return _tuned_verdicts(origin, (row for row in rows if row["rival"] is not None), TIER_OPS)
 
 
-def _tuned_verdicts(gpu: str, rows: Iterable[dict], names: Mapping[str, str]) -> dict[str, Verdict]:
+def _tuned_verdicts(origin: str, rows: Iterable[dict], names: Mapping[str, str]) -> dict[str, Verdict]:
     by_name: dict[str, list[tuple[str, dict]]] = {}
     for row in rows:
         if row["op"] in names:
-            by_name.setdefault(names[row["op"]], []).append((f"{gpu} {BY_TUNE}", row))
+            by_name.setdefault(names[row["op"]], []).append((origin, row))
     return {name: _verdict(known) for name, known in by_name.items()}
 
 

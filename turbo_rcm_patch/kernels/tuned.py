@@ -42,14 +42,20 @@ def tuned_file(gpu: str) -> Path:
     return tuned_folder() / f"{re.sub(r'[^a-z0-9.+]+', '-', '-'.join([gpu, *versions().values()]).lower())}.json"
 
 
-def read_tuned() -> dict[str, list[dict]]:
-    """The rows measured with the versions that run, by GPU. A file that cannot be read is left out, with a warning."""
+def origin_of(measured: dict) -> str:
+    """What a file's content is of: "NVIDIA H200 by turbo-rcm tune, of wan2.1-1.3b at 480x832x81"."""
+    return f"{measured['gpu']} {BY_TUNE}, of {measured['model']} at {measured['size']}"
+
+
+def read_tuned() -> dict[str, tuple[str, list[dict]]]:
+    """By GPU the origin and the rows of what was measured with the versions that run. A file that cannot be read is
+    left out, with a warning."""
     found = {}
     for path in sorted(tuned_folder().glob("*.json")):
         try:
             measured = json.loads(path.read_text(encoding="utf-8"))
             if measured["versions"] == versions():
-                found[measured["gpu"]] = list(map(_row, measured["rows"]))
+                found[measured["gpu"]] = origin_of(measured), list(map(_row, measured["rows"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("%s is left out, because it cannot be read (%r); run turbo-rcm tune again.", path, error)
     return found

@@ -103,7 +103,7 @@ def transformer_section(name: str, transformer: nn.Module) -> Section:
     config = shared.config
     notes += [CUT_OFF] if shared.saturation.happened() else []
     notes += filter(None, [weights_note(transformer), shared.added_error, _exact_steps(config)])
-    notes += [*_measurements(device), *beside_exact(_slower(config, device))]
+    notes += [*_measurements("attention and linears", "attention", device), *beside_exact(_slower(config, device))]
     footer = f"{DENSE_FOOTER}; {FOOTER}" if config.tier == BLOCK_SPARSE else FOOTER
     return Section(tables, [*notes, *family.notes(transformer), footer])
 
@@ -127,6 +127,7 @@ def vae_section(vae: nn.Module, config: PatchConfig) -> Section:
     theirs = [f"{name}={getattr(state.config, name)!r}" for name in options]
     is_others = any(getattr(state.config, name) != getattr(config, name) for name in options)
     notes = [f"patched by another call of patch, whose options stay: {', '.join(theirs)}"] if is_others else []
+    notes += _measurements("convolutions", "conv_skip", get_module_execution_device(vae))
     return Section([(title, list(decoder_rows(vae)))], [*notes, *wan_vae.decoder_notes(vae), VAE_FOOTER])
 
 
@@ -145,17 +146,16 @@ def _exact_steps(config: PatchConfig) -> str | None:
     return f"self-attention in the model's dtype in the first {first} and last {last} steps, under torch.compile in all"
 
 
-def _measurements(device: torch.device) -> list[str]:
-    """Where the choice between our attention and linears and PyTorch's comes from."""
+def _measurements(steps: str, op: str, device: torch.device) -> list[str]:
+    """Where the choice between our kernels and PyTorch's comes from, for steps that are measured as this op is."""
     if device.type != "cuda":
         return []
-    gpus = kernels.measured_on("attention", device)
+    gpus = kernels.measured_on(op, device)
     if gpus is None:
         return [
-            "attention and linears: PyTorch's where it has one, because ours were not measured on such a GPU; "
-            "turbo-rcm tune does so"
+            f"{steps}: PyTorch's where it has one, because ours were not measured on such a GPU; turbo-rcm tune does so"
         ]
-    return [f"attention and linears: the faster ones as measured on {gpus}"]
+    return [f"{steps}: the faster ones as measured on {gpus}"]
 
 
 def beside_exact(verdicts: Mapping[str, Verdict]) -> list[str]:
