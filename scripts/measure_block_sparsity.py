@@ -50,7 +50,7 @@ def configs() -> dict[str, PatchConfig]:
 
 def main(argv: list[str] | None = None) -> int:
     options = parse_options(argv)
-    dtype = torch.bfloat16 if options.device.startswith("cuda") else torch.float32
+    dtype = torch.float32
     pipe = load_embedded_pipeline(dtype, torch.device(options.device))
     pipe.set_progress_bar_config(disable=True)
     use_rcm(pipe)
