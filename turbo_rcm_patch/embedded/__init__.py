@@ -38,8 +38,8 @@ def load_embedded_pipeline(
 
     sla: with the weights that scripts/train_sparse.py fine-tuned to sparse-linear attention, and its projections. They
     are for ``trp.patch(pipe, trp.PatchConfig(tier="sparse", blocks=SLA_BLOCKS))``: without it attention is dense.
-    Worth it at the default topk of 0.1 alone: from 0.15 on the dense weights show more of their captions without it
-    (results/README.md).
+    Worth it in 4 steps and at the default topk of 0.1: in 1 step from 0.2 on, in 2 from 0.3 on, the dense weights show
+    more of their captions without it (results/README.md).
     """
     with without_progress_bars():
         pipe = WanPipeline.from_pretrained(WEIGHTS, scheduler=RCMScheduler(), dtype=dtype, local_files_only=True)
