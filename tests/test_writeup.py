@@ -91,13 +91,15 @@ def test_the_quantized_tier_comes_into_the_plot_when_it_was_measured():
     runs = copy.deepcopy(RESULTS["runs"])
     quantized = copy.deepcopy(runs["compare"])
     quantized["settings"]["preset"] = "quantized"
-    next(v for v in quantized["variants"] if v["name"] == "patched")["timings"]["steps"] = [0.5] * 4
+    for name, seconds in (("unpatched", 0.25), ("patched", 0.125)):
+        next(v for v in quantized["variants"] if v["name"] == name)["timings"]["steps"] = [seconds] * 4
     runs["compare-quantized"] = quantized
     result = copy.deepcopy(next(r for r in runs["evaluate"]["results"] if r["variant"] == "exact"))
     runs["evaluate"]["results"].append({**result, "variant": "quantized", "steps": 2})
     points = measured.speed_and_accuracy(runs)
     assert [1.0, result["accuracy"]["overall"]["share"]] in points["patched (quantized)"]
-    assert all(seconds is not None for seconds, _ in points["patched (quantized)"])
+    assert all(time is not None for time, _ in points["patched (quantized)"])
+    assert [time for time, _ in points["eager diffusers"]] == [1, 2, 4]
     assert "Dashed:" not in writeup.text_of({**RESULTS, "runs": runs}, TEMPLATE)
 
 
@@ -106,7 +108,8 @@ def _with_sparse_timed() -> dict:
     runs.pop("evaluate-sparse", None)
     sparse = runs["compare-sparse"] = copy.deepcopy(runs["compare"])
     sparse["settings"]["preset"] = "sparse"
-    next(v for v in sparse["variants"] if v["name"] == "patched")["timings"]["steps"] = [0.25] * 4
+    for name, seconds in (("unpatched", 1.0), ("patched", 0.25)):
+        next(v for v in sparse["variants"] if v["name"] == name)["timings"]["steps"] = [seconds] * 4
     return runs
 
 
@@ -134,7 +137,7 @@ def test_a_tier_that_was_judged_and_not_timed_is_drawn_as_levels(tmp_path):
     runs = copy.deepcopy(RESULTS["runs"])
     runs.pop("compare-quantized", None)
     points = measured.speed_and_accuracy(runs)["patched (quantized)"]
-    assert [seconds for seconds, _ in points] == [None] * 3
+    assert [time for time, _ in points] == [None] * 3
     assert all(0 < share < 1 for _, share in points)
     plots.save_plot("speed-accuracy", measured.plot_data(runs)["speed-accuracy"], tmp_path / "plot.png")
     assert plots.saved_data(tmp_path / "plot.png")["patched (quantized)"][0][0] is None

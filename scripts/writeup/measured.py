@@ -179,20 +179,22 @@ def plot_data(runs: dict) -> dict[str, dict]:
 
 
 def speed_and_accuracy(runs: dict) -> dict[str, list[list[float | None]]]:
-    """Of the tiny model in each variant: [seconds of denoising, share of the captions shown] by number of steps. The
-    seconds are None where the variant was not timed."""
+    """Of the tiny model in each variant: [time of denoising, share of the captions shown] by number of steps. The time
+    is in steps of the unpatched model in the same run, as launches take longer on a busier host; None where the variant
+    was not timed."""
     times = {}
     for name in ("compare", "compare-quantized", "compare-sparse"):
-        for variant in runs.get(name, {"variants": ()})["variants"]:
-            tier = runs[name]["settings"]["preset"] if variant["name"] == "patched" else variant["name"]
-            times.setdefault(tier, statistics.median(variant["timings"]["steps"]))
+        if name in runs:
+            steps = {v["name"]: statistics.median(v["timings"]["steps"]) for v in runs[name]["variants"]}
+            steps[runs[name]["settings"]["preset"]] = steps.pop("patched")
+            times = {tier: step / steps["unpatched"] for tier, step in steps.items()} | times
     points: dict[str, list[list[float | None]]] = {}
     for result in (evaluation_of(runs) or {"results": ()})["results"]:
         variant = tier_of(result)
         if variant in SHOWN:
             step, share = times.get(variant), result["accuracy"]["overall"]["share"]
-            seconds = None if step is None else result["steps"] * step
-            points.setdefault(SHOWN[variant], []).append([seconds, share])
+            time = None if step is None else result["steps"] * step
+            points.setdefault(SHOWN[variant], []).append([time, share])
     return points
 
 
@@ -202,7 +204,7 @@ SHOWN = {"unpatched": "eager diffusers", **{tier: f"patched ({tier})" for tier i
 def _untimed(runs: dict) -> str:
     """The variants whose accuracy was measured and whose speed was not."""
     points = speed_and_accuracy(runs)
-    return " and ".join(name for name, steps in points.items() if any(seconds is None for seconds, _ in steps))
+    return " and ".join(name for name, steps in points.items() if any(time is None for time, _ in steps))
 
 
 def attention_rates(runs: dict) -> dict[str, dict[str, float]]:
