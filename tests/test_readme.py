@@ -377,11 +377,12 @@ def test_every_tier_is_in_one_table_with_where_it_was_measured_and_of_how_many_c
     assert lines == ["| measured on | captions | variant | 1 step | 4 steps | PSNR to exact, dB |", *TIERS]
 
 
-def test_sparse_rows_measured_on_a_gpu_are_in_bf16():
-    measured = [{**each, "environment": {"gpu": "GPU X"}} for each in (_sparse(), _block_sparse())]
-    table = tiny_model.tiers_table(None, *measured)
+def test_sparse_rows_measured_on_a_gpu_are_in_bf16_unless_they_say_otherwise():
+    sparse, block_sparse = ({**each, "environment": {"gpu": "GPU X"}} for each in (_sparse(), _block_sparse()))
+    block_sparse["settings"] = {**block_sparse["settings"], "dtype": "float32"}
+    table = tiny_model.tiers_table(None, sparse, block_sparse)
     assert "| sparse (SLA) in bf16, 10 % of the key blocks |" in table
-    assert "| block_sparse in bf16, mass 0.9 |" in table
+    assert "| block_sparse in fp32, mass 0.9 |" in table
 
 
 def test_the_readmes_table_has_every_tier_but_not_every_variant():

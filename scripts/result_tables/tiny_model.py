@@ -133,8 +133,9 @@ def _table_of_groups(groups: list[tuple[dict, dict]], title: str) -> str:
 
 
 def _dtype(measured: dict) -> str:
-    """In which the scripts that measure the sparse rows run the model, without 8 bits."""
-    return "fp32" if measured["environment"]["gpu"] is None else "bf16"
+    """In which the scripts that measure the sparse rows run the model, without 8 bits: as a file says, or by device."""
+    on_device = "float32" if measured["environment"]["gpu"] is None else "bfloat16"
+    return {"float32": "fp32", "bfloat16": "bf16"}[measured["settings"].get("dtype", on_device)]
 
 
 def _sparse_name(row: dict, dtype: str) -> str:

@@ -11,6 +11,7 @@ from turbo_rcm_patch.bench.charts import milliseconds, model_of, names_of, real_
 from turbo_rcm_patch.bench.parts import SUB_LAYERS
 from turbo_rcm_patch.bench.report import format_seconds
 from turbo_rcm_patch.bench.tables import table
+from turbo_rcm_patch.bench.variants import EXACT_PATCH
 from turbo_rcm_patch.config import PRESETS
 from turbo_rcm_patch.tiers import EXACT, SPARSE, TIERS
 
@@ -180,14 +181,14 @@ def plot_data(runs: dict) -> dict[str, dict]:
 
 def speed_and_accuracy(runs: dict) -> dict[str, list[list[float | None]]]:
     """Of the tiny model in each variant: [time of denoising, share of the captions shown] by number of steps. The time
-    is in steps of the unpatched model in the same run, as launches take longer on a busier host; None where the variant
-    was not timed."""
+    is in steps of the unpatched model in the same run, as launches take longer on a busier host; the exact tier's is of
+    the quantized one's run. None where the variant was not timed."""
     times = {}
-    for name in ("compare", "compare-quantized", "compare-sparse"):
+    for name in ("compare-quantized", "compare-sparse", "compare"):
         if name in runs:
             steps = {v["name"]: statistics.median(v["timings"]["steps"]) for v in runs[name]["variants"]}
-            steps[runs[name]["settings"]["preset"]] = steps.pop("patched")
-            times = {tier: step / steps["unpatched"] for tier, step in steps.items()} | times
+            tiers = {"patched": runs[name]["settings"]["preset"], EXACT_PATCH: "exact"}
+            times = {tiers.get(v, v): step / steps["unpatched"] for v, step in steps.items()} | times
     points: dict[str, list[list[float | None]]] = {}
     for result in (evaluation_of(runs) or {"results": ()})["results"]:
         variant = tier_of(result)

@@ -28,6 +28,22 @@ def test_a_file_a_folder_and_a_pair(folder):
 
 
 @pytest.mark.parametrize(
+    "names",
+    [
+        ("Wan2.2-I2VHighNoise", "Wan2.2-I2VLowNoise"),
+        ("slowmo_high", "slowmo_low"),
+        ("wan22_t2vhigh", "wan22_t2vlow"),
+        ("A14B_HIGH", "A14B_LOW"),
+    ],
+)
+def test_both_experts_in_a_folder_are_told_by_their_names(tmp_path, names):
+    high, low = (tmp_path / f"{name}.safetensors" for name in names)
+    for path in (low, high):
+        path.touch()
+    assert find_files(tmp_path, 2) == [high, low]
+
+
+@pytest.mark.parametrize(
     ("source", "experts", "message"),
     [
         ("", 1, r"holds high_noise_model.safetensors, low_noise_model.safetensors; name the one file"),

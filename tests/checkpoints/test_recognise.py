@@ -182,4 +182,6 @@ def test_names_that_contradict_the_contents():
     assert "high_noise.safetensors is taken for the low-noise expert" in twice
     assert lines("lightning_slowmo.safetensors", "lightning_highres_flow.safetensors") == []
     assert lines("Wan22-HIGH_fp16.safetensors", "wan2.2LowNoise.safetensors") == []
+    assert lines("T2VHigh_v1.safetensors", "A14BLow.safetensors") == []
+    assert len(lines("T2VLow_v1.safetensors", "A14BHigh.safetensors")) == 2
     assert lines("lora.safetensors", "lora.safetensors") == []  # Wan 2.1's, as many use them for both experts

@@ -109,6 +109,16 @@ def test_a_file_without_backends_is_read(next_process, cache):
     assert sdpa_of() == [None, None]
 
 
+def test_a_file_without_its_size_is_read(next_process, cache):
+    keep(SHAPES, GPU, (8, 9), timed())
+    (file,) = (cache / "tuned").iterdir()
+    content = json.loads(file.read_text())
+    del content["size"]
+    file.write_text(json.dumps(content))
+    next_process()
+    assert measured_on("attention", CUDA) == f"{GPU} by turbo-rcm tune, of small"
+
+
 TIERS = {"attention_8bit": 1.0, "linear_qkv_8bit": 4.0, "block_sparse_attention": None}  # the exact tier takes 2 ms
 GPUS = (ORIGIN,)
 
@@ -184,13 +194,16 @@ def test_a_patch_of_that_tier_prints_it(monkeypatch):
 
 def test_a_vae_says_where_the_choice_of_its_convolutions_comes_from(next_process, monkeypatch):
     monkeypatch.setattr(summary, "get_module_execution_device", lambda model: CUDA)
-    pipe = tiny_wan_pipeline("t2v")
+    pipe = tiny_wan_pipeline("t2v", dtype=torch.bfloat16)
     with trp.patch(pipe):
         (unmeasured,) = (note for note in vae_notes(pipe.vae) if "convolutions" in note)
         assert "ours were not measured on such a GPU; turbo-rcm tune does so" in unmeasured
         keep(SHAPES, GPU, (8, 9), timed())
         next_process()
         assert f"convolutions: the faster ones as measured on {ORIGIN}" in vae_notes(pipe.vae)
+    pipe.vae.float()  # whose convolutions are PyTorch's, and say so themselves
+    with trp.patch(pipe):
+        assert not any(note.startswith("convolutions: ") for note in vae_notes(pipe.vae))
 
 
 def vae_notes(vae):

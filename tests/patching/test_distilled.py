@@ -425,6 +425,14 @@ def test_a_style_s_lora_that_is_named_like_a_recipe_is_told_apart(tmp_path, capl
     assert "if it is no lightning, pass recipe=" in caplog.text
 
 
+def test_a_style_s_lora_in_the_second_place_is_told_apart_too(tmp_path):
+    pipe = tiny_wan_pipeline("wan22")
+    high = lora_files.lightning(pipe.transformer).save(tmp_path / "lightning_high.safetensors")
+    low = lora_files.style(pipe.transformer_2).save(tmp_path / "lightning_low.safetensors")
+    with trp.use_distilled(pipe, (high, low)) as handle:
+        assert "told by its name (it has matrices for 2 of the blocks' 20 linears) alone" in str(handle)
+
+
 def test_a_causvid_lora_has_times_of_its_own(tmp_path):
     pipe = tiny_wan_pipeline()
     name = "Wan21_CausVid_14B_T2V_lora_rank32.safetensors"

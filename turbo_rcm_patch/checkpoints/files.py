@@ -40,8 +40,9 @@ def find_files(source: Source | Sequence[Source], experts: int) -> list[Path]:
 
 
 def experts_in(name: str) -> set[str]:
-    """Which of EXPERTS a file's name has as a word; "slow" and "highres" are other words, "HighNoise" is none."""
-    return set(re.findall(rf"(?<![a-z])({'|'.join(EXPERTS)})(?=noise|[^a-z]|$)", name.lower()))
+    """Which of EXPERTS a file's name has as a word, also in "I2VHighNoise"; "slow" and "highres" are other words."""
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", name).lower()
+    return set(re.findall(rf"(?<![a-z])({'|'.join(EXPERTS)})(?=noise|[^a-z]|$)", words))
 
 
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -145,9 +146,10 @@ def _one_per_expert(place: _Folder | _Repository, experts: int) -> list[str]:
         if len(names) == 1:
             return names
         raise ValueError(f"{place.title} holds {_listed(names)}; name the one file of the LoRA.")
-    chosen = [[name for name in names if expert in experts_in(name)] for expert in EXPERTS]
-    if [len(found) for found in chosen] == [1, 1]:
-        return [found[0] for found in chosen]
+    for of_name in (experts_in, str.lower):  # as words, else anywhere
+        chosen = [[name for name in names if expert in of_name(name)] for expert in EXPERTS]
+        if [len(found) for found in chosen] == [1, 1]:
+            return [found[0] for found in chosen]
     raise ValueError(
         f"{place.title} holds {_listed(names)}; the pipeline has two transformers: give source=(high, low), or a "
         "folder with one file that has 'high' and one that has 'low' in its name."

@@ -44,7 +44,8 @@ def tuned_file(gpu: str) -> Path:
 
 def origin_of(measured: dict) -> str:
     """What a file's content is of: "NVIDIA H200 by turbo-rcm tune, of wan2.1-1.3b at 480x832x81"."""
-    return f"{measured['gpu']} {BY_TUNE}, of {measured['model']} at {measured['size']}"
+    size = f" at {measured['size']}" if "size" in measured else ""  # which older files have not
+    return f"{measured['gpu']} {BY_TUNE}, of {measured['model']}{size}"
 
 
 def read_tuned() -> dict[str, tuple[str, list[dict]]]:

@@ -280,7 +280,8 @@ def _recognise_files(files: _Files, models: _Models) -> Recognised:
         names = ", ".join(file.path.name for file in files.values())
         what = f"look like {' and '.join(sorted(known))}" if len(known) > 1 else "cannot be recognised"
         raise ValueError(f"{names}: {what}; name how it was distilled with recipe=, one of {recipe_names()}.")
-    return found[0][0]
+    first = [claims[0] for claims in found]
+    return next((claim for claim in first if claim.alone), first[0])
 
 
 def recognise_loaded(models: _Models) -> Recognised | None:
