@@ -194,7 +194,8 @@ def test_a_patch_of_that_tier_prints_it(monkeypatch):
 
 def test_a_vae_says_where_the_choice_of_its_convolutions_comes_from(next_process, monkeypatch):
     monkeypatch.setattr(summary, "get_module_execution_device", lambda model: CUDA)
-    pipe = tiny_wan_pipeline("t2v", dtype=torch.bfloat16)
+    pipe = tiny_wan_pipeline("t2v")
+    pipe.vae.bfloat16()
     with trp.patch(pipe):
         (unmeasured,) = (note for note in vae_notes(pipe.vae) if "convolutions" in note)
         assert "ours were not measured on such a GPU; turbo-rcm tune does so" in unmeasured
