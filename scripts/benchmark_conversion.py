@@ -37,7 +37,7 @@ import turbo_rcm_patch as trp
 from turbo_rcm_patch.bench.cases import CASES
 torch.set_default_dtype(torch.bfloat16)
 model = WanTransformer3DModel(**CASES[sys.argv[2]].transformer)
-trp.load_turbodiffusion(sys.argv[1], model, attention="sla")
+trp.load_turbodiffusion(sys.argv[1], model, attention=sys.argv[3])
 """
 
 
@@ -54,8 +54,9 @@ def main(argv: list[str] | None = None) -> int:
             for preset in ("sparse", "exact"):
                 command = [sys.executable, "-m", "turbo_rcm_patch.cli", "convert", source, folder / f"{kind}-{preset}"]
                 rows.append(measured(f"{kind}: convert --preset {preset}", source, *command, "--preset", preset))
-            command = [sys.executable, "-c", LOAD, source, options.config]
-            rows.append(measured(f"{kind}: load_turbodiffusion", source, *command))
+            for attention in ("sagesla", "sla"):
+                command = [sys.executable, "-c", LOAD, source, options.config, attention]
+                rows.append(measured(f"{kind}: load_turbodiffusion, attention={attention!r}", source, *command))
             source.unlink()
     figures = {
         "settings": {"config": options.config, "parameters": sum(p.numel() for p in model.parameters())},
