@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from turbo_rcm_patch.kernels import aot
-from turbo_rcm_patch.kernels.aot import Inspection, shared_memory_limit
+from turbo_rcm_patch.kernels.aot import Inspection, describe, shared_memory_limit
+from turbo_rcm_patch.kernels.every_launch import LAUNCHES
 
 ROOT = Path(__file__).parents[2]
 GATE = ROOT / "scripts" / "compile_gate.py"
@@ -70,18 +71,18 @@ def test_shared_memory_limits():
 
 
 def test_a_job_that_dies_is_reported(gate):
-    (report,) = gate.run_job(multiprocessing.get_context("spawn"), "no_such_op", 90)
+    (report,) = gate.run_job(multiprocessing.get_context("spawn"), "no_such_op", 90, 1)
     assert report["problems"] == ["the process ended early, after 0 cases"]
 
 
 def test_a_job_that_dies_after_some_cases_is_reported(gate, monkeypatch):
     monkeypatch.setattr(gate, "compile_cases", send_one_and_abort)
-    report, failure = gate.run_job(multiprocessing.get_context("fork"), "some_op", 90)
+    report, failure = gate.run_job(multiprocessing.get_context("fork"), "some_op", 90, 1)
     assert report == {"name": "first"}
     assert failure == {"name": "some_op", "problems": ["the process ended early, after 1 cases"]}
 
 
-def send_one_and_abort(op, architecture, sender):
+def send_one_and_abort(op, architecture, one_in, sender):
     sender.send({"name": "first"})
     os._exit(0)
 
@@ -90,10 +91,19 @@ def test_a_lost_exit_code_is_no_failure(gate, monkeypatch):
     class Process(multiprocessing.context.ForkProcess):
         exitcode = 255  # what another thread's start leaves to read
 
-    monkeypatch.setattr(gate, "compile_cases", lambda op, architecture, sender: sender.send(gate.END))
+    monkeypatch.setattr(gate, "compile_cases", lambda op, architecture, one_in, sender: sender.send(gate.END))
     context = multiprocessing.get_context("fork")
     monkeypatch.setattr(context, "Process", Process, raising=False)
-    assert gate.run_job(context, "some_op", 90) == []
+    assert gate.run_job(context, "some_op", 90, 1) == []
+
+
+def test_neighbouring_architectures_share_the_cases(gate):
+    launches = aot.record_launches(LAUNCHES["rms_norm_rope"], (8, 0))
+    every = Counter(map(describe, launches))
+    shares = [Counter(map(describe, gate.some_of(launches, architecture, 3))) for architecture in (80, 86, 89, 90)]
+    assert shares[0] + shares[1] + shares[2] == every and shares[3] == shares[0]
+    assert all(len(share) > len(every) / 5 for share in shares)
+    assert gate.some_of(launches, 89, 1) == launches
 
 
 def run_without_the_interpreter(*command):
