@@ -148,7 +148,7 @@ def check(options: argparse.Namespace) -> list[Video]:
     check_at_least_one("--seeds", options.seeds)
     check_ffmpeg()
     try:
-        lines = options.prompts.read_text(encoding="utf-8").splitlines()
+        lines = options.prompts.read_text(encoding="utf-8-sig").splitlines()  # some editors begin it with a mark
     except (OSError, UnicodeDecodeError) as error:
         raise CommandError(f"{options.prompts}: {error}; give a text file with a prompt a line.") from error
     prompts = dict.fromkeys(line.strip() for line in lines if line.strip())

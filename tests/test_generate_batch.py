@@ -185,6 +185,12 @@ def test_names_tell_prompts_apart():
     assert not names[2].startswith("-")
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path, arguments):
+    (tmp_path / "prompts.txt").write_text("\r\n".join([PROMPTS[1], *PROMPTS]), encoding="utf-8-sig")
+    videos = batch.check(batch.parse_options(arguments))
+    assert [video.prompt for video in videos[::2]] == [PROMPTS[1], PROMPTS[0]]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -180,6 +180,23 @@ def test_only_this_machine_can_ask(server):
     assert f"00000000:{port:04X}" not in listening
 
 
+def test_an_address_of_ipv6_is_served(tmp_path, monkeypatch):
+    for name in ("GRADIO_ANALYTICS_ENABLED", "GRADIO_TEMP_DIR"):  # which it sets
+        monkeypatch.setenv(name, "")
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as free:
+            port = free.getsockname()[1]
+    except OSError:
+        pytest.skip("needs IPv6")
+    options = parse_arguments(["demo", "--device", "cpu", "--host", "::1", "--port", str(port)])
+    page = page_of_demo.open_page(options, tmp_path)
+    try:
+        assert page.local_url == f"http://[::1]:{port}/"
+        assert status_of(page.local_url) == 200
+    finally:
+        page.close()
+
+
 def start_a_request(address):
     """Have a video made, and return when it was begun."""
     values = ["a red circle moves right", EMBEDDED_MODEL, "exact", 4, 0, 160, 224, 17, "none", "none"]

@@ -1,6 +1,7 @@
 """What the page of `turbo-rcm demo` answers and refuses, without the page."""
 
 import os
+import socket
 from dataclasses import replace
 
 import imageio.v3 as iio
@@ -122,6 +123,7 @@ def test_it_offers_what_it_was_started_with(tmp_path, saved_models):
         (["--model", "./nowhere"], "--model ./nowhere: no such folder"),
         (["--lora", "./nowhere.safetensors"], "--lora ./nowhere.safetensors: no such file"),
         (["--port", "70000"], "--port 70000: give a number from 1 to 65535"),
+        (["--host", "192.0.2.1"], "--host 192.0.2.1 --port 7860: [Errno 99] Cannot assign requested address; choose"),
         (["--max-pixels", "0"], "--max-pixels 0: give 1 or more"),
         (["--device", "tpu"], "--device tpu is unknown"),
     ],
@@ -129,6 +131,13 @@ def test_it_offers_what_it_was_started_with(tmp_path, saved_models):
 def test_bad_options_are_one_line(capsys, options, message):
     pytest.importorskip("gradio")
     assert message in error_of(capsys, "demo", *options)
+
+
+def test_a_port_that_is_taken_is_one_line(capsys):
+    pytest.importorskip("gradio")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"--port {port}: [Errno 98] Address already in use; choose" in error_of(capsys, "demo", "--port", port)
 
 
 def test_a_model_that_takes_an_image_is_refused_at_the_start(capsys, saved_models):

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -232,6 +233,18 @@ def _check_page(arguments: argparse.Namespace) -> None:
         _check_model(argparse.Namespace(**{**vars(arguments), "model": model, "image": None}))
     for file, scale in arguments.lora or ():
         _check_lora("--lora", file, scale)
+    _check_address(arguments.host, arguments.port)
+
+
+def _check_address(host: str, port: int) -> None:
+    """Raise CommandError where no server can listen. Gradio calls any reason for that a missing port."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a server does that was just ended
+            listener.bind(address)
+    except (OSError, UnicodeError) as error:
+        raise CommandError(f"--host {host} --port {port}: {error}; choose another address or port.") from error
 
 
 def _check_config(arguments: argparse.Namespace) -> None:

@@ -83,7 +83,7 @@ def open_page(arguments: argparse.Namespace, folder: Path) -> gradio.Blocks:
     page.queue(max_size=WAITING, default_concurrency_limit=1)
     try:
         page.launch(
-            server_name=arguments.host,
+            server_name=f"[{arguments.host}]" if ":" in arguments.host else arguments.host,  # as addresses have IPv6
             server_port=arguments.port,
             share=False,
             quiet=True,
