@@ -154,6 +154,29 @@ def test_what_the_exact_tier_failed_at_says_nothing_of_the_others(next_process):
     assert tuned_tiers(CUDA)["8-bit linears"] == Verdict(GPUS, 4.0, 4.0)
 
 
+def test_what_could_not_be_timed_at_all_has_no_time(capsys):
+    def measure(case):
+        raise RuntimeError("no kernel")
+
+    keep(SHAPES, GPU, (8, 9), measure)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["linear_qkv", "failed", "failed", "PyTorch's"] in lines
+
+
+def test_a_folder_has_the_sizes_of_its_vae(tmp_path, capsys):
+    def write(part, config):
+        (tmp_path / part).mkdir(exist_ok=True)
+        (tmp_path / part / "config.json").write_text(json.dumps(config))
+
+    transformer = {"num_attention_heads": 24, "ffn_dim": 64}
+    write("transformer", transformer)
+    write("vae", {"z_dim": 48, "scale_factor_spatial": 16})
+    options = "tune", "--model", tmp_path, "--height", "720"
+    assert "--height 720 is not divisible by 32; try 704." in error_of(capsys, *options)
+    write("transformer", {**transformer, "patch_size": 2})
+    assert "has patch_size 2; accepted are three numbers" in error_of(capsys, *options)
+
+
 def notes_on(gpu_name, config):
     """What the summary of a patch would say of its tier on a GPU."""
     return summary.beside_exact(summary._slower(trp.PatchConfig(**config), torch.device(gpu_name)))
@@ -318,6 +341,7 @@ def test_without_a_home_the_package_can_be_imported(monkeypatch):
         (["--model", "Wan-AI/Wan2.1"], "--model Wan-AI/Wan2.1: no such folder; give the downloaded folder"),
         (["--model", str(Path(__file__).parent)], "holds no transformer"),
         (["--frames", "6"], "--frames 6 is not 4k+1; try 5"),
+        (["--config", "wan2.2-5b", "--height", "720"], "--height 720 is not divisible by 32; try 704."),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -61,17 +61,22 @@ def shapes_of_case(name: str, size: Size = (None, None, None)) -> Shapes:
 
 def shapes_of_folder(folder: Path, size: Size = (None, None, None)) -> Shapes:
     """The shapes of a pipeline's or a transformer's folder, by its configs; the usual size is that of Wan 2.1 1.3B, or
-    with a VAE of TI2V-5B's kind that model's. Raises ValueError for a folder that holds no transformer, or not one of
-    Wan's kind."""
+    with a VAE of TI2V-5B's kind that model's. Raises ValueError as `configs_of_folder`."""
+    config, vae_config = configs_of_folder(folder)
+    usual = CASES["wan2.2-5b" if _is_5b(vae_config) else "wan2.1-1.3b"]
+    return _shapes(str(folder), config, vae_config, size, usual)
+
+
+def configs_of_folder(folder: Path) -> tuple[dict, dict]:
+    """The configs of the transformer in such a folder and of the VAE beside it, which is empty where there is none.
+    Raises ValueError for a folder that holds no transformer, or not one of Wan's kind."""
     transformer = next(iter(component_folders(folder).values()))
     config = read_config(transformer)
     missing = [name for name in ("num_attention_heads", "ffn_dim") if name not in config]
     if missing:
         raise ValueError(f"{transformer / 'config.json'} has no {' and no '.join(missing)}, as those of Wan models do.")
     vae = transformer.parent / "vae"
-    vae_config = read_config(vae) if (vae / "config.json").is_file() else {}
-    usual = CASES["wan2.2-5b" if _is_5b(vae_config) else "wan2.1-1.3b"]
-    return _shapes(str(folder), config, vae_config, size, usual)
+    return config, read_config(vae) if (vae / "config.json").is_file() else {}
 
 
 def _is_5b(vae: Mapping) -> bool:

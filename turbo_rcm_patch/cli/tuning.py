@@ -13,10 +13,10 @@ from tqdm import tqdm
 from ..bench.cases import CASES
 from ..bench.ops import OpCase, OpResult
 from ..bench.tables import table
-from ..bench.tune import Shapes, cases, measure, rows_of, shapes_of_case, shapes_of_folder
+from ..bench.tune import Shapes, cases, configs_of_folder, measure, rows_of, shapes_of_case, shapes_of_folder
 from ..kernels.measured import Verdict, tier_verdicts_of, verdicts_of
 from ..kernels.tuned import forget_tuned, origin_of, tuned_file, versions
-from .checks import SizeRules
+from .checks import size_rules
 from .errors import CommandError
 from .files import write_json
 from .pipelines import choose_device
@@ -74,11 +74,12 @@ def keep(
 
 def _shapes(arguments: argparse.Namespace) -> Shapes:
     size = arguments.height, arguments.width, arguments.frames
-    SizeRules().check(*size)
     if arguments.model is None:
         config = arguments.config or DEFAULT_CONFIG
         if config not in CASES:
             raise CommandError(f"--config {config} is unknown; accepted are {', '.join(CASES)}.")
+        case = CASES[config]
+        size_rules(case.vae, case.transformer).check(*size)
         return shapes_of_case(config, size)
     if not arguments.model.is_dir():
         raise CommandError(
@@ -86,6 +87,8 @@ def _shapes(arguments: argparse.Namespace) -> Shapes:
             f"transformer, or leave it out for --config, one of {', '.join(CASES)}."
         )
     try:
+        transformer, vae = configs_of_folder(arguments.model)
+        size_rules(vae, transformer).check(*size)
         return shapes_of_folder(arguments.model, size)
     except ValueError as error:
         raise CommandError(f"--model: {error}") from error
@@ -103,7 +106,8 @@ def _verdicts_table(verdicts: dict[str, Verdict]) -> str:
     lines = [["op", "ours, ms", "otherwise, ms", "the patch takes"]]
     for op, verdict in verdicts.items():
         taken = "ours" if verdict.is_ours else "PyTorch's"
-        lines.append([op, _milliseconds(verdict.ours), _milliseconds(verdict.rival), taken])
+        rival = verdict.rival or None  # 0: of no shape was there a time
+        lines.append([op, _milliseconds(verdict.ours), _milliseconds(rival), taken])
     return table(lines)
 
 
