@@ -21,6 +21,7 @@ import pytest
 
 from turbo_rcm_patch.cli import page as page_of_demo
 from turbo_rcm_patch.cli.arguments import parse_arguments
+from turbo_rcm_patch.cli.checks import check_arguments
 from turbo_rcm_patch.cli.studio import EMBEDDED_MODEL, Answer, Studio
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -180,7 +181,8 @@ def test_only_this_machine_can_ask(server):
     assert f"00000000:{port:04X}" not in listening
 
 
-def test_an_address_of_ipv6_is_served(tmp_path, monkeypatch):
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_address_of_ipv6_is_served(tmp_path, monkeypatch, host):
     for name in ("GRADIO_ANALYTICS_ENABLED", "GRADIO_TEMP_DIR"):  # which it sets
         monkeypatch.setenv(name, "")
     try:
@@ -188,7 +190,8 @@ def test_an_address_of_ipv6_is_served(tmp_path, monkeypatch):
             port = free.getsockname()[1]
     except OSError:
         pytest.skip("needs IPv6")
-    options = parse_arguments(["demo", "--device", "cpu", "--host", "::1", "--port", str(port)])
+    options = parse_arguments(["demo", "--device", "cpu", "--host", host, "--port", str(port)])
+    check_arguments(options)
     page = page_of_demo.open_page(options, tmp_path)
     try:
         assert page.local_url == f"http://[::1]:{port}/"

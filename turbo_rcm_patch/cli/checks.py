@@ -239,7 +239,7 @@ def _check_page(arguments: argparse.Namespace) -> None:
 def _check_address(host: str, port: int) -> None:
     """Raise CommandError where no server can listen. Gradio calls any reason for that a missing port."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a server does that was just ended
             listener.bind(address)

@@ -79,11 +79,12 @@ def open_page(arguments: argparse.Namespace, folder: Path) -> gradio.Blocks:
     import gradio
     from starlette.middleware import Middleware
 
+    host = arguments.host.strip("[]")  # in which addresses of IPv6 stand in a URL
     page = build_page(Studio(arguments, folder))
     page.queue(max_size=WAITING, default_concurrency_limit=1)
     try:
         page.launch(
-            server_name=f"[{arguments.host}]" if ":" in arguments.host else arguments.host,  # as addresses have IPv6
+            server_name=f"[{host}]" if ":" in host else host,
             server_port=arguments.port,
             share=False,
             quiet=True,
