@@ -113,6 +113,7 @@ def gb(tiles, size):
 
 def test_tiles_take_less_than_diffusers():
     vae, z = real("wan 2.1, 480p")
+    z = z[:, :, :5]
     vae.enable_tiling()
     unpatched = peak(vae, z)
     with trp.patch(vae) as patch:
