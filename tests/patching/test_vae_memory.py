@@ -1,7 +1,7 @@
 """How many frames the decoder takes at a time, and what that takes of memory: at the real sizes, on meta tensors."""
 
 import weakref
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from unittest import mock
 
@@ -81,12 +81,19 @@ def peak(vae, z):
     return counted.bytes
 
 
+@cache
+def patched_peak(size, tiles=False):
+    vae, z = real(size)
+    if tiles:
+        vae.enable_tiling()
+    with trp.patch(vae):
+        return peak(vae, z)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_a_decode_takes_less_than_diffusers(size):
     vae, z = real(size)
-    unpatched = peak(vae, z)
-    with trp.patch(vae):
-        patched = peak(vae, z)
+    unpatched, patched = peak(vae, z), patched_peak(size)
     with trp.patch(vae, trp.PatchConfig(vae_chunk=1)):
         least = peak(vae, z)
     with trp.patch(vae, trp.PatchConfig(vae_chunk=4)):
@@ -103,16 +110,12 @@ def test_decoding_takes_what_the_readme_says():
 
 
 def gb(tiles, size):
-    """Of a patched decode, in whole gigabytes."""
-    vae, z = real(size)
-    if tiles:
-        vae.enable_tiling()
-    with trp.patch(vae):
-        return round(peak(vae, z) / 1e9)
+    return round(patched_peak(size, tiles) / 1e9)
 
 
 def test_tiles_take_less_than_diffusers():
     vae, z = real("wan 2.1, 480p")
+    z = z[:, :, :5]
     vae.enable_tiling()
     unpatched = peak(vae, z)
     with trp.patch(vae) as patch:
@@ -129,8 +132,7 @@ def test_what_is_estimated_bounds_what_a_decode_takes(size):
     pixel = z.shape[-1] * z.shape[-2] * z.itemsize
     kept = sum(kept for *_, kept in stages) * pixel
     alive = [alive * count * pixel for (alive, *_), count in zip(stages, frames, strict=True)]
-    with trp.patch(vae):
-        taken = peak(vae, z)
+    taken = patched_peak(size)
     assert kept + max(alive) / 2 < taken < kept + 2 * max(alive) + 2 * sample_bytes(vae, z)
 
 
@@ -189,7 +191,7 @@ def test_short_memory_is_enough_where_a_frame_at_a_time_fits(size, monkeypatch):
     vae, z = real(size)
     least = peak_with([1] * 5, vae, z, monkeypatch)
     frames = [1] * 5
-    for free in range(least, 2 * least, least // 16):
+    for free in range(least, 2 * least, least // 8):
         monkeypatch.setattr(chunks, "free_memory", lambda device, free=free: free)
         before, frames = frames, frames_at_once(vae, on_gpu(z), None, beside=sample_bytes(vae, z))
         assert frames == before or peak_with(frames, vae, z, monkeypatch) <= free
