@@ -178,6 +178,9 @@ def test_a_context_without_tokens_adds_nothing(variant, implementation, device):
         expected = model(**inputs)[0]
         with trp.patch(model, trp.PatchConfig(implementation=implementation)):
             assert relative_error(model(**inputs)[0], expected) <= 1e-5
+    with trp.patch(model, trp.PatchConfig(implementation=implementation)):
+        model(**inputs)[0].square().mean().backward()
+    assert all(parameter.grad is not None for parameter in model.blocks.parameters())
 
 
 modes = pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
