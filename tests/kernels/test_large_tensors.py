@@ -12,6 +12,7 @@ from turbo_rcm_patch.kernels import interpreting, linear_gelu
 _store_gelu = sys.modules["turbo_rcm_patch.kernels.linear_gelu"]._store_gelu
 _load_box = sys.modules["turbo_rcm_patch.kernels.conv_skip"]._load_box
 _store_conv = sys.modules["turbo_rcm_patch.kernels.conv_skip"]._store
+_store_sum = sys.modules["turbo_rcm_patch.kernels.linear"]._store_sum
 _store_skip = sys.modules["turbo_rcm_patch.kernels.linear_skip"]._store_skip
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="the interpreter's memory is the CPU's, which is lazy")
@@ -40,26 +41,29 @@ def test_operands(memory, operand):
 
 
 @triton.jit
-def _store_last_row(residual, out, M, N, SKIP: tl.constexpr, COLUMNS: tl.constexpr):
+def _store_last_row(residual, out, M, N, EPILOGUE: tl.constexpr, COLUMNS: tl.constexpr):
     """As ``gemm`` hands over a tile of one row: the last one of a sample [M, N]."""
     acc = tl.full((1, COLUMNS), 2.0, tl.float32)
     rows = M - 1 + tl.arange(0, 1)
     columns = tl.arange(0, COLUMNS)
-    if SKIP:
+    if EPILOGUE == "skip":
         coefficients = (None, None, 1.0, 1.0, (0, 0, 0), (0, 0, 0), None, 0)
         arguments = (None, residual, out, None, coefficients)
         _store_skip(acc, tl.program_id(0), rows, columns, M, N, arguments, (0, 0, 0))
+    elif EPILOGUE == "sum":
+        _store_sum(acc, tl.program_id(0), rows, columns, M, N, (None, out), None)
     else:
         _store_gelu(acc, tl.program_id(0), rows, columns, M, N, (None, out, None, None, None, None), None)
 
 
-@pytest.mark.parametrize("skip", [True, False])
-def test_results(memory, skip):
+@pytest.mark.parametrize("epilogue", ["skip", "sum", "gelu"])
+def test_results(memory, epilogue):
     tensor = memory[FAR:]
     last_row = tensor[FAR : FAR + COLUMNS]
     last_row.fill_(3)
-    _store_last_row[(1,)](tensor, tensor, FAR // 2048 + 1, 2048, skip, COLUMNS)
-    expected = 3.0 + 2.0 if skip else torch.nn.functional.gelu(torch.tensor(2.0), approximate="tanh").item()
+    _store_last_row[(1,)](tensor, tensor, FAR // 2048 + 1, 2048, epilogue, COLUMNS)
+    gelu = torch.nn.functional.gelu(torch.tensor(2.0), approximate="tanh").item()
+    expected = {"skip": 3.0 + 2.0, "sum": 2.0, "gelu": gelu}[epilogue]
     torch.testing.assert_close(last_row, torch.full_like(last_row, expected))
 
 

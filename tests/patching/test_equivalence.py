@@ -165,6 +165,24 @@ def test_one_prompt_serves_several_latents(variant, implementation, device):
             assert relative_error(model(**inputs)[0], expected) <= 1e-5
 
 
+@pytest.mark.parametrize("variant", ["t2v", "i2v"])
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_a_context_without_tokens_adds_nothing(variant, implementation, device):
+    """Of an image model that is called without an image, or of a prompt of no tokens."""
+    model, inputs = model_and_inputs(variant, torch_device(device), torch.float32)
+    if variant == "i2v":
+        del inputs["encoder_hidden_states_image"]
+    else:
+        inputs["encoder_hidden_states"] = inputs["encoder_hidden_states"][:, :0]
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        with trp.patch(model, trp.PatchConfig(implementation=implementation)):
+            assert relative_error(model(**inputs)[0], expected) <= 1e-5
+    with trp.patch(model, trp.PatchConfig(implementation=implementation)):
+        model(**inputs)[0].square().mean().backward()
+    assert all(parameter.grad is not None for parameter in model.blocks.parameters())
+
+
 modes = pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 
 

@@ -9,6 +9,7 @@ import torch
 from diffusers import FirstBlockCacheConfig
 
 import turbo_rcm_patch as trp
+from tests.oracle import relative_error
 from tests.patching.pairs import attributes_of, families, output_of, variants
 from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_wan_pipeline
@@ -204,6 +205,20 @@ def test_one_model_as_both_transformers():
     patch.restore()
     assert not patch.active
     assert not is_fused(pipe.transformer)
+
+
+@pytest.mark.parametrize("preset", ["exact", "quantized"])
+def test_a_block_that_is_in_a_model_twice(preset):
+    model = tiny_family_transformer("wan", layers=3)
+    model.blocks[2] = model.blocks[0]
+    model.blocks[1].ffn = model.blocks[0].ffn
+    before = output_of("wan", model)
+    patch = trp.patch(model, preset)
+    allowed = patch.config.limits.allowed(0.0, torch.float32, "step")
+    assert relative_error(output_of("wan", model), before) <= allowed
+    assert "3 blocks" in patch.summary()
+    patch.restore()
+    assert torch.equal(output_of("wan", model), before)
 
 
 def test_restore_through_a_compiled_wrapper():

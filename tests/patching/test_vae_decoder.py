@@ -270,6 +270,8 @@ def test_each_norm_and_each_convolution_is_one_launch(monkeypatch):
     time_convs = 2  # latent frame 0 skips them
     assert names["_conv_skip_kernel"] == rows["convolution"].count - time_convs == 25
     assert (rows["norm + SiLU"].kernel, rows["convolution"].kernel) == ("Triton", "portable Triton")
+    projection = rows["projection"]
+    assert (projection.kernel, projection.reasons) == ("PyTorch linear", {"nothing to fuse": projection.count})
 
 
 def test_other_decoders_of_the_class(diffusers_decoder_is_off):

@@ -246,7 +246,10 @@ def _attention(implementation, sdpa, q, k, v):
     batch = q.shape[0]
     if k.shape[0] < batch:  # one prompt for all samples: their queries are one sample's
         q = q.flatten(0, 1)[None]
-    attended = kernels.attention(q, k, v, implementation=implementation, sdpa=sdpa)
+    if k.shape[1] > 0:
+        attended = kernels.attention(q, k, v, implementation=implementation, sdpa=sdpa)
+    else:  # such as of no image: our kernels refuse what PyTorch calls 0
+        attended = reference.attention(q, k, v, None, None, None, q.shape[3] ** -0.5)
     return attended.view(batch, -1, *attended.shape[2:])
 
 

@@ -60,11 +60,14 @@ def convertible_linears(transformer: nn.Module, blocks: Blocks, config: PatchCon
     if "linears" not in config.quantize:
         return {}
     names = [name for group in config.fuse for name in LINEARS[group]]
-    found = {f"{path}.{name}": _linear_in(block, name) for path, block in blocks for name in names}
+    paths: dict[nn.Module | None, str] = {}  # the first of each: a block may be in a model twice
+    for path, block in blocks:
+        for name in names:
+            paths.setdefault(_linear_in(block, name), f"{path}.{name}")
     for pattern in config.keep:
         if not any(fnmatchcase(path, pattern) for path, _ in transformer.named_modules()):
             raise ValueError(f"keep={pattern!r} fits no module of the {type(transformer).__name__}.")
-    return {path: linear for path, linear in found.items() if not _is_kept(path, config.keep) and _is_plain(linear)}
+    return {path: linear for linear, path in paths.items() if not _is_kept(path, config.keep) and _is_plain(linear)}
 
 
 def _is_kept(path: str, patterns: Sequence[str]) -> bool:

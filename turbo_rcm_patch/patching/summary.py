@@ -29,6 +29,7 @@ HEADER = ("sub-layer", "step", "kernel", "fused", "not fused because")
 FOOTER = "under autograd steps without a gradient run as torch ops; under autocast blocks run diffusers' code"
 DENSE_FOOTER = "under autograd block-sparse attention is dense"
 VAE_FOOTER = "under autograd, autocast and torch.compile, and where a step says so, diffusers' own decoder runs"
+SHARDED = "sharded, and not called yet: weights are whole while blocks run; what is fused shows after the first call"
 TOKENS = 32760  # of a block that was not called yet: a video of 81 frames at 832×480
 
 
@@ -101,6 +102,7 @@ def transformer_section(name: str, transformer: nn.Module) -> Section:
     notes = [f"residual between a block's skips: {'; '.join(stored)}"]
     shared, device = state_of(first).shared, get_module_execution_device(transformer)
     config = shared.config
+    notes += [SHARDED] if any(is_sharded(b) and state_of(b).plans.ran is None for b in (first, *others)) else []
     notes += [CUT_OFF] if shared.saturation.happened() else []
     notes += filter(None, [weights_note(transformer), shared.added_error, _exact_steps(config)])
     notes += [*_measurements("attention and linears", "attention", device), *beside_exact(_slower(config, device))]

@@ -88,17 +88,17 @@ class Family:
         """What makes up the patch of one transformer, to be set in order. steps: of its pipeline, if it has one."""
         shared = Shared(config, steps)
         forwards = {module: bind(forward, module) for _, module, forward in self._targets(transformer, config)}
-        states = [
-            (block, STATE, BlockState(shared, blocks.attention_class, Plans(), exactly.get(index)))
+        states = {  # by block: one may be in a model twice
+            block: BlockState(shared, blocks.attention_class, Plans(), exactly.get(index))
             for blocks in self.blocks
             for exactly in [layers_attended_exactly(config, len(getattr(transformer, blocks.name)))]
             for index, (_, block) in enumerate(blocks.of(transformer))
-        ]
+        }
         copied = [
             (module, "__reduce_ex__", bind(reduce_ex, module)) for module in dict.fromkeys([transformer, *forwards])
         ]
         return [
-            *states,
+            *((block, STATE, state) for block, state in states.items()),
             *self.attributes(transformer, shared, forwards),
             *copied,
             (transformer, "_replicate_for_data_parallel", bind(refuse_replicas, transformer)),

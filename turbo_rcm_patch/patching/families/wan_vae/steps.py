@@ -13,7 +13,7 @@ from torch import nn
 
 from .... import kernels
 from ....kernels import reference
-from ...layers import choose_attention
+from ...layers import ALONE, choose_attention
 from ...plan import LINEAR, REFERENCE, Call, Step
 
 CONVOLUTION = "PyTorch convolution"
@@ -30,7 +30,7 @@ def convolution(conv: nn.Conv2d | nn.Conv3d, call: Call, image: tuple[int, int] 
     image: the height and width of x, where the step is to name the kernel that serves these.
     """
     if kernel_size(conv) == (1, 1, 1):
-        return Step(partial(_convolution, conv), LINEAR)
+        return Step(partial(_convolution, conv), LINEAR, ALONE)
     implementation, reason = call.choose()
     if reason is None and implementation == "auto":
         reason = kernels.why_conv(call.device, call.dtype)
