@@ -1,5 +1,6 @@
 """Processors, classes and modules that somebody changed run as changed, in every family."""
 
+import copy
 import functools
 from collections import Counter
 
@@ -18,6 +19,21 @@ from turbo_rcm_patch.patching import layers, plan
 from turbo_rcm_patch.patching.families.wan import block
 
 QKV = ("self_attention", "QKV projection")
+
+
+@pytest.mark.parametrize("name", ["wan", "vace", "skyreels"])  # animate has as many face adapters as blocks
+def test_blocks_that_come_and_go_after_the_patch(name):
+    patched, plain, patch = make_pair(name)
+    for model in (patched, plain):
+        model.blocks.append(copy.deepcopy(plain.blocks[0]))
+    assert_same_output(name, patched, plain)
+    assert "1 of the blocks came after the patch and run as diffusers' own" in patch.summary()
+    for model in (patched, plain):
+        del model.blocks[:]
+    assert_same_output(name, patched, plain)
+    assert "0 blocks" in patch.summary()
+    patch.restore()
+    assert_same_output(name, patched, plain)
 
 
 @families

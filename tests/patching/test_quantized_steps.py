@@ -252,3 +252,10 @@ def test_a_cross_attention_in_e4m3_over_one_prompt_for_all_samples():
     expected = kernels.attention(q, *[context.expand(2, -1, -1, -1)] * 2).flatten(2)
     assert (result.values.shape, result.scale.shape) == ((2, 5, 128), (2, 5))
     assert relative_error(result.dequantize(), expected) < 0.04
+
+
+def test_a_cross_attention_in_e4m3_over_no_tokens():
+    q, context = torch.randn(2, 5, 2, 64), torch.randn(1, 0, 2, 64)
+    result = layers._attention_to_e4m3("torch", q, context, context)
+    assert (result.values.shape, result.scale.shape) == ((2, 5, 128), (2, 5))
+    assert not result.dequantize().any()

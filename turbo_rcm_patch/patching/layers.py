@@ -254,8 +254,10 @@ def _attention(implementation, sdpa, q, k, v):
 
 
 def _attention_to_e4m3(implementation, q, k, v):
+    if k.shape[1] == 0:  # as above
+        return kernels.quantize_rows(_attention(implementation, None, q, k, v).flatten(2), FP8)
     batch = q.shape[0]
-    if k.shape[0] < batch:  # as above
+    if k.shape[0] < batch:
         q = q.flatten(0, 1)[None]
     attended = kernels.attention_to_e4m3(q, k, v, implementation=implementation)
     return Quantized(attended.values.view(batch, -1, attended.values.shape[2]), attended.scale.reshape(batch, -1))

@@ -211,3 +211,8 @@ class BlockState(NamedTuple):
 def state_of(block: nn.Module) -> BlockState:
     """What the patch keeps on a block."""
     return getattr(block, STATE)
+
+
+def is_patched(block: nn.Module) -> bool:
+    """Whether the patch keeps anything on it; not so for a block that a model got later."""
+    return STATE in vars(block)

@@ -20,7 +20,7 @@ from ..tiers import BLOCK_SPARSE, BLOCK_SPARSE_ATTENTION, SPARSE
 from .families import family_of, wan_vae
 from .families.family import Blocks, compute_dtype
 from .families.wan.block import TEXT_TOKENS, BlockPlan, decide
-from .plan import NOTHING, Call, Step, active_backend, state_of
+from .plan import NOTHING, SHARED, Call, Step, active_backend, is_patched, state_of
 from .quantized_weights import weights_note
 from .steps import NOT_COUNTED
 from .storage import CUT_OFF
@@ -29,7 +29,7 @@ HEADER = ("sub-layer", "step", "kernel", "fused", "not fused because")
 FOOTER = "under autograd steps without a gradient run as torch ops; under autocast blocks run diffusers' code"
 DENSE_FOOTER = "under autograd block-sparse attention is dense"
 VAE_FOOTER = "under autograd, autocast and torch.compile, and where a step says so, diffusers' own decoder runs"
-SHARDED = "sharded, and not called yet: weights are whole while blocks run; what is fused shows after the first call"
+SHARDED_NOTE = "sharded, and not called yet: weights are whole while blocks run; what is fused shows after the first call"
 TOKENS = 32760  # of a block that was not called yet: a video of 81 frames at 832×480
 
 
@@ -97,12 +97,14 @@ def transformer_section(name: str, transformer: nn.Module) -> Section:
         title = f"{len(getattr(transformer, blocks.name))} {blocks.name}"
         rows = list(plan_rows(transformer, blocks))
         tables.append((_title(name, transformer, title, compute_dtype(transformer)), rows))
-    first, *others = (block for _, block in family.blocks[0].of(transformer))
-    stored = dict.fromkeys(str(current_plan(transformer, block).residual) for block in (first, *others))
-    notes = [f"residual between a block's skips: {'; '.join(stored)}"]
-    shared, device = state_of(first).shared, get_module_execution_device(transformer)
+    patched = [block for _, block in family.blocks[0].of(transformer) if is_patched(block)]
+    stored = dict.fromkeys(str(current_plan(transformer, block).residual) for block in patched)
+    notes = [f"residual between a block's skips: {'; '.join(stored)}"] if stored else []
+    shared, device = vars(transformer)[SHARED], get_module_execution_device(transformer)
     config = shared.config
-    notes += [SHARDED] if any(is_sharded(b) and state_of(b).plans.ran is None for b in (first, *others)) else []
+    added = sum(not is_patched(block) for _, block in family.every_block(transformer))
+    notes += [f"{added} of the blocks came after the patch and run as diffusers' own"] if added else []
+    notes += [SHARDED_NOTE] if any(is_sharded(block) and state_of(block).plans.ran is None for block in patched) else []
     notes += [CUT_OFF] if shared.saturation.happened() else []
     notes += filter(None, [weights_note(transformer), shared.added_error, _exact_steps(config)])
     notes += [*_measurements("attention and linears", "attention", device), *beside_exact(_slower(config, device))]
@@ -193,7 +195,7 @@ def plan_rows(transformer: nn.Module, blocks: Blocks) -> Iterator[Row]:
     """Every step of a list of blocks that does anything, as of now."""
     order: list[tuple[str, str]] = []
     found: dict[tuple[str, str], list[Step]] = {}
-    for _, block in blocks.of(transformer):
+    for block in (block for _, block in blocks.of(transformer) if is_patched(block)):
         place = 0
         for *key, parts in current_plan(transformer, block).rows():
             decisive = next((part for part in parts if part.reason is not None), parts[0])
