@@ -29,7 +29,7 @@ HEADER = ("sub-layer", "step", "kernel", "fused", "not fused because")
 FOOTER = "under autograd steps without a gradient run as torch ops; under autocast blocks run diffusers' code"
 DENSE_FOOTER = "under autograd block-sparse attention is dense"
 VAE_FOOTER = "under autograd, autocast and torch.compile, and where a step says so, diffusers' own decoder runs"
-SHARDED_NOTE = "sharded, and not called yet: weights are whole while blocks run; what is fused shows after the first call"
+SHARDED_NOTE = "sharded, and not called yet: weights are whole while blocks run; what is fused shows after a first call"
 TOKENS = 32760  # of a block that was not called yet: a video of 81 frames at 832×480
 
 
