@@ -191,7 +191,7 @@ def test_short_memory_is_enough_where_a_frame_at_a_time_fits(size, monkeypatch):
     vae, z = real(size)
     least = peak_with([1] * 5, vae, z, monkeypatch)
     frames = [1] * 5
-    for free in range(least, 2 * least, least // 8):
+    for free in range(least, 2 * least, least // 4):
         monkeypatch.setattr(chunks, "free_memory", lambda device, free=free: free)
         before, frames = frames, frames_at_once(vae, on_gpu(z), None, beside=sample_bytes(vae, z))
         assert frames == before or peak_with(frames, vae, z, monkeypatch) <= free
