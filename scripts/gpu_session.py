@@ -75,6 +75,7 @@ MEASUREMENTS = {
     "wan2.1-14b-4-layers-lora-64-quantized": (*LORA, "64", *QUANTIZED),
     "verify-quantized": (*CLI, "verify", *QUANTIZED),
     "verify-wan2.1-1.3b-quantized": (*CLI, "verify", "--config", "wan2.1-1.3b", *QUANTIZED),
+    "attention-error": ("scripts/measure_attention_error.py",),
     "compare-quantized": (*CLI, "compare", *QUANTIZED),
     "wan2.1-1.3b-quantized": (*END_TO_END, "wan2.1-1.3b", "--repeats", "3", *QUANTIZED),
     "wan2.1-14b-in-24-gb": ("scripts/benchmark_memory_cap.py",),

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from result_tables.cells import chart, versions
-from result_tables.checks import kept_table, parts_table, verified_table
+from result_tables.checks import attention_errors_table, kept_table, parts_table, verified_table
 from result_tables.conversion import CONVERSION, conversion_table
 from result_tables.ops import (
     OPS_QUANTIZED_HEADER,
@@ -151,6 +151,8 @@ def _measured(path: Path, runs: dict, tests: list[dict]) -> str:
     if verified:
         parts.append(verified_table(verified))
     parts += [parts_table(run) for run in runs.values() if run.get("parts")]
+    if "attention-error" in runs:
+        parts.append(attention_errors_table(runs["attention-error"]))
     parts += [kept_table(name, run) for name, run in runs.items() if run.get("kept")]
     if traffic:
         parts += [chart(path, "traffic", "Memory traffic of a Wan block"), traffic_table(traffic)]

@@ -53,6 +53,15 @@ KEPT = [
     for block, step, share in ((0, 1, 1.0), (1, 1, 0.25), (0, 4, 0.5), (1, 4, 0.125))
 ]
 
+ATTENTION_ERRORS = {
+    "settings": {"tokens": 4096, "heads": 4, "head_dim": 128},
+    "environment": ENVIRONMENT,
+    "attention_errors": [
+        {"values": "structured", "count": 1, "cosine": 0.9999, "relative_l1": 0.013, "relative_l2": 0.014}
+        | {"rival_l2": 0.045, "beside_rival": 0.31, "missed": []}
+    ],
+}
+
 
 def run_of(name: str, command: tuple[str, ...]) -> dict:
     """What a step has written, or what it would: a like step's figures with its own settings."""
@@ -61,6 +70,8 @@ def run_of(name: str, command: tuple[str, ...]) -> dict:
         return copy.deepcopy(CAP)
     if "check_tune" in command[0]:
         return copy.deepcopy(TUNE)
+    if "measure_attention_error" in command[0]:
+        return copy.deepcopy(ATTENTION_ERRORS)
     if "benchmark_ops" in command[0]:
         like = "ops"
     elif "benchmark_end_to_end" in command[0]:

@@ -3,31 +3,34 @@ import math
 import pytest
 import torch
 
-from turbo_rcm_patch.bench.metrics import Difference, cosine, frame_psnr, psnr, relative_l2
+from turbo_rcm_patch.bench.metrics import Difference, cosine, frame_psnr, psnr, relative_l1, relative_l2
 
 
 def test_metrics_of_a_known_pair():
     reference = torch.tensor([3.0, 4.0])
     actual = torch.tensor([4.0, 3.0])
     assert relative_l2(actual, reference) == pytest.approx(math.sqrt(2) / 5)
+    assert relative_l1(actual, reference) == pytest.approx(2 / 7)
     assert cosine(actual, reference) == pytest.approx(24 / 25)
     assert psnr(actual, reference, peak=10.0) == pytest.approx(20.0)
 
 
-def test_relative_l2_is_of_the_reference_not_of_the_actual():
-    assert relative_l2(torch.full((3,), 3.0), torch.ones(3)) == pytest.approx(2.0)
+@pytest.mark.parametrize("relative", [relative_l1, relative_l2])
+def test_relative_errors_are_of_the_reference_not_of_the_actual(relative):
+    assert relative(torch.full((3,), 3.0), torch.ones(3)) == pytest.approx(2.0)
 
 
 def test_equal_tensors_are_identical_even_when_zero():
-    assert relative_l2(torch.zeros(3), torch.zeros(3)) == 0
-    assert relative_l2(torch.ones(3), torch.zeros(3)) == math.inf
+    for relative in (relative_l1, relative_l2):
+        assert relative(torch.zeros(3), torch.zeros(3)) == 0
+        assert relative(torch.ones(3), torch.zeros(3)) == math.inf
     assert psnr(torch.ones(2, 3), torch.ones(2, 3)) == math.inf
     assert Difference.of_frames(torch.ones(2, 3), torch.ones(2, 3)).psnr_db is None
 
 
 def test_nan_never_passes_for_equal():
     actual, reference = torch.tensor([math.nan, 1.0]), torch.ones(2)
-    assert all(math.isnan(metric(actual, reference)) for metric in (relative_l2, cosine, psnr))
+    assert all(math.isnan(metric(actual, reference)) for metric in (relative_l1, relative_l2, cosine, psnr))
 
 
 def test_low_precision_inputs_are_compared_in_fp64():

@@ -15,6 +15,13 @@ def relative_l2(actual: torch.Tensor, reference: torch.Tensor) -> float:
     return 0.0 if error == 0 else _ratio(error, torch.linalg.vector_norm(reference).item())
 
 
+def relative_l1(actual: torch.Tensor, reference: torch.Tensor) -> float:
+    """Σ|actual − reference| / Σ|reference|; 0 for equal tensors, also where the reference is all zeros."""
+    actual, reference = actual.detach().double(), reference.detach().double()
+    error = (actual - reference).abs().sum().item()
+    return 0.0 if error == 0 else _ratio(error, reference.abs().sum().item())
+
+
 def cosine(actual: torch.Tensor, reference: torch.Tensor) -> float:
     """Cosine of the angle between the flattened tensors; NaN if one is all zeros."""
     actual, reference = actual.detach().double().flatten(), reference.detach().double().flatten()
