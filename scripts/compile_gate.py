@@ -2,13 +2,13 @@
 
     python scripts/compile_gate.py                                   # everything: half an hour on two cores
     python scripts/compile_gate.py --ops linear_skip --architectures 90 120
-    python scripts/compile_gate.py --one-in 6                        # what CI has time for
+    python scripts/compile_gate.py --one-in 5                        # what CI has time for
 
-What is compiled is what the calls in turbo_rcm_patch/kernels/every_launch.py launch; with --one-in N about every
-N-th case of an op, on N architectures that follow each other all of them. A case fails on: register spills
-(in a kernel that multiplies matrices: where it does), more shared memory than a program may take, ptxas serialising
-wgmma (C7510-C7515), a matmul on sm_90 that does not use its tensor cores (no HGMMA, IGMMA or QGMMA), unless its tiles
-are smaller than theirs, and a compiler that raises or aborts.
+What is compiled is what the calls in turbo_rcm_patch/kernels/every_launch.py launch; with --one-in N the first and every
+N-th case of a kernel, on the next architecture the cases after them, but all of the kernels in Gluon. A case fails on:
+register spills (in a kernel that multiplies matrices: where it does), more shared memory than a program may take, ptxas
+serialising wgmma (C7510-C7515), a matmul on sm_90 that does not use its tensor cores (no HGMMA, IGMMA or QGMMA), unless
+its tiles are smaller than theirs, and a compiler that raises or aborts.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import multiprocessing
 import os
 import sys
 import tempfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from zlib import crc32
 
 OPS = (
     "attention",
@@ -55,6 +55,8 @@ def main() -> int:
     parser.add_argument("--architectures", nargs="+", type=int, default=ARCHITECTURES, metavar="90")
     parser.add_argument("--one-in", type=int, default=1, metavar="N", help="compile about one case in N (default: all)")
     arguments = parser.parse_args()
+    if arguments.one_in < 1:
+        parser.error(f"--one-in {arguments.one_in}: give 1 or more.")
     sys.path.insert(0, str(Path(__file__).parents[1]))
     os.environ.pop("TRITON_INTERPRET", None)
     with tempfile.TemporaryDirectory() as cache:
@@ -140,11 +142,18 @@ def launches_of(op: str, capability: tuple[int, int]) -> list:
 
 
 def some_of(launches: list, architecture: int, one_in: int) -> list:
-    """About one in so many of the launches, by a checksum: others on the next architecture, the same in every run."""
+    """Of each kernel the first launch and one in so many of those that differ, on the next architecture others; of the
+    kernels in Gluon, which one architecture has and whose registers are the tightest, all."""
     from turbo_rcm_patch.kernels.aot import describe
 
-    turn = ARCHITECTURES.index(architecture)
-    return [launch for launch in launches if (crc32(describe(launch).encode()) + turn) % one_in == 0]
+    turn = sorted({*ARCHITECTURES, architecture}).index(architecture)
+    distinct, counts, chosen = {describe(launch): launch for launch in launches}, Counter(), []
+    for launch in distinct.values():
+        place = counts[launch.kernel]
+        counts[launch.kernel] += 1
+        if launch.kernel.is_gluon() or place == 0 or (place + turn) % one_in == 0:
+            chosen.append(launch)
+    return chosen
 
 
 def find_problems(inspection, capability: tuple[int, int], limit: int, fits_no_wgmma: bool = False) -> list[str]:

@@ -24,7 +24,7 @@ HEADER = [
     "cosine",
     "relative L1",
     "relative L2",
-    "FA3 fp8's relative L2",
+    "FA3 fp8, simulated",
     "largest share of it",
 ]
 SIZE = {"tokens": 4096, "heads": 4, "head_dim": 128}  # of the values that are drawn

@@ -44,6 +44,13 @@ def test_the_worst_counts():
     assert alone[1].relative_l2 > alone[0].relative_l2
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_is_not_a_number_is_not_passed_over(order):
+    wrong = [torch.full((1, 70, 2, 64), torch.nan) for _ in range(3)]
+    both = [[torch.randn(1, 70, 2, 64) for _ in range(3)], wrong][::order]
+    assert error_of(STRUCTURED, both).missed() == ["cosine", "relative_l1", "beside_rival"]
+
+
 @pytest.mark.parametrize(
     ("change", "missed"),
     [
@@ -69,9 +76,12 @@ def test_the_script_fails_where_a_limit_is_missed(monkeypatch, tmp_path, capsys)
 
 def test_the_page_marks_what_is_missed():
     rows = [asdict(GOOD) | {"missed": []}, asdict(replace(GOOD, relative_l1=0.04)) | {"missed": ["relative_l1"]}]
+    rows.append(asdict(replace(GOOD, values=NORMAL)) | {"missed": []})
     table = attention_errors_table({"attention_errors": rows, "settings": script.SIZE})
-    assert "| structured | 2 | 0.99990 | 1.0e-02 | 2.0e-02 | 5.0e-02 | 0.40 |" in table
-    assert "| structured | 2 | 0.99990 | **4.0e-02** | 2.0e-02 | 5.0e-02 | 0.40 |" in table
+    allowed = "cosine ≥ 0.9995, L1 ≤ 0.03, share ≤ 0.5"
+    assert f"| structured | 2 | 0.99990 | 1.0e-02 | 2.0e-02 | 5.0e-02 | 0.40 | {allowed} |" in table
+    assert f"| structured | 2 | 0.99990 | **4.0e-02** | 2.0e-02 | 5.0e-02 | 0.40 | {allowed} |" in table
+    assert "| N(0, 1) | 2 | 0.99990 | 1.0e-02 | 2.0e-02 | 5.0e-02 | 0.40 | L2 ≤ 4.1e-02 |" in table
 
 
 def test_the_rivals_roundings_are_those_of_e4m3():

@@ -1,5 +1,6 @@
 """TurboDiffusion's module as a rival; a package that computes dense attention stands for its own."""
 
+import importlib.util
 import sys
 import types
 
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from turbo_rcm_patch.bench import ops_sparse, turbodiffusion_module
-from turbo_rcm_patch.bench.ops import measure_errors
+from turbo_rcm_patch.bench.ops import WithoutGraph, measure_errors
 from turbo_rcm_patch.bench.turbodiffusion_module import COMPILED, SHIPPED
 
 
@@ -46,16 +47,20 @@ def contest(name):
 
 
 @pytest.mark.parametrize("name", ["norms_sparse_linear_attention", "sparse_linear_attention_bf16"])
-def test_it_is_timed_where_it_is_installed(name, installed):
+def test_it_is_timed_where_it_is_installed(name, installed, monkeypatch):
+    monkeypatch.setitem(sys.modules, "SLA", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert not {SHIPPED, COMPILED} & contest(name).partial.keys()
+    monkeypatch.undo()
     installed()
     published = contest(name)
     assert {SHIPPED, COMPILED} <= published.partial.keys()
     assert published.partial[SHIPPED]().shape == (1, 300, 2, 64)
+    assert all(isinstance(published.partial[name], WithoutGraph) for name in (SHIPPED, COMPILED))
     assert not {SHIPPED, COMPILED} & measure_errors(published).keys()  # which would say nothing
 
 
-def test_it_has_the_projection_the_share_and_the_blocks(installed, monkeypatch):
+def test_it_has_the_projection_the_share_and_the_blocks(installed):
     installed()
     weight, bias = torch.randn(64, 64), torch.randn(64)
     for blocks, expected in ((None, {}), ((128, 64), {"BLKQ": 128, "BLKK": 64})):
@@ -70,3 +75,12 @@ def test_where_it_does_not_run_that_is_said(installed, capsys):
     assert SHIPPED not in contest("norms_sparse_linear_attention").partial
     assert f"{SHIPPED} does not run here: RuntimeError: no extension" in capsys.readouterr().out
     assert SHIPPED in contest("sparse_linear_attention_bf16").partial
+
+
+def test_without_a_compiler_what_ships_is_timed(installed, monkeypatch, capsys):
+    installed()
+    monkeypatch.setattr(torch, "compile", lambda module: Broken(64, 0.1))
+    partial = contest("norms_sparse_linear_attention").partial
+    assert SHIPPED in partial
+    assert COMPILED not in partial
+    assert f"{COMPILED} does not run here" in capsys.readouterr().out

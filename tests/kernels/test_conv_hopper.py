@@ -131,7 +131,12 @@ def test_two_boxes_share_the_rows_of_the_weight(name, programs, has_front, on_cp
     tensors = operands(*SHARED[name])
     B, T, H, W, C = sizes[:5]
     assert conv_hopper.shares_rows(tensors[0].device, (B, T, H, W, C), tensors[1].shape, upsample)
-    check(on_cpu(tensors, upsample, interleave, programs, programs, has_front), tensors, upsample, interleave)
+    check(
+        on_cpu(tensors, upsample, interleave, programs, seed=programs, has_front=has_front),
+        tensors,
+        upsample,
+        interleave,
+    )
     if upsample:
         x, weight, bias, residual = tensors
         tensors = x, weight, bias, halved(residual, (2, 2, 2))

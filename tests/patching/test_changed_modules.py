@@ -27,13 +27,21 @@ def test_blocks_that_come_and_go_after_the_patch(name):
     for model in (patched, plain):
         model.blocks.append(copy.deepcopy(plain.blocks[0]))
     assert_same_output(name, patched, plain)
-    assert "1 of the blocks came after the patch and run as diffusers' own" in patch.summary()
+    assert "blocks that came after the patch and run as diffusers' own: 1\n" in patch.summary()
     for model in (patched, plain):
         del model.blocks[:]
     assert_same_output(name, patched, plain)
     assert "0 blocks" in patch.summary()
     patch.restore()
     assert_same_output(name, patched, plain)
+
+
+@families
+def test_a_block_that_is_wrapped_after_the_patch_counts_as_it_was(name):
+    patched, plain, patch = make_pair(name)
+    patched.blocks[0] = torch.compile(patched.blocks[0], backend="eager")
+    assert_same_output(name, patched, plain)
+    assert "came after the patch" not in patch.summary()
 
 
 @families

@@ -221,6 +221,15 @@ def test_a_block_that_is_in_a_model_twice(preset):
     assert torch.equal(output_of("wan", model), before)
 
 
+@pytest.mark.parametrize("keep", ["blocks.0", "blocks.1", "blocks.2.ffn"])
+def test_a_part_that_is_in_a_model_twice_is_kept_by_each_of_its_paths(keep):
+    model = tiny_family_transformer("wan", layers=3)
+    model.blocks[2].ffn = model.blocks[1].ffn = model.blocks[0].ffn
+    with trp.patch(model, trp.PatchConfig(preset="quantized", keep=[keep])):
+        assert type(model.blocks[0].ffn.net[2].weight) is torch.nn.Parameter
+        assert type(model.blocks[0 if keep == "blocks.1" else 1].attn1.to_q.weight) is not torch.nn.Parameter
+
+
 def test_restore_through_a_compiled_wrapper():
     pipe = tiny_wan_pipeline()
     trp.patch(pipe)

@@ -32,13 +32,24 @@ Contender = Callable[[], torch.Tensor | tuple[torch.Tensor, ...]]
 
 
 @dataclass(frozen=True)
+class WithoutGraph:
+    """A contender whose launches a CUDA graph would not see, as they go to the legacy default stream."""
+
+    run: Contender
+
+    def __call__(self) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        return self.run()
+
+
+@dataclass(frozen=True)
 class Contest:
     """Contenders for one op on one set of inputs.
 
     ours, rivals: by name, callables that return the result [B, S, ...], or parts of it along the last dimension.
     fallback: what the patch runs where it does not take ours; None where it always does.
     alternatives: what it may run in the fallback's place; checked as ours are.
-    partial: rivals that leave a part of the op out, which makes them faster; their error says nothing.
+    partial: rivals that leave a part of the op out, which makes them faster, or keep other key blocks near ties; their
+        error says nothing.
     oracle: the result in fp64 on the rows of S in `rows`.
     flops, bytes_moved: of the op; its unavoidable reads and writes. None where the figure says nothing.
     kept: the share of the key blocks that sparse attention keeps; None of what is dense.
@@ -77,7 +88,7 @@ class OpCase:
 @dataclass(frozen=True)
 class Timing:
     """Milliseconds of a contender: the median and the quartiles over the rounds; relative L2 error to the oracle (None
-    for one that leaves a part out). refused: why it was not timed, else None.
+    for one of which it says nothing). refused: why it was not timed, else None.
     """
 
     is_ours: bool
@@ -192,19 +203,25 @@ def error_limit(contest: Contest, errors: Mapping[str, float], limits: ErrorLimi
 
 
 def take_turns(contenders: Mapping[str, Contender], device: torch.device, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of every contender in every round. On a GPU each one is a CUDA graph, so that launches cost nothing.
+    """Milliseconds of every contender in every round. On a GPU each one is a CUDA graph, so that launches cost nothing,
+    but for a WithoutGraph.
 
     All have the same inputs, which lie in the L2 cache as far as the contender before has left them there; every second
     round goes back, so that this is not always the same one.
     """
     with torch.no_grad():
-        stopwatch = _graph_stopwatch if device.type == "cuda" else _cpu_stopwatch
-        watches = {name: stopwatch(run) for name, run in contenders.items()}
+        watches = {name: _stopwatch(run, device) for name, run in contenders.items()}
         times = {name: [] for name in contenders}
         for turn in range(rounds):
             for name in list(watches)[:: -1 if turn % 2 else 1]:
                 times[name].append(watches[name]())
     return times
+
+
+def _stopwatch(run: Contender, device: torch.device) -> Callable[[], float]:
+    if device.type != "cuda":
+        return _cpu_stopwatch(run)
+    return _event_stopwatch(run) if isinstance(run, WithoutGraph) else _graph_stopwatch(run)
 
 
 def _graph_stopwatch(run: Contender) -> Callable[[], float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -69,23 +69,25 @@ def sparse_linear_attention_bf16(
     published = turbodiffusion_module(lambda: (q, k, v), weight, bias, options["topk"], blocks=blocks)
     return Contest(
         ours={"sparse_linear_attention": ours},
-        rivals=_if_it_runs(IN_PYTORCH, rival),
-        partial={DENSE_BF16: lambda: kernels.attention(q, k, v), SDPA: sdpa, **published},
+        rivals=_those_that_run({IN_PYTORCH: rival}),
+        partial={DENSE_BF16: lambda: kernels.attention(q, k, v), SDPA: sdpa, **_those_that_run(published)},
         oracle=_oracle(q, k, q, k, v, weight, quantized=False),
         tokens=tokens,
         kept=kept / -(-tokens // options["block_k"]),
     )
 
 
-def _if_it_runs(name: str, rival: Contender) -> dict[str, Contender]:
-    """The rival; nothing where this PyTorch cannot compile it, which is said."""
-    try:
-        with torch.no_grad():
-            rival()
-    except Exception as error:  # of the compiler
-        print(f"{name} does not run here: {type(error).__name__}: {error}")
-        return {}
-    return {name: rival}
+def _those_that_run(rivals: Mapping[str, Contender]) -> dict[str, Contender]:
+    """The rivals but for those that fail here, which is said: PyTorch cannot compile them, or a package is broken."""
+    running = {}
+    for name, rival in rivals.items():
+        try:
+            with torch.no_grad():
+                rival()
+            running[name] = rival
+        except Exception as error:  # of the compiler or the package
+            print(f"{name} does not run here: {type(error).__name__}: {error}")
+    return running
 
 
 def norms_sparse_linear_attention(
@@ -121,7 +123,7 @@ def norms_sparse_linear_attention(
     return Contest(
         ours={"rms_norm_rope, sparse_linear_attention": ours},
         rivals={},
-        partial={DENSE: dense, **published},
+        partial={DENSE: dense, **_those_that_run(published)},
         oracle=oracle,
         tokens=tokens,
     )

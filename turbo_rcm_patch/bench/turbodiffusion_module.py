@@ -6,13 +6,14 @@ SpargeAttn (github.com/thu-ml/SpargeAttn), which is compiled where it is install
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
 
 import torch
 
-from .ops import Contender
+from .ops import Contender, WithoutGraph
 
 SHIPPED, COMPILED = "TurboDiffusion's module", "TurboDiffusion's module, compiled"
 
@@ -25,23 +26,21 @@ def turbodiffusion_module(
     *,
     blocks: tuple[int, int] | None = None,
 ) -> dict[str, Contender]:
-    """Its module as it ships and under torch.compile, on what inputs() gives: q, k and v [B, S, H, D]. Nothing where it
-    is not installed or does not run, which is said.
+    """Its module as it ships and under torch.compile, on what inputs() gives: q, k and v [B, S, H, D]; nothing where it
+    is not installed.
 
     weight, bias: of proj_l. blocks: of queries and of keys, in bf16; None: in 8 bits, with those that it chooses.
+    Each is built when it first runs, and raises then what its package raises.
     """
     if importlib.util.find_spec("SLA") is None:
         return {}
-    try:
-        module = _build(weight, bias, topk, blocks)
-        contenders = {SHIPPED: _on(inputs, module), COMPILED: _on(inputs, torch.compile(module))}
-        with torch.no_grad():
-            for run in contenders.values():
-                run()
-    except Exception as error:  # of an import, an extension or a compiler that are not ours
-        print(f"{SHIPPED} does not run here: {type(error).__name__}: {error}")
-        return {}
-    return contenders
+    shipped = functools.cache(lambda: _build(weight, bias, topk, blocks))
+    compiled = functools.cache(lambda: torch.compile(shipped()))
+    # SpargeAttn launches its kernels on the legacy default stream.
+    return {
+        SHIPPED: WithoutGraph(lambda: shipped()(*inputs())),
+        COMPILED: WithoutGraph(lambda: compiled()(*inputs())),
+    }
 
 
 def _build(weight: torch.Tensor, bias: torch.Tensor, topk: float, blocks: tuple[int, int] | None) -> torch.nn.Module:
@@ -52,7 +51,3 @@ def _build(weight: torch.Tensor, bias: torch.Tensor, topk: float, blocks: tuple[
         module = sla.SparseLinearAttention(weight.shape[0], topk, BLKQ=blocks[0], BLKK=blocks[1])
     module.proj_l.load_state_dict({"weight": weight, "bias": bias})
     return module.to(weight.device)
-
-
-def _on(inputs: Callable[[], tuple[torch.Tensor, ...]], module: Callable) -> Contender:
-    return lambda: module(*inputs())

@@ -244,7 +244,8 @@ def _check_address(host: str, port: int) -> None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as a server does that was just ended
             listener.bind(address)
     except (OSError, UnicodeError) as error:
-        raise CommandError(f"--host {host} --port {port}: {error}; choose another address or port.") from error
+        reason = getattr(error, "strerror", None) or error
+        raise CommandError(f"--host {host} --port {port}: {reason}; choose another address or port.") from error
 
 
 def _check_config(arguments: argparse.Namespace) -> None:

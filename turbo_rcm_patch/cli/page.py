@@ -79,7 +79,7 @@ def open_page(arguments: argparse.Namespace, folder: Path) -> gradio.Blocks:
     import gradio
     from starlette.middleware import Middleware
 
-    host = arguments.host.strip("[]")  # in which addresses of IPv6 stand in a URL
+    host = arguments.host.strip("[]")  # IPv6 addresses stand in brackets in a URL
     page = build_page(Studio(arguments, folder))
     page.queue(max_size=WAITING, default_concurrency_limit=1)
     try:

@@ -214,5 +214,5 @@ def state_of(block: nn.Module) -> BlockState:
 
 
 def is_patched(block: nn.Module) -> bool:
-    """Whether the patch keeps anything on it; not so for a block that a model got later."""
-    return STATE in vars(block)
+    """Whether the patch keeps anything on it, or on the block that it wraps; not so for one that a model got later."""
+    return hasattr(block, STATE)

@@ -60,14 +60,18 @@ def convertible_linears(transformer: nn.Module, blocks: Blocks, config: PatchCon
     if "linears" not in config.quantize:
         return {}
     names = [name for group in config.fuse for name in LINEARS[group]]
-    paths: dict[nn.Module | None, str] = {}  # the first of each: a block may be in a model twice
+    paths: dict[nn.Module | None, list[str]] = {}  # several where a block or a part of one is in the model twice
     for path, block in blocks:
         for name in names:
-            paths.setdefault(_linear_in(block, name), f"{path}.{name}")
+            paths.setdefault(_linear_in(block, name), []).append(f"{path}.{name}")
     for pattern in config.keep:
-        if not any(fnmatchcase(path, pattern) for path, _ in transformer.named_modules()):
+        if not any(fnmatchcase(path, pattern) for path, _ in transformer.named_modules(remove_duplicate=False)):
             raise ValueError(f"keep={pattern!r} fits no module of the {type(transformer).__name__}.")
-    return {path: linear for linear, path in paths.items() if not _is_kept(path, config.keep) and _is_plain(linear)}
+    return {
+        first: linear
+        for linear, (first, *others) in paths.items()
+        if _is_plain(linear) and not any(_is_kept(path, config.keep) for path in (first, *others))
+    }
 
 
 def _is_kept(path: str, patterns: Sequence[str]) -> bool:

@@ -103,7 +103,7 @@ def transformer_section(name: str, transformer: nn.Module) -> Section:
     shared, device = vars(transformer)[SHARED], get_module_execution_device(transformer)
     config = shared.config
     added = sum(not is_patched(block) for _, block in family.every_block(transformer))
-    notes += [f"{added} of the blocks came after the patch and run as diffusers' own"] if added else []
+    notes += [f"blocks that came after the patch and run as diffusers' own: {added}"] if added else []
     notes += [SHARDED_NOTE] if any(is_sharded(block) and state_of(block).plans.ran is None for block in patched) else []
     notes += [CUT_OFF] if shared.saturation.happened() else []
     notes += filter(None, [weights_note(transformer), shared.added_error, _exact_steps(config)])

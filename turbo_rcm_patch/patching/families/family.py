@@ -88,12 +88,13 @@ class Family:
         """What makes up the patch of one transformer, to be set in order. steps: of its pipeline, if it has one."""
         shared = Shared(config, steps)
         forwards = {module: bind(forward, module) for _, module, forward in self._targets(transformer, config)}
-        states = {  # by block: one may be in a model twice
-            block: BlockState(shared, blocks.attention_class, Plans(), exactly.get(index))
-            for blocks in self.blocks
-            for exactly in [layers_attended_exactly(config, len(getattr(transformer, blocks.name)))]
-            for index, (_, block) in enumerate(blocks.of(transformer))
-        }
+        states: dict[nn.Module, BlockState] = {}
+        for blocks in self.blocks:
+            exactly = layers_attended_exactly(config, len(getattr(transformer, blocks.name)))
+            for index, (_, block) in enumerate(blocks.of(transformer)):
+                state = BlockState(shared, blocks.attention_class, Plans(), exactly.get(index))
+                if block not in states or states[block].exactly is None:  # it may be in the model twice
+                    states[block] = state
         copied = [
             (module, "__reduce_ex__", bind(reduce_ex, module)) for module in dict.fromkeys([transformer, *forwards])
         ]
