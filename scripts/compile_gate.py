@@ -4,8 +4,8 @@
     python scripts/compile_gate.py --ops linear_skip --architectures 90 120
     python scripts/compile_gate.py --one-in 5                        # what CI has time for
 
-What is compiled is what the calls in turbo_rcm_patch/kernels/every_launch.py launch; with --one-in N the first and every
-N-th case of a kernel, on the next architecture the cases after them, but all of the kernels in Gluon. A case fails on:
+What is compiled is what the calls in turbo_rcm_patch/kernels/every_launch.py launch; with --one-in N of each kernel the
+first and every N-th case, on the next architecture the cases after them, but all of a kernel in Gluon. A case fails on:
 register spills (in a kernel that multiplies matrices: where it does), more shared memory than a program may take, ptxas
 serialising wgmma (C7510-C7515), a matmul on sm_90 that does not use its tensor cores (no HGMMA, IGMMA or QGMMA), unless
 its tiles are smaller than theirs, and a compiler that raises or aborts.

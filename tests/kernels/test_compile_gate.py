@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from turbo_rcm_patch.kernels import aot
-from turbo_rcm_patch.kernels.aot import Inspection, describe, shared_memory_limit
-from turbo_rcm_patch.kernels.every_launch import LAUNCHES
+from turbo_rcm_patch.kernels.aot import Inspection, shared_memory_limit
 
 ROOT = Path(__file__).parents[2]
 GATE = ROOT / "scripts" / "compile_gate.py"
@@ -97,25 +96,6 @@ def test_a_lost_exit_code_is_no_failure(gate, monkeypatch):
     assert gate.run_job(context, "some_op", 90, 1) == []
 
 
-def test_neighbouring_architectures_share_the_cases_of_a_kernel(gate):
-    launches = aot.record_launches(LAUNCHES["rms_norm_rope"], (8, 0))
-    every = list(dict.fromkeys(map(describe, launches)))
-    shares = [list(map(describe, gate.some_of(launches, architecture, 3))) for architecture in (80, 86, 89)]
-    assert all(share[0] == every[0] for share in shares)
-    assert sorted([*shares[0], *shares[1][1:], *shares[2][1:]]) == sorted(every)
-    assert list(map(describe, gate.some_of(launches, 90, 1))) == every
-
-
-def test_a_share_has_every_kernel_and_all_that_are_in_gluon(gate):
-    for op in ("attention_8bit", "sparse_linear_attention"):
-        launches = gate.launches_of(op, (9, 0))
-        share = gate.some_of(launches, 90, 6)
-        assert {launch.kernel for launch in share} == {launch.kernel for launch in launches}
-        in_gluon = {describe(launch) for launch in launches if launch.kernel.is_gluon()}
-        assert in_gluon <= set(map(describe, share))
-        assert len(share) - len(in_gluon) < 0.4 * len(set(map(describe, launches)))
-
-
 def run_without_the_interpreter(*command):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     process = subprocess.run([sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True)
@@ -128,6 +108,38 @@ def test_the_command_line():
     row = output.splitlines()[1].split()
     assert row[:3] == ["sm_90", "gelu", "3"]
     assert row[-1] == "ok"
+
+
+SHARES = """
+import sys
+sys.path.insert(0, "scripts")
+import compile_gate as gate
+from turbo_rcm_patch.kernels.aot import describe
+
+launches = gate.launches_of("rms_norm_rope", (8, 0))
+every = list(dict.fromkeys(map(describe, launches)))
+shares = [list(map(describe, gate.some_of(launches, architecture, 3))) for architecture in (80, 86, 89)]
+assert all(share[0] == every[0] for share in shares)
+assert sorted([*shares[0], *shares[1][1:], *shares[2][1:]]) == sorted(every)  # neighbours share a kernel's cases
+assert list(map(describe, gate.some_of(launches, 90, 1))) == every
+for op in ("attention_8bit", "sparse_linear_attention"):  # each kernel has one, and those in Gluon have all
+    launches = gate.launches_of(op, (9, 0))
+    share = gate.some_of(launches, 90, 6)
+    assert {launch.kernel for launch in share} == {launch.kernel for launch in launches}
+    in_gluon = {describe(launch) for launch in launches if launch.kernel.is_gluon()}
+    assert in_gluon and in_gluon <= set(map(describe, share))
+    assert len(share) - len(in_gluon) < 0.4 * len(set(map(describe, launches)))
+"""
+
+
+def test_shares_of_the_cases():
+    run_without_the_interpreter("-c", SHARES)
+
+
+def test_a_share_of_none_is_refused():
+    process = subprocess.run([sys.executable, GATE, "--one-in", "0"], capture_output=True, text=True)
+    assert process.returncode == 2
+    assert "--one-in 0: give 1 or more." in process.stderr
 
 
 INSPECT_ONE_KERNEL = """
