@@ -15,8 +15,8 @@ import torch
 
 from turbo_rcm_patch.bench.attention_error import AttentionError, measure
 from turbo_rcm_patch.bench.environment import describe_environment
-from turbo_rcm_patch.bench.tables import table
 from turbo_rcm_patch.cli.files import json_file, write_json
+from turbo_rcm_patch.tables import table
 
 HEADER = [
     "values",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from turbo_rcm_patch.bench.charts import chart_file
-from turbo_rcm_patch.bench.tables import table
+from turbo_rcm_patch.tables import table
 
 
 def table_of(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from turbo_rcm_patch.bench.cases import CASES
 from turbo_rcm_patch.bench.charts import milliseconds, model_of, real_models
 from turbo_rcm_patch.bench.ops_quantized import SCALED_MM
-from turbo_rcm_patch.bench.tables import table
+from turbo_rcm_patch.tables import table
 
 SELF_ATTENTION, CROSS_ATTENTION = "self-attention with its norms and RoPE", "cross-attention"
 LINEARS, NORMS = "linears with GELU and skips", "norms with modulation"

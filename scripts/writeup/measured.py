@@ -10,9 +10,9 @@ from result_tables.tiny_model import evaluation_of, tier_of, tiers_table
 from turbo_rcm_patch.bench.charts import milliseconds, model_of, names_of, real_models
 from turbo_rcm_patch.bench.parts import SUB_LAYERS
 from turbo_rcm_patch.bench.report import format_seconds
-from turbo_rcm_patch.bench.tables import table
 from turbo_rcm_patch.bench.variants import EXACT_PATCH
 from turbo_rcm_patch.config import PRESETS
+from turbo_rcm_patch.tables import table
 from turbo_rcm_patch.tiers import EXACT, SPARSE, TIERS
 
 from .block_rows import blocks_by_tier, rows_table, saved_outside_attention, shares_table, steps_by_tier

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from ..tables import table
 from .ops_sparse import DENSE
-from .tables import table
 
 HEADER = (
     "",

@@ -16,8 +16,8 @@ from ..patching.converted import component_folders, empty_model
 from ..patching.families import family_of
 from ..patching.quantized_weights import convertible_linears
 from ..patching.sparse import why_not_wan_attention
+from ..tables import table
 from ..tiers import EXACT, QUANTIZED, SPARSE, Tier
-from .tables import table
 
 SIZES = ((480, 832, 81), (720, 1280, 81))  # height, width, frames of videos
 FP32_BYTES = 4

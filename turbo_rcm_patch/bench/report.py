@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
+from ..tables import table
 from .compare import Comparison, Variant
 from .dram import KernelTraffic
 from .evaluate import Accuracy, Change, Evaluation
 from .implementations import LEFT_OUT, OK, REFUSED, ImplementationResults, Row
 from .ops import OpResult
-from .tables import table
 from .timing import StageTimings
 from .traffic import COUNTERS, ImplementationTraffic, TrafficReport
 from .verify import BlockCheck, PartCheck, Verification

@@ -23,9 +23,9 @@ from ..kernels import measured
 from ..kernels.measured import FOLDER, OPS, Tuned, Verdict, all_tuned, read_verdicts
 from ..kernels.tuned import CACHE
 from ..patching import Patch, patch
+from ..tables import table
 from .compare import Runs, take_turns
 from .environment import Environment
-from .tables import table
 from .timing import StageTimings, TimedGeneration, timed_generation
 from .variants import Switch, Variants
 

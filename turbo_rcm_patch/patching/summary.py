@@ -16,6 +16,7 @@ from ..config import PatchConfig
 from ..kernels import measured
 from ..kernels.measured import Verdict
 from ..plain import is_sharded
+from ..tables import table
 from ..tiers import BLOCK_SPARSE, BLOCK_SPARSE_ATTENTION, SPARSE
 from .families import family_of, wan_vae
 from .families.family import Blocks, compute_dtype
@@ -63,8 +64,12 @@ def as_text(sections: Iterable[Section]) -> str:
 
 
 def _section_text(section: Section) -> str:
-    tables = ["\n  ".join([title, *_aligned(rows)]) for title, rows in section.tables]
+    tables = ["\n  ".join([title, *_lines(rows)]) for title, rows in section.tables]
     return "\n  ".join(["\n".join(tables), *section.notes])
+
+
+def _lines(rows: list[Row]) -> list[str]:
+    return table([HEADER, *(row.cells() for row in rows)], numbers=False).splitlines() if rows else []
 
 
 def as_html(sections: Iterable[Section]) -> str:
@@ -110,14 +115,6 @@ def transformer_section(name: str, transformer: nn.Module) -> Section:
     notes += [*_measurements("attention and linears", "attention", device), *beside_exact(_slower(config, device))]
     footer = f"{DENSE_FOOTER}; {FOOTER}" if config.tier == BLOCK_SPARSE else FOOTER
     return Section(tables, [*notes, *family.notes(transformer), footer])
-
-
-def _aligned(rows: list[Row]) -> list[str]:
-    if not rows:
-        return []
-    cells = [HEADER, *(row.cells() for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [" ".join(f"{cell:{width}} " for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
 
 
 def vae_section(vae: nn.Module, config: PatchConfig) -> Section:
