@@ -1,6 +1,6 @@
 """Compile every kernel for every supported GPU architecture, without a GPU, and fail where one could not run well.
 
-    python scripts/compile_gate.py                                   # everything: half an hour on two cores
+    python scripts/compile_gate.py                                   # everything: about an hour on two cores
     python scripts/compile_gate.py --ops linear_skip --architectures 90 120
     python scripts/compile_gate.py --one-in 5                        # what CI has time for
 
