@@ -95,12 +95,8 @@ def test_a_rival_that_this_pytorch_cannot_compile_is_left_out(capsys):
 
 def test_block_sparsity_is_timed_by_mass_with_the_share_that_it_keeps():
     cases = [case for case in ops_sparse.CASES if case.tier is BLOCK_SPARSE]
-    assert [case.name.split("(")[1].split(")")[0] for case in cases] == [
-        "mass=0.5",
-        "mass=0.7",
-        "mass=0.9",
-        "mass=0.95",
-    ]
+    masses = (0.5, 0.7, 0.9, 0.95, 0.98)
+    assert [case.name.split("(")[1].split(")")[0] for case in cases] == [f"mass={mass}" for mass in masses]
     kept, errors = [], []
     for case in cases:
         small = functools.partial(case.build.func, 2, 1500, 64, **case.build.keywords)
@@ -109,10 +105,10 @@ def test_block_sparsity_is_timed_by_mass_with_the_share_that_it_keeps():
         errors.append(measure_errors(contest)["block_sparse_attention"])
         assert errors[-1] <= error_limit(contest, {}, case.tier.limits)
         kept.append(contest.kept)
-    assert 0.05 < kept[0] < kept[1] < kept[2] < kept[3] < 0.9
-    assert errors[0] > errors[1] > errors[2] > errors[3]
+    assert 0.05 < kept[0] and kept == sorted(set(kept)) and kept[-1] < 1
+    assert errors == sorted(set(errors), reverse=True)
     result = run_case(replace(cases[-1], build=small), CPU, copy_bandwidth=1e9, rounds=2, compile_rivals=False)
-    label = f"| {result.case}, {100 * kept[3]:.0f} % kept"
+    label = f"| {result.case}, {100 * kept[-1]:.0f} % kept"
     timings = {name: vars(timing) for name, timing in result.timings.items()}
     page = page_of({"results": [{**vars(result), "timings": timings}], "rounds": 2, "copy_bandwidth": 1e9})
     assert label in page
