@@ -418,7 +418,7 @@ def launch_attention_of_8_bits(device: torch.device) -> None:
         attention_8bit(quantized)
         attention_8bit(quantized, result=FP8)
         attention_8bit(quantized, residual=values(1, tokens, 3, head_dim), c_skip=0.5)
-        for block_q, block_k in ((128, 64), (64, 128)):
+        for block_q, block_k in ((128, 64), (64, 128), (192, 128)):
             block_sparse_attention_8bit(quantized, mass=0.5, block_q=block_q, block_k=block_k)
 
 

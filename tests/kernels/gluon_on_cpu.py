@@ -214,7 +214,7 @@ class Machine:
             max=lambda tensor, axis: tensor.apply(lambda values: values.max(axis)),
             sum=lambda tensor, axis: tensor.apply(lambda values: values.sum(axis)),
             maximum=lambda one, other: one.apply(np.maximum, other) if isinstance(one, Tensor) else max(one, other),
-            minimum=lambda one, other: one.apply(np.minimum, other),
+            minimum=lambda one, other: one.apply(np.minimum, other) if isinstance(one, Tensor) else min(one, other),
             inline_asm_elementwise=self.inline_asm,
             arange=lambda start, end, layout: np.arange(start, end),
             where=self.where,
@@ -222,7 +222,7 @@ class Machine:
             SliceLayout=lambda *_: None,
             convert_layout=lambda tensor, *_, **__: tensor,
             NVMMASharedLayout=lambda **_: None,
-            NVMMADistributedLayout=lambda *_: None,
+            NVMMADistributedLayout=lambda *_, **__: None,
             load=self.load_values,
             warp_specialize=self.warp_specialize,
         )

@@ -12,6 +12,7 @@ from turbo_rcm_patch.kernels import (
     block_sparse_attention,
     block_sparse_attention_8bit,
     block_sparse_map,
+    block_sparse_sizes,
     kept_share,
     quantize_qkv,
     sparse_linear_attention,
@@ -75,7 +76,7 @@ def test_means_are_the_definitions(device, shape):
         heads_first = k.transpose(1, 2).contiguous().transpose(1, 2)
         for x, block in ((q, block_q), (heads_first, block_k)):
             expected = definition.pool(x, block, block // 2)
-            torch.testing.assert_close(block_sparse_map.pool_halves(x, block), expected)
+            torch.testing.assert_close(block_sparse_map.pool_estimated(x, block), expected)
         torch.testing.assert_close(
             block_sparse_map.pool_parts(v, None, S, block_k, block_k, 1), definition.pool(v, block_k, block_k)
         )
@@ -217,13 +218,14 @@ def test_at_full_size(quantized):
         if quantized
         else block_sparse_attention(q, k, v, mass=0.5)
     )
-    found = definition.lists(q, k, 0.5, 128, 64)
-    left_value = found.left.double() @ definition.pool(v, 64, 64).double()
+    block_q, block_k = block_sparse_sizes(q.device, q.dtype, quantized=quantized)
+    found = definition.lists(q, k, 0.5, block_q, block_k)
+    left_value = found.left.double() @ definition.pool(v, block_k, block_k).double()
     assert 0 < kept_share(q, k, mass=0.5) < 1
     for row in (0, 4321, 32759):
-        block = row // 128
+        block = row // block_q
         blocks = found.block_map[0, 5, block, : found.counts[0, 5, block]].long()
-        keys = (blocks[:, None] * 64 + torch.arange(64, device="cuda")).flatten()
+        keys = (blocks[:, None] * block_k + torch.arange(block_k, device="cuda")).flatten()
         keys = keys[keys < 32760]
         scores = k[0, keys, 5].double() @ q[0, row, 5].double() * 128**-0.5
         attended = scores.softmax(0) @ v[0, keys, 5].double()

@@ -14,6 +14,7 @@ from turbo_rcm_patch.kernels import (
     conv_hopper,
     conv_skip,
     dispatch,
+    every_launch,
     gemm,
     gemm_hopper,
     measured,
@@ -252,11 +253,36 @@ def test_a_sparse_attentions_name_is_that_of_the_kernel_launched(dtype, head_dim
     options = {"topk": 0.5, "block_q": blocks[0], "block_k": blocks[1], "quantized": True}
     seen = aot.record_launches(lambda: kernels.sparse_linear_attention(x, x, x, weight, **options), (9, 0))
     with dispatch.meta_is_gpu((9, 0), 4):
-        name, reason = kernels.sparse_attention_kernel(x.device, head_dim, blocks, quantized=True, branch=dtype)
-        without, _ = kernels.sparse_attention_kernel(x.device, head_dim, blocks, quantized=True)
+        name, reason = kernels.sparse_attention_kernel(x.device, dtype, head_dim, blocks, quantized=True)
     assert reason is None
     assert name.endswith(" int8, e4m3")
     is_gluon = seen[-1].kernel.fn.__name__ == "sparse_linear_attention_8bit_kernel"
     assert name.startswith(choice.GLUON if is_gluon else choice.PORTABLE)
     assert is_gluon == (gluon and dtype == BF16 and blocks == (64, 128))
-    assert without == choice.PORTABLE + " int8, e4m3"
+
+
+@pytest.mark.parametrize("gluon", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "blocks"),
+    [(BF16, 128, None), (BF16, 64, (128, 64)), (FP32, 64, None), (BF16, 64, (192, 128))],
+)
+def test_a_block_sparse_attentions_name_is_that_of_the_kernel_launched(dtype, head_dim, blocks, gluon, monkeypatch):
+    if not gluon:
+        monkeypatch.setattr(attention_hopper, "GLUON_ERROR", "cannot import name 'tma'")
+    qkv = every_launch.quantized_qkv(kernels.FP8, head_dim)._replace(dtype=dtype)
+    sizes = {} if blocks is None else {"block_q": blocks[0], "block_k": blocks[1]}
+    seen = aot.record_launches(lambda: kernels.block_sparse_attention_8bit(qkv, mass=0.5, **sizes), (9, 0))
+    with dispatch.meta_is_gpu((9, 0), 4):
+        blocks = blocks or kernels.block_sparse_sizes(qkv.q.device, dtype, quantized=True)
+        name, reason = kernels.block_sparse_attention_kernel(qkv.q.device, dtype, head_dim, blocks, quantized=True)
+        wide, _ = kernels.block_sparse_attention_kernel(qkv.q.device, dtype, head_dim, (128, 64), quantized=False)
+    assert wide == choice.PORTABLE
+    if blocks == (192, 128) and not gluon:
+        assert (seen, name) == ([], "torch reference")
+        assert reason == "blocks of 192 queries and 128 keys"
+        return
+    assert reason is None
+    assert name.endswith(" int8, e4m3")
+    is_gluon = seen[-1].kernel.fn.__name__ == "attention_8bit_kernel"
+    assert name.startswith(choice.GLUON if is_gluon else choice.PORTABLE)
+    assert is_gluon == (blocks == (192, 128))

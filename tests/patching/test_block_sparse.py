@@ -161,14 +161,14 @@ def test_autograd_attends_to_all_keys(calls):
     assert "block-sparse" not in trp.patch(model).summary()
 
 
-def plan_on_a_gpu(options, heads=2, head_dim=64, **call):
+def plan_on_a_gpu(options, heads=2, head_dim=64, capability=(8, 9), **call):
     """The self-attention's step as chosen for a GPU that is not there."""
     model = tiny_wan_transformer(heads=heads, head_dim=head_dim)
     trp.patch(model, config(**{"min_tokens": 8192, "blocks": None} | options))
     block = model.blocks[0]
     model.to("meta")
     values = (torch.device("meta"), torch.bfloat16, 1, 32760, 1, 7, "sample", None)
-    with meta_is_gpu((8, 9), 100):
+    with meta_is_gpu(capability, 100):
         kind = Call(state_of(block).shared.config, *values, active_backend())._replace(**call)
         return decide(WanAttention, block, kind).self_attention.attention
 
@@ -178,6 +178,10 @@ def test_kernels_on_a_gpu():
     assert (step.kernel, step.reason) == ("portable Triton, block-sparse with mass 0.9", None)
     step = plan_on_a_gpu({"quantize": ("attention",), "mass": 0.85})
     assert (step.kernel, step.reason) == ("portable Triton int8, e4m3, block-sparse with mass 0.85", None)
+    assert (step.run.keywords["block_q"], step.run.keywords["block_k"]) == (128, 64)
+    step = plan_on_a_gpu({"quantize": ("attention",)}, capability=(9, 0))
+    assert (step.kernel, step.reason) == ("sm_90 Gluon int8, e4m3, block-sparse with mass 0.9", None)
+    assert (step.run.keywords["block_q"], step.run.keywords["block_k"]) == (192, 128)
 
 
 def test_dense_on_a_gpu_where_no_sparse_kernel_is():

@@ -8,7 +8,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import nn
 
 from .. import kernels
-from ..patching.block_sparse import why_dense
+from ..patching.block_sparse import block_sizes, why_dense
 from ..patching.plan import state_of
 from ..tiers import BLOCK_SPARSE
 from .parts import self_attention_inputs, trace_of
@@ -33,5 +33,5 @@ def kept_share_of(block: nn.Module, oracle: nn.Module, args: tuple) -> float | N
     if why_dense(block.attn1, call) is not None:
         return 1.0
     q, k, _ = self_attention_inputs(block.attn1, trace_of(oracle, args), args[3])
-    block_q, block_k = config.blocks or kernels.SPARSE_BLOCKS
+    block_q, block_k = block_sizes(call)
     return kernels.kept_share(q, k, mass=config.mass, block_q=block_q, block_k=block_k)

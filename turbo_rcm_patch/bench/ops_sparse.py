@@ -211,12 +211,13 @@ def block_sparse_attention(
         return torch.cat([head.bfloat16() for head in one_by_one], 2)
 
     q, k, v = 2 * values(), values(), values()
+    block_q, block_k = kernels.block_sparse_sizes(device, q.dtype, quantized=True)
 
     def quantized() -> kernels.QuantizedQKV:
         return kernels.quantize_qkv(*(x.flatten(2) for x in (q, k, v)), heads=heads)
 
     def ours() -> torch.Tensor:
-        return kernels.block_sparse_attention_8bit(quantized(), mass=mass)
+        return kernels.block_sparse_attention_8bit(quantized(), mass=mass, block_q=block_q, block_k=block_k)
 
     return Contest(
         ours={"block_sparse_attention": ours},
@@ -224,7 +225,7 @@ def block_sparse_attention(
         partial={DENSE: lambda: kernels.attention_8bit(quantized())},
         oracle=attention_oracle(q, k, v),
         tokens=tokens,
-        kept=kernels.kept_share(q, k, mass=mass),
+        kept=kernels.kept_share(q, k, mass=mass, block_q=block_q, block_k=block_k),
     )
 
 

@@ -5,11 +5,16 @@ Every exported function takes ``implementation="auto" | "triton" | "torch"``; se
 
 from .attention import MAX_HEAD_DIM, attention, attention_to_e4m3
 from .attention_8bit import attention_8bit
-from .block_sparse_attention import BLOCKS as SPARSE_BLOCKS
-from .block_sparse_attention import block_sparse_attention, block_sparse_attention_8bit, kept_share
+from .block_sparse_attention import (
+    block_sparse_attention,
+    block_sparse_attention_8bit,
+    block_sparse_sizes,
+    kept_share,
+)
 from .choice import (
     attention_8bit_kernel,
     attention_kernel_name,
+    block_sparse_attention_kernel,
     conv_kernel,
     gemm_kernel,
     linear_low_rank_kernel,
@@ -50,7 +55,6 @@ __all__ = [
     "MAX_HEAD_DIM",
     "MAX_RUNS",
     "RANK_STEP",
-    "SPARSE_BLOCKS",
     "KeptBlocks",
     "LowRank",
     "Quantized",
@@ -65,6 +69,8 @@ __all__ = [
     "attention_to_e4m3",
     "block_sparse_attention",
     "block_sparse_attention_8bit",
+    "block_sparse_attention_kernel",
+    "block_sparse_sizes",
     "check_sparsity",
     "chosen_key_blocks",
     "compile_ahead",

@@ -88,6 +88,7 @@ def attention_forward(
             schedule.items,
             schedule.whole,
             schedule.parts,
+            *(None,) * 4,
             *skip,
             num_warps=4,
         )

@@ -1,5 +1,5 @@
 """The 8-bit attention forward in Gluon for sm_90: the programs and barriers of attention_hopper_kernel, with
-int8 queries and keys, e4m3 values and weights, and two levels of accumulation.
+int8 queries and keys, e4m3 values and weights, and two levels of accumulation. With lists it is block-sparse.
 
 A consumer's step over a tile of keys, all in the registers of the thread that needs it next:
 
@@ -50,6 +50,7 @@ LOG2_LARGEST = gl.constexpr(8.807354922057604)  # of 448
 @jit(do_not_specialize=["tokens", "heads", "items", "whole", "parts"])
 def attention_8bit_kernel(
     q, q_scale, k, k_scale, v, v_scale, out, out_scale, partial_out, partial_lse, tokens, heads, items, whole, parts,
+    block_map, counts, kept_share, left_value,
     residual, residual_stride_b, residual_stride_s, residual_stride_h,
     c_skip, c_skip_stride_b, c_skip_stride_s, c_skip_stride_c, c_out, c_out_stride_b, c_out_stride_s, c_out_stride_c,
     SKIP_KIND: gl.constexpr, OUT_KIND: gl.constexpr,
@@ -60,6 +61,10 @@ def attention_8bit_kernel(
     q_scale [B, S, H], k_scale [B, H, ⌈S / KEYS⌉], v_scale [B, H, D]; out_scale [B], by which the result is divided, or
     None. Items and parts as in attention_hopper_kernel. residual [B, S, H, D], or None: then there is no skip; the
     kinds are of the coefficients (coefficient.py). Who joins the parts of an item adds its skip.
+
+    block_map [B, H, ⌈S / (CONSUMERS · QUERIES)⌉, ⌈S / KEYS⌉], counts and kept_share without the last dimension: the
+    key tiles that a tile of queries attends to, ascending, and its attention's share of the result, to which it adds
+    left_value [B, H, ..., D] (block_sparse_attention_reference.py). All None: it attends to all.
     """
     HEAD_DIM: gl.constexpr = q.block_type.shape[3]
     q_smem = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, QUERIES, HEAD_DIM], q.layout)
@@ -80,12 +85,13 @@ def attention_8bit_kernel(
         (c_out, c_out_stride_b, c_out_stride_s, c_out_stride_c),
     )
     scales = (q_scale, k_scale, v_scale)
+    lists = (block_map, counts, kept_share, left_value)
     gl.warp_specialize(
         [
-            (_consume, (0, outputs, buffers, sizes, scales, skip, SKIP_KIND, OUT_KIND)),
-            (_consume, (1, outputs, buffers, sizes, scales, skip, SKIP_KIND, OUT_KIND)),
-            (_consume, (2, outputs, buffers, sizes, scales, skip, SKIP_KIND, OUT_KIND)),
-            (_produce, (q, k, v, buffers, sizes)),
+            (_consume, (0, outputs, buffers, sizes, scales, lists, skip, SKIP_KIND, OUT_KIND)),
+            (_consume, (1, outputs, buffers, sizes, scales, lists, skip, SKIP_KIND, OUT_KIND)),
+            (_consume, (2, outputs, buffers, sizes, scales, lists, skip, SKIP_KIND, OUT_KIND)),
+            (_produce, (q, k, v, buffers, sizes, lists)),
         ],
         [4, 4, 1],
         [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
@@ -98,21 +104,33 @@ def _parity(i):
 
 
 @gluon.jit
-def _produce(q, k, v, buffers, sizes):
+def _list_of(item, lists, kv_tokens):
+    """Where an item's list of key tiles is, and how many it has."""
+    return lists[0] + gl.cast(item, gl.int64) * gl.cdiv(kv_tokens, KEYS), gl.load(lists[1] + item)
+
+
+@gluon.jit
+def _produce(q, k, v, buffers, sizes, lists):
     q_smem, k_smem, v_smem, _out_smem, q_full, q_empty, k_full, v_full = buffers
     filled = 0
     for use in range(items_of_program(sizes[3])):
-        _item, sample, head, row, first, end = locate(use, sizes)
+        item, sample, head, row, first, end = locate(use, sizes)
+        if lists[0] is not None:
+            kept, end = _list_of(item, lists, sizes[1])
         # In the order of need: consumer 0 starts on its queries and the first keys while the others are still busy.
         fill_q(q, q_smem, q_full, q_empty, sample, head, row, 0, use)
         key = (end - 1) * KEYS
+        if lists[0] is not None:
+            key = gl.load(kept + (end - 1)) * KEYS
         _fill(k, k_smem, k_full, [sample, head, key, 0], filled, K_EMPTY)
         for i in gl.static_range(1, CONSUMERS):
             fill_q(q, q_smem, q_full, q_empty, sample, head, row, i, use)
         _fill(v, v_smem, v_full, [sample, head, 0, key], filled, V_EMPTY)
         filled += 1
-        for _rest in range(end - 1 - first):
+        for done in range(end - 1 - first):
             key -= KEYS
+            if lists[0] is not None:
+                key = gl.load(kept + (end - 2 - done)) * KEYS
             _fill(k, k_smem, k_full, [sample, head, key, 0], filled, K_EMPTY)
             _fill(v, v_smem, v_full, [sample, head, 0, key], filled, V_EMPTY)
             filled += 1
@@ -133,7 +151,7 @@ def _fill(x, smem, full, corner, filled, EMPTY: gl.constexpr):
 
 @gluon.jit
 def _consume(
-    INDEX: gl.constexpr, outputs, buffers, sizes, scales, skip, SKIP_KIND: gl.constexpr, OUT_KIND: gl.constexpr
+    INDEX: gl.constexpr, outputs, buffers, sizes, scales, lists, skip, SKIP_KIND: gl.constexpr, OUT_KIND: gl.constexpr
 ):  # fmt: skip
     out, out_scale, partial_out, partial_lse = outputs
     q_smem, k_smem, v_smem, out_smem, q_full, q_empty, k_full, v_full = buffers
@@ -148,11 +166,15 @@ def _consume(
     no_output = gl.zeros([QUERIES, HEAD_DIM], gl.float32, OUTPUT)
     i = 0  # key tiles so far, of all items
     for use in range(items_of_program(items)):
-        _item, sample, head, row, first, end = locate(use, sizes)
+        item, sample, head, row, first, end = locate(use, sizes)
         key_tiles = end - first
+        if lists[0] is not None:
+            kept, key_tiles = _list_of(item, lists, kv_tokens)
+            end = gl.load(kept + (key_tiles - 1)) + 1
         partial = gl.where(end * KEYS > kv_tokens, key_tiles, 0)  # the last tile, which comes first
         rows = row + INDEX * QUERIES + opaque(gl.arange(0, QUERIES, layout=ROWS))
-        row_scale = gl.load(q_scale + (sample.to(gl.int64) * tokens + rows) * heads + head, mask=rows < tokens, other=1)
+        row_scales = q_scale + (gl.cast(sample, gl.int64) * tokens + rows) * heads + head
+        row_scale = gl.load(row_scales, mask=rows < tokens, other=1)
         key_scales = (sample * heads + head) * gl.cdiv(kv_tokens, KEYS) + first - 1
         mbarrier.wait(q_full.index(INDEX), use & 1)
         queries = q_smem.index(INDEX).reshape([QUERIES, HEAD_DIM])
@@ -165,7 +187,10 @@ def _consume(
             mbarrier.wait(k_full.index(stage), _parity(i))
             keys_t = k_smem.index(stage).reshape([KEYS, HEAD_DIM]).permute((1, 0))
             scores = warpgroup_mma(queries, keys_t, start, is_async=True)
-            key_scale = gl.load(k_scale + key_scales + rest)
+            place = rest
+            if lists[0] is not None:
+                place = gl.load(kept + (rest - 1)) + 1
+            key_scale = gl.load(k_scale + key_scales + place)
             scores = warpgroup_mma_wait(0, deps=(scores,))
             release(K_EMPTY + stage)
             scores = scores.to(gl.float32, bitcast=True)
@@ -180,7 +205,7 @@ def _consume(
             release(V_EMPTY + stage)
             acc = acc * gl.convert_layout(correction, gl.SliceLayout(1, OUTPUT))[:, None] + product
             i += 1
-        mbarrier.arrive(q_empty.index(INDEX), count=1)
+        mbarrier.arrive(q_empty.index(INDEX))
 
         # Again, and opaque: none of it is held in registers over the loop.
         item, sample, head, row, _first, _end = locate(opaque(use), sizes)
@@ -191,6 +216,9 @@ def _consume(
         if out_scale is not None:
             channel_scale *= 1.0 / gl.load(out_scale + sample)
         acc = acc * channel_scale[None, :]
+        if lists[0] is not None:
+            left = gl.load(lists[3] + gl.cast(item, gl.int64) * HEAD_DIM + columns)
+            acc = acc * gl.load(lists[2] + item) + left[None, :]
         if partial_out is None or item < whole:
             value = acc
             if skip[0][0] is not None:

@@ -5,27 +5,29 @@
 q, k, v, out [B, S, H, D]; block_sparse_attention_reference.py defines p and what is kept: of each block of queries and
 head as many blocks of keys as hold the share `mass`. No weights of its own and no linear branch: this is not
 sparse-linear attention (sparse_linear_attention.py), which models are trained with, but the same kernel runs both. One
-kernel pools q, k and v, one makes the lists (block_sparse_map.py), and one attends and adds what stands for the rest.
-No gradient: under autograd the reference runs.
+kernel pools q, k and v, one makes the lists (block_sparse_map.py), and one attends and adds what stands for the rest:
+in 8 bits on sm_90 the dense kernel with lists (block_sparse_attention_hopper.py), where that takes the blocks. No
+gradient: under autograd the reference runs.
 """
 
 from __future__ import annotations
 
 import torch
 
+from . import block_sparse_attention_hopper as hopper
 from . import block_sparse_attention_reference as reference
 from . import sparse_linear_attention_8bit_portable as portable_8bit
 from . import sparse_linear_attention_portable as portable
-from .block_sparse_attention_reference import LN_2, half, less_mean
-from .block_sparse_map import choose_lists, pool_halves, pool_parts
+from .block_sparse_attention_reference import LN_2, less_mean, part_size
+from .block_sparse_map import choose_lists, pool_estimated, pool_parts
 from .dispatch import kernel_op, use_triton
 from .launch import recording
-from .quantize_qkv import QuantizedQKV
+from .quantize_qkv import QuantizedQKV, default_v_format
 from .quantized import FP8, INT8
 from .quantized_attention_reference import KEY_GROUP
 from .sparse_linear_attention import why_no_sparse_kernel
 
-BLOCKS = (128, 64)  # queries and keys
+BLOCKS = (128, 64)  # queries and keys, where block_sparse_attention_hopper does not run
 
 
 def block_sparse_attention(
@@ -55,8 +57,8 @@ def block_sparse_attention(
     if not fused or reason is not None:
         return reference.block_sparse_attention(q, k, v, mass, block_q, block_k)
     tokens = q.shape[1]
-    pooled_k = less_mean(pool_halves(k, block_k), tokens, half(block_k))
-    pooled = (x.to(q.dtype) for x in (pool_halves(q, block_q), pooled_k))
+    pooled_k = less_mean(pool_estimated(k, block_k), tokens, part_size(block_k))
+    pooled = (x.to(q.dtype) for x in (pool_estimated(q, block_q), pooled_k))
     found = choose_lists(*pooled, q.shape[3] ** -0.5, tokens, mass, block_q, block_k)
     left_value = found.left @ pool_parts(v, None, tokens, block_k, block_k, 1)
     return _block_sparse_attention(
@@ -68,24 +70,30 @@ def block_sparse_attention_8bit(
     qkv: QuantizedQKV,
     *,
     mass: float,
-    block_q: int = BLOCKS[0],
-    block_k: int = BLOCKS[1],
+    block_q: int | None = None,
+    block_k: int | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """The same of q, k and v that quantize_qkv has put in 8 bits; [B, S, H, D] in their dtype before that."""
+    """The same of q, k and v that quantize_qkv has put in 8 bits; [B, S, H, D] in their dtype before that.
+
+    block_q, block_k: both or neither, then the fastest for this device (`block_sparse_sizes`). On sm_90 the kernels
+    take 192 and 128 tokens as well.
+    """
+    if block_q is None and block_k is None:
+        block_q, block_k = block_sparse_sizes(qkv.q.device, qkv.dtype, quantized=True)
     _check_options(mass, block_q, block_k)
     q, q_scale, k, k_scale, v, v_scale, dtype = qkv
     formats = (INT8, FP8) if v.dtype == FP8 else (INT8,)
     fused = use_triton(implementation, *qkv[:6], has_gradient=False, formats=formats)
-    reason = why_no_sparse_kernel(q.device, q.shape[3], block_q, block_k, v.dtype) if fused else None
+    reason = why_no_8bit_kernel(q.device, dtype, v.dtype, q.shape[3], block_q, block_k) if fused else None
     _refuse(reason, implementation)
     if q.numel() == 0 or (recording() and not (fused and reason is None)):
         return q.new_empty(q.shape, dtype=dtype)
     if not fused or reason is not None:
         return reference.block_sparse_attention_8bit(*qkv, mass, block_q, block_k)
     tokens = q.shape[1]
-    pooled_q = pool_halves(q, block_q, q_scale)
-    pooled_k = pool_halves(k, block_k, k_scale.mT, KEY_GROUP)
+    pooled_q = pool_estimated(q, block_q, q_scale)
+    pooled_k = pool_estimated(k, block_k, k_scale.mT, KEY_GROUP)
     pooled = (x.to(dtype) for x in (pooled_q, pooled_k))
     found = choose_lists(*pooled, LN_2, tokens, mass, block_q, block_k)
     # An e4m3 v is [B, H, D, T], and within 32 tokens in another order, which a mean does not see.
@@ -93,6 +101,22 @@ def block_sparse_attention_8bit(
     left_value = found.left @ (pool_parts(values, None, tokens, block_k, block_k, 1) * v_scale[:, :, None])
     lists = (found.block_map, found.counts, found.kept_share, left_value)
     return _block_sparse_attention_8bit(*qkv[:6], *lists, block_q, block_k, dtype)
+
+
+def block_sparse_sizes(device: torch.device, dtype: torch.dtype, *, quantized: bool) -> tuple[int, int]:
+    """Tokens of a block of queries and of a block of keys, such that attention to them, with a result of this dtype, is
+    fastest on a device."""
+    takes_hopper = quantized and hopper.why_not(device, dtype, default_v_format(device), 128, *hopper.BLOCKS) is None
+    return hopper.BLOCKS if takes_hopper else BLOCKS
+
+
+def why_no_8bit_kernel(
+    device: torch.device, dtype: torch.dtype, v_format: torch.dtype, head_dim: int, block_q: int, block_k: int
+) -> str | None:
+    """Why no kernel takes these in 8 bits for a result of this dtype, in a few words; None when one does."""
+    if hopper.why_not(device, dtype, v_format, head_dim, block_q, block_k) is None:
+        return None
+    return why_no_sparse_kernel(device, head_dim, block_q, block_k, v_format)
 
 
 def kept_share(
@@ -118,6 +142,8 @@ def _check(q, k, v, mass, block_q, block_k):
 def _check_options(mass, block_q, block_k):
     if not 0 < mass <= 1:
         raise ValueError(f"block_sparse_attention: mass={mass}; it is a share of the attention, in (0, 1].")
+    if (block_q is None) != (block_k is None):
+        raise ValueError("block_sparse_attention: give block_q and block_k together, or neither.")
     for name, block in (("block_q", block_q), ("block_k", block_k)):
         if block < 1:
             raise ValueError(f"block_sparse_attention: {name}={block}; a block has at least one token.")
@@ -170,7 +196,10 @@ def _block_sparse_attention_8bit(
     out = q8.new_empty(q8.shape, dtype=dtype)
     qkv = QuantizedQKV(q8, q_scale, k8, k_scale, v8, v_scale, dtype)
     blocks = portable.Blocks(block_map, block_q, block_k, counts, kept_share, left_value)
-    portable_8bit.sparse_attention_forward(qkv, None, blocks, None, out)
+    if hopper.why_not(q8.device, dtype, v8.dtype, q8.shape[3], block_q, block_k) is None:
+        hopper.attention_forward(qkv, blocks, out)
+    else:
+        portable_8bit.sparse_attention_forward(qkv, None, blocks, None, out)
     return out
 
 

@@ -5,9 +5,10 @@ kernel applies.
     kept = the blocks of keys with the largest p, until they hold `mass` of it; and those with the queries' own tokens
     out  = (1 - Σ p_left) · softmax(q kᵀ / √D) v over the kept blocks + Σ p_left · (mean of v in the block)
 
-q, k, v, out [B, S, H, D]. The estimate is attention among the means of half blocks of q and of k less its mean over the
-tokens: each half's softmax is summed over its blocks of keys, so that two halves of queries that look at different
-blocks keep both. What is left out enters with its estimated share, which is at most 1 - mass.
+q, k, v, out [B, S, H, D]. The estimate is attention among the means of parts of blocks, mostly halves, of q and of k
+less its mean over the tokens: each part's softmax is summed over its blocks of keys, so that parts of a block of
+queries that look at different blocks keep both. What is left out enters with its estimated share, which is at most
+1 - mass.
 
 Related: SpargeAttn (Zhang et al. 2025) keeps blocks by products of means; Sol-Attn (2026) adds a correction for the
 blocks that are left out. What each part here buys is in results/designs.md.
@@ -43,8 +44,11 @@ class Lists(NamedTuple):
     kept_share: torch.Tensor
 
 
-def half(block: int) -> int:
-    """Tokens of half a block; of an odd one, all."""
+def part_size(block: int) -> int:
+    """Tokens of a part of a block: of a half, of a third of 192 tokens, as kernels take powers of two; of an odd block
+    all."""
+    if block == 192:
+        return 64
     return block // 2 if block % 2 == 0 else block
 
 
@@ -77,21 +81,21 @@ def less_mean(pooled_k: torch.Tensor, tokens: int, size: int) -> torch.Tensor:
 def estimate(
     pooled_q: torch.Tensor, pooled_k: torch.Tensor, scale: float, tokens: int, block_q: int, block_k: int
 ) -> torch.Tensor:
-    """p, [B, H, QB, KB] in fp32 or wider, from the means of half blocks [B, H, parts, D] of one dtype.
+    """p, [B, H, QB, KB] in fp32 or wider, from the means of parts of blocks [B, H, parts, D] of one dtype.
 
-    Of matrices of all halves, which are large, no more than two are kept at a time.
+    Of matrices of all parts, which are large, no more than two are kept at a time.
     """
-    half_q, half_k = half(block_q), half(block_k)
-    of_queries = lengths(tokens, half_q, pooled_q.shape[2], pooled_q.device)
-    of_keys = lengths(tokens, half_k, pooled_k.shape[2], pooled_k.device)
+    part_q, part_k = part_size(block_q), part_size(block_k)
+    of_queries = lengths(tokens, part_q, pooled_q.shape[2], pooled_q.device)
+    of_keys = lengths(tokens, part_k, pooled_k.shape[2], pooled_k.device)
     scores = (pooled_q * scale) @ pooled_k.mT
     scores += of_keys.log().to(scores.dtype)
     scores = scores.softmax(-1)
     wide = torch.promote_types(scores.dtype, torch.float32)
-    shares = scores.unflatten(-1, (-1, block_k // half_k)).sum(-1, dtype=wide)
+    shares = scores.unflatten(-1, (-1, block_k // part_k)).sum(-1, dtype=wide)
     del scores
-    of_queries = of_queries.unflatten(0, (-1, block_q // half_q))
-    shares = shares.unflatten(2, (-1, block_q // half_q))
+    of_queries = of_queries.unflatten(0, (-1, block_q // part_q))
+    shares = shares.unflatten(2, (-1, block_q // part_q))
     shares *= (of_queries / of_queries.sum(-1, keepdim=True))[..., None]
     return shares.sum(3)
 
@@ -118,8 +122,8 @@ def _own_blocks(query_blocks: int, key_blocks: int, block_q: int, block_k: int, 
 def lists(q: torch.Tensor, k: torch.Tensor, mass: float, block_q: int, block_k: int) -> Lists:
     """What is kept of q and k [B, S, H, D], with the softmax's scale 1/√D."""
     tokens = q.shape[1]
-    pooled_q = pool(q, block_q, half(block_q))
-    pooled_k = less_mean(pool(k, block_k, half(block_k)), tokens, half(block_k))
+    pooled_q = pool(q, block_q, part_size(block_q))
+    pooled_k = less_mean(pool(k, block_k, part_size(block_k)), tokens, part_size(block_k))
     pooled = (x.to(q.dtype) for x in (pooled_q, pooled_k))
     return keep(estimate(*pooled, q.shape[3] ** -0.5, tokens, block_q, block_k), mass, block_q, block_k)
 
@@ -153,7 +157,7 @@ def block_sparse_attention_8bit(
     queries = q.float() * q_scale[..., None]  # of scores in base 2
     keys = k.float() * per_token(k_scale, tokens)[..., None]
     values = (untranspose(v, tokens) if v.dtype == FP8 else v.float()) * v_scale[:, None]
-    pooled = (pool(x, block, half(block)).to(dtype) for x, block in ((queries, block_q), (keys, block_k)))
+    pooled = (pool(x, block, part_size(block)).to(dtype) for x, block in ((queries, block_q), (keys, block_k)))
     found = keep(estimate(*pooled, LN_2, tokens, block_q, block_k), mass, block_q, block_k)
 
     def attend(queries, keys, values, is_kept):

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .block_sparse_attention_reference import Lists, estimate, half, parts_of
+from .block_sparse_attention_reference import Lists, estimate, part_size, parts_of
 from .dispatch import kernel_op
 from .launch import launch_kernel
 from .sizes import next_power_of_2
@@ -34,7 +34,7 @@ def choose_lists(
     block_q: int,
     block_k: int,
 ) -> Lists:
-    """What is kept, from the means of half blocks [B, H, parts, D] of one dtype."""
+    """What is kept, from the means of parts of blocks [B, H, parts, D] of one dtype."""
     shares = estimate(pooled_q, pooled_k, scale, tokens, block_q, block_k)
     return Lists(*_keep(shares, mass, block_q, block_k))
 
@@ -73,11 +73,11 @@ def _allocate_means(x, scale, tokens, block, size, tokens_per_scale):
     return x.new_empty(shape, dtype=torch.float32)
 
 
-def pool_halves(
+def pool_estimated(
     x: torch.Tensor, block: int, scale: torch.Tensor | None = None, tokens_per_scale: int = 1
 ) -> torch.Tensor:
-    """The means of half blocks of x [B, S, H, D]."""
-    return pool_parts(x, scale, x.shape[1], block, half(block), tokens_per_scale)
+    """The means of x [B, S, H, D] over the parts of blocks that the estimate takes."""
+    return pool_parts(x, scale, x.shape[1], block, part_size(block), tokens_per_scale)
 
 
 @kernel_op("keep_blocks")

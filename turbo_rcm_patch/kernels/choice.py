@@ -7,7 +7,15 @@ from __future__ import annotations
 
 import torch
 
-from . import attention_8bit_hopper, attention_hopper, conv_hopper, gemm_hopper, sparse_linear_attention_hopper
+from . import (
+    attention_8bit_hopper,
+    attention_hopper,
+    block_sparse_attention_hopper,
+    conv_hopper,
+    gemm_hopper,
+    sparse_linear_attention_hopper,
+)
+from .block_sparse_attention import why_no_8bit_kernel
 from .dispatch import is_hopper
 from .measured import why_torch
 from .quantize_qkv import default_v_format
@@ -101,26 +109,39 @@ def attention_8bit_kernel(device: torch.device, result: torch.dtype) -> tuple[st
 
 
 def sparse_attention_kernel(
-    device: torch.device,
-    head_dim: int,
-    blocks: tuple[int, int],
-    *,
-    quantized: bool,
-    branch: torch.dtype | None = None,
+    device: torch.device, dtype: torch.dtype, head_dim: int, blocks: tuple[int, int], *, quantized: bool
 ) -> tuple[str, str | None]:
-    """What runs a `sparse_linear_attention` or, with branch=None, a `block_sparse_attention` on a GPU, with its formats
-    where q, k and v are quantized, and why that is the reference, if so. branch: the dtype of q, of which the linear
-    branch is."""
+    """What runs a `sparse_linear_attention` of q, k and v of this dtype on a GPU, with its formats where they are
+    quantized, and why that is the reference, if so."""
     v_format = default_v_format(device) if quantized else None
     reason = why_no_sparse_kernel(device, head_dim, *blocks, v_format)
+    why_not_gluon = None
+    if reason is None and quantized:
+        why_not_gluon = sparse_linear_attention_hopper.why_not(device, dtype, v_format, head_dim, *blocks)
+    return _sparse_kernel_name(device, v_format, reason, why_not_gluon)
+
+
+def block_sparse_attention_kernel(
+    device: torch.device, dtype: torch.dtype, head_dim: int, blocks: tuple[int, int], *, quantized: bool
+) -> tuple[str, str | None]:
+    """The same of a `block_sparse_attention`."""
+    if not quantized:
+        return _sparse_kernel_name(device, None, why_no_sparse_kernel(device, head_dim, *blocks, None), None)
+    v_format = default_v_format(device)
+    sizes = (device, dtype, v_format, head_dim, *blocks)
+    reason, why_not_gluon = why_no_8bit_kernel(*sizes), block_sparse_attention_hopper.why_not(*sizes)
+    return _sparse_kernel_name(device, v_format, reason, why_not_gluon)
+
+
+def _sparse_kernel_name(
+    device: torch.device, v_format: torch.dtype | None, reason: str | None, why_not_gluon: str | None
+) -> tuple[str, str | None]:
     if reason is not None:
         return "torch reference", reason
-    formats = {None: "", torch.float16: " int8, fp16"}.get(v_format, " int8, e4m3")
-    kernel = PORTABLE
-    if quantized and branch is not None:
-        why_not_gluon = sparse_linear_attention_hopper.why_not(device, branch, v_format, head_dim, *blocks)
-        kernel = _kernel_name(device, why_not_gluon)
-    return kernel + formats, None
+    if v_format is None:
+        return PORTABLE, None
+    formats = " int8, fp16" if v_format == torch.float16 else " int8, e4m3"
+    return _kernel_name(device, why_not_gluon) + formats, None
 
 
 def gemm_kernel(

@@ -361,6 +361,9 @@ def launch_block_sparse_attention() -> None:
         block_sparse_attention(x, x, x, **options)
         for v_format in sorted(formats, key=str):
             block_sparse_attention_8bit(quantized_qkv(v_format, head_dim)._replace(dtype=dtype), **options)
+    for head_dim, dtype in product((64, 128), (BF16, FP16)):  # with the fastest blocks
+        qkv = quantized_qkv(default_v_format(torch.device("meta")), head_dim)
+        block_sparse_attention_8bit(qkv._replace(dtype=dtype), mass=0.5)
     for dtype, tokens in ((FP16, 300), (BF16, 32760), (BF16, 75600)):
         x = meta(1, tokens, 3, 128, dtype=dtype)
         block_sparse_attention(x, x, x, mass=0.5)

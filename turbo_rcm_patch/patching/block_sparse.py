@@ -62,17 +62,20 @@ def _tokens(attn: nn.Module, call: Call) -> int:
 
 def _kernel(attn: nn.Module, call: Call) -> tuple[str, str | None]:
     head_dim, quantized = attn.inner_dim // attn.heads, call.config.in_8_bits("attention")
-    return kernels.sparse_attention_kernel(call.device, head_dim, _blocks(call), quantized=quantized)
+    sizes = call.device, call.dtype, head_dim, block_sizes(call)
+    return kernels.block_sparse_attention_kernel(*sizes, quantized=quantized)
 
 
-def _blocks(call: Call) -> tuple[int, int]:
-    return call.config.blocks or kernels.SPARSE_BLOCKS
+def block_sizes(call: Call) -> tuple[int, int]:
+    """Tokens of a block of queries and of a block of keys."""
+    quantized = call.config.in_8_bits("attention")
+    return call.config.blocks or kernels.block_sparse_sizes(call.device, call.dtype, quantized=quantized)
 
 
 def attention(attn: nn.Module, call: Call, *, quantized: bool) -> Step:
     """Block-sparse attention: (q, k, v [B, S, H, D]), quantized a QuantizedQKV, -> [B, S, H, D]."""
     implementation, reason = call.choose()
-    block_q, block_k = _blocks(call)
+    block_q, block_k = block_sizes(call)
     options = {"mass": call.config.mass, "block_q": block_q, "block_k": block_k, "implementation": implementation}
     op = kernels.block_sparse_attention_8bit if quantized else kernels.block_sparse_attention
     run = partial(op, **options)

@@ -185,9 +185,7 @@ def attention(attn: nn.Module, call: Call) -> Step:
     kernel = REFERENCE
     if reason is None:
         head_dim = attn.inner_dim // attn.heads
-        kernel, reason = kernels.sparse_attention_kernel(
-            call.device, head_dim, blocks, quantized=quantized, branch=call.dtype
-        )
+        kernel, reason = kernels.sparse_attention_kernel(call.device, call.dtype, head_dim, blocks, quantized=quantized)
     run = partial(attend, attn, quantized, implementation)
     return Step(run, f"{kernel}, {_share(attn.processor, call, blocks[1])}", reason)
 
