@@ -11,7 +11,7 @@ import torch
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.bench import ops, ops_conv, ops_quantized, ops_sparse
 from turbo_rcm_patch.bench.metrics import relative_l2
-from turbo_rcm_patch.bench.ops import OpCase, error_limit, measure_errors, run_case
+from turbo_rcm_patch.bench.ops import Draws, OpCase, error_limit, measure_errors, run_case
 from turbo_rcm_patch.bench.ops_sparse import DENSE, DENSE_BF16, IN_PYTORCH
 from turbo_rcm_patch.bench.report import ops_table
 from turbo_rcm_patch.bench.sla_in_pytorch import sla_in_pytorch
@@ -91,6 +91,14 @@ def test_a_rival_that_this_pytorch_cannot_compile_is_left_out(capsys):
 
     assert SMALL["sparse_linear_attention_bf16"](CPU, compiled).rivals == {}
     assert f"{IN_PYTORCH} does not run here: RuntimeError: no compiler" in capsys.readouterr().out
+
+
+def test_alike_values_are_packed():
+    """Quantising would copy others first, and its time would be the copy's."""
+    values = ops_sparse.alike_values(Draws(CPU), 1000, 3, 64)
+    assert values.is_contiguous()
+    later, earlier = values[:, 1:].float(), values[:, :-1].float()
+    assert (later * earlier).sum() / earlier.square().sum() == pytest.approx(0.99, abs=0.01)
 
 
 def test_block_sparsity_is_timed_by_mass_with_the_share_that_it_keeps():

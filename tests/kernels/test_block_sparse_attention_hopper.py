@@ -210,21 +210,24 @@ def test_matches_the_oracle_as_well_as_the_definition(name, dtype, mass, sm_90, 
     qkv = in_8_bits(*(SHAPES | LARGE)[name], dtype, "cuda")
     out = block_sparse_attention_8bit(qkv, mass=mass)  # with the fastest blocks
     ((_, blocks, _),) = taken
-    found = Lists(blocks.block_map, blocks.counts, left_of(blocks, qkv, mass), blocks.kept_share)
-    assert_as_good(out, qkv, found)
+    assert_as_good(out, qkv, checked_lists(blocks, qkv, mass))
     assert torch.equal(block_sparse_attention_8bit(qkv, mass=mass, block_q=BLOCK_Q, block_k=BLOCK_K), out)
 
 
-def left_of(blocks: Blocks, qkv: QuantizedQKV, mass: float) -> torch.Tensor:
-    """p of what is left out, as the definition has it of the same means, whose lists are these but for near ties."""
+def checked_lists(blocks: Blocks, qkv: QuantizedQKV, mass: float) -> Lists:
+    """What the kernels keep, in lists of all blocks, and p of the others as the definition has it of the same means.
+    It is what the definition keeps, but for near ties."""
+    key_blocks = blocks.block_map.shape[3]
+    listed = torch.arange(key_blocks, device=blocks.counts.device) < blocks.counts[..., None]
+    place = blocks.block_map.long().where(listed, key_blocks)  # nothing is written behind a list
+    kept = listed.new_zeros(*listed.shape[:3], key_blocks + 1).scatter(-1, place, True)[..., :key_blocks]
     q, k = qkv.q.float() * qkv.q_scale[..., None], qkv.dequantize_qk()[1]
     pooled = (definition.pool(x, block, 64).to(qkv.dtype) for x, block in ((q, BLOCK_Q), (k, BLOCK_K)))
     shares = definition.estimate(*pooled, LN_2, q.shape[1], BLOCK_Q, BLOCK_K)
     expected = definition.keep(shares, mass, BLOCK_Q, BLOCK_K)
-    assert (blocks.counts - expected.counts).abs().float().mean() <= 0.02 * blocks.block_map.shape[3]
-    listed = torch.arange(blocks.block_map.shape[3], device=q.device) < blocks.counts[..., None]
-    kept = torch.zeros_like(listed).scatter(-1, blocks.block_map.long().clamp(0, listed.shape[3] - 1), listed)
-    return shares.masked_fill(kept, 0)
+    assert (blocks.counts - expected.counts).abs().float().mean() <= 0.02 * key_blocks
+    block_map = (~kept).int().sort(stable=True, dim=-1).indices.int()
+    return Lists(block_map, blocks.counts, shares.masked_fill(kept, 0), blocks.kept_share)
 
 
 @pytest.mark.gpu

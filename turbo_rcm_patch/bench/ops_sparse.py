@@ -205,12 +205,8 @@ def block_sparse_attention(
     """Block-sparse attention. How fast it is depends on what a mass keeps: the default one of these values, whose
     neighbouring tokens are alike, half of the blocks with an error of 9 %, as of the tiny model's own."""
     draw = Draws(device)
-
-    def values() -> torch.Tensor:
-        one_by_one = (autoregressive(draw(1, tokens, 1, head_dim).float(), 0.99) for _ in range(heads))  # little memory
-        return torch.cat([head.bfloat16() for head in one_by_one], 2)
-
-    q, k, v = 2 * values(), values(), values()
+    q, k, v = (alike_values(draw, tokens, heads, head_dim) for _ in range(3))
+    q = 2 * q
     block_q, block_k = kernels.block_sparse_sizes(device, q.dtype, quantized=True)
 
     def quantized() -> kernels.QuantizedQKV:
@@ -227,6 +223,12 @@ def block_sparse_attention(
         tokens=tokens,
         kept=kernels.kept_share(q, k, mass=mass, block_q=block_q, block_k=block_k),
     )
+
+
+def alike_values(draw: Draws, tokens: int, heads: int, head_dim: int) -> torch.Tensor:
+    """[1, S, H, D], packed, whose neighbouring tokens are alike."""
+    one_by_one = (autoregressive(draw(1, tokens, 1, head_dim).float(), 0.99) for _ in range(heads))  # little memory
+    return torch.cat([head.bfloat16() for head in one_by_one], 2).contiguous()  # cat lays the tokens out last
 
 
 def _by_mass(mass: float, *sizes: int) -> OpCase:
