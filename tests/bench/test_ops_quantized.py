@@ -145,6 +145,21 @@ def test_attention_alone_is_to_reach_a_rate():
         assert f", {shown}  " in ops_table([result])
 
 
+def test_targets_are_those_that_were_asked_for():
+    found = {}
+    for case in ops_quantized.CASES:
+        found.setdefault(case.name.split()[0], []).extend(case.targets.values())
+    linears = [1.05, 1.05, 1.05, 1.2, 1.05]  # 1.2 of 75600×5120×5120
+    assert {name: targets for name, targets in found.items() if targets} == {
+        "attention_8bit": [1.02, 1.02],
+        "structured_attention_8bit": [1.02],
+        "attention_skip_8bit": [1.0],
+        "norms_attention_8bit": [1.18, 1.18],
+        "linear_skip_8bit": linears,
+        "fed_linear_skip_8bit": linears,
+    }
+
+
 def test_names_of_cases_are_unique_and_their_targets_are_of_contenders():
     names = [case.name for case in (*ops.CASES, *ops_conv.CASES, *ops_quantized.CASES)]
     assert len(set(names)) == len(names)

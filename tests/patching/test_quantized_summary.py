@@ -50,7 +50,7 @@ def expected_launches(rows):
 
 def of_step(row):
     gluon = row.kernel.startswith("sm_90 Gluon")
-    if row.kernel in ("PyTorch module", "PyTorch linear"):
+    if row.kernel in ("PyTorch module", "PyTorch linear") or row.kernel.startswith("PyTorch SDPA"):
         return []
     if row.step in ("norm", "norm + modulation"):
         return ["_layer_norm_modulate_kernel"]
@@ -197,6 +197,17 @@ def test_one_part_alone(options, converted_for):
         assert attention.kernel == "portable Triton"
         # The exact attention gives no 8 bits.
         assert rows["self_attention", "projection + skip"].reasons == {APART: 2}
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0)])
+def test_what_another_attention_gives_is_quantised_apart(capability, converted_for):
+    """As docs/tiers.md says: K and V of the prompt always, and the cross-attention's result where it is PyTorch's."""
+    converted_for(capability)
+    model = wan()
+    patch = trp.patch(model, config(attention="sdpa"))
+    rows = check(model, patch, tiny_transformer_inputs(model), capability)
+    apart = {step for step, row in rows.items() if APART in row.reasons}
+    assert apart == {("cross_attention", "K and V projections"), ("cross_attention", "projection + skip")}
 
 
 @pytest.mark.parametrize("name", ["vace", "skyreels", "animate"])
