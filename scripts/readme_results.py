@@ -21,6 +21,7 @@ from result_tables.ops import (
     memory_cap,
     ops_table,
     sanitizers_sentence,
+    short_quantized,
     short_sparse,
     tests_table,
     traffic_table,
@@ -93,7 +94,7 @@ def _short(path: Path) -> str:
         return ""
     files = (path.with_name(name) for name in (SPARSE, BLOCK_SPARSE))
     tiny = short_tiny_table(runs.get("evaluate"), *(json.loads(f.read_text()) if f.exists() else None for f in files))
-    return "\n".join(filter(None, (steps, short_sparse(runs), tiny)))
+    return "\n".join(filter(None, (steps, short_quantized(runs) + short_sparse(runs), tiny)))
 
 
 def results_page(folder: Path) -> str:

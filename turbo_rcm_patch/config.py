@@ -55,7 +55,8 @@ class PatchConfig:
             wildcards, counted from the transformer: "blocks.0", "*.ffn.net.2".
         topk: in the sparse tier, the share of key blocks that each block of queries keeps, above 0 and at most 1.
         blocks: in the sparse tier, (queries, keys) in a block, as the weights were trained with. None: TurboDiffusion's
-            own, (128, 64), and for 8-bit attention on sm_90 (64, 128); with attention="block_sparse" (128, 64).
+            own, (128, 64), and for 8-bit attention on sm_90 (64, 128); with attention="block_sparse" (128, 64), and for
+            8-bit attention on sm_90 (192, 128).
         mass: with attention="block_sparse", the share of the estimated attention that the key blocks hold which each
             block of queries keeps, above 0 and at most 1: the more, the closer to dense attention.
         min_tokens: with attention="block_sparse", below how many tokens of a sample attention stays dense.

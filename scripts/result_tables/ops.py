@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from turbo_rcm_patch.bench.attention_error import NORMAL
 from turbo_rcm_patch.bench.charts import model_of
-from turbo_rcm_patch.bench.ops_quantized import OURS_EXACT
+from turbo_rcm_patch.bench.ops_quantized import FLASH_ATTENTION, OURS_EXACT, SCALED_MM
 from turbo_rcm_patch.bench.ops_sparse import DENSE
 from turbo_rcm_patch.bench.report import case_with_share
 from turbo_rcm_patch.bench.tune_check import ALLOWED, SHIPPED, TUNED, choices_table, differing, slower
+from turbo_rcm_patch.bench.turbodiffusion_module import COMPILED as TURBODIFFUSION
 
 from .cells import bold, table_of
 
@@ -178,14 +180,52 @@ def short_sparse(runs: dict) -> str:
     said = []
     for op, what in SHORT_SPARSE.items():
         pairs = [
-            f"{_best(result)} beside {_milliseconds(result, DENSE)} at {result['case'].split()[1]}"
-            + (f" ({result['most']:g} wanted)" if result.get("most") else "")
+            f"{_best(result)} beside {_milliseconds(result, DENSE)} at {result['case'].split()[1]}{_notes(result)}"
             for result in runs.get("ops-sparse", {"results": ()})["results"]
             if result["case"].startswith(f"{op} ") and result["best"] is not None
         ]
         if pairs:
             said.append(f"{what}: {', '.join(pairs)}.")
     return f"Sparse attention beside dense in 8 bits, ms. {' '.join(said)}\n" if said else ""
+
+
+def _notes(result: dict) -> str:
+    notes = [f"{result['most']:g} wanted"] if result.get("most") else []
+    if TURBODIFFUSION in result["timings"]:
+        notes.append(f"TurboDiffusion's own module, compiled: {_milliseconds(result, TURBODIFFUSION)}")
+    return f" ({'; '.join(notes)})" if notes else ""
+
+
+def short_quantized(runs: dict) -> str:
+    """The README's sentences on attention and linears in 8 bits, bold where they miss their target; empty without such
+    rows."""
+    rows: dict[str, list[dict]] = {}
+    for result in runs.get("ops-quantized", {"results": ()})["results"]:
+        if result["best"] is not None:
+            rows.setdefault(result["case"].split()[0], []).append(result)
+    said = [
+        _beside("Attention beside FlashAttention-3's in fp8", rows.get("attention_8bit", ()), FLASH_ATTENTION),
+        _beside("With norms, RoPE and quantising, beside exact", rows.get("norms_attention_8bit", ()), OURS_EXACT),
+    ]
+    speedups = [row["speedups"][SCALED_MM] for row in rows.get("linear_skip_8bit", ())]
+    if speedups:
+        span = f"{min(speedups):.2f} to {max(speedups):.2f}"
+        said.append(f"Linears with their skip, both sides quantising: {span} times as fast as `_scaled_mm` compiled.")
+    if "attention-error" in runs:
+        like_a_models = [row for row in runs["attention-error"]["attention_errors"] if row["values"] != NORMAL]
+        worst = max(row["relative_l2"] for row in like_a_models)
+        said.append(f"The attention's relative L2 error on values like a model's: {worst:.1e} at most.")
+    said = list(filter(None, said))
+    return f"In 8 bits, ms. {' '.join(said)}\n" if said else ""
+
+
+def _beside(what: str, rows: Sequence[dict], rival: str) -> str:
+    pairs = [
+        f"{_best(row)} beside {_milliseconds(row, rival)} at {row['case'].split()[1]}"
+        for row in rows
+        if rival in row["timings"]
+    ]
+    return f"{what}: {', '.join(pairs)}." if pairs else ""
 
 
 def _best(result: dict) -> str:
