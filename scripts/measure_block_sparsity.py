@@ -39,7 +39,7 @@ STEPS = 4
 
 def config_of(mass: float, exact_steps: tuple[int, int] | None = None) -> PatchConfig:
     options = {"attention": "block_sparse", "mass": mass, "min_tokens": 0, "blocks": BLOCKS, "exact_steps": exact_steps}
-    # No kernel takes blocks of 16: on a GPU attention would be dense.
+    # In plain torch on a GPU too: no kernel takes blocks of 16.
     return PatchConfig(tier="sparse", quantize=(), implementation="torch", **options)
 
 

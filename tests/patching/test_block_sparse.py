@@ -196,6 +196,19 @@ def test_dense_on_a_gpu_where_no_sparse_kernel_is():
         assert "block-sparse" not in step.kernel
 
 
+@pytest.mark.parametrize("quantize", [(), ("attention",)])
+def test_few_tokens_take_the_reference_where_no_sparse_kernel_is(quantize):
+    """On a GPU the embedded model, of 700 tokens in small blocks, would else be measured with dense attention."""
+    options = {"blocks": (16, 16), "min_tokens": 0, "quantize": quantize}
+    step = plan_on_a_gpu(options, tokens=700)
+    reason = "blocks of 16 queries and 16 keys"
+    assert (step.kernel, step.reason) == ("torch reference, block-sparse with mass 0.9", reason)
+    for options_of_dense, tokens in ((options, 8192), ({**options, "implementation": "triton"}, 700)):
+        step = plan_on_a_gpu(options_of_dense, tokens=tokens)
+        assert "block-sparse" not in step.kernel
+        assert step.reason == reason
+
+
 def test_an_attention_backend_that_the_user_chose_stays(calls):
     model = tiny_wan_transformer()
     inputs = tiny_transformer_inputs(model)

@@ -1,6 +1,7 @@
 """TurboDiffusion's weights in a Wan model: parity with its equations, files in its naming, restore."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.oracle import assert_no_worse, relative_error
 from tests.patching.turbowan import BLOCKS, SAGE, SLA, TOPK, is_sparse, literal, run, turbo_weights
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.checkpoints.whole import parameters_of
+from turbo_rcm_patch.patching import turbodiffusion
 from turbo_rcm_patch.patching.quantized_weights import quantized_linears
 from turbo_rcm_patch.patching.sparse import SparseAttnProcessor
 from turbo_rcm_patch.tiers import SPARSE
@@ -106,6 +108,33 @@ def test_a_patched_block_is_as_right_as_diffusers_code_with_the_processor(saved)
     assert_no_worse(run(model), run(plain), expected)
 
 
+def test_a_pipeline_in_bf16_is_as_right_as_diffusers_code_with_the_processor(saved):
+    """Four steps, against the equations in fp64. All blocks are kept: a choice between near ties says nothing of it."""
+    pipe = tiny_wan_pipeline(dtype=torch.bfloat16)
+    patched, sla = pipe.transformer, (1.0, *BLOCKS)
+    weights = turbo_weights(patched)
+    trp.load_turbodiffusion(saved(weights), pipe, attention="sla", topk=1.0, blocks=BLOCKS)
+    trp.use_rcm(pipe)
+    plain = copy.deepcopy(patched)
+    for block in plain.blocks:
+        block.forward = type(block).forward.__get__(block)
+    rounded = {name: tensor.double() for name, tensor in with_rounded_weights(weights, patched).items()}
+    options = {"num_inference_steps": 4, "guidance_scale": 1.0}
+    latents = []
+    for pipe.transformer in (patched, plain):
+        latents.append(pipe(**tiny_call(**options, generator=torch.Generator().manual_seed(3))).frames)
+    with torch.no_grad():
+        call = tiny_call(**options)
+        prompt, _ = pipe.encode_prompt(call["prompt"], max_sequence_length=16, do_classifier_free_guidance=False)
+
+    def velocity(x, timestep):
+        return literal_wan.wan(rounded, x[0], timestep, prompt[0].double(), heads=2, sla=sla)[None]
+
+    expected = literal_wan.rcm_sample(velocity, latents[0].shape, 4, 80.0, 3, torch.float64)
+    assert_no_worse(*latents, expected)
+    assert relative_error(latents[0], expected) < 0.01
+
+
 def with_rounded_weights(weights, model):
     """What a model holds of weights after it cast them."""
     rounded = official_state_dict(strip_projections(copy.deepcopy(model)), flat_patches=True)
@@ -177,6 +206,26 @@ def test_saved_and_loaded_again(saved, tmp_path, options):
     again = WanTransformer3DModel.from_pretrained(tmp_path / "model")
     trp.load_turbodiffusion(tmp_path / "model", again, **options)
     assert torch.equal(run(again), expected)
+
+
+@pytest.mark.parametrize("options", [SLA, SAGE])
+def test_weights_are_read_one_at_a_time(saved, monkeypatch, options):
+    """One is written when the next is read, and no more are held."""
+    model, read, held = tiny_wan_transformer(), [], []
+    right = turbodiffusion.cast
+
+    def watched(weight, like):
+        tensor = right(weight, like)
+        read.append(weakref.ref(tensor))
+        held.append(sum(each() is not None for each in read))
+        return tensor
+
+    monkeypatch.setattr(turbodiffusion, "cast", watched)
+    weights = {name: tensor.bfloat16() for name, tensor in turbo_weights(model).items()}  # which the model has in fp32
+    trp.load_turbodiffusion(saved(weights), model, **options)
+    assert len(read) == len(parameters_of(tiny_wan_transformer()))
+    assert max(held) <= 2
+    assert not any(each() is not None for each in read)
 
 
 def test_two_experts(saved):

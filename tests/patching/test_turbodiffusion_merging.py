@@ -44,6 +44,27 @@ def test_a_difference_merged_into_another_model(saved):
     assert "blocks.0.attn1.proj_l.weight" in vace.state_dict()
 
 
+def test_a_model_with_more_channels_keeps_its_patch_embedding(saved):
+    """As Fun, Move and image to video have, which see more than latents. Both files' tensors are listed."""
+    turbo, base = (tiny_wan_transformer(seed=seed) for seed in (31, 32))
+    target = tiny_wan_transformer(in_channels=turbo.config.in_channels + 20)
+    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    paths = (
+        saved(with_proj_l(official_state_dict(turbo, flat_patches=True), turbo), "TurboWan.pth"),
+        saved(official_state_dict(base), "Wan.pth"),
+    )
+    left_out = trp.merge_turbodiffusion(*paths, target)
+    assert len(left_out) == 2
+    for line, path in zip(left_out, paths, strict=True):
+        assert line.startswith(f"{path}: patch_embedding.weight is ")
+    assert torch.equal(target.patch_embedding.weight, before["patch_embedding.weight"])
+    for name, tensor in turbo.state_dict().items():
+        if name != "patch_embedding.weight":
+            expected = before[name] + (tensor - base.state_dict()[name])
+            assert torch.equal(target.state_dict()[name], expected), name
+    assert "blocks.1.attn1.proj_l.weight" in target.state_dict()
+
+
 def test_merging_files_of_another_model(saved):
     model = tiny_wan_transformer()
     path = saved({"weight": torch.zeros(3)})

@@ -95,7 +95,9 @@ def test_models_that_cannot_be_written_to_are_refused(saved, tmp_path):
     fused = tiny_wan_transformer()
     fused.add_adapter(LoraConfig(r=4, target_modules=["to_q"]))
     fused.fuse_lora()
-    for refused, reason in ((offloaded, "disk"), (fused, "unfuse_lora")):
+    joint = tiny_wan_transformer()
+    joint.fuse_qkv_projections()  # its attention reads copies, which files have nothing for
+    for refused, reason in ((offloaded, "disk"), (fused, "unfuse_lora"), (joint, r"unfuse_qkv_projections\(\) first")):
         with pytest.raises(trp.PatchError, match=reason):
             trp.load_turbodiffusion(path, refused, **SLA)
         with pytest.raises(trp.PatchError, match=reason):

@@ -18,6 +18,9 @@ from .context_parallel import ulysses_attention
 from .plan import REFERENCE, Call, Step
 from .sparse import has_projection
 
+# Of a sample, from which on attention is dense where no kernel takes it: the reference computes all scores.
+TOO_MANY_FOR_REFERENCE = 8192
+
 
 def why_trained_otherwise(name: str, blocks) -> str | None:
     """Why a model of these blocks, with their paths, is not for block-sparse attention, as a sentence; else None."""
@@ -50,7 +53,9 @@ def why_dense(attn: nn.Module, call: Call) -> str | None:
     tokens = _tokens(attn, call)
     if tokens < config.min_tokens:
         return f"{tokens} tokens, fewer than min_tokens={config.min_tokens}"
-    return None if call.choose()[1] is not None else _kernel(attn, call)[1]
+    if call.choose()[1] is not None or (tokens < TOO_MANY_FOR_REFERENCE and config.implementation == "auto"):
+        return None
+    return _kernel(attn, call)[1]
 
 
 def _tokens(attn: nn.Module, call: Call) -> int:
@@ -79,7 +84,7 @@ def attention(attn: nn.Module, call: Call, *, quantized: bool) -> Step:
     options = {"mass": call.config.mass, "block_q": block_q, "block_k": block_k, "implementation": implementation}
     op = kernels.block_sparse_attention_8bit if quantized else kernels.block_sparse_attention
     run = partial(op, **options)
-    kernel = REFERENCE if reason is not None else _kernel(attn, call)[0]
+    kernel, reason = (REFERENCE, reason) if reason is not None else _kernel(attn, call)
     kernel = f"{kernel}, block-sparse with mass {call.config.mass:g}"
     if attn.processor._parallel_config is not None:  # not quantized
         run, kernel = partial(ulysses_attention, attn.processor._parallel_config, run), f"{kernel} between all-to-alls"

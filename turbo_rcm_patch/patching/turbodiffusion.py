@@ -158,13 +158,15 @@ def _check_attention(files: dict[str, WholeModel], models: dict[str, nn.Module],
 
 
 def _check_writable(verb: str, models: dict[str, nn.Module], *, meta: bool = True) -> None:
-    """Raise PatchError for models whose parameters are not where they could be written. meta: whether they may be on
-    the meta device."""
+    """Raise PatchError for models whose parameters are not where they could be written, or not what they run by. meta:
+    whether they may be on the meta device."""
     for name, model in models.items():
         if is_on_disk(model):
             raise PatchError(f"cannot {verb} {name}: {ON_DISK}")
         if any(getattr(module, "merged", False) for module in model.modules()):
             raise PatchError(f"cannot {verb} {name}: a LoRA is fused into its weights; call pipe.unfuse_lora() first.")
+        if any(getattr(module, "fused_projections", False) for module in model.modules()):
+            raise PatchError(f"cannot {verb} {name}: its projections are fused; call unfuse_qkv_projections() first.")
         if not meta and any(parameter.is_meta for parameter in model.parameters()):
             raise PatchError(f"cannot {verb} {name}: its weights are on the meta device; load them first.")
 
