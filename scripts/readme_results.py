@@ -92,9 +92,16 @@ def _short(path: Path) -> str:
     steps = short_steps(path, runs)
     if not steps:
         return ""
+    errors = runs.get("attention-error") or _attention_errors(path.parent)
     files = (path.with_name(name) for name in (SPARSE, BLOCK_SPARSE))
     tiny = short_tiny_table(runs.get("evaluate"), *(json.loads(f.read_text()) if f.exists() else None for f in files))
-    return "\n".join(filter(None, (steps, short_quantized(runs) + short_sparse(runs), tiny)))
+    return "\n".join(filter(None, (steps, short_quantized(runs, errors) + short_sparse(runs), tiny)))
+
+
+def _attention_errors(folder: Path) -> dict | None:
+    """Of any GPU: they are next to the same on all."""
+    runs = (json.loads(path.read_text())["runs"] for path in result_files(folder))
+    return next((run["attention-error"] for run in runs if "attention-error" in run), None)
 
 
 def results_page(folder: Path) -> str:

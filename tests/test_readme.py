@@ -114,15 +114,16 @@ def test_the_readme_has_the_quantized_tiers_ops(tmp_path):
     linears = [{**norms, "case": f"linear_skip_8bit {i}", "speedups": {SCALED_MM: i}} for i in (1.25, 1.5, 1.125)]
     runs["ops-quantized"]["results"] = [alone | {"targets": {}}, elsewhere, norms, *linears, {**alone, "best": None}]
     errors = [{"values": values, "relative_l2": error} for values, error in ((NORMAL, 0.9), ("a", 0.015), ("b", 0.01))]
-    runs["attention-error"] = {"attention_errors": errors}
+    of_y = {"environment": {"gpu": "GPU Y"}, "attention_errors": errors}
     (tmp_path / "gpu-x.json").write_text(json.dumps({"gpu": "GPU X", "runs": runs}))
+    (tmp_path / "gpu-y.json").write_text(json.dumps({"gpu": "GPU Y", "runs": {"attention-error": of_y}}))
     assert (
         "\n\nIn 8 bits, ms. Attention beside FlashAttention-3's in fp8: 7.75 beside 8.00 at 1×2×3. With norms, RoPE "
         "and quantising, beside exact: **7.75** beside 9.50 at 12×32760×128. Linears with their skip, both sides "
         "quantising: 1.12 to 1.50 times as fast as `_scaled_mm` compiled. The attention's relative L2 error on values "
-        "like a model's: 1.5e-02 at most.\nSparse attention"
+        "like a model's: 1.5e-02 at most (GPU Y).\nSparse attention"
     ) in readme_results.with_results("\n".join(readme_results.MEASURED), tmp_path)
-    assert ops.short_quantized({}) == ""
+    assert ops.short_quantized({}, of_y) == ""
 
 
 def test_what_the_readme_has_of_a_gpu(tmp_path):

@@ -196,9 +196,9 @@ def _notes(result: dict) -> str:
     return f" ({'; '.join(notes)})" if notes else ""
 
 
-def short_quantized(runs: dict) -> str:
+def short_quantized(runs: dict, errors: dict | None) -> str:
     """The README's sentences on attention and linears in 8 bits, bold where they miss their target; empty without such
-    rows."""
+    rows. errors: the run of attention's errors, if any, which may be another GPU's."""
     rows: dict[str, list[dict]] = {}
     for result in runs.get("ops-quantized", {"results": ()})["results"]:
         if result["best"] is not None:
@@ -211,11 +211,11 @@ def short_quantized(runs: dict) -> str:
     if speedups:
         span = f"{min(speedups):.2f} to {max(speedups):.2f}"
         said.append(f"Linears with their skip, both sides quantising: {span} times as fast as `_scaled_mm` compiled.")
-    if "attention-error" in runs:
-        like_a_models = [row for row in runs["attention-error"]["attention_errors"] if row["values"] != NORMAL]
-        worst = max(row["relative_l2"] for row in like_a_models)
-        said.append(f"The attention's relative L2 error on values like a model's: {worst:.1e} at most.")
     said = list(filter(None, said))
+    if said and errors is not None:
+        worst = max(row["relative_l2"] for row in errors["attention_errors"] if row["values"] != NORMAL)
+        where = errors["environment"]["gpu"]
+        said.append(f"The attention's relative L2 error on values like a model's: {worst:.1e} at most ({where}).")
     return f"In 8 bits, ms. {' '.join(said)}\n" if said else ""
 
 
