@@ -116,8 +116,8 @@ def steps_table(runs: dict) -> str:
         "over compile's; in 8 bits the memory over the exact tier's, and that of the weights over bf16's, of which "
         "those outside of the blocks stay in bf16 and weigh more where layers are left out. In runs with torchao up to "
         "commit de2fbdb, its tuning held for the whole process: torch.compile's kernels were tuned like torchao's, and "
-        "took as long to compile. The embedded model's latents are far from eager's where an error tips what it draws, as "
-        "with this prompt in 8 bits and with torchao; how often that changes what is asked for, `evaluate` counts:\n\n"
+        "took as long to compile. The embedded model's latents are far from eager's where an error tips what it draws, "
+        "as with this prompt in 8 bits and with torchao; `evaluate` counts how often that matters:\n\n"
         + table_of(STEPS_HEADER, [row for name, run in runs.items() for row in step_rows(name, run)])
     )
 
