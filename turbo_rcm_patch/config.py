@@ -59,8 +59,8 @@ class PatchConfig:
             8-bit attention on sm_90 (192, 128).
         mass: with attention="block_sparse", the share of the estimated attention that the key blocks hold which each
             block of queries keeps, above 0 and at most 1: the more, the closer to dense attention.
-        min_tokens: with attention="block_sparse", below how many tokens of a sample attention stays dense. From 8192 on
-            it does so too where no kernel takes the blocks or the head's channels.
+        min_tokens: with attention="block_sparse", below how many tokens of a sample attention stays dense. On a GPU it
+            does so too where no kernel takes the head's channels or, from 8192 tokens on, the blocks.
         exact_steps: for tiers that err more: (first, last), in how many of a generation's first and of its last steps
             the attention runs exactly. It needs a patched pipeline, whose scheduler counts the steps. None in the exact
             tier, whose steps all do.

@@ -56,7 +56,13 @@ def assert_same_lists(actual, expected):
 
 @pytest.mark.parametrize("mass", [0.01, 0.5, 0.9, 0.999, 1.0])
 def test_the_lists_are_the_definitions(device, mass):
-    for key_blocks, (block_q, block_k) in ((1, (64, 64)), (7, (128, 64)), (33, (64, 128)), (300, (128, 64))):
+    for key_blocks, (block_q, block_k) in (
+        (1, (64, 64)),
+        (7, (128, 64)),
+        (33, (64, 128)),
+        (300, (128, 64)),
+        (7, (192, 128)),
+    ):
         shares = (3 * torch.randn(2, 2, 5, key_blocks)).softmax(-1)
         shares[0, 0, 0, 1:] = 0  # as of scores that underflow
         shares[0, 0, 1] = 1 / key_blocks
@@ -74,8 +80,8 @@ def test_means_are_the_definitions(device, shape):
     for dtype in DTYPES[device]:
         q, k, v = inputs(device, dtype, B, S, H, D)
         heads_first = k.transpose(1, 2).contiguous().transpose(1, 2)
-        for x, block in ((q, block_q), (heads_first, block_k)):
-            expected = definition.pool(x, block, block // 2)
+        for x, block, part in ((q, block_q, block_q // 2), (heads_first, block_k, block_k // 2), (q, 192, 64)):
+            expected = definition.pool(x, block, part)
             torch.testing.assert_close(block_sparse_map.pool_estimated(x, block), expected)
         torch.testing.assert_close(
             block_sparse_map.pool_parts(v, None, S, block_k, block_k, 1), definition.pool(v, block_k, block_k)

@@ -12,11 +12,13 @@ from tests.kernels import gluon_on_cpu
 from tests.kernels.test_block_sparse_attention_reference import inputs as structured
 from tests.oracle import relative_error
 from turbo_rcm_patch.kernels import (
+    aot,
     attention_8bit_hopper,
     attention_hopper,
     block_sparse_attention_8bit,
     block_sparse_sizes,
     dispatch,
+    every_launch,
 )
 from turbo_rcm_patch.kernels import block_sparse_attention_hopper as hopper
 from turbo_rcm_patch.kernels import block_sparse_attention_reference as definition
@@ -117,6 +119,13 @@ def test_the_blocks_are_those_of_the_kernel(monkeypatch):
     assert block_sparse_sizes(cpu, torch.float32, quantized=True) == others
     monkeypatch.setattr(attention_hopper, "GLUON_ERROR", "cannot import name 'tma'")
     assert block_sparse_sizes(cpu, torch.bfloat16, quantized=True) == others
+
+
+def test_values_in_fp16_take_the_portable_kernels_blocks():
+    """Of the op itself: the patch quantises to e4m3 there."""
+    qkv = every_launch.quantized_qkv(torch.float16, 64)
+    launched = aot.record_launches(lambda: block_sparse_attention_8bit(qkv, mass=0.5), (9, 0))
+    assert launched[-1].kernel.fn.__name__ == "_sparse_attention_8bit_kernel"
 
 
 class NamedBarriers:

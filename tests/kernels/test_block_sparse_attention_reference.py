@@ -15,9 +15,9 @@ from turbo_rcm_patch.kernels import block_sparse_attention_reference as definiti
 from turbo_rcm_patch.kernels.quantized import FP8
 
 # B, S, H, D, queries and keys of a block: one token; lengths that no block divides and that both do; a half block that
-# is empty; blocks that have no halves.
+# is empty; blocks that have no halves, and one with thirds.
 SHAPES = [(1, 1, 1, 8, 16, 16), (2, 77, 3, 16, 32, 16), (1, 200, 2, 8, 64, 128), (2, 128, 1, 16, 64, 32)]
-SHAPES += [(1, 70, 2, 8, 64, 32), (1, 50, 1, 8, 5, 7)]
+SHAPES += [(1, 70, 2, 8, 64, 32), (1, 50, 1, 8, 5, 7), (1, 500, 1, 8, 192, 128)]
 MASS = 0.6
 
 
@@ -29,17 +29,17 @@ def inputs(B, S, H, D, dtype=torch.float64):
 
 
 def estimate_written_out(q, k, block_q, block_k):
-    """p of one sample and head, q and k [S, D], half block by half block."""
+    """p of one sample and head, q and k [S, D], part by part of the blocks."""
     S, D = q.shape
     k = k - k.mean(0)
 
-    def halves(x, block):
-        size = block // 2 if block % 2 == 0 else block
+    def parts(x, block):
+        size = {32: 16, 64: 32, 128: 64, 16: 8, 192: 64}.get(block, block)
         return [(first // block, x[first : first + size]) for first in range(0, S, size)]
 
     p = torch.zeros(-(-S // block_q), -(-S // block_k), dtype=q.dtype)
-    keys = halves(k, block_k)
-    for i, queries in halves(q, block_q):
+    keys = parts(k, block_k)
+    for i, queries in parts(q, block_q):
         weights = [len(part) * torch.exp(queries.mean(0) @ part.mean(0) * D**-0.5) for _, part in keys]
         in_block = min(block_q, S - i * block_q)
         for (j, _), weight in zip(keys, weights, strict=True):

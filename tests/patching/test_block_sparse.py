@@ -1,6 +1,8 @@
 """attention="block_sparse" in patched models: where it runs, where it is dense and why, and what it is refused for."""
 
 import copy
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from tests.oracle import relative_error
 from tests.tiny_families import FAMILIES, tiny_family_inputs, tiny_family_transformer
 from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch import kernels
+from turbo_rcm_patch.kernels import aot
 from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
 from turbo_rcm_patch.patching import use_rcm
 from turbo_rcm_patch.patching.families.wan.block import decide
@@ -161,9 +164,11 @@ def test_autograd_attends_to_all_keys(calls):
     assert "block-sparse" not in trp.patch(model).summary()
 
 
-def plan_on_a_gpu(options, heads=2, head_dim=64, capability=(8, 9), **call):
-    """The self-attention's step as chosen for a GPU that is not there."""
+def plan_on_a_gpu(options, heads=2, head_dim=64, capability=(8, 9), change=None, **call):
+    """The self-attention's step as chosen for a GPU that is not there. change: of the model, before it is patched."""
     model = tiny_wan_transformer(heads=heads, head_dim=head_dim)
+    if change is not None:
+        change(model)
     trp.patch(model, config(**{"min_tokens": 8192, "blocks": None} | options))
     block = model.blocks[0]
     model.to("meta")
@@ -184,9 +189,38 @@ def test_kernels_on_a_gpu():
     assert (step.run.keywords["block_q"], step.run.keywords["block_k"]) == (192, 128)
 
 
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0)])
+@pytest.mark.parametrize("implementation", ["auto", "triton"])
+def test_without_8_bits_it_runs_by_the_kernel_of_the_models_dtype(implementation, capability):
+    """The preset has attention in 8 bits, but another mechanism of this self-attention keeps it from them."""
+
+    def hooked(model):
+        for block in model.blocks:
+            block.attn1.norm_q.register_forward_hook(lambda *_: None)
+
+    def on_two_gpus(model):
+        degrees = SimpleNamespace(ring_degree=1, ulysses_degree=2, ulysses_anything=False)
+        for block in model.blocks:
+            block.attn1.processor._parallel_config = SimpleNamespace(context_parallel_config=degrees)
+
+    options = {"quantize": ("attention",), "implementation": implementation}
+    for change, reason, suffix in (
+        (hooked, "torch hook", ""),
+        (on_two_gpus, "context parallelism", " between all-to-alls"),
+    ):
+        step = plan_on_a_gpu(options, capability=capability, change=change)
+        assert step.kernel == f"portable Triton, block-sparse with mass 0.9{suffix}"
+        assert step.reason == reason
+        run = step.run if not suffix else step.run.args[1]  # of a GPU's own heads
+        x = torch.empty(1, 32760, 2, 64, device="meta", dtype=torch.bfloat16)
+        launched = aot.record_launches(partial(run, x, x, x), capability)
+        assert launched[-1].kernel.fn.__name__ == "_sparse_attention_kernel"
+
+
 def test_dense_on_a_gpu_where_no_sparse_kernel_is():
     for options, of_model, call, reason in (
         ({}, {"head_dim": 80}, {}, "head_dim 80"),
+        ({"min_tokens": 0}, {"head_dim": 80}, {"tokens": 700}, "head_dim 80"),
         ({"blocks": (64, 32)}, {}, {}, "blocks of 64 queries and 32 keys"),
         ({}, {}, {"batch": 4}, "8190 tokens, fewer than min_tokens=8192"),
         ({}, {}, {"derivative": "backward"}, "autograd"),
@@ -198,7 +232,8 @@ def test_dense_on_a_gpu_where_no_sparse_kernel_is():
 
 @pytest.mark.parametrize("quantize", [(), ("attention",)])
 def test_few_tokens_take_the_reference_where_no_sparse_kernel_is(quantize):
-    """On a GPU the embedded model, of 700 tokens in small blocks, would else be measured with dense attention."""
+    """On a GPU verify and evaluate would else run the embedded model, of 700 tokens in small blocks, with dense
+    attention."""
     options = {"blocks": (16, 16), "min_tokens": 0, "quantize": quantize}
     step = plan_on_a_gpu(options, tokens=700)
     reason = "blocks of 16 queries and 16 keys"

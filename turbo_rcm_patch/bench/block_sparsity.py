@@ -38,8 +38,8 @@ def block_sparsity_page(measured: Mapping, file: str, ops: Mapping | None = None
 
 What `attention="block_sparse"` costs the embedded model, which was trained without it, in {settings["steps"]} steps
 ({settings["dtype"]} on {device}, nothing in 8 bits). It has 700 tokens, so that blocks have {block_q} queries and
-{block_k} keys here; at real sizes they have 192 and 128 on an H100 or H200, else 128 and 64, and there is more to leave
-out. Kept: the share of key blocks.
+{block_k} keys here; at real sizes they have 192 and 128 in 8 bits on an H100 or H200, else 128 and 64, and there is
+more to leave out. Kept: the share of key blocks.
 Error: the relative L2 of a layer's attention to a dense one, on one video, in the first and the last step. Right: what
 {settings["n"]} held-out captions ask for and the videos show; exactly patched {_percent(exact)} %. File: `{file}`.
 {where}

@@ -9,6 +9,7 @@ from torch import nn
 
 from .. import kernels
 from ..patching.block_sparse import block_sizes, why_dense
+from ..patching.families.wan.block import QuantizedSelfAttention
 from ..patching.plan import state_of
 from ..tiers import BLOCK_SPARSE
 from .parts import self_attention_inputs, trace_of
@@ -30,8 +31,9 @@ def kept_share_of(block: nn.Module, oracle: nn.Module, args: tuple) -> float | N
     config, call = state.shared.config, state.plans.latest
     if config.tier != BLOCK_SPARSE or type(block) is not WanTransformerBlock or call is None:
         return None
-    if why_dense(block.attn1, call) is not None:
+    quantized = isinstance(getattr(state.plans.ran, "self_attention", None), QuantizedSelfAttention)
+    if why_dense(block.attn1, call, quantized=quantized) is not None:
         return 1.0
     q, k, _ = self_attention_inputs(block.attn1, trace_of(oracle, args), args[3])
-    block_q, block_k = block_sizes(call)
+    block_q, block_k = block_sizes(call, quantized=quantized)
     return kernels.kept_share(q, k, mass=config.mass, block_q=block_q, block_k=block_k)

@@ -120,7 +120,7 @@ def _attention_errors(block: nn.Module, plan: BlockPlan, trace: Trace, args: tup
     if not in_8_bits and not isinstance(plan.self_attention, SelfAttention):
         return {}
     attn, attention = block.attn1, plan.self_attention.attention
-    leaves_out = why_dense(attn, state_of(block).plans.latest) is None
+    leaves_out = why_dense(attn, state_of(block).plans.latest, quantized=in_8_bits) is None
     sparse_linear = self_attention_is_sparse(block)
     if not (in_8_bits or leaves_out or sparse_linear):
         return {}

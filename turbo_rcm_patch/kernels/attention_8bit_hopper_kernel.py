@@ -64,7 +64,8 @@ def attention_8bit_kernel(
 
     block_map [B, H, ⌈S / (CONSUMERS · QUERIES)⌉, ⌈S / KEYS⌉], counts and kept_share without the last dimension: the
     key tiles that a tile of queries attends to, ascending, and its attention's share of the result, to which it adds
-    left_value [B, H, ..., D] (block_sparse_attention_reference.py). All None: it attends to all.
+    left_value [B, H, ..., D] (block_sparse_attention_reference.py). All None: it attends to all. Lists go with neither
+    out_scale nor parts.
     """
     HEAD_DIM: gl.constexpr = q.block_type.shape[3]
     q_smem = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, QUERIES, HEAD_DIM], q.layout)

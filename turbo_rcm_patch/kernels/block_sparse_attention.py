@@ -80,7 +80,7 @@ def block_sparse_attention_8bit(
     take 192 and 128 tokens as well.
     """
     if block_q is None and block_k is None:
-        block_q, block_k = block_sparse_sizes(qkv.q.device, qkv.dtype, quantized=True)
+        block_q, block_k = _fastest_8bit_sizes(qkv.q.device, qkv.dtype, qkv.v.dtype)
     _check_options(mass, block_q, block_k)
     q, q_scale, k, k_scale, v, v_scale, dtype = qkv
     formats = (INT8, FP8) if v.dtype == FP8 else (INT8,)
@@ -106,7 +106,11 @@ def block_sparse_attention_8bit(
 def block_sparse_sizes(device: torch.device, dtype: torch.dtype, *, quantized: bool) -> tuple[int, int]:
     """Tokens of a block of queries and of a block of keys, such that attention to them, with a result of this dtype, is
     fastest on a device."""
-    takes_hopper = quantized and hopper.why_not(device, dtype, default_v_format(device), 128, *hopper.BLOCKS) is None
+    return _fastest_8bit_sizes(device, dtype, default_v_format(device)) if quantized else BLOCKS
+
+
+def _fastest_8bit_sizes(device: torch.device, dtype: torch.dtype, v_format: torch.dtype) -> tuple[int, int]:
+    takes_hopper = hopper.why_not(device, dtype, v_format, hopper.HEAD_DIMS[0], *hopper.BLOCKS) is None
     return hopper.BLOCKS if takes_hopper else BLOCKS
 
 
@@ -114,15 +118,19 @@ def why_no_8bit_kernel(
     device: torch.device, dtype: torch.dtype, v_format: torch.dtype, head_dim: int, block_q: int, block_k: int
 ) -> str | None:
     """Why no kernel takes these in 8 bits for a result of this dtype, in a few words; None when one does."""
-    if hopper.why_not(device, dtype, v_format, head_dim, block_q, block_k) is None:
+    why_not_hopper = hopper.why_not(device, dtype, v_format, head_dim, block_q, block_k)
+    if why_not_hopper is None:
         return None
-    return why_no_sparse_kernel(device, head_dim, block_q, block_k, v_format)
+    reason = why_no_sparse_kernel(device, head_dim, block_q, block_k, v_format)
+    # Of blocks that the sm_90 kernel alone takes, what keeps it from them.
+    return why_not_hopper if reason is not None and (block_q, block_k) == hopper.BLOCKS else reason
 
 
 def kept_share(
     q: torch.Tensor, k: torch.Tensor, *, mass: float, block_q: int = BLOCKS[0], block_k: int = BLOCKS[1]
 ) -> float:
-    """The share of all pairs of blocks that block-sparse attention of q and k [B, S, H, D] keeps."""
+    """The share of all pairs of blocks that block-sparse attention of q and k [B, S, H, D] keeps with blocks of these
+    sizes; in 8 bits `block_sparse_sizes` may name others."""
     counts = reference.lists(q, k, mass, block_q, block_k).counts
     return counts.double().mean().item() / -(-q.shape[1] // block_k)
 

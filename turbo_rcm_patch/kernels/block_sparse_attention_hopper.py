@@ -12,7 +12,7 @@ import contextlib
 import torch
 
 from . import attention_8bit_hopper
-from .attention_hopper import skip_arguments
+from .attention_hopper import HEAD_DIMS, skip_arguments
 from .launch import launch_kernel
 from .quantize_qkv import QuantizedQKV
 from .sparse_linear_attention_portable import Blocks
@@ -32,7 +32,7 @@ def why_not(
     reason = attention_8bit_hopper.why_not_on(device, v_format, dtype)
     if reason is not None:
         return reason
-    if head_dim not in attention_8bit_hopper.HEAD_DIMS:
+    if head_dim not in HEAD_DIMS:
         return f"head_dim {head_dim}"
     return None if (block_q, block_k) == BLOCKS else f"blocks of {block_q} queries and {block_k} keys"
 

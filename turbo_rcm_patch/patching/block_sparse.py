@@ -18,7 +18,8 @@ from .context_parallel import ulysses_attention
 from .plan import REFERENCE, Call, Step
 from .sparse import has_projection
 
-# Of a sample, from which on attention is dense where no kernel takes it: the reference computes all scores.
+# Of a sample, from which on attention is dense where no kernel takes the blocks of a config: the reference computes all
+# scores.
 TOO_MANY_FOR_REFERENCE = 8192
 
 
@@ -40,8 +41,9 @@ def layers_attended_exactly(config: PatchConfig, count: int) -> Mapping[int, str
     return {i: f"exact_layers={(first, last)}" for i in range(count) if i < first or i >= count - last}
 
 
-def why_dense(attn: nn.Module, call: Call) -> str | None:
-    """Why a self-attention attends to all keys, in a few words; None where it is block-sparse.
+def why_dense(attn: nn.Module, call: Call, *, quantized: bool) -> str | None:
+    """Why a self-attention attends to all keys, in a few words; None where it is block-sparse. quantized: whether it
+    gets q, k and v in 8 bits, which not only the config decides.
 
     What diffusers' dispatch or several GPUs do with it is another question (layers.py).
     """
@@ -53,9 +55,10 @@ def why_dense(attn: nn.Module, call: Call) -> str | None:
     tokens = _tokens(attn, call)
     if tokens < config.min_tokens:
         return f"{tokens} tokens, fewer than min_tokens={config.min_tokens}"
-    if call.choose()[1] is not None or (tokens < TOO_MANY_FOR_REFERENCE and config.implementation == "auto"):
+    are_asked_for = config.blocks is not None and config.implementation == "auto"
+    if call.choose()[1] is not None or (are_asked_for and tokens < TOO_MANY_FOR_REFERENCE):
         return None
-    return _kernel(attn, call)[1]
+    return _kernel(attn, call, quantized)[1]
 
 
 def _tokens(attn: nn.Module, call: Call) -> int:
@@ -65,26 +68,24 @@ def _tokens(attn: nn.Module, call: Call) -> int:
     return call.tokens // call.batch * ranks
 
 
-def _kernel(attn: nn.Module, call: Call) -> tuple[str, str | None]:
-    head_dim, quantized = attn.inner_dim // attn.heads, call.config.in_8_bits("attention")
-    sizes = call.device, call.dtype, head_dim, block_sizes(call)
+def _kernel(attn: nn.Module, call: Call, quantized: bool) -> tuple[str, str | None]:
+    sizes = call.device, call.dtype, attn.inner_dim // attn.heads, block_sizes(call, quantized=quantized)
     return kernels.block_sparse_attention_kernel(*sizes, quantized=quantized)
 
 
-def block_sizes(call: Call) -> tuple[int, int]:
+def block_sizes(call: Call, *, quantized: bool) -> tuple[int, int]:
     """Tokens of a block of queries and of a block of keys."""
-    quantized = call.config.in_8_bits("attention")
     return call.config.blocks or kernels.block_sparse_sizes(call.device, call.dtype, quantized=quantized)
 
 
 def attention(attn: nn.Module, call: Call, *, quantized: bool) -> Step:
     """Block-sparse attention: (q, k, v [B, S, H, D]), quantized a QuantizedQKV, -> [B, S, H, D]."""
     implementation, reason = call.choose()
-    block_q, block_k = block_sizes(call)
+    block_q, block_k = block_sizes(call, quantized=quantized)
     options = {"mass": call.config.mass, "block_q": block_q, "block_k": block_k, "implementation": implementation}
     op = kernels.block_sparse_attention_8bit if quantized else kernels.block_sparse_attention
     run = partial(op, **options)
-    kernel, reason = (REFERENCE, reason) if reason is not None else _kernel(attn, call)
+    kernel, reason = (REFERENCE, reason) if reason is not None else _kernel(attn, call, quantized)
     kernel = f"{kernel}, block-sparse with mass {call.config.mass:g}"
     if attn.processor._parallel_config is not None:  # not quantized
         run, kernel = partial(ulysses_attention, attn.processor._parallel_config, run), f"{kernel} between all-to-alls"

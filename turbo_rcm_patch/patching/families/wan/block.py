@@ -266,7 +266,7 @@ def _self_attention(block, attention_class: type, call: Call, stored: Storage, r
 
 def _quantized_attention(attn, call: Call, result: torch.dtype | None) -> Step:
     """A self-attention in 8 bits; where another tier's is not dense, with the reason for one that is."""
-    reason = block_sparse.why_dense(attn, call)
+    reason = block_sparse.why_dense(attn, call, quantized=True)
     if reason is None:
         return block_sparse.attention(attn, call, quantized=True)
     attended = quantized_layers.attention(call, result)
@@ -278,11 +278,12 @@ def _wide_attention(attn, call: Call, why_not_8_bits: str) -> Step:
     tier = call.config.tier
     if tier == BLOCK_SPARSE:
         reason = why_not_own_attention(attn, call.backend, derivative=call.derivative)
-        reason = reason or block_sparse.why_dense(attn, call)
+        reason = reason or block_sparse.why_dense(attn, call, quantized=False)
         if reason is not None:
             return attention(attn, call)._replace(reason=reason)
         attended = block_sparse.attention(attn, call, quantized=False)
-        return attended._replace(reason=why_not_8_bits) if call.config.in_8_bits("attention") else attended
+        wanted = call.config.in_8_bits("attention") and attended.reason is None
+        return attended._replace(reason=why_not_8_bits) if wanted else attended
     attended = attention(attn, call)
     return attended if tier == EXACT else attended._replace(reason=why_not_8_bits)
 
