@@ -88,7 +88,7 @@ def attention_forward(
             schedule.items,
             schedule.whole,
             schedule.parts,
-            *(None,) * 4,
+            *(None,) * 4,  # no lists
             *skip,
             num_warps=4,
         )

@@ -85,7 +85,7 @@ def block_sparse_attention_8bit(
     q, q_scale, k, k_scale, v, v_scale, dtype = qkv
     formats = (INT8, FP8) if v.dtype == FP8 else (INT8,)
     fused = use_triton(implementation, *qkv[:6], has_gradient=False, formats=formats)
-    reason = why_no_8bit_kernel(q.device, dtype, v.dtype, q.shape[3], block_q, block_k) if fused else None
+    reason = why_no_block_sparse_kernel(q.device, dtype, v.dtype, q.shape[3], block_q, block_k) if fused else None
     _refuse(reason, implementation)
     if q.numel() == 0 or (recording() and not (fused and reason is None)):
         return q.new_empty(q.shape, dtype=dtype)
@@ -114,7 +114,7 @@ def _fastest_8bit_sizes(device: torch.device, dtype: torch.dtype, v_format: torc
     return hopper.BLOCKS if takes_hopper else BLOCKS
 
 
-def why_no_8bit_kernel(
+def why_no_block_sparse_kernel(
     device: torch.device, dtype: torch.dtype, v_format: torch.dtype, head_dim: int, block_q: int, block_k: int
 ) -> str | None:
     """Why no kernel takes these in 8 bits for a result of this dtype, in a few words; None when one does."""

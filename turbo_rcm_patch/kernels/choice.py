@@ -15,7 +15,7 @@ from . import (
     gemm_hopper,
     sparse_linear_attention_hopper,
 )
-from .block_sparse_attention import why_no_8bit_kernel
+from .block_sparse_attention import why_no_block_sparse_kernel
 from .dispatch import is_hopper
 from .measured import why_torch
 from .quantize_qkv import default_v_format
@@ -129,7 +129,7 @@ def block_sparse_attention_kernel(
         return _sparse_kernel_name(device, None, why_no_sparse_kernel(device, head_dim, *blocks, None), None)
     v_format = default_v_format(device)
     sizes = (device, dtype, v_format, head_dim, *blocks)
-    reason, why_not_gluon = why_no_8bit_kernel(*sizes), block_sparse_attention_hopper.why_not(*sizes)
+    reason, why_not_gluon = why_no_block_sparse_kernel(*sizes), block_sparse_attention_hopper.why_not(*sizes)
     return _sparse_kernel_name(device, v_format, reason, why_not_gluon)
 
 
