@@ -399,6 +399,19 @@ def test_refused_beside_a_lora_that_is_fused_or_off_and_nothing_changes(change, 
     assert_untouched(pipe, before)
 
 
+@pytest.mark.parametrize("file", [lora_files.lightx2v, lora_files.lightning])
+def test_on_fused_projections_which_no_lora_reaches_it_is_refused_and_nothing_changes(file, tmp_path):
+    pipe = tiny_wan_pipeline()
+    source = file(pipe.transformer).save(tmp_path / "4steps-lora.safetensors")
+    pipe.transformer.fuse_qkv_projections()
+    before = state(pipe)
+    with pytest.raises(RuntimeError, match=r"^transformer runs by fused .* call unfuse_qkv_projections\(\) first\."):
+        trp.use_distilled(pipe, source, "lightx2v")
+    assert_untouched(pipe, before)
+    pipe.transformer.unfuse_qkv_projections()
+    trp.use_distilled(pipe, source, "lightx2v").restore()
+
+
 def test_under_layerwise_casting_it_is_refused_and_nothing_changes(tmp_path):
     pipe = tiny_wan_pipeline(dtype=torch.bfloat16)
     pipe.transformer.enable_layerwise_casting(torch.float8_e4m3fn, torch.bfloat16)

@@ -5,8 +5,8 @@ kernel applies.
     kept = the blocks of keys with the largest p, until they hold `mass` of it; and those with the queries' own tokens
     out  = (1 - Σ p_left) · softmax(q kᵀ / √D) v over the kept blocks + Σ p_left · (mean of v in the block)
 
-q, k, v, out [B, S, H, D]. The estimate is attention among the means of parts of blocks, mostly halves, of q and of k
-less its mean over the tokens: each part's softmax is summed over its blocks of keys, so that parts of a block of
+q, k, v, out [B, S, H, D]. The estimate is attention among the means of parts of blocks, mostly of 32 tokens, of q and
+of k less its mean over the tokens: each part's softmax is summed over its blocks of keys, so that parts of a block of
 queries that look at different blocks keep both. What is left out enters with its estimated share, which is at most
 1 - mass.
 
@@ -45,10 +45,9 @@ class Lists(NamedTuple):
 
 
 def part_size(block: int) -> int:
-    """Tokens of a part of a block: of a half, of a third of 192 tokens, as kernels take powers of two; of an odd block
-    all."""
-    if block == 192:
-        return 64
+    """Tokens of a part of a block: 32; of a block of 32, or that they do not divide, half; of an odd one all."""
+    if block > 32 and block % 32 == 0:
+        return 32
     return block // 2 if block % 2 == 0 else block
 
 

@@ -4,10 +4,10 @@
     p of the definition             PyTorch (block_sparse_attention_reference.py)
     the lists                       a kernel: a row of p is in registers, where its threshold is found bit by bit
 
-The estimate in PyTorch is small beside the attention: of 12 heads and 32,760 tokens in blocks of 128 and 64 its product
-of means is 1.6 GFLOP (dense attention 6,600) and its matrices of 512 by 1,024 take 13 MB each in bf16, two at a time;
-of 40 heads and 75,600 tokens 29 GFLOP (117,000) and 0.22 GB each, 0.47 GB in all. A sort of p, which the lists would
-need without their kernel, takes longer than all of that.
+The estimate in PyTorch is small beside the attention: of 12 heads and 32,760 tokens its product of means is 3.2 GFLOP
+(dense attention 6,600) and its matrices of 1,024 by 1,024 parts take 25 MB each in bf16, two at a time; of 40 heads and
+75,600 tokens 57 GFLOP (117,000) and 0.45 GB each, 0.9 GB in all. A sort of p, which the lists would need without their
+kernel, takes longer than all of that.
 """
 
 from __future__ import annotations

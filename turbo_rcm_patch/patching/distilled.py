@@ -68,7 +68,7 @@ def use_distilled(
     Returns a handle with ``restore()``, also usable in a ``with`` statement. Raises TypeError for an unsupported
     pipeline, source or scale, ValueError for an unknown recipe, for files that are not recognised or that do not fit
     the model, ImportError without peft, RuntimeError where a few-step sampler is installed already, another LoRA is
-    fused or switched off, or layerwise casting is on; nothing is changed then.
+    fused or switched off, projections are fused, or layerwise casting is on; nothing is changed then.
     """
     check_pipeline(pipe, "use_distilled")
     if not isinstance(scale, numbers.Real):
@@ -79,8 +79,7 @@ def use_distilled(
     models = {name: getattr(model, "_orig_mod", model) for name, model in transformers_of(pipe).items()}
     files = {} if source is None else _read(source, models)
     for name, file in files.items():
-        if file.lora.pairs:
-            check_loadable(models[name], name, file.lora)
+        check_loadable(models[name], name, file.lora)
     if files:
         first, *_ = models.values()
         notes = odd_names(*map(list, zip(*files.values(), strict=True)), first)

@@ -35,9 +35,16 @@ def check_peft() -> None:
 
 
 def check_loadable(transformer: nn.Module, name: str, lora: Lora) -> None:
-    """Raise where a LoRA's matrices cannot go onto a transformer: ImportError without peft, RuntimeError beside a LoRA
-    that is fused (PEFT would take it out of the weights) or switched off (this one would be, too), and for linears in
-    fewer than 16 bits (PEFT would make the matrices so, and cannot multiply them)."""
+    """Raise where a LoRA cannot go onto a transformer: RuntimeError for fused projections, which it would not reach;
+    and for its matrices ImportError without peft, RuntimeError beside a LoRA that is fused (PEFT would take it out of
+    the weights) or switched off (this one would be, too), and for linears in fewer than 16 bits (PEFT would make the
+    matrices so, and cannot multiply them)."""
+    if any(getattr(module, "fused_projections", False) for module in transformer.modules()):
+        raise RuntimeError(
+            f"{name} runs by fused projections, which a LoRA would not reach; call unfuse_qkv_projections() first."
+        )
+    if not lora.pairs:
+        return
     check_peft()
     modules = ModelNames(transformer).modules
     for path in lora.pairs:
