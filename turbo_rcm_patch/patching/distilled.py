@@ -132,7 +132,7 @@ class DistilledHandle(FewStepHandle):
         notes: list[str],
     ):
         self._loaded: dict[str, LoadedLora] = {}
-        self._warned_of_differences = False
+        self._warned_of_changes = False
         try:
             for name, file in files.items():
                 self._loaded[name] = LoadedLora(pipe, models[name], file.lora, scale)
@@ -157,7 +157,8 @@ class DistilledHandle(FewStepHandle):
         """Unload the LoRAs, and put scheduler, prepare_latents and boundary back; weights are bitwise as before.
 
         A LoRA that you unloaded yourself is gone already; the rest is undone. Raises RuntimeError when called twice,
-        when the LoRA is fused, and when the scheduler or prepare_latents was replaced; nothing changes then.
+        when the LoRA is fused or projections are, and when the scheduler or prepare_latents was replaced; nothing
+        changes then.
         """
         self._check_restorable()
         for loaded in self._loaded.values():
@@ -168,18 +169,27 @@ class DistilledHandle(FewStepHandle):
         self._unload()
 
     def _prepare_latents(self, *args, **kwargs):
-        if not self._warned_of_differences:
-            for name, loaded in self._loaded.items():
-                if loaded.differences and not loaded.is_as_loaded():
-                    logger.warning(
-                        "%s: the LoRA was switched off or given another weight, and %d differences of biases, norms "
-                        "and the like stay in the weights as they were loaded; restore() takes them off, and "
-                        "use_distilled with another scale= loads them with it.",
-                        name,
-                        loaded.differences,
-                    )
-                    self._warned_of_differences = True
+        if not self._warned_of_changes:
+            changes = {name: change for name, loaded in self._loaded.items() if (change := self._change_of(loaded))}
+            for name, change in changes.items():
+                logger.warning("%s: %s", name, change)
+            self._warned_of_changes = bool(changes)
         return super()._prepare_latents(*args, **kwargs)
+
+    def _change_of(self, loaded: LoadedLora) -> str | None:
+        """What a LoRA lost since it was loaded, to be warned of."""
+        if loaded.is_left_out():
+            return (
+                "projections were fused after the LoRA was loaded, which leave its matrices out; call "
+                "unfuse_qkv_projections()."
+            )
+        if loaded.differences and not loaded.is_as_loaded():
+            return (
+                f"the LoRA was switched off or given another weight, and {loaded.differences} differences of biases, "
+                "norms and the like stay in the weights as they were loaded; restore() takes them off, and "
+                "use_distilled with another scale= loads them with it."
+            )
+        return None
 
     def _unload(self) -> None:
         for loaded in reversed(self._loaded.values()):

@@ -39,9 +39,10 @@ def check_loadable(transformer: nn.Module, name: str, lora: Lora) -> None:
     and for its matrices ImportError without peft, RuntimeError beside a LoRA that is fused (PEFT would take it out of
     the weights) or switched off (this one would be, too), and for linears in fewer than 16 bits (PEFT would make the
     matrices so, and cannot multiply them)."""
-    if any(getattr(module, "fused_projections", False) for module in transformer.modules()):
+    if _has_fused_projections(transformer):
         raise RuntimeError(
-            f"{name} runs by fused projections, which a LoRA would not reach; call unfuse_qkv_projections() first."
+            f"{name} runs by fused projections, which a LoRA would not reach; call unfuse_qkv_projections(), and leave "
+            "them so."
         )
     if not lora.pairs:
         return
@@ -120,8 +121,20 @@ class LoadedLora:
             for layer in layers
         )
 
+    def is_left_out(self) -> bool:
+        """Whether projections were fused since, which leave out matrices that are not fused into the weights."""
+        return _has_fused_projections(self._transformer) and any(
+            self._adapter in layer.r and self._adapter not in layer.merged_adapters
+            for layer in _lora_layers(self._transformer)
+        )
+
     def check_undoable(self) -> None:
         """Raise RuntimeError where the LoRA cannot be taken off again."""
+        if _has_fused_projections(self._transformer):
+            raise RuntimeError(
+                "projections were fused after the LoRA was loaded, and hold its differences; call "
+                "unfuse_qkv_projections() first, then restore."
+            )
         for written in self._written:
             reason = _why_unreachable(self._transformer, getattr(written.module, written.name))
             if reason is not None:
@@ -224,6 +237,10 @@ def _with_scale(pair: Pair, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         return pair.down, pair.up
     half = 2.0 ** round(math.log2(abs(factor)) / 2) if factor else 1.0
     return pair.down.float() * half, pair.up.float() * (factor / half)
+
+
+def _has_fused_projections(transformer: nn.Module) -> bool:
+    return any(getattr(module, "fused_projections", False) for module in transformer.modules())
 
 
 def _lora_layers(model: nn.Module) -> list[nn.Module]:
