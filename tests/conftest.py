@@ -34,3 +34,11 @@ def pytest_generate_tests(metafunc):
 @pytest.fixture(autouse=True)
 def _fixed_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _memory_for_the_other_workers():
+    """What a file's tests took of the GPU's memory, PyTorch keeps for the next ones of this process alone."""
+    yield
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
