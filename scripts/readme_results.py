@@ -77,13 +77,14 @@ def result_files(folder: Path) -> list[Path]:
 
 
 def with_results(text: str, folder: Path) -> str:
-    """The README's text with what is between its markers, if any, rendered from the folder's results files."""
+    """The README's text with what is between its markers, if any, rendered from the results of the GPU that most was
+    measured on."""
     if MEASURED[0] not in text:
         return text
     before, rest = text.split(MEASURED[0])
     after = rest.split(MEASURED[1])[1]
-    sections = (_short(path) for path in result_files(folder))
-    return f"{before}{MEASURED[0]}\n" + "\n".join(filter(None, sections)) + f"{MEASURED[1]}{after}"
+    runs = {path: json.loads(path.read_text())["runs"] for path in result_files(folder)}
+    return f"{before}{MEASURED[0]}\n{_short(max(runs, key=lambda path: len(runs[path])))}{MEASURED[1]}{after}"
 
 
 def _short(path: Path) -> str:

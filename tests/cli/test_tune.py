@@ -253,7 +253,7 @@ def test_it_goes_before_what_ships(next_process, monkeypatch):
     assert "by turbo-rcm tune" in why_torch("linear_gelu", CUDA, torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
     assert why_torch("linear_gelu", CUDA, torch.bfloat16) is None  # of another GPU nothing is known but what ships
-    assert measured_on("linear_gelu", CUDA) == "NVIDIA H200"
+    assert measured_on("linear_gelu", CUDA) == "NVIDIA H100 80GB HBM3, NVIDIA H200"
 
 
 @pytest.mark.parametrize("ours", [2.0, 4.0])

@@ -47,7 +47,7 @@ def test_on_hopper_ours_are_taken_in_16_bits(gpu, op):
     assert why_torch(op, CUDA, torch.bfloat16) is None
     assert why_torch(op, CUDA, torch.float16) is None
     assert why_torch(op, CUDA, torch.float32) == "not measured in float32"
-    assert measured_on(op, CUDA) == "NVIDIA H200"
+    assert measured_on(op, CUDA) == "NVIDIA H100 80GB HBM3, NVIDIA H200"
 
 
 @pytest.mark.parametrize("op", OPS)

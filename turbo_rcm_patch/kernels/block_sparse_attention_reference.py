@@ -88,7 +88,8 @@ def estimate(
     of_queries = lengths(tokens, part_q, pooled_q.shape[2], pooled_q.device)
     of_keys = lengths(tokens, part_k, pooled_k.shape[2], pooled_k.device)
     scores = (pooled_q * scale) @ pooled_k.mT
-    scores += of_keys.log().to(scores.dtype)
+    last = slice(-(block_k // part_k), None)  # parts of the last block, which alone may have fewer tokens than others
+    scores[..., last] += (of_keys[last] / part_k).log().to(scores.dtype)
     scores = scores.softmax(-1)
     wide = torch.promote_types(scores.dtype, torch.float32)
     shares = scores.unflatten(-1, (-1, block_k // part_k)).sum(-1, dtype=wide)

@@ -86,7 +86,7 @@ def why_torch(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
 
 def measured_on(op: str, device: torch.device) -> str | None:
     """Where an op was measured: on this GPU, "NVIDIA H200 by turbo-rcm tune, of MODEL at SIZE", or else on which of its
-    compute capability, "NVIDIA H200"; None: nowhere."""
+    compute capability, "NVIDIA H100 80GB HBM3, NVIDIA H200"; None: nowhere."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     verdict = _verdict_on(op, device)
