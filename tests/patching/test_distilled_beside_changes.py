@@ -2,6 +2,7 @@
 fused projections, layerwise casting."""
 
 import re
+import sys
 
 import pytest
 import torch
@@ -120,6 +121,18 @@ def test_projections_fused_after_it_are_warned_of_and_unfused_before_restoring(t
     pipe.unfuse_lora()
     handle.restore()
     assert pipe.scheduler is before[0]
+
+
+def test_projections_fused_after_differences_alone_hold_them_also_without_peft(tmp_path, monkeypatch, caplog):
+    pipe = tiny_wan_pipeline()
+    source = only_differences(pipe.transformer).save(tmp_path / LIGHTX2V)
+    monkeypatch.setitem(sys.modules, "peft.tuners.lora", None)  # cannot be imported
+    trp.use_distilled(pipe, source, "lightx2v")
+    expected = videos(pipe)
+    pipe.transformer.fuse_qkv_projections()
+    caplog.clear()
+    torch.testing.assert_close(videos(pipe), expected, rtol=2e-4, atol=2e-4)
+    assert not caplog.records
 
 
 def test_under_layerwise_casting_it_is_refused_and_nothing_changes(tmp_path):

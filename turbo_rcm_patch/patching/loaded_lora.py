@@ -39,7 +39,7 @@ def check_loadable(transformer: nn.Module, name: str, lora: Lora) -> None:
     and for its matrices ImportError without peft, RuntimeError beside a LoRA that is fused (PEFT would take it out of
     the weights) or switched off (this one would be, too), and for linears in fewer than 16 bits (PEFT would make the
     matrices so, and cannot multiply them)."""
-    if _has_fused_projections(transformer):
+    if has_fused_projections(transformer):
         raise RuntimeError(
             f"{name} runs by fused projections, which a LoRA would not reach; call unfuse_qkv_projections(), and leave "
             "them so."
@@ -123,14 +123,14 @@ class LoadedLora:
 
     def is_left_out(self) -> bool:
         """Whether projections were fused since, which leave out matrices that are not fused into the weights."""
-        return _has_fused_projections(self._transformer) and any(
-            self._adapter in layer.r and self._adapter not in layer.merged_adapters
-            for layer in _lora_layers(self._transformer)
-        )
+        if self._adapter is None or not has_fused_projections(self._transformer):
+            return False
+        layers = _lora_layers(self._transformer)
+        return any(self._adapter in layer.r and self._adapter not in layer.merged_adapters for layer in layers)
 
     def check_undoable(self) -> None:
         """Raise RuntimeError where the LoRA cannot be taken off again."""
-        if _has_fused_projections(self._transformer):
+        if has_fused_projections(self._transformer):
             raise RuntimeError(
                 "projections were fused after the LoRA was loaded, and hold its differences; call "
                 "unfuse_qkv_projections() first, then restore."
@@ -239,7 +239,8 @@ def _with_scale(pair: Pair, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     return pair.down.float() * half, pair.up.float() * (factor / half)
 
 
-def _has_fused_projections(transformer: nn.Module) -> bool:
+def has_fused_projections(transformer: nn.Module) -> bool:
+    """Whether an attention runs by copies of its projections' weights, as after diffusers' fuse_qkv_projections."""
     return any(getattr(module, "fused_projections", False) for module in transformer.modules())
 
 

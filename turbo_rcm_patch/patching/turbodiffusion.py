@@ -21,6 +21,7 @@ from .converted import fill_buffers
 from .families import family_of
 from .group_offload import ON_DISK, is_on_disk, write_through
 from .journal import Journal
+from .loaded_lora import has_fused_projections
 from .plan import state_of
 from .quantized_linear import error_of
 from .quantized_weights import added_error_note, is_quantized, quantized_weight
@@ -165,7 +166,7 @@ def _check_writable(verb: str, models: dict[str, nn.Module], *, meta: bool = Tru
             raise PatchError(f"cannot {verb} {name}: {ON_DISK}")
         if any(getattr(module, "merged", False) for module in model.modules()):
             raise PatchError(f"cannot {verb} {name}: a LoRA is fused into its weights; call pipe.unfuse_lora() first.")
-        if any(getattr(module, "fused_projections", False) for module in model.modules()):
+        if has_fused_projections(model):
             raise PatchError(f"cannot {verb} {name}: its projections are fused; call unfuse_qkv_projections() first.")
         if not meta and any(parameter.is_meta for parameter in model.parameters()):
             raise PatchError(f"cannot {verb} {name}: its weights are on the meta device; load them first.")
