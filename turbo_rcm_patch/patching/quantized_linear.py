@@ -6,9 +6,10 @@
     state_dict, load_state_dict the original, under its old name
     linear(x)                   multiplies by the 8-bit weight, or by a Parameter that somebody set in its place
 
-What is written to ``linear.weight`` by any means, loaded, or written to a tensor that `state_dict` returned is
-converted anew: the latter when the model is called, or this linear. Not seen are writes to such a tensor through its
-``.data`` and those of fused optimizers, and once torch.compile compiled the whole model, all writes to it.
+What is written to ``linear.weight`` by any means, loaded, or written to the original, which somebody may hold from
+before, or to a tensor that `state_dict` returned is converted anew: the latter two when the model is called, or this
+linear. Not seen of these are writes to such a tensor through its ``.data``, as NumPy arrays and by fused optimizers,
+and once torch.compile compiled the whole model, all.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ..kernels import QuantizedWeight, quantize_weight
 from ..plain import is_autocast, is_transformed
 from .eight_bit_weight import FREED, EightBitWeight
 from .journal import slot_below_hooks
+from .original_parameter import OriginalParameter
 
 VALUES, SCALE, NORM = BUFFERS = ("weight_8bit", "weight_scale", "weight_norm")  # the parts of a QuantizedWeight
 WRITTEN = frozenset({"version"})  # attributes that follow what originals hold: calls run the same with any
@@ -59,6 +61,7 @@ class QuantizedLinear(nn.Linear):
         for slot in slots:
             setattr(*slot, MethodType(QuantizedLinear.forward, linear))
         _make_known(linear)
+        _count_data(original)
 
     @staticmethod
     def end(linear: nn.Linear) -> None:
@@ -74,6 +77,7 @@ class QuantizedLinear(nn.Linear):
         linear.__class__ = nn.Linear
         for slot in slots:
             setattr(*slot, MethodType(nn.Linear.forward, linear))
+        _count_data_no_more(weight.original)
         if linear._parameters["weight"] is None:
             _bring_back(linear, weight)
 
@@ -125,6 +129,7 @@ class QuantizedLinear(nn.Linear):
         """Let go of the original's values, for good."""
         original = self.eight_bit.original
         self.eight_bit.original = nn.Parameter(torch.empty_like(original, device="meta"), original.requires_grad)
+        _count_data_no_more(original)
         self.version = _version(self.eight_bit.original)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -183,8 +188,10 @@ class QuantizedLinear(nn.Linear):
             self._adopt(loaded)
 
     def _adopt(self, original: nn.Parameter) -> None:
-        freed = self.eight_bit.freed
+        freed, before = self.eight_bit.freed, self.eight_bit.original
         self.eight_bit.original = original = _on_cpu(original)
+        _count_data_no_more(before)
+        _count_data(original)
         _remember(self, self.eight_bit.moved(self.eight_bit.device, original.dtype))
         self.convert_anew()
         if freed:
@@ -220,16 +227,31 @@ def bring_all_up_to_date() -> None:
     read the 8-bit weights alone."""
     if torch.compiler.is_compiling():
         return
+    for linear in _known():
+        linear.bring_up_to_date()
+
+
+def _known() -> list[QuantizedLinear]:
     with _LOCK:
         known = list(_KNOWN)
-    for linear in known:
-        if isinstance(linear, QuantizedLinear) and "eight_bit" in vars(linear):  # a copy gets it after it is made
-            linear.bring_up_to_date()
+    # A copy gets its weight after it is made.
+    return [linear for linear in known if isinstance(linear, QuantizedLinear) and "eight_bit" in vars(linear)]
 
 
 def _make_known(linear: nn.Linear) -> None:
     with _LOCK:
         _KNOWN.add(linear)
+
+
+def _count_data(original: nn.Parameter) -> None:
+    if type(original) is nn.Parameter and not original.is_meta:
+        original.__class__ = OriginalParameter
+
+
+def _count_data_no_more(original: nn.Parameter) -> None:
+    """Unless another linear in 8 bits, of this or of another model, still has this original."""
+    if type(original) is OriginalParameter and all(each.eight_bit.original is not original for each in _known()):
+        original.__class__ = nn.Parameter
 
 
 def _forward_slots(linear: nn.Linear) -> list[tuple[object, str]]:

@@ -16,6 +16,7 @@ from ..config import PatchConfig
 from ..kernels.quantized import FP8, FP8_CAPABILITY, INT8, QuantizedWeight
 from ..plain import hook_on
 from .journal import Journal
+from .original_parameter import OriginalParameter
 from .quantized_linear import BUFFERS, VALUES, QuantizedLinear, convert, fastest
 
 # The linears of a block that are converted, by the sub-layer that they belong to; embeddings, modulation, norms and the
@@ -96,7 +97,8 @@ def _linear_in(block: nn.Module, name: str) -> nn.Module | None:
 
 
 def _is_plain(linear: nn.Module | None) -> bool:
-    return type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and linear.weight.dtype in DTYPES
+    kinds = (nn.Parameter, OriginalParameter)  # the latter is another model's original too
+    return type(linear) is nn.Linear and type(linear.weight) in kinds and linear.weight.dtype in DTYPES
 
 
 # ---------------------------------------------------------------------------------------------------------------------
