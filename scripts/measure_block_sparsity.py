@@ -31,7 +31,7 @@ from turbo_rcm_patch.embedded import load_embedded_pipeline
 from turbo_rcm_patch.patching import use_rcm
 from turbo_rcm_patch.shapes.grammar import EXAMPLES
 
-MASSES = (0.5, 0.7, 0.9, 0.95, 0.98)
+MASSES = (0.6, 0.7, 0.9, 0.95, 0.98)
 FIRST_STEP_EXACT = (0.7, 0.9)  # masses that are measured so as well
 BLOCKS = (16, 16)
 STEPS = 4
