@@ -10,6 +10,11 @@ if not torch.cuda.is_available():
 
 import pytest
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.interpreter import replace_language_once
+
+    replace_language_once()
+
 # pytest's workers share the cores. With more threads than cores they wait for each other and take three times as long.
 torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))))
 

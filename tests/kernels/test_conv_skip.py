@@ -26,7 +26,7 @@ SIZES = {
     "one channel each": (1, 2, 3, 4, 1, 1, 3, 3),
     "four frames together": (1, 4, 5, 7, 16, 3, 3, 3),
     "four of nine frames": (1, 9, 5, 7, 12, 3, 3, 3),
-    "four of six frames, two samples": (2, 6, 5, 7, 16, 12, 3, 3),
+    "four of six frames, two samples": (2, 6, 5, 7, 16, 12, 3, 1),
     "eight frames, two samples, no window in the plane": (2, 8, 3, 5, 16, 5, 3, 1),
 }
 CHANGES = {"plain": (False, 1), "upsampled": (True, 1), "interleaved": (False, 2), "both": (True, 2)}
