@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -40,6 +42,12 @@ def assign_inference_tensor(weight):
     weight.data = value
 
 
+def assign_what_the_linear_shows(weight):
+    """Of a patched model a weight in 8 bits."""
+    weight.data = weight.linear.weight.data if hasattr(weight, "linear") else weight.data
+    weight.data.mul_(-1.5)
+
+
 WRITES = {
     "in place": lambda weight: weight.mul_(-1.5),
     "detached": lambda weight: weight.detach().mul_(-1.5),
@@ -51,6 +59,7 @@ WRITES = {
     "copied": lambda weight: weight.data.copy_(torch.ones_like(weight)),
     "new data": assign,
     "new data of inference mode": assign_inference_tensor,
+    "new data, its own": assign_what_the_linear_shows,
 }
 
 
@@ -61,6 +70,7 @@ MODES = [(torch.no_grad, write) for write in WRITES] + [(torch.inference_mode, "
 def test_writes_are_converted(model, mode, write):
     plain = tiny_wan_transformer()
     held = [each.get_parameter(NAME) for each in (model, plain)]
+    held[0].linear = linear_of(model)
     patch = trp.patch(model, CONFIG)
     for _ in range(2):
         with mode():
@@ -105,7 +115,11 @@ def test_it_is_a_parameter_as_any(model):
     for twin in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
         assert type(twin) is nn.Parameter
         assert torch.equal(twin, plain)
-    assert copy.deepcopy([weight] * 2)[0] is not weight
+    frozen = nn.Parameter(torch.ones(2, 3), requires_grad=False)
+    frozen.__class__ = OriginalParameter
+    assert [each.requires_grad for each in copy.deepcopy([weight, frozen])] == [True, False]
+    first, second = copy.deepcopy([weight] * 2)
+    assert first is second
     product = torch.compile(lambda weight, x: x @ weight.T, backend="eager", fullgraph=True)
     x = torch.randn(2, 48)
     assert torch.equal(product(weight, x), x @ plain.T)
@@ -149,6 +163,37 @@ def test_one_of_tied_weights_that_gets_another(model):
     trp.restore(model)
     assert kinds_of(model) == {nn.Parameter}
     assert torch.equal(output_of(model), output_of(plain))
+
+
+def test_what_is_loaded_in_its_place_is_counted_instead(model):
+    plain = tiny_wan_transformer()
+    held, state = model.get_parameter(NAME), tiny_wan_transformer(seed=5).state_dict()
+    loaded = [nn.Parameter(state[NAME].clone()) for _ in range(2)]
+    trp.patch(model, CONFIG)
+    for each, theirs in zip((model, plain), loaded, strict=True):
+        each.load_state_dict({NAME: theirs}, strict=False, assign=True)
+    assert (type(held), type(loaded[0])) == (nn.Parameter, OriginalParameter)
+    for theirs in loaded:
+        theirs.data.mul_(-1.5)
+    like_unpatched(model, plain)
+    trp.restore(model)
+    assert type(loaded[0]) is nn.Parameter
+    assert torch.equal(output_of(model), output_of(plain))
+
+
+def test_models_that_are_restored_in_threads_at_once():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            for _ in range(4):
+                models = [tiny_wan_transformer() for _ in range(3)]
+                for model in models:
+                    trp.patch(model, CONFIG)
+                list(threads.map(trp.restore, models))
+                assert all(kinds_of(model) == {nn.Parameter} for model in models)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize("theirs", [lambda weight: weight, lambda weight: nn.Parameter(torch.randn_like(weight))])

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from .eight_bit_weight import EightBitWeight
+
 
 class OriginalParameter(nn.Parameter):
     """A parameter whose ``.data`` shares its count of writes, as what ``detach()`` returns does."""
@@ -21,8 +23,8 @@ class OriginalParameter(nn.Parameter):
     def data(self, value: torch.Tensor) -> None:
         if value.shape != self.shape:
             raise RuntimeError(f"a weight of shape {tuple(self.shape)} in 8 bits cannot become {tuple(value.shape)}.")
-        if value.is_inference():  # whose writes nobody counts
-            with torch.inference_mode(False):
+        if value.is_inference() or isinstance(value, EightBitWeight):
+            with torch.inference_mode(False):  # a tensor whose writes are counted, and whose memory is its own
                 value = value.clone()
         torch.Tensor.data.__set__(self, value)
         torch.autograd.graph.increment_version(self)

@@ -110,7 +110,7 @@ class QuantizedLinear(nn.Linear):
         return QuantizedWeight(buffers[VALUES], buffers[SCALE], buffers[NORM])
 
     def bring_up_to_date(self) -> None:
-        """Convert anew where a tensor that `state_dict` returned was written to: it shares the original's memory."""
+        """Convert anew where the original was written to, or a tensor that shares its memory and count of writes."""
         if self.version is not None and self.eight_bit.original._version != self.version:
             self.convert_anew()
 
@@ -223,19 +223,18 @@ def _with_buffers(make: Callable, arguments: tuple, buffers: dict, values: torch
 
 
 def bring_all_up_to_date() -> None:
-    """Convert anew what was written to through a `state_dict`, before blocks run that torch.compile compiled: these
-    read the 8-bit weights alone."""
+    """Convert anew what was written to through a `state_dict` or a parameter from before the patch, before blocks run
+    that torch.compile compiled: these read the 8-bit weights alone."""
     if torch.compiler.is_compiling():
         return
     for linear in _known():
-        linear.bring_up_to_date()
+        if isinstance(linear, QuantizedLinear) and "eight_bit" in vars(linear):  # a copy gets it after it is made
+            linear.bring_up_to_date()
 
 
-def _known() -> list[QuantizedLinear]:
+def _known() -> list[nn.Linear]:
     with _LOCK:
-        known = list(_KNOWN)
-    # A copy gets its weight after it is made.
-    return [linear for linear in known if isinstance(linear, QuantizedLinear) and "eight_bit" in vars(linear)]
+        return list(_KNOWN)
 
 
 def _make_known(linear: nn.Linear) -> None:
@@ -244,13 +243,14 @@ def _make_known(linear: nn.Linear) -> None:
 
 
 def _count_data(original: nn.Parameter) -> None:
-    if type(original) is nn.Parameter and not original.is_meta:
+    if type(original) is nn.Parameter:
         original.__class__ = OriginalParameter
 
 
 def _count_data_no_more(original: nn.Parameter) -> None:
     """Unless another linear in 8 bits, of this or of another model, still has this original."""
-    if type(original) is OriginalParameter and all(each.eight_bit.original is not original for each in _known()):
+    others = (vars(linear).get("eight_bit") for linear in _known())  # another thread may end one meanwhile
+    if type(original) is OriginalParameter and all(getattr(each, "original", None) is not original for each in others):
         original.__class__ = nn.Parameter
 
 
