@@ -183,17 +183,21 @@ def test_what_is_loaded_in_its_place_is_counted_instead(model):
 
 def test_models_that_are_restored_in_threads_at_once():
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
+    sys.setswitchinterval(1e-6)
     try:
-        with ThreadPoolExecutor(3) as threads:
-            for _ in range(4):
-                models = [tiny_wan_transformer() for _ in range(3)]
-                for model in models:
-                    trp.patch(model, CONFIG)
-                list(threads.map(trp.restore, models))
-                assert all(kinds_of(model) == {nn.Parameter} for model in models)
+        with ThreadPoolExecutor(4) as threads:
+            for kinds in threads.map(patched_and_restored, range(4)):
+                assert kinds == {nn.Parameter}
     finally:
         sys.setswitchinterval(interval)
+
+
+def patched_and_restored(seed):
+    model = tiny_wan_transformer(seed=seed)
+    for _ in range(40):
+        trp.patch(model, CONFIG)
+        trp.restore(model)
+    return kinds_of(model)
 
 
 @pytest.mark.parametrize("theirs", [lambda weight: weight, lambda weight: nn.Parameter(torch.randn_like(weight))])

@@ -1,7 +1,8 @@
 """What the parameter of a weight in 8 bits becomes, for those who hold it from before: one whose ``.data`` is counted.
 
 PyTorch counts what is written to a parameter, so that the 8-bit weight is converted anew, but nothing that is written
-through its ``.data``, which is what much code does to write without autograd.
+through its ``.data``, which is what much code does to write without autograd. A class that watches views and tensors of
+`state_dict` too, by ``__torch_function__``, was tried: torch.compile and function transforms then refuse them.
 """
 
 from __future__ import annotations
