@@ -19,11 +19,10 @@ def replace_language_once():
         modules = modules_seen(function)
         if modules in replaced:
             return None  # which the caller, a function within a kernel, does not use
-        is_launch = not replaced
-        replaced.add(modules)
         scope = replace(function)
-        if is_launch:
+        if not replaced:  # of the launch, which alone takes it back
             scope.restore = functools.partial(end, scope.restore)
+        replaced.add(modules)
         return scope
 
     def end(restore):
