@@ -204,6 +204,31 @@ def test_compile_repeated_blocks():
                 block._compiled_call_impl = None
 
 
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_model_compiled_as_a_whole_refuses_what_it_would_not_see(mode):
+    """Also where it replays CUDA graphs."""
+    torch._dynamo.reset()
+    model, inputs = model_and_inputs("t2v", GPU, torch.bfloat16, **SIZES)
+    other, _ = model_and_inputs("t2v", GPU, torch.bfloat16, **SIZES)
+    trp.patch(model, "quantized")
+    trp.patch(other, "quantized")
+    model.compile(mode=mode, fullgraph=True)
+    name = "blocks.0.ffn.net.2.weight"
+    with torch.no_grad():
+        for _ in range(3):  # reduce-overhead records in the second call
+            output = model(**inputs)[0].clone()
+        other(**inputs)
+        for each in (model, other):
+            each.state_dict()[name].mul_(-1.5)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"load_state_dict\(model"):
+                model(**inputs)
+        model.load_state_dict(model.state_dict())
+        expected = other(**inputs)[0]
+        for _ in range(3):
+            assert relative_error(model(**inputs)[0], expected) <= LIMITS.step < relative_error(output, expected)
+
+
 def test_gradients_are_those_of_the_dequantised_weights():
     patched, inputs = model_and_inputs("t2v", GPU, torch.float32, **SIZES)
     plain, _ = model_and_inputs("t2v", GPU, torch.float32, **SIZES)

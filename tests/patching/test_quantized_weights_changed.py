@@ -288,3 +288,43 @@ def test_a_write_to_a_weight_and_another_tensor_at_once_is_refused(model):
     with pytest.raises(RuntimeError, match="write to each apart"):
         torch._foreach_mul_([model.blocks[0].attn1.to_q.weight.data, other], 2.0)
     assert torch.equal(other, torch.ones(3))
+
+
+def held(model, name=NAME):
+    """A parameter of the model, which somebody took before the patch."""
+    weight = model.get_parameter(name)
+    return lambda: weight.data.mul_(-1.5)
+
+
+@pytest.mark.parametrize(("name", "backend"), [("wan", "inductor"), ("skyreels", "aot_eager")])
+def test_a_model_compiled_as_a_whole_refuses_what_it_would_not_see(name, backend):
+    """Its graph reads the 8-bit weights in an order of its own."""
+    torch._dynamo.reset()
+    model, plain = tiny_family_transformer(name), tiny_family_transformer(name)
+    inputs = tiny_family_inputs(name, plain) if name in FAMILIES else tiny_transformer_inputs(plain)
+    write_held = held(model)
+    trp.patch(model, CONFIG)
+    model.compile(backend=backend, fullgraph=True)
+    with torch.no_grad():
+        model(**inputs)
+        for write in (lambda: written(model), write_held):
+            write()
+            written(plain)
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match=r"weights of 1 linears .* model.load_state_dict\(model"):
+                    model(**inputs)
+            model.load_state_dict(model.state_dict())
+            assert relative_error(model(**inputs)[0], plain(**inputs)[0]) <= ERROR
+        for each in (model, plain):  # converted at once
+            each.blocks[1].attn1.to_v.weight.mul_(-1.5)
+        assert relative_error(model(**inputs)[0], plain(**inputs)[0]) <= ERROR
+
+
+def test_an_exact_model_compiled_as_a_whole_compares_nothing(model):
+    torch._dynamo.reset()
+    graphs = []
+    trp.patch(model)
+    model.compile(backend=lambda graph, inputs: graphs.append(graph) or graph, fullgraph=True)
+    output_of(model)
+    assert len(graphs) == 1
+    assert "refuse_outdated" not in graphs[0].code

@@ -56,8 +56,7 @@ class EightBitWeight(torch.Tensor):
         is_alias = isinstance(value, EightBitWeight) and value.original is self.original
         if is_alias and value.shape == self.shape and value.stride() == self.stride():
             return  # what ``weight.data += x`` assigns last
-        if value.shape != self.shape:
-            raise RuntimeError(f"a weight of shape {tuple(self.shape)} in 8 bits cannot become {tuple(value.shape)}.")
+        check_shape(self, value)
         with torch.no_grad():
             self.copy_(value)
 
@@ -120,6 +119,12 @@ class EightBitWeight(torch.Tensor):
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
+
+
+def check_shape(weight: torch.Tensor, value: torch.Tensor) -> None:
+    """Raise RuntimeError for a value that a weight in 8 bits cannot take."""
+    if value.shape != weight.shape:
+        raise RuntimeError(f"a weight of shape {tuple(weight.shape)} in 8 bits cannot become {tuple(value.shape)}.")
 
 
 def _without_state(original: nn.Parameter, device: torch.device, dtype: torch.dtype) -> EightBitWeight:

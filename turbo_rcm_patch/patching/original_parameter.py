@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .eight_bit_weight import EightBitWeight
+from .eight_bit_weight import EightBitWeight, check_shape
 
 
 class OriginalParameter(nn.Parameter):
@@ -22,8 +22,7 @@ class OriginalParameter(nn.Parameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if value.shape != self.shape:
-            raise RuntimeError(f"a weight of shape {tuple(self.shape)} in 8 bits cannot become {tuple(value.shape)}.")
+        check_shape(self, value)
         if value.is_inference() or isinstance(value, EightBitWeight):
             with torch.inference_mode(False):  # a tensor whose writes are counted, and whose memory is its own
                 value = value.clone()

@@ -165,7 +165,7 @@ def _objects(block: nn.Module) -> Iterable[object]:
 
 
 STATE = "_turbo_rcm_patch"  # the attribute of a patched block that holds its BlockState
-SHARED = "_turbo_rcm_patch_shared"  # that of a patched transformer, and of Wan's embedder, that holds their Shared
+SHARED = "_turbo_rcm_patch_shared"  # that of a patched transformer, and of its embedder, that holds their Shared
 
 
 class Shared:

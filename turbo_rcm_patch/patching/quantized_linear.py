@@ -8,16 +8,14 @@
 
 What is written to ``linear.weight`` by any means, loaded, or written to the original, which somebody may hold from
 before, or to a tensor that `state_dict` returned is converted anew: the latter two when the model is called, or this
-linear. Not seen of these are writes to such a tensor through its ``.data``, as NumPy arrays and by fused optimizers,
-and once torch.compile compiled the whole model, all.
+linear (weights_written.py). Not seen of these are writes to such a tensor through its ``.data``, as NumPy arrays and by
+fused optimizers.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from types import MethodType
-from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -29,12 +27,10 @@ from ..plain import is_autocast, is_transformed
 from .eight_bit_weight import FREED, EightBitWeight
 from .journal import slot_below_hooks
 from .original_parameter import OriginalParameter
+from .weights_written import known_linears, make_known
 
 VALUES, SCALE, NORM = BUFFERS = ("weight_8bit", "weight_scale", "weight_norm")  # the parts of a QuantizedWeight
 WRITTEN = frozenset({"version"})  # attributes that follow what originals hold: calls run the same with any
-# All of this process, copies too. A list on a part of a model would take the other parts along where that is copied.
-_KNOWN: WeakSet[nn.Linear] = WeakSet()
-_LOCK = threading.Lock()
 AT_ONCE = 2**20  # values that are converted at a time: in fp32, and three times over, 12 MiB
 
 
@@ -60,7 +56,7 @@ class QuantizedLinear(nn.Linear):
         linear.__class__ = QuantizedLinear
         for slot in slots:
             setattr(*slot, MethodType(QuantizedLinear.forward, linear))
-        _make_known(linear)
+        make_known(linear)
         _count_data(original)
 
     @staticmethod
@@ -109,9 +105,14 @@ class QuantizedLinear(nn.Linear):
         buffers = self._buffers
         return QuantizedWeight(buffers[VALUES], buffers[SCALE], buffers[NORM])
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the original was written to, or a tensor that shares its memory and count of writes."""
+        return self.version is not None and self.eight_bit.original._version != self.version
+
     def bring_up_to_date(self) -> None:
-        """Convert anew where the original was written to, or a tensor that shares its memory and count of writes."""
-        if self.version is not None and self.eight_bit.original._version != self.version:
+        """Convert anew where it is outdated."""
+        if self.is_outdated:
             self.convert_anew()
 
     def convert_anew(self) -> None:
@@ -218,28 +219,8 @@ class QuantizedLinear(nn.Linear):
 def _with_buffers(make: Callable, arguments: tuple, buffers: dict, values: torch.Tensor, format) -> QuantizedLinear:
     linear = make(*arguments)
     vars(linear)["_buffers"] = {**buffers, VALUES: values.view(format)}
-    _make_known(linear)
+    make_known(linear)
     return linear
-
-
-def bring_all_up_to_date() -> None:
-    """Convert anew what was written to through a `state_dict` or a parameter from before the patch, before blocks run
-    that torch.compile compiled: these read the 8-bit weights alone."""
-    if torch.compiler.is_compiling():
-        return
-    for linear in _known():
-        if isinstance(linear, QuantizedLinear) and "eight_bit" in vars(linear):  # a copy gets it after it is made
-            linear.bring_up_to_date()
-
-
-def _known() -> list[nn.Linear]:
-    with _LOCK:
-        return list(_KNOWN)
-
-
-def _make_known(linear: nn.Linear) -> None:
-    with _LOCK:
-        _KNOWN.add(linear)
 
 
 def _count_data(original: nn.Parameter) -> None:
@@ -249,7 +230,7 @@ def _count_data(original: nn.Parameter) -> None:
 
 def _count_data_no_more(original: nn.Parameter) -> None:
     """Unless another linear in 8 bits, of this or of another model, still has this original."""
-    others = (vars(linear).get("eight_bit") for linear in _known())  # another thread may end one meanwhile
+    others = (vars(linear).get("eight_bit") for linear in known_linears())  # another thread may end one meanwhile
     if type(original) is OriginalParameter and all(getattr(each, "original", None) is not original for each in others):
         original.__class__ = nn.Parameter
 

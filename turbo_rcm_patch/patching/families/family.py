@@ -15,17 +15,17 @@ from ..copying import reduce_ex, refuse_replicas
 from ..journal import bind, slot_below_hooks
 from ..lora_changes import apply_to_tensors, load_lora_adapter
 from ..plan import SHARED, STATE, BlockState, Plans, Shared
-from ..quantized_linear import bring_all_up_to_date
 from ..steps import Steps
+from ..weights_written import with_weights_up_to_date
 
 Binding = tuple[nn.Module, str, object]  # (module, attribute, value)
 Targets = Sequence[tuple[str, nn.Module, Callable]]  # (path, module, forward)
 
 
-def embedder_forward(self: nn.Module, *args: object, **kwargs: object) -> object:
+def embedder_forward(self: nn.Module, timestep: torch.Tensor, *args: object, **kwargs: object) -> object:
     """The forward of a transformer's condition embedder, which runs before the blocks; bound on instances."""
-    bring_all_up_to_date()
-    return type(self).forward(self, *args, **kwargs)
+    shared: Shared = getattr(self, SHARED)
+    return type(self).forward(self, with_weights_up_to_date(timestep, shared.config), *args, **kwargs)
 
 
 def _embedder(transformer: nn.Module, config: PatchConfig) -> Targets:
@@ -104,6 +104,7 @@ class Family:
             *copied,
             (transformer, "_replicate_for_data_parallel", bind(refuse_replicas, transformer)),
             (transformer, SHARED, shared),
+            (transformer.condition_embedder, SHARED, shared),
             (transformer, "load_lora_adapter", bind(load_lora_adapter, transformer)),
             (transformer, "_apply", bind(apply_to_tensors, transformer)),
             *((module, "forward", forward) for module, forward in forwards.items()),

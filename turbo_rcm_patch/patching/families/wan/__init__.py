@@ -13,7 +13,7 @@ from diffusers.models.transformers.transformer_wan import WanAttention, WanTrans
 
 from ....config import PatchConfig
 from ....plain import hook_in_place_of_forward
-from ...plan import SHARED, Shared
+from ...plan import Shared
 from ..family import Binding, Blocks, Family, Targets
 from .forward import block_forward
 from .graph import GRAPH, WanGraph, graph_of, transformer_forward
@@ -29,8 +29,7 @@ def _more(transformer: WanTransformer3DModel, config: PatchConfig) -> Targets:
 
 
 def _attributes(transformer: WanTransformer3DModel, shared: Shared, forwards: dict) -> Sequence[Binding]:
-    graph = WanGraph(transformer, shared, forwards)
-    return [(transformer, GRAPH, graph), (transformer.condition_embedder, SHARED, shared)]
+    return [(transformer, GRAPH, WanGraph(transformer, shared, forwards))]
 
 
 WAN = Family(

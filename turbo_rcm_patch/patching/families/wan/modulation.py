@@ -17,7 +17,7 @@ from ....kernels import MAX_RUNS, Runs
 from ....plain import hook_around_forward, hook_in_place_of_forward, is_original
 from ...graphs import why_not_recorded
 from ...plan import SHARED, Shared
-from ...quantized_linear import bring_all_up_to_date
+from ...weights_written import with_weights_up_to_date
 
 Row = torch.Tensor | Runs
 
@@ -49,8 +49,8 @@ def embedder_forward(
 
     timestep [B], or [B·S] with S as timestep_seq_len; returns temb, timestep_proj, and the projected text and image.
     """
-    bring_all_up_to_date()
     shared: Shared = getattr(self, SHARED)
+    timestep = with_weights_up_to_date(timestep, shared.config)
     shared.runs = None
     prompt = (encoder_hidden_states, encoder_hidden_states_image)
     if timestep_seq_len is None or not _may_embed_runs(self, timestep, *prompt):
