@@ -14,14 +14,14 @@ from dataclasses import asdict
 
 import torch
 
-from turbo_rcm_patch.bench import ops, ops_conv, ops_quantized, ops_sparse
+from turbo_rcm_patch.bench import ops_conv, ops_exact, ops_quantized, ops_sparse
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.bench.ops import OpCase, OpResult, measure_copy_bandwidth, run_case
 from turbo_rcm_patch.bench.report import ops_table
 from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.tiers import TIERS
 
-CASES = (*ops.CASES, *ops_conv.CASES, *ops_quantized.CASES, *ops_sparse.CASES)
+CASES = (*ops_exact.CASES, *ops_conv.CASES, *ops_quantized.CASES, *ops_sparse.CASES)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The contests of ops, at small sizes: every contender computes the same, and what does not is never timed."""
+"""How ops are checked and timed: what is less accurate than its rivals is not timed."""
 
 import functools
 from dataclasses import replace
@@ -6,20 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from turbo_rcm_patch.bench import ops
-from turbo_rcm_patch.bench.ops import COMPILED, COPY, FOLDED, OpCase, error_limit, measure_errors, run_case
+from turbo_rcm_patch.bench import ops, ops_exact
+from turbo_rcm_patch.bench.ops import COMPILED, COPY, OpCase, error_limit, run_case
 from turbo_rcm_patch.bench.report import ops_table
 from turbo_rcm_patch.tiers import EXACT, ErrorLimits, Tier
 
 CPU = torch.device("cpu")
 SMALL = {
-    "self-attention": functools.partial(ops.attention, 2, 70, 70, 16),
-    "cross-attention": functools.partial(ops.attention, 2, 70, 9, 16),
-    "linear_skip": functools.partial(ops.linear_skip, 70, 24, 40),
-    "linear_gelu": functools.partial(ops.linear_gelu, 70, 40, 24),
-    "linear_qkv": functools.partial(ops.linear_qkv, 70, 24, 40),
-    "layer_norm_modulate": functools.partial(ops.layer_norm_modulate, 70, 48),
-    "rms_norm_rope": functools.partial(ops.rms_norm_rope, 70, 2, 16),
+    "linear_gelu": functools.partial(ops_exact.linear_gelu, 70, 40, 24),
+    "layer_norm_modulate": functools.partial(ops_exact.layer_norm_modulate, 70, 48),
 }
 
 
@@ -30,29 +25,6 @@ def eager(function):
 def run(build, copy=False, tier=EXACT):
     case = OpCase("small", build, {COMPILED: 1e9, COPY: 0.0} if copy else {COMPILED: 1e9}, tier)
     return run_case(case, CPU, copy_bandwidth=1e9, rounds=3, compile_rivals=False)
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_all_contenders_are_right_to_bf16(name):
-    contest = SMALL[name](CPU, eager)
-    errors = measure_errors(contest)
-    assert set(errors) == {*contest.ours, *contest.rivals}
-    # Two roundings to bf16 on the way, each of at most half a unit in the last place.
-    assert all(0 < error < torch.finfo(torch.bfloat16).eps for error in errors.values())
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_the_oracle_tells_the_rows_apart(name):
-    contest = SMALL[name](CPU, eager)
-    shifted = replace(contest, oracle=lambda rows: contest.oracle((rows + 1) % contest.tokens))
-    assert min(measure_errors(shifted).values()) > 0.1
-
-
-def test_a_folded_gate_differs_by_the_bias_alone():
-    contest = SMALL["linear_skip"](CPU, eager)
-    difference = contest.rivals[COMPILED]().float() - contest.partial[FOLDED]().float()
-    assert difference.std(dim=1).max() < 0.1  # the same in every row, but for roundings
-    assert difference.mean(dim=1).abs().max() > 0.5
 
 
 def test_what_is_less_accurate_than_its_rivals_is_not_timed():
@@ -106,25 +78,6 @@ def test_speed_ups_and_rates_are_of_the_medians():
     assert result.terabytes_per_second == pytest.approx(moved / ours.milliseconds / 1e9)
     assert result.speedups[COPY] == pytest.approx(moved / 1e9 / (ours.milliseconds / 1e3))
     assert result.teraflops is None
-
-
-def test_names_of_cases_are_unique_and_their_targets_are_of_contenders():
-    assert len({case.name for case in ops.CASES}) == len(ops.CASES)
-    for case in ops.CASES:
-        small = {"attention": "self-attention"}.get(case.build.func.__name__, case.build.func.__name__)
-        contest = SMALL[small](CPU, eager)
-        assert set(case.targets) <= {*contest.rivals, *contest.partial, COPY}
-        assert COPY not in case.targets or contest.bytes_moved
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_with_graphs_and_compiled_rivals():
-    device = torch.device("cuda")
-    bandwidth = ops.measure_copy_bandwidth(device, nbytes=1 << 26)
-    assert 1e10 < bandwidth < 1e14
-    for build in SMALL.values():
-        result = run_case(OpCase("small", build, {}), device, copy_bandwidth=bandwidth, rounds=3)
-        assert result.best is not None, ops_table([result])
 
 
 def test_a_tier_with_wider_limits_is_timed():

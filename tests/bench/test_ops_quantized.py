@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from turbo_rcm_patch.bench import ops, ops_conv, ops_quantized
+from turbo_rcm_patch.bench import ops, ops_conv, ops_exact, ops_quantized
 from turbo_rcm_patch.bench.ops import Draws, OpCase, error_limit, measure_errors, run_case
 from turbo_rcm_patch.bench.ops_quantized import FLASH_ATTENTION, OURS_EXACT, SCALED_MM
 from turbo_rcm_patch.bench.report import ops_table
@@ -161,7 +161,7 @@ def test_targets_are_those_that_were_asked_for():
 
 
 def test_names_of_cases_are_unique_and_their_targets_are_of_contenders():
-    names = [case.name for case in (*ops.CASES, *ops_conv.CASES, *ops_quantized.CASES)]
+    names = [case.name for case in (*ops_exact.CASES, *ops_conv.CASES, *ops_quantized.CASES)]
     assert len(set(names)) == len(names)
     for case in ops_quantized.CASES:
         assert case.tier is QUANTIZED

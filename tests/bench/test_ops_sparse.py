@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from turbo_rcm_patch import kernels
-from turbo_rcm_patch.bench import ops, ops_conv, ops_quantized, ops_sparse
+from turbo_rcm_patch.bench import ops, ops_conv, ops_exact, ops_quantized, ops_sparse
 from turbo_rcm_patch.bench.metrics import relative_l2
 from turbo_rcm_patch.bench.ops import Draws, OpCase, error_limit, measure_errors, run_case
 from turbo_rcm_patch.bench.ops_sparse import DENSE, DENSE_BF16, IN_PYTORCH
@@ -52,7 +52,7 @@ def test_ours_is_within_the_tiers_limit_on_a_gpu(name):
 
 
 def test_cases_are_of_the_tier_and_their_names_unique():
-    cases = (*ops.CASES, *ops_conv.CASES, *ops_quantized.CASES, *ops_sparse.CASES)
+    cases = (*ops_exact.CASES, *ops_conv.CASES, *ops_quantized.CASES, *ops_sparse.CASES)
     assert len({case.name for case in cases}) == len(cases)
     assert all(case.tier.name == SPARSE.name for case in ops_sparse.CASES)
     assert {case.build.func.__name__ for case in ops_sparse.CASES} <= {*ON_A_GPU, "block_sparse_attention"}

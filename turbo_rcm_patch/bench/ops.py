@@ -1,4 +1,4 @@
-"""Every op against its rivals at Wan's sizes: checked first, then timed.
+"""How an op is checked, then timed beside its rivals; ops_exact.py, ops_quantized.py, ops_sparse.py, ops_conv.py: which.
 
 A contest has contenders for one result. All are compared with an fp64 oracle on some rows; what is less accurate than
 the rivals is not timed. The others take turns, so that a GPU that slows down as it warms does so for all of them.
@@ -7,25 +7,21 @@ the rivals is not timed. The others take turns, so that a GPU that slows down as
 from __future__ import annotations
 
 import functools
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .. import kernels
-from ..kernels import QuantizedQKV, reference
+from ..kernels import QuantizedQKV
 from ..kernels.quantized import Quantized
 from ..tiers import EXACT, ErrorLimits, Tier
 from .metrics import relative_l2
 
 ORACLE_ROWS = 64
 EPS = 1e-6
-SDPA, COMPILED, FOLDED = "SDPA cuDNN", "torch + compiled", "folded addmm"
+SDPA, COMPILED = "SDPA cuDNN", "torch + compiled"
 COPY = "copy"  # the rival whose time is that of as many bytes at the GPU's copy bandwidth
 
 Contender = Callable[[], torch.Tensor | tuple[torch.Tensor, ...]]
@@ -272,147 +268,7 @@ def measure_copy_bandwidth(device: torch.device, nbytes: int = 1 << 30) -> float
     return 2 * nbytes / (statistics.median(watch() for _ in range(10)) / 1e3)
 
 
-# --- the contests
-
-
-def attention(heads: int, tokens: int, keys: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
-    """Self-attention (keys = tokens) or cross-attention. Keys share a direction, as those of trained models do."""
-    draw = Draws(device)
-    q = draw(1, tokens, heads, head_dim)
-    k, v = draw(1, keys, heads, head_dim) + 2 * draw(1, 1, heads, head_dim), draw(1, keys, heads, head_dim)
-
-    def sdpa() -> torch.Tensor:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if device.type == "cuda" else SDPBackend.MATH):
-            return reference.attention(q, k, v, None, None, None, head_dim**-0.5)
-
-    return Contest(
-        ours={"attention": lambda: kernels.attention(q, k, v)},
-        rivals={SDPA: sdpa},
-        oracle=attention_oracle(q, k, v),
-        tokens=tokens,
-        fallback=lambda: kernels.attention(q, k, v, implementation="torch"),
-        flops=4 * heads * tokens * keys * head_dim,
-    )
-
-
-def linear_skip(tokens: int, C: int, K: int, device: torch.device, compiled: Callable) -> Contest:
-    """A projection and the gated residual after it. The rival with the gate folded into the weight has no bias."""
-    draw = Draws(device)
-    a, weight, bias, residual = draw(1, tokens, K), draw(C, K) * K**-0.5, draw(C), draw(1, tokens, C)
-    gate = draw(1, 1, C).float()
-
-    @compiled
-    def gated_residual(residual, output, gate):
-        return (residual.float() + output * gate).type_as(residual)
-
-    def folded() -> torch.Tensor:
-        gated = (gate.view(C, 1) * weight).to(weight.dtype)
-        return torch.addmm(residual[0], a[0], gated.T)[None]
-
-    def oracle(rows: torch.Tensor) -> torch.Tensor:
-        linear = a[:, rows].double() @ weight.double().T + bias.double()
-        return residual[:, rows].double() + gate.double() * linear
-
-    return Contest(
-        ours={"linear_skip": lambda: kernels.linear_skip(a, weight, bias, residual, c_out=gate)},
-        rivals={COMPILED: lambda: gated_residual(residual, F.linear(a, weight, bias), gate)},
-        partial={FOLDED: folded},
-        oracle=oracle,
-        tokens=tokens,
-        fallback=lambda: kernels.skip(residual, F.linear(a, weight, bias), c_out=gate),
-        flops=2 * tokens * C * K,
-    )
-
-
-def linear_gelu(tokens: int, C: int, K: int, device: torch.device, compiled: Callable) -> Contest:
-    """The feed-forward's first projection and its GELU."""
-    draw = Draws(device)
-    a, weight, bias = draw(1, tokens, K), draw(C, K) * K**-0.5, draw(C)
-    gelu = compiled(lambda x: F.gelu(x, approximate="tanh"))
-
-    def oracle(rows: torch.Tensor) -> torch.Tensor:
-        return reference.linear_gelu(a[:, rows].double(), weight.double(), bias.double())
-
-    return Contest(
-        ours={"linear_gelu": lambda: kernels.linear_gelu(a, weight, bias)},
-        rivals={COMPILED: lambda: gelu(F.linear(a, weight, bias))},
-        oracle=oracle,
-        tokens=tokens,
-        fallback=lambda: kernels.gelu(F.linear(a, weight, bias)),
-        flops=2 * tokens * C * K,
-    )
-
-
-def linear_qkv(tokens: int, C: int, K: int, device: torch.device, compiled: Callable) -> Contest:
-    """A self-attention's three projections."""
-    draw = Draws(device)
-    a = draw(1, tokens, K)
-    weights, biases = [draw(C, K) * K**-0.5 for _ in range(3)], [draw(C) for _ in range(3)]
-    three_linears = compiled(reference.linear_qkv)
-
-    def oracle(rows: torch.Tensor) -> torch.Tensor:
-        wide = ([tensor.double() for tensor in tensors] for tensors in (weights, biases))
-        return torch.cat(reference.linear_qkv(a[:, rows].double(), *wide), dim=-1)
-
-    return Contest(
-        ours={"linear_qkv": lambda: kernels.linear_qkv(a, weights, biases)},
-        rivals={COMPILED: lambda: three_linears(a, weights, biases)},
-        oracle=oracle,
-        tokens=tokens,
-        fallback=lambda: reference.linear_qkv(a, weights, biases),
-        flops=3 * 2 * tokens * C * K,
-    )
-
-
-def layer_norm_modulate(tokens: int, C: int, device: torch.device, compiled: Callable) -> Contest:
-    """A block's norm and its modulation."""
-    draw = Draws(device)
-    x, scale, shift = draw(1, tokens, C), draw(1, 1, C).float(), draw(1, 1, C).float()
-
-    @compiled
-    def norm(x, scale, shift):
-        return (F.layer_norm(x.float(), x.shape[-1:], eps=EPS) * (1 + scale) + shift).type_as(x)
-
-    def oracle(rows: torch.Tensor) -> torch.Tensor:
-        values = (x[:, rows].double(), None, None, scale.double(), shift.double())
-        return reference.layer_norm_modulate(*values, EPS)
-
-    return Contest(
-        ours={"layer_norm_modulate": lambda: kernels.layer_norm_modulate(x, scale=scale, shift=shift, eps=EPS)},
-        rivals={COMPILED: lambda: norm(x, scale, shift)},
-        oracle=oracle,
-        tokens=tokens,
-        bytes_moved=2 * x.nbytes,
-    )
-
-
-def rms_norm_rope(tokens: int, heads: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
-    """The norm over all heads of q or k, and its rotation. As a block launches it, ours reads every second column of
-    diffusers' tables, which hold each pair's value twice; the rivals' tables hold it once."""
-    draw = Draws(device)
-    C = heads * head_dim
-    x, weight = draw(1, tokens, C), 1 + 0.1 * draw(C)
-    angles = torch.rand(tokens, head_dim // 2, device=device, generator=draw.generator) * 2 * math.pi
-    cos, sin = angles.cos(), angles.sin()
-    full_cos, full_sin = (table.repeat_interleave(2, dim=1) for table in (cos, sin))
-    tables = {"cos": full_cos[:, 0::2], "sin": full_sin[:, 1::2]}
-
-    @compiled
-    def norm(x, weight, cos, sin):
-        y = F.rms_norm(x.float(), x.shape[-1:], weight.float(), EPS).to(x.dtype).unflatten(2, (heads, -1))
-        return reference.rotate(y, cos, sin)
-
-    def oracle(rows: torch.Tensor) -> torch.Tensor:
-        wide = cos[rows].double(), sin[rows].double()
-        return reference.rms_norm_rope(x[:, rows].double(), weight.double(), *wide, heads, EPS)
-
-    return Contest(
-        ours={"rms_norm_rope": lambda: kernels.rms_norm_rope(x, weight, heads=heads, eps=EPS, **tables)},
-        rivals={COMPILED: lambda: norm(x, weight, cos, sin)},
-        oracle=oracle,
-        tokens=tokens,
-        bytes_moved=2 * x.nbytes + full_cos.nbytes + full_sin.nbytes,  # in whole sectors
-    )
+# --- what contests are made of
 
 
 def attention_oracle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -449,31 +305,3 @@ def op_case(
     """The case of a contest at some sizes, named after both."""
     name = f"{contest.__name__} {'×'.join(map(str, sizes))}"
     return OpCase(name, functools.partial(contest, *sizes), targets, tier, most, least)
-
-
-def _case(contest: Callable, *sizes: int, **targets: float) -> OpCase:
-    names = {"sdpa": SDPA, "compiled": COMPILED, "folded": FOLDED, "copy": COPY}
-    return op_case(contest, *sizes, targets={names[key]: target for key, target in targets.items()})
-
-
-# heads, queries, keys, head_dim; tokens, C, K; tokens, C; tokens, heads, head_dim: of Wan 2.1's 1.3B at 832x480 and 14B
-# at 1280x720, 81 frames, and once of 17 frames.
-CASES = (
-    _case(attention, 12, 32760, 32760, 128, sdpa=1.0),
-    _case(attention, 40, 75600, 75600, 128, sdpa=1.0),
-    _case(attention, 12, 32760, 512, 128, sdpa=1.0),
-    _case(attention, 40, 75600, 512, 128, sdpa=1.0),
-    _case(linear_skip, 32760, 1536, 1536, compiled=1.1, folded=1.0),
-    _case(linear_skip, 32760, 1536, 8960, compiled=1.0, folded=1.0),
-    _case(linear_skip, 75600, 5120, 5120, compiled=1.1, folded=1.0),
-    _case(linear_skip, 75600, 5120, 13824, compiled=1.0, folded=1.0),
-    _case(linear_skip, 7800, 1536, 1536, compiled=1.1, folded=1.0),
-    _case(linear_gelu, 32760, 8960, 1536, compiled=1.05),
-    _case(linear_gelu, 75600, 13824, 5120, compiled=1.05),
-    _case(linear_qkv, 32760, 1536, 1536, compiled=1.05),
-    _case(linear_qkv, 75600, 5120, 5120, compiled=1.05),
-    _case(layer_norm_modulate, 32760, 1536, copy=0.8),
-    _case(layer_norm_modulate, 75600, 5120, copy=0.8),
-    _case(rms_norm_rope, 32760, 12, 128, copy=0.8),
-    _case(rms_norm_rope, 75600, 40, 128, copy=0.8),
-)

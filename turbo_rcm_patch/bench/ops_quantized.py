@@ -317,7 +317,7 @@ LINEAR_SKIPS = (
     (75600, 5120, 5120, 1.2),
     (75600, 5120, 13824, 1.05),
 )
-# Sizes as in ops.py.
+# Sizes as in ops_exact.py.
 CASES = (
     _case(attention_8bit, 12, 32760, 128, flash_attention=1.02, least=ATTENTION_TERAFLOPS),
     _case(attention_8bit, 40, 75600, 128, flash_attention=1.02, least=ATTENTION_TERAFLOPS),

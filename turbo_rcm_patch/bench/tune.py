@@ -20,7 +20,7 @@ from ..kernels.choice import CONV, LINEAR, SDPA
 from ..kernels.sdpa import BACKENDS, MATH, chosen_backend
 from ..patching.converted import component_folders, read_config
 from ..tiers import EXACT
-from . import ops, ops_conv, tune_tiers
+from . import ops, ops_conv, ops_exact, tune_tiers
 from .cases import CASES, TEXT_TOKENS, Case
 from .ops import Contender, Contest, OpCase, OpResult
 
@@ -106,18 +106,18 @@ def cases(shapes: Shapes) -> Iterator[OpCase]:
     C = shapes.heads * shapes.head_dim
     yield _case(attention, shapes.heads, shapes.tokens, shapes.tokens, shapes.head_dim)
     yield _case(attention, shapes.heads, shapes.tokens, TEXT_TOKENS, shapes.head_dim)
-    yield _case(ops.linear_skip, shapes.tokens, C, C)
-    yield _case(ops.linear_skip, shapes.tokens, C, shapes.ffn)
-    yield _case(ops.linear_gelu, shapes.tokens, shapes.ffn, C)
-    yield _case(ops.linear_qkv, shapes.tokens, C, C)
+    yield _case(ops_exact.linear_skip, shapes.tokens, C, C)
+    yield _case(ops_exact.linear_skip, shapes.tokens, C, shapes.ffn)
+    yield _case(ops_exact.linear_gelu, shapes.tokens, shapes.ffn, C)
+    yield _case(ops_exact.linear_qkv, shapes.tokens, C, C)
     for sizes in shapes.convolutions:
         yield _case(ops_conv.conv_skip, *sizes)
     yield from tune_tiers.tier_cases(shapes.heads, shapes.head_dim, shapes.ffn, shapes.tokens)
 
 
 def attention(heads: int, tokens: int, keys: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
-    """ops.attention, with those backends of PyTorch's that it does not take by itself."""
-    contest = ops.attention(heads, tokens, keys, head_dim, device, compiled)
+    """ops_exact.attention, with those backends of PyTorch's that it does not take by itself."""
+    contest = ops_exact.attention(heads, tokens, keys, head_dim, device, compiled)
     q, k = (torch.empty(1, n, heads, head_dim, dtype=torch.bfloat16, device=device) for n in (tokens, keys))
     chosen = chosen_backend(*(x.transpose(1, 2) for x in (q, k, k)))
     others = {

@@ -15,7 +15,7 @@ import torch
 from ..kernels import FP8, HEAD_DIMS_8BIT
 from ..patching.quantized_weights import capability_of, format_of
 from ..tiers import BLOCK_SPARSE, QUANTIZED, SPARSE, Tier
-from . import ops, ops_quantized, ops_sparse
+from . import ops_exact, ops_quantized, ops_sparse
 from .ops import Contest, OpCase, op_case
 
 EXACT, NORMS = "exact tier", "norms"
@@ -54,7 +54,7 @@ def _without_rivals(build: Callable[..., Contest], *arguments: object) -> Contes
 def attention_8bit(heads: int, tokens: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
     """With what comes before it: in 8 bits one kernel with q's and k's norms in it, in the exact tier the two norms."""
     contest = ops_quantized.norms_attention_8bit(heads, tokens, head_dim, device, compiled)
-    (norm,) = ops.rms_norm_rope(tokens, heads, head_dim, device, compiled).ours.values()
+    (norm,) = ops_exact.rms_norm_rope(tokens, heads, head_dim, device, compiled).ours.values()
     return replace(contest, partial={NORMS: lambda: (norm(), norm())})
 
 
