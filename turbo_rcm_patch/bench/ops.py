@@ -1,4 +1,4 @@
-"""How an op is checked, then timed beside its rivals; ops_exact.py, ops_quantized.py, ops_sparse.py, ops_conv.py: which.
+"""How an op is checked, then timed beside its rivals. Its contests are in ops_exact.py and the like.
 
 A contest has contenders for one result. All are compared with an fp64 oracle on some rows; what is less accurate than
 the rivals is not timed. The others take turns, so that a GPU that slows down as it warms does so for all of them.
