@@ -123,6 +123,25 @@ def test_replays_of_a_graph_tell():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("op", ["skip", "linear_skip"])
+def test_it_tells_from_the_cuda_graphs_of_torch_compile(op):
+    """Whose memory no tensor may keep: the first launch, which makes the flag, is in one."""
+    torch._dynamo.reset()
+
+    def scaled(residual):
+        return run(op, residual, "triton", result_scale=SCALE)
+
+    compiled = torch.compile(scaled, mode="reduce-overhead", fullgraph=True)
+    residual = torch.randn(1, 69, 65, device="cuda")
+    for _ in range(3):
+        compiled(residual)
+    assert not tells(residual.device)
+    residual[0, 68, 64] = -1e7
+    assert compiled(residual)[0, 68, 64] == -LARGEST
+    assert tells(residual.device)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("kept", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("place", [(0, 0), (299, 135), (300, 64), (599, 128)])
 def test_the_gemm_of_sm_90(place, kept, sm_90):

@@ -14,6 +14,7 @@ import turbo_rcm_patch as trp
 from tests.patching.quantized_models import CONFIG, FREED, like_unpatched, output_of, up_to_date
 from tests.tiny_wan import tiny_wan_transformer
 from turbo_rcm_patch.patching.original_parameter import OriginalParameter
+from turbo_rcm_patch.patching.quantized_linear import bring_all_up_to_date
 from turbo_rcm_patch.patching.quantized_weights import is_quantized
 
 NAME = "blocks.0.ffn.net.2.weight"
@@ -185,11 +186,17 @@ def test_models_that_are_restored_in_threads_at_once():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        with ThreadPoolExecutor(4) as threads:
-            for kinds in threads.map(patched_and_restored, range(4)):
-                assert kinds == {nn.Parameter}
+        with ThreadPoolExecutor(5) as threads:
+            restored = [threads.submit(patched_and_restored, seed) for seed in range(4)]
+            called = threads.submit(look_for_writes, restored)  # as a call of another model does
+            assert all(each.result() == {nn.Parameter} for each in restored)
+            assert called.result() == 0
     finally:
         sys.setswitchinterval(interval)
+
+
+def look_for_writes(until):
+    return sum(iter(lambda: -1 if all(each.done() for each in until) else bring_all_up_to_date(), -1))
 
 
 def patched_and_restored(seed):

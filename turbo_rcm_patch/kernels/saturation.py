@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import NamedTuple
 
 import torch
 import triton
@@ -45,8 +45,7 @@ class Saturation:
     def flags_of(self, device: torch.device) -> _Flags:
         """What ops on a device write to."""
         if device not in self._flags:
-            with torch.inference_mode(False):
-                flags = _new_flags(device)
+            flags = _Flags(device)
             if device.type == "meta":
                 return flags
             self._flags[device] = flags
@@ -95,14 +94,17 @@ def _may_tell(value: torch.Tensor) -> bool:
     return type(value) is torch.Tensor and not (value.is_meta or watched or torch.jit.is_tracing())
 
 
-class _Flags(NamedTuple):
-    host: torch.Tensor  # [2] int32, in the host's memory: what kernels wrote, and what `own` was
-    own: torch.Tensor  # [1] int32 on the device: what the reference wrote
+class _Flags:
+    """host: [2] int32 in the host's memory, what kernels wrote and what `own` was."""
 
+    @torch.inference_mode(False)
+    def __init__(self, device: torch.device):
+        self._device, on_gpu = device, device.type == "cuda"
+        self.host = torch.zeros(2, dtype=torch.int32, pin_memory=on_gpu, device="cpu" if on_gpu else device)
 
-def _new_flags(device: torch.device) -> _Flags:
-    if device.type == "cuda":
-        host = torch.zeros(2, dtype=torch.int32, pin_memory=True, device="cpu")
-        return _Flags(host, torch.zeros(1, dtype=torch.int32, device=device))
-    host = torch.zeros(2, dtype=torch.int32, device=device)
-    return _Flags(host, host[1:])
+    @functools.cached_property
+    @torch.inference_mode(False)
+    def own(self) -> torch.Tensor:
+        """[1] int32 on the device, what the reference wrote. A kernel may run first where torch.compile records CUDA
+        graphs, which bear no tensor on the GPU that stays."""
+        return torch.zeros(1, dtype=torch.int32, device=self._device) if self.host.is_pinned() else self.host[1:]

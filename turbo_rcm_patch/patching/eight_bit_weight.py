@@ -151,15 +151,16 @@ def _write(op: Callable, args: tuple, kwargs: dict, written: list[torch.Tensor])
         raise RuntimeError(f"{op} writes to a weight in 8 bits and to other tensors at once; write to each apart.")
     for weight in written:
         weight._check_kept()
+        if "eight_bit" not in vars(weight.linear):
+            raise RuntimeError("the linear of this weight is not in 8 bits any more; take linear.weight anew.")
 
     def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
         return tensor._alias() if isinstance(tensor, EightBitWeight) else tensor.cpu()
 
     op(*tree_map_only(torch.Tensor, on_cpu, args), **tree_map_only(torch.Tensor, on_cpu, kwargs))
-    for weight in written:  # counted for other linears with this original: below autograd torch counts nothing
-        torch.autograd.graph.increment_version(weight.original)
-    for linear in {id(weight.linear): weight.linear for weight in written}.values():
-        linear.convert_anew()
+    for weight in {id(weight.original): weight for weight in written}.values():
+        torch.autograd.graph.increment_version(weight.original)  # below autograd torch counts nothing
+        weight.linear.convert_all_tied()
     if not op._schema.returns:
         return None
     return written[0] if len(op._schema.returns) == 1 else tuple(written)

@@ -14,8 +14,11 @@ fused optimizers.
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Iterator
 from types import MethodType
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -27,11 +30,24 @@ from ..plain import is_autocast, is_transformed
 from .eight_bit_weight import FREED, EightBitWeight
 from .journal import slot_below_hooks
 from .original_parameter import OriginalParameter
-from .weights_written import known_linears, make_known
 
 VALUES, SCALE, NORM = BUFFERS = ("weight_8bit", "weight_scale", "weight_norm")  # the parts of a QuantizedWeight
 WRITTEN = frozenset({"version"})  # attributes that follow what originals hold: calls run the same with any
+# All of this process, copies too. A list on a part of a model would take the other parts along where that is copied.
+_KNOWN: WeakSet[nn.Linear] = WeakSet()
+_LOCK = threading.RLock()
 AT_ONCE = 2**20  # values that are converted at a time: in fp32, and three times over, 12 MiB
+
+
+def _alone(function: Callable) -> Callable:
+    """Decorator: no other thread switches a linear to another weight, or looks at those of all models, meanwhile."""
+
+    @functools.wraps(function)
+    def run(*arguments: object) -> object:
+        with _LOCK:
+            return function(*arguments)
+
+    return run
 
 
 class QuantizedLinear(nn.Linear):
@@ -41,6 +57,7 @@ class QuantizedLinear(nn.Linear):
     """
 
     @staticmethod
+    @_alone
     def begin(linear: nn.Linear, weight: QuantizedWeight) -> None:
         """Let a linear run with this weight, on its device; the original goes to the CPU."""
         original = linear._parameters["weight"]
@@ -56,10 +73,11 @@ class QuantizedLinear(nn.Linear):
         linear.__class__ = QuantizedLinear
         for slot in slots:
             setattr(*slot, MethodType(QuantizedLinear.forward, linear))
-        make_known(linear)
+        _make_known(linear)
         _count_data(original)
 
     @staticmethod
+    @_alone
     def end(linear: nn.Linear) -> None:
         """The original in the place of the 8-bit weight, on the device and in the dtype that the model has now; a
         Parameter that somebody set in its place stays theirs. Nothing for a linear that was not begun."""
@@ -115,6 +133,12 @@ class QuantizedLinear(nn.Linear):
         if self.is_outdated:
             self.convert_anew()
 
+    def convert_all_tied(self) -> None:
+        """Convert anew all linears that have this original."""
+        for linear in _known():
+            if linear.eight_bit.original is self.eight_bit.original:
+                linear.convert_anew()
+
     def convert_anew(self) -> None:
         """After a write to the original: into the memory of the present 8-bit weight, where CUDA graphs find it."""
         original, values = self.eight_bit.original, self._buffers[VALUES]
@@ -126,6 +150,7 @@ class QuantizedLinear(nn.Linear):
                     torch.autograd.graph.increment_version(self._buffers[name])
         self.version = _version(original)
 
+    @_alone
     def free_original(self) -> None:
         """Let go of the original's values, for good."""
         original = self.eight_bit.original
@@ -188,6 +213,7 @@ class QuantizedLinear(nn.Linear):
         if loaded is not place or (self.eight_bit.freed and loaded._version > 0):
             self._adopt(loaded)
 
+    @_alone
     def _adopt(self, original: nn.Parameter) -> None:
         freed, before = self.eight_bit.freed, self.eight_bit.original
         self.eight_bit.original = original = _on_cpu(original)
@@ -209,18 +235,45 @@ class QuantizedLinear(nn.Linear):
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         """With the values as bytes: plain pickle does not bring back a tensor in e4m3."""
+        self.bring_up_to_date()
         make, arguments, state, *_ = super().__reduce_ex__(protocol)
         state = dict(state)
         buffers = dict(state.pop("_buffers"))
         values = buffers.pop(VALUES)
         return _with_buffers, (make, arguments, buffers, values.view(torch.uint8), values.dtype), state
 
+    def __setstate__(self, state: dict) -> None:
+        """Of a copy, whose original counts writes anew."""
+        super().__setstate__(state)
+        self.version = _version(self.eight_bit.original)
+
 
 def _with_buffers(make: Callable, arguments: tuple, buffers: dict, values: torch.Tensor, format) -> QuantizedLinear:
     linear = make(*arguments)
     vars(linear)["_buffers"] = {**buffers, VALUES: values.view(format)}
-    make_known(linear)
+    _make_known(linear)
     return linear
+
+
+@_alone
+def bring_all_up_to_date() -> int:
+    """Convert anew what was written to through a `state_dict` or a parameter from before the patch, in all models of
+    this process; returns how many weights that were."""
+    outdated = [linear for linear in _known() if linear.is_outdated]
+    for linear in outdated:
+        linear.convert_anew()
+    return len(outdated)
+
+
+@_alone
+def _known() -> list[QuantizedLinear]:
+    """All of this process that are in 8 bits; one that is being copied has no weight yet."""
+    return [linear for linear in _KNOWN if isinstance(linear, QuantizedLinear) and "eight_bit" in vars(linear)]
+
+
+@_alone
+def _make_known(linear: nn.Linear) -> None:
+    _KNOWN.add(linear)
 
 
 def _count_data(original: nn.Parameter) -> None:
@@ -230,8 +283,7 @@ def _count_data(original: nn.Parameter) -> None:
 
 def _count_data_no_more(original: nn.Parameter) -> None:
     """Unless another linear in 8 bits, of this or of another model, still has this original."""
-    others = (vars(linear).get("eight_bit") for linear in known_linears())  # another thread may end one meanwhile
-    if type(original) is OriginalParameter and all(getattr(each, "original", None) is not original for each in others):
+    if type(original) is OriginalParameter and all(each.eight_bit.original is not original for each in _known()):
         original.__class__ = nn.Parameter
 
 
@@ -277,7 +329,8 @@ def _on_cpu(original: nn.Parameter) -> nn.Parameter:
     """Itself, moved; a copy of an inference tensor, because nobody counts what is written to those."""
     if original.is_inference():
         return nn.Parameter(original.detach().to("cpu", copy=True), original.requires_grad)
-    original.data = original.data.cpu()
+    if original.device.type != "cpu":  # else it may be another linear's too, which would take this for a write
+        original.data = original.data.cpu()
     return original
 
 

@@ -21,9 +21,8 @@ from ....tiers import SPARSE
 from ...graphs import Graphs, Inputs, call_key, why_not_recorded
 from ...lora import LIVE
 from ...plan import Shared
-from ...quantized_linear import WRITTEN
+from ...quantized_linear import WRITTEN, bring_all_up_to_date
 from ...snapshot import WhileUnchanged
-from ...weights_written import bring_all_up_to_date
 from .forward import warn_of_saturation
 from .repeatable import why_not_repeatable
 
