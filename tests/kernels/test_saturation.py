@@ -101,6 +101,7 @@ def test_it_tells_in_every_mode_of_torch(device):
     with torch.inference_mode():
         scaled(residual)
     assert tells(device)
+    scaled(residual)  # writes to what was made in inference mode
     with listening():
         assert not tells(device)
         scaled(residual)

@@ -131,6 +131,29 @@ def test_the_first_writes_to_a_copy_are_converted(model, make, before):
         assert relative_error(output_of(twin), output_of(plain)) <= ERROR
 
 
+def test_a_copy_under_way_is_not_looked_at(model):
+    trp.patch(model, CONFIG)
+    make, arguments, *_ = model.blocks[0].attn1.to_q.__reduce_ex__(4)
+    half_made = make(*arguments)
+    assert output_of(model).isfinite().all()
+    assert type(half_made) is QuantizedLinear
+
+
+@pytest.mark.parametrize("make", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_what_was_patched_or_copied_in_inference_mode_is_converted(model, make):
+    plain = tiny_wan_transformer()
+    with torch.inference_mode():
+        trp.patch(model, CONFIG)
+        model = make(model)
+    for each in (model, plain):
+        written(each)
+    like_unpatched(model, plain)
+    for each in (model, plain):
+        with torch.no_grad():
+            each.blocks[1].attn1.to_v.weight.mul_(-1.5)
+    like_unpatched(model, plain)
+
+
 def test_a_copy_of_a_part_takes_no_other_part_along(model):
     trp.patch(model, CONFIG)
 
@@ -301,7 +324,10 @@ def test_a_weight_that_is_kept_beyond_the_patch_is_not_written_to(model):
     kept, part, before = linear.weight, linear.weight.data[1:3], linear.weight.clone()
     patch.restore()
     for weight in (kept, part):
-        with torch.no_grad(), pytest.raises(RuntimeError, match="not in 8 bits any more; take"):
+        with (
+            torch.no_grad(),
+            pytest.raises(RuntimeError, match="not the weight of its linear in 8 bits any more"),
+        ):
             weight.mul_(2.0)
     assert torch.equal(linear.weight, before)
     assert torch.equal(kept, before)
@@ -310,6 +336,9 @@ def test_a_weight_that_is_kept_beyond_the_patch_is_not_written_to(model):
         kept.mul_(2.0)  # has the same original
     assert torch.equal(linear.weight, 2.0 * before)
     assert up_to_date(linear)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="take"):
+        part.mul_(2.0)  # of another original
 
 
 def test_a_weight_of_another_shape_is_refused(model):

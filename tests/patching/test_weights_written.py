@@ -67,6 +67,24 @@ def test_nothing_is_refused_that_nobody_wrote_to(model):
         write(each)
     model.load_state_dict(model.state_dict())
     assert relative_error(output_of(model), output_of(plain)) <= ERROR
+    for each in (model, plain):
+        each.to(torch.bfloat16)
+    assert model.state_dict()[NAME].dtype == torch.bfloat16  # casts it
+    assert not any(linear.is_outdated for linear in quantized_linears(model))
+
+
+def test_nothing_is_refused_for_a_model_with_the_same_weights(model):
+    """When that is patched, and restored."""
+    other = tiny_wan_transformer()
+    for mine, theirs in zip(model.modules(), other.modules(), strict=True):
+        theirs._parameters.update(mine._parameters)
+    before = output_of(other)
+    trp.patch(model, CONFIG)
+    patch = trp.patch(other, CONFIG)
+    assert not any(linear.is_outdated for each in (model, other) for linear in quantized_linears(each))
+    patch.restore()
+    assert not any(linear.is_outdated for linear in quantized_linears(model))
+    assert torch.equal(output_of(other), before)
 
 
 def test_an_exact_model_compares_nothing(model):

@@ -32,6 +32,7 @@ class EightBitWeight(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
+    @torch.inference_mode(False)
     def __new__(cls, original, device, dtype, linear, view=None):
         shown = original if view is None else view
         layout = {"strides": shown.stride(), "storage_offset": shown.storage_offset()}
@@ -151,8 +152,9 @@ def _write(op: Callable, args: tuple, kwargs: dict, written: list[torch.Tensor])
         raise RuntimeError(f"{op} writes to a weight in 8 bits and to other tensors at once; write to each apart.")
     for weight in written:
         weight._check_kept()
-        if "eight_bit" not in vars(weight.linear):
-            raise RuntimeError("the linear of this weight is not in 8 bits any more; take linear.weight anew.")
+        now = vars(weight.linear).get("eight_bit")
+        if now is None or now.original is not weight.original:
+            raise RuntimeError("this is not the weight of its linear in 8 bits any more; take linear.weight anew.")
 
     def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
         return tensor._alias() if isinstance(tensor, EightBitWeight) else tensor.cpu()

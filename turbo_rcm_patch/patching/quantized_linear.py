@@ -133,6 +133,7 @@ class QuantizedLinear(nn.Linear):
         if self.is_outdated:
             self.convert_anew()
 
+    @_alone
     def convert_all_tied(self) -> None:
         """Convert anew all linears that have this original."""
         for linear in _known():
@@ -142,13 +143,15 @@ class QuantizedLinear(nn.Linear):
     def convert_anew(self) -> None:
         """After a write to the original: into the memory of the present 8-bit weight, where CUDA graphs find it."""
         original, values = self.eight_bit.original, self._buffers[VALUES]
-        with torch.no_grad():
-            for name, tensor in zip(BUFFERS, convert(original, values.dtype, values.device), strict=True):
-                self._buffers[name].copy_(tensor)
-                # A write to `weight` comes here below autograd, which then counts none.
-                if not self._buffers[name].is_inference():
-                    torch.autograd.graph.increment_version(self._buffers[name])
-        self.version = _version(original)
+        version = _version(original)  # before what another thread may write meanwhile
+        converted = convert(original, values.dtype, values.device)
+        for buffer, tensor in zip((self._buffers[name] for name in BUFFERS), converted, strict=True):
+            with torch.no_grad(), torch.inference_mode(buffer.is_inference()):  # where alone those can be written to
+                buffer.copy_(tensor)
+            # A write to `weight` comes here below autograd, which then counts none.
+            if not buffer.is_inference():
+                torch.autograd.graph.increment_version(buffer)
+        self.version = version
 
     @_alone
     def free_original(self) -> None:
@@ -196,7 +199,7 @@ class QuantizedLinear(nn.Linear):
                 raise RuntimeError(f"{prefix}weight: {FREED}")
             if self.eight_bit.original.dtype != self.eight_bit.dtype:  # a cast copy would not hand writes on
                 self.eight_bit.original.data = self.eight_bit.original.data.to(self.eight_bit.dtype)
-                self.convert_anew()
+                self.convert_all_tied()
             destination[f"{prefix}weight"] = self.eight_bit if keep_vars else self.eight_bit.original.detach()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
@@ -244,8 +247,10 @@ class QuantizedLinear(nn.Linear):
 
     def __setstate__(self, state: dict) -> None:
         """Of a copy, whose original counts writes anew."""
-        super().__setstate__(state)
-        self.version = _version(self.eight_bit.original)
+        weight = state["eight_bit"]
+        if not weight.freed:
+            weight.original = _on_cpu(weight.original)
+        super().__setstate__({**state, "version": _version(weight.original)})
 
 
 def _with_buffers(make: Callable, arguments: tuple, buffers: dict, values: torch.Tensor, format) -> QuantizedLinear:
@@ -303,7 +308,7 @@ def _bring_back(linear: nn.Linear, weight: EightBitWeight) -> None:
     original = weight.original
     if weight.device.type == "meta":  # as nn.Module.to, which makes other parameters of those that it moves there
         original = nn.Parameter(original.to(weight.device, weight.dtype), original.requires_grad)
-    elif not original.is_meta:
+    elif not original.is_meta and (original.device, original.dtype) != (weight.device, weight.dtype):
         original.data = original.data.to(weight.device, weight.dtype)
     linear._parameters["weight"] = original
     hook = vars(linear).get("_hf_hook")
@@ -329,7 +334,7 @@ def _on_cpu(original: nn.Parameter) -> nn.Parameter:
     """Itself, moved; a copy of an inference tensor, because nobody counts what is written to those."""
     if original.is_inference():
         return nn.Parameter(original.detach().to("cpu", copy=True), original.requires_grad)
-    if original.device.type != "cpu":  # else it may be another linear's too, which would take this for a write
+    if original.device.type != "cpu":  # else nothing is written, which linears with the same original would count
         original.data = original.data.cpu()
     return original
 

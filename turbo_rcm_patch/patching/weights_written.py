@@ -19,7 +19,7 @@ def with_weights_up_to_date(timestep: torch.Tensor, config: PatchConfig) -> torc
     if not torch.compiler.is_compiling():
         bring_all_up_to_date()
         return timestep
-    # A graph leaves out an op whose result it does not use. Derivatives go by it.
+    # A sum, because a graph leaves out an op whose result it does not use; derivatives pass by the other term.
     return timestep + _refuse_old_weights(timestep.detach()) if config.in_8_bits("linears") else timestep
 
 
