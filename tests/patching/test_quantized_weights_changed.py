@@ -77,7 +77,7 @@ def written(model, name=NAME, **options):
     model.state_dict(**options)[name].mul_(-1.5)
 
 
-@pytest.mark.parametrize("name", ["wan", "vace", "skyreels", "animate"])
+@pytest.mark.parametrize("name", ["wan", "vace"])  # the other families have the embedder of the latter
 def test_writes_to_a_state_dict_reach_compiled_blocks(name):
     torch._dynamo.reset()
     model, plain = tiny_family_transformer(name), tiny_family_transformer(name)
@@ -97,12 +97,11 @@ def test_writes_to_a_state_dict_reach_compiled_blocks(name):
             before = expected
 
 
-@pytest.mark.parametrize("make", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_they_reach_the_compiled_blocks_of_a_copy(model, make):
+def test_they_reach_the_compiled_blocks_of_a_copy(model):
     torch._dynamo.reset()
     plain = tiny_wan_transformer()
     trp.patch(model, CONFIG)
-    twin, before = make(model), output_of(model)
+    twin, before = pickle.loads(pickle.dumps(model)), output_of(model)
     twin.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
     output_of(twin)
     with torch.no_grad():
