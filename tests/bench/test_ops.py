@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.bench.contests import eager
 from turbo_rcm_patch.bench import ops, ops_exact
 from turbo_rcm_patch.bench.ops import COMPILED, COPY, OpCase, error_limit, run_case
 from turbo_rcm_patch.bench.report import ops_table
@@ -16,10 +17,6 @@ SMALL = {
     "linear_gelu": functools.partial(ops_exact.linear_gelu, 70, 40, 24),
     "layer_norm_modulate": functools.partial(ops_exact.layer_norm_modulate, 70, 48),
 }
-
-
-def eager(function):
-    return function
 
 
 def run(build, copy=False, tier=EXACT):

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.bench.contests import check_in_bf16, check_that_the_oracle_tells_the_rows_apart, eager
 from turbo_rcm_patch.bench import ops_conv
-from turbo_rcm_patch.bench.ops import COMPILED, OpCase, measure_errors, run_case
+from turbo_rcm_patch.bench.ops import COMPILED, OpCase, run_case
 from turbo_rcm_patch.bench.ops_conv import EAGER
 from turbo_rcm_patch.bench.report import ops_table
 
@@ -21,23 +22,14 @@ SIZES = {  # T, H, W, C, N, kt, kh, upsample, interleave
 SMALL = {name: functools.partial(ops_conv.conv_skip, *sizes) for name, sizes in SIZES.items()}
 
 
-def eager(function):
-    return function
-
-
 @pytest.mark.parametrize("name", SMALL)
 def test_all_contenders_are_right_to_bf16(name):
-    contest = SMALL[name](CPU, eager)
-    errors = measure_errors(contest)
-    assert set(errors) == {"conv_skip", EAGER, COMPILED}
-    assert all(0 < error < torch.finfo(torch.bfloat16).eps for error in errors.values())
+    check_in_bf16(SMALL[name](CPU, eager))
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_the_oracle_tells_the_rows_apart(name):
-    contest = SMALL[name](CPU, eager)
-    shifted = replace(contest, oracle=lambda rows: contest.oracle((rows + 1) % contest.tokens))
-    assert min(measure_errors(shifted).values()) > 0.1
+    check_that_the_oracle_tells_the_rows_apart(SMALL[name](CPU, eager))
 
 
 def test_what_is_less_accurate_than_its_rivals_is_not_timed():

@@ -1,18 +1,17 @@
 """The contests of the exact tier, at small sizes: every contender computes the same."""
 
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
 
+from tests.bench.contests import check_in_bf16, check_that_the_oracle_tells_the_rows_apart, eager
 from turbo_rcm_patch.bench import ops_exact
 from turbo_rcm_patch.bench.ops import (
     COMPILED,
     COPY,
     OpCase,
     measure_copy_bandwidth,
-    measure_errors,
     run_case,
 )
 from turbo_rcm_patch.bench.ops_exact import FOLDED
@@ -30,24 +29,14 @@ SMALL = {
 }
 
 
-def eager(function):
-    return function
-
-
 @pytest.mark.parametrize("name", SMALL)
 def test_all_contenders_are_right_to_bf16(name):
-    contest = SMALL[name](CPU, eager)
-    errors = measure_errors(contest)
-    assert set(errors) == {*contest.ours, *contest.rivals}
-    # Two roundings to bf16 on the way, each of at most half a unit in the last place.
-    assert all(0 < error < torch.finfo(torch.bfloat16).eps for error in errors.values())
+    check_in_bf16(SMALL[name](CPU, eager))
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_the_oracle_tells_the_rows_apart(name):
-    contest = SMALL[name](CPU, eager)
-    shifted = replace(contest, oracle=lambda rows: contest.oracle((rows + 1) % contest.tokens))
-    assert min(measure_errors(shifted).values()) > 0.1
+    check_that_the_oracle_tells_the_rows_apart(SMALL[name](CPU, eager))
 
 
 def test_a_folded_gate_differs_by_the_bias_alone():

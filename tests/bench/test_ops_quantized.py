@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.bench.contests import eager
 from turbo_rcm_patch.bench import ops, ops_conv, ops_exact, ops_quantized
 from turbo_rcm_patch.bench.ops import Draws, OpCase, error_limit, measure_errors, run_case
 from turbo_rcm_patch.bench.ops_quantized import FLASH_ATTENTION, OURS_EXACT, SCALED_MM
@@ -29,10 +30,6 @@ SMALL = {
     "linear_int8": functools.partial(ops_quantized.linear_int8, 70, 48, 64),
     "linear_gelu_int8": functools.partial(ops_quantized.linear_gelu_int8, 70, 64, 48),
 }
-
-
-def eager(function):
-    return function
 
 
 @pytest.mark.parametrize("name", SMALL)

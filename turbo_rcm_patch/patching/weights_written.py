@@ -23,7 +23,7 @@ def with_weights_up_to_date(timestep: torch.Tensor, config: PatchConfig) -> torc
     return timestep + _refuse_old_weights(timestep.detach()) if config.in_8_bits("linears") else timestep
 
 
-# In a CUDA graph it would not run again.
+# It mutates nothing that a graph goes on with: a call of it that writes raises. In a CUDA graph it would not run again.
 @torch.library.custom_op("turbo_rcm_patch::refuse_old_weights", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _refuse_old_weights(timestep: torch.Tensor) -> torch.Tensor:
     """A zero."""
