@@ -28,14 +28,14 @@ from tqdm import tqdm
 
 from turbo_rcm_patch.bench.timing import timed_generation
 from turbo_rcm_patch.cli.arguments import add_distilled_options, add_generation_options
-from turbo_rcm_patch.cli.chatter import without_chatter
 from turbo_rcm_patch.cli.checks import check_at_least_one, check_generation
 from turbo_rcm_patch.cli.commands import settings_of, user_errors
 from turbo_rcm_patch.cli.errors import CommandError, exit_code
 from turbo_rcm_patch.cli.files import check_ffmpeg, write_video
+from turbo_rcm_patch.cli.other_warnings import without_chatter
 from turbo_rcm_patch.cli.pipelines import choose_config, load_pipeline, warn_of_prompts
 from turbo_rcm_patch.patching import patch
-from turbo_rcm_patch.patching.video_output import pieces_on_cpu, to_8_bits
+from turbo_rcm_patch.patching.families.vae.video_output import pieces_on_cpu, to_8_bits
 
 RECORD = "videos.jsonl"
 

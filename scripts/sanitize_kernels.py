@@ -35,36 +35,37 @@ from unittest import mock
 
 import torch
 
-from turbo_rcm_patch.kernels import (
-    attention_8bit_hopper,
-    attention_hopper,
-    conv_hopper,
-    gemm_hopper,
-    sparse_linear_attention_hopper,
-)
 from turbo_rcm_patch.kernels.aot import disassemble
-from turbo_rcm_patch.kernels.attention import _attention, _attention_backward, _attention_to_e4m3
-from turbo_rcm_patch.kernels.attention_8bit import attention_8bit
-from turbo_rcm_patch.kernels.block_sparse_attention import block_sparse_attention, block_sparse_attention_8bit
+from turbo_rcm_patch.kernels.attention import attention_sm90
+from turbo_rcm_patch.kernels.attention.attention import _attention, _attention_backward, _attention_to_e4m3
+from turbo_rcm_patch.kernels.attention_8bit import attention_8bit_sm90
+from turbo_rcm_patch.kernels.attention_8bit.attention_8bit import attention_8bit
+from turbo_rcm_patch.kernels.attention_8bit.quantize_qkv import quantize_qkv
+from turbo_rcm_patch.kernels.block_sparse.block_sparse_attention import (
+    block_sparse_attention,
+    block_sparse_attention_8bit,
+)
 from turbo_rcm_patch.kernels.coefficient import Runs
-from turbo_rcm_patch.kernels.conv_skip import conv_skip
-from turbo_rcm_patch.kernels.dispatch import HOPPER, KERNEL_DTYPES, is_hopper
+from turbo_rcm_patch.kernels.conv import conv_sm90
+from turbo_rcm_patch.kernels.conv.conv_skip import conv_skip
+from turbo_rcm_patch.kernels.dispatch import KERNEL_DTYPES, SM90, is_sm90
 from turbo_rcm_patch.kernels.every_launch import without_gluon
-from turbo_rcm_patch.kernels.gelu import gelu
 from turbo_rcm_patch.kernels.launch import compile_ahead
-from turbo_rcm_patch.kernels.layer_norm_modulate import layer_norm_modulate
-from turbo_rcm_patch.kernels.linear import _linear_low_rank, linear_8bit
-from turbo_rcm_patch.kernels.linear_gelu import linear_gelu
-from turbo_rcm_patch.kernels.linear_qkv import linear_qkv
-from turbo_rcm_patch.kernels.linear_skip import linear_skip
-from turbo_rcm_patch.kernels.low_rank import RANK_STEP, LowRank
-from turbo_rcm_patch.kernels.quantize_qkv import quantize_qkv
-from turbo_rcm_patch.kernels.quantize_rows import quantize_rows
+from turbo_rcm_patch.kernels.linear import gemm_sm90
+from turbo_rcm_patch.kernels.linear.linear import _linear_low_rank, linear_8bit
+from turbo_rcm_patch.kernels.linear.linear_gelu import linear_gelu
+from turbo_rcm_patch.kernels.linear.linear_qkv import linear_qkv
+from turbo_rcm_patch.kernels.linear.linear_skip import linear_skip
+from turbo_rcm_patch.kernels.linear.low_rank import RANK_STEP, LowRank
 from turbo_rcm_patch.kernels.quantized import FP8, INT8, QuantizedWeight
-from turbo_rcm_patch.kernels.rms_norm_rope import rms_norm_rope
-from turbo_rcm_patch.kernels.rms_norm_silu import rms_norm_silu
-from turbo_rcm_patch.kernels.skip import skip
-from turbo_rcm_patch.kernels.sparse_linear_attention import sparse_linear_attention
+from turbo_rcm_patch.kernels.rows.gelu import gelu
+from turbo_rcm_patch.kernels.rows.layer_norm_modulate import layer_norm_modulate
+from turbo_rcm_patch.kernels.rows.quantize_rows import quantize_rows
+from turbo_rcm_patch.kernels.rows.rms_norm_rope import rms_norm_rope
+from turbo_rcm_patch.kernels.rows.rms_norm_silu import rms_norm_silu
+from turbo_rcm_patch.kernels.rows.skip import skip
+from turbo_rcm_patch.kernels.sparse_linear import sparse_linear_sm90
+from turbo_rcm_patch.kernels.sparse_linear.sparse_linear_attention import sparse_linear_attention
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -101,18 +102,18 @@ def main(argv: list[str] | None = None) -> int:
     if sanitizer is None:
         parser.error("compute-sanitizer, of the CUDA toolkit, is neither on the PATH nor in /usr/local/cuda/bin.")
     logs = options.logs or ROOT / "runs" / options.tool
-    problems = check_all(sanitizer, options.tool, logs.resolve(), is_hopper(torch.device("cuda")))
+    problems = check_all(sanitizer, options.tool, logs.resolve(), is_sm90(torch.device("cuda")))
     for problem in problems:
         print(f"FAILED {problem}")
     return int(bool(problems))
 
 
-def check_all(sanitizer: str, tool: str, logs: Path, hopper: bool) -> list[str]:
+def check_all(sanitizer: str, tool: str, logs: Path, sm90: bool) -> list[str]:
     """Run each part under the tool, and return what is wrong."""
     shutil.rmtree(logs / CACHE, ignore_errors=True)  # what other versions of the kernels were compiled to
     logs.mkdir(parents=True, exist_ok=True)
-    jobs = [(part, portable) for part in PARTS for portable in ((False, True) if hopper else (False,))]
-    jobs += [(PROBES, False)] if hopper else []
+    jobs = [(part, portable) for part in PARTS for portable in ((False, True) if sm90 else (False,))]
+    jobs += [(PROBES, False)] if sm90 else []
     command = (sanitizer, "--tool", tool, *OF_BOTH, *CONNECTION, *OPTIONS[tool])
     with ThreadPoolExecutor(PROCESSES) as pool:
         list(pool.map(lambda job: run_part("compile", (), logs, *job), jobs))
@@ -287,13 +288,13 @@ def launch(part: str, portable: bool) -> None:
 @contextlib.contextmanager
 def few_multiprocessors() -> Iterator[None]:
     """Within it small work fills the GPU for the kernels for sm_90, whose programs walk over several tiles each."""
-    few = (HOPPER, 4)
+    few = (SM90, 4)
     with (
-        mock.patch.object(gemm_hopper, "device_properties", return_value=few),
-        mock.patch.object(attention_hopper, "device_properties", return_value=few),
-        mock.patch.object(attention_8bit_hopper, "device_properties", return_value=few),
-        mock.patch.object(sparse_linear_attention_hopper, "device_properties", return_value=few),
-        mock.patch.object(conv_hopper, "device_properties", return_value=few),
+        mock.patch.object(gemm_sm90, "device_properties", return_value=few),
+        mock.patch.object(attention_sm90, "device_properties", return_value=few),
+        mock.patch.object(attention_8bit_sm90, "device_properties", return_value=few),
+        mock.patch.object(sparse_linear_sm90, "device_properties", return_value=few),
+        mock.patch.object(conv_sm90, "device_properties", return_value=few),
     ):
         yield
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from turbo_rcm_patch.bench.tune import row_of
-from turbo_rcm_patch.kernels.measured import FOLDER, OPS
+from turbo_rcm_patch.kernels.choice.measured import FOLDER, OPS
 
 VERSIONS = ("driver", "cuda", "torch", "triton", "turbo_rcm_patch")
 
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def reduce_ops_run(run: dict) -> dict:
-    """What the package needs of an ops run: see kernels/measured.py."""
+    """What the package needs of an ops run: see kernels/choice/measured.py."""
     environment = run["environment"]
     major, minor = int(environment["capability"][3:-1]), int(environment["capability"][-1])  # "sm_120" is 12.0
     return {

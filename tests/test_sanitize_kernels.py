@@ -143,7 +143,7 @@ def fake_programs(sanitize, monkeypatch, tmp_path, part: str, lines: str, others
     monkeypatch.setattr(sanitize.sys, "executable", str(python))
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(sanitize.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(sanitize, "is_hopper", lambda device: True)
+    monkeypatch.setattr(sanitize, "is_sm90", lambda device: True)
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])

@@ -17,7 +17,7 @@ from turbo_rcm_patch.bench.cases import (
 from turbo_rcm_patch.bench.verify import verify
 from turbo_rcm_patch.config import PRESETS
 from turbo_rcm_patch.patching import patch, use_rcm
-from turbo_rcm_patch.patching.sparse import is_sparse
+from turbo_rcm_patch.patching.steps.sparse_linear import is_sparse
 
 SIZE = {"height": 64, "width": 96, "num_frames": 9}
 

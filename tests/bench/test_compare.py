@@ -18,7 +18,7 @@ from turbo_rcm_patch.bench.timing import StageTimings, TimedGeneration
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.embedded import load_embedded_pipeline
 from turbo_rcm_patch.patching import Patch, use_rcm
-from turbo_rcm_patch.patching.families.wan_vae import decoder, forward
+from turbo_rcm_patch.patching.families.vae import decoder, forward
 from turbo_rcm_patch.tiers import EXACT, ErrorLimits, Tier
 
 CALL = tiny_call(output_type="np", guidance_scale=1.0)

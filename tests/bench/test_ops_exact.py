@@ -7,13 +7,7 @@ import torch
 
 from tests.bench.contests import check_in_bf16, check_that_the_oracle_tells_the_rows_apart, eager
 from turbo_rcm_patch.bench import ops_exact
-from turbo_rcm_patch.bench.ops import (
-    COMPILED,
-    COPY,
-    OpCase,
-    measure_copy_bandwidth,
-    run_case,
-)
+from turbo_rcm_patch.bench.ops import COMPILED, COPY, OpCase, measure_copy_bandwidth, run_case
 from turbo_rcm_patch.bench.ops_exact import FOLDED
 from turbo_rcm_patch.bench.report import ops_table
 

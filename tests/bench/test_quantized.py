@@ -18,7 +18,7 @@ from turbo_rcm_patch.bench.report import comparison_table, verification_table
 from turbo_rcm_patch.bench.verify import verify
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.patching import patch, use_rcm
-from turbo_rcm_patch.patching.quantized_weights import quantized_linears
+from turbo_rcm_patch.patching.weights.convert import quantized_linears
 from turbo_rcm_patch.tiers import EXACT, QUANTIZED
 
 LINEARS = {

@@ -8,7 +8,7 @@ import turbo_rcm_patch as trp
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.bench.report import timings_table
 from turbo_rcm_patch.bench.timing import StageTimings, timed_generation
-from turbo_rcm_patch.patching.video_output import NOTE
+from turbo_rcm_patch.patching.families.vae.video_output import NOTE
 
 
 @pytest.fixture

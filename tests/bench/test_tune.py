@@ -12,7 +12,7 @@ from turbo_rcm_patch.bench import ops, ops_conv, ops_exact, ops_quantized, tune,
 from turbo_rcm_patch.bench.ops import OpResult, Timing, error_limit, measure_errors
 from turbo_rcm_patch.bench.tune import Shapes, cases, row_of, rows_of, shapes_of_case, shapes_of_folder
 from turbo_rcm_patch.kernels import FP8, INT8, Quantized
-from turbo_rcm_patch.kernels.measured import LINEARS_8BIT, OPS, TIER_OPS
+from turbo_rcm_patch.kernels.choice.measured import LINEARS_8BIT, OPS, TIER_OPS
 from turbo_rcm_patch.tiers import EXACT, QUANTIZED
 
 CPU = torch.device("cpu")

@@ -25,9 +25,10 @@ from turbo_rcm_patch.bench.tune_check import (
     tuned_choices,
 )
 from turbo_rcm_patch.cli.tuning import keep
-from turbo_rcm_patch.kernels import measured, tuned, why_torch
-from turbo_rcm_patch.kernels.measured import OPS, Verdict
-from turbo_rcm_patch.patching.plan import Call
+from turbo_rcm_patch.kernels import why_torch
+from turbo_rcm_patch.kernels.choice import measured, tuned
+from turbo_rcm_patch.kernels.choice.measured import OPS, Verdict
+from turbo_rcm_patch.patching.steps.plan import Call
 
 ROOT = Path(__file__).resolve().parents[2]
 spec = importlib.util.spec_from_file_location("check_tune", ROOT / "scripts/check_tune.py")

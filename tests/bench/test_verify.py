@@ -13,7 +13,7 @@ from turbo_rcm_patch.bench.report import verification_table
 from turbo_rcm_patch.bench.verify import BlockCheck, Verification, named_blocks, run_oracle, verify
 from turbo_rcm_patch.config import PatchConfig
 from turbo_rcm_patch.patching import use_rcm
-from turbo_rcm_patch.patching.families.wan_vae import decoder, forward
+from turbo_rcm_patch.patching.families.vae import decoder, forward
 from turbo_rcm_patch.tiers import EXACT, ErrorLimits, Tier
 
 VARIANTS = ["t2v", "i2v", "ti2v", "wan22"]

@@ -8,7 +8,7 @@ from tests.cli.running import error_of
 from tests.official_names import in_8_bits, official_state_dict, with_proj_l
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch.cli import main
-from turbo_rcm_patch.patching.quantized_weights import quantized_linears
+from turbo_rcm_patch.patching.weights.convert import quantized_linears
 from turbo_rcm_patch.tiers import QUANTIZED
 
 CPU = ("--device", "cpu")

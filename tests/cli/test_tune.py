@@ -16,8 +16,9 @@ from turbo_rcm_patch import kernels
 from turbo_rcm_patch.bench.tune import Shapes, cases
 from turbo_rcm_patch.cli import commands, main
 from turbo_rcm_patch.cli.tuning import keep
-from turbo_rcm_patch.kernels import measured, measured_on, tuned, tuned_sdpa, tuned_tiers, why_torch
-from turbo_rcm_patch.kernels.measured import OPS, Verdict
+from turbo_rcm_patch.kernels import measured_on, tuned_sdpa, tuned_tiers, why_torch
+from turbo_rcm_patch.kernels.choice import measured, tuned
+from turbo_rcm_patch.kernels.choice.measured import OPS, Verdict
 from turbo_rcm_patch.patching import summary
 
 GPU, CUDA = "NVIDIA GeForce RTX 4090", torch.device("cuda")

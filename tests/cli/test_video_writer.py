@@ -13,7 +13,7 @@ from tests.tiny_vae import tiny_latents, tiny_vae
 from turbo_rcm_patch.cli import commands, main, video_writer
 from turbo_rcm_patch.cli.errors import CommandError
 from turbo_rcm_patch.cli.video_writer import VideoWriter
-from turbo_rcm_patch.patching.families.wan_vae import frames_sent_to
+from turbo_rcm_patch.patching.families.vae import frames_sent_to
 
 imageio_ffmpeg = pytest.importorskip("imageio_ffmpeg")
 

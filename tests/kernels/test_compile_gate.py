@@ -51,7 +51,7 @@ def test_spills_that_do_not_matter_pass(gate):
     assert gate.find_problems(inspection("HGMMA.64x64x16.F32", spills=8), (9, 0), 2000) == []
 
 
-def test_wgmma_is_expected_of_matmuls_on_hopper_only(gate):
+def test_wgmma_is_expected_of_matmuls_on_sm90_only(gate):
     slow = inspection("HMMA.16816.F32.BF16")
     assert gate.find_problems(slow, (9, 0), 2000) == ["its matmul does not use wgmma"]
     assert gate.find_problems(slow, (9, 0), 2000, fits_no_wgmma=True) == []

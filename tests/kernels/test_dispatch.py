@@ -16,13 +16,13 @@ from turbo_rcm_patch.kernels import dispatch
         ("cpu", (9, 0), None, False),  # the interpreter plays one, but no Gluon
     ],
 )
-def test_is_hopper(monkeypatch, kind, capability, hip, expected):
+def test_is_sm90(monkeypatch, kind, capability, hip, expected):
     properties = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=7)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.version, "hip", hip)
     dispatch._gpu_properties.cache_clear()
     try:
-        assert dispatch.is_hopper(torch.device(kind)) is expected
+        assert dispatch.is_sm90(torch.device(kind)) is expected
         assert dispatch.device_properties(torch.device(kind)) == ((capability, 7) if kind == "cuda" else ((9, 0), 4))
     finally:
         dispatch._gpu_properties.cache_clear()

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from turbo_rcm_patch import kernels
-from turbo_rcm_patch.kernels import attention_tiles, dispatch, every_launch, gemm
+from turbo_rcm_patch.kernels import dispatch, every_launch
 from turbo_rcm_patch.kernels.aot import record_launches
+from turbo_rcm_patch.kernels.attention import attention_tiles
 from turbo_rcm_patch.kernels.coefficient import ONE, PER_CHANNEL, PER_RUN, PER_SAMPLE, PER_TOKEN
 from turbo_rcm_patch.kernels.every_launch import KERNEL_DTYPES, LAUNCHES, without_gluon
+from turbo_rcm_patch.kernels.linear import gemm_portable as gemm
 from turbo_rcm_patch.kernels.quantized import FP8, INT8
 
 CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
@@ -46,7 +48,7 @@ def started_in(path):
 
 def test_every_kernel_is_launched():
     written = set().union(*map(kernels_in, FILES))
-    assert {"skip._skip_kernel", "gemm_hopper_kernel.gemm_of_three_kernel"} < written
+    assert {"skip._skip_kernel", "gemm_sm90_kernel.gemm_of_three_kernel"} < written
     launched = {_name(launch.kernel) for launch in launches((9, 0))}
     assert launched == written
 
@@ -96,7 +98,7 @@ def test_every_kind_of_coefficient_and_every_dtype_reach_every_skip(capability):
     assert len(dtypes) == 2 * 3 * 3
 
 
-def test_attention_on_hopper_with_and_without_parts_and_logsumexp():
+def test_attention_on_sm90_with_and_without_parts_and_logsumexp():
     seen = [x for x in record_launches(LAUNCHES["attention"], (9, 0)) if x.kernel.fn.__name__ == "attention_kernel"]
     named = [dict(zip(x.kernel.arg_names, x.arguments, strict=False)) for x in seen]
     assert len({(x["partial_out"] is None, x["lse"] is None) for x in named}) == 4
@@ -108,13 +110,13 @@ def test_meta_tensors_are_on_a_gpu_within_alone():
     assert dispatch.why_not_triton_on(device, torch.float32) == "meta tensors"
     with dispatch.meta_is_gpu((9, 0), 7):
         assert dispatch.why_not_triton_on(device, torch.float32) is None
-        assert dispatch.is_hopper(device)
+        assert dispatch.is_sm90(device)
         assert dispatch.device_properties(device) == ((9, 0), 7)
         assert dispatch.why_not_triton_on(torch.device("cpu"), torch.float64) is not None
     with dispatch.meta_is_gpu((7, 5), 7):
         assert dispatch.why_not_triton_on(device, torch.float32) == "GPU older than sm_80"
     assert dispatch.why_not_triton_on(device, torch.float32) == "meta tensors"
-    assert not dispatch.is_hopper(device)
+    assert not dispatch.is_sm90(device)
 
 
 @pytest.mark.parametrize("op", LAUNCHES)

@@ -9,7 +9,7 @@ from triton.backends.nvidia import compiler
 
 gluon_releases = pytest.importorskip("turbo_rcm_patch.kernels.gluon_releases")
 from turbo_rcm_patch.kernels import aot  # noqa: E402
-from turbo_rcm_patch.kernels.gemm_hopper_kernel import gemm_kernel  # noqa: E402
+from turbo_rcm_patch.kernels.linear.gemm_sm90_kernel import gemm_kernel  # noqa: E402
 
 RELEASE = tuple(map(int, re.findall(r"\d+", triton.__version__)[:2]))
 since_3_9 = pytest.mark.skipif(RELEASE < (3, 9), reason="Triton takes the older ptxas by itself")

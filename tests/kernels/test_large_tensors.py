@@ -9,11 +9,11 @@ import triton.language as tl
 
 from turbo_rcm_patch.kernels import interpreting, linear_gelu
 
-_store_gelu = sys.modules["turbo_rcm_patch.kernels.linear_gelu"]._store_gelu
-_load_box = sys.modules["turbo_rcm_patch.kernels.conv_skip"]._load_box
-_store_conv = sys.modules["turbo_rcm_patch.kernels.conv_skip"]._store
-_store_sum = sys.modules["turbo_rcm_patch.kernels.linear"]._store_sum
-_store_skip = sys.modules["turbo_rcm_patch.kernels.linear_skip"]._store_skip
+_store_gelu = sys.modules["turbo_rcm_patch.kernels.linear.linear_gelu"]._store_gelu
+_load_box = sys.modules["turbo_rcm_patch.kernels.conv.conv_skip"]._load_box
+_store_conv = sys.modules["turbo_rcm_patch.kernels.conv.conv_skip"]._store
+_store_sum = sys.modules["turbo_rcm_patch.kernels.linear.linear"]._store_sum
+_store_skip = sys.modules["turbo_rcm_patch.kernels.linear.linear_skip"]._store_skip
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="the interpreter's memory is the CPU's, which is lazy")
 FAR = 2**31  # the first element that 32 bits do not reach

@@ -13,8 +13,8 @@ from triton.runtime import _async_compile
 from tests.oracle import torch_device
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.kernels.launch import compile_ahead, launch_kernel
-from turbo_rcm_patch.kernels.layer_norm_modulate import _layer_norm_modulate_kernel
-from turbo_rcm_patch.kernels.skip import _skip_kernel
+from turbo_rcm_patch.kernels.rows.layer_norm_modulate import _layer_norm_modulate_kernel
+from turbo_rcm_patch.kernels.rows.skip import _skip_kernel
 
 
 class Kernel:

@@ -3,7 +3,7 @@ import contextlib
 import pytest
 import torch
 
-from tests.kernels.test_gemm_hopper import launch, operands
+from tests.kernels.linear.test_gemm_sm90 import launch, operands
 from tests.oracle import torch_device
 from turbo_rcm_patch.kernels import Saturation, linear_skip, skip
 from turbo_rcm_patch.kernels.saturation import flag_for

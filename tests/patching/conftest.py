@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tests.patching.tape import TAPES, VARIANTS, TapeRecorder, make_models
-from turbo_rcm_patch.patching import graphs
+from turbo_rcm_patch.patching import cuda_graphs as graphs
 
 
 @pytest.fixture

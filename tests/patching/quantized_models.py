@@ -7,10 +7,7 @@ import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.tiny_wan import tiny_transformer_inputs
 from turbo_rcm_patch.kernels.quantized import quantize_weight
-from turbo_rcm_patch.patching.quantized_weights import (
-    quantized_linears,
-    quantized_weight,
-)
+from turbo_rcm_patch.patching.weights.convert import quantized_linears, quantized_weight
 from turbo_rcm_patch.tiers import QUANTIZED
 
 CPU = torch.device("cpu")

@@ -8,7 +8,8 @@ import turbo_rcm_patch as trp
 from tests.patching.pairs import assert_same_output, families, make_pair, row
 from tests.tiny_wan import tiny_wan_transformer
 from turbo_rcm_patch import kernels
-from turbo_rcm_patch.patching import layers, plan
+from turbo_rcm_patch.patching.steps import exact as layers
+from turbo_rcm_patch.patching.steps import plan
 
 ATTENTION = ("self_attention", "attention")
 

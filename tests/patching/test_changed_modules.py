@@ -15,8 +15,9 @@ import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.patching.pairs import assert_same_output, attention_class, families, make_pair, output_of, row
 from tests.tiny_families import tiny_family_transformer
-from turbo_rcm_patch.patching import layers, plan
 from turbo_rcm_patch.patching.families.wan import block
+from turbo_rcm_patch.patching.steps import exact as layers
+from turbo_rcm_patch.patching.steps import plan
 
 QKV = ("self_attention", "QKV projection")
 

@@ -14,7 +14,8 @@ from triton.runtime import JITFunction
 import turbo_rcm_patch as trp
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch import kernels
-from turbo_rcm_patch.kernels import dispatch, gemm_hopper
+from turbo_rcm_patch.kernels import dispatch
+from turbo_rcm_patch.kernels.linear import gemm_sm90
 from turbo_rcm_patch.patching.families.wan import forward as block_module
 
 REAL = kernels.compile_ahead
@@ -216,10 +217,10 @@ def gemms_and_attention(dtype, large):
     gpu = torch.device("cuda")
     if kernels.why_linear("linear_skip", gpu, dtype) is not None:
         return ["_gelu_kernel", "_skip_kernel"]
-    hopper = dispatch.is_hopper(gpu) and gemm_hopper.GLUON_ERROR is None
+    sm90 = dispatch.is_sm90(gpu) and gemm_sm90.GLUON_ERROR is None
     large_gemms = ["gemm_kernel", "gemm_of_three_kernel"]
-    gemms = large_gemms if large and hopper else ["_linear_gelu_kernel", "_linear_skip_kernel"]
-    return [*gemms, *(["attention_kernel"] if hopper else [])]
+    gemms = large_gemms if large and sm90 else ["_linear_gelu_kernel", "_linear_skip_kernel"]
+    return [*gemms, *(["attention_kernel"] if sm90 else [])]
 
 
 def on_gpu(value):

@@ -11,9 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import turbo_rcm_patch as trp
 from tests.oracle import assert_no_worse, relative_error, torch_device
 from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
-from turbo_rcm_patch.patching import layers
-from turbo_rcm_patch.patching.plan import SHARED, Call, active_backend, state_of
-from turbo_rcm_patch.patching.storage import HELD
+from turbo_rcm_patch.patching.steps import exact as layers
+from turbo_rcm_patch.patching.steps.plan import SHARED, Call, active_backend, state_of
+from turbo_rcm_patch.patching.steps.residual import HELD
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # name: (model options, input options). Token counts are odd on purpose; i2v has image K/V, ti2v timesteps per token.

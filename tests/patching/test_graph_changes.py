@@ -31,7 +31,7 @@ from tests.patching.tape import (
     warm,
 )
 from tests.tiny_wan import tiny_wan_transformer
-from turbo_rcm_patch.patching import graphs
+from turbo_rcm_patch.patching import cuda_graphs as graphs
 
 WRITES = {
     "in place": lambda tensor: tensor.mul_(-1.5),

@@ -23,9 +23,9 @@ from tests.patching.tape import (
     warm,
 )
 from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
-from turbo_rcm_patch.patching import graphs
+from turbo_rcm_patch.patching import cuda_graphs as graphs
+from turbo_rcm_patch.patching.cuda_graphs import CudaRecorder
 from turbo_rcm_patch.patching.families.wan import graph as wan_graph
-from turbo_rcm_patch.patching.graphs import CudaRecorder
 
 
 def test_a_failed_recording_is_said_once_and_never_tried_again(tape, monkeypatch, caplog):

@@ -13,7 +13,7 @@ import turbo_rcm_patch as trp
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch.kernels import MAX_RUNS
 from turbo_rcm_patch.kernels.dispatch import interpreting
-from turbo_rcm_patch.patching.layers import kernels
+from turbo_rcm_patch.patching.steps.exact import kernels
 
 I2V = {"image_dim": 4, "added_kv_proj_dim": "inner", "in_channels": 36}
 FREED = ("layer_norm_modulate", "linear_qkv", "rms_norm_rope")  # ops whose results nobody needs at the sub-layer's end

@@ -5,7 +5,7 @@ import torch
 from tests import literal_wan
 from tests.official_names import official_state_dict, with_proj_l
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
-from turbo_rcm_patch.patching.sparse import SparseAttnProcessor
+from turbo_rcm_patch.patching.steps.sparse_linear import SparseAttnProcessor
 
 BLOCKS, TOPK = (5, 4), 0.7  # 12 tokens: two of three key blocks
 SLA = {"attention": "sla", "topk": TOPK, "blocks": BLOCKS}

@@ -9,16 +9,7 @@ import torch
 from torch.nn.functional import conv2d, pad
 
 from tests.shapes.scenes import full_scenes, video_of
-from turbo_rcm_patch.shapes.grammar import (
-    COLOURS,
-    DIRECTIONS,
-    SHAPES,
-    SIZES,
-    SPEEDS,
-    MovingShape,
-    Scene,
-    parse_caption,
-)
+from turbo_rcm_patch.shapes.grammar import COLOURS, DIRECTIONS, SHAPES, SIZES, SPEEDS, MovingShape, Scene, parse_caption
 from turbo_rcm_patch.shapes.judge import SCORED, decode, score
 from turbo_rcm_patch.shapes.render import FRAMES, HEIGHT, RGB, WIDTH, render
 

@@ -10,18 +10,7 @@ from torch.nn.functional import max_pool2d
 from tests.shapes.scenes import full_scenes, video_of
 from turbo_rcm_patch.shapes import render as module
 from turbo_rcm_patch.shapes.grammar import DIRECTIONS, SHAPES, SIZES, SPEEDS, MovingShape, Scene
-from turbo_rcm_patch.shapes.render import (
-    FRAMES,
-    GRID,
-    HEADING,
-    HEIGHT,
-    RADIUS,
-    RGB,
-    SPEED,
-    WIDTH,
-    circumradius,
-    render,
-)
+from turbo_rcm_patch.shapes.render import FRAMES, GRID, HEADING, HEIGHT, RADIUS, RGB, SPEED, WIDTH, circumradius, render
 
 
 def coverages_of(video, scene):

@@ -19,7 +19,7 @@ from diffusers import (
 from diffusers.utils.torch_utils import randn_tensor
 from PIL import Image
 
-from ..patching.sparse import PROJ_L
+from ..patching.steps.sparse_linear import PROJ_L
 from ..scheduler import RCMScheduler
 
 TEXT_TOKENS, IMAGE_TOKENS = 512, 257

@@ -12,10 +12,10 @@ from torch import nn
 
 from ..config import PatchConfig
 from ..kernels.quantized import FP8
-from ..patching.converted import component_folders, empty_model
 from ..patching.families import family_of
-from ..patching.quantized_weights import convertible_linears
-from ..patching.sparse import why_not_wan_attention
+from ..patching.steps.sparse_linear import why_not_wan_attention
+from ..patching.weights.convert import convertible_linears
+from ..patching.weights.load import component_folders, empty_model
 from ..tables import table
 from ..tiers import EXACT, QUANTIZED, SPARSE, Tier
 

@@ -8,9 +8,9 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import nn
 
 from .. import kernels
-from ..patching.block_sparse import block_sizes, why_dense
 from ..patching.families.wan.block import QuantizedSelfAttention
-from ..patching.plan import state_of
+from ..patching.steps.block_sparse import block_sizes, why_dense
+from ..patching.steps.plan import state_of
 from ..tiers import BLOCK_SPARSE
 from .parts import self_attention_inputs, trace_of
 

@@ -15,9 +15,9 @@ from .. import kernels
 from ..config import PRESETS
 from ..kernels import reference
 from ..kernels.quantized import FP8
-from ..kernels.sparse_linear_attention import _sparse_linear_attention_8bit, _summarize_8bit
-from ..kernels.sparse_linear_attention_map import choose_blocks
-from ..kernels.sparse_linear_attention_reference import linear_attention
+from ..kernels.sparse_linear.sparse_linear_attention import _sparse_linear_attention_8bit, _summarize_8bit
+from ..kernels.sparse_linear.sparse_linear_map import choose_blocks
+from ..kernels.sparse_linear.sparse_linear_reference import linear_attention
 from ..tiers import BLOCK_SPARSE, SPARSE
 from .ops import EPS, SDPA, Contender, Contest, Draws, OpCase, attention_oracle, op_case
 from .ops_quantized import autoregressive, structured_qkv

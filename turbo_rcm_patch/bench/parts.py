@@ -15,18 +15,11 @@ from torch import nn
 
 from .. import kernels
 from ..kernels import reference
-from ..patching.block_sparse import why_dense
-from ..patching.families.wan.block import (
-    BlockPlan,
-    QuantizedSelfAttention,
-    Rotary,
-    SelfAttention,
-    Whole,
-    half_tables,
-)
+from ..patching.families.wan.block import BlockPlan, QuantizedSelfAttention, Rotary, SelfAttention, Whole, half_tables
 from ..patching.families.wan.modulation import Row, modulation
-from ..patching.plan import state_of
-from ..patching.quantized_weights import is_quantized
+from ..patching.steps.block_sparse import why_dense
+from ..patching.steps.plan import state_of
+from ..patching.weights.convert import is_quantized
 from .metrics import relative_l2
 from .sparse import choice_error, self_attention_is_sparse
 

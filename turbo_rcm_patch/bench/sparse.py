@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from .. import kernels
-from ..kernels.sparse_linear_attention_reference import pool
-from ..patching.sparse import PROJ_L, SparseAttnProcessor, block_sizes, is_sparse
+from ..kernels.sparse_linear.sparse_linear_reference import pool
+from ..patching.steps.sparse_linear import PROJ_L, SparseAttnProcessor, block_sizes, is_sparse
 
 
 def self_attention_is_sparse(block: nn.Module) -> bool:

@@ -1,7 +1,7 @@
 """Which of our kernels are as fast on this GPU as what the patch runs without them, at one model's shapes; which of the
 backends of PyTorch's attention is fastest, and how fast the other tiers are (tune_tiers.py).
 
-Every op is checked against its oracle before it is timed (ops.py). The rows are those of kernels/measured.py.
+Every op is checked against its oracle before it is timed (ops.py). The rows are those of kernels/choice/measured.py.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch.nn.attention import sdpa_kernel
 
-from ..kernels.choice import CONV, LINEAR, SDPA
-from ..kernels.sdpa import BACKENDS, MATH, chosen_backend
-from ..patching.converted import component_folders, read_config
+from ..kernels.attention.sdpa import BACKENDS, MATH, chosen_backend
+from ..kernels.choice.choice import CONV, LINEAR, SDPA
+from ..patching.weights.load import component_folders, read_config
 from ..tiers import EXACT
 from . import ops, ops_conv, ops_exact, tune_tiers
 from .cases import CASES, TEXT_TOKENS, Case

@@ -1,8 +1,9 @@
 """Whether `turbo-rcm tune` alone finds on a GPU what the shipped measurements say of it: which kernel every op takes,
 and how long a step of a model takes by either.
 
-A process chooses by two tables of kernels/measured.py, which are exchanged here for a while. A patched block asks them
-when it is first called and keeps the answers, so a patch is applied, called and taken off within one exchange.
+A process chooses by two tables of kernels/choice/measured.py, which are exchanged here for a while. A patched block
+asks them when it is first called and keeps the answers, so a patch is applied, called and taken off within one
+exchange.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from typing import NamedTuple
 import torch
 from diffusers import DiffusionPipeline
 
-from ..kernels import measured
-from ..kernels.measured import FOLDER, OPS, Tuned, Verdict, all_tuned, read_verdicts
-from ..kernels.tuned import CACHE
+from ..kernels.choice import measured
+from ..kernels.choice.measured import FOLDER, OPS, Tuned, Verdict, all_tuned, read_verdicts
+from ..kernels.choice.tuned import CACHE
 from ..patching import Patch, patch
 from ..tables import table
 from .compare import Runs, take_turns

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from ..kernels import FP8, HEAD_DIMS_8BIT
-from ..patching.quantized_weights import capability_of, format_of
+from ..patching.weights.convert import capability_of, format_of
 from ..tiers import BLOCK_SPARSE, QUANTIZED, SPARSE, Tier
 from . import ops_exact, ops_quantized, ops_sparse
 from .ops import Contest, OpCase, op_case

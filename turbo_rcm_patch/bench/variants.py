@@ -20,7 +20,7 @@ from torch._inductor import config as inductor_config
 from ..config import PatchConfig
 from ..patching import Patch, patch
 from ..patching.apply import transformers_of
-from ..patching.eight_bit_weight import EightBitWeight
+from ..patching.weights.read_only import EightBitWeight
 from ..tiers import BLOCK_SPARSE, EXACT
 
 UNPATCHED, COMPILED, PATCHED = "unpatched", "torch.compile", "patched"

@@ -16,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 from ..checkpoints.files import COMPONENTS
 from ..config import PatchConfig, resolve_config
 from ..patching import patch
-from ..patching.families.wan_vae import vae_state
-from ..patching.plan import state_of
-from ..patching.quantized_linear import QuantizedLinear
-from ..patching.quantized_weights import is_quantized
+from ..patching.families.vae import vae_state
+from ..patching.steps.plan import state_of
+from ..patching.weights.convert import is_quantized
+from ..patching.weights.linear_8bit import QuantizedLinear
 from ..tiers import BLOCK_SPARSE, EXACT, ErrorLimits, is_low_precision
 from .decoding import decode_oracle, decoded, latents_for, without_tf32
 from .kept import KeptShare, kept_share_of

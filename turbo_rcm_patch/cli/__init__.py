@@ -1,9 +1,9 @@
 """The command `turbo-rcm`: generate, compare, verify, evaluate, info, convert, demo, tune.
 
 arguments.py: options. checks.py: what can be found wrong before a model is loaded. files.py: outputs, written whole or
-not at all. chatter.py: keeps other packages' warnings off stderr. pipelines.py: the model. commands.py: the commands.
-page.py, studio.py: the page of `demo`, and what it does. tuning.py: `tune`. Only the last five import torch and
-diffusers, so that `--help` and most errors come at once.
+not at all. other_warnings.py: keeps other packages' warnings off stderr. pipelines.py: the model. commands.py: the
+commands. page.py, studio.py: the page of `demo`, and what it does. tuning.py: `tune`. Only the last five import torch
+and diffusers, so that `--help` and most errors come at once.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import contextlib
 from collections.abc import Sequence
 
 from .arguments import parse_arguments
-from .chatter import without_chatter
 from .checks import check_arguments
 from .errors import exit_code
+from .other_warnings import without_chatter
 
 
 def main(argv: Sequence[str] | None = None) -> int:

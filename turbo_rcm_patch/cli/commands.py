@@ -19,25 +19,18 @@ from ..bench.compare import Comparison, compare
 from ..bench.environment import describe_environment
 from ..bench.evaluate import evaluate, label_of
 from ..bench.fits import Fit, fits, fits_table
-from ..bench.report import (
-    comparison_table,
-    evaluation_table,
-    plot,
-    side_by_side,
-    timings_table,
-    verification_table,
-)
+from ..bench.report import comparison_table, evaluation_table, plot, side_by_side, timings_table, verification_table
 from ..bench.timing import timed_generation
 from ..bench.verify import verify
 from ..config import PRESETS
 from ..embedded import load_embedded_pipeline
 from ..kernels import tuned_tiers
 from ..patching import PatchError, patch
-from ..patching.convert import convert_model
-from ..patching.families.wan_vae import frames_sent_to
-from ..patching.quantized_weights import capability_of
+from ..patching.families.vae import frames_sent_to
+from ..patching.families.vae.video_output import pieces_on_cpu, to_8_bits
 from ..patching.summary import beside_exact
-from ..patching.video_output import pieces_on_cpu, to_8_bits
+from ..patching.weights.convert import capability_of
+from ..patching.weights.store import convert_model
 from .checks import SPARSITY
 from .errors import CommandError
 from .files import replacing, write_json, write_video

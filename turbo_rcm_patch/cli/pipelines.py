@@ -17,8 +17,8 @@ from ..bench.cases import CASES, add_random_projections, add_structure, build_pi
 from ..config import PRESETS, PatchConfig
 from ..patching import use_distilled, use_rcm
 from ..patching.apply import transformers_of
-from ..patching.distilled import recognise_loaded
-from ..patching.turbodiffusion import load_projections
+from ..patching.sampling.use_distilled import recognise_loaded
+from ..patching.weights.turbodiffusion import load_projections
 from ..recipes import RCM_STEPS, recipe_names
 from ..scheduler import FewStepScheduler, RCMScheduler
 from ..shapes import grammar

@@ -13,8 +13,8 @@ from tqdm import tqdm
 from ..bench.cases import CASES
 from ..bench.ops import OpCase, OpResult
 from ..bench.tune import Shapes, cases, configs_of_folder, measure, rows_of, shapes_of_case, shapes_of_folder
-from ..kernels.measured import Verdict, tier_verdicts_of, verdicts_of
-from ..kernels.tuned import forget_tuned, origin_of, tuned_file, versions
+from ..kernels.choice.measured import Verdict, tier_verdicts_of, verdicts_of
+from ..kernels.choice.tuned import forget_tuned, origin_of, tuned_file, versions
 from ..tables import table
 from .checks import size_rules
 from .errors import CommandError

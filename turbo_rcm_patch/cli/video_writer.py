@@ -11,7 +11,7 @@ from types import TracebackType
 import numpy as np
 import torch
 
-from ..patching.video_output import on_its_way_to_cpu, to_8_bits
+from ..patching.families.vae.video_output import on_its_way_to_cpu, to_8_bits
 from .files import write_video
 
 

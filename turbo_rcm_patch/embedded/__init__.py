@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from ..checkpoints.lora import read_lora
 from ..patching.families import family_of
 from ..patching.journal import Journal
-from ..patching.sparse import add_projections, by_block, is_projection
+from ..patching.steps.sparse_linear import add_projections, by_block, is_projection
 from ..scheduler import RCMScheduler
 from ..shapes.render import FRAMES, HEIGHT, WIDTH
 

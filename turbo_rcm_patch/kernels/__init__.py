@@ -3,15 +3,17 @@
 Every exported function takes ``implementation="auto" | "triton" | "torch"``; see dispatch.py for what "auto" means.
 """
 
-from .attention import MAX_HEAD_DIM, attention, attention_to_e4m3
-from .attention_8bit import attention_8bit
-from .block_sparse_attention import (
+from .attention.attention import MAX_HEAD_DIM, attention, attention_to_e4m3
+from .attention_8bit.attention_8bit import attention_8bit
+from .attention_8bit.quantize_qkv import HEAD_DIMS as HEAD_DIMS_8BIT
+from .attention_8bit.quantize_qkv import QuantizedQKV, quantize_qkv
+from .block_sparse.block_sparse_attention import (
     block_sparse_attention,
     block_sparse_attention_8bit,
     block_sparse_sizes,
     kept_share,
 )
-from .choice import (
+from .choice.choice import (
     attention_8bit_kernel,
     attention_kernel_name,
     block_sparse_attention_kernel,
@@ -24,28 +26,31 @@ from .choice import (
     why_linear,
     why_sdpa,
 )
+from .choice.measured import measured_on, tuned_sdpa, tuned_tiers, why_torch
 from .coefficient import MAX_RUNS, Runs
-from .conv_skip import conv_skip
+from .conv.conv_skip import conv_skip
 from .dispatch import IMPLEMENTATIONS, interpreting, why_not_triton, why_not_triton_on
-from .gelu import gelu
 from .launch import compile_ahead
-from .layer_norm_modulate import layer_norm_modulate
-from .linear import linear_8bit, linear_low_rank
-from .linear_gelu import linear_gelu
-from .linear_qkv import linear_qkv
-from .linear_skip import linear_skip
-from .low_rank import RANK_STEP, LowRank
-from .measured import measured_on, tuned_sdpa, tuned_tiers, why_torch
-from .quantize_qkv import HEAD_DIMS as HEAD_DIMS_8BIT
-from .quantize_qkv import QuantizedQKV, quantize_qkv
-from .quantize_rows import quantize_rows
+from .linear.linear import linear_8bit, linear_low_rank
+from .linear.linear_gelu import linear_gelu
+from .linear.linear_qkv import linear_qkv
+from .linear.linear_skip import linear_skip
+from .linear.low_rank import RANK_STEP, LowRank
 from .quantized import FP8, INT8, Quantized, QuantizedWeight, quantize_weight
-from .rms_norm_rope import rms_norm_rope
-from .rms_norm_silu import rms_norm_silu
+from .rows.gelu import gelu
+from .rows.layer_norm_modulate import layer_norm_modulate
+from .rows.quantize_rows import quantize_rows
+from .rows.rms_norm_rope import rms_norm_rope
+from .rows.rms_norm_silu import rms_norm_silu
+from .rows.skip import skip
 from .saturation import Saturation
-from .skip import skip
-from .sparse_linear_attention import check_sparsity, chosen_key_blocks, sparse_block_sizes, sparse_linear_attention
-from .sparse_linear_attention_reference import KeptBlocks, kept_blocks, sparse_block_map
+from .sparse_linear.sparse_linear_attention import (
+    check_sparsity,
+    chosen_key_blocks,
+    sparse_block_sizes,
+    sparse_linear_attention,
+)
+from .sparse_linear.sparse_linear_reference import KeptBlocks, kept_blocks, sparse_block_map
 
 __all__ = [
     "FP8",

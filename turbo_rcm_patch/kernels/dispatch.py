@@ -17,8 +17,8 @@ from .quantized import FP8, FP8_CAPABILITY
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MINIMUM_CAPABILITY = (8, 0)
-HOPPER = (9, 0)
-HOPPER_DTYPES = (torch.bfloat16, torch.float16)
+SM90 = (9, 0)
+SM90_DTYPES = (torch.bfloat16, torch.float16)
 INTERPRETED_GPU = (9, 0), 4
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -82,9 +82,9 @@ def _gpu_properties(device: torch.device) -> tuple[tuple[int, int], int]:
     return (properties.major, properties.minor), properties.multi_processor_count
 
 
-def is_hopper(device: torch.device) -> bool:
+def is_sm90(device: torch.device) -> bool:
     """Whether it is a GPU of sm_90, NVIDIA's."""
-    return is_gpu(device) and torch.version.hip is None and device_capability(device) == HOPPER
+    return is_gpu(device) and torch.version.hip is None and device_capability(device) == SM90
 
 
 def is_gpu(device: torch.device) -> bool:
@@ -102,18 +102,18 @@ def device_capability(device: torch.device) -> tuple[int, int]:
     return _gpu_properties(device)[0]
 
 
-def why_not_hopper(
+def why_not_sm90(
     device: torch.device,
     dtype: torch.dtype,
     gluon_error: str | None,
-    dtypes: tuple[torch.dtype, ...] = HOPPER_DTYPES,
+    dtypes: tuple[torch.dtype, ...] = SM90_DTYPES,
 ) -> str | None:
     """Why a kernel for sm_90 in Gluon that takes these dtypes cannot run on this device and dtype, in a few words; None
     when it can.
 
     gluon_error: why the kernel does not run with this release of Triton, if so: Gluon changes between them.
     """
-    if not is_hopper(device):
+    if not is_sm90(device):
         return "no GPU of sm_90"
     if gluon_error is not None:
         return f"Gluon of Triton {triton.__version__}: {gluon_error}"

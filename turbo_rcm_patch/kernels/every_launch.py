@@ -15,30 +15,32 @@ from unittest import mock
 
 import torch
 
-from . import attention_hopper, conv_hopper, gemm_hopper
-from .attention import _attention, _attention_backward, attention_to_e4m3
-from .attention_8bit import attention_8bit
-from .block_sparse_attention import block_sparse_attention, block_sparse_attention_8bit
+from .attention import attention_sm90
+from .attention.attention import _attention, _attention_backward, attention_to_e4m3
+from .attention_8bit.attention_8bit import attention_8bit
+from .attention_8bit.quantize_qkv import QuantizedQKV, default_v_format, quantize_qkv
+from .block_sparse.block_sparse_attention import block_sparse_attention, block_sparse_attention_8bit
 from .coefficient import MAX_RUNS, Runs
-from .conv_skip import conv_skip
-from .conv_weight import pack_weight
+from .conv import conv_sm90
+from .conv.conv_skip import conv_skip
+from .conv.conv_weight import pack_weight
 from .dispatch import KERNEL_DTYPES, why_not_triton_on
-from .gelu import gelu
-from .layer_norm_modulate import layer_norm_modulate
-from .linear import linear_8bit, linear_low_rank
-from .linear_gelu import linear_gelu
-from .linear_qkv import linear_qkv
-from .linear_skip import linear_skip
-from .low_rank import LowRank
-from .quantize_qkv import QuantizedQKV, default_v_format, quantize_qkv
-from .quantize_rows import quantize_rows
+from .linear import gemm_sm90
+from .linear.linear import linear_8bit, linear_low_rank
+from .linear.linear_gelu import linear_gelu
+from .linear.linear_qkv import linear_qkv
+from .linear.linear_skip import linear_skip
+from .linear.low_rank import LowRank
 from .quantized import FP8, INT8, Quantized, QuantizedWeight
-from .rms_norm_rope import rms_norm_rope
-from .rms_norm_silu import rms_norm_silu
+from .rows.gelu import gelu
+from .rows.layer_norm_modulate import layer_norm_modulate
+from .rows.quantize_rows import quantize_rows
+from .rows.rms_norm_rope import rms_norm_rope
+from .rows.rms_norm_silu import rms_norm_silu
+from .rows.skip import skip
 from .sizes import cdiv
-from .skip import skip
-from .sparse_linear_attention import BLOCK_SIZES, sparse_linear_attention
-from .sparse_linear_attention_map import choose_blocks
+from .sparse_linear.sparse_linear_attention import BLOCK_SIZES, sparse_linear_attention
+from .sparse_linear.sparse_linear_map import choose_blocks
 
 FP32, FP16, BF16 = KERNEL_DTYPES
 CHANNELS = 1536
@@ -94,7 +96,7 @@ def runs(channels: int = CHANNELS) -> Runs:
 def without_gluon() -> Iterator[None]:
     """As with a Triton whose Gluon cannot be imported: the portable kernels run on sm_90 too."""
     with contextlib.ExitStack() as stack:
-        for module in (attention_hopper, conv_hopper, gemm_hopper):
+        for module in (attention_sm90, conv_sm90, gemm_sm90):
             stack.enter_context(mock.patch.object(module, "GLUON_ERROR", ""))
         yield
 

@@ -107,8 +107,8 @@ class TorchFusedRCMAttention(TwoPassRCMAttention):
 class FusedRCMAttention(TwoPassRCMAttention):
     """On the Triton kernels: attention, then projection and skip in one GEMM that stores only the result.
 
-    implementation: "auto" (on a GPU the kernels that were measured to be as fast as PyTorch's, see kernels/measured.py;
-    elsewhere torch), "triton" or "torch"; see kernels/dispatch.py.
+    implementation: "auto" (on a GPU the kernels that were measured to be as fast as PyTorch's, see
+    kernels/choice/measured.py; elsewhere torch), "triton" or "torch"; see kernels/dispatch.py.
     Under autocast, and when proj is no plain nn.Linear (LoRA, quantised, hooked), the modules are called as in the
     two-pass form, because the kernels read proj's weights as they are.
 

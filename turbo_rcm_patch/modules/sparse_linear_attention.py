@@ -11,8 +11,8 @@ from .. import kernels
 class SparseLinearAttention(nn.Module):
     """Softmax attention to the key blocks that matter plus projected linear attention to all tokens, of q, k and v.
 
-    The formulas are in kernels/sparse_linear_attention.py. proj_l, a Linear(head_dim, head_dim) that all heads share,
-    starts at 0, so that what is trained from a dense model begins with its softmax alone.
+    The formulas are in kernels/sparse_linear/sparse_linear_attention.py. proj_l, a Linear(head_dim, head_dim) that all
+    heads share, starts at 0, so that what is trained from a dense model begins with its softmax alone.
 
     topk: the share of key blocks that each block of queries keeps. block_q, block_k: tokens of a block, with which a
     checkpoint was trained; both or neither, then as published for the device. quantized: the softmax in 8 bits.

@@ -1,11 +1,11 @@
 """Patching a loaded pipeline and undoing it (apply.py, journal.py), a folder per model family, and few-step sampling
-(few_step.py, rcm.py, distilled.py)."""
+(handle.py, use_rcm.py, use_distilled.py)."""
 
 from .apply import Patch, PatchError, patch, restore
-from .converted import load_converted
-from .distilled import use_distilled
-from .rcm import use_rcm
-from .turbodiffusion import load_turbodiffusion, merge_turbodiffusion
+from .sampling.use_distilled import use_distilled
+from .sampling.use_rcm import use_rcm
+from .weights.load import load_converted
+from .weights.turbodiffusion import load_turbodiffusion, merge_turbodiffusion
 
 __all__ = [
     "Patch",

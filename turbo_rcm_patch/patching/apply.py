@@ -12,23 +12,18 @@ from diffusers import AutoencoderKLWan
 from ..checkpoints.files import COMPONENTS
 from ..config import PatchConfig, resolve_config
 from ..tiers import BLOCK_SPARSE, SPARSE
-from .block_sparse import why_trained_otherwise
-from .families import SUPPORTED, check_supported, family_of, wan_vae
+from .families import SUPPORTED, check_supported, family_of
+from .families import vae as wan_vae
 from .families.family import Binding
+from .families.vae.video_output import patch_video_output, video_output_note
 from .families.wan.graph import WanGraph, graph_of
-from .group_offload import ON_DISK, is_on_disk, update_groups
 from .journal import Journal
-from .quantized_weights import (
-    convert_weights,
-    convertible_linears,
-    free_originals,
-    quantized_linears,
-    why_not_restorable,
-)
-from .sparse import use_processors, why_not_sparse
-from .steps import Steps, why_not_countable
+from .sampling.step_count import Steps, why_not_countable
+from .steps.block_sparse import why_trained_otherwise
+from .steps.sparse_linear import use_processors, why_not_sparse
 from .summary import Row, Section, as_html, as_text, decoder_rows, plan_rows, transformer_section, vae_section
-from .video_output import patch_video_output, video_output_note
+from .weights.convert import convert_weights, convertible_linears, free_originals, quantized_linears, why_not_restorable
+from .weights.group_offload import ON_DISK, is_on_disk, update_groups
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +153,7 @@ def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
 
     A pipeline's video processor then converts on the GPU what the VAE decoded (video_output.py).
     state_dict, module classes and `save_pretrained` stay as they are, and so do parameters, but for those that a tier
-    puts in 8 bits (quantized_weights.py).
+    puts in 8 bits (convert.py).
 
     Args:
         target: a diffusers pipeline with a `transformer` (and perhaps a `transformer_2`), or one of the transformers in

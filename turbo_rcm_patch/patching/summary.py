@@ -13,18 +13,19 @@ from torch import nn
 
 from .. import kernels
 from ..config import PatchConfig
-from ..kernels import measured
-from ..kernels.measured import Verdict
+from ..kernels.choice import measured
+from ..kernels.choice.measured import Verdict
 from ..plain import is_sharded
 from ..tables import table
 from ..tiers import BLOCK_SPARSE, BLOCK_SPARSE_ATTENTION, SPARSE
-from .families import family_of, wan_vae
+from .families import family_of
+from .families import vae as wan_vae
 from .families.family import Blocks, compute_dtype
 from .families.wan.block import TEXT_TOKENS, BlockPlan, decide
-from .plan import NOTHING, SHARED, Call, Step, active_backend, is_patched, state_of
-from .quantized_weights import weights_note
-from .steps import NOT_COUNTED
-from .storage import CUT_OFF
+from .sampling.step_count import NOT_COUNTED
+from .steps.plan import NOTHING, SHARED, Call, Step, active_backend, is_patched, state_of
+from .steps.residual import CUT_OFF
+from .weights.convert import weights_note
 
 HEADER = ("sub-layer", "step", "kernel", "fused", "not fused because")
 FOOTER = "under autograd steps without a gradient run as torch ops; under autocast blocks run diffusers' code"

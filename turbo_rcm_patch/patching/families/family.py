@@ -10,13 +10,13 @@ from torch import nn
 
 from ...config import PatchConfig
 from ...plain import hook_in_place_of_forward
-from ..block_sparse import layers_attended_exactly
 from ..copying import reduce_ex, refuse_replicas
 from ..journal import bind, slot_below_hooks
-from ..lora_changes import apply_to_tensors, load_lora_adapter
-from ..plan import SHARED, STATE, BlockState, Plans, Shared
-from ..steps import Steps
-from ..weights_written import with_weights_up_to_date
+from ..lora.notice_changes import apply_to_tensors, load_lora_adapter
+from ..sampling.step_count import Steps
+from ..steps.block_sparse import layers_attended_exactly
+from ..steps.plan import SHARED, STATE, BlockState, Plans, Shared
+from ..weights.weights_written import with_weights_up_to_date
 
 Binding = tuple[nn.Module, str, object]  # (module, attribute, value)
 Targets = Sequence[tuple[str, nn.Module, Callable]]  # (path, module, forward)

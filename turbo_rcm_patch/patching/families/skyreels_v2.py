@@ -10,7 +10,7 @@ from diffusers.models.transformers.transformer_skyreels_v2 import (
 )
 
 from ...plain import is_autocast
-from ..plan import state_of
+from ..steps.plan import state_of
 from .family import Blocks, Family
 from .wan.block import Rotary
 from .wan.forward import run_block

@@ -7,7 +7,7 @@ from diffusers.models.transformers.transformer_wan import WanAttention, WanTrans
 from diffusers.models.transformers.transformer_wan_vace import WanVACETransformer3DModel, WanVACETransformerBlock
 
 from ...plain import is_autocast
-from ..plan import state_of
+from ..steps.plan import state_of
 from .family import Blocks, Family
 from .wan.block import Rotary
 from .wan.forward import block_forward, run_block

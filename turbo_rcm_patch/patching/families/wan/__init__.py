@@ -13,7 +13,7 @@ from diffusers.models.transformers.transformer_wan import WanAttention, WanTrans
 
 from ....config import PatchConfig
 from ....plain import hook_in_place_of_forward
-from ...plan import Shared
+from ...steps.plan import Shared
 from ..family import Binding, Blocks, Family, Targets
 from .forward import block_forward
 from .graph import GRAPH, WanGraph, graph_of, transformer_forward

@@ -1,7 +1,7 @@
 """The block that all of Wan's kind share: h = norm(x); x = x + gate · F(h), for self-attention, cross-attention and
 feed-forward.
 
-A plan is the three sub-layers, each of steps that were chosen before (layers.py), so that its ``run`` reads like the
+A plan is the three sub-layers, each of steps that were chosen before (exact.py), so that its ``run`` reads like the
 model. The result is diffusers' own (transformer_wan.py) with fewer roundings: between two stores all stays in fp32.
 """
 
@@ -16,8 +16,9 @@ from torch import nn
 
 from ....plain import is_original, why_not_plain
 from ....tiers import BLOCK_SPARSE, EXACT
-from ... import block_sparse, quantized_layers
-from ...layers import (
+from ...steps import block_sparse
+from ...steps import in_8_bits as quantized_layers
+from ...steps.exact import (
     Tables,
     attention,
     head_norm,
@@ -32,10 +33,10 @@ from ...layers import (
     why_not_own_attention,
     why_not_quantized_attention,
 )
-from ...plan import MODULE, Call, Step
-from ...sparse import attention as sparse_attention
-from ...sparse import is_sparse
-from ...storage import Storage, residual_between_skips
+from ...steps.plan import MODULE, Call, Step
+from ...steps.residual import Storage, residual_between_skips
+from ...steps.sparse_linear import attention as sparse_attention
+from ...steps.sparse_linear import is_sparse
 
 NOT_ASKED = "not in fuse"
 # Of a cross-attention that is called as a whole.

@@ -11,9 +11,9 @@ from torch import nn
 from .... import kernels
 from ....config import PatchConfig
 from ....plain import is_autocast
-from ...graphs import why_not_recorded
-from ...plan import Shared, call_of, state_of
-from ...storage import CUT_OFF
+from ...cuda_graphs import why_not_recorded
+from ...steps.plan import Shared, call_of, state_of
+from ...steps.residual import CUT_OFF
 from .block import Rotary, decide, why_whole
 from .modulation import Row, gate_varies_by, modulation
 from .repeatable import why_not_repeatable

@@ -18,11 +18,11 @@ from torch import nn
 from ....config import PatchConfig
 from ....plain import function_bound_to
 from ....tiers import SPARSE
-from ...graphs import Graphs, Inputs, call_key, why_not_recorded
-from ...lora import LIVE
-from ...plan import Shared
-from ...quantized_linear import WRITTEN, bring_all_up_to_date
-from ...snapshot import WhileUnchanged
+from ...changes import WhileUnchanged
+from ...cuda_graphs import Graphs, Inputs, call_key, why_not_recorded
+from ...lora.inside_projections import LIVE
+from ...steps.plan import Shared
+from ...weights.linear_8bit import WRITTEN, bring_all_up_to_date
 from .forward import warn_of_saturation
 from .repeatable import why_not_repeatable
 

@@ -15,9 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ....kernels import MAX_RUNS, Runs
 from ....plain import hook_around_forward, hook_in_place_of_forward, is_original
-from ...graphs import why_not_recorded
-from ...plan import SHARED, Shared
-from ...weights_written import with_weights_up_to_date
+from ...cuda_graphs import why_not_recorded
+from ...steps.plan import SHARED, Shared
+from ...weights.weights_written import with_weights_up_to_date
 
 Row = torch.Tensor | Runs
 

@@ -20,10 +20,10 @@ from diffusers.models.transformers.transformer_wan import (
 from torch import nn
 
 from ....plain import is_lora_layer, linear_of, why_not_read
-from ...layers import why_not_own_attention
-from ...lora import why_not_inside
-from ...plan import active_backend
-from ...quantized_linear import QuantizedLinear
+from ...lora.inside_projections import why_not_inside
+from ...steps.exact import why_not_own_attention
+from ...steps.plan import active_backend
+from ...weights.linear_8bit import QuantizedLinear
 from .block import why_not_fused_attention
 
 # Classes whose outputs depend on their inputs, tensors and attributes alone (dropout draws only in training).

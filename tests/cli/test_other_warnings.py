@@ -1,0 +1,86 @@
+"""Other packages' warnings stay off stderr, unless --verbose is given; errors and our own warnings stay on it."""
+
+import logging
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+from tests.cli.running import CAPTION, TINY
+from turbo_rcm_patch.cli import commands, main
+
+
+def lines_of(*argv):
+    """What a command prints on stderr, run as a user runs it."""
+    command = [sys.executable, "-m", "turbo_rcm_patch.cli", *map(str, argv)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr.splitlines()
+
+
+def test_a_command_prints_its_own_warnings_alone(tmp_path, saved_models):
+    (warning,) = lines_of("generate", CAPTION, "-o", tmp_path / "circle.mp4", *TINY)
+    assert warning.startswith("turbo-rcm generate: warning: the embedded model has learned videos of")
+    known = "--model", saved_models / "t2v", "--sigma-max", 80, *TINY
+    assert lines_of("generate", "a fox", "-o", tmp_path / "fox.mp4", *known) == []
+    assert lines_of("compare", "a fox", "--repeats", "1", *known) == []
+
+
+@pytest.fixture
+def noisy_info(monkeypatch):
+    """`turbo-rcm info`, during which other packages and this one have something to say."""
+    loggers = [
+        logging.getLogger(name) for name in ("diffusers", "diffusers.models", "torch._dynamo", "turbo_rcm_patch")
+    ]
+    levels = [logger.level for logger in loggers]
+
+    def talk(arguments):
+        warnings.warn("warned of", stacklevel=1)
+        for name in ("diffusers.models.attention", "torch._dynamo", "a_new_package"):
+            logging.getLogger(name).warning("%s chatters", name)
+            logging.getLogger(name).error("%s failed", name)
+        logging.getLogger("turbo_rcm_patch.patching.sampling.use_rcm").warning("our own warning")
+        return 0
+
+    monkeypatch.setattr(commands, "run", talk)
+    yield "info"
+    assert [logger.level for logger in loggers] == levels
+
+
+@pytest.fixture
+def said():
+    """The messages that loggers pass on, those of diffusers and torch too, which keep theirs from the root logger."""
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    heard = [logging.getLogger(name) for name in (None, "diffusers", "torch._dynamo")]
+    for logger in heard:
+        logger.addHandler(handler)
+    yield messages
+    for logger in heard:
+        logger.removeHandler(handler)
+
+
+def test_errors_and_our_own_log_stay(noisy_info, said):
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert main([noisy_info]) == 0
+    assert warned == []
+    failed = [f"{name} failed" for name in ("diffusers.models.attention", "torch._dynamo", "a_new_package")]
+    assert list(dict.fromkeys(said)) == [*failed, "our own warning"]
+
+
+@pytest.mark.parametrize("option", ["-v", "--verbose"])
+def test_verbose_hides_nothing(noisy_info, said, option):
+    with pytest.warns(UserWarning, match="warned of"):
+        assert main([noisy_info, option]) == 0
+    assert {"torch._dynamo chatters", "a_new_package chatters", "our own warning"} < set(said)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_an_error_is_the_only_line(tmp_path):
+    command = [sys.executable, "-m", "turbo_rcm_patch.cli", "info", "--device", "cuda"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("turbo-rcm info: --device cuda: PyTorch finds no CUDA GPU")
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,483 @@
+import sys
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
+from turbo_rcm_patch.kernels import conv_skip, reference
+from turbo_rcm_patch.kernels.conv import conv_tiles
+
+launcher = sys.modules["turbo_rcm_patch.kernels.conv.conv_skip"]
+packer = sys.modules["turbo_rcm_patch.kernels.conv.conv_weight"]
+
+# B, T, H, W, C, N, kt, kh. C = 3 and 12 are read through pointers, what is a multiple of 8 by TMA where the GPU has it.
+SIZES = {
+    "one pixel": (1, 1, 1, 1, 3, 3, 3, 3),
+    "one pixel, aligned": (1, 1, 1, 1, 16, 12, 3, 3),
+    "odd": (2, 2, 5, 7, 16, 12, 3, 3),
+    "wide": (1, 1, 3, 131, 16, 3, 3, 3),
+    "high": (1, 1, 67, 2, 16, 12, 1, 3),
+    "96": (1, 1, 3, 9, 96, 96, 3, 3),
+    "160": (1, 1, 4, 9, 160, 96, 1, 3),
+    "frames alone": (2, 3, 3, 5, 24, 40, 3, 1),
+    "frames alone, unaligned": (2, 3, 3, 5, 12, 7, 3, 1),
+    "pixels alone": (2, 2, 9, 15, 40, 24, 1, 1),
+    "one channel each": (1, 2, 3, 4, 1, 1, 3, 3),
+    "four frames together": (1, 4, 5, 7, 16, 3, 3, 3),
+    "four of nine frames": (1, 9, 5, 7, 12, 3, 3, 3),
+    "four of six frames, two samples": (2, 6, 5, 7, 16, 12, 3, 1),
+    "eight frames, two samples, no window in the plane": (2, 8, 3, 5, 16, 5, 3, 1),
+}
+CHANGES = {"plain": (False, 1), "upsampled": (True, 1), "interleaved": (False, 2), "both": (True, 2)}
+
+
+@pytest.fixture(autouse=True)
+def _uninitialised_memory_is_nan():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def operands(B, T, H, W, C, N, kt, kh, device="cpu", dtype=torch.float32, upsample=False, interleave=1):
+    scale = 2 if upsample else 1
+    x = torch.randn(B, T + kt - 1, H, W, C)
+    weight = torch.randn(interleave * N, kt, kh, kh, C) * (kt * kh * kh * C) ** -0.5
+    bias, residual = torch.randn(interleave * N), torch.randn(B, T * interleave, H * scale, W * scale, N)
+    return [tensor.to(device, dtype) for tensor in (x, weight, bias, residual)]
+
+
+def wide(tensors):
+    return [None if tensor is None else tensor.double() for tensor in tensors]
+
+
+def check(tensors, upsample=False, interleave=1):
+    """With the frames before, where the window has any, in x and in a front of their own."""
+    low = reference.conv_skip(*tensors, None, upsample, interleave)
+    oracle = reference.conv_skip(*wide(tensors), None, upsample, interleave)
+    has_front = tensors[1].shape[1] > 1
+    for given, options in ((tensors, {}), with_front(tensors))[: 1 + has_front]:
+        actual = conv_skip(*given, **options, upsample=upsample, interleave=interleave, implementation="triton")
+        assert (actual.shape, actual.dtype) == (low.shape, low.dtype)
+        assert actual.is_contiguous()
+        assert_no_worse(actual, low, oracle)
+
+
+def with_front(tensors):
+    """The tensors with the first frames of x as front."""
+    x, weight, *others = tensors
+    before = weight.shape[1] - 1
+    return (x[:, before:], weight, *others), {"front": x[:, :before]}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_matches_the_oracle(name, device):
+    turn = list(SIZES).index(name) % 2  # the interpreter takes its dtypes in turns: it takes long
+    for dtype in DTYPES[device] if device == "cuda" else DTYPES[device][turn : turn + 1]:
+        tensors = operands(*SIZES[name], torch_device(device), dtype)
+        check(tensors)
+        check([*tensors[:2], None, None])
+
+
+def test_a_window_of_one_frame_has_a_front_of_none(device):
+    tensors = operands(2, 2, 5, 7, 16, 12, 1, 3, torch_device(device))
+    given, options = with_front(tensors)
+    assert options["front"].shape[1] == 0
+    expected = conv_skip(*tensors, implementation="triton")
+    assert torch.equal(conv_skip(*given, **options, implementation="triton"), expected)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 5, 7, 16, 12, 1, 3), (1, 1, 1, 1, 12, 3, 1, 3), (1, 1, 3, 9, 40, 96, 1, 3)])
+def test_upsampled(sizes, device):
+    for dtype in DTYPES[device]:
+        check(operands(*sizes, torch_device(device), dtype, upsample=True), upsample=True)
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 5, 7, 16, 12, 3, 1), (1, 1, 1, 1, 12, 3, 3, 3), (1, 2, 5, 9, 40, 48, 3, 1)])
+def test_interleaved(sizes, device):
+    """Tiles have columns of both frames."""
+    for dtype in DTYPES[device]:
+        check(operands(*sizes, torch_device(device), dtype, interleave=2), interleave=2)
+
+
+def test_upsampled_and_interleaved(device):
+    tensors = operands(2, 2, 5, 7, 16, 12, 1, 3, torch_device(device), upsample=True, interleave=2)
+    check(tensors, upsample=True, interleave=2)
+
+
+@pytest.mark.parametrize(
+    ("repeats", "T"), [*product([(2, 2, 2), (2, 1, 1)], [1, 2, 3]), ((1, 1, 2), 1), ((1, 2, 1), 1)]
+)
+def test_a_residual_that_counts_twice(repeats, T, device):
+    """Of each two frames, rows or columns; the first of three frames has one for itself. As if it were as large."""
+    sizes = torch_device(device), DTYPES[device][0]
+    samples = 2 if repeats == (2, 2, 2) else 1
+    x, weight, bias, residual = operands(samples, T, 5, 7, 16, 12, 1, 3, *sizes, upsample=True)
+    frames, rows, columns = repeats
+    small = residual[:, : (T + frames - 1) // frames, ::rows, ::columns]
+    frame, row, column = ((torch.arange(n) + n % r) // r for n, r in zip((T, 10, 14), repeats, strict=True))
+    large = small[:, frame][:, :, row][:, :, :, column]
+    assert large.shape == residual.shape
+    expected = conv_skip(x, weight, bias, large, upsample=True, implementation="triton")
+    assert torch.equal(conv_skip(x, weight, bias, small, upsample=True, implementation="triton"), expected)
+    assert torch.equal(reference.repeat_residual(small, large.shape), large)
+    check([x, weight, bias, small], upsample=True)
+
+
+def test_the_reference_is_what_diffusers_computes():
+    """Its causal convolution, its upsampling and its order of the frames of a time_conv, channels first."""
+    x, weight, bias, residual = operands(2, 4, 5, 6, 8, 12, 3, 3)
+    channels_first = x.permute(0, 4, 1, 2, 3)
+    filters = weight.permute(0, 4, 1, 2, 3)
+    expected = F.conv3d(F.pad(channels_first, (1, 1, 1, 1)), filters, bias).permute(0, 2, 3, 4, 1) + residual
+    torch.testing.assert_close(reference.conv_skip(x, weight, bias, residual), expected)
+    torch.testing.assert_close(reference.conv_skip(x[:, 2:], weight, bias, residual, x[:, :2]), expected)
+
+    x, weight, bias, _ = operands(2, 3, 5, 6, 8, 12, 1, 3)
+    images = x.flatten(0, 1).permute(0, 3, 1, 2)
+    doubled = F.interpolate(images, scale_factor=2, mode="nearest-exact")
+    expected = F.conv2d(doubled, weight[:, 0].permute(0, 3, 1, 2), bias, padding=1)
+    actual = reference.conv_skip(x, weight, bias, None, upsample=True)
+    torch.testing.assert_close(actual.flatten(0, 1), expected.permute(0, 2, 3, 1))
+
+    x, weight, bias, _ = operands(2, 3, 5, 6, 8, 8, 3, 1, interleave=2)
+    b, t, h, w, c = 2, 3, 5, 6, 8
+    both = F.conv3d(x.permute(0, 4, 1, 2, 3), weight.permute(0, 4, 1, 2, 3), bias).reshape(b, 2, c, t, h, w)
+    expected = torch.stack((both[:, 0], both[:, 1]), 3).reshape(b, c, 2 * t, h, w)
+    actual = reference.conv_skip(x, weight, bias, None, interleave=2)
+    torch.testing.assert_close(actual, expected.permute(0, 2, 3, 4, 1))
+
+
+@pytest.mark.parametrize(("N", "T", "samples", "launches"), [(3, 4, 2, 1), (3, 9, 1, 2), (3, 6, 2, 4), (24, 8, 1, 1)])
+def test_narrow_results_have_four_frames_in_a_tile(N, T, samples, launches, monkeypatch):
+    """Half as many boxes are read for each frame. Frames past the last four are for themselves, as samples are then."""
+    launched = []
+    monkeypatch.setattr(launcher, "launch_kernel", lambda *given, **options: launched.append(options))
+    tensors, together = operands(samples, T, 5, 7, 16, N, 3, 3), {3: 4, 24: 1}[N]
+    for given, options in ((tensors, {}), with_front(tensors)):
+        launched.clear()
+        conv_skip(*given, **options, implementation="triton")
+        assert len(launched) == launches
+        assert [o["KT"] for o in launched] == [3 if o["STRIDE"] == 1 else 6 for o in launched]
+        assert max(o["STRIDE"] for o in launched) == max(o["INTERLEAVE"] for o in launched) == together
+
+
+@pytest.mark.parametrize("N", [12, 24])
+def test_a_chunk_continues_the_one_before(N, device):
+    """With the last frames of a chunk in front of the next one the result is that of all frames at once.
+
+    Of whole numbers, whose sums have no rounding: tiles of one frame and of four need not add up in the same order.
+    """
+    tensors = operands(1, 8, 5, 7, 16, N, 3, 3, torch_device(device))
+    x, weight, bias, residual = (tensor.mul(32).round() for tensor in tensors)
+    whole = conv_skip(x, weight, bias, residual, implementation="triton")
+    for in_front in (False, True):
+        parts = []
+        for first, last in ((0, 2), (2, 3), (3, 8)):
+            tensors = x[:, first : last + 2], weight, bias, residual[:, first:last]
+            given, options = with_front(tensors) if in_front else (tensors, {})
+            parts.append(conv_skip(*given, **options, implementation="triton"))
+        assert torch.equal(torch.cat(parts, dim=1), whole)
+
+
+def test_samples_and_frames_do_not_mix(device):
+    x, weight, bias, residual = operands(3, 2, 5, 7, 16, 12, 3, 3, torch_device(device))
+    alone = conv_skip(x[1:2], weight, bias, residual[1:2], implementation="triton")
+    x[0::2], residual[0::2] = torch.nan, torch.nan
+    actual = conv_skip(x, weight, bias, residual, implementation="triton")
+    assert actual[0::2].isnan().all()
+    assert torch.equal(actual[1:2], alone)
+    x[1, 0] = torch.nan  # seen by the first frame alone
+    for given, options in (((x, weight, bias, residual), {}), with_front((x, weight, bias, residual))):
+        actual = conv_skip(*given, **options, implementation="triton")[1:2]
+        assert actual[:, 0].isnan().all()
+        assert torch.equal(actual[:, 1:], alone[:, 1:])
+
+
+@pytest.mark.parametrize("C", [16, 12])
+def test_what_lies_around_is_not_read(C, device):
+    """Tensors within memory of NaN, of which tiles cover more than what is there."""
+
+    def within_nan(tensor):
+        memory = torch.full((tensor.numel() + 4096,), torch.nan, dtype=tensor.dtype, device=tensor.device)
+        return memory[2048:-2048].view(tensor.shape).copy_(tensor)
+
+    tensors = operands(1, 1, 3, 5, C, 12, 3, 3, torch_device(device), torch.float16)
+    check([*map(within_nan, tensors)])
+    check([*map(within_nan, tensors[:2]), None, None])
+    expected = conv_skip(*tensors, implementation="triton")
+    given, options = with_front(tensors)
+    actual = conv_skip(*map(within_nan, given), front=within_nan(options["front"]), implementation="triton")
+    assert torch.equal(actual, expected)
+
+
+def test_strided_operands_are_copied(device):
+    x, weight, bias, residual = operands(2, 2, 5, 7, 16, 12, 3, 3, torch_device(device))
+    expected = conv_skip(x, weight, bias, residual, implementation="triton")
+    strided = [
+        x.permute(0, 4, 1, 2, 3).contiguous().permute(0, 2, 3, 4, 1),  # channels first in memory
+        weight.permute(0, 4, 1, 2, 3).contiguous().permute(0, 2, 3, 4, 1),
+        bias.repeat_interleave(2)[::2],
+        torch.cat((residual, residual), dim=-1)[..., :12],
+    ]
+    assert not any(tensor.is_contiguous() for tensor in strided)
+    assert torch.equal(conv_skip(*strided, implementation="triton"), expected)
+    given, options = with_front(strided)
+    assert torch.equal(conv_skip(*given, **options, implementation="triton"), expected)
+    # Packed, but where no TMA can read.
+    x, *others = (tensor.half() for tensor in (x, weight, bias, residual))
+    check([at_odd_address(x), *others])
+    given, options = with_front((x, *others))
+    actual = conv_skip(*given, front=at_odd_address(options["front"]), implementation="triton")
+    assert_no_worse(actual, reference.conv_skip(x, *others), reference.conv_skip(*wide((x, *others))))
+
+
+def at_odd_address(tensor):
+    shifted = torch.cat((tensor.flatten()[:1], tensor.flatten()))[1:].view(tensor.shape)
+    assert shifted.data_ptr() % 16
+    return shifted
+
+
+@pytest.mark.parametrize("sizes", [(5, 130, 3, 3, 3), (3, 128, 1, 3, 3), (2, 7, 3, 1, 1), (2, 1, 3, 3, 3)])
+def test_a_modules_weight_is_packed(sizes, device, monkeypatch):
+    """In one launch; what is packed needs none."""
+    launched, launch = [], packer.launch_kernel
+    monkeypatch.setattr(packer, "launch_kernel", lambda *given, **named: launched.append(1) or launch(*given, **named))
+    for dtype in DTYPES[device]:
+        weight = torch.randn(sizes, device=torch_device(device)).to(dtype).permute(0, 2, 3, 4, 1)
+        launched.clear()
+        packed = packer.pack_weight(weight)
+        assert packed.is_contiguous()
+        assert torch.equal(packed, weight)
+        assert packer.pack_weight(packed).data_ptr() == packed.data_ptr()
+        assert len(launched) == (sizes[1] > 1)  # one channel is packed either way
+
+
+def test_a_modules_channels_last_weight_needs_no_copy():
+    convolution = torch.nn.Conv3d(8, 4, 3).to(memory_format=torch.channels_last_3d)
+    assert convolution.weight.permute(0, 2, 3, 4, 1).is_contiguous()
+
+
+def test_nothing_in_nothing_out(device):
+    x, weight, bias, residual = operands(2, 2, 5, 7, 16, 12, 3, 3, torch_device(device))
+    for implementation in ("triton", "torch"):
+        assert conv_skip(x[:0], weight, bias, residual[:0], implementation=implementation).shape == (0, 2, 5, 7, 12)
+    empty = x[:, :2], weight, bias, residual[:, :0]
+    for given, options in ((empty, {}), with_front(empty)):
+        assert conv_skip(*given, **options, implementation="triton").shape == (2, 0, 5, 7, 12)
+
+
+def test_zero_weights_keep_the_residual(device):
+    for dtype in DTYPES[device]:
+        x, weight, bias, residual = operands(1, 2, 5, 7, 16, 12, 3, 3, torch_device(device), dtype)
+        actual = conv_skip(x, weight * 0, bias * 0, residual, implementation="triton")
+        assert torch.equal(actual, residual)
+
+
+def test_the_sum_is_rounded_once(device):
+    """Beside a large residual, which rounding of the convolution alone would have shifted."""
+    dtype = DTYPES[device][-1]
+    eps = torch.finfo(dtype).eps
+    x = torch.ones(1, 1, 1, 1, 16).to(torch_device(device), dtype)
+    weight = torch.zeros(1, 1, 1, 1, 16).to(x)
+    weight[..., 0], weight[..., 1] = 1.0, eps / 2  # 1 + eps / 2 alone rounds to 1
+    residual = torch.full((1, 1, 1, 1, 1), eps / 2).to(x)
+    assert conv_skip(x, weight, None, residual, implementation="triton").item() == 1 + eps
+
+
+# --- tiles
+
+
+def tile_cases():
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+    for C, N in ((16, 256), (40, 192), (16, 128), (96, 96), (16, 64), (24, 32), (64, 16), (20, 64)):
+        for dtype in (torch.float16, torch.float32):
+            descriptors = capability >= (9, 0) and dtype == torch.float16 and C % 8 == 0
+            yield pytest.param(capability, dtype, descriptors, C, N, id=f"{C}-{N}-{dtype}")
+
+
+@pytest.mark.parametrize(("capability", "dtype", "descriptors", "C", "N"), list(tile_cases()))
+def test_every_tile(capability, dtype, descriptors, C, N, device):
+    tiles = conv_tiles.choose_conv_tiles(capability, dtype, descriptors, 3, 9, C, N)
+    N += tiles.columns // 2 + tiles.tail // 2  # a second tile, of which a part is there
+    check(operands(1, 1, 3, 9, C, N, 1, 3, torch_device(device), dtype))
+
+
+@pytest.mark.parametrize("box", [(8, 16), (16, 8), (1, 128)])
+@pytest.mark.parametrize("C", [16, 12])
+def test_every_box(box, C, device, monkeypatch):
+    """Two boxes down and two across, of which the last are there in part; also where TMA reads them."""
+    choose = launcher.choose_conv_tiles
+
+    def with_box(*arguments):
+        tiles = choose(*arguments)
+        return type(tiles)(**vars(tiles) | {"box_height": box[0], "box_width": box[1]})
+
+    monkeypatch.setattr(launcher, "choose_conv_tiles", with_box)
+    tensors = operands(1, 1, box[0] + 1, box[1] + 3, C, 12, 1, 3, torch_device(device), torch.float16)
+    check(tensors)
+    check([*tensors[:3], None], upsample=True)
+
+
+def test_columns_of_known_sizes():
+    choose = conv_tiles.choose_columns
+    chosen = {N: choose(N, conv_tiles._WGMMA_COLUMNS) for N in (3, 12, 96, 128, 160, 192, 256, 384, 768, 1024)}
+    assert chosen == {
+        **{3: (16, 0), 12: (16, 0), 96: (64, 32), 128: (128, 0), 160: (128, 64), 192: (128, 64)},
+        **{256: (256, 0), 384: (128, 64), 768: (256, 0), 1024: (256, 0)},
+    }
+
+
+def test_steps_add_no_channels_that_smaller_ones_would_not():
+    depths = {C: conv_tiles.choose_depth(C, 64) for C in (1, 16, 24, 48, 64, 96, 160, 192, 384)}
+    assert depths == {1: 16, 16: 16, 24: 32, 48: 16, 64: 64, 96: 32, 160: 32, 192: 64, 384: 64}
+    assert conv_tiles.choose_depth(384, 32) == 32
+
+
+def test_boxes_cover_the_decoders_images():
+    assert conv_tiles.choose_box(60, 104, 128) == (16, 8)
+    assert conv_tiles.choose_box(120, 208, 128) == (8, 16)
+    assert conv_tiles.choose_box(480, 832, 128) == (8, 16)
+    assert conv_tiles.choose_box(1, 6240, 128) == (1, 128)
+
+
+# --- autograd, compilation, errors
+
+
+def test_autograd_takes_the_reference(device):
+    """With a gradient of the frames before x, too."""
+    x, *others = operands(1, 2, 3, 4, 8, 6, 3, 3, torch_device(device))
+    ours, theirs = ([t.requires_grad_() for t in tensors] for tensors in twice([x[:, 2:], *others, x[:, :2]]))
+    for (*tensors, front), implementation in ((ours, "triton"), (theirs, "torch")):
+        conv_skip(*tensors, front=front, implementation=implementation).square().sum().backward()
+    for actual, expected in zip(ours, theirs, strict=True):
+        assert torch.equal(actual.grad, expected.grad)
+
+
+def twice(tensors):
+    return [tensor.clone() for tensor in tensors], [tensor.clone() for tensor in tensors]
+
+
+def test_gradients_of_the_upsampled_and_interleaved_reference():
+    tensors = wide(operands(1, 1, 2, 3, 3, 2, 1, 3, upsample=True, interleave=2))
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    assert torch.autograd.gradcheck(lambda *t: conv_skip(*t, upsample=True, interleave=2), leaves)
+
+
+def test_compiles_to_one_graph(device):
+    tensors = operands(1, 2, 3, 4, 8, 6, 1, 3, torch_device(device), upsample=True)
+
+    def function(*tensors):
+        return conv_skip(*tensors, upsample=True, implementation="triton")
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*tensors), function(*tensors))
+
+
+def test_compiles_to_one_graph_with_the_frames_before(device):
+    x, weight, bias, residual = operands(1, 2, 3, 4, 8, 6, 3, 3, torch_device(device))
+
+    def function(x, front):
+        return conv_skip(x, weight, bias, residual, front=front, implementation="triton")
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x[:, 2:], x[:, :2]), function(x[:, 2:], x[:, :2]))
+
+
+def test_custom_op_contract_with_the_frames_before(device):
+    x, *others = operands(1, 2, 3, 4, 8, 6, 3, 3, torch_device(device))
+    arguments = (x[:, 2:], *others, x[:, :2], False, 1)
+    torch.library.opcheck(torch.ops.turbo_rcm_patch.conv_skip.default, arguments)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_custom_op_contract(change, device):
+    upsample, interleave = CHANGES[change]
+    x, weight, bias, residual = operands(
+        1, 2, 3, 4, 8, 6, 1, 3, torch_device(device), upsample=upsample, interleave=interleave
+    )
+    for optional in ((bias, residual, x[:, :0]), (None, None, None))[: 1 + (change == "plain")]:
+        arguments = (x, weight, *optional, upsample, interleave)
+        torch.library.opcheck(torch.ops.turbo_rcm_patch.conv_skip.default, arguments)
+
+
+def test_auto_is_the_reference_on_the_cpu(monkeypatch):
+    tensors = operands(1, 2, 3, 4, 8, 6, 3, 3)
+    monkeypatch.setattr(launcher, "_conv_skip", None)
+    assert torch.equal(conv_skip(*tensors), reference.conv_skip(*tensors))
+
+
+def test_errors():
+    x, weight, bias, residual = operands(1, 2, 3, 4, 8, 6, 3, 3)
+    with pytest.raises(ValueError, match=r"x has shape \[4, 3, 4, 8\] and weight \[6, 3, 3, 3, 8\]; they must be"):
+        conv_skip(x[0], weight, bias)
+    with pytest.raises(ValueError, match=r"weight \[6, 8, 3, 3, 3\]; they must be .* weight\.permute\(0, 2, 3, 4, 1\)"):
+        conv_skip(x, weight.permute(0, 4, 1, 2, 3), bias)
+    for window in (weight[:, :2], weight[:, :, :2], weight[:, :, :1]):
+        with pytest.raises(ValueError, match=r"the window is \[.*\]; accepted are kt 1 or 3 and kh = kw 1 or 3"):
+            conv_skip(x, window, bias)
+    with pytest.raises(ValueError, match=r"upsample=True with the window \[3, 3, 3\]; it goes with \[1, 3, 3\] only"):
+        conv_skip(x, weight, bias, upsample=True)
+    for rows, interleave in ((weight, 3), (weight[:5], 2), (weight, 0)):
+        with pytest.raises(ValueError, match=rf"interleave={interleave} with {len(rows)} rows of weight"):
+            conv_skip(x, rows, None, interleave=interleave)
+    with pytest.raises(ValueError, match=r"x has 1 frames; a window of 3 needs 2 before the first"):
+        conv_skip(x[:, :1], weight, bias)
+    for front in (x[:, :1], x[:, :2, 1:], x[:, :3]):
+        with pytest.raises(ValueError, match=r"front has shape \[.*\]; it must be \[1, 2, 3, 4, 8\]"):
+            conv_skip(x, weight, bias, front=front)
+    with pytest.raises(ValueError, match=r"dtypes torch.float16, torch.float32; cast them to one"):
+        conv_skip(x, weight, bias, front=x[:, :2].half())
+    with pytest.raises(ValueError, match=r"bias has shape \[5\]; it must be \[6\]"):
+        conv_skip(x, weight, bias[:5])
+    with pytest.raises(ValueError, match=r"residual has shape \[1, 1, 3, 4, 6\] but the result has \[1, 2, 3, 4, 6\]"):
+        conv_skip(x, weight, bias, residual[:, :1])
+    # One that counts twice goes with upsampled results, that are not interleaved.
+    half = torch.cat((residual, residual), 1)
+    for options, small in (({}, half[:, :, :, :2]), ({"upsample": True, "interleave": 2}, half[..., :3])):
+        with pytest.raises(ValueError, match=r"residual has shape \[1, 4, 3, ., .\] but the result has"):
+            conv_skip(x, weight[:, :1], bias, small, **options)
+    with pytest.raises(ValueError, match=r"dtypes torch.float16, torch.float32; cast them to one"):
+        conv_skip(x, weight, bias, residual.half())
+    with pytest.raises(ValueError, match=r"cannot take these tensors \(float64"):
+        conv_skip(*wide((x, weight, bias, residual)), implementation="triton")
+    with pytest.raises(ValueError, match="implementation='cudnn' is unknown"):
+        conv_skip(x, weight, bias, residual, implementation="cudnn")
+
+
+@pytest.mark.gpu
+def test_many_tiles_of_a_decoders_sizes():
+    """Against cuDNN in fp32."""
+    for sizes, upsample, interleave in (
+        ((1, 4, 60, 104, 384, 384, 3, 3), False, 1),
+        ((1, 4, 240, 416, 96, 96, 3, 3), False, 1),
+        ((1, 4, 240, 416, 96, 3, 3, 3), False, 1),
+        ((1, 4, 60, 104, 384, 192, 1, 3), True, 1),
+        ((1, 4, 60, 104, 384, 384, 3, 1), False, 2),
+        ((1, 2, 44, 80, 1024, 1024, 3, 3), False, 1),
+    ):
+        tensors = operands(*sizes, "cuda", torch.bfloat16, upsample=upsample, interleave=interleave)
+        actual = conv_skip(*tensors, upsample=upsample, interleave=interleave, implementation="triton")
+        low = reference.conv_skip(*tensors, None, upsample, interleave)
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            oracle = reference.conv_skip(*(tensor.float() for tensor in tensors), None, upsample, interleave)
+        assert_no_worse(actual, low, oracle)
+        given, options = with_front(tensors)
+        options |= {"upsample": upsample, "interleave": interleave}
+        assert torch.equal(conv_skip(*given, **options, implementation="triton"), actual)
+
+
+@pytest.mark.gpu
+def test_more_elements_than_32_bits_count():
+    """The last frame of many is that of the frame alone."""
+    frames = 57  # × 480 × 832 × 96 elements: 2.1e9
+    x = torch.randn(1, frames + 2, 480, 832, 96, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(96, 3, 3, 3, 96, device="cuda", dtype=torch.bfloat16) * (27 * 96) ** -0.5
+    assert frames * 480 * 832 * 96 > 2**31
+    whole = conv_skip(x, weight, None, x[:, 2:], implementation="triton")
+    last = conv_skip(x[:, -3:], weight, None, x[:, -1:], implementation="triton")
+    assert torch.equal(whole[:, -1:], last)
+    given, options = with_front((x, weight, None, x[:, 2:]))
+    assert torch.equal(conv_skip(*given, **options, implementation="triton"), whole)
+    assert relative_error(last, reference.conv_skip(x[:, -3:], weight, None, x[:, -1:])) < 1e-2

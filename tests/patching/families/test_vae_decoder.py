@@ -1,0 +1,317 @@
+"""The patched decoder computes what diffusers' computes: frame by frame, in chunks, tiles and slices."""
+
+from collections import Counter
+
+import pytest
+import torch
+from diffusers import AutoencoderKLWan
+from diffusers.models.autoencoders.autoencoder_kl_wan import DupUp3D, WanDecoder3d
+
+import turbo_rcm_patch as trp
+from tests.oracle import assert_no_worse, relative_error
+from tests.tiny_vae import KINDS, decode, tiny_latents, tiny_vae
+from turbo_rcm_patch import kernels
+from turbo_rcm_patch.bench.cases import TI2V_5B_VAE
+from turbo_rcm_patch.kernels import aot
+from turbo_rcm_patch.kernels.conv.conv_skip import residual_repeats
+from turbo_rcm_patch.kernels.dispatch import interpreting, meta_is_gpu
+from turbo_rcm_patch.kernels.launch import recorded
+from turbo_rcm_patch.kernels.reference import repeat_residual
+from turbo_rcm_patch.patching.families.vae.decoder import _Run
+from turbo_rcm_patch.tiers import EXACT
+
+FP32 = EXACT.limits.fp32
+# One norm of these is over one channel: a sign, which any rounding of a value near 0 turns round.
+WELL_CONDITIONED = [kind for kind in KINDS if kind != "wan 2.1"]
+
+
+@pytest.fixture
+def diffusers_decoder_is_off(monkeypatch):
+    """Nothing that is compared with diffusers may be diffusers' own: a fallback would always agree."""
+
+    def switch_off():
+        monkeypatch.setattr(WanDecoder3d, "__call__", _must_not_run)
+
+    return switch_off
+
+
+def _must_not_run(*_, **__):
+    raise AssertionError("diffusers' own decoder ran")
+
+
+def check(kind, z, off, set_up=lambda vae: None, **config):
+    """Patched as unpatched; returns what is decoded."""
+    vae = tiny_vae(kind)
+    set_up(vae)
+    expected = decode(vae, z)
+    assert expected.std() > 0.3  # there is something to compare
+    off()
+    trp.patch(vae, trp.PatchConfig(**config))
+    actual = decode(vae, z)
+    assert actual.shape == expected.shape
+    assert actual.is_contiguous()
+    assert relative_error(actual, expected) <= FP32
+    return actual
+
+
+@pytest.mark.parametrize("frames", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_number_of_frames_in_chunks_of_any_size(kind, frames, diffusers_decoder_is_off):
+    vae, z = tiny_vae(kind), tiny_latents(frames)
+    with torch.no_grad():
+        expected = vae.decode(z).sample
+    assert expected.shape[2] == 1 + 4 * (frames - 1)
+    diffusers_decoder_is_off()
+    for chunk in (None, 1, 2, 3, 4):
+        with trp.patch(vae, trp.PatchConfig(vae_chunk=chunk)):
+            assert relative_error(decode(vae, z), expected) <= FP32, chunk
+
+
+def test_the_first_decode_compiles_its_kernels_ahead_and_gives_the_same(monkeypatch):
+    """Once, in a run of the same decode that launches nothing, and not again by the next patch; where autograd records,
+    or it is interrupted, it is left to the next."""
+    from turbo_rcm_patch.patching.families.vae import forward
+    from turbo_rcm_patch.patching.families.vae.steps import takes_front
+
+    vae, z, runs, real = tiny_vae(), tiny_latents(1, 1, 1, 1), [], kernels.compile_ahead
+    expected = decode(vae, z)
+    launched = []
+    monkeypatch.setattr(forward, "_launches_kernels", lambda vae, call: takes_front(vae.decoder.conv_in, call))
+
+    def interrupt(run):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernels, "compile_ahead", interrupt)
+    with trp.patch(vae, trp.PatchConfig(implementation="triton")), pytest.raises(KeyboardInterrupt):
+        decode(vae, z)
+    monkeypatch.setattr(kernels, "compile_ahead", lambda run: (runs.append(run), real(run)))
+    with trp.patch(vae, trp.PatchConfig(implementation="triton")):
+        with torch.enable_grad():
+            vae.decode(z.clone().requires_grad_())
+        assert not runs
+        for _ in range(2):
+            assert relative_error(decode(vae, z), expected) <= FP32
+        assert len(runs) == 1
+        with recorded(launched.append), torch.no_grad():
+            runs[0]()
+    with trp.patch(vae, trp.PatchConfig(implementation="triton")):
+        decode(vae, z)
+        assert len(runs) == 1
+    assert {launch.kernel.fn.__name__ for launch in launched} >= {"_conv_skip_kernel", "_rms_norm_silu_kernel"}
+    trp.patch(vae, trp.PatchConfig(implementation="torch"))
+    decode(vae, z)
+    assert len(runs) == 1
+
+
+@pytest.mark.parametrize("kind", ["wan 2.1", "residual, growing"])
+def test_stages_may_take_any_numbers_of_frames(kind, monkeypatch):
+    """Where a stage takes fewer frames than the one before, each part goes all the way before the next."""
+    from turbo_rcm_patch.patching.families.vae import forward
+
+    vae, z = tiny_vae(kind), tiny_latents(5)
+    expected = decode(vae, z)
+    trp.patch(vae)
+    for frames in ([5, 5, 5, 5, 5], [5, 3, 2, 1, 1], [1, 2, 3, 4, 5], [2, 1, 7, 3, 2]):
+        monkeypatch.setattr(forward, "frames_at_once", lambda *_, frames=frames, **options: frames)
+        assert relative_error(decode(vae, z), expected) <= FP32, frames
+
+
+@pytest.mark.parametrize("kind", ["wan 2.1", "residual"])
+def test_the_first_two_latent_frames_are_diffusers_own(kind):
+    """Frame 0 skips time_conv, and frame 1 sees zeros before it: both would differ the other way."""
+    vae = tiny_vae(kind)
+    with torch.no_grad():
+        for block in vae.decoder.up_blocks:
+            for module in block.modules():
+                if "time_conv" in module._modules:
+                    module.time_conv.weight.mul_(3)
+    z = tiny_latents(2)
+    expected = decode(vae, z)
+    trp.patch(vae)
+    assert relative_error(decode(vae, z), expected) <= FP32
+    assert relative_error(decode(vae, z)[:, :, :1], decode(vae, z[:, :, :1])) <= FP32
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        {},
+        {"tile_sample_min_height": 24, "tile_sample_stride_height": 20},
+        {"tile_sample_min_width": 32, "tile_sample_stride_width": 48},  # columns are left out
+    ],
+)
+@pytest.mark.parametrize("kind", ["wan 2.1", "residual"])
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_tiles(kind, chunk, tiles, diffusers_decoder_is_off):
+    ratio = 16 if kind == "residual" else 8
+    size = {"tile_sample_min_height": 4 * ratio, "tile_sample_min_width": 4 * ratio}
+    size |= {"tile_sample_stride_height": 3 * ratio, "tile_sample_stride_width": 2 * ratio, **tiles}
+    z = tiny_latents(3, height=7, width=9)
+    check(kind, z, diffusers_decoder_is_off, lambda vae: vae.enable_tiling(**size), vae_chunk=chunk)
+
+
+@pytest.mark.parametrize("kind", ["wan 2.1", "residual"])
+def test_tiled_decode_alone_and_switched_off(kind):
+    vae, z = tiny_vae(kind), tiny_latents(2, height=5, width=6)
+    ratio = vae.spatial_compression_ratio
+    whole = decode(vae, z)
+    vae.enable_tiling(3 * ratio, 3 * ratio, 2 * ratio, 2 * ratio)
+    with torch.no_grad():
+        expected = vae.tiled_decode(z, return_dict=False)[0]
+        assert relative_error(expected, whole) > 1e-3
+        trp.patch(vae)
+        assert relative_error(vae.tiled_decode(z, return_dict=False)[0], expected) <= FP32
+        assert relative_error(vae.tiled_decode(z).sample, expected) <= FP32
+        assert relative_error(decode(vae, z), expected) <= FP32
+    small = z[..., :3, :3]  # one tile: diffusers decodes it as a whole
+    assert decode(vae, small).shape[-1] == 3 * ratio
+    vae.disable_tiling()
+    assert relative_error(decode(vae, z), whole) <= FP32
+
+
+def test_tiles_are_blended_more_exactly_in_bf16():
+    kind, z = "wan 2.1, growing", tiny_latents(2, height=5, width=6)
+    vae, low = tiny_vae(kind), tiny_vae(kind, torch.bfloat16)
+    for each in (vae, low):
+        each.enable_tiling(24, 24, 16, 16)
+    vae.load_state_dict(low.state_dict())
+    oracle = decode(vae.double(), z.bfloat16().double())
+    unpatched = decode(low, z.bfloat16())
+    trp.patch(low)
+    assert_no_worse(decode(low, z.bfloat16()), unpatched, oracle)
+
+
+def test_weights_in_channels_last_memory(diffusers_decoder_is_off):
+    def set_up(vae):
+        for module in vae.decoder.modules():
+            if isinstance(module, (torch.nn.Conv2d, torch.nn.Conv3d)):
+                last = torch.channels_last if module.weight.dim() == 4 else torch.channels_last_3d
+                module.to(memory_format=last)
+
+    check("wan 2.1, growing", tiny_latents(2), diffusers_decoder_is_off, set_up)
+
+
+def test_slices(diffusers_decoder_is_off):
+    z = tiny_latents(2, batch=3)
+    sliced = check("wan 2.1", z, diffusers_decoder_is_off, lambda vae: vae.enable_slicing())
+    vae = tiny_vae()
+    trp.patch(vae)
+    assert relative_error(sliced, decode(vae, z)) <= FP32
+
+
+def test_what_is_returned():
+    vae, z = tiny_vae(), tiny_latents()
+    before = vae.decode(z)
+    trp.patch(vae)
+    with torch.no_grad():
+        output = vae.decode(z)
+        assert type(output) is type(before)
+        assert torch.equal(output.sample, vae.decode(z, return_dict=False)[0])
+        assert torch.equal(vae._decode(z, return_dict=False)[0], vae._decode(z).sample)
+        assert output.sample.abs().max() == 1  # clamped
+        image = torch.rand(1, 3, 5, 16, 24)
+        assert torch.allclose(vae(image).sample, tiny_vae()(image).sample, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", WELL_CONDITIONED)
+def test_low_precision_is_no_less_accurate(kind, dtype):
+    vae, z = tiny_vae(kind, dtype), tiny_latents(3, dtype=dtype, height=6, width=8)
+    oracle = decode(tiny_vae(kind, dtype).double(), z.double())
+    unpatched = decode(vae, z)
+    trp.patch(vae)
+    assert decode(vae, z).dtype == dtype
+    assert_no_worse(decode(vae, z), unpatched, oracle)
+
+
+@pytest.mark.skipif(not interpreting(), reason="needs Triton's CPU interpreter")
+@pytest.mark.parametrize("kind", ["wan 2.1", "residual"])
+def test_through_the_kernels(kind, diffusers_decoder_is_off):
+    z = tiny_latents(2, batch=1, height=1, width=2)  # the interpreter takes long
+    check(kind, z, diffusers_decoder_is_off, implementation="triton", vae_chunk=1)
+
+
+@pytest.mark.parametrize("frames", [1, 2, 3])
+def test_a_convolution_is_given_the_last_frames_of_all_its_input(frames):
+    """Of a chunk that is shorter than its window, some of the frames before it too; and no view, which keeps it all."""
+    from turbo_rcm_patch.patching.families.vae.decoder import _last_frames
+
+    front, x = (torch.randn(2, count, 1, 2, 3) for count in (2, frames))
+    kept = _last_frames(x, front, 2)
+    assert torch.equal(kept, torch.cat((front, x), 1)[:, -2:])
+    assert kept.untyped_storage().nbytes() == kept.nbytes
+
+
+@pytest.mark.parametrize(("given", "made", "times", "size"), [(8, 8, 2, 1), (8, 4, 1, 1), (8, 8, 1, 1), (6, 9, 2, 3)])
+def test_a_shortcut_is_laid_out_as_little_as_can_be(given, made, times, size):
+    """So many times as large as its input, not 8, 2, 4 and 12 times; nothing is copied where channels stay as they are.
+    Latent frame 0 becomes one frame."""
+    x, shortcut, run = torch.randn(2, 3, 2, 4, given), DupUp3D(given, made, times, 2), _Run(None)
+    for is_first in (True, False):
+        expected = shortcut(x.permute(0, 4, 1, 2, 3), first_chunk=is_first).permute(0, 2, 3, 4, 1)
+        actual = run.shortcut(shortcut, x)
+        assert residual_repeats(actual.shape, expected.shape) is not None  # the kernels take it
+        assert torch.equal(repeat_residual(actual, expected.shape), expected)
+    assert actual.numel() == size * x.numel()
+    assert (actual.data_ptr() == x.data_ptr()) == (given == made)
+
+
+def test_each_norm_and_each_convolution_is_one_launch(monkeypatch):
+    """As recorded for a GPU that is not there, and on which convolutions were measured."""
+    monkeypatch.setattr(kernels, "why_conv", lambda *_: None)
+    vae = tiny_vae()
+    patch = trp.patch(vae, trp.PatchConfig(vae_chunk=1))
+    vae.to("meta")
+    with meta_is_gpu((8, 0), aot.MULTIPROCESSORS):
+        launches = aot.record_launches(lambda: decode(vae, tiny_latents(1).to("meta")), (8, 0))
+        rows = {row.step: row for row in patch.rows()}
+    names = Counter(launch.kernel.fn.__name__ for launch in launches)
+    assert names["_rms_norm_silu_kernel"] == rows["norm + SiLU"].count == 22
+    time_convs = 2  # latent frame 0 skips them
+    assert names["_conv_skip_kernel"] == rows["convolution"].count - time_convs == 25
+    assert (rows["norm + SiLU"].kernel, rows["convolution"].kernel) == ("Triton", "portable Triton")
+    projection = rows["projection"]
+    assert (projection.kernel, projection.reasons) == ("PyTorch linear", {"nothing to fuse": projection.count})
+
+
+def test_other_decoders_of_the_class(diffusers_decoder_is_off):
+    """Two temporal upsamplers at other places, and none."""
+    for temporal in ([True, True, False], [False, False, False], [True, True, True]):
+        options = {**KINDS["wan 2.1"], "temperal_downsample": temporal}
+        vae = AutoencoderKLWan(**options).eval()
+        z = tiny_latents(4)
+        expected = decode(vae, z)
+        with trp.patch(vae, trp.PatchConfig(vae_chunk=2)):
+            assert relative_error(decode(vae, z), expected) <= FP32, temporal
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", WELL_CONDITIONED)
+def test_on_a_gpu(kind, diffusers_decoder_is_off):
+    """Against fp64, in bf16, whole and in tiles; also as memory allows it."""
+    vae, z = tiny_vae(kind, torch.bfloat16).cuda(), tiny_latents(5, dtype=torch.bfloat16, height=12, width=20).cuda()
+    oracle = decode(tiny_vae(kind, torch.bfloat16).double(), z.cpu().double())
+    unpatched = decode(vae, z).cpu()
+    diffusers_decoder_is_off()
+    for chunk in (None, 1, 3):
+        with trp.patch(vae, trp.PatchConfig(vae_chunk=chunk)) as patch:
+            assert_no_worse(decode(vae, z).cpu(), unpatched, oracle)
+            assert "norm + SiLU  Triton" in patch.summary()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, TI2V_5B_VAE], ids=["wan 2.1", "ti2v-5b"])
+def test_error_of_the_real_models_on_a_gpu(options, monkeypatch):
+    """Beside a decode in fp32, without TF32, whole and in tiles."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    torch.manual_seed(0)
+    low = AutoencoderKLWan(**options).eval().to("cuda", torch.bfloat16)
+    wide = AutoencoderKLWan(**options).eval().to("cuda")
+    wide.load_state_dict(low.state_dict())
+    z = torch.randn(1, low.config.z_dim, 6, 24, 32, device="cuda", dtype=torch.bfloat16)
+    for tiled in (False, True):
+        for vae in (low, wide) if tiled else ():
+            vae.enable_tiling()
+        oracle, unpatched = decode(wide, z.float()), decode(low, z)
+        with trp.patch(low):
+            assert_no_worse(decode(low, z), unpatched, oracle)

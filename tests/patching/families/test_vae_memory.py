@@ -1,0 +1,265 @@
+"""How many frames the decoder takes at a time, and what that takes of memory: at the real sizes, on meta tensors."""
+
+import weakref
+from functools import cache, partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import turbo_rcm_patch as trp
+from tests.tiny_vae import tiny_latents, tiny_vae
+from turbo_rcm_patch import kernels
+from turbo_rcm_patch.bench.cases import CASES, TI2V_5B_VAE
+from turbo_rcm_patch.patching.families.vae import chunks, forward
+from turbo_rcm_patch.patching.families.vae.chunks import (
+    MOST_ELEMENTS,
+    TILES_WORKING_SET,
+    WORKING_SET,
+    frames_at_once,
+    output_shape,
+)
+
+ROOT = Path(__file__).resolve().parents[3]
+
+# The VAE's options and its latents [B, C, F, H, W].
+WAN_480P = {}, (1, 16, 21, 60, 104)
+WAN_720P = {}, (1, 16, 21, 90, 160)
+TI2V_720P = TI2V_5B_VAE, (1, 48, 31, 44, 80)
+SIZES = {"wan 2.1, 480p": WAN_480P, "wan 2.1, 720p": WAN_720P, "ti2v-5b, 720p": TI2V_720P}
+# The largest model for each, and the bytes of a weight with which it fits a card of 24 GB.
+BESIDE = [("wan 2.1, 480p", "wan2.1-14b", 1), ("wan 2.1, 720p", "wan2.1-14b", 1), ("ti2v-5b, 720p", "wan2.2-5b", 2)]
+
+
+class Peak(TorchDispatchMode):
+    """Bytes of the tensors that ops made and that were alive together; not of a model's weights and their views."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.bytes = self._alive = 0
+        self._seen = {weight.untyped_storage()._cdata for weight in model.parameters()}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        for result in results if isinstance(results, (tuple, list)) else (results,):
+            if isinstance(result, torch.Tensor):
+                self._count(result.untyped_storage())
+        return results
+
+    def _count(self, storage):
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            self._alive += storage.nbytes()
+            self.bytes = max(self.bytes, self._alive)
+            weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+
+    def _forget(self, address, size):
+        self._seen.discard(address)
+        self._alive -= size
+
+
+def real(size):
+    options, shape = SIZES[size]
+    with torch.device("meta"):
+        vae = AutoencoderKLWan(**options).to(torch.bfloat16).eval()
+    return vae, torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+def norm_as_one_kernel(x, weight, *, silu=True, implementation="auto"):
+    return x.new_empty(x.shape)
+
+
+def peak(vae, z):
+    """Of a decode whose attention is fused, as PyTorch's is on a GPU, and whose norms are our kernel."""
+    fused = mock.patch.object(F, "scaled_dot_product_attention", lambda q, k, v, **_: torch.empty_like(q))
+    with torch.no_grad(), fused, mock.patch.object(kernels, "rms_norm_silu", norm_as_one_kernel), Peak(vae) as counted:
+        vae.decode(z)
+    return counted.bytes
+
+
+@cache
+def patched_peak(size, tiles=False):
+    vae, z = real(size)
+    if tiles:
+        vae.enable_tiling()
+    with trp.patch(vae):
+        return peak(vae, z)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_decode_takes_less_than_diffusers(size):
+    vae, z = real(size)
+    unpatched, patched = peak(vae, z), patched_peak(size)
+    with trp.patch(vae, trp.PatchConfig(vae_chunk=1)):
+        least = peak(vae, z)
+    with trp.patch(vae, trp.PatchConfig(vae_chunk=4)):
+        most = peak(vae, z)
+    assert least < patched < unpatched
+    assert patched < most
+
+
+def test_decoding_takes_what_the_readme_says():
+    words = " ".join((ROOT / "README.md").read_text().split())
+    wan_480p, wan_720p, ti2v, *tiled = [taken for tiles in (False, True) for taken in map(partial(gb, tiles), SIZES)]
+    assert f"Decoding 81 frames takes {wan_480p} GB at 480p and {wan_720p} GB at 720p, TI2V-5B's 121" in words
+    assert f"121 frames {ti2v} GB, all of them {max(tiled)} GB with `pipe.vae.enable_tiling()`" in words
+
+
+def gb(tiles, size):
+    return round(patched_peak(size, tiles) / 1e9)
+
+
+def test_tiles_take_less_than_diffusers():
+    vae, z = real("wan 2.1, 480p")
+    z = z[:, :, :5]
+    vae.enable_tiling()
+    unpatched = peak(vae, z)
+    with trp.patch(vae) as patch:
+        assert peak(vae, z) < unpatched
+        assert "as many frames as 128 MiB hold at a time" in patch.summary()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_estimated_bounds_what_a_decode_takes(size):
+    """All that the convolutions keep, and for every stage at once what one takes, is not exceeded."""
+    vae, z = real(size)
+    frames = frames_at_once(vae, z, None)
+    stages = list(chunks._stages(vae.decoder))
+    pixel = z.shape[-1] * z.shape[-2] * z.itemsize
+    kept = sum(kept for *_, kept in stages) * pixel
+    alive = [alive * count * pixel for (alive, *_), count in zip(stages, frames, strict=True)]
+    taken = patched_peak(size)
+    assert kept + max(alive) / 2 < taken < kept + 2 * max(alive) + 2 * sample_bytes(vae, z)
+
+
+def sample_bytes(vae, z):
+    ratio = vae.spatial_compression_ratio
+    return 3 * (1 + 4 * (z.shape[2] - 1)) * z.shape[3] * ratio * z.shape[4] * ratio * z.itemsize
+
+
+def test_small_frames_are_taken_many_at_a_time():
+    vae, z = real("wan 2.1, 480p")
+    frames = frames_at_once(vae, z, None)
+    assert frames[0] >= 21  # all latent frames at once where there are few pixels
+    assert frames[-2:] == [4, 4]  # those of one latent frame in full resolution
+    tile = frames_at_once(vae, z[..., :32, :32], None)
+    assert all(many > few for many, few in zip(tile, frames, strict=True))
+    assert tile[-1] >= 16
+    assert frames_at_once(vae, z.expand(2, -1, -1, -1, -1), None)[0] == frames[0] // 2
+
+
+def test_no_convolution_gets_more_elements_than_32_bits_count():
+    vae, z = real("wan 2.1, 480p")
+    huge = z.new_empty(1, 16, 2, 540, 960)
+    for frames, (alive, *_) in zip(frames_at_once(vae, huge, 64), chunks._stages(vae.decoder), strict=True):
+        assert frames == 1 or frames * alive * 540 * 960 <= MOST_ELEMENTS
+
+
+def test_the_config_says_how_much_is_taken_at_a_time():
+    words = " ".join(trp.PatchConfig.__doc__.split())
+    assert f"as many more as fit in {WORKING_SET >> 30} GiB ({TILES_WORKING_SET >> 20} MiB of a tile)" in words
+
+
+def test_the_option_counts_latent_frames():
+    vae = tiny_vae()
+    assert frames_at_once(vae, tiny_latents(), 3) == [3, 3, 6, 12, 12]
+
+
+@pytest.mark.parametrize(("free", "expected"), [(1 << 40, None), (3 << 30, "fewer"), (0, "one")])
+def test_fewer_where_a_gpus_memory_is_short(free, expected, monkeypatch):
+    vae, z = real("wan 2.1, 480p")
+    plenty = frames_at_once(vae, z, None)
+    monkeypatch.setattr(chunks, "free_memory", lambda device: free)
+    frames = frames_at_once(vae, on_gpu(z), None)
+    if expected is None:
+        assert frames == plenty
+    elif expected == "one":
+        assert frames == [1] * 5
+    else:
+        assert all(few <= many for few, many in zip(frames, plenty, strict=True))
+        assert frames != plenty
+        assert min(frames) >= 1
+    assert frames_at_once(vae, on_gpu(z), 2) == [2, 2, 4, 8, 8]  # who asks gets it
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_short_memory_is_enough_where_a_frame_at_a_time_fits(size, monkeypatch):
+    vae, z = real(size)
+    least = peak_with([1] * 5, vae, z, monkeypatch)
+    frames = [1] * 5
+    for free in range(least, 2 * least, least // 4):
+        monkeypatch.setattr(chunks, "free_memory", lambda device, free=free: free)
+        before, frames = frames, frames_at_once(vae, on_gpu(z), None, beside=sample_bytes(vae, z))
+        assert frames == before or peak_with(frames, vae, z, monkeypatch) <= free
+    assert min(frames) > 1
+
+
+def peak_with(frames, vae, z, monkeypatch):
+    monkeypatch.setattr(forward, "frames_at_once", lambda *args, **options: frames)
+    with trp.patch(vae):
+        return peak(vae, z)
+
+
+@pytest.mark.parametrize(("size", "model", "weight_bytes"), BESIDE)
+def test_a_24_gb_card_has_room_beside_the_model(size, model, weight_bytes, monkeypatch):
+    """Beside its transformer and the VAE itself; the text encoder is done by then. With the frames that it chooses."""
+    vae, z = real(size)
+    with torch.device("meta"):
+        transformer = WanTransformer3DModel.from_config(CASES[model].transformer)
+    weights = weight_bytes * count_weights(transformer) + vae.dtype.itemsize * count_weights(vae)
+    free = 24 * 10**9 - weights
+    monkeypatch.setattr(chunks, "free_memory", lambda device: free)
+    frames = frames_at_once(vae, on_gpu(z), None, beside=sample_bytes(vae, z))
+    assert peak_with(frames, vae, z, monkeypatch) <= free
+
+
+def count_weights(model):
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def on_gpu(z):
+    return mock.Mock(wraps=z, shape=z.shape, itemsize=z.itemsize, device=torch.device("cuda"))
+
+
+def test_the_sample_and_graphs_are_beside_the_activations(monkeypatch):
+    vae, z, asked = *real("wan 2.1, 480p"), []
+    transformer = torch.nn.Module()
+    monkeypatch.setattr(forward, "frames_at_once", lambda *args, **options: asked.append(options) or [4] * 5)
+    with trp.patch(vae):
+        forward.vae_state(vae).users.add(transformer)
+        monkeypatch.setattr(forward, "graph_of", lambda model: mock.Mock(reserved_bytes=7))
+        peak(vae, z)
+    assert asked == [{"beside": sample_bytes(vae, z) + 7}]
+    assert output_shape(vae, z) == (1, 3, 81, 480, 832)
+
+
+@pytest.mark.gpu
+def test_free_memory_counts_what_the_allocator_holds():
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.empty_cache()
+    before = chunks.free_memory(device)
+    held = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    assert chunks.free_memory(device) <= before - (1 << 30)
+    del held
+    assert chunks.free_memory(device) >= before - (64 << 20)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", ["wan 2.1, 480p"])
+def test_peak_memory_on_a_gpu(size):
+    options, shape = SIZES[size]
+    with torch.device("cuda"):
+        vae, z = AutoencoderKLWan(**options).to(torch.bfloat16).eval(), torch.randn(shape).to(torch.bfloat16)
+    peaks = []
+    with torch.no_grad():
+        for patched in (False, True):
+            if patched:
+                trp.patch(vae)
+            torch.cuda.reset_peak_memory_stats()
+            vae.decode(z)
+            peaks.append(torch.cuda.max_memory_allocated())
+    assert peaks[1] <= peaks[0]

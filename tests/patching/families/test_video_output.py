@@ -1,0 +1,310 @@
+"""What a patched pipeline returns as "np", "pt" and "pil": bit for bit diffusers' own, and where it is left to it."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from diffusers.video_processor import VideoProcessor
+
+import turbo_rcm_patch as trp
+from tests.patching.pairs import attributes_of
+from tests.tiny_wan import tiny_call, tiny_wan_pipeline
+from turbo_rcm_patch.patching.families.vae import video_output
+from turbo_rcm_patch.patching.families.vae.video_output import NOTE, postprocess_video
+
+DEVICES = pytest.mark.parametrize("on", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+
+
+def decoded(batch=2, channels=3, frames=5, height=9, width=7, dtype=torch.float32, device="cpu"):
+    """In [-1.2, 1.2]; the first values end in halves of 1 / 255, which are rounded to even."""
+    video = 1.2 * (2 * torch.rand(batch, channels, frames, height, width) - 1)
+    halves = ((torch.arange(256) + 0.5) / 255 * 2 - 1)[: video.numel()]
+    video.flatten()[: len(halves)] = halves
+    return video.to(device, dtype)
+
+
+def same(ours, theirs):
+    """Types, dtypes, shapes and every bit."""
+    if isinstance(theirs, list):
+        return type(ours) is list and len(ours) == len(theirs) and all(map(same, ours, theirs))
+    if isinstance(theirs, np.ndarray):
+        kind = (theirs.dtype, theirs.shape, theirs.flags.writeable)
+        return kind == (ours.dtype, ours.shape, ours.flags.writeable) and np.array_equal(ours, theirs)
+    if isinstance(theirs, torch.Tensor):
+        return (ours.dtype, ours.device) == (theirs.dtype, theirs.device) and torch.equal(ours, theirs)
+    kind = (type(theirs), theirs.mode, theirs.size)
+    return kind == (type(ours), ours.mode, ours.size) and ours.tobytes() == theirs.tobytes()
+
+
+@DEVICES
+@DTYPES
+@pytest.mark.parametrize("output_type", ["np", "pt", "pil"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_bit_for_bit(on, dtype, output_type, batch, monkeypatch):
+    processor, video = VideoProcessor(vae_scale_factor=8), decoded(batch, dtype=dtype, device=on)
+    expected = processor.postprocess_video(video, output_type)
+    for piece_bytes in (1, 3 * 9 * 7 * dtype.itemsize * 2, 2**20):  # of 5 frames: one by one, 2 + 2 + 1, all at once
+        monkeypatch.setattr(video_output, "PIECE_BYTES", piece_bytes)
+        assert same(postprocess_video(processor, video, output_type), expected)
+
+
+@DEVICES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_value_of_16_bits(on, dtype):
+    values = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(dtype)
+    values = values.nan_to_num(nan=0.0)[:65535]  # a multiple of 3
+    video, processor = values.reshape(1, 3, 5, 17, 257).to(on), VideoProcessor()
+    for output_type in ("np", "pil"):
+        theirs = processor.postprocess_video(video, output_type)
+        assert same(postprocess_video(processor, video, output_type), theirs)
+
+
+@pytest.mark.parametrize("output_type", ["np", "pil"])
+@pytest.mark.parametrize("channels", [1, 4])
+def test_other_channels_and_a_video_that_is_no_contiguous_tensor(output_type, channels):
+    processor, video = VideoProcessor(), decoded(channels=channels).transpose(3, 4)
+    assert same(postprocess_video(processor, video, output_type), processor.postprocess_video(video, output_type))
+
+
+@pytest.mark.parametrize("output_type", ["np", "pil"])
+def test_a_processor_that_does_not_normalize(output_type):
+    processor, video = VideoProcessor(do_normalize=False), decoded().clamp(0, 1)
+    expected = processor.postprocess_video(video, output_type)
+    assert same(postprocess_video(processor, video, output_type), expected)
+    assert not same(VideoProcessor().postprocess_video(video, output_type), expected)
+
+
+def error_of(function, *args, **kwargs):
+    with pytest.raises(Exception) as caught:  # noqa: PT011 (whichever it is)
+        function(*args, **kwargs)
+    return type(caught.value), str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize(
+    ("video", "output_type"),
+    [
+        (decoded(), "latent"),
+        (decoded(), "mp4"),
+        (decoded()[0], "np"),
+        (decoded()[:0], "np"),
+        (decoded().requires_grad_(), "np"),
+        (decoded(channels=5), "pil"),
+    ],
+)
+def test_what_diffusers_refuses_is_refused_alike(video, output_type):
+    processor = VideoProcessor()
+    expected = error_of(processor.postprocess_video, video, output_type)
+    assert error_of(postprocess_video, processor, video, output_type) == expected
+
+
+def test_what_is_not_known_is_left_to_diffusers():
+    processor = VideoProcessor()
+    whole = (decoded() * 3).to(torch.int64)
+    assert same(postprocess_video(processor, whole, "np"), processor.postprocess_video(whole, "np"))
+    video, options = decoded(), {"do_denormalize": [True, False, True, False, False]}
+    expected = processor.postprocess_video(video, "np", **options)
+    assert same(postprocess_video(processor, video, "np", **options), expected)
+
+
+@pytest.mark.parametrize("variant", ["t2v", "i2v", "v2v", "wan22"])
+@pytest.mark.parametrize("output_type", ["np", "pt", "pil"])
+def test_a_patched_pipeline_returns_what_diffusers_makes_of_its_video(variant, output_type, monkeypatch):
+    pipe, videos = tiny_wan_pipeline(variant), []
+    whole = VideoProcessor.postprocess_video
+    with trp.patch(pipe):
+        monkeypatch.setattr(video_output, "_is_decoded", lambda video: videos.append(video) or True)
+        result = pipe(**tiny_call(variant, output_type=output_type, guidance_scale=1.0)).frames
+    if output_type == "pt":
+        assert isinstance(result, torch.Tensor)
+        assert not videos
+    else:
+        assert same(result, whole(pipe.video_processor, videos[0], output_type))
+
+
+def test_restore_leaves_nothing():
+    pipe = tiny_wan_pipeline()
+    before = dict(vars(pipe.video_processor))
+    patch = trp.patch(pipe)
+    assert "postprocess_video" in vars(pipe.video_processor)
+    assert NOTE in patch.summary()
+    patch.restore()
+    assert vars(pipe.video_processor) == before
+    with trp.patch(pipe):
+        pass
+    trp.patch(pipe)
+    trp.restore(pipe)
+    assert vars(pipe.video_processor) == before
+
+
+def test_of_two_transformers_the_first_has_the_video_with_it():
+    pipe = tiny_wan_pipeline("wan22")
+    patch = trp.patch(pipe)
+    trp.restore(pipe.transformer_2)
+    assert "postprocess_video" in vars(pipe.video_processor)
+    trp.restore(pipe.transformer)
+    assert "postprocess_video" not in vars(pipe.video_processor)
+    assert patch.active  # the VAE is left
+    trp.restore(pipe)
+    assert not patch.active
+
+
+def test_a_transformer_alone_has_no_video():
+    pipe = tiny_wan_pipeline()
+    with trp.patch(pipe.transformer) as patch:
+        assert "postprocess_video" not in vars(pipe.video_processor)
+        assert "video output" not in patch.summary()
+
+
+def test_a_failed_patch_leaves_the_processor(monkeypatch):
+    pipe = tiny_wan_pipeline()
+    attributes = attributes_of(pipe.transformer)
+
+    def failing(journal, target, config):
+        video_output.patch_video_output(journal, target, config)
+        raise MemoryError("at last")
+
+    monkeypatch.setattr("turbo_rcm_patch.patching.apply.patch_video_output", failing)
+    with pytest.raises(MemoryError):
+        trp.patch(pipe)
+    assert "postprocess_video" not in vars(pipe.video_processor)
+    assert attributes_of(pipe.transformer) == attributes
+
+
+def test_a_shared_processor_is_patched_once():
+    first, second = tiny_wan_pipeline(), tiny_wan_pipeline(seed=5)
+    second.video_processor = first.video_processor
+    ours, theirs = trp.patch(first), trp.patch(second)
+    bound = vars(first.video_processor)["postprocess_video"]
+    assert NOTE in ours.summary()
+    assert NOTE in theirs.summary()
+    theirs.restore()
+    assert vars(first.video_processor)["postprocess_video"] is bound
+    theirs = trp.patch(second)
+    ours.restore()
+    assert "postprocess_video" not in vars(first.video_processor)
+    assert "video output: diffusers' own: not patched" in theirs.summary()
+    theirs.restore()
+
+
+class OwnProcessor(VideoProcessor):
+    """Of a user."""
+
+
+def users_method(*args):
+    raise AssertionError("the user's method is called by nobody in these tests")
+
+
+REASONS = {
+    "tests OwnProcessor": lambda pipe, monkeypatch: setattr(pipe, "video_processor", OwnProcessor()),
+    "replaced postprocess_video": lambda pipe, _: setattr(pipe.video_processor, "postprocess_video", users_method),
+    "replaced denormalize": lambda pipe, _: setattr(pipe.video_processor, "denormalize", users_method),
+    "replaced numpy_to_pil": lambda pipe, monkeypatch: monkeypatch.setattr(
+        VideoProcessor, "numpy_to_pil", staticmethod(users_method)
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_a_users_own_is_left_alone_and_named(reason, monkeypatch):
+    pipe = tiny_wan_pipeline()
+    REASONS[reason](pipe, monkeypatch)
+    before = dict(vars(pipe.video_processor))
+    with trp.patch(pipe) as patch:
+        assert vars(pipe.video_processor) == before
+        assert f"video output: diffusers' own: {reason}" in patch.summary()
+    assert vars(pipe.video_processor) == before
+
+
+def test_what_is_replaced_later_counts():
+    pipe, video = tiny_wan_pipeline(), decoded()
+    with trp.patch(pipe) as patch:
+        pipe.video_processor.denormalize = lambda images: images * 0 + 0.25
+        assert (pipe.video_processor.postprocess_video(video) == 0.25).all()
+        assert "video output: diffusers' own: replaced denormalize" in patch.summary()
+        del pipe.video_processor.denormalize
+        assert NOTE in patch.summary()
+        pipe.video_processor = VideoProcessor()
+        assert "video output: diffusers' own: not patched" in patch.summary()
+
+
+def test_a_later_wrapper_holds_up_restore():
+    pipe = tiny_wan_pipeline()
+    patch = trp.patch(pipe)
+    ours = pipe.video_processor.postprocess_video
+    pipe.video_processor.postprocess_video = lambda *args: ours(*args)
+    with pytest.raises(trp.PatchError, match=r"VideoProcessor.*replaced after the patch"):
+        patch.restore()
+    pipe.video_processor.postprocess_video = ours
+    patch.restore()
+    assert "postprocess_video" not in vars(pipe.video_processor)
+
+
+def test_vae_false_leaves_the_output_alone():
+    pipe = tiny_wan_pipeline()
+    with trp.patch(pipe, trp.PatchConfig(vae=False)) as patch:
+        assert "postprocess_video" not in vars(pipe.video_processor)
+        assert "video output: diffusers' own: vae=False" in patch.summary()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
+def test_copies_of_a_patched_pipeline_convert_for_themselves(copied):
+    pipe, video = tiny_wan_pipeline(), decoded()
+    expected = pipe.video_processor.postprocess_video(video, "np")
+    patch = trp.patch(pipe)
+    twin = copied(pipe)
+    patch.restore()
+    assert twin.video_processor.postprocess_video.args == (twin.video_processor,)
+    assert same(twin.video_processor.postprocess_video(video, "np"), expected)
+    trp.restore(twin)
+    assert "postprocess_video" not in vars(twin.video_processor)
+
+
+class SlowStage:
+    """A stage whose copy happens as late as it may, and that tells when it is used again too early."""
+
+    made = 0
+
+    def __init__(self, piece):
+        SlowStage.made += 1
+        self.memory, self.pending = torch.full_like(piece, 77), None
+
+    def fill(self, piece):
+        assert self.pending is None, "filled before it was emptied"
+        self.memory.fill_(99)  # what a consumer still reads of the piece before is spoilt
+        self.pending = piece
+
+    def content(self):
+        content = self.memory[: len(self.pending)].copy_(self.pending)
+        self.pending = None
+        return content
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_a_piece_waits_for_its_copy_and_is_good_until_the_next(count, monkeypatch):
+    monkeypatch.setattr(video_output, "_Stage", SlowStage)
+    SlowStage.made, pieces = 0, list(torch.arange(4.0 * count).view(count, 4))
+    pieces[-1], launched = pieces[-1][:3], []
+
+    def launch():
+        for index, piece in enumerate(pieces):
+            launched.append(index)
+            yield piece
+
+    for index, piece in enumerate(video_output._through_pinned_memory(launch())):
+        assert launched[-1] == min(index + 1, count - 1)  # the next one is on its way
+        assert torch.equal(piece, pieces[index])
+    assert index == count - 1
+    assert SlowStage.made == min(count, 2)
+
+
+@pytest.mark.gpu
+def test_nothing_but_the_result_stays_on_the_gpu():
+    video = decoded(1, 3, 81, 120, 208, torch.bfloat16, "cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    postprocess_video(VideoProcessor(), video, "np")
+    assert torch.cuda.memory_allocated() == before

@@ -1,0 +1,361 @@
+"""A LoRA on a transformer equals its merged weights, and comes off without a trace."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig
+
+import turbo_rcm_patch as trp
+from tests import lora_files
+from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_pipeline
+from turbo_rcm_patch.checkpoints.lora import read_lora
+from turbo_rcm_patch.patching.lora import load as loaded_lora
+from turbo_rcm_patch.patching.lora.load import LoadedLora
+from turbo_rcm_patch.patching.weights import group_offload
+
+FREED = trp.PatchConfig(tier="quantized", restorable=False)
+FORMATS = {
+    "lightx2v": lora_files.lightx2v,
+    "lightning": lambda model: lora_files.lightning(model, 64, (8.0, 64.0, 16.0)),
+    "kohya": lora_files.kohya,
+    "kohya dotted": lambda model: lora_files.kohya(model, dotted=True),
+    "diffusers": lora_files.diffusers,
+}
+
+
+def output(model):
+    with torch.no_grad():
+        return model(**tiny_transformer_inputs(model))[0]
+
+
+def everything(model):
+    """Modules, attributes, parameters (the objects, and their values) of a model."""
+    modules = {path: (id(module), type(module), set(vars(module))) for path, module in model.named_modules()}
+    tensors = {name: (id(tensor), tensor.detach().clone()) for name, tensor in model.named_parameters()}
+    return modules, tensors
+
+
+def assert_as_before(model, before):
+    modules, tensors = everything(model)
+    assert modules == before[0]
+    assert tensors.keys() == before[1].keys()
+    for name, (identity, tensor) in tensors.items():
+        assert identity == before[1][name][0], name
+        assert torch.equal(tensor, before[1][name][1]), name
+
+
+def load(pipe, file, scale=1.0, model=None):
+    model = pipe.transformer if model is None else model
+    return LoadedLora(pipe, model, read_lora(file.tensors, model), scale)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.6, 0.0, -1.0])
+@pytest.mark.parametrize("format", FORMATS)
+def test_equals_the_merged_weights(format, scale):
+    pipe = tiny_wan_pipeline("i2v" if format == "lightx2v" else "t2v")
+    file = FORMATS[format](pipe.transformer)
+    plain, expected, before = output(pipe.transformer), output(file.merged(scale)), everything(pipe.transformer)
+    loaded = load(pipe, file, scale)
+    assert not loaded.unused
+    torch.testing.assert_close(output(pipe.transformer), expected, rtol=2e-5, atol=2e-5)
+    assert ((expected - plain).abs().max() > 0.05) == (scale != 0)
+    loaded.check_undoable()
+    loaded.undo()
+    assert_as_before(pipe.transformer, before)
+    # Not bitwise: the image's five tokens come to lie elsewhere, where the CPU adds in another order.
+    torch.testing.assert_close(output(pipe.transformer), plain, rtol=0, atol=5e-6)
+
+
+def test_in_bf16_it_errs_as_merged_weights_do():
+    pipe = tiny_wan_pipeline(dtype=torch.bfloat16)
+    file = lora_files.lightx2v(pipe.transformer)
+    exact = output(file_in_fp32(pipe.transformer).merged()).float()
+    before = everything(pipe.transformer)
+    loaded = load(pipe, file)
+    error = (output(pipe.transformer).float() - exact).norm() / exact.norm()
+    merged = (output(file.merged()).float() - exact).norm() / exact.norm()
+    assert error < 1.5 * merged
+    assert {parameter.dtype for parameter in pipe.transformer.blocks.parameters()} == {torch.bfloat16, torch.float32}
+    loaded.undo()
+    assert_as_before(pipe.transformer, before)
+
+
+def file_in_fp32(model):
+    return lora_files.lightx2v(copy.deepcopy(model).float())
+
+
+@pytest.mark.parametrize("preset", ["exact", "quantized"])
+@pytest.mark.parametrize(
+    "order", ["lora, patch, lora off", "lora, patch, patch off", "patch, lora", "patch, lora, patch off"]
+)
+@pytest.mark.parametrize("whole", [False, True])
+def test_with_a_patch_in_any_order(preset, order, whole):
+    """whole: a difference of a linear's weight, which the quantized tier has in 8 bits, too."""
+    pipe = tiny_wan_pipeline()
+    model = pipe.transformer
+    file = lora_files.lightx2v(model)
+    if whole:
+        file.difference("diffusion_model.blocks.0.ffn.2.diff", "blocks.0.ffn.net.2.weight")
+    before, plain = everything(model), output(model)
+    expected = output(file.merged())
+    tolerance = {"rtol": 3e-5, "atol": 3e-5} if preset == "exact" else {"rtol": 0, "atol": 0.1 * expected.abs().max()}
+    lora_first = order.startswith("lora")
+    loaded = load(pipe, file) if lora_first else None
+    patch = trp.patch(pipe, preset)
+    unloaded = None if lora_first else output(model)
+    loaded = loaded or load(pipe, file)
+    assert not loaded.unused
+    found = output(model)
+    torch.testing.assert_close(found, expected, **tolerance)
+    assert (found - expected).norm() < 0.3 * (expected - plain).norm()
+    assert "+ LoRA" in patch.summary()
+    if order.endswith("patch off"):
+        patch.restore()
+        torch.testing.assert_close(output(model), expected, rtol=2e-5, atol=2e-5)
+        loaded.undo()
+    else:
+        loaded.undo()
+        assert "+ LoRA" not in patch.summary()
+        again = output(model)
+        torch.testing.assert_close(again, plain, **tolerance)
+        if unloaded is not None:
+            assert torch.equal(again, unloaded)
+        patch.restore()
+    assert_as_before(model, before)
+    assert torch.equal(output(model), plain)
+
+
+def test_adapters_of_others_stay_as_they_are():
+    pipe = tiny_wan_pipeline()
+    model = pipe.transformer
+    model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "proj_out"], init_lora_weights=False), "style")
+    with torch.no_grad():
+        styled, file = output(model), lora_files.lightning(tiny_wan_pipeline().transformer)
+    before = everything(model)
+    loaded = load(pipe, file)
+    both = output(model)
+    model.set_adapter("distilled_0")
+    alone = output(model)
+    torch.testing.assert_close(alone, output(file.merged()), rtol=2e-5, atol=2e-5)
+    model.set_adapter(["style", "distilled_0"])
+    assert torch.equal(output(model), both)
+    assert (both - alone).abs().max() > 1e-3
+    loaded.undo()
+    assert model.blocks[0].attn1.to_q.active_adapters == ["style"]
+    assert torch.equal(output(model), styled)
+    assert_as_before(model, before)
+
+
+def test_two_at_a_time_come_off_in_either_order():
+    for first in (0, 1):
+        pipe = tiny_wan_pipeline()
+        before = everything(pipe.transformer)
+        files = [lora_files.lightning(pipe.transformer, 32), lora_files.kohya(pipe.transformer, seed=1)]
+        merged = [output(file.merged()) for file in files]
+        loaded = [load(pipe, file) for file in files]
+        loaded[first].undo()
+        torch.testing.assert_close(output(pipe.transformer), merged[1 - first], rtol=2e-5, atol=2e-5)
+        loaded[1 - first].undo()
+        assert_as_before(pipe.transformer, before)
+
+
+def test_a_fused_lora_is_not_undone():
+    pipe = tiny_wan_pipeline()
+    file = lora_files.lightning(pipe.transformer)
+    loaded = load(pipe, file)
+    pipe.fuse_lora()
+    with pytest.raises(RuntimeError, match=r"fused into the weights; call pipe\.unfuse_lora\(\)"):
+        loaded.check_undoable()
+    pipe.unfuse_lora()
+    loaded.check_undoable()
+
+
+def test_beside_a_lora_that_is_fused_or_switched_off_it_is_refused():
+    pipe = tiny_wan_pipeline()
+    style = lora_files.style(pipe.transformer)
+    lora = read_lora(style.tensors, pipe.transformer)
+    pipe.transformer.load_lora_adapter(style.tensors, prefix=None, adapter_name="style")
+    loaded_lora.check_loadable(pipe.transformer, "transformer", lora)
+    pipe.transformer.fuse_lora()
+    with pytest.raises(RuntimeError, match=r"transformer has a fused LoRA, style; call pipe\.unload_lora_weights\(\)"):
+        loaded_lora.check_loadable(pipe.transformer, "transformer", lora)
+    pipe.transformer.unfuse_lora()
+    loaded_lora.check_loadable(pipe.transformer, "transformer", lora)
+    pipe.transformer.disable_lora()
+    with pytest.raises(RuntimeError, match=r"transformer has LoRA layers that are switched off; call pipe\.enable"):
+        loaded_lora.check_loadable(pipe.transformer, "transformer", lora)
+    pipe.transformer.enable_lora()
+    loaded_lora.check_loadable(pipe.transformer, "transformer", lora)
+
+
+def test_a_lora_that_fails_to_load_halfway_leaves_no_layer(monkeypatch):
+    pipe = tiny_wan_pipeline()
+    before = everything(pipe.transformer)
+
+    def fail(model, *args, **kwargs):
+        load_lora_adapter(*args, **kwargs)
+        del model.peft_config["distilled_0"]
+        raise RuntimeError("halfway")
+
+    load_lora_adapter = pipe.transformer.load_lora_adapter
+    monkeypatch.setattr(type(pipe.transformer), "load_lora_adapter", fail)
+    with pytest.raises(RuntimeError, match="halfway"):
+        load(pipe, lora_files.lightx2v(pipe.transformer))
+    assert_as_before(pipe.transformer, before)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_it_knows_whether_it_still_counts_as_it_was_loaded(format):
+    pipe = tiny_wan_pipeline()
+    loaded = load(pipe, FORMATS[format](pipe.transformer), 0.7)
+    name = "distilled_0"
+    assert loaded.is_as_loaded()
+    pipe.set_adapters(name, 0.5)
+    assert not loaded.is_as_loaded()
+    pipe.set_adapters(name)
+    assert loaded.is_as_loaded()
+    pipe.disable_lora()
+    assert not loaded.is_as_loaded()
+    pipe.enable_lora()
+    assert loaded.is_as_loaded()
+    pipe.fuse_lora()
+    assert loaded.is_as_loaded()
+    pipe.transformer.unfuse_lora()  # the pipeline still lists it as fused
+    pipe.disable_lora()
+    assert not loaded.is_as_loaded()
+    pipe.unfuse_lora()
+    pipe.unload_lora_weights()
+    assert not loaded.is_as_loaded()
+
+
+def test_a_name_that_the_pipeline_holds_for_fused_is_not_taken_again():
+    pipe = tiny_wan_pipeline()
+    file = lora_files.lightning(pipe.transformer)
+    loaded = load(pipe, file)
+    pipe.fuse_lora()
+    pipe.unload_lora_weights()
+    assert loaded.is_as_loaded()  # in the weights
+    loaded.undo()
+    load(pipe, file)
+    assert list(pipe.transformer.peft_config) == ["distilled_1"]
+
+
+def test_offloading_in_between_is_no_silent_loss():
+    pipe = tiny_wan_pipeline()
+    file = lora_files.lightx2v(pipe.transformer)
+    loaded, norm = load(pipe, file), pipe.transformer.blocks[0].norm2
+    ours = norm.weight
+    norm.weight = torch.nn.Parameter(torch.empty(128, device="meta"))  # as accelerate's sequential offloading
+    with pytest.raises(RuntimeError, match="cannot be put back: offloading keeps the parameter elsewhere; undo that"):
+        loaded.check_undoable()
+    norm.weight = ours
+    loaded.check_undoable()
+
+
+def test_what_cannot_be_written_is_named_and_nothing_else_is_lost():
+    pipe = tiny_wan_pipeline()
+    model = pipe.transformer
+    file = lora_files.lightx2v(model)
+    model.blocks[0].attn1.norm_q.weight = torch.nn.Parameter(torch.ones(128).to(torch.float8_e4m3fn), False)
+    model.proj_out.bias = torch.nn.Parameter(torch.empty(64, device="meta"))
+    loaded = load(pipe, file)
+    assert loaded.unused == {
+        "blocks.0.attn1.norm_q.weight": "the parameter is stored as float8_e4m3fn",
+        "proj_out.bias": "offloading keeps the parameter elsewhere",
+    }
+    assert loaded.differences == len(read_lora(file.tensors, model).differences) - 2
+    loaded.undo()
+
+    pipe = tiny_wan_pipeline()
+    file.difference("diffusion_model.blocks.0.ffn.2.diff", "blocks.0.ffn.net.2.weight")
+    trp.patch(pipe, FREED)
+    assert load(pipe, file).unused == {"blocks.0.ffn.net.2.weight": "the values of the parameter were freed"}
+
+
+def test_on_freed_weights_it_equals_one_loaded_before_the_patch():
+    early, late = tiny_wan_pipeline(), tiny_wan_pipeline()
+    file = lora_files.lightx2v(early.transformer)
+    load(early, file)
+    trp.patch(early, FREED)
+    patch = trp.patch(late, FREED)
+    before, plain = everything(late.transformer), output(late.transformer)
+    loaded = load(late, file)
+    assert not loaded.unused
+    assert "+ LoRA" in patch.summary()
+    assert torch.equal(output(late.transformer), output(early.transformer))
+    with pytest.raises(RuntimeError, match=r"values .* were freed.*load a LoRA before the patch, or with"):
+        late.transformer.state_dict()  # also what pipe.load_lora_weights asks for
+    loaded.undo()
+    assert_as_before(late.transformer, before)
+    assert torch.equal(output(late.transformer), plain)
+
+
+def test_a_failure_leaves_the_model_as_it_was(monkeypatch):
+    pipe = tiny_wan_pipeline()
+    file, before = lora_files.lightx2v(pipe.transformer), everything(pipe.transformer)
+    lora = read_lora(file.tensors, pipe.transformer)
+
+    def fail(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(type(pipe.transformer), "set_adapter", fail)
+    with pytest.raises(MemoryError):
+        LoadedLora(pipe, pipe.transformer, lora, 1.0)
+    assert_as_before(pipe.transformer, before)
+    monkeypatch.setattr("peft.set_peft_model_state_dict", fail)
+    with pytest.raises(MemoryError):
+        LoadedLora(pipe, pipe.transformer, lora, 1.0)
+    assert_as_before(pipe.transformer, before)
+
+
+def test_without_peft(monkeypatch):
+    pipe = tiny_wan_pipeline()
+    before = everything(pipe.transformer)
+    monkeypatch.setattr(loaded_lora.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"pip install 'turbo_rcm_patch\[lora\]'"):
+        load(pipe, lora_files.lightning(pipe.transformer))
+    assert_as_before(pipe.transformer, before)
+
+
+def test_offloaded_copies_get_the_values(monkeypatch):
+    """With streams, diffusers' group offloading brings weights back from copies of its own."""
+    pipe = tiny_wan_pipeline()
+    norm = pipe.transformer.blocks[0].norm2.weight
+    stored = norm.detach().clone()
+
+    class Group:
+        stream, offload_to_disk_path = "a stream", None
+        cpu_param_dict = {norm: stored}  # noqa: RUF012
+
+    monkeypatch.setattr(group_offload, "_groups", lambda model: [Group])
+    before = norm.detach().clone()
+    loaded = load(pipe, lora_files.lightx2v(pipe.transformer))
+    assert torch.equal(stored, norm)
+    assert not torch.equal(stored, before)
+    loaded.undo()
+    assert torch.equal(stored, before)
+    assert torch.equal(norm, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", ["exact", "quantized"])
+def test_gpu_a_recorded_graph_sees_differences_and_their_undoing(preset):
+    pipe = tiny_wan_pipeline(dtype=torch.bfloat16, head_dim=128).to("cuda")
+    file = lora_files.lightx2v(copy.deepcopy(pipe.transformer).cpu())
+    file.tensors = {key: tensor for key, tensor in file.tensors.items() if ".diff" in key}
+    config = trp.PatchConfig(cuda_graph="on") if preset == "exact" else "quantized"
+    inputs = {
+        name: value.cuda() if isinstance(value, torch.Tensor) else value
+        for name, value in tiny_transformer_inputs(pipe.transformer.cpu()).items()
+    }
+    pipe.to("cuda")
+    with trp.patch(pipe, config), torch.no_grad():
+        outputs = [pipe.transformer(**inputs)[0].clone() for _ in range(3)]
+        loaded = load(pipe, file)
+        changed = [pipe.transformer(**inputs)[0].clone() for _ in range(3)]
+        loaded.undo()
+        again = pipe.transformer(**inputs)[0]
+    assert torch.equal(changed[0], changed[-1])
+    assert not torch.equal(outputs[-1], changed[-1])
+    assert torch.equal(outputs[-1], again)

@@ -1,0 +1,85 @@
+"""Which steps of a generation run their attention exactly, by what the scheduler counts."""
+
+import copy
+import gc
+import pickle
+from types import SimpleNamespace
+
+import diffusers
+import pytest
+
+from turbo_rcm_patch.patching.sampling.step_count import Steps, why_not_countable
+
+
+class Pipe:
+    def __init__(self, **scheduler):
+        self.scheduler = SimpleNamespace(**scheduler)
+
+
+@pytest.mark.parametrize(
+    ("counts", "exact"), [((0, 0), []), ((1, 0), [0]), ((0, 1), [3]), ((1, 2), [0, 2, 3]), ((9, 0), [0, 1, 2, 3])]
+)
+def test_first_and_last_steps(counts, exact):
+    pipe = Pipe(timesteps=range(4), step_index=None)
+    steps = Steps(pipe)
+    found = []
+    for index in (None, 1, 2, 3):  # a scheduler counts from its first step on
+        pipe.scheduler.step_index = index
+        found += [index or 0] if steps.why_exact(*counts) else []
+    assert found == exact
+
+
+def test_the_pipelines_scheduler_may_be_another_one():
+    pipe = Pipe(timesteps=range(4), step_index=2)
+    steps = Steps(pipe)
+    assert steps.why_exact(0, 1) is None
+    pipe.scheduler = SimpleNamespace(timesteps=range(3), step_index=2)
+    assert steps.why_exact(0, 1) == "exact_steps=(0, 1)"
+
+
+def test_where_nobody_counts_all_steps_are_exact():
+    assert Steps(Pipe(timesteps=range(4))).why_exact(0, 0) == "a scheduler that counts no steps"
+    pipe = Pipe(timesteps=range(4), step_index=1)
+    steps = Steps(pipe)
+    for twin in (copy.deepcopy(steps), pickle.loads(pickle.dumps(steps))):
+        assert twin.why_exact(0, 0) == "a scheduler that counts no steps"
+    del pipe
+    gc.collect()
+    assert steps.why_exact(0, 0) == "a scheduler that counts no steps"
+
+
+@pytest.mark.parametrize(("counts", "exact"), [((1, 0), [0]), ((0, 1), [2]), ((2, 0), [0, 1]), ((1, 1), [0, 2])])
+def test_a_generation_may_begin_at_a_later_step_of_the_scheduler(counts, exact):
+    """As from a video with a strength below 1: the last three of ten."""
+    pipe = Pipe(timesteps=range(10), step_index=None)
+    pipe.num_timesteps = 3
+    steps = Steps(pipe)
+    for _ in range(2):  # and so does the next one
+        found = []
+        for made, index in enumerate((None, 8, 9)):
+            pipe.scheduler.step_index = index
+            found += [made] if steps.why_exact(*counts) and steps.why_exact(*counts) else []  # asked for by every block
+        assert found == exact
+
+
+def test_generations_of_different_beginnings_in_turn():
+    pipe = Pipe(timesteps=range(4), step_index=None)
+    steps = Steps(pipe)
+    assert steps.why_exact(1, 0)
+    pipe.scheduler.step_index = 3
+    assert not steps.why_exact(1, 0)
+    assert steps.why_exact(2, 0)  # only the second
+    pipe.scheduler.step_index = None
+    assert steps.why_exact(1, 0)
+    for index, in_the_last_two in ((1, False), (2, True)):
+        pipe.scheduler.step_index = index
+        assert not steps.why_exact(1, 0)
+        assert bool(steps.why_exact(0, 2)) == in_the_last_two
+
+
+@pytest.mark.parametrize(
+    "name", ["SkyReelsV2DiffusionForcingPipeline", "SkyReelsV2DiffusionForcingVideoToVideoPipeline"]
+)
+def test_steps_by_frame_cannot_be_told(name):
+    assert why_not_countable(getattr(diffusers, name).__new__(getattr(diffusers, name))).startswith(name)
+    assert why_not_countable(diffusers.WanPipeline.__new__(diffusers.WanPipeline)) is None

@@ -1,0 +1,321 @@
+"""use_rcm on whole tiny pipelines against the published sampler, written out here on the bare transformer."""
+
+import copy
+import itertools
+import logging
+import math
+
+import pytest
+import torch
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanVACEPipeline
+
+import turbo_rcm_patch as trp
+from tests.patching.sampled_videos import LATENTS, assert_same_video, randn, record_calls, seeded, t2v_velocity, text
+from tests.tiny_wan import tiny_call, tiny_wan_pipeline
+from turbo_rcm_patch.scheduler import RCMScheduler
+
+
+def published(velocity, noise, num_steps, generator, *, sigma_max=80.0, stochastic=True, dtype=torch.float32):
+    """The published sampler on velocity(x in dtype, timestep), noise [B, ...] and one generator or one per sample."""
+    angles = torch.tensor([math.atan(sigma_max), *[1.5, 1.4, 1.0][: num_steps - 1], 0], dtype=torch.float64)
+    times = torch.sin(angles) / (torch.cos(angles) + torch.sin(angles))
+    x = noise.to(torch.float64) * times[0]
+    for t, t_next in itertools.pairwise(times):
+        timestep = (1000 * t.float()).to(torch.bfloat16).float()
+        v = velocity(x.to(dtype), timestep).to(torch.float64)
+        x = (1 - t_next) * (x - t * v) + t_next * randn(x.shape, generator) if stochastic else x - (t - t_next) * v
+    return x.float()
+
+
+@pytest.mark.parametrize("stochastic", [True, False])
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+def test_equals_the_published_sampler(steps, stochastic):
+    pipe = tiny_wan_pipeline()
+    trp.use_rcm(pipe, stochastic=stochastic)
+    prompts, ours, theirs = ["a cat", "two dogs"], seeded(1), seeded(1)
+    video = pipe(**tiny_call(prompt=prompts, num_inference_steps=steps, generator=ours)).frames
+    noise = randn((2, *LATENTS), theirs)
+    assert_same_video(video, published(t2v_velocity(pipe, prompts), noise, steps, theirs, stochastic=stochastic))
+    assert torch.equal(ours.get_state(), theirs.get_state())
+
+
+def test_equals_the_published_sampler_in_bf16():
+    """The state must stay fp64 between the steps: one rounding more and bf16 inputs of the network flip."""
+    pipe = tiny_wan_pipeline(dtype=torch.bfloat16)
+    trp.use_rcm(pipe)
+    theirs = seeded(1)
+    video = pipe(**tiny_call(num_inference_steps=4, generator=seeded(1))).frames
+    velocity = t2v_velocity(pipe, tiny_call()["prompt"])
+    assert_same_video(video, published(velocity, randn((1, *LATENTS), theirs), 4, theirs, dtype=torch.bfloat16))
+
+
+def test_sigma_max_and_given_latents():
+    pipe = tiny_wan_pipeline()
+    trp.use_rcm(pipe, 200.0)
+    noise = torch.randn(1, *LATENTS)
+    video = pipe(**tiny_call(latents=noise, generator=seeded(1))).frames
+    velocity = t2v_velocity(pipe, tiny_call()["prompt"])
+    assert_same_video(video, published(velocity, noise, 2, seeded(1), sigma_max=200.0))
+
+
+def test_one_generator_per_sample():
+    pipe = tiny_wan_pipeline()
+    trp.use_rcm(pipe)
+    prompts, theirs = ["a cat", "two dogs"], seeded(1, 2)
+    video = pipe(**tiny_call(prompt=prompts, generator=seeded(1, 2))).frames
+    noise = randn((2, *LATENTS), theirs)
+    assert_same_video(video, published(t2v_velocity(pipe, prompts), noise, 2, theirs))
+    alone = pipe(**tiny_call(prompt=prompts[1], generator=seeded(2))).frames
+    assert_same_video(video[1:], alone)
+
+
+def test_the_generator_alone_decides():
+    pipe = tiny_wan_pipeline()
+    trp.use_rcm(pipe)
+
+    def video(seed, global_seed):
+        torch.manual_seed(global_seed)
+        return pipe(**tiny_call(generator=None if seed is None else seeded(seed))).frames
+
+    first = video(1, global_seed=0)
+    assert torch.equal(first, video(1, global_seed=9))
+    assert not torch.equal(first, video(2, global_seed=0))
+    assert torch.equal(first, video(None, global_seed=1))  # without one, the global generator; not the last call's
+    assert not torch.equal(first, video(None, global_seed=2))
+
+
+def test_image_to_video_equals_the_published_sampler():
+    pipe = tiny_wan_pipeline("i2v")
+    seen = record_calls(pipe.transformer)
+    trp.use_rcm(pipe, 200.0, stochastic=False)
+    video = pipe(**tiny_call("i2v", generator=seeded(1), num_inference_steps=3)).frames
+    call = seen[0]
+    condition = call["hidden_states"][:, 16:]
+    assert all(torch.equal(later["hidden_states"][:, 16:], condition) for later in seen)  # only the latents are scaled
+
+    @torch.no_grad()
+    def velocity(x, timestep):
+        inputs = {**call, "hidden_states": torch.cat([x, condition], 1), "timestep": timestep.expand(1)}
+        return pipe.transformer(**inputs)[0]
+
+    noise = randn((1, *LATENTS), seeded(1))
+    assert_same_video(video, published(velocity, noise, 3, None, sigma_max=200.0, stochastic=False))
+
+
+def test_per_token_timesteps_equal_the_published_sampler():
+    pipe = tiny_wan_pipeline("ti2v")
+    seen = record_calls(pipe.transformer)
+    trp.use_rcm(pipe)
+    theirs = seeded(1)
+    video = pipe(**tiny_call("ti2v", generator=seeded(1), num_inference_steps=4)).frames
+    assert [call["timestep"].shape for call in seen] == [(1, 12)] * 4
+    velocity = t2v_velocity(pipe, tiny_call()["prompt"])  # every token has the same time, so the same velocity
+    assert_same_video(video, published(velocity, randn((1, *LATENTS), theirs), 4, theirs))
+
+
+def test_ti2v_from_an_image_keeps_the_first_frame():
+    pipe = tiny_wan_pipeline("ti2v_i2v")
+    seen = record_calls(pipe.transformer)
+    trp.use_rcm(pipe)
+    theirs = seeded(1)
+    video = pipe(**tiny_call("ti2v_i2v", generator=seeded(1), num_inference_steps=3)).frames
+    first_frame = seen[0]["hidden_states"][:, :, :1]
+    embeds = text(pipe, tiny_call()["prompt"])
+
+    @torch.no_grad()
+    def velocity(x, timestep):
+        x = torch.cat([first_frame, x[:, :, 1:]], 2)
+        timesteps = torch.cat([torch.zeros(1, 6), timestep.expand(1, 6)], 1)
+        return pipe.transformer(x, timesteps, embeds, return_dict=False)[0]
+
+    expected = published(velocity, randn((1, *LATENTS), theirs), 3, theirs)
+    assert_same_video(video[:, :, 1:], expected[:, :, 1:])
+    assert torch.equal(video[:, :, :1], first_frame)
+
+
+def test_video_to_video_starts_at_its_strength():
+    pipe = tiny_wan_pipeline("v2v")
+    seen = record_calls(pipe.transformer)
+    trp.use_rcm(pipe, stochastic=False)
+    call = tiny_call("v2v", generator=seeded(1), num_inference_steps=4)
+    pipe(**{**call, "strength": 0.5})
+    assert [call["timestep"].item() for call in seen] == [852, 608]
+    encoded = []
+    pipe.scheduler.add_noise = lambda x, noise, timestep: encoded.append(x) or noise
+    pipe(**{**call, "strength": 0.5})
+    t = pipe.scheduler.sigmas[2]
+    expected = (1 - t) * encoded[0] + t * randn((1, *LATENTS), seeded(1))
+    torch.testing.assert_close(seen[0]["hidden_states"], expected.float())
+    seen.clear()
+    del pipe.scheduler.add_noise
+    pipe(**{**call, "timesteps": [900, 500], "num_inference_steps": 2, "strength": 1.0})
+    assert [call["timestep"].item() for call in seen] == [900, 500]
+
+
+@pytest.mark.parametrize(
+    ("boundary_ratio", "high_noise_calls"),
+    [(0.99, 0), (0.9878, 0), (0.9875, 1), (0.875, 2), (0.9, 2), (0.8525, 3), (0.5, 4)],
+)
+def test_wan22_changes_experts_at_the_boundary(boundary_ratio, high_noise_calls):
+    """The exact timesteps 987.65, 933.78, 852.90, 608.98 count. Rounded, 988 and 852 would cross 987.8 and 852.5."""
+    pipe = tiny_wan_pipeline("wan22")
+    pipe.register_to_config(boundary_ratio=boundary_ratio)
+    high, low = record_calls(pipe.transformer), record_calls(pipe.transformer_2)
+    trp.use_rcm(pipe)
+    pipe(**tiny_call("wan22", num_inference_steps=4))
+    assert (len(high), len(low)) == (high_noise_calls, 4 - high_noise_calls)
+
+
+def test_no_guidance_unless_asked_for(caplog):
+    pipe = tiny_wan_pipeline()
+    calls = record_calls(pipe.transformer)
+    with trp.use_rcm(pipe), caplog.at_level(logging.WARNING, logger="turbo_rcm_patch"):
+        by_default = pipe(**tiny_call(generator=seeded(1))).frames
+        assert len(calls) == 2
+        pipe(**tiny_call(generator=seeded(1)))
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "guidance_scale=1.0" in caplog.text
+        caplog.clear()
+        assert torch.equal(by_default, pipe(**tiny_call(generator=seeded(1), guidance_scale=1.0)).frames)
+        assert not caplog.records
+    calls.clear()
+    with trp.use_rcm(pipe, classifier_free_guidance=True):
+        guided = pipe(**tiny_call(generator=seeded(1), guidance_scale=3.0)).frames
+        assert len(calls) == 4
+        assert not torch.equal(guided, by_default)
+
+
+def test_restore_leaves_nothing():
+    pipe = tiny_wan_pipeline()
+    scheduler, attributes, config = pipe.scheduler, set(vars(pipe)), dict(pipe.config)
+    before = pipe(**tiny_call(generator=seeded(1))).frames
+    attributes |= set(vars(pipe))  # a call leaves its own, such as _guidance_scale
+    handle = trp.use_rcm(pipe)
+    assert isinstance(pipe.scheduler, RCMScheduler)
+    assert pipe.scheduler is handle.scheduler
+    assert not torch.equal(pipe(**tiny_call(generator=seeded(1))).frames, before)
+    handle.restore()
+    assert pipe.scheduler is scheduler
+    assert set(vars(pipe)) == attributes
+    assert dict(pipe.config) == config
+    assert torch.equal(pipe(**tiny_call(generator=seeded(1))).frames, before)
+    with pytest.raises(RuntimeError, match="restored already"):
+        handle.restore()
+
+
+def test_a_prepare_latents_of_someone_else_is_used_and_put_back():
+    pipe = tiny_wan_pipeline()
+    original, noise = pipe.prepare_latents, torch.randn(1, *LATENTS)
+
+    def theirs(*args, **kwargs):
+        original(*args, **kwargs)
+        return noise
+
+    pipe.prepare_latents = theirs
+    with trp.use_rcm(pipe):
+        video = pipe(**tiny_call(num_inference_steps=1)).frames
+        velocity = t2v_velocity(pipe, tiny_call()["prompt"])
+        assert_same_video(video, published(velocity, noise, 1, None))
+    assert pipe.prepare_latents is theirs
+
+
+def test_with_restores_also_after_an_error_and_once():
+    pipe = tiny_wan_pipeline()
+    scheduler = pipe.scheduler
+    with (
+        pytest.raises(ValueError, match=r"num_inference_steps=50.*num_inference_steps=4, guidance_scale=1\.0"),
+        trp.use_rcm(pipe),
+    ):
+        pipe(**tiny_call(num_inference_steps=50))
+    assert pipe.scheduler is scheduler
+    with trp.use_rcm(pipe) as handle:
+        handle.restore()
+    assert pipe.scheduler is scheduler
+
+
+def test_errors_change_nothing():
+    pipe = tiny_wan_pipeline()
+    scheduler, attributes = pipe.scheduler, set(vars(pipe))
+    with pytest.raises(ValueError, match="sigma_max"):
+        trp.use_rcm(pipe, sigma_max=-1.0)
+    with pytest.raises(ValueError, match="decrease strictly"):
+        trp.use_rcm(pipe, sigmas=[0.5, 0.9])
+    assert pipe.scheduler is scheduler
+    assert set(vars(pipe)) == attributes
+    handle = trp.use_rcm(pipe)
+    with pytest.raises(RuntimeError, match="active on this pipeline"):
+        trp.use_rcm(pipe)
+    assert pipe.scheduler is handle.scheduler
+    ours, pipe.scheduler = pipe.scheduler, scheduler
+    with pytest.raises(RuntimeError, match="scheduler was replaced"):
+        handle.restore()
+    with pytest.raises(RuntimeError, match="scheduler was replaced"):
+        pipe(**tiny_call())
+    pipe.scheduler = ours
+    handle.restore()
+
+
+def test_unsupported_pipelines():
+    parts = tiny_wan_pipeline().components
+    with pytest.raises(TypeError, match="WanVACEPipeline; supported are WanPipeline, WanImageToVideoPipeline"):
+        trp.use_rcm(WanVACEPipeline(**{**parts, "transformer": None}))
+    with pytest.raises(TypeError, match="AutoencoderKLWan"):
+        trp.use_rcm(parts["vae"])
+    with pytest.raises(ValueError, match="no scheduler"):
+        trp.use_rcm(WanPipeline(**{**parts, "scheduler": None}))
+
+
+def test_saved_pipeline_keeps_its_sampler(tmp_path):
+    pipe = tiny_wan_pipeline("wan22")
+    trp.use_rcm(pipe, 120.0, stochastic=False)
+    expected = pipe(**tiny_call(generator=seeded(1))).frames
+    pipe.save_pretrained(tmp_path)
+    # The models are the very same: mapped weights lie at other addresses, where the CPU rounds in another order.
+    models = {name: pipe.components[name] for name in ("transformer", "transformer_2", "vae", "text_encoder")}
+    loaded = WanPipeline.from_pretrained(tmp_path, **models)
+    loaded.set_progress_bar_config(disable=True)
+    assert isinstance(loaded.scheduler, RCMScheduler)
+    assert loaded.scheduler.config.boundary_timestep == 875
+    from_disk = loaded.scheduler
+    handle = trp.use_rcm(loaded)
+    assert loaded.scheduler.config.sigma_max == 120.0
+    assert not loaded.scheduler.config.stochastic
+    assert torch.equal(loaded(**tiny_call(generator=seeded(1))).frames, expected)
+    handle.restore()
+    assert loaded.scheduler is from_disk
+    trp.use_rcm(loaded, 80.0, stochastic=True)
+    assert loaded.scheduler.config.sigma_max == 80.0
+    assert loaded.scheduler.config.stochastic
+
+
+def test_own_sigmas():
+    pipe = tiny_wan_pipeline()
+    calls = record_calls(pipe.transformer)
+    trp.use_rcm(pipe, sigmas=[0.96, 0.8, 0.72, 0.5, 0.25], round_timesteps_to_bf16=False)
+    pipe(**tiny_call(num_inference_steps=5))
+    assert [call["timestep"].item() for call in calls] == [960, 800, 720, 500, 250]
+
+
+def test_callbacks_and_copies():
+    pipe = tiny_wan_pipeline()
+    trp.use_rcm(pipe)
+    dtypes = []
+    expected = pipe(
+        **tiny_call(
+            generator=seeded(1),
+            callback_on_step_end=lambda p, i, t, state: dtypes.append(state["latents"].dtype) or state,
+        )
+    ).frames
+    assert dtypes == [torch.float64, torch.float32]
+    twin = copy.deepcopy(pipe)
+    pipe.prepare_latents.__self__.restore()
+    assert isinstance(pipe.scheduler, UniPCMultistepScheduler)
+    assert torch.equal(twin(**tiny_call(generator=seeded(1))).frames, expected)
+
+
+def test_decodes_to_frames():
+    pipe = tiny_wan_pipeline()
+    assert isinstance(pipe.vae, AutoencoderKLWan)
+    trp.use_rcm(pipe)
+    frames = pipe(**tiny_call(output_type="np", num_inference_steps=1)).frames
+    assert frames.shape == (1, 5, 32, 48, 3)

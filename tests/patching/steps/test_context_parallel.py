@@ -1,0 +1,321 @@
+"""Context parallelism: the ranks of a patched model compute together what one process does, with our attention."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import ContextParallelConfig
+from diffusers.models._modeling_parallel import ParallelConfig
+from torch.distributed.device_mesh import init_device_mesh
+
+import turbo_rcm_patch as trp
+from tests.oracle import assert_no_worse, relative_error
+from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
+from turbo_rcm_patch import kernels
+from turbo_rcm_patch.kernels import reference
+from turbo_rcm_patch.patching.steps.context_parallel import ulysses_attention, why_not_between_all_to_alls
+
+RANKS = 2
+ULYSSES, RING = {"ulysses_degree": RANKS}, {"ring_degree": RANKS}
+ANYTHING = {**ULYSSES, "ulysses_anything": True}
+TOKENS = 18
+I2V = {"added_kv_proj_dim": "inner", "image_dim": 4}
+# name: (model's overrides, batch, timesteps per token, degrees, when it is patched)
+MODELS = {
+    "ulysses": ({}, 3, False, ULYSSES, "before"),
+    "patched after": ({}, 2, False, ULYSSES, "after"),
+    "an image": (I2V, 1, False, ULYSSES, "before"),
+    "a timestep per token": ({"heads": 4}, 2, True, ULYSSES, "before"),
+    "shares of any size": ({}, 2, False, ANYTHING, "before"),
+}
+OURS = [name for name, (*_, degrees, _when) in MODELS.items() if degrees == ULYSSES]
+
+
+def model_and_inputs(name):
+    overrides, batch, per_token, *_ = MODELS[name]
+    model = tiny_wan_transformer(**overrides)
+    inputs = tiny_transformer_inputs(model, batch)
+    if per_token:
+        inputs["timestep"] = inputs["timestep"][:, None] - torch.arange(float(TOKENS))
+    return model, inputs
+
+
+def attention(q, k, v):
+    return reference.attention(q, k, v, None, None, None, scale=0.4)
+
+
+def random_qkv(batch):
+    generator = torch.Generator().manual_seed(batch)
+    return [torch.randn(batch, 10, 4, 6, generator=generator) for _ in range(3)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What each rank runs, in a process of its own
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def in_ranks(check, backend, folder):
+    """What check(rank) returned in each of the ranks."""
+    torch.multiprocessing.spawn(_run_rank, (check, backend, folder), nprocs=RANKS)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+
+
+def _run_rank(rank, check, backend, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    torch.save(check(rank), folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def on_cpu(rank):
+    torch.accelerator.device_count = lambda: 1  # enable_parallelism divides by it
+    return {
+        "alone": {batch: alone(rank, batch) for batch in (1, 3)},
+        "models": {name: run_model(name) for name in MODELS},
+        "ring": [ring(patched) for patched in (True, False)],
+        "gradients": [gradients(patched) for patched in (True, False)],
+        "compiled": compiled(),
+        "quantized": quantized(),
+    }
+
+
+def parallel_config(device="cpu", **degrees):
+    shape = degrees.get("ring_degree", 1), degrees.get("ulysses_degree", 1)
+    return ContextParallelConfig(**degrees, mesh=init_device_mesh(device, shape, mesh_dim_names=("ring", "ulysses")))
+
+
+def alone(rank, batch):
+    """The rank's part of ulysses_attention, and the shapes that attend was given."""
+    config = ParallelConfig(context_parallel_config=parallel_config(**ULYSSES))
+    config.setup(rank, RANKS, torch.device("cpu"), mesh=config.context_parallel_config.mesh)
+    given = []
+
+    def attend(*qkv):
+        given.extend((list(x.shape), x.is_contiguous()) for x in qkv)
+        return attention(*qkv)
+
+    q, k, v = (x.chunk(RANKS, 1)[rank] for x in random_qkv(batch))
+    return ulysses_attention(config, attend, q, k, v), given
+
+
+def run_model(name):
+    """Its output, its summary, and its output when it is restored."""
+    *_, degrees, when = MODELS[name]
+    model, inputs = model_and_inputs(name)
+    if when == "after":
+        model.enable_parallelism(config=parallel_config(**degrees))
+    patch = trp.patch(model)
+    if when == "before":
+        model.enable_parallelism(config=parallel_config(**degrees))
+    with torch.no_grad(), Recorded() as queries:
+        output, summary = model(**inputs)[0], patch.summary()
+        patch.restore()
+        return output, summary, queries.shapes, model(**inputs)[0]
+
+
+class Recorded:
+    """The shapes of the queries that our attention is given."""
+
+    def __enter__(self):
+        self.shapes, self._attention = [], kernels.attention
+        kernels.attention = self._record
+        return self
+
+    def __exit__(self, *_):
+        kernels.attention = self._attention
+
+    def _record(self, q, *args, **options):
+        self.shapes.append(list(q.shape))
+        return self._attention(q, *args, **options)
+
+
+def ring(patched):
+    """What a ring comes to, here an error: on a CPU diffusers has no attention that returns the logsumexp."""
+    model, inputs = model_and_inputs("ulysses")
+    patch = trp.patch(model) if patched else None
+    model.enable_parallelism(config=parallel_config(**RING))
+    try:
+        with torch.no_grad():
+            outcome = model(**inputs)[0]
+    except ValueError as error:
+        outcome = str(error)
+    return outcome, patch and patch.summary()
+
+
+def gradients(patched):
+    model, inputs = model_and_inputs("ulysses")
+    if patched:
+        trp.patch(model)
+    model.enable_parallelism(config=parallel_config(**ULYSSES))
+    model(**inputs)[0].square().mean().backward()
+    return {name: parameter.grad for name, parameter in model.blocks.named_parameters()}
+
+
+def compiled():
+    model, inputs = model_and_inputs("ulysses")
+    trp.patch(model)
+    model.enable_parallelism(config=parallel_config(**ULYSSES))
+    model.compile_repeated_blocks(backend="aot_eager")
+    with torch.no_grad():
+        return model(**inputs)[0]
+
+
+@torch.no_grad()
+def quantized():
+    """The output and the summary of a model in 8 bits, and its output with its attention exact from the start."""
+    outputs = []
+    for degrees in (ULYSSES, ANYTHING):
+        model, inputs = model_and_inputs("ulysses")
+        patch = trp.patch(model, "quantized")
+        model.enable_parallelism(config=parallel_config(**degrees))
+        outputs.append((model(**inputs)[0], patch.summary()))
+    return outputs
+
+
+@torch.no_grad()
+def on_gpu(rank):
+    """By batch: a bf16 model's outputs, the last of compiled blocks, and what our attention was given."""
+    torch.cuda.set_device(rank)
+    results = {}
+    for batch in (1, 2):
+        model, inputs = large_model_and_inputs(batch)
+        trp.patch(model)
+        model.enable_parallelism(config=parallel_config("cuda", **ULYSSES))
+        with Recorded() as queries:
+            outputs = [model(**inputs)[0].cpu() for _ in range(3)]
+        model.compile_repeated_blocks()
+        outputs.append(model(**inputs)[0].cpu())
+        results[batch] = outputs, queries.shapes
+    return results
+
+
+def large_model_and_inputs(batch):
+    """Large enough for a kernel to be running still when the host launches the next, and an exchange too; bf16."""
+    model = tiny_wan_transformer(heads=8, head_dim=128, dtype=torch.bfloat16).cuda()
+    inputs = tiny_transformer_inputs(model, batch, frames=5, height=48, width=64)
+    return model, {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What came of it
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("CUDA_VISIBLE_DEVICES", "")
+        return in_ranks(on_cpu, "cpu:gloo", tmp_path_factory.mktemp("ranks"))
+
+
+@functools.cache
+def expected(name):
+    model, inputs = model_and_inputs(name)
+    with torch.no_grad():
+        return model(**inputs)[0]
+
+
+def row(summary, sub_layer, step):
+    return next(line for line in summary.splitlines() if sub_layer in line and step in line)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_ranks_attend_to_the_tokens_of_all(ranks, batch):
+    outputs = [results["alone"][batch][0] for results in ranks]
+    assert relative_error(torch.cat(outputs, dim=1), attention(*random_qkv(batch))) <= 1e-6
+    for results in ranks:
+        # Of one sample, as they were received.
+        assert results["alone"][batch][1] == [([batch, 10, 2, 6], batch == 1)] * 3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_ranks_of_a_patched_model_compute_what_one_process_does(ranks, name):
+    for results in ranks:
+        output, _, _, restored = results["models"][name]
+        assert relative_error(output, expected(name)) <= 1e-5
+        assert relative_error(restored, expected(name)) <= 1e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_our_attention_runs_between_the_all_to_alls(ranks, name):
+    """And in cross-attention, of the rank's own tokens."""
+    overrides, batch, *_ = MODELS[name]
+    heads = overrides.get("heads", 2)
+    between, crossing = [batch, TOKENS, heads // RANKS, 64], [batch, TOKENS // RANKS, heads, 64]
+    for results in ranks:
+        _, summary, shapes, _ = results["models"][name]
+        assert shapes.count(between) == (2 if name in OURS else 0)
+        assert shapes.count(crossing) == (4 if name == "an image" else 2)
+        ours = "between all-to-alls" if name in OURS else "ulysses_anything (2)"
+        assert ours in row(summary, "self_attention", " attention ")
+        assert "all-to-alls" not in row(summary, "cross_attention", " attention ")
+
+
+def test_a_ring_is_left_to_diffusers(ranks):
+    for results in ranks:
+        (ours, summary), (theirs, _) = results["ring"]
+        assert ours == theirs
+        assert "return_lse" in ours
+        assert "ring context parallelism (2)" in row(summary, "self_attention", " attention ")
+
+
+def test_gradients_are_diffusers(ranks):
+    for results in ranks:
+        ours, theirs = results["gradients"]
+        for name, gradient in theirs.items():
+            assert relative_error(ours[name], gradient) <= 1e-5, name
+
+
+@torch.no_grad()
+def test_a_quantized_model_takes_the_exact_attention_and_8_bit_linears(ranks):
+    model, inputs = model_and_inputs("ulysses")
+    with trp.patch(model, trp.PatchConfig(tier="quantized", quantize=["linears"])):
+        alone = model(**inputs)[0]
+    for results in ranks:
+        for (output, summary), reason in zip(
+            results["quantized"], ("context parallelism (2)", "ulysses_anything (2)"), strict=True
+        ):
+            # The same but for roundings that a sum in another order moves, which is less than all of them err.
+            assert relative_error(output, alone) < relative_error(alone, expected("ulysses"))
+            assert reason in row(summary, "self_attention", " attention ")
+            assert "linears in 8 bits" in summary
+        assert "all-to-alls" in row(results["quantized"][0][1], "self_attention", " attention ")
+
+
+def test_compiled_blocks(ranks):
+    for results in ranks:
+        assert relative_error(results["compiled"], expected("ulysses")) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("degrees", "heads", "differentiated", "reason"),
+    [
+        ({"ulysses_degree": 4}, 40, False, None),
+        ({"ulysses_degree": 3}, 40, False, "40 heads on 3 ranks"),
+        ({"ulysses_degree": 4}, 40, True, "autograd under context parallelism"),
+        ({"ring_degree": 2}, 40, False, "ring context parallelism"),
+        ({"ring_degree": 2, "ulysses_degree": 2}, 40, False, "ring context parallelism"),
+        ({"ulysses_degree": 2, "ulysses_anything": True}, 40, False, "ulysses_anything"),
+    ],
+)
+def test_why_not(degrees, heads, differentiated, reason):
+    config = ParallelConfig(context_parallel_config=ContextParallelConfig(**degrees))
+    assert why_not_between_all_to_alls(config, heads, differentiated=differentiated) == reason
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two GPUs")
+@torch.no_grad()
+def test_two_gpus_are_no_worse_than_one(tmp_path):
+    ranks = in_ranks(on_gpu, "nccl", tmp_path)
+    for batch in (1, 2):
+        model, inputs = large_model_and_inputs(batch)
+        alone = model(**inputs)[0].cpu()
+        wide = {name: x.float() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+        oracle = model.float()(**wide)[0].cpu()
+        for results in ranks:
+            outputs, shapes = results[batch]
+            assert shapes.count([batch, 5 * 24 * 32, 8 // RANKS, 128]) == 2 * 3  # blocks, calls
+            for output in outputs:
+                assert_no_worse(output, alone, oracle)

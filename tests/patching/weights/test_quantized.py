@@ -1,0 +1,400 @@
+"""The quantized tier as a patch: its errors, its options, the way back, and what computes with other tensors."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import turbo_rcm_patch as trp
+from tests.oracle import relative_error
+from tests.patching.pairs import attributes_of, output_of
+from tests.patching.test_equivalence import VARIANTS, captured_block_inputs, fp32_copy, in_fp32, model_and_inputs
+from tests.tiny_families import FAMILIES, tiny_family_inputs, tiny_family_transformer
+from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
+from turbo_rcm_patch import kernels
+from turbo_rcm_patch.patching.weights.convert import quantized_linears
+from turbo_rcm_patch.tiers import QUANTIZED
+
+DTYPES = [torch.float32, torch.bfloat16]
+LIMITS = QUANTIZED.limits
+ATTENTION_ALONE, LINEARS_ALONE = ("attention",), ("linears",)
+
+
+def quantized(**options):
+    return trp.PatchConfig(tier=QUANTIZED, **options)
+
+
+def rows_of(patch, step, sub_layer="self_attention"):
+    return [row for row in patch.rows() if (row.sub_layer, row.step) == (sub_layer, step)]
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The ops of self-attention that ran, in order; "attention" is also what crosses."""
+    names, watched = [], ("quantize_qkv", "attention_8bit", "attention")
+    for name in watched:
+        op = getattr(kernels, name)
+        monkeypatch.setattr(
+            kernels, name, lambda *args, op=op, name=name, **options: names.append(name) or op(*args, **options)
+        )
+    return names
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_block_is_within_the_tiers_limit(variant, dtype):
+    model, inputs = model_and_inputs(variant, "cpu", dtype)
+    block_inputs = captured_block_inputs(model, inputs)
+    oracles = [
+        type(block).forward(fp32_copy(block), *map(in_fp32, args))
+        for block, args in zip(model.blocks, block_inputs, strict=True)
+    ]
+    with torch.no_grad(), trp.patch(model, "quantized"):
+        for block, args, oracle in zip(model.blocks, block_inputs, oracles, strict=True):
+            unpatched = type(block).forward(fp32_copy(block).to(dtype), *args)
+            ours = block(*args)
+            assert ours.dtype == dtype
+            assert relative_error(ours, oracle) <= LIMITS.allowed(relative_error(unpatched, oracle), dtype)
+            assert relative_error(ours, oracle) > 1e-3  # 8 bits, and no other way
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_within_the_limit_of_a_step(name, dtype):
+    model = tiny_family_transformer(name, dtype)
+    oracle = tiny_family_transformer(name)
+    oracle.load_state_dict(model.state_dict())
+    expected, unpatched = output_of(name, oracle), output_of(name, model)
+    with trp.patch(model, "quantized") as patch:
+        allowed = LIMITS.allowed(relative_error(unpatched, expected), dtype, "step")
+        assert 1e-3 < relative_error(output_of(name, model), expected) <= allowed
+        in_8_bits = name != "skyreels, causal"  # its mask makes the self-attention a whole
+        assert bool(rows_of(patch, "QK-norm + RoPE + 8 bits")) == in_8_bits
+
+
+@pytest.mark.parametrize("variant", ["t2v", "i2v"])
+def test_one_prompt_serves_several_latents(variant):
+    model, inputs = model_and_inputs(variant, "cpu", torch.float32)
+    inputs["hidden_states"] = torch.cat([inputs["hidden_states"][:1], 0.5 * inputs["hidden_states"][:1]])
+    inputs["timestep"] = torch.tensor([900.0, 500.0])
+    inputs["encoder_hidden_states"] = inputs["encoder_hidden_states"][:1]
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        with trp.patch(model, "quantized"):
+            assert relative_error(model(**inputs)[0], expected) <= LIMITS.step
+
+
+def test_runs_of_equal_timesteps():
+    """As in TI2V-5B from an image: the first frame's tokens are at timestep 0."""
+    model, inputs = model_and_inputs("ti2v", "cpu", torch.float32)
+    inputs["timestep"] = torch.full_like(inputs["timestep"], 700.0)
+    inputs["timestep"][:, :5] = 0.0
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        with trp.patch(model, "quantized"):
+            assert relative_error(model(**inputs)[0], expected) <= LIMITS.step
+
+
+@pytest.mark.parametrize("variant", ["t2v", "i2v", "ti2v", "wan22"])
+def test_pipelines(variant):
+    pipe = tiny_wan_pipeline(variant)
+    generate = lambda: pipe(**tiny_call(variant, generator=torch.Generator().manual_seed(3))).frames  # noqa: E731
+    expected = generate()
+    with trp.patch(pipe, "quantized"):
+        # Guidance adds five times the difference of two steps; this is the limit of one.
+        assert 1e-3 < relative_error(generate(), expected) <= LIMITS.step
+    assert torch.equal(generate(), expected)
+
+
+def test_rows_of_zeros():
+    """A prompt that is padded with zeros, and hidden states that are all 0."""
+    model, inputs = model_and_inputs("t2v", "cpu", torch.bfloat16)
+    inputs["hidden_states"] = torch.zeros_like(inputs["hidden_states"])
+    inputs["encoder_hidden_states"][:, 3:] = 0
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        with trp.patch(model, "quantized"):
+            assert relative_error(model(**inputs)[0], expected) <= LIMITS.step
+
+
+@pytest.mark.parametrize(
+    "op", ["quantize_qkv", "attention_8bit", "linear_qkv", "linear_8bit", "linear_skip", "linear_gelu"]
+)
+def test_the_ops_in_8_bits_are_what_runs(op, monkeypatch):
+    model, inputs = model_and_inputs("t2v", "cpu", torch.float32)
+    with torch.no_grad():
+        with trp.patch(model, "quantized"):
+            expected, right = model(**inputs)[0], getattr(kernels, op)
+        monkeypatch.setattr(kernels, op, lambda *args, **options: _wrong(right(*args, **options)))
+        with trp.patch(model, "quantized"):
+            assert relative_error(model(**inputs)[0], expected) > 1e-3
+
+
+def _wrong(result):
+    """Channels in reverse; twice the scale of what is in 8 bits."""
+    if isinstance(result, kernels.QuantizedQKV):
+        return result._replace(v_scale=2 * result.v_scale)
+    if isinstance(result, kernels.Quantized):
+        return result._replace(scale=2 * result.scale)
+    return tuple(part.flip(-1) for part in result) if isinstance(result, tuple) else result.flip(-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Options
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", ["head_dim_32", "head_dim_12"])
+def test_head_dims_without_a_kernel_take_the_exact_attention(variant, ran):
+    model, inputs = model_and_inputs(variant, "cpu", torch.float32)
+    with torch.no_grad(), trp.patch(model, "quantized") as patch:
+        model(**inputs)
+        (row,) = rows_of(patch, "attention")
+        assert set(ran) == {"attention"}
+        assert row.reasons == {variant.replace("_dim_", "_dim "): 2}
+        assert "SDPA" in row.kernel
+        assert quantized_linears(model)
+
+
+@pytest.mark.parametrize(("parts", "linears"), [(ATTENTION_ALONE, 0), (LINEARS_ALONE, 20), ((), 0)])
+def test_attention_and_linears_apart(parts, linears, ran):
+    model, inputs = model_and_inputs("t2v", "cpu", torch.float32)
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        with trp.patch(model, quantized(quantize=parts)) as patch:
+            error = relative_error(model(**inputs)[0], expected)
+            assert len(quantized_linears(model)) == linears
+            in_8_bits = "attention" in parts
+            assert ran.count("attention_8bit") == ran.count("quantize_qkv") == (2 if in_8_bits else 0)
+            assert ran.count("attention") == (2 if in_8_bits else 4)
+            (row,) = rows_of(patch, "attention")
+            assert row.reasons == {"cpu tensors" if in_8_bits else "not in quantize": 2}
+            assert ("linears in 8 bits" in patch.summary()) == bool(linears)
+    assert (1e-4 < error <= LIMITS.step) if parts else error <= 1e-5
+
+
+def test_both_parts_err_more_than_either():
+    model, inputs = model_and_inputs("t2v", "cpu", torch.float32)
+    errors = {}
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        for parts in (ATTENTION_ALONE, LINEARS_ALONE, (*ATTENTION_ALONE, *LINEARS_ALONE)):
+            with trp.patch(model, quantized(quantize=parts)):
+                errors[parts] = relative_error(model(**inputs)[0], expected)
+    assert max(errors, key=errors.get) == (*ATTENTION_ALONE, *LINEARS_ALONE)
+
+
+def test_what_is_kept_errs_less(ran):
+    model, inputs = model_and_inputs("t2v", "cpu", torch.float32)
+    errors = []
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        for keep in ((), ("blocks.0.*", "*.ffn.net.2"), ("blocks.*",)):
+            with trp.patch(model, quantized(keep=keep)):
+                errors.append(relative_error(model(**inputs)[0], expected))
+        with trp.patch(model, quantized(quantize=ATTENTION_ALONE)):
+            assert relative_error(model(**inputs)[0], expected) == errors[-1]
+    assert errors == sorted(errors, reverse=True)
+    assert len(set(errors)) == 3
+    assert ran.count("attention_8bit") == 2 * 4  # keep names weights
+
+
+@pytest.mark.parametrize("name", ["attn1.to_k", "attn1.to_out.0", "attn2.to_q", "ffn.net.0.proj", "ffn.net.2"])
+def test_a_kept_linear_beside_others_in_8_bits(name):
+    model, inputs = model_and_inputs("t2v", "cpu", torch.bfloat16)
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        with trp.patch(model, quantized(keep=[f"*.{name}"])):
+            assert relative_error(model(**inputs)[0], expected) <= LIMITS.step
+
+
+@pytest.mark.parametrize("left_out", trp.PatchConfig().fuse)
+def test_groups_that_are_not_fused_are_not_quantised(left_out):
+    model, inputs = model_and_inputs("t2v", "cpu", torch.float32)
+    groups = [group for group in trp.PatchConfig().fuse if group != left_out]
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        with trp.patch(model, quantized(fuse=groups)) as patch:
+            assert 1e-4 < relative_error(model(**inputs)[0], expected) <= LIMITS.step
+            rows = patch.rows()
+            assert all(set(row.reasons) == {"not in fuse"} for row in rows if row.sub_layer == left_out)
+            assert not any("not in fuse" in row.reasons for row in rows if row.sub_layer != left_out)
+        with trp.patch(model, quantized(fuse=())):
+            assert torch.equal(model(**inputs)[0], expected)
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+def test_attention_names_the_kernel_of_what_is_exact(attention, ran):
+    model, inputs = model_and_inputs("t2v", "cpu", torch.float32)
+    with torch.no_grad(), trp.patch(model, quantized(attention=attention)) as patch:
+        model(**inputs)
+        assert (ran.count("attention_8bit"), ran.count("attention")) == (2, 2)
+        reason = "cpu tensors" if attention == "auto" else "attention='sdpa'"
+        assert rows_of(patch, "attention", "cross_attention")[0].reasons == {reason: 2}
+        assert rows_of(patch, "attention")[0].reasons == {"cpu tensors": 2}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Patching and restoring
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["wan", "vace", "animate"])
+def test_restore_leaves_nothing_and_outputs_are_bitwise_the_same(name, dtype):
+    model = tiny_family_transformer(name, dtype)
+    attributes, state, expected = attributes_of(model), model.state_dict(), output_of(name, model)
+    parameters = dict(model.named_parameters())
+    for preset in ("quantized", "exact", "quantized"):
+        patch = trp.patch(model, preset)
+        output_of(name, model)
+        patch.restore()
+        assert attributes_of(model) == attributes
+        assert {path: id(p) for path, p in model.named_parameters()} == {path: id(p) for path, p in parameters.items()}
+        assert all(torch.equal(value, state[path]) for path, value in model.state_dict().items())
+        assert torch.equal(output_of(name, model), expected)
+
+
+def test_an_exact_patch_after_a_quantized_one_is_exact():
+    model, inputs = model_and_inputs("t2v", "cpu", torch.float32)
+    with torch.no_grad():
+        with trp.patch(model):
+            expected = model(**inputs)[0]
+        with trp.patch(model, "quantized"):
+            assert not torch.equal(model(**inputs)[0], expected)
+        with trp.patch(model):
+            assert torch.equal(model(**inputs)[0], expected)
+
+
+def test_patching_twice_is_an_error_and_changes_nothing():
+    model, inputs = model_and_inputs("t2v", "cpu", torch.float32)
+    trp.patch(model, "quantized")
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        for preset in ("exact", "quantized"):
+            with pytest.raises(trp.PatchError, match="patched already"):
+                trp.patch(model, preset)
+        assert torch.equal(model(**inputs)[0], expected)
+
+
+@pytest.mark.parametrize("preset", ["exact", "quantized"])
+def test_a_second_transformer_that_cannot_be_patched_leaves_the_first_alone(preset):
+    pipe = tiny_wan_pipeline("wan22")
+    attributes = attributes_of(pipe.transformer)
+    trp.patch(pipe.transformer_2, preset)
+    with pytest.raises(trp.PatchError, match="transformer_2 is patched already"):
+        trp.patch(pipe, "quantized")
+    assert attributes_of(pipe.transformer) == attributes
+
+
+def test_a_name_to_keep_that_the_second_transformer_lacks_leaves_both_as_they_were():
+    pipe = tiny_wan_pipeline("wan22")
+    pipe.transformer_2 = tiny_wan_transformer(layers=1)
+    models = (pipe.transformer, pipe.transformer_2)
+    before = [attributes_of(model) for model in models]
+    with pytest.raises(ValueError, match=r"keep='blocks\.1\.\*' fits no module of the WanTransformer3DModel"):
+        trp.patch(pipe, quantized(keep=["blocks.1.*"]))
+    assert [attributes_of(model) for model in models] == before
+    assert not any(quantized_linears(model) for model in models)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Autograd, transforms, autocast
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def with_weights_as_multiplied(model):
+    """A copy of a model with what the patch of another made of its weights, dequantised."""
+    twin = copy.deepcopy(model)
+    trp.patch(model, "quantized")
+    for path, module in model.named_modules():
+        if module in quantized_linears(model):
+            twin.get_submodule(path).weight.data = module.quantized().dequantize()
+    return twin
+
+
+@pytest.mark.parametrize("name", ["wan", "vace", "animate"])
+def test_gradients_are_those_of_the_dequantised_weights(name):
+    patched = tiny_family_transformer(name).requires_grad_(False)
+    plain = with_weights_as_multiplied(patched)
+    results = []
+    for model in (patched, plain):
+        inputs = tiny_family_inputs(name, model)
+        leaves = [inputs[key].requires_grad_() for key in ("hidden_states", "encoder_hidden_states")]
+        output = model(**inputs)[0]
+        output.square().mean().backward()
+        results.append([output.detach(), *(leaf.grad for leaf in leaves)])
+    for ours, theirs in zip(*results, strict=True):
+        assert theirs.abs().max() > 0
+        assert relative_error(ours, theirs) <= 1e-5
+
+
+def test_parameters_that_are_left_are_trained():
+    patched = tiny_wan_transformer()
+    plain = with_weights_as_multiplied(patched)
+    for model in (patched, plain):
+        model(**tiny_transformer_inputs(model))[0].square().mean().backward()
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    trained = dict(patched.named_parameters())
+    assert {"blocks.0.ffn.net.2.bias", "blocks.0.attn1.norm_q.weight", "patch_embedding.weight"} <= set(trained)
+    for name, parameter in trained.items():
+        assert relative_error(parameter.grad, expected[name]) <= 1e-5, name
+
+
+@pytest.mark.parametrize("kind", ["jvp", "vmap", "grad"])
+def test_function_transforms_are_those_of_the_dequantised_weights(kind):
+    patched = tiny_wan_transformer().requires_grad_(False)
+    plain, results = with_weights_as_multiplied(patched), []
+    for model in (patched, plain):
+        inputs = tiny_transformer_inputs(model)
+        prompt = inputs.pop("encoder_hidden_states")
+
+        def of_prompt(prompt, model=model, inputs=inputs):
+            return model(encoder_hidden_states=prompt, **inputs)[0]
+
+        with sdpa_kernel(SDPBackend.MATH):
+            if kind == "jvp":
+                with torch.no_grad():
+                    results.append(torch.func.jvp(of_prompt, (prompt,), (torch.ones_like(prompt),)))
+            elif kind == "vmap":
+                with torch.no_grad():
+                    results.append((torch.vmap(of_prompt)(torch.stack([prompt, -prompt])),))
+            else:
+                results.append((torch.func.grad(lambda p, f=of_prompt: f(p).square().mean())(prompt),))
+    for ours, theirs in zip(*results, strict=True):
+        assert theirs.abs().max() > 0
+        assert relative_error(ours, theirs) <= 1e-5
+
+
+def test_outputs_under_autograd_are_those_of_the_dequantised_weights():
+    """Also where only a parameter requires a gradient."""
+    patched = tiny_wan_transformer()
+    plain = with_weights_as_multiplied(patched)
+    ours, theirs = (model(**tiny_transformer_inputs(model))[0] for model in (patched, plain))
+    assert ours.requires_grad
+    assert relative_error(ours, theirs) <= 1e-5
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_autocast_runs_diffusers_code_with_the_dequantised_weights(mode):
+    patched = tiny_wan_transformer()
+    plain = with_weights_as_multiplied(patched)
+    with mode(), torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = (model(**tiny_transformer_inputs(model))[0] for model in (patched, plain))
+    assert torch.equal(ours, theirs)
+
+
+def test_meta_tensors():
+    model = tiny_wan_transformer()
+    with torch.no_grad(), trp.patch(model, "quantized"):
+        model.to("meta")
+        inputs = {
+            k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in tiny_transformer_inputs(model).items()
+        }
+        assert model(**inputs)[0].shape == inputs["hidden_states"].shape

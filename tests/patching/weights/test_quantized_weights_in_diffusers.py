@@ -1,0 +1,255 @@
+"""Weights in 8 bits under LoRAs, offloading, casting, copies, gradients, compilation and CUDA graphs."""
+
+import copy
+import io
+import pickle
+
+import accelerate
+import pytest
+import torch
+from torch import nn
+
+import turbo_rcm_patch as trp
+from tests.oracle import relative_error
+from tests.patching.quantized_models import (
+    CONFIG,
+    CPU,
+    ERROR,
+    FREED,
+    PER_BLOCK,
+    add_lora,
+    like_unpatched,
+    output_of,
+    up_to_date,
+)
+from tests.patching.tape import assert_replayed, assert_same, make_models, warm
+from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
+from turbo_rcm_patch.patching.weights.convert import quantized_linears
+from turbo_rcm_patch.patching.weights.linear_8bit import BUFFERS, QuantizedLinear
+from turbo_rcm_patch.tiers import QUANTIZED
+
+
+@pytest.fixture
+def model():
+    return tiny_wan_transformer()
+
+
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_lora(model, when, safe):
+    plain = tiny_wan_transformer()
+    base = output_of(plain)
+    add_lora(plain)
+    if when == "before":
+        add_lora(model)
+    patch = trp.patch(model, CONFIG)
+    if when == "after":
+        add_lora(model)
+    assert len(quantized_linears(model)) == 2 * PER_BLOCK
+    assert relative_error(output_of(plain), base) > 2 * ERROR
+    like_unpatched(model, plain)
+    for change in (lambda m: m.fuse_lora(safe_fusing=safe), lambda m: m.unfuse_lora(), lambda m: m.fuse_lora()):
+        for each in (model, plain):
+            change(each)
+        like_unpatched(model, plain)
+    for each in (model, plain):
+        each.unload_lora()
+    like_unpatched(model, plain)
+    patch.restore()
+    assert torch.equal(output_of(model), output_of(plain))
+
+
+def test_a_lora_cannot_be_merged_into_a_freed_weight(model):
+    trp.patch(model, FREED)
+    add_lora(model)
+    output_of(model)
+    with pytest.raises(RuntimeError, match=r"were freed.*restorable=True"):
+        model.fuse_lora()
+
+
+def test_sequential_offload_never_moves_an_original(model, monkeypatch):
+    plain = tiny_wan_transformer()
+    patch = trp.patch(model, CONFIG)
+    expected = output_of(model)
+    accelerate.cpu_offload(model, execution_device=CPU)
+    placed = []
+    place = accelerate.hooks.set_module_tensor_to_device
+
+    def watched(module, name, *arguments, **options):
+        placed.append((module, name))
+        return place(module, name, *arguments, **options)
+
+    monkeypatch.setattr(accelerate.hooks, "set_module_tensor_to_device", watched)
+    assert relative_error(output_of(model), expected) <= ERROR  # the modules are called: their inputs are not rounded
+    assert {name for module, name in placed if isinstance(module, QuantizedLinear)} == {"bias"}
+    patch.restore()
+    assert torch.equal(output_of(model), output_of(plain))
+    accelerate.hooks.remove_hook_from_submodules(model)
+    assert torch.equal(output_of(model), output_of(plain))
+    assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "kind", [{"offload_type": "block_level", "num_blocks_per_group": 1}, {"offload_type": "leaf_level"}]
+)
+@pytest.mark.parametrize("first", ["patch", "offload"])
+def test_group_offload(model, kind, first):
+    plain = tiny_wan_transformer()
+    options = {"onload_device": CPU, "offload_device": CPU, **kind}
+    if first == "offload":
+        model.enable_group_offload(**options)
+    patch = trp.patch(model, CONFIG)
+    if first == "patch":
+        model.enable_group_offload(**options)
+    error = relative_error(output_of(model), output_of(plain))
+    assert 1e-3 < error <= ERROR
+    patch.restore()
+    assert torch.equal(output_of(model), output_of(plain))
+
+
+def test_model_offload_and_moves_leave_the_originals_alone(model):
+    trp.patch(model, CONFIG)
+    originals = [
+        (linear.eight_bit.original, linear.eight_bit.original.data_ptr()) for linear in quantized_linears(model)
+    ]
+    expected = output_of(model)
+    hook = accelerate.cpu_offload_with_hook(model, execution_device=CPU)[1]
+    assert torch.equal(output_of(model), expected)
+    hook.offload()
+    model.to("cpu", torch.float32)
+    assert torch.equal(output_of(model), expected)
+    assert all(
+        linear.eight_bit.original is original and original.data_ptr() == pointer
+        for linear, (original, pointer) in zip(quantized_linears(model), originals, strict=True)
+    )
+
+
+def test_a_move_takes_the_8_bit_weight_and_not_the_original(model):
+    """To the meta device, where there is no other."""
+    trp.patch(model, CONFIG)
+    model.blocks.to("meta")
+    for linear in quantized_linears(model):
+        assert linear.weight.device.type == linear.bias.device.type == "meta"
+        assert all(linear._buffers[name].is_meta for name in BUFFERS)
+        assert linear.eight_bit.original.device == CPU
+
+
+def test_layerwise_casting_leaves_the_8_bit_weights_alone():
+    model = tiny_wan_transformer(dtype=torch.bfloat16)
+    patch = trp.patch(model, CONFIG)
+    model.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.bfloat16)
+    output_of(model)
+    assert all(map(up_to_date, quantized_linears(model)))
+    patch.restore()
+    output_of(model)
+
+
+def through_pickle(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def through_torch_save(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("config", [CONFIG, FREED], ids=["kept", "freed"])
+@pytest.mark.parametrize("make", [copy.deepcopy, through_pickle, through_torch_save])
+def test_copies_have_weights_of_their_own(model, make, config):
+    plain = output_of(model)
+    trp.patch(model, config)
+    expected = output_of(model)
+    twin = make(model)
+    assert torch.equal(output_of(twin), expected)
+    if config is FREED:
+        return
+    with torch.no_grad():
+        for linear in quantized_linears(model):
+            linear.weight.zero_()
+    assert all(linear.eight_bit.linear is linear for linear in quantized_linears(twin))
+    assert torch.equal(output_of(twin), expected)
+    trp.restore(twin)
+    assert torch.equal(output_of(twin), plain)
+    assert quantized_linears(model)
+
+
+def test_a_copy_of_a_weight_alone_is_a_tensor(model):
+    plain = tiny_wan_transformer().blocks[0].attn1.to_q.weight
+    trp.patch(model, CONFIG)
+    weight = model.blocks[0].attn1.to_q.weight
+    for twin in (copy.deepcopy(weight), weight.clone(), weight.float() * 1, copy.deepcopy(weight[:])):
+        assert type(twin) is torch.Tensor
+        assert torch.equal(twin, plain)
+        twin.zero_()
+    assert up_to_date(model.blocks[0].attn1.to_q)
+    assert torch.equal(weight, plain)
+    assert "the original on the CPU" in repr(weight)
+    assert isinstance(weight, nn.Parameter)
+
+
+def test_gradients_of_inputs(model):
+    plain, gradients = tiny_wan_transformer(), []
+    trp.patch(model, CONFIG)
+    for each in (model, plain):
+        inputs = tiny_transformer_inputs(each)
+        inputs["hidden_states"].requires_grad_()
+        each(**inputs)[0].square().mean().backward()
+        gradients.append(inputs["hidden_states"].grad)
+    assert relative_error(*gradients) <= 2 * ERROR
+    assert model.blocks[0].attn1.to_q.weight.grad is None
+
+
+def test_compiled_blocks_are_one_graph_and_see_changes():
+    torch._dynamo.reset()
+    model = tiny_wan_transformer(layers=3)
+    trp.patch(model, CONFIG)
+    expected = output_of(model)
+    model.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
+    torch._dynamo.utils.counters.clear()
+    assert relative_error(output_of(model), expected) <= 1e-5
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    plain = tiny_wan_transformer(layers=3)
+    for each in (model, plain):
+        each.blocks[0].ffn.net[2].weight.data.mul_(-3.0)
+    like_unpatched(model, plain)
+    for each in (model, plain):
+        each.blocks[1].ffn.net[2].weight = nn.Parameter(-plain.blocks[1].ffn.net[2].weight.detach())
+    assert relative_error(output_of(model), output_of(plain)) <= ERROR
+
+
+def test_a_graph_records_no_conversion_of_another_model(tape):
+    """It would convert that one in every replay, and on a GPU, which cannot record copies from the CPU, fail."""
+    other, config = tiny_wan_transformer(seed=8), trp.PatchConfig(tier=QUANTIZED, cuda_graph="auto")
+    pair = make_models(config=config)
+    trp.patch(other, CONFIG)
+    inputs, linear = tiny_transformer_inputs(pair[0]), other.blocks[0].ffn.net[2]
+    output_of(pair[0])  # the next call is recorded
+    linear.state_dict()["weight"].mul_(-1.0)
+    output_of(pair[0])
+    values = linear._buffers[BUFFERS[0]]
+    kept = values.clone()
+    values.zero_()
+    assert_same(pair, inputs)
+    assert not values.any()
+    values.copy_(kept)
+    assert up_to_date(linear)
+
+
+def test_graphs_read_what_was_written_since(tape):
+    config = trp.PatchConfig(tier=QUANTIZED, cuda_graph="auto")
+    pair = make_models(config=config)
+    inputs = tiny_transformer_inputs(pair[0])
+    warm(pair, inputs)
+    for write in (
+        lambda model: model.blocks[0].ffn.net[2].weight.data.mul_(2.0),
+        lambda model: model.state_dict()["blocks.1.attn1.to_q.weight"].mul_(-1.0),
+        lambda model: model.load_state_dict(tiny_wan_transformer(seed=8).state_dict()),
+        lambda model: setattr(model.blocks[0].attn1.to_v, "weight", nn.Parameter(torch.ones(128, 128))),
+    ):
+        for model in pair:
+            write(model)
+        assert_same(pair, inputs)
+        assert_same(pair, inputs)
+    assert_replayed(pair, inputs)

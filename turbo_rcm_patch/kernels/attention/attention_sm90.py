@@ -1,0 +1,244 @@
+"""The attention forward on sm_90: which inputs it takes, how their work is cut, and the launch.
+
+    F = softmax(scale · q kᵀ) v        q, F [B, S, H, D]; k, v [B, Skv, H, D]; D of 64 or 128, bf16 or fp16
+
+The kernel is in attention_sm90_kernel.py. Its programs stay on their multiprocessors and walk tiles of queries. The
+tiles left after the last full round of programs are cut along the keys as well, so that all programs have work until
+the end; a second kernel joins the parts (Flash-Decoding, Dao et al. 2023).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ..coefficient import coefficient_kind, coefficient_strides, load_coefficient
+from ..dispatch import device_properties, why_not_sm90
+from ..launch import launch_kernel
+from ..quantized import FP8
+from ..sizes import cdiv
+from ..tma import head_strides, heads_fit_tma
+from .attention_tiles import LOG2_E, readable
+
+try:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from .attention_sm90_kernel import CONSUMERS, KEYS, QUERIES, attention_kernel
+except (ImportError, AttributeError) as error:
+    GLUON_ERROR = str(error)
+else:
+    GLUON_ERROR = None
+    TILE_QUERIES, TILE_KEYS = CONSUMERS.value * QUERIES.value, KEYS.value
+    GLUON_TYPES = {torch.int8: gl.int8, FP8: gl.float8e4nv, torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+HEAD_DIMS = (64, 128)
+MAX_PARTS = 16
+# In the time of one tile of keys: what an item takes besides its keys, and what joining parts takes.
+ITEM_COST = 4
+JOIN_COST = 8
+JOIN_ROWS = 16
+
+
+def why_not_on(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why the kernel cannot take any tensors of this kind, in a few words; else None."""
+    reason = why_not_sm90(device, dtype, GLUON_ERROR)
+    return f"head_dim {head_dim}" if reason is None and head_dim not in HEAD_DIMS else reason
+
+
+def why_not(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+    """Why the kernel cannot take these tensors, q [B, S, H, D] and k, v [B, Skv, H, D], in a few words; else None."""
+    reason = why_not_on(q.device, q.dtype, q.shape[-1])
+    if reason is not None:
+        return reason
+    if not all(heads_fit_tma(x) for x in (q, k, v)):
+        return "rows that TMA cannot read: not packed, or not at multiples of 16 bytes"
+    return None
+
+
+def attention_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, out: torch.Tensor, lse: torch.Tensor | None
+) -> None:
+    """Write softmax(scale · q kᵀ) v to out, and the logsumexp in base 2 to lse where it is wanted.
+
+    q [B, S, H, D] and k, v [B, Skv, H, D] on a GPU, of which why_not says nothing; scale > 0; out packed [B, S, H, D]
+    in q's dtype or e4m3; lse packed fp32 [B, H, S].
+    """
+    batch, tokens, heads, head_dim = q.shape
+    kv_tokens = k.shape[1]
+    tiles = batch * heads * cdiv(tokens, TILE_QUERIES)
+    multiprocessors = device_properties(q.device)[1]
+    schedule = make_schedule(tiles, cdiv(kv_tokens, TILE_KEYS), multiprocessors)
+    partial_out = partial_lse = None
+    if schedule.parts > 1:
+        parts = schedule.items - schedule.whole
+        partial_out = torch.empty((parts, TILE_QUERIES, head_dim), dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty((parts, TILE_QUERIES), dtype=torch.float32, device=q.device)
+    with torch.cuda.device_of(q):
+        launch_kernel(
+            attention_kernel,
+            (min(schedule.items, multiprocessors),),
+            _descriptor(q, QUERIES.value),
+            _descriptor(k, TILE_KEYS),
+            _descriptor(v, TILE_KEYS),
+            _descriptor(out, QUERIES.value),
+            lse,
+            partial_out,
+            partial_lse,
+            tokens,
+            kv_tokens,
+            heads,
+            schedule.items,
+            schedule.whole,
+            schedule.parts,
+            scale * LOG2_E,
+            num_warps=4,
+        )
+        if schedule.parts > 1:
+            join_parts(partial_out, partial_lse, out, lse, schedule)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Work
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """items: of work. The first ``whole`` are tiles of queries with all their keys, the others are ``parts`` parts of
+    the keys of each of the tiles that are left."""
+
+    items: int
+    whole: int
+    parts: int
+
+
+@functools.lru_cache
+def make_schedule(tiles: int, key_tiles: int, multiprocessors: int) -> Schedule:
+    """Cut tiles of queries by tiles of keys such that the program that ends last ends as early as it can."""
+    whole = tiles // multiprocessors * multiprocessors
+
+    def time_of_rest(parts: int) -> int:
+        rounds = cdiv((tiles - whole) * parts, multiprocessors)
+        return rounds * (cdiv(key_tiles, parts) + ITEM_COST) + (JOIN_COST if parts > 1 else 0)
+
+    # The fewest of equally fast ones: so none is empty, for as many full ones would take as long.
+    parts = min(range(1, min(MAX_PARTS, key_tiles) + 1), key=time_of_rest)
+    if parts == 1:
+        return Schedule(tiles, tiles, 1)
+    return Schedule(whole + (tiles - whole) * parts, whole, parts)
+
+
+@triton.jit(do_not_specialize=["tokens", "whole", "parts"])
+def _join_kernel(
+    partial_out, partial_lse, out, lse, tokens, heads, whole, parts,
+    residual, residual_stride_b, residual_stride_s, residual_stride_h,
+    c_skip, c_skip_stride_b, c_skip_stride_s, c_skip_stride_c, c_out, c_out_stride_b, c_out_stride_s, c_out_stride_c,
+    SKIP_KIND: tl.constexpr, OUT_KIND: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK queries of one tile. Its parts' outputs, each a softmax of its own, weighted by their sums;
+    and the skip, with a residual."""
+    first_part = tl.program_id(0).to(tl.int64) * parts
+    rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.arange(0, HEAD_DIM)
+    largest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for part in range(0, parts):
+        largest = tl.maximum(largest, tl.load(partial_lse + (first_part + part) * ROWS + rows))
+    output = tl.zeros((BLOCK, HEAD_DIM), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for part in range(0, parts):
+        part_rows = (first_part + part) * ROWS + rows
+        weight = tl.exp2(tl.load(partial_lse + part_rows) - largest)
+        output += weight[:, None] * tl.load(partial_out + part_rows[:, None] * HEAD_DIM + columns[None, :])
+        total += weight
+    output /= total[:, None]
+
+    tile = whole + tl.program_id(0)
+    row_tiles = tl.cdiv(tokens, ROWS)
+    sample_head = (tile // row_tiles).to(tl.int64)
+    queries = tile % row_tiles * ROWS + rows
+    mask = queries < tokens
+    sample, head = sample_head // heads, sample_head % heads
+    if residual is not None:
+        channels = head * HEAD_DIM + columns
+        kept = residual + sample * residual_stride_b + head * residual_stride_h
+        kept += queries.to(tl.int64)[:, None] * residual_stride_s + columns[None, :]
+        kept = tl.load(kept, mask=mask[:, None], other=0.0).to(tl.float32)
+        if SKIP_KIND != 0:
+            kept *= load_coefficient(
+                c_skip, sample, queries, channels, mask, columns < HEAD_DIM,
+                c_skip_stride_b, c_skip_stride_s, c_skip_stride_c, SKIP_KIND,
+            )  # fmt: skip
+        if OUT_KIND != 0:
+            output *= load_coefficient(
+                c_out, sample, queries, channels, mask, columns < HEAD_DIM,
+                c_out_stride_b, c_out_stride_s, c_out_stride_c, OUT_KIND,
+            )  # fmt: skip
+        output += kept
+    corner = out + ((sample * tokens + queries)[:, None] * heads + head) * HEAD_DIM
+    tl.store(corner + columns[None, :], output.to(out.dtype.element_ty), mask=mask[:, None])
+    if lse is not None:
+        tl.store(lse + sample_head * tokens + queries, largest + tl.log2(total), mask=mask)
+
+
+def skip_arguments(
+    residual: torch.Tensor | None = None, c_skip: torch.Tensor | None = None, c_out: torch.Tensor | None = None
+) -> tuple:
+    """How kernels get ``c_skip · residual + c_out · F``, of canonical coefficients; without a residual F alone."""
+    residual = None if residual is None else readable(residual)
+    pointers_and_strides = (
+        *(residual, *head_strides(residual)),
+        *(c_skip, *coefficient_strides(c_skip)),
+        *(c_out, *coefficient_strides(c_out)),
+    )
+    return *pointers_and_strides, coefficient_kind(c_skip), coefficient_kind(c_out)
+
+
+def join_parts(partial_out, partial_lse, out, lse, schedule: Schedule, skip: tuple = skip_arguments()) -> None:
+    """Complete out [B, S, H, D] and lse [B, H, S] from parts [parts of all tiles, rows, D] and [.., rows]. skip: of
+    `skip_arguments`."""
+    _, rows, head_dim = partial_out.shape
+    _, tokens, heads, _ = out.shape
+    tiles = (schedule.items - schedule.whole) // schedule.parts
+    launch_kernel(
+        _join_kernel,
+        (tiles, rows // JOIN_ROWS),
+        partial_out,
+        partial_lse,
+        out,
+        lse,
+        tokens,
+        heads,
+        schedule.whole,
+        schedule.parts,
+        *skip,
+        ROWS=rows,
+        HEAD_DIM=head_dim,
+        BLOCK=JOIN_ROWS,
+        num_warps=4,
+        maxnreg=255,  # else the ptxas of CUDA 13 spills some, so that more programs fit than run
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Operands
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
+    """TMA over x [B, S, H, D] in tiles of rows. Reads past a sample's last token give 0, and writes are dropped."""
+    batch, tokens, heads, head_dim = x.shape
+    stride_b, stride_s, stride_h = head_strides(x)
+    block = [1, 1, rows, head_dim]
+    shape, strides = [batch, heads, tokens, head_dim], [stride_b, stride_h, stride_s, 1]
+    return TensorDescriptor(x, shape, strides, block, shared_layout(tuple(block), x.dtype))
+
+
+@functools.lru_cache
+def shared_layout(block: tuple[int, ...], dtype: torch.dtype):
+    """That of a block which TMA reads or writes."""
+    return gl.NVMMASharedLayout.get_default_for(list(block), GLUON_TYPES[dtype])

@@ -1,0 +1,1 @@
+"""Block-sparse attention: only the key blocks that are estimated to matter."""

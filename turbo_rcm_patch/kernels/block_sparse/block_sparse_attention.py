@@ -1,0 +1,216 @@
+"""block_sparse_attention: softmax attention to the key blocks that are estimated to matter, for any model.
+
+    out = (1 - Σ p_left) · softmax(q kᵀ / √D) v over the kept blocks + Σ p_left · (mean of v in the block)
+
+q, k, v, out [B, S, H, D]; block_sparse_reference.py defines p and what is kept: of each block of queries and
+head as many blocks of keys as hold the share `mass`. No weights of its own and no linear branch: this is not
+sparse-linear attention (sparse_linear_attention.py), which models are trained with, but the same kernel runs both. One
+kernel pools q, k and v, one makes the lists (block_sparse_map.py), and one attends and adds what stands for the rest:
+in 8 bits on sm_90 the dense kernel with lists (block_sparse_sm90.py), where that takes the blocks. No
+gradient: under autograd the reference runs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..attention_8bit.attention_8bit_reference import KEY_GROUP
+from ..attention_8bit.quantize_qkv import QuantizedQKV, default_v_format
+from ..dispatch import kernel_op, use_triton
+from ..launch import recording
+from ..quantized import FP8, INT8
+from ..sparse_linear import sparse_linear_8bit_portable as portable_8bit
+from ..sparse_linear import sparse_linear_portable as portable
+from ..sparse_linear.sparse_linear_attention import why_no_sparse_kernel
+from . import block_sparse_reference as reference
+from . import block_sparse_sm90 as sm90
+from .block_sparse_map import choose_lists, pool_estimated, pool_parts
+from .block_sparse_reference import LN_2, less_mean, part_size
+
+BLOCKS = (128, 64)  # queries and keys, where block_sparse_sm90 does not run
+
+
+def block_sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mass: float,
+    block_q: int = BLOCKS[0],
+    block_k: int = BLOCKS[1],
+    implementation: str = "auto",
+) -> torch.Tensor:
+    """Block-sparse attention of q, k, v [B, S, H, D] of one dtype and any strides; [B, S, H, D] in that dtype.
+
+    mass: the estimated share of the attention that the kept blocks hold, above 0 and at most 1, which is dense.
+    block_q, block_k: tokens of a block of queries and of keys.
+    implementation: "auto", "triton" or "torch" (see dispatch.py); the kernels take head_dims 64 and 128 and blocks of
+    64 and 128 tokens. Differentiable in q, k and v, through the reference.
+    Raises ValueError for shapes, dtypes, devices, blocks or a mass that do not fit together.
+    """
+    _check(q, k, v, mass, block_q, block_k)
+    fused = use_triton(implementation, q, k, v, has_gradient=False)
+    reason = why_no_sparse_kernel(q.device, q.shape[3], block_q, block_k, None) if fused else None
+    _refuse(reason, implementation)
+    if q.numel() == 0 or (recording() and not (fused and reason is None)):
+        return torch.empty_like(q)
+    if not fused or reason is not None:
+        return reference.block_sparse_attention(q, k, v, mass, block_q, block_k)
+    tokens = q.shape[1]
+    pooled_k = less_mean(pool_estimated(k, block_k), tokens, part_size(block_k))
+    pooled = (x.to(q.dtype) for x in (pool_estimated(q, block_q), pooled_k))
+    found = choose_lists(*pooled, q.shape[3] ** -0.5, tokens, mass, block_q, block_k)
+    left_value = found.left @ pool_parts(v, None, tokens, block_k, block_k, 1)
+    return _block_sparse_attention(
+        q, k, v, found.block_map, found.counts, found.kept_share, left_value, block_q, block_k
+    )
+
+
+def block_sparse_attention_8bit(
+    qkv: QuantizedQKV,
+    *,
+    mass: float,
+    block_q: int | None = None,
+    block_k: int | None = None,
+    implementation: str = "auto",
+) -> torch.Tensor:
+    """The same of q, k and v that quantize_qkv has put in 8 bits; [B, S, H, D] in their dtype before that.
+
+    block_q, block_k: both or neither, then the fastest for this device (`block_sparse_sizes`). On sm_90 the kernels
+    take 192 and 128 tokens as well.
+    """
+    if block_q is None and block_k is None:
+        block_q, block_k = _fastest_8bit_sizes(qkv.q.device, qkv.dtype, qkv.v.dtype)
+    _check_options(mass, block_q, block_k)
+    q, q_scale, k, k_scale, v, v_scale, dtype = qkv
+    formats = (INT8, FP8) if v.dtype == FP8 else (INT8,)
+    fused = use_triton(implementation, *qkv[:6], has_gradient=False, formats=formats)
+    reason = why_no_block_sparse_kernel(q.device, dtype, v.dtype, q.shape[3], block_q, block_k) if fused else None
+    _refuse(reason, implementation)
+    if q.numel() == 0 or (recording() and not (fused and reason is None)):
+        return q.new_empty(q.shape, dtype=dtype)
+    if not fused or reason is not None:
+        return reference.block_sparse_attention_8bit(*qkv, mass, block_q, block_k)
+    tokens = q.shape[1]
+    pooled_q = pool_estimated(q, block_q, q_scale)
+    pooled_k = pool_estimated(k, block_k, k_scale.mT, KEY_GROUP)
+    pooled = (x.to(dtype) for x in (pooled_q, pooled_k))
+    found = choose_lists(*pooled, LN_2, tokens, mass, block_q, block_k)
+    # An e4m3 v is [B, H, D, T], and within 32 tokens in another order, which a mean does not see.
+    values = v.permute(0, 3, 1, 2) if v.dtype == FP8 else v
+    left_value = found.left @ (pool_parts(values, None, tokens, block_k, block_k, 1) * v_scale[:, :, None])
+    lists = (found.block_map, found.counts, found.kept_share, left_value)
+    return _block_sparse_attention_8bit(*qkv[:6], *lists, block_q, block_k, dtype)
+
+
+def block_sparse_sizes(device: torch.device, dtype: torch.dtype, *, quantized: bool) -> tuple[int, int]:
+    """Tokens of a block of queries and of a block of keys, such that attention to them, with a result of this dtype, is
+    fastest on a device."""
+    return _fastest_8bit_sizes(device, dtype, default_v_format(device)) if quantized else BLOCKS
+
+
+def _fastest_8bit_sizes(device: torch.device, dtype: torch.dtype, v_format: torch.dtype) -> tuple[int, int]:
+    takes_sm90 = sm90.why_not(device, dtype, v_format, sm90.HEAD_DIMS[0], *sm90.BLOCKS) is None
+    return sm90.BLOCKS if takes_sm90 else BLOCKS
+
+
+def why_no_block_sparse_kernel(
+    device: torch.device, dtype: torch.dtype, v_format: torch.dtype, head_dim: int, block_q: int, block_k: int
+) -> str | None:
+    """Why no kernel takes these in 8 bits for a result of this dtype, in a few words; None when one does."""
+    why_not_sm90 = sm90.why_not(device, dtype, v_format, head_dim, block_q, block_k)
+    if why_not_sm90 is None:
+        return None
+    reason = why_no_sparse_kernel(device, head_dim, block_q, block_k, v_format)
+    # Of blocks that the sm_90 kernel alone takes, what keeps it from them.
+    return why_not_sm90 if reason is not None and (block_q, block_k) == sm90.BLOCKS else reason
+
+
+def kept_share(
+    q: torch.Tensor, k: torch.Tensor, *, mass: float, block_q: int = BLOCKS[0], block_k: int = BLOCKS[1]
+) -> float:
+    """The share of all pairs of blocks that block-sparse attention of q and k [B, S, H, D] keeps with blocks of these
+    sizes; in 8 bits `block_sparse_sizes` may name others."""
+    counts = reference.lists(q, k, mass, block_q, block_k).counts
+    return counts.double().mean().item() / -(-q.shape[1] // block_k)
+
+
+def _check(q, k, v, mass, block_q, block_k):
+    if q.dim() != 4:
+        raise ValueError(f"block_sparse_attention: q has shape {list(q.shape)}; it takes [B, S, H, D].")
+    for name, x in (("k", k), ("v", v)):
+        if x.shape != q.shape or x.dtype != q.dtype:
+            raise ValueError(
+                f"block_sparse_attention: {name} is {x.dtype} {list(x.shape)}; it must be as q, {q.dtype} "
+                f"{list(q.shape)}."
+            )
+    _check_options(mass, block_q, block_k)
+
+
+def _check_options(mass, block_q, block_k):
+    if not 0 < mass <= 1:
+        raise ValueError(f"block_sparse_attention: mass={mass}; it is a share of the attention, in (0, 1].")
+    if (block_q is None) != (block_k is None):
+        raise ValueError("block_sparse_attention: give block_q and block_k together, or neither.")
+    for name, block in (("block_q", block_q), ("block_k", block_k)):
+        if block < 1:
+            raise ValueError(f"block_sparse_attention: {name}={block}; a block has at least one token.")
+
+
+def _refuse(reason: str | None, implementation: str) -> None:
+    if reason is not None and implementation == "triton":
+        raise ValueError(f"block_sparse_attention: the kernel cannot take {reason}; use implementation='auto'.")
+
+
+@kernel_op("block_sparse_attention")
+def _block_sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_map: torch.Tensor,
+    counts: torch.Tensor,
+    kept_share: torch.Tensor,
+    left_value: torch.Tensor,
+    block_q: int,
+    block_k: int,
+) -> torch.Tensor:
+    out = q.new_empty(q.shape)
+    blocks = portable.Blocks(block_map, block_q, block_k, counts, kept_share, left_value)
+    portable.sparse_attention_forward(q, k, v, blocks, None, out)
+    return out
+
+
+@_block_sparse_attention.register_fake
+def _(q, k, v, block_map, counts, kept_share, left_value, block_q, block_k):
+    return q.new_empty(q.shape)
+
+
+@kernel_op("block_sparse_attention_8bit")
+def _block_sparse_attention_8bit(
+    q8: torch.Tensor,
+    q_scale: torch.Tensor,
+    k8: torch.Tensor,
+    k_scale: torch.Tensor,
+    v8: torch.Tensor,
+    v_scale: torch.Tensor,
+    block_map: torch.Tensor,
+    counts: torch.Tensor,
+    kept_share: torch.Tensor,
+    left_value: torch.Tensor,
+    block_q: int,
+    block_k: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    out = q8.new_empty(q8.shape, dtype=dtype)
+    qkv = QuantizedQKV(q8, q_scale, k8, k_scale, v8, v_scale, dtype)
+    blocks = portable.Blocks(block_map, block_q, block_k, counts, kept_share, left_value)
+    if sm90.why_not(q8.device, dtype, v8.dtype, q8.shape[3], block_q, block_k) is None:
+        sm90.attention_forward(qkv, blocks, out)
+    else:
+        portable_8bit.sparse_attention_forward(qkv, None, blocks, None, out)
+    return out
+
+
+@_block_sparse_attention_8bit.register_fake
+def _(q8, q_scale, k8, k_scale, v8, v_scale, block_map, counts, kept_share, left_value, block_q, block_k, dtype):
+    return q8.new_empty(q8.shape, dtype=dtype)

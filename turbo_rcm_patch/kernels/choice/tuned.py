@@ -1,0 +1,84 @@
+"""What `turbo-rcm tune` measured on this machine: files like those of measurements/, in the user's cache folder.
+
+A file is of one GPU and of the versions of torch, Triton and this package: with others it is not read. Its rows may
+also be of the other tiers' ops, whose rival is the exact tier, and an attention's row may have "sdpa", the backend of
+PyTorch's attention that is faster than the one which PyTorch takes by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from pathlib import Path
+
+import torch
+import triton
+
+from ... import __version__
+from ..attention.sdpa import BACKENDS
+
+logger = logging.getLogger(__name__)
+
+CACHE = "TURBO_RCM_PATCH_CACHE"  # environment variable that names another folder
+BY_TUNE = "by turbo-rcm tune"
+
+
+def tuned_folder() -> Path:
+    """Where the files are: TURBO_RCM_PATCH_CACHE, or turbo_rcm_patch in the user's cache folder."""
+    # Not Path.expanduser, which raises where nobody knows the home folder, as in some containers.
+    caches = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return Path(os.environ.get(CACHE) or Path(caches, "turbo_rcm_patch"), "tuned")
+
+
+def versions() -> dict[str, str]:
+    """Those that a measurement holds for."""
+    return {"torch": torch.__version__, "triton": triton.__version__, "turbo_rcm_patch": __version__}
+
+
+def tuned_file(gpu: str) -> Path:
+    """The file of a GPU with the versions that run."""
+    return tuned_folder() / f"{re.sub(r'[^a-z0-9.+]+', '-', '-'.join([gpu, *versions().values()]).lower())}.json"
+
+
+def origin_of(measured: dict) -> str:
+    """What a file's content is of: "NVIDIA H200 by turbo-rcm tune, of wan2.1-1.3b at 480x832x81"."""
+    size = f" at {measured['size']}" if "size" in measured else ""  # which older files have not
+    return f"{measured['gpu']} {BY_TUNE}, of {measured['model']}{size}"
+
+
+def read_tuned() -> dict[str, tuple[str, list[dict]]]:
+    """By GPU the origin and the rows of what was measured with the versions that run. A file that cannot be read is
+    left out, with a warning."""
+    found = {}
+    for path in sorted(tuned_folder().glob("*.json")):
+        try:
+            measured = json.loads(path.read_text(encoding="utf-8"))
+            if measured["versions"] == versions():
+                found[measured["gpu"]] = origin_of(measured), list(map(_row, measured["rows"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("%s is left out, because it cannot be read (%r); run turbo-rcm tune again.", path, error)
+    return found
+
+
+def _row(row: dict) -> dict:
+    """What measured.py takes of a row. Raises ValueError where it is none."""
+    op, ours, rival = row["op"], row["ours"], row["rival"]
+    sdpa, crossing = row.get("sdpa"), False
+    are_times = all(time is None or isinstance(time, (int, float)) for time in (ours, rival))
+    if not (isinstance(op, str) and are_times and sdpa in (None, *BACKENDS)):
+        raise ValueError(f"{row} is no row")
+    if sdpa is not None:
+        _, queries, keys, _ = row["shape"]
+        crossing = queries != keys
+    return {"op": op, "ours": ours, "rival": rival, "sdpa": sdpa, "crossing": crossing}
+
+
+def forget_tuned() -> list[Path]:
+    """Remove what was measured, with any version; returns the files that were there. Raises OSError for one that
+    cannot be removed."""
+    files = sorted(tuned_folder().glob("*.json"))
+    for path in files:
+        path.unlink()
+    return files

@@ -1,0 +1,197 @@
+"""The convolution of conv_skip on sm_90: which inputs it takes, and its launch.
+
+    residual + (x ∗ W + b)        all of bf16 or all of fp16
+
+The kernel is in conv_sm90_kernel.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from itertools import product
+
+import torch
+
+from ..dispatch import device_properties, why_not_sm90
+from ..launch import launch_kernel
+from ..sizes import cdiv
+from .conv_tiles import choose_box, choose_columns
+
+try:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from .conv_sm90_kernel import conv_kernel
+except (ImportError, AttributeError) as error:
+    GLUON_ERROR = str(error)
+else:
+    GLUON_ERROR = None
+
+PIXELS = 128  # per tile
+COLUMNS = ((128, 64), (128, 0), (64, 32), (64, 0))  # of a tile, and its tail
+SHARED_PIXELS, SHARED_COLUMNS = 64, 256  # of each of the two boxes of a tile that share the rows of the weight
+MEMORY = 208 << 10  # bytes of shared memory for the steps in flight and the staging buffer
+MOST_STAGES = 8
+
+
+def why_not_on(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the kernel cannot run on this device and dtype, in a few words; None when it can."""
+    return why_not_sm90(device, dtype, GLUON_ERROR)
+
+
+def why_not_sizes(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], weight_shape: tuple[int, ...],
+    upsample: bool = False, interleave: int = 1,
+) -> str | None:  # fmt: skip
+    """Why the kernel is not for an x [B, T, H, W, C] behind a front and a weight of these shapes, in a few words,
+    wherever they lie; None when it is. The arguments are those of `conv_skip`."""
+    reason = why_not_on(device, dtype)
+    if reason is not None:
+        return reason
+    B, T, H, W, C = shape
+    N, _, kh, _, _ = weight_shape
+    if C % 32:
+        return "channels that are no multiple of 32"
+    if N < 64 or N // interleave % 8:
+        return "fewer than 64 channels of the result, or no multiple of 8"
+    columns = sum(choose_tile(N, upsample, interleave))
+    if not columns:
+        return "tiles with columns of two pixels or frames"
+    boxes = count_boxes(B * T, *((H, W) if kh > 1 else (1, H * W)), upsample)
+    if boxes * cdiv(N, columns) < device_properties(device)[1]:
+        return "fewer tiles than multiprocessors"
+    return None
+
+
+def why_not(
+    x: torch.Tensor, front: torch.Tensor | None, weight: torch.Tensor, residual: torch.Tensor | None,
+    out: torch.Tensor, upsample: bool, interleave: int,
+) -> str | None:  # fmt: skip
+    """Why the kernel cannot take these packed tensors, in a few words; None when it should run."""
+    shape = (x.shape[0], out.shape[1] // interleave, *x.shape[2:])
+    reason = why_not_sizes(x.device, x.dtype, shape, weight.shape, upsample, interleave)
+    tensors = (x, front, weight, residual)
+    if reason is None and any(tensor is not None and tensor.data_ptr() % 16 for tensor in tensors):
+        return "addresses that are no multiple of 16 bytes"
+    return reason
+
+
+def choose_tile(N: int, upsample: bool, interleave: int) -> tuple[int, int]:
+    """Columns and tail of a tile, none of which are of two pixels or frames; (0, 0) where there are no such."""
+    candidates = COLUMNS
+    if upsample or interleave > 1:
+        candidates = tuple(pair for pair in COLUMNS if N // interleave % sum(pair) == 0)
+    return choose_columns(N, candidates) if candidates else (0, 0)
+
+
+def choose_depths(C: int) -> tuple[int, int]:
+    """Channels of x that a step multiplies, and the rest of them that it multiplies besides: the compiler's tensors
+    have powers of two only."""
+    if C == 96:
+        return 64, 32
+    return (32, 0) if C % 64 else (64, 0)
+
+
+def count_boxes(frames: int, H: int, W: int, upsample: bool, pixels: int = PIXELS) -> int:
+    """Boxes of so many pixels of x that cover so many frames, for every phase."""
+    height, width = choose_box(H, W, pixels)
+    return frames * (4 if upsample else 1) * cdiv(H, height) * cdiv(W, width)
+
+
+def launch(
+    x: torch.Tensor, front: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
+    residual: torch.Tensor | None, out: torch.Tensor, upsample: bool, interleave: int,
+) -> None:  # fmt: skip
+    """Write ``residual + (x ∗ W + b)`` to out; all are packed, and `why_not` must have been None."""
+    N = len(weight)
+    shared = shares_rows(x.device, (x.shape[0], out.shape[1] // interleave, *x.shape[2:]), weight.shape, upsample)
+    parts = [(0, N)] if shared or upsample or interleave > 1 else split_columns(N)
+    for first, last in parts:
+        rows = weight[first:last], None if bias is None else bias[first:last]
+        results = (None if tensor is None else tensor[..., first:last] for tensor in (residual, out))
+        _launch_columns(x, front, *rows, *results, upsample, interleave, shared)
+
+
+def shares_rows(
+    device: torch.device, shape: tuple[int, ...], weight_shape: tuple[int, ...], upsample: bool
+) -> bool:  # fmt: skip
+    """Whether tiles have two boxes of pixels, which are multiplied at the same time: with 256 columns, for which less
+    is read than with 192, and which 1024, 512 and 256 channels are a multiple of."""
+    B, T, H, W, C = shape
+    N, _, kh, _, _ = weight_shape
+    if kh == 1 or N % SHARED_COLUMNS or C % 64:
+        return False
+    tiles = cdiv(count_boxes(B * T, H, W, upsample, SHARED_PIXELS), 2) * (N // SHARED_COLUMNS)
+    return tiles >= device_properties(device)[1]
+
+
+def split_columns(N: int) -> list[tuple[int, int]]:
+    """Columns for one launch each: as many as tiles of 192 have without waste, and the rest. An H200 multiplies those
+    tiles at 757 TFLOP/s, and tiles of 128 columns at 601 to 649."""
+    widest = sum(COLUMNS[0])
+    whole = N // widest * widest
+    if N - whole == COLUMNS[-1][0]:
+        whole -= widest  # two tiles of 128 are faster than one of 192 and one of 64
+    return [(0, N)] if whole <= 0 or whole == N else [(0, whole), (whole, N)]
+
+
+def _launch_columns(
+    x: torch.Tensor, front: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
+    residual: torch.Tensor | None, out: torch.Tensor, upsample: bool, interleave: int, shared: bool,
+) -> None:  # fmt: skip
+    """As `launch`, for a residual and an out that may be some columns of packed ones. shared: as `shares_rows` says."""
+    B, _, H, W, C = x.shape
+    N, kt, kh, _, _ = weight.shape
+    if kh == 1:
+        H, W = 1, H * W  # no pixel reads another
+    T, scale, channels = out.shape[1] // interleave, 2 if upsample else 1, N // interleave
+    pixels, (columns, tail) = PIXELS, choose_tile(N, upsample, interleave)
+    if shared:
+        pixels, (columns, tail) = SHARED_PIXELS, (SHARED_COLUMNS, 0)
+    box, of_tile = choose_box(H, W, pixels), 2 if shared else 1
+    depth, rest = choose_depths(C)
+    boxes = cdiv(count_boxes(B * T, H, W, upsample, pixels), of_tile)
+    tiles = boxes * cdiv(N, columns + tail)
+    images = [None if frames is None else frames.view(-1, H, W, C) for frames in (x, front)]
+    rows = weight.view(N, kt * kh * kh * C)
+    step_bytes = (PIXELS + columns + tail) * (depth + rest) * x.element_size()
+    staging_bytes = PIXELS * (columns + tail) * x.element_size()
+    chunk = min(64, tail or columns)
+    repeats = (1, 1, 1) if residual is None else tuple(map(cdiv, out.shape[1:4], residual.shape[1:4]))
+    if residual is not None:
+        residual = residual.view(-1, H, scale // repeats[1], W, scale // repeats[2] * channels)
+    results = residual, out.view(-1, H, scale, W, scale * channels)
+    with torch.cuda.device_of(x):
+        launch_kernel(
+            conv_kernel,
+            (min(tiles, device_properties(x.device)[1]),),
+            *(_descriptor(frames, 1, *box, size) for frames, size in product(images, (depth, rest))),
+            *(_descriptor(rows, columns, size) for size in (depth, rest)),
+            *(_descriptor(rows, tail, tail and size) for size in (depth, rest)),
+            *(_descriptor(tensor, 1, box[0], 1, box[1], chunk) for tensor in results),
+            bias,
+            *(boxes, T, H, W, N),
+            C=C,
+            KT=kt,
+            KH=kh,
+            UPSAMPLE=upsample,
+            INTERLEAVE=interleave,
+            REPEATS=repeats,
+            TAIL=tail,
+            STAGES=min(MOST_STAGES, (MEMORY - staging_bytes) // step_bytes),
+            BOXES=of_tile,
+            num_warps=4,
+        )
+
+
+def _descriptor(tensor: torch.Tensor | None, *box: int) -> TensorDescriptor | None:
+    """None without a tensor or without columns."""
+    if tensor is None or not box[-1]:
+        return None
+    return TensorDescriptor.from_tensor(tensor, list(box), _layout(len(box), box[-1]))
+
+
+@functools.cache
+def _layout(rank: int, columns: int) -> gl.NVMMASharedLayout:
+    """Of a box of 16-bit elements whose lines, of so many columns, are swizzled."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=2 * columns, element_bitwidth=16, rank=rank)

@@ -1,0 +1,49 @@
+"""A convolution's weight as conv_skip reads it: from a module's [N, C, kt, kh, kw] in memory to [N, kt, kh, kw, C].
+
+PyTorch's copy reads one element of a sector of memory at a time; here a program reads whole rows, and turns them round.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..launch import launch_kernel
+from ..sizes import cdiv, next_power_of_2
+
+CHANNELS = 128  # per program
+
+
+def pack_weight(weight: torch.Tensor) -> torch.Tensor:
+    """A weight [N, kt, kh, kw, C], contiguous; on a device that Triton can run on."""
+    as_in_module = weight.permute(0, 4, 1, 2, 3)
+    if weight.is_contiguous() or not as_in_module.is_contiguous():
+        return weight.contiguous()
+    N, *window, C = weight.shape
+    taps = window[0] * window[1] * window[2]
+    packed = weight.new_empty(weight.shape)
+    with torch.cuda.device_of(weight):
+        launch_kernel(
+            _pack_weight_kernel,
+            (N, cdiv(C, CHANNELS)),
+            *(as_in_module, packed, C),
+            TAPS=taps,
+            BLOCK=next_power_of_2(taps),
+            CHANNELS=CHANNELS,
+            num_warps=4,
+        )
+    return packed
+
+
+@triton.jit
+def _pack_weight_kernel(
+    weight, packed, C, TAPS: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr
+):  # fmt: skip
+    """weight: [N, C, TAPS]. packed: [N, TAPS, C]."""
+    first = tl.program_id(0).to(tl.int64) * C * TAPS
+    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    taps = tl.arange(0, BLOCK)
+    mask = (channels < C)[:, None] & (taps < TAPS)[None, :]
+    values = tl.load(weight + first + channels[:, None] * TAPS + taps[None, :], mask=mask)
+    tl.store(packed + first + taps[:, None] * C + channels[None, :], values.T, mask=mask.T)

@@ -1,0 +1,240 @@
+"""The GEMM of linear_skip, linear_gelu and linear_qkv on sm_90: which inputs it takes, and its launch.
+
+    c_skip ⊙ residual + c_out ⊙ f(a Wᵀ + low upᵀ + b)        f GELU (tanh) or nothing, low and up perhaps none
+
+a and W are bf16, fp16 or, with scales for their rows, of one 8-bit format; residual and result are bf16 or fp16, each
+as it wants, and the result of linear_gelu may be fp8.
+
+a [samples·M, K], W [N, K], b [N]; residual and result [samples·M, N]. The kernel is in gemm_sm90_kernel.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from ..coefficient import ONE, PER_CHANNEL, PER_SAMPLE, PER_TOKEN, coefficient_kind, coefficient_strides, count_runs
+from ..dispatch import SM90_DTYPES, device_properties, why_not_sm90
+from ..launch import launch_kernel
+from ..quantized import FP8, INT8
+from ..sizes import cdiv
+from ..tma import matrix_fits_tma
+from .gemm_portable import NO_PAIR, PLAIN, Bound, Scales, SecondPair
+from .low_rank import RANK_STEP
+
+try:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from .gemm_sm90_kernel import gemm_kernel, gemm_of_three_kernel
+except (ImportError, AttributeError) as error:
+    GLUON_ERROR = str(error)
+else:
+    GLUON_ERROR = None
+
+ROWS = 128
+COLUMNS, TAIL = 128, 64  # 192 columns: the compiler's tensors have powers of two only
+LINE = 128  # bytes of swizzled shared memory: those of a row in a step along K
+STAGES = 4  # steps whose operands are in shared memory
+# Columns that an epilogue takes at once, by the bytes of an operand's element: beside scales, more would spill.
+CHUNKS = {2: 64, 1: 32}
+
+_UNALIGNED = "rows or addresses that are no multiple of 16 bytes"
+
+
+def why_not_on(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the kernel cannot run on this device and dtype, in a few words; None when it can."""
+    return why_not_sm90(device, dtype, GLUON_ERROR, (*SM90_DTYPES, INT8, FP8))
+
+
+def why_not(
+    a: torch.Tensor,
+    *weights: torch.Tensor,
+    samples: int = 1,
+    residual: torch.Tensor | None = None,
+    c_skip: torch.Tensor | None = None,
+    c_out: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    second: SecondPair = NO_PAIR,
+) -> str | None:
+    """Why the kernel cannot take these, or would leave multiprocessors idle, in a few words; None when it should run.
+
+    As for `launch`, or for `launch_three` with three weights. dtype: of the result; None: a's.
+    """
+    (rows, K), N = a.shape, weights[0].shape[0]
+    dtype = dtype or a.dtype
+    reason = why_not_sizes(a.device, a.dtype, rows, N, K, samples=samples, weights=len(weights), result=dtype)
+    if reason is not None:
+        return reason
+    accepted = (*SM90_DTYPES, FP8) if residual is None else SM90_DTYPES
+    for name, kept in (("residual", residual.dtype if residual is not None else None), ("result", dtype)):
+        if kept is not None and kept not in accepted:
+            return f"{str(kept).removeprefix('torch.')} {name}"
+    if coefficient_kind(c_skip) not in (ONE, PER_SAMPLE):
+        return "c_skip per channel or token"  # would spill registers beside 192 accumulators
+    if starts is not None and c_skip is not None:
+        return "c_skip beside runs"  # the same
+    if coefficient_kind(c_out, starts) == PER_TOKEN:
+        return "c_out per token"
+    if second.low is not None:
+        if second.low.dtype != (torch.bfloat16 if a.element_size() == 1 else a.dtype):
+            return f"{str(second.low.dtype).removeprefix('torch.')} low"
+        if second.up.shape[1] % RANK_STEP:
+            return f"a rank that is no multiple of {RANK_STEP}"
+        gated = residual is not None and coefficient_kind(c_out, starts) == PER_CHANNEL
+        if gated and (reason := why_not_low_rank_and_gate(a.dtype, residual.dtype, dtype)) is not None:
+            return reason
+    matrices = [matrix for matrix in (a, *weights, *second, residual) if matrix is not None]
+    return None if all(map(matrix_fits_tma, matrices)) else _UNALIGNED
+
+
+def why_not_sizes(
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    N: int,
+    K: int,
+    *,
+    samples: int = 1,
+    weights: int = 1,
+    result: torch.dtype = torch.bfloat16,
+) -> str | None:
+    """Why the kernel is not for an a [rows, K] of so many samples and so many weights [N, K], in a few words, whatever
+    lies where; None when it is."""
+    reason = why_not_on(device, dtype)
+    if reason is not None:
+        return reason
+    if result not in (*SM90_DTYPES, FP8):
+        return f"{str(result).removeprefix('torch.')} result"
+    if N * result.itemsize % 16 or K * dtype.itemsize % 16:
+        return _UNALIGNED
+    if weights * count_tiles(samples, rows // samples, N) < device_properties(device)[1]:
+        return "fewer tiles than multiprocessors"
+    return None
+
+
+def why_not_low_rank_and_gate(dtype: torch.dtype, residual: torch.dtype, result: torch.dtype) -> str | None:
+    """Why the kernel does not take low rank beside a gate per channel, for an a, a residual and a result of these, in a
+    few words; None when it does."""
+    if dtype.itemsize == 1 and torch.float16 in (residual, result):
+        return "low rank beside 8 bits, a gate and fp16"  # would spill registers
+    return None
+
+
+def count_tiles(samples: int, M: int, N: int) -> int:
+    """Tiles of an output [samples·M, N]; none has rows of two samples."""
+    return samples * cdiv(M, ROWS) * cdiv(N, COLUMNS + TAIL)
+
+
+def launch(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    samples: int = 1,
+    gelu: bool = False,
+    residual: torch.Tensor | None = None,
+    c_skip: torch.Tensor | None = None,
+    c_out: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    factors: tuple[float, float] = (1.0, 1.0),
+    flag: torch.Tensor | None = None,
+    scales: Scales = PLAIN,
+    bound: Bound | None = None,
+    second: SecondPair = NO_PAIR,
+) -> None:
+    """Write ``c_skip ⊙ residual + c_out ⊙ f(a Wᵀ + low upᵀ + b)`` to out, f GELU or nothing; `why_not` must have been
+    None.
+
+    a: [samples·M, K]. weight: [N, K]. bias: [N], contiguous. out, residual: [samples·M, N], contiguous.
+    c_skip, c_out: canonical coefficients (coefficient.py) per sample, c_out also per channel, or None for 1. starts: of
+        c_out's runs, or None.
+    factors: of the two terms besides, where there is a residual. flag: as of saturation.py, or None.
+    scales: of a and weight in 8 bits. bound: of an fp8 result. second: low and up.
+    """
+    (rows, K), N = a.shape, weight.shape[0]
+    M, depth, chunk = rows // samples, LINE // a.element_size(), CHUNKS[a.element_size()]
+    skip_stride_b, _, _ = coefficient_strides(c_skip)
+    out_stride_b, _, out_stride_c = coefficient_strides(c_out)
+    with torch.cuda.device_of(a):
+        launch_kernel(
+            gemm_kernel,
+            _grid(a, count_tiles(samples, M, N)),
+            _descriptor(a, ROWS, depth),
+            _descriptor(weight, COLUMNS, depth),
+            _descriptor(weight, TAIL, depth),
+            None if residual is None else _descriptor(residual.view(samples, M, N), 1, ROWS, chunk),
+            _descriptor(out.view(samples, M, N), 1, ROWS, chunk),
+            bias,
+            *(c_skip, skip_stride_b),
+            *(c_out, out_stride_b, out_stride_c, starts, count_runs(starts)),
+            *factors,
+            flag,
+            *scales,
+            *(bound or (None,) * 4),
+            *_second_descriptors(second),
+            *(samples, M, N, K),
+            STAGES=STAGES,
+            KIND=coefficient_kind(c_out, starts),
+            GELU=gelu,
+            num_warps=4,
+        )
+
+
+def launch_three(
+    a: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    outs: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor | None] = (None,) * 4,
+    second: SecondPair = NO_PAIR,
+) -> None:
+    """Write ``a Wᵀ + low upᵀ + b`` for three W, up and b to three outs; `why_not` must have been None.
+
+    a: [M, K]. weights: [N, K]. biases: [N], contiguous, or all None. outs: [M, N], contiguous. scales: of a and of the
+    weights in 8 bits, else None. second: low [M, 3R] and up [3N, R].
+    """
+    (M, K), N = a.shape, weights[0].shape[0]
+    depth, chunk = LINE // a.element_size(), CHUNKS[a.element_size()]
+    with torch.cuda.device_of(a):
+        launch_kernel(
+            gemm_of_three_kernel,
+            _grid(a, 3 * count_tiles(1, M, N)),
+            _descriptor(a, ROWS, depth),
+            *(_descriptor(weight, COLUMNS, depth) for weight in weights),
+            *(_descriptor(weight, TAIL, depth) for weight in weights),
+            *(_descriptor(out[None], 1, ROWS, chunk) for out in outs),
+            *biases,
+            *scales,
+            *_second_descriptors(second),
+            *(M, N, K),
+            STAGES=STAGES,
+            num_warps=4,
+        )
+
+
+def _second_descriptors(second: SecondPair) -> tuple:
+    """Of low, of up, of up for the columns of a tile past a power of two; and the rank."""
+    if second.low is None:
+        return (None,) * 4
+    low, up = second
+    return *(_descriptor(*box, RANK_STEP) for box in ((low, ROWS), (up, COLUMNS), (up, TAIL))), up.shape[1]
+
+
+def _grid(a: torch.Tensor, tiles: int) -> tuple[int]:
+    return (min(tiles, device_properties(a.device)[1]),)
+
+
+def _descriptor(tensor: torch.Tensor, *box: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(tensor, list(box), _layout(len(box), box[-1], tensor.element_size()))
+
+
+@functools.cache
+def _layout(rank: int, columns: int, element_size: int) -> gl.NVMMASharedLayout:
+    """Of a box whose lines, of so many columns, are swizzled."""
+    width = columns * element_size
+    return gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8 * element_size, rank=rank)

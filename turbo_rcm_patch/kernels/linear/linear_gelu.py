@@ -1,0 +1,206 @@
+"""linear_gelu: a projection with GELU in its epilogue, ``gelu_tanh(a Wᵀ + b)``, in one GEMM.
+
+a [..., K], W [C, K], b [C] of one dtype (fp32, fp16, bf16), or a and W in 8 bits (quantized.py) and b of any of them;
+result [..., C] in that dtype, or where they have 8 bits in one of these or in e4m3, rounded once. No gradient: under
+autograd the reference runs. The tanh approximation of Hendrycks and Gimpel, Gaussian Error Linear Units, sect. 2.
+
+A product of low rank may be added before the GELU (low_rank.py).
+A result in e4m3 is scaled before its largest value is known: by a bound on its row (reference.linear_gelu_quantized).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import reference
+from ..dispatch import kernel_op, use_triton
+from ..quantized import FP8, INT8, Quantized, QuantizedWeight
+from ..rows.gelu import gelu_tanh
+from . import gemm_sm90
+from .gemm_portable import (
+    Bound,
+    bound_scale,
+    check_dtype,
+    check_linear,
+    flat_scales,
+    gemm,
+    launch,
+    second_pair,
+    split_scales,
+)
+from .linear import project_down
+from .low_rank import LowRank, check_low_rank
+
+
+def linear_gelu(
+    a: torch.Tensor | Quantized,
+    weight: torch.Tensor | QuantizedWeight,
+    bias: torch.Tensor | None,
+    *,
+    low_rank: LowRank | None = None,
+    dtype: torch.dtype | None = None,
+    result: torch.dtype | None = None,
+    bias_bound: torch.Tensor | None = None,
+    implementation: str = "auto",
+) -> torch.Tensor | Quantized:
+    """``gelu_tanh(a Wᵀ + b)`` for a [..., K], weight [C, K], bias [C] or None; returns [..., C].
+
+    a, weight: a Quantized and a QuantizedWeight of one format, or neither.
+    low_rank: of another product that is added before the GELU.
+    dtype: of the result of a Quantized, fp32, fp16 or bf16; None: bf16. Other results have a's.
+    result: FP8 for a Quantized in that format, without norm; a, weight and low_rank must then have norms. None: a
+        tensor.
+    bias_bound: for such a result, max|b|, 0-d fp32; None: it is computed.
+    implementation: "auto", "triton" or "torch" (see dispatch.py).
+    Raises ValueError for shapes, dtypes or devices that do not fit together, and for a result in another format.
+    """
+    check_linear("linear_gelu", a, weight, bias)
+    values, weight_values, scales = split_scales(a, weight)
+    check_low_rank("linear_gelu", a, weight_values.shape[0], low_rank)
+    if result is not None:
+        return _quantized_linear_gelu(a, weight, bias, low_rank, result, bias_bound, implementation)
+    dtype = check_dtype("linear_gelu", dtype, a)
+    second = project_down(a, low_rank, implementation)
+    tensors = (values, weight_values, bias)
+    formats = (values.dtype,) if isinstance(a, Quantized) else ()
+    if use_triton(implementation, *tensors, *scales, *second, has_gradient=False, formats=formats):
+        return _linear_gelu(*tensors, dtype, *scales, *second)
+    return reference.linear_gelu(a, weight, bias, dtype, *second)
+
+
+def _quantized_linear_gelu(
+    a: Quantized,
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    low_rank: LowRank | None,
+    result: torch.dtype,
+    bias_bound: torch.Tensor | None,
+    implementation: str,
+) -> Quantized:
+    if result == INT8:
+        raise ValueError(
+            "linear_gelu: result=torch.int8; int8 needs the largest value of a row, which no tile of it knows. Take "
+            "the result in bf16, and quantize_rows."
+        )
+    if result != FP8:
+        raise ValueError(f"linear_gelu: result={result}; accepted are {FP8} and None.")
+    if not isinstance(a, Quantized) or a.norm is None:
+        raise ValueError("linear_gelu: a result in fp8 needs a Quantized a that has its norm.")
+    if weight.norm is None:
+        raise ValueError("linear_gelu: a result in fp8 needs a weight that has its norm, as quantize_weight gives it.")
+    if low_rank is not None:
+        if low_rank.norm is None:
+            raise ValueError("linear_gelu: a result in fp8 needs a low_rank that has its norm.")
+        weight = weight._replace(norm=weight.norm + low_rank.norm)
+    second = project_down(a, low_rank, implementation)
+    if bias_bound is None:
+        bias_bound = a.norm.new_zeros(()) if bias is None else bias.abs().amax().float()
+    tensors = (a.values, weight.values, bias, a.scale, weight.scale, a.norm, weight.norm, bias_bound)
+    formats = (a.values.dtype,)
+    if use_triton(implementation, *tensors, *second, has_gradient=False, formats=formats, result=result):
+        return Quantized(*_linear_gelu_quantized(*tensors, *second))
+    return reference.linear_gelu_quantized(a, weight, bias, bias_bound, *second)
+
+
+@kernel_op("linear_gelu")
+def _linear_gelu(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    a_scale: torch.Tensor | None = None,
+    weight_scale: torch.Tensor | None = None,
+    low: torch.Tensor | None = None,
+    up: torch.Tensor | None = None,
+) -> torch.Tensor:
+    out = a.new_empty(*a.shape[:-1], weight.shape[0], dtype=dtype)
+    if out.numel() > 0:
+        _launch(a, weight, bias, out, a_scale, weight_scale, None, low, up)
+    return out
+
+
+@_linear_gelu.register_fake
+def _(a, weight, bias, dtype, *_):
+    return a.new_empty(*a.shape[:-1], weight.shape[0], dtype=dtype)
+
+
+@kernel_op("linear_gelu_quantized")
+def _linear_gelu_quantized(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    a_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    a_norm: torch.Tensor,
+    weight_norm: torch.Tensor,
+    bias_bound: torch.Tensor,
+    low: torch.Tensor | None = None,
+    up: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out = a.new_empty(*a.shape[:-1], weight.shape[0], dtype=FP8)
+    scale = a.new_empty(a.shape[:-1], dtype=torch.float32)
+    if out.numel() > 0:
+        bound = Bound(a_norm.reshape(-1).contiguous(), weight_norm, bias_bound, scale)
+        _launch(a, weight, bias, out, a_scale, weight_scale, bound, low, up)
+    return out, scale
+
+
+@_linear_gelu_quantized.register_fake
+def _(a, weight, *_):
+    out = a.new_empty(*a.shape[:-1], weight.shape[0], dtype=FP8)
+    return out, a.new_empty(a.shape[:-1], dtype=torch.float32)
+
+
+def _launch(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    weight_scale: torch.Tensor | None,
+    bound: Bound | None,
+    low: torch.Tensor | None,
+    up: torch.Tensor | None,
+) -> None:
+    a = a.reshape(-1, a.shape[-1])
+    bias = None if bias is None else bias.contiguous()
+    pairs = {"scales": flat_scales(a_scale, weight_scale), "second": second_pair(low, up)}
+    if gemm_sm90.why_not(a, weight, dtype=out.dtype, second=pairs["second"]) is None:
+        gemm_sm90.launch(a, weight, bias, out.view(a.shape[0], -1), gelu=True, bound=bound, **pairs)
+    else:
+        launch(_linear_gelu_kernel, a, weight, 1, bias, out, *(bound or (None,) * 4), **pairs)
+
+
+@triton.jit
+def _linear_gelu_kernel(
+    a, weight, samples, M, N, K, stride_a, stride_w, a_scale, w_scale,
+    low, up, R, stride_low, stride_up,
+    bias, out, a_norm, w_norm, bias_bound, result_scale,
+    DESCRIPTORS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    arguments = (bias, out, a_norm, w_norm, bias_bound, result_scale)
+    gemm(
+        a, weight, samples, M, N, K, stride_a, stride_w, (a_scale, w_scale),
+        (low, up, R, stride_low, stride_up), _store_gelu, arguments, None,
+        DESCRIPTORS, ROWS, COLUMNS, DEPTH,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_gelu(acc, sample, rows, columns, M, N, arguments, KINDS: tl.constexpr):
+    bias, out, a_norm, w_norm, bias_bound, result_scale = arguments
+    row_mask = rows < M
+    column_mask = columns < N
+    if bias is not None:
+        acc += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    acc = gelu_tanh(acc)
+    tokens = sample.to(tl.int64) * M + rows
+    if result_scale is not None:
+        scale = bound_scale(tl.load(a_norm + tokens, mask=row_mask, other=0.0), tl.load(w_norm), tl.load(bias_bound))
+        if tl.min(columns, 0) == 0:
+            tl.store(result_scale + tokens, scale, mask=row_mask)
+        acc *= (1 / scale)[:, None]
+    offsets = tokens[:, None] * N + columns[None, :]
+    tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])

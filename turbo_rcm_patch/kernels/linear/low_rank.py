@@ -1,0 +1,58 @@
+"""A second product of low rank beside a linear's, as LoRA adds it (Hu et al. 2021, LoRA, eq. 3):
+
+    a Wᵀ + (a downᵀ) upᵀ = [a, low] [W, up]ᵀ        low = a downᵀ
+
+low is written to memory, small beside a; then the GEMM's sum over K goes on over the rank, into the same accumulators.
+Where a and W have 8 bits, so has down; low and up are bf16, and the scales of a's and W's rows apply to both products.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..quantized import Quantized, QuantizedWeight
+
+
+class LowRank(NamedTuple):
+    """The two factors beside a weight [N, K], or beside G = 3 weights of one input, whose factors lie in their order.
+
+    down: [G·R, K], in a's dtype, or for a Quantized a QuantizedWeight of its format.
+    up: [G·N, R], in a's dtype; for a Quantized fp32, fp16 or bf16, each row divided by the scale of the weight's row.
+    norm: a bound on the L2 norm of every row of the product of the factors, 0-d fp32, for an fp8 result; else None.
+
+    The kernel for sm_90 takes ranks R that are multiples of RANK_STEP (zeros may fill them up), and in 8 bits bf16.
+    """
+
+    down: torch.Tensor | QuantizedWeight
+    up: torch.Tensor
+    norm: torch.Tensor | None = None
+
+
+RANK_STEP = 64  # columns of 16 bits in a step along K
+
+
+def check_low_rank(op: str, a: torch.Tensor | Quantized, N: int, low_rank: LowRank | None, weights: int = 1) -> None:
+    """Raise ValueError unless the factors, where given, fit an a [..., K] and so many weights [N, K]."""
+    if low_rank is None:
+        return
+    down, up, _ = low_rank
+    quantized = isinstance(a, Quantized)
+    if quantized != isinstance(down, QuantizedWeight):
+        raise ValueError(
+            f"{op}: a is a {type(a).__name__} and low_rank's down a {type(down).__name__}; give a Quantized and a "
+            "QuantizedWeight, or neither."
+        )
+    values, matrix = (a.values, down.values) if quantized else (a, down)
+    expected = [weights * up.shape[-1], values.shape[-1]], [weights * N, up.shape[-1]]
+    if (list(matrix.shape), list(up.shape)) != expected:
+        raise ValueError(
+            f"{op}: low_rank has down {list(matrix.shape)} and up {list(up.shape)}; for {weights} weight(s) "
+            f"[{N}, {values.shape[-1]}] they must be {expected[0]} and {expected[1]}."
+        )
+    if matrix.dtype != values.dtype or not (quantized or up.dtype == a.dtype):
+        raise ValueError(
+            f"{op}: a is in {values.dtype}, low_rank's down in {matrix.dtype} and up in {up.dtype}; down must be as a, "
+            "and up too unless that has 8 bits."
+        )

@@ -1,0 +1,57 @@
+"""gelu: ``gelu_tanh(x)`` as a pass of its own, for where no epilogue can take it.
+
+x of any shape (fp32, fp16, bf16); arithmetic is fp32 and the result, in x's dtype, is rounded once. No gradient: under
+autograd the reference runs. The tanh approximation of Hendrycks and Gimpel, Gaussian Error Linear Units, sect. 2.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import reference
+from ..dispatch import kernel_op, use_triton
+from ..launch import launch_kernel
+from ..sizes import cdiv
+
+BLOCK, NUM_WARPS = 4096, 8
+
+
+def gelu(x: torch.Tensor, *, implementation: str = "auto") -> torch.Tensor:
+    """``gelu_tanh(x)``, contiguous.
+
+    implementation: "auto", "triton" or "torch" (see dispatch.py).
+    """
+    op = _gelu if use_triton(implementation, x, has_gradient=False) else reference.gelu
+    return op(x)
+
+
+@kernel_op("gelu")
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if out.numel() > 0:
+        with torch.cuda.device_of(x):
+            grid = (cdiv(x.numel(), BLOCK),)
+            launch_kernel(_gelu_kernel, grid, x.contiguous(), out, x.numel(), BLOCK=BLOCK, num_warps=NUM_WARPS)
+    return out
+
+
+@_gelu.register_fake
+def _(x):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@triton.jit
+def _gelu_kernel(x, out, elements, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < elements
+    values = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + offsets, gelu_tanh(values).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gelu_tanh(x):
+    """0.5 x (1 + tanh(u)) = x / (1 + exp(-2u)) with u = √(2/π) (x + 0.044715 x³): no NaN where exp overflows."""
+    u = 0.7978845608028654 * x * (1 + 0.044715 * x * x)
+    return x / (1 + tl.exp(-2 * u))

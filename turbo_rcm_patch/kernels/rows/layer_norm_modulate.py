@@ -1,0 +1,279 @@
+"""layer_norm_modulate: ``(LayerNorm(x) · weight + bias) · (1 + scale) + shift``, reading x once and writing once.
+
+x [B, S, C]; weight, bias [C]; scale, shift [B|1, C], [B|1, S|1, C] or by runs of tokens; each pair optional, any mix of
+fp32, fp16, bf16. The result is of one of these too, or in 8 bits with a scale and a norm for each row (quantized.py).
+Statistics and arithmetic are fp32, the variance is summed over centred values, the result is rounded once. Programs
+walk rows and hold in registers what no row changes: read anew for each row, fp32 scale and shift would be four times
+its bytes. No gradient: under autograd the reference runs. The modulation is adaLN of Peebles and Xie 2022, Scalable
+Diffusion Models with Transformers, section 3.2.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import reference
+from ..coefficient import (
+    PER_TOKEN,
+    Runs,
+    check_runs,
+    coefficient_kind,
+    coefficient_strides,
+    count_runs,
+    load_coefficient,
+)
+from ..dispatch import check_result, kernel_op, use_triton
+from ..launch import launch_kernel
+from ..quantized import Quantized, quantize_reference
+from ..sizes import next_power_of_2
+from .quantize_rows import check_format, new_quantized, store_quantized
+from .row_tiles import row_grid, row_tile
+
+LONG = 8192  # rows that leave no registers for a second copy of their values
+
+
+def layer_norm_modulate(
+    x: torch.Tensor,
+    *,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    scale: torch.Tensor | Runs | None = None,
+    shift: torch.Tensor | Runs | None = None,
+    eps: float = 1e-6,
+    dtype: torch.dtype | None = None,
+    quantized: torch.dtype | None = None,
+    implementation: str = "auto",
+) -> torch.Tensor | Quantized:
+    """``(LayerNorm(x) · weight + bias) · (1 + scale) + shift`` over the last dimension.
+
+    x: [B, S, C]. weight, bias: [C] or None. scale, shift: both None, or each [B|1, C] or [B|1, S|1, C], or both
+        Runs of the same starts.
+    dtype: of the result, fp32, fp16 or bf16; None: x's.
+    quantized: INT8 or FP8 for a Quantized in that format, with norm; dtype is then without meaning.
+    implementation: "auto", "triton" or "torch" (see dispatch.py).
+    Raises ValueError for other dtypes or formats, and for shapes or devices that do not fit together.
+    """
+    if x.dim() != 3:
+        raise ValueError(f"layer_norm_modulate: x has shape {list(x.shape)}; it must be [B, S, C].")
+    if (scale is None) != (shift is None):
+        raise ValueError("layer_norm_modulate: give scale and shift together, or neither.")
+    for name, affine in (("weight", weight), ("bias", bias)):
+        if affine is not None and affine.shape != x.shape[2:]:
+            raise ValueError(f"layer_norm_modulate: {name} has shape {list(affine.shape)}, not [C={x.shape[2]}].")
+    check_result("layer_norm_modulate", dtype, x.dtype)
+    if quantized is not None:
+        check_format("layer_norm_modulate", quantized)
+    scale, shift, starts = _canonical_modulations(scale, shift, x)
+    tensors = (x, weight, bias, scale, shift)
+    fused = use_triton(implementation, *tensors, has_gradient=False, result=quantized)
+    if quantized is not None:
+        if fused:
+            return Quantized(*_layer_norm_modulate_quantized(*tensors, eps, quantized, starts))
+        wide = reference.layer_norm_modulate(*tensors, eps, torch.float32, starts)
+        return quantize_reference(wide, quantized, with_norm=True)
+    op = _layer_norm_modulate if fused else reference.layer_norm_modulate
+    return op(*tensors, eps, dtype or x.dtype, starts)
+
+
+def _canonical_modulations(
+    scale: torch.Tensor | Runs | None, shift: torch.Tensor | Runs | None, x: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    """scale and shift as [B|1, S|1, C] and None, or by run as [R, 1, C] and their starts."""
+    if not isinstance(scale, Runs) and not isinstance(shift, Runs):
+        return _canonical_modulation("scale", scale, x), _canonical_modulation("shift", shift, x), None
+    if not (isinstance(scale, Runs) and isinstance(shift, Runs) and scale.starts is shift.starts):
+        raise ValueError("layer_norm_modulate: give scale and shift both as Runs, of one tensor of starts.")
+    for name, runs in (("scale", scale), ("shift", shift)):
+        check_runs(f"layer_norm_modulate: {name}", runs, x.shape[2], x.device)
+    return scale.values[:, None], shift.values[:, None], scale.starts.contiguous()
+
+
+def _canonical_modulation(name: str, value: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+    """Bring scale or shift to [B|1, S|1, C]."""
+    if value is None:
+        return None
+    B, S, C = x.shape
+    canonical = value[:, None] if value.dim() == 2 else value
+    fits = canonical.dim() == 3 and canonical.shape[0] in (1, B) and canonical.shape[1] in (1, S)
+    if not fits or canonical.shape[2] != C:
+        raise ValueError(
+            f"layer_norm_modulate: {name} has shape {list(value.shape)}; accepted are [B, C], [1, C], [B, 1, C], "
+            f"[1, 1, C] and [B, S, C] with B={B}, S={S}, C={C}."
+        )
+    return canonical
+
+
+@kernel_op("layer_norm_modulate")
+def _layer_norm_modulate(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    eps: float,
+    dtype: torch.dtype,
+    starts: torch.Tensor | None = None,
+) -> torch.Tensor:
+    out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    if out.numel() > 0:
+        _launch(x, weight, bias, scale, shift, eps, starts, out, None, None)
+    return out
+
+
+@_layer_norm_modulate.register_fake
+def _(x, weight, bias, scale, shift, eps, dtype, starts=None):
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+@kernel_op("layer_norm_modulate_quantized")
+def _layer_norm_modulate_quantized(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    eps: float,
+    format: torch.dtype,
+    starts: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    values, row_scale, norm = new_quantized(x, format, with_norm=True)
+    if values.numel() > 0:
+        _launch(x, weight, bias, scale, shift, eps, starts, values, row_scale, norm)
+    return values, row_scale, norm
+
+
+@_layer_norm_modulate_quantized.register_fake
+def _(x, weight, bias, scale, shift, eps, format, starts=None):
+    return new_quantized(x, format, with_norm=True)
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    eps: float,
+    starts: torch.Tensor | None,
+    out: torch.Tensor,
+    row_scale: torch.Tensor | None,
+    norm: torch.Tensor | None,
+) -> None:
+    if starts is not None:
+        x = x.reshape(1, -1, x.shape[2])  # runs go on from sample to sample
+    if x.stride(2) != 1:
+        x = x.contiguous()
+    B, S, C = x.shape
+    weight, bias = (None if p is None else p.contiguous() for p in (weight, bias))
+    kinds = coefficient_kind(scale), coefficient_kind(shift)
+    tile = _tile(C, x.element_size(), varies=PER_TOKEN in kinds, quantized=row_scale is not None)
+    with torch.cuda.device_of(out):
+        launch_kernel(
+            _layer_norm_modulate_kernel,
+            row_grid(x.device, tile["ROWS"], S, B),
+            x,
+            out,
+            row_scale,
+            norm,
+            weight,
+            bias,
+            scale,
+            shift,
+            starts,
+            count_runs(starts),
+            S,
+            C,
+            x.stride(0),
+            x.stride(1),
+            *coefficient_strides(scale),
+            *coefficient_strides(shift),
+            eps,
+            SCALE=kinds[0],
+            SHIFT=kinds[1],
+            **tile,
+        )
+
+
+def _tile(C: int, element_size: int, varies: bool, quantized: bool) -> dict[str, int]:
+    """varies: whether the modulation does, by token; it would take shared memory of its own for rows in flight.
+    quantized: whether the result is, whose values are in registers twice."""
+    block = next_power_of_2(C)
+    spread = quantized and (varies or block >= LONG)
+    return {"BLOCK": block, **row_tile(block, block * element_size, in_flight=not varies, spread=spread)}
+
+
+@triton.jit(do_not_specialize=("runs",))
+def _layer_norm_modulate_kernel(
+    x, out, row_scale, norm, weight, bias, scale, shift, starts, runs, S, C, x_stride_b, x_stride_s,
+    scale_stride_b, scale_stride_s, scale_stride_c, shift_stride_b, shift_stride_s, shift_stride_c, eps,
+    SCALE: tl.constexpr, SHIFT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    sample = tl.program_id(1)
+    x += sample.to(tl.int64) * x_stride_b
+    out += sample.to(tl.int64) * S * C
+    if row_scale is not None:
+        row_scale += sample.to(tl.int64) * S
+        norm += sample.to(tl.int64) * S
+    scale_strides = (scale_stride_b, scale_stride_s, scale_stride_c)
+    shift_strides = (shift_stride_b, shift_stride_s, shift_stride_c)
+    modulation = (weight, bias, scale, shift, scale_strides, shift_strides)
+    if starts is None:
+        _norm_rows(
+            x, out, row_scale, norm, program * ROWS, S, programs * ROWS, C, x_stride_s, sample, modulation, eps,
+            SCALE, SHIFT, ROWS, BLOCK, STAGES,
+        )  # fmt: skip
+    else:
+        # A share of the rows in one piece: there are few runs in it.
+        share = tl.cdiv(tl.cdiv(S, programs), ROWS) * ROWS
+        for run in range(runs):
+            first = tl.maximum(tl.load(starts + run), program * share)
+            end = tl.minimum(tl.load(starts + run + 1), tl.minimum(program * share + share, S))
+            if first < end:
+                _norm_rows(
+                    x, out, row_scale, norm, first, end, ROWS, C, x_stride_s, tl.cast(run, tl.int32), modulation, eps,
+                    SCALE, SHIFT, ROWS, BLOCK, STAGES,
+                )  # fmt: skip
+
+
+@triton.jit
+def _norm_rows(
+    x, out, row_scale, norm, start, end, step, C, x_stride_s, sample, modulation, eps,
+    SCALE: tl.constexpr, SHIFT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The rows from start to end of one sample, or of one run, whose modulation is read once unless it is by token."""
+    weight, bias, scale, shift, scale_strides, shift_strides = modulation
+    columns = tl.arange(0, BLOCK)
+    column_mask = columns < C
+    VARIES: tl.constexpr = SCALE == 3 or SHIFT == 3  # by token
+    gain = 1.0
+    offset = 0.0
+    if weight is not None:
+        gain = tl.load(weight + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    if bias is not None:
+        offset = tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    if scale is not None and not VARIES:
+        factor = 1 + load_coefficient(scale, sample, 0, columns, True, column_mask, *scale_strides, SCALE)
+        gain = gain * factor
+        offset = offset * factor
+        offset += load_coefficient(shift, sample, 0, columns, True, column_mask, *shift_strides, SHIFT)
+    for first in tl.range(start, end, step, num_stages=STAGES):
+        rows = first + tl.arange(0, ROWS)
+        row_mask = rows < end
+        mask = row_mask[:, None] & column_mask[None, :]
+        x_rows = x + rows.to(tl.int64)[:, None] * x_stride_s
+        values = tl.load(x_rows + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        mean = tl.sum(values, 1) / C
+        centred = tl.where(column_mask[None, :], values - mean[:, None], 0.0)
+        variance = tl.sum(centred * centred, 1) / C
+        y = centred * tl.rsqrt(variance + eps)[:, None] * gain + offset
+        if VARIES:
+            y *= 1 + load_coefficient(scale, sample, rows, columns, row_mask, column_mask, *scale_strides, SCALE)
+            y += load_coefficient(shift, sample, rows, columns, row_mask, column_mask, *shift_strides, SHIFT)
+        if row_scale is not None:
+            store_quantized(y, rows, columns, mask, out, row_scale, norm, end, C)
+        else:
+            out_rows = out + rows.to(tl.int64)[:, None] * C
+            tl.store(out_rows + columns[None, :], y.to(out.dtype.element_ty), mask=mask)

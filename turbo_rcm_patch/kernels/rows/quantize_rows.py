@@ -1,0 +1,126 @@
+"""quantize_rows: a tensor in 8 bits with one scale per row, for where no kernel that produces it can quantise it.
+
+x [..., K] (fp32, fp16, bf16); values [..., K] int8 or e4m3, scale [...] and, where asked for, norm [...] fp32, as
+`quantized.Quantized` has them. One pass: a row stays in registers between its largest magnitude and its rounding. No
+gradient: under autograd the reference runs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..dispatch import kernel_op, use_triton
+from ..launch import launch_kernel
+from ..quantized import FP8, INT8, LARGEST, Quantized, quantize_reference
+from ..quantized import TINY as _TINY
+from ..sizes import next_power_of_2
+from .row_tiles import row_grid, row_tile
+
+TINY = tl.constexpr(_TINY)
+LARGEST_INT8 = tl.constexpr(LARGEST[INT8])
+LARGEST_FP8 = tl.constexpr(LARGEST[FP8])
+ROUNDING = tl.constexpr(1.5 * 2**23)  # added to a number below 2**22, it leaves the nearest integer in the low bits
+
+
+def quantize_rows(
+    x: torch.Tensor, format: torch.dtype, with_norm: bool = False, implementation: str = "auto"
+) -> Quantized:
+    """x [..., K] in a format, INT8 or FP8, each row divided such that its largest magnitude is the format's.
+
+    with_norm: with the L2 norm of each row.
+    implementation: "auto", "triton" or "torch" (see dispatch.py).
+    Raises ValueError for another format.
+    """
+    check_format("quantize_rows", format)
+    if use_triton(implementation, x, has_gradient=False, result=format):
+        values, scale, norm = _quantize_rows(x, format, with_norm)
+        return Quantized(values, scale, norm if with_norm else None)
+    return quantize_reference(x, format, with_norm)
+
+
+def check_format(op: str, format: torch.dtype) -> None:
+    """Raise ValueError for a format that does not exist."""
+    if format not in LARGEST:
+        raise ValueError(f"{op}: format={format}; accepted are {', '.join(map(str, LARGEST))}.")
+
+
+def new_quantized(
+    x: torch.Tensor, format: torch.dtype, with_norm: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Uninitialised values, scale and norm for an x [..., K], contiguous; the norm has no elements where nobody wants
+    it."""
+    values = torch.empty_like(x, dtype=format, memory_format=torch.contiguous_format)
+    scale, norm = (
+        x.new_empty(shape, dtype=torch.float32) for shape in (x.shape[:-1], x.shape[:-1] if with_norm else 0)
+    )
+    return values, scale, norm
+
+
+@kernel_op("quantize_rows")
+def _quantize_rows(
+    x: torch.Tensor, format: torch.dtype, with_norm: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    values, scale, norm = new_quantized(x, format, with_norm)
+    if values.numel() == 0:
+        scale.fill_(_TINY), norm.zero_()
+        return values, scale, norm
+    matrix = x.reshape(-1, x.shape[-1])
+    if matrix.stride(1) != 1:
+        matrix = matrix.contiguous()
+    (rows, K), block = matrix.shape, next_power_of_2(x.shape[-1])
+    tile = row_tile(block, block * x.element_size())
+    grid = row_grid(x.device, tile["ROWS"], rows, 1)
+    arguments = (matrix, values, scale, norm if with_norm else None, rows, K, matrix.stride(0))
+    with torch.cuda.device_of(x):
+        launch_kernel(_quantize_rows_kernel, grid, *arguments, BLOCK=block, **tile)
+    return values, scale, norm
+
+
+@_quantize_rows.register_fake
+def _(x, format, with_norm):
+    return new_quantized(x, format, with_norm)
+
+
+@triton.jit
+def _quantize_rows_kernel(
+    x, values, scale, norm, rows, K, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
+):
+    columns = tl.arange(0, BLOCK)
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        chosen = first + tl.arange(0, ROWS)
+        mask = (chosen < rows)[:, None] & (columns < K)[None, :]
+        tile = tl.load(x + chosen.to(tl.int64)[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+        store_quantized(tile.to(tl.float32), chosen, columns, mask, values, scale, norm, rows, K)
+
+
+@triton.jit
+def store_quantized(tile, rows, columns, mask, values, scale, norm, end, K):
+    """Quantise a tile of whole rows, fp32 and 0 where the mask is false, and store it as rows of values [.., K], and
+    their scales and norms, up to the row `end`. norm may be None."""
+    row_mask = rows < end
+    largest = largest_magnitude(tile, 1)
+    WHOLE: tl.constexpr = values.dtype.element_ty == tl.int8
+    LIMIT: tl.constexpr = LARGEST_INT8 if WHOLE else LARGEST_FP8
+    row_scale = tl.maximum(largest / LIMIT, TINY, propagate_nan=tl.PropagateNan.ALL)
+    scaled = tile * (1 / row_scale)[:, None]
+    if WHOLE:
+        shifted = scaled + ROUNDING
+        low = shifted.to(tl.int32, bitcast=True).to(tl.int8)
+    else:
+        low = scaled.to(tl.float8e4nv)
+    places = values + rows.to(tl.int64)[:, None] * K + columns[None, :]
+    tl.store(places, low, mask=mask)
+    tl.store(scale + rows, row_scale, mask=row_mask)
+    if norm is not None:
+        rounded = shifted - ROUNDING if WHOLE else low.to(tl.float32)
+        tl.store(norm + rows, tl.sqrt(tl.sum(rounded * rounded, 1)) * row_scale, mask=row_mask)
+
+
+@triton.jit
+def largest_magnitude(x, axis: tl.constexpr):
+    """The largest |x| of fp32 along an axis, or of all where that is None; NaN where there is one, so that a scale made
+    of it says so. As integers magnitudes are in the same order, and NaN is above all; tl.max of floats may drop it."""
+    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(magnitude, axis).to(tl.float32, bitcast=True)

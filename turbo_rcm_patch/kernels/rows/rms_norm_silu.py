@@ -1,0 +1,79 @@
+"""rms_norm_silu: RMSNorm over channels, then SiLU, in one pass: ``silu(√C · weight · x / max(‖x‖, 1e-12))``.
+
+x [B, T, ..., C], weight [C]; out [B, T, ..., C]. Arithmetic is fp32 and rounded once to x's dtype. RMSNorm: Zhang and
+Sennrich 2019, eq. 4, as F.normalize; SiLU: Elfwing et al. 2018, eq. 5. No gradient: under autograd the reference runs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import reference
+from ..dispatch import kernel_op, use_triton
+from ..launch import launch_kernel
+from ..sizes import next_power_of_2
+from .row_tiles import row_grid, row_tile
+
+
+def rms_norm_silu(
+    x: torch.Tensor, weight: torch.Tensor, *, silu: bool = True, implementation: str = "auto"
+) -> torch.Tensor:
+    """RMSNorm of x over its last dimension and, where asked, SiLU; contiguous.
+
+    x: [B, T, ..., C], of any strides. weight: [C]. implementation: "auto", "triton" or "torch" (see dispatch.py).
+    Returns x's shape and dtype. Raises ValueError for shapes or devices that do not fit together.
+    """
+    if x.dim() < 3:
+        raise ValueError(f"rms_norm_silu: x has shape {list(x.shape)}, not [B, T, ..., C].")
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"rms_norm_silu: weight has shape {list(weight.shape)}, not [C={x.shape[-1]}].")
+    fused = use_triton(implementation, x, weight, has_gradient=False)
+    return (_rms_norm_silu if fused else reference.rms_norm_silu)(x, weight, silu)
+
+
+@kernel_op("rms_norm_silu")
+def _rms_norm_silu(x: torch.Tensor, weight: torch.Tensor, silu: bool) -> torch.Tensor:
+    out = x.new_empty(x.shape)
+    if x.numel() == 0:
+        return out
+    rows = x.flatten(1, -2)  # a copy where its rows do not lie at equal distances
+    if rows.stride(2) != 1:
+        rows = rows.contiguous()
+    B, S, C = rows.shape
+    block = next_power_of_2(C)
+    tile = row_tile(block, block * x.element_size())
+    with torch.cuda.device_of(out):
+        grid, strides = row_grid(x.device, tile["ROWS"], S, B), (rows.stride(0), rows.stride(1))
+        operands = (rows, weight.contiguous(), out, S, C, *strides, C**0.5)
+        launch_kernel(_rms_norm_silu_kernel, grid, *operands, SILU=silu, BLOCK=block, **tile)
+    return out
+
+
+@_rms_norm_silu.register_fake
+def _(x, weight, silu):
+    return x.new_empty(x.shape)
+
+
+@triton.jit(do_not_specialize=("S",))  # chunks of a video differ in it
+def _rms_norm_silu_kernel(
+    x, weight, out, S, C, x_stride_b, x_stride_s, scale,
+    SILU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    sample = tl.program_id(1).to(tl.int64)
+    x += sample * x_stride_b
+    out += sample * S * C
+    columns = tl.arange(0, BLOCK)
+    column_mask = columns < C
+    gain = scale * tl.load(weight + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    for first in tl.range(tl.program_id(0) * ROWS, S, tl.num_programs(0) * ROWS, num_stages=STAGES):
+        rows = first + tl.arange(0, ROWS)
+        mask = (rows < S)[:, None] & column_mask[None, :]
+        rows = rows.to(tl.int64)[:, None]
+        values = tl.load(x + rows * x_stride_s + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        norm = tl.sqrt(tl.sum(values * values, 1))
+        y = values * (1.0 / tl.maximum(norm, 1e-12))[:, None] * gain
+        if SILU:
+            y = y / (1 + tl.exp(-y))
+        tl.store(out + rows * C + columns[None, :], y.to(out.dtype.element_ty), mask=mask)

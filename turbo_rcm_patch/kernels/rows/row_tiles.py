@@ -1,0 +1,34 @@
+"""How the norms' programs walk rows: short ones several at a time, the next ones loaded while these are computed."""
+
+from __future__ import annotations
+
+import torch
+
+from ..dispatch import device_properties
+from ..sizes import cdiv
+
+ELEMENTS_PER_THREAD = 32
+WIDE = 16384  # rows that get twice the threads: one row alone would take more registers than there are
+MINIMUM_ELEMENTS = 4096  # per program at a time; shorter rows are taken together
+PROGRAMS = 4  # per multiprocessor
+STAGES = 3  # of rows in flight per program, unless they take more shared memory than every GPU has
+SHARED_MEMORY = 96 << 10
+
+
+def row_tile(block: int, row_bytes: int, *, in_flight: bool = True, spread: bool = False) -> dict[str, int]:
+    """ROWS at a time, STAGES and num_warps for rows of `block` elements, a power of two.
+
+    row_bytes: what is loaded anew for a row. in_flight: whether rows may be loaded ahead at all. spread: over twice the
+    threads, where an element takes many registers.
+    """
+    rows = max(1, MINIMUM_ELEMENTS // block)
+    fits = in_flight and (STAGES - 1) * rows * row_bytes < SHARED_MEMORY
+    per_thread = ELEMENTS_PER_THREAD // 2 if spread or block >= WIDE else ELEMENTS_PER_THREAD
+    num_warps = min(32, rows * block // 32 // per_thread)
+    return {"ROWS": rows, "STAGES": STAGES if fits else 1, "num_warps": num_warps}
+
+
+def row_grid(device: torch.device, rows_at_a_time: int, S: int, B: int) -> tuple[int, int]:
+    """Programs that walk the S rows of each of B samples."""
+    programs = max(1, device_properties(device)[1] * PROGRAMS // B)
+    return min(cdiv(S, rows_at_a_time), programs), B

@@ -1,0 +1,1 @@
+"""Sparse-linear attention (SLA): the key blocks that matter exactly, all tokens linearly."""

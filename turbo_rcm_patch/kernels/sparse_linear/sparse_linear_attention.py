@@ -1,0 +1,304 @@
+"""sparse_linear_attention: softmax attention to the key blocks that matter, and linear attention to all tokens.
+
+    o_s = softmax(q kᵀ / √D) v                        over the key blocks that are kept for the query's block
+    o_l = φ(q) Σ φ(k)ᵀ v / (1e-5 + φ(q) Σ φ(k)ᵀ)      φ: softmax over D; both sums over all tokens
+    out = o_s + o_l Wᵀ + b                            proj_l: W [D, D] and b [D], the same for all heads
+
+q, k, v, out [B, S, H, D]; see sparse_linear_reference.py for the definition and its source. One kernel pools
+q, two summarise k and v (sparse_linear_prepass.py), one chooses the blocks by PyTorch's product of their
+means (sparse_linear_map.py), and one computes both branches and stores their sum. With ``quantized`` its
+softmax takes q, k and v in 8 bits: q's, and the scale of v, come from the same kernels, k's and v's from one of
+quantize_qkv's; on sm_90 the last kernel then is sparse_linear_sm90's, where that takes the blocks. No
+gradient: under autograd the reference runs.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..attention.attention_tiles import readable
+from ..attention_8bit.attention_8bit_reference import V_FORMATS
+from ..attention_8bit.quantize_qkv import HEAD_DIMS, QuantizedQKV, allocate_qkv, default_v_format, quantize_kv_tiles
+from ..attention_8bit.quantize_qkv import why_no_kernel as why_no_8bit_kernel
+from ..dispatch import SM90, device_capability, is_gpu, kernel_op, use_triton
+from ..launch import recording
+from . import sparse_linear_8bit_portable as portable_8bit
+from . import sparse_linear_portable as portable
+from . import sparse_linear_reference as reference
+from . import sparse_linear_sm90 as sm90
+from .sparse_linear_map import choose_blocks
+from .sparse_linear_prepass import pool_queries, summarize_keys
+from .sparse_linear_reference import kept_blocks
+
+BLOCK_SIZES = (64, 128)  # that the kernels take
+
+
+def sparse_linear_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    proj_weight: torch.Tensor,
+    proj_bias: torch.Tensor | None = None,
+    *,
+    topk: float | None = None,
+    block_map: torch.Tensor | None = None,
+    block_q: int | None = None,
+    block_k: int | None = None,
+    quantized: bool = False,
+    v_format: torch.dtype | None = None,
+    implementation: str = "auto",
+) -> torch.Tensor:
+    """Sparse-linear attention of q, k, v [B, S, H, D] of one dtype and any strides; [B, S, H, D] in that dtype.
+
+    proj_weight [D, D] and proj_bias [D] or None: proj_l, in q's dtype or fp32.
+    topk: the share of key blocks that each block of queries keeps, above 0 and at most 1; rounded down to whole blocks,
+    and at least one (`kept_blocks` says where the published rule would keep none). Or block_map: the key blocks to
+    keep, [B, H, ⌈S / block_q⌉, kept] of int32 or int64, no block twice in a list.
+    block_q, block_k: tokens of a block of queries and of keys, with which a checkpoint was trained; both or neither,
+    then as published for this device (`sparse_block_sizes`).
+    quantized: the softmax's q, k and v in 8 bits. v_format: v's then, float8_e4m3fn (the default from sm_89 on, and on
+    the CPU) or float16.
+    implementation: "auto", "triton" or "torch" (see dispatch.py); the kernels take head_dims 64 and 128 and blocks of
+    64 and 128 tokens. Differentiable in q, k, v and proj_l, through the reference; through 8 bits as if none rounded.
+    Raises ValueError for shapes, dtypes, devices, blocks or a share that do not fit together.
+    """
+    _check(q, k, v, proj_weight, proj_bias, topk, block_map, block_q, block_k, quantized, v_format)
+    if block_q is None:
+        block_q, block_k = sparse_block_sizes(q.device, quantized=quantized)
+    if block_map is not None:
+        _check_block_map(block_map, q, block_q, block_k)
+        block_map = block_map.sort(-1).values.int()
+    kept = None if block_map is not None else topk
+    fused = use_triton(implementation, q, k, v, proj_weight, proj_bias, has_gradient=False)
+    if quantized:
+        v_format = v_format or default_v_format(q.device)
+    reason = why_no_sparse_kernel(q.device, q.shape[3], block_q, block_k, v_format) if fused else None
+    if reason is not None and implementation == "triton":
+        raise ValueError(f"sparse_linear_attention: the kernel cannot take {reason}; use implementation='auto'.")
+    if q.numel() == 0:
+        return torch.empty_like(q)
+    if kept is not None:
+        kept = kept_blocks(q.shape[1], block_k, topk).count
+    arguments = (q, k, v, proj_weight, proj_bias, block_map, kept, block_q, block_k, v_format)
+    return (_fused if fused and reason is None else _unfused)(*arguments)
+
+
+def chosen_key_blocks(
+    q: torch.Tensor, k: torch.Tensor, kept: int, block_q: int, block_k: int, implementation: str = "auto"
+) -> torch.Tensor:
+    """The key blocks that `sparse_linear_attention` keeps of q and k [B, S, H, D], when it keeps so many:
+    [B, H, ⌈S / block_q⌉, kept] int32, ascending. For what compares two computations; no other caller needs it."""
+    fused = use_triton(implementation, q, k, has_gradient=False)
+    if not fused or why_no_sparse_kernel(q.device, q.shape[3], block_q, block_k, None) is not None:
+        return reference.sparse_block_map(q, k, kept, block_q, block_k)
+    pooled_k = _summarize_keys(k, k, k.new_zeros(k.shape[3], k.shape[3]), block_k)[0]
+    return choose_blocks(_pool_queries(q, block_q), pooled_k, kept)
+
+
+def sparse_block_sizes(device: torch.device, *, quantized: bool) -> tuple[int, int]:
+    """Tokens of a block of queries and of a block of keys, as TurboDiffusion publishes them for a device."""
+    on_sm90 = is_gpu(device) and device_capability(device) == SM90
+    return (64, 128) if quantized and on_sm90 else (128, 64)
+
+
+def _check(q, k, v, proj_weight, proj_bias, topk, block_map, block_q, block_k, quantized, v_format):
+    if q.dim() != 4:
+        raise ValueError(f"sparse_linear_attention: q has shape {list(q.shape)}; it takes [B, S, H, D].")
+    for name, x in (("k", k), ("v", v)):
+        if x.shape != q.shape or x.dtype != q.dtype:
+            raise ValueError(
+                f"sparse_linear_attention: {name} is {x.dtype} {list(x.shape)}; it must be as q, {q.dtype} "
+                f"{list(q.shape)}."
+            )
+    head_dim = q.shape[3]
+    for name, x, shape in (("proj_weight", proj_weight, [head_dim] * 2), ("proj_bias", proj_bias, [head_dim])):
+        if x is not None and (list(x.shape) != shape or x.dtype not in (q.dtype, torch.float32)):
+            raise ValueError(
+                f"sparse_linear_attention: {name} is {x.dtype} {list(x.shape)}; it must be {shape}, D = {head_dim} "
+                f"being q's head_dim, in q's dtype, {q.dtype}, or float32."
+            )
+    if (topk is None) == (block_map is None):
+        raise ValueError("sparse_linear_attention: give either topk or block_map.")
+    check_sparsity(topk, block_q, block_k)
+    if v_format is not None and (not quantized or v_format not in V_FORMATS):
+        raise ValueError(
+            f"sparse_linear_attention: v_format={v_format} with quantized={quantized}; accepted are float8_e4m3fn, "
+            "float16 and None with quantized=True, else None."
+        )
+
+
+def check_sparsity(topk: float | None, block_q: int | None, block_k: int | None) -> None:
+    """Raise ValueError for a share or sizes of blocks that have no meaning. None: not given."""
+    if topk is not None and not 0 < topk <= 1:
+        raise ValueError(f"sparse_linear_attention: topk={topk}; it is a share of the key blocks, in (0, 1].")
+    if (block_q is None) != (block_k is None):
+        raise ValueError("sparse_linear_attention: give block_q and block_k together, or neither.")
+    for name, block in (("block_q", block_q), ("block_k", block_k)):
+        if block is not None and block < 1:
+            raise ValueError(f"sparse_linear_attention: {name}={block}; a block has at least one token.")
+
+
+def _check_block_map(block_map, q, block_q, block_k):
+    batch, tokens, heads, _ = q.shape
+    lists, blocks = [batch, heads, -(-tokens // block_q)], -(-tokens // block_k)
+    right = block_map.dtype in (torch.int32, torch.int64) and block_map.device == q.device
+    if not right or list(block_map.shape[:-1]) != lists or not 0 < block_map.shape[-1] <= max(1, blocks):
+        raise ValueError(
+            f"sparse_linear_attention: block_map is {block_map.dtype} {list(block_map.shape)} on {block_map.device}; "
+            f"with blocks of {block_q} queries and {block_k} keys it must be int32 or int64 {[*lists, 'kept']} on "
+            f"{q.device}, with 1 to {blocks} blocks kept."
+        )
+
+
+def why_no_sparse_kernel(
+    device: torch.device, head_dim: int, block_q: int, block_k: int, v_format: torch.dtype | None
+) -> str | None:
+    """Why the kernels do not take these, in a few words; None when they do. v_format: of 8 bits, else None."""
+    if head_dim not in HEAD_DIMS:
+        return f"head_dim {head_dim}"
+    if not {block_q, block_k} <= set(BLOCK_SIZES):
+        return f"blocks of {block_q} queries and {block_k} keys"
+    return None if v_format is None else why_no_8bit_kernel(device, v_format, head_dim)
+
+
+def _unfused(q, k, v, proj_weight, proj_bias, block_map, kept, block_q, block_k, v_format):
+    if recording():
+        return torch.empty_like(q)  # it takes long, and nothing of it is compiled
+    if block_map is None:
+        block_map = reference.sparse_block_map(q, k, kept, block_q, block_k)
+    arguments = (q, k, v, proj_weight, proj_bias, block_map, block_q, block_k)
+    if v_format is None:
+        return reference.sparse_linear_attention(*arguments)
+    return reference.sparse_linear_attention_8bit(*arguments, v_format)
+
+
+def _fused(q, k, v, proj_weight, proj_bias, block_map, kept, block_q, block_k, v_format):
+    if v_format is not None:
+        pooled_q, pooled_k, key_weight, state, *qkv = _summarize_8bit(q, k, v, proj_weight, block_q, block_k, v_format)
+        block_map = choose_blocks(pooled_q, pooled_k, kept) if block_map is None else block_map
+        return _sparse_linear_attention_8bit(*qkv, q, block_map, key_weight, state, proj_bias, block_q, block_k)
+    pooled_k, key_weight, state = _summarize_keys(k, v, proj_weight, block_k)
+    block_map = choose_blocks(_pool_queries(q, block_q), pooled_k, kept) if block_map is None else block_map
+    return _sparse_linear_attention(q, k, v, block_map, key_weight, state, proj_bias, block_q, block_k)
+
+
+@kernel_op("pool_queries")
+def _pool_queries(q: torch.Tensor, block: int) -> torch.Tensor:
+    """The means of each block of tokens of q [B, S, H, D], [B, H, blocks, D]."""
+    pooled = _allocate_pooled(q, block)
+    pool_queries(q, block, pooled)
+    return pooled
+
+
+@_pool_queries.register_fake
+def _allocate_pooled(q, block):
+    batch, tokens, heads, head_dim = q.shape
+    return q.new_empty((batch, heads, (tokens + block - 1) // block, head_dim))
+
+
+@kernel_op("summarize_keys")
+def _summarize_keys(
+    k: torch.Tensor, v: torch.Tensor, proj_weight: torch.Tensor, block: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """pooled_k [B, H, blocks, D], key_weight [B, H, D] fp32, state [B, H, D, D], as the pre-pass has them."""
+    out = _allocate_summaries(k, v, proj_weight, block)
+    summarize_keys(k, v, proj_weight, block, *out)
+    return out
+
+
+@_summarize_keys.register_fake
+def _allocate_summaries(k, v, proj_weight, block):
+    batch, _, heads, head_dim = k.shape
+    key_weight = k.new_empty((batch, heads, head_dim), dtype=torch.float32)
+    return _allocate_pooled(k, block), key_weight, k.new_empty((batch, heads, head_dim, head_dim))
+
+
+@kernel_op("summarize_8bit")
+def _summarize_8bit(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    proj_weight: torch.Tensor,
+    block_q: int,
+    block_k: int,
+    v_format: torch.dtype,
+) -> tuple[
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+    torch.Tensor,
+]:
+    """pooled_q; pooled_k, key_weight and state; the tensors of a QuantizedQKV."""
+    out = _allocate_8bit(q, k, v, proj_weight, block_q, block_k, v_format)
+    pooled_q, pooled_k, key_weight, state, q8, q_scale, k8, k_scale, v8, v_scale = out
+    pool_queries(q, block_q, pooled_q, q8, q_scale)
+    k_mean = summarize_keys(k, v, proj_weight, block_k, pooled_k, key_weight, state, v_scale)
+    k, v = (readable(x).flatten(2) for x in (k, v))
+    with torch.cuda.device_of(q):
+        quantize_kv_tiles(k, v, None, None, None, q.shape[2], None, k_mean, v_scale, k8, k_scale, v8)
+    return out
+
+
+@_summarize_8bit.register_fake
+def _allocate_8bit(q, k, v, proj_weight, block_q, block_k, v_format):
+    qkv = allocate_qkv(*(x.flatten(2) for x in (q, k, v)), None, None, None, None, q.shape[2], 0.0, 0.0, v_format)
+    return (_allocate_pooled(q, block_q), *_allocate_summaries(k, v, proj_weight, block_k), *qkv)
+
+
+@kernel_op("sparse_linear_attention")
+def _sparse_linear_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    block_map: torch.Tensor,
+    key_weight: torch.Tensor,
+    state: torch.Tensor,
+    proj_bias: torch.Tensor | None,
+    block_q: int,
+    block_k: int,
+) -> torch.Tensor:
+    out = q.new_empty(q.shape)
+    branch = portable.LinearBranch(key_weight, state, proj_bias)
+    portable.sparse_attention_forward(q, k, v, portable.Blocks(block_map, block_q, block_k), branch, out)
+    return out
+
+
+@_sparse_linear_attention.register_fake
+def _(q, k, v, block_map, key_weight, state, proj_bias, block_q, block_k):
+    return q.new_empty(q.shape)
+
+
+@kernel_op("sparse_linear_attention_8bit")
+def _sparse_linear_attention_8bit(
+    q8: torch.Tensor,
+    q_scale: torch.Tensor,
+    k8: torch.Tensor,
+    k_scale: torch.Tensor,
+    v8: torch.Tensor,
+    v_scale: torch.Tensor,
+    q: torch.Tensor,
+    block_map: torch.Tensor,
+    key_weight: torch.Tensor,
+    state: torch.Tensor,
+    proj_bias: torch.Tensor | None,
+    block_q: int,
+    block_k: int,
+) -> torch.Tensor:
+    out = q.new_empty(q.shape)
+    qkv = QuantizedQKV(q8, q_scale, k8, k_scale, v8, v_scale, q.dtype)
+    branch = portable.LinearBranch(key_weight, state, proj_bias)
+    why_not_sm90 = sm90.why_not(q.device, q.dtype, v8.dtype, q.shape[3], block_q, block_k)
+    launcher = sm90 if why_not_sm90 is None else portable_8bit
+    launcher.sparse_attention_forward(qkv, q, portable.Blocks(block_map, block_q, block_k), branch, out)
+    return out
+
+
+@_sparse_linear_attention_8bit.register_fake
+def _(q8, q_scale, k8, k_scale, v8, v_scale, q, block_map, key_weight, state, proj_bias, block_q, block_k):
+    return q.new_empty(q.shape)

@@ -1,0 +1,81 @@
+"""Sparse-linear attention in 8 bits on sm_90: which inputs it takes, and the launch.
+
+The kernel is in sparse_linear_sm90_kernel.py: for e4m3 values, blocks of 64 or 128 queries and 128 keys,
+D of 64 or 128, and results in bf16 or fp16.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from ..attention.attention_tiles import readable
+from ..attention_8bit import attention_8bit_sm90
+from ..attention_8bit.quantize_qkv import QuantizedQKV
+from ..dispatch import device_properties
+from ..launch import launch_kernel
+from ..sizes import cdiv
+from .sparse_linear_portable import Blocks, LinearBranch
+
+with contextlib.suppress(ImportError, AttributeError):  # as attention_sm90.GLUON_ERROR tells
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from ..attention.attention_sm90 import shared_layout
+    from ..attention_8bit.attention_8bit_sm90 import descriptor, values_descriptor
+    from .sparse_linear_sm90_kernel import KEYS, QUERIES, STATE_ROWS, sparse_linear_attention_8bit_kernel
+
+
+def why_not(
+    device: torch.device, dtype: torch.dtype, v_format: torch.dtype, head_dim: int, block_q: int, block_k: int
+) -> str | None:
+    """Why the kernel cannot take q of this device, dtype and head_dim, with 8-bit values of this format and blocks of
+    these sizes, in a few words; else None."""
+    reason = attention_8bit_sm90.why_not_on(device, v_format, dtype)
+    if reason is not None:
+        return reason
+    if head_dim not in attention_8bit_sm90.HEAD_DIMS:
+        return f"head_dim {head_dim}"
+    if block_k != KEYS.value or block_q % QUERIES.value:
+        return f"blocks of {block_q} queries and {block_k} keys"
+    return None
+
+
+def sparse_attention_forward(
+    qkv: QuantizedQKV, q: torch.Tensor, blocks: Blocks, branch: LinearBranch, out: torch.Tensor
+) -> None:
+    """Write softmax attention of qkv to the kept blocks, and the linear branch of q [B, S, H, D], of any strides, to
+    out, packed. Of q, v and blocks why_not says nothing."""
+    q = readable(q)
+    batch, tokens, heads, _ = q.shape
+    tiles = batch * heads * cdiv(tokens, QUERIES.value)
+    with torch.cuda.device_of(q):
+        launch_kernel(
+            sparse_linear_attention_8bit_kernel,
+            (min(tiles, device_properties(q.device)[1]),),
+            descriptor(qkv.q, QUERIES.value),
+            qkv.q_scale,
+            descriptor(qkv.k, KEYS.value),
+            qkv.k_scale,
+            values_descriptor(qkv.v),
+            qkv.v_scale,
+            descriptor(q, QUERIES.value),
+            blocks.block_map.contiguous(),
+            branch.key_weight,
+            _state_descriptor(branch.state),
+            None if branch.bias is None else branch.bias.contiguous(),
+            descriptor(out, QUERIES.value),
+            tokens,
+            heads,
+            tiles,
+            blocks.block_q,
+            blocks.block_map.shape[3],
+            num_warps=4,
+        )
+
+
+def _state_descriptor(state: torch.Tensor) -> TensorDescriptor:
+    """TMA over state [B, H, D, D] in pieces."""
+    block = (1, 1, STATE_ROWS.value, state.shape[3])
+    layout = shared_layout(block, state.dtype)
+    return TensorDescriptor(state, list(state.shape), list(state.stride()), list(block), layout)

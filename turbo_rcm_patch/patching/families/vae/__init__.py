@@ -1,0 +1,94 @@
+"""The decoder of AutoencoderKLWan: of Wan 2.1 and Wan 2.2 A14B, and the residual one of TI2V-5B.
+
+forward.py: what is bound on the VAE. decoder.py: the decoder on channels-last activations. chunks.py: how many frames
+at a time. steps.py: the steps and their kernels. plain.py: why diffusers' own code runs instead.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from diffusers import AutoencoderKLWan
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanAttentionBlock, WanResample, WanRMS_norm
+from diffusers.utils.torch_utils import get_module_execution_device
+from torch import nn
+
+from ....config import PatchConfig
+from ....plain import is_original
+from ...copying import reduce_ex
+from ...journal import bind
+from ...steps.plan import MODULE, STATE, Step
+from ..family import Binding, class_path
+from .chunks import TILES_WORKING_SET, WORKING_SET
+from .forward import VaeState, call_for, decode, frames_sent_to, tiled_decode, vae_state
+from .plain import why_not_plain_decoder
+from .steps import attention, convolution, kernel_size, rms_norm
+
+__all__ = ["bindings", "decoder_notes", "decoder_steps", "frames_sent_to", "vae_state", "why_left_alone"]
+
+FRAMES, HEIGHT, WIDTH = 21, 60, 104  # of the latents of 81 frames at 832×480
+
+
+def why_left_alone(vae: nn.Module) -> str | None:
+    """Why a VAE cannot be patched, in a few words; None when it can."""
+    if type(vae) is not AutoencoderKLWan:
+        return f"its class is {class_path(vae)}, not AutoencoderKLWan"
+    if vae.decoder is None:
+        return "it has no decoder"
+    for name in ("_decode", "tiled_decode"):
+        if name in vars(vae) or not is_original(getattr(type(vae), name), type(vae)):
+            return f"its {name} was replaced"
+    return None
+
+
+def bindings(vae: AutoencoderKLWan, config: PatchConfig) -> list[Binding]:
+    """What makes up the patch of a VAE, to be set in order."""
+    return [
+        (vae, STATE, VaeState(config)),
+        (vae, "__reduce_ex__", bind(reduce_ex, vae)),
+        (vae, "tiled_decode", bind(tiled_decode, vae)),
+        (vae, "_decode", bind(decode, vae)),
+    ]
+
+
+def decoder_steps(vae: AutoencoderKLWan) -> Iterator[tuple[str, list[Step]]]:
+    """The steps of the decoder by name, each as often as it occurs, as they would run now without autograd; one step
+    for all of it where diffusers' own code runs."""
+    parameters = (parameter for part in (vae.decoder, vae) if part is not None for parameter in part.parameters())
+    resting = next(parameters).device  # under offloading not where the decoder runs
+    reason = why_not_plain_decoder(vae, resting, vae.dtype)
+    if reason is not None:
+        yield "decoder", [Step(vae.decoder, MODULE, reason)]
+        return
+    call = call_for(vae, 1, FRAMES * HEIGHT * WIDTH, get_module_execution_device(vae), vae.dtype)
+    modules = [vae.post_quant_conv, *vae.decoder.modules()]
+    convolutions = list(_convolutions(vae))
+    for name, is_projection in (("convolution", False), ("projection", True)):
+        of_kind = [pair for pair in convolutions if (kernel_size(pair[0]) == (1, 1, 1)) == is_projection]
+        yield name, [convolution(conv, call, (scale * HEIGHT, scale * WIDTH)) for conv, scale in of_kind]
+    yield "norm + SiLU", [rms_norm(module, call) for module in modules if type(module) is WanRMS_norm]
+    yield "attention", [attention(module.dim, call) for module in modules if type(module) is WanAttentionBlock]
+
+
+def _convolutions(vae: AutoencoderKLWan) -> Iterator[tuple[nn.Module, int]]:
+    """The decoder's convolutions, each with how many times as high and wide as the latents its input is."""
+    decoder, scale = vae.decoder, 1
+    for part in (vae.post_quant_conv, decoder.conv_in, decoder.mid_block, *decoder.up_blocks, decoder.conv_out):
+        modules = list(part.modules())
+        yield from ((module, scale) for module in modules if isinstance(module, (nn.Conv2d, nn.Conv3d)))
+        scale *= 2 if any(type(module) is WanResample for module in modules) else 1
+
+
+def decoder_notes(vae: AutoencoderKLWan) -> list[str]:
+    """Lines for the summary: how many frames at a time, and which decodes diffusers' code ran."""
+    state = vae_state(vae)
+    chunk, eager = state.config.vae_chunk, state.eager.copy()
+    working_set = TILES_WORKING_SET if vae.use_tiling else WORKING_SET
+    size = f"as many frames as {working_set >> 20} MiB hold" if chunk is None else f"{chunk} latent frames"
+    notes = [f"{size} at a time"]
+    return notes + ([f"diffusers' own decoder ran: {_counted(eager)}"] if eager else [])
+
+
+def _counted(reasons: Counter[str]) -> str:
+    return ", ".join(f"{reason} ({count})" for reason, count in reasons.items())

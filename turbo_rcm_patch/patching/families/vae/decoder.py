@@ -1,0 +1,168 @@
+"""WanDecoder3d on channels-last activations, several latent frames at a time.
+
+The stages read like diffusers' (autoencoder_kl_wan.py), which decodes one latent frame after another and keeps for
+each causal convolution the last frames that it read. Here those frames are a second input of a convolution, its front:
+zeros at first, later those of the chunk before. Latent frame 0 is special: it skips `time_conv`, before whose first
+input there are zeros then, not frame 0; and of the frames that a residual block's shortcut makes of it, only the last
+counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import (
+    AutoencoderKLWan,
+    DupUp3D,
+    WanAttentionBlock,
+    WanDecoder3d,
+    WanMidBlock,
+    WanResample,
+    WanResidualBlock,
+    WanResidualUpBlock,
+    WanUpBlock,
+)
+from torch import nn
+
+from ...steps.plan import Call
+from .steps import attention, convolution, kernel_size, rms_norm, takes_front
+
+
+def decoded(vae: AutoencoderKLWan, z: torch.Tensor, call: Call, frames: Sequence[int]) -> Iterator[torch.Tensor]:
+    """The decoder's frames, neither unpatchified nor clamped, of latents z [B, z_dim, F, H, W]: in parts [B, C, n, H',
+    W'] in their order, each as soon as it is made.
+
+    frames: how many frames each stage takes at a time (chunks.py). One latent frame becomes one frame, F of them become
+    1 + (F - 1) · 4 with two temporal upsamplers.
+    """
+    run = _Run(call)
+    for latents in z.permute(0, 2, 3, 4, 1).split(frames[0], dim=1):
+        for part in run.decoder(vae.decoder, run.convolve(vae.post_quant_conv, latents), frames[1:]):
+            yield part.permute(0, 4, 1, 2, 3)
+
+
+class _Run:
+    """One decode. Activations x are [B, T, H, W, C]; each stage is called with the frames in their order."""
+
+    def __init__(self, call: Call):
+        self._call = call
+        self._read: dict[nn.Module, torch.Tensor] = {}  # by convolution the last kt - 1 frames of its input so far
+        self._begun: set[nn.Module] = set()  # what had latent frame 0, of which it makes less than of others
+
+    def decoder(self, decoder: WanDecoder3d, x: torch.Tensor, frames: Sequence[int]) -> Iterator[torch.Tensor]:
+        x = self.causal(decoder.conv_in, x)
+        x = self.mid_block(decoder.mid_block, x)
+        return self.up_blocks(decoder, zip(decoder.up_blocks, frames, strict=True), x)
+
+    def up_blocks(
+        self, decoder: WanDecoder3d, blocks: Iterable[tuple[nn.Module, int]], x: torch.Tensor
+    ) -> Iterator[torch.Tensor]:
+        """What x becomes, a part of its frames all the way before the next."""
+        (block, frames), *others = blocks
+        for part in x.split(frames, dim=1):
+            y = self.up_block(block, part) if type(block) is WanUpBlock else self.residual_up_block(block, part)
+            if others:
+                yield from self.up_blocks(decoder, others, y)
+            else:
+                yield self.causal(decoder.conv_out, self.norm_silu(decoder.norm_out, y))
+
+    def mid_block(self, block: WanMidBlock, x: torch.Tensor) -> torch.Tensor:
+        first, *others = block.resnets
+        x = self.residual_block(first, x)
+        for attn, resnet in zip(block.attentions, others, strict=False):
+            x = self.residual_block(resnet, x if attn is None else self.attention_block(attn, x))
+        return x
+
+    def up_block(self, block: WanUpBlock, x: torch.Tensor) -> torch.Tensor:
+        for resnet in block.resnets:
+            x = self.residual_block(resnet, x)
+        for upsampler in block.upsamplers or ():
+            x = self.upsample(upsampler, x)
+        return x
+
+    def residual_up_block(self, block: WanResidualUpBlock, x: torch.Tensor) -> torch.Tensor:
+        y = x
+        for resnet in block.resnets:
+            y = self.residual_block(resnet, y)
+        if block.upsampler is None:
+            return y
+        residual = () if block.avg_shortcut is None else (self.shortcut(block.avg_shortcut, x),)
+        return self.upsample(block.upsampler, y, *residual)
+
+    def residual_block(self, block: WanResidualBlock, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm_silu(block.norm1, x)
+        y, front = self.with_front(block.conv1, y)
+        y = self.convolve(block.conv1, y, **front)
+        y = self.norm_silu(block.norm2, y)
+        y, front = self.with_front(block.conv2, y)
+        # Not earlier, where more is alive.
+        shortcut = x if type(block.conv_shortcut) is nn.Identity else self.convolve(block.conv_shortcut, x)
+        return self.convolve(block.conv2, y, shortcut, **front)
+
+    def attention_block(self, block: WanAttentionBlock, x: torch.Tensor) -> torch.Tensor:
+        B, T, H, W, C = x.shape
+        qkv = self.convolve(block.to_qkv, rms_norm(block.norm, self._call).run(x, silu=False))
+        q, k, v = qkv.reshape(B * T, H * W, 1, 3 * C).chunk(3, dim=-1)
+        attended = attention(C, self._call).run(q, k, v)
+        return self.convolve(block.proj, attended.reshape(x.shape), x)
+
+    def upsample(self, block: WanResample, x: torch.Tensor, *residual: torch.Tensor) -> torch.Tensor:
+        if block.mode == "upsample3d":
+            x = self.twice_the_frames(block.time_conv, x)
+        return self.convolve(block.resample[1], x, *residual, upsample=True)
+
+    def twice_the_frames(self, time_conv: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if not self._is_first(time_conv):
+            return self.causal(time_conv, x, interleave=2)
+        alone, others = x[:, :1], x[:, 1:]
+        return torch.cat((alone, self.causal(time_conv, others, interleave=2)), 1) if others.shape[1] else alone
+
+    def shortcut(self, shortcut: DupUp3D, x: torch.Tensor) -> torch.Tensor:
+        """The residual that a shortcut makes of x: its channels, each repeated, are those of the pixels (and frames)
+        that one becomes. What is the same for each two columns, rows or frames is there once."""
+        repeats, counts = shortcut.repeats, []
+        for factor in (shortcut.factor_s, shortcut.factor_s, shortcut.factor_t):
+            shared = factor if repeats % factor == 0 else 1
+            repeats //= shared
+            counts.append(factor // shared)
+        columns, rows, frames = counts
+        if repeats > 1:
+            x = x.repeat_interleave(repeats, dim=-1)
+        x = x.unflatten(-1, (shortcut.out_channels, frames, rows, columns))
+        x = x.permute(0, 1, 5, 2, 6, 3, 7, 4).flatten(5, 6).flatten(3, 4).flatten(1, 2)
+        return x[:, frames - 1 :] if self._is_first(shortcut) else x
+
+    def norm_silu(self, norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(norm, self._call).run(x)
+
+    def causal(self, conv: nn.Module, x: torch.Tensor, **options) -> torch.Tensor:
+        x, front = self.with_front(conv, x)
+        return self.convolve(conv, x, **front, **options)
+
+    def with_front(self, conv: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """What a causal convolution gets for an input: x, and as an option of its step the last frames of its input
+        before; both in one tensor for PyTorch's. Callers let go of x before they convolve, for the memory's sake."""
+        frames = kernel_size(conv)[0] - 1
+        front = self._read.pop(conv, None)
+        if front is None:
+            front = x.new_zeros(x.shape[0], frames, *x.shape[2:])
+        if not takes_front(conv, self._call):
+            x, front = torch.cat((front, x), 1), None
+        self._read[conv] = _last_frames(x, front, frames)
+        return x, {} if front is None else {"front": front}
+
+    def convolve(self, conv: nn.Module, x: torch.Tensor, *residual: torch.Tensor, **options) -> torch.Tensor:
+        return convolution(conv, self._call).run(x, *residual, **options)
+
+    def _is_first(self, module: nn.Module) -> bool:
+        """Whether the module gets latent frame 0 now, ahead of perhaps others."""
+        is_first = module not in self._begun
+        self._begun.add(module)
+        return is_first
+
+
+def _last_frames(x: torch.Tensor, front: torch.Tensor | None, frames: int) -> torch.Tensor:
+    """So many, of x behind those of front; copied, so that x need not be kept."""
+    earlier = x.shape[1] - frames
+    return x[:, earlier:].clone() if earlier >= 0 else torch.cat((front[:, earlier:], x), 1)

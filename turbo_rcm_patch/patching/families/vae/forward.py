@@ -1,0 +1,230 @@
+"""What the patch binds on a VAE: `_decode` and `tiled_decode`, which `decode`, `enable_slicing` and `forward` come to.
+
+Their loops over frames are replaced; the tiles, how they are blended, and what is returned are diffusers' own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_wan import AutoencoderKLWan, unpatchify
+from diffusers.models.autoencoders.vae import DecoderOutput
+from torch import nn
+
+from .... import kernels
+from ....config import PatchConfig
+from ....plain import is_autocast
+from ...cuda_graphs import why_not_recorded
+from ...steps.plan import STATE, Call, active_backend, derivative_of
+from ..wan.graph import graph_of
+from .chunks import TILES_WORKING_SET, frames_at_once, output_shape
+from .decoder import decoded
+from .plain import why_not_plain_decoder
+from .steps import takes_front
+
+# By VAE the implementations, devices and dtypes whose kernels are compiled. Not by patch: to look for what is left to
+# compile takes 0.15 s each time.
+_COMPILED: WeakKeyDictionary[nn.Module, set[tuple]] = WeakKeyDictionary()
+
+
+@dataclass
+class VaeState:
+    """What the patch keeps on a VAE. users: the models that it was patched with. eager: decodes that diffusers' code
+    ran, by reason. receive: gets frames as they are made (`frames_sent_to`)."""
+
+    config: PatchConfig
+    users: WeakSet[nn.Module] = field(default_factory=WeakSet)
+    eager: Counter[str] = field(default_factory=Counter)
+    receive: Callable[[torch.Tensor], None] | None = None
+
+    def __reduce__(self) -> tuple:
+        """Copied and pickled without what is of the models that were copied from."""
+        return VaeState, (self.config,)
+
+
+def vae_state(vae: nn.Module) -> VaeState | None:
+    """What the patch keeps on a VAE; None for one that is not patched."""
+    return vars(vae).get(STATE)
+
+
+@contextlib.contextmanager
+def frames_sent_to(receive: Callable[[torch.Tensor], None], vae: nn.Module) -> Iterator[None]:
+    """While the context lasts, give each part of a sample, [B, 3, n, H', W'] in [-1, 1], to a function before the next
+    is decoded. What is decoded in tiles or by diffusers' own code is finished all at once, and not given."""
+    state = vae_state(vae)
+    if state is not None:
+        state.receive = receive
+    try:
+        yield
+    finally:
+        if state is not None:
+            state.receive = None
+
+
+def decode(self: AutoencoderKLWan, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
+    """AutoencoderKLWan._decode, several latent frames at a time; bound on instances.
+
+    z: [B, z_dim, F, H, W]; the sample is [B, 3, F', H', W'] in [-1, 1].
+    """
+    edges = (self.tile_sample_min_height, self.tile_sample_min_width)
+    in_tiles = self.use_tiling and any(
+        size > edge // self.spatial_compression_ratio for size, edge in zip(z.shape[-2:], edges, strict=False)
+    )
+    if not _takes(self, z, counted=not in_tiles):  # diffusers' code comes to tiled_decode too, which counts
+        return type(self)._decode(self, z, return_dict=return_dict)
+    if in_tiles:
+        return self.tiled_decode(z, return_dict=return_dict)
+    shown = _received(self, (_shown(self, frames) for frames in _parts(self, z, _at_once(self, z))))
+    return _output(_joined(shown, output_shape(self, z)[2]), return_dict)
+
+
+def tiled_decode(
+    self: AutoencoderKLWan, z: torch.Tensor, return_dict: bool = True
+) -> DecoderOutput | tuple[torch.Tensor]:
+    """AutoencoderKLWan.tiled_decode, several latent frames of a tile at a time; bound on instances. As `decode`.
+
+    Of a tile only what is shown is kept, in its place in the sample, and the ends that others are blended with.
+    """
+    if not _takes(self, z):
+        return type(self).tiled_decode(self, z, return_dict=return_dict)
+    ratio, patch = self.spatial_compression_ratio, self.config.patch_size or 1
+    tile = self.tile_sample_min_height, self.tile_sample_min_width
+    stride = self.tile_sample_stride_height, self.tile_sample_stride_width
+    (tile_h, tile_w), (step_h, step_w) = ([edge // ratio for edge in edges] for edges in (tile, stride))
+    crop_h, crop_w = (edge // patch for edge in stride)
+    blend_h, blend_w = (max(0, whole // patch - crop) for whole, crop in zip(tile, (crop_h, crop_w), strict=True))
+    (height, width), count = z.shape[-2:], output_shape(self, z)[2]
+    at_once = _at_once(self, z, z[..., :tile_h, :tile_w])
+    channels = self.decoder.conv_out.out_channels // patch**2
+    sample = z.new_empty(z.shape[0], channels, count, *(edge * ratio // patch * patch for edge in (height, width)))
+    ends: dict[int, torch.Tensor] = {}  # of the tiles above, by column
+    bottom = 0
+    for top in range(0, height, step_h):
+        left, right, band = None, 0, sample[..., bottom:, :]
+        for first in range(0, width, step_w):
+            frames = _joined(_parts(self, z[..., top : top + tile_h, first : first + tile_w], at_once), count)
+            if top > 0:
+                _blend(ends.pop(first), frames, blend_h, dim=-2)
+            if left is not None:
+                _blend(left, frames, blend_w, dim=-1)
+            ends[first], left = _end(frames, blend_h, dim=-2), _end(frames, blend_w, dim=-1)
+            shown = _shown(self, frames[..., :crop_h, :crop_w])
+            place = band[..., : shown.shape[-2], right : right + shown.shape[-1]]
+            place.copy_(shown[..., : place.shape[-2], : place.shape[-1]])
+            right += place.shape[-1]
+            del frames, shown  # not kept while the next tile is decoded
+        bottom += place.shape[-2]
+    return _output(sample[..., :bottom, :right].contiguous(), return_dict)  # smaller where tiles are less than strides
+
+
+def _takes(vae: AutoencoderKLWan, z: torch.Tensor, *, counted: bool = True) -> bool:
+    """Whether our code decodes z. If not, the reason is counted for the summary, unless told otherwise."""
+    if torch.compiler.is_compiling():
+        return False
+    reason = _why_not_call(vae, z) or why_not_plain_decoder(vae, z.device, z.dtype)
+    if reason is not None and counted:
+        vae_state(vae).eager[reason] += 1
+    return reason is None
+
+
+def _why_not_call(vae: AutoencoderKLWan, z: torch.Tensor) -> str | None:
+    if derivative_of(vae, z) is not None:
+        return "autograd"
+    if is_autocast(z.device):
+        return "autocast"
+    if type(z) not in (torch.Tensor, nn.Parameter):
+        return f"{type(z).__name__} latents"
+    return None if z.dim() == 5 and z.shape[1] == vae.config.z_dim and z.numel() > 0 else "latents of another shape"
+
+
+def call_for(vae: AutoencoderKLWan, batch: int, positions: int, device: torch.device, dtype: torch.dtype) -> Call:
+    """What the choice of kernels depends on. positions: of the batch's latents."""
+    return Call(vae_state(vae).config, device, dtype, batch, positions, 0, 0, "sample", None, active_backend())
+
+
+def _at_once(vae: AutoencoderKLWan, z: torch.Tensor, tile: torch.Tensor | None = None) -> list[int]:
+    """How many frames the stages take at a time, of latents z or of a tile of them."""
+    beside = math.prod(output_shape(vae, z)) * z.itemsize + _graph_memory(vae)
+    chunk = vae_state(vae).config.vae_chunk
+    if tile is None:
+        return frames_at_once(vae, z, chunk, beside=beside)
+    return frames_at_once(vae, tile, chunk, working_set=TILES_WORKING_SET, beside=beside)
+
+
+def _graph_memory(vae: AutoencoderKLWan) -> int:
+    """Bytes that only the CUDA graphs of the models that were patched with the VAE can use."""
+    graphs = filter(None, map(graph_of, vae_state(vae).users))
+    return sum(graph.reserved_bytes or 0 for graph in graphs)
+
+
+def _parts(vae: AutoencoderKLWan, z: torch.Tensor, frames: list[int]) -> Iterator[torch.Tensor]:
+    """The decoder's output for latents z, some frames after the other; `frames` at a time."""
+    call = call_for(vae, z.shape[0], z.numel() // z.shape[1], z.device, z.dtype)
+    compiled, kind = _COMPILED.setdefault(vae, set()), (call.config.implementation, z.device, z.dtype)
+    if kind not in compiled and _launches_kernels(vae, call) and why_not_recorded((z,)) is None:
+        # One after the other the kernels take half a minute. The decoder is plain: nobody notices a run of it.
+        kernels.compile_ahead(lambda: deque(decoded(vae, z, call, frames), maxlen=0))
+        compiled.add(kind)
+    return decoded(vae, z, call, frames)
+
+
+def _launches_kernels(vae: AutoencoderKLWan, call: Call) -> bool:
+    """On a GPU, for the convolutions too: PyTorch's would run while the others are only compiled."""
+    return call.device.type == "cuda" and takes_front(vae.decoder.conv_in, call)
+
+
+def _blend(before: torch.Tensor, frames: torch.Tensor, extent: int, dim: int) -> None:
+    """Fade the end of the tile before into the beginning of frames, in place, along a dimension."""
+    extent = min(before.shape[dim], frames.shape[dim], extent)
+    if extent <= 0:
+        return
+    wide = torch.promote_types(frames.dtype, torch.float32)
+    share = torch.arange(extent, device=frames.device, dtype=wide) / extent
+    share = share[:, None] if dim == -2 else share
+    old = before.narrow(dim, before.shape[dim] - extent, extent).to(wide)
+    new = frames.narrow(dim, 0, extent)
+    new.copy_(old * (1 - share) + new.to(wide) * share)
+
+
+def _end(frames: torch.Tensor, extent: int, dim: int) -> torch.Tensor:
+    """A copy of the last rows or columns, so that the rest need not be kept."""
+    start = max(0, frames.shape[dim] - extent)
+    return frames.narrow(dim, start, frames.shape[dim] - start).clone()
+
+
+def _joined(parts: Iterator[torch.Tensor], count: int) -> torch.Tensor:
+    """The parts of `count` frames [B, C, count, H, W], each copied before the next is made."""
+    joined, done = None, 0
+    for part in parts:
+        if joined is None:
+            joined = part.new_empty(*part.shape[:2], count, *part.shape[3:])
+        joined[:, :, done : done + part.shape[2]] = part
+        done += part.shape[2]
+        del part
+    return joined
+
+
+def _received(vae: AutoencoderKLWan, parts: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The parts, each given to who asked for them first."""
+    receive = vae_state(vae).receive
+    for part in parts:
+        if receive is not None:
+            receive(part)
+        yield part
+
+
+def _shown(vae: AutoencoderKLWan, frames: torch.Tensor) -> torch.Tensor:
+    """What the decoder's output shows, in [-1, 1]; in place where its pixels are."""
+    if vae.config.patch_size is not None:
+        frames = unpatchify(frames, patch_size=vae.config.patch_size)
+    return frames.clamp_(min=-1.0, max=1.0)
+
+
+def _output(sample: torch.Tensor, return_dict: bool) -> DecoderOutput | tuple[torch.Tensor]:
+    return DecoderOutput(sample=sample) if return_dict else (sample,)

@@ -1,0 +1,148 @@
+"""What a pipeline returns of a decoded video, "np" or "pil", converted where the VAE left it and copied in pieces.
+
+diffusers denormalises in the VAE's dtype, copies to pageable memory, and there brings the channels last, converts to
+fp32 and, for PIL, rounds x · 255. Here the same arithmetic runs on the video's device: of "pil" 8 bits are copied
+instead of the VAE's 16 or 32. A piece travels through pinned memory while the CPU works on the one before. "pt", which
+diffusers leaves on the device, is left to it, and so is all that is not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from diffusers.video_processor import VideoProcessor
+from PIL import Image
+
+from ....config import PatchConfig
+from ....plain import function_bound_to, is_original
+from ...journal import Journal, bind
+
+PATCHED = "postprocess_video"
+# diffusers' methods between the decoded video and what a pipeline returns.
+READ = ("postprocess", "_denormalize_conditionally", "denormalize", "pt_to_numpy", "numpy_to_pil")
+PIECE_BYTES = 16 * 2**20
+NOTE = 'video output: "np" and "pil" converted where the VAE decodes, and from a GPU copied through pinned memory'
+
+
+def patch_video_output(journal: Journal, target: object, config: PatchConfig) -> None:
+    """Bind `postprocess_video` on a pipeline's video processor, once where several pipelines share it.
+
+    One that is not diffusers' own is left alone (`video_output_note` says so), and so are all with ``vae=False``.
+    """
+    processor = getattr(target, "video_processor", None)
+    if config.vae and processor is not None and _why_not_ours(processor, (PATCHED, *READ)) is None:
+        journal.set(processor, PATCHED, bind(postprocess_video, processor))
+
+
+def video_output_note(target: object, config: PatchConfig) -> str | None:
+    """A line for the summary: what converts the video now and, where it is diffusers, why; None where there is none."""
+    processor = getattr(target, "video_processor", None)
+    if processor is None:
+        return None
+    if _is_patched(processor):
+        reason = _why_not_ours(processor, READ)
+    else:
+        reason = _why_not_ours(processor, (PATCHED, *READ)) or ("vae=False" if not config.vae else "not patched")
+    return NOTE if reason is None else f"video output: diffusers' own: {reason}"
+
+
+def _is_patched(processor: object) -> bool:
+    return function_bound_to(processor, vars(processor).get(PATCHED)) is postprocess_video
+
+
+def _why_not_ours(processor: object, methods: tuple[str, ...]) -> str | None:
+    """Why the conversion may not be what it is in diffusers, in a few words: another class, or a replaced method."""
+    cls = type(processor)
+    if cls is not VideoProcessor:
+        return f"{cls.__module__.split('.')[0]} {cls.__name__}"
+    replaced = (name for name in methods if name in vars(processor) or not is_original(getattr(cls, name), cls))
+    return next((f"replaced {name}" for name in replaced), None)
+
+
+def postprocess_video(
+    processor: VideoProcessor, video: torch.Tensor, output_type: str = "np", **kwargs: object
+) -> np.ndarray | torch.Tensor | list[list[Image.Image]]:
+    """In place of the processor's method: video [B, C, F, H, W], a float tensor in [-1, 1], as an array of fp32
+    [B, F, H, W, C] in [0, 1] ("np") or for each sample a list of F images ("pil"), value for value the method's. In
+    memory the channels are last too; the method leaves them before the rows."""
+    if output_type not in ("np", "pil") or kwargs or not _is_decoded(video) or _why_not_ours(processor, READ):
+        return VideoProcessor.postprocess_video(processor, video, output_type, **kwargs)
+
+    def convert(images: torch.Tensor) -> torch.Tensor:
+        denormalized = processor._denormalize_conditionally(images)
+        return to_8_bits(denormalized) if output_type == "pil" else denormalized
+
+    B, C, F, H, W = video.shape
+    arrays = np.empty((B, F, H, W, C), np.uint8 if output_type == "pil" else np.float32)
+    for sample, array in zip(video, arrays, strict=True):
+        rest = torch.from_numpy(array)
+        for piece in pieces_on_cpu(sample.transpose(0, 1), convert):
+            rest[: len(piece)].copy_(piece)
+            rest = rest[len(piece) :]
+    return arrays if output_type == "np" else [[_image(frame) for frame in array] for array in arrays]
+
+
+def _is_decoded(video: object) -> bool:
+    if not isinstance(video, torch.Tensor) or video.dim() != 5 or video.requires_grad:
+        return False
+    return video.is_floating_point() and video.numel() > 0
+
+
+def _image(frame: np.ndarray) -> Image.Image:
+    """Of [H, W, C]."""
+    return Image.fromarray(frame[..., 0] if frame.shape[-1] == 1 else frame)
+
+
+def to_8_bits(images: torch.Tensor) -> torch.Tensor:
+    """Values in [0, 1] as uint8, rounded to the nearest in fp32 as diffusers rounds for PIL."""
+    return (images.float() * 255).round().to(torch.uint8)
+
+
+def pieces_on_cpu(frames: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[torch.Tensor]:
+    """``convert`` of frames [F, C, H, W], a few at a time, as [n, H, W, C] on the CPU.
+
+    From a GPU they come through pinned memory: a piece is good until the next is asked for, and that one is on its way
+    meanwhile.
+    """
+    count = max(1, PIECE_BYTES // (frames[0].numel() * frames.element_size()))
+    pieces = (convert(part).permute(0, 2, 3, 1).contiguous() for part in frames.split(count))
+    return _through_pinned_memory(pieces) if frames.is_cuda else (piece.cpu() for piece in pieces)
+
+
+def on_its_way_to_cpu(piece: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """What waits for a piece's copy, already begun, and returns it. From the CPU it is the piece itself."""
+    if not piece.is_cuda:
+        return lambda: piece
+    stage = _Stage(piece)
+    stage.fill(piece)
+    return stage.content
+
+
+def _through_pinned_memory(pieces: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+    stages: list[_Stage] = []
+    for index, piece in enumerate(pieces):
+        if index < 2:
+            stages.append(_Stage(piece))
+        stages[index % 2].fill(piece)
+        if index > 0:
+            yield stages[(index - 1) % 2].content()
+    yield stages[index % 2].content()
+
+
+class _Stage:
+    """Pinned memory for a piece on its way from a GPU. No piece is larger than the first."""
+
+    def __init__(self, piece: torch.Tensor):
+        self._memory = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=True)
+        self._filled = torch.cuda.Event()
+
+    def fill(self, piece: torch.Tensor) -> None:
+        self._content = self._memory[: len(piece)]
+        self._content.copy_(piece, non_blocking=True)
+        self._filled.record(torch.cuda.current_stream(piece.device))
+
+    def content(self) -> torch.Tensor:
+        self._filled.synchronize()
+        return self._content

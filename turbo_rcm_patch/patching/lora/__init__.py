@@ -1,0 +1,1 @@
+"""LoRA files and layers: loading them, and computing them inside the fused projections."""

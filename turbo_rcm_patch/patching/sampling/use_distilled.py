@@ -1,0 +1,328 @@
+"""use_distilled: load what a few-step LoRA holds and sample as its checkpoint was distilled, and undo it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import numbers
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from diffusers import DiffusionPipeline, WanImageToVideoPipeline
+from torch import nn
+
+from ...checkpoints.files import Source, find_files, keys_of_model, read_tensors
+from ...checkpoints.lazy import SUFFIXES
+from ...checkpoints.lora import Lora, looks_like_lora, read_lora
+from ...checkpoints.recognise import (
+    PERHAPS_GATES,
+    Recognised,
+    by_name,
+    checkpoint_by_keys,
+    ignored_parts,
+    lora_claims,
+    odd_names,
+    own_name,
+)
+from ...recipes import RECIPES, Recipe, find_recipe, recipe_names
+from ...scheduler import FewStepScheduler, scheduler_of
+from ..apply import transformers_of
+from ..lora.load import LoadedLora, check_loadable
+from ..steps.sparse_linear import is_projection
+from .handle import FewStepHandle, check_pipeline, train_timesteps
+from .use_rcm import rcm_scheduler
+
+logger = logging.getLogger(__name__)
+
+_ACCEPTED = (
+    f"Accepted are LoRA files ({', '.join(SUFFIXES)}); recipe= names how one was distilled, one of {recipe_names()}."
+)
+
+
+def use_distilled(
+    pipe: DiffusionPipeline,
+    source: Source | Sequence[Source] | None = None,
+    recipe: str | Recipe | None = None,
+    scale: float = 1.0,
+    *,
+    classifier_free_guidance: bool = False,
+) -> DistilledHandle:
+    """Let ``pipe(...)`` sample in few steps as its checkpoint was distilled, after loading a LoRA where there is one.
+
+    pipe: a WanPipeline, WanImageToVideoPipeline or WanVideoToVideoPipeline, patched or not.
+    source: a LoRA file, a folder, or the id of a hub repository, also with a path in it ("org/name/folder"). For the
+        two transformers of Wan 2.2 a pair (high, low), or a folder with both files. None: the pipeline is distilled.
+    recipe: one of `RECIPES` by its name, or a Recipe of your own. None: recognised by the names and the contents of the
+        files, or of the loaded checkpoint (``transformer.config._name_or_path``).
+    scale: the LoRA's strength, of its matrices and of its differences (of biases, norms, modulation, patch embedding).
+        The latter are written into the parameters: what is done later to PEFT's layers (``set_adapters``,
+        ``disable_lora``, which the next call warns of, ``fuse_lora`` with a scale, hot swaps) changes the matrices
+        alone; ``restore()`` takes off both.
+    classifier_free_guidance: whether guidance_scale counts; by default one above 1 is taken as 1, with one warning.
+
+    Afterwards ``pipe.scheduler.timesteps`` are the recipe's, and a call with another num_inference_steps is an error.
+    The call's ``generator`` alone decides the noise. What was chosen and which keys of a file are not used is logged,
+    and is ``str(handle)``; of a loaded model also what diffusers left out, where its files are on disk.
+
+    Returns a handle with ``restore()``, also usable in a ``with`` statement. Raises TypeError for an unsupported
+    pipeline, source or scale, ValueError for an unknown recipe, for files that are not recognised or that do not fit
+    the model, ImportError without peft, RuntimeError where a few-step sampler is installed already, another LoRA is
+    fused or switched off, projections are fused, or layerwise casting is on; nothing is changed then.
+    """
+    check_pipeline(pipe, "use_distilled")
+    if not isinstance(scale, numbers.Real):
+        raise TypeError(f"scale={scale!r}; give a number, 1 for the LoRA as it was trained.")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale={scale}; give a finite number, 1 for the LoRA as it was trained.")
+    chosen = None if recipe is None else find_recipe(recipe)
+    models = {name: getattr(model, "_orig_mod", model) for name, model in transformers_of(pipe).items()}
+    files = {} if source is None else _read(source, models)
+    for name, file in files.items():
+        check_loadable(models[name], name, file.lora)
+    if files:
+        first, *_ = models.values()
+        notes = odd_names(*map(list, zip(*files.values(), strict=True)), first)
+    else:
+        dense = [name for name, model in models.items() if not any(map(is_projection, dict(model.named_parameters())))]
+        keys = [_keys_of(name, models[name]) for name in dense]
+        notes = [note for found in keys for note in ignored_parts(found)]
+    sampling = _sampling(pipe, chosen, files, models, notes)
+    if sampling.recipe == "fastwan" and not files and not all(keys):  # diffusers drops them with a line in its log
+        notes.append(PERHAPS_GATES)
+    return DistilledHandle(pipe, sampling, classifier_free_guidance, files, models, scale, notes)
+
+
+class _File(NamedTuple):
+    """A LoRA file, and what it holds for its transformer."""
+
+    path: Path
+    lora: Lora
+
+
+_Files = dict[str, _File]  # by the transformer's name in the pipeline
+_Models = dict[str, nn.Module]
+
+
+class _Sampling(NamedTuple):
+    """How it is sampled: a recipe's name, what told it, and the boundary_ratio that goes with it."""
+
+    scheduler: FewStepScheduler
+    recipe: str
+    evidence: str
+    boundary_ratio: float | None
+
+
+class DistilledHandle(FewStepHandle):
+    """What ``use_distilled`` changed on a pipeline, which ``restore()`` undoes. ``str(handle)`` tells it.
+
+    Attributes:
+        pipe, scheduler: the pipeline, and the scheduler that it samples with.
+        unused: keys of the files that are not on the models, and why, by transformer.
+    """
+
+    def __init__(
+        self,
+        pipe: DiffusionPipeline,
+        sampling: _Sampling,
+        classifier_free_guidance: bool,
+        files: _Files,
+        models: _Models,
+        scale: float,
+        notes: list[str],
+    ):
+        self._loaded: dict[str, LoadedLora] = {}
+        self._warned_of_changes = False
+        try:
+            for name, file in files.items():
+                self._loaded[name] = LoadedLora(pipe, models[name], file.lora, scale)
+        except BaseException:
+            self._unload()
+            raise
+        self._own_boundary = pipe.config.get("boundary_ratio")
+        self._boundary = sampling.boundary_ratio
+        if self._boundary != self._own_boundary:
+            pipe.register_to_config(boundary_ratio=self._boundary)
+        super().__init__(pipe, sampling.scheduler, classifier_free_guidance, "use_distilled")
+        self._lines = [self._sampling(sampling), *notes, *self._files(files, scale)]
+        level = logging.WARNING if notes or self.unused else logging.INFO
+        logger.log(level, "use_distilled: %s", self)
+
+    @property
+    def unused(self) -> dict[str, dict[str, str]]:
+        """Keys that are not used, and why, by transformer."""
+        return {name: loaded.unused for name, loaded in self._loaded.items() if loaded.unused}
+
+    def restore(self) -> None:
+        """Unload the LoRAs, and put scheduler, prepare_latents and boundary back; weights are bitwise as before.
+
+        A LoRA that you unloaded yourself is gone already; the rest is undone. Raises RuntimeError when called twice,
+        when the LoRA is fused or projections are, and when the scheduler or prepare_latents was replaced; nothing
+        changes then.
+        """
+        self._check_restorable()
+        for loaded in self._loaded.values():
+            loaded.check_undoable()
+        super().restore()
+        if self._boundary != self._own_boundary:
+            self.pipe.register_to_config(boundary_ratio=self._own_boundary)
+        self._unload()
+
+    def _prepare_latents(self, *args, **kwargs):
+        if not self._warned_of_changes:
+            changes = {name: change for name, loaded in self._loaded.items() if (change := self._change_of(loaded))}
+            for name, change in changes.items():
+                logger.warning("%s: %s", name, change)
+            self._warned_of_changes = bool(changes)
+        return super()._prepare_latents(*args, **kwargs)
+
+    def _change_of(self, loaded: LoadedLora) -> str | None:
+        """What a LoRA lost since it was loaded, to be warned of."""
+        if loaded.is_left_out():
+            return (
+                "projections were fused after the LoRA was loaded, which leave its matrices out; call "
+                "unfuse_qkv_projections()."
+            )
+        if loaded.differences and not loaded.is_as_loaded():
+            return (
+                f"the LoRA was switched off or given another weight, and {loaded.differences} differences of biases, "
+                "norms and the like stay in the weights as they were loaded; restore() takes them off, and "
+                "use_distilled with another scale= loads them with it."
+            )
+        return None
+
+    def _unload(self) -> None:
+        for loaded in reversed(self._loaded.values()):
+            loaded.undo()
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines)
+
+    def _sampling(self, sampling: _Sampling) -> str:
+        scheduler = self.scheduler
+        timesteps = ", ".join(f"{t:.4g}" if t < 1000 else "1000" for t in scheduler.timesteps.tolist())
+        guidance = "guidance_scale of the call" if self._classifier_free_guidance else "guidance_scale 1"
+        boundary = "" if self._boundary is None else f", the experts change at {1000 * self._boundary:g}"
+        return (
+            f"{sampling.recipe} ({sampling.evidence}): {len(scheduler.timesteps)} steps ({scheduler.solver}) at "
+            f"timesteps {timesteps}, {guidance}{boundary}"
+        )
+
+    def _files(self, files: _Files, scale: float) -> list[str]:
+        lines = []
+        for name, (path, lora) in files.items():
+            ranks = ", ".join(map(str, lora.ranks))
+            lines.append(
+                f"{name}: {path.name}, {len(lora.pairs)} linears of rank {ranks or '-'}, "
+                f"{self._loaded[name].differences} differences, scale {scale:g}"
+            )
+            lines += [f"  not used: {key} ({reason})" for key, reason in self._loaded[name].unused.items()]
+        return lines
+
+
+def _read(source: Source | Sequence[Source], models: _Models) -> _Files:
+    files = {}
+    try:
+        paths = find_files(source, len(models))
+        contents = [read_tensors(path) for path in paths]
+    except ValueError as error:
+        raise ValueError(f"{str(error).rstrip('.')}. {_ACCEPTED}") from None
+    for path, (tensors, metadata), (name, model) in zip(paths, contents, models.items(), strict=True):
+        if not looks_like_lora(tensors):
+            raise ValueError(
+                f"{path} holds no LoRA but {next(iter(tensors), 'nothing')} and the like. Load a whole model as a "
+                f"diffusers pipeline, and call use_distilled without source. {_ACCEPTED}"
+            )
+        try:
+            files[name] = _File(path, read_lora(tensors, model, metadata))
+        except ValueError as error:
+            raise ValueError(f"{path}: {str(error).rstrip('.')}. {_ACCEPTED}") from None
+    return files
+
+
+def _keys_of(name: str, model: nn.Module) -> set[str]:
+    """The names of the tensors in the files of a pipeline's transformer, where these are found."""
+    return keys_of_model(_name_of(model), name)
+
+
+def _sampling(
+    pipe: DiffusionPipeline,
+    chosen: Recipe | None,
+    files: _Files,
+    models: _Models,
+    notes: list[str],
+) -> _Sampling:
+    own = pipe.config.get("boundary_ratio")
+    if chosen is None and not files and isinstance(pipe.scheduler, FewStepScheduler):
+        scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
+        scheduler.set_timesteps(len(scheduler.config.sigmas) if scheduler.config.sigmas else RECIPES["rcm"].steps)
+        return _Sampling(scheduler, scheduler.config.get("recipe", "rcm"), "the pipeline's own", own)
+    if chosen is RECIPES["rcm"]:  # exactly what use_rcm does, a saved RCMScheduler's options included
+        if isinstance(pipe, WanImageToVideoPipeline):
+            notes.append("for image to video rCM was published with recipe='rcm-i2v'")
+        scheduler = rcm_scheduler(pipe)
+        scheduler.set_timesteps(len(scheduler.config.sigmas) if scheduler.config.sigmas else chosen.steps)
+        return _Sampling(scheduler, chosen.name, "as asked for", own)
+    evidence = "as asked for"
+    if chosen is None:
+        found = _recognise_files(files, models) if files else recognise_loaded(models)
+        if found is None:
+            first, *_ = models.values()
+            raise ValueError(
+                f"nothing tells how the loaded model ({_name_of(first) or 'without a name'}) was distilled; give the "
+                f"LoRA's file as source, or name it with recipe=, one of {recipe_names()}."
+            )
+        chosen, evidence = RECIPES[found.recipe], found.evidence
+        if found.alone:
+            notes.append(f"told by {found.alone} alone; if it is no {chosen.name}, pass recipe=")
+    recipe = _variant(chosen, pipe, bool(files))
+    boundary = _boundary(recipe, own) if len(models) == 2 else own
+    steps = train_timesteps(pipe)
+    scheduler = scheduler_of(recipe, steps, None if boundary is None else boundary * steps)
+    return _Sampling(scheduler, recipe.name, evidence, boundary)
+
+
+def _recognise_files(files: _Files, models: _Models) -> Recognised:
+    found = [lora_claims(file.path, file.lora, models[name], len(models)) for name, file in files.items()]
+    known = {claim.recipe for claims in found for claim in claims}
+    if len(known) != 1 or [] in found:
+        names = ", ".join(file.path.name for file in files.values())
+        what = f"look like {' and '.join(sorted(known))}" if len(known) > 1 else "cannot be recognised"
+        raise ValueError(f"{names}: {what}; name how it was distilled with recipe=, one of {recipe_names()}.")
+    first = [claims[0] for claims in found]
+    return next((claim for claim in first if claim.alone), first[0])
+
+
+def recognise_loaded(models: _Models) -> Recognised | None:
+    """How the loaded models were distilled, by their own name and their files; ValueError where these contradict."""
+    for name, model in models.items():
+        found = [by_name(own_name(_name_of(model))), checkpoint_by_keys(_keys_of(name, model))]
+        told = [recognised for recognised in found if recognised is not None]
+        if len({recognised.recipe for recognised in told}) > 1:
+            raise ValueError(
+                f"the loaded model is {told[0].recipe} ({told[0].evidence}) or {told[1].recipe} ({told[1].evidence}); "
+                f"name how it was distilled with recipe=, one of {recipe_names()}."
+            )
+        if told:
+            return told[0]
+    return None
+
+
+def _name_of(model: nn.Module) -> str:
+    return str(model.config.get("_name_or_path") or "")
+
+
+def _variant(recipe: Recipe, pipe: DiffusionPipeline, has_lora: bool) -> Recipe:
+    """A recipe in the form for image to video, or for a LoRA, where its authors have another one."""
+    if recipe in (RECIPES["rcm"], RECIPES["turbowan"]) and isinstance(pipe, WanImageToVideoPipeline):
+        return RECIPES[f"{recipe.name}-i2v"]
+    return RECIPES["causvid-lora"] if recipe is RECIPES["causvid"] and has_lora else recipe
+
+
+def _boundary(recipe: Recipe, own: float | None) -> float | None:
+    """The recipe's boundary, or the pipeline's own where both give the steps to the same experts."""
+    if recipe.boundary is None:
+        return own
+    times = scheduler_of(recipe).sigmas[:-1]
+    same = own is not None and (times >= own).tolist() == (times >= recipe.boundary).tolist()
+    return own if same else recipe.boundary

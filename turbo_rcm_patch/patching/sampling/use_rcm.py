@@ -1,0 +1,53 @@
+"""use_rcm: make an ordinary ``pipe(...)`` call sample with RCMScheduler, and undo it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from diffusers import DiffusionPipeline
+
+from ...scheduler import RCMScheduler
+from .handle import FewStepHandle, boundary_timestep, check_pipeline, train_timesteps
+
+
+def use_rcm(
+    pipe: DiffusionPipeline,
+    sigma_max: float | None = None,
+    *,
+    stochastic: bool | None = None,
+    round_timesteps_to_bf16: bool | None = None,
+    sigmas: Sequence[float] | None = None,
+    classifier_free_guidance: bool = False,
+) -> FewStepHandle:
+    """Let ``pipe(..., num_inference_steps=4)`` sample in 1 to 4 rCM steps (or at the given sigmas).
+
+    pipe: a WanPipeline, WanImageToVideoPipeline or WanVideoToVideoPipeline whose transformer is rCM-distilled.
+    sigma_max, stochastic, round_timesteps_to_bf16, sigmas: of RCMScheduler. None keeps the value of a pipeline whose
+    scheduler is an RCMScheduler already (one that was saved), else takes RCMScheduler's default: 80, True, True, the
+    published times. Use sigma_max=200 for image to video.
+    classifier_free_guidance: whether guidance_scale counts. Distilled models run without guidance, so by default a
+    guidance_scale above 1 (the pipelines' own default is 5) is taken as 1, with one warning.
+
+    The call's ``generator`` then alone decides the noise: the first, then one draw per step. ``latents`` passed to the
+    call are taken as unit noise and scaled like it; those passed to a video-to-video pipeline are taken as they are.
+
+    Returns a handle with ``restore()``, also usable in a ``with`` statement. Raises TypeError for an unsupported
+    pipeline, ValueError for one without a scheduler or for bad values, RuntimeError when use_rcm is active on it;
+    the pipeline is then unchanged.
+    """
+    check_pipeline(pipe, "use_rcm")
+    scheduler = rcm_scheduler(
+        pipe, sigma_max=sigma_max, stochastic=stochastic, round_timesteps_to_bf16=round_timesteps_to_bf16, sigmas=sigmas
+    )
+    return FewStepHandle(pipe, scheduler, classifier_free_guidance, "use_rcm")
+
+
+def rcm_scheduler(pipe: DiffusionPipeline, **options) -> RCMScheduler:
+    """RCMScheduler for a pipeline, with the options that are not None; the others as `use_rcm` says."""
+    chosen = {name: value for name, value in options.items() if value is not None}
+    return RCMScheduler.from_config(
+        pipe.scheduler.config if isinstance(pipe.scheduler, RCMScheduler) else {},
+        **chosen,
+        num_train_timesteps=train_timesteps(pipe),
+        boundary_timestep=boundary_timestep(pipe),
+    )

@@ -1,0 +1,92 @@
+"""Block-sparse attention in a Wan block: where it is dense instead, and the step of a plan.
+
+It needs no weights of its own, and takes the place of every self-attention; one whose model was trained with another
+sparse attention is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from torch import nn
+
+from ... import kernels
+from ...config import PatchConfig
+from ...tiers import BLOCK_SPARSE
+from .context_parallel import ulysses_attention
+from .plan import REFERENCE, Call, Step
+from .sparse_linear import has_projection
+
+# Of a sample, from which on attention is dense where no kernel takes the blocks of a config: the reference computes all
+# scores.
+TOO_MANY_FOR_REFERENCE = 8192
+
+
+def why_trained_otherwise(name: str, blocks) -> str | None:
+    """Why a model of these blocks, with their paths, is not for block-sparse attention, as a sentence; else None."""
+    if any(has_projection(block.attn1) for _, block in blocks):
+        return (
+            f"{name} was trained with sparse-linear attention (it has proj_l), which block-sparse attention is not; "
+            "take the preset 'sparse'."
+        )
+    return None
+
+
+def layers_attended_exactly(config: PatchConfig, count: int) -> Mapping[int, str]:
+    """Of so many blocks, by their index, those that exact_layers names, with the reason."""
+    if config.exact_layers is None:
+        return {}
+    first, last = config.exact_layers
+    return {i: f"exact_layers={(first, last)}" for i in range(count) if i < first or i >= count - last}
+
+
+def why_dense(attn: nn.Module, call: Call, *, quantized: bool) -> str | None:
+    """Why a self-attention attends to all keys, in a few words; None where it is block-sparse. quantized: whether it
+    gets q, k and v in 8 bits, which not only the config decides.
+
+    What diffusers' dispatch or several GPUs do with it is another question (exact.py).
+    """
+    config = call.config
+    if config.tier != BLOCK_SPARSE:
+        return f"{config.tier.name} tier"
+    if call.exactly is not None or call.derivative is not None:
+        return call.exactly or "autograd"
+    tokens = _tokens(attn, call)
+    if tokens < config.min_tokens:
+        return f"{tokens} tokens, fewer than min_tokens={config.min_tokens}"
+    are_asked_for = config.blocks is not None and config.implementation == "auto"
+    if call.choose()[1] is not None or (are_asked_for and tokens < TOO_MANY_FOR_REFERENCE):
+        return None
+    return _kernel(attn, call, quantized)[1]
+
+
+def _tokens(attn: nn.Module, call: Call) -> int:
+    """Of a sample, on all GPUs."""
+    parallel = attn.processor._parallel_config
+    ranks = 1 if parallel is None else parallel.context_parallel_config.ulysses_degree
+    return call.tokens // call.batch * ranks
+
+
+def _kernel(attn: nn.Module, call: Call, quantized: bool) -> tuple[str, str | None]:
+    sizes = call.device, call.dtype, attn.inner_dim // attn.heads, block_sizes(call, quantized=quantized)
+    return kernels.block_sparse_attention_kernel(*sizes, quantized=quantized)
+
+
+def block_sizes(call: Call, *, quantized: bool) -> tuple[int, int]:
+    """Tokens of a block of queries and of a block of keys."""
+    return call.config.blocks or kernels.block_sparse_sizes(call.device, call.dtype, quantized=quantized)
+
+
+def attention(attn: nn.Module, call: Call, *, quantized: bool) -> Step:
+    """Block-sparse attention: (q, k, v [B, S, H, D]), quantized a QuantizedQKV, -> [B, S, H, D]."""
+    implementation, reason = call.choose()
+    block_q, block_k = block_sizes(call, quantized=quantized)
+    options = {"mass": call.config.mass, "block_q": block_q, "block_k": block_k, "implementation": implementation}
+    op = kernels.block_sparse_attention_8bit if quantized else kernels.block_sparse_attention
+    run = partial(op, **options)
+    kernel, reason = (REFERENCE, reason) if reason is not None else _kernel(attn, call, quantized)
+    kernel = f"{kernel}, block-sparse with mass {call.config.mass:g}"
+    if attn.processor._parallel_config is not None:  # not quantized
+        run, kernel = partial(ulysses_attention, attn.processor._parallel_config, run), f"{kernel} between all-to-alls"
+    return Step(run, kernel, reason)

@@ -1,0 +1,425 @@
+"""The steps of a transformer block: each decides between its fused op and diffusers' module, with the reason.
+
+Modules are read when a step runs, never when it is decided: their weights may be replaced in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from diffusers.models.activations import GELU
+from diffusers.models.attention import FeedForward
+from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+from diffusers.models.normalization import FP32LayerNorm
+from torch import nn
+
+from ... import kernels
+from ...kernels import FP8, Quantized, reference
+from ...plain import hook_on, why_not_linear, why_not_norm, why_not_plain
+from ..lora.inside_projections import Linears
+from . import in_8_bits as quantized_layers
+from .context_parallel import ulysses_attention, why_not_between_all_to_alls
+from .plan import LINEAR, MODULE, NOTHING, REFERENCE, Call, Step
+from .residual import Storage
+
+ALONE, FEW_TOKENS = "nothing to fuse", "a prompt's few tokens"  # why PyTorch's linear does a projection
+
+Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin of RoPE, each [S, D/2]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# LayerNorm
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def layer_norm(norm: nn.Module, stored: Storage, call: Call, quantized: torch.dtype | None = None) -> Step:
+    """LayerNorm of a stored x [B, S, C], modulated by scale and shift [B, 1|S, C] where given.
+
+    Step: (x, scale=None, shift=None) -> [B, S, C] in the call's dtype, or quantized to an 8-bit format.
+    """
+    if type(norm) is nn.Identity:
+        return Step(partial(_identity, norm, stored, call.dtype), NOTHING)
+    reason = why_not_norm(norm, FP32LayerNorm, call.device)
+    if reason is not None:
+        return layer_norm_by_module(norm, stored, call, reason)
+    implementation, reason = call.choose()
+    run = partial(_layer_norm, norm, stored, call.dtype, quantized, implementation)
+    return Step(run, "Triton" if reason is None else REFERENCE, reason, gives=quantized)
+
+
+def layer_norm_by_module(norm: nn.Module, stored: Storage, call: Call, reason: str) -> Step:
+    """`layer_norm` as diffusers writes it."""
+    return Step(partial(_layer_norm_by_module, norm, stored, call.dtype), MODULE, reason)
+
+
+def _identity(norm, stored, dtype, x, scale=None, shift=None):
+    return norm(stored.as_meant(x, dtype))
+
+
+def _layer_norm(norm, stored, dtype, quantized, implementation, x, scale=None, shift=None):
+    result = {"dtype": dtype} if quantized is None else {"quantized": quantized}
+    options = {"eps": norm.eps / stored.scale**2, "implementation": implementation, **result}
+    return kernels.layer_norm_modulate(x, weight=norm.weight, bias=norm.bias, scale=scale, shift=shift, **options)
+
+
+def _layer_norm_by_module(norm, stored, dtype, x, scale=None, shift=None):
+    y = norm(stored.as_meant(x, torch.float32))
+    return (y if scale is None else y * (1 + scale) + shift).to(dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Q, K and V, and their norm with RoPE
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def qkv_projection(attn: nn.Module, call: Call) -> Step:
+    """q, k and v of a self-attention: x [B, S, C] -> three [B, S, C]."""
+    if attn.fused_projections:
+        return Step(partial(_qkv_of_one_module, attn), MODULE, "fused projections")
+    read = call.read(attn.to_q, attn.to_k, attn.to_v)
+    if read.are_quantized:
+        return quantized_layers.qkv_projection(read, partial(_qkv_of_modules, attn), call)
+    reason = _why_not_read(read, call)
+    if reason is None and not read.are_alike:
+        reason = "unequal projections"
+    if reason is not None:
+        return Step(partial(_qkv_of_modules, attn), MODULE, reason)
+    implementation, reason = _choose_gemm("linear_qkv", call)
+    kernel = LINEAR
+    if reason is None:
+        N, K = read.first.weight.shape
+        kernel, reason = kernels.linear_qkv_kernel(call.device, call.dtype, call.tokens, N, K)
+    return Step(partial(_qkv, read, implementation), read.named(kernel), reason)
+
+
+def _why_not_read(read: Linears, call: Call) -> str | None:
+    """Why linears that are not in 8 bits are called; None where their weights may be read."""
+    reasons = (why_not_linear(linear, call.device, call.dtype) for linear in read.linears)
+    return read.reason or next(filter(None, reasons), None)
+
+
+def _qkv_of_one_module(attn, x):
+    return attn.to_qkv(x).chunk(3, dim=-1)
+
+
+def _qkv_of_modules(attn, x):
+    return attn.to_q(x), attn.to_k(x), attn.to_v(x)
+
+
+def _qkv(read, implementation, x):
+    weights = [linear.weight for linear in read.linears]
+    options = {"low_rank": read.low_rank(), "implementation": implementation}
+    return kernels.linear_qkv(x, weights, read.biases(), **options)
+
+
+def kv_projection(attn: nn.Module, tokens: int, call: Call, *, added: bool = False) -> Step:
+    """k and v of a cross-attention: a context [B|1, L, C] of so many tokens in all -> two [B|1, L, C]. added: of the
+    image."""
+    if attn.fused_projections:
+        return Step(partial(_kv_of_one_module, attn.to_added_kv if added else attn.to_kv), MODULE, "fused projections")
+    modules = (attn.add_k_proj, attn.add_v_proj) if added else (attn.to_k, attn.to_v)
+    read = call.read(*modules)
+    if read.are_quantized:
+        return quantized_layers.kv_projection(read, partial(_of_each_module, modules), tokens, call)
+    if read.has_lora and _why_not_read(read, call) is None:
+        return Step(read.each, read.named(LINEAR), FEW_TOKENS)
+    return _by_modules(partial(_of_each_module, modules), read)
+
+
+def _by_modules(run, read: Linears) -> Step:
+    """Linears that are called, with nothing beside them that a kernel could do as well."""
+    return Step(run, LINEAR, ALONE) if read.reason is None else Step(run, MODULE, read.reason)
+
+
+def _kv_of_one_module(module, context):
+    return module(context).chunk(2, dim=-1)
+
+
+def _of_each_module(modules, context):
+    return [module(context) for module in modules]
+
+
+def head_norm(norm: nn.Module, heads: int, call: Call) -> Step:
+    """RMSNorm over all heads, split into them and rotated where tables are given.
+
+    Step: (x [B, S, C], tables=None) -> [B, S, H, D].
+    """
+    reason = why_not_norm(norm, nn.RMSNorm, call.device)
+    if reason is not None:
+        return Step(partial(_head_norm_by_module, norm, heads), MODULE, reason)
+    implementation, reason = call.choose()
+    run = partial(_head_norm, norm, heads, implementation)
+    return Step(run, "Triton" if reason is None else REFERENCE, reason)
+
+
+def _head_norm(norm, heads, implementation, x, tables: Tables | None = None):
+    cos, sin = tables or (None, None)
+    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    return kernels.rms_norm_rope(x, norm.weight, heads=heads, eps=eps, cos=cos, sin=sin, implementation=implementation)
+
+
+def _head_norm_by_module(norm, heads, x, tables: Tables | None = None):
+    y = norm(x).unflatten(-1, (heads, -1))
+    return y if tables is None else reference.rotate(y, *tables)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def attention(
+    attn: nn.Module, call: Call, *, crossing: bool = False, added: bool = False, result: torch.dtype | None = None
+) -> Step:
+    """Attention of q [B, S, H, D] over k, v [B|1, L, H, D] in their dtype.
+
+    Step: (q, k, v) -> [B, S, H, D]; with `added` (q, k, v, to) -> to + that. crossing: cross-attention, which context
+    parallelism leaves alone. result: what the next step takes; in e4m3 our kernel gives it, of a cross-attention, as a
+    Quantized [B, S, C].
+    """
+    reason = why_not_own_attention(attn, call.backend, crossing=crossing, derivative=call.derivative)
+    if reason is not None:
+        return Step(partial(_attention_of_backend, attn.processor, crossing), "diffusers' attention", reason)
+    head_dim, with_backward = attn.inner_dim // attn.heads, call.derivative == "backward"
+    implementation, reason = choose_attention(call, head_dim, with_backward)
+    sdpa = _choose_sdpa(call, implementation, crossing)
+    kernel = kernels.attention_kernel_name(
+        implementation, call.device, call.dtype, head_dim, with_backward=with_backward, sdpa=sdpa
+    )
+    in_e4m3 = crossing and result == FP8 and implementation != "torch" and call.derivative is None
+    if in_e4m3 and call.device.type != "cpu":  # Triton's interpreter rounds e4m3 wrongly
+        return Step(partial(_attention_to_e4m3, implementation), f"{kernel}, e4m3", reason, gives=FP8)
+    attend = partial(_attention, implementation, sdpa)
+    if added:  # by a pass of its own: with the sum in the epilogue the sm_90 kernel would not serve
+        add = skip_after(Storage(call.dtype), Storage(call.dtype), call)
+        return Step(partial(_attention_then_add, attend, add.run), f"{kernel}, {add.kernel} sum", reason)
+    if attn.processor._parallel_config is not None and not crossing:
+        between = partial(_attention_between_all_to_alls, attn.processor, attend)
+        return Step(between, f"{kernel} between all-to-alls", reason)
+    return Step(attend, kernel, reason)
+
+
+def why_not_own_attention(
+    attn: nn.Module, active_backend: AttentionBackendName, *, crossing: bool = False, derivative: str | None = None
+) -> str | None:
+    """Why an attention goes through diffusers' dispatch: a backend or a parallel layout that the user chose."""
+    processor = attn.processor
+    backend = processor._attention_backend or active_backend
+    if processor._attention_backend is not None or backend != AttentionBackendName.NATIVE:
+        return f"attention backend {AttentionBackendName(backend).value}"
+    if processor._parallel_config is None or crossing:
+        return None
+    return why_not_between_all_to_alls(processor._parallel_config, attn.heads, differentiated=derivative is not None)
+
+
+def why_not_quantized_attention(attn: nn.Module, call: Call) -> str | None:
+    """Why a self-attention is not computed in 8 bits, norms of q and k included, in a few words; None when it is."""
+    reason = why_not_own_attention(attn, call.backend, derivative=call.derivative)
+    if reason is None and attn.processor._parallel_config is not None:
+        reason = "context parallelism"
+    norms = (attn.norm_q, attn.norm_k)
+    reason = reason or next(filter(None, (why_not_norm(norm, nn.RMSNorm, call.device) for norm in norms)), None)
+    return reason or quantized_layers.why_not_attention(attn, call)
+
+
+def choose_attention(call: Call, head_dim: int, with_backward: bool) -> tuple[str, str | None]:
+    """As `Call.choose`, for the attention, between ours and PyTorch's."""
+    if call.config.attention == "sdpa":
+        return "torch", "attention='sdpa'"
+    implementation, reason = call.choose(has_gradient=True)
+    if reason is None and call.config.attention != "triton" and implementation == "auto":
+        reason = kernels.why_sdpa(call.device, call.dtype, head_dim, with_backward=with_backward)
+    return (implementation, None) if reason is None else ("torch", reason)
+
+
+def _choose_sdpa(call: Call, implementation: str, crossing: bool) -> str | None:
+    """The backend that PyTorch's attention prefers, where that runs; None: as PyTorch itself has it."""
+    is_reference = call.config.implementation == "torch"  # which is to be PyTorch's own
+    if implementation != "torch" or is_reference or call.derivative is not None:
+        return None
+    return kernels.tuned_sdpa(call.device, call.dtype, crossing=crossing)
+
+
+def _attention(implementation, sdpa, q, k, v):
+    batch = q.shape[0]
+    if k.shape[0] < batch:  # one prompt for all samples: their queries are one sample's
+        q = q.flatten(0, 1)[None]
+    if k.shape[1] > 0:
+        attended = kernels.attention(q, k, v, implementation=implementation, sdpa=sdpa)
+    else:  # such as of no image: our kernels refuse what PyTorch calls 0
+        attended = reference.attention(q, k, v, None, None, None, q.shape[3] ** -0.5)
+    return attended.view(batch, -1, *attended.shape[2:])
+
+
+def _attention_to_e4m3(implementation, q, k, v):
+    if k.shape[1] == 0:  # as above
+        return kernels.quantize_rows(_attention(implementation, None, q, k, v).flatten(2), FP8)
+    batch = q.shape[0]
+    if k.shape[0] < batch:
+        q = q.flatten(0, 1)[None]
+    attended = kernels.attention_to_e4m3(q, k, v, implementation=implementation)
+    return Quantized(attended.values.view(batch, -1, attended.values.shape[2]), attended.scale.reshape(batch, -1))
+
+
+def _attention_between_all_to_alls(processor, attend, q, k, v):
+    return ulysses_attention(processor._parallel_config, attend, q, k, v)
+
+
+def _attention_then_add(attend, add, q, k, v, to):
+    return add(to.flatten(2), attend(q, k, v).flatten(2)).view(to.shape)
+
+
+def _attention_of_backend(processor, crossing, q, k, v, to=None):
+    parallel_config = None if crossing else processor._parallel_config
+    output = dispatch_attention_fn(q, k, v, backend=processor._attention_backend, parallel_config=parallel_config)
+    return output.type_as(q) if to is None else to + output.type_as(q)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Projections: alone, with the skip, with GELU
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def projection(linear: nn.Module, call: Call) -> Step:
+    """A linear: x [B, S, K] -> [B, S, C]."""
+    read = call.read(linear)
+    if read.are_quantized:
+        return quantized_layers.projection(read, linear, call)
+    if read.has_lora and _why_not_read(read, call) is None:
+        return _projection_with_lora(read, call)
+    return _by_modules(linear, read)
+
+
+def _projection_with_lora(read: Linears, call: Call) -> Step:
+    """Chosen as q, k and v together are, the measured op that is the most like it: by the kernel for sm_90 alone."""
+    implementation, reason = _choose_gemm("linear_qkv", call)
+    if reason is None:
+        N, K = read.first.weight.shape
+        kernel, reason = kernels.linear_low_rank_kernel(call.device, call.dtype, call.tokens, N, K)
+    if reason is not None:
+        return Step(read.only, read.named(LINEAR), reason)
+    return Step(partial(_linear_low_rank, read, implementation), read.named(kernel))
+
+
+def _linear_low_rank(read, implementation, x):
+    weight, (bias,) = read.first.weight, read.biases()
+    return kernels.linear_low_rank(x, weight, bias, read.low_rank(), implementation=implementation)
+
+
+def projection_with_skip(
+    layers: Sequence[nn.Module], stored: Storage, result: Storage, call: Call, *, gated: bool
+) -> Step:
+    """A projection, a linear and perhaps a dropout, and the skip: ``residual + gate · layers(a)``.
+
+    Step: (a [B, S, K], residual [B, S, C], gate [B, 1|S, C], Runs, or None for 1) -> [B, S, C].
+    stored, result: how the residual is stored, and the result is to be. gated: whether there will be a gate.
+    """
+    linear, *dropouts = layers
+    read = call.read(linear)
+    reason = next(filter(None, map(_why_not_left_out, dropouts)), None)
+    samples, per_token = (call.batch, call.gate == "token") if gated and call.gate != "run" else (1, False)
+    per_channel = gated and call.gate == "sample"
+    varying = {"samples": samples, "per_token": per_token, "gated": stored.dtype if per_channel else None}
+    if read.are_quantized:
+        options = partial(_skip_options, stored, result)
+        skip = skip_after(stored, result, call)
+        apart = Step(partial(_layers_then_skip, layers, skip.run), f"{MODULE}, {skip.kernel} skip")
+        varying |= {"result": result.dtype, "low_rank": read.has_lora}
+        return quantized_layers.projection_with_skip(read, options, apart, call, reason, **varying)
+    unread = _why_not_read(read, call)
+    reason, kernel = reason or unread, LINEAR
+    if reason is None:
+        implementation, reason = _choose_gemm("linear_skip", call)
+        if reason is None:
+            N, K = read.first.weight.shape
+            kernel = kernels.gemm_kernel(call.device, call.dtype, call.tokens, N, K, **varying)
+            return Step(partial(_linear_skip, read, stored, result, implementation), read.named(kernel))
+    if read.has_lora and unread is None:
+        layers, kernel = (read.only, *dropouts), read.named(LINEAR)
+    skip = skip_after(stored, result, call)
+    return Step(partial(_layers_then_skip, layers, skip.run), f"{kernel}, {skip.kernel} skip", reason)
+
+
+def skip_after(stored: Storage, result: Storage, call: Call) -> Step:
+    """``residual + gate · output`` as a pass of its own: (residual, output [B, S, C], gate or None) -> [B, S, C]."""
+    implementation, reason = call.choose(has_gradient=True)
+    run = partial(_skip, stored, result, implementation)
+    return Step(run, "Triton" if reason is None else REFERENCE, reason)
+
+
+def _why_not_left_out(dropout: nn.Module) -> str | None:
+    drops = dropout.training and getattr(dropout, "p", 0) > 0
+    return hook_on(dropout) or ("dropout" if drops else None)
+
+
+def _linear_skip(read, stored, result, implementation, a, residual, gate=None):
+    options = {**_skip_options(stored, result, gate), "implementation": implementation}
+    return kernels.linear_skip(a, read.first.weight, read.biases()[0], residual, low_rank=read.low_rank(), **options)
+
+
+def _layers_then_skip(layers, skip, a, residual, gate=None):
+    for layer in layers:
+        a = layer(a)
+    return skip(residual, a, gate)
+
+
+def _skip(stored, result, implementation, residual, output, gate=None):
+    options = {**_skip_options(stored, result, gate), "implementation": implementation}
+    return kernels.skip(residual, output, **options)
+
+
+def _skip_options(stored, result, gate):
+    scales = {"residual_scale": stored.scale, "result_scale": result.scale}
+    return {"c_out": 1.0 if gate is None else gate, "dtype": result.dtype, **scales}
+
+
+def projection_with_gelu(ffn: FeedForward, call: Call, quantized: torch.dtype | None = None) -> Step:
+    """A feed-forward's first linear, its GELU and its dropout: x [B, S, C] -> [B, S, ffn_dim], where its weights are in
+    8 bits quantized to a format."""
+    activation = ffn.net[0]
+    if type(activation) is GELU and activation.approximate != "tanh":
+        reason = f"GELU {activation.approximate}"
+    else:
+        reason = why_not_plain(activation, GELU)
+        read = call.read(activation.proj)
+        if read.are_quantized:
+            reason = reason or _why_not_left_out(ffn.net[1])
+            return quantized_layers.projection_with_gelu(read, partial(_gelu_by_module, ffn), call, quantized, reason)
+        reason = reason or _why_not_read(read, call)
+    if reason is not None:
+        return Step(partial(_gelu_by_module, ffn), MODULE, reason)
+    implementation, reason = _choose_gemm("linear_gelu", call)
+    if reason is None:
+        N, K = read.first.weight.shape
+        kernel = kernels.gemm_kernel(call.device, call.dtype, call.tokens, N, K)
+        return Step(partial(_linear_gelu, read, ffn.net[1], implementation), read.named(kernel))
+    implementation, _ = call.choose()
+    kernel = "Triton" if implementation != "torch" else REFERENCE
+    project = read.only if read.has_lora else activation.proj
+    run = partial(_linear_then_gelu, project, ffn.net[1], implementation)
+    return Step(run, f"{read.named(LINEAR)}, {kernel} GELU", reason)
+
+
+def _gelu_by_module(ffn, x):
+    return ffn.net[1](ffn.net[0](x))
+
+
+def _linear_gelu(read, dropout, implementation, x):
+    options = {"low_rank": read.low_rank(), "implementation": implementation}
+    return dropout(kernels.linear_gelu(x, read.first.weight, read.biases()[0], **options))
+
+
+def _linear_then_gelu(project, dropout, implementation, x):
+    return dropout(kernels.gelu(project(x), implementation=implementation))
+
+
+def _choose_gemm(op: str, call: Call) -> tuple[str, str | None]:
+    """As `Call.choose`, for a linear, between our GEMM with its epilogue and PyTorch's linear."""
+    implementation, reason = call.choose(has_gradient=op == "linear_skip")
+    if call.config.linears == "torch":
+        reason = reason or "linears='torch'"
+    elif reason is None and call.config.linears == "auto" and implementation == "auto":
+        reason = kernels.why_linear(op, call.device, call.dtype)
+    return (implementation, None) if reason is None else ("torch", reason)

@@ -1,0 +1,218 @@
+"""What a patched block does, step by step: decided once per kind of call, run by its forward, printed by the summary.
+
+A plan is decided again only when something about the block's modules changed: classes, hooks, attributes, or the kind
+of their weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.autograd.forward_ad as fwAD
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from torch import nn
+
+from ... import kernels
+from ...config import PatchConfig
+from ...plain import is_transformed
+from ..changes import Snapshot
+from ..lora.inside_projections import LIVE, Linears, Products
+from ..sampling.step_count import Steps
+from ..weights.linear_8bit import WRITTEN
+
+REFERENCE = "torch reference"
+MODULE, LINEAR = "PyTorch module", "PyTorch linear"
+NOTHING = "nothing"  # the step of a module that does nothing
+
+Plan = TypeVar("Plan")
+
+
+class Step(NamedTuple):
+    """One step of a block.
+
+    run: what the forward calls. kernel: what does the work, for the summary. reason: why it is not the fused kernel, in
+    a few words; None where it is. takes, gives: the 8-bit format of its input and of its result; None: not in 8 bits.
+    """
+
+    run: Callable
+    kernel: str
+    reason: str | None = None
+    takes: torch.dtype | None = None
+    gives: torch.dtype | None = None
+
+    def fed_by(self, producer: Step | None) -> Step:
+        """The step with the reason that its input is quantised in a pass of its own, where the producer does not; None:
+        it comes from outside of the block."""
+        apart = self.takes is not None and (producer is None or producer.gives != self.takes)
+        return self._replace(reason=self.reason or "quantised in a pass of its own") if apart else self
+
+
+class Call(NamedTuple):
+    """What the choice of kernels depends on, apart from a block's modules.
+
+    batch, tokens: samples, and tokens of all of them. contexts, context_tokens: prompts, and tokens of each. gate: what
+    it varies by, "sample", "token" or "run".
+    derivative: "backward" where autograd records the call, "forward" in forward mode or under another function
+    transform, else None. backend: diffusers' for attention. why_whole: why its inputs require that a self-attention is
+    called as a whole; None when they do not. exactly: why the attention runs in the model's dtype, to all keys, in a
+    tier that errs more in it; None where it need not. products: where what LoRA layers add is prepared.
+    """
+
+    config: PatchConfig
+    device: torch.device
+    dtype: torch.dtype
+    batch: int
+    tokens: int
+    contexts: int
+    context_tokens: int
+    gate: str
+    derivative: str | None
+    backend: AttentionBackendName
+    why_whole: str | None = None
+    exactly: str | None = None
+    products: Products | None = None
+
+    def read(self, *modules: nn.Module) -> Linears:
+        """The linears in these modules of one input, past their LoRA layers."""
+        products = self.products if self.products is not None else Products()
+        return products.read(modules, self.device, self.dtype, differentiated=self.derivative is not None)
+
+    def choose(self, *, has_gradient: bool = False) -> tuple[str, str | None]:
+        """The implementation argument for an op, and why that is not its kernel; None when it is.
+
+        has_gradient: whether the op's kernel has a backward.
+        """
+        if self.config.implementation == "torch":
+            return "torch", "implementation='torch'"
+        if self.derivative == "forward" or (self.derivative == "backward" and not has_gradient):
+            return "torch", "autograd"
+        reason = kernels.why_not_triton_on(self.device, self.dtype)
+        if self.config.implementation == "triton":
+            return "triton", None  # asked for: an op that cannot run raises its own error
+        if reason is None and self.device.type == "cpu":
+            reason = "cpu tensors"  # the interpreter runs only when it is asked for
+        return ("auto", None) if reason is None else ("torch", reason)
+
+
+def call_of(
+    state: BlockState, block: nn.Module, x: torch.Tensor, context: torch.Tensor, gate: str, why_whole: str | None
+) -> Call:
+    """The kind of call for hidden states x [B, S, C] and a prompt [B|1, L, C]."""
+    sizes = x.shape[0], x.shape[0] * x.shape[1], *context.shape[:2]
+    now = derivative_of(block, x, context), active_backend()
+    shared = state.shared
+    exactly = state.exactly or shared.why_exact_attention()
+    return Call(shared.config, x.device, x.dtype, *sizes, gate, *now, why_whole, exactly, shared.products)
+
+
+def active_backend() -> AttentionBackendName:
+    """diffusers' attention backend for processors that name none."""
+    return _AttentionBackendRegistry.get_active_backend()[0]
+
+
+def derivative_of(module: nn.Module, *inputs: torch.Tensor) -> str | None:
+    """As `Call.derivative`, for a module and its inputs."""
+    if fwAD._current_level >= 0 or is_transformed():
+        return "forward"
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *module.parameters())):
+        return "backward"
+    return None
+
+
+class Plans:
+    """The plans of one block by kind of call, for as long as nothing about its modules changed."""
+
+    KEPT = 8  # kinds of calls
+
+    def __init__(self):
+        self._known: tuple[nn.Module, Snapshot, dict[Call, object]] | None = None
+        self.latest: Call | None = None
+
+    def get(self, block: nn.Module, call: Call, decide: Callable[[nn.Module, Call], Plan]) -> Plan:
+        """``decide(block, call)``, or what it returned for such a call if the block is as it was."""
+        if torch.compiler.is_compiling() or call.derivative == "forward":
+            return decide(block, call)  # where torch.compile traces, its own guards tell whether the block changed
+        self.latest = call
+        known = self._known
+        if known is None or known[0] is not block or not known[1].holds():  # a shallow copy shares this
+            self._known = known = block, Snapshot(_objects(block), addresses=False, live=LIVE | WRITTEN), {}
+        plans = known[2]
+        plan = plans.get(call)
+        if plan is None:
+            if len(plans) >= self.KEPT:
+                plans.clear()
+            plan = plans[call] = decide(block, call)
+        return plan
+
+    @property
+    def ran(self) -> object | None:
+        """The plan of the latest call, if it is known."""
+        return None if self._known is None else self._known[2].get(self.latest)
+
+    def __deepcopy__(self, memo) -> Plans:
+        """Empty: plans are of the modules that were copied from."""
+        return Plans()
+
+    def __reduce__(self):
+        return Plans, ()
+
+
+def _objects(block: nn.Module) -> Iterable[object]:
+    modules = list(block.modules())
+    return modules + [m.processor for m in modules if "processor" in vars(m)]
+
+
+STATE = "_turbo_rcm_patch"  # the attribute of a patched block that holds its BlockState
+SHARED = "_turbo_rcm_patch_shared"  # that of a patched transformer, and of its embedder, that holds their Shared
+
+
+class Shared:
+    """What the patched modules of one transformer share.
+
+    Attributes:
+        config: the PatchConfig.
+        compiles_ahead: until a block's forward first comes to where it may.
+        saturation: whether a residual was cut off. has_warned: that it was, and that a warning said so.
+        runs: the runs of tokens with equal timesteps in the forward under way, where the family knows of them.
+        steps: which step a pipeline is in; None for a model that was patched alone.
+        products: what LoRA layers add, prepared.
+        added_error: a line on weights that were converted from a file's 8 bits; None without such.
+    """
+
+    def __init__(self, config: PatchConfig, steps: Steps | None = None):
+        self.config, self.steps, self.compiles_ahead, self.has_warned, self.runs = config, steps, True, False, None
+        self.products, self.saturation = Products(), kernels.Saturation()
+        self.added_error: str | None = None
+
+    def why_exact_attention(self) -> str | None:
+        """Why the attention of the forward under way runs in the model's dtype, in a few words; None: the tier says."""
+        counts = self.config.exact_steps
+        if counts is None or self.steps is None or self.config.attends_exactly:
+            return None
+        return "steps unknown to torch.compile" if torch.compiler.is_compiling() else self.steps.why_exact(*counts)
+
+    def __getstate__(self) -> dict[str, object]:
+        """Copied and pickled without what belongs to a forward under way."""
+        return {**self.__dict__, "runs": None}
+
+
+class BlockState(NamedTuple):
+    """What the patch keeps on a block. attention_class: of its attentions. exactly: why its self-attention runs exactly
+    in every step, in a few words; None where it need not."""
+
+    shared: Shared
+    attention_class: type
+    plans: Plans
+    exactly: str | None = None
+
+
+def state_of(block: nn.Module) -> BlockState:
+    """What the patch keeps on a block."""
+    return getattr(block, STATE)
+
+
+def is_patched(block: nn.Module) -> bool:
+    """Whether the patch keeps anything on it, or on the block that it wraps; not so for one that a model got later."""
+    return hasattr(block, STATE)

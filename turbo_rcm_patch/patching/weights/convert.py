@@ -1,0 +1,216 @@
+"""Weights of a transformer's linears in 8 bits: which are converted, and what the rest of the patch asks of them.
+
+The 8-bit weight takes the place of the original in the memory of the model's device (linear_8bit.py); the
+originals stay on the CPU, or are freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from ...config import PatchConfig
+from ...kernels.quantized import FP8, FP8_CAPABILITY, INT8, QuantizedWeight
+from ...plain import hook_on
+from ..journal import Journal
+from .linear_8bit import BUFFERS, VALUES, QuantizedLinear, convert, fastest
+from .original_parameter import OriginalParameter
+
+# The linears of a block that are converted, by the sub-layer that they belong to; embeddings, modulation, norms and the
+# head are none of a block's. Those for keys and values of a prompt see few tokens, so that 8 bits do not make them
+# faster, but they are an eighth of a block's weights.
+LINEARS = {
+    "self_attention": ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0"),
+    "cross_attention": (
+        *("attn2.to_q", "attn2.to_k", "attn2.to_v", "attn2.to_out.0"),
+        *("attn2.add_k_proj", "attn2.add_v_proj"),  # of an image, where the model takes one
+    ),
+    "feed_forward": ("ffn.net.0.proj", "ffn.net.2"),
+}
+# Where each row's largest value is known before it is rounded: a norm makes the input, or it is quantised apart.
+ROWS_KNOWN = ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj", "ffn.net.0.proj")
+# What diffusers' fuse_qkv_projections puts in the place of which.
+_FUSED = {
+    "to_qkv": ("to_q", "to_k", "to_v"),
+    "to_kv": ("to_k", "to_v"),
+    "to_added_kv": ("add_k_proj", "add_v_proj"),
+}
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+Blocks = Iterator[tuple[str, nn.Module]]  # with their paths in the transformer
+
+
+def format_of(path: str, capability: tuple[int, int] | None) -> torch.dtype:
+    """The 8-bit format of the linear at a path, for a GPU of this compute capability; None: not known yet.
+
+    int8, which errs a third as much, wherever it can be: it needs each row's largest value. What an attention or a GELU
+    makes is scaled by a bound, which e4m3 alone bears.
+    """
+    if capability is not None and capability < FP8_CAPABILITY:
+        return INT8
+    return INT8 if path.endswith(ROWS_KNOWN) else FP8
+
+
+def convertible_linears(transformer: nn.Module, blocks: Blocks, config: PatchConfig) -> dict[str, nn.Linear]:
+    """The linears of these blocks that a configuration converts, by their paths; within PEFT layers, the base layers.
+
+    Raises ValueError for a name in ``config.keep`` that fits no module.
+    """
+    if "linears" not in config.quantize:
+        return {}
+    names = [name for group in config.fuse for name in LINEARS[group]]
+    paths: dict[nn.Module | None, list[str]] = {}  # several where a block or a part of one is in the model twice
+    for path, block in blocks:
+        for name in names:
+            paths.setdefault(_linear_in(block, name), []).append(f"{path}.{name}")
+    for pattern in config.keep:
+        if not any(fnmatchcase(path, pattern) for path, _ in transformer.named_modules(remove_duplicate=False)):
+            raise ValueError(f"keep={pattern!r} fits no module of the {type(transformer).__name__}.")
+    return {
+        first: linear
+        for linear, (first, *others) in paths.items()
+        if _is_plain(linear) and not any(_is_kept(path, config.keep) for path in (first, *others))
+    }
+
+
+def _is_kept(path: str, patterns: Sequence[str]) -> bool:
+    """Whether one of the patterns fits the path of a module, or of one that holds it."""
+    parts = path.split(".")
+    holders = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    return any(fnmatchcase(holder, pattern) for holder in holders for pattern in patterns)
+
+
+def _linear_in(block: nn.Module, name: str) -> nn.Module | None:
+    sub_layer, _, inner = name.partition(".")
+    part = getattr(block, sub_layer)
+    if any(inner in parts and hasattr(part, whole) for whole, parts in _FUSED.items()):
+        return None  # another linear runs in its place
+    try:
+        module = part.get_submodule(inner)
+    except AttributeError:
+        return None
+    while hasattr(module, "base_layer"):
+        module = module.base_layer
+    return module
+
+
+def _is_plain(linear: nn.Module | None) -> bool:
+    kinds = (nn.Parameter, OriginalParameter)  # the latter is another model's original too
+    return type(linear) is nn.Linear and type(linear.weight) in kinds and linear.weight.dtype in DTYPES
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Conversion, and the way back
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def convert_weights(journal: Journal, linears: dict[str, nn.Linear]) -> None:
+    """Put the weights of linears in 8 bits, one after the other; the originals go to the CPU.
+
+    Raises ValueError, before anything is changed, where weights are on the meta device.
+    """
+    missing = [path for path, linear in linears.items() if linear.weight.is_meta]
+    if missing:
+        raise ValueError(f"{missing[0]}.weight is on the meta device; load its values first, or use load_converted.")
+    for path, linear in linears.items():
+        device = linear.weight.device
+        put_in_8_bits(journal, linear, convert(linear.weight, format_of(path, capability_of(device)), device))
+
+
+def put_in_8_bits(journal: Journal, linear: nn.Linear, weight: QuantizedWeight) -> None:
+    """Let a linear run with this weight, on its device; the original goes to the CPU."""
+    journal.on_undo(QuantizedLinear.end, linear)
+    QuantizedLinear.begin(linear, weight)
+
+
+def free_originals(transformer: nn.Module) -> None:
+    """Let go of the originals, for good."""
+    for linear in quantized_linears(transformer):
+        linear.free_original()
+
+
+def why_not_restorable(transformer: nn.Module) -> str | None:
+    """Why the original weights cannot be brought back, as a sentence; None when they can."""
+    count = sum(linear.eight_bit.freed for linear in quantized_linears(transformer))
+    if count == 0:
+        return None
+    return (
+        f"the original weights of {count} linears were freed (restorable=False, or loaded from 8 bits); load the model "
+        "again instead."
+    )
+
+
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """Of a GPU; for the CPU, of the GPU that a model on it may go to."""
+    device = fastest(device)
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the rest of the patch asks
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether a module is a linear in 8 bits."""
+    return isinstance(module, QuantizedLinear)
+
+
+def quantized_linears(transformer: nn.Module) -> list[QuantizedLinear]:
+    """All linears in 8 bits."""
+    return [module for module in transformer.modules() if isinstance(module, QuantizedLinear)]
+
+
+def quantized_weight(linear: QuantizedLinear) -> QuantizedWeight:
+    """The 8-bit weight of a linear, on the device that it was moved to."""
+    return linear.quantized()
+
+
+def bias_bound(bias: torch.Tensor | None) -> torch.Tensor | None:
+    """The largest magnitude of a linear's bias, 0-d fp32; None without one. Computed at each call: it may be written
+    to."""
+    if bias is None:
+        return None
+    return torch.linalg.vector_norm(bias.detach(), torch.inf, dtype=torch.float32)
+
+
+def why_not_read(linear: QuantizedLinear, device: torch.device) -> str | None:
+    """Why a kernel may not read a linear's 8-bit weight for inputs on this device, in a few words; None when it may."""
+    if linear.is_replaced:
+        return "weight replaced after the patch"
+    tensors = (linear._buffers[VALUES], linear.bias)
+    elsewhere = next((t for t in tensors if t is not None and t.device != device), None)
+    return hook_on(linear) or (None if elsewhere is None else f"weight on {elsewhere.device}")
+
+
+def weights_note(transformer: nn.Module) -> str | None:
+    """A line for the summary: what the weights take, and where the originals are. None without linears in 8 bits."""
+    linears = quantized_linears(transformer)
+    if not linears:
+        return None
+    weights = [linear.eight_bit for linear in linears]
+    held = sum(linear._buffers[name].nbytes for linear in linears for name in BUFFERS)
+    original = sum(weight.numel() * weight.dtype.itemsize for weight in weights)
+    devices = ", ".join(sorted({str(linear._buffers[VALUES].device) for linear in linears}))
+    kept = "freed" if all(weight.freed for weight in weights) else "kept on the CPU (restorable=False frees them)"
+    return (
+        f"weights of {len(linears)} linears in 8 bits: {_in_mib(held)} on {devices}; the originals, "
+        f"{_in_mib(original)}, are {kept}"
+    )
+
+
+def added_error_note(errors: Sequence[float]) -> str | None:
+    """A line on what was added to weights that a file had in 8 bits already; None without any."""
+    if not errors:
+        return None
+    mean, largest = sum(errors) / len(errors), max(errors)
+    return (
+        f"converted from the file's own 8 bits, which adds a relative error of {mean:.2g} (at most {largest:.2g}) to "
+        f"the weights of {len(errors)} linears"
+    )
+
+
+def _in_mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"

@@ -1,0 +1,233 @@
+"""Models whose weights are stored in 8 bits, so that nobody quantises twice, loaded tensor by tensor.
+
+A folder, which convert.py writes, holds the transformer's config.json, as diffusers writes it, and one safetensors file
+with all its tensors: a linear in 8 bits as NAME.weight (e4m3 or int8), NAME.weight_scale and NAME.weight_norm,
+everything else, SLA's projections among it, as it was. A pipeline's transformers have a folder each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import safe_open
+from torch import nn
+
+from ...checkpoints.files import COMPONENTS
+from ...config import PatchConfig, resolve_config
+from ...kernels.quantized import FP8, INT8, QuantizedWeight
+from ...tiers import EXACT, SPARSE
+from ..apply import Patch, PatchError, apply_patch, check_patchable, transformers_of
+from ..families import FAMILIES, SUPPORTED, family_of
+from ..journal import Journal
+from ..steps.sparse_linear import PROJ_L, add_projections, by_block, is_projection, use_processors
+from .convert import convertible_linears, put_in_8_bits
+from .tensor_files import read_header
+
+FILE, VERSION = "weights-8bit.safetensors", "1"
+WEIGHT, SCALE, NORM = ".weight", ".weight_scale", ".weight_norm"
+
+
+def load_converted(
+    folder: str | Path,
+    target: object,
+    config: PatchConfig | str = "quantized",
+    *,
+    device: torch.device | str | None = None,
+) -> Patch:
+    """Patch a pipeline's transformers, or one transformer, with weights that were stored in 8 bits.
+
+    Every parameter comes from the folder, one at a time; what the transformer held before is let go. Built under
+    ``accelerate.init_empty_weights()`` it holds nothing twice. There are no originals to `restore` or to save.
+
+    Args:
+        folder: what ``turbo-rcm convert`` wrote.
+        target: as for `patch`.
+        config: a PatchConfig of the tier that it was written for, or a preset of it; `restorable` and `keep` do not
+            count.
+        device: where the weights go; None: where the transformer is, the CPU for one on the meta device.
+
+    Raises:
+        PatchError: the folder is of another version or model, or tensors are missing, unexpected or of another shape,
+            all of which are listed; the model is as it was. Also as `patch`.
+        ValueError, TypeError: for a config of a tier that computes nothing in 8 bits.
+    """
+    config = resolve_config(config)
+    if not config.in_8_bits("linears"):
+        means = f"is of the {config.tier.name} tier" if config.tier == EXACT else "has no 'linears' in quantize"
+        raise ValueError(
+            f"weights in 8 bits are stored here, and the config {means}; take the preset it was stored for."
+        )
+    config = dataclasses.replace(config, restorable=False, keep=())
+    models = transformers_of(target)
+    check_patchable(models)
+    try:
+        folders = _folders_for(Path(folder), models)
+        stored = {name: _Stored(folders[name], model, sparse=config.tier == SPARSE) for name, model in models.items()}
+    except ValueError as error:
+        raise PatchError(f"cannot load: {error}") from None
+
+    def load(journal: Journal, name: str, model: nn.Module) -> None:
+        where = torch.device(device) if device is not None else _device_of(model)
+        stored[name].load(journal, model, where)
+        if config.tier == SPARSE:
+            use_processors(journal, family_of(model).every_block(model), config)
+
+    return apply_patch(target, config, load)
+
+
+def component_folders(folder: Path) -> dict[str, Path]:
+    """The folders of transformers by their names in a pipeline; "" for the folder of one alone."""
+    if (folder / "config.json").is_file():
+        return {"": folder}
+    found = {name: folder / name for name in COMPONENTS if (folder / name / "config.json").is_file()}
+    if not found:
+        raise ValueError(f"{folder} holds no transformer: neither a config.json nor {' or '.join(COMPONENTS)}.")
+    return found
+
+
+def empty_model(folder: Path) -> nn.Module:
+    """The transformer of a config.json, with its parameters on the meta device."""
+    config = read_config(folder)
+    classes = {family.transformer_class.__name__: family.transformer_class for family in FAMILIES}
+    if config.get("_class_name") not in classes:
+        raise ValueError(f"{folder} holds a {config.get('_class_name')}; supported: {SUPPORTED}.")
+    with init_empty_weights():
+        return classes[config["_class_name"]].from_config(config)
+
+
+def read_config(folder: Path) -> dict:
+    """A folder's config.json. Raises ValueError where there is none."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {folder / 'config.json'}: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{folder / 'config.json'} holds no JSON object.")
+    return config
+
+
+def _folders_for(folder: Path, models: Mapping[str, nn.Module]) -> dict[str, Path]:
+    folders = component_folders(folder)
+    if len(models) == 1 and len(folders) == 1:
+        return dict.fromkeys(models, *folders.values())
+    if set(models) != set(folders):
+        given, wanted = " and ".join(folders), " and ".join(models)
+        raise ValueError(
+            f"{folder} holds {given or 'one transformer'}, the model has {wanted}; give one of its folders."
+        )
+    return folders
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    device = next(model.parameters()).device
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+class _Stored:
+    """A folder's weights for a model; made, they fit it. Raises ValueError with all that does not fit."""
+
+    def __init__(self, folder: Path, model: nn.Module, *, sparse: bool):
+        self._file = folder / FILE
+        if not self._file.is_file():
+            raise ValueError(f"{folder} has no {FILE}; write it with turbo-rcm convert.")
+        kinds, metadata = read_header(self._file)
+        version = metadata.get("version")
+        if version != VERSION:
+            raise ValueError(
+                f"{self._file} is of format version {version}, this version reads {VERSION}; convert anew."
+            )
+        family = family_of(model)
+        if family is None:
+            raise ValueError(f"a {type(model).__name__} is not supported: {SUPPORTED}.")
+        self._kinds = {name: kind for name, kind in kinds.items() if not is_projection(name)}
+        self._projections = [name for name in kinds if is_projection(name)]
+        if sparse != bool(self._projections):
+            found, preset = ("has", "sparse") if self._projections else ("has no", "quantized")
+            raise ValueError(f"{self._file} {found} {PROJ_L} of sparse-linear attention; take the preset {preset!r}.")
+        raise_if(f"{folder} is of another model", _config_differences(read_config(folder), model))
+        every = convertible_linears(model, family.every_block(model), PatchConfig(tier="quantized"))
+        in_8_bits = {name for name, kind in self._kinds.items() if kind.dtype in (FP8, INT8)}
+        self._linears = {path: every[path] for path in every if path + WEIGHT in in_8_bits}
+        raise_if(f"{self._file} does not fit the model", self._differences(model, in_8_bits))
+
+    def _differences(self, model: nn.Module, in_8_bits: set[str]) -> list[str]:
+        expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        for path in self._linears:
+            expected |= {path + SCALE: expected[path + WEIGHT][:1], path + NORM: ()}
+        wrong = [f"{name} is in 8 bits" for name in sorted(in_8_bits) if name.removesuffix(WEIGHT) not in self._linears]
+        given = {name: kind.shape for name, kind in self._kinds.items() if name not in in_8_bits or name in expected}
+        return differences(expected, given) + wrong
+
+    def load(self, journal: Journal, model: nn.Module, device: torch.device) -> None:
+        """Put all tensors in their places, one after the other."""
+        dtype = self._kinds["patch_embedding.weight"].dtype
+        with safe_open(self._file, framework="pt", device=str(device)) as file:
+            for name, kind in self._kinds.items():
+                linear = self._linears.get(name.removesuffix(WEIGHT))
+                if linear is not None:
+                    # Stands for the weight that there is not, in the dtype of the others.
+                    freed = nn.Parameter(torch.empty(kind.shape, dtype=dtype, device="meta"))
+                    journal.set_parameter(linear, "weight", freed)
+                    path = name.removesuffix(WEIGHT)
+                    weight = (file.get_tensor(path + end) for end in (WEIGHT, SCALE, NORM))
+                    put_in_8_bits(journal, linear, QuantizedWeight(*weight))
+                elif not name.endswith((SCALE, NORM)):
+                    module, own = _owner(model, name)
+                    value = nn.Parameter(file.get_tensor(name), module._parameters[own].requires_grad)
+                    journal.set_parameter(module, own, value)
+            blocks = family_of(model).every_block(model)
+            add_projections(journal, blocks, by_block({name: file.get_tensor(name) for name in self._projections}))
+        fill_buffers(model, device)
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, own = name.rpartition(".")
+    return model.get_submodule(path), own
+
+
+def fill_buffers(model: nn.Module, device: torch.device) -> None:
+    """Bring buffers that no file holds, such as RoPE tables, to the device; those on meta as the config gives them."""
+    with init_empty_weights():
+        fresh = type(model).from_config(model.config)
+    for path, module in fresh.named_modules():
+        buffers = model.get_submodule(path)._buffers
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                buffers[name] = (buffer if buffers[name].is_meta else buffers[name]).to(device)
+
+
+def _config_differences(stored: dict, model: nn.Module) -> list[str]:
+    """Where a config.json is not the model's; what either leaves out has the default."""
+    full, own = (_with_defaults(config, type(model)) for config in (stored, model.config))
+    lines = [f"{key} is {full[key]}, the model's {own[key]}" for key in own if full[key] != own[key]]
+    if stored.get("_class_name") != type(model).__name__:
+        lines.insert(0, f"it is a {stored.get('_class_name')}, the model a {type(model).__name__}")
+    return lines
+
+
+def _with_defaults(config: Mapping[str, object], cls: type) -> dict[str, object]:
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    filled = {parameter.name: config.get(parameter.name, parameter.default) for parameter in parameters}
+    return json.loads(json.dumps(filled))  # tuples are lists in files
+
+
+def differences(expected: Mapping[str, tuple], given: Mapping[str, tuple]) -> list[str]:
+    missing = [f"{name} is missing" for name in expected if name not in given]
+    unexpected = [f"{name} is unexpected" for name in given if name not in expected]
+    shapes = [
+        f"{name} is {list(given[name])}, not {list(expected[name])}"
+        for name in expected
+        if name in given and given[name] != expected[name]
+    ]
+    return missing + unexpected + shapes
+
+
+def raise_if(what: str, differences: Sequence[str]) -> None:
+    if differences:
+        raise ValueError(f"{what}: {'; '.join(differences)}.")

@@ -1,0 +1,212 @@
+"""Storing a model's transformers for a tier, tensor by tensor: in 8 bits (load.py), or as diffusers' own files.
+
+What is read is a diffusers folder, or one file with a whole model in its authors' names, TurboDiffusion's or rCM's.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from diffusers import WanTransformer3DModel
+from safetensors import safe_open
+from torch import nn
+
+from ...checkpoints.files import COMPONENTS
+from ...checkpoints.lazy import SUFFIXES, LazyTensor, open_tensors, shards
+from ...checkpoints.whole import WholeModel, infer_config
+from ...config import PatchConfig
+from ...tiers import EXACT, SPARSE, Tier
+from ..families import family_of
+from ..steps.sparse_linear import PROJ_L, is_projection
+from .convert import added_error_note, convertible_linears, format_of
+from .linear_8bit import convert, error_of
+from .load import FILE, NORM, SCALE, VERSION, WEIGHT, component_folders, differences, empty_model, raise_if
+from .tensor_files import Kind, read_header, write_tensors
+
+DIFFUSERS_FILE = "diffusion_pytorch_model.safetensors"
+
+
+def convert_model(
+    source: Path,
+    target: Path,
+    config: PatchConfig,
+    *,
+    capability: tuple[int, int] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Store a model's transformers for the tier of a configuration, holding one tensor at a time.
+
+    Args:
+        source: the folder of a transformer or of a pipeline with safetensors files, or a .pth or .safetensors file with
+            a whole Wan transformer in its authors' names (checkpoints/whole.py), or a folder that holds one.
+        target: a folder that does not exist yet, or is empty. It appears when all is written. For the exact tier it
+            holds diffusers' own files, for the others what `load_converted` loads.
+        config: of it count the tier and `keep`.
+        capability: of the GPUs that will run it, which decides the 8-bit formats; None: sm_89 or newer.
+        dtype: of everything else, and what the linears are rounded to before; what diffusers keeps in fp32 stays so.
+        device: where to quantise; the CPU if None.
+        report: called with a line for each transformer, which says what 8 bits add to the error of weights that the
+            source has in 8 bits already.
+
+    Raises ValueError, before anything is written, for a source that holds no such model, or weights of another tier:
+    trained with sparse-linear attention or not.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} exists and is not empty; give a new folder.")
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    with ExitStack() as stack:
+        models = _open(source, stack)
+        for model in models.values():
+            _check_tier(model, config.tier)
+        jobs = {name: _Job(model, config, capability, dtype) for name, model in models.items()}
+        try:
+            for name, job in jobs.items():
+                job.write(partial / name, device or torch.device("cpu"))
+                report(str(job))
+            if target.exists():
+                target.rmdir()
+            partial.replace(target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+class _Model:
+    """A transformer in files. model: it, with its parameters on the meta device; weights, projections: by name.
+    quantized: the weights that the files have in 8 bits."""
+
+    def __init__(
+        self, title: str, model: nn.Module, config: Mapping, weights: dict[str, LazyTensor], quantized: Sequence[str]
+    ):
+        self.title, self.model, self.config, self.quantized = title, model, dict(config), set(quantized)
+        self.weights = {name: tensor for name, tensor in weights.items() if not is_projection(name)}
+        self.projections = {name: tensor for name, tensor in weights.items() if is_projection(name)}
+
+
+def _open(source: Path, stack: ExitStack) -> dict[str, _Model]:
+    """The transformers in a source by their names in a pipeline; "" for one alone."""
+    if source.is_file() or _is_published(source):
+        return {"": _of_file(source, stack)}
+    return {name: _of_folder(folder, stack) for name, folder in component_folders(source).items()}
+
+
+def _is_published(folder: Path) -> bool:
+    """Whether a folder holds weights as their authors publish them: without diffusers' configs."""
+    names = {path.name for path in folder.iterdir()}
+    return not {"config.json", *COMPONENTS} & names and any(name.endswith(SUFFIXES) for name in names)
+
+
+def _of_folder(folder: Path, stack: ExitStack) -> _Model:
+    model = empty_model(folder)
+    files = _files_of(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    opened = {file: stack.enter_context(safe_open(file, framework="pt")) for file in {f for f, _ in files.values()}}
+    weights = {
+        name: LazyTensor(kind.shape, lambda name=name, file=file: opened[file].get_tensor(name))
+        for name, (file, kind) in files.items()
+    }
+    found = _Model(str(folder), model, config, weights, ())
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    given = {name: tensor.shape for name, tensor in found.weights.items()}
+    raise_if(f"{folder} does not fit its config.json", differences(expected, given))
+    return found
+
+
+def _files_of(folder: Path) -> dict[str, tuple[Path, Kind]]:
+    """All tensors of diffusers' safetensors files in a folder, by name, with the file that holds each."""
+    index = folder / f"{DIFFUSERS_FILE}.index.json"
+    files = shards(index) if index.is_file() else [DIFFUSERS_FILE]
+    missing = [file for file in files if not (folder / file).is_file()]
+    if missing:
+        raise ValueError(f"{folder} has no {', '.join(missing)}; download the model's safetensors files.")
+    return {name: (folder / f, kind) for f in files for name, kind in read_header(folder / f)[0].items()}
+
+
+def _of_file(source: Path, stack: ExitStack) -> _Model:
+    tensors = stack.enter_context(open_tensors(source))
+    with init_empty_weights():
+        model = WanTransformer3DModel(**infer_config(source, tensors))
+    whole = WholeModel(source, tensors, model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    weights = {name: LazyTensor(shapes[name], weight.load) for name, weight in whole.weights.items()}
+    for path, parts in whole.proj_l.items():
+        weights |= {f"{path}.attn1.{PROJ_L}.{part}": tensor for part, tensor in parts.items()}
+    config = {"_class_name": type(model).__name__, **model.config}
+    return _Model(str(source), model, config, weights, whole.quantized)
+
+
+def _check_tier(model: _Model, tier: Tier) -> None:
+    if tier != EXACT and bool(model.projections) != (tier == SPARSE):
+        trained, preset = ("with", "sparse") if model.projections else ("without", "quantized")
+        raise ValueError(f"{model.title} was trained {trained} sparse-linear attention; give the preset {preset!r}.")
+
+
+class _Job:
+    """One transformer on its way into a folder."""
+
+    def __init__(self, model: _Model, config: PatchConfig, capability: tuple[int, int] | None, dtype: torch.dtype):
+        self._model, self._capability, self._dtype = model, capability, dtype
+        self._fp32 = set(getattr(model.model, "_keep_in_fp32_modules", None) or ())
+        self._linears = set()
+        if config.in_8_bits("linears"):
+            self._linears = set(
+                convertible_linears(model.model, family_of(model.model).every_block(model.model), config)
+            )
+        self._tensors = {**model.weights, **model.projections}
+        self._kinds = self._describe()
+        self._added_errors: list[float] = []
+
+    def __str__(self) -> str:
+        size = sum(kind.nbytes for kind in self._kinds.values())
+        line = f"{self._model.title}: {len(self._linears)} linears in 8 bits, {size / 2**30:.2f} GiB in all"
+        return "; ".join(filter(None, [line, added_error_note(self._added_errors)]))
+
+    def write(self, folder: Path, device: torch.device) -> None:
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(self._model.config, indent=2) + "\n", encoding="utf-8")
+        if self._linears:
+            write_tensors(
+                folder / FILE, self._kinds, self._read(device), {"format": "turbo_rcm_patch", "version": VERSION}
+            )
+        else:
+            write_tensors(folder / DIFFUSERS_FILE, self._kinds, self._read(device), {"format": "pt"})
+
+    def _describe(self) -> dict[str, Kind]:
+        """What will be written."""
+        kinds = {}
+        for name, tensor in self._tensors.items():
+            path = self._linear(name)
+            if path is None:
+                kinds[name] = Kind(self._stored(name), tensor.shape)
+            else:
+                format = format_of(path, self._capability)
+                parts = (format, tensor.shape), (torch.float32, tensor.shape[:1]), (torch.float32, ())
+                kinds |= {path + end: Kind(*part) for end, part in zip((WEIGHT, SCALE, NORM), parts, strict=True)}
+        return kinds
+
+    def _read(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors in the order of `_describe`."""
+        for name, lazy in self._tensors.items():
+            tensor, path = lazy.load().to(self._stored(name)), self._linear(name)
+            if path is None:
+                yield name, tensor
+            else:
+                weight = convert(tensor.to(device), format_of(path, self._capability), device)
+                if name in self._model.quantized:
+                    self._added_errors.append(error_of(weight, tensor))
+                yield from zip((path + end for end in (WEIGHT, SCALE, NORM)), weight, strict=True)
+
+    def _linear(self, name: str) -> str | None:
+        path = name.removesuffix(WEIGHT)
+        return path if name.endswith(WEIGHT) and path in self._linears else None
+
+    def _stored(self, name: str) -> torch.dtype:
+        return torch.float32 if self._fp32 & set(name.split(".")) else self._dtype

@@ -1,0 +1,284 @@
+"""TurboDiffusion's and rCM's weights in a loaded Wan model (load_turbodiffusion), and in models that were made from Wan
+(merge_turbodiffusion)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ...checkpoints.files import COMPONENTS
+from ...checkpoints.lazy import open_tensors
+from ...checkpoints.names import modules_of
+from ...checkpoints.whole import Weight, WholeModel, cast, copy_into, parameters_of
+from ...config import PatchConfig
+from ...tiers import SPARSE
+from ..apply import Patch, PatchError, apply_patch, check_patchable, replace_computation, transformers_of
+from ..families import family_of
+from ..journal import Journal
+from ..lora.load import has_fused_projections
+from ..steps.plan import state_of
+from ..steps.sparse_linear import add_projections, why_not_wan_attention
+from .convert import added_error_note, is_quantized, quantized_weight
+from .group_offload import ON_DISK, is_on_disk, write_through
+from .linear_8bit import error_of
+from .load import fill_buffers
+
+# What `attention` stands for: what of a block is then in 8 bits.
+IN_8_BITS = {"sagesla": ("attention", "linears"), "sla": ()}
+ATTENTIONS = (*IN_8_BITS, "dense")
+
+Source = str | Path
+
+
+def load_turbodiffusion(
+    path: Source | Sequence[Source],
+    target: object,
+    *,
+    attention: str = "sagesla",
+    topk: float = 0.1,
+    blocks: Sequence[int] | None = None,
+) -> Patch:
+    """Load TurboDiffusion's or rCM's weights into a pipeline's transformers, or one transformer, and patch it.
+
+    Args:
+        path: a .pth or .safetensors file with TurboWan's or rCM's weights, also one of TurboDiffusion's "-quant" files,
+            or a folder that holds one, or diffusers' own files with proj_l, also those of a whole pipeline. For two
+            experts (high, low), or the folder of a pipeline that has both.
+        target: as for `patch`; of the architecture that the weights are for, on any device and of any dtype. Weights
+            are read one at a time; on the meta device they take the parameters' places.
+        attention: "sagesla", sparse-linear attention and linears in 8 bits; "sla", the same in the model's dtype; or
+            "dense" for weights that were trained without SLA, patched as the preset "exact".
+        topk, blocks: as of PatchConfig.
+
+    Returns the patch. Its `summary` says what 8 bits add to the error of a "-quant" file, and its `restore` takes off
+    SLA with the patch; the loaded weights stay. The sampler is another question: `use_rcm`, or `use_distilled` with the
+    recipe "turbowan".
+
+    Raises:
+        PatchError: as `patch`; and where a file's tensors are missing, unexpected or of another shape, all of which are
+            listed as the file spells them, or it has SLA's projections and attention="dense", or the other way round.
+            The model is then as it was.
+        ValueError: for an unknown attention, or a topk or blocks that PatchConfig refuses.
+    """
+    config = _config_for(attention, topk, blocks)
+    models = transformers_of(target)
+    check_patchable(models)
+    _check_writable("load", models)
+    with _opened(path, models) as files:
+        _check_attention(files, models, attention)
+        written: list[_Written] = []
+
+        def prepare(journal: Journal, name: str, model: nn.Module) -> None:
+            written.append(_Written(model))
+            written[-1].write((own, cast(weight, like)) for own, weight, like in _weights_for(files[name], model))
+            if config.tier == SPARSE:
+                add_projections(journal, family_of(model).every_block(model), _projections(files[name]))
+            replace_computation(journal, model, config)
+            _, block = next(family_of(model).every_block(model))
+            state_of(block).shared.added_error = _added_error(files[name], model)
+
+        try:
+            return apply_patch(target, config, prepare)
+        except BaseException:
+            for each in written:
+                each.undo()
+            raise
+
+
+def load_projections(folder: Path, pipe: object) -> None:
+    """Give the transformers of a pipeline the projections of SLA in the folder that diffusers loaded it from.
+
+    diffusers itself leaves them out, as its model has none. A folder without them changes nothing. Raises PatchError
+    for files that do not fit.
+    """
+    models = transformers_of(pipe)
+    with _opened([folder / name for name in models], models) as files:
+        for name, model in models.items():
+            add_projections(Journal(), family_of(model).every_block(model), _projections(files[name]))
+
+
+def _config_for(attention: str, topk: float, blocks: Sequence[int] | None) -> PatchConfig:
+    if attention not in ATTENTIONS:
+        raise ValueError(f"attention={attention!r} is unknown; accepted are {', '.join(ATTENTIONS)}.")
+    if attention == "dense":
+        return PatchConfig(topk=topk, blocks=blocks)  # which refuses them where they are set
+    return PatchConfig(tier=SPARSE, quantize=IN_8_BITS[attention], topk=topk, blocks=blocks)
+
+
+@contextmanager
+def _opened(path: Source | Sequence[Source], models: dict[str, nn.Module]) -> Iterator[dict[str, WholeModel]]:
+    """The files for the models by their names; PatchError where they do not fit."""
+    given = [path] if isinstance(path, (str, Path)) else path
+    paths = [part for each in given for part in _transformers_in(each)]
+    if len(paths) != len(models):
+        wanted = "one path" if len(models) == 1 else "two: path=(high, low)"
+        listed = f" ({', '.join(map(str, paths))})" if paths != list(given) else ""
+        raise PatchError(f"cannot load: {len(paths)} given{listed}, and the model takes {wanted}.")
+    with ExitStack() as stack:
+        try:
+            found = {
+                name: WholeModel(source, stack.enter_context(open_tensors(source)), model)
+                for (name, model), source in zip(models.items(), paths, strict=True)
+            }
+        except ValueError as error:
+            raise PatchError(f"cannot load: {error}") from None
+        yield found
+
+
+def _transformers_in(source: Source) -> list[Source]:
+    """The folders of the transformers in that of a diffusers pipeline, the high-noise one first; any other source."""
+    return [folder for name in COMPONENTS if (folder := Path(source).expanduser() / name).is_dir()] or [source]
+
+
+def _only_transformer(source: Source) -> Source:
+    folder, *others = _transformers_in(source)
+    if others:
+        raise ValueError(f"{source} holds two transformers; give the folder of one.")
+    return folder
+
+
+def _check_attention(files: dict[str, WholeModel], models: dict[str, nn.Module], attention: str) -> None:
+    for name, file in files.items():
+        if attention == "dense" and file.proj_l:
+            raise PatchError(
+                f"cannot load: {file.source} was trained with sparse-linear attention (it has proj_l); give "
+                "attention='sagesla' or 'sla'."
+            )
+        if attention != "dense" and not file.proj_l:
+            raise PatchError(
+                f"cannot load: {file.source} has no proj_l: it was trained without sparse-linear attention; give "
+                "attention='dense'."
+            )
+        blocks = family_of(models[name]).every_block(models[name])
+        if file.proj_l and (reason := why_not_wan_attention(name, blocks)):
+            raise PatchError(f"cannot load: {reason}")
+
+
+def _check_writable(verb: str, models: dict[str, nn.Module], *, meta: bool = True) -> None:
+    """Raise PatchError for models whose parameters are not where they could be written, or not what they run by. meta:
+    whether they may be on the meta device."""
+    for name, model in models.items():
+        if is_on_disk(model):
+            raise PatchError(f"cannot {verb} {name}: {ON_DISK}")
+        if any(getattr(module, "merged", False) for module in model.modules()):
+            raise PatchError(f"cannot {verb} {name}: a LoRA is fused into its weights; call pipe.unfuse_lora() first.")
+        if has_fused_projections(model):
+            raise PatchError(f"cannot {verb} {name}: its projections are fused; call unfuse_qkv_projections() first.")
+        if not meta and any(parameter.is_meta for parameter in model.parameters()):
+            raise PatchError(f"cannot {verb} {name}: its weights are on the meta device; load them first.")
+
+
+def _weights_for(file: WholeModel, model: nn.Module) -> Iterator[tuple[str, Weight, nn.Parameter]]:
+    parameters = parameters_of(model)
+    return ((name, weight, parameters[name]) for name, weight in file.weights.items())
+
+
+class _Written:
+    """What was written into a model's parameters, and on the CPU what was there before: until all of it is loaded, the
+    one copy more that loading takes."""
+
+    def __init__(self, model: nn.Module):
+        self._model, self._modules = model, [(module, dict(module._parameters)) for module in model.modules()]
+        self._before: list[tuple[nn.Parameter, torch.Tensor]] = []
+
+    def write(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Write them, in place, and into what offloading keeps of them; parameters on the meta device are replaced."""
+        copy_into(self._model, self._remembering(weights))
+        if any(buffer.is_meta for buffer in self._model.buffers()):
+            fill_buffers(self._model, next(self._model.parameters()).device)
+
+    def _remembering(self, weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        parameters = parameters_of(self._model)
+        for name, tensor in weights:
+            if not parameters[name].is_meta:
+                self._before.append((parameters[name], parameters[name].detach().to("cpu", copy=True)))
+            yield name, tensor
+            write_through(self._model, parameters[name])  # when the next is asked for, this one is written
+
+    def undo(self) -> None:
+        """All as it was before."""
+        for module, parameters in self._modules:
+            module._parameters.update(parameters)
+        with torch.no_grad():
+            for parameter, before in self._before:
+                parameter.copy_(before)
+                write_through(self._model, parameter)
+
+
+def _projections(file: WholeModel) -> dict[str, dict[str, torch.Tensor]]:
+    return {path: {part: tensor.load() for part, tensor in parts.items()} for path, parts in file.proj_l.items()}
+
+
+def _added_error(file: WholeModel, model: nn.Module) -> str | None:
+    """What the tier's own 8 bits add to weights that the file has in 8 bits already, for the summary."""
+    linears = [module for name, module in modules_of(model) if f"{name}.weight" in file.quantized]
+    return added_error_note(
+        [error_of(quantized_weight(linear), linear.eight_bit.original) for linear in linears if is_quantized(linear)]
+    )
+
+
+def merge_turbodiffusion(path: Source, base_path: Source, target: nn.Module) -> list[str]:
+    """Add what TurboDiffusion's training changed, ``TurboWan − Wan``, to a model made from Wan: Fun, VACE, Move.
+
+    path, base_path: TurboWan's weights, and those of the Wan that it was trained from; as for `load_turbodiffusion`, of
+        one transformer each.
+    target: a loaded transformer that is not patched; it keeps what the two have nothing for. Sums are made in fp32 and
+        rounded once. It also gets SLA's projections, proj_l: ``trp.patch(target, "sparse")`` is then the way to run it.
+    Returns what was left out, a line each: parameters of the target that a file has not, tensors of a file that do not
+    fit it. There is no way back; load the target again.
+
+    Raises PatchError, before anything is changed, for a model that cannot be patched, for files that cannot be read or
+    have nothing in common for it, and for a base that is TurboWan's.
+    """
+    check_patchable(models := transformers_of(target))
+    (name, model), *others = models.items()
+    if others:
+        raise PatchError("cannot merge: give one transformer of the pipeline, pipe.transformer or pipe.transformer_2.")
+    _check_writable("merge into", models, meta=False)
+    with ExitStack() as stack:
+        try:
+            turbo, base = (
+                WholeModel(source, stack.enter_context(open_tensors(source)), model, partial=True)
+                for source in map(_only_transformer, (path, base_path))
+            )
+        except ValueError as error:
+            raise PatchError(f"cannot merge: {error}") from None
+        if base.proj_l:
+            raise PatchError(f"cannot merge: {_why_no_base(path, base_path, is_turbo=bool(turbo.proj_l))}")
+        shared = [parameter for parameter in turbo.weights if parameter in base.weights]
+        if not shared:
+            raise PatchError(f"cannot merge: {path} and {base_path} have nothing for a {type(model).__name__}.")
+        blocks = list(family_of(model).every_block(model))
+        if turbo.proj_l and (reason := why_not_wan_attention(name, blocks)):
+            raise PatchError(f"cannot merge: {reason}")
+        written = _Written(model)
+        try:
+            written.write(_sums(model, shared, turbo, base))
+        except BaseException:
+            written.undo()
+            raise
+        add_projections(Journal(), blocks, _projections(turbo))
+    return [f"{file.source}: {line}" for file in (turbo, base) for line in file.unfit]
+
+
+def _why_no_base(path: Source, base_path: Source, *, is_turbo: bool) -> str:
+    """Of a base that has proj_l. is_turbo: whether the other file has, too."""
+    given = "both have proj_l, which TurboDiffusion's training adds" if is_turbo else "they seem to be swapped"
+    return (
+        f"path is {path} and base_path {base_path}, which has proj_l: {given}. Give TurboWan's weights as path, and as "
+        "base_path those of the Wan that it was trained from."
+    )
+
+
+def _sums(
+    model: nn.Module, names: list[str], turbo: WholeModel, base: WholeModel
+) -> Iterator[tuple[str, torch.Tensor]]:
+    parameters = parameters_of(model)
+    for name in names:
+        own = parameters[name].detach()
+        difference = turbo.weights[name].load().float() - base.weights[name].load().float()
+        yield name, (own.float() + difference.to(own.device)).to(own.dtype)
