@@ -47,10 +47,11 @@ def why_not_triton_on(device: torch.device, dtype: torch.dtype, formats: Collect
 
     formats: of 8 bits (quantized.py), that the kernel takes besides.
     """
-    return _why_not_device(device) or _why_not_dtype(device, dtype, formats)
+    return why_not_device(device) or why_not_dtype(device, dtype, formats)
 
 
-def _why_not_device(device: torch.device) -> str | None:
+def why_not_device(device: torch.device) -> str | None:
+    """The reason why Triton kernels cannot run on this device, or None if they can."""
     if is_gpu(device):
         if torch.version.hip is not None:
             return "AMD GPU"
@@ -61,7 +62,9 @@ def _why_not_device(device: torch.device) -> str | None:
     return None
 
 
-def _why_not_dtype(device: torch.device, dtype: torch.dtype, formats: Collection[torch.dtype]) -> str | None:
+def why_not_dtype(device: torch.device, dtype: torch.dtype, formats: Collection[torch.dtype] = ()) -> str | None:
+    """The reason why Triton kernels cannot take this dtype on this device, or None if they can. formats: the 8-bit
+    formats that the kernel takes besides."""
     if dtype not in KERNEL_DTYPES and dtype not in formats:
         return f"{str(dtype).removeprefix('torch.')} tensors"
     if dtype == FP8 and is_gpu(device) and device_capability(device) < FP8_CAPABILITY:
@@ -141,15 +144,15 @@ def why_not_triton(
         if tensor.device != device:
             devices = ", ".join(sorted({str(t.device) for t in present}))
             raise ValueError(f"tensors are on different devices: {devices}.")
-    reason = _why_not_device(device)
+    reason = why_not_device(device)
     if reason is not None:
         return reason
     formats = formats if result is None else (*formats, result)
     for dtype in dict.fromkeys([*[tensor.dtype for tensor in present], *formats]):
-        reason = _why_not_dtype(device, dtype, formats)
+        reason = why_not_dtype(device, dtype, formats)
         if reason is not None:
             return reason
-    if _is_rounded_wrongly(result, device):
+    if is_rounded_wrongly(result, device):
         return "e4m3 from Triton's interpreter, which rounds it wrongly"
     if not has_gradient and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present):
         return "autograd"
@@ -158,7 +161,8 @@ def why_not_triton(
     return None
 
 
-def _is_rounded_wrongly(result: torch.dtype | None, device: torch.device) -> bool:
+def is_rounded_wrongly(result: torch.dtype | None, device: torch.device) -> bool:
+    """True if a result of this dtype is rounded wrongly on the device: e4m3 by Triton's interpreter."""
     return result == FP8 and device.type == "cpu"
 
 

@@ -26,7 +26,7 @@ def launched(monkeypatch):
         monkeypatch.setattr(module, "launch_kernel", lambda kernel, *_, **__: names.append(kernel.__name__))
     for module in (dispatch, choice):
         monkeypatch.setattr(module, "is_sm90", lambda device: True)
-    monkeypatch.setattr(dispatch, "_is_rounded_wrongly", lambda *_: False)
+    monkeypatch.setattr(dispatch, "is_rounded_wrongly", lambda *_: False)
     return names
 
 

@@ -195,7 +195,7 @@ def test_8_bits_compile_to_one_graph(device):
 @pytest.mark.parametrize(("rows", "N"), [(1, 16), (70, 200)])
 def test_the_scale_of_an_fp8_result_is_stored_once_for_every_row(device, monkeypatch, rows, N):
     """Also in the interpreter, which rounds e4m3 wrongly, by about a step of it: an eighth."""
-    monkeypatch.setattr(dispatch, "_is_rounded_wrongly", lambda *_: False)
+    monkeypatch.setattr(dispatch, "is_rounded_wrongly", lambda *_: False)
     on, generator = torch_device(device), torch.Generator().manual_seed(0)
     x, weight, bias = (torch.randn(shape, generator=generator).to(on) for shape in ((rows, 64), (N, 64), (N,)))
     a = quantize_rows(x, INT8, with_norm=True, implementation="torch")

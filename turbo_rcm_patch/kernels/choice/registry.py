@@ -1,0 +1,163 @@
+"""Which kernel runs an op: each op has an ordered list of its kernels, and takes the first that can run.
+
+A *spec* says what the choice depends on: shapes, dtypes, the device and the user's options. Each family of ops has its
+own frozen dataclass of them, based on `Spec`. A kernel's ``why_not(spec)`` answers with the reason why the kernel
+cannot run, or should not. Nothing else decides: neither the patch, which picks once per plan, nor the launch, which
+falls to the next kernel only where operands are not aligned as TMA needs it.
+
+    pick = LINEAR_SKIP.pick(spec)
+    pick.kernel.name, pick.reason     # "portable Triton", "fewer tiles than multiprocessors"
+    pick.kernel.launch(*arguments)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.autograd.forward_ad as fwAD
+
+from ...config import IMPLEMENTATIONS
+from .. import dispatch
+from ..quantized import FP8
+
+GLUON, PORTABLE, REFERENCE = "sm_90 Gluon", "portable Triton", "torch reference"
+AUTOGRAD = "autograd"
+ASKED_FOR_TRITON = (
+    "implementation='triton' was asked for; use 'auto', an NVIDIA GPU of sm_80 or newer with fp32/fp16/bf16 tensors, "
+    "or TRITON_INTERPRET=1 on the CPU"
+)
+# Reasons that begin like this are no news: a kernel for another GPU, or one that only `turbo-rcm tune` may choose.
+EXPECTED = ("no GPU of", "not chosen by")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What the choice of a kernel depends on in every op.
+
+    dtype: of the main operand. others: the dtypes of the other operands. eight_bits: the 8-bit formats that operands
+    may have. result: the dtype of the result, or None for the main operand's.
+    implementation: "auto", "triton" or "torch".
+    derivative: "backward" if autograd records the call, "forward" in forward mode or under another transform, else
+    None.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    others: tuple[torch.dtype, ...] = ()
+    eight_bits: tuple[torch.dtype, ...] = ()
+    result: torch.dtype | None = None
+    implementation: str = "auto"
+    derivative: str | None = None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to compute an op.
+
+    why_not: the reason why it cannot run for a spec, or should not; None if it can. launch: runs it; all kernels of an
+    op take the same arguments.
+    """
+
+    name: str
+    why_not: Callable[[Spec], str | None]
+    launch: Callable
+
+
+class Pick(NamedTuple):
+    """The kernel that runs. reasons: why those before it in the list do not, each with its name."""
+
+    kernel: Kernel
+    reasons: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.kernel.name
+
+    @property
+    def launch(self) -> Callable:
+        return self.kernel.launch
+
+    @property
+    def reason(self) -> str | None:
+        """Why no kernel before this one runs, or None if that is no news."""
+        return next((reason for _, reason in reversed(self.reasons) if not reason.startswith(EXPECTED)), None)
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op and its kernels, the preferred one first."""
+
+    name: str
+    kernels: tuple[Kernel, ...]
+
+    def pick(self, spec: Spec) -> Pick:
+        """Return the first kernel that can run. Raises ValueError with all reasons if none can."""
+        reasons = []
+        for kernel in self.kernels:
+            reason = kernel.why_not(spec)
+            if reason is None:
+                return Pick(kernel, tuple(reasons))
+            reasons.append((kernel.name, reason))
+        listed = "; ".join(f"{name}: {reason}" for name, reason in reasons)
+        raise ValueError(f"{self.name}: no kernel can run ({listed}).")
+
+    def named(self, name: str) -> Kernel:
+        """Return the kernel of this name. Raises ValueError if there is none."""
+        for kernel in self.kernels:
+            if kernel.name == name:
+                return kernel
+        raise ValueError(f"{self.name} has no kernel {name!r}; it has {', '.join(k.name for k in self.kernels)}.")
+
+
+def why_not_ours(spec: Spec, *, has_backward: bool = False) -> str | None:
+    """The reason why no Triton kernel can run for a spec, or None if one can. has_backward: True if the kernel has
+    one."""
+    if spec.implementation == "torch":
+        return "implementation='torch'"
+    if spec.derivative == "forward" or (spec.derivative == "backward" and not has_backward):
+        return AUTOGRAD
+    reason = dispatch.why_not_device(spec.device) or _why_not_dtypes(spec)
+    if reason is not None:
+        return reason
+    if spec.implementation == "auto" and spec.device.type == "cpu":
+        return "cpu tensors"  # the interpreter runs only where it is asked for
+    return None
+
+
+def _why_not_dtypes(spec: Spec) -> str | None:
+    formats = (*spec.eight_bits, FP8) if spec.result == FP8 else spec.eight_bits
+    for dtype in (spec.dtype, *spec.others, *formats):
+        reason = dispatch.why_not_dtype(spec.device, dtype, formats)
+        if reason is not None:
+            return reason
+    if dispatch.is_rounded_wrongly(spec.result, spec.device):
+        return "e4m3 from Triton's interpreter, which rounds it wrongly"
+    return None
+
+
+def why_not_reference(spec: Spec, *, has_backward: bool = False) -> str | None:
+    """The reason why the reference does not run: Triton's kernels were asked for, and no derivative prevents them. None
+    if it runs. has_backward: as of `why_not_ours`."""
+    if spec.implementation != "triton" or why_not_ours(spec, has_backward=has_backward) == AUTOGRAD:
+        return None
+    return ASKED_FOR_TRITON
+
+
+def check_operands(implementation: str, operands: Iterable[torch.Tensor]) -> None:
+    """Raise ValueError for an unknown implementation, and for operands on different devices."""
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation={implementation!r} is unknown; accepted are {', '.join(IMPLEMENTATIONS)}.")
+    devices = {operand.device for operand in operands}
+    if len(devices) > 1:
+        raise ValueError(f"tensors are on different devices: {', '.join(sorted(map(str, devices)))}.")
+
+
+def derivative_of(operands: Iterable[torch.Tensor]) -> str | None:
+    """Return `Spec.derivative` for a call with these operands."""
+    if fwAD._current_level >= 0 and any(fwAD.unpack_dual(operand).tangent is not None for operand in operands):
+        return "forward"
+    recorded = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
+    return "backward" if recorded else None
