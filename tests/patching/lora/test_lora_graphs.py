@@ -9,7 +9,7 @@ import turbo_rcm_patch as trp
 from tests.lora_files import lightning
 from tests.oracle import relative_error
 from tests.patching.lora.test_inside_projections import ALL, add_lora
-from tests.patching.tape import AUTO, assert_replayed, assert_same, inputs_for, make_models, note, replays, run, warm
+from tests.patching.tape import AUTO, assert_replayed, assert_same, inputs_for, make_models, replays, run, warm
 from tests.tiny_wan import tiny_wan_pipeline
 
 SCALES = [round(0.1 + 0.17 * i, 2) for i in range(10)]
@@ -106,7 +106,6 @@ def test_scales_of_layers_that_are_called_make_new_graphs(tape, targets, config)
         for model in pair:
             model.set_adapters(["first"], [scale])
         assert_same(pair, inputs)
-    assert "modules or weights changed too often" in note(pair[0])
 
 
 def test_a_copy_has_scales_of_its_own(tape):

@@ -1,6 +1,6 @@
-"""WanTransformer3DModel.forward as a CUDA graph, where launching its kernels takes longer than running them.
+"""WanTransformer3DModel.forward as a CUDA graph, for calls whose kernels take longer to launch than to run.
 
-Everything is computed anew in every replay, from the inputs and weights as they are then.
+Every replay computes everything from the current inputs and weights.
 """
 
 from __future__ import annotations
@@ -42,41 +42,41 @@ def transformer_forward(
     return_dict: bool = True,
     attention_kwargs: dict[str, Any] | None = None,
 ) -> Transformer2DModelOutput | tuple[torch.Tensor]:
-    """WanTransformer3DModel.forward, replayed from a CUDA graph where that is safe and faster; bound on instances.
+    """Replay WanTransformer3DModel.forward from a CUDA graph if that is safe and faster. Bound on instances.
 
     hidden_states [B, C, F, H, W], timestep [B] or per token [B, S], encoder_hidden_states [B, L, text_dim],
     encoder_hidden_states_image [B, L', image_dim] or None; the sample is [B, C_out, F, H, W].
     """
     inputs = (hidden_states, timestep, encoder_hidden_states, encoder_hidden_states_image)
     if torch.compiler.is_compiling() or not (graph := graph_of(self)).takes(self, inputs, attention_kwargs):
-        # By keyword: diffusers' decorator around the class's forward finds a LoRA's scale only there.
+        # By keyword: diffusers' decorator around the class's forward reads a LoRA's scale only from keywords.
         return type(self).forward(self, *inputs, return_dict=return_dict, attention_kwargs=attention_kwargs)
     sample = graph.sample(inputs)
     return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
 
 def graph_of(transformer: nn.Module) -> WanGraph | None:
-    """The CUDA graphs of a patched transformer; None for one that is not of Wan's own class."""
+    """Return the CUDA graphs of a patched transformer, or None if its class has none."""
     return vars(transformer).get(GRAPH)
 
 
 class WanGraph:
-    """The CUDA graphs of one patched transformer, and what stands against them.
+    """The CUDA graphs of one patched transformer, and the reasons for calls without them.
 
-    forwards: what the patch binds, by module; any other forward on an instance is someone's hook.
+    forwards: the forwards that the patch binds, by module. Any other forward on an instance is a hook.
     """
 
     def __init__(self, transformer: WanTransformer3DModel, shared: Shared, forwards: dict[nn.Module, Callable]):
         self._transformer, self._shared = transformer, shared
         self._forwards = {module: function_bound_to(module, forward) for module, forward in forwards.items()}
         self._graphs = Graphs()
-        self._lora_layers: list[nn.Module] = []  # of the transformer, as it was when its modules last changed
-        self._prepared: tuple[int, ...] = ()  # where what LoRA layers add lies, that the recordings read
-        self._scales: dict[nn.Module, dict] = {}  # of LoRA layers, that the recordings have as numbers
+        self._lora_layers: list[nn.Module] = []  # found when the transformer's modules last changed
+        # What the recordings know of LoRAs: the addresses of prepared products, and scales of layers that are called.
+        self._lora_recorded: tuple[tuple[int, ...], dict[nn.Module, dict]] = (), {}
         self._why_not_recordable = WhileUnchanged(self._objects_read, self._look_again, live=LIVE | WRITTEN)
 
     def takes(self, called: nn.Module, inputs: Inputs, attention_kwargs: dict[str, Any] | None) -> bool:
-        """Whether `sample` may stand for this call. If not, the reason is counted for the summary."""
+        """True if `sample` may replace this call. If not, count the reason for the summary."""
         is_own = called is self._transformer
         reason = self._why_not_call(inputs, attention_kwargs) if is_own else "a shallow copy of the model"
         if reason is not None:
@@ -84,7 +84,7 @@ class WanGraph:
         return reason is None
 
     def sample(self, inputs: Inputs) -> torch.Tensor:
-        """The transformer's sample: computed the first time that inputs of these shapes come, replayed later."""
+        """Return the transformer's sample: computed when inputs of these shapes first come, replayed later."""
         bring_all_up_to_date()  # a replay reads the 8-bit weight alone, and a recording must not convert
         self._follow_lora()
         key = *call_key(inputs), self._shared.why_exact_attention()
@@ -93,21 +93,21 @@ class WanGraph:
         return sample
 
     def release(self) -> None:
-        """Give all graphs' memory back."""
+        """Give the memory of all graphs back."""
         self._graphs.clear()
 
     @property
     def kept(self) -> int:
-        """How many graphs there are."""
+        """The number of graphs."""
         return self._graphs.kept
 
     @property
     def reserved_bytes(self) -> int | None:
-        """Memory that only the graphs can use; None where the allocator does not tell."""
+        """Memory that only the graphs can use, or None if the allocator does not tell."""
         return self._graphs.reserved_bytes
 
     def note(self) -> str:
-        """One line for the summary: how many graphs there are, how many calls they served, and why not the others."""
+        """Return a line for the summary: the number of graphs, of replayed calls, and of other calls by reason."""
         graphs = self._graphs
         reason = self._why_not_now()
         state = f"none now: {reason}" if reason else f"{graphs.kept} kept{_in_mib(graphs.reserved_bytes)}"
@@ -119,7 +119,7 @@ class WanGraph:
         return type(self._transformer).forward(self._transformer, *inputs, return_dict=False)[0]
 
     def _why_not_call(self, inputs: Inputs, attention_kwargs: dict[str, Any] | None) -> str | None:
-        """Why this call runs without a graph; the cheap questions first."""
+        """Return why this call runs without a graph, or None. Cheap checks come first."""
         reason = why_not_recorded(inputs)
         if reason is not None:
             return reason
@@ -136,7 +136,7 @@ class WanGraph:
         return self._why_not_now()
 
     def _why_not_now(self) -> str | None:
-        """Why no call of the model as it is can run as a graph."""
+        """Return why no call of the model in its present state can run as a graph, or None."""
         if self._shared.config.cuda_graph == "off":
             return "cuda_graph='off'"
         if self._transformer not in self._forwards:
@@ -149,37 +149,35 @@ class WanGraph:
         return self._why_not_recordable.get(self._device)
 
     def _follow_lora(self) -> None:
-        """Write changes of LoRAs where the recordings read them, and forget recordings that do not read them."""
+        """Update the products of LoRAs in the memory that recordings read. Forget recordings if that does not do."""
         products = self._shared.products
-        prepared, scales = products.bring_up_to_date(), products.scales_not_read(self._lora_layers)
-        if not scales.items() <= self._scales.items():  # fewer are no change: products were made for the others
-            self._graphs.invalidate()
-        elif prepared != self._prepared:
-            self._graphs.record_anew()
-        self._prepared, self._scales = prepared, scales
+        lora = products.bring_up_to_date(), products.scales_not_read(self._lora_layers)
+        if lora != self._lora_recorded:
+            self._graphs.clear()
+        self._lora_recorded = lora
 
     @property
     def _device(self) -> torch.device:
         return self._transformer.patch_embedding.weight.device
 
     def _own_forward(self, module: nn.Module) -> Callable | None:
-        """The forward on a module if the patch put it there, or a copy of the patch."""
+        """Return the forward on a module if the patch, or a copy of it, put it there. Otherwise return None."""
         forward, known = vars(module).get("forward"), self._forwards.get(module)
         return forward if known is not None and function_bound_to(module, forward) is known else None
 
     def _objects_read(self) -> list[object]:
-        """Everything whose class and attributes a forward depends on."""
+        """Return all objects whose class and attributes a forward depends on."""
         modules = list(self._transformer.modules())
         return modules + [module.processor for module in modules if isinstance(module, WanAttention)]
 
     def _look_again(self, device: torch.device) -> str | None:
-        """Why something about the modules could escape a graph. They are new or changed: graphs of them are stale."""
-        self._graphs.invalidate()
+        """Drop the graphs, because the modules are new or changed. Return why a graph cannot be recorded, or None."""
+        self._graphs.clear()
         self._lora_layers = [module for module in self._transformer.modules() if not LIVE.isdisjoint(vars(module))]
         if device.type != self._graphs.device_type:
             return f"{device.type} tensors"
         reasons = (why_not_repeatable(m, device, forward=self._own_forward(m)) for m in self._transformer.modules())
-        return self._graphs.failure or next(filter(None, reasons), None)
+        return next(filter(None, reasons), None)
 
 
 def _in_mib(size: int | None) -> str:
@@ -187,8 +185,10 @@ def _in_mib(size: int | None) -> str:
 
 
 def flops_per_block(transformer: WanTransformer3DModel, latents: torch.Tensor, config: PatchConfig) -> float:
-    """Floating-point operations of one block for latents [B, C, F, H, W], its linears and its self-attention; those in
-    8 bits, twice as fast, count half, and key blocks that SLA leaves out do not count."""
+    """Return the floating-point operations of one block's linears and self-attention for latents [B, C, F, H, W].
+
+    Operations in 8 bits count half, because they are twice as fast. Key blocks that SLA skips do not count.
+    """
     widths = transformer.config
     batch, _, *sizes = latents.shape
     tokens = math.prod(size // patch for size, patch in zip(sizes, widths.patch_size, strict=True))
