@@ -56,3 +56,26 @@ def test_only_what_somebody_watches_comes_as_the_custom_op():
     with torch.no_grad():
         assert not dispatch._are_watched((plain, parameter))
         assert dispatch._are_watched((plain.as_subclass(Subclass),))
+
+
+def test_the_kernels_of_one_op_share_a_custom_op_that_knows_them_by_name():
+    def doubled(x: torch.Tensor, more: float = 0.0) -> torch.Tensor:
+        return 2 * x + more
+
+    op = dispatch.KernelsOp("test_kernels_op", doubled)
+    op.register_fake(lambda kernel, x, more=0.0: torch.empty_like(x))
+    twice, thrice = op.launch("two", doubled), op.launch("three", lambda x, more=0.0: 3 * x + more)
+    x = torch.ones(2)
+    assert [twice(x).tolist(), thrice(x, 1.0).tolist()] == [[2, 2], [4, 4]]
+    called = []
+
+    class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.append((func._schema.name, args[0]))
+            return func(*args, **kwargs or {})
+
+    with Mode():
+        assert thrice(x).tolist() == [3, 3]
+    assert ("turbo_rcm_patch::test_kernels_op", "three") in called
+    compiled = torch.compile(lambda x: thrice(x, 2.0), fullgraph=True, backend="eager")
+    assert compiled(x).tolist() == [5, 5]

@@ -213,9 +213,42 @@ class KernelOp:
         self._launcher = launcher
 
     def __call__(self, *arguments):
-        if torch.compiler.is_compiling() or _is_traced() or _are_watched(arguments):
-            return self.op(*arguments)
-        return self._launcher(*arguments)
+        return self.op(*arguments) if _needs_custom_op(arguments) else self._launcher(*arguments)
+
+
+class KernelsOp:
+    """Several kernels of one op as the custom op ``turbo_rcm_patch::name``, whose first argument is a kernel's name.
+
+    like: a launcher with the signature of all of them.
+    """
+
+    def __init__(self, name: str, like: Callable):
+        schema = torch.library.infer_schema(like, mutates_args=()).replace("(", "(str kernel, ", 1)
+        self.op = torch.library.custom_op(f"turbo_rcm_patch::{name}", self._run, mutates_args=(), schema=schema)
+        self.register_fake, self.register_autograd = self.op.register_fake, self.op.register_autograd
+        self._launchers: dict[str, Callable] = {}
+
+    def launch(self, kernel: str, launcher: Callable) -> KernelLaunch:
+        """Return what launches a kernel of this name, directly or through the custom op."""
+        self._launchers[kernel] = launcher
+        return KernelLaunch(self.op, kernel, launcher)
+
+    def _run(self, kernel: str, *arguments):
+        return self._launchers[kernel](*arguments)
+
+
+class KernelLaunch:
+    """Launches one kernel of a `KernelsOp`; like a `KernelOp`, without the custom op's cost where nothing needs it."""
+
+    def __init__(self, op: Callable, kernel: str, launcher: Callable):
+        self._op, self._kernel, self._launcher = op, kernel, launcher
+
+    def __call__(self, *arguments):
+        return self._op(self._kernel, *arguments) if _needs_custom_op(arguments) else self._launcher(*arguments)
+
+
+def _needs_custom_op(arguments: tuple) -> bool:
+    return torch.compiler.is_compiling() or _is_traced() or _are_watched(arguments)
 
 
 def _is_traced() -> bool:

@@ -37,14 +37,25 @@ def test_the_first_kernel_that_can_run_is_picked_with_the_reasons_of_those_befor
     assert pick.reasons == (("one", "no GPU of sm_90"), ("two", "float64 tensors"))
 
 
-def test_the_reason_to_show_is_the_nearest_kernels_that_is_news():
-    assert op_of(("one", None)).pick(spec_of()).reason is None
-    assert op_of(("one", "no GPU of sm_90"), ("two", None)).pick(spec_of()).reason is None
-    assert op_of(("one", "not chosen by turbo-rcm tune"), ("two", None)).pick(spec_of()).reason is None
-    assert (
-        op_of(("one", "few tiles"), ("two", "no GPU of sm_90"), ("three", None)).pick(spec_of()).reason == "few tiles"
-    )
-    assert op_of(("one", "few tiles"), ("two", "autograd"), ("three", None)).pick(spec_of()).reason == "autograd"
+FEW, ELSEWHERE = ("one", "few tiles"), ("two", "no GPU of sm_90")
+
+
+@pytest.mark.parametrize(
+    ("before", "label", "reason"),
+    [
+        ([], "last", None),
+        ([ELSEWHERE], "last", "no GPU of sm_90"),
+        ([("one", "not chosen by turbo-rcm tune")], "last", "not chosen by turbo-rcm tune"),
+        ([FEW, ELSEWHERE], "last (few tiles)", "few tiles"),
+        ([FEW, ("two", "autograd")], "last (autograd)", "autograd"),
+    ],
+)
+def test_the_reason_to_show_is_the_nearest_that_is_news(before, label, reason):
+    op = op_of(*before, ("last", None))
+    pick = op.pick(spec_of())
+    assert (pick.label, pick.reason) == (label, None)
+    by_pytorch = pick._replace(kernel=replace(pick.kernel, is_fused=False))
+    assert (by_pytorch.label, by_pytorch.reason) == ("last", reason)
 
 
 def test_no_kernel_that_can_run_is_an_error_with_every_reason():

@@ -6,8 +6,8 @@ cannot run, or should not. Nothing else decides: neither the patch, which picks 
 falls to the next kernel only where operands are not aligned as TMA needs it.
 
     pick = LINEAR_SKIP.pick(spec)
-    pick.kernel.name, pick.reason     # "portable Triton", "fewer tiles than multiprocessors"
-    pick.kernel.launch(*arguments)
+    pick.label                # "portable Triton (fewer tiles than multiprocessors)"
+    pick.launch(*arguments)
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from ...config import IMPLEMENTATIONS
 from .. import dispatch
 from ..quantized import FP8
 
-GLUON, PORTABLE, REFERENCE = "sm_90 Gluon", "portable Triton", "torch reference"
+GLUON, PORTABLE, TRITON, REFERENCE = "sm_90 Gluon", "portable Triton", "Triton", "torch reference"
 AUTOGRAD = "autograd"
 ASKED_FOR_TRITON = (
     "implementation='triton' was asked for; use 'auto', an NVIDIA GPU of sm_80 or newer with fp32/fp16/bf16 tensors, "
     "or TRITON_INTERPRET=1 on the CPU"
 )
-# Reasons that begin like this are no news: a kernel for another GPU, or one that only `turbo-rcm tune` may choose.
-EXPECTED = ("no GPU of", "not chosen by")
+# Reasons that begin like this are no news: a kernel for another GPU or other operands, or one that only `turbo-rcm
+# tune` may choose.
+EXPECTED = ("no GPU of", "not for", "not chosen by")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +59,13 @@ class Kernel:
     """One way to compute an op.
 
     why_not: the reason why it cannot run for a spec, or should not; None if it can. launch: runs it; all kernels of an
-    op take the same arguments.
+    op take the same arguments. is_fused: False if it is PyTorch's, or the reference.
     """
 
     name: str
     why_not: Callable[[Spec], str | None]
     launch: Callable
+    is_fused: bool = True
 
 
 class Pick(NamedTuple):
@@ -82,7 +84,19 @@ class Pick(NamedTuple):
 
     @property
     def reason(self) -> str | None:
-        """Why no kernel before this one runs, or None if that is no news."""
+        """Why PyTorch computes it, or None if a fused kernel does."""
+        if self.kernel.is_fused or not self.reasons:
+            return None
+        return self._news() or self.reasons[-1][1]
+
+    @property
+    def label(self) -> str:
+        """The kernel's name, with the reason if one would expect another fused kernel:
+        "portable Triton (fewer tiles than multiprocessors)"."""
+        news = self._news() if self.kernel.is_fused else None
+        return self.kernel.name if news is None else f"{self.kernel.name} ({news})"
+
+    def _news(self) -> str | None:
         return next((reason for _, reason in reversed(self.reasons) if not reason.startswith(EXPECTED)), None)
 
 
