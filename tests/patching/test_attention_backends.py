@@ -46,7 +46,7 @@ def test_sdpa_where_it_is_faster_or_asked_for(monkeypatch, config, reason, deriv
     monkeypatch.setattr(kernels, "why_not_triton_on", lambda *_: None)
     monkeypatch.setattr(kernels, "attention_kernel_name", lambda implementation, *_, **__: implementation)
     config_of_patch = trp.PatchConfig(**config)
-    call = plan.Call(config_of_patch, gpu, torch.bfloat16, 1, 5, 1, 7, "sample", derivative, plan.active_backend())
+    call = plan.Call(config_of_patch, gpu, torch.bfloat16, derivative, plan.active_backend())
     step = layers.attention(attn, call)
     assert step.reason == reason
     assert step.kernel == ("torch" if reason else config.get("implementation", "auto"))

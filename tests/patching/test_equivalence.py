@@ -126,7 +126,7 @@ def test_a_norm_of_a_held_residual_is_that_of_the_residual():
     x = 1e-3 * torch.randn(1, 5, 64) / HELD.scale
     scale, shift = torch.randn(2, 1, 1, 64)
     expected = norm(HELD.scale * x) * (1 + scale) + shift
-    call = Call(trp.PatchConfig(), x.device, torch.float32, 1, 5, 1, 7, "sample", None, active_backend())
+    call = Call(trp.PatchConfig(), x.device, torch.float32, None, active_backend())
     steps = layers.layer_norm(norm, HELD, call), layers.layer_norm_by_module(norm, HELD, call, "asked for")
     for step in steps:
         assert relative_error(step.run(x, scale, shift), expected) <= 1e-5
@@ -206,7 +206,7 @@ def test_runs_of_equal_timesteps_are_embedded_once(implementation, on, mode):
             assert output.is_inference() == expected.is_inference()
             assert relative_error(output, expected) <= 1e-5
             assert len(shared().runs.rows) == 5  # of the first sample two runs, of the second three
-            assert {state_of(block).plans.latest.gate for block in model.blocks} == {"run"}  # and so read
+            assert {state_of(block).plans.latest.stream.gate for block in model.blocks} == {"run"}  # and so read
             inputs["timestep"] = torch.linspace(0, 999, timestep.numel(), device=on).view_as(timestep)
             many = model(**inputs)[0]
             assert shared().runs is None
@@ -319,9 +319,9 @@ def test_the_fused_forward_runs(monkeypatch):
         with trp.patch(model, trp.PatchConfig(implementation="triton")):
             for op in ("linear_qkv", "linear_skip", "linear_gelu", "layer_norm_modulate", "rms_norm_rope", "attention"):
                 with monkeypatch.context() as context:
-                    right = getattr(trp.patching.layers.kernels, op)
+                    right = getattr(layers.kernels, op)
                     wrong = lambda *args, op=right, **kwargs: doubled(op(*args, **kwargs))  # noqa: E731
-                    context.setattr(trp.patching.layers.kernels, op, wrong)
+                    context.setattr(layers.kernels, op, wrong)
                     assert relative_error(model(**inputs)[0], expected) > 1e-3, op
 
 

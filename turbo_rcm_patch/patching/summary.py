@@ -21,9 +21,9 @@ from ..tiers import BLOCK_SPARSE, BLOCK_SPARSE_ATTENTION, SPARSE
 from .families import family_of
 from .families import vae as wan_vae
 from .families.family import Blocks, compute_dtype
-from .families.wan.block import TEXT_TOKENS, BlockPlan, decide
+from .families.wan.block import TEXT_TOKENS, BlockPlan, WanCall, decide
 from .sampling.step_count import NOT_COUNTED
-from .steps.plan import NOTHING, SHARED, Call, Step, active_backend, is_patched, state_of
+from .steps.plan import NOTHING, SHARED, Call, Step, Stream, active_backend, is_patched, state_of
 from .steps.residual import CUT_OFF
 from .weights.convert import weights_note
 
@@ -226,14 +226,13 @@ def current_plan(transformer: nn.Module, block: nn.Module) -> BlockPlan:
         return state.plans.ran
     latest = state.plans.latest
     if latest is None:
-        latest = Call(
-            state.shared.config, torch.device("cpu"), torch.float32, 1, TOKENS, 1, TEXT_TOKENS, "sample", None, ""
-        )
+        call = Call(state.shared.config, torch.device("cpu"), torch.float32, None, active_backend())
+        latest = WanCall(call, Stream(1, TOKENS), 1, TEXT_TOKENS)
     # Under offloading the weights rest elsewhere than the forward runs.
     device, dtype = get_module_execution_device(transformer), compute_dtype(transformer)
-    exactly = state.exactly or (NOT_COUNTED if latest.exactly == NOT_COUNTED else None)
-    call = latest._replace(device=device, dtype=dtype, derivative=None, backend=active_backend(), exactly=exactly)
-    return decide(state.attention_class, block, call)
+    exactly = state.exactly or (NOT_COUNTED if latest.call.exactly == NOT_COUNTED else None)
+    now = {"device": device, "dtype": dtype, "derivative": None, "backend": active_backend(), "exactly": exactly}
+    return decide(state.attention_class, block, latest._replace(call=latest.call._replace(**now)))
 
 
 def _device_name(device: torch.device) -> str:

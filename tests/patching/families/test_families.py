@@ -11,6 +11,7 @@ from tests.oracle import assert_no_worse, relative_error, torch_device
 from tests.patching.pairs import assert_same_output, output_of
 from tests.tiny_families import FAMILIES, tiny_family_inputs, tiny_family_transformer
 from turbo_rcm_patch.patching.families import FAMILIES as KNOWN
+from turbo_rcm_patch.patching.steps import exact
 
 
 def test_every_family_is_tested():
@@ -55,9 +56,9 @@ def test_every_block_runs_its_plan(name, monkeypatch):
     """The equivalence above would hold without a patch too: a wrong step must show in the output."""
     model = tiny_family_transformer(name)
     expected = output_of(name, model)
-    skip = trp.patching.layers.kernels.skip
+    skip = exact.kernels.skip
     with trp.patch(model):
-        monkeypatch.setattr(trp.patching.layers.kernels, "skip", lambda *args, **options: 2 * skip(*args, **options))
+        monkeypatch.setattr(exact.kernels, "skip", lambda *args, **options: 2 * skip(*args, **options))
         assert relative_error(output_of(name, model), expected) > 1e-2
 
 

@@ -18,8 +18,8 @@ from turbo_rcm_patch import kernels
 from turbo_rcm_patch.kernels import aot
 from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
 from turbo_rcm_patch.patching import use_rcm
-from turbo_rcm_patch.patching.families.wan.block import decide
-from turbo_rcm_patch.patching.steps.plan import Call, active_backend, state_of
+from turbo_rcm_patch.patching.families.wan.block import WanCall, decide
+from turbo_rcm_patch.patching.steps.plan import Call, Stream, active_backend, state_of
 from turbo_rcm_patch.tiers import QUANTIZED
 
 BLOCKS = (4, 4)  # of the tiny models' 18 tokens
@@ -164,7 +164,7 @@ def test_autograd_attends_to_all_keys(calls):
     assert "block-sparse" not in trp.patch(model).summary()
 
 
-def plan_on_a_gpu(options, heads=2, head_dim=64, capability=(8, 9), change=None, **call):
+def plan_on_a_gpu(options, heads=2, head_dim=64, capability=(8, 9), change=None, tokens=32760, batch=1, **call):
     """The self-attention's step as chosen for a GPU that is not there. change: of the model, before it is patched."""
     model = tiny_wan_transformer(heads=heads, head_dim=head_dim)
     if change is not None:
@@ -172,10 +172,11 @@ def plan_on_a_gpu(options, heads=2, head_dim=64, capability=(8, 9), change=None,
     trp.patch(model, config(**{"min_tokens": 8192, "blocks": None} | options))
     block = model.blocks[0]
     model.to("meta")
-    values = (torch.device("meta"), torch.bfloat16, 1, 32760, 1, 7, "sample", None)
+    values = (torch.device("meta"), torch.bfloat16, None)
     with meta_is_gpu(capability, 100):
         kind = Call(state_of(block).shared.config, *values, active_backend())._replace(**call)
-        return decide(WanAttention, block, kind).self_attention.attention
+        plan = decide(WanAttention, block, WanCall(kind, Stream(batch, tokens), 1, 7))
+        return plan.self_attention.attention
 
 
 def test_kernels_on_a_gpu():

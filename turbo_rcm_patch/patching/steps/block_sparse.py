@@ -15,7 +15,7 @@ from ... import kernels
 from ...config import PatchConfig
 from ...tiers import BLOCK_SPARSE
 from .context_parallel import ulysses_attention
-from .plan import REFERENCE, Call, Step
+from .plan import REFERENCE, Call, Step, Stream
 from .sparse_linear import has_projection
 
 # Of a sample, from which on attention is dense where no kernel takes the blocks of a config: the reference computes all
@@ -41,7 +41,7 @@ def layers_attended_exactly(config: PatchConfig, count: int) -> Mapping[int, str
     return {i: f"exact_layers={(first, last)}" for i in range(count) if i < first or i >= count - last}
 
 
-def why_dense(attn: nn.Module, call: Call, *, quantized: bool) -> str | None:
+def why_dense(attn: nn.Module, stream: Stream, call: Call, *, quantized: bool) -> str | None:
     """Why a self-attention attends to all keys, in a few words; None where it is block-sparse. quantized: whether it
     gets q, k and v in 8 bits, which not only the config decides.
 
@@ -52,7 +52,7 @@ def why_dense(attn: nn.Module, call: Call, *, quantized: bool) -> str | None:
         return f"{config.tier.name} tier"
     if call.exactly is not None or call.derivative is not None:
         return call.exactly or "autograd"
-    tokens = _tokens(attn, call)
+    tokens = _tokens(attn, stream)
     if tokens < config.min_tokens:
         return f"{tokens} tokens, fewer than min_tokens={config.min_tokens}"
     are_asked_for = config.blocks is not None and config.implementation == "auto"
@@ -61,11 +61,11 @@ def why_dense(attn: nn.Module, call: Call, *, quantized: bool) -> str | None:
     return _kernel(attn, call, quantized)[1]
 
 
-def _tokens(attn: nn.Module, call: Call) -> int:
+def _tokens(attn: nn.Module, stream: Stream) -> int:
     """Of a sample, on all GPUs."""
     parallel = attn.processor._parallel_config
     ranks = 1 if parallel is None else parallel.context_parallel_config.ulysses_degree
-    return call.tokens // call.batch * ranks
+    return stream.tokens_per_sample * ranks
 
 
 def _kernel(attn: nn.Module, call: Call, quantized: bool) -> tuple[str, str | None]:

@@ -21,7 +21,7 @@ from ...plain import hook_on, why_not_linear, why_not_norm, why_not_plain
 from ..lora.inside_projections import Linears
 from . import in_8_bits as quantized_layers
 from .context_parallel import ulysses_attention, why_not_between_all_to_alls
-from .plan import LINEAR, MODULE, NOTHING, REFERENCE, Call, Step
+from .plan import LINEAR, MODULE, NOTHING, REFERENCE, Call, Step, Stream
 from .residual import Storage
 
 ALONE, FEW_TOKENS = "nothing to fuse", "a prompt's few tokens"  # why PyTorch's linear does a projection
@@ -74,13 +74,13 @@ def _layer_norm_by_module(norm, stored, dtype, x, scale=None, shift=None):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def qkv_projection(attn: nn.Module, call: Call) -> Step:
-    """q, k and v of a self-attention: x [B, S, C] -> three [B, S, C]."""
+def qkv_projection(attn: nn.Module, tokens: int, call: Call) -> Step:
+    """q, k and v of a self-attention to so many tokens in all: x [B, S, C] -> three [B, S, C]."""
     if attn.fused_projections:
         return Step(partial(_qkv_of_one_module, attn), MODULE, "fused projections")
     read = call.read(attn.to_q, attn.to_k, attn.to_v)
     if read.are_quantized:
-        return quantized_layers.qkv_projection(read, partial(_qkv_of_modules, attn), call)
+        return quantized_layers.qkv_projection(read, partial(_qkv_of_modules, attn), tokens, call)
     reason = _why_not_read(read, call)
     if reason is None and not read.are_alike:
         reason = "unequal projections"
@@ -90,7 +90,7 @@ def qkv_projection(attn: nn.Module, call: Call) -> Step:
     kernel = LINEAR
     if reason is None:
         N, K = read.first.weight.shape
-        kernel, reason = kernels.linear_qkv_kernel(call.device, call.dtype, call.tokens, N, K)
+        kernel, reason = kernels.linear_qkv_kernel(call.device, call.dtype, tokens, N, K)
     return Step(partial(_qkv, read, implementation), read.named(kernel), reason)
 
 
@@ -282,22 +282,22 @@ def _attention_of_backend(processor, crossing, q, k, v, to=None):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def projection(linear: nn.Module, call: Call) -> Step:
-    """A linear: x [B, S, K] -> [B, S, C]."""
+def projection(linear: nn.Module, tokens: int, call: Call) -> Step:
+    """A linear on so many tokens in all: x [B, S, K] -> [B, S, C]."""
     read = call.read(linear)
     if read.are_quantized:
-        return quantized_layers.projection(read, linear, call)
+        return quantized_layers.projection(read, linear, tokens, call)
     if read.has_lora and _why_not_read(read, call) is None:
-        return _projection_with_lora(read, call)
+        return _projection_with_lora(read, tokens, call)
     return _by_modules(linear, read)
 
 
-def _projection_with_lora(read: Linears, call: Call) -> Step:
+def _projection_with_lora(read: Linears, tokens: int, call: Call) -> Step:
     """Chosen as q, k and v together are, the measured op that is the most like it: by the kernel for sm_90 alone."""
     implementation, reason = _choose_gemm("linear_qkv", call)
     if reason is None:
         N, K = read.first.weight.shape
-        kernel, reason = kernels.linear_low_rank_kernel(call.device, call.dtype, call.tokens, N, K)
+        kernel, reason = kernels.linear_low_rank_kernel(call.device, call.dtype, tokens, N, K)
     if reason is not None:
         return Step(read.only, read.named(LINEAR), reason)
     return Step(partial(_linear_low_rank, read, implementation), read.named(kernel))
@@ -309,7 +309,7 @@ def _linear_low_rank(read, implementation, x):
 
 
 def projection_with_skip(
-    layers: Sequence[nn.Module], stored: Storage, result: Storage, call: Call, *, gated: bool
+    layers: Sequence[nn.Module], stored: Storage, result: Storage, stream: Stream, call: Call, *, gated: bool
 ) -> Step:
     """A projection, a linear and perhaps a dropout, and the skip: ``residual + gate · layers(a)``.
 
@@ -319,22 +319,22 @@ def projection_with_skip(
     linear, *dropouts = layers
     read = call.read(linear)
     reason = next(filter(None, map(_why_not_left_out, dropouts)), None)
-    samples, per_token = (call.batch, call.gate == "token") if gated and call.gate != "run" else (1, False)
-    per_channel = gated and call.gate == "sample"
+    samples, per_token = (stream.samples, stream.gate == "token") if gated and stream.gate != "run" else (1, False)
+    per_channel = gated and stream.gate == "sample"
     varying = {"samples": samples, "per_token": per_token, "gated": stored.dtype if per_channel else None}
     if read.are_quantized:
         options = partial(_skip_options, stored, result)
         skip = skip_after(stored, result, call)
         apart = Step(partial(_layers_then_skip, layers, skip.run), f"{MODULE}, {skip.kernel} skip")
         varying |= {"result": result.dtype, "low_rank": read.has_lora}
-        return quantized_layers.projection_with_skip(read, options, apart, call, reason, **varying)
+        return quantized_layers.projection_with_skip(read, options, apart, stream.tokens, call, reason, **varying)
     unread = _why_not_read(read, call)
     reason, kernel = reason or unread, LINEAR
     if reason is None:
         implementation, reason = _choose_gemm("linear_skip", call)
         if reason is None:
             N, K = read.first.weight.shape
-            kernel = kernels.gemm_kernel(call.device, call.dtype, call.tokens, N, K, **varying)
+            kernel = kernels.gemm_kernel(call.device, call.dtype, stream.tokens, N, K, **varying)
             return Step(partial(_linear_skip, read, stored, result, implementation), read.named(kernel))
     if read.has_lora and unread is None:
         layers, kernel = (read.only, *dropouts), read.named(LINEAR)
@@ -375,7 +375,7 @@ def _skip_options(stored, result, gate):
     return {"c_out": 1.0 if gate is None else gate, "dtype": result.dtype, **scales}
 
 
-def projection_with_gelu(ffn: FeedForward, call: Call, quantized: torch.dtype | None = None) -> Step:
+def projection_with_gelu(ffn: FeedForward, tokens: int, call: Call, quantized: torch.dtype | None = None) -> Step:
     """A feed-forward's first linear, its GELU and its dropout: x [B, S, C] -> [B, S, ffn_dim], where its weights are in
     8 bits quantized to a format."""
     activation = ffn.net[0]
@@ -386,14 +386,15 @@ def projection_with_gelu(ffn: FeedForward, call: Call, quantized: torch.dtype | 
         read = call.read(activation.proj)
         if read.are_quantized:
             reason = reason or _why_not_left_out(ffn.net[1])
-            return quantized_layers.projection_with_gelu(read, partial(_gelu_by_module, ffn), call, quantized, reason)
+            by_module = partial(_gelu_by_module, ffn)
+            return quantized_layers.projection_with_gelu(read, by_module, tokens, call, quantized, reason)
         reason = reason or _why_not_read(read, call)
     if reason is not None:
         return Step(partial(_gelu_by_module, ffn), MODULE, reason)
     implementation, reason = _choose_gemm("linear_gelu", call)
     if reason is None:
         N, K = read.first.weight.shape
-        kernel = kernels.gemm_kernel(call.device, call.dtype, call.tokens, N, K)
+        kernel = kernels.gemm_kernel(call.device, call.dtype, tokens, N, K)
         return Step(partial(_linear_gelu, read, ffn.net[1], implementation), read.named(kernel))
     implementation, _ = call.choose()
     kernel = "Triton" if implementation != "torch" else REFERENCE

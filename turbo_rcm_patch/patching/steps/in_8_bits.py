@@ -17,7 +17,7 @@ from ...kernels import FP8, INT8, Quantized
 from ...tiers import BLOCK_SPARSE, QUANTIZED
 from ..lora.inside_projections import Linears
 from ..weights.convert import DTYPES, bias_bound, quantized_weight, why_not_read
-from .plan import MODULE, REFERENCE, Call, Step
+from .plan import MODULE, REFERENCE, Call, Step, Stream
 
 NAMES = {FP8: "e4m3", INT8: "int8", torch.float16: "fp16"}
 Activation = torch.Tensor | Quantized
@@ -30,15 +30,15 @@ def in_8_bits(x: Activation, format: torch.dtype, implementation: str, *, with_n
     return kernels.quantize_rows(x, format, with_norm=with_norm, implementation=implementation)
 
 
-def qkv_projection(read: Linears, by_modules: Callable, call: Call) -> Step:
-    """q, k and v of a self-attention: x [B, S, C] -> three [B, S, C] in the call's dtype."""
+def qkv_projection(read: Linears, by_modules: Callable, tokens: int, call: Call) -> Step:
+    """q, k and v of a self-attention to so many tokens in all: x [B, S, C] -> three [B, S, C] in the call's dtype."""
     reason = next(filter(None, (_why_not(linear, call) for linear in read.linears)), None)
     formats = {quantized_weight(linear).format for linear in read.linears}
     if reason is None and not (read.are_alike and len(formats) == 1):
         reason = "unequal projections"
     if reason is not None:
         return Step(by_modules, MODULE, reason)
-    return _step(partial(_qkv, read, call.dtype), read, call, _qkv_kernel)
+    return _step(partial(_qkv, read, call.dtype), read, tokens, call, _qkv_kernel)
 
 
 def _qkv_kernel(*sizes, **options) -> str:
@@ -60,7 +60,7 @@ def kv_projection(read: Linears, by_modules: Callable, tokens: int, call: Call) 
         reason = "unequal projections"
     if reason is not None:
         return Step(by_modules, MODULE, reason)
-    return _step(partial(_each_linear, read, call.dtype), read, call._replace(tokens=tokens))
+    return _step(partial(_each_linear, read, call.dtype), read, tokens, call)
 
 
 def _each_linear(read, dtype, implementation, x):
@@ -73,12 +73,12 @@ def _each_linear(read, dtype, implementation, x):
     ]
 
 
-def projection(read: Linears, by_module: Callable, call: Call) -> Step:
-    """A lone linear: x [B, S, K] -> [B, S, C] in the call's dtype."""
+def projection(read: Linears, by_module: Callable, tokens: int, call: Call) -> Step:
+    """A lone linear on so many tokens in all: x [B, S, K] -> [B, S, C] in the call's dtype."""
     reason = _why_not(read.first, call)
     if reason is not None:
         return Step(by_module, MODULE, reason)
-    return _step(partial(_linear, read, call.dtype), read, call)
+    return _step(partial(_linear, read, call.dtype), read, tokens, call)
 
 
 def _linear(read, dtype, implementation, x):
@@ -86,7 +86,7 @@ def _linear(read, dtype, implementation, x):
 
 
 def projection_with_skip(
-    read: Linears, skip_options: Callable, apart: Step, call: Call, reason: str | None, **options: object
+    read: Linears, skip_options: Callable, apart: Step, tokens: int, call: Call, reason: str | None, **options: object
 ) -> Step:
     """``residual + gate · linear(a)``: (a [B, S, K], residual [B, S, C], gate or None) -> [B, S, C].
 
@@ -96,19 +96,19 @@ def projection_with_skip(
     reason = reason or _why_not(read.first, call)
     if reason is not None:
         return apart._replace(reason=reason)
-    return _step(partial(_linear_skip, read, skip_options), read, call, **options)
+    return _step(partial(_linear_skip, read, skip_options), read, tokens, call, **options)
 
 
-def why_not_beside_lora(linear: nn.Module, residual: torch.dtype, call: Call) -> str | None:
+def why_not_beside_lora(linear: nn.Module, residual: torch.dtype, stream: Stream, call: Call) -> str | None:
     """Why a linear with a gated skip loses the kernel for sm_90 to its LoRA where the residual has a dtype and not the
     call's, in a few words; None where it does not."""
     read = call.read(linear)
-    if not (read.are_quantized and read.has_lora) or call.gate != "sample" or call.choose()[1] is not None:
+    if not (read.are_quantized and read.has_lora) or stream.gate != "sample" or call.choose()[1] is not None:
         return None
     weight = quantized_weight(read.first)
-    sizes = call.device, weight.format, call.tokens, *weight.values.shape
+    sizes = call.device, weight.format, stream.tokens, *weight.values.shape
     in_each = (
-        kernels.gemm_kernel(*sizes, samples=call.batch, result=dtype, gated=dtype, low_rank=True)
+        kernels.gemm_kernel(*sizes, samples=stream.samples, result=dtype, gated=dtype, low_rank=True)
         for dtype in (call.dtype, residual)
     )
     return None if len(set(in_each)) == 1 else "for LoRA's kernel on sm_90"
@@ -122,7 +122,7 @@ def _linear_skip(read, skip_options, implementation, a, residual, gate=None):
 
 
 def projection_with_gelu(
-    read: Linears, by_module: Callable, call: Call, quantized: torch.dtype | None, reason: str | None
+    read: Linears, by_module: Callable, tokens: int, call: Call, quantized: torch.dtype | None, reason: str | None
 ) -> Step:
     """``gelu(linear(x))``: x [B, S, C] -> [B, S, ffn_dim], in e4m3 where that is wanted. reason: as above."""
     reason = reason or _why_not(read.first, call)
@@ -130,7 +130,7 @@ def projection_with_gelu(
         return Step(by_module, MODULE, reason)
     result = FP8 if quantized == FP8 else None  # int8 needs the largest value of a row, which no column tile knows
     run = partial(_linear_gelu, read, call.dtype, result)
-    return _step(run, read, call, result=result or call.dtype)._replace(gives=result)
+    return _step(run, read, tokens, call, result=result or call.dtype)._replace(gives=result)
 
 
 def _linear_gelu(read, dtype, result, implementation, x):
@@ -141,7 +141,9 @@ def _linear_gelu(read, dtype, result, implementation, x):
     return kernels.linear_gelu(x, weight, bias, low_rank=read.low_rank(), **options)
 
 
-def _step(run: Callable, read: Linears, call: Call, kernel: Callable = kernels.gemm_kernel, **options) -> Step:
+def _step(
+    run: Callable, read: Linears, tokens: int, call: Call, kernel: Callable = kernels.gemm_kernel, **options
+) -> Step:
     """run: (implementation, *inputs). kernel: what names that which runs. options: of it; the result is in the call's
     dtype where they do not say."""
     implementation, reason = call.choose()
@@ -149,7 +151,7 @@ def _step(run: Callable, read: Linears, call: Call, kernel: Callable = kernels.g
     name = REFERENCE
     if reason is None:
         options = {"result": call.dtype, **options}
-        name = f"{kernel(call.device, weight.format, call.tokens, *weight.values.shape, **options)} "
+        name = f"{kernel(call.device, weight.format, tokens, *weight.values.shape, **options)} "
         name += NAMES[weight.format]
     return Step(partial(run, implementation), read.named(name), reason, takes=weight.format)
 

@@ -7,7 +7,7 @@ of their weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.autograd.forward_ad as fwAD
@@ -49,28 +49,35 @@ class Step(NamedTuple):
         return self._replace(reason=self.reason or "quantised in a pass of its own") if apart else self
 
 
-class Call(NamedTuple):
-    """What the choice of kernels depends on, apart from a block's modules.
+class Stream(NamedTuple):
+    """The hidden states that go through a block, [B, S, C]; a block of several modalities has several.
 
-    batch, tokens: samples, and tokens of all of them. contexts, context_tokens: prompts, and tokens of each. gate: what
-    it varies by, "sample", "token" or "run".
-    derivative: "backward" where autograd records the call, "forward" in forward mode or under another function
-    transform, else None. backend: diffusers' for attention. why_whole: why its inputs require that a self-attention is
-    called as a whole; None when they do not. exactly: why the attention runs in the model's dtype, to all keys, in a
-    tier that errs more in it; None where it need not. products: where what LoRA layers add is prepared.
+    samples: B. tokens: of all samples, B·S. gate: what the gate varies by, "sample", "token" or "run".
+    """
+
+    samples: int
+    tokens: int
+    gate: str = "sample"
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """S."""
+        return self.tokens // self.samples
+
+
+class Call(NamedTuple):
+    """What every choice of kernels depends on, apart from a block's modules and the shapes of its streams.
+
+    derivative: "backward" if autograd records the call, "forward" in forward mode or under another function transform,
+    else None. backend: diffusers' backend for attention. exactly: the reason why self-attention runs at full precision
+    over all keys in a tier that approximates it, or None. products: prepares what LoRA layers add.
     """
 
     config: PatchConfig
     device: torch.device
     dtype: torch.dtype
-    batch: int
-    tokens: int
-    contexts: int
-    context_tokens: int
-    gate: str
     derivative: str | None
     backend: AttentionBackendName
-    why_whole: str | None = None
     exactly: str | None = None
     products: Products | None = None
 
@@ -96,15 +103,17 @@ class Call(NamedTuple):
         return ("auto", None) if reason is None else ("torch", reason)
 
 
-def call_of(
-    state: BlockState, block: nn.Module, x: torch.Tensor, context: torch.Tensor, gate: str, why_whole: str | None
-) -> Call:
-    """The kind of call for hidden states x [B, S, C] and a prompt [B|1, L, C]."""
-    sizes = x.shape[0], x.shape[0] * x.shape[1], *context.shape[:2]
-    now = derivative_of(block, x, context), active_backend()
+class BlockCall(Protocol):
+    """One kind of call of a family's block, hashable: what every family has, and the family's own, such as streams."""
+
+    call: Call
+
+
+def call_of(state: BlockState, block: nn.Module, x: torch.Tensor, *others: torch.Tensor) -> Call:
+    """What every family has, for a block's hidden states x and its other inputs that may require a gradient."""
     shared = state.shared
-    exactly = state.exactly or shared.why_exact_attention()
-    return Call(shared.config, x.device, x.dtype, *sizes, gate, *now, why_whole, exactly, shared.products)
+    now = derivative_of(block, x, *others), active_backend(), state.exactly or shared.why_exact_attention()
+    return Call(shared.config, x.device, x.dtype, *now, shared.products)
 
 
 def active_backend() -> AttentionBackendName:
@@ -127,12 +136,12 @@ class Plans:
     KEPT = 8  # kinds of calls
 
     def __init__(self):
-        self._known: tuple[nn.Module, Snapshot, dict[Call, object]] | None = None
-        self.latest: Call | None = None
+        self._known: tuple[nn.Module, Snapshot, dict[BlockCall, object]] | None = None
+        self.latest: BlockCall | None = None
 
-    def get(self, block: nn.Module, call: Call, decide: Callable[[nn.Module, Call], Plan]) -> Plan:
-        """``decide(block, call)``, or what it returned for such a call if the block is as it was."""
-        if torch.compiler.is_compiling() or call.derivative == "forward":
+    def get(self, block: nn.Module, call: BlockCall, decide: Callable[[nn.Module, BlockCall], Plan]) -> Plan:
+        """Return ``decide(block, call)``, or the plan it made before for such a call if the block is unchanged."""
+        if torch.compiler.is_compiling() or call.call.derivative == "forward":
             return decide(block, call)  # where torch.compile traces, its own guards tell whether the block changed
         self.latest = call
         known = self._known

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .in_8_bits import why_not_beside_lora
-from .plan import Call
+from .plan import Call, Stream
 
 
 class Storage(NamedTuple):
@@ -38,10 +38,10 @@ CUT_OFF = (
 )
 
 
-def residual_between_skips(call: Call, gated: Iterable[nn.Module]) -> Storage:
+def residual_between_skips(stream: Stream, call: Call, gated: Iterable[nn.Module]) -> Storage:
     """How the residual is stored between a block's first skip and its last. gated: the linears before skips with a
     gate, of which none is to lose its faster kernel."""
     if call.config.residual != "fp16" or call.dtype != torch.bfloat16 or call.derivative is not None:
         return Storage(call.dtype)
-    reason = next(filter(None, (why_not_beside_lora(linear, HELD.dtype, call) for linear in gated)), None)
+    reason = next(filter(None, (why_not_beside_lora(linear, HELD.dtype, stream, call) for linear in gated)), None)
     return HELD if reason is None else Storage(call.dtype, reason=reason)

@@ -23,7 +23,7 @@ from ...kernels.sparse_linear.sparse_linear_reference import linear_attention
 from ...plain import is_autocast, why_not_plain
 from ..journal import Journal
 from .context_parallel import ulysses_attention, why_not_between_all_to_alls
-from .plan import REFERENCE, Call, Step
+from .plan import REFERENCE, Call, Step, Stream
 
 BlockSizes = tuple[int, int]  # tokens of a block of queries and of a block of keys
 NamedBlocks = Iterable[tuple[str, nn.Module]]  # a transformer's blocks with their paths in it
@@ -177,7 +177,7 @@ def is_sparse(attn: nn.Module) -> bool:
     return type(attn.processor) is SparseAttnProcessor and has_projection(attn)
 
 
-def attention(attn: nn.Module, call: Call) -> Step:
+def attention(attn: nn.Module, stream: Stream, call: Call) -> Step:
     """Sparse-linear attention: (q, k, v [B, S, H, D]) -> [B, S, H, D]."""
     quantized = call.config.in_8_bits("attention") and call.derivative is None
     implementation, reason = call.choose()
@@ -187,11 +187,11 @@ def attention(attn: nn.Module, call: Call) -> Step:
         head_dim = attn.inner_dim // attn.heads
         kernel, reason = kernels.sparse_attention_kernel(call.device, call.dtype, head_dim, blocks, quantized=quantized)
     run = partial(attend, attn, quantized, implementation)
-    return Step(run, f"{kernel}, {_share(attn.processor, call, blocks[1])}", reason)
+    return Step(run, f"{kernel}, {_share(attn.processor, stream, blocks[1])}", reason)
 
 
-def _share(processor: SparseAttnProcessor, call: Call, block_k: int) -> str:
-    tokens = call.tokens // call.batch
+def _share(processor: SparseAttnProcessor, stream: Stream, block_k: int) -> str:
+    tokens = stream.tokens_per_sample
     if processor._parallel_config is not None:
         tokens *= processor._parallel_config.context_parallel_config.ulysses_degree
     kept = kernels.kept_blocks(tokens, block_k, processor.topk)

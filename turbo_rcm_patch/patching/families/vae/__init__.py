@@ -27,7 +27,7 @@ from .steps import attention, convolution, kernel_size, rms_norm
 
 __all__ = ["bindings", "decoder_notes", "decoder_steps", "frames_sent_to", "vae_state", "why_left_alone"]
 
-FRAMES, HEIGHT, WIDTH = 21, 60, 104  # of the latents of 81 frames at 832×480
+HEIGHT, WIDTH = 60, 104  # latents of a video at 832×480
 
 
 def why_left_alone(vae: nn.Module) -> str | None:
@@ -61,7 +61,7 @@ def decoder_steps(vae: AutoencoderKLWan) -> Iterator[tuple[str, list[Step]]]:
     if reason is not None:
         yield "decoder", [Step(vae.decoder, MODULE, reason)]
         return
-    call = call_for(vae, 1, FRAMES * HEIGHT * WIDTH, get_module_execution_device(vae), vae.dtype)
+    call = call_for(vae, get_module_execution_device(vae), vae.dtype)
     modules = [vae.post_quant_conv, *vae.decoder.modules()]
     convolutions = list(_convolutions(vae))
     for name, is_projection in (("convolution", False), ("projection", True)):

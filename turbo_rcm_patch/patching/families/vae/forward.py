@@ -143,9 +143,9 @@ def _why_not_call(vae: AutoencoderKLWan, z: torch.Tensor) -> str | None:
     return None if z.dim() == 5 and z.shape[1] == vae.config.z_dim and z.numel() > 0 else "latents of another shape"
 
 
-def call_for(vae: AutoencoderKLWan, batch: int, positions: int, device: torch.device, dtype: torch.dtype) -> Call:
-    """What the choice of kernels depends on. positions: of the batch's latents."""
-    return Call(vae_state(vae).config, device, dtype, batch, positions, 0, 0, "sample", None, active_backend())
+def call_for(vae: AutoencoderKLWan, device: torch.device, dtype: torch.dtype) -> Call:
+    """Return what the choice of the decoder's kernels depends on."""
+    return Call(vae_state(vae).config, device, dtype, None, active_backend())
 
 
 def _at_once(vae: AutoencoderKLWan, z: torch.Tensor, tile: torch.Tensor | None = None) -> list[int]:
@@ -165,7 +165,7 @@ def _graph_memory(vae: AutoencoderKLWan) -> int:
 
 def _parts(vae: AutoencoderKLWan, z: torch.Tensor, frames: list[int]) -> Iterator[torch.Tensor]:
     """The decoder's output for latents z, some frames after the other; `frames` at a time."""
-    call = call_for(vae, z.shape[0], z.numel() // z.shape[1], z.device, z.dtype)
+    call = call_for(vae, z.device, z.dtype)
     compiled, kind = _COMPILED.setdefault(vae, set()), (call.config.implementation, z.device, z.dtype)
     if kind not in compiled and _launches_kernels(vae, call) and why_not_recorded((z,)) is None:
         # One after the other the kernels take half a minute. The decoder is plain: nobody notices a run of it.

@@ -46,9 +46,9 @@ def takes_front(conv: nn.Conv2d | nn.Conv3d, call: Call) -> bool:
 
 
 def _kernel_name(conv: nn.Conv2d | nn.Conv3d, implementation: str, call: Call, image: tuple[int, int]) -> str:
-    """Of a convolution of four frames."""
+    """The kernel of a convolution of one video's four frames."""
     kt, kh, kw = kernel_size(conv)
-    shape = call.batch, 4, *image, conv.in_channels
+    shape = 1, 4, *image, conv.in_channels
     options = {"upsample": isinstance(conv, nn.Conv2d) and kh > 1, "interleave": 2 if (kt, kh) == (3, 1) else 1}
     weight_shape = conv.out_channels, kt, kh, kw, conv.in_channels
     return kernels.conv_kernel(implementation, call.device, call.dtype, shape, weight_shape, **options)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from diffusers.models.attention import FeedForward
@@ -33,7 +34,7 @@ from ...steps.exact import (
     why_not_own_attention,
     why_not_quantized_attention,
 )
-from ...steps.plan import MODULE, Call, Step
+from ...steps.plan import MODULE, Call, Step, Stream
 from ...steps.residual import Storage, residual_between_skips
 from ...steps.sparse_linear import attention as sparse_attention
 from ...steps.sparse_linear import is_sparse
@@ -217,43 +218,59 @@ class BlockPlan:
                 yield name, step, parts
 
 
-def decide(attention_class: type, block: nn.Module, call: Call) -> BlockPlan:
+class WanCall(NamedTuple):
+    """One kind of call of a block of Wan's kind.
+
+    contexts, context_tokens: prompts, and tokens of each. why_whole: the reason why the inputs need the self-attention
+    to be called as a whole, or None.
+    """
+
+    call: Call
+    stream: Stream
+    contexts: int
+    context_tokens: int
+    why_whole: str | None = None
+
+
+def decide(attention_class: type, block: nn.Module, kind: WanCall) -> BlockPlan:
     """The plan of a block, whose attentions are of a class, for a kind of call."""
-    gated = _linears_with_a_gated_skip(block, attention_class, call)
-    given, between = Storage(call.dtype), residual_between_skips(call, gated)
+    call, stream = kind.call, kind.stream
+    gated = _linears_with_a_gated_skip(block, attention_class, kind)
+    given, between = Storage(call.dtype), residual_between_skips(stream, call, gated)
     return BlockPlan(
-        _self_attention(block, attention_class, call, given, between),
-        _cross_attention(block, attention_class, call, between),
-        _feed_forward(block, call, between, given),
+        _self_attention(block, attention_class, kind, given, between),
+        _cross_attention(block, attention_class, kind, between),
+        _feed_forward(block, stream, call, between, given),
         between,
     )
 
 
-def _linears_with_a_gated_skip(block, attention_class: type, call: Call) -> Iterator[nn.Module]:
+def _linears_with_a_gated_skip(block, attention_class: type, kind: WanCall) -> Iterator[nn.Module]:
     """Those of the sub-layers that are not called as a whole."""
-    fuse, reason = call.config.fuse, call.why_whole or why_not_fused_attention(block.attn1, attention_class)
+    fuse, reason = kind.call.config.fuse, kind.why_whole or why_not_fused_attention(block.attn1, attention_class)
     if "self_attention" in fuse and reason is None:
         yield block.attn1.to_out[0]
     if "feed_forward" in fuse and why_not_plain(block.ffn, FeedForward) is None:
         yield block.ffn.net[2]
 
 
-def _self_attention(block, attention_class: type, call: Call, stored: Storage, result: Storage):
+def _self_attention(block, attention_class: type, kind: WanCall, stored: Storage, result: Storage):
+    call, stream = kind.call, kind.stream
     attn, names = block.attn1, ("QKV projection", "QK-norm + RoPE", "attention", "projection + skip")
     asked = None if "self_attention" in call.config.fuse else NOT_ASKED
-    reason = asked or call.why_whole or why_not_fused_attention(attn, attention_class)
+    reason = asked or kind.why_whole or why_not_fused_attention(attn, attention_class)
     if reason is not None:
         return _whole(block.norm1, "norm + modulation", attn, stored, result, call, reason, names, asked)
-    qkv = qkv_projection(attn, call)
+    qkv = qkv_projection(attn, stream.tokens, call)
     norm = layer_norm(block.norm1, stored, call, qkv.takes)
-    out = projection_with_skip(list(attn.to_out), stored, result, call, gated=True)
+    out = projection_with_skip(list(attn.to_out), stored, result, stream, call, gated=True)
     reason = "sparse" if is_sparse(attn) else why_not_quantized_attention(attn, call)
     if reason is None:
-        attended = _quantized_attention(attn, call, out.takes)
+        attended = _quantized_attention(attn, stream, call, out.takes)
         return QuantizedSelfAttention(
             norm, qkv.fed_by(norm), quantized_layers.quantize_qkv(attn, call), attended, out.fed_by(attended)
         )
-    attended = sparse_attention(attn, call) if is_sparse(attn) else _wide_attention(attn, call, reason)
+    attended = sparse_attention(attn, stream, call) if is_sparse(attn) else _wide_attention(attn, stream, call, reason)
     return SelfAttention(
         attn.heads,
         norm,
@@ -265,21 +282,21 @@ def _self_attention(block, attention_class: type, call: Call, stored: Storage, r
     )
 
 
-def _quantized_attention(attn, call: Call, result: torch.dtype | None) -> Step:
+def _quantized_attention(attn, stream: Stream, call: Call, result: torch.dtype | None) -> Step:
     """A self-attention in 8 bits; where another tier's is not dense, with the reason for one that is."""
-    reason = block_sparse.why_dense(attn, call, quantized=True)
+    reason = block_sparse.why_dense(attn, stream, call, quantized=True)
     if reason is None:
         return block_sparse.attention(attn, call, quantized=True)
     attended = quantized_layers.attention(call, result)
     return attended._replace(reason=reason) if call.config.tier == BLOCK_SPARSE else attended
 
 
-def _wide_attention(attn, call: Call, why_not_8_bits: str) -> Step:
+def _wide_attention(attn, stream: Stream, call: Call, why_not_8_bits: str) -> Step:
     """A self-attention in the model's dtype, with the reason where the tier has another one."""
     tier = call.config.tier
     if tier == BLOCK_SPARSE:
         reason = why_not_own_attention(attn, call.backend, derivative=call.derivative)
-        reason = reason or block_sparse.why_dense(attn, call, quantized=False)
+        reason = reason or block_sparse.why_dense(attn, stream, call, quantized=False)
         if reason is not None:
             return attention(attn, call)._replace(reason=reason)
         attended = block_sparse.attention(attn, call, quantized=False)
@@ -289,30 +306,30 @@ def _wide_attention(attn, call: Call, why_not_8_bits: str) -> Step:
     return attended if tier == EXACT else attended._replace(reason=why_not_8_bits)
 
 
-def _cross_attention(block, attention_class: type, call: Call, stored: Storage):
-    attn = block.attn2
+def _cross_attention(block, attention_class: type, kind: WanCall, stored: Storage):
+    call, stream, attn = kind.call, kind.stream, block.attn2
     asked = None if "cross_attention" in call.config.fuse else NOT_ASKED
     reason = asked or why_not_fused_attention(attn, attention_class)
     if reason is not None:
         names = CROSS_STEPS if getattr(attn, "add_k_proj", None) is None else CROSS_STEPS_WITH_IMAGE
         return _whole(block.norm2, "norm", attn, stored, stored, call, reason, names, asked)
-    image, text_tokens = {}, call.context_tokens
+    image, text_tokens = {}, kind.context_tokens
     if attn.add_k_proj is not None:
         text_tokens = min(text_tokens, TEXT_TOKENS)
-        image_tokens = call.contexts * (call.context_tokens - text_tokens)
+        image_tokens = kind.contexts * (kind.context_tokens - text_tokens)
         image["image_kv"] = kv_projection(attn, image_tokens, call, added=True).fed_by(None)
         image["image_norm"] = head_norm(attn.norm_added_k, attn.heads, call)
         image["image_attention"] = attention(attn, call, crossing=True, added=True)
-    q = projection(attn.to_q, call)
+    q = projection(attn.to_q, stream.tokens, call)
     norm = layer_norm(block.norm2, stored, call, q.takes)
-    out = projection_with_skip(list(attn.to_out), stored, stored, call, gated=False)
+    out = projection_with_skip(list(attn.to_out), stored, stored, stream, call, gated=False)
     attended = attention(attn, call, crossing=True, result=None if image else out.takes)
     return CrossAttention(
         attn.heads,
         norm,
         q.fed_by(norm),
         head_norm(attn.norm_q, attn.heads, call),
-        kv_projection(attn, call.contexts * text_tokens, call).fed_by(None),
+        kv_projection(attn, kind.contexts * text_tokens, call).fed_by(None),
         head_norm(attn.norm_k, attn.heads, call),
         attended,
         out.fed_by(attended),
@@ -320,14 +337,14 @@ def _cross_attention(block, attention_class: type, call: Call, stored: Storage):
     )
 
 
-def _feed_forward(block, call: Call, stored: Storage, result: Storage):
+def _feed_forward(block, stream: Stream, call: Call, stored: Storage, result: Storage):
     ffn, names = block.ffn, ("linear + GELU", "linear + skip")
     asked = None if "feed_forward" in call.config.fuse else NOT_ASKED
     reason = asked or why_not_plain(ffn, FeedForward)
     if reason is not None:
         return _whole(block.norm3, "norm + modulation", ffn, stored, result, call, reason, names, asked)
-    down = projection_with_skip(list(ffn.net[2:]), stored, result, call, gated=True)
-    up = projection_with_gelu(ffn, call, down.takes)
+    down = projection_with_skip(list(ffn.net[2:]), stored, result, stream, call, gated=True)
+    up = projection_with_gelu(ffn, stream.tokens, call, down.takes)
     norm = layer_norm(block.norm3, stored, call, up.takes)
     return FeedForwardWithSkip(norm, up.fed_by(norm), down.fed_by(up))
 

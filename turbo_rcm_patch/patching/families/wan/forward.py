@@ -12,9 +12,9 @@ from .... import kernels
 from ....config import PatchConfig
 from ....plain import is_autocast
 from ...cuda_graphs import why_not_recorded
-from ...steps.plan import Shared, call_of, state_of
+from ...steps.plan import Shared, Stream, call_of, state_of
 from ...steps.residual import CUT_OFF
-from .block import Rotary, decide, why_whole
+from .block import Rotary, WanCall, decide, why_whole
 from .modulation import Row, gate_varies_by, modulation
 from .repeatable import why_not_repeatable
 
@@ -53,8 +53,9 @@ def run_block(
     """
     state = state_of(block)
     reason = "attention mask" if mask is not None else why_whole(rotary)
-    call = call_of(state, block, x, context, gate_varies_by(modulation[2]), reason)
-    plan = state.plans.get(block, call, partial(decide, state.attention_class))
+    stream = Stream(x.shape[0], x.shape[0] * x.shape[1], gate_varies_by(modulation[2]))
+    kind = WanCall(call_of(state, block, x, context), stream, *context.shape[:2], reason)
+    plan = state.plans.get(block, kind, partial(decide, state.attention_class))
     inputs = (x, context, modulation, rotary, mask)
     if _may_compile_ahead(state.shared, x, context, *rotary):
         state.shared.compiles_ahead = False
