@@ -1,4 +1,4 @@
-"""What calling some modules depends on besides their inputs and the contents of memory, and whether it is as it was."""
+"""Snapshots of modules: what a call of them depends on besides its inputs and the contents of memory."""
 
 from __future__ import annotations
 
@@ -14,73 +14,81 @@ Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_ATTRIBUTES = attrgetter("__dict__")
 _KIND = attrgetter("__class__", "device", "dtype", "shape", "requires_grad")
 
 
 class Snapshot:
-    """The classes and attributes of some modules (and of other objects), what calling them runs, their hooks, and their
-    tensors: where each lies, or, without addresses, of which kind it is (class, device, dtype, shape, requires_grad).
+    """The classes, attributes and hooks of some modules and other objects, the code that runs them, and their tensors.
 
-    Contents of tensors do not count, nor attributes of the names in live. An attribute that is changed in place is seen
-    where it is a dictionary, a list or a set.
+    Contents of tensors do not count. Changes inside an attribute are seen if it is a dictionary, a list or a set.
+
+    Args:
+        objects: the modules and other objects.
+        addresses: compare where each tensor lies. Otherwise compare its class, device, dtype, shape and requires_grad.
+        live: names of attributes that do not count.
     """
 
     def __init__(self, objects: Iterable[object], addresses: bool = True, live: Collection[str] = ()):
-        self._objects = [(thing, type(thing), _attributes(thing, live)) for thing in objects]
-        self._modules = [thing for thing, _, _ in self._objects if isinstance(thing, torch.nn.Module)]
-        self._describe = _place if addresses else _kind
-        self._code = {cls: code_of(cls) for _, cls, _ in self._objects}
+        self._objects = list(objects)
+        self._classes = list(map(type, self._objects))
+        self._with_attributes = [thing for thing in self._objects if hasattr(thing, "__dict__")]
+        self._attributes = [_copy(vars(thing), live) for thing in self._with_attributes]
+        self._modules = [thing for thing in self._objects if isinstance(thing, torch.nn.Module)]
+        self._code = {cls: code_of(cls) for cls in self._classes}
+        self._describe = _place if addresses else _KIND
         self._tensors = self._layout()
         self._under_global_hook = bool(_has_any_global_hook())
 
     def holds(self) -> bool:
-        """Whether nothing changed since. Never with a global hook, then or now, for it belongs to no module; never in a
-        function transform, whose tensors look like others."""
+        """True if nothing changed.
+
+        Always False with a global hook, then or now, because it belongs to no module. Always False in a function
+        transform, whose tensors look like others.
+        """
         if self._under_global_hook or _has_any_global_hook() or maybe_current_level() is not None:
             return False
         try:
-            same = all(type(thing) is cls and _vars(thing) == known for thing, cls, known in self._objects)
-            same = same and all(code_of(cls) is code for cls, code in self._code.items())
-            return same and self._tensors is not None and self._layout() == self._tensors
+            # Lists are compared in C: this runs before every forward, for hundreds of modules.
+            return (
+                list(map(type, self._objects)) == self._classes
+                and list(map(_ATTRIBUTES, self._with_attributes)) == self._attributes
+                and list(map(code_of, self._code)) == list(self._code.values())
+                and self._tensors is not None
+                and self._layout() == self._tensors
+            )
         except (RuntimeError, TypeError, ValueError):
-            return False  # a tensor or an array became another one: their comparison has no truth value
+            return False  # an attribute became another tensor or array: their comparison has no truth value
 
     def _layout(self) -> list[tuple | None] | None:
+        describe = self._describe
         tensors = [t for m in self._modules for group in (m._parameters, m._buffers) for t in group.values()]
         try:
-            return list(map(self._describe, tensors))
+            return [None if tensor is None else describe(tensor) for tensor in tensors]
         except RuntimeError:
-            return None  # a tensor of a function transform lies nowhere
+            return None  # a tensor of a function transform has no address
 
 
-def _place(tensor: torch.Tensor | None) -> tuple | None:
+def _place(tensor: torch.Tensor) -> tuple:
     if type(tensor) in _PLAIN:
         return type(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-    return None if tensor is None else (type(tensor), id(tensor))
-
-
-def _kind(tensor: torch.Tensor | None) -> tuple | None:
-    return None if tensor is None else _KIND(tensor)
+    return type(tensor), id(tensor)
 
 
 def code_of(cls: type) -> Callable:
-    """What calling an object of this class runs: a module's forward."""
+    """Return what a call of an object of this class runs: for a module, its forward."""
     return cls.forward if issubclass(cls, torch.nn.Module) else cls.__call__
 
 
-def _vars(thing: object) -> dict[str, object]:
-    return getattr(thing, "__dict__", {})  # with slots alone there is none
-
-
-def _attributes(thing: object, live: Collection[str]) -> dict[str, object]:
-    """A copy of an object's attributes, and of collections among them, such as hooks and children."""
+def _copy(attributes: dict[str, object], live: Collection[str]) -> dict[str, object]:
+    """Copy attributes, and collections among them, such as hooks and children. Tensors have a description instead."""
     tensors = ("_parameters", "_buffers")
-    known = {name: value if name in tensors else _copied(value) for name, value in _vars(thing).items()}
+    known = {name: value if name in tensors else _copy_collection(value) for name, value in attributes.items()}
     return known | {name: _Anything() for name in live if name in known}
 
 
 class _Anything:
-    """Equals all."""
+    """Equals every object."""
 
     __hash__ = None
 
@@ -88,16 +96,15 @@ class _Anything:
         return True
 
 
-def _copied(value: object) -> object:
-    """What compares equal to a dictionary, list or set for as long as nobody changes it; other values themselves."""
+def _copy_collection(value: object) -> object:
+    """Return a copy of a dictionary, list or set, equal to it until it changes. Return other values as they are."""
     return next((kind(value) for kind in (dict, list, set) if isinstance(value, kind)), value)
 
 
 class WhileUnchanged(Generic[Key, Value]):
-    """What ``compute(key)`` found out about some objects, by key, kept for as long as a snapshot of them holds.
+    """The results of ``compute(key)`` about some objects, kept by key while a snapshot of the objects holds.
 
-    addresses, live: as for Snapshot. Without addresses, a call costs some two microseconds a module, and weights may be
-    reloaded, moved on their device or swapped for equal ones without anything being computed anew.
+    addresses, live: see Snapshot.
     """
 
     def __init__(
@@ -111,7 +118,7 @@ class WhileUnchanged(Generic[Key, Value]):
         self._known: tuple[Snapshot, dict[Key, Value]] | None = None
 
     def get(self, key: Key) -> Value:
-        """``compute(key)``, or what it returned for this key since the objects last changed."""
+        """Return ``compute(key)``, or what it returned for this key since the objects last changed."""
         known = self._known
         if known is None or not known[0].holds():
             self._known = known = None  # lets go of modules that were removed
@@ -122,5 +129,5 @@ class WhileUnchanged(Generic[Key, Value]):
         return values[key]
 
     def __getstate__(self) -> dict[str, object]:
-        """Copied and pickled without what is known of the objects that were copied from."""
+        """Leave out what is known of the original objects from copies and pickles."""
         return {**self.__dict__, "_known": None}
