@@ -19,11 +19,11 @@ if device == "cpu":
 
 import turbo_rcm_patch as trp  # noqa: E402
 
-sys.path.append(str(Path(__file__).parent.parent / "scripts"))
-import profile_hbm  # noqa: E402
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+from scripts.benchmarks import profile_hbm  # noqa: E402
 
 print("1. c_skip(t) · x + c_out(t) · proj(attention(qkv(x))), in three forms with the same weights")
-forms = {  # by the names of scripts/profile_hbm.py
+forms = {  # by the names of scripts/benchmarks/profile_hbm.py
     "two_pass": ("the skip as a pass of its own", trp.TwoPassRCMAttention(64, 2)),
     "torch_fused": ("written out in plain torch", trp.TorchFusedRCMAttention(64, 2)),
     "triton_fused": ("the skip in the projection's epilogue", trp.FusedRCMAttention(64, 2, implementation="triton")),

@@ -1,6 +1,5 @@
 """The examples and the benchmark script run as a user runs them."""
 
-import importlib.util
 import json
 import re
 import runpy
@@ -11,6 +10,7 @@ import imageio.v3 as iio
 import pytest
 import torch
 
+from scripts.benchmarks import end_to_end
 from tests import lora_files
 from tests.official_names import official_state_dict, with_proj_l
 from tests.tiny_wan import tiny_wan_pipeline
@@ -112,18 +112,10 @@ def test_lightning(run_example, tmp_path, capsys, given):
     assert "+ LoRA" in printed
 
 
-def load_benchmark():
-    path = ROOT / "scripts/benchmark_end_to_end.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_benchmark_end_to_end(tmp_path, capsys):
     json_path = tmp_path / "benchmark.json"
     options = ["--config", "tiny", "--layers", "1", "--steps", "2", "--repeats", "1", "--decode", "--no-compile"]
-    assert load_benchmark().main([*options, "--json", str(json_path)]) == 0
+    assert end_to_end.main([*options, "--json", str(json_path)]) == 0
     result = json.loads(json_path.read_text())
     assert result["settings"]["layers"] == 1
     assert [variant["name"] for variant in result["variants"]] == ["unpatched", "patched"]
@@ -139,7 +131,7 @@ def test_benchmark_end_to_end(tmp_path, capsys):
 def test_benchmark_with_a_vae_of_another_dtype(tmp_path, capsys):
     json_path = tmp_path / "benchmark.json"
     options = ["--config", "tiny", "--layers", "1", "--steps", "1", "--repeats", "1", "--decode", "--no-compile"]
-    assert load_benchmark().main([*options, "--vae-dtype", "bfloat16", "--json", str(json_path)]) == 0
+    assert end_to_end.main([*options, "--vae-dtype", "bfloat16", "--json", str(json_path)]) == 0
     assert json.loads(json_path.read_text())["settings"]["vae_dtype"] == "bfloat16"
     assert "decoder, bfloat16 on" in capsys.readouterr().out
 
@@ -147,9 +139,9 @@ def test_benchmark_with_a_vae_of_another_dtype(tmp_path, capsys):
 def test_benchmark_with_another_mass(tmp_path):
     json_path = tmp_path / "benchmark.json"
     options = ["--config", "tiny", "--layers", "1", "--steps", "1", "--repeats", "1", "--no-compile", "--no-oracle"]
-    assert load_benchmark().main([*options, "--preset", "block_sparse", "--json", str(json_path)]) == 0
+    assert end_to_end.main([*options, "--preset", "block_sparse", "--json", str(json_path)]) == 0
     assert json.loads(json_path.read_text())["settings"]["mass"] == 0.9
-    assert load_benchmark().main([*options, "--preset", "block_sparse", "--mass", "0.5", "--json", str(json_path)]) == 0
+    assert end_to_end.main([*options, "--preset", "block_sparse", "--mass", "0.5", "--json", str(json_path)]) == 0
     assert json.loads(json_path.read_text())["settings"]["mass"] == 0.5
 
 
@@ -160,7 +152,7 @@ def test_examples_load_the_vae_in_the_dtype_of_the_kernels(name):
 
 def test_benchmark_checks_its_output_first(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        load_benchmark().main(["--json", str(tmp_path / "missing" / "out.json")])
+        end_to_end.main(["--json", str(tmp_path / "missing" / "out.json")])
     assert "does not exist; create it first" in capsys.readouterr().err
 
 

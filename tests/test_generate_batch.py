@@ -1,4 +1,4 @@
-"""scripts/generate_batch.py: processes that share out prompts, of which one is killed; what is skipped and refused."""
+"""examples/generate_batch.py: processes that share out prompts, of which one is killed; what is skipped and refused."""
 
 import errno
 import importlib.util
@@ -18,7 +18,7 @@ from turbo_rcm_patch.cli.errors import CommandError
 from turbo_rcm_patch.embedded import SLA_BLOCKS
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "scripts/generate_batch.py"
+SCRIPT = ROOT / "examples/generate_batch.py"
 spec = importlib.util.spec_from_file_location("generate_batch", SCRIPT)
 batch = importlib.util.module_from_spec(spec)
 sys.modules["generate_batch"] = batch  # for its dataclass

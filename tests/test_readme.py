@@ -2,12 +2,16 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.result_tables.results import (
+from scripts.benchmarks.attention_error import NORMAL
+from scripts.benchmarks.contests.quantized import FLASH_ATTENTION
+from scripts.benchmarks.rivals.turbodiffusion_module import COMPILED
+from scripts.tools import write_pages
+from scripts.tools.pages import ops
+from tests.scripts.tools.pages.results import (
     SHORT_TIERS,
     TIERS,
     attention_rows,
@@ -17,32 +21,26 @@ from tests.result_tables.results import (
     judged_sparse,
     step_run,
 )
-from turbo_rcm_patch.bench.attention_error import NORMAL
-from turbo_rcm_patch.bench.ops_quantized import FLASH_ATTENTION, OURS_EXACT, SCALED_MM
-from turbo_rcm_patch.bench.turbodiffusion_module import COMPILED
+from turbo_rcm_patch.bench.ops_quantized import OURS_EXACT, SCALED_MM
 
 ROOT = Path(__file__).resolve().parents[1]
-
-sys.path.insert(0, str(ROOT / "scripts"))  # which is no package
-import readme_results  # noqa: E402
-from result_tables import ops  # noqa: E402
 
 
 def test_the_readme_and_the_page_are_rendered_from_the_results():
     text = (ROOT / "README.md").read_text()
-    assert readme_results.MEASURED[0] in text
-    assert readme_results.with_results(text, ROOT / "results") == text
-    assert readme_results.results_page(ROOT / "results") == (ROOT / "results/README.md").read_text()
+    assert write_pages.MEASURED[0] in text
+    assert write_pages.with_results(text, ROOT / "results") == text
+    assert write_pages.results_page(ROOT / "results") == (ROOT / "results/README.md").read_text()
 
 
 def test_the_page_says_what_wrote_the_files_that_are_of_no_gpu():
-    gpus = {path.name for path in readme_results.result_files(ROOT / "results")}
+    gpus = {path.name for path in write_pages.result_files(ROOT / "results")}
     others = {path.name for path in (ROOT / "results").glob("*.json")} - gpus
     assert others
-    assert [name for name in others if f"`{name}` by `" not in readme_results.INTRODUCTION.replace("\n", " ")] == []
+    assert [name for name in others if f"`{name}` by `" not in write_pages.INTRODUCTION.replace("\n", " ")] == []
 
 
-@pytest.mark.parametrize("page", ["README.md", "results/README.md", "results/designs.md", "docs/writeup.md"])
+@pytest.mark.parametrize("page", ["README.md", "results/README.md", "docs/designs.md", "docs/writeup.md"])
 def test_files_that_a_page_names_are_there(page):
     links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text())
     named = re.findall(r"`(results/[\w./-]+)`", (ROOT / page).read_text())
@@ -61,19 +59,19 @@ def test_results_of_any_gpu_become_a_page_and_a_short_table(tmp_path):
         ("nvidia-x", "NVIDIA X", {"wan2.1-14b-4-layers-2-gpus": two}, {"tests": [gpu_tests_entry()]}),
     ):
         (tmp_path / f"{file}.json").write_text(json.dumps({"gpu": gpu, "runs": runs, **more}))
-    page = readme_results.results_page(tmp_path)
+    page = write_pages.results_page(tmp_path)
     for heading in ("## NVIDIA GeForce RTX 4090", "## NVIDIA B200", "## NVIDIA X"):
         assert heading in page
     assert "geforce-rtx-4090-steps.png" in page
     assert "| 2.11 | 3.6 | 0.42 | 0123456789ab | 71 | 0 |" in page
-    start, end = readme_results.MEASURED
-    readme = readme_results.with_results(f"a {start} old {end} b", tmp_path)
+    start, end = write_pages.MEASURED
+    readme = write_pages.with_results(f"a {start} old {end} b", tmp_path)
     assert "| wan2.2-5b, 5×16×32 | exact | 900 | 600 |  | 500 | 1.20× | 1.00× |  |" in readme
     assert "| wan2.2-5b (4 layers), 5×16×32, 2 GPUs | exact | 900 | 600 |  | 500 | 1.20× | 1.00× |  |" in readme
     assert "results/geforce-rtx-4090-steps.png" in readme
     assert "NVIDIA X" not in readme
     assert "old" not in readme
-    assert readme_results.with_results("no markers", tmp_path) == "no markers"
+    assert write_pages.with_results("no markers", tmp_path) == "no markers"
 
 
 def test_the_readme_shows_what_the_files_hold(tmp_path):
@@ -82,7 +80,7 @@ def test_the_readme_shows_what_the_files_hold(tmp_path):
     (tmp_path / "gpu-x.json").write_text(json.dumps({"gpu": "GPU X", "runs": runs}))
     for name, content in (("sparse-tiny.json", judged_sparse()), ("block-sparse-tiny.json", judged_block_sparse())):
         (tmp_path / name).write_text(json.dumps(content))
-    text = readme_results.with_results("\n".join(readme_results.MEASURED), tmp_path)
+    text = write_pages.with_results("\n".join(write_pages.MEASURED), tmp_path)
     assert TIERS[6] in text
     assert TIERS[9] in text
 
@@ -102,7 +100,7 @@ def test_the_readme_has_sparse_attention_beside_dense_in_8_bits(tmp_path):
         "\nSparse attention beside dense in 8 bits, ms. With norms and RoPE: 1.50 beside 7.12 at 12×32760×128 (1.6 "
         "wanted; TurboDiffusion's own module, compiled: 2.88). The kernel alone: **1.50** beside 7.12 at 12×32760×128 "
         "(0.78 wanted).\n"
-    ) in readme_results.with_results("\n".join(readme_results.MEASURED), tmp_path)
+    ) in write_pages.with_results("\n".join(write_pages.MEASURED), tmp_path)
     assert ops.short_sparse({}) == ""
 
 
@@ -124,17 +122,17 @@ def test_the_readme_has_the_quantized_tiers_ops(tmp_path):
         "and quantising, beside exact: **7.75** beside 9.50 at 12×32760×128. Linears with their skip, both sides "
         "quantising: 1.12 to 1.50 times as fast as `_scaled_mm` compiled. The attention's relative L2 error on values "
         "like a model's: 1.5e-02 at most (GPU Y).\nSparse attention"
-    ) in readme_results.with_results("\n".join(readme_results.MEASURED), tmp_path)
+    ) in write_pages.with_results("\n".join(write_pages.MEASURED), tmp_path)
     assert ops.short_quantized({}, of_y) == ""
 
 
 def test_what_the_readme_has_of_a_gpu(tmp_path):
     runs = {"x": step_run("x", compiled=0.6, patched=0.5), "evaluate": evaluation(), **attention_rows()}
-    start, end = readme_results.MEASURED
+    start, end = write_pages.MEASURED
 
     def readme():
         (tmp_path / "gpu-x.json").write_text(json.dumps({"gpu": "GPU X", "runs": runs}))
-        return readme_results.with_results(f"a {start} old {end} b", tmp_path)
+        return write_pages.with_results(f"a {start} old {end} b", tmp_path)
 
     whole = readme()
     assert f"\n\n{SHORT_TIERS} | 1 step | 4 steps |" in whole
@@ -153,5 +151,5 @@ def test_the_page_says_what_compute_sanitizer_found(tmp_path):
     sanitizers = {"memcheck": {"ok": True, "environment": environment}, "racecheck": {"ok": False, "environment": {}}}
     results = {"gpu": "NVIDIA X", "runs": {}, "tests": [], "sanitizers": sanitizers}
     (tmp_path / "nvidia-x.json").write_text(json.dumps(results))
-    page = readme_results.results_page(tmp_path)
+    page = write_pages.results_page(tmp_path)
     assert "memcheck passes at commit 0123456789ab, racecheck **fails** at commit unknown." in page

@@ -6,16 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from scripts.benchmarks.contests import exact
+from scripts.benchmarks.report import ops_table
 from tests.bench.contests import eager
 from turbo_rcm_patch.bench import ops, ops_exact
 from turbo_rcm_patch.bench.ops import COMPILED, COPY, OpCase, error_limit, run_case
-from turbo_rcm_patch.bench.report import ops_table
 from turbo_rcm_patch.tiers import EXACT, ErrorLimits, Tier
 
 CPU = torch.device("cpu")
 SMALL = {
     "linear_gelu": functools.partial(ops_exact.linear_gelu, 70, 40, 24),
-    "layer_norm_modulate": functools.partial(ops_exact.layer_norm_modulate, 70, 48),
+    "layer_norm_modulate": functools.partial(exact.layer_norm_modulate, 70, 48),
 }
 
 

@@ -7,8 +7,9 @@ from functools import partial
 import pytest
 import torch
 
+from scripts.benchmarks.contests import conv, exact
 from tests.tiny_wan import tiny_wan_pipeline
-from turbo_rcm_patch.bench import ops, ops_conv, ops_exact, ops_quantized, tune, tune_tiers
+from turbo_rcm_patch.bench import ops, ops_quantized, tune, tune_tiers
 from turbo_rcm_patch.bench.ops import OpResult, Timing, error_limit, measure_errors
 from turbo_rcm_patch.bench.tune import Shapes, cases, row_of, rows_of, shapes_of_case, shapes_of_folder
 from turbo_rcm_patch.kernels import FP8, INT8, Quantized
@@ -30,10 +31,10 @@ SMALL = Shapes(
 def test_the_shapes_are_those_that_the_results_file_has_too():
     names = [case.name for case in cases(shapes_of_case("wan2.1-1.3b"))]
     names += [case.name for case in cases(shapes_of_case("wan2.1-14b"))]
-    small = [case.name for case in ops_exact.CASES if " 7800×" not in case.name and case.name.split()[0] in OPS]
+    small = [case.name for case in exact.CASES if " 7800×" not in case.name and case.name.split()[0] in OPS]
     assert set(small) <= set(names)
-    assert {case.name for case in ops_conv.CASES[:12]} <= set(names)
-    assert {case.name for case in ops_conv.CASES[12:]} <= {case.name for case in cases(shapes_of_case("wan2.2-5b"))}
+    assert {case.name for case in conv.CASES[:12]} <= set(names)
+    assert {case.name for case in conv.CASES[12:]} <= {case.name for case in cases(shapes_of_case("wan2.2-5b"))}
     assert shapes_of_case("wan2.2-5b").tokens == 31 * 22 * 40
     assert shapes_of_case("wan2.1-1.3b", (None, None, 17)).tokens == 7800
 

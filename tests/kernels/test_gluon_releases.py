@@ -8,7 +8,7 @@ import triton
 from triton.backends.nvidia import compiler
 
 gluon_releases = pytest.importorskip("turbo_rcm_patch.kernels.gluon_releases")
-from turbo_rcm_patch.kernels import aot  # noqa: E402
+from scripts.tools import compile_without_gpu  # noqa: E402
 from turbo_rcm_patch.kernels.linear.gemm_sm90_kernel import gemm_kernel  # noqa: E402
 
 RELEASE = tuple(map(int, re.findall(r"\d+", triton.__version__)[:2]))
@@ -28,7 +28,7 @@ def kernel(monkeypatch):
     def bind(compile):
         monkeypatch.setattr("triton.compiler.compile", compile)
         monkeypatch.setattr("triton.compiler.compiler.compile", compile)
-        with aot._absent_gpu((9, 0)):
+        with compile_without_gpu._absent_gpu((9, 0)):
             gemm_kernel.create_binder()
         return gemm_kernel.compile
 

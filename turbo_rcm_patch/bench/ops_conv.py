@@ -8,7 +8,7 @@ import torch
 
 from .. import kernels
 from ..kernels import reference
-from .ops import COMPILED, Contest, Draws, op_case
+from .ops import COMPILED, Contest, Draws
 
 EAGER = "torch"
 
@@ -93,5 +93,3 @@ SIZES_5B = (
     (16, 176, 320, 512, 512, 3, 3, 1, 1),
     (8, 352, 640, 256, 256, 3, 3, 1, 1),
 )
-
-CASES = tuple(op_case(conv_skip, *sizes, targets={EAGER: 1.0, COMPILED: 1.0}) for sizes in (*SIZES_WAN, *SIZES_5B))

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import kernels
 from ..kernels import reference
-from .ops import COMPILED, COPY, EPS, SDPA, Contest, Draws, OpCase, attention_oracle, op_case
+from .ops import COMPILED, EPS, SDPA, Contest, Draws, attention_oracle
 
 FOLDED = "folded addmm"
 
@@ -105,28 +105,6 @@ def linear_qkv(tokens: int, C: int, K: int, device: torch.device, compiled: Call
     )
 
 
-def layer_norm_modulate(tokens: int, C: int, device: torch.device, compiled: Callable) -> Contest:
-    """A block's norm and its modulation."""
-    draw = Draws(device)
-    x, scale, shift = draw(1, tokens, C), draw(1, 1, C).float(), draw(1, 1, C).float()
-
-    @compiled
-    def norm(x, scale, shift):
-        return (F.layer_norm(x.float(), x.shape[-1:], eps=EPS) * (1 + scale) + shift).type_as(x)
-
-    def oracle(rows: torch.Tensor) -> torch.Tensor:
-        values = (x[:, rows].double(), None, None, scale.double(), shift.double())
-        return reference.layer_norm_modulate(*values, EPS)
-
-    return Contest(
-        ours={"layer_norm_modulate": lambda: kernels.layer_norm_modulate(x, scale=scale, shift=shift, eps=EPS)},
-        rivals={COMPILED: lambda: norm(x, scale, shift)},
-        oracle=oracle,
-        tokens=tokens,
-        bytes_moved=2 * x.nbytes,
-    )
-
-
 def rms_norm_rope(tokens: int, heads: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
     """The norm over all heads of q or k, and its rotation. As a block launches it, ours reads every second column of
     diffusers' tables, which hold each pair's value twice; the rivals' tables hold it once."""
@@ -154,31 +132,3 @@ def rms_norm_rope(tokens: int, heads: int, head_dim: int, device: torch.device, 
         tokens=tokens,
         bytes_moved=2 * x.nbytes + full_cos.nbytes + full_sin.nbytes,  # in whole sectors
     )
-
-
-def _case(contest: Callable, *sizes: int, **targets: float) -> OpCase:
-    names = {"sdpa": SDPA, "compiled": COMPILED, "folded": FOLDED, "copy": COPY}
-    return op_case(contest, *sizes, targets={names[key]: target for key, target in targets.items()})
-
-
-# heads, queries, keys, head_dim; tokens, C, K; tokens, C; tokens, heads, head_dim: of Wan 2.1's 1.3B at 832x480 and 14B
-# at 1280x720, 81 frames, and once of 17 frames.
-CASES = (
-    _case(attention, 12, 32760, 32760, 128, sdpa=1.0),
-    _case(attention, 40, 75600, 75600, 128, sdpa=1.0),
-    _case(attention, 12, 32760, 512, 128, sdpa=1.0),
-    _case(attention, 40, 75600, 512, 128, sdpa=1.0),
-    _case(linear_skip, 32760, 1536, 1536, compiled=1.1, folded=1.0),
-    _case(linear_skip, 32760, 1536, 8960, compiled=1.0, folded=1.0),
-    _case(linear_skip, 75600, 5120, 5120, compiled=1.1, folded=1.0),
-    _case(linear_skip, 75600, 5120, 13824, compiled=1.0, folded=1.0),
-    _case(linear_skip, 7800, 1536, 1536, compiled=1.1, folded=1.0),
-    _case(linear_gelu, 32760, 8960, 1536, compiled=1.05),
-    _case(linear_gelu, 75600, 13824, 5120, compiled=1.05),
-    _case(linear_qkv, 32760, 1536, 1536, compiled=1.05),
-    _case(linear_qkv, 75600, 5120, 5120, compiled=1.05),
-    _case(layer_norm_modulate, 32760, 1536, copy=0.8),
-    _case(layer_norm_modulate, 75600, 5120, copy=0.8),
-    _case(rms_norm_rope, 32760, 12, 128, copy=0.8),
-    _case(rms_norm_rope, 75600, 40, 128, copy=0.8),
-)

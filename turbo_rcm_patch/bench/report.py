@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,17 +9,9 @@ import numpy as np
 
 from ..tables import table
 from .compare import Comparison, Variant
-from .dram import KernelTraffic
 from .evaluate import Accuracy, Change, Evaluation
-from .implementations import LEFT_OUT, OK, REFUSED, ImplementationResults, Row
-from .ops import OpResult
 from .timing import StageTimings
-from .traffic import COUNTERS, ImplementationTraffic, TrafficReport
 from .verify import BlockCheck, PartCheck, Verification
-
-_FIGURES = ["count", "read, MB", "written, MB", "passes", "ms"]
-_SMALL = 0.005  # passes of kernels that share a line
-_NAME_LENGTH = 60
 
 
 def timings_table(timings: StageTimings, writing: float | None = None) -> str:
@@ -131,177 +120,6 @@ def evaluation_table(evaluation: Evaluation) -> str:
         change = _format_percent(result.change, "+")
         rows.append([result.variant, str(result.steps), share, change, *percentages, *decibels])
     return table(rows)
-
-
-def ops_table(results: Sequence[OpResult]) -> str:
-    """One line per contender: milliseconds, error, and for ours TFLOP/s and the speed-up over each rival, marked where
-    missed."""
-    rows = [["op", "contender", "ms", "error", "speed-up"]]
-    for result in results:
-        for name, timing in result.timings.items():
-            milliseconds = timing.refused or f"{timing.milliseconds:.3f}"
-            if name == result.best and timing.milliseconds > (result.most or math.inf):
-                milliseconds += f" (above {result.most:g})"
-            if name == result.best and result.teraflops is not None:
-                milliseconds += f", {result.teraflops:.0f} TFLOP/s"
-                milliseconds += f" (below {result.least:g})" if result.teraflops < (result.least or 0) else ""
-            error = "-" if timing.error is None else f"{timing.error:.1e}"
-            speedups = _format_speedups(result) if name == result.best else ""
-            rows.append([case_with_share(result.case, result.kept), name, milliseconds, error, speedups])
-    return table(rows)
-
-
-def case_with_share(case: str, kept: float | None) -> str:
-    """A case's name, with the share of the key blocks that sparse attention keeps, where it is known."""
-    return case if kept is None else f"{case}, {100 * kept:.0f} % kept"
-
-
-def _format_speedups(result: OpResult) -> str:
-    parts = []
-    for rival, speedup in result.speedups.items():
-        target = result.targets.get(rival)
-        missed = "" if target is None or speedup >= target else f" (below {target:g})"
-        parts.append(f"{speedup:.3f} of {rival}{missed}")
-    return ", ".join(parts)
-
-
-def implementations_table(results: ImplementationResults) -> str:
-    """One line per implementation, grouped by size, dtype and mode; what the columns are, and why some are empty."""
-    cells = [["", "implementation", "ms", "speed-up", "output error", "gradient error", "peak MiB", "DRAM MB"]]
-    group = None
-    for row in results.rows:
-        label = _group(row)
-        cells.append(["" if label == group else label, row.implementation, *_implementation_cells(row)])
-        group = label
-    notes = dict.fromkeys(_note(row) for row in results.rows if row.note)
-    legend = (
-        f"ms: median of {results.repeats} {results.timing}; speed-up over two_pass; errors: relative L2 to fp64; "
-        "DRAM: what a forward reads and writes, counted from shapes"
-    )
-    return "\n".join([table(cells), "", legend, *notes])
-
-
-def _implementation_cells(row: Row) -> list[str]:
-    def cell(value: float | None, form: str, unit: float = 1) -> str:
-        return "-" if value is None else format(value / unit, form)
-
-    traffic = None if row.dram_read is None else row.dram_read + row.dram_written
-    gradient_error = None
-    if row.input_gradient_error is not None:
-        gradient_error = max(row.input_gradient_error, row.weight_gradient_error)
-    return [
-        cell(row.latency, ".3f", 1e-3) if row.status == OK else row.status,
-        cell(row.speedup, ".2f"),
-        cell(row.output_error, ".1e"),
-        cell(gradient_error, ".1e"),
-        cell(row.peak_memory, ".1f", 2**20),
-        cell(traffic, ".1f", 1e6),
-    ]
-
-
-def _note(row: Row) -> str:
-    where = f" ({_group(row)})" if row.status == REFUSED else ""
-    return f"{row.implementation} {row.status}{where}: {row.note}"
-
-
-def _group(row: Row) -> str:
-    return f"{row.B}x{row.N}x{row.C} {row.dtype} {row.mode}"
-
-
-def plot_implementations(results: ImplementationResults, path: str | Path) -> None:
-    """Bars of the speed-ups over two_pass, by size, as an image file: dtypes down, modes across. Needs matplotlib."""
-    from matplotlib.figure import Figure
-
-    rows = [row for row in results.rows if row.status != LEFT_OUT]
-    keys = ("dtype", "mode", "implementation")
-    dtypes, modes, names = (list(dict.fromkeys(getattr(row, key) for row in rows)) for key in keys)
-    sizes = list(dict.fromkeys((row.B, row.N, row.C) for row in rows))
-    speedups = {(row.dtype, row.mode, row.implementation, (row.B, row.N, row.C)): row.speedup for row in rows}
-    figure = Figure(figsize=(1.5 + 6 * len(modes), 1 + 3.5 * len(dtypes)), layout="constrained")
-    width = 0.8 / len(names)
-    grid = figure.subplots(len(dtypes), len(modes), squeeze=False)
-    for dtype, line in zip(dtypes, grid, strict=True):
-        for mode, axes in zip(modes, line, strict=True):
-            for index, name in enumerate(names):
-                heights = [speedups.get((dtype, mode, name, size)) or 0 for size in sizes]
-                axes.bar(np.arange(len(sizes)) + index * width, heights, width, label=name)
-            axes.axhline(1, color="black", linewidth=0.8)
-            axes.set_xticks(np.arange(len(sizes)) + 0.4 - width / 2, ["x".join(map(str, size)) for size in sizes])
-            axes.tick_params(axis="x", rotation=30)
-            axes.set_ylabel("speed-up over two_pass")
-            axes.set_title(f"{mode}, {dtype}")
-    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names))
-    figure.suptitle(results.environment.gpu or f"CPU ({results.environment.cpu})")
-    figure.savefig(path, dpi=150)
-
-
-def traffic_table(report: TrafficReport) -> str:
-    """For each implementation a line per kernel, the largest first, and a total: launches, megabytes, passes, time."""
-    measured = [one for one in report.implementations if one.refused is None]
-    return "\n\n".join(table([[one.name, *_FIGURES], *_kernel_rows(one, report.pass_bytes)]) for one in measured)
-
-
-def _kernel_rows(implementation: ImplementationTraffic, pass_bytes: int) -> list[list[str]]:
-    groups: dict[str, list[KernelTraffic]] = defaultdict(list)
-    for kernel in implementation.kernels:
-        groups[_short_name(kernel.name)].append(kernel)
-    passes = {name: sum(k.read + k.written for k in group) / pass_bytes for name, group in groups.items()}
-    large = sorted((name for name in groups if passes[name] >= _SMALL), key=passes.get, reverse=True)
-    small = [kernel for name in groups if passes[name] < _SMALL for kernel in groups[name]]
-    lines = [(name, groups[name]) for name in large] + ([("others", small)] if small else [])
-    return [[name, *_figures(group, pass_bytes)] for name, group in [*lines, ("total", implementation.kernels)]]
-
-
-def _figures(group: Sequence[KernelTraffic], pass_bytes: int) -> list[str]:
-    read, written = (sum(getattr(kernel, which) for kernel in group) for which in ("read", "written"))
-    timed = all(kernel.seconds is not None for kernel in group)
-    milliseconds = f"{1e3 * sum(kernel.seconds for kernel in group):.3f}" if timed else "-"
-    megabytes = (f"{read / 1e6:.1f}", f"{written / 1e6:.1f}")
-    return [str(len(group)), *megabytes, f"{(read + written) / pass_bytes:.2f}", milliseconds]
-
-
-def _short_name(kernel: str) -> str:
-    """A demangled kernel's name without return type, namespaces, template arguments and parameters.
-
-    Of PyTorch's elementwise kernels, which have one name, also what they compute: ``elementwise_kernel MulFunctor``.
-    """
-    plain = re.sub(r"\(anonymous namespace\)::|<unnamed>::|^void ", "", kernel)
-    name = re.split(r"[<(]", plain, maxsplit=1)[0].split("::")[-1]
-    computed = re.findall(r"\w*Functor(?:_\w+)?|\w+_kernel_cuda|\w+KernelImpl", plain)
-    if name.endswith("elementwise_kernel") and computed:
-        name = f"{name} {computed[-1]}"
-    return name if len(name) <= _NAME_LENGTH else f"{name[: _NAME_LENGTH - 1]}…"
-
-
-def traffic_totals_table(report: TrafficReport) -> str:
-    """A line per implementation, with the first one's passes over its own; then why others were refused."""
-    rows = [["", "kernels", *_FIGURES[1:4], "ratio", "error"]]
-    measured = [one for one in report.implementations if one.refused is None]
-    for one in measured:
-        count, read, written, passes, _ = _figures(one.kernels, report.pass_bytes)
-        ratio = f"{report.passes(measured[0]) / report.passes(one):.2f}"
-        rows.append([one.name, count, read, written, passes, ratio, "-" if one.error is None else f"{one.error:.1e}"])
-    refused = [f"{one.name} refused: {one.refused}" for one in report.implementations if one.refused is not None]
-    return "\n".join([table(rows), *refused])
-
-
-def plot_traffic(report: TrafficReport, path: str | Path) -> None:
-    """Passes read and written by each implementation as bars, in an image file. Needs matplotlib."""
-    from matplotlib.figure import Figure
-
-    shown = [one for one in report.implementations if one.refused is None]
-    names = [one.name for one in shown]
-    read, written = ([getattr(one, which) / report.pass_bytes for one in shown] for which in ("read", "written"))
-    figure = Figure(figsize=(8, 1.5 + 0.6 * len(names)), layout="constrained")
-    axes = figure.subplots()
-    axes.barh(names, read, label="read", edgecolor="white")
-    axes.barh(names, written, left=read, label="written", edgecolor="white")
-    axes.invert_yaxis()
-    axes.set_xlabel("passes of one [tokens, dim] bf16 tensor")
-    origin = f"measured on {report.environment.gpu}" if report.source == COUNTERS else "counted from shapes"
-    axes.set_title(f"{report.settings['case']}, {report.settings['tokens']}×{report.settings['dim']}: {origin}")
-    figure.legend(loc="outside right upper")
-    figure.savefig(path, dpi=150)
 
 
 def _format_percent(value: Accuracy | Change | None, sign: str = "", with_error: bool = True) -> str:

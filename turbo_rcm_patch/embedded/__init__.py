@@ -1,7 +1,7 @@
 """A tiny trained Wan text-to-video pipeline inside the package: what the command line and the examples run by default.
 
-``weights/`` is an ordinary diffusers pipeline folder, written by scripts/train_embedded.py. It knows the captions of
-``shapes.grammar``, at HEIGHT x WIDTH x FRAMES.
+``weights/`` is an ordinary diffusers pipeline folder, written by scripts/training/train_embedded.py. The model knows
+the captions of ``shapes.grammar``, at HEIGHT x WIDTH x FRAMES.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ def load_embedded_pipeline(
 
     The weights are stored in fp16; modules that Wan keeps in fp32 are fp32 in every dtype. Sample it with ``use_rcm``.
 
-    sla: with the weights that scripts/train_sparse.py fine-tuned to sparse-linear attention, and its projections. They
-    are for ``trp.patch(pipe, trp.PatchConfig(tier="sparse", blocks=SLA_BLOCKS))``: without it attention is dense.
+    sla: load the weights that scripts/training/train_sparse.py fine-tuned to sparse-linear attention, with its
+    projections. They are for ``trp.patch(pipe, trp.PatchConfig(tier="sparse", blocks=SLA_BLOCKS))``: without it
+    attention is dense.
     Worth it in 4 steps and at the default topk of 0.1: in 1 step from 0.2 on, in 2 from 0.3 on, the dense weights show
     more of their captions without it (results/README.md).
     """
@@ -49,7 +50,7 @@ def load_embedded_pipeline(
 
 
 def _add_difference(transformer: WanTransformer3DModel, file: Path) -> None:
-    """Add what a file of scripts/train_sparse.py holds: low-rank and whole differences, and the projections of SLA."""
+    """Add low-rank and whole differences and SLA's projections, from a file of scripts/training/train_sparse.py."""
     tensors = load_file(file)
     projections = by_block({name: tensors.pop(name) for name in list(tensors) if is_projection(name)})
     add_projections(Journal(), family_of(transformer).every_block(transformer), projections)

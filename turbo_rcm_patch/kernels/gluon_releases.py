@@ -2,7 +2,7 @@
 what assembles the kernels.
 
 Triton 3.9 assembles for sm_90 with the ptxas of CUDA 13.4, which spills registers in the kernels' loops
-(results/designs.md). That of CUDA 12.9, which Triton brings along for older GPUs, spills none there. `jit` has kernels
+(docs/designs.md). That of CUDA 12.9, which Triton brings along for older GPUs, spills none there. `jit` has kernels
 assembled with it.
 """
 

@@ -2,7 +2,7 @@
 
 ``launch_kernel`` is how every launcher starts a kernel. Within `recorded` it hands the launch over instead: to
 `compile_ahead`, which compiles the kernels of a computation before it runs, several at once, as one after the other
-they take many seconds; or to the compile gate (aot.py), for GPUs that are not there.
+they take many seconds; or to the compile gate (compile_without_gpu.py), for GPUs that are not there.
 """
 
 from __future__ import annotations

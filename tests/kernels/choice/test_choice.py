@@ -5,8 +5,9 @@ import sys
 import pytest
 import torch
 
+from scripts.tools import compile_without_gpu, every_launch
 from turbo_rcm_patch import kernels
-from turbo_rcm_patch.kernels import aot, conv_skip, dispatch, every_launch, reference
+from turbo_rcm_patch.kernels import conv_skip, dispatch, reference
 from turbo_rcm_patch.kernels.attention import attention_portable, attention_sm90
 from turbo_rcm_patch.kernels.choice import choice, measured
 from turbo_rcm_patch.kernels.conv import conv_sm90
@@ -243,7 +244,9 @@ def test_a_sparse_attentions_name_is_that_of_the_kernel_launched(dtype, head_dim
         monkeypatch.setattr(attention_sm90, "GLUON_ERROR", "cannot import name 'tma'")
     x, weight = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((1, 300, 2, head_dim), (head_dim,) * 2))
     options = {"topk": 0.5, "block_q": blocks[0], "block_k": blocks[1], "quantized": True}
-    seen = aot.record_launches(lambda: kernels.sparse_linear_attention(x, x, x, weight, **options), (9, 0))
+    seen = compile_without_gpu.record_launches(
+        lambda: kernels.sparse_linear_attention(x, x, x, weight, **options), (9, 0)
+    )
     with dispatch.meta_is_gpu((9, 0), 4):
         name, reason = kernels.sparse_attention_kernel(x.device, dtype, head_dim, blocks, quantized=True)
     assert reason is None
@@ -263,7 +266,9 @@ def test_a_block_sparse_attentions_name_is_that_of_the_kernel_launched(dtype, he
         monkeypatch.setattr(attention_sm90, "GLUON_ERROR", "cannot import name 'tma'")
     qkv = every_launch.quantized_qkv(kernels.FP8, head_dim)._replace(dtype=dtype)
     sizes = {} if blocks is None else {"block_q": blocks[0], "block_k": blocks[1]}
-    seen = aot.record_launches(lambda: kernels.block_sparse_attention_8bit(qkv, mass=0.5, **sizes), (9, 0))
+    seen = compile_without_gpu.record_launches(
+        lambda: kernels.block_sparse_attention_8bit(qkv, mass=0.5, **sizes), (9, 0)
+    )
     with dispatch.meta_is_gpu((9, 0), 4):
         blocks = blocks or kernels.block_sparse_sizes(qkv.q.device, dtype, quantized=True)
         name, reason = kernels.block_sparse_attention_kernel(qkv.q.device, dtype, head_dim, blocks, quantized=True)

@@ -1,20 +1,17 @@
 """The measurements that ship: they are those of the results files, and choose the kernels."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from scripts.tools import ship_measurements
 from turbo_rcm_patch.kernels import measured_on, why_torch
 from turbo_rcm_patch.kernels.choice import measured
 from turbo_rcm_patch.kernels.choice.measured import FOLDER, OPS, Verdict, read_verdicts
 
 ROOT = Path(__file__).resolve().parents[3]
-spec = importlib.util.spec_from_file_location("ship_measurements", ROOT / "scripts/ship_measurements.py")
-ship_measurements = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(ship_measurements)
 
 CUDA = torch.device("cuda")
 SHIPPED = sorted(FOLDER.glob("*.json"))

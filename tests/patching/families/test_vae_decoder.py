@@ -8,11 +8,11 @@ from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import DupUp3D, WanDecoder3d
 
 import turbo_rcm_patch as trp
+from scripts.tools import compile_without_gpu
 from tests.oracle import assert_no_worse, relative_error
 from tests.tiny_vae import KINDS, decode, tiny_latents, tiny_vae
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.bench.cases import TI2V_5B_VAE
-from turbo_rcm_patch.kernels import aot
 from turbo_rcm_patch.kernels.conv.conv_skip import residual_repeats
 from turbo_rcm_patch.kernels.dispatch import interpreting, meta_is_gpu
 from turbo_rcm_patch.kernels.launch import recorded
@@ -262,8 +262,8 @@ def test_each_norm_and_each_convolution_is_one_launch(monkeypatch):
     vae = tiny_vae()
     patch = trp.patch(vae, trp.PatchConfig(vae_chunk=1))
     vae.to("meta")
-    with meta_is_gpu((8, 0), aot.MULTIPROCESSORS):
-        launches = aot.record_launches(lambda: decode(vae, tiny_latents(1).to("meta")), (8, 0))
+    with meta_is_gpu((8, 0), compile_without_gpu.MULTIPROCESSORS):
+        launches = compile_without_gpu.record_launches(lambda: decode(vae, tiny_latents(1).to("meta")), (8, 0))
         rows = {row.step: row for row in patch.rows()}
     names = Counter(launch.kernel.fn.__name__ for launch in launches)
     assert names["_rms_norm_silu_kernel"] == rows["norm + SiLU"].count == 22

@@ -10,9 +10,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import turbo_rcm_patch as trp
+from scripts.tools import compile_without_gpu
 from tests.oracle import relative_error
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
-from turbo_rcm_patch.kernels import aot
 from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
 from turbo_rcm_patch.patching.families.wan import block as wan_block
 from turbo_rcm_patch.patching.steps.plan import state_of
@@ -356,8 +356,8 @@ def test_on_sm_90_the_queries_of_a_prompt_have_their_lora_in_one_gemm(capability
     model.to("meta")
     inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in tiny_transformer_inputs(model).items()}
     inputs["hidden_states"] = torch.empty(2, model.config.in_channels, 13, 60, 80, dtype=model.dtype, device="meta")
-    with torch.no_grad(), meta_is_gpu(capability, aot.MULTIPROCESSORS):
-        launches = aot.record_launches(lambda: model(**inputs), capability)
+    with torch.no_grad(), meta_is_gpu(capability, compile_without_gpu.MULTIPROCESSORS):
+        launches = compile_without_gpu.record_launches(lambda: model(**inputs), capability)
         rows = {(row.sub_layer, row.step): row for row in patch.rows()}
     names = [launch.kernel.fn.__name__ for launch in launches]
     queries = rows["cross_attention", "Q projection"]
@@ -375,7 +375,7 @@ def test_the_queries_of_a_prompt_say_why_pytorch_has_them():
     add_lora(model)
     model.to("meta")
     inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in tiny_transformer_inputs(model).items()}
-    with torch.no_grad(), meta_is_gpu((9, 0), aot.MULTIPROCESSORS):
-        aot.record_launches(lambda: model(**inputs), (9, 0))
+    with torch.no_grad(), meta_is_gpu((9, 0), compile_without_gpu.MULTIPROCESSORS):
+        compile_without_gpu.record_launches(lambda: model(**inputs), (9, 0))
         row = next(row for row in patch.rows() if row.step == "Q projection")
     assert row.reasons == {"linears='torch'": 1}

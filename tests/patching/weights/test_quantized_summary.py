@@ -8,9 +8,10 @@ import torch
 from peft import LoraConfig
 
 import turbo_rcm_patch as trp
+from scripts.tools import compile_without_gpu
 from tests.tiny_families import tiny_family_inputs, tiny_family_transformer
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
-from turbo_rcm_patch.kernels import FP8, INT8, aot
+from turbo_rcm_patch.kernels import FP8, INT8
 from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
 from turbo_rcm_patch.patching.weights import convert as quantized_weights
 from turbo_rcm_patch.tiers import QUANTIZED
@@ -89,8 +90,8 @@ def check(model, patch, inputs, capability):
     """Compare the launches of a forward on a GPU with the summary after it; returns the rows by sub-layer and step."""
     model.to("meta")
     inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-    with torch.no_grad(), meta_is_gpu(capability, aot.MULTIPROCESSORS):
-        launches = aot.record_launches(lambda: model(**inputs), capability)
+    with torch.no_grad(), meta_is_gpu(capability, compile_without_gpu.MULTIPROCESSORS):
+        launches = compile_without_gpu.record_launches(lambda: model(**inputs), capability)
         rows = patch.rows()
         assert "portable Triton" in patch.summary() or "sm_90 Gluon" in patch.summary()
     found = Counter(map(launched, launches))
@@ -179,8 +180,8 @@ def test_one_part_alone(options, converted_for):
     patch = trp.patch(model, config(**options))
     model.to("meta")
     inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in tiny_transformer_inputs(model).items()}
-    with torch.no_grad(), meta_is_gpu((8, 9), aot.MULTIPROCESSORS):
-        launches = aot.record_launches(lambda: model(**inputs), (8, 9))
+    with torch.no_grad(), meta_is_gpu((8, 9), compile_without_gpu.MULTIPROCESSORS):
+        launches = compile_without_gpu.record_launches(lambda: model(**inputs), (8, 9))
         rows = {(row.sub_layer, row.step): row for row in patch.rows()}
     names = Counter(launch.kernel.fn.__name__ for launch in launches)
     attention = rows["self_attention", "attention"]
@@ -217,8 +218,8 @@ def test_other_families(name, converted_for):
     patch = trp.patch(model, config())
     model.to("meta")
     inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in tiny_family_inputs(name, model).items()}
-    with torch.no_grad(), meta_is_gpu((8, 9), aot.MULTIPROCESSORS):
-        launches = aot.record_launches(lambda: model(**inputs), (8, 9))
+    with torch.no_grad(), meta_is_gpu((8, 9), compile_without_gpu.MULTIPROCESSORS):
+        launches = compile_without_gpu.record_launches(lambda: model(**inputs), (8, 9))
         rows = patch.rows()
     assert Counter(map(launched, launches)) == expected_launches(rows)
 
@@ -233,8 +234,10 @@ def test_lora_and_a_hook_on_some(converted_for):
     model.blocks[1].attn1.norm_k.register_forward_hook(lambda module, args, output: output)
     model.to("meta")
     inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in tiny_transformer_inputs(model).items()}
-    with torch.no_grad(), meta_is_gpu((8, 9), aot.MULTIPROCESSORS):
-        names = Counter(launch.kernel.fn.__name__ for launch in aot.record_launches(lambda: model(**inputs), (8, 9)))
+    with torch.no_grad(), meta_is_gpu((8, 9), compile_without_gpu.MULTIPROCESSORS):
+        names = Counter(
+            launch.kernel.fn.__name__ for launch in compile_without_gpu.record_launches(lambda: model(**inputs), (8, 9))
+        )
         rows = {(row.sub_layer, row.step): row for row in patch.rows()}
     assert rows["self_attention", "projection + skip"].reasons == {DORA: 1, APART: 1}
     assert rows["feed_forward", "linear + GELU"].reasons == {DORA: 1}
@@ -255,8 +258,8 @@ def test_lora_beside_a_gate_on_sm_90(residual, converted_for):
     inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in tiny_transformer_inputs(model).items()}
     for switch in (model.enable_lora, model.disable_lora, model.enable_lora):
         switch()
-        with torch.no_grad(), meta_is_gpu((9, 0), aot.MULTIPROCESSORS):
-            launches = aot.record_launches(lambda: model(**large(inputs, model)), (9, 0))
+        with torch.no_grad(), meta_is_gpu((9, 0), compile_without_gpu.MULTIPROCESSORS):
+            launches = compile_without_gpu.record_launches(lambda: model(**large(inputs, model)), (9, 0))
             rows = {(row.sub_layer, row.step): row.kernel for row in patch.rows()}
             summary = patch.summary()
         assert not any(launch.kernel.fn.__name__ == "_linear_skip_kernel" for launch in launches)
@@ -278,8 +281,8 @@ def test_a_residual_in_fp16_where_a_lora_loses_nothing_by_it(capability, convert
     model.add_adapter(LoraConfig(r=4, target_modules=["to_out.0", "ffn.net.2"]))
     model.to("meta")
     inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in tiny_transformer_inputs(model).items()}
-    with torch.no_grad(), meta_is_gpu(capability, aot.MULTIPROCESSORS):
-        aot.record_launches(lambda: model(**inputs), capability)
+    with torch.no_grad(), meta_is_gpu(capability, compile_without_gpu.MULTIPROCESSORS):
+        compile_without_gpu.record_launches(lambda: model(**inputs), capability)
         assert "residual between a block's skips: float16, divided by 32\n" in patch.summary()
 
 

@@ -11,7 +11,7 @@ queries that look at different blocks keep both. What is left out enters with it
 1 - mass.
 
 Related: SpargeAttn (Zhang et al. 2025) keeps blocks by products of means; Sol-Attn (2026) adds a correction for the
-blocks that are left out. What each part here buys is in results/designs.md.
+blocks that are left out. What each part here buys is in docs/designs.md.
 """
 
 from __future__ import annotations

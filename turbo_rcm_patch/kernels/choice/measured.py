@@ -1,7 +1,8 @@
 """What was measured on which GPU: whether an op's kernel is as fast there as what PyTorch has for it.
 
-The measurements are data, one file of measurements/ per GPU, that scripts/ship_measurements.py writes from a results
-file: ``{"gpu", "capability": [9, 0], "versions", "rows": [{"op", "dtype", "shape", "ours", "rival", "rival_name"}]}``
+The measurements are data: one file of measurements/ per GPU, which scripts/tools/ship_measurements.py writes from a
+results file: ``{"gpu", "capability": [9, 0], "versions", "rows"}``, a row
+``{"op", "dtype", "shape", "ours", "rival", "rival_name"}``
 with times in milliseconds; "ours" is null where the kernel was too inaccurate to be timed, or failed. What `turbo-rcm
 tune` measured on the very GPU (tuned.py) goes before them.
 """

@@ -1,0 +1,205 @@
+"""Everything that needs a GPU in one call: the GPU tests, compute-sanitizer, verify, compare, evaluate, all benchmarks.
+
+    python scripts/benchmarks/gpu_session.py --results results                    # all, into results/<the GPU>.json
+    python scripts/benchmarks/gpu_session.py --results results --only tests ops   # the other runs in the file stay
+
+Steps that need more GPUs than there are, are left out unless asked for. Every step that measures checks first that what
+it measures is right, but for first-step, host-time, wan2.1-14b-in-24-gb, compare's and those with
+--no-oracle, of which verify's tell. A table of what passed comes last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from turbo_rcm_patch.bench.environment import COMMIT, describe_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+
+CLI = ("-m", "turbo_rcm_patch.cli")
+TRAFFIC = ("scripts/benchmarks/profile_hbm.py",)
+END_TO_END = ("scripts/benchmarks/end_to_end.py", "--config")
+QUANTIZED, SPARSE, BLOCK_SPARSE = (("--preset", preset) for preset in ("quantized", "sparse", "block_sparse"))
+DECODED = ("--layers", "1", "--steps", "1", "--decode", "--repeats", "3")  # for the VAE's sake
+SIZE_OF_LORA = ("--layers", "4", "--height", "480", "--width", "832", "--repeats", "4")  # there and back twice
+LORA = (*END_TO_END, "wan2.1-14b", *SIZE_OF_LORA, "--lora")
+LEFT_OUT = ("--structured", "--no-oracle", "--repeats", "3")  # of attention that leaves key blocks out
+SANITIZERS = ("memcheck", "racecheck")
+# Steps that show whether something holds, and those whose figures go into the results file.
+CHECKS = {
+    "tests": ("-m", "pytest", "-m", "gpu", "-q", "-n", "16", "tests"),
+    "info": (*CLI, "info"),
+    **{tool: ("scripts/tools/sanitize_kernels.py", "--tool", tool) for tool in SANITIZERS},
+}
+MEASUREMENTS = {
+    "verify": (*CLI, "verify"),
+    "verify-wan2.1-1.3b": (*CLI, "verify", "--config", "wan2.1-1.3b"),
+    "compare": (*CLI, "compare"),
+    "evaluate": (*CLI, "evaluate", "--batch-size", "64", *QUANTIZED),  # beside the exact tier
+    "ops": ("scripts/benchmarks/ops.py", "--tier", "exact"),
+    "ops-quantized": ("scripts/benchmarks/ops.py", "--tier", "quantized"),
+    "ops-sparse": ("scripts/benchmarks/ops.py", "--tier", "sparse"),
+    "implementations": ("scripts/benchmarks/compare_implementations.py",),
+    "traffic-attention": (*TRAFFIC, "--batch", "32", "--seq", "2048", "--dim", "512"),
+    "traffic-wan2.1-1.3b": (*TRAFFIC, "--wan-block", "1.3b"),
+    "traffic-wan2.1-14b": (*TRAFFIC, "--wan-block", "14b"),
+    "first-step": ("scripts/benchmarks/first_step.py",),
+    "host-time": ("scripts/benchmarks/host_time.py",),
+    "wan2.1-1.3b": (*END_TO_END, "wan2.1-1.3b"),
+    "wan2.1-1.3b-decoded": (*END_TO_END, "wan2.1-1.3b", "--decode"),
+    "wan2.1-14b-1-layer-decoded": (*END_TO_END, "wan2.1-14b", *DECODED),
+    "wan2.1-1.3b-1-layer-decoded-fp32-vae": (*END_TO_END, "wan2.1-1.3b", *DECODED, "--vae-dtype", "float32"),
+    "wan2.2-5b-1-layer-decoded": (*END_TO_END, "wan2.2-5b", *DECODED),
+    "wan2.1-1.3b-17-frames": (*END_TO_END, "wan2.1-1.3b", "--frames", "17"),
+    "wan2.1-14b-4-layers": (*END_TO_END, "wan2.1-14b", "--layers", "4", "--repeats", "3"),
+    "wan2.2-5b-8-layers": (*END_TO_END, "wan2.2-5b", "--layers", "8", "--repeats", "3"),
+    "wan2.2-5b-8-layers-image": (*END_TO_END, "wan2.2-5b-image", "--layers", "8", "--repeats", "3"),
+    "wan2.1-i2v-14b-4-layers": (*END_TO_END, "wan2.1-i2v-14b", "--layers", "4", "--repeats", "3"),
+    "wan2.1-14b-4-layers-2-gpus": (*END_TO_END, "wan2.1-14b", "--layers", "4", "--repeats", "3", "--ulysses", "2"),
+    "wan2.1-14b-4-layers-lora-64": (*LORA, "64"),
+    "wan2.1-14b-4-layers-lora-64-64": (*LORA, "64", "64"),
+    "wan2.1-14b-4-layers-lora-128": (*LORA, "128"),
+    "wan2.1-14b-4-layers-lora-64-17-frames": (*LORA, "64", "--frames", "17"),
+    "wan2.1-14b-4-layers-lora-64-quantized": (*LORA, "64", *QUANTIZED),
+    "verify-quantized": (*CLI, "verify", *QUANTIZED),
+    "verify-wan2.1-1.3b-quantized": (*CLI, "verify", "--config", "wan2.1-1.3b", *QUANTIZED),
+    "attention-error": ("scripts/benchmarks/measure_attention_error.py",),
+    "compare-quantized": (*CLI, "compare", *QUANTIZED),
+    "wan2.1-1.3b-quantized": (*END_TO_END, "wan2.1-1.3b", "--repeats", "3", *QUANTIZED),
+    "wan2.1-14b-in-24-gb": ("scripts/benchmarks/memory_cap.py",),
+    "wan2.1-14b-4-layers-quantized": (*END_TO_END, "wan2.1-14b", "--layers", "4", "--repeats", "3", *QUANTIZED),
+    "wan2.2-5b-8-layers-quantized": (*END_TO_END, "wan2.2-5b", "--layers", "8", "--repeats", "3", *QUANTIZED),
+    # Of weights and inputs with structure: attention that is the same to all keys has no blocks to leave out. How far
+    # leaving them out takes a step from fp32 says nothing with random weights; verify says how far a layer's takes it.
+    "verify-sparse": (*CLI, "verify", *SPARSE),
+    "verify-wan2.1-1.3b-sparse": (*CLI, "verify", "--config", "wan2.1-1.3b", "--layers", "2", *SPARSE),
+    "compare-sparse": (*CLI, "compare", *SPARSE),
+    "evaluate-sparse": (*CLI, "evaluate", "--batch-size", "64", *SPARSE),
+    "wan2.1-1.3b-sparse": (*END_TO_END, "wan2.1-1.3b", *LEFT_OUT, *SPARSE),
+    "wan2.1-1.3b-sparse-decoded": (*END_TO_END, "wan2.1-1.3b", *LEFT_OUT, "--decode", *SPARSE),
+    "wan2.1-14b-4-layers-sparse": (*END_TO_END, "wan2.1-14b", "--layers", "4", *LEFT_OUT, *SPARSE),
+    "verify-wan2.1-1.3b-block-sparse": (*CLI, "verify", "--config", "wan2.1-1.3b", *BLOCK_SPARSE),
+    "wan2.1-1.3b-block-sparse": (*END_TO_END, "wan2.1-1.3b", *LEFT_OUT, *BLOCK_SPARSE),
+    "wan2.1-1.3b-block-sparse-mass-0.95": (*END_TO_END, "wan2.1-1.3b", *LEFT_OUT, *BLOCK_SPARSE, "--mass", "0.95"),
+}
+GPUS = {"wan2.1-14b-4-layers-2-gpus": 2}  # that a step needs, where it is more than one
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, required=True, help="folder of the results files, one per GPU")
+    parser.add_argument("--logs", type=Path, default=ROOT / "runs/gpu-session", help="folder for the steps' output")
+    parser.add_argument("--only", nargs="+", choices=(*CHECKS, *MEASUREMENTS), help="run these steps alone")
+    parser.add_argument("--commit", help="what is checked out, for a copy without its git history")
+    options = parser.parse_args(argv)
+    if options.commit is not None:
+        os.environ[COMMIT] = options.commit
+    if not torch.cuda.is_available():
+        parser.error("PyTorch finds no CUDA GPU, and every step needs one.")
+    options.logs.mkdir(parents=True, exist_ok=True)
+    options.results.mkdir(parents=True, exist_ok=True)
+    results = ResultsFile(options.results, torch.cuda.get_device_name())
+    rows = []
+    for name in chosen_steps(options.only, torch.cuda.device_count()):
+        log, figures = (options.logs / f"{name}.{kind}" for kind in ("log", "json"))
+        code, seconds = run((CHECKS | MEASUREMENTS)[name], log, figures if name in MEASUREMENTS else None)
+        rows.append((name, code, seconds))
+        if name in MEASUREMENTS and figures.exists():
+            results.keep_run(name, json.loads(figures.read_text()))
+        if name == "tests":
+            results.keep_tests(code, log.read_text())
+        if name in SANITIZERS:
+            results.keep_sanitizer(name, code)
+    width = max((len(name) for name, _, _ in rows), default=4)
+    print(f"\n{'step':{width}}  result    seconds")
+    for name, code, seconds in rows:
+        print(f"{name:{width}}  {'passed' if code == 0 else f'failed {code}':8} {seconds:8.1f}")
+    return int(any(code for _, code, _ in rows))
+
+
+def chosen_steps(only: list[str] | None, gpus: int) -> Iterator[str]:
+    """The steps asked for, else those that this many GPUs are enough for; says which are left out."""
+    for name in CHECKS | MEASUREMENTS:
+        if only is None and GPUS.get(name, 1) > gpus:
+            print(f"{name} is left out: it needs {GPUS[name]} GPUs")
+        elif only is None or name in only:
+            yield name
+
+
+def run(command: tuple[str, ...], log: Path, figures: Path | None) -> tuple[int, float]:
+    """Run one step, show its output and keep it; returns the exit code and the seconds taken.
+
+    figures: the file that it shall write its figures to, as new.
+    """
+    print(f"\n== {log.stem}", flush=True)
+    if figures is not None:
+        figures.unlink(missing_ok=True)
+        command = (*command, "--json", str(figures.resolve()))
+    start = time.perf_counter()
+    with open(log, "w") as file:
+        process = subprocess.Popen(
+            [sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            file.write(line)
+    return process.wait(), time.perf_counter() - start
+
+
+class ResultsFile:
+    """The results of one kind of GPU, named after it: its runs by name, how its tests ran with which versions, and what
+    compute-sanitizer said."""
+
+    def __init__(self, folder: Path, gpu: str):
+        self._path = folder / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
+        self._empty = {"gpu": gpu, "tests": [], "runs": {}}
+
+    def keep_run(self, name: str, figures: dict) -> None:
+        """Put a run in place of an older one of its name."""
+        results = self._read()
+        runs = {**results["runs"], name: figures}
+        self._write({**results, "runs": {known: runs[known] for known in MEASUREMENTS if known in runs}})
+
+    def keep_tests(self, code: int, log: str) -> None:
+        """Put what pytest counted in place of older counts with the same versions of torch and triton; beside one that
+        failed, the last that passed stays."""
+        environment = asdict(describe_environment("cuda"))
+        counts = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|errors?|skipped)", log)}
+        entry = {"ok": code == 0, **counts, "environment": environment}
+        others = [
+            other
+            for other in self._read()["tests"]
+            if _versions(other) != _versions(entry) or (other["ok"] and not entry["ok"])
+        ]
+        self._write({**self._read(), "tests": [*others, entry]})
+
+    def keep_sanitizer(self, tool: str, code: int) -> None:
+        """Put what a tool of compute-sanitizer said in place of what it said before."""
+        results = self._read()
+        entry = {"ok": code == 0, "environment": asdict(describe_environment("cuda"))}
+        self._write({**results, "sanitizers": {**results.get("sanitizers", {}), tool: entry}})
+
+    def _read(self) -> dict:
+        return {**self._empty, **(json.loads(self._path.read_text()) if self._path.exists() else {})}
+
+    def _write(self, results: dict) -> None:
+        self._path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _versions(entry: dict) -> tuple[str, str]:
+    return entry["environment"]["torch"], entry["environment"]["triton"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

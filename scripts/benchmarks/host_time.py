@@ -1,0 +1,119 @@
+"""How long Python takes for the launches of one block: unpatched, in every tier, and with CUDA graphs.
+
+    python scripts/benchmarks/host_time.py --config wan2.1-1.3b --json host-time.json
+
+The GPU sleeps meanwhile, so that nothing waits for it, and wakes after the last call. Where a block's kernels take less
+time than this, the GPU waits for Python, unless a CUDA graph replays them: of a step that is one, a block has its part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+import torch
+
+from turbo_rcm_patch.bench.cases import CASES, add_random_projections, build_pipeline, random_inputs
+from turbo_rcm_patch.bench.environment import describe_environment
+from turbo_rcm_patch.bench.verify import first_call
+from turbo_rcm_patch.cli.files import json_file, write_json
+from turbo_rcm_patch.config import PRESETS
+from turbo_rcm_patch.patching import patch, use_rcm
+
+UNPATCHED, TIERS = "unpatched", ("exact", "quantized", "sparse")
+CALLS = 8  # at a time: a GPU's queue holds about a thousand launches, of which a block makes some dozens
+ROUNDS = 5
+WARM_UP = 3
+SLEEPS = 1 << 29, 1 << 31, 1 << 33  # cycles of the GPU, a quarter of a second and more; the next where one is too short
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse_options(argv)
+    device = torch.device("cuda")
+    milliseconds = measure(options.config, options.frames, device, host_time)
+    for name, value in milliseconds.items():
+        print(f"{name:{max(map(len, milliseconds))}} {value:6.2f} ms a block")
+    if options.json is not None:
+        settings = {"config": options.config, "frames": options.frames or CASES[options.config].frames}
+        environment = asdict(describe_environment(device))
+        write_json(options.json, {"settings": settings, "environment": environment, "milliseconds": milliseconds})
+    return 0
+
+
+@torch.no_grad()
+def measure(
+    config: str, frames: int | None, device: torch.device, timed: Callable[[Callable[[], object]], float]
+) -> dict[str, float]:
+    """What a call of one block takes, unpatched and in the TIERS, and its part of a step that is a CUDA graph. timed:
+    how long a call takes."""
+    case = CASES[config]
+    pipe = build_pipeline(case, torch.bfloat16, device)
+    use_rcm(pipe)
+    pipe.set_progress_bar_config(disable=True)
+    transformer, blocks = pipe.transformer, pipe.transformer.blocks
+    size = {"height": case.height, "width": case.width, "num_frames": frames or case.frames}
+    options = {"num_inference_steps": 1, "guidance_scale": 1.0, "output_type": "latent"}
+    generate = lambda: pipe(**random_inputs(pipe), **size, **options)  # noqa: E731
+    block, step = (repeated(module, generate) for module in (blocks[0], transformer))
+    milliseconds = {UNPATCHED: timed(block)}
+    add_random_projections(pipe)  # for the sparse tier; the others leave them alone
+    for tier in TIERS:
+        with patch(transformer, replace(PRESETS[tier], cuda_graph="off")):
+            milliseconds[tier] = timed(block)
+        with patch(transformer, replace(PRESETS[tier], cuda_graph="on")) as patched:
+            milliseconds[f"{tier}, CUDA graph"] = timed(step) / len(blocks)
+            if device.type == "cuda" and patched.graph_count == 0:
+                raise RuntimeError(f"no step was a CUDA graph:\n{patched.summary()}")
+    return milliseconds
+
+
+def repeated(module: torch.nn.Module, run: Callable[[], object]) -> Callable[[], object]:
+    """A function that calls the module as it was first called in a run."""
+    inputs, named = first_call(module, run)
+    return lambda: module(*inputs, **named)
+
+
+def host_time(call: Callable[[], object]) -> float:
+    """Milliseconds that a call takes on the host: the median of some rounds, each while the GPU sleeps."""
+    for _ in range(WARM_UP):
+        call()
+    return statistics.median(_behind_a_sleep(call) for _ in range(ROUNDS))
+
+
+def _behind_a_sleep(call: Callable[[], object]) -> float:
+    for cycles in SLEEPS:
+        torch.cuda.synchronize()
+        torch.cuda._sleep(cycles)
+        awake = torch.cuda.Event()
+        awake.record()
+        milliseconds = mean_time(call, CALLS)
+        if not awake.query():
+            return milliseconds
+    raise RuntimeError("the GPU woke before the last call, which may have waited for it; let it sleep longer.")
+
+
+def mean_time(call: Callable[[], object], calls: int) -> float:
+    """Milliseconds that one of so many calls takes, before anything that it launched is waited for."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls * 1e3
+
+
+def parse_options(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", choices=CASES, default="wan2.1-1.3b")
+    parser.add_argument("--frames", type=int, help="default: the config's usual size")
+    parser.add_argument("--json", type=json_file, help="write the figures with the GPU and versions")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("PyTorch finds no CUDA GPU, and these are the launches for one.")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

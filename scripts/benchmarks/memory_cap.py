@@ -1,0 +1,115 @@
+"""Run one denoising step of a real size in 8 bits within a cap on the GPU's memory, with random weights.
+
+    python scripts/benchmarks/memory_cap.py --config wan2.1-14b --cap-gb 24 --json cap.json
+
+The model is made on the CPU in bf16, patched there, and only then moved: what its bf16 weights would take does not fit.
+Exits with 1 where the step does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from dataclasses import asdict
+
+import torch
+from accelerate import init_empty_weights
+from diffusers import WanTransformer3DModel
+
+import turbo_rcm_patch as trp
+from turbo_rcm_patch.bench.cases import CASES, TEXT_TOKENS
+from turbo_rcm_patch.bench.environment import describe_environment
+from turbo_rcm_patch.cli.files import json_file, write_json
+
+GB = 10**9
+POOL = 1 << 26  # random values that all weights are cut from: drawing each anew takes minutes
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse_options(argv)
+    device, case = torch.device("cuda"), CASES[options.config]
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, options.cap_gb * GB / total))
+    model = random_model(case.transformer)
+    bf16_bytes = sum(parameter.numel() for parameter in model.parameters()) * torch.bfloat16.itemsize
+    start = time.perf_counter()
+    patch = trp.patch(model, trp.PatchConfig(tier="quantized", restorable=False))
+    model.to(device)
+    torch.cuda.synchronize()
+    patching = time.perf_counter() - start
+    weights = torch.cuda.memory_allocated(device)
+    figures = {
+        "settings": {"config": options.config, "height": options.height, "width": options.width, "frames": case.frames},
+        "environment": asdict(describe_environment(device)),
+        "cap_bytes": int(options.cap_gb * GB),
+        "bf16_weight_bytes": bf16_bytes,
+        "weight_bytes": weights,
+        "patching_seconds": patching,
+    }
+    print(f"weights: {bf16_bytes / GB:.1f} GB in bf16, {weights / GB:.1f} GB patched, after {patching:.0f} s")
+    inputs = random_latents(model, case.frames, options.height, options.width, device)
+    try:
+        for _ in range(2):  # the first one compiles
+            start = time.perf_counter()
+            with torch.no_grad():
+                sample = model(*inputs, return_dict=False)[0]
+            finite = bool(sample.isfinite().all())
+            seconds = time.perf_counter() - start
+    except torch.OutOfMemoryError as error:
+        print(f"a step does not fit {options.cap_gb} GB: {error}")
+        if options.json is not None:
+            write_json(options.json, {**figures, "step_seconds": None, "peak_bytes": None, "finite": False})
+        return 1
+    peak = torch.cuda.max_memory_reserved(device)
+    print(f"a step: {seconds:.2f} s, peak {peak / GB:.1f} GB of {options.cap_gb} GB, finite: {finite}")
+    print(patch.summary())
+    if options.json is not None:
+        write_json(options.json, {**figures, "step_seconds": seconds, "peak_bytes": peak, "finite": finite})
+    return 0 if finite else 1
+
+
+def random_model(config: dict[str, object]) -> WanTransformer3DModel:
+    """The transformer on the CPU in bf16, what diffusers keeps in fp32 included; matrices scaled by their depth."""
+    with init_empty_weights(include_buffers=False):
+        model = WanTransformer3DModel(**config).eval()
+    pool = torch.randn(POOL, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = torch.nn.Parameter(_values(parameter, name, pool), requires_grad=False)
+    return model
+
+
+def _values(parameter: torch.Tensor, name: str, pool: torch.Tensor) -> torch.Tensor:
+    if parameter.dim() == 1:
+        return torch.ones(parameter.shape, dtype=torch.bfloat16) * (name == "weight")  # norms' weights, and biases
+    depth = math.prod(parameter.shape[1:])
+    repeats = -(-parameter.numel() // len(pool))
+    return pool.repeat(repeats)[: parameter.numel()].view(parameter.shape) * depth**-0.5
+
+
+def random_latents(model, frames: int, height: int, width: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Latents, a timestep and a prompt."""
+    shape = ((frames - 1) // 4 + 1, height // 8, width // 8)
+    latents = torch.randn(1, model.config.in_channels, *shape, device=device, dtype=torch.bfloat16)
+    prompt = torch.randn(1, TEXT_TOKENS, model.config.text_dim, device=device, dtype=torch.bfloat16)
+    return latents, torch.tensor([500], device=device), prompt
+
+
+def parse_options(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", choices=CASES, default="wan2.1-14b", help="also the size of Wan 2.2's experts")
+    parser.add_argument("--cap-gb", type=float, default=24.0, help="of GPU memory, 10^9 bytes each (default 24)")
+    parser.add_argument("--height", type=int, default=480)
+    parser.add_argument("--width", type=int, default=832)
+    parser.add_argument("--json", type=json_file, help="write all figures with the GPU and versions")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("PyTorch finds no CUDA GPU, whose memory this is about.")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Other projects' implementations that the benchmarks time beside ours."""

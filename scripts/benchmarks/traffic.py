@@ -1,0 +1,300 @@
+"""DRAM traffic of an attention module and of a Wan block in each implementation: what runs, and what came of it.
+
+The implementations run one after the other under Nsight Compute (dram.py), each checked before; where that cannot be,
+their traffic is counted from shapes (traffic_from_shapes.py). A pass is the bytes of one [tokens, dim] tensor in bf16.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import ClassVar, Protocol
+
+import torch
+from diffusers import WanTransformer3DModel
+from torch import nn
+
+from turbo_rcm_patch import kernels
+from turbo_rcm_patch.bench.cases import CASES, TEXT_TOKENS, build_pipeline, random_prompt
+from turbo_rcm_patch.bench.environment import Environment
+from turbo_rcm_patch.bench.metrics import relative_l2
+from turbo_rcm_patch.bench.verify import first_call, run_oracle
+from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.modules.rcm_attention import TwoPassRCMAttention
+from turbo_rcm_patch.patching import patch
+from turbo_rcm_patch.tiers import EXACT, ErrorLimits
+
+from .dram import KernelTraffic, profiled
+from .implementations import IMPLEMENTATIONS, NAIVE_SOFTMAX, draw_problem
+from .traffic_from_shapes import count_call
+
+DTYPE = torch.bfloat16
+COUNTERS, SHAPES = "counters", "shapes"  # where the bytes come from
+TIMESTEP = 500.0
+
+
+@dataclass(frozen=True)
+class Call:
+    """A module and the arguments of one forward, which is run without gradients."""
+
+    module: nn.Module
+    args: tuple
+    kwargs: Mapping[str, object] = field(default_factory=dict)
+
+    def __call__(self) -> torch.Tensor:
+        with torch.no_grad():
+            return self.module(*self.args, **self.kwargs)
+
+
+class Case(Protocol):
+    """What is measured: one forward, in several implementations; the first is what the others are checked against."""
+
+    implementations: Sequence[str]
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """For the report; has the keys tokens and dim."""
+
+    def build(self, implementation: str, device: torch.device) -> Call:
+        """The implementation on seeded random weights and inputs, the same for all."""
+
+    def outline(self, implementation: str, device: torch.device) -> Call:
+        """What the implementation calls on a GPU, to be traced and not run: weights and inputs may be uninitialised."""
+
+    def is_compiled(self, implementation: str) -> bool:
+        """Whether torch.compile compiles it."""
+
+    def limits(self, implementation: str) -> ErrorLimits:
+        """How far it may be from the oracle beside the first: its tier's."""
+
+
+class _TwoPassOnGpu(TwoPassRCMAttention):
+    """TwoPassRCMAttention as a GPU runs it: its second pass is one kernel."""
+
+    def _attend_project_skip(self, q, k, v, residual, c_skip, c_out):
+        attended = kernels.attention(q, k, v, implementation="torch").flatten(2)
+        return kernels.skip(residual, self.proj(attended), c_skip=c_skip, c_out=c_out, implementation="triton")
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """Attention with the consistency skip (modules/rcm_attention.py) on x [batch, seq, dim]."""
+
+    batch: int
+    seq: int
+    dim: int
+    heads: int
+
+    implementations: ClassVar = tuple(name for name in IMPLEMENTATIONS if name != NAIVE_SOFTMAX)
+
+    @property
+    def settings(self) -> dict[str, object]:
+        return {"case": "attention module", **asdict(self), "tokens": self.batch * self.seq}
+
+    def build(self, implementation: str, device: torch.device) -> Call:
+        chosen = IMPLEMENTATIONS[implementation]
+        call = self._call(chosen.module_class, chosen.options, device)
+        if chosen.compiled:
+            call.module.compile(fullgraph=True, dynamic=False)
+        return call
+
+    def outline(self, implementation: str, device: torch.device) -> Call:
+        chosen = IMPLEMENTATIONS[implementation]
+        on_gpu = _TwoPassOnGpu if chosen.module_class is TwoPassRCMAttention else chosen.module_class
+        return self._call(on_gpu, chosen.options, device)
+
+    def _call(self, module_class: type[nn.Module], options: Mapping[str, object], device: torch.device) -> Call:
+        problem = draw_problem(self.batch, self.seq, self.dim, self.heads, DTYPE, device)
+        module = module_class(self.dim, self.heads, **options).to(device, DTYPE).eval()
+        module.load_state_dict(problem.weights)
+        return Call(module, (problem.x.detach(), problem.timestep))
+
+    def is_compiled(self, implementation: str) -> bool:
+        return IMPLEMENTATIONS[implementation].compiled
+
+    def limits(self, implementation: str) -> ErrorLimits:
+        return IMPLEMENTATIONS[implementation].limits
+
+
+@dataclass(frozen=True)
+class WanBlockCase:
+    """A block of a model of cases.CASES, called as the model calls it, at the case's usual size.
+
+    eager: diffusers' own code, the two-pass form. compiled: regional torch.compile of it. torch_fused, triton_fused:
+    patched, with the fused ops in torch and in Triton.
+    """
+
+    config: str
+
+    implementations: ClassVar = ("eager", "torch_fused", "compiled", "triton_fused")
+
+    @property
+    def settings(self) -> dict[str, object]:
+        case = CASES[self.config]
+        size = {name: getattr(case, name) for name in ("height", "width", "frames")}
+        return {"case": "Wan block", "config": self.config, **size, "tokens": self._tokens, "dim": self._dim}
+
+    @property
+    def _tokens(self) -> int:
+        """Of latents that are 4x8x8 times smaller than the video, in patches of 1x2x2."""
+        case = CASES[self.config]
+        return ((case.frames - 1) // 4 + 1) * (case.height // 16) * (case.width // 16)
+
+    @property
+    def _dim(self) -> int:
+        return CASES[self.config].transformer["num_attention_heads"] * self._head_dim
+
+    @property
+    def _head_dim(self) -> int:
+        return CASES[self.config].transformer.get("attention_head_dim", 128)
+
+    def build(self, implementation: str, device: torch.device) -> Call:
+        case = CASES[self.config]
+        pipe = build_pipeline(case, DTYPE, device, layers=1)
+        model, (block,) = pipe.transformer, pipe.transformer.blocks
+        latents = pipe.prepare_latents(
+            1,
+            model.config.in_channels,
+            case.height,
+            case.width,
+            case.frames,
+            DTYPE,
+            device,
+            torch.Generator(device).manual_seed(0),
+        )
+        prompt = random_prompt(pipe)
+        if implementation in ("torch_fused", "triton_fused"):
+            patch(model, PatchConfig(implementation="torch") if implementation == "torch_fused" else "exact")
+        call = Call(block, *first_call(block, lambda: model(latents, torch.tensor([TIMESTEP], device=device), prompt)))
+        if self.is_compiled(implementation):
+            model.compile_repeated_blocks()
+        return call
+
+    def outline(self, implementation: str, device: torch.device) -> Call:
+        with torch.device("meta"):
+            model = WanTransformer3DModel(**{**CASES[self.config].transformer, "num_layers": 1}).eval()
+        model.to_empty(device=device)
+        (block,) = model.blocks
+        block.to(DTYPE)
+        _drop_dropouts(block)
+        if implementation in ("torch_fused", "triton_fused"):
+            patch(model, PatchConfig(implementation=implementation.removesuffix("_fused")))
+        tokens, dim = self._tokens, self._dim
+        x, text = (torch.empty(1, length, dim, dtype=DTYPE, device=device) for length in (tokens, TEXT_TOKENS))
+        temb = torch.empty(1, 6, dim, device=device)
+        cos, sin = (torch.empty(1, tokens, 1, self._head_dim, device=device) for _ in range(2))
+        return Call(block, (x, text, temb, (cos, sin)))
+
+    def is_compiled(self, implementation: str) -> bool:
+        return implementation == "compiled"
+
+    def limits(self, implementation: str) -> ErrorLimits:
+        return EXACT.limits
+
+
+def _drop_dropouts(module: nn.Module) -> None:
+    """Outside of training they return their input, but a trace gives them a result of their own."""
+    for parent in list(module.modules()):
+        for name, child in parent.named_children():
+            if type(child) is nn.Dropout:
+                parent.register_module(name, nn.Identity())
+
+
+@dataclass(frozen=True)
+class Check:
+    """Relative L2 error to the fp32 oracle; refused: why the implementation was not measured, else None."""
+
+    implementation: str
+    error: float
+    refused: str | None = None
+
+
+@dataclass(frozen=True)
+class ImplementationTraffic:
+    """The kernels of one forward in the order of their launch. error and refused are None where nothing ran."""
+
+    name: str
+    kernels: tuple[KernelTraffic, ...]
+    error: float | None = None
+    refused: str | None = None
+
+    @property
+    def read(self) -> int:
+        return sum(kernel.read for kernel in self.kernels)
+
+    @property
+    def written(self) -> int:
+        return sum(kernel.written for kernel in self.kernels)
+
+
+@dataclass(frozen=True)
+class TrafficReport:
+    """Every implementation of a case; source is COUNTERS or SHAPES."""
+
+    settings: dict[str, object]
+    source: str
+    environment: Environment
+    implementations: tuple[ImplementationTraffic, ...]
+
+    @property
+    def pass_bytes(self) -> int:
+        return self.settings["tokens"] * self.settings["dim"] * DTYPE.itemsize
+
+    def passes(self, implementation: ImplementationTraffic) -> float:
+        return (implementation.read + implementation.written) / self.pass_bytes
+
+    def to_dict(self) -> dict[str, object]:
+        """For ``json.dump``; traffic in bytes, times in seconds."""
+        plain = asdict(self)
+        for entry, one in zip(plain["implementations"], self.implementations, strict=True):
+            known = one.refused is None
+            entry |= {"read": one.read, "written": one.written, "passes": self.passes(one)} if known else {}
+        return {"pass_bytes": self.pass_bytes, **plain}
+
+
+def count(case: Case, device: torch.device) -> tuple[ImplementationTraffic, ...]:
+    """Every implementation's traffic by its tensors' shapes. device: where the outlines are built."""
+    counted = []
+    for name in case.implementations:
+        call = case.outline(name, device)
+        kernels_of_call = count_call(call.module, call.args, call.kwargs, case.is_compiled(name))
+        counted.append(ImplementationTraffic(name, tuple(kernels_of_call)))
+    return tuple(counted)
+
+
+def check_and_profile(
+    case: Case,
+    device: torch.device,
+    profile: Callable[[], contextlib.AbstractContextManager] = profiled,
+) -> list[Check]:
+    """Run every implementation, and once more inside ``profile()`` if it is right.
+
+    Right is what errs no more than its limits allow beside the first implementation. The oracle is the first one's
+    module in fp32.
+    """
+    checks: list[Check] = []
+    for name in case.implementations:
+        call = case.build(name, device)
+        output = call()
+        if not checks:
+            oracle = run_oracle(call.module, call.args, call.kwargs, torch.float32)
+        error = relative_l2(output, oracle)
+        limit = case.limits(name).allowed(checks[0].error if checks else error, DTYPE, "part")
+        if error <= limit:
+            call()  # what the first call compiles and caches is done by now
+            with profile():
+                call()
+            checks.append(Check(name, error))
+        else:
+            checks.append(Check(name, error, f"its error {error:.2e} is above the {limit:.2e} allowed"))
+    return checks
+
+
+def join(checks: Sequence[Check], ranges: Sequence[Sequence[KernelTraffic]]) -> tuple[ImplementationTraffic, ...]:
+    """The traffic of what `check_and_profile` checked, given what `dram.measure` saw of it."""
+    seen = iter(ranges)
+    return tuple(
+        ImplementationTraffic(c.implementation, tuple(next(seen)) if c.refused is None else (), c.error, c.refused)
+        for c in checks
+    )

@@ -1,0 +1,1 @@
+"""Check kernels without a GPU and under sanitizers; write the pages of results; ship measurements."""

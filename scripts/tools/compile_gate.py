@@ -1,0 +1,176 @@
+"""Compile every kernel for every supported GPU architecture, without a GPU, and fail where one could not run well.
+
+    python scripts/tools/compile_gate.py                                   # everything: about an hour on two cores
+    python scripts/tools/compile_gate.py --ops linear_skip --architectures 90 120
+    python scripts/tools/compile_gate.py --one-in 5                        # what CI has time for
+
+What is compiled is what the calls in scripts/tools/every_launch.py launch; with --one-in N of each kernel the
+first and every N-th case, on the next architecture the cases after them, but all of a kernel in Gluon. A case fails on:
+register spills (in a kernel that multiplies matrices: where it does), more shared memory than a program may take, ptxas
+serialising wgmma (C7510-C7515), a matmul on sm_90 that does not use its tensor cores (no HGMMA, IGMMA or QGMMA), unless
+its tiles are smaller than theirs, and a compiler that raises or aborts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+OPS = (
+    "attention",
+    "attention_backward",
+    "linear_skip",
+    "linear_8bit",
+    "linear_low_rank",
+    "linear_gelu",
+    "gelu",
+    "linear_qkv",
+    "layer_norm_modulate",
+    "quantize_rows",
+    "rms_norm_rope",
+    "rms_norm_silu",
+    "skip",
+    "conv_skip",
+    "quantize_qkv",
+    "attention_8bit",
+    "sparse_linear_attention",
+    "block_sparse_attention",
+)
+ARCHITECTURES = (80, 86, 89, 90, 100, 120)
+PROCESSES = 2
+SMALLEST_WGMMA = 64  # rows of a tile
+END = "all cases are compiled"
+ROW = "{:<8}{:<22}{:>6}{:>11}{:>14}{:>7}  {}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ops", nargs="+", default=OPS, choices=OPS, metavar="NAME")
+    parser.add_argument("--architectures", nargs="+", type=int, default=ARCHITECTURES, metavar="90")
+    parser.add_argument("--one-in", type=int, default=1, metavar="N", help="compile about one case in N (default: all)")
+    arguments = parser.parse_args()
+    if arguments.one_in < 1:
+        parser.error(f"--one-in {arguments.one_in}: give 1 or more.")
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    os.environ.pop("TRITON_INTERPRET", None)
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache
+        failures = run_all(arguments.ops, arguments.architectures, arguments.one_in)
+    for failure in failures:
+        print(f"FAILED {failure}")
+    return 1 if failures else 0
+
+
+def run_all(ops: list[str], architectures: list[int], one_in: int) -> list[str]:
+    """Compile one in so many cases, print one row per architecture and op, and return what failed."""
+    # A server imports the package once; every job is a fork of it, so that an aborting compiler ends only that job.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["turbo_rcm_patch.kernels"])
+    jobs = [(op, architecture) for architecture in architectures for op in ops]
+    print(ROW.format("arch", "op", "cases", "registers", "shared (KiB)", "limit", ""))
+    failures = []
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        results = pool.map(lambda job: run_job(context, *job, one_in), jobs)
+        for (op, architecture), reports in zip(jobs, results, strict=True):
+            failed = [f"sm_{architecture} {r['name']}: {problem}" for r in reports for problem in r["problems"]]
+            print(_row(op, architecture, reports, failed), flush=True)
+            failures += failed
+    return failures
+
+
+def _row(op: str, architecture: int, reports: list[dict], failed: list[str]) -> str:
+    keys = ("registers", "shared", "limit")
+    registers, shared, limit = (max((r.get(key, 0) for r in reports), default=0) for key in keys)
+    verdict = f"{len(failed)} FAILED" if failed else "ok" if reports else "none here"
+    return ROW.format(f"sm_{architecture}", op, len(reports), registers, shared >> 10, limit >> 10, verdict)
+
+
+def run_job(context, op: str, architecture: int, one_in: int) -> list[dict]:
+    """Compile one in so many of an op's cases for one architecture, if it has any, in a process of their own."""
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=compile_cases, args=(op, architecture, one_in, sender))
+    process.start()
+    sender.close()
+    reports = []
+    # Not by its exit code: a thread that starts a process takes the codes of those that have ended.
+    while not reports or reports[-1] != END:
+        try:
+            reports.append(receiver.recv())
+        except EOFError:
+            problem = f"the process ended early, after {len(reports)} cases"
+            return [*reports, {"name": op, "problems": [problem]}]
+    process.join()
+    return reports[:-1]
+
+
+def compile_cases(op: str, architecture: int, one_in: int, sender) -> None:
+    """Send a report on one in so many cases of an op on an architecture (90 for sm_90), then END."""
+    from scripts.tools.compile_without_gpu import describe, inspect, shared_memory_limit
+
+    capability = divmod(architecture, 10)
+    limit = shared_memory_limit(capability)
+    for launch in some_of(launches_of(op, capability), architecture, one_in):
+        try:
+            inspection = inspect(launch, capability)
+        except Exception as error:  # whatever the compiler raises is the case's result
+            report = {"problems": [f"{type(error).__name__}: {str(error).strip()[-300:]}"]}
+        else:
+            if inspection is None:
+                continue
+            report = {"registers": inspection.registers, "shared": inspection.shared, "limit": limit}
+            blocks = [launch.options[name] for name in ("BLOCK_M", "BLOCK_N") if name in launch.options]
+            fits_no_wgmma = max(blocks, default=SMALLEST_WGMMA) < SMALLEST_WGMMA
+            report["problems"] = find_problems(inspection, capability, limit, fits_no_wgmma)
+        sender.send(report | {"name": describe(launch)})
+    sender.send(END)
+
+
+def launches_of(op: str, capability: tuple[int, int]) -> list:
+    """All launches of an op on a GPU of this compute capability; many are compiled to the same."""
+    from scripts.tools.compile_without_gpu import record_launches
+    from scripts.tools.every_launch import LAUNCHES, without_gluon
+
+    launches = record_launches(LAUNCHES[op], capability)
+    with without_gluon():
+        return launches + record_launches(LAUNCHES[op], capability)
+
+
+def some_of(launches: list, architecture: int, one_in: int) -> list:
+    """Of each kernel the first launch and one in so many of those that differ, on the next architecture others; of the
+    kernels in Gluon, which one architecture has and whose registers are the tightest, all."""
+    from scripts.tools.compile_without_gpu import describe
+
+    turn = sorted({*ARCHITECTURES, architecture}).index(architecture)
+    distinct, counts, chosen = {describe(launch): launch for launch in launches}, Counter(), []
+    for launch in distinct.values():
+        place = counts[launch.kernel]
+        counts[launch.kernel] += 1
+        if launch.kernel.is_gluon() or place == 0 or (place + turn) % one_in == 0:
+            chosen.append(launch)
+    return chosen
+
+
+def find_problems(inspection, capability: tuple[int, int], limit: int, fits_no_wgmma: bool = False) -> list[str]:
+    """Why a compiled case would run badly or not at all on this architecture. fits_no_wgmma: its tiles are smaller than
+    those of sm_90's tensor cores."""
+    problems = []
+    if inspection.spills_matter:
+        problems.append(f"{inspection.spills} bytes of register spills ({inspection.registers} registers)")
+    if inspection.shared > limit:
+        problems.append(f"{inspection.shared} bytes of shared memory; a program may take {limit}")
+    problems += inspection.warnings
+    # Last, as it takes disassembling: a third of a small kernel's whole compilation.
+    should_use_wgmma = capability == (9, 0) and inspection.has_low_precision_dot and not fits_no_wgmma
+    if should_use_wgmma and not any(inspection.count(opcode) for opcode in ("HGMMA", "IGMMA", "QGMMA")):
+        problems.append("its matmul does not use wgmma")
+    return problems
+
+
+if __name__ == "__main__":
+    sys.exit(main())

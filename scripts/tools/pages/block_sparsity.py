@@ -1,0 +1,89 @@
+"""What scripts/benchmarks/measure_block_sparsity.py found, as tables from which a user chooses a `mass`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from turbo_rcm_patch.bench.ops_sparse import DENSE
+from turbo_rcm_patch.tables import table
+
+HEADER = (
+    "",
+    "kept, %",
+    "of a layer, %",
+    "mean error",
+    "largest",
+    "right, %",
+    "vs unpatched",
+    "PSNR to exact, dB",
+    "times dense, at real size",
+)
+
+
+def block_sparsity_page(measured: Mapping, file: str, ops: Mapping | None = None) -> str:
+    """A section of the results page. measured: as read from the JSON file of that name; ops: the run of sparse ops on a
+    GPU, of which the speeds are."""
+    settings, variants = measured["settings"], measured["variants"]
+    block_q, block_k = settings["blocks"]
+    exact = measured["exact"]["accuracy"]["overall"]["share"]
+    times, where = _times_dense(ops)
+    device = measured["environment"]["gpu"] or "a CPU"
+    by_layer = [
+        [f"`{layer['block']}`, step {layer['step']}", *(_kept_and_error(row["layers"][i]) for row in variants)]
+        for i, layer in enumerate(variants[0]["layers"])
+    ]
+    return f"""
+## Block-sparse attention, by mass
+
+What `attention="block_sparse"` costs the embedded model, which was trained without it, in {settings["steps"]} steps
+({settings["dtype"]} on {device}, nothing in 8 bits). It has 700 tokens, so that blocks have {block_q} queries and
+{block_k} keys here; at real sizes they have 192 and 128 in 8 bits on an H100 or H200, else 128 and 64, and there is
+more to leave out. Kept: the share of key blocks.
+Error: the relative L2 of a layer's attention to a dense one, on one video, in the first and the last step. Right: what
+{settings["n"]} held-out captions ask for and the videos show; exactly patched {_percent(exact)} %. File: `{file}`.
+{where}
+{table([HEADER, *([*_cells(row), times.get(row["variant"], "")] for row in variants)], markdown=True)}
+
+By layer, what is kept and the error:
+
+{table([("layer", *(row["variant"] for row in variants)), *by_layer], markdown=True)}
+"""
+
+
+def _times_dense(ops: Mapping | None) -> tuple[dict[str, str], str]:
+    """By mass, how many times as fast as dense attention its own is, with what it keeps; and where that was timed."""
+    times, where = {}, ""
+    for result in ops["results"] if ops else ():
+        case = re.match(r"block_sparse_attention\(mass=(.+)\) (.+)", result["case"])
+        if case and result["best"] is not None:
+            times[f"mass {case[1]}"] = f"{result['speedups'][DENSE]:.2f}× ({100 * result['kept']:.0f} % kept)"
+            where = (
+                "Times dense: how many times as fast as dense attention in 8 bits, both with their pre-pass, at "
+                f"{case[2]}\non {ops['environment']['gpu']}; of random values with structure, of which a mass keeps "
+                "another share.\n"
+            )
+    return times, where
+
+
+def _cells(row: Mapping) -> list[str]:
+    kept, errors = ([layer[key] for layer in row["layers"]] for key in ("kept", "error"))
+    overall, change = row["accuracy"]["overall"], row["change"]
+    return [
+        row["variant"],
+        f"{100 * sum(kept) / len(kept):.0f}",
+        f"{100 * min(kept):.0f} to {100 * max(kept):.0f}",
+        f"{sum(errors) / len(errors):.1e}",
+        f"{max(errors):.1e}",
+        f"{_percent(overall['share'])} ± {_percent(overall['standard_error'])}",
+        f"{100 * change['share']:+.1f} ± {_percent(change['standard_error'])}",
+        f"{row['psnr_to_exact']:.1f}",
+    ]
+
+
+def _kept_and_error(layer: Mapping) -> str:
+    return f"{100 * layer['kept']:.0f} %, {layer['error']:.1e}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"

@@ -1,0 +1,41 @@
+"""What the tables of the results page share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from scripts.tools.pages.charts import chart_file
+from turbo_rcm_patch.tables import table
+
+
+def table_of(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return table([header, *rows], markdown=True) + "\n"
+
+
+def versions(environment: dict) -> str:
+    commit = f", commit {environment['commit'][:12]}" if environment.get("commit") else ""
+    return ", ".join(f"{name} {environment[name]}" for name in ("torch", "triton", "diffusers")) + commit
+
+
+def bold(text: str, missed: bool) -> str:
+    return f"**{text}**" if missed else text
+
+
+def speedup(rival: float | None, step: float, target: float) -> str:
+    """The rival's time over the step's, bold where it misses the target."""
+    if rival is None:
+        return ""
+    return f"{rival / step:.2f}×" if rival >= target * step else f"**{rival / step:.2f}×**"
+
+
+def percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"
+
+
+def decibels(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def chart(path: Path, kind: str, description: str) -> str:
+    return f"![{description}]({chart_file(path, kind).name})\n"

@@ -1,0 +1,262 @@
+"""Ops, attention modules, memory traffic, the first step, host time, a memory cap and GPU tests, as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scripts.benchmarks.attention_error import NORMAL
+from scripts.benchmarks.contests.quantized import FLASH_ATTENTION
+from scripts.benchmarks.report import case_with_share
+from scripts.benchmarks.rivals.turbodiffusion_module import COMPILED as TURBODIFFUSION
+from turbo_rcm_patch.bench.ops_quantized import OURS_EXACT, SCALED_MM
+from turbo_rcm_patch.bench.ops_sparse import DENSE
+
+from .cells import bold, table_of
+
+OPS_HEADER = ("op, bf16", "ours, ms", "rival", "rival, ms", "speed-up", "target", "error, ours / rival")
+OPS_QUANTIZED_HEADER, OPS_SPARSE_HEADER = (("op, 8 bits", *OPS_HEADER[1:]), ("op, sparse", *OPS_HEADER[1:]))
+TRAFFIC_HEADER = ("what", "implementation", "read, MB", "written, MB", "passes", "source", "rel. L2 to fp32")
+TESTS_HEADER = ("torch", "triton", "diffusers", "commit", "GPU tests passed", "failed")
+SOURCES = {"counters": "measured by Nsight Compute", "shapes": "counted from shapes"}
+
+
+def tests_table(tests: list[dict]) -> str:
+    """A row per pair of torch and triton with which the GPU tests ran."""
+    rows = []
+    for entry in tests:
+        environment = entry["environment"]
+        versions = [environment[name] for name in ("torch", "triton", "diffusers")]
+        failed = sum(entry.get(word, 0) for word in ("failed", "error", "errors"))
+        cells = [*versions, (environment.get("commit") or "")[:12], str(entry.get("passed", 0))]
+        cells.append(str(failed) if entry["ok"] else f"**{failed}**")
+        rows.append(cells)
+    return table_of(TESTS_HEADER, rows)
+
+
+def sanitizers_sentence(sanitizers: dict) -> str:
+    """Which tools of compute-sanitizer passed all kernels, of which commit; empty where none ran."""
+    said = []
+    for tool, run in sanitizers.items():
+        verdict = "passes" if run["ok"] else "**fails**"
+        said.append(f"{tool} {verdict} at commit {(run['environment'].get('commit') or 'unknown')[:12]}")
+    return f"All kernels under compute-sanitizer: {', '.join(said)}.\n" if said else ""
+
+
+DECODE, FIRST_DECODE = "first patched decode", 10  # seconds
+
+
+def first_step(run: dict) -> str:
+    empty, filled = (run["seconds"][cache] for cache in ("empty cache", "filled cache"))
+    text = (
+        f"The first patched step of {run['settings']['config']} in a new process takes {empty['first patched']:.1f} s "
+        f"with an empty Triton cache, which compiles the kernels, and {filled['first patched']:.1f} s with a filled one"
+    )
+    if DECODE in empty:
+        seconds = f"{empty[DECODE]:.1f} s"
+        missed = empty[DECODE] > FIRST_DECODE
+        text += f"; the first decode {f'**{seconds}**' if missed else seconds} and {filled[DECODE]:.1f} s "
+        text += f"({FIRST_DECODE} s are wanted at most)"
+    return text + ".\n"
+
+
+HOST_TIME = 1.0  # milliseconds of Python a block that are wanted at most
+
+
+def host_time(run: dict) -> str:
+    cells = []
+    for name, value in run["milliseconds"].items():
+        missed = name != "unpatched" and value > HOST_TIME
+        cells.append(f"{name} **{value:.2f} ms**" if missed else f"{name} {value:.2f} ms")
+    return (
+        f"Python takes, for the launches of a block of {run['settings']['config']}, without CUDA graphs unless said: "
+        f"{', '.join(cells)} ({HOST_TIME:g} ms is wanted at most).\n"
+    )
+
+
+GB = 10**9
+WEIGHTS = 0.55  # of bf16's, that weights in 8 bits may take of the GPU's memory
+
+
+def memory_cap(run: dict) -> str:
+    settings, weights = run["settings"], run["weight_bytes"] / run["bf16_weight_bytes"]
+    size = f"{settings['config']}, {settings['frames']}×{settings['height']}×{settings['width']}"
+    return (
+        f"With a cap of {run['cap_bytes'] / GB:g} GB on the GPU's memory, a step of {size}, in 8 bits "
+        f"{_capped_step(run)}; its weights take {run['weight_bytes'] / GB:.1f} GB there, "
+        f"{bold(f'{weights:.2f}×', weights > WEIGHTS)} those in bf16 ({WEIGHTS}× is wanted at most).\n"
+    )
+
+
+def _capped_step(run: dict) -> str:
+    if run["step_seconds"] is None:
+        return "**does not fit**"
+    result = "" if run["finite"] else ", and its result is **not finite**"
+    return f"takes {run['step_seconds']:.2f} s and {run['peak_bytes'] / GB:.1f} GB at its peak{result}"
+
+
+def ops_table(run: dict, header: Sequence[str] = OPS_HEADER) -> str:
+    rows = [row for result in run["results"] for row in _op_rows(result)]
+    return (
+        "Single ops, checked against an fp64 oracle before they are timed, as CUDA graphs in turns; the median of "
+        f"{run['rounds']} rounds. A copy on this GPU moves {run['copy_bandwidth'] / 1e12:.2f} TB/s:\n\n"
+        + table_of(header, rows)
+    )
+
+
+def _op_rows(result: dict) -> list[list[str]]:
+    best, case = result["best"], case_with_share(result["case"], result.get("kept"))
+    if best is None:
+        return [[case, "refused: less accurate than allowed", *[""] * (len(OPS_HEADER) - 2)]]
+    timings, rows = result["timings"], []
+    most, least = result.get("most"), result.get("least")
+    ours = timings[best]["milliseconds"]
+    shown = bold(f"{ours:.3f}", ours > (most or ours))
+    if rate := result.get("teraflops"):
+        shown += f" ({bold(f'{rate:.0f}', rate < (least or rate))} TFLOP/s)"
+    for index, (rival, speedup) in enumerate([*result["speedups"].items()] or [("", None)]):  # a rival may not run
+        label = [case, shown] if index == 0 else ["", ""]
+        target = result["targets"].get(rival)
+        figure = "" if speedup is None else bold(f"{speedup:.3f}", target is not None and speedup < target)
+        timing = timings.get(rival, {"milliseconds": None, "error": None})  # a copy has no timing of its own
+        rival_time = "" if timing["milliseconds"] is None else f"{timing['milliseconds']:.3f}"
+        errors = [timings[best]["error"] if index == 0 or timing["error"] is not None else None, timing["error"]]
+        asked = [] if target is None else [str(target)]
+        asked += [f"{most:g} ms"] if most is not None and index == 0 else []
+        asked += [f"{least:g} TFLOP/s"] if least is not None and index == 0 else []
+        rows.append([*label, rival, rival_time, figure, " / ".join(asked), _each(errors)])
+    return rows
+
+
+def _each(errors: Sequence[float | None]) -> str:
+    """Those that were measured: ours stands alone where the rival is to be compared in time only."""
+    return " / ".join(f"{error:.1e}" for error in errors if error is not None)
+
+
+def sparse_attention_sentence(runs: dict) -> str | None:
+    """The write-up's sentence on the whole sparse attention beside the dense ones, each pair timed in turns; None where
+    a row is missing or was refused."""
+    pairs = {}  # the sparse and the quantized tier's rows, by the sizes
+    for run, op in (("ops-sparse", "norms_sparse_linear_attention"), ("ops-quantized", "norms_attention_8bit")):
+        for result in runs.get(run, {"results": ()})["results"]:
+            name, sizes = result["case"].split()
+            if name == op and result["best"] is not None:
+                pairs.setdefault(sizes, {})[op] = result
+    both = [(sizes, *found.values()) for sizes, found in pairs.items() if len(found) == 2]
+    if not both:
+        return None
+    sizes, sparse, quantized = both[0]
+    heads, tokens, head_dim = sizes.split("×")
+    dense, exact = _milliseconds(sparse, DENSE), _milliseconds(quantized, OURS_EXACT)
+    return (
+        f"One self-attention with its norms and RoPE ({heads} heads of {head_dim}, {tokens} tokens): exact {exact} ms "
+        f"beside {_best(quantized)} in 8 bits, and sparse {_best(sparse)} beside {dense} in 8 bits; each pair was "
+        "timed in turns.\n"
+    )
+
+
+SHORT_SPARSE = {"norms_sparse_linear_attention": "With norms and RoPE", "sparse_kernel": "The kernel alone"}
+
+
+def short_sparse(runs: dict) -> str:
+    """The README's sentences on sparse attention beside dense in 8 bits, bold where it misses its target; empty without
+    such rows."""
+    said = []
+    for op, what in SHORT_SPARSE.items():
+        pairs = [
+            f"{_best(result)} beside {_milliseconds(result, DENSE)} at {result['case'].split()[1]}{_notes(result)}"
+            for result in runs.get("ops-sparse", {"results": ()})["results"]
+            if result["case"].startswith(f"{op} ") and result["best"] is not None
+        ]
+        if pairs:
+            said.append(f"{what}: {', '.join(pairs)}.")
+    return f"Sparse attention beside dense in 8 bits, ms. {' '.join(said)}\n" if said else ""
+
+
+def _notes(result: dict) -> str:
+    notes = [f"{result['most']:g} wanted"] if result.get("most") else []
+    if TURBODIFFUSION in result["timings"]:
+        notes.append(f"TurboDiffusion's own module, compiled: {_milliseconds(result, TURBODIFFUSION)}")
+    return f" ({'; '.join(notes)})" if notes else ""
+
+
+def short_quantized(runs: dict, errors: dict | None) -> str:
+    """The README's sentences on attention and linears in 8 bits, bold where they miss their target; empty without such
+    rows. errors: the run of attention's errors, if any, which may be another GPU's."""
+    rows: dict[str, list[dict]] = {}
+    for result in runs.get("ops-quantized", {"results": ()})["results"]:
+        if result["best"] is not None:
+            rows.setdefault(result["case"].split()[0], []).append(result)
+    said = [
+        _beside("Attention beside FlashAttention-3's in fp8", rows.get("attention_8bit", ()), FLASH_ATTENTION),
+        _beside("With norms, RoPE and quantising, beside exact", rows.get("norms_attention_8bit", ()), OURS_EXACT),
+    ]
+    speedups = [row["speedups"][SCALED_MM] for row in rows.get("linear_skip_8bit", ())]
+    if speedups:
+        span = f"{min(speedups):.2f} to {max(speedups):.2f}"
+        said.append(f"Linears with their skip, both sides quantising: {span} times as fast as `_scaled_mm` compiled.")
+    said = list(filter(None, said))
+    if said and errors is not None:
+        worst = max(row["relative_l2"] for row in errors["attention_errors"] if row["values"] != NORMAL)
+        where = errors["environment"]["gpu"]
+        said.append(f"The attention's relative L2 error on values like a model's: {worst:.1e} at most ({where}).")
+    return f"In 8 bits, ms. {' '.join(said)}\n" if said else ""
+
+
+def _beside(what: str, rows: Sequence[dict], rival: str) -> str:
+    pairs = [
+        f"{_best(row)} beside {_milliseconds(row, rival)} at {row['case'].split()[1]}"
+        for row in rows
+        if rival in row["timings"]
+    ]
+    return f"{what}: {', '.join(pairs)}." if pairs else ""
+
+
+def _best(result: dict) -> str:
+    """Milliseconds of ours, bold where they miss a target."""
+    time = result["timings"][result["best"]]["milliseconds"]
+    too_slow = any(result["speedups"][rival] < target for rival, target in result["targets"].items())
+    return bold(f"{time:.2f}", too_slow or time > (result.get("most") or time))
+
+
+def _milliseconds(result: dict, contender: str) -> str:
+    return f"{result['timings'][contender]['milliseconds']:.2f}"
+
+
+def traffic_table(runs: list[dict]) -> str:
+    rows = []
+    for run in runs:
+        settings = run["settings"]
+        name = f"{settings['case']}{' of ' + settings['config'] if 'config' in settings else ''}"
+        for index, one in enumerate(run["implementations"]):
+            label = f"{name}, {settings['tokens']}×{settings['dim']}" if index == 0 else ""
+            figures = [f"{one[key] / 1e6:.0f}" for key in ("read", "written")] if one["refused"] is None else ["", ""]
+            passes = f"{one['passes']:.1f}" if one["refused"] is None else "refused"
+            error = "" if one.get("error") is None else f"{one['error']:.1e}"
+            rows.append([label, one["name"], *figures, passes, SOURCES[run["source"]], error])
+    return (
+        "Memory traffic of one forward; a pass is one read or write of the [tokens, channels] tensor in bf16:\n\n"
+        + table_of(TRAFFIC_HEADER, rows)
+    )
+
+
+def implementations_table(run: dict) -> str:
+    """Latency of two_pass and every other implementation's speed-up over it, a row per size, dtype and mode."""
+    names = list(dict.fromkeys(row["implementation"] for row in run["rows"]))
+    groups: dict[str, dict[str, dict]] = {}
+    for row in run["rows"]:
+        label = f"{row['B']}×{row['N']}×{row['C']}, {row['dtype']}, {row['mode']}"
+        groups.setdefault(label, {})[row["implementation"]] = row
+    lines = []
+    for label, rows in groups.items():
+        first = rows[names[0]]
+        latency = "refused" if first["latency"] is None else f"{first['latency'] * 1e3:.3f}"
+        others = [f"{row['speedup']:.2f}×" if row["speedup"] else row["status"] for row in map(rows.get, names[1:])]
+        lines.append([label, latency, *others])
+    header = ["samples×tokens×channels", f"{names[0]}, ms", *names[1:]]
+    in_8_bits = ', triton_quantized the same with `preset="quantized"`' if "triton_quantized" in names else ""
+    return (
+        "The attention modules against each other (triton_fused is `trp.FusedRCMAttention` with "
+        f'`implementation="triton"`{in_8_bits}): the median latency of '
+        f"{names[0]}, and the others' speed-up over it. All are checked against fp64 before they are timed:\n\n"
+        + table_of(header, lines)
+    )

@@ -1,0 +1,296 @@
+"""Denoising steps and whole videos: what was asked of them, and what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from scripts.benchmarks.lora import ALONE, RESCALED, SWITCHED, WITHOUT
+from scripts.tools.pages.charts import chart_file, milliseconds, model_of, names_of, real_models
+from turbo_rcm_patch.bench.variants import COMPILED, COMPILED_AFTER_A_CHANGE, DENSE_PATCH, EXACT_PATCH
+from turbo_rcm_patch.tiers import BLOCK_SPARSE, EXACT, QUANTIZED, SPARSE
+
+from .cells import bold, speedup, table_of, versions
+from .ops import WEIGHTS
+
+STEPS_HEADER = (
+    "run",
+    "variant",
+    "step, ms",
+    "over eager",
+    "over compile",
+    "targets",
+    "peak memory, GiB",
+    "rel. L2 of a step to fp32",
+    "of the latents to eager",
+)
+VIDEOS_HEADER = (
+    "run",
+    "variant",
+    "steps, s",
+    "decode, s",
+    "output, s",
+    "total, s",
+    "decode over eager",
+    "decode over compile",
+    "TFLOP/s",
+    "targets",
+    "peak memory, GiB",
+    "rel. L2 of decoding to fp32",
+)
+# The README's: of a run the stage that counts; of decoding also with which VAE.
+SHORT_SECONDS = (
+    ("wan2.1-1.3b-decoded", "total", None),
+    ("wan2.1-1.3b-sparse-decoded", "total", None),
+    ("wan2.1-1.3b-decoded", "vae_decode", "Wan 2.1's VAE"),
+    ("wan2.1-14b-1-layer-decoded", "vae_decode", "Wan 2.1's VAE"),
+    ("wan2.2-5b-1-layer-decoded", "vae_decode", "TI2V-5B's VAE"),
+)
+SHORT_SECONDS_HEADER = (
+    "from the prompt's embeddings to frames",
+    "eager, s",
+    "compile, s",
+    "patched, s",
+    "over eager",
+    "over compile",
+    "memory over eager's",
+)
+SHORT_STEPS_HEADER = (
+    "one step of",
+    "tier",
+    "eager, ms",
+    "compile, ms",
+    "torchao float8, ms",
+    "patched, ms",
+    "over compile",
+    "memory over compile's",
+    "rel. L2 to fp32",
+)
+# What is asked of a patched step: a speed-up over a variant, and below memory as a multiple of a variant's.
+STEP_TARGETS = {
+    "wan2.1-1.3b": {"unpatched": 1.45, "torch.compile": 1.2},
+    "wan2.1-1.3b-17-frames": {"torch.compile": 1.2},
+    "wan2.1-14b-4-layers": {"torch.compile": 1.12},
+    "wan2.2-5b-8-layers": {"torch.compile": 1.11},
+    "wan2.2-5b-8-layers-image": {"torch.compile": 1.11},
+    "wan2.1-i2v-14b-4-layers": {"torch.compile": 1.11},
+    "wan2.1-14b-4-layers-2-gpus": {"torch.compile": 1.12},
+    "wan2.1-1.3b-quantized": {"torch.compile": 1.5},
+    "wan2.1-14b-4-layers-quantized": {"torch.compile": 1.5},
+    "wan2.2-5b-8-layers-quantized": {"torch.compile": 1.48},
+    "wan2.1-1.3b-sparse": {"torch.compile": 3.5},
+    "wan2.1-14b-4-layers-sparse": {"torch.compile": 4.4},
+}
+# How many times the step without LoRA one with it may take.
+LORA_TARGETS = {"wan2.1-14b-4-layers-lora-64": 1.03}
+OTHER_LORA_TARGET = 1.06
+# What a step after a change is compared with, and how many milliseconds it may take on top of a patched one.
+UNCHANGED = {RESCALED: "patched", SWITCHED: ALONE, COMPILED_AFTER_A_CHANGE: "torch.compile"}
+CHANGE_LIMIT = 5
+MEMORY_TARGETS = {
+    **dict.fromkeys(("wan2.2-5b-8-layers", "wan2.2-5b-8-layers-image", "wan2.1-i2v-14b-4-layers"), (COMPILED, 1.15)),
+    "wan2.1-1.3b-quantized": (EXACT_PATCH, 1.0),
+    "wan2.1-14b-4-layers-quantized": (EXACT_PATCH, 1.0),
+    "wan2.2-5b-8-layers-quantized": (EXACT_PATCH, 1.0),
+}
+# What is asked of a patched decoding: a speed-up over a variant's; and of the stages of a whole video, seconds.
+DECODE_TARGETS = {
+    "wan2.1-1.3b-decoded": {"torch.compile": 1.75},
+    "wan2.1-14b-1-layer-decoded": {"unpatched": 3.0, "torch.compile": 1.6},
+    "wan2.2-5b-1-layer-decoded": {"unpatched": 2.0, "torch.compile": 1.25},
+}
+STAGE_LIMITS = {
+    "wan2.1-1.3b-decoded": {"vae_decode": 0.6, "output": 0.1, "total": 2.5},
+    "wan2.1-1.3b-sparse-decoded": {"steps": 0.57, "total": 1.3},
+}
+# Of the same model and size as a row of the README, with other inputs or another option.
+ON_THE_PAGE_ALONE = ("wan2.2-5b-8-layers-image", "wan2.1-1.3b-block-sparse-mass-0.95")
+ACCURACY_FACTOR = EXACT.limits.factor  # a step's error to fp32 may be so many times that of torch.compile
+
+
+def steps_table(runs: dict) -> str:
+    """A row per variant of every run."""
+    return (
+        "One denoising step, the median over steps of medians over repeats; all variants in turns in one process, or "
+        "with several GPUs in one process each. Targets are the speed-ups over eager and over compile, and the memory "
+        "over compile's; in 8 bits the memory over the exact tier's, and that of the weights over bf16's, of which "
+        "those outside of the blocks stay in bf16 and weigh more where layers are left out. In runs with torchao up to "
+        "commit de2fbdb, its tuning held for the whole process: torch.compile's kernels were tuned like torchao's, and "
+        "took as long to compile. The embedded model's latents are far from eager's where an error tips what it draws, "
+        "as with this prompt in 8 bits and with torchao; `evaluate` counts how often that matters:\n\n"
+        + table_of(STEPS_HEADER, [row for name, run in runs.items() for row in step_rows(name, run)])
+    )
+
+
+def short_steps(path: Path, runs: dict) -> str:
+    """The README's tables: steps, a row per real model and tier, and whole videos; empty without a model. The steps'
+    chart is beside them."""
+    runs = {name: run for name, run in runs.items() if name not in ON_THE_PAGE_ALONE}
+    exact = real_models(runs, "exact")
+    if not exact:
+        return ""
+    environment = next(iter(real_models(runs).values()))["environment"] | {"commit": None}  # runs may be of several
+    chart = f"![Speed-up of a denoising step over eager diffusers](results/{chart_file(path, 'steps').name})"
+    tables = [table_of(SHORT_STEPS_HEADER, [short_step_row(*each) for each in {**exact, **real_models(runs)}.items()])]
+    seconds = [_short_seconds_row(name, runs[name], stage, vae) for name, stage, vae in SHORT_SECONDS if name in runs]
+    tables += [table_of(SHORT_SECONDS_HEADER, seconds)] if seconds else []
+    return "\n\n".join((f"\n{environment['gpu']}, {versions(environment)}.", chart, "\n".join(tables)))
+
+
+def short_step_row(name: str, run: dict) -> list[str]:
+    tier = run["settings"].get("preset", "exact")
+    eager, compiled, patched = _short_milliseconds(run, ("unpatched", "torch.compile", "patched"))
+    (torchao,) = [""] if tier == "exact" else _short_milliseconds(run, ("torchao float8 + torch.compile",))
+    error = next(variant.get("step_error") for variant in run["variants"] if variant["name"] == "patched")
+    ratios = _over_compile(name, run), _memory_ratio(name, run)
+    error = "" if error is None else f"{error:.1e}"
+    return [model_of(run), tier, eager, compiled, torchao, patched, *ratios, error]
+
+
+def _short_seconds_row(name: str, run: dict, stage: str, vae: str | None) -> list[str]:
+    """What is asked of a whole video is seconds; of decoding also speed-ups."""
+    timings = {variant["name"]: variant["timings"] for variant in run["variants"]}
+    variants = ("unpatched", COMPILED, "patched")
+    seconds = {variant: timings[variant][stage] for variant in variants if variant in timings}
+    limit = STAGE_LIMITS.get(name, {}).get(stage, seconds["patched"])
+    shown = [f"{seconds[variant]:.2f}" if variant in seconds else "not run" for variant in variants]
+    shown[-1] = bold(shown[-1], seconds["patched"] > limit)
+    targets = DECODE_TARGETS.get(name, {}) if vae else {}
+    speedups = [speedup(seconds.get(rival), seconds["patched"], targets.get(rival, 0.0)) for rival in variants[:-1]]
+    memory = timings["patched"]["peak_memory"] / timings["unpatched"]["peak_memory"]
+    label = _whole_video(run) if vae is None else f"decoding alone, {vae}, {_size(run)}"
+    return [label, *shown, *speedups, bold(f"{memory:.2f}×", memory > 1)]
+
+
+def _whole_video(run: dict) -> str:
+    tier = run["settings"].get("preset", "exact")
+    return f"a whole video of {model_of(run)}, {run['settings']['num_inference_steps']} steps, {tier}"
+
+
+def _size(run: dict) -> str:
+    return "×".join(str(run["settings"][key]) for key in ("num_frames", "height", "width"))
+
+
+def _short_milliseconds(run: dict, variants: Sequence[str]) -> Iterator[str]:
+    steps = {variant["name"]: milliseconds(variant) for variant in run["variants"]}
+    return (f"{steps[name]:.0f}" if name in steps else "not run" for name in variants)
+
+
+def _over_compile(name: str, run: dict) -> str:
+    steps = {variant["name"]: milliseconds(variant) for variant in run["variants"]}
+    target = STEP_TARGETS.get(name, {}).get("torch.compile", 0.0)
+    return speedup(steps.get("torch.compile"), steps["patched"], target)
+
+
+def _memory_ratio(name: str, run: dict, rival: str = COMPILED) -> str:
+    """The patched peak over a variant's, bold where it is above the target."""
+    peaks = {variant["name"]: variant["timings"]["peak_memory"] for variant in run["variants"]}
+    if peaks.get(rival) is None:
+        return ""
+    ratio = peaks["patched"] / peaks[rival]
+    target, most = MEMORY_TARGETS.get(name, (rival, ratio))
+    return bold(f"{ratio:.2f}×", target == rival and ratio > most)
+
+
+def _memory_beside(name: str, run: dict) -> tuple[str, str]:
+    """The patched peak over its rival's, of a tier in 8 bits also the weights' share of bf16's; and what is asked."""
+    rival, most = MEMORY_TARGETS[name]
+    shown, asked = _memory_ratio(name, run, rival), f"memory {most}"
+    weights = {variant["name"]: variant.get("weights") for variant in run["variants"]}
+    if rival == EXACT_PATCH and weights["patched"] is not None:
+        share = weights["patched"] / weights["unpatched"]
+        shown += f", weights {bold(f'{share:.2f}×', share > WEIGHTS)}"
+        asked += f", weights {WEIGHTS}"
+    return shown, asked
+
+
+def step_rows(name: str, run: dict) -> list[list[str]]:
+    label = f"{model_of(run)}, `{name}`"
+    steps = {variant["name"]: milliseconds(variant) for variant in run["variants"]}
+    errors = {variant["name"]: variant.get("step_error") for variant in run["variants"]}
+    rows = []
+    for variant in run["variants"]:
+        step = steps[variant["name"]]
+        targets = STEP_TARGETS.get(name, {}) if variant["name"] == "patched" else {}
+        rivals = ("unpatched", "torch.compile")
+        speedups = [speedup(steps.get(rival), step, targets.get(rival, 0.0)) for rival in rivals]
+        asked = " / ".join(str(targets.get(rival, "–")) for rival in rivals) if targets else ""
+        memory = f"{variant['timings']['peak_memory'] / 2**30:.2f}"
+        if targets and name in MEMORY_TARGETS:
+            beside, asked_of_memory = _memory_beside(name, run)
+            memory += f" ({beside})"
+            asked += f", {asked_of_memory}"
+        limit = _error_limit(run, errors.get("torch.compile")) if variant["name"] == "patched" else None
+        error = _step_error(errors[variant["name"]], limit)
+        drift = "" if variant["latents"] is None else f"{variant['latents']['relative_l2']:.1e}"
+        shown = f"{step:.1f}"
+        if variant["name"] == "patched" and WITHOUT in steps:
+            most = LORA_TARGETS.get(name, OTHER_LORA_TARGET)
+            ratio = f"{step / steps[WITHOUT]:.3f}×"
+            shown += f" ({ratio if step <= most * steps[WITHOUT] else f'**{ratio}**'} without LoRA)"
+            asked = f"≤ {most}× without LoRA"
+        if variant["name"] in UNCHANGED:
+            shown += f" ({_cost_of_a_change(variant, step - steps[UNCHANGED[variant['name']]])})"
+            if variant["name"] != COMPILED_AFTER_A_CHANGE:
+                asked = f"≤ {CHANGE_LIMIT} ms on top, nothing compiled"
+        if variant["name"] == "patched" and DENSE_PATCH in steps:
+            shown += f" ({steps[DENSE_PATCH] / step:.2f}× over dense in 8 bits)"
+        cells = [names_of(run)[variant["name"]], shown, *speedups, asked, memory, error, drift]
+        rows.append(["" if rows else label, *cells])
+    return rows
+
+
+def _cost_of_a_change(variant: dict, more: float) -> str:
+    """Milliseconds on top of a step without one, and how much was compiled; bold where a patched one misses."""
+    is_ours, compiled = variant["name"] != COMPILED_AFTER_A_CHANGE, variant["compiled"]
+    on_top = bold(f"{more:+.1f} ms", is_ours and more > CHANGE_LIMIT)
+    return f"{on_top}, {bold(f'{compiled} compiled', is_ours and compiled > 0)}"
+
+
+def whole_videos_table(runs: dict) -> str:
+    """The stages from the prompt's embeddings to the frames on the CPU, a row per variant."""
+    rows = [row for name, run in runs.items() for row in _video_rows(name, run)]
+    return (
+        "Whole videos, from the prompt's embeddings to frames in numpy, medians over repeats. Targets are the "
+        "speed-ups of decoding over eager and over compile, whose decoder is compiled too, and seconds; and no more "
+        f"memory than eager takes, nor {ACCURACY_FACTOR} times its error, which is of the first 33 frames (until "
+        "commit 354edca of all). TFLOP/s are of diffusers' decoder, which convolves images enlarged before:\n\n"
+        + table_of(VIDEOS_HEADER, rows)
+    )
+
+
+def _video_rows(name: str, run: dict) -> Iterator[list[str]]:
+    decodes = {variant["name"]: variant["timings"]["vae_decode"] for variant in run["variants"]}
+    errors = {variant["name"]: variant.get("decode_error") for variant in run["variants"]}
+    most_memory = next(each["timings"]["peak_memory"] for each in run["variants"] if each["name"] == "unpatched")
+    for variant, shown in names_of(run).items():
+        timings = next(each["timings"] for each in run["variants"] if each["name"] == variant)
+        is_ours = variant == "patched"
+        targets, limits = (each.get(name, {}) if is_ours else {} for each in (DECODE_TARGETS, STAGE_LIMITS))
+        stages = {"steps": sum(timings["steps"]), **{key: timings[key] for key in ("vae_decode", "output", "total")}}
+        seconds = [bold(f"{value:.2f}", value > limits.get(key, value)) for key, value in stages.items()]
+        rivals = ("unpatched", "torch.compile")
+        speedups = [speedup(decodes.get(rival), decodes[variant], targets.get(rival, 0.0)) for rival in rivals]
+        asked = [f"{targets.get(rival, '–')}×" for rival in rivals] if targets else []
+        asked += [f"{key.removeprefix('vae_')} {limit} s" for key, limit in limits.items()]
+        limit = ACCURACY_FACTOR * errors["unpatched"] if is_ours and errors["unpatched"] is not None else None
+        memory = bold(f"{timings['peak_memory'] / 2**30:.2f}", is_ours and timings["peak_memory"] > most_memory)
+        rate = f"{run['decode_flops'] / decodes[variant] / 1e12:.0f}" if run.get("decode_flops") else ""
+        cells = [*seconds, *speedups, rate, " / ".join(asked), memory]
+        label = f"{model_of(run)}, `{name}`" if variant == "unpatched" else ""
+        yield [label, shown, *cells, _step_error(errors[variant], limit)]
+
+
+def _error_limit(run: dict, compiled: float | None) -> float | None:
+    """What is asked of a step: ACCURACY_FACTOR times torch.compile's error, or the tier's own limit."""
+    tier = {"quantized": QUANTIZED, "sparse": SPARSE, "block_sparse": BLOCK_SPARSE}.get(run["settings"].get("preset"))
+    if tier is not None:
+        return tier.limits.step
+    return None if compiled is None else ACCURACY_FACTOR * compiled
+
+
+def _step_error(error: float | None, limit: float | None) -> str:
+    """Bold where it is above the limit."""
+    if error is None:
+        return ""
+    return f"{error:.1e}" if limit is None or error <= limit else f"**{error:.1e}**"

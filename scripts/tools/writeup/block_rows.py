@@ -1,0 +1,191 @@
+"""The parts of a Wan block and of a step in every tier: which rows of single ops each is the sum of, and how long they
+take.
+
+Every tier's rows are of the same runs of a results file. A tier of which a row or the step was not measured, or was
+refused, has no bar.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from scripts.tools.pages.charts import milliseconds, model_of, real_models
+from turbo_rcm_patch.bench.cases import CASES
+from turbo_rcm_patch.bench.ops_quantized import SCALED_MM
+from turbo_rcm_patch.tables import table
+
+SELF_ATTENTION, CROSS_ATTENTION = "self-attention with its norms and RoPE", "cross-attention"
+LINEARS, NORMS = "linears with GELU and skips", "norms with modulation"
+ATTENTION = (SELF_ATTENTION, CROSS_ATTENTION)
+ALL_ELSE = "all else of the step"
+COMPILE = "torch.compile"
+RIVALS = "torch + compiled", "SDPA cuDNN"  # what a compiled block runs; whichever of them a row has
+OURS = ("ours",)
+HEAD_DIM, TEXT_TOKENS = 128, 512
+
+
+class Rows(NamedTuple):
+    """So many times a row of a run. The case is its name there, op and sizes."""
+
+    count: int
+    run: str
+    case: str
+
+    def __str__(self) -> str:
+        return f"`{self.case}`" if self.count == 1 else f"{self.count} × `{self.case}`"
+
+
+def rows_of_block(config: str, tokens: int, dim: int) -> dict[str, dict[str, tuple[Rows, ...]]]:
+    """By tier and part. Left out (a step has them in ALL_ELSE), as no row is of their kind: the cross-attention's
+    projection of the queries, its QK norms, and the text's keys and values."""
+    heads, ffn_dim = dim // HEAD_DIM, CASES[config].transformer["ffn_dim"]
+    square, up, down = (f"{tokens}×{C}×{K}" for C, K in ((dim, dim), (ffn_dim, dim), (dim, ffn_dim)))
+    of_heads = f"{heads}×{tokens}×{HEAD_DIM}"
+
+    def bf16(count: int, case: str) -> Rows:
+        return Rows(count, "ops", case)
+
+    def in_8_bits(fed: int) -> tuple[Rows, ...]:
+        """fed: how many of the two output projections get their input in 8 bits from the attention."""
+        cases = (
+            (1, f"linear_qkv_8bit {square}"),
+            (fed, f"fed_linear_skip_8bit {square}"),
+            (2 - fed, f"linear_skip_8bit {square}"),
+            (1, f"linear_gelu_8bit {up}"),
+            (1, f"fed_linear_skip_8bit {down}"),
+        )
+        return tuple(Rows(count, "ops-quantized", case) for count, case in cases if count)
+
+    exact = {
+        SELF_ATTENTION: (
+            bf16(1, f"attention {heads}×{tokens}×{tokens}×{HEAD_DIM}"),
+            bf16(2, f"rms_norm_rope {tokens}×{heads}×{HEAD_DIM}"),
+        ),
+        CROSS_ATTENTION: (bf16(1, f"attention {heads}×{tokens}×{TEXT_TOKENS}×{HEAD_DIM}"),),
+        LINEARS: (
+            bf16(1, f"linear_qkv {square}"),
+            bf16(2, f"linear_skip {square}"),
+            bf16(1, f"linear_gelu {up}"),
+            bf16(1, f"linear_skip {down}"),
+        ),
+        NORMS: (bf16(3, f"layer_norm_modulate {tokens}×{dim}"),),
+    }
+    dense = (Rows(1, "ops-quantized", f"norms_attention_8bit {of_heads}"),)
+    sparse = (Rows(1, "ops-sparse", f"norms_sparse_linear_attention {of_heads}"),)
+    return {
+        COMPILE: exact,
+        "exact": exact,
+        "quantized": {**exact, SELF_ATTENTION: dense, LINEARS: in_8_bits(fed=2)},
+        "sparse": {**exact, SELF_ATTENTION: sparse, LINEARS: in_8_bits(fed=1)},
+    }
+
+
+def blocks_by_tier(runs: dict) -> dict[str, dict[str, dict[str, float]]]:
+    """Milliseconds of one block by model, tier and part; of the models whose block was profiled."""
+    blocks = {}
+    for config, settings in _profiled(runs).items():
+        tiers = rows_of_block(config, settings["tokens"], settings["dim"])
+        whole = {}
+        for tier, parts in tiers.items():
+            times = {part: _sum(runs, rows, RIVALS if tier == COMPILE else OURS) for part, rows in parts.items()}
+            if None not in times.values():
+                whole[tier] = times
+        if whole:
+            blocks[config] = whole
+    return blocks
+
+
+def steps_by_tier(runs: dict) -> dict[str, dict[str, dict[str, float]]]:
+    """Milliseconds of a measured step by model, tier and part: of all its blocks, and ALL_ELSE. That is less than
+    nothing where the rows, timed by themselves, add up to more than the step."""
+    profiled, blocks, steps = _profiled(runs), blocks_by_tier(runs), {}
+    for run in real_models(runs).values():
+        settings, shown = run["settings"], steps.setdefault(model_of(run), {})
+        if settings.get("ulysses", 1) > 1 or _size(settings) != _size(profiled.get(settings["config"], {})):
+            continue
+        tier = settings.get("preset", "exact")
+        of_variant = {"patched": tier} | ({COMPILE: COMPILE} if tier == "exact" else {})
+        for variant in run["variants"]:
+            block = blocks.get(settings["config"], {}).get(of_variant.get(variant["name"]))
+            if block is not None:
+                parts = {part: settings["layers"] * time for part, time in block.items()}
+                rest = {ALL_ELSE: milliseconds(variant) - sum(parts.values())}
+                shown[of_variant[variant["name"]]] = parts | rest
+    return {model: shown for model, shown in steps.items() if shown}
+
+
+def _size(settings: dict) -> tuple:
+    """Of a video, in settings of either kind of run."""
+    return settings.get("height"), settings.get("width"), settings.get("num_frames", settings.get("frames"))
+
+
+def _profiled(runs: dict) -> dict[str, dict]:
+    """The settings of the runs that profiled a block, by model."""
+    settings = (run.get("settings", {}) for run in runs.values())
+    return {found["config"]: found for found in settings if found.get("case") == "Wan block"}
+
+
+def _sum(runs: dict, rows: tuple[Rows, ...], contenders: tuple[str, ...]) -> float | None:
+    times = [_milliseconds(runs, row, contenders) for row in rows]
+    return None if None in times else sum(row.count * time for row, time in zip(rows, times, strict=True))
+
+
+def _milliseconds(runs: dict, row: Rows, contenders: tuple[str, ...]) -> float | None:
+    """Of the first contender that the row has; of OURS the best of ours."""
+    results = runs.get(row.run, {"results": ()})["results"]
+    result = next((result for result in results if result["case"] == row.case), None)
+    if result is None:
+        return None
+    names = (result["best"],) if contenders == OURS else contenders
+    return next((result["timings"][name]["milliseconds"] for name in names if name in result["timings"]), None)
+
+
+def shares_table(blocks: dict[str, dict[str, dict[str, float]]]) -> str | None:
+    """The attention's share of a block, a row for each model; None without blocks."""
+    if not blocks:
+        return None
+    tiers = list(dict.fromkeys(tier for block in blocks.values() for tier in block))
+    lines = [["block of", *tiers]]
+    for config, block in blocks.items():
+        shares = {tier: f"{100 * attention_share(parts):.0f} %" for tier, parts in block.items()}
+        lines.append([config, *(shares.get(tier, "") for tier in tiers)])
+    return table(lines, markdown=True)
+
+
+def saved_outside_attention(runs: dict, config: str) -> dict[str, float] | None:
+    """Milliseconds that the exact tier's linears and norms take less than torch.compile's ("saved"), and as a share of
+    a compiled block; and what the sparse tier's take less than PyTorch's 8-bit products with compiled quantising, and
+    compiled norms ("saved_in_8_bits"), as a share of a sparse block with those. None where a row is missing."""
+    block = blocks_by_tier(runs).get(config, {})
+    if not {COMPILE, "exact", "sparse"} <= set(block):
+        return None
+    settings = _profiled(runs)[config]
+    rows = rows_of_block(config, settings["tokens"], settings["dim"])
+    rivals = _sum(runs, rows["sparse"][LINEARS], (SCALED_MM,))
+    if rivals is None:
+        return None
+    saved = outside_attention(block[COMPILE]) - outside_attention(block["exact"])
+    in_8_bits = rivals + block[COMPILE][NORMS] - outside_attention(block["sparse"])
+    compiled, sparse = (sum(block[tier].values()) for tier in (COMPILE, "sparse"))
+    shares = {"of_compiled": saved / compiled, "of_sparse": in_8_bits / (sparse + in_8_bits)}
+    return {"saved": saved, "saved_in_8_bits": in_8_bits, **shares}
+
+
+def attention_share(parts: dict[str, float]) -> float:
+    return sum(parts[part] for part in ATTENTION) / sum(parts.values())
+
+
+def outside_attention(parts: dict[str, float]) -> float:
+    """Milliseconds."""
+    return sum(time for part, time in parts.items() if part not in ATTENTION)
+
+
+def rows_table(config: str, tokens: int, dim: int, tiers: dict[str, dict[str, float]]) -> str:
+    """Which rows every part of a model's bars is the sum of."""
+    lines = [["part", "tier", "ms", "rows"]]
+    rows = rows_of_block(config, tokens, dim)
+    for part in (*ATTENTION, LINEARS, NORMS):
+        for tier, parts in tiers.items():
+            names = ", ".join(map(str, rows[tier][part]))
+            lines.append([part if tier == next(iter(tiers)) else "", tier, f"{parts[part]:.2f}", names])
+    return table(lines, markdown=True)

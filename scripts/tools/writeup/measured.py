@@ -1,0 +1,230 @@
+"""The figures of docs/writeup.md, from the runs of a results file. None stands for what was not measured yet."""
+
+from __future__ import annotations
+
+import statistics
+
+from scripts.tools.pages.charts import milliseconds, model_of, names_of, real_models
+from scripts.tools.pages.ops import sparse_attention_sentence
+from scripts.tools.pages.tiny_model import evaluation_of, tier_of, tiers_table
+from turbo_rcm_patch.bench.parts import SUB_LAYERS
+from turbo_rcm_patch.bench.report import format_seconds
+from turbo_rcm_patch.bench.variants import EXACT_PATCH
+from turbo_rcm_patch.config import PRESETS
+from turbo_rcm_patch.tables import table
+from turbo_rcm_patch.tiers import EXACT, SPARSE, TIERS
+
+from .block_rows import blocks_by_tier, rows_table, saved_outside_attention, shares_table, steps_by_tier
+
+ATTENTION, LINEARS, REST = "attention", "linears", "norms, RoPE, GELU, skips"
+
+
+def figures(results: dict, tiny: dict[str, dict]) -> dict[str, object]:
+    """What the template may name. tiny: what else the tiny model was measured for, as `tiers_table` takes it."""
+    runs = results["runs"]
+    blocks = {run["settings"]["config"]: parts_of_block(run)["compiled"] for run in _blocks(runs)}
+    steps = {
+        name: {v["name"]: milliseconds(v) for v in run["variants"]} | {"model": model_of(run)}
+        for name, run in real_models(runs).items()
+    }
+    return {
+        "environment": next(iter(real_models(runs).values()))["environment"],
+        "round_trip": round_trip(runs),
+        "block": blocks,
+        "passes": {run["settings"]["config"]: _passes(run) for run in _blocks(runs)},
+        "skip_saves": skip_saves(runs, blocks["wan2.1-1.3b"]),
+        "shares_table": shares_table(blocks_by_tier(runs)),
+        "rows_table": _rows_of(runs, "wan2.1-1.3b"),
+        "saved": saved_outside_attention(runs, "wan2.1-1.3b"),
+        "sparse": PRESETS["sparse"],
+        "sparse_sentence": sparse_attention_sentence(runs),
+        "timed_tiers": {run["settings"].get("preset", "exact") for run in real_models(runs).values()},
+        "untimed": _untimed(runs),
+        "tiny_table": tiers_table(evaluation_of(runs), **tiny),
+        "steps": steps,
+        "fastest_linear": max(r["teraflops"] for r in runs["ops"]["results"] if r["case"].startswith("linear")),
+        "accuracy_table": accuracy_table(runs),
+        "sparse_accuracy_table": sparse_accuracy_table(runs),
+        "block_sparse": PRESETS["block_sparse"],
+        "stages_table": stages_table(runs),
+        "plots": plot_data(runs),
+        "tiers": TIERS,
+    }
+
+
+def _blocks(runs: dict) -> list[dict]:
+    return [run for run in runs.values() if run.get("settings", {}).get("case") == "Wan block"]
+
+
+def _rows_of(runs: dict, config: str) -> str | None:
+    """The rows that the bars of a model's block are sums of; None without bars."""
+    tiers = blocks_by_tier(runs).get(config)
+    settings = next((run["settings"] for run in _blocks(runs) if run["settings"]["config"] == config), None)
+    return rows_table(config, settings["tokens"], settings["dim"], tiers) if tiers else None
+
+
+def _passes(run: dict) -> dict[str, float]:
+    return {one["name"]: one["passes"] for one in run["implementations"] if one["refused"] is None}
+
+
+def parts_of_block(run: dict) -> dict[str, dict[str, float]]:
+    """Milliseconds of a block's kernels by part, in each implementation that the profiler ran."""
+    parts = {}
+    for one in run["implementations"]:
+        if one["refused"] is None:
+            times = dict.fromkeys((ATTENTION, LINEARS, REST), 0.0)
+            for kernel in one["kernels"]:
+                times[part_of(kernel["name"])] += 1e3 * (kernel["seconds"] or 0.0)
+            parts[one["name"]] = times
+    return parts
+
+
+def part_of(kernel: str) -> str:
+    """Which part of a block a kernel belongs to, by its name."""
+    if any(word in kernel for word in ("sdpa_sm90", "attention_kernel", "flash_fwd", "_join_kernel")):
+        return ATTENTION
+    if "gemm" in kernel or "nvjet" in kernel:
+        return LINEARS
+    return REST
+
+
+def round_trip(runs: dict) -> dict[str, object]:
+    """Bytes that the profiler saw the last kernels of the attention module read and write, in two passes and in one."""
+    run = runs["traffic-attention"]
+    kernels = {one["name"]: one["kernels"] for one in run["implementations"]}
+    projection, skip = kernels["two_pass"][-2:]
+    fused = kernels["triton_fused"][-1]
+    moved = {"projection": projection, "skip": skip, "fused": fused}
+    sizes = {name: {way: kernel[way] / 1e6 for way in ("read", "written")} for name, kernel in moved.items()}
+    total = {name: sum(map(sum, (sizes[part].values() for part in parts))) for name, parts in TOTALS.items()}
+    return {**sizes, **total, "tensor": run["pass_bytes"] / 1e6, "settings": run["settings"]}
+
+
+TOTALS = {"two_passes": ("projection", "skip"), "one_pass": ("fused",)}
+
+
+def skip_saves(runs: dict, block: dict[str, float]) -> float:
+    """The share of a compiled block of Wan 2.1 1.3B that its three projections gain by the skip in their epilogue."""
+    speed = {result["case"]: result["timings"] for result in runs["ops"]["results"]}
+    saved = 0.0
+    for case, count in (("linear_skip 32760×1536×1536", 2), ("linear_skip 32760×1536×8960", 1)):
+        times = speed[case]
+        saved += count * (times["torch + compiled"]["milliseconds"] - times["linear_skip"]["milliseconds"])
+    return saved / sum(block.values())
+
+
+def accuracy_table(runs: dict) -> str:
+    """A row for each model and variant: the step's error to fp32, what its tier allows, the step's time."""
+    rows = [["one step of", "variant", "rel. L2 to fp32", "the tier allows", "ms"]]
+    for run in real_models(runs).values():
+        errors = {variant["name"]: variant.get("step_error") for variant in run["variants"]}
+        if None in errors.values():
+            continue
+        limits = TIERS[run["settings"].get("preset", "exact")].limits
+        names = names_of(run)
+        for variant in run["variants"]:
+            name = variant["name"]
+            allowed = f"{limits.step or limits.factor * errors['unpatched']:.1e}" if name == "patched" else ""
+            label = model_of(run) if name == "unpatched" else ""
+            rows.append([label, names[name], f"{errors[name]:.1e}", allowed, f"{milliseconds(variant):.0f}"])
+    return table(rows, markdown=True)
+
+
+def sparse_accuracy_table(runs: dict) -> str | None:
+    """The largest errors of the blocks, and of what their parts add, of real models in the sparse tier, and what that
+    tier allows; None where none was verified."""
+    rows = [["blocks of", "preset", "of", "largest rel. L2 to fp32", "the tier allows"]]
+    for run in runs.values():
+        preset = run.get("settings", {}).get("preset", EXACT.name)
+        if "checks" in run and run["settings"].get("config") and PRESETS[preset].tier.name == SPARSE.name:
+            limits, errors = (
+                PRESETS[preset].tier.limits,
+                {"a block": [check["patched_error"] for check in run["checks"]]},
+            )
+            for part in SUB_LAYERS:
+                errors[f"its {part.replace('_', '-')}"] = [p["error"] for p in run["parts"] if p["part"] == part]
+            label = [model_of(run), preset]
+            for of, found in errors.items():
+                allowed = limits.block if of == "a block" else limits.part
+                rows.append([*label, of, f"{max(found):.1e}", f"{allowed:.1e}"])
+                label = ["", ""]
+    return table(rows, markdown=True) if len(rows) > 1 else None
+
+
+def stages_table(runs: dict) -> str | None:
+    """Where the seconds of a whole video go, a column for each variant; None where none was decoded."""
+    run = runs.get("wan2.1-1.3b-decoded")
+    if run is None:
+        return None
+    names = names_of(run)
+    rows = [[f"{model_of(run)}, {run['settings']['num_inference_steps']} steps", *names.values()]]
+    timings = {variant["name"]: variant["timings"] for variant in run["variants"]}
+    for stage, label in STAGES.items():
+        seconds = (timings[name][stage] for name in names)
+        rows.append([label, *(format_seconds(sum(s) if isinstance(s, list) else s) for s in seconds)])
+    return table(rows, markdown=True)
+
+
+STAGES = {"steps": "all steps", "vae_decode": "VAE decode", "output": "output", "total": "total"}
+
+
+def plot_data(runs: dict) -> dict[str, dict]:
+    """What each plot of plots.py shows, to six digits; without the plots that nothing was measured for."""
+    data = {
+        "step-parts": steps_by_tier(runs),
+        "speed-accuracy": speed_and_accuracy(runs),
+        "attention": attention_rates(runs),
+    }
+    return {name: _rounded(shown) for name, shown in data.items() if shown}
+
+
+def speed_and_accuracy(runs: dict) -> dict[str, list[list[float | None]]]:
+    """Of the tiny model in each variant: [time of denoising, share of the captions shown] by number of steps. The time
+    is in steps of the unpatched model in the same run, as launches take longer on a busier host; the exact tier's is of
+    the quantized one's run. None where the variant was not timed."""
+    times = {}
+    for name in ("compare-quantized", "compare-sparse", "compare"):
+        if name in runs:
+            steps = {v["name"]: statistics.median(v["timings"]["steps"]) for v in runs[name]["variants"]}
+            tiers = {"patched": runs[name]["settings"]["preset"], EXACT_PATCH: "exact"}
+            times = {tiers.get(v, v): step / steps["unpatched"] for v, step in steps.items()} | times
+    points: dict[str, list[list[float | None]]] = {}
+    for result in (evaluation_of(runs) or {"results": ()})["results"]:
+        variant = tier_of(result)
+        if variant in SHOWN:
+            step, share = times.get(variant), result["accuracy"]["overall"]["share"]
+            time = None if step is None else result["steps"] * step
+            points.setdefault(SHOWN[variant], []).append([time, share])
+    return points
+
+
+SHOWN = {"unpatched": "eager diffusers", **{tier: f"patched ({tier})" for tier in ("exact", "quantized", "sparse")}}
+
+
+def _untimed(runs: dict) -> str:
+    """The variants whose accuracy was measured and whose speed was not."""
+    points = speed_and_accuracy(runs)
+    return " and ".join(name for name, steps in points.items() if any(time is None for time, _ in steps))
+
+
+def attention_rates(runs: dict) -> dict[str, dict[str, float]]:
+    """TFLOP/s of every contender for a self-attention, by case."""
+    rates = {}
+    for run in (runs.get("ops"), runs.get("ops-quantized")):
+        for result in run["results"] if run else ():
+            op, sizes = result["case"].split()
+            heads, tokens, *rest = map(int, sizes.split("×"))
+            keys = rest[0] if len(rest) == 2 else tokens
+            if op in ("attention", "attention_8bit") and keys == tokens:
+                flops = 4 * heads * tokens * keys * rest[-1]
+                timed = {name: t["milliseconds"] for name, t in result["timings"].items() if t["milliseconds"]}
+                rates[result["case"]] = {name: flops / time / 1e9 for name, time in timed.items()}
+    return rates
+
+
+def _rounded(data: object) -> object:
+    if isinstance(data, dict):
+        return {key: _rounded(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [_rounded(value) for value in data]
+    return None if data is None else float(f"{data:.6g}")

@@ -1,0 +1,1 @@
+"""Train the embedded model, its sparse attention, and an example LoRA."""

@@ -1,0 +1,134 @@
+"""The contests of the sparse tier's ops, at small sizes: ours is within the tier's limits; what its figures show."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from scripts.benchmarks.contests import conv, exact, quantized, sparse
+from scripts.benchmarks.contests.sparse import DENSE_BF16, IN_PYTORCH
+from scripts.benchmarks.report import ops_table
+from scripts.benchmarks.rivals.sla_in_pytorch import sla_in_pytorch
+from scripts.tools.pages.ops import ops_table as page_of
+from turbo_rcm_patch import kernels
+from turbo_rcm_patch.bench import ops, ops_sparse
+from turbo_rcm_patch.bench.metrics import relative_l2
+from turbo_rcm_patch.bench.ops import Draws, OpCase, error_limit, measure_errors, run_case
+from turbo_rcm_patch.bench.ops_sparse import DENSE
+from turbo_rcm_patch.tiers import BLOCK_SPARSE, SPARSE
+
+CPU = torch.device("cpu")
+SMALL = {
+    "sparse_linear_attention": functools.partial(ops_sparse.sparse_linear_attention, 2, 1500, 64),
+    "sparse_linear_attention_bf16": functools.partial(sparse.sparse_linear_attention_bf16, 2, 1500, 64),
+    "norms_sparse_linear_attention": functools.partial(sparse.norms_sparse_linear_attention, 2, 1500, 64),
+}
+ON_A_GPU = {**SMALL, "sparse_kernel": functools.partial(sparse.sparse_kernel, 2, 1500, 64)}
+
+
+def check(build, device):
+    contest = build(device, functools.partial(torch.compile, fullgraph=True, dynamic=False, backend="aot_eager"))
+    errors = measure_errors(contest)
+    (name,) = contest.ours
+    least = torch.finfo(torch.bfloat16).eps / (8 if "bf16" in build.func.__name__ else 1)
+    assert least < errors[name] <= error_limit(contest, errors, SPARSE.limits)
+    shifted = replace(contest, oracle=lambda rows: contest.oracle((rows + 1) % contest.tokens))
+    assert measure_errors(shifted)[name] > 0.1
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_ours_is_within_the_tiers_limit(name):
+    check(SMALL[name], CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_ours_is_within_the_tiers_limit_on_a_gpu(name):
+    check(ON_A_GPU[name], torch.device("cuda"))
+
+
+def test_cases_are_of_the_tier_and_their_names_unique():
+    cases = (*exact.CASES, *conv.CASES, *quantized.CASES, *sparse.CASES)
+    assert len({case.name for case in cases}) == len(cases)
+    assert all(case.tier.name == SPARSE.name for case in sparse.CASES)
+    assert {case.build.func.__name__ for case in sparse.CASES} <= {*ON_A_GPU, "block_sparse_attention"}
+
+
+def test_sla_in_pytorch_is_sla():
+    """In fp32, of lengths that no block divides, beside the reference with fp64 and the blocks that ours chooses."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 700, 2, 64) for _ in range(3))
+    weight, bias = torch.randn(64, 64) / 8, torch.randn(64)
+    block_map = kernels.chosen_key_blocks(q, k, 3, 128, 64)
+    wide = (x.double() for x in (q, k, v, weight, bias))
+    expected = kernels.sparse_linear_attention(*wide, block_map=block_map, block_q=128, block_k=64)
+    run = torch.compile(sla_in_pytorch, fullgraph=True, dynamic=False, backend="aot_eager")
+    assert relative_l2(run(q, k, v, weight, bias, 3, 128, 64), expected) < 1e-6
+
+
+def test_sla_in_bf16_is_beside_sla_in_pytorch_and_dense_attention():
+    compiled = functools.partial(torch.compile, backend="aot_eager")
+    contest = SMALL["sparse_linear_attention_bf16"](CPU, compiled)
+    assert set(contest.partial) == {DENSE_BF16, ops.SDPA}
+    errors = measure_errors(contest)
+    assert errors[IN_PYTORCH] < 0.01
+    assert errors["sparse_linear_attention"] < 0.01
+    assert contest.kept == 2 / 24
+    for run in contest.partial.values():
+        assert relative_l2(run(), next(iter(contest.ours.values()))()) > 0.1
+
+
+def test_a_rival_that_this_pytorch_cannot_compile_is_left_out(capsys):
+    def compiled(function):
+        def run(*arguments):
+            raise RuntimeError("no compiler")
+
+        return run
+
+    assert SMALL["sparse_linear_attention_bf16"](CPU, compiled).rivals == {}
+    assert f"{IN_PYTORCH} does not run here: RuntimeError: no compiler" in capsys.readouterr().out
+
+
+def test_alike_values_are_packed():
+    """Quantising would copy others first, and its time would be the copy's."""
+    values = ops_sparse.alike_values(Draws(CPU), 1000, 3, 64)
+    assert values.is_contiguous()
+    later, earlier = values[:, 1:].float(), values[:, :-1].float()
+    assert (later * earlier).sum() / earlier.square().sum() == pytest.approx(0.99, abs=0.01)
+
+
+def test_block_sparsity_is_timed_by_mass_with_the_share_that_it_keeps():
+    cases = [case for case in sparse.CASES if case.tier is BLOCK_SPARSE]
+    masses = (0.6, 0.7, 0.9, 0.95, 0.98)
+    assert [case.name.split("(")[1].split(")")[0] for case in cases] == [f"mass={mass}" for mass in masses]
+    kept, errors = [], []
+    for case in cases:
+        small = functools.partial(case.build.func, 2, 1500, 64, **case.build.keywords)
+        contest = small(CPU, lambda function: function)
+        assert set(contest.partial) == {DENSE}
+        errors.append(measure_errors(contest)["block_sparse_attention"])
+        assert errors[-1] <= error_limit(contest, {}, case.tier.limits)
+        kept.append(contest.kept)
+    assert kept == sorted(set(kept))
+    assert 0.05 < kept[0] < kept[-1] < 1
+    assert errors == sorted(set(errors), reverse=True)
+    result = run_case(replace(cases[-1], build=small), CPU, copy_bandwidth=1e9, rounds=2, compile_rivals=False)
+    label = f"| {result.case}, {100 * kept[-1]:.0f} % kept"
+    timings = {name: vars(timing) for name, timing in result.timings.items()}
+    page = page_of({"results": [{**vars(result), "timings": timings}], "rounds": 2, "copy_bandwidth": 1e9})
+    assert label in page
+    assert label.removeprefix("| ") in ops_table([result])
+
+
+@pytest.mark.parametrize(("most", "missed"), [(1e9, False), (1e-9, True), (None, False)])
+def test_what_takes_longer_than_wanted_is_marked(most, missed):
+    case = OpCase("small", SMALL["norms_sparse_linear_attention"], {}, SPARSE, most)
+    result = run_case(case, CPU, copy_bandwidth=1e9, rounds=2, compile_rivals=False)
+    assert set(result.speedups) == {DENSE}
+    assert ("(above 1e-09)" in ops_table([result])) == missed
+    timings = {name: vars(timing) for name, timing in result.timings.items()}
+    page = page_of({"results": [{**vars(result), "timings": timings}], "rounds": 2, "copy_bandwidth": 1e9})
+    time = f"{result.timings[result.best].milliseconds:.3f}"
+    assert (f"| **{time}** |" if missed else f"| {time} |") in page
+    assert (most is not None) == (f"| {most or 0:g} ms |" in page)

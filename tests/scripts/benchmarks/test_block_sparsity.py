@@ -1,0 +1,149 @@
+"""What block-sparse attention keeps and costs: in verify, in the script that measures it, and on the results page."""
+
+from pathlib import Path
+
+import pytest
+
+from scripts.benchmarks import measure_block_sparsity
+from scripts.tools.pages.block_sparsity import block_sparsity_page
+from tests.tiny_wan import tiny_call, tiny_wan_pipeline
+from turbo_rcm_patch import kernels
+from turbo_rcm_patch.bench.ops_sparse import DENSE
+from turbo_rcm_patch.bench.parts import LEFT_OUT, PV, QK
+from turbo_rcm_patch.bench.report import verification_table
+from turbo_rcm_patch.bench.variants import DENSE_PATCH, PATCHED, single_process
+from turbo_rcm_patch.bench.verify import verify
+from turbo_rcm_patch.config import PatchConfig, resolve_config
+from turbo_rcm_patch.patching import use_rcm
+
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts/benchmarks/measure_block_sparsity.py"
+OPTIONS = {"tier": "sparse", "attention": "block_sparse", "quantize": (), "min_tokens": 0, "blocks": (4, 4)}
+
+
+def pipeline():
+    pipe = tiny_wan_pipeline()
+    use_rcm(pipe)
+    return pipe
+
+
+@pytest.fixture
+def ops(monkeypatch):
+    """The shares that the sparse ops themselves kept, in order."""
+    shares = []
+    op = kernels.block_sparse_attention
+
+    def watched(q, k, v, **options):
+        sizes = {name: options[name] for name in ("mass", "block_q", "block_k")}
+        shares.append(kernels.kept_share(q, k, **sizes))
+        return op(q, k, v, **options)
+
+    monkeypatch.setattr(kernels, "block_sparse_attention", watched)
+    return shares
+
+
+def test_verify_says_what_every_block_keeps(ops):
+    call = tiny_call(guidance_scale=1.0, num_inference_steps=1)
+    verification = verify(pipeline(), call, config=PatchConfig(**OPTIONS, mass=0.3))
+    assert [(one.block, one.step) for one in verification.kept] == [(f"transformer.blocks.{i}", 1) for i in range(2)]
+    assert [one.share for one in verification.kept] == pytest.approx(ops[::3])  # then the parts run it twice more
+    assert all(0 < one.share < 1 for one in verification.kept)
+    assert verification.to_dict()["kept"][0]["share"] == verification.kept[0].share
+    table = verification_table(verification)
+    assert "block-sparse attention of" in table
+    assert f"{100 * verification.kept[1].share:.1f}" in table
+
+
+def test_verify_of_all_of_the_mass_and_of_exact_layers():
+    call = tiny_call(guidance_scale=1.0, num_inference_steps=1)
+    verification = verify(pipeline(), call, config=PatchConfig(**OPTIONS, mass=1.0))
+    assert verification.ok, verification_table(verification)
+    assert [one.share for one in verification.kept] == [1.0, 1.0]
+    assert max(part.error for part in verification.parts) <= 1e-4
+    verification = verify(pipeline(), call, config=PatchConfig(**OPTIONS, mass=0.3, exact_layers=(0, 1)))
+    assert [one.share < 1 for one in verification.kept] == [True, False]
+
+
+@pytest.mark.parametrize("quantize", [(), ("attention",)], ids=["exact", "8 bits"])
+def test_verify_measures_the_attention_that_runs(quantize):
+    call = tiny_call(guidance_scale=1.0, num_inference_steps=1)
+    errors = []
+    for mass in (1.0, 0.3):
+        config = PatchConfig(**{**OPTIONS, "quantize": quantize}, mass=mass, exact_layers=(0, 1))
+        parts = verify(pipeline(), call, config=config).parts
+        sparse, dense = ({part.part: part.error for part in parts if part.block.endswith(end)} for end in ("0", "1"))
+        assert not {QK, PV} & set(sparse)
+        assert LEFT_OUT not in dense
+        errors.append(sparse[LEFT_OUT])
+    assert errors[0] < 0.05 < errors[1]
+
+
+def test_the_script_measures_every_layer_at_the_first_and_last_step(monkeypatch):
+    script = measure_block_sparsity
+    call = tiny_call(guidance_scale=1.0)
+    monkeypatch.setattr(script, "EMBEDDED_CALL", {name: call[name] for name in ("height", "width", "num_frames")})
+    monkeypatch.setattr(script, "BLOCKS", (4, 4))
+    pipe = pipeline()
+    few, dense, last = (
+        list(script.layers_at(pipe, script.config_of(*of), 0)) for of in ((0.3,), (1.0,), (0.3, (1, 0)))
+    )
+    names = [(f"blocks.{block}", step) for step in (1, 4) for block in range(2)]
+    assert [(row["block"], row["step"]) for row in few] == names
+    assert all(row["kept"] < 1 and row["error"] > 1e-3 for row in few)
+    assert all(row["kept"] == 1 and row["error"] <= 1e-6 for row in dense)
+    assert last == dense[:2] + few[2:]
+    assert not any(block._forward_pre_hooks for block in pipe.transformer.blocks)
+
+
+def test_the_page_shows_each_mass_and_each_layer():
+    layers = [{"block": "blocks.0", "step": 1, "kept": 0.25, "error": 0.125}]
+    layers.append({"block": "blocks.0", "step": 4, "kept": 0.75, "error": 0.0625})
+    accuracy = {"overall": {"share": 0.96, "standard_error": 0.01}}
+    change = {"share": -0.015, "standard_error": 0.005}
+    row = {"variant": "mass 0.9", "layers": layers, "accuracy": accuracy, "change": change, "psnr_to_exact": 41.26}
+    settings = {"n": 6, "steps": 4, "blocks": [16, 16], "dtype": "float32"}
+    measured = {"settings": settings, "exact": {"accuracy": accuracy}, "variants": [row]}
+    page = block_sparsity_page({**measured, "environment": {"gpu": "GPU X"}}, "x.json")
+    assert "| mass 0.9 | 50 | 25 to 75 | 9.4e-02 | 1.2e-01 | 96.0 ± 1.0 | -1.5 ± 0.5 | 41.3 |  |" in page
+    assert "Times dense" not in page
+    assert "| `blocks.0`, step 4 | 75 %, 6.2e-02 |" in page
+    assert "6 held-out captions ask for" in page
+    assert "(float32 on GPU X, nothing in 8 bits)" in page
+    assert "(float32 on a CPU, " in block_sparsity_page({**measured, "environment": {"gpu": None}}, "x.json")
+    assert "`x.json`" in page
+
+
+def test_the_page_shows_how_fast_each_mass_is_where_it_was_timed():
+    layers = [{"block": "blocks.0", "step": 1, "kept": 0.25, "error": 0.125}]
+    accuracy = {"overall": {"share": 0.96, "standard_error": 0.01}}
+    row = {
+        "layers": layers,
+        "accuracy": accuracy,
+        "change": {"share": 0.0, "standard_error": 0.0},
+        "psnr_to_exact": 41.26,
+    }
+    variants = [{**row, "variant": name} for name in ("mass 0.5", "mass 0.9", "mass 0.9, first step exact")]
+    settings = {"n": 6, "steps": 4, "blocks": [16, 16], "dtype": "float32"}
+    measured = {"settings": settings, "exact": row, "variants": variants, "environment": {"gpu": None}}
+    results = [
+        {"case": f"{op} 12×32760×128", "best": best, "speedups": {DENSE: 1.338}, "kept": 0.42}
+        for op, best in (
+            ("sparse_kernel", "ours"),
+            ("block_sparse_attention(mass=0.5)", None),
+            ("block_sparse_attention(mass=0.9)", "ours"),
+        )
+    ]
+    page = block_sparsity_page(measured, "x.json", {"results": results, "environment": {"gpu": "GPU X"}})
+    assert (
+        "| mass 0.9 | 25 | 25 to 25 | 1.2e-01 | 1.2e-01 | 96.0 ± 1.0 | +0.0 ± 0.0 | 41.3 | 1.34× (42 % kept) |" in page
+    )
+    assert page.count("% kept) |") == 1
+    assert "at 12×32760×128\non GPU X;" in page
+
+
+def test_beside_it_runs_the_patch_whose_attention_is_dense():
+    pipe = tiny_wan_pipeline()
+    switches = single_process(pipe, resolve_config("block_sparse"), with_compile=False).switches
+    assert list(switches)[-2:] == [DENSE_PATCH, PATCHED]
+    with switches[DENSE_PATCH]() as applied:
+        assert applied.config == PatchConfig(tier="quantized")
+    assert DENSE_PATCH not in single_process(pipe, resolve_config("quantized"), with_compile=False).switches

@@ -1,0 +1,44 @@
+"""compare() in two processes, with diffusers' Ulysses context parallelism over gloo."""
+
+import json
+
+import torch
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+
+from scripts.benchmarks import end_to_end
+
+TOKENS = 12  # of the tiny case's video
+
+
+def one_process(rank, arguments, rendezvous, folder):
+    """One rank; writes which of its calls of a block were patched, and how many tokens they had."""
+    seen, call = [], torch.nn.Module.__call__
+
+    def seen_call(module, *args, **kwargs):
+        if type(module) is WanTransformerBlock:
+            seen.append(("forward" in vars(module), args[0].shape[1]))
+        return call(module, *args, **kwargs)
+
+    torch.set_num_threads(1)
+    torch.accelerator.device_count = lambda: 2  # diffusers counts GPUs to name a device, and there may be none
+    torch.nn.Module.__call__ = seen_call
+    script = end_to_end
+    script.measure_in_parallel(rank, script.parse_options(arguments), rendezvous)
+    (folder / f"seen-{rank}.json").write_text(json.dumps(seen))
+
+
+def test_two_processes_compare_and_one_reports(tmp_path):
+    arguments = ["--config", "tiny", "--ulysses", "2", "--steps", "1", "--repeats", "1", "--no-compile"]
+    arguments += ["--json", str(tmp_path / "figures.json")]
+    torch.multiprocessing.spawn(one_process, (arguments, f"file://{tmp_path}/rendezvous", tmp_path), nprocs=2)
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    unpatched, patched = figures["variants"]
+    assert figures["settings"]["ulysses"] == 2
+    assert unpatched["step_error"] <= 1e-6  # fp32 against fp32 of the whole sequence
+    assert patched["step_error"] <= 1e-6
+    assert patched["latents"]["relative_l2"] <= 1e-6
+    for rank in range(2):
+        seen = json.loads((tmp_path / f"seen-{rank}.json").read_text())
+        assert [False, TOKENS] in seen  # the call whose inputs the oracle gets
+        for is_patched in (False, True):
+            assert [is_patched, TOKENS // 2] in seen  # the second block; the first one splits its input itself

@@ -1,0 +1,166 @@
+"""scripts/benchmarks/gpu_session.py: figures of a step reach the file of the GPU, whatever became of the others."""
+
+import json
+import runpy
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from scripts.benchmarks import gpu_session
+from turbo_rcm_patch.bench import environment
+from turbo_rcm_patch.bench.environment import describe_environment
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(gpu_session.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_session.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(gpu_session.torch.cuda, "get_device_name", lambda: "NVIDIA GeForce X/2 (test)")
+
+
+def writes(text, code=0):
+    """A step that writes a text where --json says, and exits with a code."""
+    program = f"import sys; open(sys.argv[sys.argv.index('--json') + 1], 'w').write({text!r}); sys.exit({code})"
+    return "-c", program
+
+
+def session(tmp_path, *only):
+    options = ["--results", str(tmp_path / "results"), "--logs", str(tmp_path / "logs"), "--only", *only]
+    return gpu_session.main(options)
+
+
+def test_runs_are_kept_by_gpu_and_replaced_by_name(tmp_path, monkeypatch, capsys, gpu):
+    steps = {"a": writes('{"x": 1}'), "b": writes('{"x": 2}', code=1), "c": ("-c", "print('hello'); exit(3)")}
+    monkeypatch.setattr(gpu_session, "MEASUREMENTS", steps)
+    monkeypatch.setattr(gpu_session, "CHECKS", {})
+    assert session(tmp_path, "a", "c") == 1
+    path = tmp_path / "results/nvidia-geforce-x-2-test.json"
+    expected = {"gpu": "NVIDIA GeForce X/2 (test)", "tests": [], "runs": {"a": {"x": 1}}}
+    assert json.loads(path.read_text()) == expected
+    printed = capsys.readouterr().out
+    assert "hello" in printed
+    assert "failed 3" in printed
+    assert (tmp_path / "logs/c.log").read_text() == "hello\n"
+
+    assert session(tmp_path, "b") == 1  # its figures say what failed
+    assert json.loads(path.read_text())["runs"] == {"a": {"x": 1}, "b": {"x": 2}}
+    steps["a"] = writes('{"x": 3}')
+    assert session(tmp_path, "a") == 0
+    assert json.loads(path.read_text())["runs"] == {"a": {"x": 3}, "b": {"x": 2}}
+
+
+def test_figures_of_an_earlier_session_are_not_taken_for_new_ones(tmp_path, monkeypatch, gpu):
+    monkeypatch.setattr(gpu_session, "CHECKS", {})
+    monkeypatch.setattr(gpu_session, "MEASUREMENTS", {"a": ("-c", "exit(1)")})
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/a.json").write_text('{"x": "old"}')
+    assert session(tmp_path, "a") == 1
+    assert not list((tmp_path / "results").iterdir())
+
+
+def test_tests_are_kept_with_their_versions_and_commit(tmp_path, monkeypatch, gpu):
+    steps = {"tests": ("-c", "print('1 failed, 70 passed, 2 skipped in 3.21s'); exit(1)")}
+    monkeypatch.setattr(gpu_session, "CHECKS", steps)
+    monkeypatch.setattr(gpu_session, "MEASUREMENTS", {})
+    monkeypatch.setattr(gpu_session, "describe_environment", lambda device: describe_environment("cpu"))
+    monkeypatch.setenv("TURBO_RCM_PATCH_COMMIT", "0123abc")
+    path = tmp_path / "results/nvidia-geforce-x-2-test.json"
+    path.parent.mkdir()
+    path.write_text('{"gpu": "NVIDIA GeForce X/2 (test)", "runs": {}}')  # of a session before tests were kept
+    assert session(tmp_path, "tests") == 1
+    (entry,) = json.loads(path.read_text())["tests"]
+    assert {key: entry[key] for key in ("ok", "passed", "failed", "skipped")} == {
+        "ok": False,
+        "passed": 70,
+        "failed": 1,
+        "skipped": 2,
+    }
+    assert entry["environment"]["commit"] == "0123abc"
+
+    steps["tests"] = ("-c", "print('71 passed in 3.21s')")
+    assert session(tmp_path, "tests") == 0
+    (entry,) = json.loads(path.read_text())["tests"]
+    assert (entry["ok"], entry["passed"]) == (True, 71)
+
+    failing = "import sys; print('2 failed, 70 passed in 3.21s'); sys.exit(1)"
+    for steps["tests"] in (("-c", failing), ("-c", failing)):
+        assert session(tmp_path, "tests") == 1
+        assert [e["passed"] for e in json.loads(path.read_text())["tests"]] == [71, 70]
+    steps["tests"] = ("-c", "print('72 passed in 3.21s')")
+    assert session(tmp_path, "tests") == 0
+    assert [e["passed"] for e in json.loads(path.read_text())["tests"]] == [72]
+    other = replace(describe_environment("cpu"), triton="0.1")
+    monkeypatch.setattr(gpu_session, "describe_environment", lambda device: other)
+    assert session(tmp_path, "tests") == 0
+    assert len(json.loads(path.read_text())["tests"]) == 2
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_what_compute_sanitizer_says_is_kept(tmp_path, monkeypatch, gpu, code):
+    monkeypatch.setattr(gpu_session, "CHECKS", {"racecheck": ("-c", f"exit({code})")})
+    monkeypatch.setattr(gpu_session, "describe_environment", lambda device: describe_environment("cpu"))
+    monkeypatch.setenv("TURBO_RCM_PATCH_COMMIT", "0123abc")
+    assert session(tmp_path, "racecheck") == code
+    kept = json.loads((tmp_path / "results/nvidia-geforce-x-2-test.json").read_text())["sanitizers"]
+    assert (kept["racecheck"]["ok"], kept["racecheck"]["environment"]["commit"]) == (code == 0, "0123abc")
+
+
+def test_steps_for_more_gpus_are_left_out_unless_asked_for(monkeypatch, capsys):
+    monkeypatch.setattr(gpu_session, "CHECKS", {})
+    monkeypatch.setattr(gpu_session, "MEASUREMENTS", {"one": (), "two": ()})
+    monkeypatch.setattr(gpu_session, "GPUS", {"two": 2})
+    assert list(gpu_session.chosen_steps(None, 1)) == ["one"]
+    assert "two is left out: it needs 2 GPUs" in capsys.readouterr().out
+    assert list(gpu_session.chosen_steps(None, 2)) == ["one", "two"]
+    assert list(gpu_session.chosen_steps(["two"], 1)) == ["two"]
+
+
+def test_the_commit_is_that_of_the_checkout(tmp_path, monkeypatch):
+    monkeypatch.delenv("TURBO_RCM_PATCH_COMMIT", raising=False)
+    assert environment._commit(tmp_path) is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    (tmp_path / "file").write_text("1")
+    subprocess.run([*git, "add", "file"], check=True)
+    subprocess.run([*git, "commit", "-qm", "first"], check=True)
+    commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
+    assert environment._commit(tmp_path) == commit
+    (tmp_path / "file").write_text("2")
+    assert environment._commit(tmp_path) == f"{commit}-dirty"
+
+
+def test_every_measurement_has_the_options_that_are_used(monkeypatch, capsys):
+    used: dict[tuple[str, ...], set[str]] = {}
+    for command in gpu_session.MEASUREMENTS.values():
+        is_option = [part.startswith("--") for part in command]
+        program = command[: is_option.index(True) if True in is_option else None]
+        used.setdefault(program, {"--json"}).update(part for part in command if part.startswith("--"))
+    for program, options in used.items():
+        help_text = help_of(program, monkeypatch, capsys)
+        assert all(option in help_text for option in options)
+
+
+def help_of(program, monkeypatch, capsys):
+    """Within this process: each of its own would import PyTorch and diffusers anew."""
+    if program[0] == "-m":
+        run, name, arguments = runpy.run_module, program[1], program[2:]
+    else:
+        run, name, arguments = runpy.run_path, str(ROOT / program[0]), program[1:]
+    monkeypatch.setattr(sys, "argv", [name, *arguments, "--help"])
+    with pytest.raises(SystemExit) as end:
+        run(name, run_name="__main__")
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_without_a_gpu_it_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_session.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        gpu_session.main(["--results", str(tmp_path / "results")])
+    assert "no CUDA GPU" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,277 @@
+"""The attention modules against each other, at small sizes: what is right is timed, what is wrong never."""
+
+import csv
+import functools
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from scripts.benchmarks import compare_implementations as script
+from scripts.benchmarks import implementations
+from scripts.benchmarks.implementations import (
+    FORWARD,
+    FORWARD_BACKWARD,
+    IMPLEMENTATIONS,
+    LEFT_OUT,
+    MODES,
+    NAIVE_SOFTMAX,
+    OK,
+    REFUSED,
+    TORCH_FUSED,
+    TRITON_FUSED,
+    TRITON_QUANTIZED,
+    TWO_PASS,
+    Implementation,
+    benchmark_all_implementations,
+    draw_problem,
+    error_limit,
+    errors_of,
+    oracle,
+)
+from scripts.benchmarks.report import implementations_table
+from turbo_rcm_patch.kernels.dispatch import interpreting
+from turbo_rcm_patch.modules import TwoPassRCMAttention
+from turbo_rcm_patch.tiers import QUANTIZED
+
+CPU = torch.device("cpu")
+SIZE = (2, 24, 32, 2)
+COMPILED = [name for name, implementation in IMPLEMENTATIONS.items() if implementation.compiled]
+# On the CPU without torch.compile, with heads of other than 64 and 128 channels.
+ABSENT = {*COMPILED, TRITON_QUANTIZED} if interpreting() else {*COMPILED, TRITON_FUSED, TRITON_QUANTIZED}
+
+
+def run(size=SIZE, dtypes=("float32",), **options):
+    return benchmark_all_implementations(
+        *size, dtypes=dtypes, device=CPU, repeats=2, **{"compile_rivals": False, **options}
+    )
+
+
+def by_name(results, mode=FORWARD_BACKWARD):
+    return {row.implementation: row for row in results.rows if row.mode == mode}
+
+
+class Wrong(TwoPassRCMAttention):
+    """What a test lets it be."""
+
+    def forward(self, x, timestep, residual=None):
+        return self.damage(super().forward(x, timestep, residual))
+
+
+def with_damage(monkeypatch, damage, name=TORCH_FUSED):
+    """Put a damaged module in the place of an implementation, and leave Triton out."""
+    damaged = type("Damaged", (Wrong,), {"damage": staticmethod(damage)})
+    kept = {TWO_PASS: IMPLEMENTATIONS[TWO_PASS], NAIVE_SOFTMAX: IMPLEMENTATIONS[NAIVE_SOFTMAX]}
+    monkeypatch.setattr(implementations, "IMPLEMENTATIONS", {**kept, name: Implementation(damaged)})
+
+
+def test_all_are_right_and_timed():
+    results = run()
+    assert [(row.mode, row.implementation) for row in results.rows] == [(m, n) for m in MODES for n in IMPLEMENTATIONS]
+    for mode in MODES:
+        rows = by_name(results, mode)
+        assert {name for name, row in rows.items() if row.status == LEFT_OUT} == ABSENT
+        for name in set(rows) - ABSENT:
+            row = rows[name]
+            assert row.status == OK, row.note
+            assert (row.B, row.N, row.C, row.num_heads) == SIZE
+            assert row.latency > 0
+            assert row.spread >= 0
+            assert row.speedup == rows[TWO_PASS].latency / row.latency
+            assert 0 < row.output_error < 1e-5
+            gradient_errors = (row.input_gradient_error, row.weight_gradient_error)
+            assert gradient_errors == (None, None) if mode == FORWARD else max(gradient_errors) < 1e-5
+            assert row.peak_memory is None
+
+
+def test_traffic_is_that_of_a_forward_counted_from_shapes():
+    rows = run((2, 96, 128, 2), ["bfloat16"]).rows
+    counted = {row.implementation: row.dram_read + row.dram_written for row in rows if row.dram_read is not None}
+    assert {row.mode for row in rows if row.dram_read is not None} == {FORWARD}
+    T, S, W = (2 * n for n in (2 * 96 * 128, 2 * 2 * 96 * 96, 128 * 128))  # bytes of activations, scores and weights
+    # Projections, attention, and what follows it: with fp32 between rounding ops, or in one kernel.
+    torch_fused = (4 * T + 3 * W) + 4 * T + (2 * T + W) + 2 * 3 * T + 2 * 4 * T + 6 * T + 3 * T
+    assert counted[TORCH_FUSED] == pytest.approx(torch_fused, rel=0.03)  # biases and coefficients come on top
+    assert counted[NAIVE_SOFTMAX] > counted[TORCH_FUSED] + 4 * S
+    if TRITON_FUSED not in ABSENT:
+        assert counted[TRITON_FUSED] == pytest.approx((4 * T + 3 * W) + 4 * T + (3 * T + W), rel=0.03)
+
+
+@pytest.mark.skipif(not interpreting(), reason="needs the kernels")
+def test_8_bits_are_timed_where_they_are_run_and_within_their_limit():
+    size = (1, 70, 128, 2)
+    results = run(size)
+    row = by_name(results, FORWARD)[TRITON_QUANTIZED]
+    assert row.status == OK, row.note
+    assert 1e-3 < row.output_error <= QUANTIZED.limits.part
+    assert row.dram_read > 0
+    backward = by_name(results)[TRITON_QUANTIZED]
+    assert (backward.status, backward.note, backward.latency) == (LEFT_OUT, implementations.NO_BACKWARD, None)
+    assert by_name(run(modes=[FORWARD]), FORWARD)[TRITON_QUANTIZED].note == "it does not run in 8 bits: head_dim 16"
+
+
+def test_the_oracle_is_the_module_in_fp64():
+    problem = draw_problem(*SIZE, torch.float64, CPU)
+    step = implementations._step(implementations._build(TWO_PASS, problem), problem, FORWARD_BACKWARD)
+    expected = oracle(problem)
+    assert all(0 < error < 1e-6 for error in errors_of(step(), expected).values())  # the coefficients are fp32
+    shapes = [tensor.shape for tensor in (problem.x, problem.x, *problem.weights.values())]
+    assert [tensor.shape for tensor in expected] == shapes
+
+
+def test_the_attention_counts():
+    problem = draw_problem(3, 400, 64, 2, torch.float32, CPU)
+    q, k, _ = torch.nn.functional.linear(problem.x, problem.weights["qkv.weight"]).unflatten(-1, (3, 2, 32)).unbind(2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * 32**-0.5
+    assert scores.std().item() == pytest.approx(implementations.SCORE_SCALE, rel=0.1)
+    scaled = replace(problem, weights={**problem.weights, "qkv.weight": problem.weights["qkv.weight"] * 1.01})
+    assert errors_of(oracle(scaled)[:1], oracle(problem))["output_error"] > 0.01
+
+
+@pytest.mark.parametrize("damage", [lambda y: y * 1.001, lambda y: torch.cat([y[:1], y[1:] * float("nan")])])
+def test_what_is_wrong_is_not_timed(monkeypatch, damage):
+    with_damage(monkeypatch, damage)
+    timed = []
+    take_turns = implementations.take_turns
+    monkeypatch.setattr(
+        implementations, "take_turns", lambda steps, *rest: timed.extend(steps) or take_turns(steps, *rest)
+    )
+    results = run()
+    assert timed == 2 * [TWO_PASS, NAIVE_SOFTMAX]
+    for mode in MODES:
+        rows = by_name(results, mode)
+        assert rows[TORCH_FUSED].status == REFUSED
+        assert "its output error" in rows[TORCH_FUSED].note
+        assert (rows[TORCH_FUSED].latency, rows[TORCH_FUSED].speedup) == (None, None)
+        assert rows[TWO_PASS].status == OK
+    assert "torch_fused refused (2x24x32 float32 forward): its output error" in implementations_table(results)
+
+
+def test_a_wrong_gradient_alone_is_refused_where_there_is_a_backward(monkeypatch):
+    with_damage(monkeypatch, lambda y: y.detach() + 1.001 * (y - y.detach()))
+    results = run()
+    assert by_name(results, FORWARD)[TORCH_FUSED].status == OK
+    row = by_name(results)[TORCH_FUSED]
+    assert row.status == REFUSED
+    assert "its input gradient error" in row.note
+    assert "its weight gradient error" in row.note
+    assert "output error" not in row.note
+
+
+def test_two_pass_may_be_refused_too(monkeypatch):
+    with_damage(monkeypatch, lambda y: y * 1.1, TWO_PASS)
+    rows = by_name(run())
+    assert rows[TWO_PASS].status == REFUSED
+    assert rows[NAIVE_SOFTMAX].status == OK
+    assert rows[NAIVE_SOFTMAX].speedup is None
+
+
+def test_limits():
+    assert error_limit(TRITON_FUSED, 0.01) == pytest.approx(0.0105)
+    assert error_limit(NAIVE_SOFTMAX, 0.01) == pytest.approx(0.03)
+    assert error_limit(TRITON_FUSED, 1e-7) == 1e-5
+    assert error_limit(TRITON_QUANTIZED, 1e-7) == pytest.approx(QUANTIZED.limits.part, rel=0.01)
+    assert error_limit(TRITON_FUSED, 0.5) == 0.05
+    assert math.isnan(error_limit(TRITON_FUSED, float("nan")))
+
+
+def test_naive_softmax_is_left_out_where_its_scores_do_not_fit(monkeypatch):
+    B, N, _, heads = SIZE
+    needed = 4 * B * heads * N * N * 4
+    monkeypatch.setattr(implementations, "_free_memory", lambda device: needed - 1)
+    row = by_name(run(modes=[FORWARD]), FORWARD)[NAIVE_SOFTMAX]
+    assert (row.status, row.latency, row.dram_read) == (LEFT_OUT, None, None)
+    assert "score matrices" in row.note
+    monkeypatch.setattr(implementations, "_free_memory", lambda device: needed)
+    assert by_name(run(modes=[FORWARD]), FORWARD)[NAIVE_SOFTMAX].status == OK
+
+
+def test_the_compiled_ones_are_one_graph_each_at_every_size(monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    with torch._dynamo.config.patch(recompile_limit=4):  # of one size, dtype, both compiled ones and both modes
+        for tokens in (8, 12):
+            results = run((1, tokens, 16, 1), compile_rivals=True)
+            assert {row.status for row in results.rows if row.implementation in COMPILED} == {OK}
+
+
+def test_fp32_is_exact_meanwhile_for_all(monkeypatch):
+    seen = set()
+    with_damage(monkeypatch, lambda y: seen.add(torch.get_float32_matmul_precision()) or y)
+    torch.set_float32_matmul_precision("high")
+    try:
+        run(modes=[FORWARD_BACKWARD])  # nothing is traced
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert seen == {"highest"}
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match=r"dtypes=\['int8'\]; give some of float32, bfloat16"):
+        run(dtypes=["int8"])
+    with pytest.raises(ValueError, match="modes='forward'; give some of"):
+        run(modes="forward")
+    with pytest.raises(ValueError, match="N=0"):
+        run((2, 0, 32, 2))
+    with pytest.raises(ValueError, match="repeats=1"):
+        benchmark_all_implementations(*SIZE, repeats=1)
+    with pytest.raises(ValueError, match="not a positive multiple of num_heads"):
+        run((2, 8, 32, 3))
+
+
+def test_importing_bench_is_light():
+    code = "import sys, turbo_rcm_patch.bench; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_script_writes_table_csv_json_and_plot(tmp_path, capsys):
+    files = {suffix: tmp_path / f"out.{suffix}" for suffix in ("csv", "json", "png")}
+    arguments = ["--sizes", "1x16x64", "2x8x64", "--dtypes", "float32", "--repeats", "2", "--no-compile"]
+    arguments += ["--device", "cpu", "--csv", files["csv"], "--json", files["json"], "--plot", files["png"]]
+    assert script.main([str(argument) for argument in arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "1x16x64 float32 forward+backward" in printed
+    assert "2x8x64 float32 forward " in printed
+    assert "two_pass_compiled left out: torch.compile is switched off" in printed
+    report = json.loads(files["json"].read_text())
+    assert report["environment"]["torch"] == torch.__version__
+    assert len(report["rows"]) == 2 * len(MODES) * len(IMPLEMENTATIONS)
+    with open(files["csv"], newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["implementation"] for row in rows] == [row["implementation"] for row in report["rows"]]
+    assert float(rows[0]["latency"]) == report["rows"][0]["latency"]
+    assert files["png"].stat().st_size > 1000
+
+
+def test_the_script_fails_where_one_is_wrong(monkeypatch):
+    with_damage(monkeypatch, lambda y: y * 1.001)
+    arguments = ["--sizes", "1x16x64", "--dtypes", "float32", "--repeats", "2", "--no-compile", "--device", "cpu"]
+    assert script.main(arguments) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sizes", "4x512"], "'4x512' is no BxNxC"),
+        (["--sizes", "4x512x100"], "C a multiple of 64"),
+        (["--device", "cpu"], "choose small ones with --sizes"),
+        (["--sizes", "1x8x64", "--repeats", "1"], "quartiles need at least 2"),
+        (["--sizes", "1x8x64", "--device", "cpu", "--csv", "out.json"], "ending in .csv"),
+    ],
+)
+def test_the_script_names_what_is_wrong_with_its_arguments(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        script.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_with_graphs_and_compiled_rivals():
+    results = benchmark_all_implementations(2, 256, 256, 4, repeats=3)
+    run_rows = [row for row in results.rows if (row.mode, row.implementation) != (FORWARD_BACKWARD, TRITON_QUANTIZED)]
+    assert {row.status for row in run_rows} == {OK}, implementations_table(results)
+    assert all(row.latency > 0 and row.peak_memory > 0 for row in run_rows)

@@ -1,0 +1,82 @@
+from pathlib import Path
+
+from tests.scripts.tools.pages.results import attention_rows
+from turbo_rcm_patch.bench.ops_quantized import OURS_EXACT
+
+ROOT = Path(__file__).resolve().parents[4]
+
+from scripts.tools.pages import ops  # noqa: E402
+
+
+def test_the_whole_sparse_attention_beside_the_dense_ones_is_a_sentence():
+    assert ops.sparse_attention_sentence(attention_rows()) == (
+        "One self-attention with its norms and RoPE (12 heads of 128, 32760 tokens): exact 9.50 ms beside 7.75 in 8 "
+        "bits, and sparse 1.50 beside 7.12 in 8 bits; each pair was timed in turns.\n"
+    )
+    missed = attention_rows()
+    missed["ops-sparse"]["results"][0]["most"] = 1.45
+    missed["ops-quantized"]["results"][0] |= {"targets": {OURS_EXACT: 1.25}, "speedups": {OURS_EXACT: 1.2}}
+    assert "beside **7.75** in 8 bits, and sparse **1.50** beside" in ops.sparse_attention_sentence(missed)
+    refused = attention_rows()
+    refused["ops-sparse"]["results"][0]["best"] = None
+    assert ops.sparse_attention_sentence(refused) is None
+    assert ops.sparse_attention_sentence({"ops-quantized": refused["ops-quantized"]}) is None
+    apart = {"ops-sparse": attention_rows()["ops-sparse"], "ops-quantized": attention_rows("1×2×3")["ops-quantized"]}
+    assert ops.sparse_attention_sentence(apart) is None
+
+
+def test_ops_become_a_table_that_marks_what_is_missed():
+    def timing(milliseconds, error):
+        return {"milliseconds": milliseconds, "error": error}
+
+    timings = {"rival A": timing(2.0, 2e-3), "rival B": timing(3.0, None), "ours": timing(2.5, 1e-3)}
+    result = {
+        "case": "op 1×2",
+        "best": "ours",
+        "timings": timings,
+        "speedups": {"rival A": 0.8, "rival B": 1.2, "copy": 0.75},
+        "targets": {"rival A": 1.1, "rival B": 1.0},
+    }
+    refused = {"case": "op 3×4", "best": None, "timings": {}, "speedups": {}, "targets": {}}
+    table = ops.ops_table({"results": [result, refused], "rounds": 7, "copy_bandwidth": 4e12})
+    assert "| op 1×2 | 2.500 | rival A | 2.000 | **0.800** | 1.1 | 1.0e-03 / 2.0e-03 |" in table
+    assert "|  |  | rival B | 3.000 | 1.200 | 1.0 |  |" in table
+    assert "|  |  | copy |  | 0.750 |  |  |" in table
+    assert "| op 3×4 | refused" in table
+    assert "4.00 TB/s" in table
+    for least, shown in (
+        (860, "2.500 (860 TFLOP/s) | rival A | 2.000 | **0.800** | 1.1 / 860 TFLOP/s"),
+        (861, "2.500 (**860** TFLOP/s) | rival A | 2.000 | **0.800** | 1.1 / 861 TFLOP/s"),
+    ):
+        rated = ops.ops_table(
+            {"results": [{**result, "teraflops": 860.2, "least": least}], "rounds": 7, "copy_bandwidth": 1e12}
+        )
+        assert f"| op 1×2 | {shown} | 1.0e-03 / 2.0e-03 |" in rated
+    alone = {**result, "timings": {"ours": timings["ours"]}, "speedups": {}, "teraflops": 860.2, "least": 860}
+    table = ops.ops_table({"results": [alone], "rounds": 7, "copy_bandwidth": 4e12})
+    assert "| op 1×2 | 2.500 (860 TFLOP/s) |  |  |  | 860 TFLOP/s | 1.0e-03 |" in table
+    dense = {**result, "timings": {**timings, "rival A": timing(2.0, None)}}
+    table = ops.ops_table({"results": [dense], "rounds": 7, "copy_bandwidth": 4e12})
+    assert "| op 1×2 | 2.500 | rival A | 2.000 | **0.800** | 1.1 | 1.0e-03 |" in table  # ours alone
+
+
+def test_traffic_becomes_a_table_that_names_its_source():
+    eager = {"name": "eager", "read": 2e9, "written": 1e9, "passes": 30.04, "refused": None, "error": 0.00123}
+    refused = {"name": "fused", "refused": "wrong"}
+    settings = {"case": "Wan block", "config": "wan2.1-1.3b", "tokens": 10, "dim": 4}
+    run = {"settings": settings, "pass_bytes": 80, "implementations": [eager, refused], "source": "counters"}
+    table = ops.traffic_table([run, {**run, "source": "shapes"}])
+    measured = "measured by Nsight Compute"
+    assert f"| Wan block of wan2.1-1.3b, 10×4 | eager | 2000 | 1000 | 30.0 | {measured} | 1.2e-03 |" in table
+    assert f"|  | fused |  |  | refused | {measured} |  |" in table
+    assert "| 30.0 | counted from shapes | 1.2e-03 |" in table
+
+
+def test_implementations_become_a_row_per_size_dtype_and_mode():
+    size = {"B": 4, "N": 16, "C": 64, "dtype": "bfloat16", "mode": "forward"}
+    two_pass = {**size, "implementation": "two_pass", "latency": 2e-3, "speedup": 1.0, "status": "ok"}
+    fused = {**size, "implementation": "fused", "latency": 1e-3, "speedup": 2.0, "status": "ok"}
+    naive = {**size, "implementation": "naive", "latency": None, "speedup": None, "status": "left out"}
+    table = ops.implementations_table({"rows": [two_pass, fused, naive]})
+    assert "| samples×tokens×channels | two_pass, ms | fused | naive |" in table
+    assert "| 4×16×64, bfloat16, forward | 2.000 | 2.00× | left out |" in table

@@ -1,0 +1,163 @@
+from pathlib import Path
+
+import pytest
+
+from scripts.benchmarks.lora import ALONE, RESCALED, SWITCHED, WITHOUT
+from scripts.tools import write_pages
+from scripts.tools.pages import charts
+from tests.scripts.tools.pages.results import step_run
+from turbo_rcm_patch.bench.variants import COMPILED_AFTER_A_CHANGE
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+from scripts.tools.pages import steps  # noqa: E402
+
+
+def _line(cells):
+    return f"| {' | '.join(cells)} |"
+
+
+def _step_lines(name, run):
+    return [_line(row) for row in steps.step_rows(name, run)]
+
+
+def test_steps_are_compared_with_eager_and_with_compile():
+    run = step_run("wan2.1-1.3b", compiled=0.6, patched=0.5)
+    assert _step_lines("wan2.1-1.3b", run)[2] == (
+        "|  | patched (exact) | 500.0 | 1.80× | 1.20× | 1.45 / 1.2 | 1.00 |  |  |"
+    )
+    run = step_run("wan2.1-1.3b", compiled=0.6, patched=0.5, errors=(0.003, 0.002, 0.0021))
+    rows = _step_lines("wan2.1-1.3b", run)
+    assert [row.split(" | ")[-2] for row in rows] == ["3.0e-03", "2.0e-03", "2.1e-03"]
+    run = step_run("wan2.1-1.3b", compiled=0.6, patched=0.5, errors=(0.003, 0.002, 0.0022))
+    rows = _step_lines("wan2.1-1.3b", run)
+    assert [row.split(" | ")[-2] for row in rows] == ["3.0e-03", "2.0e-03", "**2.2e-03**"]
+    run = step_run("wan2.1-1.3b", compiled=0.59, patched=0.5)
+    assert "| 1.80× | **1.18×** | 1.45 / 1.2 |" in _step_lines("wan2.1-1.3b", run)[2]
+    slow = step_run("wan2.1-1.3b", compiled=0.9, patched=0.7)
+    assert "| **1.29×** | 1.29× | 1.45 / 1.2 |" in _step_lines("wan2.1-1.3b", slow)[2]
+    assert "| 1.80× | **1.18×** | – / 1.2 |" in _step_lines("wan2.1-1.3b-17-frames", run)[2]
+    assert "| 1.80× | 1.18× |  |" in _step_lines("another", run)[2]
+
+
+def test_targets_in_8_bits_are_those_that_were_asked_for():
+    asked = {"wan2.1-1.3b": 1.5, "wan2.1-14b-4-layers": 1.5, "wan2.2-5b-8-layers": 1.48}
+    for name, speedup in asked.items():
+        assert steps.STEP_TARGETS[f"{name}-quantized"] == {"torch.compile": speedup}
+        assert steps.MEMORY_TARGETS[f"{name}-quantized"] == (steps.EXACT_PATCH, 1.0)
+
+
+def _video_run(patched, error, memory=2**31):
+    def variant(name, decode, error):
+        stages = {"steps": [0.2, 0.2], "vae_decode": decode, "output": 0.05, "total": decode + 0.5}
+        peak = memory if name == "patched" else 2**31
+        return {"name": name, "timings": {**stages, "peak_memory": peak}, "latents": None, "decode_error": error}
+
+    run = step_run("wan2.1-1.3b", compiled=0.6, patched=0.5)
+    decodes = {"unpatched": (1.8, 0.01), "torch.compile": (1.0, 0.01), "patched": (patched, error)}
+    run["variants"] = [variant(name, *each) for name, each in decodes.items()]
+    run["settings"] |= {"output_type": "np", "num_inference_steps": 2}
+    return run
+
+
+def test_whole_videos_are_a_table_of_their_own():
+    runs = {"wan2.1-1.3b-decoded": _video_run(0.5, 0.0101)}
+    assert charts.real_models(runs) == {}
+    measured = write_pages._measured(Path("gpu.json"), runs, [])
+    asked = "–× / 1.75× / decode 0.6 s / output 0.1 s / total 2.5 s"
+    assert (
+        f"|  | patched (exact) | 0.40 | 0.50 | 0.05 | 1.00 | 3.60× | 2.00× |  | {asked} | 2.00 | 1.0e-02 |" in measured
+    )
+    assert "| eager diffusers | 0.40 | 1.80 | 0.05 | 2.30 | 1.00× | 0.56× |  |  | 2.00 | 1.0e-02 |" in measured
+    assert "over compile, whose decoder is compiled too" in measured
+    assert "One denoising step" not in measured
+    missed = steps.whole_videos_table({"wan2.1-1.3b-decoded": _video_run(0.61, 0.0106)})
+    assert "| 0.40 | **0.61** | 0.05 | 1.11 | 2.95× | **1.64×** |" in missed
+    assert "**1.1e-02** |" in missed
+    more = steps.whole_videos_table({"wan2.1-1.3b-decoded": _video_run(0.5, 0.01, memory=2**31 + 2**27)})
+    assert "| **2.12** | 1.0e-02 |" in more
+    counted = steps.whole_videos_table({"another": _video_run(0.5, 0.01) | {"decode_flops": 300e12}})
+    assert "| 1.00× | 0.56× | 167 |" in counted
+    assert "| 3.60× | 2.00× | 600 |" in counted
+
+
+def test_the_readme_has_a_short_table_of_a_whole_video():
+    steps_run = step_run("wan2.1-1.3b", compiled=0.6, patched=0.5)
+    assert "whole video" not in steps.short_steps(Path("x.json"), {"wan2.1-1.3b": steps_run})
+    runs = {"wan2.1-1.3b": steps_run, "wan2.1-1.3b-decoded": _video_run(0.61, 0.01)}
+    lines = steps.short_steps(Path("x.json"), runs).splitlines()
+    assert lines[-4].startswith("| from the prompt's embeddings to frames | eager, s | compile, s | patched, s |")
+    assert lines[-2:] == [
+        "| a whole video of wan2.1-1.3b, 5×16×32, 2 steps, exact | 2.30 | 1.50 | 1.11 | 2.07× | 1.35× | 1.00× |",
+        "| decoding alone, Wan 2.1's VAE, 5×16×32 | 1.80 | 1.00 | **0.61** | 2.95× | **1.64×** | 1.00× |",
+    ]
+    timings = runs["wan2.1-1.3b-decoded"]["variants"][-1]["timings"]
+    timings["peak_memory"], timings["total"] = 2 * timings["peak_memory"], 2.6
+    assert "| 1.50 | **2.60** | 0.88× | 0.58× | **2.00×** |" in steps.short_steps(Path("x.json"), runs)
+    del runs["wan2.1-1.3b-decoded"]["variants"][1]
+    assert "| 2.30 | not run | **2.60** |" in steps.short_steps(Path("x.json"), runs)
+
+
+def test_a_variant_that_was_not_run_says_so():
+    run = step_run("wan2.1-1.3b", compiled=0.6, patched=0.5)
+    run["settings"]["preset"] = "quantized"
+    table = steps.short_steps(Path("x.json"), {"wan2.1-1.3b": step_run("x", 0.6, 0.5), "8-bit": run})
+    assert "| quantized | 900 | 600 | not run | 500 |" in table
+
+
+def test_steps_of_all_tiers_are_in_the_short_tables():
+    runs = {"exact": step_run("exact", compiled=0.6, patched=0.5)}
+    for tier in ("quantized", "sparse", "block_sparse"):
+        runs[tier] = step_run(tier, compiled=0.6, patched=0.1)
+        runs[tier]["settings"]["preset"] = tier
+    lines = steps.short_steps(Path("x.json"), runs).splitlines()
+    assert [line.split(" | ")[1] for line in lines[-3:]] == ["quantized", "sparse", "block_sparse"]
+    assert "6.00×" in lines[-1]
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0.257, "257.0 (1.008× without"), (0.27, "270.0 (**1.059×** without")])
+def test_a_step_with_lora_is_compared_with_one_without(seconds, shown):
+    times = {"unpatched": 0.33, "torch.compile": 0.28, "patched": seconds, WITHOUT: 0.255, RESCALED: 0.26}
+    variants = [
+        {"name": name, "timings": {"steps": [step] * 2, "peak_memory": 2**30}, "latents": None, "compiled": 0}
+        for name, step in times.items()
+    ]
+    settings = {"config": "wan2.1-14b", "layers": 4, "num_frames": 81, "height": 480, "width": 832, "lora_ranks": [64]}
+    rows = steps.step_rows("wan2.1-14b-4-layers-lora-64", {"settings": settings, "variants": variants})
+    assert "wan2.1-14b (4 layers), 81×480×832, LoRA of rank 64" in rows[0][0]
+    assert shown in rows[2][2]
+    assert "≤ 1.03× without LoRA" in rows[2]
+    assert [row[1] for row in rows[3:]] == [WITHOUT, RESCALED]
+    assert charts.real_models({"x": {"settings": settings, "variants": variants}}) == {}
+
+
+def test_a_step_after_a_change_is_compared_with_one_without():
+    """Ours may take 5 ms more, and compile nothing; of the compiled rival only the step right after it counts."""
+    times = {"unpatched": [0.33] * 3, "torch.compile": [0.28] * 3, "patched": [0.257] * 3, WITHOUT: [0.25] * 3}
+    times |= {RESCALED: [0.2615] * 3, ALONE: [0.25] * 3, SWITCHED: [0.256] * 3}
+    times[COMPILED_AFTER_A_CHANGE] = [0.28, 21.5, 0.28]
+    variants = [
+        {"name": name, "timings": {"steps": each, "peak_memory": 2**30}, "latents": None, "compiled": 0}
+        for name, each in times.items()
+    ]
+    variants[4]["compiled"], variants[-1]["compiled"] = 2, 3
+    settings = {"config": "wan2.1-14b", "num_frames": 81, "height": 480, "width": 832, "lora_ranks": [64, 64]}
+    rows = {row[1]: row for row in steps.step_rows("x", {"settings": settings, "variants": variants})}
+    assert rows[RESCALED][2] == "261.5 (+4.5 ms, **2 compiled**)"
+    assert rows[SWITCHED][2] == "256.0 (**+6.0 ms**, 0 compiled)"
+    assert rows[ALONE][2] == "250.0"
+    assert rows[COMPILED_AFTER_A_CHANGE][2] == "21500.0 (+21220.0 ms, 3 compiled)"
+    asked = [name for name, row in rows.items() if row[5] == "≤ 5 ms on top, nothing compiled"]
+    assert asked == [RESCALED, SWITCHED]
+
+
+def test_memory_has_a_target_beside_compile():
+    run = step_run("wan2.2-5b", compiled=0.6, patched=0.5)
+    run["variants"][2]["timings"]["peak_memory"] = 1.15 * 2**30
+    assert "memory 1.15 | 1.15 (1.15×) |" in _step_lines("wan2.2-5b-8-layers", run)[2]
+    assert "| 1.15× |" in _line(steps.short_step_row("wan2.2-5b-8-layers", run))
+    run["variants"][2]["timings"]["peak_memory"] = 1.2 * 2**30
+    assert "memory 1.15 | 1.20 (**1.20×**) |" in _step_lines("wan2.2-5b-8-layers", run)[2]
+    assert "| **1.20×** |" in _line(steps.short_step_row("wan2.2-5b-8-layers", run))
+    assert "| 1.20× |" in _line(steps.short_step_row("another", run))

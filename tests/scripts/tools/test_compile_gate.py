@@ -1,0 +1,221 @@
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from scripts.tools import compile_gate as gate
+from scripts.tools import compile_without_gpu
+from scripts.tools.compile_without_gpu import Inspection, shared_memory_limit
+
+ROOT = Path(__file__).resolve().parents[3]
+GATE = ROOT / "scripts/tools/compile_gate.py"
+
+
+def inspection(opcode, **changes):
+    healthy = {"registers": 168, "spills": 0, "spills_matter": False, "shared": 1000, "warnings": ()}
+    result = Inspection(**healthy | {"has_low_precision_dot": True} | changes, asm={})
+    vars(result)["instructions"] = Counter({opcode: 4})
+    return result
+
+
+@pytest.mark.parametrize("opcode", ["HGMMA.64x256x16.F32.BF16", "IGMMA.64x128x32.S8.S8", "QGMMA.64x64x32.F32.E4M3"])
+def test_a_healthy_kernel_passes(opcode):
+    assert gate.find_problems(inspection(opcode), (9, 0), 2000) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"spills": 8, "spills_matter": True}, "8 bytes of register spills"),
+        ({"shared": 2001}, "2001 bytes of shared memory; a program may take 2000"),
+        ({"warnings": ("(C7510) wgmma serialized",)}, "C7510"),
+    ],
+)
+def test_each_fault_is_found(changes, problem):
+    (found,) = gate.find_problems(inspection("HGMMA.64x64x16.F32", **changes), (9, 0), 2000)
+    assert problem in found
+
+
+def test_spills_that_do_not_matter_pass():
+    assert gate.find_problems(inspection("HGMMA.64x64x16.F32", spills=8), (9, 0), 2000) == []
+
+
+def test_wgmma_is_expected_of_matmuls_on_sm90_only():
+    slow = inspection("HMMA.16816.F32.BF16")
+    assert gate.find_problems(slow, (9, 0), 2000) == ["its matmul does not use wgmma"]
+    assert gate.find_problems(slow, (9, 0), 2000, fits_no_wgmma=True) == []
+    assert gate.find_problems(slow, (8, 0), 2000) == []
+    assert gate.find_problems(inspection("FFMA", has_low_precision_dot=False), (9, 0), 2000) == []
+
+
+def test_opcodes_count_with_their_modifiers():
+    result = inspection("LDG.E.128")
+    result.instructions["LDGSTS.E"] = 1
+    assert [result.count(opcode) for opcode in ("LDG", "LDG.E", "LDG.E.128", "LDG.E.64")] == [4, 4, 4, 0]
+
+
+def test_shared_memory_limits():
+    assert [shared_memory_limit(c) for c in ((8, 0), (8, 9), (9, 0), (12, 0))] == [166912, 101376, 232448, 101376]
+
+
+def test_a_job_that_dies_is_reported():
+    (report,) = gate.run_job(multiprocessing.get_context("spawn"), "no_such_op", 90, 1)
+    assert report["problems"] == ["the process ended early, after 0 cases"]
+
+
+def test_a_job_that_dies_after_some_cases_is_reported(monkeypatch):
+    monkeypatch.setattr(gate, "compile_cases", send_one_and_abort)
+    report, failure = gate.run_job(multiprocessing.get_context("fork"), "some_op", 90, 1)
+    assert report == {"name": "first"}
+    assert failure == {"name": "some_op", "problems": ["the process ended early, after 1 cases"]}
+
+
+def send_one_and_abort(op, architecture, one_in, sender):
+    sender.send({"name": "first"})
+    os._exit(0)
+
+
+def test_a_lost_exit_code_is_no_failure(monkeypatch):
+    class Process(multiprocessing.context.ForkProcess):
+        exitcode = 255  # what another thread's start leaves to read
+
+    monkeypatch.setattr(gate, "compile_cases", lambda op, architecture, one_in, sender: sender.send(gate.END))
+    context = multiprocessing.get_context("fork")
+    monkeypatch.setattr(context, "Process", Process, raising=False)
+    assert gate.run_job(context, "some_op", 90, 1) == []
+
+
+def run_without_the_interpreter(*command):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    process = subprocess.run([sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
+
+
+def test_the_command_line():
+    output = run_without_the_interpreter(GATE, "--ops", "gelu", "--architectures", "90")
+    row = output.splitlines()[1].split()
+    assert row[:3] == ["sm_90", "gelu", "3"]
+    assert row[-1] == "ok"
+
+
+SHARES = """
+import sys
+from scripts.tools import compile_gate as gate
+from scripts.tools.compile_without_gpu import describe
+
+launches = gate.launches_of("rms_norm_rope", (8, 0))
+every = list(dict.fromkeys(map(describe, launches)))
+shares = [list(map(describe, gate.some_of(launches, architecture, 3))) for architecture in (80, 86, 89)]
+assert all(share[0] == every[0] for share in shares)
+assert sorted([*shares[0], *shares[1][1:], *shares[2][1:]]) == sorted(every)  # neighbours share a kernel's cases
+assert list(map(describe, gate.some_of(launches, 90, 1))) == every
+for op in ("attention_8bit", "sparse_linear_attention"):  # each kernel has one, and those in Gluon have all
+    launches = gate.launches_of(op, (9, 0))
+    share = gate.some_of(launches, 90, 6)
+    assert {launch.kernel for launch in share} == {launch.kernel for launch in launches}
+    in_gluon = {describe(launch) for launch in launches if launch.kernel.is_gluon()}
+    assert in_gluon and in_gluon <= set(map(describe, share))
+    assert len(share) - len(in_gluon) < 0.4 * len(set(map(describe, launches)))
+"""
+
+
+def test_shares_of_the_cases():
+    run_without_the_interpreter("-c", SHARES)
+
+
+def test_a_share_of_none_is_refused():
+    process = subprocess.run([sys.executable, GATE, "--one-in", "0"], capture_output=True, text=True)
+    assert process.returncode == 2
+    assert "--one-in 0: give 1 or more." in process.stderr
+
+
+INSPECT_ONE_KERNEL = """
+from scripts.tools.compile_without_gpu import inspect, record_launches
+from scripts.tools.every_launch import launch_linear_gelu, without_gluon
+with without_gluon():
+    launch = next(launch for launch in record_launches(launch_linear_gelu, (9, 0)) if launch.options["ROWS"] == 128)
+half_the_registers = launch._replace(options=launch.options | {"num_warps": launch.options["num_warps"] // 2})
+good, bad = inspect(launch, (9, 0)), inspect(half_the_registers, (9, 0))
+assert good.has_low_precision_dot and good.count("HGMMA") > 0 and good.count("UTMALDG") > 0
+assert 0 < good.registers <= 255 and good.shared > 3 * (128 + 256) * 64 * 2
+assert good.spills == 0 and bad.spills > 0 and bad.spills_matter
+assert inspect(launch, (9, 0)) is None  # compiled already
+assert inspect(launch, (10, 0)).count("HGMMA") == 0
+"""
+
+
+def test_inspection_of_a_real_kernel():
+    run_without_the_interpreter("-c", INSPECT_ONE_KERNEL)
+
+
+INSPECT_A_GLUON_KERNEL = """
+import re
+from scripts.tools.compile_without_gpu import inspect, record_launches, shared_memory_limit
+from scripts.tools.every_launch import launch_attention
+assert not any(launch.kernel.is_gluon() for launch in record_launches(launch_attention, (8, 0)))
+launches = (launch for launch in record_launches(launch_attention, (9, 0)) if launch.kernel.is_gluon())
+inspection = inspect(next(launch for launch in launches if launch.arguments[0].block_shape[-1] == 128), (9, 0))
+assert inspection.has_low_precision_dot and not inspection.spills_matter and inspection.warnings == ()
+assert 0.75 * shared_memory_limit((9, 0)) < inspection.shared <= shared_memory_limit((9, 0))
+version = tuple(map(int, re.search(r"\\.version (\\d+)\\.(\\d+)", inspection.asm["ptx"]).groups()))
+assert version < (9, 0)  # of the ptxas of CUDA 12
+# Three consumers, each with QK and PV in its loop: 8 wgmmas of depth 16 each.
+assert inspection.count("HGMMA") == 3 * 2 * 8
+assert all(inspection.count(opcode) > 0 for opcode in ("UTMALDG", "UTMASTG", "USETMAXREG", "BAR.ARV"))
+"""
+
+
+def test_inspection_of_a_gluon_kernel():
+    run_without_the_interpreter("-c", INSPECT_A_GLUON_KERNEL)
+
+
+SASS = """
+        /*0000*/                   STL [R1], R0 ;
+.L_x_1:
+        /*0010*/                   LDL R2, [R1] ;
+.L_x_2:
+        /*0020*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT ;
+.L_x_9:
+        /*0028*/              @!P2 BRA `(.L_x_9) ;
+        /*0030*/              @!P0 BRA `(.L_x_3) ;
+        /*0040*/               @P0 BRA `(.L_x_2) ;
+.L_x_3:
+        /*0050*/              @!P1 BRA `(.L_x_1) ;
+"""
+
+
+@pytest.mark.parametrize(("line", "spills"), [("0020", True), ("0030", True), ("0010", False), ("0050", False)])
+def test_spills_count_in_the_loop_around_a_product(line, spills):
+    """Beside those before and in the outer loop, one more in front of a line. The loop has a loop that waits in it."""
+    where = f"        /*{line}*/"
+    assert SASS.count(where) == 1
+    sass = SASS.replace(where, f"        /*ffff*/   @P2 LDL.LU R4, [R1] ;\n{where}")
+    assert compile_without_gpu._loops_spill(sass.splitlines()) is spills
+
+
+def test_code_behind_the_end_closes_no_loop():
+    """A retry of a wait that jumps back to between the product and a spill."""
+    behind = "        /*0060*/                   EXIT ;\n        /*0070*/                   BRA `(.L_x_2) ;\n"
+    spill = SASS.replace(".L_x_3:", ".L_x_3:\n        /*0048*/   LDL R4, [R1] ;")
+    assert not compile_without_gpu._loops_spill((spill + behind).splitlines())
+    assert not compile_without_gpu._loops_spill(spill.splitlines())
+
+
+def test_without_tensor_cores_spills_count_in_any_loop_that_multiplies():
+    in_it, beside_it = SASS.replace("HGMMA.64x128x16.F32.BF16", "FFMA"), SASS.replace("HGMMA", "MOV")
+    assert compile_without_gpu._loops_spill(in_it.replace("@P0 BRA `(.L_x_2)", "@P0 BRA `(.L_x_1)").splitlines())
+    assert not compile_without_gpu._loops_spill(beside_it.splitlines())
+
+
+def test_spills_count_where_no_loop_is_found():
+    sass = [line for line in SASS.splitlines() if "BRA" not in line]
+    assert compile_without_gpu._loops_spill(sass)
+
+
+def test_an_architecture_may_have_no_cases():
+    assert gate._row("attention", 80, [], []).split()[-2:] == ["none", "here"]

@@ -1,0 +1,201 @@
+"""Every step of the GPU session has a place on the results page, and what misses its target is bold there."""
+
+import copy
+import json
+import re
+from pathlib import Path
+
+import imageio.v3 as iio
+import numpy as np
+import pytest
+
+from scripts.benchmarks import gpu_session
+from scripts.tools import write_pages
+from scripts.tools.pages import checks, ops, steps
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+GPU = "nvidia-h200.json"
+MEASURED = json.loads((ROOT / "results" / GPU).read_text())["runs"]
+ENVIRONMENT = MEASURED["ops"]["environment"]
+CAP = {
+    "settings": {"config": "wan2.1-14b", "height": 480, "width": 832, "frames": 81},
+    "environment": ENVIRONMENT,
+    "cap_bytes": 24 * 10**9,
+    "bf16_weight_bytes": 28 * 10**9,
+    "weight_bytes": 15 * 10**9,
+    "patching_seconds": 30.0,
+    "step_seconds": 3.21,
+    "peak_bytes": 20 * 10**9,
+    "finite": True,
+}
+KEPT = [
+    {"block": f"transformer.blocks.{block}", "step": step, "share": share}
+    for block, step, share in ((0, 1, 1.0), (1, 1, 0.25), (0, 4, 0.5), (1, 4, 0.125))
+]
+
+ATTENTION_ERRORS = {
+    "settings": {"tokens": 4096, "heads": 4, "head_dim": 128},
+    "environment": ENVIRONMENT,
+    "attention_errors": [
+        {"values": "structured", "count": 1, "cosine": 0.9999, "relative_l1": 0.013, "relative_l2": 0.014}
+        | {"rival_l2": 0.045, "beside_rival": 0.31, "missed": []}
+    ],
+}
+
+
+def run_of(name: str, command: tuple[str, ...]) -> dict:
+    """What a step has written, or what it would: a like step's figures with its own settings."""
+    preset = command[command.index("--preset") + 1] if "--preset" in command else "exact"
+    if "memory_cap" in command[0]:
+        return copy.deepcopy(CAP)
+    if "measure_attention_error" in command[0]:
+        return copy.deepcopy(ATTENTION_ERRORS)
+    if "benchmarks/ops" in command[0]:
+        like = "ops"
+    elif "end_to_end" in command[0]:
+        like = "wan2.1-1.3b-decoded" if "--decode" in command else "wan2.1-1.3b"
+    else:
+        like = next((step for step in ("verify", "compare", "evaluate") if step in command), name)
+    run = copy.deepcopy(MEASURED.get(name) or MEASURED[like])
+    run["environment"] = ENVIRONMENT
+    if "settings" in run and preset != "exact":
+        run["settings"]["preset"] = preset
+    if like == "verify" and preset == "block_sparse":
+        run["kept"] = KEPT
+    if like == "evaluate":
+        names = {"quantized": preset}
+        run["results"] = [{**row, "variant": names.get(row["variant"], row["variant"])} for row in run["results"]]
+    return run
+
+
+def page_of(folder: Path, runs: dict) -> str:
+    (folder / GPU).write_text(json.dumps({"gpu": "GPU X", "runs": runs}))
+    return write_pages.results_page(folder)
+
+
+def test_every_measurement_shows_on_the_page(tmp_path):
+    runs = {name: run_of(name, command) for name, command in gpu_session.MEASUREMENTS.items()}
+    whole = page_of(tmp_path, runs)
+    hidden = [
+        name for name in runs if page_of(tmp_path, {other: runs[other] for other in runs if other != name}) == whole
+    ]
+    assert hidden == []
+
+
+def test_every_target_is_of_a_measurement():
+    targets = (steps.STEP_TARGETS, steps.MEMORY_TARGETS, steps.DECODE_TARGETS, steps.STAGE_LIMITS, steps.LORA_TARGETS)
+    assert {name for table in targets for name in table} <= set(gpu_session.MEASUREMENTS)
+    assert {name for name, *_ in steps.SHORT_SECONDS} <= set(gpu_session.MEASUREMENTS)
+
+
+def test_a_step_under_a_cap_on_memory():
+    text = ops.memory_cap(CAP)
+    assert "a cap of 24 GB on the GPU's memory, a step of wan2.1-14b, 81×480×832, in 8 bits takes 3.21 s" in text
+    assert "20.0 GB at its peak; its weights take 15.0 GB there, 0.54× those in bf16 (0.55× is wanted at most)" in text
+    assert "**" not in text
+    assert "**0.57×**" in ops.memory_cap({**CAP, "weight_bytes": 16 * 10**9})
+    assert "result is **not finite**" in ops.memory_cap({**CAP, "finite": False})
+    missed = ops.memory_cap({**CAP, "step_seconds": None, "peak_bytes": None, "finite": False})
+    assert "in 8 bits **does not fit**; its weights" in missed
+
+
+def test_one_video_side_by_side(tmp_path):
+    assert "side by side" not in page_of(tmp_path, {})
+    run = copy.deepcopy(MEASURED["compare"])
+    run["environment"] = {**ENVIRONMENT, "gpu": None}
+    run["settings"] |= {"prompt": "a red circle", "dtype": "bfloat16", "seed": 7}
+    run["variants"][-1]["frames"]["psnr_db"] = 58.81
+    run["difference_gain"] = 16
+    (tmp_path / "side-by-side.json").write_text(json.dumps(run))
+    page = page_of(tmp_path, {})
+    assert "](side-by-side.png)" in page
+    assert '`turbo-rcm compare "a red circle" --dtype bfloat16 --seed 7 --video side-by-side.png' in page
+    assert "4 steps, on a CPU" in page
+    assert "PSNR is 58.81 dB" in page
+    assert "their difference, amplified 16 times: `turbo-rcm" in page
+
+
+def test_the_shipped_picture_is_amplified_as_the_page_says():
+    page = (ROOT / "results/README.md").read_text()
+    gain = int(re.search(r"their difference, amplified (\d+) times", page)[1])
+    unpatched, patched, difference = np.split(iio.imread(ROOT / "results/side-by-side.png").astype(int), 3, axis=1)
+    amplified = gain * np.abs(patched - unpatched)
+    assert 127 < difference.max() < 256
+    assert np.abs(difference - amplified).max() <= gain + 1  # each panel is rounded for itself
+
+
+def test_what_every_layer_keeps():
+    table = checks.kept_table("verify-x", {**MEASURED["verify-wan2.1-1.3b"], "kept": KEPT})
+    assert "wan2.1-1.3b (30 of 30 layers), 81×480×832 keep" in table
+    assert "| layer | step 1 | step 4 |" in table
+    assert "| `transformer.blocks.0` | 100.0 | 50.0 |" in table
+    assert "| `transformer.blocks.1` | 25.0 | 12.5 |" in table
+
+
+def test_what_verify_checked():
+    def check(unpatched, patched, ok=True):
+        return {"unpatched_error": unpatched, "patched_error": patched, "ok": ok}
+
+    settings = {**MEASURED["verify"]["settings"], "preset": "exact"}
+    run = {"settings": settings, "checks": [check(4e-3, 3e-3), check(2e-3, 1e-3)], "unreached": [], "decoding": None}
+    table = checks.verified_table({"a": run, "b": {**run, "unreached": ["c"], "decoding": check(1e-3, 2e-3, False)}})
+    assert "| embedded, 17×160×224, `a` | exact | 2 of blocks | 0 | 3.0e-03 | 2.0e-03 | 3.0e-03 |" in table
+    assert "| embedded, 17×160×224, `b` | exact | 2 of blocks | **1** | 3.0e-03 |" in table
+    assert "|  |  | 1 of decoding | **1** | 1.0e-03 | 2.0e-03 | 2.0e-03 |" in table
+    part = {"c": {**run, "settings": {**MEASURED["verify-wan2.1-1.3b"]["settings"], "layers": 2}}}
+    assert "| wan2.1-1.3b (2 of 30 layers), 81×480×832, `c` | exact | 2 of blocks |" in checks.verified_table(part)
+
+
+@pytest.mark.parametrize(
+    ("peak", "weights", "shown"),
+    [
+        (3.0, 0.5, "memory 1.0, weights 0.55 | 3.00 (0.75×, weights 0.50×) |"),
+        (4.2, 0.6, "memory 1.0, weights 0.55 | 4.20 (**1.05×**, weights **0.60×**) |"),
+        (3.0, None, "memory 1.0 | 3.00 (0.75×) |"),
+    ],
+)
+def test_memory_in_8_bits_has_targets_beside_the_exact_tier_and_bf16(peak, weights, shown):
+    variants = [
+        {"name": name, "timings": {"steps": [0.5], "peak_memory": memory * 2**30}, "latents": None, "weights": share}
+        for name, memory, share in (
+            ("unpatched", 6.0, None if weights is None else 1.0),
+            ("torch.compile", 2.0, None),
+            ("patched exactly", 4.0, None),
+            ("patched", peak, weights),
+        )
+    ]
+    run = {"settings": MEASURED["wan2.1-1.3b-quantized"]["settings"], "variants": variants}
+    rows = steps.step_rows("wan2.1-1.3b-quantized", run)
+    assert shown in f"| {' | '.join(rows[-1])} |"
+    assert steps._memory_ratio("wan2.1-1.3b-quantized", run) == f"{peak / 2:.2f}×"  # over compile's: no target
+
+
+def test_a_sparse_step_is_compared_with_dense_8_bits():
+    times = {"unpatched": 0.6, "patched, dense in 8 bits": 0.3, "patched": 0.2}
+    variants = [
+        {"name": name, "timings": {"steps": [step], "peak_memory": 2**30}, "latents": None}
+        for name, step in times.items()
+    ]
+    settings = {**MEASURED["wan2.1-1.3b"]["settings"], "preset": "block_sparse"}
+    rows = steps.step_rows("wan2.1-1.3b-block-sparse", {"settings": settings, "variants": variants})
+    assert rows[-1][2] == "200.0 (1.50× over dense in 8 bits)"
+
+
+@pytest.mark.parametrize(
+    ("step", "shown"), [(0.14, "0.56 | 0.58 | 0.02 | 1.20"), (0.15, "**0.60** | 0.58 | 0.02 | **1.40**")]
+)
+def test_a_sparse_video_has_targets_and_a_place_in_the_readme(step, shown):
+    name = "wan2.1-1.3b-sparse-decoded"
+    run = copy.deepcopy(MEASURED["wan2.1-1.3b-decoded"])
+    run["settings"]["preset"] = "sparse"
+    eager, compiled, patched = (variant["timings"] for variant in run["variants"])
+    eager["total"], compiled["total"] = 4.59, 3.44
+    patched |= {"steps": [step] * 4, "vae_decode": 0.58, "output": 0.02, "total": 1.2 if step < 0.15 else 1.4}
+    table = steps.whole_videos_table({name: run})
+    assert f"| patched (sparse) | {shown}" in table
+    assert "| steps 0.57 s / total 1.3 s |" in table
+    short = steps.short_steps(Path("x.json"), {"wan2.1-1.3b": MEASURED["wan2.1-1.3b"], name: run})
+    total = "1.20" if step < 0.15 else "**1.40**"
+    assert f"4 steps, sparse | 4.59 | 3.44 | {total} |" in short

@@ -1,0 +1,81 @@
+import copy
+
+import pytest
+import torch
+
+from scripts.training.embedded.muon import Muon, orthogonalize
+
+SHAPES = ((24, 24), (24, 24), (48, 16), (16, 48))
+
+
+@pytest.mark.parametrize("shape", [(3, 32, 32), (2, 16, 48), (2, 48, 16)])
+def test_singular_vectors_stay_and_singular_values_come_near_to_one(shape):
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    made = orthogonalize(matrices).float()
+    assert made.shape == matrices.shape
+    u, _, v = torch.linalg.svd(matrices, full_matrices=False)
+    values = u.mT @ made @ v.mT
+    diagonal = values.diagonal(dim1=1, dim2=2)
+    assert diagonal.min() > 0.3  # the smallest of a random square matrix's come up last
+    assert diagonal.max() < 1.3
+    assert (values - torch.diag_embed(diagonal)).abs().max() < 0.1
+
+
+def test_it_is_the_muon_of_torch():
+    torch.manual_seed(0)
+    ours = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    theirs = [torch.nn.Parameter(weight.detach().clone()) for weight in ours]
+    muon = Muon(ours, torch.tensor(0.02), momentum=0.95, weight_decay=0.1)
+    oracle = torch.optim.Muon(theirs, lr=0.02, momentum=0.95, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        before = [weight.detach().clone() for weight in theirs]
+        for weight, other in zip(ours, theirs, strict=True):
+            weight.grad = torch.randn_like(weight)
+            other.grad = weight.grad.clone()
+        muon.step()
+        oracle.step()
+        for weight, other, old in zip(ours, theirs, before, strict=True):
+            assert (weight - other).norm() < 0.02 * (other - old).norm()
+
+
+def test_its_state_is_saved_and_loaded():
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+    gradients = [[torch.randn(shape) for shape in SHAPES] for _ in range(2)]
+    muon = Muon(weights, torch.tensor(0.02), momentum=0.95, weight_decay=0.0)
+
+    def step(muon, weights, gradients):
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient.clone()
+        muon.step()
+
+    step(muon, weights, gradients[0])
+    copies = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
+    other = Muon(copies, torch.tensor(0.5), momentum=0.0, weight_decay=0.0)
+    other.load_state_dict(copy.deepcopy(muon.state_dict()))
+    step(muon, weights, gradients[1])
+    step(other, copies, gradients[1])
+    for weight, other_weight in zip(weights, copies, strict=True):
+        torch.testing.assert_close(other_weight, weight)
+
+
+@pytest.mark.gpu
+def test_a_graph_of_it_follows_the_learning_rate():
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(32, 32, device="cuda"))
+    weight.grad = torch.randn_like(weight)
+    rate = torch.tensor(0.1, device="cuda")
+    muon = Muon([weight], rate, momentum=0.95, weight_decay=0.0)
+    muon.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        muon.step()
+    moves = []
+    for value in (0.1, 0.0, 0.2):
+        rate.fill_(value)
+        before = weight.detach().clone()
+        graph.replay()
+        moves.append((weight - before).norm().item())
+    assert moves[0] > 0
+    assert moves[1] == 0
+    assert moves[2] == pytest.approx(2 * moves[0], rel=0.05)
