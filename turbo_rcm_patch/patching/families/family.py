@@ -25,6 +25,7 @@ Targets = Sequence[tuple[str, nn.Module, Callable]]  # (path, module, forward)
 def embedder_forward(self: nn.Module, timestep: torch.Tensor, *args: object, **kwargs: object) -> object:
     """The forward of a transformer's condition embedder, which runs before the blocks; bound on instances."""
     shared: Shared = getattr(self, SHARED)
+    shared.begin_forward()
     return type(self).forward(self, with_weights_up_to_date(timestep, shared.config), *args, **kwargs)
 
 
@@ -95,6 +96,7 @@ class Family:
                 state = BlockState(shared, blocks.attention_class, Plans(), exactly.get(index))
                 if block not in states or states[block].exactly is None:  # it may be in the model twice
                     states[block] = state
+        shared.plans = [state.plans for state in states.values()]
         copied = [
             (module, "__reduce_ex__", bind(reduce_ex, module)) for module in dict.fromkeys([transformer, *forwards])
         ]

@@ -131,21 +131,33 @@ def derivative_of(module: nn.Module, *inputs: torch.Tensor) -> str | None:
 
 
 class Plans:
-    """The plans of one block by kind of call, for as long as nothing about its modules changed."""
+    """The plans of one block by kind of call, kept while nothing about its modules changes.
+
+    A forward of the model looks at all blocks before the first one runs. A block that is called alone looks at itself.
+    """
 
     KEPT = 8  # kinds of calls
 
     def __init__(self):
         self._known: tuple[nn.Module, Snapshot, dict[BlockCall, object]] | None = None
+        self._seen_unchanged = False  # by `look`, for the next call only
         self.latest: BlockCall | None = None
+
+    def look(self) -> None:
+        """Look for changes, so that the block's next call need not."""
+        known = self._known
+        # If something differs the block looks again when it runs: until then an offloading hook may bring weights back.
+        self._seen_unchanged = known is not None and known[1].holds()
 
     def get(self, block: nn.Module, call: BlockCall, decide: Callable[[nn.Module, BlockCall], Plan]) -> Plan:
         """Return ``decide(block, call)``, or the plan it made before for such a call if the block is unchanged."""
         if torch.compiler.is_compiling() or call.call.derivative == "forward":
             return decide(block, call)  # where torch.compile traces, its own guards tell whether the block changed
         self.latest = call
-        known = self._known
-        if known is None or known[0] is not block or not known[1].holds():  # a shallow copy shares this
+        known, seen_unchanged, self._seen_unchanged = self._known, self._seen_unchanged, False
+        if (
+            known is None or known[0] is not block or not (seen_unchanged or known[1].holds())
+        ):  # shallow copies share it
             self._known = known = block, Snapshot(_objects(block), addresses=False, live=LIVE | WRITTEN), {}
         plans = known[2]
         plan = plans.get(call)
@@ -187,13 +199,25 @@ class Shared:
         runs: the runs of tokens with equal timesteps in the forward under way, where the family knows of them.
         steps: which step a pipeline is in; None for a model that was patched alone.
         products: what LoRA layers add, prepared.
+        plans: the plans of every block.
         added_error: a line on weights that were converted from a file's 8 bits; None without such.
     """
 
     def __init__(self, config: PatchConfig, steps: Steps | None = None):
         self.config, self.steps, self.compiles_ahead, self.has_warned, self.runs = config, steps, True, False, None
         self.products, self.saturation = Products(), kernels.Saturation()
+        self.plans: list[Plans] = []
         self.added_error: str | None = None
+
+    def begin_forward(self) -> None:
+        """Look at all blocks for changes. Called by the first patched module of a model's forward.
+
+        Changes that happen later in the forward, for example by a hook between two blocks, count from the next one on.
+        """
+        self.runs = None
+        if not torch.compiler.is_compiling():
+            for plans in self.plans:
+                plans.look()
 
     def why_exact_attention(self) -> str | None:
         """Why the attention of the forward under way runs in the model's dtype, in a few words; None: the tier says."""
