@@ -59,12 +59,13 @@ def test_only_what_somebody_watches_comes_as_the_custom_op():
 
 
 def test_the_kernels_of_one_op_share_a_custom_op_that_knows_them_by_name():
-    def doubled(x: torch.Tensor, more: float = 0.0) -> torch.Tensor:
-        return 2 * x + more
+    @dispatch.kernels_op("test_kernels_op")
+    def op(x: torch.Tensor, more: float = 0.0) -> torch.Tensor:
+        return torch.empty_like(x)
 
-    op = dispatch.KernelsOp("test_kernels_op", doubled)
-    op.register_fake(lambda kernel, x, more=0.0: torch.empty_like(x))
-    twice, thrice = op.launch("two", doubled), op.launch("three", lambda x, more=0.0: 3 * x + more)
+    twice, thrice = (
+        op.launch(name, lambda x, more=0.0, by=by: by * x + more) for name, by in (("two", 2), ("three", 3))
+    )
     x = torch.ones(2)
     assert [twice(x).tolist(), thrice(x, 1.0).tolist()] == [[2, 2], [4, 4]]
     called = []

@@ -219,13 +219,14 @@ class KernelOp:
 class KernelsOp:
     """Several kernels of one op as the custom op ``turbo_rcm_patch::name``, whose first argument is a kernel's name.
 
-    like: a launcher with the signature of all of them.
+    fake: the op on fake tensors, with the signature of all its launchers.
     """
 
-    def __init__(self, name: str, like: Callable):
-        schema = torch.library.infer_schema(like, mutates_args=()).replace("(", "(str kernel, ", 1)
+    def __init__(self, name: str, fake: Callable):
+        schema = torch.library.infer_schema(fake, mutates_args=()).replace("(", "(str kernel, ", 1)
         self.op = torch.library.custom_op(f"turbo_rcm_patch::{name}", self._run, mutates_args=(), schema=schema)
-        self.register_fake, self.register_autograd = self.op.register_fake, self.op.register_autograd
+        self.op.register_fake(lambda kernel, *arguments: fake(*arguments))
+        self.register_autograd = self.op.register_autograd
         self._launchers: dict[str, Callable] = {}
 
     def launch(self, kernel: str, launcher: Callable) -> KernelLaunch:
@@ -265,6 +266,11 @@ def _are_watched(arguments: tuple) -> bool:
         elif isinstance(argument, torch.Tensor):
             return True
     return False
+
+
+def kernels_op(name: str) -> Callable[[Callable], KernelsOp]:
+    """Decorator: make a fake the KernelsOp of this name."""
+    return functools.partial(KernelsOp, name)
 
 
 def kernel_op(name: str) -> Callable[[Callable], KernelOp]:

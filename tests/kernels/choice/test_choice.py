@@ -45,7 +45,7 @@ GEMMS = {
     "fp32": (FP32, 1, 600, 256, 64, (1, 1, 256), choice.PORTABLE + " (float32 tensors)"),
     "odd columns": (BF16, 1, 600, 252, 64, (1, 1, 252), choice.PORTABLE + " (rows or addresses"),
     "odd depth": (BF16, 1, 600, 256, 60, (1, 1, 256), choice.PORTABLE + " (rows or addresses"),
-    "per token": (BF16, 1, 600, 256, 64, (1, 600, 256), choice.PORTABLE + " (coefficients per token)"),
+    "per token": (BF16, 1, 600, 256, 64, (1, 600, 256), choice.PORTABLE + " (c_out per token)"),
 }
 
 

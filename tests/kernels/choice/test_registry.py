@@ -25,6 +25,10 @@ def op_of(*kernels):
     return Op("an_op", tuple(Kernel(name, lambda spec, reason=reason: reason, print) for name, reason in kernels))
 
 
+class WithBackward(Spec):
+    has_backward = True
+
+
 def spec_of(**options):
     return Spec(**{"device": META, "dtype": BF16, **options})
 
@@ -97,8 +101,8 @@ def test_why_no_triton_kernel_runs_on_a_gpu(options, reason):
 
 def test_a_kernel_with_a_backward_runs_under_autograd_but_not_in_forward_mode():
     with dispatch.meta_is_gpu((9, 0), 132):
-        assert why_not_ours(spec_of(derivative="backward"), has_backward=True) is None
-        assert why_not_ours(spec_of(derivative="forward"), has_backward=True) == AUTOGRAD
+        assert why_not_ours(WithBackward(device=META, dtype=BF16, derivative="backward")) is None
+        assert why_not_ours(WithBackward(device=META, dtype=BF16, derivative="forward")) == AUTOGRAD
 
 
 def test_old_gpus_have_their_reasons():
@@ -122,7 +126,8 @@ def test_the_reference_gives_way_to_kernels_that_were_asked_for_but_not_under_au
     asked = spec_of(implementation="triton")
     assert "'triton' was asked for" in why_not_reference(asked)
     with dispatch.meta_is_gpu((9, 0), 132):
-        assert "'triton' was asked for" in why_not_reference(replace(asked, derivative="backward"), has_backward=True)
+        with_backward = WithBackward(device=META, dtype=BF16, implementation="triton", derivative="backward")
+        assert "'triton' was asked for" in why_not_reference(with_backward)
         assert why_not_reference(replace(asked, derivative="backward")) is None
 
 

@@ -2,11 +2,12 @@ import pytest
 import torch
 
 from tests.kernels.eight_bit import FORMATS
+from tests.kernels.linear.sm90 import UNALIGNED, why_not
 from tests.kernels.runs import runs_of
 from tests.oracle import assert_no_worse
 from turbo_rcm_patch.kernels import dispatch, linear_gelu, linear_skip, reference
 from turbo_rcm_patch.kernels.linear import gemm_sm90
-from turbo_rcm_patch.kernels.linear.gemm_sm90 import count_tiles, why_not
+from turbo_rcm_patch.kernels.linear.gemm_sm90 import count_tiles
 
 # samples, M, N, K: fewer rows than a tile, tails in every dimension, more tiles than multiprocessors, one step along K.
 SHAPES = [
@@ -282,14 +283,32 @@ def test_why_not_for_what_tma_cannot_read(monkeypatch):
     assert why_not(a[:, :16], weight[:, :16]) is None
     for odd_a, odd_weight in (
         (a[:, 1:17], weight[:, :16]),  # starts at 2 bytes past a multiple of 16
-        (torch.randn(16, 20).bfloat16(), torch.randn(16, 20).bfloat16()),  # rows of 40 bytes
         (a.T.contiguous().T, weight),  # columns are contiguous
         (a[:1].expand(16, 24), weight),  # rows overlap
+    ):
+        assert why_not(odd_a, odd_weight) == UNALIGNED
+    assert why_not(a, weight, weight, weight.T.contiguous().T) == UNALIGNED
+    for odd_a, odd_weight in (
+        (torch.randn(16, 20).bfloat16(), torch.randn(16, 20).bfloat16()),  # rows of 40 bytes
         (a, weight[:12]),  # the result's rows would have 24 bytes
     ):
         assert why_not(odd_a, odd_weight) == "rows or addresses that are no multiple of 16 bytes"
-    assert why_not(a, weight, weight, weight.T.contiguous().T) == why_not(odd_a, odd_weight)
     a, weight = torch.zeros(16, 32, dtype=torch.int8), torch.zeros(24, 32, dtype=torch.int8)
     assert why_not(a, weight, dtype=torch.bfloat16) is None
     for odd in ((a[:, :24], weight[:, :24], torch.bfloat16), (a, weight, torch.float8_e4m3fn)):
         assert why_not(*odd[:2], dtype=odd[2]) == "rows or addresses that are no multiple of 16 bytes"
+
+
+@pytest.mark.parametrize("op", ["skip", "gelu"])
+def test_a_launch_with_unaligned_operands_falls_to_the_portable_kernel(op, monkeypatch):
+    gpu_of(monkeypatch, multiprocessors=1)
+    monkeypatch.setattr(gemm_sm90, "launch", lambda *_, **__: pytest.fail("the kernel for sm_90 was launched"))
+    a, weight, bias, residual = operands(1, 16, 16, 24, dtype=torch.float16)
+    a = torch.randn(16, 25).half()[:, 1:]  # rows of 50 bytes
+    if op == "skip":
+        actual = linear_skip(a, weight, bias, residual, implementation="triton")
+        expected = reference.linear_skip(a[None], weight, bias, residual[None], None, None)[0]
+    else:
+        actual = linear_gelu(a, weight, bias, implementation="triton")
+        expected = reference.linear_gelu(a, weight, bias)
+    torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)

@@ -6,6 +6,7 @@ import torch
 from tests.kernels.eight_bit import FORMATS, assert_sums_are_right, oracle_of, quantized, quantized_weight
 from tests.oracle import DTYPES, relative_error, torch_device
 from turbo_rcm_patch.kernels import FP8, INT8, Quantized, QuantizedWeight, linear_8bit, reference
+from turbo_rcm_patch.kernels.choice.registry import PORTABLE
 
 gemm = sys.modules["turbo_rcm_patch.kernels.linear.gemm_portable"]
 SHAPES = [((1, 1), 5, 3), ((2, 7), 40, 48), ((63,), 130, 33), ((2, 1, 65), 96, 144), ((), 8, 16)]
@@ -112,7 +113,7 @@ def test_custom_op_contract(device):
     device = torch_device(device)
     a, weight = quantized(2, 3, 16, format=INT8, device=device), quantized_weight(8, 16, INT8, device)
     arguments = (a.values, weight.values, None, a.scale, weight.scale, torch.float32)
-    torch.library.opcheck(torch.ops.turbo_rcm_patch.linear_8bit.default, arguments)
+    torch.library.opcheck(torch.ops.turbo_rcm_patch.linear_8bit.default, (PORTABLE, *arguments))
 
 
 def test_errors():

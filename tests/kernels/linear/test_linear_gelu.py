@@ -4,6 +4,7 @@ import torch
 from tests.kernels.eight_bit import FORMATS, assert_sums_are_right, oracle_of, quantized, quantized_weight
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
 from turbo_rcm_patch.kernels import FP8, INT8, dispatch, linear_gelu, quantize_rows, quantize_weight, reference
+from turbo_rcm_patch.kernels.choice.registry import PORTABLE
 from turbo_rcm_patch.kernels.quantized import LARGEST, Quantized, round_to
 
 # The interpreter says that exp overflowed; the kernel divides by the infinity on purpose.
@@ -77,15 +78,17 @@ def test_compiles_to_one_graph(device):
 
 def test_custom_op_contract(device):
     arguments = (*operands(2, 3, C=8, K=4, device=torch_device(device)), torch.float32)
-    torch.library.opcheck(torch.ops.turbo_rcm_patch.linear_gelu.default, arguments)
+    torch.library.opcheck(torch.ops.turbo_rcm_patch.linear_gelu.default, (PORTABLE, *arguments))
     on = torch_device(device)
     a, weight = quantized(2, 3, 16, format=INT8, device=on), quantized_weight(8, 16, INT8, on)
     arguments = (a.values, weight.values, None, torch.float32, a.scale, weight.scale)
-    torch.library.opcheck(torch.ops.turbo_rcm_patch.linear_gelu.default, arguments)
+    torch.library.opcheck(torch.ops.turbo_rcm_patch.linear_gelu.default, (PORTABLE, *arguments))
     # The fake op alone: the interpreter does not round to fp8.
     arguments = (a.values, weight.values, None, a.scale, weight.scale, a.norm, weight.norm, torch.zeros((), device=on))
     checks = ("test_schema", "test_faketensor") if device == "cuda" else ("test_faketensor",)
-    torch.library.opcheck(torch.ops.turbo_rcm_patch.linear_gelu_quantized.default, arguments, test_utils=checks)
+    torch.library.opcheck(
+        torch.ops.turbo_rcm_patch.linear_gelu_quantized.default, (PORTABLE, *arguments), test_utils=checks
+    )
 
 
 def test_errors():

@@ -4,6 +4,7 @@ import torch
 from tests.kernels.eight_bit import FORMATS, assert_sums_are_right, oracle_of, quantized, quantized_weight
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
 from turbo_rcm_patch.kernels import FP8, INT8, linear_qkv, quantize_rows, reference
+from turbo_rcm_patch.kernels.choice.registry import PORTABLE
 from turbo_rcm_patch.kernels.linear import gemm_sm90
 
 GUARD_ROWS = 256  # after each result: no tile may reach into them
@@ -69,9 +70,12 @@ def test_compiles_to_one_graph(device):
 
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_custom_op_contract(has_bias, device):
-    a, weights, biases = operands(2, 3, N=8, K=4, device=torch_device(device))
-    arguments = (a, *weights, *(biases if has_bias else [None] * 3), *(None,) * 4, torch.float32)
-    torch.library.opcheck(torch.ops.turbo_rcm_patch.linear_qkv.default, arguments)
+    device = torch_device(device)
+    a, weights = quantized(2, 3, 16, format=INT8, device=device), [quantized_weight(8, 16, INT8, device)] * 3
+    biases = [torch.randn(8, device=device) if has_bias else None for _ in range(3)]
+    scales = (a.scale, *(weight.scale for weight in weights))
+    arguments = (a.values, *(weight.values for weight in weights), *biases, *scales, torch.float32)
+    torch.library.opcheck(torch.ops.turbo_rcm_patch.linear_qkv.default, (PORTABLE, *arguments))
 
 
 def test_the_kernel_gets_matrices(monkeypatch):

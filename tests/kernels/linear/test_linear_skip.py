@@ -9,6 +9,7 @@ from tests.kernels.eight_bit import FORMATS, assert_sums_are_right, oracle_of, q
 from tests.kernels.runs import LENGTHS, expand, runs_of
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
 from turbo_rcm_patch.kernels import INT8, Runs, linear_skip, reference
+from turbo_rcm_patch.kernels.choice.registry import PORTABLE
 from turbo_rcm_patch.kernels.coefficient import canonical_coefficient
 
 gemm = sys.modules["turbo_rcm_patch.kernels.linear.gemm_portable"]
@@ -398,10 +399,10 @@ def test_custom_op_contract(device):
     coefficients = [None, torch.randn(2, 1, 8, device=device)]
     for dtype in (torch.float32, torch.float16):
         arguments = [*(t.requires_grad_() for t in tensors), *coefficients, dtype, 2.0, 4.0]
-        torch.library.opcheck(torch.ops.turbo_rcm_patch.linear_skip.default, arguments)
+        torch.library.opcheck(torch.ops.turbo_rcm_patch.linear_skip.default, (PORTABLE, *arguments))
     a, weight = quantized(2, 3, 16, format=INT8, device=device), quantized_weight(8, 16, INT8, device)
     arguments = [a.values, weight.values, *(t.detach() for t in tensors[2:]), None, None, torch.float32, 1.0, 1.0, None]
-    torch.library.opcheck(torch.ops.turbo_rcm_patch.linear_skip.default, (*arguments, a.scale, weight.scale))
+    torch.library.opcheck(torch.ops.turbo_rcm_patch.linear_skip.default, (PORTABLE, *arguments, a.scale, weight.scale))
 
 
 def test_errors():
@@ -425,7 +426,7 @@ def test_errors():
         linear_skip(a, weight, bias, residual, c_out=torch.ones(3))
     with pytest.raises(ValueError, match="both the batch and the channel count"):
         linear_skip(*operands(4, 3, 4, 5), c_skip=torch.ones(4))
-    with pytest.raises(ValueError, match=r"cannot take these tensors \(float64"):
+    with pytest.raises(ValueError, match=r"no kernel can run \(sm_90 Gluon: float64"):
         linear_skip(*(t.double() for t in (a, weight, bias, residual)), implementation="triton")
     with pytest.raises(ValueError, match="a is a Quantized and weight a Tensor"):
         linear_skip(quantized(2, 3, 5, format=INT8), weight, bias, residual)

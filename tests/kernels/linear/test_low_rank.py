@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from tests.kernels.eight_bit import FORMATS, assert_sums_are_right, quantized, quantized_weight
+from tests.kernels.linear.sm90 import why_not
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
 from turbo_rcm_patch.kernels import (
     FP8,
     INT8,
     LowRank,
+    dispatch,
     linear_8bit,
     linear_gelu,
     linear_low_rank,
@@ -19,6 +21,7 @@ from turbo_rcm_patch.kernels import (
     quantize_weight,
     reference,
 )
+from turbo_rcm_patch.kernels.choice.registry import PORTABLE
 from turbo_rcm_patch.kernels.linear import gemm_sm90
 from turbo_rcm_patch.kernels.quantized import LARGEST
 
@@ -207,14 +210,16 @@ def test_custom_op_contracts(device):
     a, _, weights, biases, low_rank = operands(2, 3, 8, 4, 5, weights=3, device=torch_device(device))
     ops = torch.ops.turbo_rcm_patch
     low = a @ low_rank.down.T
-    arguments = (a, *weights, *biases, *(None,) * 4, torch.float32, low, low_rank.up)
-    torch.library.opcheck(ops.linear_qkv.default, arguments)
     one = low[..., :5].contiguous(), low_rank.up[:8]
-    torch.library.opcheck(ops.linear_gelu.default, (a, weights[0], None, torch.float32, None, None, *one))
-    torch.library.opcheck(ops.linear_low_rank.default, (a, weights[0], biases[0], *one))
-    a, weights, _, low_rank = operands_8bit(2, 3, 8, 16, 5, INT8, device=torch_device(device))
+    torch.library.opcheck(ops.linear_gelu.default, (PORTABLE, a, weights[0], None, torch.float32, None, None, *one))
+    torch.library.opcheck(ops.linear_low_rank.default, (PORTABLE, a, weights[0], biases[0], *one))
+    a, weights, _, low_rank = operands_8bit(2, 3, 8, 16, 5, INT8, weights=3, device=torch_device(device))
     tensors = (a.values, weights[0].values, None, a.scale, weights[0].scale)
-    torch.library.opcheck(ops.linear_8bit.default, (*tensors, torch.float32, *one))
+    torch.library.opcheck(ops.linear_8bit.default, (PORTABLE, *tensors, torch.float32, *one))
+    scales = (a.scale, *(weight.scale for weight in weights))
+    arguments = (a.values, *(weight.values for weight in weights), *(None,) * 3, *scales, torch.float32)
+    second = torch.randn(2, 3, 15, device=a.scale.device), low_rank.up
+    torch.library.opcheck(ops.linear_qkv.default, (PORTABLE, *arguments, *second))
 
 
 def test_errors():
@@ -239,21 +244,22 @@ def test_errors():
 
 
 def test_what_the_kernel_of_sm_90_takes(monkeypatch):
-    monkeypatch.setattr(gemm_sm90, "why_not_sizes", lambda *_, **__: None)
+    monkeypatch.setattr(dispatch, "is_sm90", lambda _: True)
+    monkeypatch.setattr(gemm_sm90, "device_properties", lambda _: ((9, 0), 1))
     a, weight, up = (torch.zeros(shape).bfloat16() for shape in ((300, 64), (192, 64), (192, 64)))
     low = torch.zeros(300, 64).bfloat16()
-    assert gemm_sm90.why_not(a, weight, second=gemm.SecondPair(low, up)) is None
-    reason = gemm_sm90.why_not(a, weight, second=gemm.SecondPair(low[:, :32], up[:, :32]))
+    assert why_not(a, weight, second=gemm.SecondPair(low, up)) is None
+    reason = why_not(a, weight, second=gemm.SecondPair(low[:, :32], up[:, :32]))
     assert reason == "a rank that is no multiple of 64"
-    assert gemm_sm90.why_not(a, weight, second=gemm.SecondPair(low.half(), up.half())) == "float16 low"
+    assert why_not(a, weight, second=gemm.SecondPair(low.half(), up.half())) == "float16 low"
     in_8_bits = a.to(INT8), weight.to(INT8)
-    assert gemm_sm90.why_not(*in_8_bits, second=gemm.SecondPair(low, up), dtype=torch.float16) is None
+    assert why_not(*in_8_bits, second=gemm.SecondPair(low, up), dtype=torch.float16) is None
     halves = gemm.SecondPair(low.half(), up.half())
-    assert gemm_sm90.why_not(*in_8_bits, second=halves, dtype=torch.float16) == "float16 low"
+    assert why_not(*in_8_bits, second=halves, dtype=torch.float16) == "float16 low"
     kept, gate = torch.empty(len(a), len(weight), dtype=torch.float16), torch.empty(1, 1, len(weight))
     options = {"residual": kept, "dtype": torch.float16, "second": gemm.SecondPair(low, up)}
-    assert gemm_sm90.why_not(*in_8_bits, c_out=gate, **options) == "low rank beside 8 bits, a gate and fp16"
-    assert gemm_sm90.why_not(*in_8_bits, c_out=gate, **{**options, "second": gemm.NO_PAIR}) is None
+    assert why_not(*in_8_bits, c_out=gate, **options) == "low rank beside 8 bits, a gate and fp16"
+    assert why_not(*in_8_bits, c_out=gate, **{**options, "second": gemm.NO_PAIR}) is None
 
 
 @pytest.mark.gpu
@@ -263,7 +269,7 @@ def test_gpu_kernel_of_sm_90(sm_90):
     for dtype in (torch.bfloat16, torch.float16):
         a, residual, weights, biases, low_rank = operands(*shape, weights=3, device=sm_90, dtype=dtype)
         second = gemm.SecondPair((a @ low_rank.down.T).flatten(0, 1), low_rank.up)
-        assert gemm_sm90.why_not(a.flatten(0, 1), *weights, second=second) is None
+        assert why_not(a.flatten(0, 1), *weights, second=second) is None
         lows, oracles = (summed(a, weights, biases, low_rank, d) for d in (dtype, torch.float64))
         for one, low, oracle in zip(linear_qkv(a, weights, biases, low_rank=low_rank), lows, oracles, strict=True):
             assert_no_worse(one, low, oracle)

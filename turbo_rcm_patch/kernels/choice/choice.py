@@ -13,9 +13,11 @@ from ..attention_8bit import attention_8bit_sm90
 from ..attention_8bit.quantize_qkv import default_v_format
 from ..block_sparse import block_sparse_sm90
 from ..block_sparse.block_sparse_attention import why_no_block_sparse_kernel
+from ..coefficient import ONE, PER_CHANNEL, PER_TOKEN
 from ..conv import conv_sm90
 from ..dispatch import is_sm90
 from ..linear import gemm_sm90
+from ..linear.spec import LinearSpec
 from ..quantized import LARGEST
 from ..sparse_linear import sparse_linear_sm90
 from ..sparse_linear.sparse_linear_attention import why_no_sparse_kernel
@@ -162,10 +164,12 @@ def gemm_kernel(
     skip's coefficients vary by sample. per_token: whether they vary by token. gated: the residual's dtype, where c_out
     is a gate per channel. low_rank: whether there is such a product too.
     """
-    reason = gemm_sm90.why_not_sizes(device, dtype, rows, N, K, samples=samples, result=result)
-    if reason is None and low_rank and gated is not None:
-        reason = gemm_sm90.why_not_low_rank_and_gate(dtype, gated, result)
-    return _kernel_name(device, reason or ("coefficients per token" if per_token else None))
+    low = (torch.bfloat16 if dtype.itemsize == 1 else dtype) if low_rank else None
+    c_out = PER_TOKEN if per_token else ONE if gated is None else PER_CHANNEL
+    spec = LinearSpec(
+        **_sizes(device, dtype, rows, N, K), samples=samples, result=result, residual=gated, c_out=c_out, low=low
+    )
+    return _kernel_name(device, gemm_sm90.why_not(spec))
 
 
 def linear_qkv_kernel(
@@ -173,7 +177,7 @@ def linear_qkv_kernel(
 ) -> tuple[str, str | None]:
     """What runs a `linear_qkv` of an a [rows, K] and three weights [N, K], "sm_90 Gluon", "PyTorch linear" or, in an
     8-bit format, "portable Triton", and why that is not Gluon's kernel; None when it is. result: its dtype."""
-    reason = gemm_sm90.why_not_sizes(device, dtype, rows, N, K, weights=3, result=result)
+    reason = gemm_sm90.why_not(LinearSpec(**_sizes(device, dtype, rows, N, K), weights=3, result=result))
     if reason is None:
         return GLUON, None
     return (PORTABLE if dtype in LARGEST else LINEAR), reason
@@ -184,8 +188,12 @@ def linear_low_rank_kernel(
 ) -> tuple[str, str | None]:
     """What should run a `linear_low_rank` of an a [rows, K] and a weight [N, K], "sm_90 Gluon" or "PyTorch linear", and
     why that is not Gluon's kernel; None when it is. The portable one was never timed beside PyTorch's two products."""
-    reason = gemm_sm90.why_not_sizes(device, dtype, rows, N, K)
+    reason = gemm_sm90.why_not(LinearSpec(**_sizes(device, dtype, rows, N, K), result=torch.bfloat16))
     return (GLUON, None) if reason is None else (LINEAR, reason)
+
+
+def _sizes(device: torch.device, dtype: torch.dtype, rows: int, N: int, K: int) -> dict[str, object]:
+    return {"op": "linear", "device": device, "dtype": dtype, "rows": rows, "N": N, "K": K}
 
 
 def _kernel_name(device: torch.device, why_not_gluon: str | None) -> str:

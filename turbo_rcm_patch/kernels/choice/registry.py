@@ -53,6 +53,11 @@ class Spec:
     implementation: str = "auto"
     derivative: str | None = None
 
+    @property
+    def has_backward(self) -> bool:
+        """True if the op's own kernels have a backward for it."""
+        return False
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -87,7 +92,7 @@ class Pick(NamedTuple):
         """Why PyTorch computes it, or None if a fused kernel does."""
         if self.kernel.is_fused or not self.reasons:
             return None
-        return self._news() or self.reasons[-1][1]
+        return self._news() or self.reasons[0][1]
 
     @property
     def label(self) -> str:
@@ -126,12 +131,11 @@ class Op:
         raise ValueError(f"{self.name} has no kernel {name!r}; it has {', '.join(k.name for k in self.kernels)}.")
 
 
-def why_not_ours(spec: Spec, *, has_backward: bool = False) -> str | None:
-    """The reason why no Triton kernel can run for a spec, or None if one can. has_backward: True if the kernel has
-    one."""
+def why_not_ours(spec: Spec) -> str | None:
+    """The reason why no Triton kernel can run for a spec, or None if one can."""
     if spec.implementation == "torch":
         return "implementation='torch'"
-    if spec.derivative == "forward" or (spec.derivative == "backward" and not has_backward):
+    if spec.derivative == "forward" or (spec.derivative == "backward" and not spec.has_backward):
         return AUTOGRAD
     reason = dispatch.why_not_device(spec.device) or _why_not_dtypes(spec)
     if reason is not None:
@@ -152,10 +156,10 @@ def _why_not_dtypes(spec: Spec) -> str | None:
     return None
 
 
-def why_not_reference(spec: Spec, *, has_backward: bool = False) -> str | None:
+def why_not_reference(spec: Spec) -> str | None:
     """The reason why the reference does not run: Triton's kernels were asked for, and no derivative prevents them. None
-    if it runs. has_backward: as of `why_not_ours`."""
-    if spec.implementation != "triton" or why_not_ours(spec, has_backward=has_backward) == AUTOGRAD:
+    if it runs."""
+    if spec.implementation != "triton" or why_not_ours(spec) == AUTOGRAD:
         return None
     return ASKED_FOR_TRITON
 

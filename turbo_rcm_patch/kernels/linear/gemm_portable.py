@@ -12,6 +12,7 @@ multiple of 16 bytes, they come through pointers: Triton's rewriting of descript
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -133,9 +134,12 @@ def launch(
     *arguments,
     scales: Scales = PLAIN,
     second: SecondPair = NO_PAIR,
+    candidates: Callable = tile_candidates,
     **constants,
 ) -> None:
     """Run a kernel around ``gemm`` on a [samples·M, K] and weight [N, K], and perhaps a second pair.
+
+    candidates: the tiles to choose from, as `tile_candidates`.
 
     The kernel takes a, weight, samples, M, N, K, stride_a, stride_w, a_scale, w_scale, the second pair, R, stride_low,
     stride_up, the arguments, the constants, and the constexprs DESCRIPTORS, ROWS, COLUMNS, DEPTH.
@@ -149,7 +153,7 @@ def launch(
     second = SecondPair(*(m if m is None or m.stride(1) == 1 else m.contiguous() for m in second))
     matrices = [matrix for matrix in (a, weight, *second) if matrix is not None]
     descriptors = capability >= TMA_CAPABILITY and all(map(matrix_fits_tma, matrices))
-    tiles = choose_tiles(tile_candidates(capability, a.dtype, descriptors), samples, M, N, multiprocessors)
+    tiles = choose_tiles(candidates(capability, a.dtype, descriptors), samples, M, N, multiprocessors)
     operands = _operands(a, weight, tiles, tiles.depth, descriptors)
     sizes = (samples, M, N, K, a.stride(0), weight.stride(0))
     pair = (None,) * 5

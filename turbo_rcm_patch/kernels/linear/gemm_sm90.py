@@ -12,10 +12,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..coefficient import ONE, PER_CHANNEL, PER_SAMPLE, PER_TOKEN, coefficient_kind, coefficient_strides, count_runs
+from ..coefficient import (
+    ONE,
+    PER_CHANNEL,
+    PER_RUN,
+    PER_SAMPLE,
+    PER_TOKEN,
+    coefficient_kind,
+    coefficient_strides,
+    count_runs,
+)
 from ..dispatch import SM90_DTYPES, device_properties, why_not_sm90
 from ..launch import launch_kernel
 from ..quantized import FP8, INT8
@@ -23,6 +33,9 @@ from ..sizes import cdiv
 from ..tma import matrix_fits_tma
 from .gemm_portable import NO_PAIR, PLAIN, Bound, Scales, SecondPair
 from .low_rank import RANK_STEP
+
+if TYPE_CHECKING:
+    from .spec import LinearSpec
 
 try:
     from triton.experimental.gluon import language as gl
@@ -41,87 +54,61 @@ STAGES = 4  # steps whose operands are in shared memory
 # Columns that an epilogue takes at once, by the bytes of an operand's element: beside scales, more would spill.
 CHUNKS = {2: 64, 1: 32}
 
-_UNALIGNED = "rows or addresses that are no multiple of 16 bytes"
-
 
 def why_not_on(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernel cannot run on this device and dtype, in a few words; None when it can."""
+    """The reason why the kernel cannot run on this device and dtype, or None if it can."""
     return why_not_sm90(device, dtype, GLUON_ERROR, (*SM90_DTYPES, INT8, FP8))
 
 
-def why_not(
-    a: torch.Tensor,
-    *weights: torch.Tensor,
-    samples: int = 1,
-    residual: torch.Tensor | None = None,
-    c_skip: torch.Tensor | None = None,
-    c_out: torch.Tensor | None = None,
-    starts: torch.Tensor | None = None,
-    dtype: torch.dtype | None = None,
-    second: SecondPair = NO_PAIR,
-) -> str | None:
-    """Why the kernel cannot take these, or would leave multiprocessors idle, in a few words; None when it should run.
-
-    As for `launch`, or for `launch_three` with three weights. dtype: of the result; None: a's.
-    """
-    (rows, K), N = a.shape, weights[0].shape[0]
-    dtype = dtype or a.dtype
-    reason = why_not_sizes(a.device, a.dtype, rows, N, K, samples=samples, weights=len(weights), result=dtype)
+def why_not(spec: LinearSpec) -> str | None:
+    """The reason why the kernel cannot run for a spec, or would leave multiprocessors idle; None if it should run. Only
+    addresses and strides are left to the launch (`fits_tma`)."""
+    reason = why_not_on(spec.device, spec.dtype) or _why_not_sizes(spec) or _why_not_dtypes(spec)
     if reason is not None:
         return reason
-    accepted = (*SM90_DTYPES, FP8) if residual is None else SM90_DTYPES
-    for name, kept in (("residual", residual.dtype if residual is not None else None), ("result", dtype)):
-        if kept is not None and kept not in accepted:
-            return f"{str(kept).removeprefix('torch.')} {name}"
-    if coefficient_kind(c_skip) not in (ONE, PER_SAMPLE):
+    if spec.c_skip not in (ONE, PER_SAMPLE):
         return "c_skip per channel or token"  # would spill registers beside 192 accumulators
-    if starts is not None and c_skip is not None:
+    if spec.c_out == PER_RUN and spec.c_skip != ONE:
         return "c_skip beside runs"  # the same
-    if coefficient_kind(c_out, starts) == PER_TOKEN:
+    if spec.c_out == PER_TOKEN:
         return "c_out per token"
-    if second.low is not None:
-        if second.low.dtype != (torch.bfloat16 if a.element_size() == 1 else a.dtype):
-            return f"{str(second.low.dtype).removeprefix('torch.')} low"
-        if second.up.shape[1] % RANK_STEP:
-            return f"a rank that is no multiple of {RANK_STEP}"
-        gated = residual is not None and coefficient_kind(c_out, starts) == PER_CHANNEL
-        if gated and (reason := why_not_low_rank_and_gate(a.dtype, residual.dtype, dtype)) is not None:
-            return reason
-    matrices = [matrix for matrix in (a, *weights, *second, residual) if matrix is not None]
-    return None if all(map(matrix_fits_tma, matrices)) else _UNALIGNED
+    return None if spec.low is None else _why_not_low_rank(spec)
 
 
-def why_not_sizes(
-    device: torch.device,
-    dtype: torch.dtype,
-    rows: int,
-    N: int,
-    K: int,
-    *,
-    samples: int = 1,
-    weights: int = 1,
-    result: torch.dtype = torch.bfloat16,
-) -> str | None:
-    """Why the kernel is not for an a [rows, K] of so many samples and so many weights [N, K], in a few words, whatever
-    lies where; None when it is."""
-    reason = why_not_on(device, dtype)
-    if reason is not None:
-        return reason
+def _why_not_sizes(spec: LinearSpec) -> str | None:
+    result = spec.result or spec.dtype
     if result not in (*SM90_DTYPES, FP8):
         return f"{str(result).removeprefix('torch.')} result"
-    if N * result.itemsize % 16 or K * dtype.itemsize % 16:
-        return _UNALIGNED
-    if weights * count_tiles(samples, rows // samples, N) < device_properties(device)[1]:
-        return "fewer tiles than multiprocessors"
+    if spec.N * result.itemsize % 16 or spec.K * spec.dtype.itemsize % 16:
+        return "rows or addresses that are no multiple of 16 bytes"
+    tiles = spec.weights * count_tiles(spec.samples, spec.rows // spec.samples, spec.N)
+    return "fewer tiles than multiprocessors" if tiles < device_properties(spec.device)[1] else None
+
+
+def _why_not_dtypes(spec: LinearSpec) -> str | None:
+    if spec.residual is None:
+        return None
+    for name, dtype in (("residual", spec.residual), ("result", spec.result or spec.dtype)):
+        if dtype not in SM90_DTYPES:
+            return f"{str(dtype).removeprefix('torch.')} {name}"
     return None
 
 
-def why_not_low_rank_and_gate(dtype: torch.dtype, residual: torch.dtype, result: torch.dtype) -> str | None:
-    """Why the kernel does not take low rank beside a gate per channel, for an a, a residual and a result of these, in a
-    few words; None when it does."""
-    if dtype.itemsize == 1 and torch.float16 in (residual, result):
+def _why_not_low_rank(spec: LinearSpec) -> str | None:
+    in_8_bits = spec.dtype.itemsize == 1
+    if spec.low != (torch.bfloat16 if in_8_bits else spec.dtype):
+        return f"{str(spec.low).removeprefix('torch.')} low"
+    if spec.rank % RANK_STEP:
+        return f"a rank that is no multiple of {RANK_STEP}"
+    gated = spec.residual is not None and spec.c_out == PER_CHANNEL
+    if gated and in_8_bits and torch.float16 in (spec.residual, spec.result):
         return "low rank beside 8 bits, a gate and fp16"  # would spill registers
     return None
+
+
+def fits_tma(*matrices: torch.Tensor | None) -> bool:
+    """True if the kernel can read all of these matrices where they are."""
+    return all(matrix is None or matrix_fits_tma(matrix) for matrix in matrices)
 
 
 def count_tiles(samples: int, M: int, N: int) -> int:

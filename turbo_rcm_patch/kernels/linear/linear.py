@@ -10,12 +10,15 @@ fp32. No gradient: under autograd the reference runs.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 
 from .. import reference
-from ..dispatch import kernel_op, use_triton
+from ..choice.registry import GLUON, PORTABLE, REFERENCE, Kernel, Op, why_not_reference
+from ..dispatch import kernels_op
 from ..quantized import Quantized, QuantizedWeight
 from . import gemm_sm90
 from .gemm_portable import (
@@ -31,6 +34,7 @@ from .gemm_portable import (
     second_pair,
 )
 from .low_rank import LowRank, check_low_rank
+from .spec import LINEAR, LinearSpec, spec_of, why_not_gluon, why_not_portable, why_not_pytorch
 
 
 def linear_8bit(
@@ -57,9 +61,8 @@ def linear_8bit(
     dtype = check_dtype("linear_8bit", dtype, a)
     second = project_down(a, low_rank, implementation)
     tensors = (a.values, weight.values, bias, a.scale, weight.scale)
-    if use_triton(implementation, *tensors, *second, has_gradient=False, formats=(a.values.dtype,)):
-        return _linear_8bit(*tensors, dtype, *second)
-    return reference.linear(a, weight, bias, *second).to(dtype)
+    spec = spec_of("linear_8bit", implementation, *tensors, result=dtype, second=second)
+    return LINEAR_8BIT.pick(spec).launch(*tensors, dtype, *second)
 
 
 def linear_low_rank(
@@ -75,9 +78,8 @@ def linear_low_rank(
     check_linear("linear_low_rank", a, weight, bias)
     check_low_rank("linear_low_rank", a, weight.shape[0], low_rank)
     second = project_down(a, low_rank, implementation)
-    if use_triton(implementation, a, weight, bias, *second, has_gradient=False):
-        return _linear_low_rank(a, weight, bias, *second)
-    return reference.linear(a, weight, bias, *second)
+    spec = spec_of("linear_low_rank", implementation, a, weight, bias, result=a.dtype, second=second)
+    return LINEAR_LOW_RANK.pick(spec).launch(a, weight, bias, *second)
 
 
 def project_down(a: torch.Tensor | Quantized, low_rank: LowRank | None, implementation: str) -> SecondPair:
@@ -92,7 +94,7 @@ def project_down(a: torch.Tensor | Quantized, low_rank: LowRank | None, implemen
     return SecondPair(low, low_rank.up)
 
 
-@kernel_op("linear_8bit")
+@kernels_op("linear_8bit")
 def _linear_8bit(
     a: torch.Tensor,
     weight: torch.Tensor,
@@ -103,33 +105,67 @@ def _linear_8bit(
     low: torch.Tensor | None = None,
     up: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return _run(a, weight, bias, dtype, flat_scales(a_scale, weight_scale), second_pair(low, up))
-
-
-@_linear_8bit.register_fake
-def _(a, weight, bias, a_scale, weight_scale, dtype, *_):
     return a.new_empty(*a.shape[:-1], weight.shape[0], dtype=dtype)
 
 
-@kernel_op("linear_low_rank")
+def launch_8bit(gluon, a, weight, bias, a_scale, weight_scale, dtype, low=None, up=None):
+    """Launch the GEMM for sm_90, if gluon is true and the operands are aligned, or the portable one. The others: as in
+    `_linear_8bit`."""
+    return _run(gluon, a, weight, bias, dtype, flat_scales(a_scale, weight_scale), second_pair(low, up))
+
+
+def _by_reference(a, weight, bias, a_scale, weight_scale, dtype, low, up):
+    a, weight = Quantized(a, a_scale), QuantizedWeight(weight, weight_scale)
+    return reference.linear(a, weight, bias, low, up).to(dtype)
+
+
+LINEAR_8BIT = Op(
+    "linear_8bit",
+    (
+        Kernel(GLUON, why_not_gluon, _linear_8bit.launch(GLUON, partial(launch_8bit, True))),
+        Kernel(PORTABLE, why_not_portable, _linear_8bit.launch(PORTABLE, partial(launch_8bit, False))),
+        Kernel(REFERENCE, why_not_reference, _by_reference, is_fused=False),
+    ),
+)
+
+
+@kernels_op("linear_low_rank")
 def _linear_low_rank(
     a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, low: torch.Tensor, up: torch.Tensor
 ) -> torch.Tensor:
-    return _run(a, weight, bias, a.dtype, PLAIN, second_pair(low, up))
-
-
-@_linear_low_rank.register_fake
-def _(a, weight, *_):
     return a.new_empty(*a.shape[:-1], weight.shape[0])
 
 
-def _run(a, weight, bias, dtype: torch.dtype, scales: Scales, second: SecondPair) -> torch.Tensor:
+def _launch_low_rank(gluon, a, weight, bias, low, up):
+    return _run(gluon, a, weight, bias, a.dtype, PLAIN, second_pair(low, up))
+
+
+def _why_not_portable_low_rank(spec: LinearSpec) -> str | None:
+    reason = why_not_portable(spec)
+    untimed = spec.linears is not None  # beside PyTorch's two products
+    return "not for the projections of a block" if reason is None and untimed else reason
+
+
+LINEAR_LOW_RANK = Op(
+    "linear_low_rank",
+    (
+        Kernel(GLUON, why_not_gluon, _linear_low_rank.launch(GLUON, partial(_launch_low_rank, True))),
+        Kernel(
+            PORTABLE, _why_not_portable_low_rank, _linear_low_rank.launch(PORTABLE, partial(_launch_low_rank, False))
+        ),
+        Kernel(LINEAR, why_not_pytorch, reference.linear, is_fused=False),
+        Kernel(REFERENCE, why_not_reference, reference.linear, is_fused=False),
+    ),
+)
+
+
+def _run(gluon: bool, a, weight, bias, dtype: torch.dtype, scales: Scales, second: SecondPair) -> torch.Tensor:
     out = a.new_empty(*a.shape[:-1], weight.shape[0], dtype=dtype)
     if out.numel() == 0:
         return out
     matrix = a.reshape(-1, a.shape[-1])
     bias = None if bias is None else bias.contiguous()
-    if gemm_sm90.why_not(matrix, weight, dtype=dtype, second=second) is None:
+    if gluon and gemm_sm90.fits_tma(matrix, weight, *second):
         gemm_sm90.launch(matrix, weight, bias, out.view(matrix.shape[0], -1), scales=scales, second=second)
     else:
         launch(_linear_kernel, matrix, weight, 1, bias, out, scales=scales, second=second)

@@ -10,14 +10,17 @@ A result in e4m3 is scaled before its largest value is known: by a bound on its 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 
 from .. import reference
-from ..dispatch import kernel_op, use_triton
+from ..choice.registry import GLUON, PORTABLE, REFERENCE, Kernel, Op, why_not_reference
+from ..dispatch import kernels_op
 from ..quantized import FP8, INT8, Quantized, QuantizedWeight
-from ..rows.gelu import gelu_tanh
+from ..rows.gelu import gelu, gelu_tanh
 from . import gemm_sm90
 from .gemm_portable import (
     Bound,
@@ -29,9 +32,11 @@ from .gemm_portable import (
     launch,
     second_pair,
     split_scales,
+    tile_candidates,
 )
 from .linear import project_down
 from .low_rank import LowRank, check_low_rank
+from .spec import LINEAR, spec_of, why_not_gluon, why_not_portable, why_not_pytorch
 
 
 def linear_gelu(
@@ -63,11 +68,8 @@ def linear_gelu(
         return _quantized_linear_gelu(a, weight, bias, low_rank, result, bias_bound, implementation)
     dtype = check_dtype("linear_gelu", dtype, a)
     second = project_down(a, low_rank, implementation)
-    tensors = (values, weight_values, bias)
-    formats = (values.dtype,) if isinstance(a, Quantized) else ()
-    if use_triton(implementation, *tensors, *scales, *second, has_gradient=False, formats=formats):
-        return _linear_gelu(*tensors, dtype, *scales, *second)
-    return reference.linear_gelu(a, weight, bias, dtype, *second)
+    spec = spec_of("linear_gelu", implementation, values, weight_values, bias, *scales, result=dtype, second=second)
+    return LINEAR_GELU.pick(spec).launch(values, weight_values, bias, dtype, *scales, *second)
 
 
 def _quantized_linear_gelu(
@@ -98,13 +100,11 @@ def _quantized_linear_gelu(
     if bias_bound is None:
         bias_bound = a.norm.new_zeros(()) if bias is None else bias.abs().amax().float()
     tensors = (a.values, weight.values, bias, a.scale, weight.scale, a.norm, weight.norm, bias_bound)
-    formats = (a.values.dtype,)
-    if use_triton(implementation, *tensors, *second, has_gradient=False, formats=formats, result=result):
-        return Quantized(*_linear_gelu_quantized(*tensors, *second))
-    return reference.linear_gelu_quantized(a, weight, bias, bias_bound, *second)
+    spec = spec_of("linear_gelu", implementation, *tensors, result=result, second=second)
+    return Quantized(*LINEAR_GELU_QUANTIZED.pick(spec).launch(*tensors, *second))
 
 
-@kernel_op("linear_gelu")
+@kernels_op("linear_gelu")
 def _linear_gelu(
     a: torch.Tensor,
     weight: torch.Tensor,
@@ -115,18 +115,19 @@ def _linear_gelu(
     low: torch.Tensor | None = None,
     up: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    out = a.new_empty(*a.shape[:-1], weight.shape[0], dtype=dtype)
-    if out.numel() > 0:
-        _launch(a, weight, bias, out, a_scale, weight_scale, None, low, up)
-    return out
-
-
-@_linear_gelu.register_fake
-def _(a, weight, bias, dtype, *_):
     return a.new_empty(*a.shape[:-1], weight.shape[0], dtype=dtype)
 
 
-@kernel_op("linear_gelu_quantized")
+def _launch(gluon, candidates, a, weight, bias, dtype, a_scale=None, weight_scale=None, low=None, up=None):
+    """Launch the GEMM for sm_90, if gluon is true and the operands are aligned, or the portable one with its tiles from
+    the candidates. The others: as in `_linear_gelu`."""
+    out = a.new_empty(*a.shape[:-1], weight.shape[0], dtype=dtype)
+    if out.numel() > 0:
+        _write(gluon, candidates, a, weight, bias, out, (a_scale, weight_scale), None, (low, up))
+    return out
+
+
+@kernels_op("linear_gelu_quantized")
 def _linear_gelu_quantized(
     a: torch.Tensor,
     weight: torch.Tensor,
@@ -140,37 +141,67 @@ def _linear_gelu_quantized(
     up: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out = a.new_empty(*a.shape[:-1], weight.shape[0], dtype=FP8)
-    scale = a.new_empty(a.shape[:-1], dtype=torch.float32)
-    if out.numel() > 0:
-        bound = Bound(a_norm.reshape(-1).contiguous(), weight_norm, bias_bound, scale)
-        _launch(a, weight, bias, out, a_scale, weight_scale, bound, low, up)
-    return out, scale
-
-
-@_linear_gelu_quantized.register_fake
-def _(a, weight, *_):
-    out = a.new_empty(*a.shape[:-1], weight.shape[0], dtype=FP8)
     return out, a.new_empty(a.shape[:-1], dtype=torch.float32)
 
 
-def _launch(
-    a: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    a_scale: torch.Tensor | None,
-    weight_scale: torch.Tensor | None,
-    bound: Bound | None,
-    low: torch.Tensor | None,
-    up: torch.Tensor | None,
-) -> None:
+def _launch_quantized(
+    gluon, candidates, a, weight, bias, a_scale, weight_scale, a_norm, weight_norm, bias_bound, low=None, up=None
+):
+    """`_launch` with a result in e4m3, and its scales."""
+    out = a.new_empty(*a.shape[:-1], weight.shape[0], dtype=FP8)
+    scale = a.new_empty(a.shape[:-1], dtype=torch.float32)
+    if out.numel() > 0:
+        bound = Bound(a_norm.reshape(-1).contiguous(), weight_norm, bias_bound, scale)
+        _write(gluon, candidates, a, weight, bias, out, (a_scale, weight_scale), bound, (low, up))
+    return out, scale
+
+
+def _write(gluon, candidates, a, weight, bias, out, scales, bound: Bound | None, second) -> None:
     a = a.reshape(-1, a.shape[-1])
     bias = None if bias is None else bias.contiguous()
-    pairs = {"scales": flat_scales(a_scale, weight_scale), "second": second_pair(low, up)}
-    if gemm_sm90.why_not(a, weight, dtype=out.dtype, second=pairs["second"]) is None:
+    pairs = {"scales": flat_scales(*scales), "second": second_pair(*second)}
+    if gluon and gemm_sm90.fits_tma(a, weight, *pairs["second"]):
         gemm_sm90.launch(a, weight, bias, out.view(a.shape[0], -1), gelu=True, bound=bound, **pairs)
     else:
-        launch(_linear_gelu_kernel, a, weight, 1, bias, out, *(bound or (None,) * 4), **pairs)
+        arguments = (bias, out, *(bound or (None,) * 4))
+        launch(_linear_gelu_kernel, a, weight, 1, *arguments, **pairs, candidates=candidates)
+
+
+def _by_pytorch(a, weight, bias, dtype, _, __, low, up):
+    """PyTorch's linear, then GELU in a pass of its own."""
+    return gelu(reference.linear(a, weight, bias, low, up))
+
+
+def _by_reference(a, weight, bias, dtype, a_scale, weight_scale, low, up):
+    if a_scale is not None:
+        a, weight = Quantized(a, a_scale), QuantizedWeight(weight, weight_scale)
+    return reference.linear_gelu(a, weight, bias, dtype, low, up)
+
+
+def _quantized_by_reference(a, weight, bias, a_scale, weight_scale, a_norm, weight_norm, bias_bound, low, up):
+    a, weight = Quantized(a, a_scale, a_norm), QuantizedWeight(weight, weight_scale, weight_norm)
+    values, scale, _ = reference.linear_gelu_quantized(a, weight, bias, bias_bound, low, up)
+    return values, scale
+
+
+LINEAR_GELU = Op(
+    "linear_gelu",
+    (
+        Kernel(GLUON, why_not_gluon, _linear_gelu.launch(GLUON, partial(_launch, True, tile_candidates))),
+        Kernel(PORTABLE, why_not_portable, _linear_gelu.launch(PORTABLE, partial(_launch, False, tile_candidates))),
+        Kernel(LINEAR, why_not_pytorch, _by_pytorch, is_fused=False),
+        Kernel(REFERENCE, why_not_reference, _by_reference, is_fused=False),
+    ),
+)
+_launch_gluon, _launch_portable = (partial(_launch_quantized, gluon, tile_candidates) for gluon in (True, False))
+LINEAR_GELU_QUANTIZED = Op(
+    "linear_gelu",
+    (
+        Kernel(GLUON, why_not_gluon, _linear_gelu_quantized.launch(GLUON, _launch_gluon)),
+        Kernel(PORTABLE, why_not_portable, _linear_gelu_quantized.launch(PORTABLE, _launch_portable)),
+        Kernel(REFERENCE, why_not_reference, _quantized_by_reference, is_fused=False),
+    ),
+)
 
 
 @triton.jit

@@ -14,12 +14,14 @@ from collections.abc import Sequence
 import torch
 
 from .. import reference
-from ..dispatch import kernel_op, use_triton
+from ..choice.registry import GLUON, PORTABLE, REFERENCE, Kernel, Op, why_not_ours, why_not_reference
+from ..dispatch import kernels_op
 from ..quantized import Quantized, QuantizedWeight
 from . import gemm_sm90
 from .gemm_portable import check_dtype, check_linear, second_pair
-from .linear import _linear_8bit, project_down
+from .linear import launch_8bit, project_down
 from .low_rank import LowRank, check_low_rank
+from .spec import LINEAR, NOT_FOR_8_BITS, NOT_FOR_16_BITS, LinearSpec, spec_of, why_not_gluon, why_not_portable
 
 
 def linear_qkv(
@@ -51,20 +53,17 @@ def linear_qkv(
     second = project_down(a, low_rank, implementation)
     if isinstance(a, Quantized):
         tensors = (a.values, *matrices, *biases, a.scale, *(weight.scale for weight in weights))
-        fused = use_triton(implementation, *tensors, *second, has_gradient=False, formats=(a.values.dtype,))
     else:
         tensors = (a, *matrices, *biases, *(None,) * 4)
-        fused = use_triton(implementation, *tensors, *second, has_gradient=False)
-    if fused:
-        return _linear_qkv(*tensors, dtype, *second)
-    return reference.linear_qkv(a, weights, biases, dtype, *second)
+    spec = spec_of("linear_qkv", implementation, *tensors, result=dtype, second=second, weights=3)
+    return LINEAR_QKV.pick(spec).launch(*tensors, dtype, *second)
 
 
 def _shapes(tensors: Sequence[torch.Tensor | None]) -> str:
     return ", ".join("None" if tensor is None else str(list(tensor.shape)) for tensor in tensors)
 
 
-@kernel_op("linear_qkv")
+@kernels_op("linear_qkv")
 def _linear_qkv(
     a: torch.Tensor,
     weight_q: torch.Tensor,
@@ -81,24 +80,70 @@ def _linear_qkv(
     low: torch.Tensor | None = None,
     up: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    # Arguments one by one: in a list, a KernelOp would not see those that need the custom op.
-    weights, biases, scales = (weight_q, weight_k, weight_v), (bias_q, bias_k, bias_v), (scale_q, scale_k, scale_v)
-    matrix, second = a.reshape(-1, a.shape[-1]), second_pair(low, up)
-    if gemm_sm90.why_not(matrix, *weights, dtype=dtype, second=second) is not None:
-        if a_scale is None:
-            return reference.linear_qkv(a, weights, biases, None, low, up)
-        each = zip(weights, biases, scales, reference.parts_of_weights(low, up, 3), strict=True)
-        return tuple(_linear_8bit(a, weight, bias, a_scale, scale, dtype, *part) for weight, bias, scale, part in each)
+    # Arguments one by one: within a list nobody would see those that need the custom op.
+    return tuple(a.new_empty(*a.shape[:-1], weight_q.shape[0], dtype=dtype) for _ in range(3))
+
+
+def _launch_gluon(*arguments):
+    """Launch the kernel for sm_90, or without aligned operands what comes after it. Arguments: of `_linear_qkv`."""
+    a, weights, biases, scales, dtype, second = _grouped(*arguments)
+    matrix = a.reshape(-1, a.shape[-1])
+    if not gemm_sm90.fits_tma(matrix, *weights, *second):
+        return (_by_pytorch if scales[0] is None else _launch_portable)(*arguments)
     outs = tuple(a.new_empty(*a.shape[:-1], weight.shape[0], dtype=dtype) for weight in weights)
     biases = [None if bias is None else bias.contiguous() for bias in biases]
-    if a_scale is not None:
-        a_scale, *scales = (scale.reshape(-1).contiguous() for scale in (a_scale, *scales))
+    if scales[0] is not None:
+        scales = [scale.reshape(-1).contiguous() for scale in scales]
     results = [out.view(matrix.shape[0], -1) for out in outs]
-    gemm_sm90.launch_three(matrix, weights, biases, results, (a_scale, *scales), second)
+    gemm_sm90.launch_three(matrix, weights, biases, results, scales, second_pair(*second))
     return outs
 
 
-@_linear_qkv.register_fake
-def _(a, weight_q, *others):
-    dtype = next(other for other in others if isinstance(other, torch.dtype))
-    return tuple(a.new_empty(*a.shape[:-1], weight_q.shape[0], dtype=dtype) for _ in range(3))
+def _launch_portable(*arguments):
+    """Launch three `linear_8bit`."""
+    a, weights, biases, (a_scale, *scales), dtype, second = _grouped(*arguments)
+    each = zip(weights, biases, scales, reference.parts_of_weights(*second, 3), strict=True)
+    return tuple(
+        launch_8bit(False, a, weight, bias, a_scale, scale, dtype, *part) for weight, bias, scale, part in each
+    )
+
+
+def _by_pytorch(*arguments):
+    a, weights, biases, _, _, second = _grouped(*arguments)
+    return reference.linear_qkv(a, weights, biases, None, *second)
+
+
+def _by_reference(*arguments):
+    a, weights, biases, (a_scale, *scales), dtype, second = _grouped(*arguments)
+    if a_scale is not None:
+        a, weights = Quantized(a, a_scale), list(map(QuantizedWeight, weights, scales))
+    return reference.linear_qkv(a, weights, biases, dtype, *second)
+
+
+def _grouped(a, *others):
+    """a, the weights, the biases, the scales, the results' dtype, low and up."""
+    weights, biases, scales, (dtype, *second) = others[:3], others[3:6], others[6:10], others[10:]
+    return a, weights, biases, scales, dtype, second or (None, None)
+
+
+def _why_not_portable(spec: LinearSpec) -> str | None:
+    return why_not_portable(spec) if spec.eight_bits else NOT_FOR_16_BITS
+
+
+def _why_not_pytorch(spec: LinearSpec) -> str | None:
+    """Asked for as `triton`, too: of 16 bits there is no other kernel on most GPUs."""
+    if spec.eight_bits:
+        return NOT_FOR_8_BITS
+    runs = spec.linears == "torch" or why_not_ours(spec) is None
+    return None if runs else why_not_reference(spec)
+
+
+LINEAR_QKV = Op(
+    "linear_qkv",
+    (
+        Kernel(GLUON, why_not_gluon, _linear_qkv.launch(GLUON, _launch_gluon)),
+        Kernel(PORTABLE, _why_not_portable, _linear_qkv.launch(PORTABLE, _launch_portable)),
+        Kernel(LINEAR, _why_not_pytorch, _by_pytorch, is_fused=False),
+        Kernel(REFERENCE, why_not_reference, _by_reference, is_fused=False),
+    ),
+)

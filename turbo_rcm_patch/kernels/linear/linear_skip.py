@@ -10,11 +10,14 @@ The skip is eq. 7 of Karras et al. 2022, Elucidating the Design Space of Diffusi
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 
 from .. import reference
+from ..choice.registry import GLUON, PORTABLE, REFERENCE, Kernel, Op, why_not_reference
 from ..coefficient import (
     Coefficient,
     Runs,
@@ -27,13 +30,15 @@ from ..coefficient import (
     search_steps,
     split_runs,
 )
-from ..dispatch import check_result, kernel_op, use_triton
+from ..dispatch import check_result, kernels_op
 from ..quantized import Quantized, QuantizedWeight
+from ..rows.skip import skip
 from ..saturation import flag_for, saturate
 from . import gemm_sm90
-from .gemm_portable import check_linear, flat_scales, gemm, launch, second_pair, split_scales
+from .gemm_portable import check_linear, flat_scales, gemm, launch, second_pair, split_scales, tile_candidates
 from .linear import project_down
 from .low_rank import LowRank, check_low_rank
+from .spec import LINEAR, spec_of, why_not_gluon, why_not_portable, why_not_pytorch
 
 
 def linear_skip(
@@ -81,19 +86,24 @@ def linear_skip(
         return linear_skip(sample, weight, bias, residual[None], **arguments)[0]
     c_skip = canonical_coefficient("c_skip", c_skip, *residual.shape, residual.device)
     c_out, starts = split_runs("c_out", c_out, *residual.shape, residual.device)
-    tensors = (values, weight_values, bias, residual, c_skip, c_out)
-    options = (dtype or residual.dtype, residual_scale, result_scale, starts)
     second = project_down(a, low_rank, implementation)
-    if isinstance(a, Quantized):
-        fused = use_triton(implementation, *tensors, *scales, *second, has_gradient=False, formats=(values.dtype,))
-    else:
-        fused = use_triton(implementation, *tensors, *second, has_gradient=starts is None and low_rank is None)
-    if fused:
-        return _linear_skip(*tensors, *options, *scales, *second)
-    return reference.linear_skip(a, weight, *tensors[2:], *options, *second)
+    tensors = (values, weight_values, bias, residual, c_skip, c_out)
+    spec = spec_of(
+        "linear_skip",
+        implementation,
+        *(*tensors, *scales),
+        result=dtype or residual.dtype,
+        second=second,
+        samples=_count_samples(residual.shape[0], c_skip, c_out, starts),
+        residual=residual.dtype,
+        c_skip=coefficient_kind(c_skip),
+        c_out=coefficient_kind(c_out, starts),
+    )
+    options = (spec.result, residual_scale, result_scale, starts)
+    return LINEAR_SKIP.pick(spec).launch(*tensors, *options, *scales, *second)
 
 
-@kernel_op("linear_skip")
+@kernels_op("linear_skip")
 def _linear_skip(
     a: torch.Tensor,
     weight: torch.Tensor,
@@ -110,38 +120,74 @@ def _linear_skip(
     low: torch.Tensor | None = None,
     up: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    return torch.empty_like(residual, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _launch(
+    gluon, candidates, a, weight, bias, residual, c_skip, c_out, dtype, residual_scale, result_scale,
+    starts=None, a_scale=None, weight_scale=None, low=None, up=None,
+):  # fmt: skip
+    """Launch the GEMM for sm_90, if gluon is true and the operands are aligned, or the portable one with its tiles from
+    the candidates. The others: as in `_linear_skip`."""
     B, S, C = residual.shape
     out = torch.empty_like(residual, dtype=dtype, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return out
-    by_sample = (c_skip, c_out) if starts is None else (c_skip,)
-    varies_by_sample = any(c is not None and c.shape[:2] != (1, 1) for c in by_sample)
-    samples = B if varies_by_sample else 1
+    samples = _count_samples(B, c_skip, c_out, starts)
     a, residual = a.reshape(B * S, -1), residual.reshape(B * S, C).contiguous()
     bias = None if bias is None else bias.contiguous()
-    skip = {"samples": samples, "residual": residual, "c_skip": c_skip, "c_out": c_out, "starts": starts}
     factors = residual_scale / result_scale, 1 / result_scale
     flag = flag_for(dtype, result_scale, out.device)
     pairs = {"scales": flat_scales(a_scale, weight_scale), "second": second_pair(low, up)}
-    if gemm_sm90.why_not(a, weight, dtype=dtype, second=pairs["second"], **skip) is None:
+    if gluon and gemm_sm90.fits_tma(a, weight, residual, *pairs["second"]):
+        skip = {"samples": samples, "residual": residual, "c_skip": c_skip, "c_out": c_out, "starts": starts}
         gemm_sm90.launch(a, weight, bias, out.view(B * S, C), factors=factors, flag=flag, **pairs, **skip)
     else:
         coefficients = (c_skip, c_out, *factors, *coefficient_strides(c_skip), *coefficient_strides(c_out))
         coefficients += (starts, count_runs(starts), flag)
         kinds = (coefficient_kind(c_skip), coefficient_kind(c_out, starts), search_steps(starts))
         arguments = (bias, residual, out, *coefficients)
-        launch(_linear_skip_kernel, a, weight, samples, *arguments, **pairs, KINDS=kinds)
+        options = {**pairs, "candidates": candidates, "KINDS": kinds}
+        launch(_linear_skip_kernel, a, weight, samples, *arguments, **options)
     return out
 
 
-@_linear_skip.register_fake
-def _(a, weight, bias, residual, c_skip, c_out, dtype, *_):
-    return torch.empty_like(residual, dtype=dtype, memory_format=torch.contiguous_format)
+def _count_samples(batch: int, c_skip, c_out, starts) -> int:
+    """The samples whose tiles are apart: all of them if a coefficient varies by sample or token, else 1."""
+    by_sample = (c_skip, c_out) if starts is None else (c_skip,)
+    return max(1, batch) if any(c is not None and c.shape[:2] != (1, 1) for c in by_sample) else 1
+
+
+def _by_pytorch(a, weight, bias, residual, *options):
+    """PyTorch's linear, then the skip in a pass of its own."""
+    c_skip, c_out, dtype, residual_scale, result_scale, starts, _, _, low, up = options
+    runs = c_out if starts is None else Runs(c_out[:, 0], starts)
+    coefficients = {"c_skip": 1.0 if c_skip is None else c_skip, "c_out": 1.0 if c_out is None else runs}
+    scales = {"residual_scale": residual_scale, "result_scale": result_scale}
+    return skip(residual, reference.linear(a, weight, bias, low, up), **coefficients, dtype=dtype, **scales)
+
+
+def _by_reference(a, weight, bias, residual, *options):
+    *options, a_scale, weight_scale, low, up = options
+    if a_scale is not None:
+        a, weight = Quantized(a, a_scale), QuantizedWeight(weight, weight_scale)
+    return reference.linear_skip(a, weight, bias, residual, *options, low, up)
+
+
+LINEAR_SKIP = Op(
+    "linear_skip",
+    (
+        Kernel(GLUON, why_not_gluon, _linear_skip.launch(GLUON, partial(_launch, True, tile_candidates))),
+        Kernel(PORTABLE, why_not_portable, _linear_skip.launch(PORTABLE, partial(_launch, False, tile_candidates))),
+        Kernel(LINEAR, why_not_pytorch, _by_pytorch, is_fused=False),
+        Kernel(REFERENCE, why_not_reference, _by_reference, is_fused=False),
+    ),
+)
 
 
 def _setup_context(ctx, inputs, output):
-    a, weight, bias, residual, c_skip, c_out, _, *ctx.scales = inputs[:9]
-    needs_a, needs_weight, _, _, needs_c_skip, needs_c_out = ctx.needs_input_grad[:6]
+    a, weight, bias, residual, c_skip, c_out, _, *ctx.scales = inputs[1:10]
+    needs_a, needs_weight, _, _, needs_c_skip, needs_c_out = ctx.needs_input_grad[1:7]
     ctx.save_for_backward(
         a if needs_weight or needs_c_out else None,
         weight if needs_a or needs_c_out else None,
@@ -155,7 +201,7 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, grad):
     a, weight, bias, residual, c_skip, c_out = ctx.saved_tensors
-    needs_a, needs_weight, needs_bias, needs_residual, needs_c_skip, needs_c_out = ctx.needs_input_grad[:6]
+    needs_a, needs_weight, needs_bias, needs_residual, needs_c_skip, needs_c_out = ctx.needs_input_grad[1:7]
     d_a = d_weight = d_bias = d_residual = d_c_skip = d_c_out = None
     residual_scale, result_scale = ctx.scales
     wide = grad.float() if result_scale == 1 else grad.float() / result_scale
@@ -178,7 +224,7 @@ def _backward(ctx, grad):
     if needs_c_out:
         linear = torch.nn.functional.linear(a, weight, bias)
         d_c_out = (wide * linear).sum_to_size(c_out.shape).to(c_out.dtype)
-    return d_a, d_weight, d_bias, d_residual, d_c_skip, d_c_out, *(None,) * 8
+    return None, d_a, d_weight, d_bias, d_residual, d_c_skip, d_c_out, *(None,) * 8
 
 
 _linear_skip.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,118 @@
+"""What the choice of a linear's kernel depends on, and the questions that its kernels share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ..choice.measured import why_torch
+from ..choice.registry import Spec, check_operands, derivative_of, why_not_ours, why_not_reference
+from ..coefficient import ONE, PER_RUN
+from ..dispatch import is_sm90
+from . import gemm_sm90
+from .gemm_portable import SecondPair
+
+LINEAR = "PyTorch linear"
+NOT_FOR_8_BITS, NOT_FOR_16_BITS = "not for 8 bits", "not for 16 bits"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearSpec(Spec):
+    """``c_skip ⊙ residual + c_out ⊙ f(a Wᵀ + low upᵀ + b)`` for an a [rows, K] and weights [N, K].
+
+    op: the op whose measurements count. weights: their number. samples: in the rows, if a coefficient varies by sample,
+    else 1. residual: its dtype, or None without one. c_skip, c_out: how they vary (coefficient.py). low, rank: of the
+    second product; None and 0 without one. linears: the user's choice for the projections, "auto", "triton" or "torch";
+    None if an op is called by itself.
+    """
+
+    op: str
+    rows: int
+    N: int
+    K: int
+    weights: int = 1
+    samples: int = 1
+    residual: torch.dtype | None = None
+    c_skip: int = ONE
+    c_out: int = ONE
+    low: torch.dtype | None = None
+    rank: int = 0
+    linears: str | None = None
+
+    @property
+    def has_backward(self) -> bool:
+        return self.op == "linear_skip" and self.low is None and self.c_out != PER_RUN and not self.eight_bits
+
+
+def spec_of(
+    op: str,
+    implementation: str,
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    *others: torch.Tensor | None,
+    result: torch.dtype,
+    second: SecondPair,
+    **options: object,
+) -> LinearSpec:
+    """The spec of a call of an op with an a [..., K], a weight [N, K] and other operands. options: further fields.
+
+    Raises ValueError for an unknown implementation, and for operands on different devices.
+    """
+    operands = [operand for operand in (a, weight, *others, *second) if operand is not None]
+    check_operands(implementation, operands)
+    low = {} if second.low is None else {"low": second.low.dtype, "rank": second.up.shape[1]}
+    return LinearSpec(
+        device=a.device,
+        dtype=a.dtype,
+        others=tuple(dict.fromkeys(operand.dtype for operand in operands if operand.dtype != a.dtype)),
+        eight_bits=(a.dtype,) if a.dtype.itemsize == 1 else (),
+        result=result,
+        implementation=implementation,
+        op=op,
+        derivative=derivative_of(operands),
+        rows=math.prod(a.shape[:-1]),
+        N=weight.shape[0],
+        K=weight.shape[1],
+        **low,
+        **options,
+    )
+
+
+def why_not_fused(spec: LinearSpec) -> str | None:
+    """The reason why no GEMM of ours runs for a spec, or None if one can."""
+    reason = why_not_ours(spec)
+    if reason is None and spec.linears == "torch":
+        return "linears='torch'"
+    if reason is None and _is_measured(spec):
+        return why_torch(spec.op, spec.device, spec.dtype)
+    return reason
+
+
+def _is_measured(spec: LinearSpec) -> bool:
+    """True if the measurements choose between our GEMM and PyTorch's."""
+    return spec.linears == "auto" and spec.implementation == "auto"
+
+
+def why_not_gluon(spec: LinearSpec) -> str | None:
+    """The reason why the GEMM for sm_90 does not run for a spec, or None if it does."""
+    return why_not_fused(spec) or gemm_sm90.why_not(spec)
+
+
+def why_not_portable(spec: LinearSpec) -> str | None:
+    """The reason why the portable GEMM does not run for a spec, or None if it does. On sm_90 the measurements are of
+    the other one."""
+    reason = why_not_fused(spec)
+    if reason is None and _is_measured(spec) and spec.device.type == "cuda" and is_sm90(spec.device):
+        return gemm_sm90.why_not_on(spec.device, spec.dtype)
+    return reason
+
+
+def why_not_pytorch(spec: LinearSpec) -> str | None:
+    """The reason why PyTorch's linear does not run for a spec, with an epilogue of its own, or None if it does."""
+    if spec.eight_bits:
+        return NOT_FOR_8_BITS
+    if spec.linears is None:
+        return "not for an op that is called by itself"
+    return None if spec.linears == "torch" else why_not_reference(spec)
