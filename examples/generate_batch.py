@@ -29,10 +29,10 @@ from tqdm import tqdm
 from turbo_rcm_patch.bench.timing import timed_generation
 from turbo_rcm_patch.cli.arguments import add_distilled_options, add_generation_options
 from turbo_rcm_patch.cli.checks import check_at_least_one, check_generation
-from turbo_rcm_patch.cli.commands import settings_of, user_errors
-from turbo_rcm_patch.cli.errors import CommandError, exit_code
+from turbo_rcm_patch.cli.commands import settings_of
+from turbo_rcm_patch.cli.errors import CommandError, exit_code, user_errors
 from turbo_rcm_patch.cli.files import check_ffmpeg, write_video
-from turbo_rcm_patch.cli.other_warnings import without_chatter
+from turbo_rcm_patch.cli.other_warnings import without_other_warnings
 from turbo_rcm_patch.cli.pipelines import choose_config, load_pipeline, warn_of_prompts
 from turbo_rcm_patch.patching import patch
 from turbo_rcm_patch.patching.families.vae.video_output import pieces_on_cpu, to_8_bits
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
     options.device = device_of(options.device, local_rank, processes)
     with writing_in(options.out):
         options.out.mkdir(parents=True, exist_ok=True)
-    with without_chatter(), user_errors():
+    with without_other_warnings(), user_errors():
         recorded = read_record(options.out)
         share = videos[rank::processes]
         missing = [video for video in share if video.name not in recorded or not (options.out / video.name).is_file()]

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import turbo_rcm_patch
@@ -48,6 +49,20 @@ def test_imports_run_downward():
             if layer in ("shapes", "kernels") and module.split(".")[0] in ("diffusers", "transformers", "numpy"):
                 wrong.append(f"{path.name} imports {module}")
     assert not wrong
+
+
+def test_the_commands_import_each_other_in_no_circle():
+    """Imports within functions count too."""
+    names = {path.stem for path in (PACKAGE / "cli").glob("*.py")} - {"__init__", "__main__"}
+    imports = {
+        name: {
+            module.split(".")[2]
+            for module in imported_modules(PACKAGE / "cli" / f"{name}.py")
+            if module.startswith("turbo_rcm_patch.cli.")
+        }
+        for name in names
+    }
+    list(TopologicalSorter(imports).static_order())  # raises CycleError
 
 
 def test_importing_everything_touches_no_gpu():

@@ -1,9 +1,10 @@
 """The command `turbo-rcm`: generate, compare, verify, evaluate, info, convert, demo, tune.
 
-arguments.py: options. checks.py: what can be found wrong before a model is loaded. files.py: outputs, written whole or
-not at all. other_warnings.py: keeps other packages' warnings off stderr. pipelines.py: the model. commands.py: the
-commands. page.py, studio.py: the page of `demo`, and what it does. tuning.py: `tune`. Only the last five import torch
-and diffusers, so that `--help` and most errors come at once.
+These files import neither torch nor diffusers, so that `--help` and most errors come at once:
+arguments.py (options), checks.py (errors that show before a model is loaded), files.py (outputs, written whole or not
+at all), errors.py, other_warnings.py (keeps other packages' warnings off stderr).
+These do: pipelines.py (loads the model), commands.py, tuning.py (`tune`), video_writer.py, demo_page.py (the page of
+`demo`) and demo_videos.py (makes its videos).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from .arguments import parse_arguments
 from .checks import check_arguments
 from .errors import exit_code
-from .other_warnings import without_chatter
+from .other_warnings import without_other_warnings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     check_arguments(arguments)
-    with contextlib.nullcontext() if arguments.verbose else without_chatter():
+    with contextlib.nullcontext() if arguments.verbose else without_other_warnings():
         from . import commands
 
         return commands.run(arguments)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NoReturn
@@ -25,14 +23,14 @@ from ..bench.verify import verify
 from ..config import PRESETS
 from ..embedded import load_embedded_pipeline
 from ..kernels import tuned_tiers
-from ..patching import PatchError, patch
+from ..patching import patch
 from ..patching.families.vae import frames_sent_to
 from ..patching.families.vae.video_output import pieces_on_cpu, to_8_bits
 from ..patching.summary import beside_exact
 from ..patching.weights.convert import capability_of
 from ..patching.weights.store import convert_model
 from .checks import SPARSITY
-from .errors import CommandError
+from .errors import CommandError, user_errors
 from .files import replacing, write_json, write_video
 from .pipelines import build_case, choose_config, choose_device, choose_dtype, is_sparse, load_pipeline, load_sampler
 from .tuning import tune
@@ -53,27 +51,6 @@ def run(arguments: argparse.Namespace) -> int:
     }
     with user_errors():
         return commands[arguments.command](arguments)
-
-
-OUT_OF_MEMORY = (
-    "out of memory; try fewer --frames, a smaller --height and --width, --offload on a GPU, or for evaluate a smaller "
-    "--batch-size."
-)
-
-
-@contextlib.contextmanager
-def user_errors(out_of_memory: str = OUT_OF_MEMORY) -> Iterator[None]:
-    """Turn what a user can mend, such as too little memory, into a CommandError."""
-    try:
-        yield
-    except PatchError as error:
-        raise CommandError(str(error)) from error
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise CommandError(out_of_memory) from error
-    except RuntimeError as error:
-        if "DefaultCPUAllocator" not in str(error):
-            raise
-        raise CommandError(out_of_memory) from error
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -224,7 +201,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> NoReturn:
-    from .page import serve  # needs gradio, which the other commands do without
+    from .demo_page import serve  # needs gradio, which the other commands do without
 
     serve(arguments)
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+OUT_OF_MEMORY = (
+    "out of memory; try fewer --frames, a smaller --height and --width, --offload on a GPU, or for evaluate a smaller "
+    "--batch-size."
+)
 
 
 class CommandError(Exception):
-    """What was wrong and what to do about it, in one line."""
+    """One line that says what was wrong and what to do about it."""
 
     def __init__(self, message: str):
         super().__init__(" ".join(message.split()))
 
 
 def exit_code(name: str, run: Callable[[], int]) -> int:
-    """What ``run()`` returns; 2 after a CommandError, which is printed after the program's name."""
+    """Return what ``run()`` returns, or 2 after a CommandError, which is printed after the program's name."""
     try:
         return run()
     except CommandError as error:
@@ -23,3 +29,22 @@ def exit_code(name: str, run: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
+
+
+@contextlib.contextmanager
+def user_errors(out_of_memory: str = OUT_OF_MEMORY) -> Iterator[None]:
+    """Turn errors that a user can fix, such as too little memory, into a CommandError."""
+    import torch  # here, so that `--help` and most errors come at once
+
+    from ..patching import PatchError
+
+    try:
+        yield
+    except PatchError as error:
+        raise CommandError(str(error)) from error
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise CommandError(out_of_memory) from error
+    except RuntimeError as error:
+        if "DefaultCPUAllocator" not in str(error):
+            raise
+        raise CommandError(out_of_memory) from error

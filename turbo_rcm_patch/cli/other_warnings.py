@@ -12,7 +12,7 @@ OWN = "turbo_rcm_patch"
 
 
 @contextlib.contextmanager
-def without_chatter() -> Iterator[None]:
+def without_other_warnings() -> Iterator[None]:
     """Hide Python warnings, what other packages log below an error, and the progress of loading unless a person is
     looking. This package's own log stays.
 

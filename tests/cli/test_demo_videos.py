@@ -9,37 +9,37 @@ import pytest
 
 from tests.cli.running import CAPTION, error_of
 from turbo_rcm_patch.cli.arguments import parse_arguments
+from turbo_rcm_patch.cli.demo_videos import EMBEDDED_MODEL, DemoVideos, Request
 from turbo_rcm_patch.cli.errors import CommandError
-from turbo_rcm_patch.cli.studio import EMBEDDED_MODEL, Request, Studio
 
 SMALL = Request(CAPTION, EMBEDDED_MODEL, "exact", 1, 3, 16, 32, 5)
 
 
 @pytest.fixture
-def studio(tmp_path):
-    return Studio(parse_arguments(["demo", "--device", "cpu"]), tmp_path)
+def maker(tmp_path):
+    return DemoVideos(parse_arguments(["demo", "--device", "cpu"]), tmp_path)
 
 
-def test_an_answer_has_both_videos_and_what_they_took(studio):
-    answer = studio.answer(SMALL)
+def test_an_answer_has_both_videos_and_what_they_took(maker):
+    answer = maker.answer(SMALL)
     assert iio.imread(answer.unpatched).shape == iio.imread(answer.patched).shape == (5, 16, 32, 3)
     for text in ("unpatched", "patched", "step 1", "VAE decode", "frames: PSNR"):
         assert text in answer.table
     assert "WanTransformer3DModel" in answer.summary
-    loaded = studio._loaded[1]
+    loaded = maker._loaded[1]
     os.utime(answer.unpatched, (0, 0))
-    again = studio.answer(replace(SMALL, steps=2))
+    again = maker.answer(replace(SMALL, steps=2))
     assert "step 2" in again.table
     assert again.unpatched != answer.unpatched
     assert not answer.unpatched.exists()  # which was old
     assert answer.patched.exists()
-    assert studio._loaded[1] is loaded
+    assert maker._loaded[1] is loaded
 
 
-def test_what_a_command_says_is_in_the_answer(studio):
+def test_what_a_command_says_is_in_the_answer(maker):
     """Of every request, though the model is loaded for the first one alone."""
     for caption, size in ((CAPTION, 16), ("a red fox leaps", 16), ("a red fox leaps", 32)):
-        of_size, *of_prompt = studio.answer(replace(SMALL, prompt=caption, height=size)).notes
+        of_size, *of_prompt = maker.answer(replace(SMALL, prompt=caption, height=size)).notes
         assert f"at {size}x32 and 5 shapes and motion get worse" in of_size
         assert [note.partition(";")[0] for note in of_prompt] == (
             []
@@ -50,13 +50,13 @@ def test_what_a_command_says_is_in_the_answer(studio):
 
 def test_how_a_model_is_sampled_is_in_the_answer(tmp_path, saved_models):
     model = str(saved_models / "t2v")
-    studio = Studio(parse_arguments(["demo", "--device", "cpu", "--model", model]), tmp_path)
+    maker = DemoVideos(parse_arguments(["demo", "--device", "cpu", "--model", model]), tmp_path)
     asked = replace(SMALL, prompt="a fox", model=model)
     for steps in (1, 2):
-        (unknown,) = studio.answer(replace(asked, steps=steps)).notes
+        (unknown,) = maker.answer(replace(asked, steps=steps)).notes
         assert f"nothing tells how model {model} was distilled" in unknown
         assert "give recipe, one of rcm," in unknown
-    (recipe,) = studio.answer(replace(asked, recipe="fastwan", steps=3)).notes
+    (recipe,) = maker.answer(replace(asked, recipe="fastwan", steps=3)).notes
     assert "fastwan (as asked for): 3 steps (lcm) at timesteps 1000, 757, 522" in recipe
 
 
@@ -67,21 +67,21 @@ def test_how_a_model_is_sampled_is_in_the_answer(tmp_path, saved_models):
         (ValueError("--frames 5 and --lora-2 x"), "^frames 5 and --lora-2 x"),  # which is none of its fields
     ],
 )
-def test_errors_speak_of_what_the_page_has(studio, monkeypatch, error, message):
+def test_errors_speak_of_what_the_page_has(maker, monkeypatch, error, message):
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr("turbo_rcm_patch.cli.studio.compare", fail)
+    monkeypatch.setattr("turbo_rcm_patch.cli.demo_videos.compare", fail)
     with pytest.raises(CommandError, match=message) as raised:
-        studio.answer(SMALL)
+        maker.answer(SMALL)
     assert "--frames" not in str(raised.value)
 
 
-def test_the_sparse_tier_has_weights_of_its_own(studio):
-    assert "SLA" not in studio.answer(SMALL).summary
-    dense = studio._loaded[1]
-    assert "SLA" in studio.answer(replace(SMALL, preset="sparse")).summary
-    assert studio._loaded[1] is not dense
+def test_the_sparse_tier_has_weights_of_its_own(maker):
+    assert "SLA" not in maker.answer(SMALL).summary
+    dense = maker._loaded[1]
+    assert "SLA" in maker.answer(replace(SMALL, preset="sparse")).summary
+    assert maker._loaded[1] is not dense
 
 
 @pytest.mark.parametrize(
@@ -100,21 +100,21 @@ def test_the_sparse_tier_has_weights_of_its_own(studio):
         ({"height": 160, "width": 224, "frames": 21}, "are 752640 pixels, and this page makes at most 609280"),
     ],
 )
-def test_what_cannot_be_made_is_a_sentence_before_anything_is_loaded(studio, change, message):
+def test_what_cannot_be_made_is_a_sentence_before_anything_is_loaded(maker, change, message):
     with pytest.raises(CommandError, match=f"^{message}" if "pixels" not in message else message):
-        studio.answer(replace(SMALL, **change))
-    assert studio._loaded is None
+        maker.answer(replace(SMALL, **change))
+    assert maker._loaded is None
 
 
 def test_it_offers_what_it_was_started_with(tmp_path, saved_models):
     (tmp_path / "x.safetensors").touch()
     lora, model = f"{tmp_path}/x.safetensors", str(saved_models / "t2v")
     given = ["demo", "--device", "cpu", "--model", model, "--lora", f"{lora}:0.5", "--max-pixels", "9"]
-    studio = Studio(parse_arguments(given), tmp_path)
-    assert studio.models == [model, EMBEDDED_MODEL]
-    assert studio.loras == {lora: (lora, 0.5)}
+    maker = DemoVideos(parse_arguments(given), tmp_path)
+    assert maker.models == [model, EMBEDDED_MODEL]
+    assert maker.loras == {lora: (lora, 0.5)}
     with pytest.raises(CommandError, match="at most 9;"):
-        studio.answer(SMALL)
+        maker.answer(SMALL)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from ..config import PRESETS
 from ..embedded import FRAMES, HEIGHT, WIDTH
 from ..recipes import RCM_STEPS, RECIPES
 from ..shapes.grammar import EXAMPLES
+from .demo_videos import EMBEDDED_MODEL, LONGEST_PROMPT, DemoVideos, Request
 from .errors import CommandError
-from .studio import EMBEDDED_MODEL, LONGEST_PROMPT, Request, Studio
 
 if TYPE_CHECKING:
     import gradio
@@ -80,7 +80,7 @@ def open_page(arguments: argparse.Namespace, folder: Path) -> gradio.Blocks:
     from starlette.middleware import Middleware
 
     host = arguments.host.strip("[]")  # IPv6 addresses stand in brackets in a URL
-    page = build_page(Studio(arguments, folder))
+    page = build_page(DemoVideos(arguments, folder))
     page.queue(max_size=WAITING, default_concurrency_limit=1)
     try:
         page.launch(
@@ -100,7 +100,7 @@ def open_page(arguments: argparse.Namespace, folder: Path) -> gradio.Blocks:
     return page
 
 
-def build_page(studio: Studio) -> gradio.Blocks:
+def build_page(maker: DemoVideos) -> gradio.Blocks:
     """The form and what it fills in."""
     import gradio as gr
 
@@ -108,14 +108,14 @@ def build_page(studio: Studio) -> gradio.Blocks:
         gr.Markdown("# turbo-rcm\nThe same video twice: as diffusers makes it, and with the patch.")
         with gr.Row():
             prompt = gr.Textbox(EXAMPLES[0], label="Prompt", max_length=LONGEST_PROMPT, scale=3)
-            model = gr.Dropdown(studio.models, value=studio.models[0], label="Model", scale=2)
+            model = gr.Dropdown(maker.models, value=maker.models[0], label="Model", scale=2)
             preset = gr.Dropdown(list(PRESETS), value="exact", label="Tier")
         with gr.Row():
             steps = gr.Slider(1, 9, value=4, step=1, label="Steps")
             seed = gr.Number(0, label="Seed", precision=0, minimum=0)
-            sizes = [gr.Number(size, label=label, precision=0, minimum=1) for label, size in _sizes(studio).items()]
+            sizes = [gr.Number(size, label=label, precision=0, minimum=1) for label, size in _sizes(maker).items()]
             recipe = gr.Dropdown([NONE, *RECIPES], value=NONE, label="Recipe")
-            lora = gr.Dropdown([NONE, *studio.loras], value=NONE, label="LoRA")
+            lora = gr.Dropdown([NONE, *maker.loras], value=NONE, label="LoRA")
         button = gr.Button("Generate", variant="primary")
         with gr.Row():
             videos = [gr.Video(label=label, autoplay=True, loop=True, interactive=False) for label in LABELS]
@@ -123,7 +123,7 @@ def build_page(studio: Studio) -> gradio.Blocks:
         form = [prompt, model, preset, steps, seed, *sizes, recipe, lora]
 
         def generate(progress=gr.Progress(track_tqdm=True), *values):  # noqa: B008 (Gradio looks for it there)
-            return _answer(studio, values)
+            return _answer(maker, values)
 
         outputs = [*videos, table, summary]
         asked = [button.click, prompt.submit]
@@ -136,9 +136,9 @@ def build_page(studio: Studio) -> gradio.Blocks:
 LABELS = ("Unpatched", "Patched")
 
 
-def _sizes(studio: Studio) -> dict[str, int]:
+def _sizes(maker: DemoVideos) -> dict[str, int]:
     """The form's defaults: the tiny model's own size, or what a GPU's models are made for."""
-    first = studio.models[0] == EMBEDDED_MODEL
+    first = maker.models[0] == EMBEDDED_MODEL
     return dict(zip(("Height", "Width", "Frames"), (HEIGHT, WIDTH, FRAMES) if first else (480, 832, 81), strict=True))
 
 
@@ -147,8 +147,8 @@ def _steps_of(recipe: str) -> int:
     return RCM_STEPS if recipe == NONE else RECIPES[recipe].steps
 
 
-def _answer(studio: Studio, values: tuple) -> tuple[str, str, str, str]:
-    """What the form's values come to, or a Gradio error with a sentence."""
+def _answer(maker: DemoVideos, values: tuple) -> tuple[str, str, str, str]:
+    """Return the two videos, the table and the summary as Gradio shows them. Raises a Gradio error with a sentence."""
     import gradio as gr
 
     if None in values:
@@ -156,7 +156,7 @@ def _answer(studio: Studio, values: tuple) -> tuple[str, str, str, str]:
     *most, recipe, lora = values
     request = Request(*most, *(None if choice == NONE else choice for choice in (recipe, lora)))
     try:
-        answer = studio.answer(request)
+        answer = maker.answer(request)
     except CommandError as error:
         raise gr.Error(str(error), duration=None, print_exception=False) from error
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What the page of `turbo-rcm demo` does for a request, but for the page itself: one video, unpatched and patched."""
+"""Make the videos that the page of `turbo-rcm demo` shows: one video, unpatched and patched, for each request."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from ..bench.compare import Comparison, compare
 from ..bench.report import comparison_table
 from ..bench.variants import PATCHED, UNPATCHED
 from .checks import SPARSITY, check_generation
-from .commands import user_errors
-from .errors import CommandError
+from .errors import CommandError, user_errors
 from .files import write_video
 from .pipelines import choose_config, choose_device, is_sparse, load_sampler, warn_of_prompts, warn_of_size
 
@@ -32,7 +31,8 @@ MAX_PIXELS = {"cuda": 81 * 480 * 832, "cpu": 17 * 160 * 224}  # of all frames of
 
 @dataclass(frozen=True)
 class Request:
-    """What the page asks for. model: one that the page was started with, or EMBEDDED_MODEL. lora: likewise, or None."""
+    """The values of the page's form. model: EMBEDDED_MODEL, or a model that the page was started with. lora: one of the
+    LoRAs that the page was started with, or None."""
 
     prompt: str
     model: str
@@ -48,8 +48,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """Two mp4 files, a table of the stages' times and how far the results are apart, the patch's summary, and what else
-    one should know, such as which recipe was taken."""
+    """Two mp4 files, a table of times and differences, the patch's summary, and notes, for example on the recipe."""
 
     unpatched: Path
     patched: Path
@@ -58,8 +57,8 @@ class Answer:
     notes: tuple[str, ...]
 
 
-class Studio:
-    """Answers requests, one at a time; the model of the latest stays loaded.
+class DemoVideos:
+    """Makes the videos of requests, one request at a time. The model of the latest request stays loaded.
 
     started: the options of `turbo-rcm demo`. folder: where the videos are written.
     """
@@ -74,7 +73,7 @@ class Studio:
         self.max_pixels = started.max_pixels or MAX_PIXELS[device.type]
 
     def answer(self, request: Request) -> Answer:
-        """Make the video both ways. Raises CommandError, with a sentence for the user, for what cannot be made."""
+        """Make the video unpatched and patched. Raises CommandError, with a sentence for the user, if this fails."""
         try:
             return self._answer(request)
         except CommandError as error:
@@ -93,7 +92,7 @@ class Studio:
             return self._written(comparison, tuple(map(_of_the_page, arguments.notes)))
 
     def _checked(self, request: Request) -> argparse.Namespace:
-        """The request as the options of `generate`. Raises CommandError for one that is not to be answered."""
+        """Return the request as options of `generate`. Raises CommandError for an invalid request."""
         _check_known("model", request.model, self.models)
         _check_known("LoRA", request.lora, [None, *self.loras])
         if not request.prompt.strip():
@@ -117,8 +116,7 @@ class Studio:
         return arguments
 
     def _load(self, arguments: argparse.Namespace) -> tuple[object, dict[str, object]]:
-        """The pipeline that the arguments ask for, and what its call takes; what there is to say of both is then in
-        ``arguments.notes``."""
+        """Return the pipeline and the arguments of its call. Sets ``arguments.notes`` to the notes on both."""
         wanted = arguments.model, arguments.lora, arguments.recipe, is_sparse(arguments)
         if self._loaded is None or self._loaded[0] != wanted:
             self._loaded = None  # there may be no memory for both
@@ -144,7 +142,7 @@ class Studio:
 
 
 def _of_the_page(message: str) -> str:
-    """A command's message with the names of the page's fields in place of options; those of `demo` itself stay."""
+    """Return a command's message with the page's field names instead of options; options of `demo` itself stay."""
     return re.sub(rf"--({FIELDS})(?![\w-])", r"\1", message)
 
 

@@ -19,10 +19,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from turbo_rcm_patch.cli import page as page_of_demo
+from turbo_rcm_patch.cli import demo_page as page_of_demo
 from turbo_rcm_patch.cli.arguments import parse_arguments
 from turbo_rcm_patch.cli.checks import check_arguments
-from turbo_rcm_patch.cli.studio import EMBEDDED_MODEL, Answer, Studio
+from turbo_rcm_patch.cli.demo_videos import EMBEDDED_MODEL, Answer, DemoVideos
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 OPTIONS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
@@ -137,17 +137,17 @@ def test_two_visitors(page, server):
 
 
 def test_a_recipe_sets_its_number_of_steps(tmp_path):
-    studio = Studio(parse_arguments(["demo", "--device", "cpu"]), tmp_path)
-    changes = page_of_demo.build_page(studio).fns.values()
+    maker = DemoVideos(parse_arguments(["demo", "--device", "cpu"]), tmp_path)
+    changes = page_of_demo.build_page(maker).fns.values()
     (change,) = (change for change in changes if [block.label for block in change.outputs] == ["Steps"])
     assert [block.label for block in change.inputs] == ["Recipe"]
     assert [change.fn(recipe) for recipe in ("none", "fastwan", "causvid-lora")] == [4, 3, 9]
 
 
 def test_what_else_there_is_to_know_is_above_the_table(tmp_path):
-    studio = SimpleNamespace(answer=lambda request: Answer(Path("a"), Path("b"), "times", "blocks", ("a <b>", "c")))
+    maker = SimpleNamespace(answer=lambda request: Answer(Path("a"), Path("b"), "times", "blocks", ("a <b>", "c")))
     *_, table, summary = page_of_demo._answer(
-        studio, ["a fox", EMBEDDED_MODEL, "exact", 4, 0, 160, 224, 17, "none", "none"]
+        maker, ["a fox", EMBEDDED_MODEL, "exact", 4, 0, 160, 224, 17, "none", "none"]
     )
     assert table.index("a &lt;b&gt;") < table.index("c</p>") < table.index("times")
     assert "blocks" in summary
