@@ -44,4 +44,4 @@ def row(patch, sub_layer, step):
 
 def attention_class(model):
     """Of a model's blocks."""
-    return family_of(model).blocks[0].attention_class
+    return family_of(model).blocks[0].kind.attention_class

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import turbo_rcm_patch as trp
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
-from turbo_rcm_patch.patching.families.wan import graph as wan_graph
+from turbo_rcm_patch.patching.families import family
 
 AUTO = trp.PatchConfig(cuda_graph="auto")
 VARIANTS = {
@@ -120,7 +120,7 @@ def warm(pair, inputs):
 
 
 def graphs_of(model):
-    return getattr(model, wan_graph.GRAPH)._graphs
+    return getattr(model, family.GRAPH)._graphs
 
 
 def replays(model):
@@ -128,7 +128,7 @@ def replays(model):
 
 
 def note(model):
-    return getattr(model, wan_graph.GRAPH).note()
+    return getattr(model, family.GRAPH).note()
 
 
 def assert_replayed(pair, inputs):

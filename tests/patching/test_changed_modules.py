@@ -198,7 +198,7 @@ def test_qkv_of_one_op_are_those_of_the_modules(monkeypatch, name):
     model = tiny_family_transformer(name)
     with trp.patch(model):
         ours = output_of(name, model)
-        by_modules = lambda attn, tokens, call: plan.Step(lambda x: layers._qkv_of_modules(attn, x), "modules", "asked")  # noqa: E731
+        by_modules = lambda attn, *_: plan.Step(lambda x: layers._qkv_of_modules(attn, x), "modules", "asked")  # noqa: E731
         monkeypatch.setattr(block, "qkv_projection", by_modules)
         for changed in model.blocks:
             changed.attn1.changed = True

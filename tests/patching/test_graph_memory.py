@@ -26,7 +26,7 @@ from tests.patching.tape import (
 from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.patching import cuda_graphs as graphs
 from turbo_rcm_patch.patching.cuda_graphs import CudaRecorder
-from turbo_rcm_patch.patching.families.wan import graph as wan_graph
+from turbo_rcm_patch.patching.families import family
 
 
 def test_a_failed_recording_is_said_once_and_never_tried_again(tape, monkeypatch, caplog):
@@ -184,7 +184,7 @@ def test_restore_frees_the_graphs_and_patching_again_starts_anew(tape):
     inputs = inputs_for(pair[0])
     warm(pair, inputs)
     assert len(TAPES) == 1
-    held = getattr(pair[0], wan_graph.GRAPH)  # as a hook that kept a patched forward would
+    held = getattr(pair[0], family.GRAPH)  # as a hook that kept a patched forward would
     trp.restore(pair[0])
     gc.collect()
     assert len(TAPES) == 0

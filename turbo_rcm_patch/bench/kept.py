@@ -28,12 +28,12 @@ def kept_share_of(block: nn.Module, oracle: nn.Module, args: tuple) -> float | N
     """The share that a patched block that ran already keeps; None for one of another tier or of another class than
     Wan's. oracle and args: as of `part_errors`, whose q and k count."""
     state = state_of(block)
-    config, call = state.shared.config, state.plans.latest
-    if config.tier != BLOCK_SPARSE or type(block) is not WanTransformerBlock or call is None:
+    config, latest = state.shared.config, state.plans.latest
+    if config.tier != BLOCK_SPARSE or type(block) is not WanTransformerBlock or latest is None:
         return None
     quantized = isinstance(getattr(state.plans.ran, "self_attention", None), QuantizedSelfAttention)
-    if why_dense(block.attn1, call, quantized=quantized) is not None:
+    if why_dense(block.attn1, latest.stream, latest.call, quantized=quantized) is not None:
         return 1.0
     q, k, _ = self_attention_inputs(block.attn1, trace_of(oracle, args), args[3])
-    block_q, block_k = block_sizes(call, quantized=quantized)
+    block_q, block_k = block_sizes(latest.call, quantized=quantized)
     return kernels.kept_share(q, k, mass=config.mass, block_q=block_q, block_k=block_k)

@@ -15,7 +15,7 @@ from torch import nn
 
 from .. import kernels
 from ..kernels import reference
-from ..patching.families.wan.block import BlockPlan, QuantizedSelfAttention, Rotary, SelfAttention, Whole, half_tables
+from ..patching.families.wan.block import BlockPlan, QuantizedSelfAttention, Rotary, SelfAttention, Whole, angles
 from ..patching.families.wan.modulation import Row, modulation
 from ..patching.steps.block_sparse import why_dense
 from ..patching.steps.plan import state_of
@@ -113,7 +113,8 @@ def _attention_errors(block: nn.Module, plan: BlockPlan, trace: Trace, args: tup
     if not in_8_bits and not isinstance(plan.self_attention, SelfAttention):
         return {}
     attn, attention = block.attn1, plan.self_attention.attention
-    leaves_out = why_dense(attn, state_of(block).plans.latest, quantized=in_8_bits) is None
+    latest = state_of(block).plans.latest
+    leaves_out = why_dense(attn, latest.stream, latest.call, quantized=in_8_bits) is None
     sparse_linear = self_attention_is_sparse(block)
     if not (in_8_bits or leaves_out or sparse_linear):
         return {}
@@ -139,7 +140,7 @@ def _in_8_bits(*qkv: torch.Tensor) -> kernels.QuantizedQKV:
 
 def self_attention_inputs(attn: nn.Module, trace: Trace, rotary: Rotary) -> tuple[torch.Tensor, ...]:
     """The q, k and v [B, S, H, D] of a traced self-attention, after norms and rotation."""
-    tables = [table.float() for table in half_tables(rotary)]
+    tables = [table[0, :, 0].float() for table in angles(rotary)]
     q, k, v = (trace[f"attn1.{name}"][1] for name in ("norm_q", "norm_k", "to_v"))
     q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))
     return *(reference.rotate(x, *tables) for x in (q, k)), v

@@ -14,9 +14,8 @@ from ..config import PatchConfig, resolve_config
 from ..tiers import BLOCK_SPARSE, SPARSE
 from .families import SUPPORTED, check_supported, family_of
 from .families import vae as wan_vae
-from .families.family import Binding
+from .families.family import Binding, ModelGraphs, graph_of
 from .families.vae.video_output import patch_video_output, video_output_note
-from .families.wan.graph import WanGraph, graph_of
 from .journal import Journal
 from .sampling.step_count import Steps, why_not_countable
 from .steps.block_sparse import why_trained_otherwise
@@ -126,7 +125,7 @@ class Patch:
         """The models that `restore` takes the patch off."""
         return _restorable(self.transformers, self.vae)
 
-    def _graphs(self) -> list[WanGraph]:
+    def _graphs(self) -> list[ModelGraphs]:
         models = _only_patched(self.transformers).values()
         return [graph for model in models if (graph := graph_of(model)) is not None]
 

@@ -20,10 +20,9 @@ from ..tables import table
 from ..tiers import BLOCK_SPARSE, BLOCK_SPARSE_ATTENTION, SPARSE
 from .families import family_of
 from .families import vae as wan_vae
-from .families.family import Blocks, compute_dtype
-from .families.wan.block import TEXT_TOKENS, BlockPlan, WanCall, decide
+from .families.family import BlockPlan, Blocks
 from .sampling.step_count import NOT_COUNTED
-from .steps.plan import NOTHING, SHARED, Call, Step, Stream, active_backend, is_patched, state_of
+from .steps.plan import NOTHING, SHARED, Call, Step, active_backend, is_patched, state_of
 from .steps.residual import CUT_OFF
 from .weights.convert import weights_note
 
@@ -32,7 +31,6 @@ FOOTER = "under autograd steps without a gradient run as torch ops; under autoca
 DENSE_FOOTER = "under autograd block-sparse attention is dense"
 VAE_FOOTER = "under autograd, autocast and torch.compile, and where a step says so, diffusers' own decoder runs"
 SHARDED_NOTE = "sharded, and not called yet: weights are whole while blocks run; what is fused shows after a first call"
-TOKENS = 32760  # of a block that was not called yet: a video of 81 frames at 832×480
 
 
 class Row(NamedTuple):
@@ -102,9 +100,9 @@ def transformer_section(name: str, transformer: nn.Module) -> Section:
     for blocks in family.blocks:
         title = f"{len(getattr(transformer, blocks.name))} {blocks.name}"
         rows = list(plan_rows(transformer, blocks))
-        tables.append((_title(name, transformer, title, compute_dtype(transformer)), rows))
+        tables.append((_title(name, transformer, title, family.compute_dtype(transformer)), rows))
     patched = [block for _, block in family.blocks[0].of(transformer) if is_patched(block)]
-    stored = dict.fromkeys(str(current_plan(transformer, block).residual) for block in patched)
+    stored = dict.fromkeys(str(current_plan(transformer, family.blocks[0], block).residual) for block in patched)
     notes = [f"residual between a block's skips: {'; '.join(stored)}"] if stored else []
     shared, device = vars(transformer)[SHARED], get_module_execution_device(transformer)
     config = shared.config
@@ -195,7 +193,7 @@ def plan_rows(transformer: nn.Module, blocks: Blocks) -> Iterator[Row]:
     found: dict[tuple[str, str], list[Step]] = {}
     for block in (block for _, block in blocks.of(transformer) if is_patched(block)):
         place = 0
-        for *key, parts in current_plan(transformer, block).rows():
+        for *key, parts in current_plan(transformer, blocks, block).rows():
             decisive = next((part for part in parts if part.reason is not None), parts[0])
             if decisive.kernel != NOTHING:
                 place = _placed(tuple(key), order, place)
@@ -218,21 +216,23 @@ def _row(blocks: str, sub_layer: str, name: str, steps: Sequence[Step]) -> Row:
     return Row(blocks, sub_layer, name, kernels_taken, len(steps), dict(reasons))
 
 
-def current_plan(transformer: nn.Module, block: nn.Module) -> BlockPlan:
-    """What a block would do now with a call like its last one, outside of autograd and of the steps that exact_steps
-    names; what it did, where its weights are sharded while it does not run."""
+def current_plan(transformer: nn.Module, blocks: Blocks, block: nn.Module) -> BlockPlan:
+    """Return what a block would do now with a call like its last one, outside of autograd and of `exact_steps`.
+
+    For a sharded block, whose weights are whole only while it runs, return the last plan that ran.
+    """
     state = state_of(block)
     if state.plans.ran is not None and is_sharded(block):
         return state.plans.ran
     latest = state.plans.latest
     if latest is None:
         call = Call(state.shared.config, torch.device("cpu"), torch.float32, None, active_backend())
-        latest = WanCall(call, Stream(1, TOKENS), 1, TEXT_TOKENS)
+        latest = blocks.usual_call(call)
     # Under offloading the weights rest elsewhere than the forward runs.
-    device, dtype = get_module_execution_device(transformer), compute_dtype(transformer)
+    device, dtype = get_module_execution_device(transformer), family_of(transformer).compute_dtype(transformer)
     exactly = state.exactly or (NOT_COUNTED if latest.call.exactly == NOT_COUNTED else None)
     now = {"device": device, "dtype": dtype, "derivative": None, "backend": active_backend(), "exactly": exactly}
-    return decide(state.attention_class, block, latest._replace(call=latest.call._replace(**now)))
+    return blocks.decide(state.kind, block, latest._replace(call=latest.call._replace(**now)))
 
 
 def _device_name(device: torch.device) -> str:

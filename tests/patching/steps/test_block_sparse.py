@@ -18,7 +18,7 @@ from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
 from turbo_rcm_patch.patching import use_rcm
-from turbo_rcm_patch.patching.families.wan.block import WanCall, decide
+from turbo_rcm_patch.patching.families.wan.block import WanCall, decide, wan_block
 from turbo_rcm_patch.patching.steps.plan import Call, Stream, active_backend, state_of
 from turbo_rcm_patch.tiers import QUANTIZED
 
@@ -175,7 +175,7 @@ def plan_on_a_gpu(options, heads=2, head_dim=64, capability=(8, 9), change=None,
     values = (torch.device("meta"), torch.bfloat16, None)
     with meta_is_gpu(capability, 100):
         kind = Call(state_of(block).shared.config, *values, active_backend())._replace(**call)
-        plan = decide(WanAttention, block, WanCall(kind, Stream(batch, tokens), 1, 7))
+        plan = decide(wan_block(WanAttention), block, WanCall(kind, Stream(batch, tokens), 1, 7))
         return plan.self_attention.attention
 
 

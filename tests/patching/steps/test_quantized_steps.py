@@ -13,7 +13,7 @@ from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
 from turbo_rcm_patch.patching import use_rcm
-from turbo_rcm_patch.patching.families.wan.block import QuantizedSelfAttention, WanCall, decide
+from turbo_rcm_patch.patching.families.wan.block import QuantizedSelfAttention, WanCall, decide, wan_block
 from turbo_rcm_patch.patching.steps import exact as layers
 from turbo_rcm_patch.patching.steps.plan import Call, Stream, active_backend, state_of
 from turbo_rcm_patch.tiers import QUANTIZED
@@ -167,7 +167,9 @@ def test_exact_steps_run_the_attention_that_was_asked_for(attention, kernel):
     pipe.transformer.to("meta")
     with meta_is_gpu((8, 9), 100):
         exact, others = (
-            decide(WanAttention, first, WanCall(call._replace(exactly=exactly), Stream(1, 12), 1, 7)).self_attention
+            decide(
+                wan_block(WanAttention), first, WanCall(call._replace(exactly=exactly), Stream(1, 12), 1, 7)
+            ).self_attention
             for exactly in ("exact_steps=(1, 0)", None)
         )
     assert exact.attention.kernel.startswith(kernel)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -15,32 +16,60 @@ from ..journal import bind, slot_below_hooks
 from ..lora.notice_changes import apply_to_tensors, load_lora_adapter
 from ..sampling.step_count import Steps
 from ..steps.block_sparse import layers_attended_exactly
-from ..steps.plan import SHARED, STATE, BlockState, Plans, Shared
-from ..weights.weights_written import with_weights_up_to_date
+from ..steps.plan import SHARED, STATE, BlockCall, BlockState, Call, Plans, Shared, Step
 
 Binding = tuple[nn.Module, str, object]  # (module, attribute, value)
 Targets = Sequence[tuple[str, nn.Module, Callable]]  # (path, module, forward)
 
-
-def embedder_forward(self: nn.Module, timestep: torch.Tensor, *args: object, **kwargs: object) -> object:
-    """The forward of a transformer's condition embedder, which runs before the blocks; bound on instances."""
-    shared: Shared = getattr(self, SHARED)
-    shared.begin_forward()
-    return type(self).forward(self, with_weights_up_to_date(timestep, shared.config), *args, **kwargs)
+GRAPH = "_turbo_rcm_patch_graph"  # the attribute of a patched transformer that holds its CUDA graphs
 
 
-def _embedder(transformer: nn.Module, config: PatchConfig) -> Targets:
-    return [("condition_embedder", transformer.condition_embedder, embedder_forward)]
+class BlockPlan(Protocol):
+    """What a block does with one kind of call. residual: says, as a string, how it is stored between the skips."""
+
+    residual: object
+
+    def rows(self) -> Iterator[tuple[str, str, tuple[Step, ...]]]:
+        """Yield (sub-layer, step, its parts) in order."""
+
+
+class ModelGraphs(Protocol):
+    """The CUDA graphs of a transformer. kept: how many. reserved_bytes: memory that only they can use, or None."""
+
+    kept: int
+    reserved_bytes: int | None
+
+    def release(self) -> None:
+        """Give the memory of all graphs back."""
+
+
+def graph_of(transformer: nn.Module) -> ModelGraphs | None:
+    """Return the CUDA graphs of a patched transformer, or None if its family has none."""
+    return vars(transformer).get(GRAPH)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """A list of equal blocks in a transformer. name: its attribute. forward: what replaces the blocks' own."""
+    """A list of equal blocks in a transformer, and what the general code asks about them.
+
+    Attributes:
+        name: the transformer's attribute that holds the list.
+        block_class: the class of every block; another one is refused.
+        forward: replaces the blocks' forward; bound on instances.
+        kind: what the family itself wants to know about such a block; ``decide`` and the forward get it.
+        parts: the submodules that every block must have, with their classes, by path.
+        decide: (kind, block, call) -> the block's plan for one kind of call.
+        usual_call: adds a usual video's sizes to what every family has: the call that the summary shows before a
+            block was called.
+    """
 
     name: str
     block_class: type[nn.Module]
-    attention_class: type[nn.Module]
     forward: Callable
+    kind: object
+    parts: Mapping[str, type[nn.Module]]
+    decide: Callable[[object, nn.Module, BlockCall], BlockPlan]
+    usual_call: Callable[[Call], BlockCall]
 
     def of(self, transformer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """The blocks of a transformer with their paths in it."""
@@ -52,21 +81,32 @@ class Blocks:
 class Family:
     """A transformer class of diffusers and its blocks.
 
-    models: the checkpoints it is known from. more: (transformer, config) -> (path, module, forward) of what is bound
-    besides the blocks. attributes: (transformer, shared, forwards by module) -> bindings of other things.
-    notes: lines for the summary on what is not fused besides the steps of the blocks.
+    Attributes:
+        transformer_class: the exact class.
+        models: the checkpoints it is known from.
+        blocks: its lists of blocks, in the order of the summary.
+        first_layer: the path of the module that makes the blocks' hidden states; its weight has their dtype and device.
+        more: (transformer, config) -> (path, module, forward) of every other module whose forward is bound. These get
+            the transformer's `Shared` too.
+        attributes: (transformer, shared, forwards by module) -> bindings of other things.
+        notes: lines for the summary about what is not fused apart from the steps of the blocks.
     """
 
     transformer_class: type[nn.Module]
     models: str
     blocks: tuple[Blocks, ...]
-    more: Callable[[nn.Module, PatchConfig], Targets] = _embedder
+    first_layer: str
+    more: Callable[[nn.Module, PatchConfig], Targets] = lambda *_: ()
     attributes: Callable[[nn.Module, Shared, dict[nn.Module, object]], Sequence[Binding]] = lambda *_: ()
     notes: Callable[[nn.Module], Sequence[str]] = lambda _: ()
 
     def every_block(self, transformer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """All blocks of a transformer with their paths in it."""
         return (found for blocks in self.blocks for found in blocks.of(transformer))
+
+    def compute_dtype(self, transformer: nn.Module) -> torch.dtype:
+        """Return the dtype of the hidden states that the blocks get."""
+        return transformer.get_submodule(self.first_layer).weight.dtype
 
     def problems(self, name: str, transformer: nn.Module) -> list[str]:
         """Everything that stands against patching this transformer, as sentences; empty when it can be patched."""
@@ -75,7 +115,7 @@ class Family:
             f"{self.transformer_class.__name__}."
             for blocks in self.blocks
             for path, block in blocks.of(transformer)
-            if type(block) is not blocks.block_class or not _has_known_parts(block, blocks.attention_class)
+            if type(block) is not blocks.block_class or not _has_parts(block, blocks.parts)
         ]
         modules = ((path, module) for path, module, _ in self._targets(transformer, PatchConfig()))
         return problems or [
@@ -88,12 +128,13 @@ class Family:
     def bindings(self, transformer: nn.Module, config: PatchConfig, steps: Steps | None = None) -> list[Binding]:
         """What makes up the patch of one transformer, to be set in order. steps: of its pipeline, if it has one."""
         shared = Shared(config, steps)
+        beside = [module for _, module, _ in self.more(transformer, config)]
         forwards = {module: bind(forward, module) for _, module, forward in self._targets(transformer, config)}
         states: dict[nn.Module, BlockState] = {}
         for blocks in self.blocks:
             exactly = layers_attended_exactly(config, len(getattr(transformer, blocks.name)))
             for index, (_, block) in enumerate(blocks.of(transformer)):
-                state = BlockState(shared, blocks.attention_class, Plans(), exactly.get(index))
+                state = BlockState(shared, blocks.kind, Plans(), exactly.get(index))
                 if block not in states or states[block].exactly is None:  # it may be in the model twice
                     states[block] = state
         shared.plans = [state.plans for state in states.values()]
@@ -105,8 +146,7 @@ class Family:
             *self.attributes(transformer, shared, forwards),
             *copied,
             (transformer, "_replicate_for_data_parallel", bind(refuse_replicas, transformer)),
-            (transformer, SHARED, shared),
-            (transformer.condition_embedder, SHARED, shared),
+            *((module, SHARED, shared) for module in dict.fromkeys([transformer, *beside])),
             (transformer, "load_lora_adapter", bind(load_lora_adapter, transformer)),
             (transformer, "_apply", bind(apply_to_tensors, transformer)),
             *((module, "forward", forward) for module, forward in forwards.items()),
@@ -122,10 +162,6 @@ def class_path(module: nn.Module) -> str:
     return f"{type(module).__module__}.{type(module).__name__}"
 
 
-def _has_known_parts(block: nn.Module, attention_class: type[nn.Module]) -> bool:
-    return all(isinstance(attn, attention_class) for attn in (block.attn1, block.attn2)) and hasattr(block, "ffn")
-
-
-def compute_dtype(transformer: nn.Module) -> torch.dtype:
-    """The dtype of the hidden states that the blocks get."""
-    return transformer.patch_embedding.weight.dtype
+def _has_parts(block: nn.Module, parts: Mapping[str, type[nn.Module]]) -> bool:
+    modules = dict(block.named_modules(remove_duplicate=False))
+    return all(isinstance(modules.get(path), part) for path, part in parts.items())

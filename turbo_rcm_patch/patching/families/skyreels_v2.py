@@ -11,10 +11,11 @@ from diffusers.models.transformers.transformer_skyreels_v2 import (
 
 from ...plain import is_autocast
 from ..steps.plan import state_of
-from .family import Blocks, Family
-from .wan.block import Rotary
+from .family import Family
+from .wan.block import Rotary, wan_block
 from .wan.forward import run_block
 from .wan.modulation import modulation
+from .wan.parts import FIRST_LAYER, embedder, wan_blocks
 
 
 def block_forward(
@@ -42,6 +43,8 @@ def block_forward(
 SKYREELS_V2 = Family(
     SkyReelsV2Transformer3DModel,
     "SkyReels-V2 T2V, I2V and diffusion forcing",
-    (Blocks("blocks", SkyReelsV2TransformerBlock, SkyReelsV2Attention, block_forward),),
+    (wan_blocks("blocks", SkyReelsV2TransformerBlock, wan_block(SkyReelsV2Attention), block_forward),),
+    FIRST_LAYER,
+    more=embedder,
     notes=lambda transformer: ["no CUDA graphs"],
 )

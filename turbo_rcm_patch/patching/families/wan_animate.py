@@ -8,13 +8,17 @@ from diffusers.models.transformers.transformer_wan_animate import (
     WanTransformerBlock,
 )
 
-from .family import Blocks, Family
+from .family import Family
+from .wan.block import wan_block
 from .wan.forward import block_forward
+from .wan.parts import FIRST_LAYER, embedder, wan_blocks
 
 WAN_ANIMATE = Family(
     WanAnimateTransformer3DModel,
     "Wan 2.2 Animate",
-    (Blocks("blocks", WanTransformerBlock, WanAttention, block_forward),),
+    (wan_blocks("blocks", WanTransformerBlock, wan_block(WanAttention), block_forward),),
+    FIRST_LAYER,
+    more=embedder,
     notes=lambda transformer: [
         f"not fused: {len(transformer.face_adapter)} face adapters between the blocks, motion and face encoders; no "
         "CUDA graphs"

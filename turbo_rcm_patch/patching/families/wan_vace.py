@@ -8,10 +8,11 @@ from diffusers.models.transformers.transformer_wan_vace import WanVACETransforme
 
 from ...plain import is_autocast
 from ..steps.plan import state_of
-from .family import Blocks, Family
-from .wan.block import Rotary
+from .family import Family
+from .wan.block import Rotary, wan_block
 from .wan.forward import block_forward, run_block
 from .wan.modulation import modulation
+from .wan.parts import FIRST_LAYER, embedder, wan_blocks
 
 
 def control_block_forward(
@@ -43,9 +44,11 @@ WAN_VACE = Family(
     WanVACETransformer3DModel,
     "Wan 2.1 VACE",
     (
-        Blocks("blocks", WanTransformerBlock, WanAttention, block_forward),
-        Blocks("vace_blocks", WanVACETransformerBlock, WanAttention, control_block_forward),
+        wan_blocks("blocks", WanTransformerBlock, wan_block(WanAttention), block_forward),
+        wan_blocks("vace_blocks", WanVACETransformerBlock, wan_block(WanAttention), control_block_forward),
     ),
+    FIRST_LAYER,
+    more=embedder,
     notes=lambda transformer: [
         "not fused: the control blocks' input and output projections, the hints' sums; no CUDA graphs"
     ],

@@ -232,11 +232,14 @@ class Shared:
 
 
 class BlockState(NamedTuple):
-    """What the patch keeps on a block. attention_class: of its attentions. exactly: why its self-attention runs exactly
-    in every step, in a few words; None where it need not."""
+    """What the patch keeps on a block.
+
+    kind: what the family states about such blocks. exactly: the reason why self-attention runs at full precision in
+    every step, or None.
+    """
 
     shared: Shared
-    attention_class: type
+    kind: object
     plans: Plans
     exactly: str | None = None
 

@@ -22,7 +22,7 @@ from ....config import PatchConfig
 from ....plain import is_autocast
 from ...cuda_graphs import why_not_recorded
 from ...steps.plan import STATE, Call, active_backend, derivative_of
-from ..wan.graph import graph_of
+from ..family import graph_of
 from .chunks import TILES_WORKING_SET, frames_at_once, output_shape
 from .decoder import decoded
 from .plain import why_not_plain_decoder

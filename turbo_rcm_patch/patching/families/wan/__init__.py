@@ -1,23 +1,24 @@
 """The Wan family: Wan 2.1 T2V and I2V, Wan 2.2 with two experts, TI2V-5B.
 
-block.py: the block's plan and how it runs. forward.py: what is bound on blocks. modulation.py: timesteps of a sample or
-of its tokens. graph.py: the model's forward as a CUDA graph. repeatable.py: which modules may run more or less often
-than they are called.
+block.py: the block's plan and how it runs. parts.py: what the general code asks. forward.py: the forwards of blocks.
+modulation.py: timesteps of a sample or of its tokens. graph.py: the model's forward as a CUDA graph.
+repeatable.py: the modules that may run more or less often than they are called.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformer3DModel, WanTransformerBlock
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel, WanTransformerBlock
 
 from ....config import PatchConfig
 from ....plain import hook_in_place_of_forward
 from ...steps.plan import Shared
-from ..family import Binding, Blocks, Family, Targets
+from ..family import GRAPH, Binding, Family, Targets, graph_of
 from .forward import block_forward
-from .graph import GRAPH, WanGraph, graph_of, transformer_forward
+from .graph import WAN_BLOCK, WanGraph, transformer_forward
 from .modulation import embedder_forward
+from .parts import FIRST_LAYER, wan_blocks
 
 
 def _more(transformer: WanTransformer3DModel, config: PatchConfig) -> Targets:
@@ -35,7 +36,8 @@ def _attributes(transformer: WanTransformer3DModel, shared: Shared, forwards: di
 WAN = Family(
     WanTransformer3DModel,
     "Wan 2.1 T2V and I2V, Wan 2.2 A14B, TI2V-5B",
-    (Blocks("blocks", WanTransformerBlock, WanAttention, block_forward),),
+    (wan_blocks("blocks", WanTransformerBlock, WAN_BLOCK, block_forward),),
+    FIRST_LAYER,
     more=_more,
     attributes=_attributes,
     notes=lambda transformer: [graph_of(transformer).note()],

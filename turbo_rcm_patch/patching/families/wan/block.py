@@ -7,8 +7,9 @@ model. The result is diffusers' own (transformer_wan.py) with fewer roundings: b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -54,14 +55,17 @@ CROSS_STEPS_WITH_IMAGE = (
 # Attention takes the last 512 tokens of the context as text and those before them as image.
 TEXT_TOKENS = 512
 
+TOKENS = 32760  # a video of 81 frames at 832×480
+
 Rows = Iterator[tuple[str, tuple[Step, ...]]]  # the name of a step, and what it consists of
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cos and sin [1, S, 1, D], as diffusers gives them
 
 
 @dataclass(frozen=True)
 class SelfAttention:
-    """x + gate · attention of the normed x."""
+    """x + gate · attention of the normed x. half_tables: of what the block gets as rotary."""
 
+    half_tables: Callable[[object], Tables]
     heads: int
     norm: Step
     qkv: Step
@@ -70,9 +74,9 @@ class SelfAttention:
     attention: Step
     out: Step
 
-    def run(self, x, shift, scale, gate, rotary: Rotary) -> torch.Tensor:
+    def run(self, x, shift, scale, gate, rotary: object) -> torch.Tensor:
         q, k, v = self.qkv.run(self.norm.run(x, scale, shift))
-        tables = half_tables(rotary)
+        tables = self.half_tables(rotary)
         q, k, v = self.norm_q.run(q, tables), self.norm_k.run(k, tables), v.unflatten(2, (self.heads, -1))
         attended = self.attention.run(q, k, v).flatten(2)
         del q, k, v  # before the result is allocated
@@ -90,15 +94,16 @@ class SelfAttention:
 class QuantizedSelfAttention:
     """The same with an attention in 8 bits."""
 
+    half_tables: Callable[[object], Tables]
     norm: Step
     qkv: Step
     quantize: Step
     attention: Step
     out: Step
 
-    def run(self, x, shift, scale, gate, rotary: Rotary) -> torch.Tensor:
+    def run(self, x, shift, scale, gate, rotary: object) -> torch.Tensor:
         q, k, v = self.qkv.run(self.norm.run(x, scale, shift))
-        quantized = self.quantize.run(q, k, v, half_tables(rotary))
+        quantized = self.quantize.run(q, k, v, self.half_tables(rotary))
         del q, k, v  # before more is allocated
         attended = self.attention.run(quantized)
         del quantized
@@ -198,15 +203,18 @@ class BlockPlan:
     feed_forward: FeedForwardWithSkip | Whole
     residual: Storage
 
-    def run(self, x, context, modulation, rotary: Rotary, mask=None) -> torch.Tensor:
-        """The block on x [B, S, C] with a context [B, L, C] and six rows of modulation, each [B, 1|S, C]."""
+    def run(self, x, context, modulation, rotary: object, beside: object = None) -> torch.Tensor:
+        """Return the block's output for x [B, S, C], a context [B, L, C] and six rows of modulation, each [B, 1|S, C].
+
+        beside: what else the self-attention is called with, as a whole.
+        """
         shift_msa, scale_msa, gate_msa, c_shift_msa, c_scale_msa, c_gate_msa = modulation
         if isinstance(self.self_attention, Whole):
-            x = self.self_attention.run(x, shift_msa, scale_msa, gate_msa, None, mask, rotary)
+            x = self.self_attention.run(x, shift_msa, scale_msa, gate_msa, rotary, beside)
         else:
             x = self.self_attention.run(x, shift_msa, scale_msa, gate_msa, rotary)
         if isinstance(self.cross_attention, Whole):
-            x = self.cross_attention.run(x, None, None, None, context, None, None)
+            x = self.cross_attention.run(x, None, None, None, context)
         else:
             x = self.cross_attention.run(x, context)
         return self.feed_forward.run(x, c_shift_msa, c_scale_msa, c_gate_msa)
@@ -216,6 +224,46 @@ class BlockPlan:
         for name in ("self_attention", "cross_attention", "feed_forward"):
             for step, parts in getattr(self, name).rows():
                 yield name, step, parts
+
+
+@dataclass(frozen=True)
+class WanBlock:
+    """How a block of Wan's kind differs from the others.
+
+    Attributes:
+        attention_class: the class of both attentions.
+        self_processor, cross_processor: the processors whose work the steps do; any other one is called.
+        angles: (rotary) -> cos and sin [1, S, 1, D/2], one angle for each pair of channels. rotary is what the block's
+            own forward hands to its self-attention.
+        is_shared: (rotary) -> True if all samples and heads have the same angles.
+        call_self: (attn, x, rotary, beside) -> the self-attention's output, called as the block's own forward does.
+            beside: what else it is called with, such as a mask.
+        call_cross: (attn, x, context) -> the cross-attention's output, called as the block's own forward does.
+    """
+
+    attention_class: type[nn.Module]
+    self_processor: type
+    cross_processor: type
+    angles: Callable[[object], Tables]
+    is_shared: Callable[[object], bool]
+    call_self: Callable[..., torch.Tensor]
+    call_cross: Callable[..., torch.Tensor]
+
+    @property
+    def processors(self) -> tuple[type, type]:
+        """The processors of both attentions."""
+        return self.self_processor, self.cross_processor
+
+    def half_tables(self, rotary: object) -> Tables:
+        """Return cos and sin as the kernels read them, [S, D/2]; views where the angles are."""
+        cos, sin = self.angles(rotary)
+        return cos[0, :, 0], sin[0, :, 0]
+
+    def why_whole(self, rotary: object, beside: object) -> str | None:
+        """Return why a self-attention with these inputs is called as a whole, or None."""
+        if beside is not None:
+            return "attention mask"
+        return None if self.is_shared(rotary) else "RoPE tables by sample or head"
 
 
 class WanCall(NamedTuple):
@@ -232,35 +280,37 @@ class WanCall(NamedTuple):
     why_whole: str | None = None
 
 
-def decide(attention_class: type, block: nn.Module, kind: WanCall) -> BlockPlan:
-    """The plan of a block, whose attentions are of a class, for a kind of call."""
-    call, stream = kind.call, kind.stream
-    gated = _linears_with_a_gated_skip(block, attention_class, kind)
+def decide(kind: WanBlock, block: nn.Module, wan_call: WanCall) -> BlockPlan:
+    """Return the plan of a block for one kind of call."""
+    call, stream = wan_call.call, wan_call.stream
+    gated = _linears_with_a_gated_skip(block, kind, wan_call)
     given, between = Storage(call.dtype), residual_between_skips(stream, call, gated)
     return BlockPlan(
-        _self_attention(block, attention_class, kind, given, between),
-        _cross_attention(block, attention_class, kind, between),
+        _self_attention(block, kind, wan_call, given, between),
+        _cross_attention(block, kind, wan_call, between),
         _feed_forward(block, stream, call, between, given),
         between,
     )
 
 
-def _linears_with_a_gated_skip(block, attention_class: type, kind: WanCall) -> Iterator[nn.Module]:
+def _linears_with_a_gated_skip(block, kind: WanBlock, wan_call: WanCall) -> Iterator[nn.Module]:
     """Those of the sub-layers that are not called as a whole."""
-    fuse, reason = kind.call.config.fuse, kind.why_whole or why_not_fused_attention(block.attn1, attention_class)
+    fuse = wan_call.call.config.fuse
+    reason = wan_call.why_whole or why_not_fused_attention(block.attn1, kind, kind.self_processor)
     if "self_attention" in fuse and reason is None:
         yield block.attn1.to_out[0]
     if "feed_forward" in fuse and why_not_plain(block.ffn, FeedForward) is None:
         yield block.ffn.net[2]
 
 
-def _self_attention(block, attention_class: type, kind: WanCall, stored: Storage, result: Storage):
-    call, stream = kind.call, kind.stream
+def _self_attention(block, kind: WanBlock, wan_call: WanCall, stored: Storage, result: Storage):
+    call, stream = wan_call.call, wan_call.stream
     attn, names = block.attn1, ("QKV projection", "QK-norm + RoPE", "attention", "projection + skip")
     asked = None if "self_attention" in call.config.fuse else NOT_ASKED
-    reason = asked or kind.why_whole or why_not_fused_attention(attn, attention_class)
+    reason = asked or wan_call.why_whole or why_not_fused_attention(attn, kind, kind.self_processor)
     if reason is not None:
-        return _whole(block.norm1, "norm + modulation", attn, stored, result, call, reason, names, asked)
+        run = partial(kind.call_self, attn)
+        return _whole(block.norm1, "norm + modulation", run, stored, result, call, reason, names, asked)
     qkv = qkv_projection(attn, stream.tokens, call)
     norm = layer_norm(block.norm1, stored, call, qkv.takes)
     out = projection_with_skip(list(attn.to_out), stored, result, stream, call, gated=True)
@@ -268,10 +318,16 @@ def _self_attention(block, attention_class: type, kind: WanCall, stored: Storage
     if reason is None:
         attended = _quantized_attention(attn, stream, call, out.takes)
         return QuantizedSelfAttention(
-            norm, qkv.fed_by(norm), quantized_layers.quantize_qkv(attn, call), attended, out.fed_by(attended)
+            kind.half_tables,
+            norm,
+            qkv.fed_by(norm),
+            quantized_layers.quantize_qkv(attn, call),
+            attended,
+            out.fed_by(attended),
         )
     attended = sparse_attention(attn, stream, call) if is_sparse(attn) else _wide_attention(attn, stream, call, reason)
     return SelfAttention(
+        kind.half_tables,
         attn.heads,
         norm,
         qkv.fed_by(norm),
@@ -306,17 +362,18 @@ def _wide_attention(attn, stream: Stream, call: Call, why_not_8_bits: str) -> St
     return attended if tier == EXACT else attended._replace(reason=why_not_8_bits)
 
 
-def _cross_attention(block, attention_class: type, kind: WanCall, stored: Storage):
-    call, stream, attn = kind.call, kind.stream, block.attn2
+def _cross_attention(block, kind: WanBlock, wan_call: WanCall, stored: Storage):
+    call, stream, attn = wan_call.call, wan_call.stream, block.attn2
     asked = None if "cross_attention" in call.config.fuse else NOT_ASKED
-    reason = asked or why_not_fused_attention(attn, attention_class)
+    reason = asked or why_not_fused_attention(attn, kind, kind.cross_processor)
+    takes_image = getattr(attn, "add_k_proj", None) is not None
     if reason is not None:
-        names = CROSS_STEPS if getattr(attn, "add_k_proj", None) is None else CROSS_STEPS_WITH_IMAGE
-        return _whole(block.norm2, "norm", attn, stored, stored, call, reason, names, asked)
-    image, text_tokens = {}, kind.context_tokens
-    if attn.add_k_proj is not None:
+        names, run = CROSS_STEPS_WITH_IMAGE if takes_image else CROSS_STEPS, partial(kind.call_cross, attn)
+        return _whole(block.norm2, "norm", run, stored, stored, call, reason, names, asked)
+    image, text_tokens = {}, wan_call.context_tokens
+    if takes_image:
         text_tokens = min(text_tokens, TEXT_TOKENS)
-        image_tokens = kind.contexts * (kind.context_tokens - text_tokens)
+        image_tokens = wan_call.contexts * (wan_call.context_tokens - text_tokens)
         image["image_kv"] = kv_projection(attn, image_tokens, call, added=True).fed_by(None)
         image["image_norm"] = head_norm(attn.norm_added_k, attn.heads, call)
         image["image_attention"] = attention(attn, call, crossing=True, added=True)
@@ -329,7 +386,7 @@ def _cross_attention(block, attention_class: type, kind: WanCall, stored: Storag
         norm,
         q.fed_by(norm),
         head_norm(attn.norm_q, attn.heads, call),
-        kv_projection(attn, kind.contexts * text_tokens, call).fed_by(None),
+        kv_projection(attn, wan_call.contexts * text_tokens, call).fed_by(None),
         head_norm(attn.norm_k, attn.heads, call),
         attended,
         out.fed_by(attended),
@@ -349,15 +406,15 @@ def _feed_forward(block, stream: Stream, call: Call, stored: Storage, result: St
     return FeedForwardWithSkip(norm, up.fed_by(norm), down.fed_by(up))
 
 
-def _whole(norm, norm_name, module, stored, result, call: Call, reason: str, names, asked: str | None) -> Whole:
+def _whole(norm, norm_name, run, stored, result, call: Call, reason: str, names, asked: str | None) -> Whole:
     """asked: why not even the norm is fused, if so."""
     normed = layer_norm(norm, stored, call) if asked is None else layer_norm_by_module(norm, stored, call, asked)
-    return Whole(norm_name, normed, Step(module, MODULE, reason), skip_after(stored, result, call), names)
+    return Whole(norm_name, normed, Step(run, MODULE, reason), skip_after(stored, result, call), names)
 
 
-def why_not_fused_attention(attn: nn.Module, attention_class: type) -> str | None:
-    """Why the whole attention module must be called: something on it, or a processor, that would else be dropped."""
-    processor = attention_class._default_processor_cls
+def why_not_fused_attention(attn: nn.Module, kind: WanBlock, processor: type) -> str | None:
+    """Return why the attention module must be called as a whole, or None: a hook, or a processor of another class."""
+    attention_class = kind.attention_class
     if type(attn) is attention_class and type(attn.processor) is not processor and not is_sparse(attn):
         return f"processor {type(attn.processor).__name__}"
     if not is_original(processor.__call__, processor):
@@ -365,14 +422,34 @@ def why_not_fused_attention(attn: nn.Module, attention_class: type) -> str | Non
     return why_not_plain(attn, attention_class)
 
 
-def half_tables(rotary: Rotary) -> Tables:
-    """The tables that the kernel reads, [S, D/2], as views: diffusers repeats each pair's angle in both columns, and
-    reads cos from the even, sin from the odd ones."""
+def call_self_attention(attn: nn.Module, x: torch.Tensor, rotary: Rotary, mask: object) -> torch.Tensor:
+    """Call a self-attention as WanTransformerBlock does."""
+    return attn(x, None, mask, rotary)
+
+
+def call_cross_attention(attn: nn.Module, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+    """Call a cross-attention as WanTransformerBlock does."""
+    return attn(x, context, None, None)
+
+
+def angles(rotary: Rotary) -> Tables:
+    """Return Wan's tables with one angle for each pair, as views: diffusers repeats the angle in both columns of a
+    pair, and reads cos from the even, sin from the odd ones."""
     cos, sin = rotary
-    return cos[0, :, 0, 0::2], sin[0, :, 0, 1::2]
+    return cos[..., 0::2], sin[..., 1::2]
 
 
-def why_whole(rotary: Rotary) -> str | None:
-    """Why a self-attention with these tables is called as a whole; None when it need not be."""
-    shared = all(table.ndim == 4 and table.shape[0] == table.shape[2] == 1 for table in rotary)
-    return None if shared else "RoPE tables by sample or head"
+def is_shared(rotary: Rotary) -> bool:
+    """True if all samples and heads have the same angles."""
+    return all(table.ndim == 4 and table.shape[0] == table.shape[2] == 1 for table in rotary)
+
+
+def wan_block(attention_class: type[nn.Module]) -> WanBlock:
+    """Return the kind of a block that copies Wan's, with an attention of this class."""
+    processor = attention_class._default_processor_cls
+    return WanBlock(attention_class, processor, processor, angles, is_shared, call_self_attention, call_cross_attention)
+
+
+def usual_call(call: Call) -> WanCall:
+    """Return the call of a video of 81 frames at 832×480 with one prompt."""
+    return WanCall(call, Stream(1, TOKENS), 1, TEXT_TOKENS)

@@ -12,9 +12,9 @@ from .... import kernels
 from ....config import PatchConfig
 from ....plain import is_autocast
 from ...cuda_graphs import why_not_recorded
-from ...steps.plan import Shared, Stream, call_of, state_of
+from ...steps.plan import BlockState, Shared, Stream, call_of, state_of
 from ...steps.residual import CUT_OFF
-from .block import Rotary, WanCall, decide, why_whole
+from .block import Rotary, WanBlock, WanCall, decide
 from .modulation import Row, gate_varies_by, modulation
 from .repeatable import why_not_repeatable
 
@@ -44,22 +44,24 @@ def run_block(
     x: torch.Tensor,
     context: torch.Tensor,
     modulation: list[Row],
-    rotary: Rotary,
-    mask: torch.Tensor | None = None,
+    rotary: object,
+    beside: object = None,
 ) -> torch.Tensor:
-    """A block by its plan, on x [B, S, C], a context [B|1, L, C] and six rows of modulation.
+    """Run a block by its plan, on x [B, S, C], a context [B|1, L, C] and six rows of modulation.
 
-    mask: of the self-attention, which is then called as a whole.
+    rotary: what the block's own forward hands to its self-attention. beside: what else it hands on, such as a mask; the
+    self-attention is then called as a whole.
     """
     state = state_of(block)
-    reason = "attention mask" if mask is not None else why_whole(rotary)
+    kind: WanBlock = state.kind
+    reason = kind.why_whole(rotary, beside)
     stream = Stream(x.shape[0], x.shape[0] * x.shape[1], gate_varies_by(modulation[2]))
-    kind = WanCall(call_of(state, block, x, context), stream, *context.shape[:2], reason)
-    plan = state.plans.get(block, kind, partial(decide, state.attention_class))
-    inputs = (x, context, modulation, rotary, mask)
-    if _may_compile_ahead(state.shared, x, context, *rotary):
+    call = WanCall(call_of(state, block, x, context), stream, *context.shape[:2], reason)
+    plan = state.plans.get(block, call, partial(decide, kind))
+    inputs = (x, context, modulation, rotary, beside)
+    if _may_compile_ahead(state, rotary, x, context):
         state.shared.compiles_ahead = False
-        if _may_run_ahead(block, state.attention_class, x.device):
+        if _may_run_ahead(block, kind, x.device):
             kernels.compile_ahead(lambda: plan.run(*inputs))
     if torch.compiler.is_compiling():
         return plan.run(*inputs)
@@ -77,20 +79,21 @@ def warn_of_saturation(shared: Shared) -> None:
     logger.warning("%s Patch with trp.PatchConfig(residual='same') to keep it in the model's dtype.", CUT_OFF)
 
 
-def _may_compile_ahead(shared: Shared, *inputs: torch.Tensor) -> bool:
+def _may_compile_ahead(state: BlockState, rotary: object, *inputs: torch.Tensor) -> bool:
     """Whether this is the first call that launches kernels of a GPU, and nothing around it watches or records it."""
-    if torch.compiler.is_compiling() or not shared.compiles_ahead:
+    if torch.compiler.is_compiling() or not state.shared.compiles_ahead:
         return False
-    return _launches_kernels(shared.config, inputs[0]) and why_not_recorded(inputs) is None
+    inputs = *inputs, *state.kind.angles(rotary)
+    return _launches_kernels(state.shared.config, inputs[0]) and why_not_recorded(inputs) is None
 
 
 def _launches_kernels(config: PatchConfig, x: torch.Tensor) -> bool:
     return x.is_cuda and config.implementation != "torch" and kernels.why_not_triton_on(x.device, x.dtype) is None
 
 
-def _may_run_ahead(block: nn.Module, attention_class: type, device: torch.device) -> bool:
+def _may_run_ahead(block: nn.Module, kind: WanBlock, device: torch.device) -> bool:
     """Whether nothing in a block notices a run that does not count. If something may, each kernel is compiled where it
     is first launched.
     """
     parts = (module for module in block.modules() if module is not block)
-    return not any(why_not_repeatable(part, device, attention_class) for part in parts)
+    return not any(why_not_repeatable(part, device, kind) for part in parts)

@@ -23,14 +23,16 @@ from ...cuda_graphs import Graphs, Inputs, call_key, why_not_recorded
 from ...lora.inside_projections import LIVE
 from ...steps.plan import Shared
 from ...weights.linear_8bit import WRITTEN, bring_all_up_to_date
+from ..family import graph_of
+from .block import wan_block
 from .forward import warn_of_saturation
 from .repeatable import why_not_repeatable
-
-GRAPH = "_turbo_rcm_patch_graph"  # the attribute of a patched transformer that holds its WanGraph
 
 # Launching a block takes an H200's host 2.6 ms, and 3.7 in 8 bits (results page, host time), in which the GPU does
 # 1.6e12 FLOP of a bf16 block, and 3.3e12 in 8 bits, which count half. The rest is for slower hosts.
 MOST_FLOPS_PER_BLOCK = 2e12
+
+WAN_BLOCK = wan_block(WanAttention)
 
 
 def transformer_forward(
@@ -53,11 +55,6 @@ def transformer_forward(
         return type(self).forward(self, *inputs, return_dict=return_dict, attention_kwargs=attention_kwargs)
     sample = graph.sample(inputs)
     return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
-
-
-def graph_of(transformer: nn.Module) -> WanGraph | None:
-    """Return the CUDA graphs of a patched transformer, or None if its class has none."""
-    return vars(transformer).get(GRAPH)
 
 
 class WanGraph:
@@ -176,7 +173,7 @@ class WanGraph:
         self._lora_layers = [module for module in self._transformer.modules() if not LIVE.isdisjoint(vars(module))]
         if device.type != self._graphs.device_type:
             return f"{device.type} tensors"
-        reasons = (why_not_repeatable(m, device, forward=self._own_forward(m)) for m in self._transformer.modules())
+        reasons = (why_not_repeatable(m, device, WAN_BLOCK, self._own_forward(m)) for m in self._transformer.modules())
         return next(filter(None, reasons), None)
 
 

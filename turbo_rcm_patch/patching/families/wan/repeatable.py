@@ -10,7 +10,6 @@ from diffusers.models.attention import FeedForward
 from diffusers.models.embeddings import PixArtAlphaTextProjection, TimestepEmbedding, Timesteps
 from diffusers.models.normalization import FP32LayerNorm
 from diffusers.models.transformers.transformer_wan import (
-    WanAttention,
     WanImageEmbedding,
     WanRotaryPosEmbed,
     WanTimeTextImageEmbedding,
@@ -24,7 +23,7 @@ from ...lora.inside_projections import why_not_inside
 from ...steps.exact import why_not_own_attention
 from ...steps.plan import active_backend
 from ...weights.linear_8bit import QuantizedLinear
-from .block import why_not_fused_attention
+from .block import WanBlock, why_not_fused_attention
 
 # Classes whose outputs depend on their inputs, tensors and attributes alone (dropout draws only in training).
 _KNOWN = (
@@ -54,7 +53,7 @@ _KNOWN = (
 
 
 def why_not_repeatable(
-    module: nn.Module, device: torch.device, attention_class: type = WanAttention, forward: object | None = None
+    module: nn.Module, device: torch.device, kind: WanBlock, forward: object | None = None
 ) -> str | None:
     """Why it would be noticed that this module ran without being called, or was called without running; None if not.
 
@@ -68,9 +67,10 @@ def why_not_repeatable(
     if is_lora_layer(module):
         reason = None if linear_of(module) is not module else why_not_inside(module)
         return None if reason is None else f"LoRA layer: {reason}"
-    reason = why_not_read(module, (*_KNOWN, attention_class), device, forward)
-    if reason is None and type(module) is attention_class:
-        reason = why_not_fused_attention(module, attention_class) or why_not_own_attention(module, active_backend())
+    reason = why_not_read(module, (*_KNOWN, kind.attention_class), device, forward)
+    if reason is None and type(module) is kind.attention_class:
+        processor = next((known for known in kind.processors if type(module.processor) is known), kind.self_processor)
+        reason = why_not_fused_attention(module, kind, processor) or why_not_own_attention(module, active_backend())
         if reason is None and module.processor._parallel_config is not None:
             reason = "context parallelism"
     return reason
