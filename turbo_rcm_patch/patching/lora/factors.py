@@ -1,11 +1,11 @@
-"""The product of low rank of LoRA adapters, as tensors that are prepared for the kernels.
+"""The low-rank product of LoRA adapters, as tensors that are prepared for the kernels.
 
-    down   the A of all adapters, one below the other        read once, however many there are
-    up     their scale · B, side by side                     in fp32, and rounded once
+    down   the A of all adapters, stacked                    read once for any number of adapters
+    up     scale · B of all adapters, side by side           computed in fp32 and rounded once
 
-They are written anew, in place, when a matrix, a bias or a scale of an adapter has changed. Only a write through a
-tensor's ``.data`` is not seen, as PyTorch does not count it; whoever knows of one calls `Product.forget`. Beside 8-bit
-weights down has 8 bits as well, which errs as those do.
+When a matrix, a bias or a scale of an adapter changes, the tensors are computed again and written in place. PyTorch
+does not count writes through a tensor's ``.data``; code that makes such a write calls `Product.forget`. Beside 8-bit
+weights down has 8 bits too, with the same relative error.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from ..weights.convert import is_quantized, quantized_weight
 
 
 class Adapter(NamedTuple):
-    """One adapter of a LoRA layer, and its modules A and B. Their matrices and its scale are read anew at each use, as
-    they may be replaced, and from the modules' dictionaries, which is fast."""
+    """One adapter of a LoRA layer, with its modules A and B.
+
+    Its matrices and scale may be replaced, so every use reads them again, from the modules' dictionaries for speed.
+    """
 
     layer: nn.Module
     name: str
@@ -47,15 +49,19 @@ class Adapter(NamedTuple):
 
 
 def rank_of(adapters: Sequence[Sequence[Adapter]]) -> int:
-    """The rank that all linears of one input get: the largest sum of any one's adapters, filled up to whole steps."""
-    largest = max(sum(adapter.down.shape[0] for adapter in of_linear) for of_linear in adapters)
+    """Return the rank of the product: the largest sum of ranks on one linear, rounded up to a multiple of RANK_STEP."""
+    largest = max(sum(adapter.down.shape[0] for adapter in on_linear) for on_linear in adapters)
     return -(-max(largest, 1) // RANK_STEP) * RANK_STEP
 
 
 class Product:
-    """What the active adapters of some linears of one input add, prepared when it is first asked for.
+    """The sum that the active adapters add to linears with the same input. It is prepared at the first use.
 
-    adapters: of each linear, perhaps none. dtype: of the inputs, and of the factors beside weights that have it.
+    Args:
+        linears: the linears inside the LoRA layers.
+        adapters: the active adapters of each linear, possibly none.
+        device: the device of the inputs.
+        dtype: the dtype of the inputs, and of the factors unless the weights have 8 bits.
     """
 
     def __init__(
@@ -70,27 +76,27 @@ class Product:
         self._rank = rank_of(adapters)
         self._prepared: dict[str, torch.Tensor] = {}
         self._seen: list[object] = []
-        self._read: list[object] = []  # kept, so that nothing else can pass for one of them, nor for its memory
+        self._read: list[object] = []  # kept alive, so that no other tensor gets the same id or address
 
     @property
     def is_current(self) -> bool:
-        """Whether no adapter was deleted, moved to another device, or given a rank for which there is no room."""
+        """True if no adapter was deleted, moved to another device, or given a rank that does not fit."""
         each = [adapter for adapters in self.adapters for adapter in adapters]
         there = all(one.name in one.layer.scaling and one.down.device == self._device for one in each)
         return there and rank_of(self.adapters) == self._rank
 
     def forget(self) -> None:
-        """Prepare anew at the next use, in the same memory."""
+        """Prepare the tensors again at the next use, in the same memory."""
         self._seen, self._read = [], []
 
     def release_if_moved(self) -> None:
-        """Give all memory back where the matrices have left the device that they were prepared on."""
+        """Give all memory back if a matrix has left the device of the inputs."""
         if any(adapter.down.device != self._device for adapters in self.adapters for adapter in adapters):
             self._prepared = {}
             self.forget()
 
     def low_rank(self) -> LowRank:
-        """The factors as of now."""
+        """Return the factors for the present matrices and scales."""
         self.bring_up_to_date()
         parts = self._prepared
         if "scale" not in parts:
@@ -98,34 +104,38 @@ class Product:
         return LowRank(QuantizedWeight(parts["down"], parts["scale"]), parts["up"], parts["norm"])
 
     def biases(self) -> list[torch.Tensor | None]:
-        """Of every linear, with those of its adapters."""
+        """Return the bias of every linear, including its adapters' biases."""
         if not any(adapter.bias is not None for adapters in self.adapters for adapter in adapters):
             return [linear.bias for linear in self._linears]
         self.bring_up_to_date()
         return [self._prepared.get(f"bias {i}", linear.bias) for i, linear in enumerate(self._linears)]
 
     def bring_up_to_date(self) -> list[int]:
-        """Prepare anew where a matrix, a bias or a scale changed; returns where the prepared tensors lie."""
-        read = list(self._dependencies())
-        seen = [_state(value) for value in read]
+        """Prepare the tensors again if a matrix, a bias or a scale changed. Return the addresses of the tensors."""
+        read = self._dependencies()
+        seen = list(map(_state, read))
         if seen != self._seen:
-            # Ordinary tensors, which may be written to with and without inference mode.
+            # Tensors made outside inference mode, which may be written to inside and outside it.
             with torch.inference_mode(False), torch.no_grad():
                 self._write(dict(self._compute()))
-            self._seen, self._read = seen, [read, [value.detach() for value in filter(_is_tensor, read)]]
+            self._seen, self._read = seen, [read, [v.detach() for v in read if isinstance(v, torch.Tensor)]]
         return [tensor.data_ptr() for tensor in self._prepared.values()]
 
-    def _dependencies(self) -> Iterator[torch.Tensor | float]:
-        for linear, adapters in zip(self._linears, self.adapters, strict=True):
-            for adapter in adapters:
-                yield from (adapter.down, adapter.up, adapter.scale)
-                if adapter.bias is not None:
-                    yield from filter(_is_tensor, (adapter.bias, linear.bias))
+    def _dependencies(self) -> list[torch.Tensor | float]:
+        """Return the tensors and numbers that the prepared tensors are computed from."""
+        read = []
+        for linear, adapters in self._each():
+            for layer, name, first, second in adapters:  # not by properties: this runs in every projection
+                bias = second._parameters["bias"]
+                read += (first._parameters["weight"], second._parameters["weight"], layer.scaling[name])
+                if bias is not None:
+                    read += (bias,) if linear.bias is None else (bias, linear.bias)
             if is_quantized(linear):
-                yield quantized_weight(linear).scale
+                read.append(quantized_weight(linear).scale)
+        return read
 
     def _write(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Into the memory of those prepared before, where CUDA graphs find them."""
+        """Write into the memory of the tensors prepared before, because CUDA graphs read it."""
         before = self._prepared
         if [t.shape for t in before.values()] != [t.shape for t in tensors.values()]:
             self._prepared = tensors
@@ -139,7 +149,7 @@ class Product:
             weights = [quantized_weight(linear) for linear in self._linears]
             low = quantize_weight(down, weights[0].format)
             yield from (("down", low.values), ("scale", low.scale), ("norm", _bound(low, ups)))
-            # In units of the weights' rows. The interpreter multiplies bf16 wrongly.
+            # In units of the weights' row scales. On the CPU fp32: the interpreter multiplies bf16 wrongly.
             up = torch.cat([up / weight.scale[:, None] for up, weight in zip(ups, weights, strict=True)])
             yield "up", up.to(torch.float32 if up.device.type == "cpu" else torch.bfloat16)
         else:
@@ -154,7 +164,7 @@ class Product:
         return zip(self._linears, self.adapters, strict=True)
 
     def _down(self) -> torch.Tensor:
-        """[G·R, K]: of each linear its adapters' A, and zeros."""
+        """Return [G·R, K]: for each of G linears its adapters' A, padded with zeros to rank R."""
         K = self._linears[0].in_features
         down = torch.zeros(len(self._linears), self._rank, K, dtype=self._wide, device=self._device)
         for part, adapters in zip(down, self.adapters, strict=True):
@@ -166,7 +176,7 @@ class Product:
         return down.flatten(0, 1)
 
     def _up(self, linear: nn.Linear, adapters: Sequence[Adapter]) -> torch.Tensor:
-        """[N, R]: of a linear its adapters' scaled B, and zeros."""
+        """Return [N, R]: the scaled B of one linear's adapters, padded with zeros."""
         up = torch.zeros(linear.out_features, self._rank, dtype=self._wide, device=self._device)
         first = 0
         for adapter in adapters:
@@ -177,18 +187,14 @@ class Product:
 
 
 def _bound(down: QuantizedWeight, ups: Sequence[torch.Tensor]) -> torch.Tensor:
-    """No row of a product of down and one of ups has a larger L2 norm: ‖u down‖ ≤ ‖u‖ ‖down‖, of Frobenius."""
+    """Return an upper bound of the L2 norm of every row of ``up @ down``: ‖u down‖ ≤ ‖u‖ ‖down‖ (Frobenius norm)."""
     largest = torch.stack([up.norm(dim=1).amax() for up in ups]).amax()
     return (largest * down.dequantize().norm()).float()
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
 def _state(value: torch.Tensor | float) -> object:
-    """What differs when a tensor was replaced or written to, or a number is another one."""
-    if not _is_tensor(value):
+    """Return a value that differs once a tensor was replaced or written to, or a number changed."""
+    if not isinstance(value, torch.Tensor):
         return value
-    version = object() if value.is_inference() else value._version  # of such nobody counts what is written
+    version = object() if value.is_inference() else value._version  # inference tensors count no writes
     return id(value), value.data_ptr(), version

@@ -1,8 +1,8 @@
-"""PEFT's LoRA layers inside a projection: what all active adapters of some linears of one input add to them,
-``Σ scale · (x Aᵀ) Bᵀ``, runs as one product of low rank (kernels/linear/low_rank.py, prepared in factors.py).
+"""PEFT's LoRA layers inside a projection: all adapters of linears with the same input run as one low-rank product.
 
-What does not follow from A, B, biases and scales alone (DoRA and its like, dropout in training, hooks) is left to the
-layers themselves, as is all under autograd and torch.compile.
+The product is ``Σ scale · (x Aᵀ) Bᵀ`` (kernels/linear/low_rank.py); factors.py prepares its matrices. The LoRA layers
+are called instead if their result depends on more than A, B, biases and scales (DoRA and similar variants, dropout in
+training, hooks), under autograd, and under torch.compile.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ...plain import hook_on, is_lora_layer, linear_of, why_not_plain
 from ..weights.convert import is_quantized
 from .factors import Adapter, Product, rank_of
 
-LIVE = frozenset({"scaling"})  # attributes of LoRA layers that are read at each use
+LIVE = frozenset({"scaling"})  # attributes of LoRA layers that every use reads again
 
 
 def why_not_inside(layer: nn.Module) -> str | None:
-    """Why what a LoRA layer adds does not follow from its matrices and scales, in a few words; None when it does."""
+    """Return why a LoRA layer's result depends on more than its matrices, biases and scales, or None."""
     if layer.merged or layer.disable_adapters:
         return "to be merged or unmerged"
     reason = hook_on(layer)
@@ -38,7 +38,7 @@ def why_not_inside(layer: nn.Module) -> str | None:
 
 
 def _active(layer: nn.Module) -> list[str]:
-    """The adapters that a LoRA layer applies."""
+    """Return the names of the adapters that a LoRA layer applies."""
     return [name for name in layer.active_adapters if name in layer.lora_A]
 
 
@@ -47,17 +47,18 @@ def _matrices(layer: nn.Module, name: str) -> tuple[nn.Linear, nn.Linear]:
 
 
 def _adapters(module: nn.Module) -> list[Adapter]:
-    """Those that a LoRA layer applies; none of another module."""
+    """Return the adapters that a LoRA layer applies. Another module has none."""
     if not is_lora_layer(module):
         return []
     return [Adapter(module, name, *_matrices(module, name)) for name in _active(module)]
 
 
 class Linears:
-    """Linears of one input, read past the LoRA layers around them, and what those add.
+    """Linears with the same input, without the LoRA layers around them, and the product of those layers.
 
-    linears: the modules whose weights are read. reason: why LoRA layers must be called instead, if so: then the linears
-    are those layers.
+    Attributes:
+        linears: the modules whose weights are read.
+        reason: why LoRA layers must be called, or None. If they must, ``linears`` holds those layers.
     """
 
     def __init__(self, linears: Sequence[nn.Module], reason: str | None = None, product: Product | None = None):
@@ -73,7 +74,7 @@ class Linears:
 
     @property
     def are_alike(self) -> bool:
-        """Whether all have one shape, and all a bias or none."""
+        """True if all have the same shape, and all or none have a bias."""
         own = [()] * len(self.linears) if self._product is None else self._product.adapters
         each = zip(self.linears, own, strict=True)
         return len({(one.out_features, one.in_features, _has_bias(one, adapters)) for one, adapters in each}) == 1
@@ -83,19 +84,19 @@ class Linears:
         return self._product is not None
 
     def named(self, kernel: str) -> str:
-        """A kernel's name for the summary."""
+        """Return a kernel's name for the summary."""
         return f"{kernel} + LoRA" if self.has_lora else kernel
 
     def biases(self) -> list[torch.Tensor | None]:
-        """Of every linear, with those of its LoRA layer."""
+        """Return the bias of every linear, including its LoRA layer's biases."""
         return [linear.bias for linear in self.linears] if self._product is None else self._product.biases()
 
     def low_rank(self) -> LowRank | None:
-        """Of all linears, as of now; None without LoRA."""
+        """Return the present factors of all linears, or None without LoRA."""
         return None if self._product is None else self._product.low_rank()
 
     def low_ranks(self) -> list[LowRank | None]:
-        """Of each linear."""
+        """Return the present factors of each linear, or None for each without LoRA."""
         whole, count = self.low_rank(), len(self.linears)
         if whole is None:
             return [None] * count
@@ -107,11 +108,14 @@ class Linears:
         return [LowRank(*factors, norm) for factors in zip(downs, ups, strict=True)]
 
     def each(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """``x Wᵀ + b`` and what LoRA adds to it, of x [..., K] in the weights' dtype, by PyTorch: of every linear."""
+        """Return ``x Wᵀ + b`` plus the LoRA product for every linear, computed by PyTorch.
+
+        x: [..., K] in the weights' dtype.
+        """
         return list(map(_by_torch, itertools.repeat(x), self.linears, self.biases(), self.low_ranks()))
 
     def only(self, x: torch.Tensor) -> torch.Tensor:
-        """`each` of a lone linear."""
+        """Return `each` for the only linear."""
         return self.each(x)[0]
 
 
@@ -121,7 +125,7 @@ def _by_torch(x: torch.Tensor, linear: nn.Linear, bias: torch.Tensor | None, low
 
 
 class Products:
-    """The products of low rank of one transformer that its plans hold: each is prepared once, whatever the call."""
+    """The low-rank products that the plans of one transformer hold. All kinds of calls share a product."""
 
     def __init__(self):
         self._known: WeakValueDictionary[tuple, Product] = WeakValueDictionary()
@@ -129,7 +133,10 @@ class Products:
     def read(
         self, modules: Sequence[nn.Module], device: torch.device, dtype: torch.dtype, differentiated: bool
     ) -> Linears:
-        """The linears in these modules of one input, for inputs of this device and dtype."""
+        """Return the linears in modules with the same input, for inputs of this device and dtype.
+
+        differentiated: True if derivatives are needed.
+        """
         inner = [linear_of(module) for module in modules]
         layers = [module for module in inner if is_lora_layer(module)]
         if not layers:
@@ -148,26 +155,29 @@ class Products:
         return Linears(linears, product=self._product(linears, adapters, device, dtype))
 
     def bring_up_to_date(self) -> tuple[int, ...]:
-        """Let every product be that of its matrices as they are now; returns where they lie, which a replay reads."""
+        """Prepare every product for its present matrices. Return the addresses of the prepared tensors."""
         return tuple(sorted(at for product in self._current() for at in product.bring_up_to_date()))
 
     def forget(self) -> None:
-        """Prepare all anew at the next use: matrices may have been written to unseen."""
+        """Prepare all products again at the next use, after writes to matrices that PyTorch does not count."""
         for product in list(self._known.values()):
             product.forget()
 
     def release_moved(self) -> None:
-        """Give the memory of those back whose matrices have left their device, as when a model is offloaded."""
+        """Give back the memory of products whose matrices left their device, for example by offloading."""
         for product in list(self._known.values()):
             product.release_if_moved()
 
     def scales_not_read(self, layers: Iterable[nn.Module]) -> dict[nn.Module, dict[str, float | torch.Tensor]]:
-        """The scales of those LoRA layers that no product stands for: calling them computes with numbers."""
+        """Return the scales of the LoRA layers that are called, because no product replaces them.
+
+        CUDA graphs record such scales as numbers.
+        """
         read = {one.layer for product in self._current() for adapters in product.adapters for one in adapters}
         return {layer: dict(layer.scaling) for layer in layers if layer not in read}
 
     def _current(self) -> list[Product]:
-        """Those of the layers as they are: until it is called again, a block's plan holds those of before a change."""
+        """Return the products of the present layers. A block's plan holds older ones until the block runs again."""
         return [product for product in list(self._known.values()) if product.is_current]
 
     def _product(self, linears, adapters, device: torch.device, dtype: torch.dtype) -> Product:
@@ -178,12 +188,12 @@ class Products:
         return product
 
     def __reduce__(self) -> tuple:
-        """Copied and pickled empty: these are of the modules that were copied from."""
+        """Copies and pickles are empty: products belong to the modules that were copied."""
         return Products, ()
 
 
 def _why_elsewhere(adapters: Sequence[Sequence[Adapter]], device: torch.device) -> str | None:
-    tensors = [t for of_linear in adapters for adapter in of_linear for t in (adapter.down, adapter.up)]
+    tensors = [t for on_linear in adapters for adapter in on_linear for t in (adapter.down, adapter.up)]
     elsewhere = next((t for t in tensors if t.device != device), None)
     return None if elsewhere is None else f"matrix on {elsewhere.device}"
 

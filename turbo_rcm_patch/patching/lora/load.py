@@ -1,6 +1,7 @@
-"""A LoRA on a transformer: its pairs as PEFT layers, the rest as differences written into parameters; and the way back.
+"""Load a LoRA onto a transformer and take it off again.
 
-diffusers' own loading leaves out differences of norms, modulation and patch embedding, and stops at some files.
+Matrix pairs become PEFT layers. Differences of other parameters are added to those parameters. diffusers' own loading
+ignores differences of norms, modulation and patch embedding, and rejects some files.
 """
 
 from __future__ import annotations
@@ -29,20 +30,25 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def check_peft() -> None:
-    """Raise ImportError where LoRA layers cannot be made."""
+    """Raise ImportError if peft is not installed."""
     if importlib.util.find_spec("peft") is None:
         raise ImportError(NO_PEFT)
 
 
 def check_loadable(transformer: nn.Module, name: str, lora: Lora) -> None:
-    """Raise where a LoRA cannot go onto a transformer: RuntimeError for fused projections, which it would not reach;
-    and for its matrices ImportError without peft, RuntimeError beside a LoRA that is fused (PEFT would take it out of
-    the weights) or switched off (this one would be, too), and for linears in fewer than 16 bits (PEFT would make the
-    matrices so, and cannot multiply them)."""
+    """Raise an error if a LoRA cannot be loaded onto a transformer.
+
+    Raises:
+        RuntimeError: projections are fused, so the LoRA would not reach them. If the LoRA has matrix pairs, also:
+            another LoRA is fused (PEFT would take it out of the weights) or switched off (PEFT would switch this one
+            off too), or a linear is stored in fewer than 16 bits (PEFT would store the matrices so and could not
+            multiply them).
+        ImportError: the LoRA has matrix pairs and peft is not installed.
+    """
     if has_fused_projections(transformer):
         raise RuntimeError(
-            f"{name} runs by fused projections, which a LoRA would not reach; call unfuse_qkv_projections(), and leave "
-            "them so."
+            f"{name} has fused projections, which a LoRA does not reach; call unfuse_qkv_projections() and do not fuse "
+            "them again."
         )
     if not lora.pairs:
         return
@@ -52,15 +58,15 @@ def check_loadable(transformer: nn.Module, name: str, lora: Lora) -> None:
         weight = modules[path].weight
         if _in_few_bits(weight):
             raise RuntimeError(
-                f"{name}.{path} is stored as {_name_of(weight.dtype)}, where PEFT cannot run a LoRA; with layerwise "
-                "casting load the LoRA first, and call enable_layerwise_casting after it."
+                f"{name}.{path} is stored as {_name_of(weight.dtype)}, and PEFT cannot run a LoRA on it; with "
+                "layerwise casting load the LoRA first and call enable_layerwise_casting afterwards."
             )
     layers = _lora_layers(transformer)
     fused = sorted({adapter for layer in layers for adapter in layer.merged_adapters})
     if fused:
         raise RuntimeError(
             f"{name} has a fused LoRA, {', '.join(fused)}; call pipe.unload_lora_weights(), which leaves it in the "
-            f"weights, or pipe.unfuse_lora() first."
+            f"weights, or pipe.unfuse_lora(), which takes it out."
         )
     if any(layer.disable_adapters for layer in layers):
         raise RuntimeError(
@@ -69,7 +75,7 @@ def check_loadable(transformer: nn.Module, name: str, lora: Lora) -> None:
 
 
 class _Written(NamedTuple):
-    """A parameter that a difference was added to, and what it held before, on the CPU."""
+    """A parameter that a difference was added to, with a copy of its old values on the CPU."""
 
     module: nn.Module
     name: str
@@ -83,9 +89,9 @@ class _Written(NamedTuple):
 
 
 class LoadedLora:
-    """A LoRA on one transformer. Made, it is loaded; when that fails the transformer is as it was.
+    """A LoRA that the constructor loads onto one transformer. If loading fails the transformer is unchanged.
 
-    unused: what of it is not on the model, by key or by parameter, and why.
+    unused: the entries of the LoRA that are not on the model, by key or parameter, with the reason.
     """
 
     def __init__(self, pipe: DiffusionPipeline, transformer: nn.Module, lora: Lora, scale: float):
@@ -104,11 +110,11 @@ class LoadedLora:
 
     @property
     def differences(self) -> int:
-        """How many parameters differences were added to."""
+        """The number of parameters that differences were added to."""
         return len(self._written)
 
     def is_as_loaded(self) -> bool:
-        """Whether the matrices, if there are any, still count as they were loaded."""
+        """True if the matrices, if there are any, are still active with the scale they were loaded with."""
         if self._adapter is None:
             return True
         layers = [layer for layer in _lora_layers(self._transformer) if self._adapter in layer.r]
@@ -122,17 +128,17 @@ class LoadedLora:
         )
 
     def is_left_out(self) -> bool:
-        """Whether projections were fused since, which leave out matrices that are not fused into the weights."""
+        """True if projections were fused after loading without the LoRA's matrices in their weights."""
         if self._adapter is None or not has_fused_projections(self._transformer):
             return False
         layers = _lora_layers(self._transformer)
         return any(self._adapter in layer.r and self._adapter not in layer.merged_adapters for layer in layers)
 
     def check_undoable(self) -> None:
-        """Raise RuntimeError where the LoRA cannot be taken off again."""
+        """Raise RuntimeError if the LoRA cannot be taken off now."""
         if has_fused_projections(self._transformer):
             raise RuntimeError(
-                "projections were fused after the LoRA was loaded, and hold its differences; call "
+                "projections were fused after the LoRA was loaded and contain its differences; call "
                 "unfuse_qkv_projections() first, then restore."
             )
         for written in self._written:
@@ -145,9 +151,9 @@ class LoadedLora:
             raise RuntimeError(f"the LoRA {self._adapter!r} is fused into the weights; call pipe.unfuse_lora() first.")
 
     def undo(self) -> None:
-        """Take the LoRA off: no layer of it is left, and parameters hold bitwise what they held before.
+        """Take the LoRA off: remove its layers and put the old values of parameters back bit for bit.
 
-        Layers that the user unloaded are gone already; where they were fused before, a warning says what stays.
+        The user may have unloaded its layers already. If they were fused before that, warn that the weights keep them.
         """
         if self._adapter is not None:
             unloaded = self._adapter not in getattr(self._transformer, "peft_config", {})
@@ -190,7 +196,7 @@ class LoadedLora:
 
 @contextlib.contextmanager
 def _state_dict_readable(model: nn.Module) -> Iterator[None]:
-    """Where weights were freed, give loaders, who look for the names of LoRA layers, a state dict of what is left."""
+    """Give a model whose original weights were freed a state dict of the rest: PEFT's loader reads its names."""
     freed = why_not_restorable(model) is not None
     if freed:
         model.state_dict = lambda: dict(model.named_parameters())
@@ -202,7 +208,7 @@ def _state_dict_readable(model: nn.Module) -> Iterator[None]:
 
 
 def _why_not_added(transformer: nn.Module, parameter: torch.Tensor) -> str | None:
-    """Why no difference can be added to a parameter, in a few words; None when it can."""
+    """Return why no difference can be added to a parameter, or None."""
     reason = _why_unreachable(transformer, parameter)
     if reason is None and (not parameter.is_floating_point() or parameter.dtype.itemsize < 2):
         return f"the parameter is stored as {_name_of(parameter.dtype)}"
@@ -210,7 +216,7 @@ def _why_not_added(transformer: nn.Module, parameter: torch.Tensor) -> str | Non
 
 
 def _why_unreachable(transformer: nn.Module, parameter: torch.Tensor) -> str | None:
-    """Why a parameter's values cannot be written, in a few words; None when they can."""
+    """Return why a parameter's values cannot be written, or None."""
     if isinstance(parameter, EightBitWeight):
         return "the values of the parameter were freed" if parameter.freed else None
     if type(parameter) not in _PLAIN:
@@ -221,7 +227,7 @@ def _why_unreachable(transformer: nn.Module, parameter: torch.Tensor) -> str | N
 
 
 def _in_few_bits(parameter: torch.Tensor) -> bool:
-    """Whether it has 8 bits a value, or fewer, as under layerwise casting."""
+    """True if the parameter has at most 8 bits a value, for example under layerwise casting."""
     return type(parameter) in _PLAIN and parameter.is_floating_point() and parameter.dtype.itemsize < 2
 
 
@@ -230,8 +236,10 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _with_scale(pair: Pair, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """down and up whose product has the pair's scale and the user's; about half of it is in each, so that fp16 does not
-    underflow, and powers of two round nothing."""
+    """Return down and up with the pair's scale and the user's in their product.
+
+    Each gets about half of the factor, so that fp16 does not underflow. down gets a power of two, which rounds nothing.
+    """
     factor = scale * pair.scale
     if factor == 1:
         return pair.down, pair.up
@@ -240,7 +248,7 @@ def _with_scale(pair: Pair, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def has_fused_projections(transformer: nn.Module) -> bool:
-    """Whether an attention runs by copies of its projections' weights, as after diffusers' fuse_qkv_projections."""
+    """True if an attention uses copies of its projections' weights, which diffusers' fuse_qkv_projections makes."""
     return any(getattr(module, "fused_projections", False) for module in transformer.modules())
 
 
@@ -257,12 +265,12 @@ def _active_adapters(model: nn.Module) -> list[str]:
 
 
 def _remove_adapter(model: nn.Module, adapter: str) -> None:
-    """Delete an adapter and its layers; those of others stay, and active as they are."""
+    """Delete an adapter and its layers. Other adapters keep their layers and stay active or inactive."""
     active = [name for name in _active_adapters(model) if name != adapter]
-    for layer in _lora_layers(model):  # also of an adapter that was loaded halfway, and that model does not know
+    for layer in _lora_layers(model):  # also for an adapter that was only loaded in part and is not in peft_config
         layer.delete_adapter(adapter)
     getattr(model, "peft_config", {}).pop(adapter, None)
-    layers = {id(layer) for layer in _lora_layers(model) if not layer.r}  # by adapter: none is left
+    layers = {id(layer) for layer in _lora_layers(model) if not layer.r}  # no adapter is left on them
     for path, module in list(model.named_modules()):
         if id(module) in layers:
             parent, _, name = path.rpartition(".")
@@ -270,5 +278,5 @@ def _remove_adapter(model: nn.Module, adapter: str) -> None:
     if getattr(model, "peft_config", None):
         model.set_adapter(active)
     else:
-        for name in ("peft_config", "_hf_peft_config_loaded"):  # the class says that there is none
+        for name in ("peft_config", "_hf_peft_config_loaded"):  # without them the class's defaults say "no adapter"
             vars(model).pop(name, None)

@@ -1,4 +1,4 @@
-"""What the patch binds on a transformer besides forwards, to hear of changes of its LoRAs that tensors do not show."""
+"""Methods that the patch binds on a transformer to notice changes of its LoRAs that tensors do not show."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from ..steps.plan import SHARED
 
 
 def load_lora_adapter(self: nn.Module, *args: object, **options: object) -> None:
-    """The method of diffusers' class. A hot swap writes through the matrices' ``.data``, which nothing counts."""
+    """Load a LoRA as diffusers does, then prepare LoRA products again.
+
+    A hot swap writes through the matrices' ``.data``, and PyTorch does not count such writes.
+    """
     try:
         type(self).load_lora_adapter(self, *args, **options)
     finally:
@@ -16,7 +19,7 @@ def load_lora_adapter(self: nn.Module, *args: object, **options: object) -> None
 
 
 def apply_to_tensors(self: nn.Module, *args: object, **options: object) -> nn.Module:
-    """nn.Module's ``_apply``, by which a model moves, as offloading does it: nothing prepared stays behind."""
+    """Move the model as nn.Module's ``_apply`` does, then free LoRA products that were left on the old device."""
     type(self)._apply(self, *args, **options)
     getattr(self, SHARED).products.release_moved()
     return self
