@@ -173,6 +173,35 @@ def check_operands(implementation: str, operands: Iterable[torch.Tensor]) -> Non
         raise ValueError(f"tensors are on different devices: {', '.join(sorted(map(str, devices)))}.")
 
 
+def spec_of(implementation: str, *operands: torch.Tensor | None, kind: type[Spec] = Spec, **fields: object) -> Spec:
+    """Return the spec of a call with these operands, the main one first. fields: others of the kind of spec.
+
+    Raises ValueError for an unknown implementation, and for operands on different devices.
+    """
+    present = [operand for operand in operands if operand is not None]
+    check_operands(implementation, present)
+    first = present[0]
+    return kind(
+        device=first.device,
+        dtype=first.dtype,
+        others=tuple(dict.fromkeys(operand.dtype for operand in present if operand.dtype != first.dtype)),
+        implementation=implementation,
+        derivative=derivative_of(present),
+        **fields,
+    )
+
+
+def triton_or_reference(name: str, launch: Callable, reference: Callable) -> Op:
+    """Return an op that has one Triton kernel and a reference with the same arguments."""
+    return Op(
+        name,
+        (
+            Kernel(TRITON, why_not_ours, launch),
+            Kernel(REFERENCE, why_not_reference, reference, is_fused=False),
+        ),
+    )
+
+
 def derivative_of(operands: Iterable[torch.Tensor]) -> str | None:
     """Return `Spec.derivative` for a call with these operands."""
     if fwAD._current_level >= 0 and any(fwAD.unpack_dual(operand).tangent is not None for operand in operands):

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ..choice import registry
 from ..choice.measured import why_torch
-from ..choice.registry import Spec, check_operands, derivative_of, why_not_ours, why_not_reference
+from ..choice.registry import Spec, why_not_ours, why_not_reference
 from ..coefficient import ONE, PER_RUN
 from ..dispatch import is_sm90
 from . import gemm_sm90
@@ -60,18 +61,14 @@ def spec_of(
 
     Raises ValueError for an unknown implementation, and for operands on different devices.
     """
-    operands = [operand for operand in (a, weight, *others, *second) if operand is not None]
-    check_operands(implementation, operands)
     low = {} if second.low is None else {"low": second.low.dtype, "rank": second.up.shape[1]}
-    return LinearSpec(
-        device=a.device,
-        dtype=a.dtype,
-        others=tuple(dict.fromkeys(operand.dtype for operand in operands if operand.dtype != a.dtype)),
+    return registry.spec_of(
+        implementation,
+        *(a, weight, *others, *second),
+        kind=LinearSpec,
         eight_bits=(a.dtype,) if a.dtype.itemsize == 1 else (),
         result=result,
-        implementation=implementation,
         op=op,
-        derivative=derivative_of(operands),
         rows=math.prod(a.shape[:-1]),
         N=weight.shape[0],
         K=weight.shape[1],

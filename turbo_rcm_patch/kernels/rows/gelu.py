@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from .. import reference
-from ..dispatch import kernel_op, use_triton
+from ..choice.registry import spec_of, triton_or_reference
+from ..dispatch import kernel_op
 from ..launch import launch_kernel
 from ..sizes import cdiv
 
@@ -23,8 +24,7 @@ def gelu(x: torch.Tensor, *, implementation: str = "auto") -> torch.Tensor:
 
     implementation: "auto", "triton" or "torch" (see dispatch.py).
     """
-    op = _gelu if use_triton(implementation, x, has_gradient=False) else reference.gelu
-    return op(x)
+    return GELU.pick(spec_of(implementation, x)).launch(x)
 
 
 @kernel_op("gelu")
@@ -40,6 +40,9 @@ def _gelu(x: torch.Tensor) -> torch.Tensor:
 @_gelu.register_fake
 def _(x):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+GELU = triton_or_reference("gelu", _gelu, reference.gelu)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from .. import reference
+from ..choice.registry import spec_of, triton_or_reference
 from ..coefficient import (
     PER_TOKEN,
     Runs,
@@ -24,7 +25,7 @@ from ..coefficient import (
     count_runs,
     load_coefficient,
 )
-from ..dispatch import check_result, kernel_op, use_triton
+from ..dispatch import check_result, kernel_op
 from ..launch import launch_kernel
 from ..quantized import Quantized, quantize_reference
 from ..sizes import next_power_of_2
@@ -67,14 +68,11 @@ def layer_norm_modulate(
         check_format("layer_norm_modulate", quantized)
     scale, shift, starts = _canonical_modulations(scale, shift, x)
     tensors = (x, weight, bias, scale, shift)
-    fused = use_triton(implementation, *tensors, has_gradient=False, result=quantized)
+    spec = spec_of(implementation, *tensors, result=quantized)
     if quantized is not None:
-        if fused:
-            return Quantized(*_layer_norm_modulate_quantized(*tensors, eps, quantized, starts))
-        wide = reference.layer_norm_modulate(*tensors, eps, torch.float32, starts)
-        return quantize_reference(wide, quantized, with_norm=True)
-    op = _layer_norm_modulate if fused else reference.layer_norm_modulate
-    return op(*tensors, eps, dtype or x.dtype, starts)
+        launch = LAYER_NORM_MODULATE_QUANTIZED.pick(spec).launch
+        return Quantized(*launch(*tensors, eps, quantized, starts))
+    return LAYER_NORM_MODULATE.pick(spec).launch(*tensors, eps, dtype or x.dtype, starts)
 
 
 def _canonical_modulations(
@@ -147,6 +145,17 @@ def _layer_norm_modulate_quantized(
 @_layer_norm_modulate_quantized.register_fake
 def _(x, weight, bias, scale, shift, eps, format, starts=None):
     return new_quantized(x, format, with_norm=True)
+
+
+def _quantized_by_reference(x, weight, bias, scale, shift, eps, format, starts=None):
+    wide = reference.layer_norm_modulate(x, weight, bias, scale, shift, eps, torch.float32, starts)
+    return quantize_reference(wide, format, with_norm=True)
+
+
+LAYER_NORM_MODULATE = triton_or_reference("layer_norm_modulate", _layer_norm_modulate, reference.layer_norm_modulate)
+LAYER_NORM_MODULATE_QUANTIZED = triton_or_reference(
+    "layer_norm_modulate", _layer_norm_modulate_quantized, _quantized_by_reference
+)
 
 
 def _launch(

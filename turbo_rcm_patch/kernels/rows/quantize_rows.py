@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..dispatch import kernel_op, use_triton
+from ..choice.registry import spec_of, triton_or_reference
+from ..dispatch import kernel_op
 from ..launch import launch_kernel
 from ..quantized import FP8, INT8, LARGEST, Quantized, quantize_reference
 from ..quantized import TINY as _TINY
@@ -34,10 +35,9 @@ def quantize_rows(
     Raises ValueError for another format.
     """
     check_format("quantize_rows", format)
-    if use_triton(implementation, x, has_gradient=False, result=format):
-        values, scale, norm = _quantize_rows(x, format, with_norm)
-        return Quantized(values, scale, norm if with_norm else None)
-    return quantize_reference(x, format, with_norm)
+    launch = QUANTIZE_ROWS.pick(spec_of(implementation, x, result=format)).launch
+    values, scale, norm = launch(x, format, with_norm)
+    return Quantized(values, scale, norm if with_norm else None)
 
 
 def check_format(op: str, format: torch.dtype) -> None:
@@ -81,6 +81,9 @@ def _quantize_rows(
 @_quantize_rows.register_fake
 def _(x, format, with_norm):
     return new_quantized(x, format, with_norm)
+
+
+QUANTIZE_ROWS = triton_or_reference("quantize_rows", _quantize_rows, quantize_reference)
 
 
 @triton.jit

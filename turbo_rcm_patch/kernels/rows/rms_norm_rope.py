@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from .. import reference
-from ..dispatch import kernel_op, use_triton
+from ..choice.registry import spec_of, triton_or_reference
+from ..dispatch import kernel_op
 from ..launch import launch_kernel
 from ..sizes import next_power_of_2
 from .row_tiles import row_grid, row_tile
@@ -49,8 +50,7 @@ def rms_norm_rope(
                 f"head_dim (here D={head_dim})."
             )
     tensors = (x, weight, cos, sin)
-    fused = use_triton(implementation, *tensors, has_gradient=False)
-    return (_rms_norm_rope if fused else reference.rms_norm_rope)(*tensors, heads, eps)
+    return RMS_NORM_ROPE.pick(spec_of(implementation, *tensors)).launch(*tensors, heads, eps)
 
 
 @kernel_op("rms_norm_rope")
@@ -77,6 +77,9 @@ def _rms_norm_rope(
 def _(x, weight, cos, sin, heads, eps):
     B, S, C = x.shape
     return x.new_empty(B, S, heads, C // heads)
+
+
+RMS_NORM_ROPE = triton_or_reference("rms_norm_rope", _rms_norm_rope, reference.rms_norm_rope)
 
 
 def _tile(heads: int, head_dim: int, element_size: int) -> dict[str, int]:

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from .. import reference
-from ..dispatch import kernel_op, use_triton
+from ..choice.registry import spec_of, triton_or_reference
+from ..dispatch import kernel_op
 from ..launch import launch_kernel
 from ..sizes import next_power_of_2
 from .row_tiles import row_grid, row_tile
@@ -29,8 +30,7 @@ def rms_norm_silu(
         raise ValueError(f"rms_norm_silu: x has shape {list(x.shape)}, not [B, T, ..., C].")
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"rms_norm_silu: weight has shape {list(weight.shape)}, not [C={x.shape[-1]}].")
-    fused = use_triton(implementation, x, weight, has_gradient=False)
-    return (_rms_norm_silu if fused else reference.rms_norm_silu)(x, weight, silu)
+    return RMS_NORM_SILU.pick(spec_of(implementation, x, weight)).launch(x, weight, silu)
 
 
 @kernel_op("rms_norm_silu")
@@ -54,6 +54,9 @@ def _rms_norm_silu(x: torch.Tensor, weight: torch.Tensor, silu: bool) -> torch.T
 @_rms_norm_silu.register_fake
 def _(x, weight, silu):
     return x.new_empty(x.shape)
+
+
+RMS_NORM_SILU = triton_or_reference("rms_norm_silu", _rms_norm_silu, reference.rms_norm_silu)
 
 
 @triton.jit(do_not_specialize=("S",))  # chunks of a video differ in it

@@ -8,11 +8,14 @@ Generative Models.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from .. import reference
+from ..choice.registry import Spec, spec_of, triton_or_reference
 from ..coefficient import (
     Coefficient,
     Runs,
@@ -25,12 +28,23 @@ from ..coefficient import (
     search_steps,
     split_runs,
 )
-from ..dispatch import check_result, kernel_op, use_triton
+from ..dispatch import check_result, kernel_op
 from ..launch import launch_kernel
 from ..saturation import flag_for, saturate
 from ..sizes import cdiv
 
 ROWS, COLUMNS, NUM_WARPS = 8, 512, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkipSpec(Spec):
+    """runs: True if c_out varies by run, for which the kernel has no backward."""
+
+    runs: bool = False
+
+    @property
+    def has_backward(self) -> bool:
+        return not self.runs
 
 
 def skip(
@@ -60,8 +74,8 @@ def skip(
     c_skip = canonical_coefficient("c_skip", c_skip, *residual.shape, residual.device)
     c_out, starts = split_runs("c_out", c_out, *residual.shape, residual.device)
     tensors = (residual, output, c_skip, c_out)
-    op = _skip if use_triton(implementation, *tensors, has_gradient=starts is None) else reference.skip
-    return op(*tensors, dtype or residual.dtype, residual_scale, result_scale, starts)
+    spec = spec_of(implementation, *tensors, kind=SkipSpec, runs=starts is not None)
+    return SKIP.pick(spec).launch(*tensors, dtype or residual.dtype, residual_scale, result_scale, starts)
 
 
 @kernel_op("skip")
@@ -139,6 +153,7 @@ def _backward(ctx, grad):
 
 
 _skip.register_autograd(_backward, setup_context=_setup_context)
+SKIP = triton_or_reference("skip", _skip, reference.skip)
 
 
 @triton.jit(do_not_specialize=("runs",))
