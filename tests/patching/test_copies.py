@@ -112,7 +112,7 @@ def test_a_shallow_copy_runs_on_what_it_holds():
     ours, theirs = map(output_of, twins)
     assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
     assert not torch.allclose(ours, output_of(model), rtol=1e-2)
-    with pytest.raises(trp.PatchError, match="transformer is a shallow copy of a patched model; restore that one"):
+    with pytest.raises(trp.PatchError, match="transformer is a shallow copy of a patched model; restore that model"):
         trp.restore(twins[0])
 
 

@@ -1,4 +1,4 @@
-"""patch and restore: collect and validate everything, then change; any failure takes all changes back."""
+"""patch and restore: check everything, then change. After any failure all changes are undone."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ RESTORED = "restored: nothing is patched any more"
 _JOURNAL = "_turbo_rcm_patch_journal"  # the attribute of a patched model that holds its Journal
 
 
-# What a tier refuses of a model, by its name and its blocks with their paths, as a sentence or None.
+# By tier: why a model cannot be patched, as a sentence or None, from its name and its blocks with their paths.
 _REFUSALS = {SPARSE: why_not_sparse, BLOCK_SPARSE: why_trained_otherwise}
 
 
 class PatchError(RuntimeError):
-    """A model cannot be patched or restored as asked; the model is as it was before the call."""
+    """A model cannot be patched or restored. The model is unchanged."""
 
 
 class Patch:
-    """What `patch` did, and the way back. As a context manager it restores on exit.
+    """A patch of one or more models: its summary, and how to undo it. As a context manager it restores on exit.
 
     Attributes:
-        config: the PatchConfig in force.
+        config: the PatchConfig.
         transformers: the patched models by their name in the pipeline.
-        vae: the VAE whose decoder is patched with them, or alone; or one that was left alone; None for none.
+        vae: the VAE whose decoder is patched, or that `patch` left unpatched for a reason. None if there is no VAE.
     """
 
     def __init__(
@@ -61,33 +61,33 @@ class Patch:
 
     @property
     def active(self) -> bool:
-        """Whether any of the models is still patched."""
+        """True if any of the models is still patched."""
         return bool(self._patched())
 
     @property
     def graph_memory(self) -> int:
-        """Bytes of GPU memory that only the CUDA graphs of the patched models can use; 0 where that is not known."""
+        """GPU memory in bytes that only the CUDA graphs of the patched models can use, or 0 if it is unknown."""
         return sum(graph.reserved_bytes or 0 for graph in self._graphs())
 
     @property
     def graph_count(self) -> int:
-        """How many CUDA graphs of the patched models there are."""
+        """The number of CUDA graphs of the patched models."""
         return sum(graph.kept for graph in self._graphs())
 
     def summary(self) -> str:
-        """A table of blocks, what is fused with which kernel, and what falls back and why, as of now; CUDA graphs.
+        """Return tables of the blocks' steps in their present state: the kernel of each, or why it is not fused.
 
-        Raises PatchError after restore.
+        Notes below say how CUDA graphs are used. Raises PatchError after restore.
         """
         self._check_active("summarize")
         return as_text(self._sections())
 
     def __str__(self) -> str:
-        """The summary, and of a patch that was taken off that it was."""
+        """Return the summary, or a sentence that the patch was restored."""
         return as_text(self._sections()) if self.active else RESTORED
 
     def _repr_html_(self) -> str:
-        """The same as tables, for a notebook's cell."""
+        """Return the same as HTML, for a notebook."""
         return as_html(self._sections()) if self.active else f"<p>{RESTORED}</p>"
 
     def _sections(self) -> list[Section]:
@@ -100,29 +100,29 @@ class Patch:
         return sections if note is None else [*sections, Section([(note, [])], [])]
 
     def _placed(self, section: Section, name: str, model: torch.nn.Module) -> Section:
-        """A model's section, with a note where the pipeline has something else in its place by now."""
+        """Return a model's section, with a note if the pipeline now has another model in its place."""
         now = getattr(self._target(), name, model)
         if model in (now, getattr(now, "_orig_mod", None)):
             return section
         return section._replace(notes=[f"no longer the pipeline's {name}", *section.notes])
 
     def rows(self) -> list[Row]:
-        """What `summary` shows of the steps, of all patched models in turn. Raises PatchError after restore."""
+        """Return the steps that `summary` shows, for all patched models. Raises PatchError after restore."""
         self._check_active("summarize")
         models = _only_patched(self.transformers).values()
         rows = [row for model in models for blocks in family_of(model).blocks for row in plan_rows(model, blocks)]
         return rows if self.vae is None else [*rows, *decoder_rows(self.vae)]
 
     def restore(self) -> None:
-        """Take the patch off every model; off a VAE that other patched pipelines share, with the last of them.
+        """Undo the patch on every model. A VAE that patched pipelines share is restored with the last of them.
 
-        Raises PatchError when it is off already, or held by an unknown hook.
+        Raises PatchError if the patch was undone already, or if an unknown hook holds a patched forward.
         """
         self._check_active("restore")
         _restore(self._patched())
 
     def _patched(self) -> dict[str, torch.nn.Module]:
-        """The models that `restore` takes the patch off."""
+        """Return the models that `restore` undoes."""
         return _restorable(self.transformers, self.vae)
 
     def _graphs(self) -> list[ModelGraphs]:
@@ -144,27 +144,28 @@ class Patch:
         except PatchError as error:
             if exception_type is None:
                 raise
-            logger.warning("%s", error)  # the exception under way matters more
+            logger.warning("%s", error)  # the exception that is being raised matters more
 
 
 def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
     """Bind fused forwards on the transformers and the VAE's decoder of a Wan pipeline, or on one of them.
 
-    A pipeline's video processor then converts on the GPU what the VAE decoded (video_output.py).
-    state_dict, module classes and `save_pretrained` stay as they are, and so do parameters, but for those that a tier
-    puts in 8 bits (convert.py).
+    The pipeline's video processor then converts the decoded video on the GPU (video_output.py). Module classes,
+    state_dict and `save_pretrained` stay the same, and so do parameters, except for those that a tier stores in 8 bits
+    (convert.py).
 
     Args:
-        target: a diffusers pipeline with a `transformer` (and perhaps a `transformer_2`), or one of the transformers in
-            `families`, or an AutoencoderKLWan. A pipeline's VAE of another class stays as it is; one that is patched
-            already, because pipelines share it, stays patched as it is; one that was patched alone is restored with
-            this pipeline.
+        target: a diffusers pipeline with a `transformer` (and possibly a `transformer_2`), one of the transformers in
+            `families`, or an AutoencoderKLWan. A pipeline's VAE of another class is not changed. A VAE that is patched
+            already, because pipelines share it, keeps that patch. A VAE that was patched alone is restored with this
+            pipeline.
         config: a PatchConfig or the name of a preset ("exact").
 
     Raises:
-        PatchError: the model is of another family, patched already, compiled, or under a hook holding an old forward;
-            its weights, which are to be in 8 bits, are offloaded to disk; it has not the weights of the sparse tier.
-        ValueError, TypeError: for an unknown preset, a config of another type, or one that does not fit the model.
+        PatchError: the model is of an unknown family, patched already, compiled, or under a hook that holds its old
+            forward; or the tier needs 8-bit weights and the weights are offloaded to disk; or the model does not have
+            the weights that the sparse tier needs.
+        ValueError, TypeError: the preset is unknown, or the config has another type or does not fit the model.
     """
     config = resolve_config(config)
     if config.tier in _REFUSALS:
@@ -178,7 +179,7 @@ def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
 
 
 def replace_computation(journal: Journal, transformer: torch.nn.Module, config: PatchConfig) -> None:
-    """What a tier changes of a transformer besides its forwards: attention processors, weights in 8 bits."""
+    """Change what a tier changes besides forwards: attention processors, and weights that it stores in 8 bits."""
     blocks = list(family_of(transformer).every_block(transformer))
     if config.tier == SPARSE:
         use_processors(journal, blocks, config)
@@ -187,7 +188,7 @@ def replace_computation(journal: Journal, transformer: torch.nn.Module, config: 
 
 
 def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal, str, torch.nn.Module], None]) -> Patch:
-    """`patch`, where ``prepare(journal, name, transformer)`` changes the weights of each transformer."""
+    """Patch as `patch` does, with ``prepare(journal, name, transformer)`` to change each transformer's weights."""
     transformers, vae = _models_of(target)
     check_patchable(transformers)
     if not transformers and _JOURNAL in vae.__dict__:
@@ -198,10 +199,10 @@ def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal,
     if config.exact_steps is not None:
         if isinstance(target, torch.nn.Module):
             raise PatchError(
-                "cannot patch: exact_steps needs a pipeline, whose scheduler counts the steps; patch that."
+                "cannot patch: exact_steps needs a pipeline, whose scheduler counts the steps; patch the pipeline."
             )
         if reason := why_not_countable(target):
-            raise PatchError(f"cannot patch: exact_steps does not serve a {reason}; leave it at None.")
+            raise PatchError(f"cannot patch: exact_steps does not work with a {reason}; leave it at None.")
     if config.in_8_bits("linears"):
         for name, model in transformers.items():
             if is_on_disk(model):
@@ -226,7 +227,7 @@ def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal,
         for model in transformers.values():
             update_groups(model)
         raise
-    if not config.restorable:  # only now that nothing can fail any more
+    if not config.restorable:  # only now, when nothing can fail any more
         for model, journal in zip(transformers.values(), journals, strict=False):
             free_originals(model)
             journal.forget_parameters()
@@ -242,12 +243,13 @@ def _bind(journal: Journal, model: torch.nn.Module, bindings: Iterable[Binding])
 
 
 def restore(target: object) -> None:
-    """Take the patch off a pipeline's transformers and VAE, or off one of them.
+    """Undo the patch on a pipeline's transformers and VAE, or on one of them.
 
-    A VAE that another patched pipeline shares stays patched with that one, unless it is itself the target.
+    A VAE that another patched pipeline shares stays patched, unless it is itself the target.
 
-    Raises PatchError when none of them is patched, when a hook of an unknown kind holds a patched forward, or when the
-    original weights were freed or have no place in what is offloaded to disk.
+    Raises:
+        PatchError: none of the models is patched, an unknown hook holds a patched forward, the original weights were
+            freed, or the weights are offloaded to disk.
     """
     transformers, vae = _models_of(target)
     transformers = {name: getattr(m, "_orig_mod", m) for name, m in transformers.items()}
@@ -258,14 +260,14 @@ def restore(target: object) -> None:
 
 
 def check_patchable(transformers: dict[str, torch.nn.Module]) -> None:
-    """Raise PatchError with everything that stands against patching these models."""
+    """Raise PatchError with every reason why these models cannot be patched."""
     problems = [p for name, model in transformers.items() for p in _problems(name, model)]
     if problems:
         raise PatchError("cannot patch: " + " ".join(problems))
 
 
 def _models_of(target: object) -> tuple[dict[str, torch.nn.Module], torch.nn.Module | None]:
-    """The transformers of a pipeline and its VAE; or the one given. Raises PatchError where there is nothing."""
+    """Return a pipeline's transformers and its VAE, or the given model. Raises PatchError if there is none."""
     if isinstance(getattr(target, "_orig_mod", target), AutoencoderKLWan):
         return {}, target
     vae = None if isinstance(target, torch.nn.Module) else getattr(target, "vae", None)
@@ -277,7 +279,10 @@ def _only_patched(models: dict[str, torch.nn.Module]) -> dict[str, torch.nn.Modu
 
 
 def _restorable(transformers: dict[str, torch.nn.Module], vae: torch.nn.Module | None) -> dict[str, torch.nn.Module]:
-    """Those that are patched, but for a VAE that others were patched with which still are; alone it counts."""
+    """Return the patched models, without a VAE that a pipeline which is still patched shares.
+
+    If no transformers are given, the VAE is included anyway.
+    """
     found = _only_patched(transformers if vae is None else {**transformers, "vae": vae})
     if transformers and "vae" in found:
         others = set(wan_vae.vae_state(vae).users) - set(transformers.values())
@@ -287,7 +292,7 @@ def _restorable(transformers: dict[str, torch.nn.Module], vae: torch.nn.Module |
 
 
 def transformers_of(target: object) -> dict[str, torch.nn.Module]:
-    """The transformers of a pipeline by their names, or the one given. Raises PatchError where there is none."""
+    """Return a pipeline's transformers by name, or the given one. Raises PatchError if there is none."""
     if isinstance(target, torch.nn.Module):
         return {"transformer": target}
     every = {name: getattr(target, name, None) for name in COMPONENTS}
@@ -312,7 +317,7 @@ def _restore(models: dict[str, torch.nn.Module]) -> None:
     journals = [model.__dict__[_JOURNAL] for model in models.values()]
     for (name, model), journal in zip(models.items(), journals, strict=True):
         if journal.owner is not model:
-            raise PatchError(f"cannot restore: {name} is a shallow copy of a patched model; restore that one.")
+            raise PatchError(f"cannot restore: {name} is a shallow copy of a patched model; restore that model.")
     for name, model in models.items():
         reason = why_not_restorable(model) or (ON_DISK if quantized_linears(model) and is_on_disk(model) else None)
         if reason is not None:

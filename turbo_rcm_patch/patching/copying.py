@@ -1,6 +1,6 @@
-"""Copies of patched modules: each runs on itself, not on the module that it was copied from.
+"""Copies of patched modules: a copy runs on itself, not on the original module.
 
-Both are bound on patched modules beside their forwards.
+The patch binds both methods on modules whose forward it binds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .journal import bind
 
 
 def reduce_ex(self: nn.Module, protocol: int) -> tuple:
-    """``object.__reduce_ex__`` for copy, deepcopy and pickle, with all that is bound to self bound to the copy."""
+    """Replace ``object.__reduce_ex__`` for copy, deepcopy and pickle: what is bound to self is bound to the copy."""
     bound = {name: function_bound_to(self, value) for name, value in vars(self).items()}
     bound = {name: function for name, function in bound.items() if function is not None}
     state = {name: value for name, value in vars(self).items() if name not in bound}
@@ -28,8 +28,8 @@ def _new_bound(cls: type[nn.Module], bound: Mapping[str, Callable]) -> nn.Module
 
 
 def refuse_replicas(self: nn.Module) -> nn.Module:
-    """In place of nn.Module's method that torch.nn.DataParallel makes its replicas by."""
+    """Replace the method of nn.Module that torch.nn.DataParallel calls for each replica."""
     raise RuntimeError(
         f"torch.nn.DataParallel cannot replicate a patched {type(self).__name__}; restore it first, or run one process "
-        "a GPU, each with a patched model."
+        "for each GPU and patch the model in each."
     )

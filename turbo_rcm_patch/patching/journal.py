@@ -1,4 +1,4 @@
-"""What is set on modules, attributes and parameters, remembered so that all of it can be taken back."""
+"""A journal of what the patch sets on modules, so that all of it can be undone."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..plain import function_bound_to, is_original
 
 
 def bind(forward: Callable, module: torch.nn.Module) -> Callable:
-    """``forward`` with the module as its first argument.
+    """Return ``forward`` with the module as its first argument.
 
-    Unlike a bound method it can be pickled; accelerate looks for a bound method's ``__func__``.
+    Unlike a bound method the result can be pickled. It has a ``__func__`` because accelerate reads that.
     """
     bound = partial(forward, module)
     bound.__func__ = forward
@@ -23,12 +23,15 @@ def bind(forward: Callable, module: torch.nn.Module) -> Callable:
 
 
 class _ABSENT:
-    """Stands for an attribute that was not there; a class, because copies and pickles keep a class's identity."""
+    """Marks an attribute that did not exist. It is a class because copies and pickles keep a class's identity."""
 
 
 class _Entry(NamedTuple):
-    """What was set: value under name in the module's ``__dict__``, among its parameters or its submodules, where
-    `before` was. kind: the attribute that holds it, "__dict__", "_parameters" or "_modules"."""
+    """One value that was set on a module.
+
+    kind: the dictionary of the module that holds it: "__dict__", "_parameters" or "_modules".
+    before: the old value under that name, or _ABSENT.
+    """
 
     module: torch.nn.Module
     kind: str
@@ -46,27 +49,27 @@ class _Entry(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """Whether what was set is there, or is bound alike, as in a copy and after accelerate's unwrap_model."""
+        """True if the value is still there, or the same function is bound again (copies, accelerate's unwrap_model)."""
         found = self.holder.get(self.name, _ABSENT)
         if self.kind == "_modules" and getattr(found, "base_layer", None) is self.value:
-            return True  # within PEFT's layer
+            return True  # inside PEFT's layer
         function = function_bound_to(self.module, found)
         return found is self.value or (function is not None and function is function_bound_to(self.module, self.value))
 
 
 class _Call(NamedTuple):
-    """What takes back something that the journal did not set."""
+    """A function that undoes a change that the journal did not make."""
 
     module: torch.nn.Module
     undo: Callable[[torch.nn.Module], None]
 
 
 class Journal:
-    """Sets attributes and parameters of modules and undoes that in reverse order.
+    """Set attributes and parameters of modules, and undo that in reverse order.
 
-    Writing to ``__dict__`` and ``_parameters`` keeps nn.Module from registering anything, so module classes stay as
-    they are, and the names in state_dict too, but for modules that `set_module` adds. Copies and pickles of a whole
-    model can be undone as well, with the journal that comes with them.
+    The journal writes to ``__dict__`` and ``_parameters``, so nn.Module registers nothing. Module classes and the names
+    in state_dict stay the same, except for modules that `set_module` adds. A copy or pickle of a whole model includes
+    its journal, which undoes the copy.
     """
 
     def __init__(self):
@@ -74,11 +77,11 @@ class Journal:
 
     @property
     def owner(self) -> torch.nn.Module | None:
-        """The module that something was set on first; None for an empty journal."""
+        """The module of the first entry, or None for an empty journal."""
         return self._entries[0].module if self._entries else None
 
     def set(self, module: torch.nn.Module, name: str, value: object) -> None:
-        """Set the instance attribute and remember what was there. A forward goes below diffusers' hooks."""
+        """Set an instance attribute and remember the old value. A forward is set below diffusers' hooks."""
         entry = _Entry(module, "__dict__", name, value, module.__dict__.get(name, _ABSENT))
         slot = slot_below_hooks(module) if name == "forward" else None
         if slot is None:
@@ -88,18 +91,18 @@ class Journal:
             setattr(*slot, value)
 
     def set_parameter(self, module: torch.nn.Module, name: str, value: torch.nn.Parameter | None) -> None:
-        """Put another parameter in the place of one that the module has (KeyError if not), and remember that one.
+        """Replace a parameter of the module and remember the old one. Raises KeyError if the module has none.
 
-        What is written into the new parameter, as by load_state_dict, is lost with it.
+        Undoing drops the new parameter with all writes to it, for example by load_state_dict.
         """
         self._set(_Entry(module, "_parameters", name, value, module._parameters[name]))
 
     def set_module(self, module: torch.nn.Module, name: str, value: torch.nn.Module) -> None:
-        """Register a submodule, and remember what was there."""
+        """Register a submodule and remember the old one."""
         self._set(_Entry(module, "_modules", name, value, module._modules.get(name, _ABSENT)))
 
     def on_undo(self, undo: Callable[[torch.nn.Module], None], module: torch.nn.Module) -> None:
-        """Call ``undo(module)``, a function that can be pickled, when all that is set from now on was taken back."""
+        """Call ``undo(module)`` after everything that is set later was undone. The function must be picklable."""
         self._entries.append(_Call(module, undo))
 
     def _set(self, entry: _Entry) -> None:
@@ -107,18 +110,21 @@ class Journal:
         entry.holder[entry.name] = entry.value
 
     def forget_parameters(self) -> None:
-        """Let go of the parameters that others took the place of: these stay."""
+        """Forget replaced parameters, so that they can be freed. `undo` then leaves the new ones in place."""
         self._entries = [entry for entry in self._entries if not getattr(entry, "is_parameter", False)]
 
     def captured(self) -> list[tuple[torch.nn.Module, str]]:
-        """The (module, name) pairs that no longer hold what was set, nor a known hook's wrapper around it."""
+        """Return the (module, name) pairs that hold neither the value that was set nor a known hook around it."""
         entries = (entry for entry in self._entries if isinstance(entry, _Entry))
         lost = (entry for entry in entries if not entry.holds and not _hook_slots(entry))
         return [(entry.module, entry.name) for entry in lost]
 
     def undo(self) -> None:
-        """Take everything back. A later hook around a patched forward stays and gets the old one; a parameter that
-        somebody replaced since stays theirs."""
+        """Undo everything.
+
+        A hook that was put around a patched forward stays and gets the old forward. A parameter that someone replaced
+        after the journal stays as well.
+        """
         while self._entries:
             entry = self._entries.pop()
             if isinstance(entry, _Call):
@@ -138,7 +144,7 @@ def _original(entry: _Entry) -> object:
 
 
 def slot_below_hooks(module: torch.nn.Module) -> tuple[object, str] | None:
-    """The object and its attribute where diffusers' hooks on a module keep the forward of its class, if they do."""
+    """Return the object and attribute where diffusers' hooks keep a module's class forward, or None."""
     registry = module.__dict__.get("_diffusers_hook")
     if registry is None or not registry.hooks or not is_original(type(module).forward, type(module)):
         return None
@@ -148,7 +154,7 @@ def slot_below_hooks(module: torch.nn.Module) -> tuple[object, str] | None:
 
 
 def _hook_slots(entry: _Entry) -> list[tuple[object, str]]:
-    """Where hooks put on a module keep a forward: accelerate's ``_old_forward``, diffusers' function references."""
+    """Return where hooks on a module keep the forward: accelerate's ``_old_forward``, diffusers' ``_fn_refs``."""
     module, forward = entry.module, entry.value
     if entry.kind != "__dict__":
         return []

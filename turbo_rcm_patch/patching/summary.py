@@ -1,4 +1,4 @@
-"""The summary of a patch: for every step of the blocks the kernel that does it, and why some are not fused."""
+"""The summary of a patch: the kernel of every step of the blocks, and why some steps are not fused."""
 
 from __future__ import annotations
 
@@ -34,8 +34,11 @@ SHARDED_NOTE = "sharded, and not called yet: weights are whole while blocks run;
 
 
 class Row(NamedTuple):
-    """A step of equal blocks. kernel: what does it, or what do. count: how many blocks have it. reasons: why blocks are
-    not fused there, counted."""
+    """One step of equal blocks.
+
+    kernel: the name of the kernel, or of several. count: the number of blocks with this step. reasons: the number of
+    blocks where the step is not fused, by reason.
+    """
 
     blocks: str
     sub_layer: str
@@ -51,14 +54,14 @@ class Row(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A part of the summary: titled tables of steps, where there are any, and notes below them."""
+    """A part of the summary: tables of steps with titles, and notes below them."""
 
     tables: list[tuple[str, list[Row]]]
     notes: list[str]
 
 
 def as_text(sections: Iterable[Section]) -> str:
-    """The sections for a terminal, with aligned columns."""
+    """Return the sections as text for a terminal, with aligned columns."""
     return "\n\n".join(map(_section_text, sections))
 
 
@@ -72,7 +75,7 @@ def _lines(rows: list[Row]) -> list[str]:
 
 
 def as_html(sections: Iterable[Section]) -> str:
-    """The sections for a notebook: tables and lists."""
+    """Return the sections as HTML for a notebook: tables and lists."""
     return "\n".join(map(_section_html, sections))
 
 
@@ -94,8 +97,10 @@ def _line_html(tag: str, cells: Iterable[str]) -> str:
 
 
 def transformer_section(name: str, transformer: nn.Module) -> Section:
-    """A table for each list of blocks: a line per step with its kernel, how many blocks are fused there, and why the
-    others are not; then notes."""
+    """Return a table for each list of blocks, then notes.
+
+    A row shows a step, its kernel, how many blocks are fused there, and why the others are not.
+    """
     family, tables = family_of(transformer), []
     for blocks in family.blocks:
         title = f"{len(getattr(transformer, blocks.name))} {blocks.name}"
@@ -117,7 +122,10 @@ def transformer_section(name: str, transformer: nn.Module) -> Section:
 
 
 def vae_section(vae: nn.Module, config: PatchConfig) -> Section:
-    """A line per step of a VAE's decoder, as of now, then notes; or why it is not patched. config: the patch's."""
+    """Return a row for each step of a VAE's decoder, then notes, or why the VAE is not patched.
+
+    config: of the patch whose summary this is.
+    """
     state = wan_vae.vae_state(vae)
     if state is None:
         reason = wan_vae.why_left_alone(vae) or "restored"
@@ -127,13 +135,13 @@ def vae_section(vae: nn.Module, config: PatchConfig) -> Section:
     theirs = [f"{name}={getattr(state.config, name)!r}" for name in options]
     is_others = any(getattr(state.config, name) != getattr(config, name) for name in options)
     notes = [f"patched by another call of patch, whose options stay: {', '.join(theirs)}"] if is_others else []
-    if vae.dtype in measured.MEASURED_DTYPES:  # else each convolution says that it was not
+    if vae.dtype in measured.MEASURED_DTYPES:  # otherwise every convolution's row says that it was not measured
         notes += _measurements("convolutions", "conv_skip", get_module_execution_device(vae))
     return Section([(title, list(decoder_rows(vae)))], [*notes, *wan_vae.decoder_notes(vae), VAE_FOOTER])
 
 
 def decoder_rows(vae: nn.Module) -> Iterator[Row]:
-    """Every step of a patched VAE's decoder, as of now; none of one that is not patched."""
+    """Yield a row for each step of a VAE's decoder. A VAE that is not patched has none."""
     if wan_vae.vae_state(vae) is None:
         return
     for name, steps in wan_vae.decoder_steps(vae):
@@ -148,19 +156,19 @@ def _exact_steps(config: PatchConfig) -> str | None:
 
 
 def _measurements(steps: str, op: str, device: torch.device) -> list[str]:
-    """Where the choice between our kernels and PyTorch's comes from, for steps that are measured as this op is."""
+    """Return a line on the measurements that choose between our kernels and PyTorch's for steps like this op."""
     if device.type != "cuda":
         return []
     gpus = kernels.measured_on(op, device)
     if gpus is None:
         return [
-            f"{steps}: PyTorch's where it has one, because ours were not measured on such a GPU; turbo-rcm tune does so"
+            f"{steps}: PyTorch's kernel if it has one, because ours were not measured on this GPU; run turbo-rcm tune"
         ]
     return [f"{steps}: the faster ones as measured on {gpus}"]
 
 
 def beside_exact(verdicts: Mapping[str, Verdict]) -> list[str]:
-    """A line on how fast parts of the other tiers are, as turbo-rcm tune found; none without verdicts."""
+    """Return a line on the speed of parts of other tiers that turbo-rcm tune measured, or none without verdicts."""
     if not verdicts:
         return []
     (gpu,) = next(iter(verdicts.values())).gpus
@@ -168,13 +176,13 @@ def beside_exact(verdicts: Mapping[str, Verdict]) -> list[str]:
 
 
 def _slower(config: PatchConfig, device: torch.device) -> dict[str, Verdict]:
-    """What of the configuration's tier is slower than the exact tier's, or errs too much, as turbo-rcm tune found."""
+    """Return the parts of the tier that turbo-rcm tune found slower than the exact tier's, or too inaccurate."""
     parts = _measured_parts(config)
     return {part: v for part, v in kernels.tuned_tiers(device).items() if part in parts and not v.is_ours}
 
 
 def _measured_parts(config: PatchConfig) -> list[str]:
-    """What of the configuration's tier turbo-rcm tune times, which is what is in 8 bits."""
+    """Return the parts of the tier that turbo-rcm tune measures: those in 8 bits."""
     is_block_sparse = config.attention == BLOCK_SPARSE_ATTENTION
     sparse = measured.BLOCK_SPARSE if is_block_sparse else measured.SPARSE_LINEAR
     attention = sparse if config.tier.name == SPARSE.name else measured.ATTENTION_8BIT
@@ -188,7 +196,7 @@ def _title(name: str, model: nn.Module, what: str, dtype: torch.dtype) -> str:
 
 
 def plan_rows(transformer: nn.Module, blocks: Blocks) -> Iterator[Row]:
-    """Every step of a list of blocks that does anything, as of now."""
+    """Yield a row for each step of a list of blocks, for the present state of the model. Skip steps that do nothing."""
     order: list[tuple[str, str]] = []
     found: dict[tuple[str, str], list[Step]] = {}
     for block in (block for _, block in blocks.of(transformer) if is_patched(block)):
@@ -203,14 +211,14 @@ def plan_rows(transformer: nn.Module, blocks: Blocks) -> Iterator[Row]:
 
 
 def _placed(key: tuple[str, str], order: list[tuple[str, str]], place: int) -> int:
-    """Where the steps after this one go, in an order that has it from now on: at this place if it had not."""
+    """Insert a step at this place of the order if it is new. Return the place after it."""
     if key not in order:
         order.insert(place, key)
     return order.index(key) + 1
 
 
 def _row(blocks: str, sub_layer: str, name: str, steps: Sequence[Step]) -> Row:
-    """A step of those blocks that have it."""
+    """Return the row of a step, from the blocks that have it."""
     kernels_taken = "; ".join(dict.fromkeys(step.kernel for step in steps))
     reasons = Counter(step.reason for step in steps if step.reason is not None)
     return Row(blocks, sub_layer, name, kernels_taken, len(steps), dict(reasons))
@@ -228,7 +236,7 @@ def current_plan(transformer: nn.Module, blocks: Blocks, block: nn.Module) -> Bl
     if latest is None:
         call = Call(state.shared.config, torch.device("cpu"), torch.float32, None, active_backend())
         latest = blocks.usual_call(call)
-    # Under offloading the weights rest elsewhere than the forward runs.
+    # With offloading the weights rest on another device than the forward runs on.
     device, dtype = get_module_execution_device(transformer), family_of(transformer).compute_dtype(transformer)
     exactly = state.exactly or (NOT_COUNTED if latest.call.exactly == NOT_COUNTED else None)
     now = {"device": device, "dtype": dtype, "derivative": None, "backend": active_backend(), "exactly": exactly}

@@ -219,7 +219,7 @@ def test_a_pipeline_whose_frames_are_in_different_steps_is_refused():
         vae=base.vae,
         scheduler=base.scheduler,
     )
-    with pytest.raises(trp.PatchError, match="exact_steps does not serve a SkyReelsV2DiffusionForcingPipeline"):
+    with pytest.raises(trp.PatchError, match="exact_steps does not work with a SkyReelsV2DiffusionForcingPipeline"):
         trp.patch(pipe, config((1, 1)))
     assert not trp.patch(pipe, config(None)).restore()
 
