@@ -81,10 +81,10 @@ def test_projections_of_the_linear_branch(tmp_path, suffix):
     model = tiny_wan_transformer()
     state_dict = with_proj_l(official_state_dict(model, prefix="net."), model, prefix="net.")
     _, _, proj_l = read(write(tmp_path, state_dict, suffix), model)
-    assert list(proj_l) == [f"blocks.{number}" for number in range(len(model.blocks))]
-    for block, parts in proj_l.items():
+    assert list(proj_l) == [f"blocks.{number}.attn1" for number in range(len(model.blocks))]
+    for path, parts in proj_l.items():
         for part, tensor in parts.items():
-            key = f"net.{block}.self_attn.attn_op.local_attn.proj_l.{part}"
+            key = f"net.{path.removesuffix('.attn1')}.self_attn.attn_op.local_attn.proj_l.{part}"
             assert torch.equal(tensor, state_dict[key])
 
 
@@ -241,7 +241,7 @@ def test_scales_and_projections_of_any_floats(tmp_path, dtype):
     state_dict = {n: t.to(dtype) if n.endswith("scale") or "proj_l" in n else t for n, t in state_dict.items()}
     found, _, proj_l = read(write(tmp_path, state_dict, "safetensors"), model)
     assert len(found.quantized) == 10 * len(model.blocks)
-    assert proj_l["blocks.0"]["weight"].dtype == dtype
+    assert proj_l["blocks.0.attn1"]["weight"].dtype == dtype
 
 
 def test_a_training_checkpoint_with_a_step_beside_the_weights(tmp_path):

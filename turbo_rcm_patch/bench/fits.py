@@ -13,7 +13,7 @@ from torch import nn
 from ..config import PatchConfig
 from ..kernels.quantized import FP8
 from ..patching.families import family_of
-from ..patching.steps.sparse_linear import why_not_wan_attention
+from ..patching.steps.sparse_linear import why_not_replaceable
 from ..patching.weights.convert import convertible_linears
 from ..patching.weights.load import component_folders, empty_model
 from ..tables import table
@@ -82,9 +82,10 @@ def _weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[Tier, int]]
     """The bytes of the weights in each tier that the model can have."""
     yield EXACT, _bytes(model, dtype)
     yield QUANTIZED, (in_8_bits := _bytes_in_8_bits(model, dtype))
-    blocks, head_dim = list(family_of(model).every_block(model)), model.config.attention_head_dim
-    if why_not_wan_attention("", blocks) is None:
-        yield SPARSE, in_8_bits + len(blocks) * (head_dim + 1) * head_dim * dtype.itemsize  # with proj_l and its bias
+    attentions, head_dim = list(family_of(model).self_attentions(model)), model.config.attention_head_dim
+    if why_not_replaceable("", attentions) is None:
+        projection = (head_dim + 1) * head_dim * dtype.itemsize  # proj_l and its bias
+        yield SPARSE, in_8_bits + len(attentions) * projection
 
 
 def _bytes(model: nn.Module, dtype: torch.dtype) -> int:
@@ -97,7 +98,7 @@ def _bytes(model: nn.Module, dtype: torch.dtype) -> int:
 
 def _bytes_in_8_bits(model: nn.Module, dtype: torch.dtype) -> int:
     family = family_of(model)
-    linears = convertible_linears(model, family.every_block(model), PatchConfig(tier=QUANTIZED)).values()
+    linears = convertible_linears(model, family.linears(model), PatchConfig(tier=QUANTIZED)).values()
     saved = sum(linear.weight.numel() * (dtype.itemsize - FP8.itemsize) for linear in linears)
     return _bytes(model, dtype) - saved + sum(FP32_BYTES * (linear.out_features + 1) for linear in linears)
 

@@ -39,8 +39,8 @@ class WholeModel:
 
     Attributes:
         weights: by diffusers' names of the parameters, in the model's order.
-        proj_l: by the names of blocks ("blocks.0"), SLA's projections: {"weight": [D, D], "bias": [D]}; empty where
-            the file has none.
+        proj_l: SLA's projections {"weight": [D, D], "bias": [D]} by diffusers' paths of the self-attentions
+            ("blocks.0.attn1"); empty if the file has none.
         quantized: the parameters that the file has in 8 bits.
 
     Raises ValueError, made from a file, for the names that are missing, unexpected or of another shape, as the file
@@ -194,7 +194,7 @@ def _take_proj_l(
         elif problems.is_right(key, tensors[key], expected, "float"):
             projections.setdefault(block, {})[part] = tensors[key]
     problems.missing += _lacking_proj_l(given, len(model.blocks))
-    return {path: parts for path, parts in projections.items() if len(parts) == 2}
+    return {f"{block}.attn1": parts for block, parts in projections.items() if len(parts) == 2}
 
 
 def _lacking_proj_l(given: dict[tuple[str, str, str], str], blocks: int) -> list[str]:

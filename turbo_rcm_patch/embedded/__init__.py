@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from ..checkpoints.lora import read_lora
 from ..patching.families import family_of
 from ..patching.journal import Journal
-from ..patching.steps.sparse_linear import add_projections, by_block, is_projection
+from ..patching.steps.sparse_linear import add_projections, by_attention, is_projection
 from ..scheduler import RCMScheduler
 from ..shapes.render import FRAMES, HEIGHT, WIDTH
 
@@ -52,8 +52,8 @@ def load_embedded_pipeline(
 def _add_difference(transformer: WanTransformer3DModel, file: Path) -> None:
     """Add low-rank and whole differences and SLA's projections, from a file of scripts/training/train_sparse.py."""
     tensors = load_file(file)
-    projections = by_block({name: tensors.pop(name) for name in list(tensors) if is_projection(name)})
-    add_projections(Journal(), family_of(transformer).every_block(transformer), projections)
+    projections = by_attention({name: tensors.pop(name) for name in list(tensors) if is_projection(name)})
+    add_projections(Journal(), family_of(transformer).self_attentions(transformer), projections)
     learned = read_lora(tensors, transformer)
     differences = {f"{name}.weight": pair.product() for name, pair in learned.pairs.items()} | learned.differences
     with torch.no_grad():

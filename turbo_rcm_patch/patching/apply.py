@@ -30,7 +30,7 @@ RESTORED = "restored: nothing is patched any more"
 _JOURNAL = "_turbo_rcm_patch_journal"  # the attribute of a patched model that holds its Journal
 
 
-# By tier: why a model cannot be patched, as a sentence or None, from its name and its blocks with their paths.
+# By tier: why a model cannot be patched, as a sentence or None, from its name and its self-attentions.
 _REFUSALS = {SPARSE: why_not_sparse, BLOCK_SPARSE: why_trained_otherwise}
 
 
@@ -172,7 +172,7 @@ def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
         models, _ = _models_of(target)
         check_patchable(models)
         why_not = _REFUSALS[config.tier]
-        problems = [why_not(name, family_of(model).every_block(model)) for name, model in models.items()]
+        problems = [why_not(name, family_of(model).self_attentions(model)) for name, model in models.items()]
         if any(problems):
             raise PatchError("cannot patch: " + " ".join(filter(None, problems)))
     return apply_patch(target, config, lambda journal, _, model: replace_computation(journal, model, config))
@@ -180,11 +180,11 @@ def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
 
 def replace_computation(journal: Journal, transformer: torch.nn.Module, config: PatchConfig) -> None:
     """Change what a tier changes besides forwards: attention processors, and weights that it stores in 8 bits."""
-    blocks = list(family_of(transformer).every_block(transformer))
+    family = family_of(transformer)
     if config.tier == SPARSE:
-        use_processors(journal, blocks, config)
+        use_processors(journal, family.self_attentions(transformer), config)
     if config.in_8_bits("linears"):
-        convert_weights(journal, convertible_linears(transformer, blocks, config))
+        convert_weights(journal, convertible_linears(transformer, family.linears(transformer), config))
 
 
 def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal, str, torch.nn.Module], None]) -> Patch:

@@ -17,6 +17,8 @@ from ..lora.notice_changes import apply_to_tensors, load_lora_adapter
 from ..sampling.step_count import Steps
 from ..steps.block_sparse import layers_attended_exactly
 from ..steps.plan import SHARED, STATE, BlockCall, BlockState, Call, Plans, Shared, Step
+from ..steps.sparse_linear import SelfAttention, SparseForm
+from ..weights.convert import LinearAt
 
 Binding = tuple[nn.Module, str, object]  # (module, attribute, value)
 Targets = Sequence[tuple[str, nn.Module, Callable]]  # (path, module, forward)
@@ -61,6 +63,10 @@ class Blocks:
         decide: (kind, block, call) -> the block's plan for one kind of call.
         usual_call: adds a usual video's sizes to what every family has: the call that the summary shows before a
             block was called.
+        linears: the linears that an 8-bit tier converts, by the name in ``PatchConfig.fuse`` that they belong to.
+            Embeddings, modulation and norms are not among them.
+        self_attention: the path of the self-attention that the sparse tiers replace.
+        sparse: how sparse-linear attention replaces it, or None if it cannot.
     """
 
     name: str
@@ -70,6 +76,9 @@ class Blocks:
     parts: Mapping[str, type[nn.Module]]
     decide: Callable[[object, nn.Module, BlockCall], BlockPlan]
     usual_call: Callable[[Call], BlockCall]
+    linears: Mapping[str, tuple[str, ...]]
+    self_attention: str
+    sparse: SparseForm | None = None
 
     def of(self, transformer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """The blocks of a transformer with their paths in it."""
@@ -103,6 +112,20 @@ class Family:
     def every_block(self, transformer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """All blocks of a transformer with their paths in it."""
         return (found for blocks in self.blocks for found in blocks.of(transformer))
+
+    def self_attentions(self, transformer: nn.Module) -> Iterator[SelfAttention]:
+        """The self-attentions that the sparse tiers replace."""
+        for blocks in self.blocks:
+            for path, block in blocks.of(transformer):
+                attn = block.get_submodule(blocks.self_attention)
+                yield SelfAttention(f"{path}.{blocks.self_attention}", attn, blocks.sparse)
+
+    def linears(self, transformer: nn.Module) -> Iterator[LinearAt]:
+        """The linears that an 8-bit tier converts."""
+        for blocks in self.blocks:
+            for path, block in blocks.of(transformer):
+                for sub_layer, names in blocks.linears.items():
+                    yield from (LinearAt(path, block, name, sub_layer) for name in names)
 
     def compute_dtype(self, transformer: nn.Module) -> torch.dtype:
         """Return the dtype of the hidden states that the blocks get."""

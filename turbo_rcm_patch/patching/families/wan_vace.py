@@ -40,12 +40,13 @@ def control_block_forward(
     return hint, control_hidden_states
 
 
+BLOCK = wan_block(WanAttention)
 WAN_VACE = Family(
     WanVACETransformer3DModel,
     "Wan 2.1 VACE",
     (
-        wan_blocks("blocks", WanTransformerBlock, wan_block(WanAttention), block_forward),
-        wan_blocks("vace_blocks", WanVACETransformerBlock, wan_block(WanAttention), control_block_forward),
+        wan_blocks("blocks", WanTransformerBlock, BLOCK, block_forward, can_be_sparse=True),
+        wan_blocks("vace_blocks", WanVACETransformerBlock, BLOCK, control_block_forward, can_be_sparse=True),
     ),
     FIRST_LAYER,
     more=embedder,

@@ -1,4 +1,4 @@
-"""Block-sparse attention in a Wan block: where it is dense instead, and the step of a plan.
+"""Block-sparse attention: where it is dense instead, and the step of a plan.
 
 It needs no weights of its own, and takes the place of every self-attention; one whose model was trained with another
 sparse attention is refused.
@@ -16,16 +16,16 @@ from ...config import PatchConfig
 from ...tiers import BLOCK_SPARSE
 from .context_parallel import ulysses_attention
 from .plan import REFERENCE, Call, Step, Stream
-from .sparse_linear import has_projection
+from .sparse_linear import SelfAttentions, has_projection
 
 # Of a sample, from which on attention is dense where no kernel takes the blocks of a config: the reference computes all
 # scores.
 TOO_MANY_FOR_REFERENCE = 8192
 
 
-def why_trained_otherwise(name: str, blocks) -> str | None:
-    """Why a model of these blocks, with their paths, is not for block-sparse attention, as a sentence; else None."""
-    if any(has_projection(block.attn1) for _, block in blocks):
+def why_trained_otherwise(name: str, attentions: SelfAttentions) -> str | None:
+    """Return why a model with these self-attentions is not for block-sparse attention, as a sentence, or None."""
+    if any(has_projection(attn) for _, attn, _ in attentions):
         return (
             f"{name} was trained with sparse-linear attention (it has proj_l), which block-sparse attention is not; "
             "take the preset 'sparse'."

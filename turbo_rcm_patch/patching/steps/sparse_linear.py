@@ -1,19 +1,19 @@
-"""Sparse-linear attention (SLA) in a Wan block: the projection that weights trained with it bring, the processor that
-makes diffusers' own forward attend so, and the step of a plan.
+"""Sparse-linear attention (SLA) in a self-attention: the projection that weights trained with it bring, the processor
+that makes diffusers' own forward attend so, and the step of a plan.
 
-    attn1.proj_l          nn.Linear(D, D), in the state_dict as blocks.N.attn1.proj_l: diffusers' model has none
-    attn1.processor       SparseAttnProcessor: what a call of the whole module runs
+    attn.proj_l           nn.Linear(D, D), a submodule that diffusers' model does not have
+    attn.processor        SparseAttnProcessor, which a call of the whole module runs
 
-A block without proj_l attends to all keys, as always.
+A self-attention without proj_l attends to all keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import NamedTuple
 
 import torch
-from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import nn
 
 from ... import kernels
@@ -26,14 +26,36 @@ from .context_parallel import ulysses_attention, why_not_between_all_to_alls
 from .plan import REFERENCE, Call, Step, Stream
 
 BlockSizes = tuple[int, int]  # tokens of a block of queries and of a block of keys
-NamedBlocks = Iterable[tuple[str, nn.Module]]  # a transformer's blocks with their paths in it
+
+
+class SparseForm(NamedTuple):
+    """What a family states so that its self-attention can be sparse-linear.
+
+    processor: the class of the processor that SparseAttnProcessor replaces. angles: (rotary) -> cos and sin, one angle
+    for each pair of channels, [B|1, S, H|1, D/2].
+    """
+
+    processor: type
+    angles: Callable[[object], tuple[torch.Tensor, torch.Tensor]]
+
+
+class SelfAttention(NamedTuple):
+    """A self-attention of a transformer. path: in it. form: None where it cannot be sparse-linear."""
+
+    path: str
+    module: nn.Module
+    form: SparseForm | None
+
+
+SelfAttentions = Iterable[SelfAttention]
 
 
 class SparseAttnProcessor:
-    """WanAttnProcessor with sparse-linear attention in the place of attention, for a self-attention that has proj_l.
+    """A processor with sparse-linear attention in the place of attention, for a self-attention that has proj_l.
 
-    The softmax runs in the inputs' dtype. original: the processor in whose place it is. topk, blocks, implementation:
-    as of PatchConfig. quantized: whether the blocks that are published for 8-bit attention count, where blocks is None.
+    The softmax runs in the inputs' dtype. original: the processor that it replaces. angles: as `SparseForm`'s. topk,
+    blocks, implementation: as of PatchConfig. quantized: True if the published block sizes for 8-bit attention apply
+    when blocks is None.
 
     Attributes:
         block_map: the key blocks to keep, as kernels.sparse_linear_attention takes them; None: the choice by topk. Set
@@ -42,13 +64,15 @@ class SparseAttnProcessor:
 
     def __init__(
         self,
-        original: WanAttnProcessor,
+        original: object,
+        angles: Callable,
         topk: float,
         blocks: BlockSizes | None,
         implementation: str,
         quantized: bool = False,
     ):
-        self.original, self.topk, self.blocks, self.implementation = original, topk, blocks, implementation
+        self.original, self.angles = original, angles
+        self.topk, self.blocks, self.implementation = topk, blocks, implementation
         self.quantized = quantized
         self.block_map: torch.Tensor | None = None
 
@@ -76,7 +100,7 @@ class SparseAttnProcessor:
         hidden_states: torch.Tensor,
         encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        rotary_emb: object = None,
     ) -> torch.Tensor:
         """hidden_states [B, S, C] to [B, S, C]. Raises ValueError with an attention mask or another sequence."""
         if attention_mask is not None or encoder_hidden_states is not None:
@@ -84,7 +108,7 @@ class SparseAttnProcessor:
         q, k, v = _project(attn, hidden_states)
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (attn.norm_q(q), attn.norm_k(k), v))
         if rotary_emb is not None:
-            q, k = (_rotate(x, *rotary_emb) for x in (q, k))
+            q, k = (_rotate(x, *self.angles(rotary_emb)) for x in (q, k))
         if is_autocast(q.device):  # as scaled_dot_product_attention under it
             q, k, v = (x.to(torch.get_autocast_dtype(x.device.type)) for x in (q, k, v))
         attended = attend(attn, False, self.implementation, q, k, v).flatten(2, 3).type_as(q)
@@ -98,53 +122,54 @@ def _project(attn: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE of x [B, S, H, D] with diffusers' tables, each angle of a pair in both of its columns."""
+    """Rotate the pairs of channels of x [B, S, H, D] by the angles of cos and sin [B|1, S, H|1, D/2]."""
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos[..., 0::2], sin[..., 1::2]
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).type_as(x)
 
 
-def add_projections(journal: Journal, blocks: NamedBlocks, proj_l: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Give the self-attentions of blocks, by their paths, a proj_l of these weights, {"weight", "bias"}."""
-    for path, block in blocks:
+def add_projections(
+    journal: Journal, attentions: SelfAttentions, proj_l: Mapping[str, Mapping[str, torch.Tensor]]
+) -> None:
+    """Give self-attentions, by their paths, a proj_l of these weights, {"weight", "bias"}."""
+    for path, attn, _ in attentions:
         if path in proj_l:
-            like = block.attn1.to_out[0].weight
+            like = attn.to_out[0].weight
             linear = nn.utils.skip_init(nn.Linear, *proj_l[path]["weight"].shape, device=like.device, dtype=like.dtype)
             with torch.no_grad():
                 for name, tensor in proj_l[path].items():
                     getattr(linear, name).copy_(tensor)
-            linear.requires_grad_(like.requires_grad).train(block.training)
-            journal.set_module(block.attn1, PROJ_L, linear)
+            linear.requires_grad_(like.requires_grad).train(attn.training)
+            journal.set_module(attn, PROJ_L, linear)
 
 
 def is_projection(name: str) -> bool:
-    """Whether a name is of SLA's projections, blocks.N.attn1.proj_l.weight or .bias."""
+    """True if a parameter belongs to an SLA projection, such as blocks.0.attn1.proj_l.weight."""
     return f".{PROJ_L}." in name
 
 
-def by_block(projections: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """SLA's projections by the paths of their blocks."""
+def by_attention(projections: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """Return SLA's projections by the paths of their self-attentions."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in projections.items():
-        path, _, part = name.partition(f".attn1.{PROJ_L}.")
+        path, _, part = name.partition(f".{PROJ_L}.")
         found.setdefault(path, {})[part] = tensor
     return found
 
 
-def use_processors(journal: Journal, blocks: NamedBlocks, config: PatchConfig) -> None:
-    """Let the self-attentions that have a proj_l be sparse."""
-    for _, block in blocks:
-        if has_projection(block.attn1):
+def use_processors(journal: Journal, attentions: SelfAttentions, config: PatchConfig) -> None:
+    """Make the self-attentions that have a proj_l sparse."""
+    for _, attn, form in attentions:
+        if has_projection(attn):
             options = (config.topk, config.blocks, config.implementation, config.in_8_bits("attention"))
-            journal.set(block.attn1, "processor", SparseAttnProcessor(block.attn1.processor, *options))
+            journal.set(attn, "processor", SparseAttnProcessor(attn.processor, form.angles, *options))
 
 
-def why_not_sparse(name: str, blocks: NamedBlocks) -> str | None:
-    """Why a model of these blocks cannot have sparse-linear attention, as a sentence; None when it can."""
-    blocks = list(blocks)
-    if reason := why_not_wan_attention(name, blocks):
+def why_not_sparse(name: str, attentions: SelfAttentions) -> str | None:
+    """Return why a model with these self-attentions cannot run the sparse tier, as a sentence, or None."""
+    attentions = list(attentions)
+    if reason := why_not_replaceable(name, attentions):
         return reason  # such a model has no use for weights with a proj_l
-    if any(has_projection(block.attn1) for _, block in blocks):
+    if any(has_projection(attn) for _, attn, _ in attentions):
         return None
     return (
         f"{name} has no proj_l, which weights that were trained with sparse-linear attention (SLA) bring; load them "
@@ -153,18 +178,21 @@ def why_not_sparse(name: str, blocks: NamedBlocks) -> str | None:
     )
 
 
-def why_not_wan_attention(name: str, blocks: NamedBlocks) -> str | None:
-    """Why sparse-linear attention cannot take the place of the attention in blocks, as a sentence; None when it can."""
-    others = {type(block.attn1.processor) for _, block in blocks} - {WanAttnProcessor}
+def why_not_replaceable(name: str, attentions: SelfAttentions) -> str | None:
+    """Return why sparse-linear attention cannot replace these self-attentions, as a sentence, or None."""
+    others = {type(attn.processor) for _, attn, form in attentions if not _is_replaceable(attn, form)}
     if not others:
         return None
-    # With their modules: Wan-Animate's has the same name.
+    # With their modules, because several families have a WanAttnProcessor.
     named = ", ".join(sorted(f"{other.__module__}.{other.__qualname__}" for other in others))
     return (
-        f"{name} cannot have sparse-linear attention (SLA), which takes the place of a "
-        f"{WanAttnProcessor.__module__}.{WanAttnProcessor.__qualname__}; its self-attentions have a {named}. Take "
-        "another preset: 'exact', 'quantized' or 'block_sparse'."
+        f"{name} cannot have sparse-linear attention (SLA), which this package does not know for such a model: its "
+        f"self-attentions have a {named}. Take another preset: 'exact', 'quantized' or 'block_sparse'."
     )
+
+
+def _is_replaceable(attn: nn.Module, form: SparseForm | None) -> bool:
+    return form is not None and type(attn.processor) is form.processor
 
 
 def has_projection(attn: nn.Module) -> bool:

@@ -6,8 +6,9 @@ originals stay on the CPU, or are freed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -19,19 +20,9 @@ from ..journal import Journal
 from .linear_8bit import BUFFERS, VALUES, QuantizedLinear, convert, fastest
 from .original_parameter import OriginalParameter
 
-# The linears of a block that are converted, by the sub-layer that they belong to; embeddings, modulation, norms and the
-# head are none of a block's. Those for keys and values of a prompt see few tokens, so that 8 bits do not make them
-# faster, but they are an eighth of a block's weights.
-LINEARS = {
-    "self_attention": ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0"),
-    "cross_attention": (
-        *("attn2.to_q", "attn2.to_k", "attn2.to_v", "attn2.to_out.0"),
-        *("attn2.add_k_proj", "attn2.add_v_proj"),  # of an image, where the model takes one
-    ),
-    "feed_forward": ("ffn.net.0.proj", "ffn.net.2"),
-}
-# Where each row's largest value is known before it is rounded: a norm makes the input, or it is quantised apart.
-ROWS_KNOWN = ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj", "ffn.net.0.proj")
+# diffusers' names of linears whose input has a known largest value in each row before it is rounded: a norm makes the
+# input, or it is quantised in a pass of its own.
+ROWS_KNOWN = ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj", "net.0.proj")
 # What diffusers' fuse_qkv_projections puts in the place of which.
 _FUSED = {
     "to_qkv": ("to_q", "to_k", "to_v"),
@@ -39,7 +30,16 @@ _FUSED = {
     "to_added_kv": ("add_k_proj", "add_v_proj"),
 }
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-Blocks = Iterator[tuple[str, nn.Module]]  # with their paths in the transformer
+
+
+class LinearAt(NamedTuple):
+    """A linear that may be converted. block_path: the path of its block. name: its own in the block. sub_layer: the
+    name in ``PatchConfig.fuse`` that it belongs to."""
+
+    block_path: str
+    block: nn.Module
+    name: str
+    sub_layer: str
 
 
 def format_of(path: str, capability: tuple[int, int] | None) -> torch.dtype:
@@ -53,17 +53,18 @@ def format_of(path: str, capability: tuple[int, int] | None) -> torch.dtype:
     return INT8 if path.endswith(ROWS_KNOWN) else FP8
 
 
-def convertible_linears(transformer: nn.Module, blocks: Blocks, config: PatchConfig) -> dict[str, nn.Linear]:
-    """The linears of these blocks that a configuration converts, by their paths; within PEFT layers, the base layers.
+def convertible_linears(
+    transformer: nn.Module, linears: Iterable[LinearAt], config: PatchConfig
+) -> dict[str, nn.Linear]:
+    """Return the linears that a configuration converts, by their paths; within PEFT layers, the base layers.
 
     Raises ValueError for a name in ``config.keep`` that fits no module.
     """
     if "linears" not in config.quantize:
         return {}
-    names = [name for group in config.fuse for name in LINEARS[group]]
     paths: dict[nn.Module | None, list[str]] = {}  # several where a block or a part of one is in the model twice
-    for path, block in blocks:
-        for name in names:
+    for path, block, name, sub_layer in linears:
+        if sub_layer in config.fuse:
             paths.setdefault(_linear_in(block, name), []).append(f"{path}.{name}")
     for pattern in config.keep:
         if not any(fnmatchcase(path, pattern) for path, _ in transformer.named_modules(remove_duplicate=False)):

@@ -25,7 +25,7 @@ from ...tiers import EXACT, SPARSE
 from ..apply import Patch, PatchError, apply_patch, check_patchable, transformers_of
 from ..families import FAMILIES, SUPPORTED, family_of
 from ..journal import Journal
-from ..steps.sparse_linear import PROJ_L, add_projections, by_block, is_projection, use_processors
+from ..steps.sparse_linear import PROJ_L, add_projections, by_attention, is_projection, use_processors
 from .convert import convertible_linears, put_in_8_bits
 from .tensor_files import read_header
 
@@ -76,7 +76,7 @@ def load_converted(
         where = torch.device(device) if device is not None else _device_of(model)
         stored[name].load(journal, model, where)
         if config.tier == SPARSE:
-            use_processors(journal, family_of(model).every_block(model), config)
+            use_processors(journal, family_of(model).self_attentions(model), config)
 
     return apply_patch(target, config, load)
 
@@ -151,7 +151,7 @@ class _Stored:
             found, preset = ("has", "sparse") if self._projections else ("has no", "quantized")
             raise ValueError(f"{self._file} {found} {PROJ_L} of sparse-linear attention; take the preset {preset!r}.")
         raise_if(f"{folder} is of another model", _config_differences(read_config(folder), model))
-        every = convertible_linears(model, family.every_block(model), PatchConfig(tier="quantized"))
+        every = convertible_linears(model, family.linears(model), PatchConfig(tier="quantized"))
         in_8_bits = {name for name, kind in self._kinds.items() if kind.dtype in (FP8, INT8)}
         self._linears = {path: every[path] for path in every if path + WEIGHT in in_8_bits}
         raise_if(f"{self._file} does not fit the model", self._differences(model, in_8_bits))
@@ -166,7 +166,7 @@ class _Stored:
 
     def load(self, journal: Journal, model: nn.Module, device: torch.device) -> None:
         """Put all tensors in their places, one after the other."""
-        dtype = self._kinds["patch_embedding.weight"].dtype
+        dtype = self._kinds[f"{family_of(model).first_layer}.weight"].dtype
         with safe_open(self._file, framework="pt", device=str(device)) as file:
             for name, kind in self._kinds.items():
                 linear = self._linears.get(name.removesuffix(WEIGHT))
@@ -181,8 +181,8 @@ class _Stored:
                     module, own = _owner(model, name)
                     value = nn.Parameter(file.get_tensor(name), module._parameters[own].requires_grad)
                     journal.set_parameter(module, own, value)
-            blocks = family_of(model).every_block(model)
-            add_projections(journal, blocks, by_block({name: file.get_tensor(name) for name in self._projections}))
+            projections = by_attention({name: file.get_tensor(name) for name in self._projections})
+            add_projections(journal, family_of(model).self_attentions(model), projections)
         fill_buffers(model, device)
 
 

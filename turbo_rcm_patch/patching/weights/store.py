@@ -138,7 +138,7 @@ def _of_file(source: Path, stack: ExitStack) -> _Model:
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     weights = {name: LazyTensor(shapes[name], weight.load) for name, weight in whole.weights.items()}
     for path, parts in whole.proj_l.items():
-        weights |= {f"{path}.attn1.{PROJ_L}.{part}": tensor for part, tensor in parts.items()}
+        weights |= {f"{path}.{PROJ_L}.{part}": tensor for part, tensor in parts.items()}
     config = {"_class_name": type(model).__name__, **model.config}
     return _Model(str(source), model, config, weights, whole.quantized)
 
@@ -157,9 +157,8 @@ class _Job:
         self._fp32 = set(getattr(model.model, "_keep_in_fp32_modules", None) or ())
         self._linears = set()
         if config.in_8_bits("linears"):
-            self._linears = set(
-                convertible_linears(model.model, family_of(model.model).every_block(model.model), config)
-            )
+            linears = family_of(model.model).linears(model.model)
+            self._linears = set(convertible_linears(model.model, linears, config))
         self._tensors = {**model.weights, **model.projections}
         self._kinds = self._describe()
         self._added_errors: list[float] = []

@@ -21,7 +21,7 @@ from ..families import family_of
 from ..journal import Journal
 from ..lora.load import has_fused_projections
 from ..steps.plan import state_of
-from ..steps.sparse_linear import add_projections, why_not_wan_attention
+from ..steps.sparse_linear import add_projections, why_not_replaceable
 from .convert import added_error_note, is_quantized, quantized_weight
 from .group_offload import ON_DISK, is_on_disk, write_through
 from .linear_8bit import error_of
@@ -76,7 +76,7 @@ def load_turbodiffusion(
             written.append(_Written(model))
             written[-1].write((own, cast(weight, like)) for own, weight, like in _weights_for(files[name], model))
             if config.tier == SPARSE:
-                add_projections(journal, family_of(model).every_block(model), _projections(files[name]))
+                add_projections(journal, family_of(model).self_attentions(model), _projections(files[name]))
             replace_computation(journal, model, config)
             _, block = next(family_of(model).every_block(model))
             state_of(block).shared.added_error = _added_error(files[name], model)
@@ -98,7 +98,7 @@ def load_projections(folder: Path, pipe: object) -> None:
     models = transformers_of(pipe)
     with _opened([folder / name for name in models], models) as files:
         for name, model in models.items():
-            add_projections(Journal(), family_of(model).every_block(model), _projections(files[name]))
+            add_projections(Journal(), family_of(model).self_attentions(model), _projections(files[name]))
 
 
 def _config_for(attention: str, topk: float, blocks: Sequence[int] | None) -> PatchConfig:
@@ -153,8 +153,8 @@ def _check_attention(files: dict[str, WholeModel], models: dict[str, nn.Module],
                 f"cannot load: {file.source} has no proj_l: it was trained without sparse-linear attention; give "
                 "attention='dense'."
             )
-        blocks = family_of(models[name]).every_block(models[name])
-        if file.proj_l and (reason := why_not_wan_attention(name, blocks)):
+        attentions = family_of(models[name]).self_attentions(models[name])
+        if file.proj_l and (reason := why_not_replaceable(name, attentions)):
             raise PatchError(f"cannot load: {reason}")
 
 
@@ -252,8 +252,8 @@ def merge_turbodiffusion(path: Source, base_path: Source, target: nn.Module) -> 
         shared = [parameter for parameter in turbo.weights if parameter in base.weights]
         if not shared:
             raise PatchError(f"cannot merge: {path} and {base_path} have nothing for a {type(model).__name__}.")
-        blocks = list(family_of(model).every_block(model))
-        if turbo.proj_l and (reason := why_not_wan_attention(name, blocks)):
+        attentions = list(family_of(model).self_attentions(model))
+        if turbo.proj_l and (reason := why_not_replaceable(name, attentions)):
             raise PatchError(f"cannot merge: {reason}")
         written = _Written(model)
         try:
@@ -261,7 +261,7 @@ def merge_turbodiffusion(path: Source, base_path: Source, target: nn.Module) -> 
         except BaseException:
             written.undo()
             raise
-        add_projections(Journal(), blocks, _projections(turbo))
+        add_projections(Journal(), attentions, _projections(turbo))
     return [f"{file.source}: {line}" for file in (turbo, base) for line in file.unfit]
 
 

@@ -36,7 +36,7 @@ def _attributes(transformer: WanTransformer3DModel, shared: Shared, forwards: di
 WAN = Family(
     WanTransformer3DModel,
     "Wan 2.1 T2V and I2V, Wan 2.2 A14B, TI2V-5B",
-    (wan_blocks("blocks", WanTransformerBlock, WAN_BLOCK, block_forward),),
+    (wan_blocks("blocks", WanTransformerBlock, WAN_BLOCK, block_forward, can_be_sparse=True),),
     FIRST_LAYER,
     more=_more,
     attributes=_attributes,

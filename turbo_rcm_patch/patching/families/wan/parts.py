@@ -9,17 +9,34 @@ from torch import nn
 
 from ....config import PatchConfig
 from ...steps.plan import SHARED, Shared
+from ...steps.sparse_linear import SparseForm
 from ...weights.weights_written import with_weights_up_to_date
 from ..family import Blocks, Targets
 from .block import WanBlock, decide, usual_call
 
 FIRST_LAYER = "patch_embedding"
+# The linears for keys and values of a prompt see few tokens, so that 8 bits do not make them faster, but they are an
+# eighth of a block's weights.
+LINEARS = {
+    "self_attention": ("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0"),
+    "cross_attention": (
+        *("attn2.to_q", "attn2.to_k", "attn2.to_v", "attn2.to_out.0"),
+        *("attn2.add_k_proj", "attn2.add_v_proj"),  # of an image, if the model takes one
+    ),
+    "feed_forward": ("ffn.net.0.proj", "ffn.net.2"),
+}
 
 
-def wan_blocks(name: str, block_class: type[nn.Module], kind: WanBlock, forward: Callable) -> Blocks:
-    """Return what a family states about a list of blocks of Wan's kind."""
+def wan_blocks(
+    name: str, block_class: type[nn.Module], kind: WanBlock, forward: Callable, *, can_be_sparse: bool = False
+) -> Blocks:
+    """Return what a family states about a list of blocks of Wan's kind.
+
+    can_be_sparse: True if sparse-linear attention may take the place of the self-attention.
+    """
     parts = {"attn1": kind.attention_class, "attn2": kind.attention_class, "ffn": nn.Module}
-    return Blocks(name, block_class, forward, kind, parts, decide, usual_call)
+    sparse = SparseForm(kind.self_processor, kind.angles) if can_be_sparse else None
+    return Blocks(name, block_class, forward, kind, parts, decide, usual_call, LINEARS, "attn1", sparse)
 
 
 def embedder_forward(self: nn.Module, timestep: torch.Tensor, *args: object, **kwargs: object) -> object:
