@@ -155,7 +155,7 @@ def _measured(path: Path, runs: dict, tests: list[dict]) -> str:
         parts.append(ops_table(runs["ops-quantized"], OPS_QUANTIZED_HEADER))
     if "ops-sparse" in runs:
         parts.append(ops_table(runs["ops-sparse"], OPS_SPARSE_HEADER))
-    verified = {name: run for name, run in runs.items() if "checks" in run}
+    verified = {name: run for name, run in runs.items() if "blocks" in run}
     if verified:
         parts.append(verified_table(verified))
     parts += [parts_table(run) for run in runs.values() if run.get("parts")]

@@ -124,7 +124,9 @@ def test_an_8_bit_block_is_not_within_the_exact_limits():
 def test_to_dict_has_the_parts():
     result = json.loads(json.dumps(verify(rcm_pipeline(), call(), config="quantized").to_dict()))
     assert result["ok"]
-    assert {"block", "step", "part", "error", "allowed", "ok"} == set(result["parts"][0])
+    parts = {part["part"]: part for part in result["parts"]}
+    assert set(parts["self_attention"]["error"]) == {"mean", "median", "largest"}
+    assert parts["self_attention"]["allowed"] == QUANTIZED.limits.part
     assert "linears in 8 bits" in result["patch_summary"]
 
 

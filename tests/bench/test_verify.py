@@ -151,13 +151,29 @@ def test_the_pipeline_is_left_as_it_was_found():
         assert not submodule._forward_hooks
 
 
-def test_to_dict_holds_limits_and_verdicts():
-    result = verify(rcm_pipeline(dtype=torch.bfloat16), call()).to_dict()
+def test_to_dict_sums_up_the_blocks():
+    verification = verify(rcm_pipeline(dtype=torch.bfloat16), call())
+    result = verification.to_dict()
     assert result["ok"] is True
-    first = result["checks"][0]
-    assert first["dtype"] == "bfloat16"
-    assert first["allowed"] == pytest.approx(EXACT.limits.factor * first["unpatched_error"])
-    assert "limits" not in first
+    errors = sorted(check.patched_error for check in verification.checks)
+    assert result["blocks"]["patched_error"] == {
+        "mean": pytest.approx(sum(errors) / len(errors)),
+        "median": pytest.approx((errors[1] + errors[2]) / 2),
+        "largest": errors[-1],
+    }
+    assert (result["blocks"]["count"], result["blocks"]["failed"]) == (len(errors), 0) == (4, 0)
+    worst = result["blocks"]["worst"]
+    assert (worst["block"], worst["step"]) in {(check.block, check.step) for check in verification.checks}
+    assert worst["dtype"] == "bfloat16"
+    assert worst["allowed"] == pytest.approx(EXACT.limits.factor * worst["unpatched_error"])
+
+
+def test_to_dict_names_the_failed_block(monkeypatch):
+    damage_block(monkeypatch, module, "transformer.blocks.1", lambda output: 1.01 * output)
+    blocks = verify(rcm_pipeline(), call()).to_dict()["blocks"]
+    assert blocks["failed"] == 2
+    assert blocks["worst"]["block"] == "transformer.blocks.1"
+    assert not blocks["worst"]["ok"]
 
 
 def test_limits_are_those_of_the_tier(monkeypatch):

@@ -58,7 +58,7 @@ def test_verify_shows_what_a_mass_keeps(tmp_path, options, is_dense):
     run = ["verify", *SMALL, "--preset", "block_sparse", "--steps", "1", "--json", str(tmp_path / "verify.json")]
     main([*run, *options])  # whether it is within the limits is another question
     content = json.loads((tmp_path / "verify.json").read_text())
-    shares = [one["share"] for one in content["kept"]]
+    shares = [share for of_block in content["kept"].values() for share in of_block.values()]
     assert len(shares) == 6
     assert all((share == 1) == is_dense for share in shares)
     given = {"mass": float(options[1]), "min_tokens": 0} if options else {}

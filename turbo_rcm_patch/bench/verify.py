@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -116,12 +116,17 @@ class Verification:
         return not self.failed and not self.failed_parts and not self.unreached
 
     def to_dict(self) -> dict[str, object]:
-        """For ``json.dump``; the dtype by name, with each check its limit and verdict."""
-        parts = [{**asdict(part), "ok": part.ok} for part in self.parts]
-        others = {"unreached": self.unreached, "patch_summary": self.patch_summary, "parts": parts}
-        others["kept"] = [asdict(one) for one in self.kept]
-        decoding = None if self.decoding is None else _as_dict(self.decoding)
-        return {"ok": self.ok, "checks": list(map(_as_dict, self.checks)), "decoding": decoding, **others}
+        """Return what ``json.dump`` takes: one summary of all blocks, one of each part, and what each block keeps."""
+        names = dict.fromkeys(part.part for part in self.parts)
+        return {
+            "ok": self.ok,
+            "blocks": _summary_of_blocks(self.checks) if self.checks else None,
+            "decoding": None if self.decoding is None else _as_dict(self.decoding),
+            "unreached": self.unreached,
+            "patch_summary": self.patch_summary,
+            "parts": [_summary_of_part([part for part in self.parts if part.part == name]) for name in names],
+            "kept": _kept_by_block(self.kept),
+        }
 
 
 def _as_dict(check: BlockCheck) -> dict[str, object]:
@@ -129,6 +134,44 @@ def _as_dict(check: BlockCheck) -> dict[str, object]:
     fields = {**asdict(check), "dtype": dtype, "allowed": check.allowed, "ok": check.ok}
     del fields["limits"]
     return fields
+
+
+def _summary_of_blocks(checks: Sequence[BlockCheck]) -> dict[str, object]:
+    """Return how many checks there are, how many failed, their errors, and the check that comes nearest its limit."""
+    worst = max(checks, key=lambda check: (not check.ok, check.judged_error - check.allowed))
+    kinds = ("unpatched_error", "patched_error", "difference")
+    return {
+        "count": len(checks),
+        "failed": sum(not check.ok for check in checks),
+        **{kind: _spread([getattr(check, kind) for check in checks]) for kind in kinds},
+        "worst": _as_dict(worst),
+    }
+
+
+def _summary_of_part(checks: Sequence[PartCheck]) -> dict[str, object]:
+    """Return the same for the checks of one part in all blocks and steps."""
+    worst = max(checks, key=lambda check: (not check.ok, check.error))
+    return {
+        "part": worst.part,
+        "count": len(checks),
+        "failed": sum(not check.ok for check in checks),
+        "error": _spread([check.error for check in checks]),
+        "allowed": worst.allowed,
+        "worst": {"block": worst.block, "step": worst.step},
+    }
+
+
+def _spread(errors: Sequence[float]) -> dict[str, float]:
+    values = torch.tensor(errors, dtype=torch.float64)  # one NaN makes all three NaN
+    return {"mean": values.mean().item(), "median": values.quantile(0.5).item(), "largest": values.max().item()}
+
+
+def _kept_by_block(kept: Sequence[KeptShare]) -> dict[str, dict[int, float]]:
+    """Return the shares by block and step."""
+    shares: dict[str, dict[int, float]] = {}
+    for one in kept:
+        shares.setdefault(one.block, {})[one.step] = one.share
+    return shares
 
 
 def verify(

@@ -32,17 +32,18 @@ def verified_table(runs: dict) -> str:
 
 
 def _verified_rows(name: str, run: dict) -> Iterator[list[str]]:
-    checks = {"blocks": run["checks"], "decoding": [run["decoding"]] if run.get("decoding") else []}
     label, preset = f"{_checked_model(run)}, `{name}`", run["settings"]["preset"]
-    for what, found in checks.items():
-        if found:
-            unreached = run["unreached"] if what == "blocks" else []
-            failed = len(unreached) + sum(not check["ok"] for check in found)
-            unpatched, patched = ([check[f"{kind}_error"] for check in found] for kind in ("unpatched", "patched"))
-            means = (f"{sum(errors) / len(errors):.1e}" for errors in (unpatched, patched))
-            counts = f"{len(found)} of {what}", bold(str(failed), failed > 0)
-            yield [label, preset, *counts, *means, f"{max(patched):.1e}"]
-            label = preset = ""
+    blocks, decoding = run["blocks"], run["decoding"]
+    if blocks:
+        failed = blocks["failed"] + len(run["unreached"])
+        unpatched, patched = blocks["unpatched_error"], blocks["patched_error"]
+        figures = (f"{error:.1e}" for error in (unpatched["mean"], patched["mean"], patched["largest"]))
+        yield [label, preset, f"{blocks['count']} of blocks", bold(str(failed), failed > 0), *figures]
+        label = preset = ""
+    if decoding:
+        figures = (f"{decoding[kind]:.1e}" for kind in ("unpatched_error", "patched_error", "patched_error"))
+        failed = int(not decoding["ok"])
+        yield [label, preset, "1 of decoding", bold(str(failed), failed > 0), *figures]
 
 
 def _checked_model(run: dict) -> str:
@@ -52,10 +53,9 @@ def _checked_model(run: dict) -> str:
 
 
 def kept_table(name: str, run: dict) -> str:
-    """What every layer of a block-sparse model keeps, a column per checked step."""
-    shares = {(one["block"], one["step"]): one["share"] for one in run["kept"]}
-    blocks, steps = (list(dict.fromkeys(key[i] for key in shares)) for i in (0, 1))
-    rows = [[f"`{block}`", *(percent(shares.get((block, step))) for step in steps)] for block in blocks]
+    """Return the shares that every layer of a block-sparse model keeps, a column per checked step."""
+    steps = list(dict.fromkeys(step for shares in run["kept"].values() for step in shares))
+    rows = [[f"`{block}`", *(percent(shares.get(step)) for step in steps)] for block, shares in run["kept"].items()]
     return (
         f"The pairs of blocks of queries and keys that the layers of {_checked_model(run)} keep, in % (`{name}`; 100 "
         "where attention is dense):\n\n" + table_of(["layer", *(f"step {step}" for step in steps)], rows)
@@ -63,15 +63,12 @@ def kept_table(name: str, run: dict) -> str:
 
 
 def parts_table(run: dict) -> str:
-    """What the parts of blocks err in a tier that errs more, over all blocks and checked steps."""
+    """Return the errors of the parts of blocks, over all blocks and checked steps."""
     settings, rows = run["settings"], []
-    for name in dict.fromkeys(part["part"] for part in run["parts"]):
-        parts = [part for part in run["parts"] if part["part"] == name]
-        errors = [part["error"] for part in parts]
-        mean, largest = f"{sum(errors) / len(errors):.1e}", f"{max(errors):.1e}"
-        failed = not all(part["ok"] for part in parts)
-        allowed = parts[0]["allowed"]
-        rows.append([name, mean, f"**{largest}**" if failed else largest, "" if allowed is None else f"{allowed:.1e}"])
+    for part in run["parts"]:
+        mean, largest = (f"{part['error'][which]:.1e}" for which in ("mean", "largest"))
+        allowed = "" if part["allowed"] is None else f"{part['allowed']:.1e}"
+        rows.append([part["part"], mean, bold(largest, part["failed"] > 0), allowed])
     model = settings.get("config") or settings.get("model")
     return (
         f"Parts of the blocks of {model}, preset {settings['preset']}, each on the inputs that an fp32 oracle's has: "

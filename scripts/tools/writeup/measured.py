@@ -136,17 +136,13 @@ def sparse_accuracy_table(runs: dict) -> str | None:
     rows = [["blocks of", "preset", "of", "largest rel. L2 to fp32", "the tier allows"]]
     for run in runs.values():
         preset = run.get("settings", {}).get("preset", EXACT.name)
-        if "checks" in run and run["settings"].get("config") and PRESETS[preset].tier.name == SPARSE.name:
-            limits, errors = (
-                PRESETS[preset].tier.limits,
-                {"a block": [check["patched_error"] for check in run["checks"]]},
-            )
-            for part in SUB_LAYERS:
-                errors[f"its {part.replace('_', '-')}"] = [p["error"] for p in run["parts"] if p["part"] == part]
+        if "blocks" in run and run["settings"].get("config") and PRESETS[preset].tier.name == SPARSE.name:
+            limits, parts = PRESETS[preset].tier.limits, {part["part"]: part for part in run["parts"]}
+            errors = {"a block": (run["blocks"]["patched_error"], limits.block)}
+            errors |= {f"its {name.replace('_', '-')}": (parts[name]["error"], limits.part) for name in SUB_LAYERS}
             label = [model_of(run), preset]
-            for of, found in errors.items():
-                allowed = limits.block if of == "a block" else limits.part
-                rows.append([*label, of, f"{max(found):.1e}", f"{allowed:.1e}"])
+            for of, (error, allowed) in errors.items():
+                rows.append([*label, of, f"{error['largest']:.1e}", f"{allowed:.1e}"])
                 label = ["", ""]
     return table(rows, markdown=True) if len(rows) > 1 else None
 

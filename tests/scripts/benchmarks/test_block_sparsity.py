@@ -47,7 +47,7 @@ def test_verify_says_what_every_block_keeps(ops):
     assert [(one.block, one.step) for one in verification.kept] == [(f"transformer.blocks.{i}", 1) for i in range(2)]
     assert [one.share for one in verification.kept] == pytest.approx(ops[::3])  # then the parts run it twice more
     assert all(0 < one.share < 1 for one in verification.kept)
-    assert verification.to_dict()["kept"][0]["share"] == verification.kept[0].share
+    assert verification.to_dict()["kept"]["transformer.blocks.0"] == {1: verification.kept[0].share}
     table = verification_table(verification)
     assert "block-sparse attention of" in table
     assert f"{100 * verification.kept[1].share:.1f}" in table

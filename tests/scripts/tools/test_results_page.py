@@ -30,10 +30,7 @@ CAP = {
     "peak_bytes": 20 * 10**9,
     "finite": True,
 }
-KEPT = [
-    {"block": f"transformer.blocks.{block}", "step": step, "share": share}
-    for block, step, share in ((0, 1, 1.0), (1, 1, 0.25), (0, 4, 0.5), (1, 4, 0.125))
-]
+KEPT = {"transformer.blocks.0": {"1": 1.0, "4": 0.5}, "transformer.blocks.1": {"1": 0.25, "4": 0.125}}
 
 ATTENTION_ERRORS = {
     "settings": {"tokens": 4096, "heads": 4, "head_dim": 128},
@@ -135,12 +132,12 @@ def test_what_every_layer_keeps():
 
 
 def test_what_verify_checked():
-    def check(unpatched, patched, ok=True):
-        return {"unpatched_error": unpatched, "patched_error": patched, "ok": ok}
-
     settings = {**MEASURED["verify"]["settings"], "preset": "exact"}
-    run = {"settings": settings, "checks": [check(4e-3, 3e-3), check(2e-3, 1e-3)], "unreached": [], "decoding": None}
-    table = checks.verified_table({"a": run, "b": {**run, "unreached": ["c"], "decoding": check(1e-3, 2e-3, False)}})
+    errors = {"unpatched_error": {"mean": 3e-3}, "patched_error": {"mean": 2e-3, "largest": 3e-3}}
+    blocks = {"count": 2, "failed": 0, **errors}
+    decoding = {"unpatched_error": 1e-3, "patched_error": 2e-3, "ok": False}
+    run = {"settings": settings, "blocks": blocks, "unreached": [], "decoding": None}
+    table = checks.verified_table({"a": run, "b": {**run, "unreached": ["c"], "decoding": decoding}})
     assert "| embedded, 17×160×224, `a` | exact | 2 of blocks | 0 | 3.0e-03 | 2.0e-03 | 3.0e-03 |" in table
     assert "| embedded, 17×160×224, `b` | exact | 2 of blocks | **1** | 3.0e-03 |" in table
     assert "|  |  | 1 of decoding | **1** | 1.0e-03 | 2.0e-03 | 2.0e-03 |" in table
