@@ -1,7 +1,7 @@
-"""What a patched block does, step by step: decided once per kind of call, run by its forward, printed by the summary.
+"""The plan of a patched block: its steps, chosen once per kind of call. The forward runs it and the summary prints it.
 
-A plan is decided again only when something about the block's modules changed: classes, hooks, attributes, or the kind
-of their weights.
+A plan is made again only if something about the block's modules changed: classes, hooks, attributes, or the kind of
+their weights.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def active_backend() -> AttentionBackendName:
 
 
 def derivative_of(module: nn.Module, *inputs: torch.Tensor) -> str | None:
-    """As `Call.derivative`, for a module and its inputs."""
+    """Return `Call.derivative` for a module and its inputs."""
     if fwAD._current_level >= 0 or is_transformed():
         return "forward"
     if torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *module.parameters())):
@@ -152,12 +152,11 @@ class Plans:
     def get(self, block: nn.Module, call: BlockCall, decide: Callable[[nn.Module, BlockCall], Plan]) -> Plan:
         """Return ``decide(block, call)``, or the plan it made before for such a call if the block is unchanged."""
         if torch.compiler.is_compiling() or call.call.derivative == "forward":
-            return decide(block, call)  # where torch.compile traces, its own guards tell whether the block changed
+            return decide(block, call)  # in a traced call torch.compile's own guards notice changes
         self.latest = call
         known, seen_unchanged, self._seen_unchanged = self._known, self._seen_unchanged, False
-        if (
-            known is None or known[0] is not block or not (seen_unchanged or known[1].holds())
-        ):  # shallow copies share it
+        is_of_block = known is not None and known[0] is block  # not in a shallow copy, which shares this object
+        if not is_of_block or not (seen_unchanged or known[1].holds()):
             self._known = known = block, Snapshot(_objects(block), addresses=False, live=LIVE | WRITTEN), {}
         plans = known[2]
         plan = plans.get(call)
@@ -169,11 +168,11 @@ class Plans:
 
     @property
     def ran(self) -> object | None:
-        """The plan of the latest call, if it is known."""
+        """The plan of the latest call, or None."""
         return None if self._known is None else self._known[2].get(self.latest)
 
     def __deepcopy__(self, memo) -> Plans:
-        """Empty: plans are of the modules that were copied from."""
+        """Return empty plans, because these belong to the modules that are copied."""
         return Plans()
 
     def __reduce__(self):
@@ -186,7 +185,7 @@ def _objects(block: nn.Module) -> Iterable[object]:
 
 
 STATE = "_turbo_rcm_patch"  # the attribute of a patched block that holds its BlockState
-SHARED = "_turbo_rcm_patch_shared"  # that of a patched transformer, and of its embedder, that holds their Shared
+SHARED = "_turbo_rcm_patch_shared"  # the attribute of a patched transformer and its embedder that holds their Shared
 
 
 class Shared:
@@ -194,13 +193,14 @@ class Shared:
 
     Attributes:
         config: the PatchConfig.
-        compiles_ahead: until a block's forward first comes to where it may.
-        saturation: whether a residual was cut off. has_warned: that it was, and that a warning said so.
-        runs: the runs of tokens with equal timesteps in the forward under way, where the family knows of them.
-        steps: which step a pipeline is in; None for a model that was patched alone.
-        products: what LoRA layers add, prepared.
+        compiles_ahead: True until a block has compiled the kernels of all steps ahead of its first run.
+        saturation: notes if a residual was too large for its dtype and was clamped.
+        has_warned: the user was already warned about saturation.
+        runs: the runs of tokens with equal timesteps in the present forward, or None.
+        steps: tells the pipeline's present step. None for a model that was patched alone.
+        products: the prepared products of LoRA layers.
         plans: the plans of every block.
-        added_error: a line on weights that were converted from a file's 8 bits; None without such.
+        added_error: a line for the summary on weights that were converted from an 8-bit file, or None.
     """
 
     def __init__(self, config: PatchConfig, steps: Steps | None = None):
@@ -220,14 +220,14 @@ class Shared:
                 plans.look()
 
     def why_exact_attention(self) -> str | None:
-        """Why the attention of the forward under way runs in the model's dtype, in a few words; None: the tier says."""
+        """Return why self-attention runs at full precision in the present step, or None if it runs as the tier says."""
         counts = self.config.exact_steps
         if counts is None or self.steps is None or self.config.attends_exactly:
             return None
         return "steps unknown to torch.compile" if torch.compiler.is_compiling() else self.steps.why_exact(*counts)
 
     def __getstate__(self) -> dict[str, object]:
-        """Copied and pickled without what belongs to a forward under way."""
+        """Leave out of copies and pickles what belongs to the present forward."""
         return {**self.__dict__, "runs": None}
 
 
@@ -245,10 +245,10 @@ class BlockState(NamedTuple):
 
 
 def state_of(block: nn.Module) -> BlockState:
-    """What the patch keeps on a block."""
+    """Return what the patch keeps on a block."""
     return getattr(block, STATE)
 
 
 def is_patched(block: nn.Module) -> bool:
-    """Whether the patch keeps anything on it, or on the block that it wraps; not so for one that a model got later."""
+    """True if a block, or the block that it wraps, was in the model when it was patched."""
     return hasattr(block, STATE)

@@ -1,4 +1,4 @@
-"""The forwards that the patch binds on blocks of Wan's kind, and what all of them do first."""
+"""The forward that the patch binds on Wan's blocks, and the part that forwards of similar blocks share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def block_forward(
     temb: torch.Tensor,
     rotary_emb: Rotary,
 ) -> torch.Tensor:
-    """WanTransformerBlock.forward on fused ops; bound on instances.
+    """Run WanTransformerBlock.forward with fused ops. Bound on instances.
 
     hidden_states [B, S, C], encoder_hidden_states [B|1, L, C], temb [B, 6, C] or per token [B, S, 6, C], rotary_emb cos
     and sin [1, S, 1, D]; returns [B, S, C].
@@ -72,7 +72,7 @@ def run_block(
 
 
 def warn_of_saturation(shared: Shared) -> None:
-    """Say once that a residual was larger than it can be stored; on a GPU when a later block finds that it was."""
+    """Warn once if a residual was too large for its dtype. On a GPU a later block notices it."""
     if shared.has_warned or not shared.saturation.happened():
         return
     shared.has_warned = True
@@ -80,7 +80,7 @@ def warn_of_saturation(shared: Shared) -> None:
 
 
 def _may_compile_ahead(state: BlockState, rotary: object, *inputs: torch.Tensor) -> bool:
-    """Whether this is the first call that launches kernels of a GPU, and nothing around it watches or records it."""
+    """True if this is the first call that launches GPU kernels, and nothing around it observes or records it."""
     if torch.compiler.is_compiling() or not state.shared.compiles_ahead:
         return False
     inputs = *inputs, *state.kind.angles(rotary)
@@ -92,8 +92,6 @@ def _launches_kernels(config: PatchConfig, x: torch.Tensor) -> bool:
 
 
 def _may_run_ahead(block: nn.Module, kind: WanBlock, device: torch.device) -> bool:
-    """Whether nothing in a block notices a run that does not count. If something may, each kernel is compiled where it
-    is first launched.
-    """
+    """True if an extra run of the block has no visible effect. If not, each kernel is compiled at its first launch."""
     parts = (module for module in block.modules() if module is not block)
     return not any(why_not_repeatable(part, device, kind) for part in parts)

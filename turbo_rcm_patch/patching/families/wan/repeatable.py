@@ -1,5 +1,7 @@
-"""Which modules nobody can tell to have run once more, or not at all: a CUDA graph replays what they once launched, and
-a block's first call runs them ahead for their kernels alone.
+"""Modules that are safe to run once more, or to replay: no side effects and no hooks.
+
+A CUDA graph replays the kernels of modules without calling them, and a block's first call runs modules an extra time to
+compile their kernels.
 """
 
 from __future__ import annotations
@@ -55,10 +57,11 @@ _KNOWN = (
 def why_not_repeatable(
     module: nn.Module, device: torch.device, kind: WanBlock, forward: object | None = None
 ) -> str | None:
-    """Why it would be noticed that this module ran without being called, or was called without running; None if not.
+    """Return why it would have a visible effect to run this module once more, or to replay it. Return None if not.
 
-    By hooks and foreign layers; dropout draws, and the attention of several GPUs waits for the others. The modules
-    inside are not looked at. device: of the inputs. forward: one on the instance that is the patch's own.
+    Hooks and unknown layers may have side effects, dropout draws random numbers, and attention on several GPUs waits
+    for the other GPUs. Submodules are not checked. device: of the inputs. forward: the patch's own forward on the
+    instance.
     """
     if module._compiled_call_impl is not None:
         return "torch.compile"
