@@ -31,7 +31,7 @@ print(patch.summary())
 patched = generate()
 patch.restore()
 
-with trp.patch(pipe, trp.PatchConfig(fuse=["feed_forward"])):  # restored at the end of the block
+with trp.patch(pipe, trp.Exact(fuse=["feed_forward"])):  # restored at the end of the block
     partly_patched = generate()
 
 print("largest difference of a pixel, patched:", (patched - unpatched).abs().max().item())

@@ -65,7 +65,7 @@ def test_it_is_nearer_to_dense_attention_than_block_sparsity_alone(dense, tuned,
     expected = dense.transformer(state, timesteps[3:], text)[0]
 
     def error(transformer):
-        config = trp.PatchConfig(tier="sparse", quantize=(), topk=kept, blocks=embedded.SLA_BLOCKS)
+        config = trp.Sparse(quantize=(), topk=kept, blocks=embedded.SLA_BLOCKS)
         with trp.patch(transformer, config):
             return ((transformer(state, timesteps[3:], text)[0] - expected).norm() / expected.norm()).item()
 

@@ -1,5 +1,6 @@
-"""Tiers own presets, error limits and options; a configuration belongs to one and refuses what means nothing in it."""
+"""One configuration class per tier: its options, the errors for all others, and the error limits."""
 
+import copy
 import math
 import pickle
 from dataclasses import replace
@@ -8,65 +9,108 @@ import pytest
 import torch
 
 import turbo_rcm_patch as trp
-from turbo_rcm_patch.config import resolve_config
-from turbo_rcm_patch.tiers import BLOCK_SPARSE, EXACT, QUANTIZED, SPARSE, ErrorLimits, Tier, tier_named
+from turbo_rcm_patch.config import options_of, presets_with, resolve_config
+from turbo_rcm_patch.tiers import BLOCK_SPARSE, EXACT, QUANTIZED, SPARSE, TIERS, ErrorLimits
+
+CLASSES = {"exact": trp.Exact, "quantized": trp.Quantized, "sparse": trp.Sparse, "block_sparse": trp.BlockSparse}
 
 
-def test_a_configuration_knows_its_tier():
-    assert trp.PatchConfig().tier is EXACT
-    assert trp.PatchConfig(tier="exact") == trp.PatchConfig() == resolve_config("exact") == trp.PRESETS["exact"]
-    assert pickle.loads(pickle.dumps(trp.PatchConfig())) == trp.PatchConfig()
-    assert hash(trp.PatchConfig()) == hash(trp.PRESETS["exact"])
-    assert trp.PatchConfig(tier=Tier("made up", "", ErrorLimits(2.0, 1.0))).tier.name == "made up"
+@pytest.mark.parametrize("name", CLASSES)
+def test_each_preset_is_a_tiers_class_with_its_defaults(name):
+    config = CLASSES[name]()
+    assert resolve_config(name) == trp.PRESETS[name] == config
+    assert config.tier is TIERS[name]
+    assert config.tier.name == name
+    for same in (copy.deepcopy(config), pickle.loads(pickle.dumps(config)), replace(config)):
+        assert same == config
+        assert hash(same) == hash(config)
+    assert resolve_config(config) is config
+    assert [config == other for other in trp.PRESETS.values()].count(True) == 1
+    with pytest.raises(AttributeError):
+        config.residual = "same"
 
 
-def test_unknown_tiers_and_presets_are_refused_by_name():
-    with pytest.raises(ValueError, match="tier 'fast' is unknown; accepted are exact, quantized, sparse"):
-        tier_named("fast")
-    with pytest.raises(ValueError, match="preset 'fast' is unknown; accepted are exact, quantized, sparse"):
+def test_the_base_is_no_configuration():
+    message = "PatchConfig is no configuration of a tier; make one of trp.Exact, trp.Quantized, trp.Sparse, trp.BlockSp"
+    with pytest.raises(TypeError, match=message):
+        trp.PatchConfig()
+    with pytest.raises(TypeError, match=message):
+        trp.PatchConfig(vae=False)
+
+
+def test_unknown_presets_are_refused_by_name():
+    with pytest.raises(
+        ValueError, match="preset 'fast' is unknown; accepted are exact, quantized, sparse, block_sparse"
+    ):
         resolve_config("fast")
-    with pytest.raises(ValueError, match="tier 'fast' is unknown; accepted are exact"):
-        trp.PatchConfig(tier="fast")
+    for wrong in (None, trp.Quantized, {"tier": "exact"}):
+        with pytest.raises(TypeError, match=r"give a configuration, such as trp\.Exact\(\), or .*: exact, quantized"):
+            resolve_config(wrong)
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "reason"),
-    [
-        ("exact_steps", (0, 1), "the exact tier runs every step exactly; leave it at None"),
-        ("restorable", False, "the exact tier replaces no weights, .*; leave it at True"),
-        ("quantize", ("linears",), "the exact tier computes nothing in 8 bits; leave it at"),
-        ("keep", ("blocks.0.*",), r"the exact tier computes nothing in 8 bits; leave it at \(\)"),
-    ],
-)
-def test_options_that_mean_nothing_yet_are_refused_with_the_reason(option, value, reason):
-    with pytest.raises(ValueError, match=f"{option}=.* means nothing in this version: {reason}"):
-        trp.PatchConfig(**{option: value})
-    tier = Tier("other", "A tier in which all options mean something.", EXACT.limits)
-    assert getattr(trp.PatchConfig(tier=tier, **{option: value}), option) == value
+EIGHT_BITS = {"quantize": ("linears",), "keep": ("blocks.0",), "restorable": False}
+OWN = {
+    "exact": {},
+    "quantized": EIGHT_BITS | {"exact_steps": (1, 2)},
+    "sparse": EIGHT_BITS | {"topk": 0.2, "blocks": (64, 64)},
+    "block_sparse": EIGHT_BITS
+    | {"mass": 0.8, "blocks": (64, 64), "min_tokens": 0, "exact_steps": (1, 0), "exact_layers": (0, 1)},
+}
 
 
-@pytest.mark.parametrize("tier", [SPARSE, BLOCK_SPARSE])
-@pytest.mark.parametrize("attention", ["auto", "block_sparse"])
-def test_a_changed_copy_of_the_sparse_tier_is_refused(tier, attention):
-    """It would lose its changes, because each of the tier's two kinds has limits of its own."""
-    with pytest.raises(ValueError, match="a changed copy of the sparse tier is not supported; give tier='sparse'"):
-        trp.PatchConfig(tier=replace(tier, limits=ErrorLimits(factor=9.0, fp32=1.0)), attention=attention)
-    equal = trp.PatchConfig(tier=replace(tier), attention=attention).tier
-    assert equal is (BLOCK_SPARSE if attention == "block_sparse" else SPARSE)
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_tier_has_its_own_options_and_those_of_all(name):
+    assert options_of(CLASSES[name]) == options_of(trp.Exact) | set(OWN[name])
+    config = CLASSES[name](**OWN[name], fuse=["self_attention"], linears="torch")
+    for option, value in (OWN[name] | {"fuse": ("self_attention",), "linears": "torch"}).items():
+        assert getattr(config, option) == value
+
+
+OPTIONS = {option: value for options in OWN.values() for option, value in options.items()}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", CLASSES)
+def test_options_of_other_tiers_are_refused_with_the_tiers_that_have_them(name, option):
+    owners = [other for other in CLASSES if option in OWN[other]]
+    assert presets_with(option) == tuple(owners)
+    if name in owners:
+        return
+    classes = " and ".join(f"trp.{CLASSES[owner].__name__}" for owner in owners)
+    verb = "have" if len(owners) > 1 else "has"
+    message = f"'{option}' is no option of trp.{CLASSES[name].__name__}, the {name} tier; {classes} {verb} it."
+    with pytest.raises(TypeError) as error:
+        CLASSES[name](**{option: OPTIONS[option]})
+    assert str(error.value) == message
+    with pytest.raises(TypeError, match=f"'{option}' is no option of"):
+        replace(CLASSES[name](), **{option: OPTIONS[option]})
+
+
+def test_an_option_of_no_tier_is_refused_with_the_tiers_options():
+    with pytest.raises(TypeError, match=r"'tier' is no option of trp\.Exact, the exact tier; accepted are fuse, att"):
+        trp.Exact(tier="sparse")
+    with pytest.raises(TypeError, match=r"'top_k' is no option of trp\.Sparse, the sparse tier; accepted are .* topk"):
+        trp.Sparse(top_k=0.1)
+
+
+@pytest.mark.parametrize("config_class", CLASSES.values())
+def test_block_sparse_is_no_kernel_of_attention(config_class):
+    with pytest.raises(ValueError, match="attention='block_sparse' is unknown; accepted are auto, triton, sdpa"):
+        config_class(attention="block_sparse")
 
 
 def test_who_multiplies_in_the_projections():
     with pytest.raises(ValueError, match="linears='cublas' is unknown; accepted are auto, triton, torch"):
-        trp.PatchConfig(linears="cublas")
+        trp.Exact(linears="cublas")
     with pytest.raises(ValueError, match="linears='triton' contradicts implementation='torch'"):
-        trp.PatchConfig(linears="triton", implementation="torch")
-    assert trp.PatchConfig(linears="torch", implementation="triton").linears == "torch"  # our skip after their linear
+        trp.Exact(linears="triton", implementation="torch")
+    assert trp.Exact(linears="torch", implementation="triton").linears == "torch"  # our skip after their linear
 
 
 @pytest.mark.parametrize(("attention", "implementation"), [("triton", "torch"), ("sdpa", "triton")])
 def test_contradictions_of_attention(attention, implementation):
     with pytest.raises(ValueError, match=f"attention='{attention}'"):
-        trp.PatchConfig(attention=attention, implementation=implementation)
+        trp.Exact(attention=attention, implementation=implementation)
 
 
 def test_limits_by_dtype():
@@ -94,65 +138,75 @@ def test_the_quantized_tiers_limits_are_signal_to_noise_ratios():
     assert QUANTIZED.limits.part == pytest.approx(0.0501, abs=1e-4)  # 26 dB
 
 
-def test_options_of_the_quantized_tier():
-    config = trp.PatchConfig(tier="quantized", quantize=["linears"], keep=["blocks.0.*"], exact_steps=[1, 2])
+def test_values_of_the_8_bit_options():
+    config = trp.Quantized(quantize=["linears"], keep=["blocks.0.*"], exact_steps=[1, 2])
     assert (config.quantize, config.keep, config.exact_steps) == (("linears",), ("blocks.0.*",), (1, 2))
-    assert resolve_config("quantized") == trp.PatchConfig(tier="quantized")
-    with pytest.raises(ValueError, match="quantize='linears' is a string; give a sequence of attention, linears"):
-        trp.PatchConfig(tier="quantized", quantize="linears")
-    with pytest.raises(ValueError, match="quantize='gelu' is unknown; accepted are attention, linears"):
-        trp.PatchConfig(tier="quantized", quantize=("gelu",))
-    for wrong in (1, (1,), (-1, 0), (0.5, 1), "12"):
-        with pytest.raises(ValueError, match=r"exact_steps=.*; give \(first, last\)"):
-            trp.PatchConfig(tier="quantized", exact_steps=wrong)
+    for config_class in (trp.Quantized, trp.Sparse, trp.BlockSparse):
+        with pytest.raises(ValueError, match="quantize='linears' is a string; give a sequence of attention, linears"):
+            config_class(quantize="linears")
+        with pytest.raises(ValueError, match="quantize='gelu' is unknown; accepted are attention, linears"):
+            config_class(quantize=("gelu",))
+        with pytest.raises(ValueError, match="restorable=0; give True or False"):
+            config_class(restorable=0)
+    for config_class in (trp.Quantized, trp.BlockSparse):
+        for wrong in (1, (1,), (-1, 0), (0.5, 1), "12"):
+            with pytest.raises(ValueError, match=r"exact_steps=.*; give \(first, last\), two numbers of steps"):
+                config_class(exact_steps=wrong)
 
 
 def test_options_of_the_vae():
-    for tier in ("exact", "quantized"):
-        assert trp.PatchConfig(tier=tier).vae is True
-        assert trp.PatchConfig(tier=tier, vae=False, vae_chunk=2).vae_chunk == 2
-    for wrong in (None, 1, "decoder"):
-        with pytest.raises(ValueError, match=r"vae=.*; give True or False"):
-            trp.PatchConfig(vae=wrong)
-    for wrong in (0, -1, 1.5, True, "4"):
-        with pytest.raises(ValueError, match=r"vae_chunk=.*; give a number of latent frames from 1 on, or None"):
-            trp.PatchConfig(vae_chunk=wrong)
-
-
-def test_block_sparse_attention_is_the_sparse_tiers():
-    config = trp.PatchConfig(tier="sparse", attention="block_sparse")
-    assert config == resolve_config("block_sparse")
-    assert (config.tier.name, config.tier) == ("sparse", BLOCK_SPARSE)
-    assert replace(config, attention="auto").tier is SPARSE
-    assert replace(resolve_config("sparse"), attention="block_sparse").tier is BLOCK_SPARSE
-    for tier in ("exact", "quantized"):
-        with pytest.raises(ValueError, match=f"the {tier} tier attends to all keys; give tier='sparse' with it"):
-            trp.PatchConfig(tier=tier, attention="block_sparse")
-    with pytest.raises(ValueError, match="attention='block_sparse' needs 'self_attention' in fuse"):
-        trp.PatchConfig(tier="sparse", attention="block_sparse", fuse=("feed_forward",))
+    for config_class in CLASSES.values():
+        assert config_class().vae is True
+        assert config_class(vae=False, vae_chunk=2).vae_chunk == 2
+        for wrong in (None, 1, "decoder"):
+            with pytest.raises(ValueError, match=r"vae=.*; give True or False"):
+                config_class(vae=wrong)
+        for wrong in (0, -1, 1.5, True, "4"):
+            with pytest.raises(ValueError, match=r"vae_chunk=.*; give a number of latent frames from 1 on, or None"):
+                config_class(vae_chunk=wrong)
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("mass", 0.8), ("min_tokens", 0), ("exact_layers", [1, 0]), ("exact_steps", (1, 0))]
+    ("config_class", "option", "wrong", "message"),
+    [
+        (trp.Sparse, "topk", 0, "above 0 and at most 1"),
+        (trp.Sparse, "topk", "0.1", "above 0 and at most 1"),
+        (trp.Sparse, "blocks", (64,), r"give \(queries, keys\), two numbers of tokens, or None"),
+        (trp.BlockSparse, "blocks", (64, 0), r"give \(queries, keys\), two numbers of tokens, or None"),
+        (trp.BlockSparse, "mass", 0, "above 0 and at most 1"),
+        (trp.BlockSparse, "mass", 1.1, "above 0 and at most 1"),
+        (trp.BlockSparse, "mass", True, "above 0 and at most 1"),
+        (trp.BlockSparse, "min_tokens", -1, "a number of tokens from 0 on"),
+        (trp.BlockSparse, "min_tokens", 1.5, "a number of tokens from 0 on"),
+        (trp.BlockSparse, "exact_layers", (1,), "two numbers of layers from 0 on"),
+        (
+            trp.BlockSparse,
+            "fuse",
+            ("feed_forward",),
+            "has no 'self_attention', which block-sparse attention is part of",
+        ),
+    ],
 )
-def test_options_of_block_sparse_attention(option, value):
-    config = trp.PatchConfig(tier="sparse", attention="block_sparse", **{option: value})
-    assert getattr(config, option) == (tuple(value) if isinstance(value, list) else value)
-    for tier in ("exact", "sparse", *(("quantized",) if option != "exact_steps" else ())):
-        with pytest.raises(ValueError, match=f"{option}=.* means nothing in this version: the {tier} tier"):
-            trp.PatchConfig(tier=tier, **{option: value})
+def test_values_of_the_sparse_options(config_class, option, wrong, message):
+    with pytest.raises(ValueError, match=f"{option}=.*{message}"):
+        config_class(**{option: wrong})
 
 
-def test_block_sparse_attention_refuses_what_is_sla_s_and_what_has_no_meaning():
-    with pytest.raises(ValueError, match=r"topk=0\.2 means nothing .*, as many blocks as hold `mass`"):
-        trp.PatchConfig(tier="sparse", attention="block_sparse", topk=0.2)
-    for option, wrong, message in (
-        ("mass", 0, "above 0 and at most 1"),
-        ("mass", 1.1, "above 0 and at most 1"),
-        ("mass", True, "above 0 and at most 1"),
-        ("min_tokens", -1, "a number of tokens from 0 on"),
-        ("min_tokens", 1.5, "a number of tokens from 0 on"),
-        ("exact_layers", (1,), "two numbers of layers from 0 on"),
-    ):
-        with pytest.raises(ValueError, match=f"{option}=.*{message}"):
-            trp.PatchConfig(tier="sparse", attention="block_sparse", **{option: wrong})
+def test_what_runs_in_8_bits_or_exactly():
+    for config_class in (trp.Quantized, trp.Sparse, trp.BlockSparse):
+        config = config_class(quantize=["linears"])
+        assert config.in_8_bits("linears")
+        assert not config.in_8_bits("attention")
+    assert not trp.Exact().in_8_bits("linears")
+    assert trp.Exact().attends_exactly
+    assert trp.Quantized(quantize=["linears"]).attends_exactly
+    assert not any(config.attends_exactly for config in (trp.Quantized(), trp.Sparse(quantize=()), trp.BlockSparse()))
+
+
+def test_limits_without_8_bits():
+    """SLA is the model's own arithmetic; block-sparse attention leaves out keys that the model was trained to see."""
+    for config_class in CLASSES.values():
+        assert config_class().limits == config_class.tier.limits
+    assert trp.Quantized(quantize=()).limits == EXACT.limits
+    assert trp.Sparse(quantize=()).limits == replace(EXACT.limits, choice=SPARSE.limits.choice)
+    assert trp.BlockSparse(quantize=()).limits == BLOCK_SPARSE.limits

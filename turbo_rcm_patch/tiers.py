@@ -1,9 +1,8 @@
-"""The tiers: what a patch may do to the numbers. Each owns its presets, its error limits and its options."""
+"""The tiers: what a patch may do to the numbers, each with its error limits. Their options are in config.py."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -53,18 +52,11 @@ def is_low_precision(dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class Tier:
-    """One kind of arithmetic. Tiers are never mixed: a configuration belongs to one.
-
-    description: one sentence.
-    presets: options of `PatchConfig` by the preset's name.
-    meaningless: fields of `PatchConfig` that are no options of this tier, with the reason, to follow "the tier".
-    """
+    """One kind of arithmetic. Tiers are never mixed: a configuration belongs to one. description: one sentence."""
 
     name: str
     description: str
     limits: ErrorLimits
-    presets: Mapping[str, Mapping[str, object]] = field(default_factory=dict, hash=False)
-    meaningless: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 EXACT = Tier(
@@ -72,23 +64,11 @@ EXACT = Tier(
     description="Arithmetic in the model's own bf16, fp16 or fp32, no less accurate than the unpatched model.",
     # The same roundings in another order differ by a few percent, long sums in fp32 by some of its last bits.
     limits=ErrorLimits(factor=1.05, fp32=1e-5),
-    presets={"exact": {}},
-    meaningless={
-        "exact_steps": "runs every step exactly",
-        "restorable": "replaces no weights, so that all can be restored at no cost",
-        "quantize": "computes nothing in 8 bits",
-        "keep": "computes nothing in 8 bits",
-        "topk": "attends to all keys",
-        "blocks": "attends to all keys",
-        "mass": "attends to all keys",
-        "min_tokens": "attends to all keys",
-        "exact_layers": "runs every layer exactly",
-    },
 )
 
 
 def decibels(signal_to_noise: float) -> float:
-    """The relative L2 error of a signal-to-noise ratio in dB."""
+    """Return the relative L2 error that a signal-to-noise ratio in dB stands for."""
     return 10 ** (-signal_to_noise / 20)
 
 
@@ -97,59 +77,22 @@ QUANTIZED = Tier(
     description="8-bit attention and linears with everything around them fused, within error limits of its own.",
     # Two roundings to e4m3, of a GEMM's operands, cost 3.7 % (28.5 dB); a step passes through all blocks.
     limits=ErrorLimits(factor=1.05, fp32=1e-5, block=decibels(28), part=decibels(26), step=decibels(20)),
-    presets={"quantized": {}},
-    meaningless={
-        "topk": "attends to all keys",
-        "blocks": "attends to all keys",
-        "mass": "attends to all keys",
-        "min_tokens": "attends to all keys",
-        "exact_layers": "attends to all keys in every layer",
-    },
 )
-BLOCK_SPARSE_ATTENTION = "block_sparse"
 SPARSE = Tier(
     name="sparse",
     description="Sparse-linear attention (SLA), for weights that were trained with it; by default in 8 bits.",
-    # What is sparse is the model's own definition: with the same key blocks kept, it errs as the quantized tier does.
+    # The model itself defines what is sparse: with the same key blocks kept, it errs as the quantized tier does.
     # part: three GEMMs of 8-bit operands lie in a row, v's projection, PV and the output's projection, of 3.7 % each;
     # dense attention averages the error of the first two over all keys, which few kept ones do not.
     # choice: blocks are chosen by the products q̄ k̄ of means that are rounded once each, which moves a product by up to
     # two roundings of |q̄| |k̄|: a block that is chosen in the place of a better one is worse by up to four.
     limits=replace(QUANTIZED.limits, part=3**0.5 * 0.037, choice=4.0),
-    presets={"sparse": {}, "block_sparse": {"attention": BLOCK_SPARSE_ATTENTION}},
-    meaningless={
-        "exact_steps": "has, without attention='block_sparse', no other attention than that of its training",
-        "exact_layers": "has, without attention='block_sparse', no other attention than that of its training",
-        "mass": "keeps, without attention='block_sparse', the share topk, as in its training",
-        "min_tokens": "has, without attention='block_sparse', no other attention than that of its training",
-    },
 )
-# The sparse tier with attention="block_sparse": it leaves out what a model was trained to see, and is judged by how far
-# that takes it from dense attention.
-BLOCK_SPARSE = replace(
-    SPARSE,
+BLOCK_SPARSE = Tier(
+    name="block_sparse",
     description="Block-sparse attention, for weights that were trained without it; by default in 8 bits.",
+    # It leaves out keys that the model was trained to see. The limits say how far that takes it from dense attention.
     limits=ErrorLimits(factor=1.05, fp32=1e-5, block=decibels(20), part=decibels(10), step=decibels(10)),
-    meaningless={"topk": "keeps, with attention='block_sparse', as many blocks as hold `mass`"},
 )
 
-TIERS = {tier.name: tier for tier in (EXACT, QUANTIZED, SPARSE)}
-
-
-def tier_with(tier: Tier, attention: str) -> Tier:
-    """The tier itself; of the sparse tier's two kinds the one of this attention.
-
-    Raises ValueError for a changed copy of that tier: what it does depends on which of the two kinds it is.
-    """
-    if tier.name != SPARSE.name:
-        return tier
-    if tier not in (SPARSE, BLOCK_SPARSE):
-        raise ValueError("a changed copy of the sparse tier is not supported; give tier='sparse'.")
-    return BLOCK_SPARSE if attention == BLOCK_SPARSE_ATTENTION else SPARSE
-
-
-def tier_named(name: str) -> Tier:
-    """The tier of this name. Raises ValueError for one that is unknown."""
-    if name not in TIERS:
-        raise ValueError(f"tier {name!r} is unknown; accepted are {', '.join(TIERS)}.")
-    return TIERS[name]
+TIERS = {tier.name: tier for tier in (EXACT, QUANTIZED, SPARSE, BLOCK_SPARSE)}

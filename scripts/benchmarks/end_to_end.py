@@ -39,9 +39,8 @@ from turbo_rcm_patch.bench.cases import (
 from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.report import comparison_table
 from turbo_rcm_patch.cli.files import json_file, write_json
-from turbo_rcm_patch.config import BLOCK_SPARSE_ATTENTION, CUDA_GRAPH_MODES, resolve_config
+from turbo_rcm_patch.config import CUDA_GRAPH_MODES, BlockSparse, Sparse, resolve_config
 from turbo_rcm_patch.patching import use_rcm
-from turbo_rcm_patch.tiers import SPARSE
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -79,7 +78,7 @@ def measure(options: argparse.Namespace, device: torch.device, *, is_first: bool
     config = replace(resolve_config(options.preset), cuda_graph=options.cuda_graph)
     if options.mass is not None:
         config = replace(config, mass=options.mass)
-    if config.tier == SPARSE:
+    if isinstance(config, Sparse):
         add_random_projections(pipe)
     if options.vae_dtype:
         pipe.vae.to(getattr(torch, options.vae_dtype))
@@ -95,7 +94,7 @@ def measure(options: argparse.Namespace, device: torch.device, *, is_first: bool
     }
     settings = {"config": options.config, "layers": len(pipe.transformer.blocks), "dtype": str(dtype), **call}
     settings["preset"] = options.preset
-    if config.attention == BLOCK_SPARSE_ATTENTION:
+    if isinstance(config, BlockSparse):
         settings["mass"] = config.mass
     if options.vae_dtype:
         settings["vae_dtype"] = options.vae_dtype

@@ -63,10 +63,7 @@ def make_videos(name: str, kept: float | None, options: argparse.Namespace) -> d
     """A variant's videos [n, F, 3, H, W] by the number of steps."""
     pipe = load(name, options.device)
     scenes = held_out_scenes(options.n, options.seed)
-    if name == EXACT:
-        config = trp.PatchConfig()
-    else:
-        config = trp.PatchConfig(tier="sparse", quantize=(), topk=kept, blocks=SLA_BLOCKS)
+    config = trp.Exact() if name == EXACT else trp.Sparse(quantize=(), topk=kept, blocks=SLA_BLOCKS)
     batches = [range(start, min(start + BATCH, options.n)) for start in range(0, options.n, BATCH)]
     with trp.patch(pipe, config):
         return {

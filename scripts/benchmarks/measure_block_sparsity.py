@@ -26,7 +26,7 @@ from turbo_rcm_patch.bench.metrics import relative_l2
 from turbo_rcm_patch.bench.parts import self_attention_inputs, trace_of
 from turbo_rcm_patch.bench.report import evaluation_table
 from turbo_rcm_patch.cli.files import json_file, write_json
-from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.config import BlockSparse
 from turbo_rcm_patch.embedded import load_embedded_pipeline
 from turbo_rcm_patch.patching import use_rcm
 from turbo_rcm_patch.shapes.grammar import EXAMPLES
@@ -37,13 +37,13 @@ BLOCKS = (16, 16)
 STEPS = 4
 
 
-def config_of(mass: float, exact_steps: tuple[int, int] | None = None) -> PatchConfig:
-    options = {"attention": "block_sparse", "mass": mass, "min_tokens": 0, "blocks": BLOCKS, "exact_steps": exact_steps}
+def config_of(mass: float, exact_steps: tuple[int, int] | None = None) -> BlockSparse:
+    options = {"mass": mass, "min_tokens": 0, "blocks": BLOCKS, "exact_steps": exact_steps}
     # In plain torch on a GPU too: no kernel takes blocks of 16.
-    return PatchConfig(tier="sparse", quantize=(), implementation="torch", **options)
+    return BlockSparse(quantize=(), implementation="torch", **options)
 
 
-def configs() -> dict[str, PatchConfig]:
+def configs() -> dict[str, BlockSparse]:
     """By what they are called."""
     named = {f"mass {mass:g}": config_of(mass) for mass in MASSES}
     return named | {f"mass {mass:g}, first step exact": config_of(mass, (1, 0)) for mass in FIRST_STEP_EXACT}
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def layers_at(pipe: WanPipeline, config: PatchConfig, seed: int) -> Iterator[dict[str, object]]:
+def layers_at(pipe: WanPipeline, config: BlockSparse, seed: int) -> Iterator[dict[str, object]]:
     """By block and step: the share of key blocks that its attention keeps, and its relative L2 error to a dense one."""
     first, _ = config.exact_steps or (0, 0)
     for step, name, qkv in attention_inputs(pipe, seed):

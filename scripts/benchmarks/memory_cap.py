@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     model = random_model(case.transformer)
     bf16_bytes = sum(parameter.numel() for parameter in model.parameters()) * torch.bfloat16.itemsize
     start = time.perf_counter()
-    patch = trp.patch(model, trp.PatchConfig(tier="quantized", restorable=False))
+    patch = trp.patch(model, trp.Quantized(restorable=False))
     model.to(device)
     torch.cuda.synchronize()
     patching = time.perf_counter() - start

@@ -20,7 +20,7 @@ from turbo_rcm_patch.bench.cases import CASES, TEXT_TOKENS, build_pipeline, rand
 from turbo_rcm_patch.bench.environment import Environment
 from turbo_rcm_patch.bench.metrics import relative_l2
 from turbo_rcm_patch.bench.verify import first_call, run_oracle
-from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.config import Exact
 from turbo_rcm_patch.modules.rcm_attention import TwoPassRCMAttention
 from turbo_rcm_patch.patching import patch
 from turbo_rcm_patch.tiers import EXACT, ErrorLimits
@@ -165,7 +165,7 @@ class WanBlockCase:
         )
         prompt = random_prompt(pipe)
         if implementation in ("torch_fused", "triton_fused"):
-            patch(model, PatchConfig(implementation="torch") if implementation == "torch_fused" else "exact")
+            patch(model, Exact(implementation="torch") if implementation == "torch_fused" else "exact")
         call = Call(block, *first_call(block, lambda: model(latents, torch.tensor([TIMESTEP], device=device), prompt)))
         if self.is_compiled(implementation):
             model.compile_repeated_blocks()
@@ -179,7 +179,7 @@ class WanBlockCase:
         block.to(DTYPE)
         _drop_dropouts(block)
         if implementation in ("torch_fused", "triton_fused"):
-            patch(model, PatchConfig(implementation=implementation.removesuffix("_fused")))
+            patch(model, Exact(implementation=implementation.removesuffix("_fused")))
         tokens, dim = self._tokens, self._dim
         x, text = (torch.empty(1, length, dim, dtype=DTYPE, device=device) for length in (tokens, TEXT_TOKENS))
         temb = torch.empty(1, 6, dim, device=device)

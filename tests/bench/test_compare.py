@@ -15,7 +15,7 @@ from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.decoding import decode_flops
 from turbo_rcm_patch.bench.report import comparison_table, plot, side_by_side
 from turbo_rcm_patch.bench.timing import StageTimings, TimedGeneration
-from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.config import Exact, PatchConfig
 from turbo_rcm_patch.embedded import load_embedded_pipeline
 from turbo_rcm_patch.patching import Patch, use_rcm
 from turbo_rcm_patch.patching.families.vae import decoder, forward
@@ -91,7 +91,7 @@ def test_what_every_variant_decodes_is_compared_with_fp32(pipe, monkeypatch):
     later = lambda *args: (part if i == 0 else 1.05 * part for i, part in enumerate(right(*args)))  # noqa: E731
     monkeypatch.setattr(forward, "decoded", later)
     with pytest.raises(RuntimeError, match=r"the patched VAE's frames are .* apart .* in the first 1 frames allow"):
-        compare(pipe, {**CALL, "num_frames": 9}, config=PatchConfig(vae_chunk=1), with_oracle=True)
+        compare(pipe, {**CALL, "num_frames": 9}, config=Exact(vae_chunk=1), with_oracle=True)
 
     monkeypatch.setattr(forward, "decoded", lambda *args: (1.05 * part for part in right(*args)))
     with pytest.raises(RuntimeError, match=r"the patched VAE errs more.*nothing was timed"):
@@ -219,8 +219,11 @@ def test_a_tier_with_wider_limits_is_timed(pipe, monkeypatch):
     damage_block(
         monkeypatch, variants_module, "transformer.blocks.1", lambda output: output + 0.01 * output.roll(1, -1)
     )
-    config = PatchConfig(tier=Tier("rough", "Errs more than the exact tier.", ErrorLimits(factor=100.0, fp32=0.1)))
-    comparison = compare(pipe, CALL, config=config, repeats=1, warmups=0, with_oracle=True)
+
+    class Rough(PatchConfig):
+        tier = Tier("rough", "Errs more than the exact tier.", ErrorLimits(factor=100.0, fp32=0.1))
+
+    comparison = compare(pipe, CALL, config=Rough(), repeats=1, warmups=0, with_oracle=True)
     assert comparison.variants[-1].step_error > 1e-4
 
 

@@ -23,7 +23,7 @@ from turbo_rcm_patch.bench.evaluate import (
     summarise,
 )
 from turbo_rcm_patch.bench.report import evaluation_table
-from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.config import BlockSparse, Exact, Sparse
 from turbo_rcm_patch.patching import use_rcm
 from turbo_rcm_patch.shapes.grammar import fill_open, is_held_out, parse_caption
 from turbo_rcm_patch.shapes.judge import SCORED
@@ -93,7 +93,7 @@ def by_variant(evaluation):
 
 
 def test_right_videos_are_all_right_and_the_psnr_is_that_of_the_offsets():
-    evaluation = evaluate(Renderer(), n=3, steps=(1, 4), batch_size=2, config=PatchConfig(fuse=()))
+    evaluation = evaluate(Renderer(), n=3, steps=(1, 4), batch_size=2, config=Exact(fuse=()))
     results = by_variant(evaluation)
     variants = ["unpatched", "exact", "config", "unpatched fp32"]
     assert list(results) == [(variant, steps) for steps in (1, 4) for variant in variants]
@@ -242,8 +242,8 @@ def test_a_line_is_reported_after_each_batch():
     [
         ("quantized", "quantized"),
         ("sparse", "sparse, topk 0.1"),
-        (PatchConfig(tier="sparse", topk=0.15, blocks=(16, 16)), "sparse, topk 0.15, blocks 16×16"),
-        (PatchConfig(tier="sparse", attention="block_sparse", mass=0.7), "sparse, mass 0.7"),
+        (Sparse(topk=0.15, blocks=(16, 16)), "sparse, topk 0.15, blocks 16×16"),
+        (BlockSparse(mass=0.7), "block_sparse, mass 0.7"),
         ("block_sparse", "block_sparse, mass 0.9"),
     ],
 )

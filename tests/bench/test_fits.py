@@ -15,7 +15,6 @@ from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.bench.cases import CASES
 from turbo_rcm_patch.bench.fits import SIZES, fits, fits_table
-from turbo_rcm_patch.tiers import QUANTIZED
 
 RESULTS = Path(__file__).resolve().parents[2] / "results/nvidia-h200.json"
 
@@ -30,7 +29,7 @@ def test_weights_are_those_of_the_model(tmp_path):
     model.save_config(tmp_path)
     exact, quantized, sparse = fits(tmp_path)
     assert (exact.tier, exact.weights) == ("exact", held(model))
-    trp.patch(model, trp.PatchConfig(tier=QUANTIZED, restorable=False))
+    trp.patch(model, trp.Quantized(restorable=False))
     assert (quantized.tier, quantized.weights) == ("quantized", held(model))
     for block in model.blocks:
         block.attn1.proj_l = torch.nn.Linear(*2 * (model.config.attention_head_dim,), dtype=torch.bfloat16)

@@ -16,7 +16,7 @@ from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.parts import PV, QK, SUB_LAYERS
 from turbo_rcm_patch.bench.report import comparison_table, verification_table
 from turbo_rcm_patch.bench.verify import verify
-from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.config import Quantized
 from turbo_rcm_patch.patching import patch, use_rcm
 from turbo_rcm_patch.patching.weights.convert import quantized_linears
 from turbo_rcm_patch.tiers import EXACT, QUANTIZED
@@ -63,11 +63,11 @@ def test_every_block_and_every_part_of_it_is_within_the_limits(variant, dtype):
 
 def test_parts_are_those_that_are_in_8_bits():
     for quantize, expected in (("attention", {QK, PV}), ("linears", LINEARS)):
-        config = PatchConfig(tier="quantized", quantize=[quantize])
+        config = Quantized(quantize=[quantize])
         verification = verify(rcm_pipeline(), call(), config=config)
         assert verification.ok
         assert {part.part for part in verification.parts} == {*SUB_LAYERS, *expected}
-    kept = PatchConfig(tier="quantized", keep=["*.ffn.*"], fuse=["self_attention", "feed_forward"])
+    kept = Quantized(keep=["*.ffn.*"], fuse=["self_attention", "feed_forward"])
     parts = {part.part for part in verify(rcm_pipeline(), call(), config=kept).parts}
     assert parts == {"self_attention", "feed_forward", QK, PV, *(name for name in LINEARS if name.startswith("attn1"))}
 
@@ -78,7 +78,7 @@ def test_exact_blocks_have_no_parts():
 
 def test_exact_steps_are_checked_as_they_run():
     """Of two steps the first is exact in its attention."""
-    verification = verify(rcm_pipeline(), call(), config=PatchConfig(tier="quantized", exact_steps=(1, 0)))
+    verification = verify(rcm_pipeline(), call(), config=Quantized(exact_steps=(1, 0)))
     assert verification.ok
     assert {part.step for part in verification.parts if part.part == QK} == {2}
 
@@ -133,7 +133,7 @@ def test_to_dict_has_the_parts():
 def test_weights_that_were_to_be_freed_are_kept_for_the_checks():
     pipe = rcm_pipeline()
     before = {name: value.clone() for name, value in pipe.transformer.state_dict().items()}
-    config = PatchConfig(tier="quantized", restorable=False)
+    config = Quantized(restorable=False)
     assert verify(pipe, call(), config=config).ok
     assert all(torch.equal(value, before[name]) for name, value in pipe.transformer.state_dict().items())
     for submodule in pipe.transformer.modules():
@@ -198,7 +198,7 @@ def test_a_patch_that_errs_more_than_the_tier_is_not_timed(monkeypatch):
 
     def wrong_patch(pipe, config):
         applied = right_patch(pipe, config)
-        if config.tier == QUANTIZED:
+        if isinstance(config, Quantized):
             block = pipe.transformer.blocks[1]
             block.register_forward_hook(lambda _block, _args, output: output + 0.5 * output.roll(1, -1))
         return applied

@@ -12,12 +12,12 @@ from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.parts import CHOICE, PV, QK, SPARSE_ATTENTION, SUB_LAYERS
 from turbo_rcm_patch.bench.report import verification_table
 from turbo_rcm_patch.bench.verify import verify
-from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.config import Sparse
 from turbo_rcm_patch.patching import PatchError, patch, use_rcm
 from turbo_rcm_patch.tiers import EXACT, SPARSE
 
-SAGE = PatchConfig(tier="sparse", topk=0.7, blocks=(5, 4))  # 12 tokens: 2 of 3 key blocks
-SLA = PatchConfig(tier="sparse", topk=0.7, blocks=(5, 4), quantize=())
+SAGE = Sparse(topk=0.7, blocks=(5, 4))  # 12 tokens: 2 of 3 key blocks
+SLA = Sparse(topk=0.7, blocks=(5, 4), quantize=())
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -125,7 +125,7 @@ def test_all_that_is_compared_keeps_the_oracles_blocks_and_the_pipeline_is_left_
 
 def test_the_oracle_runs_by_the_reference_whatever_the_patch_runs_by():
     pipe = sparse_pipeline()
-    with patch(pipe, PatchConfig(tier="sparse", implementation="triton")):
+    with patch(pipe, Sparse(implementation="triton")):
         block = pipe.transformer.blocks[0]
         assert module._class_copy(block).attn1.processor.implementation == "torch"
         assert block.attn1.processor.implementation == "triton"

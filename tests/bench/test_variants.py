@@ -6,7 +6,7 @@ from torch._inductor import config as inductor_config
 
 from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.bench.variants import COMPILED, TORCHAO, single_process
-from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.config import Exact, Quantized
 
 
 def test_the_compiled_rival_compiles_blocks_and_decoder_and_leaves_no_trace():
@@ -16,7 +16,7 @@ def test_the_compiled_rival_compiles_blocks_and_decoder_and_leaves_no_trace():
     found_last.data = found_last.data.contiguous(memory_format=torch.channels_last_3d)
     models = (*pipe.transformer.blocks, pipe.vae.decoder)
     layouts = {name: parameter.stride() for name, parameter in pipe.vae.named_parameters()}
-    switch = single_process(pipe, PatchConfig(), with_compile=True).switches[COMPILED]
+    switch = single_process(pipe, Exact(), with_compile=True).switches[COMPILED]
     for _ in range(2):
         with switch():
             calls = [model._compiled_call_impl for model in models]
@@ -34,7 +34,7 @@ def test_torchaos_tuning_is_that_of_its_own_variant(monkeypatch):
     monkeypatch.setattr(quant_api, "_check_hardware_support", lambda *_: None)  # quantising needs no GPU
     pipe = tiny_wan_pipeline().to(torch.bfloat16)
     own = pipe.transformer
-    switch = single_process(pipe, PatchConfig(tier="quantized"), with_compile=True).switches[TORCHAO]
+    switch = single_process(pipe, Quantized(), with_compile=True).switches[TORCHAO]
     for _ in range(2):
         assert pipe.transformer is own
         assert not inductor_config.coordinate_descent_tuning

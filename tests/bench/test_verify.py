@@ -11,7 +11,7 @@ from turbo_rcm_patch.bench import verify as module
 from turbo_rcm_patch.bench.cases import CASES, build_pipeline, structured_inputs
 from turbo_rcm_patch.bench.report import verification_table
 from turbo_rcm_patch.bench.verify import BlockCheck, Verification, named_blocks, run_oracle, verify
-from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.config import Exact, PatchConfig
 from turbo_rcm_patch.patching import use_rcm
 from turbo_rcm_patch.patching.families.vae import decoder, forward
 from turbo_rcm_patch.tiers import EXACT, ErrorLimits, Tier
@@ -51,7 +51,7 @@ def test_every_block_of_every_variant_is_checked_at_the_first_and_last_step(vari
 def test_the_triton_kernels_pass_and_are_what_is_checked(variant, device):
     pipe = rcm_pipeline(variant).to(torch_device(device))
     one_step = call(variant) | {"num_inference_steps": 1}
-    verification = verify(pipe, one_step, config=PatchConfig(implementation="triton", vae=False))
+    verification = verify(pipe, one_step, config=Exact(implementation="triton", vae=False))
     assert verification.ok, verification_table(verification)
     assert verification.decoding is None
     assert all(check.difference > 0 for check in verification.checks)  # sums in another order than the class's
@@ -178,10 +178,13 @@ def test_to_dict_names_the_failed_block(monkeypatch):
 
 def test_limits_are_those_of_the_tier(monkeypatch):
     damage_block(monkeypatch, module, "transformer.blocks.1", lambda output: 1.01 * output)
-    rough = Tier("rough", "Errs more than the exact tier.", ErrorLimits(factor=100.0, fp32=0.02))
+
+    class Rough(PatchConfig):
+        tier = Tier("rough", "Errs more than the exact tier.", ErrorLimits(factor=100.0, fp32=0.02))
+
     for dtype in (torch.float32, torch.bfloat16):
         assert not verify(rcm_pipeline(dtype=dtype), call()).ok
-        assert verify(rcm_pipeline(dtype=dtype), call(), config=PatchConfig(tier=rough)).ok
+        assert verify(rcm_pipeline(dtype=dtype), call(), config=Rough()).ok
 
 
 def case_and_call(dtype):
@@ -228,7 +231,7 @@ def test_a_wrong_decoder_alone_is_named(monkeypatch, dtype, config):
 
 
 def test_a_vae_that_is_left_alone_is_not_checked():
-    verification = verify(rcm_pipeline(), call(), config=PatchConfig(vae=False))
+    verification = verify(rcm_pipeline(), call(), config=Exact(vae=False))
     assert verification.ok
     assert verification.decoding is None
     assert verification.to_dict()["decoding"] is None

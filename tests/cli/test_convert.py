@@ -9,7 +9,6 @@ from tests.official_names import in_8_bits, official_state_dict, with_proj_l
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch.cli import main
 from turbo_rcm_patch.patching.weights.convert import quantized_linears
-from turbo_rcm_patch.tiers import QUANTIZED
 
 CPU = ("--device", "cpu")
 
@@ -21,8 +20,8 @@ def test_a_converted_model_can_be_loaded(saved_models, tmp_path, capsys):
     )
     assert "t2v/transformer: 10 linears in 8 bits, 0.00 GiB in all" in capsys.readouterr().out
     model, expected = tiny_wan_transformer(seed=7), tiny_wan_transformer()
-    trp.load_converted(out, model, trp.PatchConfig(tier=QUANTIZED))
-    trp.patch(expected, trp.PatchConfig(tier=QUANTIZED, keep=["blocks.0.*"]))
+    trp.load_converted(out, model, trp.Quantized())
+    trp.patch(expected, trp.Quantized(keep=["blocks.0.*"]))
     assert {linear.quantized().format for linear in quantized_linears(model)} == {torch.float8_e4m3fn, torch.int8}
     with torch.no_grad():
         assert torch.equal(*(each(**tiny_transformer_inputs(each))[0] for each in (model, expected)))

@@ -117,24 +117,27 @@ def test_a_folder_without_projections_is_refused(saved_models, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--topk", "0.2"], "--topk with --preset exact: topk=0.2 means nothing in this version: the exact tier"),
+        (
+            ["--topk", "0.2"],
+            "--topk is an option of --preset sparse, not of exact; leave it out, or choose that preset",
+        ),
         (
             ["--preset", "sparse", "--topk", "0"],
-            "--topk with --preset sparse: topk=0.0; it is a share of the key blocks",
+            "--topk: topk=0.0; it is a share of the key blocks",
         ),
-        (["--mass", "0.5"], "--mass with --preset exact: mass=0.5 means nothing in this version: the exact tier"),
+        (["--mass", "0.5"], "--mass is an option of --preset block_sparse, not of exact; leave it out"),
         (
             ["--preset", "sparse", "--mass", "0.5"],
-            "--mass with --preset sparse: mass=0.5 means nothing in this version: the sparse tier keeps, without",
+            "--mass is an option of --preset block_sparse, not of sparse",
         ),
         (
             ["--preset", "quantized", "--min-tokens", "0"],
-            "--min-tokens with --preset quantized: min_tokens=0 means nothing in this version: the quantized tier",
+            "--min-tokens is an option of --preset block_sparse, not of quantized",
         ),
-        (["--preset", "block_sparse", "--topk", "0.2"], "--topk with --preset block_sparse: topk=0.2 means nothing"),
+        (["--preset", "block_sparse", "--topk", "0.2"], "--topk is an option of --preset sparse, not of block_sparse"),
         (
             ["--preset", "block_sparse", "--mass", "1.5"],
-            "--mass with --preset block_sparse: mass=1.5; it is a share of the estimated attention",
+            "--mass: mass=1.5; it is a share of the estimated attention",
         ),
         (["--preset", "block_sparse", "--min-tokens", "-1"], "min_tokens=-1; give a number of tokens from 0 on"),
     ],

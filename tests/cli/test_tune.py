@@ -180,21 +180,18 @@ def test_a_folder_has_the_sizes_of_its_vae(tmp_path, capsys):
 
 def notes_on(gpu_name, config):
     """What the summary of a patch would say of its tier on a GPU."""
-    return summary.beside_exact(summary._slower(trp.PatchConfig(**config), torch.device(gpu_name)))
+    return summary.beside_exact(summary._slower(config, torch.device(gpu_name)))
 
 
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({}, None),
-        ({"tier": "quantized"}, "8-bit linears 0.75x as fast"),
-        ({"tier": "quantized", "quantize": ["attention"]}, None),
-        ({"tier": "sparse"}, "8-bit linears 0.75x as fast"),
-        (
-            {"tier": "sparse", "attention": "block_sparse"},
-            "8-bit linears 0.75x as fast, block-sparse attention failed its check",
-        ),
-        ({"tier": "sparse", "attention": "block_sparse", "quantize": []}, None),
+        (trp.Exact(), None),
+        (trp.Quantized(), "8-bit linears 0.75x as fast"),
+        (trp.Quantized(quantize=["attention"]), None),
+        (trp.Sparse(), "8-bit linears 0.75x as fast"),
+        (trp.BlockSparse(), "8-bit linears 0.75x as fast, block-sparse attention failed its check"),
+        (trp.BlockSparse(quantize=[]), None),
     ],
 )
 def test_the_summary_says_what_of_a_tier_is_slower_than_the_exact_one(next_process, config, expected):
@@ -232,7 +229,7 @@ def test_a_vae_says_where_the_choice_of_its_convolutions_comes_from(next_process
 
 
 def vae_notes(vae):
-    return summary.vae_section(vae, trp.PatchConfig()).notes
+    return summary.vae_section(vae, trp.Exact()).notes
 
 
 def test_info_repeats_how_fast_the_other_tiers_are(monkeypatch, capsys):

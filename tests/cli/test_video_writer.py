@@ -97,7 +97,7 @@ def test_a_disk_that_fills_after_the_last_frame_is_an_error(tmp_path, monkeypatc
 @pytest.mark.parametrize("kind", ["wan 2.1", "residual"])
 def test_a_patched_vae_gives_its_sample_in_parts(kind):
     vae, z, parts = tiny_vae(kind), tiny_latents(5), []
-    with trp.patch(vae, trp.PatchConfig(vae_chunk=2)), torch.no_grad():
+    with trp.patch(vae, trp.Exact(vae_chunk=2)), torch.no_grad():
         with frames_sent_to(parts.append, vae):
             sample = vae.decode(z).sample
         assert torch.equal(torch.cat(parts, 2), sample)

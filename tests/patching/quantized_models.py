@@ -8,11 +8,10 @@ from tests.oracle import relative_error
 from tests.tiny_wan import tiny_transformer_inputs
 from turbo_rcm_patch.kernels.quantized import quantize_weight
 from turbo_rcm_patch.patching.weights.convert import quantized_linears, quantized_weight
-from turbo_rcm_patch.tiers import QUANTIZED
 
 CPU = torch.device("cpu")
-CONFIG = trp.PatchConfig(tier=QUANTIZED)
-FREED = trp.PatchConfig(tier=QUANTIZED, restorable=False)
+CONFIG = trp.Quantized()
+FREED = trp.Quantized(restorable=False)
 PER_BLOCK = 10
 ERROR = 0.05  # of a tiny model with both operands' worth of e4m3 roundings, 2.6 % each
 

@@ -15,7 +15,7 @@ import turbo_rcm_patch as trp
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch.patching.families import family
 
-AUTO = trp.PatchConfig(cuda_graph="auto")
+AUTO = trp.Exact(cuda_graph="auto")
 VARIANTS = {
     "t2v": ({}, {}),
     "i2v": ({"image_dim": 4, "added_kv_proj_dim": "inner", "in_channels": 36}, {}),

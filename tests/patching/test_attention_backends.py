@@ -45,7 +45,7 @@ def test_sdpa_where_it_is_faster_or_asked_for(monkeypatch, config, reason, deriv
     gpu, attn = torch.device("cuda"), tiny_wan_transformer().blocks[0].attn1
     monkeypatch.setattr(kernels, "why_not_triton_on", lambda *_: None)
     monkeypatch.setattr(kernels, "attention_kernel_name", lambda implementation, *_, **__: implementation)
-    config_of_patch = trp.PatchConfig(**config)
+    config_of_patch = trp.Exact(**config)
     call = plan.Call(config_of_patch, gpu, torch.bfloat16, derivative, plan.active_backend())
     step = layers.attention(attn, call)
     assert step.reason == reason

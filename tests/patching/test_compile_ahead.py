@@ -45,7 +45,7 @@ def outputs_of_calls(model, inputs, config, calls=2):
 def test_the_first_block_of_the_first_call_alone_and_with_the_same_result(compiled_ahead, implementation, cuda_graph):
     model = tiny_wan_transformer()
     inputs = tiny_transformer_inputs(model)
-    config = trp.PatchConfig(implementation=implementation, cuda_graph=cuda_graph)
+    config = trp.Exact(implementation=implementation, cuda_graph=cuda_graph)
     with_it = outputs_of_calls(model, inputs, config)
     assert len(compiled_ahead) == 1
     with pytest.MonkeyPatch.context() as without:
@@ -70,7 +70,7 @@ def test_a_first_call_under_autograd_or_autocast_leaves_it_to_the_next(compiled_
 
 def test_not_with_the_torch_implementation(compiled_ahead):
     model = tiny_wan_transformer()
-    outputs_of_calls(model, tiny_transformer_inputs(model), trp.PatchConfig(implementation="torch"))
+    outputs_of_calls(model, tiny_transformer_inputs(model), trp.Exact(implementation="torch"))
     assert not compiled_ahead
 
 
@@ -106,7 +106,7 @@ def replace_processor(model, seen):
 def test_what_users_put_into_a_block_is_called_once_per_call(compiled_ahead, change):
     model, seen = tiny_wan_transformer(), []
     change(model, seen)
-    outputs_of_calls(model, tiny_transformer_inputs(model), trp.PatchConfig(), calls=3)
+    outputs_of_calls(model, tiny_transformer_inputs(model), trp.Exact(), calls=3)
     assert len(seen) == 3
     assert not compiled_ahead
 
@@ -120,7 +120,7 @@ def test_a_class_forward_that_a_program_wrapped_runs_once_per_call(compiled_ahea
         return norm(self, x)
 
     monkeypatch.setattr(FP32LayerNorm, "forward", counted)
-    outputs_of_calls(model, tiny_transformer_inputs(model), trp.PatchConfig(fuse=("self_attention",)), calls=3)
+    outputs_of_calls(model, tiny_transformer_inputs(model), trp.Exact(fuse=("self_attention",)), calls=3)
     assert seen.count(model.blocks[0].norm3) == 3
     assert not compiled_ahead
 
@@ -130,11 +130,11 @@ def test_dropout_draws_once(compiled_ahead):
     model.blocks[0].ffn.net[1].p = 0.5
     model.train()
     inputs = tiny_transformer_inputs(model)
-    outputs_of_calls(model, inputs, trp.PatchConfig())
+    outputs_of_calls(model, inputs, trp.Exact())
     assert not compiled_ahead
     model.eval()
     state = torch.get_rng_state()
-    outputs_of_calls(model, inputs, trp.PatchConfig())
+    outputs_of_calls(model, inputs, trp.Exact())
     assert len(compiled_ahead) == 1
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -142,7 +142,7 @@ def test_dropout_draws_once(compiled_ahead):
 def test_an_attention_backend_of_the_users_choice_runs_once(compiled_ahead):
     model = tiny_wan_transformer()
     with attention_backend("_native_math"):
-        outputs_of_calls(model, tiny_transformer_inputs(model), trp.PatchConfig())
+        outputs_of_calls(model, tiny_transformer_inputs(model), trp.Exact())
     assert not compiled_ahead
 
 
@@ -156,7 +156,7 @@ def test_an_attention_function_of_the_users_runs_once(compiled_ahead, monkeypatc
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
     model = tiny_wan_transformer(layers=3)
-    outputs_of_calls(model, tiny_transformer_inputs(model), trp.PatchConfig(attention=attention))
+    outputs_of_calls(model, tiny_transformer_inputs(model), trp.Exact(attention=attention))
     assert len(compiled_ahead) == 1
     assert len(calls) == 2 * 3 * 2  # calls, blocks, attentions
 
@@ -183,7 +183,7 @@ def test_nothing_that_it_computed_is_kept(compiled_ahead, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda x, *size, **kw: new_empty(x, *size, **kw).fill_(torch.nan))
     model = tiny_wan_transformer()
     inputs = tiny_transformer_inputs(model)
-    outputs = outputs_of_calls(model, inputs, trp.PatchConfig(implementation="triton"))
+    outputs = outputs_of_calls(model, inputs, trp.Exact(implementation="triton"))
     assert len(compiled_ahead) == 1
     assert all(output.isfinite().all() for output in outputs)
 
@@ -200,7 +200,7 @@ def test_no_kernel_of_a_block_is_compiled_where_it_is_launched(dtype, size, tmp_
 
     model = tiny_wan_transformer(heads=4, head_dim=128, ffn_dim=2048, dtype=dtype).cuda()
     inputs = {name: on_gpu(value) for name, value in tiny_transformer_inputs(model, **size).items()}
-    config = trp.PatchConfig(cuda_graph="off")
+    config = trp.Exact(cuda_graph="off")
     expected = outputs_of_calls(model, inputs, config)
     forget_compiled_kernels()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -132,7 +132,7 @@ def test_pipelines_with_guidance_generate_the_same(tape, variant):
     pipe = tiny_wan_pipeline(variant)
     call = tiny_call(variant, num_inference_steps=4, guidance_scale=4.0)
     generate = lambda: pipe(**call, generator=torch.Generator().manual_seed(3)).frames  # noqa: E731
-    with trp.patch(pipe, trp.PatchConfig(cuda_graph="off")):
+    with trp.patch(pipe, trp.Exact(cuda_graph="off")):
         expected = generate()
     with trp.patch(pipe, AUTO) as patch:
         for _ in range(2):
@@ -321,12 +321,12 @@ def test_large_calls_run_eagerly_unless_asked(tape, monkeypatch):
     warm(pair, inputs)
     assert_eager(pair, inputs_for(pair[0], width=8), "too large to gain")
     trp.restore(pair[0])
-    trp.patch(pair[0], trp.PatchConfig(cuda_graph="on"))
+    trp.patch(pair[0], trp.Exact(cuda_graph="on"))
     warm(pair, inputs_for(pair[0], width=8))
 
 
 SIZES = {"1.3B": (1536, 12, 8960), "14B": (5120, 40, 13824)}
-QUANTIZED, SPARSE = trp.PatchConfig(tier="quantized"), trp.PatchConfig(tier="sparse", topk=0.1)
+QUANTIZED, SPARSE = trp.Quantized(), trp.Sparse(topk=0.1)
 
 
 @pytest.mark.parametrize(
@@ -436,8 +436,8 @@ def test_off_and_cpu():
     with trp.patch(model, AUTO) as patch:
         run(model, inputs)
         assert "CUDA graphs (auto): none now: cpu tensors; 0 calls replayed" in patch.summary()
-    with trp.patch(model, trp.PatchConfig(cuda_graph="off")) as patch:
+    with trp.patch(model, trp.Exact(cuda_graph="off")) as patch:
         assert "forward" not in model.__dict__
         assert "CUDA graphs (off): none now: cuda_graph='off'" in patch.summary()
     with pytest.raises(ValueError, match="cuda_graph='always' is unknown; accepted are auto, on, off"):
-        trp.PatchConfig(cuda_graph="always")
+        trp.Exact(cuda_graph="always")

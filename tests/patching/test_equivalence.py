@@ -59,7 +59,7 @@ def captured_block_inputs(model, inputs):
 def test_fp32_blocks_match_unpatched(variant, implementation, device):
     model, inputs = model_and_inputs(variant, torch_device(device), torch.float32)
     block_inputs = captured_block_inputs(model, inputs)
-    with torch.no_grad(), trp.patch(model, trp.PatchConfig(implementation=implementation)):
+    with torch.no_grad(), trp.patch(model, trp.Exact(implementation=implementation)):
         for block, args in zip(model.blocks, block_inputs, strict=True):
             expected = type(block).forward(block, *args)
             assert relative_error(block(*args), expected) <= 1e-5
@@ -72,22 +72,22 @@ def test_fp32_blocks_match_unpatched(variant, implementation, device):
 def test_low_precision_blocks_are_no_further_from_the_oracle(variant, attention, dtype):
     model, inputs = model_and_inputs(variant, torch.device("cuda"), dtype, heads=4, ffn_dim=512)
     block_inputs = captured_block_inputs(model, inputs)
-    with torch.no_grad(), trp.patch(model, trp.PatchConfig(attention=attention)):
+    with torch.no_grad(), trp.patch(model, trp.Exact(attention=attention)):
         for block, args in zip(model.blocks, block_inputs, strict=True):
             oracle = type(block).forward(fp32_copy(block), *(in_fp32(arg) for arg in args))
             assert_no_worse(block(*args), type(block).forward(block, *args), oracle)
 
 
 @pytest.mark.parametrize("on", DEVICES)
-@pytest.mark.parametrize("left_out", [None, *trp.PatchConfig().fuse])
+@pytest.mark.parametrize("left_out", [None, *trp.Exact().fuse])
 def test_the_residual_of_a_bf16_block_is_rounded_less_between_its_skips(left_out, on):
     model, inputs = model_and_inputs("t2v", on, torch.bfloat16)
-    fuse = [group for group in trp.PatchConfig().fuse if group != left_out]
+    fuse = [group for group in trp.Exact().fuse if group != left_out]
     args = captured_block_inputs(model, inputs)[0]
     oracle = type(model.blocks[0]).forward(fp32_copy(model.blocks[0]), *(in_fp32(arg) for arg in args))
     outputs = {}
     for residual in ("fp16", "same"):
-        with trp.patch(model, trp.PatchConfig(residual=residual, fuse=fuse)) as patch:
+        with trp.patch(model, trp.Exact(residual=residual, fuse=fuse)) as patch:
             name = {"fp16": "float16, divided by 32", "same": "bfloat16"}[residual]
             assert f"residual between a block's skips: {name}" in patch.summary()
             with torch.no_grad():
@@ -126,7 +126,7 @@ def test_a_norm_of_a_held_residual_is_that_of_the_residual():
     x = 1e-3 * torch.randn(1, 5, 64) / HELD.scale
     scale, shift = torch.randn(2, 1, 1, 64)
     expected = norm(HELD.scale * x) * (1 + scale) + shift
-    call = Call(trp.PatchConfig(), x.device, torch.float32, None, active_backend())
+    call = Call(trp.Exact(), x.device, torch.float32, None, active_backend())
     steps = layers.layer_norm(norm, HELD, call), layers.layer_norm_by_module(norm, HELD, call, "asked for")
     for step in steps:
         assert relative_error(step.run(x, scale, shift), expected) <= 1e-5
@@ -137,7 +137,7 @@ def test_forward_mode_derivatives_keep_the_dtype():
     x, *rest = captured_block_inputs(model, inputs)[0]
     outputs = {}
     for residual in ("fp16", "same"):
-        config, plain = trp.PatchConfig(residual=residual), sdpa_kernel(SDPBackend.MATH)
+        config, plain = trp.Exact(residual=residual), sdpa_kernel(SDPBackend.MATH)
         with trp.patch(model, config), torch.no_grad(), plain, fwAD.dual_level():
             outputs[residual] = fwAD.unpack_dual(model.blocks[0](fwAD.make_dual(x, torch.ones_like(x)), *rest))
     assert torch.equal(outputs["fp16"].tangent, outputs["same"].tangent)
@@ -161,7 +161,7 @@ def test_one_prompt_serves_several_latents(variant, implementation, device):
     inputs["encoder_hidden_states"] = inputs["encoder_hidden_states"][:1]
     with torch.no_grad():
         expected = model(**inputs)[0]
-        with trp.patch(model, trp.PatchConfig(implementation=implementation)):
+        with trp.patch(model, trp.Exact(implementation=implementation)):
             assert relative_error(model(**inputs)[0], expected) <= 1e-5
 
 
@@ -176,9 +176,9 @@ def test_a_context_without_tokens_adds_nothing(variant, implementation, device):
         inputs["encoder_hidden_states"] = inputs["encoder_hidden_states"][:, :0]
     with torch.no_grad():
         expected = model(**inputs)[0]
-        with trp.patch(model, trp.PatchConfig(implementation=implementation)):
+        with trp.patch(model, trp.Exact(implementation=implementation)):
             assert relative_error(model(**inputs)[0], expected) <= 1e-5
-    with trp.patch(model, trp.PatchConfig(implementation=implementation)):
+    with trp.patch(model, trp.Exact(implementation=implementation)):
         model(**inputs)[0].square().mean().backward()
     assert all(parameter.grad is not None for parameter in model.blocks.parameters())
 
@@ -201,7 +201,7 @@ def test_runs_of_equal_timesteps_are_embedded_once(implementation, on, mode):
     shared = lambda: getattr(model.condition_embedder, SHARED)  # noqa: E731
     with mode():
         expected = model(**inputs)[0]
-        with trp.patch(model, trp.PatchConfig(implementation=implementation, cuda_graph="off")):
+        with trp.patch(model, trp.Exact(implementation=implementation, cuda_graph="off")):
             output = model(**inputs)[0]
             assert output.is_inference() == expected.is_inference()
             assert relative_error(output, expected) <= 1e-5
@@ -288,12 +288,12 @@ def test_linears_in_fp32_follow_pytorchs_tf32_setting():
     assert 0.5 < relative_error(*ours) / difference < 2
 
 
-@pytest.mark.parametrize("group", trp.PatchConfig().fuse)
+@pytest.mark.parametrize("group", trp.Exact().fuse)
 def test_groups_can_be_left_out(group):
     model, inputs = model_and_inputs("t2v", "cpu", torch.float32)
     with torch.no_grad():
         expected = model(**inputs)[0]
-        with trp.patch(model, trp.PatchConfig(fuse=[group])) as patch:
+        with trp.patch(model, trp.Exact(fuse=[group])) as patch:
             assert relative_error(model(**inputs)[0], expected) <= 1e-5
             asked = [row for row in patch.rows() if "not in fuse" not in row.reasons]
     assert asked
@@ -316,7 +316,7 @@ def test_the_fused_forward_runs(monkeypatch):
     model, inputs = model_and_inputs("t2v", "cpu", torch.float32)
     with torch.no_grad():
         expected = model(**inputs)[0]
-        with trp.patch(model, trp.PatchConfig(implementation="triton")):
+        with trp.patch(model, trp.Exact(implementation="triton")):
             for op in ("linear_qkv", "linear_skip", "linear_gelu", "layer_norm_modulate", "rms_norm_rope", "attention"):
                 with monkeypatch.context() as context:
                     right = getattr(layers.kernels, op)

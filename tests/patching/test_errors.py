@@ -62,16 +62,16 @@ def test_unknown_options():
     model = tiny_wan_transformer()
     with pytest.raises(ValueError, match="preset 'fast' is unknown; accepted are exact"):
         trp.patch(model, "fast")
-    with pytest.raises(TypeError, match="config is a dict"):
+    with pytest.raises(TypeError, match=r"config is \{\}; give a configuration"):
         trp.patch(model, {})
     with pytest.raises(ValueError, match="residual='fp32' is unknown; accepted are fp16, same"):
-        trp.PatchConfig(residual="fp32")
+        trp.Exact(residual="fp32")
     with pytest.raises(ValueError, match="fuse='attn' is unknown; accepted are self_attention"):
-        trp.PatchConfig(fuse=["attn"])
+        trp.Exact(fuse=["attn"])
     with pytest.raises(ValueError, match="is a string"):
-        trp.PatchConfig(fuse="self_attention")
+        trp.Exact(fuse="self_attention")
     with pytest.raises(ValueError, match="attention='flash'"):
-        trp.PatchConfig(attention="flash")
+        trp.Exact(attention="flash")
     with pytest.raises(ValueError, match="implementation='cuda'"):
-        trp.PatchConfig(implementation="cuda")
+        trp.Exact(implementation="cuda")
     assert "forward" not in model.blocks[0].__dict__

@@ -203,7 +203,7 @@ def test_a_changed_model_is_not_replayed(tape, name):
 
 
 def test_a_processors_class_that_runs_something_else_is_not_replayed(tape):
-    pair = make_models(config=trp.PatchConfig(fuse=(), cuda_graph="auto"))
+    pair = make_models(config=trp.Exact(fuse=(), cuda_graph="auto"))
     inputs = inputs_for(pair[0])
     warm(pair, inputs)
     before = run(pair[1], inputs)
@@ -372,7 +372,7 @@ def test_lora_fused_and_unloaded_between_two_calls_is_not_missed(tape):
 )
 def test_an_8_bit_weight_that_is_written_to_is_read_by_the_next_replays(tape, write):
     """Its 8-bit values lie where they lay; that they were converted anew is no change of the model."""
-    pair = make_models(config=trp.PatchConfig(tier="quantized"))
+    pair = make_models(config=trp.Quantized())
     inputs = inputs_for(pair[0])
     warm(pair, inputs)
     for _ in range(2):

@@ -43,7 +43,7 @@ def test_gpu_steps_prompts_and_sizes(variant, attention):
     pair = cuda_pair(options)
     for model, mode in zip(pair, ("auto", "off"), strict=True):
         trp.restore(model)
-        trp.patch(model, trp.PatchConfig(attention=attention, cuda_graph=mode))
+        trp.patch(model, trp.Exact(attention=attention, cuda_graph=mode))
     calls = [cuda_inputs(pair[0], seed=seed, **call, **size) for size in ({}, {"height": 10}) for seed in (7, 11)]
     held = []
     for _ in range(4):
@@ -155,7 +155,7 @@ def break_a_capture():
         q.sum().item()
         return attention(q, *args, **kwargs)
 
-    pair = cuda_pair(config=trp.PatchConfig(attention="sdpa", cuda_graph="auto"))
+    pair = cuda_pair(config=trp.Exact(attention="sdpa", cuda_graph="auto"))
     inputs = cuda_inputs(pair[0])
     stream = torch.cuda.current_stream()
     torch.nn.functional.scaled_dot_product_attention = waiting
@@ -171,7 +171,7 @@ def test_gpu_pipelines_with_guidance_generate_the_same(variant):
     pipe = tiny_wan_pipeline(variant, torch.bfloat16).to("cuda")
     call = tiny_call(variant, num_inference_steps=4, guidance_scale=4.0)
     generate = lambda: pipe(**call, generator=torch.Generator().manual_seed(3)).frames  # noqa: E731
-    with trp.patch(pipe, trp.PatchConfig(cuda_graph="off")):
+    with trp.patch(pipe, trp.Exact(cuda_graph="off")):
         expected = generate()
     with trp.patch(pipe, AUTO) as patch:
         for _ in range(2):

@@ -55,7 +55,7 @@ def _storage(tensor):
 @pytest.mark.parametrize("options", [{}, I2V], ids=["t2v", "i2v"])
 def test_a_sub_layer_frees_what_it_needs_no_more_before_its_result_is_allocated(options, monkeypatch):
     model = tiny_wan_transformer(layers=1, **options)
-    trp.patch(model, trp.PatchConfig(implementation="triton"))
+    trp.patch(model, trp.Exact(implementation="triton"))
     results = Results(monkeypatch)
     for name in FREED:
         results.keep(name)
@@ -82,7 +82,7 @@ def test_only_many_runs_of_timesteps_make_a_block_compute_modulation_for_every_t
     model = tiny_wan_transformer(layers=1, dtype=torch.bfloat16)
     inputs = tiny_transformer_inputs(model, batch=1, frames=2, height=16, width=16)
     inputs["timestep"] = per_token(128, runs)
-    trp.patch(model, trp.PatchConfig(implementation="torch"))
+    trp.patch(model, trp.Exact(implementation="torch"))
     (block,), largest = model.blocks, Largest()
     forward = block.forward
 
@@ -112,7 +112,7 @@ def test_a_patched_forward_peaks_no_higher(variant):
         inputs["timestep"] = per_token(8192, 2)
     inputs = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
     unpatched = peak_memory(model, inputs)
-    with trp.patch(model, trp.PatchConfig(cuda_graph="off")):
+    with trp.patch(model, trp.Exact(cuda_graph="off")):
         assert peak_memory(model, inputs) <= unpatched
 
 

@@ -94,7 +94,7 @@ def check(name, patch, model, ran):
 
 def patched(name, options=None, **config):
     model = tiny_family_transformer(name, **(options or {"layers": 2 if name == "wan" else 3}))
-    return model, trp.patch(model, trp.PatchConfig(implementation="triton", **config))
+    return model, trp.patch(model, trp.Exact(implementation="triton", **config))
 
 
 def fused(rows, step):
@@ -146,7 +146,7 @@ def test_an_attention_that_is_called_as_a_whole_has_the_same_steps(ran):
 def test_a_step_that_some_blocks_lack_is_counted_where_it_is():
     """Of the three blocks the middle one alone computes its self-attention in 8 bits."""
     model = tiny_family_transformer("wan", layers=3)
-    config = trp.PatchConfig(tier="sparse", attention="block_sparse", exact_layers=(1, 1), min_tokens=0)
+    config = trp.BlockSparse(exact_layers=(1, 1), min_tokens=0)
     steps = {row.step: row for row in trp.patch(model, config).rows() if row.sub_layer == "self_attention"}
     assert list(steps) == [
         "norm + modulation",

@@ -10,13 +10,13 @@ import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
 
-CONFIGS = [trp.PatchConfig(), trp.PatchConfig(implementation="triton")]
+CONFIGS = [trp.Exact(), trp.Exact(implementation="triton")]
 
 
 @pytest.fixture(params=["auto", "triton"])
 def models(request):
     patched, plain = (tiny_wan_transformer().requires_grad_(False) for _ in range(2))
-    trp.patch(patched, trp.PatchConfig(implementation=request.param))
+    trp.patch(patched, trp.Exact(implementation=request.param))
     return patched, plain
 
 

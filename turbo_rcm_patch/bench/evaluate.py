@@ -17,12 +17,11 @@ from functools import partial
 import torch
 from diffusers import DiffusionPipeline
 
-from ..config import PatchConfig, resolve_config
+from ..config import BlockSparse, PatchConfig, Sparse, resolve_config
 from ..patching import patch
 from ..shapes.grammar import Scene, draw_scene
 from ..shapes.judge import SCORED, decode, score
 from ..shapes.render import FRAMES, HEIGHT, WIDTH
-from ..tiers import BLOCK_SPARSE, SPARSE
 from .environment import Environment, describe_environment
 from .metrics import frame_psnr
 
@@ -258,9 +257,9 @@ def _name_of(config: PatchConfig | str) -> str:
 
 def label_of(name: str, config: PatchConfig) -> str:
     """A variant's name with what its sparse attention keeps, if it has such: "sparse, topk 0.1, blocks 16×16"."""
-    if config.tier.name != SPARSE.name:
+    if not isinstance(config, (Sparse, BlockSparse)):
         return name
-    keeps = f"mass {config.mass:g}" if config.tier == BLOCK_SPARSE else f"topk {config.topk:g}"
+    keeps = f"mass {config.mass:g}" if isinstance(config, BlockSparse) else f"topk {config.topk:g}"
     blocks = "" if config.blocks is None else f", blocks {'×'.join(map(str, config.blocks))}"
     return f"{name}, {keeps}{blocks}"
 

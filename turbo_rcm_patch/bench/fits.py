@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..config import PatchConfig
+from ..config import Quantized
 from ..kernels.quantized import FP8
 from ..patching.families import family_of
 from ..patching.steps.sparse_linear import why_not_replaceable
@@ -98,7 +98,7 @@ def _bytes(model: nn.Module, dtype: torch.dtype) -> int:
 
 def _bytes_in_8_bits(model: nn.Module, dtype: torch.dtype) -> int:
     family = family_of(model)
-    linears = convertible_linears(model, family.linears(model), PatchConfig(tier=QUANTIZED)).values()
+    linears = convertible_linears(model, family.linears(model), Quantized()).values()
     saved = sum(linear.weight.numel() * (dtype.itemsize - FP8.itemsize) for linear in linears)
     return _bytes(model, dtype) - saved + sum(FP32_BYTES * (linear.out_features + 1) for linear in linears)
 

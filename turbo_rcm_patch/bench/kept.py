@@ -8,10 +8,10 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import nn
 
 from .. import kernels
+from ..config import BlockSparse
 from ..patching.families.wan.block import QuantizedSelfAttention
 from ..patching.steps.block_sparse import block_sizes, why_dense
 from ..patching.steps.plan import state_of
-from ..tiers import BLOCK_SPARSE
 from .parts import self_attention_inputs, trace_of
 
 
@@ -29,7 +29,7 @@ def kept_share_of(block: nn.Module, oracle: nn.Module, args: tuple) -> float | N
     Wan's. oracle and args: as of `part_errors`, whose q and k count."""
     state = state_of(block)
     config, latest = state.shared.config, state.plans.latest
-    if config.tier != BLOCK_SPARSE or type(block) is not WanTransformerBlock or latest is None:
+    if not isinstance(config, BlockSparse) or type(block) is not WanTransformerBlock or latest is None:
         return None
     quantized = isinstance(getattr(state.plans.ran, "self_attention", None), QuantizedSelfAttention)
     if why_dense(block.attn1, latest.stream, latest.call, quantized=quantized) is not None:

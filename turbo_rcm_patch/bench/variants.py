@@ -17,11 +17,10 @@ from diffusers import ContextParallelConfig, DiffusionPipeline
 from torch import nn
 from torch._inductor import config as inductor_config
 
-from ..config import PatchConfig
+from ..config import BlockSparse, Exact, PatchConfig, Quantized
 from ..patching import Patch, patch
 from ..patching.apply import transformers_of
 from ..patching.weights.read_only import EightBitWeight
-from ..tiers import BLOCK_SPARSE, EXACT
 
 UNPATCHED, COMPILED, PATCHED = "unpatched", "torch.compile", "patched"
 COMPILED_AFTER_A_CHANGE = "torch.compile, the step after a new scale"
@@ -44,10 +43,10 @@ def single_process(pipe: DiffusionPipeline, config: PatchConfig, with_compile: b
     """The variants on one device; switching off leaves the pipeline as it was."""
     switches: dict[str, Switch] = {UNPATCHED: contextlib.nullcontext, COMPILED: _CompiledBlocks(pipe)}
     spare_memory = 0
-    if config.tier != EXACT:
-        switches[EXACT_PATCH] = lambda: patch(pipe, PatchConfig(cuda_graph=config.cuda_graph))
-        if config.tier == BLOCK_SPARSE:
-            switches[DENSE_PATCH] = lambda: patch(pipe, PatchConfig(tier="quantized", cuda_graph=config.cuda_graph))
+    if not isinstance(config, Exact):
+        switches[EXACT_PATCH] = lambda: patch(pipe, Exact(cuda_graph=config.cuda_graph))
+        if isinstance(config, BlockSparse):
+            switches[DENSE_PATCH] = lambda: patch(pipe, Quantized(cuda_graph=config.cuda_graph))
         if with_compile and _has_torchao() and getattr(pipe, "transformer_2", None) is None:
             switches[TORCHAO], spare_memory = _torchao_float8(pipe)
     switches[PATCHED] = lambda: patch(pipe, config)

@@ -14,13 +14,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..checkpoints.files import COMPONENTS
-from ..config import PatchConfig, resolve_config
+from ..config import BlockSparse, Exact, PatchConfig, resolve_config
 from ..patching import patch
 from ..patching.families.vae import vae_state
 from ..patching.steps.plan import state_of
 from ..patching.weights.convert import is_quantized
 from ..patching.weights.linear_8bit import QuantizedLinear
-from ..tiers import BLOCK_SPARSE, EXACT, ErrorLimits, is_low_precision
+from ..tiers import EXACT, ErrorLimits, is_low_precision
 from .decoding import decode_oracle, decoded, latents_for, without_tf32
 from .kept import KeptShare, kept_share_of
 from .metrics import relative_l2
@@ -186,7 +186,9 @@ def verify(
     the unpatched block and the oracle attend sparsely too, by the reference, and where they are compared all three keep
     the key blocks that the oracle chooses. The pipeline is left as it was found.
     """
-    config = replace(resolve_config(config), restorable=True)  # the checks need the weights
+    config = resolve_config(config)
+    if not config.restorable:  # the checks need the weights
+        config = replace(config, restorable=True)
     limits = config.limits
     checks: list[BlockCheck] = []
     parts: list[PartCheck] = []
@@ -208,7 +210,7 @@ def verify(
             unpatched = type(block).forward(_plain_twin(block), *args, **kwargs)
             if step in (1, pipe.num_timesteps):
                 checks.append(_check(name, step, block, args, kwargs, patched, unpatched, limits))
-                if config.tier != EXACT:
+                if not isinstance(config, Exact):
                     parts.extend(_check_parts(name, step, block, args, limits))
                 kept.extend(_kept(name, step, block, args))
             if self_attention_is_sparse(block):
@@ -306,7 +308,7 @@ def _check_parts(name: str, step: int, block: nn.Module, args: tuple, limits: Er
 
 
 def _kept(name: str, step: int, block: nn.Module, args: tuple) -> Iterator[KeptShare]:
-    if state_of(block).shared.config.tier == BLOCK_SPARSE:
+    if isinstance(state_of(block).shared.config, BlockSparse):
         share = kept_share_of(block, _wide_twin(block, args), args)
         if share is not None:
             yield KeptShare(name, step, share)

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..config import PRESETS, resolve_config
+from ..config import PRESETS, Exact, options_of, presets_with, resolve_config
 from ..recipes import RECIPES
-from ..tiers import EXACT
 from .errors import CommandError
 from .files import check_ffmpeg, check_output, check_plot
 
@@ -155,15 +154,20 @@ def _check_preset(arguments: argparse.Namespace) -> None:
     except ValueError as error:
         raise CommandError(f"--preset: {error}") from None
     for option, value in sparsity_of(arguments).items():
+        name = f"--{option.replace('_', '-')}"
+        if option not in options_of(type(config)):
+            raise CommandError(
+                f"{name} is an option of --preset {' and '.join(presets_with(option))}, not of {arguments.preset}; "
+                "leave it out, or choose that preset."
+            )
         try:
             replace(config, **{option: value})
         except ValueError as error:
-            name = f"--{option.replace('_', '-')}"
-            raise CommandError(f"{name} with --preset {arguments.preset}: {error}") from None
+            raise CommandError(f"{name}: {error}") from None
 
 
 def sparsity_of(arguments: argparse.Namespace) -> dict[str, float | int]:
-    """The fields of PatchConfig that --topk, --mass and --min-tokens give."""
+    """Return the options of the configuration that --topk, --mass and --min-tokens give."""
     values = {option: getattr(arguments, option) for option in SPARSITY}
     return {option: value for option, value in values.items() if value is not None}
 
@@ -207,7 +211,7 @@ def _check_comparison(arguments: argparse.Namespace) -> None:
 def _check_conversion(arguments: argparse.Namespace) -> None:
     if arguments.preset not in PRESETS:
         raise CommandError(f"--preset {arguments.preset} is unknown; accepted are {', '.join(PRESETS)}.")
-    if PRESETS[arguments.preset].tier == EXACT:
+    if isinstance(PRESETS[arguments.preset], Exact):
         for option, value in (("--format", arguments.format), ("--keep", arguments.keep)):
             if value:
                 raise CommandError(

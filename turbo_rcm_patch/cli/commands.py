@@ -183,11 +183,12 @@ def _fits(arguments: argparse.Namespace) -> list[Fit]:
 def _convert(arguments: argparse.Namespace) -> int:
     device = choose_device(arguments)
     capability = (8, 0) if arguments.format == "int8" else capability_of(device)
+    config = PRESETS[arguments.preset]
     try:
         convert_model(
             arguments.source,
             arguments.target,
-            replace(PRESETS[arguments.preset], keep=arguments.keep),
+            replace(config, keep=arguments.keep) if arguments.keep else config,
             capability=capability,
             dtype=getattr(torch, arguments.dtype or "bfloat16"),
             device=device,

@@ -14,7 +14,7 @@ from diffusers.utils import load_image
 
 from .. import embedded
 from ..bench.cases import CASES, add_random_projections, add_structure, build_pipeline, structured_inputs
-from ..config import PRESETS, PatchConfig
+from ..config import PRESETS, BlockSparse, PatchConfig, Sparse
 from ..patching import use_distilled, use_rcm
 from ..patching.apply import transformers_of
 from ..patching.sampling.use_distilled import recognise_loaded
@@ -22,7 +22,6 @@ from ..patching.weights.turbodiffusion import load_projections
 from ..recipes import RCM_STEPS, recipe_names
 from ..scheduler import FewStepScheduler, RCMScheduler
 from ..shapes import grammar
-from ..tiers import SPARSE
 from .checks import SizeRules, check_pipeline_class, is_distilled, size_rules, sparsity_of, step_counts
 from .errors import CommandError
 
@@ -53,12 +52,13 @@ def choose_config(arguments: argparse.Namespace) -> PatchConfig:
     """--preset, with --topk, --mass and --min-tokens; sparse attention of the embedded model in blocks of its size."""
     config = replace(PRESETS[arguments.preset], **sparsity_of(arguments))
     is_embedded = arguments.model is None and getattr(arguments, "config", None) is None
-    return replace(config, blocks=embedded.SLA_BLOCKS) if is_embedded and config.tier.name == SPARSE.name else config
+    is_sparse_attention = isinstance(config, (Sparse, BlockSparse))
+    return replace(config, blocks=embedded.SLA_BLOCKS) if is_embedded and is_sparse_attention else config
 
 
 def is_sparse(arguments: argparse.Namespace) -> bool:
-    """Whether --preset is one of the sparse tier."""
-    return PRESETS[arguments.preset].tier == SPARSE
+    """True if --preset is the sparse tier, whose weights have proj_l."""
+    return isinstance(PRESETS[arguments.preset], Sparse)
 
 
 def load_pipeline(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[str, object]]:

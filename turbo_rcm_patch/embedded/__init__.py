@@ -37,8 +37,7 @@ def load_embedded_pipeline(
     The weights are stored in fp16; modules that Wan keeps in fp32 are fp32 in every dtype. Sample it with ``use_rcm``.
 
     sla: load the weights that scripts/training/train_sparse.py fine-tuned to sparse-linear attention, with its
-    projections. They are for ``trp.patch(pipe, trp.PatchConfig(tier="sparse", blocks=SLA_BLOCKS))``: without it
-    attention is dense.
+    projections. They are for ``trp.patch(pipe, trp.Sparse(blocks=SLA_BLOCKS))``: without it attention is dense.
     Worth it in 4 steps and at the default topk of 0.1: in 1 step from 0.2 on, in 2 from 0.3 on, the dense weights show
     more of their captions without it (results/README.md).
     """

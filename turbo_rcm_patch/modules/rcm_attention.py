@@ -26,7 +26,6 @@ from ..kernels import INT8, Quantized, QuantizedWeight, reference
 from ..kernels.coefficient import canonical_coefficient
 from ..kernels.dispatch import KERNEL_DTYPES
 from ..plain import is_autocast, is_transformed, linear_of, why_not_linear
-from ..tiers import QUANTIZED
 from .eight_bit_copies import EightBitCopies
 
 
@@ -159,7 +158,7 @@ class FusedRCMAttention(TwoPassRCMAttention):
         return super()._run(x, residual, c_skip, c_out)
 
     def _why_exact(self, x, *others) -> str | None:
-        if PRESETS[self.preset].tier != QUANTIZED:
+        if self.preset != "quantized":
             return f"preset {self.preset!r}"
         if self.head_dim not in kernels.HEAD_DIMS_8BIT:
             return f"head_dim {self.head_dim}"

@@ -10,8 +10,7 @@ import torch
 from diffusers import AutoencoderKLWan
 
 from ..checkpoints.files import COMPONENTS
-from ..config import PatchConfig, resolve_config
-from ..tiers import BLOCK_SPARSE, SPARSE
+from ..config import BlockSparse, PatchConfig, Sparse, resolve_config
 from .families import SUPPORTED, check_supported, family_of
 from .families import vae as wan_vae
 from .families.family import Binding, ModelGraphs, graph_of
@@ -31,7 +30,7 @@ _JOURNAL = "_turbo_rcm_patch_journal"  # the attribute of a patched model that h
 
 
 # By tier: why a model cannot be patched, as a sentence or None, from its name and its self-attentions.
-_REFUSALS = {SPARSE: why_not_sparse, BLOCK_SPARSE: why_trained_otherwise}
+_REFUSALS = {Sparse: why_not_sparse, BlockSparse: why_trained_otherwise}
 
 
 class PatchError(RuntimeError):
@@ -42,7 +41,7 @@ class Patch:
     """A patch of one or more models: its summary, and how to undo it. As a context manager it restores on exit.
 
     Attributes:
-        config: the PatchConfig.
+        config: the configuration.
         transformers: the patched models by their name in the pipeline.
         vae: the VAE whose decoder is patched, or that `patch` left unpatched for a reason. None if there is no VAE.
     """
@@ -159,7 +158,7 @@ def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
             `families`, or an AutoencoderKLWan. A pipeline's VAE of another class is not changed. A VAE that is patched
             already, because pipelines share it, keeps that patch. A VAE that was patched alone is restored with this
             pipeline.
-        config: a PatchConfig or the name of a preset ("exact").
+        config: a configuration (`Exact`, `Quantized`, `Sparse`, `BlockSparse`) or the name of a preset.
 
     Raises:
         PatchError: the model is of an unknown family, patched already, compiled, or under a hook that holds its old
@@ -168,10 +167,10 @@ def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
         ValueError, TypeError: the preset is unknown, or the config has another type or does not fit the model.
     """
     config = resolve_config(config)
-    if config.tier in _REFUSALS:
+    if type(config) in _REFUSALS:
         models, _ = _models_of(target)
         check_patchable(models)
-        why_not = _REFUSALS[config.tier]
+        why_not = _REFUSALS[type(config)]
         problems = [why_not(name, family_of(model).self_attentions(model)) for name, model in models.items()]
         if any(problems):
             raise PatchError("cannot patch: " + " ".join(filter(None, problems)))
@@ -181,7 +180,7 @@ def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
 def replace_computation(journal: Journal, transformer: torch.nn.Module, config: PatchConfig) -> None:
     """Change what a tier changes besides forwards: attention processors, and weights that it stores in 8 bits."""
     family = family_of(transformer)
-    if config.tier == SPARSE:
+    if isinstance(config, Sparse):
         use_processors(journal, family.self_attentions(transformer), config)
     if config.in_8_bits("linears"):
         convert_weights(journal, convertible_linears(transformer, family.linears(transformer), config))

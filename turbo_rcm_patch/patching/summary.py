@@ -12,12 +12,11 @@ from diffusers.utils.torch_utils import get_module_execution_device
 from torch import nn
 
 from .. import kernels
-from ..config import PatchConfig
+from ..config import BlockSparse, PatchConfig, Sparse
 from ..kernels.choice import measured
 from ..kernels.choice.measured import Verdict
 from ..plain import is_sharded
 from ..tables import table
-from ..tiers import BLOCK_SPARSE, BLOCK_SPARSE_ATTENTION, SPARSE
 from .families import family_of
 from .families import vae as wan_vae
 from .families.family import BlockPlan, Blocks
@@ -117,7 +116,7 @@ def transformer_section(name: str, transformer: nn.Module) -> Section:
     notes += [CUT_OFF] if shared.saturation.happened() else []
     notes += filter(None, [weights_note(transformer), shared.added_error, _exact_steps(config)])
     notes += [*_measurements("attention and linears", "attention", device), *beside_exact(_slower(config, device))]
-    footer = f"{DENSE_FOOTER}; {FOOTER}" if config.tier == BLOCK_SPARSE else FOOTER
+    footer = f"{DENSE_FOOTER}; {FOOTER}" if isinstance(config, BlockSparse) else FOOTER
     return Section(tables, [*notes, *family.notes(transformer), footer])
 
 
@@ -183,10 +182,8 @@ def _slower(config: PatchConfig, device: torch.device) -> dict[str, Verdict]:
 
 def _measured_parts(config: PatchConfig) -> list[str]:
     """Return the parts of the tier that turbo-rcm tune measures: those in 8 bits."""
-    is_block_sparse = config.attention == BLOCK_SPARSE_ATTENTION
-    sparse = measured.BLOCK_SPARSE if is_block_sparse else measured.SPARSE_LINEAR
-    attention = sparse if config.tier.name == SPARSE.name else measured.ATTENTION_8BIT
-    parts = {"attention": attention, "linears": measured.LINEARS_8BIT}
+    attentions = {Sparse: measured.SPARSE_LINEAR, BlockSparse: measured.BLOCK_SPARSE}
+    parts = {"attention": attentions.get(type(config), measured.ATTENTION_8BIT), "linears": measured.LINEARS_8BIT}
     return [part for name, part in parts.items() if config.in_8_bits(name)]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from scripts.benchmarks.lora import ALONE, RESCALED, SWITCHED, WITHOUT
 from scripts.tools.pages.charts import chart_file, milliseconds, model_of, names_of, real_models
 from turbo_rcm_patch.bench.variants import COMPILED, COMPILED_AFTER_A_CHANGE, DENSE_PATCH, EXACT_PATCH
-from turbo_rcm_patch.tiers import BLOCK_SPARSE, EXACT, QUANTIZED, SPARSE
+from turbo_rcm_patch.tiers import EXACT, TIERS
 
 from .cells import bold, speedup, table_of, versions
 from .ops import WEIGHTS
@@ -283,8 +283,8 @@ def _video_rows(name: str, run: dict) -> Iterator[list[str]]:
 
 def _error_limit(run: dict, compiled: float | None) -> float | None:
     """What is asked of a step: ACCURACY_FACTOR times torch.compile's error, or the tier's own limit."""
-    tier = {"quantized": QUANTIZED, "sparse": SPARSE, "block_sparse": BLOCK_SPARSE}.get(run["settings"].get("preset"))
-    if tier is not None:
+    tier = TIERS[run["settings"].get("preset", EXACT.name)]
+    if tier is not EXACT:
         return tier.limits.step
     return None if compiled is None else ACCURACY_FACTOR * compiled
 

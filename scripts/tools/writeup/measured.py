@@ -12,7 +12,7 @@ from turbo_rcm_patch.bench.report import format_seconds
 from turbo_rcm_patch.bench.variants import EXACT_PATCH
 from turbo_rcm_patch.config import PRESETS
 from turbo_rcm_patch.tables import table
-from turbo_rcm_patch.tiers import EXACT, SPARSE, TIERS
+from turbo_rcm_patch.tiers import EXACT, TIERS
 
 from .block_rows import blocks_by_tier, rows_table, saved_outside_attention, shares_table, steps_by_tier
 
@@ -136,7 +136,7 @@ def sparse_accuracy_table(runs: dict) -> str | None:
     rows = [["blocks of", "preset", "of", "largest rel. L2 to fp32", "the tier allows"]]
     for run in runs.values():
         preset = run.get("settings", {}).get("preset", EXACT.name)
-        if "blocks" in run and run["settings"].get("config") and PRESETS[preset].tier.name == SPARSE.name:
+        if "blocks" in run and run["settings"].get("config") and preset in ("sparse", "block_sparse"):
             limits, parts = PRESETS[preset].tier.limits, {part["part"]: part for part in run["parts"]}
             errors = {"a block": (run["blocks"]["patched_error"], limits.block)}
             errors |= {f"its {name.replace('_', '-')}": (parts[name]["error"], limits.part) for name in SUB_LAYERS}

@@ -48,7 +48,7 @@ def train_sparse(run: Run, pipe: WanPipeline, latent_shape: tuple[int, ...], num
     optimizer = adamw(learned, LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = warmup_and_cosine(optimizer, num_steps, warmup=10)
     stage = Stage(run, "sparse", num_steps, student=student, optimizer=optimizer, schedule=schedule)
-    config = trp.PatchConfig(tier="sparse", quantize=(), blocks=SLA_BLOCKS)
+    config = trp.Sparse(quantize=(), blocks=SLA_BLOCKS)
     with trp.patch(student, config), _attention_of(student) as attended, _attention_of(teacher) as wanted:
         for step in stage.steps():
             for block in student.blocks:

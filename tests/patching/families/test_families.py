@@ -25,7 +25,7 @@ def test_fp32_models_match_unpatched(name, implementation, device):
     device = torch_device(device)
     model = tiny_family_transformer(name).to(device)
     expected = output_of(name, model, device)
-    with trp.patch(model, trp.PatchConfig(implementation=implementation)):
+    with trp.patch(model, trp.Exact(implementation=implementation)):
         assert relative_error(output_of(name, model, device), expected) <= 1e-5
 
 
@@ -47,7 +47,7 @@ def test_one_prompt_serves_several_latents(name, implementation, device):
     model = tiny_family_transformer(name).to(device)
     prompts = {key: v[:1] for key, v in tiny_family_inputs(name, model).items() if key.startswith("encoder_hidden")}
     expected = output_of(name, model, device, **prompts)
-    with trp.patch(model, trp.PatchConfig(implementation=implementation)):
+    with trp.patch(model, trp.Exact(implementation=implementation)):
         assert relative_error(output_of(name, model, device, **prompts), expected) <= 1e-5
 
 

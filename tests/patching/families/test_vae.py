@@ -88,11 +88,11 @@ def test_a_pipelines_video_is_the_same(variant):
 def test_left_out_by_the_option():
     pipe = tiny_wan_pipeline()
     before = attributes(pipe.vae)
-    with trp.patch(pipe, trp.PatchConfig(vae=False)) as patch:
+    with trp.patch(pipe, trp.Exact(vae=False)) as patch:
         assert attributes(pipe.vae) == before
         assert patch.vae is None
         assert "vae" not in patch.summary().replace("vae=False", "")
-    with trp.patch(pipe.vae, trp.PatchConfig(vae=False)):  # asked for by itself
+    with trp.patch(pipe.vae, trp.Exact(vae=False)):  # asked for by itself
         assert is_patched(pipe.vae)
 
 
@@ -228,12 +228,12 @@ def test_a_shared_vae_is_patched_once_and_restored_with_the_last(by_function, fi
 def test_the_summary_says_whose_options_a_shared_vae_has():
     first, second = two_pipelines()
     line = "patched by another call of patch, whose options stay: vae=True, vae_chunk=1, implementation='auto'"
-    ours = trp.patch(first, trp.PatchConfig(vae_chunk=1))
+    ours = trp.patch(first, trp.Exact(vae_chunk=1))
     for options in ({"vae": False}, {"vae_chunk": 4}, {}):
-        with trp.patch(second, trp.PatchConfig(**options)) as patch:
+        with trp.patch(second, trp.Exact(**options)) as patch:
             assert line in patch.summary()
             assert "1 latent frames at a time" in patch.summary()
-    with trp.patch(second, trp.PatchConfig(vae_chunk=1)) as patch:
+    with trp.patch(second, trp.Exact(vae_chunk=1)) as patch:
         assert "another call" not in patch.summary()
     assert "another call" not in ours.summary()
 

@@ -46,7 +46,7 @@ def check(kind, z, off, set_up=lambda vae: None, **config):
     expected = decode(vae, z)
     assert expected.std() > 0.3  # there is something to compare
     off()
-    trp.patch(vae, trp.PatchConfig(**config))
+    trp.patch(vae, trp.Exact(**config))
     actual = decode(vae, z)
     assert actual.shape == expected.shape
     assert actual.is_contiguous()
@@ -63,7 +63,7 @@ def test_any_number_of_frames_in_chunks_of_any_size(kind, frames, diffusers_deco
     assert expected.shape[2] == 1 + 4 * (frames - 1)
     diffusers_decoder_is_off()
     for chunk in (None, 1, 2, 3, 4):
-        with trp.patch(vae, trp.PatchConfig(vae_chunk=chunk)):
+        with trp.patch(vae, trp.Exact(vae_chunk=chunk)):
             assert relative_error(decode(vae, z), expected) <= FP32, chunk
 
 
@@ -82,10 +82,10 @@ def test_the_first_decode_compiles_its_kernels_ahead_and_gives_the_same(monkeypa
         raise KeyboardInterrupt
 
     monkeypatch.setattr(kernels, "compile_ahead", interrupt)
-    with trp.patch(vae, trp.PatchConfig(implementation="triton")), pytest.raises(KeyboardInterrupt):
+    with trp.patch(vae, trp.Exact(implementation="triton")), pytest.raises(KeyboardInterrupt):
         decode(vae, z)
     monkeypatch.setattr(kernels, "compile_ahead", lambda run: (runs.append(run), real(run)))
-    with trp.patch(vae, trp.PatchConfig(implementation="triton")):
+    with trp.patch(vae, trp.Exact(implementation="triton")):
         with torch.enable_grad():
             vae.decode(z.clone().requires_grad_())
         assert not runs
@@ -94,11 +94,11 @@ def test_the_first_decode_compiles_its_kernels_ahead_and_gives_the_same(monkeypa
         assert len(runs) == 1
         with recorded(launched.append), torch.no_grad():
             runs[0]()
-    with trp.patch(vae, trp.PatchConfig(implementation="triton")):
+    with trp.patch(vae, trp.Exact(implementation="triton")):
         decode(vae, z)
         assert len(runs) == 1
     assert {launch.kernel.fn.__name__ for launch in launched} >= {"_conv_skip_kernel", "_rms_norm_silu_kernel"}
-    trp.patch(vae, trp.PatchConfig(implementation="torch"))
+    trp.patch(vae, trp.Exact(implementation="torch"))
     decode(vae, z)
     assert len(runs) == 1
 
@@ -260,7 +260,7 @@ def test_each_norm_and_each_convolution_is_one_launch(monkeypatch):
     """As recorded for a GPU that is not there, and on which convolutions were measured."""
     monkeypatch.setattr(kernels, "why_conv", lambda *_: None)
     vae = tiny_vae()
-    patch = trp.patch(vae, trp.PatchConfig(vae_chunk=1))
+    patch = trp.patch(vae, trp.Exact(vae_chunk=1))
     vae.to("meta")
     with meta_is_gpu((8, 0), compile_without_gpu.MULTIPROCESSORS):
         launches = compile_without_gpu.record_launches(lambda: decode(vae, tiny_latents(1).to("meta")), (8, 0))
@@ -281,7 +281,7 @@ def test_other_decoders_of_the_class(diffusers_decoder_is_off):
         vae = AutoencoderKLWan(**options).eval()
         z = tiny_latents(4)
         expected = decode(vae, z)
-        with trp.patch(vae, trp.PatchConfig(vae_chunk=2)):
+        with trp.patch(vae, trp.Exact(vae_chunk=2)):
             assert relative_error(decode(vae, z), expected) <= FP32, temporal
 
 
@@ -294,7 +294,7 @@ def test_on_a_gpu(kind, diffusers_decoder_is_off):
     unpatched = decode(vae, z).cpu()
     diffusers_decoder_is_off()
     for chunk in (None, 1, 3):
-        with trp.patch(vae, trp.PatchConfig(vae_chunk=chunk)) as patch:
+        with trp.patch(vae, trp.Exact(vae_chunk=chunk)) as patch:
             assert_no_worse(decode(vae, z).cpu(), unpatched, oracle)
             assert "norm + SiLU  Triton" in patch.summary()
 

@@ -94,9 +94,9 @@ def patched_peak(size, tiles=False):
 def test_a_decode_takes_less_than_diffusers(size):
     vae, z = real(size)
     unpatched, patched = peak(vae, z), patched_peak(size)
-    with trp.patch(vae, trp.PatchConfig(vae_chunk=1)):
+    with trp.patch(vae, trp.Exact(vae_chunk=1)):
         least = peak(vae, z)
-    with trp.patch(vae, trp.PatchConfig(vae_chunk=4)):
+    with trp.patch(vae, trp.Exact(vae_chunk=4)):
         most = peak(vae, z)
     assert least < patched < unpatched
     assert patched < most
@@ -161,7 +161,7 @@ def test_no_convolution_gets_more_elements_than_32_bits_count():
 
 def test_the_config_says_how_much_is_taken_at_a_time():
     words = " ".join(trp.PatchConfig.__doc__.split())
-    assert f"as many more as fit in {WORKING_SET >> 30} GiB ({TILES_WORKING_SET >> 20} MiB of a tile)" in words
+    assert f"as many more as fit in {WORKING_SET >> 30} GiB ({TILES_WORKING_SET >> 20} MiB for a tile)" in words
 
 
 def test_the_option_counts_latent_frames():

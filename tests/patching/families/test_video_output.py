@@ -245,7 +245,7 @@ def test_a_later_wrapper_holds_up_restore():
 
 def test_vae_false_leaves_the_output_alone():
     pipe = tiny_wan_pipeline()
-    with trp.patch(pipe, trp.PatchConfig(vae=False)) as patch:
+    with trp.patch(pipe, trp.Exact(vae=False)) as patch:
         assert "postprocess_video" not in vars(pipe.video_processor)
         assert "video output: diffusers' own: vae=False" in patch.summary()
 

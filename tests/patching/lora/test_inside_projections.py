@@ -80,7 +80,7 @@ def test_errs_no_more_against_fp32_than_unpatched(of_adapters):
 @pytest.mark.parametrize("lora_bias", [False, True])
 def test_the_kernels_take_layers_of_several_ranks(lora_bias):
     """Of q, k and v only two have a LoRA, of unequal ranks, and with two adapters one goes beyond a step of ranks."""
-    config = trp.PatchConfig(implementation="triton")
+    config = trp.Exact(implementation="triton")
     targets = ["to_q", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
     options = {"targets": targets, "lora_bias": lora_bias}
     patched, plain, _ = make_pair(config, rank_pattern={"to_v": 7, "ffn.net.2": 61}, **options)
@@ -371,7 +371,7 @@ def test_on_sm_90_the_queries_of_a_prompt_have_their_lora_in_one_gemm(capability
 
 def test_the_queries_of_a_prompt_say_why_pytorch_has_them():
     model = tiny_wan_transformer(layers=1, dtype=torch.bfloat16)
-    patch = trp.patch(model, trp.PatchConfig(linears="torch"))
+    patch = trp.patch(model, trp.Exact(linears="torch"))
     add_lora(model)
     model.to("meta")
     inputs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in tiny_transformer_inputs(model).items()}

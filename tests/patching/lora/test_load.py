@@ -14,7 +14,7 @@ from turbo_rcm_patch.patching.lora import load as loaded_lora
 from turbo_rcm_patch.patching.lora.load import LoadedLora
 from turbo_rcm_patch.patching.weights import group_offload
 
-FREED = trp.PatchConfig(tier="quantized", restorable=False)
+FREED = trp.Quantized(restorable=False)
 FORMATS = {
     "lightx2v": lora_files.lightx2v,
     "lightning": lambda model: lora_files.lightning(model, 64, (8.0, 64.0, 16.0)),
@@ -344,7 +344,7 @@ def test_gpu_a_recorded_graph_sees_differences_and_their_undoing(preset):
     pipe = tiny_wan_pipeline(dtype=torch.bfloat16, head_dim=128).to("cuda")
     file = lora_files.lightx2v(copy.deepcopy(pipe.transformer).cpu())
     file.tensors = {key: tensor for key, tensor in file.tensors.items() if ".diff" in key}
-    config = trp.PatchConfig(cuda_graph="on") if preset == "exact" else "quantized"
+    config = trp.Exact(cuda_graph="on") if preset == "exact" else "quantized"
     inputs = {
         name: value.cuda() if isinstance(value, torch.Tensor) else value
         for name, value in tiny_transformer_inputs(pipe.transformer.cpu()).items()

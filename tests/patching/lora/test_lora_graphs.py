@@ -58,7 +58,7 @@ def test_a_distilled_lora_is_taken_off_under_the_patch(tape, tmp_path):
     pipes = tiny_wan_pipeline(), tiny_wan_pipeline()
     path = str(lightning(pipes[0].transformer, rank=4).save(tmp_path / "lightning.safetensors"))
     for pipe, mode in zip(pipes, ("auto", "off"), strict=True):
-        trp.patch(pipe, trp.PatchConfig(cuda_graph=mode))
+        trp.patch(pipe, trp.Exact(cuda_graph=mode))
     pair = [pipe.transformer for pipe in pipes]
     inputs = inputs_for(pair[0])
     warm(pair, inputs)
@@ -88,7 +88,7 @@ def test_ten_scales_in_a_row_are_replayed(tape):
     [
         (["to_q", "condition_embedder.time_proj"], AUTO),
         (["to_q", "proj_out"], AUTO),
-        (ALL, trp.PatchConfig(cuda_graph="auto", fuse=("self_attention", "cross_attention"))),
+        (ALL, trp.Exact(cuda_graph="auto", fuse=("self_attention", "cross_attention"))),
     ],
 )
 def test_scales_of_layers_that_are_called_make_new_graphs(tape, targets, config):

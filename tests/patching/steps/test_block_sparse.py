@@ -1,4 +1,4 @@
-"""attention="block_sparse" in patched models: where it runs, where it is dense and why, and what it is refused for."""
+"""Block-sparse attention in patched models: where it runs, where it is dense and why, and what it is refused for."""
 
 import copy
 from functools import partial
@@ -26,9 +26,7 @@ BLOCKS = (4, 4)  # of the tiny models' 18 tokens
 
 
 def config(**options):
-    return trp.PatchConfig(
-        **{"tier": "sparse", "attention": "block_sparse", "quantize": (), "min_tokens": 0, "blocks": BLOCKS} | options
-    )
+    return trp.BlockSparse(**{"quantize": (), "min_tokens": 0, "blocks": BLOCKS} | options)
 
 
 @pytest.fixture
@@ -79,7 +77,7 @@ def test_in_every_family(name, calls):
 def test_8_bits_and_not(calls):
     model = tiny_wan_transformer()
     inputs = tiny_transformer_inputs(model)
-    quantized = outputs(model, trp.PatchConfig(tier=QUANTIZED), inputs)
+    quantized = outputs(model, trp.Quantized(), inputs)
     dense = outputs(model, config(mass=1.0, quantize=("attention", "linears")), inputs)
     assert {name for name, *_ in calls} == {"block_sparse_attention_8bit"}
     # As the quantized tier, but that what attention gives is rounded to 8 bits by its reader.
@@ -108,7 +106,7 @@ def test_lora(calls):
 def test_short_videos_are_dense_and_the_summary_says_so(quantize, calls):
     model = tiny_wan_transformer()
     inputs = tiny_transformer_inputs(model)
-    expected = outputs(model, trp.PatchConfig(tier=QUANTIZED, quantize=quantize), inputs)
+    expected = outputs(model, trp.Quantized(quantize=quantize), inputs)
     with trp.patch(model, config(quantize=quantize, min_tokens=19, mass=0.2)) as patch:
         assert torch.equal(run(model, inputs), expected)
         assert f"18 tokens, fewer than min_tokens=19 ({len(model.blocks)})" in patch.summary()
@@ -129,7 +127,7 @@ def test_exact_layers(quantize, calls):
         assert "exact_layers=(1, 1) (2)" in patch.summary()
         reasons = [[state_of(block).exactly for block in blocks] for blocks in (model.blocks, model.vace_blocks)]
     assert reasons == [["exact_layers=(1, 1)", None, "exact_layers=(1, 1)"], ["exact_layers=(1, 1)"] * 2]
-    exact = outputs(model, trp.PatchConfig(tier=QUANTIZED, quantize=()), inputs)
+    exact = outputs(model, trp.Quantized(quantize=()), inputs)
     assert torch.equal(outputs(model, config(quantize=quantize, exact_layers=(0, 9)), inputs), exact)
 
 
@@ -269,5 +267,7 @@ def test_a_model_of_sparse_linear_attention_is_refused():
 
 
 def test_the_sparse_preset_names_it_where_a_model_has_no_proj_l():
-    with pytest.raises(trp.PatchError, match="attention='block_sparse'"):
+    with pytest.raises(
+        trp.PatchError, match="another preset: 'block_sparse', whose sparse attention needs no training"
+    ):
         trp.patch(tiny_wan_transformer(), "sparse")

@@ -270,7 +270,7 @@ def test_gradients_are_diffusers(ranks):
 @torch.no_grad()
 def test_a_quantized_model_takes_the_exact_attention_and_8_bit_linears(ranks):
     model, inputs = model_and_inputs("ulysses")
-    with trp.patch(model, trp.PatchConfig(tier="quantized", quantize=["linears"])):
+    with trp.patch(model, trp.Quantized(quantize=["linears"])):
         alone = model(**inputs)[0]
     for results in ranks:
         for (output, summary), reason in zip(

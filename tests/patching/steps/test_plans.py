@@ -32,7 +32,7 @@ def events(monkeypatch):
 @families
 def test_a_forward_looks_for_changes_once_before_its_first_block(events, name):
     model = tiny_family_transformer(name)
-    with trp.patch(model, trp.PatchConfig(cuda_graph="off")):
+    with trp.patch(model, trp.Exact(cuda_graph="off")):
         output_of(name, model)
         blocks = events.count("run")
         assert events.count("decide") == blocks >= 2
@@ -67,7 +67,7 @@ def test_a_block_that_is_called_alone_looks_at_itself(events):
 @torch.no_grad()
 def test_changes_after_a_forward_that_failed_count(events):
     model, plain = tiny_wan_transformer(), tiny_wan_transformer()
-    with trp.patch(model, trp.PatchConfig(cuda_graph="off")):
+    with trp.patch(model, trp.Exact(cuda_graph="off")):
         expected = output_of("wan", model)
         handle = model.blocks[0].register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -101,7 +101,7 @@ class Parked:
 def test_weights_that_are_there_only_while_a_block_runs_are_no_change(events):
     model = tiny_wan_transformer()
     expected = output_of("wan", model)
-    with trp.patch(model, trp.PatchConfig(cuda_graph="off")):
+    with trp.patch(model, trp.Exact(cuda_graph="off")):
         for block in model.blocks:
             Parked(block)
         for _ in range(3):
@@ -111,7 +111,7 @@ def test_weights_that_are_there_only_while_a_block_runs_are_no_change(events):
 
 def test_a_copy_of_a_model_looks_at_its_own_blocks(events):
     model = tiny_wan_transformer()
-    with trp.patch(model, trp.PatchConfig(cuda_graph="off")):
+    with trp.patch(model, trp.Exact(cuda_graph="off")):
         output_of("wan", model)
         twin = copy.deepcopy(model)
         output_of("wan", twin)

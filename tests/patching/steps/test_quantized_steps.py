@@ -16,7 +16,6 @@ from turbo_rcm_patch.patching import use_rcm
 from turbo_rcm_patch.patching.families.wan.block import QuantizedSelfAttention, WanCall, decide, wan_block
 from turbo_rcm_patch.patching.steps import exact as layers
 from turbo_rcm_patch.patching.steps.plan import Call, Stream, active_backend, state_of
-from turbo_rcm_patch.tiers import QUANTIZED
 
 BLOCKS = 2
 FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
@@ -28,7 +27,7 @@ SCHEDULERS = {
 
 
 def config(exact_steps, **options):
-    return trp.PatchConfig(tier=QUANTIZED, exact_steps=exact_steps, **options)
+    return trp.Quantized(exact_steps=exact_steps, **options)
 
 
 @pytest.fixture

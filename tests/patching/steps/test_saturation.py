@@ -7,7 +7,7 @@ import torch
 import turbo_rcm_patch as trp
 from tests.patching.test_equivalence import DEVICES, captured_block_inputs, model_and_inputs
 
-REMEDY = "Patch with trp.PatchConfig(residual='same')"
+REMEDY = "Patch with residual='same'"
 
 
 def block_inputs(on, largest):
@@ -67,7 +67,7 @@ def test_another_model_is_not_accused(on, caplog):
 def test_a_replayed_graph_says_so(caplog):
     """What saturates there is found in the next call."""
     model, inputs = model_and_inputs("t2v", "cuda", torch.bfloat16)
-    with torch.no_grad(), trp.patch(model, trp.PatchConfig(cuda_graph="on")) as patch:
+    with torch.no_grad(), trp.patch(model, trp.Exact(cuda_graph="on")) as patch:
         for _ in range(3):
             model(**inputs)
         assert patch.graph_count == 1

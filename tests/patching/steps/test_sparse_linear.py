@@ -133,7 +133,7 @@ def test_a_model_with_projections_of_its_own_is_patched_by_the_preset_and_keeps_
     model = with_own_projections(tiny_wan_transformer())
     results = {}
     for quantize in ((), ("attention",)):
-        config = trp.PatchConfig(tier="sparse", quantize=quantize, topk=TOPK, blocks=BLOCKS)
+        config = trp.Sparse(quantize=quantize, topk=TOPK, blocks=BLOCKS)
         with trp.patch(model, config) as patch:
             results[quantize] = run(model)
             assert "SLA 3/5 blocks" in patch.summary()
@@ -150,7 +150,7 @@ def test_the_published_blocks_are_those_of_the_attention_that_was_asked_for(monk
     with_own_projections(model)
     asked = []
     monkeypatch.setattr(kernels, "sparse_block_sizes", lambda _, *, quantized: asked.append(quantized) or (5, 4))
-    with trp.patch(model, trp.PatchConfig(tier="sparse", quantize=quantize)):
+    with trp.patch(model, trp.Sparse(quantize=quantize)):
         run(model)
         model(**tiny_transformer_inputs(model))[0].sum().backward()
         model.blocks[0].attn1.register_forward_hook(lambda *_: None)

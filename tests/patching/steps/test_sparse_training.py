@@ -22,7 +22,7 @@ def test_gradients_are_those_of_the_equations(saved, quantize, checkpointing):
     if quantize:
         patch.restore()
         own_projections(model, weights)
-        config = trp.PatchConfig(tier="sparse", quantize=quantize, topk=SLA["topk"], blocks=SLA["blocks"])
+        config = trp.Sparse(quantize=quantize, topk=SLA["topk"], blocks=SLA["blocks"])
         patch = trp.patch(model, config)
     if checkpointing:
         model.train().enable_gradient_checkpointing()

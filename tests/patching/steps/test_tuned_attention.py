@@ -38,7 +38,7 @@ def run(model, config, *, grad=False):
     return output, kernels_of
 
 
-@pytest.mark.parametrize("config", [trp.PatchConfig(), trp.PatchConfig(attention="sdpa")])
+@pytest.mark.parametrize("config", [trp.Exact(), trp.Exact(attention="sdpa")])
 def test_each_attention_asks_the_faster_one_first_and_the_summary_names_it(first, config):
     model = tiny_wan_transformer()
     output, kernels_of = run(model, config)
@@ -47,19 +47,17 @@ def test_each_attention_asks_the_faster_one_first_and_the_summary_names_it(first
         "self_attention": "PyTorch SDPA (FlashAttention, by turbo-rcm tune)",
         "cross_attention": "PyTorch SDPA (FlashAttention)",  # what it asks first cannot take the call
     }
-    assert torch.equal(output, run(model, trp.PatchConfig(implementation="torch"))[0])
+    assert torch.equal(output, run(model, trp.Exact(implementation="torch"))[0])
 
 
 def test_an_image_is_attended_to_as_the_text_is(first):
     model = tiny_wan_transformer(image_dim=4, added_kv_proj_dim=128, in_channels=36)
-    run(model, trp.PatchConfig())
+    run(model, trp.Exact())
     cross = SDPBackend.CUDNN_ATTENTION
     assert first == 2 * [SDPBackend.FLASH_ATTENTION, cross, cross]
 
 
-@pytest.mark.parametrize(
-    ("config", "grad"), [(trp.PatchConfig(implementation="torch"), False), (trp.PatchConfig(), True)]
-)
+@pytest.mark.parametrize(("config", "grad"), [(trp.Exact(implementation="torch"), False), (trp.Exact(), True)])
 def test_the_reference_and_what_is_differentiated_are_as_pytorch_has_them(first, config, grad):
     _, kernels_of = run(tiny_wan_transformer(), config, grad=grad)
     assert first == 4 * [DEFAULT]
@@ -69,7 +67,7 @@ def test_the_reference_and_what_is_differentiated_are_as_pytorch_has_them(first,
 
 def test_under_torch_compile_and_bitwise_the_same():
     model = tiny_wan_transformer()
-    expected, _ = run(model, trp.PatchConfig())
+    expected, _ = run(model, trp.Exact())
     torch.compiler.reset()
     with torch.no_grad(), trp.patch(model):
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

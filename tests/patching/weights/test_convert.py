@@ -23,7 +23,6 @@ from turbo_rcm_patch.patching.weights.convert import (
     why_not_read,
 )
 from turbo_rcm_patch.patching.weights.linear_8bit import AT_ONCE, QuantizedLinear, convert
-from turbo_rcm_patch.tiers import QUANTIZED
 
 
 @pytest.fixture
@@ -84,16 +83,16 @@ def test_formats_follow_the_gpu():
     ],
 )
 def test_names_and_groups_keep_layers_as_they_are(model, options, left):
-    trp.patch(model, trp.PatchConfig(tier=QUANTIZED, **options))
+    trp.patch(model, trp.Quantized(**options))
     assert len(quantized_linears(model)) == left
 
 
 def test_a_name_that_fits_nothing_is_an_error(model):
     with pytest.raises(ValueError, match=r"keep='blok\.\*' fits no module of the WanTransformer3DModel"):
-        trp.patch(model, trp.PatchConfig(tier=QUANTIZED, keep=["blok.*"]))
+        trp.patch(model, trp.Quantized(keep=["blok.*"]))
     assert not quantized_linears(model)
     with pytest.raises(ValueError, match="keep='ffn' is a string"):
-        trp.PatchConfig(tier=QUANTIZED, keep="ffn")
+        trp.Quantized(keep="ffn")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +106,7 @@ def test_a_name_that_fits_nothing_is_an_error(model):
 )
 def test_values_of_another_kind_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        trp.PatchConfig(tier=QUANTIZED, **options)
+        trp.Quantized(**options)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

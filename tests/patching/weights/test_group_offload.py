@@ -11,11 +11,10 @@ import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch.patching.weights.convert import quantized_linears
-from turbo_rcm_patch.tiers import QUANTIZED
 
 CPU = torch.device("cpu")
-CONFIG = trp.PatchConfig(tier=QUANTIZED)
-FREED = trp.PatchConfig(tier=QUANTIZED, restorable=False)
+CONFIG = trp.Quantized()
+FREED = trp.Quantized(restorable=False)
 ERROR = 0.05
 KINDS = {"blocks": ("block_level", 1), "leaves": ("leaf_level", None)}
 

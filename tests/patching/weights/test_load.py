@@ -19,14 +19,13 @@ from turbo_rcm_patch.patching.weights.convert import quantized_linears
 from turbo_rcm_patch.patching.weights.linear_8bit import BUFFERS
 from turbo_rcm_patch.patching.weights.load import FILE, load_converted
 from turbo_rcm_patch.patching.weights.store import convert_model
-from turbo_rcm_patch.tiers import QUANTIZED
 
-CONFIG = trp.PatchConfig(tier=QUANTIZED)
+CONFIG = trp.Quantized()
 BF16 = torch.bfloat16
 
 
 def convert_folder(source, target, keep=(), **options):
-    convert_model(source, target, trp.PatchConfig(tier=QUANTIZED, keep=keep), **options)
+    convert_model(source, target, trp.Quantized(keep=keep), **options)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ ATTENTION_ALONE, LINEARS_ALONE = ("attention",), ("linears",)
 
 
 def quantized(**options):
-    return trp.PatchConfig(tier=QUANTIZED, **options)
+    return trp.Quantized(**options)
 
 
 def rows_of(patch, step, sub_layer="self_attention"):
@@ -214,10 +214,10 @@ def test_a_kept_linear_beside_others_in_8_bits(name):
             assert relative_error(model(**inputs)[0], expected) <= LIMITS.step
 
 
-@pytest.mark.parametrize("left_out", trp.PatchConfig().fuse)
+@pytest.mark.parametrize("left_out", trp.Exact().fuse)
 def test_groups_that_are_not_fused_are_not_quantised(left_out):
     model, inputs = model_and_inputs("t2v", "cpu", torch.float32)
-    groups = [group for group in trp.PatchConfig().fuse if group != left_out]
+    groups = [group for group in trp.Exact().fuse if group != left_out]
     with torch.no_grad():
         expected = model(**inputs)[0]
         with trp.patch(model, quantized(fuse=groups)) as patch:

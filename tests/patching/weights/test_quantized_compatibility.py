@@ -29,7 +29,7 @@ LIMIT = QUANTIZED.limits.step
 
 
 def quantized(**options):
-    return trp.PatchConfig(tier=QUANTIZED, **options)
+    return trp.Quantized(**options)
 
 
 def output_of(model, **overrides):

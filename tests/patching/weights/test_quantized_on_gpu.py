@@ -38,7 +38,7 @@ BLOCKS = {
 
 
 def config(**options):
-    return trp.PatchConfig(tier=QUANTIZED, **options)
+    return trp.Quantized(**options)
 
 
 @pytest.mark.parametrize(

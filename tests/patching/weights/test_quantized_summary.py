@@ -101,7 +101,7 @@ def check(model, patch, inputs, capability):
 
 
 def config(**options):
-    return trp.PatchConfig(tier=QUANTIZED, **options)
+    return trp.Quantized(**options)
 
 
 def wan(dtype=torch.bfloat16, **options):

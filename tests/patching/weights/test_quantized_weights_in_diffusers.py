@@ -26,7 +26,6 @@ from tests.patching.tape import assert_replayed, assert_same, make_models, warm
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch.patching.weights.convert import quantized_linears
 from turbo_rcm_patch.patching.weights.linear_8bit import BUFFERS, QuantizedLinear
-from turbo_rcm_patch.tiers import QUANTIZED
 
 
 @pytest.fixture
@@ -221,7 +220,7 @@ def test_compiled_blocks_are_one_graph_and_see_changes():
 
 def test_a_graph_records_no_conversion_of_another_model(tape):
     """It would convert that one in every replay, and on a GPU, which cannot record copies from the CPU, fail."""
-    other, config = tiny_wan_transformer(seed=8), trp.PatchConfig(tier=QUANTIZED, cuda_graph="auto")
+    other, config = tiny_wan_transformer(seed=8), trp.Quantized(cuda_graph="auto")
     pair = make_models(config=config)
     trp.patch(other, CONFIG)
     inputs, linear = tiny_transformer_inputs(pair[0]), other.blocks[0].ffn.net[2]
@@ -238,7 +237,7 @@ def test_a_graph_records_no_conversion_of_another_model(tape):
 
 
 def test_graphs_read_what_was_written_since(tape):
-    config = trp.PatchConfig(tier=QUANTIZED, cuda_graph="auto")
+    config = trp.Quantized(cuda_graph="auto")
     pair = make_models(config=config)
     inputs = tiny_transformer_inputs(pair[0])
     warm(pair, inputs)

@@ -60,7 +60,7 @@ def test_stored_in_8_bits_and_loaded_is_what_is_loaded_from_the_file(tmp_path, q
     """Also by way of diffusers' files."""
     path = tmp_path / "TurboWan.pth"
     turbo(path, quant=quant)
-    sparse = trp.PatchConfig(tier="sparse", **OF_PROJ_L)
+    sparse = trp.Sparse(**OF_PROJ_L)
     from_file, stored = model_of(seed=1), model_of(seed=2)
     trp.load_turbodiffusion(path, from_file, **OF_PROJ_L)
     if again:
@@ -125,7 +125,7 @@ def test_a_folder_with_one_file_is_that_file(tmp_path, preset):
 
 
 def test_two_experts_are_converted_one_by_one(tmp_path):
-    sparse = trp.PatchConfig(tier="sparse", **OF_PROJ_L)
+    sparse = trp.Sparse(**OF_PROJ_L)
     pipe, expected = tiny_wan_pipeline("wan22"), {}
     for name, seed in (("transformer", 21), ("transformer_2", 22)):
         turbo(tmp_path / f"{name}.pth", seed=seed)

@@ -37,7 +37,7 @@ def test_a_difference_merged_into_another_model(saved):
     own = [name for name in before if name.startswith("vace_")]
     assert own
     assert all(torch.equal(vace.state_dict()[name], before[name]) for name in own)
-    patch = trp.patch(vace, trp.PatchConfig(tier="sparse", quantize=(), topk=TOPK, blocks=BLOCKS))
+    patch = trp.patch(vace, trp.Sparse(quantize=(), topk=TOPK, blocks=BLOCKS))
     assert type(vace.blocks[0].attn1.processor) is SparseAttnProcessor
     assert type(vace.vace_blocks[0].attn1.processor) is not SparseAttnProcessor
     patch.restore()

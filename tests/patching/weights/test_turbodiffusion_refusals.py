@@ -106,11 +106,13 @@ def test_models_that_cannot_be_written_to_are_refused(saved, tmp_path):
         trp.merge_turbodiffusion(path, path, tiny_wan_transformer().to("meta"))
 
 
-def test_options_of_sla_mean_nothing_for_dense_weights(saved):
+def test_options_of_sla_are_refused_for_dense_weights(saved):
     model = tiny_wan_transformer()
     path = saved(official_state_dict(model))
     for options in ({"topk": 0.5}, {"blocks": (64, 64)}):
-        with pytest.raises(ValueError, match="means nothing in this version: the exact tier attends to all keys"):
+        with pytest.raises(
+            ValueError, match=r"attention='dense' has no (topk|blocks), an option of sparse attention; leave it out"
+        ):
             trp.load_turbodiffusion(path, model, attention="dense", **options)
 
 

@@ -13,11 +13,11 @@ from turbo_rcm_patch.bench.parts import LEFT_OUT, PV, QK
 from turbo_rcm_patch.bench.report import verification_table
 from turbo_rcm_patch.bench.variants import DENSE_PATCH, PATCHED, single_process
 from turbo_rcm_patch.bench.verify import verify
-from turbo_rcm_patch.config import PatchConfig, resolve_config
+from turbo_rcm_patch.config import BlockSparse, Quantized, resolve_config
 from turbo_rcm_patch.patching import use_rcm
 
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts/benchmarks/measure_block_sparsity.py"
-OPTIONS = {"tier": "sparse", "attention": "block_sparse", "quantize": (), "min_tokens": 0, "blocks": (4, 4)}
+OPTIONS = {"quantize": (), "min_tokens": 0, "blocks": (4, 4)}
 
 
 def pipeline():
@@ -43,7 +43,7 @@ def ops(monkeypatch):
 
 def test_verify_says_what_every_block_keeps(ops):
     call = tiny_call(guidance_scale=1.0, num_inference_steps=1)
-    verification = verify(pipeline(), call, config=PatchConfig(**OPTIONS, mass=0.3))
+    verification = verify(pipeline(), call, config=BlockSparse(**OPTIONS, mass=0.3))
     assert [(one.block, one.step) for one in verification.kept] == [(f"transformer.blocks.{i}", 1) for i in range(2)]
     assert [one.share for one in verification.kept] == pytest.approx(ops[::3])  # then the parts run it twice more
     assert all(0 < one.share < 1 for one in verification.kept)
@@ -55,11 +55,11 @@ def test_verify_says_what_every_block_keeps(ops):
 
 def test_verify_of_all_of_the_mass_and_of_exact_layers():
     call = tiny_call(guidance_scale=1.0, num_inference_steps=1)
-    verification = verify(pipeline(), call, config=PatchConfig(**OPTIONS, mass=1.0))
+    verification = verify(pipeline(), call, config=BlockSparse(**OPTIONS, mass=1.0))
     assert verification.ok, verification_table(verification)
     assert [one.share for one in verification.kept] == [1.0, 1.0]
     assert max(part.error for part in verification.parts) <= 1e-4
-    verification = verify(pipeline(), call, config=PatchConfig(**OPTIONS, mass=0.3, exact_layers=(0, 1)))
+    verification = verify(pipeline(), call, config=BlockSparse(**OPTIONS, mass=0.3, exact_layers=(0, 1)))
     assert [one.share < 1 for one in verification.kept] == [True, False]
 
 
@@ -68,7 +68,7 @@ def test_verify_measures_the_attention_that_runs(quantize):
     call = tiny_call(guidance_scale=1.0, num_inference_steps=1)
     errors = []
     for mass in (1.0, 0.3):
-        config = PatchConfig(**{**OPTIONS, "quantize": quantize}, mass=mass, exact_layers=(0, 1))
+        config = BlockSparse(**{**OPTIONS, "quantize": quantize}, mass=mass, exact_layers=(0, 1))
         parts = verify(pipeline(), call, config=config).parts
         sparse, dense = ({part.part: part.error for part in parts if part.block.endswith(end)} for end in ("0", "1"))
         assert not {QK, PV} & set(sparse)
@@ -145,5 +145,5 @@ def test_beside_it_runs_the_patch_whose_attention_is_dense():
     switches = single_process(pipe, resolve_config("block_sparse"), with_compile=False).switches
     assert list(switches)[-2:] == [DENSE_PATCH, PATCHED]
     with switches[DENSE_PATCH]() as applied:
-        assert applied.config == PatchConfig(tier="quantized")
+        assert applied.config == Quantized()
     assert DENSE_PATCH not in single_process(pipe, resolve_config("quantized"), with_compile=False).switches

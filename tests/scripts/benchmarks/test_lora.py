@@ -14,7 +14,7 @@ from turbo_rcm_patch.bench.cases import CASES, build_pipeline, random_inputs
 from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.compilations import compilations
 from turbo_rcm_patch.bench.variants import COMPILED, COMPILED_AFTER_A_CHANGE
-from turbo_rcm_patch.config import PatchConfig
+from turbo_rcm_patch.config import Exact
 from turbo_rcm_patch.patching import patch, use_rcm
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -53,7 +53,7 @@ def test_the_compiled_rival_compiles_anew_after_a_change(monkeypatch):
     torch.compiler.reset()
     monkeypatch.setattr(pipe.transformer, "compile_repeated_blocks", lambda: block.compile(backend="eager"))
     call = {**CALL, **random_inputs(pipe), "output_type": "latent"}
-    beside = {RESCALED: lora_variants(pipe, PatchConfig())[RESCALED]}
+    beside = {RESCALED: lora_variants(pipe, Exact())[RESCALED]}
     changed = lambda: rescaled_once(pipe)  # noqa: E731
     comparison = compare(pipe, call, with_compile=True, warmups=1, repeats=2, beside=beside, changed=changed)
     compiled = {variant.name: variant.compiled for variant in comparison.variants}
@@ -85,7 +85,7 @@ def test_variants_are_what_they_are_called():
     add_random_lora(pipe.transformer, [4, 7])
     with_lora = latents_of(pipe)
     assert relative_error(with_lora, without) > 0.01
-    config = PatchConfig()
+    config = Exact()
     switches = lora_variants(pipe, config)
     with switches[WITHOUT]():
         assert relative_error(latents_of(pipe), without) <= 1e-5

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from ...config import PatchConfig
+from ...config import Exact, PatchConfig
 from ...plain import hook_in_place_of_forward
 from ..copying import reduce_ex, refuse_replicas
 from ..journal import bind, slot_below_hooks
@@ -140,7 +140,7 @@ class Family:
             for path, block in blocks.of(transformer)
             if type(block) is not blocks.block_class or not _has_parts(block, blocks.parts)
         ]
-        modules = ((path, module) for path, module, _ in self._targets(transformer, PatchConfig()))
+        modules = ((path, module) for path, module, _ in self._targets(transformer, Exact()))
         return problems or [
             f"{name}.{path} has a {hook} that holds its old forward; patch first, then add hooks (such as sequential "
             "offload)."

@@ -12,8 +12,7 @@ from functools import partial
 from torch import nn
 
 from ... import kernels
-from ...config import PatchConfig
-from ...tiers import BLOCK_SPARSE
+from ...config import BlockSparse, PatchConfig
 from .context_parallel import ulysses_attention
 from .plan import REFERENCE, Call, Step, Stream
 from .sparse_linear import SelfAttentions, has_projection
@@ -35,7 +34,7 @@ def why_trained_otherwise(name: str, attentions: SelfAttentions) -> str | None:
 
 def layers_attended_exactly(config: PatchConfig, count: int) -> Mapping[int, str]:
     """Of so many blocks, by their index, those that exact_layers names, with the reason."""
-    if config.exact_layers is None:
+    if not isinstance(config, BlockSparse) or config.exact_layers is None:
         return {}
     first, last = config.exact_layers
     return {i: f"exact_layers={(first, last)}" for i in range(count) if i < first or i >= count - last}
@@ -48,7 +47,7 @@ def why_dense(attn: nn.Module, stream: Stream, call: Call, *, quantized: bool) -
     What diffusers' dispatch or several GPUs do with it is another question (exact.py).
     """
     config = call.config
-    if config.tier != BLOCK_SPARSE:
+    if not isinstance(config, BlockSparse):
         return f"{config.tier.name} tier"
     if call.exactly is not None or call.derivative is not None:
         return call.exactly or "autograd"

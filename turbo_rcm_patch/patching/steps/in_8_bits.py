@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ... import kernels
+from ...config import Exact, Sparse
 from ...kernels import FP8, INT8, Quantized
-from ...tiers import BLOCK_SPARSE, QUANTIZED
 from ..lora.inside_projections import Linears
 from ..weights.convert import DTYPES, bias_bound, quantized_weight, why_not_read
 from .plan import MODULE, REFERENCE, Call, Step, Stream
@@ -178,9 +178,9 @@ def why_not_attention(attn: nn.Module, call: Call) -> str | None:
     What diffusers' dispatch or several GPUs do with it is another question (exact.py).
     """
     config = call.config
-    if config.tier not in (QUANTIZED, BLOCK_SPARSE):
+    if isinstance(config, (Exact, Sparse)):
         return f"{config.tier.name} tier"
-    if "attention" not in config.quantize:
+    if not config.in_8_bits("attention"):
         return "not in quantize"
     head_dim = attn.inner_dim // attn.heads
     if head_dim not in kernels.HEAD_DIMS_8BIT:

@@ -173,8 +173,8 @@ def why_not_sparse(name: str, attentions: SelfAttentions) -> str | None:
         return None
     return (
         f"{name} has no proj_l, which weights that were trained with sparse-linear attention (SLA) bring; load them "
-        "with trp.load_turbodiffusion, take attention='block_sparse' (the preset 'block_sparse'), which needs no "
-        "training, or the preset 'exact' or 'quantized'."
+        "with trp.load_turbodiffusion, or take another preset: 'block_sparse', whose sparse attention needs no "
+        "training, 'exact' or 'quantized'."
     )
 
 

@@ -60,7 +60,7 @@ def convertible_linears(
 
     Raises ValueError for a name in ``config.keep`` that fits no module.
     """
-    if "linears" not in config.quantize:
+    if not config.in_8_bits("linears"):
         return {}
     paths: dict[nn.Module | None, list[str]] = {}  # several where a block or a part of one is in the model twice
     for path, block, name, sub_layer in linears:

@@ -19,9 +19,8 @@ from safetensors import safe_open
 from torch import nn
 
 from ...checkpoints.files import COMPONENTS
-from ...config import PatchConfig, resolve_config
+from ...config import Exact, PatchConfig, Quantized, Sparse, resolve_config
 from ...kernels.quantized import FP8, INT8, QuantizedWeight
-from ...tiers import EXACT, SPARSE
 from ..apply import Patch, PatchError, apply_patch, check_patchable, transformers_of
 from ..families import FAMILIES, SUPPORTED, family_of
 from ..journal import Journal
@@ -48,8 +47,7 @@ def load_converted(
     Args:
         folder: what ``turbo-rcm convert`` wrote.
         target: as for `patch`.
-        config: a PatchConfig of the tier that it was written for, or a preset of it; `restorable` and `keep` do not
-            count.
+        config: a configuration of the tier that it was written for, or its preset. `restorable` and `keep` are ignored.
         device: where the weights go; None: where the transformer is, the CPU for one on the meta device.
 
     Raises:
@@ -59,7 +57,7 @@ def load_converted(
     """
     config = resolve_config(config)
     if not config.in_8_bits("linears"):
-        means = f"is of the {config.tier.name} tier" if config.tier == EXACT else "has no 'linears' in quantize"
+        means = f"is of the {config.tier.name} tier" if isinstance(config, Exact) else "has no 'linears' in quantize"
         raise ValueError(
             f"weights in 8 bits are stored here, and the config {means}; take the preset it was stored for."
         )
@@ -68,14 +66,16 @@ def load_converted(
     check_patchable(models)
     try:
         folders = _folders_for(Path(folder), models)
-        stored = {name: _Stored(folders[name], model, sparse=config.tier == SPARSE) for name, model in models.items()}
+        stored = {
+            name: _Stored(folders[name], model, sparse=isinstance(config, Sparse)) for name, model in models.items()
+        }
     except ValueError as error:
         raise PatchError(f"cannot load: {error}") from None
 
     def load(journal: Journal, name: str, model: nn.Module) -> None:
         where = torch.device(device) if device is not None else _device_of(model)
         stored[name].load(journal, model, where)
-        if config.tier == SPARSE:
+        if isinstance(config, Sparse):
             use_processors(journal, family_of(model).self_attentions(model), config)
 
     return apply_patch(target, config, load)
@@ -151,7 +151,7 @@ class _Stored:
             found, preset = ("has", "sparse") if self._projections else ("has no", "quantized")
             raise ValueError(f"{self._file} {found} {PROJ_L} of sparse-linear attention; take the preset {preset!r}.")
         raise_if(f"{folder} is of another model", _config_differences(read_config(folder), model))
-        every = convertible_linears(model, family.linears(model), PatchConfig(tier="quantized"))
+        every = convertible_linears(model, family.linears(model), Quantized())
         in_8_bits = {name for name, kind in self._kinds.items() if kind.dtype in (FP8, INT8)}
         self._linears = {path: every[path] for path in every if path + WEIGHT in in_8_bits}
         raise_if(f"{self._file} does not fit the model", self._differences(model, in_8_bits))

@@ -20,8 +20,7 @@ from torch import nn
 from ...checkpoints.files import COMPONENTS
 from ...checkpoints.lazy import SUFFIXES, LazyTensor, open_tensors, shards
 from ...checkpoints.whole import WholeModel, infer_config
-from ...config import PatchConfig
-from ...tiers import EXACT, SPARSE, Tier
+from ...config import Exact, PatchConfig, Sparse
 from ..families import family_of
 from ..steps.sparse_linear import PROJ_L, is_projection
 from .convert import added_error_note, convertible_linears, format_of
@@ -49,7 +48,7 @@ def convert_model(
             a whole Wan transformer in its authors' names (checkpoints/whole.py), or a folder that holds one.
         target: a folder that does not exist yet, or is empty. It appears when all is written. For the exact tier it
             holds diffusers' own files, for the others what `load_converted` loads.
-        config: of it count the tier and `keep`.
+        config: its tier and `keep` count.
         capability: of the GPUs that will run it, which decides the 8-bit formats; None: sm_89 or newer.
         dtype: of everything else, and what the linears are rounded to before; what diffusers keeps in fp32 stays so.
         device: where to quantise; the CPU if None.
@@ -66,7 +65,7 @@ def convert_model(
     with ExitStack() as stack:
         models = _open(source, stack)
         for model in models.values():
-            _check_tier(model, config.tier)
+            _check_tier(model, config)
         jobs = {name: _Job(model, config, capability, dtype) for name, model in models.items()}
         try:
             for name, job in jobs.items():
@@ -143,8 +142,8 @@ def _of_file(source: Path, stack: ExitStack) -> _Model:
     return _Model(str(source), model, config, weights, whole.quantized)
 
 
-def _check_tier(model: _Model, tier: Tier) -> None:
-    if tier != EXACT and bool(model.projections) != (tier == SPARSE):
+def _check_tier(model: _Model, config: PatchConfig) -> None:
+    if not isinstance(config, Exact) and bool(model.projections) != isinstance(config, Sparse):
         trained, preset = ("with", "sparse") if model.projections else ("without", "quantized")
         raise ValueError(f"{model.title} was trained {trained} sparse-linear attention; give the preset {preset!r}.")
 

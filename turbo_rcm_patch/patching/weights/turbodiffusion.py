@@ -14,8 +14,7 @@ from ...checkpoints.files import COMPONENTS
 from ...checkpoints.lazy import open_tensors
 from ...checkpoints.names import modules_of
 from ...checkpoints.whole import Weight, WholeModel, cast, copy_into, parameters_of
-from ...config import PatchConfig
-from ...tiers import SPARSE
+from ...config import Exact, PatchConfig, Sparse
 from ..apply import Patch, PatchError, apply_patch, check_patchable, replace_computation, transformers_of
 from ..families import family_of
 from ..journal import Journal
@@ -39,7 +38,7 @@ def load_turbodiffusion(
     target: object,
     *,
     attention: str = "sagesla",
-    topk: float = 0.1,
+    topk: float | None = None,
     blocks: Sequence[int] | None = None,
 ) -> Patch:
     """Load TurboDiffusion's or rCM's weights into a pipeline's transformers, or one transformer, and patch it.
@@ -52,7 +51,7 @@ def load_turbodiffusion(
             are read one at a time; on the meta device they take the parameters' places.
         attention: "sagesla", sparse-linear attention and linears in 8 bits; "sla", the same in the model's dtype; or
             "dense" for weights that were trained without SLA, patched as the preset "exact".
-        topk, blocks: as of PatchConfig.
+        topk, blocks: options of `Sparse`, with its defaults. "dense" does not have them.
 
     Returns the patch. Its `summary` says what 8 bits add to the error of a "-quant" file, and its `restore` takes off
     SLA with the patch; the loaded weights stay. The sampler is another question: `use_rcm`, or `use_distilled` with the
@@ -62,7 +61,7 @@ def load_turbodiffusion(
         PatchError: as `patch`; and where a file's tensors are missing, unexpected or of another shape, all of which are
             listed as the file spells them, or it has SLA's projections and attention="dense", or the other way round.
             The model is then as it was.
-        ValueError: for an unknown attention, or a topk or blocks that PatchConfig refuses.
+        ValueError: for an unknown attention, for a topk or blocks that `Sparse` refuses, or with "dense".
     """
     config = _config_for(attention, topk, blocks)
     models = transformers_of(target)
@@ -75,7 +74,7 @@ def load_turbodiffusion(
         def prepare(journal: Journal, name: str, model: nn.Module) -> None:
             written.append(_Written(model))
             written[-1].write((own, cast(weight, like)) for own, weight, like in _weights_for(files[name], model))
-            if config.tier == SPARSE:
+            if isinstance(config, Sparse):
                 add_projections(journal, family_of(model).self_attentions(model), _projections(files[name]))
             replace_computation(journal, model, config)
             _, block = next(family_of(model).every_block(model))
@@ -101,12 +100,17 @@ def load_projections(folder: Path, pipe: object) -> None:
             add_projections(Journal(), family_of(model).self_attentions(model), _projections(files[name]))
 
 
-def _config_for(attention: str, topk: float, blocks: Sequence[int] | None) -> PatchConfig:
+def _config_for(attention: str, topk: float | None, blocks: Sequence[int] | None) -> PatchConfig:
     if attention not in ATTENTIONS:
         raise ValueError(f"attention={attention!r} is unknown; accepted are {', '.join(ATTENTIONS)}.")
+    options = {name: value for name, value in (("topk", topk), ("blocks", blocks)) if value is not None}
     if attention == "dense":
-        return PatchConfig(topk=topk, blocks=blocks)  # which refuses them where they are set
-    return PatchConfig(tier=SPARSE, quantize=IN_8_BITS[attention], topk=topk, blocks=blocks)
+        if options:
+            raise ValueError(
+                f"attention='dense' has no {' or '.join(options)}, an option of sparse attention; leave it out."
+            )
+        return Exact()
+    return Sparse(quantize=IN_8_BITS[attention], **options)
 
 
 @contextmanager

@@ -16,8 +16,8 @@ import torch
 from diffusers.models.attention import FeedForward
 from torch import nn
 
+from ....config import BlockSparse, Exact
 from ....plain import is_original, why_not_plain
-from ....tiers import BLOCK_SPARSE, EXACT
 from ...steps import block_sparse
 from ...steps import in_8_bits as quantized_layers
 from ...steps.exact import (
@@ -344,13 +344,12 @@ def _quantized_attention(attn, stream: Stream, call: Call, result: torch.dtype |
     if reason is None:
         return block_sparse.attention(attn, call, quantized=True)
     attended = quantized_layers.attention(call, result)
-    return attended._replace(reason=reason) if call.config.tier == BLOCK_SPARSE else attended
+    return attended._replace(reason=reason) if isinstance(call.config, BlockSparse) else attended
 
 
 def _wide_attention(attn, stream: Stream, call: Call, why_not_8_bits: str) -> Step:
     """A self-attention in the model's dtype, with the reason where the tier has another one."""
-    tier = call.config.tier
-    if tier == BLOCK_SPARSE:
+    if isinstance(call.config, BlockSparse):
         reason = why_not_own_attention(attn, call.backend, derivative=call.derivative)
         reason = reason or block_sparse.why_dense(attn, stream, call, quantized=False)
         if reason is not None:
@@ -359,7 +358,7 @@ def _wide_attention(attn, stream: Stream, call: Call, why_not_8_bits: str) -> St
         wanted = call.config.in_8_bits("attention") and attended.reason is None
         return attended._replace(reason=why_not_8_bits) if wanted else attended
     attended = attention(attn, call)
-    return attended if tier == EXACT else attended._replace(reason=why_not_8_bits)
+    return attended if isinstance(call.config, Exact) else attended._replace(reason=why_not_8_bits)
 
 
 def _cross_attention(block, kind: WanBlock, wan_call: WanCall, stored: Storage):

@@ -76,7 +76,7 @@ def warn_of_saturation(shared: Shared) -> None:
     if shared.has_warned or not shared.saturation.happened():
         return
     shared.has_warned = True
-    logger.warning("%s Patch with trp.PatchConfig(residual='same') to keep it in the model's dtype.", CUT_OFF)
+    logger.warning("%s Patch with residual='same' to keep it in the model's dtype.", CUT_OFF)
 
 
 def _may_compile_ahead(state: BlockState, rotary: object, *inputs: torch.Tensor) -> bool:
