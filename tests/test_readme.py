@@ -40,7 +40,7 @@ def test_the_page_says_what_wrote_the_files_that_are_of_no_gpu():
     assert [name for name in others if f"`{name}` by `" not in write_pages.INTRODUCTION.replace("\n", " ")] == []
 
 
-@pytest.mark.parametrize("page", ["README.md", "results/README.md", "docs/designs.md", "docs/writeup.md"])
+@pytest.mark.parametrize("page", ["README.md", "results/README.md", "docs/designs.md", "results/writeup.md"])
 def test_files_that_a_page_names_are_there(page):
     links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text())
     named = re.findall(r"`(results/[\w./-]+)`", (ROOT / page).read_text())

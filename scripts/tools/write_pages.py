@@ -1,4 +1,4 @@
-"""Write the results page, its charts, the README's table of steps and docs/writeup.md, from the JSON files in results/.
+"""Write results/README.md, its charts, the README's tables and results/writeup.md, from the JSON files in results/.
 
 python scripts/tools/write_pages.py
 """
@@ -48,7 +48,7 @@ from scripts.tools.writeup import write as write_writeup
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = "README.md"  # in the folder of results
 MEASURED = "<!-- measured: written by scripts/tools/write_pages.py -->", "<!-- end of measured -->"
-WRITEUP = "nvidia-h200.json"  # which docs/writeup.md tells of
+WRITEUP = "nvidia-h200.json"  # the GPU that the write-up is about
 INTRODUCTION = """# Results
 
 `python scripts/tools/write_pages.py` writes this page from the JSON files beside it. `python
@@ -67,7 +67,7 @@ def main() -> int:
     (folder / PAGE).write_text(results_page(folder))
     readme = ROOT / "README.md"
     readme.write_text(with_results(readme.read_text(), folder))
-    write_writeup(folder / WRITEUP, ROOT / "docs")
+    write_writeup(folder / WRITEUP, ROOT / "docs/writeup.md.jinja", folder)
     return 0
 
 

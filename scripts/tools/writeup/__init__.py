@@ -1,6 +1,7 @@
-"""docs/writeup.md with its drawing and its plots, all from a results file; scripts/tools/write_pages.py writes them.
+"""Write results/writeup.md with its drawing and plots from a results file, for scripts/tools/write_pages.py.
 
-The text is the template docs/writeup.md.jinja. What was not measured yet is left out, and the next run fills it in.
+The text is the template docs/writeup.md.jinja. Figures that were not measured yet are left out; the next run fills them
+in.
 """
 
 from __future__ import annotations
@@ -18,23 +19,24 @@ from .drawing import round_trip_svg
 from .measured import figures, plot_data, round_trip
 from .plots import save_plot
 
-PAGE, TEMPLATE, ROUND_TRIP = "writeup.md", "writeup.md.jinja", "round-trip.svg"
+PAGE, ROUND_TRIP = "writeup.md", "round-trip.svg"
 
 
-def write(results: Path, docs: Path) -> None:
-    """The text, the drawing and the plots of a results file, into a folder with the template."""
+def write(results: Path, template: Path, folder: Path) -> None:
+    """Write the text, the drawing and the plots of a results file into a folder."""
     read = json.loads(results.read_text())
     tiny = {name: results.with_name(file) for name, file in (("sparse", SPARSE), ("block_sparse", BLOCK_SPARSE))}
     tiny = {name: json.loads(path.read_text()) for name, path in tiny.items() if path.exists()}
-    (docs / PAGE).write_text(text_of(read, (docs / TEMPLATE).read_text(), tiny))
-    (docs / ROUND_TRIP).write_text(round_trip_svg(round_trip(read["runs"])))
+    (folder / PAGE).write_text(text_of(read, template.read_text(), tiny))
+    (folder / ROUND_TRIP).write_text(round_trip_svg(round_trip(read["runs"])))
     for name, data in plot_data(read["runs"]).items():
-        save_plot(name, data, docs / f"{name}.png")
+        save_plot(name, data, folder / f"{name}.png")
 
 
 def text_of(results: dict, template: str, tiny: dict[str, dict] | None = None) -> str:
-    """The template with the figures of a results file, and of the files beside it on the tiny model, by tier. Raises
-    jinja2.UndefinedError for a name that there is not."""
+    """Return the template with the figures of a results file and, by tier, of the tiny model's files.
+
+    Raises jinja2.UndefinedError for an unknown name in the template."""
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )

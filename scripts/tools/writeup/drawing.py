@@ -1,4 +1,4 @@
-"""The drawing of docs/writeup.md: what the skip costs as a pass of its own, and in the projection's epilogue."""
+"""The drawing of results/writeup.md: what the skip costs as a pass of its own, and in the projection's epilogue."""
 
 from __future__ import annotations
 

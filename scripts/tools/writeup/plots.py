@@ -1,4 +1,4 @@
-"""The plots of docs/writeup.md. A plot's file keeps the data that it shows, for the test that compares them."""
+"""The plots of results/writeup.md. A plot's file keeps the data that it shows, for the test that compares them."""
 
 from __future__ import annotations
 
