@@ -1,4 +1,4 @@
-"""What it costs the embedded model to keep a share of the key blocks, with and without its fine-tuning to SLA.
+"""Measure what a kept share of key blocks costs the embedded model, with and without its fine-tuning to SLA.
 
     python scripts/benchmarks/evaluate_sparse.py -n 256 --json results/sparse-tiny.json
 

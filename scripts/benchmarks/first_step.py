@@ -1,4 +1,4 @@
-"""How long the first patched step and decode take: with an empty Triton cache, and in a process that finds it filled.
+"""Time the first patched step and decode: with an empty Triton cache, and in a new process with a filled one.
 
     python scripts/benchmarks/first_step.py --config wan2.1-1.3b --json first-step.json
 

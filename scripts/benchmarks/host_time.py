@@ -1,4 +1,4 @@
-"""How long Python takes for the launches of one block: unpatched, in every tier, and with CUDA graphs.
+"""Time Python's work for the launches of one block: unpatched, in every tier, and with CUDA graphs.
 
     python scripts/benchmarks/host_time.py --config wan2.1-1.3b --json host-time.json
 

@@ -130,7 +130,7 @@ class ImplementationResults:
 
 @dataclass(frozen=True)
 class Problem:
-    """What all implementations share: x and the output's gradient [B, N, C], timesteps [B] in fp32, the state_dict."""
+    """The shared data of all implementations: x and the output's gradient [B, N, C], timesteps [B] in fp32, weights."""
 
     num_heads: int
     x: torch.Tensor
@@ -346,7 +346,7 @@ def _worst(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) ->
 
 
 def error_limit(implementation: str, two_pass_error: float) -> float:
-    """What an implementation may err where two_pass errs so much; NaN, which nothing passes, where that is NaN."""
+    """Return the largest error allowed beside two_pass's error. If that is NaN, so is the limit, and nothing passes."""
     sums = torch.float32  # of bf16 values too
     return min(IMPLEMENTATIONS[implementation].limits.allowed(two_pass_error, sums, "part"), ERROR_CEILING)
 

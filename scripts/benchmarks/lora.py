@@ -1,4 +1,4 @@
-"""What a LoRA costs: adapters with random values on a transformer, and variants to time beside it."""
+"""Adapters with random values on a transformer, and the variants that are timed beside them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def rescaled_once(pipe: DiffusionPipeline) -> contextlib.AbstractContextManager[
 
 
 def _new_scales() -> Iterator[float]:
-    """Of 0.5 up to 1, none twice."""
+    """Yield scales from 0.5 to 1, none twice."""
     return (0.5 + n * GOLDEN % 0.5 for n in itertools.count())
 
 

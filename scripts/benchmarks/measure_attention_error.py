@@ -1,4 +1,4 @@
-"""How far attention in 8 bits is from exact, on normal and structured values and on what the embedded model attends to.
+"""Measure the error of attention in 8 bits: on normal values, structured values and those of the embedded model.
 
     python scripts/benchmarks/measure_attention_error.py --json attention-error.json
 

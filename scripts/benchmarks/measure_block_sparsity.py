@@ -1,4 +1,4 @@
-"""What block-sparse attention costs the embedded model, by `mass`, for a user to choose from: in fp32.
+"""Measure what block-sparse attention costs the embedded model at each `mass`, in fp32.
 
     python scripts/benchmarks/measure_block_sparsity.py --json results/block-sparse-tiny.json
 

@@ -1,4 +1,4 @@
-"""What the benchmarks print: ops, attention modules and DRAM traffic as tables, the last two also as plots."""
+"""Print ops, attention modules and DRAM traffic as tables; plot the last two."""
 
 from __future__ import annotations
 

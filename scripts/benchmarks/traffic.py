@@ -48,7 +48,7 @@ class Call:
 
 
 class Case(Protocol):
-    """What is measured: one forward, in several implementations; the first is what the others are checked against."""
+    """One forward in several implementations, which is measured. The others are checked against the first."""
 
     implementations: Sequence[str]
 
@@ -63,10 +63,10 @@ class Case(Protocol):
         """What the implementation calls on a GPU, to be traced and not run: weights and inputs may be uninitialised."""
 
     def is_compiled(self, implementation: str) -> bool:
-        """Whether torch.compile compiles it."""
+        """True if torch.compile compiles it."""
 
     def limits(self, implementation: str) -> ErrorLimits:
-        """How far it may be from the oracle beside the first: its tier's."""
+        """The limits of its tier on its error beside the first implementation's."""
 
 
 class _TwoPassOnGpu(TwoPassRCMAttention):
@@ -137,7 +137,7 @@ class WanBlockCase:
 
     @property
     def _tokens(self) -> int:
-        """Of latents that are 4x8x8 times smaller than the video, in patches of 1x2x2."""
+        """Return the tokens of latents 4x8x8 times smaller than the video, in patches of 1x2x2."""
         case = CASES[self.config]
         return ((case.frames - 1) // 4 + 1) * (case.height // 16) * (case.width // 16)
 

@@ -92,7 +92,7 @@ def _touched_bytes(tensor: torch.Tensor) -> int:
 
 
 def _merged(ops: Sequence[_Op], results: set[StorageWeakRef]) -> list[_Op]:
-    """What torch.compile makes of ops: those between two matmuls or attentions that feed one another are one kernel.
+    """Merge ops as torch.compile does: ops between two matmuls or attentions that feed one another become one kernel.
 
     Each op has a level, the number of unmerged ops that must run before it, put off as far as its consumers allow, as
     torch.compile puts off what it can compute anew; mergeable ops of one level that feed one another form a group.
@@ -144,7 +144,7 @@ def _merge(together: Sequence[_Op], needed: set[StorageWeakRef]) -> _Op:
 
 
 def _union(parts: Iterator[Mapping[StorageWeakRef, int]]) -> dict[StorageWeakRef, int]:
-    """Of several accesses to one storage the largest: views of it lie over each other more often than side by side."""
+    """Return the largest of several accesses to one storage: views overlap more often than they lie side by side."""
     union: dict[StorageWeakRef, int] = {}
     for part in parts:
         for storage, size in part.items():

@@ -59,7 +59,7 @@ class Inspection:
         return Counter(opcode for opcode in map(_opcode, disassemble(self.asm["cubin"])) if opcode)
 
     def count(self, opcode: str) -> int:
-        """How many instructions have this opcode, or begin with it and a modifier: count("LDG"), count("LDG.E.128")."""
+        """Count the instructions with this opcode, with or without modifiers: count("LDG"), count("LDG.E.128")."""
         return sum(n for name, n in self.instructions.items() if name == opcode or name.startswith(opcode + "."))
 
 
@@ -69,7 +69,7 @@ def shared_memory_limit(capability: tuple[int, int]) -> int:
 
 
 def record_launches(call: Callable[[], object], capability: tuple[int, int]) -> list[Launch]:
-    """What ``call()`` launches with meta tensors on a GPU of this compute capability, as (9, 0)."""
+    """Return the launches of ``call()`` with meta tensors on a GPU of this compute capability, such as (9, 0)."""
     launches = []
     with meta_is_gpu(capability, MULTIPROCESSORS), recorded(launches.append):
         call()
@@ -114,7 +114,7 @@ def _short(argument: object) -> str:
 
 
 class _AbsentGPU:
-    """What Triton asks of a driver to compile: the target, and numbers of the device and its stream."""
+    """The driver's answers that Triton needs to compile: the target, and numbers of the device and its stream."""
 
     def __init__(self, capability: tuple[int, int]):
         major, minor = capability

@@ -68,7 +68,7 @@ def quantized_weight(depth: int, format: torch.dtype) -> QuantizedWeight:
 
 
 def low_rank(*, format: torch.dtype | None = None, weights: int = 1) -> LowRank:
-    """Of weights [CHANNELS, CHANNELS] in bf16 or a format."""
+    """Return the factors of a LoRA on weights [CHANNELS, CHANNELS], in bf16 or a format."""
     down = meta(weights * RANK, CHANNELS, dtype=format or BF16)
     if format is not None:
         down = QuantizedWeight(down, meta(weights * RANK, dtype=FP32), meta(dtype=FP32))
@@ -76,7 +76,7 @@ def low_rank(*, format: torch.dtype | None = None, weights: int = 1) -> LowRank:
 
 
 def formats() -> tuple[torch.dtype, ...]:
-    """Those that this GPU's kernels take."""
+    """Return the 8-bit formats that this GPU's kernels take."""
     return tuple(f for f in (INT8, FP8) if why_not_triton_on(torch.device("meta"), f, (f,)) is None)
 
 
@@ -97,7 +97,7 @@ def runs(channels: int = CHANNELS) -> Runs:
 
 @contextlib.contextmanager
 def without_gluon() -> Iterator[None]:
-    """As with a Triton whose Gluon cannot be imported: the portable kernels run on sm_90 too."""
+    """Behave as if Triton's Gluon could not be imported: the portable kernels run on sm_90 too."""
     with contextlib.ExitStack() as stack:
         for module in (attention_sm90, conv_sm90, gemm_sm90):
             stack.enter_context(mock.patch.object(module, "GLUON_ERROR", ""))

@@ -178,7 +178,7 @@ _PLACES = (
 
 
 def judge_memory(report: str) -> list[str]:
-    """Why memcheck's report is not clean; [] when it is. Prints what it found."""
+    """Return the problems in memcheck's report, and print what it found."""
     summary = re.search(r"ERROR SUMMARY: (\d+) error", report)
     if summary is None:
         return ["memcheck wrote no summary"]
@@ -188,7 +188,7 @@ def judge_memory(report: str) -> list[str]:
 
 
 def judge_races(report: str, role_reads: dict[str, set[int]], with_probes: bool) -> list[str]:
-    """Why racecheck's report is not as it should be; [] when it is. Prints a table of its races.
+    """Return the problems in racecheck's report, and print a table of its races.
 
     role_reads: as of `find_role_reads`. with_probes: whether the probes ran, of which one has a race.
     """

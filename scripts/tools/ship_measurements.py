@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def reduce_ops_run(run: dict) -> dict:
-    """What the package needs of an ops run: see kernels/choice/measured.py."""
+    """Return what the package needs from an ops run: see kernels/choice/measured.py."""
     environment = run["environment"]
     major, minor = int(environment["capability"][3:-1]), int(environment["capability"][-1])  # "sm_120" is 12.0
     return {

@@ -89,7 +89,7 @@ def with_results(text: str, folder: Path) -> str:
 
 
 def _short(path: Path) -> str:
-    """What the README shows of a GPU; empty where no step of a real model was measured on it."""
+    """Return the README's part on a GPU; empty if no step of a real model was measured on it."""
     runs = json.loads(path.read_text())["runs"]
     steps = short_steps(path, runs)
     if not steps:
@@ -101,7 +101,7 @@ def _short(path: Path) -> str:
 
 
 def _attention_errors(folder: Path) -> dict | None:
-    """Of any GPU: they are next to the same on all."""
+    """Return the attention errors of any GPU: they hardly differ between GPUs."""
     runs = (json.loads(path.read_text())["runs"] for path in result_files(folder))
     return next((run["attention-error"] for run in runs if "attention-error" in run), None)
 

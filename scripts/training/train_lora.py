@@ -180,7 +180,7 @@ def make_videos(pipe: WanPipeline, scenes: list[Scene], seed: int) -> torch.Tens
 
 
 def share(scenes, videos: torch.Tensor) -> float:
-    """Of the shapes that are seen in the scenes' colours."""
+    """Return the share of shapes that are seen in the scenes' colours."""
     counts = [scores["colour"] for scores in judge_videos(videos, list(scenes))]
     return sum(right for right, _ in counts) / sum(asked for _, asked in counts)
 

@@ -160,7 +160,7 @@ def random_prompt(pipe: DiffusionPipeline, seed: int = 0) -> torch.Tensor:
 
 
 def random_inputs(pipe: DiffusionPipeline, seed: int = 0) -> dict[str, object]:
-    """What a call of the pipeline needs beside the size: a prompt's embeddings, and a picture where one starts it."""
+    """Return random inputs for a call of the pipeline: prompt embeddings, and an image for image-to-video models."""
     return {"prompt_embeds": random_prompt(pipe, seed), **_image_of(pipe)}
 
 

@@ -1,4 +1,4 @@
-"""The same generation unpatched, under torch.compile, and patched: times, memory and how far the results are apart."""
+"""Compare a generation unpatched, under torch.compile and patched: times, memory and differences of the results."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ class Comparison:
     decode_flops: int | None = None
 
     def difference(self) -> tuple[np.ndarray, int]:
-        """How far the last variant's video, the patched one's, is from the first one's, [F, H, W, 3], amplified; and
-        by what: the largest power of two with which it stays in [0, 1]."""
+        """Return the patched video minus the first one, [F, H, W, 3], amplified, and the factor: the largest power of
+        two that keeps the difference in [0, 1]."""
         difference = np.abs(self.variants[-1].video - self.variants[0].video)
         largest = float(difference.max())
         gain = 2 ** math.floor(-math.log2(largest)) if largest else 1
@@ -167,8 +167,8 @@ def _within(outer: Switch, inner: Switch) -> Iterator[None]:
 
 @dataclass
 class Runs:
-    """Of one variant: the timings of its measured generations and how much was compiled in them, what the last one
-    made, what it left allocated in all (bytes), what the weights take (bytes), and of the patch its summary."""
+    """The measured generations of one variant: their timings and compilations, the last result, the memory that it left
+    allocated (bytes), the size of the weights (bytes), and the patch's summary."""
 
     timings: list[StageTimings] = field(default_factory=list)
     compiled: int = 0
@@ -232,7 +232,7 @@ def _with_memory(timings: StageTimings, more: int) -> StageTimings:
 
 
 class _Errors(NamedTuple):
-    """As a variant's `step_error` and `decode_error`."""
+    """A variant's `step_error` and `decode_error`."""
 
     step: float | None = None
     decode: float | None = None
@@ -266,8 +266,8 @@ class _Judge:
         return errors
 
     def _check_all_frames(self, switches: Mapping[str, Switch], limit: float) -> None:
-        """Where the oracle has the first frames only. Neither errs more in the rest, so they are no further apart than
-        both errors."""
+        """Check the frames that the oracle leaves out. If neither variant errs more there, the two are no further apart
+        than the sum of their errors."""
         if self._latents.shape[2] <= ORACLE_LATENTS:
             return
         samples = []

@@ -1,4 +1,4 @@
-"""How often something is compiled."""
+"""Count how often Triton and torch.compile compile something."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from triton import knobs
 
 @contextlib.contextmanager
 def compilations() -> Iterator[Callable[[], int]]:
-    """Gives a function that says how many kernels Triton and how many graphs torch.compile has compiled within."""
+    """Yield a function that returns how many Triton kernels and torch.compile graphs were compiled since."""
     kernels, graphs, hook = [], _graphs(), knobs.runtime.jit_post_compile_hook
 
     def counted(*arguments, **options):

@@ -14,7 +14,7 @@ SETTINGS = ("use_", "tile_")  # attributes of a VAE by which decoding in slices 
 
 @contextlib.contextmanager
 def latents_for(vae: AutoencoderKLWan) -> Iterator[list[torch.Tensor]]:
-    """The latents [B, z_dim, F, H, W] that the VAE decodes while the context lasts."""
+    """Yield a list that collects the latents [B, z_dim, F, H, W] which the VAE decodes meanwhile."""
     decode, seen = vae.decode, []
 
     def watched(z: torch.Tensor, *args, **kwargs):
@@ -33,13 +33,13 @@ def latents_for(vae: AutoencoderKLWan) -> Iterator[list[torch.Tensor]]:
 
 
 def decoded(vae: AutoencoderKLWan, z: torch.Tensor) -> torch.Tensor:
-    """The VAE's sample, as it decodes now."""
+    """Return the VAE's sample as the VAE decodes now."""
     with torch.no_grad():
         return vae.decode(z, return_dict=False)[0]
 
 
 def decode_flops(vae: AutoencoderKLWan, shape: torch.Size) -> int:
-    """Of diffusers' own decoder, not in tiles, for latents [B, z_dim, F, H, W]; counted without memory for them."""
+    """Return the FLOPs of diffusers' own decoder without tiling, for latents [B, z_dim, F, H, W]."""
     with torch.device("meta"):
         twin = type(vae).from_config(vae.config)
         with FlopCounterMode(display=False) as counted:
@@ -48,7 +48,7 @@ def decode_flops(vae: AutoencoderKLWan, shape: torch.Size) -> int:
 
 
 def decode_oracle(vae: AutoencoderKLWan, z: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The sample of diffusers' own decoder in `dtype`, fp64 or fp32 without TF32, in the VAE's slices and tiles."""
+    """Return the sample of diffusers' own decoder, in the VAE's slices and tiles. dtype: fp64, or fp32 without TF32."""
     with z.device:
         twin = type(vae).from_config(vae.config).to(dtype)
     twin.load_state_dict(vae.state_dict())
@@ -59,7 +59,7 @@ def decode_oracle(vae: AutoencoderKLWan, z: torch.Tensor, dtype: torch.dtype) ->
 
 @contextlib.contextmanager
 def without_tf32() -> Iterator[None]:
-    """fp32 is computed as fp32: products of matrices, and convolutions."""
+    """Compute matrix products and convolutions of fp32 in fp32, without TF32."""
     conv, matmul = torch.backends.cudnn.conv, torch.get_float32_matmul_precision()
     before = conv.fp32_precision
     torch.set_float32_matmul_precision("highest")

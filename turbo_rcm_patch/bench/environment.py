@@ -1,4 +1,4 @@
-"""What a measurement ran on: kept beside every figure."""
+"""The hardware and versions that a measurement ran on, which are kept beside every figure."""
 
 from __future__ import annotations
 

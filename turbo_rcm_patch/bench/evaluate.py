@@ -1,4 +1,4 @@
-"""How much of its captions a pipeline shows, unpatched and patched, and how far the frames of each are apart.
+"""Measure how much of its captions a pipeline shows, unpatched and patched, and how far the frames differ.
 
 Held-out captions of ``shapes.grammar`` are generated from the same noise by every variant, judged by ``shapes.judge``,
 and compared frame by frame with the unpatched pipeline in fp32 and with the exact tier.
@@ -216,7 +216,7 @@ def _totals(scores: Sequence[Scores]) -> list[tuple[int, int]]:
 
 @dataclass
 class _Tally:
-    """What is known of a variant so far: scores per video, PSNR per frame."""
+    """The results of a variant so far: scores per video, PSNR per frame."""
 
     scores: list[Scores] = field(default_factory=list)
     psnr_to_fp32: list[float] = field(default_factory=list)

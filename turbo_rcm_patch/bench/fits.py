@@ -1,4 +1,4 @@
-"""What a model's transformers take of a GPU's memory in each tier, from its folder's configs alone."""
+"""Estimate the GPU memory of a model's transformers in each tier, from its folder's configs alone."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class Fit:
 
     @property
     def peaks(self) -> dict[tuple[int, int, int], int]:
-        """What a step takes at most, weights included, by the same; more where every token has a timestep."""
+        """The peak memory of a step with the weights, by size. It is higher if every token has its own timestep."""
         return {size: round(AROUND * (self.weights + step)) for size, step in self.steps.items()}
 
 
 def fits(folder: Path, dtype: torch.dtype = torch.bfloat16) -> list[Fit]:
-    """What each transformer of a folder, a pipeline's or a transformer's, takes in this dtype.
+    """Return the memory of each transformer in a pipeline's or a transformer's folder, in this dtype.
 
-    A step's figure is that of the largest of a block's tensors that are alive together; attention itself, one timestep
-    for all tokens and the kernels' workspaces add little to it. Text encoder and VAE are not in it.
+    A step's figure counts the largest set of a block's tensors that are alive together. Attention itself, one timestep
+    for all tokens and the kernels' workspaces add little. The text encoder and the VAE are not counted.
 
     Raises ValueError for a folder that holds no supported transformer.
     """
@@ -104,9 +104,11 @@ def _bytes_in_8_bits(model: nn.Module, dtype: torch.dtype) -> int:
 
 
 def _bytes_per_token(model: nn.Module, dtype: torch.dtype, tier: Tier) -> int:
-    """Of a block's tensors that are alive together, where they are most: in the self-attention the residual, q, k and v
-    before and after their norm, or in 8 bits, or for sparse-linear attention in both; in the feed-forward the block's
-    input, the residual, the normed and the wide one."""
+    """Return the bytes per token of the largest set of a block's tensors that are alive together.
+
+    In the self-attention these are the residual and q, k and v before and after their norm, or in 8 bits, or for
+    sparse-linear attention in both. In the feed-forward they are the block's input, the residual, the normed and the
+    wide tensor."""
     config, wide = model.config, dtype.itemsize
     dim = config.num_attention_heads * config.attention_head_dim
     if tier == EXACT:

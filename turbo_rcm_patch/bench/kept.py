@@ -1,4 +1,4 @@
-"""How much of the key blocks block-sparse attention keeps, by block of a model."""
+"""The share of key blocks that block-sparse attention keeps in each block of a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .parts import self_attention_inputs, trace_of
 
 @dataclass(frozen=True)
 class KeptShare:
-    """What a block of a model keeps of its pairs of blocks of queries and keys at one step; 1.0 where it is dense."""
+    """The share of (query block, key block) pairs that a block of a model keeps at one step; 1.0 if it is dense."""
 
     block: str
     step: int

@@ -1,4 +1,4 @@
-"""How far two tensors are apart, in fp64."""
+"""Measures of the difference between two tensors, in fp64."""
 
 from __future__ import annotations
 

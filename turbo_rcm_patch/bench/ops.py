@@ -1,7 +1,8 @@
-"""How an op is checked, then timed beside its rivals. Its contests are in ops_exact.py and the like.
+"""Check an op, then time it beside its rivals. The contests are in ops_exact.py, ops_quantized.py and so on.
 
-A contest has contenders for one result. All are compared with an fp64 oracle on some rows; what is less accurate than
-the rivals is not timed. The others take turns, so that a GPU that slows down as it warms does so for all of them.
+A contest has several contenders for one result. Each is compared with an fp64 oracle on some rows. One of ours that is
+less accurate than the rivals is not timed. The others take turns, so that a GPU that slows down as it warms up slows
+down for all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Contender = Callable[[], torch.Tensor | tuple[torch.Tensor, ...]]
 
 @dataclass(frozen=True)
 class WithoutGraph:
-    """A contender whose launches a CUDA graph would not see, as they go to the legacy default stream."""
+    """A contender that launches on the legacy default stream, which a CUDA graph does not capture."""
 
     run: Contender
 
@@ -190,8 +191,10 @@ def _parts(result: torch.Tensor | Quantized | QuantizedQKV | tuple[torch.Tensor,
 
 
 def error_limit(contest: Contest, errors: Mapping[str, float], limits: ErrorLimits) -> float:
-    """What ours may err: by the contest's own limit, else beside the most accurate rival, or beside bf16's own rounding
-    where there is none."""
+    """Return the largest error that ours may have.
+
+    This is the contest's own limit, else a limit beside the most accurate rival, or beside bf16's rounding if there is
+    no rival."""
     if contest.limit is not None:
         return contest.limit(errors)
     rounding = torch.finfo(torch.bfloat16).eps / 2

@@ -60,8 +60,10 @@ def conv_skip(
 def gather_windows(
     x: torch.Tensor, frame: torch.Tensor, place: list[torch.Tensor], window: tuple[int, int], upsample: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the results at a frame and place (y and x) [R] are computed of: pixels of x [R, kt, kh, kh, C], and whether
-    they are within the image [R, 1, kh, kh]. upsample: how often a pixel of x is repeated."""
+    """Return the inputs of the results at the given frames and places (y and x), each [R].
+
+    These are pixels of x [R, kt, kh, kh, C], and True for those within the image [R, 1, kh, kh]. upsample: how often a
+    pixel of x is repeated."""
     kt, kh = window
     near = torch.arange(kh, device=x.device) - kh // 2
     pairs = [(at[:, None] + near, size * upsample) for at, size in zip(place, x.shape[2:4], strict=True)]

@@ -39,8 +39,10 @@ def norms_attention_8bit(heads: int, tokens: int, head_dim: int, device: torch.d
 
 
 def drawn_norms(heads: int, tokens: int, head_dim: int, device: torch.device, scale: float | None = None) -> tuple:
-    """Of drawn q, k and v: what norms, rotates and quantises them, what only norms and rotates q and k, that in fp32,
-    and v [1, S, H, D]."""
+    """Draw q, k and v. Return three functions and v [1, S, H, D].
+
+    The first function norms, rotates and quantises all three, the second only norms and rotates q and k, and the third
+    does the same in fp32."""
     draw = Draws(device)
     C = heads * head_dim
     q, k, v = (draw(1, tokens, C) for _ in range(3))
@@ -69,8 +71,9 @@ def linear_skip_8bit(tokens: int, C: int, K: int, device: torch.device, compiled
 def fed_linear_skip_8bit(
     tokens: int, C: int, K: int, device: torch.device, compiled: Callable, format: torch.dtype = FP8
 ) -> Contest:
-    """The same where our producer has quantised the input already, as in a block; the rival's cannot. None writes int8:
-    in that format ours quantises too."""
+    """A projection and the gated residual after it, on an input that our producer already quantised, as in a block.
+
+    The rival's producer cannot do this. No producer writes int8, so in that format ours quantises the input too."""
     return _linear_skip(tokens, C, K, device, compiled, is_fed=format == FP8, format=format)
 
 
@@ -162,7 +165,7 @@ def linear_qkv_8bit(
 
 
 def _quantize(x: torch.Tensor) -> Quantized:
-    """As a program without this package writes it, to be compiled."""
+    """Quantise rows to e4m3 as a program without this package would, to be compiled."""
     scale = x.abs().amax(-1).float() / LARGEST[FP8]
     return Quantized((x.float() / scale[..., None]).to(FP8), scale)
 

@@ -54,8 +54,9 @@ def sla_oracle(
     *,
     quantized: bool = True,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """In fp64, of wide_q, wide_k, v [1, S, H, D]. It keeps the blocks that ours chooses of q and k: which they are
-    among near ties says nothing of what errs."""
+    """Return the oracle in fp64, from wide_q, wide_k and v [1, S, H, D].
+
+    It keeps the key blocks that ours chooses from q and k: a different choice between near ties is no error."""
     _, tokens, heads, head_dim = v.shape
     block_q, block_k = kernels.sparse_block_sizes(v.device, quantized=quantized)
     kept = kernels.kept_blocks(tokens, block_k, PRESETS["sparse"].topk).count

@@ -1,8 +1,8 @@
-"""What every part of a patched Wan block errs by itself, on the inputs that the oracle's part has.
+"""Measure the error of each part of a patched Wan block by itself, on the inputs of the oracle's part.
 
-A sub-layer's error is that of what it adds, gate · F(x). Beside the sub-layers: every linear in 8 bits, the two matrix
-products of a dense attention in 8 bits, QKᵀ with the softmax and PV, and of a sparse attention the whole of it, with
-sparse-linear attention also the choice of key blocks (sparse.py).
+The parts are the sub-layers, whose error is that of the term gate · F(x) which they add; every linear in 8 bits; the
+two matrix products of a dense attention in 8 bits (QKᵀ with the softmax, and PV); a sparse attention as a whole; and
+with sparse-linear attention the choice of key blocks (sparse.py).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def part_errors(block: nn.Module, oracle: nn.Module, args: tuple) -> dict[str, f
 
 
 def trace_of(oracle: nn.Module, args: tuple) -> Trace:
-    """What goes into the oracle's modules and comes out of them."""
+    """Return the inputs and outputs of the oracle's modules."""
     trace: Trace = {}
 
     def keep(name: str):
@@ -107,8 +107,10 @@ def _linear_errors(block: nn.Module, trace: Trace, dtype: torch.dtype) -> Iterat
 
 
 def _attention_errors(block: nn.Module, plan: BlockPlan, trace: Trace, args: tuple) -> dict[str, float]:
-    """In 8 bits, of QKᵀ and the softmax with v as it is, and of PV beyond that; of a sparse one as a whole, and of its
-    choice."""
+    """Return the errors of the self-attention's parts.
+
+    For a dense one in 8 bits: QKᵀ and the softmax with v unquantised, and what PV adds to that. For a sparse one: the
+    whole attention, and its choice of key blocks."""
     in_8_bits = isinstance(plan.self_attention, QuantizedSelfAttention)
     if not in_8_bits and not isinstance(plan.self_attention, SelfAttention):
         return {}

@@ -18,7 +18,7 @@ from ..patching.steps.sparse_linear import PROJ_L, SparseAttnProcessor, block_si
 
 
 def self_attention_is_sparse(block: nn.Module) -> bool:
-    """Whether a block of any family attends sparsely."""
+    """True if a block of any family has sparse-linear self-attention."""
     return hasattr(getattr(block, "attn1", None), PROJ_L) and is_sparse(block.attn1)
 
 
@@ -38,9 +38,10 @@ def best_choice(block: nn.Module, q: torch.Tensor, k: torch.Tensor) -> torch.Ten
 
 
 def choice_error(block: nn.Module, q: torch.Tensor, k: torch.Tensor, dtype: torch.dtype) -> float:
-    """What the patched block's choice loses of the scores q̄ k̄ of the oracle's q and k, once both are rounded to dtype.
+    """Return how much of the scores q̄ k̄ the patched block's choice loses, with the oracle's q and k rounded to dtype.
 
-    Of all lists of kept blocks the largest loss, per kept block and as a part of |q̄| · max |k̄|, k̄ less its mean.
+    This is the largest loss over all lists of kept blocks, per kept block and relative to |q̄| · max |k̄|, where k̄ has
+    its mean subtracted.
     """
     q, k = q.to(dtype), k.to(dtype)
     processor = block.attn1.processor

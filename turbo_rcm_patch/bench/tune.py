@@ -1,5 +1,5 @@
-"""Which of our kernels are as fast on this GPU as what the patch runs without them, at one model's shapes; which of the
-backends of PyTorch's attention is fastest, and how fast the other tiers are (tune_tiers.py).
+"""Find which of our kernels are as fast as their fallbacks on this GPU at one model's shapes, which backend of
+PyTorch's attention is fastest, and how fast the other tiers are (tune_tiers.py).
 
 Every op is checked against its oracle before it is timed (ops.py). The rows are those of kernels/choice/measured.py.
 """
@@ -38,8 +38,10 @@ SDPA_BACKENDS = {f"{SDPA} ({name})": name for name in BACKENDS if name != MATH} 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Of a model's steps at one video size. size: "480x832x81", height, width and frames. ffn: channels within a
-    feed-forward. convolutions: as of ops_conv.SIZES."""
+    """Tensor shapes of one model at one video size.
+
+    size: height, width and frames, such as "480x832x81". ffn: inner channels of the feed-forward. convolutions: rows
+    like those of ops_conv.SIZES_WAN."""
 
     model: str
     size: str
@@ -134,7 +136,7 @@ def _in_backend(name: str, attend: Contender) -> torch.Tensor:
 
 
 def _runs(run: Contender) -> bool:
-    """Whether a backend takes these tensors. Raises what says that the GPU computes nothing more."""
+    """True if a backend accepts these tensors. Errors after which the GPU cannot go on are raised."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch's, of why not
@@ -201,7 +203,7 @@ def row_of(result: dict) -> dict:
 
 
 def _tier_row_of(result: dict, rows: Sequence[dict]) -> dict:
-    """The same of a tier's op, against what the exact tier takes by the rows before."""
+    """Return the row of a tier's op, timed against the exact tier by the earlier rows."""
     op, shape = _parsed(result["case"])
     timings = result["timings"]
     ours = None if result["best"] is None else timings[result["best"]]["milliseconds"]

@@ -1,7 +1,7 @@
-"""What `turbo-rcm tune` times of the tiers that err more: their kernels at one model's shapes, in the formats that the
-patch takes on this GPU.
+"""Time the kernels of the less accurate tiers for `turbo-rcm tune`.
 
-Each is checked by its tier's limits. The exact tier's time is that of the rows which were measured before.
+They run at one model's shapes, in the formats that the patch uses on this GPU. Each kernel is checked by its tier's
+limits. The exact tier's time comes from the rows measured before.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _without_rivals(build: Callable[..., Contest], *arguments: object) -> Contes
 
 
 def attention_8bit(heads: int, tokens: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
-    """With what comes before it: in 8 bits one kernel with q's and k's norms in it, in the exact tier the two norms."""
+    """Attention in 8 bits with the norms of q and k before it: one kernel in 8 bits, two norms in the exact tier."""
     contest = ops_quantized.norms_attention_8bit(heads, tokens, head_dim, device, compiled)
     (norm,) = ops_exact.rms_norm_rope(tokens, heads, head_dim, device, compiled).ours.values()
     return replace(contest, partial={NORMS: lambda: (norm(), norm())})
@@ -79,8 +79,10 @@ def _format(path: str, device: torch.device) -> torch.dtype:
 
 
 def exact_milliseconds(op: str, shape: Sequence[int], timings: dict[str, dict], rows: Sequence[dict]) -> float | None:
-    """What the exact tier takes for a tier's op at a shape: by the row of its own op, and the norms that were timed
-    beside it. None where that row has no time. Raises StopIteration where there is no such row."""
+    """Return the exact tier's time for a tier's op at a shape, or None if its row has no time.
+
+    It is the time of the exact op's row plus the norms that were timed beside it. Raises StopIteration if there is no
+    such row."""
     if EXACT_OPS[op] == "attention":
         heads, tokens, head_dim = shape
         shape = [heads, tokens, tokens, head_dim]

@@ -51,7 +51,7 @@ class BlockCheck:
 
     @property
     def judged(self) -> str:
-        """Which figure the limit is on: the difference for fp32 and wider, the patched error for lower precisions."""
+        """The figure that has the limit: the difference in fp32 and wider, the patched error in lower precision."""
         return "patched error" if is_low_precision(self.dtype) else "difference"
 
     @property
@@ -65,13 +65,13 @@ class BlockCheck:
 
     @property
     def ok(self) -> bool:
-        """Whether the block is within its limit; a NaN never is."""
+        """True if the block is within its limit. A NaN never is."""
         return self.judged_error <= self.allowed
 
 
 @dataclass(frozen=True)
 class PartCheck:
-    """What a part of a block errs by itself at one step (parts.py); allowed: None for one that no limit is on."""
+    """The error of a part of a block by itself at one step (parts.py). allowed: None if the part has no limit."""
 
     block: str
     step: int
@@ -99,7 +99,7 @@ class Verification:
 
     @property
     def all_checks(self) -> tuple[BlockCheck, ...]:
-        """Of the blocks, then of the decoding."""
+        """The checks of the blocks, then the check of the decoding."""
         return self.checks if self.decoding is None else (*self.checks, self.decoding)
 
     @property
@@ -112,7 +112,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether every block was reached and is within its limit, and every part and the decoding too."""
+        """True if every block was reached and every block, part and the decoding are within their limits."""
         return not self.failed and not self.failed_parts and not self.unreached
 
     def to_dict(self) -> dict[str, object]:
@@ -320,7 +320,7 @@ def _wide_twin(block: nn.Module, args: tuple) -> nn.Module:
 
 
 def _tensors(output: Output) -> list[torch.Tensor]:
-    """What a block returns: a tensor, or several of which some may be None."""
+    """Return a block's output as a list, without the None entries."""
     outputs = [output] if isinstance(output, torch.Tensor) else output
     return [one for one in outputs if one is not None]
 

@@ -1,4 +1,4 @@
-"""Which files a LoRA's source means, on disk or on the hub, and what is in them."""
+"""Find and read the files of a LoRA's source, on disk or on the hub."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def find_files(source: Source | Sequence[Source], experts: int) -> list[Path]:
 
 
 def experts_in(name: str) -> set[str]:
-    """Which of EXPERTS a file's name has as a word, also in "I2VHighNoise"; "slow" and "highres" are other words."""
+    """Return the EXPERTS that are words of a file's name: "I2VHighNoise" has one, "slow" and "highres" have none."""
     words = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", " ", name).lower()
     return set(re.findall(rf"(?<![a-z])({'|'.join(EXPERTS)})(?=noise|[^a-z]|$)", words))
 
@@ -127,7 +127,7 @@ def _split_id(name: str) -> tuple[str, str]:
 
 
 def _in_cache(name: str) -> Path | None:
-    """What was downloaded from the hub before, for those who are offline."""
+    """Return the files that were downloaded from the hub before, for use offline."""
     repository, path = _split_id(name)
     try:
         found = Path(snapshot_download(repository, local_files_only=True)) / path

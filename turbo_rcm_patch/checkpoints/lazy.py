@@ -119,7 +119,7 @@ def _open_pickled(file: Path) -> dict[str, LazyTensor]:
 
 
 def _load(file: Path) -> object:
-    """What a pickled file holds; its tensors are mapped into memory, not read, unless its format is an old one."""
+    """Return a pickled file's content. Its tensors are mapped into memory, not read, unless its format is old."""
     options = {"map_location": "cpu", "weights_only": True}
     try:
         try:

@@ -1,4 +1,4 @@
-"""What a LoRA file holds, in diffusers' names: pairs of matrices, and whole differences of other parameters.
+"""Read a LoRA file under diffusers' names: matrix pairs, and whole differences of other parameters.
 
     down [r, in], up [out, r], alpha     W += alpha/r · up @ down; without alpha, up @ down
     diff, diff_b, diff_m                 added to a weight, a bias, a modulation
@@ -94,7 +94,7 @@ def read_lora(tensors: Mapping[str, torch.Tensor], model: nn.Module, metadata: M
 
 
 def looks_like_lora(keys) -> bool:
-    """Whether any of these keys is of a LoRA."""
+    """True if any of these keys belongs to a LoRA."""
     return any(_part_of(key) is not None for key in keys)
 
 
@@ -131,7 +131,7 @@ def _parameter(names: ModelNames, name: str, part: str) -> str | None:
 
 
 def _are_same(tensors: Mapping[str, torch.Tensor], known: str, key: str) -> bool:
-    """Whether two keys of the same part hold the same; matrices do only where both have an alpha, or none."""
+    """True if two keys of the same part hold the same values. For matrices, both or neither must have an alpha."""
     (stem, part), (known_stem, _) = _part_of(key), _part_of(known)
     if part in ("down", "up") and (f"{stem}.alpha" in tensors) != (f"{known_stem}.alpha" in tensors):
         return False

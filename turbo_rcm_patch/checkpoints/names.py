@@ -72,7 +72,7 @@ class ModelNames:
             self._known[_plain(name)] = self._known[_plain(official_name(name))] = name
 
     def canonical(self, name: str) -> str:
-        """The same name for every spelling of one."""
+        """Return one name for all spellings of a name."""
         return self._known.get(_plain(name), _plain(name))
 
     def module(self, name: str) -> str | None:
@@ -97,11 +97,11 @@ class ModelNames:
         return self.modules[path], own
 
     def why_absent(self, name: str) -> str:
-        """Why the model has nothing of this name, in a few words."""
+        """Return the reason why the model has no parameter of this name."""
         return "the model takes no image" if _OF_IMAGE.search(name) else "the model has nothing of this name"
 
     def block_beyond(self, name: str) -> bool:
-        """Whether a name is of a block that the model does not have."""
+        """True if a name belongs to a block that the model does not have."""
         number = re.match(r"blocks[._](\d+)[._]", name)
         return number is not None and int(number[1]) >= self.blocks
 

@@ -1,4 +1,4 @@
-"""How a checkpoint was distilled, from names, keys, ranks and shapes; nothing is guessed without a word."""
+"""Recognise how a checkpoint was distilled from names, keys, ranks and shapes. Every guess is reported."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _variant(recipe: str, path: str | Path) -> str:
 
 
 def lora_claims(path: Path, lora: Lora, model: nn.Module, experts: int) -> list[Recognised]:
-    """What a LoRA's own file name tells; where that is nothing, what its folders' names and its contents tell."""
+    """Return what a LoRA's file name says; if it says nothing, what its folders' names and its contents say."""
     own = by_name(path.name)
     if own is not None:
         claim = by_name(path)  # whose variant the folders may tell
@@ -126,13 +126,13 @@ def checkpoint_by_keys(keys: Iterable[str]) -> Recognised | None:
 
 
 def ignored_parts(keys: Iterable[str]) -> list[str]:
-    """What a whole model's files hold that diffusers leaves out, as lines."""
+    """Return lines on the parts of a whole model's files that diffusers ignores."""
     counts = {what: sum(part in key for key in keys) for part, what in _KEYS.values()}
     return [f"{count} {what}: not used, attention is dense" for what, count in counts.items() if count]
 
 
 def odd_names(paths: list[Path], loras: list[Lora], model: nn.Module) -> list[str]:
-    """What the files' names say otherwise than their contents, the model or their order, as lines."""
+    """Return lines on file names that contradict the files' contents, the model or the files' order."""
     lines = []
     size = _SIZES.get(model.config.num_attention_heads * model.config.attention_head_dim, "another size")
     for path, lora in zip(paths, loras, strict=True):

@@ -35,7 +35,7 @@ class Weight(NamedTuple):
 
 
 class WholeModel:
-    """What a file holds for a model, complete and in its shapes.
+    """A file's tensors for a model, complete and in the model's shapes.
 
     Attributes:
         weights: by diffusers' names of the parameters, in the model's order.
@@ -126,7 +126,7 @@ class _Problems:
         self.misshapen: list[str] = []
 
     def is_right(self, key: str, tensor: LazyTensor, shape: tuple[int, ...], dtype: str) -> bool:
-        """Whether a tensor is as expected; noted where it is not. dtype: "float" stands for any of them."""
+        """True if a tensor is as expected; if not, a note is added. dtype: "float" stands for any float dtype."""
         if tensor.shape != shape:
             self.misshapen.append(f"{key} is {list(tensor.shape)}, not {list(shape)}")
         elif tensor.dtype != dtype and not (dtype == "float" and tensor.floating):
@@ -166,7 +166,7 @@ def _official_parameter(name: str) -> str:
 
 
 def _prefix_of(tensors: Mapping[str, object]) -> str:
-    """What all names begin with, of what tools put before them."""
+    """Return the prefix that a tool put before all names."""
     prefix, names = "", list(tensors)
     while True:
         longer = next((p for p in _PREFIXES if all(name.startswith(prefix + p) for name in names)), None)
@@ -176,7 +176,7 @@ def _prefix_of(tensors: Mapping[str, object]) -> str:
 
 
 def _are_diffusers(names: Mapping[str, object]) -> bool:
-    """Whether names are diffusers', not the authors'."""
+    """True if the names are diffusers', not the authors'."""
     return any(".attn1." in name or "condition_embedder." in name for name in names)
 
 

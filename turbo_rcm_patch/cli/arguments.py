@@ -182,7 +182,7 @@ def _lora(text: str) -> tuple[str, float]:
 
 
 def add_generation_options(parser: argparse.ArgumentParser) -> None:
-    """What one generation takes, but for the prompt: the model, its preset, steps, seed, size, device."""
+    """Add the options of one generation except the prompt: the model, its preset, steps, seed, size, device."""
     parser.add_argument("--steps", type=int, help="denoising steps (default: as many as the model was distilled to, 4)")
     parser.add_argument("--image", type=Path, help="the first frame, for an image-to-video model")
     parser.add_argument("--offload", action="store_true", help="keep only the running model on the GPU")

@@ -1,4 +1,4 @@
-"""What can be found wrong with a command before torch is imported and a model is loaded."""
+"""Checks of a command's options that need neither torch nor a loaded model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class SizeRules:
-    """What a video's height and width must be multiples of, in pixels; its frames are 1 + a multiple of `temporal`.
+    """The sizes that a model takes: height and width in multiples of these pixels, 1 + a multiple of `temporal` frames.
 
     positions: the length of the RoPE table, which limits the patches along each axis; None: not known yet.
     patch: pixels that one patch covers along height and width, and latent frames.
@@ -108,7 +108,7 @@ def step_counts(arguments: argparse.Namespace) -> tuple[int, ...]:
 
 
 def is_distilled(arguments: argparse.Namespace) -> bool:
-    """Whether a LoRA or a recipe is given."""
+    """True if a LoRA or a recipe is given."""
     return getattr(arguments, "lora", None) is not None or getattr(arguments, "recipe", None) is not None
 
 

@@ -97,7 +97,7 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _write_side_by_side(path: Path, comparison: Comparison) -> None:
-    """As a video, or of a PNG the first frame, the middle and the last one, from top to bottom."""
+    """Write the comparison as a video; as a PNG, write the first, middle and last frame from top to bottom."""
     videos, gain = side_by_side(comparison)
     videos = np.round(255 * videos).astype(np.uint8)
     if path.suffix.lower() == ".png":
@@ -208,7 +208,7 @@ def _demo(arguments: argparse.Namespace) -> NoReturn:
 
 
 def settings_of(arguments: argparse.Namespace, pipe, call: dict[str, object]) -> dict[str, object]:
-    """What a figure or a video needs to be made again."""
+    """Return the settings that are needed to reproduce a figure or a video."""
     config = getattr(arguments, "config", None)
     return {
         **({"config": config, "layers": len(pipe.transformer.blocks)} if config else {}),

@@ -40,7 +40,7 @@ def check_output(option: str, path: Path | None, suffixes: Sequence[str]) -> Non
 
 
 def check_plot(option: str, path: Path | None) -> None:
-    """As check_output for an image; there must be matplotlib too."""
+    """Check the path of an image like check_output, and that matplotlib is installed."""
     check_output(option, path, (".png", ".svg", ".pdf"))
     if path is not None and importlib.util.find_spec("matplotlib") is None:
         raise CommandError(f"{option} needs matplotlib; install it with: pip install 'turbo_rcm_patch[plot]'")
@@ -57,7 +57,7 @@ def csv_file(text: str) -> Path:
 
 
 def plot_file(text: str) -> Path:
-    """As json_file, by check_plot."""
+    """Return the path of a plot. Raises like json_file, by check_plot."""
     return _checked(check_plot, text)
 
 

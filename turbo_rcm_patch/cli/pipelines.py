@@ -147,7 +147,7 @@ def _warn(arguments: argparse.Namespace, message: str) -> None:
 
 
 def _noted(arguments: argparse.Namespace, message: str) -> bool:
-    """Whether who asks collects what is to be said, in ``arguments.notes``, as the page of `demo` does."""
+    """True if the caller collects notes in ``arguments.notes``, as the page of `demo` does."""
     if not hasattr(arguments, "notes"):
         return False
     arguments.notes.append(message)
@@ -197,7 +197,7 @@ def _install_sampler(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> 
 
 
 def _takes_recipe(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> bool:
-    """Whether `use_distilled` recognises --model; the options of rCM's own scheduler are for `_use_rcm`."""
+    """True if `use_distilled` recognises --model. The options of rCM's own scheduler are for `_use_rcm`."""
     if arguments.model is None or arguments.sigma_max is not None:
         return False
     if isinstance(pipe.scheduler, FewStepScheduler):

@@ -78,7 +78,7 @@ def parse_caption(caption: str) -> Scene | None:
 
 
 def is_held_out(colour: str, shape: str, direction: str) -> bool:
-    """Whether training never shows this triple. Each colour and shape miss one direction of four."""
+    """True if training never shows this triple. Each colour and shape miss one direction of four."""
     return (COLOURS.index(colour) + SHAPES.index(shape) + DIRECTIONS.index(direction)) % 4 == 0
 
 

@@ -1,4 +1,4 @@
-"""What a video of moving shapes shows, told by arithmetic and without its prompt; and how far that is what was asked.
+"""Recognise the shapes of a video by arithmetic, without its prompt, and score them against the caption.
 
 A pixel is a mixture of the background and one palette colour, and belongs to an object where the colour's share is over
 one half: straight edges stay in place however blurred they are. An object is the largest connected region of its colour
@@ -53,7 +53,7 @@ def decode(video: torch.Tensor) -> Scene:
 
 
 def score(asked: Scene, shown: Scene) -> dict[str, tuple[int, int]]:
-    """How many of each attribute of SCORED are right, and how many were asked: only those that the caption names.
+    """Return, for each attribute of SCORED, how many are right and how many the caption names.
 
     count is the number of objects. Each asked object is compared with a shown one of its colour, if there is one;
     otherwise they are paired so that most attributes agree. An object that is not shown has all attributes wrong.
@@ -71,7 +71,7 @@ def score(asked: Scene, shown: Scene) -> dict[str, tuple[int, int]]:
 
 
 def _agreements(pairs: Sequence[tuple[MovingShape, MovingShape | None]]) -> tuple[int, int]:
-    """How many colours agree, then how many attributes."""
+    """Return how many colours agree, then how many attributes."""
     agreeing = [name for pair in pairs for name in ATTRIBUTES if _agree(name, *pair)]
     return agreeing.count("colour"), len(agreeing)
 
@@ -139,7 +139,7 @@ def _objects(colour: str | None, mask: torch.Tensor) -> list[MovingShape]:
 
 
 def _largest_regions(mask: torch.Tensor) -> tuple[int, torch.Tensor]:
-    """How many regions there are in most frames, specks aside, and the pixels [F, H, W] of each frame's largest."""
+    """Return how many regions most frames have, specks aside, and the pixels [F, H, W] of each frame's largest."""
     cells = avg_pool2d(mask.float(), _CELL, ceil_mode=True)
     regions = _connect(cells >= 0.5)
     areas = regions.flatten().bincount(cells.flatten() * _CELL**2, minlength=cells.numel() + 1)[1:]

@@ -93,7 +93,7 @@ def _paths(scenes: Sequence[Scene], generator: torch.Generator) -> tuple[torch.T
 
 
 def _coverage(objects: Sequence, start: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    """How much of each pixel an object covers, [B, FRAMES, HEIGHT, WIDTH]."""
+    """Return the share of each pixel that an object covers, [B, FRAMES, HEIGHT, WIDTH]."""
     times = torch.arange(FRAMES, device=start.device)
     centre = start[:, None] + times[:, None] * step[:, None]  # [B, FRAMES, 2]
     x = torch.arange(WIDTH, device=start.device) + 0.5 - centre[..., 0, None]

@@ -41,7 +41,7 @@ def attention_8bit(heads: int, tokens: int, head_dim: int, device: torch.device,
 def structured_attention_8bit(
     heads: int, tokens: int, head_dim: int, device: torch.device, compiled: Callable
 ) -> Contest:
-    """The same of values that are like a model's (see `structured_qkv`), with at most half of the rival's error."""
+    """Self-attention of values like a model's (see `structured_qkv`), with at most half of the rival's error."""
     qkv = structured_qkv(Draws(device), heads, tokens, head_dim)
     return _attention(*qkv, limit=lambda errors: errors.get(FLASH_ATTENTION, UNIT_SCALES_ERROR) / 2)
 
@@ -70,7 +70,7 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, limit: Callabl
 
 
 def attention_skip_8bit(heads: int, tokens: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
-    """The same with the skip of a consistency block at t = 0.5, σ_d = 0.5 in its epilogue, and as a pass of its own."""
+    """Self-attention with a consistency block's skip (t = 0.5, σ_d = 0.5) in its epilogue, and as a pass of its own."""
     draw = Draws(device)
     q, k, v, residual = (draw(1, tokens, heads, head_dim) for _ in range(4))
     residual *= tokens**-0.5  # about as large as the attention, whose error it would else hide
@@ -128,7 +128,7 @@ def norms_8bit(heads: int, tokens: int, head_dim: int, device: torch.device, com
 
 
 def linear_qkv_int8(tokens: int, C: int, K: int, device: torch.device, compiled: Callable) -> Contest:
-    """The same of an int8 input, as a patched block runs it; the rival's is in e4m3."""
+    """A self-attention's three projections of an int8 input, as a patched block runs them; the rival's is in e4m3."""
     contest = linear_qkv_8bit(tokens, C, K, device, compiled, format=INT8)
     return replace(contest, rivals=linear_qkv_8bit(tokens, C, K, device, compiled).rivals)
 

@@ -29,7 +29,7 @@ IN_PYTORCH = "SLA in PyTorch: flex_attention, compiled"
 def sparse_linear_attention_bf16(
     heads: int, tokens: int, head_dim: int, device: torch.device, compiled: Callable
 ) -> Contest:
-    """The same in bf16, of values that are like a model's, beside SLA in PyTorch and dense attention."""
+    """Sparse-linear attention in bf16, of values like a model's, beside SLA in PyTorch and dense attention."""
     draw = Draws(device)
     q, k, v = structured_qkv(draw, heads, tokens, head_dim)
     weight, bias = sla_projection(draw, head_dim)
@@ -112,7 +112,7 @@ def norms_sparse_linear_attention(
 
 
 def sparse_kernel(heads: int, tokens: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
-    """Of sparse-linear attention the last kernel alone, both branches in it, and of dense attention its own."""
+    """The last kernel of sparse-linear attention with both branches, beside the kernel of dense attention."""
     draw = Draws(device)
     q, k, v = (draw(1, tokens, heads, head_dim) for _ in range(3))
     weight, bias = sla_projection(draw, head_dim)

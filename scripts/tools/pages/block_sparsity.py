@@ -1,4 +1,4 @@
-"""What scripts/benchmarks/measure_block_sparsity.py found, as tables from which a user chooses a `mass`."""
+"""Tables from which a user chooses a `mass`, from scripts/benchmarks/measure_block_sparsity.py."""
 
 from __future__ import annotations
 

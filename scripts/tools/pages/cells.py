@@ -1,4 +1,4 @@
-"""What the tables of the results page share."""
+"""Cells and charts that the tables of the results page share."""
 
 from __future__ import annotations
 

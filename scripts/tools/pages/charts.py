@@ -1,4 +1,4 @@
-"""What a results file says, as charts: denoising steps, a block's memory traffic, and the attention modules.
+"""Charts of a results file: denoising steps, a block's memory traffic, and the attention modules.
 
 Runs are those of a results file, by name, as read from JSON. Drawing needs matplotlib.
 """
@@ -24,7 +24,7 @@ DIGEST = "Description"  # the PNG's text that has it
 
 
 def names_of(run: dict) -> dict[str, str]:
-    """What the variants of a run are called, in order; only of those that ran."""
+    """Return the names of a run's variants that ran, in order."""
     tier = run["settings"].get("preset", "exact")
     rivals = {} if tier == "exact" else QUANTIZED_RIVALS
     names = {**NAMES, **rivals, "patched": f"patched ({tier})", **{name: name for name in BESIDE_A_LORA}}
@@ -65,7 +65,7 @@ def milliseconds(variant: dict) -> float:
 
 
 def chart_file(path: Path, kind: str) -> Path:
-    """Where the chart of a results file lies. kind: "steps", "traffic" or "modules"."""
+    """Return the path of a results file's chart. kind: "steps", "traffic" or "modules"."""
     return path.with_name(f"{path.stem}-{kind}.png")
 
 
@@ -76,7 +76,7 @@ def draw_charts(runs: dict, path: Path) -> None:
 
 
 def chart_data(runs: dict) -> dict[str, object]:
-    """What each chart shows: denoising steps, DRAM passes of a block, attention modules; without those of nothing."""
+    """Return the data of each chart that has any: denoising steps, DRAM passes of a block, attention modules."""
     data = {
         "steps": real_models(runs),
         "traffic": [r for r in runs.values() if r.get("settings", {}).get("case") == "Wan block"],

@@ -1,4 +1,4 @@
-"""What `turbo-rcm verify` found: of blocks, of their parts, of the decoding, and what block-sparse attention keeps."""
+"""Results of `turbo-rcm verify`: errors of blocks, parts and the decoding; shares that block-sparse attention keeps."""
 
 from __future__ import annotations
 

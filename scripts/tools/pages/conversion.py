@@ -1,4 +1,4 @@
-"""What loading and converting a whole checkpoint takes, of scripts/benchmarks/conversion.py."""
+"""Time and memory of loading and converting a whole checkpoint, from scripts/benchmarks/conversion.py."""
 
 from __future__ import annotations
 

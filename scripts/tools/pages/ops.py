@@ -34,7 +34,7 @@ def tests_table(tests: list[dict]) -> str:
 
 
 def sanitizers_sentence(sanitizers: dict) -> str:
-    """Which tools of compute-sanitizer passed all kernels, of which commit; empty where none ran."""
+    """Return which tools of compute-sanitizer passed all kernels at which commit; empty if none ran."""
     said = []
     for tool, run in sanitizers.items():
         verdict = "passes" if run["ok"] else "**fails**"

@@ -282,7 +282,7 @@ def _video_rows(name: str, run: dict) -> Iterator[list[str]]:
 
 
 def _error_limit(run: dict, compiled: float | None) -> float | None:
-    """What is asked of a step: ACCURACY_FACTOR times torch.compile's error, or the tier's own limit."""
+    """Return the error allowed for a step: ACCURACY_FACTOR times torch.compile's error, or the tier's own limit."""
     tier = TIERS[run["settings"].get("preset", EXACT.name)]
     if tier is not EXACT:
         return tier.limits.step

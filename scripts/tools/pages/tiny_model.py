@@ -1,4 +1,4 @@
-"""How much of its captions the embedded model shows, in every tier."""
+"""The share of its captions that the embedded model shows, in every tier."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def evaluated(file: str, runs: dict, training: dict | None) -> str:
 
 
 def sparse_table(results: dict) -> str:
-    """What a kept share of the key blocks costs the embedded model, with and without its fine-tuning."""
+    """Return what a kept share of the key blocks costs the embedded model, with and without its fine-tuning."""
     settings, environment, rows = results["settings"], results["environment"], results["results"]
     steps = list(dict.fromkeys(row["steps"] for row in rows))
     header = ["attention", "key blocks kept"]
@@ -180,7 +180,7 @@ def short_tiny_table(
 
 
 def lora_table(results: dict) -> str:
-    """What the judge sees of a LoRA for the embedded model, patched and unpatched."""
+    """Return what the judge sees of a LoRA for the embedded model, patched and unpatched."""
     settings, environment, training = results["settings"], results["environment"], results["training"]
     colour = settings["colour"]
     rows = [

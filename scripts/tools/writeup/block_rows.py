@@ -115,7 +115,7 @@ def steps_by_tier(runs: dict) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def _size(settings: dict) -> tuple:
-    """Of a video, in settings of either kind of run."""
+    """Return the size of a video from the settings of either kind of run."""
     return settings.get("height"), settings.get("width"), settings.get("num_frames", settings.get("frames"))
 
 
@@ -131,7 +131,7 @@ def _sum(runs: dict, rows: tuple[Rows, ...], contenders: tuple[str, ...]) -> flo
 
 
 def _milliseconds(runs: dict, row: Rows, contenders: tuple[str, ...]) -> float | None:
-    """Of the first contender that the row has; of OURS the best of ours."""
+    """Return the time of the first contender that the row has; for OURS, of the best of ours."""
     results = runs.get(row.run, {"results": ()})["results"]
     result = next((result for result in results if result["case"] == row.case), None)
     if result is None:
@@ -181,7 +181,7 @@ def outside_attention(parts: dict[str, float]) -> float:
 
 
 def rows_table(config: str, tokens: int, dim: int, tiers: dict[str, dict[str, float]]) -> str:
-    """Which rows every part of a model's bars is the sum of."""
+    """Return the rows whose sum is each part of a model's bars."""
     lines = [["part", "tier", "ms", "rows"]]
     rows = rows_of_block(config, tokens, dim)
     for part in (*ATTENTION, LINEARS, NORMS):

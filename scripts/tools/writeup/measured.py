@@ -80,7 +80,7 @@ def parts_of_block(run: dict) -> dict[str, dict[str, float]]:
 
 
 def part_of(kernel: str) -> str:
-    """Which part of a block a kernel belongs to, by its name."""
+    """Return the part of a block that a kernel belongs to, by its name."""
     if any(word in kernel for word in ("sdpa_sm90", "attention_kernel", "flash_fwd", "_join_kernel")):
         return ATTENTION
     if "gemm" in kernel or "nvjet" in kernel:
@@ -148,7 +148,7 @@ def sparse_accuracy_table(runs: dict) -> str | None:
 
 
 def stages_table(runs: dict) -> str | None:
-    """Where the seconds of a whole video go, a column for each variant; None where none was decoded."""
+    """Return where the seconds of a whole video go, a column for each variant, or None if none was decoded."""
     run = runs.get("wan2.1-1.3b-decoded")
     if run is None:
         return None

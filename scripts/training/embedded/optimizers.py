@@ -71,7 +71,7 @@ class Learner:
 
 
 def is_block_matrix(name: str, weight: torch.Tensor) -> bool:
-    """Whether a parameter is the weight of a linear layer in the blocks of a transformer or a text encoder."""
+    """True if a parameter is the weight of a linear layer in the blocks of a transformer or a text encoder."""
     in_block = any(part in f".{name}" for part in (".blocks.", ".block."))
     return weight.dim() == 2 and in_block and "relative_attention_bias" not in name
 

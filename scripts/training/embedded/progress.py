@@ -1,4 +1,4 @@
-"""What every stage shares: where it runs, its seeded and resumable loop, its log, and a moving average of weights."""
+"""Parts of every training stage: device, seeded and resumable loop, log, and a moving average of weights."""
 
 from __future__ import annotations
 
