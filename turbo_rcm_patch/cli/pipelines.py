@@ -16,13 +16,11 @@ from .. import embedded
 from ..bench.cases import CASES, add_random_projections, add_structure, build_pipeline, structured_inputs
 from ..config import PRESETS, BlockSparse, PatchConfig, Sparse
 from ..patching import use_distilled, use_rcm
-from ..patching.apply import transformers_of
-from ..patching.sampling.use_distilled import recognise_loaded
+from ..patching.sampling.use_distilled import NotRecognised
 from ..patching.weights.turbodiffusion import load_projections
 from ..recipes import RCM_STEPS, recipe_names
-from ..scheduler import FewStepScheduler, RCMScheduler
 from ..shapes import grammar
-from .checks import SizeRules, check_pipeline_class, is_distilled, size_rules, sparsity_of, step_counts
+from .checks import SizeRules, check_pipeline_class, size_rules, sparsity_of, step_counts
 from .errors import CommandError
 
 HEIGHT, WIDTH, FRAMES = 480, 832, 81  # WanPipeline's own defaults
@@ -186,41 +184,35 @@ def _outside_grammar(prompts: Sequence[str]) -> str:
 def _install_sampler(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> None:
     """The sampler that the options, or else the model, ask for; ``arguments.steps`` where they give none."""
     try:
-        if is_distilled(arguments) or _takes_recipe(pipe, arguments):
-            _use_distilled(pipe, arguments)
-        else:
+        if arguments.model is None or arguments.sigma_max is not None:  # an option of rCM's scheduler
             _use_rcm(pipe, arguments)
+        else:
+            _use_distilled(pipe, arguments)
         for steps in step_counts(arguments):
             pipe.scheduler.set_timesteps(steps)
     except (ValueError, ImportError) as error:
         raise CommandError(str(error)) from error
 
 
-def _takes_recipe(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> bool:
-    """True if `use_distilled` recognises --model. The options of rCM's own scheduler are for `_use_rcm`."""
-    if arguments.model is None or arguments.sigma_max is not None:
-        return False
-    if isinstance(pipe.scheduler, FewStepScheduler):
-        return not isinstance(pipe.scheduler, RCMScheduler)
-    return recognise_loaded(transformers_of(pipe)) is not None
-
-
 def _use_distilled(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> None:
     file, scale = getattr(arguments, "lora", None) or (None, 1.0)
     second = getattr(arguments, "lora_2", None)
     source = file if second is None else (file, second)
-    distilled = str(use_distilled(pipe, source, getattr(arguments, "recipe", None), scale))
-    if not _noted(arguments, distilled):
-        print(distilled, end="\n\n")
+    try:
+        handle = use_distilled(pipe, source, getattr(arguments, "recipe", None), scale)
+    except NotRecognised:
+        _warn(arguments, _unknown_distillation(arguments.model))
+        _use_rcm(pipe, arguments)
+        return
+    if not _noted(arguments, str(handle)):
+        print(handle, end="\n\n")
     if arguments.steps is None:
         arguments.steps = len(pipe.scheduler.timesteps)
 
 
 def _use_rcm(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> None:
     sigma_max = arguments.sigma_max
-    if arguments.model is not None and sigma_max is None and not isinstance(pipe.scheduler, RCMScheduler):
-        _warn(arguments, _unknown_distillation(arguments.model))
-    if sigma_max is None and arguments.image is not None and not isinstance(pipe.scheduler, RCMScheduler):
+    if sigma_max is None and arguments.image is not None:
         sigma_max = IMAGE_SIGMA_MAX
     use_rcm(pipe, sigma_max=sigma_max)
     if arguments.steps is None:

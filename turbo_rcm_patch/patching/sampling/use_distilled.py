@@ -40,6 +40,10 @@ _ACCEPTED = (
 )
 
 
+class NotRecognised(ValueError):
+    """Neither names nor files tell how the loaded model was distilled, and no recipe is given."""
+
+
 def use_distilled(
     pipe: DiffusionPipeline,
     source: Source | Sequence[Source] | None = None,
@@ -265,10 +269,10 @@ def _sampling(
         return _Sampling(scheduler, chosen.name, "as asked for", own)
     evidence = "as asked for"
     if chosen is None:
-        found = _recognise_files(files, models) if files else recognise_loaded(models)
+        found = _recognise_files(files, models) if files else _recognise_loaded(models)
         if found is None:
             first, *_ = models.values()
-            raise ValueError(
+            raise NotRecognised(
                 f"nothing tells how the loaded model ({_name_of(first) or 'without a name'}) was distilled; give the "
                 f"LoRA's file as source, or name it with recipe=, one of {recipe_names()}."
             )
@@ -293,7 +297,7 @@ def _recognise_files(files: _Files, models: _Models) -> Recognised:
     return next((claim for claim in first if claim.alone), first[0])
 
 
-def recognise_loaded(models: _Models) -> Recognised | None:
+def _recognise_loaded(models: _Models) -> Recognised | None:
     """How the loaded models were distilled, by their own name and their files; ValueError where these contradict."""
     for name, model in models.items():
         found = [by_name(own_name(_name_of(model))), checkpoint_by_keys(_keys_of(name, model))]
