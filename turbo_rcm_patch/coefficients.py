@@ -101,7 +101,7 @@ def _tensor_time(form: str, t: torch.Tensor, upper: float) -> torch.Tensor:
 
 
 def _may_read(t: torch.Tensor) -> bool:
-    """Whether Python may look at the values: not while tracing or capturing, where that fails or breaks the graph."""
+    """True if Python may read the values. Tracing and graph capture forbid it: it fails there or breaks the graph."""
     if torch.compiler.is_compiling() or t.is_meta:
         return False
     return not (t.is_cuda and torch.cuda.is_current_stream_capturing())

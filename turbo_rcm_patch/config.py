@@ -1,4 +1,4 @@
-"""What to patch and how: one frozen configuration class per tier, checked when it is made, and the presets."""
+"""The options of a patch: one frozen configuration class per tier, checked when it is made, and the presets."""
 
 from __future__ import annotations
 

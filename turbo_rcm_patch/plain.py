@@ -1,4 +1,4 @@
-"""Whether a module is exactly what it seems, so that a kernel may read its weights instead of calling it.
+"""Checks that a module is exactly what its class says, so that a kernel may read its weights instead of calling it.
 
 LoRA layers, quantised weights, offloading, layerwise casting and user hooks all change what calling a module does;
 reading ``.weight`` past them would silently drop their effect.
@@ -14,14 +14,14 @@ import torch
 
 
 def why_not_plain(module: torch.nn.Module, expected: type) -> str | None:
-    """Why `module` is not simply an `expected`, in a few words; None when it is, with no hook and ordinary weights."""
+    """Return why `module` is not a plain `expected`, or None. A plain module has no hooks and ordinary weights."""
     if type(module) is not expected:
         return _odd_class(module)
     return hook_on(module) or _odd_weight(module)
 
 
 def why_not_linear(linear: torch.nn.Module, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a kernel may not read a linear's weight for inputs of this device and dtype; None when it may."""
+    """Return why a kernel may not read a linear's weight for inputs of this device and dtype, or None if it may."""
     reason = why_not_plain(linear, torch.nn.Linear)
     if reason is None and linear.weight.dtype != dtype:
         reason = f"{str(linear.weight.dtype).removeprefix('torch.')} weight"
@@ -40,13 +40,13 @@ def linear_of(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def is_lora_layer(module: torch.nn.Module) -> bool:
-    """Whether a module is peft's LoRA layer around a linear. By name: peft is not needed to import this."""
+    """True for peft's LoRA layer around a linear. The check is by name, so that peft need not be installed."""
     cls = type(module)
     return (cls.__module__, cls.__name__) == ("peft.tuners.lora.layer", "Linear")
 
 
 def _calls_base_alone(layer: torch.nn.Module) -> bool:
-    """Whether the forward of peft's layer is its base layer's. DoRA and other variants are in a merged weight too."""
+    """True if the forward of peft's layer is its base layer's. A merged weight includes DoRA and other variants."""
     if layer.disable_adapters or layer.merged:
         return layer.disable_adapters != layer.merged  # disabled but merged: its forward unmerges first
     return not any(adapter in layer.lora_A for adapter in layer.active_adapters)
@@ -59,12 +59,12 @@ def unsharded_class(module: torch.nn.Module) -> type:
 
 
 def is_sharded(module: torch.nn.Module) -> bool:
-    """Whether parameters in a module are sharded, as FSDP2's are except while it runs."""
+    """True if parameters in a module are sharded, as FSDP2's are except while it runs."""
     return any(type(parameter).__name__ == "DTensor" for parameter in module.parameters())
 
 
 def why_not_norm(norm: torch.nn.Module, expected: type, device: torch.device) -> str | None:
-    """Why a kernel may not read a norm's weight (of any float dtype) for inputs on this device; None when it may."""
+    """Return why a kernel may not read a norm's weight (of any float dtype) for inputs on this device, or None."""
     return why_not_plain(norm, expected) or _elsewhere(norm, device)
 
 
@@ -89,7 +89,7 @@ def hook_on(module: torch.nn.Module, forward: object | None = None) -> str | Non
 
 
 def hook_in_place_of_forward(module: torch.nn.Module, forward: object | None = None) -> str | None:
-    """As `hook_on`, for what holds a module's forward or stands for it."""
+    """Like `hook_on`, but only for hooks that hold a module's forward or replace it."""
     registry = module.__dict__.get("_diffusers_hook")
     if registry is not None and registry.hooks:
         return f"hook {', '.join(registry.hooks)}"
@@ -103,14 +103,14 @@ def hook_in_place_of_forward(module: torch.nn.Module, forward: object | None = N
 
 
 def hook_around_forward(module: torch.nn.Module) -> str | None:
-    """As `hook_on`, for torch's hooks, which calling the module runs around whatever forward it has by then."""
+    """Like `hook_on`, but only for torch's hooks, which run around whatever forward the module has when called."""
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return "torch hook"
     return "global torch hook" if torch.nn.modules.module._has_any_global_hook() else None
 
 
 def _is_class_forward(module: torch.nn.Module) -> bool:
-    """Whether a forward on the instance, if any, is its class's own, as removed hooks leave it behind."""
+    """True if the instance has no forward, or one that is its class's own: removed hooks leave that behind."""
     forward = module.__dict__.get("forward")
     return forward is None or function_bound_to(module, forward) is type(module).forward
 
@@ -172,10 +172,10 @@ def _elsewhere(module: torch.nn.Module, device: torch.device) -> str | None:
 
 
 def is_autocast(device: torch.device) -> bool:
-    """Whether autocast is on for a device; it knows no meta tensors."""
+    """True if autocast is on for a device. autocast does not know the meta device."""
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def is_transformed() -> bool:
-    """Whether a transform of torch.func is under way; where torch.compile traces, False."""
+    """True while a transform of torch.func runs. False while torch.compile traces."""
     return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None

@@ -1,4 +1,4 @@
-"""How few-step checkpoints of Wan are sampled: the schedules that their authors publish, as data.
+"""The schedules that the authors of few-step checkpoints of Wan publish, as data.
 
 In rectified-flow time σ in [0, 1]: ``x_σ = (1 − σ)·x_0 + σ·ε``, and the network predicts the velocity ``v = ε − x_0``.
 """
@@ -17,7 +17,7 @@ RCM_STEPS = 4  # the times that are published; fewer steps take the first ones
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a distilled checkpoint is sampled. Raises ValueError for values outside these ranges.
+    """The sampler settings of a distilled checkpoint. Raises ValueError for values outside these ranges.
 
     name: in messages, free to choose.
     solver: from σ to the next time σ'.
@@ -27,11 +27,11 @@ class Recipe:
         last step.
     sigmas: the times σ of the steps, strictly decreasing in (0, 1], without the final 0.
     sigma_max: in place of sigmas: rCM's times from the noise-to-signal ratio sigma_max down.
-    timesteps: what the network is given in each step; None: 1000·σ in fp32.
+    timesteps: the timestep that the network gets in each step. None: 1000·σ in fp32.
     round_timesteps_to_bf16: round 1000·σ to bf16, as rCM does; the solver's σ stays exact.
-    fewer_steps: whether a generation may have fewer steps, which take the first of the times. rCM's always may.
-    state_dtype: what x is stored in between the steps; "model": as the network's output.
-    boundary: with two experts, the high-noise one runs while σ >= boundary; None: the pipeline's own boundary_ratio.
+    fewer_steps: True if a generation may have fewer steps, which take the first of the times. rCM's always may.
+    state_dtype: the dtype of x between the steps. "model": that of the network's output.
+    boundary: with two experts, the high-noise one runs while σ >= boundary. None: the pipeline's own boundary_ratio.
     """
 
     name: str
@@ -120,7 +120,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe("lightx2v-nvfp4-i2v", "euler", sigmas=shifted(_QUARTERS, 7.0), state_dtype="bfloat16"),
         Recipe("lightning", **_EULER),
         Recipe("causvid", **_DMD),
-        # Of the LoRA its authors publish no sampler; these are the times that other tools run it with.
+        # The authors publish no sampler for the LoRA. Other tools run it with these times.
         Recipe(
             "causvid-lora",
             "euler",
@@ -132,7 +132,10 @@ RECIPES: dict[str, Recipe] = {
 
 
 def find_recipe(recipe: str | Recipe) -> Recipe:
-    """The recipe of a name, or the recipe given. Raises ValueError for an unknown name, TypeError for anything else."""
+    """Return the recipe with this name, or the given Recipe itself.
+
+    Raises ValueError for an unknown name, and TypeError for anything else.
+    """
     if isinstance(recipe, Recipe):
         return recipe
     if not isinstance(recipe, str):
@@ -143,5 +146,5 @@ def find_recipe(recipe: str | Recipe) -> Recipe:
 
 
 def recipe_names() -> str:
-    """All names, for messages."""
+    """Return all names, for messages."""
     return ", ".join(RECIPES)

@@ -13,13 +13,13 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class ErrorLimits:
-    """How far a patched result may be from an oracle of higher precision, as a relative L2 error.
+    """The allowed distance of a patched result from an oracle of higher precision, as a relative L2 error.
 
-    factor: times the unpatched error that is allowed.
-    fp32: what fp32 and wider results may err whatever the unpatched ones do, because long sums in another order differ.
-    block, part, step: what a block's output, what a part of one adds (a sub-layer, or an op), and what a whole model
-        may err whatever the unpatched ones do: a tier's own arithmetic.
-    choice: what a choice of key blocks may lose of their scores, in roundings of the model's dtype, ½ ulp of 1.
+    factor: the patched error may be this many times the unpatched error.
+    fp32: always allowed for fp32 and wider results, because long sums in another order differ.
+    block, part, step: always allowed for a block's output, for the output of a sub-layer or an op, and for a model's
+        output: the cost of the tier's own arithmetic.
+    choice: how much of their scores a choice of key blocks may lose, in roundings of the model's dtype (½ ulp of 1).
     """
 
     factor: float
@@ -30,10 +30,10 @@ class ErrorLimits:
     choice: float = 0.0
 
     def allowed(self, unpatched_error: float, dtype: torch.dtype, of: str = "block") -> float:
-        """The limit for a result of this dtype; NaN, which nothing is within, where the unpatched error is NaN.
+        """Return the limit for a result of this dtype. It is NaN, which no error is within, if the unpatched error is.
 
-        of: what it is a result of, "block", "part" or "step". With an error of 0 the unpatched result is itself the
-        oracle, and the limit is on the difference from it.
+        of: "block", "part" or "step", the kind of result. With an error of 0 the unpatched result is itself the oracle,
+        and the limit is on the difference from it.
         """
         limit = self.factor * unpatched_error
         if limit != limit:
@@ -41,12 +41,12 @@ class ErrorLimits:
         return max(limit, getattr(self, of), 0.0 if is_low_precision(dtype) else self.fp32)
 
     def allowed_choice(self, unit_roundoff: float) -> float:
-        """What a choice of key blocks may lose, in a dtype of this unit roundoff (½ ulp of 1)."""
+        """Return how much a choice of key blocks may lose, in a dtype of this unit roundoff (½ ulp of 1)."""
         return max(self.choice * unit_roundoff, self.fp32)
 
 
 def is_low_precision(dtype: torch.dtype) -> bool:
-    """Whether a result's own roundings are its error: narrower than fp32."""
+    """True for dtypes narrower than fp32, whose own rounding is most of a result's error."""
     return dtype.itemsize < FP32_BYTES
 
 

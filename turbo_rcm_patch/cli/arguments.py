@@ -193,7 +193,9 @@ def add_generation_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_sampling_options(parser: argparse.ArgumentParser, *, height: str, width: str, frames: str) -> None:
     parser.add_argument("--model", metavar="PATH_OR_ID", help="a diffusers Wan pipeline (default: a tiny embedded one)")
-    parser.add_argument("--preset", default="exact", help=f"of the patch: {', '.join(PRESETS)} (default exact)")
+    parser.add_argument(
+        "--preset", default="exact", help=f"the tier of the patch: {', '.join(PRESETS)} (default exact)"
+    )
     kept = "sparse attention: the share of key blocks that each block of queries keeps (default 0.1)"
     parser.add_argument("--topk", type=float, metavar="SHARE", help=kept)
     mass = "block-sparse attention: the share of the estimated attention that each block of queries keeps (default 0.9)"

@@ -52,7 +52,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 class SizeRules:
     """The sizes that a model takes: height and width in multiples of these pixels, 1 + a multiple of `temporal` frames.
 
-    positions: the length of the RoPE table, which limits the patches along each axis; None: not known yet.
+    positions: the length of the RoPE table, which limits the patches along each axis. None: not known yet.
     patch: pixels that one patch covers along height and width, and latent frames.
     """
 
@@ -63,7 +63,7 @@ class SizeRules:
     patch: tuple[int, int, int] = (16, 16, 1)
 
     def check(self, height: int | None, width: int | None, frames: int | None) -> None:
-        """Raise CommandError for a size that breaks the rules; None stands for a default, which keeps them."""
+        """Raise CommandError for a size that breaks the rules. None stands for the default size, which keeps them."""
         self._check_positions(height, width, frames)
         for option, size, factor in (("--height", height, self.height), ("--width", width, self.width)):
             if size is not None and (size < factor or size % factor):

@@ -52,7 +52,7 @@ def json_file(text: str) -> Path:
 
 
 def csv_file(text: str) -> Path:
-    """As json_file."""
+    """Like json_file."""
     return _checked(check_output, text, (".csv",))
 
 

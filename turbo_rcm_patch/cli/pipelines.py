@@ -127,14 +127,14 @@ def _choose_prompt(arguments: argparse.Namespace) -> str:
 
 
 def warn_of_prompts(arguments: argparse.Namespace, prompts: Sequence[str]) -> None:
-    """Warn where the embedded model is asked for what it has not learned."""
+    """Warn if the embedded model gets prompts unlike those it has learned."""
     outside = [prompt for prompt in prompts if grammar.parse_caption(prompt) is None]
     if arguments.model is None and outside:
         _warn(arguments, _outside_grammar(outside))
 
 
 def warn_of_size(arguments: argparse.Namespace, height: int, width: int, frames: int) -> None:
-    """Warn where the embedded model is asked for another size than it has learned."""
+    """Warn if the embedded model gets another size than it has learned."""
     if arguments.model is None and (height, width, frames) != (embedded.HEIGHT, embedded.WIDTH, embedded.FRAMES):
         _warn(arguments, _another_size(height, width, frames))
 
@@ -145,7 +145,7 @@ def _warn(arguments: argparse.Namespace, message: str) -> None:
 
 
 def _noted(arguments: argparse.Namespace, message: str) -> bool:
-    """True if the caller collects notes in ``arguments.notes``, as the page of `demo` does."""
+    """Add the message to ``arguments.notes`` if there are notes, as for the page of `demo`. True if so."""
     if not hasattr(arguments, "notes"):
         return False
     arguments.notes.append(message)
@@ -154,8 +154,8 @@ def _noted(arguments: argparse.Namespace, message: str) -> bool:
 
 def _unknown_distillation(model: str) -> str:
     return (
-        f"nothing tells how --model {model} was distilled: it is sampled as rCM. If it is none, give --recipe, one of "
-        f"{recipe_names()}."
+        f"the name and files of --model {model} do not say how it was distilled; it is sampled as rCM. If it is "
+        f"another, name it with --recipe: {recipe_names()}."
     )
 
 
@@ -182,7 +182,7 @@ def _outside_grammar(prompts: Sequence[str]) -> str:
 
 
 def _install_sampler(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> None:
-    """The sampler that the options, or else the model, ask for; ``arguments.steps`` where they give none."""
+    """Install the sampler that the options or else the model ask for, and set ``arguments.steps`` if not given."""
     try:
         if arguments.model is None or arguments.sigma_max is not None:  # an option of rCM's scheduler
             _use_rcm(pipe, arguments)

@@ -1,7 +1,7 @@
-"""Making an ordinary ``pipe(...)`` call sample in few steps, and undoing it.
+"""A handle that makes an ordinary ``pipe(...)`` call sample in few steps, and undoes it.
 
 A Wan pipeline gives its scheduler's ``step`` no generator, never scales the first noise and uses guidance by default.
-All three are put right where the pipeline prepares its latents: that method is wrapped on the instance.
+The handle corrects all three where the pipeline prepares its latents: it wraps that method on the instance.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ def check_pipeline(pipe: object, caller: str) -> None:
 
 
 def boundary_timestep(pipe: DiffusionPipeline) -> float | None:
-    """Where a pipeline changes from its high-noise transformer to the low-noise one; None with one transformer."""
+    """Return the timestep where a pipeline changes from its high-noise to its low-noise transformer, or None."""
     ratio = pipe.config.get("boundary_ratio")
     return None if ratio is None else ratio * train_timesteps(pipe)
 
 
 def train_timesteps(pipe: DiffusionPipeline) -> int:
-    """The network's timestep at t = 1."""
+    """Return the network's timestep at t = 1."""
     return pipe.scheduler.config.get("num_train_timesteps", 1000)
 
 
 class FewStepHandle:
-    """What ``caller`` changed on a pipeline: its scheduler and its prepare_latents. ``restore()`` undoes both."""
+    """The changes of ``caller`` to a pipeline, its scheduler and its prepare_latents. ``restore()`` undoes both."""
 
     def __init__(
         self, pipe: DiffusionPipeline, scheduler: FewStepScheduler, classifier_free_guidance: bool, caller: str

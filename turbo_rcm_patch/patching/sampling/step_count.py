@@ -46,7 +46,7 @@ class Steps:
 
 
 def why_not_countable(pipe: object) -> str | None:
-    """Why the steps of a pipeline cannot be told by its scheduler, in a few words; None when they can."""
+    """Return why a pipeline's scheduler cannot count its steps, or None if it can."""
     by_frame = any(cls.__name__.startswith("SkyReelsV2DiffusionForcing") for cls in type(pipe).__mro__)
     return f"{type(pipe).__name__}, whose frames are each in a step of their own" if by_frame else None
 

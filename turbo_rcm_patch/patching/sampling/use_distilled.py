@@ -109,7 +109,7 @@ _Models = dict[str, nn.Module]
 
 
 class _Sampling(NamedTuple):
-    """How it is sampled: a recipe's name, what told it, and the boundary_ratio that goes with it."""
+    """The chosen sampler: its scheduler, the recipe's name, what it was recognised by, and the boundary_ratio."""
 
     scheduler: FewStepScheduler
     recipe: str
@@ -118,7 +118,7 @@ class _Sampling(NamedTuple):
 
 
 class DistilledHandle(FewStepHandle):
-    """What ``use_distilled`` changed on a pipeline, which ``restore()`` undoes. ``str(handle)`` tells it.
+    """The changes of ``use_distilled`` to a pipeline. ``restore()`` undoes them, ``str(handle)`` describes them.
 
     Attributes:
         pipe, scheduler: the pipeline, and the scheduler that it samples with.
@@ -154,7 +154,7 @@ class DistilledHandle(FewStepHandle):
 
     @property
     def unused(self) -> dict[str, dict[str, str]]:
-        """Keys that are not used, and why, by transformer."""
+        """Return the unused keys of the files with the reasons, by transformer."""
         return {name: loaded.unused for name, loaded in self._loaded.items() if loaded.unused}
 
     def restore(self) -> None:
@@ -181,7 +181,7 @@ class DistilledHandle(FewStepHandle):
         return super()._prepare_latents(*args, **kwargs)
 
     def _change_of(self, loaded: LoadedLora) -> str | None:
-        """What a LoRA lost since it was loaded, to be warned of."""
+        """Return a warning if the user switched a loaded LoRA off or fused projections since, else None."""
         if loaded.is_left_out():
             return (
                 "projections were fused after the LoRA was loaded, which leave its matrices out; call "
@@ -298,7 +298,7 @@ def _recognise_files(files: _Files, models: _Models) -> Recognised:
 
 
 def _recognise_loaded(models: _Models) -> Recognised | None:
-    """How the loaded models were distilled, by their own name and their files; ValueError where these contradict."""
+    """Recognise the loaded models by their names and files. Raises ValueError if these contradict each other."""
     for name, model in models.items():
         found = [by_name(own_name(_name_of(model))), checkpoint_by_keys(_keys_of(name, model))]
         told = [recognised for recognised in found if recognised is not None]
