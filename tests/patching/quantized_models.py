@@ -22,10 +22,10 @@ def output_of(model, **overrides):
 
 
 def up_to_date(linear):
-    """Whether a linear's 8-bit weight is what its original becomes."""
-    expected = quantize_weight(linear.eight_bit.original, quantized_weight(linear).format)
+    """True if a linear's 8-bit weight is what its original becomes."""
+    expected = quantize_weight(linear.original, quantized_weight(linear).format)
     return all(
-        torch.equal(ours.float(), theirs.float())
+        torch.equal(ours.float(), theirs.float().reshape(ours.shape))
         for ours, theirs in zip(quantized_weight(linear), expected, strict=True)
     )
 

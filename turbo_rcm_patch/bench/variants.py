@@ -20,7 +20,6 @@ from torch._inductor import config as inductor_config
 from ..config import BlockSparse, Exact, PatchConfig, Quantized
 from ..patching import Patch, patch
 from ..patching.apply import transformers_of
-from ..patching.weights.read_only import EightBitWeight
 
 UNPATCHED, COMPILED, PATCHED = "unpatched", "torch.compile", "patched"
 COMPILED_AFTER_A_CHANGE = "torch.compile, the step after a new scale"
@@ -85,9 +84,8 @@ def _torchao_float8(pipe: DiffusionPipeline) -> tuple[Switch, int]:
 
 
 def memory_of(model: nn.Module) -> int:
-    """Bytes of a model's tensors; of a weight in 8 bits those of what stands in its place."""
-    tensors = (*model.parameters(), *model.buffers())
-    return sum(tensor.nbytes for tensor in tensors if not isinstance(tensor, EightBitWeight))
+    """Return the bytes of a model's parameters and buffers."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
 def _in_place_of_transformer(pipe: DiffusionPipeline, twin: nn.Module, applied: Patch | None) -> Switch:

@@ -11,6 +11,7 @@ from diffusers import AutoencoderKLWan
 
 from ..checkpoints.files import COMPONENTS
 from ..config import BlockSparse, PatchConfig, Sparse, resolve_config
+from .errors import PatchError
 from .families import SUPPORTED, check_supported, family_of
 from .families import vae as wan_vae
 from .families.family import Binding, ModelGraphs, graph_of
@@ -20,7 +21,14 @@ from .sampling.step_count import Steps, why_not_countable
 from .steps.block_sparse import why_trained_otherwise
 from .steps.sparse_linear import use_processors, why_not_sparse
 from .summary import Row, Section, as_html, as_text, decoder_rows, plan_rows, transformer_section, vae_section
-from .weights.convert import convert_weights, convertible_linears, free_originals, quantized_linears, why_not_restorable
+from .weights.convert import (
+    convert_weights,
+    convertible_linears,
+    free_originals,
+    quantized_linears,
+    refuse_written_weights,
+    why_not_restorable,
+)
 from .weights.group_offload import ON_DISK, is_on_disk, update_groups
 
 logger = logging.getLogger(__name__)
@@ -31,10 +39,6 @@ _JOURNAL = "_turbo_rcm_patch_journal"  # the attribute of a patched model that h
 
 # By tier: why a model cannot be patched, as a sentence or None, from its name and its self-attentions.
 _REFUSALS = {Sparse: why_not_sparse, BlockSparse: why_trained_otherwise}
-
-
-class PatchError(RuntimeError):
-    """A model cannot be patched or restored. The model is unchanged."""
 
 
 class Patch:
@@ -218,6 +222,8 @@ def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal,
             _bind(journals[-1], vae, wan_vae.bindings(vae, config))
         for (name, model), journal in zip(transformers.items(), journals, strict=False):
             prepare(journal, name, model)
+            if config.in_8_bits("linears"):
+                refuse_written_weights(journal, model)
             update_groups(model)
         patch_video_output(journals[0], target, config)
     except BaseException:

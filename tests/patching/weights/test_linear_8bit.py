@@ -13,7 +13,7 @@ from turbo_rcm_patch import kernels
 from turbo_rcm_patch.kernels import FP8, INT8, quantize_weight
 from turbo_rcm_patch.patching.weights import linear_8bit as quantized_linear
 from turbo_rcm_patch.patching.weights.linear_8bit import QuantizedLinear
-from turbo_rcm_patch.patching.weights.read_only import EightBitWeight
+from turbo_rcm_patch.patching.weights.read_only import ReadOnlyWeight
 
 IN, OUT = 48, 24
 FORMATS = (INT8, FP8)
@@ -33,7 +33,7 @@ def in_8_bits(linear, format=INT8):
 def dequantised(linear):
     """An nn.Linear with the weight that a linear in 8 bits multiplies by."""
     twin = nn.Linear(IN, OUT, bias=linear.bias is not None)
-    twin = twin.to(linear.eight_bit.device, linear.eight_bit.dtype).requires_grad_(False)
+    twin = twin.to(linear.weight.device, linear.weight_dtype).requires_grad_(False)
     twin.weight.copy_(linear.quantized().dequantize())
     if linear.bias is not None:
         twin.bias.copy_(linear.bias)
@@ -152,12 +152,15 @@ def test_function_transforms_are_those_of_the_dequantised_weight(kernels_everywh
 
 
 @torch.no_grad()
-def test_a_functional_call_takes_the_weight_that_it_is_given(kernels_everywhere):
+def test_a_functional_call_with_another_weight_is_refused():
     linear, x = in_8_bits(plain_linear()), torch.randn(3, IN)
-    weight = torch.randn(OUT, IN)
-    expected = nn.functional.linear(x, weight, linear.bias)
-    assert torch.equal(torch.func.functional_call(linear, {"weight": weight}, (x,)), expected)
-    assert torch.equal(linear(x), by_kernels(linear, x))
+    expected = linear(x)
+    with pytest.raises(RuntimeError, match=r"weight: .*restore\(\) first"):
+        torch.func.functional_call(linear, {"weight": torch.randn(OUT, IN)}, (x,))
+    assert torch.equal(linear(x), expected)
+    bias = torch.randn(OUT)
+    shifted = torch.func.functional_call(linear, {"bias": bias}, (x,))
+    torch.testing.assert_close(shifted, expected - linear.bias + bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -224,7 +227,7 @@ def test_hooks_from_before_call_the_8_bit_weight_and_not_the_original(hook, monk
     expected, linear = plain(x), plain
     QuantizedLinear.begin(linear, quantize_weight(linear.weight, INT8))
     result = dequantised(linear)(x)
-    monkeypatch.setattr(EightBitWeight, "_values", None)
+    monkeypatch.setattr(ReadOnlyWeight, "_values", None)
     assert torch.equal(linear(x), result)
     monkeypatch.undo()
     QuantizedLinear.end(linear)

@@ -16,7 +16,7 @@ from turbo_rcm_patch.kernels.quantized import INT8
 from turbo_rcm_patch.patching.weights import load as quantized_converted
 from turbo_rcm_patch.patching.weights import store as convert
 from turbo_rcm_patch.patching.weights.convert import quantized_linears
-from turbo_rcm_patch.patching.weights.linear_8bit import BUFFERS
+from turbo_rcm_patch.patching.weights.linear_8bit import PARTS
 from turbo_rcm_patch.patching.weights.load import FILE, load_converted
 from turbo_rcm_patch.patching.weights.store import convert_model
 
@@ -81,7 +81,7 @@ def test_a_loaded_model_is_the_patched_one(stored, build):
     ours, theirs = dict(model.named_parameters()), dict(expected.named_parameters())
     assert list(ours) == list(theirs)
     assert all(ours[name].dtype == theirs[name].dtype for name in ours)
-    assert {weight.eight_bit.dtype for weight in quantized_linears(model)} == {BF16}
+    assert {weight.weight_dtype for weight in quantized_linears(model)} == {BF16}
     with pytest.raises(trp.PatchError, match="freed"):
         patch.restore()
 
@@ -292,8 +292,8 @@ def test_loading_to_a_gpu(stored):
     inputs = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in tiny_transformer_inputs(model).items()}
     expected = patched().cuda()
     for ours, theirs in zip(quantized_linears(model), quantized_linears(expected), strict=True):
-        for name in BUFFERS[:2]:  # but for the norms, all bits: they were converted on the CPU and on a GPU
+        for name in PARTS[:2]:  # but for the norms, all bits: they were converted on the CPU and on a GPU
             assert torch.equal(ours._buffers[name].float(), theirs._buffers[name].float())
-        ours._buffers[BUFFERS[2]].copy_(theirs._buffers[BUFFERS[2]])
+        ours._buffers[PARTS[2]].copy_(theirs._buffers[PARTS[2]])
     with torch.no_grad():
         assert torch.equal(model(**inputs)[0], expected(**inputs)[0])

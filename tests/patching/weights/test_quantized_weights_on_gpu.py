@@ -61,7 +61,7 @@ def test_linears_take_half_on_a_gpu(first, config):
         model.cuda()
     assert allocated() - empty <= full - 0.49 * sum(sizes)
     assert relative_error(on_gpu(model), expected) <= ERROR
-    assert all(linear.eight_bit.original.device.type in ("cpu", "meta") for linear in quantized_linears(model))
+    assert all(linear.original.device.type in ("cpu", "meta") for linear in quantized_linears(model))
     del model
     assert allocated() - empty < 0.01 * full
 
@@ -124,7 +124,7 @@ def test_pipelines_never_bring_originals_to_a_gpu(offload, monkeypatch):
 
     def watched(self, x):
         if isinstance(self, QuantizedLinear):  # else accelerate's hooks hold it beyond `restore`
-            on_gpu_once.append(x.is_cuda and self.eight_bit.original.is_cuda)
+            on_gpu_once.append(x.is_cuda and self.original.is_cuda)
         return forward(self, x)
 
     monkeypatch.setattr(QuantizedLinear, "forward", watched)

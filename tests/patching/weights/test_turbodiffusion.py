@@ -175,10 +175,7 @@ def test_the_summary_says_what_8_bits_add_to_those_of_the_file(saved):
 
 def error_added_to(model):
     """The mean and the largest relative error of a model's 8-bit weights."""
-    errors = [
-        relative_error(linear.quantized().dequantize(), linear.eight_bit.original)
-        for linear in quantized_linears(model)
-    ]
+    errors = [relative_error(linear.quantized().dequantize(), linear.original) for linear in quantized_linears(model)]
     return sum(errors) / len(errors), max(errors)
 
 

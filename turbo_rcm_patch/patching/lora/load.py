@@ -21,7 +21,7 @@ from ...checkpoints.lora import Lora, Pair
 from ...checkpoints.names import ModelNames
 from ..weights.convert import why_not_restorable
 from ..weights.group_offload import is_on_disk, write_through
-from ..weights.read_only import EightBitWeight
+from ..weights.read_only import RULE, ReadOnlyWeight
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +170,8 @@ class LoadedLora:
     def _add(self, names: ModelNames, path: str, difference: torch.Tensor, scale: float) -> None:
         module, name = names.owner(path)
         parameter = getattr(module, name)
+        if isinstance(parameter, ReadOnlyWeight) and not parameter.is_freed:
+            raise RuntimeError(f"the LoRA has a difference of {path}, but {RULE}")
         reason = _why_not_added(self._transformer, parameter)
         if reason is not None:
             self.unused[path] = reason
@@ -217,8 +219,8 @@ def _why_not_added(transformer: nn.Module, parameter: torch.Tensor) -> str | Non
 
 def _why_unreachable(transformer: nn.Module, parameter: torch.Tensor) -> str | None:
     """Return why a parameter's values cannot be written, or None."""
-    if isinstance(parameter, EightBitWeight):
-        return "the values of the parameter were freed" if parameter.freed else None
+    if isinstance(parameter, ReadOnlyWeight):
+        return "the values of the parameter were freed" if parameter.is_freed else "its linear runs in 8 bits"
     if type(parameter) not in _PLAIN:
         return f"the parameter is a {type(parameter).__name__}"
     if parameter.is_meta:

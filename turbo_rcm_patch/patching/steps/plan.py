@@ -20,7 +20,6 @@ from ...plain import is_transformed
 from ..changes import Snapshot
 from ..lora.inside_projections import LIVE, Linears, Products
 from ..sampling.step_count import Steps
-from ..weights.linear_8bit import WRITTEN
 
 REFERENCE = "torch reference"
 MODULE, LINEAR = "PyTorch module", "PyTorch linear"
@@ -157,7 +156,7 @@ class Plans:
         known, seen_unchanged, self._seen_unchanged = self._known, self._seen_unchanged, False
         is_of_block = known is not None and known[0] is block  # not in a shallow copy, which shares this object
         if not is_of_block or not (seen_unchanged or known[1].holds()):
-            self._known = known = block, Snapshot(_objects(block), addresses=False, live=LIVE | WRITTEN), {}
+            self._known = known = block, Snapshot(_objects(block), addresses=False, live=LIVE), {}
         plans = known[2]
         plan = plans.get(call)
         if plan is None:

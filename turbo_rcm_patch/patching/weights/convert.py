@@ -6,7 +6,7 @@ originals stay on the CPU, or are freed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -16,9 +16,9 @@ from torch import nn
 from ...config import PatchConfig
 from ...kernels.quantized import FP8, FP8_CAPABILITY, INT8, QuantizedWeight
 from ...plain import hook_on
-from ..journal import Journal
-from .linear_8bit import BUFFERS, VALUES, QuantizedLinear, convert, fastest
-from .original_parameter import OriginalParameter
+from ..errors import PatchError
+from ..journal import Journal, bind
+from .linear_8bit import PARTS, VALUES, QuantizedLinear, convert, fastest
 
 # diffusers' names of linears whose input has a known largest value in each row before it is rounded: a norm makes the
 # input, or it is quantised in a pass of its own.
@@ -58,7 +58,7 @@ def convertible_linears(
 ) -> dict[str, nn.Linear]:
     """Return the linears that a configuration converts, by their paths; within PEFT layers, the base layers.
 
-    Raises ValueError for a name in ``config.keep`` that fits no module.
+    Raises ValueError for a name in ``config.keep`` that fits no module, and PatchError for a linear without a weight.
     """
     if not config.in_8_bits("linears"):
         return {}
@@ -66,6 +66,9 @@ def convertible_linears(
     for path, block, name, sub_layer in linears:
         if sub_layer in config.fuse:
             paths.setdefault(_linear_in(block, name), []).append(f"{path}.{name}")
+    for linear, (path, *_) in paths.items():
+        if type(linear) is nn.Linear and not hasattr(linear, "weight"):
+            raise PatchError(f"cannot patch: {path} has no weight; load the model's weights first.")
     for pattern in config.keep:
         if not any(fnmatchcase(path, pattern) for path, _ in transformer.named_modules(remove_duplicate=False)):
             raise ValueError(f"keep={pattern!r} fits no module of the {type(transformer).__name__}.")
@@ -98,8 +101,8 @@ def _linear_in(block: nn.Module, name: str) -> nn.Module | None:
 
 
 def _is_plain(linear: nn.Module | None) -> bool:
-    kinds = (nn.Parameter, OriginalParameter)  # the latter is another model's original too
-    return type(linear) is nn.Linear and type(linear.weight) in kinds and linear.weight.dtype in DTYPES
+    """True for an nn.Linear whose weight is an ordinary parameter."""
+    return type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and linear.weight.dtype in DTYPES
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -120,6 +123,18 @@ def convert_weights(journal: Journal, linears: dict[str, nn.Linear]) -> None:
         put_in_8_bits(journal, linear, convert(linear.weight, format_of(path, capability_of(device)), device))
 
 
+def refuse_written_weights(journal: Journal, transformer: nn.Module) -> None:
+    """Let `load_state_dict` of a transformer refuse weights in 8 bits before it writes any parameter."""
+    journal.set(transformer, "load_state_dict", bind(_load_state_dict, transformer))
+
+
+def _load_state_dict(self: nn.Module, state_dict: Mapping[str, torch.Tensor], *arguments: object, **options: object):
+    for path, module in self.named_modules():
+        if is_quantized(module) and f"{path}.weight" in state_dict:
+            raise module.refusal(f"{path}.weight")
+    return type(self).load_state_dict(self, state_dict, *arguments, **options)
+
+
 def put_in_8_bits(journal: Journal, linear: nn.Linear, weight: QuantizedWeight) -> None:
     """Let a linear run with this weight, on its device; the original goes to the CPU."""
     journal.on_undo(QuantizedLinear.end, linear)
@@ -134,7 +149,7 @@ def free_originals(transformer: nn.Module) -> None:
 
 def why_not_restorable(transformer: nn.Module) -> str | None:
     """Why the original weights cannot be brought back, as a sentence; None when they can."""
-    count = sum(linear.eight_bit.freed for linear in quantized_linears(transformer))
+    count = sum(linear.is_freed for linear in quantized_linears(transformer))
     if count == 0:
         return None
     return (
@@ -179,9 +194,7 @@ def bias_bound(bias: torch.Tensor | None) -> torch.Tensor | None:
 
 def why_not_read(linear: QuantizedLinear, device: torch.device) -> str | None:
     """Why a kernel may not read a linear's 8-bit weight for inputs on this device, in a few words; None when it may."""
-    if linear.is_replaced:
-        return "weight replaced after the patch"
-    tensors = (linear._buffers[VALUES], linear.bias)
+    tensors = (linear._parameters[VALUES], linear.bias)
     elsewhere = next((t for t in tensors if t is not None and t.device != device), None)
     return hook_on(linear) or (None if elsewhere is None else f"weight on {elsewhere.device}")
 
@@ -191,11 +204,10 @@ def weights_note(transformer: nn.Module) -> str | None:
     linears = quantized_linears(transformer)
     if not linears:
         return None
-    weights = [linear.eight_bit for linear in linears]
-    held = sum(linear._buffers[name].nbytes for linear in linears for name in BUFFERS)
-    original = sum(weight.numel() * weight.dtype.itemsize for weight in weights)
-    devices = ", ".join(sorted({str(linear._buffers[VALUES].device) for linear in linears}))
-    kept = "freed" if all(weight.freed for weight in weights) else "kept on the CPU (restorable=False frees them)"
+    held = sum(linear._parameters[name].nbytes for linear in linears for name in PARTS)
+    original = sum(linear.original.numel() * linear.weight_dtype.itemsize for linear in linears)
+    devices = ", ".join(sorted({str(linear._parameters[VALUES].device) for linear in linears}))
+    kept = "freed" if all(linear.is_freed for linear in linears) else "kept on the CPU (restorable=False frees them)"
     return (
         f"weights of {len(linears)} linears in 8 bits: {_in_mib(held)} on {devices}; the originals, "
         f"{_in_mib(original)}, are {kept}"

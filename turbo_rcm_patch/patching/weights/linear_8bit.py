@@ -1,24 +1,19 @@
 """A linear that runs in 8 bits: what nn.Linear becomes, in place, and can become again.
 
-    linear.weight               EightBitWeight: reads and writes the original, and converts it anew
-    linear._parameters          no weight: nothing that moves, shards or offloads parameters finds one to move
-    linear._buffers             values, scale and norm of the 8-bit weight, overwritten in place when it changes
-    state_dict, load_state_dict the original, under its old name
-    linear(x)                   multiplies by the 8-bit weight, or by a Parameter that somebody set in its place
+    linear._parameters   weight_8bit [N, K], weight_scale [N], weight_norm [1]; whatever moves, shards or offloads a
+                         model's parameters takes them like any others
+    linear.weight        the original on the CPU, which can be read only (read_only.py)
+    state_dict           the original, under its old name
+    linear(x)            multiplies by the 8-bit weight
 
-What is written to ``linear.weight`` by any means, loaded, or written to the original, which somebody may hold from
-before, or to a tensor that `state_dict` returned is converted anew: the latter two when the model is called, or this
-linear (weights_written.py). Not seen of these are writes to such a tensor through its ``.data``, as NumPy arrays and by
-fused optimizers.
+Nobody may change the weight while it is patched: what Python can notice raises RuntimeError with the rule to restore
+first. Writes to the memory of the original, such as through a tensor of `state_dict`, are not noticed.
 """
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Callable, Iterator
 from types import MethodType
-from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -28,268 +23,183 @@ from ... import kernels
 from ...kernels import QuantizedWeight, quantize_weight
 from ...plain import is_autocast, is_transformed
 from ..journal import slot_below_hooks
-from .original_parameter import OriginalParameter
-from .read_only import FREED, EightBitWeight
+from .read_only import FREED, RULE, ReadOnlyWeight
 
-VALUES, SCALE, NORM = BUFFERS = ("weight_8bit", "weight_scale", "weight_norm")  # the parts of a QuantizedWeight
-WRITTEN = frozenset({"version"})  # attributes that follow what originals hold: calls run the same with any
-# All of this process, copies too. A list on a part of a model would take the other parts along where that is copied.
-_KNOWN: WeakSet[nn.Linear] = WeakSet()
-_LOCK = threading.RLock()
+VALUES, SCALE, NORM = PARTS = ("weight_8bit", "weight_scale", "weight_norm")  # the parts of a QuantizedWeight
 AT_ONCE = 2**20  # values that are converted at a time: in fp32, and three times over, 12 MiB
-
-
-def _alone(function: Callable) -> Callable:
-    """Decorator: no other thread switches a linear to another weight, or looks at those of all models, meanwhile."""
-
-    @functools.wraps(function)
-    def run(*arguments: object) -> object:
-        with _LOCK:
-            return function(*arguments)
-
-    return run
 
 
 class QuantizedLinear(nn.Linear):
     """An nn.Linear whose weight is in 8 bits on the model's device, and whose original is on the CPU or freed.
 
-    Made by `begin` from an nn.Linear, which `end` brings back.
+    `begin` makes it from an nn.Linear, and `end` brings that back.
+
+    Attributes:
+        original: the original nn.Parameter on the CPU; on the meta device where its values were freed.
+        weight_dtype: the dtype that the weight has for the model.
     """
 
     @staticmethod
-    @_alone
     def begin(linear: nn.Linear, weight: QuantizedWeight) -> None:
         """Let a linear run with this weight, on its device; the original goes to the CPU."""
-        original = linear._parameters["weight"]
-        dtype = original.dtype
-        if not original.is_meta:
-            original = _on_cpu(original)
-        slots = _forward_slots(linear)
+        original, slots = linear._parameters["weight"], _forward_slots(linear)
+        # As attributes: nn.Module would make the original a parameter.
+        vars(linear).update(original=_on_cpu(original), weight_dtype=original.dtype)
         linear._parameters["weight"] = None
-        linear._buffers.update(zip(BUFFERS, weight, strict=True))
-        linear._non_persistent_buffers_set.update(BUFFERS)
-        _remember(linear, EightBitWeight(original, weight.values.device, dtype, linear))
-        linear.version = _version(original)  # of the original, when it was converted
+        parts = (weight.values, weight.scale, weight.norm.reshape(1))
+        linear._parameters.update(zip(PARTS, map(_parameter, parts), strict=True))
         linear.__class__ = QuantizedLinear
         for slot in slots:
             setattr(*slot, MethodType(QuantizedLinear.forward, linear))
-        _make_known(linear)
-        _count_data(original)
 
     @staticmethod
-    @_alone
     def end(linear: nn.Linear) -> None:
-        """The original in the place of the 8-bit weight, on the device and in the dtype that the model has now; a
-        Parameter that somebody set in its place stays theirs. Nothing for a linear that was not begun."""
+        """Put the original back, on the device and in the dtype that the model has now.
+
+        A Parameter that stands in its place stays. Do nothing for a linear that was not begun.
+        """
         if not isinstance(linear, QuantizedLinear):
             return
-        slots, weight = _forward_slots(linear), linear.eight_bit
-        for name in BUFFERS:
-            del linear._buffers[name]
-        linear._non_persistent_buffers_set.difference_update(BUFFERS)
-        del linear.eight_bit, linear.version
+        slots, device = _forward_slots(linear), linear._parameters[VALUES].device
+        original, dtype = vars(linear).pop("original"), vars(linear).pop("weight_dtype")
+        for name in PARTS:
+            linear._parameters.pop(name, None)
         linear.__class__ = nn.Linear
         for slot in slots:
             setattr(*slot, MethodType(nn.Linear.forward, linear))
-        _count_data_no_more(weight.original)
-        if linear._parameters["weight"] is None:
-            _bring_back(linear, weight)
+        if linear._parameters.get("weight") is None:
+            _bring_back(linear, original, device, dtype)
 
     @staticmethod
     def forget(copied: QuantizedLinear) -> None:
-        """Make a copy, which nobody else knows, an nn.Linear with a weight of its own."""
-        weight = nn.Parameter(copied.eight_bit.detach().clone(), requires_grad=False)
-        for name in BUFFERS:
-            del copied._buffers[name]
-        del copied.eight_bit, copied.version
+        """Make a copy, which nobody else knows, an nn.Linear with the original values in a weight of its own."""
+        weight = nn.Parameter(copied.weight.clone(), requires_grad=False)
+        for name in PARTS:
+            del copied._parameters[name]
+        del copied.original, copied.weight_dtype
         copied.__class__ = nn.Linear
         copied._parameters["weight"] = weight
 
     @property
-    def weight(self) -> torch.Tensor:
-        """What stands for the original, or what somebody set in its place."""
-        replaced = self._parameters["weight"]
-        return self.eight_bit if replaced is None else replaced
+    def weight(self) -> ReadOnlyWeight:
+        """The original weight [N, K], to be read; it is where the 8-bit weight is, in the model's dtype."""
+        return ReadOnlyWeight(self.original, self._parameters[VALUES].device, self.weight_dtype)
 
     @property
-    def is_replaced(self) -> bool:
-        """Whether somebody set another weight since, with which the linear then runs as it is."""
-        return self._parameters["weight"] is not None
+    def is_freed(self) -> bool:
+        """True if the original's values were freed."""
+        return self.original.is_meta
 
-    def quantized(self) -> QuantizedWeight:
-        """The 8-bit weight, on the device that it was moved to."""
-        if not torch.compiler.is_compiling():
-            self.bring_up_to_date()
-        buffers = self._buffers
-        return QuantizedWeight(buffers[VALUES], buffers[SCALE], buffers[NORM])
-
-    @property
-    def is_outdated(self) -> bool:
-        """Whether the original was written to, or a tensor that shares its memory and count of writes."""
-        return self.version is not None and self.eight_bit.original._version != self.version
-
-    def bring_up_to_date(self) -> None:
-        """Convert anew where it is outdated."""
-        if self.is_outdated:
-            self.convert_anew()
-
-    @_alone
-    def convert_all_tied(self) -> None:
-        """Convert anew all linears that have this original."""
-        for linear in _known():
-            if linear.eight_bit.original is self.eight_bit.original:
-                linear.convert_anew()
-
-    def convert_anew(self) -> None:
-        """After a write to the original: into the memory of the present 8-bit weight, where CUDA graphs find it."""
-        original, values = self.eight_bit.original, self._buffers[VALUES]
-        version = _version(original)  # before what another thread may write meanwhile
-        converted = convert(original, values.dtype, values.device)
-        for buffer, tensor in zip((self._buffers[name] for name in BUFFERS), converted, strict=True):
-            with torch.no_grad(), torch.inference_mode(buffer.is_inference()):  # where alone those can be written to
-                buffer.copy_(tensor)
-            # A write to `weight` comes here below autograd, which then counts none.
-            if not buffer.is_inference():
-                torch.autograd.graph.increment_version(buffer)
-        self.version = version
-
-    @_alone
     def free_original(self) -> None:
         """Let go of the original's values, for good."""
-        original = self.eight_bit.original
-        self.eight_bit.original = nn.Parameter(torch.empty_like(original, device="meta"), original.requires_grad)
-        _count_data_no_more(original)
-        self.version = _version(self.eight_bit.original)
+        gone = torch.empty_like(self.original, device="meta")
+        vars(self)["original"] = nn.Parameter(gone, self.original.requires_grad)
+
+    def quantized(self) -> QuantizedWeight:
+        """Return the 8-bit weight, on the device where it is. Raise RuntimeError if somebody replaced the weight."""
+        parameters = self._parameters
+        if parameters.get("weight") is not None:
+            raise self.refusal("weight")
+        return QuantizedWeight(parameters[VALUES], parameters[SCALE], parameters[NORM])
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """As nn.Linear's; the 8-bit weight comes to the input where offloading let it rest elsewhere.
+        """Compute what nn.Linear does, with the 8-bit weight, which comes to the input's device.
 
-        On a GPU the input is rounded to 8 bits too, but for autograd, function transforms and autocast.
+        On a GPU the input is rounded to 8 bits too, except under autograd, function transforms and autocast.
         """
-        if not isinstance(self, QuantizedLinear) or self.is_replaced:  # a hook kept this method beyond `end`
+        if not isinstance(self, QuantizedLinear):  # a hook kept this method beyond `end`
             return F.linear(input, self.weight, self.bias)
         # Only copies to a GPU are in order with what runs there.
         weight = QuantizedWeight(*(t.to(input.device, non_blocking=input.is_cuda) for t in self.quantized()))
         if self._takes(input) and _has_kernels(weight.format, input, self.bias):
             rows = kernels.quantize_rows(input, weight.format)
             return kernels.linear_8bit(rows, weight, self.bias, dtype=input.dtype)
-        return F.linear(input, weight.dequantize(self.eight_bit.dtype), self.bias)
+        return F.linear(input, weight.dequantize(self.weight_dtype), self.bias)
+
+    def refusal(self, name: str) -> RuntimeError:
+        """The error for whoever would change the parameter of this name."""
+        return RuntimeError(f"{name}: {FREED if self.is_freed else RULE}")
 
     def _takes(self, input: torch.Tensor) -> bool:
-        """Whether nn.Linear takes this input without error, and no transform of it or of its dtype is under way."""
-        fits = input.shape[-1:] == (self.in_features,) and input.dtype == self.eight_bit.dtype
+        """True if nn.Linear takes this input without error and no transform of it or its dtype is under way."""
+        fits = input.shape[-1:] == (self.in_features,) and input.dtype == self.weight_dtype
         return fits and not is_autocast(input.device) and not is_transformed()
 
     def _apply(self, fn: Callable, recurse: bool = True) -> QuantizedLinear:
-        """As nn.Module's, which moves and casts: the 8-bit weight is moved only, and the original is not even that."""
-        tensors = {name: self._buffers[name] for name in BUFFERS}
+        """Move and cast like nn.Module's, but only move the 8-bit weight, and not even that the original."""
+        parts = {name: self._parameters[name] for name in PARTS}
         try:
-            self._buffers.update(dict.fromkeys(BUFFERS))  # None is left alone
+            self._parameters.update(dict.fromkeys(PARTS))  # None is left alone
             super()._apply(fn, recurse)
         finally:
-            self._buffers.update(tensors)
-        becomes = fn(torch.empty(0, dtype=self.eight_bit.dtype, device=tensors[VALUES].device))
-        self._buffers.update({name: tensor.to(becomes.device) for name, tensor in tensors.items()})
-        _remember(self, self.eight_bit.moved(becomes.device, becomes.dtype))
+            self._parameters.update(parts)
+        becomes = fn(torch.empty(0, dtype=self.weight_dtype, device=parts[VALUES].device))
+        vars(self)["weight_dtype"] = becomes.dtype
+        for name, part in parts.items():
+            if "meta" in (part.device.type, becomes.device.type):
+                self._parameters[name] = _parameter(torch.empty_like(part, device=becomes.device))
+            elif part.device != becomes.device:
+                part.data = part.data.to(becomes.device)
         return self
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        if not self.is_replaced:
-            if self.eight_bit.freed:
-                raise RuntimeError(f"{prefix}weight: {FREED}")
-            if self.eight_bit.original.dtype != self.eight_bit.dtype:  # a cast copy would not hand writes on
-                self.eight_bit.original.data = self.eight_bit.original.data.to(self.eight_bit.dtype)
-                self.convert_all_tied()
-            destination[f"{prefix}weight"] = self.eight_bit if keep_vars else self.eight_bit.original.detach()
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.is_freed:
+            raise RuntimeError(f"{prefix}weight: {FREED}")
+        weight = self.original.detach().to(self.weight_dtype)
+        destination[f"{prefix}weight"] = self.weight if keep_vars else weight
+        if self.bias is not None:
+            destination[f"{prefix}bias"] = self.bias if keep_vars else self.bias.detach()
 
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, local_metadata: dict, *rest: object) -> None:
-        """Into the original, or where that was freed into one for as long as converting it takes. With ``assign=True``
-        what is loaded becomes the original."""
-        if self.is_replaced:
-            return super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
-        place = self._parameters["weight"] = _room_for(self.eight_bit) if self.eight_bit.freed else self.eight_bit
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest: object) -> None:
+        if f"{prefix}weight" in state_dict:
+            raise self.refusal(f"{prefix}weight")
+        parts = {name: self._parameters.pop(name) for name in PARTS}  # no key is missing for them
         try:
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+            super()._load_from_state_dict(state_dict, prefix, *rest)
         finally:
-            loaded, self._parameters["weight"] = self._parameters["weight"], None
-        if loaded is not place or (self.eight_bit.freed and loaded._version > 0):
-            self._adopt(loaded)
+            self._parameters.update(parts)
 
-    @_alone
-    def _adopt(self, original: nn.Parameter) -> None:
-        freed, before = self.eight_bit.freed, self.eight_bit.original
-        self.eight_bit.original = original = _on_cpu(original)
-        _count_data_no_more(before)
-        _count_data(original)
-        _remember(self, self.eight_bit.moved(self.eight_bit.device, original.dtype))
-        self.convert_anew()
-        if freed:
-            self.free_original()
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refuse other parameters than those of a linear in 8 bits: a new weight, pruning's, weight_norm's."""
+        if name not in (*PARTS, "bias"):
+            self._parameters.setdefault("weight", None)  # which weight_norm has deleted by now
+            raise self.refusal(name)
+        super().register_parameter(name, param)
 
-    def named_buffers(self, *arguments: object, **options: object) -> Iterator[tuple[str, torch.Tensor]]:
-        """Without the 8-bit weight, when a linear itself is asked; a model or a block lists it.
+    def __delattr__(self, name: str) -> None:
+        """Refuse to delete the weight, as parametrizations do."""
+        if name == "weight":
+            raise self.refusal(name)
+        super().__delattr__(name)
 
-        Offloading by layers asks, and accelerate's keeps buffers on the GPU for good: `forward` brings the 8-bit weight
-        there only while it runs.
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator:
+        """Leave the 8-bit weight out for accelerate's hook on this linear.
+
+        Sequential offloading looks parameters up in a state_dict, which has the original instead. `forward` brings
+        the 8-bit weight to the GPU while it runs.
         """
-        every = super().named_buffers(*arguments, **options)
-        return ((name, buffer) for name, buffer in every if name.rpartition(".")[2] not in BUFFERS)
+        every = super().named_parameters(prefix, recurse, remove_duplicate)
+        if "_old_forward" not in vars(self):
+            return every
+        return ((name, parameter) for name, parameter in every if name.rpartition(".")[2] not in PARTS)
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        """With the values as bytes: plain pickle does not bring back a tensor in e4m3."""
-        self.bring_up_to_date()
+        """Give the values as bytes: plain pickle does not bring back a tensor in e4m3."""
         make, arguments, state, *_ = super().__reduce_ex__(protocol)
         state = dict(state)
-        buffers = dict(state.pop("_buffers"))
-        values = buffers.pop(VALUES)
-        return _with_buffers, (make, arguments, buffers, values.view(torch.uint8), values.dtype), state
-
-    def __setstate__(self, state: dict) -> None:
-        """Of a copy, whose original counts writes anew."""
-        weight = state["eight_bit"]
-        if not weight.freed:
-            weight.original = _on_cpu(weight.original)
-        super().__setstate__({**state, "version": _version(weight.original)})
+        parameters = dict(state.pop("_parameters"))
+        values = parameters.pop(VALUES).detach()
+        return _with_parameters, (make, arguments, parameters, values.view(torch.uint8), values.dtype), state
 
 
-def _with_buffers(make: Callable, arguments: tuple, buffers: dict, values: torch.Tensor, format) -> QuantizedLinear:
+def _with_parameters(make: Callable, arguments: tuple, parameters: dict, values: torch.Tensor, format) -> nn.Linear:
     linear = make(*arguments)
-    vars(linear)["_buffers"] = {**buffers, VALUES: values.view(format)}
-    _make_known(linear)
+    vars(linear)["_parameters"] = {**parameters, VALUES: _parameter(values.view(format))}
     return linear
 
 
-@_alone
-def bring_all_up_to_date() -> int:
-    """Convert anew what was written to through a `state_dict` or a parameter from before the patch, in all models of
-    this process; returns how many weights that were."""
-    outdated = [linear for linear in _known() if linear.is_outdated]
-    for linear in outdated:
-        linear.convert_anew()
-    return len(outdated)
-
-
-@_alone
-def _known() -> list[QuantizedLinear]:
-    """All of this process that are in 8 bits; one that is being copied has no weight yet."""
-    return [linear for linear in _KNOWN if isinstance(linear, QuantizedLinear) and "eight_bit" in vars(linear)]
-
-
-@_alone
-def _make_known(linear: nn.Linear) -> None:
-    _KNOWN.add(linear)
-
-
-def _count_data(original: nn.Parameter) -> None:
-    if type(original) is nn.Parameter:
-        original.__class__ = OriginalParameter
-
-
-def _count_data_no_more(original: nn.Parameter) -> None:
-    """Unless another linear in 8 bits, of this or of another model, still has this original."""
-    if type(original) is OriginalParameter and all(each.eight_bit.original is not original for each in _known()):
-        original.__class__ = nn.Parameter
+def _parameter(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
 
 
 def _forward_slots(linear: nn.Linear) -> list[tuple[object, str]]:
@@ -300,52 +210,37 @@ def _forward_slots(linear: nn.Linear) -> list[tuple[object, str]]:
     return own if below is None else [*own, below]
 
 
-def _remember(linear: nn.Linear, weight: EightBitWeight) -> None:
-    vars(linear)["eight_bit"] = weight  # as an attribute: nn.Module would make it a parameter
+@torch.inference_mode(False)
+def _on_cpu(original: nn.Parameter) -> nn.Parameter:
+    """Return the parameter itself, moved. Return a copy of an inference tensor, which cannot be moved in place."""
+    if original.is_inference():
+        return nn.Parameter(original.detach().to("cpu", copy=True), original.requires_grad)
+    if not original.is_meta:
+        original.data = original.data.cpu()
+    return original
 
 
-def _bring_back(linear: nn.Linear, weight: EightBitWeight) -> None:
-    original = weight.original
-    if weight.device.type == "meta":  # as nn.Module.to, which makes other parameters of those that it moves there
-        original = nn.Parameter(original.to(weight.device, weight.dtype), original.requires_grad)
-    elif not original.is_meta and (original.device, original.dtype) != (weight.device, weight.dtype):
-        original.data = original.data.to(weight.device, weight.dtype)
+def _bring_back(linear: nn.Linear, original: nn.Parameter, device: torch.device, dtype: torch.dtype) -> None:
+    if device.type == "meta":  # nn.Module.to makes other parameters of those that it moves there
+        original = nn.Parameter(original.to(device, dtype), original.requires_grad)
+    elif not original.is_meta:
+        original.data = original.data.to(device, dtype)
     linear._parameters["weight"] = original
     hook = vars(linear).get("_hf_hook")
     if hasattr(hook, "original_devices"):  # accelerate's offloading then takes the weight too, and must put it back
-        hook.original_devices.setdefault("weight", weight.device)
+        hook.original_devices.setdefault("weight", device)
 
 
 def _has_kernels(format: torch.dtype, *tensors: torch.Tensor | None) -> bool:
-    """Whether kernels take these in a format of 8 bits: on a GPU that knows it, where no derivative is wanted, which
-    rounding has none of."""
+    """True if kernels take these in an 8-bit format: on a GPU that knows it, where no derivative is wanted."""
     device = tensors[0].device
     return device.type == "cuda" and kernels.why_not_triton(*tensors, has_gradient=False, formats=(format,)) is None
 
 
 @torch.inference_mode(False)
-def _room_for(weight: EightBitWeight) -> nn.Parameter:
-    """On the CPU, with the version 0 until something is written to it."""
-    return nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype), weight.original.requires_grad)
-
-
-@torch.inference_mode(False)
-def _on_cpu(original: nn.Parameter) -> nn.Parameter:
-    """Itself, moved; a copy of an inference tensor, because nobody counts what is written to those."""
-    if original.is_inference():
-        return nn.Parameter(original.detach().to("cpu", copy=True), original.requires_grad)
-    if original.device.type != "cpu":  # else nothing is written, which linears with the same original would count
-        original.data = original.data.cpu()
-    return original
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
-
-
 @torch.no_grad()
 def convert(weight: torch.Tensor, format: torch.dtype, device: torch.device) -> QuantizedWeight:
-    """A weight [N, K] in 8 bits on a device, some rows at a time."""
+    """Return a weight [N, K] in 8 bits on a device; it is converted some rows at a time."""
     where, norms = fastest(device), []
     values = torch.empty(weight.shape, dtype=format, device=where)
     scale = torch.empty(len(weight), dtype=torch.float32, device=where)
@@ -357,7 +252,7 @@ def convert(weight: torch.Tensor, format: torch.dtype, device: torch.device) -> 
 
 @torch.no_grad()
 def error_of(weight: QuantizedWeight, original: torch.Tensor) -> float:
-    """The relative L2 error of a weight in 8 bits, some rows at a time."""
+    """Return the relative L2 error of a weight in 8 bits; it is summed some rows at a time."""
     error = size = torch.zeros((), dtype=torch.float64)
     for part in _parts(original):
         exact = original[part].to(weight.values.device, torch.float32)
@@ -367,7 +262,7 @@ def error_of(weight: QuantizedWeight, original: torch.Tensor) -> float:
 
 
 def _parts(weight: torch.Tensor) -> Iterator[slice]:
-    """Its rows, so many at a time that they are AT_ONCE values."""
+    """Slices of the rows of a weight, each of about AT_ONCE values."""
     rows = max(1, AT_ONCE // weight.shape[1])
     return (slice(first, first + rows) for first in range(0, len(weight), rows))
 

@@ -221,7 +221,7 @@ def _added_error(file: WholeModel, model: nn.Module) -> str | None:
     """What the tier's own 8 bits add to weights that the file has in 8 bits already, for the summary."""
     linears = [module for name, module in modules_of(model) if f"{name}.weight" in file.quantized]
     return added_error_note(
-        [error_of(quantized_weight(linear), linear.eight_bit.original) for linear in linears if is_quantized(linear)]
+        [error_of(quantized_weight(linear), linear.original) for linear in linears if is_quantized(linear)]
     )
 
 

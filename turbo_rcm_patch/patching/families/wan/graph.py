@@ -21,7 +21,6 @@ from ...changes import WhileUnchanged
 from ...cuda_graphs import Graphs, Inputs, call_key, why_not_recorded
 from ...lora.inside_projections import LIVE
 from ...steps.plan import Shared
-from ...weights.linear_8bit import WRITTEN, bring_all_up_to_date
 from ..family import graph_of
 from .block import wan_block
 from .forward import warn_of_saturation
@@ -69,7 +68,7 @@ class WanGraph:
         self._lora_layers: list[nn.Module] = []  # found when the transformer's modules last changed
         # What the recordings know of LoRAs: the addresses of prepared products, and scales of layers that are called.
         self._lora_recorded: tuple[tuple[int, ...], dict[nn.Module, dict]] = (), {}
-        self._why_not_recordable = WhileUnchanged(self._objects_read, self._look_again, live=LIVE | WRITTEN)
+        self._why_not_recordable = WhileUnchanged(self._objects_read, self._look_again, live=LIVE)
 
     def takes(self, called: nn.Module, inputs: Inputs, attention_kwargs: dict[str, Any] | None) -> bool:
         """True if `sample` may replace this call. If not, count the reason for the summary."""
@@ -81,7 +80,6 @@ class WanGraph:
 
     def sample(self, inputs: Inputs) -> torch.Tensor:
         """Return the transformer's sample: computed when inputs of these shapes first come, replayed later."""
-        bring_all_up_to_date()  # a replay reads the 8-bit weight alone, and a recording must not convert
         self._follow_lora()
         key = *call_key(inputs), self._shared.why_exact_attention()
         sample = self._graphs.run(key, self._compute, inputs)

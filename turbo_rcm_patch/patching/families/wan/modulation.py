@@ -17,7 +17,6 @@ from ....kernels import MAX_RUNS, Runs
 from ....plain import hook_around_forward, hook_in_place_of_forward, is_original
 from ...cuda_graphs import why_not_recorded
 from ...steps.plan import SHARED, Shared
-from ...weights.weights_written import with_weights_up_to_date
 
 Row = torch.Tensor | Runs
 
@@ -51,7 +50,6 @@ def embedder_forward(
     """
     shared: Shared = getattr(self, SHARED)
     shared.begin_forward()
-    timestep = with_weights_up_to_date(timestep, shared.config)
     prompt = (encoder_hidden_states, encoder_hidden_states_image)
     if timestep_seq_len is None or not _may_embed_runs(self, timestep, *prompt):
         return type(self).forward(self, timestep, *prompt, timestep_seq_len)

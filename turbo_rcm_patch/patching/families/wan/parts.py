@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import nn
 
 from ....config import PatchConfig
 from ...steps.plan import SHARED, Shared
 from ...steps.sparse_linear import SparseForm
-from ...weights.weights_written import with_weights_up_to_date
 from ..family import Blocks, Targets
 from .block import WanBlock, decide, usual_call
 
@@ -39,11 +37,11 @@ def wan_blocks(
     return Blocks(name, block_class, forward, kind, parts, decide, usual_call, LINEARS, "attn1", sparse)
 
 
-def embedder_forward(self: nn.Module, timestep: torch.Tensor, *args: object, **kwargs: object) -> object:
+def embedder_forward(self: nn.Module, *args: object, **kwargs: object) -> object:
     """The forward of a transformer's condition embedder, which runs before the blocks; bound on instances."""
     shared: Shared = getattr(self, SHARED)
     shared.begin_forward()
-    return type(self).forward(self, with_weights_up_to_date(timestep, shared.config), *args, **kwargs)
+    return type(self).forward(self, *args, **kwargs)
 
 
 def embedder(transformer: nn.Module, config: PatchConfig) -> Targets:

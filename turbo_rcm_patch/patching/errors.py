@@ -1,0 +1,5 @@
+"""The error that patching and restoring raise."""
+
+
+class PatchError(RuntimeError):
+    """A model cannot be patched or restored as asked; the model is as it was before the call."""
