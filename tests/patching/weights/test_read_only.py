@@ -100,6 +100,21 @@ def test_a_write_is_refused_with_the_rule(model, write, config):
             assert torch.equal(output_of(model), plain)
 
 
+def test_a_lora_that_was_fused_before_the_patch_stays_fused(model):
+    add_lora(model)
+    model.fuse_lora()
+    plain = output_of(model)
+    patch = trp.patch(model, CONFIG)
+    expected = output_of(model)
+    with pytest.raises(RuntimeError, match=RULE):
+        model.unfuse_lora()
+    assert torch.equal(output_of(model), expected)
+    patch.restore()
+    assert torch.equal(output_of(model), plain)
+    model.unfuse_lora()
+    assert not torch.equal(output_of(model), plain)
+
+
 def test_peft_cannot_wrap_the_weight_as_a_parameter(model):
     plain = output_of(model)
     patch = trp.patch(model, CONFIG)
@@ -123,10 +138,7 @@ def test_restore_brings_back_what_was_torn_out_by_force(model, name):
     plain = output_of(model)
     patch = trp.patch(model, CONFIG)
     linear = model.blocks[0].attn1.to_q
-    if name == PARTS[0]:
-        linear._parameters[name] = nn.Parameter(torch.zeros(3), requires_grad=False)
-    else:
-        del linear._parameters[name]
+    del linear._parameters[name]
     patch.restore()
     assert type(linear) is nn.Linear
     assert torch.equal(output_of(model), plain)

@@ -6,7 +6,7 @@ originals stay on the CPU, or are freed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from ...config import PatchConfig
 from ...kernels.quantized import FP8, FP8_CAPABILITY, INT8, QuantizedWeight
-from ...plain import hook_on
+from ...plain import hook_on, is_lora_layer
 from ..errors import PatchError
 from ..journal import Journal, bind
 from .linear_8bit import PARTS, VALUES, QuantizedLinear, convert, fastest
@@ -124,15 +124,40 @@ def convert_weights(journal: Journal, linears: dict[str, nn.Linear]) -> None:
 
 
 def refuse_written_weights(journal: Journal, transformer: nn.Module) -> None:
-    """Let `load_state_dict` of a transformer refuse weights in 8 bits before it writes any parameter."""
-    journal.set(transformer, "load_state_dict", bind(_load_state_dict, transformer))
+    """Let the methods of a transformer that would write to weights in 8 bits refuse before they write anything."""
+    for method in (load_state_dict, fuse_lora, unfuse_lora):
+        journal.set(transformer, method.__name__, bind(method, transformer))
 
 
-def _load_state_dict(self: nn.Module, state_dict: Mapping[str, torch.Tensor], *arguments: object, **options: object):
+def load_state_dict(self: nn.Module, state_dict: Mapping[str, torch.Tensor], *arguments: object, **options: object):
+    """torch.nn.Module.load_state_dict, which raises RuntimeError for a weight in 8 bits."""
     for path, module in self.named_modules():
         if is_quantized(module) and f"{path}.weight" in state_dict:
             raise module.refusal(f"{path}.weight")
     return type(self).load_state_dict(self, state_dict, *arguments, **options)
+
+
+def fuse_lora(self: nn.Module, *arguments: object, **options: object) -> None:
+    """diffusers' fuse_lora, which raises RuntimeError for a LoRA on a linear in 8 bits."""
+    for path, layer in _lora_layers_in_8_bits(self):
+        raise layer.base_layer.refusal(f"{path}.weight")
+    type(self).fuse_lora(self, *arguments, **options)
+
+
+def unfuse_lora(self: nn.Module, *arguments: object, **options: object) -> None:
+    """diffusers' unfuse_lora, which raises RuntimeError for a LoRA that was fused into a weight before the patch.
+
+    PEFT would forget that the LoRA is fused before the weight refuses.
+    """
+    for path, layer in _lora_layers_in_8_bits(self):
+        if layer.merged:
+            raise layer.base_layer.refusal(f"{path}.weight")
+    type(self).unfuse_lora(self, *arguments, **options)
+
+
+def _lora_layers_in_8_bits(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    modules = ((path, module) for path, module in model.named_modules() if is_lora_layer(module))
+    return ((path, layer) for path, layer in modules if is_quantized(layer.base_layer))
 
 
 def put_in_8_bits(journal: Journal, linear: nn.Linear, weight: QuantizedWeight) -> None:

@@ -60,7 +60,7 @@ class QuantizedLinear(nn.Linear):
         """
         if not isinstance(linear, QuantizedLinear):
             return
-        slots, device = _forward_slots(linear), linear._parameters[VALUES].device
+        slots, device = _forward_slots(linear), linear.device
         original, dtype = vars(linear).pop("original"), vars(linear).pop("weight_dtype")
         for name in PARTS:
             linear._parameters.pop(name, None)
@@ -83,7 +83,12 @@ class QuantizedLinear(nn.Linear):
     @property
     def weight(self) -> ReadOnlyWeight:
         """The original weight [N, K], to be read; it is where the 8-bit weight is, in the model's dtype."""
-        return ReadOnlyWeight(self.original, self._parameters[VALUES].device, self.weight_dtype)
+        return ReadOnlyWeight(self.original, self.device, self.weight_dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the 8-bit weight is; where the original is if somebody deleted it."""
+        return self._parameters.get(VALUES, self.original).device
 
     @property
     def is_freed(self) -> bool:
