@@ -42,8 +42,8 @@ class Quantized(NamedTuple):
 class QuantizedWeight(NamedTuple):
     """A linear's weight [N, K] in 8 bits.
 
-    values: [N, K] int8 or float8_e4m3fn. scale: [N] fp32. norm: [] or [1] fp32, the largest L2 norm of a row, or None where
-    no result in 8 bits follows.
+    values: [N, K] int8 or float8_e4m3fn. scale: [N] fp32. norm: [] or [1] fp32, the largest L2 norm of
+    a row; None if no result in 8 bits follows.
     """
 
     values: torch.Tensor
