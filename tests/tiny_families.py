@@ -1,7 +1,13 @@
 """Tiny random transformers of every family that can be patched, and inputs for them."""
 
 import torch
-from diffusers import SkyReelsV2Transformer3DModel, WanAnimateTransformer3DModel, WanVACETransformer3DModel
+from diffusers import (
+    AnyFlowTransformer3DModel,
+    ChronoEditTransformer3DModel,
+    SkyReelsV2Transformer3DModel,
+    WanAnimateTransformer3DModel,
+    WanVACETransformer3DModel,
+)
 
 from tests.tiny_wan import I2V_TEXT_TOKENS, IMAGE_DIM, TEXT_DIM, seeded, tiny_transformer_inputs, tiny_wan_transformer
 
@@ -44,6 +50,15 @@ def animate(layers=3, **options):
     return WanAnimateTransformer3DModel(**SMALL, **FACE, **image, **latents, num_layers=layers, **options)
 
 
+def chronoedit(layers=3, **options):
+    image = {"image_dim": IMAGE_DIM, "added_kv_proj_dim": HEADS * HEAD_DIM}
+    return ChronoEditTransformer3DModel(**SMALL, **image, in_channels=CHANNELS, num_layers=layers, **options)
+
+
+def anyflow(layers=3, **options):
+    return AnyFlowTransformer3DModel(**SMALL, in_channels=CHANNELS, num_layers=layers, **options)
+
+
 # name: (what builds the model, its options)
 FAMILIES = {
     "vace": (vace, {}),
@@ -51,6 +66,9 @@ FAMILIES = {
     "skyreels, causal": (skyreels, {"num_frame_per_block": 2}),
     "skyreels, diffusion forcing": (skyreels, {}),
     "animate": (animate, {}),
+    "chronoedit": (chronoedit, {}),
+    "anyflow": (anyflow, {}),
+    "anyflow, a timestep per frame": (anyflow, {"deltatime_type": "t-r", "image_dim": IMAGE_DIM}),
 }
 
 
@@ -85,6 +103,16 @@ def tiny_family_inputs(name, model, *, seed=7):
     if name == "skyreels, diffusion forcing":
         inputs["timestep"] = torch.tensor([[0.0, 500.0, 900.0], [100.0, 100.0, 800.0]])
         inputs["enable_diffusion_forcing"] = True
+    if name == "chronoedit":
+        inputs["encoder_hidden_states"] = randn(BATCH, I2V_TEXT_TOKENS, TEXT_DIM)
+        inputs["encoder_hidden_states_image"] = randn(BATCH, 5, IMAGE_DIM)
+    if name.startswith("anyflow"):
+        inputs["hidden_states"] = inputs["hidden_states"].transpose(1, 2)  # frames before channels
+        inputs["timestep"] = inputs["timestep"][:, None].repeat(1, FRAMES)
+        inputs["r_timestep"] = inputs["timestep"] - 100.0
+    if name == "anyflow, a timestep per frame":
+        inputs["timestep"] = torch.tensor([[0.0, 500.0, 900.0], [100.0, 100.0, 800.0]])
+        inputs["encoder_hidden_states_image"] = randn(BATCH, 5, IMAGE_DIM)
     if name == "animate":
         inputs["encoder_hidden_states"] = randn(BATCH, I2V_TEXT_TOKENS, TEXT_DIM)
         inputs["encoder_hidden_states_image"] = randn(BATCH, 5, IMAGE_DIM)

@@ -10,7 +10,7 @@ from turbo_rcm_patch.patching.families import family_of
 from turbo_rcm_patch.tiers import EXACT
 
 # A model of each family; and all kinds of calls, whose causal one has its self-attention called as a whole.
-NAMES = ("wan", "vace", "skyreels", "animate")
+NAMES = ("wan", "vace", "skyreels", "animate", "chronoedit", "anyflow")
 families = pytest.mark.parametrize("name", NAMES)
 variants = pytest.mark.parametrize("name", ["wan", *FAMILIES])
 

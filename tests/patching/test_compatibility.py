@@ -101,11 +101,15 @@ def test_training_gradients(name, checkpointing):
         output_of(name, model)  # constants kept by a generation must not reach the graph
         model(**inputs)[0].square().mean().backward()
         results.append({**leaves, **dict(model.named_parameters())})
-    for path, tensor in results[1].items():
-        if tensor.grad is None:
-            assert results[0][path].grad is None, path
-        else:
-            assert relative_error(results[0][path].grad, tensor.grad) <= 1e-5, path
+    expected = {path: tensor.grad for path, tensor in results[1].items() if tensor.grad is not None}
+    largest = max(gradient.norm() for gradient in expected.values())
+    for path in results[1]:
+        gradient = results[0][path].grad
+        if path not in expected:
+            assert gradient is None, path
+        else:  # one that cancels to almost nothing, such as a key bias's, is as exact as larger ones
+            allowed = 1e-5 * max(expected[path].norm(), 0.01 * largest)
+            assert (gradient - expected[path]).norm() <= allowed, path
 
 
 @variants

@@ -5,13 +5,15 @@ from __future__ import annotations
 from torch import nn
 
 from ...plain import is_sharded, unsharded_class
+from .anyflow import ANYFLOW
+from .chronoedit import CHRONOEDIT
 from .family import Family, class_path
 from .skyreels_v2 import SKYREELS_V2
 from .wan import WAN
 from .wan_animate import WAN_ANIMATE
 from .wan_vace import WAN_VACE
 
-FAMILIES = (WAN, WAN_VACE, SKYREELS_V2, WAN_ANIMATE)
+FAMILIES = (WAN, WAN_VACE, SKYREELS_V2, WAN_ANIMATE, CHRONOEDIT, ANYFLOW)
 SUPPORTED = "; ".join(f"{family.transformer_class.__name__} ({family.models})" for family in FAMILIES)
 
 

@@ -12,11 +12,11 @@ import torch
 from diffusers.models.activations import GELU
 from diffusers.models.attention import FeedForward
 from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
-from diffusers.models.normalization import FP32LayerNorm
+from diffusers.models.normalization import FP32LayerNorm, RMSNorm
 from torch import nn
 
 from ... import kernels
-from ...kernels import FP8, Quantized, reference
+from ...kernels import FP8, Quantized, Runs, reference
 from ...plain import hook_on, why_not_linear, why_not_norm, why_not_plain
 from ..lora.inside_projections import Linears
 from . import in_8_bits as quantized_layers
@@ -66,7 +66,14 @@ def _layer_norm(norm, stored, dtype, quantized, implementation, x, scale=None, s
 
 def _layer_norm_by_module(norm, stored, dtype, x, scale=None, shift=None):
     y = norm(stored.as_meant(x, torch.float32))
-    return (y if scale is None else y * (1 + scale) + shift).to(dtype)
+    if scale is not None:
+        y = y * (1 + _by_token(scale, x)) + _by_token(shift, x)
+    return y.to(dtype)
+
+
+def _by_token(row, x):
+    """A row [B, 1|S, C] of modulation for x [B, S, C]; one that runs of tokens share, for each token."""
+    return reference.by_token(*row, *x.shape[:2]) if isinstance(row, Runs) else row
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -146,12 +153,21 @@ def head_norm(norm: nn.Module, heads: int, call: Call) -> Step:
 
     Step: (x [B, S, C], tables=None) -> [B, S, H, D].
     """
-    reason = why_not_norm(norm, nn.RMSNorm, call.device)
+    reason = _why_not_head_norm(norm, call.device)
     if reason is not None:
         return Step(partial(_head_norm_by_module, norm, heads), MODULE, reason)
     implementation, reason = call.choose()
     run = partial(_head_norm, norm, heads, implementation)
     return Step(run, "Triton" if reason is None else REFERENCE, reason)
+
+
+def _why_not_head_norm(norm: nn.Module, device: torch.device) -> str | None:
+    """Return why a kernel may not compute an RMSNorm of queries or keys, PyTorch's or diffusers', or None."""
+    if type(norm) is not RMSNorm:
+        return why_not_norm(norm, nn.RMSNorm, device)
+    if norm.weight is None or norm.bias is not None:
+        return "RMSNorm without a weight" if norm.weight is None else "RMSNorm with a bias"
+    return why_not_norm(norm, RMSNorm, device)
 
 
 def _head_norm(norm, heads, implementation, x, tables: Tables | None = None):
@@ -161,7 +177,7 @@ def _head_norm(norm, heads, implementation, x, tables: Tables | None = None):
 
 
 def _head_norm_by_module(norm, heads, x, tables: Tables | None = None):
-    y = norm(x).unflatten(-1, (heads, -1))
+    y = norm(x).type_as(x).unflatten(-1, (heads, -1))  # diffusers' norm gives its weight's dtype
     return y if tables is None else reference.rotate(y, *tables)
 
 
@@ -220,7 +236,7 @@ def why_not_quantized_attention(attn: nn.Module, call: Call) -> str | None:
     if reason is None and attn.processor._parallel_config is not None:
         reason = "context parallelism"
     norms = (attn.norm_q, attn.norm_k)
-    reason = reason or next(filter(None, (why_not_norm(norm, nn.RMSNorm, call.device) for norm in norms)), None)
+    reason = reason or next(filter(None, (_why_not_head_norm(norm, call.device) for norm in norms)), None)
     return reason or quantized_layers.why_not_attention(attn, call)
 
 

@@ -10,7 +10,7 @@ import torch
 from diffusers.models.activations import GELU
 from diffusers.models.attention import FeedForward
 from diffusers.models.embeddings import PixArtAlphaTextProjection, TimestepEmbedding, Timesteps
-from diffusers.models.normalization import FP32LayerNorm
+from diffusers.models.normalization import FP32LayerNorm, RMSNorm
 from diffusers.models.transformers.transformer_wan import (
     WanImageEmbedding,
     WanRotaryPosEmbed,
@@ -38,6 +38,7 @@ _KNOWN = (
     nn.ModuleList,
     nn.ParameterDict,
     nn.RMSNorm,
+    RMSNorm,
     nn.SiLU,
     FP32LayerNorm,
     FeedForward,

@@ -1,0 +1,145 @@
+"""AnyFlow, a flow map distilled from Wan: Wan's block with a timestep per frame, and RoPE tables of complex numbers.
+
+diffusers' model computes the modulation of each frame, and repeats it for each token. A block reads one row for every
+run of frames with the same timesteps; usually that is one run for the whole video.
+"""
+
+from __future__ import annotations
+
+import torch
+from diffusers.models.transformers.transformer_anyflow import (
+    AnyFlowAttention,
+    AnyFlowAttnProcessor,
+    AnyFlowCrossAttnProcessor,
+    AnyFlowDualTimestepTextImageEmbedding,
+    AnyFlowTransformer3DModel,
+    AnyFlowTransformerBlock,
+)
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ...config import PatchConfig
+from ...kernels import MAX_RUNS
+from ...plain import is_autocast
+from ..cuda_graphs import why_not_recorded
+from ..steps.plan import SHARED, Shared, state_of
+from .family import Family, Targets
+from .wan.block import Tables, WanBlock
+from .wan.forward import run_block
+from .wan.modulation import TokenRuns, modulation
+from .wan.parts import FIRST_LAYER, wan_blocks
+from .wan.parts import embedder_forward as common_embedder_forward
+
+Rotary = dict[str, torch.Tensor]  # "query" and "key": complex [1, 1, S, D/2]
+
+
+def block_forward(
+    self: AnyFlowTransformerBlock,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    temb: torch.Tensor,
+    rotary_emb: Rotary,
+    attention_mask: torch.Tensor | None,
+    kv_cache: object = None,
+    kv_cache_flag: object = None,
+) -> torch.Tensor:
+    """AnyFlowTransformerBlock.forward on fused ops; bound on instances.
+
+    hidden_states [B, S, C], encoder_hidden_states [B|1, L, C], temb [B, S, 6, C]; returns [B, S, C]. With a mask or a
+    cache the self-attention is called as a whole.
+    """
+    if is_autocast(hidden_states.device):
+        inputs = (hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask, kv_cache, kv_cache_flag)
+        return type(self).forward(self, *inputs)
+    rows = modulation(self.scale_shift_table, temb, hidden_states, state_of(self).shared)
+    beside = None
+    if kv_cache is not None:
+        beside = {"attention_mask": attention_mask, "kv_cache": kv_cache, "kv_cache_flag": kv_cache_flag}
+    elif attention_mask is not None:
+        beside = {"attention_mask": attention_mask}
+    return run_block(self, hidden_states, encoder_hidden_states, rows, rotary_emb, beside)
+
+
+def angles(rotary: Rotary) -> Tables:
+    """Return cos and sin of the tables in fp32, [1, S, 1, D/2]."""
+    table = rotary["query"].transpose(1, 2)
+    return table.real.float(), table.imag.float()
+
+
+def is_shared(rotary: Rotary) -> bool:
+    """True if all samples and heads, and queries and keys, have the same angles."""
+    query, key = rotary["query"], rotary["key"]
+    return query is key and query.ndim == 4 and query.shape[:2] == (1, 1)
+
+
+def call_self_attention(
+    attn: nn.Module, x: torch.Tensor, rotary: Rotary, beside: dict[str, object] | None
+) -> torch.Tensor:
+    """Call a self-attention as AnyFlowTransformerBlock does."""
+    beside = {"attention_mask": None} if beside is None else beside
+    return attn(hidden_states=x, rotary_emb=rotary, **beside)
+
+
+def call_cross_attention(attn: nn.Module, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+    """Call a cross-attention as AnyFlowTransformerBlock does."""
+    return attn(hidden_states=x, encoder_hidden_states=context)
+
+
+def embedder_forward(
+    self: AnyFlowDualTimestepTextImageEmbedding,
+    timestep: torch.Tensor,
+    r_timestep: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    encoder_hidden_states_image: torch.Tensor | None = None,
+    layout_cfg: dict[str, object] | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """AnyFlowDualTimestepTextImageEmbedding.forward that remembers runs of equal timesteps; bound on instances.
+
+    timestep, r_timestep [B, F]; returns temb [B, S, C], timestep_proj [B, S, 6·C], and the projected text and image.
+    """
+    prompt = (encoder_hidden_states, encoder_hidden_states_image)
+    embedded = common_embedder_forward(self, timestep, r_timestep, *prompt, layout_cfg=layout_cfg)
+    shared: Shared = getattr(self, SHARED)
+    if not torch.compiler.is_compiling() and why_not_recorded((timestep, r_timestep, *prompt)) is None:
+        shared.runs = _token_runs(timestep, r_timestep, embedded[1], layout_cfg["full_token_per_frame"])
+    return embedded
+
+
+def _token_runs(
+    timestep: torch.Tensor, r_timestep: torch.Tensor, timestep_proj: torch.Tensor, tokens_per_frame: int
+) -> TokenRuns | None:
+    """Return the rows of timestep_proj [B, S, 6·C] by runs of frames with the same timesteps, or None for too many."""
+    if timestep.is_meta or timestep_proj.is_inference():  # which do not tell whether they were written to
+        return None
+    pairs = torch.stack([timestep.double(), r_timestep.double()]).flatten(1)
+    _, counts = torch.unique_consecutive(pairs, dim=1, return_counts=True)  # waits for the GPU
+    if len(counts) > MAX_RUNS:
+        return None
+    starts = nn.functional.pad(counts.cumsum(0), (1, 0)) * tokens_per_frame
+    rows = timestep_proj.flatten(0, 1)[starts[:-1]]
+    storage = StorageWeakRef(timestep_proj.untyped_storage())
+    return TokenRuns(rows, starts.int(), storage, timestep_proj._version)
+
+
+def more(transformer: AnyFlowTransformer3DModel, config: PatchConfig) -> Targets:
+    """Return the embedder with its forward."""
+    return [("condition_embedder", transformer.condition_embedder, embedder_forward)]
+
+
+BLOCK = WanBlock(
+    AnyFlowAttention,
+    AnyFlowAttnProcessor,
+    AnyFlowCrossAttnProcessor,
+    angles,
+    is_shared,
+    call_self_attention,
+    call_cross_attention,
+)
+ANYFLOW = Family(
+    AnyFlowTransformer3DModel,
+    "AnyFlow",
+    (wan_blocks("blocks", AnyFlowTransformerBlock, BLOCK, block_forward, can_be_sparse=True),),
+    FIRST_LAYER,
+    more=more,
+    notes=lambda transformer: ["no CUDA graphs"],
+)

@@ -1,0 +1,23 @@
+"""ChronoEdit: image editing as a short video. Copies of Wan's blocks under classes of their own."""
+
+from __future__ import annotations
+
+from diffusers.models.transformers.transformer_chronoedit import (
+    ChronoEditTransformer3DModel,
+    WanAttention,
+    WanTransformerBlock,
+)
+
+from .family import Family
+from .wan.block import wan_block
+from .wan.forward import block_forward
+from .wan.parts import FIRST_LAYER, embedder, wan_blocks
+
+CHRONOEDIT = Family(
+    ChronoEditTransformer3DModel,
+    "ChronoEdit",
+    (wan_blocks("blocks", WanTransformerBlock, wan_block(WanAttention), block_forward, can_be_sparse=True),),
+    FIRST_LAYER,
+    more=embedder,
+    notes=lambda transformer: ["no CUDA graphs"],
+)
