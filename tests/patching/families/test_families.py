@@ -9,8 +9,9 @@ from peft import LoraConfig
 import turbo_rcm_patch as trp
 from tests.oracle import assert_no_worse, relative_error, torch_device
 from tests.patching.pairs import assert_same_output, output_of
-from tests.tiny_families import FAMILIES, tiny_family_inputs, tiny_family_transformer
+from tests.tiny_families import FAMILIES, HEAD_DIM, tiny_family_inputs, tiny_family_transformer
 from turbo_rcm_patch.patching.families import FAMILIES as KNOWN
+from turbo_rcm_patch.patching.families import family_of
 from turbo_rcm_patch.patching.steps import exact
 
 
@@ -79,6 +80,29 @@ def test_lora_hooks_and_a_copy(name):
     twin = copy.deepcopy(patched)
     patch.restore()
     assert_same_output(name, twin, plain)
+
+
+@pytest.mark.parametrize("fuse", [("self_attention",), ("feed_forward",)])  # the latter calls its module as a whole
+@pytest.mark.parametrize("name", ["vace", "chronoedit", "anyflow", "anyflow, a timestep per frame"])
+def test_sparse_linear_attention_to_all_keys_is_attention_and_the_linear_branch(name, fuse):
+    model = tiny_family_transformer(name)
+    expected = output_of(name, model)
+    attentions = [attn for _, attn, _ in family_of(model).self_attentions(model)]
+    for attn in attentions:
+        attn.proj_l = torch.nn.Linear(HEAD_DIM, HEAD_DIM)
+        torch.nn.init.zeros_(attn.proj_l.weight)
+        torch.nn.init.zeros_(attn.proj_l.bias)
+    with trp.patch(model, trp.Sparse(topk=1.0, blocks=(16, 8), quantize=(), fuse=fuse)):
+        assert relative_error(output_of(name, model), expected) <= 1e-5
+        for attn in attentions:
+            torch.nn.init.normal_(attn.proj_l.weight)
+        assert relative_error(output_of(name, model), expected) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["skyreels", "animate"])
+def test_models_without_sparse_linear_attention_are_refused(name):
+    with pytest.raises(trp.PatchError, match="cannot have sparse-linear attention"):
+        trp.patch(tiny_family_transformer(name), "sparse")
 
 
 NOT_FUSED = {

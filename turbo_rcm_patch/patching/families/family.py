@@ -1,4 +1,27 @@
-"""What the patch must know of a family of models, and how it binds one of its transformers."""
+"""What a family of models states, and how the patch binds one of its transformers.
+
+A family is a file in this folder, or a folder if its blocks are its own, registered in ``__init__.py``. It states:
+
+1. `Family`: the exact transformer class, the layer that makes the hidden states, and its lists of blocks.
+2. `Blocks`, one for each list: the blocks' class and parts, the forward that replaces theirs, how a block is decided,
+   the linears that go to 8 bits, and the self-attention that the sparse tiers replace.
+3. The block's forward, which has diffusers' signature. It runs the class's own forward under autocast. Otherwise it
+   makes a call, a hashable tuple with a `Call` as ``call`` and beside it what this family has: a `Stream` for each
+   modality, prompts, reasons to call a module as a whole. It gets the plan with ``state.plans.get`` and runs it.
+4. A plan: steps from ``steps/``, each with its kernel or the reason for another one, as ``rows()`` lists them.
+5. In ``more``, a forward for the first module that runs in every call of the transformer. It calls
+   ``Shared.begin_forward``, before which no change to a block is noticed. The others there are the family's choice.
+
+Models whose blocks copy Wan's take 3 and 4 from ``wan/``: `wan_block` or a `WanBlock` says how the attentions are
+called and where the RoPE angles are, `wan_blocks` the rest. chronoedit.py is the shortest example; anyflow.py has other
+processors, RoPE tables and timesteps.
+
+LTX-2, as an example of blocks of their own: its call has a video and an audio `Stream` and the prompts' sizes; its plan
+has six attentions and two feed-forwards, whose ``rows()`` name the stream; its forward returns a pair. ``linears`` puts
+attn1 and audio_attn1 under "self_attention", both prompt attentions and both attentions between the streams under
+"cross_attention", ff and audio_ff under "feed_forward"; ``self_attention`` is "attn1"; ``first_layer`` is "proj_in".
+Its RMSNorm without a weight and its split RoPE are new steps and kernels, which belong to ``steps/`` and ``kernels/``.
+"""
 
 from __future__ import annotations
 
