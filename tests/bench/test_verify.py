@@ -6,6 +6,7 @@ import torch
 
 from tests.bench.damage import damage_block
 from tests.oracle import relative_error, torch_device
+from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.bench import verify as module
 from turbo_rcm_patch.bench.cases import CASES, build_pipeline, structured_inputs
@@ -270,10 +271,9 @@ def test_every_result_of_a_block_is_checked(first):
 
 
 def test_blocks_of_control_models_are_named_too():
-    model = SimpleNamespace(vace_blocks=["control"], blocks=["first", "second"])
+    model = tiny_family_transformer("vace")
     blocks = named_blocks(SimpleNamespace(transformer=model, transformer_2=None))
     assert blocks == {
-        "transformer.vace_blocks.0": "control",
-        "transformer.blocks.0": "first",
-        "transformer.blocks.1": "second",
+        **{f"transformer.blocks.{index}": block for index, block in enumerate(model.blocks)},
+        **{f"transformer.vace_blocks.{index}": block for index, block in enumerate(model.vace_blocks)},
     }

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from ..checkpoints.files import COMPONENTS
 from ..config import BlockSparse, Exact, PatchConfig, resolve_config
 from ..patching import patch
+from ..patching.families import family_of
 from ..patching.families.vae import vae_state
 from ..patching.steps.plan import state_of
 from ..patching.weights.convert import is_quantized
@@ -27,7 +28,6 @@ from .metrics import relative_l2
 from .parts import CHOICE, SUB_LAYERS, part_errors, self_attention_inputs, trace_of
 from .sparse import best_choice, by_reference, self_attention_is_sparse
 
-BLOCK_LISTS = ("vace_blocks", "blocks")  # of diffusers' transformers, in the order of their calls
 DECODER = "vae.decode"  # checked as a block is, but once
 
 Output = torch.Tensor | tuple[torch.Tensor | None, ...]
@@ -243,10 +243,10 @@ def named_blocks(pipe: DiffusionPipeline) -> dict[str, nn.Module]:
     """The blocks of a pipeline's transformers by name, such as "transformer.blocks.0"."""
     transformers = {name: getattr(pipe, name, None) for name in COMPONENTS}
     return {
-        f"{name}.{blocks}.{index}": block
+        f"{name}.{path}": block
         for name, transformer in transformers.items()
-        for blocks in BLOCK_LISTS
-        for index, block in enumerate(getattr(transformer, blocks, ()))
+        if transformer is not None and (family := family_of(transformer)) is not None
+        for path, block in family.every_block(transformer)
     }
 
 
