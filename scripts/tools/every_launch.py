@@ -18,7 +18,8 @@ import torch
 from turbo_rcm_patch.kernels.attention import attention_sm90
 from turbo_rcm_patch.kernels.attention.attention import _attention, _attention_backward, attention_to_e4m3
 from turbo_rcm_patch.kernels.attention_8bit.attention_8bit import attention_8bit
-from turbo_rcm_patch.kernels.attention_8bit.quantize_qkv import QuantizedQKV, default_v_format, quantize_qkv
+from turbo_rcm_patch.kernels.attention_8bit.quantize_qkv import QuantizedQKV, quantize_qkv
+from turbo_rcm_patch.kernels.attention_8bit.spec import default_v_format
 from turbo_rcm_patch.kernels.block_sparse.block_sparse_attention import (
     block_sparse_attention,
     block_sparse_attention_8bit,

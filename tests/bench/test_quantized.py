@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.bench.damage import damage_block
+from tests.patching.launches import around_launches
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.bench import variants as variants_module
@@ -102,15 +103,19 @@ def test_a_wrong_block_alone_is_named(monkeypatch, dtype, damage):
     ],
 )
 def test_a_wrong_op_fails_the_sub_layer_that_it_is_in(monkeypatch, op, sub_layer):
-    right = getattr(kernels, op)
+    def around(right):
+        def wrong(*args, **options):
+            result = right(*args, **options)
+            if isinstance(result, kernels.Quantized):
+                return result._replace(scale=1.3 * result.scale)
+            return result.flip(-1)
 
-    def wrong(*args, **options):
-        result = right(*args, **options)
-        if isinstance(result, kernels.Quantized):
-            return result._replace(scale=1.3 * result.scale)
-        return result.flip(-1)
+        return wrong
 
-    monkeypatch.setattr(kernels, op, wrong)
+    if op == "attention_8bit":
+        around_launches(monkeypatch, "ATTENTION_8BIT", around)
+    else:
+        monkeypatch.setattr(kernels, op, around(getattr(kernels, op)))
     verification = verify(rcm_pipeline(), call(), config="quantized")
     assert not verification.ok
     assert {part.part for part in verification.failed_parts} == {sub_layer}

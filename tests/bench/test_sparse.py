@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from tests.bench.damage import damage_block
+from tests.patching.launches import around_launches
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.bench import verify as module
@@ -68,22 +69,17 @@ def test_a_wrong_block_alone_is_named(monkeypatch, dtype, config, scale):
 
 
 def wrong_attention(monkeypatch):
-    right = kernels.sparse_linear_attention
+    def around(launch):
+        return lambda *arguments: launch(*arguments).flip(1)
 
-    def wrong(*args, quantized, **options):
-        output = right(*args, quantized=quantized, **options)
-        return output.flip(1) if quantized else output  # the oracle's is not
-
-    monkeypatch.setattr(kernels, "sparse_linear_attention", wrong)
+    around_launches(monkeypatch, "SPARSE_LINEAR_ATTENTION", around)  # of plans; the oracle's is not
 
 
 def no_linear_branch(monkeypatch):
-    right = kernels.sparse_linear_attention
+    def around(launch):
+        return lambda q, k, v, weight, *others: launch(q, k, v, 0 * weight, *others)
 
-    def wrong(q, k, v, weight, bias=None, *, quantized, **options):
-        return right(q, k, v, 0 * weight if quantized else weight, bias, quantized=quantized, **options)
-
-    monkeypatch.setattr(kernels, "sparse_linear_attention", wrong)
+    around_launches(monkeypatch, "SPARSE_LINEAR_ATTENTION", around)
 
 
 def worst_choice(monkeypatch):
@@ -112,7 +108,15 @@ def test_all_that_is_compared_keeps_the_oracles_blocks_and_the_pipeline_is_left_
         maps.append(block_map)
         return right(*args, block_map=block_map, **options)
 
+    def around(launch):
+        def keep_map_of_plans(*arguments):
+            maps.append(arguments[5])
+            return launch(*arguments)
+
+        return keep_map_of_plans
+
     monkeypatch.setattr(kernels, "sparse_linear_attention", keep_map)
+    around_launches(monkeypatch, "SPARSE_LINEAR_ATTENTION", around)
     pipe = sparse_pipeline()
     processors = [block.attn1.processor for block in pipe.transformer.blocks]
     verify(pipe, call(3), config=SLA)

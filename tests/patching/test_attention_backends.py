@@ -8,6 +8,8 @@ import turbo_rcm_patch as trp
 from tests.patching.pairs import assert_same_output, families, make_pair, row
 from tests.tiny_wan import tiny_wan_transformer
 from turbo_rcm_patch import kernels
+from turbo_rcm_patch.kernels import dispatch
+from turbo_rcm_patch.kernels.attention import attention as own
 from turbo_rcm_patch.patching.steps import exact as layers
 from turbo_rcm_patch.patching.steps import plan
 
@@ -39,16 +41,13 @@ def test_attention_backends(monkeypatch, name):
 )
 @pytest.mark.parametrize("derivative", [None, "backward"])
 def test_sdpa_where_it_is_faster_or_asked_for(monkeypatch, config, reason, derivative):
-    asked = []
-    faster = lambda *_, **circumstances: asked.append(circumstances) or "PyTorch's is faster"  # noqa: E731
-    monkeypatch.setattr(kernels, "why_sdpa", faster)
+    monkeypatch.setattr(dispatch, "why_not_device", lambda device: None)
+    monkeypatch.setattr(dispatch, "is_sm90", lambda device: False)
+    monkeypatch.setattr(own, "is_sm90", lambda device: False)
+    monkeypatch.setattr(own, "why_torch", lambda *_: "PyTorch's is faster")
+    monkeypatch.setattr(kernels, "attention_label", lambda pick, spec: pick.name)
     gpu, attn = torch.device("cuda"), tiny_wan_transformer().blocks[0].attn1
-    monkeypatch.setattr(kernels, "why_not_triton_on", lambda *_: None)
-    monkeypatch.setattr(kernels, "attention_kernel_name", lambda implementation, *_, **__: implementation)
-    config_of_patch = trp.Exact(**config)
-    call = plan.Call(config_of_patch, gpu, torch.bfloat16, derivative, plan.active_backend())
+    call = plan.Call(trp.Exact(**config), gpu, torch.bfloat16, derivative, plan.active_backend())
     step = layers.attention(attn, call)
     assert step.reason == reason
-    assert step.kernel == ("torch" if reason else config.get("implementation", "auto"))
-    expected = [{"with_backward": derivative is not None}]
-    assert asked == (expected if config == {} else [])
+    assert step.kernel == ("PyTorch SDPA" if reason else "portable Triton")

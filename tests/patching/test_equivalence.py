@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import turbo_rcm_patch as trp
 from tests.oracle import assert_no_worse, relative_error, torch_device
+from tests.patching.launches import around_launches
 from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.patching.steps import exact as layers
 from turbo_rcm_patch.patching.steps.plan import SHARED, Call, active_backend, state_of
@@ -317,12 +318,15 @@ def test_the_fused_forward_runs(monkeypatch):
     with torch.no_grad():
         expected = model(**inputs)[0]
         with trp.patch(model, trp.Exact(implementation="triton")):
-            for op in ("linear_qkv", "linear_skip", "linear_gelu", "layer_norm_modulate", "rms_norm_rope", "attention"):
+            for op in ("linear_qkv", "linear_skip", "linear_gelu", "layer_norm_modulate", "rms_norm_rope"):
                 with monkeypatch.context() as context:
                     right = getattr(layers.kernels, op)
                     wrong = lambda *args, op=right, **kwargs: doubled(op(*args, **kwargs))  # noqa: E731
                     context.setattr(layers.kernels, op, wrong)
                     assert relative_error(model(**inputs)[0], expected) > 1e-3, op
+        around_launches(monkeypatch, "ATTENTION", lambda launch: lambda *arguments: 2 * launch(*arguments))
+        with trp.patch(model, trp.Exact(implementation="triton")):
+            assert relative_error(model(**inputs)[0], expected) > 1e-3
 
 
 def doubled(result):

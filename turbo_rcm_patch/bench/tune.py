@@ -16,8 +16,10 @@ from pathlib import Path
 import torch
 from torch.nn.attention import sdpa_kernel
 
+from ..kernels.attention.attention import SDPA
 from ..kernels.attention.sdpa import BACKENDS, MATH, chosen_backend
-from ..kernels.choice.choice import CONV, LINEAR, SDPA
+from ..kernels.choice.choice import LINEAR
+from ..kernels.conv.conv_skip import CONVOLUTION
 from ..patching.weights.load import component_folders, read_config
 from ..tiers import EXACT
 from . import ops, ops_conv, ops_exact, tune_tiers
@@ -31,7 +33,7 @@ FALLBACKS = {
     "linear_skip": f"{LINEAR}, Triton skip",
     "linear_gelu": f"{LINEAR}, Triton GELU",
     "linear_qkv": LINEAR,
-    "conv_skip": CONV,
+    "conv_skip": CONVOLUTION,
 }  # what the patch runs in place of our kernels
 SDPA_BACKENDS = {f"{SDPA} ({name})": name for name in BACKENDS if name != MATH}  # contenders; math is never faster
 

@@ -3,32 +3,36 @@
 Every exported function takes ``implementation="auto" | "triton" | "torch"``; see dispatch.py for what "auto" means.
 """
 
-from .attention.attention import MAX_HEAD_DIM, attention, attention_to_e4m3
-from .attention_8bit.attention_8bit import attention_8bit
-from .attention_8bit.quantize_qkv import HEAD_DIMS as HEAD_DIMS_8BIT
-from .attention_8bit.quantize_qkv import QuantizedQKV, quantize_qkv
+from .attention.attention import (
+    ATTENTION,
+    ATTENTION_TO_E4M3,
+    AttentionSpec,
+    attention,
+    attention_label,
+    attention_to_e4m3,
+)
+from .attention_8bit.attention_8bit import ATTENTION_8BIT, attention_8bit
+from .attention_8bit.quantize_qkv import QUANTIZE_QKV, QuantizedQKV, quantize_qkv
+from .attention_8bit.spec import HEAD_DIMS as HEAD_DIMS_8BIT
+from .attention_8bit.spec import Attention8BitSpec, default_v_format
 from .block_sparse.block_sparse_attention import (
+    BLOCK_SPARSE_ATTENTION,
+    BLOCK_SPARSE_ATTENTION_8BIT,
     block_sparse_attention,
     block_sparse_attention_8bit,
     block_sparse_sizes,
     kept_share,
 )
 from .choice.choice import (
-    attention_8bit_kernel,
-    attention_kernel_name,
-    block_sparse_attention_kernel,
-    conv_kernel,
     gemm_kernel,
     linear_low_rank_kernel,
     linear_qkv_kernel,
-    sparse_attention_kernel,
-    why_conv,
     why_linear,
-    why_sdpa,
 )
 from .choice.measured import measured_on, tuned_sdpa, tuned_tiers, why_torch
+from .choice.registry import Op, Pick
 from .coefficient import MAX_RUNS, Runs
-from .conv.conv_skip import conv_skip
+from .conv.conv_skip import CONV_SKIP, ConvSpec, conv_skip
 from .dispatch import IMPLEMENTATIONS, interpreting, why_not_triton, why_not_triton_on
 from .launch import compile_ahead
 from .linear.linear import linear_8bit, linear_low_rank
@@ -45,6 +49,8 @@ from .rows.rms_norm_silu import rms_norm_silu
 from .rows.skip import skip
 from .saturation import Saturation
 from .sparse_linear.sparse_linear_attention import (
+    SPARSE_LINEAR_ATTENTION,
+    SparseSpec,
     check_sparsity,
     chosen_key_blocks,
     sparse_block_sizes,
@@ -53,34 +59,45 @@ from .sparse_linear.sparse_linear_attention import (
 from .sparse_linear.sparse_linear_reference import KeptBlocks, kept_blocks, sparse_block_map
 
 __all__ = [
+    "ATTENTION",
+    "ATTENTION_8BIT",
+    "ATTENTION_TO_E4M3",
+    "BLOCK_SPARSE_ATTENTION",
+    "BLOCK_SPARSE_ATTENTION_8BIT",
+    "CONV_SKIP",
     "FP8",
     "HEAD_DIMS_8BIT",
     "IMPLEMENTATIONS",
     "INT8",
-    "MAX_HEAD_DIM",
     "MAX_RUNS",
+    "QUANTIZE_QKV",
     "RANK_STEP",
+    "SPARSE_LINEAR_ATTENTION",
+    "Attention8BitSpec",
+    "AttentionSpec",
+    "ConvSpec",
     "KeptBlocks",
     "LowRank",
+    "Op",
+    "Pick",
     "Quantized",
     "QuantizedQKV",
     "QuantizedWeight",
     "Runs",
     "Saturation",
+    "SparseSpec",
     "attention",
     "attention_8bit",
-    "attention_8bit_kernel",
-    "attention_kernel_name",
+    "attention_label",
     "attention_to_e4m3",
     "block_sparse_attention",
     "block_sparse_attention_8bit",
-    "block_sparse_attention_kernel",
     "block_sparse_sizes",
     "check_sparsity",
     "chosen_key_blocks",
     "compile_ahead",
-    "conv_kernel",
     "conv_skip",
+    "default_v_format",
     "gelu",
     "gemm_kernel",
     "interpreting",
@@ -101,16 +118,13 @@ __all__ = [
     "rms_norm_rope",
     "rms_norm_silu",
     "skip",
-    "sparse_attention_kernel",
     "sparse_block_map",
     "sparse_block_sizes",
     "sparse_linear_attention",
     "tuned_sdpa",
     "tuned_tiers",
-    "why_conv",
     "why_linear",
     "why_not_triton",
     "why_not_triton_on",
-    "why_sdpa",
     "why_torch",
 ]

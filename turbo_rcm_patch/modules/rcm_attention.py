@@ -209,7 +209,7 @@ class FusedRCMAttention(TwoPassRCMAttention):
     def _attend_project_skip(self, q, k, v, residual, c_skip, c_out):
         if self._why_two_passes(q):
             return super()._attend_project_skip(q, k, v, residual, c_skip, c_out)
-        attended = kernels.attention(q, k, v, implementation=self._attention_implementation(q)).flatten(2)
+        attended = kernels.attention(q, k, v, implementation=self.implementation, attention="auto").flatten(2)
         proj = linear_of(self.proj)
         return kernels.linear_skip(
             attended,
@@ -228,14 +228,6 @@ class FusedRCMAttention(TwoPassRCMAttention):
         if reason is None and self.implementation == "auto":
             reason = kernels.why_linear("linear_skip", q.device, q.dtype)
         return reason
-
-    def _attention_implementation(self, q: torch.Tensor) -> str:
-        with_backward = torch.is_grad_enabled() and q.requires_grad
-        if self.implementation == "auto" and kernels.why_sdpa(
-            q.device, q.dtype, self.head_dim, with_backward=with_backward
-        ):
-            return "torch"
-        return self.implementation
 
 
 def _coefficients(sigma_data, c_skip, c_out) -> Callable[[Time], coefficients.CoefficientPair]:

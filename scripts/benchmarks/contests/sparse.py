@@ -17,8 +17,13 @@ from turbo_rcm_patch.bench.ops import EPS, SDPA, Contender, Contest, Draws, OpCa
 from turbo_rcm_patch.bench.ops_sparse import DENSE, block_sparse_attention, sla_options, sla_oracle, sla_projection
 from turbo_rcm_patch.config import PRESETS
 from turbo_rcm_patch.kernels import reference
+from turbo_rcm_patch.kernels.dispatch import is_sm90
 from turbo_rcm_patch.kernels.quantized import FP8
-from turbo_rcm_patch.kernels.sparse_linear.sparse_linear_attention import _sparse_linear_attention_8bit, _summarize_8bit
+from turbo_rcm_patch.kernels.sparse_linear.sparse_linear_attention import (
+    _summarize_8bit,
+    launch_gluon_8bit,
+    launch_portable_8bit,
+)
 from turbo_rcm_patch.kernels.sparse_linear.sparse_linear_map import choose_blocks
 from turbo_rcm_patch.tiers import BLOCK_SPARSE, SPARSE
 
@@ -122,8 +127,10 @@ def sparse_kernel(heads: int, tokens: int, head_dim: int, device: torch.device, 
     block_map = choose_blocks(pooled_q, pooled_k, kept)
     quantized = kernels.QuantizedQKV(*qkv, q.dtype)
 
+    launch = launch_gluon_8bit if is_sm90(device) else launch_portable_8bit
+
     def ours() -> torch.Tensor:
-        return _sparse_linear_attention_8bit(*qkv, q, block_map, key_weight, state, bias, block_q, block_k)
+        return launch(*qkv, q, block_map, key_weight, state, bias, block_q, block_k)
 
     return Contest(
         ours={"sparse kernel": ours},

@@ -8,6 +8,7 @@ import torch
 
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
 from turbo_rcm_patch.kernels import attention, attention_to_e4m3
+from turbo_rcm_patch.kernels.choice.registry import PORTABLE
 from turbo_rcm_patch.kernels.quantized import FP8
 
 # B, S, Skv, H, D: self and cross, one token, lengths around the tile sizes, head_dims that fill a tile and that do not.
@@ -288,11 +289,11 @@ def test_opcheck(device):
     q, k, v, residual = _inputs(device, torch.float16, 2, 5, 6, 2, 16)
     coefficients = _random(device, torch.float32, (2, 1, 1), (1, 1, 32))
     op, backward = torch.ops.turbo_rcm_patch.attention.default, torch.ops.turbo_rcm_patch.attention_backward.default
-    torch.library.opcheck(op, (q, k, v, None, None, None, 0.25, False))
-    _, raw_out, lse = op(q, k, v, None, None, None, 0.25, True)
+    torch.library.opcheck(op, (PORTABLE, q, k, v, None, None, None, 0.25, False))
+    _, raw_out, lse = op(PORTABLE, q, k, v, None, None, None, 0.25, True)
     torch.library.opcheck(backward, (torch.randn_like(q), q, k, v, raw_out, lse, 0.25, False, True))
     operands = [x.requires_grad_() for x in (q, k, v, residual, *coefficients)]
-    torch.library.opcheck(op, (*operands, 0.25, True))
+    torch.library.opcheck(op, (PORTABLE, *operands, 0.25, True))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -415,7 +416,7 @@ def test_results_in_e4m3_of_many_tokens_match_those_in_bf16(kv_tokens):
 @pytest.mark.gpu
 def test_results_in_e4m3_are_a_custom_op_that_compiles():
     q, k, v, _ = _inputs("cuda", torch.bfloat16, 2, 200, 70, 3, 128)
-    torch.library.opcheck(torch.ops.turbo_rcm_patch.attention_to_e4m3.default, (q, k, v, 0.1))
+    torch.library.opcheck(torch.ops.turbo_rcm_patch.attention_to_e4m3.default, (PORTABLE, q, k, v, 0.1))
     compiled = torch.compile(attention_to_e4m3, fullgraph=True, backend="aot_eager")
     for ours, eager in zip(compiled(q, k, v)[:2], attention_to_e4m3(q, k, v)[:2], strict=True):
         assert torch.equal(ours.float(), eager.float())

@@ -32,14 +32,20 @@ def _projections(dtype=torch.bfloat16, device="cpu", tokens=21):
     return [chunk.unflatten(2, (2, 128)) for chunk in fused.chunk(3, dim=-1)]
 
 
+def why_not(q, k, v):
+    """The reason why the kernel does not run, asked when it is chosen and when it is launched."""
+    reason = attention_sm90.why_not(q.device, q.dtype, q.shape[-1])
+    return reason or (None if attention_sm90.fits_tma(q, k, v) else "TMA")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_takes_packed_and_strided_rows(sm90, dtype, head_dim):
     q, k, v = _qkv(dtype, head_dim)
-    assert attention_sm90.why_not(q, k, v) is None
-    assert attention_sm90.why_not(*_projections(dtype)) is None
+    assert why_not(q, k, v) is None
+    assert why_not(*_projections(dtype)) is None
     heads_first = q.transpose(1, 2).contiguous().transpose(1, 2)
-    assert attention_sm90.why_not(heads_first, k, v) is None
+    assert why_not(heads_first, k, v) is None
 
 
 @pytest.mark.parametrize(
@@ -55,14 +61,14 @@ def test_takes_packed_and_strided_rows(sm90, dtype, head_dim):
     ids=["dtype", "head_dim", "columns apart", "rows misaligned", "base misaligned", "batch expanded"],
 )
 def test_refuses(sm90, inputs, reason):
-    assert reason in attention_sm90.why_not(*inputs)
+    assert reason in why_not(*inputs)
 
 
 def test_refuses_other_devices_and_tritons(monkeypatch):
-    assert "sm_90" in attention_sm90.why_not(*_qkv())
+    assert "sm_90" in why_not(*_qkv())
     monkeypatch.setattr(dispatch, "is_sm90", lambda device: True)
     monkeypatch.setattr(attention_sm90, "GLUON_ERROR", "cannot import name 'tma'")
-    assert "'tma'" in attention_sm90.why_not(*_qkv())
+    assert "'tma'" in why_not(*_qkv())
 
 
 def _tiles_of(schedule, key_tiles):

@@ -12,6 +12,7 @@ from turbo_rcm_patch.kernels.attention_8bit import attention_8bit_reference as d
 from turbo_rcm_patch.kernels.attention_8bit import attention_8bit_sm90
 from turbo_rcm_patch.kernels.attention_8bit.attention_8bit import attention_8bit
 from turbo_rcm_patch.kernels.attention_8bit.quantize_qkv import quantize_qkv
+from turbo_rcm_patch.kernels.choice.registry import PORTABLE
 from turbo_rcm_patch.kernels.quantized import FP8
 
 SHAPES = [(1, 1, 1, 64), (2, 63, 3, 64), (1, 129, 2, 128), (2, 200, 1, 128)]
@@ -212,7 +213,7 @@ def test_custom_op_contract(device):
     qkv = quantize_qkv(q, k, v, heads=2, v_format=torch.float16)
     residual = torch.randn(2, 5, 2, 64, device=q.device)
     arguments = (*qkv[:6], residual, None, torch.randn(2, 1, 1, device=q.device), torch.float32, None)
-    torch.library.opcheck(torch.ops.turbo_rcm_patch.attention_8bit.default, arguments)
+    torch.library.opcheck(torch.ops.turbo_rcm_patch.attention_8bit.default, (PORTABLE, *arguments))
 
 
 def test_errors_name_what_was_given():

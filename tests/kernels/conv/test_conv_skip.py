@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
 from turbo_rcm_patch.kernels import conv_skip, reference
+from turbo_rcm_patch.kernels.choice.registry import PORTABLE
 from turbo_rcm_patch.kernels.conv import conv_tiles
 
 launcher = sys.modules["turbo_rcm_patch.kernels.conv.conv_skip"]
@@ -388,7 +389,7 @@ def test_compiles_to_one_graph_with_the_frames_before(device):
 def test_custom_op_contract_with_the_frames_before(device):
     x, *others = operands(1, 2, 3, 4, 8, 6, 3, 3, torch_device(device))
     arguments = (x[:, 2:], *others, x[:, :2], False, 1)
-    torch.library.opcheck(torch.ops.turbo_rcm_patch.conv_skip.default, arguments)
+    torch.library.opcheck(torch.ops.turbo_rcm_patch.conv_skip.default, (PORTABLE, *arguments))
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -399,7 +400,7 @@ def test_custom_op_contract(change, device):
     )
     for optional in ((bias, residual, x[:, :0]), (None, None, None))[: 1 + (change == "plain")]:
         arguments = (x, weight, *optional, upsample, interleave)
-        torch.library.opcheck(torch.ops.turbo_rcm_patch.conv_skip.default, arguments)
+        torch.library.opcheck(torch.ops.turbo_rcm_patch.conv_skip.default, (PORTABLE, *arguments))
 
 
 def test_auto_is_the_reference_on_the_cpu(monkeypatch):
@@ -440,7 +441,7 @@ def test_errors():
             conv_skip(x, weight[:, :1], bias, small, **options)
     with pytest.raises(ValueError, match=r"dtypes torch.float16, torch.float32; cast them to one"):
         conv_skip(x, weight, bias, residual.half())
-    with pytest.raises(ValueError, match=r"cannot take these tensors \(float64"):
+    with pytest.raises(ValueError, match=r"no kernel can run \(sm_90 Gluon: float64"):
         conv_skip(*wide((x, weight, bias, residual)), implementation="triton")
     with pytest.raises(ValueError, match="implementation='cudnn' is unknown"):
         conv_skip(x, weight, bias, residual, implementation="cudnn")

@@ -13,9 +13,9 @@ from torch import nn
 import turbo_rcm_patch as trp
 from scripts.tools import compile_without_gpu
 from tests.oracle import relative_error
+from tests.patching.launches import around_launches
 from tests.tiny_families import FAMILIES, tiny_family_inputs, tiny_family_transformer
 from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
-from turbo_rcm_patch import kernels
 from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
 from turbo_rcm_patch.patching import use_rcm
 from turbo_rcm_patch.patching.families.wan.block import WanCall, decide, wan_block
@@ -35,13 +35,15 @@ def calls(monkeypatch):
     seen = []
 
     def watch(name):
-        op = getattr(kernels, name)
+        def around(launch):
+            def counted(*arguments):
+                *_, mass, block_q, block_k = arguments
+                seen.append((name, mass, (block_q, block_k)))
+                return launch(*arguments)
 
-        def counted(*args, **options):
-            seen.append((name, options["mass"], (options["block_q"], options["block_k"])))
-            return op(*args, **options)
+            return counted
 
-        monkeypatch.setattr(kernels, name, counted)
+        around_launches(monkeypatch, name.upper(), around)
 
     watch("block_sparse_attention")
     watch("block_sparse_attention_8bit")
@@ -182,10 +184,10 @@ def test_kernels_on_a_gpu():
     assert (step.kernel, step.reason) == ("portable Triton, block-sparse with mass 0.9", None)
     step = plan_on_a_gpu({"quantize": ("attention",), "mass": 0.85})
     assert (step.kernel, step.reason) == ("portable Triton int8, e4m3, block-sparse with mass 0.85", None)
-    assert (step.run.keywords["block_q"], step.run.keywords["block_k"]) == (128, 64)
+    assert step.run.args[1] == (0.85, 128, 64)
     step = plan_on_a_gpu({"quantize": ("attention",)}, capability=(9, 0))
     assert (step.kernel, step.reason) == ("sm_90 Gluon int8, e4m3, block-sparse with mass 0.9", None)
-    assert (step.run.keywords["block_q"], step.run.keywords["block_k"]) == (192, 128)
+    assert step.run.args[1] == (0.9, 192, 128)
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0)])

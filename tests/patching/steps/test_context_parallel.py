@@ -1,6 +1,7 @@
 """Context parallelism: the ranks of a patched model compute together what one process does, with our attention."""
 
 import functools
+from functools import partial
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import turbo_rcm_patch as trp
 from tests.oracle import assert_no_worse, relative_error
+from tests.patching.launches import around_launches
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
-from turbo_rcm_patch import kernels
 from turbo_rcm_patch.kernels import reference
 from turbo_rcm_patch.patching.steps.context_parallel import ulysses_attention, why_not_between_all_to_alls
 
@@ -118,16 +119,16 @@ class Recorded:
     """The shapes of the queries that our attention is given."""
 
     def __enter__(self):
-        self.shapes, self._attention = [], kernels.attention
-        kernels.attention = self._record
+        self.shapes, self._patch = [], pytest.MonkeyPatch()
+        around_launches(self._patch, "ATTENTION", lambda launch: partial(self._record, launch))
         return self
 
     def __exit__(self, *_):
-        kernels.attention = self._attention
+        self._patch.undo()
 
-    def _record(self, q, *args, **options):
+    def _record(self, launch, q, *others):
         self.shapes.append(list(q.shape))
-        return self._attention(q, *args, **options)
+        return launch(q, *others)
 
 
 def ring(patched):

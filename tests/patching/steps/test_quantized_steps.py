@@ -7,6 +7,7 @@ from diffusers.models.transformers.transformer_wan import WanAttention
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
+from tests.patching.launches import around_launches
 from tests.patching.tape import graphs_of
 from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
@@ -36,17 +37,18 @@ def in_8_bits(monkeypatch):
     calls = []
 
     def watch(name, is_quantized):
-        op = getattr(kernels, name)
+        def around(launch):
+            def counted(q, k, *others):
+                if is_quantized or q.shape[1] == k.shape[1]:  # as many keys as queries: it does not cross
+                    calls.append(is_quantized)
+                return launch(q, k, *others)
 
-        def counted(q, *args, **options):
-            if is_quantized or q.shape[1] == args[0].shape[1]:  # as many keys as queries: it does not cross
-                calls.append(is_quantized)
-            return op(q, *args, **options)
+            return counted
 
-        monkeypatch.setattr(kernels, name, counted)
+        around_launches(monkeypatch, name, around)
 
-    watch("quantize_qkv", True)
-    watch("attention", False)
+    watch("QUANTIZE_QKV", True)
+    watch("ATTENTION", False)
     return calls
 
 
@@ -250,7 +252,7 @@ def test_a_graph_for_each_kind_of_step(tape):
 
 def test_a_cross_attention_in_e4m3_over_one_prompt_for_all_samples():
     q, context = torch.randn(2, 5, 2, 64), torch.randn(1, 7, 2, 64)
-    result = layers._attention_to_e4m3("torch", q, context, context)
+    result = layers._attention_to_e4m3(kernels.ATTENTION_TO_E4M3.named("torch reference").launch, q, context, context)
     expected = kernels.attention(q, *[context.expand(2, -1, -1, -1)] * 2).flatten(2)
     assert (result.values.shape, result.scale.shape) == ((2, 5, 128), (2, 5))
     assert relative_error(result.dequantize(), expected) < 0.04
@@ -258,6 +260,6 @@ def test_a_cross_attention_in_e4m3_over_one_prompt_for_all_samples():
 
 def test_a_cross_attention_in_e4m3_over_no_tokens():
     q, context = torch.randn(2, 5, 2, 64), torch.randn(1, 0, 2, 64)
-    result = layers._attention_to_e4m3("torch", q, context, context)
+    result = layers._attention_to_e4m3(kernels.ATTENTION_TO_E4M3.named("torch reference").launch, q, context, context)
     assert (result.values.shape, result.scale.shape) == ((2, 5, 128), (2, 5))
     assert not result.dequantize().any()

@@ -7,7 +7,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 import turbo_rcm_patch as trp
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
-from turbo_rcm_patch import kernels
+from turbo_rcm_patch.kernels.attention import attention as own
 
 DEFAULT = _cur_sdpa_kernel_backends(with_priority=True)[0]
 TUNED = {False: "FlashAttention", True: "cuDNN"}  # the first is what a CPU takes, the second is none of its
@@ -15,7 +15,7 @@ TUNED = {False: "FlashAttention", True: "cuDNN"}  # the first is what a CPU take
 
 @pytest.fixture(autouse=True)
 def tuned(monkeypatch):
-    monkeypatch.setattr(kernels, "tuned_sdpa", lambda device, dtype, *, crossing: TUNED[crossing])
+    monkeypatch.setattr(own, "tuned_sdpa", lambda device, dtype, *, crossing: TUNED[crossing])
 
 
 @pytest.fixture

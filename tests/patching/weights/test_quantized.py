@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
+from tests.patching.launches import around_launches
 from tests.patching.pairs import attributes_of, output_of
 from tests.patching.test_equivalence import VARIANTS, captured_block_inputs, fp32_copy, in_fp32, model_and_inputs
 from tests.tiny_families import FAMILIES, tiny_family_inputs, tiny_family_transformer
@@ -130,16 +131,19 @@ def test_the_ops_in_8_bits_are_what_runs(op, monkeypatch):
     model, inputs = model_and_inputs("t2v", "cpu", torch.float32)
     with torch.no_grad():
         with trp.patch(model, "quantized"):
-            expected, right = model(**inputs)[0], getattr(kernels, op)
-        monkeypatch.setattr(kernels, op, lambda *args, **options: _wrong(right(*args, **options)))
+            expected = model(**inputs)[0]
+        if op in ("quantize_qkv", "attention_8bit"):
+            wrong = _wrong if op == "attention_8bit" else lambda result: (*result[:-1], 2 * result[-1])  # v's scale
+            around_launches(monkeypatch, op.upper(), lambda launch: lambda *arguments: wrong(launch(*arguments)))
+        else:
+            right = getattr(kernels, op)
+            monkeypatch.setattr(kernels, op, lambda *args, **options: _wrong(right(*args, **options)))
         with trp.patch(model, "quantized"):
             assert relative_error(model(**inputs)[0], expected) > 1e-3
 
 
 def _wrong(result):
     """Channels in reverse; twice the scale of what is in 8 bits."""
-    if isinstance(result, kernels.QuantizedQKV):
-        return result._replace(v_scale=2 * result.v_scale)
     if isinstance(result, kernels.Quantized):
         return result._replace(scale=2 * result.scale)
     return tuple(part.flip(-1) for part in result) if isinstance(result, tuple) else result.flip(-1)

@@ -19,6 +19,7 @@ import turbo_rcm_patch as trp
 from tests.oracle import assert_no_worse, relative_error
 from tests.patching.test_equivalence import model_and_inputs
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
+from turbo_rcm_patch import kernels
 from turbo_rcm_patch.kernels.dispatch import interpreting
 from turbo_rcm_patch.patching.weights import convert as quantized_weights
 from turbo_rcm_patch.patching.weights.convert import quantized_linears
@@ -301,7 +302,8 @@ def int8_everywhere(monkeypatch):
     if not interpreting():
         pytest.skip("needs Triton's CPU interpreter")
     monkeypatch.setattr(quantized_weights, "capability_of", lambda device: (8, 0))
-    monkeypatch.setattr(importlib.import_module(QUANTIZE_QKV), "default_v_format", lambda device: torch.float16)
+    for module in (kernels, importlib.import_module(QUANTIZE_QKV)):
+        monkeypatch.setattr(module, "default_v_format", lambda *_: torch.float16)
 
 
 QUANTIZE_QKV = "turbo_rcm_patch.kernels.attention_8bit.quantize_qkv"

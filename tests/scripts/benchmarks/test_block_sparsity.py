@@ -6,6 +6,7 @@ import pytest
 
 from scripts.benchmarks import measure_block_sparsity
 from scripts.tools.pages.block_sparsity import block_sparsity_page
+from tests.patching.launches import around_launches
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.bench.ops_sparse import DENSE
@@ -30,14 +31,15 @@ def pipeline():
 def ops(monkeypatch):
     """The shares that the sparse ops themselves kept, in order."""
     shares = []
-    op = kernels.block_sparse_attention
 
-    def watched(q, k, v, **options):
-        sizes = {name: options[name] for name in ("mass", "block_q", "block_k")}
-        shares.append(kernels.kept_share(q, k, **sizes))
-        return op(q, k, v, **options)
+    def around(launch):
+        def watched(q, k, v, mass, block_q, block_k):
+            shares.append(kernels.kept_share(q, k, mass=mass, block_q=block_q, block_k=block_k))
+            return launch(q, k, v, mass, block_q, block_k)
 
-    monkeypatch.setattr(kernels, "block_sparse_attention", watched)
+        return watched
+
+    around_launches(monkeypatch, "BLOCK_SPARSE_ATTENTION", around)
     return shares
 
 

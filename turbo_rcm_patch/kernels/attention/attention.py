@@ -3,27 +3,63 @@
     F   = softmax(scale · q kᵀ) v                 q [B, S, H, D]; k, v [B, Skv, H, D]
     out = c_skip · residual + c_out · F           residual, out [B, S, H, D]; coefficients over the H·D channels
 
-On sm_90 without a residual the forward is attention_sm90's, else the portable one of attention_forward. For a linear
-in 8 bits they store F in e4m3.
+The kernel for sm_90 (attention_sm90.py) takes no residual; the portable one (attention_portable.py) does. For a linear
+in 8 bits both store F in e4m3.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from .. import reference as torch_reference
+from ..choice.measured import tuned_sdpa, why_torch
+from ..choice.registry import (
+    GLUON,
+    PORTABLE,
+    REFERENCE,
+    Kernel,
+    Op,
+    Pick,
+    Spec,
+    spec_of,
+    why_not_ours,
+    why_not_reference,
+)
+from ..choice.tuned import BY_TUNE
 from ..coefficient import Coefficient, canonical_coefficient
-from ..dispatch import kernel_op, use_triton
+from ..dispatch import KernelsOp, is_sm90, kernel_op
 from ..launch import recording
 from ..quantized import FP8, LARGEST, TINY, Quantized, round_to
-from . import attention_sm90
+from . import attention_portable, attention_sm90
 from .attention_backward import attention_backward
-from .attention_portable import attention_forward
-from .sdpa import preferring
+from .sdpa import BACKENDS, chosen_backend, preferring
 
 MAX_HEAD_DIM = 256
+SDPA = "PyTorch SDPA"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec(Spec):
+    """``softmax(scale · q kᵀ) v`` for a q [B, S, H, head_dim]; `result` is e4m3 for `attention_to_e4m3`.
+
+    has_residual: True if the result ends in the skip. attention: the user's choice for a model's attention, "auto",
+    "triton" or "sdpa"; None if the op is called by itself. crossing: True for a cross-attention. sdpa: the backend that
+    PyTorch's attention asks first (sdpa.py); None: the one that `turbo-rcm tune` found for the model, or PyTorch's own.
+    """
+
+    head_dim: int
+    has_residual: bool = False
+    attention: str | None = None
+    crossing: bool = False
+    sdpa: str | None = None
+
+    @property
+    def has_backward(self) -> bool:
+        return self.result != FP8
 
 
 def attention(
@@ -36,15 +72,19 @@ def attention(
     c_out: Coefficient = 1.0,
     scale: float | None = None,
     implementation: str = "auto",
+    attention: str | None = None,
     sdpa: str | None = None,
 ) -> torch.Tensor:
     """softmax(scale · q kᵀ) v, or ``c_skip * residual + c_out * (that)`` when a residual is given.
 
     q [B, S, H, D]; k, v [B, Skv, H, D]; residual [B, S, H, D]; all of one dtype, any strides. Coefficients: a number,
     [B], [C], [B, 1, C] or [B, S, C] with C = H·D channels. scale > 0 defaults to D**-0.5. Returns [B, S, H, D] in q's
-    dtype. Differentiable in every tensor. implementation: see dispatch.use_triton; head_dims above 256 take the torch
-    reference. sdpa: the backend, of sdpa.BACKENDS, that PyTorch's attention prefers where that runs; one that cannot
-    take a call leaves it to the others. Raises ValueError for shapes, dtypes, a scale or coefficients that do not fit.
+    dtype. Differentiable in every tensor.
+    implementation: "auto", "triton" or "torch" (dispatch.py); head_dims above 256 take PyTorch's attention.
+    attention: "auto" for PyTorch's attention if it was measured to be faster, "sdpa" for it always; None or "triton"
+    for our kernels if they can run.
+    sdpa: the backend (sdpa.BACKENDS) that PyTorch's attention asks first; if it cannot take the call, others do.
+    Raises ValueError for shapes, dtypes, a scale or coefficients that do not fit.
     """
     _check(q, k, v, residual, c_skip, c_out, scale, implementation)
     batch, tokens, heads, head_dim = q.shape
@@ -52,15 +92,11 @@ def attention(
     c_out = canonical_coefficient("c_out", c_out, batch, tokens, heads * head_dim, q.device)
     scale = head_dim**-0.5 if scale is None else float(scale)
     operands = (q, k, v, residual, c_skip, c_out)
-    wants_kernel = use_triton(implementation, *operands, has_gradient=True)
-    if not wants_kernel or head_dim > MAX_HEAD_DIM or q.numel() == 0:
-        if recording():
-            return torch.empty_like(q)  # PyTorch's attention takes long, and programs that replace it may count calls
-        with preferring(sdpa):
-            return torch_reference.attention(*operands, scale)
-    # The skip's own gradients need only the residual and c_skip; all others need the raw output and the logsumexp.
-    save_for_backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, c_out))
-    return _attention(*operands, scale, save_for_backward)[0]
+    if q.numel() == 0:
+        return torch_reference.attention(*operands, scale)
+    options = {"head_dim": head_dim, "has_residual": residual is not None, "attention": attention, "sdpa": sdpa}
+    spec = spec_of(implementation, *operands, kind=AttentionSpec, **options)
+    return ATTENTION.pick(spec).launch(*operands, scale)
 
 
 def attention_to_e4m3(
@@ -77,17 +113,8 @@ def attention_to_e4m3(
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if q.numel() == 0:
         return Quantized(q.flatten(2).to(FP8), q.new_ones(q.shape[:2], dtype=torch.float32))
-    largest = torch.linalg.vector_norm(
-        v.flatten(1), torch.inf, dim=1, dtype=torch.promote_types(v.dtype, torch.float32)
-    )
-    out_scale = (largest / LARGEST[FP8]).clamp_min(TINY).float()
-    scaled = (v / out_scale[:, None, None, None]).to(v.dtype)
-    fused = use_triton(implementation, q, k, v, has_gradient=False, result=FP8)
-    if fused and q.shape[3] <= MAX_HEAD_DIM:
-        values = _attention_to_e4m3(q, k, scaled, scale)
-    else:
-        values = round_to(attention(q, k, scaled, scale=scale, implementation="torch"), FP8)
-    return Quantized(values.flatten(2), out_scale[:, None].expand(q.shape[:2]))
+    spec = spec_of(implementation, q, k, v, kind=AttentionSpec, head_dim=q.shape[3], result=FP8)
+    return ATTENTION_TO_E4M3.pick(spec).launch(q, k, v, scale)
 
 
 def _check(q, k, v, residual, c_skip, c_out, scale, implementation):
@@ -119,8 +146,7 @@ def is_one(coefficient: Coefficient | None) -> bool:
     return coefficient is None or (isinstance(coefficient, (int, float)) and coefficient == 1)
 
 
-@kernel_op("attention")
-def _attention(
+def _allocate(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -131,20 +157,6 @@ def _attention(
     save_for_backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """out, F [B, S, H, D] and the logsumexp in base 2, fp32 [B, H, S]; F and it are empty unless save_for_backward."""
-    out, raw_out, lse = _allocate(q, k, v, residual, c_skip, c_out, scale, save_for_backward)
-    wanted_lse = lse if save_for_backward else None
-    if residual is None and attention_sm90.why_not(q, k, v) is None:
-        attention_sm90.attention_forward(q, k, v, scale, out, wanted_lse)
-        if save_for_backward:
-            raw_out.copy_(out)  # a custom op's results may not be one tensor twice
-    else:
-        wanted_raw_out = raw_out if save_for_backward else None
-        attention_forward(q, k, v, residual, c_skip, c_out, scale, out, wanted_raw_out, wanted_lse)
-    return out, raw_out, lse
-
-
-@_attention.register_fake
-def _allocate(q, k, v, residual, c_skip, c_out, scale, save_for_backward):
     batch, tokens, heads, _ = q.shape
     out = q.new_empty(q.shape)
     if not save_for_backward:
@@ -152,20 +164,170 @@ def _allocate(q, k, v, residual, c_skip, c_out, scale, save_for_backward):
     return out, q.new_empty(q.shape), q.new_empty((batch, heads, tokens), dtype=torch.float32)
 
 
-@kernel_op("attention_to_e4m3")
-def _attention_to_e4m3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+_attention = KernelsOp("attention", _allocate)
+
+
+def _launch_gluon(q, k, v, residual, c_skip, c_out, scale, save_for_backward):
+    """Launch the kernel for sm_90, or without aligned operands the portable one. Arguments: of `_allocate`."""
+    if not attention_sm90.fits_tma(q, k, v):
+        return _launch_portable(q, k, v, None, None, None, scale, save_for_backward)
+    out, raw_out, lse = _allocate(q, k, v, None, None, None, scale, save_for_backward)
+    attention_sm90.attention_forward(q, k, v, scale, out, lse if save_for_backward else None)
+    if save_for_backward:
+        raw_out.copy_(out)  # a custom op's results may not be one tensor twice
+    return out, raw_out, lse
+
+
+def _launch_portable(q, k, v, residual, c_skip, c_out, scale, save_for_backward):
+    out, raw_out, lse = _allocate(q, k, v, residual, c_skip, c_out, scale, save_for_backward)
+    wanted = (raw_out, lse) if save_for_backward else (None, None)
+    attention_portable.attention_forward(q, k, v, residual, c_skip, c_out, scale, out, *wanted)
+    return out, raw_out, lse
+
+
+def _fused(launch, q, k, v, residual, c_skip, c_out, scale):
+    # The skip's own gradients need only the residual and c_skip; all others need the raw output and the logsumexp.
+    save_for_backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, c_out))
+    return launch(q, k, v, residual, c_skip, c_out, scale, save_for_backward)[0]
+
+
+def _by_pytorch(backend, q, *others):
+    if recording():
+        return torch.empty_like(q)  # PyTorch's attention takes long, and programs that replace it may count calls
+    with preferring(backend):
+        return torch_reference.attention(q, *others)
+
+
+def _why_not_fused(spec: AttentionSpec) -> str | None:
+    """The reason why no kernel of ours runs for a spec, or None if one can. Without a backward the measurements are of
+    the forward; on sm_90 they are of the kernel for it."""
+    if spec.attention == "sdpa":
+        return "attention='sdpa'"
+    reason = why_not_ours(spec)
+    if reason is None and spec.attention == spec.implementation == "auto" and spec.device.type == "cuda":
+        reason = why_torch("attention", spec.device, spec.dtype)
+        if reason is None and is_sm90(spec.device):
+            reason = attention_sm90.why_not(spec.device, spec.dtype, spec.head_dim)
+        if reason is None and spec.derivative == "backward":
+            return "not measured with a backward"
+    if reason is None and spec.head_dim > MAX_HEAD_DIM:
+        return f"head_dim {spec.head_dim}"
+    return reason
+
+
+def _why_not_gluon(spec: AttentionSpec) -> str | None:
+    reason = _why_not_fused(spec) or attention_sm90.why_not(spec.device, spec.dtype, spec.head_dim)
+    return "a residual" if reason is None and spec.has_residual else reason
+
+
+def _why_not_pytorch(spec: AttentionSpec) -> str | None:
+    is_needed = spec.attention == "sdpa" or spec.head_dim > MAX_HEAD_DIM
+    return None if is_needed else why_not_reference(spec)
+
+
+def _why_not_backend(backend: str, spec: AttentionSpec) -> str | None:
+    return _why_not_pytorch(spec) or (None if _preferred(spec) == backend else f"not chosen {BY_TUNE}")
+
+
+def _preferred(spec: AttentionSpec) -> str | None:
+    """The backend that PyTorch's attention asks first, or None for PyTorch's own order."""
+    if spec.sdpa is not None or spec.attention is None:
+        return spec.sdpa
+    if spec.implementation == "torch" or spec.derivative is not None:
+        return None
+    return tuned_sdpa(spec.device, spec.dtype, crossing=spec.crossing)
+
+
+ATTENTION = Op(
+    "attention",
+    (
+        Kernel(GLUON, _why_not_gluon, partial(_fused, _attention.launch(GLUON, _launch_gluon))),
+        Kernel(PORTABLE, _why_not_fused, partial(_fused, _attention.launch(PORTABLE, _launch_portable))),
+        *(
+            Kernel(f"{SDPA}, {name} first", partial(_why_not_backend, name), partial(_by_pytorch, name), is_fused=False)
+            for name in BACKENDS
+        ),
+        Kernel(SDPA, _why_not_pytorch, partial(_by_pytorch, None), is_fused=False),
+    ),
+)
+
+
+def attention_label(pick: Pick, spec: AttentionSpec) -> str:
+    """Return the label of a pick of ATTENTION; PyTorch's has the backend that it takes for some tensors of this kind,
+    if it tells."""
+    if pick.kernel.is_fused:
+        return pick.label
+    if torch.compiler.is_compiling():
+        return SDPA
+    preferred, with_backward = _preferred(spec), spec.derivative == "backward"
+    with torch.inference_mode(False), torch.set_grad_enabled(with_backward), preferring(preferred):
+        q = torch.empty(
+            1, 128, 2, spec.head_dim, device=spec.device, dtype=spec.dtype, requires_grad=with_backward
+        ).transpose(1, 2)
+        backend = chosen_backend(q, q, q)
+    if backend is None:
+        return SDPA
+    return f"{SDPA} ({backend}, {BY_TUNE})" if backend == preferred else f"{SDPA} ({backend})"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# To e4m3
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _allocate_e4m3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """F [B, S, H, D] in e4m3."""
-    out = q.new_empty(q.shape, dtype=FP8)
-    if attention_sm90.why_not(q, k, v) is None:
-        attention_sm90.attention_forward(q, k, v, scale, out, None)
-    else:
-        attention_forward(q, k, v, None, None, None, scale, out, None, None)
+    return q.new_empty(q.shape, dtype=FP8)
+
+
+_attention_to_e4m3 = KernelsOp("attention_to_e4m3", _allocate_e4m3)
+
+
+def _launch_gluon_to_e4m3(q, k, v, scale):
+    if not attention_sm90.fits_tma(q, k, v):
+        return _launch_portable_to_e4m3(q, k, v, scale)
+    out = _allocate_e4m3(q, k, v, scale)
+    attention_sm90.attention_forward(q, k, v, scale, out, None)
     return out
 
 
-@_attention_to_e4m3.register_fake
-def _(q, k, v, scale):
-    return q.new_empty(q.shape, dtype=FP8)
+def _launch_portable_to_e4m3(q, k, v, scale):
+    out = _allocate_e4m3(q, k, v, scale)
+    attention_portable.attention_forward(q, k, v, None, None, None, scale, out, None, None)
+    return out
+
+
+def _to_e4m3_by_pytorch(q, k, v, scale):
+    return round_to(_by_pytorch(None, q, k, v, None, None, None, scale), FP8)
+
+
+def _to_e4m3(attend, q, k, v, scale):
+    """attend: gives F [B, S, H, D] in e4m3 for a v whose largest magnitude is e4m3's."""
+    largest = torch.linalg.vector_norm(
+        v.flatten(1), torch.inf, dim=1, dtype=torch.promote_types(v.dtype, torch.float32)
+    )
+    out_scale = (largest / LARGEST[FP8]).clamp_min(TINY).float()
+    scaled = (v / out_scale[:, None, None, None]).to(v.dtype)
+    values = attend(q, k, scaled, scale)
+    return Quantized(values.flatten(2), out_scale[:, None].expand(q.shape[:2]))
+
+
+ATTENTION_TO_E4M3 = Op(
+    "attention_to_e4m3",
+    tuple(
+        Kernel(name, why_not, partial(_to_e4m3, attend), is_fused=name != REFERENCE)
+        for name, why_not, attend in (
+            (GLUON, _why_not_gluon, _attention_to_e4m3.launch(GLUON, _launch_gluon_to_e4m3)),
+            (PORTABLE, _why_not_fused, _attention_to_e4m3.launch(PORTABLE, _launch_portable_to_e4m3)),
+            (REFERENCE, _why_not_pytorch, _to_e4m3_by_pytorch),
+        )
+    ),
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Backward
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 @kernel_op("attention_backward")
@@ -197,7 +359,7 @@ def _allocate_gradients(grad, q, k, v, raw_out, lse, scale, needs_q, needs_kv):
 
 
 def _save(ctx, inputs, output):
-    q, k, v, residual, c_skip, c_out, ctx.scale, _ = inputs
+    _, q, k, v, residual, c_skip, c_out, ctx.scale, _ = inputs
     _, raw_out, lse = output
     ctx.mark_non_differentiable(raw_out, lse)
     ctx.set_materialize_grads(False)
@@ -206,7 +368,7 @@ def _save(ctx, inputs, output):
 
 def _backward(ctx, grad, _grad_raw_out, _grad_lse):
     q, k, v, residual, c_skip, c_out, raw_out, lse = ctx.saved_tensors
-    needs_q, needs_k, needs_v, needs_residual, needs_c_skip, needs_c_out, _, _ = ctx.needs_input_grad
+    needs_q, needs_k, needs_v, needs_residual, needs_c_skip, needs_c_out = ctx.needs_input_grad[1:7]
     grad_q = grad_k = grad_v = None
     if needs_q or needs_k or needs_v:
         grad_raw_out = _scaled(grad, c_out)
@@ -214,6 +376,7 @@ def _backward(ctx, grad, _grad_raw_out, _grad_lse):
             grad_raw_out, q, k, v, raw_out, lse, ctx.scale, needs_q, needs_k or needs_v
         )
     return (
+        None,
         grad_q if needs_q else None,
         grad_k if needs_k else None,
         grad_v if needs_v else None,

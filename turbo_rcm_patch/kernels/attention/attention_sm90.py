@@ -44,20 +44,15 @@ JOIN_COST = 8
 JOIN_ROWS = 16
 
 
-def why_not_on(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why the kernel cannot take any tensors of this kind, in a few words; else None."""
+def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
+    """The reason why the kernel cannot take tensors of this kind, or None if it can."""
     reason = why_not_sm90(device, dtype, GLUON_ERROR)
     return f"head_dim {head_dim}" if reason is None and head_dim not in HEAD_DIMS else reason
 
 
-def why_not(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
-    """Why the kernel cannot take these tensors, q [B, S, H, D] and k, v [B, Skv, H, D], in a few words; else None."""
-    reason = why_not_on(q.device, q.dtype, q.shape[-1])
-    if reason is not None:
-        return reason
-    if not all(heads_fit_tma(x) for x in (q, k, v)):
-        return "rows that TMA cannot read: not packed, or not at multiples of 16 bytes"
-    return None
+def fits_tma(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """True if TMA can read q [B, S, H, D] and k, v [B, Skv, H, D]: rows are packed and at multiples of 16 bytes."""
+    return all(heads_fit_tma(x) for x in (q, k, v))
 
 
 def attention_forward(
@@ -65,8 +60,8 @@ def attention_forward(
 ) -> None:
     """Write softmax(scale · q kᵀ) v to out, and the logsumexp in base 2 to lse where it is wanted.
 
-    q [B, S, H, D] and k, v [B, Skv, H, D] on a GPU, of which why_not says nothing; scale > 0; out packed [B, S, H, D]
-    in q's dtype or e4m3; lse packed fp32 [B, H, S].
+    q [B, S, H, D] and k, v [B, Skv, H, D] that `why_not` and `fits_tma` accept; scale > 0; out packed [B, S, H, D] in
+    q's dtype or e4m3; lse packed fp32 [B, H, S].
     """
     batch, tokens, heads, head_dim = q.shape
     kv_tokens = k.shape[1]

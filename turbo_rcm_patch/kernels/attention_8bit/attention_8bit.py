@@ -4,22 +4,25 @@
     out = c_skip · residual + c_out · F        residual, out [B, S, H, D]; coefficients over the H·D channels
 
 qkᵀ is exact in int32. The softmax's weights are rounded to e4m3 (fp16 with an fp16 v) relative to their row's maximum,
-and PV is summed in fp32 from one block of keys to the next (Zhang et al. 2024, SageAttention2, section 3.4). On sm_90
-the kernel is attention_8bit_sm90's, else the portable one. No gradient: under autograd the reference runs.
+and PV is summed in fp32 from one block of keys to the next (Zhang et al. 2024, SageAttention2, section 3.4). There is a
+kernel for sm_90 (attention_8bit_sm90.py) and a portable one. No gradient: under autograd the reference runs.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from ..attention.attention import is_one
+from ..choice.registry import GLUON, PORTABLE, REFERENCE, Kernel, Op, spec_of, why_not_reference
 from ..coefficient import Coefficient, canonical_coefficient
-from ..dispatch import KERNEL_DTYPES, kernel_op, use_triton
+from ..dispatch import KERNEL_DTYPES, kernels_op
 from ..quantized import FP8, Quantized
+from . import attention_8bit_portable, attention_8bit_sm90
 from . import attention_8bit_reference as reference
-from . import attention_8bit_sm90
-from .attention_8bit_portable import attention_forward
-from .quantize_qkv import QuantizedQKV, why_no_kernel
+from .quantize_qkv import QuantizedQKV
+from .spec import Attention8BitSpec, why_not_fused
 
 
 def attention_8bit(
@@ -45,15 +48,18 @@ def attention_8bit(
     c_skip = canonical_coefficient("c_skip", c_skip, batch, tokens, heads * head_dim, qkv.q.device)
     c_out = canonical_coefficient("c_out", c_out, batch, tokens, heads * head_dim, qkv.q.device)
     dtype = result or (qkv.dtype if residual is None else residual.dtype)
-    out_scale = reference.output_scale(qkv.v_scale) if dtype == FP8 else None
-    wide = (qkv.q_scale, qkv.k_scale, qkv.v_scale, residual, c_skip, c_out)
-    fused = use_triton(implementation, *wide, has_gradient=False, result=result)
-    reason = why_no_kernel(qkv.q.device, qkv.v.dtype, head_dim) if fused else None
-    if reason is not None and implementation == "triton":
-        raise ValueError(f"attention_8bit: the kernel cannot take {reason}; use implementation='auto'.")
-    op = _attention_8bit if fused and reason is None and qkv.q.numel() > 0 else reference.attention_8bit
-    out = op(*qkv[:6], residual, c_skip, c_out, dtype, out_scale)
-    return out if out_scale is None else reference.quantized_values(out, out_scale)
+    skip = (residual, c_skip, c_out)
+    if qkv.q.numel() == 0:
+        return _attend(reference.attention_8bit, qkv, *skip, dtype)
+    spec = spec_of(
+        implementation,
+        *(qkv.q_scale, qkv.k_scale, qkv.v_scale, *skip),
+        kind=Attention8BitSpec,
+        head_dim=head_dim,
+        v_format=qkv.v.dtype,
+        result=dtype,
+    )
+    return ATTENTION_8BIT.pick(spec).launch(qkv, *skip, dtype)
 
 
 def _check(qkv, residual, c_skip, c_out, result):
@@ -79,7 +85,7 @@ def _check(qkv, residual, c_skip, c_out, result):
         )
 
 
-@kernel_op("attention_8bit")
+@kernels_op("attention_8bit")
 def _attention_8bit(
     q: torch.Tensor,
     q_scale: torch.Tensor,
@@ -93,14 +99,34 @@ def _attention_8bit(
     dtype: torch.dtype,
     out_scale: torch.Tensor | None,
 ) -> torch.Tensor:
+    return q.new_empty(q.shape, dtype=dtype)
+
+
+def _launch(kernel, q, q_scale, k, k_scale, v, v_scale, residual, c_skip, c_out, dtype, out_scale):
     out = q.new_empty(q.shape, dtype=dtype)
-    operands = (q, q_scale, k, k_scale, v, v_scale)
-    on_sm90 = attention_8bit_sm90.why_not(q, v, dtype) is None
-    forward = attention_8bit_sm90.attention_forward if on_sm90 else attention_forward
-    forward(*operands, residual, c_skip, c_out, out, out_scale)
+    kernel.attention_forward(q, q_scale, k, k_scale, v, v_scale, residual, c_skip, c_out, out, out_scale)
     return out
 
 
-@_attention_8bit.register_fake
-def _(q, q_scale, k, k_scale, v, v_scale, residual, c_skip, c_out, dtype, out_scale):
-    return q.new_empty(q.shape, dtype=dtype)
+def _attend(launch, qkv, residual, c_skip, c_out, dtype):
+    """A QuantizedQKV, a residual or None, canonical coefficients and the result's dtype -> [B, S, H, D], or in e4m3 a
+    Quantized [B, S, H·D]."""
+    out_scale = reference.output_scale(qkv.v_scale) if dtype == FP8 else None
+    out = launch(*qkv[:6], residual, c_skip, c_out, dtype, out_scale)
+    return out if out_scale is None else reference.quantized_values(out, out_scale)
+
+
+def _why_not_gluon(spec: Attention8BitSpec) -> str | None:
+    return why_not_fused(spec) or attention_8bit_sm90.why_not(spec.device, spec.v_format, spec.result, spec.head_dim)
+
+
+_gluon = _attention_8bit.launch(GLUON, partial(_launch, attention_8bit_sm90))
+_portable = _attention_8bit.launch(PORTABLE, partial(_launch, attention_8bit_portable))
+ATTENTION_8BIT = Op(
+    "attention_8bit",
+    (
+        Kernel(GLUON, _why_not_gluon, partial(_attend, _gluon)),
+        Kernel(PORTABLE, why_not_fused, partial(_attend, _portable)),
+        Kernel(REFERENCE, why_not_reference, partial(_attend, reference.attention_8bit), is_fused=False),
+    ),
+)

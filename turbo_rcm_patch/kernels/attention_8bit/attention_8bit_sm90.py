@@ -28,17 +28,13 @@ with contextlib.suppress(ImportError, AttributeError):  # as attention_sm90.GLUO
     TILE_QUERIES, TILE_KEYS = CONSUMERS.value * QUERIES.value, KEYS.value
 
 
-def why_not(q: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> str | None:
-    """Why the kernel cannot take q [B, S, H, D] and v of a QuantizedQKV for a result of this dtype, in a few words;
-    else None."""
-    reason = why_not_on(q.device, v.dtype, dtype)
-    return f"head_dim {q.shape[3]}" if reason is None and q.shape[3] not in HEAD_DIMS else reason
-
-
-def why_not_on(device: torch.device, v_format: torch.dtype, dtype: torch.dtype) -> str | None:
-    """The same for any q and v of this device and format, of a head_dim that attention in 8 bits takes."""
+def why_not(device: torch.device, v_format: torch.dtype, dtype: torch.dtype, head_dim: int) -> str | None:
+    """The reason why the kernel cannot take a QuantizedQKV with v in this format for a result of this dtype, or None if
+    it can."""
     reason = why_not_sm90(device, torch.bfloat16 if dtype == FP8 else dtype, attention_sm90.GLUON_ERROR)
-    return "v in fp16" if reason is None and v_format != FP8 else reason
+    if reason is None and v_format != FP8:
+        return "v in fp16"
+    return f"head_dim {head_dim}" if reason is None and head_dim not in HEAD_DIMS else reason
 
 
 def attention_forward(
@@ -56,7 +52,7 @@ def attention_forward(
 ) -> None:
     """Write ``c_skip · residual + c_out · F`` to out, or without a residual F, divided by out_scale [B] where given.
 
-    q to v_scale: of a QuantizedQKV on a GPU, of which why_not says nothing; residual [B, S, H, D] with any strides; out
+    q to v_scale: of a QuantizedQKV that `why_not` accepts; residual [B, S, H, D] with any strides; out
     packed [B, S, H, D]; coefficients canonical (coefficient.py).
     """
     skip = skip_arguments(residual, c_skip, c_out)

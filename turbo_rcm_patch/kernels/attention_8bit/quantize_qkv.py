@@ -18,16 +18,17 @@ import triton
 import triton.language as tl
 
 from ..attention.attention_tiles import LOG2_E
-from ..dispatch import device_capability, interpreting, is_gpu, kernel_op, use_triton
+from ..choice.registry import REFERENCE, TRITON, Kernel, Op, spec_of, why_not_reference
+from ..dispatch import kernel_op
 from ..launch import launch_kernel
-from ..quantized import FP8, FP8_CAPABILITY
+from ..quantized import FP8
 from ..rows.quantize_rows import largest_magnitude
 from ..rows.row_tiles import row_grid, row_tile
 from ..sizes import cdiv, next_power_of_2
 from . import attention_8bit_reference as reference
 from .attention_8bit_reference import KEY_GROUP, SCALE_FLOOR, V_FORMATS
+from .spec import Attention8BitSpec, default_v_format, why_not_fused
 
-HEAD_DIMS = (64, 128)
 KV_WARPS = 8
 SHORT = 1024  # rows of fewer elements, many at a time, get twice the threads: the compiler spills registers else
 REDUCED_CHANNELS, REDUCED_ROWS, REDUCED_WARPS = 32, 128, 8
@@ -83,7 +84,7 @@ def quantize_qkv(
 
     q, k, v: [B, S, heads·D] of one dtype, also parts of a fused projection. norm_q, norm_k: [heads·D], or None for no
     norm. cos, sin: [S, D/2] of any strides, or both None for no rotation. scale > 0: the softmax's, D**-0.5 by default.
-    v_format: float8_e4m3fn (the default from sm_89 on, and on the CPU but for Triton's interpreter) or float16.
+    v_format: float8_e4m3fn or float16; None: see `default_v_format`.
     implementation: "auto", "triton" or "torch" (see dispatch.py); head_dims other than 64 and 128 take the reference.
     Raises ValueError for shapes, dtypes, devices, a scale or a format that do not fit together.
     """
@@ -91,29 +92,10 @@ def quantize_qkv(
     head_dim = q.shape[2] // heads
     scale = (head_dim**-0.5 if scale is None else float(scale)) * LOG2_E
     tensors = (q, k, v, norm_q, norm_k, cos, sin)
-    fused = use_triton(implementation, *tensors, has_gradient=False)
-    v_format = v_format or (torch.float16 if fused and q.device.type == "cpu" else default_v_format(q.device))
-    reason = why_no_kernel(q.device, v_format, head_dim) if fused else None
-    if reason is not None and implementation == "triton":
-        raise ValueError(f"quantize_qkv: the kernel cannot take {reason}; use implementation='auto'.")
-    op = _quantize_qkv if fused and reason is None and q.numel() > 0 else reference.quantize_qkv
-    return QuantizedQKV(*op(*tensors, heads, eps, scale, v_format), q.dtype)
-
-
-def default_v_format(device: torch.device) -> torch.dtype:
-    """e4m3 where the GPU multiplies it, and on the CPU."""
-    return torch.float16 if is_gpu(device) and device_capability(device) < FP8_CAPABILITY else FP8
-
-
-def why_no_kernel(device: torch.device, v_format: torch.dtype, head_dim: int) -> str | None:
-    """What the kernels of 8-bit attention cannot take, in a few words, else None; where Triton runs at all."""
-    if head_dim not in HEAD_DIMS:
-        return f"head_dim {head_dim}"
-    if v_format == FP8 and device.type == "cpu" and interpreting():
-        return "e4m3 in Triton's interpreter, which rounds it wrongly"
-    if v_format == FP8 and default_v_format(device) != FP8:
-        return "e4m3 on a GPU older than sm_89"
-    return None
+    v_format = v_format or default_v_format(q.device, implementation)
+    spec = spec_of(implementation, *tensors, kind=Attention8BitSpec, head_dim=head_dim, v_format=v_format)
+    run = reference.quantize_qkv if q.numel() == 0 else QUANTIZE_QKV.pick(spec).launch
+    return QuantizedQKV(*run(*tensors, heads, eps, scale, v_format), q.dtype)
 
 
 def _check(q, k, v, heads, norm_q, norm_k, cos, sin, scale, v_format):
@@ -180,6 +162,15 @@ def allocate_qkv(q, k, v, norm_q, norm_k, cos, sin, heads, eps, scale_log2, v_fo
         q.new_empty((B, heads, head_dim, groups * KEY_GROUP) if v_format == FP8 else packed, dtype=v_format),
         q.new_empty((B, heads, head_dim), dtype=torch.float32),
     )
+
+
+QUANTIZE_QKV = Op(
+    "quantize_qkv",
+    (
+        Kernel(TRITON, why_not_fused, _quantize_qkv),
+        Kernel(REFERENCE, why_not_reference, reference.quantize_qkv, is_fused=False),
+    ),
+)
 
 
 def _row_tile(x: torch.Tensor, heads: int) -> dict[str, int]:

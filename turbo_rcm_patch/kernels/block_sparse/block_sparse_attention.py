@@ -6,22 +6,26 @@ q, k, v, out [B, S, H, D]; block_sparse_reference.py defines p and what is kept:
 head as many blocks of keys as hold the share `mass`. No weights of its own and no linear branch: this is not
 sparse-linear attention (sparse_linear_attention.py), which models are trained with, but the same kernel runs both. One
 kernel pools q, k and v, one makes the lists (block_sparse_map.py), and one attends and adds what stands for the rest:
-in 8 bits on sm_90 the dense kernel with lists (block_sparse_sm90.py), where that takes the blocks. No
+in 8 bits on sm_90 the dense kernel with lists (block_sparse_sm90.py), if it takes the blocks. No
 gradient: under autograd the reference runs.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from ..attention_8bit.attention_8bit_reference import KEY_GROUP
-from ..attention_8bit.quantize_qkv import QuantizedQKV, default_v_format
-from ..dispatch import kernel_op, use_triton
+from ..attention_8bit.quantize_qkv import QuantizedQKV
+from ..attention_8bit.spec import HEAD_DIMS, default_v_format
+from ..choice.registry import GLUON, PORTABLE, REFERENCE, Kernel, Op, spec_of, why_not_ours, why_not_reference
+from ..dispatch import kernel_op, kernels_op
 from ..launch import recording
 from ..quantized import FP8, INT8
 from ..sparse_linear import sparse_linear_8bit_portable as portable_8bit
 from ..sparse_linear import sparse_linear_portable as portable
-from ..sparse_linear.sparse_linear_attention import why_no_sparse_kernel
+from ..sparse_linear.sparse_linear_attention import SparseSpec, why_not_fused
 from . import block_sparse_reference as reference
 from . import block_sparse_sm90 as sm90
 from .block_sparse_map import choose_lists, pool_estimated, pool_parts
@@ -49,21 +53,9 @@ def block_sparse_attention(
     Raises ValueError for shapes, dtypes, devices, blocks or a mass that do not fit together.
     """
     _check(q, k, v, mass, block_q, block_k)
-    fused = use_triton(implementation, q, k, v, has_gradient=False)
-    reason = why_no_sparse_kernel(q.device, q.shape[3], block_q, block_k, None) if fused else None
-    _refuse(reason, implementation)
-    if q.numel() == 0 or (recording() and not (fused and reason is None)):
-        return torch.empty_like(q)
-    if not fused or reason is not None:
-        return reference.block_sparse_attention(q, k, v, mass, block_q, block_k)
-    tokens = q.shape[1]
-    pooled_k = less_mean(pool_estimated(k, block_k), tokens, part_size(block_k))
-    pooled = (x.to(q.dtype) for x in (pool_estimated(q, block_q), pooled_k))
-    found = choose_lists(*pooled, q.shape[3] ** -0.5, tokens, mass, block_q, block_k)
-    left_value = found.left @ pool_parts(v, None, tokens, block_k, block_k, 1)
-    return _block_sparse_attention(
-        q, k, v, found.block_map, found.counts, found.kept_share, left_value, block_q, block_k
-    )
+    options = {"head_dim": q.shape[3], "block_q": block_q, "block_k": block_k}
+    pick = BLOCK_SPARSE_ATTENTION.pick(spec_of(implementation, q, k, v, kind=SparseSpec, **options))
+    return torch.empty_like(q) if q.numel() == 0 else pick.launch(q, k, v, mass, block_q, block_k)
 
 
 def block_sparse_attention_8bit(
@@ -82,25 +74,21 @@ def block_sparse_attention_8bit(
     if block_q is None and block_k is None:
         block_q, block_k = _fastest_8bit_sizes(qkv.q.device, qkv.dtype, qkv.v.dtype)
     _check_options(mass, block_q, block_k)
-    q, q_scale, k, k_scale, v, v_scale, dtype = qkv
-    formats = (INT8, FP8) if v.dtype == FP8 else (INT8,)
-    fused = use_triton(implementation, *qkv[:6], has_gradient=False, formats=formats)
-    reason = why_no_block_sparse_kernel(q.device, dtype, v.dtype, q.shape[3], block_q, block_k) if fused else None
-    _refuse(reason, implementation)
-    if q.numel() == 0 or (recording() and not (fused and reason is None)):
-        return q.new_empty(q.shape, dtype=dtype)
-    if not fused or reason is not None:
-        return reference.block_sparse_attention_8bit(*qkv, mass, block_q, block_k)
-    tokens = q.shape[1]
-    pooled_q = pool_estimated(q, block_q, q_scale)
-    pooled_k = pool_estimated(k, block_k, k_scale.mT, KEY_GROUP)
-    pooled = (x.to(dtype) for x in (pooled_q, pooled_k))
-    found = choose_lists(*pooled, LN_2, tokens, mass, block_q, block_k)
-    # An e4m3 v is [B, H, D, T], and within 32 tokens in another order, which a mean does not see.
-    values = v.permute(0, 3, 1, 2) if v.dtype == FP8 else v
-    left_value = found.left @ (pool_parts(values, None, tokens, block_k, block_k, 1) * v_scale[:, :, None])
-    lists = (found.block_map, found.counts, found.kept_share, left_value)
-    return _block_sparse_attention_8bit(*qkv[:6], *lists, block_q, block_k, dtype)
+    spec = spec_of(
+        implementation,
+        *qkv[:6],
+        kind=SparseSpec,
+        eight_bits=(INT8, FP8) if qkv.v.dtype == FP8 else (INT8,),
+        result=qkv.dtype,
+        head_dim=qkv.q.shape[3],
+        block_q=block_q,
+        block_k=block_k,
+        v_format=qkv.v.dtype,
+    )
+    pick = BLOCK_SPARSE_ATTENTION_8BIT.pick(spec)
+    if qkv.q.numel() == 0:
+        return qkv.q.new_empty(qkv.q.shape, dtype=qkv.dtype)
+    return pick.launch(qkv, mass, block_q, block_k)
 
 
 def block_sparse_sizes(device: torch.device, dtype: torch.dtype, *, quantized: bool) -> tuple[int, int]:
@@ -110,20 +98,8 @@ def block_sparse_sizes(device: torch.device, dtype: torch.dtype, *, quantized: b
 
 
 def _fastest_8bit_sizes(device: torch.device, dtype: torch.dtype, v_format: torch.dtype) -> tuple[int, int]:
-    takes_sm90 = sm90.why_not(device, dtype, v_format, sm90.HEAD_DIMS[0], *sm90.BLOCKS) is None
+    takes_sm90 = sm90.why_not(device, dtype, v_format, HEAD_DIMS[0], *sm90.BLOCKS) is None
     return sm90.BLOCKS if takes_sm90 else BLOCKS
-
-
-def why_no_block_sparse_kernel(
-    device: torch.device, dtype: torch.dtype, v_format: torch.dtype, head_dim: int, block_q: int, block_k: int
-) -> str | None:
-    """Why no kernel takes these in 8 bits for a result of this dtype, in a few words; None when one does."""
-    why_not_sm90 = sm90.why_not(device, dtype, v_format, head_dim, block_q, block_k)
-    if why_not_sm90 is None:
-        return None
-    reason = why_no_sparse_kernel(device, head_dim, block_q, block_k, v_format)
-    # Of blocks that the sm_90 kernel alone takes, what keeps it from them.
-    return why_not_sm90 if reason is not None and (block_q, block_k) == sm90.BLOCKS else reason
 
 
 def kept_share(
@@ -157,9 +133,41 @@ def _check_options(mass, block_q, block_k):
             raise ValueError(f"block_sparse_attention: {name}={block}; a block has at least one token.")
 
 
-def _refuse(reason: str | None, implementation: str) -> None:
-    if reason is not None and implementation == "triton":
-        raise ValueError(f"block_sparse_attention: the kernel cannot take {reason}; use implementation='auto'.")
+def _fused(q, k, v, mass, block_q, block_k):
+    tokens = q.shape[1]
+    pooled_k = less_mean(pool_estimated(k, block_k), tokens, part_size(block_k))
+    pooled = (x.to(q.dtype) for x in (pool_estimated(q, block_q), pooled_k))
+    found = choose_lists(*pooled, q.shape[3] ** -0.5, tokens, mass, block_q, block_k)
+    left_value = found.left @ pool_parts(v, None, tokens, block_k, block_k, 1)
+    lists = (found.block_map, found.counts, found.kept_share, left_value)
+    return _block_sparse_attention(q, k, v, *lists, block_q, block_k)
+
+
+def _fused_8bit(attend, qkv, mass, block_q, block_k):
+    """attend: launches the last kernel."""
+    q, q_scale, k, k_scale, v, v_scale, dtype = qkv
+    tokens = q.shape[1]
+    pooled_q = pool_estimated(q, block_q, q_scale)
+    pooled_k = pool_estimated(k, block_k, k_scale.mT, KEY_GROUP)
+    pooled = (x.to(dtype) for x in (pooled_q, pooled_k))
+    found = choose_lists(*pooled, LN_2, tokens, mass, block_q, block_k)
+    # An e4m3 v is [B, H, D, T], and within 32 tokens in another order, which a mean does not see.
+    values = v.permute(0, 3, 1, 2) if v.dtype == FP8 else v
+    left_value = found.left @ (pool_parts(values, None, tokens, block_k, block_k, 1) * v_scale[:, :, None])
+    lists = (found.block_map, found.counts, found.kept_share, left_value)
+    return attend(*qkv[:6], *lists, block_q, block_k, dtype)
+
+
+def _by_reference(q, k, v, mass, block_q, block_k):
+    if recording():
+        return torch.empty_like(q)  # it takes long, and nothing of it is compiled
+    return reference.block_sparse_attention(q, k, v, mass, block_q, block_k)
+
+
+def _by_reference_8bit(qkv, mass, block_q, block_k):
+    if recording():
+        return qkv.q.new_empty(qkv.q.shape, dtype=qkv.dtype)
+    return reference.block_sparse_attention_8bit(*qkv, mass, block_q, block_k)
 
 
 @kernel_op("block_sparse_attention")
@@ -185,7 +193,7 @@ def _(q, k, v, block_map, counts, kept_share, left_value, block_q, block_k):
     return q.new_empty(q.shape)
 
 
-@kernel_op("block_sparse_attention_8bit")
+@kernels_op("block_sparse_attention_8bit")
 def _block_sparse_attention_8bit(
     q8: torch.Tensor,
     q_scale: torch.Tensor,
@@ -201,16 +209,47 @@ def _block_sparse_attention_8bit(
     block_k: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
+    return q8.new_empty(q8.shape, dtype=dtype)
+
+
+def _launch_8bit(
+    gluon, q8, q_scale, k8, k_scale, v8, v_scale, block_map, counts, kept_share, left_value, block_q, block_k, dtype
+):
     out = q8.new_empty(q8.shape, dtype=dtype)
     qkv = QuantizedQKV(q8, q_scale, k8, k_scale, v8, v_scale, dtype)
     blocks = portable.Blocks(block_map, block_q, block_k, counts, kept_share, left_value)
-    if sm90.why_not(q8.device, dtype, v8.dtype, q8.shape[3], block_q, block_k) is None:
+    if gluon:
         sm90.attention_forward(qkv, blocks, out)
     else:
         portable_8bit.sparse_attention_forward(qkv, None, blocks, None, out)
     return out
 
 
-@_block_sparse_attention_8bit.register_fake
-def _(q8, q_scale, k8, k_scale, v8, v_scale, block_map, counts, kept_share, left_value, block_q, block_k, dtype):
-    return q8.new_empty(q8.shape, dtype=dtype)
+def _why_not_gluon(spec: SparseSpec) -> str | None:
+    return why_not_ours(spec) or sm90.why_not(*spec.sizes)
+
+
+def _why_not_portable_8bit(spec: SparseSpec) -> str | None:
+    reason = why_not_fused(spec)
+    if reason is None or (spec.block_q, spec.block_k) != sm90.BLOCKS:
+        return reason
+    return _why_not_gluon(spec) or reason  # the reason that matters for blocks that only the other kernel takes
+
+
+BLOCK_SPARSE_ATTENTION = Op(
+    "block_sparse_attention",
+    (
+        Kernel(PORTABLE, why_not_fused, _fused),
+        Kernel(REFERENCE, why_not_reference, _by_reference, is_fused=False),
+    ),
+)
+_gluon = _block_sparse_attention_8bit.launch(GLUON, partial(_launch_8bit, True))
+_portable = _block_sparse_attention_8bit.launch(PORTABLE, partial(_launch_8bit, False))
+BLOCK_SPARSE_ATTENTION_8BIT = Op(
+    "block_sparse_attention_8bit",
+    (
+        Kernel(GLUON, _why_not_gluon, partial(_fused_8bit, _gluon)),
+        Kernel(PORTABLE, _why_not_portable_8bit, partial(_fused_8bit, _portable)),
+        Kernel(REFERENCE, why_not_reference, _by_reference_8bit, is_fused=False),
+    ),
+)

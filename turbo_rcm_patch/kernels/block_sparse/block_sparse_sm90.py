@@ -11,7 +11,7 @@ import contextlib
 
 import torch
 
-from ..attention.attention_sm90 import HEAD_DIMS, skip_arguments
+from ..attention.attention_sm90 import skip_arguments
 from ..attention_8bit import attention_8bit_sm90
 from ..attention_8bit.quantize_qkv import QuantizedQKV
 from ..launch import launch_kernel
@@ -27,19 +27,17 @@ BLOCKS = (192, 128)  # queries and keys
 def why_not(
     device: torch.device, dtype: torch.dtype, v_format: torch.dtype, head_dim: int, block_q: int, block_k: int
 ) -> str | None:
-    """Why the kernel cannot take q and k in 8 bits on this device, with values of this format, for a result of this
-    dtype, of this head_dim and blocks of these sizes, in a few words; else None."""
-    reason = attention_8bit_sm90.why_not_on(device, v_format, dtype)
-    if reason is not None:
-        return reason
-    if head_dim not in HEAD_DIMS:
-        return f"head_dim {head_dim}"
-    return None if (block_q, block_k) == BLOCKS else f"blocks of {block_q} queries and {block_k} keys"
+    """The reason why the kernel cannot take q and k in 8 bits on this device, with values of this format, for a result
+    of this dtype, of this head_dim and blocks of these sizes, or None if it can."""
+    reason = attention_8bit_sm90.why_not(device, v_format, dtype, head_dim)
+    if reason is None and (block_q, block_k) != BLOCKS:
+        return f"blocks of {block_q} queries and {block_k} keys"
+    return reason
 
 
 def attention_forward(qkv: QuantizedQKV, blocks: Blocks, out: torch.Tensor) -> None:
     """Write softmax attention of qkv to the kept blocks, and what stands for the others, to out, packed [B, S, H, D].
-    Of qkv and blocks, whose counts, kept_share and left_value are given, why_not says nothing."""
+    `why_not` accepts qkv and blocks, whose counts, kept_share and left_value are given."""
     batch, tokens, heads, _ = out.shape
     items = batch * heads * blocks.block_map.shape[2]
     with torch.cuda.device_of(out):

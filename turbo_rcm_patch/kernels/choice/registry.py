@@ -123,6 +123,17 @@ class Op:
         listed = "; ".join(f"{name}: {reason}" for name, reason in reasons)
         raise ValueError(f"{self.name}: no kernel can run ({listed}).")
 
+    def why_not_fused(self, spec: Spec) -> str | None:
+        """The reason why no fused kernel can run, or None if one can. Never raises."""
+        reasons = []
+        for kernel in self.kernels:
+            if kernel.is_fused:
+                reason = kernel.why_not(spec)
+                if reason is None:
+                    return None
+                reasons.append((kernel.name, reason))
+        return Pick(self.kernels[-1], tuple(reasons)).reason
+
     def named(self, name: str) -> Kernel:
         """Return the kernel of this name. Raises ValueError if there is none."""
         for kernel in self.kernels:
@@ -142,6 +153,8 @@ def why_not_ours(spec: Spec) -> str | None:
         return reason
     if spec.implementation == "auto" and spec.device.type == "cpu":
         return "cpu tensors"  # the interpreter runs only where it is asked for
+    if dispatch.is_rounded_wrongly(spec.result, spec.device):
+        return "e4m3 from Triton's interpreter, which rounds it wrongly"
     return None
 
 
@@ -151,8 +164,6 @@ def _why_not_dtypes(spec: Spec) -> str | None:
         reason = dispatch.why_not_dtype(spec.device, dtype, formats)
         if reason is not None:
             return reason
-    if dispatch.is_rounded_wrongly(spec.result, spec.device):
-        return "e4m3 from Triton's interpreter, which rounds it wrongly"
     return None
 
 
@@ -173,14 +184,16 @@ def check_operands(implementation: str, operands: Iterable[torch.Tensor]) -> Non
         raise ValueError(f"tensors are on different devices: {', '.join(sorted(map(str, devices)))}.")
 
 
-def spec_of(implementation: str, *operands: torch.Tensor | None, kind: type[Spec] = Spec, **fields: object) -> Spec:
+def spec_of(
+    implementation: str, *operands: torch.Tensor | None, kind: type[Spec] | None = None, **fields: object
+) -> Spec:
     """Return the spec of a call with these operands, the main one first. fields: others of the kind of spec.
 
     Raises ValueError for an unknown implementation, and for operands on different devices.
     """
     present = [operand for operand in operands if operand is not None]
     check_operands(implementation, present)
-    first = present[0]
+    first, kind = present[0], Spec if kind is None else kind  # a default that is a class would stop torch.compile
     return kind(
         device=first.device,
         dtype=first.dtype,

@@ -13,11 +13,12 @@ fp32 and rounded once. Without a gradient of its own: the reference runs under a
 A tile of the result is a box of pixels of one frame, or of a few frames where one has too few channels to fill the
 tile's columns (`_launch_together`). For each place in W's window the same box of x, shifted, is multiplied. On sm_90
 and newer TMA reads the boxes, and what lies outside of the image as zeros; elsewhere, and where a pixel's channels are
-no multiple of 16 bytes, pointers and masks do. On sm_90 itself conv_sm90.py has a kernel that takes most sizes.
+no multiple of 16 bytes, pointers and masks do. For sm_90 itself conv_sm90.py has a kernel that takes most sizes.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -26,16 +27,35 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import reference
-from ..dispatch import device_properties, kernel_op, use_triton
+from ..choice.measured import why_torch
+from ..choice.registry import GLUON, PORTABLE, REFERENCE, Kernel, Op, Spec, spec_of, why_not_ours, why_not_reference
+from ..dispatch import device_properties, is_sm90, kernels_op
 from ..launch import launch_kernel, register_options
 from ..linear.gemm_portable import epilogue_in_parts, locate_tile
 from ..sizes import cdiv
 from ..tma import TMA_CAPABILITY
 from . import conv_sm90
+from .conv_pytorch import convolve
 from .conv_tiles import ConvTiles, choose_conv_tiles, find_shift, locate_box, repeated_image
 from .conv_weight import pack_weight
 
 NARROW, TOGETHER = 16, 4  # channels of a result, and as many of its frames as share a tile of up to 64 columns
+
+CONVOLUTION = "PyTorch convolution"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvSpec(Spec):
+    """A convolution of an x [B, T, H, W, C] behind a front by a weight of these shapes; the options of `conv_skip`.
+
+    in_model: True if PyTorch's convolution may run instead.
+    """
+
+    shape: tuple[int, ...]
+    weight_shape: tuple[int, ...]
+    upsample: bool = False
+    interleave: int = 1
+    in_model: bool = False
 
 
 def conv_skip(
@@ -67,9 +87,17 @@ def conv_skip(
     """
     tensors = (x, weight, bias, residual, front)
     _check(*tensors, upsample, interleave)
-    if use_triton(implementation, *tensors, has_gradient=False):
-        return _conv_skip(*tensors, upsample, interleave)
-    return reference.conv_skip(*tensors, upsample, interleave)
+    B, T, H, W, C = x.shape
+    spec = spec_of(
+        implementation,
+        *tensors,
+        kind=ConvSpec,
+        shape=(B, T if front is not None else T - weight.shape[1] + 1, H, W, C),
+        weight_shape=tuple(weight.shape),
+        upsample=upsample,
+        interleave=interleave,
+    )
+    return CONV_SKIP.pick(spec).launch(*tensors, upsample, interleave)
 
 
 def result_shape(
@@ -132,7 +160,7 @@ def _check(
         raise ValueError(f"conv_skip: the tensors have the dtypes {', '.join(dtypes)}; cast them to one.")
 
 
-@kernel_op("conv_skip")
+@kernels_op("conv_skip")
 def _conv_skip(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -142,29 +170,77 @@ def _conv_skip(
     upsample: bool,
     interleave: int,
 ) -> torch.Tensor:
-    out = x.new_empty(result_shape(x, weight, front, upsample, interleave))
-    if out.numel() == 0:
-        return out
-    if weight.shape[1] == 1:
-        front = None  # of no frames
-    x, weight = x.contiguous(), pack_weight(weight)
-    front, bias, residual = (None if tensor is None else tensor.contiguous() for tensor in (front, bias, residual))
-    if conv_sm90.why_not(x, front, weight, residual, out, upsample, interleave) is None:
-        conv_sm90.launch(x, front, weight, bias, residual, out, upsample, interleave)
-    elif interleave == 1 and not upsample and has_frames_together(weight.shape, out.shape[1]):
-        _launch_together(x, front, weight, bias, residual, out)
-    else:
-        _launch(x, front, weight, bias, residual, out, upsample, interleave)
-    return out
-
-
-@_conv_skip.register_fake
-def _(x, weight, bias, residual, front, upsample, interleave):
     return x.new_empty(result_shape(x, weight, front, upsample, interleave))
 
 
+def _launch_gluon(x, weight, bias, residual, front, upsample, interleave):
+    """Launch the kernel for sm_90, or without aligned operands the portable one. Arguments: of `_conv_skip`."""
+    out, x, front, weight, bias, residual = _packed(x, weight, bias, residual, front, upsample, interleave)
+    if conv_sm90.fits_tma(x, front, weight, residual):
+        conv_sm90.launch(x, front, weight, bias, residual, out, upsample, interleave)
+    else:
+        _write(x, front, weight, bias, residual, out, upsample, interleave)
+    return out
+
+
+def _launch_portable(x, weight, bias, residual, front, upsample, interleave):
+    out = x.new_empty(result_shape(x, weight, front, upsample, interleave))
+    if out.numel() > 0:
+        out, *operands = _packed(x, weight, bias, residual, front, upsample, interleave)
+        _write(*operands, out, upsample, interleave)
+    return out
+
+
+def _packed(x, weight, bias, residual, front, upsample, interleave):
+    """out to be written, x, front, weight, bias and residual."""
+    out = x.new_empty(result_shape(x, weight, front, upsample, interleave))
+    if weight.shape[1] == 1:
+        front = None  # of no frames
+    front, bias, residual = (None if tensor is None else tensor.contiguous() for tensor in (front, bias, residual))
+    return out, x.contiguous(), front, pack_weight(weight), bias, residual
+
+
+def _write(x, front, weight, bias, residual, out, upsample, interleave) -> None:
+    """Write the result to out with the portable kernel; all are packed."""
+    if interleave == 1 and not upsample and has_frames_together(weight.shape, out.shape[1]):
+        _launch_together(x, front, weight, bias, residual, out)
+    else:
+        _launch(x, front, weight, bias, residual, out, upsample, interleave)
+
+
+def _why_not_fused(spec: ConvSpec) -> str | None:
+    """The reason why no kernel of ours runs for a spec, or None if one can. On sm_90 the measurements are of the kernel
+    for it."""
+    reason = why_not_ours(spec)
+    if reason is None and spec.in_model and spec.implementation == "auto" and spec.device.type == "cuda":
+        reason = why_torch("conv_skip", spec.device, spec.dtype)
+        if reason is None and is_sm90(spec.device):
+            return conv_sm90.why_not_on(spec.device, spec.dtype)
+    return reason
+
+
+def _why_not_gluon(spec: ConvSpec) -> str | None:
+    sizes = (spec.shape, spec.weight_shape, spec.upsample, spec.interleave)
+    return _why_not_fused(spec) or conv_sm90.why_not(spec.device, spec.dtype, *sizes)
+
+
+def _why_not_pytorch(spec: ConvSpec) -> str | None:
+    return why_not_reference(spec) if spec.in_model else "not for an op that is called by itself"
+
+
+CONV_SKIP = Op(
+    "conv_skip",
+    (
+        Kernel(GLUON, _why_not_gluon, _conv_skip.launch(GLUON, _launch_gluon)),
+        Kernel(PORTABLE, _why_not_fused, _conv_skip.launch(PORTABLE, _launch_portable)),
+        Kernel(CONVOLUTION, _why_not_pytorch, convolve, is_fused=False),
+        Kernel(REFERENCE, why_not_reference, reference.conv_skip, is_fused=False),
+    ),
+)
+
+
 def has_frames_together(weight_shape: tuple[int, ...], frames: int) -> bool:
-    """Whether tiles have TOGETHER frames of the result: where it has few channels, and frames enough."""
+    """True if tiles have TOGETHER frames of the result: it has few channels, and enough frames."""
     N, kt = weight_shape[:2]
     return kt > 1 and N <= NARROW and frames >= TOGETHER
 

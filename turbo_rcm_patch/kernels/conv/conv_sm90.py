@@ -35,16 +35,16 @@ MOST_STAGES = 8
 
 
 def why_not_on(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernel cannot run on this device and dtype, in a few words; None when it can."""
+    """The reason why the kernel cannot run on this device and dtype, or None if it can."""
     return why_not_sm90(device, dtype, GLUON_ERROR)
 
 
-def why_not_sizes(
+def why_not(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], weight_shape: tuple[int, ...],
     upsample: bool = False, interleave: int = 1,
 ) -> str | None:  # fmt: skip
-    """Why the kernel is not for an x [B, T, H, W, C] behind a front and a weight of these shapes, in a few words,
-    wherever they lie; None when it is. The arguments are those of `conv_skip`."""
+    """The reason why the kernel is not for an x [B, T, H, W, C] behind a front and a weight of these shapes, or None if
+    it is. The arguments are those of `conv_skip`."""
     reason = why_not_on(device, dtype)
     if reason is not None:
         return reason
@@ -63,17 +63,9 @@ def why_not_sizes(
     return None
 
 
-def why_not(
-    x: torch.Tensor, front: torch.Tensor | None, weight: torch.Tensor, residual: torch.Tensor | None,
-    out: torch.Tensor, upsample: bool, interleave: int,
-) -> str | None:  # fmt: skip
-    """Why the kernel cannot take these packed tensors, in a few words; None when it should run."""
-    shape = (x.shape[0], out.shape[1] // interleave, *x.shape[2:])
-    reason = why_not_sizes(x.device, x.dtype, shape, weight.shape, upsample, interleave)
-    tensors = (x, front, weight, residual)
-    if reason is None and any(tensor is not None and tensor.data_ptr() % 16 for tensor in tensors):
-        return "addresses that are no multiple of 16 bytes"
-    return reason
+def fits_tma(*tensors: torch.Tensor | None) -> bool:
+    """True if TMA can read packed tensors: they begin at multiples of 16 bytes."""
+    return all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
 def choose_tile(N: int, upsample: bool, interleave: int) -> tuple[int, int]:
@@ -102,7 +94,7 @@ def launch(
     x: torch.Tensor, front: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
     residual: torch.Tensor | None, out: torch.Tensor, upsample: bool, interleave: int,
 ) -> None:  # fmt: skip
-    """Write ``residual + (x ∗ W + b)`` to out; all are packed, and `why_not` must have been None."""
+    """Write ``residual + (x ∗ W + b)`` to out; all are packed and what `why_not` and `fits_tma` accept."""
     N = len(weight)
     shared = shares_rows(x.device, (x.shape[0], out.shape[1] // interleave, *x.shape[2:]), weight.shape, upsample)
     parts = [(0, N)] if shared or upsample or interleave > 1 else split_columns(N)

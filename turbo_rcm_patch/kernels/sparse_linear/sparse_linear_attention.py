@@ -8,19 +8,23 @@ q, k, v, out [B, S, H, D]; see sparse_linear_reference.py for the definition and
 q, two summarise k and v (sparse_linear_prepass.py), one chooses the blocks by PyTorch's product of their
 means (sparse_linear_map.py), and one computes both branches and stores their sum. With ``quantized`` its
 softmax takes q, k and v in 8 bits: q's, and the scale of v, come from the same kernels, k's and v's from one of
-quantize_qkv's; on sm_90 the last kernel then is sparse_linear_sm90's, where that takes the blocks. No
+quantize_qkv's; the last kernel then may be the one for sm_90 (sparse_linear_sm90.py). No
 gradient: under autograd the reference runs.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 
 from ..attention.attention_tiles import readable
 from ..attention_8bit.attention_8bit_reference import V_FORMATS
-from ..attention_8bit.quantize_qkv import HEAD_DIMS, QuantizedQKV, allocate_qkv, default_v_format, quantize_kv_tiles
-from ..attention_8bit.quantize_qkv import why_no_kernel as why_no_8bit_kernel
-from ..dispatch import SM90, device_capability, is_gpu, kernel_op, use_triton
+from ..attention_8bit.quantize_qkv import QuantizedQKV, allocate_qkv, quantize_kv_tiles
+from ..attention_8bit.spec import HEAD_DIMS, default_v_format, why_no_8bit_kernel
+from ..choice.registry import GLUON, PORTABLE, REFERENCE, Kernel, Op, Spec, spec_of, why_not_ours, why_not_reference
+from ..dispatch import SM90, device_capability, is_gpu, kernel_op, kernels_op
 from ..launch import recording
 from . import sparse_linear_8bit_portable as portable_8bit
 from . import sparse_linear_portable as portable
@@ -31,6 +35,24 @@ from .sparse_linear_prepass import pool_queries, summarize_keys
 from .sparse_linear_reference import kept_blocks
 
 BLOCK_SIZES = (64, 128)  # that the kernels take
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseSpec(Spec):
+    """Attention of q, k, v [B, S, H, head_dim] to kept blocks of keys, for blocks of queries.
+
+    block_q, block_k: tokens of a block. v_format: v's 8-bit format, with q and k in int8; None: all in the main dtype.
+    """
+
+    head_dim: int
+    block_q: int
+    block_k: int
+    v_format: torch.dtype | None = None
+
+    @property
+    def sizes(self) -> tuple:
+        """The result's device and dtype, and the formats and sizes, as the kernels for sm_90 ask for them."""
+        return self.device, self.result or self.dtype, self.v_format, self.head_dim, self.block_q, self.block_k
 
 
 def sparse_linear_attention(
@@ -68,19 +90,14 @@ def sparse_linear_attention(
     if block_map is not None:
         _check_block_map(block_map, q, block_q, block_k)
         block_map = block_map.sort(-1).values.int()
-    kept = None if block_map is not None else topk
-    fused = use_triton(implementation, q, k, v, proj_weight, proj_bias, has_gradient=False)
     if quantized:
         v_format = v_format or default_v_format(q.device)
-    reason = why_no_sparse_kernel(q.device, q.shape[3], block_q, block_k, v_format) if fused else None
-    if reason is not None and implementation == "triton":
-        raise ValueError(f"sparse_linear_attention: the kernel cannot take {reason}; use implementation='auto'.")
+    options = {"head_dim": q.shape[3], "block_q": block_q, "block_k": block_k, "v_format": v_format}
+    spec = spec_of(implementation, q, k, v, proj_weight, proj_bias, kind=SparseSpec, **options)
+    pick = SPARSE_LINEAR_ATTENTION.pick(spec)
     if q.numel() == 0:
         return torch.empty_like(q)
-    if kept is not None:
-        kept = kept_blocks(q.shape[1], block_k, topk).count
-    arguments = (q, k, v, proj_weight, proj_bias, block_map, kept, block_q, block_k, v_format)
-    return (_fused if fused and reason is None else _unfused)(*arguments)
+    return pick.launch(q, k, v, proj_weight, proj_bias, block_map, topk, block_q, block_k, v_format)
 
 
 def chosen_key_blocks(
@@ -88,8 +105,9 @@ def chosen_key_blocks(
 ) -> torch.Tensor:
     """The key blocks that `sparse_linear_attention` keeps of q and k [B, S, H, D], when it keeps so many:
     [B, H, ⌈S / block_q⌉, kept] int32, ascending. For what compares two computations; no other caller needs it."""
-    fused = use_triton(implementation, q, k, has_gradient=False)
-    if not fused or why_no_sparse_kernel(q.device, q.shape[3], block_q, block_k, None) is not None:
+    sizes = {"head_dim": q.shape[3], "block_q": block_q, "block_k": block_k}
+    spec = spec_of(implementation, q, k, kind=SparseSpec, **sizes)
+    if why_not_fused(spec) is not None or implementation == "torch":
         return reference.sparse_block_map(q, k, kept, block_q, block_k)
     pooled_k = _summarize_keys(k, k, k.new_zeros(k.shape[3], k.shape[3]), block_k)[0]
     return choose_blocks(_pool_queries(q, block_q), pooled_k, kept)
@@ -150,33 +168,42 @@ def _check_block_map(block_map, q, block_q, block_k):
         )
 
 
-def why_no_sparse_kernel(
-    device: torch.device, head_dim: int, block_q: int, block_k: int, v_format: torch.dtype | None
-) -> str | None:
-    """Why the kernels do not take these, in a few words; None when they do. v_format: of 8 bits, else None."""
-    if head_dim not in HEAD_DIMS:
-        return f"head_dim {head_dim}"
-    if not {block_q, block_k} <= set(BLOCK_SIZES):
-        return f"blocks of {block_q} queries and {block_k} keys"
-    return None if v_format is None else why_no_8bit_kernel(device, v_format, head_dim)
+def why_not_fused(spec: SparseSpec) -> str | None:
+    """The reason why the portable kernels cannot run for a spec, or None if they can."""
+    reason = why_not_ours(spec)
+    if reason is not None:
+        return reason
+    if spec.head_dim not in HEAD_DIMS:
+        return f"head_dim {spec.head_dim}"
+    if not {spec.block_q, spec.block_k} <= set(BLOCK_SIZES):
+        return f"blocks of {spec.block_q} queries and {spec.block_k} keys"
+    return None if spec.v_format is None else why_no_8bit_kernel(spec.device, spec.v_format, spec.head_dim)
 
 
-def _unfused(q, k, v, proj_weight, proj_bias, block_map, kept, block_q, block_k, v_format):
+def _why_not_gluon(spec: SparseSpec) -> str | None:
+    return why_not_fused(spec) or ("not for 16 bits" if spec.v_format is None else sm90.why_not(*spec.sizes))
+
+
+def _by_reference(q, k, v, proj_weight, proj_bias, block_map, topk, block_q, block_k, v_format):
+    """topk: the share of key blocks to keep, if block_map is None."""
     if recording():
         return torch.empty_like(q)  # it takes long, and nothing of it is compiled
     if block_map is None:
-        block_map = reference.sparse_block_map(q, k, kept, block_q, block_k)
+        block_map = reference.sparse_block_map(q, k, kept_blocks(q.shape[1], block_k, topk).count, block_q, block_k)
     arguments = (q, k, v, proj_weight, proj_bias, block_map, block_q, block_k)
     if v_format is None:
         return reference.sparse_linear_attention(*arguments)
     return reference.sparse_linear_attention_8bit(*arguments, v_format)
 
 
-def _fused(q, k, v, proj_weight, proj_bias, block_map, kept, block_q, block_k, v_format):
+def _fused(attend_8bit, q, k, v, proj_weight, proj_bias, block_map, topk, block_q, block_k, v_format):
+    """attend_8bit: launches the last kernel, if v_format says that the softmax is in 8 bits. The others: as in
+    `_by_reference`."""
+    kept = None if block_map is not None else kept_blocks(q.shape[1], block_k, topk).count
     if v_format is not None:
         pooled_q, pooled_k, key_weight, state, *qkv = _summarize_8bit(q, k, v, proj_weight, block_q, block_k, v_format)
         block_map = choose_blocks(pooled_q, pooled_k, kept) if block_map is None else block_map
-        return _sparse_linear_attention_8bit(*qkv, q, block_map, key_weight, state, proj_bias, block_q, block_k)
+        return attend_8bit(*qkv, q, block_map, key_weight, state, proj_bias, block_q, block_k)
     pooled_k, key_weight, state = _summarize_keys(k, v, proj_weight, block_k)
     block_map = choose_blocks(_pool_queries(q, block_q), pooled_k, kept) if block_map is None else block_map
     return _sparse_linear_attention(q, k, v, block_map, key_weight, state, proj_bias, block_q, block_k)
@@ -274,7 +301,7 @@ def _(q, k, v, block_map, key_weight, state, proj_bias, block_q, block_k):
     return q.new_empty(q.shape)
 
 
-@kernel_op("sparse_linear_attention_8bit")
+@kernels_op("sparse_linear_attention_8bit")
 def _sparse_linear_attention_8bit(
     q8: torch.Tensor,
     q_scale: torch.Tensor,
@@ -290,15 +317,28 @@ def _sparse_linear_attention_8bit(
     block_q: int,
     block_k: int,
 ) -> torch.Tensor:
+    return q.new_empty(q.shape)
+
+
+def _launch_8bit(
+    kernel, q8, q_scale, k8, k_scale, v8, v_scale, q, block_map, key_weight, state, proj_bias, block_q, block_k
+):
     out = q.new_empty(q.shape)
     qkv = QuantizedQKV(q8, q_scale, k8, k_scale, v8, v_scale, q.dtype)
     branch = portable.LinearBranch(key_weight, state, proj_bias)
-    why_not_sm90 = sm90.why_not(q.device, q.dtype, v8.dtype, q.shape[3], block_q, block_k)
-    launcher = sm90 if why_not_sm90 is None else portable_8bit
-    launcher.sparse_attention_forward(qkv, q, portable.Blocks(block_map, block_q, block_k), branch, out)
+    kernel.sparse_attention_forward(qkv, q, portable.Blocks(block_map, block_q, block_k), branch, out)
     return out
 
 
-@_sparse_linear_attention_8bit.register_fake
-def _(q8, q_scale, k8, k_scale, v8, v_scale, q, block_map, key_weight, state, proj_bias, block_q, block_k):
-    return q.new_empty(q.shape)
+launch_gluon_8bit, launch_portable_8bit = (
+    _sparse_linear_attention_8bit.launch(name, partial(_launch_8bit, kernel))
+    for name, kernel in ((GLUON, sm90), (PORTABLE, portable_8bit))
+)
+SPARSE_LINEAR_ATTENTION = Op(
+    "sparse_linear_attention",
+    (
+        Kernel(GLUON, _why_not_gluon, partial(_fused, launch_gluon_8bit)),
+        Kernel(PORTABLE, why_not_fused, partial(_fused, launch_portable_8bit)),
+        Kernel(REFERENCE, why_not_reference, _by_reference, is_fused=False),
+    ),
+)

@@ -29,23 +29,19 @@ with contextlib.suppress(ImportError, AttributeError):  # as attention_sm90.GLUO
 def why_not(
     device: torch.device, dtype: torch.dtype, v_format: torch.dtype, head_dim: int, block_q: int, block_k: int
 ) -> str | None:
-    """Why the kernel cannot take q of this device, dtype and head_dim, with 8-bit values of this format and blocks of
-    these sizes, in a few words; else None."""
-    reason = attention_8bit_sm90.why_not_on(device, v_format, dtype)
-    if reason is not None:
-        return reason
-    if head_dim not in attention_8bit_sm90.HEAD_DIMS:
-        return f"head_dim {head_dim}"
-    if block_k != KEYS.value or block_q % QUERIES.value:
+    """The reason why the kernel cannot take q of this device, dtype and head_dim, with 8-bit values of this format and
+    blocks of these sizes, or None if it can."""
+    reason = attention_8bit_sm90.why_not(device, v_format, dtype, head_dim)
+    if reason is None and (block_k != KEYS.value or block_q % QUERIES.value):
         return f"blocks of {block_q} queries and {block_k} keys"
-    return None
+    return reason
 
 
 def sparse_attention_forward(
     qkv: QuantizedQKV, q: torch.Tensor, blocks: Blocks, branch: LinearBranch, out: torch.Tensor
 ) -> None:
     """Write softmax attention of qkv to the kept blocks, and the linear branch of q [B, S, H, D], of any strides, to
-    out, packed. Of q, v and blocks why_not says nothing."""
+    out, packed. All are what `why_not` accepts."""
     q = readable(q)
     batch, tokens, heads, _ = q.shape
     tiles = batch * heads * cdiv(tokens, QUERIES.value)

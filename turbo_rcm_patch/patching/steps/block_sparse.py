@@ -14,7 +14,8 @@ from torch import nn
 from ... import kernels
 from ...config import BlockSparse, PatchConfig
 from .context_parallel import ulysses_attention
-from .plan import REFERENCE, Call, Step, Stream
+from .in_8_bits import formats_label
+from .plan import Call, Step, Stream
 from .sparse_linear import SelfAttentions, has_projection
 
 # Of a sample, from which on attention is dense where no kernel takes the blocks of a config: the reference computes all
@@ -57,7 +58,8 @@ def why_dense(attn: nn.Module, stream: Stream, call: Call, *, quantized: bool) -
     are_asked_for = config.blocks is not None and config.implementation == "auto"
     if call.choose()[1] is not None or (are_asked_for and tokens < TOO_MANY_FOR_REFERENCE):
         return None
-    return _kernel(attn, call, quantized)[1]
+    op, fields = _op_and_fields(attn, call, quantized)
+    return op.why_not_fused(call.spec(kernels.SparseSpec, **fields))
 
 
 def _tokens(attn: nn.Module, stream: Stream) -> int:
@@ -67,9 +69,14 @@ def _tokens(attn: nn.Module, stream: Stream) -> int:
     return stream.tokens_per_sample * ranks
 
 
-def _kernel(attn: nn.Module, call: Call, quantized: bool) -> tuple[str, str | None]:
-    sizes = call.device, call.dtype, attn.inner_dim // attn.heads, block_sizes(call, quantized=quantized)
-    return kernels.block_sparse_attention_kernel(*sizes, quantized=quantized)
+def _op_and_fields(attn: nn.Module, call: Call, quantized: bool) -> tuple[kernels.Op, dict[str, object]]:
+    """The op, and the fields of its SparseSpec."""
+    block_q, block_k = block_sizes(call, quantized=quantized)
+    fields = {"head_dim": attn.inner_dim // attn.heads, "block_q": block_q, "block_k": block_k}
+    if not quantized:
+        return kernels.BLOCK_SPARSE_ATTENTION, fields
+    v_format = kernels.default_v_format(call.device, call.config.implementation)
+    return kernels.BLOCK_SPARSE_ATTENTION_8BIT, fields | {"v_format": v_format, "result": call.dtype}
 
 
 def block_sizes(call: Call, *, quantized: bool) -> tuple[int, int]:
@@ -79,13 +86,15 @@ def block_sizes(call: Call, *, quantized: bool) -> tuple[int, int]:
 
 def attention(attn: nn.Module, call: Call, *, quantized: bool) -> Step:
     """Block-sparse attention: (q, k, v [B, S, H, D]), quantized a QuantizedQKV, -> [B, S, H, D]."""
-    implementation, reason = call.choose()
-    block_q, block_k = block_sizes(call, quantized=quantized)
-    options = {"mass": call.config.mass, "block_q": block_q, "block_k": block_k, "implementation": implementation}
-    op = kernels.block_sparse_attention_8bit if quantized else kernels.block_sparse_attention
-    run = partial(op, **options)
-    kernel, reason = (REFERENCE, reason) if reason is not None else _kernel(attn, call, quantized)
+    op, fields = _op_and_fields(attn, call, quantized)
+    pick = call.pick(op, kernels.SparseSpec, **fields)
+    run = partial(_attend, pick.launch, (call.config.mass, fields["block_q"], fields["block_k"]))
+    kernel = formats_label(pick, fields["v_format"]) if quantized else pick.label
     kernel = f"{kernel}, block-sparse with mass {call.config.mass:g}"
     if attn.processor._parallel_config is not None:  # not quantized
         run, kernel = partial(ulysses_attention, attn.processor._parallel_config, run), f"{kernel} between all-to-alls"
-    return Step(run, kernel, reason)
+    return Step(run, kernel, pick.reason)
+
+
+def _attend(launch, options, *qkv):
+    return launch(*qkv, *options)

@@ -198,16 +198,13 @@ def attention(
     reason = why_not_own_attention(attn, call.backend, crossing=crossing, derivative=call.derivative)
     if reason is not None:
         return Step(partial(_attention_of_backend, attn.processor, crossing), "diffusers' attention", reason)
-    head_dim, with_backward = attn.inner_dim // attn.heads, call.derivative == "backward"
-    implementation, reason = choose_attention(call, head_dim, with_backward)
-    sdpa = _choose_sdpa(call, implementation, crossing)
-    kernel = kernels.attention_kernel_name(
-        implementation, call.device, call.dtype, head_dim, with_backward=with_backward, sdpa=sdpa
-    )
-    in_e4m3 = crossing and result == FP8 and implementation != "torch" and call.derivative is None
-    if in_e4m3 and call.device.type != "cpu":  # Triton's interpreter rounds e4m3 wrongly
-        return Step(partial(_attention_to_e4m3, implementation), f"{kernel}, e4m3", reason, gives=FP8)
-    attend = partial(_attention, implementation, sdpa)
+    head_dim = attn.inner_dim // attn.heads
+    if crossing and result == FP8:
+        step = _attention_in_e4m3(call, head_dim)
+        if step is not None:
+            return step
+    pick, kernel = pick_attention(call, head_dim, crossing=crossing)
+    reason, attend = pick.reason, partial(_attention, pick.launch)
     if added:  # by a pass of its own: with the sum in the epilogue the sm_90 kernel would not serve
         add = skip_after(Storage(call.dtype), Storage(call.dtype), call)
         return Step(partial(_attention_then_add, attend, add.run), f"{kernel}, {add.kernel} sum", reason)
@@ -215,6 +212,22 @@ def attention(
         between = partial(_attention_between_all_to_alls, attn.processor, attend)
         return Step(between, f"{kernel} between all-to-alls", reason)
     return Step(attend, kernel, reason)
+
+
+def _attention_in_e4m3(call: Call, head_dim: int) -> Step | None:
+    """Cross-attention with its result in e4m3, or None if no kernel of ours runs."""
+    fields = {"head_dim": head_dim, "attention": call.config.attention, "crossing": True, "result": FP8}
+    if kernels.ATTENTION_TO_E4M3.why_not_fused(call.spec(kernels.AttentionSpec, **fields)) is not None:
+        return None
+    pick = call.pick(kernels.ATTENTION_TO_E4M3, kernels.AttentionSpec, **fields)
+    return Step(partial(_attention_to_e4m3, pick.launch), f"{pick.label}, e4m3", gives=FP8)
+
+
+def pick_attention(call: Call, head_dim: int, *, crossing: bool = False) -> tuple[kernels.Pick, str]:
+    """Return the kernel of a model's attention, and its label."""
+    fields = {"head_dim": head_dim, "attention": call.config.attention, "crossing": crossing}
+    pick = call.pick(kernels.ATTENTION, kernels.AttentionSpec, **fields)
+    return pick, kernels.attention_label(pick, call.spec(kernels.AttentionSpec, **fields))
 
 
 def why_not_own_attention(
@@ -240,42 +253,27 @@ def why_not_quantized_attention(attn: nn.Module, call: Call) -> str | None:
     return reason or quantized_layers.why_not_attention(attn, call)
 
 
-def choose_attention(call: Call, head_dim: int, with_backward: bool) -> tuple[str, str | None]:
-    """As `Call.choose`, for the attention, between ours and PyTorch's."""
-    if call.config.attention == "sdpa":
-        return "torch", "attention='sdpa'"
-    implementation, reason = call.choose(has_gradient=True)
-    if reason is None and call.config.attention != "triton" and implementation == "auto":
-        reason = kernels.why_sdpa(call.device, call.dtype, head_dim, with_backward=with_backward)
-    return (implementation, None) if reason is None else ("torch", reason)
-
-
-def _choose_sdpa(call: Call, implementation: str, crossing: bool) -> str | None:
-    """The backend that PyTorch's attention prefers, where that runs; None: as PyTorch itself has it."""
-    is_reference = call.config.implementation == "torch"  # which is to be PyTorch's own
-    if implementation != "torch" or is_reference or call.derivative is not None:
-        return None
-    return kernels.tuned_sdpa(call.device, call.dtype, crossing=crossing)
-
-
-def _attention(implementation, sdpa, q, k, v):
+def _attention(launch, q, k, v):
     batch = q.shape[0]
     if k.shape[0] < batch:  # one prompt for all samples: their queries are one sample's
         q = q.flatten(0, 1)[None]
+    scale = q.shape[3] ** -0.5
     if k.shape[1] > 0:
-        attended = kernels.attention(q, k, v, implementation=implementation, sdpa=sdpa)
+        attended = launch(q, k, v, None, None, None, scale)
     else:  # such as of no image: our kernels refuse what PyTorch calls 0
-        attended = reference.attention(q, k, v, None, None, None, q.shape[3] ** -0.5)
+        attended = reference.attention(q, k, v, None, None, None, scale)
     return attended.view(batch, -1, *attended.shape[2:])
 
 
-def _attention_to_e4m3(implementation, q, k, v):
-    if k.shape[1] == 0:  # as above
-        return kernels.quantize_rows(_attention(implementation, None, q, k, v).flatten(2), FP8)
+def _attention_to_e4m3(launch, q, k, v):
     batch = q.shape[0]
-    if k.shape[0] < batch:
+    if k.shape[0] < batch:  # as above
         q = q.flatten(0, 1)[None]
-    attended = kernels.attention_to_e4m3(q, k, v, implementation=implementation)
+    scale = q.shape[3] ** -0.5
+    if k.shape[1] > 0:
+        attended = launch(q, k, v, scale)
+    else:
+        attended = kernels.quantize_rows(reference.attention(q, k, v, None, None, None, scale).flatten(2), FP8)
     return Quantized(attended.values.view(batch, -1, attended.values.shape[2]), attended.scale.reshape(batch, -1))
 
 

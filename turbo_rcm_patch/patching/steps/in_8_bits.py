@@ -15,6 +15,7 @@ from torch import nn
 from ... import kernels
 from ...config import Exact, Sparse
 from ...kernels import FP8, INT8, Quantized
+from ...kernels.attention.attention_tiles import LOG2_E
 from ..lora.inside_projections import Linears
 from ..weights.convert import DTYPES, bias_bound, quantized_weight, why_not_read
 from .plan import MODULE, REFERENCE, Call, Step, Stream
@@ -193,24 +194,36 @@ def quantize_qkv(attn: nn.Module, call: Call) -> Step:
 
     Step: (q, k, v [B, S, C], tables) -> QuantizedQKV.
     """
-    implementation, reason = call.choose()
-    return Step(partial(_quantize_qkv, attn, implementation), "Triton" if reason is None else REFERENCE, reason)
+    fields = _attention_fields(attn, call)
+    pick = call.pick(kernels.QUANTIZE_QKV, kernels.Attention8BitSpec, **fields)
+    return Step(partial(_quantize_qkv, attn, pick.launch, fields["v_format"]), pick.label, pick.reason)
 
 
-def _quantize_qkv(attn, implementation, q, k, v, tables):
-    cos, sin = tables
+def _quantize_qkv(attn, launch, v_format, q, k, v, tables):
     eps = torch.finfo(q.dtype).eps if attn.norm_q.eps is None else attn.norm_q.eps
-    norms = {"norm_q": attn.norm_q.weight, "norm_k": attn.norm_k.weight, "eps": eps, "cos": cos, "sin": sin}
-    return kernels.quantize_qkv(q, k, v, heads=attn.heads, **norms, implementation=implementation)
+    scale = (q.shape[2] // attn.heads) ** -0.5 * LOG2_E
+    weights = attn.norm_q.weight, attn.norm_k.weight
+    return kernels.QuantizedQKV(*launch(q, k, v, *weights, *tables, attn.heads, eps, scale, v_format), q.dtype)
 
 
-def attention(call: Call, result: torch.dtype | None) -> Step:
+def attention(attn: nn.Module, call: Call, result: torch.dtype | None) -> Step:
     """Attention of a QuantizedQKV: -> [B, S, H, D] in the call's dtype, or quantized to e4m3 [B, S, C]."""
-    implementation, reason = call.choose()
-    result = FP8 if result == FP8 else None
-    run = partial(kernels.attention_8bit, result=result, implementation=implementation)
-    kernel = REFERENCE
-    if reason is None:
-        kernel, v_format = kernels.attention_8bit_kernel(call.device, result or call.dtype)
-        kernel = f"{kernel} int8, {NAMES[v_format]}"
-    return Step(run, kernel, reason, gives=result)
+    dtype, fields = FP8 if result == FP8 else call.dtype, _attention_fields(attn, call)
+    pick = call.pick(kernels.ATTENTION_8BIT, kernels.Attention8BitSpec, result=dtype, **fields)
+    label = formats_label(pick, fields["v_format"])
+    return Step(partial(_attention, pick.launch, dtype), label, pick.reason, gives=FP8 if dtype == FP8 else None)
+
+
+def _attention(launch, dtype, qkv):
+    return launch(qkv, None, None, None, dtype)
+
+
+def _attention_fields(attn: nn.Module, call: Call) -> dict[str, object]:
+    """The fields of the Attention8BitSpec."""
+    v_format = kernels.default_v_format(call.device, call.config.implementation)
+    return {"head_dim": attn.inner_dim // attn.heads, "v_format": v_format}
+
+
+def formats_label(pick: kernels.Pick, v_format: torch.dtype) -> str:
+    """Return a pick's label with the formats of 8-bit attention, if one of its kernels runs."""
+    return f"{pick.label} int8, {NAMES[v_format]}" if pick.kernel.is_fused else pick.label

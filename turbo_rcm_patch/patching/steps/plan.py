@@ -7,6 +7,7 @@ their weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 from ... import kernels
 from ...config import PatchConfig
+from ...kernels.choice.registry import Kernel, Op, Pick, Spec
 from ...plain import is_transformed
 from ..changes import Snapshot
 from ..lora.inside_projections import LIVE, Linears, Products
@@ -85,6 +87,22 @@ class Call(NamedTuple):
         products = self.products if self.products is not None else Products()
         return products.read(modules, self.device, self.dtype, differentiated=self.derivative is not None)
 
+    def pick(self, registered: Op, kind: type[Spec] | None = None, **fields: object) -> Pick:
+        """Return the kernel of an op. If none can run, it is one that raises the reasons when it is launched.
+
+        kind, fields: of the spec. Its dtype is the call's unless the fields have one.
+        """
+        try:
+            return registered.pick(self.spec(kind, **fields))
+        except ValueError as error:
+            return Pick(Kernel("no kernel", lambda _: None, partial(_raise, str(error))))
+
+    def spec(self, kind: type[Spec] | None = None, **fields: object) -> Spec:
+        """Return the spec of a call. kind, fields: as of `pick`."""
+        own = {"device": self.device, "dtype": self.dtype, "derivative": self.derivative}
+        kind = Spec if kind is None else kind  # a default that is a class would stop torch.compile
+        return kind(**{**own, "implementation": self.config.implementation, **fields})
+
     def choose(self, *, has_gradient: bool = False) -> tuple[str, str | None]:
         """The implementation argument for an op, and why that is not its kernel; None when it is.
 
@@ -100,6 +118,10 @@ class Call(NamedTuple):
         if reason is None and self.device.type == "cpu":
             reason = "cpu tensors"  # the interpreter runs only when it is asked for
         return ("auto", None) if reason is None else ("torch", reason)
+
+
+def _raise(message: str, *_: object) -> None:
+    raise ValueError(message)
 
 
 class BlockCall(Protocol):

@@ -23,7 +23,8 @@ from ...kernels.sparse_linear.sparse_linear_reference import linear_attention
 from ...plain import is_autocast, why_not_plain
 from ..journal import Journal
 from .context_parallel import ulysses_attention, why_not_between_all_to_alls
-from .plan import REFERENCE, Call, Step, Stream
+from .in_8_bits import formats_label
+from .plan import Call, Step, Stream
 
 BlockSizes = tuple[int, int]  # tokens of a block of queries and of a block of keys
 
@@ -111,7 +112,10 @@ class SparseAttnProcessor:
             q, k = (_rotate(x, *self.angles(rotary_emb)) for x in (q, k))
         if is_autocast(q.device):  # as scaled_dot_product_attention under it
             q, k, v = (x.to(torch.get_autocast_dtype(x.device.type)) for x in (q, k, v))
-        attended = attend(attn, False, self.implementation, q, k, v).flatten(2, 3).type_as(q)
+        block_q, block_k = block_sizes(self, q.device)
+        options = {"block_q": block_q, "block_k": block_k, "implementation": self.implementation}
+        attended = attend(attn, partial(kernels.sparse_linear_attention, **options), q, k, v)
+        attended = attended.flatten(2, 3).type_as(q)
         for layer in attn.to_out:
             attended = layer(attended)
         return attended
@@ -208,14 +212,18 @@ def is_sparse(attn: nn.Module) -> bool:
 def attention(attn: nn.Module, stream: Stream, call: Call) -> Step:
     """Sparse-linear attention: (q, k, v [B, S, H, D]) -> [B, S, H, D]."""
     quantized = call.config.in_8_bits("attention") and call.derivative is None
-    implementation, reason = call.choose()
-    blocks = block_sizes(attn.processor, call.device)
-    kernel = REFERENCE
-    if reason is None:
-        head_dim = attn.inner_dim // attn.heads
-        kernel, reason = kernels.sparse_attention_kernel(call.device, call.dtype, head_dim, blocks, quantized=quantized)
-    run = partial(attend, attn, quantized, implementation)
-    return Step(run, f"{kernel}, {_share(attn.processor, stream, blocks[1])}", reason)
+    block_q, block_k = block_sizes(attn.processor, call.device)
+    v_format = kernels.default_v_format(call.device) if quantized else None
+    sizes = {"head_dim": attn.inner_dim // attn.heads, "block_q": block_q, "block_k": block_k, "v_format": v_format}
+    pick = call.pick(kernels.SPARSE_LINEAR_ATTENTION, kernels.SparseSpec, **sizes)
+    run = partial(attend, attn, partial(_picked, pick.launch, block_q, block_k, v_format))
+    label = formats_label(pick, v_format) if quantized else pick.label
+    return Step(run, f"{label}, {_share(attn.processor, stream, block_k)}", pick.reason)
+
+
+def _picked(launch, block_q, block_k, v_format, q, k, v, weight, bias, *, topk=None, block_map=None):
+    block_map = None if block_map is None else block_map.sort(-1).values.int()
+    return launch(q, k, v, weight, bias, block_map, topk, block_q, block_k, v_format)
 
 
 def _share(processor: SparseAttnProcessor, stream: Stream, block_k: int) -> str:
@@ -232,10 +240,13 @@ def block_sizes(processor: SparseAttnProcessor, device: torch.device) -> BlockSi
     return processor.blocks or kernels.sparse_block_sizes(device, quantized=processor.quantized)
 
 
-def attend(attn: nn.Module, quantized: bool, implementation: str, q, k, v) -> torch.Tensor:
-    """Sparse-linear attention of an attention's q, k, v [B, S, H, D], with the processor and proj_l that it has now."""
+def attend(attn: nn.Module, run: Callable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Sparse-linear attention of an attention's q, k, v [B, S, H, D], with the processor and proj_l that it has now.
+
+    run: (q, k, v, weight, bias, topk= or block_map=) -> [B, S, H, D].
+    """
     parallel_config = attn.processor._parallel_config
-    run = partial(_attend_whole, attn, quantized, implementation)
+    run = partial(_attend_whole, attn, run)
     if parallel_config is None:
         return run(q, k, v)
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
@@ -245,16 +256,14 @@ def attend(attn: nn.Module, quantized: bool, implementation: str, q, k, v) -> to
     return ulysses_attention(parallel_config, run, q, k, v)
 
 
-def _attend_whole(attn, quantized, implementation, q, k, v):
-    block_q, block_k = block_sizes(attn.processor, q.device)
+def _attend_whole(attn, run, q, k, v):
     block_map = attn.processor.block_map
-    options = {"topk": attn.processor.topk} if block_map is None else {"block_map": block_map}
-    options |= {"block_q": block_q, "block_k": block_k, "quantized": quantized, "implementation": implementation}
+    kept = {"topk": attn.processor.topk} if block_map is None else {"block_map": block_map}
     proj_l = attn.proj_l
     if why_not_plain(proj_l, nn.Linear) is None:
         # It is small: where offloading knows nothing of it, it comes from wherever it rests.
         weight, bias = (x if x is None else x.to(q.device, q.dtype) for x in (proj_l.weight, proj_l.bias))
-        return kernels.sparse_linear_attention(q, k, v, weight, bias, **options)
+        return run(q, k, v, weight, bias, **kept)
     # Something on the module counts: a LoRA, a hook. Its own call projects the linear branch.
-    sparse = kernels.sparse_linear_attention(q, k, v, q.new_zeros(q.shape[-1], q.shape[-1]), **options)
+    sparse = run(q, k, v, q.new_zeros(q.shape[-1], q.shape[-1]), None, **kept)
     return sparse + proj_l(linear_attention(q, k, v))

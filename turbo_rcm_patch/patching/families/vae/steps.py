@@ -8,15 +8,15 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from .... import kernels
-from ....kernels import reference
-from ...steps.exact import ALONE, choose_attention
+from ....kernels.conv.conv_pytorch import convolve
+from ....kernels.conv.conv_skip import CONVOLUTION
+from ...steps.exact import ALONE, pick_attention
 from ...steps.plan import LINEAR, REFERENCE, Call, Step
 
-CONVOLUTION = "PyTorch convolution"
+ANY_IMAGE = (60, 104)  # height and width
 
 
 def convolution(conv: nn.Conv2d | nn.Conv3d, call: Call, image: tuple[int, int] | None = None) -> Step:
@@ -30,28 +30,31 @@ def convolution(conv: nn.Conv2d | nn.Conv3d, call: Call, image: tuple[int, int] 
     image: the height and width of x, where the step is to name the kernel that serves these.
     """
     if kernel_size(conv) == (1, 1, 1):
-        return Step(partial(_convolution, conv), LINEAR, ALONE)
-    implementation, reason = call.choose()
-    if reason is None and implementation == "auto":
-        reason = kernels.why_conv(call.device, call.dtype)
-    if reason is not None:
-        return Step(partial(_convolution, conv), CONVOLUTION, reason)
-    kernel = "conv_skip" if image is None else _kernel_name(conv, implementation, call, image)
-    return Step(partial(_conv_skip, conv, implementation), kernel)
+        return Step(partial(_convolve, conv, convolve), LINEAR, ALONE)
+    pick = _pick(conv, call, image or ANY_IMAGE)
+    if not pick.kernel.is_fused:
+        return Step(partial(_convolve, conv, pick.launch), CONVOLUTION, pick.reason)
+    return Step(partial(_conv_skip, conv, call.config.implementation), "conv_skip" if image is None else pick.label)
 
 
 def takes_front(conv: nn.Conv2d | nn.Conv3d, call: Call) -> bool:
-    """Whether the convolution's step reads the frames before its input from a tensor of their own."""
-    return convolution(conv, call).kernel not in (CONVOLUTION, LINEAR)
+    """True if the convolution's step reads the frames before its input from a tensor of their own."""
+    return kernel_size(conv) != (1, 1, 1) and _pick(conv, call, ANY_IMAGE).kernel.is_fused
 
 
-def _kernel_name(conv: nn.Conv2d | nn.Conv3d, implementation: str, call: Call, image: tuple[int, int]) -> str:
-    """The kernel of a convolution of one video's four frames."""
+def _pick(conv: nn.Conv2d | nn.Conv3d, call: Call, image: tuple[int, int]) -> kernels.Pick:
+    """The kernel of a convolution of one video's four frames. Sizes only choose between our own: `conv_skip` asks again
+    with those of a call."""
     kt, kh, kw = kernel_size(conv)
-    shape = 1, 4, *image, conv.in_channels
-    options = {"upsample": isinstance(conv, nn.Conv2d) and kh > 1, "interleave": 2 if (kt, kh) == (3, 1) else 1}
-    weight_shape = conv.out_channels, kt, kh, kw, conv.in_channels
-    return kernels.conv_kernel(implementation, call.device, call.dtype, shape, weight_shape, **options)
+    return call.pick(
+        kernels.CONV_SKIP,
+        kernels.ConvSpec,
+        shape=(1, 4, *image, conv.in_channels),
+        weight_shape=(conv.out_channels, kt, kh, kw, conv.in_channels),
+        upsample=isinstance(conv, nn.Conv2d) and kh > 1,
+        interleave=2 if (kt, kh) == (3, 1) else 1,
+        in_model=True,
+    )
 
 
 def _weight(conv: nn.Conv2d | nn.Conv3d) -> torch.Tensor:
@@ -69,27 +72,8 @@ def _conv_skip(conv, implementation, x, residual=None, **options):
     return kernels.conv_skip(x, _weight(conv), conv.bias, residual, **options, implementation=implementation)
 
 
-def _convolution(conv, x, residual=None, *, upsample=False, interleave=1):
-    if upsample:
-        x = _nearest(x)
-    (kt, kh, kw), weight = kernel_size(conv), _weight(conv).contiguous()
-    if (kt, kh, kw) == (1, 1, 1):
-        y = F.linear(x, weight.flatten(1), conv.bias)
-    elif kt == 1:
-        frames, weight = x.flatten(0, 1).permute(0, 3, 1, 2), weight[:, 0].permute(0, 3, 1, 2)
-        y = F.conv2d(frames, weight, conv.bias, padding=(kh // 2, kw // 2)).permute(0, 2, 3, 1)
-        y = y.unflatten(0, x.shape[:2])
-    else:
-        x, weight = (tensor.permute(0, 4, 1, 2, 3) for tensor in (x, weight))
-        y = F.conv3d(x, weight, conv.bias, padding=(0, kh // 2, kw // 2)).permute(0, 2, 3, 4, 1)
-    if interleave > 1:
-        y = y.unflatten(-1, (interleave, -1)).movedim(-2, 2).flatten(1, 2)
-    return y if residual is None else y.add_(reference.repeat_residual(residual, y.shape))
-
-
-def _nearest(x: torch.Tensor) -> torch.Tensor:
-    """x [B, T, H, W, C] at twice the height and width."""
-    return x[:, :, :, None, :, None].expand(-1, -1, -1, 2, -1, 2, -1).flatten(4, 5).flatten(2, 3)
+def _convolve(conv, launch, x, residual=None, *, front=None, upsample=False, interleave=1):
+    return launch(x, _weight(conv), conv.bias, residual, front, upsample, interleave)
 
 
 def rms_norm(norm: nn.Module, call: Call) -> Step:
@@ -104,8 +88,9 @@ def _rms_norm(norm, implementation, x, *, silu=True):
 
 def attention(channels: int, call: Call) -> Step:
     """Attention of one head over the positions of each frame: (q, k, v [B, S, 1, channels]) -> [B, S, 1, channels]."""
-    implementation, reason = choose_attention(call, channels, with_backward=False)
-    if reason is None and channels > kernels.MAX_HEAD_DIM:
-        implementation, reason = "torch", f"a head of {channels} channels"
-    kernel = kernels.attention_kernel_name(implementation, call.device, call.dtype, channels)
-    return Step(partial(kernels.attention, implementation=implementation), kernel, reason)
+    pick, kernel = pick_attention(call, channels)
+    return Step(partial(_attention, pick.launch), kernel, pick.reason)
+
+
+def _attention(launch, q, k, v):
+    return launch(q, k, v, None, None, None, q.shape[3] ** -0.5)

@@ -343,7 +343,7 @@ def _quantized_attention(attn, stream: Stream, call: Call, result: torch.dtype |
     reason = block_sparse.why_dense(attn, stream, call, quantized=True)
     if reason is None:
         return block_sparse.attention(attn, call, quantized=True)
-    attended = quantized_layers.attention(call, result)
+    attended = quantized_layers.attention(attn, call, result)
     return attended._replace(reason=reason) if isinstance(call.config, BlockSparse) else attended
 
 
