@@ -1,6 +1,8 @@
 """Every block variant computes what the unpatched block computes: fp32 to 1e-5, bf16 no further from an fp32 oracle."""
 
 import copy
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -317,17 +319,17 @@ def test_the_fused_forward_runs(monkeypatch):
     model, inputs = model_and_inputs("t2v", "cpu", torch.float32)
     with torch.no_grad():
         expected = model(**inputs)[0]
-        with trp.patch(model, trp.Exact(implementation="triton")):
-            for op in ("linear_qkv", "linear_skip", "linear_gelu", "layer_norm_modulate", "rms_norm_rope"):
-                with monkeypatch.context() as context:
-                    right = getattr(layers.kernels, op)
-                    wrong = lambda *args, op=right, **kwargs: doubled(op(*args, **kwargs))  # noqa: E731
-                    context.setattr(layers.kernels, op, wrong)
-                    assert relative_error(model(**inputs)[0], expected) > 1e-3, op
+        for op in ("LINEAR_QKV", "LINEAR_SKIP", "LINEAR_GELU", "LAYER_NORM_MODULATE", "RMS_NORM_ROPE"):
+            with monkeypatch.context() as context, trp.patch(model, trp.Exact(implementation="triton")):
+                right = getattr(layers, op)
+                wrong = [replace(kernel, launch=partial(doubled, kernel.launch)) for kernel in right.kernels]
+                context.setattr(layers, op, replace(right, kernels=tuple(wrong)))
+                assert relative_error(model(**inputs)[0], expected) > 1e-3, op
         around_launches(monkeypatch, "ATTENTION", lambda launch: lambda *arguments: 2 * launch(*arguments))
         with trp.patch(model, trp.Exact(implementation="triton")):
             assert relative_error(model(**inputs)[0], expected) > 1e-3
 
 
-def doubled(result):
+def doubled(op, *arguments, **options):
+    result = op(*arguments, **options)
     return tuple(2 * part for part in result) if isinstance(result, tuple) else 2 * result

@@ -102,6 +102,11 @@ def split_runs(
     return value.values[:, None], value.starts.contiguous()
 
 
+def values_and_starts(value: torch.Tensor | Runs | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """`split_runs` for a coefficient that is canonical or Runs, without any check."""
+    return (value.values[:, None], value.starts) if isinstance(value, Runs) else (value, None)
+
+
 def check_runs(name: str, runs: Runs, channels: int, device: torch.device) -> None:
     """Raise ValueError unless the values are [R, C] and the starts [R + 1] int32, both on the device."""
     values, starts = runs

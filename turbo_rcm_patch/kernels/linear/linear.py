@@ -34,7 +34,7 @@ from .gemm_portable import (
     second_pair,
 )
 from .low_rank import LowRank, check_low_rank
-from .spec import LINEAR, LinearSpec, spec_of, why_not_gluon, why_not_portable, why_not_pytorch
+from .spec import LINEAR, LinearSpec, spec_of, why_not_gluon, why_not_portable, why_not_pytorch_alone
 
 
 def linear_8bit(
@@ -153,7 +153,7 @@ LINEAR_LOW_RANK = Op(
         Kernel(
             PORTABLE, _why_not_portable_low_rank, _linear_low_rank.launch(PORTABLE, partial(_launch_low_rank, False))
         ),
-        Kernel(LINEAR, why_not_pytorch, reference.linear, is_fused=False),
+        Kernel(LINEAR, why_not_pytorch_alone, reference.linear, is_fused=False),
         Kernel(REFERENCE, why_not_reference, reference.linear, is_fused=False),
     ),
 )

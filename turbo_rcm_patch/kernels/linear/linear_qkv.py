@@ -14,14 +14,14 @@ from collections.abc import Sequence
 import torch
 
 from .. import reference
-from ..choice.registry import GLUON, PORTABLE, REFERENCE, Kernel, Op, why_not_ours, why_not_reference
+from ..choice.registry import GLUON, PORTABLE, REFERENCE, Kernel, Op, why_not_reference
 from ..dispatch import kernels_op
 from ..quantized import Quantized, QuantizedWeight
 from . import gemm_sm90
 from .gemm_portable import check_dtype, check_linear, second_pair
 from .linear import launch_8bit, project_down
 from .low_rank import LowRank, check_low_rank
-from .spec import LINEAR, NOT_FOR_8_BITS, NOT_FOR_16_BITS, LinearSpec, spec_of, why_not_gluon, why_not_portable
+from .spec import LINEAR, NOT_FOR_16_BITS, LinearSpec, spec_of, why_not_gluon, why_not_portable, why_not_pytorch_alone
 
 
 def linear_qkv(
@@ -130,20 +130,12 @@ def _why_not_portable(spec: LinearSpec) -> str | None:
     return why_not_portable(spec) if spec.eight_bits else NOT_FOR_16_BITS
 
 
-def _why_not_pytorch(spec: LinearSpec) -> str | None:
-    """Asked for as `triton`, too: of 16 bits there is no other kernel on most GPUs."""
-    if spec.eight_bits:
-        return NOT_FOR_8_BITS
-    runs = spec.linears == "torch" or why_not_ours(spec) is None
-    return None if runs else why_not_reference(spec)
-
-
 LINEAR_QKV = Op(
     "linear_qkv",
     (
         Kernel(GLUON, why_not_gluon, _linear_qkv.launch(GLUON, _launch_gluon)),
         Kernel(PORTABLE, _why_not_portable, _linear_qkv.launch(PORTABLE, _launch_portable)),
-        Kernel(LINEAR, _why_not_pytorch, _by_pytorch, is_fused=False),
+        Kernel(LINEAR, why_not_pytorch_alone, _by_pytorch, is_fused=False),
         Kernel(REFERENCE, why_not_reference, _by_reference, is_fused=False),
     ),
 )

@@ -113,3 +113,12 @@ def why_not_pytorch(spec: LinearSpec) -> str | None:
     if spec.linears is None:
         return "not for an op that is called by itself"
     return None if spec.linears == "torch" else why_not_reference(spec)
+
+
+def why_not_pytorch_alone(spec: LinearSpec) -> str | None:
+    """The same without an epilogue. It also runs where Triton's kernels are asked for and could run: on most GPUs there
+    is none for it."""
+    if spec.eight_bits:
+        return NOT_FOR_8_BITS
+    runs = spec.linears == "torch" or why_not_ours(spec) is None
+    return None if runs else why_not_reference(spec)

@@ -79,6 +79,19 @@ class Product:
         self._read: list[object] = []  # kept alive, so that no other tensor gets the same id or address
 
     @property
+    def rank(self) -> int:
+        """The columns of up, and of down's result for each linear."""
+        return self._rank
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of up, and of down's result."""
+        if not is_quantized(self._linears[0]):
+            return self._dtype
+        # The interpreter multiplies bf16 wrongly.
+        return torch.float32 if self._device.type == "cpu" else torch.bfloat16
+
+    @property
     def is_current(self) -> bool:
         """True if no adapter was deleted, moved to another device, or given a rank that does not fit."""
         each = [adapter for adapters in self.adapters for adapter in adapters]
@@ -151,7 +164,7 @@ class Product:
             yield from (("down", low.values), ("scale", low.scale), ("norm", _bound(low, ups)))
             # In units of the weights' row scales. On the CPU fp32: the interpreter multiplies bf16 wrongly.
             up = torch.cat([up / weight.scale[:, None] for up, weight in zip(ups, weights, strict=True)])
-            yield "up", up.to(torch.float32 if up.device.type == "cpu" else torch.bfloat16)
+            yield "up", up.to(self.dtype)
         else:
             yield from (("down", down.to(self._dtype)), ("up", torch.cat(ups).to(self._dtype)))
         for i, (linear, adapters) in enumerate(self._each()):

@@ -87,6 +87,11 @@ class Linears:
         """Return a kernel's name for the summary."""
         return f"{kernel} + LoRA" if self.has_lora else kernel
 
+    @property
+    def second_product(self) -> dict[str, object]:
+        """Return the fields of a LinearSpec for what LoRA adds; none without LoRA."""
+        return {} if self._product is None else {"low": self._product.dtype, "rank": self._product.rank}
+
     def biases(self) -> list[torch.Tensor | None]:
         """Return the bias of every linear, including its LoRA layer's biases."""
         return [linear.bias for linear in self.linears] if self._product is None else self._product.biases()

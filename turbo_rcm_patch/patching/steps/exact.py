@@ -17,11 +17,22 @@ from torch import nn
 
 from ... import kernels
 from ...kernels import FP8, Quantized, Runs, reference
+from ...kernels.choice.registry import Op, Pick
+from ...kernels.coefficient import ONE, PER_CHANNEL, PER_RUN, PER_TOKEN, values_and_starts
+from ...kernels.linear.linear import LINEAR_LOW_RANK, project_down
+from ...kernels.linear.linear_gelu import LINEAR_GELU
+from ...kernels.linear.linear_qkv import LINEAR_QKV
+from ...kernels.linear.linear_skip import LINEAR_SKIP
+from ...kernels.linear.spec import LinearSpec
+from ...kernels.rows.gelu import GELU as GELU_OP
+from ...kernels.rows.layer_norm_modulate import LAYER_NORM_MODULATE, LAYER_NORM_MODULATE_QUANTIZED
+from ...kernels.rows.rms_norm_rope import RMS_NORM_ROPE
+from ...kernels.rows.skip import SKIP, SkipSpec
 from ...plain import hook_on, why_not_linear, why_not_norm, why_not_plain
 from ..lora.inside_projections import Linears
 from . import in_8_bits as quantized_layers
 from .context_parallel import ulysses_attention, why_not_between_all_to_alls
-from .plan import LINEAR, MODULE, NOTHING, REFERENCE, Call, Step, Stream
+from .plan import LINEAR, MODULE, NOTHING, Call, Step, Stream
 from .residual import Storage
 
 ALONE, FEW_TOKENS = "nothing to fuse", "a prompt's few tokens"  # why PyTorch's linear does a projection
@@ -44,9 +55,12 @@ def layer_norm(norm: nn.Module, stored: Storage, call: Call, quantized: torch.dt
     reason = why_not_norm(norm, FP32LayerNorm, call.device)
     if reason is not None:
         return layer_norm_by_module(norm, stored, call, reason)
-    implementation, reason = call.choose()
-    run = partial(_layer_norm, norm, stored, call.dtype, quantized, implementation)
-    return Step(run, "Triton" if reason is None else REFERENCE, reason, gives=quantized)
+    op = LAYER_NORM_MODULATE if quantized is None else LAYER_NORM_MODULATE_QUANTIZED
+    pick = call.pick(op, result=quantized)
+    run = partial(_layer_norm, pick.launch, norm, norm.eps / stored.scale**2, quantized or call.dtype)
+    if quantized is not None:
+        run = partial(_as_quantized, run)
+    return Step(run, pick.label, pick.reason, gives=quantized, pick=pick)
 
 
 def layer_norm_by_module(norm: nn.Module, stored: Storage, call: Call, reason: str) -> Step:
@@ -58,10 +72,14 @@ def _identity(norm, stored, dtype, x, scale=None, shift=None):
     return norm(stored.as_meant(x, dtype))
 
 
-def _layer_norm(norm, stored, dtype, quantized, implementation, x, scale=None, shift=None):
-    result = {"dtype": dtype} if quantized is None else {"quantized": quantized}
-    options = {"eps": norm.eps / stored.scale**2, "implementation": implementation, **result}
-    return kernels.layer_norm_modulate(x, weight=norm.weight, bias=norm.bias, scale=scale, shift=shift, **options)
+def _layer_norm(launch, norm, eps, result, x, scale=None, shift=None):
+    scale, _ = values_and_starts(scale)
+    shift, starts = values_and_starts(shift)
+    return launch(x, norm.weight, norm.bias, scale, shift, eps, result, starts)
+
+
+def _as_quantized(run, *inputs):
+    return Quantized(*run(*inputs))
 
 
 def _layer_norm_by_module(norm, stored, dtype, x, scale=None, shift=None):
@@ -93,12 +111,17 @@ def qkv_projection(attn: nn.Module, tokens: int, call: Call) -> Step:
         reason = "unequal projections"
     if reason is not None:
         return Step(partial(_qkv_of_modules, attn), MODULE, reason)
-    implementation, reason = _choose_gemm("linear_qkv", call)
-    kernel = LINEAR
-    if reason is None:
-        N, K = read.first.weight.shape
-        kernel, reason = kernels.linear_qkv_kernel(call.device, call.dtype, tokens, N, K)
-    return Step(partial(_qkv, read, implementation), read.named(kernel), reason)
+    pick = _pick(LINEAR_QKV, "linear_qkv", read, tokens, call, weights=3)
+    run = partial(_qkv, pick.launch, read, call.config.implementation)
+    return Step(run, read.named(pick.label), pick.reason, pick=pick)
+
+
+def _pick(op: Op, measured: str, read: Linears, tokens: int, call: Call, **fields: object) -> Pick:
+    """The kernel of an op on so many tokens, with the first of the linears as its weight. measured: the op whose
+    measurements count. fields: others of the LinearSpec."""
+    N, K = read.first.weight.shape
+    fields = {"result": call.dtype, "linears": call.config.linears, **read.second_product, **fields}
+    return call.pick(op, LinearSpec, op=measured, rows=tokens, N=N, K=K, **fields)
 
 
 def _why_not_read(read: Linears, call: Call) -> str | None:
@@ -115,10 +138,10 @@ def _qkv_of_modules(attn, x):
     return attn.to_q(x), attn.to_k(x), attn.to_v(x)
 
 
-def _qkv(read, implementation, x):
+def _qkv(launch, read, implementation, x):
     weights = [linear.weight for linear in read.linears]
-    options = {"low_rank": read.low_rank(), "implementation": implementation}
-    return kernels.linear_qkv(x, weights, read.biases(), **options)
+    second = project_down(x, read.low_rank(), implementation)
+    return launch(x, *weights, *read.biases(), None, None, None, None, x.dtype, *second)
 
 
 def kv_projection(attn: nn.Module, tokens: int, call: Call, *, added: bool = False) -> Step:
@@ -156,9 +179,9 @@ def head_norm(norm: nn.Module, heads: int, call: Call) -> Step:
     reason = _why_not_head_norm(norm, call.device)
     if reason is not None:
         return Step(partial(_head_norm_by_module, norm, heads), MODULE, reason)
-    implementation, reason = call.choose()
-    run = partial(_head_norm, norm, heads, implementation)
-    return Step(run, "Triton" if reason is None else REFERENCE, reason)
+    pick = call.pick(RMS_NORM_ROPE)
+    eps = torch.finfo(call.dtype).eps if norm.eps is None else norm.eps
+    return Step(partial(_head_norm, pick.launch, norm, heads, eps), pick.label, pick.reason, pick=pick)
 
 
 def _why_not_head_norm(norm: nn.Module, device: torch.device) -> str | None:
@@ -170,10 +193,9 @@ def _why_not_head_norm(norm: nn.Module, device: torch.device) -> str | None:
     return why_not_norm(norm, RMSNorm, device)
 
 
-def _head_norm(norm, heads, implementation, x, tables: Tables | None = None):
+def _head_norm(launch, norm, heads, eps, x, tables: Tables | None = None):
     cos, sin = tables or (None, None)
-    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
-    return kernels.rms_norm_rope(x, norm.weight, heads=heads, eps=eps, cos=cos, sin=sin, implementation=implementation)
+    return launch(x, norm.weight, cos, sin, heads, eps)
 
 
 def _head_norm_by_module(norm, heads, x, tables: Tables | None = None):
@@ -308,18 +330,14 @@ def projection(linear: nn.Module, tokens: int, call: Call) -> Step:
 
 def _projection_with_lora(read: Linears, tokens: int, call: Call) -> Step:
     """Chosen as q, k and v together are, the measured op that is the most like it: by the kernel for sm_90 alone."""
-    implementation, reason = _choose_gemm("linear_qkv", call)
-    if reason is None:
-        N, K = read.first.weight.shape
-        kernel, reason = kernels.linear_low_rank_kernel(call.device, call.dtype, tokens, N, K)
-    if reason is not None:
-        return Step(read.only, read.named(LINEAR), reason)
-    return Step(partial(_linear_low_rank, read, implementation), read.named(kernel))
+    pick = _pick(LINEAR_LOW_RANK, "linear_qkv", read, tokens, call)
+    run = partial(_linear_low_rank, pick.launch, read, call.config.implementation)
+    return Step(run, read.named(pick.label), pick.reason, pick=pick)
 
 
-def _linear_low_rank(read, implementation, x):
-    weight, (bias,) = read.first.weight, read.biases()
-    return kernels.linear_low_rank(x, weight, bias, read.low_rank(), implementation=implementation)
+def _linear_low_rank(launch, read, implementation, x):
+    (bias,) = read.biases()
+    return launch(x, read.first.weight, bias, *project_down(x, read.low_rank(), implementation))
 
 
 def projection_with_skip(
@@ -333,34 +351,39 @@ def projection_with_skip(
     linear, *dropouts = layers
     read = call.read(linear)
     reason = next(filter(None, map(_why_not_left_out, dropouts)), None)
-    samples, per_token = (stream.samples, stream.gate == "token") if gated and stream.gate != "run" else (1, False)
-    per_channel = gated and stream.gate == "sample"
-    varying = {"samples": samples, "per_token": per_token, "gated": stored.dtype if per_channel else None}
+    fields = _skip_fields(stored, result, stream, gated=gated)
+    skip = skip_after(stored, result, call)
     if read.are_quantized:
-        options = partial(_skip_options, stored, result)
-        skip = skip_after(stored, result, call)
         apart = Step(partial(_layers_then_skip, layers, skip.run), f"{MODULE}, {skip.kernel} skip")
-        varying |= {"result": result.dtype, "low_rank": read.has_lora}
-        return quantized_layers.projection_with_skip(read, options, apart, stream.tokens, call, reason, **varying)
+        return quantized_layers.projection_with_skip(read, (stored, result), fields, apart, stream.tokens, call, reason)
     unread = _why_not_read(read, call)
-    reason, kernel = reason or unread, LINEAR
+    reason, pick = reason or unread, None
     if reason is None:
-        implementation, reason = _choose_gemm("linear_skip", call)
-        if reason is None:
-            N, K = read.first.weight.shape
-            kernel = kernels.gemm_kernel(call.device, call.dtype, stream.tokens, N, K, **varying)
-            return Step(partial(_linear_skip, read, stored, result, implementation), read.named(kernel))
+        pick = _pick(LINEAR_SKIP, "linear_skip", read, stream.tokens, call, **fields)
+        if pick.kernel.is_fused:
+            run = partial(_linear_skip, pick.launch, read, stored, result, call.config.implementation)
+            return Step(run, read.named(pick.label), pick=pick)
+        reason = pick.reason
+    kernel = LINEAR
     if read.has_lora and unread is None:
         layers, kernel = (read.only, *dropouts), read.named(LINEAR)
-    skip = skip_after(stored, result, call)
-    return Step(partial(_layers_then_skip, layers, skip.run), f"{kernel}, {skip.kernel} skip", reason)
+    run = partial(_layers_then_skip, layers, skip.run)
+    return Step(run, f"{kernel}, {skip.kernel} skip", reason, pick=pick)
+
+
+def _skip_fields(stored: Storage, result: Storage, stream: Stream, *, gated: bool) -> dict[str, object]:
+    """Return the fields of a LinearSpec that the skip decides."""
+    gate = stream.gate if gated else None
+    kind = {None: ONE, "sample": PER_CHANNEL, "token": PER_TOKEN, "run": PER_RUN}[gate]
+    samples = stream.samples if gate in ("sample", "token") else 1
+    return {"samples": samples, "residual": stored.dtype, "result": result.dtype, "c_out": kind}
 
 
 def skip_after(stored: Storage, result: Storage, call: Call) -> Step:
     """``residual + gate · output`` as a pass of its own: (residual, output [B, S, C], gate or None) -> [B, S, C]."""
-    implementation, reason = call.choose(has_gradient=True)
-    run = partial(_skip, stored, result, implementation)
-    return Step(run, "Triton" if reason is None else REFERENCE, reason)
+    pick, with_runs = (call.pick(SKIP, SkipSpec, runs=runs) for runs in (False, True))
+    run = partial(_skip, pick.launch, with_runs.launch, stored, result)
+    return Step(run, pick.label, pick.reason, pick=pick)
 
 
 def _why_not_left_out(dropout: nn.Module) -> str | None:
@@ -368,9 +391,12 @@ def _why_not_left_out(dropout: nn.Module) -> str | None:
     return hook_on(dropout) or ("dropout" if drops else None)
 
 
-def _linear_skip(read, stored, result, implementation, a, residual, gate=None):
-    options = {**_skip_options(stored, result, gate), "implementation": implementation}
-    return kernels.linear_skip(a, read.first.weight, read.biases()[0], residual, low_rank=read.low_rank(), **options)
+def _linear_skip(launch, read, stored, result, implementation, a, residual, gate=None):
+    gate, starts = values_and_starts(gate)
+    (bias,) = read.biases()
+    second = project_down(a, read.low_rank(), implementation)
+    skip = (residual, None, gate, result.dtype, stored.scale, result.scale, starts)
+    return launch(a, read.first.weight, bias, *skip, None, None, *second)
 
 
 def _layers_then_skip(layers, skip, a, residual, gate=None):
@@ -379,14 +405,10 @@ def _layers_then_skip(layers, skip, a, residual, gate=None):
     return skip(residual, a, gate)
 
 
-def _skip(stored, result, implementation, residual, output, gate=None):
-    options = {**_skip_options(stored, result, gate), "implementation": implementation}
-    return kernels.skip(residual, output, **options)
-
-
-def _skip_options(stored, result, gate):
-    scales = {"residual_scale": stored.scale, "result_scale": result.scale}
-    return {"c_out": 1.0 if gate is None else gate, "dtype": result.dtype, **scales}
+def _skip(launch, launch_with_runs, stored, result, residual, output, gate=None):
+    gate, starts = values_and_starts(gate)
+    launch = launch if starts is None else launch_with_runs
+    return launch(residual, output, None, gate, result.dtype, stored.scale, result.scale, starts)
 
 
 def projection_with_gelu(ffn: FeedForward, tokens: int, call: Call, quantized: torch.dtype | None = None) -> Step:
@@ -405,36 +427,25 @@ def projection_with_gelu(ffn: FeedForward, tokens: int, call: Call, quantized: t
         reason = reason or _why_not_read(read, call)
     if reason is not None:
         return Step(partial(_gelu_by_module, ffn), MODULE, reason)
-    implementation, reason = _choose_gemm("linear_gelu", call)
-    if reason is None:
-        N, K = read.first.weight.shape
-        kernel = kernels.gemm_kernel(call.device, call.dtype, tokens, N, K)
-        return Step(partial(_linear_gelu, read, ffn.net[1], implementation), read.named(kernel))
-    implementation, _ = call.choose()
-    kernel = "Triton" if implementation != "torch" else REFERENCE
+    pick = _pick(LINEAR_GELU, "linear_gelu", read, tokens, call)
+    if pick.kernel.is_fused:
+        run = partial(_linear_gelu, pick.launch, read, ffn.net[1], call.config.implementation)
+        return Step(run, read.named(pick.label), pick=pick)
+    gelu = call.pick(GELU_OP)
     project = read.only if read.has_lora else activation.proj
-    run = partial(_linear_then_gelu, project, ffn.net[1], implementation)
-    return Step(run, f"{read.named(LINEAR)}, {kernel} GELU", reason)
+    run = partial(_linear_then_gelu, project, ffn.net[1], gelu.launch)
+    return Step(run, f"{read.named(LINEAR)}, {gelu.label} GELU", pick.reason, pick=pick)
 
 
 def _gelu_by_module(ffn, x):
     return ffn.net[1](ffn.net[0](x))
 
 
-def _linear_gelu(read, dropout, implementation, x):
-    options = {"low_rank": read.low_rank(), "implementation": implementation}
-    return dropout(kernels.linear_gelu(x, read.first.weight, read.biases()[0], **options))
+def _linear_gelu(launch, read, dropout, implementation, x):
+    (bias,) = read.biases()
+    second = project_down(x, read.low_rank(), implementation)
+    return dropout(launch(x, read.first.weight, bias, x.dtype, None, None, *second))
 
 
-def _linear_then_gelu(project, dropout, implementation, x):
-    return dropout(kernels.gelu(project(x), implementation=implementation))
-
-
-def _choose_gemm(op: str, call: Call) -> tuple[str, str | None]:
-    """As `Call.choose`, for a linear, between our GEMM with its epilogue and PyTorch's linear."""
-    implementation, reason = call.choose(has_gradient=op == "linear_skip")
-    if call.config.linears == "torch":
-        reason = reason or "linears='torch'"
-    elif reason is None and call.config.linears == "auto" and implementation == "auto":
-        reason = kernels.why_linear(op, call.device, call.dtype)
-    return (implementation, None) if reason is None else ("torch", reason)
+def _linear_then_gelu(project, dropout, gelu, x):
+    return dropout(gelu(project(x)))

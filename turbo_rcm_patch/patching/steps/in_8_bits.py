@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,19 +17,28 @@ from ... import kernels
 from ...config import Exact, Sparse
 from ...kernels import FP8, INT8, Quantized
 from ...kernels.attention.attention_tiles import LOG2_E
+from ...kernels.choice.registry import Op, Pick
+from ...kernels.coefficient import PER_CHANNEL, values_and_starts
+from ...kernels.linear.linear import LINEAR_8BIT, project_down
+from ...kernels.linear.linear_gelu import LINEAR_GELU, LINEAR_GELU_QUANTIZED
+from ...kernels.linear.linear_qkv import LINEAR_QKV
+from ...kernels.linear.linear_skip import LINEAR_SKIP
+from ...kernels.linear.spec import LinearSpec
+from ...kernels.rows.quantize_rows import QUANTIZE_ROWS
 from ..lora.inside_projections import Linears
 from ..weights.convert import DTYPES, bias_bound, quantized_weight, why_not_read
-from .plan import MODULE, REFERENCE, Call, Step, Stream
+from .plan import MODULE, Call, Step, Stream
+
+if TYPE_CHECKING:
+    from .residual import Storage
 
 NAMES = {FP8: "e4m3", INT8: "int8", torch.float16: "fp16"}
 Activation = torch.Tensor | Quantized
 
 
-def in_8_bits(x: Activation, format: torch.dtype, implementation: str, *, with_norm: bool = False) -> Quantized:
-    """x [..., K] in a format; with_norm: with the norms of its rows, if it is quantised here."""
-    if isinstance(x, Quantized):
-        return x
-    return kernels.quantize_rows(x, format, with_norm=with_norm, implementation=implementation)
+def _in_8_bits(quantize: Callable, x: Activation, format: torch.dtype, *, with_norm: bool = False) -> Quantized:
+    """x [..., K] in a format; with_norm: with the norms of its rows, if it is quantised here by a launch."""
+    return x if isinstance(x, Quantized) else Quantized(*quantize(x, format, with_norm))
 
 
 def qkv_projection(read: Linears, by_modules: Callable, tokens: int, call: Call) -> Step:
@@ -39,18 +49,15 @@ def qkv_projection(read: Linears, by_modules: Callable, tokens: int, call: Call)
         reason = "unequal projections"
     if reason is not None:
         return Step(by_modules, MODULE, reason)
-    return _step(partial(_qkv, read, call.dtype), read, tokens, call, _qkv_kernel)
+    return _step(_qkv, _pick(LINEAR_QKV, read.first, read, tokens, call, weights=3), read, call, call.dtype)
 
 
-def _qkv_kernel(*sizes, **options) -> str:
-    return kernels.linear_qkv_kernel(*sizes, **options)[0]
-
-
-def _qkv(read, dtype, implementation, x):
+def _qkv(launch, quantize, read, implementation, dtype, x):
     weights = [quantized_weight(linear) for linear in read.linears]
-    x = in_8_bits(x, weights[0].format, implementation)
-    options = {"low_rank": read.low_rank(), "dtype": dtype, "implementation": implementation}
-    return kernels.linear_qkv(x, weights, read.biases(), **options)
+    x = _in_8_bits(quantize, x, weights[0].format)
+    values, scales = [weight.values for weight in weights], [weight.scale for weight in weights]
+    second = project_down(x, read.low_rank(), implementation)
+    return launch(x.values, *values, *read.biases(), x.scale, *scales, dtype, *second)
 
 
 def kv_projection(read: Linears, by_modules: Callable, tokens: int, call: Call) -> Step:
@@ -61,17 +68,22 @@ def kv_projection(read: Linears, by_modules: Callable, tokens: int, call: Call) 
         reason = "unequal projections"
     if reason is not None:
         return Step(by_modules, MODULE, reason)
-    return _step(partial(_each_linear, read, call.dtype), read, tokens, call)
+    return _each_step(_each_linear, read, tokens, call)
 
 
-def _each_linear(read, dtype, implementation, x):
-    x = in_8_bits(x, quantized_weight(read.first).format, implementation)
-    options = {"dtype": dtype, "implementation": implementation}
-    each = zip(read.linears, read.biases(), read.low_ranks(), strict=True)
-    return [
-        kernels.linear_8bit(x, quantized_weight(linear), bias, low_rank=low_rank, **options)
-        for linear, bias, low_rank in each
-    ]
+def _each_step(run: Callable, read: Linears, tokens: int, call: Call) -> Step:
+    """A step that launches every linear by itself. run: as of `_step`, with a launch for each linear."""
+    picks = [_pick(LINEAR_8BIT, linear, read, tokens, call) for linear in read.linears]
+    return _step(run, picks[0], read, call, call.dtype, launch=[pick.launch for pick in picks])
+
+
+def _each_linear(launches, quantize, read, implementation, dtype, x):
+    x = _in_8_bits(quantize, x, quantized_weight(read.first).format)
+    results = []
+    for launch, linear, bias, factors in zip(launches, read.linears, read.biases(), read.low_ranks(), strict=True):
+        weight, second = quantized_weight(linear), project_down(x, factors, implementation)
+        results.append(launch(x.values, weight.values, bias, x.scale, weight.scale, dtype, *second))
+    return results
 
 
 def projection(read: Linears, by_module: Callable, tokens: int, call: Call) -> Step:
@@ -79,82 +91,103 @@ def projection(read: Linears, by_module: Callable, tokens: int, call: Call) -> S
     reason = _why_not(read.first, call)
     if reason is not None:
         return Step(by_module, MODULE, reason)
-    return _step(partial(_linear, read, call.dtype), read, tokens, call)
+    return _each_step(_only_linear, read, tokens, call)
 
 
-def _linear(read, dtype, implementation, x):
-    return _each_linear(read, dtype, implementation, x)[0]
+def _only_linear(*arguments):
+    return _each_linear(*arguments)[0]
 
 
 def projection_with_skip(
-    read: Linears, skip_options: Callable, apart: Step, tokens: int, call: Call, reason: str | None, **options: object
+    read: Linears,
+    storages: tuple[Storage, Storage],
+    fields: dict[str, object],
+    apart: Step,
+    tokens: int,
+    call: Call,
+    reason: str | None,
 ) -> Step:
     """``residual + gate · linear(a)``: (a [B, S, K], residual [B, S, C], gate or None) -> [B, S, C].
 
-    skip_options: of the gate. apart: the same, of the module's result. reason: why that must be, if so. options: of
-    `kernels.gemm_kernel`.
+    storages: how the residual is stored, and the result is to be. fields: of the LinearSpec, about the skip. apart: the
+    same with the module called. reason: why the module must be called, or None.
     """
     reason = reason or _why_not(read.first, call)
     if reason is not None:
         return apart._replace(reason=reason)
-    return _step(partial(_linear_skip, read, skip_options), read, tokens, call, **options)
+    return _step(_linear_skip, _pick(LINEAR_SKIP, read.first, read, tokens, call, **fields), read, call, *storages)
 
 
 def why_not_beside_lora(linear: nn.Module, residual: torch.dtype, stream: Stream, call: Call) -> str | None:
-    """Why a linear with a gated skip loses the kernel for sm_90 to its LoRA where the residual has a dtype and not the
-    call's, in a few words; None where it does not."""
+    """The reason why a linear with a gated skip would lose the kernel for sm_90 to its LoRA if the residual had this
+    dtype and not the call's, or None if it would not."""
     read = call.read(linear)
-    if not (read.are_quantized and read.has_lora) or stream.gate != "sample" or call.choose()[1] is not None:
+    if not (read.are_quantized and read.has_lora) or stream.gate != "sample":
         return None
-    weight = quantized_weight(read.first)
-    sizes = call.device, weight.format, stream.tokens, *weight.values.shape
+    fields = {"samples": stream.samples, "c_out": PER_CHANNEL}
     in_each = (
-        kernels.gemm_kernel(*sizes, samples=stream.samples, result=dtype, gated=dtype, low_rank=True)
+        _pick(LINEAR_SKIP, read.first, read, stream.tokens, call, residual=dtype, result=dtype, **fields).name
         for dtype in (call.dtype, residual)
     )
     return None if len(set(in_each)) == 1 else "for LoRA's kernel on sm_90"
 
 
-def _linear_skip(read, skip_options, implementation, a, residual, gate=None):
-    weight = quantized_weight(read.first)
-    a = in_8_bits(a, weight.format, implementation)
-    options = {**skip_options(gate), "low_rank": read.low_rank(), "implementation": implementation}
-    return kernels.linear_skip(a, weight, read.biases()[0], residual, **options)
+def _linear_skip(launch, quantize, read, implementation, stored, result, a, residual, gate=None):
+    weight, (bias,) = quantized_weight(read.first), read.biases()
+    a, (gate, starts) = _in_8_bits(quantize, a, weight.format), values_and_starts(gate)
+    second = project_down(a, read.low_rank(), implementation)
+    skip = (residual, None, gate, result.dtype, stored.scale, result.scale, starts)
+    return launch(a.values, weight.values, bias, *skip, a.scale, weight.scale, *second)
 
 
 def projection_with_gelu(
     read: Linears, by_module: Callable, tokens: int, call: Call, quantized: torch.dtype | None, reason: str | None
 ) -> Step:
-    """``gelu(linear(x))``: x [B, S, C] -> [B, S, ffn_dim], in e4m3 where that is wanted. reason: as above."""
+    """``gelu(linear(x))``: x [B, S, C] -> [B, S, ffn_dim], in e4m3 if that is wanted. reason: why the module must be
+    called, or None."""
     reason = reason or _why_not(read.first, call)
     if reason is not None:
         return Step(by_module, MODULE, reason)
-    result = FP8 if quantized == FP8 else None  # int8 needs the largest value of a row, which no column tile knows
-    run = partial(_linear_gelu, read, call.dtype, result)
-    return _step(run, read, tokens, call, result=result or call.dtype)._replace(gives=result)
+    if quantized == FP8:
+        pick = _pick(LINEAR_GELU_QUANTIZED, read.first, read, tokens, call, result=FP8)
+        return _step(_linear_gelu_quantized, pick, read, call)._replace(gives=FP8)
+    # To int8 in a pass of its own: it needs the largest value of a row, which no column tile knows.
+    return _step(_linear_gelu, _pick(LINEAR_GELU, read.first, read, tokens, call), read, call, call.dtype)
 
 
-def _linear_gelu(read, dtype, result, implementation, x):
+def _linear_gelu(launch, quantize, read, implementation, dtype, x):
     weight, (bias,) = quantized_weight(read.first), read.biases()
-    x = in_8_bits(x, weight.format, implementation, with_norm=result is not None)
-    bound = bias_bound(bias) if result is not None else None
-    options = {"dtype": dtype, "result": result, "bias_bound": bound, "implementation": implementation}
-    return kernels.linear_gelu(x, weight, bias, low_rank=read.low_rank(), **options)
+    x = _in_8_bits(quantize, x, weight.format)
+    second = project_down(x, read.low_rank(), implementation)
+    return launch(x.values, weight.values, bias, dtype, x.scale, weight.scale, *second)
 
 
-def _step(
-    run: Callable, read: Linears, tokens: int, call: Call, kernel: Callable = kernels.gemm_kernel, **options
-) -> Step:
-    """run: (implementation, *inputs). kernel: what names that which runs. options: of it; the result is in the call's
-    dtype where they do not say."""
-    implementation, reason = call.choose()
-    weight = quantized_weight(read.first)
-    name = REFERENCE
-    if reason is None:
-        options = {"result": call.dtype, **options}
-        name = f"{kernel(call.device, weight.format, tokens, *weight.values.shape, **options)} "
-        name += NAMES[weight.format]
-    return Step(partial(run, implementation), read.named(name), reason, takes=weight.format)
+def _linear_gelu_quantized(launch, quantize, read, implementation, x):
+    weight, (bias,), low_rank = quantized_weight(read.first), read.biases(), read.low_rank()
+    x = _in_8_bits(quantize, x, weight.format, with_norm=True)
+    norm = weight.norm if low_rank is None else weight.norm + low_rank.norm
+    bound = x.norm.new_zeros(()) if bias is None else bias_bound(bias)
+    second = project_down(x, low_rank, implementation)
+    return Quantized(*launch(x.values, weight.values, bias, x.scale, weight.scale, x.norm, norm, bound, *second))
+
+
+def _pick(op: Op, linear: nn.Module, read: Linears, tokens: int, call: Call, **fields: object) -> Pick:
+    """The kernel of an op on so many tokens, for the 8-bit weight of a linear. fields: others of the LinearSpec."""
+    weight = quantized_weight(linear)
+    N, K = weight.values.shape
+    own = {"dtype": weight.format, "eight_bits": (weight.format,), "others": (call.dtype,), "op": "linear_8bit"}
+    own |= {"result": call.dtype, "rows": tokens, "N": N, "K": K, **read.second_product}
+    return call.pick(op, LinearSpec, **{**own, **fields})
+
+
+def _step(run: Callable, pick: Pick, read: Linears, call: Call, *options: object, launch: object = None) -> Step:
+    """A step by a pick. run: (launch, what quantises an input, read, implementation, *options, *inputs), with the
+    pick's launch unless another is given."""
+    format = quantized_weight(read.first).format
+    quantize = call.pick(QUANTIZE_ROWS, result=format).launch
+    run = partial(run, launch or pick.launch, quantize, read, call.config.implementation, *options)
+    name = f"{pick.label} {NAMES[format]}" if pick.kernel.is_fused else pick.label
+    return Step(run, read.named(name), pick.reason, takes=format, pick=pick)
 
 
 def _why_not(linear: nn.Linear, call: Call) -> str | None:

@@ -33,8 +33,9 @@ Plan = TypeVar("Plan")
 class Step(NamedTuple):
     """One step of a block.
 
-    run: what the forward calls. kernel: what does the work, for the summary. reason: why it is not the fused kernel, in
-    a few words; None where it is. takes, gives: the 8-bit format of its input and of its result; None: not in 8 bits.
+    run: what the forward calls. kernel: what does the work, for the summary. reason: why that is not the fused kernel,
+    or None if it is. takes, gives: the 8-bit format of its input and of its result, or None. pick: the choice that it
+    keeps, or None if a module is called.
     """
 
     run: Callable
@@ -42,6 +43,7 @@ class Step(NamedTuple):
     reason: str | None = None
     takes: torch.dtype | None = None
     gives: torch.dtype | None = None
+    pick: Pick | None = None
 
     def fed_by(self, producer: Step | None) -> Step:
         """The step with the reason that its input is quantised in a pass of its own, where the producer does not; None:

@@ -56,7 +56,8 @@ def run_block(
     kind: WanBlock = state.kind
     reason = kind.why_whole(rotary, beside)
     stream = Stream(x.shape[0], x.shape[0] * x.shape[1], gate_varies_by(modulation[2]))
-    call = WanCall(call_of(state, block, x, context), stream, *context.shape[:2], reason)
+    shift = modulation[0].values if isinstance(modulation[0], kernels.Runs) else modulation[0]
+    call = WanCall(call_of(state, block, x, context, shift), stream, *context.shape[:2], reason)
     plan = state.plans.get(block, call, partial(decide, kind))
     inputs = (x, context, modulation, rotary, beside)
     if _may_compile_ahead(state, rotary, x, context):
