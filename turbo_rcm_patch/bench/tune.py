@@ -18,8 +18,8 @@ from torch.nn.attention import sdpa_kernel
 
 from ..kernels.attention.attention import SDPA
 from ..kernels.attention.sdpa import BACKENDS, MATH, chosen_backend
-from ..kernels.choice.choice import LINEAR
 from ..kernels.conv.conv_skip import CONVOLUTION
+from ..kernels.linear.spec import LINEAR
 from ..patching.weights.load import component_folders, read_config
 from ..tiers import EXACT
 from . import ops, ops_conv, ops_exact, tune_tiers

@@ -23,12 +23,6 @@ from .block_sparse.block_sparse_attention import (
     block_sparse_sizes,
     kept_share,
 )
-from .choice.choice import (
-    gemm_kernel,
-    linear_low_rank_kernel,
-    linear_qkv_kernel,
-    why_linear,
-)
 from .choice.measured import measured_on, tuned_sdpa, tuned_tiers, why_torch
 from .choice.registry import Op, Pick
 from .coefficient import MAX_RUNS, Runs
@@ -40,6 +34,7 @@ from .linear.linear_gelu import linear_gelu
 from .linear.linear_qkv import linear_qkv
 from .linear.linear_skip import linear_skip
 from .linear.low_rank import RANK_STEP, LowRank
+from .linear.spec import why_linear
 from .quantized import FP8, INT8, Quantized, QuantizedWeight, quantize_weight
 from .rows.gelu import gelu
 from .rows.layer_norm_modulate import layer_norm_modulate
@@ -99,7 +94,6 @@ __all__ = [
     "conv_skip",
     "default_v_format",
     "gelu",
-    "gemm_kernel",
     "interpreting",
     "kept_blocks",
     "kept_share",
@@ -107,9 +101,7 @@ __all__ = [
     "linear_8bit",
     "linear_gelu",
     "linear_low_rank",
-    "linear_low_rank_kernel",
     "linear_qkv",
-    "linear_qkv_kernel",
     "linear_skip",
     "measured_on",
     "quantize_qkv",

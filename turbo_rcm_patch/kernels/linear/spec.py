@@ -98,11 +98,17 @@ def why_not_gluon(spec: LinearSpec) -> str | None:
 
 
 def why_not_portable(spec: LinearSpec) -> str | None:
-    """The reason why the portable GEMM does not run for a spec, or None if it does. On sm_90 the measurements are of
-    the other one."""
+    """The reason why the portable GEMM does not run for a spec, or None if it does."""
     reason = why_not_fused(spec)
-    if reason is None and _is_measured(spec) and spec.device.type == "cuda" and is_sm90(spec.device):
-        return gemm_sm90.why_not_on(spec.device, spec.dtype)
+    return why_linear(spec.op, spec.device, spec.dtype) if reason is None and _is_measured(spec) else reason
+
+
+def why_linear(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """The reason why PyTorch's linear is preferred for an op, `linear_skip`, `linear_gelu` or `linear_qkv`, or None if
+    ours was measured to be as fast. On sm_90 the GEMM for sm_90 was measured, so that must run."""
+    reason = why_torch(op, device, dtype)
+    if reason is None and device.type == "cuda" and is_sm90(device):
+        return gemm_sm90.why_not_on(device, dtype)
     return reason
 
 
