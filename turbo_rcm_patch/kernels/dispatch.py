@@ -249,15 +249,10 @@ class KernelLaunch:
 
 
 def _needs_custom_op(arguments: tuple) -> bool:
-    return torch.compiler.is_compiling() or _is_traced() or _are_watched(arguments)
-
-
-def _is_traced() -> bool:
-    return torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0
-
-
-def _are_watched(arguments: tuple) -> bool:
-    """Whether autograd records one of these, or one is of a class of its own."""
+    """True if torch.compile, a tracer or a mode sees the call, autograd records one of the arguments, or one is of a
+    tensor subclass."""
+    if torch.compiler.is_dynamo_compiling() or torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
     recording = torch.is_grad_enabled()
     for argument in arguments:
         if type(argument) in _PLAIN:

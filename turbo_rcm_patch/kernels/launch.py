@@ -11,11 +11,13 @@ import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
 import triton
 
+_AS_IT_IS = contextlib.nullcontext()
 _record = contextvars.ContextVar("turbo_rcm_patch_record", default=None)
 
 
@@ -34,10 +36,18 @@ class Launch(NamedTuple):
 
 def launch_kernel(kernel, grid: tuple[int, ...], *arguments, **options) -> None:
     """``kernel[grid](*arguments, **options)``; within `recorded` nothing runs."""
-    if recording():
-        _record.get()(Launch(kernel, grid, arguments, options))
+    record = _record.get()
+    if record is not None:
+        record(Launch(kernel, grid, arguments, options))
     else:
         kernel[grid](*arguments, **options)
+
+
+def on_device(tensor: torch.Tensor) -> AbstractContextManager:
+    """Within it the tensor's GPU is the current one. It costs little where that is so already."""
+    if not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice():
+        return _AS_IT_IS
+    return torch.cuda.device_of(tensor)
 
 
 def register_options(capability: tuple[int, int], majors: tuple[int, ...] = (10,)) -> dict[str, int]:
@@ -49,7 +59,7 @@ def register_options(capability: tuple[int, int], majors: tuple[int, ...] = (10,
 
 def recording() -> bool:
     """Whether this is a call within `recorded`, whose values have no meaning."""
-    return not torch.compiler.is_compiling() and _record.get() is not None  # torch.compile cannot trace `get`
+    return not torch.compiler.is_dynamo_compiling() and _record.get() is not None  # torch.compile cannot trace `get`
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 TMA_CAPABILITY = (9, 0)
@@ -16,8 +18,13 @@ def matrix_fits_tma(matrix: torch.Tensor) -> bool:
 
 def heads_fit_tma(x: torch.Tensor) -> bool:
     """Whether TMA can read x [B, S, H, D]."""
-    aligned = all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in head_strides(x))
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and aligned
+    if x.stride(-1) != 1 or x.data_ptr() % 16:
+        return False
+    by_sample, by_token, by_head = head_strides(x)
+    if min(by_sample, by_token, by_head) <= 0:
+        return False
+    units = 16 // math.gcd(16, x.element_size())
+    return by_sample % units == by_token % units == by_head % units == 0
 
 
 def head_strides(x: torch.Tensor | None) -> tuple[int, int, int]:

@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..dispatch import check_result, device_properties
-from ..launch import launch_kernel, register_options
+from ..launch import launch_kernel, on_device, register_options
 from ..quantized import FP8, INT8, Quantized, QuantizedWeight
 from ..quantized import LARGEST as _LARGEST
 from ..quantized import TINY as _TINY
@@ -83,7 +83,7 @@ class Tiles:
     programs: int = 1
 
     def count(self, samples: int, M: int, N: int) -> int:
-        return samples * cdiv(M, self.rows) * cdiv(N, self.columns)
+        return samples * -(-M // self.rows) * -(-N // self.columns)
 
 
 # Each from large to small.
@@ -122,8 +122,10 @@ def tile_candidates(capability: tuple[int, int], dtype: torch.dtype, descriptors
 
 def choose_tiles(candidates: tuple[Tiles, ...], samples: int, M: int, N: int, multiprocessors: int) -> Tiles:
     """The largest tiles that every multiprocessor gets one of; the smallest where there are too few of any."""
-    filling = (tiles for tiles in candidates if tiles.count(samples, M, N) >= multiprocessors)
-    return next(filling, candidates[-1])
+    for tiles in candidates:
+        if tiles.count(samples, M, N) >= multiprocessors:
+            return tiles
+    return candidates[-1]
 
 
 def launch(
@@ -144,15 +146,16 @@ def launch(
     The kernel takes a, weight, samples, M, N, K, stride_a, stride_w, a_scale, w_scale, the second pair, R, stride_low,
     stride_up, the arguments, the constants, and the constexprs DESCRIPTORS, ROWS, COLUMNS, DEPTH.
     """
-    a, weight = (matrix if matrix.stride(1) == 1 else matrix.contiguous() for matrix in (a, weight))
+    a, weight = _with_rows(a), _with_rows(weight)
     if a.element_size() == 1 and not (matrix_fits_tma(a) and matrix_fits_tma(weight) and a.shape[1] % 16 == 0):
         a, weight = _pad_rows(a), _pad_rows(weight)
     (rows, K), N = a.shape, weight.shape[0]
     M = rows // samples
     capability, multiprocessors = device_properties(a.device)
-    second = SecondPair(*(m if m is None or m.stride(1) == 1 else m.contiguous() for m in second))
-    matrices = [matrix for matrix in (a, weight, *second) if matrix is not None]
-    descriptors = capability >= TMA_CAPABILITY and all(map(matrix_fits_tma, matrices))
+    descriptors = capability >= TMA_CAPABILITY and matrix_fits_tma(a) and matrix_fits_tma(weight)
+    if second.low is not None:
+        second = SecondPair(_with_rows(second.low), _with_rows(second.up))
+        descriptors = descriptors and matrix_fits_tma(second.low) and matrix_fits_tma(second.up)
     tiles = choose_tiles(candidates(capability, a.dtype, descriptors), samples, M, N, multiprocessors)
     operands = _operands(a, weight, tiles, tiles.depth, descriptors)
     sizes = (samples, M, N, K, a.stride(0), weight.stride(0))
@@ -162,7 +165,7 @@ def launch(
         pair = (*_operands(*second, tiles, depth, descriptors), second.low.shape[1])
         pair += (second.low.stride(0), second.up.stride(0))
     programs = min(tiles.count(samples, M, N), multiprocessors * tiles.programs)
-    with torch.cuda.device_of(a):
+    with on_device(a):
         launch_kernel(
             kernel,
             (programs,),
@@ -177,12 +180,17 @@ def launch(
         )
 
 
+def _with_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix, or a copy of it, with the elements of a row beside each other."""
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
 def _operands(a: torch.Tensor, weight: torch.Tensor, tiles: Tiles, depth: int, descriptors: bool) -> tuple:
     """As a kernel takes them: tensors, or descriptors of boxes of so many columns."""
     if not descriptors:
         return a, weight
-    boxes = (a, tiles.rows), (weight, tiles.columns)
-    return tuple(TensorDescriptor.from_tensor(matrix, [rows, depth]) for matrix, rows in boxes)
+    boxes = [tiles.rows, depth], [tiles.columns, depth]
+    return TensorDescriptor.from_tensor(a, boxes[0]), TensorDescriptor.from_tensor(weight, boxes[1])
 
 
 def _pad_rows(matrix: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ from ..coefficient import (
     count_runs,
 )
 from ..dispatch import SM90_DTYPES, device_properties, why_not_sm90
-from ..launch import launch_kernel
+from ..launch import launch_kernel, on_device
 from ..quantized import FP8, INT8
 from ..sizes import cdiv
 from ..tma import matrix_fits_tma
@@ -147,7 +147,7 @@ def launch(
     M, depth, chunk = rows // samples, LINE // a.element_size(), CHUNKS[a.element_size()]
     skip_stride_b, _, _ = coefficient_strides(c_skip)
     out_stride_b, _, out_stride_c = coefficient_strides(c_out)
-    with torch.cuda.device_of(a):
+    with on_device(a):
         launch_kernel(
             gemm_kernel,
             _grid(a, count_tiles(samples, M, N)),
@@ -187,7 +187,7 @@ def launch_three(
     """
     (M, K), N = a.shape, weights[0].shape[0]
     depth, chunk = LINE // a.element_size(), CHUNKS[a.element_size()]
-    with torch.cuda.device_of(a):
+    with on_device(a):
         launch_kernel(
             gemm_of_three_kernel,
             _grid(a, 3 * count_tiles(1, M, N)),

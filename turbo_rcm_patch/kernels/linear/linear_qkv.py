@@ -87,15 +87,15 @@ def _linear_qkv(
 def _launch_gluon(*arguments):
     """Launch the kernel for sm_90, or without aligned operands what comes after it. Arguments: of `_linear_qkv`."""
     a, weights, biases, scales, dtype, second = _grouped(*arguments)
-    matrix = a.reshape(-1, a.shape[-1])
-    if not gemm_sm90.fits_tma(matrix, *weights, *second):
+    matrix, pair = a.reshape(-1, a.shape[-1]), second_pair(*second)
+    if not gemm_sm90.fits_tma(matrix, *weights, *pair):
         return (_by_pytorch if scales[0] is None else _launch_portable)(*arguments)
     outs = tuple(a.new_empty(*a.shape[:-1], weight.shape[0], dtype=dtype) for weight in weights)
     biases = [None if bias is None else bias.contiguous() for bias in biases]
     if scales[0] is not None:
         scales = [scale.reshape(-1).contiguous() for scale in scales]
     results = [out.view(matrix.shape[0], -1) for out in outs]
-    gemm_sm90.launch_three(matrix, weights, biases, results, scales, second_pair(*second))
+    gemm_sm90.launch_three(matrix, weights, biases, results, scales, pair)
     return outs
 
 

@@ -154,8 +154,9 @@ def _launch(
 
 def _count_samples(batch: int, c_skip, c_out, starts) -> int:
     """The samples whose tiles are apart: all of them if a coefficient varies by sample or token, else 1."""
-    by_sample = (c_skip, c_out) if starts is None else (c_skip,)
-    return max(1, batch) if any(c is not None and c.shape[:2] != (1, 1) for c in by_sample) else 1
+    if c_skip is not None and c_skip.shape[:2] != (1, 1):
+        return max(1, batch)
+    return max(1, batch) if starts is None and c_out is not None and c_out.shape[:2] != (1, 1) else 1
 
 
 def _by_pytorch(a, weight, bias, residual, *options):

@@ -10,6 +10,8 @@ Diffusion Models with Transformers, section 3.2.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -26,7 +28,7 @@ from ..coefficient import (
     load_coefficient,
 )
 from ..dispatch import check_result, kernel_op
-from ..launch import launch_kernel
+from ..launch import launch_kernel, on_device
 from ..quantized import Quantized, quantize_reference
 from ..sizes import next_power_of_2
 from .quantize_rows import check_format, new_quantized, store_quantized
@@ -175,10 +177,11 @@ def _launch(
     if x.stride(2) != 1:
         x = x.contiguous()
     B, S, C = x.shape
-    weight, bias = (None if p is None else p.contiguous() for p in (weight, bias))
+    weight = None if weight is None else weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
     kinds = coefficient_kind(scale), coefficient_kind(shift)
     tile = _tile(C, x.element_size(), varies=PER_TOKEN in kinds, quantized=row_scale is not None)
-    with torch.cuda.device_of(out):
+    with on_device(out):
         launch_kernel(
             _layer_norm_modulate_kernel,
             row_grid(x.device, tile["ROWS"], S, B),
@@ -205,6 +208,7 @@ def _launch(
         )
 
 
+@functools.cache
 def _tile(C: int, element_size: int, varies: bool, quantized: bool) -> dict[str, int]:
     """varies: whether the modulation does, by token; it would take shared memory of its own for rows in flight.
     quantized: whether the result is, whose values are in registers twice."""

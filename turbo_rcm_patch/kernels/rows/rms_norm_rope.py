@@ -8,6 +8,8 @@ runs.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +17,7 @@ import triton.language as tl
 from .. import reference
 from ..choice.registry import spec_of, triton_or_reference
 from ..dispatch import kernel_op
-from ..launch import launch_kernel
+from ..launch import launch_kernel, on_device
 from ..sizes import next_power_of_2
 from .row_tiles import row_grid, row_tile
 
@@ -66,7 +68,7 @@ def _rms_norm_rope(
         x = x.contiguous()
     table_strides = (0, 0, 0, 0) if cos is None else (*cos.stride(), *sin.stride())
     tile = _tile(heads, head_dim, x.element_size())
-    with torch.cuda.device_of(out):
+    with on_device(out):
         grid, strides = row_grid(x.device, tile["ROWS"], S, B), (x.stride(0), x.stride(1))
         operands = (x, weight.contiguous(), cos, sin, out, S, heads, *strides, *table_strides, eps)
         launch_kernel(_rms_norm_rope_kernel, grid, *operands, HEAD_DIM=head_dim, **tile)
@@ -82,6 +84,7 @@ def _(x, weight, cos, sin, heads, eps):
 RMS_NORM_ROPE = triton_or_reference("rms_norm_rope", _rms_norm_rope, reference.rms_norm_rope)
 
 
+@functools.cache
 def _tile(heads: int, head_dim: int, element_size: int) -> dict[str, int]:
     block_h, block_d = next_power_of_2(heads), next_power_of_2(head_dim)
     row_bytes = block_h * block_d * element_size + 4 * block_d  # with cos and sin

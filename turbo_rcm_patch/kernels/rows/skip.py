@@ -29,7 +29,7 @@ from ..coefficient import (
     split_runs,
 )
 from ..dispatch import check_result, kernel_op
-from ..launch import launch_kernel
+from ..launch import launch_kernel, on_device
 from ..saturation import flag_for, saturate
 from ..sizes import cdiv
 
@@ -92,7 +92,7 @@ def _skip(
     B, S, C = residual.shape
     out = torch.empty_like(residual, dtype=dtype, memory_format=torch.contiguous_format)
     if out.numel() > 0:
-        with torch.cuda.device_of(residual):
+        with on_device(residual):
             launch_kernel(
                 _skip_kernel,
                 (cdiv(S, ROWS), cdiv(C, COLUMNS), B),
