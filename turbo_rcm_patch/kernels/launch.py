@@ -45,7 +45,7 @@ def launch_kernel(kernel, grid: tuple[int, ...], *arguments, **options) -> None:
 
 def on_device(tensor: torch.Tensor) -> AbstractContextManager:
     """Within it the tensor's GPU is the current one. It costs little where that is so already."""
-    if not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice():
+    if tensor.is_cpu or (tensor.is_cuda and tensor.get_device() == torch._C._cuda_getDevice()):
         return _AS_IT_IS
     return torch.cuda.device_of(tensor)
 
