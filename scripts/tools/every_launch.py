@@ -16,7 +16,14 @@ from unittest import mock
 import torch
 
 from turbo_rcm_patch.kernels.attention import attention_sm90
-from turbo_rcm_patch.kernels.attention.attention import _attention, _attention_backward, attention_to_e4m3
+from turbo_rcm_patch.kernels.attention.attention import (
+    ATTENTION,
+    AttentionSpec,
+    _attention_backward,
+    _launch_gluon,
+    _launch_portable,
+    attention_to_e4m3,
+)
 from turbo_rcm_patch.kernels.attention_8bit.attention_8bit import attention_8bit
 from turbo_rcm_patch.kernels.attention_8bit.quantize_qkv import QuantizedQKV, quantize_qkv
 from turbo_rcm_patch.kernels.attention_8bit.spec import default_v_format
@@ -24,6 +31,7 @@ from turbo_rcm_patch.kernels.block_sparse.block_sparse_attention import (
     block_sparse_attention,
     block_sparse_attention_8bit,
 )
+from turbo_rcm_patch.kernels.choice.registry import GLUON, spec_of
 from turbo_rcm_patch.kernels.coefficient import MAX_RUNS, Runs
 from turbo_rcm_patch.kernels.conv import conv_sm90
 from turbo_rcm_patch.kernels.conv.conv_skip import conv_skip
@@ -109,17 +117,24 @@ def launch_attention() -> None:
     for dtype, head_dim in ATTENTIONS:
         x = meta(2, 300, 3, head_dim, dtype=dtype)
         *_, per_token = coefficients(2, 300, 3 * head_dim)
-        _attention(x, x, x, None, None, None, 1.0, False)
-        _attention(x, x, x, x, per_token, per_token, 1.0, True)
+        launch_one_attention(x, x, x, None, None, None, 1.0, False)
+        launch_one_attention(x, x, x, x, per_token, per_token, 1.0, True)
     x, long = meta(2, 300, 3, 128), meta(2, 10_000, 3, 128)
     for c_skip, c_out in pairs_of_kinds(2, 300, 3 * 128):
-        _attention(x, x, x, x, c_skip, c_out, 1.0, False)
+        launch_one_attention(x, x, x, x, c_skip, c_out, 1.0, False)
     for keys, save_for_backward in product((x, long), (False, True)):  # sm_90 cuts the long ones into parts
-        _attention(x, keys, keys, None, None, None, 1.0, save_for_backward)
+        launch_one_attention(x, keys, keys, None, None, None, 1.0, save_for_backward)
     if FP8 in formats():
         for keys, (dtype, head_dim) in product((300, 10_000), ATTENTIONS):
             kv = meta(2, keys, 3, head_dim, dtype=dtype)
             attention_to_e4m3(meta(2, 300, 3, head_dim, dtype=dtype), kv, kv)
+
+
+def launch_one_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, residual: torch.Tensor | None, *others):
+    """Launch the kernel that is picked. others: c_skip, c_out, scale and save_for_backward. Returns out, F and lse."""
+    options = {"head_dim": q.shape[3], "has_residual": residual is not None}
+    is_gluon = ATTENTION.pick(spec_of("auto", q, k, v, kind=AttentionSpec, **options)).name == GLUON
+    return (_launch_gluon if is_gluon else _launch_portable)(q, k, v, residual, *others)
 
 
 def launch_attention_backward() -> None:

@@ -38,9 +38,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts` can be imported
 
 from scripts.tools.compile_without_gpu import disassemble
-from scripts.tools.every_launch import without_gluon
+from scripts.tools.every_launch import launch_one_attention, without_gluon
 from turbo_rcm_patch.kernels.attention import attention_sm90
-from turbo_rcm_patch.kernels.attention.attention import _attention, _attention_backward, _attention_to_e4m3
+from turbo_rcm_patch.kernels.attention.attention import _attention_backward, attention_to_e4m3
 from turbo_rcm_patch.kernels.attention_8bit import attention_8bit_sm90
 from turbo_rcm_patch.kernels.attention_8bit.attention_8bit import attention_8bit
 from turbo_rcm_patch.kernels.attention_8bit.quantize_qkv import quantize_qkv
@@ -363,13 +363,13 @@ def launch_attention(device: torch.device) -> None:
         q, k, v = (values(1, tokens, 3, head_dim, dtype=dtype) for _ in range(3))
         long = values(1, 4000, 3, head_dim, dtype=dtype)
         c_out = values(1, 1, 3 * head_dim, dtype=FP32)
-        _attention(q, k, v, None, None, None, 0.1, False)
-        _attention(q, k, v, q, None, c_out, 0.1, False)
-        _attention(q, long, long, None, None, None, 0.1, False)  # in parts
-        _attention(q, long, long, None, None, None, 0.1, True)
+        launch_one_attention(q, k, v, None, None, None, 0.1, False)
+        launch_one_attention(q, k, v, q, None, c_out, 0.1, False)
+        launch_one_attention(q, long, long, None, None, None, 0.1, False)  # in parts
+        launch_one_attention(q, long, long, None, None, None, 0.1, True)
         for keys in (k, long):
-            _attention_to_e4m3(q, keys, keys, 0.1)
-        out, raw_out, lse = _attention(q, k, v, None, None, None, 0.1, True)
+            attention_to_e4m3(q, keys, keys, scale=0.1)
+        out, raw_out, lse = launch_one_attention(q, k, v, None, None, None, 0.1, True)
         _attention_backward(out, q, k, v, raw_out, lse, 0.1, True, True)
 
 

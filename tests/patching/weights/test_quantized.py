@@ -33,12 +33,16 @@ def rows_of(patch, step, sub_layer="self_attention"):
 @pytest.fixture
 def ran(monkeypatch):
     """The ops of self-attention that ran, in order; "attention" is also what crosses."""
-    names, watched = [], ("quantize_qkv", "attention_8bit", "attention")
-    for name in watched:
-        op = getattr(kernels, name)
-        monkeypatch.setattr(
-            kernels, name, lambda *args, op=op, name=name, **options: names.append(name) or op(*args, **options)
-        )
+    names = []
+
+    def watch(name):
+        def around(launch):
+            return lambda *arguments: names.append(name) or launch(*arguments)
+
+        around_launches(monkeypatch, name.upper(), around)
+
+    for name in ("quantize_qkv", "attention_8bit", "attention"):
+        watch(name)
     return names
 
 
