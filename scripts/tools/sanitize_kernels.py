@@ -54,7 +54,7 @@ from turbo_rcm_patch.kernels.conv.conv_skip import conv_skip
 from turbo_rcm_patch.kernels.dispatch import KERNEL_DTYPES, SM90, is_sm90
 from turbo_rcm_patch.kernels.launch import compile_ahead
 from turbo_rcm_patch.kernels.linear import gemm_sm90
-from turbo_rcm_patch.kernels.linear.linear import _linear_low_rank, linear_8bit
+from turbo_rcm_patch.kernels.linear.linear import linear_8bit, linear_low_rank
 from turbo_rcm_patch.kernels.linear.linear_gelu import linear_gelu
 from turbo_rcm_patch.kernels.linear.linear_qkv import linear_qkv
 from turbo_rcm_patch.kernels.linear.linear_skip import linear_skip
@@ -322,7 +322,7 @@ def launch_linears(device: torch.device) -> None:
         linear_qkv(a, [weight] * 3, [bias] * 3)
         factors = LowRank(values(RANK_STEP, depth, dtype=dtype), values(channels, RANK_STEP, dtype=dtype))
         linear_skip(a, weight, bias, residual, c_out=gate, low_rank=factors)
-        _linear_low_rank(a, weight, bias, values(batch, tokens, RANK_STEP, dtype=dtype), factors.up)
+        linear_low_rank(a, weight, bias, factors)
 
 
 def launch_elementwise(device: torch.device) -> None:
