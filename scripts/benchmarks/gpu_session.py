@@ -78,6 +78,7 @@ MEASUREMENTS = {
     "compare-quantized": (*CLI, "compare", *QUANTIZED),
     "wan2.1-1.3b-quantized": (*END_TO_END, "wan2.1-1.3b", "--repeats", "3", *QUANTIZED),
     "wan2.1-14b-in-24-gb": ("scripts/benchmarks/memory_cap.py",),
+    "wan2.1-14b-group-offload": ("scripts/benchmarks/group_offload.py",),
     "wan2.1-14b-4-layers-quantized": (*END_TO_END, "wan2.1-14b", "--layers", "4", "--repeats", "3", *QUANTIZED),
     "wan2.2-5b-8-layers-quantized": (*END_TO_END, "wan2.2-5b", "--layers", "8", "--repeats", "3", *QUANTIZED),
     # Of weights and inputs with structure: attention that is the same to all keys has no blocks to leave out. How far

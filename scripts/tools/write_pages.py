@@ -20,6 +20,7 @@ from scripts.tools.pages.ops import (
     OPS_QUANTIZED_HEADER,
     OPS_SPARSE_HEADER,
     first_step,
+    group_offload_table,
     host_time,
     implementations_table,
     memory_cap,
@@ -149,6 +150,7 @@ def _measured(path: Path, runs: dict, tests: list[dict]) -> str:
     if "host-time" in runs:
         parts.append(host_time(runs["host-time"]))
     parts += [memory_cap(run) for run in runs.values() if "cap_bytes" in run]
+    parts += [group_offload_table(run) for run in runs.values() if "offloaded_steps" in run]
     if "ops" in runs:
         parts.append(ops_table(runs["ops"]))
     if "ops-quantized" in runs:

@@ -94,6 +94,30 @@ def _capped_step(run: dict) -> str:
     return f"takes {run['step_seconds']:.2f} s and {run['peak_bytes'] / GB:.1f} GB at its peak{result}"
 
 
+GIB = 2**30
+
+
+def group_offload_table(run: dict) -> str:
+    """Return the page's part on steps with diffusers' group offloading."""
+    settings = run["settings"]
+    size = f"{settings['config']} ({settings['layers']} layers), {settings['frames']}×{settings['height']}"
+    rows = [
+        [
+            row["tier"],
+            row["weights"],
+            f"{row['step_seconds']:.2f}",
+            f"{row['peak_bytes'] / GIB:.2f}",
+            f"{row['bytes_between_steps'] / GIB:.2f}",
+        ]
+        for row in run["offloaded_steps"]
+    ]
+    return (
+        f"Steps of {size}×{settings['width']} with random weights, resident and with diffusers' block-level group "
+        f"offloading on a stream; the median of {settings['repeats']}:\n\n"
+        + table_of(["tier", "weights", "step, s", "peak, GiB", "on the GPU between steps, GiB"], rows)
+    )
+
+
 def ops_table(run: dict, header: Sequence[str] = OPS_HEADER) -> str:
     rows = [row for result in run["results"] for row in _op_rows(result)]
     return (

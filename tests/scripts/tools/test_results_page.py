@@ -9,7 +9,7 @@ import imageio.v3 as iio
 import numpy as np
 import pytest
 
-from scripts.benchmarks import gpu_session
+from scripts.benchmarks import gpu_session, group_offload
 from scripts.tools import write_pages
 from scripts.tools.pages import checks, ops, steps
 
@@ -30,6 +30,17 @@ CAP = {
     "peak_bytes": 20 * 10**9,
     "finite": True,
 }
+OFFLOADED = {
+    "settings": {"config": "wan2.1-14b", "layers": 40, "frames": 81, "height": 480, "width": 832, "repeats": 3},
+    "environment": ENVIRONMENT,
+    "offloaded_steps": [
+        {"tier": "quantized", "weights": "resident", "step_seconds": 1.6, "peak_bytes": 15 * 2**30}
+        | {"bytes_between_steps": 14 * 2**30, "block_bytes": 2**28, "other_bytes": 2**28, "finite": True},
+        {"tier": "quantized", "weights": "offloading enabled after the patch", "step_seconds": 1.7}
+        | {"peak_bytes": 3 * 2**30, "bytes_between_steps": 2**29, "block_bytes": 2**28, "other_bytes": 2**28}
+        | {"finite": True},
+    ],
+}
 KEPT = {"transformer.blocks.0": {"1": 1.0, "4": 0.5}, "transformer.blocks.1": {"1": 0.25, "4": 0.125}}
 
 ATTENTION_ERRORS = {
@@ -47,6 +58,8 @@ def run_of(name: str, command: tuple[str, ...]) -> dict:
     preset = command[command.index("--preset") + 1] if "--preset" in command else "exact"
     if "memory_cap" in command[0]:
         return copy.deepcopy(CAP)
+    if "group_offload" in command[0]:
+        return copy.deepcopy(OFFLOADED)
     if "measure_attention_error" in command[0]:
         return copy.deepcopy(ATTENTION_ERRORS)
     if "benchmarks/ops" in command[0]:
@@ -85,6 +98,29 @@ def test_every_target_is_of_a_measurement():
     targets = (steps.STEP_TARGETS, steps.MEMORY_TARGETS, steps.DECODE_TARGETS, steps.STAGE_LIMITS, steps.LORA_TARGETS)
     assert {name for table in targets for name in table} <= set(gpu_session.MEASUREMENTS)
     assert {name for name, *_ in steps.SHORT_SECONDS} <= set(gpu_session.MEASUREMENTS)
+
+
+def test_steps_with_group_offloading():
+    text = ops.group_offload_table(OFFLOADED)
+    assert "wan2.1-14b (40 layers), 81×480×832" in text
+    assert "| quantized | offloading enabled after the patch | 1.70 | 3.00 | 0.50 |" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "faults"),
+    [
+        ({}, []),
+        ({"peak_bytes": 4 * 2**30}, ["the peak is 4.00 GiB, above 3.5 GiB"]),
+        ({"step_seconds": 1.8}, ["a step takes 1.12 times the resident one, above 1.1"]),
+        ({"bytes_between_steps": 2 * 2**30}, ["more than two blocks' weights stay on the GPU"]),
+        ({"finite": False}, ["the result is not finite"]),
+    ],
+)
+def test_faults_of_group_offloading_are_named(changes, faults):
+    resident, offloaded = OFFLOADED["offloaded_steps"]
+    found = list(group_offload.faults_of([resident, {**offloaded, **changes}], 3.5, 1.1))
+    assert len(found) == len(faults)
+    assert all(fault in sentence for fault, sentence in zip(faults, found, strict=True))
 
 
 def test_a_step_under_a_cap_on_memory():

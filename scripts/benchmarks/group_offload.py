@@ -1,0 +1,141 @@
+"""Measure denoising steps with diffusers' group offloading: their time, peak memory, and what stays on the GPU.
+
+    python scripts/benchmarks/group_offload.py --config wan2.1-14b --json offload.json
+
+The weights are random. Each tier runs with all weights on the GPU, then with block-level offloading on a stream. The
+quantized tier does so twice, because offloading may be enabled after the patch and before it. The exit code is 1 if a
+quantized step with offloading peaks above --most-gib, takes more than --most-times the step without, or leaves more
+than two blocks' weights on the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from diffusers import WanTransformer3DModel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts` can be imported
+
+import turbo_rcm_patch as trp
+from scripts.benchmarks.memory_cap import random_latents, random_model
+from turbo_rcm_patch.bench.cases import CASES
+from turbo_rcm_patch.bench.environment import describe_environment
+from turbo_rcm_patch.cli.files import json_file, write_json
+from turbo_rcm_patch.tables import table
+
+GIB = 2**30
+RESIDENT, AFTER, BEFORE = "resident", "offloading enabled after the patch", "offloading enabled before the patch"
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse_options(argv)
+    device, case = torch.device("cuda"), CASES[options.config]
+    config = {**case.transformer, "num_layers": options.layers or case.transformer["num_layers"]}
+    model = random_model(config)
+    inputs = random_latents(model, case.frames, options.height, options.width, device)
+    rows = list(measure_all(model, inputs, options.repeats, device))
+    print(table([("tier", "weights", "step, s", "peak, GiB", "between steps, GiB"), *map(cells, rows)]))
+    settings = {"config": options.config, "layers": len(model.blocks), "frames": case.frames}
+    settings |= {"height": options.height, "width": options.width, "repeats": options.repeats}
+    if options.json is not None:
+        environment = asdict(describe_environment(device))
+        write_json(options.json, {"settings": settings, "environment": environment, "offloaded_steps": rows})
+    faults = list(faults_of(rows, options.most_gib, options.most_times))
+    print(*faults, sep="\n")
+    return 1 if faults else 0
+
+
+def measure_all(model: WanTransformer3DModel, inputs: tuple, repeats: int, device: torch.device) -> Iterator[dict]:
+    """Yield a row for each tier and each place of the weights."""
+    for tier in ("exact", "quantized"):
+        model.to(device)
+        with trp.patch(model, tier):
+            yield measure(model, tier, RESIDENT, inputs, repeats)
+        model.to("cpu")
+    patch = trp.patch(model, "quantized")
+    model.enable_group_offload(
+        device, torch.device("cpu"), offload_type="block_level", num_blocks_per_group=1, use_stream=True
+    )
+    yield measure(model, "quantized", AFTER, inputs, repeats)
+    patch.restore()
+    for tier in ("quantized", "exact"):
+        with trp.patch(model, tier):
+            yield measure(model, tier, BEFORE, inputs, repeats)
+
+
+def measure(model: WanTransformer3DModel, tier: str, place: str, inputs: tuple, repeats: int) -> dict:
+    """Time a step; the first two are not counted, because they compile kernels and learn the order of the groups."""
+    seconds, between = [], 0
+    for step in range(2 + repeats):
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        if step == 2:
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        with torch.no_grad():
+            sample = model(*inputs, return_dict=False)[0]
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+        finite = bool(sample.isfinite().all())
+        del sample
+        between = max(between, torch.cuda.memory_allocated())
+    return {
+        "tier": tier,
+        "weights": place,
+        "step_seconds": statistics.median(seconds[2:]),
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "bytes_between_steps": between,
+        "block_bytes": sum(parameter.nbytes for parameter in model.blocks[0].parameters()),
+        "other_bytes": sum(p.nbytes for name, p in model.named_parameters() if not name.startswith("blocks.")),
+        "finite": finite,
+    }
+
+
+def cells(row: dict) -> tuple[str, ...]:
+    """Return a row of the table."""
+    sizes = (f"{row[name] / GIB:.2f}" for name in ("peak_bytes", "bytes_between_steps"))
+    return row["tier"], row["weights"], f"{row['step_seconds']:.3f}", *sizes
+
+
+def faults_of(rows: list[dict], most_gib: float, most_times: float) -> Iterator[str]:
+    """Yield what a quantized step with offloading does not hold, as sentences."""
+    resident = next(row for row in rows if row["tier"] == "quantized" and row["weights"] == RESIDENT)
+    for row in rows:
+        if not row["finite"]:
+            yield f"{row['tier']}, {row['weights']}: the result is not finite."
+        if row["tier"] != "quantized" or row["weights"] == RESIDENT:
+            continue
+        times = row["step_seconds"] / resident["step_seconds"]
+        if row["peak_bytes"] > most_gib * GIB:
+            yield f"{row['weights']}: the peak is {row['peak_bytes'] / GIB:.2f} GiB, above {most_gib} GiB."
+        if times > most_times:
+            yield f"{row['weights']}: a step takes {times:.2f} times the resident one, above {most_times}."
+        if row["bytes_between_steps"] > 2 * row["block_bytes"] + row["other_bytes"] + GIB // 8:
+            yield f"{row['weights']}: more than two blocks' weights stay on the GPU between steps."
+
+
+def parse_options(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", choices=CASES, default="wan2.1-14b")
+    parser.add_argument("--layers", type=int, help="blocks of the model (default: all)")
+    parser.add_argument("--height", type=int, default=480)
+    parser.add_argument("--width", type=int, default=832)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--most-gib", type=float, default=3.5, help="peak memory that a quantized step may take")
+    parser.add_argument("--most-times", type=float, default=1.1, help="how much longer a step may take than resident")
+    parser.add_argument("--json", type=json_file, help="write all figures with the GPU and versions")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("PyTorch finds no CUDA GPU, whose memory this is about.")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())
