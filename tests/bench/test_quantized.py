@@ -19,6 +19,7 @@ from turbo_rcm_patch.bench.report import comparison_table, verification_table
 from turbo_rcm_patch.bench.verify import verify
 from turbo_rcm_patch.config import Quantized
 from turbo_rcm_patch.patching import patch, use_rcm
+from turbo_rcm_patch.patching.steps import in_8_bits
 from turbo_rcm_patch.patching.weights.convert import quantized_linears
 from turbo_rcm_patch.tiers import EXACT, QUANTIZED
 
@@ -99,7 +100,7 @@ def test_a_wrong_block_alone_is_named(monkeypatch, dtype, damage):
     [
         ("attention_8bit", "self_attention"),
         ("linear_8bit", "cross_attention"),
-        ("linear_gelu", "feed_forward"),
+        ("linear_gelu_quantized", "feed_forward"),
     ],
 )
 def test_a_wrong_op_fails_the_sub_layer_that_it_is_in(monkeypatch, op, sub_layer):
@@ -108,14 +109,13 @@ def test_a_wrong_op_fails_the_sub_layer_that_it_is_in(monkeypatch, op, sub_layer
             result = right(*args, **options)
             if isinstance(result, kernels.Quantized):
                 return result._replace(scale=1.3 * result.scale)
+            if isinstance(result, tuple):  # values in 8 bits and their scale
+                return result[0], 1.3 * result[1]
             return result.flip(-1)
 
         return wrong
 
-    if op == "attention_8bit":
-        around_launches(monkeypatch, "ATTENTION_8BIT", around)
-    else:
-        monkeypatch.setattr(kernels, op, around(getattr(kernels, op)))
+    around_launches(monkeypatch, op.upper(), around, in_8_bits if op.startswith("linear") else kernels)
     verification = verify(rcm_pipeline(), call(), config="quantized")
     assert not verification.ok
     assert {part.part for part in verification.failed_parts} == {sub_layer}

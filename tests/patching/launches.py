@@ -5,8 +5,8 @@ from dataclasses import replace
 from turbo_rcm_patch import kernels
 
 
-def around_launches(monkeypatch, name, around):
-    """Let plans from now on launch the kernels of an op, one of `kernels`, by around(launch)."""
-    op = getattr(kernels, name)
+def around_launches(monkeypatch, name, around, module=kernels):
+    """Let plans from now on launch the kernels of an op by around(launch). module: where plans look the op up."""
+    op = getattr(module, name)
     watched = tuple(replace(kernel, launch=around(kernel.launch)) for kernel in op.kernels)
-    monkeypatch.setattr(kernels, name, replace(op, kernels=watched))
+    monkeypatch.setattr(module, name, replace(op, kernels=watched))

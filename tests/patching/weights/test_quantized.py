@@ -14,6 +14,7 @@ from tests.patching.test_equivalence import VARIANTS, captured_block_inputs, fp3
 from tests.tiny_families import FAMILIES, tiny_family_inputs, tiny_family_transformer
 from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch import kernels
+from turbo_rcm_patch.patching.steps import in_8_bits
 from turbo_rcm_patch.patching.weights.convert import quantized_linears
 from turbo_rcm_patch.tiers import QUANTIZED
 
@@ -129,27 +130,25 @@ def test_rows_of_zeros():
 
 
 @pytest.mark.parametrize(
-    "op", ["quantize_qkv", "attention_8bit", "linear_qkv", "linear_8bit", "linear_skip", "linear_gelu"]
+    "op", ["quantize_qkv", "attention_8bit", "linear_qkv", "linear_8bit", "linear_skip", "linear_gelu_quantized"]
 )
 def test_the_ops_in_8_bits_are_what_runs(op, monkeypatch):
     model, inputs = model_and_inputs("t2v", "cpu", torch.float32)
     with torch.no_grad():
         with trp.patch(model, "quantized"):
             expected = model(**inputs)[0]
-        if op in ("quantize_qkv", "attention_8bit"):
-            wrong = _wrong if op == "attention_8bit" else lambda result: (*result[:-1], 2 * result[-1])  # v's scale
-            around_launches(monkeypatch, op.upper(), lambda launch: lambda *arguments: wrong(launch(*arguments)))
-        else:
-            right = getattr(kernels, op)
-            monkeypatch.setattr(kernels, op, lambda *args, **options: _wrong(right(*args, **options)))
+        module = in_8_bits if op.startswith("linear") else kernels
+        around_launches(monkeypatch, op.upper(), lambda launch: lambda *arguments: _wrong(launch(*arguments)), module)
         with trp.patch(model, "quantized"):
             assert relative_error(model(**inputs)[0], expected) > 1e-3
 
 
 def _wrong(result):
-    """Channels in reverse; twice the scale of what is in 8 bits."""
+    """Channels in reverse; twice the last scale of what is in 8 bits."""
     if isinstance(result, kernels.Quantized):
         return result._replace(scale=2 * result.scale)
+    if isinstance(result, tuple) and result[0].dtype.itemsize == 1:
+        return *result[:-1], 2 * result[-1]
     return tuple(part.flip(-1) for part in result) if isinstance(result, tuple) else result.flip(-1)
 
 
