@@ -293,7 +293,7 @@ def test_loading_to_a_gpu(stored):
     expected = patched().cuda()
     for ours, theirs in zip(quantized_linears(model), quantized_linears(expected), strict=True):
         for name in PARTS[:2]:  # but for the norms, all bits: they were converted on the CPU and on a GPU
-            assert torch.equal(ours._buffers[name].float(), theirs._buffers[name].float())
-        ours._buffers[PARTS[2]].copy_(theirs._buffers[PARTS[2]])
+            assert torch.equal(ours._parameters[name].float(), theirs._parameters[name].float())
+        ours._parameters[PARTS[2]].copy_(theirs._parameters[PARTS[2]])
     with torch.no_grad():
         assert torch.equal(model(**inputs)[0], expected(**inputs)[0])

@@ -11,7 +11,7 @@ from tests.oracle import relative_error
 from tests.patching.quantized_models import CONFIG, ERROR
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch.patching.weights.convert import quantized_linears
-from turbo_rcm_patch.patching.weights.linear_8bit import PARTS
+from turbo_rcm_patch.patching.weights.linear_8bit import PARTS, QuantizedLinear
 
 BLOCKS = 8
 LARGE = {"heads": 16, "head_dim": 128, "ffn_dim": 8192, "layers": BLOCKS, "dtype": torch.bfloat16}  # 64 MiB a block
@@ -38,6 +38,24 @@ def allocated():
     return torch.cuda.memory_allocated()
 
 
+@pytest.fixture
+def on_card(monkeypatch):
+    """Bytes of 8-bit weights that are on the GPU, each time that a linear gives its weight to a kernel."""
+    found, quantized = [], QuantizedLinear.quantized
+
+    def watched(linear):
+        model = found[0]
+        found.append(sum(part.nbytes for each in model for part in each if part.is_cuda))
+        return quantized(linear)
+
+    def watch(model):
+        found[:] = [[[linear._parameters[name] for name in PARTS] for linear in quantized_linears(model)]]
+        monkeypatch.setattr(QuantizedLinear, "quantized", watched)
+        return found
+
+    return watch
+
+
 def on_gpu(model):
     inputs = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in tiny_transformer_inputs(model).items()}
     with torch.no_grad():
@@ -58,7 +76,7 @@ def resident():
 @pytest.mark.gpu
 @pytest.mark.parametrize("first", ["patch", "offload"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_group_offload_holds_two_blocks_at_most(kind, first):
+def test_group_offload_holds_two_blocks_at_most(kind, first, on_card):
     expected, activations = resident()
     empty = allocated()
     model = tiny_wan_transformer(**LARGE)
@@ -71,12 +89,15 @@ def test_group_offload_holds_two_blocks_at_most(kind, first):
     assert block > 2**25
     # The rest of the model (embeddings and the head) is a group of its own.
     others = sum(p.nbytes for p in model.parameters()) - bytes_in_8_bits(model)
+    found = on_card(model)
     for _ in range(3):  # with streams the second call learns the order, and the third brings blocks ahead
         torch.cuda.reset_peak_memory_stats()
         # A linear that is called computes as nn.Linear does, in another order than the fused steps.
         assert relative_error(on_gpu(model), expected) <= (ERROR if "leaves" in kind else 1e-3)
-        assert torch.cuda.max_memory_allocated() - empty - activations - others <= 2.1 * block
+        # A stream copies the next block while the last one's memory waits for its event.
+        assert torch.cuda.max_memory_allocated() - empty - activations - others <= 3 * block
         assert allocated() - empty - others <= 2.1 * block
+    assert 0 < max(found[1:]) <= 2 * block
 
 
 @pytest.mark.gpu
@@ -86,7 +107,8 @@ def test_accelerate_leaves_nothing_on_the_gpu(whole):
     empty = allocated()
     model = tiny_wan_transformer(**LARGE)
     trp.patch(model, CONFIG)
-    block, every = bytes_in_8_bits(model.blocks[0]), sum(p.nbytes for p in model.parameters())
+    every = sum(p.nbytes for p in model.parameters())
+    part = bytes_in_8_bits(model.blocks[0]) + every - bytes_in_8_bits(model)
     hook = None
     if whole:
         hook = accelerate.cpu_offload_with_hook(model, execution_device=torch.device("cuda"))[1]
@@ -94,7 +116,7 @@ def test_accelerate_leaves_nothing_on_the_gpu(whole):
         accelerate.cpu_offload(model, execution_device=torch.device("cuda"))
     torch.cuda.reset_peak_memory_stats()
     assert relative_error(on_gpu(model), expected) <= (1e-3 if whole else ERROR)
-    assert torch.cuda.max_memory_allocated() - empty - activations <= (1.05 * every if whole else block)
+    assert torch.cuda.max_memory_allocated() - empty - activations <= (1.1 * every if whole else part)
     if whole:
         hook.offload()
     assert allocated() - empty <= 2**22
