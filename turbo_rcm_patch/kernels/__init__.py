@@ -8,7 +8,7 @@ Add a kernel to an op in five steps:
    why the kernel cannot run, or None.
 2. Give the launcher the arguments of the op's other launchers. It hands unaligned operands to the next kernel.
 3. Put a ``Kernel(name, why_not, op.launch(name, launcher))`` into the op's list, such as LINEAR_SKIP in
-   linear/linear_skip.py, before the kernels that it is to go before (choice/registry.py).
+   linear/linear_skip.py. The first kernel of the list that can run is picked (choice/registry.py).
 4. Add a row for each GPU to the table of picks, such as tests/kernels/linear/test_picks.py.
 5. Compare it with the reference in the op's tests, then time it.
 """

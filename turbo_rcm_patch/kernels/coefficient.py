@@ -4,8 +4,8 @@ Every op that ends in the skip computes ``c_skip * residual + c_out * F`` in fp3
 shape says how it varies, so one epilogue serves a consistency block (one value per sample), a Wan block (a gate per
 channel) and per-token timesteps (a gate per token and channel).
 
-Tokens that follow each other often share their timestep. What varies by such runs only is given as `Runs`; inside of an
-op it is a tensor [R, 1, C], like one sample per run, beside the tensor of the runs' starts.
+Consecutive tokens often share their timestep. A coefficient that is constant within such runs of tokens is given as
+`Runs`. Inside an op it is a tensor [R, 1, C], as if each run were a sample, beside the tensor of the runs' starts.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ PER_CHANNEL = 2  # [B|1, 1, C]
 PER_TOKEN = 3  # [B|1, S, C|1]
 PER_RUN = 4  # [R, 1, C] with starts [R + 1]
 
-MAX_RUNS = 32  # each costs every tile of the sm_90 GEMM two loads
+MAX_RUNS = 32  # each run costs every tile of the sm_90 GEMM two loads
 
 
 class Runs(NamedTuple):
-    """A coefficient with a row of channels for each run of consecutive tokens, which are counted over all samples.
+    """A coefficient with a row of channels for each run of consecutive tokens. Tokens are counted over all samples.
 
-    values: [R, C], R from 1 to MAX_RUNS. starts: [R + 1] int32 on the same device: run r has the tokens from starts[r]
-    up to starts[r + 1]. It ascends from 0 to B·S; a run may be empty. Its values are not checked, which would wait for
-    the GPU.
+    values: [R, C], R from 1 to MAX_RUNS. starts: [R + 1] int32 on the same device, ascending from 0 to B·S. Run r has
+    the tokens from starts[r] up to, but not including, starts[r + 1]. A run may be empty. The values of starts are not
+    checked: reading them would wait for the GPU.
     """
 
     values: torch.Tensor
@@ -43,7 +43,7 @@ Coefficient = float | int | torch.Tensor
 def canonical_coefficient(
     name: str, value: Coefficient | None, batch: int, tokens: int, channels: int, device: torch.device
 ) -> torch.Tensor | None:
-    """Bring a user's coefficient to the shape [B|1, S|1, C|1] (a view where possible), or None for the constant 1.
+    """Return a user's coefficient in the shape [B|1, S|1, C|1] (a view if possible), or None for the constant 1.
 
     Accepted: a number, 0-d, per sample [B], per channel [C] or [B, 1, C], per token [B, S, C], and any 3-d shape whose
     dimensions are 1 or full. Raises ValueError for another shape, for a 1-d shape that could mean both [B] and [C],
@@ -91,10 +91,11 @@ def _canonical_1d(name: str, value: torch.Tensor, batch: int, channels: int) -> 
 def split_runs(
     name: str, value: Coefficient | Runs | None, batch: int, tokens: int, channels: int, device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """`canonical_coefficient` and None, or for Runs their values as [R, 1, C] and their starts.
+    """Return a coefficient and the starts of its runs: Runs as values [R, 1, C] and starts [R + 1], any other value as
+    `canonical_coefficient` gives it and None.
 
-    Raises ValueError as `canonical_coefficient` does, and for Runs of other shapes, of starts that are not int32, or on
-    another device.
+    Raises ValueError as `canonical_coefficient` does, and for Runs with other shapes, with starts that are not int32,
+    or on another device.
     """
     if not isinstance(value, Runs):
         return canonical_coefficient(name, value, batch, tokens, channels, device), None
@@ -103,7 +104,7 @@ def split_runs(
 
 
 def values_and_starts(value: torch.Tensor | Runs | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """`split_runs` for a coefficient that is canonical or Runs, without any check."""
+    """Do what `split_runs` does for a coefficient that is already canonical or Runs, without any check."""
     return (value.values[:, None], value.starts) if isinstance(value, Runs) else (value, None)
 
 
@@ -122,17 +123,17 @@ def check_runs(name: str, runs: Runs, channels: int, device: torch.device) -> No
 
 
 def search_steps(starts: torch.Tensor | None) -> int:
-    """Halvings by which `find_runs` comes to one run of R: 0 for R = 1, and without runs."""
+    """Return the number of bisection steps that `find_runs` needs for R runs: 0 for R = 1, and without runs."""
     return max(0, count_runs(starts) - 1).bit_length()
 
 
 def count_runs(starts: torch.Tensor | None) -> int:
-    """R, or 0 without runs."""
+    """Return the number of runs R, or 0 without runs."""
     return 0 if starts is None else starts.shape[0] - 1
 
 
 def coefficient_kind(value: torch.Tensor | None, starts: torch.Tensor | None = None) -> int:
-    """How a canonical coefficient varies: ONE, PER_SAMPLE, PER_CHANNEL, PER_TOKEN or, with starts, PER_RUN."""
+    """Return how a canonical coefficient varies: ONE, PER_SAMPLE, PER_CHANNEL, PER_TOKEN or, with starts, PER_RUN."""
     if starts is not None:
         return PER_RUN
     if value is None:
@@ -143,7 +144,9 @@ def coefficient_kind(value: torch.Tensor | None, starts: torch.Tensor | None = N
 
 
 def coefficient_strides(value: torch.Tensor | None) -> tuple[int, int, int]:
-    """Element strides of a canonical coefficient over (sample or run, token, channel); 0 where it does not vary."""
+    """Return the element strides of a canonical coefficient over (sample or run, token, channel).
+
+    The stride is 0 along a dimension in which the coefficient is constant."""
     if value is None:
         return 0, 0, 0
     (samples, tokens, channels), (by_sample, by_token, by_channel) = value.shape, value.stride()
@@ -154,8 +157,8 @@ def coefficient_strides(value: torch.Tensor | None) -> tuple[int, int, int]:
 def load_coefficient(
     pointer, sample, rows, columns, row_mask, column_mask, stride_b, stride_s, stride_c, KIND: tl.constexpr
 ):
-    """Load a coefficient for the tile (sample, rows [M], columns [N]) as fp32 [1,1], [1,N] or [M,N] by KIND. Where it
-    varies by run, sample is the run of each row [M]."""
+    """Load a coefficient for the tile (sample, rows [M], columns [N]) as fp32 [1,1], [1,N] or [M,N] by KIND. For
+    a coefficient that varies by run, ``sample`` holds the run of each row [M]."""
     base = pointer + sample.to(tl.int64) * stride_b
     if KIND == 1:
         value = tl.load(base).to(tl.float32)[None, None]
@@ -171,9 +174,10 @@ def load_coefficient(
 
 @triton.jit
 def find_runs(tokens, starts, runs, STEPS: tl.constexpr):
-    """The run that each token [M] is in: the last that starts up to it, by bisection in STEPS (`search_steps`)."""
+    """Return the run of each token [M]: the last run that starts at or before it, by bisection in STEPS
+    (`search_steps`)."""
     found = tl.zeros_like(tokens)
     for step in tl.static_range(STEPS):
         later = found + (1 << (STEPS - 1 - step))
-        found = tl.where(tokens >= tl.load(starts + tl.minimum(later, runs)), later, found)  # starts[runs] is beyond
-    return tl.minimum(found, runs - 1)  # in bounds for tokens past the last, too
+        found = tl.where(tokens >= tl.load(starts + tl.minimum(later, runs)), later, found)  # starts[runs]: the end
+    return tl.minimum(found, runs - 1)  # stay in bounds for tokens past the last one

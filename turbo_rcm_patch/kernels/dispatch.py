@@ -1,4 +1,4 @@
-"""Which implementation an op takes for given tensors: the Triton kernel or the torch reference, and why."""
+"""The choice between the Triton kernel and the torch reference for given tensors, with its reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _meta_gpu = contextvars.ContextVar("turbo_rcm_patch_meta_gpu", default=None)
 
 @contextlib.contextmanager
 def meta_is_gpu(capability: tuple[int, int], multiprocessors: int) -> Iterator[None]:
-    """Within it meta tensors are on a GPU of this compute capability, with so many multiprocessors."""
+    """Treat meta tensors, within this context, as tensors on a GPU with this compute capability and number of
+    multiprocessors."""
     token = _meta_gpu.set((capability, multiprocessors))
     try:
         yield
@@ -36,22 +37,22 @@ def meta_is_gpu(capability: tuple[int, int], multiprocessors: int) -> Iterator[N
 
 
 def interpreting() -> bool:
-    """Whether Triton kernels run in its CPU interpreter (TRITON_INTERPRET=1 was set before the package's import)."""
+    """True if Triton kernels run in its CPU interpreter: TRITON_INTERPRET=1 was set before the package's import."""
     from .coefficient import load_coefficient
 
     return not isinstance(load_coefficient, triton.runtime.JITFunction)
 
 
 def why_not_triton_on(device: torch.device, dtype: torch.dtype, formats: Collection[torch.dtype] = ()) -> str | None:
-    """Why Triton kernels cannot take tensors of this device and dtype, in a few words; None when they can.
+    """Return the reason why Triton kernels cannot take tensors of this device and dtype, or None if they can.
 
-    formats: of 8 bits (quantized.py), that the kernel takes besides.
+    formats: the 8-bit formats (quantized.py) that the kernel also takes.
     """
     return why_not_device(device) or why_not_dtype(device, dtype, formats)
 
 
 def why_not_device(device: torch.device) -> str | None:
-    """The reason why Triton kernels cannot run on this device, or None if they can."""
+    """Return the reason why Triton kernels cannot run on this device, or None if they can."""
     if is_gpu(device):
         if torch.version.hip is not None:
             return "AMD GPU"
@@ -64,7 +65,7 @@ def why_not_device(device: torch.device) -> str | None:
 
 def why_not_dtype(device: torch.device, dtype: torch.dtype, formats: Collection[torch.dtype] = ()) -> str | None:
     """The reason why Triton kernels cannot take this dtype on this device, or None if they can. formats: the 8-bit
-    formats that the kernel takes besides."""
+    formats that the kernel also takes."""
     if dtype not in KERNEL_DTYPES and dtype not in formats:
         return f"{str(dtype).removeprefix('torch.')} tensors"
     if dtype == FP8 and is_gpu(device) and device_capability(device) < FP8_CAPABILITY:
@@ -73,7 +74,7 @@ def why_not_dtype(device: torch.device, dtype: torch.dtype, formats: Collection[
 
 
 def device_properties(device: torch.device) -> tuple[tuple[int, int], int]:
-    """Compute capability and multiprocessors."""
+    """Return the compute capability and the number of multiprocessors."""
     if device.type == "cuda":
         return _gpu_properties(device)
     return _meta_gpu.get() if device.type == "meta" else INTERPRETED_GPU
@@ -86,21 +87,21 @@ def _gpu_properties(device: torch.device) -> tuple[tuple[int, int], int]:
 
 
 def is_sm90(device: torch.device) -> bool:
-    """Whether it is a GPU of sm_90, NVIDIA's."""
+    """True if the device is an NVIDIA GPU of sm_90."""
     return is_gpu(device) and torch.version.hip is None and device_capability(device) == SM90
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether it is a GPU, or stands for one (`meta_is_gpu`)."""
+    """True if the device is a GPU, or the meta device while it stands for one (`meta_is_gpu`)."""
     return device.type == "cuda" or (device.type == "meta" and _meta_gpu.get() is not None)
 
 
 def device_capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability; where torch.compile traces too."""
+    """Return the compute capability. torch.compile can trace this."""
     if device.type != "cuda":
         return _meta_gpu.get()[0]
     if device.index is None or torch.compiler.is_compiling():
-        # Without an index it is whichever GPU is current; torch.compile warns of cached functions where it traces them.
+        # Without an index the device is the current GPU, which can change. torch.compile warns about cached functions.
         return torch.cuda.get_device_capability(device)
     return _gpu_properties(device)[0]
 
@@ -111,10 +112,11 @@ def why_not_sm90(
     gluon_error: str | None,
     dtypes: tuple[torch.dtype, ...] = SM90_DTYPES,
 ) -> str | None:
-    """Why a kernel for sm_90 in Gluon that takes these dtypes cannot run on this device and dtype, in a few words; None
-    when it can.
+    """Return the reason why a Gluon kernel for sm_90 that takes these dtypes cannot run on this device and dtype, or
+    None if it can.
 
-    gluon_error: why the kernel does not run with this release of Triton, if so: Gluon changes between them.
+    gluon_error: the reason why the kernel cannot run with this release of Triton, or None. Gluon changes between
+        releases.
     """
     if not is_sm90(device):
         return "no GPU of sm_90"
@@ -131,12 +133,12 @@ def why_not_triton(
     formats: Collection[torch.dtype] = (),
     result: torch.dtype | None = None,
 ) -> str | None:
-    """Why the Triton kernel cannot take these tensors, in a few words; None when it can.
+    """Return the reason why the Triton kernel cannot take these tensors, or None if it can.
 
-    has_gradient: whether the op's kernel has a backward. An op without one leaves autograd to the reference.
-    formats: of 8 bits (quantized.py), that tensors may have besides; the GPU must know all of them. result: that of the
-    result, if it is in 8 bits.
-    Raises ValueError when the tensors are on different devices.
+    has_gradient: True if the op's kernel has a backward. An op without one leaves autograd to the reference.
+    formats: the 8-bit formats (quantized.py) that tensors may also have. The GPU must support all of them.
+    result: the format of the result, if the result is in 8 bits.
+    Raises ValueError if the tensors are on different devices.
     """
     present = [tensor for tensor in tensors if tensor is not None]
     device = present[0].device
@@ -173,9 +175,13 @@ def use_triton(
     formats: Collection[torch.dtype] = (),
     result: torch.dtype | None = None,
 ) -> bool:
-    """Choose for one call. "auto": Triton on a GPU where it applies; "triton": Triton wherever it applies, also in the
-    CPU interpreter, an error where no kernel can run; "torch": the reference. Autograd through an op without a gradient
-    takes the reference under every choice. has_gradient, formats, result: as of `why_not_triton`."""
+    """True if this call runs the Triton kernel, False if it runs the reference.
+
+    implementation: "auto" takes Triton on a GPU if the kernel can run. "triton" also takes it in the CPU interpreter,
+        and raises ValueError if no kernel can run. "torch" takes the reference. Autograd through an op without a
+        backward takes the reference in every case.
+    has_gradient, formats, result: as in `why_not_triton`.
+    """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r} is unknown; accepted are {', '.join(IMPLEMENTATIONS)}.")
     if implementation == "torch":
@@ -191,7 +197,7 @@ def use_triton(
 
 
 def check_result(op: str, dtype: torch.dtype | None, own: torch.dtype, **scales: float) -> None:
-    """Raise ValueError for a result's dtype or scale that an op cannot give. own: the dtype that None stands for."""
+    """Raise ValueError if an op cannot give a result of this dtype or scale. own: the dtype that None stands for."""
     if dtype not in (None, own, *KERNEL_DTYPES):
         accepted = ", ".join(str(known).removeprefix("torch.") for known in KERNEL_DTYPES)
         raise ValueError(f"{op}: dtype={dtype}; accepted are {accepted} and None for {own}.")
@@ -201,7 +207,7 @@ def check_result(op: str, dtype: torch.dtype | None, own: torch.dtype, **scales:
 
 
 class KernelOp:
-    """A launcher as the custom op ``turbo_rcm_patch::name``, without the custom op's cost where nothing needs it.
+    """A launcher as the custom op ``turbo_rcm_patch::name``, without the custom op's cost when a plain call will do.
 
     torch.compile, autograd, tracers, modes and tensor subclasses see the custom op (``op``). All other calls go
     straight to the launcher, because the dispatcher and its checks can take longer than the kernel.
@@ -219,7 +225,7 @@ class KernelOp:
 class KernelsOp:
     """Several kernels of one op as the custom op ``turbo_rcm_patch::name``, whose first argument is a kernel's name.
 
-    fake: the op on fake tensors, with the signature of all its launchers.
+    fake: the op's result on fake tensors. All launchers have its signature.
     """
 
     def __init__(self, name: str, fake: Callable):
@@ -230,7 +236,7 @@ class KernelsOp:
         self._launchers: dict[str, Callable] = {}
 
     def launch(self, kernel: str, launcher: Callable) -> KernelLaunch:
-        """Return what launches a kernel of this name, directly or through the custom op."""
+        """Register a kernel's launcher; return a callable that runs it, directly or through the custom op."""
         self._launchers[kernel] = launcher
         return KernelLaunch(self.op, kernel, launcher)
 
@@ -239,7 +245,7 @@ class KernelsOp:
 
 
 class KernelLaunch:
-    """Launches one kernel of a `KernelsOp`; like a `KernelOp`, without the custom op's cost where nothing needs it."""
+    """A callable that launches one kernel of a `KernelsOp`. Like a `KernelOp`, it avoids the custom op if it can."""
 
     def __init__(self, op: Callable, kernel: str, launcher: Callable):
         self._op, self._kernel, self._launcher = op, kernel, launcher
@@ -249,8 +255,8 @@ class KernelLaunch:
 
 
 def _needs_custom_op(arguments: tuple) -> bool:
-    """True if torch.compile, a tracer or a mode sees the call, autograd records one of the arguments, or one is of a
-    tensor subclass."""
+    """True if torch.compile, a tracer or a mode sees the call, if autograd records one of the arguments, or if an
+    argument is a tensor subclass."""
     if torch.compiler.is_dynamo_compiling() or torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() > 0:
         return True
     recording = torch.is_grad_enabled()
@@ -264,10 +270,10 @@ def _needs_custom_op(arguments: tuple) -> bool:
 
 
 def kernels_op(name: str) -> Callable[[Callable], KernelsOp]:
-    """Decorator: make a fake the KernelsOp of this name."""
+    """Return a decorator that turns a fake into the KernelsOp of this name."""
     return functools.partial(KernelsOp, name)
 
 
 def kernel_op(name: str) -> Callable[[Callable], KernelOp]:
-    """Decorator: make a launcher the KernelOp of this name."""
+    """Return a decorator that turns a launcher into the KernelOp of this name."""
     return functools.partial(KernelOp, name)

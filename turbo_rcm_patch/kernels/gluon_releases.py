@@ -1,9 +1,8 @@
-"""Gluon, in which the kernels for sm_90 are written, differs between releases of Triton: in names, and from 3.9 on in
-what assembles the kernels.
+"""Differences of Gluon between releases of Triton. The kernels for sm_90 are written in Gluon.
 
-Triton 3.9 assembles for sm_90 with the ptxas of CUDA 13.4, which spills registers in the kernels' loops
-(docs/designs.md). That of CUDA 12.9, which Triton brings along for older GPUs, spills none there. `jit` has kernels
-assembled with it.
+Names changed between releases. Triton 3.9 and later also use another assembler for sm_90: the ptxas of CUDA 13.4, which
+spills registers in the kernels' loops (docs/designs.md). The ptxas of CUDA 12.9, which Triton ships for older GPUs,
+spills none there. `jit` makes Triton assemble kernels with the older one.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 reinterpret = getattr(shared_memory_descriptor, "reinterpret", None) or shared_memory_descriptor._reinterpret
 
-SM_90 = 90  # as Triton names it
+SM_90 = 90  # Triton's name for the architecture
 NEEDS_OLDER_PTXAS = tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) >= (3, 9)
 
 
 def jit(**options: object) -> Callable[[Callable], GluonJITFunction]:
-    """gluon.jit with these options, for kernels; the functions that they call need it not."""
+    """Return gluon.jit with these options, for kernels. Functions that kernels call use gluon.jit itself."""
     return functools.partial(_WithOlderPtxas, **options) if NEEDS_OLDER_PTXAS else gluon.jit(**options)
 
 
@@ -41,11 +40,11 @@ class _WithOlderPtxas(GluonJITFunction):
         return binder
 
 
-_this_thread = threading.local()  # Triton compiles a kernel in one thread, from its source to the last step
+_this_thread = threading.local()  # Triton compiles a kernel in one thread from start to end
 
 
 def _compile_with_older_ptxas(compile: Callable, *arguments: object, **options: object) -> object:
-    compiler.get_ptxas_version(SM_90)  # as it is: Triton remembers it, for the key of whatever it compiles
+    compiler.get_ptxas_version(SM_90)  # Triton caches the unchanged version for its compile keys
     _this_thread.takes_older_ptxas = True
     try:
         return compile(*arguments, **options)
@@ -57,5 +56,5 @@ def _choose_ptxas(by_architecture: Callable[[int], knobs.NvidiaTool], arch: int)
     return knobs.nvidia.ptxas if getattr(_this_thread, "takes_older_ptxas", False) else by_architecture(arch)
 
 
-if NEEDS_OLDER_PTXAS:  # in Triton's place, which knows no setting for a single kernel
+if NEEDS_OLDER_PTXAS:  # replaces Triton's function: no setting chooses ptxas for a single kernel
     compiler.get_ptxas = functools.partial(_choose_ptxas, compiler.get_ptxas)

@@ -1,8 +1,8 @@
-"""Starting kernels, and recording what would be started.
+"""Launching kernels, or recording the launches instead.
 
-``launch_kernel`` is how every launcher starts a kernel. Within `recorded` it hands the launch over instead: to
-`compile_ahead`, which compiles the kernels of a computation before it runs, several at once, as one after the other
-they take many seconds; or to the compile gate (compile_without_gpu.py), for GPUs that are not there.
+Every launcher starts its kernel through ``launch_kernel``. Within `recorded` the kernel does not run and the launch is
+handed over. `compile_ahead` records so that it can compile the kernels of a computation in parallel before it runs: one
+by one they take many seconds. The compile gate (compile_without_gpu.py) records to compile for GPUs that are absent.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Launch(NamedTuple):
     options: dict[str, object]
 
     def compile(self) -> object:
-        """What Triton compiles for it: the kernel, or a future of it in Triton's mode that compiles in threads."""
+        """Return the kernel compiled for this launch, or its future in Triton's mode that compiles in threads."""
         return self.kernel.warmup(*self.arguments, grid=self.grid, **self.options)
 
 
 def launch_kernel(kernel, grid: tuple[int, ...], *arguments, **options) -> None:
-    """``kernel[grid](*arguments, **options)``; within `recorded` nothing runs."""
+    """Run ``kernel[grid](*arguments, **options)``, or record it within `recorded`."""
     record = _record.get()
     if record is not None:
         record(Launch(kernel, grid, arguments, options))
@@ -44,27 +44,29 @@ def launch_kernel(kernel, grid: tuple[int, ...], *arguments, **options) -> None:
 
 
 def on_device(tensor: torch.Tensor) -> AbstractContextManager:
-    """Within it the tensor's GPU is the current one. It costs little where that is so already."""
+    """Make the tensor's GPU the current one within this context. This costs little if it already is."""
     if tensor.is_cpu or (tensor.is_cuda and tensor.get_device() == torch._C._cuda_getDevice()):
         return _AS_IT_IS
     return torch.cuda.device_of(tensor)
 
 
 def register_options(capability: tuple[int, int], majors: tuple[int, ...] = (10,)) -> dict[str, int]:
-    """Options of a kernel that multiplies matrices on a GPU of this compute capability: ptxas for sm_100 spills some
-    registers to fit more programs than run, unless it is told that it may have all of them. majors: of the
-    architectures for which ptxas does so to this kernel."""
+    """Return the compile options of a kernel that multiplies matrices on a GPU of this compute capability.
+
+    For sm_100 ptxas spills registers to make room for more programs than run, unless it is told that it may use all of
+    them. majors: the architectures (major versions) for which ptxas does so to this kernel.
+    """
     return {"maxnreg": 255} if capability[0] in majors else {}
 
 
 def recording() -> bool:
-    """Whether this is a call within `recorded`, whose values have no meaning."""
+    """True if this call is within `recorded`, where computed values have no meaning."""
     return not torch.compiler.is_dynamo_compiling() and _record.get() is not None  # torch.compile cannot trace `get`
 
 
 @contextlib.contextmanager
 def recorded(record: Callable[[Launch], object]) -> Iterator[None]:
-    """Within it every launch is given to ``record`` and does not run."""
+    """Give every launch within this context to ``record`` instead of running it."""
     token = _record.set(record)
     try:
         yield
@@ -73,11 +75,12 @@ def recorded(record: Callable[[Launch], object]) -> Iterator[None]:
 
 
 def compile_ahead(run: Callable[[], object]) -> None:
-    """Compile what ``run()`` launches, in threads, and return when all is done. What `run` computes has no meaning.
+    """Compile the kernels that ``run()`` launches, in threads, and return when all are done. The values that ``run()``
+    computes have no meaning.
 
-    A kernel that cannot be compiled raises where it is launched later, not here.
+    A kernel that cannot be compiled raises its error when it is launched later, not here.
     """
-    # An empty context: nobody else's compiling mode within, and none left behind by an interrupt.
+    # A new context: it inherits no compile mode from a caller, and an interrupt leaves none behind.
     contextvars.Context().run(_compile_launches_of, run)
 
 
@@ -90,12 +93,12 @@ def _compile_launches_of(run: Callable[[], object]) -> None:
         ):
             run()
     finally:
-        executor.shutdown(wait=False, cancel_futures=True)  # does nothing, unless interrupted
+        executor.shutdown(wait=False, cancel_futures=True)  # only matters after an interrupt
         for kernel, future in compiled:
             _forget_failed(kernel, future)
 
 
 def _forget_failed(kernel, future: object) -> None:
-    """Let the next launch compile the kernel anew; Triton 3.7 would raise the old error again, and keep its frames."""
+    """Let the next launch compile a failed kernel again. Triton 3.7 would raise the old error and keep its frames."""
     if isinstance(future, triton.FutureKernel) and future.kernel is None:
         kernel.device_caches.clear()

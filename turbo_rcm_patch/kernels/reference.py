@@ -1,8 +1,8 @@
-"""Every op in plain torch: the definition, the oracle of the tests, and the path taken where no kernel applies.
+"""Every op in plain torch: its definition, the oracle of the tests, and the path taken when no kernel can run.
 
 Shapes: B samples, S tokens, H heads, D head_dim, C = channels, K = input channels. Reductions and the skip are computed
 in fp32 (fp64 for fp64 inputs) and rounded once to the input's dtype.
-Coefficients are canonical: [B|1, S|1, C|1] or None for 1; with starts [R + 1], [R, 1, C] (see coefficient.py).
+Coefficients are canonical: [B|1, S|1, C|1], or None for 1. With starts [R + 1] they are [R, 1, C] (see coefficient.py).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def skip(
 ) -> torch.Tensor:
     """``c_skip * residual + c_out * output`` for residual, output [B, S, C]; result in dtype, or the residual's.
 
-    The residual is given divided by residual_scale, and the result is divided by result_scale; in fp16 it saturates
-    unless that is 1. starts: of c_out's runs.
+    residual_scale: the residual is given divided by it. result_scale: the result is divided by it; an fp16 result
+    saturates unless result_scale is 1. starts: the starts of c_out's runs, or None.
     """
     wide = _wide(residual.dtype)
     c_out = by_token(c_out, starts, *residual.shape[:2])
@@ -48,9 +48,10 @@ def skip(
 
 
 def by_token(values: torch.Tensor | None, starts: torch.Tensor | None, batch: int, tokens: int) -> torch.Tensor | None:
-    """What varies by run, values [R, 1, C] with starts [R + 1], for every token: [B, S, C]. The values without starts.
+    """Expand values by run, [R, 1, C] with starts [R + 1], to values by token, [B, S, C]. Without starts, return the
+    values unchanged.
 
-    Run r has the tokens from starts[r] up to starts[r + 1], counted over all samples.
+    Run r has the tokens from starts[r] up to, but not including, starts[r + 1], counted over all samples.
     """
     if starts is None:
         return values
@@ -68,9 +69,10 @@ def attention(
     c_out: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:
-    """softmax(scale · q kᵀ) v for q [B, S, H, D], k and v [B, Skv, H, D]; with a residual [B, S, H, D], the skip of it.
+    """``softmax(scale · q kᵀ) v`` for q [B, S, H, D], k and v [B, Skv, H, D], followed by the skip if there is a
+    residual [B, S, H, D].
 
-    Coefficients are over the C = H·D channels. Attention Is All You Need, eq. 1.
+    The coefficients vary over the C = H·D channels. Attention Is All You Need, eq. 1.
     """
     output = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale=scale
@@ -87,9 +89,9 @@ def linear(
     low: torch.Tensor | None = None,
     up: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``a Wᵀ + low upᵀ + b`` for a [..., K], weight [C, K], bias [C], low [..., R] and up [C, R], or None both.
+    """``a Wᵀ + low upᵀ + b`` for a [..., K], weight [C, K], bias [C], low [..., R] and up [C, R], both optional.
 
-    In fp32 where a and weight have 8 bits; low and up are then in units of their rows' scales (low_rank.py).
+    With a and weight in 8 bits the sums are fp32, and low and up are in units of their rows' scales (low_rank.py).
     """
     if isinstance(a, Quantized):
         if low is not None:
@@ -117,7 +119,7 @@ def linear_skip(
     up: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``c_skip ⊙ residual + c_out ⊙ (a Wᵀ + low upᵀ + b)`` for a [B, S, K], weight [C, K], bias [C], residual
-    [B, S, C]; low and up as in `linear`, dtype, scales and starts as in `skip`."""
+    [B, S, C]. low and up are as in `linear`; dtype, scales and starts are as in `skip`."""
     sums = linear(a, weight, bias, low, up)
     return skip(residual, sums, c_skip, c_out, dtype, residual_scale, result_scale, starts)
 
@@ -135,8 +137,8 @@ def linear_gelu(
     low: torch.Tensor | None = None,
     up: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``gelu_tanh(a Wᵀ + low upᵀ + b)`` for a [..., K], weight [C, K], bias [C]; low and up as in `linear`; in dtype,
-    or the sum's."""
+    """``gelu_tanh(a Wᵀ + low upᵀ + b)`` for a [..., K], weight [C, K], bias [C]. low and up are as in `linear`. The
+    result is in dtype, or in the sum's dtype for None."""
     result = gelu(linear(a, weight, bias, low, up))
     return result if dtype is None else result.to(dtype)
 
@@ -149,10 +151,12 @@ def linear_gelu_quantized(
     low: torch.Tensor | None = None,
     up: torch.Tensor | None = None,
 ) -> Quantized:
-    """`linear_gelu` in e4m3, each row's scale from the bound ``‖a‖ max‖w‖ + max|b|`` (bias_bound, 0-d) on its values,
-    by Cauchy and Schwarz and because ``|gelu(z)| ≤ |z|``. The error of e4m3 is relative: a bound far above the values
-    costs nothing down to its subnormal numbers, at 2⁻¹⁵ of the bound. With low and up the weight's norm bounds the rows
-    of the sum of both products."""
+    """`linear_gelu` in e4m3. Each row's scale comes from the bound ``‖a‖ max‖w‖ + max|b|`` on its values.
+
+    The bound follows from Cauchy-Schwarz and ``|gelu(z)| ≤ |z|``. bias_bound is ``max|b|``, 0-d. The error of e4m3 is
+    relative, so a bound far above the values costs nothing until they reach e4m3's subnormal numbers, at 2⁻¹⁵ of the
+    bound. With low and up, weight.norm bounds the rows of the sum of both products.
+    """
     scale = ((a.norm * weight.norm + bias_bound) / LARGEST[FP8]).clamp_min(TINY)
     return Quantized(round_to(linear_gelu(a, weight, bias, None, low, up) / scale[..., None], FP8), scale)
 
@@ -165,8 +169,11 @@ def linear_qkv(
     low: torch.Tensor | None = None,
     up: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """``a Wᵀ + low upᵀ + b`` for a [..., K] and every weight [N, K] with its bias [N] or None, and its part of low
-    [..., G·R] and up [G·N, R], for G weights; in dtype, or the sums'."""
+    """``a Wᵀ + low upᵀ + b`` for a [..., K] and each of G weights [N, K] with its bias [N] or None.
+
+    low [..., G·R] and up [G·N, R] hold one part for each weight. The results are in dtype, or in the sums' dtype for
+    None.
+    """
     parts = parts_of_weights(low, up, len(weights))
     results = (linear(a, *each, *part) for *each, part in zip(weights, biases, parts, strict=True))
     return tuple(result if dtype is None else result.to(dtype) for result in results)
@@ -175,7 +182,7 @@ def linear_qkv(
 def parts_of_weights(
     low: torch.Tensor | None, up: torch.Tensor | None, weights: int
 ) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
-    """low [..., G·R] and up [G·N, R] of so many weights G, for each of them; None without."""
+    """Split low [..., G·R] and up [G·N, R] into the parts of G weights. Without low, every part is None."""
     if low is None:
         return [(None, None)] * weights
     return list(zip(low.chunk(weights, -1), up.chunk(weights), strict=True))
@@ -192,7 +199,7 @@ def layer_norm_modulate(
     starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``(LayerNorm(x) · weight + bias) · (1 + scale) + shift`` for x [B, S, C]; weight, bias [C]; scale, shift
-    [B|1, S|1, C], or [R, 1, C] with the starts of runs. Each pair may be None. Adaptive layer norm of DiT, eq. of
+    [B|1, S|1, C], or [R, 1, C] with the starts of runs. Each pair may be None. The adaptive layer norm of DiT,
     section 3.2."""
     wide = _wide(x.dtype)
     scale, shift = (by_token(value, starts, *x.shape[:2]) for value in (scale, shift))
@@ -223,7 +230,7 @@ def rms_norm_rope(
 
 
 def rms_norm_silu(x: torch.Tensor, weight: torch.Tensor, silu: bool = True) -> torch.Tensor:
-    """``silu(√C · weight · x / max(‖x‖, 1e-12))`` for x [..., C], over C, or without silu what that is taken of."""
+    """``silu(√C · weight · x / max(‖x‖, 1e-12))`` for x [..., C], with the norm over C. silu=False omits the SiLU."""
     wide = _wide(x.dtype)
     y = F.normalize(x.to(wide), dim=-1, eps=1e-12) * (x.shape[-1] ** 0.5 * weight.to(wide))
     return (F.silu(y) if silu else y).to(x.dtype).contiguous()
@@ -246,12 +253,14 @@ def conv_skip(
     upsample: bool = False,
     interleave: int = 1,
 ) -> torch.Tensor:
-    """``residual + (x ∗ W + b)`` for x [B, T, H, W, C] behind front [B, kt − 1, H, W, C] or, without front,
-    x [B, T + kt − 1, H, W, C]; weight [N · interleave, kt, kh, kw, C], bias [N · interleave], residual
-    [B, T · interleave, H', W', N], a smaller one that `repeat_residual` enlarges, or None.
+    """``residual + (x ∗ W + b)``, a causal 3D convolution and a residual.
 
-    Zero padding in height and width, none in time. upsample: of x first, nearest, H' = 2H and W' = 2W. interleave: row
-    i · N + n of the weight gives channel n of frame interleave · t + i.
+    x: [B, T, H, W, C] that follows front [B, kt − 1, H, W, C], or without front [B, T + kt − 1, H, W, C].
+    weight: [N · interleave, kt, kh, kw, C]. bias: [N · interleave].
+    residual: [B, T · interleave, H', W', N], a smaller one that `repeat_residual` enlarges, or None.
+    upsample: True to enlarge x first by nearest neighbour: H' = 2H and W' = 2W.
+    interleave: row i · N + n of the weight gives channel n of frame interleave · t + i.
+    Height and width are padded with zeros; time is not padded.
     """
     if front is not None:
         x = torch.cat((front, x), 1)
@@ -270,8 +279,10 @@ def conv_skip(
 
 
 def repeat_residual(residual: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """A residual [B, T', H', W', N] of this shape, from one with each two frames, rows or columns as one; of an odd
-    number of frames the first is for itself."""
+    """Enlarge a residual to this shape [B, T', H', W', N]: repeat its frames, rows or columns where it is smaller.
+
+    If T' is odd, the first frame is not repeated.
+    """
     for dim in (1, 2, 3):
         if residual.shape[dim] < shape[dim]:
             residual = residual.repeat_interleave(2, dim)

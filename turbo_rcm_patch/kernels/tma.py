@@ -1,4 +1,5 @@
-"""Which tensors TMA can read in place: rows packed, and every one at a multiple of 16 bytes."""
+"""Checks for tensors that TMA can read in place: the elements of a row are packed, and every row starts at a multiple
+of 16 bytes."""
 
 from __future__ import annotations
 
@@ -10,14 +11,14 @@ TMA_CAPABILITY = (9, 0)
 
 
 def matrix_fits_tma(matrix: torch.Tensor) -> bool:
-    """Whether TMA can read a matrix [rows, columns]."""
+    """True if TMA can read a matrix [rows, columns]."""
     row, column = matrix.stride()
     aligned = row * matrix.element_size() % 16 == 0 and matrix.data_ptr() % 16 == 0
     return column == 1 and row >= matrix.shape[1] and aligned
 
 
 def heads_fit_tma(x: torch.Tensor) -> bool:
-    """Whether TMA can read x [B, S, H, D]."""
+    """True if TMA can read x [B, S, H, D]."""
     if x.stride(-1) != 1 or x.data_ptr() % 16:
         return False
     by_sample, by_token, by_head = head_strides(x)
@@ -28,8 +29,10 @@ def heads_fit_tma(x: torch.Tensor) -> bool:
 
 
 def head_strides(x: torch.Tensor | None) -> tuple[int, int, int]:
-    """Strides of x [B, S, H, D] over (B, S, H); zeros for None. A dimension of size 1 may carry any stride; it gets
-    the packed one."""
+    """Return the strides of x [B, S, H, D] over (B, S, H), or zeros for None.
+
+    A dimension of size 1 may have any stride; the packed stride is returned for it.
+    """
     if x is None:
         return 0, 0, 0
     (batch, tokens, heads, head_dim), (by_sample, by_token, by_head, _) = x.shape, x.stride()

@@ -1,1 +1,1 @@
-"""Linears in one GEMM with what follows them: the skip, GELU, or the three projections of Q, K and V."""
+"""Linears fused into one GEMM: with the skip, with GELU, or the projections of Q, K and V together."""

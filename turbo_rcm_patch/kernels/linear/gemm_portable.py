@@ -1,12 +1,12 @@
-"""The persistent GEMM ``a Wᵀ`` that linear_skip and linear_gelu end in epilogues of their own.
+"""The persistent GEMM ``a Wᵀ``. linear_skip, linear_gelu and linear add their own epilogues.
 
-a is [samples·M, K], W [N, K], both row-major. Tiles are aligned to the samples, so that a tile belongs to one sample
-and its per-channel coefficients are vectors; the rows of a that run over into the next sample are not stored.
-Operands of 8 bits are multiplied as they are, in int32 or fp32; their scales, one per row of a and of W, are applied to
-the sums before the epilogue. A second pair, low [samples·M, R] and up [N, R], may follow into the same sums
+a is [samples·M, K], W [N, K], both row-major. A tile belongs to one sample, so that its per-channel coefficients are
+vectors. Rows of a tile that reach into the next sample are not stored.
+8-bit operands are multiplied directly, with sums in int32 or fp32. Their scales, one per row of a and of W, are applied
+to the sums before the epilogue. A second pair, low [samples·M, R] and up [N, R], may be added to the same sums
 (low_rank.py).
-On sm_90 and newer the tiles come through TMA descriptors. On older GPUs, and where an address or a row is not a
-multiple of 16 bytes, they come through pointers: Triton's rewriting of descriptors neither vectorises nor pipelines.
+On sm_90 and newer, tiles are read through TMA descriptors. On older GPUs, and if an address or a row is not a multiple
+of 16 bytes, they are read through pointers: there Triton's rewriting of descriptors neither vectorises nor pipelines.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ from ..quantized import TINY as _TINY
 from ..sizes import cdiv
 from ..tma import TMA_CAPABILITY, matrix_fits_tma
 
-# Tiles are numbered such that those of programs that run together share operands, which L2 then reads once. A weight
-# that stays in L2, or is no wider than what runs together, is passed by one row tile after the other. A larger one is
-# read once for every group of row tiles: so many that their rows stay in L2, at least as many as make what runs square.
-L2_BYTES = tl.constexpr(16 << 20)  # a part of the L2 of every GPU since sm_80
+# Tiles are numbered so that programs that run together share operands, which L2 then reads once. If the weight fits in
+# L2 or has few column tiles, tiles are taken one row of tiles after the other. A larger weight is read once per group
+# of row tiles. A group has as many row tiles as fit in L2, but at least as many as make the tiles that run together
+# square.
+L2_BYTES = tl.constexpr(16 << 20)  # less than the L2 of every GPU since sm_80
 NARROW = tl.constexpr(16)  # column tiles
 SQUARE_ROW_TILES = tl.constexpr(14)
-# Columns that an epilogue takes at once. A whole tile would need more registers and shared memory than there are.
+# Columns that the epilogue handles at once. A whole tile would need more registers and shared memory than there are.
 EPILOGUE_COLUMNS = tl.constexpr(64)
 LARGEST_FP8 = tl.constexpr(_LARGEST[FP8])
 TINY = tl.constexpr(_TINY)
 
 
 class Scales(NamedTuple):
-    """Of operands in 8 bits: a's [samples·M] and the weight's [N], fp32; None for others."""
+    """The scales of 8-bit operands: a's [samples·M] and the weight's [N], fp32. None for other operands."""
 
     a: torch.Tensor | None
     weight: torch.Tensor | None
@@ -52,8 +53,8 @@ PLAIN = Scales(None, None)
 
 
 class SecondPair(NamedTuple):
-    """``low upᵀ`` is added to the sums: low [samples·M, R] and up [N, R], of a's dtype, or for an a in 8 bits of 16 or
-    32; None for no such."""
+    """The second pair of operands: ``low upᵀ`` is added to the sums. low [samples·M, R] and up [N, R] have a's dtype,
+    or 16 or 32 bits if a has 8. Both are None without a second pair."""
 
     low: torch.Tensor | None
     up: torch.Tensor | None
@@ -63,7 +64,8 @@ NO_PAIR = SecondPair(None, None)
 
 
 class Bound(NamedTuple):
-    """What bounds a row of an fp8 result, all fp32, and where the scale goes that follows from it (`bound_scale`)."""
+    """The terms of the bound on each row of an fp8 result, and the output for the row's scale (`bound_scale`). All are
+    fp32."""
 
     a_norm: torch.Tensor  # [samples·M]
     weight_norm: torch.Tensor  # 0-d
@@ -73,7 +75,7 @@ class Bound(NamedTuple):
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the output is cut: rows × columns per tile, depth per step along K; programs that fit a multiprocessor."""
+    """The tiling of the output: rows × columns per tile, depth per step along K, programs per multiprocessor."""
 
     rows: int
     columns: int
@@ -86,7 +88,7 @@ class Tiles:
         return samples * -(-M // self.rows) * -(-N // self.columns)
 
 
-# Each from large to small.
+# Each is ordered from large to small.
 _TILES_TMA = (
     Tiles(128, 256, 64, num_warps=8, num_stages=3),
     Tiles(128, 128, 64, num_warps=8, num_stages=4),
@@ -103,7 +105,7 @@ _TILES_POINTER = (
     Tiles(64, 128, 32, num_warps=4, num_stages=4, programs=2),
     Tiles(64, 64, 32, num_warps=4, num_stages=4, programs=3),
 )
-# Exact fp32 takes no tensor cores: every operand passes through registers, which bounds the tile.
+# Exact fp32 uses no tensor cores: every operand passes through registers, which limits the tile.
 _TILES_FP32 = (
     Tiles(64, 64, 16, num_warps=8, num_stages=3, programs=2),
     Tiles(32, 32, 32, num_warps=4, num_stages=3, programs=4),
@@ -112,7 +114,7 @@ _TILES_FP32 = (
 
 @functools.cache
 def tile_candidates(capability: tuple[int, int], dtype: torch.dtype, descriptors: bool) -> tuple[Tiles, ...]:
-    """The tiles for a compute capability, from large to small, all within its shared memory."""
+    """Return the tiles for a compute capability, from large to small. All fit its shared memory."""
     if dtype == torch.float32:
         return _TILES_FP32
     tiles = _TILES_TMA if capability < (12, 0) else _TILES_TMA_SMALL_MEMORY
@@ -121,7 +123,7 @@ def tile_candidates(capability: tuple[int, int], dtype: torch.dtype, descriptors
 
 
 def choose_tiles(candidates: tuple[Tiles, ...], samples: int, M: int, N: int, multiprocessors: int) -> Tiles:
-    """The largest tiles that every multiprocessor gets one of; the smallest where there are too few of any."""
+    """Return the largest tiles of which every multiprocessor gets one, or the smallest tiles if none are that many."""
     for tiles in candidates:
         if tiles.count(samples, M, N) >= multiprocessors:
             return tiles
@@ -139,9 +141,9 @@ def launch(
     candidates: Callable = tile_candidates,
     **constants,
 ) -> None:
-    """Run a kernel around ``gemm`` on a [samples·M, K] and weight [N, K], and perhaps a second pair.
+    """Run a kernel that calls ``gemm`` on a [samples·M, K], weight [N, K] and an optional second pair.
 
-    candidates: the tiles to choose from, as `tile_candidates`.
+    candidates: a function that returns the tiles to choose from, like `tile_candidates`.
 
     The kernel takes a, weight, samples, M, N, K, stride_a, stride_w, a_scale, w_scale, the second pair, R, stride_low,
     stride_up, the arguments, the constants, and the constexprs DESCRIPTORS, ROWS, COLUMNS, DEPTH.
@@ -181,12 +183,12 @@ def launch(
 
 
 def _with_rows(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix, or a copy of it, with the elements of a row beside each other."""
+    """Return the matrix, or a copy if the elements of its rows are not contiguous."""
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
 def _operands(a: torch.Tensor, weight: torch.Tensor, tiles: Tiles, depth: int, descriptors: bool) -> tuple:
-    """As a kernel takes them: tensors, or descriptors of boxes of so many columns."""
+    """Return both operands as the kernel takes them: tensors, or descriptors of boxes with `depth` columns."""
     if not descriptors:
         return a, weight
     boxes = [tiles.rows, depth], [tiles.columns, depth]
@@ -194,8 +196,11 @@ def _operands(a: torch.Tensor, weight: torch.Tensor, tiles: Tiles, depth: int, d
 
 
 def _pad_rows(matrix: torch.Tensor) -> torch.Tensor:
-    """A copy of a matrix [rows, K] in 8 bits with zeros up to a multiple of 16 columns: read byte by byte, as rows that
-    begin anywhere are, the tiles would take more registers than there are. No known model has such rows."""
+    """Copy an 8-bit matrix [rows, K] and pad it with zeros to a multiple of 16 columns.
+
+    Unaligned rows are read byte by byte, and such tiles would need more registers than there are. No known model has
+    such rows.
+    """
     rows, K = matrix.shape
     padded = matrix.new_zeros(rows, cdiv(K, 16) * 16, dtype=torch.uint8)
     padded[:, :K] = matrix.view(torch.uint8)
@@ -218,17 +223,19 @@ def gemm(
     a, weight, samples, M, N, K, stride_a, stride_w, scales, second, EPILOGUE: tl.constexpr, arguments,
     KINDS: tl.constexpr, DESCRIPTORS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Compute this program's share of the tiles of a Wᵀ, and hand each in parts to
-    ``EPILOGUE(part, sample, rows, columns, M, N, arguments, KINDS)``: the part in fp32, its rows counted within the
-    sample. scales: a's and the weight's, or two None. second: low, up, R and their strides, or None each. KINDS are the
-    epilogue's constexprs: as members of the tuple of arguments they would become values."""
+    """Compute this program's share of the tiles of a Wᵀ, and pass each to the epilogue in parts.
+
+    The call is ``EPILOGUE(part, sample, rows, columns, M, N, arguments, KINDS)``. Rows are counted within the sample.
+    scales: a's and the weight's, or two None. second: low, up, R and their strides, or None for each. KINDS: the
+    epilogue's constexprs, which would become runtime values as members of the tuple of arguments.
+    """
     OPERAND: tl.constexpr = a.dtype if DESCRIPTORS else a.dtype.element_ty
     SUM: tl.constexpr = tl.int32 if tl.int8 == OPERAND else tl.float32
     BYTES: tl.constexpr = OPERAND.primitive_bitwidth // 8
     low, up, R, stride_low, stride_up = second
     row_tiles = tl.cdiv(M, ROWS)
     column_tiles = tl.cdiv(N, COLUMNS)
-    ONE_LOOP: tl.constexpr = low is None  # within the loop over tiles: Triton flattens no two
+    ONE_LOOP: tl.constexpr = low is None  # Triton cannot flatten two inner loops
     for tile in tl.range(tl.program_id(0), samples * row_tiles * column_tiles, tl.num_programs(0), flatten=ONE_LOOP):
         sample, row_tile, column_tile = locate_tile(
             tile, row_tiles, column_tiles, ROWS * BYTES * K, COLUMNS * BYTES * K
@@ -254,7 +261,7 @@ def add_products(
     acc, a, weight, sample, row, column, samples, M, N, K, stride_a, stride_w, DESCRIPTORS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """acc + the tile of a Wᵀ that begins at this row of the sample and this column."""
+    """Return acc plus the tile of a Wᵀ that begins at this row of the sample and this column."""
     ROWS: tl.constexpr = acc.shape[0]
     COLUMNS: tl.constexpr = acc.shape[1]
     SUM: tl.constexpr = acc.dtype
@@ -264,7 +271,7 @@ def add_products(
             w_tile = weight.load([column, k])
             acc = tl.dot(a_tile, w_tile.T, acc, input_precision="ieee", out_dtype=SUM)
     else:
-        # Rows past the end wrap around: they are in bounds, and not stored.
+        # Rows past the end wrap around, which keeps them in bounds. Their results are not stored.
         a_rows = (sample * M + row + tl.arange(0, ROWS)) % (samples * M)
         w_rows = (column + tl.arange(0, COLUMNS)) % N
         depth = tl.arange(0, DEPTH)
@@ -280,8 +287,8 @@ def add_products(
 
 @triton.jit
 def locate_tile(tile, row_tiles, column_tiles, row_bytes, column_bytes):
-    """The sample, row tile and column tile of a tile: down before across in groups of row tiles. A row tile has so many
-    bytes of a, a column tile of the weight."""
+    """Return the sample, row tile and column tile of a tile number. Within a group of row tiles, numbers run down
+    before across. row_bytes, column_bytes: the bytes of a for a row tile, and of the weight for a column tile."""
     group = tl.cast(L2_BYTES, tl.int32) // tl.maximum(row_bytes, 1)
     group = tl.maximum(group, SQUARE_ROW_TILES)
     if (column_tiles <= NARROW) | (column_tiles * column_bytes <= L2_BYTES):
@@ -299,7 +306,7 @@ def epilogue_in_parts(
     acc, scales, sample, row, column, M, N, EPILOGUE: tl.constexpr, arguments, KINDS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    # A c_skip per token is held beside the residual: as many registers again.
+    # A c_skip per token takes as many registers as the residual.
     PER_TOKEN: tl.constexpr = KINDS is not None and KINDS[0] == 3
     AT_ONCE: tl.constexpr = EPILOGUE_COLUMNS // 4 if PER_TOKEN else EPILOGUE_COLUMNS
     if COLUMNS > AT_ONCE:
@@ -321,24 +328,25 @@ def epilogue_in_parts(
 def split_scales(
     a: torch.Tensor | Quantized, weight: torch.Tensor | QuantizedWeight
 ) -> tuple[torch.Tensor, torch.Tensor, Scales]:
-    """What is multiplied, and its scales."""
+    """Return the values that are multiplied, and their scales."""
     if isinstance(a, Quantized):
         return a.values, weight.values, Scales(a.scale, weight.scale)
     return a, weight, PLAIN
 
 
 def second_pair(low: torch.Tensor | None, up: torch.Tensor | None) -> SecondPair:
-    """As the kernels read it: low [..., R] as a matrix."""
+    """Return low [..., R] as a matrix, and up, as the kernels read them."""
     return NO_PAIR if low is None else SecondPair(low.reshape(-1, low.shape[-1]), up)
 
 
 def flat_scales(a: torch.Tensor | None, weight: torch.Tensor | None) -> Scales:
-    """As the kernels read them, one after the other."""
+    """Return the scales as contiguous vectors, as the kernels read them."""
     return PLAIN if a is None else Scales(a.reshape(-1).contiguous(), weight.contiguous())
 
 
 def check_dtype(op: str, dtype: torch.dtype | None, a: torch.Tensor | Quantized) -> torch.dtype:
-    """The dtype of ``a Wᵀ``: a's own, or for a Quantized what is given, bf16 for None. Raises ValueError for others."""
+    """Return the dtype of ``a Wᵀ``: a's dtype, or for a Quantized the given one, bf16 for None. Raises ValueError for
+    another dtype."""
     if isinstance(a, Quantized):
         check_result(op, dtype, torch.bfloat16)
         return dtype or torch.bfloat16
@@ -349,7 +357,7 @@ def check_dtype(op: str, dtype: torch.dtype | None, a: torch.Tensor | Quantized)
 
 @triton.jit
 def bound_scale(a_norm, w_norm, bias_bound):
-    """The scale of a row of e4m3 whose values are at most ‖a‖ ‖w‖ + |b|, by Cauchy and Schwarz."""
+    """Return the scale of an e4m3 row whose values are at most ‖a‖ ‖w‖ + |b|, by Cauchy-Schwarz."""
     return tl.maximum((a_norm * w_norm + bias_bound) / LARGEST_FP8, TINY)
 
 
@@ -359,8 +367,8 @@ def check_linear(
     weight: torch.Tensor | QuantizedWeight,
     bias: torch.Tensor | None,
 ) -> None:
-    """Raise ValueError unless a [..., K], weight [C, K] and bias [C] fit together, with a Quantized and a
-    QuantizedWeight of one format where they have 8 bits."""
+    """Raise ValueError unless a [..., K], weight [C, K] and bias [C] fit together. 8-bit operands must be a Quantized
+    and a QuantizedWeight of one format."""
     if isinstance(a, Quantized) or isinstance(weight, QuantizedWeight):
         _check_8bit_linear(op, a, weight, bias)
         return

@@ -1,9 +1,9 @@
-"""The GEMM of linear_skip, linear_gelu and linear_qkv on sm_90: which inputs it takes, and its launch.
+"""The GEMM of the linear ops on sm_90: the inputs it takes, and its launch.
 
-    c_skip ⊙ residual + c_out ⊙ f(a Wᵀ + low upᵀ + b)        f GELU (tanh) or nothing, low and up perhaps none
+    c_skip ⊙ residual + c_out ⊙ f(a Wᵀ + low upᵀ + b)        f: GELU (tanh) or the identity; low and up are optional
 
-a and W are bf16, fp16 or, with scales for their rows, of one 8-bit format; residual and result are bf16 or fp16, each
-as it wants, and the result of linear_gelu may be fp8.
+a and W are bf16, fp16, or one 8-bit format with scales for their rows. residual and result are each bf16 or fp16. The
+result of linear_gelu may also be fp8.
 
 a [samples·M, K], W [N, K], b [N]; residual and result [samples·M, N]. The kernel is in gemm_sm90_kernel.py.
 """
@@ -48,28 +48,28 @@ else:
     GLUON_ERROR = None
 
 ROWS = 128
-COLUMNS, TAIL = 128, 64  # 192 columns: the compiler's tensors have powers of two only
-LINE = 128  # bytes of swizzled shared memory: those of a row in a step along K
-STAGES = 4  # steps whose operands are in shared memory
-# Columns that an epilogue takes at once, by the bytes of an operand's element: beside scales, more would spill.
+COLUMNS, TAIL = 128, 64  # 192 columns in two parts: the compiler's tensors have power-of-two sizes only
+LINE = 128  # bytes of a row of a step along K, the width of the shared-memory swizzle
+STAGES = 4  # steps along K whose operands are in shared memory at a time
+# Columns that the epilogue handles at once, by the bytes of an operand's element. With scales, more would spill.
 CHUNKS = {2: 64, 1: 32}
 
 
 def why_not_on(device: torch.device, dtype: torch.dtype) -> str | None:
-    """The reason why the kernel cannot run on this device and dtype, or None if it can."""
+    """Return the reason why the kernel cannot run on this device and dtype, or None if it can."""
     return why_not_sm90(device, dtype, GLUON_ERROR, (*SM90_DTYPES, INT8, FP8))
 
 
 def why_not(spec: LinearSpec) -> str | None:
-    """The reason why the kernel cannot run for a spec, or would leave multiprocessors idle; None if it should run. Only
-    addresses and strides are left to the launch (`fits_tma`)."""
+    """Return the reason why the kernel cannot run for a spec, or would leave multiprocessors idle, or None if it should
+    run. The launch checks only addresses and strides (`fits_tma`)."""
     reason = why_not_on(spec.device, spec.dtype) or _why_not_sizes(spec) or _why_not_dtypes(spec)
     if reason is not None:
         return reason
     if spec.c_skip not in (ONE, PER_SAMPLE):
-        return "c_skip per channel or token"  # would spill registers beside 192 accumulators
+        return "c_skip per channel or token"  # would spill registers: 192 hold the sums
     if spec.c_out == PER_RUN and spec.c_skip != ONE:
-        return "c_skip beside runs"  # the same
+        return "c_skip beside runs"  # would spill registers too
     if spec.c_out == PER_TOKEN:
         return "c_out per token"
     return None if spec.low is None else _why_not_low_rank(spec)
@@ -107,12 +107,12 @@ def _why_not_low_rank(spec: LinearSpec) -> str | None:
 
 
 def fits_tma(*matrices: torch.Tensor | None) -> bool:
-    """True if the kernel can read all of these matrices where they are."""
+    """True if TMA can read all of these matrices without a copy."""
     return all(matrix is None or matrix_fits_tma(matrix) for matrix in matrices)
 
 
 def count_tiles(samples: int, M: int, N: int) -> int:
-    """Tiles of an output [samples·M, N]; none has rows of two samples."""
+    """Return the number of tiles of an output [samples·M, N]. No tile has rows of two samples."""
     return samples * cdiv(M, ROWS) * cdiv(N, COLUMNS + TAIL)
 
 
@@ -134,14 +134,14 @@ def launch(
     bound: Bound | None = None,
     second: SecondPair = NO_PAIR,
 ) -> None:
-    """Write ``c_skip ⊙ residual + c_out ⊙ f(a Wᵀ + low upᵀ + b)`` to out, f GELU or nothing; `why_not` must have been
-    None.
+    """Write ``c_skip ⊙ residual + c_out ⊙ f(a Wᵀ + low upᵀ + b)`` to out. f is GELU or the identity.
+    `why_not` must have returned None.
 
     a: [samples·M, K]. weight: [N, K]. bias: [N], contiguous. out, residual: [samples·M, N], contiguous.
-    c_skip, c_out: canonical coefficients (coefficient.py) per sample, c_out also per channel, or None for 1. starts: of
-        c_out's runs, or None.
-    factors: of the two terms besides, where there is a residual. flag: as of saturation.py, or None.
-    scales: of a and weight in 8 bits. bound: of an fp8 result. second: low and up.
+    c_skip, c_out: canonical coefficients (coefficient.py) per sample, c_out also per channel, or None for 1. starts:
+        the starts of c_out's runs, or None.
+    factors: further factors of the two terms, used if there is a residual. flag: from saturation.py, or None.
+    scales: those of an 8-bit a and weight. bound: for an fp8 result. second: low and up.
     """
     (rows, K), N = a.shape, weight.shape[0]
     M, depth, chunk = rows // samples, LINE // a.element_size(), CHUNKS[a.element_size()]
@@ -180,10 +180,10 @@ def launch_three(
     scales: Sequence[torch.Tensor | None] = (None,) * 4,
     second: SecondPair = NO_PAIR,
 ) -> None:
-    """Write ``a Wᵀ + low upᵀ + b`` for three W, up and b to three outs; `why_not` must have been None.
+    """Write ``a Wᵀ + low upᵀ + b`` for three W, up and b to three outs. `why_not` must have returned None.
 
-    a: [M, K]. weights: [N, K]. biases: [N], contiguous, or all None. outs: [M, N], contiguous. scales: of a and of the
-    weights in 8 bits, else None. second: low [M, 3R] and up [3N, R].
+    a: [M, K]. weights: [N, K]. biases: [N], contiguous, or all None. outs: [M, N], contiguous. scales: those of an
+    8-bit a and weights, else None. second: low [M, 3R] and up [3N, R].
     """
     (M, K), N = a.shape, weights[0].shape[0]
     depth, chunk = LINE // a.element_size(), CHUNKS[a.element_size()]
@@ -205,7 +205,7 @@ def launch_three(
 
 
 def _second_descriptors(second: SecondPair) -> tuple:
-    """Of low, of up, of up for the columns of a tile past a power of two; and the rank."""
+    """Return descriptors of low, of up, and of up for the tail columns of a tile; and the rank."""
     if second.low is None:
         return (None,) * 4
     low, up = second
@@ -222,6 +222,6 @@ def _descriptor(tensor: torch.Tensor, *box: int) -> TensorDescriptor:
 
 @functools.cache
 def _layout(rank: int, columns: int, element_size: int) -> gl.NVMMASharedLayout:
-    """Of a box whose lines, of so many columns, are swizzled."""
+    """Return the swizzled shared-memory layout of a box whose lines have `columns` elements."""
     width = columns * element_size
     return gl.NVMMASharedLayout(swizzle_byte_width=width, element_bitwidth=8 * element_size, rank=rank)

@@ -1,20 +1,20 @@
 """The ping-pong GEMM in Gluon for sm_90: ``c_skip ⊙ residual + c_out ⊙ f(a Wᵀ + low upᵀ + b)`` for one weight or three.
 
 A program walks tiles of the output. It has one warp that loads operands, one that loads residuals, and two consumer
-warpgroups with a tile each. The consumers take turns at the main loop, so that the tensor cores are busy while the
-other's epilogue runs. Residual and result share a buffer, the staging: filled by TMA, updated in place, stored by TMA.
-The epilogue is fp32 and rounds once. Operands of 8 bits come with scales, one per row of a and of W, that the epilogue
-applies first. low and up, if there are any, come through the same buffers after a and W, in steps of their own.
+warpgroups with a tile each. The consumers take turns at the main loop: the tensor cores work for one consumer while the
+other runs its epilogue. Residual and result share a buffer, the staging: filled by TMA, updated in place, stored by
+TMA. The epilogue is fp32 and rounds once. Operands of 8 bits come with scales, one per row of a and of W, which the
+epilogue applies first. low and up, if given, come through the same buffers after a and W, in steps of their own.
 
-In Gluon nothing synchronises warps of different roles by itself. Every hand-over is an mbarrier:
+Gluon does not synchronise warps of different roles. Every hand-over is an mbarrier:
 
     full[slot]   operands of a step arrived
     empty[slot]  their reader is done
     turns[c]     consumer c may start its main loop
-    staged[c]    the staging buffer is consumer c's: with its residual, or else as the other consumer has stored it
+    staged[c]    the staging buffer is consumer c's: it holds c's residual or, without residuals, has been stored
     free         the staging buffer has been stored, and may be filled with a residual
 
-Where results have 8 bits each consumer has a staging buffer of its own: the two take no more than one of 16 bits.
+For 8-bit results each consumer has a staging buffer of its own: the two take no more memory than one of 16 bits.
 """
 
 from __future__ import annotations
@@ -49,11 +49,15 @@ def gemm_kernel(
     samples, M, N, K,
     STAGES: gl.constexpr, KIND: gl.constexpr, GELU: gl.constexpr,
 ):  # fmt: skip
-    """a, weight, weight_tail, residual, out: TMA descriptors; weight_tail is of the columns of a tile past a power of
-    two. bias, residual, c_skip, c_out: or None. KIND: how c_out varies (coefficient.py). starts, runs: of c_out's runs,
-    or None. GELU: f, else nothing. flag: of saturation.py, or None. a_scale, w_scale: or None where the operands have
-    16 bits. a_norm, w_norm, bias_bound, result_scale: of linear_gelu's bound, or None. low, up, up_tail: descriptors of
-    the second pair, whose rank is a multiple of 64, or None."""
+    """The GEMM for one weight.
+
+    a, weight, weight_tail, residual, out: TMA descriptors. weight_tail covers the tail columns of a tile, past a power
+        of two. bias, residual, c_skip and c_out may be None.
+    KIND: how c_out varies (coefficient.py). starts, runs: the starts and number of c_out's runs, or None and 0.
+    GELU: True if f is GELU, else f is the identity. flag: from saturation.py, or None.
+    a_scale, w_scale: None for 16-bit operands. a_norm, w_norm, bias_bound, result_scale: linear_gelu's bound, or None.
+    low, up, up_tail: descriptors of the second pair, whose rank is a multiple of 64, or None.
+    """
     coefficients = (c_skip, skip_stride_b, c_out, out_stride_b, out_stride_c, starts, runs, skip_factor, out_factor)
     scales = (a_scale, (w_scale,), (a_norm, w_norm, bias_bound, result_scale))
     epilogue = (residual, (out,), (bias,), coefficients, flag, scales)
@@ -68,8 +72,10 @@ def gemm_of_three_kernel(
     M, N, K,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """``a Wᵀ + low upᵀ + b`` for three W [N, K] and b [N], low [M, 3·rank] and up [3N, rank]. All are descriptors but
-    the biases and scales, which may be None, as may the second pair."""
+    """``a Wᵀ + low upᵀ + b`` for three W [N, K] and b [N], low [M, 3·rank] and up [3N, rank].
+
+    All are descriptors except biases and scales. Biases, scales and the second pair may be None.
+    """
     scales = (a_scale, (scale_0, scale_1, scale_2), (None, None, None, None))
     coefficients = (None, 0, None, 0, 0, None, 0, 1.0, 1.0)
     epilogue = (None, (out_0, out_1, out_2), (bias_0, bias_1, bias_2), coefficients, None, scales)
@@ -132,8 +138,8 @@ def _count_tiles(sizes, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WEIGHTS: gl.c
 
 @gluon.jit
 def _locate(tile, sizes, BITS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, WEIGHTS: gl.constexpr):
-    """The sample, row, weight and column at which a tile begins. No tile has columns of two weights. BITS: of an
-    operand's element."""
+    """Return the sample, row, weight and column at which a tile begins. No tile has columns of two weights. BITS: the
+    bits of an operand's element."""
     _, M, N, K = sizes
     column_tiles = gl.cdiv(N, COLUMNS)
     sample, row_tile, column_tile = _locate_in_group(
@@ -145,7 +151,7 @@ def _locate(tile, sizes, BITS: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.con
 
 @gluon.jit
 def _load_operands(a, weights, tails, second, operands, sizes):
-    """One warp: the operands of every step."""
+    """Load the operands of every step, in one warp."""
     a_tiles, w_tiles, tail_tiles, full, empty = operands
     _, M, N, K = sizes
     low, up, up_tail, rank = second
@@ -186,7 +192,7 @@ def _load_operands(a, weights, tails, second, operands, sizes):
 
 @gluon.jit
 def _load_residuals(residual, hand_over, sizes, BITS: gl.constexpr, COLUMNS: gl.constexpr, WEIGHTS: gl.constexpr):
-    """One warp: residuals into the staging buffer, for the consumers in turn."""
+    """Load residuals into the staging buffer for the consumers in turn, in one warp."""
     staging, staged, free = hand_over
     CHUNKS: gl.constexpr = staging.shape[0]
     ROWS: gl.constexpr = staging.shape[2]
@@ -206,7 +212,7 @@ def _load_residuals(residual, hand_over, sizes, BITS: gl.constexpr, COLUMNS: gl.
 
 @gluon.jit
 def _view(staging, index, DTYPE: gl.constexpr):
-    """A chunk of the staging buffer as DTYPE, of 16 bits: residual and result may be of two."""
+    """Return a chunk of the staging buffer as DTYPE. Residual and result may have different 16-bit dtypes."""
     ROWS: gl.constexpr = staging.shape[2]
     CHUNK: gl.constexpr = staging.shape[3]
     return reinterpret(staging.index(index), DTYPE, [1, ROWS, CHUNK], staging.layout)
@@ -216,7 +222,7 @@ def _view(staging, index, DTYPE: gl.constexpr):
 def _consume(
     CONSUMER: gl.constexpr, operands, turns, hand_over, epilogue, sizes, rank, KIND: gl.constexpr, GELU: gl.constexpr
 ):
-    """One warpgroup: every second tile of the program. rank: of the second pair, or None."""
+    """Compute every second tile of the program, in one warpgroup. rank: the second pair's, or None."""
     a_tiles, w_tiles, tail_tiles, full, empty = operands
     staging, staged, free = hand_over
     _, M, N, K = sizes
@@ -228,10 +234,11 @@ def _consume(
     RESIDUAL: gl.constexpr = epilogue[0] is not None
     CHUNKS: gl.constexpr = (COLUMNS + TAIL) // staging.shape[3]
     SHARED: gl.constexpr = staging.shape[0] == CHUNKS
-    FIRST: gl.constexpr = 0 if SHARED else CONSUMER * CHUNKS  # chunk of the staging buffer
+    FIRST: gl.constexpr = 0 if SHARED else CONSUMER * CHUNKS  # first chunk in the staging buffer
     BITS: gl.constexpr = a_tiles.dtype.primitive_bitwidth
     SUM: gl.constexpr = gl.int32 if a_tiles.dtype == gl.int8 else gl.float32
-    # The second pair of operands in 8 bits is bf16: another instruction; of those in 16 bits, it is more of the same.
+    # Beside 8-bit operands the second pair is bf16 and needs another instruction. Beside 16-bit ones it only adds
+    # steps.
     CHANGES: gl.constexpr = rank is not None and BITS == 8
     RESULT_BITS: gl.constexpr = 16 if CHANGES else BITS
     tiles = _count_tiles(sizes, ROWS, COLUMNS + TAIL, WEIGHTS)
@@ -242,11 +249,11 @@ def _consume(
     step = CONSUMER * steps
     count = 0
     for tile in range(first, tiles, 2 * gl.num_programs(0)):
-        if CHANGES:  # anew: kept from one tile to the next they would be spilled
-            before = tile // gl.num_programs(0)  # tiles of this program
+        if CHANGES:  # computed again: kept across tiles they would spill
+            before = tile // gl.num_programs(0)  # tiles that this program has done
             step = before * (steps + rank // LOW_DEPTH)
             count = before // 2
-        # Without its turn a consumer could wait for a phase of full that is two ahead, which reads as complete.
+        # Without turns a consumer could wait for a phase of full that is two ahead, which would read as complete.
         mbarrier.wait(turns.index(CONSUMER), count & 1 ^ (1 - CONSUMER))
         mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
         acc = gl.zeros([ROWS, COLUMNS], SUM, sum_layout(COLUMNS, BITS))
@@ -286,9 +293,10 @@ def _consume(
                 to_result = _divide_by_bound(sample * M + rows, rows < M, column == 0, epilogue[5][2])
         acc, acc_tail = warpgroup_mma_wait(0, deps=(acc, acc_tail))
         mbarrier.arrive(empty.index(step % STAGES))
-        step += 1 + steps  # past the other consumer's
+        step += 1 + steps  # skip the other consumer's steps
         if SHARED:
-            # With a residual it is filled for each consumer; else the one hands it to the other, and the first has it.
+            # With a residual the buffer is filled for each consumer. Without one the consumers pass it on; 0 has it
+            # first.
             mbarrier.wait(staged.index(CONSUMER), count & 1 if RESIDUAL else count & 1 ^ (1 - CONSUMER))
         _store(acc, a_scale, to_result, sample, row, weight, column, M, N, staging, FIRST, epilogue, KIND, GELU)
         NEXT: gl.constexpr = FIRST + COLUMNS // staging.shape[3]
@@ -305,14 +313,14 @@ def _consume(
 
 @gluon.jit
 def _as_16_bits(tiles, slot, DTYPE: gl.constexpr):
-    """A slot of operands as a tile of DTYPE, of 16 bits, in the same bytes."""
+    """Return the bytes of an operand slot as a tile of DTYPE, which has 16 bits."""
     layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=2 * LOW_DEPTH, element_bitwidth=16, rank=2)
     return reinterpret(tiles.index(slot), DTYPE, [tiles.shape[1], LOW_DEPTH], layout)
 
 
 @gluon.constexpr_function
 def sum_layout(columns, bits):
-    """Of sums of operands of so many bits, 32 bytes of which an instruction multiplies along K."""
+    """Return the layout of the sums for operands of this many bits. An instruction multiplies 32 bytes along K."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 256 // bits])
 
 
@@ -323,7 +331,7 @@ def part_of(layout, columns):
 
 @gluon.jit
 def multiply(a_tiles, w_tiles, acc, step, USE_ACC: gl.constexpr, PART: gl.constexpr = 0):
-    """Start acc + a wᵀ, or a wᵀ, of a step. PART: which a, where a step has several."""
+    """Start a step's product: acc + a wᵀ, or a wᵀ without USE_ACC. PART: the index of a, if a step has several."""
     slot = step % w_tiles.shape[0]
     w_tile = w_tiles.index(slot).permute((1, 0))
     a_tile = a_tiles.index(slot * (a_tiles.shape[0] // w_tiles.shape[0]) + PART)
@@ -335,7 +343,7 @@ def _store(
     acc, a_scale, to_result, sample, row, weight, column, M, N, staging, INDEX: gl.constexpr, epilogue,
     KIND: gl.constexpr, GELU: gl.constexpr,
 ):  # fmt: skip
-    """The epilogue, a chunk of columns at a time, in the staging buffers from INDEX on."""
+    """Run the epilogue one chunk of columns at a time, and store from the staging buffers from INDEX on."""
     ROWS: gl.constexpr = acc.shape[0]
     COLUMNS: gl.constexpr = acc.shape[1]
     CHUNK: gl.constexpr = staging.shape[3]
@@ -352,7 +360,7 @@ def _store(
         residual, outs = epilogue[0], epilogue[1]
         value = _apply_epilogue(acc, a_scale, sample, row, weight, columns, M, N, epilogue, KIND, GELU)
         if residual is not None:
-            # Loaded no earlier: it would be in registers beside the gates.
+            # Loaded only now: earlier it would take registers beside the gates.
             kept = _view(staging, INDEX, residual.dtype).reshape([ROWS, COLUMNS]).load(acc.type.layout)
             value = _add_residual(value, kept, sample, epilogue[3])
         if to_result is not None:
@@ -370,8 +378,8 @@ def _store(
 
 @gluon.jit
 def _divide_by_bound(rows, mask, first, bound):
-    """What each row's results are multiplied by before they are rounded to 8 bits. The first columns store its inverse,
-    the scale of the row."""
+    """Return the factor for each row's results before they are rounded to 8 bits. The tile of the first columns stores
+    its inverse, the row's scale."""
     a_norm, w_norm, bias_bound, result_scale = bound
     scale = _bound_scale(gl.load(a_norm + rows, mask=mask, other=0.0), gl.load(w_norm), gl.load(bias_bound))
     gl.store(result_scale + rows, scale, mask=mask & first)
@@ -380,7 +388,7 @@ def _divide_by_bound(rows, mask, first, bound):
 
 @gluon.jit
 def _apply_epilogue(acc, a_scale, sample, row, weight, columns, M, N, epilogue, KIND: gl.constexpr, GELU: gl.constexpr):
-    """c_out ⊙ f(acc · scales + b)"""
+    """Return c_out ⊙ f(acc · scales + b)."""
     biases, coefficients, scales = epilogue[2], epilogue[3], epilogue[5]
     _, _, c_out, out_stride_b, out_stride_c, starts, runs, _, _ = coefficients
     mask = columns < N
@@ -403,7 +411,7 @@ def _apply_epilogue(acc, a_scale, sample, row, weight, columns, M, N, epilogue, 
 
 @gluon.jit
 def _of_weight(pointers, weight):
-    """That of the weight."""
+    """Return the pointer that belongs to the weight."""
     pointer = pointers[0]
     for i in gl.static_range(1, len(pointers)):
         pointer = gl.where(weight == i, pointers[i], pointer)
@@ -412,8 +420,10 @@ def _of_weight(pointers, weight):
 
 @gluon.jit
 def _gate_by_run(acc, token, gates, stride, mask, starts, runs):
-    """acc, whose rows are the tokens from `token` on, times the gates of each token's run. Taken one run after the
-    other, the gates are a row in registers; gathered by token they would be as many as acc."""
+    """Return acc, whose rows are the tokens from `token` on, times the gates of each token's run.
+
+    Taken run by run, the gates are one row in registers. Gathered by token they would take as many registers as acc.
+    """
     ROWS: gl.constexpr = acc.shape[0]
     tokens = token + gl.arange(0, ROWS, gl.SliceLayout(1, acc.type.layout))
     for run in range(runs):
@@ -437,8 +447,8 @@ def _add_residual(value, kept, sample, coefficients):
 
 @gluon.jit
 def _gelu(x):
-    """x / (1 + exp(-2u)) with u = √(2/π) (x + 0.044715 x³) as in linear_gelu, in few instructions: exp(-2u) is 2 to the
-    power x (c + d x²), and the quotient a product with the approximate reciprocal."""
+    """x / (1 + exp(-2u)) with u = √(2/π) (x + 0.044715 x³) as in linear_gelu, in few instructions: exp(-2u) is
+    2 to the power x (c + d x²), and the division is a product with an approximate reciprocal."""
     e = gl.exp2(x * (-2.302208198144325 - 0.1029432395800185 * x * x))
     return x * gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1 + e], gl.float32, is_pure=True, pack=1

@@ -1,10 +1,10 @@
-"""A linear with nothing to fuse behind it, in one GEMM, where PyTorch has none for it:
+"""Linears without a fused epilogue, in one GEMM, for cases that PyTorch has no GEMM for:
 
-    linear_8bit       a Wᵀ + b                      of operands in 8 bits
-    linear_low_rank   a Wᵀ + (a downᵀ) upᵀ + b      of others, as LoRA has it (low_rank.py)
+    linear_8bit       a Wᵀ + b                      with 8-bit operands
+    linear_low_rank   a Wᵀ + (a downᵀ) upᵀ + b      with other operands, as in LoRA (low_rank.py)
 
-a [..., K], W [N, K], b [N]; result [..., N], rounded once. 8-bit operands are of one format, with a scale for each row
-(quantized.py); a product of low rank may be added there too. Sums are int32 or fp32; scales and bias are applied in
+a [..., K], W [N, K], b [N]; result [..., N], rounded once. 8-bit operands have one format, with a scale for each row
+(quantized.py). linear_8bit can also add a product of low rank. Sums are int32 or fp32; scales and bias are applied in
 fp32. No gradient: under autograd the reference runs.
 """
 
@@ -48,8 +48,8 @@ def linear_8bit(
 ) -> torch.Tensor:
     """``a Wᵀ + b`` for a [..., K], weight [N, K] of a's format, bias [N] or None; returns [..., N].
 
-    low_rank: of another product that is added.
-    dtype: of the result, fp32, fp16 or bf16; None: bf16.
+    low_rank: the factors of another product that is added, or None.
+    dtype: the result's dtype, fp32, fp16 or bf16; None: bf16.
     implementation: "auto", "triton" or "torch" (see dispatch.py).
     Raises ValueError for operands that are not quantised, for other dtypes, and for shapes, formats or devices that do
     not fit together.
@@ -83,7 +83,8 @@ def linear_low_rank(
 
 
 def project_down(a: torch.Tensor | Quantized, low_rank: LowRank | None, implementation: str) -> SecondPair:
-    """``a downᵀ`` [..., G·R], of a Quantized in units of its rows' scales, and up; None both without them."""
+    """Return ``a downᵀ`` [..., G·R] and up, or two None without a low_rank. For a Quantized the product is in units of
+    its rows' scales."""
     if low_rank is None:
         return NO_PAIR
     if isinstance(a, Quantized):
@@ -109,8 +110,8 @@ def _linear_8bit(
 
 
 def launch_8bit(gluon, a, weight, bias, a_scale, weight_scale, dtype, low=None, up=None):
-    """Launch the GEMM for sm_90, if gluon is true and the operands are aligned, or the portable one. The others: as in
-    `_linear_8bit`."""
+    """Launch the GEMM for sm_90, if gluon is true and the operands are aligned, or the portable one. The other
+    arguments are those of `_linear_8bit`."""
     return _run(gluon, a, weight, bias, dtype, flat_scales(a_scale, weight_scale), second_pair(low, up))
 
 
@@ -142,7 +143,7 @@ def _launch_low_rank(gluon, a, weight, bias, low, up):
 
 def _why_not_portable_low_rank(spec: LinearSpec) -> str | None:
     reason = why_not_portable(spec)
-    untimed = spec.linears is not None  # beside PyTorch's two products
+    untimed = spec.linears is not None  # not timed against PyTorch's two products
     return "not for the projections of a block" if reason is None and untimed else reason
 
 

@@ -1,11 +1,11 @@
 """linear_gelu: a projection with GELU in its epilogue, ``gelu_tanh(a Wᵀ + b)``, in one GEMM.
 
-a [..., K], W [C, K], b [C] of one dtype (fp32, fp16, bf16), or a and W in 8 bits (quantized.py) and b of any of them;
-result [..., C] in that dtype, or where they have 8 bits in one of these or in e4m3, rounded once. No gradient: under
-autograd the reference runs. The tanh approximation of Hendrycks and Gimpel, Gaussian Error Linear Units, sect. 2.
+a [..., K], W [C, K], b [C] have one dtype (fp32, fp16, bf16), or a and W have 8 bits (quantized.py) and b one of these.
+The result [..., C] has the same dtype, or for 8-bit operands one of these or e4m3, and is rounded once. No gradient:
+under autograd the reference runs. The tanh approximation of Hendrycks and Gimpel, Gaussian Error Linear Units, sect. 2.
 
 A product of low rank may be added before the GELU (low_rank.py).
-A result in e4m3 is scaled before its largest value is known: by a bound on its row (reference.linear_gelu_quantized).
+A result in e4m3 is scaled before its largest value is known, with a bound on its row (reference.linear_gelu_quantized).
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def linear_gelu(
     """``gelu_tanh(a Wᵀ + b)`` for a [..., K], weight [C, K], bias [C] or None; returns [..., C].
 
     a, weight: a Quantized and a QuantizedWeight of one format, or neither.
-    low_rank: of another product that is added before the GELU.
-    dtype: of the result of a Quantized, fp32, fp16 or bf16; None: bf16. Other results have a's.
-    result: FP8 for a Quantized in that format, without norm; a, weight and low_rank must then have norms. None: a
-        tensor.
-    bias_bound: for such a result, max|b|, 0-d fp32; None: it is computed.
+    low_rank: the factors of another product that is added before the GELU, or None.
+    dtype: the result's dtype for a Quantized a: fp32, fp16 or bf16; None: bf16. Other results have a's dtype.
+    result: FP8 to return a Quantized in that format, without norm; a, weight and low_rank must then have norms. None to
+        return a tensor.
+    bias_bound: max|b|, 0-d fp32, for an FP8 result; None to compute it.
     implementation: "auto", "triton" or "torch" (see dispatch.py).
     Raises ValueError for shapes, dtypes or devices that do not fit together, and for a result in another format.
     """
@@ -119,8 +119,8 @@ def _linear_gelu(
 
 
 def _launch(gluon, candidates, a, weight, bias, dtype, a_scale=None, weight_scale=None, low=None, up=None):
-    """Launch the GEMM for sm_90, if gluon is true and the operands are aligned, or the portable one with its tiles from
-    the candidates. The others: as in `_linear_gelu`."""
+    """Launch the GEMM for sm_90, if gluon is true and the operands are aligned, or the portable one with tiles from
+    the candidates. The other arguments are those of `_linear_gelu`."""
     out = a.new_empty(*a.shape[:-1], weight.shape[0], dtype=dtype)
     if out.numel() > 0:
         _write(gluon, candidates, a, weight, bias, out, (a_scale, weight_scale), None, (low, up))
@@ -147,7 +147,7 @@ def _linear_gelu_quantized(
 def _launch_quantized(
     gluon, candidates, a, weight, bias, a_scale, weight_scale, a_norm, weight_norm, bias_bound, low=None, up=None
 ):
-    """`_launch` with a result in e4m3, and its scales."""
+    """Do what `_launch` does, with a result in e4m3 and its scales."""
     out = a.new_empty(*a.shape[:-1], weight.shape[0], dtype=FP8)
     scale = a.new_empty(a.shape[:-1], dtype=torch.float32)
     if out.numel() > 0:
@@ -168,7 +168,7 @@ def _write(gluon, candidates, a, weight, bias, out, scales, bound: Bound | None,
 
 
 def _by_pytorch(a, weight, bias, dtype, _, __, low, up):
-    """PyTorch's linear, then GELU in a pass of its own."""
+    """Run PyTorch's linear, then GELU in a pass of its own."""
     return gelu(reference.linear(a, weight, bias, low, up))
 
 

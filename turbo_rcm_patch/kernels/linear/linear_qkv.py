@@ -1,10 +1,10 @@
 """linear_qkv: the projections of one input by three weights of equal shape, ``a Wᵀ + b``.
 
-a [..., K], W [N, K], b [N] of one dtype, or a and W in 8 bits (quantized.py) and b of any; results [..., N] in that
-dtype, or where they have 8 bits in fp32, fp16 or bf16. On sm_90, in bf16, fp16 and 8 bits, one launch of the kernel in
-gemm_sm90_kernel.py, which reads the weights where they are: its programs run out of tiles once instead of three
-times. Everywhere else three linears: of torch.nn.functional, which cuBLAS does well, or three `linear_8bit`. No
-gradient: under autograd the reference runs. Products of low rank may be added (low_rank.py).
+a [..., K], W [N, K], b [N] have one dtype, or a and W have 8 bits (quantized.py) and b any dtype. The results [..., N]
+have the same dtype, or for 8-bit operands fp32, fp16 or bf16. On sm_90, in bf16, fp16 and 8 bits, the kernel in
+gemm_sm90_kernel.py runs once for all three and reads each weight in place. Its programs then run out of tiles once
+instead of three times. Elsewhere three linears run: torch.nn.functional's, which cuBLAS does well, or three
+`linear_8bit`. No gradient: under autograd the reference runs. Products of low rank may be added (low_rank.py).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def linear_qkv(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``a Wᵀ + b`` for a [..., K], three weights [N, K] and three biases [N] or three None; returns three [..., N].
 
-    a, weights: a Quantized and three QuantizedWeight of one format, or tensors all.
-    low_rank: of other products that are added, of the three weights.
-    dtype: of the results of a Quantized, fp32, fp16 or bf16; None: bf16. Other results have a's.
+    a, weights: a Quantized and three QuantizedWeight of one format, or all tensors.
+    low_rank: the factors of the products that are added for the three weights, or None.
+    dtype: the results' dtype for a Quantized a: fp32, fp16 or bf16; None: bf16. Other results have a's dtype.
     implementation: "auto", "triton" or "torch" (see dispatch.py).
     Raises ValueError for shapes, dtypes or devices that do not fit together.
     """
@@ -80,12 +80,13 @@ def _linear_qkv(
     low: torch.Tensor | None = None,
     up: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    # Arguments one by one: within a list nobody would see those that need the custom op.
+    # No lists: KernelLaunch does not look into a list for arguments that need the custom op.
     return tuple(a.new_empty(*a.shape[:-1], weight_q.shape[0], dtype=dtype) for _ in range(3))
 
 
 def _launch_gluon(*arguments):
-    """Launch the kernel for sm_90, or without aligned operands what comes after it. Arguments: of `_linear_qkv`."""
+    """Launch the kernel for sm_90, or the next one if operands are not aligned. Takes the arguments of
+    `_linear_qkv`."""
     a, weights, biases, scales, dtype, second = _grouped(*arguments)
     matrix, pair = a.reshape(-1, a.shape[-1]), second_pair(*second)
     if not gemm_sm90.fits_tma(matrix, *weights, *pair):
@@ -100,7 +101,7 @@ def _launch_gluon(*arguments):
 
 
 def _launch_portable(*arguments):
-    """Launch three `linear_8bit`."""
+    """Launch the portable linear_8bit three times."""
     a, weights, biases, (a_scale, *scales), dtype, second = _grouped(*arguments)
     each = zip(weights, biases, scales, reference.parts_of_weights(*second, 3), strict=True)
     return tuple(
@@ -121,7 +122,7 @@ def _by_reference(*arguments):
 
 
 def _grouped(a, *others):
-    """a, the weights, the biases, the scales, the results' dtype, low and up."""
+    """Return a, the weights, the biases, the scales, the results' dtype, and (low, up)."""
     weights, biases, scales, (dtype, *second) = others[:3], others[3:6], others[6:10], others[10:]
     return a, weights, biases, scales, dtype, second or (None, None)
 

@@ -1,9 +1,10 @@
-"""A second product of low rank beside a linear's, as LoRA adds it (Hu et al. 2021, LoRA, eq. 3):
+"""A second product of low rank that is added to a linear's, as in LoRA (Hu et al. 2021, LoRA, eq. 3):
 
     a Wᵀ + (a downᵀ) upᵀ = [a, low] [W, up]ᵀ        low = a downᵀ
 
-low is written to memory, small beside a; then the GEMM's sum over K goes on over the rank, into the same accumulators.
-Where a and W have 8 bits, so has down; low and up are bf16, and the scales of a's and W's rows apply to both products.
+low, which is small beside a, is written to memory. Then the GEMM's sum over K continues over the rank, in the same
+accumulators. If a and W have 8 bits, down has too. low and up are then bf16, and the scales of a's and W's rows apply
+to both products.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from ..quantized import Quantized, QuantizedWeight
 
 
 class LowRank(NamedTuple):
-    """The two factors beside a weight [N, K], or beside G = 3 weights of one input, whose factors lie in their order.
+    """The two low-rank factors of one weight [N, K] (G = 1), or of G = 3 weights of one input in the weights' order.
 
-    down: [G·R, K], in a's dtype, or for a Quantized a QuantizedWeight of its format.
-    up: [G·N, R], in a's dtype; for a Quantized fp32, fp16 or bf16, each row divided by the scale of the weight's row.
-    norm: a bound on the L2 norm of every row of the product of the factors, 0-d fp32, for an fp8 result; else None.
+    down: [G·R, K], in a's dtype, or for a Quantized a a QuantizedWeight of its format.
+    up: [G·N, R], in a's dtype, or for a Quantized a in fp32, fp16 or bf16 with each row divided by the scale of the
+        weight's row.
+    norm: a bound on the L2 norm of every row of the factors' product, 0-d fp32, for an fp8 result; else None.
 
-    The kernel for sm_90 takes ranks R that are multiples of RANK_STEP (zeros may fill them up), and in 8 bits bf16.
+    The kernel for sm_90 takes ranks R that are multiples of RANK_STEP; zeros may pad them. With 8-bit operands its up
+    must be bf16.
     """
 
     down: torch.Tensor | QuantizedWeight
@@ -30,11 +33,11 @@ class LowRank(NamedTuple):
     norm: torch.Tensor | None = None
 
 
-RANK_STEP = 64  # columns of 16 bits in a step along K
+RANK_STEP = 64  # 16-bit columns in a step along K
 
 
 def check_low_rank(op: str, a: torch.Tensor | Quantized, N: int, low_rank: LowRank | None, weights: int = 1) -> None:
-    """Raise ValueError unless the factors, where given, fit an a [..., K] and so many weights [N, K]."""
+    """Raise ValueError unless low_rank is None or its factors fit a [..., K] and this number of weights [N, K]."""
     if low_rank is None:
         return
     down, up, _ = low_rank

@@ -1,4 +1,4 @@
-"""What the choice of a linear's kernel depends on, and the questions that its kernels share."""
+"""The spec that a linear's kernel is chosen by, and the checks that the kernels share."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ NOT_FOR_8_BITS, NOT_FOR_16_BITS = "not for 8 bits", "not for 16 bits"
 class LinearSpec(Spec):
     """``c_skip ⊙ residual + c_out ⊙ f(a Wᵀ + low upᵀ + b)`` for an a [rows, K] and weights [N, K].
 
-    op: the op whose measurements count. weights: their number. samples: in the rows, if a coefficient varies by sample,
-    else 1. residual: its dtype, or None without one. c_skip, c_out: how they vary (coefficient.py). low, rank: of the
-    second product; None and 0 without one. linears: the user's choice for the projections, "auto", "triton" or "torch";
-    None if an op is called by itself.
+    op: the op whose measurements count. weights: the number of weights. samples: the number of samples in the rows if a
+    coefficient varies by sample or token, else 1. residual: its dtype, or None without one. c_skip, c_out: how they
+    vary (coefficient.py). low, rank: the dtype and rank of the second product, None and 0 without one. linears: the
+    user's choice for the projections, "auto", "triton" or "torch"; None if an op is called by itself.
     """
 
     op: str
@@ -57,7 +57,7 @@ def spec_of(
     second: SecondPair,
     **options: object,
 ) -> LinearSpec:
-    """The spec of a call of an op with an a [..., K], a weight [N, K] and other operands. options: further fields.
+    """Return the spec of a call of an op with a [..., K], a weight [N, K] and other operands. options: further fields.
 
     Raises ValueError for an unknown implementation, and for operands on different devices.
     """
@@ -78,7 +78,7 @@ def spec_of(
 
 
 def why_not_fused(spec: LinearSpec) -> str | None:
-    """The reason why no GEMM of ours runs for a spec, or None if one can."""
+    """Return the reason why no GEMM of ours runs for a spec, or None if one can."""
     reason = why_not_ours(spec)
     if reason is None and spec.linears == "torch":
         return "linears='torch'"
@@ -93,19 +93,20 @@ def _is_measured(spec: LinearSpec) -> bool:
 
 
 def why_not_gluon(spec: LinearSpec) -> str | None:
-    """The reason why the GEMM for sm_90 does not run for a spec, or None if it does."""
+    """Return the reason why the GEMM for sm_90 does not run for a spec, or None if it does."""
     return why_not_fused(spec) or gemm_sm90.why_not(spec)
 
 
 def why_not_portable(spec: LinearSpec) -> str | None:
-    """The reason why the portable GEMM does not run for a spec, or None if it does."""
+    """Return the reason why the portable GEMM does not run for a spec, or None if it does."""
     reason = why_not_fused(spec)
     return why_linear(spec.op, spec.device, spec.dtype) if reason is None and _is_measured(spec) else reason
 
 
 def why_linear(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """The reason why PyTorch's linear is preferred for an op, `linear_skip`, `linear_gelu` or `linear_qkv`, or None if
-    ours was measured to be as fast. On sm_90 the GEMM for sm_90 was measured, so that must run."""
+    """Return the reason why PyTorch's linear is preferred for an op (`linear_skip`, `linear_gelu` or `linear_qkv`), or
+    None if ours was measured to be as fast. On sm_90 the GEMM for sm_90 was measured, so that one must be able to
+    run."""
     reason = why_torch(op, device, dtype)
     if reason is None and device.type == "cuda" and is_sm90(device):
         return gemm_sm90.why_not_on(device, dtype)
@@ -113,7 +114,7 @@ def why_linear(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def why_not_pytorch(spec: LinearSpec) -> str | None:
-    """The reason why PyTorch's linear does not run for a spec, with an epilogue of its own, or None if it does."""
+    """Return the reason why PyTorch's linear, followed by a separate epilogue, does not run for a spec, or None."""
     if spec.eight_bits:
         return NOT_FOR_8_BITS
     if spec.linears is None:
@@ -122,8 +123,10 @@ def why_not_pytorch(spec: LinearSpec) -> str | None:
 
 
 def why_not_pytorch_alone(spec: LinearSpec) -> str | None:
-    """The same without an epilogue. It also runs where Triton's kernels are asked for and could run: on most GPUs there
-    is none for it."""
+    """Return the reason why PyTorch's linear without an epilogue does not run for a spec, or None if it does.
+
+    It also runs if Triton's kernels were asked for and can run on the device: most GPUs have no kernel for this case.
+    """
     if spec.eight_bits:
         return NOT_FOR_8_BITS
     runs = spec.linears == "torch" or why_not_ours(spec) is None

@@ -1,1 +1,1 @@
-"""Ops that walk rows: norms, RoPE, GELU, the skip on its own, and rounding to 8 bits."""
+"""Ops on rows or elements: norms, RoPE, GELU, the skip on its own, and quantising to 8 bits."""

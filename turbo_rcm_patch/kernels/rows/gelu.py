@@ -1,6 +1,6 @@
-"""gelu: ``gelu_tanh(x)`` as a pass of its own, for where no epilogue can take it.
+"""gelu: ``gelu_tanh(x)`` as a pass of its own, for when no epilogue can do it.
 
-x of any shape (fp32, fp16, bf16); arithmetic is fp32 and the result, in x's dtype, is rounded once. No gradient: under
+x has any shape (fp32, fp16, bf16). Arithmetic is fp32; the result is rounded once to x's dtype. No gradient: under
 autograd the reference runs. The tanh approximation of Hendrycks and Gimpel, Gaussian Error Linear Units, sect. 2.
 """
 
@@ -20,7 +20,7 @@ BLOCK, NUM_WARPS = 4096, 8
 
 
 def gelu(x: torch.Tensor, *, implementation: str = "auto") -> torch.Tensor:
-    """``gelu_tanh(x)``, contiguous.
+    """Return ``gelu_tanh(x)``, contiguous.
 
     implementation: "auto", "triton" or "torch" (see dispatch.py).
     """
@@ -55,6 +55,7 @@ def _gelu_kernel(x, out, elements, BLOCK: tl.constexpr):
 
 @triton.jit
 def gelu_tanh(x):
-    """0.5 x (1 + tanh(u)) = x / (1 + exp(-2u)) with u = √(2/π) (x + 0.044715 x³): no NaN where exp overflows."""
+    """0.5 x (1 + tanh(u)) = x / (1 + exp(-2u)) with u = √(2/π) (x + 0.044715 x³). This form gives no NaN
+    when exp overflows."""
     u = 0.7978845608028654 * x * (1 + 0.044715 * x * x)
     return x / (1 + tl.exp(-2 * u))

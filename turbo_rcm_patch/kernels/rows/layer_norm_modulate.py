@@ -1,10 +1,11 @@
 """layer_norm_modulate: ``(LayerNorm(x) · weight + bias) · (1 + scale) + shift``, reading x once and writing once.
 
 x [B, S, C]; weight, bias [C]; scale, shift [B|1, C], [B|1, S|1, C] or by runs of tokens; each pair optional, any mix of
-fp32, fp16, bf16. The result is of one of these too, or in 8 bits with a scale and a norm for each row (quantized.py).
-Statistics and arithmetic are fp32, the variance is summed over centred values, the result is rounded once. Programs
-walk rows and hold in registers what no row changes: read anew for each row, fp32 scale and shift would be four times
-its bytes. No gradient: under autograd the reference runs. The modulation is adaLN of Peebles and Xie 2022, Scalable
+fp32, fp16, bf16. The result has one of these dtypes too, or 8 bits with a scale and a norm for each row (quantized.py).
+Statistics and arithmetic are fp32. The variance is summed over centred values. The result is rounded once. A program
+walks many rows and keeps values that all of them share in registers: read again for each row, fp32 scale and shift
+would be four times the bytes of the row. No gradient: under autograd the reference runs.
+The modulation is adaLN of Peebles and Xie 2022, Scalable
 Diffusion Models with Transformers, section 3.2.
 """
 
@@ -34,7 +35,7 @@ from ..sizes import next_power_of_2
 from .quantize_rows import check_format, new_quantized, store_quantized
 from .row_tiles import row_grid, row_tile
 
-LONG = 8192  # rows that leave no registers for a second copy of their values
+LONG = 8192  # rows this long leave no registers for a second copy of their values
 
 
 def layer_norm_modulate(
@@ -52,9 +53,9 @@ def layer_norm_modulate(
     """``(LayerNorm(x) · weight + bias) · (1 + scale) + shift`` over the last dimension.
 
     x: [B, S, C]. weight, bias: [C] or None. scale, shift: both None, or each [B|1, C] or [B|1, S|1, C], or both
-        Runs of the same starts.
-    dtype: of the result, fp32, fp16 or bf16; None: x's.
-    quantized: INT8 or FP8 for a Quantized in that format, with norm; dtype is then without meaning.
+        Runs with the same starts.
+    dtype: the result's dtype, fp32, fp16 or bf16; None: x's.
+    quantized: INT8 or FP8 to return a Quantized in that format, with norm; dtype is then ignored.
     implementation: "auto", "triton" or "torch" (see dispatch.py).
     Raises ValueError for other dtypes or formats, and for shapes or devices that do not fit together.
     """
@@ -80,7 +81,7 @@ def layer_norm_modulate(
 def _canonical_modulations(
     scale: torch.Tensor | Runs | None, shift: torch.Tensor | Runs | None, x: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
-    """scale and shift as [B|1, S|1, C] and None, or by run as [R, 1, C] and their starts."""
+    """Return scale, shift and starts: [B|1, S|1, C] and None, or for Runs [R, 1, C] and their starts."""
     if not isinstance(scale, Runs) and not isinstance(shift, Runs):
         return _canonical_modulation("scale", scale, x), _canonical_modulation("shift", shift, x), None
     if not (isinstance(scale, Runs) and isinstance(shift, Runs) and scale.starts is shift.starts):
@@ -91,7 +92,7 @@ def _canonical_modulations(
 
 
 def _canonical_modulation(name: str, value: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
-    """Bring scale or shift to [B|1, S|1, C]."""
+    """Return scale or shift as [B|1, S|1, C]."""
     if value is None:
         return None
     B, S, C = x.shape
@@ -173,7 +174,7 @@ def _launch(
     norm: torch.Tensor | None,
 ) -> None:
     if starts is not None:
-        x = x.reshape(1, -1, x.shape[2])  # runs go on from sample to sample
+        x = x.reshape(1, -1, x.shape[2])  # runs continue from one sample to the next
     if x.stride(2) != 1:
         x = x.contiguous()
     B, S, C = x.shape
@@ -210,8 +211,11 @@ def _launch(
 
 @functools.cache
 def _tile(C: int, element_size: int, varies: bool, quantized: bool) -> dict[str, int]:
-    """varies: whether the modulation does, by token; it would take shared memory of its own for rows in flight.
-    quantized: whether the result is, whose values are in registers twice."""
+    """Return the tile for rows of C elements.
+
+    varies: True if the modulation varies by token. Loading it ahead would take shared memory of its own.
+    quantized: True if the result is. Its values are then in registers twice.
+    """
     block = next_power_of_2(C)
     spread = quantized and (varies or block >= LONG)
     return {"BLOCK": block, **row_tile(block, block * element_size, in_flight=not varies, spread=spread)}
@@ -239,7 +243,7 @@ def _layer_norm_modulate_kernel(
             SCALE, SHIFT, ROWS, BLOCK, STAGES,
         )  # fmt: skip
     else:
-        # A share of the rows in one piece: there are few runs in it.
+        # Each program takes consecutive rows, which belong to few runs.
         share = tl.cdiv(tl.cdiv(S, programs), ROWS) * ROWS
         for run in range(runs):
             first = tl.maximum(tl.load(starts + run), program * share)
@@ -256,7 +260,7 @@ def _norm_rows(
     x, out, row_scale, norm, start, end, step, C, x_stride_s, sample, modulation, eps,
     SCALE: tl.constexpr, SHIFT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The rows from start to end of one sample, or of one run, whose modulation is read once unless it is by token."""
+    """Normalise rows from start to end of one sample or run. Read the modulation once unless it varies by token."""
     weight, bias, scale, shift, scale_strides, shift_strides = modulation
     columns = tl.arange(0, BLOCK)
     column_mask = columns < C

@@ -1,7 +1,7 @@
-"""quantize_rows: a tensor in 8 bits with one scale per row, for where no kernel that produces it can quantise it.
+"""quantize_rows: quantise a tensor to 8 bits with one scale per row, when the kernel that produces it cannot.
 
-x [..., K] (fp32, fp16, bf16); values [..., K] int8 or e4m3, scale [...] and, where asked for, norm [...] fp32, as
-`quantized.Quantized` has them. One pass: a row stays in registers between its largest magnitude and its rounding. No
+x [..., K] (fp32, fp16, bf16); values [..., K] int8 or e4m3; scale [...] and, if asked for, norm [...] fp32, as in
+`quantized.Quantized`. One pass: a row stays in registers between finding its largest magnitude and rounding. No
 gradient: under autograd the reference runs.
 """
 
@@ -22,15 +22,15 @@ from .row_tiles import row_grid, row_tile
 TINY = tl.constexpr(_TINY)
 LARGEST_INT8 = tl.constexpr(LARGEST[INT8])
 LARGEST_FP8 = tl.constexpr(LARGEST[FP8])
-ROUNDING = tl.constexpr(1.5 * 2**23)  # added to a number below 2**22, it leaves the nearest integer in the low bits
+ROUNDING = tl.constexpr(1.5 * 2**23)  # added to a number below 2**22, leaves the nearest integer in the low bits
 
 
 def quantize_rows(
     x: torch.Tensor, format: torch.dtype, with_norm: bool = False, implementation: str = "auto"
 ) -> Quantized:
-    """x [..., K] in a format, INT8 or FP8, each row divided such that its largest magnitude is the format's.
+    """Quantise x [..., K] to a format, INT8 or FP8. Each row's scale maps its largest magnitude to the format's.
 
-    with_norm: with the L2 norm of each row.
+    with_norm: True to also return the L2 norm of each row.
     implementation: "auto", "triton" or "torch" (see dispatch.py).
     Raises ValueError for another format.
     """
@@ -41,7 +41,7 @@ def quantize_rows(
 
 
 def check_format(op: str, format: torch.dtype) -> None:
-    """Raise ValueError for a format that does not exist."""
+    """Raise ValueError unless the format is INT8 or FP8."""
     if format not in LARGEST:
         raise ValueError(f"{op}: format={format}; accepted are {', '.join(map(str, LARGEST))}.")
 
@@ -49,8 +49,8 @@ def check_format(op: str, format: torch.dtype) -> None:
 def new_quantized(
     x: torch.Tensor, format: torch.dtype, with_norm: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Uninitialised values, scale and norm for an x [..., K], contiguous; the norm has no elements where nobody wants
-    it."""
+    """Return uninitialised, contiguous values, scale and norm for x [..., K]. Without with_norm the norm has no
+    elements."""
     values = torch.empty_like(x, dtype=format, memory_format=torch.contiguous_format)
     scale, norm = (
         x.new_empty(shape, dtype=torch.float32) for shape in (x.shape[:-1], x.shape[:-1] if with_norm else 0)
@@ -100,8 +100,10 @@ def _quantize_rows_kernel(
 
 @triton.jit
 def store_quantized(tile, rows, columns, mask, values, scale, norm, end, K):
-    """Quantise a tile of whole rows, fp32 and 0 where the mask is false, and store it as rows of values [.., K], and
-    their scales and norms, up to the row `end`. norm may be None."""
+    """Quantise a tile of whole rows and store its values [.., K], scales and norms up to the row `end`.
+
+    The tile is fp32 and 0 where the mask is false. norm may be None.
+    """
     row_mask = rows < end
     largest = largest_magnitude(tile, 1)
     WHOLE: tl.constexpr = values.dtype.element_ty == tl.int8
@@ -123,7 +125,10 @@ def store_quantized(tile, rows, columns, mask, values, scale, norm, end, K):
 
 @triton.jit
 def largest_magnitude(x, axis: tl.constexpr):
-    """The largest |x| of fp32 along an axis, or of all where that is None; NaN where there is one, so that a scale made
-    of it says so. As integers magnitudes are in the same order, and NaN is above all; tl.max of floats may drop it."""
+    """Return the largest |x| of fp32 along an axis, or of all elements for None. NaN in x gives NaN, so that the scale
+    shows it.
+
+    The bits of magnitudes, read as integers, have the same order, and NaN is above all. tl.max of floats may drop NaN.
+    """
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.max(magnitude, axis).to(tl.float32, bitcast=True)

@@ -21,9 +21,9 @@ from .row_tiles import row_grid, row_tile
 def rms_norm_silu(
     x: torch.Tensor, weight: torch.Tensor, *, silu: bool = True, implementation: str = "auto"
 ) -> torch.Tensor:
-    """RMSNorm of x over its last dimension and, where asked, SiLU; contiguous.
+    """RMSNorm of x over its last dimension and, if silu is true, SiLU. The result is contiguous.
 
-    x: [B, T, ..., C], of any strides. weight: [C]. implementation: "auto", "triton" or "torch" (see dispatch.py).
+    x: [B, T, ..., C] with any strides. weight: [C]. implementation: "auto", "triton" or "torch" (see dispatch.py).
     Returns x's shape and dtype. Raises ValueError for shapes or devices that do not fit together.
     """
     if x.dim() < 3:
@@ -38,7 +38,7 @@ def _rms_norm_silu(x: torch.Tensor, weight: torch.Tensor, silu: bool) -> torch.T
     out = x.new_empty(x.shape)
     if x.numel() == 0:
         return out
-    rows = x.flatten(1, -2)  # a copy where its rows do not lie at equal distances
+    rows = x.flatten(1, -2)  # a copy if the rows are not evenly spaced
     if rows.stride(2) != 1:
         rows = rows.contiguous()
     B, S, C = rows.shape
@@ -59,7 +59,7 @@ def _(x, weight, silu):
 RMS_NORM_SILU = triton_or_reference("rms_norm_silu", _rms_norm_silu, reference.rms_norm_silu)
 
 
-@triton.jit(do_not_specialize=("S",))  # chunks of a video differ in it
+@triton.jit(do_not_specialize=("S",))  # S differs between chunks of a video
 def _rms_norm_silu_kernel(
     x, weight, out, S, C, x_stride_b, x_stride_s, scale,
     SILU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,

@@ -1,4 +1,4 @@
-"""How the norms' programs walk rows: short ones several at a time, the next ones loaded while these are computed."""
+"""Tiles for programs that walk rows. Short rows are taken several at a time; the next rows load while these compute."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from ..dispatch import device_properties
 from ..sizes import cdiv
 
 ELEMENTS_PER_THREAD = 32
-WIDE = 16384  # rows that get twice the threads: one row alone would take more registers than there are
+WIDE = 16384  # rows this wide get twice the threads: one row would not fit the registers
 MINIMUM_ELEMENTS = 4096  # per program at a time; shorter rows are taken together
 PROGRAMS = 4  # per multiprocessor
-STAGES = 3  # of rows in flight per program, unless they take more shared memory than every GPU has
+STAGES = 3  # pipeline stages per program, if their rows fit the shared memory of every GPU
 SHARED_MEMORY = 96 << 10
 
 
 def row_tile(block: int, row_bytes: int, *, in_flight: bool = True, spread: bool = False) -> dict[str, int]:
-    """ROWS at a time, STAGES and num_warps for rows of `block` elements, a power of two.
+    """Return ROWS (rows at a time), STAGES and num_warps for rows of `block` elements, a power of two.
 
-    row_bytes: what is loaded anew for a row. in_flight: whether rows may be loaded ahead at all. spread: over twice the
-    threads, where an element takes many registers.
+    row_bytes: the bytes loaded for each row. in_flight: True if rows may be loaded ahead. spread: True to use twice the
+    threads, for kernels whose elements take many registers.
     """
     rows = max(1, MINIMUM_ELEMENTS // block)
     fits = in_flight and (STAGES - 1) * rows * row_bytes < SHARED_MEMORY
@@ -29,6 +29,6 @@ def row_tile(block: int, row_bytes: int, *, in_flight: bool = True, spread: bool
 
 
 def row_grid(device: torch.device, rows_at_a_time: int, S: int, B: int) -> tuple[int, int]:
-    """Programs that walk the S rows of each of B samples."""
+    """Return the grid of programs that walk the S rows of each of B samples."""
     programs = max(1, device_properties(device)[1] * PROGRAMS // B)
     return min(cdiv(S, rows_at_a_time), programs), B

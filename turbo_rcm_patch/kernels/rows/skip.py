@@ -1,8 +1,9 @@
-"""skip: ``c_skip ⊙ residual + c_out ⊙ F`` as a pass of its own, for where no epilogue can take it.
+"""skip: ``c_skip ⊙ residual + c_out ⊙ F`` as a pass of its own, for when no epilogue can do it.
 
-residual, F [B, S, C] (fp32, fp16, bf16); coefficients over [B|1, S|1, C|1]. Arithmetic is fp32 and the result, in the
-residual's dtype or another one, is rounded once. Two reads and one write: what every other op of this package saves.
-With a gradient for every tensor. Eq. 7 of Karras et al. 2022, Elucidating the Design Space of Diffusion-Based
+residual, F [B, S, C] (fp32, fp16, bf16); coefficients over [B|1, S|1, C|1]. Arithmetic is fp32; the result
+is rounded once, to the residual's dtype or another one. This pass reads two tensors and writes one; the fused ops of
+this package save that. Every tensor has a gradient.
+Eq. 7 of Karras et al. 2022, Elucidating the Design Space of Diffusion-Based
 Generative Models.
 """
 
@@ -38,7 +39,10 @@ ROWS, COLUMNS, NUM_WARPS = 8, 512, 4
 
 @dataclass(frozen=True, kw_only=True)
 class SkipSpec(Spec):
-    """runs: True if c_out varies by run, for which the kernel has no backward."""
+    """The spec of a skip.
+
+    runs: True if c_out varies by run. The kernel has no backward for runs.
+    """
 
     runs: bool = False
 
@@ -61,10 +65,10 @@ def skip(
     """``c_skip ⊙ residual + c_out ⊙ output`` for two [B, S, C].
 
     c_skip, c_out: a number, 0-d, per sample [B], per channel [C] or [B, 1, C], per token [B, S, C]. c_out may be Runs.
-    dtype, residual_scale, result_scale: as of `linear_skip`.
+    dtype, residual_scale, result_scale: as in `linear_skip`.
     implementation: "auto", "triton" or "torch" (see dispatch.py).
-    Differentiable in every tensor; with Runs the reference is. Raises ValueError for other dtypes and scales, and for
-    shapes or devices that do not fit together.
+    Differentiable in every tensor; with Runs, through the reference. Raises ValueError for other dtypes and scales, and
+    for shapes or devices that do not fit together.
     """
     if residual.dim() != 3 or output.shape != residual.shape:
         raise ValueError(
