@@ -37,7 +37,7 @@ RESTORED = "restored: nothing is patched any more"
 _JOURNAL = "_turbo_rcm_patch_journal"  # the attribute of a patched model that holds its Journal
 
 
-# By tier: why a model cannot be patched, as a sentence or None, from its name and its self-attentions.
+# For each tier a function of a model's name and self-attentions: the reason why it cannot be patched, or None.
 _REFUSALS = {Sparse: why_not_sparse, BlockSparse: why_trained_otherwise}
 
 

@@ -233,7 +233,7 @@ def current_plan(transformer: nn.Module, blocks: Blocks, block: nn.Module) -> Bl
     if latest is None:
         call = Call(state.shared.config, torch.device("cpu"), torch.float32, None, active_backend())
         latest = blocks.usual_call(call)
-    # With offloading the weights rest on another device than the forward runs on.
+    # With offloading, the weights are stored on another device than the forward runs on.
     device, dtype = get_module_execution_device(transformer), family_of(transformer).compute_dtype(transformer)
     exactly = state.exactly or (NOT_COUNTED if latest.call.exactly == NOT_COUNTED else None)
     now = {"device": device, "dtype": dtype, "derivative": None, "backend": active_backend(), "exactly": exactly}

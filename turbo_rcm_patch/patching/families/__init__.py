@@ -18,7 +18,7 @@ SUPPORTED = "; ".join(f"{family.transformer_class.__name__} ({family.models})" f
 
 
 def family_of(transformer: nn.Module) -> Family | None:
-    """The family of a transformer by its exact class, sharded or not; None for others."""
+    """Return the family of a transformer by its exact class, sharded or not, or None if no family knows the class."""
     cls = unsharded_class(transformer)
     return next((family for family in FAMILIES if cls is family.transformer_class), None)
 

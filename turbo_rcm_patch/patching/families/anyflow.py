@@ -109,7 +109,7 @@ def _token_runs(
     timestep: torch.Tensor, r_timestep: torch.Tensor, timestep_proj: torch.Tensor, tokens_per_frame: int
 ) -> TokenRuns | None:
     """Return the rows of timestep_proj [B, S, 6·C] by runs of frames with the same timesteps, or None for too many."""
-    if timestep.is_meta or timestep_proj.is_inference():  # which do not tell whether they were written to
+    if timestep.is_meta or timestep_proj.is_inference():  # neither kind counts writes to it
         return None
     pairs = torch.stack([timestep.double(), r_timestep.double()]).flatten(1)
     _, counts = torch.unique_consecutive(pairs, dim=1, return_counts=True)  # waits for the GPU

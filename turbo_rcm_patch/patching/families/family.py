@@ -1,4 +1,4 @@
-"""What a family of models states, and how the patch binds one of its transformers.
+"""The facts that a family of models states, and the patch's bindings for one of its transformers.
 
 A family is a file in this folder, or a folder if its blocks are its own, registered in ``__init__.py``. It states:
 
@@ -50,7 +50,7 @@ GRAPH = "_turbo_rcm_patch_graph"  # the attribute of a patched transformer that 
 
 
 class BlockPlan(Protocol):
-    """What a block does with one kind of call. residual: says, as a string, how it is stored between the skips."""
+    """The steps of a block for one kind of call. str(residual) tells how the residual is stored between the skips."""
 
     residual: object
 
@@ -172,7 +172,10 @@ class Family:
         ]
 
     def bindings(self, transformer: nn.Module, config: PatchConfig, steps: Steps | None = None) -> list[Binding]:
-        """What makes up the patch of one transformer, to be set in order. steps: of its pipeline, if it has one."""
+        """Return the bindings that patch one transformer, in the order to set them.
+
+        steps: the step counter of its pipeline, or None.
+        """
         shared = Shared(config, steps)
         beside = [module for _, module, _ in self.more(transformer, config)]
         forwards = {module: bind(forward, module) for _, module, forward in self._targets(transformer, config)}

@@ -1,4 +1,4 @@
-"""Which of a generation's steps a pipeline is in, as its scheduler counts them."""
+"""Find a pipeline's present step from its scheduler's count."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Steps:
         self._begins, self._before = False, 0  # steps that the scheduler counts and the generation does not make
 
     def why_exact(self, first: int, last: int) -> str | None:
-        """Why the step under way is one of the first or last that run exactly, in a few words; None when it is not.
+        """Return the reason why the present step runs exactly, as one of the first or last, or None.
 
-        Where nobody counts the steps every one does.
+        If the scheduler does not count steps, every step runs exactly.
         """
         pipe = self._pipe()
         scheduler = getattr(pipe, "scheduler", None)

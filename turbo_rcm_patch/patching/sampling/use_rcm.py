@@ -22,10 +22,10 @@ def use_rcm(
     """Let ``pipe(..., num_inference_steps=4)`` sample in 1 to 4 rCM steps (or at the given sigmas).
 
     pipe: a WanPipeline, WanImageToVideoPipeline or WanVideoToVideoPipeline whose transformer is rCM-distilled.
-    sigma_max, stochastic, round_timesteps_to_bf16, sigmas: of RCMScheduler. None keeps the value of a pipeline whose
-    scheduler is an RCMScheduler already (one that was saved), else takes RCMScheduler's default: 80, True, True, the
-    published times. Use sigma_max=200 for image to video.
-    classifier_free_guidance: whether guidance_scale counts. Distilled models run without guidance, so by default a
+    sigma_max, stochastic, round_timesteps_to_bf16, sigmas: the options of RCMScheduler. None keeps the value if the
+    pipeline's scheduler is an RCMScheduler already (a saved one). Otherwise None takes RCMScheduler's default: 80,
+    True, True, the published times. Use sigma_max=200 for image to video.
+    classifier_free_guidance: True if guidance_scale counts. Distilled models run without guidance, so by default a
     guidance_scale above 1 (the pipelines' own default is 5) is taken as 1, with one warning.
 
     The call's ``generator`` then alone decides the noise: the first, then one draw per step. ``latents`` passed to the

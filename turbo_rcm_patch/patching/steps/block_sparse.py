@@ -1,7 +1,7 @@
-"""Block-sparse attention: where it is dense instead, and the step of a plan.
+"""The step of block-sparse attention, and the reasons for dense attention instead.
 
-It needs no weights of its own, and takes the place of every self-attention; one whose model was trained with another
-sparse attention is refused.
+Block-sparse attention needs no weights of its own and replaces every self-attention. A model that was trained with
+another sparse attention is refused.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .in_8_bits import formats_label
 from .plan import Call, Step, Stream
 from .sparse_linear import SelfAttentions, has_projection
 
-# Of a sample, from which on attention is dense where no kernel takes the blocks of a config: the reference computes all
-# scores.
+# From this many tokens per sample on, attention is dense if no kernel takes a config's blocks: the reference computes
+# all scores.
 TOO_MANY_FOR_REFERENCE = 8192
 
 
@@ -34,7 +34,7 @@ def why_trained_otherwise(name: str, attentions: SelfAttentions) -> str | None:
 
 
 def layers_attended_exactly(config: PatchConfig, count: int) -> Mapping[int, str]:
-    """Of so many blocks, by their index, those that exact_layers names, with the reason."""
+    """Return the blocks that exact_layers names, as index -> reason. count: the number of blocks."""
     if not isinstance(config, BlockSparse) or config.exact_layers is None:
         return {}
     first, last = config.exact_layers
@@ -42,10 +42,10 @@ def layers_attended_exactly(config: PatchConfig, count: int) -> Mapping[int, str
 
 
 def why_dense(attn: nn.Module, stream: Stream, call: Call, *, quantized: bool) -> str | None:
-    """Why a self-attention attends to all keys, in a few words; None where it is block-sparse. quantized: whether it
-    gets q, k and v in 8 bits, which not only the config decides.
+    """Return the reason why a self-attention attends to all keys, or None if it is block-sparse.
 
-    What diffusers' dispatch or several GPUs do with it is another question (exact.py).
+    quantized: True if it gets q, k and v in 8 bits; the config alone does not decide this. exact.py decides about
+    diffusers' dispatch and several GPUs.
     """
     config = call.config
     if not isinstance(config, BlockSparse):
@@ -63,7 +63,7 @@ def why_dense(attn: nn.Module, stream: Stream, call: Call, *, quantized: bool) -
 
 
 def _tokens(attn: nn.Module, stream: Stream) -> int:
-    """Of a sample, on all GPUs."""
+    """Return the tokens of a sample on all GPUs."""
     parallel = attn.processor._parallel_config
     ranks = 1 if parallel is None else parallel.context_parallel_config.ulysses_degree
     return stream.tokens_per_sample * ranks
@@ -80,12 +80,12 @@ def _op_and_fields(attn: nn.Module, call: Call, quantized: bool) -> tuple[kernel
 
 
 def block_sizes(call: Call, *, quantized: bool) -> tuple[int, int]:
-    """Tokens of a block of queries and of a block of keys."""
+    """Return the tokens in a block of queries and in a block of keys."""
     return call.config.blocks or kernels.block_sparse_sizes(call.device, call.dtype, quantized=quantized)
 
 
 def attention(attn: nn.Module, call: Call, *, quantized: bool) -> Step:
-    """Block-sparse attention: (q, k, v [B, S, H, D]), quantized a QuantizedQKV, -> [B, S, H, D]."""
+    """Return block-sparse attention: (q, k, v [B, S, H, D]), or one QuantizedQKV if quantized, -> [B, S, H, D]."""
     op, fields = _op_and_fields(attn, call, quantized)
     pick = call.pick(op, kernels.SparseSpec, **fields)
     run = partial(_attend, pick.launch, (call.config.mass, fields["block_q"], fields["block_k"]))

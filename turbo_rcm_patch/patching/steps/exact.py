@@ -35,7 +35,7 @@ from .context_parallel import ulysses_attention, why_not_between_all_to_alls
 from .plan import LINEAR, MODULE, NOTHING, Call, Step, Stream
 from .residual import Storage
 
-ALONE, FEW_TOKENS = "nothing to fuse", "a prompt's few tokens"  # why PyTorch's linear does a projection
+ALONE, FEW_TOKENS = "nothing to fuse", "a prompt's few tokens"  # reasons for PyTorch's linear in a projection
 
 Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin of RoPE, each [S, D/2]
 
@@ -46,7 +46,7 @@ Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin of RoPE, each [S, D/2]
 
 
 def layer_norm(norm: nn.Module, stored: Storage, call: Call, quantized: torch.dtype | None = None) -> Step:
-    """LayerNorm of a stored x [B, S, C], modulated by scale and shift [B, 1|S, C] where given.
+    """Return LayerNorm of a stored x [B, S, C], modulated by scale and shift [B, 1|S, C] if they are given.
 
     Step: (x, scale=None, shift=None) -> [B, S, C] in the call's dtype, or quantized to an 8-bit format.
     """
@@ -64,7 +64,7 @@ def layer_norm(norm: nn.Module, stored: Storage, call: Call, quantized: torch.dt
 
 
 def layer_norm_by_module(norm: nn.Module, stored: Storage, call: Call, reason: str) -> Step:
-    """`layer_norm` as diffusers writes it."""
+    """Return `layer_norm` by diffusers' module."""
     return Step(partial(_layer_norm_by_module, norm, stored, call.dtype), MODULE, reason)
 
 
@@ -90,7 +90,7 @@ def _layer_norm_by_module(norm, stored, dtype, x, scale=None, shift=None):
 
 
 def _by_token(row, x):
-    """A row [B, 1|S, C] of modulation for x [B, S, C]; one that runs of tokens share, for each token."""
+    """Return a row of modulation [B, 1|S, C] for x [B, S, C]. A row for runs of tokens is expanded to every token."""
     return reference.by_token(*row, *x.shape[:2]) if isinstance(row, Runs) else row
 
 
@@ -100,7 +100,7 @@ def _by_token(row, x):
 
 
 def qkv_projection(attn: nn.Module, tokens: int, call: Call) -> Step:
-    """q, k and v of a self-attention to so many tokens in all: x [B, S, C] -> three [B, S, C]."""
+    """Return the Q, K and V projections of a self-attention: x [B, S, C] -> three [B, S, C]. tokens: B·S."""
     if attn.fused_projections:
         return Step(partial(_qkv_of_one_module, attn), MODULE, "fused projections")
     read = call.read(attn.to_q, attn.to_k, attn.to_v)
@@ -117,15 +117,17 @@ def qkv_projection(attn: nn.Module, tokens: int, call: Call) -> Step:
 
 
 def _pick(op: Op, measured: str, read: Linears, tokens: int, call: Call, **fields: object) -> Pick:
-    """The kernel of an op on so many tokens, with the first of the linears as its weight. measured: the op whose
-    measurements count. fields: others of the LinearSpec."""
+    """Return an op's kernel for this many tokens and the first linear's weight.
+
+    measured: the op whose measurements count. fields: other fields of the LinearSpec.
+    """
     N, K = read.first.weight.shape
     fields = {"result": call.dtype, "linears": call.config.linears, **read.second_product, **fields}
     return call.pick(op, LinearSpec, op=measured, rows=tokens, N=N, K=K, **fields)
 
 
 def _why_not_read(read: Linears, call: Call) -> str | None:
-    """Why linears that are not in 8 bits are called; None where their weights may be read."""
+    """Return the reason why linears (not in 8 bits) must be called, or None if a kernel may read their weights."""
     reasons = (why_not_linear(linear, call.device, call.dtype) for linear in read.linears)
     return read.reason or next(filter(None, reasons), None)
 
@@ -145,8 +147,10 @@ def _qkv(launch, read, implementation, x):
 
 
 def kv_projection(attn: nn.Module, tokens: int, call: Call, *, added: bool = False) -> Step:
-    """k and v of a cross-attention: a context [B|1, L, C] of so many tokens in all -> two [B|1, L, C]. added: of the
-    image."""
+    """Return the K and V projections of a cross-attention: context [B|1, L, C] -> two [B|1, L, C].
+
+    tokens: the context's, over all samples. added: True for the projections of the image.
+    """
     if attn.fused_projections:
         return Step(partial(_kv_of_one_module, attn.to_added_kv if added else attn.to_kv), MODULE, "fused projections")
     modules = (attn.add_k_proj, attn.add_v_proj) if added else (attn.to_k, attn.to_v)
@@ -159,7 +163,7 @@ def kv_projection(attn: nn.Module, tokens: int, call: Call, *, added: bool = Fal
 
 
 def _by_modules(run, read: Linears) -> Step:
-    """Linears that are called, with nothing beside them that a kernel could do as well."""
+    """Return a step that calls linears with nothing to fuse beside them."""
     return Step(run, LINEAR, ALONE) if read.reason is None else Step(run, MODULE, read.reason)
 
 
@@ -172,7 +176,7 @@ def _of_each_module(modules, context):
 
 
 def head_norm(norm: nn.Module, heads: int, call: Call) -> Step:
-    """RMSNorm over all heads, split into them and rotated where tables are given.
+    """Return RMSNorm over all heads, then the split into heads, and RoPE if tables are given.
 
     Step: (x [B, S, C], tables=None) -> [B, S, H, D].
     """
@@ -211,11 +215,11 @@ def _head_norm_by_module(norm, heads, x, tables: Tables | None = None):
 def attention(
     attn: nn.Module, call: Call, *, crossing: bool = False, added: bool = False, result: torch.dtype | None = None
 ) -> Step:
-    """Attention of q [B, S, H, D] over k, v [B|1, L, H, D] in their dtype.
+    """Return attention of q [B, S, H, D] over k, v [B|1, L, H, D] in their dtype.
 
-    Step: (q, k, v) -> [B, S, H, D]; with `added` (q, k, v, to) -> to + that. crossing: cross-attention, which context
-    parallelism leaves alone. result: what the next step takes; in e4m3 our kernel gives it, of a cross-attention, as a
-    Quantized [B, S, C].
+    Step: (q, k, v) -> [B, S, H, D]; with `added` (q, k, v, to) -> to + the attention's result. crossing: True for
+    cross-attention, which context parallelism does not change. result: the format that the next step takes. For e4m3
+    our kernel for cross-attention gives a Quantized [B, S, C].
     """
     reason = why_not_own_attention(attn, call.backend, crossing=crossing, derivative=call.derivative)
     if reason is not None:
@@ -227,7 +231,7 @@ def attention(
             return step
     pick, kernel = pick_attention(call, head_dim, crossing=crossing)
     reason, attend = pick.reason, partial(_attention, pick.launch)
-    if added:  # by a pass of its own: with the sum in the epilogue the sm_90 kernel would not serve
+    if added:  # the sum is a pass of its own: the sm_90 kernel has no sum in its epilogue
         add = skip_after(Storage(call.dtype), Storage(call.dtype), call)
         return Step(partial(_attention_then_add, attend, add.run), f"{kernel}, {add.kernel} sum", reason)
     if attn.processor._parallel_config is not None and not crossing:
@@ -237,7 +241,7 @@ def attention(
 
 
 def _attention_in_e4m3(call: Call, head_dim: int) -> Step | None:
-    """Cross-attention with its result in e4m3, or None if no kernel of ours runs."""
+    """Return cross-attention with its result in e4m3, or None if no kernel of ours runs."""
     fields = {"head_dim": head_dim, "attention": call.config.attention, "crossing": True, "result": FP8}
     if kernels.ATTENTION_TO_E4M3.why_not_fused(call.spec(kernels.AttentionSpec, **fields)) is not None:
         return None
@@ -255,7 +259,10 @@ def pick_attention(call: Call, head_dim: int, *, crossing: bool = False) -> tupl
 def why_not_own_attention(
     attn: nn.Module, active_backend: AttentionBackendName, *, crossing: bool = False, derivative: str | None = None
 ) -> str | None:
-    """Why an attention goes through diffusers' dispatch: a backend or a parallel layout that the user chose."""
+    """Return the reason why an attention goes through diffusers' dispatch, or None.
+
+    The reason is a backend or a parallel layout that the user chose.
+    """
     processor = attn.processor
     backend = processor._attention_backend or active_backend
     if processor._attention_backend is not None or backend != AttentionBackendName.NATIVE:
@@ -266,7 +273,7 @@ def why_not_own_attention(
 
 
 def why_not_quantized_attention(attn: nn.Module, call: Call) -> str | None:
-    """Why a self-attention is not computed in 8 bits, norms of q and k included, in a few words; None when it is."""
+    """Return the reason why a self-attention and its QK-norm do not run in 8 bits, or None if they do."""
     reason = why_not_own_attention(attn, call.backend, derivative=call.derivative)
     if reason is None and attn.processor._parallel_config is not None:
         reason = "context parallelism"
@@ -277,12 +284,12 @@ def why_not_quantized_attention(attn: nn.Module, call: Call) -> str | None:
 
 def _attention(launch, q, k, v):
     batch = q.shape[0]
-    if k.shape[0] < batch:  # one prompt for all samples: their queries are one sample's
+    if k.shape[0] < batch:  # one prompt for all samples: treat all queries as one sample's
         q = q.flatten(0, 1)[None]
     scale = q.shape[3] ** -0.5
     if k.shape[1] > 0:
         attended = launch(q, k, v, None, None, None, scale)
-    else:  # such as of no image: our kernels refuse what PyTorch calls 0
+    else:  # no keys, for example without an image: the result is 0, and our kernels refuse such inputs
         attended = reference.attention(q, k, v, None, None, None, scale)
     return attended.view(batch, -1, *attended.shape[2:])
 
@@ -319,7 +326,7 @@ def _attention_of_backend(processor, crossing, q, k, v, to=None):
 
 
 def projection(linear: nn.Module, tokens: int, call: Call) -> Step:
-    """A linear on so many tokens in all: x [B, S, K] -> [B, S, C]."""
+    """Return a lone linear: x [B, S, K] -> [B, S, C]. tokens: B·S."""
     read = call.read(linear)
     if read.are_quantized:
         return quantized_layers.projection(read, linear, tokens, call)
@@ -329,7 +336,10 @@ def projection(linear: nn.Module, tokens: int, call: Call) -> Step:
 
 
 def _projection_with_lora(read: Linears, tokens: int, call: Call) -> Step:
-    """Chosen as q, k and v together are, the measured op that is the most like it: by the kernel for sm_90 alone."""
+    """Return a lone linear with a LoRA.
+
+    The measurements of linear_qkv, the most similar measured op, choose its kernel.
+    """
     pick = _pick(LINEAR_LOW_RANK, "linear_qkv", read, tokens, call)
     run = partial(_linear_low_rank, pick.launch, read, call.config.implementation)
     return Step(run, read.named(pick.label), pick.reason, pick=pick)
@@ -343,10 +353,10 @@ def _linear_low_rank(launch, read, implementation, x):
 def projection_with_skip(
     layers: Sequence[nn.Module], stored: Storage, result: Storage, stream: Stream, call: Call, *, gated: bool
 ) -> Step:
-    """A projection, a linear and perhaps a dropout, and the skip: ``residual + gate · layers(a)``.
+    """Return a projection (a linear and perhaps a dropout) with the skip: ``residual + gate · layers(a)``.
 
     Step: (a [B, S, K], residual [B, S, C], gate [B, 1|S, C], Runs, or None for 1) -> [B, S, C].
-    stored, result: how the residual is stored, and the result is to be. gated: whether there will be a gate.
+    stored, result: the storage of the residual and of the result. gated: True if there will be a gate.
     """
     linear, *dropouts = layers
     read = call.read(linear)
@@ -380,7 +390,10 @@ def _skip_fields(stored: Storage, result: Storage, stream: Stream, *, gated: boo
 
 
 def skip_after(stored: Storage, result: Storage, call: Call) -> Step:
-    """``residual + gate · output`` as a pass of its own: (residual, output [B, S, C], gate or None) -> [B, S, C]."""
+    """Return ``residual + gate · output`` as a separate pass.
+
+    Step: (residual, output [B, S, C], gate or None) -> [B, S, C].
+    """
     pick, with_runs = (call.pick(SKIP, SkipSpec, runs=runs) for runs in (False, True))
     run = partial(_skip, pick.launch, with_runs.launch, stored, result)
     return Step(run, pick.label, pick.reason, pick=pick)
@@ -412,8 +425,10 @@ def _skip(launch, launch_with_runs, stored, result, residual, output, gate=None)
 
 
 def projection_with_gelu(ffn: FeedForward, tokens: int, call: Call, quantized: torch.dtype | None = None) -> Step:
-    """A feed-forward's first linear, its GELU and its dropout: x [B, S, C] -> [B, S, ffn_dim], where its weights are in
-    8 bits quantized to a format."""
+    """Return a feed-forward's first linear, GELU and dropout: x [B, S, C] -> [B, S, ffn_dim].
+
+    quantized: the 8-bit format that the next step takes, or None. It counts only if the linear is in 8 bits.
+    """
     activation = ffn.net[0]
     if type(activation) is GELU and activation.approximate != "tanh":
         reason = f"GELU {activation.approximate}"

@@ -1,7 +1,8 @@
-"""The steps of a block in 8 bits: each runs one fused op on weights and activations in 8 bits, or, with the reason, the
-module, whose forward multiplies by the same weights.
+"""The steps of a block in 8 bits.
 
-What comes in the format that a step takes is used as it is; anything else is quantised in a pass of its own first.
+Each step runs one fused op on 8-bit weights and activations. Otherwise it calls the module, whose forward multiplies by
+the same weights, and states the reason. An input in the format that a step takes is used directly. Any other input is
+quantised in a separate pass first.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ Activation = torch.Tensor | Quantized
 
 
 def _in_8_bits(quantize: Callable, x: Activation, format: torch.dtype, *, with_norm: bool = False) -> Quantized:
-    """x [..., K] in a format; with_norm: with the norms of its rows, if it is quantised here by a launch."""
+    """Return x [..., K] in a format. with_norm: also compute the norms of its rows if x is quantised here."""
     return x if isinstance(x, Quantized) else Quantized(*quantize(x, format, with_norm))
 
 
 def qkv_projection(read: Linears, by_modules: Callable, tokens: int, call: Call) -> Step:
-    """q, k and v of a self-attention to so many tokens in all: x [B, S, C] -> three [B, S, C] in the call's dtype."""
+    """Return a self-attention's Q, K and V projections: x [B, S, C] -> three [B, S, C] in the call's dtype."""
     reason = next(filter(None, (_why_not(linear, call) for linear in read.linears)), None)
     formats = {quantized_weight(linear).format for linear in read.linears}
     if reason is None and not (read.are_alike and len(formats) == 1):
@@ -61,8 +62,10 @@ def _qkv(launch, quantize, read, implementation, dtype, x):
 
 
 def kv_projection(read: Linears, by_modules: Callable, tokens: int, call: Call) -> Step:
-    """k and v of a cross-attention: a context [B|1, L, C] of so many tokens in all, quantised once -> two [B|1, L, C]
-    in the call's dtype."""
+    """Return a cross-attention's K and V projections, whose context is quantised once.
+
+    Step: context [B|1, L, C] -> two [B|1, L, C] in the call's dtype. tokens: the context's, over all samples.
+    """
     reason = next(filter(None, (_why_not(linear, call) for linear in read.linears)), None)
     if reason is None and len({quantized_weight(linear).format for linear in read.linears}) > 1:
         reason = "unequal projections"
@@ -72,7 +75,7 @@ def kv_projection(read: Linears, by_modules: Callable, tokens: int, call: Call) 
 
 
 def _each_step(run: Callable, read: Linears, tokens: int, call: Call) -> Step:
-    """A step that launches every linear by itself. run: as of `_step`, with a launch for each linear."""
+    """Return a step that launches every linear separately. run: as in `_step`, but it gets a launch for each linear."""
     picks = [_pick(LINEAR_8BIT, linear, read, tokens, call) for linear in read.linears]
     return _step(run, picks[0], read, call, call.dtype, launch=[pick.launch for pick in picks])
 
@@ -87,7 +90,7 @@ def _each_linear(launches, quantize, read, implementation, dtype, x):
 
 
 def projection(read: Linears, by_module: Callable, tokens: int, call: Call) -> Step:
-    """A lone linear on so many tokens in all: x [B, S, K] -> [B, S, C] in the call's dtype."""
+    """Return a lone linear: x [B, S, K] -> [B, S, C] in the call's dtype. tokens: B·S."""
     reason = _why_not(read.first, call)
     if reason is not None:
         return Step(by_module, MODULE, reason)
@@ -107,10 +110,10 @@ def projection_with_skip(
     call: Call,
     reason: str | None,
 ) -> Step:
-    """``residual + gate · linear(a)``: (a [B, S, K], residual [B, S, C], gate or None) -> [B, S, C].
+    """Return ``residual + gate · linear(a)``: (a [B, S, K], residual [B, S, C], gate or None) -> [B, S, C].
 
-    storages: how the residual is stored, and the result is to be. fields: of the LinearSpec, about the skip. apart: the
-    same with the module called. reason: why the module must be called, or None.
+    storages: the storage of the residual and of the result. fields: the skip's fields of the LinearSpec. apart: the
+    step that calls the module instead. reason: the reason why the module must be called, or None.
     """
     reason = reason or _why_not(read.first, call)
     if reason is not None:
@@ -119,8 +122,10 @@ def projection_with_skip(
 
 
 def why_not_beside_lora(linear: nn.Module, residual: torch.dtype, stream: Stream, call: Call) -> str | None:
-    """The reason why a linear with a gated skip would lose the kernel for sm_90 to its LoRA if the residual had this
-    dtype and not the call's, or None if it would not."""
+    """Return the reason against a residual of this dtype beside a linear with a LoRA and a gated skip, or None.
+
+    The reason is that the linear's kernel would differ from the one for the call's dtype.
+    """
     read = call.read(linear)
     if not (read.are_quantized and read.has_lora) or stream.gate != "sample":
         return None
@@ -143,15 +148,18 @@ def _linear_skip(launch, quantize, read, implementation, stored, result, a, resi
 def projection_with_gelu(
     read: Linears, by_module: Callable, tokens: int, call: Call, quantized: torch.dtype | None, reason: str | None
 ) -> Step:
-    """``gelu(linear(x))``: x [B, S, C] -> [B, S, ffn_dim], in e4m3 if that is wanted. reason: why the module must be
-    called, or None."""
+    """Return ``gelu(linear(x))``: x [B, S, C] -> [B, S, ffn_dim].
+
+    quantized: the format that the next step takes; only for e4m3 does this step quantise its result. reason: the reason
+    why the module must be called, or None.
+    """
     reason = reason or _why_not(read.first, call)
     if reason is not None:
         return Step(by_module, MODULE, reason)
     if quantized == FP8:
         pick = _pick(LINEAR_GELU_QUANTIZED, read.first, read, tokens, call, result=FP8)
         return _step(_linear_gelu_quantized, pick, read, call)._replace(gives=FP8)
-    # To int8 in a pass of its own: it needs the largest value of a row, which no column tile knows.
+    # Quantising to int8 is a separate pass. It needs a row's largest value, which no column tile knows.
     return _step(_linear_gelu, _pick(LINEAR_GELU, read.first, read, tokens, call), read, call, call.dtype)
 
 
@@ -172,7 +180,7 @@ def _linear_gelu_quantized(launch, quantize, read, implementation, x):
 
 
 def _pick(op: Op, linear: nn.Module, read: Linears, tokens: int, call: Call, **fields: object) -> Pick:
-    """The kernel of an op on so many tokens, for the 8-bit weight of a linear. fields: others of the LinearSpec."""
+    """Return an op's kernel for this many tokens and a linear's 8-bit weight. fields: others of the LinearSpec."""
     weight = quantized_weight(linear)
     N, K = weight.values.shape
     own = {"dtype": weight.format, "eight_bits": (weight.format,), "others": (call.dtype,), "op": "linear_8bit"}
@@ -181,8 +189,10 @@ def _pick(op: Op, linear: nn.Module, read: Linears, tokens: int, call: Call, **f
 
 
 def _step(run: Callable, pick: Pick, read: Linears, call: Call, *options: object, launch: object = None) -> Step:
-    """A step by a pick. run: (launch, what quantises an input, read, implementation, *options, *inputs), with the
-    pick's launch unless another is given."""
+    """Return the step that runs a pick.
+
+    run: (launch, quantize, read, implementation, *options, *inputs). launch: the pick's unless another is given.
+    """
     format = quantized_weight(read.first).format
     quantize = call.pick(QUANTIZE_ROWS, result=format).launch
     run = partial(run, launch or pick.launch, quantize, read, call.config.implementation, *options)
@@ -191,8 +201,10 @@ def _step(run: Callable, pick: Pick, read: Linears, call: Call, *options: object
 
 
 def _why_not(linear: nn.Linear, call: Call) -> str | None:
-    """Why a linear's module is called: its 8-bit weight may not be read past it, a derivative or fp64 is wanted, or the
-    GPU is older than the one it was converted for."""
+    """Return the reason why a linear's module must be called, or None.
+
+    Examples: a hook on the module, a derivative, fp64 inputs, or a GPU without the weight's 8-bit format.
+    """
     reason = _why_not_call(call) or why_not_read(linear, call.device)
     if reason is None and call.choose() == ("auto", None):
         format = quantized_weight(linear).format
@@ -207,9 +219,9 @@ def _why_not_call(call: Call) -> str | None:
 
 
 def why_not_attention(attn: nn.Module, call: Call) -> str | None:
-    """Why a self-attention is computed in the model's dtype, in a few words; None when it is in 8 bits.
+    """Return the reason why a self-attention runs in the model's dtype, or None if it runs in 8 bits.
 
-    What diffusers' dispatch or several GPUs do with it is another question (exact.py).
+    exact.py decides about diffusers' dispatch and several GPUs.
     """
     config = call.config
     if isinstance(config, (Exact, Sparse)):
@@ -223,7 +235,7 @@ def why_not_attention(attn: nn.Module, call: Call) -> str | None:
 
 
 def quantize_qkv(attn: nn.Module, call: Call) -> Step:
-    """The norms over all heads of q and k, RoPE, and q, k and v in 8 bits.
+    """Return one step for QK-norm over all heads, RoPE, and the quantisation of q, k and v.
 
     Step: (q, k, v [B, S, C], tables) -> QuantizedQKV.
     """
@@ -240,7 +252,7 @@ def _quantize_qkv(attn, launch, v_format, q, k, v, tables):
 
 
 def attention(attn: nn.Module, call: Call, result: torch.dtype | None) -> Step:
-    """Attention of a QuantizedQKV: -> [B, S, H, D] in the call's dtype, or quantized to e4m3 [B, S, C]."""
+    """Return attention: QuantizedQKV -> [B, S, H, D] in the call's dtype, or a Quantized [B, S, C] in e4m3."""
     dtype, fields = FP8 if result == FP8 else call.dtype, _attention_fields(attn, call)
     pick = call.pick(kernels.ATTENTION_8BIT, kernels.Attention8BitSpec, result=dtype, **fields)
     label = formats_label(pick, fields["v_format"])

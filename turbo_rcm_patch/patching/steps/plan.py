@@ -33,9 +33,9 @@ Plan = TypeVar("Plan")
 class Step(NamedTuple):
     """One step of a block.
 
-    run: what the forward calls. kernel: what does the work, for the summary. reason: why that is not the fused kernel,
-    or None if it is. takes, gives: the 8-bit format of its input and of its result, or None. pick: the choice that it
-    keeps, or None if a module is called.
+    run: the function that the forward calls. kernel: the name of the kernel or module for the summary. reason: the
+    reason why it is not the fused kernel, or None. takes, gives: the 8-bit format of its input and of its result, or
+    None. pick: the chosen kernel, or None if a module is called.
     """
 
     run: Callable
@@ -46,8 +46,10 @@ class Step(NamedTuple):
     pick: Pick | None = None
 
     def fed_by(self, producer: Step | None) -> Step:
-        """The step with the reason that its input is quantised in a pass of its own, where the producer does not; None:
-        it comes from outside of the block."""
+        """Return the step, with a reason if its input is quantised in a separate pass.
+
+        producer: the step that makes the input, or None if it comes from outside the block.
+        """
         apart = self.takes is not None and (producer is None or producer.gives != self.takes)
         return self._replace(reason=self.reason or "quantised in a pass of its own") if apart else self
 
@@ -55,7 +57,7 @@ class Step(NamedTuple):
 class Stream(NamedTuple):
     """The hidden states that go through a block, [B, S, C]; a block of several modalities has several.
 
-    samples: B. tokens: of all samples, B·S. gate: what the gate varies by, "sample", "token" or "run".
+    samples: B. tokens: B·S. gate: the gate has one row for each "sample", "token" or "run".
     """
 
     samples: int
@@ -69,11 +71,11 @@ class Stream(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What every choice of kernels depends on, apart from a block's modules and the shapes of its streams.
+    """The facts that decide kernels in every family, besides a block's modules and the shapes of its streams.
 
     derivative: "backward" if autograd records the call, "forward" in forward mode or under another function transform,
     else None. backend: diffusers' backend for attention. exactly: the reason why self-attention runs at full precision
-    over all keys in a tier that approximates it, or None. products: prepares what LoRA layers add.
+    over all keys in a tier that approximates it, or None. products: prepares the products of LoRA layers.
     """
 
     config: PatchConfig
@@ -85,7 +87,7 @@ class Call(NamedTuple):
     products: Products | None = None
 
     def read(self, *modules: nn.Module) -> Linears:
-        """The linears in these modules of one input, past their LoRA layers."""
+        """Return the linears in these modules, which share one input, and their LoRA layers."""
         products = self.products if self.products is not None else Products()
         return products.read(modules, self.device, self.dtype, differentiated=self.derivative is not None)
 
@@ -106,9 +108,9 @@ class Call(NamedTuple):
         return kind(**{**own, "implementation": self.config.implementation, **fields})
 
     def choose(self, *, has_gradient: bool = False) -> tuple[str, str | None]:
-        """The implementation argument for an op, and why that is not its kernel; None when it is.
+        """Return the implementation argument for an op, and the reason why it is not the kernel, or None if it is.
 
-        has_gradient: whether the op's kernel has a backward.
+        has_gradient: True if the op's kernel has a backward.
         """
         if self.config.implementation == "torch":
             return "torch", "implementation='torch'"
@@ -133,7 +135,7 @@ class BlockCall(Protocol):
 
 
 def call_of(state: BlockState, block: nn.Module, x: torch.Tensor, *others: torch.Tensor) -> Call:
-    """What every family has, for a block's hidden states x and its other inputs that may require a gradient."""
+    """Return the Call for a block's hidden states x and its other inputs that may require a gradient."""
     shared = state.shared
     now = derivative_of(block, x, *others), active_backend(), state.exactly or shared.why_exact_attention()
     return Call(shared.config, x.device, x.dtype, *now, shared.products)
@@ -212,7 +214,7 @@ SHARED = "_turbo_rcm_patch_shared"  # the attribute of a patched transformer and
 
 
 class Shared:
-    """What the patched modules of one transformer share.
+    """The state that the patched modules of one transformer share.
 
     Attributes:
         config: the PatchConfig.
@@ -255,9 +257,9 @@ class Shared:
 
 
 class BlockState(NamedTuple):
-    """What the patch keeps on a block.
+    """The patch's state on a block.
 
-    kind: what the family states about such blocks. exactly: the reason why self-attention runs at full precision in
+    kind: the family's description of such blocks. exactly: the reason why self-attention runs at full precision in
     every step, or None.
     """
 
@@ -268,7 +270,7 @@ class BlockState(NamedTuple):
 
 
 def state_of(block: nn.Module) -> BlockState:
-    """Return what the patch keeps on a block."""
+    """Return the patch's state on a block."""
     return getattr(block, STATE)
 
 

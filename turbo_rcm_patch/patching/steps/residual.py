@@ -1,4 +1,4 @@
-"""How a block's residual is stored between its skips."""
+"""The storage of a block's residual between its skips."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .plan import Call, Stream
 
 
 class Storage(NamedTuple):
-    """In dtype, divided by scale. reason: why not as it is asked for, in a few words, if so."""
+    """A tensor's storage: in dtype, divided by scale. reason: why it is not what the config asks for, or None."""
 
     dtype: torch.dtype
     scale: float = 1.0
     reason: str | None = None
 
     def as_meant(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A stored x [B, S, C], multiplied, in dtype."""
+        """Return a stored x [B, S, C] multiplied by scale, in dtype."""
         return x.to(dtype) if self.scale == 1 else (x.float() * self.scale).to(dtype)
 
     def __str__(self) -> str:
@@ -29,9 +29,9 @@ class Storage(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')}{divided}{because}"
 
 
-# Rounding the residual after each of three skips is most of a bf16 block's error. fp16 rounds with three more bits;
-# divided like this it holds values up to 2e6, and below 2e-3 rounds to multiples of 2e-6, which is little beside the
-# others of its token.
+# Rounding the residual after each of three skips is most of a bf16 block's error. fp16 has three more bits. Divided by
+# 32 it holds values up to 2e6. Values below 2e-3 are rounded to multiples of 2e-6, which is little beside the token's
+# other values.
 HELD = Storage(torch.float16, 32.0)
 CUT_OFF = (
     "Hidden states beyond 2e6 were cut off: the residual that is kept in fp16 between a block's skips holds no more."
@@ -39,8 +39,10 @@ CUT_OFF = (
 
 
 def residual_between_skips(stream: Stream, call: Call, gated: Iterable[nn.Module]) -> Storage:
-    """How the residual is stored between a block's first skip and its last. gated: the linears before skips with a
-    gate, of which none is to lose its faster kernel."""
+    """Return the storage of the residual between a block's first skip and its last.
+
+    gated: the linears before skips with a gate. If fp16 would cost one of them its faster kernel, fp16 is not used.
+    """
     if call.config.residual != "fp16" or call.dtype != torch.bfloat16 or call.derivative is not None:
         return Storage(call.dtype)
     reason = next(filter(None, (why_not_beside_lora(linear, HELD.dtype, stream, call) for linear in gated)), None)

@@ -1,8 +1,8 @@
-"""Sparse-linear attention (SLA) in a self-attention: the projection that weights trained with it bring, the processor
-that makes diffusers' own forward attend so, and the step of a plan.
+"""Sparse-linear attention (SLA) in a self-attention: its projection, its processor for diffusers, and a plan's step.
 
-    attn.proj_l           nn.Linear(D, D), a submodule that diffusers' model does not have
-    attn.processor        SparseAttnProcessor, which a call of the whole module runs
+    attn.proj_l           nn.Linear(D, D), a submodule that diffusers' model does not have; weights trained with SLA
+                          bring it
+    attn.processor        SparseAttnProcessor, which runs if the whole module is called
 
 A self-attention without proj_l attends to all keys.
 """
@@ -30,7 +30,7 @@ BlockSizes = tuple[int, int]  # tokens of a block of queries and of a block of k
 
 
 class SparseForm(NamedTuple):
-    """What a family states so that its self-attention can be sparse-linear.
+    """The facts about a family's self-attention that sparse-linear attention needs.
 
     processor: the class of the processor that SparseAttnProcessor replaces. angles: (rotary) -> cos and sin, one angle
     for each pair of channels, [B|1, S, H|1, D/2].
@@ -41,7 +41,7 @@ class SparseForm(NamedTuple):
 
 
 class SelfAttention(NamedTuple):
-    """A self-attention of a transformer. path: in it. form: None where it cannot be sparse-linear."""
+    """A self-attention and its path in a transformer. form: None if it cannot be sparse-linear."""
 
     path: str
     module: nn.Module
@@ -52,15 +52,15 @@ SelfAttentions = Iterable[SelfAttention]
 
 
 class SparseAttnProcessor:
-    """A processor with sparse-linear attention in the place of attention, for a self-attention that has proj_l.
+    """A processor that runs sparse-linear attention, for a self-attention that has proj_l.
 
-    The softmax runs in the inputs' dtype. original: the processor that it replaces. angles: as `SparseForm`'s. topk,
-    blocks, implementation: as of PatchConfig. quantized: True if the published block sizes for 8-bit attention apply
+    The softmax runs in the inputs' dtype. original: the processor that it replaces. angles: as in `SparseForm`. topk,
+    blocks, implementation: as in PatchConfig. quantized: True if the published block sizes for 8-bit attention apply
     when blocks is None.
 
     Attributes:
-        block_map: the key blocks to keep, as kernels.sparse_linear_attention takes them; None: the choice by topk. Set
-            where two computations are compared that should not differ in a choice between near ties.
+        block_map: the key blocks to keep, as kernels.sparse_linear_attention takes them, or None to choose by topk.
+            Comparisons of two computations set it, so that near ties are not chosen differently.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class SparseAttnProcessor:
         self.quantized = quantized
         self.block_map: torch.Tensor | None = None
 
-    # What diffusers sets on processors is the original's: it was there before, and stays when the patch goes.
+    # Settings that diffusers makes on processors go to the original. They were there before, and outlive the patch.
 
     @property
     def _attention_backend(self) -> object:
@@ -85,7 +85,7 @@ class SparseAttnProcessor:
 
     @_attention_backend.setter
     def _attention_backend(self, value: object) -> None:
-        self.original._attention_backend = value  # for when the patch goes: no backend knows SLA
+        self.original._attention_backend = value  # it counts after restore; no backend knows SLA
 
     @property
     def _parallel_config(self) -> object:
@@ -103,7 +103,7 @@ class SparseAttnProcessor:
         attention_mask: torch.Tensor | None = None,
         rotary_emb: object = None,
     ) -> torch.Tensor:
-        """hidden_states [B, S, C] to [B, S, C]. Raises ValueError with an attention mask or another sequence."""
+        """Run hidden_states [B, S, C] -> [B, S, C]. Raises ValueError for a mask or encoder_hidden_states."""
         if attention_mask is not None or encoder_hidden_states is not None:
             raise ValueError("sparse-linear attention is a self-attention without a mask.")
         q, k, v = _project(attn, hidden_states)
@@ -134,7 +134,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 def add_projections(
     journal: Journal, attentions: SelfAttentions, proj_l: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> None:
-    """Give self-attentions, by their paths, a proj_l of these weights, {"weight", "bias"}."""
+    """Give self-attentions a proj_l. proj_l: for each path the weights, {"weight", "bias"}."""
     for path, attn, _ in attentions:
         if path in proj_l:
             like = attn.to_out[0].weight
@@ -187,7 +187,7 @@ def why_not_replaceable(name: str, attentions: SelfAttentions) -> str | None:
     others = {type(attn.processor) for _, attn, form in attentions if not _is_replaceable(attn, form)}
     if not others:
         return None
-    # With their modules, because several families have a WanAttnProcessor.
+    # Name the modules too, because several families have a WanAttnProcessor.
     named = ", ".join(sorted(f"{other.__module__}.{other.__qualname__}" for other in others))
     return (
         f"{name} cannot have sparse-linear attention (SLA), which this package does not know for such a model: its "
@@ -200,17 +200,17 @@ def _is_replaceable(attn: nn.Module, form: SparseForm | None) -> bool:
 
 
 def has_projection(attn: nn.Module) -> bool:
-    """Whether a self-attention has the projection of SLA's linear branch."""
+    """True if a self-attention has the projection of SLA's linear branch."""
     return isinstance(getattr(attn, PROJ_L, None), nn.Module)
 
 
 def is_sparse(attn: nn.Module) -> bool:
-    """Whether a self-attention is sparse-linear."""
+    """True if a self-attention is sparse-linear."""
     return type(attn.processor) is SparseAttnProcessor and has_projection(attn)
 
 
 def attention(attn: nn.Module, stream: Stream, call: Call) -> Step:
-    """Sparse-linear attention: (q, k, v [B, S, H, D]) -> [B, S, H, D]."""
+    """Return sparse-linear attention: (q, k, v [B, S, H, D]) -> [B, S, H, D]."""
     quantized = call.config.in_8_bits("attention") and call.derivative is None
     block_q, block_k = block_sizes(attn.processor, call.device)
     v_format = kernels.default_v_format(call.device) if quantized else None
@@ -236,12 +236,12 @@ def _share(processor: SparseAttnProcessor, stream: Stream, block_k: int) -> str:
 
 
 def block_sizes(processor: SparseAttnProcessor, device: torch.device) -> BlockSizes:
-    """Tokens of a block of queries and of a block of keys: the same whether a call's softmax is in 8 bits or not."""
+    """Return the tokens in a block of queries and in a block of keys. A call's softmax format does not change them."""
     return processor.blocks or kernels.sparse_block_sizes(device, quantized=processor.quantized)
 
 
 def attend(attn: nn.Module, run: Callable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Sparse-linear attention of an attention's q, k, v [B, S, H, D], with the processor and proj_l that it has now.
+    """Run sparse-linear attention on q, k, v [B, S, H, D], with the module's present processor and proj_l.
 
     run: (q, k, v, weight, bias, topk= or block_map=) -> [B, S, H, D].
     """
@@ -261,9 +261,9 @@ def _attend_whole(attn, run, q, k, v):
     kept = {"topk": attn.processor.topk} if block_map is None else {"block_map": block_map}
     proj_l = attn.proj_l
     if why_not_plain(proj_l, nn.Linear) is None:
-        # It is small: where offloading knows nothing of it, it comes from wherever it rests.
+        # proj_l is small. Offloading may not know it, so it is copied to the inputs' device here.
         weight, bias = (x if x is None else x.to(q.device, q.dtype) for x in (proj_l.weight, proj_l.bias))
         return run(q, k, v, weight, bias, **kept)
-    # Something on the module counts: a LoRA, a hook. Its own call projects the linear branch.
+    # The module is not plain: it has a LoRA or a hook. So its own call projects the linear branch.
     sparse = run(q, k, v, q.new_zeros(q.shape[-1], q.shape[-1]), None, **kept)
     return sparse + proj_l(linear_attention(q, k, v))

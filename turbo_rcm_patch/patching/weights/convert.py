@@ -23,7 +23,7 @@ from .linear_8bit import PARTS, VALUES, QuantizedLinear, convert, fastest
 # diffusers' names of linears whose input has a known largest value in each row before it is rounded: a norm makes the
 # input, or it is quantised in a pass of its own.
 ROWS_KNOWN = ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj", "net.0.proj")
-# What diffusers' fuse_qkv_projections puts in the place of which.
+# The fused projection of diffusers' fuse_qkv_projections, and the projections that it replaces.
 _FUSED = {
     "to_qkv": ("to_q", "to_k", "to_v"),
     "to_kv": ("to_k", "to_v"),
@@ -33,8 +33,10 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class LinearAt(NamedTuple):
-    """A linear that may be converted. block_path: the path of its block. name: its own in the block. sub_layer: the
-    name in ``PatchConfig.fuse`` that it belongs to."""
+    """A linear that may be converted.
+
+    block_path: the path of its block. name: its path in the block. sub_layer: its name in ``PatchConfig.fuse``.
+    """
 
     block_path: str
     block: nn.Module
@@ -43,10 +45,10 @@ class LinearAt(NamedTuple):
 
 
 def format_of(path: str, capability: tuple[int, int] | None) -> torch.dtype:
-    """The 8-bit format of the linear at a path, for a GPU of this compute capability; None: not known yet.
+    """Return the 8-bit format of the linear at a path. capability: the GPU's compute capability, or None if unknown.
 
-    int8, which errs a third as much, wherever it can be: it needs each row's largest value. What an attention or a GELU
-    makes is scaled by a bound, which e4m3 alone bears.
+    Prefer int8: its error is a third of e4m3's. It needs each input row's largest value. The results of an attention or
+    a GELU are scaled by a bound instead, and only e4m3 stays accurate then.
     """
     if capability is not None and capability < FP8_CAPABILITY:
         return INT8
@@ -62,7 +64,7 @@ def convertible_linears(
     """
     if not config.in_8_bits("linears"):
         return {}
-    paths: dict[nn.Module | None, list[str]] = {}  # several where a block or a part of one is in the model twice
+    paths: dict[nn.Module | None, list[str]] = {}  # several if a block or its part is in the model twice
     for path, block, name, sub_layer in linears:
         if sub_layer in config.fuse:
             paths.setdefault(_linear_in(block, name), []).append(f"{path}.{name}")
@@ -80,7 +82,7 @@ def convertible_linears(
 
 
 def _is_kept(path: str, patterns: Sequence[str]) -> bool:
-    """Whether one of the patterns fits the path of a module, or of one that holds it."""
+    """True if one of the patterns matches a module's path or that of a module that contains it."""
     parts = path.split(".")
     holders = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
     return any(fnmatchcase(holder, pattern) for holder in holders for pattern in patterns)
@@ -173,7 +175,7 @@ def free_originals(transformer: nn.Module) -> None:
 
 
 def why_not_restorable(transformer: nn.Module) -> str | None:
-    """Why the original weights cannot be brought back, as a sentence; None when they can."""
+    """Return the reason, as a sentence, why the original weights cannot be restored, or None."""
     count = sum(linear.is_freed for linear in quantized_linears(transformer))
     if count == 0:
         return None
@@ -184,18 +186,18 @@ def why_not_restorable(transformer: nn.Module) -> str | None:
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:
-    """Of a GPU; for the CPU, of the GPU that a model on it may go to."""
+    """Return a GPU's compute capability, or None without a GPU. For the CPU use the GPU that a model may go to."""
     device = fastest(device)
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What the rest of the patch asks
+# Questions of the rest of the patch
 # ---------------------------------------------------------------------------------------------------------------------
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Whether a module is a linear in 8 bits."""
+    """True if a module is a linear in 8 bits."""
     return isinstance(module, QuantizedLinear)
 
 
@@ -210,15 +212,17 @@ def quantized_weight(linear: QuantizedLinear) -> QuantizedWeight:
 
 
 def bias_bound(bias: torch.Tensor | None) -> torch.Tensor | None:
-    """The largest magnitude of a linear's bias, 0-d fp32; None without one. Computed at each call: it may be written
-    to."""
+    """Return the largest magnitude of a linear's bias, 0-d fp32, or None without a bias.
+
+    It is computed at each call, because the bias may change.
+    """
     if bias is None:
         return None
     return torch.linalg.vector_norm(bias.detach(), torch.inf, dtype=torch.float32)
 
 
 def why_not_read(linear: QuantizedLinear, device: torch.device) -> str | None:
-    """Why a kernel may not read a linear's 8-bit weight for inputs on this device, in a few words; None when it may."""
+    """Return the reason why a kernel may not read a linear's 8-bit weight for inputs on this device, or None."""
     tensors = (linear._parameters[VALUES], linear.bias)
     elsewhere = next((t for t in tensors if t is not None and t.device != device), None)
     return hook_on(linear) or (None if elsewhere is None else f"weight on {elsewhere.device}")
@@ -240,7 +244,7 @@ def weights_note(transformer: nn.Module) -> str | None:
 
 
 def added_error_note(errors: Sequence[float]) -> str | None:
-    """A line on what was added to weights that a file had in 8 bits already; None without any."""
+    """Return a line on the error that 8 bits add to weights from an 8-bit file, or None if there are none."""
     if not errors:
         return None
     mean, largest = sum(errors) / len(errors), max(errors)

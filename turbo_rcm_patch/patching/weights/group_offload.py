@@ -16,7 +16,7 @@ ON_DISK = "group offloading keeps its weights on disk, in files that stay as the
 
 
 def is_on_disk(transformer: nn.Module) -> bool:
-    """Whether a transformer's weights are in files of diffusers' group offloading, which no others can enter."""
+    """True if diffusers' group offloading keeps a transformer's weights in files, to which none can be added."""
     return any(group.offload_to_disk_path is not None for group in _groups(transformer))
 
 

@@ -43,7 +43,7 @@ class QuantizedLinear(nn.Linear):
     def begin(linear: nn.Linear, weight: QuantizedWeight) -> None:
         """Let a linear run with this weight, on its device; the original goes to the CPU."""
         original, slots = linear._parameters["weight"], _forward_slots(linear)
-        # As attributes: nn.Module would make the original a parameter.
+        # Set these through vars(): nn.Module would make the original a parameter.
         vars(linear).update(original=_on_cpu(original), weight_dtype=original.dtype)
         linear._parameters["weight"] = None
         parts = (weight.values, weight.scale, weight.norm.reshape(1))
@@ -72,7 +72,7 @@ class QuantizedLinear(nn.Linear):
 
     @staticmethod
     def forget(copied: QuantizedLinear) -> None:
-        """Make a copy, which nobody else knows, an nn.Linear with the original values in a weight of its own."""
+        """Turn a fresh copy into an nn.Linear with its own weight, which holds the original values."""
         weight = nn.Parameter(copied.weight.clone(), requires_grad=False)
         for name in PARTS:
             del copied._parameters[name]
@@ -87,7 +87,7 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def device(self) -> torch.device:
-        """Where the 8-bit weight is; where the original is if somebody deleted it."""
+        """The device of the 8-bit weight, or of the original if the 8-bit weight was deleted."""
         return self._parameters.get(VALUES, self.original).device
 
     @property
@@ -226,7 +226,7 @@ def _on_cpu(original: nn.Parameter) -> nn.Parameter:
 
 
 def _bring_back(linear: nn.Linear, original: nn.Parameter, device: torch.device, dtype: torch.dtype) -> None:
-    if device.type == "meta":  # nn.Module.to makes other parameters of those that it moves there
+    if device.type == "meta":  # nn.Module.to replaces the parameters that it moves to meta
         original = nn.Parameter(original.to(device, dtype), original.requires_grad)
     elif not original.is_meta:
         original.data = original.data.to(device, dtype)
@@ -273,5 +273,5 @@ def _parts(weight: torch.Tensor) -> Iterator[slice]:
 
 
 def fastest(device: torch.device) -> torch.device:
-    """Where to convert what is on a device: a GPU, if there is one, converts what is on the CPU."""
+    """Return the device that converts weights on a device. A GPU, if there is one, converts weights on the CPU."""
     return torch.device("cuda") if device.type == "cpu" and torch.cuda.is_available() else device

@@ -1,8 +1,8 @@
-"""Models whose weights are stored in 8 bits, so that nobody quantises twice, loaded tensor by tensor.
+"""Load models with weights that were stored in 8 bits, tensor by tensor. So weights are quantised only once.
 
-A folder, which convert.py writes, holds the transformer's config.json, as diffusers writes it, and one safetensors file
-with all its tensors: a linear in 8 bits as NAME.weight (e4m3 or int8), NAME.weight_scale and NAME.weight_norm,
-everything else, SLA's projections among it, as it was. A pipeline's transformers have a folder each.
+store.py writes the folder. It holds diffusers' config.json of the transformer, and one safetensors file with all its
+tensors. A linear in 8 bits is NAME.weight (e4m3 or int8), NAME.weight_scale and NAME.weight_norm. All other tensors,
+including SLA's projections, are unchanged. Each transformer of a pipeline has its own folder.
 """
 
 from __future__ import annotations
@@ -41,19 +41,21 @@ def load_converted(
 ) -> Patch:
     """Patch a pipeline's transformers, or one transformer, with weights that were stored in 8 bits.
 
-    Every parameter comes from the folder, one at a time; what the transformer held before is let go. Built under
-    ``accelerate.init_empty_weights()`` it holds nothing twice. There are no originals to `restore` or to save.
+    Every parameter comes from the folder, one at a time, and replaces the transformer's own. Build the transformer
+    under ``accelerate.init_empty_weights()`` so that it holds no weights twice. `restore` and saving have no original
+    weights to use.
 
     Args:
-        folder: what ``turbo-rcm convert`` wrote.
+        folder: the folder that ``turbo-rcm convert`` wrote.
         target: as for `patch`.
-        config: a configuration of the tier that it was written for, or its preset. `restorable` and `keep` are ignored.
-        device: where the weights go; None: where the transformer is, the CPU for one on the meta device.
+        config: a configuration of the tier that the folder was written for, or its preset. `restorable` and `keep` are
+            ignored.
+        device: the device for the weights. None: the transformer's device, or the CPU if it is on the meta device.
 
     Raises:
-        PatchError: the folder is of another version or model, or tensors are missing, unexpected or of another shape,
-            all of which are listed; the model is as it was. Also as `patch`.
-        ValueError, TypeError: for a config of a tier that computes nothing in 8 bits.
+        PatchError: the folder is of another version or model, or tensors are missing, unexpected or of another shape.
+            The error lists them all, and the model is unchanged. Also as `patch`.
+        ValueError, TypeError: the config is of a tier that computes nothing in 8 bits.
     """
     config = resolve_config(config)
     if not config.in_8_bits("linears"):
@@ -165,13 +167,13 @@ class _Stored:
         return differences(expected, given) + wrong
 
     def load(self, journal: Journal, model: nn.Module, device: torch.device) -> None:
-        """Put all tensors in their places, one after the other."""
+        """Set all tensors on the model, one after the other."""
         dtype = self._kinds[f"{family_of(model).first_layer}.weight"].dtype
         with safe_open(self._file, framework="pt", device=str(device)) as file:
             for name, kind in self._kinds.items():
                 linear = self._linears.get(name.removesuffix(WEIGHT))
                 if linear is not None:
-                    # Stands for the weight that there is not, in the dtype of the others.
+                    # This replaces the freed original weight, in the dtype of the other weights.
                     freed = nn.Parameter(torch.empty(kind.shape, dtype=dtype, device="meta"))
                     journal.set_parameter(linear, "weight", freed)
                     path = name.removesuffix(WEIGHT)
@@ -192,7 +194,7 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def fill_buffers(model: nn.Module, device: torch.device) -> None:
-    """Bring buffers that no file holds, such as RoPE tables, to the device; those on meta as the config gives them."""
+    """Move buffers that no file holds, such as RoPE tables, to the device. Those on meta are made from the config."""
     with init_empty_weights():
         fresh = type(model).from_config(model.config)
     for path, module in fresh.named_modules():
@@ -203,7 +205,7 @@ def fill_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def _config_differences(stored: dict, model: nn.Module) -> list[str]:
-    """Where a config.json is not the model's; what either leaves out has the default."""
+    """Return the differences between a config.json and the model's config. Missing keys have their defaults."""
     full, own = (_with_defaults(config, type(model)) for config in (stored, model.config))
     lines = [f"{key} is {full[key]}, the model's {own[key]}" for key in own if full[key] != own[key]]
     if stored.get("_class_name") != type(model).__name__:

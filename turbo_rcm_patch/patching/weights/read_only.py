@@ -1,4 +1,4 @@
-"""What ``linear.weight`` is while the linear runs in 8 bits: the original weight on the CPU, which can be read only."""
+"""The read-only ``linear.weight`` of a linear that runs in 8 bits: it reads the original weight on the CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ReadOnlyWeight(torch.Tensor):
     """The original weight [N, K] of a linear in 8 bits, on the device and in the dtype that the model has.
 
     Reading it copies the values of the original from the CPU. Writing to it or to a view of it raises RuntimeError.
-    Reading raises RuntimeError where the values were freed.
+    Reading raises RuntimeError if the values were freed.
     """
 
     # Results of functions are plain tensors.
@@ -37,9 +37,9 @@ class ReadOnlyWeight(torch.Tensor):
         return torch.Tensor._make_wrapper_subclass(cls, shown.shape, dtype=dtype, device=device, **layout)
 
     def __init__(self, original: nn.Parameter, device: torch.device, dtype: torch.dtype, view=None):
-        """original: on the CPU; on "meta" where its values were freed. view: the part of it that this one shows."""
+        """original: on the CPU, or on "meta" if its values were freed. view: the part of it that this tensor shows."""
         self._original, self._view = original, view
-        self._is_param = view is None  # what isinstance(..., nn.Parameter) asks
+        self._is_param = view is None  # isinstance(..., nn.Parameter) reads it
 
     @property
     def is_freed(self) -> bool:

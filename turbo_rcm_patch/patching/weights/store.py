@@ -47,16 +47,18 @@ def convert_model(
         source: the folder of a transformer or of a pipeline with safetensors files, or a .pth or .safetensors file with
             a whole Wan transformer in its authors' names (checkpoints/whole.py), or a folder that holds one.
         target: a folder that does not exist yet, or is empty. It appears when all is written. For the exact tier it
-            holds diffusers' own files, for the others what `load_converted` loads.
-        config: its tier and `keep` count.
-        capability: of the GPUs that will run it, which decides the 8-bit formats; None: sm_89 or newer.
-        dtype: of everything else, and what the linears are rounded to before; what diffusers keeps in fp32 stays so.
-        device: where to quantise; the CPU if None.
-        report: called with a line for each transformer, which says what 8 bits add to the error of weights that the
-            source has in 8 bits already.
+            holds diffusers' own files, for the others the files that `load_converted` loads.
+        config: only its tier and `keep` count.
+        capability: the compute capability of the GPUs that will run it, which decides the 8-bit formats. None: sm_89 or
+            newer.
+        dtype: the dtype of all other weights. Linears are rounded to it before they are quantised. Weights that
+            diffusers keeps in fp32 stay in fp32.
+        device: the device that quantises, or None for the CPU.
+        report: called with a line for each transformer whose source has weights in 8 bits already. The line tells the
+            error that our 8 bits add.
 
-    Raises ValueError, before anything is written, for a source that holds no such model, or weights of another tier:
-    trained with sparse-linear attention or not.
+    Raises ValueError, before anything is written, if the source holds no such model, or weights of another tier
+    (trained with sparse-linear attention or not).
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} exists and is not empty; give a new folder.")
@@ -98,7 +100,7 @@ def _open(source: Path, stack: ExitStack) -> dict[str, _Model]:
 
 
 def _is_published(folder: Path) -> bool:
-    """Whether a folder holds weights as their authors publish them: without diffusers' configs."""
+    """True if a folder holds weights as their authors publish them, without diffusers' configs."""
     names = {path.name for path in folder.iterdir()}
     return not {"config.json", *COMPONENTS} & names and any(name.endswith(SUFFIXES) for name in names)
 
@@ -178,7 +180,7 @@ class _Job:
             write_tensors(folder / DIFFUSERS_FILE, self._kinds, self._read(device), {"format": "pt"})
 
     def _describe(self) -> dict[str, Kind]:
-        """What will be written."""
+        """Return the dtype and shape of every tensor that will be written, by its name."""
         kinds = {}
         for name, tensor in self._tensors.items():
             path = self._linear(name)

@@ -25,7 +25,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Kind(NamedTuple):
-    """What a header tells of a tensor. dtype: None for one that no model here has."""
+    """A tensor's dtype and shape in a header. dtype: None if no model here has it."""
 
     dtype: torch.dtype | None
     shape: tuple[int, ...]
@@ -39,9 +39,9 @@ class Kind(NamedTuple):
 
 
 def read_header(path: Path) -> tuple[dict[str, Kind], dict[str, str]]:
-    """The tensors of a file by their names, and its metadata.
+    """Return the kind of each tensor in a safetensors file by its name, and the file's metadata.
 
-    Raises ValueError for a file that is none, or that is shorter than its header says.
+    Raises ValueError if the file is not a safetensors file, or if its length is not what its header says.
     """
     try:
         with path.open("rb") as file:
@@ -60,9 +60,9 @@ def read_header(path: Path) -> tuple[dict[str, Kind], dict[str, str]]:
 def write_tensors(
     path: Path, kinds: Mapping[str, Kind], tensors: Iterable[tuple[str, torch.Tensor]], metadata: Mapping[str, str]
 ) -> None:
-    """Write tensors, which come in the order of `kinds` and are held one at a time.
+    """Write tensors in the order of `kinds`, holding one at a time.
 
-    Raises ValueError for one that is not what `kinds` says.
+    Raises ValueError if a tensor differs from its entry in `kinds`.
     """
     header, offset = {"__metadata__": dict(metadata)}, 0
     for name, kind in kinds.items():

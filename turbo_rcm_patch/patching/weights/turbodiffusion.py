@@ -26,7 +26,7 @@ from .group_offload import ON_DISK, is_on_disk, write_through
 from .linear_8bit import error_of
 from .load import fill_buffers
 
-# What `attention` stands for: what of a block is then in 8 bits.
+# For each value of `attention`, the parts of a block that run in 8 bits.
 IN_8_BITS = {"sagesla": ("attention", "linears"), "sla": ()}
 ATTENTIONS = (*IN_8_BITS, "dense")
 
@@ -163,8 +163,10 @@ def _check_attention(files: dict[str, WholeModel], models: dict[str, nn.Module],
 
 
 def _check_writable(verb: str, models: dict[str, nn.Module], *, meta: bool = True) -> None:
-    """Raise PatchError for models whose parameters are not where they could be written, or not what they run by. meta:
-    whether they may be on the meta device."""
+    """Raise PatchError if a model's parameters cannot be written, or are not what the model runs with.
+
+    meta: True if they may be on the meta device.
+    """
     for name, model in models.items():
         if is_on_disk(model):
             raise PatchError(f"cannot {verb} {name}: {ON_DISK}")
@@ -182,15 +184,14 @@ def _weights_for(file: WholeModel, model: nn.Module) -> Iterator[tuple[str, Weig
 
 
 class _Written:
-    """What was written into a model's parameters, and on the CPU what was there before: until all of it is loaded, the
-    one copy more that loading takes."""
+    """Writes weights into a model's parameters, and keeps the previous values on the CPU until all are loaded."""
 
     def __init__(self, model: nn.Module):
         self._model, self._modules = model, [(module, dict(module._parameters)) for module in model.modules()]
         self._before: list[tuple[nn.Parameter, torch.Tensor]] = []
 
     def write(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Write them, in place, and into what offloading keeps of them; parameters on the meta device are replaced."""
+        """Write weights in place, and into offloading's copies of them. Parameters on the meta device are replaced."""
         copy_into(self._model, self._remembering(weights))
         if any(buffer.is_meta for buffer in self._model.buffers()):
             fill_buffers(self._model, next(self._model.parameters()).device)
@@ -201,10 +202,10 @@ class _Written:
             if not parameters[name].is_meta:
                 self._before.append((parameters[name], parameters[name].detach().to("cpu", copy=True)))
             yield name, tensor
-            write_through(self._model, parameters[name])  # when the next is asked for, this one is written
+            write_through(self._model, parameters[name])  # the generator resumes after the caller wrote this tensor
 
     def undo(self) -> None:
-        """All as it was before."""
+        """Restore all parameters."""
         for module, parameters in self._modules:
             module._parameters.update(parameters)
         with torch.no_grad():
@@ -218,7 +219,7 @@ def _projections(file: WholeModel) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def _added_error(file: WholeModel, model: nn.Module) -> str | None:
-    """What the tier's own 8 bits add to weights that the file has in 8 bits already, for the summary."""
+    """Return the summary's line on the error that the tier's 8 bits add to weights from an 8-bit file, or None."""
     linears = [module for name, module in modules_of(model) if f"{name}.weight" in file.quantized]
     return added_error_note(
         [error_of(quantized_weight(linear), linear.original) for linear in linears if is_quantized(linear)]
@@ -226,17 +227,18 @@ def _added_error(file: WholeModel, model: nn.Module) -> str | None:
 
 
 def merge_turbodiffusion(path: Source, base_path: Source, target: nn.Module) -> list[str]:
-    """Add what TurboDiffusion's training changed, ``TurboWan − Wan``, to a model made from Wan: Fun, VACE, Move.
+    """Add the change of TurboDiffusion's training, ``TurboWan − Wan``, to a model made from Wan: Fun, VACE, Move.
 
-    path, base_path: TurboWan's weights, and those of the Wan that it was trained from; as for `load_turbodiffusion`, of
-        one transformer each.
-    target: a loaded transformer that is not patched; it keeps what the two have nothing for. Sums are made in fp32 and
-        rounded once. It also gets SLA's projections, proj_l: ``trp.patch(target, "sparse")`` is then the way to run it.
-    Returns what was left out, a line each: parameters of the target that a file has not, tensors of a file that do not
-    fit it. There is no way back; load the target again.
+    path, base_path: the weights of TurboWan, and of the Wan that it was trained from. Each has one transformer, in a
+        form that `load_turbodiffusion` takes.
+    target: a loaded transformer that is not patched. Parameters that the two files do not have stay unchanged. Sums are
+        computed in fp32 and rounded once. The target also gets SLA's projections, proj_l. Run it with
+        ``trp.patch(target, "sparse")``.
+    Returns a line for everything left out: parameters of the target that a file lacks, and tensors of a file that do
+    not fit the target. A merge cannot be undone; load the target again instead.
 
-    Raises PatchError, before anything is changed, for a model that cannot be patched, for files that cannot be read or
-    have nothing in common for it, and for a base that is TurboWan's.
+    Raises PatchError, before anything is changed, if the model cannot be patched, if the files cannot be read or have
+    no common weights for it, or if the base is TurboWan's.
     """
     check_patchable(models := transformers_of(target))
     (name, model), *others = models.items()
@@ -270,7 +272,7 @@ def merge_turbodiffusion(path: Source, base_path: Source, target: nn.Module) -> 
 
 
 def _why_no_base(path: Source, base_path: Source, *, is_turbo: bool) -> str:
-    """Of a base that has proj_l. is_turbo: whether the other file has, too."""
+    """Return the error for a base that has proj_l. is_turbo: True if the other file has proj_l too."""
     given = "both have proj_l, which TurboDiffusion's training adds" if is_turbo else "they seem to be swapped"
     return (
         f"path is {path} and base_path {base_path}, which has proj_l: {given}. Give TurboWan's weights as path, and as "

@@ -31,7 +31,7 @@ HEIGHT, WIDTH = 60, 104  # latents of a video at 832×480
 
 
 def why_left_alone(vae: nn.Module) -> str | None:
-    """Why a VAE cannot be patched, in a few words; None when it can."""
+    """Return the reason why a VAE cannot be patched, or None."""
     if type(vae) is not AutoencoderKLWan:
         return f"its class is {class_path(vae)}, not AutoencoderKLWan"
     if vae.decoder is None:
@@ -43,7 +43,7 @@ def why_left_alone(vae: nn.Module) -> str | None:
 
 
 def bindings(vae: AutoencoderKLWan, config: PatchConfig) -> list[Binding]:
-    """What makes up the patch of a VAE, to be set in order."""
+    """Return the bindings that patch a VAE, in the order to set them."""
     return [
         (vae, STATE, VaeState(config)),
         (vae, "__reduce_ex__", bind(reduce_ex, vae)),

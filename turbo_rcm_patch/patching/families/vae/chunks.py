@@ -1,8 +1,8 @@
-"""How many frames the decoder takes at a time, at each of its resolutions.
+"""The number of frames that each stage of the decoder takes at a time.
 
-All frames of a video at once would take too much memory, and one latent frame at a time leaves a GPU idle where frames
-are small. So a stage takes as many frames as fill WORKING_SET, or those of one latent frame, as diffusers does, where
-these are more; fewer where memory is short.
+All frames of a video at once take too much memory. One latent frame at a time leaves a GPU idle if frames are small. So
+a stage takes as many frames as fill WORKING_SET, but at least those of one latent frame, as diffusers does. It takes
+fewer if memory is short.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def output_shape(vae: AutoencoderKLWan, z: torch.Tensor) -> tuple[int, ...]:
 def frames_at_once(
     vae: AutoencoderKLWan, z: torch.Tensor, latents: int | None, *, working_set: int = WORKING_SET, beside: int = 0
 ) -> list[int]:
-    """Frames for the stages of `stages`, for z [B, C, F, H, W].
+    """Return the number of frames that each stage takes at a time, for z [B, C, F, H, W].
 
-    latents: the frames of so many latent frames at every stage; None: by memory, if the device tells how much is free.
-    working_set: bytes of activations. beside: bytes of the free memory that are for something else.
+    latents: every stage takes the frames of this many latent frames. None: memory decides, if the device tells how much
+    is free. working_set: bytes of activations. beside: bytes of the free memory that are for something else.
     """
     batch, _, _, height, width = z.shape
     stages, size = list(_stages(vae.decoder)), batch * height * width
@@ -50,8 +50,8 @@ def frames_at_once(
         frames.append(max(1, min(wanted, MOST_ELEMENTS // frame)))
     if latents or z.device.type != "cuda":
         return frames
-    # With a frame at a time about twice the largest stage's is alive. Half of the rest is for what the stages before
-    # keep of what they gave, and for the convolutions' workspaces.
+    # With one frame at a time, about twice the largest stage's activations are alive. Half of the rest is for outputs
+    # that earlier stages still hold, and for the convolutions' workspaces.
     per_frame = [elements * size * z.itemsize for elements, *_ in stages]
     kept = sum(kept for *_, kept in stages) * size * z.itemsize
     rest = max(0, free_memory(z.device) - beside - kept - 2 * max(per_frame)) / 2
@@ -59,11 +59,13 @@ def frames_at_once(
 
 
 def _stages(decoder: WanDecoder3d) -> Iterator[tuple[int, int, int]]:
-    """Of the middle block and of each up block, for each pixel of a latent frame: the elements that are alive at a time
-    for each frame that it is given; how often the number of frames was doubled before; and the elements of the frames
-    that its convolutions keep from one chunk for the next."""
+    """Yield three numbers for the middle block and for each up block.
+
+    They are: the live elements for each input frame; how often the number of frames was doubled before the block; and
+    the elements that its convolutions keep from one chunk for the next. Elements are per pixel of a latent frame.
+    """
     channels = decoder.conv_in.out_channels
-    # In the attention block its input, q, k, v, the attended and the projected are alive.
+    # Six tensors are alive in the attention block: its input, q, k, v, the attention's output and the projection's.
     yield 6 * channels, 0, _kept(decoder.conv_in) + _kept(decoder.mid_block)
     doublings, pixels = 0, 1
     for block in decoder.up_blocks:

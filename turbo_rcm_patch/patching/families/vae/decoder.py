@@ -30,11 +30,12 @@ from .steps import attention, convolution, kernel_size, rms_norm, takes_front
 
 
 def decoded(vae: AutoencoderKLWan, z: torch.Tensor, call: Call, frames: Sequence[int]) -> Iterator[torch.Tensor]:
-    """The decoder's frames, neither unpatchified nor clamped, of latents z [B, z_dim, F, H, W]: in parts [B, C, n, H',
-    W'] in their order, each as soon as it is made.
+    """Decode latents z [B, z_dim, F, H, W] and yield the frames in order, as parts [B, C, n, H', W'].
 
-    frames: how many frames each stage takes at a time (chunks.py). One latent frame becomes one frame, F of them become
-    1 + (F - 1) · 4 with two temporal upsamplers.
+    Each part is yielded as soon as it is made. Frames are neither unpatchified nor clamped. One latent frame becomes
+    one frame. F latent frames become 1 + (F - 1) · 4 frames with two temporal upsamplers.
+
+    frames: the number of frames that each stage takes at a time (chunks.py).
     """
     run = _Run(call)
     for latents in z.permute(0, 2, 3, 4, 1).split(frames[0], dim=1):
@@ -48,7 +49,7 @@ class _Run:
     def __init__(self, call: Call):
         self._call = call
         self._read: dict[nn.Module, torch.Tensor] = {}  # by convolution the last kt - 1 frames of its input so far
-        self._begun: set[nn.Module] = set()  # what had latent frame 0, of which it makes less than of others
+        self._begun: set[nn.Module] = set()  # modules that had latent frame 0, which gives fewer frames
 
     def decoder(self, decoder: WanDecoder3d, x: torch.Tensor, frames: Sequence[int]) -> Iterator[torch.Tensor]:
         x = self.causal(decoder.conv_in, x)
@@ -58,7 +59,7 @@ class _Run:
     def up_blocks(
         self, decoder: WanDecoder3d, blocks: Iterable[tuple[nn.Module, int]], x: torch.Tensor
     ) -> Iterator[torch.Tensor]:
-        """What x becomes, a part of its frames all the way before the next."""
+        """Run x through the up blocks and yield the results. Each part of its frames runs through before the next."""
         (block, frames), *others = blocks
         for part in x.split(frames, dim=1):
             y = self.up_block(block, part) if type(block) is WanUpBlock else self.residual_up_block(block, part)
@@ -141,8 +142,11 @@ class _Run:
         return self.convolve(conv, x, **front, **options)
 
     def with_front(self, conv: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """What a causal convolution gets for an input: x, and as an option of its step the last frames of its input
-        before; both in one tensor for PyTorch's. Callers let go of x before they convolve, for the memory's sake."""
+        """Return a causal convolution's input for x, and the options of its step.
+
+        The options hold the last frames of its previous input. For PyTorch's convolution these are prepended to x
+        instead. Callers drop x before they convolve, to free memory.
+        """
         frames = kernel_size(conv)[0] - 1
         front = self._read.pop(conv, None)
         if front is None:
@@ -156,13 +160,13 @@ class _Run:
         return convolution(conv, self._call).run(x, *residual, **options)
 
     def _is_first(self, module: nn.Module) -> bool:
-        """Whether the module gets latent frame 0 now, ahead of perhaps others."""
+        """True if the module's present input begins with latent frame 0."""
         is_first = module not in self._begun
         self._begun.add(module)
         return is_first
 
 
 def _last_frames(x: torch.Tensor, front: torch.Tensor | None, frames: int) -> torch.Tensor:
-    """So many, of x behind those of front; copied, so that x need not be kept."""
+    """Return a copy of the last frames of front and x together, so that x can be freed. frames: their number."""
     earlier = x.shape[1] - frames
     return x[:, earlier:].clone() if earlier >= 0 else torch.cat((front[:, earlier:], x), 1)

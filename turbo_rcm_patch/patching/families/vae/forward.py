@@ -1,4 +1,4 @@
-"""What the patch binds on a VAE: `_decode` and `tiled_decode`, which `decode`, `enable_slicing` and `forward` come to.
+"""The methods that the patch binds on a VAE: `_decode` and `tiled_decode`. `decode`, slicing and `forward` call them.
 
 Their loops over frames are replaced; the tiles, how they are blended, and what is returned are diffusers' own.
 """
@@ -28,15 +28,18 @@ from .decoder import decoded
 from .plain import why_not_plain_decoder
 from .steps import takes_front
 
-# By VAE the implementations, devices and dtypes whose kernels are compiled. Not by patch: to look for what is left to
-# compile takes 0.15 s each time.
+# For each VAE, the implementations, devices and dtypes whose kernels are compiled. The record outlives a patch, because
+# looking for kernels that are left to compile takes 0.15 s each time.
 _COMPILED: WeakKeyDictionary[nn.Module, set[tuple]] = WeakKeyDictionary()
 
 
 @dataclass
 class VaeState:
-    """What the patch keeps on a VAE. users: the models that it was patched with. eager: decodes that diffusers' code
-    ran, by reason. receive: gets frames as they are made (`frames_sent_to`)."""
+    """The patch's state on a VAE.
+
+    users: the models that it was patched with. eager: the count of decodes that diffusers' code ran, by reason.
+    receive: gets frames as they are made (`frames_sent_to`).
+    """
 
     config: PatchConfig
     users: WeakSet[nn.Module] = field(default_factory=WeakSet)
@@ -49,7 +52,7 @@ class VaeState:
 
 
 def vae_state(vae: nn.Module) -> VaeState | None:
-    """What the patch keeps on a VAE; None for one that is not patched."""
+    """Return the patch's state on a VAE, or None if it is not patched."""
     return vars(vae).get(STATE)
 
 
@@ -124,7 +127,7 @@ def tiled_decode(
 
 
 def _takes(vae: AutoencoderKLWan, z: torch.Tensor, *, counted: bool = True) -> bool:
-    """Whether our code decodes z. If not, the reason is counted for the summary, unless told otherwise."""
+    """True if our code decodes z. If not, the reason is counted for the summary if `counted`."""
     if torch.compiler.is_compiling():
         return False
     reason = _why_not_call(vae, z) or why_not_plain_decoder(vae, z.device, z.dtype)
@@ -149,7 +152,7 @@ def call_for(vae: AutoencoderKLWan, device: torch.device, dtype: torch.dtype) ->
 
 
 def _at_once(vae: AutoencoderKLWan, z: torch.Tensor, tile: torch.Tensor | None = None) -> list[int]:
-    """How many frames the stages take at a time, of latents z or of a tile of them."""
+    """Return the number of frames that each stage takes at a time, for latents z or for a tile of them."""
     beside = math.prod(output_shape(vae, z)) * z.itemsize + _graph_memory(vae)
     chunk = vae_state(vae).config.vae_chunk
     if tile is None:
@@ -168,7 +171,7 @@ def _parts(vae: AutoencoderKLWan, z: torch.Tensor, frames: list[int]) -> Iterato
     call = call_for(vae, z.device, z.dtype)
     compiled, kind = _COMPILED.setdefault(vae, set()), (call.config.implementation, z.device, z.dtype)
     if kind not in compiled and _launches_kernels(vae, call) and why_not_recorded((z,)) is None:
-        # One after the other the kernels take half a minute. The decoder is plain: nobody notices a run of it.
+        # Compiled one after the other the kernels take half a minute. An extra run of a plain decoder has no effect.
         kernels.compile_ahead(lambda: deque(decoded(vae, z, call, frames), maxlen=0))
         compiled.add(kind)
     return decoded(vae, z, call, frames)
@@ -220,7 +223,7 @@ def _received(vae: AutoencoderKLWan, parts: Iterator[torch.Tensor]) -> Iterator[
 
 
 def _shown(vae: AutoencoderKLWan, frames: torch.Tensor) -> torch.Tensor:
-    """What the decoder's output shows, in [-1, 1]; in place where its pixels are."""
+    """Return the decoder's output as a video in [-1, 1]: unpatchified if need be, then clamped in place."""
     if vae.config.patch_size is not None:
         frames = unpatchify(frames, patch_size=vae.config.patch_size)
     return frames.clamp_(min=-1.0, max=1.0)

@@ -1,4 +1,4 @@
-"""Why a decoder is not simply diffusers': then diffusers' own code runs it, as a whole."""
+"""Find the reason why a decoder differs from diffusers'. Then diffusers' own code runs the whole decoder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch import nn
 from ....plain import is_original, why_not_read
 from .steps import kernel_size
 
-# By the attribute that holds them, alone or in a list, the classes whose forwards decoder.py takes the place of.
+# The classes whose forwards decoder.py replaces, by the attribute that holds one module or a list of them.
 _CAUSAL, _NORM = (WanCausalConv3d,), (WanRMS_norm,)
 _PARTS = {
     "post_quant_conv": _CAUSAL,
@@ -57,7 +57,7 @@ _METHODS = ("_decode", "tiled_decode", "blend_v", "blend_h")
 
 
 def why_not_plain_decoder(vae: AutoencoderKLWan, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why diffusers' own code decodes latents of this device and dtype, in a few words; None when ours does."""
+    """Return the reason why diffusers' own code decodes latents of this device and dtype, or None if ours does."""
     for name in _METHODS:
         if not is_original(getattr(type(vae), name), type(vae)) or (name.startswith("blend") and name in vars(vae)):
             return f"replaced {name}"
@@ -106,7 +106,7 @@ def _is_convolution_as_built(conv: nn.Conv2d | nn.Conv3d) -> bool:
     )
 
 
-# What their forwards read besides weights, if it is as their classes were built for the decoder.
+# For each class a test of the attributes that its forward reads besides weights: are they as built for the decoder?
 _IS_AS_BUILT = {
     nn.Conv2d: _is_convolution_as_built,
     WanCausalConv3d: _is_convolution_as_built,

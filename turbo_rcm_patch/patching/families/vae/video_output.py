@@ -1,9 +1,9 @@
-"""What a pipeline returns of a decoded video, "np" or "pil", converted where the VAE left it and copied in pieces.
+"""Convert a decoded video to "np" or "pil" on the video's device, and copy it to the CPU in pieces.
 
-diffusers denormalises in the VAE's dtype, copies to pageable memory, and there brings the channels last, converts to
-fp32 and, for PIL, rounds x · 255. Here the same arithmetic runs on the video's device: of "pil" 8 bits are copied
-instead of the VAE's 16 or 32. A piece travels through pinned memory while the CPU works on the one before. "pt", which
-diffusers leaves on the device, is left to it, and so is all that is not known.
+diffusers denormalises in the VAE's dtype and copies to pageable memory. There it moves the channels last, converts to
+fp32 and, for PIL, rounds x · 255. Here the same arithmetic runs on the video's device. So "pil" copies 8 bits instead
+of the VAE's 16 or 32. A piece is copied through pinned memory while the CPU works on the piece before. diffusers still
+handles "pt", which it leaves on the device, and everything that this file does not know.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def patch_video_output(journal: Journal, target: object, config: PatchConfig) ->
 
 
 def video_output_note(target: object, config: PatchConfig) -> str | None:
-    """A line for the summary: what converts the video now and, where it is diffusers, why; None where there is none."""
+    """Return a line for the summary on what converts the video, with the reason if it is diffusers, or None."""
     processor = getattr(target, "video_processor", None)
     if processor is None:
         return None
@@ -53,7 +53,7 @@ def _is_patched(processor: object) -> bool:
 
 
 def _why_not_ours(processor: object, methods: tuple[str, ...]) -> str | None:
-    """Why the conversion may not be what it is in diffusers, in a few words: another class, or a replaced method."""
+    """Return why the conversion may differ from diffusers' (another class, or a replaced method), or None."""
     cls = type(processor)
     if cls is not VideoProcessor:
         return f"{cls.__module__.split('.')[0]} {cls.__name__}"
@@ -64,9 +64,11 @@ def _why_not_ours(processor: object, methods: tuple[str, ...]) -> str | None:
 def postprocess_video(
     processor: VideoProcessor, video: torch.Tensor, output_type: str = "np", **kwargs: object
 ) -> np.ndarray | torch.Tensor | list[list[Image.Image]]:
-    """In place of the processor's method: video [B, C, F, H, W], a float tensor in [-1, 1], as an array of fp32
-    [B, F, H, W, C] in [0, 1] ("np") or for each sample a list of F images ("pil"), value for value the method's. In
-    memory the channels are last too; the method leaves them before the rows."""
+    """Replace the processor's method: convert a video [B, C, F, H, W], a float tensor in [-1, 1].
+
+    "np" gives an fp32 array [B, F, H, W, C] in [0, 1], "pil" a list of F images for each sample. All values equal the
+    method's. The array's memory is contiguous in this order; the method leaves the channels before the rows.
+    """
     if output_type not in ("np", "pil") or kwargs or not _is_decoded(video) or _why_not_ours(processor, READ):
         return VideoProcessor.postprocess_video(processor, video, output_type, **kwargs)
 
@@ -91,7 +93,7 @@ def _is_decoded(video: object) -> bool:
 
 
 def _image(frame: np.ndarray) -> Image.Image:
-    """Of [H, W, C]."""
+    """Return the image of a frame [H, W, C]."""
     return Image.fromarray(frame[..., 0] if frame.shape[-1] == 1 else frame)
 
 
@@ -112,7 +114,10 @@ def pieces_on_cpu(frames: torch.Tensor, convert: Callable[[torch.Tensor], torch.
 
 
 def on_its_way_to_cpu(piece: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """What waits for a piece's copy, already begun, and returns it. From the CPU it is the piece itself."""
+    """Begin a piece's copy to the CPU, and return a function that waits for the copy and returns it.
+
+    For a piece on the CPU the function returns the piece itself.
+    """
     if not piece.is_cuda:
         return lambda: piece
     stage = _Stage(piece)

@@ -41,7 +41,7 @@ from ...steps.sparse_linear import attention as sparse_attention
 from ...steps.sparse_linear import is_sparse
 
 NOT_ASKED = "not in fuse"
-# Of a cross-attention that is called as a whole.
+# The steps of a cross-attention that is called as a whole.
 CROSS_STEPS = ("Q projection", "K and V projections", "QK-norm", "attention", "projection + skip")
 CROSS_STEPS_WITH_IMAGE = (
     "Q projection",
@@ -196,7 +196,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """What a block does with a call. residual: how it is stored between the skips."""
+    """The steps of a block for one kind of call. residual: its storage between the skips."""
 
     self_attention: SelfAttention | QuantizedSelfAttention | Whole
     cross_attention: CrossAttention | Whole
@@ -228,7 +228,7 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class WanBlock:
-    """How a block of Wan's kind differs from the others.
+    """The differences between blocks of Wan's kind.
 
     Attributes:
         attention_class: the class of both attentions.
@@ -406,7 +406,7 @@ def _feed_forward(block, stream: Stream, call: Call, stored: Storage, result: St
 
 
 def _whole(norm, norm_name, run, stored, result, call: Call, reason: str, names, asked: str | None) -> Whole:
-    """asked: why not even the norm is fused, if so."""
+    """Return a whole attention or feed-forward by its module. asked: the reason why its norm is not fused, or None."""
     normed = layer_norm(norm, stored, call) if asked is None else layer_norm_by_module(norm, stored, call, asked)
     return Whole(norm_name, normed, Step(run, MODULE, reason), skip_after(stored, result, call), names)
 

@@ -49,7 +49,7 @@ def transformer_forward(
     """
     inputs = (hidden_states, timestep, encoder_hidden_states, encoder_hidden_states_image)
     if torch.compiler.is_compiling() or not (graph := graph_of(self)).takes(self, inputs, attention_kwargs):
-        # By keyword: diffusers' decorator around the class's forward reads a LoRA's scale only from keywords.
+        # Pass keywords: diffusers' decorator around the class's forward reads a LoRA's scale only from keywords.
         return type(self).forward(self, *inputs, return_dict=return_dict, attention_kwargs=attention_kwargs)
     sample = graph.sample(inputs)
     return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
@@ -66,7 +66,7 @@ class WanGraph:
         self._forwards = {module: function_bound_to(module, forward) for module, forward in forwards.items()}
         self._graphs = Graphs()
         self._lora_layers: list[nn.Module] = []  # found when the transformer's modules last changed
-        # What the recordings know of LoRAs: the addresses of prepared products, and scales of layers that are called.
+        # The recordings hold LoRAs' addresses of prepared products, and the scales of layers that are called.
         self._lora_recorded: tuple[tuple[int, ...], dict[nn.Module, dict]] = (), {}
         self._why_not_recordable = WhileUnchanged(self._objects_read, self._look_again, live=LIVE)
 

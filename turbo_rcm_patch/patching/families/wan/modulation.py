@@ -31,7 +31,7 @@ class TokenRuns(NamedTuple):
     version: int
 
     def made(self, temb: torch.Tensor) -> bool:
-        """Whether temb [B, S, 6, C] is that timestep_proj, or a view of all of it, and nobody wrote to it since."""
+        """True if temb [B, S, 6, C] is that timestep_proj or a view of all of it, unchanged since."""
         same = not self.storage.expired() and self.storage == StorageWeakRef(temb.untyped_storage())
         same = same and temb.numel() == temb.untyped_storage().nbytes() // temb.element_size()
         return same and temb._version == self.version
@@ -58,7 +58,7 @@ def embedder_forward(
         return type(self).forward(self, timestep, *prompt, timestep_seq_len)
     temb, rows, *projected = type(self).forward(self, values, *prompt)
     expand = lambda x: x.repeat_interleave(counts, 0, output_size=len(timestep)).unflatten(0, (-1, timestep_seq_len))  # noqa: E731
-    # An ordinary tensor, because those of inference mode do not tell whether they were written to.
+    # This must be an ordinary tensor: an inference tensor does not count writes to it.
     with torch.inference_mode(False), torch.no_grad():
         timestep_proj = expand(rows)
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
@@ -67,7 +67,7 @@ def embedder_forward(
 
 
 def _may_embed_runs(embedder: WanTimeTextImageEmbedding, *inputs: torch.Tensor | None) -> bool:
-    """Whether nobody would notice that fewer timesteps are embedded than there are tokens."""
+    """True if embedding fewer timesteps than tokens has no visible effect."""
     if torch.compiler.is_compiling() or inputs[0].is_meta or why_not_recorded(inputs) is not None:
         return False
     parts = (embedder.timesteps_proj, *embedder.time_embedder.modules(), embedder.act_fn, embedder.time_proj)
@@ -76,7 +76,7 @@ def _may_embed_runs(embedder: WanTimeTextImageEmbedding, *inputs: torch.Tensor |
 
 
 def _has_hook_of_user(module: torch.nn.Module) -> bool:
-    """Whether something other than offloading sees what a module is called with."""
+    """True if a hook other than offloading's sees the module's inputs."""
     if hook_around_forward(module) is not None:
         return True
     registry = vars(module).get("_diffusers_hook")

@@ -1,4 +1,4 @@
-"""What the general code asks of a transformer of Wan's kind: its blocks' parts, and what is bound beside them."""
+"""The parts of Wan's blocks that the general code needs, and the methods that are bound beside the blocks."""
 
 from __future__ import annotations
 
