@@ -1,10 +1,10 @@
-"""Non-causal attention whose only store may end in the skip.
+"""Non-causal attention, with the skip optionally fused into its only store.
 
     F   = softmax(scale · q kᵀ) v                 q [B, S, H, D]; k, v [B, Skv, H, D]
     out = c_skip · residual + c_out · F           residual, out [B, S, H, D]; coefficients over the H·D channels
 
-The kernel for sm_90 (attention_sm90.py) takes no residual; the portable one (attention_portable.py) does. For a linear
-in 8 bits both store F in e4m3.
+The kernel for sm_90 (attention_sm90.py) takes no residual; the portable one (attention_portable.py) does. Both can also
+store F in e4m3, for a linear in 8 bits.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ SDPA = "PyTorch SDPA"
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec(Spec):
-    """``softmax(scale · q kᵀ) v`` for a q [B, S, H, head_dim]; `result` is e4m3 for `attention_to_e4m3`.
+    """``softmax(scale · q kᵀ) v`` for q [B, S, H, head_dim]. `result` is e4m3 for `attention_to_e4m3`.
 
-    has_residual: True if the result ends in the skip. attention: the user's choice for a model's attention, "auto",
-    "triton" or "sdpa"; None if the op is called by itself. crossing: True for a cross-attention. sdpa: the backend that
-    PyTorch's attention asks first (sdpa.py); None: the one that `turbo-rcm tune` found for the model, or PyTorch's own.
+    has_residual: True if the result includes the skip. attention: the user's choice for a model's attention, "auto",
+    "triton" or "sdpa"; None if the op is called by itself. crossing: True for cross-attention. sdpa: the backend that
+    PyTorch's attention tries first (sdpa.py); None for the one that `turbo-rcm tune` found, or PyTorch's own order.
     """
 
     head_dim: int
@@ -75,15 +75,15 @@ def attention(
     attention: str | None = None,
     sdpa: str | None = None,
 ) -> torch.Tensor:
-    """softmax(scale · q kᵀ) v, or ``c_skip * residual + c_out * (that)`` when a residual is given.
+    """Return ``F = softmax(scale · q kᵀ) v``, or ``c_skip * residual + c_out * F`` if a residual is given.
 
-    q [B, S, H, D]; k, v [B, Skv, H, D]; residual [B, S, H, D]; all of one dtype, any strides. Coefficients: a number,
-    [B], [C], [B, 1, C] or [B, S, C] with C = H·D channels. scale > 0 defaults to D**-0.5. Returns [B, S, H, D] in q's
-    dtype. Differentiable in every tensor.
+    q [B, S, H, D]; k, v [B, Skv, H, D]; residual [B, S, H, D]; all have one dtype, with any strides. Coefficients: a
+    number, [B], [C], [B, 1, C] or [B, S, C] with C = H·D channels. scale > 0 defaults to D**-0.5. Returns [B, S, H, D]
+    in q's dtype. Differentiable in every tensor.
     implementation: "auto", "triton" or "torch" (dispatch.py); head_dims above 256 take PyTorch's attention.
-    attention: "auto" for PyTorch's attention if it was measured to be faster, "sdpa" for it always; None or "triton"
-    for our kernels if they can run.
-    sdpa: the backend (sdpa.BACKENDS) that PyTorch's attention asks first; if it cannot take the call, others do.
+    attention: "auto" for PyTorch's attention unless our kernel was measured to be as fast, "sdpa" for PyTorch's always,
+    None or "triton" for our kernels if they can run.
+    sdpa: the backend (sdpa.BACKENDS) that PyTorch's attention tries first; if it cannot take the call, another does.
     Raises ValueError for shapes, dtypes, a scale or coefficients that do not fit.
     """
     _check(q, k, v, residual, c_skip, c_out, scale, implementation)
@@ -102,12 +102,12 @@ def attention(
 def attention_to_e4m3(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None, implementation: str = "auto"
 ) -> Quantized:
-    """softmax(scale · q kᵀ) v, stored in e4m3 for a linear in 8 bits.
+    """Return ``softmax(scale · q kᵀ) v`` in e4m3, for a linear in 8 bits.
 
-    q [B, S, H, D]; k, v [B, Skv, H, D]; scale, implementation: as of `attention`. Returns a Quantized [B, S, H·D] with
-    one scale per sample, expanded to [B, S]: v's largest magnitude is e4m3's, and no mean of values is beyond it.
-    Channels whose values are a thousandth of that lose digits. No gradient: under autograd the reference runs. Raises
-    ValueError as `attention`.
+    q [B, S, H, D]; k, v [B, Skv, H, D]; scale, implementation: as in `attention`. Returns a Quantized [B, S, H·D] with
+    one scale per sample, expanded to [B, S]. The scale maps v's largest magnitude to e4m3's; no weighted mean of values
+    exceeds it. Channels whose values are a thousandth of it lose digits. No gradient: under autograd the reference
+    runs. Raises ValueError as `attention` does.
     """
     _check(q, k, v, None, None, None, scale, implementation)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
@@ -156,7 +156,8 @@ def _allocate(
     scale: float,
     save_for_backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """out, F [B, S, H, D] and the logsumexp in base 2, fp32 [B, H, S]; F and it are empty unless save_for_backward."""
+    """Allocate out and F [B, S, H, D], and the logsumexp in base 2, fp32 [B, H, S]. Without save_for_backward F and the
+    logsumexp are empty."""
     batch, tokens, heads, _ = q.shape
     out = q.new_empty(q.shape)
     if not save_for_backward:
@@ -168,13 +169,13 @@ _attention = KernelsOp("attention", _allocate)
 
 
 def _launch_gluon(q, k, v, residual, c_skip, c_out, scale, save_for_backward):
-    """Launch the kernel for sm_90, or without aligned operands the portable one. Arguments: of `_allocate`."""
+    """Launch the kernel for sm_90, or the portable one if operands are not aligned. Takes `_allocate`'s arguments."""
     if not attention_sm90.fits_tma(q, k, v):
         return _launch_portable(q, k, v, None, None, None, scale, save_for_backward)
     out, raw_out, lse = _allocate(q, k, v, None, None, None, scale, save_for_backward)
     attention_sm90.attention_forward(q, k, v, scale, out, lse if save_for_backward else None)
     if save_for_backward:
-        raw_out.copy_(out)  # a custom op's results may not be one tensor twice
+        raw_out.copy_(out)  # a custom op must not return one tensor twice
     return out, raw_out, lse
 
 
@@ -186,21 +187,24 @@ def _launch_portable(q, k, v, residual, c_skip, c_out, scale, save_for_backward)
 
 
 def _fused(launch, q, k, v, residual, c_skip, c_out, scale):
-    # The skip's own gradients need only the residual and c_skip; all others need the raw output and the logsumexp.
+    # The gradients of residual and c_skip need only these two. All others need F and the logsumexp.
     save_for_backward = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, c_out))
     return launch(q, k, v, residual, c_skip, c_out, scale, save_for_backward)[0]
 
 
 def _by_pytorch(backend, q, *others):
     if recording():
-        return torch.empty_like(q)  # PyTorch's attention takes long, and programs that replace it may count calls
+        return torch.empty_like(q)  # PyTorch's attention is slow, and programs that replace it may count calls
     with preferring(backend):
         return torch_reference.attention(q, *others)
 
 
 def _why_not_fused(spec: AttentionSpec) -> str | None:
-    """The reason why no kernel of ours runs for a spec, or None if one can. Without a backward the measurements are of
-    the forward; on sm_90 they are of the kernel for it."""
+    """Return the reason why no kernel of ours runs for a spec, or None if one can.
+
+    The measurements cover the forward only, so they do not choose our kernel if a backward follows. On sm_90 they are
+    of the kernel for sm_90, so that one must be able to run.
+    """
     if spec.attention == "sdpa":
         return "attention='sdpa'"
     reason = why_not_ours(spec)
@@ -230,7 +234,7 @@ def _why_not_backend(backend: str, spec: AttentionSpec) -> str | None:
 
 
 def _preferred(spec: AttentionSpec) -> str | None:
-    """The backend that PyTorch's attention asks first, or None for PyTorch's own order."""
+    """Return the backend that PyTorch's attention tries first, or None for PyTorch's own order."""
     if spec.sdpa is not None or spec.attention is None:
         return spec.sdpa
     if spec.implementation == "torch" or spec.derivative is not None:
@@ -253,8 +257,8 @@ ATTENTION = Op(
 
 
 def attention_label(pick: Pick, spec: AttentionSpec) -> str:
-    """Return the label of a pick of ATTENTION; PyTorch's has the backend that it takes for some tensors of this kind,
-    if it tells."""
+    """Return the label of a pick of ATTENTION. The label of PyTorch's attention names the backend that PyTorch takes
+    for example tensors with this spec, if PyTorch tells."""
     if pick.kernel.is_fused:
         return pick.label
     if torch.compiler.is_compiling():
@@ -276,7 +280,7 @@ def attention_label(pick: Pick, spec: AttentionSpec) -> str:
 
 
 def _allocate_e4m3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """F [B, S, H, D] in e4m3."""
+    """Allocate F [B, S, H, D] in e4m3."""
     return q.new_empty(q.shape, dtype=FP8)
 
 
@@ -302,7 +306,10 @@ def _to_e4m3_by_pytorch(q, k, v, scale):
 
 
 def _to_e4m3(attend, q, k, v, scale):
-    """attend: gives F [B, S, H, D] in e4m3 for a v whose largest magnitude is e4m3's."""
+    """Scale v so that its largest magnitude is e4m3's, attend, and return a Quantized.
+
+    attend: a function that returns F [B, S, H, D] in e4m3 for the scaled v.
+    """
     largest = torch.linalg.vector_norm(
         v.flatten(1), torch.inf, dim=1, dtype=torch.promote_types(v.dtype, torch.float32)
     )
@@ -342,7 +349,7 @@ def _attention_backward(
     needs_q: bool,
     needs_kv: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v for the gradient of F, [B, S, H, D]; the ones not needed are empty."""
+    """Return the gradients of q, k and v for the gradient of F, [B, S, H, D]. Those not needed are empty."""
     grad_q, grad_k, grad_v = _allocate_gradients(grad, q, k, v, raw_out, lse, scale, needs_q, needs_kv)
     wanted_kv = (grad_k, grad_v) if needs_kv else None
     attention_backward(grad, q, k, v, raw_out, lse, scale, grad_q if needs_q else None, wanted_kv)
@@ -389,14 +396,14 @@ def _backward(ctx, grad, _grad_raw_out, _grad_lse):
 
 
 def _scaled(grad: torch.Tensor, coefficient: torch.Tensor | None) -> torch.Tensor:
-    """coefficient * grad [B, S, H, D], in fp32, rounded once."""
+    """Return coefficient * grad [B, S, H, D], computed in fp32 and rounded once."""
     if coefficient is None:
         return grad
     return (grad.flatten(2).float() * coefficient.float()).to(grad.dtype).view(grad.shape)
 
 
 def _coefficient_gradient(grad: torch.Tensor, factor: torch.Tensor, coefficient: torch.Tensor) -> torch.Tensor:
-    """Gradient of a coefficient that multiplied ``factor`` [B, S, H, D], in the coefficient's own shape."""
+    """Return the gradient of a coefficient that multiplied ``factor`` [B, S, H, D], in the coefficient's shape."""
     product = grad.flatten(2).float() * factor.flatten(2).float()
     return product.sum_to_size(coefficient.shape).to(coefficient.dtype)
 

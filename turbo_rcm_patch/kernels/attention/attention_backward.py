@@ -1,7 +1,7 @@
 """The backward of attention (FlashAttention-2, Dao 2023, algorithm 2), portable: sm_80 to sm_120.
 
 Three kernels: delta = rowsum(grad ∘ F); the gradients of K and V, one program per tile of keys; the gradient of Q, one
-program per tile of queries. The probabilities are computed again, from the logsumexp that the forward left.
+program per tile of queries. The probabilities are computed again from the logsumexp that the forward saved.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ def attention_backward(
     grad_q: torch.Tensor | None,
     grad_kv: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
-    """Write the gradients of q, k and v that are wanted, all packed, for grad, that of F, [B, S, H, D].
+    """Write the gradients of q, k and v for grad, the gradient of F, [B, S, H, D].
 
-    raw_out: F, packed. lse: its logsumexp in base 2, packed fp32 [B, H, S].
+    raw_out: F, packed. lse: the logsumexp of the scores in base 2, packed fp32 [B, H, S]. grad_q, grad_kv: packed
+    outputs, or None if not needed.
     """
     grad, q, k, v = readable(grad), readable(q), readable(k), readable(v)
     batch, tokens, heads, head_dim = q.shape
@@ -92,7 +93,8 @@ def _attention_delta_kernel(
     grad, raw_out, delta, tokens, heads, grad_stride_b, grad_stride_s, grad_stride_h,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """delta [B, H, S] = rowsum(grad ∘ F), for the backward of the softmax (FlashAttention-2, algorithm 2, line 4)."""
+    """Write delta [B, H, S] = rowsum(grad ∘ F), for the backward of the softmax (FlashAttention-2, algorithm 2, line
+    4)."""
     start = tl.program_id(0) * BLOCK_M
     head = tl.program_id(1)
     sample = tl.program_id(2)
@@ -112,8 +114,10 @@ def _attention_grad_kv_kernel(
     grad_stride_b, grad_stride_s, grad_stride_h,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program: the gradients of BLOCK_N keys and values of one head, over all queries. Keys are the rows here. It
-    needs no mask: past the last query the probabilities are 0, and rows past the last key are not stored."""
+    """One program computes the gradients of BLOCK_N keys and values of one head, over all queries. The rows are keys.
+
+    No mask is needed: past the last query the probabilities are 0, and rows past the last key are not stored.
+    """
     start = tl.program_id(0) * BLOCK_N
     head = tl.program_id(1)
     sample = tl.program_id(2)
@@ -131,7 +135,7 @@ def _attention_grad_kv_kernel(
         q_tile = load_tile(q, q_strides, sample, head, query, tokens, HEAD_DIM, BLOCK_M, BLOCK_D)
         grad_tile = load_tile(grad, grad_strides, sample, head, query, tokens, HEAD_DIM, BLOCK_M, BLOCK_D)
         rows = query + tl.arange(0, BLOCK_M)
-        # 0 would do as well, q and grad being 0 there, but then ptxas serialises the wgmmas (triton 3.7).
+        # 0 would be right too, because q and grad are 0 there, but then ptxas serialises the wgmmas (Triton 3.7).
         row_lse = tl.load(lse_rows + rows, mask=rows < tokens, other=float("inf"))
         row_delta = tl.load(delta_rows + rows, mask=rows < tokens, other=0.0)
         scores = tl.dot(k_tile, q_tile.T, input_precision="ieee")
@@ -151,8 +155,11 @@ def _attention_grad_q_kernel(
     grad_stride_b, grad_stride_s, grad_stride_h,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program: the gradient of BLOCK_M queries of one head, over all keys. It needs no mask: past the last key the
-    keys are 0, and so is their share once the probabilities are held to their bound, 1 (0 · inf would be NaN)."""
+    """One program computes the gradient of BLOCK_M queries of one head, over all keys.
+
+    No mask is needed: past the last key the keys are 0, and so is their contribution. The probabilities are clamped to
+    their bound, 1, because 0 · inf would be NaN.
+    """
     start = tl.program_id(0) * BLOCK_M
     head = tl.program_id(1)
     sample = tl.program_id(2)

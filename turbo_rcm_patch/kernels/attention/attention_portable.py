@@ -1,4 +1,4 @@
-"""The portable attention forward, whose only store may end in the skip: sm_80 to sm_120.
+"""The portable attention forward for sm_80 to sm_120, with the skip optionally fused into its only store.
 
 FlashAttention-2 (Dao 2023, algorithm 1): one program owns a tile of queries of one head and streams the keys, with an
 online softmax in base 2.
@@ -30,8 +30,8 @@ def attention_forward(
     raw_out: torch.Tensor | None,
     lse: torch.Tensor | None,
 ) -> None:
-    """Write ``c_skip · residual + c_out · F``, or F without a residual, to out; where they are wanted, F to raw_out and
-    its logsumexp in base 2 to lse.
+    """Write ``c_skip · residual + c_out · F``, or F without a residual, to out. Write F to raw_out and the
+    logsumexp of the scores in base 2 to lse, if these are given.
 
     q, residual [B, S, H, D] and k, v [B, Skv, H, D] with any strides; out, raw_out packed [B, S, H, D]; lse packed fp32
     [B, H, S]; coefficients canonical (coefficient.py).
@@ -74,7 +74,7 @@ def attention_forward(
 
 @triton.jit
 def attend(q, k, v, output, row_max, row_sum, keys, scale_log2, MASK: tl.constexpr):
-    """Add one tile of keys to the online softmax; with MASK only its first ``keys`` rows are keys."""
+    """Add one tile of keys to the online softmax. With MASK only the tile's first ``keys`` rows are keys."""
     scores = tl.dot(q, k.T, input_precision="ieee")
     if MASK:
         scores = tl.where((tl.arange(0, k.shape[0]) < keys)[None, :], scores, float("-inf"))
@@ -95,8 +95,8 @@ def _attention_kernel(
     SKIP_KIND: tl.constexpr, OUT_KIND: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M queries of one head. residual may be None. raw_out (F before the skip) and lse (logsumexp in
-    base 2, [B, H, S]) are None unless a backward will need them."""
+    """One program computes BLOCK_M queries of one head. residual may be None. raw_out (F before the skip) and lse
+    (logsumexp in base 2, [B, H, S]) are None unless a backward needs them."""
     start = tl.program_id(0) * BLOCK_M
     head = tl.program_id(1)
     sample = tl.program_id(2)
@@ -114,7 +114,7 @@ def _attention_kernel(
         output, row_max, row_sum = attend(
             q_tile, k_tile, v_tile, output, row_max, row_sum, BLOCK_N, scale_log2, MASK=False
         )
-    # At most once. As a loop it is pipelined like the first; behind an `if` its loads would spill registers on sm_8x.
+    # This loop runs at most once. As a loop it is pipelined like the first; an `if` would spill registers on sm_8x.
     for key in tl.range(whole, kv_tokens, BLOCK_N):
         k_tile = load_tile(k, k_strides, sample, head, key, kv_tokens, HEAD_DIM, BLOCK_N, BLOCK_D)
         v_tile = load_tile(v, v_strides, sample, head, key, kv_tokens, HEAD_DIM, BLOCK_N, BLOCK_D)

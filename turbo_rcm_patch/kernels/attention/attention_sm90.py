@@ -1,10 +1,10 @@
-"""The attention forward on sm_90: which inputs it takes, how their work is cut, and the launch.
+"""The attention forward on sm_90: the inputs it takes, the split of the work, and the launch.
 
-    F = softmax(scale · q kᵀ) v        q, F [B, S, H, D]; k, v [B, Skv, H, D]; D of 64 or 128, bf16 or fp16
+    F = softmax(scale · q kᵀ) v        q, F [B, S, H, D]; k, v [B, Skv, H, D]; D is 64 or 128; bf16 or fp16
 
-The kernel is in attention_sm90_kernel.py. Its programs stay on their multiprocessors and walk tiles of queries. The
-tiles left after the last full round of programs are cut along the keys as well, so that all programs have work until
-the end; a second kernel joins the parts (Flash-Decoding, Dao et al. 2023).
+The kernel is in attention_sm90_kernel.py. At most one program per multiprocessor runs, and walks tiles of queries. The
+tiles left after the last full round of programs are also split along the keys, so that all programs have work until the
+end. A second kernel joins the parts (Flash-Decoding, Dao et al. 2023).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ else:
 
 HEAD_DIMS = (64, 128)
 MAX_PARTS = 16
-# In the time of one tile of keys: what an item takes besides its keys, and what joining parts takes.
+# Costs in units of the time for one tile of keys: the fixed cost of an item, and the cost of joining parts.
 ITEM_COST = 4
 JOIN_COST = 8
 JOIN_ROWS = 16
 
 
 def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str | None:
-    """The reason why the kernel cannot take tensors of this kind, or None if it can."""
+    """Return the reason why the kernel cannot take tensors of this kind, or None if it can."""
     reason = why_not_sm90(device, dtype, GLUON_ERROR)
     return f"head_dim {head_dim}" if reason is None and head_dim not in HEAD_DIMS else reason
 
@@ -58,7 +58,7 @@ def fits_tma(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 def attention_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, out: torch.Tensor, lse: torch.Tensor | None
 ) -> None:
-    """Write softmax(scale · q kᵀ) v to out, and the logsumexp in base 2 to lse where it is wanted.
+    """Write softmax(scale · q kᵀ) v to out, and the logsumexp in base 2 to lse if it is given.
 
     q [B, S, H, D] and k, v [B, Skv, H, D] that `why_not` and `fits_tma` accept; scale > 0; out packed [B, S, H, D] in
     q's dtype or e4m3; lse packed fp32 [B, H, S].
@@ -104,8 +104,8 @@ def attention_forward(
 
 @dataclass(frozen=True)
 class Schedule:
-    """items: of work. The first ``whole`` are tiles of queries with all their keys, the others are ``parts`` parts of
-    the keys of each of the tiles that are left."""
+    """The items of work. The first ``whole`` items are tiles of queries with all keys. Each remaining tile is split
+    along the keys into ``parts`` items. ``items`` is their total number."""
 
     items: int
     whole: int
@@ -114,14 +114,14 @@ class Schedule:
 
 @functools.lru_cache
 def make_schedule(tiles: int, key_tiles: int, multiprocessors: int) -> Schedule:
-    """Cut tiles of queries by tiles of keys such that the program that ends last ends as early as it can."""
+    """Return the schedule whose last program ends earliest, by splitting tiles of queries along the keys."""
     whole = tiles // multiprocessors * multiprocessors
 
     def time_of_rest(parts: int) -> int:
         rounds = cdiv((tiles - whole) * parts, multiprocessors)
         return rounds * (cdiv(key_tiles, parts) + ITEM_COST) + (JOIN_COST if parts > 1 else 0)
 
-    # The fewest of equally fast ones: so none is empty, for as many full ones would take as long.
+    # min() takes the fewest parts among equally fast ones. So no part is empty: leaving it out would be as fast.
     parts = min(range(1, min(MAX_PARTS, key_tiles) + 1), key=time_of_rest)
     if parts == 1:
         return Schedule(tiles, tiles, 1)
@@ -135,8 +135,8 @@ def _join_kernel(
     c_skip, c_skip_stride_b, c_skip_stride_s, c_skip_stride_c, c_out, c_out_stride_b, c_out_stride_s, c_out_stride_c,
     SKIP_KIND: tl.constexpr, OUT_KIND: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK queries of one tile. Its parts' outputs, each a softmax of its own, weighted by their sums;
-    and the skip, with a residual."""
+    """One program joins BLOCK queries of one tile: it weights the parts' outputs, each a softmax of its own, by their
+    sums. With a residual it adds the skip."""
     first_part = tl.program_id(0).to(tl.int64) * parts
     rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     columns = tl.arange(0, HEAD_DIM)
@@ -183,7 +183,8 @@ def _join_kernel(
 def skip_arguments(
     residual: torch.Tensor | None = None, c_skip: torch.Tensor | None = None, c_out: torch.Tensor | None = None
 ) -> tuple:
-    """How kernels get ``c_skip · residual + c_out · F``, of canonical coefficients; without a residual F alone."""
+    """Return the kernel arguments for ``c_skip · residual + c_out · F`` with canonical coefficients, or for F alone if
+    there is no residual."""
     residual = None if residual is None else readable(residual)
     pointers_and_strides = (
         *(residual, *head_strides(residual)),
@@ -194,8 +195,8 @@ def skip_arguments(
 
 
 def join_parts(partial_out, partial_lse, out, lse, schedule: Schedule, skip: tuple = skip_arguments()) -> None:
-    """Complete out [B, S, H, D] and lse [B, H, S] from parts [parts of all tiles, rows, D] and [.., rows]. skip: of
-    `skip_arguments`."""
+    """Complete out [B, S, H, D] and lse [B, H, S] from parts [parts of all tiles, rows, D] and [.., rows]. skip: the
+    result of `skip_arguments`."""
     _, rows, head_dim = partial_out.shape
     _, tokens, heads, _ = out.shape
     tiles = (schedule.items - schedule.whole) // schedule.parts
@@ -215,7 +216,7 @@ def join_parts(partial_out, partial_lse, out, lse, schedule: Schedule, skip: tup
         HEAD_DIM=head_dim,
         BLOCK=JOIN_ROWS,
         num_warps=4,
-        maxnreg=255,  # else the ptxas of CUDA 13 spills some, so that more programs fit than run
+        maxnreg=255,  # else the ptxas of CUDA 13 spills registers to fit more programs than run
     )
 
 
@@ -225,7 +226,8 @@ def join_parts(partial_out, partial_lse, out, lse, schedule: Schedule, skip: tup
 
 
 def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """TMA over x [B, S, H, D] in tiles of rows. Reads past a sample's last token give 0, and writes are dropped."""
+    """Return a TMA descriptor over x [B, S, H, D] in tiles of rows. Reads past a sample's last token give 0; writes
+    there are dropped."""
     batch, tokens, heads, head_dim = x.shape
     stride_b, stride_s, stride_h = head_strides(x)
     block = [1, 1, rows, head_dim]
@@ -235,5 +237,5 @@ def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
 
 @functools.lru_cache
 def shared_layout(block: tuple[int, ...], dtype: torch.dtype):
-    """That of a block which TMA reads or writes."""
+    """Return the shared-memory layout of a block that TMA reads or writes."""
     return gl.NVMMASharedLayout.get_default_for(list(block), GLUON_TYPES[dtype])

@@ -1,22 +1,23 @@
 """The attention forward in Gluon for sm_90: one producer warp, three consumer warpgroups, persistent programs.
 
-A program walks items: a tile of CONSUMERS · QUERIES queries of one head, with all keys or, of the tiles that would
-leave most programs idle at the end, with a part of them. The producer streams Q, K and V through TMA into rings of
-shared memory and runs ahead into the next item. Each consumer owns QUERIES of the queries and takes the keys from the
-last tile to the first, with an online softmax in base 2 (FlashAttention-2, Dao 2023). A consumer does one step after
-the other; the tensor cores stay busy because there are three, whose softmaxes run under each other's matmuls.
+A program walks items. An item is a tile of CONSUMERS · QUERIES queries of one head with all keys or, for tiles that
+would leave most programs idle at the end, with a part of the keys. The producer streams Q, K and V through TMA into
+rings of shared memory and runs ahead into the next item. Each consumer owns QUERIES of the queries and takes the keys
+from the last tile to the first, with an online softmax in base 2 (FlashAttention-2, Dao 2023). A consumer's steps do
+not overlap. The tensor cores stay busy because the softmax of one of the three consumers runs during the matmuls of the
+others.
 
 Barriers, for use n = 0, 1, ... of a slot (key tile i, counted over all items, is use i // STAGES of slot i % STAGES; a
 query slot is used once per item):
 
-    full   mbarrier of one arrival, the producer's, and the bytes it expects. Use n has landed when phase n ends, so
+    full   an mbarrier of one arrival, the producer's, and the expected bytes. Phase n ends when use n has landed, so
            consumers wait for parity n & 1.
     empty  one arrival per consumer that reads the slot, after its last read of use n. The producer waits for it before
-           it fills use n + 1. Of queries it is an mbarrier: before use n the producer waits for phase n - 1, of parity
-           (n & 1) ^ 1, which passes at once for n = 0. Of keys and values it is a named barrier, which consumers arrive
-           at and the producer joins: not before use 0, and once more per slot at the end, so that none is left half
-           full. No consumer can arrive twice in between: it arrives for use n + 1 only after that has landed, hence
-           after the producer has joined for use n.
+           it fills use n + 1. For queries it is an mbarrier: before use n the producer waits for phase n - 1, of parity
+           (n & 1) ^ 1, which passes at once for n = 0. For keys and values it is a named barrier: consumers arrive and
+           the producer joins. The producer does not join before use 0, and joins once more per slot at the end, so that
+           no barrier is left half full. No consumer can arrive twice in between: it arrives for use n + 1 only after
+           that use has landed, hence after the producer has joined for use n.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..gluon_releases import jit, tma_load, tma_store
 
 CONSUMERS = gl.constexpr(3)
-QUERIES = gl.constexpr(64)  # of a consumer: the rows of one wgmma
-KEYS = gl.constexpr(128)  # of a tile
+QUERIES = gl.constexpr(64)  # per consumer: the rows of one wgmma
+KEYS = gl.constexpr(128)  # per tile
 STAGES = gl.constexpr(2)  # of K, and of V
 CONSUMER_REGISTERS = gl.constexpr(160)
 PRODUCER_REGISTERS = gl.constexpr(24)
 WARPGROUP = gl.constexpr(128)  # threads
-# Named barriers. Triton takes 0 to 4: one per partition, and one for the start and the end of all of them.
+# Numbers of named barriers. Triton uses 0 to 4: one per partition, and one for the start and end of all partitions.
 K_EMPTY = gl.constexpr(10)
 V_EMPTY = gl.constexpr(13)
 
@@ -51,9 +52,9 @@ def attention_kernel(
 ):  # fmt: skip
     """q, k, v, out: descriptors over [B, H, S, D] of blocks [1, 1, QUERIES, D] (q, out) and [1, 1, KEYS, D].
 
-    lse: fp32 [B, H, S], the logsumexp in base 2, or None. items: the first ``whole`` are tiles of queries, the others
-    are ``parts`` parts of the keys of each further tile, whose output and logsumexp go to partial_out fp32
-    [items - whole, CONSUMERS · QUERIES, D] and partial_lse (None where there are no parts).
+    lse: fp32 [B, H, S], the logsumexp in base 2, or None. items: the first ``whole`` are tiles of queries
+    with all keys; the others are ``parts`` parts of the keys of each further tile. The output and logsumexp of parts go
+    to partial_out, fp32 [items - whole, CONSUMERS · QUERIES, D], and partial_lse. Both are None if there are no parts.
     """
     HEAD_DIM: gl.constexpr = q.block_type.shape[3]
     q_smem = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, QUERIES, HEAD_DIM], q.layout)
@@ -82,7 +83,7 @@ def attention_kernel(
 
 @gluon.jit
 def make_barriers(NUMBER: gl.constexpr):
-    """mbarriers of one arrival."""
+    """Allocate NUMBER mbarriers of one arrival."""
     barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUMBER):
         mbarrier.init(barriers.index(i), count=1)
@@ -96,7 +97,8 @@ def items_of_program(items):
 
 @gluon.jit
 def locate(use, sizes):
-    """The program's item number ``use``: the item, its sample, head, first query, first and end of its key tiles.
+    """Return the program's item number ``use``: the item, its sample, head and first query, and the first and end of
+    its key tiles.
 
     Programs that run together share a head, whose K and V stay in L2.
     """
@@ -132,7 +134,7 @@ def _produce(q, k, v, buffers, sizes):
     filled = 0
     for use in range(items_of_program(sizes[3])):
         _item, sample, head, row, first, end = locate(use, sizes)
-        # In the order of need: consumer 0 starts on its queries and the first keys while the others are still busy.
+        # Load in the order of use: consumer 0 starts on its queries and the first keys while the others are still busy.
         fill_q(q, q_smem, q_full, q_empty, sample, head, row, 0, use)
         key = (end - 1) * KEYS
         _fill(k, k_smem, k_full, sample, head, key, filled, K_EMPTY)
@@ -186,12 +188,12 @@ def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scale_log2):
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUTPUT, k_width=2)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     no_scores = gl.zeros([QUERIES, KEYS], gl.float32, SCORES)
-    i = 0  # key tiles so far, of all items
+    i = 0  # key tiles so far, over all items
     for use in range(items_of_program(items)):
         item, sample, head, row, first, end = locate(use, sizes)
         row += INDEX * QUERIES
         key_tiles = end - first
-        keys = kv_tokens - (end - 1) * KEYS  # of the last tile, which comes first
+        keys = kv_tokens - (end - 1) * KEYS  # keys in the last tile, which comes first
         partial = gl.where(keys < KEYS, key_tiles, 0)
         mbarrier.wait(q_full.index(INDEX), use & 1)
         queries = q_smem.index(INDEX).reshape([QUERIES, HEAD_DIM])
@@ -239,27 +241,28 @@ def _consume(INDEX: gl.constexpr, outputs, buffers, sizes, scale_log2):
 
 @gluon.jit
 def _keys(smem, stage):
-    """Kᵀ of a stage, [D, KEYS]."""
+    """Return Kᵀ of a stage, [D, KEYS]."""
     return _values(smem, stage).permute((1, 0))
 
 
 @gluon.jit
 def _values(smem, stage):
-    """V of a stage, [KEYS, D]."""
+    """Return V of a stage, [KEYS, D]."""
     HEAD_DIM: gl.constexpr = smem.shape[4]
     return smem.index(stage).reshape([KEYS, HEAD_DIM])
 
 
 @gluon.jit
 def _mask(scores, keys):
-    """-inf from column ``keys`` on. The comparisons must not leave the loop over items: they would hold registers."""
+    """Set the scores to -inf from column ``keys`` on. `opaque` keeps the comparisons inside the loop over items:
+    outside they would hold registers."""
     column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, scores.type.layout))
     return gl.where((column < opaque(keys))[None, :], scores, float("-inf"))
 
 
 @gluon.jit
 def _softmax(scores, row_max, row_sum, scale_log2):
-    """2^(scores · scale - maximum), the maximum and sum so far, and the factor for what came before."""
+    """Return 2^(scores · scale - maximum), the new maximum and sum, and the correction factor of earlier tiles."""
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale_log2)
     weights = gl.exp2(scores * scale_log2 - new_max[:, None])
     correction = gl.exp2(row_max - new_max)
@@ -269,13 +272,13 @@ def _softmax(scores, row_max, row_sum, scale_log2):
 
 @gluon.jit
 def _sum_in_threads(x):
-    """[rows, columns] to [rows, 8]: what one thread has of a row. The threads of a row meet only at the end."""
+    """Sum [rows, columns] to [rows, 8] within each thread. The threads of a row add up their sums only at the end."""
     return gl.sum(x.reshape([x.shape[0], x.shape[1] // 8, 8]), 1)
 
 
 @gluon.jit
 def opaque(x):
-    """x, through assembly that LLVM neither moves nor looks into."""
+    """Return x through inline assembly, which LLVM can neither move nor simplify."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
 
 
@@ -286,13 +289,13 @@ def opaque(x):
 
 @gluon.jit
 def release(barrier):
-    """A consumer's arrival at a slot's empty barrier."""
+    """Arrive at a slot's empty barrier, as a consumer."""
     _named_barrier("arrive", barrier, CONSUMERS * WARPGROUP + 32)
 
 
 @gluon.jit
 def wait_until_empty(barrier):
-    """The producer's wait for all consumers to have released a slot."""
+    """Wait until all consumers have released a slot, as the producer."""
     _named_barrier("sync", barrier, CONSUMERS * WARPGROUP + 32)
 
 
@@ -304,5 +307,5 @@ def _named_barrier(KIND: gl.constexpr, barrier, THREADS: gl.constexpr):
 
 @gluon.constexpr_function
 def _barrier_asm(kind, threads):
-    """PTX that joins, or arrives at, the barrier in $1; $0 is the result that Triton asks for."""
+    """Return PTX that syncs with, or arrives at, the barrier in $1. $0 is the result that Triton requires."""
     return f"bar.{kind} $1, {threads}; mov.u32 $0, 0;"

@@ -1,6 +1,6 @@
-"""Tiles of [B, S, H, D] tensors for the portable attention kernels: how they are read and written, and how large.
+"""Tiles of [B, S, H, D] tensors for the portable attention kernels: their sizes, and how to read and write them.
 
-They are read in place: through a TMA descriptor where the GPU has TMA and the layout allows it, else through pointers.
+Tiles are read in place: through a TMA descriptor if the GPU has TMA and the layout allows it, else through pointers.
 Both give zeros past a sample's last token and past the head_dim.
 """
 
@@ -21,7 +21,7 @@ LOG2_E = math.log2(math.e)
 
 
 class Tile(NamedTuple):
-    """How many queries and keys one program holds at a time, and how it is launched."""
+    """The numbers of queries and keys that a program holds at a time, and its launch options."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -29,14 +29,14 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# Per kernel, the tile for head_dims up to 64, 128 and 256: the largest that keep registers from spilling and fit shared
+# The tiles of each kernel for head_dims up to 64, 128 and 256: the largest that spill no registers and fit shared
 # memory (227 KiB on sm_90 and sm_100; 99 KiB on sm_86, sm_89 and sm_120).
 WARPGROUP_TILES = {  # sm_90 and sm_100, whose dots read their operands from shared memory
     "attention": (Tile(128, 128, 8, 3), Tile(128, 128, 8, 3), Tile(64, 64, 8, 2)),
     "grad_kv": (Tile(64, 128, 8, 2), Tile(64, 128, 8, 2), Tile(32, 64, 8, 2)),
     "grad_q": (Tile(128, 128, 8, 2), Tile(128, 128, 8, 2), Tile(64, 64, 8, 2)),
 }
-WARP_TILES = {  # sm_80, sm_86 and sm_89, whose dots read them from registers
+WARP_TILES = {  # sm_80, sm_86 and sm_89, whose dots read their operands from registers
     "attention": (Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(64, 32, 8, 2)),
     "grad_kv": (Tile(64, 32, 4, 2), Tile(64, 64, 8, 2), Tile(32, 32, 8, 2)),
     "grad_q": (Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 8, 2)),
@@ -44,17 +44,17 @@ WARP_TILES = {  # sm_80, sm_86 and sm_89, whose dots read them from registers
 WARP_TMA_TILES = WARP_TILES | {  # sm_120
     "attention": (Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(32, 32, 8, 2)),
 }
-FLOAT32_TILES = {  # without tensor cores all are alike
+FLOAT32_TILES = {  # the same on all GPUs, because fp32 uses no tensor cores
     "attention": (Tile(64, 16, 8, 2), Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
     "grad_kv": (Tile(16, 64, 8, 2), Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
     "grad_q": (Tile(32, 32, 8, 2), Tile(16, 32, 8, 2), Tile(16, 16, 8, 2)),
 }
-# Rows that are no multiple of 16 bytes are read element by element, whose addresses take many registers.
+# If rows are not a multiple of 16 bytes, elements are read one by one, and their addresses take many registers.
 ODD_TILE, ODD_FLOAT32_TILE = Tile(32, 32, 8, 2), Tile(16, 16, 8, 2)
 
 
 def choose_tile(kernel: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> Tile:
-    """The tile of kernel "attention", "grad_kv" or "grad_q" on a GPU of this compute capability."""
+    """Return the tile of kernel "attention", "grad_kv" or "grad_q" on a GPU of this compute capability."""
     if head_dim * dtype.itemsize % 16:
         return ODD_FLOAT32_TILE if dtype == torch.float32 else ODD_TILE
     width = 0 if head_dim <= 64 else 1 if head_dim <= 128 else 2
@@ -72,23 +72,23 @@ def block_d(head_dim: int) -> int:
 
 
 def has_descriptors(capability: tuple[int, int], dtype: torch.dtype) -> bool:
-    """Whether tiles are best read by TMA. Below sm_90 Triton would turn a descriptor into scalar loads; fp32 has no
-    tensor-core dot that takes its operand from shared memory."""
+    """True if tiles are best read by TMA. Below sm_90 Triton would turn a descriptor into scalar loads. fp32 has no
+    tensor-core dot that reads its operand from shared memory."""
     return capability >= TMA_CAPABILITY and dtype.itemsize == 2
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
-    """x [B, S, H, D] itself where the kernels can read it with wide loads, else a packed copy."""
+    """Return x [B, S, H, D] itself if the kernels can read it with wide loads, else a packed copy."""
     return x if heads_fit_tma(x) else x.contiguous()
 
 
 def tile_operand(x: torch.Tensor, block: int, capability: tuple[int, int]) -> torch.Tensor | TensorDescriptor:
-    """What the kernel gets to read tiles of x [B, S, H, D]: a TMA descriptor, or x itself."""
+    """Return the operand from which a kernel reads tiles of x [B, S, H, D]: a TMA descriptor, or x itself."""
     if not has_descriptors(capability, x.dtype) or not heads_fit_tma(x):
         return x
     batch, tokens, heads, head_dim = x.shape
     stride_b, stride_s, stride_h = head_strides(x)
-    # Triton folds the tile's unit dimensions away only where they come first.
+    # Triton removes the tile's unit dimensions only if they come first.
     shape, strides = [batch, heads, tokens, head_dim], [stride_b, stride_h, stride_s, 1]
     return TensorDescriptor(x, shape, strides, [1, 1, block, block_d(head_dim)])
 
@@ -97,14 +97,14 @@ def tile_operand(x: torch.Tensor, block: int, capability: tuple[int, int]) -> to
 def load_tile(
     x, strides, sample, head, start, tokens, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Tokens start..start+BLOCK of one sample and head, [BLOCK, BLOCK_D]; zero where there is no such token or column.
+    """Load tokens start..start+BLOCK of one sample and head, [BLOCK, BLOCK_D]. Missing tokens and columns are zero.
 
-    x: a descriptor over [B, H, S, D], or a pointer that goes with the strides over (B, S, H).
+    x: a descriptor over [B, H, S, D], or a pointer, for which strides are those over (B, S, H).
     """
     if isinstance(x, tl.tensor_descriptor):
         return x.load([sample, head, start, 0]).reshape(BLOCK, BLOCK_D)
     else:
-        # 64-bit up to the tile, 32-bit inside it.
+        # Offsets are 64-bit up to the tile, 32-bit inside it.
         corner = x + tl.cast(sample, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[2]
         corner += tl.cast(start, tl.int64) * strides[1]
         rows = tl.arange(0, BLOCK)
@@ -129,5 +129,5 @@ def store_tile(
 
 @triton.jit
 def row_statistics(x, sample, head, heads, tokens):
-    """Where the rows of one sample and head begin in a packed [B, H, S] tensor."""
+    """Return a pointer to the rows of one sample and head in a packed [B, H, S] tensor."""
     return x + (tl.cast(sample, tl.int64) * heads + head) * tokens
