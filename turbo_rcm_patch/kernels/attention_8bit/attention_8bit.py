@@ -1,11 +1,12 @@
-"""Attention of 8-bit q, k and v whose only store may end in the skip, or in 8 bits for the next linear.
+"""Attention of 8-bit q, k and v. Its only store may include the skip, or round to 8 bits for the next linear.
 
-    F   = softmax(q kᵀ) v                      q, k, v of a QuantizedQKV: its scales hold the softmax's
+    F   = softmax(q kᵀ) v                      q, k, v of a QuantizedQKV, whose scales include the softmax's
     out = c_skip · residual + c_out · F        residual, out [B, S, H, D]; coefficients over the H·D channels
 
 qkᵀ is exact in int32. The softmax's weights are rounded to e4m3 (fp16 with an fp16 v) relative to their row's maximum,
 and PV is summed in fp32 from one block of keys to the next (Zhang et al. 2024, SageAttention2, section 3.4). There is a
-kernel for sm_90 (attention_8bit_sm90.py) and a portable one. No gradient: under autograd the reference runs.
+kernel for sm_90 (attention_8bit_sm90.py) and a portable one (attention_8bit_portable.py). No gradient: under autograd
+the reference runs.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ def attention_8bit(
     result: torch.dtype | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor | Quantized:
-    """F, or ``c_skip * residual + c_out * F`` when a residual is given, of what `quantize_qkv` made.
+    """Return F, or ``c_skip * residual + c_out * F`` if a residual is given. qkv: from `quantize_qkv`.
 
     residual: [B, S, H, D], any strides. Coefficients: a number, [B], [C], [B, 1, C] or [B, S, C] with C = H·D channels.
-    result: float32, float16, bfloat16, or None for what q, k and v were before, or the residual's dtype if there is
-    one: [B, S, H, D]. With float8_e4m3fn, which takes no residual, it is a Quantized [B, S, H·D] with one scale per
-    sample, from a bound that v's scales give, expanded to [B, S].
+    result: float32, float16 or bfloat16 for a tensor [B, S, H, D] in that dtype. None: the residual's dtype, or without
+    a residual the dtype of q, k and v before they were quantised. float8_e4m3fn, without a residual: a Quantized
+    [B, S, H·D] with one scale per sample, expanded to [B, S], from a bound that v's scales give.
     implementation: "auto", "triton" or "torch" (see dispatch.py).
     Raises ValueError for shapes, dtypes, devices or coefficients that do not fit together.
     """
@@ -109,8 +110,8 @@ def _launch(kernel, q, q_scale, k, k_scale, v, v_scale, residual, c_skip, c_out,
 
 
 def _attend(launch, qkv, residual, c_skip, c_out, dtype):
-    """A QuantizedQKV, a residual or None, canonical coefficients and the result's dtype -> [B, S, H, D], or in e4m3 a
-    Quantized [B, S, H·D]."""
+    """Run a launcher on a QuantizedQKV, a residual or None, and canonical coefficients. Return [B, S, H, D] in dtype,
+    or for e4m3 a Quantized [B, S, H·D]."""
     out_scale = reference.output_scale(qkv.v_scale) if dtype == FP8 else None
     out = launch(*qkv[:6], residual, c_skip, c_out, dtype, out_scale)
     return out if out_scale is None else reference.quantized_values(out, out_scale)

@@ -1,9 +1,9 @@
-"""The portable 8-bit attention forward, whose only store may end in the skip: sm_80 to sm_120.
+"""The portable 8-bit attention forward for sm_80 to sm_120, with the skip optionally fused into its only store.
 
-As attention_forward: one program owns a tile of queries of one head and streams the keys. A score is never converted
-to a float: the integer s is added to the bits of 1.5 · 2^23, which are then those of 1.5 · 2^23 + s, and as an addition
-to a matrix product it is where the product starts. The constant leaves again in the one multiply-add before exp2; what
-it costs is a rounding of less than one unit of s, in all scores of a row alike.
+As in attention_portable.py, one program owns a tile of queries of one head and streams the keys. An integer score s is
+never converted to a float. Instead s is added to the bits of 1.5 · 2^23, which gives the bits of the float
+1.5 · 2^23 + s. The addition is free, because the matrix product starts from these bits. The one multiply-add before
+exp2 removes the constant. The cost is a rounding of less than one unit of s, the same for all scores of a row.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ..tma import TMA_CAPABILITY, head_strides
 from .attention_8bit_reference import KEY_GROUP
 from .quantize_qkv import MAGIC, MAGIC_BITS
 
-LOG2_LARGEST = tl.constexpr(8.807354922057604)  # of 448, which a row's largest weight becomes
+LOG2_LARGEST = tl.constexpr(8.807354922057604)  # log2 of 448, the value of a row's largest weight
 
 
 class Tile(NamedTuple):
-    """How many queries and keys one program holds at a time, and how it is launched."""
+    """The numbers of queries and keys that a program holds at a time, and its launch options."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -37,16 +37,16 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# By v's format and the GPU. On sm_90 a multiprocessor runs several small ones, the softmax of one under the
-# matmuls of the others; elsewhere they are the largest that keep registers from spilling.
+# Tiles by v's format and the GPU. On sm_90 a multiprocessor runs several small programs, the softmax of one during the
+# matmuls of the others. Elsewhere the tiles are the largest that spill no registers.
 HOPPER_TILE = Tile(64, 128, 4, 3)
 TENSOR_MEMORY_TILE = Tile(64, 64, 8, 3)  # sm_100
 FP8_TILE = Tile(128, 64, 8, 2)  # sm_89 and sm_120
-FP16_TILE = Tile(128, 32, 8, 3)  # sm_80 and sm_86, and wherever v is fp16
+FP16_TILE = Tile(128, 32, 8, 3)  # sm_80, sm_86 and other GPUs (not sm_100) with v in fp16
 
 
 def choose_tile(capability: tuple[int, int], v_format: torch.dtype) -> Tile:
-    """The tile on a GPU of this compute capability."""
+    """Return the tile for a GPU of this compute capability."""
     if capability[0] == 10:
         return TENSOR_MEMORY_TILE
     if v_format != FP8:
@@ -67,10 +67,10 @@ def attention_forward(
     out: torch.Tensor,
     out_scale: torch.Tensor | None,
 ) -> None:
-    """Write ``c_skip · residual + c_out · F`` to out, or without a residual F, divided by out_scale [B] where given.
+    """Write ``c_skip · residual + c_out · F`` to out, or without a residual F, divided by out_scale [B] if given.
 
-    q to v_scale as of a QuantizedQKV; residual [B, S, H, D] with any strides; out packed [B, S, H, D]; coefficients
-    canonical (coefficient.py).
+    q to v_scale: the tensors of a QuantizedQKV; residual [B, S, H, D] with any strides; out packed [B, S, H, D];
+    coefficients canonical (coefficient.py).
     """
     residual = None if residual is None else readable(residual)
     batch, tokens, heads, head_dim = q.shape
@@ -107,7 +107,8 @@ def attention_forward(
 
 
 def packed_operand(x: torch.Tensor, block: int, capability: tuple[int, int]) -> torch.Tensor | TensorDescriptor:
-    """What the kernel gets to read tiles of a packed x [B, S, H, D]: a TMA descriptor where the GPU has TMA."""
+    """Return the operand from which a kernel reads tiles of a packed x [B, S, H, D]: a TMA descriptor if the GPU has
+    TMA, else x."""
     if capability < TMA_CAPABILITY:
         return x
     batch, tokens, heads, head_dim = x.shape
@@ -117,7 +118,7 @@ def packed_operand(x: torch.Tensor, block: int, capability: tuple[int, int]) -> 
 
 
 def values_operand(v: torch.Tensor, block: int, capability: tuple[int, int]) -> torch.Tensor | TensorDescriptor:
-    """The same of v, which in e4m3 is packed [B, H, D, T]."""
+    """Return the operand from which a kernel reads tiles of v, which is packed [B, H, D, T] in e4m3."""
     if v.dtype != FP8 or capability < TMA_CAPABILITY:
         return packed_operand(v, block, capability)
     return TensorDescriptor(v, list(v.shape), list(v.stride()), [1, 1, v.shape[2], block])
@@ -127,7 +128,7 @@ def values_operand(v: torch.Tensor, block: int, capability: tuple[int, int]) -> 
 def load_values(
     v, sample, head, heads, key, tokens, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr
 ):
-    """BLOCK_N tokens of an e4m3 v [B, H, D, T], in key_order: [BLOCK_N, D]. T is a multiple of BLOCK_N."""
+    """Load BLOCK_N tokens of an e4m3 v [B, H, D, T], in key_order, as [BLOCK_N, D]. T is a multiple of BLOCK_N."""
     if isinstance(v, tl.tensor_descriptor):
         return v.load([sample, head, 0, key]).reshape(HEAD_DIM, BLOCK_N).T
     else:
@@ -138,9 +139,9 @@ def load_values(
 
 @triton.jit
 def attend(q, k, v, output, row_max, row_sum, unit, keys, MASK: tl.constexpr):
-    """Add one tile of keys to the online softmax; with MASK only its first ``keys`` rows are keys.
+    """Add one tile of keys to the online softmax. With MASK only the tile's first ``keys`` rows are keys.
 
-    unit: what one of the integer scores of each row is worth. row_sum [M, 8]: what one thread has of a row.
+    unit: the value of an integer score of 1, for each row. row_sum [M, 8]: the sums that each thread has of a row.
     """
     BLOCK_M: tl.constexpr = q.shape[0]
     BLOCK_N: tl.constexpr = k.shape[0]
@@ -154,9 +155,9 @@ def attend(q, k, v, output, row_max, row_sum, unit, keys, MASK: tl.constexpr):
     if v.dtype == tl.float16:
         output = tl.dot(p.to(tl.float16), v, output * correction[:, None])
     else:
-        # As key_order has v: the columns that a thread has are then those of its operand of the next product.
+        # Reorder as key_order does v: a thread's columns are then those of its operand of the next product.
         p = p.reshape(BLOCK_M, BLOCK_N // 32, 2, 2, 4, 2).permute(0, 1, 2, 4, 3, 5).reshape(BLOCK_M, BLOCK_N)
-        # The tensor cores add e4m3 with 14 bits: over the keys of one tile, but not over all.
+        # Tensor cores add e4m3 products with 14 bits. That is enough within a tile of keys, but not across tiles.
         output = output * correction[:, None] + tl.dot(p.to(v.dtype), v)
     return output, new_max, row_sum
 
@@ -169,7 +170,7 @@ def _attention_8bit_kernel(
     SKIP_KIND: tl.constexpr, OUT_KIND: tl.constexpr, V_FP8: tl.constexpr,
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M queries of one head. residual and out_scale may be None."""
+    """One program computes BLOCK_M queries of one head. residual and out_scale may be None."""
     start = tl.program_id(0) * BLOCK_M
     head = tl.program_id(1)
     sample = tl.program_id(2)
@@ -191,7 +192,7 @@ def _attention_8bit_kernel(
             v_tile = load_tile(v, strides, sample, head, key, tokens, HEAD_DIM, BLOCK_N, HEAD_DIM)
         unit = row_scale * tl.load(key_scales + key // GROUP)
         output, row_max, row_sum = attend(q_tile, k_tile, v_tile, output, row_max, row_sum, unit, BLOCK_N, MASK=False)
-    for key in tl.range(whole, tokens, BLOCK_N):  # at most once; a loop, so that it is pipelined like the first
+    for key in tl.range(whole, tokens, BLOCK_N):  # runs at most once; a loop is pipelined like the first
         k_tile = load_tile(k, strides, sample, head, key, tokens, HEAD_DIM, BLOCK_N, HEAD_DIM)
         if V_FP8:
             v_tile = load_values(v, sample, head, heads, key, tokens, HEAD_DIM, BLOCK_N, GROUP)

@@ -1,6 +1,6 @@
-"""8-bit attention in plain torch: what quantize_qkv and attention_8bit compute, rounding where they round.
+"""8-bit attention in plain torch: quantize_qkv and attention_8bit, with rounding in the same places.
 
-The definition of both, the yardstick of their tests, and the path taken where no kernel applies.
+This is the definition of both, the oracle of their tests, and the path taken when no kernel can run.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from .. import reference
 from ..quantized import FP8, INT8, LARGEST, Quantized, round_to
 
-KEY_GROUP = 128  # tokens of k with one scale
-SCALE_FLOOR = 1e-18  # so that products of two scales are normal fp32 numbers
+KEY_GROUP = 128  # tokens of k that share a scale
+SCALE_FLOOR = 1e-18  # keeps products of two scales normal fp32 numbers
 V_FORMATS = (FP8, torch.float16)
 V_LARGEST = LARGEST[FP8]
-# One rounding of a weight of the softmax to e4m3 adds 1/16 of it at most.
+# Rounding a softmax weight to e4m3 adds at most 1/16 of it.
 BOUND_SLACK = 1 + 1 / 16
 QUERIES_AT_A_TIME = 256
 
@@ -33,7 +33,7 @@ def quantize_qkv(
     scale_log2: float,
     v_format: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The tensors of a QuantizedQKV for q, k, v [B, S, H·D]; scale_log2: the softmax's scale times log2 e."""
+    """Return the tensors of a QuantizedQKV for q, k, v [B, S, H·D]; scale_log2: the softmax's scale times log2 e."""
     q, k = _norm_rope(q, norm_q, cos, sin, heads, eps), _norm_rope(k, norm_k, cos, sin, heads, eps)
     q_step = _step(q.abs().amax(-1), LARGEST[INT8])
     k = k - k.mean(1, keepdim=True)
@@ -62,9 +62,10 @@ def attention_8bit(
     dtype: torch.dtype,
     out_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax(q kᵀ) v of a QuantizedQKV's tensors and the skip of it, [B, S, H, D] in dtype.
+    """Return ``softmax(q kᵀ) v`` of a QuantizedQKV's tensors, with the skip if there is a residual: [B, S, H, D] in
+    dtype.
 
-    Weights of the softmax are rounded to v's format, relative to their row's maximum, which is 448. With out_scale [B]
+    The softmax's weights are scaled so that their row's maximum is 448, and rounded to v's format. With out_scale [B]
     the result is divided by it and rounded to e4m3.
     """
     tokens = q.shape[1]
@@ -82,33 +83,34 @@ def attention_8bit(
 
 
 def output_scale(v_scale: torch.Tensor) -> torch.Tensor:
-    """[B]: the scale by which all that attention can give fits e4m3. A mean of values is not beyond the largest."""
+    """Return the scale [B] with which every possible attention output fits e4m3. A weighted mean of values does not
+    exceed the largest value."""
     return v_scale.amax((1, 2)) * (V_LARGEST / LARGEST[FP8] * BOUND_SLACK)
 
 
 def key_order(tokens: int, device: torch.device | None = None) -> torch.Tensor:
-    """[tokens], a multiple of 32: at which token each position of a transposed v has its value.
+    """Return [tokens]: the token whose value each position of a transposed v holds. tokens is a multiple of 32.
 
-    Of position 16a + 4c + 2b + e that is 16a + 8b + 2c + e: as a thread has its weights of the softmax after QKᵀ, so
-    PV takes them, and none changes threads.
+    Position 16a + 4c + 2b + e holds token 16a + 8b + 2c + e. With this order the softmax weights that a thread has
+    after QKᵀ are the ones it needs for PV, so that no weight moves between threads.
     """
     i = torch.arange(tokens, device=device)
     return (i & ~14) | ((i & 2) << 2) | ((i & 12) >> 1)
 
 
 def untranspose(v: torch.Tensor, tokens: int) -> torch.Tensor:
-    """An e4m3 v [B, H, D, T] in fp32 as [B, tokens, H, D]."""
+    """Return an e4m3 v [B, H, D, T] as fp32 [B, tokens, H, D]."""
     order = key_order(v.shape[3], v.device)
     return v.float().permute(0, 3, 1, 2)[:, order.argsort()][:, :tokens]
 
 
 def quantized_values(quantized: torch.Tensor, scale: torch.Tensor) -> Quantized:
-    """An e4m3 result [B, S, H, D] with its scale [B] as the next linear takes it: [B, S, H·D] and [B, S]."""
+    """Return an e4m3 result [B, S, H, D] and its scale [B] as the next linear takes them: [B, S, H·D] and [B, S]."""
     return Quantized(quantized.flatten(2), scale[:, None].expand(quantized.shape[:2]))
 
 
 def _norm_rope(x, weight, cos, sin, heads, eps):
-    """[B, S, H, D] in fp32."""
+    """Apply the norm and rotation, if given, to x [B, S, H·D]. Return fp32 [B, S, H, D]."""
     if weight is not None:
         return reference.rms_norm_rope(x.float(), weight, cos, sin, heads, eps)
     y = x.float().unflatten(-1, (heads, -1))
@@ -120,12 +122,12 @@ def _step(largest: torch.Tensor, limit: float) -> torch.Tensor:
 
 
 def _pad_tokens(x: torch.Tensor) -> torch.Tensor:
-    """x [B, S, H, D] with zeros up to a multiple of KEY_GROUP tokens."""
+    """Pad x [B, S, H, D] with zeros to a multiple of KEY_GROUP tokens."""
     return F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % KEY_GROUP))
 
 
 def per_token(scale: torch.Tensor, tokens: int) -> torch.Tensor:
-    """k's scale [B, H, groups] as [B, tokens, H]."""
+    """Expand k's scale [B, H, groups] to [B, tokens, H]."""
     return scale.repeat_interleave(KEY_GROUP, 2)[..., :tokens].mT
 
 
@@ -141,10 +143,10 @@ def attend(
     v_format: torch.dtype,
     is_key: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax(queries keysᵀ) values in base 2 for queries [..., M, D], keys and values [..., S, D], its
-    weights rounded to v_format relative to their row's maximum.
+    """Return softmax(queries keysᵀ) values in base 2 for queries [..., M, D], keys and values [..., S, D].
 
-    is_key: bool [..., 1, S], or None for all.
+    The weights are rounded to v_format, scaled so that their row's maximum is 448. is_key: bool [..., 1, S] of the keys
+    to attend to, or None for all.
     """
     scores = queries @ keys.mT
     if is_key is not None:
@@ -155,7 +157,7 @@ def attend(
 
 
 def straight_through(exact: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
-    """rounded, whose gradient goes to what it was rounded from (Bengio et al. 2013, section 4)."""
+    """Return rounded, with its gradient passed to exact, the values before rounding (Bengio et al. 2013, section 4)."""
     if torch.is_grad_enabled() and exact.requires_grad:
         return exact + (rounded - exact).detach()
     return rounded

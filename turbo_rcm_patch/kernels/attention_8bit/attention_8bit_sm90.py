@@ -1,6 +1,6 @@
-"""The 8-bit attention forward on sm_90: which inputs it takes, and the launch. Work is cut as by attention_sm90.
+"""The 8-bit attention forward on sm_90: the inputs it takes, and its launch. Work is split as in attention_sm90.py.
 
-    F   = softmax(q kᵀ) v               of a QuantizedQKV with e4m3 values, D of 64 or 128, to bf16, fp16 or e4m3
+    F   = softmax(q kᵀ) v               a QuantizedQKV with e4m3 values; D is 64 or 128; result bf16, fp16 or e4m3
     out = c_skip · residual + c_out · F
 
 The kernel is in attention_8bit_sm90_kernel.py.
@@ -20,7 +20,7 @@ from ..quantized import FP8
 from ..sizes import cdiv
 from ..tma import head_strides
 
-with contextlib.suppress(ImportError, AttributeError):  # as attention_sm90.GLUON_ERROR tells
+with contextlib.suppress(ImportError, AttributeError):  # attention_sm90.GLUON_ERROR holds the error
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from .attention_8bit_sm90_kernel import CONSUMERS, KEYS, QUERIES, attention_8bit_kernel
@@ -29,8 +29,8 @@ with contextlib.suppress(ImportError, AttributeError):  # as attention_sm90.GLUO
 
 
 def why_not(device: torch.device, v_format: torch.dtype, dtype: torch.dtype, head_dim: int) -> str | None:
-    """The reason why the kernel cannot take a QuantizedQKV with v in this format for a result of this dtype, or None if
-    it can."""
+    """Return the reason why the kernel cannot take a QuantizedQKV with v in this format for a result of this dtype, or
+    None if it can."""
     reason = why_not_sm90(device, torch.bfloat16 if dtype == FP8 else dtype, attention_sm90.GLUON_ERROR)
     if reason is None and v_format != FP8:
         return "v in fp16"
@@ -50,9 +50,9 @@ def attention_forward(
     out: torch.Tensor,
     out_scale: torch.Tensor | None,
 ) -> None:
-    """Write ``c_skip · residual + c_out · F`` to out, or without a residual F, divided by out_scale [B] where given.
+    """Write ``c_skip · residual + c_out · F`` to out, or without a residual F, divided by out_scale [B] if given.
 
-    q to v_scale: of a QuantizedQKV that `why_not` accepts; residual [B, S, H, D] with any strides; out
+    q to v_scale: the tensors of a QuantizedQKV that `why_not` accepts; residual [B, S, H, D] with any strides; out
     packed [B, S, H, D]; coefficients canonical (coefficient.py).
     """
     skip = skip_arguments(residual, c_skip, c_out)
@@ -84,7 +84,7 @@ def attention_forward(
             schedule.items,
             schedule.whole,
             schedule.parts,
-            *(None,) * 4,  # no lists
+            *(None,) * 4,  # no block-sparse lists
             *skip,
             num_warps=4,
         )
@@ -93,7 +93,8 @@ def attention_forward(
 
 
 def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """TMA over x [B, S, H, D] in tiles of rows. Reads past a sample's end give 0, and writes are dropped."""
+    """Return a TMA descriptor over x [B, S, H, D] in tiles of rows. Reads past a sample's end give 0; writes there are
+    dropped."""
     batch, tokens, heads, head_dim = x.shape
     stride_b, stride_s, stride_h = head_strides(x)
     block = (1, 1, rows, head_dim)
@@ -102,6 +103,6 @@ def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
 
 
 def values_descriptor(v: torch.Tensor) -> TensorDescriptor:
-    """TMA over v [B, H, D, T] in tiles of keys."""
+    """Return a TMA descriptor over v [B, H, D, T] in tiles of keys."""
     block = (1, 1, v.shape[2], TILE_KEYS)
     return TensorDescriptor(v, list(v.shape), list(v.stride()), list(block), shared_layout(block, v.dtype))

@@ -1,14 +1,15 @@
 """The 8-bit attention forward in Gluon for sm_90: the programs and barriers of attention_sm90_kernel, with
-int8 queries and keys, e4m3 values and weights, and two levels of accumulation. With lists it is block-sparse.
+int8 queries and keys, e4m3 values and weights, and two levels of accumulation. Given lists of key tiles, it is
+block-sparse.
 
-A consumer's step over a tile of keys, all in the registers of the thread that needs it next:
+A consumer's step over a tile of keys. Every value stays in the registers of the thread that needs it next:
 
-    scores   int32, from a product that starts at the bits of 1.5 · 2^23, and so is 1.5 · 2^23 + q kᵀ as a float
-    weights  exp2(scores · unit - c), in e4m3; relative to the row's maximum so far, which is 448
-    output   output · correction + weights v, the product being a sum of its own: the tensor cores add e4m3 with 14 bits
+    scores   int32, from a product that starts at the bits of 1.5 · 2^23. Its bits are the float 1.5 · 2^23 + q kᵀ
+    weights  exp2(scores · unit - c), in e4m3, scaled so that the row's maximum so far is 448
+    output   output · correction + weights v. The product has sums of its own: tensor cores add e4m3 with 14 bits
 
-Values are stored such that a thread's weights are its operand of the product with v (key_order of
-quantized_attention_reference), so that none changes threads.
+Values are stored in key_order (attention_8bit_reference.py). A thread's weights are then its operand of the product
+with v, so that no weight moves between threads.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from ..gluon_releases import jit, tma_load, tma_store
 STAGES = gl.constexpr(3)  # of K, and of V; their named barriers are K_EMPTY to K_EMPTY + 2 and V_EMPTY to V_EMPTY + 2
 MAGIC = gl.constexpr(12582912.0)  # 1.5 · 2^23
 MAGIC_BITS = gl.constexpr(0x4B400000)
-LOG2_LARGEST = gl.constexpr(8.807354922057604)  # of 448
+LOG2_LARGEST = gl.constexpr(8.807354922057604)  # log2 of 448
 
 
 @jit(do_not_specialize=["tokens", "heads", "items", "whole", "parts"])
@@ -55,17 +56,17 @@ def attention_8bit_kernel(
     c_skip, c_skip_stride_b, c_skip_stride_s, c_skip_stride_c, c_out, c_out_stride_b, c_out_stride_s, c_out_stride_c,
     SKIP_KIND: gl.constexpr, OUT_KIND: gl.constexpr,
 ):  # fmt: skip
-    """q, k, out: descriptors over [B, H, S, D] of blocks [1, 1, QUERIES, D] (q, out) and [1, 1, KEYS, D]; v: over
-    [B, H, D, T] of blocks [1, 1, D, KEYS].
+    """q, k, out: descriptors over [B, H, S, D] with blocks [1, 1, QUERIES, D] (q, out) and [1, 1, KEYS, D] (k). v: a
+    descriptor over [B, H, D, T] with blocks [1, 1, D, KEYS].
 
-    q_scale [B, S, H], k_scale [B, H, ⌈S / KEYS⌉], v_scale [B, H, D]; out_scale [B], by which the result is divided, or
-    None. Items and parts as in attention_sm90_kernel. residual [B, S, H, D], or None: then there is no skip; the
-    kinds are of the coefficients (coefficient.py). Who joins the parts of an item adds its skip.
+    q_scale [B, S, H], k_scale [B, H, ⌈S / KEYS⌉], v_scale [B, H, D]. out_scale [B]: the result is divided by it; or
+    None. Items and parts are as in attention_sm90_kernel. residual [B, S, H, D], or None for no skip. SKIP_KIND,
+    OUT_KIND: how the coefficients vary (coefficient.py). For items in parts, the kernel that joins them adds the skip.
 
-    block_map [B, H, ⌈S / (CONSUMERS · QUERIES)⌉, ⌈S / KEYS⌉], counts and kept_share without the last dimension: the
-    key tiles that a tile of queries attends to, ascending, and its attention's share of the result, to which it adds
-    left_value [B, H, ..., D] (block_sparse_reference.py). All None: it attends to all. Lists go with neither
-    out_scale nor parts.
+    block_map [B, H, ⌈S / (CONSUMERS · QUERIES)⌉, ⌈S / KEYS⌉]: the ascending list of key tiles that a tile of queries
+    attends to. counts, kept_share: block_map's shape without the last dimension; the length of each list, and the
+    factor of the attention output, to which left_value [B, H, ..., D] is added (block_sparse_reference.py). All four
+    are None to attend to all keys. Lists exclude out_scale and parts.
     """
     HEAD_DIM: gl.constexpr = q.block_type.shape[3]
     q_smem = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, QUERIES, HEAD_DIM], q.layout)
@@ -106,7 +107,7 @@ def _parity(i):
 
 @gluon.jit
 def _list_of(item, lists, kv_tokens):
-    """Where an item's list of key tiles is, and how many it has."""
+    """Return a pointer to an item's list of key tiles, and the list's length."""
     return lists[0] + gl.cast(item, gl.int64) * gl.cdiv(kv_tokens, KEYS), gl.load(lists[1] + item)
 
 
@@ -118,7 +119,7 @@ def _produce(q, k, v, buffers, sizes, lists):
         item, sample, head, row, first, end = locate(use, sizes)
         if lists[0] is not None:
             kept, end = _list_of(item, lists, sizes[1])
-        # In the order of need: consumer 0 starts on its queries and the first keys while the others are still busy.
+        # Load in the order of use: consumer 0 starts on its queries and the first keys while the others are still busy.
         fill_q(q, q_smem, q_full, q_empty, sample, head, row, 0, use)
         key = (end - 1) * KEYS
         if lists[0] is not None:
@@ -165,7 +166,7 @@ def _consume(
     )
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     no_output = gl.zeros([QUERIES, HEAD_DIM], gl.float32, OUTPUT)
-    i = 0  # key tiles so far, of all items
+    i = 0  # key tiles so far, over all items
     for use in range(items_of_program(items)):
         item, sample, head, row, first, end = locate(use, sizes)
         key_tiles = end - first
@@ -208,7 +209,7 @@ def _consume(
             i += 1
         mbarrier.arrive(q_empty.index(INDEX))
 
-        # Again, and opaque: none of it is held in registers over the loop.
+        # Computed again, and opaque: the loop above then holds none of it in registers.
         item, sample, head, row, _first, _end = locate(opaque(use), sizes)
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROWS)
         acc = acc * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, OUTPUT))[:, None]
@@ -240,7 +241,7 @@ def _consume(
 
 @gluon.jit
 def add_skip(acc, skip, sample, head, row, tokens, SKIP_KIND: gl.constexpr, OUT_KIND: gl.constexpr):
-    """c_skip · residual + c_out · acc, for the queries of a head from ``row`` on."""
+    """Return c_skip · residual + c_out · acc for the queries of a head from ``row`` on."""
     HEAD_DIM: gl.constexpr = acc.shape[1]
     residual, stride_b, stride_s, stride_h = skip[0]
     rows = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
@@ -259,7 +260,7 @@ def add_skip(acc, skip, sample, head, row, tokens, SKIP_KIND: gl.constexpr, OUT_
 
 @gluon.jit
 def _load_coefficient(coefficient, sample, rows, channels, mask, KIND: gl.constexpr):
-    """Of a tile, in fp32: one value, a row of them, or one for each element, by KIND (coefficient.py)."""
+    """Load a tile's coefficient in fp32: one value, one per channel, or one per element, by KIND (coefficient.py)."""
     pointer, stride_b, stride_s, stride_c = coefficient
     corner = pointer + sample.to(gl.int64) * stride_b
     if KIND == 1:
@@ -273,8 +274,8 @@ def _load_coefficient(coefficient, sample, rows, channels, mask, KIND: gl.conste
 
 @gluon.jit
 def weigh(scores, unit, row_max, row_sum):
-    """The weights of scores that began at MAGIC_BITS, unit each, the maximum and sum so far, and the factor for what
-    came before."""
+    """Return the weights of scores that start at MAGIC_BITS and have this unit, the new maximum and sum, and the
+    correction factor of earlier tiles."""
     new_max = gl.maximum(row_max, (gl.max(scores, 1) - MAGIC) * unit)
     weights = gl.exp2(scores * unit[:, None] - (unit * MAGIC + (new_max - LOG2_LARGEST))[:, None])
     correction = gl.exp2(row_max - new_max)
@@ -284,20 +285,22 @@ def weigh(scores, unit, row_max, row_sum):
 
 @gluon.jit
 def sum_in_threads(x):
-    """[rows, columns] to [rows, 4]: what one thread has of a row. The threads of a row meet only at the end."""
+    """Sum [rows, columns] to [rows, 4] within each thread. The threads of a row add up their sums only at the end."""
     return gl.sum(gl.sum(x.reshape([x.shape[0], x.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
 def mask_scores(scores, keys):
-    """-inf from column ``keys`` on. The comparisons must not leave the loop over items: they would hold registers."""
+    """Set the scores to -inf from column ``keys`` on. `opaque` keeps the comparisons inside the loop over items:
+    outside they would hold registers."""
     column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, scores.type.layout))
     return gl.where((column < opaque(keys))[None, :], scores, float("-inf"))
 
 
 @gluon.jit
 def weights_operand(weights, OUTPUT: gl.constexpr):
-    """Weights [QUERIES, KEYS] in e4m3 as an operand of the product with values in key_order: a thread keeps its own."""
+    """Return weights [QUERIES, KEYS] in e4m3 as the operand of the product with values in key_order. No weight moves
+    between threads."""
     p = weights.reshape([QUERIES, KEYS // 32, 2, 2, 4, 2]).permute([0, 1, 2, 4, 3, 5]).reshape([QUERIES, KEYS])
     p = gl.inline_asm_elementwise(
         "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; "

@@ -1,12 +1,12 @@
-"""quantize_qkv: everything between the projections and 8-bit attention, in two reads of k and v and one of q.
+"""quantize_qkv: norm, rotation and quantisation before 8-bit attention, in two reads of k and v and one of q.
 
     q' = RoPE(RMSNorm(q)),  k' = RoPE(RMSNorm(k)) - mean over the tokens        RMSNorm over all heads together
     q' ≈ q · q_scale / (scale · log2 e),   k' ≈ k · k_scale,   v' ≈ v · v_scale
 
-The mean adds the same to all scores of a query, which the softmax does not see; without it k uses the range of 8 bits
-(Zhang et al. 2024, SageAttention, section 4.2). Scales: of q per token and head, of k per head and KEY_GROUP tokens, of
-v per head and channel. One kernel finishes q; a second gathers k's sums and v's maxima, which a third adds up; the
-fourth writes k and v. No gradient: under autograd the reference runs.
+The mean of k adds the same number to all scores of a query, which does not change the softmax. Without the mean, k uses
+the range of 8 bits better (Zhang et al. 2024, SageAttention, section 4.2). q has a scale per token and head, k per head
+and KEY_GROUP tokens, v per head and channel. One kernel finishes q. A second collects k's sums and v's maxima, a third
+reduces them, and a fourth writes k and v. No gradient: under autograd the reference runs.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from .attention_8bit_reference import KEY_GROUP, SCALE_FLOOR, V_FORMATS
 from .spec import Attention8BitSpec, default_v_format, why_not_fused
 
 KV_WARPS = 8
-SHORT = 1024  # rows of fewer elements, many at a time, get twice the threads: the compiler spills registers else
+SHORT = 1024  # shorter rows, many at a time, get twice the threads; otherwise the compiler spills registers
 REDUCED_CHANNELS, REDUCED_ROWS, REDUCED_WARPS = 32, 128, 8
-MAGIC = tl.constexpr(12582912.0)  # 1.5 · 2^23: added to |x| < 2^22 it leaves x's nearest integer in the last bits
+MAGIC = tl.constexpr(12582912.0)  # 1.5 · 2^23: added to |x| < 2^22, it leaves the integer nearest to x in the last bits
 MAGIC_BITS = tl.constexpr(0x4B400000)
 
 
 class QuantizedQKV(NamedTuple):
-    """q, k and v of self-attention in 8 bits; B samples, S tokens, H heads, D head_dim.
+    """q, k and v of self-attention in 8 bits: B samples, S tokens, H heads, D head_dim.
 
-    q: [B, S, H, D] int8. q_scale: [B, S, H] fp32, times the softmax's scale and log2 e.
-    k: [B, S, H, D] int8, less its mean over the tokens. k_scale: [B, H, ⌈S / KEY_GROUP⌉] fp32.
-    v: e4m3 [B, H, D, T], T being S rounded up to KEY_GROUP; beyond S it is 0, and of every 32 tokens the order is that
-    of `key_order`. Or fp16 [B, S, H, D], for GPUs without e4m3. Its largest magnitude is 448 in both.
-    v_scale: [B, H, D] fp32. dtype: of what was quantised.
+    q: [B, S, H, D] int8. q_scale: [B, S, H] fp32, including the softmax's scale and log2 e.
+    k: [B, S, H, D] int8, minus its mean over the tokens. k_scale: [B, H, ⌈S / KEY_GROUP⌉] fp32.
+    v: e4m3 [B, H, D, T], where T is S rounded up to a multiple of KEY_GROUP. Tokens past S are 0, and every 32 tokens
+        are in `key_order`. For GPUs without e4m3, v is fp16 [B, S, H, D]. The largest magnitude is 448 in both.
+    v_scale: [B, H, D] fp32. dtype: the dtype of q, k and v before they were quantised.
     """
 
     q: torch.Tensor
@@ -55,12 +55,13 @@ class QuantizedQKV(NamedTuple):
     dtype: torch.dtype
 
     def dequantize_qk(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """q times the softmax's scale and k less its mean, [B, S, H, D] in fp32: what the scores are made of."""
+        """Return q times the softmax's scale, and k minus its mean, fp32 [B, S, H, D]. Their product gives the
+        scores."""
         q = self.q.float() * (self.q_scale / LOG2_E)[..., None]
         return q, self.k.float() * reference.per_token(self.k_scale, self.k.shape[1])[..., None]
 
     def dequantize_v(self) -> torch.Tensor:
-        """v [B, S, H, D] in fp32."""
+        """Return v as fp32 [B, S, H, D]."""
         v = reference.untranspose(self.v, self.k.shape[1]) if self.v.dtype == FP8 else self.v.float()
         return v * self.v_scale[:, None]
 
@@ -80,10 +81,11 @@ def quantize_qkv(
     v_format: torch.dtype | None = None,
     implementation: str = "auto",
 ) -> QuantizedQKV:
-    """RMSNorm and rotation of q and k, and all three in 8 bits.
+    """Apply RMSNorm and rotation to q and k, and quantise q, k and v to 8 bits.
 
-    q, k, v: [B, S, heads·D] of one dtype, also parts of a fused projection. norm_q, norm_k: [heads·D], or None for no
-    norm. cos, sin: [S, D/2] of any strides, or both None for no rotation. scale > 0: the softmax's, D**-0.5 by default.
+    q, k, v: [B, S, heads·D] of one dtype, perhaps parts of a fused projection. norm_q, norm_k: [heads·D], or None for
+    no norm. cos, sin: [S, D/2] with any strides, or both None for no rotation. scale > 0: the softmax's, D**-0.5 by
+    default.
     v_format: float8_e4m3fn or float16; None: see `default_v_format`.
     implementation: "auto", "triton" or "torch" (see dispatch.py); head_dims other than 64 and 128 take the reference.
     Raises ValueError for shapes, dtypes, devices, a scale or a format that do not fit together.
@@ -141,7 +143,8 @@ def _quantize_qkv(
     out = allocate_qkv(q, k, v, norm_q, norm_k, cos, sin, heads, eps, scale_log2, v_format)
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     norm_q, norm_k = (None if weight is None else weight.contiguous() for weight in (norm_q, norm_k))
-    # Three kernels read them. Those of diffusers are every other column of a table, which costs more than the copy.
+    # Three kernels read cos and sin. diffusers passes every other column of a table; reading that costs more than a
+    # copy.
     cos, sin = (None if table is None else table.contiguous() for table in (cos, sin))
     with torch.cuda.device_of(q):
         _quantize_q(q, norm_q, cos, sin, heads, eps, scale_log2, *out[:2])
@@ -269,26 +272,26 @@ def quantize_kv_tiles(k, v, weight, cos, sin, heads, rstd, k_mean, v_scale, out_
 
 @triton.jit
 def int8_step(x, axis: tl.constexpr, FLOOR: tl.constexpr):
-    """The scale with which x, fp32, fits int8 along an axis, or all of it where that is None; NaN where x has one."""
+    """Return the scale with which fp32 x fits int8, along an axis or, for None, as a whole. NaN in x gives NaN."""
     return tl.maximum(largest_magnitude(x, axis) / 127.0, FLOOR, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def to_int8(x):
-    """x within ±127 to its nearest integer, ties to even."""
+    """Round x, within ±127, to the nearest integer, ties to even."""
     return ((x + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS).to(tl.int8)
 
 
 @triton.jit
 def _load_angles(table, positions, mask, PAIRS: tl.constexpr):
-    """Rows of cos or sin, [positions, PAIRS] in fp32."""
+    """Load rows of cos or sin as fp32 [positions, PAIRS]."""
     pointers = table + positions[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
     return tl.load(pointers, mask=mask[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _rotate_rows(y, cos, sin, rows, row_mask):
-    """y [ROWS, BLOCK_H, D] fp32, its interleaved pairs turned by the angles of its rows."""
+    """Rotate the interleaved pairs of y [ROWS, BLOCK_H, D] fp32 by the angles of its rows."""
     ROWS: tl.constexpr = y.shape[0]
     BLOCK_H: tl.constexpr = y.shape[1]
     D: tl.constexpr = y.shape[2]
@@ -304,7 +307,7 @@ def _quantize_q_kernel(
     q, weight, cos, sin, out, out_scale, S, heads, q_stride_b, q_stride_s, eps, scale_log2,
     HEAD_DIM: tl.constexpr, FLOOR: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Programs walk rows, all heads of ROWS tokens at a time, as in rms_norm_rope."""
+    """A program walks rows, all heads of ROWS tokens at a time, as in rms_norm_rope."""
     sample = tl.program_id(1).to(tl.int64)
     head = tl.arange(0, BLOCK_H)
     channels = (head[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :])[None, :, :]
@@ -335,8 +338,11 @@ def _summarize_kv_kernel(
     k, v, weight, cos, sin, rstd, k_sums, v_maxima, S, heads, k_stride_b, k_stride_s, v_stride_b, v_stride_s, eps,
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Of the rows that a program walks: the sums of rotated k, and of all rows its factor of the norm, rstd [B, S]; or,
-    where the grid's last index is 1, the maxima of |v|. Both [B, programs, H·D]."""
+    """Summarise the rows that a program walks.
+
+    Programs whose last grid index is 0 write the sums of rotated k, [B, programs, H·D], and every row's norm factor,
+    rstd [B, S]. Those with index 1 write the maxima of |v|, [B, programs, H·D].
+    """
     sample = tl.program_id(1).to(tl.int64)
     head = tl.arange(0, BLOCK_H)
     channels = (head[:, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, :])[None, :, :]
@@ -373,7 +379,7 @@ def _reduce_summaries_kernel(
     k_sums, v_maxima, k_mean, v_scale, S, C, summaries,
     FLOOR: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """From all programs' summaries [B, summaries, C]: k's mean over the S tokens and v's scale, [B, C]."""
+    """Reduce all programs' summaries [B, summaries, C] to k's mean over the S tokens and v's scale, [B, C]."""
     sample = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     k_sum = tl.zeros((ROWS, CHANNELS), tl.float32)
@@ -394,11 +400,11 @@ def _quantize_kv_kernel(
     S, heads, k_stride_b, k_stride_s, v_stride_b, v_stride_s,
     HEAD_DIM: tl.constexpr, FLOOR: tl.constexpr, GROUP: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """One program: GROUP tokens of one head."""
+    """One program quantises GROUP tokens of k and v of one head."""
     head = tl.program_id(0)
     group = tl.program_id(1)
     sample = tl.program_id(2).to(tl.int64)
-    # 64-bit up to the tile, 32-bit inside it.
+    # Offsets are 64-bit up to the tile, 32-bit inside it.
     first = tl.cast(group, tl.int64) * GROUP
     d = tl.arange(0, HEAD_DIM)
     rows = tl.arange(0, GROUP)
@@ -440,5 +446,5 @@ def _quantize_kv_kernel(
 
 @triton.jit
 def _key_order(i):
-    """quantized_attention_reference.key_order: of position 16a + 4c + 2b + e the token 16a + 8b + 2c + e."""
+    """Return key_order of attention_8bit_reference: position 16a + 4c + 2b + e holds token 16a + 8b + 2c + e."""
     return (i & ~14) | ((i & 2) << 2) | ((i & 12) >> 1)

@@ -1,4 +1,4 @@
-"""What the choice of a kernel for attention in 8 bits depends on, and the questions that its kernels share."""
+"""The spec that a kernel for 8-bit attention is chosen by, and the checks that the kernels share."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ HEAD_DIMS = (64, 128)
 
 @dataclass(frozen=True, kw_only=True)
 class Attention8BitSpec(Spec):
-    """Attention of q and k [B, S, H, head_dim] in int8 and v in v_format, and what puts them in 8 bits."""
+    """Attention of int8 q and k [B, S, H, head_dim] and v in v_format, or their quantisation (quantize_qkv)."""
 
     head_dim: int
     v_format: torch.dtype
 
 
 def default_v_format(device: torch.device, implementation: str = "auto") -> torch.dtype:
-    """Return e4m3 if the GPU multiplies it, and on the CPU, unless Triton's interpreter would round it wrongly; else
-    float16."""
+    """Return e4m3 if the GPU multiplies e4m3, else float16. On the CPU, return e4m3 unless implementation is "triton":
+    Triton's interpreter rounds e4m3 wrongly."""
     if device.type == "cpu":
         return torch.float16 if implementation == "triton" else FP8
     return torch.float16 if is_gpu(device) and device_capability(device) < FP8_CAPABILITY else FP8
 
 
 def why_no_8bit_kernel(device: torch.device, v_format: torch.dtype, head_dim: int) -> str | None:
-    """The reason why the kernels of 8-bit attention cannot take these, or None if they can where Triton runs at all."""
+    """Return the reason why the kernels of 8-bit attention cannot take these inputs, or None if they can. Triton itself
+    is not checked."""
     if head_dim not in HEAD_DIMS:
         return f"head_dim {head_dim}"
     if v_format == FP8 and device.type == "cpu" and interpreting():
@@ -41,5 +42,5 @@ def why_no_8bit_kernel(device: torch.device, v_format: torch.dtype, head_dim: in
 
 
 def why_not_fused(spec: Attention8BitSpec) -> str | None:
-    """The reason why no kernel of ours runs for a spec, or None if one can."""
+    """Return the reason why no kernel of ours runs for a spec, or None if one can."""
     return why_not_ours(spec) or why_no_8bit_kernel(spec.device, spec.v_format, spec.head_dim)
