@@ -54,7 +54,7 @@ def test_how_a_model_is_sampled_is_in_the_answer(tmp_path, saved_models):
     asked = replace(SMALL, prompt="a fox", model=model)
     for steps in (1, 2):
         (unknown,) = maker.answer(replace(asked, steps=steps)).notes
-        assert f"nothing tells how model {model} was distilled" in unknown
+        assert f"model {model} do not say how it was distilled" in unknown
         assert "give recipe, one of rcm," in unknown
     (recipe,) = maker.answer(replace(asked, recipe="fastwan", steps=3)).notes
     assert "fastwan (as asked for): 3 steps (lcm) at timesteps 1000, 757, 522" in recipe

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from diffusers import (
-    ChronoEditTransformer3DModel,
     CogVideoXTransformer3DModel,
+    CogView4Transformer2DModel,
     DDPMPipeline,
     DDPMScheduler,
     UNet2DModel,
@@ -16,7 +16,7 @@ from tests.tiny_wan import tiny_wan_transformer
 SMALL = {"num_attention_heads": 2, "num_layers": 1}
 OTHERS = {
     "CogVideoXTransformer3DModel": lambda: CogVideoXTransformer3DModel(**SMALL, attention_head_dim=16),
-    "ChronoEditTransformer3DModel": lambda: _without_init(ChronoEditTransformer3DModel),
+    "CogView4Transformer2DModel": lambda: _without_init(CogView4Transformer2DModel),
 }
 
 

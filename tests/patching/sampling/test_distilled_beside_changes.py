@@ -91,7 +91,7 @@ def test_on_fused_projections_which_no_lora_reaches_it_is_refused_and_nothing_ch
     source = file(pipe.transformer).save(tmp_path / "4steps-lora.safetensors")
     pipe.transformer.fuse_qkv_projections()
     before = state(pipe)
-    with pytest.raises(RuntimeError, match=r"^transformer runs by fused .* call unfuse_qkv_projections\(\), and"):
+    with pytest.raises(RuntimeError, match=r"^transformer has fused .* call unfuse_qkv_projections\(\) and"):
         trp.use_distilled(pipe, source, "lightx2v")
     assert_untouched(pipe, before)
     pipe.transformer.unfuse_qkv_projections()
@@ -144,7 +144,7 @@ def test_under_layerwise_casting_it_is_refused_and_nothing_changes(tmp_path):
     pipe = tiny_wan_pipeline(dtype=torch.bfloat16)
     pipe.transformer.enable_layerwise_casting(torch.float8_e4m3fn, torch.bfloat16)
     before = state(pipe)
-    with pytest.raises(RuntimeError, match=r"transformer\.blocks\.0\..* is stored as float8_e4m3fn, where PEFT cannot"):
+    with pytest.raises(RuntimeError, match=r"transformer\.blocks\.0\..* is stored as float8_e4m3fn, and PEFT cannot"):
         trp.use_distilled(pipe, lora_files.lightning(pipe.transformer).save(tmp_path / "lightning.safetensors"))
     assert_untouched(pipe, before)
 
