@@ -59,8 +59,11 @@ def rectified_flow(t: Time) -> CoefficientPair:
 
 
 def gated_residual(gate: float | torch.Tensor) -> tuple[float, float | torch.Tensor]:
-    """1 and the gate: the residual of a diffusion transformer's block. The gate passes through as it is: any dtype, and
-    any shape that the ops take (a number, [B], [C], [B, 1, C], [B, S, C])."""
+    """Return 1 and the gate: the coefficients of a residual in a diffusion transformer's block.
+
+    The gate is returned unchanged. It has any dtype, and any shape that the ops take (a number, [B], [C], [B, 1, C],
+    [B, S, C]).
+    """
     return 1.0, gate
 
 

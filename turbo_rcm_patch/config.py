@@ -58,7 +58,7 @@ class PatchConfig:
     vae_chunk: int | None = None
 
     tier: ClassVar[Tier]
-    # What holds in the tiers that do not have these options.
+    # The values for tiers without these options.
     exact_steps: ClassVar[tuple[int, int] | None] = None
     restorable: ClassVar[bool] = True
 

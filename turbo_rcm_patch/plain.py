@@ -29,10 +29,10 @@ def why_not_linear(linear: torch.nn.Module, device: torch.device, dtype: torch.d
 
 
 def linear_of(module: torch.nn.Module) -> torch.nn.Module:
-    """What a linear with peft's LoRA layer around it amounts to: the linear inside where calling the layer does no more
-    than calling that, because the LoRA is fused (merged) into its weight, or switched off; else the module itself.
+    """Return the linear inside peft's LoRA layers if calling them only calls it, else the module itself.
 
-    Ask anew when the layer's attributes changed: peft unfuses in place, and in the first call of a disabled layer.
+    A layer only calls its base if its LoRA is fused (merged) into the weight, or switched off. The answer changes with
+    the layer's attributes: peft unfuses in place, and in the first call of a disabled layer.
     """
     while is_lora_layer(module) and _calls_base_alone(module) and hook_on(module) is None:
         module = module.base_layer
@@ -53,13 +53,13 @@ def _calls_base_alone(layer: torch.nn.Module) -> bool:
 
 
 def unsharded_class(module: torch.nn.Module) -> type:
-    """A module's class; for one that fully_shard (FSDP2) made a class of its own, the class it had before."""
+    """Return a module's class, or the class that it had before fully_shard (FSDP2) replaced it."""
     bases = type(module).__bases__
     return bases[1] if bases[0].__name__ == "FSDPModule" else type(module)
 
 
 def is_sharded(module: torch.nn.Module) -> bool:
-    """True if parameters in a module are sharded, as FSDP2's are except while it runs."""
+    """True if a module holds sharded parameters. FSDP2's are sharded except while the module runs."""
     return any(type(parameter).__name__ == "DTensor" for parameter in module.parameters())
 
 
@@ -71,9 +71,9 @@ def why_not_norm(norm: torch.nn.Module, expected: type, device: torch.device) ->
 def why_not_read(
     module: torch.nn.Module, known: tuple[type, ...], device: torch.device, forward: object | None = None
 ) -> str | None:
-    """Why what a module computes may depend on more than the bits of its own parameters; None when it does not.
+    """Return the reason why a module's result may depend on more than its own parameters' values, or None.
 
-    known: the classes of which that is known. forward: one on the instance of which it is known too.
+    known: the classes whose results depend on nothing else. forward: a forward on the instance that is known too.
     """
     if type(module) not in known:
         return _odd_class(module)
@@ -81,9 +81,9 @@ def why_not_read(
 
 
 def hook_on(module: torch.nn.Module, forward: object | None = None) -> str | None:
-    """The hook or replaced forward on a module, in a few words; None when calling it runs its class's forward alone.
+    """Return a name for the hook or replaced forward on a module, or None if a call runs only its class's forward.
 
-    forward: a replaced forward that counts as the class's, where given.
+    forward: a replaced forward that counts as the class's own, or None.
     """
     return hook_in_place_of_forward(module, forward) or hook_around_forward(module)
 
@@ -103,36 +103,36 @@ def hook_in_place_of_forward(module: torch.nn.Module, forward: object | None = N
 
 
 def hook_around_forward(module: torch.nn.Module) -> str | None:
-    """Like `hook_on`, but only for torch's hooks, which run around whatever forward the module has when called."""
+    """Like `hook_on`, but only for torch's hooks, which run around any forward of the module."""
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return "torch hook"
     return "global torch hook" if torch.nn.modules.module._has_any_global_hook() else None
 
 
 def _is_class_forward(module: torch.nn.Module) -> bool:
-    """True if the instance has no forward, or one that is its class's own: removed hooks leave that behind."""
+    """True if the instance has no forward, or only its class's own, which removed hooks leave behind."""
     forward = module.__dict__.get("forward")
     return forward is None or function_bound_to(module, forward) is type(module).forward
 
 
 def function_bound_to(module: torch.nn.Module, value: object) -> Callable | None:
-    """The function to which a bound method, or a partial alike, gives the module as its only argument; else None."""
+    """Return the function of a method, or of a partial with one argument, that is bound to the module, or None."""
     if isinstance(value, partial) and len(value.args) == 1 and not value.keywords:
         return value.func if value.args[0] is module else None
     return value.__func__ if isinstance(value, MethodType) and value.__self__ is module else None
 
 
 def is_original(method: Callable, cls: type) -> bool:
-    """Whether a class's method comes from where the class, or one that it inherits from, does.
+    """True if a class's method was defined in the module of the class or of one of its bases.
 
-    A replacement that functools.wraps gave the original's module was still defined elsewhere.
+    functools.wraps gives a replacement the original's module name. Such a replacement is still recognised.
     """
     modules = [base.__module__ for base in cls.__mro__]
     if method.__module__ not in modules:
         return False
     if not hasattr(method, "__wrapped__"):
         return _defined_in(method) == method.__module__
-    packages = {_package(module) for module in modules}  # torch too for modules: no_grad and its like change nothing
+    packages = {_package(module) for module in modules}  # torch counts for modules: its no_grad is harmless
     return all(_package(_defined_in(layer)) in packages for layer in _layers(method))
 
 

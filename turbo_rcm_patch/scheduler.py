@@ -78,9 +78,9 @@ def sde_step(
 def lcm_step(
     sample: torch.Tensor, velocity: torch.Tensor, t: float, t_next: float, noise: torch.Tensor | None
 ) -> torch.Tensor:
-    """As ``sde_step``, but x_0 is computed in fp64 and rounded to the velocity's dtype, as is the result.
+    """Take a step like ``sde_step``, but with x_0 computed in fp64. x_0 and the result have the velocity's dtype.
 
-    noise: in the velocity's dtype; None for the last step, which returns x_0.
+    noise: in the velocity's dtype, or None for the last step, which returns x_0.
     """
     dtype = velocity.dtype
     x0 = (sample.double() - t * velocity.double()).to(dtype)
@@ -95,13 +95,13 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
 
     ``use_distilled(pipe, ...)`` installs the one that a checkpoint needs.
 
-    sigmas, timesteps, solver, state_dtype, round_timesteps_to_bf16, fewer_steps: of `recipes.Recipe`.
+    sigmas, timesteps, solver, state_dtype, round_timesteps_to_bf16, fewer_steps: as in `recipes.Recipe`.
     num_train_timesteps: the network's timestep at t = 1.
-    boundary_timestep: where Wan 2.2 changes experts; rounding moves no timestep across it.
+    boundary_timestep: the timestep at which Wan 2.2 changes experts. Rounding moves no timestep across it.
     recipe: a name for messages.
 
-    A pipeline passes no generator to ``step`` and never scales the first noise; ``bind_generator`` and
-    ``scale_initial_noise`` are for whoever drives it. Raises ValueError for values outside these ranges.
+    A pipeline passes no generator to ``step`` and never scales the first noise. The code that drives the pipeline calls
+    ``bind_generator`` and ``scale_initial_noise``. Raises ValueError for values outside these ranges.
     """
 
     order = 1
@@ -137,9 +137,9 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
     ):
         """Choose the next generation's times: ``timesteps`` [N], on the device, and ``sigmas`` [N + 1], on the CPU.
 
-        By default the configured times, of which num_inference_steps is the number (None: all). Own times are strictly
-        decreasing and without the final 0: sigmas in (0, 1], or timesteps in (0, num_train_timesteps]. Raises
-        ValueError for anything else.
+        By default these are the first num_inference_steps of the configured times (None: all). Times that you pass are
+        strictly decreasing and without the final 0: sigmas in (0, 1], or timesteps in (0, num_train_timesteps]. Raises
+        ValueError for other values.
         """
         if sigmas is not None and timesteps is not None:
             raise ValueError("both sigmas and timesteps were given; they say the same, so give one.")
@@ -159,7 +159,7 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
         self.generator = None  # that of the last call; the pipeline binds this call's afterwards
 
     def _configured_times(self, num_inference_steps: int | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The times of so many steps, with the final 0, fp64 [N + 1]; the timesteps [N] where they are configured."""
+        """Return N steps' times with the final 0, fp64 [N + 1], and their configured timesteps [N], or None."""
         longest = len(self.config.sigmas)
         steps = longest if num_inference_steps is None else _as_int(num_inference_steps)
         if steps not in range(1 if self.config.fewer_steps else longest, longest + 1):
@@ -194,30 +194,30 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
 
     @property
     def step_index(self) -> int | None:
-        """Index of the next step; None before the first."""
+        """The index of the next step, or None before the first."""
         return self._step_index
 
     @property
     def begin_index(self) -> int | None:
-        """Index of the first step, where the pipeline set it."""
+        """The index of the first step, or None if the pipeline did not set it."""
         return self._begin_index
 
     def set_begin_index(self, begin_index: int = 0):
-        """Say at which step the generation begins, so that ``step`` need not look it up by its timestep."""
+        """Set the index of the generation's first step, so that ``step`` need not find it by its timestep."""
         self._begin_index = begin_index
 
     def bind_generator(self, generator: Generator | None):
-        """Draw the noise of coming steps from this generator, or from one per sample; None is torch's global one."""
+        """Draw the noise of later steps from this generator, or one per sample. None: torch's global generator."""
         self.generator = generator
 
     def scale_initial_noise(self, noise: torch.Tensor) -> torch.Tensor:
-        """The initial state ``t_0 · noise``, of any shape. The last ``step`` returns to noise's dtype."""
+        """Return the initial state ``t_0 · noise``, of any shape. The last ``step`` returns noise's dtype."""
         self._final_dtype = noise.dtype
         state = noise.to(self._precision) * self.init_noise_sigma
         return state if self.state_dtype == "model" else state.to(getattr(torch, self.state_dtype))
 
     def scale_model_input(self, sample: torch.Tensor, timestep: float | torch.Tensor | None = None) -> torch.Tensor:
-        """The sample itself: the network takes the state as it is."""
+        """Return the sample unchanged: the network's input is the state itself."""
         return sample
 
     def step(
@@ -231,8 +231,8 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
         """Take the next step from sample with the velocity model_output, both [B, ...].
 
         timestep: one of ``timesteps``; it chooses the step when this is the first one and no begin index is set.
-        generator: of this step's noise; by default the bound one. Returns the next sample in the dtype of the state,
-        and after the last step in that of the first sample. Raises ValueError after the last step and for an unknown
+        generator: draws this step's noise; by default the bound one. Returns the next sample in the state's dtype. The
+        last step's result has the first sample's dtype. Raises ValueError after the last step and for an unknown
         timestep.
         """
         if self._step_index is None:
@@ -252,7 +252,7 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
 
     @property
     def _precision(self) -> torch.dtype:
-        """What the first noise is scaled in, and what the solvers but "lcm" compute in."""
+        """The dtype for scaling the first noise, and for computing in all solvers except "lcm"."""
         return torch.float64 if self.state_dtype == "float64" else torch.float32
 
     def _solve(self, x, velocity, t, t_next, is_last, generator) -> torch.Tensor:
@@ -262,11 +262,11 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
         in_precision = x.to(self._precision), velocity.to(self._precision), t, t_next
         if self.solver == "euler":
             return euler_step(*in_precision)
-        # Also in the last step, where it counts for nothing: the published sampler advances the generator there too.
+        # Draw noise in the last step too, where it is unused: the published sampler also advances the generator there.
         return sde_step(*in_precision, self._noise(x.shape, torch.float32, x.device, generator))
 
     def _noise_by_frame(self, x: torch.Tensor, dtype: torch.dtype, generator: Generator | None) -> torch.Tensor:
-        """Noise for a video [B, C, T, H, W], drawn as [B, T, C, H, W]; of another rank as it is."""
+        """Return noise like x. For a video [B, C, T, H, W] it is drawn as [B, T, C, H, W]."""
         if x.dim() != 5:
             return self._noise(x.shape, dtype, x.device, generator)
         return self._noise(x.transpose(1, 2).shape, dtype, x.device, generator).transpose(1, 2)
@@ -278,9 +278,9 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
         return randn_tensor(shape, generator=generator, device=device, dtype=dtype)
 
     def add_noise(self, original_samples: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
-        """Noised samples [B, ...] for video to video: ``(1 − t)·x_0 + t·noise``, in the samples' dtype.
+        """Return noised samples [B, ...] for video to video: ``(1 − t)·x_0 + t·noise``, in the samples' dtype.
 
-        timesteps [B] (or one for all) are entries of ``timesteps``; their exact times count, not the rounded ones.
+        timesteps [B] (or one for all) are entries of ``timesteps``. t is their exact time, not the rounded one.
         """
         t = self.sigmas[[self._first_index(timestep) for timestep in timesteps.reshape(-1)]]
         t = t.to(original_samples).reshape(-1, *[1] * (original_samples.dim() - 1))
@@ -291,7 +291,7 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
         return self.add_noise(sample, noise, timestep)
 
     def _first_index(self, timestep: float | torch.Tensor) -> int:
-        """The step that a timestep belongs to; the begin index, where one is set."""
+        """Return the begin index if one is set, else the index of the step with this timestep."""
         if self._begin_index is not None:
             return self._begin_index
         indices = (self.timesteps.cpu() == float(timestep)).nonzero().flatten().tolist()

@@ -30,8 +30,10 @@ QUERY_GAIN = 6.0  # of the attention scores; at 1 random weights attend to all k
 
 @dataclass(frozen=True)
 class Case:
-    """Configs of a transformer and a VAE, the usual size of a video, whether each token has a timestep of its own, and
-    whether a video starts from an image."""
+    """The configs of a transformer and a VAE, the usual size of a video, and two flags.
+
+    The flags tell if each token has its own timestep, and if a video starts from an image.
+    """
 
     transformer: Mapping[str, object]
     height: int
@@ -56,7 +58,7 @@ TI2V_5B_VAE = {
     "latents_std": [1.0] * 48,
 }
 TINY = {"num_attention_heads": 2, "attention_head_dim": 64, "num_layers": 2, "ffn_dim": 256, "text_dim": 32}
-# With fewer than 8 channels the norms make so much of roundings that errors tell nothing.
+# With fewer than 8 channels the norms amplify rounding so much that errors are meaningless.
 TINY_VAE = {"base_dim": 8, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
 
 # The sizes of Wan-AI's diffusers checkpoints; what is left out has diffusers' default. The latter half is for tests.
@@ -165,7 +167,7 @@ def random_inputs(pipe: DiffusionPipeline, seed: int = 0) -> dict[str, object]:
 
 
 def _image_of(pipe: DiffusionPipeline) -> dict[str, Image.Image]:
-    """A picture, which nobody looks at, for a pipeline that asks for one."""
+    """Return the arguments with a picture for a pipeline that requires one. The picture itself is unused."""
     return {"image": Image.new("RGB", (64, 64))} if isinstance(pipe, ImageFreePipeline) else {}
 
 

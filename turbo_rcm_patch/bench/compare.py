@@ -67,9 +67,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Variants in the order unpatched, torch.compile (where it was run), patched; settings as the caller gave them.
+    """The variants in the order unpatched, torch.compile (if it was run), patched, and the caller's settings.
 
-    decode_flops: of diffusers' decoder for a generation's latents; None where none are decoded.
+    decode_flops: the FLOPs of diffusers' decoder for a generation's latents, or None if none are decoded.
     """
 
     settings: dict[str, object]
@@ -111,23 +111,24 @@ def compare(
     beside: Mapping[str, Switch] | None = None,
     changed: Switch | None = None,
 ) -> Comparison:
-    """Run ``pipe(**call)`` from the same seed in every variant; the pipeline is left as it was found.
+    """Run ``pipe(**call)`` from the same seed in every variant. The pipeline is unchanged afterwards.
 
-    The variants take turns, so that a GPU that slows down as it warms does so for all of them. CUDA graphs of the patch
-    are recorded in a generation that is not measured: a user's later videos all replay them.
+    The variants take turns, so that a GPU that slows down as it warms slows all of them. The patch's CUDA graphs are
+    recorded in an unmeasured generation, because all later videos of a user replay them.
 
-    with_compile: whether to run regional torch.compile (``compile_repeated_blocks``) too; None: on a GPU.
-    with_oracle: whether to check the transformer's first call first, and the decoding where frames are made, in every
-        variant against fp32, whose weights need memory beside the model's. Raises RuntimeError where the patched one
-        errs more than the tier's limits allow.
-    ulysses: GPUs among which diffusers' Ulysses context parallelism splits every sample. Above 1, each of as many
-        processes calls this function in the default process group of torch.distributed, and the pipeline's transformer
-        stays parallel. Times and memory are this process's; all wait for each other before a generation.
+    with_compile: True to run regional torch.compile (``compile_repeated_blocks``) too. None: only on a GPU.
+    with_oracle: True to check every variant against fp32 first: the transformer's first call, and the decoding if
+        frames are made. The fp32 weights need memory beside the model's. Raises RuntimeError if the patched variant's
+        error is above the tier's limits.
+    ulysses: the number of GPUs among which diffusers' Ulysses context parallelism splits every sample. Above 1, that
+        many processes each call this function in the default process group of torch.distributed, and the pipeline's
+        transformer stays parallel. Times and memory are this process's. All processes wait for each other before a
+        generation.
     warmups, repeats: unmeasured and measured generations per variant; timings are medians over the measured ones.
-    settings: what to record beside the figures, such as the model's name.
-    beside: switches of more variants by name, which are timed and not checked.
-    changed: switches on what changes the model after a generation's first step. With torch.compile, which then compiles
-        anew, one such generation comes last, for its second step's time.
+    settings: facts to record beside the figures, such as the model's name.
+    beside: switches of more variants by name. They are timed but not checked.
+    changed: a switch that changes the model after a generation's first step. torch.compile then compiles again. One
+        such generation runs last, for the time of its second step.
     """
     config = resolve_config(config)
     device = torch.device(pipe._execution_device)
@@ -186,10 +187,10 @@ def take_turns(
     repeats: int,
     device: torch.device,
 ) -> dict[str, Runs]:
-    """The generations of every variant, by name, as `compare` has them; each is switched on for a generation, and off.
+    """Run the generations of every variant in turns, and return them by name. A variant is on only in its generations.
 
-    Turns go there and back, as a GPU's clock also depends on what ran before: no variant always follows the same one.
-    A memory peak leaves out what the other variants keep allocated meanwhile.
+    Every second turn is in reverse order, so that no variant always follows the same one: a GPU's clock depends on what
+    ran before. A memory peak does not include the memory that other variants hold meanwhile.
     """
     runs = {name: Runs() for name in variants.switches}
     progress_bar = dict(getattr(pipe, "_progress_bar_config", {}))
@@ -227,7 +228,7 @@ def _generate_recorded(generate: Callable[[], TimedGeneration], applied: Patch |
 
 
 def _with_memory(timings: StageTimings, more: int) -> StageTimings:
-    """The timings with so many more bytes, such as graphs' memory, which is not allocated between replays."""
+    """Return the timings with more bytes of peak memory, such as CUDA graphs', which are not counted as allocated."""
     return timings if timings.peak_memory is None else replace(timings, peak_memory=timings.peak_memory + more)
 
 
@@ -252,7 +253,7 @@ class _Judge:
             self._sample = decode_oracle(pipe.vae, self._latents[:, :, :ORACLE_LATENTS], torch.float32)
 
     def errors(self, switches: Mapping[str, Switch]) -> dict[str, _Errors]:
-        """By variant. Raises RuntimeError where the patched one errs more than it may."""
+        """Return the errors of each variant. Raises RuntimeError if the patched variant's error is above the limit."""
         errors = {name: self._errors(switch) for name, switch in switches.items()}
         base, patched = errors[UNPATCHED], errors[PATCHED]
         allowed = self._limits.allowed(base.step, self._oracle.dtype, "step")

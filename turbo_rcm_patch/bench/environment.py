@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 class Environment:
     """Hardware and versions. gpu, capability, gpu_memory (bytes), driver and cuda are None for a run on the CPU.
 
-    commit: of the checkout that ran, with "-dirty" where its files differ from it; None outside of a checkout.
+    commit: the commit of the checkout that ran, with "-dirty" if files differ from it, or None without a checkout.
     """
 
     gpu: str | None

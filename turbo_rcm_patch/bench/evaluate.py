@@ -45,12 +45,12 @@ class Accuracy:
 
     @property
     def share(self) -> float | None:
-        """right / asked; None where nothing was asked."""
+        """The share right / asked, or None if nothing was asked."""
         return self.right / self.asked if self.asked else None
 
     @classmethod
     def of_videos(cls, counts: Sequence[tuple[int, int]]) -> Accuracy:
-        """From right and asked of every video (the ratio estimator of cluster sampling)."""
+        """Return the accuracy from (right, asked) of every video, by the ratio estimator of cluster sampling."""
         counts = [(right, asked) for right, asked in counts if asked]
         right, asked = (sum(column) for column in zip((0, 0), *counts, strict=True))
         if len(counts) < 2:
@@ -66,7 +66,7 @@ class Accuracy:
 class Change:
     """A variant's share of right answers minus the unpatched pipeline's, on the same captions and noise.
 
-    standard_error is that of the paired difference, with videos as the samples; None for fewer than two.
+    standard_error: the paired difference's, with videos as the samples, or None for fewer than two.
     """
 
     share: float
@@ -74,7 +74,7 @@ class Change:
 
     @classmethod
     def between(cls, before: Sequence[tuple[int, int]], after: Sequence[tuple[int, int]]) -> Change:
-        """From right and asked of the same videos in both runs."""
+        """Return the change from (right, asked) of the same videos in both runs."""
         asked = sum(count for _, count in after)
         differences = [ours - theirs for (ours, _), (theirs, _) in zip(after, before, strict=True)]
         share = sum(differences) / asked
@@ -88,10 +88,10 @@ class Change:
 class Result:
     """One variant at one number of steps.
 
-    accuracy: of every attribute of ``shapes.judge.SCORED`` and, last, "overall".
-    change: of "overall" from the unpatched run at as many steps; None for that run itself.
-    psnr_to_fp32, psnr_to_exact: dB against the unpatched fp32 run and the exact tier, the mean over frames and videos
-    of ``frame_psnr``; None for that run itself.
+    accuracy: for every attribute of ``shapes.judge.SCORED`` and, last, "overall".
+    change: the change of "overall" from the unpatched run with the same steps, or None for that run itself.
+    psnr_to_fp32, psnr_to_exact: dB against the unpatched fp32 run and the exact tier: the mean of ``frame_psnr`` over
+    frames and videos. None for that run itself.
     """
 
     variant: str
@@ -133,19 +133,18 @@ def evaluate(
     settings: dict[str, object] | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Evaluation:
-    """Generate n held-out captions at each number of steps in every variant; the pipeline is left as it was found.
+    """Generate n held-out captions with each number of steps in every variant. The pipeline is unchanged afterwards.
 
-    Variants are the pipeline unpatched, exactly patched, patched with `config` where that is another, or with each of
-    several by their names, and unpatched in fp32 without TF32. The unpatched run of a pipeline that is all fp32 is that
-    last one itself.
+    The variants are: unpatched; the exact tier; `config` if it is another, or each of several configs by name; and
+    unpatched in fp32 without TF32. For a pipeline that is all fp32 the unpatched run is also the fp32 run.
 
     pipe: an unpatched text-to-video pipeline that knows the grammar, with its sampler (``use_rcm``) installed.
-    call: its arguments but for prompt, num_inference_steps, generator and output_type.
-    reference: the pipeline loaded in fp32, also with its sampler; by default a copy of pipe cast to fp32, whose weights
-    are then those that pipe's dtype has rounded.
-    tuned: what `config` patches instead of pipe, with its sampler: the model fine-tuned to what config changes.
+    call: its arguments, except prompt, num_inference_steps, generator and output_type.
+    reference: the pipeline loaded in fp32, also with its sampler. The default is a copy of pipe cast to fp32, whose
+    weights keep the rounding of pipe's dtype.
+    tuned: a pipeline that `config` patches instead of pipe, with its sampler: the model fine-tuned for config.
     seed: draws the captions and each one's noise; batch_size changes neither.
-    settings: what to record beside the figures. report: is given a line after each batch.
+    settings: facts to record beside the figures. report: called with a line after each batch.
     """
     scenes = held_out_scenes(n, seed)
     results = []
@@ -179,9 +178,9 @@ def evaluate(
 def prompt_accuracy(
     pipe: DiffusionPipeline, scenes: Sequence[Scene], call: dict[str, object], *, seed: int = 0, batch_size: int = 16
 ) -> dict[str, Accuracy]:
-    """The accuracy of ``pipe(prompt=captions, **call)`` as it is, per attribute and overall.
+    """Return the accuracy of ``pipe(prompt=captions, **call)``, per attribute and overall.
 
-    call: the pipeline's arguments but for prompt, generator and output_type. Noise is as in ``evaluate``.
+    call: the pipeline's arguments, except prompt, generator and output_type. Noise is as in ``evaluate``.
     """
     scores = []
     with _without_progress_bar(pipe):

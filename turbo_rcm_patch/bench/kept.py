@@ -25,8 +25,11 @@ class KeptShare:
 
 
 def kept_share_of(block: nn.Module, oracle: nn.Module, args: tuple) -> float | None:
-    """The share that a patched block that ran already keeps; None for one of another tier or of another class than
-    Wan's. oracle and args: as of `part_errors`, whose q and k count."""
+    """Return the share of key blocks that a patched block keeps, or 1.0 if it is dense.
+
+    None means that the block did not run, has another tier than block_sparse, or is not Wan's. oracle, args: as in
+    `part_errors`; they give q and k.
+    """
     state = state_of(block)
     config, latest = state.shared.config, state.plans.latest
     if not isinstance(config, BlockSparse) or type(block) is not WanTransformerBlock or latest is None:

@@ -43,14 +43,14 @@ class Contest:
     """Contenders for one op on one set of inputs.
 
     ours, rivals: by name, callables that return the result [B, S, ...], or parts of it along the last dimension.
-    fallback: what the patch runs where it does not take ours; None where it always does.
-    alternatives: what it may run in the fallback's place; checked as ours are.
-    partial: rivals that leave a part of the op out, which makes them faster, or keep other key blocks near ties; their
-        error says nothing.
+    fallback: the contender that the patch runs if it does not choose ours, or None if it always chooses ours.
+    alternatives: contenders that may run instead of the fallback. They are checked as ours are.
+    partial: rivals that leave out a part of the op, which makes them faster, or that keep other key blocks near ties.
+        Their errors are meaningless.
     oracle: the result in fp64 on the rows of S in `rows`.
-    flops, bytes_moved: of the op; its unavoidable reads and writes. None where the figure says nothing.
-    kept: the share of the key blocks that sparse attention keeps; None of what is dense.
-    limit: of the errors of all contenders, what ours may err; None: what the tier allows an op.
+    flops, bytes_moved: the op's FLOPs, and its unavoidable reads and writes. None if the figure is meaningless.
+    kept: the share of key blocks that sparse attention keeps, or None for dense ops.
+    limit: (errors of all contenders) -> the largest error allowed to ours. None: the tier's limit for an op.
     """
 
     ours: Mapping[str, Contender]
@@ -68,10 +68,10 @@ class Contest:
 
 @dataclass(frozen=True)
 class OpCase:
-    """A contest's name, how its inputs are drawn on a device, and the speed-up over each rival that is asked for.
+    """A contest's name, the function that draws its inputs on a device, and the speed-up to reach over each rival.
 
-    For COPY the speed-up is the share of the copy bandwidth. tier: that ours belong to. most: milliseconds that ours
-    may take, least: TFLOP/s that they are to reach, where they are asked for.
+    For COPY the speed-up is the share of the copy bandwidth. tier: the tier of ours. most: the milliseconds that ours
+    may take, or None. least: the TFLOP/s that ours must reach, or None.
     """
 
     name: str
@@ -97,10 +97,10 @@ class Timing:
 
 @dataclass(frozen=True)
 class OpResult:
-    """A case's timings by contender; `best` is the name of ours that is fastest, None where all were refused.
+    """A case's timings by contender. best: the name of the fastest of ours, or None if all were refused.
 
-    speedups: of the best over every rival. COPY's own time is computed from the bandwidth. most, least: as of the case;
-    kept: as of the contest.
+    speedups: the best's over every rival. COPY's own time is computed from the bandwidth. most, least: the case's.
+    kept: the contest's.
     """
 
     case: str
@@ -123,12 +123,12 @@ def run_case(
     rounds: int = 20,
     compile_rivals: bool = True,
 ) -> OpResult:
-    """Check and time one case in bf16, by the limits of its tier.
+    """Check and time one case in bf16, with its tier's error limits.
 
     copy_bandwidth: bytes read and written per second by a large copy on this device (`measure_copy_bandwidth`).
-    compile_rivals: whether rivals are compiled, as they are meant to be.
+    compile_rivals: True to compile the rivals, as real comparisons do.
     """
-    torch.compiler.reset()  # of one function it compiles 8 sizes at most, those of the cases before counted
+    torch.compiler.reset()  # it compiles at most 8 sizes of one function, and earlier cases count
     compiled = functools.partial(torch.compile, fullgraph=True, dynamic=False) if compile_rivals else lambda f: f
     contest = case.build(device, compiled)
     errors = measure_errors(contest)

@@ -46,7 +46,7 @@ class StageTimings:
 class TimedGeneration:
     """A pipeline call's frames, last latents and timings.
 
-    frames: in [0, 1], an array [B, F, H, W, 3] or for output_type="pt" a tensor [B, F, 3, H, W]; None for "latent".
+    frames: in [0, 1]: an array [B, F, H, W, 3], or a tensor [B, F, 3, H, W] for output_type="pt", or None for "latent".
     """
 
     frames: np.ndarray | torch.Tensor | None

@@ -172,9 +172,9 @@ def measure(case: OpCase, device: torch.device) -> OpResult:
 def rows_of(
     cases: Iterator[OpCase] | Sequence[OpCase], measure: Callable[[OpCase], OpResult], report: Callable[[str], None]
 ) -> list[dict]:
-    """A row for each case, as `measure` finds it; without our time where our kernel fails, which is reported.
+    """Return a row for each case from `measure`. If our kernel fails, report it and leave out its time.
 
-    Raises torch.OutOfMemoryError, and torch.AcceleratorError, after which a GPU computes nothing more.
+    Raises torch.OutOfMemoryError, and torch.AcceleratorError, after which the GPU cannot be used any more.
     """
     rows = []
     for case in cases:

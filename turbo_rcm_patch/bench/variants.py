@@ -56,8 +56,8 @@ def _has_torchao() -> bool:
     return importlib.util.find_spec("torchao") is not None
 
 
-# What torchao sets for the whole process when it quantises. Compiling the other variants, above all the VAE's decoder,
-# would take many minutes longer.
+# The options that torchao sets for the whole process when it quantises. With them, compiling the other variants, above
+# all the VAE's decoder, takes many minutes longer.
 _TORCHAO_TUNING = {
     "coordinate_descent_tuning": True,
     "coordinate_descent_check_all_directions": True,
@@ -174,5 +174,5 @@ def _restride(strides: dict[nn.Module, tuple[int, ...]]) -> None:
 
 
 def allocated(device: torch.device) -> int:
-    """Bytes that tensors take on the device now; 0 on the CPU, where nobody counts them."""
+    """Return the bytes that tensors take on the device now, or 0 on the CPU, which does not count them."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 PICKLED = (".pth", ".pt", ".bin", ".ckpt")
 SUFFIXES = (".safetensors", *PICKLED)
 _INDEX = "*.safetensors.index.json"
-# What trainers wrap a state dict in.
+# The keys under which trainers store a state dict.
 _WRAPPERS = ("state_dict", "generator", "model", "net", "module")
 
 _KINDS = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint"}  # of safetensors

@@ -65,7 +65,7 @@ class ModelNames:
             if name not in ("weight", "bias")
         ]
         self._parameters = set(own)
-        # Of Wan's two norms that others call norm2 and norm3, one has no weight: its name must not hide the other's.
+        # Other tools call two of Wan's norms norm2 and norm3. One has no weight; its name must not hide the other's.
         with_weights = [name for name, module in self.modules.items() if getattr(module, "weight", None) is not None]
         self._known: dict[str, str] = {}
         for name in (*with_weights, *own):
@@ -76,14 +76,14 @@ class ModelNames:
         return self._known.get(_plain(name), _plain(name))
 
     def module(self, name: str) -> str | None:
-        """diffusers' name of a module; None where the model has none of this name."""
+        """Return diffusers' name of a module, or None if the model has no such module."""
         found = self._known.get(_plain(name))
         return None if found in self._parameters else found
 
     def parameter(self, name: str, part: str) -> str | None:
-        """diffusers' name of the weight, bias or modulation (``part``) at a name; None where there is none.
+        """Return diffusers' name of the weight, bias or modulation (``part``) at a name, or None if there is none.
 
-        A modulation is a block's or, by the name "head", that of the last layer.
+        A modulation is a block's or, by the name "head", the last layer's.
         """
         found = self._known.get(_plain(f"{name}.modulation" if part == "modulation" else name))
         if found in self._parameters:

@@ -25,7 +25,7 @@ _NAMES = (
 _VARIANTS = {"lightx2v": (("lightx2v-flf2v", ("flf2v",)), ("lightx2v-nvfp4-i2v", ("nvfp4", "i2v")))}
 _OURS = re.compile(r"turbo[-_]rcm([-_]patch)?")  # a folder of this package, which says nothing of a checkpoint
 _CACHED = "models--"  # how the hub's cache begins a folder's name, models--owner--name
-_FOLDERS = 5  # a hub's cache keeps a file up to so many folders below the repository's name
+_FOLDERS = 5  # the hub's cache keeps a file at most this many folders below the repository's name
 _KEYS = {
     "fastwan": ("to_gate_compress", "gates of video sparse attention (VSA)"),
     "turbowan": ("local_attn.proj_l", "tensors of sparse-linear attention's (SLA) linear branch"),
@@ -48,7 +48,7 @@ class Recognised(NamedTuple):
 
 
 def by_name(path: str | Path) -> Recognised | None:
-    """By the name of a file, of the folders it is in, or of a repository on the hub; the nearest counts."""
+    """Recognise a recipe by the name of a file, its folders, or a repository on the hub. The nearest name counts."""
     for part in reversed(Path(path).parts[-_FOLDERS:]):
         for recipe, pattern in _NAMES:
             if pattern.search(_OURS.sub("", part.lower())):
@@ -97,7 +97,7 @@ def lora_claims(path: Path, lora: Lora, model: nn.Module, experts: int) -> list[
 
 
 def lora_by_contents(lora: Lora, model: nn.Module, experts: int) -> Recognised | None:
-    """By the way that the published LoRA files are written, for a file whose name does not tell."""
+    """Recognise a LoRA whose name does not tell by its contents: published files differ in their ranks and keys."""
     every = _linears(model)
     if not every <= set(lora.pairs) or len(lora.ranks) != 1:
         return None
@@ -118,7 +118,7 @@ def _linears(model: nn.Module) -> set[str]:
 
 
 def checkpoint_by_keys(keys: Iterable[str]) -> Recognised | None:
-    """By the tensors of a whole model's files."""
+    """Recognise a whole model by the tensors in its files."""
     for recipe, (part, what) in _KEYS.items():
         if any(part in key for key in keys):
             return Recognised(recipe, f"its files hold {what}")

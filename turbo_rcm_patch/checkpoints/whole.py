@@ -48,8 +48,7 @@ class WholeModel:
     """
 
     def __init__(self, source: str | Path, tensors: Tensors, model: nn.Module, *, partial: bool = False):
-        """partial: whether parts of the model may be missing in the file, and parts of the file in the model; they
-        are then listed in ``unfit``."""
+        """partial: True if the file and the model may each lack parts of the other. ``unfit`` then lists the parts."""
         self.source, self.quantized, self.unfit = str(source), [], []
         self._prefix = _prefix_of(tensors)
         found = {name.removeprefix(self._prefix): name for name in tensors if not name.endswith(_NO_WEIGHTS)}
@@ -198,8 +197,10 @@ def _take_proj_l(
 
 
 def _lacking_proj_l(given: dict[tuple[str, str, str], str], blocks: int) -> list[str]:
-    """The keys of projections that a file lacks, spelled as those that it has, where it has any. given: these keys by
-    the three parts of their names."""
+    """Return the projections' keys that a file lacks, in the spelling of those that it has, or [] if it has none.
+
+    given: the file's keys by the three parts of their names.
+    """
     if not given:
         return []
     (parts, key), *_ = given.items()

@@ -90,7 +90,7 @@ def open_page(arguments: argparse.Namespace, folder: Path) -> gradio.Blocks:
             quiet=True,
             prevent_thread_lock=True,
             ssr_mode=False,
-            max_file_size=1,  # byte: nobody has anything to upload
+            max_file_size=1,  # byte: there is nothing to upload
             footer_links=[],
             theme=gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"]),
             app_kwargs={"middleware": [Middleware(_Policy)]},

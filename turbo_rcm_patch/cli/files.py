@@ -126,7 +126,7 @@ def write_video(path: Path, pieces: Iterable[np.ndarray], fps: int) -> None:
 
 
 def _check_frames(path: Path, frames: int) -> None:
-    """Raise OSError unless a video has so many frames: imageio does not tell that ffmpeg failed after the last one."""
+    """Raise OSError unless a video has this many frames. imageio does not report a failure of ffmpeg after the last."""
     import imageio_ffmpeg
 
     try:

@@ -145,7 +145,10 @@ def _warn(arguments: argparse.Namespace, message: str) -> None:
 
 
 def _noted(arguments: argparse.Namespace, message: str) -> bool:
-    """Add the message to ``arguments.notes`` if there are notes, as for the page of `demo`. True if so."""
+    """Add the message to ``arguments.notes`` and return True, or return False if there are no notes.
+
+    The page of `demo` has notes.
+    """
     if not hasattr(arguments, "notes"):
         return False
     arguments.notes.append(message)

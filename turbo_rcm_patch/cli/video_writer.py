@@ -27,7 +27,7 @@ class VideoWriter:
         return self
 
     def send(self, frames: torch.Tensor) -> None:
-        """The next frames, [n, 3, H, W] in [0, 1], on any device; nothing waits for them here."""
+        """Send the next frames, [n, 3, H, W] in [0, 1], on any device. This does not wait for them."""
         if self._written is None:
             thread = ThreadPoolExecutor(max_workers=1)
             self._written = thread.submit(write_video, self._path, self._as_they_come(), self._fps)
@@ -36,9 +36,9 @@ class VideoWriter:
         self._pieces.put(on_its_way_to_cpu(to_8_bits(frames).permute(0, 2, 3, 1).contiguous()))
 
     def finish(self, frames: int) -> bool:
-        """Wait for the file; whether it is the whole video of so many frames. If not, nothing was written.
+        """Wait for the file. Return True if it holds the whole video of this many frames, or False if there is no file.
 
-        Raises CommandError where the file cannot be written.
+        Raises CommandError if the file cannot be written.
         """
         if self._written is None or self._frames != frames:
             self._give_up()

@@ -13,11 +13,11 @@ from ..kernels import QuantizedWeight
 
 
 class EightBitCopies:
-    """The 8-bit copies of a module's weights, by name; made anew where a weight was replaced, moved or written to.
+    """The 8-bit copies of a module's weights, by name. A replaced, moved or changed weight is converted again.
 
-    Inference tensors are converted at each call, as nobody counts what is written to them, and so is whatever
-    torch.compile traces or a CUDA graph captures, which runs again later. Not noticed are writes through ``.data`` and
-    those of fused optimizers: `forget` before what follows them. A copy or a pickle of this is empty.
+    An inference tensor is converted at each call, because PyTorch does not count writes to it. Under torch.compile or
+    CUDA graph capture every weight is converted, because the conversion must run again later. Writes through ``.data``
+    and by fused optimizers are not detected: call `forget` after them. A copy or pickle of this object is empty.
     """
 
     def __init__(self):
@@ -26,7 +26,7 @@ class EightBitCopies:
     def get(
         self, name: str, weight: torch.Tensor, convert: Callable[[torch.Tensor], QuantizedWeight]
     ) -> QuantizedWeight:
-        """What `convert` makes of a weight."""
+        """Return `convert` of a weight, from the kept copy if it is up to date."""
         if _is_recorded(weight) or weight.is_inference():
             return convert(weight)
         state, kept = _state(weight), self._kept.get(name)
@@ -50,13 +50,16 @@ class _Kept(NamedTuple):
 
 
 def _state(weight: torch.Tensor) -> tuple:
-    """What differs after a weight was moved or written to. The storage is no address, which could be taken again."""
+    """Return a state that changes if a weight is moved or written to.
+
+    It holds a weak reference to the storage, not an address, which another tensor could get later.
+    """
     storage = StorageWeakRef(weight.untyped_storage())
     return storage, weight._version, weight.dtype, weight.storage_offset(), weight.stride()
 
 
 def _is_recorded(weight: torch.Tensor) -> bool:
-    """Whether what is done with a weight now is traced or captured, to run again later."""
+    """True if operations on a weight are being traced or captured, to run again later."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return True
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()

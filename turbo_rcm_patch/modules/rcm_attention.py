@@ -32,7 +32,7 @@ from .eight_bit_copies import EightBitCopies
 class TwoPassRCMAttention(nn.Module):
     """SDPA, the projection, then the skip as an operation of its own: the baseline of the other two.
 
-    dim: channels C, a multiple of num_heads. qkv_bias: whether qkv has a bias (proj always has).
+    dim: channels C, a multiple of num_heads. qkv_bias: True if qkv has a bias (proj always has).
     Coefficients: EDM with sigma_data, or c_skip and c_out, two callables of the timestep (a float or an fp32/fp64
     tensor; see coefficients.user) that return a number, per sample [B], or any shape that the ops take.
     """
@@ -145,8 +145,7 @@ class FusedRCMAttention(TwoPassRCMAttention):
         self._copies = EightBitCopies()
 
     def why_exact(self, x: torch.Tensor, timestep: Time, residual: torch.Tensor | None = None) -> str | None:
-        """Why `forward` of the same arguments would compute in the model's dtype, in a few words; None where it would
-        in 8 bits."""
+        """Return the reason why `forward` of these arguments would not compute in 8 bits, or None if it would."""
         residual = x if residual is None else residual
         self._check(x, residual, timestep)
         return self._why_exact(x, residual, *self._coefficients_at(timestep, residual))
@@ -175,7 +174,7 @@ class FusedRCMAttention(TwoPassRCMAttention):
         return "autograd" if recorded or fwAD._current_level >= 0 or is_transformed() else None
 
     def _why_no_kernel(self, x) -> str | None:
-        """Where the choice is free, the exact kernels are faster than 8 bits that are simulated."""
+        """Return the reason why no 8-bit kernel runs, or None. With "auto", exact kernels beat simulated 8 bits."""
         if self.implementation != "auto":
             return None  # an op that cannot run raises its own error
         on_cpu = "cpu tensors" if x.device.type == "cpu" else None  # the interpreter runs only when it is asked for

@@ -9,14 +9,14 @@ from .. import kernels
 
 
 class SparseLinearAttention(nn.Module):
-    """Softmax attention to the key blocks that matter plus projected linear attention to all tokens, of q, k and v.
+    """Softmax attention to the most important key blocks, plus projected linear attention to all tokens, of q, k, v.
 
-    The formulas are in kernels/sparse_linear/sparse_linear_attention.py. proj_l, a Linear(head_dim, head_dim) that all
-    heads share, starts at 0, so that what is trained from a dense model begins with its softmax alone.
+    The formulas are in kernels/sparse_linear/sparse_linear_attention.py. All heads share proj_l, a
+    Linear(head_dim, head_dim). It starts at 0, so that training from a dense model begins with softmax alone.
 
-    topk: the share of key blocks that each block of queries keeps. block_q, block_k: tokens of a block, with which a
-    checkpoint was trained; both or neither, then as published for the device. quantized: the softmax in 8 bits.
-    implementation: "auto", "triton" or "torch" (kernels/dispatch.py). Raises ValueError for those that have no meaning.
+    topk: the share of key blocks that each block of queries keeps. block_q, block_k: the tokens of a block in the
+    checkpoint's training. Give both or neither; without them the published sizes for the device are used. quantized:
+    True for softmax in 8 bits. implementation: "auto", "triton" or "torch". Raises ValueError for invalid values.
     """
 
     def __init__(
@@ -57,8 +57,10 @@ class SparseLinearAttention(nn.Module):
         )
 
     def kept_blocks(self, tokens: int, device: torch.device) -> kernels.KeptBlocks:
-        """How many key blocks each block of queries keeps of so many tokens on a device, and whether that is one only
-        because the published rule keeps none."""
+        """Return the number of key blocks that each block of queries keeps, for this many tokens on a device.
+
+        The result also tells if the number was raised to one because the published rule keeps none.
+        """
         block_k = self.block_k or kernels.sparse_block_sizes(device, quantized=self.quantized)[1]
         return kernels.kept_blocks(tokens, block_k, self.topk)
 

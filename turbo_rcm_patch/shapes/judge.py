@@ -36,11 +36,12 @@ _BACKGROUND, _OTHER = len(COLOURS), len(COLOURS) + 1  # labels of pixels that ar
 
 
 def decode(video: torch.Tensor) -> Scene:
-    """The scene that a video [3, F, H, W] in [0, 1] shows, on any device, in the pixels of ``render``.
+    """Return the scene that a video [3, F, H, W] in [0, 1] shows. It is on any device, in the pixels of ``render``.
 
-    What is not recognised is None: a background or a shape that the grammar does not have or that does not stay,
-    direction and speed of what stands still or turns, and in a single frame. Any number of objects is found, also in
-    colours that the grammar does not have; of several in one colour, the smaller ones have nothing but that.
+    Attributes that are not recognised are None. Examples are a background or shape that the grammar does not have or
+    that changes, and the direction and speed of an object that stands still or turns, or of a single frame. Any number
+    of objects is found, also in colours that the grammar does not have. If several have one colour, the smaller ones
+    have no attribute except the colour.
     """
     nearest, background = _background(video)
     labels = _label(video, nearest)
@@ -82,8 +83,11 @@ def _agree(name: str, asked: MovingShape, shown: MovingShape | None) -> bool:
 
 
 def _background(video: torch.Tensor) -> tuple[str, str | None]:
-    """The palette's name for the median colour, as objects cover far less than half of the pixels; and the same, or
-    None where it is no background's, or some frame's is another."""
+    """Return the palette's name of the median colour, and the background's name.
+
+    Objects cover far less than half of the pixels. The background is None if the colour is no background's, or if it
+    changes between frames.
+    """
     # Contiguous, because torch 2.13 leaves the median of an expanded tensor unwritten.
     medians = video[..., ::_CELL, ::_CELL].float().flatten(2).contiguous().median(dim=2).values.T
     palette = torch.tensor(list(RGB.values()), device=video.device)
@@ -184,14 +188,17 @@ def _measure(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 def _steady_shape(moments: torch.Tensor) -> str | None:
-    """The shape of the median moments over the frames; None where many frames show another one."""
+    """Return the shape for the median moments over the frames, or None if many frames show another shape."""
     shape = _nearest_shape(moments.median(dim=0).values)
     agreeing = sum(_nearest_shape(one) == shape for one in moments)
     return shape if agreeing >= _MOSTLY * len(moments) else None
 
 
 def _nearest_shape(moments: torch.Tensor) -> str | None:
-    """By moments in units of their spread over the rendered shapes; None far from all of them."""
+    """Return the shape with the nearest moments, or None if all are far.
+
+    Distances are in units of the moments' spread over the rendered shapes.
+    """
     names, references = _reference_moments()
     distance, index = ((references - moments) / references.std(dim=0)).norm(dim=1).min(dim=0)
     return names[index] if distance < _STRANGE else None
@@ -207,9 +214,9 @@ def _reference_moments() -> tuple[list[str], torch.Tensor]:
 
 
 def _motion(frames: torch.Tensor, centroids: torch.Tensor) -> tuple[str | None, str | None]:
-    """Direction and speed over all frames; both None where a third of the frames has another direction, and for one.
+    """Return direction and speed over all frames. Both are None for one frame, or if a third of the frames disagrees.
 
-    Of fewer than six frames the parts are halves or the whole: it takes two to tell a direction.
+    With fewer than six frames the parts are halves or the whole, because a direction needs two frames.
     """
     if len(frames) < 2:
         return None, None
