@@ -107,7 +107,7 @@ def attention_inputs(pipe: WanPipeline, seed: int) -> list[tuple[int, str, tuple
     for block in blocks.values():
         block._forward_pre_hooks.clear()
     return [
-        (step, f"blocks.{name}", self_attention_inputs(block.attn1, trace_of(block, args), args[3]))
+        (step, f"blocks.{name}", self_attention_inputs(trace_of(block, args, {})))
         for step in (1, STEPS)
         for name, block in blocks.items()
         for args in [calls[name][step - 1]]

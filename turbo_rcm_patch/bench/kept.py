@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import nn
 
 from .. import kernels
 from ..config import BlockSparse
-from ..patching.families.wan.block import QuantizedSelfAttention
+from ..patching.families import blocks_like
 from ..patching.steps.block_sparse import block_sizes, why_dense
 from ..patching.steps.plan import state_of
-from .parts import self_attention_inputs, trace_of
+from .parts import Trace, self_attention_inputs
 
 
 @dataclass(frozen=True)
@@ -24,19 +23,21 @@ class KeptShare:
     share: float
 
 
-def kept_share_of(block: nn.Module, oracle: nn.Module, args: tuple) -> float | None:
+def kept_share_of(block: nn.Module, trace: Trace) -> float | None:
     """Return the share of key blocks that a patched block keeps, or 1.0 if it is dense.
 
-    None means that the block did not run, has another tier than block_sparse, or is not Wan's. oracle, args: as in
-    `part_errors`; they give q and k.
+    None means that the block did not run, has another tier than block_sparse, or is of no known family. trace: of its
+    twin in fp32; it gives q and k.
     """
-    state = state_of(block)
-    config, latest = state.shared.config, state.plans.latest
-    if not isinstance(config, BlockSparse) or type(block) is not WanTransformerBlock or latest is None:
+    state, blocks = state_of(block), blocks_like(block)
+    config, latest, plan = state.shared.config, state.plans.latest, state.plans.ran
+    if not isinstance(config, BlockSparse) or blocks is None or plan is None:
         return None
-    quantized = isinstance(getattr(state.plans.ran, "self_attention", None), QuantizedSelfAttention)
-    if why_dense(block.attn1, latest.stream, latest.call, quantized=quantized) is not None:
+    if plan.attends is None:
         return 1.0
-    q, k, _ = self_attention_inputs(block.attn1, trace_of(oracle, args), args[3])
+    quantized = plan.attends.in_8_bits
+    if why_dense(blocks.self_attention_of(block), latest.stream, latest.call, quantized=quantized) is not None:
+        return 1.0
+    q, k, _ = self_attention_inputs(trace)
     block_q, block_k = block_sizes(latest.call, quantized=quantized)
     return kernels.kept_share(q, k, mass=config.mass, block_q=block_q, block_k=block_k)

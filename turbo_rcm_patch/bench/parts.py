@@ -1,4 +1,4 @@
-"""Measure the error of each part of a patched Wan block by itself, on the inputs of the oracle's part.
+"""Measure the error of each part of a patched block by itself, on the inputs of the oracle's part.
 
 The parts are the sub-layers, whose error is that of the term gate · F(x) which they add; every linear in 8 bits; the
 two matrix products of a dense attention in 8 bits (QKᵀ with the softmax, and PV); a sparse attention as a whole; and
@@ -7,124 +7,125 @@ with sparse-linear attention the choice of key blocks (sparse.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
-from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import nn
 
 from .. import kernels
+from ..config import FUSION_GROUPS
 from ..kernels import reference
-from ..patching.families.wan.block import BlockPlan, QuantizedSelfAttention, Rotary, SelfAttention, Whole, angles
-from ..patching.families.wan.modulation import Row, modulation
+from ..patching.families import blocks_like
+from ..patching.families.family import BlockPlan, Blocks
 from ..patching.steps.block_sparse import why_dense
 from ..patching.steps.plan import state_of
+from ..patching.steps.sparse_linear import is_sparse
 from ..patching.weights.convert import is_quantized
 from .metrics import relative_l2
-from .sparse import choice_error, self_attention_is_sparse
+from .sparse import choice_error
 
 CHOICE, SPARSE_ATTENTION = "choice of key blocks", "sparse-linear attention"
 LEFT_OUT = "block-sparse attention"  # beside dense attention
-SUB_LAYERS = {"self_attention": "attn1", "cross_attention": "attn2", "feed_forward": "ffn"}
+SUB_LAYERS = FUSION_GROUPS
 QK, PV = "attention QKᵀ", "attention PV"
 
-Trace = dict[str, tuple[torch.Tensor, torch.Tensor]]  # by module: its input and its output
+
+class Trace(NamedTuple):
+    """One run of an oracle. arguments: of its forward. inputs, outputs: of its modules, by path."""
+
+    oracle: nn.Module
+    arguments: tuple[tuple, dict]
+    inputs: dict[str, torch.Tensor]
+    outputs: dict[str, torch.Tensor]
 
 
-def part_errors(block: nn.Module, oracle: nn.Module, args: tuple) -> dict[str, float]:
-    """Relative L2 errors by part of a patched block that ran already; none for blocks of other classes than Wan's.
+def part_errors(block: nn.Module, trace: Trace, args: tuple, kwargs: Mapping[str, object]) -> dict[str, float]:
+    """Return relative L2 errors by part of a patched block that ran already; none for a block that no family states.
 
-    oracle: its twin in fp32 on the device of its inputs. args: x [B, S, C], context, temb [B, 6, C], rotary.
+    trace: of its twin in fp32. args, kwargs: of the block's call.
     """
-    plan = state_of(block).plans.ran if type(block) is WanTransformerBlock else None
-    if not isinstance(plan, BlockPlan):
+    blocks, plan = blocks_like(block), state_of(block).plans.ran
+    if blocks is None or plan is None:
         return {}
-    trace = trace_of(oracle, args)
     with torch.no_grad():
+        inputs = blocks.measured.inputs(block, *args, **kwargs)
+        terms = blocks.measured.terms(block, plan, inputs, trace.outputs)
+        dtype = dtype_of(args, kwargs)
         return {
-            **dict(_sub_layer_errors(block, plan, trace, args)),
-            **dict(_linear_errors(block, trace, args[0].dtype)),
-            **_attention_errors(block, plan, trace, args),
+            **{name: relative_l2(ours, expected) for name, ours, expected in terms},
+            **dict(_linear_errors(block, trace, dtype)),
+            **_attention_errors(block, blocks, plan, trace, dtype),
         }
 
 
-def trace_of(oracle: nn.Module, args: tuple) -> Trace:
-    """Return the inputs and outputs of the oracle's modules."""
-    trace: Trace = {}
+def trace_of(oracle: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> Trace:
+    """Run an oracle in fp32 and return the inputs and outputs of its modules."""
+    arguments = upcast(args, torch.float32), upcast(kwargs, torch.float32)
+    trace = Trace(oracle, arguments, {}, {})
 
     def keep(name: str):
         def hook(_module, inputs, output):
-            trace[name] = inputs[0], output
+            if inputs:
+                trace.inputs[name] = inputs[0]
+            trace.outputs[name] = output
 
         return hook
 
     handles = [module.register_forward_hook(keep(name)) for name, module in oracle.named_modules() if name]
-    wide = [_widened(value) for value in args]
+    args, kwargs = arguments
     try:
         with torch.no_grad():
-            type(oracle).forward(oracle, *wide)
+            type(oracle).forward(oracle, *args, **kwargs)
     finally:
         for handle in handles:
             handle.remove()
     return trace
 
 
-def _widened(value):
-    return tuple(map(_widened, value)) if isinstance(value, tuple) else value.float()
+def upcast(value: object, dtype: torch.dtype) -> object:
+    """Return the floating-point tensors in arguments in another dtype, and all else as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, Mapping):
+        return {name: upcast(item, dtype) for name, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(upcast(item, dtype) for item in value)
+    return value
 
 
-def _sub_layer_errors(block: nn.Module, plan: BlockPlan, trace: Trace, args: tuple) -> Iterator[tuple[str, float]]:
-    x, context, temb, rotary = args
-    shift, scale, gate, c_shift, c_scale, c_gate = modulation(block.scale_shift_table, temb, x, state_of(block).shared)
-    inputs = {
-        "self_attention": (shift, scale, gate, rotary),
-        "cross_attention": (context,),
-        "feed_forward": (c_shift, c_scale, c_gate),
-    }
-    gates = {"self_attention": gate, "cross_attention": 1.0, "feed_forward": c_gate}
-    kept = x.float()
-    for name, module in SUB_LAYERS.items():
-        sub_layer = getattr(plan, name)
-        added = _by_token(gates[name], x) * trace[module][1].view(x.shape)
-        if not isinstance(sub_layer, Whole):
-            stored = x if name == "self_attention" else (kept / plan.residual.scale).to(plan.residual.dtype)
-            result = sub_layer.run(stored, *inputs[name])
-            scale_of_result = 1.0 if name == "feed_forward" else plan.residual.scale
-            yield name, relative_l2(result.float() * scale_of_result - kept, added)
-        kept = kept + added
-
-
-def _by_token(gate: Row | float, x: torch.Tensor) -> torch.Tensor | float:
-    """A gate that runs of tokens share for each of them; others as they are."""
-    return reference.by_token(*gate, *x.shape[:2]) if isinstance(gate, kernels.Runs) else gate
+def dtype_of(args: tuple, kwargs: Mapping[str, object]) -> torch.dtype:
+    """Return the dtype of the hidden states, which are the first tensor that a block gets."""
+    return next(value.dtype for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
 
 
 def _linear_errors(block: nn.Module, trace: Trace, dtype: torch.dtype) -> Iterator[tuple[str, float]]:
     for name, module in block.named_modules():
         if is_quantized(module):
-            x, expected = trace[name]
-            yield name, relative_l2(module(x.to(dtype)), expected)
+            yield name, relative_l2(module(trace.inputs[name].to(dtype)), trace.outputs[name])
 
 
-def _attention_errors(block: nn.Module, plan: BlockPlan, trace: Trace, args: tuple) -> dict[str, float]:
+def _attention_errors(
+    block: nn.Module, blocks: Blocks, plan: BlockPlan, trace: Trace, dtype: torch.dtype
+) -> dict[str, float]:
     """Return the errors of the self-attention's parts.
 
     For a dense one in 8 bits: QKᵀ and the softmax with v unquantised, and what PV adds to that. For a sparse one: the
     whole attention, and its choice of key blocks."""
-    in_8_bits = isinstance(plan.self_attention, QuantizedSelfAttention)
-    if not in_8_bits and not isinstance(plan.self_attention, SelfAttention):
+    if plan.attends is None:
         return {}
-    attn, attention = block.attn1, plan.self_attention.attention
+    attention, in_8_bits = plan.attends
+    attn = blocks.self_attention_of(block)
     latest = state_of(block).plans.latest
     leaves_out = why_dense(attn, latest.stream, latest.call, quantized=in_8_bits) is None
-    sparse_linear = self_attention_is_sparse(block)
+    sparse_linear = is_sparse(attn)
     if not (in_8_bits or leaves_out or sparse_linear):
         return {}
-    q, k, v = self_attention_inputs(attn, trace, args[3])
-    low, expected = [x.to(args[0].dtype) for x in (q, k, v)], trace["attn1.to_out.0"][0]
+    q, k, v = self_attention_inputs(trace)
+    low, expected = [x.to(dtype) for x in (q, k, v)], trace.inputs[f"{blocks.self_attention}.to_out.0"]
     if sparse_linear:
         error = relative_l2(attention.run(*low).flatten(2), expected)
-        return {SPARSE_ATTENTION: error, CHOICE: choice_error(block, q, k, args[0].dtype)}
+        return {SPARSE_ATTENTION: error, CHOICE: choice_error(attn.processor, q, k, dtype)}
     if leaves_out:
         inputs = [_in_8_bits(*low)] if in_8_bits else low
         return {LEFT_OUT: relative_l2(attention.run(*inputs).flatten(2), expected)}
@@ -140,9 +141,8 @@ def _in_8_bits(*qkv: torch.Tensor) -> kernels.QuantizedQKV:
     return kernels.quantize_qkv(*(x.flatten(2) for x in qkv), heads=qkv[0].shape[2])
 
 
-def self_attention_inputs(attn: nn.Module, trace: Trace, rotary: Rotary) -> tuple[torch.Tensor, ...]:
-    """The q, k and v [B, S, H, D] of a traced self-attention, after norms and rotation."""
-    tables = [table[0, :, 0].float() for table in angles(rotary)]
-    q, k, v = (trace[f"attn1.{name}"][1] for name in ("norm_q", "norm_k", "to_v"))
-    q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (q, k, v))
-    return *(reference.rotate(x, *tables) for x in (q, k)), v
+def self_attention_inputs(trace: Trace) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the q, k and v [B, S, H, D] of a traced block's self-attention, after norms and rotation."""
+    blocks = blocks_like(trace.oracle)
+    args, kwargs = trace.arguments
+    return blocks.measured.qkv(blocks.kind, trace.oracle, args, kwargs, trace.outputs)

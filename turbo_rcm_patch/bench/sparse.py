@@ -14,12 +14,15 @@ from torch import nn
 
 from .. import kernels
 from ..kernels.sparse_linear.sparse_linear_reference import pool
-from ..patching.steps.sparse_linear import PROJ_L, SparseAttnProcessor, block_sizes, is_sparse
+from ..patching.families import blocks_like
+from ..patching.steps.sparse_linear import SparseAttnProcessor, block_sizes, is_sparse
 
 
-def self_attention_is_sparse(block: nn.Module) -> bool:
-    """True if a block of any family has sparse-linear self-attention."""
-    return hasattr(getattr(block, "attn1", None), PROJ_L) and is_sparse(block.attn1)
+def sparse_self_attention(block: nn.Module) -> nn.Module | None:
+    """Return the self-attention of a block of any family if it is sparse-linear, else None."""
+    blocks = blocks_like(block)
+    attn = None if blocks is None else blocks.self_attention_of(block)
+    return attn if attn is not None and is_sparse(attn) else None
 
 
 def by_reference(processor: SparseAttnProcessor) -> SparseAttnProcessor:
@@ -29,24 +32,22 @@ def by_reference(processor: SparseAttnProcessor) -> SparseAttnProcessor:
     return twin
 
 
-def best_choice(block: nn.Module, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """The key blocks to keep of a block's q and k [B, S, H, D], which are the oracle's."""
-    processor = block.attn1.processor
+def best_choice(processor: SparseAttnProcessor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Return the key blocks to keep for the oracle's q and k [B, S, H, D]."""
     block_q, block_k = block_sizes(processor, q.device)
     kept = kernels.kept_blocks(q.shape[1], block_k, processor.topk).count
     return kernels.sparse_block_map(q, k, kept, block_q, block_k)
 
 
-def choice_error(block: nn.Module, q: torch.Tensor, k: torch.Tensor, dtype: torch.dtype) -> float:
+def choice_error(processor: SparseAttnProcessor, q: torch.Tensor, k: torch.Tensor, dtype: torch.dtype) -> float:
     """Return how much of the scores q̄ k̄ the patched block's choice loses, with the oracle's q and k rounded to dtype.
 
     This is the largest loss over all lists of kept blocks, per kept block and relative to |q̄| · max |k̄|, where k̄ has
     its mean subtracted.
     """
     q, k = q.to(dtype), k.to(dtype)
-    processor = block.attn1.processor
     sizes = block_sizes(processor, q.device)
-    best = best_choice(block, q.float(), k.float())
+    best = best_choice(processor, q.float(), k.float())
     ours = kernels.chosen_key_blocks(q, k, best.shape[-1], *sizes, processor.implementation)
     pooled_q, pooled_k = pool(q.double(), sizes[0]), pool(k.double(), sizes[1])
     pooled_k = pooled_k - k.double().mean(1)[:, :, None]

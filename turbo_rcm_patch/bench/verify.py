@@ -14,19 +14,18 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..checkpoints.files import COMPONENTS
-from ..config import BlockSparse, Exact, PatchConfig, resolve_config
+from ..config import Exact, PatchConfig, resolve_config
 from ..patching import patch
 from ..patching.families import family_of
 from ..patching.families.vae import vae_state
-from ..patching.steps.plan import state_of
 from ..patching.weights.convert import is_quantized
 from ..patching.weights.linear_8bit import QuantizedLinear
 from ..tiers import EXACT, ErrorLimits, is_low_precision
 from .decoding import decode_oracle, decoded, latents_for, without_tf32
 from .kept import KeptShare, kept_share_of
 from .metrics import relative_l2
-from .parts import CHOICE, SUB_LAYERS, part_errors, self_attention_inputs, trace_of
-from .sparse import best_choice, by_reference, self_attention_is_sparse
+from .parts import CHOICE, SUB_LAYERS, Trace, dtype_of, part_errors, self_attention_inputs, trace_of, upcast
+from .sparse import best_choice, by_reference, sparse_self_attention
 
 DECODER = "vae.decode"  # checked as a block is, but once
 
@@ -200,10 +199,11 @@ def verify(
         step = index + 2
         return {}
 
-    def keep_the_oracles_blocks(block: nn.Module, args: tuple) -> None:
-        if step in (1, pipe.num_timesteps) and self_attention_is_sparse(block):
-            q, k, _ = self_attention_inputs(block.attn1, trace_of(_wide_twin(block, args), args), args[3])
-            block.attn1.processor.block_map = best_choice(block, q, k)
+    def keep_the_oracles_blocks(block: nn.Module, args: tuple, kwargs: dict) -> None:
+        attn = sparse_self_attention(block)
+        if step in (1, pipe.num_timesteps) and attn is not None:
+            q, k, _ = self_attention_inputs(_trace(block, args, kwargs))
+            attn.processor.block_map = best_choice(attn.processor, q, k)
 
     def check_block(name: str) -> Callable:
         def hook(block: nn.Module, args: tuple, kwargs: dict, patched: Output) -> Output:
@@ -211,10 +211,11 @@ def verify(
             if step in (1, pipe.num_timesteps):
                 checks.append(_check(name, step, block, args, kwargs, patched, unpatched, limits))
                 if not isinstance(config, Exact):
-                    parts.extend(_check_parts(name, step, block, args, limits))
-                kept.extend(_kept(name, step, block, args))
-            if self_attention_is_sparse(block):
-                block.attn1.processor.block_map = None
+                    trace = _trace(block, args, kwargs)
+                    parts.extend(_check_parts(name, step, block, trace, args, kwargs, limits))
+                    kept.extend(_kept(name, step, block, trace))
+            if (attn := sparse_self_attention(block)) is not None:
+                attn.processor.block_map = None
             return unpatched
 
         return hook
@@ -225,7 +226,7 @@ def verify(
         decodes = vae is not None and vae_state(vae) is not None
         latents = hooks.enter_context(latents_for(vae)) if decodes else []
         for name, block in blocks.items():
-            hooks.callback(block.register_forward_pre_hook(keep_the_oracles_blocks).remove)
+            hooks.callback(block.register_forward_pre_hook(keep_the_oracles_blocks, with_kwargs=True).remove)
             hooks.callback(block.register_forward_hook(check_block(name), with_kwargs=True).remove)
         generator = torch.Generator(pipe._execution_device).manual_seed(seed)
         output_type = "pt" if decodes else "latent"
@@ -294,9 +295,17 @@ def _check_decoding(vae: nn.Module, z: torch.Tensor, patched: torch.Tensor, step
     )
 
 
-def _check_parts(name: str, step: int, block: nn.Module, args: tuple, limits: ErrorLimits) -> Iterator[PartCheck]:
-    dtype = args[0].dtype
-    for part, error in part_errors(block, _wide_twin(block, args), args).items():
+def _check_parts(
+    name: str,
+    step: int,
+    block: nn.Module,
+    trace: Trace,
+    args: tuple,
+    kwargs: Mapping[str, object],
+    limits: ErrorLimits,
+) -> Iterator[PartCheck]:
+    dtype = dtype_of(args, kwargs)
+    for part, error in part_errors(block, trace, args, kwargs).items():
         allowed = (
             limits.allowed_choice(torch.finfo(dtype).eps / 2)
             if part == CHOICE
@@ -307,16 +316,15 @@ def _check_parts(name: str, step: int, block: nn.Module, args: tuple, limits: Er
         yield PartCheck(name, step, part, error, allowed or None)
 
 
-def _kept(name: str, step: int, block: nn.Module, args: tuple) -> Iterator[KeptShare]:
-    if isinstance(state_of(block).shared.config, BlockSparse):
-        share = kept_share_of(block, _wide_twin(block, args), args)
-        if share is not None:
-            yield KeptShare(name, step, share)
+def _kept(name: str, step: int, block: nn.Module, trace: Trace) -> Iterator[KeptShare]:
+    share = kept_share_of(block, trace)
+    if share is not None:
+        yield KeptShare(name, step, share)
 
 
-def _wide_twin(block: nn.Module, args: tuple) -> nn.Module:
-    """A block without the patch, in fp32 on the device of its inputs."""
-    return _class_copy(block).to(args[0].device, torch.float32)
+def _trace(block: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> Trace:
+    """Return a run of the block without the patch, in fp32 on the device of its inputs."""
+    return trace_of(_class_copy(block).to(_device_of(args, kwargs), torch.float32), args, kwargs)
 
 
 def _tensors(output: Output) -> list[torch.Tensor]:
@@ -340,7 +348,7 @@ def first_call(module: nn.Module, run: Callable[[], object]) -> tuple[tuple, dic
 def run_oracle(block: nn.Module, args: tuple, kwargs: Mapping[str, object], dtype: torch.dtype) -> Output:
     """The block's class run in `dtype`, fp64 or fp32 without TF32, on upcast weights and inputs."""
     oracle = _class_copy(block).to(_device_of(args, kwargs), dtype)
-    args, kwargs = _upcast(args, dtype), _upcast(kwargs, dtype)
+    args, kwargs = upcast(args, dtype), upcast(kwargs, dtype)
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -351,7 +359,7 @@ def run_oracle(block: nn.Module, args: tuple, kwargs: Mapping[str, object], dtyp
 
 
 class _WidenedFloat(TorchFunctionMode):
-    """Lets ``.float()``, with which Wan's blocks widen bf16, keep an fp64 oracle in fp64."""
+    """Lets ``.float()``, with which blocks widen bf16, keep an fp64 oracle in fp64."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
@@ -377,27 +385,17 @@ def _class_copy(block: nn.Module) -> nn.Module:
             del module.__dict__[name]  # what a patch binds in place of the class's methods
         if is_quantized(module):
             QuantizedLinear.forget(module)
-    if self_attention_is_sparse(twin):
-        twin.attn1.processor = by_reference(twin.attn1.processor)
+    if (attn := sparse_self_attention(twin)) is not None:
+        attn.processor = by_reference(attn.processor)
     return twin
 
 
 def _plain_twin(block: nn.Module) -> nn.Module:
     """The block, or a copy of it on its inputs' device where the patch changed more of it than forwards."""
-    if not any(map(is_quantized, block.modules())) and not self_attention_is_sparse(block):
+    if not any(map(is_quantized, block.modules())) and sparse_self_attention(block) is None:
         return block
     return _class_copy(block).to(next(block.parameters()).device)
 
 
 def _device_of(args: tuple, kwargs: Mapping[str, object]) -> torch.device:
     return next(value.device for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-
-
-def _upcast(value, dtype: torch.dtype):
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, (tuple, list)):
-        return type(value)(_upcast(item, dtype) for item in value)
-    if isinstance(value, dict):
-        return {key: _upcast(item, dtype) for key, item in value.items()}
-    return value

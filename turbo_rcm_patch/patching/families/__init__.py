@@ -7,7 +7,7 @@ from torch import nn
 from ...plain import is_sharded, unsharded_class
 from .anyflow import ANYFLOW
 from .chronoedit import CHRONOEDIT
-from .family import Family, class_path
+from .family import Blocks, Family, class_path
 from .skyreels_v2 import SKYREELS_V2
 from .wan import WAN
 from .wan_animate import WAN_ANIMATE
@@ -21,6 +21,12 @@ def family_of(transformer: nn.Module) -> Family | None:
     """Return the family of a transformer by its exact class, sharded or not, or None if no family knows the class."""
     cls = unsharded_class(transformer)
     return next((family for family in FAMILIES if cls is family.transformer_class), None)
+
+
+def blocks_like(block: nn.Module) -> Blocks | None:
+    """Return what its family states about a block, by its exact class; None for others."""
+    cls = unsharded_class(block)
+    return next((blocks for family in FAMILIES for blocks in family.blocks if cls is blocks.block_class), None)
 
 
 def check_supported(name: str, transformer: nn.Module) -> list[str]:

@@ -24,7 +24,7 @@ from ...plain import is_autocast
 from ..cuda_graphs import why_not_recorded
 from ..steps.plan import SHARED, Shared, state_of
 from .family import Family, Targets
-from .wan.block import Tables, WanBlock
+from .wan.block import Inputs, Tables, WanBlock
 from .wan.forward import run_block
 from .wan.modulation import TokenRuns, modulation
 from .wan.parts import FIRST_LAYER, wan_blocks
@@ -48,16 +48,30 @@ def block_forward(
     hidden_states [B, S, C], encoder_hidden_states [B|1, L, C], temb [B, S, 6, C]; returns [B, S, C]. With a mask or a
     cache the self-attention is called as a whole.
     """
+    inputs = (hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask, kv_cache, kv_cache_flag)
     if is_autocast(hidden_states.device):
-        inputs = (hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask, kv_cache, kv_cache_flag)
         return type(self).forward(self, *inputs)
-    rows = modulation(self.scale_shift_table, temb, hidden_states, state_of(self).shared)
+    return run_block(self, block_inputs(self, *inputs))
+
+
+def block_inputs(
+    block: AnyFlowTransformerBlock,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    temb: torch.Tensor,
+    rotary_emb: Rotary,
+    attention_mask: torch.Tensor | None,
+    kv_cache: object = None,
+    kv_cache_flag: object = None,
+) -> Inputs:
+    """Return what the plan runs on, for the arguments of `block_forward`."""
+    rows = modulation(block.scale_shift_table, temb, hidden_states, state_of(block).shared)
     beside = None
     if kv_cache is not None:
         beside = {"attention_mask": attention_mask, "kv_cache": kv_cache, "kv_cache_flag": kv_cache_flag}
     elif attention_mask is not None:
         beside = {"attention_mask": attention_mask}
-    return run_block(self, hidden_states, encoder_hidden_states, rows, rotary_emb, beside)
+    return Inputs(hidden_states, encoder_hidden_states, rows, rotary_emb, beside)
 
 
 def angles(rotary: Rotary) -> Tables:
@@ -138,7 +152,7 @@ BLOCK = WanBlock(
 ANYFLOW = Family(
     AnyFlowTransformer3DModel,
     "AnyFlow",
-    (wan_blocks("blocks", AnyFlowTransformerBlock, BLOCK, block_forward, can_be_sparse=True),),
+    (wan_blocks("blocks", AnyFlowTransformerBlock, BLOCK, block_forward, block_inputs, can_be_sparse=True),),
     FIRST_LAYER,
     more=more,
     notes=lambda transformer: ["no CUDA graphs"],

@@ -9,6 +9,7 @@ A family is a file in this folder, or a folder if its blocks are its own, regist
    makes a call, a hashable tuple with a `Call` as ``call`` and beside it what this family has: a `Stream` for each
    modality, prompts, reasons to call a module as a whole. It gets the plan with ``state.plans.get`` and runs it.
 4. A plan: steps from ``steps/``, each with its kernel or the reason for another one, as ``rows()`` lists them.
+   `Measured` says what `verify` measures in it.
 5. In ``more``, a forward for the first module that runs in every call of the transformer. It calls
    ``Shared.begin_forward``, before which no change to a block is noticed. The others there are the family's choice.
 
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -39,20 +40,26 @@ from ..journal import bind, slot_below_hooks
 from ..lora.notice_changes import apply_to_tensors, load_lora_adapter
 from ..sampling.step_count import Steps
 from ..steps.block_sparse import layers_attended_exactly
-from ..steps.plan import SHARED, STATE, BlockCall, BlockState, Call, Plans, Shared, Step
+from ..steps.plan import SHARED, STATE, Attends, BlockCall, BlockState, Call, Plans, Shared, Step
 from ..steps.sparse_linear import SelfAttention, SparseForm
 from ..weights.convert import LinearAt
 
 Binding = tuple[nn.Module, str, object]  # (module, attribute, value)
+Outputs = Mapping[str, torch.Tensor]  # of modules, by path
 Targets = Sequence[tuple[str, nn.Module, Callable]]  # (path, module, forward)
 
 GRAPH = "_turbo_rcm_patch_graph"  # the attribute of a patched transformer that holds its CUDA graphs
 
 
 class BlockPlan(Protocol):
-    """The steps of a block for one kind of call. str(residual) tells how the residual is stored between the skips."""
+    """The steps of a block for one kind of call.
+
+    residual: str() of it tells how the residual is stored between the skips. attends: the attention within
+    `Blocks.self_attention`, or None if that is called as a whole.
+    """
 
     residual: object
+    attends: Attends | None
 
     def rows(self) -> Iterator[tuple[str, str, tuple[Step, ...]]]:
         """Yield (sub-layer, step, its parts) in order."""
@@ -73,6 +80,21 @@ def graph_of(transformer: nn.Module) -> ModelGraphs | None:
     return vars(transformer).get(GRAPH)
 
 
+class Measured(NamedTuple):
+    """What `verify` measures within a block. oracle: the block without the patch, in fp32.
+
+    inputs: (block, the arguments of its forward) -> what its plan runs on.
+    terms: (block, plan, inputs, outputs) -> the name in ``PatchConfig.fuse`` of each sub-layer that is not called as a
+        whole, what the patched one adds to the hidden states, and what the oracle's adds. outputs: of the oracle's
+        modules by path.
+    qkv: (kind, oracle, args, kwargs, outputs) -> q, k and v [B, S, H, D] of `Blocks.self_attention`, rotated.
+    """
+
+    inputs: Callable[..., object]
+    terms: Callable[[nn.Module, BlockPlan, object, Outputs], Iterator[tuple[str, torch.Tensor, torch.Tensor]]]
+    qkv: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
 @dataclass(frozen=True)
 class Blocks:
     """A list of equal blocks in a transformer, and what the general code asks about them.
@@ -89,6 +111,7 @@ class Blocks:
         linears: the linears that an 8-bit tier converts, by the name in ``PatchConfig.fuse`` that they belong to.
             Embeddings, modulation and norms are not among them.
         self_attention: the path of the self-attention that the sparse tiers replace.
+        measured: what `verify` measures within a block.
         sparse: how sparse-linear attention replaces it, or None if it cannot.
     """
 
@@ -101,7 +124,12 @@ class Blocks:
     usual_call: Callable[[Call], BlockCall]
     linears: Mapping[str, tuple[str, ...]]
     self_attention: str
+    measured: Measured
     sparse: SparseForm | None = None
+
+    def self_attention_of(self, block: nn.Module) -> nn.Module:
+        """Return the self-attention of a block that the sparse tiers replace."""
+        return block.get_submodule(self.self_attention)
 
     def of(self, transformer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """The blocks of a transformer with their paths in it."""
@@ -140,7 +168,7 @@ class Family:
         """The self-attentions that the sparse tiers replace."""
         for blocks in self.blocks:
             for path, block in blocks.of(transformer):
-                attn = block.get_submodule(blocks.self_attention)
+                attn = blocks.self_attention_of(block)
                 yield SelfAttention(f"{path}.{blocks.self_attention}", attn, blocks.sparse)
 
     def linears(self, transformer: nn.Module) -> Iterator[LinearAt]:

@@ -12,7 +12,7 @@ from diffusers.models.transformers.transformer_skyreels_v2 import (
 from ...plain import is_autocast
 from ..steps.plan import state_of
 from .family import Family
-from .wan.block import Rotary, wan_block
+from .wan.block import Inputs, Rotary, wan_block
 from .wan.forward import run_block
 from .wan.modulation import modulation
 from .wan.parts import FIRST_LAYER, embedder, wan_blocks
@@ -35,15 +35,27 @@ def block_forward(
     if is_autocast(hidden_states.device):
         inputs = (hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask)
         return type(self).forward(self, *inputs)
+    return run_block(self, block_inputs(self, hidden_states, encoder_hidden_states, temb, rotary_emb, attention_mask))
+
+
+def block_inputs(
+    block: SkyReelsV2TransformerBlock,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    temb: torch.Tensor,
+    rotary_emb: Rotary,
+    attention_mask: torch.Tensor | None,
+) -> Inputs:
+    """Return what the plan runs on, for the arguments of `block_forward`."""
     temb = temb.transpose(1, 2) if temb.dim() == 4 else temb
-    rows = modulation(self.scale_shift_table, temb, hidden_states, state_of(self).shared)
-    return run_block(self, hidden_states, encoder_hidden_states, rows, rotary_emb, attention_mask)
+    rows = modulation(block.scale_shift_table, temb, hidden_states, state_of(block).shared)
+    return Inputs(hidden_states, encoder_hidden_states, rows, rotary_emb, attention_mask)
 
 
 SKYREELS_V2 = Family(
     SkyReelsV2Transformer3DModel,
     "SkyReels-V2 T2V, I2V and diffusion forcing",
-    (wan_blocks("blocks", SkyReelsV2TransformerBlock, wan_block(SkyReelsV2Attention), block_forward),),
+    (wan_blocks("blocks", SkyReelsV2TransformerBlock, wan_block(SkyReelsV2Attention), block_forward, block_inputs),),
     FIRST_LAYER,
     more=embedder,
     notes=lambda transformer: ["no CUDA graphs"],

@@ -9,8 +9,8 @@ from diffusers.models.transformers.transformer_wan_vace import WanVACETransforme
 from ...plain import is_autocast
 from ..steps.plan import state_of
 from .family import Family
-from .wan.block import Rotary, wan_block
-from .wan.forward import block_forward, run_block
+from .wan.block import Inputs, Rotary, wan_block
+from .wan.forward import block_forward, block_inputs, run_block
 from .wan.modulation import modulation
 from .wan.parts import FIRST_LAYER, embedder, wan_blocks
 
@@ -31,13 +31,26 @@ def control_block_forward(
     if is_autocast(hidden_states.device):
         inputs = (hidden_states, encoder_hidden_states, control_hidden_states, temb, rotary_emb)
         return type(self).forward(self, *inputs)
-    if self.proj_in is not None:
-        control_hidden_states = self.proj_in(control_hidden_states) + hidden_states
-    table, shared = self.scale_shift_table.to(temb.device), state_of(self).shared
-    rows = modulation(table, temb, control_hidden_states, shared)
-    control_hidden_states = run_block(self, control_hidden_states, encoder_hidden_states, rows, rotary_emb)
+    inputs = control_inputs(self, hidden_states, encoder_hidden_states, control_hidden_states, temb, rotary_emb)
+    control_hidden_states = run_block(self, inputs)
     hint = None if self.proj_out is None else self.proj_out(control_hidden_states)
     return hint, control_hidden_states
+
+
+def control_inputs(
+    block: WanVACETransformerBlock,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    control_hidden_states: torch.Tensor,
+    temb: torch.Tensor,
+    rotary_emb: Rotary,
+) -> Inputs:
+    """Return what the plan runs on, for the arguments of `control_block_forward`."""
+    if block.proj_in is not None:
+        control_hidden_states = block.proj_in(control_hidden_states) + hidden_states
+    table, shared = block.scale_shift_table.to(temb.device), state_of(block).shared
+    rows = modulation(table, temb, control_hidden_states, shared)
+    return Inputs(control_hidden_states, encoder_hidden_states, rows, rotary_emb)
 
 
 BLOCK = wan_block(WanAttention)
@@ -45,8 +58,15 @@ WAN_VACE = Family(
     WanVACETransformer3DModel,
     "Wan 2.1 VACE",
     (
-        wan_blocks("blocks", WanTransformerBlock, BLOCK, block_forward, can_be_sparse=True),
-        wan_blocks("vace_blocks", WanVACETransformerBlock, BLOCK, control_block_forward, can_be_sparse=True),
+        wan_blocks("blocks", WanTransformerBlock, BLOCK, block_forward, block_inputs, can_be_sparse=True),
+        wan_blocks(
+            "vace_blocks",
+            WanVACETransformerBlock,
+            BLOCK,
+            control_block_forward,
+            control_inputs,
+            can_be_sparse=True,
+        ),
     ),
     FIRST_LAYER,
     more=embedder,

@@ -70,6 +70,13 @@ class Stream(NamedTuple):
         return self.tokens // self.samples
 
 
+class Attends(NamedTuple):
+    """The step that attends, within a self-attention. in_8_bits: True if it takes q, k and v in 8 bits."""
+
+    step: Step
+    in_8_bits: bool
+
+
 class Call(NamedTuple):
     """The facts that decide kernels in every family, besides a block's modules and the shapes of its streams.
 
@@ -129,9 +136,13 @@ def _raise(message: str, *_: object) -> None:
 
 
 class BlockCall(Protocol):
-    """One kind of call of a family's block, hashable: what every family has, and the family's own, such as streams."""
+    """One kind of call of a family's block, hashable: what every family has, and the family's own, such as prompts.
+
+    stream: the hidden states that go through the self-attention that the sparse tiers replace.
+    """
 
     call: Call
+    stream: Stream
 
 
 def call_of(state: BlockState, block: nn.Module, x: torch.Tensor, *others: torch.Tensor) -> Call:

@@ -109,7 +109,7 @@ class SparseAttnProcessor:
         q, k, v = _project(attn, hidden_states)
         q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in (attn.norm_q(q), attn.norm_k(k), v))
         if rotary_emb is not None:
-            q, k = (_rotate(x, *self.angles(rotary_emb)) for x in (q, k))
+            q, k = (rotate(x, *self.angles(rotary_emb)) for x in (q, k))
         if is_autocast(q.device):  # as scaled_dot_product_attention under it
             q, k, v = (x.to(torch.get_autocast_dtype(x.device.type)) for x in (q, k, v))
         block_q, block_k = block_sizes(self, q.device)
@@ -125,7 +125,7 @@ def _project(attn: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return attn.to_qkv(x).chunk(3, dim=-1) if attn.fused_projections else (attn.to_q(x), attn.to_k(x), attn.to_v(x))
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate the pairs of channels of x [B, S, H, D] by the angles of cos and sin [B|1, S, H|1, D/2]."""
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).type_as(x)

@@ -1,6 +1,7 @@
 """The Wan family: Wan 2.1 T2V and I2V, Wan 2.2 with two experts, TI2V-5B.
 
-block.py: the block's plan and how it runs. parts.py: what the general code asks. forward.py: the forwards of blocks.
+block.py: the block's plan and how it runs. parts.py: what the general code asks. measured.py: what `verify` measures.
+forward.py: the forwards of blocks.
 modulation.py: timesteps of a sample or of its tokens. graph.py: the model's forward as a CUDA graph.
 repeatable.py: the modules that may run more or less often than they are called.
 """
@@ -15,7 +16,7 @@ from ....config import PatchConfig
 from ....plain import hook_in_place_of_forward
 from ...steps.plan import Shared
 from ..family import GRAPH, Binding, Family, Targets, graph_of
-from .forward import block_forward
+from .forward import block_forward, block_inputs
 from .graph import WAN_BLOCK, WanGraph, transformer_forward
 from .modulation import embedder_forward
 from .parts import FIRST_LAYER, wan_blocks
@@ -36,7 +37,7 @@ def _attributes(transformer: WanTransformer3DModel, shared: Shared, forwards: di
 WAN = Family(
     WanTransformer3DModel,
     "Wan 2.1 T2V and I2V, Wan 2.2 A14B, TI2V-5B",
-    (wan_blocks("blocks", WanTransformerBlock, WAN_BLOCK, block_forward, can_be_sparse=True),),
+    (wan_blocks("blocks", WanTransformerBlock, WAN_BLOCK, block_forward, block_inputs, can_be_sparse=True),),
     FIRST_LAYER,
     more=_more,
     attributes=_attributes,

@@ -35,10 +35,11 @@ from ...steps.exact import (
     why_not_own_attention,
     why_not_quantized_attention,
 )
-from ...steps.plan import MODULE, Call, Step, Stream
+from ...steps.plan import MODULE, Attends, Call, Step, Stream
 from ...steps.residual import Storage, residual_between_skips
 from ...steps.sparse_linear import attention as sparse_attention
 from ...steps.sparse_linear import is_sparse
+from .modulation import Row
 
 NOT_ASKED = "not in fuse"
 # The steps of a cross-attention that is called as a whole.
@@ -59,6 +60,21 @@ TOKENS = 32760  # a video of 81 frames at 832×480
 
 Rows = Iterator[tuple[str, tuple[Step, ...]]]  # the name of a step, and what it consists of
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cos and sin [1, S, 1, D], as diffusers gives them
+
+
+class Inputs(NamedTuple):
+    """What a block's plan runs on.
+
+    x: hidden states [B, S, C]. context: [B|1, L, C]. modulation: six rows, each [B|1, 1|S, C] or by runs of tokens.
+    rotary: what the block's own forward hands to its self-attention. beside: what else it hands on, such as a mask; the
+    self-attention is then called as a whole.
+    """
+
+    x: torch.Tensor
+    context: torch.Tensor
+    modulation: list[Row]
+    rotary: object
+    beside: object = None
 
 
 @dataclass(frozen=True)
@@ -202,6 +218,14 @@ class BlockPlan:
     cross_attention: CrossAttention | Whole
     feed_forward: FeedForwardWithSkip | Whole
     residual: Storage
+
+    @property
+    def attends(self) -> Attends | None:
+        """The attention within the self-attention, or None if that is called as a whole."""
+        if isinstance(self.self_attention, Whole):
+            return None
+        in_8_bits = isinstance(self.self_attention, QuantizedSelfAttention)
+        return Attends(self.self_attention.attention, in_8_bits)
 
     def run(self, x, context, modulation, rotary: object, beside: object = None) -> torch.Tensor:
         """Return the block's output for x [B, S, C], a context [B, L, C] and six rows of modulation, each [B, 1|S, C].

@@ -14,8 +14,8 @@ from ....plain import is_autocast
 from ...cuda_graphs import why_not_recorded
 from ...steps.plan import BlockState, Shared, Stream, call_of, state_of
 from ...steps.residual import CUT_OFF
-from .block import Rotary, WanBlock, WanCall, decide
-from .modulation import Row, gate_varies_by, modulation
+from .block import Inputs, Rotary, WanBlock, WanCall, decide
+from .modulation import gate_varies_by, modulation
 from .repeatable import why_not_repeatable
 
 logger = logging.getLogger(__name__)
@@ -35,23 +35,24 @@ def block_forward(
     """
     if is_autocast(hidden_states.device):
         return type(self).forward(self, hidden_states, encoder_hidden_states, temb, rotary_emb)
-    rows = modulation(self.scale_shift_table, temb, hidden_states, state_of(self).shared)
-    return run_block(self, hidden_states, encoder_hidden_states, rows, rotary_emb)
+    return run_block(self, block_inputs(self, hidden_states, encoder_hidden_states, temb, rotary_emb))
 
 
-def run_block(
+def block_inputs(
     block: nn.Module,
-    x: torch.Tensor,
-    context: torch.Tensor,
-    modulation: list[Row],
-    rotary: object,
-    beside: object = None,
-) -> torch.Tensor:
-    """Run a block by its plan, on x [B, S, C], a context [B|1, L, C] and six rows of modulation.
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    temb: torch.Tensor,
+    rotary_emb: Rotary,
+) -> Inputs:
+    """Return what the plan runs on, for the arguments of `block_forward`."""
+    rows = modulation(block.scale_shift_table, temb, hidden_states, state_of(block).shared)
+    return Inputs(hidden_states, encoder_hidden_states, rows, rotary_emb)
 
-    rotary: what the block's own forward hands to its self-attention. beside: what else it hands on, such as a mask; the
-    self-attention is then called as a whole.
-    """
+
+def run_block(block: nn.Module, inputs: Inputs) -> torch.Tensor:
+    """Run a block by its plan."""
+    x, context, modulation, rotary, beside = inputs
     state = state_of(block)
     kind: WanBlock = state.kind
     reason = kind.why_whole(rotary, beside)
@@ -59,7 +60,6 @@ def run_block(
     shift = modulation[0].values if isinstance(modulation[0], kernels.Runs) else modulation[0]
     call = WanCall(call_of(state, block, x, context, shift), stream, *context.shape[:2], reason)
     plan = state.plans.get(block, call, partial(decide, kind))
-    inputs = (x, context, modulation, rotary, beside)
     if _may_compile_ahead(state, rotary, x, context):
         state.shared.compiles_ahead = False
         if _may_run_ahead(block, kind, x.device):

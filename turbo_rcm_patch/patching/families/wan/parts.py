@@ -9,8 +9,9 @@ from torch import nn
 from ....config import PatchConfig
 from ...steps.plan import SHARED, Shared
 from ...steps.sparse_linear import SparseForm
-from ..family import Blocks, Targets
-from .block import WanBlock, decide, usual_call
+from ..family import Blocks, Measured, Targets
+from .block import Inputs, WanBlock, decide, usual_call
+from .measured import self_attention_qkv, sub_layer_terms
 
 FIRST_LAYER = "patch_embedding"
 # The linears for keys and values of a prompt see few tokens, so that 8 bits do not make them faster, but they are an
@@ -26,15 +27,23 @@ LINEARS = {
 
 
 def wan_blocks(
-    name: str, block_class: type[nn.Module], kind: WanBlock, forward: Callable, *, can_be_sparse: bool = False
+    name: str,
+    block_class: type[nn.Module],
+    kind: WanBlock,
+    forward: Callable,
+    inputs: Callable[..., Inputs],
+    *,
+    can_be_sparse: bool = False,
 ) -> Blocks:
     """Return what a family states about a list of blocks of Wan's kind.
 
+    inputs: (block, the forward's arguments) -> what the plan runs on.
     can_be_sparse: True if sparse-linear attention may take the place of the self-attention.
     """
     parts = {"attn1": kind.attention_class, "attn2": kind.attention_class, "ffn": nn.Module}
     sparse = SparseForm(kind.self_processor, kind.angles) if can_be_sparse else None
-    return Blocks(name, block_class, forward, kind, parts, decide, usual_call, LINEARS, "attn1", sparse)
+    measured = Measured(inputs, sub_layer_terms, self_attention_qkv)
+    return Blocks(name, block_class, forward, kind, parts, decide, usual_call, LINEARS, "attn1", measured, sparse)
 
 
 def embedder_forward(self: nn.Module, *args: object, **kwargs: object) -> object:

@@ -1,0 +1,78 @@
+"""verify on every family: the oracle runs its blocks, and their parts and kept shares are told."""
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+
+from tests.tiny_families import FAMILIES, tiny_family_inputs, tiny_family_transformer
+from turbo_rcm_patch.bench.parts import CHOICE, LEFT_OUT, PV, QK, SPARSE_ATTENTION, SUB_LAYERS
+from turbo_rcm_patch.bench.report import verification_table
+from turbo_rcm_patch.bench.verify import verify
+from turbo_rcm_patch.config import BlockSparse, Sparse
+from turbo_rcm_patch.patching.families import family_of
+
+
+class OnlyATransformer(DiffusionPipeline):
+    """A pipeline of one step, whose call takes the transformer's inputs."""
+
+    num_timesteps = 1
+
+    def __init__(self, transformer):
+        super().__init__()
+        self.register_modules(transformer=transformer)
+
+    def __call__(self, output_type, generator, callback_on_step_end, **inputs):
+        with torch.no_grad():
+            self.transformer(**inputs)
+
+
+def verify_family(name, dtype, config, *, sparse=False):
+    model = tiny_family_transformer(name, dtype)
+    if sparse:
+        for _, attn, _ in family_of(model).self_attentions(model):
+            attn.proj_l = torch.nn.Linear(64, 64, dtype=dtype)
+    return verify(OnlyATransformer(model), tiny_family_inputs(name, model), config=config)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_exact_blocks_of_every_family_pass(name):
+    for dtype in (torch.float32, torch.bfloat16):
+        verification = verify_family(name, dtype, "exact")
+        assert verification.ok, verification_table(verification)
+        assert {check.dtype for check in verification.checks} == {dtype}
+        assert all(check.unpatched_error > 0 for check in verification.checks)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_parts_of_every_family_are_checked(name):
+    verification = verify_family(name, torch.bfloat16, "quantized")
+    assert verification.ok, verification_table(verification)
+    blocks = {check.block for check in verification.checks}
+    whole = name == "skyreels, causal"  # whose mask needs the self-attention as a whole
+    own = {"cross_attention", "feed_forward"} if whole else {*SUB_LAYERS, QK, PV}
+    linears = {"attn1.to_q", "attn2.to_out.0", "ffn.net.2"}
+    for block in blocks:
+        parts = {part.part: part.error for part in verification.parts if part.block == block}
+        assert own | linears <= set(parts)
+        assert whole == ("self_attention" not in parts)
+        assert all(1e-4 < error < 0.1 for error in parts.values())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_kept_shares_of_every_family_are_told(name):
+    config = BlockSparse(mass=0.5, blocks=(5, 4), min_tokens=1)
+    verification = verify_family(name, torch.float32, config)
+    kept = {share.block: share.share for share in verification.kept}
+    assert set(kept) == {check.block for check in verification.checks}
+    assert all(0 < share <= 1 for share in kept.values())
+    assert all((share == 1) == (name == "skyreels, causal") for share in kept.values())
+    assert (LEFT_OUT in {part.part for part in verification.parts}) == (name != "skyreels, causal")
+
+
+@pytest.mark.parametrize("name", ["vace", "chronoedit", "anyflow", "anyflow, a timestep per frame"])
+def test_the_sparse_blocks_of_every_family_that_has_them_pass(name):
+    config = Sparse(topk=0.7, blocks=(5, 4), quantize=())
+    verification = verify_family(name, torch.float32, config, sparse=True)
+    assert verification.ok, verification_table(verification)
+    for block in {check.block for check in verification.checks}:
+        assert {SPARSE_ATTENTION, CHOICE} <= {part.part for part in verification.parts if part.block == block}

@@ -1,0 +1,60 @@
+"""What `verify` measures within a block of Wan's kind: what each sub-layer adds, and what its self-attention gets."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+
+from .... import kernels
+from ....kernels import reference
+from ...steps.sparse_linear import rotate
+from ..family import Outputs
+from .block import BlockPlan, Inputs, WanBlock, Whole
+from .modulation import Row
+
+MODULES = {"self_attention": "attn1", "cross_attention": "attn2", "feed_forward": "ffn"}
+
+
+def sub_layer_terms(
+    block: nn.Module, plan: BlockPlan, inputs: Inputs, outputs: Outputs
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield the name of each sub-layer, what the plan's adds to the hidden states, and what the oracle's adds.
+
+    outputs: of the oracle's modules. A sub-layer that is called as a whole is left out.
+    """
+    x = inputs.x
+    shift, scale, gate, c_shift, c_scale, c_gate = inputs.modulation
+    arguments = {
+        "self_attention": (shift, scale, gate, inputs.rotary),
+        "cross_attention": (inputs.context,),
+        "feed_forward": (c_shift, c_scale, c_gate),
+    }
+    gates = {"self_attention": gate, "cross_attention": 1.0, "feed_forward": c_gate}
+    kept = x.float()
+    for name, module in MODULES.items():
+        sub_layer = getattr(plan, name)
+        added = _by_token(gates[name], x) * outputs[module].view(x.shape)
+        if not isinstance(sub_layer, Whole):
+            stored = x if name == "self_attention" else (kept / plan.residual.scale).to(plan.residual.dtype)
+            result = sub_layer.run(stored, *arguments[name])
+            scale_of_result = 1.0 if name == "feed_forward" else plan.residual.scale
+            yield name, result.float() * scale_of_result - kept, added
+        kept = kept + added
+
+
+def self_attention_qkv(
+    kind: WanBlock, oracle: nn.Module, args: tuple, kwargs: Mapping[str, object], outputs: Outputs
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the q, k and v [B, S, H, D] of the oracle's self-attention, after norms and rotation."""
+    q, k, v = (outputs[f"attn1.{name}"].unflatten(2, (oracle.attn1.heads, -1)) for name in ("norm_q", "norm_k", "to_v"))
+    call = inspect.signature(type(oracle).forward).bind(oracle, *args, **kwargs)
+    cos, sin = kind.angles(call.arguments["rotary_emb"])
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+
+def _by_token(gate: Row | float, x: torch.Tensor) -> torch.Tensor | float:
+    """Return a gate of runs of tokens for each token, other gates as they are."""
+    return reference.by_token(*gate, *x.shape[:2]) if isinstance(gate, kernels.Runs) else gate
