@@ -2,6 +2,7 @@
 
 import json
 import pwd
+import runpy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,13 +35,15 @@ def cache(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: GPU)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    return tmp_path / "cache"
+    measured.all_tuned.cache_clear()
+    yield tmp_path / "cache"
+    measured.all_tuned.cache_clear()
 
 
 @pytest.fixture
-def next_process(monkeypatch):
-    """What a process that imports the package now chooses by."""
-    return lambda: monkeypatch.setattr(measured, "_TUNED", measured.all_tuned())
+def next_process():
+    """Lets the next choice read the files again, as another process does."""
+    return measured.all_tuned.cache_clear
 
 
 def test_the_patch_takes_what_was_faster(next_process, capsys, cache):
@@ -96,6 +99,27 @@ def test_a_traced_model_takes_that_backend_too(next_process, monkeypatch):
     torch.compiler.reset()
     compiled = torch.compile(takes, fullgraph=True, backend="eager")
     assert compiled(torch.zeros(1, dtype=torch.bfloat16)).item() == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
+def test_importing_reads_no_file(cache, monkeypatch):
+    keep(SHAPES, GPU, (8, 9), timed())
+    read = []
+    monkeypatch.setattr(Path, "read_text", lambda path, **_: read.append(path) or "{}")
+    runpy.run_module(measured.__name__)
+    assert read == []
+
+
+def test_files_are_read_when_first_asked_for_and_once(next_process, monkeypatch):
+    read = []
+    monkeypatch.setattr(measured, "read_tuned", lambda: read.append("tuned") or {})
+    monkeypatch.setattr(measured, "read_verdicts", lambda files: read.append("shipped") or {})
+    measured.shipped.cache_clear()
+    next_process()
+    assert why_torch("attention", CUDA, torch.bfloat16) == "not measured on sm_89"
+    assert why_torch("linear_skip", CUDA, torch.bfloat16) == "not measured on sm_89"
+    assert read == ["tuned", "shipped"]
+    measured.shipped.cache_clear()
 
 
 def test_a_file_without_backends_is_read(next_process, cache):
@@ -219,7 +243,7 @@ def test_a_vae_says_where_the_choice_of_its_convolutions_comes_from(next_process
     pipe.vae.bfloat16()
     with trp.patch(pipe):
         (unmeasured,) = (note for note in vae_notes(pipe.vae) if "convolutions" in note)
-        assert "ours were not measured on such a GPU; turbo-rcm tune does so" in unmeasured
+        assert "ours were not measured on this GPU; run turbo-rcm tune" in unmeasured
         keep(SHAPES, GPU, (8, 9), timed())
         next_process()
         assert f"convolutions: the faster ones as measured on {ORIGIN}" in vae_notes(pipe.vae)

@@ -9,6 +9,7 @@ tune` measured on the very GPU (tuned.py) goes before them.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -64,11 +65,12 @@ class Tuned(NamedTuple):
     tiers: dict[str, Verdict]
 
 
+@torch.compiler.assume_constant_result  # torch.compile must not trace the reading of files
 def why_torch(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why PyTorch's own kernels are taken for an op (of OPS) on this device and dtype, in a few words.
+    """Return the reason why PyTorch's own kernels run for an op (one of OPS) on this device and dtype.
 
-    None where ours was measured to be at least as fast on a GPU of this compute capability, and on the CPU, where there
-    is nothing to choose by.
+    Return None if ours was measured to be at least as fast on a GPU of this compute capability, and on the CPU, where
+    the measurements choose nothing.
     """
     if device.type != "cuda":
         return None
@@ -86,8 +88,11 @@ def why_torch(op: str, device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def measured_on(op: str, device: torch.device) -> str | None:
-    """Where an op was measured: on this GPU, "NVIDIA H200 by turbo-rcm tune, of MODEL at SIZE", or else on which of its
-    compute capability, "NVIDIA H100 80GB HBM3, NVIDIA H200"; None: nowhere."""
+    """Return where an op was measured, or None if nowhere.
+
+    This is the GPU itself, "NVIDIA H200 by turbo-rcm tune, of MODEL at SIZE", or else the GPUs of its compute
+    capability, "NVIDIA H100 80GB HBM3, NVIDIA H200".
+    """
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     verdict = _verdict_on(op, device)
@@ -95,17 +100,22 @@ def measured_on(op: str, device: torch.device) -> str | None:
 
 
 def tuned_sdpa(device: torch.device, dtype: torch.dtype, *, crossing: bool) -> str | None:
-    """The backend of PyTorch's attention (sdpa.py) that `turbo-rcm tune` found faster on this GPU than the one that
-    PyTorch takes by itself; None where it is the fastest, or nobody knows. crossing: of cross-attention."""
+    """Return the backend of PyTorch's attention (sdpa.py) that `turbo-rcm tune` found faster on this GPU than
+    PyTorch's own choice, or None if there is none. crossing: True for cross-attention."""
     if device.type != "cuda" or dtype not in MEASURED_DTYPES:
         return None
+    return _sdpa_on(device, True) if crossing else _sdpa_on(device, False)
+
+
+@torch.compiler.assume_constant_result
+def _sdpa_on(device: torch.device, crossing: bool) -> str | None:
     tuned = _tuned_on(device)
     return None if tuned is None else tuned.sdpa.get(crossing)
 
 
 def tuned_tiers(device: torch.device) -> dict[str, Verdict]:
-    """What `turbo-rcm tune` found of the tiers that err more on this GPU, by part of a block (TIER_OPS); empty where
-    nobody ran it."""
+    """Return what `turbo-rcm tune` found about the less accurate tiers on this GPU, by part of a block (TIER_OPS). The
+    result is empty if it never ran here."""
     tuned = _tuned_on(device) if device.type == "cuda" else None
     return {} if tuned is None else tuned.tiers
 
@@ -114,20 +124,23 @@ def _verdict_on(op: str, device: torch.device) -> Verdict | None:
     tuned = _tuned_on(device)
     if tuned is not None and op in tuned.verdicts:
         return tuned.verdicts[op]
-    return _VERDICTS.get((op, tuple(torch.cuda.get_device_capability(device))))
+    return shipped().get((op, tuple(torch.cuda.get_device_capability(device))))
 
 
 def _tuned_on(device: torch.device) -> Tuned | None:
-    return _TUNED.get(_name_of(device)) if _TUNED else None
+    found = all_tuned()
+    return found.get(torch.cuda.get_device_name(device)) if found else None
 
 
-@torch.compiler.assume_constant_result  # torch.compile calls it, and traces no string
-def _name_of(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device)
+@functools.cache
+def shipped() -> dict[tuple[str, tuple[int, int]], Verdict]:
+    """Return the verdicts that ship with the package. The files are read once, when first asked for."""
+    return read_verdicts(FOLDER.glob("*.json"))
 
 
+@functools.cache
 def all_tuned() -> dict[str, Tuned]:
-    """What `turbo-rcm tune` found on this machine, by GPU."""
+    """Return what `turbo-rcm tune` found on this machine, by GPU. The files are read once, when first asked for."""
     return {
         gpu: Tuned(verdicts_of(origin, rows), _sdpa_of(rows), tier_verdicts_of(origin, rows))
         for gpu, (origin, rows) in read_tuned().items()
@@ -171,8 +184,3 @@ def _verdict(rows: list[tuple[str, dict]]) -> Verdict:
     ours = [row["ours"] for _, row in rows]
     gpus = tuple(dict.fromkeys(gpu for gpu, _ in rows))
     return Verdict(gpus, None if None in ours else sum(ours), sum(row["rival"] or 0.0 for _, row in rows))
-
-
-# Read now: torch.compile cannot trace the reading of a file.
-_VERDICTS = read_verdicts(FOLDER.glob("*.json"))
-_TUNED = all_tuned()
