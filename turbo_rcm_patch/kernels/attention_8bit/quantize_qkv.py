@@ -341,7 +341,7 @@ def _summarize_kv_kernel(
     """Summarise the rows that a program walks.
 
     Programs whose last grid index is 0 write the sums of rotated k, [B, programs, H·D], and every row's norm factor,
-    rstd [B, S]. Those with index 1 write the maxima of |v|, [B, programs, H·D].
+    rstd [B, S], if there is a norm. Those with index 1 write the maxima of |v|, [B, programs, H·D].
     """
     sample = tl.program_id(1).to(tl.int64)
     head = tl.arange(0, BLOCK_H)

@@ -1,1 +1,1 @@
-"""Sparse-linear attention (SLA): the key blocks that matter exactly, all tokens linearly."""
+"""Sparse-linear attention (SLA): softmax attention to the key blocks that matter, linear attention to all tokens."""

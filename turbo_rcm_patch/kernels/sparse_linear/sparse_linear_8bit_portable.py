@@ -1,7 +1,7 @@
-"""The portable attention to kept blocks with the softmax's q, k and v in 8 bits: sm_80 to sm_120.
+"""The portable attention to kept blocks with the softmax's q, k and v in 8 bits, for sm_80 to sm_120.
 
-As attention_8bit_portable, over the keys of the kept blocks alone, and with what is added to it, the linear branch,
-which takes q as it was before 8 bits, or what stands for the blocks that were left out, before the only store.
+It works like attention_8bit_portable.py, over the keys of the kept blocks only. Before its only store it adds one of
+two terms: the linear branch, which takes q in its original dtype, or the estimate for the blocks that were left out.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from .sparse_linear_portable import (
 def sparse_attention_forward(
     qkv: QuantizedQKV, q: torch.Tensor | None, blocks: Blocks, branch: LinearBranch | None, out: torch.Tensor
 ) -> None:
-    """Write softmax attention of qkv to the kept blocks, and what is added to it, to out, packed [B, S, H, D].
+    """Write softmax attention of qkv to the kept blocks, plus the branch or the left-out blocks' term, to out, packed
+    [B, S, H, D].
 
-    q: what the branch takes, [B, S, H, D] of any strides; None without one.
+    q: the linear branch's q, [B, S, H, D] with any strides; None without a branch.
     """
     q = None if q is None else readable(q)
     batch, tokens, heads, head_dim = qkv.q.shape
@@ -79,8 +80,8 @@ def _sparse_attention_8bit_kernel(
     wide_q_stride_b, wide_q_stride_s, wide_q_stride_h, V_FP8: tl.constexpr, HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M queries of one head and of one block of queries. counts, kept_share and left_value may be
-    None, and wide_q, key_weight, state and bias."""
+    """One program computes BLOCK_M queries of one head, all of one block of queries. counts, kept_share and left_value
+    may be None, and so may wide_q, key_weight, state and bias."""
     start = tl.program_id(0) * BLOCK_M
     head = tl.program_id(1)
     sample = tl.program_id(2)
@@ -104,7 +105,7 @@ def _sparse_attention_8bit_kernel(
             v_tile = load_tile(v, strides, sample, head, key, tokens, HEAD_DIM, BLOCK_N, HEAD_DIM)
         unit = row_scale * tl.load(key_scales + key // GROUP)
         output, row_max, row_sum = attend(q_tile, k_tile, v_tile, output, row_max, row_sum, unit, BLOCK_N, MASK=False)
-        key = key_of(kept_blocks, i + 1, kept, KEYS, BLOCK_N)  # now, that the next tiles can be loaded ahead
+        key = key_of(kept_blocks, i + 1, kept, KEYS, BLOCK_N)  # early, so that the next tiles can be loaded ahead
     for key in tl.range(cut, tokens, BLOCK_N):
         k_tile = load_tile(k, strides, sample, head, key, tokens, HEAD_DIM, BLOCK_N, HEAD_DIM)
         if V_FP8:

@@ -4,12 +4,12 @@
     o_l = φ(q) Σ φ(k)ᵀ v / (1e-5 + φ(q) Σ φ(k)ᵀ)      φ: softmax over D; both sums over all tokens
     out = o_s + o_l Wᵀ + b                            proj_l: W [D, D] and b [D], the same for all heads
 
-q, k, v, out [B, S, H, D]; see sparse_linear_reference.py for the definition and its source. One kernel pools
-q, two summarise k and v (sparse_linear_prepass.py), one chooses the blocks by PyTorch's product of their
-means (sparse_linear_map.py), and one computes both branches and stores their sum. With ``quantized`` its
-softmax takes q, k and v in 8 bits: q's, and the scale of v, come from the same kernels, k's and v's from one of
-quantize_qkv's; the last kernel then may be the one for sm_90 (sparse_linear_sm90.py). No
-gradient: under autograd the reference runs.
+q, k, v, out [B, S, H, D]; see sparse_linear_reference.py for the definition and its source. One kernel pools q, two
+summarise k and v (sparse_linear_prepass.py), two score the blocks by their means and list the chosen ones
+(sparse_linear_map.py), and one computes both branches and stores their sum.
+With ``quantized`` the softmax takes q, k and v in 8 bits. The first kernels then also give the 8-bit q and the scale of
+v, and one of quantize_qkv's kernels gives the 8-bit k and v. The last kernel may be the one for sm_90
+(sparse_linear_sm90.py). No gradient: under autograd the reference runs.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ from .sparse_linear_map import choose_blocks
 from .sparse_linear_prepass import pool_queries, summarize_keys
 from .sparse_linear_reference import kept_blocks
 
-BLOCK_SIZES = (64, 128)  # that the kernels take
+BLOCK_SIZES = (64, 128)  # tokens of a block that the kernels support
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparseSpec(Spec):
-    """Attention of q, k, v [B, S, H, head_dim] to kept blocks of keys, for blocks of queries.
+    """Attention of q, k, v [B, S, H, head_dim] in which each block of queries attends to its kept blocks of keys.
 
-    block_q, block_k: tokens of a block. v_format: v's 8-bit format, with q and k in int8; None: all in the main dtype.
+    block_q, block_k: tokens of a block. v_format: v's format (FP8 or fp16) beside int8 q and k; None if q, k and v have
+    the main dtype.
     """
 
     head_dim: int
@@ -51,7 +52,8 @@ class SparseSpec(Spec):
 
     @property
     def sizes(self) -> tuple:
-        """The result's device and dtype, and the formats and sizes, as the kernels for sm_90 ask for them."""
+        """The arguments of the sm_90 kernels' `why_not`: device, the result's dtype, v_format, head_dim and block
+        sizes."""
         return self.device, self.result or self.dtype, self.v_format, self.head_dim, self.block_q, self.block_k
 
 
@@ -70,19 +72,23 @@ def sparse_linear_attention(
     v_format: torch.dtype | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """Sparse-linear attention of q, k, v [B, S, H, D] of one dtype and any strides; [B, S, H, D] in that dtype.
+    """Return sparse-linear attention of q, k, v: [B, S, H, D] in their dtype.
 
-    proj_weight [D, D] and proj_bias [D] or None: proj_l, in q's dtype or fp32.
-    topk: the share of key blocks that each block of queries keeps, above 0 and at most 1; rounded down to whole blocks,
-    and at least one (`kept_blocks` says where the published rule would keep none). Or block_map: the key blocks to
-    keep, [B, H, ⌈S / block_q⌉, kept] of int32 or int64, no block twice in a list.
-    block_q, block_k: tokens of a block of queries and of keys, with which a checkpoint was trained; both or neither,
-    then as published for this device (`sparse_block_sizes`).
-    quantized: the softmax's q, k and v in 8 bits. v_format: v's then, float8_e4m3fn (the default from sm_89 on, and on
-    the CPU) or float16.
-    implementation: "auto", "triton" or "torch" (see dispatch.py); the kernels take head_dims 64 and 128 and blocks of
-    64 and 128 tokens. Differentiable in q, k, v and proj_l, through the reference; through 8 bits as if none rounded.
-    Raises ValueError for shapes, dtypes, devices, blocks or a share that do not fit together.
+    q, k, v: [B, S, H, D] of one dtype, with any strides.
+
+    proj_weight, proj_bias: proj_l, [D, D] and [D] or None, in q's dtype or fp32.
+    topk: the share of key blocks that each block of queries keeps, above 0 and at most 1. It is rounded down to whole
+        blocks, but to one at least (`kept_blocks` tells if the published rule would keep none).
+    block_map: instead of topk, the key blocks to keep, [B, H, ⌈S / block_q⌉, kept] int32 or int64, without repetition
+        in a list.
+    block_q, block_k: the tokens of a block of queries and of keys that a checkpoint was trained with. Give both or
+        neither; without them the sizes are those published for this device (`sparse_block_sizes`).
+    quantized: True for a softmax with q, k and v in 8 bits. v_format: v's format then, float8_e4m3fn (the default from
+        sm_89 on, and on the CPU) or float16.
+    implementation: "auto", "triton" or "torch" (see dispatch.py). The kernels take head_dims 64 and 128 and blocks of
+        64 and 128 tokens.
+    Differentiable in q, k, v and proj_l, through the reference. Gradients pass through the rounding to 8 bits
+    unchanged. Raises ValueError for shapes, dtypes, devices, blocks or a share that do not fit together.
     """
     _check(q, k, v, proj_weight, proj_bias, topk, block_map, block_q, block_k, quantized, v_format)
     if block_q is None:
@@ -103,8 +109,8 @@ def sparse_linear_attention(
 def chosen_key_blocks(
     q: torch.Tensor, k: torch.Tensor, kept: int, block_q: int, block_k: int, implementation: str = "auto"
 ) -> torch.Tensor:
-    """The key blocks that `sparse_linear_attention` keeps of q and k [B, S, H, D], when it keeps so many:
-    [B, H, ⌈S / block_q⌉, kept] int32, ascending. For what compares two computations; no other caller needs it."""
+    """Return the key blocks that `sparse_linear_attention` keeps for q and k [B, S, H, D] if it keeps `kept` per list:
+    [B, H, ⌈S / block_q⌉, kept] int32, ascending. Only comparisons of two computations need this."""
     sizes = {"head_dim": q.shape[3], "block_q": block_q, "block_k": block_k}
     spec = spec_of(implementation, q, k, kind=SparseSpec, **sizes)
     if why_not_fused(spec) is not None or implementation == "torch":
@@ -114,7 +120,7 @@ def chosen_key_blocks(
 
 
 def sparse_block_sizes(device: torch.device, *, quantized: bool) -> tuple[int, int]:
-    """Tokens of a block of queries and of a block of keys, as TurboDiffusion publishes them for a device."""
+    """Return the tokens of a block of queries and of a block of keys, as TurboDiffusion publishes them for a device."""
     on_sm90 = is_gpu(device) and device_capability(device) == SM90
     return (64, 128) if quantized and on_sm90 else (128, 64)
 
@@ -146,7 +152,7 @@ def _check(q, k, v, proj_weight, proj_bias, topk, block_map, block_q, block_k, q
 
 
 def check_sparsity(topk: float | None, block_q: int | None, block_k: int | None) -> None:
-    """Raise ValueError for a share or sizes of blocks that have no meaning. None: not given."""
+    """Raise ValueError for an invalid share or invalid block sizes. None means not given."""
     if topk is not None and not 0 < topk <= 1:
         raise ValueError(f"sparse_linear_attention: topk={topk}; it is a share of the key blocks, in (0, 1].")
     if (block_q is None) != (block_k is None):
@@ -169,7 +175,7 @@ def _check_block_map(block_map, q, block_q, block_k):
 
 
 def why_not_fused(spec: SparseSpec) -> str | None:
-    """The reason why the portable kernels cannot run for a spec, or None if they can."""
+    """Return the reason why the portable kernels cannot run for a spec, or None if they can."""
     reason = why_not_ours(spec)
     if reason is not None:
         return reason
@@ -185,9 +191,9 @@ def _why_not_gluon(spec: SparseSpec) -> str | None:
 
 
 def _by_reference(q, k, v, proj_weight, proj_bias, block_map, topk, block_q, block_k, v_format):
-    """topk: the share of key blocks to keep, if block_map is None."""
+    """Run the reference. topk: the share of key blocks to keep if block_map is None."""
     if recording():
-        return torch.empty_like(q)  # it takes long, and nothing of it is compiled
+        return torch.empty_like(q)  # the reference is slow, and has no kernel to compile
     if block_map is None:
         block_map = reference.sparse_block_map(q, k, kept_blocks(q.shape[1], block_k, topk).count, block_q, block_k)
     arguments = (q, k, v, proj_weight, proj_bias, block_map, block_q, block_k)
@@ -197,8 +203,8 @@ def _by_reference(q, k, v, proj_weight, proj_bias, block_map, topk, block_q, blo
 
 
 def _fused(attend_8bit, q, k, v, proj_weight, proj_bias, block_map, topk, block_q, block_k, v_format):
-    """attend_8bit: launches the last kernel, if v_format says that the softmax is in 8 bits. The others: as in
-    `_by_reference`."""
+    """Run the kernels. attend_8bit: launches the last kernel if v_format is given, for a softmax in 8 bits. The other
+    arguments are those of `_by_reference`."""
     kept = None if block_map is not None else kept_blocks(q.shape[1], block_k, topk).count
     if v_format is not None:
         pooled_q, pooled_k, key_weight, state, *qkv = _summarize_8bit(q, k, v, proj_weight, block_q, block_k, v_format)
@@ -211,7 +217,7 @@ def _fused(attend_8bit, q, k, v, proj_weight, proj_bias, block_map, topk, block_
 
 @kernel_op("pool_queries")
 def _pool_queries(q: torch.Tensor, block: int) -> torch.Tensor:
-    """The means of each block of tokens of q [B, S, H, D], [B, H, blocks, D]."""
+    """Return the mean of each block of tokens of q [B, S, H, D]: [B, H, blocks, D]."""
     pooled = _allocate_pooled(q, block)
     pool_queries(q, block, pooled)
     return pooled
@@ -227,7 +233,7 @@ def _allocate_pooled(q, block):
 def _summarize_keys(
     k: torch.Tensor, v: torch.Tensor, proj_weight: torch.Tensor, block: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """pooled_k [B, H, blocks, D], key_weight [B, H, D] fp32, state [B, H, D, D], as the pre-pass has them."""
+    """Return the pre-pass's pooled_k [B, H, blocks, D], key_weight [B, H, D] fp32 and state [B, H, D, D]."""
     out = _allocate_summaries(k, v, proj_weight, block)
     summarize_keys(k, v, proj_weight, block, *out)
     return out
@@ -261,7 +267,7 @@ def _summarize_8bit(
     torch.Tensor,
     torch.Tensor,
 ]:
-    """pooled_q; pooled_k, key_weight and state; the tensors of a QuantizedQKV."""
+    """Return pooled_q, pooled_k, key_weight, state, and the tensors of a QuantizedQKV."""
     out = _allocate_8bit(q, k, v, proj_weight, block_q, block_k, v_format)
     pooled_q, pooled_k, key_weight, state, q8, q_scale, k8, k_scale, v8, v_scale = out
     pool_queries(q, block_q, pooled_q, q8, q_scale)

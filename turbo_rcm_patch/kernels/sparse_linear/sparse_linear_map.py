@@ -1,9 +1,9 @@
-"""Which blocks of keys sparse-linear attention keeps, on a GPU: sm_80 to sm_120.
+"""The choice of the key blocks that sparse-linear attention keeps, on a GPU: sm_80 to sm_120.
 
-    scores of the blocks' means    a kernel, as PyTorch rounds to 16 bits what tensor cores add up in fp32
-    the lists                      a kernel: a row of scores is in registers, where its threshold is found bit by bit
+    scores of the blocks' means    a kernel, because PyTorch would round the fp32 sums of tensor cores to 16 bits
+    the lists                      a kernel that holds a row of scores in registers and finds its threshold bit by bit
 
-PyTorch's topk and the sort of what it finds take 1.9 of the 19.9 ms that the attention of 40 heads and 75,600 tokens to
+PyTorch's topk and a sort of its result take 1.9 of the 19.9 ms that the attention of 40 heads and 75,600 tokens to
 a tenth of the keys takes on an H200.
 """
 
@@ -27,14 +27,15 @@ WITHOUT_SIGN = tl.constexpr(2**31 - 1)
 
 
 def choose_blocks(pooled_q: torch.Tensor, pooled_k: torch.Tensor, kept: int) -> torch.Tensor:
-    """As the reference's: [B, H, ⌈S / block_q⌉, kept] int32, ascending; of equal scores the first."""
+    """Return the same blocks as the reference: [B, H, ⌈S / block_q⌉, kept] int32, ascending. Of blocks with equal
+    scores the first are kept."""
     scores = block_scores if pooled_q.dtype == torch.float32 else _block_scores
-    return _keep_largest(scores(pooled_q, pooled_k).float(), kept)  # which autocast gives in 16 bits
+    return _keep_largest(scores(pooled_q, pooled_k).float(), kept)  # autocast gives 16 bits
 
 
 @kernel_op("block_scores")
 def _block_scores(pooled_q: torch.Tensor, pooled_k: torch.Tensor) -> torch.Tensor:
-    """The products of means of 16 bits [B, H, blocks, D], as the reference's: [B, H, QB, KB] fp32."""
+    """Return the products of 16-bit means [B, H, blocks, D], as the reference does: [B, H, QB, KB] fp32."""
     scores = _allocate_scores(pooled_q, pooled_k)
     batch, heads, rows, columns = scores.shape
     with torch.cuda.device_of(scores):
@@ -60,7 +61,8 @@ def _allocate_scores(pooled_q, pooled_k):
 
 @kernel_op("keep_largest")
 def _keep_largest(scores: torch.Tensor, kept: int) -> torch.Tensor:
-    """Of each row of scores [B, H, QB, KB] fp32 the columns of so many largest, ascending: [B, H, QB, kept] int32."""
+    """Return the columns of the `kept` largest scores of each row of [B, H, QB, KB] fp32: [B, H, QB, kept] int32,
+    ascending."""
     block_map = _allocate_map(scores, kept)
     columns = scores.shape[3]
     block = next_power_of_2(columns)
@@ -73,7 +75,7 @@ def _keep_largest(scores: torch.Tensor, kept: int) -> torch.Tensor:
             columns,
             kept,
             BLOCK=block,
-            num_warps=1 if block <= 1024 else 4 if block <= 2048 else 16,  # one need not wait for others
+            num_warps=1 if block <= 1024 else 4 if block <= 2048 else 16,  # a single warp waits for no other
         )
     return block_map
 
@@ -87,7 +89,7 @@ def _allocate_map(scores, kept):
 def _block_scores_kernel(
     pooled_q, pooled_k, scores, rows, columns, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program: BLOCK rows and columns of one head."""
+    """One program computes BLOCK × BLOCK scores of one head."""
     head = tl.program_id(2).to(tl.int64)
     row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -104,13 +106,13 @@ def _block_scores_kernel(
 
 @triton.jit(do_not_specialize=["columns", "kept"])
 def _keep_largest_kernel(scores, block_map, columns, kept, BLOCK: tl.constexpr):
-    """One program: one row."""
+    """One program lists the kept columns of one row."""
     tl.static_assert(BLOCK < 2**15, "a row's counts must fit in halves of an int32")
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     is_column = column < columns
-    values = tl.load(scores + row * columns + column, mask=is_column, other=0.0) + 0.0  # -0.0 is 0.0
-    # Integers in the order of the floats: the bits of negative ones count down.
+    values = tl.load(scores + row * columns + column, mask=is_column, other=0.0) + 0.0  # makes -0.0 into 0.0
+    # Map floats to integers of the same order. The bits of negative floats count down, so they are flipped.
     bits = values.to(tl.int32, bitcast=True)
     order = tl.where(is_column, bits ^ ((bits >> 31) & WITHOUT_SIGN), LOWEST)
     lowest = tl.where(tl.sum((order >= 0).to(tl.int32)) >= kept, 0, LOWEST)
@@ -118,7 +120,7 @@ def _keep_largest_kernel(scores, block_map, columns, kept, BLOCK: tl.constexpr):
     above = order > threshold
     equal = (order == threshold) & is_column
     room = kept - tl.sum(above.to(tl.int32))
-    counts = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << HALF), 0)  # both in one, in halves of an integer
+    counts = tl.cumsum(above.to(tl.int32) + (equal.to(tl.int32) << HALF), 0)  # two counts in one integer, in its halves
     equal_count = counts >> HALF
     chosen = above | (equal & (equal_count <= room))
     place = (counts & LOW_HALF) + tl.minimum(equal_count, room) - 1

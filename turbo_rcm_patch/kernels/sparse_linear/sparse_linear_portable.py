@@ -1,8 +1,8 @@
-"""The portable attention to kept blocks, of sparse-linear and of block-sparse attention: sm_80 to sm_120.
+"""The portable attention to kept blocks, for sparse-linear and block-sparse attention, on sm_80 to sm_120.
 
-As attention_forward, over the keys of the kept blocks alone; then, where the result still is in registers, the rest is
-added: the linear branch by one product with the state of the pre-pass (sparse_linear_prepass.py), or of the
-blocks that were left out the share and the value that were estimated (block_sparse_reference.py).
+It works like attention_portable.py, over the keys of the kept blocks only. While the result is still in registers, one
+of two terms is added: the linear branch, by one product with the pre-pass's state (sparse_linear_prepass.py), or the
+estimated share and value of the blocks that were left out (block_sparse_reference.py).
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ from .sparse_linear_reference import EPSILON
 
 LOG2E = tl.constexpr(LOG2_E)
 EPS = tl.constexpr(EPSILON)
-MOST_KEYS = 64  # at a time: with 128 registers spill on sm_100, and on sm_90 few programs fit
+MOST_KEYS = 64  # at a time: 128 would spill registers on sm_100, and leave room for few programs on sm_90
 FP32_COLUMNS = tl.constexpr(16)
 
 
 class Blocks(NamedTuple):
-    """The key blocks that each block of queries keeps, [B, H, QB, width] int32 and ascending; block_q, block_k: tokens.
+    """The key blocks that each block of queries keeps.
 
-    Of block-sparse attention also: counts [B, H, QB] int32, how many of a list count; kept_share [B, H, QB] and
-    left_value [B, H, QB, D] fp32, by which the softmax is multiplied, and what is added to it.
+    block_map: [B, H, QB, width] int32, ascending. block_q, block_k: tokens of a block.
+    Block-sparse attention also has counts [B, H, QB] int32, the number of valid entries of each list, and kept_share
+    [B, H, QB] and left_value [B, H, QB, D], fp32: the softmax's result is multiplied by kept_share, and left_value is
+    added.
     """
 
     block_map: torch.Tensor
@@ -53,7 +55,7 @@ class Blocks(NamedTuple):
 
 
 class LinearBranch(NamedTuple):
-    """key_weight and state as summarize_keys leaves them, and proj_l's bias [D] of any stride."""
+    """key_weight and state from summarize_keys, and proj_l's bias [D] of any stride or None."""
 
     key_weight: torch.Tensor
     state: torch.Tensor
@@ -63,8 +65,10 @@ class LinearBranch(NamedTuple):
 def sparse_attention_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Blocks, branch: LinearBranch | None, out: torch.Tensor
 ) -> None:
-    """Write softmax attention of q, k, v [B, S, H, D], of any strides, to the kept blocks, and what is added to it, to
-    out, packed."""
+    """Write softmax attention of q, k, v to the kept blocks, plus the branch or the left-out blocks' term, to out.
+
+    q, k, v: [B, S, H, D] with any strides. out: packed.
+    """
     q, k, v = readable(q), readable(k), readable(v)
     batch, tokens, heads, head_dim = q.shape
     capability = device_properties(q.device)[0]
@@ -96,12 +100,12 @@ def sparse_attention_forward(
 
 
 def block_operands(blocks: Blocks) -> tuple[torch.Tensor | None, ...]:
-    """block_map, counts, kept_share and left_value as kernels take them."""
+    """Return block_map, counts, kept_share and left_value as kernels take them."""
     return blocks.block_map.contiguous(), blocks.counts, blocks.kept_share, blocks.left_value
 
 
 def branch_operands(branch: LinearBranch | None, capability: tuple[int, int]) -> tuple[object, ...]:
-    """key_weight, state and bias as kernels take them."""
+    """Return key_weight, state and bias as kernels take them."""
     if branch is None:
         return None, None, None
     bias = None if branch.bias is None else branch.bias.contiguous()
@@ -109,8 +113,11 @@ def branch_operands(branch: LinearBranch | None, capability: tuple[int, int]) ->
 
 
 def fit_tile(tile: Tile, block_q: int, block_k: int, capability: tuple[int, int]) -> Tile:
-    """The tile, no larger than the blocks. Of fewer queries a warp then has as many, or on GPUs whose warps multiply
-    alone all warps have fewer, else registers spill."""
+    """Return the tile, reduced to the size of the blocks if it is larger.
+
+    On sm_90 and sm_100 a tile with fewer queries gets fewer warps, so that a warp keeps its number of queries. On GPUs
+    whose warps multiply alone the number of warps stays; otherwise registers spill.
+    """
     rows, columns = min(tile.BLOCK_M, block_q), min(tile.BLOCK_N, block_k)
     shrinks = capability[0] in (9, 10)
     num_warps = tile.num_warps * rows // tile.BLOCK_M if shrinks else tile.num_warps
@@ -118,7 +125,8 @@ def fit_tile(tile: Tile, block_q: int, block_k: int, capability: tuple[int, int]
 
 
 def state_operand(state: torch.Tensor, capability: tuple[int, int]) -> torch.Tensor | TensorDescriptor:
-    """What a kernel gets to read one head's state [D, D] of all [B, H, D, D]."""
+    """Return the operand from which a kernel reads one head's state [D, D] of [B, H, D, D]: a TMA descriptor or
+    state."""
     if not has_descriptors(capability, state.dtype):
         return state
     return TensorDescriptor(state, list(state.shape), list(state.stride()), [1, 1, *state.shape[2:]])
@@ -126,14 +134,14 @@ def state_operand(state: torch.Tensor, capability: tuple[int, int]) -> torch.Ten
 
 @triton.jit
 def list_of(sample, head, heads, query, tokens, QUERIES: tl.constexpr):
-    """The number of the list of the query's block."""
+    """Return the index of the list of a query's block."""
     return (tl.cast(sample, tl.int64) * heads + head) * tl.cdiv(tokens, QUERIES) + query // QUERIES
 
 
 @triton.jit
 def kept_keys(block_map, counts, row, width, tokens, KEYS: tl.constexpr):
-    """Of list `row`: where it is, how many key blocks it holds, how many of them are whole, and the first key of the
-    one that is not; the number of tokens where all are. counts may be None: each list is full."""
+    """Return, for list `row`: a pointer to it, the number of key blocks in it, the number of whole key blocks, and the
+    first key of the block that is not whole, or `tokens` if all are. counts is None if every list is full."""
     kept_blocks = block_map + row * width
     kept = width
     if counts is not None:
@@ -145,14 +153,15 @@ def kept_keys(block_map, counts, row, width, tokens, KEYS: tl.constexpr):
 
 @triton.jit
 def key_of(kept_blocks, i, kept, KEYS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the i-th tile of BLOCK_N keys of the kept blocks begins; behind the last one, within the last block."""
+    """Return the first key of the i-th tile of BLOCK_N keys of the kept blocks. Past the last tile, return a key in the
+    last block."""
     PARTS: tl.constexpr = KEYS // BLOCK_N
     return tl.load(kept_blocks + tl.minimum(i // PARTS, kept - 1)) * KEYS + i % PARTS * BLOCK_N
 
 
 @triton.jit
 def add_left_out(output, kept_share, left_value, row, HEAD_DIM: tl.constexpr):
-    """kept_share · output [M, D] plus left_value, of list `row`."""
+    """Return kept_share · output [M, D] + left_value of list `row`."""
     values = tl.load(left_value + row * HEAD_DIM + tl.arange(0, HEAD_DIM))
     return output * tl.load(kept_share + row) + values[None, :]
 
@@ -161,7 +170,7 @@ def add_left_out(output, kept_share, left_value, row, HEAD_DIM: tl.constexpr):
 def add_linear_branch(
     output, q, q_strides, key_weight, state, bias, sample, head, heads, start, tokens, HEAD_DIM: tl.constexpr
 ):
-    """output [M, D] plus o_l Wᵀ + b, for the queries from start on."""
+    """Return output [M, D] + o_l Wᵀ + b for the queries from start on."""
     BLOCK_M: tl.constexpr = output.shape[0]
     columns = tl.arange(0, HEAD_DIM)
     of_head = tl.cast(sample, tl.int64) * heads + head
@@ -182,7 +191,7 @@ def add_linear_branch(
             projected = tl.load(state + columns[:, None] * HEAD_DIM + columns[None, :])
             output = tl.dot((weights * inverse[:, None]).to(projected.dtype), projected, output)
         else:
-            # Without tensor cores a product of whole tiles takes more registers than there are.
+            # Without tensor cores, a product of whole tiles would need more registers than there are.
             for first in tl.range(0, HEAD_DIM, FP32_COLUMNS, num_stages=1):
                 some = first + tl.arange(0, FP32_COLUMNS)
                 part = load_tile(q + first, q_strides, sample, head, start, tokens, FP32_COLUMNS, BLOCK_M, FP32_COLUMNS)
@@ -199,8 +208,8 @@ def _sparse_attention_kernel(
     q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,
     HEAD_DIM: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M queries of one head and of one block of queries. counts, kept_share and left_value may be
-    None, and key_weight, state and bias."""
+    """One program computes BLOCK_M queries of one head, all of one block of queries. counts, kept_share and left_value
+    may be None, and so may key_weight, state and bias."""
     start = tl.program_id(0) * BLOCK_M
     head = tl.program_id(1)
     sample = tl.program_id(2)
@@ -220,7 +229,7 @@ def _sparse_attention_kernel(
         output, row_max, row_sum = attend(
             q_tile, k_tile, v_tile, output, row_max, row_sum, BLOCK_N, scale_log2, MASK=False
         )
-        key = key_of(kept_blocks, i + 1, kept, KEYS, BLOCK_N)  # now, that the next tiles can be loaded ahead
+        key = key_of(kept_blocks, i + 1, kept, KEYS, BLOCK_N)  # early, so that the next tiles can be loaded ahead
     for key in tl.range(cut, tokens, BLOCK_N):
         k_tile = load_tile(k, k_strides, sample, head, key, tokens, HEAD_DIM, BLOCK_N, HEAD_DIM)
         v_tile = load_tile(v, v_strides, sample, head, key, tokens, HEAD_DIM, BLOCK_N, HEAD_DIM)

@@ -1,14 +1,15 @@
-"""What sparse-linear attention needs of all tokens, in one read of q, k and v, portable: sm_80 to sm_120.
+"""The pre-pass of sparse-linear attention: summaries of all tokens in one read of q, k and v, for sm_80 to sm_120.
 
-    pooled_q, pooled_k = means of each block of q and of k less its mean over the tokens      [B, H, blocks, D]
+    pooled_q, pooled_k = means of the blocks of q, and of k minus its mean over the tokens    [B, H, blocks, D]
     key_weight = Σ φ(k)                                                                       [B, H, D] fp32
     state      = (Σ φ(k)ᵀ v) / key_weight · Wᵀ                                                [B, H, D, D]
 
-For 8-bit attention the same reads give q in 8 bits and the scale of v, so that k and v are read once more, and q not.
+For 8-bit attention the same reads also give q in 8 bits and the scale of v. Then k and v are read once more, but not q.
 
-Programs each summarise some blocks of keys of a head; what they leave is then added up, divided and projected. Divided
-by its row's weight, the state has means of v: they fit fp16 however many tokens there are, and with them o_l is a mean
-over d with the weights φ(q)_d key_weight_d. Projected before the queries see it, proj_l costs nothing per query.
+Each program summarises some blocks of keys of a head. A second kernel adds up the summaries, divides and projects them.
+Each row of the state is divided by its weight and holds weighted means of v, which fit fp16 for any number of tokens.
+Then o_l is a mean over d with the weights φ(q)_d key_weight_d. proj_l is folded into the state and costs nothing per
+query.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from ..launch import launch_kernel, register_options
 from ..sizes import cdiv
 from ..tma import head_strides
 
-PROGRAMS = 1  # per multiprocessor that summarise keys: more have no room for their registers
-WARPS = 8  # of each
-WARP_ELEMENTS = 256  # of 16 bits, that a warp reads at once: it then adds up its own rows alone
-WARP_TOKENS, FP32_TOKENS = 64, 16  # at a time, where both operands of a product, or all of it, are in registers
+PROGRAMS = 1  # per multiprocessor that summarise keys; the registers have no room for more
+WARPS = 8  # per program
+WARP_ELEMENTS = 256  # 16-bit elements that a warp reads at once; it then sums only its own rows
+WARP_TOKENS, FP32_TOKENS = 64, 16  # at a time, if both operands of a product, or all of it, are in registers
 FOLDED_ROWS, FOLDED_COLUMNS = 16, 32
-SUMMARIES = 8  # read at once: each alone would wait for memory
+SUMMARIES = 8  # read at once, to wait for memory only once
 TINY = tl.constexpr(1e-30)
-PHI_SCALE = tl.constexpr(2.0**15)  # of φ in sums, so that in fp16 small ones keep their digits
+PHI_SCALE = tl.constexpr(2.0**15)  # factor of φ in sums, so that small values keep their digits in fp16
 LOG2E = tl.constexpr(LOG2_E)
 
 
@@ -43,14 +44,16 @@ def pool_queries(
     values: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
 ) -> None:
-    """Write the means of each block of tokens of q [B, S, H, D], of any strides, to pooled [B, H, blocks, D] and, where
-    they are wanted, q and q_scale of a QuantizedQKV to values and scale. All outputs packed."""
+    """Write the mean of each block of tokens of q [B, S, H, D], with any strides, to pooled [B, H, blocks, D].
+
+    values, scale: outputs for q and q_scale of a QuantizedQKV, or None. All outputs are packed.
+    """
     q = readable(q)
     batch, tokens, heads, head_dim = q.shape
     with torch.cuda.device_of(q):
         launch_kernel(
             _pool_queries_kernel,
-            (heads, pooled.shape[2], batch),  # heads that run together fill the same sectors of scale
+            (heads, pooled.shape[2], batch),  # heads that run together write to the same sectors of scale
             q,
             pooled,
             values,
@@ -76,8 +79,11 @@ def summarize_keys(
     state: torch.Tensor,
     v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Write pooled_k, key_weight and state for k, v [B, S, H, D] of any strides and proj_l's W, and where it is wanted
-    v_scale of a QuantizedQKV; outputs packed. Returns k's mean over the tokens, fp32 [B, H, 1, D]."""
+    """Write pooled_k, key_weight and state for k, v [B, S, H, D] with any strides and proj_l's W.
+
+    v_scale: the output for a QuantizedQKV's v_scale, or None. All outputs are packed. Returns k's mean over the tokens,
+    fp32 [B, H, 1, D].
+    """
     k, v = readable(k), readable(v)
     batch, tokens, heads, head_dim = k.shape
     capability, multiprocessors = device_properties(k.device)
@@ -111,7 +117,7 @@ def summarize_keys(
             BLOCK=block,
             AT_A_TIME=at_a_time,
             LANES=WARPS * WARP_ELEMENTS // head_dim if wgmma else 1,
-            TRANSPOSED=wgmma,  # else the compiler holds φ(k)ᵀ in registers, and its wgmma wait for one another
+            TRANSPOSED=wgmma,  # otherwise the compiler holds φ(k)ᵀ in registers, and its wgmmas wait for one another
             num_warps=WARPS,
             num_stages=3,
             **register_options(capability),
@@ -148,7 +154,7 @@ def _pool_queries_kernel(
     q, pooled, values, scale, tokens, heads, scale_log2, q_stride_b, q_stride_s, q_stride_h,
     HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
-    """One program: one block of one head. values and scale, of q in 8 bits, may be None."""
+    """One program pools one block of one head. values and scale, the outputs for 8-bit q, may be None."""
     head = tl.program_id(0)
     block = tl.program_id(1)
     sample = tl.program_id(2)
@@ -175,9 +181,12 @@ def _summarize_keys_kernel(
     HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr, AT_A_TIME: tl.constexpr,
     LANES: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """One program: per_program blocks of one head, AT_A_TIME tokens of one at a time, in one loop whose loads run
-    ahead. Sums over tokens and maxima are kept per lane, of which tile after tile each gets every LANES-th token.
-    TRANSPOSED: the state is. v_maxima may be None."""
+    """One program summarises per_program blocks of one head, AT_A_TIME tokens at a time, in one loop whose loads run
+    ahead.
+
+    Sums over tokens and maxima are kept per lane; each lane gets every LANES-th token of a tile. TRANSPOSED: True if
+    the state is computed transposed. v_maxima may be None.
+    """
     program = tl.program_id(0)
     head = tl.program_id(1)
     sample = tl.program_id(2)
@@ -235,7 +244,8 @@ def _fold_projection_kernel(
     HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     SUMMARIES: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS rows of one head's state, from all programs' summaries. v_maxima and v_scale may be None."""
+    """One program computes ROWS rows of one head's state from all programs' summaries. v_maxima and v_scale may be
+    None."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     of_head = tl.program_id(2).to(tl.int64) * heads + tl.program_id(1)
     first = of_head * programs * HEAD_DIM

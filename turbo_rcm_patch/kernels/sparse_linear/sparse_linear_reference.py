@@ -1,13 +1,13 @@
-"""Sparse-linear attention in plain torch: the definition, the oracle of tests, and the path where no kernel applies.
+"""Sparse-linear attention in plain torch: its definition, the tests' oracle, and the path when no kernel can run.
 
     o_s = softmax(q kᵀ / √D) v                        over the key blocks that are kept for the query's block
     o_l = φ(q) Σ φ(k)ᵀ v / (ε + φ(q) Σ φ(k)ᵀ)         φ: softmax over D; both sums over all tokens
     out = o_s + o_l Wᵀ + b                            W [D, D] and b [D], proj_l, are the same for all heads
 
-q, k, v, out [B, S, H, D]. Kept are the key blocks whose mean has the largest product with the mean of the query's block
-(Zhang et al. 2025, SLA, sections 3 and 4; as in TurboDiffusion the linear branch has all tokens, not only those that
-the softmax leaves out). TurboDiffusion rounds every step to bf16. Here each of the three results is rounded once to q's
-dtype, and the products of means are not: what is kept is a choice among those that rounded ones would tie.
+q, k, v, out [B, S, H, D]. The key blocks whose mean has the largest product with the mean of the query's block are kept
+(Zhang et al. 2025, SLA, sections 3 and 4). As in TurboDiffusion the linear branch covers all tokens, not only those
+that the softmax leaves out. TurboDiffusion rounds every step to bf16. Here each of the three results is rounded once to
+q's dtype. The products of means are not rounded, which decides between blocks that would tie after rounding.
 """
 
 from __future__ import annotations
@@ -24,33 +24,35 @@ from ..attention_8bit.attention_8bit_reference import attend, per_token, quantiz
 from ..quantized import FP8
 
 EPSILON = 1e-5
-GATHERED_VALUES = 1 << 24  # of the keys that are copied together at a time
+GATHERED_VALUES = 1 << 24  # of the gathered keys, at a time
 
 
 class KeptBlocks(NamedTuple):
-    """count: of the key blocks kept for every block of queries. raised: whether it is one because the published rule
-    keeps none, whose softmax is 0 / 0."""
+    """The number of key blocks kept for every block of queries.
+
+    raised: True if count is 1 only because the published rule keeps none, which would give a softmax of 0 / 0.
+    """
 
     count: int
     raised: bool
 
 
 def kept_blocks(tokens: int, block_k: int, topk: float) -> KeptBlocks:
-    """Of ⌈tokens / block_k⌉ key blocks the share topk, rounded down, and at least one."""
+    """Return the share topk of ⌈tokens / block_k⌉ key blocks, rounded down, but at least one."""
     blocks = -(-tokens // block_k)
     published = min(blocks, int(topk * blocks))
     return KeptBlocks(max(1, published), published < 1)
 
 
 def sparse_block_map(q: torch.Tensor, k: torch.Tensor, kept: int, block_q: int, block_k: int) -> torch.Tensor:
-    """Which key blocks are kept, [B, H, ⌈S / block_q⌉, kept] int32, ascending."""
+    """Return the key blocks that are kept, [B, H, ⌈S / block_q⌉, kept] int32, ascending."""
     q, k = q.detach(), k.detach()
     mean = k.mean(1, dtype=_wide(k))[:, :, None]
     return choose_blocks(pool(q, block_q).to(q.dtype), (pool(k, block_k) - mean).to(q.dtype), kept)
 
 
 def pool(x: torch.Tensor, block: int) -> torch.Tensor:
-    """The means of x [B, S, H, D] over each block of tokens, the last of which may be shorter: [B, H, blocks, D]."""
+    """Return the mean of x [B, S, H, D] over each block of tokens: [B, H, blocks, D]. The last block may be shorter."""
     blocks = _blocks(x, block)
     lengths = torch.full((blocks.shape[2], 1), block, device=x.device)
     lengths[-1] -= -x.shape[1] % block
@@ -58,12 +60,12 @@ def pool(x: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def choose_blocks(pooled_q: torch.Tensor, pooled_k: torch.Tensor, kept: int) -> torch.Tensor:
-    """As `sparse_block_map`, of the blocks' means [B, H, blocks, D]."""
+    """Do what `sparse_block_map` does, from the blocks' means [B, H, blocks, D]."""
     return block_scores(pooled_q, pooled_k).topk(kept, sorted=False).indices.sort(-1).values.int()
 
 
 def block_scores(pooled_q: torch.Tensor, pooled_k: torch.Tensor) -> torch.Tensor:
-    """What blocks are chosen by, [B, H, ⌈S / block_q⌉, ⌈S / block_k⌉] in fp32, or fp64 of fp64."""
+    """Return the scores that blocks are chosen by, [B, H, ⌈S / block_q⌉, ⌈S / block_k⌉] in fp32, or fp64 for fp64."""
     return pooled_q.to(_wide(pooled_q)) @ pooled_k.to(_wide(pooled_k)).mT
 
 
@@ -77,7 +79,8 @@ def sparse_linear_attention(
     block_q: int,
     block_k: int,
 ) -> torch.Tensor:
-    """out of the formulas above; block_map [B, H, ⌈S / block_q⌉, kept]. Differentiable in all but block_map."""
+    """Return ``out`` of the formulas above for block_map [B, H, ⌈S / block_q⌉, kept]. Differentiable in all but
+    block_map."""
     output = sparse_attention(q, k, v, block_map, block_q, block_k, _attend_exactly)
     return output + project(linear_attention(q, k, v), proj_weight, proj_bias)
 
@@ -93,12 +96,12 @@ def sparse_linear_attention_8bit(
     block_k: int,
     v_format: torch.dtype,
 ) -> torch.Tensor:
-    """The same with the softmax of q, k, v in this package's 8 bits, as quantize_qkv has them; the linear branch as
-    above. Gradients are those of the exact formulas at the rounded values.
+    """Return sparse-linear attention with the softmax's q, k, v in 8 bits, as quantize_qkv has them. The linear branch
+    is the exact one. Gradients are those of the exact formulas at the rounded values.
 
-    TurboDiffusion's differs in what shares a scale: there each block of q and of k; here a row of q, KEY_GROUP tokens
-    of k. There halves are rounded away from zero, 1e-7 is added to scales, v is scaled to 2.25 and not to 448, and on
-    some GPUs PV is summed in fp16.
+    TurboDiffusion's 8 bits differ. There a block of q or of k shares a scale; here a row of q, or KEY_GROUP tokens of
+    k. There halves are rounded away from zero, 1e-7 is added to scales, v is scaled to 2.25 and not to 448, and on some
+    GPUs PV is summed in fp16.
     """
     exact, rounded = _scaled(q, k, v), _quantized(q, k, v, v_format)
     q8, k8, v8 = (straight_through(*pair) for pair in zip(exact, rounded, strict=True))
@@ -111,7 +114,7 @@ def sparse_linear_attention_8bit(
 
 
 def linear_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """o_l, [B, S, H, D]."""
+    """Return o_l, [B, S, H, D]."""
     phi_q, phi_k = (x.transpose(1, 2).to(_wide(x)).softmax(-1) for x in (q, k))
     state = phi_k.mT @ v.transpose(1, 2).to(phi_k.dtype)
     total = phi_k.sum(2)[..., None]
@@ -119,7 +122,7 @@ def linear_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
 
 
 def project(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """proj_l in x's dtype."""
+    """Apply proj_l in x's dtype."""
     return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
@@ -132,10 +135,10 @@ def sparse_attention(
     block_k: int,
     attend: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
-    """o_s, [B, S, H, D], of some blocks of queries at a time, whose kept keys are gathered.
+    """Return o_s, [B, S, H, D], computed for some blocks of queries at a time, with their kept keys gathered.
 
-    attend: from queries [B, H, n, block_q, D], keys and values [B, H, n, kept · block_k, D] and which of them are keys,
-    [B, H, n, 1, kept · block_k], to their attention.
+    attend: a function of queries [B, H, n, block_q, D], keys and values [B, H, n, kept · block_k, D] and the mask of
+    entries that are keys, [B, H, n, 1, kept · block_k], that returns their attention.
     """
     B, S, H, D = q.shape
     queries, keys, values = _blocks(q, block_q), _blocks(k, block_k), _blocks(v, block_k)
@@ -150,7 +153,7 @@ def sparse_attention(
     at_a_time = max(1, GATHERED_VALUES // (B * H * block_map.shape[3] * block_k * D))
     parts = []
     for some, kept in zip(queries.split(at_a_time, 2), block_map.split(at_a_time, 2), strict=True):
-        # Without checkpoints the gathered keys of all queries would stay for the backward.
+        # Without checkpoints the gathered keys of all queries would be kept for the backward.
         parts.append(_checkpointed(attend_part, some, keys, values, kept.long()))
     return torch.cat(parts, 2).flatten(2, 3)[:, :, :S].transpose(1, 2)
 
@@ -168,14 +171,15 @@ def _attend_exactly(queries, keys, values, is_key):
 
 
 def _scaled(q, k, v):
-    """What the 8 bits stand for: q with the softmax's scale in base 2, k less its mean, and v, [B, S, H, D] in fp32."""
+    """Return the values that are quantised: q times the softmax's scale in base 2, k minus its mean, and v. All are
+    fp32 [B, S, H, D]."""
     k = k.float()
     return q.float() * _scale_log2(q), k - k.mean(1, keepdim=True), v.float()
 
 
 @torch.no_grad()
 def _quantized(q, k, v, v_format):
-    """`_scaled`, rounded to 8 bits."""
+    """Return the values of `_scaled`, rounded to 8 bits."""
     heads, tokens = q.shape[2], q.shape[1]
     flat = (x.flatten(2) for x in (q, k, v))
     q8, q_scale, k8, k_scale, v8, v_scale = quantize_qkv(
@@ -190,7 +194,7 @@ def _scale_log2(q: torch.Tensor) -> float:
 
 
 def _blocks(x: torch.Tensor, block: int) -> torch.Tensor:
-    """x [B, S, H, D] as [B, H, blocks, block, D], with zeros behind its last token."""
+    """Return x [B, S, H, D] as [B, H, blocks, block, D], padded with zeros after the last token."""
     padded = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % block))
     return padded.transpose(1, 2).unflatten(2, (-1, block))
 

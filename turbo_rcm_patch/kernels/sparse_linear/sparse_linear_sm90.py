@@ -1,7 +1,7 @@
-"""Sparse-linear attention in 8 bits on sm_90: which inputs it takes, and the launch.
+"""Sparse-linear attention in 8 bits on sm_90: the inputs it takes, and its launch.
 
-The kernel is in sparse_linear_sm90_kernel.py: for e4m3 values, blocks of 64 or 128 queries and 128 keys,
-D of 64 or 128, and results in bf16 or fp16.
+The kernel is in sparse_linear_sm90_kernel.py. It takes e4m3 values, blocks of 64 or 128 queries and 128 keys, D of 64
+or 128, and results in bf16 or fp16.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..launch import launch_kernel
 from ..sizes import cdiv
 from .sparse_linear_portable import Blocks, LinearBranch
 
-with contextlib.suppress(ImportError, AttributeError):  # as attention_sm90.GLUON_ERROR tells
+with contextlib.suppress(ImportError, AttributeError):  # attention_sm90.GLUON_ERROR holds the error
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from ..attention.attention_sm90 import shared_layout
@@ -29,8 +29,8 @@ with contextlib.suppress(ImportError, AttributeError):  # as attention_sm90.GLUO
 def why_not(
     device: torch.device, dtype: torch.dtype, v_format: torch.dtype, head_dim: int, block_q: int, block_k: int
 ) -> str | None:
-    """The reason why the kernel cannot take q of this device, dtype and head_dim, with 8-bit values of this format and
-    blocks of these sizes, or None if it can."""
+    """Return the reason why the kernel cannot take q of this device, dtype and head_dim, with 8-bit values of this
+    format and blocks of these sizes, or None if it can."""
     reason = attention_8bit_sm90.why_not(device, v_format, dtype, head_dim)
     if reason is None and (block_k != KEYS.value or block_q % QUERIES.value):
         return f"blocks of {block_q} queries and {block_k} keys"
@@ -40,8 +40,10 @@ def why_not(
 def sparse_attention_forward(
     qkv: QuantizedQKV, q: torch.Tensor, blocks: Blocks, branch: LinearBranch, out: torch.Tensor
 ) -> None:
-    """Write softmax attention of qkv to the kept blocks, and the linear branch of q [B, S, H, D], of any strides, to
-    out, packed. All are what `why_not` accepts."""
+    """Write softmax attention of qkv to the kept blocks plus the linear branch to out, packed.
+
+    q: [B, S, H, D] with any strides, for the linear branch. `why_not` must accept all operands.
+    """
     q = readable(q)
     batch, tokens, heads, _ = q.shape
     tiles = batch * heads * cdiv(tokens, QUERIES.value)
@@ -71,7 +73,7 @@ def sparse_attention_forward(
 
 
 def _state_descriptor(state: torch.Tensor) -> TensorDescriptor:
-    """TMA over state [B, H, D, D] in pieces."""
+    """Return a TMA descriptor over state [B, H, D, D] in pieces of STATE_ROWS rows."""
     block = (1, 1, STATE_ROWS.value, state.shape[3])
     layout = shared_layout(block, state.dtype)
     return TensorDescriptor(state, list(state.shape), list(state.stride()), list(block), layout)

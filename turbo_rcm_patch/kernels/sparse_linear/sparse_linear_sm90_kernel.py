@@ -2,28 +2,29 @@
 
     out = softmax(q kᵀ) v over the kept blocks + φ(q) key_weight / (ε Σ φ(q) + φ(q) Σ key_weight) · state + bias
 
-The softmax and its products are those of attention_8bit_sm90_kernel, the sum is of sparse_linear_attention_prepass's
-state. Every tile of QUERIES queries has its own list of key blocks, so consumers share nothing: each walks tiles of
-queries by itself, through a ring of SLOTS slots that its producer fills through TMA, also ahead into the next tile. All
-that a tile needs besides its 8-bit queries is of one size and goes through the ring in this order, from the list's last
-block, the only one that may be cut, to its first:
+The softmax and its products are those of attention_8bit_sm90_kernel.py. state comes from sparse_linear_prepass.py.
+Every tile of QUERIES queries has its own list of key blocks, so consumers share nothing. Each consumer walks tiles of
+queries on its own, with a ring of SLOTS slots that its producer fills through TMA, also ahead for the next tile. Apart
+from the 8-bit queries, all operands of a tile have one size and go through the ring in this order. Key blocks run from
+the list's
+last, the only one that may be cut, to its first:
 
-    K V K V ... K V  q  state        a use of a slot each; state, [D, D] of 16 bits, in pieces of 64 rows, D / 64 uses
+    K V K V ... K V  q  state        each uses a slot once; state, [D, D] in 16 bits, in D / 64 pieces of 64 rows
 
-The result leaves from the slot of the last piece of state. Programs that run together share heads, whose K and V stay
-in L2; of the last round of tiles no program gets two before each has one.
+The result is stored from the slot of the last piece of state. Programs that run together share heads, whose K and V
+stay in L2. In the last round of tiles no program gets a second tile before every program has one.
 
-What bounds it: of D = 128 a tile of keys is 32 KiB out of L2 for 4.2 MFLOP, 128 FLOP per byte: a dense kernel, whose
-three consumers share each tile, needs a third of that.
+The limit is L2 bandwidth: for D = 128 a tile of keys and values is 32 KiB for 4.2 MFLOP, 128 FLOP per byte. A dense
+kernel, whose three consumers share each tile, reads a third of the bytes.
 
 Barriers, all mbarriers of one arrival, for use n = 0, 1, ... of a slot (use i of the ring, counted over all tiles, is
 use i // SLOTS of slot i % SLOTS; the slot of 8-bit queries is used once per tile):
 
-    full   the producer's arrival, and the bytes it expects. Use n has landed when phase n ends, so the consumer waits
-           for parity n & 1.
-    empty  the consumer's arrival, after all of its warps have read use n for the last time; of the last piece of state
-           after the result, which has taken its place, has left, within the next tile. The producer waits for it before
-           it fills use n + 1: before use n for phase n - 1, of parity (n & 1) ^ 1, which passes at once for n = 0.
+    full   the producer's arrival, and the expected bytes. Phase n ends when use n has landed, so the consumer waits for
+           parity n & 1.
+    empty  the consumer's arrival, after all of its warps have read use n for the last time. For the last piece of state
+           it comes within the next tile, after the result that replaced it has been stored. Before use n the producer
+           waits for phase n - 1, of parity (n & 1) ^ 1, which passes at once for n = 0.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ from ..gluon_releases import jit, reinterpret, tma_load, tma_store
 from ..linear.gemm_sm90_kernel import sum_layout
 from .sparse_linear_reference import EPSILON
 
-SLOTS = gl.constexpr(4)  # of a consumer
-STATE_ROWS = gl.constexpr(64)  # of a piece, which with 16 bits takes a slot
+SLOTS = gl.constexpr(4)  # per consumer
+STATE_ROWS = gl.constexpr(64)  # per piece; in 16 bits a piece fills a slot
 LOG2E = gl.constexpr(LOG2_E)
 EPS = gl.constexpr(EPSILON)
 
@@ -64,12 +65,12 @@ def sparse_linear_attention_8bit_kernel(
     q, q_scale, k, k_scale, v, v_scale, wide, block_map, key_weight, state, bias, out,
     tokens, heads, tiles, block_q, width,
 ):  # fmt: skip
-    """q, k, wide, out: descriptors over [B, H, S, D] of blocks [1, 1, QUERIES, D] and of k [1, 1, KEYS, D]; v: over
-    [B, H, D, T] of blocks [1, 1, D, KEYS]; state: over [B, H, D, D] of blocks [1, 1, STATE_ROWS, D]. wide: q in the 16
-    bits of out and of state.
+    """q, k, wide, out: descriptors over [B, H, S, D] with blocks [1, 1, QUERIES, D], and for k [1, 1, KEYS, D]. v: a
+    descriptor over [B, H, D, T] with blocks [1, 1, D, KEYS]. state: one over [B, H, D, D] with blocks
+    [1, 1, STATE_ROWS, D]. wide: q in the 16-bit dtype of out and state.
 
     q_scale [B, S, H], k_scale [B, H, ⌈S / KEYS⌉], v_scale and key_weight [B, H, D]; bias [D] or None. block_map
-    [B, H, ⌈S / block_q⌉, width], ascending; block_q is a multiple of QUERIES. tiles: of queries, of all heads.
+    [B, H, ⌈S / block_q⌉, width], ascending; block_q is a multiple of QUERIES. tiles: the tiles of queries of all heads.
     """
     HEAD_DIM: gl.constexpr = q.block_type.shape[3]
     q_smem = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, QUERIES, HEAD_DIM], q.layout)
@@ -99,14 +100,15 @@ def sparse_linear_attention_8bit_kernel(
 
 @gluon.jit
 def _tiles_of(INDEX: gl.constexpr, tiles):
-    """How many tiles a consumer of this program has."""
+    """Return the number of tiles of a consumer of this program."""
     first = INDEX * gl.num_programs(0) + gl.program_id(0)
     return gl.cdiv(tiles - first, CONSUMERS * gl.num_programs(0))
 
 
 @gluon.jit
 def _locate(INDEX: gl.constexpr, use, tokens):
-    """The consumer's tile number ``use``: its sample and head, as their number among all, and its first query."""
+    """Return the consumer's tile number ``use``: the index of its sample and head, sample · heads + head, and its first
+    query."""
     tile = (use * CONSUMERS + INDEX) * gl.num_programs(0) + gl.program_id(0)
     row_tiles = gl.cdiv(tokens, QUERIES)
     return tile // row_tiles, tile % row_tiles * QUERIES
@@ -114,20 +116,20 @@ def _locate(INDEX: gl.constexpr, use, tokens):
 
 @gluon.jit
 def _list_of(sample_head, row, block_map, sizes):
-    """Where a tile's list of blocks is."""
+    """Return a pointer to a tile's list of blocks."""
     tokens, _heads, _tiles, block_q, width = sizes
     return block_map + (gl.cast(sample_head, gl.int64) * gl.cdiv(tokens, block_q) + row // block_q) * width
 
 
 @gluon.jit
 def _slot(INDEX: gl.constexpr, i):
-    """Of a consumer's use i of its ring: the slot among all, and the parity of that use of the slot."""
+    """Return, for a consumer's use i of its ring, the slot's index among all slots and the parity of the slot's use."""
     return INDEX * SLOTS + i % SLOTS, (i // SLOTS) & 1
 
 
 @gluon.jit
 def _view(slots, slot, x):
-    """A slot as a block of descriptor x."""
+    """Return a slot as a block of descriptor x."""
     return reinterpret(slots.index(slot), x.dtype, x.block_type.shape, x.layout)
 
 
@@ -153,7 +155,7 @@ def _produce(INDEX: gl.constexpr, loaded, block_map, buffers, sizes):
         tma_load(q, [sample, head, row, 0], q_full.index(INDEX), q_smem.index(INDEX))
         for rest in range(width, 0, -1):
             key = block * KEYS
-            block = gl.load(kept_blocks + gl.maximum(rest - 2, 0))  # the next one, while there is no room for it
+            block = gl.load(kept_blocks + gl.maximum(rest - 2, 0))  # early, before there is a slot for it
             _fill(k, [sample, head, key, 0], INDEX, i, slots, full, empty)
             _fill(v, [sample, head, 0, key], INDEX, i + 1, slots, full, empty)
             i += 2
@@ -217,7 +219,7 @@ def _consume(INDEX: gl.constexpr, loaded, vectors, block_map, out, buffers, size
             if rest == width:  # this branch also keeps ptxas from moving the release below the softmax
                 if use > 0:
                     tma.store_wait(0)
-                    mbarrier.arrive(empty.index(_slot(INDEX, i - 1)[0]))  # the last tile's result has left it
+                    mbarrier.arrive(empty.index(_slot(INDEX, i - 1)[0]))  # the last tile's result has been stored
                 scores = mask_scores(scores, tokens - first_key)
             weights, row_max, row_sum, correction = weigh(scores, row_scale * key_scale, row_max, row_sum)
             p = weights_operand(weights, OUTPUT)
@@ -231,7 +233,7 @@ def _consume(INDEX: gl.constexpr, loaded, vectors, block_map, out, buffers, size
             i += 2
         mbarrier.arrive(q_empty.index(INDEX))
 
-        # Again, and opaque: none of it is held in registers over the loop, nor over the linear branch.
+        # Computed again, and opaque: then neither the loop nor the linear branch holds it in registers.
         sample_head, _row = _locate(INDEX, opaque(use), tokens)
         row_sum = gl.convert_layout(gl.sum(row_sum, 1), ROWS)
         acc = acc * gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, OUTPUT))[:, None]
@@ -254,11 +256,11 @@ def _consume(INDEX: gl.constexpr, loaded, vectors, block_map, out, buffers, size
 
 @gluon.jit
 def _add_linear_branch(acc, key_weight, sample_head, INDEX: gl.constexpr, i, slots, full, empty, wide, state):
-    """acc [QUERIES, D] plus φ(q) key_weight, divided by the branch's denominator, times state: the ring's uses from i
-    on. φ may have any factor in a row: here what makes its sum with key_weight + ε one.
+    """Return acc [QUERIES, D] + φ(q) key_weight / (the branch's denominator) · state, with the ring's uses from i on.
 
-    Beside acc there is no room for all weights. q is read again for each step; the waits between keep the compiler from
-    keeping what was read before.
+    A row of φ may be scaled by any factor. Here the factor makes its sum with key_weight + ε one. The registers have no
+    room for all weights beside acc, so q is read again for each step. The waits in between stop the compiler from
+    keeping earlier reads.
     """
     HEAD_DIM: gl.constexpr = state.block_type.shape[3]
     PIECES: gl.constexpr = HEAD_DIM // STATE_ROWS
@@ -267,7 +269,7 @@ def _add_linear_branch(acc, key_weight, sample_head, INDEX: gl.constexpr, i, slo
     slot_of_q, parity_of_q = _slot(INDEX, i)
     q = _view(slots, slot_of_q, wide).reshape([QUERIES, HEAD_DIM])
     mbarrier.wait(full.index(slot_of_q), parity_of_q)
-    offset = gl.full([QUERIES], float("inf"), gl.float32, ROWS)  # of exponents, so that none is above 0
+    offset = gl.full([QUERIES], float("inf"), gl.float32, ROWS)  # added to exponents, so that none is above 0
     for piece in gl.static_range(PIECES):
         offset = gl.minimum(offset, gl.max(_piece_of_q(q, piece), 1) * -LOG2E)
     total = gl.zeros([QUERIES], gl.float32, ROWS)
@@ -290,7 +292,7 @@ def _add_linear_branch(acc, key_weight, sample_head, INDEX: gl.constexpr, i, slo
 
 @gluon.jit
 def _piece_of_q(q, PIECE: gl.constexpr):
-    """STATE_ROWS columns of q in fp32."""
+    """Load STATE_ROWS columns of q in fp32."""
     return q.slice(PIECE * STATE_ROWS, STATE_ROWS, dim=1).load(sum_layout(STATE_ROWS, 16)).to(gl.float32)
 
 
@@ -307,8 +309,11 @@ def _piece_of_weight(key_weight, sample_head, HEAD_DIM: gl.constexpr, PIECE: gl.
 
 @gluon.jit
 def _load_columns(pointer, first, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
-    """[1, COLUMNS] from ``first`` on, a multiple of 8, in the layout of a sum. A thread's are at one address and
-    constant distances, nothing of which is known outside of the loop over tiles."""
+    """Load [1, COLUMNS] from ``first`` on, a multiple of 8, in the layout of a sum.
+
+    A thread's elements are at constant distances from one address. `opaque` keeps the addresses inside the loop over
+    tiles.
+    """
     grouped = gl.zeros([COLUMNS], gl.int32, gl.SliceLayout(0, LAYOUT)).reshape([COLUMNS // 8, 8])
     GROUPED: gl.constexpr = grouped.type.layout
     first = opaque(first // 8) * 8

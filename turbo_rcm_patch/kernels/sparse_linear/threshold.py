@@ -1,4 +1,4 @@
-"""A threshold in a row that is in registers, found bit by bit: for the lists of blocks that sparse attention keeps."""
+"""Find a threshold in a row of registers bit by bit, to list the blocks that sparse attention keeps."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ FIRST_BIT = tl.constexpr(1 << 30)
 
 @triton.jit
 def largest_threshold(order, weight, wanted, lowest):
-    """The largest int32 from `lowest` on (-2³¹ or 0) such that the weights where order is not below it sum to wanted or
-    more; `lowest` where not even all of them do. Or a lower one, once it is found that its sum is wanted exactly: that
-    has the same weights."""
+    """Return the largest int32 threshold, from `lowest` (-2³¹ or 0) on, such that the weights with ``order >=
+    threshold`` sum to wanted or more. Return `lowest` if all weights together sum to less.
+
+    The search stops early if a sum equals wanted exactly. The threshold may then be lower, but selects the same
+    weights.
+    """
     threshold = lowest
     total = tl.sum(tl.where(order >= lowest, weight, 0))
     bit = tl.full((), FIRST_BIT, tl.int32)
