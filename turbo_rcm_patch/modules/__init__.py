@@ -1,4 +1,4 @@
-"""Attention blocks that end in the consistency skip, and sparse-linear attention, as nn.Modules over the kernels."""
+"""nn.Modules over the kernels: self-attention with the consistency skip, and sparse-linear attention."""
 
 from .rcm_attention import FusedRCMAttention, TorchFusedRCMAttention, TwoPassRCMAttention
 from .sparse_linear_attention import SparseLinearAttention

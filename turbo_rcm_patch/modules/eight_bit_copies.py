@@ -1,4 +1,4 @@
-"""Copies of weights in 8 bits, kept for as long as the weights stay what they are."""
+"""8-bit copies of weights, kept until the weights change."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class EightBitCopies:
         return kept.copy
 
     def forget(self) -> None:
-        """Let go of all copies."""
+        """Drop all copies."""
         if not torch.compiler.is_compiling():
             self._kept.clear()
 

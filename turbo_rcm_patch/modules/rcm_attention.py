@@ -1,12 +1,12 @@
 """Self-attention with the consistency skip, ``c_skip(t) · residual + c_out(t) · proj(attention(qkv(x)))``, three ways.
 
 The three classes have the same constructor, ``forward`` and state_dict (qkv.weight, qkv.bias, proj.weight, proj.bias)
-and the same result up to rounding; they differ in how the tail is computed:
+and the same result up to rounding. They differ in how projection and skip are computed:
 
 - TwoPassRCMAttention: the projection writes its output, then the skip reads it again.
-- TorchFusedRCMAttention: projection and skip in one torch expression, which torch.compile turns into one pass.
-- FusedRCMAttention: this package's Triton kernels; the skip happens in the projection's epilogue. With the preset
-  "quantized" they compute in 8 bits, within that tier's error limits.
+- TorchFusedRCMAttention: projection and skip are one torch expression, which torch.compile turns into one pass.
+- FusedRCMAttention: this package's Triton kernels compute the skip in the projection's epilogue. With the preset
+  "quantized" they run in 8 bits, within that tier's error limit.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ class TwoPassRCMAttention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: torch.Tensor, timestep: Time, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x, residual [B, N, C]; timestep a number, 0-d or per sample [B]. The residual defaults to x.
+        """Return [B, N, C] in the residual's dtype. At timestep 0 it is the residual.
 
-        Returns [B, N, C] in the residual's dtype; at timestep 0 it is the residual. Raises ValueError for shapes that
-        do not fit and for a negative or NaN timestep. Under torch.compile a number is a constant of the graph: pass
-        timesteps as tensors there.
+        x, residual: [B, N, C]; the residual defaults to x. timestep: a number, 0-d, or per sample [B]. Raises
+        ValueError for shapes that do not fit and for a negative or NaN timestep. Under torch.compile a number is a
+        constant of the graph: pass timesteps as tensors there.
         """
         residual = x if residual is None else residual
         self._check(x, residual, timestep)
         return self._run(x, residual, *self._coefficients_at(timestep, residual))
 
     def _run(self, x, residual, c_skip, c_out):
-        """x, residual [B, N, C]; coefficients canonical (kernels/coefficient.py)."""
+        """Run the block on x, residual [B, N, C] with canonical coefficients (kernels/coefficient.py)."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(2)
         return self._attend_project_skip(q, k, v, residual, c_skip, c_out)
 
     def _attend_project_skip(self, q, k, v, residual, c_skip, c_out):
-        """q, k, v [B, N, H, D]; the rest as of `_run`."""
+        """Run all steps after qkv for q, k, v [B, N, H, D]. The other arguments are those of `_run`."""
         output = self.proj(_sdpa(q, k, v))
         return kernels.skip(residual, output, c_skip=_or_one(c_skip), c_out=_or_one(c_out))
 
@@ -97,31 +97,30 @@ class TwoPassRCMAttention(nn.Module):
 
 
 class TorchFusedRCMAttention(TwoPassRCMAttention):
-    """Projection and skip in one torch expression. Compile it (torch.compile) to have the skip run as one pass."""
+    """Projection and skip in one torch expression. Compile it with torch.compile to run them as one pass."""
 
     def _attend_project_skip(self, q, k, v, residual, c_skip, c_out):
         return reference.skip(residual, self.proj(_sdpa(q, k, v)), c_skip, c_out)
 
 
 class FusedRCMAttention(TwoPassRCMAttention):
-    """On the Triton kernels: attention, then projection and skip in one GEMM that stores only the result.
+    """Attention on the Triton kernels, then projection and skip in one GEMM that stores only the result.
 
     implementation: "auto" (on a GPU the kernels that were measured to be as fast as PyTorch's, see
     kernels/choice/measured.py; elsewhere torch), "triton" or "torch"; see kernels/dispatch.py.
-    Under autocast, and when proj is no plain nn.Linear (LoRA, quantised, hooked), the modules are called as in the
-    two-pass form, because the kernels read proj's weights as they are.
+    Under autocast, and if proj is not a plain nn.Linear (LoRA, quantised, hooked), the modules are called as in the
+    two-pass version, because the kernels read proj's weights directly.
 
-    preset: "exact", or "quantized" for both projections in int8 and attention as SageAttention2 has it (int8 QKᵀ, PV in
-    e4m3, before sm_89 in fp16). The parameters stay in their dtype; their 8-bit copies are kept beside them until they
-    change (eight_bit_copies.py says what is noticed). `why_exact` says where the module runs as with "exact" all the
-    same. The error of ``proj(attention(qkv(x)))`` is within the tier's
-    limit, 5 %, while attention is not too sharp and no channel of x towers over the others: it was 2 % at scores of
-    standard deviation 1, 4.2 to 4.7 % at 3, and 7.5 % at 8.6, where one channel was 20 times as large as the rest.
-    "torch" is the same arithmetic simulated in fp32.
+    preset: "exact", or "quantized" for both projections in int8 and attention as in SageAttention2 (int8 QKᵀ; PV in
+    e4m3, before sm_89 in fp16). The parameters keep their dtype. Their 8-bit copies are kept beside them until they
+    change (eight_bit_copies.py says which changes are detected). `why_exact` tells if a call runs as with "exact"
+    nevertheless. The error of ``proj(attention(qkv(x)))`` is within the tier's limit, 5 %, unless attention is very
+    sharp or one channel of x is far larger than the others. It was 2 % for scores of standard deviation 1, 4.2 to 4.7 %
+    at 3, and 7.5 % at 8.6 with one channel 20 times as large as the rest. implementation="torch" simulates the same
+    arithmetic in fp32.
 
-    With either preset the skip is in the epilogue of proj's GEMM, the last operation. Attention could end in a skip too
-    (the residual of kernels.attention and kernels.attention_8bit): that is for blocks without a projection after it,
-    and is not used here.
+    With either preset the skip is in the epilogue of proj's GEMM, the last operation. kernels.attention and
+    kernels.attention_8bit can include a skip too, for blocks without a projection after attention. It is not used here.
     """
 
     def __init__(
@@ -153,7 +152,7 @@ class FusedRCMAttention(TwoPassRCMAttention):
     def _run(self, x, residual, c_skip, c_out):
         if self._why_exact(x, residual, c_skip, c_out) is None:
             return self._run_in_8_bits(x, residual, c_skip, c_out)
-        self._copies.forget()  # training may follow, whose optimizer may write unseen
+        self._copies.forget()  # training may follow, and its optimizer may write undetected
         return super()._run(x, residual, c_skip, c_out)
 
     def _why_exact(self, x, *others) -> str | None:
@@ -176,7 +175,7 @@ class FusedRCMAttention(TwoPassRCMAttention):
     def _why_no_kernel(self, x) -> str | None:
         """Return the reason why no 8-bit kernel runs, or None. With "auto", exact kernels beat simulated 8 bits."""
         if self.implementation != "auto":
-            return None  # an op that cannot run raises its own error
+            return None  # an op that cannot run raises an error
         on_cpu = "cpu tensors" if x.device.type == "cpu" else None  # the interpreter runs only when it is asked for
         return on_cpu or kernels.why_not_triton_on(x.device, x.dtype)
 
@@ -186,7 +185,7 @@ class FusedRCMAttention(TwoPassRCMAttention):
         projected = kernels.linear_8bit(self._rows(x), self._weight("qkv", qkv), qkv.bias, dtype=x.dtype, **options)
         quantized = kernels.quantize_qkv(*projected.chunk(3, -1), heads=self.num_heads, **options)
         attended = kernels.attention_8bit(quantized, **options).flatten(2)
-        # Not straight to e4m3, which attention could store: in int8 the projection's input errs a third as much.
+        # Attention could store e4m3 directly, but int8 has a third of its error as the projection's input.
         weights = self._weight("proj", proj), proj.bias
         coefficients = {"c_skip": _or_one(c_skip), "c_out": _or_one(c_out)}
         return kernels.linear_skip(self._rows(attended), *weights, residual, **coefficients, **options)
@@ -202,7 +201,7 @@ class FusedRCMAttention(TwoPassRCMAttention):
         return QuantizedWeight(values, scale)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> FusedRCMAttention:
-        self._copies.forget()  # they would stay where the weights were
+        self._copies.forget()  # copies would stay on the old device
         return super()._apply(fn, recurse)
 
     def _attend_project_skip(self, q, k, v, residual, c_skip, c_out):
@@ -237,17 +236,17 @@ def _coefficients(sigma_data, c_skip, c_out) -> Callable[[Time], coefficients.Co
 
 
 def _per_sample(value, batch: int):
-    """A coefficient of one value per sample as [B, 1, 1], so that it cannot be taken for one value per channel."""
+    """Return a coefficient of one value per sample as [B, 1, 1], so that it is not read as one value per channel."""
     if isinstance(value, torch.Tensor) and value.shape == (batch,):
         return value.reshape(batch, 1, 1)
     return value
 
 
 def _or_one(coefficient: torch.Tensor | None) -> torch.Tensor | float:
-    """A canonical coefficient as the ops' arguments take it."""
+    """Return a canonical coefficient as the ops' arguments take it: 1.0 for None."""
     return 1.0 if coefficient is None else coefficient
 
 
 def _sdpa(q, k, v):
-    """Attention of q, k, v [B, N, H, D] with its heads joined, [B, N, C]."""
+    """Return attention of q, k, v [B, N, H, D] with its heads joined: [B, N, C]."""
     return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2).flatten(2)

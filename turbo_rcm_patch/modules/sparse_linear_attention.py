@@ -1,4 +1,4 @@
-"""Sparse-linear attention as a module: what a model trained with it has in place of softmax attention."""
+"""Sparse-linear attention as a module, which replaces softmax attention in models trained with it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SparseLinearAttention(nn.Module):
         nn.init.zeros_(self.proj_l.bias)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q, k, v [B, S, H, D] of one dtype, after their norms and rotation; returns [B, S, H, D] in that dtype."""
+        """Return attention of q, k, v [B, S, H, D] of one dtype, after their norms and rotation: [B, S, H, D] in it."""
         return kernels.sparse_linear_attention(
             q,
             k,

@@ -2,11 +2,11 @@
 
     out = (1 - Σ p_left) · softmax(q kᵀ / √D) v over the kept blocks + Σ p_left · (mean of v in the block)
 
-q, k, v, out [B, S, H, D]; block_sparse_reference.py defines p and what is kept: of each block of queries and
-head as many blocks of keys as hold the share `mass`. No weights of its own and no linear branch: this is not
-sparse-linear attention (sparse_linear_attention.py), which models are trained with, but the same kernel runs both. One
-kernel pools q, k and v, one makes the lists (block_sparse_map.py), and one attends and adds what stands for the rest:
-in 8 bits on sm_90 the dense kernel with lists (block_sparse_sm90.py), if it takes the blocks. No
+q, k, v, out [B, S, H, D]; block_sparse_reference.py defines p and the kept blocks. Each head and block of queries keeps
+as many blocks of keys as hold the share `mass` of the attention. There are no weights and no linear branch: this is not
+sparse-linear attention (sparse_linear_attention.py), which models are trained with, though one kernel runs both.
+One kernel pools q, k and v, one makes the lists (block_sparse_map.py), and one attends and adds the estimate for the
+rest. In 8 bits on sm_90 the last is the dense kernel with lists (block_sparse_sm90.py), if it takes the blocks. No
 gradient: under autograd the reference runs.
 """
 
@@ -31,7 +31,7 @@ from . import block_sparse_sm90 as sm90
 from .block_sparse_map import choose_lists, pool_estimated, pool_parts
 from .block_sparse_reference import LN_2, less_mean, part_size
 
-BLOCKS = (128, 64)  # queries and keys, where block_sparse_sm90 does not run
+BLOCKS = (128, 64)  # queries and keys of a block, if block_sparse_sm90 does not run
 
 
 def block_sparse_attention(
@@ -44,9 +44,10 @@ def block_sparse_attention(
     block_k: int = BLOCKS[1],
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """Block-sparse attention of q, k, v [B, S, H, D] of one dtype and any strides; [B, S, H, D] in that dtype.
+    """Return block-sparse attention of q, k, v: [B, S, H, D] in their dtype.
 
-    mass: the estimated share of the attention that the kept blocks hold, above 0 and at most 1, which is dense.
+    q, k, v: [B, S, H, D] of one dtype, with any strides.
+    mass: the estimated share of the attention that the kept blocks hold, above 0 and at most 1. 1 is dense attention.
     block_q, block_k: tokens of a block of queries and of keys.
     implementation: "auto", "triton" or "torch" (see dispatch.py); the kernels take head_dims 64 and 128 and blocks of
     64 and 128 tokens. Differentiable in q, k and v, through the reference.
@@ -66,10 +67,10 @@ def block_sparse_attention_8bit(
     block_k: int | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """The same of q, k and v that quantize_qkv has put in 8 bits; [B, S, H, D] in their dtype before that.
+    """Return block-sparse attention of 8-bit q, k and v from quantize_qkv: [B, S, H, D] in their original dtype.
 
-    block_q, block_k: both or neither, then the fastest for this device (`block_sparse_sizes`). On sm_90 the kernels
-    take 192 and 128 tokens as well.
+    block_q, block_k: give both or neither; without them the sizes are the fastest for this device
+    (`block_sparse_sizes`). On sm_90 the kernels also take blocks of 192 queries and 128 keys.
     """
     if block_q is None and block_k is None:
         block_q, block_k = _fastest_8bit_sizes(qkv.q.device, qkv.dtype, qkv.v.dtype)
@@ -92,8 +93,8 @@ def block_sparse_attention_8bit(
 
 
 def block_sparse_sizes(device: torch.device, dtype: torch.dtype, *, quantized: bool) -> tuple[int, int]:
-    """Tokens of a block of queries and of a block of keys, such that attention to them, with a result of this dtype, is
-    fastest on a device."""
+    """Return the fastest block sizes on a device for a result of this dtype: the tokens of a block of queries and of a
+    block of keys."""
     return _fastest_8bit_sizes(device, dtype, default_v_format(device)) if quantized else BLOCKS
 
 
@@ -105,8 +106,8 @@ def _fastest_8bit_sizes(device: torch.device, dtype: torch.dtype, v_format: torc
 def kept_share(
     q: torch.Tensor, k: torch.Tensor, *, mass: float, block_q: int = BLOCKS[0], block_k: int = BLOCKS[1]
 ) -> float:
-    """The share of all pairs of blocks that block-sparse attention of q and k [B, S, H, D] keeps with blocks of these
-    sizes; in 8 bits `block_sparse_sizes` may name others."""
+    """Return the share of all pairs of blocks that block-sparse attention of q and k [B, S, H, D] keeps with these
+    block sizes. In 8 bits the sizes may differ (`block_sparse_sizes`)."""
     counts = reference.lists(q, k, mass, block_q, block_k).counts
     return counts.double().mean().item() / -(-q.shape[1] // block_k)
 
@@ -144,14 +145,14 @@ def _fused(q, k, v, mass, block_q, block_k):
 
 
 def _fused_8bit(attend, qkv, mass, block_q, block_k):
-    """attend: launches the last kernel."""
+    """Run the kernels in 8 bits. attend: launches the last kernel."""
     q, q_scale, k, k_scale, v, v_scale, dtype = qkv
     tokens = q.shape[1]
     pooled_q = pool_estimated(q, block_q, q_scale)
     pooled_k = pool_estimated(k, block_k, k_scale.mT, KEY_GROUP)
     pooled = (x.to(dtype) for x in (pooled_q, pooled_k))
     found = choose_lists(*pooled, LN_2, tokens, mass, block_q, block_k)
-    # An e4m3 v is [B, H, D, T], and within 32 tokens in another order, which a mean does not see.
+    # An e4m3 v is [B, H, D, T], with every 32 tokens in another order, which does not change a mean.
     values = v.permute(0, 3, 1, 2) if v.dtype == FP8 else v
     left_value = found.left @ (pool_parts(values, None, tokens, block_k, block_k, 1) * v_scale[:, :, None])
     lists = (found.block_map, found.counts, found.kept_share, left_value)
@@ -160,7 +161,7 @@ def _fused_8bit(attend, qkv, mass, block_q, block_k):
 
 def _by_reference(q, k, v, mass, block_q, block_k):
     if recording():
-        return torch.empty_like(q)  # it takes long, and nothing of it is compiled
+        return torch.empty_like(q)  # the reference is slow, and has no kernel to compile
     return reference.block_sparse_attention(q, k, v, mass, block_q, block_k)
 
 
@@ -233,7 +234,7 @@ def _why_not_portable_8bit(spec: SparseSpec) -> str | None:
     reason = why_not_fused(spec)
     if reason is None or (spec.block_q, spec.block_k) != sm90.BLOCKS:
         return reason
-    return _why_not_gluon(spec) or reason  # the reason that matters for blocks that only the other kernel takes
+    return _why_not_gluon(spec) or reason  # only the sm_90 kernel takes these blocks, so its reason matters
 
 
 BLOCK_SPARSE_ATTENTION = Op(

@@ -1,13 +1,13 @@
-"""Which blocks of keys block-sparse attention keeps, on a GPU: sm_80 to sm_120.
+"""The choice of the key blocks that block-sparse attention keeps, on a GPU: sm_80 to sm_120.
 
     means of parts of q, k and v    a kernel, one read of each
     p of the definition             PyTorch (block_sparse_reference.py)
-    the lists                       a kernel: a row of p is in registers, where its threshold is found bit by bit
+    the lists                       a kernel that holds a row of p in registers and finds its threshold bit by bit
 
-The estimate in PyTorch is small beside the attention: of 12 heads and 32,760 tokens its product of means is 3.2 GFLOP
-(dense attention 6,600) and its matrices of 1,024 by 1,024 parts take 25 MB each in bf16, two at a time; of 40 heads and
-75,600 tokens 57 GFLOP (117,000) and 0.45 GB each, 0.9 GB in all. A sort of p, which the lists would need without their
-kernel, takes longer than all of that.
+The estimate in PyTorch costs little beside the attention. For 12 heads and 32,760 tokens its product of means is 3.2
+GFLOP (dense attention: 6,600), and its matrices of 1,024 by 1,024 parts take 25 MB each in bf16, two at a time. For 40
+heads and 75,600 tokens it is 57 GFLOP (117,000) and 0.45 GB each, 0.9 GB in all. Without a kernel for the lists, p
+would have to be sorted, which takes longer than all of that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def choose_lists(
     block_q: int,
     block_k: int,
 ) -> Lists:
-    """What is kept, from the means of parts of blocks [B, H, parts, D] of one dtype."""
+    """Return the Lists of kept blocks, from the means of parts of blocks [B, H, parts, D] of one dtype."""
     shares = estimate(pooled_q, pooled_k, scale, tokens, block_q, block_k)
     return Lists(*_keep(shares, mass, block_q, block_k))
 
@@ -43,9 +43,10 @@ def choose_lists(
 def pool_parts(
     x: torch.Tensor, scale: torch.Tensor | None, tokens: int, block: int, size: int, tokens_per_scale: int
 ) -> torch.Tensor:
-    """The means of x [B, T, H, D] over parts of blocks, as `pool` of the reference has them: [B, H, parts, D] fp32.
+    """Return the means of x [B, T, H, D] over parts of blocks, as the reference's `pool` does: [B, H, parts, D] fp32.
 
-    tokens: of the T, behind which x must hold zeros. scale: [B, ⌈tokens / tokens_per_scale⌉, H] fp32, times x, or None.
+    tokens: the number of tokens among the T; x must be zero after them. size: tokens of a part. scale:
+    [B, ⌈tokens / tokens_per_scale⌉, H] fp32, multiplied with x, or None.
     """
     means = _allocate_means(x, scale, tokens, block, size, tokens_per_scale)
     with torch.cuda.device_of(x):
@@ -76,7 +77,7 @@ def _allocate_means(x, scale, tokens, block, size, tokens_per_scale):
 def pool_estimated(
     x: torch.Tensor, block: int, scale: torch.Tensor | None = None, tokens_per_scale: int = 1
 ) -> torch.Tensor:
-    """The means of x [B, S, H, D] over the parts of blocks that the estimate takes."""
+    """Return the means of x [B, S, H, D] over the parts of blocks that the estimate uses."""
     return pool_parts(x, scale, x.shape[1], block, part_size(block), tokens_per_scale)
 
 
@@ -84,7 +85,7 @@ def pool_estimated(
 def _keep(
     shares: torch.Tensor, mass: float, block_q: int, block_k: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The Lists for p [B, H, QB, KB] in fp32."""
+    """Return the Lists for p [B, H, QB, KB] in fp32, as a tuple."""
     block_map, counts, left, kept_share = _allocate_lists(shares, mass, block_q, block_k)
     batch, heads, query_blocks, key_blocks = shares.shape
     block = next_power_of_2(key_blocks)
@@ -99,7 +100,7 @@ def _keep(
             kept_share,
             heads,
             key_blocks,
-            mass if mass < 1 else math.inf,  # which no sum reaches: all are kept, however small
+            mass if mass < 1 else math.inf,  # no sum reaches infinity: all blocks are kept, however small
             QUERIES=block_q,
             KEYS=block_k,
             BLOCK=block,
@@ -124,7 +125,7 @@ def _pool_parts_kernel(
     x, scale, means, tokens, limit, stride_b, stride_s, stride_h, stride_d, scale_stride_b, scale_stride_s,
     scale_stride_h, tokens_per_scale, HEAD_DIM: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One program: one part of one head. limit: rows of x. scale may be None."""
+    """One program averages one part of one head. limit: the rows of x. scale may be None."""
     part = tl.program_id(0)
     head = tl.program_id(1)
     sample = tl.program_id(2).to(tl.int64)
@@ -147,13 +148,13 @@ def _keep_kernel(
     shares, block_map, counts, left, kept_share, heads, key_blocks, mass,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: one block of queries of one head."""
+    """One program lists the kept blocks of keys for one block of queries of one head."""
     query_block = tl.program_id(0)
     row = (tl.program_id(2).to(tl.int64) * heads + tl.program_id(1)) * tl.num_programs(0) + query_block
     block = tl.arange(0, BLOCK)
     is_block = block < key_blocks
     share = tl.load(shares + row * key_blocks + block, mask=is_block, other=0.0)
-    bits = share.to(tl.int32, bitcast=True)  # of floats that are not negative, in their order
+    bits = share.to(tl.int32, bitcast=True)  # the bits of non-negative floats have the order of the floats
     threshold = largest_threshold(bits, share, mass * tl.sum(share), tl.full((), 0, tl.int32))
     own = (block * KEYS < query_block * QUERIES + QUERIES) & (query_block * QUERIES < block * KEYS + KEYS)
     kept = ((bits >= threshold) | own) & is_block

@@ -1,1 +1,1 @@
-"""3-D convolutions of the VAE's decoder with their skip."""
+"""3-D convolutions of the VAE's decoder, fused with their skip."""

@@ -17,9 +17,9 @@ def convolve(
     upsample: bool = False,
     interleave: int = 1,
 ) -> torch.Tensor:
-    """``residual + (x ∗ W + b)`` by PyTorch's convolution, or its linear for a window of one pixel; not for autograd.
+    """Return ``residual + (x ∗ W + b)`` by PyTorch's convolution, or by its linear for a window of one pixel.
 
-    The arguments: as of `conv_skip`.
+    The arguments are those of `conv_skip`. Not for autograd: the residual is added in place.
     """
     if front is not None:
         x = torch.cat((front, x), 1)
@@ -41,5 +41,5 @@ def convolve(
 
 
 def _nearest(x: torch.Tensor) -> torch.Tensor:
-    """x [B, T, H, W, C] at twice the height and width."""
+    """Return x [B, T, H, W, C] enlarged to twice the height and width by nearest neighbour."""
     return x[:, :, :, None, :, None].expand(-1, -1, -1, 2, -1, 2, -1).flatten(4, 5).flatten(2, 3)

@@ -1,19 +1,19 @@
 """conv_skip: a causal convolution that ends in the residual, ``residual + (x ∗ W + b)``, as one implicit GEMM.
 
-x [B, T, H, W, C], W [N, kt, kh, kw, C], b [N], residual and result [B, T, H', W', N], all packed and of one dtype
-(fp32, fp16, bf16). The kt − 1 frames before x, zeros or the end of what came before, are a tensor of their own, front,
-so that nobody copies them in front of x; or x begins with them. Height and width are padded with zeros. The sums are in
-fp32 and rounded once. Without a gradient of its own: the reference runs under autograd.
+x [B, T, H, W, C], W [N, kt, kh, kw, C], b [N], residual and result [B, T, H', W', N]; all are packed and have one dtype
+(fp32, fp16, bf16). The kt − 1 frames before x are zeros or the end of the previous chunk. They may be a separate
+tensor, front, so that nothing has to be copied in front of x; or x begins with them. Height and width are padded with
+zeros. The sums are in fp32 and rounded once. No gradient: under autograd the reference runs.
 
-    upsample     every pixel of x stands for 2×2: H' = 2H, W' = 2W. An output pixel of one of the four phases, even and
-                 odd rows and columns, reads the same pixels of x as its neighbours of that phase; a tile has one phase.
-    interleave   with 2, W has rows for two frames: of the first, then of the second. Result frame 2t + i has rows i.
-    residual     of an upsampled result it may have each two frames, rows or columns as one, which is read twice.
+    upsample     every pixel of x stands for 2×2 pixels: H' = 2H, W' = 2W. Output pixels have four phases: even and odd
+                 rows and columns. All pixels of a phase read x at the same offsets, so a tile has pixels of one phase.
+    interleave   with 2, W has the rows for two frames, one after the other. Result frame 2t + i comes from rows i.
+    residual     beside an upsampled result it may have half the frames, rows or columns; each is then read twice.
 
-A tile of the result is a box of pixels of one frame, or of a few frames where one has too few channels to fill the
-tile's columns (`_launch_together`). For each place in W's window the same box of x, shifted, is multiplied. On sm_90
-and newer TMA reads the boxes, and what lies outside of the image as zeros; elsewhere, and where a pixel's channels are
-no multiple of 16 bytes, pointers and masks do. For sm_90 itself conv_sm90.py has a kernel that takes most sizes.
+A tile of the result is a box of pixels of one frame, or of a few frames if one has too few channels to fill the tile's
+columns (`_launch_together`). For each position in W's window the same box of x, shifted, is multiplied. On sm_90 and
+newer, TMA reads the boxes and gives zeros outside the image. On older GPUs, and if a pixel's channels are not a
+multiple of 16 bytes, pointers and masks do the same. For sm_90 itself conv_sm90.py has a kernel that takes most sizes.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from .conv_pytorch import convolve
 from .conv_tiles import ConvTiles, choose_conv_tiles, find_shift, locate_box, repeated_image
 from .conv_weight import pack_weight
 
-NARROW, TOGETHER = 16, 4  # channels of a result, and as many of its frames as share a tile of up to 64 columns
+NARROW, TOGETHER = 16, 4  # with up to 16 channels, 4 frames of a result share a tile of up to 64 columns
 
 CONVOLUTION = "PyTorch convolution"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvSpec(Spec):
-    """A convolution of an x [B, T, H, W, C] behind a front by a weight of these shapes; the options of `conv_skip`.
+    """The shapes of x [B, T, H, W, C], without the frames before it, and of the weight; the options of `conv_skip`.
 
     in_model: True if PyTorch's convolution may run instead.
     """
@@ -69,21 +69,22 @@ def conv_skip(
     interleave: int = 1,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """``residual + (x ∗ W + b)``, [B, T · interleave, H', W', N] in x's dtype.
+    """Return ``residual + (x ∗ W + b)``, [B, T · interleave, H', W', N] in x's dtype.
 
-    x: [B, T, H, W, C] behind a front, [B, T + kt − 1, H, W, C] without. weight: [N · interleave, kt, kh, kw, C] with kt
-        1 or 3 and kh = kw 1 or 3, as ``Conv3d.weight.permute(0, 2, 3, 4, 1)``. bias: [N · interleave] or None.
-        residual: as the result, or None; with upsample and interleave 1 also of half as many rows, columns or (rounded
-        up) frames, each of which counts twice; but of an odd number of the result's frames the first has one for
-        itself. They are copied where they are not packed, as is front.
-    front: the frames before x's, [B, kt − 1, H, W, C]; None: x begins with them.
-    upsample: whether x is doubled in height and width first, each pixel repeated (H' = 2H, W' = 2W; else H, W). With
-        kt 1 and kh 3.
-    interleave: 1, or 2 for a weight with rows of two frames for one.
+    x: [B, T, H, W, C] with a front, [B, T + kt − 1, H, W, C] without.
+    weight: [N · interleave, kt, kh, kw, C] with kt 1 or 3 and kh = kw 1 or 3, as
+        ``Conv3d.weight.permute(0, 2, 3, 4, 1)``. bias: [N · interleave] or None.
+    residual: shaped like the result, or None. With upsample and interleave 1 it may also have half the rows, columns or
+        (rounded up) frames; each then counts twice. If the result has an odd number of frames, the residual's first
+        frame counts once.
+    front: the frames before x, [B, kt − 1, H, W, C]. None: x begins with them.
+    upsample: True to double x in height and width first by repeating pixels (H' = 2H, W' = 2W; else H, W). Needs kt 1
+        and kh 3.
+    interleave: 1, or 2 if the weight has the rows of two result frames per frame of x.
     implementation: "auto", "triton" or "torch" (see dispatch.py).
 
-    Differentiable by the reference. Raises ValueError for other kernel sizes, and for shapes, dtypes or devices that do
-    not fit together.
+    Tensors that are not packed are copied. Differentiable, through the reference. Raises ValueError for other kernel
+    sizes, and for shapes, dtypes or devices that do not fit together.
     """
     tensors = (x, weight, bias, residual, front)
     _check(*tensors, upsample, interleave)
@@ -103,7 +104,7 @@ def conv_skip(
 def result_shape(
     x: torch.Tensor, weight: torch.Tensor, front: torch.Tensor | None, upsample: bool, interleave: int
 ) -> tuple[int, ...]:
-    """Of `conv_skip`."""
+    """Return the shape of `conv_skip`'s result."""
     B, frames, H, W, _ = x.shape
     T = frames if front is not None else frames - weight.shape[1] + 1
     scale = 2 if upsample else 1
@@ -111,8 +112,8 @@ def result_shape(
 
 
 def residual_repeats(shape: tuple[int, ...], result: tuple[int, ...]) -> tuple[int, int, int] | None:
-    """How often the frames, rows and columns of a residual of a shape count for a result's, 1 or 2; None where the
-    shapes do not fit."""
+    """Return how often (1 or 2) each frame, row and column of a residual counts in a result, or None if the shapes do
+    not fit."""
     if len(shape) != 5 or (shape[0], shape[4]) != (result[0], result[4]):
         return None
     sizes = list(zip(shape[1:4], result[1:4], strict=True))
@@ -174,7 +175,7 @@ def _conv_skip(
 
 
 def _launch_gluon(x, weight, bias, residual, front, upsample, interleave):
-    """Launch the kernel for sm_90, or without aligned operands the portable one. Arguments: of `_conv_skip`."""
+    """Launch the kernel for sm_90, or the portable one if operands are not aligned. Takes `_conv_skip`'s arguments."""
     out, x, front, weight, bias, residual = _packed(x, weight, bias, residual, front, upsample, interleave)
     if conv_sm90.fits_tma(x, front, weight, residual):
         conv_sm90.launch(x, front, weight, bias, residual, out, upsample, interleave)
@@ -192,16 +193,16 @@ def _launch_portable(x, weight, bias, residual, front, upsample, interleave):
 
 
 def _packed(x, weight, bias, residual, front, upsample, interleave):
-    """out to be written, x, front, weight, bias and residual."""
+    """Return an uninitialised out, and x, front, weight, bias and residual, packed."""
     out = x.new_empty(result_shape(x, weight, front, upsample, interleave))
     if weight.shape[1] == 1:
-        front = None  # of no frames
+        front = None  # it has no frames
     front, bias, residual = (None if tensor is None else tensor.contiguous() for tensor in (front, bias, residual))
     return out, x.contiguous(), front, pack_weight(weight), bias, residual
 
 
 def _write(x, front, weight, bias, residual, out, upsample, interleave) -> None:
-    """Write the result to out with the portable kernel; all are packed."""
+    """Write the result to out with the portable kernel. All tensors are packed."""
     if interleave == 1 and not upsample and has_frames_together(weight.shape, out.shape[1]):
         _launch_together(x, front, weight, bias, residual, out)
     else:
@@ -209,8 +210,8 @@ def _write(x, front, weight, bias, residual, out, upsample, interleave) -> None:
 
 
 def _why_not_fused(spec: ConvSpec) -> str | None:
-    """The reason why no kernel of ours runs for a spec, or None if one can. On sm_90 the measurements are of the kernel
-    for it."""
+    """Return the reason why no kernel of ours runs for a spec, or None if one can. On sm_90 the measurements are of the
+    kernel for sm_90, so that one must be able to run."""
     reason = why_not_ours(spec)
     if reason is None and spec.in_model and spec.implementation == "auto" and spec.device.type == "cuda":
         reason = why_torch("conv_skip", spec.device, spec.dtype)
@@ -240,7 +241,7 @@ CONV_SKIP = Op(
 
 
 def has_frames_together(weight_shape: tuple[int, ...], frames: int) -> bool:
-    """True if tiles have TOGETHER frames of the result: it has few channels, and enough frames."""
+    """True if a tile holds TOGETHER frames of the result, because it has few channels and enough frames."""
     N, kt = weight_shape[:2]
     return kt > 1 and N <= NARROW and frames >= TOGETHER
 
@@ -249,15 +250,15 @@ def _launch_together(
     x: torch.Tensor, front: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
     residual: torch.Tensor | None, out: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Write the result to out, TOGETHER of its frames in a tile, side by side as columns; all are packed.
+    """Write the result to out with TOGETHER of its frames in a tile, side by side as columns. All tensors are packed.
 
-    The windows of four neighbouring frames are six frames long, so that for each half as many boxes of x are read as
-    for a frame alone. What is not in the window of one of them is multiplied by zero there.
+    The windows of four consecutive frames span six frames. So half as many boxes of x are read per frame as for frames
+    alone. Frames outside a window are multiplied by zero.
     """
     kt, T = weight.shape[1], out.shape[1]
     whole = T - T % TOGETHER
     parts = [(0, whole, TOGETHER)] + ([(whole, T, 1)] if whole < T else [])
-    # Of several samples, a part of the frames is not packed.
+    # With several samples, a part of the frames is not packed.
     samples = [slice(None)] if whole == T else [slice(sample, sample + 1) for sample in range(len(x))]
     wide = _repeat_in_time(weight, TOGETHER), None if bias is None else bias.repeat(TOGETHER)
     in_front = 0 if front is None else kt - 1
@@ -270,7 +271,8 @@ def _launch_together(
 
 
 def _repeat_in_time(weight: torch.Tensor, frames: int) -> torch.Tensor:
-    """The weight's rows for so many frames, each row with its frame's window: [frames · N, kt + frames - 1, ...]."""
+    """Return the weight repeated for several frames, each with its window shifted in time:
+    [frames · N, kt + frames - 1, ...]."""
     N, kt, *window = weight.shape
     wide = weight.new_zeros(frames, N, kt + frames - 1, *window)
     for frame in range(frames):
@@ -282,7 +284,8 @@ def _launch(
     x: torch.Tensor, front: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
     residual: torch.Tensor | None, out: torch.Tensor, upsample: bool, interleave: int, stride: int = 1,
 ) -> None:  # fmt: skip
-    """Write the result to out with the portable kernel; all are packed. stride: frames of x from window to window."""
+    """Write the result to out with the portable kernel. All tensors are packed. stride: the frames of x between
+    windows."""
     B, _, H, W, C = x.shape
     N, kt, kh, kw, _ = weight.shape
     if kh == 1:
@@ -326,7 +329,7 @@ def _launch(
 
 
 def _fits_tma(tensor: torch.Tensor) -> bool:
-    """Whether TMA can read a packed tensor [..., C]; there is no tensor-core product in fp32 to read it for."""
+    """True if TMA should read a packed tensor [..., C]. fp32 is excluded: it has no tensor-core product."""
     aligned = tensor.shape[-1] * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0
     return aligned and tensor.element_size() == 2
 
@@ -350,10 +353,13 @@ def _conv_skip_kernel(
     UPSAMPLE: tl.constexpr, INTERLEAVE: tl.constexpr, REPEATS: tl.constexpr, DESCRIPTORS: tl.constexpr,
     BOX_H: tl.constexpr, BOX_W: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """x: [B · (STRIDE · (T − 1) + KT − FRONT), H, W, C]. front: [B · FRONT, H, W, C]. weight: [KT · KH · KH, N, C], of
-    a packed [N, KT · KH · KH, C]. weight_tail: its descriptor for the columns of a tile past a power of two. boxes: of
-    all frames and phases. N: rows of the weight, of all frames that are interleaved. REPEATS: of the residual's frames,
-    rows and columns."""
+    """One program computes one tile.
+
+    x: [B · (STRIDE · (T − 1) + KT − FRONT), H, W, C]. front: [B · FRONT, H, W, C]. weight: [KT · KH · KH, N, C], a view
+    of a packed [N, KT · KH · KH, C]. weight_tail: its descriptor for the tail columns of a tile, past a power of two.
+    boxes: their number over all frames and phases. N: the rows of the weight, for all interleaved frames. REPEATS: how
+    often the residual's frames, rows and columns count.
+    """
     ROWS: tl.constexpr = BOX_H * BOX_W
     TAPS: tl.constexpr = KT * KH * KH
     CHUNKS: tl.constexpr = (C + DEPTH - 1) // DEPTH
@@ -363,14 +369,15 @@ def _conv_skip_kernel(
     _, box, column_tile = locate_tile(tile, boxes, column_tiles, ROWS * C * BYTES, (COLUMNS + TAIL) * TAPS * C * BYTES)
     sample, frame, top, left, phase_y, phase_x = locate_box(box, T, H, W, UPSAMPLE, BOX_H, BOX_W)
     column = column_tile * (COLUMNS + TAIL)
-    begin = STRIDE * frame - FRONT  # of the window, in the sample's frames of x
+    begin = STRIDE * frame - FRONT  # of the window, counted in the sample's frames of x
     place = (top, left, phase_y, phase_x, column)
     weights = (weight, weight_tail if DESCRIPTORS else weight)
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     acc_tail = acc  # not used without a tail
     if TAIL:
         acc_tail = tl.zeros((ROWS, TAIL), tl.float32)
-    # Steps over front and over x are loops of their own: within one, a choice would keep loads from running ahead.
+    # Steps over front and over x are separate loops: in one loop, choosing between them would stop loads from running
+    # ahead.
     steps_in_front = 0
     if FRONT:
         steps_in_front = tl.maximum(-begin, 0) * (KH * KH * CHUNKS)
@@ -407,9 +414,11 @@ def _add_steps(
     DESCRIPTORS: tl.constexpr, BOX_H: tl.constexpr, BOX_W: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a tile with the products of some steps added. x: whose frames they multiply, of front or of x itself.
-    image: where in it the window's first frame is, or would be, before its beginning if that lies in front. weights:
-    for the columns, and for those of the tail."""
+    """Return a tile's sums with the products of the steps from first to last added.
+
+    x: the source of these steps, front or x itself. image: the index in it of the window's first frame, which may lie
+    before its beginning. weights: those for the columns and for the tail.
+    """
     top, left, phase_y, phase_x, column = place
     for step in range(first, last):
         tap = step // CHUNKS
@@ -431,7 +440,7 @@ def _load_box(
     x, source, c, H, W, C: tl.constexpr, DESCRIPTORS: tl.constexpr,
     BOX_H: tl.constexpr, BOX_W: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Channels c..c+DEPTH of a box of an image, [BOX_H · BOX_W, DEPTH]; zero outside of the image."""
+    """Load channels c..c+DEPTH of a box of an image, [BOX_H · BOX_W, DEPTH], with zeros outside the image."""
     image, top, left = source
     if DESCRIPTORS:
         return x.load([image, top, left, c]).reshape(BOX_H * BOX_W, DEPTH)
@@ -451,7 +460,8 @@ def _load_weight(
     weight, tap, column, c, N, C: tl.constexpr, TAPS: tl.constexpr, DESCRIPTORS: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Channels c..c+DEPTH of rows of the weight at a place in its window, [COLUMNS, DEPTH]; zero past the last."""
+    """Load channels c..c+DEPTH of the weight's rows at a position in its window, [COLUMNS, DEPTH], with zeros past the
+    last."""
     if DESCRIPTORS:
         return weight.load([tap, column, c]).reshape(COLUMNS, DEPTH)
     else:
@@ -467,7 +477,8 @@ def _locate_pixels(
     top, left, phase_y, phase_x, H, W, SCALE_Y: tl.constexpr, SCALE_X: tl.constexpr, BOX_H: tl.constexpr,
     BOX_W: tl.constexpr,
 ):  # fmt: skip
-    """Where in a frame that is so many times as high and as wide as x the pixels of a box are, and which are there."""
+    """Return the indices of a box's pixels in a frame SCALE_Y times as high and SCALE_X times as wide as x, and a mask
+    of the pixels that exist."""
     pixels = tl.arange(0, BOX_H * BOX_W)
     y = top + pixels // BOX_W
     column = left + pixels % BOX_W
@@ -481,7 +492,7 @@ def _locate_pixels(
 
 @triton.jit
 def _store(acc, sample, rows, columns, M, N, arguments, KINDS: tl.constexpr):
-    """N: rows of the weight, of which every frame that is interleaved has `channels`."""
+    """Add bias and residual, and store. N: the rows of the weight, `channels` for each interleaved frame."""
     bias, residual, out, of_residual, pixels, inside, pixels_of_frame, channels = arguments
     column_mask = columns < N
     mask = inside[:, None] & column_mask[None, :]

@@ -1,6 +1,6 @@
-"""The convolution of conv_skip on sm_90: which inputs it takes, and its launch.
+"""The convolution of conv_skip on sm_90: the inputs it takes, and its launch.
 
-    residual + (x ∗ W + b)        all of bf16 or all of fp16
+    residual + (x ∗ W + b)        all tensors in bf16, or all in fp16
 
 The kernel is in conv_sm90_kernel.py.
 """
@@ -28,14 +28,14 @@ else:
     GLUON_ERROR = None
 
 PIXELS = 128  # per tile
-COLUMNS = ((128, 64), (128, 0), (64, 32), (64, 0))  # of a tile, and its tail
-SHARED_PIXELS, SHARED_COLUMNS = 64, 256  # of each of the two boxes of a tile that share the rows of the weight
+COLUMNS = ((128, 64), (128, 0), (64, 32), (64, 0))  # columns of a tile, and of its tail
+SHARED_PIXELS, SHARED_COLUMNS = 64, 256  # for tiles of two boxes that share the weight's rows: pixels per box, columns
 MEMORY = 208 << 10  # bytes of shared memory for the steps in flight and the staging buffer
 MOST_STAGES = 8
 
 
 def why_not_on(device: torch.device, dtype: torch.dtype) -> str | None:
-    """The reason why the kernel cannot run on this device and dtype, or None if it can."""
+    """Return the reason why the kernel cannot run on this device and dtype, or None if it can."""
     return why_not_sm90(device, dtype, GLUON_ERROR)
 
 
@@ -43,8 +43,10 @@ def why_not(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], weight_shape: tuple[int, ...],
     upsample: bool = False, interleave: int = 1,
 ) -> str | None:  # fmt: skip
-    """The reason why the kernel is not for an x [B, T, H, W, C] behind a front and a weight of these shapes, or None if
-    it is. The arguments are those of `conv_skip`."""
+    """Return the reason why the kernel cannot or should not run for x and a weight of these shapes, or None.
+
+    shape: of x, [B, T, H, W, C], without the frames before it. The other arguments are those of `conv_skip`.
+    """
     reason = why_not_on(device, dtype)
     if reason is not None:
         return reason
@@ -64,12 +66,13 @@ def why_not(
 
 
 def fits_tma(*tensors: torch.Tensor | None) -> bool:
-    """True if TMA can read packed tensors: they begin at multiples of 16 bytes."""
+    """True if TMA can read these packed tensors: all begin at multiples of 16 bytes."""
     return all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
 def choose_tile(N: int, upsample: bool, interleave: int) -> tuple[int, int]:
-    """Columns and tail of a tile, none of which are of two pixels or frames; (0, 0) where there are no such."""
+    """Return the columns and tail of a tile whose columns all belong to one pixel and frame, or (0, 0) if there is
+    none."""
     candidates = COLUMNS
     if upsample or interleave > 1:
         candidates = tuple(pair for pair in COLUMNS if N // interleave % sum(pair) == 0)
@@ -77,15 +80,15 @@ def choose_tile(N: int, upsample: bool, interleave: int) -> tuple[int, int]:
 
 
 def choose_depths(C: int) -> tuple[int, int]:
-    """Channels of x that a step multiplies, and the rest of them that it multiplies besides: the compiler's tensors
-    have powers of two only."""
+    """Return the channels of x that a step multiplies, in two parts: the compiler's tensors have power-of-two sizes
+    only."""
     if C == 96:
         return 64, 32
     return (32, 0) if C % 64 else (64, 0)
 
 
 def count_boxes(frames: int, H: int, W: int, upsample: bool, pixels: int = PIXELS) -> int:
-    """Boxes of so many pixels of x that cover so many frames, for every phase."""
+    """Return the number of boxes of `pixels` pixels of x that cover the frames, for all phases."""
     height, width = choose_box(H, W, pixels)
     return frames * (4 if upsample else 1) * cdiv(H, height) * cdiv(W, width)
 
@@ -94,7 +97,7 @@ def launch(
     x: torch.Tensor, front: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
     residual: torch.Tensor | None, out: torch.Tensor, upsample: bool, interleave: int,
 ) -> None:  # fmt: skip
-    """Write ``residual + (x ∗ W + b)`` to out; all are packed and what `why_not` and `fits_tma` accept."""
+    """Write ``residual + (x ∗ W + b)`` to out. All tensors are packed, and `why_not` and `fits_tma` accept them."""
     N = len(weight)
     shared = shares_rows(x.device, (x.shape[0], out.shape[1] // interleave, *x.shape[2:]), weight.shape, upsample)
     parts = [(0, N)] if shared or upsample or interleave > 1 else split_columns(N)
@@ -107,8 +110,10 @@ def launch(
 def shares_rows(
     device: torch.device, shape: tuple[int, ...], weight_shape: tuple[int, ...], upsample: bool
 ) -> bool:  # fmt: skip
-    """Whether tiles have two boxes of pixels, which are multiplied at the same time: with 256 columns, for which less
-    is read than with 192, and which 1024, 512 and 256 channels are a multiple of."""
+    """True if a tile has two boxes of pixels that are multiplied at the same time.
+
+    Such tiles have 256 columns. They read less than tiles of 192 columns, and divide 1024, 512 and 256 channels.
+    """
     B, T, H, W, C = shape
     N, _, kh, _, _ = weight_shape
     if kh == 1 or N % SHARED_COLUMNS or C % 64:
@@ -118,8 +123,10 @@ def shares_rows(
 
 
 def split_columns(N: int) -> list[tuple[int, int]]:
-    """Columns for one launch each: as many as tiles of 192 have without waste, and the rest. An H200 multiplies those
-    tiles at 757 TFLOP/s, and tiles of 128 columns at 601 to 649."""
+    """Return the ranges of columns, one per launch: those that tiles of 192 columns fill, and the rest.
+
+    On an H200 tiles of 192 columns reach 757 TFLOP/s, tiles of 128 columns 601 to 649.
+    """
     widest = sum(COLUMNS[0])
     whole = N // widest * widest
     if N - whole == COLUMNS[-1][0]:
@@ -131,7 +138,8 @@ def _launch_columns(
     x: torch.Tensor, front: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
     residual: torch.Tensor | None, out: torch.Tensor, upsample: bool, interleave: int, shared: bool,
 ) -> None:  # fmt: skip
-    """As `launch`, for a residual and an out that may be some columns of packed ones. shared: as `shares_rows` says."""
+    """Do what `launch` does, for a residual and out that may be some columns of packed ones. shared: from
+    `shares_rows`."""
     B, _, H, W, C = x.shape
     N, kt, kh, _, _ = weight.shape
     if kh == 1:
@@ -177,7 +185,7 @@ def _launch_columns(
 
 
 def _descriptor(tensor: torch.Tensor | None, *box: int) -> TensorDescriptor | None:
-    """None without a tensor or without columns."""
+    """Return a TMA descriptor, or None without a tensor or columns."""
     if tensor is None or not box[-1]:
         return None
     return TensorDescriptor.from_tensor(tensor, list(box), _layout(len(box), box[-1]))
@@ -185,5 +193,5 @@ def _descriptor(tensor: torch.Tensor | None, *box: int) -> TensorDescriptor | No
 
 @functools.cache
 def _layout(rank: int, columns: int) -> gl.NVMMASharedLayout:
-    """Of a box of 16-bit elements whose lines, of so many columns, are swizzled."""
+    """Return the swizzled shared-memory layout of a box of 16-bit elements whose lines have `columns` elements."""
     return gl.NVMMASharedLayout(swizzle_byte_width=2 * columns, element_bitwidth=16, rank=rank)

@@ -1,9 +1,9 @@
-"""The ping-pong convolution in Gluon for sm_90: ``residual + (x ∗ W + b)``, as gemm_sm90_kernel.py multiplies.
+"""The ping-pong convolution in Gluon for sm_90: ``residual + (x ∗ W + b)``, built like gemm_sm90_kernel.py.
 
 A program walks tiles: boxes of pixels of one frame × columns. It has one warp that loads operands, one that loads
 residuals, and two consumer warpgroups with a tile each, which take turns at the tensor cores. A step multiplies the box
-of x at one place of W's window, in `depth` channels, of 96 channels in 64 and a rest of 32; TMA gives zeros for what is
-outside of the image. The barriers are those of the GEMM:
+of x at one position of W's window, over `depth` channels; 96 channels are 64 and a rest of 32. TMA gives zeros outside
+the image. The barriers are those of the GEMM:
 
     full[slot]   operands of a step arrived
     empty[slot]  their reader is done
@@ -11,13 +11,13 @@ outside of the image. The barriers are those of the GEMM:
     staged[c]    the staging buffer is consumer c's, residual included
     free         the staging buffer has been stored
 
-Residual and result are seen as [B · frames, H, 2, W, 2 · N] where x is upsampled, with a 2 for the phases of the rows
-and one for those of the columns, so that a box of one phase is a box of them; else as [B · frames, H, 1, W, N]. Where a
-residual's rows or columns count twice, both phases are the same.
+If x is upsampled, residual and result are viewed as [B · frames, H, 2, W, 2 · N]: one 2 for the phases of the rows, one
+for those of the columns, so that the pixels of one phase are a box of the view. Otherwise the view is
+[B · frames, H, 1, W, N]. If a residual's rows or columns count twice, both phases read the same ones.
 
-With BOXES = 2 a tile has two boxes of half as many pixels, one for each consumer, and more columns: then they share the
-rows of the weight, and multiply at the same time. A slot is empty when both are done, nobody waits for a turn, and each
-has its part of the staging buffer.
+With BOXES = 2 a tile has more columns and two boxes of half as many pixels, one for each consumer. The consumers share
+the rows of the weight and multiply at the same time. A slot is empty when both are done, there are no turns, and each
+consumer has its own part of the staging buffer.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def conv_kernel(
     C: gl.constexpr, KT: gl.constexpr, KH: gl.constexpr, UPSAMPLE: gl.constexpr, INTERLEAVE: gl.constexpr,
     REPEATS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr,
 ):  # fmt: skip
-    """x to out: TMA descriptors; front of the KT − 1 frames before x, None where x begins with them; weight
-    [N, KT · KH · KH · C], N with the rows of all frames that are interleaved; tail is of its TAIL columns of a tile
-    past a power of two, None with 0. x_rest, front_rest, weight_rest, tail_rest: of the channels past a power of two
-    that a step multiplies as well, or None. residual, bias: or None. boxes: of all frames and phases, BOXES of them
-    counted as one. T, H, W: of x, without the frames before the first."""
+    """x to out: TMA descriptors. front: the KT − 1 frames before x, or None if x begins with them. weight:
+    [N, KT · KH · KH · C], where N counts the rows of all interleaved frames. tail: the weight for the TAIL columns of a
+    tile past a power of two, or None. x_rest, front_rest, weight_rest, tail_rest: descriptors for the rest of a step's
+    channels past a power of two, or None. residual and bias may be None. boxes: their number over all frames and
+    phases, divided by BOXES. T, H, W: x's sizes without the frames before the first."""
     DTYPE: gl.constexpr = x.dtype
     BOX_H: gl.constexpr = x.block_type.shape[1]
     BOX_W: gl.constexpr = x.block_type.shape[2]
@@ -64,7 +64,7 @@ def conv_kernel(
     a_tiles = gl.allocate_shared_memory(DTYPE, [STAGES * BOXES, ROWS, DEPTH], weight.layout)
     w_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, COLUMNS, DEPTH], weight.layout)
     REST: gl.constexpr = 0 if x_rest is None else x_rest.block_type.shape[3]
-    tail_tiles = w_tiles  # not used without a tail, nor what follows without a rest
+    tail_tiles = w_tiles  # not used without a tail; the next three not without a rest
     a_rest, w_rest, tail_rest_tiles = a_tiles, w_tiles, w_tiles
     if TAIL:
         tail_tiles = gl.allocate_shared_memory(DTYPE, [STAGES, TAIL, DEPTH], weight.layout)
@@ -111,7 +111,7 @@ def conv_kernel(
 
 @gluon.constexpr_function
 def _matrix_layout(columns):
-    """Of a matrix of 16-bit elements in shared memory, whose rows are swizzled."""
+    """Return the shared-memory layout of a matrix of 16-bit elements with swizzled rows."""
     return gl.NVMMASharedLayout(swizzle_byte_width=2 * columns, element_bitwidth=16, rank=2)
 
 
@@ -126,8 +126,10 @@ def _locate(
     tile, sizes, K: gl.constexpr, UPSAMPLE: gl.constexpr, BOX_H: gl.constexpr, BOX_W: gl.constexpr,
     COLUMNS: gl.constexpr, BOXES: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
-    """The sample, frame, top, left and phases of a tile's box, and the column at which it begins. K: channels that a
-    result is the sum over. PART: which of the tile's boxes."""
+    """Return the sample, frame, top, left and phases of a tile's box, and the tile's first column.
+
+    K: the number of products in a result's sum. PART: the index of the box in the tile.
+    """
     boxes, T, H, W, N = sizes
     ROWS: gl.constexpr = BOXES * BOX_H * BOX_W
     _, box, column_tile = _locate_in_group(tile, boxes, gl.cdiv(N, COLUMNS), 2 * ROWS * K, 2 * COLUMNS * K)
@@ -141,8 +143,10 @@ def _locate_result(
     tile, sizes, K: gl.constexpr, UPSAMPLE: gl.constexpr, INTERLEAVE: gl.constexpr, REPEATS: gl.constexpr,
     BOX_H: gl.constexpr, BOX_W: gl.constexpr, COLUMNS: gl.constexpr, BOXES: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
-    """Where a tile's result begins in the five dimensions of residual and result, and the column. No tile has columns
-    of two interleaved frames. REPEATS: of the residual's frames, rows and columns."""
+    """Return where a tile's result begins in the five dimensions of residual and result, and its first column.
+
+    No tile has columns of two interleaved frames. REPEATS: how often the residual's frames, rows and columns count.
+    """
     _, T, _, _, N = sizes
     sample, frame, top, left, phase_y, phase_x, column = _locate(
         tile, sizes, K, UPSAMPLE, BOX_H, BOX_W, COLUMNS, BOXES, PART
@@ -159,7 +163,7 @@ def _load_operands(
     sources, rests, operands, sizes, C: gl.constexpr, KT: gl.constexpr, KH: gl.constexpr,
     REST: gl.constexpr, TAIL: gl.constexpr, UPSAMPLE: gl.constexpr, BOXES: gl.constexpr,
 ):  # fmt: skip
-    """One warp: the operands of every step."""
+    """Load the operands of every step, in one warp."""
     tiles, rest_tiles, full, empty = operands
     x, front, _, _ = sources
     w_tiles = tiles[1]
@@ -200,12 +204,12 @@ def _load_operands(
 
 @gluon.jit
 def _place_in_window(box, tap, frames_of_x, KH: gl.constexpr, UPSAMPLE: gl.constexpr, FRONT: gl.constexpr):
-    """Which box is multiplied at a place in the window of a result's: whether in front, the image of front or of x,
-    its top and its left."""
+    """Return the box that is multiplied for a result's box at a position in the window: whether it lies in front, its
+    image in front or x, its top and its left."""
     sample, frame, top, left, phase_y, phase_x, _ = box
     y = top + _find_shift(tap // KH % KH, phase_y, KH, UPSAMPLE)
     left_of_tap = left + _find_shift(tap % KH, phase_x, KH, UPSAMPLE)
-    source_frame = frame + tap // (KH * KH)  # of front and x
+    source_frame = frame + tap // (KH * KH)  # counted over front and x
     in_front = source_frame < FRONT
     image = sample * FRONT + source_frame if in_front else sample * frames_of_x + source_frame - FRONT
     return in_front, image, y, left_of_tap
@@ -213,13 +217,13 @@ def _place_in_window(box, tap, frames_of_x, KH: gl.constexpr, UPSAMPLE: gl.const
 
 @gluon.jit
 def _load_box(sources, place, c, arrived, a_tiles, index):
-    """A box of x or front, of the channels from c on."""
+    """Load a box of x or front, with the channels from c on."""
     x, front, _, _ = sources
     in_front, image, y, left = place
     DEPTH: gl.constexpr = x.block_type.shape[3]
     SHAPE: gl.constexpr = [1, x.block_type.shape[1], x.block_type.shape[2], DEPTH]
     a_tile = reinterpret(a_tiles.index(index), x.dtype, SHAPE, x.layout)
-    # Two predicated loads: a branch around them makes the consumers spill registers.
+    # Two predicated loads, because a branch would make the consumers spill registers.
     if front is not None:
         tma_load(front, [image, y, left, c], arrived, a_tile, pred=in_front)
     tma_load(x, [image, y, left, c], arrived, a_tile, pred=not in_front)
@@ -227,7 +231,7 @@ def _load_box(sources, place, c, arrived, a_tiles, index):
 
 @gluon.jit
 def _load_rows(sources, column, k, arrived, tiles, slot, TAIL: gl.constexpr):
-    """A tile's rows of the weight from k on."""
+    """Load a tile's rows of the weight from k on."""
     _, _, weight, tail = sources
     _, w_tiles, tail_tiles = tiles
     tma_load(weight, [column, k], arrived, w_tiles.index(slot))
@@ -240,7 +244,7 @@ def _load_residuals(
     residual, out, hand_over, sizes, K: gl.constexpr, UPSAMPLE: gl.constexpr, INTERLEAVE: gl.constexpr,
     REPEATS: gl.constexpr, BOXES: gl.constexpr,
 ):  # fmt: skip
-    """One warp: the staging buffer for the consumers in turn, with the residual if there is one."""
+    """Hand the staging buffer to the consumers in turn, with the residual loaded if there is one, in one warp."""
     staging, staged, free = hand_over
     BOX_H: gl.constexpr = out.block_type.shape[1]
     BOX_W: gl.constexpr = out.block_type.shape[3]
@@ -266,7 +270,7 @@ def _load_residuals(
 
 @gluon.jit
 def _as_box(staging, index, descriptor):
-    """A chunk of the staging buffer as a box of a descriptor."""
+    """Return a chunk of the staging buffer as a box of a descriptor."""
     BOX_H: gl.constexpr = descriptor.block_type.shape[1]
     BOX_W: gl.constexpr = descriptor.block_type.shape[3]
     CHUNK: gl.constexpr = descriptor.block_type.shape[4]
@@ -279,13 +283,13 @@ def _consume(
     STEPS: gl.constexpr, REST: gl.constexpr, TAIL: gl.constexpr, UPSAMPLE: gl.constexpr, INTERLEAVE: gl.constexpr,
     BOXES: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: every second tile of the program, or one of the two boxes of every tile."""
+    """Compute every second tile of the program, or one of the two boxes of every tile, in one warpgroup."""
     tiles, rests, full, empty = operands
     a_tiles, w_tiles, tail_tiles = tiles
     a_rest, w_rest, tail_rest = rests
     staging, staged, free = hand_over
     residual, out, bias, sizes, K = epilogue
-    # Products that a step starts, and that are waited for when the next has started its own.
+    # Products that a step starts. They are waited for after the next step has started its own.
     PRODUCTS: gl.constexpr = (2 if TAIL else 1) * (2 if REST else 1)
     ROWS: gl.constexpr = a_tiles.shape[1]
     COLUMNS: gl.constexpr = w_tiles.shape[1]
@@ -294,14 +298,14 @@ def _consume(
     BOX_H: gl.constexpr = out.block_type.shape[1]
     BOX_W: gl.constexpr = out.block_type.shape[3]
     PART: gl.constexpr = CONSUMER if BOXES > 1 else 0
-    TURN: gl.constexpr = CONSUMER if BOXES == 1 else 0  # tiles that the other consumer has before
+    TURN: gl.constexpr = CONSUMER if BOXES == 1 else 0  # tiles of the other consumer before the first
     INDEX: gl.constexpr = PART * (staging.shape[0] // BOXES)
     first = gl.program_id(0) + TURN * gl.num_programs(0)
     step = TURN * STEPS
     count = 0
     for tile in range(first, _count_tiles(sizes, COLUMNS + TAIL), (3 - BOXES) * gl.num_programs(0)):
         if BOXES == 1:
-            # Without its turn a consumer could wait for a phase of full that is two ahead, which reads as complete.
+            # Without turns a consumer could wait for a phase of full that is two ahead, which would read as complete.
             mbarrier.wait(turns.index(CONSUMER), count & 1 ^ (1 - CONSUMER))
         mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
         zeros = gl.zeros([ROWS, COLUMNS], gl.float32, sum_layout(COLUMNS, 16))
@@ -340,7 +344,7 @@ def _consume(
         else:
             acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(step % STAGES))
-        step += 1 + (2 - BOXES) * STEPS  # past the other consumer's
+        step += 1 + (2 - BOXES) * STEPS  # skip the other consumer's steps
         mbarrier.wait(staged.index(CONSUMER), count & 1)
         _store(acc, place, 0, staging, INDEX, residual, out, bias, sizes)
         if TAIL:
@@ -353,8 +357,8 @@ def _consume(
 
 @gluon.jit
 def _store(acc, place, OFFSET: gl.constexpr, staging, INDEX: gl.constexpr, residual, out, bias, sizes):
-    """The epilogue of the columns from OFFSET on of a tile at a place, a chunk at a time, in the staging buffers from
-    INDEX on."""
+    """Run the epilogue for a tile's columns from OFFSET on, one chunk at a time, and store from the staging buffers
+    from INDEX on."""
     ROWS: gl.constexpr = acc.shape[0]
     COLUMNS: gl.constexpr = acc.shape[1]
     CHUNK: gl.constexpr = staging.shape[2]

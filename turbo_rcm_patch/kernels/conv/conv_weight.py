@@ -1,6 +1,6 @@
-"""A convolution's weight as conv_skip reads it: from a module's [N, C, kt, kh, kw] in memory to [N, kt, kh, kw, C].
+"""Pack a convolution's weight for conv_skip: from a module's [N, C, kt, kh, kw] in memory to [N, kt, kh, kw, C].
 
-PyTorch's copy reads one element of a sector of memory at a time; here a program reads whole rows, and turns them round.
+PyTorch's copy reads one element per memory sector at a time. Here a program reads whole rows and transposes them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ CHANNELS = 128  # per program
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
-    """A weight [N, kt, kh, kw, C], contiguous; on a device that Triton can run on."""
+    """Return a weight [N, kt, kh, kw, C], contiguous. The weight must be on a device that Triton can run on."""
     as_in_module = weight.permute(0, 4, 1, 2, 3)
     if weight.is_contiguous() or not as_in_module.is_contiguous():
         return weight.contiguous()
@@ -40,7 +40,7 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
 def _pack_weight_kernel(
     weight, packed, C, TAPS: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr
 ):  # fmt: skip
-    """weight: [N, C, TAPS]. packed: [N, TAPS, C]."""
+    """Transpose weight [N, C, TAPS] to packed [N, TAPS, C]."""
     first = tl.program_id(0).to(tl.int64) * C * TAPS
     channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     taps = tl.arange(0, BLOCK)
