@@ -21,7 +21,7 @@ CoefficientPair = tuple[Time, Time]
 
 
 def edm(t: Time, sigma_data: float = 1.0) -> CoefficientPair:
-    """σ_d²/(t²+σ_d²) and σ_d·t/√(t²+σ_d²) for a noise level t in [0, ∞]; the limits at ∞ are 0 and σ_d.
+    """Return σ_d²/(t²+σ_d²) and σ_d·t/√(t²+σ_d²) for a noise level t in [0, ∞]. The limits at ∞ are 0 and σ_d.
 
     Consistency Models (Song et al. 2023), appendix C with ε = 0, after EDM (Karras et al. 2022).
     """
@@ -36,15 +36,15 @@ def edm(t: Time, sigma_data: float = 1.0) -> CoefficientPair:
 
 
 def trigflow(t: Time, sigma_data: float = 1.0) -> CoefficientPair:
-    """cos t and −σ_d·sin t for a TrigFlow angle t in [0, π/2]. sCM (Lu & Song 2024), eq. 6."""
+    """Return cos t and −σ_d·sin t for a TrigFlow angle t in [0, π/2]. sCM (Lu & Song 2024), eq. 6."""
     t, sigma_data = _time("trigflow", t, upper=math.pi / 2), _sigma_data(sigma_data)
     return _cos(t), -sigma_data * _sin(t)
 
 
 def rcm_boundary(t: Time) -> CoefficientPair:
-    """1/s and −sin t/s with s = cos t + sin t, for a TrigFlow angle t in [0, π/2] around a rectified-flow network.
+    """Return 1/s and −sin t/s, s = cos t + sin t, for a TrigFlow angle t in [0, π/2] around a rectified-flow network.
 
-    The boundary of rCM (Zheng et al. 2025): the network sees the input times 1/s at the rectified-flow time sin t/s.
+    This is rCM's boundary (Zheng et al. 2025): the network sees the input times 1/s at the rectified-flow time sin t/s.
     """
     t = _time("rcm_boundary", t, upper=math.pi / 2)
     s = _cos(t) + _sin(t)
@@ -52,7 +52,7 @@ def rcm_boundary(t: Time) -> CoefficientPair:
 
 
 def rectified_flow(t: Time) -> CoefficientPair:
-    """1 and −t for a rectified-flow time t in [0, 1]: ``x0 = x − t·v``."""
+    """Return 1 and −t for a rectified-flow time t in [0, 1]: ``x0 = x − t·v``."""
     t = _time("rectified_flow", t, upper=1.0)
     one = torch.ones_like(t) if isinstance(t, torch.Tensor) else 1.0
     return one, -t
@@ -68,7 +68,7 @@ def gated_residual(gate: float | torch.Tensor) -> tuple[float, float | torch.Ten
 
 
 def user(c_skip: Callable[[Time], Time], c_out: Callable[[Time], Time]) -> Callable[[Time], CoefficientPair]:
-    """One form out of two callables of t in [0, ∞]. They get t as the other forms do: a float or an fp32/fp64 tensor.
+    """Return one form from two callables of t in [0, ∞]. They get t as the other forms do: a float or fp32/fp64 tensor.
 
     Raises TypeError unless both are callable.
     """
@@ -84,7 +84,7 @@ def user(c_skip: Callable[[Time], Time], c_out: Callable[[Time], Time]) -> Calla
 
 
 def _time(form: str, t: Time, upper: float) -> Time:
-    """t as a float or an fp32/fp64 tensor, checked to be in [0, upper]."""
+    """Check that t is in [0, upper], and return it as a float or an fp32/fp64 tensor."""
     if isinstance(t, torch.Tensor):
         return _tensor_time(form, t, upper)
     if not isinstance(t, (int, float)):

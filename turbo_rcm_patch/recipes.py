@@ -90,7 +90,7 @@ def _check_times(sigmas: Sequence[float] | None, timesteps: Sequence[float] | No
 
 
 def shifted(sigmas: Sequence[float], shift: float) -> tuple[float, ...]:
-    """``shift·σ / (1 + (shift − 1)·σ)`` of each, as flow matching schedules are warped towards the noise."""
+    """Return ``shift·σ / (1 + (shift − 1)·σ)`` of each σ: the warp of flow matching schedules towards the noise."""
     return tuple(shift * sigma / (1 + (shift - 1) * sigma) for sigma in sigmas)
 
 

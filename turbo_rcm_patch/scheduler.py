@@ -24,7 +24,7 @@ INTERMEDIATE_ANGLES = (1.5, 1.4, 1.0)  # TrigFlow times after the first one, as 
 
 
 def rcm_times(num_steps: int, sigma_max: float = 80.0) -> torch.Tensor:
-    """Rectified-flow times of 1 to 4 steps, fp64 [num_steps + 1], from σ_max/(1 + σ_max) down to 0.
+    """Return rectified-flow times of 1 to 4 steps, fp64 [num_steps + 1], from σ_max/(1 + σ_max) down to 0.
 
     TrigFlow angles atan(σ_max), 1.5, 1.4, 1.0 (fewer steps take a prefix), then 0, through sin/(cos + sin). Raises
     ValueError for another number of steps and for a sigma_max at or below the next time's.
@@ -64,7 +64,7 @@ def model_timesteps(
 
 
 def euler_step(sample: torch.Tensor, velocity: torch.Tensor, t: float, t_next: float) -> torch.Tensor:
-    """One step of the ODE from time t to t_next: ``x − (t − t_next)·v``, in the dtype of both."""
+    """Take one step of the ODE from time t to t_next: ``x − (t − t_next)·v``, in the dtype of both."""
     return sample - (t - t_next) * velocity
 
 

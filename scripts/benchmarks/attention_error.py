@@ -27,8 +27,11 @@ QKV = Sequence[torch.Tensor]  # three [B, S, H, D]
 
 @dataclass(frozen=True)
 class AttentionError:
-    """The worst of so many attentions over one kind of values: cosine and relative errors to fp64, the largest error of
-    FlashAttention-3 in fp8, and the largest share of it that ours is."""
+    """The worst figures of `count` attentions over one kind of values.
+
+    They are the cosine and relative errors to fp64, the largest error of FlashAttention-3 in fp8, and the largest ratio
+    of our error to it.
+    """
 
     values: str
     count: int
@@ -52,7 +55,7 @@ class AttentionError:
 
 
 def measure(device: torch.device, tokens: int, heads: int, head_dim: int) -> Iterator[AttentionError]:
-    """One of each kind; those that are drawn have these sizes."""
+    """Yield the errors for each kind of values. The drawn kinds have these sizes."""
     draw = Draws(device)
     yield error_of(NORMAL, [[draw(1, tokens, heads, head_dim) for _ in range(3)]])
     yield error_of(STRUCTURED, [structured_qkv(draw, heads, tokens, head_dim)])

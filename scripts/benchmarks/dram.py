@@ -1,8 +1,8 @@
 """Bytes that kernels move between the GPU and its memory, read from the GPU's counters by Nsight Compute.
 
-A program marks what is to be measured with `profiled`; `measure` runs it under ``ncu``. Kernels run one at a time
-there, but caches are left alone: a kernel does not read what it finds in the L2 cache, and what it leaves there is
-counted as written by the later kernel that displaces it. Counts of one kernel are those of its place in the program.
+A program marks the calls to measure with `profiled`; `measure` runs it under ``ncu``. There kernels run one at a time,
+but caches are not flushed. Data that a kernel finds in the L2 cache is not counted as read. Data that it leaves there
+is counted as written by the later kernel that displaces it. So a kernel's counts hold for its place in the program.
 Copies and fills that the driver makes without a kernel (cudaMemcpy, cudaMemset) are not seen.
 """
 
@@ -44,7 +44,7 @@ class MeasurementError(RuntimeError):
 
 @dataclass(frozen=True)
 class KernelTraffic:
-    """One launch of a kernel: bytes read from and written to DRAM, and its seconds, None where nothing ran."""
+    """One launch of a kernel: bytes read from and written to DRAM, and its seconds, or None if nothing ran."""
 
     name: str
     read: int
@@ -53,7 +53,7 @@ class KernelTraffic:
 
 
 def why_not() -> str | None:
-    """Why counters cannot be read here, and what to do about it; None when they can, as far as can be told before."""
+    """Return why counters cannot be read here and how to fix it, or None if no reason is known beforehand."""
     if not torch.cuda.is_available():
         return "PyTorch finds no CUDA GPU"
     if shutil.which(NCU[0]) is None:

@@ -93,7 +93,7 @@ def load(name: str, device: str) -> WanPipeline:
 def row(
     name: str, kept: float | None, steps: int, videos: torch.Tensor, exact: torch.Tensor, options: argparse.Namespace
 ) -> dict[str, object]:
-    """accuracy: as of `evaluate`. psnr_to_exact: dB, the mean over frames and videos; None for the exact model."""
+    """Return a row of results. accuracy: as in `evaluate`. psnr_to_exact: mean dB, or None for the exact model."""
     accuracy = summarise(judge_videos(videos, held_out_scenes(options.n, options.seed)))
     psnr = None if videos is exact else frame_psnr(videos, exact).mean().item()
     shares = {attribute: value.to_dict() for attribute, value in accuracy.items()}
@@ -115,7 +115,7 @@ def is_known(path: Path, settings: dict[str, object], name: str, kept: float | N
 
 
 def add(path: Path, settings: dict[str, object], rows: list[dict], device: str) -> None:
-    """Write the rows to the file, in the order of VARIANTS, in the place of those that it has of the same variant."""
+    """Write the rows to the file in the order of VARIANTS. They replace its rows of the same variant."""
     variant = rows[0]["variant"], rows[0]["kept"]
     others = [one for one in results_in(path, settings) if (one["variant"], one["kept"]) != variant]
     results = sorted(others + rows, key=lambda one: VARIANTS.index((one["variant"], one["kept"])))

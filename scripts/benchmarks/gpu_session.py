@@ -1,11 +1,11 @@
-"""Everything that needs a GPU in one call: the GPU tests, compute-sanitizer, verify, compare, evaluate, all benchmarks.
+"""Run everything that needs a GPU: the GPU tests, compute-sanitizer, verify, compare, evaluate, all benchmarks.
 
     python scripts/benchmarks/gpu_session.py --results results                    # all, into results/<the GPU>.json
     python scripts/benchmarks/gpu_session.py --results results --only tests ops   # the other runs in the file stay
 
-Steps that need more GPUs than there are, are left out unless asked for. Every step that measures checks first that what
-it measures is right, but for first-step, host-time, wan2.1-14b-in-24-gb, compare's and those with
---no-oracle, of which verify's tell. A table of what passed comes last.
+Steps that need more GPUs than there are run only if you name them. Every measurement first checks its results. The
+exceptions are first-step, host-time, wan2.1-14b-in-24-gb, compare's steps and those with --no-oracle; verify's steps
+check these instead. A table of the steps that passed comes last.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SIZE_OF_LORA = ("--layers", "4", "--height", "480", "--width", "832", "--repeats
 LORA = (*END_TO_END, "wan2.1-14b", *SIZE_OF_LORA, "--lora")
 LEFT_OUT = ("--structured", "--no-oracle", "--repeats", "3")  # of attention that leaves key blocks out
 SANITIZERS = ("memcheck", "racecheck")
-# Steps that show whether something holds, and those whose figures go into the results file.
+# CHECKS pass or fail. The figures of the other steps go into the results file.
 CHECKS = {
     "tests": ("-m", "pytest", "-m", "gpu", "-q", "-n", "16", "tests"),
     "info": (*CLI, "info"),
@@ -81,8 +81,8 @@ MEASUREMENTS = {
     "wan2.1-14b-group-offload": ("scripts/benchmarks/group_offload.py",),
     "wan2.1-14b-4-layers-quantized": (*END_TO_END, "wan2.1-14b", "--layers", "4", "--repeats", "3", *QUANTIZED),
     "wan2.2-5b-8-layers-quantized": (*END_TO_END, "wan2.2-5b", "--layers", "8", "--repeats", "3", *QUANTIZED),
-    # Of weights and inputs with structure: attention that is the same to all keys has no blocks to leave out. How far
-    # leaving them out takes a step from fp32 says nothing with random weights; verify says how far a layer's takes it.
+    # Weights and inputs have structure: uniform attention has no blocks to leave out. With random weights a step's
+    # error from leaving blocks out is meaningless; verify tells a layer's error.
     "verify-sparse": (*CLI, "verify", *SPARSE),
     "verify-wan2.1-1.3b-sparse": (*CLI, "verify", "--config", "wan2.1-1.3b", "--layers", "2", *SPARSE),
     "compare-sparse": (*CLI, "compare", *SPARSE),
@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def chosen_steps(only: list[str] | None, gpus: int) -> Iterator[str]:
-    """The steps asked for, else those that this many GPUs are enough for; says which are left out."""
+    """Yield the steps asked for, else those that this many GPUs can run. Print the steps that are left out."""
     for name in CHECKS | MEASUREMENTS:
         if only is None and GPUS.get(name, 1) > gpus:
             print(f"{name} is left out: it needs {GPUS[name]} GPUs")

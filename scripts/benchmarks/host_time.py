@@ -25,7 +25,7 @@ from turbo_rcm_patch.config import PRESETS
 from turbo_rcm_patch.patching import patch, use_rcm
 
 UNPATCHED, TIERS = "unpatched", ("exact", "quantized", "sparse")
-CALLS = 8  # at a time: a GPU's queue holds about a thousand launches, of which a block makes some dozens
+CALLS = 8  # at a time: a GPU's queue holds about a thousand launches, and a block makes dozens
 ROUNDS = 5
 WARM_UP = 3
 SLEEPS = 1 << 29, 1 << 31, 1 << 33  # cycles of the GPU, a quarter of a second and more; the next where one is too short
@@ -48,8 +48,10 @@ def main(argv: list[str] | None = None) -> int:
 def measure(
     config: str, frames: int | None, device: torch.device, timed: Callable[[Callable[[], object]], float]
 ) -> dict[str, float]:
-    """What a call of one block takes, unpatched and in the TIERS, and its part of a step that is a CUDA graph. timed:
-    how long a call takes."""
+    """Return the milliseconds of one block's call, unpatched and in the TIERS, and its share of a CUDA-graph step.
+
+    timed: (call) -> the milliseconds that it takes.
+    """
     case = CASES[config]
     pipe = build_pipeline(case, torch.bfloat16, device)
     use_rcm(pipe)
@@ -72,13 +74,13 @@ def measure(
 
 
 def repeated(module: torch.nn.Module, run: Callable[[], object]) -> Callable[[], object]:
-    """A function that calls the module as it was first called in a run."""
+    """Return a function that calls the module with the inputs of its first call in a run."""
     inputs, named = first_call(module, run)
     return lambda: module(*inputs, **named)
 
 
 def host_time(call: Callable[[], object]) -> float:
-    """Milliseconds that a call takes on the host: the median of some rounds, each while the GPU sleeps."""
+    """Return the milliseconds that a call takes on the host: the median of ROUNDS, each while the GPU sleeps."""
     for _ in range(WARM_UP):
         call()
     return statistics.median(_behind_a_sleep(call) for _ in range(ROUNDS))
@@ -97,7 +99,7 @@ def _behind_a_sleep(call: Callable[[], object]) -> float:
 
 
 def mean_time(call: Callable[[], object], calls: int) -> float:
-    """Milliseconds that one of so many calls takes, before anything that it launched is waited for."""
+    """Return the mean milliseconds of this many calls, without waiting for the work that they launched."""
     start = time.perf_counter()
     for _ in range(calls):
         call()

@@ -56,8 +56,10 @@ class NaiveSoftmaxRCMAttention(TwoPassRCMAttention):
 
 @dataclass(frozen=True)
 class Implementation:
-    """A module class, further arguments of its constructor, whether torch.compile compiles it, and how far it may be
-    from the oracle beside two_pass."""
+    """A module class and more arguments of its constructor.
+
+    compiled: True if torch.compile compiles it. limits: how its error to the oracle is compared with two_pass's.
+    """
 
     module_class: type[TwoPassRCMAttention]
     options: Mapping[str, object] = field(default_factory=dict)
@@ -65,8 +67,8 @@ class Implementation:
     limits: ErrorLimits = EXACT.limits
 
 
-# On a GPU the second pass of two_pass is one kernel, opaque to torch.compile. What torch.compile makes of a skip that
-# it can see is torch_fused_compiled.
+# On a GPU the second pass of two_pass is one kernel, opaque to torch.compile. In torch_fused_compiled torch.compile can
+# see the skip.
 IMPLEMENTATIONS = {
     TWO_PASS: Implementation(TwoPassRCMAttention),
     TORCH_FUSED: Implementation(TorchFusedRCMAttention),
@@ -153,10 +155,10 @@ def benchmark_all_implementations(
 ) -> ImplementationResults:
     """Check every implementation at [B, N, C] against an fp64 oracle and time those that are right.
 
-    dtypes: of DTYPES; modes: of MODES. device: by default the GPU where there is one.
+    dtypes: from DTYPES; modes: from MODES. device: by default the GPU if there is one.
     repeats: timed calls of each, at least 2; on a GPU each is the replay of a CUDA graph.
-    compile_rivals: False leaves out what torch.compile would compile. Otherwise its caches are reset on the way.
-    Matmuls in fp32 are exact for the time being (no TF32), as the kernels are. Raises ValueError for bad arguments.
+    compile_rivals: False leaves out the compiled implementations. Otherwise torch.compile's caches are reset.
+    Meanwhile fp32 matmuls run without TF32, as the kernels do. Raises ValueError for bad arguments.
     """
     _check_among("dtypes", dtypes, DTYPES)
     _check_among("modes", modes, MODES)

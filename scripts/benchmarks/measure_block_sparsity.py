@@ -44,7 +44,7 @@ def config_of(mass: float, exact_steps: tuple[int, int] | None = None) -> BlockS
 
 
 def configs() -> dict[str, BlockSparse]:
-    """By what they are called."""
+    """Return the configs by name."""
     named = {f"mass {mass:g}": config_of(mass) for mass in MASSES}
     return named | {f"mass {mass:g}, first step exact": config_of(mass, (1, 0)) for mass in FIRST_STEP_EXACT}
 
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def layers_at(pipe: WanPipeline, config: BlockSparse, seed: int) -> Iterator[dict[str, object]]:
-    """By block and step: the share of key blocks that its attention keeps, and its relative L2 error to a dense one."""
+    """Yield a row per block and step: the share of key blocks kept, and the relative L2 error to dense attention."""
     first, _ = config.exact_steps or (0, 0)
     for step, name, qkv in attention_inputs(pipe, seed):
         sizes = {"mass": 1.0 if step <= first else config.mass, "block_q": BLOCKS[0], "block_k": BLOCKS[1]}

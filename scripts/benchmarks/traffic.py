@@ -60,7 +60,7 @@ class Case(Protocol):
         """The implementation on seeded random weights and inputs, the same for all."""
 
     def outline(self, implementation: str, device: torch.device) -> Call:
-        """What the implementation calls on a GPU, to be traced and not run: weights and inputs may be uninitialised."""
+        """Return the implementation's call on a GPU, to trace and not to run: its tensors may be uninitialised."""
 
     def is_compiled(self, implementation: str) -> bool:
         """True if torch.compile compiles it."""
@@ -212,7 +212,7 @@ class Check:
 
 @dataclass(frozen=True)
 class ImplementationTraffic:
-    """The kernels of one forward in the order of their launch. error and refused are None where nothing ran."""
+    """The kernels of one forward in the order of their launch. error and refused are None if nothing ran."""
 
     name: str
     kernels: tuple[KernelTraffic, ...]

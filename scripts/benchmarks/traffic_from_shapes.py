@@ -35,7 +35,7 @@ def count_call(module: nn.Module, args: tuple, kwargs: Mapping[str, object], com
 
 @dataclass(frozen=True)
 class _Op:
-    """A launch: bytes by the storage that they are in. mergeable: whether torch.compile merges it with others."""
+    """A launch with its bytes by storage. mergeable: True if torch.compile merges it with other launches."""
 
     name: str
     reads: Mapping[StorageWeakRef, int]
@@ -48,7 +48,7 @@ UNMERGED = ("linear", "matmul", "mm", "bmm", "addmm", "scaled_dot_product_attent
 
 
 def _ops(graph: torch.fx.Graph) -> Iterator[_Op]:
-    """The nodes that move data: those that fill a storage of their own, or write into an argument's."""
+    """Yield the nodes that move data: they fill a new storage, or write into an argument's."""
     for node in graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem:
             continue

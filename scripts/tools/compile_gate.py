@@ -68,7 +68,7 @@ def main() -> int:
 
 
 def run_all(ops: list[str], architectures: list[int], one_in: int) -> list[str]:
-    """Compile one in so many cases, print one row per architecture and op, and return what failed."""
+    """Compile one in `one_in` cases, print one row per architecture and op, and return the failures."""
     # A server imports the package once; every job is a fork of it, so that an aborting compiler ends only that job.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["turbo_rcm_patch.kernels"])
@@ -92,13 +92,13 @@ def _row(op: str, architecture: int, reports: list[dict], failed: list[str]) -> 
 
 
 def run_job(context, op: str, architecture: int, one_in: int) -> list[dict]:
-    """Compile one in so many of an op's cases for one architecture, if it has any, in a process of their own."""
+    """Compile one in `one_in` of an op's cases, if it has any, for one architecture in a separate process."""
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=compile_cases, args=(op, architecture, one_in, sender))
     process.start()
     sender.close()
     reports = []
-    # Not by its exit code: a thread that starts a process takes the codes of those that have ended.
+    # Wait for END, not for the exit code: a thread that starts a process takes the codes of finished ones.
     while not reports or reports[-1] != END:
         try:
             reports.append(receiver.recv())
@@ -110,7 +110,7 @@ def run_job(context, op: str, architecture: int, one_in: int) -> list[dict]:
 
 
 def compile_cases(op: str, architecture: int, one_in: int, sender) -> None:
-    """Send a report on one in so many cases of an op on an architecture (90 for sm_90), then END."""
+    """Send a report on one in `one_in` of an op's cases on an architecture (90 for sm_90), then END."""
     from scripts.tools.compile_without_gpu import describe, inspect, shared_memory_limit
 
     capability = divmod(architecture, 10)
@@ -142,8 +142,10 @@ def launches_of(op: str, capability: tuple[int, int]) -> list:
 
 
 def some_of(launches: list, architecture: int, one_in: int) -> list:
-    """Of each kernel the first launch and one in so many of those that differ, on the next architecture others; of the
-    kernels in Gluon, which one architecture has and whose registers are the tightest, all."""
+    """Return some of the distinct launches: each kernel's first, one in `one_in` of its others, and all of Gluon's.
+
+    Each architecture gets other launches. Gluon kernels exist on one architecture, and their registers are tightest.
+    """
     from scripts.tools.compile_without_gpu import describe
 
     turn = sorted({*ARCHITECTURES, architecture}).index(architecture)
@@ -157,15 +159,17 @@ def some_of(launches: list, architecture: int, one_in: int) -> list:
 
 
 def find_problems(inspection, capability: tuple[int, int], limit: int, fits_no_wgmma: bool = False) -> list[str]:
-    """Why a compiled case would run badly or not at all on this architecture. fits_no_wgmma: its tiles are smaller than
-    those of sm_90's tensor cores."""
+    """Return the reasons why a compiled case would run badly or not at all on this architecture.
+
+    fits_no_wgmma: True if its tiles are smaller than those of sm_90's tensor cores.
+    """
     problems = []
     if inspection.spills_matter:
         problems.append(f"{inspection.spills} bytes of register spills ({inspection.registers} registers)")
     if inspection.shared > limit:
         problems.append(f"{inspection.shared} bytes of shared memory; a program may take {limit}")
     problems += inspection.warnings
-    # Last, as it takes disassembling: a third of a small kernel's whole compilation.
+    # This comes last because it disassembles, which takes a third of a small kernel's compilation.
     should_use_wgmma = capability == (9, 0) and inspection.has_low_precision_dot and not fits_no_wgmma
     if should_use_wgmma and not any(inspection.count(opcode) for opcode in ("HGMMA", "IGMMA", "QGMMA")):
         problems.append("its matmul does not use wgmma")

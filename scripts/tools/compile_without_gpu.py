@@ -41,9 +41,11 @@ MULTIPROCESSORS = 100  # of a GPU that is not there
 
 @dataclass(frozen=True)
 class Inspection:
-    """What the compiler made of a launch. spills and shared are in bytes; spills_matter: whether spilled registers are
-    read or written where matrices are multiplied, or anywhere in a kernel that multiplies none; warnings are the lines
-    of ptxas that name a performance loss."""
+    """The compiler's result for a launch. spills and shared are in bytes.
+
+    spills_matter: True if spilled registers are read or written in a loop that multiplies matrices, or anywhere in a
+    kernel without one. warnings: the lines of ptxas that name a performance loss.
+    """
 
     registers: int
     spills: int
@@ -77,7 +79,7 @@ def record_launches(call: Callable[[], object], capability: tuple[int, int]) -> 
 
 
 def inspect(launch: Launch, capability: tuple[int, int]) -> Inspection | None:
-    """Compile the launch for a compute capability and report on it; None where that gave a kernel compiled before."""
+    """Compile the launch for a compute capability and report on it. Return None if the kernel was compiled before."""
     log = io.StringIO()
     with knobs.nvidia.scope(), knobs.compilation.scope(), _absent_gpu(capability), contextlib.redirect_stdout(log):
         knobs.nvidia.dump_ptxas_log = True
@@ -145,15 +147,17 @@ def _dot_operands(asm: dict[str, object]) -> list[str]:
 
 
 def _loops_spill(sass: list[str]) -> bool:
-    """Whether a spilled register is read or written in the smallest loop around a matrix product, or there is none.
-    Without tensor cores every loop with a multiply-add is one."""
+    """True if the smallest loop around a matrix product accesses a spilled register, or if there is no such loop.
+
+    Without tensor cores every loop with a multiply-add counts as one.
+    """
     labels = {line.strip().rstrip(":"): index for index, line in enumerate(sass) if line.startswith(".L_")}
     opcodes = [_opcode(line) or "" for line in sass]
     loops = []
     for index, line in enumerate(sass):
         branch = re.search(r"\bBRA(?:\.\w+)* `\((\.L_\w+)\)", line)
         start = labels.get(branch[1], index) if branch else index
-        # What lies behind the kernel's end, as the retries of waits do, jumps back without closing a loop.
+        # Code behind the kernel's end, such as retries of waits, jumps back without closing a loop.
         if start < index and not any(re.search(r"\*/\s+EXIT\b", x) for x in sass[start:index]):
             loops.append(range(start, index + 1))
     products = [index for index, opcode in enumerate(opcodes) if re.match(r"\w*MMA\b", opcode)]

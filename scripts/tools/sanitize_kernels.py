@@ -170,7 +170,7 @@ class Race(NamedTuple):
 
 
 _ACCESS = re.compile(r"(Read|Write) access at (.+?)(?=,? and (?:Read|Write) access at |$)")
-# As compute-sanitizer has written them since CUDA 12, and before.
+# The forms that compute-sanitizer writes since CUDA 12, and before.
 _PLACES = (
     re.compile(r"(?P<kernel>\S.*?)\+0x(?P<pc>[0-9a-f]+)(?: in (?P<source>\S+:\d+))?"),
     re.compile(r"0x(?P<pc>[0-9a-f]+) in (?:(?P<source>\S+:\d+):)?(?P<kernel>[^\s:]+)"),
@@ -190,7 +190,7 @@ def judge_memory(report: str) -> list[str]:
 def judge_races(report: str, role_reads: dict[str, set[int]], with_probes: bool) -> list[str]:
     """Return the problems in racecheck's report, and print a table of its races.
 
-    role_reads: as of `find_role_reads`. with_probes: whether the probes ran, of which one has a race.
+    role_reads: from `find_role_reads`. with_probes: True if the probes ran. One of them has a race.
     """
     summary = re.search(r"RACECHECK SUMMARY: (\d+) hazard", report)
     if summary is None:
@@ -213,8 +213,11 @@ def judge_races(report: str, role_reads: dict[str, set[int]], with_probes: bool)
 
 
 def find_role_reads(cache: Path) -> dict[str, set[int]]:
-    """The places in the compiled warp-specialised kernels, by name, where a warp reads its role: the only byte that is
-    read from shared memory. None where several are, as nothing tells which of them is the role."""
+    """Return, by kernel name, the places in compiled warp-specialised kernels where a warp reads its role.
+
+    The role is the only byte that is read from shared memory. With several such reads there are no places, because the
+    role's cannot be told from the others.
+    """
     places: dict[str, set[int]] = {}
     for path in cache.rglob("*.cubin"):
         if "ttg.warp_specialize" in path.with_suffix(".ttgir").read_text():
@@ -275,7 +278,7 @@ def _lines(report: str) -> Iterator[str]:
 
 
 def launch(part: str, portable: bool) -> None:
-    """A part of the kernels, or the probes. portable: those that other GPUs than sm_90 take."""
+    """Launch a part of the kernels, or the probes. portable: True for the kernels that GPUs without sm_90 use."""
     if part == PROBES:
         from warp_specialized_probes import launch_probes
 

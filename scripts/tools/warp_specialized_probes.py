@@ -1,5 +1,7 @@
-"""Warp-specialised kernels that compute nothing, and one with a race: what racecheck says of Triton itself, and whether
-it sees what it must (sanitize_kernels.py)."""
+"""Warp-specialised kernels that compute nothing, and one with a race.
+
+They show racecheck's reports about Triton itself, and that racecheck finds a real race (sanitize_kernels.py).
+"""
 
 import torch
 from triton.experimental import gluon

@@ -154,8 +154,11 @@ def trajectory(
 
 
 def count(options: argparse.Namespace) -> list[dict[str, object]]:
-    """A row per variant. colour, asked: shares of the shapes in COLOUR, and in the caption's. psnr: of the frames to
-    those with the LoRA, unpatched, in dB; None for these and without it."""
+    """Return a row per variant.
+
+    colour, asked: shares of the shapes in COLOUR, and in the caption's colour. psnr: dB between the frames and the
+    unpatched frames with the LoRA, or None for the latter and for the frames without it.
+    """
     pipe = load(options.device, torch.bfloat16 if options.device.startswith("cuda") else torch.float32)
     scenes = [scene for scene, _ in zip(scenes_to_paint(options.seed, held_out=True), range(options.n), strict=False)]
     videos = {WITHOUT: make_videos(pipe, scenes, options.seed)}

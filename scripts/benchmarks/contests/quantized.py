@@ -115,9 +115,11 @@ def _flash_attention_3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dic
 
 
 def norms_8bit(heads: int, tokens: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
-    """The same without the attention, so that its pre-pass has a time of its own; the rival's has no mean of k to take
-    off, and leaves v as it is."""
-    # A softmax's scale of 1, so that q weighs as much in the error as k and v.
+    """Return the same contest without the attention, to time its pre-pass alone.
+
+    The rival's pre-pass does not subtract k's mean, and leaves v unchanged.
+    """
+    # The softmax's scale is 1, so that q weighs as much in the error as k and v.
     quantize, turn, turned, v = drawn_norms(heads, tokens, head_dim, device, scale=1.0)
 
     def oracle(rows: torch.Tensor) -> torch.Tensor:

@@ -65,7 +65,7 @@ def sparse_linear_attention_bf16(
 
 
 def _those_that_run(rivals: Mapping[str, Contender]) -> dict[str, Contender]:
-    """The rivals but for those that fail here, which is said: PyTorch cannot compile them, or a package is broken."""
+    """Return the rivals that run here, and print each failure: PyTorch cannot compile it, or its package is broken."""
     running = {}
     for name, rival in rivals.items():
         try:

@@ -26,11 +26,10 @@ def turbodiffusion_module(
     *,
     blocks: tuple[int, int] | None = None,
 ) -> dict[str, Contender]:
-    """Its module as it ships and under torch.compile, on what inputs() gives: q, k and v [B, S, H, D]; nothing where it
-    is not installed.
+    """Return TurboDiffusion's module, as it ships and under torch.compile, or nothing if it is not installed.
 
-    weight, bias: of proj_l. blocks: of queries and of keys, in bf16; None: in 8 bits, with those that it chooses.
-    Each is built when it first runs, and raises then what its package raises.
+    inputs: () -> q, k and v [B, S, H, D]. weight, bias: proj_l's. blocks: sizes of query and key blocks, in bf16. None:
+    in 8 bits, with sizes that the module chooses. Each is built when it first runs; its package's errors appear then.
     """
     if importlib.util.find_spec("SLA") is None:
         return {}

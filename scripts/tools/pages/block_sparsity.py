@@ -22,8 +22,10 @@ HEADER = (
 
 
 def block_sparsity_page(measured: Mapping, file: str, ops: Mapping | None = None) -> str:
-    """A section of the results page. measured: as read from the JSON file of that name; ops: the run of sparse ops on a
-    GPU, of which the speeds are."""
+    """Return a section of the results page.
+
+    measured: the contents of the JSON file `file`. ops: the run of sparse ops on a GPU, which gives the speeds.
+    """
     settings, variants = measured["settings"], measured["variants"]
     block_q, block_k = settings["blocks"]
     exact = measured["exact"]["accuracy"]["overall"]["share"]
@@ -52,7 +54,7 @@ By layer, what is kept and the error:
 
 
 def _times_dense(ops: Mapping | None) -> tuple[dict[str, str], str]:
-    """By mass, how many times as fast as dense attention its own is, with what it keeps; and where that was timed."""
+    """Return, by mass, the speed-up over dense attention with the share kept, and a line on where it was timed."""
     times, where = {}, ""
     for result in ops["results"] if ops else ():
         case = re.match(r"block_sparse_attention\(mass=(.+)\) (.+)", result["case"])

@@ -152,13 +152,15 @@ def _op_rows(result: dict) -> list[list[str]]:
 
 
 def _each(errors: Sequence[float | None]) -> str:
-    """Those that were measured: ours stands alone where the rival is to be compared in time only."""
+    """Return the measured errors as text. Ours stands alone if the rival is compared only in time."""
     return " / ".join(f"{error:.1e}" for error in errors if error is not None)
 
 
 def sparse_attention_sentence(runs: dict) -> str | None:
-    """The write-up's sentence on the whole sparse attention beside the dense ones, each pair timed in turns; None where
-    a row is missing or was refused."""
+    """Return the write-up's sentence that compares the whole sparse attention with dense ones, timed in turns.
+
+    Return None if a row is missing or was refused.
+    """
     pairs = {}  # the sparse and the quantized tier's rows, by the sizes
     for run, op in (("ops-sparse", "norms_sparse_linear_attention"), ("ops-quantized", "norms_attention_8bit")):
         for result in runs.get(run, {"results": ()})["results"]:

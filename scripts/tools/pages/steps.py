@@ -66,7 +66,7 @@ SHORT_STEPS_HEADER = (
     "memory over compile's",
     "rel. L2 to fp32",
 )
-# What is asked of a patched step: a speed-up over a variant, and below memory as a multiple of a variant's.
+# The targets of a patched step: a speed-up over a variant, and below that memory as a multiple of a variant's.
 STEP_TARGETS = {
     "wan2.1-1.3b": {"unpatched": 1.45, "torch.compile": 1.2},
     "wan2.1-1.3b-17-frames": {"torch.compile": 1.2},
@@ -81,10 +81,10 @@ STEP_TARGETS = {
     "wan2.1-1.3b-sparse": {"torch.compile": 3.5},
     "wan2.1-14b-4-layers-sparse": {"torch.compile": 4.4},
 }
-# How many times the step without LoRA one with it may take.
+# The largest allowed ratio of a step's time with LoRA to its time without.
 LORA_TARGETS = {"wan2.1-14b-4-layers-lora-64": 1.03}
 OTHER_LORA_TARGET = 1.06
-# What a step after a change is compared with, and how many milliseconds it may take on top of a patched one.
+# The variant that a step after a change is compared with, and the milliseconds that it may add to a patched step.
 UNCHANGED = {RESCALED: "patched", SWITCHED: ALONE, COMPILED_AFTER_A_CHANGE: "torch.compile"}
 CHANGE_LIMIT = 5
 MEMORY_TARGETS = {
@@ -93,7 +93,7 @@ MEMORY_TARGETS = {
     "wan2.1-14b-4-layers-quantized": (EXACT_PATCH, 1.0),
     "wan2.2-5b-8-layers-quantized": (EXACT_PATCH, 1.0),
 }
-# What is asked of a patched decoding: a speed-up over a variant's; and of the stages of a whole video, seconds.
+# The targets of a patched decoding (a speed-up over a variant's), and of a whole video's stages (seconds).
 DECODE_TARGETS = {
     "wan2.1-1.3b-decoded": {"torch.compile": 1.75},
     "wan2.1-14b-1-layer-decoded": {"unpatched": 3.0, "torch.compile": 1.6},
@@ -103,9 +103,9 @@ STAGE_LIMITS = {
     "wan2.1-1.3b-decoded": {"vae_decode": 0.6, "output": 0.1, "total": 2.5},
     "wan2.1-1.3b-sparse-decoded": {"steps": 0.57, "total": 1.3},
 }
-# Of the same model and size as a row of the README, with other inputs or another option.
+# Runs of the same model and size as a row of the README, with other inputs or another option.
 ON_THE_PAGE_ALONE = ("wan2.2-5b-8-layers-image", "wan2.1-1.3b-block-sparse-mass-0.95")
-ACCURACY_FACTOR = EXACT.limits.factor  # a step's error to fp32 may be so many times that of torch.compile
+ACCURACY_FACTOR = EXACT.limits.factor  # the limit of a step's error to fp32, as a multiple of torch.compile's
 
 
 def steps_table(runs: dict) -> str:
@@ -148,7 +148,7 @@ def short_step_row(name: str, run: dict) -> list[str]:
 
 
 def _short_seconds_row(name: str, run: dict, stage: str, vae: str | None) -> list[str]:
-    """What is asked of a whole video is seconds; of decoding also speed-ups."""
+    """Return a row of seconds. A whole video's targets are seconds; decoding also has speed-ups as targets."""
     timings = {variant["name"]: variant["timings"] for variant in run["variants"]}
     variants = ("unpatched", COMPILED, "patched")
     seconds = {variant: timings[variant][stage] for variant in variants if variant in timings}

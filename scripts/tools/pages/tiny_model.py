@@ -8,15 +8,15 @@ from functools import partial
 from .cells import decibels, percent, table_of, versions
 
 TRAINING = "training.json"
-# Of scripts/benchmarks/measure_block_sparsity.py, evaluate_sparse.py and train_lora.py, none of which needs a GPU.
+# The results of measure_block_sparsity.py, evaluate_sparse.py and train_lora.py, which need no GPU.
 BLOCK_SPARSE, SPARSE, LORA = "block-sparse-tiny.json", "sparse-tiny.json", "lora-tiny.json"
-SIDE_BY_SIDE = "side-by-side.json"  # of `turbo-rcm compare`, whose picture lies beside it
+SIDE_BY_SIDE = "side-by-side.json"  # from `turbo-rcm compare`; its picture is in the same folder
 
 ACCURACY_TARGETS = {2: 0.9, 4: 0.95}  # overall prompt accuracy of the embedded model, by steps
 
 
 def evaluation_of(runs: dict) -> dict | None:
-    """The evaluation of a GPU, with what another run of the same captions has of the sparse tier; None without one."""
+    """Return a GPU's evaluation, with the sparse tier's rows from another run of the same captions, or None."""
     evaluation, sparse = runs.get("evaluate"), runs.get("evaluate-sparse")
     if evaluation is None or sparse is None:
         return evaluation
@@ -26,7 +26,7 @@ def evaluation_of(runs: dict) -> dict | None:
 
 
 def tier_of(row: dict) -> str:
-    """Of a row of an evaluation, whose variant may also tell what its attention keeps: "sparse, topk 0.1"."""
+    """Return the tier of an evaluation's row. Its variant may also tell what attention keeps: "sparse, topk 0.1"."""
     return row["variant"].partition(",")[0]
 
 
@@ -93,8 +93,10 @@ def sparse_table(results: dict) -> str:
 
 
 def tiers_table(evaluation: dict | None, sparse: dict | None = None, block_sparse: dict | None = None) -> str | None:
-    """What the embedded model shows in every tier, a row for each variant, with where and of how many captions it was
-    measured; None without a measurement. evaluation: of `evaluation_of`; sparse, block_sparse: files of this folder.
+    """Return the table of the embedded model's accuracy in every tier, or None without a measurement.
+
+    It has a row for each variant, and tells the device and the number of captions. evaluation: from `evaluation_of`.
+    sparse, block_sparse: files of this folder.
     """
     groups = _groups(evaluation, sparse, block_sparse)
     if not groups:
@@ -133,7 +135,7 @@ def _table_of_groups(groups: list[tuple[dict, dict]], title: str) -> str:
 
 
 def _dtype(measured: dict) -> str:
-    """In which the scripts that measure the sparse rows run the model, without 8 bits: as a file says, or by device."""
+    """Return the dtype of the model in the sparse rows' measurements: from the file, else by the device."""
     on_device = "float32" if measured["environment"]["gpu"] is None else "bfloat16"
     return {"float32": "fp32", "bfloat16": "bf16"}[measured["settings"].get("dtype", on_device)]
 
@@ -168,8 +170,10 @@ def _overall(row: dict) -> str:
 def short_tiny_table(
     evaluation: dict | None, sparse: dict | None = None, block_sparse: dict | None = None
 ) -> str | None:
-    """The README's table of the embedded model in every tier; None without an evaluation. What is only on the results
-    page: the unpatched model in fp32, and steps that are exact. Arguments: as of `tiers_table`."""
+    """Return the README's table of the embedded model in every tier, or None without an evaluation.
+
+    Only the results page has the unpatched model in fp32 and exact steps. The arguments are as in `tiers_table`.
+    """
     if evaluation is None:
         return None
     groups = [

@@ -25,7 +25,7 @@ HEAD_DIM, TEXT_TOKENS = 128, 512
 
 
 class Rows(NamedTuple):
-    """So many times a row of a run. The case is its name there, op and sizes."""
+    """A row of a run, counted several times. case: the row's name in the run, with op and sizes."""
 
     count: int
     run: str
@@ -36,8 +36,11 @@ class Rows(NamedTuple):
 
 
 def rows_of_block(config: str, tokens: int, dim: int) -> dict[str, dict[str, tuple[Rows, ...]]]:
-    """By tier and part. Left out (a step has them in ALL_ELSE), as no row is of their kind: the cross-attention's
-    projection of the queries, its QK norms, and the text's keys and values."""
+    """Return the rows that make up a block, by tier and part.
+
+    Three parts of the cross-attention have no row, and a step has them in ALL_ELSE: the projection of the queries, the
+    QK-norms, and the text's keys and values.
+    """
     heads, ffn_dim = dim // HEAD_DIM, CASES[config].transformer["ffn_dim"]
     square, up, down = (f"{tokens}×{C}×{K}" for C, K in ((dim, dim), (ffn_dim, dim), (dim, ffn_dim)))
     of_heads = f"{heads}×{tokens}×{HEAD_DIM}"
@@ -141,7 +144,7 @@ def _milliseconds(runs: dict, row: Rows, contenders: tuple[str, ...]) -> float |
 
 
 def shares_table(blocks: dict[str, dict[str, dict[str, float]]]) -> str | None:
-    """The attention's share of a block, a row for each model; None without blocks."""
+    """Return a table of the attention's share of a block, a row for each model, or None without blocks."""
     if not blocks:
         return None
     tiers = list(dict.fromkeys(tier for block in blocks.values() for tier in block))
@@ -153,9 +156,12 @@ def shares_table(blocks: dict[str, dict[str, dict[str, float]]]) -> str | None:
 
 
 def saved_outside_attention(runs: dict, config: str) -> dict[str, float] | None:
-    """Milliseconds that the exact tier's linears and norms take less than torch.compile's ("saved"), and as a share of
-    a compiled block; and what the sparse tier's take less than PyTorch's 8-bit products with compiled quantising, and
-    compiled norms ("saved_in_8_bits"), as a share of a sparse block with those. None where a row is missing."""
+    """Return the time that our linears and norms save outside attention, or None if a row is missing.
+
+    "saved": the milliseconds that the exact tier saves over torch.compile, also as a share of a compiled block.
+    "saved_in_8_bits": the milliseconds that the sparse tier saves over PyTorch's 8-bit products with compiled
+    quantising and compiled norms, as a share of a sparse block with those.
+    """
     block = blocks_by_tier(runs).get(config, {})
     if not {COMPILE, "exact", "sparse"} <= set(block):
         return None

@@ -28,7 +28,7 @@ def round_trip_svg(moved: dict) -> str:
     return "\n".join([head, STYLE, background, *parts, "</svg>"]) + "\n"
 
 
-# What each kernel reads and writes.
+# For each kernel, the tensors that it reads and writes.
 ROUND = [("attention's result, W", "F(x)"), ("F(x), x", "the sum")]
 STRAIGHT = [("attention's result, W, x", "the sum")]
 

@@ -20,7 +20,7 @@ ATTENTION, LINEARS, REST = "attention", "linears", "norms, RoPE, GELU, skips"
 
 
 def figures(results: dict, tiny: dict[str, dict]) -> dict[str, object]:
-    """What the template may name. tiny: what else the tiny model was measured for, as `tiers_table` takes it."""
+    """Return the names that the template may use. tiny: the tiny model's other measurements, as for `tiers_table`."""
     runs = results["runs"]
     blocks = {run["settings"]["config"]: parts_of_block(run)["compiled"] for run in _blocks(runs)}
     steps = {
@@ -57,7 +57,7 @@ def _blocks(runs: dict) -> list[dict]:
 
 
 def _rows_of(runs: dict, config: str) -> str | None:
-    """The rows that the bars of a model's block are sums of; None without bars."""
+    """Return the rows whose sums are the bars of a model's block, or None without bars."""
     tiers = blocks_by_tier(runs).get(config)
     settings = next((run["settings"] for run in _blocks(runs) if run["settings"]["config"] == config), None)
     return rows_table(config, settings["tokens"], settings["dim"], tiers) if tiers else None
@@ -131,8 +131,10 @@ def accuracy_table(runs: dict) -> str:
 
 
 def sparse_accuracy_table(runs: dict) -> str | None:
-    """The largest errors of the blocks, and of what their parts add, of real models in the sparse tier, and what that
-    tier allows; None where none was verified."""
+    """Return a table of real models' largest errors in the sparse tiers, or None if none was verified.
+
+    It has the errors of blocks and of what their parts add, with the tier's limits.
+    """
     rows = [["blocks of", "preset", "of", "largest rel. L2 to fp32", "the tier allows"]]
     for run in runs.values():
         preset = run.get("settings", {}).get("preset", EXACT.name)
@@ -165,7 +167,7 @@ STAGES = {"steps": "all steps", "vae_decode": "VAE decode", "output": "output", 
 
 
 def plot_data(runs: dict) -> dict[str, dict]:
-    """What each plot of plots.py shows, to six digits; without the plots that nothing was measured for."""
+    """Return the data of each plot in plots.py, to six digits. Plots without measurements are left out."""
     data = {
         "step-parts": steps_by_tier(runs),
         "speed-accuracy": speed_and_accuracy(runs),
@@ -175,9 +177,11 @@ def plot_data(runs: dict) -> dict[str, dict]:
 
 
 def speed_and_accuracy(runs: dict) -> dict[str, list[list[float | None]]]:
-    """Of the tiny model in each variant: [time of denoising, share of the captions shown] by number of steps. The time
-    is in steps of the unpatched model in the same run, as launches take longer on a busier host; the exact tier's is of
-    the quantized one's run. None where the variant was not timed."""
+    """Return [denoising time, share of the captions shown] by number of steps, for each variant of the tiny model.
+
+    The unit of time is a step of the unpatched model in the same run, because launches take longer on a busy host. The
+    exact tier's time is from the quantized tier's run. The time is None if the variant was not timed.
+    """
     times = {}
     for name in ("compare-quantized", "compare-sparse", "compare"):
         if name in runs:

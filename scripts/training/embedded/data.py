@@ -69,7 +69,7 @@ class VideoPool:
     def draw(self, count: int, side: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Clips [count, 3, F, H, W] in [-1, 1] and their background colours [count, 3, 1, 1, 1].
 
-        side: crop a square of so many pixels around a pixel of each video's objects: most of a frame is background.
+        side: crop a square of side × side pixels around a pixel of each video's objects: most of a frame is background.
         Crops lie on the objects' grid.
         """
         chosen = torch.randint(len(self._videos), (count,), device=self._videos.device)

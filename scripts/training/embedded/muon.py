@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 import torch
 
-# Of the polynomial that takes all singular values near to 1 in five iterations, in bf16.
+# The coefficients of the polynomial that brings all singular values near 1 in five iterations, in bf16.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
-# Of an update at a learning rate of 1; AdamW's usual one, so that both optimizers' rates are of one order (Liu et al.
-# 2025, Muon is Scalable for LLM Training).
+# The RMS of an update at a learning rate of 1. It is AdamW's usual one, so that both optimizers' learning rates are
+# similar (Liu et al. 2025, Muon is Scalable for LLM Training).
 ROOT_MEAN_SQUARE = 0.2
 
 

@@ -37,9 +37,9 @@ ATTENTION_WEIGHT = 0.3  # of the attentions' error beside the velocity's
 
 
 def train_sparse(run: Run, pipe: WanPipeline, latent_shape: tuple[int, ...], num_steps: int) -> dict[str, torch.Tensor]:
-    """Train for num_steps updates; returns the difference as `difference` has it.
+    """Train for num_steps updates, and return the learned `difference`.
 
-    pipe: the dense model, in fp32 on the run's device; it stays as it is. latent_shape: [C, f, h, w].
+    pipe: the dense model, in fp32 on the run's device. It is not changed. latent_shape: [C, f, h, w].
     """
     torch.manual_seed(run.seed)
     teacher = pipe.transformer
@@ -84,7 +84,7 @@ def to_sparse(transformer: WanTransformer3DModel) -> WanTransformer3DModel:
 
 
 def difference(student: WanTransformer3DModel, teacher: WanTransformer3DModel) -> dict[str, torch.Tensor]:
-    """What was learned: ``NAME.lora_A.weight`` and ``NAME.lora_B.weight``, ``NAME.diff`` of norms, and proj_l's own."""
+    """Return the learned ``NAME.lora_A.weight``, ``NAME.lora_B.weight``, ``NAME.diff`` of norms, and proj_l's own."""
     found = {}
     for name, parameter in student.named_parameters():
         if not parameter.requires_grad:

@@ -101,7 +101,7 @@ def train_student(run: Run, teacher: WanPipeline, pool: LatentPool, num_steps: i
 
 
 def turn(step: int) -> tuple[str, int, int]:
-    """Which network learns in a step, how often it has before, and from samples of how many steps (0: from none)."""
+    """Return the network that learns in a step, its earlier updates, and the steps of its samples (0: no samples)."""
     if step < TANGENT_WARMUP:
         return "student", step, 0
     update, waiting = divmod(step - TANGENT_WARMUP, STUDENT_EVERY)

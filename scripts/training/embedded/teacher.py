@@ -14,8 +14,8 @@ from .text import embed
 BATCH = 128
 RATES = Rates(muon=2e-3, adamw=8e-4)
 NO_CAPTION = 0.1  # how often the caption is left out, for classifier-free guidance
-# Of the training times, and of the sampler's. Large plain shapes show through a lot of noise: what moves where is
-# decided at times of 0.88 to 0.97, where Wan's own shift of 3 would put one training step in six, and this 37 %.
+# The shift of the training times and the sampler's. Large plain shapes show through a lot of noise, so their motion is
+# decided at times of 0.88 to 0.97. Wan's own shift of 3 would put one training step in six there; this shift puts 37 %.
 FLOW_SHIFT = 6.0
 
 

@@ -1,8 +1,8 @@
 """The stock video autoencoder on whole clips.
 
-``AutoencoderKLWan`` works through chunks of four frames and keeps what the next chunk needs in caches, which saves
-memory and takes five times the launches. Without caches its layers see a whole clip and compute the same, but for
-those that change the frame rate: they do nothing, so these are replaced here.
+``AutoencoderKLWan`` works through chunks of four frames, with caches for the next chunk. This saves memory and takes
+five times the launches. Without caches its layers see a whole clip and compute the same. Only the layers that change
+the frame rate do nothing then, so they are replaced here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def decode_clip(vae: AutoencoderKLWan, latents: torch.Tensor) -> torch.Tensor:
 
 
 def _resample(module: WanResample, x: torch.Tensor) -> torch.Tensor:
-    """The first frame is a chunk of its own, which keeps its rate and is not seen by those that are made from later."""
+    """Resample a clip. Its first frame is a separate chunk, which keeps its rate and does not affect later frames."""
     if module.mode == "upsample3d":
         first, pairs = x[:, :, :1], module.time_conv(x[:, :, 1:]).unflatten(1, (2, -1))
         x = torch.cat([first, torch.stack(pairs.unbind(1), dim=3).flatten(2, 3)], dim=2)

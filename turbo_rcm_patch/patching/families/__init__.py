@@ -30,7 +30,7 @@ def blocks_like(block: nn.Module) -> Blocks | None:
 
 
 def check_supported(name: str, transformer: nn.Module) -> list[str]:
-    """Everything that stands against patching this model, as sentences; empty when it can be patched."""
+    """Return the reasons, as sentences, why this model cannot be patched. Empty if it can."""
     family = family_of(transformer)
     if family is None:
         compiled = hasattr(transformer, "_orig_mod")

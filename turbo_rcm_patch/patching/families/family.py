@@ -161,7 +161,7 @@ class Family:
     notes: Callable[[nn.Module], Sequence[str]] = lambda _: ()
 
     def every_block(self, transformer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """All blocks of a transformer with their paths in it."""
+        """Return all blocks of a transformer with their paths in it."""
         return (found for blocks in self.blocks for found in blocks.of(transformer))
 
     def self_attentions(self, transformer: nn.Module) -> Iterator[SelfAttention]:
@@ -183,7 +183,7 @@ class Family:
         return transformer.get_submodule(self.first_layer).weight.dtype
 
     def problems(self, name: str, transformer: nn.Module) -> list[str]:
-        """Everything that stands against patching this transformer, as sentences; empty when it can be patched."""
+        """Return the reasons, as sentences, why this transformer cannot be patched. Empty if it can."""
         problems = [
             f"{name}.{path} is a {class_path(block)}, not diffusers' {blocks.block_class.__name__} of "
             f"{self.transformer_class.__name__}."

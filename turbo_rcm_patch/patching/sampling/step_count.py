@@ -32,7 +32,7 @@ class Steps:
         return f"exact_steps={(first, last)}" if made < first or made >= count - last else None
 
     def _made(self, counted: int | None) -> int:
-        """Steps of the generation that are done. counted: by the scheduler, None before the first."""
+        """Return the number of finished steps. counted: the scheduler's step index, or None before the first step."""
         if counted is None:
             self._begins = True
             return 0
@@ -41,7 +41,7 @@ class Steps:
         return counted - self._before
 
     def __reduce__(self) -> tuple:
-        """Copied and pickled without the pipeline, whose copy is another one: all steps are exact then."""
+        """Copy or pickle without the pipeline, because a copied pipeline is another one. All steps are exact then."""
         return _nobodys_steps, ()
 
 

@@ -43,7 +43,7 @@ def use_rcm(
 
 
 def rcm_scheduler(pipe: DiffusionPipeline, **options) -> RCMScheduler:
-    """RCMScheduler for a pipeline, with the options that are not None; the others as `use_rcm` says."""
+    """Return an RCMScheduler for a pipeline with the options that are not None. `use_rcm` explains the others."""
     chosen = {name: value for name, value in options.items() if value is not None}
     return RCMScheduler.from_config(
         pipe.scheduler.config if isinstance(pipe.scheduler, RCMScheduler) else {},

@@ -153,7 +153,7 @@ def call_of(state: BlockState, block: nn.Module, x: torch.Tensor, *others: torch
 
 
 def active_backend() -> AttentionBackendName:
-    """diffusers' attention backend for processors that name none."""
+    """Return diffusers' attention backend for processors that name none."""
     return _AttentionBackendRegistry.get_active_backend()[0]
 
 

@@ -202,7 +202,7 @@ def is_quantized(module: nn.Module) -> bool:
 
 
 def quantized_linears(transformer: nn.Module) -> list[QuantizedLinear]:
-    """All linears in 8 bits."""
+    """Return all linears in 8 bits."""
     return [module for module in transformer.modules() if isinstance(module, QuantizedLinear)]
 
 

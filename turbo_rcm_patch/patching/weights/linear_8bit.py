@@ -267,7 +267,7 @@ def error_of(weight: QuantizedWeight, original: torch.Tensor) -> float:
 
 
 def _parts(weight: torch.Tensor) -> Iterator[slice]:
-    """Slices of the rows of a weight, each of about AT_ONCE values."""
+    """Yield slices of a weight's rows, each of about AT_ONCE values."""
     rows = max(1, AT_ONCE // weight.shape[1])
     return (slice(first, first + rows) for first in range(0, len(weight), rows))
 

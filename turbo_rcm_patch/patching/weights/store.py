@@ -122,7 +122,7 @@ def _of_folder(folder: Path, stack: ExitStack) -> _Model:
 
 
 def _files_of(folder: Path) -> dict[str, tuple[Path, Kind]]:
-    """All tensors of diffusers' safetensors files in a folder, by name, with the file that holds each."""
+    """Return the file and kind of each tensor, by its name, in a folder with diffusers' safetensors files."""
     index = folder / f"{DIFFUSERS_FILE}.index.json"
     files = shards(index) if index.is_file() else [DIFFUSERS_FILE]
     missing = [file for file in files if not (folder / file).is_file()]

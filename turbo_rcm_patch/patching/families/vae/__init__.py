@@ -81,7 +81,7 @@ def _convolutions(vae: AutoencoderKLWan) -> Iterator[tuple[nn.Module, int]]:
 
 
 def decoder_notes(vae: AutoencoderKLWan) -> list[str]:
-    """Lines for the summary: how many frames at a time, and which decodes diffusers' code ran."""
+    """Return the summary's lines on the frames at a time, and on the decodes that diffusers' code ran."""
     state = vae_state(vae)
     chunk, eager = state.config.vae_chunk, state.eager.copy()
     working_set = TILES_WORKING_SET if vae.use_tiling else WORKING_SET

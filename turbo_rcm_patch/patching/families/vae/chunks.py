@@ -25,7 +25,7 @@ MOST_ELEMENTS = 2**31 - 1  # of a tensor that PyTorch's convolutions index with 
 
 
 def output_shape(vae: AutoencoderKLWan, z: torch.Tensor) -> tuple[int, ...]:
-    """[B, C, F, H, W] of what the decoder makes of latents z, before it is unpatchified."""
+    """Return the shape [B, C, F, H, W] of the decoder's output for latents z, before it is unpatchified."""
     resamples = [module for module in vae.decoder.modules() if type(module) is WanResample]
     batch, _, frames, height, width = z.shape
     edge, doublings = 2 ** len(resamples), sum(module.mode == "upsample3d" for module in resamples)
@@ -100,7 +100,7 @@ def _kept(module: nn.Module) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes of a GPU that this process can still allocate, those included that its allocator holds and does not use."""
+    """Return the bytes of a GPU that this process can still allocate, including unused memory of its allocator."""
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
     limit = math.floor(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved

@@ -47,7 +47,7 @@ class VaeState:
     receive: Callable[[torch.Tensor], None] | None = None
 
     def __reduce__(self) -> tuple:
-        """Copied and pickled without what is of the models that were copied from."""
+        """Copy or pickle only the config: the rest belongs to the original models."""
         return VaeState, (self.config,)
 
 
@@ -58,8 +58,10 @@ def vae_state(vae: nn.Module) -> VaeState | None:
 
 @contextlib.contextmanager
 def frames_sent_to(receive: Callable[[torch.Tensor], None], vae: nn.Module) -> Iterator[None]:
-    """While the context lasts, give each part of a sample, [B, 3, n, H', W'] in [-1, 1], to a function before the next
-    is decoded. What is decoded in tiles or by diffusers' own code is finished all at once, and not given."""
+    """Give each part of a sample, [B, 3, n, H', W'] in [-1, 1], to a function before the next part is decoded.
+
+    Samples that are decoded in tiles or by diffusers' own code are not given, because they are finished all at once.
+    """
     state = vae_state(vae)
     if state is not None:
         state.receive = receive
@@ -92,7 +94,7 @@ def tiled_decode(
 ) -> DecoderOutput | tuple[torch.Tensor]:
     """AutoencoderKLWan.tiled_decode, several latent frames of a tile at a time; bound on instances. As `decode`.
 
-    Of a tile only what is shown is kept, in its place in the sample, and the ends that others are blended with.
+    Only a tile's visible part is kept, in its place in the sample, and the ends that other tiles are blended with.
     """
     if not _takes(self, z):
         return type(self).tiled_decode(self, z, return_dict=return_dict)
@@ -161,7 +163,7 @@ def _at_once(vae: AutoencoderKLWan, z: torch.Tensor, tile: torch.Tensor | None =
 
 
 def _graph_memory(vae: AutoencoderKLWan) -> int:
-    """Bytes that only the CUDA graphs of the models that were patched with the VAE can use."""
+    """Return the bytes that only CUDA graphs can use, over the models that were patched with the VAE."""
     graphs = filter(None, map(graph_of, vae_state(vae).users))
     return sum(graph.reserved_bytes or 0 for graph in graphs)
 
@@ -183,7 +185,7 @@ def _launches_kernels(vae: AutoencoderKLWan, call: Call) -> bool:
 
 
 def _blend(before: torch.Tensor, frames: torch.Tensor, extent: int, dim: int) -> None:
-    """Fade the end of the tile before into the beginning of frames, in place, along a dimension."""
+    """Fade the end of the previous tile into the beginning of frames, in place, along a dimension."""
     extent = min(before.shape[dim], frames.shape[dim], extent)
     if extent <= 0:
         return

@@ -64,7 +64,7 @@ def _weight(conv: nn.Conv2d | nn.Conv3d) -> torch.Tensor:
 
 
 def kernel_size(conv: nn.Conv2d | nn.Conv3d) -> tuple[int, int, int]:
-    """kt, kh, kw; an image's convolution has kt = 1."""
+    """Return (kt, kh, kw). A convolution over images has kt = 1."""
     return (*(1,) * (3 - len(conv.kernel_size)), *conv.kernel_size)
 
 
@@ -77,7 +77,7 @@ def _convolve(conv, launch, x, residual=None, *, front=None, upsample=False, int
 
 
 def rms_norm(norm: nn.Module, call: Call) -> Step:
-    """WanRMS_norm and, where asked, SiLU: (x [B, T, H, W, C], *, silu=True) -> [B, T, H, W, C]."""
+    """Return WanRMS_norm with SiLU or without: (x [B, T, H, W, C], *, silu=True) -> [B, T, H, W, C]."""
     implementation, reason = call.choose()
     return Step(partial(_rms_norm, norm, implementation), "Triton" if reason is None else REFERENCE, reason)
 
@@ -87,7 +87,7 @@ def _rms_norm(norm, implementation, x, *, silu=True):
 
 
 def attention(channels: int, call: Call) -> Step:
-    """Attention of one head over the positions of each frame: (q, k, v [B, S, 1, channels]) -> [B, S, 1, channels]."""
+    """Return one-head attention over each frame's positions: (q, k, v [B, S, 1, channels]) -> [B, S, 1, channels]."""
     pick, kernel = pick_attention(call, channels)
     return Step(partial(_attention, pick.launch), kernel, pick.reason)
 

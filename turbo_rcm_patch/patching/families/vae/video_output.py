@@ -98,14 +98,14 @@ def _image(frame: np.ndarray) -> Image.Image:
 
 
 def to_8_bits(images: torch.Tensor) -> torch.Tensor:
-    """Values in [0, 1] as uint8, rounded to the nearest in fp32 as diffusers rounds for PIL."""
+    """Return values in [0, 1] as uint8, rounded to the nearest in fp32 as diffusers rounds for PIL."""
     return (images.float() * 255).round().to(torch.uint8)
 
 
 def pieces_on_cpu(frames: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[torch.Tensor]:
-    """``convert`` of frames [F, C, H, W], a few at a time, as [n, H, W, C] on the CPU.
+    """Yield ``convert`` of frames [F, C, H, W], a few at a time, as [n, H, W, C] on the CPU.
 
-    From a GPU they come through pinned memory: a piece is good until the next is asked for, and that one is on its way
+    From a GPU they come through pinned memory. A piece is valid until the next is requested. The next is copied
     meanwhile.
     """
     count = max(1, PIECE_BYTES // (frames[0].numel() * frames.element_size()))

@@ -88,8 +88,10 @@ def _has_hook_of_user(module: torch.nn.Module) -> bool:
 
 
 def modulation(scale_shift_table: torch.Tensor, temb: torch.Tensor, x: torch.Tensor, shared: Shared) -> list[Row]:
-    """Six fp32 rows for x [B, S, C] and temb [B|1, 6, C], each [B|1, 1, C]; for temb per token, [B|1, S, 6, C], each by
-    run or [B|1, S, C]."""
+    """Return six fp32 rows of modulation for x [B, S, C].
+
+    They are [B|1, 1, C] each for temb [B|1, 6, C]. For temb per token, [B|1, S, 6, C], they are Runs or [B|1, S, C].
+    """
     if temb.ndim == 3:
         return list((scale_shift_table + temb.float()).chunk(6, dim=1))
     runs = None if torch.compiler.is_compiling() else shared.runs
@@ -100,7 +102,7 @@ def modulation(scale_shift_table: torch.Tensor, temb: torch.Tensor, x: torch.Ten
 
 
 def gate_varies_by(gate: Row) -> str:
-    """ "sample", "token" or "run"."""
+    """Return the unit that has its own row of the gate: "sample", "token" or "run"."""
     if isinstance(gate, Runs):
         return "run"
     return "token" if gate.shape[1] > 1 else "sample"
