@@ -13,30 +13,30 @@ import turbo_rcm_patch as trp
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch.kernels import MAX_RUNS
 from turbo_rcm_patch.kernels.dispatch import interpreting
-from turbo_rcm_patch.patching.steps.exact import kernels
+from turbo_rcm_patch.patching.steps import exact
 
 I2V = {"image_dim": 4, "added_kv_proj_dim": "inner", "in_channels": 36}
-FREED = ("layer_norm_modulate", "linear_qkv", "rms_norm_rope")  # ops whose results nobody needs at the sub-layer's end
+FREED = ("_layer_norm", "_qkv", "_head_norm")  # steps whose results nobody needs at the sub-layer's end
 
 
 class Results:
-    """References to what ops returned, and which ops' results were there when another op was called."""
+    """References to what steps returned, and which steps' results were alive when another step was called."""
 
     def __init__(self, monkeypatch):
         self._monkeypatch, self._kept, self.alive = monkeypatch, [], []
 
     def keep(self, name):
-        op = getattr(kernels, name)
+        op = getattr(exact, name)
 
         def wrapped(*args, **options):
             result = op(*args, **options)
             self._kept += [(name, _storage(tensor)) for tensor in tree_leaves(result)]
             return result
 
-        self._monkeypatch.setattr(kernels, name, wrapped)
+        self._monkeypatch.setattr(exact, name, wrapped)
 
     def look_at(self, name):
-        op = getattr(kernels, name)
+        op = getattr(exact, name)
 
         def wrapped(*args, **options):
             gc.collect()  # the interpreter leaves cycles
@@ -44,7 +44,7 @@ class Results:
             self._kept.clear()
             return op(*args, **options)
 
-        self._monkeypatch.setattr(kernels, name, wrapped)
+        self._monkeypatch.setattr(exact, name, wrapped)
 
 
 def _storage(tensor):
@@ -59,7 +59,7 @@ def test_a_sub_layer_frees_what_it_needs_no_more_before_its_result_is_allocated(
     results = Results(monkeypatch)
     for name in FREED:
         results.keep(name)
-    results.look_at("linear_skip")
+    results.look_at("_linear_skip")
     with torch.no_grad():
         model(**tiny_transformer_inputs(model))
     assert results.alive == [[], [], []]
