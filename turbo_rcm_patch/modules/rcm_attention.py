@@ -30,7 +30,7 @@ from .eight_bit_copies import EightBitCopies
 
 
 class TwoPassRCMAttention(nn.Module):
-    """SDPA, the projection, then the skip as an operation of its own: the baseline of the other two.
+    """SDPA, the projection, then the skip as a separate operation: the baseline of the other two classes.
 
     dim: channels C, a multiple of num_heads. qkv_bias: True if qkv has a bias (proj always has).
     Coefficients: EDM with sigma_data, or c_skip and c_out, two callables of the timestep (a float or an fp32/fp64

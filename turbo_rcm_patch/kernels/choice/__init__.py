@@ -1,1 +1,1 @@
-"""Which kernel runs an op: what was measured on which GPU, and what `turbo-rcm tune` found on this one."""
+"""The choice of an op's kernel: the registry, shipped measurements, and results of `turbo-rcm tune` on this machine."""

@@ -1,10 +1,9 @@
-"""What was measured on which GPU: whether an op's kernel is as fast there as what PyTorch has for it.
+"""Measurements that compare each op's kernel with PyTorch's, by GPU.
 
-The measurements are data: one file of measurements/ per GPU, which scripts/tools/ship_measurements.py writes from a
-results file: ``{"gpu", "capability": [9, 0], "versions", "rows"}``, a row
-``{"op", "dtype", "shape", "ours", "rival", "rival_name"}``
-with times in milliseconds; "ours" is null where the kernel was too inaccurate to be timed, or failed. What `turbo-rcm
-tune` measured on the very GPU (tuned.py) goes before them.
+measurements/ has one file per GPU, which scripts/tools/ship_measurements.py writes from a results file:
+``{"gpu", "capability": [9, 0], "versions", "rows"}``. A row is
+``{"op", "dtype", "shape", "ours", "rival", "rival_name"}`` with times in milliseconds; "ours" is null if the kernel was
+too inaccurate to be timed, or failed. Results of `turbo-rcm tune` on this GPU (tuned.py) take precedence.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ MEASURED_DTYPES = (torch.bfloat16, torch.float16)  # only bf16 is timed; fp16 ta
 OPS = ("attention", "linear_skip", "linear_gelu", "linear_qkv", "conv_skip")
 ATTENTION_8BIT, LINEARS_8BIT = "8-bit attention", "8-bit linears"
 SPARSE_LINEAR, BLOCK_SPARSE = "sparse-linear attention", "block-sparse attention"
-# The ops of the tiers that err more, which `turbo-rcm tune` times against the exact tier's, with the part of a block
-# that each belongs to. Nothing is chosen by them: who asks for a tier gets it, for its memory too.
+# The ops of the less accurate tiers, each with the part of a block that it belongs to. `turbo-rcm tune` times them
+# against the exact tier's. These timings only inform: the tier that a user chose always runs, which also saves memory.
 TIER_OPS = {
     "attention_8bit": ATTENTION_8BIT,
     "linear_skip_8bit": LINEARS_8BIT,
@@ -37,8 +36,11 @@ TIER_OPS = {
 
 
 class Verdict(NamedTuple):
-    """Of an op on a compute capability: the GPUs it was measured on, of `turbo-rcm tune` its origin (tuned.py), and
-    milliseconds for all measured shapes; ours is None where one of them was refused."""
+    """The measurements of an op on a compute capability.
+
+    gpus: the GPUs it was measured on, or the origin of a result of `turbo-rcm tune` (tuned.py). ours, rival: the
+    milliseconds for all measured shapes together. ours is None if the kernel failed for one of them.
+    """
 
     gpus: tuple[str, ...]
     ours: float | None
@@ -46,19 +48,22 @@ class Verdict(NamedTuple):
 
     @property
     def is_ours(self) -> bool:
-        """Whether ours is taken: it passed its checks, and is at least as fast."""
+        """True if our kernel is chosen: it passed its checks and is at least as fast."""
         return self.ours is not None and self.ours <= self.rival
 
     @property
     def speed(self) -> str:
-        """Of ours beside the rival's: "1.30x as fast", or "failed its check"."""
+        """Our speed relative to the rival's: "1.30x as fast", or "failed its check"."""
         return "failed its check" if self.ours is None else f"{self.rival / self.ours:.2f}x as fast"
 
 
 class Tuned(NamedTuple):
-    """What `turbo-rcm tune` found on a GPU: the verdict of every op; the backend of PyTorch's attention that is faster
-    than the one it takes by itself, if one is, of cross-attention (True) and of self-attention (False); and the verdict
-    of every part of a block in the tiers that err more, whose rival is the exact tier's."""
+    """The results of `turbo-rcm tune` on a GPU.
+
+    verdicts: the verdict of every op. sdpa: the backend of PyTorch's attention that beats PyTorch's own choice, if
+    there is one, for cross-attention (True) and self-attention (False). tiers: the verdict of every part of a block in
+    the less accurate tiers; the rival is the exact tier's.
+    """
 
     verdicts: dict[str, Verdict]
     sdpa: dict[bool, str]
@@ -148,12 +153,13 @@ def all_tuned() -> dict[str, Tuned]:
 
 
 def verdicts_of(origin: str, rows: Iterable[dict]) -> dict[str, Verdict]:
-    """The verdict of every op (of OPS) that `turbo-rcm tune` found rows of; origin: as of tuned.py."""
+    """Return the verdict of every op (one of OPS) in the rows of `turbo-rcm tune`. origin: from tuned.py."""
     return _tuned_verdicts(origin, rows, {op: op for op in OPS})
 
 
 def tier_verdicts_of(origin: str, rows: Iterable[dict]) -> dict[str, Verdict]:
-    """The same of the parts of a block in the tiers that err more; without ops that the exact tier's failed for."""
+    """Return the verdict of every part of a block in the less accurate tiers. Rows in which the exact tier's op failed
+    are left out."""
     return _tuned_verdicts(origin, (row for row in rows if row["rival"] is not None), TIER_OPS)
 
 
@@ -170,8 +176,10 @@ def _sdpa_of(rows: Iterable[dict]) -> dict[bool, str]:
 
 
 def read_verdicts(files: Iterable[Path]) -> dict[tuple[str, tuple[int, int]], Verdict]:
-    """The verdict of every op on every compute capability that the files speak of: by the time of all shapes together,
-    so that large ones, which take most of a step, weigh most."""
+    """Return the verdict of every op on every compute capability in the files.
+
+    A verdict adds up the times of all shapes, so that large shapes, which take most of a step, weigh most.
+    """
     rows: dict[tuple[str, tuple[int, int]], list[tuple[str, dict]]] = {}
     for file in sorted(files):
         measured = json.loads(file.read_text(encoding="utf-8"))

@@ -1,9 +1,9 @@
-"""Which kernel runs an op: each op has an ordered list of its kernels, and takes the first that can run.
+"""The choice of an op's kernel: each op has an ordered list of kernels, and takes the first that can run.
 
-A *spec* says what the choice depends on: shapes, dtypes, the device and the user's options. Each family of ops has its
-own frozen dataclass of them, based on `Spec`. A kernel's ``why_not(spec)`` answers with the reason why the kernel
-cannot run, or should not. Nothing else decides: neither the patch, which picks once per plan, nor the launch, which
-falls to the next kernel only where operands are not aligned as TMA needs it.
+A *spec* holds all that the choice depends on: shapes, dtypes, the device and the user's options. Each family of ops has
+its own frozen dataclass, based on `Spec`. A kernel's ``why_not(spec)`` returns the reason why the kernel cannot or
+should not run, or None. Nothing else decides. The patch picks once per plan. A launch falls back to the next kernel
+only if operands are not aligned for TMA.
 
     pick = LINEAR_SKIP.pick(spec)
     pick.label                # "portable Triton (fewer tiles than multiprocessors)"
@@ -29,17 +29,17 @@ ASKED_FOR_TRITON = (
     "implementation='triton' was asked for; use 'auto', an NVIDIA GPU of sm_80 or newer with fp32/fp16/bf16 tensors, "
     "or TRITON_INTERPRET=1 on the CPU"
 )
-# Reasons that begin like this are no news: a kernel for another GPU or other operands, or one that only `turbo-rcm
-# tune` may choose.
+# Reasons that begin like this are expected and not shown: the kernel is for another GPU or other operands, or only
+# `turbo-rcm tune` may choose it.
 EXPECTED = ("no GPU of", "not for", "not chosen by")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """What the choice of a kernel depends on in every op.
+    """The fields that the choice of a kernel depends on in every op.
 
-    dtype: of the main operand. others: the dtypes of the other operands. eight_bits: the 8-bit formats that operands
-    may have. result: the dtype of the result, or None for the main operand's.
+    dtype: the dtype of the main operand. others: the dtypes of the other operands. eight_bits: the 8-bit formats that
+    operands may have. result: the dtype of the result, or None for the main operand's.
     implementation: "auto", "triton" or "torch".
     derivative: "backward" if autograd records the call, "forward" in forward mode or under another transform, else
     None.
@@ -55,7 +55,7 @@ class Spec:
 
     @property
     def has_backward(self) -> bool:
-        """True if the op's own kernels have a backward for it."""
+        """True if the op's own kernels have a backward for this call."""
         return False
 
 
@@ -63,8 +63,8 @@ class Spec:
 class Kernel:
     """One way to compute an op.
 
-    why_not: the reason why it cannot run for a spec, or should not; None if it can. launch: runs it; all kernels of an
-    op take the same arguments. is_fused: False if it is PyTorch's, or the reference.
+    why_not: returns the reason why it cannot or should not run for a spec, or None. launch: runs it; all kernels of an
+    op take the same arguments. is_fused: False for PyTorch's kernels and the reference.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Kernel:
 
 
 class Pick(NamedTuple):
-    """The kernel that runs. reasons: why those before it in the list do not, each with its name."""
+    """The kernel that runs. reasons: the names of the kernels before it in the list, each with why it does not run."""
 
     kernel: Kernel
     reasons: tuple[tuple[str, str], ...] = ()
@@ -89,14 +89,14 @@ class Pick(NamedTuple):
 
     @property
     def reason(self) -> str | None:
-        """Why PyTorch computes it, or None if a fused kernel does."""
+        """The reason why PyTorch computes the op, or None if a fused kernel does."""
         if self.kernel.is_fused or not self.reasons:
             return None
         return self._news() or self.reasons[0][1]
 
     @property
     def label(self) -> str:
-        """The kernel's name, with the reason if one would expect another fused kernel:
+        """The kernel's name. If an unexpected reason ruled out a kernel before it, the reason follows:
         "portable Triton (fewer tiles than multiprocessors)"."""
         news = self._news() if self.kernel.is_fused else None
         return self.kernel.name if news is None else f"{self.kernel.name} ({news})"
@@ -124,7 +124,7 @@ class Op:
         raise ValueError(f"{self.name}: no kernel can run ({listed}).")
 
     def why_not_fused(self, spec: Spec) -> str | None:
-        """The reason why no fused kernel can run, or None if one can. Never raises."""
+        """Return the reason why no fused kernel can run, or None if one can. Never raises."""
         reasons = []
         for kernel in self.kernels:
             if kernel.is_fused:
@@ -143,7 +143,7 @@ class Op:
 
 
 def why_not_ours(spec: Spec) -> str | None:
-    """The reason why no Triton kernel can run for a spec, or None if one can."""
+    """Return the reason why no Triton kernel can run for a spec, or None if one can."""
     if spec.implementation == "torch":
         return "implementation='torch'"
     if spec.derivative == "forward" or (spec.derivative == "backward" and not spec.has_backward):
@@ -152,7 +152,7 @@ def why_not_ours(spec: Spec) -> str | None:
     if reason is not None:
         return reason
     if spec.implementation == "auto" and spec.device.type == "cpu":
-        return "cpu tensors"  # the interpreter runs only where it is asked for
+        return "cpu tensors"  # the interpreter runs only if it is asked for
     if dispatch.is_rounded_wrongly(spec.result, spec.device):
         return "e4m3 from Triton's interpreter, which rounds it wrongly"
     return None
@@ -168,8 +168,8 @@ def _why_not_dtypes(spec: Spec) -> str | None:
 
 
 def why_not_reference(spec: Spec) -> str | None:
-    """The reason why the reference does not run: Triton's kernels were asked for, and no derivative prevents them. None
-    if it runs."""
+    """Return the reason why the reference does not run, or None if it does. It does not run if Triton's kernels were
+    asked for and no derivative prevents them."""
     if spec.implementation != "triton" or why_not_ours(spec) == AUTOGRAD:
         return None
     return ASKED_FOR_TRITON
@@ -187,7 +187,7 @@ def check_operands(implementation: str, operands: Iterable[torch.Tensor]) -> Non
 def spec_of(
     implementation: str, *operands: torch.Tensor | None, kind: type[Spec] | None = None, **fields: object
 ) -> Spec:
-    """Return the spec of a call with these operands, the main one first. fields: others of the kind of spec.
+    """Return the spec of a call with these operands, the main one first. fields: further fields of this kind of spec.
 
     Raises ValueError for an unknown implementation, and for operands on different devices.
     """

@@ -1,8 +1,8 @@
-"""What `turbo-rcm tune` measured on this machine: files like those of measurements/, in the user's cache folder.
+"""The results of `turbo-rcm tune` on this machine: files like those of measurements/, in the user's cache folder.
 
-A file is of one GPU and of the versions of torch, Triton and this package: with others it is not read. Its rows may
-also be of the other tiers' ops, whose rival is the exact tier, and an attention's row may have "sdpa", the backend of
-PyTorch's attention that is faster than the one which PyTorch takes by itself.
+A file belongs to one GPU and to the versions of torch, Triton and this package. With other versions it is not used. Its
+rows may also cover the other tiers' ops; their rival is the exact tier. A row of attention may have "sdpa": the backend
+of PyTorch's attention that beats PyTorch's own choice.
 """
 
 from __future__ import annotations
@@ -26,31 +26,32 @@ BY_TUNE = "by turbo-rcm tune"
 
 
 def tuned_folder() -> Path:
-    """Where the files are: TURBO_RCM_PATCH_CACHE, or turbo_rcm_patch in the user's cache folder."""
-    # Not Path.expanduser, which raises where nobody knows the home folder, as in some containers.
+    """Return the folder of the files: tuned/ in TURBO_RCM_PATCH_CACHE, or else in turbo_rcm_patch in the user's cache
+    folder."""
+    # Not Path.expanduser: it raises if the home folder is unknown, as in some containers.
     caches = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     return Path(os.environ.get(CACHE) or Path(caches, "turbo_rcm_patch"), "tuned")
 
 
 def versions() -> dict[str, str]:
-    """Those that a measurement holds for."""
+    """Return the versions that a measurement made now holds for."""
     return {"torch": torch.__version__, "triton": triton.__version__, "turbo_rcm_patch": __version__}
 
 
 def tuned_file(gpu: str) -> Path:
-    """The file of a GPU with the versions that run."""
+    """Return the path of a GPU's file for the current versions."""
     return tuned_folder() / f"{re.sub(r'[^a-z0-9.+]+', '-', '-'.join([gpu, *versions().values()]).lower())}.json"
 
 
 def origin_of(measured: dict) -> str:
-    """What a file's content is of: "NVIDIA H200 by turbo-rcm tune, of wan2.1-1.3b at 480x832x81"."""
-    size = f" at {measured['size']}" if "size" in measured else ""  # which older files have not
+    """Return a description of a file's content: "NVIDIA H200 by turbo-rcm tune, of wan2.1-1.3b at 480x832x81"."""
+    size = f" at {measured['size']}" if "size" in measured else ""  # older files have no size
     return f"{measured['gpu']} {BY_TUNE}, of {measured['model']}{size}"
 
 
 def read_tuned() -> dict[str, tuple[str, list[dict]]]:
-    """By GPU the origin and the rows of what was measured with the versions that run. A file that cannot be read is
-    left out, with a warning."""
+    """Return, by GPU, the origin and the rows of the measurements made with the current versions. A file that cannot be
+    read is skipped with a warning."""
     found = {}
     for path in sorted(tuned_folder().glob("*.json")):
         try:
@@ -63,7 +64,7 @@ def read_tuned() -> dict[str, tuple[str, list[dict]]]:
 
 
 def _row(row: dict) -> dict:
-    """What measured.py takes of a row. Raises ValueError where it is none."""
+    """Return the fields of a row that measured.py uses. Raises ValueError if the row is invalid."""
     op, ours, rival = row["op"], row["ours"], row["rival"]
     sdpa, crossing = row.get("sdpa"), False
     are_times = all(time is None or isinstance(time, (int, float)) for time in (ours, rival))
@@ -76,8 +77,7 @@ def _row(row: dict) -> dict:
 
 
 def forget_tuned() -> list[Path]:
-    """Remove what was measured, with any version; returns the files that were there. Raises OSError for one that
-    cannot be removed."""
+    """Remove the results of all versions, and return the removed files. Raises OSError if a file cannot be removed."""
     files = sorted(tuned_folder().glob("*.json"))
     for path in files:
         path.unlink()

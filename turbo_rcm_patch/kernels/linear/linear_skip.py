@@ -1,10 +1,10 @@
 """linear_skip: a projection that ends in the skip, ``c_skip ⊙ residual + c_out ⊙ (a Wᵀ + b)``, in one GEMM.
 
-a [B, S, K], W [C, K], b [C] of one dtype (fp32, fp16, bf16), or a and W in 8 bits (quantized.py) and b of any of them;
-residual [B, S, C]; coefficients over [B|1, S|1, C|1].
-The epilogue is fp32 and the result, in the residual's dtype or another one, is rounded once. With a gradient for every
-tensor, unless they have 8 bits: then the reference runs under autograd.
-A product of low rank may be added before the skip (low_rank.py), without a gradient of the kernel's.
+a [B, S, K], W [C, K], b [C] have one dtype (fp32, fp16, bf16), or a and W have 8 bits (quantized.py) and b one of
+these; residual [B, S, C]; coefficients over [B|1, S|1, C|1].
+The epilogue is fp32; the result is rounded once, to the residual's dtype or another one. Every tensor has a gradient.
+A product of low rank may be added before the skip (low_rank.py).
+With 8 bits, a low-rank product or runs, the reference runs under autograd.
 The skip is eq. 7 of Karras et al. 2022, Elucidating the Design Space of Diffusion-Based Generative Models.
 """
 
@@ -55,19 +55,20 @@ def linear_skip(
     result_scale: float = 1.0,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """``c_skip ⊙ residual + c_out ⊙ (a Wᵀ + b)``, shaped like the residual.
+    """Return ``c_skip ⊙ residual + c_out ⊙ (a Wᵀ + b)``, shaped like the residual.
 
     a: [B, S, K], or [S, K] as one sample. weight: [C, K]. bias: [C] or None. residual: [B, S, C] ([S, C]).
         a and weight are a Quantized and a QuantizedWeight of one format, or neither.
     c_skip, c_out: a number, 0-d, per sample [B], per channel [C] or [B, 1, C], per token [B, S, C]. c_out may be Runs.
-    low_rank: of another product that is added to ``a Wᵀ``.
-    dtype: of the result, fp32, fp16 or bf16; None: the residual's.
-    residual_scale, result_scale: what the residual was, and the result is to be, divided by: room for large values in
-        fp16. Positive. An fp16 result of another scale than 1 saturates (see saturation.py).
+    low_rank: the factors of another product that is added to ``a Wᵀ``, or None.
+    dtype: the result's dtype, fp32, fp16 or bf16; None: the residual's.
+    residual_scale, result_scale: positive. The given residual was divided by residual_scale, and the result is divided
+        by result_scale, to make room for large values in fp16. An fp16 result saturates unless its scale is 1 (see
+        saturation.py).
     implementation: "auto", "triton" or "torch" (see dispatch.py).
 
-    Differentiable in every tensor; with Runs, 8 bits or low_rank the reference is. Raises ValueError for other dtypes
-    and scales, and for shapes, formats, dtypes or devices that do not fit together.
+    Differentiable in every tensor; with Runs, 8 bits or low_rank, through the reference. Raises ValueError for other
+    dtypes and scales, and for shapes, formats, dtypes or devices that do not fit together.
     """
     check_linear("linear_skip", a, weight, bias)
     values, weight_values, scales = split_scales(a, weight)
@@ -127,8 +128,8 @@ def _launch(
     gluon, candidates, a, weight, bias, residual, c_skip, c_out, dtype, residual_scale, result_scale,
     starts=None, a_scale=None, weight_scale=None, low=None, up=None,
 ):  # fmt: skip
-    """Launch the GEMM for sm_90, if gluon is true and the operands are aligned, or the portable one with its tiles from
-    the candidates. The others: as in `_linear_skip`."""
+    """Launch the GEMM for sm_90, if gluon is true and the operands are aligned, or the portable one with tiles from
+    the candidates. The other arguments are those of `_linear_skip`."""
     B, S, C = residual.shape
     out = torch.empty_like(residual, dtype=dtype, memory_format=torch.contiguous_format)
     if out.numel() == 0:
@@ -153,14 +154,14 @@ def _launch(
 
 
 def _count_samples(batch: int, c_skip, c_out, starts) -> int:
-    """The samples whose tiles are apart: all of them if a coefficient varies by sample or token, else 1."""
+    """Return the number of samples that need separate tiles: all if a coefficient varies by sample or token, else 1."""
     if c_skip is not None and c_skip.shape[:2] != (1, 1):
         return max(1, batch)
     return max(1, batch) if starts is None and c_out is not None and c_out.shape[:2] != (1, 1) else 1
 
 
 def _by_pytorch(a, weight, bias, residual, *options):
-    """PyTorch's linear, then the skip in a pass of its own."""
+    """Run PyTorch's linear, then the skip in a pass of its own."""
     c_skip, c_out, dtype, residual_scale, result_scale, starts, _, _, low, up = options
     runs = c_out if starts is None else Runs(c_out[:, 0], starts)
     coefficients = {"c_skip": 1.0 if c_skip is None else c_skip, "c_out": 1.0 if c_out is None else runs}
@@ -254,7 +255,7 @@ def _linear_skip_kernel(
 
 @triton.jit
 def _store_skip(acc, sample, rows, columns, M, N, arguments, KINDS: tl.constexpr):
-    """KINDS: how c_skip and c_out vary (coefficient.py), and the steps of the search for a run."""
+    """Apply the skip and store. KINDS: how c_skip and c_out vary (coefficient.py), and the steps of `find_runs`."""
     bias, residual, out, flag, coefficients = arguments
     c_skip, c_out, skip_factor, out_factor, skip_strides, out_strides, starts, runs = coefficients
     SKIP: tl.constexpr = KINDS[0]
