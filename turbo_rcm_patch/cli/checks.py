@@ -19,7 +19,6 @@ from .files import check_ffmpeg, check_output, check_plot
 
 STEPS = (1, 2, 3, 4)
 SPARSITY = ("topk", "mass", "min_tokens")
-PIPELINES = ("WanPipeline", "WanImageToVideoPipeline")
 _HUB_PATH = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(/.+)?")  # an id, perhaps with a file or folder in it
 EMBEDDED = Path(__file__).parent.parent / "embedded/weights"  # embedded.WEIGHTS, whose module imports torch
 
@@ -114,15 +113,20 @@ def is_distilled(arguments: argparse.Namespace) -> bool:
 
 def check_pipeline_class(class_name: object, arguments: argparse.Namespace) -> None:
     """Raise CommandError unless the command runs --model's class, and an image is given exactly where it is needed."""
+    from ..patching.families import PIPELINES  # torch, which no help text needs
+
     model, has_image = arguments.model, arguments.image is not None
-    if class_name not in PIPELINES:
-        raise CommandError(f"--model {model} is a {class_name}; supported are {' and '.join(PIPELINES)}.")
-    if class_name == "WanImageToVideoPipeline" and arguments.command in ("evaluate", "demo"):
+    starts = {pipeline.pipeline_class.__name__: pipeline.starts_from for pipeline in PIPELINES}
+    accepted = [name for name, start in starts.items() if start in ("text", "image")]
+    if class_name not in accepted:
+        raise CommandError(f"--model {model} is a {class_name}; supported are {' and '.join(accepted)}.")
+    from_image = starts[class_name] == "image"
+    if from_image and arguments.command in ("evaluate", "demo"):
         command = arguments.command
         raise CommandError(f"--model {model} makes videos from an image; {command} takes text-to-video models.")
-    if class_name == "WanImageToVideoPipeline" and not has_image:
+    if from_image and not has_image:
         raise CommandError(f"--model {model} makes videos from an image; give one with --image.")
-    if class_name == "WanPipeline" and has_image:
+    if has_image and not from_image:
         raise CommandError(f"--model {model} is a text-to-video model; leave --image out.")
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from torch import nn
 
+from ...checkpoints.lazy import Tensors
 from ...plain import is_sharded, unsharded_class
 from .anyflow import ANYFLOW
 from .chronoedit import CHRONOEDIT
-from .family import Blocks, Family, class_path
+from .family import Blocks, Family, Pipeline, class_path
 from .skyreels_v2 import SKYREELS_V2
 from .wan import WAN
 from .wan_animate import WAN_ANIMATE
 from .wan_vace import WAN_VACE
 
 FAMILIES = (WAN, WAN_VACE, SKYREELS_V2, WAN_ANIMATE, CHRONOEDIT, ANYFLOW)
+PIPELINES = tuple(pipeline for family in FAMILIES for pipeline in family.pipelines)
 SUPPORTED = "; ".join(f"{family.transformer_class.__name__} ({family.models})" for family in FAMILIES)
 
 
@@ -21,6 +25,19 @@ def family_of(transformer: nn.Module) -> Family | None:
     """Return the family of a transformer by its exact class, sharded or not, or None if no family knows the class."""
     cls = unsharded_class(transformer)
     return next((family for family in FAMILIES if cls is family.transformer_class), None)
+
+
+def model_in(source: Path, tensors: Tensors) -> nn.Module:
+    """Return the transformer, on the meta device, that a file with its authors' names holds.
+
+    Raises ValueError for a file of another model than that of the one family that publishes such files.
+    """
+    return next(family.from_files for family in FAMILIES if family.from_files is not None)(source, tensors)
+
+
+def pipeline_of(pipe: object) -> Pipeline | None:
+    """Return what its family states about a pipeline, or None for one whose sampler cannot be replaced."""
+    return next((pipeline for pipeline in PIPELINES if isinstance(pipe, pipeline.pipeline_class)), None)
 
 
 def blocks_like(block: nn.Module) -> Blocks | None:

@@ -28,11 +28,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
+from diffusers import DiffusionPipeline
 from torch import nn
 
+from ...checkpoints.lazy import Tensors
 from ...config import Exact, PatchConfig
 from ...plain import hook_in_place_of_forward
 from ..copying import reduce_ex, refuse_replicas
@@ -137,6 +140,19 @@ class Blocks:
             yield f"{self.name}.{index}", block
 
 
+class Pipeline(NamedTuple):
+    """A pipeline class of diffusers whose sampler can be replaced, with its subclasses.
+
+    starts_from: "text", "image" or "video", what a video is made from. Image pipelines take the recipes for image to
+    video. adds_noise: True if ``prepare_latents`` calls ``scheduler.add_noise``, which has scaled the noise. If not,
+    its first result is the noise, which is scaled afterwards.
+    """
+
+    pipeline_class: type[DiffusionPipeline]
+    starts_from: str
+    adds_noise: bool = False
+
+
 @dataclass(frozen=True)
 class Family:
     """A transformer class of diffusers and its blocks.
@@ -149,6 +165,9 @@ class Family:
         more: (transformer, config) -> (path, module, forward) of every other module whose forward is bound. These get
             the transformer's `Shared` too.
         attributes: (transformer, shared, forwards by module) -> bindings of other things.
+        pipelines: those whose sampler `use_rcm` and `use_distilled` can replace.
+        from_files: (file, its tensors) -> the transformer, on the meta device, that a file with its authors' names
+            holds. Raises ValueError for a file of another model. None if no such files are known.
         notes: lines for the summary about what is not fused apart from the steps of the blocks.
     """
 
@@ -159,6 +178,8 @@ class Family:
     more: Callable[[nn.Module, PatchConfig], Targets] = lambda *_: ()
     attributes: Callable[[nn.Module, Shared, dict[nn.Module, object]], Sequence[Binding]] = lambda *_: ()
     notes: Callable[[nn.Module], Sequence[str]] = lambda _: ()
+    pipelines: tuple[Pipeline, ...] = ()
+    from_files: Callable[[Path, Tensors], nn.Module] | None = None
 
     def every_block(self, transformer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         """Return all blocks of a transformer with their paths in it."""

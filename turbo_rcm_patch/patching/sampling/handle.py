@@ -1,6 +1,6 @@
 """A handle that makes an ordinary ``pipe(...)`` call sample in few steps, and undoes it.
 
-A Wan pipeline gives its scheduler's ``step`` no generator, never scales the first noise and uses guidance by default.
+Such a pipeline gives its scheduler's ``step`` no generator, never scales the first noise and uses guidance by default.
 The handle corrects all three where the pipeline prepares its latents: it wraps that method on the instance.
 """
 
@@ -9,19 +9,18 @@ from __future__ import annotations
 import inspect
 import logging
 
-from diffusers import DiffusionPipeline, WanImageToVideoPipeline, WanPipeline, WanVideoToVideoPipeline
+from diffusers import DiffusionPipeline
 
 from ...scheduler import FewStepScheduler
+from ..families import PIPELINES, pipeline_of
 
 logger = logging.getLogger(__name__)
-
-SUPPORTED_PIPELINES = (WanPipeline, WanImageToVideoPipeline, WanVideoToVideoPipeline)
 
 
 def check_pipeline(pipe: object, caller: str) -> None:
     """Raise TypeError, ValueError or RuntimeError unless ``caller`` can install a few-step sampler on it."""
-    if not isinstance(pipe, SUPPORTED_PIPELINES):
-        supported = ", ".join(pipeline.__name__ for pipeline in SUPPORTED_PIPELINES)
+    if pipeline_of(pipe) is None:
+        supported = ", ".join(pipeline.pipeline_class.__name__ for pipeline in PIPELINES)
         raise TypeError(f"{caller} does not know {type(pipe).__name__}; supported are {supported}.")
     if pipe.scheduler is None:
         raise ValueError(f"this {type(pipe).__name__} has no scheduler; load the pipeline with one.")
@@ -92,7 +91,7 @@ class FewStepHandle:
         if self.pipe.guidance_scale > 1 and not self._classifier_free_guidance:
             self._turn_guidance_off()
         prepared = self._original_prepare_latents(*args, **kwargs)
-        if isinstance(self.pipe, WanVideoToVideoPipeline):
+        if pipeline_of(self.pipe).adds_noise:
             return prepared  # scheduler.add_noise has scaled the noise
         if isinstance(prepared, tuple):  # image to video: latents, then conditions
             return (self.scheduler.scale_initial_noise(prepared[0]), *prepared[1:])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from diffusers import DiffusionPipeline, WanImageToVideoPipeline
+from diffusers import DiffusionPipeline
 from torch import nn
 
 from ...checkpoints.files import Source, find_files, keys_of_model, read_tensors
@@ -28,6 +28,7 @@ from ...checkpoints.recognise import (
 from ...recipes import RECIPES, Recipe, find_recipe, recipe_names
 from ...scheduler import FewStepScheduler, scheduler_of
 from ..apply import transformers_of
+from ..families import pipeline_of
 from ..lora.load import LoadedLora, check_loadable
 from ..steps.sparse_linear import is_projection
 from .handle import FewStepHandle, check_pipeline, train_timesteps
@@ -262,7 +263,7 @@ def _sampling(
         scheduler.set_timesteps(len(scheduler.config.sigmas) if scheduler.config.sigmas else RECIPES["rcm"].steps)
         return _Sampling(scheduler, scheduler.config.get("recipe", "rcm"), "the pipeline's own", own)
     if chosen is RECIPES["rcm"]:  # exactly what use_rcm does, a saved RCMScheduler's options included
-        if isinstance(pipe, WanImageToVideoPipeline):
+        if pipeline_of(pipe).starts_from == "image":
             notes.append("for image to video rCM was published with recipe='rcm-i2v'")
         scheduler = rcm_scheduler(pipe)
         scheduler.set_timesteps(len(scheduler.config.sigmas) if scheduler.config.sigmas else chosen.steps)
@@ -318,7 +319,7 @@ def _name_of(model: nn.Module) -> str:
 
 def _variant(recipe: Recipe, pipe: DiffusionPipeline, has_lora: bool) -> Recipe:
     """A recipe in the form for image to video, or for a LoRA, where its authors have another one."""
-    if recipe in (RECIPES["rcm"], RECIPES["turbowan"]) and isinstance(pipe, WanImageToVideoPipeline):
+    if recipe in (RECIPES["rcm"], RECIPES["turbowan"]) and pipeline_of(pipe).starts_from == "image":
         return RECIPES[f"{recipe.name}-i2v"]
     return RECIPES["causvid-lora"] if recipe is RECIPES["causvid"] and has_lora else recipe
 

@@ -12,16 +12,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from accelerate import init_empty_weights
-from diffusers import WanTransformer3DModel
 from safetensors import safe_open
 from torch import nn
 
 from ...checkpoints.files import COMPONENTS
 from ...checkpoints.lazy import SUFFIXES, LazyTensor, open_tensors, shards
-from ...checkpoints.whole import WholeModel, infer_config
+from ...checkpoints.whole import WholeModel
 from ...config import Exact, PatchConfig, Sparse
-from ..families import family_of
+from ..families import family_of, model_in
 from ..steps.sparse_linear import PROJ_L, is_projection
 from .convert import added_error_note, convertible_linears, format_of
 from .linear_8bit import convert, error_of
@@ -133,8 +131,7 @@ def _files_of(folder: Path) -> dict[str, tuple[Path, Kind]]:
 
 def _of_file(source: Path, stack: ExitStack) -> _Model:
     tensors = stack.enter_context(open_tensors(source))
-    with init_empty_weights():
-        model = WanTransformer3DModel(**infer_config(source, tensors))
+    model = model_in(source, tensors)
     whole = WholeModel(source, tensors, model)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     weights = {name: LazyTensor(shapes[name], weight.load) for name, weight in whole.weights.items()}

@@ -9,13 +9,18 @@ repeatable.py: the modules that may run more or less often than they are called.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
+from accelerate import init_empty_weights
+from diffusers import WanImageToVideoPipeline, WanPipeline, WanVideoToVideoPipeline
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel, WanTransformerBlock
 
+from ....checkpoints.lazy import Tensors
+from ....checkpoints.whole import infer_config
 from ....config import PatchConfig
 from ....plain import hook_in_place_of_forward
 from ...steps.plan import Shared
-from ..family import GRAPH, Binding, Family, Targets, graph_of
+from ..family import GRAPH, Binding, Family, Pipeline, Targets, graph_of
 from .forward import block_forward, block_inputs
 from .graph import WAN_BLOCK, WanGraph, transformer_forward
 from .modulation import embedder_forward
@@ -34,6 +39,12 @@ def _attributes(transformer: WanTransformer3DModel, shared: Shared, forwards: di
     return [(transformer, GRAPH, WanGraph(transformer, shared, forwards))]
 
 
+def _from_files(source: Path, tensors: Tensors) -> WanTransformer3DModel:
+    config = infer_config(source, tensors)
+    with init_empty_weights():
+        return WanTransformer3DModel(**config)
+
+
 WAN = Family(
     WanTransformer3DModel,
     "Wan 2.1 T2V and I2V, Wan 2.2 A14B, TI2V-5B",
@@ -42,4 +53,10 @@ WAN = Family(
     more=_more,
     attributes=_attributes,
     notes=lambda transformer: [graph_of(transformer).note()],
+    pipelines=(
+        Pipeline(WanPipeline, "text"),
+        Pipeline(WanImageToVideoPipeline, "image"),
+        Pipeline(WanVideoToVideoPipeline, "video", adds_noise=True),
+    ),
+    from_files=_from_files,
 )
