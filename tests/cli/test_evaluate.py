@@ -80,5 +80,5 @@ def test_steps_of_evaluate_that_do_not_parse(capsys, steps):
         main(["evaluate", "--steps", steps])
     assert exit_.value.code == 2
     error = capsys.readouterr().err
-    assert f"argument --steps: {steps!r} is no list such as 1,2,4" in error
+    assert f"argument --steps: {steps!r} is not a list such as 1,2,4" in error
     assert len(error.splitlines()) == 1

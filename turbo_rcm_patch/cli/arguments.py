@@ -12,11 +12,11 @@ from ..recipes import RECIPES
 from ..shapes.grammar import EXAMPLES
 
 DTYPES = ("float32", "bfloat16", "float16")
-_PROMPT = f"what the video shows; the embedded model knows captions like '{EXAMPLES[0]}'"
+_PROMPT = f"a description of the video; the embedded model knows captions like '{EXAMPLES[0]}'"
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse a command line; an option that does not exist or does not parse exits with code 2 and one line."""
+    """Parse a command line. A wrong option exits with code 2 and one line."""
     parser = _Parser(prog="turbo-rcm", description="Few-step video generation with Wan pipelines on fused kernels.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands)
@@ -51,7 +51,7 @@ def _add_compare(commands) -> None:
     summary = "the same seed unpatched, under torch.compile (on a GPU) and patched: times and differences"
     parser = commands.add_parser("compare", help=summary, description=f"Generate {summary}.")
     parser.add_argument("prompt", nargs="?", help=f"{_PROMPT} (the default; a fox with --model)")
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument("--no-compile", action="store_true", help="do not run torch.compile")
     parser.add_argument("--repeats", type=int, default=3, help="measured generations per variant (default 3)")
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="write all figures with the GPU and versions")
     parser.add_argument("--plot", type=Path, metavar="OUT.png", help="write a bar chart of the stages")
@@ -59,28 +59,28 @@ def _add_compare(commands) -> None:
         "--video",
         type=Path,
         metavar="OUT.mp4",
-        help="write the videos and their amplified difference side by side; to a .png: three frames of them",
+        help="write the videos and their amplified difference side by side; a .png gets three of their frames",
     )
     add_distilled_options(parser)
     add_generation_options(parser)
 
 
 def _add_verify(commands) -> None:
-    summary = "every patched block against an fp32 oracle; exit code 1 when one is worse than allowed"
+    summary = "every patched block against an fp32 oracle; exit code 1 if an error is above its limit"
     parser = commands.add_parser("verify", help=summary, description=f"Check {summary}.")
     parser.add_argument("prompt", nargs="?", help=f"{_PROMPT} (the default; a fox with --model)")
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="write every block's errors")
     parser.add_argument(
         "--config",
         metavar="NAME",
-        help="instead of a model: random weights at a real size, such as wan2.1-1.3b, on structured inputs",
+        help="use random weights of a real size, such as wan2.1-1.3b, and structured inputs instead of a model",
     )
-    parser.add_argument("--layers", type=int, help="with --config: build only so many blocks")
+    parser.add_argument("--layers", type=int, help="with --config: build only this many blocks")
     add_generation_options(parser)
 
 
 def _add_evaluate(commands) -> None:
-    summary = "how much of held-out captions the videos show, unpatched and patched, and how far their frames are apart"
+    summary = "how well videos show held-out captions, unpatched and patched, and how much their frames differ"
     parser = commands.add_parser("evaluate", help=summary, description=f"Judge {summary}.")
     parser.add_argument("-n", type=int, default=256, help="captions (default 256)")
     parser.add_argument("--batch-size", type=int, default=16, help="videos made at a time (default 16)")
@@ -96,37 +96,37 @@ def _comma_list(text: str) -> tuple[int, ...]:
     try:
         return tuple(dict.fromkeys(int(number) for number in text.split(",")))  # each once, in the order given
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list such as 1,2,4") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list such as 1,2,4") from None
 
 
 def _add_info(commands) -> None:
     summary = "the GPU, versions, and the kernel that each op takes here"
     parser = commands.add_parser("info", help=summary, description=f"Show {summary}.")
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="write the same as JSON")
-    memory = "the folder of a diffusers pipeline or transformer: show what it takes of the GPU's memory in each tier"
+    memory = "show the GPU memory that a diffusers pipeline or transformer in this folder needs in each tier"
     parser.add_argument("--model", type=Path, metavar="FOLDER", help=memory)
     _add_device_options(parser)
 
 
 def _add_convert(commands) -> None:
-    summary = "store a model's transformers for a tier: in 8 bits, or from other tools' files in diffusers' own"
+    summary = "store a model's transformers for a tier: in 8 bits, or in diffusers' own format"
     parser = commands.add_parser("convert", help=summary, description=f"{summary.capitalize()}.")
     source = (
         "the folder of a diffusers pipeline or transformer, or a .pth or .safetensors file of TurboDiffusion or rCM, "
-        "or the folder of one"
+        "or the folder of such a file"
     )
     parser.add_argument("source", type=Path, metavar="IN", help=source)
-    parser.add_argument("target", type=Path, metavar="OUT", help="a folder to write, which does not exist yet")
+    parser.add_argument("target", type=Path, metavar="OUT", help="the folder to write; it must not exist yet")
     preset = "quantized (the default) or sparse, for turbo_rcm_patch.load_converted, or exact, for from_pretrained"
     parser.add_argument("--preset", default="quantized", help=preset)
     parser.add_argument(
         "--format",
         choices=("mixed", "int8"),
-        help="mixed: e4m3 and int8, for sm_89 and newer; int8: for older GPUs too (default: what the GPU here runs)",
+        help="mixed: e4m3 and int8, for sm_89 and newer; int8: for older GPUs too (default: the one for this GPU)",
     )
-    keep = "a module whose weight stays as it is, with wildcards, such as 'blocks.0.*'; may be repeated"
+    keep = "do not change this module's weights; wildcards work, such as 'blocks.0.*'; may be repeated"
     parser.add_argument("--keep", action="append", default=[], metavar="NAME", help=keep)
-    _add_device_options(parser, dtype="of what stays as it is (default: bfloat16)")
+    _add_device_options(parser, dtype="the dtype of all weights that are not in 8 bits (default: bfloat16)")
 
 
 def _add_demo(commands) -> None:
@@ -134,13 +134,13 @@ def _add_demo(commands) -> None:
     parser = commands.add_parser("demo", help=summary, description=f"Serve {summary}.")
     model = "a diffusers Wan pipeline that the page offers besides the embedded one; may be repeated"
     parser.add_argument("--model", action="append", metavar="PATH_OR_ID", help=model)
-    lora = "a few-step LoRA that it offers, as of generate; may be repeated"
+    lora = "a few-step LoRA that the page offers, as for generate; may be repeated"
     parser.add_argument("--lora", type=_lora, action="append", metavar="FILE[:SCALE]", help=lora)
     parser.add_argument(
-        "--host", default="127.0.0.1", help="the address to serve at (default 127.0.0.1: to nobody else)"
+        "--host", default="127.0.0.1", help="the address to serve at (default 127.0.0.1: only this machine)"
     )
-    parser.add_argument("--port", type=int, default=7860, help="default 7860")
-    size = "how many pixels the frames of a video may have in all (default: 81 frames of 480x832; CPU: 17 of 160x224)"
+    parser.add_argument("--port", type=int, default=7860, help="the port to serve at (default 7860)")
+    size = "the most pixels that a video's frames may have in all (default: 81 frames of 480x832; CPU: 17 of 160x224)"
     parser.add_argument("--max-pixels", type=int, metavar="N", help=size)
     parser.add_argument("--offload", action="store_true", help="keep only the running model on the GPU")
     _add_device_options(parser)
@@ -150,9 +150,9 @@ def _add_tune(commands) -> None:
     summary = "time this package's kernels and PyTorch's on this GPU; the patch then takes the faster ones"
     parser = commands.add_parser("tune", help=summary, description=f"{summary.capitalize()}.")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--model", type=Path, metavar="FOLDER", help="of the pipeline or transformer whose shapes count")
+    what.add_argument("--model", type=Path, metavar="FOLDER", help="the pipeline or transformer whose shapes are timed")
     what.add_argument("--config", metavar="NAME", help="a known size instead (default wan2.1-1.3b)")
-    what.add_argument("--reset", action="store_true", help="forget what was measured on this machine")
+    what.add_argument("--reset", action="store_true", help="delete this machine's measurements")
     for option, text, usual, of_5b in (
         ("--height", "pixels", 480, 704),
         ("--width", "pixels", 832, 1280),
@@ -165,11 +165,11 @@ def _add_tune(commands) -> None:
 
 
 def add_distilled_options(parser: argparse.ArgumentParser) -> None:
-    """--lora, --lora-2 and --recipe."""
-    lora = "a few-step LoRA: a file, a folder with one for each expert, or a hub id; SCALE is its strength (default 1)"
+    """Add --lora, --lora-2 and --recipe."""
+    lora = "a few-step LoRA: a file, a folder with a file for each expert, or a hub id; SCALE: its strength (default 1)"
     parser.add_argument("--lora", type=_lora, metavar="FILE[:SCALE]", help=lora)
-    parser.add_argument("--lora-2", metavar="FILE", help="Wan 2.2: that of the low-noise expert")
-    recipe = f"how the model or the LoRA was distilled: {', '.join(RECIPES)} (default: recognised by its name, or rcm)"
+    parser.add_argument("--lora-2", metavar="FILE", help="Wan 2.2: the LoRA of the low-noise expert")
+    recipe = f"the model's or LoRA's distillation: {', '.join(RECIPES)} (default: recognised by its name, or rcm)"
     parser.add_argument("--recipe", choices=tuple(RECIPES), metavar="NAME", help=recipe)
 
 
@@ -183,7 +183,9 @@ def _lora(text: str) -> tuple[str, float]:
 
 def add_generation_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of one generation except the prompt: the model, its preset, steps, seed, size, device."""
-    parser.add_argument("--steps", type=int, help="denoising steps (default: as many as the model was distilled to, 4)")
+    parser.add_argument(
+        "--steps", type=int, help="denoising steps (default: the steps that the model was distilled to, 4)"
+    )
     parser.add_argument("--image", type=Path, help="the first frame, for an image-to-video model")
     parser.add_argument("--offload", action="store_true", help="keep only the running model on the GPU")
     _add_sampling_options(
@@ -200,12 +202,10 @@ def _add_sampling_options(parser: argparse.ArgumentParser, *, height: str, width
     parser.add_argument("--topk", type=float, metavar="SHARE", help=kept)
     mass = "block-sparse attention: the share of the estimated attention that each block of queries keeps (default 0.9)"
     parser.add_argument("--mass", type=float, metavar="SHARE", help=mass)
-    dense = (
-        "block-sparse attention: below how many tokens attention stays dense (default 8192; the embedded model has 700)"
-    )
+    dense = "block-sparse attention: stay dense below this many tokens (default 8192; the embedded model has 700)"
     parser.add_argument("--min-tokens", type=int, metavar="N", help=dense)
     parser.add_argument("--sigma-max", type=float, help="rCM's first noise level (default 80; 200 with --image)")
-    parser.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of the noise (default 0)")
     parser.add_argument("--height", type=int, help=f"pixels (default {height})")
     parser.add_argument("--width", type=int, help=f"pixels (default {width})")
     parser.add_argument("--frames", type=int, help=f"a number 4k+1 (default {frames})")
@@ -213,8 +213,8 @@ def _add_sampling_options(parser: argparse.ArgumentParser, *, height: str, width
 
 
 def _add_device_options(
-    parser: argparse.ArgumentParser, dtype: str = "of the model (default: bfloat16 on a GPU, float32 on the CPU)"
+    parser: argparse.ArgumentParser, dtype: str = "the model's dtype (default: bfloat16 on a GPU, float32 on the CPU)"
 ) -> None:
-    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda where there is one)")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (default: cuda if there is one)")
     parser.add_argument("--dtype", choices=DTYPES, help=dtype)
     parser.add_argument("-v", "--verbose", action="store_true", help="show other packages' warnings too")
