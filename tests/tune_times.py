@@ -9,7 +9,7 @@ def timed(backends=(), **ours):
     (name, milliseconds)."""
 
     def measure(case):
-        op = case.name.split()[0]
+        op = case.key.op
         time = ours.get(op, 2.0)
         timings = {"ours": Timing(True, 1e-3, time)}
         if op in FALLBACKS:

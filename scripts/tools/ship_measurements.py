@@ -10,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 
+from turbo_rcm_patch.bench.ops import OpKey
 from turbo_rcm_patch.bench.tune import row_of
 from turbo_rcm_patch.kernels.choice.measured import FOLDER, OPS
 
@@ -33,11 +34,12 @@ def reduce_ops_run(run: dict) -> dict:
     """Return what the package needs from an ops run: see kernels/choice/measured.py."""
     environment = run["environment"]
     major, minor = int(environment["capability"][3:-1]), int(environment["capability"][-1])  # "sm_120" is 12.0
+    results = [(OpKey.parse(result["case"]), result) for result in run["results"]]
     return {
         "gpu": environment["gpu"],
         "capability": [major, minor],
         "versions": {name: environment[name] for name in VERSIONS},
-        "rows": [row_of(result) for result in run["results"] if result["case"].split()[0] in OPS],
+        "rows": [row_of(key, result) for key, result in results if key.op in OPS],
     }
 
 

@@ -10,7 +10,7 @@ from scripts.benchmarks.contests import exact
 from scripts.benchmarks.report import ops_table
 from tests.bench.contests import eager
 from turbo_rcm_patch.bench import ops, ops_exact
-from turbo_rcm_patch.bench.ops import COMPILED, COPY, OpCase, error_limit, run_case
+from turbo_rcm_patch.bench.ops import COMPILED, COPY, OpCase, OpKey, error_limit, run_case
 from turbo_rcm_patch.tiers import EXACT, ErrorLimits, Tier
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ SMALL = {
 
 
 def run(build, copy=False, tier=EXACT):
-    case = OpCase("small", build, {COMPILED: 1e9, COPY: 0.0} if copy else {COMPILED: 1e9}, tier)
+    case = OpCase(OpKey("small"), build, {COMPILED: 1e9, COPY: 0.0} if copy else {COMPILED: 1e9}, tier)
     return run_case(case, CPU, copy_bandwidth=1e9, rounds=3, compile_rivals=False)
 
 

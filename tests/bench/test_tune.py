@@ -10,7 +10,7 @@ import torch
 from scripts.benchmarks.contests import conv, exact
 from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.bench import ops, ops_quantized, tune, tune_tiers
-from turbo_rcm_patch.bench.ops import OpResult, Timing, error_limit, measure_errors
+from turbo_rcm_patch.bench.ops import OpKey, OpResult, Timing, error_limit, measure_errors
 from turbo_rcm_patch.bench.tune import Shapes, cases, row_of, rows_of, shapes_of_case, shapes_of_folder
 from turbo_rcm_patch.kernels import FP8, INT8, Quantized
 from turbo_rcm_patch.kernels.choice.measured import LINEARS_8BIT, OPS, TIER_OPS
@@ -31,12 +31,18 @@ SMALL = Shapes(
 def test_the_shapes_are_those_that_the_results_file_has_too():
     names = [case.name for case in cases(shapes_of_case("wan2.1-1.3b"))]
     names += [case.name for case in cases(shapes_of_case("wan2.1-14b"))]
-    small = [case.name for case in exact.CASES if " 7800×" not in case.name and case.name.split()[0] in OPS]
+    small = [case.name for case in exact.CASES if " 7800×" not in case.name and case.key.op in OPS]
     assert set(small) <= set(names)
     assert {case.name for case in conv.CASES[:12]} <= set(names)
     assert {case.name for case in conv.CASES[12:]} <= {case.name for case in cases(shapes_of_case("wan2.2-5b"))}
     assert shapes_of_case("wan2.2-5b").tokens == 31 * 22 * 40
     assert shapes_of_case("wan2.1-1.3b", (None, None, 17)).tokens == 7800
+
+
+def test_a_key_is_read_from_results_as_it_is_written():
+    for key in (OpKey("linear_skip", (32760, 1536, 1536)), OpKey("linear_skip(mass=0.9)", (7,)), OpKey("small")):
+        assert OpKey.parse(str(key)) == key
+    assert str(OpKey("linear_skip", (7, 5, 3))) == "linear_skip 7×5×3"
 
 
 def test_the_shapes_of_a_folder(tmp_path):
@@ -78,7 +84,7 @@ TIER_CASES = [case for case in cases(TIER_SHAPES) if case.tier != EXACT]
 def test_ours_and_what_runs_otherwise_are_right(case):
     contest = case.build(CPU, lambda function: function)
     errors = measure_errors(contest)
-    op = case.name.split()[0]
+    op = case.key.op
     assert set(errors) == {op, tune.FALLBACKS[op]}
     assert all(0 < error < torch.finfo(torch.bfloat16).eps for error in errors.values())
 
@@ -117,7 +123,7 @@ def test_a_backend_that_errs_too_much_is_not_timed(attention):
     case = replace(next(cases(SMALL)), build=build)
     result = asdict(tune.measure(case, CPU))
     assert "is above the" in result["timings"]["PyTorch SDPA (FlashAttention)"]["refused"]
-    row = row_of(result)
+    row = row_of(case.key, result)
     assert row["rival_name"] == "PyTorch SDPA"
     assert row["ours"] is not None
 
@@ -127,15 +133,15 @@ def test_a_backend_is_taken_where_it_is_faster_than_noise(milliseconds, expected
     case = next(cases(SMALL))
     rivals = {"PyTorch SDPA": 2.0, "PyTorch SDPA (cuDNN)": milliseconds}
     timings = {name: Timing(False, 1e-3, time) for name, time in rivals.items()}
-    row = row_of(asdict(OpResult(case.name, {**timings, "ours": Timing(True, 1e-3, 3.0)}, "ours")))
+    row = row_of(case.key, asdict(OpResult(case.name, {**timings, "ours": Timing(True, 1e-3, 3.0)}, "ours")))
     assert row.get("sdpa") == expected
     assert row["rival"] == min(rivals.values())
 
 
 def test_every_op_is_measured():
-    assert {case.name.split()[0] for case in EXACT_CASES} == set(OPS)
-    assert {case.name.split()[0] for case in TIER_CASES} == set(TIER_OPS)
-    of_small_heads = {case.name.split()[0] for case in cases(SMALL)} - set(OPS)
+    assert {case.key.op for case in EXACT_CASES} == set(OPS)
+    assert {case.key.op for case in TIER_CASES} == set(TIER_OPS)
+    of_small_heads = {case.key.op for case in cases(SMALL)} - set(OPS)
     assert of_small_heads == {op for op, part in TIER_OPS.items() if part == LINEARS_8BIT}  # attention has no kernel
 
 
@@ -158,7 +164,7 @@ def test_linears_have_the_formats_that_the_patch_takes(monkeypatch, format):
     found, quantize_weight = [], ops_quantized.quantize_weight
     noted = lambda weight, format: found.append(format) or quantize_weight(weight, format)  # noqa: E731
     monkeypatch.setattr(ops_quantized, "quantize_weight", noted)
-    contests = {case.name.split()[0]: case.build(CPU, lambda function: function) for case in TIER_CASES}
+    contests = {case.key.op: case.build(CPU, lambda function: function) for case in TIER_CASES}
     assert found == [format, INT8, INT8, INT8, INT8]  # ffn.net.2, ffn.net.0, q, k and v
     assert isinstance(contests["linear_gelu_8bit"].ours["linear_gelu"](), Quantized) == (format == FP8)
     for op in ("linear_skip_8bit", "linear_gelu_8bit", "linear_qkv_8bit"):
@@ -171,7 +177,7 @@ def test_a_tiers_op_is_beside_what_the_exact_tier_takes():
     times = {"attention": (4.0, 3.0), "linear_skip": (None, 5.0), "linear_gelu": (2.0, 9.0)}
 
     def measure(case):
-        op = case.name.split()[0]
+        op = case.key.op
         if op == "linear_qkv":
             raise ValueError("too much shared memory")
         if case.tier == EXACT:
@@ -207,13 +213,13 @@ def result(case, ours, rival):
 
 def test_a_row_a_case_also_where_a_kernel_fails():
     def measure(case):
-        if case.name.startswith("linear_gelu"):
+        if case.key.op.startswith("linear_gelu"):
             raise ValueError("too much shared memory")
-        return result(case, None if case.name.startswith("linear_qkv") else 1.23456, 2.0)
+        return result(case, None if case.key.op.startswith("linear_qkv") else 1.23456, 2.0)
 
     reported = []
     rows = rows_of(cases(SMALL), measure, reported.append)
-    assert [row["op"] for row in rows] == [case.name.split()[0] for case in cases(SMALL)]
+    assert [row["op"] for row in rows] == [case.key.op for case in cases(SMALL)]
     assert rows[0] == {
         "op": "attention",
         "dtype": "bfloat16",
@@ -239,10 +245,10 @@ def test_after_these_nothing_is_measured_any_more(error):
 
 
 def test_what_errs_too_much_is_not_timed():
-    case = next(case for case in cases(SMALL) if case.name.startswith("linear_gelu"))
+    case = next(case for case in cases(SMALL) if case.key.op == "linear_gelu")
     right = tune.measure(case, CPU)
     assert right.best == "linear_gelu"
-    assert row_of(asdict(right))["rival_name"] == "PyTorch linear, Triton GELU"
+    assert row_of(case.key, asdict(right))["rival_name"] == "PyTorch linear, Triton GELU"
 
     def build(*arguments):
         contest = case.build(*arguments)
@@ -250,7 +256,7 @@ def test_what_errs_too_much_is_not_timed():
 
     wrong = tune.measure(replace(case, build=build), CPU)
     assert wrong.best is None
-    assert row_of(asdict(wrong))["ours"] is None
+    assert row_of(case.key, asdict(wrong))["ours"] is None
 
 
 @pytest.mark.gpu
@@ -262,7 +268,7 @@ def test_on_a_gpu_all_is_timed():
 
 
 def test_the_tiers_ops_are_timed_without_what_only_the_benchmark_compares_them_with():
-    by_op = {case.name.split()[0]: case for case in tune_tiers.tier_cases(2, 64, 256, 1024)}
+    by_op = {case.key.op: case for case in tune_tiers.tier_cases(2, 64, 256, 1024)}
     for op, beside in (("block_sparse_attention", set()), ("attention_8bit", {tune_tiers.NORMS})):
         contest = by_op[op].build(CPU, lambda function: function)
         assert (contest.rivals, set(contest.partial)) == ({}, beside)

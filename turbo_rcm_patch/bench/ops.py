@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -66,6 +67,22 @@ class Contest:
     limit: Callable[[Mapping[str, float]], float] | None = None
 
 
+class OpKey(NamedTuple):
+    """An op and the sizes that it runs at. Results files hold it as text: "linear_skip 32760×1536×1536"."""
+
+    op: str
+    shape: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.op} {'×'.join(map(str, self.shape))}" if self.shape else self.op
+
+    @classmethod
+    def parse(cls, text: str) -> OpKey:
+        """Return the key that a results file holds as text."""
+        op, _, sizes = text.partition(" ")
+        return cls(op, tuple(map(int, sizes.split("×"))) if sizes else ())
+
+
 @dataclass(frozen=True)
 class OpCase:
     """A contest's name, the function that draws its inputs on a device, and the speed-up to reach over each rival.
@@ -74,12 +91,16 @@ class OpCase:
     may take, or None. least: the TFLOP/s that ours must reach, or None.
     """
 
-    name: str
+    key: OpKey
     build: Callable[..., Contest]
     targets: Mapping[str, float]
     tier: Tier = EXACT
     most: float | None = None
     least: float | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.key)
 
 
 @dataclass(frozen=True)
@@ -306,5 +327,4 @@ def op_case(
     least: float | None = None,
 ) -> OpCase:
     """The case of a contest at some sizes, named after both."""
-    name = f"{contest.__name__} {'×'.join(map(str, sizes))}"
-    return OpCase(name, functools.partial(contest, *sizes), targets, tier, most, least)
+    return OpCase(OpKey(contest.__name__, sizes), functools.partial(contest, *sizes), targets, tier, most, least)

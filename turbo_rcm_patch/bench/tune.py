@@ -24,7 +24,7 @@ from ..patching.weights.load import component_folders, read_config
 from ..tiers import EXACT
 from . import ops, ops_conv, ops_exact, tune_tiers
 from .cases import CASES, TEXT_TOKENS, Case
-from .ops import Contender, Contest, OpCase, OpResult
+from .ops import Contender, Contest, OpCase, OpKey, OpResult
 
 ROUNDS, TIER_ROUNDS = 10, 4  # of the exact tier's ops, which the patch chooses by, and of the others
 WORTHWHILE = 1.02  # how much faster than PyTorch's own choice a backend of its attention must be: more than noise
@@ -180,44 +180,38 @@ def rows_of(
     for case in cases:
         try:
             result = asdict(measure(case))
-            rows.append(row_of(result) if case.tier == EXACT else _tier_row_of(result, rows))
+            rows.append(row_of(case.key, result) if case.tier == EXACT else _tier_row_of(case.key, result, rows))
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except Exception as error:  # Triton raises many kinds for a GPU that it does not know
             report(f"{case.name}: {type(error).__name__}: {error}")
-            op, shape = _parsed(case.name)
-            rows.append(_row(op, shape, None, None, FALLBACKS.get(op, tune_tiers.EXACT)))
+            rows.append(_row(case.key, None, None, FALLBACKS.get(case.key.op, tune_tiers.EXACT)))
     return rows
 
 
-def row_of(result: dict) -> dict:
-    """An OpResult as a dictionary, "linear_skip 32760×1536×1536", against its fastest rival that computes all of it and
-    so has an error. With "sdpa" where that is a backend of PyTorch's attention which PyTorch should be told to take."""
-    op, shape = _parsed(result["case"])
+def row_of(key: OpKey, result: dict) -> dict:
+    """Return the row of an exact op from its OpResult as a dictionary.
+
+    The rival is the fastest one that computes all of the op, and so has an error. "sdpa" is in the row if the rival is
+    a backend that PyTorch's attention should be told to take."""
     timings = result["timings"]
     whole = {name: t for name, t in timings.items() if not t["is_ours"] and None not in (t["error"], t["milliseconds"])}
     rivals = {name: timing["milliseconds"] for name, timing in whole.items()}
     rival = min(rivals, key=rivals.get)
     ours = None if result["best"] is None else timings[result["best"]]["milliseconds"]
-    row = _row(op, shape, ours, rivals[rival], rival)
+    row = _row(key, ours, rivals[rival], rival)
     is_worthwhile = rival in SDPA_BACKENDS and rivals[SDPA] > WORTHWHILE * rivals[rival]
     return {**row, "sdpa": SDPA_BACKENDS[rival]} if is_worthwhile else row
 
 
-def _tier_row_of(result: dict, rows: Sequence[dict]) -> dict:
+def _tier_row_of(key: OpKey, result: dict, rows: Sequence[dict]) -> dict:
     """Return the row of a tier's op, timed against the exact tier by the earlier rows."""
-    op, shape = _parsed(result["case"])
     timings = result["timings"]
     ours = None if result["best"] is None else timings[result["best"]]["milliseconds"]
-    exact = tune_tiers.exact_milliseconds(op, shape, timings, rows)
-    return _row(op, shape, ours, exact, tune_tiers.EXACT)
+    exact = tune_tiers.exact_milliseconds(key, timings, rows)
+    return _row(key, ours, exact, tune_tiers.EXACT)
 
 
-def _parsed(case: str) -> tuple[str, list[int]]:
-    op, sizes = case.split()
-    return op, [int(size) for size in sizes.split("×")]
-
-
-def _row(op: str, shape: list[int], ours: float | None, rival: float | None, rival_name: str) -> dict:
+def _row(key: OpKey, ours: float | None, rival: float | None, rival_name: str) -> dict:
     times = {"ours": ours and round(ours, 4), "rival": rival and round(rival, 4)}
-    return {"op": op, "dtype": "bfloat16", "shape": shape, **times, "rival_name": rival_name}
+    return {"op": key.op, "dtype": "bfloat16", "shape": list(key.shape), **times, "rival_name": rival_name}

@@ -16,7 +16,7 @@ from ..kernels import FP8, HEAD_DIMS_8BIT
 from ..patching.weights.convert import capability_of, format_of
 from ..tiers import BLOCK_SPARSE, QUANTIZED, SPARSE, Tier
 from . import ops_exact, ops_quantized, ops_sparse
-from .ops import Contest, OpCase, op_case
+from .ops import Contest, OpCase, OpKey, op_case
 
 EXACT, NORMS = "exact tier", "norms"
 EXACT_OPS = {
@@ -78,15 +78,16 @@ def _format(path: str, device: torch.device) -> torch.dtype:
     return format_of(path, capability_of(device))
 
 
-def exact_milliseconds(op: str, shape: Sequence[int], timings: dict[str, dict], rows: Sequence[dict]) -> float | None:
-    """Return the exact tier's time for a tier's op at a shape, or None if its row has no time.
+def exact_milliseconds(key: OpKey, timings: dict[str, dict], rows: Sequence[dict]) -> float | None:
+    """Return the exact tier's time for a tier's op and shape, or None if its row has no time.
 
     It is the time of the exact op's row plus the norms that were timed beside it. Raises StopIteration if there is no
     such row."""
-    if EXACT_OPS[op] == "attention":
-        heads, tokens, head_dim = shape
-        shape = [heads, tokens, tokens, head_dim]
-    row = next(row for row in rows if row["op"] == EXACT_OPS[op] and row["shape"] == list(shape))
+    exact = OpKey(EXACT_OPS[key.op], key.shape)
+    if exact.op == "attention":
+        heads, tokens, head_dim = key.shape
+        exact = exact._replace(shape=(heads, tokens, tokens, head_dim))
+    row = next(row for row in rows if (row["op"], tuple(row["shape"])) == exact)
     times = [time for time in (row["ours"], row["rival"]) if time is not None]
     norms = timings[NORMS]["milliseconds"] if NORMS in timings else 0.0
     return min(times) + norms if times else None

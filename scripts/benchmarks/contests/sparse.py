@@ -145,7 +145,7 @@ def _by_mass(mass: float, *sizes: int) -> OpCase:
     case = op_case(block_sparse_attention, *sizes, tier=BLOCK_SPARSE, targets={})
     return replace(
         case,
-        name=case.name.replace(" ", f"(mass={mass}) "),
+        key=case.key._replace(op=f"{case.key.op}(mass={mass})"),
         build=functools.partial(block_sparse_attention, *sizes, mass=mass),
     )
 

@@ -10,7 +10,7 @@ from scripts.benchmarks.contests import conv
 from scripts.benchmarks.report import ops_table
 from tests.bench.contests import check_in_bf16, check_that_the_oracle_tells_the_rows_apart, eager
 from turbo_rcm_patch.bench import ops_conv
-from turbo_rcm_patch.bench.ops import COMPILED, OpCase, run_case
+from turbo_rcm_patch.bench.ops import COMPILED, OpCase, OpKey, run_case
 from turbo_rcm_patch.bench.ops_conv import EAGER
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def test_what_is_less_accurate_than_its_rivals_is_not_timed():
     right = SMALL["3×3×3"](CPU, eager)
     wrong = replace(right, ours={"conv_skip": lambda: right.ours["conv_skip"]() * 1.02})
     for contest, best in ((right, "conv_skip"), (wrong, None)):
-        case = OpCase("small", lambda *_, contest=contest: contest, {})
+        case = OpCase(OpKey("small"), lambda *_, contest=contest: contest, {})
         assert run_case(case, CPU, copy_bandwidth=1e9, rounds=3, compile_rivals=False).best == best
 
 
@@ -56,5 +56,5 @@ def test_cases_are_of_a_measured_op():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SMALL)
 def test_on_a_gpu_with_graphs_and_compiled_rivals(name):
-    result = run_case(OpCase("small", SMALL[name], {}), torch.device("cuda"), copy_bandwidth=1e12, rounds=3)
+    result = run_case(OpCase(OpKey("small"), SMALL[name], {}), torch.device("cuda"), copy_bandwidth=1e12, rounds=3)
     assert result.best is not None, ops_table([result])

@@ -9,7 +9,7 @@ from scripts.benchmarks.contests import exact
 from scripts.benchmarks.report import ops_table
 from tests.bench.contests import check_in_bf16, check_that_the_oracle_tells_the_rows_apart, eager
 from turbo_rcm_patch.bench import ops_exact
-from turbo_rcm_patch.bench.ops import COMPILED, COPY, OpCase, measure_copy_bandwidth, run_case
+from turbo_rcm_patch.bench.ops import COMPILED, COPY, OpCase, OpKey, measure_copy_bandwidth, run_case
 from turbo_rcm_patch.bench.ops_exact import FOLDED
 
 CPU = torch.device("cpu")
@@ -56,5 +56,5 @@ def test_on_a_gpu_with_graphs_and_compiled_rivals():
     bandwidth = measure_copy_bandwidth(device, nbytes=1 << 26)
     assert 1e10 < bandwidth < 1e14
     for build in SMALL.values():
-        result = run_case(OpCase("small", build, {}), device, copy_bandwidth=bandwidth, rounds=3)
+        result = run_case(OpCase(OpKey("small"), build, {}), device, copy_bandwidth=bandwidth, rounds=3)
         assert result.best is not None, ops_table([result])

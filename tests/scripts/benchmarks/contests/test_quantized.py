@@ -12,7 +12,7 @@ from scripts.benchmarks.contests.quantized import FLASH_ATTENTION
 from scripts.benchmarks.report import ops_table
 from tests.bench.contests import eager
 from turbo_rcm_patch.bench import ops, ops_quantized
-from turbo_rcm_patch.bench.ops import Draws, OpCase, error_limit, measure_errors, run_case
+from turbo_rcm_patch.bench.ops import Draws, OpCase, OpKey, error_limit, measure_errors, run_case
 from turbo_rcm_patch.bench.ops_quantized import OURS_EXACT, SCALED_MM
 from turbo_rcm_patch.tiers import QUANTIZED
 
@@ -75,7 +75,7 @@ def test_what_errs_more_than_the_tier_allows_is_not_timed():
     def wrong(device, compiled):
         return replace(right, ours={"wrong": lambda: right.ours[name]() * 1.1, name: right.ours[name]})
 
-    case = OpCase("small", wrong, {SCALED_MM: 1e9}, QUANTIZED)
+    case = OpCase(OpKey("small"), wrong, {SCALED_MM: 1e9}, QUANTIZED)
     result = run_case(case, CPU, copy_bandwidth=1e9, rounds=2, compile_rivals=False)
     assert result.best == name
     assert "is above the" in result.timings["wrong"].refused
@@ -109,7 +109,7 @@ def test_attention_that_errs_more_than_is_asked_of_it_is_not_timed(name, factor)
     wrong = replace(right, ours={ours: lambda: right.ours[ours]() * factor})
     error = measure_errors(wrong)[ours]
     assert error < QUANTIZED.limits.part
-    case = OpCase("small", lambda *_: wrong, {}, QUANTIZED)
+    case = OpCase(OpKey("small"), lambda *_: wrong, {}, QUANTIZED)
     result = run_case(case, CPU, copy_bandwidth=1e9, rounds=2, compile_rivals=False)
     assert result.timings[ours].refused == f"its error {error:.2e} is above the {right.limit({}):.2e} allowed"
 
@@ -138,7 +138,7 @@ def test_attention_alone_is_to_reach_a_rate():
     kernels_alone = ("attention_8bit", "structured_attention_8bit", "attention_skip_8bit")
     assert rates == dict.fromkeys(kernels_alone, 860)
     for least, missed in ((1e-9, False), (1e9, True)):
-        case = OpCase("small", SMALL["attention_8bit"], {}, QUANTIZED, least=least)
+        case = OpCase(OpKey("small"), SMALL["attention_8bit"], {}, QUANTIZED, least=least)
         result = run_case(case, CPU, copy_bandwidth=1e9, rounds=2, compile_rivals=False)
         shown = f"{result.teraflops:.0f} TFLOP/s" + (f" (below {least:g})" if missed else "")
         assert f", {shown}  " in ops_table([result])
@@ -194,5 +194,7 @@ def test_structured_values_are_like_a_models():
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SMALL)
 def test_on_a_gpu_with_graphs_and_compiled_rivals(name):
-    result = run_case(OpCase(name, SMALL[name], {}, QUANTIZED), torch.device("cuda"), copy_bandwidth=1e12, rounds=3)
+    result = run_case(
+        OpCase(OpKey(name), SMALL[name], {}, QUANTIZED), torch.device("cuda"), copy_bandwidth=1e12, rounds=3
+    )
     assert result.best is not None, ops_table([result])

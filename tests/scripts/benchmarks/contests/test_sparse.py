@@ -14,7 +14,7 @@ from scripts.tools.pages.ops import ops_table as page_of
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.bench import ops, ops_sparse
 from turbo_rcm_patch.bench.metrics import relative_l2
-from turbo_rcm_patch.bench.ops import Draws, OpCase, error_limit, measure_errors, run_case
+from turbo_rcm_patch.bench.ops import Draws, OpCase, OpKey, error_limit, measure_errors, run_case
 from turbo_rcm_patch.bench.ops_sparse import DENSE
 from turbo_rcm_patch.tiers import BLOCK_SPARSE, SPARSE
 
@@ -123,7 +123,7 @@ def test_block_sparsity_is_timed_by_mass_with_the_share_that_it_keeps():
 
 @pytest.mark.parametrize(("most", "missed"), [(1e9, False), (1e-9, True), (None, False)])
 def test_what_takes_longer_than_wanted_is_marked(most, missed):
-    case = OpCase("small", SMALL["norms_sparse_linear_attention"], {}, SPARSE, most)
+    case = OpCase(OpKey("small"), SMALL["norms_sparse_linear_attention"], {}, SPARSE, most)
     result = run_case(case, CPU, copy_bandwidth=1e9, rounds=2, compile_rivals=False)
     assert set(result.speedups) == {DENSE}
     assert ("(above 1e-09)" in ops_table([result])) == missed
