@@ -99,7 +99,7 @@ def test_errors():
         linear_gelu(a, weight, bias[:3])
     with pytest.raises(ValueError, match="cast them to one"):
         linear_gelu(a, weight.half(), bias)
-    with pytest.raises(ValueError, match=r"dtype=torch.float16, but the result of an a in torch.float32 is in that"):
+    with pytest.raises(ValueError, match=r"dtype=torch.float16, but with a in torch.float32 the result has a's dtype"):
         linear_gelu(a, weight, bias, dtype=torch.float16)
     with pytest.raises(ValueError, match="a result in fp8 needs a Quantized a that has its norm"):
         linear_gelu(a, weight, bias, result=FP8)

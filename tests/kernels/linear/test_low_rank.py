@@ -230,11 +230,11 @@ def test_errors():
         linear_skip(a, weights[0], biases[0], residual, low_rank=wrong)
     with pytest.raises(ValueError, match=r"for 3 weight\(s\) \[4, 5\] they must be \[6, 5\] and \[12, 2\]"):
         linear_qkv(a, weights * 3, biases * 3, low_rank=low_rank)
-    with pytest.raises(ValueError, match=r"up in torch\.float16; down must be as a"):
+    with pytest.raises(ValueError, match=r"up in torch\.float16; down must have a's dtype"):
         linear_gelu(a, weights[0], biases[0], low_rank=low_rank._replace(up=low_rank.up.half()))
     eight_bit = quantized(2, 3, 16, format=FP8)
     weight = quantized_weight(4, 16, FP8)
-    with pytest.raises(ValueError, match="linear_low_rank: a is a Quantized; linear_8bit takes such"):
+    with pytest.raises(ValueError, match="linear_low_rank: a is a Quantized; use linear_8bit"):
         linear_low_rank(eight_bit, weight, None, low_rank)
     with pytest.raises(ValueError, match="linear_8bit: a is a Quantized and low_rank's down a Tensor"):
         linear_8bit(eight_bit, weight, low_rank=low_rank)

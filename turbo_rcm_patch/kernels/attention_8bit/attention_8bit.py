@@ -76,7 +76,7 @@ def _check(qkv, residual, c_skip, c_out, result):
         )
     if residual is None:
         if not all(is_one(c) for c in (c_skip, c_out)):
-            raise ValueError("attention_8bit: c_skip or c_out is given without a residual; give it, or leave both.")
+            raise ValueError("attention_8bit: c_skip or c_out is given without a residual; give the residual.")
         return
     if result == FP8:
         raise ValueError("attention_8bit: a residual is given with result=float8_e4m3fn; the sum is not bounded.")

@@ -106,7 +106,7 @@ def _check(q, k, v, heads, norm_q, norm_k, cos, sin, scale, v_format):
     for name, x in (("k", k), ("v", v)):
         if x.shape != q.shape or x.dtype != q.dtype:
             raise ValueError(
-                f"quantize_qkv: {name} is {x.dtype} {list(x.shape)}; it must be as q, {q.dtype} {list(q.shape)}."
+                f"quantize_qkv: {name} is {x.dtype} {list(x.shape)}; it must be like q, {q.dtype} {list(q.shape)}."
             )
     for name, weight in (("norm_q", norm_q), ("norm_k", norm_k)):
         if weight is not None and weight.shape != q.shape[2:]:

@@ -118,7 +118,7 @@ def _check(q, k, v, mass, block_q, block_k):
     for name, x in (("k", k), ("v", v)):
         if x.shape != q.shape or x.dtype != q.dtype:
             raise ValueError(
-                f"block_sparse_attention: {name} is {x.dtype} {list(x.shape)}; it must be as q, {q.dtype} "
+                f"block_sparse_attention: {name} is {x.dtype} {list(x.shape)}; it must be like q, {q.dtype} "
                 f"{list(q.shape)}."
             )
     _check_options(mass, block_q, block_k)

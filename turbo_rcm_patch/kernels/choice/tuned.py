@@ -69,7 +69,7 @@ def _row(row: dict) -> dict:
     sdpa, crossing = row.get("sdpa"), False
     are_times = all(time is None or isinstance(time, (int, float)) for time in (ours, rival))
     if not (isinstance(op, str) and are_times and sdpa in (None, *BACKENDS)):
-        raise ValueError(f"{row} is no row")
+        raise ValueError(f"{row} is not a row of measurements")
     if sdpa is not None:
         _, queries, keys, _ = row["shape"]
         crossing = queries != keys

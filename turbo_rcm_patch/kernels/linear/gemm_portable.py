@@ -351,7 +351,7 @@ def check_dtype(op: str, dtype: torch.dtype | None, a: torch.Tensor | Quantized)
         check_result(op, dtype, torch.bfloat16)
         return dtype or torch.bfloat16
     if dtype not in (None, a.dtype):
-        raise ValueError(f"{op}: dtype={dtype}, but the result of an a in {a.dtype} is in that; give None.")
+        raise ValueError(f"{op}: dtype={dtype}, but with a in {a.dtype} the result has a's dtype; give None.")
     return a.dtype
 
 

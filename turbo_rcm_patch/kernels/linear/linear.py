@@ -74,7 +74,7 @@ def linear_low_rank(
     Raises ValueError for operands in 8 bits, and for shapes, dtypes or devices that do not fit together.
     """
     if isinstance(a, Quantized):
-        raise ValueError("linear_low_rank: a is a Quantized; linear_8bit takes such, with low_rank.")
+        raise ValueError("linear_low_rank: a is a Quantized; use linear_8bit with low_rank.")
     check_linear("linear_low_rank", a, weight, bias)
     check_low_rank("linear_low_rank", a, weight.shape[0], low_rank)
     second = project_down(a, low_rank, implementation)

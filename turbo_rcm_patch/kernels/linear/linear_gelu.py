@@ -83,8 +83,8 @@ def _quantized_linear_gelu(
 ) -> Quantized:
     if result == INT8:
         raise ValueError(
-            "linear_gelu: result=torch.int8; int8 needs the largest value of a row, which no tile of it knows. Take "
-            "the result in bf16, and quantize_rows."
+            "linear_gelu: result=torch.int8; int8 needs the largest value of a row, which a tile does not know. Use "
+            "a bf16 result, then quantize_rows."
         )
     if result != FP8:
         raise ValueError(f"linear_gelu: result={result}; accepted are {FP8} and None.")

@@ -56,6 +56,6 @@ def check_low_rank(op: str, a: torch.Tensor | Quantized, N: int, low_rank: LowRa
         )
     if matrix.dtype != values.dtype or not (quantized or up.dtype == a.dtype):
         raise ValueError(
-            f"{op}: a is in {values.dtype}, low_rank's down in {matrix.dtype} and up in {up.dtype}; down must be as a, "
-            "and up too unless that has 8 bits."
+            f"{op}: a is in {values.dtype}, low_rank's down in {matrix.dtype} and up in {up.dtype}; down must have a's "
+            "dtype, and so must up unless a has 8 bits."
         )

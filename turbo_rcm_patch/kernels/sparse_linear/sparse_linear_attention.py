@@ -131,7 +131,7 @@ def _check(q, k, v, proj_weight, proj_bias, topk, block_map, block_q, block_k, q
     for name, x in (("k", k), ("v", v)):
         if x.shape != q.shape or x.dtype != q.dtype:
             raise ValueError(
-                f"sparse_linear_attention: {name} is {x.dtype} {list(x.shape)}; it must be as q, {q.dtype} "
+                f"sparse_linear_attention: {name} is {x.dtype} {list(x.shape)}; it must be like q, {q.dtype} "
                 f"{list(q.shape)}."
             )
     head_dim = q.shape[3]
