@@ -96,7 +96,7 @@ def _in_e4m3(x: torch.Tensor) -> torch.Tensor:
 
 
 def captured_qkv(device: torch.device) -> list[QKV]:
-    """q, k and v of every self-attention of the embedded model in a generation, after norms and rotation."""
+    """Return q, k and v of every self-attention in a generation of the embedded model, after norms and RoPE."""
     pipe, found = embedded.load_embedded_pipeline(torch.float32).to(device), []
     use_rcm(pipe)
     pipe.set_progress_bar_config(disable=True)

@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure_in_parallel(rank: int, options: argparse.Namespace, rendezvous: str) -> None:
-    """One of several processes, each on the GPU of its rank; the first one reports."""
+    """Run one of several processes, each on the GPU of its rank. The first one reports."""
     if torch.cuda.is_available():
         device, backend = torch.device("cuda", rank), "nccl"
         torch.cuda.set_device(device)

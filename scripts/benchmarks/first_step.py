@@ -51,7 +51,10 @@ def run_child(command: list[str], cache: str) -> dict[str, float]:
 
 
 def measure(config: str, frames: int | None) -> dict[str, float]:
-    """Seconds of three generations' denoising step, by STEPS, and of their decode, by the same with " decode"."""
+    """Return the seconds of three generations' denoising steps, by the names in STEPS, and of their decodes.
+
+    A decode's name is the step's with " decode" behind it.
+    """
     case = CASES[config]
     pipe = build_pipeline(case, torch.bfloat16, torch.device("cuda"))
     use_rcm(pipe)

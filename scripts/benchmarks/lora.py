@@ -59,12 +59,12 @@ def lora_variants(pipe: DiffusionPipeline, config: PatchConfig) -> dict[str, Swi
 def _one_by_one(
     pipe: DiffusionPipeline, config: PatchConfig, names: Sequence[str], turns: Iterator[str]
 ) -> contextlib.AbstractContextManager[Patch]:
-    """One adapter in each step, as its turn comes, of those of these names."""
+    """In this context the adapters with these names take turns, one in each step."""
     return _patched(pipe, config, _changing(pipe, names, lambda: pipe.transformer.set_adapters([next(turns)])))
 
 
 def rescaled_once(pipe: DiffusionPipeline) -> contextlib.AbstractContextManager[None]:
-    """Within it adapters have another scale from the second step on."""
+    """In this context adapters have another scale from the second step on."""
     names, scales = pipe.transformer.active_adapters(), itertools.chain((1.0,), itertools.repeat(0.5))
     return _changing(pipe, names, lambda: pipe.transformer.set_adapters(names, next(scales)))
 

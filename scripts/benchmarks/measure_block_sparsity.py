@@ -97,7 +97,7 @@ def layers_at(pipe: WanPipeline, config: BlockSparse, seed: int) -> Iterator[dic
 
 @functools.lru_cache
 def attention_inputs(pipe: WanPipeline, seed: int) -> list[tuple[int, str, tuple[torch.Tensor, ...]]]:
-    """Step, block, and its self-attention's q, k, v [1, S, H, D] in the first and the last step of one generation."""
+    """Yield step, block, and the self-attention's q, k, v [1, S, H, D], for a generation's first and last step."""
     calls: dict[str, list[tuple]] = {}
     blocks = dict(pipe.transformer.blocks.named_children())
     for name, block in blocks.items():

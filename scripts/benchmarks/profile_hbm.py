@@ -122,7 +122,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _sizes(options: argparse.Namespace) -> tuple[int, int, int, int]:
-    """batch, seq, dim and heads; what was not given has its default."""
+    """Return batch, seq, dim and heads. Sizes that were not given have their defaults."""
     dim = 512 if options.dim is None else options.dim
     return (
         32 if options.batch is None else options.batch,

@@ -194,7 +194,7 @@ class WanBlockCase:
 
 
 def _drop_dropouts(module: nn.Module) -> None:
-    """Outside of training they return their input, but a trace gives them a result of their own."""
+    """Replace dropouts by identities: outside of training they return their input, but a trace gives a new result."""
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if type(child) is nn.Dropout:

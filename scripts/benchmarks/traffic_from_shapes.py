@@ -82,7 +82,7 @@ def _bytes_by_storage(tensors: Sequence[torch.Tensor]) -> dict[StorageWeakRef, i
 
 
 def _touched_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the tensor's elements, each once, and of those between them in the same sectors."""
+    """Return the bytes of the tensor's elements, each once, and of the gaps between them in the same sectors."""
     strides = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
     if not tensor.numel():
         return 0
@@ -117,7 +117,7 @@ def _merged(ops: Sequence[_Op], results: set[StorageWeakRef]) -> list[_Op]:
 
 
 def _consumers(ops: Sequence[_Op]) -> list[list[int]]:
-    """For each op the later ones that read or complete a storage which it writes."""
+    """Return, for each op, the later ops that read or complete a storage that it writes."""
     return [
         [
             later

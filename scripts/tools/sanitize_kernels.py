@@ -292,7 +292,7 @@ def launch(part: str, portable: bool) -> None:
 
 @contextlib.contextmanager
 def few_multiprocessors() -> Iterator[None]:
-    """Within it small work fills the GPU for the kernels for sm_90, whose programs walk over several tiles each."""
+    """In this context small work fills the GPU, so that each program of the sm_90 kernels walks over several tiles."""
     few = (SM90, 4)
     with (
         mock.patch.object(gemm_sm90, "device_properties", return_value=few),

@@ -99,7 +99,7 @@ def save_half(pipe: WanPipeline, folder: Path) -> None:
 
 
 def write_summary(run: Run, steps: dict[str, int]) -> None:
-    """``training.json``: how long each stage took, its last losses, and how good the teacher is."""
+    """Write ``training.json`` with each stage's duration and last losses, and the teacher's quality."""
     stages = {name: run.last_log(name) for name in (*steps, "pool", "autoencoder", "teacher accuracy")}
     summary = {
         "seed": run.seed,

@@ -47,8 +47,11 @@ def structured_attention_8bit(
 
 
 def structured_qkv(draw: Draws, heads: int, tokens: int, head_dim: int) -> tuple[torch.Tensor, ...]:
-    """q, k, v [1, S, H, D]: neighbouring tokens are alike, AR(1) with ρ = 0.95; keys have a mean of their own in every
-    channel, 3 · N(0, 1), and four channels that are five times as large; values two that are eight times as large."""
+    """Return q, k, v [1, S, H, D] with structure.
+
+    Neighbouring tokens are alike: AR(1) with ρ = 0.95. Each channel of the keys has its own mean, 3 · N(0, 1). Four
+    channels of the keys are five times as large. Two channels of the values are eight times as large.
+    """
     q, k, v = (autoregressive(draw(1, tokens, heads, head_dim).float(), 0.95) for _ in range(3))
     k = k + 3 * draw(1, 1, heads, head_dim)
     k[..., :4] *= 5
@@ -93,8 +96,10 @@ def attention_skip_8bit(heads: int, tokens: int, head_dim: int, device: torch.de
 
 
 def _flash_attention_3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Contender]:
-    """FlashAttention-3 in fp8 with unit scales, for q, k, v [1, S, H, D]; nothing where FlashInfer is not installed, or
-    cannot compile it, which is said."""
+    """Return FlashAttention-3 in fp8 with unit scales, for q, k, v [1, S, H, D].
+
+    Return nothing if FlashInfer is not installed, or if it cannot compile the kernel, which is printed.
+    """
     if q.device.type != "cuda" or importlib.util.find_spec("flashinfer") is None:
         return {}
     import flashinfer

@@ -70,7 +70,7 @@ def chart_file(path: Path, kind: str) -> Path:
 
 
 def draw_charts(runs: dict, path: Path) -> None:
-    """Each chart in an image file beside the results file, with the digest of what it shows."""
+    """Draw each chart in an image file beside the results file, with a digest of its data."""
     for kind, data in chart_data(runs).items():
         _DRAW[kind](data).savefig(chart_file(path, kind), dpi=110, metadata={DIGEST: digest_of(data), "Software": None})
 

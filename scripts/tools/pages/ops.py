@@ -238,7 +238,7 @@ def _beside(what: str, rows: Sequence[dict], rival: str) -> str:
 
 
 def _best(result: dict) -> str:
-    """Milliseconds of ours, bold where they miss a target."""
+    """Return the milliseconds of ours, bold if they miss a target."""
     time = result["timings"][result["best"]]["milliseconds"]
     too_slow = any(result["speedups"][rival] < target for rival, target in result["targets"].items())
     return bold(f"{time:.2f}", too_slow or time > (result.get("most") or time))

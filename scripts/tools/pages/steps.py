@@ -241,7 +241,7 @@ def step_rows(name: str, run: dict) -> list[list[str]]:
 
 
 def _cost_of_a_change(variant: dict, more: float) -> str:
-    """Milliseconds on top of a step without one, and how much was compiled; bold where a patched one misses."""
+    """Return the milliseconds that a change adds to a step, and the compilations. A patched step's misses are bold."""
     is_ours, compiled = variant["name"] != COMPILED_AFTER_A_CHANGE, variant["compiled"]
     on_top = bold(f"{more:+.1f} ms", is_ours and more > CHANGE_LIMIT)
     return f"{on_top}, {bold(f'{compiled} compiled', is_ours and compiled > 0)}"
@@ -290,7 +290,7 @@ def _error_limit(run: dict, compiled: float | None) -> float | None:
 
 
 def _step_error(error: float | None, limit: float | None) -> str:
-    """Bold where it is above the limit."""
+    """Return a step's error, bold if it is above the limit."""
     if error is None:
         return ""
     return f"{error:.1e}" if limit is None or error <= limit else f"**{error:.1e}**"

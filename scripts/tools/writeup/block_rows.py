@@ -99,8 +99,10 @@ def blocks_by_tier(runs: dict) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def steps_by_tier(runs: dict) -> dict[str, dict[str, dict[str, float]]]:
-    """Milliseconds of a measured step by model, tier and part: of all its blocks, and ALL_ELSE. That is less than
-    nothing where the rows, timed by themselves, add up to more than the step."""
+    """Return the milliseconds of a measured step by model, tier and part: of all its blocks, and ALL_ELSE.
+
+    ALL_ELSE is negative if the rows, which are timed alone, add up to more than the step.
+    """
     profiled, blocks, steps = _profiled(runs), blocks_by_tier(runs), {}
     for run in real_models(runs).values():
         settings, shown = run["settings"], steps.setdefault(model_of(run), {})

@@ -53,27 +53,28 @@ def use_distilled(
     *,
     classifier_free_guidance: bool = False,
 ) -> DistilledHandle:
-    """Let ``pipe(...)`` sample in few steps as its checkpoint was distilled, after loading a LoRA where there is one.
+    """Load a LoRA if one is given, and let ``pipe(...)`` sample in the few steps of its distillation.
 
     pipe: a WanPipeline, WanImageToVideoPipeline or WanVideoToVideoPipeline, patched or not.
     source: a LoRA file, a folder, or the id of a hub repository, also with a path in it ("org/name/folder"). For the
-        two transformers of Wan 2.2 a pair (high, low), or a folder with both files. None: the pipeline is distilled.
-    recipe: one of `RECIPES` by its name, or a Recipe of your own. None: recognised by the names and the contents of the
-        files, or of the loaded checkpoint (``transformer.config._name_or_path``).
-    scale: the LoRA's strength, of its matrices and of its differences (of biases, norms, modulation, patch embedding).
-        The latter are written into the parameters: what is done later to PEFT's layers (``set_adapters``,
-        ``disable_lora``, which the next call warns of, ``fuse_lora`` with a scale, hot swaps) changes the matrices
-        alone; ``restore()`` takes off both.
-    classifier_free_guidance: whether guidance_scale counts; by default one above 1 is taken as 1, with one warning.
+        two transformers of Wan 2.2 give a pair (high, low), or a folder with both files. None: the pipeline itself is
+        distilled.
+    recipe: the name of one of `RECIPES`, or your own Recipe. None: recognised by the names and contents of the files,
+        or of the loaded checkpoint (``transformer.config._name_or_path``).
+    scale: the strength of the LoRA's matrices and of its differences (of biases, norms, modulation, patch embedding).
+        Differences are written into the parameters. So later changes to PEFT's layers (``set_adapters``,
+        ``disable_lora``, ``fuse_lora`` with a scale, hot swaps) affect only the matrices. After ``disable_lora`` the
+        next call warns about this. ``restore()`` removes both.
+    classifier_free_guidance: True if guidance_scale counts. By default a value above 1 is taken as 1, with one warning.
 
     Afterwards ``pipe.scheduler.timesteps`` are the recipe's, and a call with another num_inference_steps is an error.
-    The call's ``generator`` alone decides the noise. What was chosen and which keys of a file are not used is logged,
-    and is ``str(handle)``; of a loaded model also what diffusers left out, where its files are on disk.
+    Only the call's ``generator`` decides the noise. The log and ``str(handle)`` tell the chosen sampler and the unused
+    keys of the files. For a loaded model they also tell the keys that diffusers left out, if its files are on disk.
 
-    Returns a handle with ``restore()``, also usable in a ``with`` statement. Raises TypeError for an unsupported
-    pipeline, source or scale, ValueError for an unknown recipe, for files that are not recognised or that do not fit
-    the model, ImportError without peft, RuntimeError where a few-step sampler is installed already, another LoRA is
-    fused or switched off, projections are fused, or layerwise casting is on; nothing is changed then.
+    Returns a handle with ``restore()``, which also works in a ``with`` statement. Raises TypeError for an unsupported
+    pipeline, source or scale; ValueError for an unknown recipe, or files that are not recognised or do not fit the
+    model; ImportError without peft; RuntimeError if a few-step sampler is installed already, another LoRA is fused or
+    switched off, projections are fused, or layerwise casting is on. After an error nothing is changed.
     """
     check_pipeline(pipe, "use_distilled")
     if not isinstance(scale, numbers.Real):
@@ -159,11 +160,10 @@ class DistilledHandle(FewStepHandle):
         return {name: loaded.unused for name, loaded in self._loaded.items() if loaded.unused}
 
     def restore(self) -> None:
-        """Unload the LoRAs, and put scheduler, prepare_latents and boundary back; weights are bitwise as before.
+        """Unload the LoRAs, and restore scheduler, prepare_latents and boundary. Weights are bitwise as before.
 
-        A LoRA that you unloaded yourself is gone already; the rest is undone. Raises RuntimeError when called twice,
-        when the LoRA is fused or projections are, and when the scheduler or prepare_latents was replaced; nothing
-        changes then.
+        If you unloaded a LoRA yourself, the rest is undone. Raises RuntimeError, without a change, if called twice, if
+        the LoRA or projections are fused, or if the scheduler or prepare_latents was replaced.
         """
         self._check_restorable()
         for loaded in self._loaded.values():
