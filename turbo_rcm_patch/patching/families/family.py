@@ -84,7 +84,7 @@ def graph_of(transformer: nn.Module) -> ModelGraphs | None:
 
 
 class Measured(NamedTuple):
-    """What `verify` measures within a block. oracle: the block without the patch, in fp32.
+    """The measurements of `verify` within a block. oracle: the block without the patch, in fp32.
 
     inputs: (block, the arguments of its forward) -> what its plan runs on.
     terms: (block, plan, inputs, outputs) -> the name in ``PatchConfig.fuse`` of each sub-layer that is not called as a

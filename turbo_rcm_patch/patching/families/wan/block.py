@@ -63,11 +63,11 @@ Rotary = tuple[torch.Tensor, torch.Tensor]  # cos and sin [1, S, 1, D], as diffu
 
 
 class Inputs(NamedTuple):
-    """What a block's plan runs on.
+    """The inputs of a block's plan.
 
     x: hidden states [B, S, C]. context: [B|1, L, C]. modulation: six rows, each [B|1, 1|S, C] or by runs of tokens.
-    rotary: what the block's own forward hands to its self-attention. beside: what else it hands on, such as a mask; the
-    self-attention is then called as a whole.
+    rotary: the RoPE argument that the block's own forward passes to its self-attention. beside: other arguments of the
+    self-attention, such as a mask. With these it is called as a whole.
     """
 
     x: torch.Tensor

@@ -1,4 +1,4 @@
-"""What `verify` measures within a block of Wan's kind: what each sub-layer adds, and what its self-attention gets."""
+"""Measurements of `verify` within Wan's blocks: each sub-layer's contribution, and the self-attention's inputs."""
 
 from __future__ import annotations
 
