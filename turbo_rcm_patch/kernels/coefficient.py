@@ -179,5 +179,5 @@ def find_runs(tokens, starts, runs, STEPS: tl.constexpr):
     found = tl.zeros_like(tokens)
     for step in tl.static_range(STEPS):
         later = found + (1 << (STEPS - 1 - step))
-        found = tl.where(tokens >= tl.load(starts + tl.minimum(later, runs)), later, found)  # starts[runs]: the end
+        found = tl.where(tokens >= tl.load(starts + tl.minimum(later, runs)), later, found)  # starts[runs] = B·S
     return tl.minimum(found, runs - 1)  # stay in bounds for tokens past the last one

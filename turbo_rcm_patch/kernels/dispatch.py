@@ -64,8 +64,10 @@ def why_not_device(device: torch.device) -> str | None:
 
 
 def why_not_dtype(device: torch.device, dtype: torch.dtype, formats: Collection[torch.dtype] = ()) -> str | None:
-    """The reason why Triton kernels cannot take this dtype on this device, or None if they can. formats: the 8-bit
-    formats that the kernel also takes."""
+    """Return the reason why Triton kernels cannot take this dtype on this device, or None if they can.
+
+    formats: the 8-bit formats that the kernel also takes.
+    """
     if dtype not in KERNEL_DTYPES and dtype not in formats:
         return f"{str(dtype).removeprefix('torch.')} tensors"
     if dtype == FP8 and is_gpu(device) and device_capability(device) < FP8_CAPABILITY:

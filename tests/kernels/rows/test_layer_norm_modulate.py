@@ -259,7 +259,7 @@ def test_errors():
         layer_norm_modulate(x, scale=scale[0], shift=scale[0])
     runs = runs_of([4, 2], 8)
     for other in (scale, None, runs_of([4, 2], 8)):
-        with pytest.raises(ValueError, match=r"scale and shift (both as Runs, of one tensor of starts|together)"):
+        with pytest.raises(ValueError, match=r"scale and shift (both as Runs that share one starts tensor|together)"):
             layer_norm_modulate(x, scale=runs, shift=other)
     with pytest.raises(ValueError, match=r"layer_norm_modulate: scale has values \[2, 7\]"):
         layer_norm_modulate(x, scale=Runs(runs.values[:, 1:], runs.starts), shift=runs)

@@ -53,7 +53,7 @@ def layer_norm_modulate(
     """``(LayerNorm(x) · weight + bias) · (1 + scale) + shift`` over the last dimension.
 
     x: [B, S, C]. weight, bias: [C] or None. scale, shift: both None, or each [B|1, C] or [B|1, S|1, C], or both
-        Runs with the same starts.
+        Runs that share one tensor of starts.
     dtype: the result's dtype, fp32, fp16 or bf16; None: x's.
     quantized: INT8 or FP8 to return a Quantized in that format, with norm; dtype is then ignored.
     implementation: "auto", "triton" or "torch" (see dispatch.py).
@@ -85,7 +85,7 @@ def _canonical_modulations(
     if not isinstance(scale, Runs) and not isinstance(shift, Runs):
         return _canonical_modulation("scale", scale, x), _canonical_modulation("shift", shift, x), None
     if not (isinstance(scale, Runs) and isinstance(shift, Runs) and scale.starts is shift.starts):
-        raise ValueError("layer_norm_modulate: give scale and shift both as Runs, of one tensor of starts.")
+        raise ValueError("layer_norm_modulate: give scale and shift both as Runs that share one starts tensor.")
     for name, runs in (("scale", scale), ("shift", shift)):
         check_runs(f"layer_norm_modulate: {name}", runs, x.shape[2], x.device)
     return scale.values[:, None], shift.values[:, None], scale.starts.contiguous()
