@@ -1,24 +1,17 @@
-"""Wan pipelines at their real sizes with random weights: what runs there without downloading anything."""
+"""Pipelines at their real sizes with random weights: what runs there without downloading anything."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import torch
-from diffusers import (
-    AutoencoderKLWan,
-    DiffusionPipeline,
-    ModelMixin,
-    WanImageToVideoPipeline,
-    WanPipeline,
-    WanTransformer3DModel,
-)
+from diffusers import AutoencoderKLWan, DiffusionPipeline, ModelMixin, WanImageToVideoPipeline
 from diffusers.utils.torch_utils import randn_tensor
 from PIL import Image
 
+from ..patching.families import FAMILIES, family_of
+from ..patching.families.family import Case
 from ..patching.steps.sparse_linear import PROJ_L
 from ..scheduler import RCMScheduler
 
@@ -27,67 +20,7 @@ PROMPT_TOKENS = 77  # of a structured prompt; the rest is padding
 OUTLIER_CHANNELS, OUTLIER = 4, 10.0  # hidden channels far above the others, whose values are about 1
 QUERY_GAIN = 6.0  # of the attention scores; at 1 random weights attend to all keys about equally
 
-
-@dataclass(frozen=True)
-class Case:
-    """The configs of a transformer and a VAE, the usual size of a video, and two flags.
-
-    The flags tell if each token has its own timestep, and if a video starts from an image.
-    """
-
-    transformer: Mapping[str, object]
-    height: int
-    width: int
-    frames: int
-    vae: Mapping[str, object] = field(default_factory=dict)
-    expand_timesteps: bool = False
-    from_image: bool = False
-
-
-TI2V_5B = {"num_attention_heads": 24, "num_layers": 30, "ffn_dim": 14336, "in_channels": 48, "out_channels": 48}
-TI2V_5B_VAE = {
-    "base_dim": 160,
-    "decoder_base_dim": 256,
-    "z_dim": 48,
-    "in_channels": 12,
-    "out_channels": 12,
-    "is_residual": True,
-    "patch_size": 2,
-    "scale_factor_spatial": 16,
-    "latents_mean": [0.0] * 48,  # neutral, because the weights are random here
-    "latents_std": [1.0] * 48,
-}
-TINY = {"num_attention_heads": 2, "attention_head_dim": 64, "num_layers": 2, "ffn_dim": 256, "text_dim": 32}
-# With fewer than 8 channels the norms amplify rounding so much that errors are meaningless.
-TINY_VAE = {"base_dim": 8, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
-
-# The sizes of Wan-AI's diffusers checkpoints; what is left out has diffusers' default. The latter half is for tests.
-CASES = {
-    "wan2.1-1.3b": Case({"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}, 480, 832, 81),
-    "wan2.1-14b": Case({"num_attention_heads": 40, "num_layers": 40, "ffn_dim": 13824}, 720, 1280, 81),
-    "wan2.1-i2v-14b": Case(
-        {
-            "num_attention_heads": 40,
-            "num_layers": 40,
-            "ffn_dim": 13824,
-            "in_channels": 36,
-            "image_dim": 1280,
-            "added_kv_proj_dim": 5120,
-        },
-        720,
-        1280,
-        81,
-        from_image=True,
-    ),
-    "wan2.2-5b": Case(TI2V_5B, 704, 1280, 121, vae=TI2V_5B_VAE, expand_timesteps=True),
-    "wan2.2-5b-image": Case(TI2V_5B, 704, 1280, 121, vae=TI2V_5B_VAE, expand_timesteps=True, from_image=True),
-    "tiny": Case(TINY, 32, 48, 5, vae=TINY_VAE),
-    "tiny-tokens": Case(TINY, 32, 48, 5, vae=TINY_VAE, expand_timesteps=True),
-    "tiny-image-tokens": Case(TINY, 32, 48, 5, vae=TINY_VAE, expand_timesteps=True, from_image=True),
-    "tiny-image": Case(
-        {**TINY, "in_channels": 36, "image_dim": 8, "added_kv_proj_dim": 128}, 32, 48, 5, vae=TINY_VAE, from_image=True
-    ),
-}
+CASES = {name: case for family in FAMILIES for name, case in family.cases.items()}
 
 
 class ImageFreePipeline(WanImageToVideoPipeline):
@@ -133,7 +66,7 @@ class ImageFreePipeline(WanImageToVideoPipeline):
 
 def build_pipeline(
     case: Case, dtype: torch.dtype, device: torch.device, *, layers: int | None = None, seed: int = 0
-) -> WanPipeline | ImageFreePipeline:
+) -> DiffusionPipeline:
     """The case's pipeline without encoders, drawn on the device from the seed; layers: fewer blocks, if given.
 
     Modules that Wan keeps in fp32 stay so. The global random state is left alone.
@@ -141,9 +74,10 @@ def build_pipeline(
     config = dict(case.transformer) if layers is None else {**case.transformer, "num_layers": layers}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(seed)
-        transformer = _with_strong_gates(WanTransformer3DModel(**config))
+        transformer = _with_strong_gates(case.transformer_class(**config))
         vae = AutoencoderKLWan(**case.vae)
-    pipeline_class = ImageFreePipeline if case.from_image else WanPipeline
+    from_text = next(one for one in family_of(transformer).pipelines if one.starts_from == "text")
+    pipeline_class = ImageFreePipeline if case.from_image else from_text.pipeline_class
     return pipeline_class(
         tokenizer=None,
         text_encoder=None,
@@ -171,35 +105,37 @@ def _image_of(pipe: DiffusionPipeline) -> dict[str, Image.Image]:
     return {"image": Image.new("RGB", (64, 64))} if isinstance(pipe, ImageFreePipeline) else {}
 
 
-def add_structure(pipe: WanPipeline, seed: int = 0) -> None:
+def add_structure(pipe: DiffusionPipeline, seed: int = 0) -> None:
     """Give random weights, in place, two habits of trained ones: a few hidden channels far above all others, and
     attention that picks out a few keys. On Gaussian activations and near-uniform attention many errors average out.
     """
     transformer = pipe.transformer
+    family = family_of(transformer)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        bias = transformer.patch_embedding.bias
+        bias = transformer.get_submodule(family.first_layer).bias
         channels = torch.randperm(len(bias), generator=generator)[:OUTLIER_CHANNELS].to(bias.device)
         bias[channels] = OUTLIER
-        for block in transformer.blocks:
+        for _, block in family.every_block(transformer):
             block.scale_shift_table[0, 1::3, channels] = 1 / OUTLIER - 1  # as training would: the scales undo them
             block.norm2.weight[channels] = 1 / OUTLIER
-            for attn in (block.attn1, block.attn2):
-                attn.norm_q.weight.mul_(QUERY_GAIN)
+            for name, parameter in block.named_parameters():
+                if name.endswith("norm_q.weight"):
+                    parameter.mul_(QUERY_GAIN)
 
 
 def add_random_projections(pipe: DiffusionPipeline, seed: int = 0) -> None:
     """Give every self-attention a random proj_l, as weights have that were trained with sparse-linear attention."""
     transformer = pipe.transformer
     generator = torch.Generator().manual_seed(seed)
-    for block in transformer.blocks:
-        like = block.attn1.to_out[0].weight
+    for _, attn, _ in family_of(transformer).self_attentions(transformer):
+        like = attn.to_out[0].weight
         size = transformer.config.attention_head_dim
         linear = torch.nn.utils.skip_init(torch.nn.Linear, size, size, device=like.device, dtype=like.dtype)
         with torch.no_grad():
             linear.weight.copy_(torch.randn(size, size, generator=generator) * size**-0.5)
             linear.bias.zero_()
-        setattr(block.attn1, PROJ_L, linear.requires_grad_(False))
+        setattr(attn, PROJ_L, linear.requires_grad_(False))
 
 
 def structured_inputs(
@@ -234,13 +170,13 @@ def structured_inputs(
     return {**inputs, **_image_of(pipe)}
 
 
-def _with_strong_gates(model: WanTransformer3DModel) -> WanTransformer3DModel:
+def _with_strong_gates(model: ModelMixin) -> ModelMixin:
     """Draw the modulation tables N(0, 0.5²): random blocks then change their input about as much as they keep of it.
 
     diffusers draws them N(0, 1/dim), and a block's output is then little more than its input; an error inside a block
     would hardly show.
     """
-    for block in model.blocks:
+    for _, block in family_of(model).every_block(model):
         torch.nn.init.normal_(block.scale_shift_table, std=0.5)
     return model
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +24,6 @@ from ..shapes import grammar
 from .checks import SizeRules, check_pipeline_class, size_rules, sparsity_of, step_counts
 from .errors import CommandError
 
-HEIGHT, WIDTH, FRAMES = 480, 832, 81  # WanPipeline's own defaults
 DEFAULT_PROMPT = "A red fox leaps through fresh snow, slow motion"  # with --model
 NAMED = 3  # prompts in a warning
 IMAGE_SIGMA_MAX = 200.0  # rCM's first noise level for image to video
@@ -85,7 +85,7 @@ def load_sampler(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict
     given = arguments.height, arguments.width, arguments.frames
     _size_rules_of(pipe).check(*given)
     of_shapes = arguments.model is None or arguments.command == "evaluate"
-    size = (embedded.HEIGHT, embedded.WIDTH, embedded.FRAMES) if of_shapes else (HEIGHT, WIDTH, FRAMES)
+    size = (embedded.HEIGHT, embedded.WIDTH, embedded.FRAMES) if of_shapes else _default_size(pipe)
     height, width, frames = (default if value is None else value for value, default in zip(given, size, strict=True))
     _install_sampler(pipe, arguments)
     pipe.set_progress_bar_config(disable=None)  # none where stderr is a file
@@ -244,6 +244,12 @@ def _first_line(error: Exception) -> str:
 
 def _size_rules_of(pipe: DiffusionPipeline) -> SizeRules:
     return size_rules(pipe.vae.config, (pipe.transformer or pipe.transformer_2).config)
+
+
+def _default_size(pipe: DiffusionPipeline) -> tuple[int, int, int]:
+    """Return the height, width and frames of a call of the pipeline that gives none."""
+    parameters = inspect.signature(type(pipe).__call__).parameters
+    return tuple(parameters[name].default for name in ("height", "width", "num_frames"))
 
 
 def _load_image(path: Path):

@@ -12,12 +12,12 @@ from scripts.tools import compile_without_gpu
 from tests.oracle import assert_no_worse, relative_error
 from tests.tiny_vae import KINDS, decode, tiny_latents, tiny_vae
 from turbo_rcm_patch import kernels
-from turbo_rcm_patch.bench.cases import TI2V_5B_VAE
 from turbo_rcm_patch.kernels.conv.conv_skip import residual_repeats
 from turbo_rcm_patch.kernels.dispatch import interpreting, meta_is_gpu
 from turbo_rcm_patch.kernels.launch import recorded
 from turbo_rcm_patch.kernels.reference import repeat_residual
 from turbo_rcm_patch.patching.families.vae.decoder import _Run
+from turbo_rcm_patch.patching.families.wan.cases import TI2V_5B_VAE
 from turbo_rcm_patch.tiers import EXACT
 
 FP32 = EXACT.limits.fp32

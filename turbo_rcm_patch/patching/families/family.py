@@ -27,7 +27,7 @@ Its RMSNorm without a weight and its split RoPE are new steps and kernels, which
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -154,6 +154,23 @@ class Pipeline(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Case:
+    """The class of a transformer, its config and a VAE's, the usual size of a video, and two flags.
+
+    The flags tell if each token has its own timestep, and if a video starts from an image.
+    """
+
+    transformer_class: type[nn.Module]
+    transformer: Mapping[str, object]
+    height: int
+    width: int
+    frames: int
+    vae: Mapping[str, object] = field(default_factory=dict)
+    expand_timesteps: bool = False
+    from_image: bool = False
+
+
+@dataclass(frozen=True)
 class Family:
     """A transformer class of diffusers and its blocks.
 
@@ -166,6 +183,7 @@ class Family:
             the transformer's `Shared` too.
         attributes: (transformer, shared, forwards by module) -> bindings of other things.
         pipelines: those whose sampler `use_rcm` and `use_distilled` can replace.
+        cases: sizes of its checkpoints by name, with which the command line and the benchmarks build random models.
         from_files: (file, its tensors) -> the transformer, on the meta device, that a file with its authors' names
             holds. Raises ValueError for a file of another model. None if no such files are known.
         notes: lines for the summary about what is not fused apart from the steps of the blocks.
@@ -179,6 +197,7 @@ class Family:
     attributes: Callable[[nn.Module, Shared, dict[nn.Module, object]], Sequence[Binding]] = lambda *_: ()
     notes: Callable[[nn.Module], Sequence[str]] = lambda _: ()
     pipelines: tuple[Pipeline, ...] = ()
+    cases: Mapping[str, Case] = field(default_factory=dict)
     from_files: Callable[[Path, Tensors], nn.Module] | None = None
 
     def every_block(self, transformer: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -21,6 +21,7 @@ from ....config import PatchConfig
 from ....plain import hook_in_place_of_forward
 from ...steps.plan import Shared
 from ..family import GRAPH, Binding, Family, Pipeline, Targets, graph_of
+from .cases import CASES
 from .forward import block_forward, block_inputs
 from .graph import WAN_BLOCK, WanGraph, transformer_forward
 from .modulation import embedder_forward
@@ -58,5 +59,6 @@ WAN = Family(
         Pipeline(WanImageToVideoPipeline, "image"),
         Pipeline(WanVideoToVideoPipeline, "video", adds_noise=True),
     ),
+    cases=CASES,
     from_files=_from_files,
 )

@@ -1,0 +1,56 @@
+"""The sizes of Wan's checkpoints, and tiny ones for tests."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from diffusers import WanTransformer3DModel
+
+from ..family import Case
+
+_case = partial(Case, WanTransformer3DModel)
+
+TI2V_5B = {"num_attention_heads": 24, "num_layers": 30, "ffn_dim": 14336, "in_channels": 48, "out_channels": 48}
+TI2V_5B_VAE = {
+    "base_dim": 160,
+    "decoder_base_dim": 256,
+    "z_dim": 48,
+    "in_channels": 12,
+    "out_channels": 12,
+    "is_residual": True,
+    "patch_size": 2,
+    "scale_factor_spatial": 16,
+    "latents_mean": [0.0] * 48,  # neutral, because the weights are random here
+    "latents_std": [1.0] * 48,
+}
+TINY = {"num_attention_heads": 2, "attention_head_dim": 64, "num_layers": 2, "ffn_dim": 256, "text_dim": 32}
+# With fewer than 8 channels the norms amplify rounding so much that errors are meaningless.
+TINY_VAE = {"base_dim": 8, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+
+# The sizes of Wan-AI's diffusers checkpoints; what is left out has diffusers' default. The latter half is for tests.
+CASES = {
+    "wan2.1-1.3b": _case({"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}, 480, 832, 81),
+    "wan2.1-14b": _case({"num_attention_heads": 40, "num_layers": 40, "ffn_dim": 13824}, 720, 1280, 81),
+    "wan2.1-i2v-14b": _case(
+        {
+            "num_attention_heads": 40,
+            "num_layers": 40,
+            "ffn_dim": 13824,
+            "in_channels": 36,
+            "image_dim": 1280,
+            "added_kv_proj_dim": 5120,
+        },
+        720,
+        1280,
+        81,
+        from_image=True,
+    ),
+    "wan2.2-5b": _case(TI2V_5B, 704, 1280, 121, vae=TI2V_5B_VAE, expand_timesteps=True),
+    "wan2.2-5b-image": _case(TI2V_5B, 704, 1280, 121, vae=TI2V_5B_VAE, expand_timesteps=True, from_image=True),
+    "tiny": _case(TINY, 32, 48, 5, vae=TINY_VAE),
+    "tiny-tokens": _case(TINY, 32, 48, 5, vae=TINY_VAE, expand_timesteps=True),
+    "tiny-image-tokens": _case(TINY, 32, 48, 5, vae=TINY_VAE, expand_timesteps=True, from_image=True),
+    "tiny-image": _case(
+        {**TINY, "in_channels": 36, "image_dim": 8, "added_kv_proj_dim": 128}, 32, 48, 5, vae=TINY_VAE, from_image=True
+    ),
+}
