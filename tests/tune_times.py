@@ -4,9 +4,9 @@ from turbo_rcm_patch.bench.ops import OpResult, Timing
 from turbo_rcm_patch.bench.tune import FALLBACKS
 
 
-def timed(backends=(), **ours):
+def timed(backends=(), kernels=(), **ours):
     """Measures ours by op (default 2 ms), 3 ms for what runs otherwise, and backends of PyTorch's attention by case, as
-    (name, milliseconds)."""
+    (name, milliseconds). kernels: by op, the name and milliseconds of a kernel that only tune may choose."""
 
     def measure(case):
         op = case.key.op
@@ -15,6 +15,7 @@ def timed(backends=(), **ours):
         if op in FALLBACKS:
             timings[FALLBACKS[op]] = Timing(False, 1e-3, 3.0)
         timings |= {f"PyTorch SDPA ({name})": Timing(False, 1e-3, ms) for name, ms in dict(backends).get(case.name, ())}
+        timings |= {name: Timing(False, 1e-3, ms) for name, ms in dict(kernels).get(op, ())}
         return OpResult(case.name, timings, None if time is None else "ours")
 
     return measure

@@ -16,9 +16,14 @@ from pathlib import Path
 import torch
 from torch.nn.attention import sdpa_kernel
 
-from ..kernels.attention.attention import SDPA
+from ..kernels.attention.attention import ATTENTION, SDPA
 from ..kernels.attention.sdpa import BACKENDS, MATH, chosen_backend
-from ..kernels.conv.conv_skip import CONVOLUTION
+from ..kernels.choice.measured import WORTHWHILE
+from ..kernels.choice.registry import Kernel
+from ..kernels.conv.conv_skip import CONV_SKIP, CONVOLUTION
+from ..kernels.linear.linear_gelu import LINEAR_GELU
+from ..kernels.linear.linear_qkv import LINEAR_QKV
+from ..kernels.linear.linear_skip import LINEAR_SKIP
 from ..kernels.linear.spec import LINEAR
 from ..patching.weights.load import component_folders, read_config
 from ..tiers import EXACT
@@ -27,7 +32,6 @@ from .cases import CASES, TEXT_TOKENS, Case
 from .ops import Contender, Contest, OpCase, OpKey, OpResult
 
 ROUNDS, TIER_ROUNDS = 10, 4  # of the exact tier's ops, which the patch chooses by, and of the others
-WORTHWHILE = 1.02  # how much faster than PyTorch's own choice a backend of its attention must be: more than noise
 FALLBACKS = {
     "attention": SDPA,
     "linear_skip": f"{LINEAR}, Triton skip",
@@ -35,6 +39,7 @@ FALLBACKS = {
     "linear_qkv": LINEAR,
     "conv_skip": CONVOLUTION,
 }  # what the patch runs in place of our kernels
+LISTS = {op.name: op for op in (ATTENTION, LINEAR_SKIP, LINEAR_GELU, LINEAR_QKV, CONV_SKIP)}
 SDPA_BACKENDS = {f"{SDPA} ({name})": name for name in BACKENDS if name != MATH}  # contenders; math is never faster
 
 
@@ -138,14 +143,14 @@ def _in_backend(name: str, attend: Contender) -> torch.Tensor:
 
 
 def _runs(run: Contender) -> bool:
-    """True if a backend accepts these tensors. Errors after which the GPU cannot go on are raised."""
+    """True if a backend or kernel accepts these tensors. Errors after which the GPU cannot go on are raised."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch's, of why not
             run()
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
-    except RuntimeError:
+    except Exception:  # Triton raises many kinds for a GPU that it does not know
         return False
     return True
 
@@ -157,7 +162,20 @@ def _case(contest: Callable[..., Contest], *sizes: int) -> OpCase:
 
 def _against_fallback(op: str, build: Callable[..., Contest], *arguments: object) -> Contest:
     contest = build(*arguments)
-    return replace(contest, rivals={FALLBACKS[op]: contest.fallback}, partial={})
+    (ours,) = contest.ours.values()
+    trials = {kernel.name: functools.partial(_trying, op, kernel, ours) for kernel in kernels_by_tune(op)}
+    alternatives = {**contest.alternatives, **{name: run for name, run in trials.items() if _runs(run)}}
+    return replace(contest, rivals={FALLBACKS[op]: contest.fallback}, alternatives=alternatives, partial={})
+
+
+def kernels_by_tune(op: str) -> list[Kernel]:
+    """Return the kernels of an op that only `turbo-rcm tune` may choose."""
+    return [kernel for kernel in LISTS[op].kernels if kernel.by_tune]
+
+
+def _trying(op: str, kernel: Kernel, run: Contender) -> torch.Tensor:
+    with LISTS[op].trying(kernel):
+        return run()
 
 
 def measure(case: OpCase, device: torch.device) -> OpResult:
@@ -195,11 +213,16 @@ def row_of(key: OpKey, result: dict) -> dict:
     The rival is the fastest one that computes all of the op, and so has an error. "sdpa" is in the row if the rival is
     a backend that PyTorch's attention should be told to take."""
     timings = result["timings"]
-    whole = {name: t for name, t in timings.items() if not t["is_ours"] and None not in (t["error"], t["milliseconds"])}
+    by_tune = {kernel.name for kernel in kernels_by_tune(key.op)}
+    kernels = {
+        name: round(t["milliseconds"], 4) for name, t in timings.items() if name in by_tune and t["milliseconds"]
+    }
+    others = {name: t for name, t in timings.items() if name not in by_tune and not t["is_ours"]}
+    whole = {name: t for name, t in others.items() if None not in (t["error"], t["milliseconds"])}
     rivals = {name: timing["milliseconds"] for name, timing in whole.items()}
     rival = min(rivals, key=rivals.get)
     ours = None if result["best"] is None else timings[result["best"]]["milliseconds"]
-    row = _row(key, ours, rivals[rival], rival)
+    row = _row(key, ours, rivals[rival], rival) | ({"kernels": kernels} if kernels else {})
     is_worthwhile = rival in SDPA_BACKENDS and rivals[SDPA] > WORTHWHILE * rivals[rival]
     return {**row, "sdpa": SDPA_BACKENDS[rival]} if is_worthwhile else row
 

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from ..bench.cases import CASES
 from ..bench.ops import OpCase, OpResult
 from ..bench.tune import Shapes, cases, configs_of_folder, measure, rows_of, shapes_of_case, shapes_of_folder
-from ..kernels.choice.measured import Verdict, tier_verdicts_of, verdicts_of
+from ..kernels.choice.measured import Verdict, kernels_of, tier_verdicts_of, verdicts_of
 from ..kernels.choice.tuned import forget_tuned, origin_of, tuned_file, versions
 from ..tables import table
 from .checks import size_rules
@@ -67,7 +67,11 @@ def keep(
     write_json(path, content)
     origin = origin_of(content)
     verdicts = verdicts_of(origin, rows)
-    tables = _rows_table(rows), _verdicts_table(verdicts), _tiers_table(tier_verdicts_of(origin, rows))
+    tables = (
+        _rows_table(rows),
+        _verdicts_table(verdicts, kernels_of(rows)),
+        _tiers_table(tier_verdicts_of(origin, rows)),
+    )
     print(*tables, f"kept in {path}; turbo-rcm tune --reset forgets it", sep="\n\n")
     return verdicts
 
@@ -102,10 +106,10 @@ def _rows_table(rows: list[dict]) -> str:
     return table(lines)
 
 
-def _verdicts_table(verdicts: dict[str, Verdict]) -> str:
+def _verdicts_table(verdicts: dict[str, Verdict], kernels: dict[str, str]) -> str:
     lines = [["op", "ours, ms", "otherwise, ms", "the patch takes"]]
     for op, verdict in verdicts.items():
-        taken = "ours" if verdict.is_ours else "PyTorch's"
+        taken = kernels.get(op, "ours" if verdict.is_ours else "PyTorch's")
         rival = verdict.rival or None  # 0: of no shape was there a time
         lines.append([op, _milliseconds(verdict.ours), _milliseconds(rival), taken])
     return table(lines)

@@ -18,6 +18,7 @@ import torch
 
 from .tuned import read_tuned
 
+WORTHWHILE = 1.02  # how many times as fast as the usual kernel another one must be: more than noise
 FOLDER = Path(__file__).parent / "measurements"
 MEASURED_DTYPES = (torch.bfloat16, torch.float16)  # only bf16 is timed; fp16 takes the same instructions
 OPS = ("attention", "linear_skip", "linear_gelu", "linear_qkv", "conv_skip")
@@ -62,12 +63,14 @@ class Tuned(NamedTuple):
 
     verdicts: the verdict of every op. sdpa: the backend of PyTorch's attention that beats PyTorch's own choice, if
     there is one, for cross-attention (True) and self-attention (False). tiers: the verdict of every part of a block in
-    the less accurate tiers; the rival is the exact tier's.
+    the less accurate tiers; the rival is the exact tier's. kernels: by op, the kernel that only it may choose and that
+    was fastest.
     """
 
     verdicts: dict[str, Verdict]
     sdpa: dict[bool, str]
     tiers: dict[str, Verdict]
+    kernels: dict[str, str]
 
 
 @torch.compiler.assume_constant_result  # torch.compile must not trace the reading of files
@@ -118,6 +121,14 @@ def _sdpa_on(device: torch.device, crossing: bool) -> str | None:
     return None if tuned is None else tuned.sdpa.get(crossing)
 
 
+@torch.compiler.assume_constant_result
+def tuned_kernel(op: str, device: torch.device) -> str | None:
+    """Return the name of the kernel of an op that only `turbo-rcm tune` may choose and that it found fastest on this
+    GPU, or None if there is none."""
+    tuned = _tuned_on(device) if device.type == "cuda" else None
+    return None if tuned is None else tuned.kernels.get(op)
+
+
 def tuned_tiers(device: torch.device) -> dict[str, Verdict]:
     """Return what `turbo-rcm tune` found about the less accurate tiers on this GPU, by part of a block (TIER_OPS). The
     result is empty if it never ran here."""
@@ -147,7 +158,7 @@ def shipped() -> dict[tuple[str, tuple[int, int]], Verdict]:
 def all_tuned() -> dict[str, Tuned]:
     """Return what `turbo-rcm tune` found on this machine, by GPU. The files are read once, when first asked for."""
     return {
-        gpu: Tuned(verdicts_of(origin, rows), _sdpa_of(rows), tier_verdicts_of(origin, rows))
+        gpu: Tuned(verdicts_of(origin, rows), _sdpa_of(rows), tier_verdicts_of(origin, rows), kernels_of(rows))
         for gpu, (origin, rows) in read_tuned().items()
     }
 
@@ -169,6 +180,34 @@ def _tuned_verdicts(origin: str, rows: Iterable[dict], names: Mapping[str, str])
         if row["op"] in names:
             by_name.setdefault(names[row["op"]], []).append((origin, row))
     return {name: _verdict(known) for name, known in by_name.items()}
+
+
+def kernels_of(rows: Iterable[dict]) -> dict[str, str]:
+    """Return, by op, the fastest of the kernels that only `turbo-rcm tune` may choose, if it is worthwhile.
+
+    Its time over all shapes of the op must beat the time of the op's usual kernel, and PyTorch's, by more than noise.
+    """
+    by_op: dict[str, list[dict]] = {}
+    for row in rows:
+        by_op.setdefault(row["op"], []).append(row)
+    found = {op: _fastest_kernel(of_op) for op, of_op in by_op.items()}
+    return {op: name for op, name in found.items() if name is not None}
+
+
+def _fastest_kernel(rows: list[dict]) -> str | None:
+    timed = [row.get("kernels", {}) for row in rows]
+    totals = {name: _total(times.get(name) for times in timed) for name in timed[0]}
+    totals = {name: total for name, total in totals.items() if total is not None}
+    usual = [_total(row[who] for row in rows) for who in ("ours", "rival")]
+    best = min(totals, key=totals.get, default=None)
+    beats = best is not None and all(total is None or WORTHWHILE * totals[best] < total for total in usual)
+    return best if beats else None
+
+
+def _total(times: Iterable[float | None]) -> float | None:
+    """Return the sum of times, or None if one of them is missing."""
+    times = list(times)
+    return None if None in times else sum(times)
 
 
 def _sdpa_of(rows: Iterable[dict]) -> dict[bool, str]:

@@ -12,7 +12,8 @@ only if operands are not aligned for TMA.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ import torch.autograd.forward_ad as fwAD
 from ...config import IMPLEMENTATIONS
 from .. import dispatch
 from ..quantized import FP8
+from .measured import MEASURED_DTYPES, tuned_kernel
 
 GLUON, PORTABLE, TRITON, REFERENCE = "sm_90 Gluon", "portable Triton", "Triton", "torch reference"
 AUTOGRAD = "autograd"
@@ -65,12 +67,14 @@ class Kernel:
 
     why_not: returns the reason why it cannot or should not run for a spec, or None. launch: runs it; all kernels of an
     op take the same arguments. is_fused: False for PyTorch's kernels and the reference.
+    by_tune: True if it runs only on a GPU where `turbo-rcm tune` found it the fastest.
     """
 
     name: str
     why_not: Callable[[Spec], str | None]
     launch: Callable
     is_fused: bool = True
+    by_tune: bool = False
 
 
 class Pick(NamedTuple):
@@ -105,6 +109,9 @@ class Pick(NamedTuple):
         return next((reason for _, reason in reversed(self.reasons) if not reason.startswith(EXPECTED)), None)
 
 
+_trial: dict[str, Kernel] = {}  # by op: the kernel that is being tried
+
+
 @dataclass(frozen=True)
 class Op:
     """An op and its kernels, the preferred one first."""
@@ -115,20 +122,36 @@ class Op:
     def pick(self, spec: Spec) -> Pick:
         """Return the first kernel that can run. Raises ValueError with all reasons if none can."""
         reasons = []
-        for kernel in self.kernels:
-            reason = kernel.why_not(spec)
+        tried = _trial.get(self.name)
+        for kernel in self.kernels if tried is None else (tried,):
+            reason = kernel.why_not(spec) or (None if tried else self._why_not_by_tune(kernel, spec))
             if reason is None:
                 return Pick(kernel, tuple(reasons))
             reasons.append((kernel.name, reason))
         listed = "; ".join(f"{name}: {reason}" for name, reason in reasons)
         raise ValueError(f"{self.name}: no kernel can run ({listed}).")
 
+    def _why_not_by_tune(self, kernel: Kernel, spec: Spec) -> str | None:
+        is_chosen = not kernel.by_tune or (
+            spec.dtype in MEASURED_DTYPES and tuned_kernel(self.name, spec.device) == kernel.name
+        )
+        return None if is_chosen else "not chosen by turbo-rcm tune"
+
+    @contextlib.contextmanager
+    def trying(self, kernel: Kernel) -> Iterator[None]:
+        """Pick only this kernel, as `turbo-rcm tune` does to time it."""
+        _trial[self.name] = kernel
+        try:
+            yield
+        finally:
+            del _trial[self.name]
+
     def why_not_fused(self, spec: Spec) -> str | None:
         """Return the reason why no fused kernel can run, or None if one can. Never raises."""
         reasons = []
         for kernel in self.kernels:
             if kernel.is_fused:
-                reason = kernel.why_not(spec)
+                reason = kernel.why_not(spec) or self._why_not_by_tune(kernel, spec)
                 if reason is None:
                     return None
                 reasons.append((kernel.name, reason))

@@ -67,13 +67,15 @@ def _row(row: dict) -> dict:
     """Return the fields of a row that measured.py uses. Raises ValueError if the row is invalid."""
     op, ours, rival = row["op"], row["ours"], row["rival"]
     sdpa, crossing = row.get("sdpa"), False
-    are_times = all(time is None or isinstance(time, (int, float)) for time in (ours, rival))
+    kernels = dict(row.get("kernels", {}))  # older files have none
+    times = (ours, rival, *kernels.values())
+    are_times = all(time is None or isinstance(time, (int, float)) for time in times)
     if not (isinstance(op, str) and are_times and sdpa in (None, *BACKENDS)):
         raise ValueError(f"{row} is not a row of measurements")
     if sdpa is not None:
         _, queries, keys, _ = row["shape"]
         crossing = queries != keys
-    return {"op": op, "ours": ours, "rival": rival, "sdpa": sdpa, "crossing": crossing}
+    return {"op": op, "ours": ours, "rival": rival, "sdpa": sdpa, "crossing": crossing, "kernels": kernels}
 
 
 def forget_tuned() -> list[Path]:

@@ -77,11 +77,15 @@ def spec_of(
     )
 
 
+def why_not_allowed(spec: LinearSpec) -> str | None:
+    """Return the reason why no GEMM of ours may run for a spec, however fast it is, or None if one may."""
+    reason = why_not_ours(spec)
+    return "linears='torch'" if reason is None and spec.linears == "torch" else reason
+
+
 def why_not_fused(spec: LinearSpec) -> str | None:
     """Return the reason why no GEMM of ours runs for a spec, or None if one can."""
-    reason = why_not_ours(spec)
-    if reason is None and spec.linears == "torch":
-        return "linears='torch'"
+    reason = why_not_allowed(spec)
     if reason is None and _is_measured(spec):
         return why_torch(spec.op, spec.device, spec.dtype)
     return reason
