@@ -10,7 +10,8 @@ A family is a file in this folder, or a folder if its blocks are its own, regist
    modality, prompts, reasons to call a module as a whole. It gets the plan with ``state.plans.get`` and runs it.
 4. A plan: steps from ``steps/``, each with its kernel or the reason for another one, as ``rows()`` lists them.
    `Measured` says what `verify` measures in it.
-5. In ``more``, a forward for the first module that runs in every call of the transformer. It calls
+5. Where it has them: `Pipeline`, the pipelines that sample in few steps; `Case`, the sizes of its checkpoints.
+6. In ``more``, a forward for the first module that runs in every call of the transformer. It calls
    ``Shared.begin_forward``, before which no change to a block is noticed. The others there are the family's choice.
 
 Models whose blocks copy Wan's take 3 and 4 from ``wan/``: `wan_block` or a `WanBlock` says how the attentions are
