@@ -36,6 +36,7 @@ from ..rows.skip import skip
 from ..saturation import flag_for, saturate
 from . import gemm_sm90
 from .gemm_portable import check_linear, flat_scales, gemm, launch, second_pair, split_scales, tile_candidates
+from .gemm_sm89 import SM89, tiles_sm89, why_not_sm89
 from .linear import project_down
 from .low_rank import LowRank, check_low_rank
 from .spec import LINEAR, spec_of, why_not_gluon, why_not_portable, why_not_pytorch
@@ -180,6 +181,7 @@ LINEAR_SKIP = Op(
     "linear_skip",
     (
         Kernel(GLUON, why_not_gluon, _linear_skip.launch(GLUON, partial(_launch, True, tile_candidates))),
+        Kernel(SM89, why_not_sm89, _linear_skip.launch(SM89, partial(_launch, False, tiles_sm89)), by_tune=True),
         Kernel(PORTABLE, why_not_portable, _linear_skip.launch(PORTABLE, partial(_launch, False, tile_candidates))),
         Kernel(LINEAR, why_not_pytorch, _by_pytorch, is_fused=False),
         Kernel(REFERENCE, why_not_reference, _by_reference, is_fused=False),
