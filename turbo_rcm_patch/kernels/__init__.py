@@ -9,10 +9,12 @@ Add a kernel to an op in five steps:
 2. Give the launcher the arguments of the op's other launchers. It hands unaligned operands to the next kernel.
 3. Put a ``Kernel(name, why_not, op.launch(name, launcher))`` into the op's list, such as LINEAR_SKIP in
    linear/linear_skip.py. The first kernel of the list that can run is picked (choice/registry.py).
+   With ``by_tune=True`` it runs only on a GPU where `turbo-rcm tune` found it the fastest, as in linear/gemm_sm89.py.
 4. Add a row for each GPU to the table of picks, such as tests/kernels/linear/test_picks.py.
 5. Compare it with the reference in the op's tests, then time it.
 """
 
+from ..config import IMPLEMENTATIONS
 from .attention.attention import (
     ATTENTION,
     ATTENTION_TO_E4M3,
@@ -37,7 +39,7 @@ from .choice.measured import measured_on, tuned_sdpa, tuned_tiers, why_torch
 from .choice.registry import Op, Pick
 from .coefficient import MAX_RUNS, Runs
 from .conv.conv_skip import CONV_SKIP, ConvSpec, conv_skip
-from .dispatch import IMPLEMENTATIONS, interpreting, why_not_triton, why_not_triton_on
+from .dispatch import interpreting, why_not_triton, why_not_triton_on
 from .launch import compile_ahead
 from .linear.linear import linear_8bit, linear_low_rank
 from .linear.linear_gelu import linear_gelu

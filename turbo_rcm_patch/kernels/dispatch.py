@@ -12,7 +12,6 @@ import torch
 import torch.autograd.forward_ad as fwAD
 import triton
 
-from ..config import IMPLEMENTATIONS
 from .quantized import FP8, FP8_CAPABILITY
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -168,34 +167,6 @@ def why_not_triton(
 def is_rounded_wrongly(result: torch.dtype | None, device: torch.device) -> bool:
     """True if a result of this dtype is rounded wrongly on the device: e4m3 by Triton's interpreter."""
     return result == FP8 and device.type == "cpu"
-
-
-def use_triton(
-    implementation: str,
-    *tensors: torch.Tensor | None,
-    has_gradient: bool,
-    formats: Collection[torch.dtype] = (),
-    result: torch.dtype | None = None,
-) -> bool:
-    """True if this call runs the Triton kernel, False if it runs the reference.
-
-    implementation: "auto" takes Triton on a GPU if the kernel can run. "triton" also takes it in the CPU interpreter,
-        and raises ValueError if no kernel can run. "torch" takes the reference. Autograd through an op without a
-        backward takes the reference in every case.
-    has_gradient, formats, result: as in `why_not_triton`.
-    """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation={implementation!r} is unknown; accepted are {', '.join(IMPLEMENTATIONS)}.")
-    if implementation == "torch":
-        return False
-    reason = why_not_triton(*tensors, has_gradient=has_gradient, formats=formats, result=result)
-    if implementation == "triton" and reason not in (None, "autograd"):
-        raise ValueError(
-            f"implementation='triton' was asked for, but the kernel cannot take these tensors ({reason}); use "
-            "'auto', an NVIDIA GPU of sm_80 or newer with fp32/fp16/bf16 tensors, or TRITON_INTERPRET=1 on the CPU."
-        )
-    on_interpreter = tensors[0].device.type == "cpu"
-    return reason is None and not (implementation == "auto" and on_interpreter)
 
 
 def check_result(op: str, dtype: torch.dtype | None, own: torch.dtype, **scales: float) -> None:
