@@ -55,7 +55,7 @@ def test_how_a_model_is_sampled_is_in_the_answer(tmp_path, saved_models):
     for steps in (1, 2):
         (unknown,) = maker.answer(replace(asked, steps=steps)).notes
         assert f"model {model} do not say how it was distilled" in unknown
-        assert "--recipe: rcm," in unknown
+        assert "recipe: rcm," in unknown
     (recipe,) = maker.answer(replace(asked, recipe="fastwan", steps=3)).notes
     assert "fastwan (as asked for): 3 steps (lcm) at timesteps 1000, 757, 522" in recipe
 

@@ -100,11 +100,6 @@ def test_quantized_tier():
             model.set_adapters(["first"], [scale])
         assert relative_error(output_of(patched), output_of(plain)) <= QUANTIZED.limits.step
     assert len(lora_rows(patch)) == len(STEPS)
-    with torch.no_grad():
-        for model in (patched, plain):
-            linear = model.blocks[0].ffn.net[0].proj.base_layer
-            linear.weight.mul_(3)  # and its rows' scales with it, in whose units the LoRA is prepared
-    assert relative_error(output_of(patched), output_of(plain)) <= QUANTIZED.limits.step
     assert torch.equal(output_of(patched), output_of(copy.deepcopy(patched)))  # for which all is prepared anew
 
 

@@ -151,8 +151,9 @@ def test_attention_modules_move_the_passes_counted_by_hand():
 def test_a_patched_block_calls_each_fused_op_once_for_each_place():
     eager, torch_fused, compiled, triton_fused = count(WAN, CPU)
     names = Counter(kernel.name for kernel in triton_fused.kernels)
-    fused = {"layer_norm_modulate": 3, "linear_qkv": 1, "rms_norm_rope": 4, "attention": 2, "linear_skip": 3}
-    fused["linear_gelu"] = 1
+    fused = {"layer_norm_modulate": 3, "rms_norm_rope": 4, "attention": 2, "linear_skip": 3, "linear_gelu": 1}
+    # Q, K and V twice: on the CPU PyTorch's linears compute them, because linear_qkv has a kernel for sm_90 only.
+    fused["linear"] = 6
     assert {name: names[name] for name in fused} == fused
     for one in (eager, torch_fused, compiled):
         names = Counter(kernel.name for kernel in one.kernels)
