@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import math
@@ -16,6 +17,7 @@ from ..config import PRESETS, Exact, options_of, presets_with, resolve_config
 from ..recipes import RECIPES
 from .errors import CommandError
 from .files import check_ffmpeg, check_output, check_plot
+from .quiet_imports import quiet_imports
 
 STEPS = (1, 2, 3, 4)
 SPARSITY = ("topk", "mass", "min_tokens")
@@ -113,7 +115,8 @@ def is_distilled(arguments: argparse.Namespace) -> bool:
 
 def check_pipeline_class(class_name: object, arguments: argparse.Namespace) -> None:
     """Raise CommandError unless the command runs --model's class, and an image is given exactly where it is needed."""
-    from ..patching.families import PIPELINES  # torch, which no help text needs
+    with contextlib.nullcontext() if arguments.verbose else quiet_imports():
+        from ..patching.families import PIPELINES  # imports torch, which no help text needs
 
     model, has_image = arguments.model, arguments.image is not None
     starts = {pipeline.pipeline_class.__name__: pipeline.starts_from for pipeline in PIPELINES}

@@ -8,6 +8,8 @@ import sys
 import warnings
 from collections.abc import Iterator
 
+from .quiet_imports import quiet_imports
+
 OWN = "turbo_rcm_patch"
 
 
@@ -20,22 +22,12 @@ def without_other_warnings() -> Iterator[None]:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with _nothing_logged_but_errors():
+        with quiet_imports():
             from ..embedded import without_progress_bars
             from . import commands  # noqa: F401
         bars_of_loading = contextlib.nullcontext() if sys.stderr.isatty() else without_progress_bars()
         with _only_errors_of_others(), bars_of_loading:
             yield
-
-
-@contextlib.contextmanager
-def _nothing_logged_but_errors() -> Iterator[None]:
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 @contextlib.contextmanager

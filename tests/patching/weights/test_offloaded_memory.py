@@ -119,7 +119,7 @@ def test_accelerate_leaves_nothing_on_the_gpu(whole):
     assert torch.cuda.max_memory_allocated() - empty - activations <= (1.1 * every if whole else part)
     if whole:
         hook.offload()
-    assert allocated() - empty <= 2**22
+    assert allocated() - empty <= 2**25 + 2**22  # cuBLAS keeps a workspace of 32 MiB
     assert bytes_on_gpu(model) == 0
 
 
