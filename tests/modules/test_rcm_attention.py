@@ -184,7 +184,7 @@ def test_bad_arguments(module_class):
 
 
 def test_sdpa_where_it_is_faster(monkeypatch):
-    """By default, if a measurement says so."""
+    """The default takes SDPA if a measurement says that it is faster."""
     taken, own = [], kernels.attention
 
     def noted(*qkv, implementation, attention):

@@ -1,4 +1,4 @@
-"""What the GEMM for sm_90 says to operands, from its spec and its check of alignment."""
+"""The reason why the GEMM for sm_90 does not take some operands, for the tests of linears."""
 
 from turbo_rcm_patch.kernels.coefficient import coefficient_kind
 from turbo_rcm_patch.kernels.linear import gemm_sm90

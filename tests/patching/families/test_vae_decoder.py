@@ -257,7 +257,7 @@ def test_a_shortcut_is_laid_out_as_little_as_can_be(given, made, times, size):
 
 
 def test_each_norm_and_each_convolution_is_one_launch():
-    """As recorded for a GPU that is not there."""
+    """The launches are recorded as for a GPU of sm_80, without one."""
     vae = tiny_vae()
     patch = trp.patch(vae, trp.Exact(vae_chunk=1))
     vae.to("meta")

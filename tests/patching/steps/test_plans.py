@@ -16,7 +16,7 @@ from turbo_rcm_patch.patching.families.wan.block import BlockPlan
 
 @pytest.fixture
 def events(monkeypatch):
-    """What happens in order: "look" for every snapshot that is compared, "decide", and "run" for every block."""
+    """List events in order: "look" for every snapshot that is compared, "decide", and "run" for every block."""
     events = []
 
     def traced(owner, name, event):
