@@ -2,6 +2,7 @@
 
 import torch
 from diffusers import (
+    AnyFlowFARTransformer3DModel,
     AnyFlowTransformer3DModel,
     ChronoEditTransformer3DModel,
     SkyReelsV2Transformer3DModel,
@@ -13,6 +14,7 @@ from tests.tiny_wan import I2V_TEXT_TOKENS, IMAGE_DIM, TEXT_DIM, seeded, tiny_tr
 
 BATCH, FRAMES, HEIGHT, WIDTH = 2, 3, 4, 6  # of latents; 18 tokens
 HEADS, HEAD_DIM, CHANNELS = 2, 64, 4
+CHUNKS = (1, 1, 1)  # AnyFlow-FAR's frames in each chunk; the first has compressed frames, the others whole ones
 SMALL = {
     "num_attention_heads": HEADS,
     "attention_head_dim": HEAD_DIM,
@@ -59,6 +61,12 @@ def anyflow(layers=3, **options):
     return AnyFlowTransformer3DModel(**SMALL, in_channels=CHANNELS, num_layers=layers, **options)
 
 
+def anyflow_far(layers=3, **options):
+    return AnyFlowFARTransformer3DModel(
+        **SMALL, in_channels=CHANNELS, num_layers=layers, full_chunk_limit=2, chunk_partition=CHUNKS, **options
+    )
+
+
 # name: (what builds the model, its options)
 FAMILIES = {
     "vace": (vace, {}),
@@ -69,6 +77,8 @@ FAMILIES = {
     "chronoedit": (chronoedit, {}),
     "anyflow": (anyflow, {}),
     "anyflow, a timestep per frame": (anyflow, {"deltatime_type": "t-r", "image_dim": IMAGE_DIM}),
+    "anyflow far": (anyflow_far, {}),
+    "anyflow far, with a cache": (anyflow_far, {"deltatime_type": "t-r", "image_dim": IMAGE_DIM}),
 }
 
 
@@ -110,15 +120,28 @@ def tiny_family_inputs(name, model, *, seed=7):
         inputs["hidden_states"] = inputs["hidden_states"].transpose(1, 2)  # frames before channels
         inputs["timestep"] = inputs["timestep"][:, None].repeat(1, FRAMES)
         inputs["r_timestep"] = inputs["timestep"] - 100.0
-    if name == "anyflow, a timestep per frame":
+    if name in ("anyflow, a timestep per frame", "anyflow far"):
         inputs["timestep"] = torch.tensor([[0.0, 500.0, 900.0], [100.0, 100.0, 800.0]])
+    if name in ("anyflow, a timestep per frame", "anyflow far, with a cache"):
         inputs["encoder_hidden_states_image"] = randn(BATCH, 5, IMAGE_DIM)
+    if name.startswith("anyflow far"):
+        inputs["chunk_partition"] = list(CHUNKS)
+    if name == "anyflow far, with a cache":  # the third chunk, after two in the cache
+        inputs |= {key: inputs[key][:, -1:] for key in ("hidden_states", "timestep", "r_timestep")}
+        inputs["kv_cache"] = [_cache(randn) for _ in model.blocks]
+        inputs["kv_cache_flag"] = {"num_cached_chunks": 2, "is_cache_step": False}
     if name == "animate":
         inputs["encoder_hidden_states"] = randn(BATCH, I2V_TEXT_TOKENS, TEXT_DIM)
         inputs["encoder_hidden_states_image"] = randn(BATCH, 5, IMAGE_DIM)
         inputs["pose_hidden_states"] = randn(BATCH, CHANNELS, FRAMES - 1, HEIGHT, WIDTH)
         inputs["face_pixel_values"] = randn(BATCH, 3, 4 * (FRAMES - 2) + 1, 16, 16)
     return inputs
+
+
+def _cache(randn):
+    """The keys and values of earlier frames, compressed and whole, in AnyFlow-FAR's cache of a block."""
+    tokens = {"compressed_cache": (HEIGHT // 4) * (WIDTH // 4), "full_cache": (HEIGHT // 2) * (WIDTH // 2)}  # a frame's
+    return {key: randn(2, BATCH, HEADS, FRAMES * count, HEAD_DIM) for key, count in tokens.items()}
 
 
 def _with_random_vectors(model):

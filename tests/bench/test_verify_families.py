@@ -11,6 +11,9 @@ from turbo_rcm_patch.bench.verify import verify
 from turbo_rcm_patch.config import BlockSparse, Sparse
 from turbo_rcm_patch.patching.families import family_of
 
+# Their self-attention is called as a whole: it has a mask or a cache.
+WHOLE = ("skyreels, causal", "anyflow far", "anyflow far, with a cache")
+
 
 class OnlyATransformer(DiffusionPipeline):
     """A pipeline of one step, whose call takes the transformer's inputs."""
@@ -48,7 +51,7 @@ def test_the_parts_of_every_family_are_checked(name):
     verification = verify_family(name, torch.bfloat16, "quantized")
     assert verification.ok, verification_table(verification)
     blocks = {check.block for check in verification.checks}
-    whole = name == "skyreels, causal"  # whose mask needs the self-attention as a whole
+    whole = name in WHOLE
     own = {"cross_attention", "feed_forward"} if whole else {*SUB_LAYERS, QK, PV}
     linears = {"attn1.to_q", "attn2.to_out.0", "ffn.net.2"}
     for block in blocks:
@@ -65,8 +68,8 @@ def test_the_kept_shares_of_every_family_are_told(name):
     kept = {share.block: share.share for share in verification.kept}
     assert set(kept) == {check.block for check in verification.checks}
     assert all(0 < share <= 1 for share in kept.values())
-    assert all((share == 1) == (name == "skyreels, causal") for share in kept.values())
-    assert (LEFT_OUT in {part.part for part in verification.parts}) == (name != "skyreels, causal")
+    assert all((share == 1) == (name in WHOLE) for share in kept.values())
+    assert (LEFT_OUT in {part.part for part in verification.parts}) == (name not in WHOLE)
 
 
 @pytest.mark.parametrize("name", ["vace", "chronoedit", "anyflow", "anyflow, a timestep per frame"])

@@ -9,9 +9,11 @@ from tests.tiny_families import FAMILIES, tiny_family_inputs, tiny_family_transf
 from turbo_rcm_patch.patching.families import family_of
 from turbo_rcm_patch.tiers import EXACT
 
-# A model of each family; and all kinds of calls, whose causal one has its self-attention called as a whole.
+# A model of each family whose self-attention the steps compute; those and AnyFlow-FAR, whose self-attention is called
+# as a whole; and all kinds of calls.
 NAMES = ("wan", "vace", "skyreels", "animate", "chronoedit", "anyflow")
 families = pytest.mark.parametrize("name", NAMES)
+every_family = pytest.mark.parametrize("name", [*NAMES, "anyflow far"])
 variants = pytest.mark.parametrize("name", ["wan", *FAMILIES])
 
 
@@ -24,7 +26,16 @@ def make_pair(name, **options):
 def output_of(name, model, device="cpu", **overrides):
     inputs = {**tiny_family_inputs(name, model), **overrides}
     with torch.no_grad():
-        return model(**{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()})[0]
+        return model(**_on(device, inputs))[0]
+
+
+def _on(device, value):
+    """Tensors in nested lists and dictionaries on a device."""
+    if isinstance(value, dict):
+        return {key: _on(device, item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_on(device, item) for item in value]
+    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def assert_same_output(name, patched, plain, **overrides):

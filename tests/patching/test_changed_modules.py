@@ -13,7 +13,7 @@ from torch import nn
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
-from tests.patching.pairs import assert_same_output, attention_class, families, make_pair, output_of, row
+from tests.patching.pairs import assert_same_output, attention_class, every_family, families, make_pair, output_of, row
 from tests.tiny_families import tiny_family_transformer
 from turbo_rcm_patch.patching.families.wan import block
 from turbo_rcm_patch.patching.steps import exact as layers
@@ -37,7 +37,7 @@ def test_blocks_that_come_and_go_after_the_patch(name):
     assert_same_output(name, patched, plain)
 
 
-@families
+@every_family
 def test_a_block_that_is_wrapped_after_the_patch_counts_as_it_was(name):
     patched, plain, patch = make_pair(name)
     patched.blocks[0] = torch.compile(patched.blocks[0], backend="eager")
@@ -59,7 +59,7 @@ def test_a_custom_processor_is_kept(name):
     assert row(patch, "self_attention", "projection + skip").reasons["processor Doubled"] == 1
 
 
-@families
+@every_family
 def test_a_feed_forward_subclass_is_called(name):
     class Doubled(FeedForward):
         def forward(self, *args, **kwargs):

@@ -10,7 +10,7 @@ from peft import LoraConfig
 
 import turbo_rcm_patch as trp
 from tests.oracle import assert_no_worse, relative_error
-from tests.patching.pairs import assert_same_output, families, make_pair, output_of, row, variants
+from tests.patching.pairs import assert_same_output, every_family, families, make_pair, output_of, row, variants
 from tests.tiny_families import tiny_family_inputs, tiny_family_transformer
 
 LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
@@ -73,7 +73,7 @@ def test_lora(name, when):
     assert_same_output(name, patched, plain)
 
 
-@families
+@every_family
 def test_lora_fused_and_unloaded_between_two_generations_is_not_missed(name):
     """Fusing writes the base weights through .data, which no version counter sees."""
     patched, plain, _ = make_pair(name)
@@ -89,6 +89,8 @@ def test_lora_fused_and_unloaded_between_two_generations_is_not_missed(name):
 @pytest.mark.parametrize("checkpointing", [False, True])
 @variants
 def test_training_gradients(name, checkpointing):
+    if name.startswith("anyflow far"):
+        pytest.skip("flex attention has no backward on the CPU")
     plain = tiny_family_transformer(name).train()
     patched = copy.deepcopy(plain)
     trp.patch(patched)
@@ -119,7 +121,7 @@ def test_autocast_runs_diffusers_code(name):
         assert torch.equal(output_of(name, patched), output_of(name, plain))
 
 
-@families
+@every_family
 def test_layerwise_casting(name):
     patched, plain, patch = make_pair(name, dtype=torch.bfloat16)
     for model in (patched, plain):
@@ -179,7 +181,7 @@ def test_compile_repeated_blocks_on_a_gpu(name):
     assert_no_worse(*(output_of(name, model, "cuda") for model in (patched, plain, oracle)))
 
 
-@families
+@every_family
 def test_quantised_linears(name):
     quantization = pytest.importorskip("torchao.quantization")
     patched, plain, patch = make_pair(name, dtype=torch.bfloat16)

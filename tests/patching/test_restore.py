@@ -11,7 +11,7 @@ from diffusers import FirstBlockCacheConfig
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
-from tests.patching.pairs import attributes_of, families, output_of, variants
+from tests.patching.pairs import attributes_of, every_family, output_of, variants
 from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.config import PRESETS
@@ -27,7 +27,7 @@ def is_fused(model):
     return all(getattr(forward, "__func__", None) is ours for forward, ours in forwards)
 
 
-@families
+@every_family
 def test_patch_leaves_the_model_as_it_is(name, tmp_path):
     model = tiny_family_transformer(name)
     keys, classes = list(model.state_dict()), [type(module) for module in model.modules()]
@@ -96,7 +96,7 @@ def test_an_invalid_second_transformer_leaves_the_first_alone():
     assert not is_fused(pipe.transformer)
 
 
-@families
+@every_family
 def test_patching_twice_and_restoring_unpatched_are_errors(name):
     model = tiny_family_transformer(name)
     with pytest.raises(trp.PatchError, match="not patched"):
@@ -112,7 +112,7 @@ def test_patching_twice_and_restoring_unpatched_are_errors(name):
         patch.summary()
 
 
-@families
+@every_family
 def test_patching_under_a_hook_that_holds_the_forward_is_an_error(name):
     model = tiny_family_transformer(name)
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
@@ -160,7 +160,7 @@ def test_restoring_under_a_later_hook_keeps_the_hook(name):
     assert not any("_turbo_rcm_patch" in name for names in attributes_of(model).values() for name in names)
 
 
-@families
+@every_family
 def test_restoring_over_a_replaced_forward_is_an_error(name):
     model = tiny_family_transformer(name)
     patch = trp.patch(model)
@@ -173,7 +173,7 @@ def test_restoring_over_a_replaced_forward_is_an_error(name):
     patch.restore()
 
 
-@families
+@every_family
 def test_a_deep_copy_is_patched_and_restored_on_its_own(name):
     model = tiny_family_transformer(name)
     expected = output_of(name, model)

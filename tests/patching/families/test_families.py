@@ -1,5 +1,6 @@
 """Every family: what its patched model computes, what it leaves as it was, and what the summary says is not fused."""
 
+import contextlib
 import copy
 
 import pytest
@@ -13,6 +14,7 @@ from tests.tiny_families import FAMILIES, HEAD_DIM, tiny_family_inputs, tiny_fam
 from turbo_rcm_patch.patching.families import FAMILIES as KNOWN
 from turbo_rcm_patch.patching.families import family_of
 from turbo_rcm_patch.patching.steps import exact
+from turbo_rcm_patch.patching.steps.plan import SHARED
 
 
 def test_every_family_is_tested():
@@ -99,15 +101,50 @@ def test_sparse_linear_attention_to_all_keys_is_attention_and_the_linear_branch(
         assert relative_error(output_of(name, model), expected) > 1e-2
 
 
-@pytest.mark.parametrize("name", ["skyreels", "animate"])
+@pytest.mark.parametrize("name", ["skyreels", "animate", "anyflow far"])
 def test_models_without_sparse_linear_attention_are_refused(name):
     with pytest.raises(trp.PatchError, match="cannot have sparse-linear attention"):
         trp.patch(tiny_family_transformer(name), "sparse")
 
 
+RUNS = {
+    "anyflow": [0, 18, 36],
+    "anyflow, a timestep per frame": [0, 6, 12, 18, 30, 36],  # the second sample's first two frames have one timestep
+    "anyflow far": [0, 1, 7, 13, 20, 26],  # each sample's first frame is compressed to one token
+    "anyflow far, with a cache": [0, 6, 12],
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_frames_with_the_same_timesteps_share_a_row_of_modulation(name):
+    model = tiny_family_transformer(name)
+    with trp.patch(model):
+        output_of(name, model)
+        assert vars(model.condition_embedder)[SHARED].runs.starts.tolist() == RUNS[name]
+
+
+def test_a_causal_model_writes_the_same_cache_as_unpatched():
+    name = "anyflow far, with a cache"
+    model, caches = tiny_family_transformer(name), []
+    inputs = tiny_family_inputs("anyflow far", model)
+    image = tiny_family_inputs(name, model)["encoder_hidden_states_image"]
+    for patched in (False, True):
+        cache = tiny_family_inputs(name, model)["kv_cache"]
+        caches.append([{key: torch.zeros_like(tensor) for key, tensor in block.items()} for block in cache])
+        flag = {"num_cached_chunks": 2, "is_cache_step": True}
+        patch = trp.patch(model) if patched else contextlib.nullcontext()
+        with patch, torch.no_grad():
+            model(**inputs, kv_cache=caches[-1], kv_cache_flag=flag, encoder_hidden_states_image=image)
+    for block, expected in zip(*caches, strict=True):
+        for key in block:
+            assert block[key].any()
+            assert relative_error(block[key], expected[key]) <= 1e-5
+
+
 NOT_FUSED = {
     "vace": "not fused: the control blocks' input and output projections",
     "skyreels, causal": "attention mask (3)",
+    "anyflow far": "processor AnyFlowCausalAttnProcessor (3)",
     "animate": "not fused: 3 face adapters between the blocks",
 }
 

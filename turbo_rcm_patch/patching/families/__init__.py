@@ -8,7 +8,7 @@ from torch import nn
 
 from ...checkpoints.lazy import Tensors
 from ...plain import is_sharded, unsharded_class
-from .anyflow import ANYFLOW
+from .anyflow import ANYFLOW, ANYFLOW_FAR
 from .chronoedit import CHRONOEDIT
 from .family import Blocks, Family, Pipeline, class_path
 from .skyreels_v2 import SKYREELS_V2
@@ -16,7 +16,7 @@ from .wan import WAN
 from .wan_animate import WAN_ANIMATE
 from .wan_vace import WAN_VACE
 
-FAMILIES = (WAN, WAN_VACE, SKYREELS_V2, WAN_ANIMATE, CHRONOEDIT, ANYFLOW)
+FAMILIES = (WAN, WAN_VACE, SKYREELS_V2, WAN_ANIMATE, CHRONOEDIT, ANYFLOW, ANYFLOW_FAR)
 PIPELINES = tuple(pipeline for family in FAMILIES for pipeline in family.pipelines)
 SUPPORTED = "; ".join(f"{family.transformer_class.__name__} ({family.models})" for family in FAMILIES)
 

@@ -2,6 +2,9 @@
 
 diffusers' model computes the modulation of each frame, and repeats it for each token. A block reads one row for every
 run of frames with the same timesteps; usually that is one run for the whole video.
+
+AnyFlow-FAR makes a video chunk by chunk with the same blocks. Its causal self-attention reads a cache of earlier chunks
+and is called as a whole. Frames far back have fewer tokens than the others.
 """
 
 from __future__ import annotations
@@ -15,6 +18,14 @@ from diffusers.models.transformers.transformer_anyflow import (
     AnyFlowTransformer3DModel,
     AnyFlowTransformerBlock,
 )
+from diffusers.models.transformers.transformer_anyflow_far import AnyFlowAttention as FARAttention
+from diffusers.models.transformers.transformer_anyflow_far import AnyFlowAttnProcessor as FARAttnProcessor
+from diffusers.models.transformers.transformer_anyflow_far import AnyFlowCrossAttnProcessor as FARCrossAttnProcessor
+from diffusers.models.transformers.transformer_anyflow_far import (
+    AnyFlowDualTimestepTextImageEmbeddingCausal,
+    AnyFlowFARTransformer3DModel,
+)
+from diffusers.models.transformers.transformer_anyflow_far import AnyFlowTransformerBlock as FARTransformerBlock
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -43,7 +54,7 @@ def block_forward(
     kv_cache: object = None,
     kv_cache_flag: object = None,
 ) -> torch.Tensor:
-    """AnyFlowTransformerBlock.forward on fused ops; bound on instances.
+    """AnyFlowTransformerBlock.forward on fused ops; bound on instances. AnyFlow-FAR's copy of the class is the same.
 
     hidden_states [B, S, C], encoder_hidden_states [B|1, L, C], temb [B, S, 6, C]; returns [B, S, C]. With a mask or a
     cache the self-attention is called as a whole.
@@ -113,26 +124,64 @@ def embedder_forward(
     """
     prompt = (encoder_hidden_states, encoder_hidden_states_image)
     embedded = common_embedder_forward(self, timestep, r_timestep, *prompt, layout_cfg=layout_cfg)
-    shared: Shared = getattr(self, SHARED)
-    if not torch.compiler.is_compiling() and why_not_recorded((timestep, r_timestep, *prompt)) is None:
-        shared.runs = _token_runs(timestep, r_timestep, embedded[1], layout_cfg["full_token_per_frame"])
+    _remember_runs(self, timestep, r_timestep, prompt, embedded[1], layout_cfg["full_token_per_frame"])
     return embedded
 
 
-def _token_runs(
-    timestep: torch.Tensor, r_timestep: torch.Tensor, timestep_proj: torch.Tensor, tokens_per_frame: int
-) -> TokenRuns | None:
-    """Return the rows of timestep_proj [B, S, 6·C] by runs of frames with the same timesteps, or None for too many."""
+def causal_embedder_forward(
+    self: AnyFlowDualTimestepTextImageEmbeddingCausal,
+    timestep: torch.Tensor,
+    r_timestep: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    encoder_hidden_states_image: torch.Tensor | None = None,
+    far_cfg: dict[str, object] | None = None,
+    clean_timestep: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """AnyFlowDualTimestepTextImageEmbeddingCausal.forward that remembers runs of equal timesteps; bound on instances.
+
+    The results are those of `embedder_forward`. With clean frames, which only training has, no runs are remembered.
+    """
+    prompt = (encoder_hidden_states, encoder_hidden_states_image)
+    options = {"far_cfg": far_cfg, "clean_timestep": clean_timestep}
+    embedded = common_embedder_forward(self, timestep, r_timestep, *prompt, **options)
+    if clean_timestep is None:
+        tokens = far_cfg["full_token_per_frame"], far_cfg["compressed_token_per_frame"]
+        compressed = max(0, timestep.shape[1] - far_cfg["num_full_frames"])
+        _remember_runs(self, timestep, r_timestep, prompt, embedded[1], *tokens, compressed)
+    return embedded
+
+
+def _remember_runs(
+    embedder: nn.Module,
+    timestep: torch.Tensor,
+    r_timestep: torch.Tensor,
+    prompt: tuple[torch.Tensor | None, ...],
+    timestep_proj: torch.Tensor,
+    full_tokens: int,
+    compressed_tokens: int = 0,
+    compressed: int = 0,
+) -> None:
+    """Keep the rows of timestep_proj [B, S, 6·C] by runs of frames with the same timesteps, unless there are too many.
+
+    full_tokens, compressed_tokens: tokens of a frame. compressed: the number of compressed frames, which come first.
+    """
+    if torch.compiler.is_compiling() or why_not_recorded((timestep, r_timestep, *prompt)) is not None:
+        return
     if timestep.is_meta or timestep_proj.is_inference():  # neither kind counts writes to it
-        return None
+        return
+    shared: Shared = getattr(embedder, SHARED)
+    tokens = torch.full_like(timestep, full_tokens, dtype=torch.long)
+    tokens[:, :compressed] = compressed_tokens
     pairs = torch.stack([timestep.double(), r_timestep.double()]).flatten(1)
-    _, counts = torch.unique_consecutive(pairs, dim=1, return_counts=True)  # waits for the GPU
-    if len(counts) > MAX_RUNS:
-        return None
-    starts = nn.functional.pad(counts.cumsum(0), (1, 0)) * tokens_per_frame
+    values, run = torch.unique_consecutive(pairs, dim=1, return_inverse=True)  # waits for the GPU
+    runs = values.shape[1]
+    if runs > MAX_RUNS:
+        return
+    counts = torch.zeros(runs, dtype=torch.long, device=run.device).index_add_(0, run, tokens.flatten())
+    starts = nn.functional.pad(counts.cumsum(0), (1, 0))
     rows = timestep_proj.flatten(0, 1)[starts[:-1]]
     storage = StorageWeakRef(timestep_proj.untyped_storage())
-    return TokenRuns(rows, starts.int(), storage, timestep_proj._version)
+    shared.runs = TokenRuns(rows, starts.int(), storage, timestep_proj._version)
 
 
 def more(transformer: AnyFlowTransformer3DModel, config: PatchConfig) -> Targets:
@@ -140,20 +189,28 @@ def more(transformer: AnyFlowTransformer3DModel, config: PatchConfig) -> Targets
     return [("condition_embedder", transformer.condition_embedder, embedder_forward)]
 
 
-BLOCK = WanBlock(
-    AnyFlowAttention,
-    AnyFlowAttnProcessor,
-    AnyFlowCrossAttnProcessor,
-    angles,
-    is_shared,
-    call_self_attention,
-    call_cross_attention,
-)
+def causal_more(transformer: AnyFlowFARTransformer3DModel, config: PatchConfig) -> Targets:
+    """Return AnyFlow-FAR's embedder with its forward."""
+    return [("condition_embedder", transformer.condition_embedder, causal_embedder_forward)]
+
+
+_calls = (angles, is_shared, call_self_attention, call_cross_attention)
+BLOCK = WanBlock(AnyFlowAttention, AnyFlowAttnProcessor, AnyFlowCrossAttnProcessor, *_calls)
+# Its causal processor is none whose work the steps do, so that the self-attention is called as a whole.
+CAUSAL_BLOCK = WanBlock(FARAttention, FARAttnProcessor, FARCrossAttnProcessor, *_calls)
 ANYFLOW = Family(
     AnyFlowTransformer3DModel,
     "AnyFlow",
     (wan_blocks("blocks", AnyFlowTransformerBlock, BLOCK, block_forward, block_inputs, can_be_sparse=True),),
     FIRST_LAYER,
     more=more,
+    notes=lambda transformer: ["no CUDA graphs"],
+)
+ANYFLOW_FAR = Family(
+    AnyFlowFARTransformer3DModel,
+    "AnyFlow-FAR",
+    (wan_blocks("blocks", FARTransformerBlock, CAUSAL_BLOCK, block_forward, block_inputs),),
+    FIRST_LAYER,
+    more=causal_more,
     notes=lambda transformer: ["no CUDA graphs"],
 )

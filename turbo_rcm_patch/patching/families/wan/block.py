@@ -320,7 +320,7 @@ def decide(kind: WanBlock, block: nn.Module, wan_call: WanCall) -> BlockPlan:
 def _linears_with_a_gated_skip(block, kind: WanBlock, wan_call: WanCall) -> Iterator[nn.Module]:
     """Those of the sub-layers that are not called as a whole."""
     fuse = wan_call.call.config.fuse
-    reason = wan_call.why_whole or why_not_fused_attention(block.attn1, kind, kind.self_processor)
+    reason = why_not_fused_attention(block.attn1, kind, kind.self_processor) or wan_call.why_whole
     if "self_attention" in fuse and reason is None:
         yield block.attn1.to_out[0]
     if "feed_forward" in fuse and why_not_plain(block.ffn, FeedForward) is None:
@@ -331,7 +331,7 @@ def _self_attention(block, kind: WanBlock, wan_call: WanCall, stored: Storage, r
     call, stream = wan_call.call, wan_call.stream
     attn, names = block.attn1, ("QKV projection", "QK-norm + RoPE", "attention", "projection + skip")
     asked = None if "self_attention" in call.config.fuse else NOT_ASKED
-    reason = asked or wan_call.why_whole or why_not_fused_attention(attn, kind, kind.self_processor)
+    reason = asked or why_not_fused_attention(attn, kind, kind.self_processor) or wan_call.why_whole
     if reason is not None:
         run = partial(kind.call_self, attn)
         return _whole(block.norm1, "norm + modulation", run, stored, result, call, reason, names, asked)
