@@ -29,7 +29,8 @@ HEADER = ("sub-layer", "step", "kernel", "fused", "not fused because")
 FOOTER = "under autograd steps without a gradient run as torch ops; under autocast blocks run diffusers' code"
 DENSE_FOOTER = "under autograd block-sparse attention is dense"
 VAE_FOOTER = "under autograd, autocast and torch.compile, and where a step says so, diffusers' own decoder runs"
-SHARDED_NOTE = "sharded, and not called yet: weights are whole while blocks run; what is fused shows after a first call"
+NOT_CALLED_NOTE = "sharded or offloaded, and not called yet: what is fused shows after a first call"
+LAST_CALL_NOTE = "sharded or offloaded: the weights are here only while blocks run, so the table shows the last call"
 
 
 class Row(NamedTuple):
@@ -108,11 +109,13 @@ def transformer_section(name: str, transformer: nn.Module) -> Section:
     patched = [block for _, block in family.blocks[0].of(transformer) if is_patched(block)]
     stored = dict.fromkeys(str(current_plan(transformer, family.blocks[0], block).residual) for block in patched)
     notes = [f"residual between a block's skips: {'; '.join(stored)}"] if stored else []
-    shared, device = vars(transformer)[SHARED], get_module_execution_device(transformer)
+    shared, device = vars(transformer)[SHARED], _device_of_calls(transformer)
     config = shared.config
     added = sum(not is_patched(block) for _, block in family.every_block(transformer))
     notes += [f"blocks that came after the patch and run as diffusers' own: {added}"] if added else []
-    notes += [SHARDED_NOTE] if any(is_sharded(block) and state_of(block).plans.ran is None for block in patched) else []
+    away = [block for block in patched if _is_away(block, device)]
+    if away:
+        notes.append(NOT_CALLED_NOTE if any(state_of(block).plans.ran is None for block in away) else LAST_CALL_NOTE)
     notes += [CUT_OFF] if shared.saturation.happened() else []
     notes += filter(None, [weights_note(transformer), shared.added_error, _exact_steps(config)])
     notes += [*_measurements("attention and linears", "attention", device), *beside_exact(_slower(config, device))]
@@ -224,20 +227,29 @@ def _row(blocks: str, sub_layer: str, name: str, steps: Sequence[Step]) -> Row:
 def current_plan(transformer: nn.Module, blocks: Blocks, block: nn.Module) -> BlockPlan:
     """Return what a block would do now with a call like its last one, outside of autograd and of `exact_steps`.
 
-    For a sharded block, whose weights are whole only while it runs, return the last plan that ran.
+    For a block whose weights are sharded or offloaded until it runs, return the last plan that ran.
     """
-    state = state_of(block)
-    if state.plans.ran is not None and is_sharded(block):
+    state, device = state_of(block), _device_of_calls(transformer)
+    if state.plans.ran is not None and _is_away(block, device):
         return state.plans.ran
     latest = state.plans.latest
     if latest is None:
         call = Call(state.shared.config, torch.device("cpu"), torch.float32, None, active_backend())
         latest = blocks.usual_call(call)
-    # With offloading, the weights are stored on another device than the forward runs on.
-    device, dtype = get_module_execution_device(transformer), family_of(transformer).compute_dtype(transformer)
+    dtype = family_of(transformer).compute_dtype(transformer)
     exactly = state.exactly or (NOT_COUNTED if latest.call.exactly == NOT_COUNTED else None)
     now = {"device": device, "dtype": dtype, "derivative": None, "backend": active_backend(), "exactly": exactly}
     return blocks.decide(state.kind, block, latest._replace(call=latest.call._replace(**now)))
+
+
+def _device_of_calls(transformer: nn.Module) -> torch.device:
+    """Return the device that a transformer runs on, with its index. Offloaded weights are elsewhere between calls."""
+    return torch.empty(0, device=get_module_execution_device(transformer)).device
+
+
+def _is_away(block: nn.Module, device: torch.device) -> bool:
+    """True if a block's weights are sharded, or are on another device than the model runs on."""
+    return is_sharded(block) or any(parameter.device != device for parameter in block.parameters())
 
 
 def _device_name(device: torch.device) -> str:
