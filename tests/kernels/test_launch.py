@@ -16,6 +16,8 @@ from turbo_rcm_patch.kernels.launch import compile_ahead, launch_kernel
 from turbo_rcm_patch.kernels.rows.layer_norm_modulate import _layer_norm_modulate_kernel
 from turbo_rcm_patch.kernels.rows.skip import _skip_kernel
 
+X = torch.zeros(1)
+
 
 class Kernel:
     """What `launch_kernel` needs of a kernel; remembers what it was asked for."""
@@ -32,9 +34,9 @@ class Kernel:
 
 def test_a_kernel_is_compiled_within_and_run_outside():
     kernel = Kernel()
-    compile_ahead(lambda: launch_kernel(kernel, (2, 1), "x", num_warps=4))
-    launch_kernel(kernel, (2, 1), "x", num_warps=4)
-    given = ((2, 1), ("x",), {"num_warps": 4})
+    compile_ahead(lambda: launch_kernel(kernel, (2, 1), X, num_warps=4))
+    launch_kernel(kernel, (2, 1), X, num_warps=4)
+    given = ((2, 1), (X,), {"num_warps": 4})
     assert kernel.calls == [("compile", *given), ("run", *given)]
 
 
@@ -42,12 +44,12 @@ def test_threads_beside_it_run_their_kernels():
     kernel = Kernel()
 
     def run_beside():
-        thread = threading.Thread(target=launch_kernel, args=(kernel, (1,)))
+        thread = threading.Thread(target=launch_kernel, args=(kernel, (1,), X))
         thread.start()
         thread.join()
 
     compile_ahead(run_beside)
-    assert kernel.calls == [("run", (1,), (), {})]
+    assert kernel.calls == [("run", (1,), (X,), {})]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -62,16 +64,16 @@ def test_an_error_or_interrupt_comes_out_and_ends_the_mode(error, compiling, mon
         compile_ahead((lambda: None) if compiling else fail)
     assert _async_compile.active_mode.get() is None
     kernel = Kernel()
-    launch_kernel(kernel, (1,))
+    launch_kernel(kernel, (1,), X)
     assert kernel.calls[0][0] == "run"
 
 
 def test_it_works_within_anothers_compiling_mode():
     kernel = Kernel()
     with ThreadPoolExecutor() as executor, triton.AsyncCompileMode(executor) as mode:
-        compile_ahead(lambda: launch_kernel(kernel, (1,)))
+        compile_ahead(lambda: launch_kernel(kernel, (1,), X))
         assert _async_compile.active_mode.get() is mode
-    assert kernel.calls == [("compile", (1,), (), {})]
+    assert kernel.calls == [("compile", (1,), (X,), {})]
 
 
 class Compiled(Kernel):
@@ -93,8 +95,8 @@ def test_a_kernel_that_does_not_compile_is_left_to_its_launch():
     broken, sound = Compiled(lambda: 1 / 0), Compiled(lambda: "kernel")
 
     def run():
-        launch_kernel(broken, (1,))
-        launch_kernel(sound, (1,))
+        launch_kernel(broken, (1,), X)
+        launch_kernel(sound, (1,), X)
 
     compile_ahead(run)
     assert not broken.device_caches

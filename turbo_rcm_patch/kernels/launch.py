@@ -11,13 +11,11 @@ import contextlib
 import contextvars
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
 import triton
 
-_AS_IT_IS = contextlib.nullcontext()
 _record = contextvars.ContextVar("turbo_rcm_patch_record", default=None)
 
 
@@ -35,19 +33,24 @@ class Launch(NamedTuple):
 
 
 def launch_kernel(kernel, grid: tuple[int, ...], *arguments, **options) -> None:
-    """Run ``kernel[grid](*arguments, **options)``, or record it within `recorded`."""
+    """Run ``kernel[grid](*arguments, **options)``, or record it within `recorded`.
+
+    The first argument is a tensor or a descriptor of one. Its GPU is the current one meanwhile.
+    """
+    tensor = arguments[0] if isinstance(arguments[0], torch.Tensor) else arguments[0].base
+    if tensor.is_cpu or (tensor.is_cuda and tensor.get_device() == torch._C._cuda_getDevice()):
+        _run_or_record(kernel, grid, arguments, options)
+    else:
+        with torch.cuda.device_of(tensor):
+            _run_or_record(kernel, grid, arguments, options)
+
+
+def _run_or_record(kernel, grid: tuple[int, ...], arguments: tuple, options: dict[str, object]) -> None:
     record = _record.get()
     if record is not None:
         record(Launch(kernel, grid, arguments, options))
     else:
         kernel[grid](*arguments, **options)
-
-
-def on_device(tensor: torch.Tensor) -> AbstractContextManager:
-    """Make the tensor's GPU the current one within this context. This costs little if it already is."""
-    if tensor.is_cpu or (tensor.is_cuda and tensor.get_device() == torch._C._cuda_getDevice()):
-        return _AS_IT_IS
-    return torch.cuda.device_of(tensor)
 
 
 def register_options(capability: tuple[int, int], majors: tuple[int, ...] = (10,)) -> dict[str, int]:

@@ -64,28 +64,27 @@ def attention_backward(
             **tile._asdict(),
         )
 
-    with torch.cuda.device_of(q):
-        launch_kernel(
-            _attention_delta_kernel,
-            (cdiv(tokens, DELTA_ROWS), heads, batch),
-            grad,
-            raw_out,
-            delta,
-            tokens,
-            heads,
-            *head_strides(grad),
-            HEAD_DIM=head_dim,
-            BLOCK_D=block_d(head_dim),
-            BLOCK_M=DELTA_ROWS,
-        )
-        if grad_kv is not None:
-            tile = choose_tile("grad_kv", capability, q.dtype, head_dim)
-            grid = (cdiv(kv_tokens, tile.BLOCK_N), heads, batch)
-            launch(_attention_grad_kv_kernel, tile, grid, grad_kv)
-        if grad_q is not None:
-            tile = choose_tile("grad_q", capability, q.dtype, head_dim)
-            grid = (cdiv(tokens, tile.BLOCK_M), heads, batch)
-            launch(_attention_grad_q_kernel, tile, grid, (grad_q,))
+    launch_kernel(
+        _attention_delta_kernel,
+        (cdiv(tokens, DELTA_ROWS), heads, batch),
+        grad,
+        raw_out,
+        delta,
+        tokens,
+        heads,
+        *head_strides(grad),
+        HEAD_DIM=head_dim,
+        BLOCK_D=block_d(head_dim),
+        BLOCK_M=DELTA_ROWS,
+    )
+    if grad_kv is not None:
+        tile = choose_tile("grad_kv", capability, q.dtype, head_dim)
+        grid = (cdiv(kv_tokens, tile.BLOCK_N), heads, batch)
+        launch(_attention_grad_kv_kernel, tile, grid, grad_kv)
+    if grad_q is not None:
+        tile = choose_tile("grad_q", capability, q.dtype, head_dim)
+        grid = (cdiv(tokens, tile.BLOCK_M), heads, batch)
+        launch(_attention_grad_q_kernel, tile, grid, (grad_q,))
 
 
 @triton.jit(do_not_specialize=["tokens"])

@@ -41,35 +41,34 @@ def attention_forward(
     batch, tokens, heads, head_dim = q.shape
     capability = device_properties(q.device)[0]
     tile = choose_tile("attention", capability, q.dtype, head_dim)
-    with torch.cuda.device_of(q):
-        launch_kernel(
-            _attention_kernel,
-            (cdiv(tokens, tile.BLOCK_M), heads, batch),
-            tile_operand(q, tile.BLOCK_M, capability),
-            tile_operand(k, tile.BLOCK_N, capability),
-            tile_operand(v, tile.BLOCK_N, capability),
-            residual,
-            c_skip,
-            c_out,
-            out,
-            raw_out,
-            lse,
-            tokens,
-            k.shape[1],
-            heads,
-            scale * LOG2_E,
-            *head_strides(q),
-            *head_strides(k),
-            *head_strides(v),
-            *head_strides(residual),
-            *coefficient_strides(c_skip),
-            *coefficient_strides(c_out),
-            SKIP_KIND=coefficient_kind(c_skip),
-            OUT_KIND=coefficient_kind(c_out),
-            HEAD_DIM=head_dim,
-            BLOCK_D=block_d(head_dim),
-            **tile._asdict(),
-        )
+    launch_kernel(
+        _attention_kernel,
+        (cdiv(tokens, tile.BLOCK_M), heads, batch),
+        tile_operand(q, tile.BLOCK_M, capability),
+        tile_operand(k, tile.BLOCK_N, capability),
+        tile_operand(v, tile.BLOCK_N, capability),
+        residual,
+        c_skip,
+        c_out,
+        out,
+        raw_out,
+        lse,
+        tokens,
+        k.shape[1],
+        heads,
+        scale * LOG2_E,
+        *head_strides(q),
+        *head_strides(k),
+        *head_strides(v),
+        *head_strides(residual),
+        *coefficient_strides(c_skip),
+        *coefficient_strides(c_out),
+        SKIP_KIND=coefficient_kind(c_skip),
+        OUT_KIND=coefficient_kind(c_out),
+        HEAD_DIM=head_dim,
+        BLOCK_D=block_d(head_dim),
+        **tile._asdict(),
+    )
 
 
 @triton.jit

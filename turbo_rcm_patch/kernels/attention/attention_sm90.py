@@ -73,28 +73,27 @@ def attention_forward(
         parts = schedule.items - schedule.whole
         partial_out = torch.empty((parts, TILE_QUERIES, head_dim), dtype=torch.float32, device=q.device)
         partial_lse = torch.empty((parts, TILE_QUERIES), dtype=torch.float32, device=q.device)
-    with torch.cuda.device_of(q):
-        launch_kernel(
-            attention_kernel,
-            (min(schedule.items, multiprocessors),),
-            _descriptor(q, QUERIES.value),
-            _descriptor(k, TILE_KEYS),
-            _descriptor(v, TILE_KEYS),
-            _descriptor(out, QUERIES.value),
-            lse,
-            partial_out,
-            partial_lse,
-            tokens,
-            kv_tokens,
-            heads,
-            schedule.items,
-            schedule.whole,
-            schedule.parts,
-            scale * LOG2_E,
-            num_warps=4,
-        )
-        if schedule.parts > 1:
-            join_parts(partial_out, partial_lse, out, lse, schedule)
+    launch_kernel(
+        attention_kernel,
+        (min(schedule.items, multiprocessors),),
+        _descriptor(q, QUERIES.value),
+        _descriptor(k, TILE_KEYS),
+        _descriptor(v, TILE_KEYS),
+        _descriptor(out, QUERIES.value),
+        lse,
+        partial_out,
+        partial_lse,
+        tokens,
+        kv_tokens,
+        heads,
+        schedule.items,
+        schedule.whole,
+        schedule.parts,
+        scale * LOG2_E,
+        num_warps=4,
+    )
+    if schedule.parts > 1:
+        join_parts(partial_out, partial_lse, out, lse, schedule)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -76,34 +76,33 @@ def attention_forward(
     batch, tokens, heads, head_dim = q.shape
     capability = device_properties(q.device)[0]
     tile = choose_tile(capability, v.dtype)
-    with torch.cuda.device_of(q):
-        launch_kernel(
-            _attention_8bit_kernel,
-            (cdiv(tokens, tile.BLOCK_M), heads, batch),
-            packed_operand(q, tile.BLOCK_M, capability),
-            q_scale,
-            packed_operand(k, tile.BLOCK_N, capability),
-            k_scale,
-            values_operand(v, tile.BLOCK_N, capability),
-            v_scale,
-            residual,
-            c_skip,
-            c_out,
-            out,
-            out_scale,
-            tokens,
-            heads,
-            *head_strides(residual),
-            *coefficient_strides(c_skip),
-            *coefficient_strides(c_out),
-            SKIP_KIND=coefficient_kind(c_skip),
-            OUT_KIND=coefficient_kind(c_out),
-            V_FP8=v.dtype == FP8,
-            HEAD_DIM=head_dim,
-            GROUP=KEY_GROUP,
-            **tile._asdict(),
-            **register_options(capability),
-        )
+    launch_kernel(
+        _attention_8bit_kernel,
+        (cdiv(tokens, tile.BLOCK_M), heads, batch),
+        packed_operand(q, tile.BLOCK_M, capability),
+        q_scale,
+        packed_operand(k, tile.BLOCK_N, capability),
+        k_scale,
+        values_operand(v, tile.BLOCK_N, capability),
+        v_scale,
+        residual,
+        c_skip,
+        c_out,
+        out,
+        out_scale,
+        tokens,
+        heads,
+        *head_strides(residual),
+        *coefficient_strides(c_skip),
+        *coefficient_strides(c_out),
+        SKIP_KIND=coefficient_kind(c_skip),
+        OUT_KIND=coefficient_kind(c_out),
+        V_FP8=v.dtype == FP8,
+        HEAD_DIM=head_dim,
+        GROUP=KEY_GROUP,
+        **tile._asdict(),
+        **register_options(capability),
+    )
 
 
 def packed_operand(x: torch.Tensor, block: int, capability: tuple[int, int]) -> torch.Tensor | TensorDescriptor:

@@ -65,31 +65,30 @@ def attention_forward(
         parts = schedule.items - schedule.whole
         partial_out = torch.empty((parts, TILE_QUERIES, head_dim), dtype=torch.float32, device=q.device)
         partial_lse = torch.empty((parts, TILE_QUERIES), dtype=torch.float32, device=q.device)
-    with torch.cuda.device_of(q):
-        launch_kernel(
-            attention_8bit_kernel,
-            (min(schedule.items, multiprocessors),),
-            descriptor(q, QUERIES.value),
-            q_scale,
-            descriptor(k, TILE_KEYS),
-            k_scale,
-            values_descriptor(v),
-            v_scale,
-            descriptor(out, QUERIES.value),
-            out_scale,
-            partial_out,
-            partial_lse,
-            tokens,
-            heads,
-            schedule.items,
-            schedule.whole,
-            schedule.parts,
-            *(None,) * 4,  # no block-sparse lists
-            *skip,
-            num_warps=4,
-        )
-        if schedule.parts > 1:
-            join_parts(partial_out, partial_lse, out, None, schedule, skip)
+    launch_kernel(
+        attention_8bit_kernel,
+        (min(schedule.items, multiprocessors),),
+        descriptor(q, QUERIES.value),
+        q_scale,
+        descriptor(k, TILE_KEYS),
+        k_scale,
+        values_descriptor(v),
+        v_scale,
+        descriptor(out, QUERIES.value),
+        out_scale,
+        partial_out,
+        partial_lse,
+        tokens,
+        heads,
+        schedule.items,
+        schedule.whole,
+        schedule.parts,
+        *(None,) * 4,  # no block-sparse lists
+        *skip,
+        num_warps=4,
+    )
+    if schedule.parts > 1:
+        join_parts(partial_out, partial_lse, out, None, schedule, skip)
 
 
 def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:

@@ -146,9 +146,8 @@ def _quantize_qkv(
     # Three kernels read cos and sin. diffusers passes every other column of a table; reading that costs more than a
     # copy.
     cos, sin = (None if table is None else table.contiguous() for table in (cos, sin))
-    with torch.cuda.device_of(q):
-        _quantize_q(q, norm_q, cos, sin, heads, eps, scale_log2, *out[:2])
-        _quantize_kv(k, v, norm_k, cos, sin, heads, eps, *out[2:])
+    _quantize_q(q, norm_q, cos, sin, heads, eps, scale_log2, *out[:2])
+    _quantize_kv(k, v, norm_k, cos, sin, heads, eps, *out[2:])
     return out
 
 

@@ -49,22 +49,21 @@ def pool_parts(
     [B, ⌈tokens / tokens_per_scale⌉, H] fp32, multiplied with x, or None.
     """
     means = _allocate_means(x, scale, tokens, block, size, tokens_per_scale)
-    with torch.cuda.device_of(x):
-        launch_kernel(
-            _pool_parts_kernel,
-            (means.shape[2], means.shape[1], means.shape[0]),
-            x,
-            scale,
-            means,
-            tokens,
-            x.shape[1],
-            *x.stride(),
-            *((0, 0, 0) if scale is None else scale.stride()),
-            tokens_per_scale,
-            HEAD_DIM=x.shape[3],
-            SIZE=size,
-            num_warps=4 if size * x.shape[3] <= 8192 else 8,
-        )
+    launch_kernel(
+        _pool_parts_kernel,
+        (means.shape[2], means.shape[1], means.shape[0]),
+        x,
+        scale,
+        means,
+        tokens,
+        x.shape[1],
+        *x.stride(),
+        *((0, 0, 0) if scale is None else scale.stride()),
+        tokens_per_scale,
+        HEAD_DIM=x.shape[3],
+        SIZE=size,
+        num_warps=4 if size * x.shape[3] <= 8192 else 8,
+    )
     return means
 
 
@@ -89,23 +88,22 @@ def _keep(
     block_map, counts, left, kept_share = _allocate_lists(shares, mass, block_q, block_k)
     batch, heads, query_blocks, key_blocks = shares.shape
     block = next_power_of_2(key_blocks)
-    with torch.cuda.device_of(shares):
-        launch_kernel(
-            _keep_kernel,
-            (query_blocks, heads, batch),
-            shares.contiguous(),
-            block_map,
-            counts,
-            left,
-            kept_share,
-            heads,
-            key_blocks,
-            mass if mass < 1 else math.inf,  # no sum reaches infinity: all blocks are kept, however small
-            QUERIES=block_q,
-            KEYS=block_k,
-            BLOCK=block,
-            num_warps=4 if block <= 2048 else 16,
-        )
+    launch_kernel(
+        _keep_kernel,
+        (query_blocks, heads, batch),
+        shares.contiguous(),
+        block_map,
+        counts,
+        left,
+        kept_share,
+        heads,
+        key_blocks,
+        mass if mass < 1 else math.inf,  # no sum reaches infinity: all blocks are kept, however small
+        QUERIES=block_q,
+        KEYS=block_k,
+        BLOCK=block,
+        num_warps=4 if block <= 2048 else 16,
+    )
     return block_map, counts, left, kept_share
 
 

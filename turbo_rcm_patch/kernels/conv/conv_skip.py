@@ -307,25 +307,24 @@ def _launch(
             TensorDescriptor.from_tensor(weights, [1, tiles.columns, tiles.depth]),
             TensorDescriptor.from_tensor(weights, [1, tiles.tail, tiles.depth]) if tiles.tail else None,
         )
-    with torch.cuda.device_of(x):
-        launch_kernel(
-            _conv_skip_kernel,
-            (boxes * cdiv(N, tiles.columns + tiles.tail),),
-            *operands,
-            *(bias, residual, out),
-            *(boxes, T, H, W, N),
-            C=C,
-            KT=kt,
-            KH=kh,
-            STRIDE=stride,
-            FRONT=0 if front is None else front.shape[1],
-            UPSAMPLE=upsample,
-            INTERLEAVE=interleave,
-            REPEATS=repeats,
-            DESCRIPTORS=descriptors,
-            **_tile_options(tiles),
-            **register_options(capability, (10, 12)),
-        )
+    launch_kernel(
+        _conv_skip_kernel,
+        (boxes * cdiv(N, tiles.columns + tiles.tail),),
+        *operands,
+        *(bias, residual, out),
+        *(boxes, T, H, W, N),
+        C=C,
+        KT=kt,
+        KH=kh,
+        STRIDE=stride,
+        FRONT=0 if front is None else front.shape[1],
+        UPSAMPLE=upsample,
+        INTERLEAVE=interleave,
+        REPEATS=repeats,
+        DESCRIPTORS=descriptors,
+        **_tile_options(tiles),
+        **register_options(capability, (10, 12)),
+    )
 
 
 def _fits_tma(tensor: torch.Tensor) -> bool:

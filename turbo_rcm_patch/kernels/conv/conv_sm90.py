@@ -161,27 +161,26 @@ def _launch_columns(
     if residual is not None:
         residual = residual.view(-1, H, scale // repeats[1], W, scale // repeats[2] * channels)
     results = residual, out.view(-1, H, scale, W, scale * channels)
-    with torch.cuda.device_of(x):
-        launch_kernel(
-            conv_kernel,
-            (min(tiles, device_properties(x.device)[1]),),
-            *(_descriptor(frames, 1, *box, size) for frames, size in product(images, (depth, rest))),
-            *(_descriptor(rows, columns, size) for size in (depth, rest)),
-            *(_descriptor(rows, tail, tail and size) for size in (depth, rest)),
-            *(_descriptor(tensor, 1, box[0], 1, box[1], chunk) for tensor in results),
-            bias,
-            *(boxes, T, H, W, N),
-            C=C,
-            KT=kt,
-            KH=kh,
-            UPSAMPLE=upsample,
-            INTERLEAVE=interleave,
-            REPEATS=repeats,
-            TAIL=tail,
-            STAGES=min(MOST_STAGES, (MEMORY - staging_bytes) // step_bytes),
-            BOXES=of_tile,
-            num_warps=4,
-        )
+    launch_kernel(
+        conv_kernel,
+        (min(tiles, device_properties(x.device)[1]),),
+        *(_descriptor(frames, 1, *box, size) for frames, size in product(images, (depth, rest))),
+        *(_descriptor(rows, columns, size) for size in (depth, rest)),
+        *(_descriptor(rows, tail, tail and size) for size in (depth, rest)),
+        *(_descriptor(tensor, 1, box[0], 1, box[1], chunk) for tensor in results),
+        bias,
+        *(boxes, T, H, W, N),
+        C=C,
+        KT=kt,
+        KH=kh,
+        UPSAMPLE=upsample,
+        INTERLEAVE=interleave,
+        REPEATS=repeats,
+        TAIL=tail,
+        STAGES=min(MOST_STAGES, (MEMORY - staging_bytes) // step_bytes),
+        BOXES=of_tile,
+        num_warps=4,
+    )
 
 
 def _descriptor(tensor: torch.Tensor | None, *box: int) -> TensorDescriptor | None:

@@ -23,16 +23,15 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
     N, *window, C = weight.shape
     taps = window[0] * window[1] * window[2]
     packed = weight.new_empty(weight.shape)
-    with torch.cuda.device_of(weight):
-        launch_kernel(
-            _pack_weight_kernel,
-            (N, cdiv(C, CHANNELS)),
-            *(as_in_module, packed, C),
-            TAPS=taps,
-            BLOCK=next_power_of_2(taps),
-            CHANNELS=CHANNELS,
-            num_warps=4,
-        )
+    launch_kernel(
+        _pack_weight_kernel,
+        (N, cdiv(C, CHANNELS)),
+        *(as_in_module, packed, C),
+        TAPS=taps,
+        BLOCK=next_power_of_2(taps),
+        CHANNELS=CHANNELS,
+        num_warps=4,
+    )
     return packed
 
 

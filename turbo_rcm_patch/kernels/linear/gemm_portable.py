@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..dispatch import check_result, device_properties
-from ..launch import launch_kernel, on_device, register_options
+from ..launch import launch_kernel, register_options
 from ..quantized import FP8, INT8, Quantized, QuantizedWeight
 from ..quantized import LARGEST as _LARGEST
 from ..quantized import TINY as _TINY
@@ -167,19 +167,18 @@ def launch(
         pair = (*_operands(*second, tiles, depth, descriptors), second.low.shape[1])
         pair += (second.low.stride(0), second.up.stride(0))
     programs = min(tiles.count(samples, M, N), multiprocessors * tiles.programs)
-    with on_device(a):
-        launch_kernel(
-            kernel,
-            (programs,),
-            *operands,
-            *sizes,
-            *scales,
-            *pair,
-            *arguments,
-            **constants,
-            **_tile_options(tiles, descriptors),
-            **register_options(capability),
-        )
+    launch_kernel(
+        kernel,
+        (programs,),
+        *operands,
+        *sizes,
+        *scales,
+        *pair,
+        *arguments,
+        **constants,
+        **_tile_options(tiles, descriptors),
+        **register_options(capability),
+    )
 
 
 def _with_rows(matrix: torch.Tensor) -> torch.Tensor:

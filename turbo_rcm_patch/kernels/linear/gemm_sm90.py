@@ -27,7 +27,7 @@ from ..coefficient import (
     count_runs,
 )
 from ..dispatch import SM90_DTYPES, device_properties, why_not_sm90
-from ..launch import launch_kernel, on_device
+from ..launch import launch_kernel
 from ..quantized import FP8, INT8
 from ..sizes import cdiv
 from ..tma import matrix_fits_tma
@@ -147,29 +147,28 @@ def launch(
     M, depth, chunk = rows // samples, LINE // a.element_size(), CHUNKS[a.element_size()]
     skip_stride_b, _, _ = coefficient_strides(c_skip)
     out_stride_b, _, out_stride_c = coefficient_strides(c_out)
-    with on_device(a):
-        launch_kernel(
-            gemm_kernel,
-            _grid(a, count_tiles(samples, M, N)),
-            _descriptor(a, ROWS, depth),
-            _descriptor(weight, COLUMNS, depth),
-            _descriptor(weight, TAIL, depth),
-            None if residual is None else _descriptor(residual.view(samples, M, N), 1, ROWS, chunk),
-            _descriptor(out.view(samples, M, N), 1, ROWS, chunk),
-            bias,
-            *(c_skip, skip_stride_b),
-            *(c_out, out_stride_b, out_stride_c, starts, count_runs(starts)),
-            *factors,
-            flag,
-            *scales,
-            *(bound or (None,) * 4),
-            *_second_descriptors(second),
-            *(samples, M, N, K),
-            STAGES=STAGES,
-            KIND=coefficient_kind(c_out, starts),
-            GELU=gelu,
-            num_warps=4,
-        )
+    launch_kernel(
+        gemm_kernel,
+        _grid(a, count_tiles(samples, M, N)),
+        _descriptor(a, ROWS, depth),
+        _descriptor(weight, COLUMNS, depth),
+        _descriptor(weight, TAIL, depth),
+        None if residual is None else _descriptor(residual.view(samples, M, N), 1, ROWS, chunk),
+        _descriptor(out.view(samples, M, N), 1, ROWS, chunk),
+        bias,
+        *(c_skip, skip_stride_b),
+        *(c_out, out_stride_b, out_stride_c, starts, count_runs(starts)),
+        *factors,
+        flag,
+        *scales,
+        *(bound or (None,) * 4),
+        *_second_descriptors(second),
+        *(samples, M, N, K),
+        STAGES=STAGES,
+        KIND=coefficient_kind(c_out, starts),
+        GELU=gelu,
+        num_warps=4,
+    )
 
 
 def launch_three(
@@ -187,21 +186,20 @@ def launch_three(
     """
     (M, K), N = a.shape, weights[0].shape[0]
     depth, chunk = LINE // a.element_size(), CHUNKS[a.element_size()]
-    with on_device(a):
-        launch_kernel(
-            gemm_of_three_kernel,
-            _grid(a, 3 * count_tiles(1, M, N)),
-            _descriptor(a, ROWS, depth),
-            *(_descriptor(weight, COLUMNS, depth) for weight in weights),
-            *(_descriptor(weight, TAIL, depth) for weight in weights),
-            *(_descriptor(out[None], 1, ROWS, chunk) for out in outs),
-            *biases,
-            *scales,
-            *_second_descriptors(second),
-            *(M, N, K),
-            STAGES=STAGES,
-            num_warps=4,
-        )
+    launch_kernel(
+        gemm_of_three_kernel,
+        _grid(a, 3 * count_tiles(1, M, N)),
+        _descriptor(a, ROWS, depth),
+        *(_descriptor(weight, COLUMNS, depth) for weight in weights),
+        *(_descriptor(weight, TAIL, depth) for weight in weights),
+        *(_descriptor(out[None], 1, ROWS, chunk) for out in outs),
+        *biases,
+        *scales,
+        *_second_descriptors(second),
+        *(M, N, K),
+        STAGES=STAGES,
+        num_warps=4,
+    )
 
 
 def _second_descriptors(second: SecondPair) -> tuple:

@@ -13,7 +13,7 @@ import triton.language as tl
 from .. import reference
 from ..choice.registry import spec_of, triton_or_reference
 from ..dispatch import kernel_op
-from ..launch import launch_kernel, on_device
+from ..launch import launch_kernel
 from ..sizes import cdiv
 
 BLOCK, NUM_WARPS = 4096, 8
@@ -31,9 +31,8 @@ def gelu(x: torch.Tensor, *, implementation: str = "auto") -> torch.Tensor:
 def _gelu(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if out.numel() > 0:
-        with on_device(x):
-            grid = (cdiv(x.numel(), BLOCK),)
-            launch_kernel(_gelu_kernel, grid, x.contiguous(), out, x.numel(), BLOCK=BLOCK, num_warps=NUM_WARPS)
+        grid = (cdiv(x.numel(), BLOCK),)
+        launch_kernel(_gelu_kernel, grid, x.contiguous(), out, x.numel(), BLOCK=BLOCK, num_warps=NUM_WARPS)
     return out
 
 

@@ -29,7 +29,7 @@ from ..coefficient import (
     load_coefficient,
 )
 from ..dispatch import check_result, kernel_op
-from ..launch import launch_kernel, on_device
+from ..launch import launch_kernel
 from ..quantized import Quantized, quantize_reference
 from ..sizes import next_power_of_2
 from .quantize_rows import check_format, new_quantized, store_quantized
@@ -182,31 +182,30 @@ def _launch(
     bias = None if bias is None else bias.contiguous()
     kinds = coefficient_kind(scale), coefficient_kind(shift)
     tile = _tile(C, x.element_size(), varies=PER_TOKEN in kinds, quantized=row_scale is not None)
-    with on_device(out):
-        launch_kernel(
-            _layer_norm_modulate_kernel,
-            row_grid(x.device, tile["ROWS"], S, B),
-            x,
-            out,
-            row_scale,
-            norm,
-            weight,
-            bias,
-            scale,
-            shift,
-            starts,
-            count_runs(starts),
-            S,
-            C,
-            x.stride(0),
-            x.stride(1),
-            *coefficient_strides(scale),
-            *coefficient_strides(shift),
-            eps,
-            SCALE=kinds[0],
-            SHIFT=kinds[1],
-            **tile,
-        )
+    launch_kernel(
+        _layer_norm_modulate_kernel,
+        row_grid(x.device, tile["ROWS"], S, B),
+        x,
+        out,
+        row_scale,
+        norm,
+        weight,
+        bias,
+        scale,
+        shift,
+        starts,
+        count_runs(starts),
+        S,
+        C,
+        x.stride(0),
+        x.stride(1),
+        *coefficient_strides(scale),
+        *coefficient_strides(shift),
+        eps,
+        SCALE=kinds[0],
+        SHIFT=kinds[1],
+        **tile,
+    )
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..choice.registry import spec_of, triton_or_reference
 from ..dispatch import kernel_op
-from ..launch import launch_kernel, on_device
+from ..launch import launch_kernel
 from ..quantized import FP8, INT8, LARGEST, Quantized, quantize_reference
 from ..quantized import TINY as _TINY
 from ..sizes import next_power_of_2
@@ -73,8 +73,7 @@ def _quantize_rows(
     tile = row_tile(block, block * x.element_size())
     grid = row_grid(x.device, tile["ROWS"], rows, 1)
     arguments = (matrix, values, scale, norm if with_norm else None, rows, K, matrix.stride(0))
-    with on_device(x):
-        launch_kernel(_quantize_rows_kernel, grid, *arguments, BLOCK=block, **tile)
+    launch_kernel(_quantize_rows_kernel, grid, *arguments, BLOCK=block, **tile)
     return values, scale, norm
 
 

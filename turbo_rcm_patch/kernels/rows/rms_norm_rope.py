@@ -17,7 +17,7 @@ import triton.language as tl
 from .. import reference
 from ..choice.registry import spec_of, triton_or_reference
 from ..dispatch import kernel_op
-from ..launch import launch_kernel, on_device
+from ..launch import launch_kernel
 from ..sizes import next_power_of_2
 from .row_tiles import row_grid, row_tile
 
@@ -68,10 +68,9 @@ def _rms_norm_rope(
         x = x.contiguous()
     table_strides = (0, 0, 0, 0) if cos is None else (*cos.stride(), *sin.stride())
     tile = _tile(heads, head_dim, x.element_size())
-    with on_device(out):
-        grid, strides = row_grid(x.device, tile["ROWS"], S, B), (x.stride(0), x.stride(1))
-        operands = (x, weight.contiguous(), cos, sin, out, S, heads, *strides, *table_strides, eps)
-        launch_kernel(_rms_norm_rope_kernel, grid, *operands, HEAD_DIM=head_dim, **tile)
+    grid, strides = row_grid(x.device, tile["ROWS"], S, B), (x.stride(0), x.stride(1))
+    operands = (x, weight.contiguous(), cos, sin, out, S, heads, *strides, *table_strides, eps)
+    launch_kernel(_rms_norm_rope_kernel, grid, *operands, HEAD_DIM=head_dim, **tile)
     return out
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from .. import reference
 from ..choice.registry import spec_of, triton_or_reference
 from ..dispatch import kernel_op
-from ..launch import launch_kernel, on_device
+from ..launch import launch_kernel
 from ..sizes import next_power_of_2
 from .row_tiles import row_grid, row_tile
 
@@ -44,10 +44,9 @@ def _rms_norm_silu(x: torch.Tensor, weight: torch.Tensor, silu: bool) -> torch.T
     B, S, C = rows.shape
     block = next_power_of_2(C)
     tile = row_tile(block, block * x.element_size())
-    with on_device(out):
-        grid, strides = row_grid(x.device, tile["ROWS"], S, B), (rows.stride(0), rows.stride(1))
-        operands = (rows, weight.contiguous(), out, S, C, *strides, C**0.5)
-        launch_kernel(_rms_norm_silu_kernel, grid, *operands, SILU=silu, BLOCK=block, **tile)
+    grid, strides = row_grid(x.device, tile["ROWS"], S, B), (rows.stride(0), rows.stride(1))
+    operands = (rows, weight.contiguous(), out, S, C, *strides, C**0.5)
+    launch_kernel(_rms_norm_silu_kernel, grid, *operands, SILU=silu, BLOCK=block, **tile)
     return out
 
 

@@ -30,7 +30,7 @@ from ..coefficient import (
     split_runs,
 )
 from ..dispatch import check_result, kernel_op
-from ..launch import launch_kernel, on_device
+from ..launch import launch_kernel
 from ..saturation import flag_for, saturate
 from ..sizes import cdiv
 
@@ -96,31 +96,30 @@ def _skip(
     B, S, C = residual.shape
     out = torch.empty_like(residual, dtype=dtype, memory_format=torch.contiguous_format)
     if out.numel() > 0:
-        with on_device(residual):
-            launch_kernel(
-                _skip_kernel,
-                (cdiv(S, ROWS), cdiv(C, COLUMNS), B),
-                residual.contiguous(),
-                output.contiguous(),
-                c_skip,
-                c_out,
-                starts,
-                count_runs(starts),
-                out,
-                flag_for(dtype, result_scale, out.device),
-                residual_scale / result_scale,
-                1 / result_scale,
-                S,
-                C,
-                *coefficient_strides(c_skip),
-                *coefficient_strides(c_out),
-                SKIP=coefficient_kind(c_skip),
-                OUT=coefficient_kind(c_out, starts),
-                STEPS=search_steps(starts),
-                ROWS=ROWS,
-                COLUMNS=COLUMNS,
-                num_warps=NUM_WARPS,
-            )
+        launch_kernel(
+            _skip_kernel,
+            (cdiv(S, ROWS), cdiv(C, COLUMNS), B),
+            residual.contiguous(),
+            output.contiguous(),
+            c_skip,
+            c_out,
+            starts,
+            count_runs(starts),
+            out,
+            flag_for(dtype, result_scale, out.device),
+            residual_scale / result_scale,
+            1 / result_scale,
+            S,
+            C,
+            *coefficient_strides(c_skip),
+            *coefficient_strides(c_out),
+            SKIP=coefficient_kind(c_skip),
+            OUT=coefficient_kind(c_out, starts),
+            STEPS=search_steps(starts),
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+            num_warps=NUM_WARPS,
+        )
     return out
 
 

@@ -45,32 +45,31 @@ def sparse_attention_forward(
     batch, tokens, heads, head_dim = qkv.q.shape
     capability = device_properties(qkv.q.device)[0]
     tile = fit_tile(choose_tile(capability, qkv.v.dtype), blocks.block_q, blocks.block_k, capability)
-    with torch.cuda.device_of(qkv.q):
-        launch_kernel(
-            _sparse_attention_8bit_kernel,
-            (cdiv(tokens, tile.BLOCK_M), heads, batch),
-            packed_operand(qkv.q, tile.BLOCK_M, capability),
-            qkv.q_scale,
-            packed_operand(qkv.k, tile.BLOCK_N, capability),
-            qkv.k_scale,
-            values_operand(qkv.v, tile.BLOCK_N, capability),
-            qkv.v_scale,
-            None if q is None else tile_operand(q, tile.BLOCK_M, capability),
-            *block_operands(blocks),
-            *branch_operands(branch, capability),
-            out,
-            tokens,
-            heads,
-            blocks.block_map.shape[3],
-            *head_strides(q),
-            V_FP8=qkv.v.dtype == FP8,
-            HEAD_DIM=head_dim,
-            GROUP=KEY_GROUP,
-            QUERIES=blocks.block_q,
-            KEYS=blocks.block_k,
-            **tile._asdict(),
-            **register_options(capability),
-        )
+    launch_kernel(
+        _sparse_attention_8bit_kernel,
+        (cdiv(tokens, tile.BLOCK_M), heads, batch),
+        packed_operand(qkv.q, tile.BLOCK_M, capability),
+        qkv.q_scale,
+        packed_operand(qkv.k, tile.BLOCK_N, capability),
+        qkv.k_scale,
+        values_operand(qkv.v, tile.BLOCK_N, capability),
+        qkv.v_scale,
+        None if q is None else tile_operand(q, tile.BLOCK_M, capability),
+        *block_operands(blocks),
+        *branch_operands(branch, capability),
+        out,
+        tokens,
+        heads,
+        blocks.block_map.shape[3],
+        *head_strides(q),
+        V_FP8=qkv.v.dtype == FP8,
+        HEAD_DIM=head_dim,
+        GROUP=KEY_GROUP,
+        QUERIES=blocks.block_q,
+        KEYS=blocks.block_k,
+        **tile._asdict(),
+        **register_options(capability),
+    )
 
 
 @triton.jit(do_not_specialize=["tokens", "heads", "width"])

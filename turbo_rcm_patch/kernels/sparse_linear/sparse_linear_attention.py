@@ -273,8 +273,7 @@ def _summarize_8bit(
     pool_queries(q, block_q, pooled_q, q8, q_scale)
     k_mean = summarize_keys(k, v, proj_weight, block_k, pooled_k, key_weight, state, v_scale)
     k, v = (readable(x).flatten(2) for x in (k, v))
-    with torch.cuda.device_of(q):
-        quantize_kv_tiles(k, v, None, None, None, q.shape[2], None, k_mean, v_scale, k8, k_scale, v8)
+    quantize_kv_tiles(k, v, None, None, None, q.shape[2], None, k_mean, v_scale, k8, k_scale, v8)
     return out
 
 

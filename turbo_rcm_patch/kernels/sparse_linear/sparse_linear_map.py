@@ -38,19 +38,18 @@ def _block_scores(pooled_q: torch.Tensor, pooled_k: torch.Tensor) -> torch.Tenso
     """Return the products of 16-bit means [B, H, blocks, D], as the reference does: [B, H, QB, KB] fp32."""
     scores = _allocate_scores(pooled_q, pooled_k)
     batch, heads, rows, columns = scores.shape
-    with torch.cuda.device_of(scores):
-        launch_kernel(
-            _block_scores_kernel,
-            (cdiv(columns, SCORES), cdiv(rows, SCORES), batch * heads),
-            pooled_q.contiguous(),
-            pooled_k.contiguous(),
-            scores,
-            rows,
-            columns,
-            HEAD_DIM=pooled_q.shape[3],
-            BLOCK=SCORES,
-            num_warps=8,
-        )
+    launch_kernel(
+        _block_scores_kernel,
+        (cdiv(columns, SCORES), cdiv(rows, SCORES), batch * heads),
+        pooled_q.contiguous(),
+        pooled_k.contiguous(),
+        scores,
+        rows,
+        columns,
+        HEAD_DIM=pooled_q.shape[3],
+        BLOCK=SCORES,
+        num_warps=8,
+    )
     return scores
 
 
@@ -66,17 +65,16 @@ def _keep_largest(scores: torch.Tensor, kept: int) -> torch.Tensor:
     block_map = _allocate_map(scores, kept)
     columns = scores.shape[3]
     block = next_power_of_2(columns)
-    with torch.cuda.device_of(scores):
-        launch_kernel(
-            _keep_largest_kernel,
-            (block_map.shape[:3].numel(),),
-            scores.contiguous(),
-            block_map,
-            columns,
-            kept,
-            BLOCK=block,
-            num_warps=1 if block <= 1024 else 4 if block <= 2048 else 16,  # a single warp waits for no other
-        )
+    launch_kernel(
+        _keep_largest_kernel,
+        (block_map.shape[:3].numel(),),
+        scores.contiguous(),
+        block_map,
+        columns,
+        kept,
+        BLOCK=block,
+        num_warps=1 if block <= 1024 else 4 if block <= 2048 else 16,  # a single warp waits for no other
+    )
     return block_map
 
 

@@ -74,29 +74,28 @@ def sparse_attention_forward(
     capability = device_properties(q.device)[0]
     tile = choose_tile("attention", capability, q.dtype, head_dim)
     tile = fit_tile(tile, blocks.block_q, min(blocks.block_k, MOST_KEYS), capability)
-    with torch.cuda.device_of(q):
-        launch_kernel(
-            _sparse_attention_kernel,
-            (cdiv(tokens, tile.BLOCK_M), heads, batch),
-            tile_operand(q, tile.BLOCK_M, capability),
-            tile_operand(k, tile.BLOCK_N, capability),
-            tile_operand(v, tile.BLOCK_N, capability),
-            *block_operands(blocks),
-            *branch_operands(branch, capability),
-            out,
-            tokens,
-            heads,
-            blocks.block_map.shape[3],
-            head_dim**-0.5 * LOG2_E,
-            *head_strides(q),
-            *head_strides(k),
-            *head_strides(v),
-            HEAD_DIM=head_dim,
-            QUERIES=blocks.block_q,
-            KEYS=blocks.block_k,
-            **tile._asdict(),
-            **register_options(capability),
-        )
+    launch_kernel(
+        _sparse_attention_kernel,
+        (cdiv(tokens, tile.BLOCK_M), heads, batch),
+        tile_operand(q, tile.BLOCK_M, capability),
+        tile_operand(k, tile.BLOCK_N, capability),
+        tile_operand(v, tile.BLOCK_N, capability),
+        *block_operands(blocks),
+        *branch_operands(branch, capability),
+        out,
+        tokens,
+        heads,
+        blocks.block_map.shape[3],
+        head_dim**-0.5 * LOG2_E,
+        *head_strides(q),
+        *head_strides(k),
+        *head_strides(v),
+        HEAD_DIM=head_dim,
+        QUERIES=blocks.block_q,
+        KEYS=blocks.block_k,
+        **tile._asdict(),
+        **register_options(capability),
+    )
 
 
 def block_operands(blocks: Blocks) -> tuple[torch.Tensor | None, ...]:

@@ -50,23 +50,22 @@ def pool_queries(
     """
     q = readable(q)
     batch, tokens, heads, head_dim = q.shape
-    with torch.cuda.device_of(q):
-        launch_kernel(
-            _pool_queries_kernel,
-            (heads, pooled.shape[2], batch),  # heads that run together write to the same sectors of scale
-            q,
-            pooled,
-            values,
-            scale,
-            tokens,
-            heads,
-            head_dim**-0.5 * LOG2_E,
-            *head_strides(q),
-            HEAD_DIM=head_dim,
-            BLOCK=block,
-            FLOOR=SCALE_FLOOR,
-            num_warps=4,
-        )
+    launch_kernel(
+        _pool_queries_kernel,
+        (heads, pooled.shape[2], batch),  # heads that run together write to the same sectors of scale
+        q,
+        pooled,
+        values,
+        scale,
+        tokens,
+        heads,
+        head_dim**-0.5 * LOG2_E,
+        *head_strides(q),
+        HEAD_DIM=head_dim,
+        BLOCK=block,
+        FLOOR=SCALE_FLOOR,
+        num_warps=4,
+    )
 
 
 def summarize_keys(
@@ -97,54 +96,53 @@ def summarize_keys(
     k_mean = k.new_empty((batch, heads, 1, head_dim), dtype=torch.float32)
     wgmma = capability[0] == 9 and k.dtype != torch.float32
     at_a_time = block if wgmma else FP32_TOKENS if k.dtype == torch.float32 else min(block, WARP_TOKENS)
-    with torch.cuda.device_of(k):
-        launch_kernel(
-            _summarize_keys_kernel,
-            (programs, heads, batch),
-            tile_operand(k, at_a_time, capability),
-            tile_operand(v, at_a_time, capability),
-            means,
-            states,
-            phi_sums,
-            k_sums,
-            v_maxima,
-            tokens,
-            heads,
-            per_program,
-            *head_strides(k),
-            *head_strides(v),
-            HEAD_DIM=head_dim,
-            BLOCK=block,
-            AT_A_TIME=at_a_time,
-            LANES=WARPS * WARP_ELEMENTS // head_dim if wgmma else 1,
-            TRANSPOSED=wgmma,  # otherwise the compiler holds φ(k)ᵀ in registers, and its wgmmas wait for one another
-            num_warps=WARPS,
-            num_stages=3,
-            **register_options(capability),
-        )
-        launch_kernel(
-            _fold_projection_kernel,
-            (head_dim // FOLDED_ROWS, heads, batch),
-            states,
-            phi_sums,
-            k_sums,
-            v_maxima,
-            proj_weight,
-            state,
-            key_weight,
-            k_mean,
-            v_scale,
-            tokens,
-            heads,
-            programs,
-            *proj_weight.stride(),
-            HEAD_DIM=head_dim,
-            ROWS=FOLDED_ROWS,
-            COLUMNS=FOLDED_COLUMNS,
-            SUMMARIES=SUMMARIES,
-            FLOOR=SCALE_FLOOR,
-            num_warps=8,
-        )
+    launch_kernel(
+        _summarize_keys_kernel,
+        (programs, heads, batch),
+        tile_operand(k, at_a_time, capability),
+        tile_operand(v, at_a_time, capability),
+        means,
+        states,
+        phi_sums,
+        k_sums,
+        v_maxima,
+        tokens,
+        heads,
+        per_program,
+        *head_strides(k),
+        *head_strides(v),
+        HEAD_DIM=head_dim,
+        BLOCK=block,
+        AT_A_TIME=at_a_time,
+        LANES=WARPS * WARP_ELEMENTS // head_dim if wgmma else 1,
+        TRANSPOSED=wgmma,  # otherwise the compiler holds φ(k)ᵀ in registers, and its wgmmas wait for one another
+        num_warps=WARPS,
+        num_stages=3,
+        **register_options(capability),
+    )
+    launch_kernel(
+        _fold_projection_kernel,
+        (head_dim // FOLDED_ROWS, heads, batch),
+        states,
+        phi_sums,
+        k_sums,
+        v_maxima,
+        proj_weight,
+        state,
+        key_weight,
+        k_mean,
+        v_scale,
+        tokens,
+        heads,
+        programs,
+        *proj_weight.stride(),
+        HEAD_DIM=head_dim,
+        ROWS=FOLDED_ROWS,
+        COLUMNS=FOLDED_COLUMNS,
+        SUMMARIES=SUMMARIES,
+        FLOOR=SCALE_FLOOR,
+        num_warps=8,
+    )
     torch.sub(means, k_mean, out=pooled)
     return k_mean
 

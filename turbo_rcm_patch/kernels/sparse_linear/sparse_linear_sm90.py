@@ -47,29 +47,28 @@ def sparse_attention_forward(
     q = readable(q)
     batch, tokens, heads, _ = q.shape
     tiles = batch * heads * cdiv(tokens, QUERIES.value)
-    with torch.cuda.device_of(q):
-        launch_kernel(
-            sparse_linear_attention_8bit_kernel,
-            (min(tiles, device_properties(q.device)[1]),),
-            descriptor(qkv.q, QUERIES.value),
-            qkv.q_scale,
-            descriptor(qkv.k, KEYS.value),
-            qkv.k_scale,
-            values_descriptor(qkv.v),
-            qkv.v_scale,
-            descriptor(q, QUERIES.value),
-            blocks.block_map.contiguous(),
-            branch.key_weight,
-            _state_descriptor(branch.state),
-            None if branch.bias is None else branch.bias.contiguous(),
-            descriptor(out, QUERIES.value),
-            tokens,
-            heads,
-            tiles,
-            blocks.block_q,
-            blocks.block_map.shape[3],
-            num_warps=4,
-        )
+    launch_kernel(
+        sparse_linear_attention_8bit_kernel,
+        (min(tiles, device_properties(q.device)[1]),),
+        descriptor(qkv.q, QUERIES.value),
+        qkv.q_scale,
+        descriptor(qkv.k, KEYS.value),
+        qkv.k_scale,
+        values_descriptor(qkv.v),
+        qkv.v_scale,
+        descriptor(q, QUERIES.value),
+        blocks.block_map.contiguous(),
+        branch.key_weight,
+        _state_descriptor(branch.state),
+        None if branch.bias is None else branch.bias.contiguous(),
+        descriptor(out, QUERIES.value),
+        tokens,
+        heads,
+        tiles,
+        blocks.block_q,
+        blocks.block_map.shape[3],
+        num_warps=4,
+    )
 
 
 def _state_descriptor(state: torch.Tensor) -> TensorDescriptor:
