@@ -59,7 +59,12 @@ def unsharded_class(module: torch.nn.Module) -> type:
 
 
 def is_sharded(module: torch.nn.Module) -> bool:
-    """True if a module holds sharded parameters. FSDP2's are sharded except while the module runs."""
+    """True if a module or one inside it holds sharded parameters, or was sharded by fully_shard (FSDP2).
+
+    FSDP2's parameters are whole while their module runs, and after it in the outermost module.
+    """
+    if any(unsharded_class(part) is not type(part) for part in module.modules()):
+        return True
     return any(type(parameter).__name__ == "DTensor" for parameter in module.parameters())
 
 

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import turbo_rcm_patch as trp
 from tests.oracle import relative_error
+from tests.ranks import shard
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
 
 
@@ -16,12 +17,6 @@ def mesh(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
-
-
-def shard(model, mesh, **options):
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
 
 
 @pytest.mark.parametrize("param_dtype", [None, torch.float64])
@@ -44,9 +39,14 @@ def test_a_patched_model_can_be_sharded_and_restored(mesh, param_dtype):
     assert not any("forward" in module.__dict__ for module in patched.modules())
 
 
+@pytest.mark.parametrize("runs_first", [True, False])
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_sharded_model_is_refused_with_the_remedy(mesh, whole):
+def test_a_sharded_model_is_refused_with_the_remedy(mesh, whole, runs_first):
+    """A first forward leaves the parameters of the outermost sharded module whole."""
     model = tiny_wan_transformer(layers=1)
     fully_shard(model if whole else model.blocks[0], mesh=mesh)
+    if runs_first:
+        with torch.no_grad():
+            model(**tiny_transformer_inputs(model))
     with pytest.raises(trp.PatchError, match="sharded already; patch it first, then shard it"):
         trp.patch(model)

@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from diffusers import ContextParallelConfig
 from diffusers.models._modeling_parallel import ParallelConfig
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,11 +12,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import turbo_rcm_patch as trp
 from tests.oracle import assert_no_worse, relative_error
 from tests.patching.launches import around_launches
+from tests.ranks import RANKS, in_cpu_ranks, in_gpu_ranks
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch.kernels import reference
 from turbo_rcm_patch.patching.steps.context_parallel import ulysses_attention, why_not_between_all_to_alls
 
-RANKS = 2
 ULYSSES, RING = {"ulysses_degree": RANKS}, {"ring_degree": RANKS}
 ANYTHING = {**ULYSSES, "ulysses_anything": True}
 TOKENS = 18
@@ -54,19 +53,6 @@ def random_qkv(batch):
 # ---------------------------------------------------------------------------------------------------------------------
 # What each rank runs, in a process of its own
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def in_ranks(check, backend, folder):
-    """What check(rank) returned in each of the ranks."""
-    torch.multiprocessing.spawn(_run_rank, (check, backend, folder), nprocs=RANKS)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
-
-
-def _run_rank(rank, check, backend, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    torch.save(check(rank), folder / f"{rank}.pt")
-    dist.destroy_process_group()
 
 
 def on_cpu(rank):
@@ -205,9 +191,7 @@ def large_model_and_inputs(batch):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("CUDA_VISIBLE_DEVICES", "")
-        return in_ranks(on_cpu, "cpu:gloo", tmp_path_factory.mktemp("ranks"))
+    return in_cpu_ranks(on_cpu, tmp_path_factory.mktemp("ranks"))
 
 
 @functools.cache
@@ -309,7 +293,7 @@ def test_why_not(degrees, heads, differentiated, reason):
 @pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="needs two GPUs")
 @torch.no_grad()
 def test_two_gpus_are_no_worse_than_one(tmp_path):
-    ranks = in_ranks(on_gpu, "nccl", tmp_path)
+    ranks = in_gpu_ranks(on_gpu, tmp_path)
     for batch in (1, 2):
         model, inputs = large_model_and_inputs(batch)
         alone = model(**inputs)[0].cpu()

@@ -15,7 +15,7 @@ from torch import nn
 
 from ...config import PatchConfig
 from ...kernels.quantized import FP8, FP8_CAPABILITY, INT8, QuantizedWeight
-from ...plain import hook_on, is_lora_layer
+from ...plain import hook_on, is_lora_layer, is_sharded
 from ..errors import PatchError
 from ..journal import Journal, bind
 from .linear_8bit import PARTS, VALUES, QuantizedLinear, convert, fastest
@@ -176,7 +176,10 @@ def free_originals(transformer: nn.Module) -> None:
 
 def why_not_restorable(transformer: nn.Module) -> str | None:
     """Return the reason, as a sentence, why the original weights cannot be restored, or None."""
-    count = sum(linear.is_freed for linear in quantized_linears(transformer))
+    linears = quantized_linears(transformer)
+    if linears and is_sharded(transformer):
+        return "its 8-bit weights are sharded, and fully_shard cannot be undone; load the model again instead."
+    count = sum(linear.is_freed for linear in linears)
     if count == 0:
         return None
     return (

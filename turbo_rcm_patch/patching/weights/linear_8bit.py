@@ -26,6 +26,10 @@ from ..journal import slot_below_hooks
 from .read_only import FREED, RULE, ReadOnlyWeight
 
 VALUES, SCALE, NORM = PARTS = ("weight_8bit", "weight_scale", "weight_norm")  # the parts of a QuantizedWeight
+CAST = (
+    "an 8-bit weight or its scale was cast to another dtype. Call fully_shard without "
+    "MixedPrecisionPolicy(param_dtype=...): 8-bit weights are gathered as they are."
+)
 AT_ONCE = 2**20  # values that are converted at a time: in fp32, and three times over, 12 MiB
 
 
@@ -101,11 +105,17 @@ class QuantizedLinear(nn.Linear):
         vars(self)["original"] = nn.Parameter(gone, self.original.requires_grad)
 
     def quantized(self) -> QuantizedWeight:
-        """Return the 8-bit weight, on the device where it is. Raise RuntimeError if somebody replaced the weight."""
+        """Return the 8-bit weight, on the device where it is.
+
+        Raises RuntimeError if somebody replaced the weight, or if fully_shard (FSDP2) cast its parts.
+        """
         parameters = self._parameters
         if parameters.get("weight") is not None:
             raise self.refusal("weight")
-        return QuantizedWeight(parameters[VALUES], parameters[SCALE], parameters[NORM])
+        weight = QuantizedWeight(parameters[VALUES], parameters[SCALE], parameters[NORM])
+        if weight.format.itemsize > 1 or weight.scale.dtype != torch.float32:
+            raise RuntimeError(CAST)
+        return weight
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Compute what nn.Linear does, with the 8-bit weight, which comes to the input's device.
