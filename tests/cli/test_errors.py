@@ -251,6 +251,20 @@ def test_help_needs_no_heavy_import():
     assert "--frames" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("tune", "Time this package's kernels and PyTorch's on this GPU; the patch then takes the faster ones."),
+        ("info", "Show the GPU, versions, and the kernel that each op takes here."),
+        ("convert", "Store a model's transformers for a tier: in 8 bits, or in diffusers' own format."),
+    ],
+)
+def test_help_of_a_command_begins_with_a_sentence_that_keeps_its_capitals(capsys, command, sentence):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert sentence in " ".join(capsys.readouterr().out.split())
+
+
 def test_python_dash_m():
     command = [sys.executable, "-m", "turbo_rcm_patch.cli", "generate", CAPTION, "-o", "out.mp4", "--steps", "9"]
     done = subprocess.run(command, capture_output=True, text=True)

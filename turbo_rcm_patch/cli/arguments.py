@@ -37,8 +37,13 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
+def _add_command(commands, name: str, summary: str) -> argparse.ArgumentParser:
+    """Return the parser of a new command. Its own help begins with the summary as a sentence."""
+    return commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+
+
 def _add_generate(commands) -> None:
-    parser = commands.add_parser("generate", help="generate a video", description="Generate a video.")
+    parser = _add_command(commands, "generate", "generate a video")
     parser.add_argument("prompt", help=_PROMPT)
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.mp4", help="the video to write")
     parser.add_argument("--fps", type=int, default=16, help="frames per second of the video (default 16)")
@@ -48,8 +53,10 @@ def _add_generate(commands) -> None:
 
 
 def _add_compare(commands) -> None:
-    summary = "the same seed unpatched, under torch.compile (on a GPU) and patched: times and differences"
-    parser = commands.add_parser("compare", help=summary, description=f"Generate {summary}.")
+    summary = (
+        "generate the same video unpatched, under torch.compile (on a GPU) and patched, and show times and differences"
+    )
+    parser = _add_command(commands, "compare", summary)
     parser.add_argument("prompt", nargs="?", help=f"{_PROMPT} (the default; a fox with --model)")
     parser.add_argument("--no-compile", action="store_true", help="do not run torch.compile")
     parser.add_argument("--repeats", type=int, default=3, help="measured generations per variant (default 3)")
@@ -66,8 +73,8 @@ def _add_compare(commands) -> None:
 
 
 def _add_verify(commands) -> None:
-    summary = "every patched block against an fp32 oracle; exit code 1 if an error is above its limit"
-    parser = commands.add_parser("verify", help=summary, description=f"Check {summary}.")
+    summary = "check every patched block against an fp32 oracle; exit code 1 if an error is above its limit"
+    parser = _add_command(commands, "verify", summary)
     parser.add_argument("prompt", nargs="?", help=f"{_PROMPT} (the default; a fox with --model)")
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="write every block's errors")
     parser.add_argument(
@@ -80,8 +87,8 @@ def _add_verify(commands) -> None:
 
 
 def _add_evaluate(commands) -> None:
-    summary = "how well videos show held-out captions, unpatched and patched, and how much their frames differ"
-    parser = commands.add_parser("evaluate", help=summary, description=f"Judge {summary}.")
+    summary = "judge how well videos show held-out captions, unpatched and patched, and how much their frames differ"
+    parser = _add_command(commands, "evaluate", summary)
     parser.add_argument("-n", type=int, default=256, help="captions (default 256)")
     parser.add_argument("--batch-size", type=int, default=16, help="videos made at a time (default 16)")
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="write all figures with the GPU and versions")
@@ -100,8 +107,8 @@ def _comma_list(text: str) -> tuple[int, ...]:
 
 
 def _add_info(commands) -> None:
-    summary = "the GPU, versions, and the kernel that each op takes here"
-    parser = commands.add_parser("info", help=summary, description=f"Show {summary}.")
+    summary = "show the GPU, versions, and the kernel that each op takes here"
+    parser = _add_command(commands, "info", summary)
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="write the same as JSON")
     memory = "show the GPU memory that a diffusers pipeline or transformer in this folder needs in each tier"
     parser.add_argument("--model", type=Path, metavar="FOLDER", help=memory)
@@ -110,7 +117,7 @@ def _add_info(commands) -> None:
 
 def _add_convert(commands) -> None:
     summary = "store a model's transformers for a tier: in 8 bits, or in diffusers' own format"
-    parser = commands.add_parser("convert", help=summary, description=f"{summary.capitalize()}.")
+    parser = _add_command(commands, "convert", summary)
     source = (
         "the folder of a diffusers pipeline or transformer, or a .pth or .safetensors file of TurboDiffusion or rCM, "
         "or the folder of such a file"
@@ -130,8 +137,8 @@ def _add_convert(commands) -> None:
 
 
 def _add_demo(commands) -> None:
-    summary = "a page in the browser: a video unpatched and patched, side by side"
-    parser = commands.add_parser("demo", help=summary, description=f"Serve {summary}.")
+    summary = "serve a page for the browser that shows a video unpatched and patched, side by side"
+    parser = _add_command(commands, "demo", summary)
     model = "a diffusers Wan pipeline that the page offers besides the embedded one; may be repeated"
     parser.add_argument("--model", action="append", metavar="PATH_OR_ID", help=model)
     lora = "a few-step LoRA that the page offers, as for generate; may be repeated"
@@ -148,7 +155,7 @@ def _add_demo(commands) -> None:
 
 def _add_tune(commands) -> None:
     summary = "time this package's kernels and PyTorch's on this GPU; the patch then takes the faster ones"
-    parser = commands.add_parser("tune", help=summary, description=f"{summary.capitalize()}.")
+    parser = _add_command(commands, "tune", summary)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--model", type=Path, metavar="FOLDER", help="the pipeline or transformer whose shapes are timed")
     what.add_argument("--config", metavar="NAME", help="a known size instead (default wan2.1-1.3b)")
