@@ -80,6 +80,8 @@ FAMILIES = {
     "anyflow far": (anyflow_far, {}),
     "anyflow far, with a cache": (anyflow_far, {"deltatime_type": "t-r", "image_dim": IMAGE_DIM}),
 }
+# Those whose self-attention is called as a whole: it has a mask or a cache.
+WHOLE = ("skyreels, causal", "anyflow far", "anyflow far, with a cache")
 
 
 def tiny_family_transformer(name, dtype=torch.float32, *, seed=3, **options):

@@ -4,15 +4,12 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
-from tests.tiny_families import FAMILIES, tiny_family_inputs, tiny_family_transformer
+from tests.tiny_families import FAMILIES, WHOLE, tiny_family_inputs, tiny_family_transformer
 from turbo_rcm_patch.bench.parts import CHOICE, LEFT_OUT, PV, QK, SPARSE_ATTENTION, SUB_LAYERS
 from turbo_rcm_patch.bench.report import verification_table
 from turbo_rcm_patch.bench.verify import verify
 from turbo_rcm_patch.config import BlockSparse, Sparse
 from turbo_rcm_patch.patching.families import family_of
-
-# Their self-attention is called as a whole: it has a mask or a cache.
-WHOLE = ("skyreels, causal", "anyflow far", "anyflow far, with a cache")
 
 
 class OnlyATransformer(DiffusionPipeline):

@@ -10,7 +10,7 @@ from tests.tiny_wan import tiny_wan_transformer
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.kernels import dispatch
 from turbo_rcm_patch.kernels.attention import attention as own
-from turbo_rcm_patch.patching.steps import exact as layers
+from turbo_rcm_patch.patching.steps import attention as layers
 from turbo_rcm_patch.patching.steps import plan
 
 ATTENTION = ("self_attention", "attention")

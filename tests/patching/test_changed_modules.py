@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers.models.activations import GELU
 from diffusers.models.attention import FeedForward
-from diffusers.models.normalization import FP32LayerNorm
+from diffusers.models.normalization import FP32LayerNorm, RMSNorm
 from torch import nn
 
 import turbo_rcm_patch as trp
@@ -181,6 +181,23 @@ QKV_CHANGES = {
         "cpu tensors",
     ),
 }
+
+
+NORMS = {
+    "RMSNorm without a weight": {"elementwise_affine": False},
+    "RMSNorm with a bias": {"bias": True},
+}
+
+
+@pytest.mark.parametrize("reason", NORMS)
+def test_an_unusual_norm_of_queries_is_called(reason):
+    patched, plain, patch = make_pair("anyflow")
+    for model in (patched, plain):
+        model.blocks[1].attn1.norm_q = RMSNorm(model.blocks[1].attn1.inner_dim, eps=1e-6, **NORMS[reason])
+        if reason == "RMSNorm with a bias":
+            torch.nn.init.ones_(model.blocks[1].attn1.norm_q.bias)
+    assert_same_output("anyflow", patched, plain)
+    assert row(patch, "self_attention", "QK-norm + RoPE").reasons == {"cpu tensors": 2, reason: 1}
 
 
 @families

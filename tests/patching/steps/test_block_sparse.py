@@ -14,7 +14,7 @@ import turbo_rcm_patch as trp
 from scripts.tools import compile_without_gpu
 from tests.oracle import relative_error
 from tests.patching.launches import around_launches
-from tests.tiny_families import FAMILIES, tiny_family_inputs, tiny_family_transformer
+from tests.tiny_families import FAMILIES, WHOLE, tiny_family_inputs, tiny_family_transformer
 from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
 from turbo_rcm_patch.patching import use_rcm
@@ -63,13 +63,13 @@ def outputs(model, config, inputs):
 
 @pytest.mark.parametrize("name", ["wan", *FAMILIES])
 def test_in_every_family(name, calls):
-    """With all of the mass it is dense; with less of it every self-attention that has no mask is sparse."""
+    """With all of the mass it is dense; with less of it every self-attention that has no mask or cache is sparse."""
     model = tiny_family_transformer(name)
     inputs = tiny_family_inputs(name, model)
     before, exact = run(model, inputs), outputs(model, "exact", inputs)
     assert relative_error(outputs(model, config(mass=1.0), inputs), exact) <= 1e-6
     blocks = [*model.blocks, *getattr(model, "vace_blocks", ())]
-    masked = name == "skyreels, causal"
+    masked = name in WHOLE
     assert calls == [] if masked else [("block_sparse_attention", 1.0, BLOCKS)] * len(blocks)
     sparse = outputs(model, config(mass=0.2), inputs)
     assert relative_error(sparse, exact) < 1e-6 if masked else relative_error(sparse, exact) > 1e-3

@@ -11,7 +11,7 @@ from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_wan_transformer
 from turbo_rcm_patch.patching import changes
 from turbo_rcm_patch.patching.families.wan import forward
-from turbo_rcm_patch.patching.families.wan.block import BlockPlan
+from turbo_rcm_patch.patching.families.wan.sub_layers import BlockPlan
 
 
 @pytest.fixture

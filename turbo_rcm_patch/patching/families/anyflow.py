@@ -9,7 +9,10 @@ and is called as a whole. Frames far back have fewer tokens than the others.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from diffusers.models.normalization import RMSNorm
 from diffusers.models.transformers.transformer_anyflow import (
     AnyFlowAttention,
     AnyFlowAttnProcessor,
@@ -33,13 +36,15 @@ from ...config import PatchConfig
 from ...kernels import MAX_RUNS
 from ...plain import is_autocast
 from ..cuda_graphs import why_not_recorded
+from ..steps.exact import Tables
 from ..steps.plan import SHARED, Shared, state_of
 from .family import Family, Targets
-from .wan.block import Inputs, Tables, WanBlock
+from .wan.block import WanBlock
 from .wan.forward import run_block
 from .wan.modulation import TokenRuns, modulation
 from .wan.parts import FIRST_LAYER, wan_blocks
 from .wan.parts import embedder_forward as common_embedder_forward
+from .wan.sub_layers import Inputs
 
 Rotary = dict[str, torch.Tensor]  # "query" and "key": complex [1, 1, S, D/2]
 
@@ -194,10 +199,17 @@ def causal_more(transformer: AnyFlowFARTransformer3DModel, config: PatchConfig) 
     return [("condition_embedder", transformer.condition_embedder, causal_embedder_forward)]
 
 
-_calls = (angles, is_shared, call_self_attention, call_cross_attention)
-BLOCK = WanBlock(AnyFlowAttention, AnyFlowAttnProcessor, AnyFlowCrossAttnProcessor, *_calls)
-# Its causal processor is none whose work the steps do, so that the self-attention is called as a whole.
-CAUSAL_BLOCK = WanBlock(FARAttention, FARAttnProcessor, FARCrossAttnProcessor, *_calls)
+_block = partial(
+    WanBlock,
+    angles=angles,
+    is_shared=is_shared,
+    call_self=call_self_attention,
+    call_cross=call_cross_attention,
+    norm_class=RMSNorm,
+)
+BLOCK = _block(AnyFlowAttention, AnyFlowAttnProcessor, AnyFlowCrossAttnProcessor)
+# The steps do not do the work of its causal processor, so that the self-attention is called as a whole.
+CAUSAL_BLOCK = _block(FARAttention, FARAttnProcessor, FARCrossAttnProcessor)
 ANYFLOW = Family(
     AnyFlowTransformer3DModel,
     "AnyFlow",

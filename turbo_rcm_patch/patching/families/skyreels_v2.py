@@ -12,10 +12,11 @@ from diffusers.models.transformers.transformer_skyreels_v2 import (
 from ...plain import is_autocast
 from ..steps.plan import state_of
 from .family import Family
-from .wan.block import Inputs, Rotary, wan_block
+from .wan.block import wan_block
 from .wan.forward import run_block
 from .wan.modulation import modulation
 from .wan.parts import FIRST_LAYER, embedder, wan_blocks
+from .wan.sub_layers import Inputs, Rotary
 
 
 def block_forward(

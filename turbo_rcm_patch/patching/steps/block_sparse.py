@@ -44,7 +44,7 @@ def layers_attended_exactly(config: PatchConfig, count: int) -> Mapping[int, str
 def why_dense(attn: nn.Module, stream: Stream, call: Call, *, quantized: bool) -> str | None:
     """Return the reason why a self-attention attends to all keys, or None if it is block-sparse.
 
-    quantized: True if it gets q, k and v in 8 bits; the config alone does not decide this. exact.py decides about
+    quantized: True if it gets q, k and v in 8 bits; the config alone does not decide this. attention.py decides about
     diffusers' dispatch and several GPUs.
     """
     config = call.config

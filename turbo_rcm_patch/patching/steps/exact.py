@@ -1,4 +1,4 @@
-"""The steps of a transformer block: each decides between its fused op and diffusers' module, with the reason.
+"""The norms and projections of a block: each decides between its fused op and diffusers' module, with the reason.
 
 Modules are read when a step runs, never when it is decided: their weights may be replaced in between.
 """
@@ -11,12 +11,10 @@ from functools import partial
 import torch
 from diffusers.models.activations import GELU
 from diffusers.models.attention import FeedForward
-from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
-from diffusers.models.normalization import FP32LayerNorm, RMSNorm
+from diffusers.models.normalization import FP32LayerNorm
 from torch import nn
 
-from ... import kernels
-from ...kernels import FP8, Quantized, Runs, reference
+from ...kernels import Quantized, Runs, reference
 from ...kernels.choice.registry import Op, Pick
 from ...kernels.coefficient import ONE, PER_CHANNEL, PER_RUN, PER_TOKEN, values_and_starts
 from ...kernels.linear.linear import LINEAR_LOW_RANK, project_down
@@ -31,7 +29,6 @@ from ...kernels.rows.skip import SKIP, SkipSpec
 from ...plain import hook_on, why_not_linear, why_not_norm, why_not_plain
 from ..lora.inside_projections import Linears
 from . import in_8_bits as quantized_layers
-from .context_parallel import ulysses_attention, why_not_between_all_to_alls
 from .plan import LINEAR, MODULE, NOTHING, Call, Step, Stream
 from .residual import Storage
 
@@ -175,12 +172,12 @@ def _of_each_module(modules, context):
     return [module(context) for module in modules]
 
 
-def head_norm(norm: nn.Module, heads: int, call: Call) -> Step:
+def head_norm(norm: nn.Module, norm_class: type[nn.Module], heads: int, call: Call) -> Step:
     """Return RMSNorm over all heads, then the split into heads, and RoPE if tables are given.
 
-    Step: (x [B, S, C], tables=None) -> [B, S, H, D].
+    Step: (x [B, S, C], tables=None) -> [B, S, H, D]. norm_class: the norm's class in diffusers' block.
     """
-    reason = _why_not_head_norm(norm, call.device)
+    reason = why_not_head_norm(norm, norm_class, call.device)
     if reason is not None:
         return Step(partial(_head_norm_by_module, norm, heads), MODULE, reason)
     pick = call.pick(RMS_NORM_ROPE)
@@ -188,13 +185,12 @@ def head_norm(norm: nn.Module, heads: int, call: Call) -> Step:
     return Step(partial(_head_norm, pick.launch, norm, heads, eps), pick.label, pick.reason, pick=pick)
 
 
-def _why_not_head_norm(norm: nn.Module, device: torch.device) -> str | None:
-    """Return why a kernel may not compute an RMSNorm of queries or keys, PyTorch's or diffusers', or None."""
-    if type(norm) is not RMSNorm:
-        return why_not_norm(norm, nn.RMSNorm, device)
-    if norm.weight is None or norm.bias is not None:
-        return "RMSNorm without a weight" if norm.weight is None else "RMSNorm with a bias"
-    return why_not_norm(norm, RMSNorm, device)
+def why_not_head_norm(norm: nn.Module, norm_class: type[nn.Module], device: torch.device) -> str | None:
+    """Return why a kernel may not compute an RMSNorm of queries or keys, or None."""
+    reason = why_not_norm(norm, norm_class, device)
+    if reason is None and norm.weight is None:
+        return "RMSNorm without a weight"
+    return "RMSNorm with a bias" if reason is None and getattr(norm, "bias", None) is not None else reason
 
 
 def _head_norm(launch, norm, heads, eps, x, tables: Tables | None = None):
@@ -205,119 +201,6 @@ def _head_norm(launch, norm, heads, eps, x, tables: Tables | None = None):
 def _head_norm_by_module(norm, heads, x, tables: Tables | None = None):
     y = norm(x).type_as(x).unflatten(-1, (heads, -1))  # diffusers' norm gives its weight's dtype
     return y if tables is None else reference.rotate(y, *tables)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Attention
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def attention(
-    attn: nn.Module, call: Call, *, crossing: bool = False, added: bool = False, result: torch.dtype | None = None
-) -> Step:
-    """Return attention of q [B, S, H, D] over k, v [B|1, L, H, D] in their dtype.
-
-    Step: (q, k, v) -> [B, S, H, D]; with `added` (q, k, v, to) -> to + the attention's result. crossing: True for
-    cross-attention, which context parallelism does not change. result: the format that the next step takes. For e4m3
-    our kernel for cross-attention gives a Quantized [B, S, C].
-    """
-    reason = why_not_own_attention(attn, call.backend, crossing=crossing, derivative=call.derivative)
-    if reason is not None:
-        return Step(partial(_attention_of_backend, attn.processor, crossing), "diffusers' attention", reason)
-    head_dim = attn.inner_dim // attn.heads
-    if crossing and result == FP8:
-        step = _attention_in_e4m3(call, head_dim)
-        if step is not None:
-            return step
-    pick, kernel = pick_attention(call, head_dim, crossing=crossing)
-    reason, attend = pick.reason, partial(_attention, pick.launch)
-    if added:  # the sum is a pass of its own: the sm_90 kernel has no sum in its epilogue
-        add = skip_after(Storage(call.dtype), Storage(call.dtype), call)
-        return Step(partial(_attention_then_add, attend, add.run), f"{kernel}, {add.kernel} sum", reason)
-    if attn.processor._parallel_config is not None and not crossing:
-        between = partial(_attention_between_all_to_alls, attn.processor, attend)
-        return Step(between, f"{kernel} between all-to-alls", reason)
-    return Step(attend, kernel, reason)
-
-
-def _attention_in_e4m3(call: Call, head_dim: int) -> Step | None:
-    """Return cross-attention with its result in e4m3, or None if no kernel of ours runs."""
-    fields = {"head_dim": head_dim, "attention": call.config.attention, "crossing": True, "result": FP8}
-    if kernels.ATTENTION_TO_E4M3.why_not_fused(call.spec(kernels.AttentionSpec, **fields)) is not None:
-        return None
-    pick = call.pick(kernels.ATTENTION_TO_E4M3, kernels.AttentionSpec, **fields)
-    return Step(partial(_attention_to_e4m3, pick.launch), f"{pick.label}, e4m3", gives=FP8)
-
-
-def pick_attention(call: Call, head_dim: int, *, crossing: bool = False) -> tuple[kernels.Pick, str]:
-    """Return the kernel of a model's attention, and its label."""
-    fields = {"head_dim": head_dim, "attention": call.config.attention, "crossing": crossing}
-    pick = call.pick(kernels.ATTENTION, kernels.AttentionSpec, **fields)
-    return pick, kernels.attention_label(pick, call.spec(kernels.AttentionSpec, **fields))
-
-
-def why_not_own_attention(
-    attn: nn.Module, active_backend: AttentionBackendName, *, crossing: bool = False, derivative: str | None = None
-) -> str | None:
-    """Return the reason why an attention goes through diffusers' dispatch, or None.
-
-    The reason is a backend or a parallel layout that the user chose.
-    """
-    processor = attn.processor
-    backend = processor._attention_backend or active_backend
-    if processor._attention_backend is not None or backend != AttentionBackendName.NATIVE:
-        return f"attention backend {AttentionBackendName(backend).value}"
-    if processor._parallel_config is None or crossing:
-        return None
-    return why_not_between_all_to_alls(processor._parallel_config, attn.heads, differentiated=derivative is not None)
-
-
-def why_not_quantized_attention(attn: nn.Module, call: Call) -> str | None:
-    """Return the reason why a self-attention and its QK-norm do not run in 8 bits, or None if they do."""
-    reason = why_not_own_attention(attn, call.backend, derivative=call.derivative)
-    if reason is None and attn.processor._parallel_config is not None:
-        reason = "context parallelism"
-    norms = (attn.norm_q, attn.norm_k)
-    reason = reason or next(filter(None, (_why_not_head_norm(norm, call.device) for norm in norms)), None)
-    return reason or quantized_layers.why_not_attention(attn, call)
-
-
-def _attention(launch, q, k, v):
-    batch = q.shape[0]
-    if k.shape[0] < batch:  # one prompt for all samples: treat all queries as one sample's
-        q = q.flatten(0, 1)[None]
-    scale = q.shape[3] ** -0.5
-    if k.shape[1] > 0:
-        attended = launch(q, k, v, None, None, None, scale)
-    else:  # no keys, for example without an image: the result is 0, and our kernels refuse such inputs
-        attended = reference.attention(q, k, v, None, None, None, scale)
-    return attended.view(batch, -1, *attended.shape[2:])
-
-
-def _attention_to_e4m3(launch, q, k, v):
-    batch = q.shape[0]
-    if k.shape[0] < batch:  # as above
-        q = q.flatten(0, 1)[None]
-    scale = q.shape[3] ** -0.5
-    if k.shape[1] > 0:
-        attended = launch(q, k, v, scale)
-    else:
-        attended = kernels.quantize_rows(reference.attention(q, k, v, None, None, None, scale).flatten(2), FP8)
-    return Quantized(attended.values.view(batch, -1, attended.values.shape[2]), attended.scale.reshape(batch, -1))
-
-
-def _attention_between_all_to_alls(processor, attend, q, k, v):
-    return ulysses_attention(processor._parallel_config, attend, q, k, v)
-
-
-def _attention_then_add(attend, add, q, k, v, to):
-    return add(to.flatten(2), attend(q, k, v).flatten(2)).view(to.shape)
-
-
-def _attention_of_backend(processor, crossing, q, k, v, to=None):
-    parallel_config = None if crossing else processor._parallel_config
-    output = dispatch_attention_fn(q, k, v, backend=processor._attention_backend, parallel_config=parallel_config)
-    return output.type_as(q) if to is None else to + output.type_as(q)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -221,7 +221,7 @@ def _why_not_call(call: Call) -> str | None:
 def why_not_attention(attn: nn.Module, call: Call) -> str | None:
     """Return the reason why a self-attention runs in the model's dtype, or None if it runs in 8 bits.
 
-    exact.py decides about diffusers' dispatch and several GPUs.
+    attention.py decides about diffusers' dispatch and several GPUs.
     """
     config = call.config
     if isinstance(config, (Exact, Sparse)):

@@ -13,7 +13,8 @@ from torch import nn
 from .... import kernels
 from ....kernels.conv.conv_pytorch import convolve
 from ....kernels.conv.conv_skip import CONVOLUTION
-from ...steps.exact import ALONE, pick_attention
+from ...steps.attention import pick_attention
+from ...steps.exact import ALONE
 from ...steps.plan import LINEAR, REFERENCE, Call, Step
 
 ANY_IMAGE = (60, 104)  # height and width

@@ -1,7 +1,7 @@
 """The Wan family: Wan 2.1 T2V and I2V, Wan 2.2 with two experts, TI2V-5B.
 
-block.py: the block's plan and how it runs. parts.py: what the general code asks. measured.py: what `verify` measures.
-forward.py: the forwards of blocks.
+block.py: how a block is decided. sub_layers.py: its plan and how that runs. parts.py: what the general code asks.
+measured.py: what `verify` measures. forward.py: the forwards of blocks.
 modulation.py: timesteps of a sample or of its tokens. graph.py: the model's forward as a CUDA graph.
 repeatable.py: the modules that may run more or less often than they are called.
 """

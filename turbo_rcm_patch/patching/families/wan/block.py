@@ -1,8 +1,5 @@
 """The block that all of Wan's kind share: h = norm(x); x = x + gate · F(h), for self-attention, cross-attention and
-feed-forward.
-
-A plan is the three sub-layers, each of steps that were chosen before (exact.py), so that its ``run`` reads like the
-model. The result is diffusers' own (transformer_wan.py) with fewer roundings: between two stores all stays in fp32.
+feed-forward. `WanBlock` states the differences, and `decide` chooses the steps of the sub-layers (sub_layers.py).
 """
 
 from __future__ import annotations
@@ -20,9 +17,9 @@ from ....config import BlockSparse, Exact
 from ....plain import is_original, why_not_plain
 from ...steps import block_sparse
 from ...steps import in_8_bits as quantized_layers
+from ...steps.attention import attention, why_not_own_attention, why_not_quantized_attention
 from ...steps.exact import (
     Tables,
-    attention,
     head_norm,
     kv_projection,
     layer_norm,
@@ -32,14 +29,21 @@ from ...steps.exact import (
     projection_with_skip,
     qkv_projection,
     skip_after,
-    why_not_own_attention,
-    why_not_quantized_attention,
 )
-from ...steps.plan import MODULE, Attends, Call, Step, Stream
+from ...steps.plan import MODULE, Call, Step, Stream
 from ...steps.residual import Storage, residual_between_skips
 from ...steps.sparse_linear import attention as sparse_attention
 from ...steps.sparse_linear import is_sparse
-from .modulation import Row
+from .sub_layers import (
+    TEXT_TOKENS,
+    BlockPlan,
+    CrossAttention,
+    FeedForwardWithSkip,
+    QuantizedSelfAttention,
+    Rotary,
+    SelfAttention,
+    Whole,
+)
 
 NOT_ASKED = "not in fuse"
 # The steps of a cross-attention that is called as a whole.
@@ -53,201 +57,7 @@ CROSS_STEPS_WITH_IMAGE = (
     "image attention",
     "projection + skip",
 )
-# Attention takes the last 512 tokens of the context as text and those before them as image.
-TEXT_TOKENS = 512
-
 TOKENS = 32760  # a video of 81 frames at 832×480
-
-Rows = Iterator[tuple[str, tuple[Step, ...]]]  # the name of a step, and what it consists of
-Rotary = tuple[torch.Tensor, torch.Tensor]  # cos and sin [1, S, 1, D], as diffusers gives them
-
-
-class Inputs(NamedTuple):
-    """The inputs of a block's plan.
-
-    x: hidden states [B, S, C]. context: [B|1, L, C]. modulation: six rows, each [B|1, 1|S, C] or by runs of tokens.
-    rotary: the RoPE argument that the block's own forward passes to its self-attention. beside: other arguments of the
-    self-attention, such as a mask. With these it is called as a whole.
-    """
-
-    x: torch.Tensor
-    context: torch.Tensor
-    modulation: list[Row]
-    rotary: object
-    beside: object = None
-
-
-@dataclass(frozen=True)
-class SelfAttention:
-    """x + gate · attention of the normed x. half_tables: of what the block gets as rotary."""
-
-    half_tables: Callable[[object], Tables]
-    heads: int
-    norm: Step
-    qkv: Step
-    norm_q: Step
-    norm_k: Step
-    attention: Step
-    out: Step
-
-    def run(self, x, shift, scale, gate, rotary: object) -> torch.Tensor:
-        q, k, v = self.qkv.run(self.norm.run(x, scale, shift))
-        tables = self.half_tables(rotary)
-        q, k, v = self.norm_q.run(q, tables), self.norm_k.run(k, tables), v.unflatten(2, (self.heads, -1))
-        attended = self.attention.run(q, k, v).flatten(2)
-        del q, k, v  # before the result is allocated
-        return self.out.run(attended, x, gate)
-
-    def rows(self) -> Rows:
-        yield "norm + modulation", (self.norm,)
-        yield "QKV projection", (self.qkv,)
-        yield "QK-norm + RoPE", (self.norm_q, self.norm_k)
-        yield "attention", (self.attention,)
-        yield "projection + skip", (self.out,)
-
-
-@dataclass(frozen=True)
-class QuantizedSelfAttention:
-    """The same with an attention in 8 bits."""
-
-    half_tables: Callable[[object], Tables]
-    norm: Step
-    qkv: Step
-    quantize: Step
-    attention: Step
-    out: Step
-
-    def run(self, x, shift, scale, gate, rotary: object) -> torch.Tensor:
-        q, k, v = self.qkv.run(self.norm.run(x, scale, shift))
-        quantized = self.quantize.run(q, k, v, self.half_tables(rotary))
-        del q, k, v  # before more is allocated
-        attended = self.attention.run(quantized)
-        del quantized
-        return self.out.run(attended if self.attention.gives else attended.flatten(2), x, gate)
-
-    def rows(self) -> Rows:
-        yield "norm + modulation", (self.norm,)
-        yield "QKV projection", (self.qkv,)
-        yield "QK-norm + RoPE + 8 bits", (self.quantize,)
-        yield "attention", (self.attention,)
-        yield "projection + skip", (self.out,)
-
-
-@dataclass(frozen=True)
-class CrossAttention:
-    """x + attention of the normed x over the text, and over the image where the context holds one."""
-
-    heads: int
-    norm: Step
-    q: Step
-    norm_q: Step
-    kv: Step
-    norm_k: Step
-    attention: Step
-    out: Step
-    image_kv: Step | None = None
-    image_norm: Step | None = None
-    image_attention: Step | None = None
-
-    def run(self, x, context: torch.Tensor) -> torch.Tensor:
-        # In diffusers' order of modules, in which group offloading brings them ahead.
-        text = context if self.image_attention is None else context[:, context.shape[1] - TEXT_TOKENS :]
-        q, (k, v) = self.q.run(self.norm.run(x)), self.kv.run(text)
-        q = self.norm_q.run(q)
-        attended = self.attention.run(q, self.norm_k.run(k), v.unflatten(2, (self.heads, -1)))
-        if self.image_attention is not None:
-            k, v = self.image_kv.run(context[:, : context.shape[1] - TEXT_TOKENS])
-            attended = self.image_attention.run(q, self.image_norm.run(k), v.unflatten(2, (self.heads, -1)), attended)
-        del q
-        return self.out.run(attended if self.attention.gives else attended.flatten(2), x)
-
-    def rows(self) -> Rows:
-        yield "norm", (self.norm,)
-        yield "Q projection", (self.q,)
-        yield "K and V projections", (self.kv,)
-        if self.image_kv is not None:
-            yield "image K and V projections", (self.image_kv,)
-        yield "QK-norm", (self.norm_q, self.norm_k, *filter(None, (self.image_norm,)))
-        yield "attention", (self.attention,)
-        if self.image_attention is not None:
-            yield "image attention", (self.image_attention,)
-        yield "projection + skip", (self.out,)
-
-
-@dataclass(frozen=True)
-class FeedForwardWithSkip:
-    """x + gate · feed-forward of the normed x."""
-
-    norm: Step
-    up: Step
-    down: Step
-
-    def run(self, x, shift, scale, gate) -> torch.Tensor:
-        return self.down.run(self.up.run(self.norm.run(x, scale, shift)), x, gate)
-
-    def rows(self) -> Rows:
-        yield "norm + modulation", (self.norm,)
-        yield "linear + GELU", (self.up,)
-        yield "linear + skip", (self.down,)
-
-
-@dataclass(frozen=True)
-class Whole:
-    """A sub-layer whose module is called as a whole, between our norm and our skip. names: of the steps that it is."""
-
-    norm_name: str
-    norm: Step
-    module: Step
-    skip: Step
-    names: tuple[str, ...]
-
-    def run(self, x, shift=None, scale=None, gate=None, *inputs: object) -> torch.Tensor:
-        return self.skip.run(x, self.module.run(self.norm.run(x, scale, shift), *inputs), gate)
-
-    def rows(self) -> Rows:
-        yield self.norm_name, (self.norm,)
-        for name in self.names:
-            yield name, (self.module,)
-
-
-@dataclass(frozen=True)
-class BlockPlan:
-    """The steps of a block for one kind of call. residual: its storage between the skips."""
-
-    self_attention: SelfAttention | QuantizedSelfAttention | Whole
-    cross_attention: CrossAttention | Whole
-    feed_forward: FeedForwardWithSkip | Whole
-    residual: Storage
-
-    @property
-    def attends(self) -> Attends | None:
-        """The attention within the self-attention, or None if that is called as a whole."""
-        if isinstance(self.self_attention, Whole):
-            return None
-        in_8_bits = isinstance(self.self_attention, QuantizedSelfAttention)
-        return Attends(self.self_attention.attention, in_8_bits)
-
-    def run(self, x, context, modulation, rotary: object, beside: object = None) -> torch.Tensor:
-        """Return the block's output for x [B, S, C], a context [B, L, C] and six rows of modulation, each [B, 1|S, C].
-
-        beside: what else the self-attention is called with, as a whole.
-        """
-        shift_msa, scale_msa, gate_msa, c_shift_msa, c_scale_msa, c_gate_msa = modulation
-        if isinstance(self.self_attention, Whole):
-            x = self.self_attention.run(x, shift_msa, scale_msa, gate_msa, rotary, beside)
-        else:
-            x = self.self_attention.run(x, shift_msa, scale_msa, gate_msa, rotary)
-        if isinstance(self.cross_attention, Whole):
-            x = self.cross_attention.run(x, None, None, None, context)
-        else:
-            x = self.cross_attention.run(x, context)
-        return self.feed_forward.run(x, c_shift_msa, c_scale_msa, c_gate_msa)
-
-    def rows(self) -> Iterator[tuple[str, str, tuple[Step, ...]]]:
-        """(sub-layer, step, what it consists of) in order."""
-        for name in ("self_attention", "cross_attention", "feed_forward"):
-            for step, parts in getattr(self, name).rows():
-                yield name, step, parts
 
 
 @dataclass(frozen=True)
@@ -263,6 +73,7 @@ class WanBlock:
         call_self: (attn, x, rotary, beside) -> the self-attention's output, called as the block's own forward does.
             beside: what else it is called with, such as a mask.
         call_cross: (attn, x, context) -> the cross-attention's output, called as the block's own forward does.
+        norm_class: the class of the norms of queries and keys, an RMSNorm with a weight.
     """
 
     attention_class: type[nn.Module]
@@ -272,6 +83,7 @@ class WanBlock:
     is_shared: Callable[[object], bool]
     call_self: Callable[..., torch.Tensor]
     call_cross: Callable[..., torch.Tensor]
+    norm_class: type[nn.Module] = nn.RMSNorm
 
     @property
     def processors(self) -> tuple[type, type]:
@@ -338,7 +150,7 @@ def _self_attention(block, kind: WanBlock, wan_call: WanCall, stored: Storage, r
     qkv = qkv_projection(attn, stream.tokens, call)
     norm = layer_norm(block.norm1, stored, call, qkv.takes)
     out = projection_with_skip(list(attn.to_out), stored, result, stream, call, gated=True)
-    reason = "sparse" if is_sparse(attn) else why_not_quantized_attention(attn, call)
+    reason = "sparse" if is_sparse(attn) else why_not_quantized_attention(attn, kind.norm_class, call)
     if reason is None:
         attended = _quantized_attention(attn, stream, call, out.takes)
         return QuantizedSelfAttention(
@@ -355,8 +167,8 @@ def _self_attention(block, kind: WanBlock, wan_call: WanCall, stored: Storage, r
         attn.heads,
         norm,
         qkv.fed_by(norm),
-        head_norm(attn.norm_q, attn.heads, call),
-        head_norm(attn.norm_k, attn.heads, call),
+        head_norm(attn.norm_q, kind.norm_class, attn.heads, call),
+        head_norm(attn.norm_k, kind.norm_class, attn.heads, call),
         attended,
         out.fed_by(attended),
     )
@@ -398,7 +210,7 @@ def _cross_attention(block, kind: WanBlock, wan_call: WanCall, stored: Storage):
         text_tokens = min(text_tokens, TEXT_TOKENS)
         image_tokens = wan_call.contexts * (wan_call.context_tokens - text_tokens)
         image["image_kv"] = kv_projection(attn, image_tokens, call, added=True).fed_by(None)
-        image["image_norm"] = head_norm(attn.norm_added_k, attn.heads, call)
+        image["image_norm"] = head_norm(attn.norm_added_k, kind.norm_class, attn.heads, call)
         image["image_attention"] = attention(attn, call, crossing=True, added=True)
     q = projection(attn.to_q, stream.tokens, call)
     norm = layer_norm(block.norm2, stored, call, q.takes)
@@ -408,9 +220,9 @@ def _cross_attention(block, kind: WanBlock, wan_call: WanCall, stored: Storage):
         attn.heads,
         norm,
         q.fed_by(norm),
-        head_norm(attn.norm_q, attn.heads, call),
+        head_norm(attn.norm_q, kind.norm_class, attn.heads, call),
         kv_projection(attn, wan_call.contexts * text_tokens, call).fed_by(None),
-        head_norm(attn.norm_k, attn.heads, call),
+        head_norm(attn.norm_k, kind.norm_class, attn.heads, call),
         attended,
         out.fed_by(attended),
         **image,

@@ -14,9 +14,10 @@ from ....plain import is_autocast
 from ...cuda_graphs import why_not_recorded
 from ...steps.plan import BlockState, Shared, Stream, call_of, state_of
 from ...steps.residual import CUT_OFF
-from .block import Inputs, Rotary, WanBlock, WanCall, decide
+from .block import WanBlock, WanCall, decide
 from .modulation import gate_varies_by, modulation
 from .repeatable import why_not_repeatable
+from .sub_layers import Inputs, Rotary
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,9 @@ from .... import kernels
 from ....kernels import reference
 from ...steps.sparse_linear import rotate
 from ..family import Outputs
-from .block import BlockPlan, Inputs, WanBlock, Whole
+from .block import WanBlock
 from .modulation import Row
+from .sub_layers import BlockPlan, Inputs, Whole
 
 MODULES = {"self_attention": "attn1", "cross_attention": "attn2", "feed_forward": "ffn"}
 

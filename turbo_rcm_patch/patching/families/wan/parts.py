@@ -10,8 +10,9 @@ from ....config import PatchConfig
 from ...steps.plan import SHARED, Shared
 from ...steps.sparse_linear import SparseForm
 from ..family import Blocks, Measured, Targets
-from .block import Inputs, WanBlock, decide, usual_call
+from .block import WanBlock, decide, usual_call
 from .measured import self_attention_qkv, sub_layer_terms
+from .sub_layers import Inputs
 
 FIRST_LAYER = "patch_embedding"
 # The linears for keys and values of a prompt see few tokens, so that 8 bits do not make them faster, but they are an

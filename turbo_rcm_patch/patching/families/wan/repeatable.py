@@ -10,7 +10,7 @@ import torch
 from diffusers.models.activations import GELU
 from diffusers.models.attention import FeedForward
 from diffusers.models.embeddings import PixArtAlphaTextProjection, TimestepEmbedding, Timesteps
-from diffusers.models.normalization import FP32LayerNorm, RMSNorm
+from diffusers.models.normalization import FP32LayerNorm
 from diffusers.models.transformers.transformer_wan import (
     WanImageEmbedding,
     WanRotaryPosEmbed,
@@ -22,7 +22,7 @@ from torch import nn
 
 from ....plain import is_lora_layer, linear_of, why_not_read
 from ...lora.inside_projections import why_not_inside
-from ...steps.exact import why_not_own_attention
+from ...steps.attention import why_not_own_attention
 from ...steps.plan import active_backend
 from ...weights.linear_8bit import QuantizedLinear
 from .block import WanBlock, why_not_fused_attention
@@ -37,8 +37,6 @@ _KNOWN = (
     nn.ModuleDict,
     nn.ModuleList,
     nn.ParameterDict,
-    nn.RMSNorm,
-    RMSNorm,
     nn.SiLU,
     FP32LayerNorm,
     FeedForward,
@@ -71,7 +69,7 @@ def why_not_repeatable(
     if is_lora_layer(module):
         reason = None if linear_of(module) is not module else why_not_inside(module)
         return None if reason is None else f"LoRA layer: {reason}"
-    reason = why_not_read(module, (*_KNOWN, kind.attention_class), device, forward)
+    reason = why_not_read(module, (*_KNOWN, kind.attention_class, kind.norm_class), device, forward)
     if reason is None and type(module) is kind.attention_class:
         processor = next((known for known in kind.processors if type(module.processor) is known), kind.self_processor)
         reason = why_not_fused_attention(module, kind, processor) or why_not_own_attention(module, active_backend())
