@@ -9,6 +9,9 @@ import torch
 from tests.modules.rcm_formula import check_compiled, check_gradients, inputs, oracle
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
 from turbo_rcm_patch import kernels
+from turbo_rcm_patch.kernels.choice.registry import PORTABLE, REFERENCE, Op
+from turbo_rcm_patch.kernels.linear.linear_skip import LINEAR_SKIP
+from turbo_rcm_patch.kernels.linear.spec import LINEAR
 from turbo_rcm_patch.modules import FusedRCMAttention, TorchFusedRCMAttention, TwoPassRCMAttention
 
 modules = pytest.mark.parametrize("module_class", [TwoPassRCMAttention, TorchFusedRCMAttention, FusedRCMAttention])
@@ -197,18 +200,25 @@ def test_sdpa_where_it_is_faster(monkeypatch):
     assert taken == [("torch", "auto"), ("auto", "auto")]
 
 
-def test_two_passes_where_the_fused_projection_was_not_measured(monkeypatch):
-    monkeypatch.setattr(kernels, "why_linear", lambda op, *_: f"{op} not measured")
-    fused = []
-    linear_skip = kernels.linear_skip
-    monkeypatch.setattr(kernels, "linear_skip", lambda *args, **kw: fused.append(1) or linear_skip(*args, **kw))
-    x = torch.randn(2, 5, 16)
-    module = FusedRCMAttention(16, 2)
-    by_two_passes = module(x, 0.5)
-    assert not fused
+def test_measurements_choose_the_projection_unless_an_implementation_is_asked_for(monkeypatch):
+    picked, pick = [], Op.pick
+
+    def note(op, spec):
+        if op is LINEAR_SKIP:
+            picked.append((spec.linears, pick(op, spec).name))
+        return pick(op, spec)
+
+    monkeypatch.setattr(Op, "pick", note)
+    x = torch.randn(2, 5, 16, dtype=torch.bfloat16)
+    module = FusedRCMAttention(16, 2).bfloat16()
+    two_passes = TwoPassRCMAttention(16, 2).bfloat16()
+    two_passes.load_state_dict(module.state_dict())
+    assert torch.equal(module(x, 0.5), two_passes(x, 0.5))  # rounded twice, by PyTorch's linear and by the skip
     module.implementation = "torch"
-    assert relative_error(by_two_passes, module(x, 0.5)) <= 1e-5
-    assert fused
+    module(x, 0.5)
+    module.implementation = "triton"
+    module.float()(x.float(), 0.5)
+    assert picked == [("auto", LINEAR), (None, REFERENCE), (None, PORTABLE)]
 
 
 def test_bad_implementation():

@@ -16,6 +16,7 @@ from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.kernels import dispatch
 from turbo_rcm_patch.kernels.linear import gemm_sm90
+from turbo_rcm_patch.kernels.linear.spec import why_linear
 from turbo_rcm_patch.patching.families.wan import forward as block_module
 
 REAL = kernels.compile_ahead
@@ -215,7 +216,7 @@ def test_no_kernel_of_a_block_is_compiled_where_it_is_launched(dtype, size, tmp_
 def gemms_and_attention(dtype, large):
     """Names of the kernels that a block launches on this GPU, where that is certain."""
     gpu = torch.device("cuda")
-    if kernels.why_linear("linear_skip", gpu, dtype) is not None:
+    if why_linear("linear_skip", gpu, dtype) is not None:
         return ["_gelu_kernel", "_skip_kernel"]
     sm90 = dispatch.is_sm90(gpu) and gemm_sm90.GLUON_ERROR is None
     large_gemms = ["gemm_kernel", "gemm_of_three_kernel"]

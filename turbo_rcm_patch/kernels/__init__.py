@@ -39,14 +39,13 @@ from .choice.measured import measured_on, tuned_sdpa, tuned_tiers, why_torch
 from .choice.registry import Op, Pick
 from .coefficient import MAX_RUNS, Runs
 from .conv.conv_skip import CONV_SKIP, ConvSpec, conv_skip
-from .dispatch import interpreting, why_not_triton, why_not_triton_on
+from .dispatch import interpreting, why_not_triton_on
 from .launch import compile_ahead
 from .linear.linear import linear_8bit, linear_low_rank
 from .linear.linear_gelu import linear_gelu
 from .linear.linear_qkv import linear_qkv
 from .linear.linear_skip import linear_skip
 from .linear.low_rank import RANK_STEP, LowRank
-from .linear.spec import why_linear
 from .quantized import FP8, INT8, Quantized, QuantizedWeight, quantize_weight
 from .rows.gelu import gelu
 from .rows.layer_norm_modulate import layer_norm_modulate
@@ -127,8 +126,6 @@ __all__ = [
     "sparse_linear_attention",
     "tuned_sdpa",
     "tuned_tiers",
-    "why_linear",
-    "why_not_triton",
     "why_not_triton_on",
     "why_torch",
 ]

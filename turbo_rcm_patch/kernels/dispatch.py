@@ -1,4 +1,4 @@
-"""The choice between the Triton kernel and the torch reference for given tensors, with its reason."""
+"""The devices and dtypes that Triton kernels can take, and launchers as custom ops."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Collection, Iterator
 
 import torch
-import torch.autograd.forward_ad as fwAD
 import triton
 
 from .quantized import FP8, FP8_CAPABILITY
@@ -125,42 +124,6 @@ def why_not_sm90(
         return f"Gluon of Triton {triton.__version__}: {gluon_error}"
     if dtype not in dtypes:
         return f"{str(dtype).removeprefix('torch.')} tensors"
-    return None
-
-
-def why_not_triton(
-    *tensors: torch.Tensor | None,
-    has_gradient: bool,
-    formats: Collection[torch.dtype] = (),
-    result: torch.dtype | None = None,
-) -> str | None:
-    """Return the reason why the Triton kernel cannot take these tensors, or None if it can.
-
-    has_gradient: True if the op's kernel has a backward. An op without one leaves autograd to the reference.
-    formats: the 8-bit formats (quantized.py) that tensors may also have. The GPU must support all of them.
-    result: the format of the result, if the result is in 8 bits.
-    Raises ValueError if the tensors are on different devices.
-    """
-    present = [tensor for tensor in tensors if tensor is not None]
-    device = present[0].device
-    for tensor in present:
-        if tensor.device != device:
-            devices = ", ".join(sorted({str(t.device) for t in present}))
-            raise ValueError(f"tensors are on different devices: {devices}.")
-    reason = why_not_device(device)
-    if reason is not None:
-        return reason
-    formats = formats if result is None else (*formats, result)
-    for dtype in dict.fromkeys([*[tensor.dtype for tensor in present], *formats]):
-        reason = why_not_dtype(device, dtype, formats)
-        if reason is not None:
-            return reason
-    if is_rounded_wrongly(result, device):
-        return "e4m3 from Triton's interpreter, which rounds it wrongly"
-    if not has_gradient and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present):
-        return "autograd"
-    if fwAD._current_level >= 0 and any(fwAD.unpack_dual(tensor).tangent is not None for tensor in present):
-        return "autograd"  # forward mode: no kernel has a tangent
     return None
 
 

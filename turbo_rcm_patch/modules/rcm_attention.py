@@ -23,8 +23,10 @@ from .. import coefficients, kernels
 from ..coefficients import Time
 from ..config import PRESETS
 from ..kernels import INT8, Quantized, QuantizedWeight, reference
+from ..kernels.choice.registry import spec_of
 from ..kernels.coefficient import canonical_coefficient
 from ..kernels.dispatch import KERNEL_DTYPES
+from ..kernels.rows.quantize_rows import QUANTIZE_ROWS
 from ..plain import is_autocast, is_transformed, linear_of, why_not_linear
 from .eight_bit_copies import EightBitCopies
 
@@ -176,8 +178,7 @@ class FusedRCMAttention(TwoPassRCMAttention):
         """Return the reason why no 8-bit kernel runs, or None. With "auto", exact kernels beat simulated 8 bits."""
         if self.implementation != "auto":
             return None  # an op that cannot run raises an error
-        on_cpu = "cpu tensors" if x.device.type == "cpu" else None  # the interpreter runs only when it is asked for
-        return on_cpu or kernels.why_not_triton_on(x.device, x.dtype)
+        return QUANTIZE_ROWS.why_not_fused(spec_of("auto", x, result=INT8))
 
     def _run_in_8_bits(self, x, residual, c_skip, c_out):
         options = {"implementation": self.implementation}
@@ -217,15 +218,13 @@ class FusedRCMAttention(TwoPassRCMAttention):
             c_skip=_or_one(c_skip),
             c_out=_or_one(c_out),
             implementation=self.implementation,
+            linears="auto" if self.implementation == "auto" else None,
         )
 
     def _why_two_passes(self, q: torch.Tensor) -> str | None:
         if torch.is_autocast_enabled(q.device.type):
             return "autocast"
-        reason = why_not_linear(linear_of(self.proj), q.device, q.dtype)
-        if reason is None and self.implementation == "auto":
-            reason = kernels.why_linear("linear_skip", q.device, q.dtype)
-        return reason
+        return why_not_linear(linear_of(self.proj), q.device, q.dtype)
 
 
 def _coefficients(sigma_data, c_skip, c_out) -> Callable[[Time], coefficients.CoefficientPair]:

@@ -55,6 +55,7 @@ def linear_skip(
     residual_scale: float = 1.0,
     result_scale: float = 1.0,
     implementation: str = "auto",
+    linears: str | None = None,
 ) -> torch.Tensor:
     """Return ``c_skip ⊙ residual + c_out ⊙ (a Wᵀ + b)``, shaped like the residual.
 
@@ -67,6 +68,8 @@ def linear_skip(
         by result_scale, to make room for large values in fp16. An fp16 result saturates unless its scale is 1 (see
         saturation.py).
     implementation: "auto", "triton" or "torch" (see dispatch.py).
+    linears: "auto" for PyTorch's linear and a separate skip unless our kernel was measured to be as fast, "torch" for
+        these always, None or "triton" for our kernel if it can run.
 
     Differentiable in every tensor; with Runs, 8 bits or low_rank, through the reference. Raises ValueError for other
     dtypes and scales, and for shapes, formats, dtypes or devices that do not fit together.
@@ -83,7 +86,7 @@ def linear_skip(
     if values.dim() == 2:
         sample = Quantized(values[None], a.scale[None]) if isinstance(a, Quantized) else a[None]
         arguments = {"c_skip": c_skip, "c_out": c_out, "dtype": dtype, "implementation": implementation}
-        arguments |= {"low_rank": low_rank}
+        arguments |= {"low_rank": low_rank, "linears": linears}
         arguments |= {"residual_scale": residual_scale, "result_scale": result_scale}
         return linear_skip(sample, weight, bias, residual[None], **arguments)[0]
     c_skip = canonical_coefficient("c_skip", c_skip, *residual.shape, residual.device)
@@ -100,6 +103,7 @@ def linear_skip(
         residual=residual.dtype,
         c_skip=coefficient_kind(c_skip),
         c_out=coefficient_kind(c_out, starts),
+        linears=linears,
     )
     options = (spec.result, residual_scale, result_scale, starts)
     return LINEAR_SKIP.pick(spec).launch(*tensors, *options, *scales, *second)

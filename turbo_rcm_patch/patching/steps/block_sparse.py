@@ -13,6 +13,7 @@ from torch import nn
 
 from ... import kernels
 from ...config import BlockSparse, PatchConfig
+from ...kernels.choice.registry import why_not_ours
 from .context_parallel import ulysses_attention
 from .in_8_bits import formats_label
 from .plan import Call, Step, Stream
@@ -56,7 +57,7 @@ def why_dense(attn: nn.Module, stream: Stream, call: Call, *, quantized: bool) -
     if tokens < config.min_tokens:
         return f"{tokens} tokens, fewer than min_tokens={config.min_tokens}"
     are_asked_for = config.blocks is not None and config.implementation == "auto"
-    if call.choose()[1] is not None or (are_asked_for and tokens < TOO_MANY_FOR_REFERENCE):
+    if why_not_ours(call.spec()) is not None or (are_asked_for and tokens < TOO_MANY_FOR_REFERENCE):
         return None
     op, fields = _op_and_fields(attn, call, quantized)
     return op.why_not_fused(call.spec(kernels.SparseSpec, **fields))

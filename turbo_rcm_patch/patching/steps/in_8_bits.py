@@ -20,6 +20,7 @@ from ...kernels import FP8, INT8, Quantized
 from ...kernels.attention.attention_tiles import LOG2_E
 from ...kernels.choice.registry import Op, Pick
 from ...kernels.coefficient import PER_CHANNEL, values_and_starts
+from ...kernels.dispatch import is_gpu
 from ...kernels.linear.linear import LINEAR_8BIT, project_down
 from ...kernels.linear.linear_gelu import LINEAR_GELU, LINEAR_GELU_QUANTIZED
 from ...kernels.linear.linear_qkv import LINEAR_QKV
@@ -206,9 +207,8 @@ def _why_not(linear: nn.Linear, call: Call) -> str | None:
     Examples: a hook on the module, a derivative, fp64 inputs, or a GPU without the weight's 8-bit format.
     """
     reason = _why_not_call(call) or why_not_read(linear, call.device)
-    if reason is None and call.choose() == ("auto", None):
-        format = quantized_weight(linear).format
-        reason = kernels.why_not_triton_on(call.device, format, (format,))
+    if reason is None and call.config.implementation == "auto" and is_gpu(call.device):
+        reason = QUANTIZE_ROWS.why_not_fused(call.spec(result=quantized_weight(linear).format))
     return reason
 
 

@@ -114,22 +114,6 @@ class Call(NamedTuple):
         kind = Spec if kind is None else kind  # a default that is a class would stop torch.compile
         return kind(**{**own, "implementation": self.config.implementation, **fields})
 
-    def choose(self, *, has_gradient: bool = False) -> tuple[str, str | None]:
-        """Return the implementation argument for an op, and the reason why it is not the kernel, or None if it is.
-
-        has_gradient: True if the op's kernel has a backward.
-        """
-        if self.config.implementation == "torch":
-            return "torch", "implementation='torch'"
-        if self.derivative == "forward" or (self.derivative == "backward" and not has_gradient):
-            return "torch", "autograd"
-        reason = kernels.why_not_triton_on(self.device, self.dtype)
-        if self.config.implementation == "triton":
-            return "triton", None  # asked for: an op that cannot run raises its own error
-        if reason is None and self.device.type == "cpu":
-            reason = "cpu tensors"  # the interpreter runs only when it is asked for
-        return ("auto", None) if reason is None else ("torch", reason)
-
 
 def _raise(message: str, *_: object) -> None:
     raise ValueError(message)

@@ -21,6 +21,8 @@ from torch import nn
 
 from ... import kernels
 from ...kernels import QuantizedWeight, quantize_weight
+from ...kernels.choice.registry import spec_of
+from ...kernels.rows.quantize_rows import QUANTIZE_ROWS
 from ...plain import is_autocast, is_transformed
 from ..journal import slot_below_hooks
 from .read_only import FREED, RULE, ReadOnlyWeight
@@ -247,9 +249,8 @@ def _bring_back(linear: nn.Linear, original: nn.Parameter, device: torch.device,
 
 
 def _has_kernels(format: torch.dtype, *tensors: torch.Tensor | None) -> bool:
-    """True if kernels take these in an 8-bit format: on a GPU that knows it, where no derivative is wanted."""
-    device = tensors[0].device
-    return device.type == "cuda" and kernels.why_not_triton(*tensors, has_gradient=False, formats=(format,)) is None
+    """True if our kernels multiply these in an 8-bit format: on a GPU that has it, without a derivative."""
+    return QUANTIZE_ROWS.why_not_fused(spec_of("auto", *tensors, result=format)) is None
 
 
 @torch.inference_mode(False)

@@ -13,9 +13,10 @@ from torch import nn
 from .... import kernels
 from ....kernels.conv.conv_pytorch import convolve
 from ....kernels.conv.conv_skip import CONVOLUTION
+from ....kernels.rows.rms_norm_silu import RMS_NORM_SILU
 from ...steps.attention import pick_attention
 from ...steps.exact import ALONE
-from ...steps.plan import LINEAR, REFERENCE, Call, Step
+from ...steps.plan import LINEAR, Call, Step
 
 ANY_IMAGE = (60, 104)  # height and width
 
@@ -79,12 +80,12 @@ def _convolve(conv, launch, x, residual=None, *, front=None, upsample=False, int
 
 def rms_norm(norm: nn.Module, call: Call) -> Step:
     """Return WanRMS_norm with SiLU or without: (x [B, T, H, W, C], *, silu=True) -> [B, T, H, W, C]."""
-    implementation, reason = call.choose()
-    return Step(partial(_rms_norm, norm, implementation), "Triton" if reason is None else REFERENCE, reason)
+    pick = call.pick(RMS_NORM_SILU)
+    return Step(partial(_rms_norm, pick.launch, norm), pick.label, pick.reason, pick=pick)
 
 
-def _rms_norm(norm, implementation, x, *, silu=True):
-    return kernels.rms_norm_silu(x, norm.gamma.flatten(), silu=silu, implementation=implementation)
+def _rms_norm(launch, norm, x, *, silu=True):
+    return launch(x, norm.gamma.flatten(), silu)
 
 
 def attention(channels: int, call: Call) -> Step:
