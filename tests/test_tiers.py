@@ -31,7 +31,7 @@ def test_each_preset_is_a_tiers_class_with_its_defaults(name):
 
 
 def test_the_base_is_no_configuration():
-    message = "PatchConfig is no configuration of a tier; make one of trp.Exact, trp.Quantized, trp.Sparse, trp.BlockSp"
+    message = "PatchConfig is not the configuration of a tier; make one of trp.Exact, trp.Quantized, trp.Sparse, trp.Bl"
     with pytest.raises(TypeError, match=message):
         trp.PatchConfig()
     with pytest.raises(TypeError, match=message):
@@ -78,18 +78,22 @@ def test_options_of_other_tiers_are_refused_with_the_tiers_that_have_them(name, 
         return
     classes = " and ".join(f"trp.{CLASSES[owner].__name__}" for owner in owners)
     verb = "have" if len(owners) > 1 else "has"
-    message = f"'{option}' is no option of trp.{CLASSES[name].__name__}, the {name} tier; {classes} {verb} it."
+    message = f"'{option}' is not an option of trp.{CLASSES[name].__name__}, the {name} tier; {classes} {verb} it."
     with pytest.raises(TypeError) as error:
         CLASSES[name](**{option: OPTIONS[option]})
     assert str(error.value) == message
-    with pytest.raises(TypeError, match=f"'{option}' is no option of"):
+    with pytest.raises(TypeError, match=f"'{option}' is not an option of"):
         replace(CLASSES[name](), **{option: OPTIONS[option]})
 
 
 def test_an_option_of_no_tier_is_refused_with_the_tiers_options():
-    with pytest.raises(TypeError, match=r"'tier' is no option of trp\.Exact, the exact tier; accepted are fuse, att"):
+    with pytest.raises(
+        TypeError, match=r"'tier' is not an option of trp\.Exact, the exact tier; accepted are fuse, att"
+    ):
         trp.Exact(tier="sparse")
-    with pytest.raises(TypeError, match=r"'top_k' is no option of trp\.Sparse, the sparse tier; accepted are .* topk"):
+    with pytest.raises(
+        TypeError, match=r"'top_k' is not an option of trp\.Sparse, the sparse tier; accepted are .* topk"
+    ):
         trp.Sparse(top_k=0.1)
 
 
@@ -142,7 +146,9 @@ def test_values_of_the_8_bit_options():
     config = trp.Quantized(quantize=["linears"], keep=["blocks.0.*"], exact_steps=[1, 2])
     assert (config.quantize, config.keep, config.exact_steps) == (("linears",), ("blocks.0.*",), (1, 2))
     for config_class in (trp.Quantized, trp.Sparse, trp.BlockSparse):
-        with pytest.raises(ValueError, match="quantize='linears' is a string; give a sequence of attention, linears"):
+        with pytest.raises(
+            ValueError, match="quantize='linears' is a string; give a list with any of attention, linears"
+        ):
             config_class(quantize="linears")
         with pytest.raises(ValueError, match="quantize='gelu' is unknown; accepted are attention, linears"):
             config_class(quantize=("gelu",))
@@ -150,7 +156,7 @@ def test_values_of_the_8_bit_options():
             config_class(restorable=0)
     for config_class in (trp.Quantized, trp.BlockSparse):
         for wrong in (1, (1,), (-1, 0), (0.5, 1), "12"):
-            with pytest.raises(ValueError, match=r"exact_steps=.*; give \(first, last\), two numbers of steps"):
+            with pytest.raises(ValueError, match=r"exact_steps=.*; give \(first, last\), two whole numbers of steps"):
                 config_class(exact_steps=wrong)
 
 
@@ -162,7 +168,9 @@ def test_options_of_the_vae():
             with pytest.raises(ValueError, match=r"vae=.*; give True or False"):
                 config_class(vae=wrong)
         for wrong in (0, -1, 1.5, True, "4"):
-            with pytest.raises(ValueError, match=r"vae_chunk=.*; give a number of latent frames from 1 on, or None"):
+            with pytest.raises(
+                ValueError, match=r"vae_chunk=.*; give a whole number of latent frames, at least 1, or None"
+            ):
                 config_class(vae_chunk=wrong)
 
 
@@ -171,19 +179,24 @@ def test_options_of_the_vae():
     [
         (trp.Sparse, "topk", 0, "above 0 and at most 1"),
         (trp.Sparse, "topk", "0.1", "above 0 and at most 1"),
-        (trp.Sparse, "blocks", (64,), r"give \(queries, keys\), two numbers of tokens, or None"),
-        (trp.BlockSparse, "blocks", (64, 0), r"give \(queries, keys\), two numbers of tokens, or None"),
+        (trp.Sparse, "blocks", (64,), r"give \(queries, keys\), two whole numbers of tokens, at least 1, or None"),
+        (
+            trp.BlockSparse,
+            "blocks",
+            (64, 0),
+            r"give \(queries, keys\), two whole numbers of tokens, at least 1, or None",
+        ),
         (trp.BlockSparse, "mass", 0, "above 0 and at most 1"),
         (trp.BlockSparse, "mass", 1.1, "above 0 and at most 1"),
         (trp.BlockSparse, "mass", True, "above 0 and at most 1"),
-        (trp.BlockSparse, "min_tokens", -1, "a number of tokens from 0 on"),
-        (trp.BlockSparse, "min_tokens", 1.5, "a number of tokens from 0 on"),
-        (trp.BlockSparse, "exact_layers", (1,), "two numbers of layers from 0 on"),
+        (trp.BlockSparse, "min_tokens", -1, "a whole number of tokens, at least 0"),
+        (trp.BlockSparse, "min_tokens", 1.5, "a whole number of tokens, at least 0"),
+        (trp.BlockSparse, "exact_layers", (1,), "two whole numbers of layers, at least 0"),
         (
             trp.BlockSparse,
             "fuse",
             ("feed_forward",),
-            "has no 'self_attention', which block-sparse attention is part of",
+            "lacks 'self_attention', which runs the block-sparse attention; add it",
         ),
     ],
 )

@@ -65,7 +65,7 @@ class PatchConfig:
     def __new__(cls, *_: object, **options: object):
         if not hasattr(cls, "tier"):
             raise TypeError(
-                f"{cls.__name__} is no configuration of a tier; make one of {', '.join(map(_name, CLASSES))}."
+                f"{cls.__name__} is not the configuration of a tier; make one of {', '.join(map(_name, CLASSES))}."
             )
         for option in options:
             if option not in options_of(cls):
@@ -76,7 +76,9 @@ class PatchConfig:
         self._check_names("fuse", FUSION_GROUPS)
         _check_flag("vae", self.vae)
         if self.vae_chunk is not None and not (type(self.vae_chunk) is int and self.vae_chunk > 0):
-            raise ValueError(f"vae_chunk={self.vae_chunk!r}; give a number of latent frames from 1 on, or None.")
+            raise ValueError(
+                f"vae_chunk={self.vae_chunk!r}; give a whole number of latent frames, at least 1, or None."
+            )
         _check_name("attention", self.attention, ATTENTION_KERNELS)
         _check_name("linears", self.linears, LINEAR_KERNELS)
         _check_name("implementation", self.implementation, IMPLEMENTATIONS)
@@ -111,7 +113,7 @@ class PatchConfig:
         """Keep a sequence of names as a tuple. Raises ValueError for a string, or a name that is not accepted."""
         names = getattr(self, field)
         if isinstance(names, str):
-            raise ValueError(f"{field}={names!r} is a string; give a sequence of {', '.join(accepted)}.")
+            raise ValueError(f"{field}={names!r} is a string; give a list with any of {', '.join(accepted)}.")
         for name in names:
             _check_name(field, name, accepted)
         self._set(field, tuple(names))
@@ -146,11 +148,11 @@ class _In8Bits(PatchConfig):
         super().__post_init__()
         self._check_names("quantize", QUANTIZABLE)
         if isinstance(self.keep, str):
-            raise ValueError(f"keep={self.keep!r} is a string; give a sequence of names of modules.")
+            raise ValueError(f"keep={self.keep!r} is a string; give a list of names of modules, such as ['blocks.0'].")
         self._set("keep", tuple(self.keep))
         for name in self.keep:
             if not isinstance(name, str) or not name:
-                raise ValueError(f"keep has {name!r}; give names of modules, such as 'blocks.0' or '*.ffn.net.2'.")
+                raise ValueError(f"keep contains {name!r}; give names of modules, such as 'blocks.0' or '*.ffn.net.2'.")
         _check_flag("restorable", self.restorable)
 
     @property
@@ -194,7 +196,7 @@ class Quantized(_In8Bits):
 
     def __post_init__(self):
         super().__post_init__()
-        self._check_pair("exact_steps", "(first, last), two numbers of steps from 0 on", 0)
+        self._check_pair("exact_steps", "(first, last), two whole numbers of steps, at least 0", 0)
 
     @property
     def attends_exactly(self) -> bool:
@@ -221,7 +223,7 @@ class Sparse(_In8Bits):
     def __post_init__(self):
         super().__post_init__()
         _check_share("topk", self.topk, "the key blocks")
-        self._check_pair("blocks", "(queries, keys), two numbers of tokens", 1)
+        self._check_pair("blocks", "(queries, keys), two whole numbers of tokens, at least 1", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,14 +255,14 @@ class BlockSparse(_In8Bits):
     def __post_init__(self):
         super().__post_init__()
         _check_share("mass", self.mass, "the estimated attention")
-        self._check_pair("blocks", "(queries, keys), two numbers of tokens", 1)
+        self._check_pair("blocks", "(queries, keys), two whole numbers of tokens, at least 1", 1)
         if type(self.min_tokens) is not int or self.min_tokens < 0:
-            raise ValueError(f"min_tokens={self.min_tokens!r}; give a number of tokens from 0 on.")
-        self._check_pair("exact_steps", "(first, last), two numbers of steps from 0 on", 0)
-        self._check_pair("exact_layers", "(first, last), two numbers of layers from 0 on", 0)
+            raise ValueError(f"min_tokens={self.min_tokens!r}; give a whole number of tokens, at least 0.")
+        self._check_pair("exact_steps", "(first, last), two whole numbers of steps, at least 0", 0)
+        self._check_pair("exact_layers", "(first, last), two whole numbers of layers, at least 0", 0)
         if "self_attention" not in self.fuse:
             raise ValueError(
-                f"fuse={self.fuse!r} has no 'self_attention', which block-sparse attention is part of; add it."
+                f"fuse={self.fuse!r} lacks 'self_attention', which runs the block-sparse attention; add it."
             )
 
     @property
@@ -281,7 +283,7 @@ def _check_flag(field: str, value: object) -> None:
 
 def _check_share(field: str, value: object, whole: str) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
-        raise ValueError(f"{field}={value!r}; it is a share of {whole}, above 0 and at most 1.")
+        raise ValueError(f"{field}={value!r}; give a share of {whole}, above 0 and at most 1.")
 
 
 CLASSES: tuple[type[PatchConfig], ...] = (Exact, Quantized, Sparse, BlockSparse)
@@ -300,7 +302,7 @@ def resolve_config(config: PatchConfig | str) -> PatchConfig:
             raise ValueError(f"preset {config!r} is unknown; accepted are {', '.join(PRESETS)}.")
         return PRESETS[config]
     raise TypeError(
-        f"config is {config!r}; give a configuration, such as {_name(Exact)}(), or the name of a preset: "
+        f"config={config!r}; give a configuration, such as {_name(Exact)}(), or the name of a preset: "
         f"{', '.join(PRESETS)}."
     )
 
@@ -325,4 +327,4 @@ def _why_no_option(config_class: type[PatchConfig], option: str) -> str:
         hint = f"{' and '.join(owners)} {'have' if len(owners) > 1 else 'has'} it"
     else:
         hint = f"accepted are {', '.join(field.name for field in fields(config_class))}"
-    return f"{option!r} is no option of {_name(config_class)}, the {config_class.tier.name} tier; {hint}."
+    return f"{option!r} is not an option of {_name(config_class)}, the {config_class.tier.name} tier; {hint}."

@@ -47,13 +47,15 @@ class Recipe:
     def __post_init__(self):
         for field, accepted in (("solver", SOLVERS), ("state_dtype", STATE_DTYPES)):
             if getattr(self, field) not in accepted:
-                raise ValueError(f"{field}={getattr(self, field)!r}; accepted are {', '.join(accepted)}.")
+                raise ValueError(f"{field}={getattr(self, field)!r} is unknown; accepted are {', '.join(accepted)}.")
         if (self.sigmas is None) == (self.sigma_max is None):
-            raise ValueError(f"recipe {self.name!r} needs either sigmas or, for rCM's times, sigma_max.")
+            given = "neither sigmas nor sigma_max" if self.sigmas is None else "both sigmas and sigma_max"
+            raise ValueError(f"recipe {self.name!r} has {given}; give sigmas, or for rCM's times sigma_max.")
         if self.sigma_max is not None and (self.solver == "lcm" or self.state_dtype != "float64" or self.timesteps):
             raise ValueError(
-                f"recipe {self.name!r} has rCM's times (sigma_max); they go with solver 'sde' or 'euler', state_dtype "
-                "'float64' and no timesteps."
+                f"recipe {self.name!r} has sigma_max, so its times are rCM's, with solver={self.solver!r}, "
+                f"state_dtype={self.state_dtype!r} and timesteps={self.timesteps!r}; give solver 'sde' or 'euler', "
+                "state_dtype 'float64' and no timesteps."
             )
         if self.boundary is not None and not 0 < self.boundary < 1:
             raise ValueError(f"boundary={self.boundary}; give a time between 0 and 1.")
@@ -83,10 +85,12 @@ def _check_times(sigmas: Sequence[float] | None, timesteps: Sequence[float] | No
             raise ValueError(f"{name}={list(values)}; give one or more numbers, highest first.")
         decreasing = all(after < before for before, after in itertools.pairwise(values))
         if not (decreasing and values[-1] > 0 and values[0] <= largest):
-            limit = f"(0, {largest:g}]" if math.isfinite(largest) else "what is above 0"
-            raise ValueError(f"{name}={list(values)}; they must decrease strictly within {limit}, without the final 0.")
+            limit = f"in (0, {largest:g}]" if math.isfinite(largest) else "above 0"
+            raise ValueError(
+                f"{name}={list(values)}; give numbers {limit} that decrease strictly, without the final 0."
+            )
     if timesteps is not None and sigmas is not None and len(timesteps) != len(sigmas):
-        raise ValueError(f"{len(timesteps)} timesteps for {len(sigmas)} sigmas; give one for each.")
+        raise ValueError(f"{len(timesteps)} timesteps for {len(sigmas)} sigmas; give one timestep for each sigma.")
 
 
 def shifted(sigmas: Sequence[float], shift: float) -> tuple[float, ...]:

@@ -366,7 +366,7 @@ def _user_times(values: Sequence[float] | torch.Tensor, name: str, scale: float 
     decreasing = bool((values.diff() < 0).all())
     if not (decreasing and values[-1] > 0 and values[0] <= scale):
         raise ValueError(
-            f"{name}={values.tolist()}; they must decrease strictly within (0, {scale:g}], without the final 0."
+            f"{name}={values.tolist()}; give numbers in (0, {scale:g}] that decrease strictly, without the final 0."
         )
     if scale > 1 and values[0] <= 1:
         raise ValueError(f"{name}={values.tolist()} look like times in (0, 1]; pass those as sigmas.")

@@ -46,11 +46,19 @@ def test_both_experts_in_a_folder_are_told_by_their_names(tmp_path, names):
 @pytest.mark.parametrize(
     ("source", "experts", "message"),
     [
-        ("", 1, r"holds high_noise_model.safetensors, low_noise_model.safetensors; name the one file"),
+        ("", 1, r"holds high_noise_model.safetensors, low_noise_model.safetensors; give the path of one LoRA file"),
         ("high_noise_model.safetensors", 2, r"two transformers: give source=\(high, low\)"),
         ("missing.safetensors", 1, r"missing.safetensors: no such file or folder"),
-        (("high_noise_model.safetensors",), 2, r"1 sources, and the pipeline takes two: \(high, low\)"),
-        (("high_noise_model.safetensors",) * 2, 1, "2 sources, and the pipeline takes one, because it has one"),
+        (
+            ("high_noise_model.safetensors",),
+            2,
+            r"has 1 entries, but the pipeline has two transformers; give a pair \(high, low\)",
+        ),
+        (
+            ("high_noise_model.safetensors",) * 2,
+            1,
+            "source has 2 entries, but the pipeline has one transformer; give one file",
+        ),
         ("empty", 1, "holds no file ending in .safetensors, .pt"),
     ],
 )
@@ -95,7 +103,7 @@ def test_the_hub(folder, monkeypatch):
     assert find_files("offline/loras/low_noise_model.safetensors", 1) == pair[1:]
     with pytest.raises(ValueError, match="Lightning holds no file"):
         find_files(repository, 1)
-    with pytest.raises(ValueError, match=r"the hub does not give it: Repository Not Found; check the name"):
+    with pytest.raises(ValueError, match=r"the hub did not return it: Repository Not Found; check the name"):
         find_files("some/thing", 1)
     with pytest.raises(ValueError, match="Repository Not Found"):
         find_files("offline/loras/missing", 1)
@@ -110,7 +118,7 @@ def test_tensors_and_metadata_of_either_kind(tmp_path):
         torch.save(content, tmp_path / "a.pt")
         assert list(read_tensors(tmp_path / "a.pt")[0]) == ["x"]
     torch.save([1], tmp_path / "a.pt")
-    with pytest.raises(ValueError, match="holds a list; expected a dictionary"):
+    with pytest.raises(ValueError, match="holds a list; accepted is a dictionary"):
         read_tensors(tmp_path / "a.pt")
     torch.save({"x": Path("code")}, tmp_path / "a.pt")
     with pytest.raises(ValueError, match="without running code"):

@@ -66,7 +66,7 @@ def test_what_is_not_there():
         == names.why_absent("img_emb.proj.1")
         == "the model takes no image"
     )
-    assert names.why_absent("blocks.0.cross_attn.x") == "the model has nothing of this name"
+    assert names.why_absent("blocks.0.cross_attn.x") == "the model has no module of this name"
     assert names.parameter("blocks.0.self_attn.norm_q", "bias") is None
     assert names.parameter("blocks.0.scale_shift_table", "bias") is None
     assert names.parameter("blocks.0.self_attn.q", "modulation") is None

@@ -170,9 +170,9 @@ def test_names_that_contradict_the_contents():
     assert lines("wan_1.3B_lora_rank64.safetensors") == lines("lora.safetensors") == []
     assert lines("lora_average_rank_83.safetensors") == []
     (rank,) = lines("lora_rank32_1.3b.safetensors")
-    assert "named rank 32, and its ranks are [64]" in rank
+    assert "named rank 32, but its ranks are [64]" in rank
     (size,) = lines("Wan2.1_T2V_14B_lora.safetensors")
-    assert "named 14B, and the model is of 1.3B" in size
+    assert "named 14B, but the model is 1.3B" in size
     assert lines("high_noise.safetensors", "low_noise.safetensors") == []
     assert lines("low_noise.safetensors", "high_noise.safetensors") == [
         "low_noise.safetensors is taken for the high-noise expert: the order is (high, low)",

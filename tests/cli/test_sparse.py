@@ -123,7 +123,7 @@ def test_a_folder_without_projections_is_refused(saved_models, capsys):
         ),
         (
             ["--preset", "sparse", "--topk", "0"],
-            "--topk: topk=0.0; it is a share of the key blocks",
+            "--topk: topk=0.0; give a share of the key blocks",
         ),
         (["--mass", "0.5"], "--mass is an option of --preset block_sparse, not of exact; leave it out"),
         (
@@ -137,9 +137,12 @@ def test_a_folder_without_projections_is_refused(saved_models, capsys):
         (["--preset", "block_sparse", "--topk", "0.2"], "--topk is an option of --preset sparse, not of block_sparse"),
         (
             ["--preset", "block_sparse", "--mass", "1.5"],
-            "--mass: mass=1.5; it is a share of the estimated attention",
+            "--mass: mass=1.5; give a share of the estimated attention",
         ),
-        (["--preset", "block_sparse", "--min-tokens", "-1"], "min_tokens=-1; give a number of tokens from 0 on"),
+        (
+            ["--preset", "block_sparse", "--min-tokens", "-1"],
+            "min_tokens=-1; give a whole number of tokens, at least 0",
+        ),
     ],
 )
 def test_wrong_shares(capsys, options, message):

@@ -62,7 +62,7 @@ def test_unknown_options():
     model = tiny_wan_transformer()
     with pytest.raises(ValueError, match="preset 'fast' is unknown; accepted are exact"):
         trp.patch(model, "fast")
-    with pytest.raises(TypeError, match=r"config is \{\}; give a configuration"):
+    with pytest.raises(TypeError, match=r"config=\{\}; give a configuration"):
         trp.patch(model, {})
     with pytest.raises(ValueError, match="residual='fp32' is unknown; accepted are fp16, same"):
         trp.Exact(residual="fp32")

@@ -34,8 +34,8 @@ def find_files(source: Source | Sequence[Source], experts: int) -> list[Path]:
         raise TypeError(f"source={source!r}; give a path, the id of a hub repository, or a pair (high, low) of them.")
     sources = list(source)
     if len(sources) != experts:
-        wanted = "one, because it has one transformer" if experts == 1 else "two: (high, low)"
-        raise ValueError(f"{len(sources)} sources, and the pipeline takes {wanted}.")
+        wanted = "one transformer; give one file" if experts == 1 else "two transformers; give a pair (high, low)"
+        raise ValueError(f"source has {len(sources)} entries, but the pipeline has {wanted}.")
     return [find_files(one, 1)[0] for one in sources]
 
 
@@ -107,7 +107,9 @@ def _place(source: Source) -> _Folder | _Repository:
     if path.exists():
         return _Folder(path)
     if not isinstance(source, str) or not HUB_ID.match(source):
-        raise ValueError(f"{source}: no such file or folder; give one, or the id of a repository on the hub.")
+        raise ValueError(
+            f"{source}: no such file or folder; give the path of a LoRA, or the id of a hub repository (owner/name)."
+        )
     try:
         return _Repository(source)
     except Exception as error:  # of the network, of the hub
@@ -116,7 +118,7 @@ def _place(source: Source) -> _Folder | _Repository:
             return _Folder(found)
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(
-            f"{source} is no file or folder here, and the hub does not give it: {first}; check the name."
+            f"{source} is not a file or folder here, and the hub did not return it: {first}; check the name."
         ) from error
 
 
@@ -139,13 +141,14 @@ def _in_cache(name: str) -> Path | None:
 def _one_per_expert(place: _Folder | _Repository, experts: int) -> list[str]:
     if "model_index.json" in place.names:
         raise ValueError(
-            f"{place.title} is a whole diffusers pipeline, no LoRA; load it with from_pretrained, and leave source out."
+            f"{place.title} is a whole diffusers pipeline, not a LoRA; load it with from_pretrained, then call "
+            "use_distilled without source."
         )
     names = [name for name in place.names if name.endswith(SUFFIXES)]
     if experts == 1:
         if len(names) == 1:
             return names
-        raise ValueError(f"{place.title} holds {_listed(names)}; name the one file of the LoRA.")
+        raise ValueError(f"{place.title} holds {_listed(names)}; give the path of one LoRA file.")
     for of_name in (experts_in, str.lower):  # as words, else anywhere
         chosen = [[name for name in names if expert in of_name(name)] for expert in EXPERTS]
         if [len(found) for found in chosen] == [1, 1]:

@@ -49,31 +49,35 @@ def open_tensors(source: str | Path) -> Iterator[Tensors]:
         for file in files:
             opened = _open_safetensors(file, stack) if file.suffix == ".safetensors" else _open_pickled(file)
             if doubled := sorted(tensors.keys() & opened.keys()):
-                raise ValueError(f"{source} has {doubled[0]} in more than one file.")
+                raise ValueError(
+                    f"{source} has the tensor {doubled[0]} in more than one file; keep the files of one model only."
+                )
             tensors |= opened
         if not tensors:
-            raise ValueError(f"{source} holds no tensors.")
+            raise ValueError(f"{source} holds no tensors; give a file with a model's or a LoRA's weights.")
         yield tensors
 
 
 def _files_of(path: Path) -> list[Path]:
     if path.is_file():
         if path.suffix not in SUFFIXES:
-            raise ValueError(f"{path} is no file of weights; they end in {', '.join(SUFFIXES)}.")
+            raise ValueError(f"{path} is not a file of weights; accepted are files ending in {', '.join(SUFFIXES)}.")
         return [path]
     if not path.is_dir():
-        raise ValueError(f"{path}: no such file or folder.")
+        raise ValueError(f"{path}: no such file or folder; give a file of weights, or the folder of one.")
     indices = sorted(path.glob(_INDEX))
     if len(indices) == 1:
         names = shards(indices[0])
         missing = [name for name in names if not (path / name).is_file()]
         if missing:
-            raise ValueError(f"{path} has no {', '.join(missing)}, which {indices[0].name} names; download them.")
+            raise ValueError(
+                f"{path} lacks {', '.join(missing)}, which {indices[0].name} lists; download what is missing."
+            )
         return [path / name for name in names]
     files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
     if len(files) != 1:
         listed = ", ".join(file.name for file in files) or f"no file ending in {', '.join(SUFFIXES)}"
-        raise ValueError(f"{path} holds {listed}; name the one file of the weights.")
+        raise ValueError(f"{path} holds {listed}; give the path of one file of weights.")
     return files
 
 
@@ -82,7 +86,7 @@ def shards(index: Path) -> list[str]:
     try:
         return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{index} is no index of safetensors files.") from error
+        raise ValueError(f"cannot read {index} as an index of safetensors files; download it again.") from error
 
 
 def _open_safetensors(file: Path, stack: ExitStack) -> dict[str, LazyTensor]:
@@ -90,7 +94,7 @@ def _open_safetensors(file: Path, stack: ExitStack) -> dict[str, LazyTensor]:
         opened = stack.enter_context(safe_open(file, framework="pt"))
         return {name: _lazy(opened, name) for name in opened.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"cannot read {file}: {error}") from error
+        raise ValueError(f"cannot read {file} ({error}); download it again.") from error
 
 
 def _lazy(opened: safe_open, name: str) -> LazyTensor:
@@ -108,10 +112,11 @@ def _open_pickled(file: Path) -> dict[str, LazyTensor]:
             break
         (content,) = inner
     if not isinstance(content, Mapping):
-        raise ValueError(f"{file} holds a {type(content).__name__}; expected a dictionary of tensors.")
+        raise ValueError(f"{file} holds a {type(content).__name__}; accepted is a dictionary of tensors.")
     tensors = {name: tensor for name, tensor in content.items() if isinstance(tensor, torch.Tensor)}
     if not tensors:
-        raise ValueError(f"{file} holds {', '.join(map(str, list(content)[:8])) or 'nothing'}; expected tensors.")
+        held = ", ".join(map(str, list(content)[:8])) or "nothing"
+        raise ValueError(f"{file} holds {held}; accepted is a dictionary of tensors.")
     return {
         name: LazyTensor(tuple(tensor.shape), lambda tensor=tensor: tensor, str(tensor.dtype).removeprefix("torch."))
         for name, tensor in tensors.items()
@@ -129,5 +134,5 @@ def _load(file: Path) -> object:
     except Exception as error:  # what unpickling raises; torch's own advice is to run the code
         raise ValueError(
             f"cannot read {file} without running code in it ({type(error).__name__}): it is broken, or holds more than "
-            "a dictionary of tensors."
+            "a dictionary of tensors. Download it again, or save its tensors as a .safetensors file."
         ) from None

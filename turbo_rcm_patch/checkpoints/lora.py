@@ -83,11 +83,11 @@ def read_lora(tensors: Mapping[str, torch.Tensor], model: nn.Module, metadata: M
     for name, parts in grouped.items():
         _Entry(name, parts, names, lora, misfits).add(_alpha_in(saved, name))
     if not grouped:
-        raise ValueError(f"no LoRA in it: {_some(list(tensors))}")
+        raise ValueError(f"it holds no LoRA, only {_some(list(tensors))}")
     if misfits:
         raise ValueError(f"it does not fit the {type(model).__name__}: {_some(misfits, '; ')}")
     if not lora.pairs and not lora.differences:
-        raise ValueError(f"nothing of it is for a {type(model).__name__}: {_some(list(lora.unused))}")
+        raise ValueError(f"none of its keys fit a {type(model).__name__}: {_some(list(lora.unused))}")
     lora.has_alpha = any("alpha" in parts for parts in grouped.values())
     lora.has_differences = any(set(_DIFFERENCES) & set(parts) for parts in grouped.values())
     return lora
@@ -109,7 +109,7 @@ def _grouped(tensors: Mapping[str, torch.Tensor], names: ModelNames, lora: Lora)
     for key, tensor in tensors.items():
         found = _part_of(key)
         if found is None:
-            lora.unused[key] = "DoRA, which is not applied" if "dora_scale" in key else "of an unknown kind"
+            lora.unused[key] = "DoRA is not supported" if "dora_scale" in key else "unknown kind of key"
             continue
         stem, part = found
         name = names.canonical(_without_prefix(stem))
@@ -121,7 +121,7 @@ def _grouped(tensors: Mapping[str, torch.Tensor], names: ModelNames, lora: Lora)
         else:
             differing.append(f"{known} and {key}")
     if differing:
-        raise ValueError(f"it names the same twice, with different values: {_some(differing, '; ')}")
+        raise ValueError(f"it has different values for the same weight: {_some(differing, '; ')}")
     return grouped
 
 
@@ -169,7 +169,9 @@ class _Entry:
 
     def add(self, default_alpha: float | None) -> None:
         if self._names.block_beyond(self._name):
-            self._misfits.append(f"{self._first_key()} is of a block that the model, with {self._names.blocks}, lacks")
+            self._misfits.append(
+                f"{self._first_key()} is for a block that the model lacks; it has {self._names.blocks}"
+            )
             return
         pair = self._pair(default_alpha)
         for part in _DIFFERENCES:
@@ -189,7 +191,7 @@ class _Entry:
             return None
         module = self._names.module(self._name)
         whole = "down" in self._parts and "up" in self._parts
-        reason = self._names.why_absent(self._name) if module is None else "without the other half of the pair"
+        reason = self._names.why_absent(self._name) if module is None else "the other matrix of its pair is missing"
         if module is None or not whole:
             self._lora.unused.update(dict.fromkeys(given, reason))
             return None

@@ -98,7 +98,7 @@ class ModelNames:
 
     def why_absent(self, name: str) -> str:
         """Return the reason why the model has no parameter of this name."""
-        return "the model takes no image" if _OF_IMAGE.search(name) else "the model has nothing of this name"
+        return "the model takes no image" if _OF_IMAGE.search(name) else "the model has no module of this name"
 
     def block_beyond(self, name: str) -> bool:
         """True if a name belongs to a block that the model does not have."""

@@ -134,14 +134,14 @@ def ignored_parts(keys: Iterable[str]) -> list[str]:
 def odd_names(paths: list[Path], loras: list[Lora], model: nn.Module) -> list[str]:
     """Return lines on file names that contradict the files' contents, the model or the files' order."""
     lines = []
-    size = _SIZES.get(model.config.num_attention_heads * model.config.attention_head_dim, "another size")
+    size = _SIZES.get(model.config.num_attention_heads * model.config.attention_head_dim, "of another size")
     for path, lora in zip(paths, loras, strict=True):
         rank = re.search(r"(?<!average_)rank_?(\d+)", path.stem.lower())
         if rank and lora.ranks and int(rank[1]) not in lora.ranks:
-            lines.append(f"{path.name}: named rank {rank[1]}, and its ranks are {lora.ranks}")
+            lines.append(f"{path.name}: named rank {rank[1]}, but its ranks are {lora.ranks}")
         named = re.search(r"(?<![\d.])(1\.3|5|14)b(?![a-z])", path.stem.lower())
         if named and f"{named[1]}B" != size:
-            lines.append(f"{path.name}: named {named[1]}B, and the model is of {size}")
+            lines.append(f"{path.name}: named {named[1]}B, but the model is {size}")
     if len(paths) == 2:
         for path, expert in zip(paths, EXPERTS, strict=True):
             if expert not in (experts_in(path.name) or expert):

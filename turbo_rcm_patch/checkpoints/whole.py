@@ -90,7 +90,7 @@ class WholeModel:
             problems.misshapen.append(f"{key} is {list(tensor.shape)}, not {list(shape)}")
             return None
         if not tensor.floating:
-            problems.misshapen.append(f"{key} holds integers, without the scales that would go with them")
+            problems.misshapen.append(f"{key} holds integers, but the file has no scales for them")
             return None
         return Weight((key,), lambda: tensor.load().reshape(shape))
 
@@ -144,7 +144,7 @@ class _Problems:
     def raise_if_any(self, source: str, model: str) -> None:
         lines = self.lines()
         if lines:
-            raise ValueError(f"{source} does not fit the {model}: {'; '.join(lines)}.")
+            raise ValueError(f"{source} does not fit the {model}; give a file that does. {'; '.join(lines)}.")
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -223,7 +223,9 @@ def infer_config(source: str | Path, tensors: Tensors) -> dict[str, object]:
     def shape_of(*names: str) -> tuple[int, ...]:
         found = next((shapes[name] for name in names if name in shapes), None)
         if found is None:
-            raise ValueError(f"{source} holds no Wan transformer: it has no {' or '.join(names)}.")
+            raise ValueError(
+                f"{source} holds no Wan transformer: it has no {' or '.join(names)}. Give a file with a whole one."
+            )
         return found
 
     embedder = "condition_embedder"

@@ -55,8 +55,8 @@ def test_differences_that_do_not_follow_the_matrices_are_warned_of_once(tmp_path
     pipe.disable_lora()
     videos(pipe)
     videos(pipe)
-    assert caplog.text.count("differences of biases, norms and the like stay in the weights") == 1
-    assert f"transformer: the LoRA was switched off or given another weight, and {count} differences" in caplog.text
+    assert caplog.text.count("differences of biases, norms and the like stay in the model") == 1
+    assert f"transformer: the LoRA was switched off or given another weight, but its {count} differences" in caplog.text
 
 
 def test_a_lora_without_differences_may_be_switched_off_without_a_word(tmp_path, caplog):
@@ -65,7 +65,7 @@ def test_a_lora_without_differences_may_be_switched_off_without_a_word(tmp_path,
     pipe.disable_lora()
     caplog.clear()
     videos(pipe)
-    assert "stay in the weights" not in caplog.text
+    assert "stay in the model" not in caplog.text
 
 
 @pytest.mark.parametrize("change", ["fuse_lora", "disable_lora"])
@@ -107,7 +107,12 @@ def test_projections_fused_after_it_are_warned_of_and_unfused_before_restoring(t
     caplog.clear()
     assert not torch.allclose(videos(pipe), expected)
     videos(pipe)
-    assert caplog.text.count("transformer: projections were fused after the LoRA was loaded, which leave its") == 1
+    assert (
+        caplog.text.count(
+            "transformer: projections were fused after the LoRA was loaded, and fused projections leave out its"
+        )
+        == 1
+    )
     with pytest.raises(RuntimeError, match=r"call unfuse_qkv_projections\(\) first, then restore"):
         handle.restore()
     pipe.transformer.unfuse_qkv_projections()

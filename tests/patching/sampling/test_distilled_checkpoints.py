@@ -36,7 +36,7 @@ def test_a_folder_above_a_loaded_model_decides_nothing(inner):
     pipe = tiny_wan_pipeline()
     name = f"/data/lightning/Wan2.1-T2V-14B-Diffusers{inner}"
     pipe.transformer.register_to_config(_name_or_path=name)
-    with pytest.raises(ValueError, match=f"nothing tells how the loaded model .{name}"):
+    with pytest.raises(ValueError, match=f"neither the name nor the files of the loaded model .{name}"):
         trp.use_distilled(pipe)
     pipe.transformer.register_to_config(_name_or_path=f"/data/lightning/FastWan{inner}")
     with trp.use_distilled(pipe) as handle:

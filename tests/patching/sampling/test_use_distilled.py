@@ -132,8 +132,8 @@ def test_what_it_tells(tmp_path, caplog):
     source = file.save(tmp_path / "Wan2.1_14b_lightx2v_rank32.safetensors")
     with trp.use_distilled(pipe, source) as handle:
         told = str(handle).splitlines()
-    assert told[1].endswith("named rank 32, and its ranks are [64]")
-    assert told[2].endswith("named 14B, and the model is of another size")
+    assert told[1].endswith("named rank 32, but its ranks are [64]")
+    assert told[2].endswith("named 14B, but the model is of another size")
     assert told[-1] == "  not used: diffusion_model.img_emb.proj.1.lora_up.weight (the model takes no image)"
     assert handle.unused == {
         "transformer": {"diffusion_model.img_emb.proj.1.lora_up.weight": "the model takes no image"}
@@ -148,14 +148,14 @@ def test_a_file_told_by_its_contents_alone_is_warned_about(tmp_path, caplog):
     source = lora_files.lightx2v(pipe.transformer, 64).save(tmp_path / "lora.safetensors")
     with trp.use_distilled(pipe, source) as handle:
         assert "lightx2v (rank 64 without alphas" in str(handle)
-    assert "if it is no lightx2v, pass recipe=" in caplog.text
+    assert "if it is not lightx2v, give recipe=" in caplog.text
 
 
 def test_an_unknown_file_lists_every_recipe_and_changes_nothing(tmp_path):
     pipe = tiny_wan_pipeline()
     before = state(pipe)
     source = lora_files.kohya(pipe.transformer).save(tmp_path / "style.safetensors")
-    with pytest.raises(ValueError, match=r"style\.safetensors: cannot be recognised; name how it was") as error:
+    with pytest.raises(ValueError, match=r"style\.safetensors: cannot be recognised; give how it was") as error:
         trp.use_distilled(pipe, source)
     assert all(name in str(error.value) for name in trp.RECIPES)
     assert_untouched(pipe, before)
@@ -172,12 +172,12 @@ def test_a_folder_of_another_recipe_than_the_contents_decides_nothing(tmp_path, 
     with pytest.raises(ValueError, match="cannot be recognised"):
         trp.use_distilled(pipe, source)
     source = lora_files.lightx2v(pipe.transformer, 64).save(tmp_path / "rcm/lora.safetensors")
-    with pytest.raises(ValueError, match="look like lightx2v and rcm; name how it was distilled with recipe=, one of"):
+    with pytest.raises(ValueError, match="look like lightx2v and rcm; give how it was distilled as recipe=, one of"):
         trp.use_distilled(pipe, source)
     assert_untouched(pipe, before)
     source = lora_files.kohya(pipe.transformer).save(tmp_path / "rcm/style.safetensors")
     with trp.use_distilled(pipe, source):
-        assert "told by a folder's name alone; if it is no rcm, pass recipe=" in caplog.text
+        assert "recognised only by a folder's name; if it is not rcm, give recipe=" in caplog.text
 
 
 def test_a_loaded_model_whose_name_and_files_contradict_is_an_error(tmp_path):
@@ -185,7 +185,7 @@ def test_a_loaded_model_whose_name_and_files_contradict_is_an_error(tmp_path):
     pipe.transformer.save_pretrained(tmp_path / "rcm")
     save_file({"blocks.0.to_gate_compress.weight": torch.ones(1)}, tmp_path / "rcm/more.safetensors")
     pipe.transformer.register_to_config(_name_or_path=str(tmp_path / "rcm"))
-    with pytest.raises(ValueError, match=r"is rcm \(named rcm\) or fastwan \(its files hold .*\); name how"):
+    with pytest.raises(ValueError, match=r"could be rcm \(named rcm\) or fastwan \(its files hold .*\); give how"):
         trp.use_distilled(pipe)
 
 
@@ -194,15 +194,15 @@ def test_a_loaded_model_whose_name_and_files_contradict_is_an_error(tmp_path):
     [
         ("none", {"recipe": "euler"}, ValueError, "recipe='euler' is unknown; accepted are rcm"),
         ("none", {"recipe": 4}, TypeError, "give a Recipe"),
-        ("none", {}, ValueError, r"nothing tells how the loaded model \(without a name\).*one of rcm, rcm-i2v"),
+        ("none", {}, ValueError, r"the loaded model \(it has no name\) tell how .*one of rcm, rcm-i2v"),
         ("none", {"recipe": "rcm", "scale": float("nan")}, ValueError, "scale=nan"),
         ("none", {"recipe": "rcm", "scale": "0.5"}, TypeError, "scale='0.5'; give a number"),
         ("number", {}, TypeError, r"source=5; give a path, .* or a pair \(high, low\)"),
-        ("pipeline", {}, ValueError, "is a whole diffusers pipeline, no LoRA; .* leave source out"),
+        ("pipeline", {}, ValueError, "is a whole diffusers pipeline, not a LoRA; .* call use_distilled without source"),
         ("missing", {}, ValueError, "no such file or folder"),
-        ("model", {}, ValueError, "holds no LoRA but .* and the like. Load a whole model"),
+        ("model", {}, ValueError, "is not a LoRA: it holds tensors such as .*. If it is a whole model, load it"),
         ("misfit", {}, ValueError, r"lightx2v\.safetensors: it does not fit the WanTransformer3DModel"),
-        ("pair", {}, ValueError, "2 sources, and the pipeline takes one"),
+        ("pair", {}, ValueError, "source has 2 entries, but the pipeline has one transformer; give one file"),
     ],
 )
 def test_errors_change_nothing(make, options, error, message, tmp_path):
@@ -336,8 +336,8 @@ def test_a_style_s_lora_that_is_named_like_a_recipe_is_told_apart(tmp_path, capl
     pipe = tiny_wan_pipeline()
     source = lora_files.style(pipe.transformer).save(tmp_path / "lightning_storm_style.safetensors")
     with trp.use_distilled(pipe, source) as handle:
-        assert "told by its name (it has matrices for 2 of the blocks' 20 linears) alone" in str(handle)
-    assert "if it is no lightning, pass recipe=" in caplog.text
+        assert "recognised only by its name (it has matrices for 2 of the blocks' 20 linears)" in str(handle)
+    assert "if it is not lightning, give recipe=" in caplog.text
 
 
 def test_a_style_s_lora_in_the_second_place_is_told_apart_too(tmp_path):
@@ -345,7 +345,7 @@ def test_a_style_s_lora_in_the_second_place_is_told_apart_too(tmp_path):
     high = lora_files.lightning(pipe.transformer).save(tmp_path / "lightning_high.safetensors")
     low = lora_files.style(pipe.transformer_2).save(tmp_path / "lightning_low.safetensors")
     with trp.use_distilled(pipe, (high, low)) as handle:
-        assert "told by its name (it has matrices for 2 of the blocks' 20 linears) alone" in str(handle)
+        assert "recognised only by its name (it has matrices for 2 of the blocks' 20 linears)" in str(handle)
 
 
 def test_a_causvid_lora_has_times_of_its_own(tmp_path):

@@ -98,8 +98,8 @@ def test_a_name_that_fits_nothing_is_an_error(model):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keep": [3]}, r"keep has 3; give names of modules"),
-        ({"keep": [""]}, r"keep has ''; give names of modules"),
+        ({"keep": [3]}, r"keep contains 3; give names of modules"),
+        ({"keep": [""]}, r"keep contains ''; give names of modules"),
         ({"restorable": "no"}, r"restorable='no'; give True or False"),
         ({"exact_steps": (True, True)}, r"exact_steps=\(True, True\); give \(first, last\)"),
     ],

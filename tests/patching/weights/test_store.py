@@ -120,7 +120,7 @@ def test_a_folder_with_one_file_is_that_file(tmp_path, preset):
     assert [path.name for path in from_folder] == [path.name for path in from_file]
     assert [path.read_bytes() for path in from_folder] == [path.read_bytes() for path in from_file]
     turbo(tmp_path / "in/another.pth")
-    with pytest.raises(ValueError, match=r"holds TurboWan\.pth, another\.pth; name the one file"):
+    with pytest.raises(ValueError, match=r"holds TurboWan\.pth, another\.pth; give the path of one file"):
         convert_model(tmp_path / "in", tmp_path / "3", trp.PRESETS[preset])
 
 

@@ -43,7 +43,7 @@ def test_bad_options(saved):
     path = saved(turbo_weights(model))
     for options, message in (
         ({"attention": "sage"}, "attention='sage' is unknown; accepted are sagesla, sla, dense"),
-        ({"topk": 0.0}, r"topk=0.0; it is a share"),
+        ({"topk": 0.0}, r"topk=0.0; give a share"),
         ({"blocks": (64,)}, r"blocks=\(64,\); give \(queries, keys\)"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -37,7 +37,8 @@ from .use_rcm import rcm_scheduler
 logger = logging.getLogger(__name__)
 
 _ACCEPTED = (
-    f"Accepted are LoRA files ({', '.join(SUFFIXES)}); recipe= names how one was distilled, one of {recipe_names()}."
+    f"Accepted are LoRA files ({', '.join(SUFFIXES)}), folders and hub ids. Give how a LoRA was distilled as recipe=, "
+    f"one of {recipe_names()}."
 )
 
 
@@ -185,14 +186,14 @@ class DistilledHandle(FewStepHandle):
         """Return a warning if the user switched a loaded LoRA off or fused projections since, else None."""
         if loaded.is_left_out():
             return (
-                "projections were fused after the LoRA was loaded, which leave its matrices out; call "
+                "projections were fused after the LoRA was loaded, and fused projections leave out its matrices; call "
                 "unfuse_qkv_projections()."
             )
         if loaded.differences and not loaded.is_as_loaded():
             return (
-                f"the LoRA was switched off or given another weight, and {loaded.differences} differences of biases, "
-                "norms and the like stay in the weights as they were loaded; restore() takes them off, and "
-                "use_distilled with another scale= loads them with it."
+                f"the LoRA was switched off or given another weight, but its {loaded.differences} differences of "
+                "biases, norms and the like stay in the model at the scale they were loaded with. Call restore() to "
+                "remove them, then use_distilled with scale= to load them at another scale."
             )
         return None
 
@@ -235,8 +236,8 @@ def _read(source: Source | Sequence[Source], models: _Models) -> _Files:
     for path, (tensors, metadata), (name, model) in zip(paths, contents, models.items(), strict=True):
         if not looks_like_lora(tensors):
             raise ValueError(
-                f"{path} holds no LoRA but {next(iter(tensors), 'nothing')} and the like. Load a whole model as a "
-                f"diffusers pipeline, and call use_distilled without source. {_ACCEPTED}"
+                f"{path} is not a LoRA: it holds tensors such as {next(iter(tensors))}. If it is a whole model, load "
+                f"it as a diffusers pipeline and call use_distilled without source. {_ACCEPTED}"
             )
         try:
             files[name] = _File(path, read_lora(tensors, model, metadata))
@@ -274,12 +275,12 @@ def _sampling(
         if found is None:
             first, *_ = models.values()
             raise NotRecognised(
-                f"nothing tells how the loaded model ({_name_of(first) or 'without a name'}) was distilled; give the "
-                f"LoRA's file as source, or name it with recipe=, one of {recipe_names()}."
+                f"neither the name nor the files of the loaded model ({_name_of(first) or 'it has no name'}) tell how "
+                f"it was distilled; give a LoRA as source, or recipe=, one of {recipe_names()}."
             )
         chosen, evidence = RECIPES[found.recipe], found.evidence
         if found.alone:
-            notes.append(f"told by {found.alone} alone; if it is no {chosen.name}, pass recipe=")
+            notes.append(f"recognised only by {found.alone}; if it is not {chosen.name}, give recipe=")
     recipe = _variant(chosen, pipe, bool(files))
     boundary = _boundary(recipe, own) if len(models) == 2 else own
     steps = train_timesteps(pipe)
@@ -293,7 +294,7 @@ def _recognise_files(files: _Files, models: _Models) -> Recognised:
     if len(known) != 1 or [] in found:
         names = ", ".join(file.path.name for file in files.values())
         what = f"look like {' and '.join(sorted(known))}" if len(known) > 1 else "cannot be recognised"
-        raise ValueError(f"{names}: {what}; name how it was distilled with recipe=, one of {recipe_names()}.")
+        raise ValueError(f"{names}: {what}; give how it was distilled as recipe=, one of {recipe_names()}.")
     first = [claims[0] for claims in found]
     return next((claim for claim in first if claim.alone), first[0])
 
@@ -305,8 +306,8 @@ def _recognise_loaded(models: _Models) -> Recognised | None:
         told = [recognised for recognised in found if recognised is not None]
         if len({recognised.recipe for recognised in told}) > 1:
             raise ValueError(
-                f"the loaded model is {told[0].recipe} ({told[0].evidence}) or {told[1].recipe} ({told[1].evidence}); "
-                f"name how it was distilled with recipe=, one of {recipe_names()}."
+                f"the loaded model could be {told[0].recipe} ({told[0].evidence}) or {told[1].recipe} "
+                f"({told[1].evidence}); give how it was distilled as recipe=, one of {recipe_names()}."
             )
         if told:
             return told[0]
