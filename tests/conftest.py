@@ -20,7 +20,7 @@ torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("PYTE
 
 
 def pytest_collection_modifyitems(items):
-    """Tests marked gpu skip without a GPU; those on the device "interpreter" skip where a GPU runs the kernels."""
+    """Skip tests marked gpu without a GPU, and tests on the device "interpreter" where a GPU runs the kernels."""
     has_gpu = torch.cuda.is_available()
     for item in items:
         if not has_gpu and item.get_closest_marker("gpu"):
@@ -43,7 +43,7 @@ def _fixed_seed():
 
 @pytest.fixture(autouse=True, scope="module")
 def _memory_for_the_other_workers():
-    """What a file's tests took of the GPU's memory, PyTorch keeps for the next ones of this process alone."""
+    """Free the GPU memory of a file's tests, which PyTorch would keep for this process."""
     yield
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

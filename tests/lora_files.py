@@ -86,7 +86,7 @@ class LoraFile:
 
 
 def lightx2v(model, rank=64, seed=0, prefix="diffusion_model."):
-    """As lightx2v's distilled LoRAs: no alphas; norms, biases, modulation, patch embedding and head as differences."""
+    """Like lightx2v's LoRAs: no alphas; norms, biases, modulation, patch embedding and head as differences."""
     file, image = LoraFile(model, seed), model.config.image_dim is not None
     linears = {
         f"blocks.{i}.{theirs}": f"blocks.{i}.{ours}"
@@ -116,7 +116,7 @@ def lightx2v(model, rank=64, seed=0, prefix="diffusion_model."):
 
 
 def style(model, rank=4, seed=0):
-    """As PEFT saves a style's LoRA: few linears, no differences."""
+    """Like a style's LoRA that PEFT saved: few linears, no differences."""
     file = LoraFile(model, seed)
     for i in range(len(model.blocks)):
         path = f"blocks.{i}.attn1.to_q"
@@ -125,7 +125,7 @@ def style(model, rank=4, seed=0):
 
 
 def lightning(model, rank=64, alphas=(8.0,), seed=0, prefix="diffusion_model."):
-    """As Wan2.2-Lightning: the blocks' linears with alphas, taken in turn."""
+    """Like Wan2.2-Lightning: the blocks' linears with alphas, taken in turn."""
     file = LoraFile(model, seed)
     for i in range(len(model.blocks)):
         for n, (theirs, ours) in enumerate(BLOCK.items()):
@@ -134,7 +134,7 @@ def lightning(model, rank=64, alphas=(8.0,), seed=0, prefix="diffusion_model."):
 
 
 def kohya(model, rank=32, alphas=(16.0, 32.0), seed=0, dotted=False):
-    """As musubi-tuner: underscores; dotted: only the first of them."""
+    """Like musubi-tuner's files: names with underscores. dotted: only the first ones are underscores."""
     file = LoraFile(model, seed)
     for i in range(len(model.blocks)):
         for n, (theirs, ours) in enumerate(BLOCK.items()):
@@ -145,7 +145,7 @@ def kohya(model, rank=32, alphas=(16.0, 32.0), seed=0, dotted=False):
 
 
 def diffusers(model, ranks=(32, 128), seed=0, prefix="transformer."):
-    """As diffusers saves it: its own names, ranks in turn."""
+    """Like a LoRA that diffusers saved: its own names, ranks taken in turn."""
     file = LoraFile(model, seed)
     for i in range(len(model.blocks)):
         for n, ours in enumerate(BLOCK.values()):

@@ -1,4 +1,4 @@
-"""How tests judge an op: relative L2 error against a higher-precision oracle, with limits derived from dtypes."""
+"""Judge an op: relative L2 error against a higher-precision oracle, with limits derived from dtypes."""
 
 from dataclasses import replace
 

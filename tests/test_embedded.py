@@ -128,7 +128,7 @@ VOCABULARY = (
 
 
 def test_what_ships_shows_captions_that_training_never_saw(pipe):
-    """By the judge, at the model's own size: files of two trainings, or wrong ones, make videos of nothing."""
+    """The judge sees videos of the model's own size. Files of two trainings, or wrong ones, would show nothing."""
     with trp.use_rcm(pipe):
         accuracy = prompt_accuracy(pipe, held_out_scenes(4), {**EMBEDDED_CALL, "num_inference_steps": 4})
     assert accuracy["overall"].asked >= 30

@@ -1,4 +1,4 @@
-"""Which linear's weight may be read for a module, above all behind peft's LoRA layers."""
+"""The linear whose weight may be read for a module, above all behind peft's LoRA layers."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def layer_of(model):
 
 
 def reads(model):
-    """Whether the layer's weight may be read; if so it computes what the layer does."""
+    """Return True if the layer's weight may be read, and check that it computes what the layer does."""
     layer = layer_of(model)
     linear = linear_of(layer)
     reason = why_not_linear(linear, CPU, torch.float32)

@@ -1,4 +1,4 @@
-"""The figures of the README and of the results page are those of the results files."""
+"""The figures of the README and of the results page equal the results files'."""
 
 import json
 import re
@@ -49,8 +49,10 @@ def test_files_that_a_page_names_are_there(page):
 
 
 def test_results_of_any_gpu_become_a_page_and_a_short_table(tmp_path):
-    """Also of a file without the embedded model, commits or tests, and of one GPU beside another; the README has those
-    of the GPU that most was measured on."""
+    """Files may lack the embedded model, commits or tests, or hold several GPUs' results.
+
+    The README shows the GPU with the most measurements.
+    """
     run = step_run("wan2.2-5b", compiled=0.6, patched=0.5)
     two = {**run, "settings": {**run["settings"], "ulysses": 2, "layers": 4}}
     for file, gpu, runs, more in (

@@ -1,4 +1,4 @@
-"""What the README says in words: its length, its links, and that its code runs."""
+"""The README's text: its length, its links, and that its code runs."""
 
 import json
 import re

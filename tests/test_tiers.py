@@ -129,7 +129,7 @@ def test_limits_by_dtype():
 
 
 def test_own_limits_of_a_tier():
-    """They count where they are wider than those beside the unpatched error, in every dtype."""
+    """These limits count wherever they are wider than the ones relative to the unpatched error, in every dtype."""
     limits = ErrorLimits(factor=2.0, fp32=1e-5, block=4e-2, part=5e-2, step=1e-1)
     assert limits.allowed(1e-3, torch.bfloat16) == limits.allowed(0.0, torch.float32) == 4e-2
     assert limits.allowed(1e-3, torch.bfloat16, "part") == 5e-2

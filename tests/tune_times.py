@@ -1,4 +1,4 @@
-"""Times for `turbo-rcm tune` where there is no GPU to measure them on."""
+"""Times for `turbo-rcm tune` without a GPU to measure them on."""
 
 from turbo_rcm_patch.bench.ops import OpResult, Timing
 from turbo_rcm_patch.bench.tune import FALLBACKS

@@ -1,4 +1,4 @@
-"""What the tests of all contests share: what must hold of each."""
+"""Checks that the tests of all contests share."""
 
 from dataclasses import replace
 

@@ -215,7 +215,7 @@ def test_memory_that_one_variant_keeps_is_not_counted_for_another(pipe, monkeypa
 
 
 def test_a_tier_with_wider_limits_is_timed(pipe, monkeypatch):
-    """With the damage that the exact tier refuses above."""
+    """The damage is the one that the exact tier refuses above."""
     damage_block(
         monkeypatch, variants_module, "transformer.blocks.1", lambda output: output + 0.01 * output.roll(1, -1)
     )

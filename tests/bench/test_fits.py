@@ -1,4 +1,4 @@
-"""What a model takes of a GPU, from its configs: as its parameters and buffers are."""
+"""The GPU memory that is estimated from a model's configs is that of its parameters and buffers."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""How ops are checked and timed: what is less accurate than its rivals is not timed."""
+"""Ops are checked, then timed: an op that is less accurate than its rivals is not timed."""
 
 import functools
 from dataclasses import replace
@@ -79,7 +79,7 @@ def test_speed_ups_and_rates_are_of_the_medians():
 
 
 def test_a_tier_with_wider_limits_is_timed():
-    """As an 8-bit op would be, whose error is far above that of its rivals in bf16."""
+    """An 8-bit op is such a case: its error is far above that of its rivals in bf16."""
     right = SMALL["linear_gelu"](CPU, eager)
     (name,) = right.ours
     rough = replace(right, ours={"rough": lambda: right.ours[name]() * 1.05})

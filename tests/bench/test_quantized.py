@@ -39,7 +39,7 @@ def rcm_pipeline(variant="t2v", dtype=torch.float32):
 
 
 def call(variant="t2v", **overrides):
-    """With a step for each of two transformers."""
+    """Return the arguments of a call that runs each of the pipeline's transformers."""
     steps = 3 if variant == "wan22" else 2
     return tiny_call(variant, guidance_scale=1.0, num_inference_steps=steps, **overrides)
 
@@ -79,7 +79,7 @@ def test_exact_blocks_have_no_parts():
 
 
 def test_exact_steps_are_checked_as_they_run():
-    """Of two steps the first is exact in its attention."""
+    """Attention is exact in the first of two steps."""
     verification = verify(rcm_pipeline(), call(), config=Quantized(exact_steps=(1, 0)))
     assert verification.ok
     assert {part.step for part in verification.parts if part.part == QK} == {2}

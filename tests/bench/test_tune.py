@@ -1,4 +1,4 @@
-"""What `turbo-rcm tune` measures: the shapes of a model, ours beside what the patch runs otherwise, a row for each."""
+"""`turbo-rcm tune` times our kernels and their fallbacks at a model's shapes, and writes a row for each."""
 
 import json
 from dataclasses import asdict, replace
@@ -97,7 +97,7 @@ def attention(monkeypatch):
 
 
 def test_backends_of_pytorchs_attention_that_it_does_not_take_by_itself(attention, monkeypatch):
-    """On a CPU it has one besides the formula."""
+    """On a CPU PyTorch has one backend besides the formula."""
     assert list(attention.alternatives) == ["PyTorch SDPA (FlashAttention)"]
     errors = measure_errors(attention)
     assert 0 < errors["PyTorch SDPA (FlashAttention)"] < torch.finfo(torch.bfloat16).eps
@@ -158,7 +158,7 @@ def test_a_tiers_op_is_within_its_tiers_limit(case):
 
 @pytest.mark.parametrize("format", [INT8, FP8])
 def test_linears_have_the_formats_that_the_patch_takes(monkeypatch, format):
-    """On a GPU older than sm_89 int8 alone, and then no GELU in 8 bits."""
+    """A GPU older than sm_89 takes only int8, and no GELU in 8 bits."""
     capability = (8, 0) if format == INT8 else (9, 0)
     monkeypatch.setattr(tune_tiers, "capability_of", lambda device: capability)
     found, quantize_weight = [], ops_quantized.quantize_weight
@@ -173,7 +173,7 @@ def test_linears_have_the_formats_that_the_patch_takes(monkeypatch, format):
 
 
 def test_a_tiers_op_is_beside_what_the_exact_tier_takes():
-    """That is the faster one of ours and PyTorch's, and before attention the two norms."""
+    """The exact tier takes the faster one of ours and PyTorch's, and two norms before attention."""
     times = {"attention": (4.0, 3.0), "linear_skip": (None, 5.0), "linear_gelu": (2.0, 9.0)}
 
     def measure(case):

@@ -29,7 +29,7 @@ def test_the_compiled_rival_compiles_blocks_and_decoder_and_leaves_no_trace():
 
 
 def test_torchaos_tuning_is_that_of_its_own_variant(monkeypatch):
-    """It would make every other compilation of the process minutes longer."""
+    """The tuning would make every other compilation of the process minutes longer."""
     quant_api = pytest.importorskip("torchao.quantization.quant_api")
     monkeypatch.setattr(quant_api, "_check_hardware_support", lambda *_: None)  # quantising needs no GPU
     pipe = tiny_wan_pipeline().to(torch.bfloat16)

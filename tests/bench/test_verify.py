@@ -239,7 +239,7 @@ def test_a_vae_that_is_left_alone_is_not_checked():
 
 
 class TwoResults(torch.nn.Module):
-    """As a control block of VACE: what it adds to the model, or None, and what the next control block takes."""
+    """Returns two results, as VACE's control blocks do: one for the model, or None, and one for the next block."""
 
     def __init__(self, first=True):
         super().__init__()

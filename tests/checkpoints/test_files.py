@@ -1,4 +1,4 @@
-"""Which files a source means; the hub is played by a table."""
+"""Sources and the files that they mean. A table stands in for the hub."""
 
 from pathlib import Path
 

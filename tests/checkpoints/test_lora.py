@@ -13,7 +13,7 @@ IMAGE = {"image_dim": 4, "added_kv_proj_dim": "inner", "in_channels": 36}
 
 
 def changes(lora):
-    """What a LoRA adds to each parameter."""
+    """Return the tensors that a LoRA adds to the parameters, by name."""
     found = {f"{name}.weight": pair.product() for name, pair in lora.pairs.items()}
     for name, difference in lora.differences.items():
         found[name] = found.get(name, 0) + difference.float()

@@ -208,7 +208,7 @@ def test_integers_without_their_scales_are_no_weights(tmp_path):
 
 @pytest.mark.parametrize("how", ["pth", "safetensors"])
 def test_dtypes_that_mean_something_else_are_refused(tmp_path, how):
-    """As keys are spelled in the file; none of them alone hides another."""
+    """The error lists all of these keys, spelled as in the file."""
     model = tiny_wan_transformer(heads=4, head_dim=40, ffn_dim=200)
     state_dict = with_proj_l(in_8_bits(official_state_dict(model, prefix="net."), prefix="net."), model, prefix="net.")
     block, proj_l = "net.blocks.1", "net.blocks.0.self_attn.attn_op.local_attn.proj_l"

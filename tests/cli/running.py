@@ -1,4 +1,4 @@
-"""What the commands' tests share: a small run, and the line that a failing command prints."""
+"""Helpers of the commands' tests: a small run, and the line that a failing command prints."""
 
 from turbo_rcm_patch.cli import main
 

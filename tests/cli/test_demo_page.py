@@ -211,7 +211,7 @@ def start_a_request(address):
 
 
 def test_it_leaves_nothing_behind_when_it_is_terminated(tmp_path):
-    """By SIGTERM, while it makes a video; the other tests' idle server ends by Ctrl-C."""
+    """SIGTERM comes while it makes a video. The server of the other tests is idle and ends by Ctrl-C."""
     with serving(tmp_path) as (process, address):
         (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
         (folder / "1-patched.mp4").touch()

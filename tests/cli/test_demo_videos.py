@@ -1,4 +1,4 @@
-"""What the page of `turbo-rcm demo` answers and refuses, without the page."""
+"""The answers and refusals of `turbo-rcm demo`, without its page."""
 
 import os
 import socket
@@ -37,7 +37,7 @@ def test_an_answer_has_both_videos_and_what_they_took(maker):
 
 
 def test_what_a_command_says_is_in_the_answer(maker):
-    """Of every request, though the model is loaded for the first one alone."""
+    """Every answer has the notes, although the model is loaded only for the first request."""
     for caption, size in ((CAPTION, 16), ("a red fox leaps", 16), ("a red fox leaps", 32)):
         of_size, *of_prompt = maker.answer(replace(SMALL, prompt=caption, height=size)).notes
         assert f"at {size}x32 and 5 shapes and motion get worse" in of_size

@@ -1,4 +1,4 @@
-"""What every command does with wrong options, models and outputs: one line, before anything is loaded or written."""
+"""Every command refuses wrong options, models and outputs in one line, before it loads or writes anything."""
 
 import json
 import subprocess

@@ -58,7 +58,7 @@ def test_frames_are_written_as_pillow_would_show_them(tmp_path, monkeypatch):
 
 
 def test_ffmpeg_gets_a_piece_before_the_next_is_made(tmp_path, monkeypatch):
-    """Of the frames that are written, in order: made or sent."""
+    """Making and sending take turns over the frames that are written."""
     import imageio.v2
 
     events, get_writer = [], imageio.v2.get_writer

@@ -13,7 +13,7 @@ from turbo_rcm_patch.cli import commands, main
 
 
 def lines_of(*argv):
-    """What a command prints on stderr, run as a user runs it."""
+    """Return the lines that a command prints on stderr, run as a user runs it."""
     command = [sys.executable, "-m", "turbo_rcm_patch.cli", *map(str, argv)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stderr.splitlines()
 
@@ -49,7 +49,7 @@ def noisy_info(monkeypatch):
 
 @pytest.fixture
 def said():
-    """The messages that loggers pass on, those of diffusers and torch too, which keep theirs from the root logger."""
+    """Collect the messages of all loggers, also of diffusers' and torch's, which do not reach the root logger."""
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())

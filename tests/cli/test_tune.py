@@ -203,7 +203,7 @@ def test_a_folder_has_the_sizes_of_its_vae(tmp_path, capsys):
 
 
 def notes_on(gpu_name, config):
-    """What the summary of a patch would say of its tier on a GPU."""
+    """Return the summary's notes on a patch's tier on a GPU."""
     return summary.beside_exact(summary._slower(config, torch.device(gpu_name)))
 
 

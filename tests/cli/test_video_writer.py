@@ -37,7 +37,7 @@ def test_frames_are_written_in_their_order(tmp_path):
 
 
 def test_a_piece_is_encoded_before_the_next_is_sent(tmp_path, monkeypatch):
-    """Which is what the thread is for: sending waits for the first piece's encoding here, and would wait for ever."""
+    """Sending waits for the first piece's encoding. Without the thread it would wait for ever."""
     encoded = threading.Event()
 
     def write_video(path, pieces, fps):

@@ -35,7 +35,7 @@ def oracle_of(a: Quantized, weight: QuantizedWeight, bias: torch.Tensor | None) 
 
 
 def assert_sums_are_right(actual, reference, oracle, format, K):
-    """As `assert_no_worse` for the result, and the loss of K/32 additions where the sums are of e4m3."""
+    """Like `assert_no_worse`; sums of e4m3 may also lose what K/32 additions lose."""
     lost = FP8_LOSS * -(-K // FP8_STEP) if format == FP8 and actual.is_cuda else 0.0
     limit = EXACT.limits.allowed(relative_error(reference, oracle), actual.dtype) + lost
     error = relative_error(actual, oracle)

@@ -59,7 +59,7 @@ class Barrier:
 
 
 class Dtype(str):
-    """By its name. Values are in fp16 all the same."""
+    """A dtype, which is its name. Values are in fp16 whatever it is."""
 
     @property
     def primitive_bitwidth(self):
@@ -261,7 +261,7 @@ class Machine:
 
     @staticmethod
     def inline_asm(asm, constraints, arguments, dtype, is_pure, pack):
-        """Of assembly only what rounds to e4m3."""
+        """Round to e4m3, the only assembly that is known here."""
         assert dtype == "float8e4nv"
         return arguments[0].apply(lambda values: torch.from_numpy(values).to(torch.float8_e4m3fn).float().numpy())
 
@@ -355,7 +355,7 @@ def run(machine, kernel, *arguments, **constants):
 
 
 def argument(value: object) -> object:
-    """What the kernel gets for an argument of its launch."""
+    """Return what the kernel receives for an argument of its launch."""
     if isinstance(value, torch.Tensor):
         return Pointer(value.numpy().reshape(-1))
     base = getattr(value, "base", None)

@@ -1,4 +1,4 @@
-"""What the kernels in Gluon are compiled with, by the release of Triton."""
+"""The options that compile the kernels in Gluon, by the release of Triton."""
 
 import re
 import threading

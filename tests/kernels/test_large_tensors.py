@@ -42,7 +42,7 @@ def test_operands(memory, operand):
 
 @triton.jit
 def _store_last_row(residual, out, M, N, EPILOGUE: tl.constexpr, COLUMNS: tl.constexpr):
-    """As ``gemm`` hands over a tile of one row: the last one of a sample [M, N]."""
+    """Store the last row of a sample [M, N], as ``gemm`` hands over a tile of one row."""
     acc = tl.full((1, COLUMNS), 2.0, tl.float32)
     rows = M - 1 + tl.arange(0, 1)
     columns = tl.arange(0, COLUMNS)

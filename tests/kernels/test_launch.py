@@ -20,7 +20,7 @@ X = torch.zeros(1)
 
 
 class Kernel:
-    """What `launch_kernel` needs of a kernel; remembers what it was asked for."""
+    """Stands in for a kernel in `launch_kernel`, and records the calls."""
 
     def __init__(self):
         self.calls = []

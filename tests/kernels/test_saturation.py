@@ -49,7 +49,7 @@ def tells(device):
 @pytest.mark.parametrize("implementation", ["triton", "torch"])
 @pytest.mark.parametrize("op", ["skip", "linear_skip"])
 def test_what_fp16_cannot_hold_saturates_and_says_so(op, implementation, device):
-    """At every border of a tile, and in the last of many rows."""
+    """The places are every border of a tile, and the last of many rows."""
     device = torch_device(device)
     for place, value in (((0, 0, 0), 1e7), ((1, 68, 64), -1e7), ((0, 68, 0), torch.inf), ((1, 0, 64), 2.2e6)):
         with listening():
@@ -85,7 +85,7 @@ def test_plain_results_overflow_as_ever(op, implementation, device):
 
 
 def test_it_tells_in_every_mode_of_torch(device):
-    """And what saturates in a transform, or on no device at all, saturates in silence."""
+    """Values that saturate in a transform or on the meta device do so in silence."""
     device = torch_device(device)
     residual = torch.full((2, 3, 5), 1e7, device=device)
 

@@ -31,7 +31,7 @@ def inputs(batch=2, tokens=7, dim=48, dtype=torch.float32, device="cpu"):
 
 
 def check_gradients(module, device):
-    """In fp32 on the device, against the formula's in fp64."""
+    """Check the gradients in fp32 on the device against the formula's in fp64."""
 
     def gradients(function, dtype):
         wide = copy.deepcopy(module).to(device, dtype)
@@ -46,7 +46,7 @@ def check_gradients(module, device):
 
 
 def check_compiled(module, device):
-    """As one graph, with timesteps of every kind."""
+    """Check the compiled module, one graph, with timesteps of every kind."""
     torch.compiler.reset()
     module = module.to(device)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")

@@ -36,7 +36,7 @@ def weights_in(tensors, module):
 
 
 def assert_up_to_date(module):
-    """As a module that has kept nothing."""
+    """The module computes the same as one that has kept no copies."""
     x, _ = inputs(2, 19, 128, module.qkv.weight.dtype)
     fresh = quantized().to(module.qkv.weight.dtype)
     fresh.load_state_dict(module.state_dict())

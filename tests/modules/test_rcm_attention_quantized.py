@@ -27,7 +27,7 @@ def quantized(dim=128, heads=2, implementation="torch", score_scale=None, **opti
 
 
 def alone(module):
-    """What the module adds to its residual: c_skip = 0 and c_out = 1."""
+    """Let the module return what it adds to its residual: c_skip = 0 and c_out = 1."""
     module.coefficients = lambda t: (0.0, 1.0)
     return module
 
@@ -49,7 +49,7 @@ def structured(kind, batch, tokens, dim):
 
 @pytest.fixture
 def ran(monkeypatch):
-    """How often each op of kernels was called."""
+    """Count the calls of each op of kernels."""
     counts = {}
 
     def watch(name):

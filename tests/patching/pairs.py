@@ -44,15 +44,15 @@ def assert_same_output(name, patched, plain, **overrides):
 
 
 def attributes_of(model):
-    """The names of what is set on each of a model's modules."""
+    """Return the names of the attributes of each module."""
     return {path: set(module.__dict__) for path, module in model.named_modules()}
 
 
 def row(patch, sub_layer, step):
-    """What the summary says of a step of the first list of blocks."""
+    """Return the summary's row of a step in the first list of blocks."""
     return next(row for row in patch.rows() if (row.blocks, row.sub_layer, row.step) == ("blocks", sub_layer, step))
 
 
 def attention_class(model):
-    """Of a model's blocks."""
+    """Return the class of the attentions in a model's blocks."""
     return family_of(model).blocks[0].kind.attention_class

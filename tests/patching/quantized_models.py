@@ -1,4 +1,4 @@
-"""What the tests of 8-bit weights share: configurations, and what a model and its weights must be like."""
+"""Configurations and checks that the tests of 8-bit weights share."""
 
 import torch
 from peft import LoraConfig

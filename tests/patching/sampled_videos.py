@@ -1,4 +1,4 @@
-"""What tests of whole generations share: seeds, the network as a velocity, and the comparison of videos."""
+"""Helpers for tests of whole generations: seeds, the network as a velocity, the comparison of videos."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What stands for a CUDA graph on the CPU, and pairs of models to compare with and without.
+"""A stand-in for CUDA graphs on the CPU, and pairs of models to compare with and without it.
 
 Like a graph a tape computes on the addresses that were recorded and knows nothing else: a replay that should not have
 happened gives the old result, and memory of a graph that is not running is NaN.
@@ -71,7 +71,7 @@ def address(tensor):
 
 
 class TapeRecorder:
-    """What Graphs takes on the CPU."""
+    """The recorder that Graphs takes on the CPU."""
 
     device_type, reserved_bytes = "cpu", 3 * 2**20
 

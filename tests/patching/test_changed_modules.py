@@ -108,7 +108,7 @@ def longer_below_a_decorator(method):
 
 
 class Longer:
-    """A method that is no function, under the other's name."""
+    """A callable object in place of a method, under the method's name."""
 
     def __init__(self, method):
         functools.update_wrapper(self, method)

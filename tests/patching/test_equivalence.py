@@ -171,7 +171,7 @@ def test_one_prompt_serves_several_latents(variant, implementation, device):
 @pytest.mark.parametrize("variant", ["t2v", "i2v"])
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
 def test_a_context_without_tokens_adds_nothing(variant, implementation, device):
-    """Of an image model that is called without an image, or of a prompt of no tokens."""
+    """An image model is called without an image, or a model with a prompt of no tokens."""
     model, inputs = model_and_inputs(variant, torch_device(device), torch.float32)
     if variant == "i2v":
         del inputs["encoder_hidden_states_image"]
@@ -193,7 +193,7 @@ modes = pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("on", DEVICES)
 @pytest.mark.parametrize("implementation", ["auto", "triton"])
 def test_runs_of_equal_timesteps_are_embedded_once(implementation, on, mode):
-    """As in TI2V-5B from an image: the first frame's tokens are at timestep 0."""
+    """In TI2V-5B from an image the first frame's tokens are at timestep 0."""
     if on == "cpu" and torch.cuda.is_available() and implementation == "triton":
         pytest.skip("the kernels run on the GPU here")
     model, inputs = model_and_inputs("ti2v", on, torch.float32)

@@ -142,7 +142,7 @@ def doubled_under_its_name(forward):
 
 
 def with_class_forward(cls):
-    """As programs that skip steps patch a model."""
+    """Replace the forward of a class, as programs that skip steps do."""
     return lambda m: changed(cls, "forward", doubled(cls.forward))
 
 

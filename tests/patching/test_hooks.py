@@ -1,4 +1,4 @@
-"""Hooks of users: on what the patch replaces the forward of, on what is inside, beside those of accelerate, global."""
+"""Users' hooks: on modules with a replaced forward, on modules inside them, beside accelerate's hooks, and global."""
 
 import accelerate
 import pytest

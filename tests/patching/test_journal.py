@@ -111,7 +111,7 @@ def test_a_parameter_that_was_replaced_is_found_and_stays(linear):
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_copies_of_a_model_can_be_taken_back_on_their_own(linear, duplicate):
-    """Where the forward is one that can be pickled, as a bound method cannot."""
+    """This needs a forward that can be pickled, which a bound method cannot."""
     journal, weight, x = Journal(), linear.weight, torch.randn(4, 3)
     expected = linear(x)
     journal.set(linear, "journal", journal)

@@ -37,7 +37,7 @@ LINEARS = {
 
 
 def not_fused(row):
-    """What a block launches for a step that is not."""
+    """Return the launches of a step that is not fused."""
     if row.step in ("projection + skip", "linear + skip"):  # the skip is a pass of its own, also after a whole module
         return {"_skip_kernel": 1}
     if row.step == "image attention" and row.kernel != "PyTorch module":
@@ -144,7 +144,7 @@ def test_an_attention_that_is_called_as_a_whole_has_the_same_steps(ran):
 
 
 def test_a_step_that_some_blocks_lack_is_counted_where_it_is():
-    """Of the three blocks the middle one alone computes its self-attention in 8 bits."""
+    """Only the middle one of three blocks computes its self-attention in 8 bits."""
     model = tiny_family_transformer("wan", layers=3)
     config = trp.BlockSparse(exact_layers=(1, 1), min_tokens=0)
     steps = {row.step: row for row in trp.patch(model, config).rows() if row.sub_layer == "self_attention"}

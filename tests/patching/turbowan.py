@@ -1,4 +1,4 @@
-"""What the tests of TurboDiffusion's weights share: small weights in its naming, and its equations."""
+"""Small weights in TurboDiffusion's naming, and its equations, for tests."""
 
 import torch
 
@@ -13,7 +13,7 @@ SAGE = {**SLA, "attention": "sagesla"}
 
 
 def turbo_weights(model, *, seed=9, prefix="", flat_patches=True):
-    """Of a model of the same sizes with other weights, in TurboWan's naming."""
+    """Return the weights of another model of the same sizes, in TurboWan's naming."""
     other = tiny_wan_transformer(seed=seed, **sizes_of(model))
     return with_proj_l(official_state_dict(other, prefix=prefix, flat_patches=flat_patches), other, prefix=prefix)
 

@@ -75,7 +75,7 @@ def test_objects_keep_their_area_inside_the_frame_and_never_touch():
 
 
 def test_two_objects_of_any_kinds_find_room(monkeypatch):
-    """From the frame's corners alone: whatever random places turn out, those are left."""
+    """The frame's corners suffice, whichever random places were drawn."""
     kinds = [MovingShape("red", *kind) for kind in itertools.product(SHAPES, DIRECTIONS, SIZES, SPEEDS)]
     pairs = list(itertools.product(kinds, kinds))
     monkeypatch.setattr(module, "_CANDIDATES", 0)

@@ -175,7 +175,7 @@ def _expanded_batch(device, dtype):
 
 
 def _single_sample_of_a_batch(device, dtype):
-    """A dimension of size 1 with a stride of its own, here one that is no multiple of 16 bytes."""
+    """A dimension of size 1 may have any stride, here one that is not a multiple of 16 bytes."""
     return [x.as_strided((1, 21, 2, 32), (3, 64, 32, 1)) for x in _random(device, dtype, *[(21, 2, 32)] * 3)]
 
 
@@ -373,7 +373,7 @@ def test_offsets_beyond_32_bits():
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_results_in_e4m3_are_the_rounded_attention(device, shape):
-    """On the CPU that is the reference alone, as the interpreter rounds e4m3 wrongly."""
+    """On the CPU only the reference is tested, because the interpreter rounds e4m3 wrongly."""
     for dtype in DTYPES[device]:
         q, k, v, _ = _inputs(device, dtype, *shape)
         v = v * torch.tensor([1e3, 1e-3], device=v.device, dtype=dtype)[: shape[0], None, None, None]
@@ -405,7 +405,7 @@ def test_results_in_e4m3_do_not_depend_on_strides(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_tokens", [512, 20_000])
 def test_results_in_e4m3_of_many_tokens_match_those_in_bf16(kv_tokens):
-    """On sm_90 the sm_90 kernel gives them, and joins parts of many keys."""
+    """On sm_90 the sm_90 kernel computes them, and joins the parts of long sequences of keys."""
     q, k, v, _ = _inputs("cuda", torch.bfloat16, 2, 1000, kv_tokens, 3, 128)
     wide, result = attention(q, k, v, implementation="triton").flatten(2).float(), attention_to_e4m3(q, k, v)
     scale = result.scale[..., None]

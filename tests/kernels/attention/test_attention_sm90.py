@@ -93,7 +93,7 @@ def test_every_pair_of_tiles_is_visited_once(tiles):
 
 
 def _time(schedule, key_tiles):
-    """Of the program with the most to do, in tiles of keys."""
+    """Return the time of the program with the most work, in tiles of keys."""
     costs = [len(item) + ITEM_COST for item in _tiles_of(schedule, key_tiles)]
     return max(sum(costs[program::H200]) for program in range(H200))
 
@@ -122,7 +122,7 @@ def _parts(device, rows, kv_tokens, parts):
 
 
 def test_parts_are_joined(device):
-    """Of two samples of 3 heads and 210 queries, in tiles of 192, all but the first 9 tiles are in 5 parts."""
+    """Two samples of 3 heads and 210 queries make tiles of 192. All but the first 9 tiles are in 5 parts."""
     on = torch_device(device)
     batch, tokens, heads, rows, parts, whole = 2, 210, 3, TILE_QUERIES, 5, 9
     tiles = batch * heads * 2

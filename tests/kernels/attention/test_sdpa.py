@@ -52,7 +52,7 @@ def test_what_the_user_switched_off_stays_off(orders):
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 16), (torch.float64, 16), (torch.bfloat16, 7)])
 @pytest.mark.parametrize("name", ["cuDNN", "memory-efficient"])
 def test_a_backend_that_cannot_take_a_call_leaves_it_to_the_others(name, dtype, head_dim):
-    """As these two on a CPU."""
+    """These two backends cannot take a call on a CPU."""
     q, k, v = inputs(dtype, head_dim)
     q.requires_grad_(True)
     attended = kernels.attention(q, k, v, implementation="torch", sdpa=name)
@@ -82,7 +82,7 @@ def test_traced_by_torch_compile():
 
 
 def test_pytorch_settles_its_order_before_it_is_read(monkeypatch):
-    """On an H100 its first choice puts cuDNN in front, over an order that was set before."""
+    """On an H100 PyTorch's first choice puts cuDNN in front, and overrides an order that was set before."""
     asked = []
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda q, k, v: asked.append("choice") or 3)
     monkeypatch.setattr(sdpa, "_cur_sdpa_kernel_backends", lambda **_: asked.append("order") or order())

@@ -27,7 +27,7 @@ def _uninitialised_memory_is_nan():
 
 @pytest.fixture(params=["first choice", "portable"])
 def kernel(request, monkeypatch):
-    """On sm_90 the Gluon kernel is the first choice."""
+    """Run a test with each kernel. On sm_90 the Gluon kernel is the first choice."""
     if request.param == "portable":
         if not torch.cuda.is_available():
             pytest.skip("without a GPU it is the only one")
@@ -35,7 +35,7 @@ def kernel(request, monkeypatch):
 
 
 def oracle(q, k, v, heads):
-    """In fp64, [B, S, H, D]."""
+    """Return the attention in fp64, [B, S, H, D]."""
     q, k, v = (x.double().unflatten(-1, (heads, -1)) for x in (q, k, v))
     return reference.attention(q, k, v, None, None, None, q.shape[-1] ** -0.5)
 
@@ -93,7 +93,7 @@ def test_the_skip_of_tiles_whose_keys_are_cut(kinds, dtype):
 
 
 def assert_skip(qkv, residual, c_skip, c_out):
-    """Of the same kernel's attention, which is rounded as well: to half of eps each."""
+    """The skip of the same kernel's attention. Both are rounded, by half of eps each."""
     dtype = residual.dtype
     out = attention_8bit(qkv, residual=residual, c_skip=c_skip, c_out=c_out, implementation="triton")
     alone = attention_8bit(qkv, result=dtype, implementation="triton")
@@ -159,7 +159,7 @@ def test_zeros(device):
 
 @pytest.mark.usefixtures("kernel")
 def test_a_huge_channel_of_k_costs_nothing(device):
-    """As trained models have it, the same for all tokens: it is in the mean, which is taken off."""
+    """Trained models have such a channel, equal for all tokens. It is in the mean, which is subtracted."""
     q, k, v = projections(device, torch.float32, 1, 130, 1, 64)
     k = k.clone()
     k[..., 5] += 1000
@@ -169,7 +169,7 @@ def test_a_huge_channel_of_k_costs_nothing(device):
 
 @pytest.mark.usefixtures("kernel")
 def test_a_huge_channel_of_k_that_varies(device):
-    """It leaves the other channels few of the 8 bits, in the definition as in the kernel; docs/tiers.md says so."""
+    """Such a channel leaves few of the 8 bits to the others, in the definition and in the kernel (docs/tiers.md)."""
     q, k, v = projections(device, torch.float32, 1, 130, 1, 64)
     q, k = q.clone(), k.clone()
     q[..., 5], k[..., 5] = 0.01 * q[..., 5], 300 * k[..., 5]

@@ -124,7 +124,7 @@ def test_zeros(device):
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_nan_is_not_lost(device, name, normed):
-    """As in attention in bf16: of q a query has NaN then, of k every query, of v a channel."""
+    """NaN spreads as in bf16 attention: from q to its query, from k to every query, from v to its channel."""
     q, k, v = projections(device, torch.float32, 1, 70, 2, 64)
     {"q": q, "k": k, "v": v}[name][0, 3, 5] = torch.nan
     options = norms_and_angles(q, 2) if normed else {}

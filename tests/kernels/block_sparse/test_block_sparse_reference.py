@@ -48,7 +48,7 @@ def estimate_written_out(q, k, block_q, block_k):
 
 
 def output_written_out(q, k, v, p, kept, block_q, block_k):
-    """Of one sample and head. kept [QB, KB]."""
+    """Return the output for one sample and head. kept [QB, KB]."""
     token = torch.arange(len(q))
     allowed = kept[token // block_q][:, token // block_k]
     scores = (q @ k.T * q.shape[1] ** -0.5).masked_fill(~allowed, -torch.inf)
@@ -200,7 +200,7 @@ def test_what_keys_have_in_common_costs_the_estimate_no_digits():
 @pytest.mark.parametrize("mass", [MASS, 1.0])
 @pytest.mark.parametrize("spoiled", ["q", "q k v"])
 def test_nan_comes_out_where_dense_attention_gives_it(mass, spoiled):
-    """Of a query in its own row, here with the others of its block; of a key in every row of its head."""
+    """NaN in a query spoils its row, here with its whole block. NaN in a key spoils every row of its head."""
     tensors = dict(zip("qkv", inputs(1, 77, 2, 16), strict=True))
     for name in spoiled.split():
         tensors[name][0, 40, 0] = torch.nan

@@ -117,7 +117,7 @@ def test_the_blocks_are_those_of_the_kernel(monkeypatch):
 
 
 def test_values_in_fp16_take_the_portable_kernels_blocks():
-    """Of the op itself: the patch quantises to e4m3 there."""
+    """This tests the op itself. The patch quantises values to e4m3 on sm_90."""
     qkv = every_launch.quantized_qkv(torch.float16, 64)
     launched = compile_without_gpu.record_launches(lambda: block_sparse_attention_8bit(qkv, mass=0.5), (9, 0))
     assert launched[-1].kernel.fn.__name__ == "_sparse_attention_8bit_kernel"
@@ -199,7 +199,7 @@ LARGE = {"more tiles than multiprocessors": (2, 5000, 4, 128)}
 
 @pytest.fixture
 def taken(monkeypatch):
-    """How often the kernel was launched by the op."""
+    """Collect the op's launches of the kernel."""
     launched = []
     forward = sm90.attention_forward
     monkeypatch.setattr(sm90, "attention_forward", lambda *given: launched.append(given) or forward(*given))
@@ -219,8 +219,9 @@ def test_matches_the_oracle_as_well_as_the_definition(name, dtype, mass, sm_90, 
 
 
 def checked_lists(blocks: Blocks, qkv: QuantizedQKV, mass: float) -> Lists:
-    """What the kernels keep, in lists of all blocks, and p of the others as the definition has it of the same means.
-    It is what the definition keeps, but for near ties."""
+    """Return the kernels' lists of kept blocks, with the definition's p of the others from the same means.
+
+    The lists agree with the definition's, except for near ties."""
     key_blocks = blocks.block_map.shape[3]
     listed = torch.arange(key_blocks, device=blocks.counts.device) < blocks.counts[..., None]
     place = blocks.block_map.long().where(listed, key_blocks)  # nothing is written behind a list

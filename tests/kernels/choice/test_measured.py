@@ -1,4 +1,4 @@
-"""The measurements that ship: they are those of the results files, and choose the kernels."""
+"""The shipped measurements equal the results files, and they choose the kernels."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which kernel each op picks, by GPU, dtype and sizes, and that it is the kernel which is launched."""
+"""Each op picks a kernel by GPU, dtype and sizes, and launches the one that it picked."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""An op takes the first of its kernels that can run, and says why those before it do not."""
+"""An op takes the first of its kernels that can run, and says why the earlier ones cannot."""
 
 from dataclasses import FrozenInstanceError, replace
 

@@ -54,7 +54,7 @@ def wide(tensors):
 
 
 def check(tensors, upsample=False, interleave=1):
-    """With the frames before, where the window has any, in x and in a front of their own."""
+    """Check the op with the frames before in x and, if the window covers any, in a front of their own."""
     low = reference.conv_skip(*tensors, None, upsample, interleave)
     oracle = reference.conv_skip(*wide(tensors), None, upsample, interleave)
     has_front = tensors[1].shape[1] > 1
@@ -111,7 +111,7 @@ def test_upsampled_and_interleaved(device):
     ("repeats", "T"), [*product([(2, 2, 2), (2, 1, 1)], [1, 2, 3]), ((1, 1, 2), 1), ((1, 2, 1), 1)]
 )
 def test_a_residual_that_counts_twice(repeats, T, device):
-    """Of each two frames, rows or columns; the first of three frames has one for itself. As if it were as large."""
+    """Each value counts for two frames, rows or columns. The first of three frames has its own."""
     sizes = torch_device(device), DTYPES[device][0]
     samples = 2 if repeats == (2, 2, 2) else 1
     x, weight, bias, residual = operands(samples, T, 5, 7, 16, 12, 1, 3, *sizes, upsample=True)
@@ -166,9 +166,9 @@ def test_narrow_results_have_four_frames_in_a_tile(N, T, samples, launches, monk
 
 @pytest.mark.parametrize("N", [12, 24])
 def test_a_chunk_continues_the_one_before(N, device):
-    """With the last frames of a chunk in front of the next one the result is that of all frames at once.
+    """Chunks with the previous chunk's last frames in front give the same result as all frames at once.
 
-    Of whole numbers, whose sums have no rounding: tiles of one frame and of four need not add up in the same order.
+    Values are whole numbers, whose sums have no rounding: tiles of one frame and of four may add in another order.
     """
     tensors = operands(1, 8, 5, 7, 16, N, 3, 3, torch_device(device))
     x, weight, bias, residual = (tensor.mul(32).round() for tensor in tensors)
@@ -198,7 +198,7 @@ def test_samples_and_frames_do_not_mix(device):
 
 @pytest.mark.parametrize("C", [16, 12])
 def test_what_lies_around_is_not_read(C, device):
-    """Tensors within memory of NaN, of which tiles cover more than what is there."""
+    """Tensors surrounded by NaN in memory, because tiles reach beyond them."""
 
     def within_nan(tensor):
         memory = torch.full((tensor.numel() + 4096,), torch.nan, dtype=tensor.dtype, device=tensor.device)
@@ -242,7 +242,7 @@ def at_odd_address(tensor):
 
 @pytest.mark.parametrize("sizes", [(5, 130, 3, 3, 3), (3, 128, 1, 3, 3), (2, 7, 3, 1, 1), (2, 1, 3, 3, 3)])
 def test_a_modules_weight_is_packed(sizes, device, monkeypatch):
-    """In one launch; what is packed needs none."""
+    """Packing takes one launch. A weight that is packed already takes none."""
     launched, launch = [], packer.launch_kernel
     monkeypatch.setattr(packer, "launch_kernel", lambda *given, **named: launched.append(1) or launch(*given, **named))
     for dtype in DTYPES[device]:
@@ -347,7 +347,7 @@ def test_boxes_cover_the_decoders_images():
 
 
 def test_autograd_takes_the_reference(device):
-    """With a gradient of the frames before x, too."""
+    """The frames before x get a gradient too."""
     x, *others = operands(1, 2, 3, 4, 8, 6, 3, 3, torch_device(device))
     ours, theirs = ([t.requires_grad_() for t in tensors] for tensors in twice([x[:, 2:], *others, x[:, :2]]))
     for (*tensors, front), implementation in ((ours, "triton"), (theirs, "torch")):

@@ -115,7 +115,7 @@ def test_tiles_of_known_sizes():
 @pytest.mark.parametrize("repeats", [(2, 2, 2), (1, 1, 2), (2, 1, 1), (1, 2, 1)])
 @pytest.mark.parametrize("T", [2, 3])
 def test_a_residual_that_counts_twice(T, repeats, on_cpu):
-    """Of two samples, of each two frames, rows or columns; the first of three frames has one for itself."""
+    """Each value counts for two frames, rows or columns of two samples. The first of three frames has its own."""
     x, weight, bias, residual = operands(2, T, 9, 17, 32, 64, 1, 3, True, 1)
     tensors = x, weight, bias, halved(residual, repeats)
     check(on_cpu(tensors, True, 1, 2), tensors, True, 1)

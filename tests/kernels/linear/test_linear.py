@@ -56,7 +56,7 @@ def test_every_tile(format, descriptors, tiles, device, monkeypatch):
 
 
 def test_sums_of_int8_are_exact(device):
-    """At the largest magnitudes 13824 products are 2e8: beyond what fp32 adds up exactly."""
+    """Sums of 13824 products of the largest magnitudes are 2e8, more than fp32 adds up exactly."""
     device = torch_device(device)
     a = torch.full((2, 13824), 127, dtype=torch.int8, device=device)
     a[1, 0] = 126

@@ -257,7 +257,7 @@ def test_every_tile(dtype, descriptors, tiles, device, monkeypatch):
 @pytest.mark.parametrize("row_tiles", [3, 30, 42])
 @pytest.mark.parametrize("rows_in_l2", [1, 20])
 def test_every_tile_is_visited_once(row_tiles, column_tiles, rows_in_l2, device):
-    """Of two samples, in groups of 1, 14 or 20 row tiles, the last of which may be smaller."""
+    """Two samples, in groups of 1, 14 or 20 row tiles. The last group may be smaller."""
     seen = torch.zeros(2, row_tiles, column_tiles, dtype=torch.int32, device=torch_device(device))
     tile_bytes = gemm.L2_BYTES.value // rows_in_l2
     _visit[seen.numel(),](seen, row_tiles, column_tiles, tile_bytes)

@@ -122,7 +122,7 @@ def operands_8bit(B, S, N, K, R, format, *, weights=1, device="cpu", dtype=torch
 
 
 def summed_8bit(a, weights, biases, low_rank, rounded=None):
-    """In fp64, of the operands as they are quantised; rounded: the dtype of low, which the kernel reads."""
+    """Return the sums of the quantised operands in fp64. rounded: the dtype of low, which the kernel reads."""
     wide = lambda q: q.values.double() * q.scale.double()[..., None]  # noqa: E731
     low = a.values.double() @ wide(low_rank.down).T
     low = (low if rounded is None else low.to(rounded).double()) * a.scale.double()[..., None]

@@ -1,4 +1,4 @@
-"""Which kernel runs a linear on which GPU, and the reason that is shown."""
+"""The kernel that runs a linear on each GPU, and the reason that is shown."""
 
 import contextlib
 from types import SimpleNamespace

@@ -136,7 +136,7 @@ def test_programs_walk_8_bits_of_several_runs(device):
 
 
 def check_quantized(x, device, **options):
-    """The kernel's values are those of its own fp32 result: quantising adds nothing to the norm's error."""
+    """The kernel quantises its own fp32 result, so quantising adds nothing to the norm's error."""
     for format in formats(device):
         actual = layer_norm_modulate(x, **options, quantized=format, implementation="triton")
         wide = layer_norm_modulate(x, **options, dtype=torch.float32, implementation="triton")

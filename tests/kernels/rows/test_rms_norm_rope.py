@@ -92,7 +92,7 @@ def test_non_contiguous(device):
 
 @pytest.mark.parametrize("rotary", ["diffusers", "transposed", "one for all tokens", "of the last tokens"])
 def test_tables_are_read_where_they_are(rotary, device, monkeypatch):
-    """As views of diffusers' tables, which have every value twice, and of others: no copy is made."""
+    """Views of diffusers' tables, which have every value twice, and of other tables are read without a copy."""
     device = torch_device(device)
     x, weight = torch.randn(2, 33, 3 * 12, device=device), torch.randn(36, device=device)
     cos, sin = (t.repeat_interleave(2, 1)[None, :, None] for t in angles(33, 12, device))

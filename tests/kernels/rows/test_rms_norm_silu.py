@@ -31,7 +31,7 @@ def check(x, weight, silu=True):
 
 
 def diffusers_chain(x, weight, silu):
-    """As the unpatched decoder computes it, on frames in channels-first memory."""
+    """Compute it as the unpatched decoder does, on frames in channels-first memory."""
     norm = WanRMS_norm(x.shape[-1], images=False).to(x)
     norm.gamma.data = weight.reshape(norm.gamma.shape)
     y = norm(x.movedim(-1, 1))

@@ -1,4 +1,4 @@
-"""Which blocks of keys sparse-linear attention keeps: the kernel's lists against a sort."""
+"""The blocks of keys that sparse-linear attention keeps: the kernel's lists against a sort."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_as_the_reference_chooses(device):
 
 
 def test_scores_of_16_bits_are_added_up_in_fp32(device):
-    """Of more blocks than one program has, in both directions; the last heads' are their own."""
+    """There are more blocks than one program takes, in both directions."""
     for head_dim in (64, 128):
         q, k = (scores_of(device, 2, 3, blocks, head_dim).half() for blocks in (131, 140))
         scores, exact = _block_scores(q, k), q.double() @ k.double().mT
@@ -72,7 +72,7 @@ def test_scores_of_16_bits_are_added_up_in_fp32(device):
 
 
 def test_under_autocast(device):
-    """Which gives the scores in 16 bits."""
+    """Autocast computes the scores in 16 bits."""
     q, k = (scores_of(device, 1, 2, blocks, 64) for blocks in (5, 11))
     with torch.autocast(q.device.type, torch.bfloat16):
         scores, lists = definition.block_scores(q, k), choose_blocks(q, k, 4)

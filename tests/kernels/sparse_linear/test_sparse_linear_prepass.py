@@ -1,4 +1,4 @@
-"""What sparse-linear attention's kernels need of all tokens, against its formulas in fp64."""
+"""The pre-passes of sparse-linear attention over all tokens, against its formulas in fp64."""
 
 import pytest
 import torch

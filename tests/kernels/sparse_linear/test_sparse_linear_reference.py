@@ -25,7 +25,7 @@ def random_map(B, S, H, block_q, block_k, kept):
 
 
 def written_out(q, k, v, weight, bias, block_map, block_q, block_k):
-    """With matrices of all queries and keys."""
+    """Compute it from matrices of all queries and keys."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     token = torch.arange(q.shape[2])
     lists = block_map.long()[:, :, token // block_q]

@@ -42,7 +42,7 @@ def inputs(dtype, B, S, H, D, block_q, kept, device="cpu"):
 
 
 def prepared(q, k, v, weight, bias):
-    """What the pre-passes leave, in plain torch."""
+    """Return the pre-passes' results, in plain torch."""
     D = q.shape[3]
     flat = (x.flatten(2) for x in (q, k, v))
     eight_bits = quantize_qkv(*flat, None, None, None, None, q.shape[2], 0.0, D**-0.5 * 1.4426950408889634, FP8)
@@ -53,7 +53,7 @@ def prepared(q, k, v, weight, bias):
 
 
 def assert_as_good(actual, qkv, proj_l, block_map, block_q):
-    """As in test_sparse_linear_attention: weights are rounded relative to a row's maximum so far."""
+    """Allow 1.1 times the definition's error: weights are rounded relative to a row's maximum so far."""
     wide = (x.double() for x in (*qkv, *proj_l) if x is not None)
     wide = [*wide, None] if proj_l[1] is None else list(wide)
     exact = definition.sparse_linear_attention(*wide, block_map, block_q, 128)
@@ -134,7 +134,7 @@ LARGE = {
 
 @pytest.fixture
 def taken(monkeypatch):
-    """How often the kernel was launched by the op."""
+    """Collect the op's launches of the kernel."""
     launched = []
     forward = sm90.sparse_attention_forward
     monkeypatch.setattr(sm90, "sparse_attention_forward", lambda *given: launched.append(given) or forward(*given))

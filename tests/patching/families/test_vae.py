@@ -23,7 +23,7 @@ def is_patched(vae):
 
 
 def attributes(vae):
-    """Without what diffusers' own decoder leaves behind."""
+    """Return each module's attributes, without those that diffusers' own decoder leaves behind."""
     left = ("_conv_num", "_conv_idx", "_feat_map", "_enc_conv_num", "_enc_conv_idx", "_enc_feat_map")
     return {name: set(vars(module)) - set(left) for name, module in vae.named_modules()}
 

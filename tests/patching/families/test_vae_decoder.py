@@ -105,7 +105,7 @@ def test_the_first_decode_compiles_its_kernels_ahead_and_gives_the_same(monkeypa
 
 @pytest.mark.parametrize("kind", ["wan 2.1", "residual, growing"])
 def test_stages_may_take_any_numbers_of_frames(kind, monkeypatch):
-    """Where a stage takes fewer frames than the one before, each part goes all the way before the next."""
+    """If a stage takes fewer frames than the one before, each part passes all later stages before the next part."""
     from turbo_rcm_patch.patching.families.vae import forward
 
     vae, z = tiny_vae(kind), tiny_latents(5)
@@ -233,7 +233,7 @@ def test_through_the_kernels(kind, diffusers_decoder_is_off):
 
 @pytest.mark.parametrize("frames", [1, 2, 3])
 def test_a_convolution_is_given_the_last_frames_of_all_its_input(frames):
-    """Of a chunk that is shorter than its window, some of the frames before it too; and no view, which keeps it all."""
+    """A chunk shorter than its window needs frames from before it too. The result is no view, which would keep all."""
     from turbo_rcm_patch.patching.families.vae.decoder import _last_frames
 
     front, x = (torch.randn(2, count, 1, 2, 3) for count in (2, frames))
@@ -274,7 +274,7 @@ def test_each_norm_and_each_convolution_is_one_launch():
 
 
 def test_other_decoders_of_the_class(diffusers_decoder_is_off):
-    """Two temporal upsamplers at other places, and none."""
+    """Decoders with two temporal upsamplers at other places, and with none."""
     for temporal in ([True, True, False], [False, False, False], [True, True, True]):
         options = {**KINDS["wan 2.1"], "temperal_downsample": temporal}
         vae = AutoencoderKLWan(**options).eval()

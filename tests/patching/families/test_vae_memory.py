@@ -1,4 +1,4 @@
-"""How many frames the decoder takes at a time, and what that takes of memory: at the real sizes, on meta tensors."""
+"""The frames that the decoder takes at a time, and their memory, at the real sizes on meta tensors."""
 
 import weakref
 from functools import cache, partial
@@ -37,7 +37,7 @@ BESIDE = [("wan 2.1, 480p", "wan2.1-14b", 1), ("wan 2.1, 720p", "wan2.1-14b", 1)
 
 
 class Peak(TorchDispatchMode):
-    """Bytes of the tensors that ops made and that were alive together; not of a model's weights and their views."""
+    """Counts the bytes of tensors that ops made and that live together, without a model's weights and their views."""
 
     def __init__(self, model):
         super().__init__()
@@ -75,7 +75,7 @@ def norm_as_one_kernel(x, weight, *, silu=True, implementation="auto"):
 
 
 def peak(vae, z):
-    """Of a decode whose attention is fused, as PyTorch's is on a GPU, and whose norms are our kernel."""
+    """Return the peak bytes of a decode with fused attention, as PyTorch's on a GPU, and with our kernel for norms."""
     fused = mock.patch.object(F, "scaled_dot_product_attention", lambda q, k, v, **_: torch.empty_like(q))
     with torch.no_grad(), fused, mock.patch.object(kernels, "rms_norm_silu", norm_as_one_kernel), Peak(vae) as counted:
         vae.decode(z)

@@ -1,4 +1,4 @@
-"""What a patched pipeline returns as "np", "pt" and "pil": bit for bit diffusers' own, and where it is left to it."""
+"""A patched pipeline returns diffusers' own bits as "np", "pt" and "pil", or leaves the conversion to diffusers."""
 
 import copy
 import pickle
@@ -19,7 +19,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 
 
 def decoded(batch=2, channels=3, frames=5, height=9, width=7, dtype=torch.float32, device="cpu"):
-    """In [-1.2, 1.2]; the first values end in halves of 1 / 255, which are rounded to even."""
+    """Return a video in [-1.2, 1.2]. Its first values are halves of 1 / 255, which are rounded to even."""
     video = 1.2 * (2 * torch.rand(batch, channels, frames, height, width) - 1)
     halves = ((torch.arange(256) + 0.5) / 255 * 2 - 1)[: video.numel()]
     video.flatten()[: len(halves)] = halves
@@ -191,7 +191,7 @@ def test_a_shared_processor_is_patched_once():
 
 
 class OwnProcessor(VideoProcessor):
-    """Of a user."""
+    """A user's own video processor."""
 
 
 def users_method(*args):

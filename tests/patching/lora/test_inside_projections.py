@@ -79,7 +79,7 @@ def test_errs_no_more_against_fp32_than_unpatched(of_adapters):
 
 @pytest.mark.parametrize("lora_bias", [False, True])
 def test_the_kernels_take_layers_of_several_ranks(lora_bias):
-    """Of q, k and v only two have a LoRA, of unequal ranks, and with two adapters one goes beyond a step of ranks."""
+    """Two of q, k and v have a LoRA, of unequal ranks. With two adapters one goes beyond a step of ranks."""
     config = trp.Exact(implementation="triton")
     targets = ["to_q", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"]
     options = {"targets": targets, "lora_bias": lora_bias}
@@ -135,7 +135,7 @@ def test_a_scale_is_written_into_what_was_prepared(decided):
 
 
 def test_a_scale_that_is_a_tensor(decided):
-    """As peft's preparation for hot swapping makes it."""
+    """peft's preparation for hot swapping makes scales tensors."""
     patched, plain, _ = make_pair()
     for model in (patched, plain):
         for layer in model.modules():
@@ -282,7 +282,7 @@ def test_a_hook_on_a_matrix_runs():
 
 
 def test_a_hook_on_a_layer_runs():
-    """On what peft put around the linear, which is read past otherwise."""
+    """The hook is on peft's layer around the linear, past which the linear is read otherwise."""
     patched, plain, patch = make_pair()
     for model in (patched, plain):
         model.blocks[0].attn1.to_out[0].register_forward_hook(lambda module, args, output: 3 * output)

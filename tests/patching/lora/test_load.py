@@ -336,7 +336,7 @@ def test_without_peft(monkeypatch):
 
 
 def test_offloaded_copies_get_the_values(monkeypatch):
-    """With streams, diffusers' group offloading brings weights back from copies of its own."""
+    """diffusers' group offloading with streams brings weights back from its own copies."""
     pipe = tiny_wan_pipeline()
     norm = pipe.transformer.blocks[0].norm2.weight
     stored = norm.detach().clone()

@@ -55,7 +55,7 @@ def test_a_swap_between_two_replays(tape, rank):
 
 @pytest.mark.parametrize("rank", [4, 9])
 def test_a_swap_that_diffusers_prepared_for_is_replayed(tape, rank):
-    """With matrices that have room for all ranks, and scales that are tensors."""
+    """Matrices have room for all ranks, and scales are tensors."""
     pair = make_models(layers=1)
     for model in pair:
         model.enable_lora_hotswap(target_rank=9)

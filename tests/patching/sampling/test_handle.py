@@ -277,7 +277,7 @@ def test_timesteps_are_rounded_only_where_the_recipe_rounds():
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", trp.RECIPES)
 def test_gpu_a_generator_on_the_cpu_gives_the_video_of_the_cpu(recipe):
-    """And one on the GPU decides the video there, patched too."""
+    """A generator on the GPU decides the video there, with and without a patch."""
     pipe = tiny_wan_pipeline()
     with trp.use_distilled(pipe, recipe=recipe):
         steps = len(pipe.scheduler.timesteps)

@@ -1,4 +1,4 @@
-"""Which steps of a generation run their attention exactly, by what the scheduler counts."""
+"""The scheduler's count decides which steps of a generation run their attention exactly."""
 
 import copy
 import gc
@@ -50,7 +50,7 @@ def test_where_nobody_counts_all_steps_are_exact():
 
 @pytest.mark.parametrize(("counts", "exact"), [((1, 0), [0]), ((0, 1), [2]), ((2, 0), [0, 1]), ((1, 1), [0, 2])])
 def test_a_generation_may_begin_at_a_later_step_of_the_scheduler(counts, exact):
-    """As from a video with a strength below 1: the last three of ten."""
+    """Video to video with a strength below 1 runs only the last steps, here three of ten."""
     pipe = Pipe(timesteps=range(10), step_index=None)
     pipe.num_timesteps = 3
     steps = Steps(pipe)

@@ -31,7 +31,7 @@ def config(**options):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What each call of the sparse ops was: its name, and its mass and blocks."""
+    """Record each call of the sparse ops: its name, mass and blocks."""
     seen = []
 
     def watch(name):
@@ -63,7 +63,7 @@ def outputs(model, config, inputs):
 
 @pytest.mark.parametrize("name", ["wan", *FAMILIES])
 def test_in_every_family(name, calls):
-    """With all of the mass it is dense; with less of it every self-attention that has no mask or cache is sparse."""
+    """Attention is dense with the whole mass. With less it is sparse wherever there is no mask or cache."""
     model = tiny_family_transformer(name)
     inputs = tiny_family_inputs(name, model)
     before, exact = run(model, inputs), outputs(model, "exact", inputs)
@@ -88,7 +88,7 @@ def test_8_bits_and_not(calls):
 
 
 def test_lora(calls):
-    """As with weights that have the LoRA merged into them."""
+    """The result is that of weights that have the LoRA merged into them."""
     model = tiny_wan_transformer()
     inputs = tiny_transformer_inputs(model)
     plain = outputs(model, config(mass=0.5), inputs)
@@ -233,8 +233,7 @@ def test_dense_on_a_gpu_where_no_sparse_kernel_is():
 
 @pytest.mark.parametrize("quantize", [(), ("attention",)])
 def test_few_tokens_take_the_reference_where_no_sparse_kernel_is(quantize):
-    """On a GPU verify and evaluate would else run the embedded model, of 700 tokens in small blocks, with dense
-    attention."""
+    """Otherwise verify and evaluate would run the embedded model, 700 tokens in small blocks, with dense attention."""
     options = {"blocks": (16, 16), "min_tokens": 0, "quantize": quantize}
     step = plan_on_a_gpu(options, tokens=700)
     reason = "blocks of 16 queries and 16 keys"

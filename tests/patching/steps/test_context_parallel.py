@@ -118,7 +118,7 @@ class Recorded:
 
 
 def ring(patched):
-    """What a ring comes to, here an error: on a CPU diffusers has no attention that returns the logsumexp."""
+    """Return the result of a ring, here an error: diffusers has no CPU attention that returns the logsumexp."""
     model, inputs = model_and_inputs("ulysses")
     patch = trp.patch(model) if patched else None
     model.enable_parallelism(config=parallel_config(**RING))
@@ -162,7 +162,7 @@ def quantized():
 
 @torch.no_grad()
 def on_gpu(rank):
-    """By batch: a bf16 model's outputs, the last of compiled blocks, and what our attention was given."""
+    """Return by batch a bf16 model's outputs, the last one of compiled blocks, and our attention's shapes."""
     torch.cuda.set_device(rank)
     results = {}
     for batch in (1, 2):
@@ -224,7 +224,7 @@ def test_the_ranks_of_a_patched_model_compute_what_one_process_does(ranks, name)
 
 @pytest.mark.parametrize("name", MODELS)
 def test_our_attention_runs_between_the_all_to_alls(ranks, name):
-    """And in cross-attention, of the rank's own tokens."""
+    """In cross-attention it runs over the rank's own tokens."""
     overrides, batch, *_ = MODELS[name]
     heads = overrides.get("heads", 2)
     between, crossing = [batch, TOKENS, heads // RANKS, 64], [batch, TOKENS // RANKS, heads, 64]

@@ -34,7 +34,7 @@ def config(exact_steps, **options):
 
 @pytest.fixture
 def in_8_bits(monkeypatch):
-    """Whether the self-attention of each call of a block was, in order."""
+    """Record for each call of a block, in order, whether its self-attention ran in 8 bits."""
     calls = []
 
     def watch(name, is_quantized):
@@ -128,7 +128,7 @@ def test_a_scheduler_that_is_exchanged(in_8_bits):
 
 
 def test_outputs_of_exact_steps_are_those_without_8_bit_attention():
-    """All of them exact, and none."""
+    """All steps are exact, or none is."""
     pipe = pipeline()
     outputs = {}
     for name, options in {
@@ -158,7 +158,7 @@ def test_exact_steps_with_the_attention_alone_are_exact():
 
 @pytest.mark.parametrize(("attention", "kernel"), [("sdpa", "PyTorch SDPA"), ("triton", "portable Triton")])
 def test_exact_steps_run_the_attention_that_was_asked_for(attention, kernel):
-    """As chosen for a GPU that is not there."""
+    """The plan is made for a GPU that is not there."""
     pipe = pipeline()
     trp.patch(pipe, config((1, 0), attention=attention))
     first = pipe.transformer.blocks[0]
@@ -239,7 +239,7 @@ def test_torch_compile_does_not_see_the_steps_and_runs_all_exactly():
 
 
 def test_a_graph_for_each_kind_of_step(tape):
-    """What stands for CUDA graphs on the CPU: a replay of the wrong kind would give another result."""
+    """Tapes stand for CUDA graphs on the CPU. A replay of the wrong kind would give another result."""
     pipe = pipeline()
     with trp.patch(pipe, config((1, 1), cuda_graph="off")):
         expected = generate(pipe, guidance_scale=4.0, steps=6)

@@ -65,7 +65,7 @@ def test_another_model_is_not_accused(on, caplog):
 
 @pytest.mark.gpu
 def test_a_replayed_graph_says_so(caplog):
-    """What saturates there is found in the next call."""
+    """Saturation inside a graph is found in the next call."""
     model, inputs = model_and_inputs("t2v", "cuda", torch.bfloat16)
     with torch.no_grad(), trp.patch(model, trp.Exact(cuda_graph="on")) as patch:
         for _ in range(3):

@@ -51,7 +51,7 @@ def test_group_offload(saved, options, first, kind):
 @both
 @either_order
 def test_layerwise_casting(saved, options, first):
-    """The file's weights are stored in bf16 without a loss, those of proj_l too."""
+    """The file's weights, proj_l included, are stored in bf16 without a loss."""
     model = tiny_wan_transformer()
     weights = {name: tensor.bfloat16().float() for name, tensor in turbo_weights(model).items()}
     cast = {"storage_dtype": torch.bfloat16, "compute_dtype": torch.float32}

@@ -78,7 +78,7 @@ def test_copies_attend_sparsely_and_can_be_restored(saved, copied, options):
 
 
 def with_own_projections(model):
-    """As a model that is trained with SLA has them."""
+    """Add the projections that a model trained with SLA has."""
     size = model.config.attention_head_dim
     for number, block in enumerate(model.blocks):
         torch.manual_seed(number)
@@ -101,7 +101,7 @@ def test_what_diffusers_sets_on_processors_outlives_the_patch(saved):
 
 
 def test_norms_that_autocast_widens(saved):
-    """As RMSNorm under it on a GPU: q and k come in fp32, v in bf16."""
+    """RMSNorm under autocast on a GPU returns q and k in fp32, while v is in bf16."""
     model = tiny_wan_transformer()
     weights = turbo_weights(model)
     trp.load_turbodiffusion(saved(weights), model, **SLA)
@@ -114,7 +114,7 @@ def test_norms_that_autocast_widens(saved):
 
 
 def test_a_lora_on_the_projection(saved):
-    """It counts, and the patch comes off with it."""
+    """The LoRA changes the output, and the patch can be restored with it."""
     model = tiny_wan_transformer()
     weights = turbo_weights(model)
     patch = trp.load_turbodiffusion(saved(weights), model, **SLA)

@@ -1,4 +1,4 @@
-"""Training a patched model that attends sparsely: the gradients are those of the published equations."""
+"""Training with sparse attention: a patched model's gradients equal the published equations'."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
 @pytest.mark.parametrize("quantize", [(), ("attention",)])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_are_those_of_the_equations(saved, quantize, checkpointing):
-    """Of all parameters and of the latents; an attention in 8 bits trains as one that is not."""
+    """All parameters and the latents get them. An attention in 8 bits trains like an exact one."""
     model = tiny_wan_transformer()
     weights = turbo_weights(model)
     patch = trp.load_turbodiffusion(saved(weights), model, **SLA)
@@ -46,7 +46,7 @@ def own_projections(model, weights):
 
 
 def gradients_by_official_name(model):
-    """Of all parameters, proj_l among them."""
+    """Return the gradients of all parameters, proj_l included."""
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     own = {name: gradients.pop(name) for name in list(gradients) if "proj_l" in name}
     found = official_state_dict(SimpleNamespace(state_dict=gradients.copy, blocks=model.blocks))

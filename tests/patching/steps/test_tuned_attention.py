@@ -1,4 +1,4 @@
-"""Where the patch runs PyTorch's attention, it asks the backend first that turbo-rcm tune found faster."""
+"""PyTorch's attention under the patch asks the backend first that turbo-rcm tune found faster."""
 
 import pytest
 import torch

@@ -63,7 +63,7 @@ def test_conversion_by_parts_is_conversion(rows, at_once, format, monkeypatch):
 
 
 def test_formats_follow_the_gpu():
-    """And where each row's largest value is known they are int8 on all."""
+    """Linears whose input rows have known largest values are int8 on every GPU."""
     for capability in ((8, 0), (8, 6), (8, 9), (9, 0), None):
         newer = capability is None or capability >= (8, 9)
         assert format_of("blocks.0.ffn.net.2", capability) == (FP8 if newer else INT8)

@@ -25,7 +25,7 @@ def output_of(model):
 
 
 class Backend:
-    """In the place of a GPU's streams."""
+    """A stand-in for a GPU's streams."""
 
     def __init__(self, device):
         pass

@@ -41,7 +41,7 @@ def dequantised(linear):
 
 
 def by_kernels(linear, x):
-    """What the kernels give on a GPU, and their reference on the CPU."""
+    """Return the kernels' result on a GPU, and their reference's on the CPU."""
     implementation, weight = "triton" if x.is_cuda else "torch", linear.quantized()
     rows = kernels.quantize_rows(x, weight.format, implementation=implementation)
     return kernels.linear_8bit(rows, weight, linear.bias, dtype=x.dtype, implementation=implementation)
@@ -277,7 +277,7 @@ def test_a_weight_that_rests_on_the_cpu_comes_to_the_gpu():
 
 @pytest.mark.gpu
 def test_derivatives_on_a_gpu():
-    """Of a LoRA's input, of the bias, and of everything before."""
+    """The bias, the input of a LoRA, and everything before it can get gradients."""
     linear = in_8_bits(plain_linear(device="cuda"))
     twin, x = dequantised(linear), torch.randn(3, IN, device="cuda")
     assert torch.equal(linear(x), twin(x))  # the bias requires a gradient

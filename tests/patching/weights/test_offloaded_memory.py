@@ -1,4 +1,4 @@
-"""Offloading moves 8-bit weights like any others: they are parameters, and a GPU holds only those that it needs."""
+"""Offloading moves 8-bit weights like any parameters, and a GPU holds only the ones that it needs."""
 
 import gc
 
@@ -126,7 +126,7 @@ def test_accelerate_leaves_nothing_on_the_gpu(whole):
 @pytest.mark.parametrize("first", ["patch", "offload"])
 @pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
 def test_a_group_moves_every_8_bit_tensor(kind, first):
-    """Without a GPU: a group moves the parameters of its modules."""
+    """A group moves the parameters of its modules, which shows without a GPU."""
     model = tiny_wan_transformer()
     cpu = torch.device("cpu")
     options = {"offload_type": kind, "num_blocks_per_group": 1 if kind == "block_level" else None}

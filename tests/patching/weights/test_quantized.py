@@ -97,7 +97,7 @@ def test_one_prompt_serves_several_latents(variant):
 
 
 def test_runs_of_equal_timesteps():
-    """As in TI2V-5B from an image: the first frame's tokens are at timestep 0."""
+    """In TI2V-5B from an image the first frame's tokens are at timestep 0."""
     model, inputs = model_and_inputs("ti2v", "cpu", torch.float32)
     inputs["timestep"] = torch.full_like(inputs["timestep"], 700.0)
     inputs["timestep"][:, :5] = 0.0

@@ -39,7 +39,7 @@ def output_of(model, **overrides):
 
 
 def reasons(patch, sub_layer, step):
-    """Without the CPU's."""
+    """Return a step's reasons, without the one that says that this is a CPU."""
     row = next(row for row in patch.rows() if (row.sub_layer, row.step) == (sub_layer, step))
     return {reason: count for reason, count in row.reasons.items() if reason != "cpu tensors"}
 
@@ -113,7 +113,7 @@ def test_hooks_on_blocks_see_what_comes_and_goes():
 
 @pytest.mark.parametrize("path", ["attn1.to_out.0", "ffn.net.2"])
 def test_a_hook_that_sees_the_input_of_a_linear_gets_a_tensor(path):
-    """Not what is in 8 bits already."""
+    """The hook gets a tensor in the model's dtype, not one in 8 bits."""
     patched, plain, patch = make_models()
     seen = {patched: [], plain: []}
     for model, tensors in seen.items():

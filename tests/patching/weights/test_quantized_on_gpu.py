@@ -90,7 +90,7 @@ def launches(monkeypatch):
 
 @pytest.mark.parametrize("frames", [3, 21])
 def test_what_is_launched_is_what_the_summary_says(launches, frames):
-    """Of few tokens, and of as many as the kernels for sm_90 ask for."""
+    """A call has few tokens, or as many as the kernels for sm_90 need."""
     size = {"frames": frames, "height": 4, "width": 6} if frames == 3 else {"frames": 21, "height": 60, "width": 56}
     model, _ = model_and_inputs("t2v", GPU, torch.bfloat16, **SIZES, rope_max_seq_len=64)
     inputs = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in inputs_for(model, batch=1, **size).items()}
@@ -179,7 +179,7 @@ def test_a_graph_for_each_kind_of_step():
 
 
 def test_compile_repeated_blocks():
-    """Without a graph break; what inductor fuses is rounded less often."""
+    """Blocks compile without a graph break. Ops that inductor fuses are rounded less often."""
     torch._dynamo.reset()
     model, inputs = model_and_inputs("t2v", GPU, torch.bfloat16, **SIZES)
     oracle = fp32_copy(model)
@@ -194,7 +194,7 @@ def test_compile_repeated_blocks():
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_model_compiled_as_a_whole(mode):
-    """In one graph, and with reduce-overhead as a CUDA graph."""
+    """The model is one graph, and with reduce-overhead a CUDA graph."""
     torch._dynamo.reset()
     counters.clear()
     model, inputs = model_and_inputs("t2v", GPU, torch.bfloat16, **SIZES)

@@ -76,7 +76,7 @@ def of_step(row):
 
 
 def launched(launch):
-    """A kernel's name, and of those that multiply in 8 bits the formats."""
+    """Return a kernel's name, with the formats if it multiplies in 8 bits."""
     arguments = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False)) | launch.options
     name = launch.kernel.fn.__name__
     dtype = lambda argument: getattr(arguments[argument], "base", arguments[argument]).dtype  # noqa: E731
@@ -162,7 +162,7 @@ def test_large_videos_on_sm_90(converted, dtype, per_token, converted_for):
 
 
 def test_weights_in_a_format_that_the_gpu_lacks_are_dequantised(converted_for):
-    """As of a model that was converted for another GPU."""
+    """A model that was converted for another GPU has such weights."""
     converted_for((9, 0))
     model = wan()
     patch = trp.patch(model, config())
@@ -202,7 +202,7 @@ def test_one_part_alone(options, converted_for):
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0)])
 def test_what_another_attention_gives_is_quantised_apart(capability, converted_for):
-    """As docs/tiers.md says: K and V of the prompt always, and the cross-attention's result where it is PyTorch's."""
+    """docs/tiers.md says so: always K and V of the prompt, and the cross-attention's result if it is PyTorch's."""
     converted_for(capability)
     model = wan()
     patch = trp.patch(model, config(attention="sdpa"))
@@ -274,7 +274,7 @@ def test_lora_beside_a_gate_on_sm_90(residual, converted_for):
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0)])
 def test_a_residual_in_fp16_where_a_lora_loses_nothing_by_it(capability, converted_for):
-    """Where the kernel for sm_90 is not there, or not for so few tokens."""
+    """This is so where no kernel for sm_90 exists, or where it does not take so few tokens."""
     converted_for(capability)
     model = wan(layers=1)
     patch = trp.patch(model, config())

@@ -134,7 +134,7 @@ def test_model_offload_and_moves_leave_the_originals_alone(model):
 
 
 def test_a_move_takes_the_8_bit_weight_and_not_the_original(model):
-    """To the meta device, where there is no other."""
+    """The move is to the meta device, the only other device without a GPU."""
     trp.patch(model, CONFIG)
     model.blocks.to("meta")
     for linear in quantized_linears(model):

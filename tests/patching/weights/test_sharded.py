@@ -16,7 +16,7 @@ from turbo_rcm_patch.patching.weights.linear_8bit import VALUES
 
 
 def model_and_inputs(device="cpu"):
-    """In fp32 on the CPU, in bf16 on a GPU, whose kernels take that."""
+    """Return a model and its inputs: fp32 on the CPU, bf16 on a GPU, where kernels take it."""
     model = tiny_wan_transformer(dtype=torch.float32 if device == "cpu" else torch.bfloat16).to(device)
     inputs = tiny_transformer_inputs(model)
     return model, {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
@@ -46,7 +46,7 @@ def on_device(device, rank):
 
 
 def sharded(mesh):
-    """What a patched model computes when it is sharded, how its 8-bit values lie, and what restore() says."""
+    """Return a sharded model's outputs, its own part of the 8-bit values, and the refusal of restore()."""
     model, inputs = model_and_inputs(mesh.device_type)
     patch = trp.patch(model, "quantized")
     shard(model, mesh)

@@ -1,4 +1,4 @@
-"""safetensors files: those written here are what the library reads, and broken ones are named."""
+"""safetensors files: the library reads the ones written here, and broken ones are named."""
 
 import pytest
 import torch

@@ -96,7 +96,7 @@ def image_condition(pipe, call):
 
 
 def test_a_patched_block_is_as_right_as_diffusers_code_with_the_processor(saved):
-    """In bf16, against the equations in fp64."""
+    """Both run in bf16 and are compared with the equations in fp64."""
     model = tiny_wan_transformer(dtype=torch.bfloat16)
     weights = turbo_weights(model)
     trp.load_turbodiffusion(saved(weights), model, **SLA)
@@ -136,7 +136,7 @@ def test_a_pipeline_in_bf16_is_as_right_as_diffusers_code_with_the_processor(sav
 
 
 def with_rounded_weights(weights, model):
-    """What a model holds of weights after it cast them."""
+    """Return the weights as the model holds them, cast to its dtype."""
     rounded = official_state_dict(strip_projections(copy.deepcopy(model)), flat_patches=True)
     for number, block in enumerate(model.blocks):
         for part in ("weight", "bias"):
@@ -238,7 +238,7 @@ def test_two_experts(saved):
 
 
 def test_the_folder_of_a_pipeline(saved, tmp_path):
-    """Of one transformer and of two experts, as diffusers saves them; each transformer alone takes its own folder."""
+    """The folder has one transformer or two experts, as diffusers saves them. Each transformer takes its own folder."""
     for kind in ("t2v", "wan22_i2v"):
         pipe, again, folder = tiny_wan_pipeline(kind), tiny_wan_pipeline(kind), tmp_path / kind
         models = [model for model in (pipe.transformer, pipe.transformer_2) if model is not None]

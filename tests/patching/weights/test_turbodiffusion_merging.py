@@ -1,4 +1,4 @@
-"""What TurboDiffusion's training changed, added to models that were made from Wan."""
+"""The changes of TurboDiffusion's training, added to models that were made from Wan."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from turbo_rcm_patch.patching.steps.sparse_linear import SparseAttnProcessor
 
 
 def test_a_difference_merged_into_another_model(saved):
-    """A VACE of the same sizes: its own blocks stay, those of Wan get the difference, and attend sparsely."""
+    """A VACE of the same sizes keeps its own blocks. Wan's blocks get the difference and attend sparsely."""
     vace = tiny_family_transformer("vace", torch.float32)
     config = vace.config
     sizes = {
@@ -45,7 +45,7 @@ def test_a_difference_merged_into_another_model(saved):
 
 
 def test_a_model_with_more_channels_keeps_its_patch_embedding(saved):
-    """As Fun, Move and image to video have, which see more than latents. Both files' tensors are listed."""
+    """Fun, Move and image to video see more than latents. Both files' tensors are listed."""
     turbo, base = (tiny_wan_transformer(seed=seed) for seed in (31, 32))
     target = tiny_wan_transformer(in_channels=turbo.config.in_channels + 20)
     before = {name: tensor.clone() for name, tensor in target.state_dict().items()}

@@ -117,7 +117,7 @@ def test_options_of_sla_are_refused_for_dense_weights(saved):
 
 
 def test_wan_animate_has_another_processor_of_the_same_name(saved):
-    """It is said at once which presets there are, not first that it lacks a proj_l, which it could not use."""
+    """The error names the possible presets at once, not a missing proj_l, which the model could not use."""
     model = tiny_family_transformer("animate")
     message = r"self-attentions have a \S+_wan_animate\.WanAttnProcessor\. Take another preset: .* or 'block_sparse'"
     with pytest.raises(trp.PatchError, match=message) as error:

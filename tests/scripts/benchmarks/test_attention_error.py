@@ -1,4 +1,4 @@
-"""What is said of the error of attention in 8 bits, and that it is within the tier's limits."""
+"""The reported error of attention in 8 bits is within the tier's limits."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ GOOD = AttentionError(STRUCTURED, 2, 0.9999, 0.01, 0.02, 0.05, 0.4)
 
 
 def test_all_kinds_are_within_the_limits(device):
-    """On a GPU our kernel's, on the CPU the reference's."""
+    """The errors are our kernel's on a GPU, and the reference's on the CPU."""
     found = list(measure(torch_device(device), tokens=1024, heads=2, head_dim=128))
     blocks = len(embedded.load_embedded_pipeline(torch.float32).transformer.blocks)
     assert [(error.values, error.count) for error in found] == [(NORMAL, 1), (STRUCTURED, 1), (CAPTURED, 4 * blocks)]
@@ -80,7 +80,7 @@ def test_the_page_marks_what_is_missed():
 
 
 def test_the_rivals_roundings_are_those_of_e4m3():
-    """Of values that e4m3 has, only the softmax's weights are rounded."""
+    """If e4m3 holds all values exactly, only the softmax's weights are rounded."""
     q, k = torch.zeros(1, 3, 1, 4), torch.zeros(1, 5, 1, 4)
     v = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0]).view(1, 5, 1, 1).expand(-1, -1, -1, 4)
     assert torch.equal(attention_error.flash_attention_in_fp8(q, k, v), torch.full((1, 3, 1, 4), 6.2))

@@ -1,4 +1,4 @@
-"""What block-sparse attention keeps and costs: in verify, in the script that measures it, and on the results page."""
+"""The kept blocks and the error of block-sparse attention: in verify, in its script, and on the results page."""
 
 from pathlib import Path
 

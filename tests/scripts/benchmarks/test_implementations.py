@@ -56,7 +56,7 @@ def by_name(results, mode=FORWARD_BACKWARD):
 
 
 class Wrong(TwoPassRCMAttention):
-    """What a test lets it be."""
+    """An implementation that a test can damage."""
 
     def forward(self, x, timestep, residual=None):
         return self.damage(super().forward(x, timestep, residual))

@@ -28,7 +28,7 @@ def latents_of(pipe):
 
 
 def latents_with_adapters(pipe, names):
-    """Of the unpatched pipeline with one adapter in each step."""
+    """Return the unpatched pipeline's latents with one adapter in each step."""
     names, forward = iter(names), pipe.transformer.forward
 
     def switch_and_run(*args, **options):

@@ -191,7 +191,7 @@ SASS = """
 
 @pytest.mark.parametrize(("line", "spills"), [("0020", True), ("0030", True), ("0010", False), ("0050", False)])
 def test_spills_count_in_the_loop_around_a_product(line, spills):
-    """Beside those before and in the outer loop, one more in front of a line. The loop has a loop that waits in it."""
+    """One more spill is added in front of a line. Others stand before the loops and in the outer one."""
     where = f"        /*{line}*/"
     assert SASS.count(where) == 1
     sass = SASS.replace(where, f"        /*ffff*/   @P2 LDL.LU R4, [R1] ;\n{where}")

@@ -1,4 +1,4 @@
-"""That the calls for the compile gate reach every kernel and tile, and that launches are on their tensors' device."""
+"""The calls for the compile gate reach every kernel and tile, and launches are on their tensors' device."""
 
 import ast
 import importlib
@@ -41,7 +41,7 @@ def _is_jit(decorator):
 
 
 def started_in(path):
-    """How often a file starts a kernel, by launch_kernel, and by the brackets of Triton."""
+    """Return how often a file starts a kernel by launch_kernel, and by Triton's brackets."""
     calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     by_name = sum(isinstance(function, ast.Name) and function.id == "launch_kernel" for function in calls)
     by_brackets = [function.value for function in calls if isinstance(function, ast.Subscript)]

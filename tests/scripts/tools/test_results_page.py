@@ -54,7 +54,7 @@ ATTENTION_ERRORS = {
 
 
 def run_of(name: str, command: tuple[str, ...]) -> dict:
-    """What a step has written, or what it would: a like step's figures with its own settings."""
+    """Return the run of a step: its own figures, or a similar step's with its settings."""
     preset = command[command.index("--preset") + 1] if "--preset" in command else "exact"
     if "memory_cap" in command[0]:
         return copy.deepcopy(CAP)

@@ -1,4 +1,4 @@
-"""The text, the drawing and the plots of results/writeup.md are those of the results file."""
+"""The text, the drawing and the plots of results/writeup.md follow from the results file."""
 
 import copy
 import json

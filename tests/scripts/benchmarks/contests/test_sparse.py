@@ -56,7 +56,7 @@ def test_cases_are_of_the_tier_and_their_names_unique():
 
 
 def test_sla_in_pytorch_is_sla():
-    """In fp32, of lengths that no block divides, beside the reference with fp64 and the blocks that ours chooses."""
+    """fp32, at lengths that no block divides, against the fp64 reference with the blocks that ours chooses."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 700, 2, 64) for _ in range(3))
     weight, bias = torch.randn(64, 64) / 8, torch.randn(64)

@@ -62,7 +62,7 @@ def test_the_student_starts_as_block_sparse_attention_of_the_dense_weights(pipe)
 
 
 def test_the_states_are_those_of_the_sampler():
-    """Of networks that return nothing, noise and its fading alone are left."""
+    """Networks that return zeros leave only the noise and its fading."""
 
     def network(x, timestep, text, return_dict):
         seen.append((x.clone(), timestep))

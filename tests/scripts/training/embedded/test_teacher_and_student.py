@@ -117,7 +117,7 @@ def test_the_tangent_is_the_derivative_along_the_teacher_s_flow():
 
 @pytest.mark.parametrize("strength", [0.0, 0.5, 1.0])
 def test_consistency_loss_of_a_consistent_student(point, text, strength):
-    """Of the exact consistency function only what the warm-up leaves of the tangent remains; at full strength none."""
+    """The exact consistency function has no loss at full strength. Warm-up leaves a part of the tangent."""
     latents = point.expand(SHAPE)
     loss = student.consistency_loss(to_point(point), PointTeacher(point), latents, text, torch.tensor(strength))
     assert (loss < 1e-6) if strength == 1 else (loss > 0.05)
