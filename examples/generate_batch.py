@@ -85,7 +85,7 @@ NOT_DECIDING = ("prompts", "seed", "seeds", "out", "device", "offload", "command
 
 
 def deciding(options: argparse.Namespace) -> dict[str, object]:
-    """The options that decide what a video looks like, as JSON has them."""
+    """Return the options that decide what a video looks like, as JSON has them."""
     given = {name: value for name, value in vars(options).items() if name not in NOT_DECIDING}
     return json.loads(json.dumps(given, default=str))
 
@@ -142,7 +142,7 @@ def remove_leftovers(folder: Path, video: Video) -> None:
 
 
 def check(options: argparse.Namespace) -> list[Video]:
-    """The videos asked for. Raises CommandError for anything wrong with the options."""
+    """Return the videos asked for. Raises CommandError for anything wrong with the options."""
     check_generation(options)
     check_at_least_one("--fps", options.fps)
     check_at_least_one("--seeds", options.seeds)
@@ -160,7 +160,7 @@ def check(options: argparse.Namespace) -> list[Video]:
 
 
 def device_of(asked: str | None, local_rank: int, processes: int) -> str:
-    """The device of this process: the GPU of its rank, or the CPU."""
+    """Return the device of this process: the GPU of its rank, or the CPU."""
     if asked == "cpu" or (asked is None and not torch.cuda.is_available()):
         return "cpu"
     if asked not in (None, "cuda") and processes > 1:
@@ -169,7 +169,7 @@ def device_of(asked: str | None, local_rank: int, processes: int) -> str:
 
 
 def read_record(folder: Path) -> dict[str, dict]:
-    """The latest line of every video in a folder's record."""
+    """Return the latest line of every video in a folder's record."""
     lines = (folder / RECORD).read_text(encoding="utf-8").splitlines() if (folder / RECORD).exists() else []
     recorded = {}
     for line in lines:

@@ -338,7 +338,7 @@ class RCMScheduler(FewStepScheduler):
         self._set_times(rcm_times(1, self.config.sigma_max) if sigmas is None else _user_times(sigmas, "sigmas"))
 
     def _configured_times(self, num_inference_steps: int | None) -> tuple[torch.Tensor, None]:
-        """The published times of 1 to 4 steps, or the configured sigmas, whose number is that of the steps."""
+        """Return the published times of 1 to 4 steps, or the configured sigmas, whose number is that of the steps."""
         if self.config.sigmas is not None:
             return _user_times(self.config.sigmas, "sigmas"), None
         return rcm_times(_as_int(num_inference_steps), self.config.sigma_max), None
@@ -347,7 +347,7 @@ class RCMScheduler(FewStepScheduler):
 def scheduler_of(
     recipe: Recipe, num_train_timesteps: int = 1000, boundary_timestep: float | None = None
 ) -> FewStepScheduler:
-    """The scheduler that samples as a recipe says, its timesteps set to the recipe's."""
+    """Return the scheduler that samples as a recipe says, its timesteps set to the recipe's."""
     shared = {"num_train_timesteps": num_train_timesteps, "boundary_timestep": boundary_timestep}
     shared["round_timesteps_to_bf16"] = recipe.round_timesteps_to_bf16
     if recipe.sigma_max is not None:

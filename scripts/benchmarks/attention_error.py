@@ -42,7 +42,7 @@ class AttentionError:
     beside_rival: float
 
     def missed(self) -> list[str]:
-        """The names of the figures that are beyond the quantized tier's limits."""
+        """Return the names of the figures that are beyond the quantized tier's limits."""
         if self.values == NORMAL:
             limits = {"relative_l2": self.relative_l2 <= ATTENTION_ERROR}
         else:

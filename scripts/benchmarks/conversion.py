@@ -77,7 +77,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
 
 
 def random_weights(model: WanTransformer3DModel, *, quantized: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """A file's tensors by the names in it."""
+    """Yield a file's tensors by the names in it."""
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         path, _, part = name.rpartition(".")

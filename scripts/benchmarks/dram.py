@@ -102,7 +102,7 @@ def measure(command: Sequence[str]) -> list[list[KernelTraffic]]:
 
 
 def parse(text: str) -> list[list[KernelTraffic]]:
-    """The ranges in what ``ncu --csv --page raw`` prints: a row of names, a row of units, and a row per kernel.
+    """Return the ranges in what ``ncu --csv --page raw`` prints: a row of names, a row of units, and a row per kernel.
 
     Raises MeasurementError for a text without them.
     """
@@ -142,6 +142,6 @@ def _kernel(row: dict[str, str], units: dict[str, str]) -> KernelTraffic:
 
 
 def _complaint(text: str) -> str | None:
-    """The profiler's first error."""
+    """Return the profiler's first error."""
     mark = "==ERROR=="
     return next((line.removeprefix(mark).strip() for line in text.splitlines() if line.startswith(mark)), None)

@@ -60,7 +60,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
 
 
 def make_videos(name: str, kept: float | None, options: argparse.Namespace) -> dict[int, torch.Tensor]:
-    """A variant's videos [n, F, 3, H, W] by the number of steps."""
+    """Return a variant's videos [n, F, 3, H, W] by the number of steps."""
     pipe = load(name, options.device)
     scenes = held_out_scenes(options.n, options.seed)
     config = trp.Exact() if name == EXACT else trp.Sparse(quantize=(), topk=kept, blocks=SLA_BLOCKS)
@@ -101,7 +101,7 @@ def row(
 
 
 def results_in(path: Path, settings: dict[str, object]) -> list[dict]:
-    """The rows that a file of the same settings holds."""
+    """Return the rows that a file of the same settings holds."""
     if not path.exists():
         return []
     content = json.loads(path.read_text())

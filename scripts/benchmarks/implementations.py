@@ -190,7 +190,7 @@ def _exact_fp32_matmuls() -> Iterator[None]:
 
 
 def draw_problem(B: int, N: int, C: int, num_heads: int, dtype: torch.dtype, device: torch.device) -> Problem:
-    """A seeded problem; scores have a standard deviation of SCORE_SCALE, timesteps run from 0.1 to 10."""
+    """Return a seeded problem; scores have a standard deviation of SCORE_SCALE, timesteps run from 0.1 to 10."""
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -209,7 +209,7 @@ def draw_problem(B: int, N: int, C: int, num_heads: int, dtype: torch.dtype, dev
 
 
 def oracle(problem: Problem) -> list[torch.Tensor]:
-    """The output [B, N, C] and the gradients of x and of the weights in their order, in fp64."""
+    """Return the output [B, N, C] and the gradients of x and of the weights in their order, in fp64."""
     x = problem.x.detach().double().requires_grad_()
     weights = {name: weight.double().requires_grad_() for name, weight in problem.weights.items()}
     c_skip, c_out = (c.view(-1, 1, 1) for c in coefficients.edm(problem.timestep.double()))
@@ -291,7 +291,7 @@ def _build_eager(implementation: Implementation, problem: Problem) -> torch.nn.M
 
 
 def _traffic(name: str, problem: Problem) -> dict[str, int]:
-    """The row's fields."""
+    """Return the row's fields."""
     implementation = IMPLEMENTATIONS[name]
     module = _build_eager(implementation, problem)
     ops = count_call(module, (problem.x.detach(), problem.timestep), {}, implementation.compiled)
@@ -334,7 +334,7 @@ def _check_and_time(
 
 
 def errors_of(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> dict[str, float]:
-    """A row's errors: of the output and, where the results have gradients, of the gradients."""
+    """Return a row's errors: of the output and, where the results have gradients, of the gradients."""
     errors = {"output_error": _worst(results[0], expected[0])}
     if len(results) > 1:
         errors["input_gradient_error"] = _worst(results[1], expected[1])
@@ -343,7 +343,7 @@ def errors_of(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor])
 
 
 def _worst(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
-    """The largest relative L2 error of all pairs; NaN if one is."""
+    """Return the largest relative L2 error of all pairs; NaN if one is."""
     return torch.tensor([relative_l2(*pair) for pair in zip(results, expected, strict=True)]).max().item()
 
 

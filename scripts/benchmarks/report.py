@@ -41,7 +41,7 @@ def ops_table(results: Sequence[OpResult]) -> str:
 
 
 def case_with_share(case: str, kept: float | None) -> str:
-    """A case's name, with the share of the key blocks that sparse attention keeps, where it is known."""
+    """Return a case's name, with the share of the key blocks that sparse attention keeps, where it is known."""
     return case if kept is None else f"{case}, {100 * kept:.0f} % kept"
 
 
@@ -150,7 +150,7 @@ def _figures(group: Sequence[KernelTraffic], pass_bytes: int) -> list[str]:
 
 
 def _short_name(kernel: str) -> str:
-    """A demangled kernel's name without return type, namespaces, template arguments and parameters.
+    """Return a demangled kernel's name without return type, namespaces, template arguments and parameters.
 
     Of PyTorch's elementwise kernels, which have one name, also what they compute: ``elementwise_kernel MulFunctor``.
     """
@@ -163,7 +163,7 @@ def _short_name(kernel: str) -> str:
 
 
 def traffic_totals_table(report: TrafficReport) -> str:
-    """A line per implementation, with the first one's passes over its own; then why others were refused."""
+    """Return a line per implementation, with the first one's passes over its own; then why others were refused."""
     rows = [["", "kernels", *_FIGURES[1:4], "ratio", "error"]]
     measured = [one for one in report.implementations if one.refused is None]
     for one in measured:

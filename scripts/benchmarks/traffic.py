@@ -254,7 +254,7 @@ class TrafficReport:
 
 
 def count(case: Case, device: torch.device) -> tuple[ImplementationTraffic, ...]:
-    """Every implementation's traffic by its tensors' shapes. device: where the outlines are built."""
+    """Return every implementation's traffic by its tensors' shapes. device: where the outlines are built."""
     counted = []
     for name in case.implementations:
         call = case.outline(name, device)
@@ -292,7 +292,7 @@ def check_and_profile(
 
 
 def join(checks: Sequence[Check], ranges: Sequence[Sequence[KernelTraffic]]) -> tuple[ImplementationTraffic, ...]:
-    """The traffic of what `check_and_profile` checked, given what `dram.measure` saw of it."""
+    """Return the traffic of what `check_and_profile` checked, given what `dram.measure` saw of it."""
     seen = iter(ranges)
     return tuple(
         ImplementationTraffic(c.implementation, tuple(next(seen)) if c.refused is None else (), c.error, c.refused)

@@ -20,7 +20,7 @@ from .dram import KernelTraffic
 
 
 def count_call(module: nn.Module, args: tuple, kwargs: Mapping[str, object], compiled: bool) -> list[KernelTraffic]:
-    """The kernels of one forward: one per op, or, compiled, one per chain of ops that torch.compile would merge.
+    """Return the kernels of one forward: one per op, or, compiled, one per chain of ops that torch.compile would merge.
 
     On the CPU the Triton ops can be traced with TRITON_INTERPRET=1 alone.
     """

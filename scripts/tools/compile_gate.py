@@ -132,7 +132,7 @@ def compile_cases(op: str, architecture: int, one_in: int, sender) -> None:
 
 
 def launches_of(op: str, capability: tuple[int, int]) -> list:
-    """All launches of an op on a GPU of this compute capability; many are compiled to the same."""
+    """Return all launches of an op on a GPU of this compute capability; many are compiled to the same."""
     from scripts.tools.compile_without_gpu import record_launches
     from scripts.tools.every_launch import LAUNCHES, without_gluon
 

@@ -102,7 +102,7 @@ def inspect(launch: Launch, capability: tuple[int, int]) -> Inspection | None:
 
 
 def describe(launch: Launch) -> str:
-    """The kernel's name and arguments in one line: tensors and descriptors as "bf16[2, 64]"."""
+    """Return the kernel's name and arguments in one line: tensors and descriptors as "bf16[2, 64]"."""
     arguments = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False)) | launch.options
     return f"{launch.kernel.fn.__name__}({', '.join(f'{name}={_short(x)}' for name, x in arguments.items())})"
 
@@ -170,7 +170,7 @@ def _loops_spill(sass: list[str]) -> bool:
 
 
 def _opcode(line: str) -> str | None:
-    """The opcode with its modifiers of a line of SASS, if it is an instruction."""
+    """Return the opcode with its modifiers of a line of SASS, if it is an instruction."""
     instruction = re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", line)
     return instruction and instruction[1]
 

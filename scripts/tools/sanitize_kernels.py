@@ -133,7 +133,7 @@ def check_all(sanitizer: str, tool: str, logs: Path, sm90: bool) -> list[str]:
 
 
 def run_part(what: str, under: tuple[str, ...], logs: Path, part: str, portable: bool) -> tuple[int, str]:
-    """The exit code of a part's run, under a command, and what both printed, which also goes to a log."""
+    """Return the exit code of a part's run, under a command, and what both printed, which also goes to a log."""
     launch = (sys.executable, __file__, "--launch", part, *(("--portable",) if portable else ()))
     environment = os.environ | {"TRITON_CACHE_DIR": str(logs / CACHE), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     log = logs / f"{what}-{name_of(part, portable)}.log"
@@ -251,7 +251,7 @@ def _judge(race: Race, role_reads: dict[str, set[int]]) -> str:
 
 
 def _find_paragraphs(report: str) -> list[str]:
-    """Each error and warning of a report as one line."""
+    """Return each error and warning of a report as one line."""
     paragraphs = []
     is_open = False
     for line in _lines(report):
@@ -266,7 +266,7 @@ def _find_paragraphs(report: str) -> list[str]:
 
 
 def _lines(report: str) -> Iterator[str]:
-    """The tool's own lines."""
+    """Yield the tool's own lines."""
     for line in report.splitlines():
         if line.startswith("====="):
             yield line.lstrip("=").strip()
@@ -305,7 +305,7 @@ def few_multiprocessors() -> Iterator[None]:
 
 
 def values_on(device: torch.device) -> Callable[..., torch.Tensor]:
-    """A function that draws a tensor of a shape and dtype, on the CPU: no other kernels run on the GPU."""
+    """Return a function that draws a tensor of a shape and dtype, on the CPU: no other kernels run on the GPU."""
     return lambda *shape, dtype=BF16: torch.randn(shape).to(device, dtype)
 
 

@@ -73,7 +73,7 @@ def main() -> int:
 
 
 def result_files(folder: Path) -> list[Path]:
-    """The results of each GPU."""
+    """Return the results of each GPU."""
     others = (TRAINING, CONVERSION, BLOCK_SPARSE, SPARSE, LORA, SIDE_BY_SIDE)
     return [path for path in sorted(folder.glob("*.json")) if path.name not in others]
 
@@ -108,7 +108,7 @@ def _attention_errors(folder: Path) -> dict | None:
 
 
 def results_page(folder: Path) -> str:
-    """The page of all tables: for each GPU what was measured, then what the embedded model shows."""
+    """Return the page of all tables: for each GPU what was measured, then what the embedded model shows."""
     training = json.loads((folder / TRAINING).read_text()) if (folder / TRAINING).exists() else None
     parts = [INTRODUCTION]
     for path in result_files(folder):

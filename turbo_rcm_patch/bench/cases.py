@@ -67,7 +67,7 @@ class ImageFreePipeline(WanImageToVideoPipeline):
 def build_pipeline(
     case: Case, dtype: torch.dtype, device: torch.device, *, layers: int | None = None, seed: int = 0
 ) -> DiffusionPipeline:
-    """The case's pipeline without encoders, drawn on the device from the seed; layers: fewer blocks, if given.
+    """Return the case's pipeline without encoders, drawn on the device from the seed; layers: fewer blocks, if given.
 
     Modules that Wan keeps in fp32 stay so. The global random state is left alone.
     """

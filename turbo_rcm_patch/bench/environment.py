@@ -41,7 +41,7 @@ class Environment:
 
 
 def describe_environment(device: torch.device | str) -> Environment:
-    """The environment of a run on `device`."""
+    """Return the environment of a run on `device`."""
     device = torch.device(device)
     versions = {name: importlib.metadata.version(name) for name in ("triton", "diffusers", "transformers")}
     return Environment(

@@ -197,13 +197,13 @@ def held_out_scenes(n: int, seed: int = 0) -> list[Scene]:
 
 
 def judge_videos(videos: torch.Tensor, scenes: Sequence[Scene]) -> list[Scores]:
-    """Each video's scores against its scene; videos [B, F, 3, H, W] in [0, 1], as pipelines return them."""
+    """Return each video's scores against its scene; videos [B, F, 3, H, W] in [0, 1], as pipelines return them."""
     with _one_thread():
         return [score(scene, decode(video.transpose(0, 1))) for video, scene in zip(videos, scenes, strict=True)]
 
 
 def summarise(scores: Sequence[Scores]) -> dict[str, Accuracy]:
-    """The accuracy of every attribute over all videos, and of all attributes together as "overall"."""
+    """Return the accuracy of every attribute over all videos, and of all attributes together as "overall"."""
     attributes = {name: Accuracy.of_videos([one[name] for one in scores]) for name in SCORED}
     return {**attributes, "overall": Accuracy.of_videos(_totals(scores))}
 
@@ -233,7 +233,7 @@ def _variants(
     config: PatchConfig | str | Mapping[str, PatchConfig],
     tuned: DiffusionPipeline,
 ) -> tuple[dict[str, tuple], str]:
-    """Every variant's pipeline and the context to run it in, by name; and the name of the fp32 reference."""
+    """Return every variant's pipeline and the context to run it in, by name; and the name of the fp32 reference."""
     variants = {
         UNPATCHED: (pipe, contextlib.nullcontext),
         EXACT: (pipe, lambda: patch(pipe, EXACT)),

@@ -60,7 +60,7 @@ def fits(folder: Path, dtype: torch.dtype = torch.bfloat16) -> list[Fit]:
 
 
 def fits_table(found: list[Fit]) -> str:
-    """The figures in GiB, as text."""
+    """Return the figures in GiB, as text."""
     sizes = (part for h, w, f in SIZES for part in (f"step at {w}x{h}, {f} frames", "peak"))
     header = ("transformer", "tier", "weights", *sizes)
     rows = [
@@ -79,7 +79,7 @@ def _gib(size: int) -> str:
 
 
 def _weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[Tier, int]]:
-    """The bytes of the weights in each tier that the model can have."""
+    """Yield the bytes of the weights in each tier that the model can have."""
     yield EXACT, _bytes(model, dtype)
     yield QUANTIZED, (in_8_bits := _bytes_in_8_bits(model, dtype))
     attentions, head_dim = list(family_of(model).self_attentions(model)), model.config.attention_head_dim

@@ -26,7 +26,7 @@ def sparse_self_attention(block: nn.Module) -> nn.Module | None:
 
 
 def by_reference(processor: SparseAttnProcessor) -> SparseAttnProcessor:
-    """A processor that computes the same by the torch reference."""
+    """Return a processor that computes the same by the torch reference."""
     twin = copy.copy(processor)
     twin.implementation = "torch"
     return twin

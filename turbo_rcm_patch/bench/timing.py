@@ -31,7 +31,7 @@ class StageTimings:
 
     @classmethod
     def median(cls, runs: list[StageTimings]) -> StageTimings:
-        """The median of every stage over runs with equally many steps, and the largest of their memory peaks."""
+        """Return the median of every stage over runs with equally many steps, and the largest of their memory peaks."""
         return cls(
             text_encoding=statistics.median(run.text_encoding for run in runs),
             steps=tuple(statistics.median(step) for step in zip(*(run.steps for run in runs), strict=True)),

@@ -39,7 +39,7 @@ class Variants:
 
 
 def single_process(pipe: DiffusionPipeline, config: PatchConfig, with_compile: bool) -> Variants:
-    """The variants on one device; switching off leaves the pipeline as it was."""
+    """Return the variants on one device; switching off leaves the pipeline as it was."""
     switches: dict[str, Switch] = {UNPATCHED: contextlib.nullcontext, COMPILED: _CompiledBlocks(pipe)}
     spare_memory = 0
     if not isinstance(config, Exact):
@@ -101,7 +101,7 @@ def _in_place_of_transformer(pipe: DiffusionPipeline, twin: nn.Module, applied: 
 
 
 def context_parallel(pipe: DiffusionPipeline, config: PatchConfig, with_compile: bool, degree: int) -> Variants:
-    """The variants under Ulysses context parallelism of the default process group, which has `degree` processes.
+    """Return the variants under Ulysses context parallelism of the default process group, which has `degree` processes.
 
     The pipeline's transformer is parallel afterwards for good. A twin of it is patched first and made parallel then.
     """

@@ -241,7 +241,7 @@ def verify(
 
 
 def named_blocks(pipe: DiffusionPipeline) -> dict[str, nn.Module]:
-    """The blocks of a pipeline's transformers by name, such as "transformer.blocks.0"."""
+    """Return the blocks of a pipeline's transformers by name, such as "transformer.blocks.0"."""
     transformers = {name: getattr(pipe, name, None) for name in COMPONENTS}
     return {
         f"{name}.{path}": block
@@ -261,7 +261,7 @@ def _check(
     unpatched: Output,
     limits: ErrorLimits,
 ) -> BlockCheck:
-    """The check of the block's result, or of the worst of its results."""
+    """Return the check of the block's result, or of the worst of its results."""
     patched, unpatched = _tensors(patched), _tensors(unpatched)
     oracle_dtype = torch.float32 if is_low_precision(unpatched[0].dtype) else torch.float64
     oracles = _tensors(run_oracle(block, args, kwargs, oracle_dtype))
@@ -334,7 +334,7 @@ def _tensors(output: Output) -> list[torch.Tensor]:
 
 
 def first_call(module: nn.Module, run: Callable[[], object]) -> tuple[tuple, dict]:
-    """The arguments of a module's first call while something runs."""
+    """Return the arguments of a module's first call while something runs."""
     seen: list[tuple[tuple, dict]] = []
     handle = module.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
     try:
@@ -346,7 +346,7 @@ def first_call(module: nn.Module, run: Callable[[], object]) -> tuple[tuple, dic
 
 
 def run_oracle(block: nn.Module, args: tuple, kwargs: Mapping[str, object], dtype: torch.dtype) -> Output:
-    """The block's class run in `dtype`, fp64 or fp32 without TF32, on upcast weights and inputs."""
+    """Return the block's class run in `dtype`, fp64 or fp32 without TF32, on upcast weights and inputs."""
     oracle = _class_copy(block).to(_device_of(args, kwargs), dtype)
     args, kwargs = upcast(args, dtype), upcast(kwargs, dtype)
     precision = torch.get_float32_matmul_precision()
@@ -372,7 +372,7 @@ class _WidenedFloat(TorchFunctionMode):
 
 
 def _class_copy(block: nn.Module) -> nn.Module:
-    """A copy of parameters, buffers and submodules whose forwards are those of their classes.
+    """Return a copy of parameters, buffers and submodules whose forwards are those of their classes.
 
     Other instance attributes, such as what a patch keeps on a module, are shared rather than copied. A sparse attention
     runs by the reference.
@@ -391,7 +391,7 @@ def _class_copy(block: nn.Module) -> nn.Module:
 
 
 def _plain_twin(block: nn.Module) -> nn.Module:
-    """The block, or a copy of it on its inputs' device where the patch changed more of it than forwards."""
+    """Return the block, or a copy of it on its inputs' device where the patch changed more of it than forwards."""
     if not any(map(is_quantized, block.modules())) and sparse_self_attention(block) is None:
         return block
     return _class_copy(block).to(next(block.parameters()).device)

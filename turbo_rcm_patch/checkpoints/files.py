@@ -21,7 +21,7 @@ EXPERTS = ("high", "low")  # in the names of the two files of Wan 2.2
 
 
 def find_files(source: Source | Sequence[Source], experts: int) -> list[Path]:
-    """The LoRA files that a source means, one for each of 1 or 2 experts, the high-noise one first.
+    """Return the LoRA files that a source means, one for each of 1 or 2 experts, the high-noise one first.
 
     source: a file, a folder, or the id of a hub repository, also with a path in it ("org/name/folder"); for two
     experts a pair of them, or a folder with both files. Raises ValueError where that is not one file per
@@ -46,7 +46,7 @@ def experts_in(name: str) -> set[str]:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """All tensors of a file, on the CPU, and its metadata. Raises ValueError for a file that cannot be read."""
+    """Return all tensors of a file, on the CPU, and its metadata. Raises ValueError for a file that cannot be read."""
     with open_tensors(path) as tensors:
         content = {name: tensor.load() for name, tensor in tensors.items()}
     if path.suffix != ".safetensors":
@@ -65,7 +65,7 @@ def keys_of_model(source: str, subfolder: str) -> set[str]:
 
 
 def keys_in(folder: Path) -> set[str]:
-    """The names of all tensors in a folder's safetensors files; none where there is no such folder."""
+    """Return the names of all tensors in a folder's safetensors files; none where there is no such folder."""
     keys: set[str] = set()
     for file in folder.glob("*.safetensors") if folder.is_dir() else ():
         try:
@@ -123,7 +123,7 @@ def _place(source: Source) -> _Folder | _Repository:
 
 
 def _split_id(name: str) -> tuple[str, str]:
-    """A repository's id, and the path in it."""
+    """Return a repository's id, and the path in it."""
     organisation, repository, *inner = name.split("/")
     return f"{organisation}/{repository}", "/".join(inner)
 

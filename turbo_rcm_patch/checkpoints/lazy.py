@@ -82,7 +82,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def shards(index: Path) -> list[str]:
-    """The files that an index names. Raises ValueError for a file that is no index."""
+    """Return the files that an index names. Raises ValueError for a file that is no index."""
     try:
         return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:

@@ -73,7 +73,7 @@ class Lora:
 
 
 def read_lora(tensors: Mapping[str, torch.Tensor], model: nn.Module, metadata: Mapping[str, str] | None = None) -> Lora:
-    """The contents of a LoRA file for a Wan transformer, which may be patched and have LoRA layers.
+    """Return the contents of a LoRA file for a Wan transformer, which may be patched and have LoRA layers.
 
     metadata: of the safetensors file. Raises ValueError for a file without any LoRA, for one that names the same twice
     with different values, and with all shapes that do not fit the model. The same twice with equal values is unused.
@@ -102,7 +102,7 @@ Parts = dict[str, tuple[str, torch.Tensor]]  # by "down", "up", ...: the key in 
 
 
 def _grouped(tensors: Mapping[str, torch.Tensor], names: ModelNames, lora: Lora) -> dict[str, Parts]:
-    """The parts of each module, by one name for all its spellings; other keys go to ``lora.unused``."""
+    """Return the parts of each module, by one name for all its spellings; other keys go to ``lora.unused``."""
     grouped: dict[str, Parts] = {}
     first: dict[tuple[str, str] | str, str] = {}  # the key of each part or parameter
     differing = []
@@ -126,7 +126,7 @@ def _grouped(tensors: Mapping[str, torch.Tensor], names: ModelNames, lora: Lora)
 
 
 def _parameter(names: ModelNames, name: str, part: str) -> str | None:
-    """The parameter that a whole difference is of."""
+    """Return the parameter that a whole difference is of."""
     return names.parameter(name, part) if part in _DIFFERENCES else None
 
 
@@ -140,7 +140,7 @@ def _are_same(tensors: Mapping[str, torch.Tensor], known: str, key: str) -> bool
 
 
 def _part_of(key: str) -> tuple[str, str] | None:
-    """A key without its ending, and the part that the ending tells."""
+    """Return a key without its ending, and the part that the ending tells."""
     for part, suffixes in _PARTS.items():
         for suffix in suffixes:
             if key.endswith(suffix):
@@ -155,7 +155,7 @@ def _without_prefix(name: str) -> str:
 
 
 def _alpha_in(saved: Mapping[str, object], name: str) -> float | None:
-    """The alpha that diffusers' metadata give a module."""
+    """Return the alpha that diffusers' metadata give a module."""
     default = saved.get("transformer.lora_alpha")
     patterns = saved.get("transformer.alpha_pattern") or {}
     return next((alpha for end, alpha in patterns.items() if re.search(rf"(^|\.){end.lstrip('^')}$", name)), default)

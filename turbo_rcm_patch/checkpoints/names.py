@@ -36,14 +36,14 @@ _OF_IMAGE = re.compile(r"(^|[._])(img_emb|image_embedder|k_img|v_img|add_[kv]_pr
 
 
 def official_name(name: str) -> str:
-    """The authors' name of what diffusers calls ``name``."""
+    """Return the authors' name of what diffusers calls ``name``."""
     for pattern, replacement in _OFFICIAL:
         name = re.sub(pattern, replacement, name)
     return name
 
 
 def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a Wan transformer by diffusers' names, as without the LoRA layers that wrap some of them."""
+    """Yield the modules of a Wan transformer by diffusers' names, as without the LoRA layers that wrap some of them."""
     for name, module in model.named_modules():
         parts = name.split(".")
         if hasattr(module, "base_layer") or any(part.startswith("lora_") for part in parts):
@@ -92,7 +92,7 @@ class ModelNames:
         return f"{found}.{part}" if has_part else None
 
     def owner(self, parameter: str) -> tuple[nn.Module, str]:
-        """The module that holds a parameter, and its name there."""
+        """Return the module that holds a parameter, and its name there."""
         path, _, own = parameter.rpartition(".")
         return self.modules[path], own
 

@@ -71,7 +71,7 @@ def own_name(path: str | Path) -> str:
 
 
 def _variant(recipe: str, path: str | Path) -> str:
-    """A recipe in the form that some names at the end of a path ask for."""
+    """Return a recipe in the form that some names at the end of a path ask for."""
     text = "/".join(Path(path).parts[-_FOLDERS:]).lower()
     variants = _VARIANTS.get(recipe, ())
     return next((name for name, words in variants if all(word in text for word in words)), recipe)
@@ -113,7 +113,7 @@ def lora_by_contents(lora: Lora, model: nn.Module, experts: int) -> Recognised |
 
 
 def _linears(model: nn.Module) -> set[str]:
-    """The names of the linears that a distillation's LoRA changes in every block."""
+    """Return the names of the linears that a distillation's LoRA changes in every block."""
     return {f"blocks.{i}.{name}" for i in range(len(model.blocks)) for name in _LINEARS}
 
 

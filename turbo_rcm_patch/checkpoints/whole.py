@@ -148,7 +148,7 @@ class _Problems:
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that diffusers' model has, by name."""
+    """Return the parameters that diffusers' model has, by name."""
     return {
         f"{path}.{name}".lstrip("."): parameter
         for path, module in modules_of(model)
@@ -210,7 +210,7 @@ def _lacking_proj_l(given: dict[tuple[str, str, str], str], blocks: int) -> list
 
 
 def infer_config(source: str | Path, tensors: Tensors) -> dict[str, object]:
-    """The arguments of the WanTransformer3DModel that a file is for, by its shapes.
+    """Return the arguments of the WanTransformer3DModel that a file is for, by its shapes.
 
     What shapes do not tell is as in every Wan: heads of 128 channels (or of proj_l's), patches of (1, 2, 2), an epsilon
     of 1e-6. Raises ValueError for a file of another model.

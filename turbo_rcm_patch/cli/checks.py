@@ -104,7 +104,7 @@ def size_rules(vae: Mapping, transformer: Mapping) -> SizeRules:
 
 
 def step_counts(arguments: argparse.Namespace) -> tuple[int, ...]:
-    """All numbers of steps that the command runs."""
+    """Return all numbers of steps that the command runs."""
     return arguments.steps if isinstance(arguments.steps, tuple) else (arguments.steps,)
 
 
@@ -305,7 +305,7 @@ def _size_rules_in(folder: Path) -> SizeRules:
 
 
 def _read_json(path: Path) -> dict:
-    """The object in a JSON file; empty where there is no file."""
+    """Return the object in a JSON file; empty where there is no file."""
     if not path.is_file():
         return {}
     try:

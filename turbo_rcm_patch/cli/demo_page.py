@@ -101,7 +101,7 @@ def open_page(arguments: argparse.Namespace, folder: Path) -> gradio.Blocks:
 
 
 def build_page(maker: DemoVideos) -> gradio.Blocks:
-    """The form and what it fills in."""
+    """Return the form and what it fills in."""
     import gradio as gr
 
     with gr.Blocks(title="turbo-rcm", analytics_enabled=False) as page:
@@ -137,13 +137,13 @@ LABELS = ("Unpatched", "Patched")
 
 
 def _sizes(maker: DemoVideos) -> dict[str, int]:
-    """The form's defaults: the tiny model's own size, or what a GPU's models are made for."""
+    """Return the form's defaults: the tiny model's own size, or what a GPU's models are made for."""
     first = maker.models[0] == EMBEDDED_MODEL
     return dict(zip(("Height", "Width", "Frames"), (HEIGHT, WIDTH, FRAMES) if first else (480, 832, 81), strict=True))
 
 
 def _steps_of(recipe: str) -> int:
-    """The number of steps that a recipe was distilled to."""
+    """Return the number of steps that a recipe was distilled to."""
     return RCM_STEPS if recipe == NONE else RECIPES[recipe].steps
 
 

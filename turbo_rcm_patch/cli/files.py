@@ -47,7 +47,7 @@ def check_plot(option: str, path: Path | None) -> None:
 
 
 def json_file(text: str) -> Path:
-    """An argparse type: check_output while the options are parsed."""
+    """Return an argparse type: check_output while the options are parsed."""
     return _checked(check_output, text, (".json",))
 
 

@@ -60,7 +60,7 @@ def is_sparse(arguments: argparse.Namespace) -> bool:
 
 
 def load_pipeline(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[str, object]]:
-    """The pipeline with the few-step sampler, and the arguments of its call but for the generator."""
+    """Return the pipeline with the few-step sampler, and the arguments of its call but for the generator."""
     pipe, call = load_sampler(arguments)
     prompt = _choose_prompt(arguments)
     warn_of_size(arguments, call["height"], call["width"], call["num_frames"])
@@ -72,7 +72,7 @@ def load_pipeline(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dic
 
 
 def load_sampler(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[str, object]]:
-    """The pipeline with the few-step sampler, and those arguments of its call that depend on no prompt."""
+    """Return the pipeline with the few-step sampler, and those arguments of its call that depend on no prompt."""
     device = choose_device(arguments)
     dtype = choose_dtype(arguments, device)
     sparse = is_sparse(arguments)
@@ -98,7 +98,7 @@ def load_sampler(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict
 
 
 def build_case(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[str, object]]:
-    """The pipeline of --config with random but structured weights, and its call with structured inputs."""
+    """Return the pipeline of --config with random but structured weights, and its call with structured inputs."""
     case = CASES.get(arguments.config)
     if case is None:
         raise CommandError(f"--config {arguments.config} is unknown; accepted are {', '.join(CASES)}.")
@@ -120,7 +120,7 @@ def build_case(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[s
 
 
 def _choose_prompt(arguments: argparse.Namespace) -> str:
-    """The given prompt, or one that suits the model."""
+    """Return the given prompt, or one that suits the model."""
     if arguments.prompt is not None:
         return arguments.prompt
     return grammar.EXAMPLES[0] if arguments.model is None else DEFAULT_PROMPT

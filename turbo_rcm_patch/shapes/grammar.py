@@ -68,7 +68,7 @@ class Scene:
 
 
 def parse_caption(caption: str) -> Scene | None:
-    """The scene that a caption names, or None for one outside the grammar. Case and punctuation do not count."""
+    """Return the scene that a caption names, or None for one outside the grammar. Case and punctuation do not count."""
     words = " ".join(re.sub(r"[^\w\s]", " ", caption.lower()).split())
     match = _CAPTION.fullmatch(words)
     objects = [re.fullmatch(_OBJECT, part) for part in match["objects"].split(" while ")] if match else [None]
@@ -83,14 +83,14 @@ def is_held_out(colour: str, shape: str, direction: str) -> bool:
 
 
 def draw_scene(generator: random.Random, *, held_out: bool) -> Scene:
-    """A random scene: of held-out triples only, or of none."""
+    """Return a random scene: of held-out triples only, or of none."""
     colours = generator.sample(COLOURS, generator.choice((1, 2)))
     objects = tuple(_draw_object(generator, colour, held_out) for colour in colours)
     return Scene(objects, _draw_or_omit(generator, BACKGROUNDS))
 
 
 def fill_open(scene: Scene, generator: random.Random) -> Scene:
-    """The scene with every open size, speed and background drawn at random."""
+    """Return the scene with every open size, speed and background drawn at random."""
     objects = tuple(
         replace(part, size=part.size or generator.choice(SIZES), speed=part.speed or generator.choice(SPEEDS))
         for part in scene.objects

@@ -98,7 +98,7 @@ def _background(video: torch.Tensor) -> tuple[str, str | None]:
 
 
 def _if_vivid(colour: str | None, video: torch.Tensor, mask: torch.Tensor) -> str | None:
-    """The colour, if the median of an object's pixels is near it; mixtures with the background are not."""
+    """Return the colour, if the median of an object's pixels is near it; mixtures with the background are not."""
     if colour is None:
         return None
     median = video[:, mask].float().median(dim=1).values.cpu()
@@ -106,14 +106,14 @@ def _if_vivid(colour: str | None, video: torch.Tensor, mask: torch.Tensor) -> st
 
 
 def _label(video: torch.Tensor, background: str) -> torch.Tensor:
-    """The index in COLOURS of every pixel's object, _BACKGROUND or _OTHER: uint8 [F, H, W]."""
+    """Return the index in COLOURS of every pixel's object, _BACKGROUND or _OTHER: uint8 [F, H, W]."""
     red, green, blue = (video.nan_to_num(0).clamp(0, 1) * (_LEVELS - 1)).round().int()
     return _label_of_every_colour(background).to(video.device)[(red * _LEVELS + green) * _LEVELS + blue]
 
 
 @functools.cache
 def _label_of_every_colour(background: str) -> torch.Tensor:
-    """The label of every RGB colour in _LEVELS levels per channel, uint8 [_LEVELS³]."""
+    """Return the label of every RGB colour in _LEVELS levels per channel, uint8 [_LEVELS³]."""
     base = torch.tensor(RGB[background])
     offset = torch.cartesian_prod(*[torch.linspace(0, 1, _LEVELS)] * 3) - base
     distances = torch.full((len(COLOURS), len(offset)), math.inf)
@@ -206,7 +206,7 @@ def _nearest_shape(moments: torch.Tensor) -> str | None:
 
 @functools.cache
 def _reference_moments() -> tuple[list[str], torch.Tensor]:
-    """The moments of every shape in every size, measured where it is rendered: names and [N, 4]."""
+    """Return the moments of every shape in every size, measured where it is rendered: names and [N, 4]."""
     objects = [MovingShape(COLOURS[0], shape, DIRECTIONS[0], size, "slowly") for shape in SHAPES for size in SIZES]
     videos = render([Scene((part,), "black") for part in objects], torch.Generator().manual_seed(0))
     moments = [_measure(_label(video, "black") == 0)[-1].median(dim=0).values for video in videos]

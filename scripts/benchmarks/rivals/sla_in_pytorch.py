@@ -59,7 +59,7 @@ def _block_mask(q: torch.Tensor, k: torch.Tensor, kept: int, block_q: int, block
 
 
 def _pool(x: torch.Tensor, block: int) -> torch.Tensor:
-    """The means in fp32 over each block of tokens of x [B, H, S, D], the last of which may be shorter."""
+    """Return the means in fp32 over each block of tokens of x [B, H, S, D], the last of which may be shorter."""
     tokens = x.shape[2]
     sums = F.pad(x, (0, 0, 0, -tokens % block)).unflatten(2, (-1, block)).sum(3, dtype=torch.float32)
     starts = torch.arange(0, tokens, block, device=x.device)

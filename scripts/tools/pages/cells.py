@@ -23,7 +23,7 @@ def bold(text: str, missed: bool) -> str:
 
 
 def speedup(rival: float | None, step: float, target: float) -> str:
-    """The rival's time over the step's, bold where it misses the target."""
+    """Return the rival's time over the step's, bold where it misses the target."""
     if rival is None:
         return ""
     return f"{rival / step:.2f}×" if rival >= target * step else f"**{rival / step:.2f}×**"

@@ -41,13 +41,13 @@ def real_models(runs: dict, tier: str | None = None) -> dict[str, dict]:
 
 
 def whole_videos(runs: dict) -> dict[str, dict]:
-    """The runs that compare variants of a model at its real size up to the decoded video."""
+    """Return the runs that compare variants of a model at its real size up to the decoded video."""
     found = {name: run for name, run in runs.items() if "variants" in run and "config" in run["settings"]}
     return {name: run for name, run in found.items() if run["settings"].get("output_type", "latent") != "latent"}
 
 
 def model_of(run: dict) -> str:
-    """The model and the video of a run, such as "wan2.1-14b (4 layers), 81×720×1280, 2 GPUs"."""
+    """Return the model and the video of a run, such as "wan2.1-14b (4 layers), 81×720×1280, 2 GPUs"."""
     settings = run["settings"]
     layers = f" ({settings['layers']} layers)" if "layers" in settings else ""
     size = f"{settings['num_frames']}×{settings['height']}×{settings['width']}"
@@ -59,7 +59,7 @@ def model_of(run: dict) -> str:
 
 
 def milliseconds(variant: dict) -> float:
-    """The median step of a variant; of the one that compiles anew after its first, the second."""
+    """Return the median step of a variant; of the one that compiles anew after its first, the second."""
     steps = variant["timings"]["steps"]
     return 1e3 * (steps[1] if variant["name"] == COMPILED_AFTER_A_CHANGE else statistics.median(steps))
 
@@ -138,7 +138,7 @@ def _draw_traffic(runs: list[dict]):
 
 
 def _draw_modules(rows: list[dict]):
-    """A line per implementation over the number of tokens."""
+    """Return a line per implementation over the number of tokens."""
     shown = [row for row in rows if (row["dtype"], row["mode"], row["C"], row["B"]) == ("bfloat16", "forward", 768, 4)]
     figure, axes = _figure(5)
     for name in dict.fromkeys(row["implementation"] for row in shown):

@@ -23,7 +23,7 @@ VERIFIED_HEADER = (
 
 
 def verified_table(runs: dict) -> str:
-    """A row for the blocks of every run of verify, and one for its decoding."""
+    """Return a row for the blocks of every run of verify, and one for its decoding."""
     return (
         "Patched blocks at the first and the last step, and the decoding, on the inputs of a generation: relative L2 "
         "errors to an fp32 oracle:\n\n"
@@ -47,7 +47,7 @@ def _verified_rows(name: str, run: dict) -> Iterator[list[str]]:
 
 
 def _checked_model(run: dict) -> str:
-    """The model and the video of a run, and how many of the model's layers it has."""
+    """Return the model and the video of a run, and how many of the model's layers it has."""
     name, case = model_of(run), CASES.get(run["settings"].get("config"))
     return name if case is None else name.replace(" layers)", f" of {case.transformer['num_layers']} layers)")
 
@@ -91,7 +91,7 @@ LIKE_A_MODELS = f"cosine ≥ {LEAST_COSINE}, L1 ≤ {MOST_L1}, share ≤ {MOST_B
 
 
 def attention_errors_table(run: dict) -> str:
-    """A row for each kind of values, of the worst of its attentions."""
+    """Return a row for each kind of values, of the worst of its attentions."""
     sizes = "{tokens} tokens, {heads} heads of {head_dim} channels".format(**run["settings"])
     return (
         f"Attention in 8 bits, the kernel alone, beside fp64: of drawn values ({sizes}) and of what the embedded model "

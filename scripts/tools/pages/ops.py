@@ -21,7 +21,7 @@ SOURCES = {"counters": "measured by Nsight Compute", "shapes": "counted from sha
 
 
 def tests_table(tests: list[dict]) -> str:
-    """A row per pair of torch and triton with which the GPU tests ran."""
+    """Return a row per pair of torch and triton with which the GPU tests ran."""
     rows = []
     for entry in tests:
         environment = entry["environment"]

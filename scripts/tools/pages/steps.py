@@ -109,7 +109,7 @@ ACCURACY_FACTOR = EXACT.limits.factor  # the limit of a step's error to fp32, as
 
 
 def steps_table(runs: dict) -> str:
-    """A row per variant of every run."""
+    """Return a row per variant of every run."""
     return (
         "One denoising step, the median over steps of medians over repeats; all variants in turns in one process, or "
         "with several GPUs in one process each. Targets are the speed-ups over eager and over compile, and the memory "
@@ -183,7 +183,7 @@ def _over_compile(name: str, run: dict) -> str:
 
 
 def _memory_ratio(name: str, run: dict, rival: str = COMPILED) -> str:
-    """The patched peak over a variant's, bold where it is above the target."""
+    """Return the patched peak over a variant's, bold where it is above the target."""
     peaks = {variant["name"]: variant["timings"]["peak_memory"] for variant in run["variants"]}
     if peaks.get(rival) is None:
         return ""
@@ -248,7 +248,7 @@ def _cost_of_a_change(variant: dict, more: float) -> str:
 
 
 def whole_videos_table(runs: dict) -> str:
-    """The stages from the prompt's embeddings to the frames on the CPU, a row per variant."""
+    """Return the stages from the prompt's embeddings to the frames on the CPU, a row per variant."""
     rows = [row for name, run in runs.items() for row in _video_rows(name, run)]
     return (
         "Whole videos, from the prompt's embeddings to frames in numpy, medians over repeats. Targets are the "

@@ -44,7 +44,7 @@ def text_of(results: dict, template: str, tiny: dict[str, dict] | None = None) -
 
 
 def _wrapped(text: str) -> str:
-    """The paragraphs in lines of 120 characters; headings, tables, pictures and lists as they are."""
+    """Return the paragraphs in lines of 120 characters; headings, tables, pictures and lists as they are."""
     blocks = re.sub(r"\n{3,}", "\n\n", text.strip()).split("\n\n")
     return "\n\n".join(block if block[0] in "#|!-" else PARAGRAPH.fill(block) for block in blocks) + "\n"
 

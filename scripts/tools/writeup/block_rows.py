@@ -125,7 +125,7 @@ def _size(settings: dict) -> tuple:
 
 
 def _profiled(runs: dict) -> dict[str, dict]:
-    """The settings of the runs that profiled a block, by model."""
+    """Return the settings of the runs that profiled a block, by model."""
     settings = (run.get("settings", {}) for run in runs.values())
     return {found["config"]: found for found in settings if found.get("case") == "Wan block"}
 

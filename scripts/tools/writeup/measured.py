@@ -114,7 +114,7 @@ def skip_saves(runs: dict, block: dict[str, float]) -> float:
 
 
 def accuracy_table(runs: dict) -> str:
-    """A row for each model and variant: the step's error to fp32, what its tier allows, the step's time."""
+    """Return a row for each model and variant: the step's error to fp32, what its tier allows, the step's time."""
     rows = [["one step of", "variant", "rel. L2 to fp32", "the tier allows", "ms"]]
     for run in real_models(runs).values():
         errors = {variant["name"]: variant.get("step_error") for variant in run["variants"]}
@@ -202,7 +202,7 @@ SHOWN = {"unpatched": "eager diffusers", **{tier: f"patched ({tier})" for tier i
 
 
 def _untimed(runs: dict) -> str:
-    """The variants whose accuracy was measured and whose speed was not."""
+    """Return the variants whose accuracy was measured and whose speed was not."""
     points = speed_and_accuracy(runs)
     return " and ".join(name for name, steps in points.items() if any(time is None for time, _ in steps))
 

@@ -27,7 +27,7 @@ def save_plot(name: str, data: dict, path: Path) -> None:
 
 
 def saved_data(path: Path) -> dict:
-    """The data that a plot's file shows."""
+    """Return the data that a plot's file shows."""
     with Image.open(path) as image:
         return json.loads(image.text[DATA])
 

@@ -42,7 +42,7 @@ def latent_statistics(vae: AutoencoderKLWan, device: torch.device) -> tuple[torc
 
 
 def encode(vae: AutoencoderKLWan, video: torch.Tensor) -> torch.Tensor:
-    """The posterior's mode [B, 16, f, h, w] in fp32, not normalised."""
+    """Return the posterior's mode [B, 16, f, h, w] in fp32, not normalised."""
     with torch.no_grad():
         return vae.encode(video.to(vae.dtype)).latent_dist.mode().float()
 
@@ -107,6 +107,6 @@ class LatentPool:
         self.token_ids = token_ids(tokenizer, captions).to(device)
 
     def draw(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A random batch: latents in fp32 and token ids."""
+        """Return a random batch: latents in fp32 and token ids."""
         chosen = torch.randint(len(self.latents), (count,), device=self.latents.device)
         return self.latents[chosen].float(), self.token_ids[chosen]

@@ -22,7 +22,7 @@ def build_vae() -> AutoencoderKLWan:
 
 
 def build_transformer() -> WanTransformer3DModel:
-    """A Wan 2.1 text-to-video transformer of 6 blocks, 4 heads of 64 channels."""
+    """Return a Wan 2.1 text-to-video transformer of 6 blocks, 4 heads of 64 channels."""
     return WanTransformer3DModel(
         num_attention_heads=4,
         attention_head_dim=64,
@@ -34,7 +34,7 @@ def build_transformer() -> WanTransformer3DModel:
 
 
 def build_text_encoder(tokenizer: PreTrainedTokenizerFast) -> UMT5EncoderModel:
-    """A UMT5 encoder of 3 layers over the tokenizer's vocabulary."""
+    """Return a UMT5 encoder of 3 layers over the tokenizer's vocabulary."""
     return UMT5EncoderModel(
         UMT5Config(
             vocab_size=len(tokenizer), d_model=TEXT_DIM, d_kv=32, d_ff=2 * TEXT_DIM, num_layers=3, num_heads=4,
@@ -63,7 +63,7 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_pipeline(vae, transformer, text_encoder, tokenizer, flow_shift: float) -> WanPipeline:
-    """A WanPipeline with the multistep sampler that Wan itself ships."""
+    """Return a WanPipeline with the multistep sampler that Wan itself ships."""
     scheduler = UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=flow_shift
     )

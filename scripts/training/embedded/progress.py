@@ -34,7 +34,7 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
 
     def seed_of(self, name: str, index: int) -> int:
-        """A seed for the index-th of the draws of this name."""
+        """Return a seed for the index-th of the draws of this name."""
         return zlib.crc32(f"{self.seed} {name} {index}".encode())
 
     def save(self, model, name: str) -> None:
@@ -55,7 +55,7 @@ class Run:
             file.write(json.dumps(line) + "\n")
 
     def last_log(self, stage: str) -> dict:
-        """The newest line of a stage."""
+        """Return the newest line of a stage."""
         return [line for line in self._lines() if line["stage"] == stage][-1]
 
     def has_logged(self, stage: str) -> bool:
@@ -81,7 +81,7 @@ class Stage:
         self._losses: dict[str, list[torch.Tensor]] = {}
 
     def steps(self) -> Iterator[int]:
-        """The steps that are left. Raises OutOfTime after saving where the run's time is over."""
+        """Yield the steps that are left. Raises OutOfTime after saving where the run's time is over."""
         start = saved = time.monotonic()
         first = self._resume()
         before = self.seconds

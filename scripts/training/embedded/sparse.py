@@ -98,7 +98,7 @@ def difference(student: WanTransformer3DModel, teacher: WanTransformer3DModel) -
 
 
 def _trajectory(student, teacher, shape, text) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The student's velocity and the teacher's at each state of the student's own sampler."""
+    """Yield the student's velocity and the teacher's at each state of the student's own sampler."""
     times = rcm_times(STEPS)
     sample = times[0].item() * torch.randn(shape, device=text.device)
     for step, timestep in enumerate(model_timesteps(times[:-1]).to(text.device)):
@@ -129,5 +129,5 @@ def _attention_of(transformer: WanTransformer3DModel) -> Iterator[list[torch.Ten
 
 
 def _relative(value: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """The squared relative L2 error."""
+    """Return the squared relative L2 error."""
     return (value - expected).square().sum() / expected.square().sum()

@@ -144,7 +144,7 @@ def flow(network, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, *, round
 
 
 def denoised(x: torch.Tensor, t: torch.Tensor, flow: torch.Tensor) -> torch.Tensor:
-    """The prediction of x_0 that belongs to F: ``cos t·x − sin t·F``."""
+    """Return the prediction of x_0 that belongs to F: ``cos t·x − sin t·F``."""
     return _wide(t.cos()) * x - _wide(t.sin()) * flow
 
 
@@ -195,7 +195,7 @@ def fake_score_loss(student, fake, shape, text, simulated: int) -> torch.Tensor:
 
 
 def simulate(student, shape, text, num_steps: int, *, with_grad: bool) -> torch.Tensor:
-    """The student's sample after num_steps of its own sampler; gradients flow through the last step alone."""
+    """Return the student's sample after num_steps of its own sampler; gradients flow through the last step alone."""
     x = torch.zeros(shape, device=text.device)
     angles = [math.atan(SIGMA_MAX), *INTERMEDIATE_ANGLES][:num_steps]
     for index, angle in enumerate(angles, start=1):

@@ -85,7 +85,7 @@ class NoisyAutoencoder(torch.nn.Module):
 
 
 def in_bf16(model: torch.nn.Module, video: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The model's output computed all in bf16. Autocast would norm in fp32, where most of the time goes."""
+    """Return the model's output computed all in bf16. Autocast would norm in fp32, where most of the time goes."""
     weights = {name: weight.bfloat16() for name, weight in model.named_parameters()}
     return torch.func.functional_call(model, weights, video.bfloat16())
 

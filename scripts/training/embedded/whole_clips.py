@@ -23,7 +23,7 @@ def take_whole_clips(vae: AutoencoderKLWan) -> AutoencoderKLWan:
 
 
 def encode_clip(vae: AutoencoderKLWan, video: torch.Tensor) -> torch.Tensor:
-    """The posterior's mean [B, 16, f, h, w] of videos [B, 3, F, H, W]."""
+    """Return the posterior's mean [B, 16, f, h, w] of videos [B, 3, F, H, W]."""
     return vae.quant_conv(vae.encoder(video))[:, : vae.config.z_dim]
 
 

@@ -247,7 +247,7 @@ def _read(source: Source | Sequence[Source], models: _Models) -> _Files:
 
 
 def _keys_of(name: str, model: nn.Module) -> set[str]:
-    """The names of the tensors in the files of a pipeline's transformer, where these are found."""
+    """Return the names of the tensors in the files of a pipeline's transformer, where these are found."""
     return keys_of_model(_name_of(model), name)
 
 
@@ -319,14 +319,14 @@ def _name_of(model: nn.Module) -> str:
 
 
 def _variant(recipe: Recipe, pipe: DiffusionPipeline, has_lora: bool) -> Recipe:
-    """A recipe in the form for image to video, or for a LoRA, where its authors have another one."""
+    """Return a recipe in the form for image to video, or for a LoRA, where its authors have another one."""
     if recipe in (RECIPES["rcm"], RECIPES["turbowan"]) and pipeline_of(pipe).starts_from == "image":
         return RECIPES[f"{recipe.name}-i2v"]
     return RECIPES["causvid-lora"] if recipe is RECIPES["causvid"] and has_lora else recipe
 
 
 def _boundary(recipe: Recipe, own: float | None) -> float | None:
-    """The recipe's boundary, or the pipeline's own where both give the steps to the same experts."""
+    """Return the recipe's boundary, or the pipeline's own where both give the steps to the same experts."""
     if recipe.boundary is None:
         return own
     times = scheduler_of(recipe).sigmas[:-1]

@@ -210,7 +210,7 @@ def quantized_linears(transformer: nn.Module) -> list[QuantizedLinear]:
 
 
 def quantized_weight(linear: QuantizedLinear) -> QuantizedWeight:
-    """The 8-bit weight of a linear, on the device that it was moved to."""
+    """Return the 8-bit weight of a linear, on the device that it was moved to."""
     return linear.quantized()
 
 

@@ -134,7 +134,7 @@ class QuantizedLinear(nn.Linear):
         return F.linear(input, weight.dequantize(self.weight_dtype), self.bias)
 
     def refusal(self, name: str) -> RuntimeError:
-        """The error for whoever would change the parameter of this name."""
+        """Return the error for whoever would change the parameter of this name."""
         return RuntimeError(f"{name}: {FREED if self.is_freed else RULE}")
 
     def _takes(self, input: torch.Tensor) -> bool:

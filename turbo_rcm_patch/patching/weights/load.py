@@ -84,7 +84,7 @@ def load_converted(
 
 
 def component_folders(folder: Path) -> dict[str, Path]:
-    """The folders of transformers by their names in a pipeline; "" for the folder of one alone."""
+    """Return the folders of transformers by their names in a pipeline; "" for the folder of one alone."""
     if (folder / "config.json").is_file():
         return {"": folder}
     found = {name: folder / name for name in COMPONENTS if (folder / name / "config.json").is_file()}
@@ -94,7 +94,7 @@ def component_folders(folder: Path) -> dict[str, Path]:
 
 
 def empty_model(folder: Path) -> nn.Module:
-    """The transformer of a config.json, with its parameters on the meta device."""
+    """Return the transformer of a config.json, with its parameters on the meta device."""
     config = read_config(folder)
     classes = {family.transformer_class.__name__: family.transformer_class for family in FAMILIES}
     if config.get("_class_name") not in classes:
@@ -104,7 +104,7 @@ def empty_model(folder: Path) -> nn.Module:
 
 
 def read_config(folder: Path) -> dict:
-    """A folder's config.json. Raises ValueError where there is none."""
+    """Return a folder's config.json. Raises ValueError where there is none."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

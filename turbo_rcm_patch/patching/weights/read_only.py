@@ -59,7 +59,7 @@ class ReadOnlyWeight(torch.Tensor):
         return RuntimeError(FREED if self.is_freed else RULE)
 
     def _shown(self) -> torch.Tensor:
-        """The part of the original that this tensor shows."""
+        """Return the part of the original that this tensor shows."""
         return self._original.data if self._view is None else self._view
 
     def _values(self) -> torch.Tensor:
@@ -89,7 +89,7 @@ class ReadOnlyWeight(torch.Tensor):
         return f"ReadOnlyWeight({tuple(self.shape)}, {self.dtype}, device='{self.device}', values: {values})"
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
-        """A plain tensor with the values."""
+        """Return a plain tensor with the values."""
         return self._values().clone()
 
     def __reduce_ex__(self, protocol: int) -> tuple:
@@ -97,7 +97,7 @@ class ReadOnlyWeight(torch.Tensor):
 
 
 def _written(op: Callable, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """The tensors that an op writes to."""
+    """Return the tensors that an op writes to."""
     written = []
     for index, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

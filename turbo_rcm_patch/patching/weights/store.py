@@ -91,7 +91,7 @@ class _Model:
 
 
 def _open(source: Path, stack: ExitStack) -> dict[str, _Model]:
-    """The transformers in a source by their names in a pipeline; "" for one alone."""
+    """Return the transformers in a source by their names in a pipeline; "" for one alone."""
     if source.is_file() or _is_published(source):
         return {"": _of_file(source, stack)}
     return {name: _of_folder(folder, stack) for name, folder in component_folders(source).items()}
@@ -190,7 +190,7 @@ class _Job:
         return kinds
 
     def _read(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors in the order of `_describe`."""
+        """Yield the tensors in the order of `_describe`."""
         for name, lazy in self._tensors.items():
             tensor, path = lazy.load().to(self._stored(name)), self._linear(name)
             if path is None:
