@@ -6,9 +6,11 @@ import pytest
 import torch
 
 import turbo_rcm_patch as trp
+from tests.patching.lora.test_inside_projections import add_lora
 from tests.patching.pairs import families, output_of
 from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_wan_transformer
+from turbo_rcm_patch.kernels.choice.registry import Op
 from turbo_rcm_patch.patching import changes
 from turbo_rcm_patch.patching.families.wan import forward
 from turbo_rcm_patch.patching.families.wan.sub_layers import BlockPlan
@@ -39,6 +41,23 @@ def test_a_forward_looks_for_changes_once_before_its_first_block(events, name):
         events.clear()
         output_of(name, model)
         assert events == ["look"] * blocks + ["run"] * blocks
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("config", [trp.Exact(), trp.Quantized(), trp.BlockSparse(min_tokens=0)])
+def test_a_plan_picks_its_kernels_once(config, lora, monkeypatch):
+    model = tiny_wan_transformer(layers=1)
+    picked, pick = [], Op.pick
+    monkeypatch.setattr(Op, "pick", lambda op, spec: picked.append(op.name) or pick(op, spec))
+    with trp.patch(model, config):
+        if lora:
+            add_lora(model)
+        output_of("wan", model)
+        of_prompts, of_lora = 3, 7 * lora  # the projections of the prompt, and one product of LoRA for each step
+        assert picked.count("linear_8bit") == (0 if config == trp.Exact() else of_prompts + of_lora)
+        picked.clear()
+        output_of("wan", model)
+    assert not picked
 
 
 def block_call(model):

@@ -10,6 +10,7 @@ fp32. No gradient: under autograd the reference runs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -59,7 +60,7 @@ def linear_8bit(
     check_linear("linear_8bit", a, weight, bias)
     check_low_rank("linear_8bit", a, weight.values.shape[0], low_rank)
     dtype = check_dtype("linear_8bit", dtype, a)
-    second = project_down(a, low_rank, implementation)
+    second = pick_and_project_down(a, low_rank, implementation)
     tensors = (a.values, weight.values, bias, a.scale, weight.scale)
     spec = spec_of("linear_8bit", implementation, *tensors, result=dtype, second=second)
     return LINEAR_8BIT.pick(spec).launch(*tensors, dtype, *second)
@@ -77,22 +78,33 @@ def linear_low_rank(
         raise ValueError("linear_low_rank: a is a Quantized; use linear_8bit with low_rank.")
     check_linear("linear_low_rank", a, weight, bias)
     check_low_rank("linear_low_rank", a, weight.shape[0], low_rank)
-    second = project_down(a, low_rank, implementation)
+    second = pick_and_project_down(a, low_rank, implementation)
     spec = spec_of("linear_low_rank", implementation, a, weight, bias, result=a.dtype, second=second)
     return LINEAR_LOW_RANK.pick(spec).launch(a, weight, bias, *second)
 
 
-def project_down(a: torch.Tensor | Quantized, low_rank: LowRank | None, implementation: str) -> SecondPair:
-    """Return ``a downᵀ`` [..., G·R] and up, or two None without a low_rank. For a Quantized the product is in units of
-    its rows' scales."""
+def project_down(a: torch.Tensor | Quantized, low_rank: LowRank, launch: Callable | None = None) -> SecondPair:
+    """Return ``a downᵀ`` [..., G·R] and up. For a Quantized the product is in units of its rows' scales.
+
+    launch: the launch of LINEAR_8BIT that multiplies a Quantized.
+    """
+    down, up, _ = low_rank
+    if not isinstance(a, Quantized):
+        return SecondPair(torch.nn.functional.linear(a, down), up)
+    low = launch(a.values, down.values, None, torch.ones_like(a.scale), down.scale, up.dtype, *NO_PAIR)
+    return SecondPair(low, up)
+
+
+def pick_and_project_down(a: torch.Tensor | Quantized, low_rank: LowRank | None, implementation: str) -> SecondPair:
+    """Do what `project_down` does, with the launch that fits. Return two None without a low_rank."""
     if low_rank is None:
         return NO_PAIR
+    launch = None
     if isinstance(a, Quantized):
-        unscaled = Quantized(a.values, torch.ones_like(a.scale))
-        low = linear_8bit(unscaled, low_rank.down, dtype=low_rank.up.dtype, implementation=implementation)
-    else:
-        low = torch.nn.functional.linear(a, low_rank.down)
-    return SecondPair(low, low_rank.up)
+        tensors = (a.values, low_rank.down.values, None, a.scale, low_rank.down.scale)
+        spec = spec_of("linear_8bit", implementation, *tensors, result=low_rank.up.dtype, second=NO_PAIR)
+        launch = LINEAR_8BIT.pick(spec).launch
+    return project_down(a, low_rank, launch)
 
 
 @kernels_op("linear_8bit")

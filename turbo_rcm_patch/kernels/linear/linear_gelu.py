@@ -34,7 +34,7 @@ from .gemm_portable import (
     split_scales,
     tile_candidates,
 )
-from .linear import project_down
+from .linear import pick_and_project_down
 from .low_rank import LowRank, check_low_rank
 from .spec import LINEAR, spec_of, why_not_gluon, why_not_portable, why_not_pytorch
 
@@ -67,7 +67,7 @@ def linear_gelu(
     if result is not None:
         return _quantized_linear_gelu(a, weight, bias, low_rank, result, bias_bound, implementation)
     dtype = check_dtype("linear_gelu", dtype, a)
-    second = project_down(a, low_rank, implementation)
+    second = pick_and_project_down(a, low_rank, implementation)
     spec = spec_of("linear_gelu", implementation, values, weight_values, bias, *scales, result=dtype, second=second)
     return LINEAR_GELU.pick(spec).launch(values, weight_values, bias, dtype, *scales, *second)
 
@@ -96,7 +96,7 @@ def _quantized_linear_gelu(
         if low_rank.norm is None:
             raise ValueError("linear_gelu: a result in fp8 needs a low_rank that has its norm.")
         weight = weight._replace(norm=weight.norm + low_rank.norm)
-    second = project_down(a, low_rank, implementation)
+    second = pick_and_project_down(a, low_rank, implementation)
     if bias_bound is None:
         bias_bound = a.norm.new_zeros(()) if bias is None else bias.abs().amax().float()
     tensors = (a.values, weight.values, bias, a.scale, weight.scale, a.norm, weight.norm, bias_bound)

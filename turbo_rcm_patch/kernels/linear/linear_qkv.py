@@ -19,7 +19,7 @@ from ..dispatch import kernels_op
 from ..quantized import Quantized, QuantizedWeight
 from . import gemm_sm90
 from .gemm_portable import check_dtype, check_linear, second_pair
-from .linear import launch_8bit, project_down
+from .linear import launch_8bit, pick_and_project_down
 from .low_rank import LowRank, check_low_rank
 from .spec import LINEAR, NOT_FOR_16_BITS, LinearSpec, spec_of, why_not_gluon, why_not_portable, why_not_pytorch_alone
 
@@ -50,7 +50,7 @@ def linear_qkv(
         check_linear("linear_qkv", a, weight, bias)
     check_low_rank("linear_qkv", a, matrices[0].shape[0], low_rank, weights=3)
     dtype = check_dtype("linear_qkv", dtype, a)
-    second = project_down(a, low_rank, implementation)
+    second = pick_and_project_down(a, low_rank, implementation)
     if isinstance(a, Quantized):
         tensors = (a.values, *matrices, *biases, a.scale, *(weight.scale for weight in weights))
     else:

@@ -37,7 +37,7 @@ from ..saturation import flag_for, saturate
 from . import gemm_sm90
 from .gemm_portable import check_linear, flat_scales, gemm, launch, second_pair, split_scales, tile_candidates
 from .gemm_sm89 import SM89, tiles_sm89, why_not_sm89
-from .linear import project_down
+from .linear import pick_and_project_down
 from .low_rank import LowRank, check_low_rank
 from .spec import LINEAR, spec_of, why_not_gluon, why_not_portable, why_not_pytorch
 
@@ -91,7 +91,7 @@ def linear_skip(
         return linear_skip(sample, weight, bias, residual[None], **arguments)[0]
     c_skip = canonical_coefficient("c_skip", c_skip, *residual.shape, residual.device)
     c_out, starts = split_runs("c_out", c_out, *residual.shape, residual.device)
-    second = project_down(a, low_rank, implementation)
+    second = pick_and_project_down(a, low_rank, implementation)
     tensors = (values, weight_values, bias, residual, c_skip, c_out)
     spec = spec_of(
         "linear_skip",

@@ -8,14 +8,16 @@ training, hooks), under autograd, and under torch.compile.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...kernels import LowRank, QuantizedWeight, reference
+from ...kernels import LowRank, Quantized, QuantizedWeight, reference
+from ...kernels.linear.gemm_portable import NO_PAIR, SecondPair
+from ...kernels.linear.linear import project_down
 from ...plain import hook_on, is_lora_layer, linear_of, why_not_plain
 from ..weights.convert import is_quantized
 from .factors import Adapter, Product, rank_of
@@ -57,16 +59,13 @@ class Linears:
     """Linears with the same input, without the LoRA layers around them, and the product of those layers.
 
     Attributes:
-        linears: the modules whose weights are read.
+        linears, first: the modules whose weights are read, and the first of them.
         reason: why LoRA layers must be called, or None. If they must, ``linears`` holds those layers.
     """
 
     def __init__(self, linears: Sequence[nn.Module], reason: str | None = None, product: Product | None = None):
         self.linears, self.reason, self._product = list(linears), reason, product
-
-    @property
-    def first(self) -> nn.Module:
-        return self.linears[0]
+        self.first = self.linears[0]
 
     @property
     def are_quantized(self) -> bool:
@@ -99,6 +98,10 @@ class Linears:
     def low_rank(self) -> LowRank | None:
         """Return the present factors of all linears, or None without LoRA."""
         return None if self._product is None else self._product.low_rank()
+
+    def second_pair(self, x: torch.Tensor | Quantized, launch: Callable | None = None) -> SecondPair:
+        """Return what LoRA adds to a product of x, as the kernels take it. launch: as in `project_down`."""
+        return NO_PAIR if self._product is None else project_down(x, self._product.low_rank(), launch)
 
     def low_ranks(self) -> list[LowRank | None]:
         """Return the present factors of each linear, or None for each without LoRA."""

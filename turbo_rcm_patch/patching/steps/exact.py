@@ -17,7 +17,7 @@ from torch import nn
 from ...kernels import Quantized, Runs, reference
 from ...kernels.choice.registry import Op, Pick
 from ...kernels.coefficient import ONE, PER_CHANNEL, PER_RUN, PER_TOKEN, values_and_starts
-from ...kernels.linear.linear import LINEAR_LOW_RANK, project_down
+from ...kernels.linear.linear import LINEAR_LOW_RANK
 from ...kernels.linear.linear_gelu import LINEAR_GELU
 from ...kernels.linear.linear_qkv import LINEAR_QKV
 from ...kernels.linear.linear_skip import LINEAR_SKIP
@@ -109,7 +109,7 @@ def qkv_projection(attn: nn.Module, tokens: int, call: Call) -> Step:
     if reason is not None:
         return Step(partial(_qkv_of_modules, attn), MODULE, reason)
     pick = _pick(LINEAR_QKV, "linear_qkv", read, tokens, call, weights=3)
-    run = partial(_qkv, pick.launch, read, call.config.implementation)
+    run = partial(_qkv, pick.launch, read)
     return Step(run, read.named(pick.label), pick.reason, pick=pick)
 
 
@@ -137,9 +137,9 @@ def _qkv_of_modules(attn, x):
     return attn.to_q(x), attn.to_k(x), attn.to_v(x)
 
 
-def _qkv(launch, read, implementation, x):
+def _qkv(launch, read, x):
     weights = [linear.weight for linear in read.linears]
-    second = project_down(x, read.low_rank(), implementation)
+    second = read.second_pair(x)
     return launch(x, *weights, *read.biases(), None, None, None, None, x.dtype, *second)
 
 
@@ -224,13 +224,13 @@ def _projection_with_lora(read: Linears, tokens: int, call: Call) -> Step:
     The measurements of linear_qkv, the most similar measured op, choose its kernel.
     """
     pick = _pick(LINEAR_LOW_RANK, "linear_qkv", read, tokens, call)
-    run = partial(_linear_low_rank, pick.launch, read, call.config.implementation)
+    run = partial(_linear_low_rank, pick.launch, read)
     return Step(run, read.named(pick.label), pick.reason, pick=pick)
 
 
-def _linear_low_rank(launch, read, implementation, x):
+def _linear_low_rank(launch, read, x):
     (bias,) = read.biases()
-    return launch(x, read.first.weight, bias, *project_down(x, read.low_rank(), implementation))
+    return launch(x, read.first.weight, bias, *read.second_pair(x))
 
 
 def projection_with_skip(
@@ -254,7 +254,7 @@ def projection_with_skip(
     if reason is None:
         pick = _pick(LINEAR_SKIP, "linear_skip", read, stream.tokens, call, **fields)
         if pick.kernel.is_fused:
-            run = partial(_linear_skip, pick.launch, read, stored, result, call.config.implementation)
+            run = partial(_linear_skip, pick.launch, read, stored, result)
             return Step(run, read.named(pick.label), pick=pick)
         reason = pick.reason
     kernel = LINEAR
@@ -287,10 +287,10 @@ def _why_not_left_out(dropout: nn.Module) -> str | None:
     return hook_on(dropout) or ("dropout" if drops else None)
 
 
-def _linear_skip(launch, read, stored, result, implementation, a, residual, gate=None):
+def _linear_skip(launch, read, stored, result, a, residual, gate=None):
     gate, starts = values_and_starts(gate)
     (bias,) = read.biases()
-    second = project_down(a, read.low_rank(), implementation)
+    second = read.second_pair(a)
     skip = (residual, None, gate, result.dtype, stored.scale, result.scale, starts)
     return launch(a, read.first.weight, bias, *skip, None, None, *second)
 
@@ -327,7 +327,7 @@ def projection_with_gelu(ffn: FeedForward, tokens: int, call: Call, quantized: t
         return Step(partial(_gelu_by_module, ffn), MODULE, reason)
     pick = _pick(LINEAR_GELU, "linear_gelu", read, tokens, call)
     if pick.kernel.is_fused:
-        run = partial(_linear_gelu, pick.launch, read, ffn.net[1], call.config.implementation)
+        run = partial(_linear_gelu, pick.launch, read, ffn.net[1])
         return Step(run, read.named(pick.label), pick=pick)
     gelu = call.pick(GELU_OP)
     project = read.only if read.has_lora else activation.proj
@@ -339,9 +339,9 @@ def _gelu_by_module(ffn, x):
     return ffn.net[1](ffn.net[0](x))
 
 
-def _linear_gelu(launch, read, dropout, implementation, x):
+def _linear_gelu(launch, read, dropout, x):
     (bias,) = read.biases()
-    second = project_down(x, read.low_rank(), implementation)
+    second = read.second_pair(x)
     return dropout(launch(x, read.first.weight, bias, x.dtype, None, None, *second))
 
 

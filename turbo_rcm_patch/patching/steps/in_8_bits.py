@@ -7,7 +7,7 @@ quantised in a separate pass first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from ...kernels.attention.attention_tiles import LOG2_E
 from ...kernels.choice.registry import Op, Pick
 from ...kernels.coefficient import PER_CHANNEL, values_and_starts
 from ...kernels.dispatch import is_gpu
+from ...kernels.linear.gemm_portable import NO_PAIR
 from ...kernels.linear.linear import LINEAR_8BIT, project_down
 from ...kernels.linear.linear_gelu import LINEAR_GELU, LINEAR_GELU_QUANTIZED
 from ...kernels.linear.linear_qkv import LINEAR_QKV
@@ -51,14 +52,14 @@ def qkv_projection(read: Linears, by_modules: Callable, tokens: int, call: Call)
         reason = "unequal projections"
     if reason is not None:
         return Step(by_modules, MODULE, reason)
-    return _step(_qkv, _pick(LINEAR_QKV, read.first, read, tokens, call, weights=3), read, call, call.dtype)
+    return _step(_qkv, _pick(LINEAR_QKV, read.first, read, tokens, call, weights=3), read, tokens, call, call.dtype)
 
 
-def _qkv(launch, quantize, read, implementation, dtype, x):
+def _qkv(launch, quantize, read, down, dtype, x):
     weights = [quantized_weight(linear) for linear in read.linears]
     x = _in_8_bits(quantize, x, weights[0].format)
     values, scales = [weight.values for weight in weights], [weight.scale for weight in weights]
-    second = project_down(x, read.low_rank(), implementation)
+    second = read.second_pair(x, down)
     return launch(x.values, *values, *read.biases(), x.scale, *scales, dtype, *second)
 
 
@@ -78,14 +79,15 @@ def kv_projection(read: Linears, by_modules: Callable, tokens: int, call: Call) 
 def _each_step(run: Callable, read: Linears, tokens: int, call: Call) -> Step:
     """Return a step that launches every linear separately. run: as in `_step`, but it gets a launch for each linear."""
     picks = [_pick(LINEAR_8BIT, linear, read, tokens, call) for linear in read.linears]
-    return _step(run, picks[0], read, call, call.dtype, launch=[pick.launch for pick in picks])
+    return _step(run, picks[0], read, tokens, call, call.dtype, launches=[pick.launch for pick in picks])
 
 
-def _each_linear(launches, quantize, read, implementation, dtype, x):
+def _each_linear(launches, quantize, read, down, dtype, x):
     x = _in_8_bits(quantize, x, quantized_weight(read.first).format)
     results = []
     for launch, linear, bias, factors in zip(launches, read.linears, read.biases(), read.low_ranks(), strict=True):
-        weight, second = quantized_weight(linear), project_down(x, factors, implementation)
+        weight = quantized_weight(linear)
+        second = NO_PAIR if factors is None else project_down(x, factors, down)
         results.append(launch(x.values, weight.values, bias, x.scale, weight.scale, dtype, *second))
     return results
 
@@ -119,7 +121,9 @@ def projection_with_skip(
     reason = reason or _why_not(read.first, call)
     if reason is not None:
         return apart._replace(reason=reason)
-    return _step(_linear_skip, _pick(LINEAR_SKIP, read.first, read, tokens, call, **fields), read, call, *storages)
+    return _step(
+        _linear_skip, _pick(LINEAR_SKIP, read.first, read, tokens, call, **fields), read, tokens, call, *storages
+    )
 
 
 def why_not_beside_lora(linear: nn.Module, residual: torch.dtype, stream: Stream, call: Call) -> str | None:
@@ -138,10 +142,10 @@ def why_not_beside_lora(linear: nn.Module, residual: torch.dtype, stream: Stream
     return None if len(set(in_each)) == 1 else "for LoRA's kernel on sm_90"
 
 
-def _linear_skip(launch, quantize, read, implementation, stored, result, a, residual, gate=None):
+def _linear_skip(launch, quantize, read, down, stored, result, a, residual, gate=None):
     weight, (bias,) = quantized_weight(read.first), read.biases()
     a, (gate, starts) = _in_8_bits(quantize, a, weight.format), values_and_starts(gate)
-    second = project_down(a, read.low_rank(), implementation)
+    second = read.second_pair(a, down)
     skip = (residual, None, gate, result.dtype, stored.scale, result.scale, starts)
     return launch(a.values, weight.values, bias, *skip, a.scale, weight.scale, *second)
 
@@ -159,24 +163,24 @@ def projection_with_gelu(
         return Step(by_module, MODULE, reason)
     if quantized == FP8:
         pick = _pick(LINEAR_GELU_QUANTIZED, read.first, read, tokens, call, result=FP8)
-        return _step(_linear_gelu_quantized, pick, read, call)._replace(gives=FP8)
+        return _step(_linear_gelu_quantized, pick, read, tokens, call)._replace(gives=FP8)
     # Quantising to int8 is a separate pass. It needs a row's largest value, which no column tile knows.
-    return _step(_linear_gelu, _pick(LINEAR_GELU, read.first, read, tokens, call), read, call, call.dtype)
+    return _step(_linear_gelu, _pick(LINEAR_GELU, read.first, read, tokens, call), read, tokens, call, call.dtype)
 
 
-def _linear_gelu(launch, quantize, read, implementation, dtype, x):
+def _linear_gelu(launch, quantize, read, down, dtype, x):
     weight, (bias,) = quantized_weight(read.first), read.biases()
     x = _in_8_bits(quantize, x, weight.format)
-    second = project_down(x, read.low_rank(), implementation)
+    second = read.second_pair(x, down)
     return launch(x.values, weight.values, bias, dtype, x.scale, weight.scale, *second)
 
 
-def _linear_gelu_quantized(launch, quantize, read, implementation, x):
+def _linear_gelu_quantized(launch, quantize, read, down, x):
     weight, (bias,), low_rank = quantized_weight(read.first), read.biases(), read.low_rank()
     x = _in_8_bits(quantize, x, weight.format, with_norm=True)
     norm = weight.norm if low_rank is None else weight.norm + low_rank.norm
     bound = x.norm.new_zeros(()) if bias is None else bias_bound(bias)
-    second = project_down(x, low_rank, implementation)
+    second = NO_PAIR if low_rank is None else project_down(x, low_rank, down)
     return Quantized(*launch(x.values, weight.values, bias, x.scale, weight.scale, x.norm, norm, bound, *second))
 
 
@@ -189,16 +193,38 @@ def _pick(op: Op, linear: nn.Module, read: Linears, tokens: int, call: Call, **f
     return call.pick(op, LinearSpec, **{**own, **fields})
 
 
-def _step(run: Callable, pick: Pick, read: Linears, call: Call, *options: object, launch: object = None) -> Step:
+def _step(
+    run: Callable,
+    pick: Pick,
+    read: Linears,
+    tokens: int,
+    call: Call,
+    *options: object,
+    launches: Sequence[Callable] | None = None,
+) -> Step:
     """Return the step that runs a pick.
 
-    run: (launch, quantize, read, implementation, *options, *inputs). launch: the pick's unless another is given.
+    run: (launch, quantize, read, down, *options, *inputs). launches: those of the linears if each is launched
+    separately; they then replace the pick's launch.
     """
     format = quantized_weight(read.first).format
     quantize = call.pick(QUANTIZE_ROWS, result=format).launch
-    run = partial(run, launch or pick.launch, quantize, read, call.config.implementation, *options)
+    down = _pick_down(read, tokens, call, at_once=len(read.linears) if launches is None else 1)
+    run = partial(run, launches or pick.launch, quantize, read, down, *options)
     name = f"{pick.label} {NAMES[format]}" if pick.kernel.is_fused else pick.label
     return Step(run, read.named(name), pick.reason, takes=format, pick=pick)
+
+
+def _pick_down(read: Linears, tokens: int, call: Call, at_once: int) -> Callable | None:
+    """Return the launch that multiplies the input by LoRA's first matrices (`project_down`), or None without LoRA.
+
+    at_once: the number of linears whose matrices are multiplied together.
+    """
+    if not read.has_lora:
+        return None
+    low, rank = read.second_product["low"], read.second_product["rank"]
+    fields = {"others": (), "result": low, "N": at_once * rank, "low": None, "rank": 0}
+    return _pick(LINEAR_8BIT, read.first, read, tokens, call, **fields).launch
 
 
 def _why_not(linear: nn.Linear, call: Call) -> str | None:
