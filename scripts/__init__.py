@@ -1,1 +1,1 @@
-"""Programs for those who develop the package; none of them is installed with it."""
+"""Programs for developers of the package. None of them is installed with it."""

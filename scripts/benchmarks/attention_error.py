@@ -63,7 +63,7 @@ def measure(device: torch.device, tokens: int, heads: int, head_dim: int) -> Ite
 
 
 def error_of(values: str, attentions: Sequence[QKV]) -> AttentionError:
-    """The worst of these attentions: on a GPU by our kernel in bf16, on the CPU by the torch reference in fp32."""
+    """Return the worst attention's errors: of our kernel in bf16 on a GPU, else of the torch reference in fp32."""
     cosines, *errors = torch.tensor(list(map(_errors, attentions)), dtype=torch.float64).T
     _, l2, rival_l2 = errors
     largest = (error.max().item() for error in (*errors, l2 / rival_l2))  # NaN is the largest, and the least
@@ -83,8 +83,10 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tenso
 
 
 def flash_attention_in_fp8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The roundings of FlashAttention-3 (Shah et al. 2024) in fp8 with unit scales, in torch: q, k, v and the softmax's
-    weights before they are divided, up to 256 so that few underflow, are in e4m3, all else in fp32."""
+    """Attend with the roundings of FlashAttention-3 (Shah et al. 2024) in fp8 with unit scales, in torch.
+
+    q, k, v and the softmax's weights are in e4m3, all else in fp32. The weights are rounded before they are divided,
+    and reach up to 256, so that few underflow."""
     q, k, v = (_in_e4m3(x).transpose(1, 2) for x in (q, k, v))
     scores = (q @ k.mT) * q.shape[-1] ** -0.5
     weights = 256 * (scores - scores.amax(-1, keepdim=True)).exp()

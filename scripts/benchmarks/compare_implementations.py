@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def write_csv(path: Path, results: ImplementationResults) -> None:
-    """The rows with the GPU and torch's version in front."""
+    """Write the rows, with the GPU and torch's version in front."""
     origin = {"gpu": results.environment.gpu or results.environment.cpu, "torch": results.environment.torch}
     with replacing(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*origin, *(field.name for field in fields(Row))])

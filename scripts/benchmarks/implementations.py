@@ -126,7 +126,7 @@ class ImplementationResults:
     rows: tuple[Row, ...]
 
     def to_dict(self) -> dict[str, object]:
-        """For ``json.dump``; times in seconds, memory and traffic in bytes."""
+        """Return a dictionary for ``json.dump``: times in seconds, memory and traffic in bytes."""
         return asdict(self)
 
 
@@ -226,7 +226,7 @@ def oracle(problem: Problem) -> list[torch.Tensor]:
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attention of one head, [N, D]."""
+    """Return the attention of one head, [N, D]."""
     return torch.softmax(q @ k.T * q.shape[-1] ** -0.5, dim=-1) @ v
 
 
@@ -299,7 +299,7 @@ def _traffic(name: str, problem: Problem) -> dict[str, int]:
 
 
 def _step(module: torch.nn.Module, problem: Problem, mode: str) -> Step:
-    """One call that returns the output and, for a backward, what `oracle` returns beside it."""
+    """Return a call that returns the output and, for a backward, the gradients in the order of `oracle`."""
     leaves = [problem.x, *module.parameters()]
 
     def forward() -> list[torch.Tensor]:
@@ -317,7 +317,7 @@ def _step(module: torch.nn.Module, problem: Problem, mode: str) -> Step:
 def _check_and_time(
     steps: Mapping[str, Step], expected: Sequence[torch.Tensor], device: torch.device, repeats: int
 ) -> dict[str, dict[str, object]]:
-    """Fields of the rows by implementation; two_pass must be among the steps."""
+    """Return the fields of the rows by implementation. two_pass must be among the steps."""
     rows = {name: errors_of(step(), expected) for name, step in steps.items()}
     refused = {name: note for name in rows if (note := _why_refused(name, rows[name], rows[TWO_PASS]))}
     right = {name: step for name, step in steps.items() if name not in refused}

@@ -42,8 +42,11 @@ def add_random_lora(transformer: nn.Module, ranks: Sequence[int], seed: int = 0)
 
 
 def lora_variants(pipe: DiffusionPipeline, config: PatchConfig) -> dict[str, Switch]:
-    """The patched pipeline with its adapters switched off, and with a scale before each step that it never had; where
-    there are several adapters also with the first one alone, and with another one before each step."""
+    """Return variants of the patched pipeline that change its adapters.
+
+    The adapters are switched off, or get a new scale before each step. If there are several, two more variants have
+    only the first one, and another one before each step.
+    """
     names, scales = pipe.transformer.active_adapters(), _new_scales()
     rescale = lambda: pipe.transformer.set_adapters(names, next(scales))  # noqa: E731
     variants = {
@@ -59,12 +62,12 @@ def lora_variants(pipe: DiffusionPipeline, config: PatchConfig) -> dict[str, Swi
 def _one_by_one(
     pipe: DiffusionPipeline, config: PatchConfig, names: Sequence[str], turns: Iterator[str]
 ) -> contextlib.AbstractContextManager[Patch]:
-    """In this context the adapters with these names take turns, one in each step."""
+    """Return a context in which the adapters with these names take turns, one in each step."""
     return _patched(pipe, config, _changing(pipe, names, lambda: pipe.transformer.set_adapters([next(turns)])))
 
 
 def rescaled_once(pipe: DiffusionPipeline) -> contextlib.AbstractContextManager[None]:
-    """In this context adapters have another scale from the second step on."""
+    """Return a context in which adapters have another scale from the second step on."""
     names, scales = pipe.transformer.active_adapters(), itertools.chain((1.0,), itertools.repeat(0.5))
     return _changing(pipe, names, lambda: pipe.transformer.set_adapters(names, next(scales)))
 

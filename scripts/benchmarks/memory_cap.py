@@ -2,8 +2,8 @@
 
     python scripts/benchmarks/memory_cap.py --config wan2.1-14b --cap-gb 24 --json cap.json
 
-The model is made on the CPU in bf16, patched there, and only then moved: what its bf16 weights would take does not fit.
-Exits with 1 where the step does not.
+The model is made on the CPU in bf16, patched there, and only then moved: its bf16 weights would not fit.
+Exits with 1 if the step does not fit.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def random_model(config: dict[str, object]) -> WanTransformer3DModel:
-    """The transformer on the CPU in bf16, what diffusers keeps in fp32 included; matrices scaled by their depth."""
+    """Return the transformer on the CPU, all of it in bf16, with matrices scaled by their depth."""
     with init_empty_weights(include_buffers=False):
         model = WanTransformer3DModel(**config).eval()
     pool = torch.randn(POOL, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -91,7 +91,7 @@ def _values(parameter: torch.Tensor, name: str, pool: torch.Tensor) -> torch.Ten
 
 
 def random_latents(model, frames: int, height: int, width: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Latents, a timestep and a prompt."""
+    """Return latents, a timestep and a prompt."""
     shape = ((frames - 1) // 4 + 1, height // 8, width // 8)
     latents = torch.randn(1, model.config.in_channels, *shape, device=device, dtype=torch.bfloat16)
     prompt = torch.randn(1, TEXT_TOKENS, model.config.text_dim, device=device, dtype=torch.bfloat16)

@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def make_report(case: Case, argv: Sequence[str]) -> TrafficReport:
-    """Measured by running this script once more under the profiler; counted from shapes where that cannot be."""
+    """Return the traffic: measured by a second run under the profiler or, if that fails, counted from shapes."""
     print(*(f"{name} {value}" for name, value in case.settings.items()), sep=", ")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     reason = dram.why_not()

@@ -55,7 +55,7 @@ def _format_speedups(result: OpResult) -> str:
 
 
 def implementations_table(results: ImplementationResults) -> str:
-    """One line per implementation, grouped by size, dtype and mode; what the columns are, and why some are empty."""
+    """Return one line per implementation, by size, dtype and mode, then what the columns are and why some are empty."""
     cells = [["", "implementation", "ms", "speed-up", "output error", "gradient error", "peak MiB", "DRAM MB"]]
     group = None
     for row in results.rows:
@@ -98,7 +98,7 @@ def _group(row: Row) -> str:
 
 
 def plot_implementations(results: ImplementationResults, path: str | Path) -> None:
-    """Bars of the speed-ups over two_pass, by size, as an image file: dtypes down, modes across. Needs matplotlib."""
+    """Draw bars of the speed-ups over two_pass, by size: dtypes down, modes across. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     rows = [row for row in results.rows if row.status != LEFT_OUT]
@@ -125,7 +125,7 @@ def plot_implementations(results: ImplementationResults, path: str | Path) -> No
 
 
 def traffic_table(report: TrafficReport) -> str:
-    """For each implementation a line per kernel, the largest first, and a total: launches, megabytes, passes, time."""
+    """Return a line per kernel of each implementation, largest first, and a total: launches, MB, passes, time."""
     measured = [one for one in report.implementations if one.refused is None]
     return "\n\n".join(table([[one.name, *_FIGURES], *_kernel_rows(one, report.pass_bytes)]) for one in measured)
 
@@ -175,7 +175,7 @@ def traffic_totals_table(report: TrafficReport) -> str:
 
 
 def plot_traffic(report: TrafficReport, path: str | Path) -> None:
-    """Passes read and written by each implementation as bars, in an image file. Needs matplotlib."""
+    """Draw the passes that each implementation reads and writes as bars. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     shown = [one for one in report.implementations if one.refused is None]

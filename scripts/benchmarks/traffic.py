@@ -54,10 +54,10 @@ class Case(Protocol):
 
     @property
     def settings(self) -> dict[str, object]:
-        """For the report; has the keys tokens and dim."""
+        """The settings for the report, with the keys tokens and dim."""
 
     def build(self, implementation: str, device: torch.device) -> Call:
-        """The implementation on seeded random weights and inputs, the same for all."""
+        """Return the implementation on seeded random weights and inputs, the same for all."""
 
     def outline(self, implementation: str, device: torch.device) -> Call:
         """Return the implementation's call on a GPU, to trace and not to run: its tensors may be uninitialised."""
@@ -66,7 +66,7 @@ class Case(Protocol):
         """True if torch.compile compiles it."""
 
     def limits(self, implementation: str) -> ErrorLimits:
-        """The limits of its tier on its error beside the first implementation's."""
+        """Return its tier's limits on its error relative to the first implementation's."""
 
 
 class _TwoPassOnGpu(TwoPassRCMAttention):
@@ -245,7 +245,7 @@ class TrafficReport:
         return (implementation.read + implementation.written) / self.pass_bytes
 
     def to_dict(self) -> dict[str, object]:
-        """For ``json.dump``; traffic in bytes, times in seconds."""
+        """Return a dictionary for ``json.dump``: traffic in bytes, times in seconds."""
         plain = asdict(self)
         for entry, one in zip(plain["implementations"], self.implementations, strict=True):
             known = one.refused is None

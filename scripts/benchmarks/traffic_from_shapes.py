@@ -134,7 +134,7 @@ def _read_outside(ops: Sequence[_Op], together: Sequence[_Op]) -> set[StorageWea
 
 
 def _merge(together: Sequence[_Op], needed: set[StorageWeakRef]) -> _Op:
-    """One kernel: it reads what it does not write itself and writes what is needed after it, each byte once."""
+    """Return one kernel, which reads its outer inputs and writes what later kernels need, each byte once."""
     if len(together) == 1:
         return together[0]
     reads, writes = _union(op.reads for op in together), _union(op.writes for op in together)

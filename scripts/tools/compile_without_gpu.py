@@ -66,7 +66,7 @@ class Inspection:
 
 
 def shared_memory_limit(capability: tuple[int, int]) -> int:
-    """Bytes of shared memory a program may take on this compute capability, as (9, 0)."""
+    """Return the bytes of shared memory that a program may take on a compute capability such as (9, 0)."""
     return SHARED_MEMORY.get(capability, SMALLEST_SHARED_MEMORY)
 
 
@@ -142,7 +142,7 @@ def _absent_gpu(capability: tuple[int, int]) -> Iterator[None]:
 
 
 def _dot_operands(asm: dict[str, object]) -> list[str]:
-    """Types of the matrices that are multiplied: in Triton's dialect, or for Gluon in that of the GPU."""
+    """Return the types of the multiplied matrices, from Triton's dialect, or for Gluon from the GPU's."""
     return re.findall(r"(?:tt\.dot|warp_group_dot) .* : (.*) \* ", asm.get("ttir", asm["ttgir"]))
 
 
@@ -176,7 +176,7 @@ def _opcode(line: str) -> str | None:
 
 
 def disassemble(cubin: bytes) -> list[str]:
-    """Lines of SASS: instructions, and labels such as ".L_x_3:"."""
+    """Return the lines of SASS: instructions, and labels such as ".L_x_3:"."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)

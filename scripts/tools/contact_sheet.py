@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def generate(pipe: WanPipeline, caption: str, size: Sequence[int], steps: int, seed: int) -> torch.Tensor:
-    """One video [F, 3, H, W] in [0, 1]; size is its height, width and frames."""
+    """Return one video [F, 3, H, W] in [0, 1]. size: its height, width and frames."""
     height, width, frames = size
     return pipe(
         caption,
@@ -70,7 +70,7 @@ def generate(pipe: WanPipeline, caption: str, size: Sequence[int], steps: int, s
 
 
 def contact_sheet(captions: Sequence[str], videos: Sequence[torch.Tensor]) -> Image.Image:
-    """Videos [F, 3, H, W] in [0, 1] as rows of COLUMNS frames evenly spread over time, each under its caption."""
+    """Draw videos [F, 3, H, W] in [0, 1] as rows of COLUMNS frames, evenly spread over time, under their captions."""
     rows = [_row(caption, video) for caption, video in zip(captions, videos, strict=True)]
     sheet = Image.new("RGB", (rows[0].width, sum(row.height for row in rows)), "white")
     top = 0

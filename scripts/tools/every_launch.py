@@ -90,12 +90,12 @@ def formats() -> tuple[torch.dtype, ...]:
 
 
 def coefficients(batch: int, tokens: int, channels: int = CHANNELS) -> tuple[torch.Tensor | None, ...]:
-    """One of each kind (coefficient.py): one, per sample, per channel, per token."""
+    """Return one coefficient of each kind (coefficient.py): one, per sample, per channel, per token."""
     return None, *(meta(batch, *varies, dtype=FP32) for varies in ((1, 1), (1, channels), (tokens, channels)))
 
 
 def pairs_of_kinds(*sizes: int) -> list[tuple[torch.Tensor | None, torch.Tensor | None]]:
-    """c_skip and c_out, each of every kind, and of different ones."""
+    """Return pairs of c_skip and c_out: both of every kind, and of different kinds."""
     one, *others = kinds = coefficients(*sizes)
     return list(zip(kinds, (*others, one), strict=True))
 
@@ -320,8 +320,11 @@ def launch_convolution(
     upsample: bool = False, interleave: int = 1, dense: bool = True, front: bool = True,
     repeats: tuple[int, int, int] = (1, 1, 1),
 ) -> None:  # fmt: skip
-    """window: kt and kh. dense: with a bias and a residual. front: the frames before are a tensor of their own.
-    repeats: of the residual's frames, rows and columns."""
+    """Launch a convolution.
+
+    window: kt and kh. dense: with a bias and a residual. front: the frames before are a tensor of their own. repeats:
+    of the residual's frames, rows and columns.
+    """
     kt, kh = window
     weight = meta(N, kt, kh, kh, C, dtype=dtype)
     before, x = (meta(1, count, H, W, C, dtype=dtype) for count in (kt - 1, T if front else T + kt - 1))

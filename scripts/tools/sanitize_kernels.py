@@ -227,7 +227,7 @@ def find_role_reads(cache: Path) -> dict[str, set[int]]:
 
 
 def read_races(paragraph: str) -> list[Race]:
-    """The races of one paragraph: between its first access and each other one. [] where it is about something else."""
+    """Return the races of one paragraph, between its first access and each other one, or [] if it has none."""
     heading = re.match(r"(\w+): *(?:\([^)]*\) *)?Race reported between ", paragraph)
     accesses = [_read_access(*match.groups()) for match in _ACCESS.finditer(paragraph)]
     if heading is None or len(accesses) < 2 or None in accesses:
@@ -292,7 +292,7 @@ def launch(part: str, portable: bool) -> None:
 
 @contextlib.contextmanager
 def few_multiprocessors() -> Iterator[None]:
-    """In this context small work fills the GPU, so that each program of the sm_90 kernels walks over several tiles."""
+    """Let small work fill the GPU in this context: each program of the sm_90 kernels walks over several tiles."""
     few = (SM90, 4)
     with (
         mock.patch.object(gemm_sm90, "device_properties", return_value=few),
@@ -329,7 +329,7 @@ def launch_linears(device: torch.device) -> None:
 
 
 def launch_elementwise(device: torch.device) -> None:
-    """Skips, norms and GELU."""
+    """Launch the skips, norms and GELU."""
     values = values_on(device)
     batch, tokens, channels, heads, head_dim = 2, 300, 264, 3, 80
     runs, gate, modulation = coefficients_on(device, batch, tokens, channels)
@@ -352,7 +352,7 @@ def launch_elementwise(device: torch.device) -> None:
 
 
 def coefficients_on(device: torch.device, batch: int, tokens: int, channels: int) -> tuple:
-    """Coefficients: of runs, of a sample and of each token."""
+    """Return coefficients of runs, of a sample and of each token."""
     values = values_on(device)
     starts = torch.tensor([0, tokens // 3, tokens + 50, batch * tokens], dtype=torch.int32).to(device)
     runs = [Runs(values(3, channels, dtype=FP32), starts) for _ in range(2)]
@@ -413,7 +413,7 @@ def launch_linears_of_8_bits(device: torch.device) -> None:
 
 
 def launch_attention_of_8_bits(device: torch.device) -> None:
-    """The sparse ones too: they read the same operands."""
+    """Launch dense and sparse attention in 8 bits, which read the same operands."""
     values = values_on(device)
     tokens = 300
     for head_dim in (64, 128):

@@ -44,7 +44,7 @@ def reduce_ops_run(run: dict) -> dict:
 
 
 def as_text(measured: dict) -> str:
-    """JSON with a line per row."""
+    """Return JSON with a line per row."""
     rows = ",\n".join(f"    {json.dumps(row, ensure_ascii=False)}" for row in measured["rows"])
     head = json.dumps({**measured, "rows": []}, indent=2, ensure_ascii=False)
     return head.replace('"rows": []', f'"rows": [\n{rows}\n  ]') + "\n"

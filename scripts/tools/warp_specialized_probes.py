@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 
 def launch_probes() -> None:
-    """Every kernel of this file; needs a GPU of sm_90."""
+    """Launch every kernel of this file. Needs a GPU of sm_90."""
     out = torch.zeros(128, dtype=torch.int64, device="cuda")
     for kernel in (*EMPTY_KERNELS, racy_kernel):
         kernel[(1,)](out, num_warps=4)
@@ -90,7 +90,7 @@ def _mark(out, PARTITION: gl.constexpr):
 
 @gluon.jit
 def racy_kernel(out):
-    """One partition writes what the other reads, and nothing orders them."""
+    """Let one partition write what the other reads, without any order between them."""
     memory = gl.allocate_shared_memory(gl.int64, [128], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     gl.warp_specialize([(_write, (memory,)), (_read, (memory, out))], [4], [160])
 

@@ -79,8 +79,10 @@ def result_files(folder: Path) -> list[Path]:
 
 
 def with_results(text: str, folder: Path) -> str:
-    """The README's text with what is between its markers, if any, rendered from the results of the GPU that most was
-    measured on."""
+    """Return the README's text with the part between its markers, if it has them, written anew.
+
+    That part shows the results of the GPU with the most measurements.
+    """
     if MEASURED[0] not in text:
         return text
     before, rest = text.split(MEASURED[0])
@@ -133,7 +135,7 @@ def results_page(folder: Path) -> str:
 
 
 def _measured(path: Path, runs: dict, tests: list[dict]) -> str:
-    """Denoising steps, single ops, checks, traffic and modules on one GPU, and with which versions its tests passed."""
+    """Return the steps, ops, checks, traffic and modules of one GPU, and the versions with which its tests passed."""
     environments = {versions(run["environment"]): None for run in runs.values() if "environment" in run}
     parts = [f"From `{path.name}`: {'; '.join(environments)}.\n"] if environments else []
     if tests:

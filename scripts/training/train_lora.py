@@ -102,7 +102,7 @@ def with_lora(transformer: WanTransformer3DModel) -> WanTransformer3DModel:
 
 
 def scenes_to_paint(seed: int, *, held_out: bool) -> Iterator[Scene]:
-    """Scenes of one shape of another colour."""
+    """Return scenes of one shape of another colour."""
     generator = random.Random(seed)
     while True:
         scene = draw_scene(generator, held_out=held_out)
@@ -120,7 +120,7 @@ def text_of(pipe: WanPipeline, scenes) -> torch.Tensor:
 
 
 def latent_shape(pipe: WanPipeline) -> tuple[int, ...]:
-    """[C, f, h, w] of an embedded call's latents."""
+    """Return the shape [C, f, h, w] of an embedded call's latents."""
     spatial, frames = (
         pipe.vae_scale_factor_spatial,
         1 + (EMBEDDED_CALL["num_frames"] - 1) // pipe.vae_scale_factor_temporal,
@@ -140,7 +140,7 @@ def trajectory(
     painted: torch.Tensor,
     shape: tuple[int, ...],
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The student's velocity for what is asked, and the teacher's for it painted, where the student's sampler comes."""
+    """Yield the student's velocity for a scene, and the teacher's for the painted one, at the student's own states."""
     times = rcm_times(STEPS)
     sample = times[0].item() * torch.randn(len(asked), *shape, device=asked.device)
     for step, timestep in enumerate(model_timesteps(times[:-1]).to(asked.device)):

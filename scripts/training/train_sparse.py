@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def latent_shape(pipe, call: dict[str, object]) -> tuple[int, ...]:
-    """[C, f, h, w] of a call's latents."""
+    """Return the shape [C, f, h, w] of a call's latents."""
     spatial, temporal = pipe.vae_scale_factor_spatial, pipe.vae_scale_factor_temporal
     frames = 1 + (call["num_frames"] - 1) // temporal
     return pipe.transformer.config.in_channels, frames, call["height"] // spatial, call["width"] // spatial

@@ -34,7 +34,7 @@ def sla_in_pytorch(
 
 
 def _block_mask(q: torch.Tensor, k: torch.Tensor, kept: int, block_q: int, block_k: int) -> BlockMask:
-    """The key blocks whose means have the largest products with those of the queries' blocks; q, k [B, H, S, D]."""
+    """Return the key blocks whose means have the largest products with the query blocks' means. q, k [B, H, S, D]."""
     pooled_q = _pool(q, block_q).to(q.dtype)
     pooled_k = (_pool(k, block_k) - k.mean(2, keepdim=True, dtype=torch.float32)).to(k.dtype)
     scores = pooled_q.float() @ pooled_k.float().mT

@@ -33,7 +33,7 @@ def names_of(run: dict) -> dict[str, str]:
 
 
 def real_models(runs: dict, tier: str | None = None) -> dict[str, dict]:
-    """The runs that compare variants' steps of a model at its real size, without LoRA; of one tier, where given."""
+    """Return the runs that compare variants' steps of a real model without LoRA. tier: only of this tier."""
     found = {name: run for name, run in runs.items() if "variants" in run and "config" in run["settings"]}
     found = {name: run for name, run in found.items() if name not in whole_videos(runs)}
     found = {name: run for name, run in found.items() if "lora_ranks" not in run["settings"]}
@@ -100,7 +100,7 @@ def _figure(height: float):
 
 
 def _draw_steps(runs: dict):
-    """Bars from the left, a group per model, with the speed-up written at their ends."""
+    """Draw bars from the left, a group per model, with the speed-up written at their ends."""
     bars = sum(len(run["variants"]) + 1 for run in runs.values())
     figure, axes = _figure(1.2 + 0.3 * bars)
     colors, places, top = {}, [], 0
@@ -158,6 +158,6 @@ _DRAW = {"steps": _draw_steps, "traffic": _draw_traffic, "modules": _draw_module
 
 
 def legend_above(figure, axes, ncols: int = 3) -> None:
-    """Each label of the axes once, above the figure."""
+    """Draw each label of the axes once, above the figure."""
     by_label = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     figure.legend(by_label.values(), by_label.keys(), loc="outside upper center", ncols=ncols, fontsize="large")

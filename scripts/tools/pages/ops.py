@@ -184,8 +184,10 @@ SHORT_SPARSE = {"norms_sparse_linear_attention": "With norms and RoPE", "sparse_
 
 
 def short_sparse(runs: dict) -> str:
-    """The README's sentences on sparse attention beside dense in 8 bits, bold where it misses its target; empty without
-    such rows."""
+    """Return the README's sentences on sparse attention beside dense in 8 bits, or "" without such rows.
+
+    Figures that miss their target are bold.
+    """
     said = []
     for op, what in SHORT_SPARSE.items():
         pairs = [
@@ -206,8 +208,10 @@ def _notes(result: dict) -> str:
 
 
 def short_quantized(runs: dict, errors: dict | None) -> str:
-    """The README's sentences on attention and linears in 8 bits, bold where they miss their target; empty without such
-    rows. errors: the run of attention's errors, if any, which may be another GPU's."""
+    """Return the README's sentences on attention and linears in 8 bits, or "" without such rows.
+
+    Figures that miss their target are bold. errors: the run of attention's errors, perhaps another GPU's, or None.
+    """
     rows: dict[str, list[dict]] = {}
     for result in runs.get("ops-quantized", {"results": ()})["results"]:
         if result["best"] is not None:
@@ -266,7 +270,7 @@ def traffic_table(runs: list[dict]) -> str:
 
 
 def implementations_table(run: dict) -> str:
-    """Latency of two_pass and every other implementation's speed-up over it, a row per size, dtype and mode."""
+    """Return two_pass's latency and the others' speed-ups over it, a row per size, dtype and mode."""
     names = list(dict.fromkeys(row["implementation"] for row in run["rows"]))
     groups: dict[str, dict[str, dict]] = {}
     for row in run["rows"]:

@@ -123,8 +123,10 @@ def steps_table(runs: dict) -> str:
 
 
 def short_steps(path: Path, runs: dict) -> str:
-    """The README's tables: steps, a row per real model and tier, and whole videos; empty without a model. The steps'
-    chart is beside them."""
+    """Return the README's tables of steps and whole videos, with the steps' chart, or "" without a real model.
+
+    The table of steps has a row per real model and tier.
+    """
     runs = {name: run for name, run in runs.items() if name not in ON_THE_PAGE_ALONE}
     exact = real_models(runs, "exact")
     if not exact:
@@ -193,7 +195,7 @@ def _memory_ratio(name: str, run: dict, rival: str = COMPILED) -> str:
 
 
 def _memory_beside(name: str, run: dict) -> tuple[str, str]:
-    """The patched peak over its rival's, of a tier in 8 bits also the weights' share of bf16's; and what is asked."""
+    """Return the patched peak over its rival's, in 8 bits also the weights' share of bf16's, and the targets."""
     rival, most = MEMORY_TARGETS[name]
     shown, asked = _memory_ratio(name, run, rival), f"memory {most}"
     weights = {variant["name"]: variant.get("weights") for variant in run["variants"]}

@@ -151,7 +151,7 @@ def _block_sparse_name(row: dict, dtype: str) -> str:
 
 
 def _by_variant(results: list[dict], name_of: Callable[[dict], str]) -> dict[str, dict[int, dict]]:
-    """Results by name and number of steps."""
+    """Return the results by name and number of steps."""
     variants: dict[str, dict[int, dict]] = {}
     for row in results:
         variants.setdefault(name_of(row), {})[row["steps"]] = row
@@ -203,7 +203,7 @@ def lora_table(results: dict) -> str:
 
 
 def side_by_side(run: dict) -> str:
-    """One video unpatched and patched, as a picture, and how far the two are apart."""
+    """Return one video unpatched and patched, as a picture, and how far the two are apart."""
     settings, environment = run["settings"], run["environment"]
     patched = run["variants"][-1]
     picture = SIDE_BY_SIDE.replace(".json", ".png")

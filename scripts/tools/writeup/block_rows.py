@@ -49,7 +49,7 @@ def rows_of_block(config: str, tokens: int, dim: int) -> dict[str, dict[str, tup
         return Rows(count, "ops", case)
 
     def in_8_bits(fed: int) -> tuple[Rows, ...]:
-        """fed: how many of the two output projections get their input in 8 bits from the attention."""
+        """Return the rows of linears in 8 bits. fed: how many output projections the attention feeds in 8 bits."""
         cases = (
             (1, f"linear_qkv_8bit {square}"),
             (fed, f"fed_linear_skip_8bit {square}"),
@@ -84,7 +84,7 @@ def rows_of_block(config: str, tokens: int, dim: int) -> dict[str, dict[str, tup
 
 
 def blocks_by_tier(runs: dict) -> dict[str, dict[str, dict[str, float]]]:
-    """Milliseconds of one block by model, tier and part; of the models whose block was profiled."""
+    """Return the milliseconds of one block by model, tier and part, for models with a profiled block."""
     blocks = {}
     for config, settings in _profiled(runs).items():
         tiers = rows_of_block(config, settings["tokens"], settings["dim"])
@@ -184,7 +184,7 @@ def attention_share(parts: dict[str, float]) -> float:
 
 
 def outside_attention(parts: dict[str, float]) -> float:
-    """Milliseconds."""
+    """Return the milliseconds of all parts except attention."""
     return sum(time for part, time in parts.items() if part not in ATTENTION)
 
 

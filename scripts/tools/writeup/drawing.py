@@ -15,8 +15,11 @@ text { font: 20px sans-serif; fill: #222; text-anchor: middle } .title { font-we
 
 
 def round_trip_svg(moved: dict) -> str:
-    """The drawing as SVG. moved: MB read and written by "projection", "skip" and "fused", and in all by two passes and
-    by one (`round_trip` of writeup.py)."""
+    """Return the drawing as SVG.
+
+    moved: the MB that "projection", "skip" and "fused" read and write, and the sums of two passes and of one
+    (`round_trip` of measured.py).
+    """
     two = f"Two passes: {moved['two_passes']:.0f} MB between the GPU and its memory"
     one = f"One pass, the skip in the epilogue: {moved['one_pass']:.0f} MB"
     parts = [

@@ -68,7 +68,7 @@ def _passes(run: dict) -> dict[str, float]:
 
 
 def parts_of_block(run: dict) -> dict[str, dict[str, float]]:
-    """Milliseconds of a block's kernels by part, in each implementation that the profiler ran."""
+    """Return the milliseconds of a block's kernels by part, in each implementation that the profiler ran."""
     parts = {}
     for one in run["implementations"]:
         if one["refused"] is None:
@@ -89,7 +89,7 @@ def part_of(kernel: str) -> str:
 
 
 def round_trip(runs: dict) -> dict[str, object]:
-    """Bytes that the profiler saw the last kernels of the attention module read and write, in two passes and in one."""
+    """Return the bytes that the attention module's last kernels read and write, in two passes and in one."""
     run = runs["traffic-attention"]
     kernels = {one["name"]: one["kernels"] for one in run["implementations"]}
     projection, skip = kernels["two_pass"][-2:]
@@ -104,7 +104,7 @@ TOTALS = {"two_passes": ("projection", "skip"), "one_pass": ("fused",)}
 
 
 def skip_saves(runs: dict, block: dict[str, float]) -> float:
-    """The share of a compiled block of Wan 2.1 1.3B that its three projections gain by the skip in their epilogue."""
+    """Return the share of a compiled 1.3B block that the fused skips of its three projections save."""
     speed = {result["case"]: result["timings"] for result in runs["ops"]["results"]}
     saved = 0.0
     for case, count in (("linear_skip 32760×1536×1536", 2), ("linear_skip 32760×1536×8960", 1)):
@@ -208,7 +208,7 @@ def _untimed(runs: dict) -> str:
 
 
 def attention_rates(runs: dict) -> dict[str, dict[str, float]]:
-    """TFLOP/s of every contender for a self-attention, by case."""
+    """Return the TFLOP/s of every contender for a self-attention, by case."""
     rates = {}
     for run in (runs.get("ops"), runs.get("ops-quantized")):
         for result in run["results"] if run else ():

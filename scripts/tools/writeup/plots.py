@@ -40,7 +40,7 @@ def _axes(figure: Figure, places: int = 1):
 
 
 def _step_parts(figure: Figure, steps: dict) -> None:
-    """Stacked bars, one for each tier, a panel for each model; a line at the measured step, which is their sum."""
+    """Draw stacked bars, one per tier, a panel per model, and a line at the measured step, which is their sum."""
     for axes, (model, shown) in zip(_axes(figure, len(steps)), steps.items(), strict=True):
         measured = [sum(parts.values()) for parts in shown.values()]
         top, tops = max(measured), [0.0] * len(shown)
@@ -66,7 +66,7 @@ def _step_parts(figure: Figure, steps: dict) -> None:
 
 
 def _speed_accuracy(figure: Figure, points: dict) -> None:
-    """A line for each variant over its numbers of steps; for one that was not timed, a level for each number."""
+    """Draw a line per variant over its numbers of steps. A variant that was not timed gets a level per number."""
     (axes,) = _axes(figure)
     for index, (name, steps) in enumerate(points.items()):
         times, shares = zip(*steps, strict=True)
@@ -91,7 +91,7 @@ def _speed_accuracy(figure: Figure, points: dict) -> None:
 
 
 def _attention(figure: Figure, cases: dict) -> None:
-    """Bars from the left, a group for each case, each with the data sheet's rate."""
+    """Draw bars from the left, a group per case, each with the data sheet's rate."""
     (axes,) = _axes(figure)
     top, places, labels, colors = 0, [], [], {}
     for case, rates in cases.items():

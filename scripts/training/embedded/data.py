@@ -22,7 +22,7 @@ _POINTS = 32  # per video, to crop around
 
 
 def draw_videos(count: int, seed: int, device: torch.device) -> tuple[list[str], torch.Tensor]:
-    """Captions without held-out triples, and their videos [count, 3, F, H, W] in [-1, 1]."""
+    """Return captions without held-out triples, and their videos [count, 3, F, H, W] in [-1, 1]."""
     generator = random.Random(seed)
     scenes = [draw_scene(generator, held_out=False) for _ in range(count)]
     complete = [fill_open(scene, generator) for scene in scenes]
@@ -31,12 +31,12 @@ def draw_videos(count: int, seed: int, device: torch.device) -> tuple[list[str],
 
 
 def token_ids(tokenizer: PreTrainedTokenizerFast, captions: list[str]) -> torch.Tensor:
-    """Token ids [B, MAX_CAPTION_TOKENS] with padding."""
+    """Return token ids [B, MAX_CAPTION_TOKENS] with padding."""
     return tokenizer(captions, padding="max_length", max_length=MAX_CAPTION_TOKENS, return_tensors="pt").input_ids
 
 
 def latent_statistics(vae: AutoencoderKLWan, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and standard deviation [16] of the latents' channels over 256 videos."""
+    """Return the mean and standard deviation [16] of the latents' channels over 256 videos."""
     latents = torch.cat([encode(vae, draw_videos(32, seed, device)[1]) for seed in range(8)])
     return latents.mean(dim=(0, 2, 3, 4)), latents.std(dim=(0, 2, 3, 4))
 
@@ -48,7 +48,7 @@ def encode(vae: AutoencoderKLWan, video: torch.Tensor) -> torch.Tensor:
 
 
 def is_foreground(video: torch.Tensor, background: torch.Tensor) -> torch.Tensor:
-    """[B, 1, F, H, W]: where a pixel differs from its video's background colour [B, 3, 1, 1, 1]."""
+    """Return a mask [B, 1, F, H, W] of pixels that differ from their video's background colour [B, 3, 1, 1, 1]."""
     return (video - background).abs().amax(dim=1, keepdim=True) > 0.05
 
 
@@ -67,7 +67,7 @@ class VideoPool:
         self._videos, self._backgrounds, self._points = torch.cat(videos), torch.cat(backgrounds), torch.cat(points)
 
     def draw(self, count: int, side: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Clips [count, 3, F, H, W] in [-1, 1] and their background colours [count, 3, 1, 1, 1].
+        """Return clips [count, 3, F, H, W] in [-1, 1] and their background colours [count, 3, 1, 1, 1].
 
         side: crop a square of side × side pixels around a pixel of each video's objects: most of a frame is background.
         Crops lie on the objects' grid.

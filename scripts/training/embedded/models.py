@@ -17,7 +17,7 @@ MAX_TEXT_TOKENS = 512  # WanPipeline pads every prompt to this many
 
 
 def build_vae() -> AutoencoderKLWan:
-    """Wan 2.1's video autoencoder (8x8 in space, 4 in time, 16 channels) with a sixth of its width."""
+    """Return Wan 2.1's video autoencoder (8x8 in space, 4 in time, 16 channels) with a sixth of its width."""
     return AutoencoderKLWan(base_dim=16, dim_mult=[1, 2, 2, 3], num_res_blocks=1)
 
 
@@ -44,7 +44,7 @@ def build_text_encoder(tokenizer: PreTrainedTokenizerFast) -> UMT5EncoderModel:
 
 
 def train_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per word of the grammar, learned from captions; case and punctuation do not count."""
+    """Return a tokenizer with a token per word of the grammar, trained on captions, without case and punctuation."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), normalizers.Replace(Regex(r"[^\w\s]"), " ")])
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -88,7 +88,7 @@ def compile_blocks(transformer: WanTransformer3DModel) -> None:
 
 
 def channels_last(vae: torch.nn.Module) -> None:
-    """Lay the convolutions' weights out as cuDNN computes with them: without this it transposes around each one."""
+    """Lay out the convolutions' weights as cuDNN uses them; otherwise it transposes around each convolution."""
     formats = {torch.nn.Conv2d: torch.channels_last, torch.nn.Conv3d: torch.channels_last_3d}
     for module in vae.modules():
         for kind, memory_format in formats.items():
@@ -112,7 +112,7 @@ class TextToVideoAttention:
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE of x [B, N, heads, head_dim] by diffusers' tables [1, N, 1, head_dim], which hold every angle twice."""
+    """Rotate x [B, N, heads, head_dim] by diffusers' RoPE tables [1, N, 1, head_dim], which hold every angle twice."""
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = cos[..., 0::2], sin[..., 1::2]
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).type_as(x)

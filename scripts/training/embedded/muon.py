@@ -26,7 +26,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """One update of every weight; all of them must have gradients."""
+        """Update every weight once. All of them must have gradients."""
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[torch.Tensor]] = {}
             for weight in group["params"]:
@@ -51,7 +51,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
-    """Matrices [N, R, C] with their singular vectors and singular values near to 1, in bf16."""
+    """Return matrices [N, R, C] with the same singular vectors and singular values near 1, in bf16."""
     a, b, c = COEFFICIENTS
     tall = matrices.shape[1] > matrices.shape[2]
     x = (matrices.mT if tall else matrices).bfloat16()

@@ -50,7 +50,7 @@ class Learner:
         self._schedules = tuple(warmup_and_cosine(one, num_steps, warmup) for one in self._optimizers)
 
     def learn(self, loss: torch.Tensor) -> None:
-        """One step down the loss's gradient."""
+        """Take one step down the loss's gradient."""
         self._run.accelerator.backward(loss)
         torch.nn.utils.clip_grad_norm_(self._network.parameters(), self._clip)
         for optimizer in self._optimizers:
@@ -77,14 +77,14 @@ def is_block_matrix(name: str, weight: torch.Tensor) -> bool:
 
 
 def adamw(weights, learning_rate: float, betas: tuple[float, float], weight_decay: float) -> torch.optim.AdamW:
-    """AdamW that can run in a CUDA graph: its learning rate is a tensor, so that schedules reach into the graph."""
+    """Return AdamW for use in a CUDA graph: its learning rate is a tensor, so that schedules reach into the graph."""
     weights = list(weights)
     rate = torch.tensor(learning_rate, device=weights[0].device)
     return torch.optim.AdamW(weights, lr=rate, betas=betas, weight_decay=weight_decay, capturable=rate.is_cuda)
 
 
 def warmup_and_cosine(optimizer, num_steps: int, warmup: int) -> torch.optim.lr_scheduler.LambdaLR:
-    """The learning rate rises linearly over the warmup steps, then falls along a cosine to 1 % at the last step."""
+    """Return a schedule that rises linearly over the warmup steps, then falls along a cosine to 1 %."""
 
     def factor(step: int) -> float:
         if step < warmup:

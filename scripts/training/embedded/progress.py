@@ -38,7 +38,7 @@ class Run:
         return zlib.crc32(f"{self.seed} {name} {index}".encode())
 
     def save(self, model, name: str) -> None:
-        """``save_pretrained`` to a folder of the run that exists only when it is whole."""
+        """Run ``save_pretrained`` into a folder of the run that appears only when it is complete."""
         partial = self.folder / f"{name}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         model.save_pretrained(partial)
@@ -98,7 +98,7 @@ class Stage:
                     raise OutOfTime
 
     def record(self, **losses: torch.Tensor) -> None:
-        """Losses of this step, for the log; they stay on the device until then."""
+        """Record this step's losses. They stay on the device until they are logged."""
         for key, value in losses.items():
             self._losses.setdefault(key, []).append(value.detach())
 

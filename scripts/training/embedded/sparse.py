@@ -113,7 +113,7 @@ def _trajectory(student, teacher, shape, text) -> Iterator[tuple[torch.Tensor, t
 
 @contextlib.contextmanager
 def _attention_of(transformer: WanTransformer3DModel) -> Iterator[list[torch.Tensor]]:
-    """In this context collect the self-attentions' results of the transformer's latest forward, block by block."""
+    """Collect, in this context, the self-attentions' results of the transformer's latest forward, block by block."""
     results: list[torch.Tensor] = [None] * len(transformer.blocks)
 
     def keep(index: int):

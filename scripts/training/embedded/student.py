@@ -124,14 +124,14 @@ class GuidedTeacher:
 
     @torch.no_grad()
     def flow(self, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        """F [B, ...] with guidance."""
+        """Return F [B, ...] with guidance."""
         both = torch.cat([text, self._no_text.expand_as(text)])
         asked, free = flow(self.transformer, x.repeat(2, 1, 1, 1, 1), t.repeat(2), both).chunk(2)
         return free + GUIDANCE * (asked - free)
 
 
 def flow(network, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor, *, rounded: bool = False) -> torch.Tensor:
-    """F of a rectified-flow network at TrigFlow states x [B, C, f, h, w] and angles t [B], in fp32.
+    """Return F of a rectified-flow network at TrigFlow states x [B, C, f, h, w] and angles t [B], in fp32.
 
     rounded: give the network bf16 timesteps, as RCMScheduler does.
     """
@@ -149,7 +149,7 @@ def denoised(x: torch.Tensor, t: torch.Tensor, flow: torch.Tensor) -> torch.Tens
 
 
 def consistency_loss(student, teacher: GuidedTeacher, latents, text, strength: torch.Tensor) -> torch.Tensor:
-    """The sCM loss with normalised tangents; strength (0-d, in [0, 1]) warms the tangent up. A mean over the batch."""
+    """Return the mean sCM loss with normalised tangents. strength (0-d, in [0, 1]) warms the tangent up."""
     t = consistency_times(len(latents), latents.device)
     cos, sin = _wide(t.cos()), _wide(t.sin())
     x = cos * latents + sin * torch.randn_like(latents)
@@ -163,7 +163,7 @@ def consistency_loss(student, teacher: GuidedTeacher, latents, text, strength: t
 
 
 def student_tangent(student, x, t, text, teacher_flow) -> torch.Tensor:
-    """``cos t·sin t·dF/dt`` along the teacher's flow, a forward-mode derivative in fp32 (TF32 products on a GPU)."""
+    """Return ``cos t·sin t·dF/dt`` along the teacher's flow: forward mode, in fp32 (TF32 products on a GPU)."""
     scale = (t.cos() * t.sin()).to(x)
     context = torch.autocast(x.device.type, enabled=False)
     with torch.no_grad(), context, sdpa_kernel(SDPBackend.MATH), torch.compiler.set_stance("force_eager"):
@@ -173,7 +173,7 @@ def student_tangent(student, x, t, text, teacher_flow) -> torch.Tensor:
 
 
 def matching_loss(student, fake, teacher: GuidedTeacher, shape, text, simulated: int) -> torch.Tensor:
-    """DMD2's loss: its gradient at the student's sample is the normalised difference of the two denoised samples."""
+    """Return DMD2's loss. Its gradient at the student's sample is the normalised difference of two denoised samples."""
     sample = simulate(student, shape, text, simulated, with_grad=True)
     t = score_times(len(sample), sample.device)
     with torch.no_grad():
@@ -185,7 +185,7 @@ def matching_loss(student, fake, teacher: GuidedTeacher, shape, text, simulated:
 
 
 def fake_score_loss(student, fake, shape, text, simulated: int) -> torch.Tensor:
-    """Flow matching of the fake score on the student's samples."""
+    """Return the flow-matching loss of the fake score on the student's samples."""
     sample = simulate(student, shape, text, simulated, with_grad=False)
     t = score_times(len(sample), sample.device)
     noise = torch.randn_like(sample)
@@ -207,12 +207,12 @@ def simulate(student, shape, text, num_steps: int, *, with_grad: bool) -> torch.
 
 
 def consistency_times(count: int, device: torch.device) -> torch.Tensor:
-    """Angles [count] whose tangent, the noise level, is log-normal(1.7, 1.6)."""
+    """Return angles [count] whose tangent, the noise level, is log-normal(1.7, 1.6)."""
     return torch.atan(torch.exp(1.7 + 1.6 * torch.randn(count, device=device)))
 
 
 def score_times(count: int, device: torch.device) -> torch.Tensor:
-    """Angles [count] of uniform rectified-flow times, shifted as the teacher's."""
+    """Return the angles [count] of uniform rectified-flow times, shifted like the teacher's."""
     rectified = shift_times(torch.rand(count, device=device))
     return torch.atan2(rectified, 1 - rectified)
 

@@ -58,17 +58,17 @@ def train_teacher(run: Run, vae: AutoencoderKLWan, pool: LatentPool, num_steps: 
 
 
 def draw_times(count: int, device: torch.device) -> torch.Tensor:
-    """Rectified-flow times [count]: logit-normal, shifted towards noise as Wan's sampler is."""
+    """Return rectified-flow times [count]: logit-normal, shifted towards noise like Wan's sampler."""
     return shift_times(torch.randn(count, device=device).sigmoid())
 
 
 def shift_times(u: torch.Tensor) -> torch.Tensor:
-    """Times in (0, 1) moved towards noise as the sampler moves its own."""
+    """Return times in (0, 1), shifted towards noise as in the sampler."""
     return FLOW_SHIFT * u / (1 + (FLOW_SHIFT - 1) * u)
 
 
 def flow_matching_loss(transformer, latents: torch.Tensor, text: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
-    """Mean squared error of the velocity, for latents [B, 16, f, h, w] at times [B] in (0, 1)."""
+    """Return the mean squared error of the velocity, for latents [B, 16, f, h, w] at times [B] in (0, 1)."""
     noise = torch.randn_like(latents)
     t = times.view(-1, 1, 1, 1, 1)
     velocity = transformer((1 - t) * latents + t * noise, 1000 * times, text, return_dict=False)[0]

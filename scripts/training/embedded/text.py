@@ -9,7 +9,7 @@ from .models import MAX_TEXT_TOKENS
 
 
 def embed(text_encoder: UMT5EncoderModel, token_ids: torch.Tensor) -> torch.Tensor:
-    """[B, L] token ids to [B, MAX_TEXT_TOKENS, TEXT_DIM]."""
+    """Return the embeddings [B, MAX_TEXT_TOKENS, TEXT_DIM] of token ids [B, L]."""
     mask = token_ids != text_encoder.config.pad_token_id
     hidden = text_encoder(token_ids, mask.long()).last_hidden_state
     return torch.nn.functional.pad(hidden * mask[..., None], (0, 0, 0, MAX_TEXT_TOKENS - token_ids.shape[1]))

@@ -106,7 +106,7 @@ def _set_normalisation(vae: AutoencoderKLWan, device: torch.device) -> None:
 
 @torch.no_grad()
 def reconstruction_psnr(vae: AutoencoderKLWan, device: torch.device) -> float:
-    """PSNR in dB of 32 unseen videos through the autoencoder, of values in [0, 1]."""
+    """Return the PSNR in dB of 32 unseen videos through the autoencoder, for values in [0, 1]."""
     video = draw_videos(32, 999_999, device)[1]
     decoded = vae.decode(encode(vae, video)).sample
     return -10 * torch.log10((decoded - video).square().mean() / 4).item()

@@ -28,7 +28,7 @@ def encode_clip(vae: AutoencoderKLWan, video: torch.Tensor) -> torch.Tensor:
 
 
 def decode_clip(vae: AutoencoderKLWan, latents: torch.Tensor) -> torch.Tensor:
-    """Videos of latents, without the clamp to [-1, 1] that would stop the gradient of every saturated pixel."""
+    """Decode latents without the clamp to [-1, 1], which would stop the gradient of every saturated pixel."""
     return vae.decoder(vae.post_quant_conv(latents))
 
 
