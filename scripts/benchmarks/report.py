@@ -23,8 +23,10 @@ _NAME_LENGTH = 60
 
 
 def ops_table(results: Sequence[OpResult]) -> str:
-    """One line per contender: milliseconds, error, and for ours TFLOP/s and the speed-up over each rival, marked where
-    missed."""
+    """Return one line per contender: milliseconds, error, and for ours TFLOP/s and the speed-up over each rival.
+
+    Speed-ups below their target are marked.
+    """
     rows = [["op", "contender", "ms", "error", "speed-up"]]
     for result in results:
         for name, timing in result.timings.items():

@@ -1,2 +1,9 @@
-"""Other tools' checkpoints in diffusers' terms: names.py, lora.py (what a LoRA file holds), files.py (which files are
-meant), recognise.py (how they were distilled)."""
+"""Read other tools' checkpoints in diffusers' terms.
+
+names.py        the authors' names of Wan's modules, and diffusers'
+files.py        find the files of a source
+lazy.py         open files of tensors without reading them
+lora.py         read a LoRA file
+whole.py        read a whole model's file
+recognise.py    recognise how a checkpoint was distilled
+"""

@@ -15,17 +15,18 @@ from .lazy import SUFFIXES, open_tensors
 
 Source = str | Path
 
-COMPONENTS = ("transformer", "transformer_2")  # of a pipeline, and their folders; the high-noise one first
+COMPONENTS = ("transformer", "transformer_2")  # a pipeline's transformers and their folders, high-noise first
 HUB_ID = re.compile(r"^[\w-][\w.-]*/[\w-][\w.-]*(/.+)?$")  # perhaps with a path in the repository
-EXPERTS = ("high", "low")  # in the names of the two files of Wan 2.2
+EXPERTS = ("high", "low")  # words in the names of Wan 2.2's two files
 
 
 def find_files(source: Source | Sequence[Source], experts: int) -> list[Path]:
-    """Return the LoRA files that a source means, one for each of 1 or 2 experts, the high-noise one first.
+    """Return the LoRA files of a source, one for each of 1 or 2 experts, the high-noise one first.
 
-    source: a file, a folder, or the id of a hub repository, also with a path in it ("org/name/folder"); for two
-    experts a pair of them, or a folder with both files. Raises ValueError where that is not one file per
-    expert, TypeError for another kind of source.
+    source: a file, a folder, or the id of a hub repository, also with a path in it ("org/name/folder"). For two experts
+        it is a pair of these, or a folder with both files.
+
+    Raises ValueError if there is not one file per expert, and TypeError for another kind of source.
     """
     if isinstance(source, (str, Path)):
         place = _place(source)
@@ -56,8 +57,11 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def keys_of_model(source: str, subfolder: str) -> set[str]:
-    """The names of all tensors in the safetensors files that a model was loaded from, on disk or in the hub's cache;
-    none where they are not there. subfolder: where they are in a whole pipeline's folder."""
+    """Return the names of all tensors in the safetensors files that a model was loaded from.
+
+    The files are on disk or in the hub's cache; without them the result is empty. subfolder: the files' folder within a
+    whole pipeline's folder.
+    """
     folder = Path(source) if source else None
     if folder is not None and not folder.is_dir():
         folder = _in_cache(source) if HUB_ID.match(source) else None
@@ -65,14 +69,14 @@ def keys_of_model(source: str, subfolder: str) -> set[str]:
 
 
 def keys_in(folder: Path) -> set[str]:
-    """Return the names of all tensors in a folder's safetensors files; none where there is no such folder."""
+    """Return the names of all tensors in a folder's safetensors files. Without the folder the result is empty."""
     keys: set[str] = set()
     for file in folder.glob("*.safetensors") if folder.is_dir() else ():
         try:
             with safe_open(file, framework="pt") as opened:
                 keys.update(opened.keys())
         except (OSError, SafetensorError):
-            continue  # only to know more about a model that is loaded already
+            continue  # the model is loaded already; this only tells more about it
     for index in folder.glob("*.safetensors.index.json") if folder.is_dir() else ():
         keys.update(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}))
     return keys
@@ -112,7 +116,7 @@ def _place(source: Source) -> _Folder | _Repository:
         )
     try:
         return _Repository(source)
-    except Exception as error:  # of the network, of the hub
+    except Exception as error:  # the network's or the hub's
         found = _in_cache(source)
         if found is not None:
             return _Folder(found)
@@ -133,7 +137,7 @@ def _in_cache(name: str) -> Path | None:
     repository, path = _split_id(name)
     try:
         found = Path(snapshot_download(repository, local_files_only=True)) / path
-    except Exception:  # of the cache, which has nothing of this name
+    except Exception:  # the cache has nothing of this name
         return None
     return found if found.exists() else None
 
@@ -149,7 +153,7 @@ def _one_per_expert(place: _Folder | _Repository, experts: int) -> list[str]:
         if len(names) == 1:
             return names
         raise ValueError(f"{place.title} holds {_listed(names)}; give the path of one LoRA file.")
-    for of_name in (experts_in, str.lower):  # as words, else anywhere
+    for of_name in (experts_in, str.lower):  # first as words, then anywhere in the name
         chosen = [[name for name in names if expert in of_name(name)] for expert in EXPERTS]
         if [len(found) for found in chosen] == [1, 1]:
             return [found[0] for found in chosen]

@@ -18,11 +18,14 @@ _INDEX = "*.safetensors.index.json"
 # The keys under which trainers store a state dict.
 _WRAPPERS = ("state_dict", "generator", "model", "net", "module")
 
-_KINDS = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint"}  # of safetensors
+_KINDS = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint"}  # safetensors' names of dtypes, and torch's
 
 
 class LazyTensor(NamedTuple):
-    """A tensor in a file. load: reads it. dtype: its name, as of torch's; "float" of any floating-point numbers."""
+    """A tensor in a file.
+
+    load: reads it. dtype: the name of its dtype, as in torch, or "float" for any floating-point dtype.
+    """
 
     shape: tuple[int, ...]
     load: Callable[[], torch.Tensor]
@@ -38,10 +41,12 @@ Tensors = Mapping[str, LazyTensor]
 
 @contextmanager
 def open_tensors(source: str | Path) -> Iterator[Tensors]:
-    """All tensors of a file or of a folder's files, by name, to be read while this is open.
+    """Open all tensors of a file or of a folder's files, by name. They can be read until this closes.
 
-    source: a .safetensors or a pickled file, the folder of one, or of the shards that an index names. Pickled files run
-    no code of theirs (weights_only). Raises ValueError for what is none of these, or cannot be read.
+    source: a .safetensors or a pickled file, or a folder with one such file or with the shards that an index lists.
+        Code in pickled files does not run (weights_only).
+
+    Raises ValueError for other sources, and for files that cannot be read.
     """
     files = _files_of(Path(source).expanduser())
     with ExitStack() as stack:
@@ -82,7 +87,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def shards(index: Path) -> list[str]:
-    """Return the files that an index names. Raises ValueError for a file that is no index."""
+    """Return the files that an index lists. Raises ValueError for a file that is not an index."""
     try:
         return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
@@ -99,7 +104,7 @@ def _open_safetensors(file: Path, stack: ExitStack) -> dict[str, LazyTensor]:
 
 def _lazy(opened: safe_open, name: str) -> LazyTensor:
     described = opened.get_slice(name)
-    kind, size = re.match(r"([A-Z]+)(.*)", described.get_dtype()).groups()  # of "BF16", for instance
+    kind, size = re.match(r"([A-Z]+)(.*)", described.get_dtype()).groups()  # for example from "BF16"
     dtype = _KINDS.get(kind, kind.lower()) + size.lower()
     return LazyTensor(tuple(described.get_shape()), lambda: opened.get_tensor(name), dtype)
 
@@ -131,7 +136,7 @@ def _load(file: Path) -> object:
             return torch.load(file, mmap=True, **options)
         except RuntimeError:  # not a zip file: torch's format before 1.6
             return torch.load(file, **options)
-    except Exception as error:  # what unpickling raises; torch's own advice is to run the code
+    except Exception as error:  # unpickling raises many kinds; torch would advise to run the code
         raise ValueError(
             f"cannot read {file} without running code in it ({type(error).__name__}): it is broken, or holds more than "
             "a dictionary of tensors. Download it again, or save its tensors as a .safetensors file."

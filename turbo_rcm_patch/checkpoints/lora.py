@@ -33,7 +33,7 @@ _PARTS = {
 }
 _DIFFERENCES = ("weight", "bias", "modulation")
 METADATA = "lora_adapter_metadata"  # where diffusers notes the alphas of a file that it saves
-_SHOWN = 4  # of the keys that do not fit
+_SHOWN = 4  # the number of keys that an error lists
 
 
 class Pair(NamedTuple):
@@ -48,16 +48,18 @@ class Pair(NamedTuple):
         return len(self.down)
 
     def product(self) -> torch.Tensor:
-        """[out, in] in fp32."""
+        """Return the product [out, in] in fp32."""
         return self.scale * (self.up.float() @ self.down.float())
 
 
 @dataclass
 class Lora:
-    """A LoRA file as it goes into one transformer.
+    """The contents of a LoRA file for one transformer.
 
-    pairs: by the diffusers name of their linear. differences: by that of their parameter, in its shape.
-    unused: keys that go nowhere, and why. has_alpha, has_differences: how the file is written.
+    pairs: matrix pairs by diffusers' name of their linear.
+    differences: differences by diffusers' name of their parameter, in its shape.
+    unused: keys that are not used, with the reasons.
+    has_alpha, has_differences: True if the file has alphas, or differences.
     """
 
     pairs: dict[str, Pair] = field(default_factory=dict)
@@ -75,8 +77,10 @@ class Lora:
 def read_lora(tensors: Mapping[str, torch.Tensor], model: nn.Module, metadata: Mapping[str, str] | None = None) -> Lora:
     """Return the contents of a LoRA file for a Wan transformer, which may be patched and have LoRA layers.
 
-    metadata: of the safetensors file. Raises ValueError for a file without any LoRA, for one that names the same twice
-    with different values, and with all shapes that do not fit the model. The same twice with equal values is unused.
+    metadata: the safetensors file's metadata, or None.
+
+    Raises ValueError for a file without a LoRA, for a weight that it has twice with different values, and for shapes
+    that do not fit the model, all of which are listed. A second copy with equal values is unused.
     """
     names, lora, misfits = ModelNames(model), Lora(), []
     grouped, saved = _grouped(tensors, names, lora), json.loads((metadata or {}).get(METADATA, "{}"))
@@ -102,7 +106,7 @@ Parts = dict[str, tuple[str, torch.Tensor]]  # by "down", "up", ...: the key in 
 
 
 def _grouped(tensors: Mapping[str, torch.Tensor], names: ModelNames, lora: Lora) -> dict[str, Parts]:
-    """Return the parts of each module, by one name for all its spellings; other keys go to ``lora.unused``."""
+    """Return the parts of each module, under one name for all spellings. Other keys go to ``lora.unused``."""
     grouped: dict[str, Parts] = {}
     first: dict[tuple[str, str] | str, str] = {}  # the key of each part or parameter
     differing = []
@@ -126,7 +130,7 @@ def _grouped(tensors: Mapping[str, torch.Tensor], names: ModelNames, lora: Lora)
 
 
 def _parameter(names: ModelNames, name: str, part: str) -> str | None:
-    """Return the parameter that a whole difference is of."""
+    """Return the name of the parameter that a difference belongs to, or None for other parts."""
     return names.parameter(name, part) if part in _DIFFERENCES else None
 
 
@@ -140,7 +144,7 @@ def _are_same(tensors: Mapping[str, torch.Tensor], known: str, key: str) -> bool
 
 
 def _part_of(key: str) -> tuple[str, str] | None:
-    """Return a key without its ending, and the part that the ending tells."""
+    """Return a key without its ending, and the part that the ending stands for, or None for other keys."""
     for part, suffixes in _PARTS.items():
         for suffix in suffixes:
             if key.endswith(suffix):
@@ -155,14 +159,14 @@ def _without_prefix(name: str) -> str:
 
 
 def _alpha_in(saved: Mapping[str, object], name: str) -> float | None:
-    """Return the alpha that diffusers' metadata give a module."""
+    """Return a module's alpha from diffusers' metadata, or None."""
     default = saved.get("transformer.lora_alpha")
     patterns = saved.get("transformer.alpha_pattern") or {}
     return next((alpha for end, alpha in patterns.items() if re.search(rf"(^|\.){end.lstrip('^')}$", name)), default)
 
 
 class _Entry:
-    """One module's parts of a file, on their way into a `Lora`."""
+    """Puts one module's parts of a file into a `Lora`."""
 
     def __init__(self, name: str, parts: Parts, names: ModelNames, lora: Lora, misfits: list[str]):
         self._name, self._parts, self._names, self._lora, self._misfits = name, parts, names, lora, misfits
@@ -200,11 +204,11 @@ class _Entry:
         target = self._names.modules[module]
         if not self._fits(target, down_key, down, up_key, up):
             return None
-        # Some tools write a linear's matrices as a convolution's, with ones behind.
+        # Some tools write a linear's matrices as a convolution's, with trailing dimensions of 1.
         pair = Pair(down.flatten(1), up.flatten(1), 1.0 if alpha is None else alpha / len(down))
         if isinstance(target, nn.Linear):
             self._lora.pairs[module] = pair
-        else:  # a convolution: peft's layer of one differs from version to version
+        else:  # a convolution: peft's layer for it differs between versions
             self._add_difference(down_key, pair.product(), "weight")
         return pair
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-# diffusers' names and the official ones, applied in turn to the name of a module or of a parameter without a module.
+# Patterns of diffusers' names, and the official names. All are applied in turn to a module's or parameter's name.
 _OFFICIAL = [
     (r"\.attn1\.", ".self_attn."),
     (r"\.attn2\.", ".cross_attn."),
@@ -36,14 +36,14 @@ _OF_IMAGE = re.compile(r"(^|[._])(img_emb|image_embedder|k_img|v_img|add_[kv]_pr
 
 
 def official_name(name: str) -> str:
-    """Return the authors' name of what diffusers calls ``name``."""
+    """Return the authors' name for diffusers' ``name``."""
     for pattern, replacement in _OFFICIAL:
         name = re.sub(pattern, replacement, name)
     return name
 
 
 def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a Wan transformer by diffusers' names, as without the LoRA layers that wrap some of them."""
+    """Yield a Wan transformer's modules by diffusers' names, leaving out LoRA layers that wrap them."""
     for name, module in model.named_modules():
         parts = name.split(".")
         if hasattr(module, "base_layer") or any(part.startswith("lora_") for part in parts):
@@ -57,7 +57,7 @@ class ModelNames:
     def __init__(self, model: nn.Module):
         self.modules = dict(modules_of(model))
         self.blocks = len(model.blocks)
-        # Parameters without a module of their own, as modulation, by their names; the others have their module's.
+        # Names of parameters other than weight and bias, such as modulation. A weight goes by its module's name.
         own = [
             f"{path}.{name}".lstrip(".")
             for path, module in self.modules.items()
@@ -107,5 +107,5 @@ class ModelNames:
 
 
 def _plain(name: str) -> str:
-    """Kohya's tools write underscores in the place of the dots, all of them or only some."""
+    """Return a name with underscores for dots, because Kohya's tools replace all dots or only some."""
     return name.replace(".", "_")

@@ -21,9 +21,9 @@ _NAMES = (
     ("lightx2v", re.compile(r"lightx2v|step_distill|stepdistill")),
     ("rcm", re.compile(r"(?<![a-z])rcm(?![a-z])")),
 )
-# lightx2v's models with a shift of their own, by what is in a name of theirs.
+# lightx2v's models with a shift of their own, and the words that their names contain.
 _VARIANTS = {"lightx2v": (("lightx2v-flf2v", ("flf2v",)), ("lightx2v-nvfp4-i2v", ("nvfp4", "i2v")))}
-_OURS = re.compile(r"turbo[-_]rcm([-_]patch)?")  # a folder of this package, which says nothing of a checkpoint
+_OURS = re.compile(r"turbo[-_]rcm([-_]patch)?")  # this package's folder, which says nothing about a checkpoint
 _CACHED = "models--"  # how the hub's cache begins a folder's name, models--owner--name
 _FOLDERS = 5  # the hub's cache keeps a file at most this many folders below the repository's name
 _KEYS = {
@@ -31,7 +31,7 @@ _KEYS = {
     "turbowan": ("local_attn.proj_l", "tensors of sparse-linear attention's (SLA) linear branch"),
 }
 PERHAPS_GATES = f"{_KEYS['fastwan'][1]}, if the checkpoint has any, are not used: attention is dense"
-_SIZES = {1536: "1.3B", 3072: "5B", 5120: "14B"}  # a transformer's width, and what its files are named
+_SIZES = {1536: "1.3B", 3072: "5B", 5120: "14B"}  # a transformer's width, and the size in its files' names
 _LINEARS = (
     *("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0"),
     *("attn2.to_q", "attn2.to_k", "attn2.to_v", "attn2.to_out.0"),
@@ -40,7 +40,10 @@ _LINEARS = (
 
 
 class Recognised(NamedTuple):
-    """The name of a recipe, what told it, and, where that alone is no proof, what kind of thing it is."""
+    """A recognised recipe.
+
+    recipe: its name. evidence: how it was recognised. alone: the kind of evidence if it is no proof by itself, else "".
+    """
 
     recipe: str
     evidence: str
@@ -57,8 +60,10 @@ def by_name(path: str | Path) -> Recognised | None:
 
 
 def own_name(path: str | Path) -> str:
-    """A loaded model's own name, of the path or the id that it was loaded from: the folder's, or "owner/name" on the
-    hub. The folders above say nothing of it."""
+    """Return a loaded model's own name, from the path or id that it was loaded from.
+
+    This is its folder's name, or "owner/name" on the hub. The folders above say nothing about the model.
+    """
     parts = Path(path).parts
     if len(parts) == 2 and HUB_ID.match(str(path)) and parts[-1] not in COMPONENTS and not Path(path).exists():
         return str(path)
@@ -71,7 +76,7 @@ def own_name(path: str | Path) -> str:
 
 
 def _variant(recipe: str, path: str | Path) -> str:
-    """Return a recipe in the form that some names at the end of a path ask for."""
+    """Return the variant of a recipe that the names at the end of a path ask for, or the recipe itself."""
     text = "/".join(Path(path).parts[-_FOLDERS:]).lower()
     variants = _VARIANTS.get(recipe, ())
     return next((name for name, words in variants if all(word in text for word in words)), recipe)
@@ -81,12 +86,12 @@ def lora_claims(path: Path, lora: Lora, model: nn.Module, experts: int) -> list[
     """Return what a LoRA's file name says; if it says nothing, what its folders' names and its contents say."""
     own = by_name(path.name)
     if own is not None:
-        claim = by_name(path)  # whose variant the folders may tell
+        claim = by_name(path)  # the folders may tell the variant
         if claim != own:
             return [claim._replace(alone="a folder's name")]
         every = _linears(model)
         held = len(every & set(lora.pairs))
-        few = f"its name (it has matrices for {held} of the blocks' {len(every)} linears)"  # as a style's LoRA
+        few = f"its name (it has matrices for {held} of the blocks' {len(every)} linears)"  # perhaps a style's
         return [claim if held == len(every) else claim._replace(alone=few)]
     folder, contents = by_name(path), lora_by_contents(lora, model, experts)
     if contents is not None:
@@ -97,7 +102,7 @@ def lora_claims(path: Path, lora: Lora, model: nn.Module, experts: int) -> list[
 
 
 def lora_by_contents(lora: Lora, model: nn.Module, experts: int) -> Recognised | None:
-    """Recognise a LoRA whose name does not tell by its contents: published files differ in their ranks and keys."""
+    """Recognise a LoRA by its contents: published files differ in their ranks and keys."""
     every = _linears(model)
     if not every <= set(lora.pairs) or len(lora.ranks) != 1:
         return None

@@ -4,7 +4,7 @@
     NAME.int8_weight, NAME.scale           a weight in 8 bits: int8 · scale[i // 128, j // 128]
     blocks.N.….proj_l.{weight, bias}       of the linear branch of SLA; diffusers' model has no such parameter
 
-patch_embedding.weight may be that of a linear over patches, [C, c·t·h·w]. Every tensor is read by itself.
+patch_embedding.weight may be a linear's over patches, [C, c·t·h·w]. Every tensor is read by itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NO_WEIGHTS = ("_extra_state", "freqs")  # ends of names: buffers that are compu
 
 
 class Weight(NamedTuple):
-    """A parameter of the model, in a file. keys: its names there; load: reads it, in the parameter's shape."""
+    """A model's parameter in a file. keys: its names there. load: reads it, in the parameter's shape."""
 
     keys: tuple[str, ...]
     load: Callable[[], torch.Tensor]
@@ -43,8 +43,8 @@ class WholeModel:
             ("blocks.0.attn1"); empty if the file has none.
         quantized: the parameters that the file has in 8 bits.
 
-    Raises ValueError, made from a file, for the names that are missing, unexpected or of another shape, as the file
-    spells them.
+    Making one raises ValueError with all names that are missing, unexpected or of another shape, as the file spells
+    them.
     """
 
     def __init__(self, source: str | Path, tensors: Tensors, model: nn.Module, *, partial: bool = False):
@@ -109,15 +109,17 @@ class WholeModel:
 
 
 def dequantize_blocks(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """``int8 · scale[i // 128, j // 128]`` in fp32, [N, K], of values [N, K] and scale [⌈N/128⌉, ⌈K/128⌉]
-    (TurboDiffusion's int8 linears)."""
+    """Return ``int8 · scale[i // 128, j // 128]`` in fp32, [N, K], the weight of TurboDiffusion's int8 linears.
+
+    values [N, K], scale [⌈N/128⌉, ⌈K/128⌉].
+    """
     rows, columns = values.shape
     by_row = scale.float().repeat_interleave(QUANTIZED_BLOCK, 0)[:rows]
     return values.float() * by_row.repeat_interleave(QUANTIZED_BLOCK, 1)[:, :columns]
 
 
 class _Problems:
-    """Names in the file's spelling."""
+    """The problems of a file, with names as the file spells them."""
 
     def __init__(self):
         self.missing: list[str] = []
@@ -182,7 +184,7 @@ def _are_diffusers(names: Mapping[str, object]) -> bool:
 def _take_proj_l(
     tensors: Tensors, found: dict[str, str], model: nn.Module, problems: _Problems
 ) -> dict[str, dict[str, LazyTensor]]:
-    """SLA's projections, taken out of ``found``."""
+    """Take SLA's projections out of ``found``, and return them."""
     heads = model.config.num_attention_heads, model.config.attention_head_dim
     projections: dict[str, dict[str, LazyTensor]] = {}
     given = {match.groups(): found.pop(name) for name in list(found) if (match := _PROJ_L.match(name))}
@@ -197,7 +199,7 @@ def _take_proj_l(
 
 
 def _lacking_proj_l(given: dict[tuple[str, str, str], str], blocks: int) -> list[str]:
-    """Return the projections' keys that a file lacks, in the spelling of those that it has, or [] if it has none.
+    """Return the keys of projections that a file lacks, spelled like its other ones, or [] for a file without any.
 
     given: the file's keys by the three parts of their names.
     """
@@ -210,10 +212,10 @@ def _lacking_proj_l(given: dict[tuple[str, str, str], str], blocks: int) -> list
 
 
 def infer_config(source: str | Path, tensors: Tensors) -> dict[str, object]:
-    """Return the arguments of the WanTransformer3DModel that a file is for, by its shapes.
+    """Return the arguments of the WanTransformer3DModel that a file is for, inferred from shapes.
 
-    What shapes do not tell is as in every Wan: heads of 128 channels (or of proj_l's), patches of (1, 2, 2), an epsilon
-    of 1e-6. Raises ValueError for a file of another model.
+    The rest is as in every Wan: heads of 128 channels (or proj_l's size), patches of (1, 2, 2), an epsilon of 1e-6.
+    Raises ValueError for a file of another model.
     """
     prefix = _prefix_of(tensors)
     shapes = {
@@ -258,13 +260,13 @@ def _head_dim(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def cast(weight: Weight, like: torch.Tensor) -> torch.Tensor:
-    """A weight as a tensor of the parameter that it is for: its dtype and device; a meta parameter's on the CPU."""
+    """Return a weight in its parameter's dtype and on its device, or on the CPU for a meta parameter."""
     device = torch.device("cpu") if like.is_meta else like.device
     return weight.load().to(device=device, dtype=like.dtype)
 
 
 def copy_into(model: nn.Module, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Write tensors into a model's parameters, in place; those on the meta device are replaced."""
+    """Write tensors into a model's parameters in place. Parameters on the meta device are replaced."""
     modules, parameters = dict(modules_of(model)), parameters_of(model)
     with torch.no_grad():
         for name, tensor in weights:

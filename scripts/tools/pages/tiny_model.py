@@ -31,7 +31,7 @@ def tier_of(row: dict) -> str:
 
 
 def evaluated(file: str, runs: dict, training: dict | None) -> str:
-    """Prompt accuracy of the embedded model and of its teacher; empty for a GPU without an evaluation.
+    """Return the prompt accuracy of the embedded model and its teacher, or "" without an evaluation.
 
     file: the results file's name.
     """
