@@ -41,9 +41,9 @@ class PatchConfig:
             which run faster in the model's dtype, always do so.
         vae: True patches the decoder of a pipeline's AutoencoderKLWan too, and the conversion of its frames to "np" or
             "pil". The decoder computes in the VAE's own dtype in every tier. VAEs of other classes stay as they are.
-        vae_chunk: how many latent frames the decoder takes at a time. None: one, or as many more as fit in 1 GiB
-            (128 MiB for a tile), and part of one where memory is short. Fewer take less memory, more are faster where
-            frames are small.
+        vae_chunk: how many latent frames the decoder takes at a time. Fewer take less memory; more are faster if frames
+            are small. None: one, or as many more as fit in 1 GiB (128 MiB for a tile), or part of one if memory is
+            short.
 
     Raises TypeError for an option that the tier does not have, and ValueError for a value that an option does not take.
     """
@@ -157,7 +157,7 @@ class _In8Bits(PatchConfig):
 
     @property
     def limits(self) -> ErrorLimits:
-        """The tier's, or the exact tier's if nothing is in 8 bits: then no key is left out that training saw."""
+        """The tier's limits, or the exact tier's if nothing is in 8 bits."""
         return self.tier.limits if self.quantize else replace(EXACT.limits, choice=self.tier.limits.choice)
 
     def in_8_bits(self, part: str) -> bool:
@@ -228,14 +228,14 @@ class Sparse(_In8Bits):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSparse(_In8Bits):
-    """Self-attention to the key blocks that are estimated to matter, for any model. The other options: `PatchConfig`.
+    """Self-attention to the key blocks with the largest estimated share, for any model. More options: `PatchConfig`.
 
     Under autograd attention is dense.
 
     Attributes:
         quantize, keep, restorable: as in `Quantized`.
-        mass: the share of the estimated attention that the key blocks hold which each block of queries keeps, above 0
-            and at most 1. The more, the closer to dense attention.
+        mass: the share of its estimated attention that the kept key blocks of each block of queries hold, above 0 and
+            at most 1. A larger share is closer to dense attention.
         blocks: (queries, keys), the tokens in a block. None: (128, 64), and for 8-bit attention on sm_90 (192, 128).
         min_tokens: attention is dense for samples of fewer tokens. On a GPU it is dense too where no kernel takes the
             head's channels or, from 8192 tokens on, the blocks.
@@ -267,7 +267,7 @@ class BlockSparse(_In8Bits):
 
     @property
     def limits(self) -> ErrorLimits:
-        """The tier's, in 8 bits or not: it leaves out keys that the model was trained to see."""
+        """The tier's limits, in 8 bits or not, because it always leaves out keys that training saw."""
         return self.tier.limits
 
 

@@ -59,7 +59,7 @@ def unsharded_class(module: torch.nn.Module) -> type:
 
 
 def is_sharded(module: torch.nn.Module) -> bool:
-    """True if a module or one inside it holds sharded parameters, or was sharded by fully_shard (FSDP2).
+    """True if fully_shard (FSDP2) sharded a module or one inside it, or if it holds sharded parameters.
 
     FSDP2's parameters are whole while their module runs, and after it in the outermost module.
     """

@@ -12,25 +12,25 @@ from dataclasses import dataclass
 
 SOLVERS = ("sde", "euler", "lcm")
 STATE_DTYPES = ("float64", "float32", "bfloat16", "model")
-RCM_STEPS = 4  # the times that are published; fewer steps take the first ones
+RCM_STEPS = 4  # the number of published times; fewer steps take the first ones
 
 
 @dataclass(frozen=True)
 class Recipe:
     """The sampler settings of a distilled checkpoint. Raises ValueError for values outside these ranges.
 
-    name: in messages, free to choose.
-    solver: from σ to the next time σ'.
+    name: a name for messages.
+    solver: how a step goes from σ to the next time σ'.
         "euler": ``x + (σ' − σ)·v``, no noise after the first.
         "sde": predict x_0 and noise it anew, ``(1 − σ')·(x − σ·v) + σ'·ε``. ε in fp32, drawn in the last step too.
         "lcm": the same with x_0 and ε in the model's dtype, ε drawn frame by frame ([B, T, C, H, W]) and none for the
         last step.
     sigmas: the times σ of the steps, strictly decreasing in (0, 1], without the final 0.
-    sigma_max: in place of sigmas: rCM's times from the noise-to-signal ratio sigma_max down.
+    sigma_max: instead of sigmas, rCM's times from this noise-to-signal ratio down.
     timesteps: the timestep that the network gets in each step. None: 1000·σ in fp32.
     round_timesteps_to_bf16: round 1000·σ to bf16, as rCM does; the solver's σ stays exact.
     fewer_steps: True if a generation may have fewer steps, which take the first of the times. rCM's always may.
-    state_dtype: the dtype of x between the steps. "model": that of the network's output.
+    state_dtype: the dtype of x between the steps. "model": the dtype of the network's output.
     boundary: with two experts, the high-noise one runs while σ >= boundary. None: the pipeline's own boundary_ratio.
     """
 
@@ -77,7 +77,7 @@ class Recipe:
 
 
 def _check_times(sigmas: Sequence[float] | None, timesteps: Sequence[float] | None) -> None:
-    """Raise ValueError unless both decrease strictly, sigmas in (0, 1], timesteps above 0, as many as sigmas."""
+    """Raise ValueError unless both decrease strictly, sigmas in (0, 1] and as many timesteps above 0."""
     for name, values, largest in (("sigmas", sigmas, 1.0), ("timesteps", timesteps, math.inf)):
         if values is None:
             continue

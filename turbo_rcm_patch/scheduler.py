@@ -1,7 +1,7 @@
 """The few-step sampler: its maths as pure functions, and FewStepScheduler, which offers it to diffusers' pipelines.
 
 In rectified-flow time t in [0, 1]: ``x_t = (1 − t)·x_0 + t·ε`` and the network predicts the velocity ``v = ε − x_0``.
-What differs from checkpoint to checkpoint is in recipes.py. RCMScheduler is the sampler at rCM's times:
+The settings of each checkpoint are in recipes.py. RCMScheduler is the sampler at rCM's times:
 Score-Regularized Continuous-Time Consistency Models (Zheng et al. 2025) and TurboDiffusion.
 """
 
@@ -47,10 +47,10 @@ def rcm_times(num_steps: int, sigma_max: float = 80.0) -> torch.Tensor:
 def model_timesteps(
     times: torch.Tensor, num_train_timesteps: int = 1000, *, to_bf16: bool = True, boundary: float | None = None
 ) -> torch.Tensor:
-    """The timesteps that the network is given, fp32 [N]: num_train_timesteps · times, rounded to bf16 with to_bf16.
+    """Return the network's timesteps, fp32 [N]: num_train_timesteps · times. to_bf16 rounds them to bf16.
 
-    boundary: where one expert hands over to the other, in timesteps (Wan 2.2: the first takes timesteps >= boundary).
-    A value that rounding would move across it takes the nearest bf16 number on its own side instead.
+    boundary: the timestep at which Wan 2.2 changes experts; the first one takes timesteps >= boundary. A value that
+    rounding would move across it takes the nearest bf16 number on its own side instead.
     """
     timesteps = times.float() * num_train_timesteps
     if not to_bf16:
@@ -156,7 +156,7 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
                 f"num_inference_steps={len(times) - 1}."
             )
         self._set_times(times, device, known)
-        self.generator = None  # that of the last call; the pipeline binds this call's afterwards
+        self.generator = None  # it was the last call's; the pipeline binds this call's later
 
     def _configured_times(self, num_inference_steps: int | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return N steps' times with the final 0, fp64 [N + 1], and their configured timesteps [N], or None."""
@@ -338,7 +338,7 @@ class RCMScheduler(FewStepScheduler):
         self._set_times(rcm_times(1, self.config.sigma_max) if sigmas is None else _user_times(sigmas, "sigmas"))
 
     def _configured_times(self, num_inference_steps: int | None) -> tuple[torch.Tensor, None]:
-        """Return the published times of 1 to 4 steps, or the configured sigmas, whose number is that of the steps."""
+        """Return the published times of 1 to 4 steps, or the configured sigmas, one per step."""
         if self.config.sigmas is not None:
             return _user_times(self.config.sigmas, "sigmas"), None
         return rcm_times(_as_int(num_inference_steps), self.config.sigma_max), None
@@ -359,7 +359,7 @@ def scheduler_of(
 
 
 def _user_times(values: Sequence[float] | torch.Tensor, name: str, scale: float = 1.0) -> torch.Tensor:
-    """User times divided by scale, with the final 0: fp64 [N + 1]."""
+    """Return the user's times divided by scale, with the final 0: fp64 [N + 1]."""
     values = torch.as_tensor(values, dtype=torch.float64, device="cpu")
     if values.dim() != 1 or len(values) == 0:
         raise ValueError(f"{name} has shape {list(values.shape)}; give one or more numbers, highest first.")

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 def table(rows: Sequence[Sequence[str]], *, markdown: bool = False, numbers: bool = True) -> str:
-    """Equally long rows, the first of which is the header, one a line.
+    """Return rows of equal length as a table, one per line. The first row is the header.
 
-    For a terminal columns are padded to their widest cell: the first is flush left, the others flush right, or with
-    numbers=False left, too.
+    For a terminal, columns are padded to their widest cell. The first is flush left, the others flush right, or flush
+    left too with numbers=False.
     """
     if markdown:
         header, *rest = (f"| {' | '.join(row)} |" for row in rows)

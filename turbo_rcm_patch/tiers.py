@@ -30,7 +30,7 @@ class ErrorLimits:
     choice: float = 0.0
 
     def allowed(self, unpatched_error: float, dtype: torch.dtype, of: str = "block") -> float:
-        """Return the limit for a result of this dtype. It is NaN, which no error is within, if the unpatched error is.
+        """Return the limit for a result of this dtype: NaN, which no error meets, if the unpatched error is NaN.
 
         of: "block", "part" or "step", the kind of result. With an error of 0 the unpatched result is itself the oracle,
         and the limit is on the difference from it.

@@ -1,4 +1,4 @@
-"""``python -m turbo_rcm_patch.cli``: the command where no script is installed."""
+"""``python -m turbo_rcm_patch.cli`` runs the command if its script is not installed."""
 
 import sys
 

@@ -91,7 +91,7 @@ class SizeRules:
 
 
 def size_rules(vae: Mapping, transformer: Mapping) -> SizeRules:
-    """The rules that follow from the configs of a VAE and a transformer; absent entries have Wan 2.1's values."""
+    """Return the rules from the configs of a VAE and a transformer. Missing entries have Wan 2.1's values."""
     patch_size = transformer.get("patch_size") or (1, 2, 2)
     positions = transformer.get("rope_max_seq_len") or 1024
     spatial, temporal = vae.get("scale_factor_spatial") or 8, vae.get("scale_factor_temporal") or 4
@@ -134,7 +134,7 @@ def check_pipeline_class(class_name: object, arguments: argparse.Namespace) -> N
 
 
 def check_generation(arguments: argparse.Namespace) -> None:
-    """Raise CommandError for anything wrong with what a generation takes."""
+    """Raise CommandError for anything wrong with the options of a generation."""
     _check_device(arguments)
     _check_distilled(arguments)
     for steps in step_counts(arguments):
@@ -248,7 +248,7 @@ def _check_page(arguments: argparse.Namespace) -> None:
 
 
 def _check_address(host: str, port: int) -> None:
-    """Raise CommandError where no server can listen. Gradio calls any reason for that a missing port."""
+    """Raise CommandError if no server can listen there. Gradio would blame the port for every reason."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as listener:
@@ -305,7 +305,7 @@ def _size_rules_in(folder: Path) -> SizeRules:
 
 
 def _read_json(path: Path) -> dict:
-    """Return the object in a JSON file; empty where there is no file."""
+    """Return the object in a JSON file, or an empty one without a file."""
     if not path.is_file():
         return {}
     try:

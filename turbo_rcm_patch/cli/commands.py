@@ -38,7 +38,7 @@ from .video_writer import VideoWriter
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the chosen command. Raises CommandError for what a user can mend."""
+    """Run the chosen command. Raises CommandError for errors that a user can fix."""
     commands = {
         "generate": _generate,
         "compare": _compare,
@@ -61,7 +61,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     with VideoWriter(arguments.output, arguments.fps) as writer:
         with frames_sent_to(lambda sample: writer.send(in_pixels(sample, output_type="pt")[0]), pipe.vae):
             generation = timed_generation(pipe, **call, output_type="pt", generator=generator)
-        video = generation.frames[0]  # still on the GPU, whence ffmpeg gets it piece by piece
+        video = generation.frames[0]  # still on the GPU; ffmpeg gets it piece by piece
         begin = time.perf_counter()
         if not writer.finish(len(video)):
             write_video(arguments.output, (piece.numpy() for piece in pieces_on_cpu(video, to_8_bits)), arguments.fps)

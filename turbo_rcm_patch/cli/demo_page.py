@@ -1,6 +1,6 @@
 """The page of `turbo-rcm demo`, in Gradio: a form, two videos, a table. It is served to this machine alone by default.
 
-Nothing on it comes from elsewhere, nothing is reported to anybody, and no file is read but those it was started with.
+The page loads nothing from elsewhere and reports nothing. It reads only the files that it was started with.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WAITING = 8  # requests in the queue; more are told to come back
-NONE = "none"  # of the recipes and LoRAs
+NONE = "none"  # in the lists of recipes and LoRAs
 # Each video starts when it has been loaded; side by side they are compared, so both start again when both have been.
 PLAY_TOGETHER = """
 async () => {
@@ -50,9 +50,9 @@ POLICY = (
 
 
 def serve(arguments: argparse.Namespace) -> NoReturn:
-    """Serve the page, and end the process when it is interrupted or terminated; the videos are then removed.
+    """Serve the page until the process is interrupted or terminated, then remove the videos and exit.
 
-    Raises CommandError where the address cannot be had.
+    Raises CommandError if the address cannot be used.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     code = 0
@@ -72,7 +72,7 @@ def serve(arguments: argparse.Namespace) -> NoReturn:
 def open_page(arguments: argparse.Namespace, folder: Path) -> gradio.Blocks:
     """Start serving, and return. folder: for the videos.
 
-    Raises CommandError where the address cannot be had.
+    Raises CommandError if the address cannot be used.
     """
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # Gradio reads these two when it is imported
     os.environ["GRADIO_TEMP_DIR"] = str(folder)
@@ -101,7 +101,7 @@ def open_page(arguments: argparse.Namespace, folder: Path) -> gradio.Blocks:
 
 
 def build_page(maker: DemoVideos) -> gradio.Blocks:
-    """Return the form and what it fills in."""
+    """Return the page: the form, and the videos and tables that it fills."""
     import gradio as gr
 
     with gr.Blocks(title="turbo-rcm", analytics_enabled=False) as page:
@@ -172,7 +172,7 @@ def _as_typed(title: str, text: str) -> str:
 
 
 class _Policy:
-    """Adds POLICY to every answer: ASGI middleware, which does not hold back what is streamed."""
+    """Adds POLICY to every answer: ASGI middleware, which does not hold back streams."""
 
     def __init__(self, app):
         self._app = app

@@ -25,8 +25,8 @@ LONGEST_PROMPT = 1000  # characters
 FPS = 16
 KEPT = 3600  # seconds that a video is kept
 OUT_OF_MEMORY = "out of memory; ask for fewer or smaller frames, or start the page with --offload on a GPU."
-FIELDS = "model|preset|steps|seed|height|width|frames|recipe|lora"  # of the page, that are options of the commands
-MAX_PIXELS = {"cuda": 81 * 480 * 832, "cpu": 17 * 160 * 224}  # of all frames of a video, unless --max-pixels says
+FIELDS = "model|preset|steps|seed|height|width|frames|recipe|lora"  # fields of the page
+MAX_PIXELS = {"cuda": 81 * 480 * 832, "cpu": 17 * 160 * 224}  # in all frames of a video, unless --max-pixels is given
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Outputs: checked before the work begins, then written beside the target and renamed, so that no half file is left."""
+"""Outputs are checked before the work begins, then written beside the target and renamed: no half file is left."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_plot(option: str, path: Path | None) -> None:
 
 
 def json_file(text: str) -> Path:
-    """Return an argparse type: check_output while the options are parsed."""
+    """Return a type for argparse that runs check_output while the options are parsed."""
     return _checked(check_output, text, (".json",))
 
 

@@ -15,10 +15,10 @@ OWN = "turbo_rcm_patch"
 
 @contextlib.contextmanager
 def without_other_warnings() -> Iterator[None]:
-    """Hide Python warnings, what other packages log below an error, and the progress of loading unless a person is
-    looking. This package's own log stays.
+    """Hide Python warnings, other packages' log below errors, and, if stderr is no terminal, progress bars of loading.
 
-    The libraries are imported here, because importing them logs, and sets the levels of their loggers.
+    This package's own log stays. The libraries are imported here, because importing them logs, and sets the levels of
+    their loggers.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -32,7 +32,7 @@ def without_other_warnings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _only_errors_of_others() -> Iterator[None]:
-    """Raise the levels of all loggers but our own; those made later inherit from them."""
+    """Raise the levels of all loggers except our own. Loggers made later inherit them."""
     known = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
     others = [logging.root, *(logger for logger in known if logger.name.partition(".")[0] != OWN)]
     own = logging.getLogger(OWN)

@@ -30,7 +30,7 @@ IMAGE_SIGMA_MAX = 200.0  # rCM's first noise level for image to video
 
 
 def choose_device(arguments: argparse.Namespace) -> torch.device:
-    """--device, by default the GPU where there is one. Raises CommandError for a GPU that is not there."""
+    """Return --device, by default the GPU if there is one. Raises CommandError for a GPU that is not there."""
     device = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise CommandError(f"--device {device}: PyTorch finds no CUDA GPU; use --device cpu, or check the driver.")
@@ -42,12 +42,12 @@ def choose_device(arguments: argparse.Namespace) -> torch.device:
 
 
 def choose_dtype(arguments: argparse.Namespace, device: torch.device) -> torch.dtype:
-    """--dtype, by default bf16 on a GPU and fp32 on the CPU."""
+    """Return --dtype, by default bf16 on a GPU and fp32 on the CPU."""
     return getattr(torch, arguments.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
 
 
 def choose_config(arguments: argparse.Namespace) -> PatchConfig:
-    """--preset, with --topk, --mass and --min-tokens; sparse attention of the embedded model in blocks of its size."""
+    """Return --preset's configuration with --topk, --mass and --min-tokens. The embedded model has its own blocks."""
     config = replace(PRESETS[arguments.preset], **sparsity_of(arguments))
     is_embedded = arguments.model is None and getattr(arguments, "config", None) is None
     is_sparse_attention = isinstance(config, (Sparse, BlockSparse))
@@ -60,7 +60,7 @@ def is_sparse(arguments: argparse.Namespace) -> bool:
 
 
 def load_pipeline(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[str, object]]:
-    """Return the pipeline with the few-step sampler, and the arguments of its call but for the generator."""
+    """Return the pipeline with the few-step sampler, and the arguments of its call except the generator."""
     pipe, call = load_sampler(arguments)
     prompt = _choose_prompt(arguments)
     warn_of_size(arguments, call["height"], call["width"], call["num_frames"])
@@ -72,7 +72,7 @@ def load_pipeline(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dic
 
 
 def load_sampler(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[str, object]]:
-    """Return the pipeline with the few-step sampler, and those arguments of its call that depend on no prompt."""
+    """Return the pipeline with the few-step sampler, and the arguments of its call that do not depend on a prompt."""
     device = choose_device(arguments)
     dtype = choose_dtype(arguments, device)
     sparse = is_sparse(arguments)
@@ -127,7 +127,7 @@ def _choose_prompt(arguments: argparse.Namespace) -> str:
 
 
 def warn_of_prompts(arguments: argparse.Namespace, prompts: Sequence[str]) -> None:
-    """Warn if the embedded model gets prompts unlike those it has learned."""
+    """Warn if the embedded model gets other prompts than it has learned."""
     outside = [prompt for prompt in prompts if grammar.parse_caption(prompt) is None]
     if arguments.model is None and outside:
         _warn(arguments, _outside_grammar(outside))
@@ -247,7 +247,7 @@ def _size_rules_of(pipe: DiffusionPipeline) -> SizeRules:
 
 
 def _default_size(pipe: DiffusionPipeline) -> tuple[int, int, int]:
-    """Return the height, width and frames of a call of the pipeline that gives none."""
+    """Return the height, width and frames that a call of the pipeline has by default."""
     parameters = inspect.signature(type(pipe).__call__).parameters
     return tuple(parameters[name].default for name in ("height", "width", "num_frames"))
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Import other packages without the warnings that they give meanwhile."""
+    """Import other packages without their warnings."""
     with warnings.catch_warnings(), _nothing_logged_but_errors():
         warnings.simplefilter("ignore")
         yield

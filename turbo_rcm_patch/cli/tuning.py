@@ -1,4 +1,4 @@
-"""`turbo-rcm tune`: measure on this GPU, and keep what was found for `patch`."""
+"""`turbo-rcm tune`: measure on this GPU, and keep the results for `patch`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEFAULT_CONFIG = "wan2.1-1.3b"
 
 
 def tune(arguments: argparse.Namespace) -> int:
-    """Measure, show, keep; or with --reset forget. Raises CommandError where there is no GPU to measure on."""
+    """Measure, show and keep the results, or with --reset delete them. Raises CommandError without a GPU."""
     if arguments.reset:
         try:
             lines = [f"removed {path}" for path in forget_tuned()]
@@ -47,8 +47,9 @@ def tune(arguments: argparse.Namespace) -> int:
 def keep(
     shapes: Shapes, gpu: str, capability: tuple[int, int], measure: Callable[[OpCase], OpResult]
 ) -> dict[str, Verdict]:
-    """Measure every case, print what came of it, and write it as a whole to the file of this GPU and these versions,
-    with the model and size that it was measured for.
+    """Measure every case, print the results, and write them to the file of this GPU and these versions.
+
+    The file names the model and size that were measured.
 
     measure: how a case is checked and timed. Returns the verdict of every op.
     """
@@ -110,7 +111,7 @@ def _verdicts_table(verdicts: dict[str, Verdict], kernels: dict[str, str]) -> st
     lines = [["op", "ours, ms", "otherwise, ms", "the patch takes"]]
     for op, verdict in verdicts.items():
         taken = kernels.get(op, "ours" if verdict.is_ours else "PyTorch's")
-        rival = verdict.rival or None  # 0: of no shape was there a time
+        rival = verdict.rival or None  # 0: no shape has a time
         lines.append([op, _milliseconds(verdict.ours), _milliseconds(rival), taken])
     return table(lines)
 

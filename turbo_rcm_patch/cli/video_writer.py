@@ -16,7 +16,7 @@ from .files import write_video
 
 
 class VideoWriter:
-    """Encodes frames in a thread of its own. Use it as a context; left before `finish`, it leaves no file."""
+    """Encodes frames in its own thread. Use it as a context. If the context ends before `finish`, no file is left."""
 
     def __init__(self, path: Path, fps: int):
         self._path, self._fps, self._frames = path, fps, 0

@@ -1,4 +1,4 @@
-"""A tiny trained Wan text-to-video pipeline inside the package: what the command line and the examples run by default.
+"""A tiny trained Wan text-to-video pipeline, which the command line and the examples run by default.
 
 ``weights/`` is an ordinary diffusers pipeline folder, written by scripts/training/train_embedded.py. The model knows
 the captions of ``shapes.grammar``, at HEIGHT x WIDTH x FRAMES.
@@ -26,20 +26,20 @@ from ..shapes.render import FRAMES, HEIGHT, WIDTH
 __all__ = ["FRAMES", "HEIGHT", "SLA_BLOCKS", "WEIGHTS", "WIDTH", "load_embedded_pipeline", "without_progress_bars"]
 
 WEIGHTS = Path(__file__).parent / "weights"
-SLA_BLOCKS = (16, 16)  # queries and keys: of 700 tokens, larger blocks would be too few to choose from
+SLA_BLOCKS = (16, 16)  # queries and keys: 700 tokens make too few larger blocks to choose from
 
 
 def load_embedded_pipeline(
     dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu", *, sla: bool = False
 ) -> WanPipeline:
-    """A WanPipeline of stock diffusers and transformers classes with this package's few-step scheduler. No network.
+    """Return a WanPipeline of diffusers' and transformers' classes with this package's scheduler, without network.
 
     The weights are stored in fp16; modules that Wan keeps in fp32 are fp32 in every dtype. Sample it with ``use_rcm``.
 
     sla: load the weights that scripts/training/train_sparse.py fine-tuned to sparse-linear attention, with its
-    projections. They are for ``trp.patch(pipe, trp.Sparse(blocks=SLA_BLOCKS))``: without it attention is dense.
-    Worth it in 4 steps and at the default topk of 0.1: in 1 step from 0.2 on, in 2 from 0.3 on, the dense weights show
-    more of their captions without it (results/README.md).
+    projections. They are for ``trp.patch(pipe, trp.Sparse(blocks=SLA_BLOCKS))``: without it attention is dense. They
+    pay in 4 steps at the default topk of 0.1. In 1 step with topk from 0.2 on, and in 2 from 0.3 on, the dense weights
+    show more of their captions (results/README.md).
     """
     with without_progress_bars():
         pipe = WanPipeline.from_pretrained(WEIGHTS, scheduler=RCMScheduler(), dtype=dtype, local_files_only=True)

@@ -1,5 +1,11 @@
-"""Patching a loaded pipeline and undoing it (apply.py, journal.py), a folder per model family, and few-step sampling
-(handle.py, use_rcm.py, use_distilled.py)."""
+"""Patch a loaded pipeline and undo that (apply.py, journal.py).
+
+families/    what each family of models states
+steps/       the kernels of a block's steps
+weights/     weights in 8 bits
+lora/        LoRA files, and LoRA layers inside projections
+sampling/    few-step sampling
+"""
 
 from .apply import Patch, patch, restore
 from .errors import PatchError

@@ -254,7 +254,7 @@ def restore(target: object) -> None:
 
     Raises:
         PatchError: none of the models is patched, an unknown hook holds a patched forward, the original weights were
-            freed, or the weights are offloaded to disk.
+            freed, the 8-bit weights are sharded, or the weights are offloaded to disk.
     """
     transformers, vae = _models_of(target)
     transformers = {name: getattr(m, "_orig_mod", m) for name, m in transformers.items()}

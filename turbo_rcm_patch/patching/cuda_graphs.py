@@ -120,7 +120,7 @@ class Graphs:
             )
 
     def __reduce__(self) -> tuple:
-        """Copies and pickles are empty: a recording holds addresses of the modules that were copied."""
+        """Copy and pickle as empty: a recording holds addresses of the copied modules."""
         return Graphs, ()
 
 
@@ -237,7 +237,7 @@ def call_key(inputs: Inputs) -> Hashable:
 
 
 def _settings() -> tuple:
-    """PyTorch's settings that choose kernels, and its attention function, which some programs replace."""
+    """Return PyTorch's settings that choose kernels, and its attention function, which some programs replace."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     return (
         torch.nn.functional.scaled_dot_product_attention,

@@ -39,7 +39,7 @@ _CAPTION = re.compile(rf"(?P<objects>.+?)(?: on (?P<background>{'|'.join(BACKGRO
 
 @dataclass(frozen=True)
 class MovingShape:
-    """One object. None is what a caption leaves open (size, speed), and whatever the judge cannot tell."""
+    """One object. None: the caption leaves it open (size, speed), or the judge cannot tell."""
 
     colour: str | None
     shape: str | None
@@ -83,7 +83,7 @@ def is_held_out(colour: str, shape: str, direction: str) -> bool:
 
 
 def draw_scene(generator: random.Random, *, held_out: bool) -> Scene:
-    """Return a random scene: of held-out triples only, or of none."""
+    """Return a random scene, with only held-out triples or with none of them."""
     colours = generator.sample(COLOURS, generator.choice((1, 2)))
     objects = tuple(_draw_object(generator, colour, held_out) for colour in colours)
     return Scene(objects, _draw_or_omit(generator, BACKGROUNDS))

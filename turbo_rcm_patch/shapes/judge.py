@@ -21,16 +21,16 @@ from .render import HEADING, RADIUS, RGB, SPEED, render
 
 SCORED = ("count", *ATTRIBUTES, "background")
 
-_FOREIGN = 0.3  # RGB distance to the nearest mixture from which a pixel is no object's
+_FOREIGN = 0.3  # RGB distance to the nearest mixture; pixels farther away belong to no object
 _LEVELS = 64  # per channel, in which pixels are looked up
 _CELL = 4  # pixels; regions connect on a grid of such cells, which stray pixels do not fill
-_LEAST_AREA = 0.4 * math.pi * RADIUS["small"] ** 2  # what is smaller is a speck
+_LEAST_AREA = 0.4 * math.pi * RADIUS["small"] ** 2  # smaller regions are specks
 _AREA_LIMIT = math.pi * RADIUS["small"] * RADIUS["large"]  # geometric means of the two sizes' areas, the two speeds
 _SPEED_LIMIT = math.sqrt(SPEED["slowly"] * SPEED["quickly"])
-_STRANGE = 2.0  # distance in moments from which a shape is none; a blur of 4 pixels makes 1.5
-_LEAST_SPEED = SPEED["slowly"] / 2  # what is slower stands still
-_MOST_DRIFT = 0.5  # sideways per forward movement; what drifts more has no direction
-_PALE = 0.3  # RGB distance to a palette colour from which a median colour is not that one
+_STRANGE = 2.0  # distance in moments; shapes farther away are unknown. A blur of 4 pixels makes 1.5
+_LEAST_SPEED = SPEED["slowly"] / 2  # slower objects stand still
+_MOST_DRIFT = 0.5  # sideways per forward movement; objects that drift more have no direction
+_PALE = 0.3  # RGB distance of a median colour to a palette colour; farther ones are not it
 _NEARLY_ALWAYS, _MOSTLY = 0.85, 0.75  # shares of the frames in which an object is there, and has its shape
 _BACKGROUND, _OTHER = len(COLOURS), len(COLOURS) + 1  # labels of pixels that are of no palette colour
 
@@ -157,7 +157,7 @@ def _largest_regions(mask: torch.Tensor) -> tuple[int, torch.Tensor]:
 
 
 def _connect(cells: torch.Tensor) -> torch.Tensor:
-    """One number per connected region of cells [F, h, w], 0 outside: the largest 1-based index of its cells."""
+    """Return a number per connected region of cells [F, h, w], 0 outside: the largest 1-based index of its cells."""
     cells = cells.float()
     regions = cells * torch.arange(1.0, cells.numel() + 1).view_as(cells)  # exact below 2^24 cells
     while True:
@@ -168,7 +168,7 @@ def _connect(cells: torch.Tensor) -> torch.Tensor:
 
 
 def _measure(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Frames with an object in them, and there: areas [F], centroids [F, 2] (x, y), normalised moments [F, 4].
+    """Return the frames with an object, and its areas [F], centroids [F, 2] (x, y), normalised moments [F, 4] there.
 
     The moments are central, μ_pq / A^(1 + (p + q)/2): μ20 + μ02, μ03, μ40 + μ04, μ22; so size does not count.
     """
@@ -226,7 +226,7 @@ def _motion(frames: torch.Tensor, centroids: torch.Tensor) -> tuple[str | None, 
 
 
 def _velocity(frames: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """Pixels per frame [2]: the median over all pairs of frames (Theil and Sen's robust slope)."""
+    """Return pixels per frame [2]: the median over all pairs of frames (Theil and Sen's robust slope)."""
     first, second = torch.combinations(torch.arange(len(frames))).T
     return ((centroids[second] - centroids[first]) / (frames[second] - frames[first])[:, None]).median(dim=0).values
 

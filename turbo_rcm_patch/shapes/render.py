@@ -29,13 +29,15 @@ HEADING = {"up": (0.0, -1.0), "down": (0.0, 1.0), "left": (-1.0, 0.0), "right": 
 # it did a latent frame before: so small a model need not learn what each fraction of a cell looks like.
 GRID = 8
 
-_CANDIDATES = 128  # random pairs of starting points tried per video, before those at the frame's corners
+_CANDIDATES = 128  # random pairs of starting points tried per video, before pairs of the frame's corners
 _GAP = 6.0  # pixels between two objects, at least
 
 
 def half_width(shape: str, radius: float) -> float:
-    """The shape's characteristic length in pixels, such that its area is π·radius²: the radius of a circle, half the
-    side of a square, the inradius of a triangle, half the arm's width of a cross."""
+    """Return the shape's characteristic length in pixels for an area of π·radius².
+
+    It is a circle's radius, half a square's side, a triangle's inradius, or half the width of a cross's arm.
+    """
     return (
         radius
         * {
@@ -48,12 +50,12 @@ def half_width(shape: str, radius: float) -> float:
 
 
 def circumradius(shape: str, radius: float) -> float:
-    """Pixels from the centroid to the farthest point."""
+    """Return the pixels from the centroid to the farthest point."""
     return half_width(shape, radius) * {"circle": 1.0, "square": math.sqrt(2), "triangle": 2.0, "cross": 10**0.5}[shape]
 
 
 def render(scenes: Sequence[Scene], generator: torch.Generator, device: str | torch.device = "cpu") -> torch.Tensor:
-    """Videos [B, 3, FRAMES, HEIGHT, WIDTH] in [0, 1], fp32, of scenes without open attributes.
+    """Return videos [B, 3, FRAMES, HEIGHT, WIDTH] in [0, 1], fp32, of scenes without open attributes.
 
     generator: a CPU generator; it draws where the objects are.
     """
@@ -70,7 +72,7 @@ def render(scenes: Sequence[Scene], generator: torch.Generator, device: str | to
 
 
 def _paths(scenes: Sequence[Scene], generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Centroids in the first frame and steps per frame, both [B, 2, 2] in pixels (x, y)."""
+    """Return centroids in the first frame and steps per frame, both [B, 2, 2] in pixels (x, y)."""
     reach, steps = torch.zeros(len(scenes), 2), torch.zeros(len(scenes), 2, 2)
     for i, scene in enumerate(scenes):
         for j, part in enumerate(scene.objects):
@@ -110,7 +112,7 @@ def _coverage(objects: Sequence, start: torch.Tensor, step: torch.Tensor) -> tor
 
 
 def _distance(shape: str, x: torch.Tensor, y: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """Signed distance in pixels from the edge (exact near it), negative inside; a is ``half_width``."""
+    """Return the signed distance in pixels from the edge (exact near it), negative inside. a: ``half_width``."""
     if shape == "circle":
         return torch.hypot(x, y) - a
     if shape == "square":

@@ -196,7 +196,7 @@ class Products:
         return product
 
     def __reduce__(self) -> tuple:
-        """Copies and pickles are empty: products belong to the modules that were copied."""
+        """Copy and pickle as empty: products belong to the copied modules."""
         return Products, ()
 
 

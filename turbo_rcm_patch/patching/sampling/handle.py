@@ -83,7 +83,7 @@ class FewStepHandle:
             self.restore()
 
     def _prepare_latents(self, *args, **kwargs):
-        """The pipeline's prepare_latents: the one place that knows the call's generator and makes the first noise."""
+        """Run the pipeline's prepare_latents, which alone knows the call's generator and makes the first noise."""
         if self.pipe.scheduler is not self.scheduler:
             raise RuntimeError(f"pipe.scheduler was replaced after {self.caller}; put it back and restore() first.")
         call = inspect.signature(self._original_prepare_latents).bind(*args, **kwargs)

@@ -27,7 +27,7 @@ class Steps:
         if timesteps is None or not hasattr(scheduler, "step_index"):
             return NOT_COUNTED
         made = self._made(scheduler.step_index)
-        # Fewer than the scheduler has where a generation begins at a later one, as from a video.
+        # A generation may begin at a later step, as from a video: it then has fewer steps than the scheduler.
         count = getattr(pipe, "num_timesteps", len(timesteps))
         return f"exact_steps={(first, last)}" if made < first or made >= count - last else None
 

@@ -1,4 +1,4 @@
-"""use_distilled: load what a few-step LoRA holds and sample as its checkpoint was distilled, and undo it."""
+"""use_distilled: load a whole few-step LoRA, sample as its checkpoint was distilled, and undo both."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ _Models = dict[str, nn.Module]
 
 
 class _Sampling(NamedTuple):
-    """The chosen sampler: its scheduler, the recipe's name, what it was recognised by, and the boundary_ratio."""
+    """The chosen sampler: its scheduler, the recipe's name, how it was recognised, and the boundary_ratio."""
 
     scheduler: FewStepScheduler
     recipe: str
@@ -247,7 +247,7 @@ def _read(source: Source | Sequence[Source], models: _Models) -> _Files:
 
 
 def _keys_of(name: str, model: nn.Module) -> set[str]:
-    """Return the names of the tensors in the files of a pipeline's transformer, where these are found."""
+    """Return the names of the tensors in a transformer's files, or an empty set if the files are not found."""
     return keys_of_model(_name_of(model), name)
 
 
@@ -319,7 +319,7 @@ def _name_of(model: nn.Module) -> str:
 
 
 def _variant(recipe: Recipe, pipe: DiffusionPipeline, has_lora: bool) -> Recipe:
-    """Return a recipe in the form for image to video, or for a LoRA, where its authors have another one."""
+    """Return a recipe's variant for image to video, or for a LoRA, if its authors have one, else the recipe."""
     if recipe in (RECIPES["rcm"], RECIPES["turbowan"]) and pipeline_of(pipe).starts_from == "image":
         return RECIPES[f"{recipe.name}-i2v"]
     return RECIPES["causvid-lora"] if recipe is RECIPES["causvid"] and has_lora else recipe

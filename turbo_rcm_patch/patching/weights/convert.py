@@ -1,4 +1,4 @@
-"""Weights of a transformer's linears in 8 bits: which are converted, and what the rest of the patch asks of them.
+"""Weights of a transformer's linears in 8 bits: choose and convert them, and answer the patch's questions about them.
 
 The 8-bit weight takes the place of the original in the memory of the model's device (linear_8bit.py); the
 originals stay on the CPU, or are freed.
@@ -132,7 +132,7 @@ def refuse_written_weights(journal: Journal, transformer: nn.Module) -> None:
 
 
 def load_state_dict(self: nn.Module, state_dict: Mapping[str, torch.Tensor], *arguments: object, **options: object):
-    """torch.nn.Module.load_state_dict, which raises RuntimeError for a weight in 8 bits."""
+    """Load as torch.nn.Module.load_state_dict does. Raises RuntimeError for a weight in 8 bits."""
     for path, module in self.named_modules():
         if is_quantized(module) and f"{path}.weight" in state_dict:
             raise module.refusal(f"{path}.weight")
@@ -140,14 +140,14 @@ def load_state_dict(self: nn.Module, state_dict: Mapping[str, torch.Tensor], *ar
 
 
 def fuse_lora(self: nn.Module, *arguments: object, **options: object) -> None:
-    """diffusers' fuse_lora, which raises RuntimeError for a LoRA on a linear in 8 bits."""
+    """Fuse as diffusers' fuse_lora does. Raises RuntimeError for a LoRA on a linear in 8 bits."""
     for path, layer in _lora_layers_in_8_bits(self):
         raise layer.base_layer.refusal(f"{path}.weight")
     type(self).fuse_lora(self, *arguments, **options)
 
 
 def unfuse_lora(self: nn.Module, *arguments: object, **options: object) -> None:
-    """diffusers' unfuse_lora, which raises RuntimeError for a LoRA that was fused into a weight before the patch.
+    """Unfuse as diffusers' unfuse_lora does. Raises RuntimeError for a LoRA that was fused before the patch.
 
     PEFT would forget that the LoRA is fused before the weight refuses.
     """
@@ -232,7 +232,7 @@ def why_not_read(linear: QuantizedLinear, device: torch.device) -> str | None:
 
 
 def weights_note(transformer: nn.Module) -> str | None:
-    """A line for the summary: what the weights take, and where the originals are. None without linears in 8 bits."""
+    """Return a line on the weights' memory and where the originals are, or None without linears in 8 bits."""
     linears = quantized_linears(transformer)
     if not linears:
         return None

@@ -1,4 +1,4 @@
-"""A linear that runs in 8 bits: what nn.Linear becomes, in place, and can become again.
+"""A linear that runs in 8 bits. An nn.Linear becomes one in place, and can become an nn.Linear again.
 
     linear._parameters   weight_8bit [N, K], weight_scale [N], weight_norm [1]; whatever moves, shards or offloads a
                          model's parameters takes them like any others
@@ -32,7 +32,7 @@ CAST = (
     "an 8-bit weight or its scale was cast to another dtype. Call fully_shard without "
     "MixedPrecisionPolicy(param_dtype=...): 8-bit weights are gathered as they are."
 )
-AT_ONCE = 2**20  # values that are converted at a time: in fp32, and three times over, 12 MiB
+AT_ONCE = 2**20  # values converted at a time, which take three fp32 copies, 12 MiB
 
 
 class QuantizedLinear(nn.Linear):
@@ -41,7 +41,7 @@ class QuantizedLinear(nn.Linear):
     `begin` makes it from an nn.Linear, and `end` brings that back.
 
     Attributes:
-        original: the original nn.Parameter on the CPU; on the meta device where its values were freed.
+        original: the original nn.Parameter on the CPU, or on the meta device if its values were freed.
         weight_dtype: the dtype that the weight has for the model.
     """
 
@@ -88,7 +88,7 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def weight(self) -> ReadOnlyWeight:
-        """The original weight [N, K], to be read; it is where the 8-bit weight is, in the model's dtype."""
+        """The original weight [N, K] to read, on the 8-bit weight's device, in the model's dtype."""
         return ReadOnlyWeight(self.original, self.device, self.weight_dtype)
 
     @property
@@ -134,7 +134,7 @@ class QuantizedLinear(nn.Linear):
         return F.linear(input, weight.dequantize(self.weight_dtype), self.bias)
 
     def refusal(self, name: str) -> RuntimeError:
-        """Return the error for whoever would change the parameter of this name."""
+        """Return the error to raise when the parameter of this name would be changed."""
         return RuntimeError(f"{name}: {FREED if self.is_freed else RULE}")
 
     def _takes(self, input: torch.Tensor) -> bool:
@@ -143,7 +143,7 @@ class QuantizedLinear(nn.Linear):
         return fits and not is_autocast(input.device) and not is_transformed()
 
     def _apply(self, fn: Callable, recurse: bool = True) -> QuantizedLinear:
-        """Move and cast like nn.Module's, but only move the 8-bit weight, and not even that the original."""
+        """Move and cast like nn.Module's, but move the 8-bit weight without casting, and leave the original alone."""
         parts = {name: self._parameters[name] for name in PARTS}
         try:
             self._parameters.update(dict.fromkeys(PARTS))  # None is left alone
@@ -177,7 +177,7 @@ class QuantizedLinear(nn.Linear):
             self._parameters.update(parts)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Refuse other parameters than those of a linear in 8 bits: a new weight, pruning's, weight_norm's."""
+        """Refuse parameters that a linear in 8 bits does not have: a new weight, pruning's, weight_norm's."""
         if name not in (*PARTS, "bias"):
             self._parameters.setdefault("weight", None)  # which weight_norm has deleted by now
             raise self.refusal(name)
@@ -220,7 +220,7 @@ def _parameter(tensor: torch.Tensor) -> nn.Parameter:
 
 
 def _forward_slots(linear: nn.Linear) -> list[tuple[object, str]]:
-    """The objects and their attributes where hooks, or such as were removed, hold the forward of a linear's class."""
+    """Return the objects and attributes where present or removed hooks hold the forward of a linear's class."""
     forward = MethodType(type(linear).forward, linear)
     own = [(linear, name) for name in ("forward", "_old_forward") if vars(linear).get(name) == forward]
     below = slot_below_hooks(linear)

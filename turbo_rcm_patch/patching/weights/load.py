@@ -104,7 +104,7 @@ def empty_model(folder: Path) -> nn.Module:
 
 
 def read_config(folder: Path) -> dict:
-    """Return a folder's config.json. Raises ValueError where there is none."""
+    """Return a folder's config.json. Raises ValueError if there is none."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -132,7 +132,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 class _Stored:
-    """A folder's weights for a model; made, they fit it. Raises ValueError with all that does not fit."""
+    """A folder's weights, checked to fit a model. Raises ValueError with everything that does not fit."""
 
     def __init__(self, folder: Path, model: nn.Module, *, sparse: bool):
         self._file = folder / FILE
@@ -194,7 +194,7 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def fill_buffers(model: nn.Module, device: torch.device) -> None:
-    """Move buffers that no file holds, such as RoPE tables, to the device. Those on meta are made from the config."""
+    """Move buffers that no file holds, such as RoPE tables, to the device. Make the ones on meta from the config."""
     with init_empty_weights():
         fresh = type(model).from_config(model.config)
     for path, module in fresh.named_modules():

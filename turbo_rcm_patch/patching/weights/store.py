@@ -1,6 +1,6 @@
 """Storing a model's transformers for a tier, tensor by tensor: in 8 bits (load.py), or as diffusers' own files.
 
-What is read is a diffusers folder, or one file with a whole model in its authors' names, TurboDiffusion's or rCM's.
+The source is a diffusers folder, or one file of TurboDiffusion or rCM with a whole model in its authors' names.
 """
 
 from __future__ import annotations
@@ -79,8 +79,11 @@ def convert_model(
 
 
 class _Model:
-    """A transformer in files. model: it, with its parameters on the meta device; weights, projections: by name.
-    quantized: the weights that the files have in 8 bits."""
+    """A transformer in files.
+
+    model: the transformer, with its parameters on the meta device. weights, projections: its tensors by name.
+    quantized: the names of weights that the files have in 8 bits.
+    """
 
     def __init__(
         self, title: str, model: nn.Module, config: Mapping, weights: dict[str, LazyTensor], quantized: Sequence[str]

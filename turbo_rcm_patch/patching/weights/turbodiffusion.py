@@ -91,7 +91,7 @@ def load_turbodiffusion(
 def load_projections(folder: Path, pipe: object) -> None:
     """Give the transformers of a pipeline the projections of SLA in the folder that diffusers loaded it from.
 
-    diffusers itself leaves them out, as its model has none. A folder without them changes nothing. Raises PatchError
+    diffusers itself ignores them, because its model has none. A folder without them changes nothing. Raises PatchError
     for files that do not fit.
     """
     models = transformers_of(pipe)
@@ -115,7 +115,7 @@ def _config_for(attention: str, topk: float | None, blocks: Sequence[int] | None
 
 @contextmanager
 def _opened(path: Source | Sequence[Source], models: dict[str, nn.Module]) -> Iterator[dict[str, WholeModel]]:
-    """The files for the models by their names; PatchError where they do not fit."""
+    """Return the files for the models by the models' names. Raises PatchError if they do not fit."""
     given = [path] if isinstance(path, (str, Path)) else path
     paths = [part for each in given for part in _transformers_in(each)]
     if len(paths) != len(models):
@@ -134,7 +134,7 @@ def _opened(path: Source | Sequence[Source], models: dict[str, nn.Module]) -> It
 
 
 def _transformers_in(source: Source) -> list[Source]:
-    """The folders of the transformers in that of a diffusers pipeline, the high-noise one first; any other source."""
+    """Return the folders of a pipeline's transformers, the high-noise one first. Return other sources unchanged."""
     return [folder for name in COMPONENTS if (folder := Path(source).expanduser() / name).is_dir()] or [source]
 
 
