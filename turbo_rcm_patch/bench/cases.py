@@ -1,4 +1,4 @@
-"""Pipelines at their real sizes with random weights: what runs there without downloading anything."""
+"""Pipelines at their real sizes with random weights, which need no download."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ..patching.steps.sparse_linear import PROJ_L
 from ..scheduler import RCMScheduler
 
 TEXT_TOKENS, IMAGE_TOKENS = 512, 257
-PROMPT_TOKENS = 77  # of a structured prompt; the rest is padding
+PROMPT_TOKENS = 77  # tokens of a structured prompt; the rest is padding
 OUTLIER_CHANNELS, OUTLIER = 4, 10.0  # hidden channels far above the others, whose values are about 1
-QUERY_GAIN = 6.0  # of the attention scores; at 1 random weights attend to all keys about equally
+QUERY_GAIN = 6.0  # a factor on attention scores; at 1 random weights attend to all keys about equally
 
 CASES = {name: case for family in FAMILIES for name, case in family.cases.items()}
 
 
 class ImageFreePipeline(WanImageToVideoPipeline):
-    """Image to video without encoders: random features [1, 257, image_dim] of the image, and random latents of it.
+    """Image to video without encoders: the image is random features [1, 257, image_dim] and random latents.
 
     Encoding an image as a video takes more memory than a denoising step, and CLIP is not needed for one.
     """
@@ -47,7 +47,7 @@ class ImageFreePipeline(WanImageToVideoPipeline):
         latents: torch.Tensor | None = None,
         last_image: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Latents, condition and, with a timestep per token, the mask that is 0 in the first frame, as diffusers'."""
+        """Return latents, condition and, with timesteps per token, a mask: 0 in the first frame, as in diffusers."""
         shape = (
             (num_frames - 1) // self.vae_scale_factor_temporal + 1,
             height // self.vae_scale_factor_spatial,
@@ -89,7 +89,7 @@ def build_pipeline(
 
 
 def random_prompt(pipe: DiffusionPipeline, seed: int = 0) -> torch.Tensor:
-    """Random embeddings [1, 512, text_dim] in place of an encoded prompt."""
+    """Return random embeddings [1, 512, text_dim] in place of an encoded prompt."""
     generator = torch.Generator().manual_seed(seed)
     embeddings = torch.randn(1, TEXT_TOKENS, pipe.transformer.config.text_dim, generator=generator)
     return embeddings.to(pipe.transformer.device, pipe.transformer.dtype)
@@ -106,8 +106,10 @@ def _image_of(pipe: DiffusionPipeline) -> dict[str, Image.Image]:
 
 
 def add_structure(pipe: DiffusionPipeline, seed: int = 0) -> None:
-    """Give random weights, in place, two habits of trained ones: a few hidden channels far above all others, and
-    attention that picks out a few keys. On Gaussian activations and near-uniform attention many errors average out.
+    """Give random weights, in place, two properties of trained ones.
+
+    They are a few hidden channels far above all others, and attention that picks out a few keys. On Gaussian
+    activations and near-uniform attention many errors average out.
     """
     transformer = pipe.transformer
     family = family_of(transformer)
@@ -117,7 +119,7 @@ def add_structure(pipe: DiffusionPipeline, seed: int = 0) -> None:
         channels = torch.randperm(len(bias), generator=generator)[:OUTLIER_CHANNELS].to(bias.device)
         bias[channels] = OUTLIER
         for _, block in family.every_block(transformer):
-            block.scale_shift_table[0, 1::3, channels] = 1 / OUTLIER - 1  # as training would: the scales undo them
+            block.scale_shift_table[0, 1::3, channels] = 1 / OUTLIER - 1  # the scales undo them, as training would
             block.norm2.weight[channels] = 1 / OUTLIER
             for name, parameter in block.named_parameters():
                 if name.endswith("norm_q.weight"):
@@ -125,7 +127,7 @@ def add_structure(pipe: DiffusionPipeline, seed: int = 0) -> None:
 
 
 def add_random_projections(pipe: DiffusionPipeline, seed: int = 0) -> None:
-    """Give every self-attention a random proj_l, as weights have that were trained with sparse-linear attention."""
+    """Give every self-attention a random proj_l, which training with sparse-linear attention adds."""
     transformer = pipe.transformer
     generator = torch.Generator().manual_seed(seed)
     for _, attn, _ in family_of(transformer).self_attentions(transformer):
@@ -141,9 +143,9 @@ def add_random_projections(pipe: DiffusionPipeline, seed: int = 0) -> None:
 def structured_inputs(
     pipe: DiffusionPipeline, *, height: int, width: int, num_frames: int, seed: int = 0
 ) -> dict[str, object]:
-    """Arguments of the pipeline's call that are like a video's and a prompt's, rather than white noise.
+    """Return arguments of the pipeline's call that resemble a video and a prompt, rather than white noise.
 
-    latents [1, C, f, h, w] in fp32: waves that drift across the frames, in every channel its own, under a little noise.
+    latents [1, C, f, h, w] in fp32: waves that drift across the frames, different in each channel, with a little noise.
     prompt_embeds [1, 512, text_dim]: tokens that share a direction and have outlying channels, zeros as padding.
     image: where one starts the video.
     """
@@ -182,7 +184,7 @@ def _with_strong_gates(model: ModelMixin) -> ModelMixin:
 
 
 def _cast_as_loaded(model: ModelMixin, dtype: torch.dtype) -> ModelMixin:
-    """Cast in place as diffusers' ``from_pretrained(dtype=...)`` does: what its models keep in fp32 stays fp32."""
+    """Cast in place as diffusers' ``from_pretrained(dtype=...)`` does: modules that it keeps in fp32 stay fp32."""
     kept = model._keep_in_fp32_modules or ()
     for name, parameter in model.named_parameters():
         if not any(part in kept for part in name.split(".")):

@@ -87,8 +87,10 @@ class Comparison:
         return gain * difference, gain
 
     def to_dict(self) -> dict[str, object]:
-        """Everything but the videos, for ``json.dump``; times in seconds, memory in bytes. difference_gain: of
-        `difference`, where frames were made."""
+        """Return everything except the videos, for ``json.dump``: times in seconds, memory in bytes.
+
+        difference_gain: the factor of `difference`, or None without frames.
+        """
         plain = asdict(replace(self, variants=tuple(replace(variant, video=None) for variant in self.variants)))
         for variant in plain["variants"]:
             del variant["video"]
@@ -146,7 +148,7 @@ def compare(
     else:
         variants = single_process(pipe, config, with_compile)
     errors = judge.errors(variants.switches) if judge else {}
-    del judge  # its tensors are of no variant's memory
+    del judge  # no variant's memory counts its tensors
     variants = replace(variants, switches={**variants.switches, **(beside or {})})
     runs = take_turns(pipe, generate, variants, warmups, repeats, device)
     if changed is not None and COMPILED in variants.switches:
@@ -218,7 +220,7 @@ def take_turns(
 
 
 def _generate_recorded(generate: Callable[[], TimedGeneration], applied: Patch | None) -> TimedGeneration:
-    """A generation; again as long as the patch recorded CUDA graphs in it."""
+    """Return a generation. Generate again as long as the patch recorded CUDA graphs in it."""
     made = generate()
     recorded = 0
     while applied is not None and applied.graph_count > recorded:
@@ -240,8 +242,10 @@ class _Errors(NamedTuple):
 
 
 class _Judge:
-    """The transformer's first call in a generation, and what its VAE decodes first, if anything: their oracles, and how
-    far variants are from them."""
+    """Judges the transformer's first call in a generation, and the first decoding of its VAE, if any.
+
+    It holds their oracles, and computes the variants' errors.
+    """
 
     def __init__(self, pipe: DiffusionPipeline, generate: Callable[[], object], limits: ErrorLimits):
         self._pipe, self._limits, self._sample = pipe, limits, None
@@ -261,7 +265,7 @@ class _Judge:
             "the patched transformer", patched.step, base.step, allowed, " `turbo-rcm verify` says which block."
         )
         if self._sample is not None:
-            allowed = EXACT.limits.allowed(base.decode, self._latents.dtype)  # no tier decodes in other than its dtype
+            allowed = EXACT.limits.allowed(base.decode, self._latents.dtype)  # every tier decodes in the VAE's dtype
             self._check("the patched VAE", patched.decode, base.decode, allowed)
             self._check_all_frames(switches, base.decode + allowed)
         return errors

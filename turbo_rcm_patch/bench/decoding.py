@@ -1,4 +1,4 @@
-"""A VAE's decoding on the latents of a generation, beside an oracle of higher precision."""
+"""Decode a generation's latents, beside an oracle of higher precision."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from diffusers import AutoencoderKLWan
 from torch.utils.flop_counter import FlopCounterMode
 
-SETTINGS = ("use_", "tile_")  # attributes of a VAE by which decoding in slices and tiles is another computation
+SETTINGS = ("use_", "tile_")  # a VAE's attributes for slices and tiles, which change what decoding computes
 
 
 @contextlib.contextmanager
 def latents_for(vae: AutoencoderKLWan) -> Iterator[list[torch.Tensor]]:
-    """Yield a list that collects the latents [B, z_dim, F, H, W] which the VAE decodes meanwhile."""
+    """Yield a list that collects the latents [B, z_dim, F, H, W] that the VAE decodes in this context."""
     decode, seen = vae.decode, []
 
     def watched(z: torch.Tensor, *args, **kwargs):

@@ -14,7 +14,7 @@ import torch
 
 from .. import __version__
 
-COMMIT = "TURBO_RCM_PATCH_COMMIT"  # environment variable that names the commit where there is no history
+COMMIT = "TURBO_RCM_PATCH_COMMIT"  # environment variable with the commit, for a checkout without history
 ROOT = Path(__file__).resolve().parents[2]
 
 

@@ -33,10 +33,10 @@ Scores = dict[str, tuple[int, int]]  # right and asked, per attribute
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Right answers among those asked.
+    """The number of right answers, and of questions asked.
 
-    standard_error is that of the share, with videos as the samples: what is asked of one video goes wrong together.
-    It is None for fewer than two videos that were asked.
+    standard_error: the share's, with videos as the samples, because a video's answers depend on one another. None for
+    fewer than two videos.
     """
 
     right: int
@@ -111,7 +111,7 @@ class Evaluation:
     results: tuple[Result, ...]
 
     def to_dict(self) -> dict[str, object]:
-        """For ``json.dump``."""
+        """Return a dictionary for ``json.dump``."""
         results = [
             {**asdict(result), "accuracy": {name: value.to_dict() for name, value in result.accuracy.items()}}
             for result in self.results
@@ -191,7 +191,7 @@ def prompt_accuracy(
 
 
 def held_out_scenes(n: int, seed: int = 0) -> list[Scene]:
-    """n scenes of combinations that training never showed; the first ones of a longer list."""
+    """Return n scenes of combinations that training never showed, the first ones of a longer list."""
     generator = random.Random(seed)
     return [draw_scene(generator, held_out=True) for _ in range(n)]
 
@@ -209,7 +209,7 @@ def summarise(scores: Sequence[Scores]) -> dict[str, Accuracy]:
 
 
 def _totals(scores: Sequence[Scores]) -> list[tuple[int, int]]:
-    """Right and asked of every video, all attributes together."""
+    """Return the right answers and the questions of every video, all attributes together."""
     return [(sum(right for right, _ in one.values()), sum(asked for _, asked in one.values())) for one in scores]
 
 
@@ -255,7 +255,7 @@ def _name_of(config: PatchConfig | str) -> str:
 
 
 def label_of(name: str, config: PatchConfig) -> str:
-    """A variant's name with what its sparse attention keeps, if it has such: "sparse, topk 0.1, blocks 16×16"."""
+    """Return a variant's name, with what a sparse attention keeps: "sparse, topk 0.1, blocks 16×16"."""
     if not isinstance(config, (Sparse, BlockSparse)):
         return name
     keeps = f"mass {config.mass:g}" if isinstance(config, BlockSparse) else f"topk {config.topk:g}"
@@ -281,7 +281,7 @@ def _models(pipe: DiffusionPipeline) -> list[torch.nn.Module]:
 def generate_videos(
     pipe: DiffusionPipeline, scenes: Sequence[Scene], batch: range, call: dict[str, object], seed: int
 ) -> torch.Tensor:
-    """The videos [B, F, 3, H, W] of some of the scenes, fp32; each one's noise follows from the seed and its index."""
+    """Return videos [B, F, 3, H, W] of some scenes, fp32. The seed and a scene's index determine its noise."""
     noise_seeds = [random.Random(f"{seed} {index}").getrandbits(63) for index in batch]
     generators = [torch.Generator().manual_seed(noise_seed) for noise_seed in noise_seeds]
     prompts = [str(scenes[index]) for index in batch]
@@ -294,7 +294,7 @@ def _psnr(videos: dict[str, torch.Tensor], name: str, reference: str) -> list[fl
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """The judge's operations are so small that many threads mostly wait for each other: 0.1 s a video with 32 cores."""
+    """Use one thread: the judge's operations are so small that 32 threads mostly wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -21,7 +21,7 @@ from ..tiers import EXACT, QUANTIZED, SPARSE, Tier
 
 SIZES = ((480, 832, 81), (720, 1280, 81))  # height, width, frames of videos
 FP32_BYTES = 4
-AROUND = 1.1  # of the peak to its tensors: gaps and rounding of torch's allocator, workspaces; within 5 % on an H200
+AROUND = 1.1  # peak over tensors: gaps and rounding of torch's allocator, workspaces; within 5 % on an H200
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,6 @@ def _tokens(model: nn.Module, size: tuple[int, int, int], spatial: int, temporal
 
 
 def _compression(config: Path) -> tuple[int, int]:
-    """Pixels along an edge of a VAE's latent, and frames of one; Wan 2.1's without a config."""
+    """Return the pixels along an edge of a latent, and its frames. Without a config they are Wan 2.1's."""
     values = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
     return values.get("scale_factor_spatial") or 8, values.get("scale_factor_temporal") or 4

@@ -16,7 +16,7 @@ from .parts import Trace, self_attention_inputs
 
 @dataclass(frozen=True)
 class KeptShare:
-    """The share of (query block, key block) pairs that a block of a model keeps at one step; 1.0 if it is dense."""
+    """The share of (query block, key block) pairs that a model's block keeps at one step, 1.0 if it is dense."""
 
     block: str
     step: int
@@ -26,8 +26,8 @@ class KeptShare:
 def kept_share_of(block: nn.Module, trace: Trace) -> float | None:
     """Return the share of key blocks that a patched block keeps, or 1.0 if it is dense.
 
-    None means that the block did not run, has another tier than block_sparse, or is of no known family. trace: of its
-    twin in fp32; it gives q and k.
+    None means that the block did not run, has another tier than block_sparse, or is of no known family. trace:
+    of its twin in fp32, for q and k.
     """
     state, blocks = state_of(block), blocks_like(block)
     config, latest, plan = state.shared.config, state.plans.latest, state.plans.ran

@@ -9,34 +9,34 @@ import torch
 
 
 def relative_l2(actual: torch.Tensor, reference: torch.Tensor) -> float:
-    """‖actual − reference‖ / ‖reference‖; 0 for equal tensors, also where the reference is all zeros."""
+    """Return ‖actual − reference‖ / ‖reference‖, or 0 for equal tensors, even if all are zeros."""
     actual, reference = actual.detach().double(), reference.detach().double()
     error = torch.linalg.vector_norm(actual - reference).item()
     return 0.0 if error == 0 else _ratio(error, torch.linalg.vector_norm(reference).item())
 
 
 def relative_l1(actual: torch.Tensor, reference: torch.Tensor) -> float:
-    """Σ|actual − reference| / Σ|reference|; 0 for equal tensors, also where the reference is all zeros."""
+    """Return Σ|actual − reference| / Σ|reference|, or 0 for equal tensors, even if all are zeros."""
     actual, reference = actual.detach().double(), reference.detach().double()
     error = (actual - reference).abs().sum().item()
     return 0.0 if error == 0 else _ratio(error, reference.abs().sum().item())
 
 
 def cosine(actual: torch.Tensor, reference: torch.Tensor) -> float:
-    """Cosine of the angle between the flattened tensors; NaN if one is all zeros."""
+    """Return the cosine of the angle between the flattened tensors, or NaN if one is all zeros."""
     actual, reference = actual.detach().double().flatten(), reference.detach().double().flatten()
     norms = torch.linalg.vector_norm(actual) * torch.linalg.vector_norm(reference)
     return (torch.dot(actual, reference) / norms).item()
 
 
 def psnr(actual: torch.Tensor, reference: torch.Tensor, peak: float = 1.0) -> float:
-    """Peak signal-to-noise ratio in dB, 10·log10(peak² / MSE), of values in [0, peak]; infinite for equal tensors."""
+    """Return the peak signal-to-noise ratio in dB, 10·log10(peak² / MSE), for values in [0, peak]."""
     mean_squared_error = (actual.detach().double() - reference.detach().double()).square().mean().item()
     return 10 * math.log10(_ratio(peak**2, mean_squared_error)) if not math.isnan(mean_squared_error) else math.nan
 
 
 def frame_psnr(actual: torch.Tensor, reference: torch.Tensor, cap: float = 100.0) -> torch.Tensor:
-    """PSNR in dB of every frame of videos [..., C, H, W] in [0, 1], fp64, at most the cap, which equal frames have."""
+    """Return the PSNR in dB of every frame of videos [..., C, H, W] in [0, 1], fp64. Equal frames have the cap."""
     mean_squared_error = (actual.detach() - reference.detach()).square().mean(dim=(-3, -2, -1), dtype=torch.float64)
     return (-10 * mean_squared_error.log10()).clamp(max=cap)
 
@@ -47,7 +47,7 @@ def _ratio(numerator: float, denominator: float) -> float:
 
 @dataclass(frozen=True)
 class Difference:
-    """Relative L2, cosine and, for frames in [0, 1], PSNR in dB (None for latents, and where nothing differs)."""
+    """Relative L2, cosine and, for frames in [0, 1], PSNR in dB. It is None for latents and for equal frames."""
 
     relative_l2: float
     cosine: float

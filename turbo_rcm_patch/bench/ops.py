@@ -24,7 +24,7 @@ from .metrics import relative_l2
 ORACLE_ROWS = 64
 EPS = 1e-6
 SDPA, COMPILED = "SDPA cuDNN", "torch + compiled"
-COPY = "copy"  # the rival whose time is that of as many bytes at the GPU's copy bandwidth
+COPY = "copy"  # the rival that moves as many bytes at the GPU's copy bandwidth
 
 Contender = Callable[[], torch.Tensor | tuple[torch.Tensor, ...]]
 
@@ -105,8 +105,10 @@ class OpCase:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of a contender: the median and the quartiles over the rounds; relative L2 error to the oracle (None
-    for one of which it says nothing). refused: why it was not timed, else None.
+    """A contender's time and error.
+
+    milliseconds, quartiles: the median and the quartiles over the rounds. error: the relative L2 error to the oracle,
+    or None if it would say nothing. refused: the reason why it was not timed, or None.
     """
 
     is_ours: bool
@@ -192,7 +194,7 @@ def _result(case: OpCase, contest: Contest, timings: dict[str, Timing], copy_ban
 
 
 def measure_errors(contest: Contest) -> dict[str, float]:
-    """Relative L2 error of every contender to the oracle, on ORACLE_ROWS rows spread over the result."""
+    """Return every contender's relative L2 error to the oracle, on ORACLE_ROWS rows spread over the result."""
     with torch.no_grad():
         whole = {**contest.rivals, **contest.alternatives, **contest.ours}
         results = {name: _parts(run()) for name, run in whole.items()}
@@ -223,11 +225,11 @@ def error_limit(contest: Contest, errors: Mapping[str, float], limits: ErrorLimi
 
 
 def take_turns(contenders: Mapping[str, Contender], device: torch.device, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of every contender in every round. On a GPU each one is a CUDA graph, so that launches cost nothing,
-    but for a WithoutGraph.
+    """Return the milliseconds of every contender in every round.
 
-    All have the same inputs, which lie in the L2 cache as far as the contender before has left them there; every second
-    round goes back, so that this is not always the same one.
+    On a GPU each one except a WithoutGraph is a CUDA graph, so that launches cost nothing. All have the same inputs, of
+    which the previous contender leaves a part in the L2 cache. Every second round is in reverse order, so that the
+    previous one is not always the same.
     """
     with torch.no_grad():
         watches = {name: _stopwatch(run, device) for name, run in contenders.items()}
@@ -283,8 +285,10 @@ def _cpu_stopwatch(run: Contender) -> Callable[[], float]:
 
 
 def measure_copy_bandwidth(device: torch.device, nbytes: int = 1 << 30) -> float:
-    """Bytes read and written per second by a copy of nbytes: the median of ten. On a GPU not as a CUDA graph, where a
-    copy is a node of its own kind, with two thirds of a copy kernel's bandwidth."""
+    """Return the bytes that a copy of nbytes reads and writes per second, the median of ten.
+
+    On a GPU this is no CUDA graph: a graph's copy node has two thirds of a copy kernel's bandwidth.
+    """
     source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     stopwatch = _event_stopwatch if device.type == "cuda" else _cpu_stopwatch
@@ -296,7 +300,7 @@ def measure_copy_bandwidth(device: torch.device, nbytes: int = 1 << 30) -> float
 
 
 def attention_oracle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Rows of the attention of q, k, v [1, S, H, D] in fp64."""
+    """Return rows of the attention of q, k, v [1, S, H, D] in fp64."""
 
     def oracle(rows: torch.Tensor) -> torch.Tensor:
         parts = []
@@ -326,5 +330,5 @@ def op_case(
     most: float | None = None,
     least: float | None = None,
 ) -> OpCase:
-    """The case of a contest at some sizes, named after both."""
+    """Return the case of a contest at some sizes, named after both."""
     return OpCase(OpKey(contest.__name__, sizes), functools.partial(contest, *sizes), targets, tier, most, least)

@@ -17,7 +17,7 @@ FOLDED = "folded addmm"
 
 
 def attention(heads: int, tokens: int, keys: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
-    """Self-attention (keys = tokens) or cross-attention. Keys share a direction, as those of trained models do."""
+    """Self-attention (keys = tokens) or cross-attention. Keys share a direction, as in trained models."""
     draw = Draws(device)
     q = draw(1, tokens, heads, head_dim)
     k, v = draw(1, keys, heads, head_dim) + 2 * draw(1, 1, heads, head_dim), draw(1, keys, heads, head_dim)

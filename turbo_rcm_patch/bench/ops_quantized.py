@@ -18,7 +18,7 @@ ATTENTION_ERROR = 4.1e-2  # that attention may have on normal values: P and V in
 
 
 def autoregressive(noise: torch.Tensor, rho: float) -> torch.Tensor:
-    """x[t] = ρ x[t-1] + √(1-ρ²) noise[t] along dimension 1: a convolution with the powers of ρ."""
+    """Return x[t] = ρ x[t-1] + √(1-ρ²) noise[t] along dimension 1, as a convolution with the powers of ρ."""
     tokens = noise.shape[1]
     powers = rho ** torch.arange(tokens, device=noise.device, dtype=torch.float32)
     spectra = (torch.fft.rfft(x, n=2 * tokens, dim=1) for x in (noise, powers.view(1, -1, 1, 1)))

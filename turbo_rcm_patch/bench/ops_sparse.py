@@ -1,5 +1,6 @@
-"""The contests of the sparse tiers' attention, in 8 bits as their presets have it, and in bf16. The limits are the
-tiers'."""
+"""The contests of the sparse tiers' attention, in 8 bits, as in their presets, and in bf16.
+
+The error limits are the tiers'."""
 
 from __future__ import annotations
 
@@ -84,8 +85,11 @@ def block_sparse_attention(
     compiled: Callable,
     mass: float = PRESETS["block_sparse"].mass,
 ) -> Contest:
-    """Block-sparse attention. How fast it is depends on what a mass keeps: the default one of these values, whose
-    neighbouring tokens are alike, half of the blocks with an error of about 7 %; of the tiny model's own 8 %."""
+    """Block-sparse attention, whose speed depends on the blocks that a mass keeps.
+
+    Of these values, whose neighbouring tokens are alike, the default mass keeps half of the blocks, with an error of
+    about 7 %. With the tiny model's own values the error is 8 %.
+    """
     draw = Draws(device)
     q, k, v = (alike_values(draw, tokens, heads, head_dim) for _ in range(3))
     q = 2 * q
@@ -108,6 +112,6 @@ def block_sparse_attention(
 
 
 def alike_values(draw: Draws, tokens: int, heads: int, head_dim: int) -> torch.Tensor:
-    """[1, S, H, D], packed, whose neighbouring tokens are alike."""
+    """Return values [1, S, H, D], packed, whose neighbouring tokens are alike."""
     one_by_one = (autoregressive(draw(1, tokens, 1, head_dim).float(), 0.99) for _ in range(heads))  # little memory
     return torch.cat([head.bfloat16() for head in one_by_one], 2).contiguous()  # cat lays the tokens out last

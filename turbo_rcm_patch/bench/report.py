@@ -1,4 +1,4 @@
-"""Results for people: timings, comparison, verification and evaluation as tables, comparisons as plot and video."""
+"""Show timings, comparison, verification and evaluation as tables, and comparisons also as plot and video."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .verify import BlockCheck, PartCheck, Verification
 
 
 def timings_table(timings: StageTimings, writing: float | None = None) -> str:
-    """One line per stage. writing: seconds from the call's end to the finished file, where one was written."""
+    """Return one line per stage. writing: seconds from the call's end to the finished file, or None without one."""
     lines = [*_stages(timings), ("total", timings.total)]
     if writing is not None:
         lines[-1:] = [("writing", writing), ("total, to the finished file", timings.total + writing)]
@@ -26,7 +26,7 @@ def timings_table(timings: StageTimings, writing: float | None = None) -> str:
 
 
 def comparison_table(comparison: Comparison) -> str:
-    """Stages, speed-ups, memory and differences down; variants across."""
+    """Return a table with stages, speed-ups, memory and differences down, and variants across."""
     variants = comparison.variants
     rows = [["", *(variant.name for variant in variants)]]
 
@@ -54,7 +54,7 @@ def comparison_table(comparison: Comparison) -> str:
 
 
 def verification_table(verification: Verification) -> str:
-    """One line per block and step, then what is worse than allowed, or that nothing is."""
+    """Return one line per block and step, then the ones above their limit, or that there are none."""
     header = ["block", "step", "unpatched", "patched", "difference", "allowed", ""]
     tables = [table([header, *map(_check_cells, verification.all_checks)]), ""]
     if verification.parts:
@@ -65,7 +65,7 @@ def verification_table(verification: Verification) -> str:
 
 
 def _parts_table(parts: Sequence[PartCheck]) -> str:
-    """One line per part: its error in the block and step where it is largest, and the mean of all."""
+    """Return one line per part: its largest error, with block and step, and the mean."""
     rows = [["part", "largest error", "in", "mean error", "allowed", ""]]
     for name in dict.fromkeys(part.part for part in parts):
         same = [part for part in parts if part.part == name]
@@ -78,7 +78,7 @@ def _parts_table(parts: Sequence[PartCheck]) -> str:
 
 
 def _kept_table(verification: Verification) -> str:
-    """One line per block and step of block-sparse attention: what it keeps, and the error of what it adds."""
+    """Return one line per block and step of block-sparse attention: the share it keeps, and its error."""
     errors = {(part.block, part.step): part.error for part in verification.parts if part.part == "self_attention"}
     rows = [["block-sparse attention of", "step", "kept %", "error"]]
     for one in verification.kept:
@@ -110,7 +110,7 @@ def _verdict(verification: Verification) -> list[str]:
 
 
 def evaluation_table(evaluation: Evaluation) -> str:
-    """One line per number of steps and variant: percent right overall, its change, per attribute; PSNR."""
+    """Return one line per number of steps and variant: percent right overall, its change, per attribute; PSNR."""
     *attributes, overall = evaluation.results[0].accuracy
     rows = [["variant", "steps", f"{overall} %", "vs unpatched", *attributes, "dB to fp32", "dB to exact"]]
     for result in evaluation.results:
@@ -141,7 +141,7 @@ def side_by_side(comparison: Comparison) -> tuple[np.ndarray, int]:
 
 
 def plot(comparison: Comparison, path: str | Path) -> None:
-    """Stacked bars of the stages, one bar per variant, as an image file. Needs matplotlib."""
+    """Draw stacked bars of the stages, one bar per variant, into an image file. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     names = [variant.name for variant in comparison.variants]
@@ -160,7 +160,7 @@ def plot(comparison: Comparison, path: str | Path) -> None:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds from 1 s on, milliseconds below."""
+    """Return a time in seconds from 1 s on, and in milliseconds below."""
     return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"
 
 

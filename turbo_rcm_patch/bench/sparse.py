@@ -1,8 +1,8 @@
 """Sparse-linear attention for `verify`: an oracle of the same computation, and the choice of key blocks as a part.
 
-Rounding tips the choice between two blocks that matter about as much, and another block's values are another result,
-which says nothing of what errs. So whatever is compared keeps the key blocks that the oracle chooses; how good a
-patched block's own choice is, is checked by itself.
+Rounding decides between two key blocks that matter about equally. Another block gives another result, and its distance
+says nothing about the error. So all compared attentions keep the key blocks that the oracle chooses. The quality of a
+patched block's own choice is checked separately.
 """
 
 from __future__ import annotations

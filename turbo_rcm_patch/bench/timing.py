@@ -18,8 +18,8 @@ from diffusers import DiffusionPipeline
 class StageTimings:
     """Seconds per stage, and the peak of allocated GPU memory in bytes (None on the CPU).
 
-    output: converting the decoded video to what the call returns, and copying that to the CPU where it goes there.
-    The total also holds what is between the stages: drawing noise, encoding an input image.
+    output: converting the decoded video to the call's output type, and copying it to the CPU if needed. The total also
+    includes the time between the stages, such as drawing noise and encoding an input image.
     """
 
     text_encoding: float
@@ -55,9 +55,9 @@ class TimedGeneration:
 
 
 def timed_generation(pipe: DiffusionPipeline, **call) -> TimedGeneration:
-    """``pipe(**call)`` with its stages timed: by CUDA events on a GPU, which leave launches asynchronous.
+    """Run ``pipe(**call)`` and time its stages, on a GPU by CUDA events, which leave launches asynchronous.
 
-    call: any arguments of the pipeline but ``callback_on_step_end``; output_type is "np" (the default), "pt" or
+    call: any arguments of the pipeline except ``callback_on_step_end``; output_type is "np" (the default), "pt" or
     "latent".
     """
     device = torch.device(pipe._execution_device)
@@ -101,7 +101,7 @@ def timed_generation(pipe: DiffusionPipeline, **call) -> TimedGeneration:
 
 @contextlib.contextmanager
 def _marked(owner: object, method: str, marks: list, mark: Callable, after: bool = True) -> Iterator[None]:
-    """Append a mark before, and where asked after, each call of the owner's method while the context lasts."""
+    """Append a mark before, and if asked also after, each call of the owner's method in this context."""
     original = getattr(owner, method)
     on_instance = method in vars(owner)
 

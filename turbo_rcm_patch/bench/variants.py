@@ -1,7 +1,7 @@
 """The ways to run one pipeline that `compare` puts beside each other: unpatched, under torch.compile, and patched.
 
-A variant is switched on for a generation and off after it: alone by the functions here, among several GPUs, where
-diffusers' context parallelism cannot be taken off a model again, by exchanging the transformer for a patched twin.
+A variant is switched on for a generation and off after it. On one GPU the functions here do that. On several GPUs the
+transformer is exchanged for a patched twin, because diffusers' context parallelism cannot be taken off a model.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _TORCHAO_TUNING = {
 
 
 def _torchao_float8(pipe: DiffusionPipeline) -> tuple[Switch, int]:
-    """A twin whose blocks multiply e4m3 weights by inputs quantised by row, compiled by region; and its bytes."""
+    """Return a twin with e4m3 weights and inputs quantised by row, compiled by region, and its bytes."""
     from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, PerRow, quantize_
 
     twin = copy.deepcopy(pipe.transformer)

@@ -1,5 +1,4 @@
-"""Every patched block, and the VAE's decoder, on the real inputs of a generation: the error next to the unpatched one's
-own."""
+"""Check every patched block and the VAE's decoder, on a generation's inputs, against the unpatched errors."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from .metrics import relative_l2
 from .parts import CHOICE, SUB_LAYERS, Trace, dtype_of, part_errors, self_attention_inputs, trace_of, upcast
 from .sparse import best_choice, by_reference, sparse_self_attention
 
-DECODER = "vae.decode"  # checked as a block is, but once
+DECODER = "vae.decode"  # checked like a block, but once
 
 Output = torch.Tensor | tuple[torch.Tensor | None, ...]
 
@@ -37,7 +36,7 @@ class BlockCheck:
     """One block at one step, counted from 1.
 
     Errors are relative L2: of the unpatched and the patched block against the oracle, and, as the difference, of the
-    patched against the unpatched block. Of a block that returns several tensors they are those of the worst one.
+    patched against the unpatched block. If a block returns several tensors, the errors are the worst one's.
     """
 
     block: str
@@ -50,7 +49,7 @@ class BlockCheck:
 
     @property
     def judged(self) -> str:
-        """The figure that has the limit: the difference in fp32 and wider, the patched error in lower precision."""
+        """The figure that is limited: the difference in fp32 and wider, the patched error in lower precision."""
         return "patched error" if is_low_precision(self.dtype) else "difference"
 
     @property
@@ -85,9 +84,12 @@ class PartCheck:
 
 @dataclass(frozen=True)
 class Verification:
-    """The checks in the order of the blocks' calls, the blocks that no checked step reached, what was patched, for a
-    tier that errs more the checks of the blocks' parts, where the VAE is patched the check of its decoding, and what
-    block-sparse attention keeps."""
+    """The result of `verify`.
+
+    It has the checks in the order of the blocks' calls, the blocks that no checked step reached, and what was patched.
+    A tier other than exact adds checks of the blocks' parts, a patched VAE the check of its decoding, and block-sparse
+    attention the shares that it keeps.
+    """
 
     checks: tuple[BlockCheck, ...]
     unreached: tuple[str, ...]
@@ -176,11 +178,10 @@ def _kept_by_block(kept: Sequence[KeptShare]) -> dict[str, dict[int, float]]:
 def verify(
     pipe: DiffusionPipeline, call: dict[str, object], *, seed: int = 0, config: PatchConfig | str = "exact"
 ) -> Verification:
-    """Patch, run ``pipe(**call)`` once, and check every block of every transformer at the first and the last step, and
-    what the VAE decodes, where it is patched.
+    """Patch, run ``pipe(**call)`` once, and check every block at the first and last step, and a patched VAE's decoding.
 
-    A hook on each block compares its patched output with its unpatched one and passes the unpatched one on: whatever a
-    patched block does, all others get the hidden states of an unpatched generation. The oracle is the block's class run
+    A hook on each block compares its patched output with its unpatched one and passes the unpatched one on, so that all
+    other blocks get the hidden states of an unpatched generation. The oracle is the block's class run
     in fp32 (fp64 for an fp32 block) on the same inputs; the limits are those of the configuration. In the sparse tier
     the unpatched block and the oracle attend sparsely too, by the reference, and where they are compared all three keep
     the key blocks that the oracle chooses. The pipeline is left as it was found.
@@ -281,7 +282,7 @@ def _check(
 
 
 def _check_decoding(vae: nn.Module, z: torch.Tensor, patched: torch.Tensor, step: int) -> BlockCheck:
-    """No tier decodes in other than the VAE's own precision."""
+    """Check the decoding by the exact tier's limits, because every tier decodes in the VAE's precision."""
     oracle = decode_oracle(vae, z, torch.float32 if is_low_precision(z.dtype) else torch.float64)
     with without_tf32():
         unpatched = decoded(vae, z)
