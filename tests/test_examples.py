@@ -14,7 +14,8 @@ from scripts.benchmarks import end_to_end
 from tests import lora_files
 from tests.official_names import official_state_dict, with_proj_l
 from tests.tiny_wan import tiny_wan_pipeline
-from turbo_rcm_patch.bench.cases import CASES, build_pipeline
+from turbo_rcm_patch.bench.cases import build_pipeline
+from turbo_rcm_patch.patching.families import CASES
 
 ROOT = Path(__file__).parent.parent
 

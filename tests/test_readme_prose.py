@@ -10,8 +10,8 @@ from diffusers import WanPipeline
 import turbo_rcm_patch as trp
 from tests import lora_files
 from tests.tiny_wan import tiny_wan_pipeline
-from turbo_rcm_patch.bench.cases import CASES
 from turbo_rcm_patch.bench.fits import fits
+from turbo_rcm_patch.patching.families import CASES
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()

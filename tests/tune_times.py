@@ -1,7 +1,16 @@
-"""Times for `turbo-rcm tune` without a GPU to measure them on."""
+"""Small shapes for `turbo-rcm tune`, and times without a GPU to measure them on."""
 
-from turbo_rcm_patch.bench.ops import OpResult, Timing
-from turbo_rcm_patch.bench.tune import FALLBACKS
+from turbo_rcm_patch.bench.ops import OpKey, OpResult, Timing
+from turbo_rcm_patch.bench.tune import FALLBACKS, Shapes
+from turbo_rcm_patch.patching.families.wan.sizes import ops
+
+CONVOLUTION = (2, 3, 4, 8, 8, 3, 3, 1, 1)
+
+
+def small_shapes(head_dim=64, tokens=70, convolutions=(CONVOLUTION,)):
+    config = {"num_attention_heads": 2, "attention_head_dim": head_dim, "ffn_dim": 40}
+    convs = [OpKey("conv_skip", sizes) for sizes in convolutions]
+    return Shapes("small", "32x48x5", [*(OpKey(*op) for op in ops(config, tokens)), *convs])
 
 
 def timed(backends=(), kernels=(), **ours):

@@ -29,7 +29,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts
 
 from scripts.benchmarks.lora import add_random_lora, lora_variants, rescaled_once
 from turbo_rcm_patch.bench.cases import (
-    CASES,
     add_random_projections,
     add_structure,
     build_pipeline,
@@ -41,6 +40,7 @@ from turbo_rcm_patch.bench.report import comparison_table
 from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.config import CUDA_GRAPH_MODES, BlockSparse, Sparse, resolve_config
 from turbo_rcm_patch.patching import use_rcm
+from turbo_rcm_patch.patching.families import CASES
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -17,11 +17,12 @@ from dataclasses import asdict
 
 import torch
 
-from turbo_rcm_patch.bench.cases import CASES, build_pipeline, random_prompt
+from turbo_rcm_patch.bench.cases import build_pipeline, random_prompt
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.bench.timing import timed_generation
 from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.patching import patch, use_rcm
+from turbo_rcm_patch.patching.families import CASES
 
 STEPS = ("unpatched", "first patched", "second patched")
 

@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts
 
 import turbo_rcm_patch as trp
 from scripts.benchmarks.memory_cap import random_latents, random_model
-from turbo_rcm_patch.bench.cases import CASES
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.cli.files import json_file, write_json
+from turbo_rcm_patch.patching.families import CASES
 from turbo_rcm_patch.tables import table
 
 GIB = 2**30

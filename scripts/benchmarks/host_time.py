@@ -17,12 +17,13 @@ from dataclasses import asdict, replace
 
 import torch
 
-from turbo_rcm_patch.bench.cases import CASES, add_random_projections, build_pipeline, random_inputs
+from turbo_rcm_patch.bench.cases import add_random_projections, build_pipeline, random_inputs
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.bench.verify import first_call
 from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.config import PRESETS
 from turbo_rcm_patch.patching import patch, use_rcm
+from turbo_rcm_patch.patching.families import CASES
 
 UNPATCHED, TIERS = "unpatched", ("exact", "quantized", "sparse")
 CALLS = 8  # at a time: a GPU's queue holds about a thousand launches, and a block makes dozens

@@ -19,9 +19,10 @@ from accelerate import init_empty_weights
 from diffusers import WanTransformer3DModel
 
 import turbo_rcm_patch as trp
-from turbo_rcm_patch.bench.cases import CASES, TEXT_TOKENS
+from turbo_rcm_patch.bench.cases import TEXT_TOKENS
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.cli.files import json_file, write_json
+from turbo_rcm_patch.patching.families import CASES
 
 GB = 10**9
 POOL = 1 << 26  # random values that all weights are cut from: drawing each anew takes minutes

@@ -4,8 +4,6 @@ import torch
 from tests.bench.damage import damage_block
 from turbo_rcm_patch.bench import verify as verify_module
 from turbo_rcm_patch.bench.cases import (
-    CASES,
-    IMAGE_TOKENS,
     OUTLIER_CHANNELS,
     TEXT_TOKENS,
     add_random_projections,
@@ -17,6 +15,8 @@ from turbo_rcm_patch.bench.cases import (
 from turbo_rcm_patch.bench.verify import verify
 from turbo_rcm_patch.config import PRESETS
 from turbo_rcm_patch.patching import patch, use_rcm
+from turbo_rcm_patch.patching.families import CASES
+from turbo_rcm_patch.patching.families.wan.image_free import IMAGE_TOKENS
 from turbo_rcm_patch.patching.steps.sparse_linear import is_sparse
 
 SIZE = {"height": 64, "width": 96, "num_frames": 9}

@@ -10,7 +10,7 @@ from tests.bench.damage import damage_block
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.bench import compare as module
 from turbo_rcm_patch.bench import variants as variants_module
-from turbo_rcm_patch.bench.cases import CASES, build_pipeline
+from turbo_rcm_patch.bench.cases import build_pipeline
 from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.decoding import decode_flops
 from turbo_rcm_patch.bench.report import comparison_table, plot, side_by_side
@@ -18,6 +18,7 @@ from turbo_rcm_patch.bench.timing import StageTimings, TimedGeneration
 from turbo_rcm_patch.config import Exact, PatchConfig
 from turbo_rcm_patch.embedded import load_embedded_pipeline
 from turbo_rcm_patch.patching import Patch, use_rcm
+from turbo_rcm_patch.patching.families import CASES
 from turbo_rcm_patch.patching.families.vae import decoder, forward
 from turbo_rcm_patch.tiers import EXACT, ErrorLimits, Tier
 

@@ -13,8 +13,8 @@ from diffusers import WanTransformer3DModel
 import turbo_rcm_patch as trp
 from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
-from turbo_rcm_patch.bench.cases import CASES
 from turbo_rcm_patch.bench.fits import SIZES, fits, fits_table
+from turbo_rcm_patch.patching.families import CASES
 
 RESULTS = Path(__file__).resolve().parents[2] / "results/nvidia-h200.json"
 

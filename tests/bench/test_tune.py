@@ -9,23 +9,20 @@ import torch
 
 from scripts.benchmarks.contests import conv, exact
 from tests.tiny_wan import tiny_wan_pipeline
-from turbo_rcm_patch.bench import ops, ops_quantized, tune, tune_tiers
+from tests.tune_times import CONVOLUTION, small_shapes
+from turbo_rcm_patch.bench import ops, ops_quantized, trials, tune, tune_tiers
 from turbo_rcm_patch.bench.ops import OpKey, OpResult, Timing, error_limit, measure_errors
-from turbo_rcm_patch.bench.tune import Shapes, cases, row_of, rows_of, shapes_of_case, shapes_of_folder
+from turbo_rcm_patch.bench.tune import cases, row_of, rows_of, shapes_of_case, shapes_of_folder
 from turbo_rcm_patch.kernels import FP8, INT8, Quantized
 from turbo_rcm_patch.kernels.choice.measured import LINEARS_8BIT, OPS, TIER_OPS
 from turbo_rcm_patch.tiers import EXACT, QUANTIZED
 
 CPU = torch.device("cpu")
-SMALL = Shapes(
-    "small",
-    "32x48x5",
-    2,
-    16,
-    40,
-    70,
-    [(2, 3, 4, 8, 8, 3, 3, 1, 1), (2, 3, 4, 8, 8, 1, 3, 2, 1), (2, 3, 4, 8, 8, 3, 1, 1, 2)],
-)
+SMALL = small_shapes(head_dim=16, convolutions=[CONVOLUTION, (2, 3, 4, 8, 8, 1, 3, 2, 1), (2, 3, 4, 8, 8, 3, 1, 1, 2)])
+
+
+def tokens_of(shapes):
+    return next(shape[1] for op, shape in shapes.ops if op == "attention")
 
 
 def test_the_shapes_are_those_that_the_results_file_has_too():
@@ -35,8 +32,8 @@ def test_the_shapes_are_those_that_the_results_file_has_too():
     assert set(small) <= set(names)
     assert {case.name for case in conv.CASES[:12]} <= set(names)
     assert {case.name for case in conv.CASES[12:]} <= {case.name for case in cases(shapes_of_case("wan2.2-5b"))}
-    assert shapes_of_case("wan2.2-5b").tokens == 31 * 22 * 40
-    assert shapes_of_case("wan2.1-1.3b", (None, None, 17)).tokens == 7800
+    assert tokens_of(shapes_of_case("wan2.2-5b")) == 31 * 22 * 40
+    assert tokens_of(shapes_of_case("wan2.1-1.3b", (None, None, 17))) == 7800
 
 
 def test_a_key_is_read_from_results_as_it_is_written():
@@ -50,17 +47,18 @@ def test_the_shapes_of_a_folder(tmp_path):
     pipe.transformer.save_pretrained(tmp_path / "transformer")
     config = pipe.transformer.config
     shapes = shapes_of_folder(tmp_path, (64, 96, 9))
-    assert shapes.tokens == 3 * 4 * 6
-    assert (shapes.heads, shapes.head_dim, shapes.ffn) == (
-        config.num_attention_heads,
-        config.attention_head_dim,
-        config.ffn_dim,
-    )
+    tokens, C = 3 * 4 * 6, config.num_attention_heads * config.attention_head_dim
+    assert shapes.ops[0] == ("attention", (config.num_attention_heads, tokens, tokens, config.attention_head_dim))
+    assert ("linear_gelu", (tokens, config.ffn_dim, C)) in shapes.ops
     with pytest.raises(ValueError, match="holds no transformer"):
         shapes_of_folder(tmp_path / "none")
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"config\.json has no num_attention_heads and no ffn_dim, as those of Wan"):
-        shapes_of_folder(tmp_path)
+    for config, error in (
+        ({}, r"config\.json is of a None; supported: Wan"),
+        ({"_class_name": "WanTransformer3DModel"}, r"config\.json has no num_attention_heads and no ffn_dim\."),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=error):
+            shapes_of_folder(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -71,12 +69,12 @@ def test_the_usual_size_of_a_folder_is_that_of_its_vae(tmp_path, z_dim, scale, s
     (tmp_path / "vae").mkdir()
     (tmp_path / "vae/config.json").write_text(json.dumps({"z_dim": z_dim, "scale_factor_spatial": scale}))
     shapes = shapes_of_folder(tmp_path)
-    assert (shapes.size, shapes.tokens) == (size, tokens)
+    assert (shapes.size, tokens_of(shapes)) == (size, tokens)
     assert shapes_of_folder(tmp_path, (None, None, 17)).size == f"{size.rpartition('x')[0]}x17"
 
 
 EXACT_CASES = [case for case in cases(SMALL) if case.tier == EXACT]
-TIER_SHAPES = replace(SMALL, head_dim=64, tokens=600)
+TIER_SHAPES = small_shapes(tokens=600)
 TIER_CASES = [case for case in cases(TIER_SHAPES) if case.tier != EXACT]
 
 
@@ -268,7 +266,36 @@ def test_on_a_gpu_all_is_timed():
 
 
 def test_the_tiers_ops_are_timed_without_what_only_the_benchmark_compares_them_with():
-    by_op = {case.key.op: case for case in tune_tiers.tier_cases(2, 64, 256, 1024)}
+    by_op = {case.key.op: case for case in tune_tiers.tier_cases(small_shapes(tokens=1024).ops)}
     for op, beside in (("block_sparse_attention", set()), ("attention_8bit", {tune_tiers.NORMS})):
         contest = by_op[op].build(CPU, lambda function: function)
         assert (contest.rivals, set(contest.partial)) == ({}, beside)
+
+
+def test_a_tiers_op_is_timed_at_the_largest_of_the_exact_ops_shapes():
+    keys = {case.key.op: case.key.shape for case in cases(shapes_of_case("wan2.1-1.3b"))}
+    assert keys["linear_skip_8bit"] == (32760, 1536, 8960)
+    assert keys["linear_qkv_8bit"] == (32760, 1536, 1536)
+    assert keys["block_sparse_attention"] == (12, 32760, 128)
+
+
+@pytest.mark.parametrize("op", sorted(trials.LISTS))
+def test_a_kernel_that_only_tune_may_choose_is_tried_in_every_contest(monkeypatch, op):
+    """It is the reference here, under another name."""
+    launched, lists = [], trials.LISTS[op]
+    reference = lists[-1].kernels[-1]
+
+    def launch(*args, **options):
+        launched.append(op)
+        return reference.launch(*args, **options)
+
+    one = replace(reference, name="tried", launch=launch, by_tune=True)
+    for known in lists:
+        monkeypatch.setitem(vars(known), "kernels", (one, *known.kernels))
+    case = next(case for case in cases(TIER_SHAPES) if case.key.op == op)
+    contest = case.build(CPU, lambda function: function)
+    launched.clear()
+    contest.alternatives["tried"]()
+    assert launched == [op]
+    timings = {"tried": {"milliseconds": 1.5}, "ours": {"milliseconds": 2.0}}
+    assert trials.times_of_trials(op, timings) == {"tried": 1.5}

@@ -12,9 +12,9 @@ import torch
 import turbo_rcm_patch as trp
 from tests.cli.running import error_of
 from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
-from tests.tune_times import timed
+from tests.tune_times import small_shapes, timed
 from turbo_rcm_patch import kernels
-from turbo_rcm_patch.bench.tune import Shapes, cases
+from turbo_rcm_patch.bench.tune import cases
 from turbo_rcm_patch.cli import commands, main
 from turbo_rcm_patch.cli.tuning import keep
 from turbo_rcm_patch.kernels import measured_on, tuned_sdpa, tuned_tiers, why_torch
@@ -25,7 +25,7 @@ from turbo_rcm_patch.patching import summary
 GPU, CUDA = "NVIDIA GeForce RTX 4090", torch.device("cuda")
 get_device_name = torch.cuda.get_device_name
 ORIGIN = f"{GPU} by turbo-rcm tune, of small at 32x48x5"
-SHAPES = Shapes("small", "32x48x5", 2, 64, 40, 70, [(2, 3, 4, 8, 8, 3, 3, 1, 1)])
+SHAPES = small_shapes()
 
 
 @pytest.fixture(autouse=True)
@@ -193,7 +193,7 @@ def test_a_folder_has_the_sizes_of_its_vae(tmp_path, capsys):
         (tmp_path / part).mkdir(exist_ok=True)
         (tmp_path / part / "config.json").write_text(json.dumps(config))
 
-    transformer = {"num_attention_heads": 24, "ffn_dim": 64}
+    transformer = {"_class_name": "WanTransformer3DModel", "num_attention_heads": 24, "ffn_dim": 64}
     write("transformer", transformer)
     write("vae", {"z_dim": 48, "scale_factor_spatial": 16})
     options = "tune", "--model", tmp_path, "--height", "720"

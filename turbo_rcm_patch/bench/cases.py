@@ -2,66 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
-from diffusers import AutoencoderKLWan, DiffusionPipeline, ModelMixin, WanImageToVideoPipeline
-from diffusers.utils.torch_utils import randn_tensor
+from diffusers import DiffusionPipeline, ModelMixin
 from PIL import Image
 
-from ..patching.families import FAMILIES, family_of
+from ..patching.families import family_of, pipeline_of
 from ..patching.families.family import Case
 from ..patching.steps.sparse_linear import PROJ_L
 from ..scheduler import RCMScheduler
 
-TEXT_TOKENS, IMAGE_TOKENS = 512, 257
-PROMPT_TOKENS = 77  # tokens of a structured prompt; the rest is padding
+TEXT_TOKENS, PROMPT_TOKENS = 512, 77  # tokens of a prompt; those of a structured prompt before its padding
 OUTLIER_CHANNELS, OUTLIER = 4, 10.0  # hidden channels far above the others, whose values are about 1
 QUERY_GAIN = 6.0  # a factor on attention scores; at 1 random weights attend to all keys about equally
-
-CASES = {name: case for family in FAMILIES for name, case in family.cases.items()}
-
-
-class ImageFreePipeline(WanImageToVideoPipeline):
-    """Image to video without encoders: the image is random features [1, 257, image_dim] and random latents.
-
-    Encoding an image as a video takes more memory than a denoising step, and CLIP is not needed for one.
-    """
-
-    def encode_image(self, image: object, device: torch.device | None = None) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(0)
-        return torch.randn(1, IMAGE_TOKENS, self.transformer.config.image_dim, generator=generator).to(device)
-
-    def prepare_latents(
-        self,
-        image: torch.Tensor,
-        batch_size: int,
-        num_channels_latents: int = 16,
-        height: int = 480,
-        width: int = 832,
-        num_frames: int = 81,
-        dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
-        generator: torch.Generator | None = None,
-        latents: torch.Tensor | None = None,
-        last_image: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, ...]:
-        """Return latents, condition and, with timesteps per token, a mask: 0 in the first frame, as in diffusers."""
-        shape = (
-            (num_frames - 1) // self.vae_scale_factor_temporal + 1,
-            height // self.vae_scale_factor_spatial,
-            width // self.vae_scale_factor_spatial,
-        )
-        draw = functools.partial(randn_tensor, generator=generator, device=device, dtype=dtype)
-        latents = draw((batch_size, num_channels_latents, *shape)) if latents is None else latents
-        first_frame = torch.zeros(1, 1, *shape, dtype=dtype, device=device)
-        first_frame[:, :, 0] = 1
-        if self.config.expand_timesteps:
-            return latents, draw((batch_size, num_channels_latents, 1, *shape[1:])), 1 - first_frame
-        condition = draw((batch_size, num_channels_latents, *shape))
-        masks = first_frame.expand(batch_size, self.vae_scale_factor_temporal, *shape)
-        return latents, torch.cat([masks, condition], dim=1)
 
 
 def build_pipeline(
@@ -69,16 +23,17 @@ def build_pipeline(
 ) -> DiffusionPipeline:
     """Return the case's pipeline without encoders, drawn on the device from the seed; layers: fewer blocks, if given.
 
-    Modules that Wan keeps in fp32 stay so. The global random state is left alone.
+    Modules that diffusers keeps in fp32 stay so. The global random state is left alone.
     """
     config = dict(case.transformer) if layers is None else {**case.transformer, "num_layers": layers}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(seed)
-        transformer = _with_strong_gates(case.transformer_class(**config))
-        vae = AutoencoderKLWan(**case.vae)
-    from_text = next(one for one in family_of(transformer).pipelines if one.starts_from == "text")
-    pipeline_class = ImageFreePipeline if case.from_image else from_text.pipeline_class
-    return pipeline_class(
+        transformer = case.transformer_class(**config)
+        for blocks in family_of(transformer).blocks:
+            for _, block in blocks.of(transformer):
+                blocks.random_weights.strengthen_gates(block)
+        vae = case.vae_class(**case.vae)
+    return case.pipeline_class(
         tokenizer=None,
         text_encoder=None,
         vae=_cast_as_loaded(vae.eval(), dtype),
@@ -102,7 +57,8 @@ def random_inputs(pipe: DiffusionPipeline, seed: int = 0) -> dict[str, object]:
 
 def _image_of(pipe: DiffusionPipeline) -> dict[str, Image.Image]:
     """Return the arguments with a picture for a pipeline that requires one. The picture itself is unused."""
-    return {"image": Image.new("RGB", (64, 64))} if isinstance(pipe, ImageFreePipeline) else {}
+    found = pipeline_of(pipe)
+    return {"image": Image.new("RGB", (64, 64))} if found is not None and found.starts_from == "image" else {}
 
 
 def add_structure(pipe: DiffusionPipeline, seed: int = 0) -> None:
@@ -118,12 +74,10 @@ def add_structure(pipe: DiffusionPipeline, seed: int = 0) -> None:
         bias = transformer.get_submodule(family.first_layer).bias
         channels = torch.randperm(len(bias), generator=generator)[:OUTLIER_CHANNELS].to(bias.device)
         bias[channels] = OUTLIER
-        for _, block in family.every_block(transformer):
-            block.scale_shift_table[0, 1::3, channels] = 1 / OUTLIER - 1  # the scales undo them, as training would
-            block.norm2.weight[channels] = 1 / OUTLIER
-            for name, parameter in block.named_parameters():
-                if name.endswith("norm_q.weight"):
-                    parameter.mul_(QUERY_GAIN)
+        for blocks in family.blocks:
+            for _, block in blocks.of(transformer):
+                blocks.random_weights.undo_outliers(block, channels, OUTLIER)
+                blocks.random_weights.sharpen_attention(block, QUERY_GAIN)
 
 
 def add_random_projections(pipe: DiffusionPipeline, seed: int = 0) -> None:
@@ -132,7 +86,7 @@ def add_random_projections(pipe: DiffusionPipeline, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for _, attn, _ in family_of(transformer).self_attentions(transformer):
         like = attn.to_out[0].weight
-        size = transformer.config.attention_head_dim
+        size = attn.inner_dim // attn.heads
         linear = torch.nn.utils.skip_init(torch.nn.Linear, size, size, device=like.device, dtype=like.dtype)
         with torch.no_grad():
             linear.weight.copy_(torch.randn(size, size, generator=generator) * size**-0.5)
@@ -170,17 +124,6 @@ def structured_inputs(
     device = pipe.transformer.device
     inputs = {"latents": latents[None].to(device), "prompt_embeds": prompt.to(device, pipe.transformer.dtype)}
     return {**inputs, **_image_of(pipe)}
-
-
-def _with_strong_gates(model: ModelMixin) -> ModelMixin:
-    """Draw the modulation tables N(0, 0.5²): random blocks then change their input about as much as they keep of it.
-
-    diffusers draws them N(0, 1/dim), and a block's output is then little more than its input; an error inside a block
-    would hardly show.
-    """
-    for _, block in family_of(model).every_block(model):
-        torch.nn.init.normal_(block.scale_shift_table, std=0.5)
-    return model
 
 
 def _cast_as_loaded(model: ModelMixin, dtype: torch.dtype) -> ModelMixin:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +12,10 @@ from torch import nn
 from ..config import Quantized
 from ..kernels.quantized import FP8
 from ..patching.families import family_of
+from ..patching.families.vae.sizes import latent_size
 from ..patching.steps.sparse_linear import why_not_replaceable
 from ..patching.weights.convert import convertible_linears
-from ..patching.weights.load import component_folders, empty_model
+from ..patching.weights.load import component_folders, empty_model, read_vae_config
 from ..tables import table
 from ..tiers import EXACT, QUANTIZED, SPARSE, Tier
 
@@ -50,10 +50,11 @@ def fits(folder: Path, dtype: torch.dtype = torch.bfloat16) -> list[Fit]:
     found = []
     for name, path in component_folders(folder).items():
         model = empty_model(path)
-        spatial, temporal = _compression(path.parent / "vae/config.json")
-        tokens = {size: _tokens(model, size, spatial, temporal) for size in SIZES}
+        vae = read_vae_config(path)
+        sizes, config = family_of(model).blocks[0].sizes, model.config
+        tokens = {size: sizes.tokens(config, latent_size(vae, *size)) for size in SIZES}
         for tier, weights in _weights(model, dtype):
-            per_token = _bytes_per_token(model, dtype, tier)
+            per_token = sizes.bytes_per_token(config, dtype.itemsize, tier)
             steps = {size: count * per_token for size, count in tokens.items()}
             found.append(Fit(name or "transformer", tier.name, weights, steps))
     return found
@@ -82,10 +83,10 @@ def _weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[Tier, int]]
     """Yield the bytes of the weights in each tier that the model can have."""
     yield EXACT, _bytes(model, dtype)
     yield QUANTIZED, (in_8_bits := _bytes_in_8_bits(model, dtype))
-    attentions, head_dim = list(family_of(model).self_attentions(model)), model.config.attention_head_dim
+    attentions = list(family_of(model).self_attentions(model))
     if why_not_replaceable("", attentions) is None:
-        projection = (head_dim + 1) * head_dim * dtype.itemsize  # proj_l and its bias
-        yield SPARSE, in_8_bits + len(attentions) * projection
+        head_dims = [attn.inner_dim // attn.heads for _, attn, _ in attentions]
+        yield SPARSE, in_8_bits + sum((size + 1) * size * dtype.itemsize for size in head_dims)  # proj_l and its bias
 
 
 def _bytes(model: nn.Module, dtype: torch.dtype) -> int:
@@ -101,30 +102,3 @@ def _bytes_in_8_bits(model: nn.Module, dtype: torch.dtype) -> int:
     linears = convertible_linears(model, family.linears(model), Quantized()).values()
     saved = sum(linear.weight.numel() * (dtype.itemsize - FP8.itemsize) for linear in linears)
     return _bytes(model, dtype) - saved + sum(FP32_BYTES * (linear.out_features + 1) for linear in linears)
-
-
-def _bytes_per_token(model: nn.Module, dtype: torch.dtype, tier: Tier) -> int:
-    """Return the bytes per token of the largest set of a block's tensors that are alive together.
-
-    In the self-attention these are the residual and q, k and v before and after their norm, or in 8 bits, or for
-    sparse-linear attention in both. In the feed-forward they are the block's input, the residual, the normed and the
-    wide tensor."""
-    config, wide = model.config, dtype.itemsize
-    dim = config.num_attention_heads * config.attention_head_dim
-    if tier == EXACT:
-        return wide * max(6 * dim, 3 * dim + config.ffn_dim)
-    attention = 4 * wide + 3 if tier == QUANTIZED else max(6 * wide, 5 * wide + 3)
-    return max(attention * dim, (2 * wide + 1) * dim + config.ffn_dim)
-
-
-def _tokens(model: nn.Module, size: tuple[int, int, int], spatial: int, temporal: int) -> int:
-    height, width, frames = size
-    patch_frames, patch_height, patch_width = model.config.patch_size
-    latent_frames = (frames - 1) // temporal + 1
-    return latent_frames // patch_frames * (height // spatial // patch_height) * (width // spatial // patch_width)
-
-
-def _compression(config: Path) -> tuple[int, int]:
-    """Return the pixels along an edge of a latent, and its frames. Without a config they are Wan 2.1's."""
-    values = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    return values.get("scale_factor_spatial") or 8, values.get("scale_factor_temporal") or 4

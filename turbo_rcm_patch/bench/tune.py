@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,19 +15,17 @@ from pathlib import Path
 import torch
 from torch.nn.attention import sdpa_kernel
 
-from ..kernels.attention.attention import ATTENTION, SDPA
+from ..kernels.attention.attention import SDPA
 from ..kernels.attention.sdpa import BACKENDS, MATH, chosen_backend
 from ..kernels.choice.measured import WORTHWHILE
-from ..kernels.choice.registry import Kernel
-from ..kernels.conv.conv_skip import CONV_SKIP, CONVOLUTION
-from ..kernels.linear.linear_gelu import LINEAR_GELU
-from ..kernels.linear.linear_qkv import LINEAR_QKV
-from ..kernels.linear.linear_skip import LINEAR_SKIP
+from ..kernels.conv.conv_skip import CONVOLUTION
 from ..kernels.linear.spec import LINEAR
-from ..patching.weights.load import component_folders, read_config
+from ..patching.families import CASES, SUPPORTED, family_named
+from ..patching.families.family import Case, Family
+from ..patching.families.vae.sizes import convolutions, latent_channels, latent_size
+from ..patching.weights.load import component_folders, read_config, read_vae_config
 from ..tiers import EXACT
-from . import ops, ops_conv, ops_exact, tune_tiers
-from .cases import CASES, TEXT_TOKENS, Case
+from . import ops, ops_conv, ops_exact, trials, tune_tiers
 from .ops import Contender, Contest, OpCase, OpKey, OpResult
 
 ROUNDS, TIER_ROUNDS = 10, 4  # of the exact tier's ops, which the patch chooses by, and of the others
@@ -39,89 +36,80 @@ FALLBACKS = {
     "linear_qkv": LINEAR,
     "conv_skip": CONVOLUTION,
 }  # what the patch runs in place of our kernels
-LISTS = {op.name: op for op in (ATTENTION, LINEAR_SKIP, LINEAR_GELU, LINEAR_QKV, CONV_SKIP)}
 SDPA_BACKENDS = {f"{SDPA} ({name})": name for name in BACKENDS if name != MATH}  # contenders; math is never faster
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """Tensor shapes of one model at one video size.
+    """The ops of one model at one video size.
 
-    size: height, width and frames, such as "480x832x81". ffn: inner channels of the feed-forward. convolutions: rows
-    like those of ops_conv.SIZES_WAN."""
+    size: height, width and frames, such as "480x832x81". ops: those of the exact tier that there is a choice for.
+    """
 
     model: str
     size: str
-    heads: int
-    head_dim: int
-    ffn: int
-    tokens: int
-    convolutions: Sequence[tuple[int, ...]]
+    ops: Sequence[OpKey]
 
 
 Size = tuple[int | None, int | None, int | None]  # height, width and frames; None: the model's usual one
 
 
 def shapes_of_case(name: str, size: Size = (None, None, None)) -> Shapes:
-    """The shapes of a model of cases.CASES."""
+    """Return the shapes of a model of CASES."""
     case = CASES[name]
-    return _shapes(name, case.transformer, case.vae, size, case)
+    return _shapes(name, family_named(case.transformer_class.__name__), case.transformer, case.vae, size, case)
 
 
 def shapes_of_folder(folder: Path, size: Size = (None, None, None)) -> Shapes:
-    """The shapes of a pipeline's or a transformer's folder, by its configs; the usual size is that of Wan 2.1 1.3B, or
-    with a VAE of TI2V-5B's kind that model's. Raises ValueError as `configs_of_folder`."""
+    """Return the shapes of a pipeline's or a transformer's folder, by its configs.
+
+    The usual size is that of the first of CASES whose VAE makes latents with as many channels. Raises ValueError as
+    `configs_of_folder`.
+    """
     config, vae_config = configs_of_folder(folder)
-    usual = CASES["wan2.2-5b" if _is_5b(vae_config) else "wan2.1-1.3b"]
-    return _shapes(str(folder), config, vae_config, size, usual)
+    channels = latent_channels(vae_config)
+    first = next(iter(CASES.values()))
+    usual = next((case for case in CASES.values() if latent_channels(case.vae) == channels), first)
+    return _shapes(str(folder), family_named(config["_class_name"]), config, vae_config, size, usual)
 
 
 def configs_of_folder(folder: Path) -> tuple[dict, dict]:
-    """The configs of the transformer in such a folder and of the VAE beside it, which is empty where there is none.
-    Raises ValueError for a folder that holds no transformer, or not one of Wan's kind."""
+    """Return the configs of the transformer in such a folder and of the VAE beside it, which is empty without one.
+
+    Raises ValueError for a folder that holds no supported transformer, and for a config that lacks its sizes.
+    """
     transformer = next(iter(component_folders(folder).values()))
-    config = read_config(transformer)
-    missing = [name for name in ("num_attention_heads", "ffn_dim") if name not in config]
+    config, file = read_config(transformer), transformer / "config.json"
+    family = family_named(config.get("_class_name"))
+    if family is None:
+        raise ValueError(f"{file} is of a {config.get('_class_name')}; supported: {SUPPORTED}.")
+    missing = [name for name in family.blocks[0].sizes.needed if name not in config]
     if missing:
-        raise ValueError(f"{transformer / 'config.json'} has no {' and no '.join(missing)}, as those of Wan models do.")
-    vae = transformer.parent / "vae"
-    return config, read_config(vae) if (vae / "config.json").is_file() else {}
+        raise ValueError(f"{file} has no {' and no '.join(missing)}.")
+    return config, read_vae_config(transformer)
 
 
-def _is_5b(vae: Mapping) -> bool:
-    return vae.get("z_dim") == 48
-
-
-def _shapes(model: str, transformer: Mapping, vae: Mapping, size: Size, usual: Case) -> Shapes:
+def _shapes(model: str, family: Family, transformer: Mapping, vae: Mapping, size: Size, usual: Case) -> Shapes:
     own = usual.height, usual.width, usual.frames
-    height, width, frames = (default if given is None else given for given, default in zip(size, own, strict=True))
-    spatial, temporal = vae.get("scale_factor_spatial") or 8, vae.get("scale_factor_temporal") or 4
-    patch = transformer.get("patch_size") or (1, 2, 2)
-    latent = (frames - 1) // temporal + 1, height // spatial, width // spatial
-    tokens = math.prod(length // edge for length, edge in zip(latent, patch, strict=True))
-    return Shapes(
-        model,
-        f"{height}x{width}x{frames}",
-        transformer["num_attention_heads"],
-        transformer.get("attention_head_dim") or 128,
-        transformer["ffn_dim"],
-        tokens,
-        ops_conv.SIZES_5B if _is_5b(vae) else ops_conv.SIZES_WAN,
-    )
+    video = tuple(default if given is None else given for given, default in zip(size, own, strict=True))
+    sizes = family.blocks[0].sizes
+    tokens = sizes.tokens(transformer, latent_size(vae, *video))
+    blocks = [OpKey(*op) for op in sizes.ops(transformer, tokens)]
+    decoder = [OpKey("conv_skip", shape) for shape in convolutions(vae)]
+    return Shapes(model, "x".join(map(str, video)), [*blocks, *decoder])
 
 
 def cases(shapes: Shapes) -> Iterator[OpCase]:
     """Every op that there is a choice for, at these shapes, then those of the other tiers."""
-    C = shapes.heads * shapes.head_dim
-    yield _case(attention, shapes.heads, shapes.tokens, shapes.tokens, shapes.head_dim)
-    yield _case(attention, shapes.heads, shapes.tokens, TEXT_TOKENS, shapes.head_dim)
-    yield _case(ops_exact.linear_skip, shapes.tokens, C, C)
-    yield _case(ops_exact.linear_skip, shapes.tokens, C, shapes.ffn)
-    yield _case(ops_exact.linear_gelu, shapes.tokens, shapes.ffn, C)
-    yield _case(ops_exact.linear_qkv, shapes.tokens, C, C)
-    for sizes in shapes.convolutions:
-        yield _case(ops_conv.conv_skip, *sizes)
-    yield from tune_tiers.tier_cases(shapes.heads, shapes.head_dim, shapes.ffn, shapes.tokens)
+    contests = {
+        "attention": attention,
+        "linear_skip": ops_exact.linear_skip,
+        "linear_gelu": ops_exact.linear_gelu,
+        "linear_qkv": ops_exact.linear_qkv,
+        "conv_skip": ops_conv.conv_skip,
+    }
+    yield from (_case(contests[key.op], *key.shape) for key in shapes.ops)
+    yield from tune_tiers.tier_cases(shapes.ops)
 
 
 def attention(heads: int, tokens: int, keys: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
@@ -134,25 +122,12 @@ def attention(heads: int, tokens: int, keys: int, head_dim: int, device: torch.d
         for contender, name in SDPA_BACKENDS.items()
         if name != chosen
     }
-    return replace(contest, alternatives={name: run for name, run in others.items() if _runs(run)})
+    return replace(contest, alternatives={name: run for name, run in others.items() if trials.can_run(run)})
 
 
 def _in_backend(name: str, attend: Contender) -> torch.Tensor:
     with sdpa_kernel(BACKENDS[name]):
         return attend()
-
-
-def _runs(run: Contender) -> bool:
-    """True if a backend or kernel accepts these tensors. Errors after which the GPU cannot go on are raised."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PyTorch's, of why not
-            run()
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        raise
-    except Exception:  # Triton raises many kinds for a GPU that it does not know
-        return False
-    return True
 
 
 def _case(contest: Callable[..., Contest], *sizes: int) -> OpCase:
@@ -162,20 +137,8 @@ def _case(contest: Callable[..., Contest], *sizes: int) -> OpCase:
 
 def _against_fallback(op: str, build: Callable[..., Contest], *arguments: object) -> Contest:
     contest = build(*arguments)
-    (ours,) = contest.ours.values()
-    trials = {kernel.name: functools.partial(_trying, op, kernel, ours) for kernel in kernels_by_tune(op)}
-    alternatives = {**contest.alternatives, **{name: run for name, run in trials.items() if _runs(run)}}
-    return replace(contest, rivals={FALLBACKS[op]: contest.fallback}, alternatives=alternatives, partial={})
-
-
-def kernels_by_tune(op: str) -> list[Kernel]:
-    """Return the kernels of an op that only `turbo-rcm tune` may choose."""
-    return [kernel for kernel in LISTS[op].kernels if kernel.by_tune]
-
-
-def _trying(op: str, kernel: Kernel, run: Contender) -> torch.Tensor:
-    with LISTS[op].trying(kernel):
-        return run()
+    contest = replace(contest, rivals={FALLBACKS[op]: contest.fallback}, partial={})
+    return trials.with_trials(op, contest)
 
 
 def measure(case: OpCase, device: torch.device) -> OpResult:
@@ -213,16 +176,13 @@ def row_of(key: OpKey, result: dict) -> dict:
     The rival is the fastest one that computes all of the op, and so has an error. "sdpa" is in the row if the rival is
     a backend that PyTorch's attention should be told to take."""
     timings = result["timings"]
-    by_tune = {kernel.name for kernel in kernels_by_tune(key.op)}
-    kernels = {
-        name: round(t["milliseconds"], 4) for name, t in timings.items() if name in by_tune and t["milliseconds"]
-    }
+    by_tune = {kernel.name for _, kernel in trials.kernels_by_tune(key.op)}
     others = {name: t for name, t in timings.items() if name not in by_tune and not t["is_ours"]}
     whole = {name: t for name, t in others.items() if None not in (t["error"], t["milliseconds"])}
     rivals = {name: timing["milliseconds"] for name, timing in whole.items()}
     rival = min(rivals, key=rivals.get)
     ours = None if result["best"] is None else timings[result["best"]]["milliseconds"]
-    row = _row(key, ours, rivals[rival], rival) | ({"kernels": kernels} if kernels else {})
+    row = _row(key, ours, rivals[rival], rival, timings)
     is_worthwhile = rival in SDPA_BACKENDS and rivals[SDPA] > WORTHWHILE * rivals[rival]
     return {**row, "sdpa": SDPA_BACKENDS[rival]} if is_worthwhile else row
 
@@ -232,9 +192,13 @@ def _tier_row_of(key: OpKey, result: dict, rows: Sequence[dict]) -> dict:
     timings = result["timings"]
     ours = None if result["best"] is None else timings[result["best"]]["milliseconds"]
     exact = tune_tiers.exact_milliseconds(key, timings, rows)
-    return _row(key, ours, exact, tune_tiers.EXACT)
+    return _row(key, ours, exact, tune_tiers.EXACT, timings)
 
 
-def _row(key: OpKey, ours: float | None, rival: float | None, rival_name: str) -> dict:
+def _row(
+    key: OpKey, ours: float | None, rival: float | None, rival_name: str, timings: Mapping[str, dict] | None = None
+) -> dict:
     times = {"ours": ours and round(ours, 4), "rival": rival and round(rival, 4)}
-    return {"op": key.op, "dtype": "bfloat16", "shape": list(key.shape), **times, "rival_name": rival_name}
+    row = {"op": key.op, "dtype": "bfloat16", "shape": list(key.shape), **times, "rival_name": rival_name}
+    kernels = trials.times_of_trials(key.op, timings or {})
+    return {**row, "kernels": kernels} if kernels else row

@@ -7,16 +7,18 @@ limits. The exact tier's time comes from the rows measured before.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
 from ..kernels import FP8, HEAD_DIMS_8BIT
-from ..patching.weights.convert import capability_of, format_of
+from ..patching.weights.convert import capability_of, format_for
 from ..tiers import BLOCK_SPARSE, QUANTIZED, SPARSE, Tier
 from . import ops_exact, ops_quantized, ops_sparse
 from .ops import Contest, OpCase, OpKey, op_case
+from .trials import with_trials
 
 EXACT, NORMS = "exact tier", "norms"
 EXACT_OPS = {
@@ -29,26 +31,41 @@ EXACT_OPS = {
 }  # in whose place a tier's op runs
 
 
-def tier_cases(heads: int, head_dim: int, ffn: int, tokens: int) -> Iterator[OpCase]:
-    """Every op of the other tiers that an exact one runs in place of, once, where it takes longest."""
-    C = heads * head_dim
-    yield _case(QUANTIZED, linear_skip_8bit, tokens, C, ffn)
-    yield _case(QUANTIZED, linear_gelu_8bit, tokens, ffn, C)
-    yield _case(QUANTIZED, linear_qkv_8bit, tokens, C, C)
-    if head_dim in HEAD_DIMS_8BIT:
-        yield _case(QUANTIZED, attention_8bit, heads, tokens, head_dim)
-        yield _case(SPARSE, ops_sparse.sparse_linear_attention, heads, tokens, head_dim)
-        yield _case(BLOCK_SPARSE, ops_sparse.block_sparse_attention, heads, tokens, head_dim)
+def tier_cases(ops: Sequence[OpKey]) -> Iterator[OpCase]:
+    """Every op of the other tiers that runs in place of one of these exact ones, once, where it takes longest."""
+    contests = {
+        linear_skip_8bit: QUANTIZED,
+        linear_gelu_8bit: QUANTIZED,
+        linear_qkv_8bit: QUANTIZED,
+        attention_8bit: QUANTIZED,
+        ops_sparse.sparse_linear_attention: SPARSE,
+        ops_sparse.block_sparse_attention: BLOCK_SPARSE,
+    }
+    for contest, tier in contests.items():
+        sizes = [sizes for op, shape in ops if (sizes := _sizes_in_tier(contest.__name__, op, shape)) is not None]
+        if sizes:
+            yield _case(tier, contest, *max(sizes, key=math.prod))
+
+
+def _sizes_in_tier(name: str, op: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the sizes of a tier's op in place of an exact op of this shape, or None if it does not take its place."""
+    if op != EXACT_OPS[name]:
+        return None
+    if op != "attention":
+        return shape
+    heads, tokens, keys, head_dim = shape  # the tiers replace self-attention
+    return (heads, tokens, head_dim) if keys == tokens and head_dim in HEAD_DIMS_8BIT else None
 
 
 def _case(tier: Tier, contest: Callable[..., Contest], *sizes: int) -> OpCase:
     case = op_case(contest, *sizes, tier=tier, targets={})
-    return replace(case, build=functools.partial(_without_rivals, case.build))
+    return replace(case, build=functools.partial(_without_rivals, contest.__name__, case.build))
 
 
-def _without_rivals(build: Callable[..., Contest], *arguments: object) -> Contest:
+def _without_rivals(op: str, build: Callable[..., Contest], *arguments: object) -> Contest:
     contest = build(*arguments)
-    return replace(contest, rivals={}, partial={name: run for name, run in contest.partial.items() if name == NORMS})
+    contest = replace(contest, rivals={}, partial={name: run for name, run in contest.partial.items() if name == NORMS})
+    return with_trials(op, contest)
 
 
 def attention_8bit(heads: int, tokens: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
@@ -60,22 +77,22 @@ def attention_8bit(heads: int, tokens: int, head_dim: int, device: torch.device,
 
 def linear_skip_8bit(tokens: int, C: int, K: int, device: torch.device, compiled: Callable) -> Contest:
     """The feed-forward's second projection."""
-    return ops_quantized.fed_linear_skip_8bit(tokens, C, K, device, compiled, _format("ffn.net.2", device))
+    return ops_quantized.fed_linear_skip_8bit(tokens, C, K, device, compiled, _format(device, rows_known=False))
 
 
 def linear_gelu_8bit(tokens: int, C: int, K: int, device: torch.device, compiled: Callable) -> Contest:
     """The feed-forward's first, whose result is in 8 bits where the second takes e4m3."""
-    result = FP8 if _format("ffn.net.2", device) == FP8 else None
-    return ops_quantized.linear_gelu_8bit(tokens, C, K, device, compiled, _format("ffn.net.0.proj", device), result)
+    result = FP8 if _format(device, rows_known=False) == FP8 else None
+    return ops_quantized.linear_gelu_8bit(tokens, C, K, device, compiled, _format(device, rows_known=True), result)
 
 
 def linear_qkv_8bit(tokens: int, C: int, K: int, device: torch.device, compiled: Callable) -> Contest:
     """A self-attention's."""
-    return ops_quantized.linear_qkv_8bit(tokens, C, K, device, compiled, _format("attn1.to_q", device))
+    return ops_quantized.linear_qkv_8bit(tokens, C, K, device, compiled, _format(device, rows_known=True))
 
 
-def _format(path: str, device: torch.device) -> torch.dtype:
-    return format_of(path, capability_of(device))
+def _format(device: torch.device, *, rows_known: bool) -> torch.dtype:
+    return format_for(capability_of(device), rows_known=rows_known)
 
 
 def exact_milliseconds(key: OpKey, timings: dict[str, dict], rows: Sequence[dict]) -> float | None:

@@ -14,9 +14,10 @@ from diffusers import DiffusionPipeline
 from diffusers.utils import load_image
 
 from .. import embedded
-from ..bench.cases import CASES, add_random_projections, add_structure, build_pipeline, structured_inputs
+from ..bench.cases import add_random_projections, add_structure, build_pipeline, structured_inputs
 from ..config import PRESETS, BlockSparse, PatchConfig, Sparse
 from ..patching import use_distilled, use_rcm
+from ..patching.families import CASES
 from ..patching.sampling.use_distilled import NotRecognised
 from ..patching.weights.turbodiffusion import load_projections
 from ..recipes import RCM_STEPS, recipe_names

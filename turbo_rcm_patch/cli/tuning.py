@@ -10,11 +10,11 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from ..bench.cases import CASES
 from ..bench.ops import OpCase, OpResult
 from ..bench.tune import Shapes, cases, configs_of_folder, measure, rows_of, shapes_of_case, shapes_of_folder
 from ..kernels.choice.measured import Verdict, kernels_of, tier_verdicts_of, verdicts_of
 from ..kernels.choice.tuned import forget_tuned, origin_of, tuned_file, versions
+from ..patching.families import CASES
 from ..tables import table
 from .checks import size_rules
 from .errors import CommandError

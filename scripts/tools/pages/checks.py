@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from scripts.benchmarks.attention_error import LEAST_COSINE, MOST_BESIDE_RIVAL, MOST_L1, NORMAL
 from scripts.tools.pages.charts import model_of
-from turbo_rcm_patch.bench.cases import CASES
 from turbo_rcm_patch.bench.ops_quantized import ATTENTION_ERROR
+from turbo_rcm_patch.patching.families import CASES
 
 from .cells import bold, percent, table_of
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from scripts.tools.pages.charts import milliseconds, model_of, real_models
-from turbo_rcm_patch.bench.cases import CASES
 from turbo_rcm_patch.bench.ops_quantized import SCALED_MM
+from turbo_rcm_patch.patching.families import CASES
 from turbo_rcm_patch.tables import table
 
 SELF_ATTENTION, CROSS_ATTENTION = "self-attention with its norms and RoPE", "cross-attention"

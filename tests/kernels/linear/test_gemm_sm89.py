@@ -4,15 +4,14 @@ import pytest
 import torch
 
 from tests.kernels.linear.test_picks import ADA, AMPERE, BF16, FP16, FP32, HOPPER, LINEAR, PORTABLE, REFERENCE, gpu
-from tests.tune_times import timed
-from turbo_rcm_patch.bench.tune import Shapes
+from tests.tune_times import small_shapes, timed
 from turbo_rcm_patch.cli.tuning import keep
 from turbo_rcm_patch.kernels.choice import measured, tuned
 from turbo_rcm_patch.kernels.linear.gemm_sm89 import SM89, tiles_sm89
 from turbo_rcm_patch.kernels.linear.linear_skip import LINEAR_SKIP
 from turbo_rcm_patch.kernels.linear.spec import LinearSpec
 
-SHAPES = Shapes("small", "32x48x5", 2, 64, 40, 70, [(2, 3, 4, 8, 8, 3, 3, 1, 1)])
+SHAPES = small_shapes()
 SHARED_MEMORY = 99 * 1024  # bytes that a program may have on sm_89
 
 

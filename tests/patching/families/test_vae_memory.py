@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import turbo_rcm_patch as trp
 from tests.tiny_vae import tiny_latents, tiny_vae
 from turbo_rcm_patch import kernels
-from turbo_rcm_patch.bench.cases import CASES
+from turbo_rcm_patch.patching.families import CASES
 from turbo_rcm_patch.patching.families.vae import chunks, forward
 from turbo_rcm_patch.patching.families.vae.chunks import (
     MOST_ELEMENTS,

@@ -10,12 +10,13 @@ from triton import knobs
 from scripts.benchmarks import end_to_end, gpu_session
 from scripts.benchmarks.lora import ALONE, RESCALED, SWITCHED, WITHOUT, add_random_lora, lora_variants, rescaled_once
 from tests.oracle import relative_error
-from turbo_rcm_patch.bench.cases import CASES, build_pipeline, random_inputs
+from turbo_rcm_patch.bench.cases import build_pipeline, random_inputs
 from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.compilations import compilations
 from turbo_rcm_patch.bench.variants import COMPILED, COMPILED_AFTER_A_CHANGE
 from turbo_rcm_patch.config import Exact
 from turbo_rcm_patch.patching import patch, use_rcm
+from turbo_rcm_patch.patching.families import CASES
 
 ROOT = Path(__file__).resolve().parents[3]
 CALL = {"height": 32, "width": 48, "num_frames": 5, "num_inference_steps": 2, "guidance_scale": 1.0}

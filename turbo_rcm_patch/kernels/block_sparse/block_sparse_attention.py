@@ -247,7 +247,7 @@ BLOCK_SPARSE_ATTENTION = Op(
 _gluon = _block_sparse_attention_8bit.launch(GLUON, partial(_launch_8bit, True))
 _portable = _block_sparse_attention_8bit.launch(PORTABLE, partial(_launch_8bit, False))
 BLOCK_SPARSE_ATTENTION_8BIT = Op(
-    "block_sparse_attention_8bit",
+    "block_sparse_attention",
     (
         Kernel(GLUON, _why_not_gluon, partial(_fused_8bit, _gluon)),
         Kernel(PORTABLE, _why_not_portable_8bit, partial(_fused_8bit, _portable)),

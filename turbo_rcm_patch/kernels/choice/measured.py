@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -185,20 +185,24 @@ def _tuned_verdicts(origin: str, rows: Iterable[dict], names: Mapping[str, str])
 def kernels_of(rows: Iterable[dict]) -> dict[str, str]:
     """Return, by op, the fastest of the kernels that only `turbo-rcm tune` may choose, if it is worthwhile.
 
-    Its time over all shapes of the op must beat the time of the op's usual kernel, and PyTorch's, by more than noise.
+    Its time over all shapes of the op must beat the time of the op's usual kernel by more than noise, and so PyTorch's,
+    which runs no tier's op.
     """
     by_op: dict[str, list[dict]] = {}
     for row in rows:
         by_op.setdefault(row["op"], []).append(row)
-    found = {op: _fastest_kernel(of_op) for op, of_op in by_op.items()}
+    found = {
+        op: _fastest_kernel(of_op, ("ours",) if op in TIER_OPS else ("ours", "rival")) for op, of_op in by_op.items()
+    }
     return {op: name for op, name in found.items() if name is not None}
 
 
-def _fastest_kernel(rows: list[dict]) -> str | None:
+def _fastest_kernel(rows: list[dict], others: Sequence[str]) -> str | None:
+    """Return the fastest kernel that only tune may choose, if it beats the others, which are keys of a row's times."""
     timed = [row.get("kernels", {}) for row in rows]
     totals = {name: _total(times.get(name) for times in timed) for name in timed[0]}
     totals = {name: total for name, total in totals.items() if total is not None}
-    usual = [_total(row[who] for row in rows) for who in ("ours", "rival")]
+    usual = [_total(row[who] for row in rows) for who in others]
     best = min(totals, key=totals.get, default=None)
     beats = best is not None and all(total is None or WORTHWHILE * totals[best] < total for total in usual)
     return best if beats else None

@@ -109,42 +109,51 @@ class Pick(NamedTuple):
         return next((reason for _, reason in reversed(self.reasons) if not reason.startswith(EXPECTED)), None)
 
 
-_trial: dict[str, Kernel] = {}  # by op: the kernel that is being tried
+_trials: dict[Op, tuple[Kernel, list[Kernel]]] = {}  # the kernel that is being tried, and a list for its picks
 
 
 @dataclass(frozen=True)
 class Op:
-    """An op and its kernels, the preferred one first."""
+    """An op and its kernels, the preferred one first.
+
+    name_in_8_bits: its name in the rows of `turbo-rcm tune` for 8-bit operands, or None if that is `name` too.
+    """
 
     name: str
     kernels: tuple[Kernel, ...]
+    name_in_8_bits: str | None = None
 
     def pick(self, spec: Spec) -> Pick:
         """Return the first kernel that can run. Raises ValueError with all reasons if none can."""
         reasons = []
-        tried = _trial.get(self.name)
+        tried, picked = _trials.get(self, (None, [])) if _trials else (None, [])
         for kernel in self.kernels if tried is None else (tried,):
             reason = kernel.why_not(spec) or (None if tried else self._why_not_by_tune(kernel, spec))
             if reason is None:
+                picked.append(kernel)
                 return Pick(kernel, tuple(reasons))
             reasons.append((kernel.name, reason))
         listed = "; ".join(f"{name}: {reason}" for name, reason in reasons)
         raise ValueError(f"{self.name}: no kernel can run ({listed}).")
 
     def _why_not_by_tune(self, kernel: Kernel, spec: Spec) -> str | None:
-        is_chosen = not kernel.by_tune or (
-            spec.dtype in MEASURED_DTYPES and tuned_kernel(self.name, spec.device) == kernel.name
-        )
+        if not kernel.by_tune:
+            return None
+        in_8_bits = spec.dtype.itemsize == 1
+        name = self.name_in_8_bits if in_8_bits and self.name_in_8_bits else self.name
+        is_measured = in_8_bits or spec.dtype in MEASURED_DTYPES
+        is_chosen = is_measured and tuned_kernel(name, spec.device) == kernel.name
         return None if is_chosen else "not chosen by turbo-rcm tune"
 
     @contextlib.contextmanager
-    def trying(self, kernel: Kernel) -> Iterator[None]:
-        """Pick only this kernel, as `turbo-rcm tune` does to time it."""
-        _trial[self.name] = kernel
+    def trying(self, kernel: Kernel) -> Iterator[list[Kernel]]:
+        """Pick only this kernel, as `turbo-rcm tune` does to time it. Yield a list that gets it at every pick."""
+        picked: list[Kernel] = []
+        _trials[self] = kernel, picked
         try:
-            yield
+            yield picked
         finally:
-            del _trial[self.name]
+            del _trials[self]
 
     def why_not_fused(self, spec: Spec) -> str | None:
         """Return the reason why no fused kernel can run, or None if one can. Never raises."""

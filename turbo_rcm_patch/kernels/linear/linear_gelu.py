@@ -192,6 +192,7 @@ LINEAR_GELU = Op(
         Kernel(LINEAR, why_not_pytorch, _by_pytorch, is_fused=False),
         Kernel(REFERENCE, why_not_reference, _by_reference, is_fused=False),
     ),
+    name_in_8_bits="linear_gelu_8bit",
 )
 _launch_gluon, _launch_portable = (partial(_launch_quantized, gluon, tile_candidates) for gluon in (True, False))
 LINEAR_GELU_QUANTIZED = Op(
@@ -201,6 +202,7 @@ LINEAR_GELU_QUANTIZED = Op(
         Kernel(PORTABLE, why_not_portable, _linear_gelu_quantized.launch(PORTABLE, _launch_portable)),
         Kernel(REFERENCE, why_not_reference, _quantized_by_reference, is_fused=False),
     ),
+    name_in_8_bits="linear_gelu_8bit",
 )
 
 

@@ -139,4 +139,5 @@ LINEAR_QKV = Op(
         Kernel(LINEAR, why_not_pytorch_alone, _by_pytorch, is_fused=False),
         Kernel(REFERENCE, why_not_reference, _by_reference, is_fused=False),
     ),
+    name_in_8_bits="linear_qkv_8bit",
 )

@@ -190,6 +190,7 @@ LINEAR_SKIP = Op(
         Kernel(LINEAR, why_not_pytorch, _by_pytorch, is_fused=False),
         Kernel(REFERENCE, why_not_reference, _by_reference, is_fused=False),
     ),
+    name_in_8_bits="linear_skip_8bit",
 )
 
 

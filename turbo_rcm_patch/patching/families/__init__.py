@@ -18,6 +18,7 @@ from .wan_vace import WAN_VACE
 
 FAMILIES = (WAN, WAN_VACE, SKYREELS_V2, WAN_ANIMATE, CHRONOEDIT, ANYFLOW, ANYFLOW_FAR)
 PIPELINES = tuple(pipeline for family in FAMILIES for pipeline in family.pipelines)
+CASES = {name: case for family in FAMILIES for name, case in family.cases.items()}
 SUPPORTED = "; ".join(f"{family.transformer_class.__name__} ({family.models})" for family in FAMILIES)
 
 
@@ -25,6 +26,11 @@ def family_of(transformer: nn.Module) -> Family | None:
     """Return the family of a transformer by its exact class, sharded or not, or None if no family knows the class."""
     cls = unsharded_class(transformer)
     return next((family for family in FAMILIES if cls is family.transformer_class), None)
+
+
+def family_named(class_name: object) -> Family | None:
+    """Return the family of a transformer by its class's name, as config.json has it, or None if no family knows it."""
+    return next((family for family in FAMILIES if family.transformer_class.__name__ == class_name), None)
 
 
 def model_in(source: Path, tensors: Tensors) -> nn.Module:

@@ -9,7 +9,7 @@ A family is a file in this folder, or a folder if its blocks are its own, regist
    makes a call, a hashable tuple with a `Call` as ``call`` and beside it what this family has: a `Stream` for each
    modality, prompts, reasons to call a module as a whole. It gets the plan with ``state.plans.get`` and runs it.
 4. A plan: steps from ``steps/``, each with its kernel or the reason for another one, as ``rows()`` lists them.
-   `Measured` says what `verify` measures in it.
+   `Measured` says what `verify` measures in it, `Sizes` what `tune` times and `info` counts.
 5. Where it has them: `Pipeline`, the pipelines that sample in few steps; `Case`, the sizes of its checkpoints.
 6. In ``more``, a forward for the first module that runs in every call of the transformer. It calls
    ``Shared.begin_forward``, before which no change to a block is noticed. The others there are the family's choice.
@@ -39,6 +39,7 @@ from torch import nn
 from ...checkpoints.lazy import Tensors
 from ...config import Exact, PatchConfig
 from ...plain import hook_in_place_of_forward
+from ...tiers import Tier
 from ..copying import reduce_ex, refuse_replicas
 from ..journal import bind, slot_below_hooks
 from ..lora.notice_changes import apply_to_tensors, load_lora_adapter
@@ -84,6 +85,35 @@ def graph_of(transformer: nn.Module) -> ModelGraphs | None:
     return vars(transformer).get(GRAPH)
 
 
+class Sizes(NamedTuple):
+    """What a transformer's config says about the tensors in its blocks, before there is a model.
+
+    needed: the entries without which nothing can be said.
+    tokens: (config, latent) -> the tokens of a sample. latent: its frames, height and width.
+    ops: (config, tokens) -> the ops that `turbo-rcm tune` times, each with its sizes.
+    bytes_per_token: (config, bytes of a value in the model's dtype, tier) -> the largest set of a block's tensors that
+        are alive together.
+    """
+
+    needed: tuple[str, ...]
+    tokens: Callable[[Mapping[str, object], tuple[int, int, int]], int]
+    ops: Callable[[Mapping[str, object], int], Iterator[tuple[str, tuple[int, ...]]]]
+    bytes_per_token: Callable[[Mapping[str, object], int, Tier], int]
+
+
+class RandomWeights(NamedTuple):
+    """Changes in place that make a block's random weights more like trained ones.
+
+    strengthen_gates: (block) -> None. The block then changes its input about as much as it keeps of it.
+    undo_outliers: (block, channels, size) -> None. Hidden channels that are this much larger then weigh as the others.
+    sharpen_attention: (block, gain) -> None. Attention then picks out a few keys.
+    """
+
+    strengthen_gates: Callable[[nn.Module], None]
+    undo_outliers: Callable[[nn.Module, torch.Tensor, float], None]
+    sharpen_attention: Callable[[nn.Module, float], None]
+
+
 class Measured(NamedTuple):
     """The measurements of `verify` within a block. oracle: the block without the patch, in fp32.
 
@@ -116,7 +146,9 @@ class Blocks:
             Embeddings, modulation and norms are not among them.
         self_attention: the path of the self-attention that the sparse tiers replace.
         measured: what `verify` measures within a block.
-        sparse: how sparse-linear attention replaces it, or None if it cannot.
+        sizes: the sizes of its tensors.
+        random_weights: how random weights are made more like trained ones.
+        sparse: how sparse-linear attention replaces the self-attention, or None if it cannot.
     """
 
     name: str
@@ -129,6 +161,8 @@ class Blocks:
     linears: Mapping[str, tuple[str, ...]]
     self_attention: str
     measured: Measured
+    sizes: Sizes
+    random_weights: RandomWeights
     sparse: SparseForm | None = None
 
     def self_attention_of(self, block: nn.Module) -> nn.Module:
@@ -156,19 +190,20 @@ class Pipeline(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """The class of a transformer, its config and a VAE's, the usual size of a video, and two flags.
+    """The classes of a transformer, a pipeline and a VAE, the configs of both models, and the usual size of a video.
 
-    The flags tell if each token has its own timestep, and if a video starts from an image.
+    The pipeline works without encoders. expand_timesteps: True if each token has its own timestep.
     """
 
     transformer_class: type[nn.Module]
+    pipeline_class: type[DiffusionPipeline]
+    vae_class: type[nn.Module]
     transformer: Mapping[str, object]
     height: int
     width: int
     frames: int
     vae: Mapping[str, object] = field(default_factory=dict)
     expand_timesteps: bool = False
-    from_image: bool = False
 
 
 @dataclass(frozen=True)

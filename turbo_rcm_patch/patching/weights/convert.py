@@ -45,14 +45,19 @@ class LinearAt(NamedTuple):
 
 
 def format_of(path: str, capability: tuple[int, int] | None) -> torch.dtype:
-    """Return the 8-bit format of the linear at a path. capability: the GPU's compute capability, or None if unknown.
+    """Return the 8-bit format of the linear at a path. capability: the GPU's compute capability, or None if unknown."""
+    return format_for(capability, rows_known=path.endswith(ROWS_KNOWN))
+
+
+def format_for(capability: tuple[int, int] | None, *, rows_known: bool) -> torch.dtype:
+    """Return the 8-bit format of a linear. rows_known: True if the largest value of each row of its input is known.
 
     Prefer int8: its error is a third of e4m3's. It needs each input row's largest value. The results of an attention or
     a GELU are scaled by a bound instead, and only e4m3 stays accurate then.
     """
     if capability is not None and capability < FP8_CAPABILITY:
         return INT8
-    return INT8 if path.endswith(ROWS_KNOWN) else FP8
+    return INT8 if rows_known else FP8
 
 
 def convertible_linears(

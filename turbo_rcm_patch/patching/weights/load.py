@@ -22,7 +22,7 @@ from ...checkpoints.files import COMPONENTS
 from ...config import Exact, PatchConfig, Quantized, Sparse, resolve_config
 from ...kernels.quantized import FP8, INT8, QuantizedWeight
 from ..apply import Patch, PatchError, apply_patch, check_patchable, transformers_of
-from ..families import FAMILIES, SUPPORTED, family_of
+from ..families import SUPPORTED, family_named, family_of
 from ..journal import Journal
 from ..steps.sparse_linear import PROJ_L, add_projections, by_attention, is_projection, use_processors
 from .convert import convertible_linears, put_in_8_bits
@@ -96,11 +96,11 @@ def component_folders(folder: Path) -> dict[str, Path]:
 def empty_model(folder: Path) -> nn.Module:
     """Return the transformer of a config.json, with its parameters on the meta device."""
     config = read_config(folder)
-    classes = {family.transformer_class.__name__: family.transformer_class for family in FAMILIES}
-    if config.get("_class_name") not in classes:
+    family = family_named(config.get("_class_name"))
+    if family is None:
         raise ValueError(f"{folder} holds a {config.get('_class_name')}; supported: {SUPPORTED}.")
     with init_empty_weights():
-        return classes[config["_class_name"]].from_config(config)
+        return family.transformer_class.from_config(config)
 
 
 def read_config(folder: Path) -> dict:
@@ -112,6 +112,12 @@ def read_config(folder: Path) -> dict:
     if not isinstance(config, dict):
         raise ValueError(f"{folder / 'config.json'} holds no JSON object.")
     return config
+
+
+def read_vae_config(transformer: Path) -> dict:
+    """Return the config of the VAE beside a transformer's folder, or an empty one if there is none."""
+    folder = transformer.parent / "vae"
+    return read_config(folder) if (folder / "config.json").is_file() else {}
 
 
 def _folders_for(folder: Path, models: Mapping[str, nn.Module]) -> dict[str, Path]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 
-from diffusers import WanTransformer3DModel
+from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
 
 from ..family import Case
+from .image_free import ImageFreePipeline
 
-_case = partial(Case, WanTransformer3DModel)
+_from_text, _from_image = (
+    partial(Case, WanTransformer3DModel, pipeline, AutoencoderKLWan) for pipeline in (WanPipeline, ImageFreePipeline)
+)
 
 TI2V_5B = {"num_attention_heads": 24, "num_layers": 30, "ffn_dim": 14336, "in_channels": 48, "out_channels": 48}
 TI2V_5B_VAE = {
@@ -29,9 +32,9 @@ TINY_VAE = {"base_dim": 8, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
 
 # The sizes of Wan-AI's diffusers checkpoints; what is left out has diffusers' default. The latter half is for tests.
 CASES = {
-    "wan2.1-1.3b": _case({"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}, 480, 832, 81),
-    "wan2.1-14b": _case({"num_attention_heads": 40, "num_layers": 40, "ffn_dim": 13824}, 720, 1280, 81),
-    "wan2.1-i2v-14b": _case(
+    "wan2.1-1.3b": _from_text({"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}, 480, 832, 81),
+    "wan2.1-14b": _from_text({"num_attention_heads": 40, "num_layers": 40, "ffn_dim": 13824}, 720, 1280, 81),
+    "wan2.1-i2v-14b": _from_image(
         {
             "num_attention_heads": 40,
             "num_layers": 40,
@@ -43,14 +46,13 @@ CASES = {
         720,
         1280,
         81,
-        from_image=True,
     ),
-    "wan2.2-5b": _case(TI2V_5B, 704, 1280, 121, vae=TI2V_5B_VAE, expand_timesteps=True),
-    "wan2.2-5b-image": _case(TI2V_5B, 704, 1280, 121, vae=TI2V_5B_VAE, expand_timesteps=True, from_image=True),
-    "tiny": _case(TINY, 32, 48, 5, vae=TINY_VAE),
-    "tiny-tokens": _case(TINY, 32, 48, 5, vae=TINY_VAE, expand_timesteps=True),
-    "tiny-image-tokens": _case(TINY, 32, 48, 5, vae=TINY_VAE, expand_timesteps=True, from_image=True),
-    "tiny-image": _case(
-        {**TINY, "in_channels": 36, "image_dim": 8, "added_kv_proj_dim": 128}, 32, 48, 5, vae=TINY_VAE, from_image=True
+    "wan2.2-5b": _from_text(TI2V_5B, 704, 1280, 121, vae=TI2V_5B_VAE, expand_timesteps=True),
+    "wan2.2-5b-image": _from_image(TI2V_5B, 704, 1280, 121, vae=TI2V_5B_VAE, expand_timesteps=True),
+    "tiny": _from_text(TINY, 32, 48, 5, vae=TINY_VAE),
+    "tiny-tokens": _from_text(TINY, 32, 48, 5, vae=TINY_VAE, expand_timesteps=True),
+    "tiny-image-tokens": _from_image(TINY, 32, 48, 5, vae=TINY_VAE, expand_timesteps=True),
+    "tiny-image": _from_image(
+        {**TINY, "in_channels": 36, "image_dim": 8, "added_kv_proj_dim": 128}, 32, 48, 5, vae=TINY_VAE
     ),
 }

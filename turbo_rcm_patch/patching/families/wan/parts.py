@@ -12,6 +12,8 @@ from ...steps.sparse_linear import SparseForm
 from ..family import Blocks, Measured, Targets
 from .block import WanBlock, decide, usual_call
 from .measured import self_attention_qkv, sub_layer_terms
+from .random_weights import RANDOM_WEIGHTS
+from .sizes import SIZES
 from .sub_layers import Inputs
 
 FIRST_LAYER = "patch_embedding"
@@ -44,7 +46,21 @@ def wan_blocks(
     parts = {"attn1": kind.attention_class, "attn2": kind.attention_class, "ffn": nn.Module}
     sparse = SparseForm(kind.self_processor, kind.angles) if can_be_sparse else None
     measured = Measured(inputs, sub_layer_terms, self_attention_qkv)
-    return Blocks(name, block_class, forward, kind, parts, decide, usual_call, LINEARS, "attn1", measured, sparse)
+    return Blocks(
+        name=name,
+        block_class=block_class,
+        forward=forward,
+        kind=kind,
+        parts=parts,
+        decide=decide,
+        usual_call=usual_call,
+        linears=LINEARS,
+        self_attention="attn1",
+        measured=measured,
+        sizes=SIZES,
+        random_weights=RANDOM_WEIGHTS,
+        sparse=sparse,
+    )
 
 
 def embedder_forward(self: nn.Module, *args: object, **kwargs: object) -> object:

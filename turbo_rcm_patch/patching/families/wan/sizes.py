@@ -1,0 +1,45 @@
+"""The sizes of tensors in Wan's blocks, by a transformer's config."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from ....tiers import EXACT, QUANTIZED, Tier
+from ..family import Sizes
+from .sub_layers import TEXT_TOKENS
+
+
+def tokens(config: Mapping[str, object], latent: tuple[int, int, int]) -> int:
+    """Return the tokens of a sample whose latent has these frames, height and width."""
+    patch = config.get("patch_size") or (1, 2, 2)
+    return math.prod(length // edge for length, edge in zip(latent, patch, strict=True))
+
+
+def ops(config: Mapping[str, object], tokens: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the ops of a block that there is a choice of kernels for, with their sizes."""
+    heads, head_dim, ffn = config["num_attention_heads"], config.get("attention_head_dim") or 128, config["ffn_dim"]
+    C = heads * head_dim
+    yield "attention", (heads, tokens, tokens, head_dim)
+    yield "attention", (heads, tokens, TEXT_TOKENS, head_dim)
+    yield "linear_skip", (tokens, C, C)
+    yield "linear_skip", (tokens, C, ffn)
+    yield "linear_gelu", (tokens, ffn, C)
+    yield "linear_qkv", (tokens, C, C)
+
+
+def bytes_per_token(config: Mapping[str, object], wide: int, tier: Tier) -> int:
+    """Return the bytes per token of the largest set of a block's tensors that are alive together.
+
+    In the self-attention these are the residual and q, k and v before and after their norm, or in 8 bits, or for
+    sparse-linear attention in both. In the feed-forward they are the block's input, the residual, the normed and the
+    wide tensor. wide: bytes of a value in the model's dtype.
+    """
+    C, ffn = config["num_attention_heads"] * config["attention_head_dim"], config["ffn_dim"]
+    if tier == EXACT:
+        return wide * max(6 * C, 3 * C + ffn)
+    attention = 4 * wide + 3 if tier == QUANTIZED else max(6 * wide, 5 * wide + 3)
+    return max(attention * C, (2 * wide + 1) * C + ffn)
+
+
+SIZES = Sizes(("num_attention_heads", "ffn_dim"), tokens, ops, bytes_per_token)
