@@ -1,11 +1,11 @@
-"""Videos of many prompts, shared out among the GPUs; a run that was stopped goes on where it was.
+"""Make videos of many prompts, shared among the GPUs. A stopped run goes on where it was.
 
     accelerate launch examples/generate_batch.py prompts.txt --out videos
     accelerate launch examples/generate_batch.py prompts.txt --out videos --model PATH_OR_ID --preset quantized
 
-A prompt a line. accelerate starts a process for each GPU, which loads the model once. A video is named after its prompt
-and seed, and is written whole or not at all; videos.jsonl gets a line for each: seed, seconds, options, settings. What
-has both is skipped, so that after an interruption the same command makes the rest.
+The file has one prompt per line. accelerate starts a process for each GPU, which loads the model once. A video is named
+after its prompt and seed, and is written whole or not at all. videos.jsonl gets a line for each: seed, seconds,
+options, settings. Videos that have both are skipped, so that after an interruption the same command makes the rest.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
         share = videos[rank::processes]
         missing = [video for video in share if video.name not in recorded or not (options.out / video.name).is_file()]
         bar = tqdm(total=len(share), initial=len(share) - len(missing), desc=f"process {rank}", position=local_rank)
-        with bar, contextlib.redirect_stdout(sys.stdout if rank == 0 else None):  # what is printed is the same in all
+        with bar, contextlib.redirect_stdout(sys.stdout if rank == 0 else None):  # all processes would print the same
             # With the options of all that is there the settings are the same too, and the model is not needed.
             is_the_same_run = all(line.get("options") == deciding(options) for line in recorded.values())
             for _ in generate(options, missing, recorded) if missing or not is_the_same_run else ():
@@ -93,7 +93,7 @@ def deciding(options: argparse.Namespace) -> dict[str, object]:
 def generate(options: argparse.Namespace, videos: list[Video], recorded: dict[str, dict]) -> Iterator[Video]:
     """Load the model once and make the videos in turn, each then recorded.
 
-    Raises CommandError where those recorded have other settings.
+    Raises CommandError if the recorded videos have other settings.
     """
     given = deciding(options)
     pipe, call = load_pipeline(options)
@@ -112,7 +112,7 @@ def generate(options: argparse.Namespace, videos: list[Video], recorded: dict[st
 
 
 def make(options: argparse.Namespace, pipe, call: dict[str, object], video: Video) -> dict[str, object]:
-    """Generate and write a video; its line of the record. Its frames are gone before the next one is generated."""
+    """Generate and write a video. Return its line of the record. Its frames are freed before the next video."""
     generator = torch.Generator(pipe._execution_device).manual_seed(video.seed)
     made = timed_generation(pipe, **call, prompt=video.prompt, output_type="pt", generator=generator)
     begin = time.perf_counter()
@@ -128,7 +128,7 @@ def make(options: argparse.Namespace, pipe, call: dict[str, object], video: Vide
 
 @contextlib.contextmanager
 def writing_in(folder: Path) -> Iterator[None]:
-    """Turn what keeps this from being written into a CommandError."""
+    """Turn errors of writing into a CommandError."""
     try:
         yield
     except OSError as error:
@@ -136,7 +136,7 @@ def writing_in(folder: Path) -> Iterator[None]:
 
 
 def remove_leftovers(folder: Path, video: Video) -> None:
-    """Remove what a process that was killed had written of a video."""
+    """Remove the unfinished video of a process that was killed."""
     for leftover in folder.glob(f".{Path(video.name).stem}.*.mp4"):
         leftover.unlink()
 
@@ -180,7 +180,7 @@ def read_record(folder: Path) -> dict[str, dict]:
 
 
 def check_same_settings(folder: Path, recorded: dict[str, dict], settings: dict[str, object]) -> None:
-    """Raise CommandError where the folder has videos of other settings, which skipping would mix with these."""
+    """Raise CommandError if the folder has videos of other settings, which skipping would mix with these."""
     for video in recorded.values():
         for name in settings.keys() | video["settings"].keys():
             before, now = video["settings"].get(name), settings.get(name)

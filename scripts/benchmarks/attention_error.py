@@ -20,7 +20,7 @@ from turbo_rcm_patch.patching import use_rcm
 
 NORMAL, STRUCTURED, CAPTURED = "N(0, 1)", "structured", "the embedded model's"
 STEPS = 4  # of the generation whose attentions are captured
-LEAST_COSINE, MOST_L1, MOST_BESIDE_RIVAL = 0.9995, 0.03, 0.5  # of values that are like a model's
+LEAST_COSINE, MOST_L1, MOST_BESIDE_RIVAL = 0.9995, 0.03, 0.5  # for values like a model's
 
 QKV = Sequence[torch.Tensor]  # three [B, S, H, D]
 
@@ -42,7 +42,7 @@ class AttentionError:
     beside_rival: float
 
     def missed(self) -> list[str]:
-        """Return the names of the figures that are beyond the quantized tier's limits."""
+        """Return the names of the figures that exceed the quantized tier's limits."""
         if self.values == NORMAL:
             limits = {"relative_l2": self.relative_l2 <= ATTENTION_ERROR}
         else:

@@ -3,8 +3,8 @@
     python scripts/benchmarks/compare_implementations.py --json modules.json --csv modules.csv --plot speedups.png
     python scripts/benchmarks/compare_implementations.py --sizes 4x2048x768 --dtypes bfloat16
 
-Sizes are BxNxC: samples, tokens, channels, in heads of 64 channels. Exits with 1 where an implementation was refused
-because it is wrong; one that is slower than two_pass is no error.
+Sizes are BxNxC: samples, tokens, channels, in heads of 64 channels. Exits with 1 if an implementation was refused
+because it is wrong. An implementation slower than two_pass is not an error.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python scripts/benchmarks/conversion.py --config wan2.1-1.3b --json conversion.json
 
-A file of bf16 weights and one as TurboDiffusion's "-quant" ones are written to a folder of their own, on the disk of
---folder, and each is converted for a tier by turbo-rcm and loaded by load_turbodiffusion, in a process of its own.
+Two files, one of bf16 weights and one like TurboDiffusion's "-quant" files, are written to a new folder on the disk of
+--folder. turbo-rcm converts each for a tier, and load_turbodiffusion loads it, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def random_weights(model: WanTransformer3DModel, *, quantized: bool) -> Iterator
 
 
 def measured(what: str, source: Path, *command: object) -> dict[str, object]:
-    """Run a command; its seconds, and at its peak the memory of its own and that of the files that it mapped."""
+    """Run a command. Return its seconds, and its peak memory: its own, and that of the files that it mapped."""
     peak = {"RssAnon": 0, "RssFile": 0}
     start = time.perf_counter()
     process = subprocess.Popen([str(part) for part in command], stdout=subprocess.DEVNULL)

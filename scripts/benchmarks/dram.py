@@ -39,7 +39,7 @@ CAP_SYS_ADMIN, CAP_PERFMON = 21, 38  # bits of the capabilities in PROCESS_STATU
 
 
 class MeasurementError(RuntimeError):
-    """Nsight Compute did not deliver the counts; says why."""
+    """Nsight Compute did not deliver the counts, for the reason given."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _permitted() -> bool:
 
 @contextlib.contextmanager
 def profiled() -> Iterator[None]:
-    """The kernels launched inside are one range of `measure`, if it runs this program."""
+    """Mark the kernels launched in this context as one range of `measure`, if it runs this program."""
     torch.cuda.synchronize()
     with torch.cuda.profiler.profile():
         torch.cuda._sleep(1)  # the ranges are told apart by this kernel
@@ -88,7 +88,7 @@ def profiled() -> Iterator[None]:
 
 
 def measure(command: Sequence[str]) -> list[list[KernelTraffic]]:
-    """Run a command under Nsight Compute: the kernels of each of its `profiled` ranges, in the order of their launch.
+    """Run a command under Nsight Compute. Return the kernels of its `profiled` ranges in the order of their launch.
 
     Raises MeasurementError when the command or the profiler fails.
     """

@@ -5,12 +5,12 @@
     python scripts/benchmarks/end_to_end.py --config wan2.1-14b --layers 4 --ulysses 2
     python scripts/benchmarks/end_to_end.py --config wan2.1-14b --layers 4 --height 480 --width 832 --lora 64
 
-The prompt is random embeddings, as is what an image would be encoded to: no encoder is run. With --structured weights
-and inputs have habits of trained ones, on which it depends what a sparse attention leaves out. A step is one call of
-the transformer and the sampler; its error to fp32 is measured first, and nothing is timed where the patch errs more
-than its tier may (not with --no-oracle: dense attention in fp32 does not tell how right a sparse one is). With LoRA
-adapters it is also timed without them, and with a new scale or another adapter at each step; torch.compile's step after
-a new scale is timed once.
+The prompt is random embeddings and the image random features: no encoder runs. With --structured, weights and inputs
+resemble trained ones, which decides what a sparse attention leaves out. A step is one call of the transformer and the
+sampler. Its error to fp32 is measured first, and nothing is timed if the patch errs more than its tier may. --no-oracle
+skips that, because dense attention in fp32 does not tell how right a sparse one is. With LoRA adapters a step is also
+timed without them, and with a new scale or another adapter at each step. torch.compile's step after a new scale is
+timed once.
 """
 
 from __future__ import annotations

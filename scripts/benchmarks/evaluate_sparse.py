@@ -2,10 +2,10 @@
 
     python scripts/benchmarks/evaluate_sparse.py -n 256 --json results/sparse-tiny.json
 
-"block sparse" is softmax attention to the kept blocks alone with the dense model's weights, "SLA" the fine-tuned ones
-with their linear branch; both choose blocks in the same way. Every variant makes the videos of the same held-out
-captions from the same noise, in the model's own dtype, with the decoder in bf16. Variants that the file has already are
-not run again.
+"block sparse" is softmax attention to the kept blocks only, with the dense model's weights. "SLA" has the fine-tuned
+weights with their linear branch. Both choose blocks in the same way. Every variant makes the videos of the same
+held-out captions from the same noise, in the model's own dtype, with the decoder in bf16. Variants that the file
+already has do not run again.
 """
 
 from __future__ import annotations

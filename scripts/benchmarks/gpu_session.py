@@ -34,7 +34,7 @@ QUANTIZED, SPARSE, BLOCK_SPARSE = (("--preset", preset) for preset in ("quantize
 DECODED = ("--layers", "1", "--steps", "1", "--decode", "--repeats", "3")  # for the VAE's sake
 SIZE_OF_LORA = ("--layers", "4", "--height", "480", "--width", "832", "--repeats", "4")  # there and back twice
 LORA = (*END_TO_END, "wan2.1-14b", *SIZE_OF_LORA, "--lora")
-LEFT_OUT = ("--structured", "--no-oracle", "--repeats", "3")  # of attention that leaves key blocks out
+LEFT_OUT = ("--structured", "--no-oracle", "--repeats", "3")  # for attention that leaves key blocks out
 SANITIZERS = ("memcheck", "racecheck")
 # CHECKS pass or fail. The figures of the other steps go into the results file.
 CHECKS = {
@@ -94,7 +94,7 @@ MEASUREMENTS = {
     "wan2.1-1.3b-block-sparse": (*END_TO_END, "wan2.1-1.3b", *LEFT_OUT, *BLOCK_SPARSE),
     "wan2.1-1.3b-block-sparse-mass-0.95": (*END_TO_END, "wan2.1-1.3b", *LEFT_OUT, *BLOCK_SPARSE, "--mass", "0.95"),
 }
-GPUS = {"wan2.1-14b-4-layers-2-gpus": 2}  # that a step needs, where it is more than one
+GPUS = {"wan2.1-14b-4-layers-2-gpus": 2}  # GPUs that a step needs, if more than one
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -139,9 +139,9 @@ def chosen_steps(only: list[str] | None, gpus: int) -> Iterator[str]:
 
 
 def run(command: tuple[str, ...], log: Path, figures: Path | None) -> tuple[int, float]:
-    """Run one step, show its output and keep it; returns the exit code and the seconds taken.
+    """Run one step, and show and keep its output. Return the exit code and the seconds taken.
 
-    figures: the file that it shall write its figures to, as new.
+    figures: the file for its figures, which is made anew.
     """
     print(f"\n== {log.stem}", flush=True)
     if figures is not None:
@@ -159,22 +159,23 @@ def run(command: tuple[str, ...], log: Path, figures: Path | None) -> tuple[int,
 
 
 class ResultsFile:
-    """The results of one kind of GPU, named after it: its runs by name, how its tests ran with which versions, and what
-    compute-sanitizer said."""
+    """The results file of one kind of GPU: its runs by name, its tests by versions, and compute-sanitizer's reports."""
 
     def __init__(self, folder: Path, gpu: str):
         self._path = folder / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
         self._empty = {"gpu": gpu, "tests": [], "runs": {}}
 
     def keep_run(self, name: str, figures: dict) -> None:
-        """Put a run in place of an older one of its name."""
+        """Replace the older run of the same name."""
         results = self._read()
         runs = {**results["runs"], name: figures}
         self._write({**results, "runs": {known: runs[known] for known in MEASUREMENTS if known in runs}})
 
     def keep_tests(self, code: int, log: str) -> None:
-        """Put what pytest counted in place of older counts with the same versions of torch and triton; beside one that
-        failed, the last that passed stays."""
+        """Replace older counts of pytest with the same versions of torch and triton.
+
+        Beside a failed run the last run that passed stays.
+        """
         environment = asdict(describe_environment("cuda"))
         counts = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|errors?|skipped)", log)}
         entry = {"ok": code == 0, **counts, "environment": environment}
@@ -186,7 +187,7 @@ class ResultsFile:
         self._write({**self._read(), "tests": [*others, entry]})
 
     def keep_sanitizer(self, tool: str, code: int) -> None:
-        """Put what a tool of compute-sanitizer said in place of what it said before."""
+        """Replace the earlier report of a tool of compute-sanitizer."""
         results = self._read()
         entry = {"ok": code == 0, "environment": asdict(describe_environment("cuda"))}
         self._write({**results, "sanitizers": {**results.get("sanitizers", {}), tool: entry}})

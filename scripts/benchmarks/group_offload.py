@@ -122,7 +122,7 @@ def cells(row: dict) -> tuple[str, ...]:
 
 
 def faults_of(rows: list[dict], most_gib: float, most_times: float) -> Iterator[str]:
-    """Yield what a quantized step with offloading does not hold, as sentences."""
+    """Yield the limits that a quantized step with offloading misses, as sentences."""
     resident = next(row for row in rows if row["tier"] == "quantized" and row["weights"] == RESIDENT)
     for row in rows:
         if not row["finite"]:

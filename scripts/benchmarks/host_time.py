@@ -2,8 +2,8 @@
 
     python scripts/benchmarks/host_time.py --config wan2.1-1.3b --json host-time.json
 
-The GPU sleeps meanwhile, so that nothing waits for it, and wakes after the last call. Where a block's kernels take less
-time than this, the GPU waits for Python, unless a CUDA graph replays them: of a step that is one, a block has its part.
+The GPU sleeps during the calls, so that nothing waits for it. If a block's kernels take less time than Python's work,
+the GPU waits for Python, unless a CUDA graph replays them. A block's time in a CUDA-graph step is its share of it.
 """
 
 from __future__ import annotations

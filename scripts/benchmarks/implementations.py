@@ -1,8 +1,8 @@
-"""Attention with the consistency skip, computed every way: checked against an fp64 oracle, then timed in turns.
+"""Attention with the consistency skip, computed in every way: checked against an fp64 oracle, then timed in turns.
 
-All implementations are modules of one state_dict (modules/rcm_attention.py) on the same weights, input and timesteps;
-the residual is the input. The weights are drawn such that a few keys stand out for every query: attention that
-averages thousands of random values is next to nothing, and hides an error in itself behind the residual.
+All implementations are modules with one state_dict (modules/rcm_attention.py), on the same weights, input and
+timesteps. The residual is the input. The weights are drawn so that a few keys stand out for every query. Otherwise
+attention would average thousands of random values to almost nothing, and the residual would hide its errors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OK, REFUSED, LEFT_OUT = "ok", "refused", "left out"
 
 # The naive softmax rounds the scores to the dtype, which SDPA keeps in fp32: at SCORE_SCALE that doubles its error.
 NAIVE_LIMITS = replace(EXACT.limits, factor=3.0)
-ERROR_CEILING = 5e-2  # more is wrong whatever two_pass errs (in bf16 about 1e-2)
+ERROR_CEILING = 5e-2  # a larger error is wrong, whatever two_pass's is (in bf16 about 1e-2)
 NO_BACKWARD = "8 bits have no backward: with one it runs as triton_fused"
 SCORE_SCALE = 3.0  # standard deviation of the scores that the weights are drawn for
 NAIVE_SCORE_MATRICES = 4  # [B, H, N, N] at once: scores and probabilities, and in the backward the gradient of each
@@ -87,7 +87,7 @@ class Row:
     """One implementation at one size, dtype and mode.
 
     status: "ok"; "refused" (wrong, and therefore not timed) or "left out" (not run), with the reason in `note`.
-    What was not measured is None.
+    Figures that were not measured are None.
     latency, spread: median and interquartile range over the repeats, in seconds.
     speedup: two_pass's latency over this one's.
     output_error, input_gradient_error: relative L2 against the fp64 oracle in the worst sample;

@@ -19,7 +19,7 @@ TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
 WITHOUT, ALONE = "patched without LoRA", "patched, one adapter"
 RESCALED, SWITCHED = "patched, a new scale at each step", "patched, another adapter at each step"
 BESIDE_A_LORA = (WITHOUT, RESCALED, ALONE, SWITCHED, COMPILED_AFTER_A_CHANGE)
-SHARE = 0.3  # of what a projection gives, that random adapters add
+SHARE = 0.3  # the share of a projection's result that random adapters add
 GOLDEN = 0.618034  # whose multiples come near no earlier one's, by their fractions
 
 
@@ -97,8 +97,10 @@ def _patched(
 
 @contextlib.contextmanager
 def _changing(pipe: DiffusionPipeline, names: Sequence[str], change: Callable[[], None]) -> Iterator[None]:
-    """A change before the first step, and at the end of each, which it counts to, as does its effect on the next.
-    Afterwards the adapters of these names are as before."""
+    """Change the model before the first step and at the end of each step, whose time includes the change.
+
+    Afterwards the adapters of these names are as before.
+    """
     step = pipe.scheduler.step
 
     def step_and_change(*args, **options):

@@ -1,8 +1,8 @@
-"""Measure the error of attention in 8 bits: on normal values, structured values and those of the embedded model.
+"""Measure the error of attention in 8 bits on normal values, structured values and the embedded model's values.
 
     python scripts/benchmarks/measure_attention_error.py --json attention-error.json
 
-Without a GPU the torch reference computes it. Exits with 1 where an error is beyond the quantized tier's limits.
+Without a GPU the torch reference computes it. Exits with 1 if an error exceeds the quantized tier's limits.
 """
 
 from __future__ import annotations

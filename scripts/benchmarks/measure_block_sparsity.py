@@ -2,10 +2,10 @@
 
     python scripts/benchmarks/measure_block_sparsity.py --json results/block-sparse-tiny.json
 
-For each mass, for some also with the first step exact: what each layer's attention errs and keeps in the first and the
-last of four steps, on the q, k and v of an unpatched generation; and over held-out captions how much of them the videos
-show, and how far the frames are from those of the exact tier. The model has 700 tokens; blocks have 16 queries and 16
-keys.
+Each mass is measured twice, some also with the first step exact. First, each layer's error and kept share in the first
+and last of four steps, on the q, k and v of an unpatched generation. Second, over held-out captions, how much of them
+the videos show, and how far the frames are from the exact tier's. The model has 700 tokens; blocks have 16 queries and
+16 keys.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python scripts/benchmarks/ops.py --json ops.json
     python scripts/benchmarks/ops.py --only linear_skip layer_norm
 
-Exits with 1 where an op is less accurate than allowed; a missed speed-up is marked in the table and is no error.
+Exits with 1 if an op is less accurate than allowed. A missed speed-up is marked in the table and is not an error.
 """
 
 from __future__ import annotations

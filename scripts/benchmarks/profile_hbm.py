@@ -4,7 +4,7 @@
     python scripts/benchmarks/profile_hbm.py --wan-block 1.3b
 
 Without a GPU, without ncu or without the permission to read counters, the bytes are counted from shapes instead, and
-labelled so. Exits with 1 where an implementation is refused because it is less accurate than the first.
+labelled so. Exits with 1 if an implementation is refused because it is less accurate than the first.
 """
 
 from __future__ import annotations

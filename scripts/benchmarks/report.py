@@ -154,7 +154,7 @@ def _figures(group: Sequence[KernelTraffic], pass_bytes: int) -> list[str]:
 def _short_name(kernel: str) -> str:
     """Return a demangled kernel's name without return type, namespaces, template arguments and parameters.
 
-    Of PyTorch's elementwise kernels, which have one name, also what they compute: ``elementwise_kernel MulFunctor``.
+    PyTorch's elementwise kernels share a name, so theirs includes the function: ``elementwise_kernel MulFunctor``.
     """
     plain = re.sub(r"\(anonymous namespace\)::|<unnamed>::|^void ", "", kernel)
     name = re.split(r"[<(]", plain, maxsplit=1)[0].split("::")[-1]

@@ -1,7 +1,8 @@
-"""DRAM traffic of an attention module and of a Wan block in each implementation: what runs, and what came of it.
+"""DRAM traffic of an attention module and of a Wan block in each implementation.
 
-The implementations run one after the other under Nsight Compute (dram.py), each checked before; where that cannot be,
-their traffic is counted from shapes (traffic_from_shapes.py). A pass is the bytes of one [tokens, dim] tensor in bf16.
+The implementations run one after the other under Nsight Compute (dram.py), each checked before. If that is not
+possible, their traffic is counted from shapes (traffic_from_shapes.py). A pass is the bytes of one [tokens, dim] tensor
+in bf16.
 """
 
 from __future__ import annotations
@@ -271,8 +272,8 @@ def check_and_profile(
 ) -> list[Check]:
     """Run every implementation, and once more inside ``profile()`` if it is right.
 
-    Right is what errs no more than its limits allow beside the first implementation. The oracle is the first one's
-    module in fp32.
+    An implementation is right if its error is within its limits relative to the first one's. The oracle is the first
+    one's module in fp32.
     """
     checks: list[Check] = []
     for name in case.implementations:
@@ -283,7 +284,7 @@ def check_and_profile(
         error = relative_l2(output, oracle)
         limit = case.limits(name).allowed(checks[0].error if checks else error, DTYPE, "part")
         if error <= limit:
-            call()  # what the first call compiles and caches is done by now
+            call()  # the first call has compiled and cached everything
             with profile():
                 call()
             checks.append(Check(name, error))
@@ -293,7 +294,7 @@ def check_and_profile(
 
 
 def join(checks: Sequence[Check], ranges: Sequence[Sequence[KernelTraffic]]) -> tuple[ImplementationTraffic, ...]:
-    """Return the traffic of what `check_and_profile` checked, given what `dram.measure` saw of it."""
+    """Return the traffic: the checks of `check_and_profile` with the kernels that `dram.measure` saw."""
     seen = iter(ranges)
     return tuple(
         ImplementationTraffic(c.implementation, tuple(next(seen)) if c.refused is None else (), c.error, c.refused)

@@ -1,7 +1,7 @@
-"""DRAM traffic counted from shapes, where no counters can be read.
+"""Count DRAM traffic from shapes, for machines where no counters can be read.
 
-Every kernel reads each of its inputs and writes each of its outputs once, and nothing stays in a cache between kernels;
-which kernels those are follows from a trace of the implementation, in which nothing is computed.
+Every kernel is taken to read each of its inputs and write each of its outputs once, and nothing to stay in a cache
+between kernels. The kernels come from a trace of the implementation, in which nothing is computed.
 """
 
 from __future__ import annotations

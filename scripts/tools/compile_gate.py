@@ -1,14 +1,17 @@
-"""Compile every kernel for every supported GPU architecture, without a GPU, and fail where one could not run well.
+"""Compile every kernel for every supported GPU architecture, without a GPU, and fail if one could not run well.
 
     python scripts/tools/compile_gate.py                                   # everything: about an hour on two cores
     python scripts/tools/compile_gate.py --ops linear_skip --architectures 90 120
     python scripts/tools/compile_gate.py --one-in 5                        # what CI has time for
 
-What is compiled is what the calls in scripts/tools/every_launch.py launch; with --one-in N of each kernel the
-first and every N-th case, on the next architecture the cases after them, but all of a kernel in Gluon. A case fails on:
-register spills (in a kernel that multiplies matrices: where it does), more shared memory than a program may take, ptxas
-serialising wgmma (C7510-C7515), a matmul on sm_90 that does not use its tensor cores (no HGMMA, IGMMA or QGMMA), unless
-its tiles are smaller than theirs, and a compiler that raises or aborts.
+The cases are the launches of the calls in scripts/tools/every_launch.py. With --one-in N they are each kernel's first
+and every N-th case, on the next architecture the cases after them, and all cases of a kernel in Gluon. A case fails on:
+
+- register spills; in a kernel that multiplies matrices only around the products
+- more shared memory than a program may take
+- ptxas serialising wgmma (C7510-C7515)
+- a matmul on sm_90 without tensor cores (no HGMMA, IGMMA or QGMMA), unless its tiles are smaller than theirs
+- a compiler that raises or aborts
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compile what a call would launch on a GPU that is not there, and read what it takes: registers, instructions.
+"""Compile the launches of a call for a GPU that is not there, and read their registers and instructions.
 
 The call is run with meta tensors and its launches are recorded; each is then compiled as Triton does on its way to a
 GPU. every_launch.py has the calls, and compile_gate.py compiles them all. This needs no GPU, but the real compiler:

@@ -2,8 +2,8 @@
 
 The compile gate runs them with meta tensors, records what they launch, and compiles it without a GPU
 (compile_without_gpu.py). Independent choices occur at least once each, and all choices that take registers occur
-together. fp16 launches what bf16 does. The rows of the matrices make the GEMM choose each of its tiles on a GPU with
-compile_without_gpu.MULTIPROCESSORS.
+together. fp16 has the same launches as bf16. The rows of the matrices make the GEMM choose each of its tiles on a GPU
+with compile_without_gpu.MULTIPROCESSORS.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ FP32, FP16, BF16 = KERNEL_DTYPES
 CHANNELS = 1536
 ROWS = (4096, 1536, 768, 256)
 RANK = 128
-DEPTHS = (CHANNELS, CHANNELS - 1)  # of a matrix that TMA and wide loads can read, and of one that they cannot
+DEPTHS = (CHANNELS, CHANNELS - 1)  # a matrix that TMA and wide loads can read, and one that they cannot
 MATRICES = (*product((FP32, BF16), ROWS, DEPTHS), *product((FP16,), ROWS[:1], DEPTHS))  # dtype, rows and depth
-ODD_ROWS = ((FP32, 81), (BF16, 81), (BF16, 100), (BF16, 250))  # no multiple of 16 bytes
+ODD_ROWS = ((FP32, 81), (BF16, 81), (BF16, 100), (BF16, 250))  # not a multiple of 16 bytes
 ATTENTIONS = (*product((FP32, BF16), (64, 128, 256)), (BF16, 80), (FP16, 128), *ODD_ROWS)  # dtype and head_dim
 
 
@@ -277,7 +277,7 @@ def launch_rms_norm_rope() -> None:
 
 
 def launch_rms_norm_silu() -> None:
-    widths = (96, 192, 256, 384, 512, 1024, 100, 3)  # those of both VAEs, and odd ones
+    widths = (96, 192, 256, 384, 512, 1024, 100, 3)  # both VAEs' sizes, and odd ones
     for dtype, channels in (*product((FP32, BF16), widths), (FP16, widths[0])):
         x, weight = meta(2, 3, 20, channels, dtype=dtype), meta(channels, dtype=dtype)
         for silu in (True, False):

@@ -1,18 +1,18 @@
-"""Run every kernel once at small sizes under compute-sanitizer, and fail on what it finds. Needs a GPU.
+"""Run every kernel once at small sizes under compute-sanitizer, and fail on its findings. Needs a GPU.
 
     python scripts/tools/sanitize_kernels.py --tool memcheck     # accesses outside of what was allocated
     python scripts/tools/sanitize_kernels.py --tool racecheck    # shared memory that threads use in no certain order
 
-The kernels are run in parts, side by side: most of the time goes by on the CPU, where the tool rewrites each of them.
-Each part runs first without the tool, under which Triton would take many times as long to compile.
+The kernels run in parts, side by side, because the tool spends most of the time on the CPU, where it rewrites kernels.
+Each part runs first without the tool, because Triton would compile many times slower under it.
 
-Racecheck reports hazards at the start of warp-specialised kernels, also of those that compute nothing
-(warp_specialized_probes.py). There Triton's first warpgroup writes the role of each other warp to shared memory, a byte
-each, and the others read theirs; at the end it writes "done" in the same place. In PTX all warps join barrier 1 between
-write and read and again between read and the next write, but each from its own place in the code, which racecheck does
-not take for one barrier. So a race is Triton's own where one side reads a role: by the compiled code of a
-warp-specialised kernel, its only 8-bit load from shared memory. All other races fail. A kernel among the probes that
-has a race must be reported, or racecheck would be blind to such.
+Racecheck reports hazards at the start of warp-specialised kernels, even if they compute nothing
+(warp_specialized_probes.py). Triton's first warpgroup writes the role of each other warp to shared memory, a byte each,
+and the others read theirs. At the end it writes "done" in the same place. In PTX all warps join barrier 1 between write
+and read, and again between read and the next write. Each joins from its own place in the code, so racecheck does not
+see one barrier. So a race is Triton's own if one side reads a role, which is the only 8-bit load from shared memory in
+the compiled code. All other races fail. One of the probes has a real race, which must be reported: otherwise racecheck
+would not find such races.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def check_all(sanitizer: str, tool: str, logs: Path, sm90: bool) -> list[str]:
     """Run each part under the tool, and return what is wrong."""
-    shutil.rmtree(logs / CACHE, ignore_errors=True)  # what other versions of the kernels were compiled to
+    shutil.rmtree(logs / CACHE, ignore_errors=True)  # other versions of the compiled kernels
     logs.mkdir(parents=True, exist_ok=True)
     jobs = [(part, portable) for part in PARTS for portable in ((False, True) if sm90 else (False,))]
     jobs += [(PROBES, False)] if sm90 else []

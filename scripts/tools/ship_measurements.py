@@ -1,4 +1,4 @@
-"""Copy what a results file says about each op's speed into the package, which chooses its kernels by it.
+"""Copy the speed of each op from a results file into the package, which chooses its kernels by it.
 
 python scripts/tools/ship_measurements.py results/nvidia-h200.json
 """

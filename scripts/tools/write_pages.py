@@ -92,7 +92,7 @@ def with_results(text: str, folder: Path) -> str:
 
 
 def _short(path: Path) -> str:
-    """Return the README's part on a GPU; empty if no step of a real model was measured on it."""
+    """Return the README's part on a GPU, or "" if no step of a real model was measured on it."""
     runs = json.loads(path.read_text())["runs"]
     steps = short_steps(path, runs)
     if not steps:

@@ -1,1 +1,1 @@
-"""Contests that `turbo-rcm tune` does not hold, and the cases of all that scripts/benchmarks/ops.py times."""
+"""Contests that `turbo-rcm tune` does not time, and all cases of scripts/benchmarks/ops.py."""

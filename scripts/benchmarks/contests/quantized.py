@@ -76,7 +76,7 @@ def attention_skip_8bit(heads: int, tokens: int, head_dim: int, device: torch.de
     """Self-attention with a consistency block's skip (t = 0.5, σ_d = 0.5) in its epilogue, and as a pass of its own."""
     draw = Draws(device)
     q, k, v, residual = (draw(1, tokens, heads, head_dim) for _ in range(4))
-    residual *= tokens**-0.5  # about as large as the attention, whose error it would else hide
+    residual *= tokens**-0.5  # about as large as the attention; a larger one would hide its error
     c_skip, c_out = (torch.full((1,), c, device=device) for c in (0.5, 0.5**0.5 / 2))
     attention = attention_oracle(q, k, v)
     quantized = kernels.quantize_qkv(q.flatten(2), k.flatten(2), v.flatten(2), heads=heads)

@@ -80,7 +80,7 @@ def _those_that_run(rivals: Mapping[str, Contender]) -> dict[str, Contender]:
 def norms_sparse_linear_attention(
     heads: int, tokens: int, head_dim: int, device: torch.device, compiled: Callable
 ) -> Contest:
-    """RMSNorm and RoPE of q and k, and sparse-linear attention: all that lies between a block's projections.
+    """RMSNorm and RoPE of q and k, and sparse-linear attention: everything between a block's projections.
     TurboDiffusion's module gets our norms and RoPE; it keeps other blocks near ties, so its error says nothing."""
     draw = Draws(device)
     C = heads * head_dim

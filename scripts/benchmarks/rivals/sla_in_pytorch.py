@@ -1,5 +1,6 @@
-"""Sparse-linear attention as TurboDiffusion's module computes it, in PyTorch alone, with flex_attention in the place of
-its CUDA kernel: a rival that runs wherever PyTorch does."""
+"""Sparse-linear attention like TurboDiffusion's module, in PyTorch with flex_attention instead of its CUDA kernel.
+
+This rival runs wherever PyTorch does."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ def sla_in_pytorch(
     block_q: int,
     block_k: int,
 ) -> torch.Tensor:
-    """q, k, v [B, S, H, D], weight [D, D] and bias [D] of proj_l, of one dtype; [B, S, H, D] in it.
+    """Return the attention [B, S, H, D] of q, k, v [B, S, H, D] with proj_l's weight [D, D] and bias [D], of one dtype.
 
-    Meant to be compiled. Unlike TurboDiffusion's, the products of blocks' means are not rounded to 16 bits, so that it
-    keeps the same blocks as `kernels.sparse_linear_attention`.
+    It is meant to be compiled. Unlike TurboDiffusion's, the products of blocks' means are not rounded to 16 bits, so
+    that it keeps the same blocks as `kernels.sparse_linear_attention`.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     softmax = flex_attention(q, k, v, block_mask=_block_mask(q, k, kept, block_q, block_k))
@@ -52,7 +53,7 @@ def _block_mask(q: torch.Tensor, k: torch.Tensor, kept: int, block_q: int, block
         counts,
         indices,
         BLOCK_SIZE=(block_q, block_k),
-        mask_mod=mask_mod,  # which the compiled kernel needs for parts of blocks only, and the uncompiled one for all
+        mask_mod=mask_mod,  # the compiled kernel needs it only for parts of blocks, the uncompiled one for all
         seq_lengths=(q.shape[2], k.shape[2]),
         compute_q_blocks=False,  # for a backward
     )

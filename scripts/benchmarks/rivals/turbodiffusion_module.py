@@ -1,7 +1,7 @@
-"""TurboDiffusion's own module of sparse-linear attention as a rival, where its package `SLA` can be imported.
+"""TurboDiffusion's own module of sparse-linear attention as a rival, if its package `SLA` can be imported.
 
 `SLA` lies in the folder turbodiffusion of its repository (github.com/thu-ml/TurboDiffusion); in 8 bits it takes
-SpargeAttn (github.com/thu-ml/SpargeAttn), which is compiled where it is installed.
+SpargeAttn (github.com/thu-ml/SpargeAttn), which is compiled when it is installed.
 """
 
 from __future__ import annotations

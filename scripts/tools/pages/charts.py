@@ -1,6 +1,6 @@
 """Charts of a results file: denoising steps, a block's memory traffic, and the attention modules.
 
-Runs are those of a results file, by name, as read from JSON. Drawing needs matplotlib.
+runs: a results file's runs by name, as read from JSON. Drawing needs matplotlib.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def model_of(run: dict) -> str:
 
 
 def milliseconds(variant: dict) -> float:
-    """Return the median step of a variant; of the one that compiles anew after its first, the second."""
+    """Return a variant's median step, or the second step of the variant that compiles again after its first."""
     steps = variant["timings"]["steps"]
     return 1e3 * (steps[1] if variant["name"] == COMPILED_AFTER_A_CHANGE else statistics.median(steps))
 

@@ -34,7 +34,7 @@ def tests_table(tests: list[dict]) -> str:
 
 
 def sanitizers_sentence(sanitizers: dict) -> str:
-    """Return which tools of compute-sanitizer passed all kernels at which commit; empty if none ran."""
+    """Return a sentence on the tools of compute-sanitizer that passed all kernels and the commit, or "" if none ran."""
     said = []
     for tool, run in sanitizers.items():
         verdict = "passes" if run["ok"] else "**fails**"

@@ -1,4 +1,4 @@
-"""Denoising steps and whole videos: what was asked of them, and what was measured."""
+"""Denoising steps and whole videos: their targets and measurements."""
 
 from __future__ import annotations
 

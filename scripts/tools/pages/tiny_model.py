@@ -108,7 +108,7 @@ def tiers_table(evaluation: dict | None, sparse: dict | None = None, block_spars
 
 
 def _groups(evaluation: dict | None, sparse: dict | None, block_sparse: dict | None) -> list[tuple[dict, dict]]:
-    """Return each measurement with {variant: its results by steps}; of each, those with the same captions."""
+    """Return each measurement with {variant: its results by steps}, over the same captions."""
     groups = []
     if evaluation is not None:
         groups.append((evaluation, _by_variant(evaluation["results"], lambda row: row["variant"])))

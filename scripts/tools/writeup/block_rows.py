@@ -1,8 +1,7 @@
-"""The parts of a Wan block and of a step in every tier: which rows of single ops each is the sum of, and how long they
-take.
+"""The parts of a Wan block and of a step in every tier, each the sum of rows of single ops.
 
-Every tier's rows are of the same runs of a results file. A tier of which a row or the step was not measured, or was
-refused, has no bar.
+All tiers' rows are from the same runs of a results file. A tier has no bar if one of its rows or its step was not
+measured, or was refused.
 """
 
 from __future__ import annotations

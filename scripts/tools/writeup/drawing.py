@@ -1,4 +1,4 @@
-"""The drawing of results/writeup.md: what the skip costs as a pass of its own, and in the projection's epilogue."""
+"""Draw the cost of the skip as a pass of its own and in the projection's epilogue, for results/writeup.md."""
 
 from __future__ import annotations
 

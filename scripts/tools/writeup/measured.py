@@ -1,4 +1,4 @@
-"""The figures of results/writeup.md, from the runs of a results file. None stands for what was not measured yet."""
+"""The figures of results/writeup.md, from the runs of a results file. None: not measured yet."""
 
 from __future__ import annotations
 

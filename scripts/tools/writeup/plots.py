@@ -15,7 +15,7 @@ DATA = "Description"  # the PNG's text that keeps the data
 # Dense tensor core rates of NVIDIA's H200 data sheet, TFLOP/s.
 LIMITS = {"attention": ("bf16", 989.5), "attention_8bit": ("8 bits", 1979.0)}
 
-COLORS = "C0", "C1", "C2", "C3", "0.6"  # of a step's parts; the rest is grey
+COLORS = "C0", "C1", "C2", "C3", "0.6"  # colours of a step's parts; the rest is grey
 MARKERS = "osD^"
 
 
@@ -45,10 +45,10 @@ def _step_parts(figure: Figure, steps: dict) -> None:
         measured = [sum(parts.values()) for parts in shown.values()]
         top, tops = max(measured), [0.0] * len(shown)
         for index, part in enumerate(next(iter(shown.values()))):
-            times = [max(parts[part], 0.0) for parts in shown.values()]  # all else may be less than nothing
+            times = [max(parts[part], 0.0) for parts in shown.values()]  # the rest may be negative
             axes.bar(range(len(shown)), times, 0.7, bottom=tops, label=part, color=COLORS[index])
             for place, (time, bottom) in enumerate(zip(times, tops, strict=True)):
-                if time > 0.06 * top:  # else there is no room
+                if time > 0.06 * top:  # a smaller part has no room for it
                     middle = bottom + time / 2
                     axes.text(place, middle, f"{time:.3g}", ha="center", va="center", fontsize="large", color="white")
             tops = [a + b for a, b in zip(tops, times, strict=True)]

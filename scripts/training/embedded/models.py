@@ -81,7 +81,7 @@ def compile_norms(vae: torch.nn.Module) -> None:
 
 
 def compile_blocks(transformer: WanTransformer3DModel) -> None:
-    """Compile a transformer's blocks where there is a GPU."""
+    """Compile a transformer's blocks if there is a GPU."""
     if next(transformer.parameters()).is_cuda:
         transformer.set_attn_processor(TextToVideoAttention())
         transformer.compile_repeated_blocks(fullgraph=True, dynamic=False)
@@ -97,8 +97,10 @@ def channels_last(vae: torch.nn.Module) -> None:
 
 
 class TextToVideoAttention:
-    """WanAttnProcessor's arithmetic without its image branch, and with RoPE written so that it compiles well: into
-    slices of an empty tensor, as there, it takes a quarter of a training step."""
+    """WanAttnProcessor's arithmetic without its image branch, with RoPE in a form that compiles well.
+
+    WanAttnProcessor writes RoPE into slices of an empty tensor, which takes a quarter of a training step.
+    """
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
         context = hidden_states if encoder_hidden_states is None else encoder_hidden_states

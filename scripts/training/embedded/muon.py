@@ -1,5 +1,6 @@
-"""The optimizer Muon, all matrices of one shape at a time, in a CUDA graph if need be. torch.optim.Muon can do neither,
-and its two thousand launches took as long as the rest of a training step."""
+"""The optimizer Muon, for all matrices of one shape at a time, also in a CUDA graph.
+
+torch.optim.Muon can do neither, and its two thousand launches took as long as the rest of a training step."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class Learner:
             optimizer.zero_grad()
 
     def advance(self) -> None:
-        """Move the learning rates on; not part of `learn`, which a graph replays."""
+        """Move the learning rates on. This is not part of `learn`, because a graph replays that."""
         for schedule in self._schedules:
             schedule.step()
 

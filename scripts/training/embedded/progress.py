@@ -19,7 +19,7 @@ CHECKPOINT_SECONDS = 120
 
 
 class OutOfTime(Exception):
-    """The time given to this run is over; the checkpoint holds everything that the next one needs."""
+    """The time of this run is over. The checkpoint holds everything that the next run needs."""
 
 
 class Run:
@@ -81,7 +81,7 @@ class Stage:
         self._losses: dict[str, list[torch.Tensor]] = {}
 
     def steps(self) -> Iterator[int]:
-        """Yield the steps that are left. Raises OutOfTime after saving where the run's time is over."""
+        """Yield the steps that are left. Save and raise OutOfTime if the run's time is over."""
         start = saved = time.monotonic()
         first = self._resume()
         before = self.seconds

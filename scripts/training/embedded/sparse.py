@@ -1,8 +1,8 @@
 """Sparse-linear attention (SLA) for the few-step student: a difference of its weights, distilled from the model itself.
 
-The model with SLA takes the sampler's steps from noise; at each state that it comes to, the dense model says which
-velocity and which results of the self-attentions there should be. What learns is small: SLA's own projection proj_l,
-which starts at 0, the weights of the attentions' q and k norms, and a low rank of their four linears.
+The model with SLA takes the sampler's steps from noise. At each of its states the dense model gives the velocity and
+the self-attentions' results to learn. Few parameters learn: SLA's own projection proj_l, which starts at 0, the weights
+of the attentions' q and k norms, and a low-rank change of their four linears.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def train_sparse(run: Run, pipe: WanPipeline, latent_shape: tuple[int, ...], num
 
 
 def to_sparse(transformer: WanTransformer3DModel) -> WanTransformer3DModel:
-    """Give a transformer what learns; all else is frozen."""
+    """Add the parameters that learn to a transformer, and freeze all others."""
     transformer.requires_grad_(False)
     transformer.add_adapter(
         LoraConfig(r=RANK, lora_alpha=RANK, target_modules=[f"attn1.{linear}" for linear in LINEARS])
