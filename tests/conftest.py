@@ -1,4 +1,4 @@
-"""Devices of the tests: a CUDA GPU where there is one, else Triton's CPU interpreter, switched on before any import."""
+"""Devices of the tests: a CUDA GPU if there is one, else Triton's CPU interpreter, switched on before any import."""
 
 import os
 

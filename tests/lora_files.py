@@ -42,7 +42,7 @@ NORMS = {
 
 
 class LoraFile:
-    """Tensors by their keys, and by the diffusers name of each parameter what is added to it, in fp32."""
+    """A file's tensors by their keys, and the tensors that it adds to parameters, by diffusers' names, in fp32."""
 
     def __init__(self, model, seed=0):
         self.model, self.tensors, self.changes = model, {}, {}

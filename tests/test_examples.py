@@ -76,7 +76,7 @@ def test_turbowan(run_example, tmp_path, capsys, attention):
 
 
 def test_turbowan_from_an_image(run_example, tmp_path, capsys):
-    """Two files, one for each expert; without an image, or with one file, it says what it takes."""
+    """The script takes two files, one for each expert. With one file, or without an image, its error says so."""
     pipe = tiny_wan_pipeline("wan22_i2v")
     pipe.save_pretrained(tmp_path / "model")
     files = [tmp_path / f"{name}.pth" for name in ("high", "low")]

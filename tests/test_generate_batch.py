@@ -1,4 +1,4 @@
-"""examples/generate_batch.py: processes that share out prompts, of which one is killed; what is skipped and refused."""
+"""examples/generate_batch.py: processes share prompts, one of them is killed, and videos are skipped or refused."""
 
 import errno
 import importlib.util

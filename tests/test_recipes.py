@@ -1,4 +1,4 @@
-"""Recipes: the published numbers, and what is refused."""
+"""Recipes: the published numbers, and refusals."""
 
 import dataclasses
 

@@ -394,7 +394,7 @@ def test_wrong_few_step_schedulers():
 
 
 def test_rcm_is_the_few_step_sampler_at_its_own_times():
-    """Whatever the class, equal bit for bit; and the scheduler that the package had before it was general."""
+    """All classes are equal bit for bit, also to the scheduler that the package had before it was general."""
     noise = torch.randn(2, 3, 4)
     rcm = RCMScheduler()
     rcm.set_timesteps(4)

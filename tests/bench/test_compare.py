@@ -48,7 +48,7 @@ def test_variants_share_the_seed_and_agree(pipe):
 
 
 def test_the_flops_of_decoding_are_counted(pipe):
-    """Four times as many for twice the height and width, but for the attention."""
+    """Twice the height and width take four times as many FLOPs, except in the attention."""
     comparison = compare(pipe, CALL, repeats=1, warmups=0)
     assert comparison.to_dict()["decode_flops"] == comparison.decode_flops > 0
     few, many = (decode_flops(pipe.vae, (1, pipe.vae.config.z_dim, 2, size, size)) for size in (4, 8))

@@ -63,7 +63,7 @@ def test_real_models_take_at_most_55_percent_in_8_bits(name, gib, tmp_path):
 
 
 def _measured(name):
-    """Bytes in a run's row, and in fits' words what was run."""
+    """Return a run's transformer config and video size, and the peak bytes that it measured."""
     run = json.loads(RESULTS.read_text())["runs"][name]
     settings = run["settings"]
     case = CASES[settings["config"]].transformer | ({"num_layers": settings["layers"]} if "layers" in settings else {})

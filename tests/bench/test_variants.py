@@ -1,4 +1,4 @@
-"""The ways to run a pipeline: what is on inside a switch, and that nothing is left outside."""
+"""The ways to run a pipeline: each switch is on inside its context, and nothing is left outside."""
 
 import pytest
 import torch

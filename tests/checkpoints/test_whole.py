@@ -1,4 +1,4 @@
-"""Whole models' files in any naming: every value in its place, and what does not fit listed in the file's spelling."""
+"""Whole models' files in any naming: every value in its place, and misfits listed in the file's spelling."""
 
 import json
 

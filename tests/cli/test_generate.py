@@ -25,7 +25,7 @@ def test_generate_writes_the_video_that_the_pipeline_makes(tmp_path, capsys):
         assert text in printed
     seconds = [seconds_of(printed, stage) for stage in stages]
     assert min(seconds) > 0
-    assert sum(seconds[:-1]) <= seconds[-1] * 1.001  # as rounded as they are printed
+    assert sum(seconds[:-1]) <= seconds[-1] * 1.001  # rounded as they are printed
     assert [path.name for path in tmp_path.iterdir()] == ["circle.mp4"]
 
     pipe = trp.load_embedded_pipeline()

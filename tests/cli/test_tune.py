@@ -1,4 +1,4 @@
-"""`turbo-rcm tune`: what it keeps, for whom it counts, and what takes it away. Times are injected."""
+"""`turbo-rcm tune`: the file it keeps, who uses it, and what removes it. Times are injected."""
 
 import json
 import pwd
@@ -335,7 +335,7 @@ def test_a_file_that_cannot_be_read_is_left_out(next_process, cache, caplog):
         file.write_text(content)
         next_process()
         assert why_torch("attention", CUDA, torch.bfloat16) == "not measured on sm_89"
-    assert caplog.text.count("run turbo-rcm tune again") == 7  # what is of other versions is no fault
+    assert caplog.text.count("run turbo-rcm tune again") == 7  # a file of other versions is not an error
 
 
 def test_what_cannot_be_removed_is_one_line(cache, capsys):

@@ -162,7 +162,7 @@ class Pointer:
 
 
 class Descriptor:
-    """A TMA descriptor of an array: of boxes, what is outside of the array is zero and is not stored."""
+    """A TMA descriptor of an array. Parts of a box outside the array load zero and are not stored."""
 
     layout = None
 

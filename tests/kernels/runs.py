@@ -1,4 +1,4 @@
-"""Runs of tokens as tests build them, and what they mean said another way."""
+"""Build runs of tokens for tests, and expand them in another way than the package."""
 
 from itertools import accumulate
 

@@ -1,4 +1,4 @@
-"""The 8-bit formats: what is rounded how, and what a row of zeros becomes."""
+"""The 8-bit formats: rounding, and rows of zeros."""
 
 import pytest
 import torch

@@ -126,7 +126,7 @@ def test_replays_of_a_graph_tell():
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", ["skip", "linear_skip"])
 def test_it_tells_from_the_cuda_graphs_of_torch_compile(op):
-    """Whose memory no tensor may keep: the first launch, which makes the flag, is in one."""
+    """No tensor may keep a graph's memory, and the first launch, which makes the flag, is in one."""
     torch._dynamo.reset()
 
     def scaled(residual):

@@ -1,4 +1,4 @@
-"""The 8-bit weights that FusedRCMAttention keeps: made once, and never of what a weight was before."""
+"""The 8-bit weights that FusedRCMAttention keeps: made once, and made again when a weight changes."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""The sparse-linear attention module: what it starts as, what it hands to the op, and what it saves."""
+"""The sparse-linear attention module: its initial values, its arguments to the op, and its state_dict."""
 
 import copy
 

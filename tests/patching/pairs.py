@@ -1,4 +1,4 @@
-"""A patched model of each family beside an unpatched one, for what both must do alike."""
+"""A patched model of each family beside an unpatched one, to check that both do the same."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Attention backends that a user chooses in diffusers, and PyTorch's attention where it is faster."""
+"""Attention backends that a user chooses in diffusers, and PyTorch's attention on GPUs where it is faster."""
 
 import pytest
 import torch

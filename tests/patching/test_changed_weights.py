@@ -1,4 +1,4 @@
-"""Whatever changed since a plan was decided takes effect."""
+"""Every change since a plan was decided takes effect."""
 
 import pytest
 import torch

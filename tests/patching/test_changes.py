@@ -1,4 +1,4 @@
-"""Snapshots of modules: what they see, what they let pass, and what is kept while one holds."""
+"""Snapshots of modules: changes they notice, changes they ignore, and values kept while one holds."""
 
 import copy
 import pickle

@@ -214,7 +214,7 @@ def test_no_kernel_of_a_block_is_compiled_where_it_is_launched(dtype, size, tmp_
 
 
 def gemms_and_attention(dtype, large):
-    """Names of the kernels that a block launches on this GPU, where that is certain."""
+    """Return the names of the kernels that a block certainly launches on this GPU."""
     gpu = torch.device("cuda")
     if why_linear("linear_skip", gpu, dtype) is not None:
         return ["_gelu_kernel", "_skip_kernel"]

@@ -1,4 +1,4 @@
-"""Graphs: what is replayed gives what an eager forward would give now, and what runs without one and why."""
+"""Graphs: a replay gives the result of an eager forward now. Calls without a graph have a reason."""
 
 import gc
 import sys

@@ -1,4 +1,4 @@
-"""Graphs: whatever changed since a recording takes effect."""
+"""Graphs: every change since a recording takes effect."""
 
 import contextlib
 import copy
@@ -146,7 +146,7 @@ def with_class_forward(cls):
     return lambda m: changed(cls, "forward", doubled(cls.forward))
 
 
-# name: (what changes the model, the reason for running eagerly meanwhile or None where a new graph is made)
+# name: (what changes the model, the reason to run eagerly while it lasts, or None if a new graph is made)
 CHANGES = {
     "eps": (lambda m: changed(m.blocks[0].norm1, "eps", 10.0), None),
     "eps of kept values": (lambda m: changed(m.blocks[0].attn2.norm_k, "eps", 10.0), None),

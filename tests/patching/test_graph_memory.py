@@ -1,4 +1,4 @@
-"""Graphs: recordings that fail, memory that is given back, and what is kept between steps."""
+"""Graphs: failed recordings, memory that is given back, and memory that is kept between steps."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""Graphs: the same on a real GPU, and what a stand-in cannot show."""
+"""Graphs on a real GPU: the same tests, and those that need a GPU."""
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor

@@ -1,4 +1,4 @@
-"""The journal: attributes and parameters come back, whatever others did meanwhile is found."""
+"""The journal: attributes and parameters come back, and changes by others are found."""
 
 import copy
 import pickle

@@ -1,5 +1,4 @@
-"""Memory of a forward: what a block is done with is freed before the next result, and a patched model peaks no higher
-than the unpatched one."""
+"""Memory of a forward: a block frees tensors early, and a patched model peaks no higher than an unpatched one."""
 
 import gc
 

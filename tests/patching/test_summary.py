@@ -15,7 +15,7 @@ from turbo_rcm_patch.kernels.launch import launch_kernel
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="needs Triton's CPU interpreter")
 
-# What a block launches for a step that is fused.
+# The launches of a fused step.
 FUSED = {
     "norm": {"_layer_norm_modulate_kernel": 1},
     "norm + modulation": {"_layer_norm_modulate_kernel": 1},

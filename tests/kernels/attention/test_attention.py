@@ -243,7 +243,7 @@ def _gradients(inputs, coefficients, grad, implementation):
 
 
 def test_gradients_of_a_single_key(device):
-    """The softmax of one score is 1 whatever it is: no gradient reaches q and k."""
+    """The softmax of a single score is always 1: no gradient reaches q and k."""
     q, k, v, residual = _inputs(device, torch.float32, 1, 5, 1, 1, 32)
     grad = torch.randn_like(q)
     _, (grad_q, grad_k, grad_v, _) = _out_and_gradients((q, k, v, residual), grad)

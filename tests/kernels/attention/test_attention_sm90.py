@@ -1,4 +1,4 @@
-"""The sm_90 attention: what it refuses, how it cuts the work, how parts are joined, and on the GPU its results."""
+"""The sm_90 attention: refusals, division of the work, joining of parts, and results on the GPU."""
 
 import itertools
 import math
@@ -107,7 +107,7 @@ def test_work_of_wan():
     assert _time(Schedule(tiles, tiles, 1), 256) > 1.04 * ideal
     assert _time(split, 256) < 1.025 * ideal
     cross = make_schedule(tiles, 4, H200)
-    assert cross.parts == 1  # joining would take longer than what it saves
+    assert cross.parts == 1  # joining would take longer than it saves
 
 
 def _parts(device, rows, kv_tokens, parts):

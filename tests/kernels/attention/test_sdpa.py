@@ -1,4 +1,4 @@
-"""A backend of PyTorch's attention that goes first: where, for how long, and what it leaves to the others."""
+"""A preferred backend of PyTorch's attention goes first, for a context, and leaves calls that it cannot take."""
 
 import pytest
 import torch

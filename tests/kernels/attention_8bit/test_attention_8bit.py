@@ -132,7 +132,7 @@ def test_e4m3_results_have_the_scale_of_a_bound(device, shape):
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("descending", [False, True])
 def test_a_maximum_that_rises_from_key_to_key(device, descending):
-    """Weights are relative to the maximum so far: none may saturate, and what came before must fade."""
+    """Weights are relative to the maximum so far: none may saturate, and earlier sums must fade."""
     x = torch.zeros(3, 1, 600, 64, device=torch_device(device))
     q, k, v = x[0], 0.1 * torch.randn_like(x[1]), torch.randn_like(x[2])
     q[..., 0], k[..., 0] = 8, torch.linspace(-40, 40, 600, device=x.device)
@@ -146,7 +146,7 @@ def test_a_maximum_that_rises_from_key_to_key(device, descending):
 
 @pytest.mark.usefixtures("kernel")
 def test_zeros(device):
-    """All weights are alike, and q and k of any size change nothing."""
+    """All weights are equal, so q and k of any size change nothing."""
     zeros, v = torch.zeros(1, 70, 64, device=torch_device(device)), torch.randn(1, 70, 64, device=torch_device(device))
     for v_format in formats(device):
         qkv = quantize_qkv(zeros, zeros, v, heads=1, v_format=v_format)

@@ -1,4 +1,4 @@
-"""The pre-pass of 8-bit attention: kernels against the plain-torch definition, and that against what it rounds."""
+"""The pre-pass of 8-bit attention: kernels against the plain-torch definition, and that against unrounded values."""
 
 import re
 

@@ -113,7 +113,7 @@ def test_more_mass_keeps_more_blocks_and_errs_less():
 
 
 def test_the_left_out_blocks_stand_for_themselves():
-    """Equal keys: every block has its exact share, and out is dense whatever is kept."""
+    """With equal keys every block has its exact share, and the result is dense, whichever blocks are kept."""
     q, k, v = inputs(1, 128, 2, 16)
     k = k[:, :1].expand_as(k)
     out = definition.block_sparse_attention(

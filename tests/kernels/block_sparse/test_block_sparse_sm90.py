@@ -1,5 +1,4 @@
-"""Block-sparse attention in 8 bits on sm_90: what it refuses; the kernel's roles in threads on the CPU, with lists and
-without; and on the GPU its results."""
+"""Block-sparse attention in 8 bits on sm_90: refusals, the kernel's roles in threads on the CPU, results on the GPU."""
 
 import collections
 import functools

@@ -13,7 +13,7 @@ from turbo_rcm_patch.kernels.conv import conv_tiles
 launcher = sys.modules["turbo_rcm_patch.kernels.conv.conv_skip"]
 packer = sys.modules["turbo_rcm_patch.kernels.conv.conv_weight"]
 
-# B, T, H, W, C, N, kt, kh. C = 3 and 12 are read through pointers, what is a multiple of 8 by TMA where the GPU has it.
+# B, T, H, W, C, N, kt, kh. C = 3 and 12 are read through pointers, multiples of 8 by TMA if the GPU has it.
 SIZES = {
     "one pixel": (1, 1, 1, 1, 3, 3, 3, 3),
     "one pixel, aligned": (1, 1, 1, 1, 16, 12, 3, 3),
@@ -226,7 +226,7 @@ def test_strided_operands_are_copied(device):
     assert torch.equal(conv_skip(*strided, implementation="triton"), expected)
     given, options = with_front(strided)
     assert torch.equal(conv_skip(*given, **options, implementation="triton"), expected)
-    # Packed, but where no TMA can read.
+    # Packed, but at an address that TMA cannot read.
     x, *others = (tensor.half() for tensor in (x, weight, bias, residual))
     check([at_odd_address(x), *others])
     given, options = with_front((x, *others))

@@ -93,7 +93,7 @@ def test_every_step_and_tile(name, programs, has_front, on_cpu):
 
 
 def test_tiles_of_known_sizes():
-    """192 columns, which multiply fastest, as far as they go without waste."""
+    """Tiles of 192 columns, the fastest, are used as far as they fill without waste."""
     plain = {N: conv_sm90.choose_tile(N, False, 1) for N in (64, 96, 128, 192, 256, 384, 768)}
     assert plain == {
         **{64: (64, 0), 96: (64, 32), 128: (128, 0), 192: (128, 64)},

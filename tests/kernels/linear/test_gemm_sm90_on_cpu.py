@@ -1,4 +1,4 @@
-"""The GEMM of sm_90, its roles in threads on the CPU: what the gpu tests show on the GPU, its hand-overs above all."""
+"""The GEMM of sm_90 with its roles in threads on the CPU, above all its hand-overs."""
 
 import sys
 

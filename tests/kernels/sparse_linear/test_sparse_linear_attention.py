@@ -145,7 +145,7 @@ def test_without_a_bias(device, quantized):
 
 @pytest.mark.parametrize("quantized", [False, True])
 def test_scores_far_from_zero(device, quantized):
-    """Keys beyond the last token would win the softmax; φ of such q and k is 1 in one channel and underflows else."""
+    """Keys beyond the last token would win the softmax. Their φ is 1 in one channel and underflows in others."""
     for dtype in DTYPES[device]:
         operands = inputs(device, dtype, 1, 100, 1, 64)
         operands[0][..., 0], operands[1][..., 0] = 60, -60

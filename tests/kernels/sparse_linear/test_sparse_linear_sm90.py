@@ -1,5 +1,4 @@
-"""The sm_90 sparse-linear attention: what it refuses; its roles in threads on the CPU, its hand-overs above all; and on
-the GPU its results."""
+"""The sm_90 sparse-linear attention: its refusals, its roles in threads on the CPU, and its results on the GPU."""
 
 import pytest
 import torch
@@ -203,7 +202,7 @@ def test_neighbours_do_not_leak(sm_90):
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_scores_far_from_zero(head_dim, sm_90, monkeypatch):
-    """Keys behind the last token would win the softmax; φ of such q and k is 1 in one channel and underflows else."""
+    """Keys behind the last token would win the softmax. Their φ is 1 in one channel and underflows in others."""
     qkv, proj_l, block_map = inputs(torch.bfloat16, 1, 100, 1, head_dim, 64, 1, device="cuda")
     qkv[0][..., 0], qkv[1][..., 0] = 60, -60
     options = {"block_map": block_map, "block_q": 64, "block_k": 128, "quantized": True}

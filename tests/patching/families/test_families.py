@@ -1,4 +1,4 @@
-"""Every family: what its patched model computes, what it leaves as it was, and what the summary says is not fused."""
+"""Every family: results of its patched model, unchanged parts, and steps that the summary says are not fused."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""Patching a VAE, alone and with pipelines: what it changes, when diffusers' own decoder runs, and the way back."""
+"""Patching a VAE, alone and with pipelines: its changes, calls that run diffusers' own decoder, and restoring."""
 
 import copy
 import filecmp
@@ -244,7 +244,7 @@ def test_a_pipeline_that_is_gone_holds_no_vae():
     trp.patch(first)
     patch = trp.patch(second)
     del first
-    gc.collect()  # a patched model is in a cycle with what is bound on it
+    gc.collect()  # a patched model is in a reference cycle with its bound forwards
     patch.restore()
     assert not is_patched(vae)
 

@@ -145,7 +145,7 @@ def sample_bytes(vae, z):
 def test_small_frames_are_taken_many_at_a_time():
     vae, z = real("wan 2.1, 480p")
     frames = frames_at_once(vae, z, None)
-    assert frames[0] >= 21  # all latent frames at once where there are few pixels
+    assert frames[0] >= 21  # all latent frames at once if there are few pixels
     assert frames[-2:] == [4, 4]  # those of one latent frame in full resolution
     tile = frames_at_once(vae, z[..., :32, :32], None)
     assert all(many > few for many, few in zip(tile, frames, strict=True))

@@ -1,4 +1,4 @@
-"""LoRA layers inside patched projections: outputs beside peft's own, and what is prepared when."""
+"""LoRA layers inside patched projections: outputs equal peft's own, and matrices are prepared once per change."""
 
 import copy
 import gc
@@ -201,7 +201,7 @@ def test_matrices_are_exchanged(how, decided):
 
 
 def test_data_is_exchanged_twice_between_two_calls():
-    """The second time its memory may lie where that of the first call lay."""
+    """After two exchanges the memory may have its first address again."""
     patched, plain, _ = make_pair()
     for _ in range(3):
         assert_same(patched, plain)

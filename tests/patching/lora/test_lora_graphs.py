@@ -1,4 +1,4 @@
-"""Graphs of models with LoRAs: what is replayed, and what becomes of adapters that are gone."""
+"""Graphs of models with LoRAs: which calls are replayed, and that removed adapters are freed."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""use_distilled beside what was changed before it, and what is changed after it: LoRAs fused, switched off or unloaded,
+"""use_distilled beside other changes, made before and after it: LoRAs fused, switched off or unloaded,
 fused projections, layerwise casting."""
 
 import re

@@ -1,4 +1,4 @@
-"""use_distilled: what it recognises, installs, tells, refuses and takes back (samplers: test_few_step.py)."""
+"""use_distilled: recognising, installing, reporting, refusing and restoring."""
 
 import copy
 import importlib.util

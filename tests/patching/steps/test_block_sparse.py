@@ -1,4 +1,4 @@
-"""Block-sparse attention in patched models: where it runs, where it is dense and why, and what it is refused for."""
+"""Block-sparse attention in patched models: where it runs, where it is dense and why, and refusals."""
 
 import copy
 from functools import partial

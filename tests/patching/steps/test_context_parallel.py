@@ -185,7 +185,7 @@ def large_model_and_inputs(batch):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What came of it
+# Checks of the ranks' results
 # ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -210,7 +210,7 @@ def test_ranks_attend_to_the_tokens_of_all(ranks, batch):
     outputs = [results["alone"][batch][0] for results in ranks]
     assert relative_error(torch.cat(outputs, dim=1), attention(*random_qkv(batch))) <= 1e-6
     for results in ranks:
-        # Of one sample, as they were received.
+        # One sample's shares are used as they were received.
         assert results["alone"][batch][1] == [([batch, 10, 2, 6], batch == 1)] * 3
 
 
@@ -261,7 +261,7 @@ def test_a_quantized_model_takes_the_exact_attention_and_8_bit_linears(ranks):
         for (output, summary), reason in zip(
             results["quantized"], ("context parallelism (2)", "ulysses_anything (2)"), strict=True
         ):
-            # The same but for roundings that a sum in another order moves, which is less than all of them err.
+            # Sums in another order move some roundings. The difference is smaller than the error of all roundings.
             assert relative_error(output, alone) < relative_error(alone, expected("ulysses"))
             assert reason in row(summary, "self_attention", " attention ")
             assert "linears in 8 bits" in summary

@@ -45,7 +45,7 @@ def test_each_attention_asks_the_faster_one_first_and_the_summary_names_it(first
     assert first == 2 * [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
     assert kernels_of == {
         "self_attention": "PyTorch SDPA (FlashAttention, by turbo-rcm tune)",
-        "cross_attention": "PyTorch SDPA (FlashAttention)",  # what it asks first cannot take the call
+        "cross_attention": "PyTorch SDPA (FlashAttention)",  # the preferred backend cannot take the call
     }
     assert torch.equal(output, run(model, trp.Exact(implementation="torch"))[0])
 

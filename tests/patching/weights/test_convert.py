@@ -74,7 +74,7 @@ def test_formats_follow_the_gpu():
     ("options", "left"),
     [
         ({"keep": ["blocks.0.*"]}, PER_BLOCK),
-        ({"keep": ["blocks.0"]}, PER_BLOCK),  # a module keeps what it holds
+        ({"keep": ["blocks.0"]}, PER_BLOCK),  # keep also covers the modules inside
         ({"keep": ["*.attn1"]}, 2 * (PER_BLOCK - 4)),
         ({"keep": ["*.ffn.net.2", "blocks.1.attn1.to_q"]}, 2 * PER_BLOCK - 3),
         ({"keep": ["patch_embedding"]}, 2 * PER_BLOCK),

@@ -42,7 +42,7 @@ class Backend:
 
 @pytest.fixture(params=KINDS)
 def offload(request, monkeypatch):
-    """diffusers' offloading with streams, from the CPU to the CPU: what is pinned is a copy, as on a GPU."""
+    """diffusers' offloading with streams, from the CPU to the CPU. Pinned tensors are copies, as on a GPU."""
     monkeypatch.setattr(group_offloading, "TorchDeviceBackend", Backend)
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)

@@ -1,4 +1,4 @@
-"""Models stored in 8 bits: loaded they are what the patch makes of the model, and what does not fit changes nothing."""
+"""Models stored in 8 bits equal freshly patched ones when loaded, and a folder that does not fit changes nothing."""
 
 import json
 
@@ -162,7 +162,7 @@ def test_only_a_tensor_at_a_time_is_held(source, tmp_path, monkeypatch):
 
 
 def refusal(folder, model=None, config=CONFIG):
-    """Why a folder is not loaded; the model must be as it was."""
+    """Return the error of loading a folder, and check that the model is unchanged."""
     model = tiny_wan_transformer() if model is None else model
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
     with pytest.raises(trp.PatchError) as raised:

@@ -63,7 +63,7 @@ def on_gpu(model):
 
 
 def resident():
-    """The output of a quantized model that is on the GPU, and what a call takes there beside the weights."""
+    """Return the output of a quantized model on the GPU, and the memory that a call takes beside the weights."""
     model = tiny_wan_transformer(**LARGE)
     trp.patch(model, CONFIG)
     model.cuda()

@@ -317,7 +317,7 @@ def test_a_name_to_keep_that_the_second_transformer_lacks_leaves_both_as_they_we
 
 
 def with_weights_as_multiplied(model):
-    """A copy of a model with what the patch of another made of its weights, dequantised."""
+    """Return a copy of a model with another patched model's 8-bit weights, dequantised."""
     twin = copy.deepcopy(model)
     trp.patch(model, "quantized")
     for path, module in model.named_modules():

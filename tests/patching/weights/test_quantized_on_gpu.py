@@ -1,4 +1,4 @@
-"""The quantized tier on a real GPU: errors, what is launched, CUDA graphs, torch.compile and autograd."""
+"""The quantized tier on a real GPU: errors, launches, CUDA graphs, torch.compile and autograd."""
 
 import sys
 from collections import Counter

@@ -69,7 +69,7 @@ def test_linears_take_half_on_a_gpu(first, config):
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", [FP8, INT8])
 def test_conversion_on_a_gpu_is_that_on_the_cpu(format):
-    """The same bits, in several parts, but for the norms: sums in another order."""
+    """Several parts give the same bits, except for the norms, whose sums have another order."""
     rows, K = AT_ONCE // 256 + 3, 256
     weight = torch.randn(rows, K, dtype=torch.bfloat16)
     ours, theirs = convert(weight.cuda(), format, torch.device("cuda")), quantize_weight(weight, format)

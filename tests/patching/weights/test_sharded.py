@@ -29,7 +29,7 @@ def values_8bit(model):
 
 @torch.no_grad()
 def outputs(model, inputs):
-    """Two calls: the second runs what the first prepared."""
+    """Return the outputs of two calls. The second uses the plans that the first made."""
     return [model(**inputs)[0].cpu() for _ in range(2)]
 
 
@@ -73,7 +73,7 @@ def cast_when_gathered(mesh):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What came of it
+# Checks of the ranks' results
 # ---------------------------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Files of TurboDiffusion and rCM stored for a tier: what is loaded again is what the file holds."""
+"""Files of TurboDiffusion and rCM stored for a tier load with the values of the file."""
 
 import json
 

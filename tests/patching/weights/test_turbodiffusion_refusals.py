@@ -1,4 +1,4 @@
-"""Loading and merging TurboDiffusion's weights: what is refused, and that nothing is changed then."""
+"""Loading and merging TurboDiffusion's weights: refusals, which change nothing."""
 
 import pytest
 import torch

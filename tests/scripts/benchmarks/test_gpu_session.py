@@ -1,4 +1,4 @@
-"""scripts/benchmarks/gpu_session.py: figures of a step reach the file of the GPU, whatever became of the others."""
+"""scripts/benchmarks/gpu_session.py: a step's figures reach the GPU's file even if other steps fail."""
 
 import json
 import runpy

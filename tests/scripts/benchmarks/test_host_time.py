@@ -1,4 +1,4 @@
-"""scripts/benchmarks/host_time.py, and what the page of results says of it."""
+"""scripts/benchmarks/host_time.py, and its part of the results page."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The attention modules against each other, at small sizes: what is right is timed, what is wrong never."""
+"""The attention modules against each other, at small sizes: right ones are timed, wrong ones never."""
 
 import csv
 import functools
@@ -63,7 +63,7 @@ class Wrong(TwoPassRCMAttention):
 
 
 def with_damage(monkeypatch, damage, name=TORCH_FUSED):
-    """Put a damaged module in the place of an implementation, and leave Triton out."""
+    """Replace an implementation by a damaged module, and leave Triton out."""
     damaged = type("Damaged", (Wrong,), {"damage": staticmethod(damage)})
     kept = {TWO_PASS: IMPLEMENTATIONS[TWO_PASS], NAIVE_SOFTMAX: IMPLEMENTATIONS[NAIVE_SOFTMAX]}
     monkeypatch.setattr(implementations, "IMPLEMENTATIONS", {**kept, name: Implementation(damaged)})

@@ -1,4 +1,4 @@
-"""The LoRA rows: random adapters, what they are timed beside, and the script that the GPU session starts."""
+"""The LoRA rows: random adapters, the variants beside them, and the script that the GPU session starts."""
 
 import json
 from pathlib import Path

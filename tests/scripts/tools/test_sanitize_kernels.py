@@ -127,7 +127,7 @@ CLEAN = {
 
 
 def fake_programs(monkeypatch, tmp_path, part: str, lines: str, others: str) -> None:
-    """Shell scripts in the place of compute-sanitizer, with lines for what is run with `part` and for all others, and
+    """Shell scripts that replace compute-sanitizer, with lines for what is run with `part` and for all others, and
     of Python."""
     tool, python = tmp_path / "compute-sanitizer", tmp_path / "python"
     tool.write_text(f'#!/bin/sh\necho run with $*\ncase "$*" in\n*"{part}") {lines};;\n*) {others};;\nesac\n')

@@ -1,4 +1,4 @@
-"""The contest of convolutions, at small sizes: every contender computes the same, and what does not is never timed."""
+"""The contest of convolutions, at small sizes: all contenders agree, and a wrong one is never timed."""
 
 import functools
 from dataclasses import replace

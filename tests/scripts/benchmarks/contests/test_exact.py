@@ -37,7 +37,7 @@ def test_the_oracle_tells_the_rows_apart(name):
 def test_a_folded_gate_differs_by_the_bias_alone():
     contest = SMALL["linear_skip"](CPU, eager)
     difference = contest.rivals[COMPILED]().float() - contest.partial[FOLDED]().float()
-    assert difference.std(dim=1).max() < 0.1  # the same in every row, but for roundings
+    assert difference.std(dim=1).max() < 0.1  # the same in every row, except for roundings
     assert difference.mean(dim=1).abs().max() > 0.5
 
 

@@ -93,7 +93,7 @@ def test_the_residual_does_not_hide_that_attention_is_left_out(monkeypatch):
     assert measure_errors(contest)["attention"] > 5 * ops_quantized.ATTENTION_ERROR
 
 
-# Between the limit of the case and what the tier allows an op.
+# Between the case's limit and the tier's limit for an op.
 @pytest.mark.parametrize(
     ("name", "factor"),
     [
