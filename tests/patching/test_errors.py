@@ -47,7 +47,7 @@ def test_targets_without_a_transformer():
     unet = UNet2DModel(
         sample_size=8, block_out_channels=(32,), down_block_types=("DownBlock2D",), up_block_types=("UpBlock2D",)
     )
-    with pytest.raises(trp.PatchError, match=r"a DDPMPipeline has no transformer.*give a diffusers Wan pipeline"):
+    with pytest.raises(trp.PatchError, match=r"a DDPMPipeline has no transformer.*give a diffusers pipeline"):
         trp.patch(DDPMPipeline(unet, DDPMScheduler()))
     with pytest.raises(trp.PatchError, match="a str has no transformer"):
         trp.patch("Wan-AI/Wan2.1-T2V-1.3B-Diffusers")

@@ -6,14 +6,14 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from diffusers import AutoencoderKLWan
+from diffusers import ModelMixin
 from torch.utils.flop_counter import FlopCounterMode
 
 SETTINGS = ("use_", "tile_")  # a VAE's attributes for slices and tiles, which change what decoding computes
 
 
 @contextlib.contextmanager
-def latents_for(vae: AutoencoderKLWan) -> Iterator[list[torch.Tensor]]:
+def latents_for(vae: ModelMixin) -> Iterator[list[torch.Tensor]]:
     """Yield a list that collects the latents [B, z_dim, F, H, W] that the VAE decodes in this context."""
     decode, seen = vae.decode, []
 
@@ -32,13 +32,13 @@ def latents_for(vae: AutoencoderKLWan) -> Iterator[list[torch.Tensor]]:
             vae.decode = before
 
 
-def decoded(vae: AutoencoderKLWan, z: torch.Tensor) -> torch.Tensor:
+def decoded(vae: ModelMixin, z: torch.Tensor) -> torch.Tensor:
     """Return the VAE's sample as the VAE decodes now."""
     with torch.no_grad():
         return vae.decode(z, return_dict=False)[0]
 
 
-def decode_flops(vae: AutoencoderKLWan, shape: torch.Size) -> int:
+def decode_flops(vae: ModelMixin, shape: torch.Size) -> int:
     """Return the FLOPs of diffusers' own decoder without tiling, for latents [B, z_dim, F, H, W]."""
     with torch.device("meta"):
         twin = type(vae).from_config(vae.config)
@@ -47,7 +47,7 @@ def decode_flops(vae: AutoencoderKLWan, shape: torch.Size) -> int:
     return counted.get_total_flops()
 
 
-def decode_oracle(vae: AutoencoderKLWan, z: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def decode_oracle(vae: ModelMixin, z: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the sample of diffusers' own decoder, in the VAE's slices and tiles. dtype: fp64, or fp32 without TF32."""
     with z.device:
         twin = type(vae).from_config(vae.config).to(dtype)

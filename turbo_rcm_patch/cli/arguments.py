@@ -160,12 +160,8 @@ def _add_tune(commands) -> None:
     what.add_argument("--model", type=Path, metavar="FOLDER", help="the pipeline or transformer whose shapes are timed")
     what.add_argument("--config", metavar="NAME", help="a known size instead (default wan2.1-1.3b)")
     what.add_argument("--reset", action="store_true", help="delete this machine's measurements")
-    for option, text, usual, of_5b in (
-        ("--height", "pixels", 480, 704),
-        ("--width", "pixels", 832, 1280),
-        ("--frames", "a number 4k+1", 81, 121),
-    ):
-        default = f"that of --config; with --model {usual}, or {of_5b} for Wan 2.2 TI2V-5B"
+    for option, text in (("--height", "pixels"), ("--width", "pixels"), ("--frames", "a number 4k+1")):
+        default = "that of --config, or of the known size with a VAE like --model's"
         parser.add_argument(option, type=int, help=f"{text} (default: {default})")
     parser.add_argument("--device", help="cuda or cuda:N (default: cuda)")
     parser.add_argument("-v", "--verbose", action="store_true", help="show other packages' warnings too")

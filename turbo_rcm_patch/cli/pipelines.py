@@ -20,14 +20,13 @@ from ..patching import use_distilled, use_rcm
 from ..patching.families import CASES
 from ..patching.sampling.use_distilled import NotRecognised
 from ..patching.weights.turbodiffusion import load_projections
-from ..recipes import RCM_STEPS, recipe_names
+from ..recipes import RCM_STEPS, RECIPES, recipe_names
 from ..shapes import grammar
 from .checks import SizeRules, check_pipeline_class, size_rules, sparsity_of, step_counts
 from .errors import CommandError
 
 DEFAULT_PROMPT = "A red fox leaps through fresh snow, slow motion"  # with --model
 NAMED = 3  # prompts in a warning
-IMAGE_SIGMA_MAX = 200.0  # rCM's first noise level for image to video
 
 
 def choose_device(arguments: argparse.Namespace) -> torch.device:
@@ -217,7 +216,7 @@ def _use_distilled(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> No
 def _use_rcm(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> None:
     sigma_max = arguments.sigma_max
     if sigma_max is None and arguments.image is not None:
-        sigma_max = IMAGE_SIGMA_MAX
+        sigma_max = RECIPES["rcm-i2v"].sigma_max
     use_rcm(pipe, sigma_max=sigma_max)
     if arguments.steps is None:
         arguments.steps = RCM_STEPS

@@ -7,13 +7,12 @@ import weakref
 from collections.abc import Callable, Iterable
 
 import torch
-from diffusers import AutoencoderKLWan
 
 from ..checkpoints.files import COMPONENTS
 from ..config import BlockSparse, PatchConfig, Sparse, resolve_config
 from .errors import PatchError
 from .families import SUPPORTED, check_supported, family_of
-from .families import vae as wan_vae
+from .families import vae as vae_family
 from .families.family import Binding, ModelGraphs, graph_of
 from .families.vae.video_output import patch_video_output, video_output_note
 from .journal import Journal
@@ -97,7 +96,7 @@ class Patch:
         patched = _only_patched(self.transformers).items()
         sections = [self._placed(transformer_section(name, model), name, model) for name, model in patched]
         vae = self.vae if self.vae is not None else getattr(self._target(), "vae", None)
-        if self.vae is not None or (isinstance(vae, torch.nn.Module) and wan_vae.vae_state(vae) is not None):
+        if self.vae is not None or (isinstance(vae, torch.nn.Module) and vae_family.vae_state(vae) is not None):
             sections.append(self._placed(vae_section(vae, self.config), "vae", vae))
         note = video_output_note(self._target(), self.config)
         return sections if note is None else [*sections, Section([(note, [])], [])]
@@ -151,7 +150,7 @@ class Patch:
 
 
 def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
-    """Bind fused forwards on the transformers and the VAE's decoder of a Wan pipeline, or on one of them.
+    """Bind fused forwards on the transformers and the VAE's decoder of a diffusers pipeline, or on one of them.
 
     The pipeline's video processor then converts the decoded video on the GPU (video_output.py). Module classes,
     state_dict and `save_pretrained` stay the same, and so do parameters, except for those that a tier stores in 8 bits
@@ -196,7 +195,7 @@ def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal,
     check_patchable(transformers)
     if not transformers and _JOURNAL in vae.__dict__:
         raise PatchError("cannot patch: vae is patched already; call restore() first.")
-    if not transformers and (reason := wan_vae.why_left_alone(vae)):
+    if not transformers and (reason := vae_family.why_left_alone(vae)):
         raise PatchError(f"cannot patch vae: {reason}.")
     vae = vae if config.vae or not transformers else None
     if config.exact_steps is not None:
@@ -217,9 +216,9 @@ def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal,
             journal = Journal()
             journals.append(journal)
             _bind(journal, model, family_of(model).bindings(model, config, steps))
-        if vae is not None and _JOURNAL not in vae.__dict__ and wan_vae.why_left_alone(vae) is None:
+        if vae is not None and _JOURNAL not in vae.__dict__ and vae_family.why_left_alone(vae) is None:
             journals.append(Journal())
-            _bind(journals[-1], vae, wan_vae.bindings(vae, config))
+            _bind(journals[-1], vae, vae_family.bindings(vae, config))
         for (name, model), journal in zip(transformers.items(), journals, strict=False):
             prepare(journal, name, model)
             if config.in_8_bits("linears"):
@@ -236,7 +235,7 @@ def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal,
         for model, journal in zip(transformers.values(), journals, strict=False):
             free_originals(model)
             journal.forget_parameters()
-    if vae is not None and (state := wan_vae.vae_state(vae)) is not None:
+    if vae is not None and (state := vae_family.vae_state(vae)) is not None:
         state.users.update(transformers.values())
     return Patch(transformers, config, target, vae)
 
@@ -273,7 +272,7 @@ def check_patchable(transformers: dict[str, torch.nn.Module]) -> None:
 
 def _models_of(target: object) -> tuple[dict[str, torch.nn.Module], torch.nn.Module | None]:
     """Return a pipeline's transformers and its VAE, or the given model. Raises PatchError if there is none."""
-    if isinstance(getattr(target, "_orig_mod", target), AutoencoderKLWan):
+    if vae_family.is_vae(getattr(target, "_orig_mod", target)):
         return {}, target
     vae = None if isinstance(target, torch.nn.Module) else getattr(target, "vae", None)
     return transformers_of(target), vae if isinstance(vae, torch.nn.Module) else None
@@ -290,7 +289,7 @@ def _restorable(transformers: dict[str, torch.nn.Module], vae: torch.nn.Module |
     """
     found = _only_patched(transformers if vae is None else {**transformers, "vae": vae})
     if transformers and "vae" in found:
-        others = set(wan_vae.vae_state(vae).users) - set(transformers.values())
+        others = set(vae_family.vae_state(vae).users) - set(transformers.values())
         if any(_JOURNAL in other.__dict__ for other in others):
             del found["vae"]
     return found
@@ -306,8 +305,8 @@ def transformers_of(target: object) -> dict[str, torch.nn.Module]:
         found.pop("transformer_2", None)
     if not found:
         raise PatchError(
-            f"a {type(target).__name__} has no transformer to patch; give a diffusers Wan pipeline or its "
-            f"WanTransformer3DModel. Supported: {SUPPORTED}."
+            f"a {type(target).__name__} has no transformer to patch; give a diffusers pipeline or its transformer. "
+            f"Supported: {SUPPORTED}."
         )
     return found
 

@@ -18,7 +18,7 @@ from ..kernels.choice.measured import Verdict
 from ..plain import is_sharded
 from ..tables import table
 from .families import family_of
-from .families import vae as wan_vae
+from .families import vae as vae_family
 from .families.family import BlockPlan, Blocks
 from .sampling.step_count import NOT_COUNTED
 from .steps.plan import NOTHING, SHARED, Call, Step, active_backend, is_patched, state_of
@@ -128,9 +128,9 @@ def vae_section(vae: nn.Module, config: PatchConfig) -> Section:
 
     config: of the patch whose summary this is.
     """
-    state = wan_vae.vae_state(vae)
+    state = vae_family.vae_state(vae)
     if state is None:
-        reason = wan_vae.why_left_alone(vae) or "restored"
+        reason = vae_family.why_left_alone(vae) or "restored"
         return Section([(f"vae: {type(vae).__name__}, as without the patch: {reason}", [])], [])
     title = _title("vae", vae, "decoder", vae.dtype)
     options = ("vae", "vae_chunk", "implementation")
@@ -139,14 +139,14 @@ def vae_section(vae: nn.Module, config: PatchConfig) -> Section:
     notes = [f"patched by another call of patch, whose options stay: {', '.join(theirs)}"] if is_others else []
     if vae.dtype in measured.MEASURED_DTYPES:  # otherwise every convolution's row says that it was not measured
         notes += _measurements("convolutions", "conv_skip", get_module_execution_device(vae))
-    return Section([(title, list(decoder_rows(vae)))], [*notes, *wan_vae.decoder_notes(vae), VAE_FOOTER])
+    return Section([(title, list(decoder_rows(vae)))], [*notes, *vae_family.decoder_notes(vae), VAE_FOOTER])
 
 
 def decoder_rows(vae: nn.Module) -> Iterator[Row]:
     """Yield a row for each step of a VAE's decoder. A VAE that is not patched has none."""
-    if wan_vae.vae_state(vae) is None:
+    if vae_family.vae_state(vae) is None:
         return
-    for name, steps in wan_vae.decoder_steps(vae):
+    for name, steps in vae_family.decoder_steps(vae):
         yield _row("decoder", "decoder", name, steps)
 
 

@@ -25,9 +25,14 @@ from .forward import VaeState, call_for, decode, frames_sent_to, tiled_decode, v
 from .plain import why_not_plain_decoder
 from .steps import attention, convolution, kernel_size, rms_norm
 
-__all__ = ["bindings", "decoder_notes", "decoder_steps", "frames_sent_to", "vae_state", "why_left_alone"]
+__all__ = ["bindings", "decoder_notes", "decoder_steps", "frames_sent_to", "is_vae", "vae_state", "why_left_alone"]
 
 HEIGHT, WIDTH = 60, 104  # latents of a video at 832×480
+
+
+def is_vae(model: object) -> bool:
+    """True for a VAE of the class that can be patched, or of one derived from it."""
+    return isinstance(model, AutoencoderKLWan)
 
 
 def why_left_alone(vae: nn.Module) -> str | None:
