@@ -124,7 +124,10 @@ def test_pipelines_and_shards(tmp_path):
     alone = empty(tmp_path / "out/transformer_2")
     load_converted(tmp_path / "out/transformer_2", alone, CONFIG)
     assert torch.equal(output_of(alone), output_of(pipe.transformer_2))
-    with pytest.raises(trp.PatchError, match="holds transformer and transformer_2, the model has transformer;"):
+    with pytest.raises(
+        trp.PatchError,
+        match="holds transformer and transformer_2, but the model has transformer;",
+    ):
         load_converted(tmp_path / "out", tiny_wan_transformer(), CONFIG)
 
 
@@ -206,7 +209,7 @@ def test_every_difference_is_listed(stored, tmp_path):
 
 def test_other_versions_and_models(stored, tmp_path):
     nothing = lambda tensors, config: None  # noqa: E731
-    assert "format version 2, this version reads 1" in refusal(
+    assert "format version 2, but this package reads 1" in refusal(
         damaged(stored, tmp_path / "a", nothing, {"version": "2"})
     )
     assert "format version None" in refusal(damaged(stored, tmp_path / "b", nothing, {}))
@@ -233,7 +236,7 @@ def test_folders_that_hold_nothing(stored, tmp_path):
 def test_a_patched_model_and_another_tier(stored):
     with trp.patch(model := tiny_wan_transformer()), pytest.raises(trp.PatchError, match="is patched already"):
         load_converted(stored, model, CONFIG)
-    with pytest.raises(ValueError, match="the config is of the exact tier; take the preset it was stored for"):
+    with pytest.raises(ValueError, match="the config is of the exact tier; give the preset that it was stored for"):
         load_converted(stored, model, "exact")
 
 

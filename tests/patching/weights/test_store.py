@@ -89,9 +89,9 @@ def test_the_tier_has_to_be_that_of_the_weights(tmp_path):
         assert not (tmp_path / "out").exists()
     convert_model(tmp_path / "TurboWan.pth", tmp_path / "sparse", trp.PRESETS["sparse"])
     convert_model(tmp_path / "rcm.pt", tmp_path / "quantized", trp.PRESETS["quantized"])
-    with pytest.raises(trp.PatchError, match="has proj_l of sparse-linear attention; take the preset 'sparse'"):
+    with pytest.raises(trp.PatchError, match="has proj_l of sparse-linear attention; give the preset 'sparse'"):
         trp.load_converted(tmp_path / "sparse", model_of())
-    with pytest.raises(trp.PatchError, match="has no proj_l of sparse-linear attention; take the preset 'quantized'"):
+    with pytest.raises(trp.PatchError, match="has no proj_l of sparse-linear attention; give the preset 'quantized'"):
         trp.load_converted(tmp_path / "quantized", model, "sparse")
     with pytest.raises(ValueError, match="the config is of the exact tier"):
         trp.load_converted(tmp_path / "quantized", model, "exact")

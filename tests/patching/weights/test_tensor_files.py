@@ -45,7 +45,7 @@ def test_broken_files_are_named(tmp_path):
     whole = path.read_bytes()
     for content in (b"", b"text", whole[:40], b"\xff" * 64, b"\x02" + bytes(7) + b"[]"):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"a\.safetensors is no safetensors file"):
+        with pytest.raises(ValueError, match=r"a\.safetensors is not a safetensors file; download or convert it again"):
             read_header(path)
     path.write_bytes(whole[:-1])
     with pytest.raises(ValueError, match="not as long as its header says"):

@@ -229,7 +229,7 @@ def test_two_experts(saved):
     pipe = tiny_wan_pipeline("wan22_i2v")
     high, low = (turbo_weights(pipe.transformer, seed=seed) for seed in (21, 22))
     paths = saved(high, "high.pth"), saved(low, "low.pth")
-    with pytest.raises(trp.PatchError, match=r"1 given, and the model takes two: path=\(high, low\)"):
+    with pytest.raises(trp.PatchError, match=r"1 given, but the model takes two: path=\(high, low\)"):
         trp.load_turbodiffusion(paths[0], pipe, **SLA)
     trp.load_turbodiffusion(paths, pipe, **SLA)
     for model, weights in ((pipe.transformer, high), (pipe.transformer_2, low)):

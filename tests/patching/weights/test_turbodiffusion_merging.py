@@ -68,7 +68,7 @@ def test_a_model_with_more_channels_keeps_its_patch_embedding(saved):
 def test_merging_files_of_another_model(saved):
     model = tiny_wan_transformer()
     path = saved({"weight": torch.zeros(3)})
-    with pytest.raises(trp.PatchError, match="have nothing for a WanTransformer3DModel"):
+    with pytest.raises(trp.PatchError, match="have no common weights for a WanTransformer3DModel"):
         trp.merge_turbodiffusion(path, path, model)
 
 

@@ -61,7 +61,7 @@ def load_converted(
     if not config.in_8_bits("linears"):
         means = f"is of the {config.tier.name} tier" if isinstance(config, Exact) else "has no 'linears' in quantize"
         raise ValueError(
-            f"weights in 8 bits are stored here, and the config {means}; take the preset it was stored for."
+            f"the folder holds weights in 8 bits, but the config {means}; give the preset that it was stored for."
         )
     config = dataclasses.replace(config, restorable=False, keep=())
     models = transformers_of(target)
@@ -89,7 +89,10 @@ def component_folders(folder: Path) -> dict[str, Path]:
         return {"": folder}
     found = {name: folder / name for name in COMPONENTS if (folder / name / "config.json").is_file()}
     if not found:
-        raise ValueError(f"{folder} holds no transformer: neither a config.json nor {' or '.join(COMPONENTS)}.")
+        raise ValueError(
+            f"{folder} holds no transformer: neither a config.json nor {' or '.join(COMPONENTS)}; give the folder of a "
+            "transformer or of a pipeline."
+        )
     return found
 
 
@@ -110,7 +113,7 @@ def read_config(folder: Path) -> dict:
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read {folder / 'config.json'}: {error}") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{folder / 'config.json'} holds no JSON object.")
+        raise ValueError(f"{folder / 'config.json'} holds no JSON object; download or convert the model again.")
     return config
 
 
@@ -127,7 +130,7 @@ def _folders_for(folder: Path, models: Mapping[str, nn.Module]) -> dict[str, Pat
     if set(models) != set(folders):
         given, wanted = " and ".join(folders), " and ".join(models)
         raise ValueError(
-            f"{folder} holds {given or 'one transformer'}, the model has {wanted}; give one of its folders."
+            f"{folder} holds {given or 'one transformer'}, but the model has {wanted}; give the folder of one."
         )
     return folders
 
@@ -148,7 +151,7 @@ class _Stored:
         version = metadata.get("version")
         if version != VERSION:
             raise ValueError(
-                f"{self._file} is of format version {version}, this version reads {VERSION}; convert anew."
+                f"{self._file} has format version {version}, but this package reads {VERSION}; convert it again."
             )
         family = family_of(model)
         if family is None:
@@ -157,7 +160,7 @@ class _Stored:
         self._projections = [name for name in kinds if is_projection(name)]
         if sparse != bool(self._projections):
             found, preset = ("has", "sparse") if self._projections else ("has no", "quantized")
-            raise ValueError(f"{self._file} {found} {PROJ_L} of sparse-linear attention; take the preset {preset!r}.")
+            raise ValueError(f"{self._file} {found} {PROJ_L} of sparse-linear attention; give the preset {preset!r}.")
         raise_if(f"{folder} is of another model", _config_differences(read_config(folder), model))
         every = convertible_linears(model, family.linears(model), Quantized())
         in_8_bits = {name for name, kind in self._kinds.items() if kind.dtype in (FP8, INT8)}

@@ -51,9 +51,9 @@ def read_header(path: Path) -> tuple[dict[str, Kind], dict[str, str]]:
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         kinds = {name: Kind(DTYPES.get(entry["dtype"]), tuple(entry["shape"])) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError, struct.error):
-        raise ValueError(f"{path} is no safetensors file") from None
+        raise ValueError(f"{path} is not a safetensors file; download or convert it again.") from None
     if path.stat().st_size != 8 + length + end:
-        raise ValueError(f"{path} is not as long as its header says: it was not written, or not downloaded, to the end")
+        raise ValueError(f"{path} is not as long as its header says: it is incomplete; download or convert it again.")
     return kinds, metadata
 
 

@@ -107,7 +107,7 @@ def _config_for(attention: str, topk: float | None, blocks: Sequence[int] | None
     if attention == "dense":
         if options:
             raise ValueError(
-                f"attention='dense' has no {' or '.join(options)}, an option of sparse attention; leave it out."
+                f"attention='dense' does not take {' or '.join(options)}, an option of sparse attention; leave it out."
             )
         return Exact()
     return Sparse(quantize=IN_8_BITS[attention], **options)
@@ -121,7 +121,7 @@ def _opened(path: Source | Sequence[Source], models: dict[str, nn.Module]) -> It
     if len(paths) != len(models):
         wanted = "one path" if len(models) == 1 else "two: path=(high, low)"
         listed = f" ({', '.join(map(str, paths))})" if paths != list(given) else ""
-        raise PatchError(f"cannot load: {len(paths)} given{listed}, and the model takes {wanted}.")
+        raise PatchError(f"cannot load: {len(paths)} given{listed}, but the model takes {wanted}.")
     with ExitStack() as stack:
         try:
             found = {
@@ -257,7 +257,10 @@ def merge_turbodiffusion(path: Source, base_path: Source, target: nn.Module) -> 
             raise PatchError(f"cannot merge: {_why_no_base(path, base_path, is_turbo=bool(turbo.proj_l))}")
         shared = [parameter for parameter in turbo.weights if parameter in base.weights]
         if not shared:
-            raise PatchError(f"cannot merge: {path} and {base_path} have nothing for a {type(model).__name__}.")
+            raise PatchError(
+                f"cannot merge: {path} and {base_path} have no common weights for a {type(model).__name__}; give files "
+                "made for it."
+            )
         attentions = list(family_of(model).self_attentions(model))
         if turbo.proj_l and (reason := why_not_replaceable(name, attentions)):
             raise PatchError(f"cannot merge: {reason}")
