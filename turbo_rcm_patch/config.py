@@ -119,7 +119,7 @@ class PatchConfig:
         self._set(field, tuple(names))
 
     def _check_pair(self, field: str, what: str, least: int) -> None:
-        """Keep a pair of numbers as a tuple. Raises ValueError for anything else but None."""
+        """Keep a pair of numbers as a tuple. Raises ValueError for anything else except None."""
         value = getattr(self, field)
         if value is None:
             return
@@ -291,7 +291,7 @@ PRESETS: dict[str, PatchConfig] = {config_class.tier.name: config_class() for co
 
 
 def resolve_config(config: PatchConfig | str) -> PatchConfig:
-    """Return the configuration itself, or that of the preset it names.
+    """Return the configuration itself, or the named preset's.
 
     Raises ValueError for an unknown preset and TypeError for anything else.
     """

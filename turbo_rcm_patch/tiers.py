@@ -1,4 +1,4 @@
-"""The tiers: what a patch may do to the numbers, each with its error limits. Their options are in config.py."""
+"""The tiers: kinds of arithmetic that a patch may use, each with its error limits. Their options are in config.py."""
 
 from __future__ import annotations
 

@@ -281,7 +281,7 @@ def test_a_tiers_op_is_timed_at_the_largest_of_the_exact_ops_shapes():
 
 @pytest.mark.parametrize("op", sorted(trials.LISTS))
 def test_a_kernel_that_only_tune_may_choose_is_tried_in_every_contest(monkeypatch, op):
-    """It is the reference here, under another name."""
+    """The kernel is the reference here, under another name."""
     launched, lists = [], trials.LISTS[op]
     reference = lists[-1].kernels[-1]
 

@@ -1,6 +1,6 @@
-"""How many Python functions one exact block calls, without what runs within the kernels' launches.
+"""Count the Python functions that one exact block calls, without those inside the kernels' launches.
 
-On the CPU these are the portable kernels, whose tiles take more calls than those of sm_90; so do diffusers' tables.
+On the CPU the portable kernels run, whose tiles take more calls than sm_90's, and so do diffusers' tables.
 """
 
 import sys

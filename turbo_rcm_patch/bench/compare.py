@@ -44,12 +44,12 @@ ORACLE_LATENTS = 9
 class Variant:
     """One way to run the pipeline. Speed-ups and differences are against the unpatched one.
 
-    latents, frames: None for the unpatched variant itself; frames also where only latents were made.
-    video: frames [F, H, W, 3] in [0, 1] of the first sample, where frames were made.
+    latents, frames: None for the unpatched variant itself. frames: None too if only latents were made.
+    video: frames [F, H, W, 3] in [0, 1] of the first sample, or None without frames.
     compiled: how many kernels of Triton's and graphs of torch.compile's were compiled in the measured generations.
-    step_error, decode_error: relative L2 of the transformer's first output, and of the first frames (of up to
-        ORACLE_LATENTS latent ones) that the VAE decodes, to the unpatched one's in fp32, where that was run.
-    weights: bytes of the transformers' tensors meanwhile, as they tell them.
+    step_error, decode_error: relative L2 of the transformer's first output, and of the first frames that the VAE
+        decodes (of up to ORACLE_LATENTS latent ones), to the unpatched one's in fp32, or None if that did not run.
+    weights: bytes of the transformers' tensors in this variant.
     """
 
     name: str

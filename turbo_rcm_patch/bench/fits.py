@@ -26,7 +26,7 @@ AROUND = 1.1  # peak over tensors: gaps and rounding of torch's allocator, works
 
 @dataclass(frozen=True)
 class Fit:
-    """Bytes for one transformer of a model in a tier. steps: what a step adds, by height, width and frames."""
+    """Bytes for one transformer of a model in a tier. steps: bytes that a step adds, by height, width and frames."""
 
     component: str
     tier: str

@@ -1,4 +1,4 @@
-"""The contests of the quantized tier's ops, beside what others compute in 8 bits. The limits are the tier's."""
+"""The contests of the quantized tier's ops, beside other implementations in 8 bits. The limits are the tier's."""
 
 from __future__ import annotations
 

@@ -134,8 +134,10 @@ def _format_decibels(value: float | None) -> str:
 
 
 def side_by_side(comparison: Comparison) -> tuple[np.ndarray, int]:
-    """The variants' videos next to each other, and at the end the amplified difference of the last one, the patched
-    one's, to the first one: [F, H, (variants + 1) * W, 3] in [0, 1]; and by what it is multiplied."""
+    """Return the variants' videos side by side, [F, H, (variants + 1) * W, 3] in [0, 1], and a factor.
+
+    The last one is the difference of the patched video to the first one, multiplied by the factor.
+    """
     difference, gain = comparison.difference()
     return np.concatenate([*(variant.video for variant in comparison.variants), difference], axis=2), gain
 

@@ -23,8 +23,8 @@ from ..patching.apply import transformers_of
 
 UNPATCHED, COMPILED, PATCHED = "unpatched", "torch.compile", "patched"
 COMPILED_AFTER_A_CHANGE = "torch.compile, the step after a new scale"
-# Beside a patch of a tier that errs more: what does so without it, if torchao is there, and the patch that does not;
-# beside block-sparse attention the patch whose attention is dense.
+# Variants beside the patch of an 8-bit tier: torchao's 8 bits, if it is installed, and the exact patch. Beside
+# block-sparse attention: the patch with dense attention.
 TORCHAO, EXACT_PATCH, DENSE_PATCH = "torchao float8 + torch.compile", "patched exactly", "patched, dense in 8 bits"
 
 Switch = Callable[[], contextlib.AbstractContextManager[Patch | None]]

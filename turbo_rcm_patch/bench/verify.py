@@ -373,7 +373,7 @@ class _WidenedFloat(TorchFunctionMode):
 
 
 def _class_copy(block: nn.Module) -> nn.Module:
-    """Return a copy of parameters, buffers and submodules whose forwards are those of their classes.
+    """Return a copy of parameters, buffers and submodules with the forwards of their classes.
 
     Other instance attributes, such as what a patch keeps on a module, are shared rather than copied. A sparse attention
     runs by the reference.

@@ -35,7 +35,7 @@ class Launch(NamedTuple):
 def launch_kernel(kernel, grid: tuple[int, ...], *arguments, **options) -> None:
     """Run ``kernel[grid](*arguments, **options)``, or record it within `recorded`.
 
-    The first argument is a tensor or a descriptor of one. Its GPU is the current one meanwhile.
+    The first argument is a tensor or a descriptor of one. Its GPU is the current one during the launch.
     """
     tensor = arguments[0] if isinstance(arguments[0], torch.Tensor) else arguments[0].base
     if tensor.is_cpu or (tensor.is_cuda and tensor.get_device() == torch._C._cuda_getDevice()):

@@ -279,7 +279,7 @@ def conv_skip(
 
 
 def repeat_residual(residual: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Enlarge a residual to this shape [B, T', H', W', N]: repeat its frames, rows or columns where it is smaller.
+    """Enlarge a residual to this shape [B, T', H', W', N]: repeat its frames, rows or columns if it has fewer.
 
     If T' is odd, the first frame is not repeated.
     """

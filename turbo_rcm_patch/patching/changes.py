@@ -1,4 +1,4 @@
-"""Snapshots of modules: what a call of them depends on besides its inputs and the contents of memory."""
+"""Snapshots of the things that a call of modules depends on, besides its inputs and the contents of memory."""
 
 from __future__ import annotations
 
@@ -129,5 +129,5 @@ class WhileUnchanged(Generic[Key, Value]):
         return values[key]
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out what is known of the original objects from copies and pickles."""
+        """Copy and pickle without the known values, which belong to the original objects."""
         return {**self.__dict__, "_known": None}

@@ -14,7 +14,7 @@ from .journal import bind
 
 
 def reduce_ex(self: nn.Module, protocol: int) -> tuple:
-    """Replace ``object.__reduce_ex__`` for copy, deepcopy and pickle: what is bound to self is bound to the copy."""
+    """Replace ``object.__reduce_ex__`` for copy, deepcopy and pickle: functions bound to self are bound to the copy."""
     bound = {name: function_bound_to(self, value) for name, value in vars(self).items()}
     bound = {name: function for name, function in bound.items() if function is not None}
     state = {name: value for name, value in vars(self).items() if name not in bound}

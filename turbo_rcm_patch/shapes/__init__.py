@@ -1,1 +1,1 @@
-"""The embedded model's world: captions (grammar), their videos (render), and what a video shows (judge)."""
+"""The embedded model's world: captions (grammar), their videos (render), and reading a video (judge)."""

@@ -129,7 +129,10 @@ def _label_of_every_colour(background: str) -> torch.Tensor:
 
 
 def _objects(colour: str | None, mask: torch.Tensor) -> list[MovingShape]:
-    """The objects of one colour, from its pixels [F, H, W]. What has no colour, or is not always there, only counts."""
+    """Return the objects of one colour, from its pixels [F, H, W].
+
+    Only the largest one has attributes, and only if it has a colour and is there in nearly all frames.
+    """
     count, mask = _largest_regions(mask)
     if count == 0:
         return []
@@ -206,7 +209,7 @@ def _nearest_shape(moments: torch.Tensor) -> str | None:
 
 @functools.cache
 def _reference_moments() -> tuple[list[str], torch.Tensor]:
-    """Return the moments of every shape in every size, measured where it is rendered: names and [N, 4]."""
+    """Return the names and moments [N, 4] of every shape in every size, measured on rendered videos."""
     objects = [MovingShape(COLOURS[0], shape, DIRECTIONS[0], size, "slowly") for shape in SHAPES for size in SIZES]
     videos = render([Scene((part,), "black") for part in objects], torch.Generator().manual_seed(0))
     moments = [_measure(_label(video, "black") == 0)[-1].median(dim=0).values for video in videos]

@@ -22,7 +22,7 @@ RGB = {
     "black": (0.0, 0.0, 0.0),
     "gray": (0.5, 0.5, 0.5),
 }
-RADIUS = {"small": 14.0, "large": 24.0}  # pixels; of the disc with the object's area, whatever its shape
+RADIUS = {"small": 14.0, "large": 24.0}  # in pixels, of the disc with the same area as the object
 SPEED = {"slowly": 2.0, "quickly": 4.0}  # pixels a frame: one or two of Wan's latent cells per latent frame
 HEADING = {"up": (0.0, -1.0), "down": (0.0, 1.0), "left": (-1.0, 0.0), "right": (1.0, 0.0)}  # x to the right, y down
 # Pixels between possible starts, the side of a latent cell. With the speeds above an object then lies in its cells as

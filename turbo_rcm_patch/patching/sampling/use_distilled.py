@@ -101,7 +101,7 @@ def use_distilled(
 
 
 class _File(NamedTuple):
-    """A LoRA file, and what it holds for its transformer."""
+    """A LoRA file, and its contents for its transformer."""
 
     path: Path
     lora: Lora
@@ -183,7 +183,7 @@ class DistilledHandle(FewStepHandle):
         return super()._prepare_latents(*args, **kwargs)
 
     def _change_of(self, loaded: LoadedLora) -> str | None:
-        """Return a warning if the user switched a loaded LoRA off or fused projections since, else None."""
+        """Return a warning if the user switched a loaded LoRA off or fused projections since, or None."""
         if loaded.is_left_out():
             return (
                 "projections were fused after the LoRA was loaded, and fused projections leave out its matrices; call "

@@ -1,4 +1,4 @@
-"""diffusers' group offloading follows what a patch puts in the place of weights.
+"""Let diffusers' group offloading follow the tensors that a patch puts in place of weights.
 
 When it is enabled, each group lists what it moves: with streams, the copies on the CPU that a weight goes back to
 (``cpu_param_dict``); offloading to disk, the tensors of its file (``tensor_to_key``).

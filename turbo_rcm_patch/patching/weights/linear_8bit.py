@@ -109,7 +109,7 @@ class QuantizedLinear(nn.Linear):
     def quantized(self) -> QuantizedWeight:
         """Return the 8-bit weight, on the device where it is.
 
-        Raises RuntimeError if somebody replaced the weight, or if fully_shard (FSDP2) cast its parts.
+        Raises RuntimeError if the weight was replaced, or if fully_shard (FSDP2) cast its parts.
         """
         parameters = self._parameters
         if parameters.get("weight") is not None:

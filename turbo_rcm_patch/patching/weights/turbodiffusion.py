@@ -163,7 +163,7 @@ def _check_attention(files: dict[str, WholeModel], models: dict[str, nn.Module],
 
 
 def _check_writable(verb: str, models: dict[str, nn.Module], *, meta: bool = True) -> None:
-    """Raise PatchError if a model's parameters cannot be written, or are not what the model runs with.
+    """Raise PatchError if a model's parameters cannot be written, or if the model runs with copies of them.
 
     meta: True if they may be on the meta device.
     """
