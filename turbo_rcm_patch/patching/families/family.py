@@ -86,9 +86,9 @@ def graph_of(transformer: nn.Module) -> ModelGraphs | None:
 
 
 class Sizes(NamedTuple):
-    """What a transformer's config says about the tensors in its blocks, before there is a model.
+    """The sizes of the tensors in a transformer's blocks, from its config, before there is a model.
 
-    needed: the entries without which nothing can be said.
+    needed: the entries of the config that this needs.
     tokens: (config, latent) -> the tokens of a sample. latent: its frames, height and width.
     ops: (config, tokens) -> the ops that `turbo-rcm tune` times, each with its sizes.
     bytes_per_token: (config, bytes of a value in the model's dtype, tier) -> the largest set of a block's tensors that

@@ -1,7 +1,7 @@
 """The decoder of AutoencoderKLWan: of Wan 2.1 and Wan 2.2 A14B, and the residual one of TI2V-5B.
 
-forward.py: what is bound on the VAE. decoder.py: the decoder on channels-last activations. chunks.py: how many frames
-at a time. steps.py: the steps and their kernels. plain.py: why diffusers' own code runs instead.
+forward.py: the methods bound on the VAE. decoder.py: the decoder on channels-last activations. chunks.py: the number of
+frames at a time. steps.py: the steps and their kernels. plain.py: the reasons for diffusers' own code.
 """
 
 from __future__ import annotations
@@ -58,10 +58,12 @@ def bindings(vae: AutoencoderKLWan, config: PatchConfig) -> list[Binding]:
 
 
 def decoder_steps(vae: AutoencoderKLWan) -> Iterator[tuple[str, list[Step]]]:
-    """The steps of the decoder by name, each as often as it occurs, as they would run now without autograd; one step
-    for all of it where diffusers' own code runs."""
+    """Yield the decoder's steps by name, each as often as it occurs, as they would run now without autograd.
+
+    If diffusers' own code runs, one step stands for the whole decoder.
+    """
     parameters = (parameter for part in (vae.decoder, vae) if part is not None for parameter in part.parameters())
-    resting = next(parameters).device  # under offloading not where the decoder runs
+    resting = next(parameters).device  # offloaded weights lie elsewhere than the decoder runs
     reason = why_not_plain_decoder(vae, resting, vae.dtype)
     if reason is not None:
         yield "decoder", [Step(vae.decoder, MODULE, reason)]
@@ -77,7 +79,7 @@ def decoder_steps(vae: AutoencoderKLWan) -> Iterator[tuple[str, list[Step]]]:
 
 
 def _convolutions(vae: AutoencoderKLWan) -> Iterator[tuple[nn.Module, int]]:
-    """The decoder's convolutions, each with how many times as high and wide as the latents its input is."""
+    """Yield the decoder's convolutions, each with the factor of its input's height and width to the latents'."""
     decoder, scale = vae.decoder, 1
     for part in (vae.post_quant_conv, decoder.conv_in, decoder.mid_block, *decoder.up_blocks, decoder.conv_out):
         modules = list(part.modules())

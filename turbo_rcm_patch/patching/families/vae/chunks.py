@@ -1,7 +1,7 @@
 """The number of frames that each stage of the decoder takes at a time.
 
 All frames of a video at once take too much memory. One latent frame at a time leaves a GPU idle if frames are small. So
-a stage takes as many frames as fill WORKING_SET, but at least those of one latent frame, as diffusers does. It takes
+a stage takes as many frames as fill WORKING_SET, but at least one latent frame's, as diffusers does. It takes
 fewer if memory is short.
 """
 
@@ -20,8 +20,8 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import (
 from torch import nn
 
 WORKING_SET = 1 << 30  # bytes of activations: a few frames of 832×480 in full resolution
-TILES_WORKING_SET = 1 << 27  # of those of a tile: who decodes in tiles does so to save memory
-MOST_ELEMENTS = 2**31 - 1  # of a tensor that PyTorch's convolutions index with 32 bits
+TILES_WORKING_SET = 1 << 27  # the same for a tile: users decode in tiles to save memory
+MOST_ELEMENTS = 2**31 - 1  # elements of a tensor that PyTorch's convolutions index with 32 bits
 
 
 def output_shape(vae: AutoencoderKLWan, z: torch.Tensor) -> tuple[int, ...]:

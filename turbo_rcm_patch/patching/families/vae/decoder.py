@@ -1,10 +1,10 @@
 """WanDecoder3d on channels-last activations, several latent frames at a time.
 
-The stages read like diffusers' (autoencoder_kl_wan.py), which decodes one latent frame after another and keeps for
-each causal convolution the last frames that it read. Here those frames are a second input of a convolution, its front:
-zeros at first, later those of the chunk before. Latent frame 0 is special: it skips `time_conv`, before whose first
-input there are zeros then, not frame 0; and of the frames that a residual block's shortcut makes of it, only the last
-counts.
+The stages read like diffusers' (autoencoder_kl_wan.py), which decodes one latent frame after another and keeps for each
+causal convolution the last frames that it read. Here these frames are a second input of a convolution, its front: zeros
+at first, later the last frames of the previous chunk. Latent frame 0 is special. It skips `time_conv`, whose first
+input therefore follows zeros, not frame 0. A residual block's shortcut makes several frames of it, and only the last
+one counts.
 """
 
 from __future__ import annotations
@@ -120,8 +120,11 @@ class _Run:
         return torch.cat((alone, self.causal(time_conv, others, interleave=2)), 1) if others.shape[1] else alone
 
     def shortcut(self, shortcut: DupUp3D, x: torch.Tensor) -> torch.Tensor:
-        """The residual that a shortcut makes of x: its channels, each repeated, are those of the pixels (and frames)
-        that one becomes. What is the same for each two columns, rows or frames is there once."""
+        """Return the residual that a shortcut makes of x.
+
+        Its channels, each repeated, become the channels of the pixels (and frames) that one pixel becomes. Values that
+        are equal for two columns, rows or frames are stored once.
+        """
         repeats, counts = shortcut.repeats, []
         for factor in (shortcut.factor_s, shortcut.factor_s, shortcut.factor_t):
             shared = factor if repeats % factor == 0 else 1

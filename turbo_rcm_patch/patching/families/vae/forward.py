@@ -1,6 +1,6 @@
 """The methods that the patch binds on a VAE: `_decode` and `tiled_decode`. `decode`, slicing and `forward` call them.
 
-Their loops over frames are replaced; the tiles, how they are blended, and what is returned are diffusers' own.
+Their loops over frames are replaced. The tiles, their blending and the results are diffusers' own.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _graph_memory(vae: AutoencoderKLWan) -> int:
 
 
 def _parts(vae: AutoencoderKLWan, z: torch.Tensor, frames: list[int]) -> Iterator[torch.Tensor]:
-    """The decoder's output for latents z, some frames after the other; `frames` at a time."""
+    """Return the parts of `decoded`. Compile the kernels ahead if this is the first decode of its kind."""
     call = call_for(vae, z.device, z.dtype)
     compiled, kind = _COMPILED.setdefault(vae, set()), (call.config.implementation, z.device, z.dtype)
     if kind not in compiled and _launches_kernels(vae, call) and why_not_recorded((z,)) is None:
@@ -180,7 +180,7 @@ def _parts(vae: AutoencoderKLWan, z: torch.Tensor, frames: list[int]) -> Iterato
 
 
 def _launches_kernels(vae: AutoencoderKLWan, call: Call) -> bool:
-    """On a GPU, for the convolutions too: PyTorch's would run while the others are only compiled."""
+    """True on a GPU, if the convolutions are kernels too. PyTorch's would run while others are only compiled."""
     return call.device.type == "cuda" and takes_front(vae.decoder.conv_in, call)
 
 
@@ -198,13 +198,13 @@ def _blend(before: torch.Tensor, frames: torch.Tensor, extent: int, dim: int) ->
 
 
 def _end(frames: torch.Tensor, extent: int, dim: int) -> torch.Tensor:
-    """A copy of the last rows or columns, so that the rest need not be kept."""
+    """Return a copy of the last rows or columns, so that the rest need not be kept."""
     start = max(0, frames.shape[dim] - extent)
     return frames.narrow(dim, start, frames.shape[dim] - start).clone()
 
 
 def _joined(parts: Iterator[torch.Tensor], count: int) -> torch.Tensor:
-    """The parts of `count` frames [B, C, count, H, W], each copied before the next is made."""
+    """Join parts to `count` frames [B, C, count, H, W]. Each part is copied before the next is made."""
     joined, done = None, 0
     for part in parts:
         if joined is None:
@@ -216,7 +216,7 @@ def _joined(parts: Iterator[torch.Tensor], count: int) -> torch.Tensor:
 
 
 def _received(vae: AutoencoderKLWan, parts: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The parts, each given to who asked for them first."""
+    """Yield the parts, each after it was given to the function of `frames_sent_to`, if any."""
     receive = vae_state(vae).receive
     for part in parts:
         if receive is not None:

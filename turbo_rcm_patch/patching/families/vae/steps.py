@@ -1,4 +1,4 @@
-"""The steps of the decoder, each with the kernel that does it and why that is not ours.
+"""The steps of the decoder, each with its kernel, or the reason why it is not ours.
 
 Activations are channels-last, [B, T, H, W, C]. Modules are plain (plain.py decides), and read when a step runs.
 """
@@ -45,8 +45,10 @@ def takes_front(conv: nn.Conv2d | nn.Conv3d, call: Call) -> bool:
 
 
 def _pick(conv: nn.Conv2d | nn.Conv3d, call: Call, image: tuple[int, int]) -> kernels.Pick:
-    """The kernel of a convolution of one video's four frames. Sizes only choose between our own: `conv_skip` asks again
-    with those of a call."""
+    """Return the kernel of a convolution of four frames of one video.
+
+    Sizes only choose between our kernels, and `conv_skip` chooses again with a call's sizes.
+    """
     kt, kh, kw = kernel_size(conv)
     return call.pick(
         kernels.CONV_SKIP,
@@ -60,8 +62,11 @@ def _pick(conv: nn.Conv2d | nn.Conv3d, call: Call, image: tuple[int, int]) -> ke
 
 
 def _weight(conv: nn.Conv2d | nn.Conv3d) -> torch.Tensor:
-    """A convolution's weight as kernels take it, [N, kt, kh, kw, C]. They pack it at each call, which takes little of
-    what the convolution takes: kept, all of them would be a large part of a decode's memory."""
+    """Return a convolution's weight as kernels take it, [N, kt, kh, kw, C].
+
+    They pack it at each call, which is fast beside the convolution. Packed copies of all weights would be a large part
+    of a decode's memory.
+    """
     return conv.weight.unflatten(1, (-1, *(1,) * (5 - conv.weight.dim()))).permute(0, 2, 3, 4, 1)
 
 

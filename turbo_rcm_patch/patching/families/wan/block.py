@@ -130,7 +130,7 @@ def decide(kind: WanBlock, block: nn.Module, wan_call: WanCall) -> BlockPlan:
 
 
 def _linears_with_a_gated_skip(block, kind: WanBlock, wan_call: WanCall) -> Iterator[nn.Module]:
-    """Those of the sub-layers that are not called as a whole."""
+    """Yield the linears with a gated skip, of the sub-layers that are not called as a whole."""
     fuse = wan_call.call.config.fuse
     reason = why_not_fused_attention(block.attn1, kind, kind.self_processor) or wan_call.why_whole
     if "self_attention" in fuse and reason is None:
@@ -175,7 +175,7 @@ def _self_attention(block, kind: WanBlock, wan_call: WanCall, stored: Storage, r
 
 
 def _quantized_attention(attn, stream: Stream, call: Call, result: torch.dtype | None) -> Step:
-    """A self-attention in 8 bits; where another tier's is not dense, with the reason for one that is."""
+    """Return a self-attention in 8 bits. If block-sparse attention is dense here, it has the reason."""
     reason = block_sparse.why_dense(attn, stream, call, quantized=True)
     if reason is None:
         return block_sparse.attention(attn, call, quantized=True)
@@ -184,7 +184,7 @@ def _quantized_attention(attn, stream: Stream, call: Call, result: torch.dtype |
 
 
 def _wide_attention(attn, stream: Stream, call: Call, why_not_8_bits: str) -> Step:
-    """A self-attention in the model's dtype, with the reason where the tier has another one."""
+    """Return a self-attention in the model's dtype, with the reason if the tier would run another one."""
     if isinstance(call.config, BlockSparse):
         reason = why_not_own_attention(attn, call.backend, derivative=call.derivative)
         reason = reason or block_sparse.why_dense(attn, stream, call, quantized=False)
