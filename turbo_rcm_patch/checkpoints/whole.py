@@ -23,7 +23,7 @@ from .names import modules_of, official_name
 QUANTIZED_BLOCK = 128
 PROJ_L = "proj_l"
 _PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.", "module.", "model.", "net.")
-_PROJ_L = re.compile(r"^(blocks\.\d+)(\.(?:self_attn|attn1)\.(?:\w+\.)*proj_l\.)(weight|bias)$")
+PROJ_L_NAME = re.compile(r"^(blocks\.\d+)(\.(?:self_attn|attn1)\.(?:\w+\.)*proj_l\.)(weight|bias)$")
 _NO_WEIGHTS = ("_extra_state", "freqs")  # ends of names: buffers that are computed
 
 
@@ -50,7 +50,7 @@ class WholeModel:
     def __init__(self, source: str | Path, tensors: Tensors, model: nn.Module, *, partial: bool = False):
         """partial: True if the file and the model may each lack parts of the other. ``unfit`` then lists the parts."""
         self.source, self.quantized, self.unfit = str(source), [], []
-        self._prefix = _prefix_of(tensors)
+        self._prefix = prefix_of(tensors)
         found = {name.removeprefix(self._prefix): name for name in tensors if not name.endswith(_NO_WEIGHTS)}
         problems = _Problems()
         self.weights = {}
@@ -166,7 +166,7 @@ def _official_parameter(name: str) -> str:
     return official_name(name)
 
 
-def _prefix_of(tensors: Mapping[str, object]) -> str:
+def prefix_of(tensors: Mapping[str, object]) -> str:
     """Return the prefix that a tool put before all names."""
     prefix, names = "", list(tensors)
     while True:
@@ -187,7 +187,7 @@ def _take_proj_l(
     """Take SLA's projections out of ``found``, and return them."""
     heads = model.config.num_attention_heads, model.config.attention_head_dim
     projections: dict[str, dict[str, LazyTensor]] = {}
-    given = {match.groups(): found.pop(name) for name in list(found) if (match := _PROJ_L.match(name))}
+    given = {match.groups(): found.pop(name) for name in list(found) if (match := PROJ_L_NAME.match(name))}
     for (block, _, part), key in given.items():
         expected = (heads[1],) * (2 if part == "weight" else 1)
         if int(block.rpartition(".")[2]) >= len(model.blocks):
@@ -209,54 +209,6 @@ def _lacking_proj_l(given: dict[tuple[str, str, str], str], blocks: int) -> list
     prefix, path = key.removesuffix("".join(parts)), parts[1]
     every = [f"{prefix}blocks.{number}{path}{part}" for number in range(blocks) for part in ("weight", "bias")]
     return [key for key in every if key not in given.values()]
-
-
-def infer_config(source: str | Path, tensors: Tensors) -> dict[str, object]:
-    """Return the arguments of the WanTransformer3DModel that a file is for, inferred from shapes.
-
-    The rest is as in every Wan: heads of 128 channels (or proj_l's size), patches of (1, 2, 2), an epsilon of 1e-6.
-    Raises ValueError for a file of another model.
-    """
-    prefix = _prefix_of(tensors)
-    shapes = {
-        name.removeprefix(prefix).replace(".int8_weight", ".weight"): tensor.shape for name, tensor in tensors.items()
-    }
-
-    def shape_of(*names: str) -> tuple[int, ...]:
-        found = next((shapes[name] for name in names if name in shapes), None)
-        if found is None:
-            raise ValueError(
-                f"{source} holds no Wan transformer: it has no {' or '.join(names)}. Give a file with a whole one."
-            )
-        return found
-
-    embedder = "condition_embedder"
-    dim, *patch = shape_of("patch_embedding.weight")
-    numbers = {int(found[1]) for name in shapes if (found := re.match(r"blocks\.(\d+)\.", name))}
-    config: dict[str, object] = {
-        "patch_size": (1, 2, 2),
-        "num_attention_heads": dim // _head_dim(shapes),
-        "attention_head_dim": _head_dim(shapes),
-        "in_channels": torch.Size(patch).numel() // 4,
-        "out_channels": shape_of("head.head.weight", "proj_out.weight")[0] // 4,
-        "text_dim": shape_of("text_embedding.0.weight", f"{embedder}.text_embedder.linear_1.weight")[1],
-        "freq_dim": shape_of("time_embedding.0.weight", f"{embedder}.time_embedder.linear_1.weight")[1],
-        "ffn_dim": shape_of("blocks.0.ffn.0.weight", "blocks.0.ffn.net.0.proj.weight")[0],
-        "num_layers": len(numbers),
-        "cross_attn_norm": "blocks.0.norm3.weight" in shapes or "blocks.0.norm2.weight" in shapes,
-        "qk_norm": "rms_norm_across_heads",
-    }
-    image = next(
-        (shapes[n] for n in ("img_emb.proj.0.weight", f"{embedder}.image_embedder.norm1.weight") if n in shapes), None
-    )
-    if image is not None:
-        position = shapes.get("img_emb.emb_pos", shapes.get(f"{embedder}.image_embedder.pos_embed"))
-        config |= {"image_dim": image[0], "added_kv_proj_dim": dim, "pos_embed_seq_len": position and position[1]}
-    return config
-
-
-def _head_dim(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    return next((shape[0] for name, shape in shapes.items() if _PROJ_L.match(name)), 128)
 
 
 def cast(weight: Weight, like: torch.Tensor) -> torch.Tensor:

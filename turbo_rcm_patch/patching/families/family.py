@@ -10,7 +10,8 @@ A family is a file in this folder, or a folder if its blocks are its own, regist
    modality, prompts, reasons to call a module as a whole. It gets the plan with ``state.plans.get`` and runs it.
 4. A plan: steps from ``steps/``, each with its kernel or the reason for another one, as ``rows()`` lists them.
    `Measured` says what `verify` measures in it, `Sizes` what `tune` times and `info` counts.
-5. Where it has them: `Pipeline`, the pipelines that sample in few steps; `Case`, the sizes of its checkpoints.
+5. Where it has them: `Pipeline`, the pipelines that sample in few steps; `Case`, the sizes of its checkpoints,
+   with `RandomWeights` for models of these sizes.
 6. In ``more``, a forward for the first module that runs in every call of the transformer. It calls
    ``Shared.begin_forward``, before which no change to a block is noticed. The others there are the family's choice.
 
@@ -147,8 +148,8 @@ class Blocks:
         self_attention: the path of the self-attention that the sparse tiers replace.
         measured: what `verify` measures within a block.
         sizes: the sizes of its tensors.
-        random_weights: how random weights are made more like trained ones.
         sparse: how sparse-linear attention replaces the self-attention, or None if it cannot.
+        random_weights: how random weights are made more like trained ones, or None for a family without cases.
     """
 
     name: str
@@ -162,8 +163,8 @@ class Blocks:
     self_attention: str
     measured: Measured
     sizes: Sizes
-    random_weights: RandomWeights
     sparse: SparseForm | None = None
+    random_weights: RandomWeights | None = None
 
     def self_attention_of(self, block: nn.Module) -> nn.Module:
         """Return the self-attention of a block that the sparse tiers replace."""

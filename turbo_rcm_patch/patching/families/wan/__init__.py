@@ -3,26 +3,25 @@
 block.py: how a block is decided. sub_layers.py: its plan and how that runs. parts.py: what the general code asks.
 measured.py: what `verify` measures. forward.py: the forwards of blocks.
 modulation.py: timesteps of a sample or of its tokens. graph.py: the model's forward as a CUDA graph.
+sizes.py, cases.py: sizes of tensors and checkpoints. random_weights.py, image_free.py: for models with random weights.
+from_files.py: the model that a file with its authors' names is for.
 repeatable.py: the modules that may run more or less often than they are called.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from accelerate import init_empty_weights
 from diffusers import WanImageToVideoPipeline, WanPipeline, WanVideoToVideoPipeline
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel, WanTransformerBlock
 
-from ....checkpoints.lazy import Tensors
-from ....checkpoints.whole import infer_config
 from ....config import PatchConfig
 from ....plain import hook_in_place_of_forward
 from ...steps.plan import Shared
 from ..family import GRAPH, Binding, Family, Pipeline, Targets, graph_of
 from .cases import CASES
 from .forward import block_forward, block_inputs
+from .from_files import from_files
 from .graph import WAN_BLOCK, WanGraph, transformer_forward
 from .modulation import embedder_forward
 from .parts import FIRST_LAYER, wan_blocks
@@ -40,12 +39,6 @@ def _attributes(transformer: WanTransformer3DModel, shared: Shared, forwards: di
     return [(transformer, GRAPH, WanGraph(transformer, shared, forwards))]
 
 
-def _from_files(source: Path, tensors: Tensors) -> WanTransformer3DModel:
-    config = infer_config(source, tensors)
-    with init_empty_weights():
-        return WanTransformer3DModel(**config)
-
-
 WAN = Family(
     WanTransformer3DModel,
     "Wan 2.1 T2V and I2V, Wan 2.2 A14B, TI2V-5B",
@@ -60,5 +53,5 @@ WAN = Family(
         Pipeline(WanVideoToVideoPipeline, "video", adds_noise=True),
     ),
     cases=CASES,
-    from_files=_from_files,
+    from_files=from_files,
 )
