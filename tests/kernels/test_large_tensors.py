@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 
 from turbo_rcm_patch.kernels import interpreting, linear_gelu
+from turbo_rcm_patch.kernels.conv.conv_portable import _load_box
+from turbo_rcm_patch.kernels.conv.conv_portable import _store as _store_conv
 
 _store_gelu = sys.modules["turbo_rcm_patch.kernels.linear.linear_gelu"]._store_gelu
-_load_box = sys.modules["turbo_rcm_patch.kernels.conv.conv_skip"]._load_box
-_store_conv = sys.modules["turbo_rcm_patch.kernels.conv.conv_skip"]._store
 _store_sum = sys.modules["turbo_rcm_patch.kernels.linear.linear"]._store_sum
 _store_skip = sys.modules["turbo_rcm_patch.kernels.linear.linear_skip"]._store_skip
 

@@ -10,7 +10,7 @@ from turbo_rcm_patch.kernels.attention import attention as attention_op
 from turbo_rcm_patch.kernels.attention import attention_portable, attention_sm90
 from turbo_rcm_patch.kernels.choice import measured
 from turbo_rcm_patch.kernels.choice.registry import GLUON, PORTABLE
-from turbo_rcm_patch.kernels.conv import conv_skip, conv_sm90
+from turbo_rcm_patch.kernels.conv import conv_portable, conv_sm90
 
 CUDA, CPU, META = torch.device("cuda"), torch.device("cpu"), torch.device("meta")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -157,7 +157,7 @@ def test_sdpas_backend_is_pytorchs_own_choice(monkeypatch):
 def launched(monkeypatch):
     """The names of the kernels that ops launch, on a CPU that counts as a GPU of sm_90 with four multiprocessors."""
     names = []
-    for module in (attention_portable, attention_sm90, conv_skip, conv_sm90):
+    for module in (attention_portable, attention_sm90, conv_portable, conv_sm90):
         monkeypatch.setattr(module, "launch_kernel", lambda kernel, *_, **__: names.append(kernel.__name__))
     monkeypatch.setattr(dispatch, "is_sm90", lambda device: True)
     return names

@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
 from turbo_rcm_patch.kernels import conv_skip, reference
 from turbo_rcm_patch.kernels.choice.registry import PORTABLE
-from turbo_rcm_patch.kernels.conv import conv_tiles
+from turbo_rcm_patch.kernels.conv import conv_portable, conv_tiles
 
-launcher = sys.modules["turbo_rcm_patch.kernels.conv.conv_skip"]
 packer = sys.modules["turbo_rcm_patch.kernels.conv.conv_weight"]
 
 # B, T, H, W, C, N, kt, kh. C = 3 and 12 are read through pointers, multiples of 8 by TMA if the GPU has it.
@@ -154,7 +153,7 @@ def test_the_reference_is_what_diffusers_computes():
 def test_narrow_results_have_four_frames_in_a_tile(N, T, samples, launches, monkeypatch):
     """Half as many boxes are read for each frame. Frames past the last four are for themselves, as samples are then."""
     launched = []
-    monkeypatch.setattr(launcher, "launch_kernel", lambda *given, **options: launched.append(options))
+    monkeypatch.setattr(conv_portable, "launch_kernel", lambda *given, **options: launched.append(options))
     tensors, together = operands(samples, T, 5, 7, 16, N, 3, 3), {3: 4, 24: 1}[N]
     for given, options in ((tensors, {}), with_front(tensors)):
         launched.clear()
@@ -309,13 +308,13 @@ def test_every_tile(capability, dtype, descriptors, C, N, device):
 @pytest.mark.parametrize("C", [16, 12])
 def test_every_box(box, C, device, monkeypatch):
     """Two boxes down and two across, of which the last are there in part; also where TMA reads them."""
-    choose = launcher.choose_conv_tiles
+    choose = conv_portable.choose_conv_tiles
 
     def with_box(*arguments):
         tiles = choose(*arguments)
         return type(tiles)(**vars(tiles) | {"box_height": box[0], "box_width": box[1]})
 
-    monkeypatch.setattr(launcher, "choose_conv_tiles", with_box)
+    monkeypatch.setattr(conv_portable, "choose_conv_tiles", with_box)
     tensors = operands(1, 1, box[0] + 1, box[1] + 3, C, 12, 1, 3, torch_device(device), torch.float16)
     check(tensors)
     check([*tensors[:3], None], upsample=True)
@@ -405,7 +404,7 @@ def test_custom_op_contract(change, device):
 
 def test_auto_is_the_reference_on_the_cpu(monkeypatch):
     tensors = operands(1, 2, 3, 4, 8, 6, 3, 3)
-    monkeypatch.setattr(launcher, "_conv_skip", None)
+    monkeypatch.setattr(conv_portable, "launch", None)
     assert torch.equal(conv_skip(*tensors), reference.conv_skip(*tensors))
 
 

@@ -12,7 +12,8 @@ from scripts.tools import compile_without_gpu
 from tests.oracle import assert_no_worse, relative_error
 from tests.tiny_vae import KINDS, decode, tiny_latents, tiny_vae
 from turbo_rcm_patch import kernels
-from turbo_rcm_patch.kernels.conv.conv_skip import residual_repeats
+from turbo_rcm_patch.kernels.choice.registry import Op
+from turbo_rcm_patch.kernels.conv.conv_tiles import residual_repeats
 from turbo_rcm_patch.kernels.dispatch import interpreting, meta_is_gpu
 from turbo_rcm_patch.kernels.launch import recorded
 from turbo_rcm_patch.kernels.reference import repeat_residual
@@ -71,12 +72,11 @@ def test_the_first_decode_compiles_its_kernels_ahead_and_gives_the_same(monkeypa
     """Once, in a run of the same decode that launches nothing, and not again by the next patch; where autograd records,
     or it is interrupted, it is left to the next."""
     from turbo_rcm_patch.patching.families.vae import forward
-    from turbo_rcm_patch.patching.families.vae.steps import takes_front
 
     vae, z, runs, real = tiny_vae(), tiny_latents(1, 1, 1, 1), [], kernels.compile_ahead
     expected = decode(vae, z)
     launched = []
-    monkeypatch.setattr(forward, "_launches_kernels", lambda vae, call: takes_front(vae.decoder.conv_in, call))
+    monkeypatch.setattr(forward, "_launches_kernels", forward._convolutions_are_ours)
 
     def interrupt(run):
         raise KeyboardInterrupt
@@ -254,6 +254,18 @@ def test_a_shortcut_is_laid_out_as_little_as_can_be(given, made, times, size):
         assert torch.equal(repeat_residual(actual, expected.shape), expected)
     assert actual.numel() == size * x.numel()
     assert (actual.data_ptr() == x.data_ptr()) == (given == made)
+
+
+def test_a_decode_picks_its_kernels_once_for_each_shape(monkeypatch):
+    vae, counts, pick = tiny_vae(), [], Op.pick
+    with trp.patch(vae, trp.Exact(vae_chunk=1)):
+        for frames in (3, 5):
+            picked = []
+            monkeypatch.setattr(Op, "pick", lambda op, spec, to=picked: to.append(op.name) or pick(op, spec))
+            decode(vae, tiny_latents(frames, 1, 1, 1))
+            counts.append(Counter(picked))
+    assert counts[0] == counts[1]
+    assert counts[0]["rms_norm_silu"] == 22
 
 
 def test_each_norm_and_each_convolution_is_one_launch():

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import turbo_rcm_patch as trp
 from tests.tiny_vae import tiny_latents, tiny_vae
-from turbo_rcm_patch import kernels
+from turbo_rcm_patch.kernels.choice.registry import Kernel, Op
 from turbo_rcm_patch.patching.families import CASES
-from turbo_rcm_patch.patching.families.vae import chunks, forward
+from turbo_rcm_patch.patching.families.vae import chunks, forward, steps
 from turbo_rcm_patch.patching.families.vae.chunks import (
     MOST_ELEMENTS,
     TILES_WORKING_SET,
@@ -70,14 +70,13 @@ def real(size):
     return vae, torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
 
-def norm_as_one_kernel(x, weight, *, silu=True, implementation="auto"):
-    return x.new_empty(x.shape)
+NORM = Op("rms_norm_silu", (Kernel("one kernel", lambda _: None, lambda x, weight, silu: x.new_empty(x.shape)),))
 
 
 def peak(vae, z):
     """Return the peak bytes of a decode with fused attention, as PyTorch's on a GPU, and with our kernel for norms."""
     fused = mock.patch.object(F, "scaled_dot_product_attention", lambda q, k, v, **_: torch.empty_like(q))
-    with torch.no_grad(), fused, mock.patch.object(kernels, "rms_norm_silu", norm_as_one_kernel), Peak(vae) as counted:
+    with torch.no_grad(), fused, mock.patch.object(steps, "RMS_NORM_SILU", NORM), Peak(vae) as counted:
         vae.decode(z)
     return counted.bytes
 

@@ -75,6 +75,16 @@ def choose_box(H: int, W: int, pixels: int) -> tuple[int, int]:
     return min(boxes, key=lambda box: cdiv(H, box[0]) * cdiv(W, box[1]))
 
 
+def residual_repeats(shape: tuple[int, ...], result: tuple[int, ...]) -> tuple[int, int, int] | None:
+    """Return how often (1 or 2) each frame, row and column of a residual counts in a result, or None if the shapes do
+    not fit."""
+    if len(shape) != 5 or (shape[0], shape[4]) != (result[0], result[4]):
+        return None
+    sizes = list(zip(shape[1:4], result[1:4], strict=True))
+    fits = all(small == large or small == cdiv(large, 2) for small, large in sizes)
+    return tuple(1 if small == large else 2 for small, large in sizes) if fits else None
+
+
 @triton.jit
 def locate_box(box, T, H, W, UPSAMPLE: tl.constexpr, BOX_H: tl.constexpr, BOX_W: tl.constexpr):
     """Return the sample, frame, top and left of a box, in pixels of x, and the row and column phase of its result. The

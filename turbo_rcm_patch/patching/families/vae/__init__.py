@@ -73,9 +73,14 @@ def decoder_steps(vae: AutoencoderKLWan) -> Iterator[tuple[str, list[Step]]]:
     convolutions = list(_convolutions(vae))
     for name, is_projection in (("convolution", False), ("projection", True)):
         of_kind = [pair for pair in convolutions if (kernel_size(pair[0]) == (1, 1, 1)) == is_projection]
-        yield name, [convolution(conv, call, (scale * HEIGHT, scale * WIDTH)) for conv, scale in of_kind]
+        yield name, [convolution(conv, _shape(conv, scale), call) for conv, scale in of_kind]
     yield "norm + SiLU", [rms_norm(module, call) for module in modules if type(module) is WanRMS_norm]
     yield "attention", [attention(module.dim, call) for module in modules if type(module) is WanAttentionBlock]
+
+
+def _shape(conv: nn.Module, scale: int) -> tuple[int, ...]:
+    """Return the shape of a convolution's input for four frames, if it is `scale` times as high as the latents."""
+    return 1, 4, scale * HEIGHT, scale * WIDTH, conv.in_channels
 
 
 def _convolutions(vae: AutoencoderKLWan) -> Iterator[tuple[nn.Module, int]]:

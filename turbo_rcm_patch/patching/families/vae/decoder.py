@@ -25,11 +25,10 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import (
 )
 from torch import nn
 
-from ...steps.plan import Call
-from .steps import attention, convolution, kernel_size, rms_norm, takes_front
+from .steps import DecoderPlan, kernel_size, takes_front
 
 
-def decoded(vae: AutoencoderKLWan, z: torch.Tensor, call: Call, frames: Sequence[int]) -> Iterator[torch.Tensor]:
+def decoded(vae: AutoencoderKLWan, z: torch.Tensor, plan: DecoderPlan, frames: Sequence[int]) -> Iterator[torch.Tensor]:
     """Decode latents z [B, z_dim, F, H, W] and yield the frames in order, as parts [B, C, n, H', W'].
 
     Each part is yielded as soon as it is made. Frames are neither unpatchified nor clamped. One latent frame becomes
@@ -37,7 +36,7 @@ def decoded(vae: AutoencoderKLWan, z: torch.Tensor, call: Call, frames: Sequence
 
     frames: the number of frames that each stage takes at a time (chunks.py).
     """
-    run = _Run(call)
+    run = _Run(plan)
     for latents in z.permute(0, 2, 3, 4, 1).split(frames[0], dim=1):
         for part in run.decoder(vae.decoder, run.convolve(vae.post_quant_conv, latents), frames[1:]):
             yield part.permute(0, 4, 1, 2, 3)
@@ -46,8 +45,8 @@ def decoded(vae: AutoencoderKLWan, z: torch.Tensor, call: Call, frames: Sequence
 class _Run:
     """One decode. Activations x are [B, T, H, W, C]; each stage is called with the frames in their order."""
 
-    def __init__(self, call: Call):
-        self._call = call
+    def __init__(self, plan: DecoderPlan):
+        self._plan = plan
         self._read: dict[nn.Module, torch.Tensor] = {}  # by convolution the last kt - 1 frames of its input so far
         self._begun: set[nn.Module] = set()  # modules that had latent frame 0, which gives fewer frames
 
@@ -94,30 +93,30 @@ class _Run:
     def residual_block(self, block: WanResidualBlock, x: torch.Tensor) -> torch.Tensor:
         y = self.norm_silu(block.norm1, x)
         y, front = self.with_front(block.conv1, y)
-        y = self.convolve(block.conv1, y, **front)
+        y = self.convolve(block.conv1, y, front=front)
         y = self.norm_silu(block.norm2, y)
         y, front = self.with_front(block.conv2, y)
         # Not earlier, where more is alive.
         shortcut = x if type(block.conv_shortcut) is nn.Identity else self.convolve(block.conv_shortcut, x)
-        return self.convolve(block.conv2, y, shortcut, **front)
+        return self.convolve(block.conv2, y, shortcut, front)
 
     def attention_block(self, block: WanAttentionBlock, x: torch.Tensor) -> torch.Tensor:
         B, T, H, W, C = x.shape
-        qkv = self.convolve(block.to_qkv, rms_norm(block.norm, self._call).run(x, silu=False))
+        qkv = self.convolve(block.to_qkv, self._plan.rms_norm(block.norm).run(x, silu=False))
         q, k, v = qkv.reshape(B * T, H * W, 1, 3 * C).chunk(3, dim=-1)
-        attended = attention(C, self._call).run(q, k, v)
+        attended = self._plan.attention(C).run(q, k, v)
         return self.convolve(block.proj, attended.reshape(x.shape), x)
 
     def upsample(self, block: WanResample, x: torch.Tensor, *residual: torch.Tensor) -> torch.Tensor:
         if block.mode == "upsample3d":
             x = self.twice_the_frames(block.time_conv, x)
-        return self.convolve(block.resample[1], x, *residual, upsample=True)
+        return self.convolve(block.resample[1], x, *residual)
 
     def twice_the_frames(self, time_conv: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if not self._is_first(time_conv):
-            return self.causal(time_conv, x, interleave=2)
+            return self.causal(time_conv, x)
         alone, others = x[:, :1], x[:, 1:]
-        return torch.cat((alone, self.causal(time_conv, others, interleave=2)), 1) if others.shape[1] else alone
+        return torch.cat((alone, self.causal(time_conv, others)), 1) if others.shape[1] else alone
 
     def shortcut(self, shortcut: DupUp3D, x: torch.Tensor) -> torch.Tensor:
         """Return the residual that a shortcut makes of x.
@@ -138,29 +137,36 @@ class _Run:
         return x[:, frames - 1 :] if self._is_first(shortcut) else x
 
     def norm_silu(self, norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(norm, self._call).run(x)
+        return self._plan.rms_norm(norm).run(x)
 
-    def causal(self, conv: nn.Module, x: torch.Tensor, **options) -> torch.Tensor:
+    def causal(self, conv: nn.Module, x: torch.Tensor) -> torch.Tensor:
         x, front = self.with_front(conv, x)
-        return self.convolve(conv, x, **front, **options)
+        return self.convolve(conv, x, front=front)
 
-    def with_front(self, conv: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return a causal convolution's input for x, and the options of its step.
+    def with_front(self, conv: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return a causal convolution's input for x, and the last frames of its previous input.
 
-        The options hold the last frames of its previous input. For PyTorch's convolution these are prepended to x
-        instead. Callers drop x before they convolve, to free memory.
+        For PyTorch's convolution these are prepended to x instead. Callers drop x before they convolve, to free memory.
         """
         frames = kernel_size(conv)[0] - 1
         front = self._read.pop(conv, None)
         if front is None:
             front = x.new_zeros(x.shape[0], frames, *x.shape[2:])
-        if not takes_front(conv, self._call):
+        if not takes_front(self._plan.convolution(conv, x.shape)):
             x, front = torch.cat((front, x), 1), None
         self._read[conv] = _last_frames(x, front, frames)
-        return x, {} if front is None else {"front": front}
+        return x, front
 
-    def convolve(self, conv: nn.Module, x: torch.Tensor, *residual: torch.Tensor, **options) -> torch.Tensor:
-        return convolution(conv, self._call).run(x, *residual, **options)
+    def convolve(
+        self,
+        conv: nn.Module,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        front: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        B, T, *image = x.shape
+        new = T if front is not None else T - kernel_size(conv)[0] + 1
+        return self._plan.convolution(conv, (B, new, *image)).run(x, residual, front)
 
     def _is_first(self, module: nn.Module) -> bool:
         """True if the module's present input begins with latent frame 0."""

@@ -26,7 +26,7 @@ from ..family import graph_of
 from .chunks import TILES_WORKING_SET, frames_at_once, output_shape
 from .decoder import decoded
 from .plain import why_not_plain_decoder
-from .steps import takes_front
+from .steps import DecoderPlan, takes_front
 
 # For each VAE, the implementations, devices and dtypes whose kernels are compiled. The record outlives a patch, because
 # looking for kernels that are left to compile takes 0.15 s each time.
@@ -85,7 +85,7 @@ def decode(self: AutoencoderKLWan, z: torch.Tensor, return_dict: bool = True) ->
         return type(self)._decode(self, z, return_dict=return_dict)
     if in_tiles:
         return self.tiled_decode(z, return_dict=return_dict)
-    shown = _received(self, (_shown(self, frames) for frames in _parts(self, z, _at_once(self, z))))
+    shown = _received(self, (_shown(self, frames) for frames in _parts(self, z, _at_once(self, z), _plan(self, z))))
     return _output(_joined(shown, output_shape(self, z)[2]), return_dict)
 
 
@@ -108,12 +108,14 @@ def tiled_decode(
     at_once = _at_once(self, z, z[..., :tile_h, :tile_w])
     channels = self.decoder.conv_out.out_channels // patch**2
     sample = z.new_empty(z.shape[0], channels, count, *(edge * ratio // patch * patch for edge in (height, width)))
+    plan = _plan(self, z)
     ends: dict[int, torch.Tensor] = {}  # of the tiles above, by column
     bottom = 0
     for top in range(0, height, step_h):
         left, right, band = None, 0, sample[..., bottom:, :]
         for first in range(0, width, step_w):
-            frames = _joined(_parts(self, z[..., top : top + tile_h, first : first + tile_w], at_once), count)
+            part = z[..., top : top + tile_h, first : first + tile_w]
+            frames = _joined(_parts(self, part, at_once, plan), count)
             if top > 0:
                 _blend(ends.pop(first), frames, blend_h, dim=-2)
             if left is not None:
@@ -168,20 +170,28 @@ def _graph_memory(vae: AutoencoderKLWan) -> int:
     return sum(graph.reserved_bytes or 0 for graph in graphs)
 
 
-def _parts(vae: AutoencoderKLWan, z: torch.Tensor, frames: list[int]) -> Iterator[torch.Tensor]:
+def _plan(vae: AutoencoderKLWan, z: torch.Tensor) -> DecoderPlan:
+    return DecoderPlan(call_for(vae, z.device, z.dtype))
+
+
+def _parts(vae: AutoencoderKLWan, z: torch.Tensor, frames: list[int], plan: DecoderPlan) -> Iterator[torch.Tensor]:
     """Return the parts of `decoded`. Compile the kernels ahead if this is the first decode of its kind."""
-    call = call_for(vae, z.device, z.dtype)
-    compiled, kind = _COMPILED.setdefault(vae, set()), (call.config.implementation, z.device, z.dtype)
-    if kind not in compiled and _launches_kernels(vae, call) and why_not_recorded((z,)) is None:
+    compiled, kind = _COMPILED.setdefault(vae, set()), (plan.call.config.implementation, z.device, z.dtype)
+    if kind not in compiled and _launches_kernels(vae, z, plan) and why_not_recorded((z,)) is None:
         # Compiled one after the other the kernels take half a minute. An extra run of a plain decoder has no effect.
-        kernels.compile_ahead(lambda: deque(decoded(vae, z, call, frames), maxlen=0))
+        kernels.compile_ahead(lambda: deque(decoded(vae, z, plan, frames), maxlen=0))
         compiled.add(kind)
-    return decoded(vae, z, call, frames)
+    return decoded(vae, z, plan, frames)
 
 
-def _launches_kernels(vae: AutoencoderKLWan, call: Call) -> bool:
+def _launches_kernels(vae: AutoencoderKLWan, z: torch.Tensor, plan: DecoderPlan) -> bool:
     """True on a GPU, if the convolutions are kernels too. PyTorch's would run while others are only compiled."""
-    return call.device.type == "cuda" and takes_front(vae.decoder.conv_in, call)
+    return z.is_cuda and _convolutions_are_ours(vae, z, plan)
+
+
+def _convolutions_are_ours(vae: AutoencoderKLWan, z: torch.Tensor, plan: DecoderPlan) -> bool:
+    shape = z.permute(0, 2, 3, 4, 1).shape
+    return takes_front(plan.convolution(vae.decoder.conv_in, shape))
 
 
 def _blend(before: torch.Tensor, frames: torch.Tensor, extent: int, dim: int) -> None:

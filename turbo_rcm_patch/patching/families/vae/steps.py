@@ -5,69 +5,76 @@ Activations are channels-last, [B, T, H, W, C]. Modules are plain (plain.py deci
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import nn
 
 from .... import kernels
 from ....kernels.conv.conv_pytorch import convolve
-from ....kernels.conv.conv_skip import CONVOLUTION
 from ....kernels.rows.rms_norm_silu import RMS_NORM_SILU
 from ...steps.attention import pick_attention
 from ...steps.exact import ALONE
 from ...steps.plan import LINEAR, Call, Step
 
-ANY_IMAGE = (60, 104)  # height and width
 
+class DecoderPlan:
+    """The steps of a decoder for one device and dtype. Each is chosen once, a convolution once per shape.
 
-def convolution(conv: nn.Conv2d | nn.Conv3d, call: Call, image: tuple[int, int] | None = None) -> Step:
-    """A convolution that is given the kt - 1 frames before its input, so that nothing is padded in time.
-
-    Step: (x [B, T, H, W, C], residual=None, *, front=None, upsample=False, interleave=1) -> [B, T, H, W, N] (+
-    residual). front: these frames, [B, kt - 1, H, W, C], if kt > 1; given only where the step takes it (`takes_front`),
-    else x begins with them.
-    upsample: to twice the height and width by nearest neighbours, before; a residual may then be smaller, as that of
-    `kernels.conv_skip`. interleave=2: the channels are those of two frames, [B, 2 T, H, W, N / 2].
-    image: the height and width of x, where the step is to name the kernel that serves these.
+    It lasts for one decode, within which no module changes.
     """
-    if kernel_size(conv) == (1, 1, 1):
-        return Step(partial(_convolve, conv, convolve), LINEAR, ALONE)
-    pick = _pick(conv, call, image or ANY_IMAGE)
-    if not pick.kernel.is_fused:
-        return Step(partial(_convolve, conv, pick.launch), CONVOLUTION, pick.reason)
-    return Step(partial(_conv_skip, conv, call.config.implementation), "conv_skip" if image is None else pick.label)
+
+    def __init__(self, call: Call):
+        self.call = call
+        self._steps: dict[tuple, Step] = {}
+
+    def convolution(self, conv: nn.Conv2d | nn.Conv3d, shape: tuple[int, ...]) -> Step:
+        """Return the step of a convolution, for x of this shape without the frames before it."""
+        return self._once(convolution, conv, shape)
+
+    def rms_norm(self, norm: nn.Module) -> Step:
+        """Return the step of a norm."""
+        return self._once(rms_norm, norm)
+
+    def attention(self, channels: int) -> Step:
+        """Return the step of an attention."""
+        return self._once(attention, channels)
+
+    def _once(self, choose: Callable[..., Step], *given: object) -> Step:
+        key = choose, *given
+        if key not in self._steps:
+            self._steps[key] = choose(*given, self.call)
+        return self._steps[key]
 
 
-def takes_front(conv: nn.Conv2d | nn.Conv3d, call: Call) -> bool:
-    """True if the convolution's step reads the frames before its input from a tensor of their own."""
-    return kernel_size(conv) != (1, 1, 1) and _pick(conv, call, ANY_IMAGE).kernel.is_fused
+def convolution(conv: nn.Conv2d | nn.Conv3d, shape: tuple[int, ...], call: Call) -> Step:
+    """Return a convolution with the residual, for x [B, T, H, W, C] of this shape.
 
-
-def _pick(conv: nn.Conv2d | nn.Conv3d, call: Call, image: tuple[int, int]) -> kernels.Pick:
-    """Return the kernel of a convolution of four frames of one video.
-
-    Sizes only choose between our kernels, and `conv_skip` chooses again with a call's sizes.
+    Step: (x, residual=None, front=None) -> [B, T', H', W', N]. front: the kt - 1 frames before x; only a step that
+    `takes_front` is given them, so that nothing is padded in time. Without a front x begins with these frames.
+    A convolution over images with a window of 3×3 and stride 1 comes after upsampling in the decoder: the step first
+    doubles x's height and width by repeating pixels; its residual may be smaller, as `kernels.conv_skip` takes it.
+    One over time alone has the channels of two frames: [B, 2 T, H, W, N / 2].
     """
     kt, kh, kw = kernel_size(conv)
-    return call.pick(
+    upsample, interleave = isinstance(conv, nn.Conv2d) and kh > 1, 2 if (kt, kh) == (3, 1) else 1
+    if (kt, kh, kw) == (1, 1, 1):
+        return Step(partial(_convolve, convolve, conv, upsample, interleave), LINEAR, ALONE)
+    pick = call.pick(
         kernels.CONV_SKIP,
         kernels.ConvSpec,
-        shape=(1, 4, *image, conv.in_channels),
+        shape=tuple(shape),
         weight_shape=(conv.out_channels, kt, kh, kw, conv.in_channels),
-        upsample=isinstance(conv, nn.Conv2d) and kh > 1,
-        interleave=2 if (kt, kh) == (3, 1) else 1,
+        upsample=upsample,
+        interleave=interleave,
         in_model=True,
     )
+    return Step(partial(_convolve, pick.launch, conv, upsample, interleave), pick.label, pick.reason, pick=pick)
 
 
-def _weight(conv: nn.Conv2d | nn.Conv3d) -> torch.Tensor:
-    """Return a convolution's weight as kernels take it, [N, kt, kh, kw, C].
-
-    They pack it at each call, which is fast beside the convolution. Packed copies of all weights would be a large part
-    of a decode's memory.
-    """
-    return conv.weight.unflatten(1, (-1, *(1,) * (5 - conv.weight.dim()))).permute(0, 2, 3, 4, 1)
+def takes_front(step: Step) -> bool:
+    """True if a convolution's step reads the frames before its input from a tensor of their own."""
+    return step.pick is not None and step.pick.kernel.is_fused
 
 
 def kernel_size(conv: nn.Conv2d | nn.Conv3d) -> tuple[int, int, int]:
@@ -75,12 +82,11 @@ def kernel_size(conv: nn.Conv2d | nn.Conv3d) -> tuple[int, int, int]:
     return (*(1,) * (3 - len(conv.kernel_size)), *conv.kernel_size)
 
 
-def _conv_skip(conv, implementation, x, residual=None, **options):
-    return kernels.conv_skip(x, _weight(conv), conv.bias, residual, **options, implementation=implementation)
-
-
-def _convolve(conv, launch, x, residual=None, *, front=None, upsample=False, interleave=1):
-    return launch(x, _weight(conv), conv.bias, residual, front, upsample, interleave)
+def _convolve(launch, conv, upsample, interleave, x, residual=None, front=None):
+    # Kernels take the weight as [N, kt, kh, kw, C], and pack it at each call, which takes little of the convolution's
+    # time. If the packed weights were kept, all of them would be a large part of a decode's memory.
+    weight = conv.weight.unflatten(1, (-1, *(1,) * (5 - conv.weight.dim()))).permute(0, 2, 3, 4, 1)
+    return launch(x, weight, conv.bias, residual, front, upsample, interleave)
 
 
 def rms_norm(norm: nn.Module, call: Call) -> Step:

@@ -1,0 +1,300 @@
+"""The portable kernel of conv_skip for sm_80 to sm_120: an implicit GEMM, ``residual + (x ∗ W + b)``.
+
+A tile of the result is a box of pixels of one frame, or of a few frames if one has too few channels to fill the tile's
+columns (`_launch_together`). For each position in W's window the same box of x, shifted, is multiplied. On sm_90 and
+newer, TMA reads the boxes and gives zeros outside the image. On older GPUs, and if a pixel's channels are not a
+multiple of 16 bytes, pointers and masks do the same.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..dispatch import device_properties
+from ..launch import launch_kernel, register_options
+from ..linear.gemm_portable import epilogue_in_parts, locate_tile
+from ..sizes import cdiv
+from ..tma import TMA_CAPABILITY
+from .conv_tiles import ConvTiles, choose_conv_tiles, find_shift, locate_box, repeated_image, residual_repeats
+
+NARROW, TOGETHER = 16, 4  # with up to 16 channels, 4 frames of a result share a tile of up to 64 columns
+
+
+def launch(
+    x: torch.Tensor, front: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
+    residual: torch.Tensor | None, out: torch.Tensor, upsample: bool, interleave: int,
+) -> None:  # fmt: skip
+    """Write ``residual + (x ∗ W + b)`` to out. All tensors are packed."""
+    if interleave == 1 and not upsample and has_frames_together(weight.shape, out.shape[1]):
+        _launch_together(x, front, weight, bias, residual, out)
+    else:
+        _launch_boxes(x, front, weight, bias, residual, out, upsample, interleave)
+
+
+def has_frames_together(weight_shape: tuple[int, ...], frames: int) -> bool:
+    """True if a tile holds TOGETHER frames of the result, because it has few channels and enough frames."""
+    N, kt = weight_shape[:2]
+    return kt > 1 and N <= NARROW and frames >= TOGETHER
+
+
+def _launch_together(
+    x: torch.Tensor, front: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
+    residual: torch.Tensor | None, out: torch.Tensor,
+) -> None:  # fmt: skip
+    """Write the result to out with TOGETHER of its frames in a tile, side by side as columns. All tensors are packed.
+
+    The windows of four consecutive frames span six frames. So half as many boxes of x are read per frame as for frames
+    alone. Frames outside a window are multiplied by zero.
+    """
+    kt, T = weight.shape[1], out.shape[1]
+    whole = T - T % TOGETHER
+    parts = [(0, whole, TOGETHER)] + ([(whole, T, 1)] if whole < T else [])
+    # With several samples, a part of the frames is not packed.
+    samples = [slice(None)] if whole == T else [slice(sample, sample + 1) for sample in range(len(x))]
+    wide = _repeat_in_time(weight, TOGETHER), None if bias is None else bias.repeat(TOGETHER)
+    in_front = 0 if front is None else kt - 1
+    for sample, (first, last, count) in product(samples, parts):
+        rows = (weight, bias) if count == 1 else wide
+        old = None if residual is None else residual[sample, first:last]
+        before = front[sample] if in_front and first == 0 else None
+        window = x[sample, max(first - in_front, 0) : last + kt - 1 - in_front]
+        _launch_boxes(window, before, *rows, old, out[sample, first:last], False, count, stride=count)
+
+
+def _repeat_in_time(weight: torch.Tensor, frames: int) -> torch.Tensor:
+    """Return the weight repeated for several frames, each with its window shifted in time:
+    [frames · N, kt + frames - 1, ...]."""
+    N, kt, *window = weight.shape
+    wide = weight.new_zeros(frames, N, kt + frames - 1, *window)
+    for frame in range(frames):
+        wide[frame, :, frame : frame + kt] = weight
+    return wide.flatten(0, 1)
+
+
+def _launch_boxes(
+    x: torch.Tensor, front: torch.Tensor | None, weight: torch.Tensor, bias: torch.Tensor | None,
+    residual: torch.Tensor | None, out: torch.Tensor, upsample: bool, interleave: int, stride: int = 1,
+) -> None:  # fmt: skip
+    """Do what `launch` does; a tile's box is in one frame of x's windows. stride: the frames of x between windows."""
+    B, _, H, W, C = x.shape
+    N, kt, kh, kw, _ = weight.shape
+    if kh == 1:
+        H, W = 1, H * W  # no pixel reads another
+    capability, _ = device_properties(x.device)
+    present = [tensor for tensor in (x, front, weight) if tensor is not None]
+    descriptors = capability >= TMA_CAPABILITY and all(map(_fits_tma, present))
+    tiles = choose_conv_tiles(capability, x.dtype, descriptors, H, W, C, N)
+    T, phases = out.shape[1] // interleave, 4 if upsample else 1
+    repeats = (1, 1, 1) if residual is None else residual_repeats(residual.shape, out.shape)
+    boxes = B * T * phases * cdiv(H, tiles.box_height) * cdiv(W, tiles.box_width)
+    images = [None if frames is None else frames.view(-1, H, W, C) for frames in (x, front)]
+    weights = weight.view(N, kt * kh * kw, C).transpose(0, 1)
+    operands = (*images, weights, None)
+    if descriptors:
+        box = [1, tiles.box_height, tiles.box_width, tiles.depth]
+        operands = (
+            *(None if frames is None else TensorDescriptor.from_tensor(frames, box) for frames in images),
+            TensorDescriptor.from_tensor(weights, [1, tiles.columns, tiles.depth]),
+            TensorDescriptor.from_tensor(weights, [1, tiles.tail, tiles.depth]) if tiles.tail else None,
+        )
+    launch_kernel(
+        _conv_skip_kernel,
+        (boxes * cdiv(N, tiles.columns + tiles.tail),),
+        *operands,
+        *(bias, residual, out),
+        *(boxes, T, H, W, N),
+        C=C,
+        KT=kt,
+        KH=kh,
+        STRIDE=stride,
+        FRONT=0 if front is None else front.shape[1],
+        UPSAMPLE=upsample,
+        INTERLEAVE=interleave,
+        REPEATS=repeats,
+        DESCRIPTORS=descriptors,
+        **_tile_options(tiles),
+        **register_options(capability, (10, 12)),
+    )
+
+
+def _fits_tma(tensor: torch.Tensor) -> bool:
+    """True if TMA should read a packed tensor [..., C]. fp32 is excluded: it has no tensor-core product."""
+    aligned = tensor.shape[-1] * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0
+    return aligned and tensor.element_size() == 2
+
+
+def _tile_options(tiles: ConvTiles) -> dict[str, object]:
+    return {
+        "BOX_H": tiles.box_height,
+        "BOX_W": tiles.box_width,
+        "COLUMNS": tiles.columns,
+        "TAIL": tiles.tail,
+        "DEPTH": tiles.depth,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
+
+
+@triton.jit(do_not_specialize=("boxes", "T", "H", "W"))
+def _conv_skip_kernel(
+    x, front, weight, weight_tail, bias, residual, out, boxes, T, H, W, N,
+    C: tl.constexpr, KT: tl.constexpr, KH: tl.constexpr, STRIDE: tl.constexpr, FRONT: tl.constexpr,
+    UPSAMPLE: tl.constexpr, INTERLEAVE: tl.constexpr, REPEATS: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    BOX_H: tl.constexpr, BOX_W: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """One program computes one tile.
+
+    x: [B · (STRIDE · (T − 1) + KT − FRONT), H, W, C]. front: [B · FRONT, H, W, C]. weight: [KT · KH · KH, N, C], a view
+    of a packed [N, KT · KH · KH, C]. weight_tail: its descriptor for the tail columns of a tile, past a power of two.
+    boxes: their number over all frames and phases. N: the rows of the weight, for all interleaved frames. REPEATS: how
+    often the residual's frames, rows and columns count.
+    """
+    ROWS: tl.constexpr = BOX_H * BOX_W
+    TAPS: tl.constexpr = KT * KH * KH
+    CHUNKS: tl.constexpr = (C + DEPTH - 1) // DEPTH
+    BYTES: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
+    column_tiles = tl.cdiv(N, COLUMNS + TAIL)
+    tile = tl.program_id(0)
+    _, box, column_tile = locate_tile(tile, boxes, column_tiles, ROWS * C * BYTES, (COLUMNS + TAIL) * TAPS * C * BYTES)
+    sample, frame, top, left, phase_y, phase_x = locate_box(box, T, H, W, UPSAMPLE, BOX_H, BOX_W)
+    column = column_tile * (COLUMNS + TAIL)
+    begin = STRIDE * frame - FRONT  # of the window, counted in the sample's frames of x
+    place = (top, left, phase_y, phase_x, column)
+    weights = (weight, weight_tail if DESCRIPTORS else weight)
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    acc_tail = acc  # not used without a tail
+    if TAIL:
+        acc_tail = tl.zeros((ROWS, TAIL), tl.float32)
+    # Steps over front and over x are separate loops: in one loop, choosing between them would stop loads from running
+    # ahead.
+    steps_in_front = 0
+    if FRONT:
+        steps_in_front = tl.maximum(-begin, 0) * (KH * KH * CHUNKS)
+        acc, acc_tail = _add_steps(
+            acc, acc_tail, 0, steps_in_front, front, sample * FRONT + STRIDE * frame, weights, place, H, W, N,
+            C, KH, TAPS, CHUNKS, UPSAMPLE, DESCRIPTORS, BOX_H, BOX_W, COLUMNS, TAIL, DEPTH,
+        )  # fmt: skip
+    acc, acc_tail = _add_steps(
+        acc, acc_tail, steps_in_front, TAPS * CHUNKS, x, sample * (STRIDE * (T - 1) + KT - FRONT) + begin, weights,
+        place, H, W, N, C, KH, TAPS, CHUNKS, UPSAMPLE, DESCRIPTORS, BOX_H, BOX_W, COLUMNS, TAIL, DEPTH,
+    )  # fmt: skip
+    SCALE: tl.constexpr = 2 if UPSAMPLE else 1
+    pixels_of_frame = SCALE * H * SCALE * W
+    pixels, inside = _locate_pixels(top, left, phase_y, phase_x, H, W, SCALE, SCALE, BOX_H, BOX_W)
+    pixels += (sample * T + frame).to(tl.int64) * INTERLEAVE * pixels_of_frame
+    of_residual = pixels
+    if REPEATS[0] * REPEATS[1] * REPEATS[2] > 1:
+        SCALE_Y: tl.constexpr = SCALE // REPEATS[1]
+        SCALE_X: tl.constexpr = SCALE // REPEATS[2]
+        of_residual, _ = _locate_pixels(top, left, phase_y, phase_x, H, W, SCALE_Y, SCALE_X, BOX_H, BOX_W)
+        image = repeated_image(sample, frame, T, REPEATS[0])
+        of_residual += image.to(tl.int64) * (SCALE_Y * H * SCALE_X * W)
+    arguments = (bias, residual, out, of_residual, pixels, inside, pixels_of_frame, N // INTERLEAVE)
+    unscaled = (None, None)
+    epilogue_in_parts(acc, unscaled, 0, 0, column, ROWS, N, _store, arguments, None, ROWS, COLUMNS)
+    if TAIL:
+        epilogue_in_parts(acc_tail, unscaled, 0, 0, column + COLUMNS, ROWS, N, _store, arguments, None, ROWS, TAIL)
+
+
+@triton.jit
+def _add_steps(
+    acc, acc_tail, first, last, x, image, weights, place, H, W, N,
+    C: tl.constexpr, KH: tl.constexpr, TAPS: tl.constexpr, CHUNKS: tl.constexpr, UPSAMPLE: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, BOX_H: tl.constexpr, BOX_W: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Return a tile's sums with the products of the steps from first to last added.
+
+    x: the source of these steps, front or x itself. image: the index in it of the window's first frame, which may lie
+    before its beginning. weights: those for the columns and for the tail.
+    """
+    top, left, phase_y, phase_x, column = place
+    for step in range(first, last):
+        tap = step // CHUNKS
+        c = step % CHUNKS * DEPTH
+        shift_y = find_shift(tap // KH % KH, phase_y, KH, UPSAMPLE)
+        shift_x = find_shift(tap % KH, phase_x, KH, UPSAMPLE)
+        source = (image + tap // (KH * KH), top + shift_y, left + shift_x)
+        a_tile = _load_box(x, source, c, H, W, C, DESCRIPTORS, BOX_H, BOX_W, DEPTH)
+        w_tile = _load_weight(weights[0], tap, column, c, N, C, TAPS, DESCRIPTORS, COLUMNS, DEPTH)
+        acc = tl.dot(a_tile, w_tile.T, acc, input_precision="ieee")
+        if TAIL:
+            w_tail = _load_weight(weights[1], tap, column + COLUMNS, c, N, C, TAPS, DESCRIPTORS, TAIL, DEPTH)
+            acc_tail = tl.dot(a_tile, w_tail.T, acc_tail, input_precision="ieee")
+    return acc, acc_tail
+
+
+@triton.jit
+def _load_box(
+    x, source, c, H, W, C: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    BOX_H: tl.constexpr, BOX_W: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Load channels c..c+DEPTH of a box of an image, [BOX_H · BOX_W, DEPTH], with zeros outside the image."""
+    image, top, left = source
+    if DESCRIPTORS:
+        return x.load([image, top, left, c]).reshape(BOX_H * BOX_W, DEPTH)
+    else:
+        pixels = tl.arange(0, BOX_H * BOX_W)
+        y = top + pixels // BOX_W
+        column = left + pixels % BOX_W
+        channels = c + tl.arange(0, DEPTH)
+        inside = (y >= 0) & (y < H) & (column >= 0) & (column < W)
+        offsets = ((image.to(tl.int64) * H + y) * W + column) * C
+        mask = inside[:, None] & (channels < C)[None, :]
+        return tl.load(x + offsets[:, None] + channels[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_weight(
+    weight, tap, column, c, N, C: tl.constexpr, TAPS: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """Load channels c..c+DEPTH of the weight's rows at a position in its window, [COLUMNS, DEPTH], with zeros past the
+    last."""
+    if DESCRIPTORS:
+        return weight.load([tap, column, c]).reshape(COLUMNS, DEPTH)
+    else:
+        rows = column + tl.arange(0, COLUMNS)
+        channels = c + tl.arange(0, DEPTH)
+        offsets = rows.to(tl.int64) * (TAPS * C) + tap * C
+        mask = (rows < N)[:, None] & (channels < C)[None, :]
+        return tl.load(weight + offsets[:, None] + channels[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _locate_pixels(
+    top, left, phase_y, phase_x, H, W, SCALE_Y: tl.constexpr, SCALE_X: tl.constexpr, BOX_H: tl.constexpr,
+    BOX_W: tl.constexpr,
+):  # fmt: skip
+    """Return the indices of a box's pixels in a frame SCALE_Y times as high and SCALE_X times as wide as x, and a mask
+    of the pixels that exist."""
+    pixels = tl.arange(0, BOX_H * BOX_W)
+    y = top + pixels // BOX_W
+    column = left + pixels % BOX_W
+    inside = (y < H) & (column < W)
+    if SCALE_Y > 1:
+        y = SCALE_Y * y + phase_y
+    if SCALE_X > 1:
+        column = SCALE_X * column + phase_x
+    return (y * (SCALE_X * W) + column).to(tl.int64), inside
+
+
+@triton.jit
+def _store(acc, sample, rows, columns, M, N, arguments, KINDS: tl.constexpr):
+    """Add bias and residual, and store. N: the rows of the weight, `channels` for each interleaved frame."""
+    bias, residual, out, of_residual, pixels, inside, pixels_of_frame, channels = arguments
+    column_mask = columns < N
+    mask = inside[:, None] & column_mask[None, :]
+    places = (columns // channels).to(tl.int64) * pixels_of_frame * channels + columns % channels
+    if bias is not None:
+        acc += tl.load(bias + columns, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    if residual is not None:
+        offsets = (of_residual * channels)[:, None] + places[None, :]
+        acc += tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
+    offsets = (pixels * channels)[:, None] + places[None, :]
+    tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=mask)
