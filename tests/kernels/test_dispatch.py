@@ -50,12 +50,13 @@ def test_only_what_somebody_watches_comes_as_the_custom_op():
         pass
 
     plain, parameter = torch.ones(2), torch.nn.Parameter(torch.ones(2))
-    assert not dispatch._needs_custom_op((plain, None, 1, torch.float32))
-    assert dispatch._needs_custom_op((plain, None, parameter))
-    assert dispatch._needs_custom_op((plain, 1.0, plain.as_subclass(Subclass)))
+    launch = dispatch.KernelLaunch(lambda *_: "directly", lambda *arguments: arguments, "name")
+    assert launch(plain, None, 1, torch.float32) == "directly"
+    for watched in ((plain, None, parameter), (plain, 1.0, plain.as_subclass(Subclass))):
+        assert launch(*watched) == ("name", *watched)
     with torch.no_grad():
-        assert not dispatch._needs_custom_op((plain, parameter))
-        assert dispatch._needs_custom_op((plain.as_subclass(Subclass),))
+        assert launch(plain, parameter) == "directly"
+        assert launch(plain.as_subclass(Subclass))[0] == "name"
 
 
 def test_the_kernels_of_one_op_share_a_custom_op_that_knows_them_by_name():

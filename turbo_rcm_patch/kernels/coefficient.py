@@ -124,7 +124,7 @@ def check_runs(name: str, runs: Runs, channels: int, device: torch.device) -> No
 
 def search_steps(starts: torch.Tensor | None) -> int:
     """Return the number of bisection steps that `find_runs` needs for R runs: 0 for R = 1, and without runs."""
-    return max(0, count_runs(starts) - 1).bit_length()
+    return 0 if starts is None else max(0, starts.shape[0] - 2).bit_length()
 
 
 def count_runs(starts: torch.Tensor | None) -> int:
@@ -151,6 +151,13 @@ def coefficient_strides(value: torch.Tensor | None) -> tuple[int, int, int]:
         return 0, 0, 0
     (samples, tokens, channels), (by_sample, by_token, by_channel) = value.shape, value.stride()
     return 0 if samples == 1 else by_sample, 0 if tokens == 1 else by_token, 0 if channels == 1 else by_channel
+
+
+def kind_and_strides(
+    value: torch.Tensor | None, starts: torch.Tensor | None = None
+) -> tuple[int, tuple[int, int, int]]:
+    """Return `coefficient_kind` and `coefficient_strides`."""
+    return (ONE, (0, 0, 0)) if value is None else (coefficient_kind(value, starts), coefficient_strides(value))
 
 
 @triton.jit

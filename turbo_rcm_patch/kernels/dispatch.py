@@ -142,20 +142,39 @@ def check_result(op: str, dtype: torch.dtype | None, own: torch.dtype, **scales:
             raise ValueError(f"{op}: {name}={scale}; it must be positive and finite.")
 
 
-class KernelOp:
-    """A launcher as the custom op ``turbo_rcm_patch::name``, without the custom op's cost when a plain call will do.
+class KernelLaunch:
+    """A launcher as a custom op, without the custom op's cost when a plain call will do.
 
     torch.compile, autograd, tracers, modes and tensor subclasses see the custom op (``op``). All other calls go
     straight to the launcher, because the dispatcher and its checks can take longer than the kernel.
+
+    leading: further arguments of the custom op, before the launcher's.
     """
 
-    def __init__(self, name: str, launcher: Callable):
-        self.op = torch.library.custom_op(f"turbo_rcm_patch::{name}", launcher, mutates_args=())
-        self.register_fake, self.register_autograd = self.op.register_fake, self.op.register_autograd
-        self._launcher = launcher
+    def __init__(self, launcher: Callable, op: Callable, *leading: str):
+        self.op, self._launcher, self._leading = op, launcher, leading
 
     def __call__(self, *arguments):
-        return self.op(*arguments) if _needs_custom_op(arguments) else self._launcher(*arguments)
+        is_seen = torch.compiler.is_dynamo_compiling() or torch._C._is_tracing()
+        if not (is_seen or torch._C._len_torch_dispatch_stack() > 0):
+            recording = torch.is_grad_enabled()
+            for argument in arguments:
+                if type(argument) in _PLAIN:
+                    if recording and argument.requires_grad:
+                        break
+                elif isinstance(argument, torch.Tensor):
+                    break
+            else:
+                return self._launcher(*arguments)
+        return self.op(*self._leading, *arguments)
+
+
+class KernelOp(KernelLaunch):
+    """An op with one kernel: its launcher as the custom op ``turbo_rcm_patch::name``."""
+
+    def __init__(self, name: str, launcher: Callable):
+        super().__init__(launcher, torch.library.custom_op(f"turbo_rcm_patch::{name}", launcher, mutates_args=()))
+        self.register_fake, self.register_autograd = self.op.register_fake, self.op.register_autograd
 
 
 class KernelsOp:
@@ -174,35 +193,10 @@ class KernelsOp:
     def launch(self, kernel: str, launcher: Callable) -> KernelLaunch:
         """Register a kernel's launcher; return a callable that runs it, directly or through the custom op."""
         self._launchers[kernel] = launcher
-        return KernelLaunch(self.op, kernel, launcher)
+        return KernelLaunch(launcher, self.op, kernel)
 
     def _run(self, kernel: str, *arguments):
         return self._launchers[kernel](*arguments)
-
-
-class KernelLaunch:
-    """A callable that launches one kernel of a `KernelsOp`. Like a `KernelOp`, it avoids the custom op if it can."""
-
-    def __init__(self, op: Callable, kernel: str, launcher: Callable):
-        self._op, self._kernel, self._launcher = op, kernel, launcher
-
-    def __call__(self, *arguments):
-        return self._op(self._kernel, *arguments) if _needs_custom_op(arguments) else self._launcher(*arguments)
-
-
-def _needs_custom_op(arguments: tuple) -> bool:
-    """True if torch.compile, a tracer or a mode sees the call, if autograd records one of the arguments, or if an
-    argument is a tensor subclass."""
-    if torch.compiler.is_dynamo_compiling() or torch._C._is_tracing() or torch._C._len_torch_dispatch_stack() > 0:
-        return True
-    recording = torch.is_grad_enabled()
-    for argument in arguments:
-        if type(argument) in _PLAIN:
-            if recording and argument.requires_grad:
-                return True
-        elif isinstance(argument, torch.Tensor):
-            return True
-    return False
 
 
 def kernels_op(name: str) -> Callable[[Callable], KernelsOp]:

@@ -175,8 +175,8 @@ def linear_qkv(
     None.
     """
     parts = parts_of_weights(low, up, len(weights))
-    results = (linear(a, *each, *part) for *each, part in zip(weights, biases, parts, strict=True))
-    return tuple(result if dtype is None else result.to(dtype) for result in results)
+    results = [linear(a, *each, *part) for *each, part in zip(weights, biases, parts, strict=True)]
+    return tuple(results if dtype is None else [result.to(dtype) for result in results])
 
 
 def parts_of_weights(

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..coefficient import coefficient_kind, coefficient_strides, load_coefficient
+from ..coefficient import kind_and_strides, load_coefficient
 from ..dispatch import device_properties
 from ..launch import launch_kernel
 from ..sizes import cdiv
@@ -41,6 +41,8 @@ def attention_forward(
     batch, tokens, heads, head_dim = q.shape
     capability = device_properties(q.device)[0]
     tile = choose_tile("attention", capability, q.dtype, head_dim)
+    skip_kind, skip_strides = kind_and_strides(c_skip)
+    out_kind, out_strides = kind_and_strides(c_out)
     launch_kernel(
         _attention_kernel,
         (cdiv(tokens, tile.BLOCK_M), heads, batch),
@@ -61,10 +63,10 @@ def attention_forward(
         *head_strides(k),
         *head_strides(v),
         *head_strides(residual),
-        *coefficient_strides(c_skip),
-        *coefficient_strides(c_out),
-        SKIP_KIND=coefficient_kind(c_skip),
-        OUT_KIND=coefficient_kind(c_out),
+        *skip_strides,
+        *out_strides,
+        SKIP_KIND=skip_kind,
+        OUT_KIND=out_kind,
         HEAD_DIM=head_dim,
         BLOCK_D=block_d(head_dim),
         **tile._asdict(),

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..coefficient import coefficient_kind, coefficient_strides, load_coefficient
+from ..coefficient import kind_and_strides, load_coefficient
 from ..dispatch import device_properties, why_not_sm90
 from ..launch import launch_kernel
 from ..quantized import FP8
@@ -185,12 +185,10 @@ def skip_arguments(
     """Return the kernel arguments for ``c_skip · residual + c_out · F`` with canonical coefficients, or for F alone if
     there is no residual."""
     residual = None if residual is None else readable(residual)
-    pointers_and_strides = (
-        *(residual, *head_strides(residual)),
-        *(c_skip, *coefficient_strides(c_skip)),
-        *(c_out, *coefficient_strides(c_out)),
-    )
-    return *pointers_and_strides, coefficient_kind(c_skip), coefficient_kind(c_out)
+    skip_kind, skip_strides = kind_and_strides(c_skip)
+    out_kind, out_strides = kind_and_strides(c_out)
+    pointers_and_strides = (*(residual, *head_strides(residual)), *(c_skip, *skip_strides), *(c_out, *out_strides))
+    return *pointers_and_strides, skip_kind, out_kind
 
 
 def join_parts(partial_out, partial_lse, out, lse, schedule: Schedule, skip: tuple = skip_arguments()) -> None:

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..attention.attention_tiles import load_tile, readable, store_tile
-from ..coefficient import coefficient_kind, coefficient_strides, load_coefficient
+from ..coefficient import kind_and_strides, load_coefficient
 from ..dispatch import device_properties
 from ..launch import launch_kernel, register_options
 from ..quantized import FP8
@@ -76,6 +76,8 @@ def attention_forward(
     batch, tokens, heads, head_dim = q.shape
     capability = device_properties(q.device)[0]
     tile = choose_tile(capability, v.dtype)
+    skip_kind, skip_strides = kind_and_strides(c_skip)
+    out_kind, out_strides = kind_and_strides(c_out)
     launch_kernel(
         _attention_8bit_kernel,
         (cdiv(tokens, tile.BLOCK_M), heads, batch),
@@ -93,10 +95,10 @@ def attention_forward(
         tokens,
         heads,
         *head_strides(residual),
-        *coefficient_strides(c_skip),
-        *coefficient_strides(c_out),
-        SKIP_KIND=coefficient_kind(c_skip),
-        OUT_KIND=coefficient_kind(c_out),
+        *skip_strides,
+        *out_strides,
+        SKIP_KIND=skip_kind,
+        OUT_KIND=out_kind,
         V_FP8=v.dtype == FP8,
         HEAD_DIM=head_dim,
         GROUP=KEY_GROUP,

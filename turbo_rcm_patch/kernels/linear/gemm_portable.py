@@ -84,6 +84,17 @@ class Tiles:
     num_stages: int
     programs: int = 1
 
+    @functools.cached_property
+    def options(self) -> dict[str, int]:
+        """The constexprs and options of a launch."""
+        return {
+            "ROWS": self.rows,
+            "COLUMNS": self.columns,
+            "DEPTH": self.depth,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
+
     def count(self, samples: int, M: int, N: int) -> int:
         return samples * -(-M // self.rows) * -(-N // self.columns)
 
@@ -148,7 +159,8 @@ def launch(
     The kernel takes a, weight, samples, M, N, K, stride_a, stride_w, a_scale, w_scale, the second pair, R, stride_low,
     stride_up, the arguments, the constants, and the constexprs DESCRIPTORS, ROWS, COLUMNS, DEPTH.
     """
-    a, weight = _with_rows(a), _with_rows(weight)
+    a = a if a.stride(1) == 1 else a.contiguous()
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
     if a.element_size() == 1 and not (matrix_fits_tma(a) and matrix_fits_tma(weight) and a.shape[1] % 16 == 0):
         a, weight = _pad_rows(a), _pad_rows(weight)
     (rows, K), N = a.shape, weight.shape[0]
@@ -156,7 +168,7 @@ def launch(
     capability, multiprocessors = device_properties(a.device)
     descriptors = capability >= TMA_CAPABILITY and matrix_fits_tma(a) and matrix_fits_tma(weight)
     if second.low is not None:
-        second = SecondPair(_with_rows(second.low), _with_rows(second.up))
+        second = SecondPair(*(part if part.stride(1) == 1 else part.contiguous() for part in second))
         descriptors = descriptors and matrix_fits_tma(second.low) and matrix_fits_tma(second.up)
     tiles = choose_tiles(candidates(capability, a.dtype, descriptors), samples, M, N, multiprocessors)
     operands = _operands(a, weight, tiles, tiles.depth, descriptors)
@@ -176,14 +188,10 @@ def launch(
         *pair,
         *arguments,
         **constants,
-        **_tile_options(tiles, descriptors),
+        DESCRIPTORS=descriptors,
+        **tiles.options,
         **register_options(capability),
     )
-
-
-def _with_rows(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the matrix, or a copy if the elements of its rows are not contiguous."""
-    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
 def _operands(a: torch.Tensor, weight: torch.Tensor, tiles: Tiles, depth: int, descriptors: bool) -> tuple:
@@ -204,17 +212,6 @@ def _pad_rows(matrix: torch.Tensor) -> torch.Tensor:
     padded = matrix.new_zeros(rows, cdiv(K, 16) * 16, dtype=torch.uint8)
     padded[:, :K] = matrix.view(torch.uint8)
     return padded.view(matrix.dtype)
-
-
-def _tile_options(tiles: Tiles, descriptors: bool) -> dict[str, object]:
-    return {
-        "DESCRIPTORS": descriptors,
-        "ROWS": tiles.rows,
-        "COLUMNS": tiles.columns,
-        "DEPTH": tiles.depth,
-        "num_warps": tiles.num_warps,
-        "num_stages": tiles.num_stages,
-    }
 
 
 @triton.jit

@@ -22,9 +22,8 @@ from ..coefficient import (
     PER_RUN,
     PER_SAMPLE,
     PER_TOKEN,
-    coefficient_kind,
-    coefficient_strides,
     count_runs,
+    kind_and_strides,
 )
 from ..dispatch import SM90_DTYPES, device_properties, why_not_sm90
 from ..launch import launch_kernel
@@ -145,8 +144,8 @@ def launch(
     """
     (rows, K), N = a.shape, weight.shape[0]
     M, depth, chunk = rows // samples, LINE // a.element_size(), CHUNKS[a.element_size()]
-    skip_stride_b, _, _ = coefficient_strides(c_skip)
-    out_stride_b, _, out_stride_c = coefficient_strides(c_out)
+    _, (skip_stride_b, _, _) = kind_and_strides(c_skip)
+    kind, (out_stride_b, _, out_stride_c) = kind_and_strides(c_out, starts)
     launch_kernel(
         gemm_kernel,
         _grid(a, count_tiles(samples, M, N)),
@@ -165,7 +164,7 @@ def launch(
         *_second_descriptors(second),
         *(samples, M, N, K),
         STAGES=STAGES,
-        KIND=coefficient_kind(c_out, starts),
+        KIND=kind,
         GELU=gelu,
         num_warps=4,
     )

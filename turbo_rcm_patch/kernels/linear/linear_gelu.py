@@ -118,12 +118,20 @@ def _linear_gelu(
     return a.new_empty(*a.shape[:-1], weight.shape[0], dtype=dtype)
 
 
-def _launch(gluon, candidates, a, weight, bias, dtype, a_scale=None, weight_scale=None, low=None, up=None):
+def _launch(gluon, candidates, a, weight, bias, dtype, a_scale=None, weight_scale=None, low=None, up=None, bound=None):
     """Launch the GEMM for sm_90, if gluon is true and the operands are aligned, or the portable one with tiles from
-    the candidates. The other arguments are those of `_linear_gelu`."""
+    the candidates. bound: for a result in e4m3. The other arguments are those of `_linear_gelu`."""
     out = a.new_empty(*a.shape[:-1], weight.shape[0], dtype=dtype)
-    if out.numel() > 0:
-        _write(gluon, candidates, a, weight, bias, out, (a_scale, weight_scale), None, (low, up))
+    if out.numel() == 0:
+        return out
+    a = a.reshape(-1, a.shape[-1])
+    bias = None if bias is None else bias.contiguous()
+    pairs = {"scales": flat_scales(a_scale, weight_scale), "second": second_pair(low, up)}
+    if gluon and gemm_sm90.fits_tma(a, weight, *pairs["second"]):
+        gemm_sm90.launch(a, weight, bias, out.view(a.shape[0], -1), gelu=True, bound=bound, **pairs)
+    else:
+        arguments = (bias, out, *(bound or (None,) * 4))
+        launch(_linear_gelu_kernel, a, weight, 1, *arguments, **pairs, candidates=candidates)
     return out
 
 
@@ -148,23 +156,9 @@ def _launch_quantized(
     gluon, candidates, a, weight, bias, a_scale, weight_scale, a_norm, weight_norm, bias_bound, low=None, up=None
 ):
     """Do what `_launch` does, with a result in e4m3 and its scales."""
-    out = a.new_empty(*a.shape[:-1], weight.shape[0], dtype=FP8)
     scale = a.new_empty(a.shape[:-1], dtype=torch.float32)
-    if out.numel() > 0:
-        bound = Bound(a_norm.reshape(-1).contiguous(), weight_norm, bias_bound, scale)
-        _write(gluon, candidates, a, weight, bias, out, (a_scale, weight_scale), bound, (low, up))
-    return out, scale
-
-
-def _write(gluon, candidates, a, weight, bias, out, scales, bound: Bound | None, second) -> None:
-    a = a.reshape(-1, a.shape[-1])
-    bias = None if bias is None else bias.contiguous()
-    pairs = {"scales": flat_scales(*scales), "second": second_pair(*second)}
-    if gluon and gemm_sm90.fits_tma(a, weight, *pairs["second"]):
-        gemm_sm90.launch(a, weight, bias, out.view(a.shape[0], -1), gelu=True, bound=bound, **pairs)
-    else:
-        arguments = (bias, out, *(bound or (None,) * 4))
-        launch(_linear_gelu_kernel, a, weight, 1, *arguments, **pairs, candidates=candidates)
+    bound = Bound(a_norm.reshape(-1).contiguous(), weight_norm, bias_bound, scale)
+    return _launch(gluon, candidates, a, weight, bias, FP8, a_scale, weight_scale, low, up, bound), scale
 
 
 def _by_pytorch(a, weight, bias, dtype, _, __, low, up):

@@ -23,9 +23,9 @@ from ..coefficient import (
     Runs,
     canonical_coefficient,
     coefficient_kind,
-    coefficient_strides,
     count_runs,
     find_runs,
+    kind_and_strides,
     load_coefficient,
     search_steps,
     split_runs,
@@ -149,9 +149,10 @@ def _launch(
         skip = {"samples": samples, "residual": residual, "c_skip": c_skip, "c_out": c_out, "starts": starts}
         gemm_sm90.launch(a, weight, bias, out.view(B * S, C), factors=factors, flag=flag, **pairs, **skip)
     else:
-        coefficients = (c_skip, c_out, *factors, *coefficient_strides(c_skip), *coefficient_strides(c_out))
-        coefficients += (starts, count_runs(starts), flag)
-        kinds = (coefficient_kind(c_skip), coefficient_kind(c_out, starts), search_steps(starts))
+        skip_kind, skip_strides = kind_and_strides(c_skip)
+        out_kind, out_strides = kind_and_strides(c_out, starts)
+        coefficients = (c_skip, c_out, *factors, *skip_strides, *out_strides, starts, count_runs(starts), flag)
+        kinds = (skip_kind, out_kind, search_steps(starts))
         arguments = (bias, residual, out, *coefficients)
         options = {**pairs, "candidates": candidates, "KINDS": kinds}
         launch(_linear_skip_kernel, a, weight, samples, *arguments, **options)

@@ -23,9 +23,8 @@ from ..coefficient import (
     PER_TOKEN,
     Runs,
     check_runs,
-    coefficient_kind,
-    coefficient_strides,
     count_runs,
+    kind_and_strides,
     load_coefficient,
 )
 from ..dispatch import check_result, kernel_op
@@ -180,8 +179,10 @@ def _launch(
     B, S, C = x.shape
     weight = None if weight is None else weight.contiguous()
     bias = None if bias is None else bias.contiguous()
-    kinds = coefficient_kind(scale), coefficient_kind(shift)
-    tile = _tile(C, x.element_size(), varies=PER_TOKEN in kinds, quantized=row_scale is not None)
+    scale_kind, scale_strides = kind_and_strides(scale)
+    shift_kind, shift_strides = kind_and_strides(shift)
+    varies = PER_TOKEN in (scale_kind, shift_kind)
+    tile = _tile(C, x.element_size(), varies, quantized=row_scale is not None)
     launch_kernel(
         _layer_norm_modulate_kernel,
         row_grid(x.device, tile["ROWS"], S, B),
@@ -199,11 +200,11 @@ def _launch(
         C,
         x.stride(0),
         x.stride(1),
-        *coefficient_strides(scale),
-        *coefficient_strides(shift),
+        *scale_strides,
+        *shift_strides,
         eps,
-        SCALE=kinds[0],
-        SHIFT=kinds[1],
+        SCALE=scale_kind,
+        SHIFT=shift_kind,
         **tile,
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from ..dispatch import device_properties
-from ..sizes import cdiv
 
 ELEMENTS_PER_THREAD = 32
 WIDE = 16384  # rows this wide get twice the threads: one row would not fit the registers
@@ -31,4 +30,4 @@ def row_tile(block: int, row_bytes: int, *, in_flight: bool = True, spread: bool
 def row_grid(device: torch.device, rows_at_a_time: int, S: int, B: int) -> tuple[int, int]:
     """Return the grid of programs that walk the S rows of each of B samples."""
     programs = max(1, device_properties(device)[1] * PROGRAMS // B)
-    return min(cdiv(S, rows_at_a_time), programs), B
+    return min(-(-S // rows_at_a_time), programs), B

@@ -21,10 +21,9 @@ from ..coefficient import (
     Coefficient,
     Runs,
     canonical_coefficient,
-    coefficient_kind,
-    coefficient_strides,
     count_runs,
     find_runs,
+    kind_and_strides,
     load_coefficient,
     search_steps,
     split_runs,
@@ -96,6 +95,8 @@ def _skip(
     B, S, C = residual.shape
     out = torch.empty_like(residual, dtype=dtype, memory_format=torch.contiguous_format)
     if out.numel() > 0:
+        skip_kind, skip_strides = kind_and_strides(c_skip)
+        out_kind, out_strides = kind_and_strides(c_out, starts)
         launch_kernel(
             _skip_kernel,
             (cdiv(S, ROWS), cdiv(C, COLUMNS), B),
@@ -111,10 +112,10 @@ def _skip(
             1 / result_scale,
             S,
             C,
-            *coefficient_strides(c_skip),
-            *coefficient_strides(c_out),
-            SKIP=coefficient_kind(c_skip),
-            OUT=coefficient_kind(c_out, starts),
+            *skip_strides,
+            *out_strides,
+            SKIP=skip_kind,
+            OUT=out_kind,
             STEPS=search_steps(starts),
             ROWS=ROWS,
             COLUMNS=COLUMNS,

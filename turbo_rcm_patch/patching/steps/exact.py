@@ -70,8 +70,10 @@ def _identity(norm, stored, dtype, x, scale=None, shift=None):
 
 
 def _layer_norm(launch, norm, eps, result, x, scale=None, shift=None):
-    scale, _ = values_and_starts(scale)
-    shift, starts = values_and_starts(shift)
+    starts = None
+    if scale is not None:
+        scale, _ = values_and_starts(scale)
+        shift, starts = values_and_starts(shift)
     return launch(x, norm.weight, norm.bias, scale, shift, eps, result, starts)
 
 
