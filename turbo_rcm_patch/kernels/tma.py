@@ -4,6 +4,7 @@ of 16 bytes."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -41,3 +42,14 @@ def head_strides(x: torch.Tensor | None) -> tuple[int, int, int]:
         heads * head_dim if tokens == 1 else by_token,
         head_dim if heads == 1 else by_head,
     )
+
+
+def descriptor_of(kind: type, base: torch.Tensor, shape: Sequence[int], strides: Sequence[int], **fields: object):
+    """Return a TensorDescriptor of this kind, Triton's or Gluon's, without the checks of its constructor.
+
+    The checks take ten Python calls each time. Launchers check once what TMA needs (`matrix_fits_tma`,
+    `heads_fit_tma`). fields: the block_shape, and the layout of Gluon's. Other fields have their defaults.
+    """
+    descriptor = object.__new__(kind)
+    vars(descriptor).update(base=base, shape=shape, strides=strides, **fields)
+    return descriptor

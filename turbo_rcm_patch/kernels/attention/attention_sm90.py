@@ -21,7 +21,7 @@ from ..dispatch import device_properties, why_not_sm90
 from ..launch import launch_kernel
 from ..quantized import FP8
 from ..sizes import cdiv
-from ..tma import head_strides, heads_fit_tma
+from ..tma import descriptor_of, head_strides, heads_fit_tma
 from .attention_tiles import LOG2_E, readable
 
 try:
@@ -229,7 +229,8 @@ def _descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
     stride_b, stride_s, stride_h = head_strides(x)
     block = [1, 1, rows, head_dim]
     shape, strides = [batch, heads, tokens, head_dim], [stride_b, stride_h, stride_s, 1]
-    return TensorDescriptor(x, shape, strides, block, shared_layout(tuple(block), x.dtype))
+    layout = shared_layout(tuple(block), x.dtype)
+    return descriptor_of(TensorDescriptor, x, shape, strides, block_shape=block, layout=layout)
 
 
 @functools.lru_cache

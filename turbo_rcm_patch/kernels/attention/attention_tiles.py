@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..sizes import next_power_of_2
-from ..tma import TMA_CAPABILITY, head_strides, heads_fit_tma
+from ..tma import TMA_CAPABILITY, descriptor_of, head_strides, heads_fit_tma
 
 LOG2_E = math.log2(math.e)
 
@@ -90,7 +90,7 @@ def tile_operand(x: torch.Tensor, block: int, capability: tuple[int, int]) -> to
     stride_b, stride_s, stride_h = head_strides(x)
     # Triton removes the tile's unit dimensions only if they come first.
     shape, strides = [batch, heads, tokens, head_dim], [stride_b, stride_h, stride_s, 1]
-    return TensorDescriptor(x, shape, strides, [1, 1, block, block_d(head_dim)])
+    return descriptor_of(TensorDescriptor, x, shape, strides, block_shape=[1, 1, block, block_d(head_dim)])
 
 
 @triton.jit

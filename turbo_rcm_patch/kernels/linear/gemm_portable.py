@@ -27,7 +27,7 @@ from ..quantized import FP8, INT8, Quantized, QuantizedWeight
 from ..quantized import LARGEST as _LARGEST
 from ..quantized import TINY as _TINY
 from ..sizes import cdiv
-from ..tma import TMA_CAPABILITY, matrix_fits_tma
+from ..tma import TMA_CAPABILITY, descriptor_of, matrix_fits_tma
 
 # Tiles are numbered so that programs that run together share operands, which L2 then reads once. If the weight fits in
 # L2 or has few column tiles, tiles are taken one row of tiles after the other. A larger weight is read once per group
@@ -198,8 +198,10 @@ def _operands(a: torch.Tensor, weight: torch.Tensor, tiles: Tiles, depth: int, d
     """Return both operands as the kernel takes them: tensors, or descriptors of boxes with `depth` columns."""
     if not descriptors:
         return a, weight
-    boxes = [tiles.rows, depth], [tiles.columns, depth]
-    return TensorDescriptor.from_tensor(a, boxes[0]), TensorDescriptor.from_tensor(weight, boxes[1])
+    return (
+        descriptor_of(TensorDescriptor, a, a.shape, a.stride(), block_shape=[tiles.rows, depth]),
+        descriptor_of(TensorDescriptor, weight, weight.shape, weight.stride(), block_shape=[tiles.columns, depth]),
+    )
 
 
 def _pad_rows(matrix: torch.Tensor) -> torch.Tensor:

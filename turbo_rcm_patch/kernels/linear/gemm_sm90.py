@@ -29,7 +29,7 @@ from ..dispatch import SM90_DTYPES, device_properties, why_not_sm90
 from ..launch import launch_kernel
 from ..quantized import FP8, INT8
 from ..sizes import cdiv
-from ..tma import matrix_fits_tma
+from ..tma import descriptor_of, matrix_fits_tma
 from .gemm_portable import NO_PAIR, PLAIN, Bound, Scales, SecondPair
 from .low_rank import RANK_STEP
 
@@ -214,7 +214,8 @@ def _grid(a: torch.Tensor, tiles: int) -> tuple[int]:
 
 
 def _descriptor(tensor: torch.Tensor, *box: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(tensor, list(box), _layout(len(box), box[-1], tensor.element_size()))
+    layout = _layout(len(box), box[-1], tensor.element_size())
+    return descriptor_of(TensorDescriptor, tensor, tensor.shape, tensor.stride(), block_shape=list(box), layout=layout)
 
 
 @functools.cache
