@@ -145,13 +145,13 @@ def test_a_failure_rolls_back(monkeypatch):
     pipe = tiny_wan_pipeline()
     models = (pipe.transformer, pipe.vae)
     before = [attributes(model) for model in models]
-    bindings = apply.wan_vae.bindings
+    bindings = apply.vae_family.bindings
 
     def failing(vae, config):
         yield from bindings(vae, config)[:-1]
         raise MemoryError("halfway")
 
-    monkeypatch.setattr(apply.wan_vae, "bindings", failing)
+    monkeypatch.setattr(apply.vae_family, "bindings", failing)
     with pytest.raises(MemoryError):
         trp.patch(pipe)
     assert [attributes(model) for model in models] == before
