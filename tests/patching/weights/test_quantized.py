@@ -80,7 +80,7 @@ def test_every_family_is_within_the_limit_of_a_step(name, dtype):
     with trp.patch(model, "quantized") as patch:
         allowed = LIMITS.allowed(relative_error(unpatched, expected), dtype, "step")
         assert 1e-3 < relative_error(output_of(name, model), expected) <= allowed
-        in_8_bits = name != "skyreels, causal"  # its mask makes the self-attention a whole
+        in_8_bits = name != "skyreels, causal" and "far" not in name  # their self-attention runs as a whole module
         assert bool(rows_of(patch, "QK-norm + RoPE + 8 bits")) == in_8_bits
 
 
