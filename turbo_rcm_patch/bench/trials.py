@@ -58,7 +58,7 @@ def can_run(run: Contender) -> bool:
     """True if a backend or kernel accepts these tensors. Errors after which the GPU cannot go on are raised."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PyTorch's, of why not
+            warnings.simplefilter("ignore")  # PyTorch warns of why a backend cannot run
             run()
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise

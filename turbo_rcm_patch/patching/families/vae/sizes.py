@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-# T, H, W, C, N, kt, kh, upsample, interleave. These are of Wan 2.1's decoder at 832x480, in chunks of up to 16 frames,
-# and of the wide levels of TI2V-5B's at 1280x704.
+# T, H, W, C, N, kt, kh, upsample, interleave. The first list is Wan 2.1's decoder at 832x480, in chunks of up to 16
+# frames. The second is the wide levels of TI2V-5B's decoder at 1280x704.
 CONVOLUTIONS_WAN = (
     (16, 480, 832, 96, 96, 3, 3, 1, 1),
     (16, 240, 416, 192, 192, 3, 3, 1, 1),

@@ -41,7 +41,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class SelfAttention:
-    """x + gate · attention of the normed x. half_tables: of what the block gets as rotary."""
+    """x + gate · attention of the normed x. half_tables: returns the RoPE tables from the block's rotary argument."""
 
     half_tables: Callable[[object], Tables]
     heads: int
@@ -70,7 +70,7 @@ class SelfAttention:
 
 @dataclass(frozen=True)
 class QuantizedSelfAttention:
-    """The same with an attention in 8 bits."""
+    """x + gate · attention of the normed x, with the attention in 8 bits."""
 
     half_tables: Callable[[object], Tables]
     norm: Step
