@@ -102,8 +102,8 @@ def tiers_table(evaluation: dict | None, sparse: dict | None = None, block_spars
     if not groups:
         return None
     return (
-        "as the share of what the captions ask for that the videos show, in %, with its standard error. The PSNR compares "
-        "the frames with the exact tier's, at the largest number of steps:\n\n"
+        "as the share of what the captions ask for that the videos show, in %, with its standard error. The PSNR "
+        "compares the frames with the exact tier's, at the largest number of steps:\n\n"
         + _table_of_groups(groups, "variant").rstrip()
     )
 
