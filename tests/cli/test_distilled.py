@@ -14,6 +14,7 @@ from tests.cli.running import error_of
 from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.cli import commands, main
 from turbo_rcm_patch.cli.arguments import parse_arguments
+from turbo_rcm_patch.cli.errors import CommandError
 
 SMALL = ["--height", "32", "--width", "48", "--frames", "5", "--device", "cpu"]
 
@@ -32,6 +33,24 @@ def models(tmp_path_factory):
 
 def loras(models, variant):
     return [str(models / f"{variant}_lightning_{name}.safetensors") for name in ("transformer", "transformer_2")]
+
+
+@pytest.fixture
+def load(monkeypatch, tmp_path, capsys):
+    """A function that runs `generate` up to where it would make the video, and returns what was printed."""
+
+    def stop(*_, **__):
+        raise CommandError("stopped")
+
+    def run(*argv):
+        monkeypatch.setattr(commands, "timed_generation", stop)
+        output = str(tmp_path / "out.mp4")
+        assert main(["generate", "a fox", "-o", output, *SMALL, "--no-patch", *map(str, argv)]) == 2
+        printed = capsys.readouterr()
+        assert printed.err.splitlines()[-1] == "turbo-rcm generate: stopped"
+        return printed
+
+    return run
 
 
 @pytest.mark.parametrize("patched", [False, True])
@@ -84,49 +103,32 @@ def test_compare(models, tmp_path, capsys):
     assert [len(variant["timings"]["steps"]) for variant in result["variants"]] == [4, 4]
 
 
-def test_a_model_that_is_known_to_be_another_is_not_sampled_as_rcm(models, tmp_path, capsys):
+def test_a_model_that_is_known_to_be_another_is_not_sampled_as_rcm(tmp_path, load):
     folder = tmp_path / "FastWan2.1-T2V-1.3B-Diffusers"
     tiny_wan_pipeline().save_pretrained(folder)
-    argv = ["generate", "a fox", "-o", str(tmp_path / "out.mp4"), *SMALL, "--no-patch"]
-    assert main([*argv, "--model", str(folder)]) == 0
-    assert "fastwan (named FastWan2.1-T2V-1.3B-Diffusers): 3 steps" in capsys.readouterr().out
+    assert "fastwan (named FastWan2.1-T2V-1.3B-Diffusers): 3 steps" in load("--model", folder).out
     pipe = tiny_wan_pipeline()
     trp.use_distilled(pipe, recipe="lightning")
     pipe.save_pretrained(tmp_path / "saved")
-    assert main([*argv, "--model", str(tmp_path / "saved")]) == 0
-    assert "lightning (the pipeline's own): 4 steps" in capsys.readouterr().out
+    assert "lightning (the pipeline's own): 4 steps" in load("--model", tmp_path / "saved").out
 
 
-def test_a_saved_rcm_pipeline_keeps_its_options_unless_one_is_given(models, tmp_path, capsys):
+def test_a_saved_rcm_pipeline_keeps_its_options_unless_one_is_given(tmp_path, load):
     pipe = tiny_wan_pipeline()
     trp.use_rcm(pipe, sigma_max=120.0)
     pipe.save_pretrained(tmp_path / "saved")
-    argv = [
-        "generate",
-        "a fox",
-        "-o",
-        str(tmp_path / "out.mp4"),
-        *SMALL,
-        "--no-patch",
-        "--model",
-        str(tmp_path / "saved"),
-    ]
-    assert main(argv) == 0
-    found = capsys.readouterr()
+    found = load("--model", tmp_path / "saved")
     assert "rcm (the pipeline's own): 4 steps (sde) at timesteps 992," in found.out
     assert "do not say how it was distilled" not in found.err
-    assert main([*argv, "--sigma-max", "200"]) == 0
-    assert "the pipeline's own" not in capsys.readouterr().out
+    assert "the pipeline's own" not in load("--model", tmp_path / "saved", "--sigma-max", 200).out
 
 
-def test_a_model_that_nothing_is_known_of_is_sampled_as_rcm_with_a_warning(models, tmp_path, capsys):
+def test_a_model_that_nothing_is_known_of_is_sampled_as_rcm_with_a_warning(tmp_path, load):
     folder = tmp_path / "lightning" / "Wan2.1-T2V-14B-Diffusers"
     tiny_wan_pipeline().save_pretrained(folder)
-    argv = ["generate", "a fox", "-o", str(tmp_path / "out.mp4"), *SMALL, "--no-patch", "--model", str(folder)]
     warning = f"the name and files of --model {folder} do not say how it was distilled; it is sampled as rCM"
     for options, warns in (([], True), (["--recipe", "rcm"], False), (["--sigma-max", "80"], False)):
-        assert main([*argv, *options]) == 0
-        assert (warning in capsys.readouterr().err) == warns
+        assert (warning in load("--model", folder, *options).err) == warns
 
 
 @pytest.mark.parametrize(
@@ -137,14 +139,13 @@ def test_a_model_that_nothing_is_known_of_is_sampled_as_rcm_with_a_warning(model
         ("wan22", "TurboWan2.1-T2V-1.3B-Diffusers", "turbowan (named {}): 4 steps (sde)"),
     ],
 )
-def test_a_named_checkpoint_is_sampled_as_use_distilled_does(tmp_path, capsys, variant, name, told):
+def test_a_named_checkpoint_is_sampled_as_use_distilled_does(tmp_path, load, variant, name, told):
     tiny_wan_pipeline(variant).save_pretrained(tmp_path / name)
-    argv = ["generate", "a fox", "-o", str(tmp_path / "out.mp4"), *SMALL, "--no-patch", "--model", str(tmp_path / name)]
+    image = []
     if variant == "wan22_i2v":
         iio.imwrite(tmp_path / "first.png", np.full((32, 48, 3), 90, dtype=np.uint8))
-        argv += ["--image", str(tmp_path / "first.png")]
-    assert main(argv) == 0
-    printed = capsys.readouterr().out
+        image = ["--image", tmp_path / "first.png"]
+    printed = load("--model", tmp_path / name, *image).out
     assert told.format(name) in printed
     assert ("the experts change at 900" in printed) == (variant == "wan22_i2v")
 

@@ -7,9 +7,9 @@ import torch
 
 from tests.cli.running import CAPTION, error_of
 from tests.tiny_wan import tiny_wan_pipeline
-from turbo_rcm_patch.cli import main
+from turbo_rcm_patch.cli import commands, main
 
-SMALL = ["--height", "64", "--width", "96", "--frames", "5", "--device", "cpu"]  # 48 tokens: three blocks of 16
+SMALL = ["--height", "48", "--width", "48", "--frames", "5", "--device", "cpu"]  # 18 tokens: blocks of 16 and 2
 SPARSE = ["--preset", "sparse", "--topk", "0.7"]
 
 
@@ -26,20 +26,20 @@ def with_projections(tmp_path_factory):
 
 def test_generate(tmp_path, capsys):
     assert main(["generate", CAPTION, "-o", str(tmp_path / "circle.mp4"), *SMALL, *SPARSE, "--steps", "1"]) == 0
-    assert "torch reference, SLA 2/3 blocks" in capsys.readouterr().out  # of this size
+    assert "torch reference, SLA 1/2 blocks" in capsys.readouterr().out  # of this size
     assert (tmp_path / "circle.mp4").stat().st_size > 0
 
 
 def test_generate_says_where_the_published_rule_keeps_no_block(tmp_path, capsys):
     options = [*SMALL, "--preset", "sparse", "--topk", "0.1", "--steps", "1"]
     assert main(["generate", CAPTION, "-o", str(tmp_path / "circle.mp4"), *options]) == 0
-    assert "SLA 1/3 blocks, where the published rule keeps none" in capsys.readouterr().out
+    assert "SLA 1/2 blocks, where the published rule keeps none" in capsys.readouterr().out
 
 
 def test_generate_says_that_a_short_video_s_attention_is_dense(tmp_path, capsys):
     options = [*SMALL, "--preset", "block_sparse", "--steps", "1"]
     assert main(["generate", CAPTION, "-o", str(tmp_path / "circle.mp4"), *options]) == 0
-    assert "48 tokens, fewer than min_tokens=8192" in capsys.readouterr().out
+    assert "18 tokens, fewer than min_tokens=8192" in capsys.readouterr().out
 
 
 def test_verify(tmp_path, capsys):
@@ -52,7 +52,7 @@ def test_verify(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("options", "is_dense"),
-    [(["--mass", "0.3", "--min-tokens", "0"], False), (["--mass", "1", "--min-tokens", "0"], True), ([], True)],
+    [(["--mass", "0.3", "--min-tokens", "0"], False), ([], True)],
 )
 def test_verify_shows_what_a_mass_keeps(tmp_path, options, is_dense):
     run = ["verify", *SMALL, "--preset", "block_sparse", "--steps", "1", "--json", str(tmp_path / "verify.json")]
@@ -77,23 +77,31 @@ def test_evaluate_names_the_row_by_the_preset_and_what_it_keeps(tmp_path):
 def test_compare(tmp_path, capsys):
     options = ["--steps", "1", "--repeats", "1", "--json", str(tmp_path / "compare.json")]
     assert main(["compare", *SMALL, *SPARSE, *options]) == 0
-    assert "SLA 2/3 blocks" in capsys.readouterr().out
+    assert "SLA 1/2 blocks" in capsys.readouterr().out
     variants = json.loads((tmp_path / "compare.json").read_text())["variants"]
     assert [variant["name"] for variant in variants] == ["unpatched", "patched exactly", "patched"]
 
 
-def test_evaluate_puts_the_fine_tuned_model_beside_the_dense_one(tmp_path):
-    options = ["-n", "1", "--steps", "1", "--json"]
-    assert main(["evaluate", *SMALL, *SPARSE, *options, str(tmp_path / "sparse.json")]) == 0
-    assert main(["evaluate", *SMALL, *options, str(tmp_path / "exact.json")]) == 0
-    sparse, exact = (json.loads((tmp_path / f"{name}.json").read_text())["results"] for name in ("sparse", "exact"))
-    assert [one["variant"] for one in sparse] == ["unpatched", "exact", "sparse, topk 0.7, blocks 16×16"]
-    assert sparse[1]["psnr_to_fp32"] == exact[1]["psnr_to_fp32"] > 80  # both of the dense model
-    assert sparse[2]["psnr_to_fp32"] < 60
+def test_evaluate_puts_the_fine_tuned_model_beside_the_dense_one(tmp_path, monkeypatch):
+    has_projections, evaluate = {}, commands.evaluate
+
+    def watched(pipe, call, tuned, **options):
+        for name, given in {"dense": pipe, "fine-tuned": tuned}.items():
+            has_projections[name] = hasattr(given.transformer.blocks[0].attn1, "proj_l")
+        return evaluate(pipe, call, tuned=tuned, **options)
+
+    monkeypatch.setattr(commands, "evaluate", watched)
+    options = ["-n", "1", "--steps", "1", "--json", str(tmp_path / "sparse.json")]
+    assert main(["evaluate", *SMALL, *SPARSE, *options]) == 0
+    results = json.loads((tmp_path / "sparse.json").read_text())["results"]
+    assert has_projections == {"dense": False, "fine-tuned": True}
+    assert [one["variant"] for one in results] == ["unpatched", "exact", "sparse, topk 0.7, blocks 16×16"]
+    assert results[1]["psnr_to_fp32"] > 80
+    assert results[2]["psnr_to_fp32"] < 60
 
 
 def test_verify_builds_a_config_with_projections(tmp_path, capsys):
-    size = ["--height", "64", "--width", "96", "--frames", "45", "--steps", "1", "--device", "cpu"]  # 288 tokens
+    size = ["--height", "64", "--width", "80", "--frames", "13", "--steps", "1", "--device", "cpu"]  # 80 tokens
     options = ["--config", "tiny", "--layers", "1", "--preset", "sparse", "--topk", "0.7"]
     assert main(["verify", *options, *size, "--json", str(tmp_path / "verify.json")]) == 0
     assert "all 1 blocks and the VAE are within the allowed error" in capsys.readouterr().out
@@ -101,10 +109,9 @@ def test_verify_builds_a_config_with_projections(tmp_path, capsys):
     assert {"sparse-linear attention", "choice of key blocks"} <= parts
 
 
-@pytest.mark.parametrize("command", ["verify", "compare"])
-def test_a_folder_that_carries_projections(with_projections, capsys, command):
+def test_a_folder_that_carries_projections(with_projections, capsys):
     size = ["--height", "32", "--width", "32", "--frames", "5", "--steps", "1", "--device", "cpu"]
-    assert main([command, "--model", str(with_projections), *size, *SPARSE]) == 0
+    assert main(["verify", "--model", str(with_projections), *size, *SPARSE]) == 0
     assert "SLA 1/1 blocks" in capsys.readouterr().out
 
 

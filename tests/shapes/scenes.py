@@ -1,5 +1,6 @@
 """Rendered scenes of the tests."""
 
+import functools
 import random
 
 import torch
@@ -14,7 +15,8 @@ def full_scenes(count, seed=0):
     return [fill_open(draw_scene(generator, held_out=bool(i % 2)), generator) for i in range(count)]
 
 
+@functools.lru_cache(maxsize=8)
 def video_of(scene, seed=0):
-    """The video [3, F, H, W] of a scene or of a caption that leaves nothing open."""
+    """The video [3, F, H, W] of a scene or of a caption that leaves nothing open. Clone it before you change it."""
     scene = parse_caption(scene) if isinstance(scene, str) else scene
     return render([scene], torch.Generator().manual_seed(seed))[0]

@@ -35,18 +35,17 @@ def wrong_in(scores):
 
 
 # A blur of 2 pixels with noise of 0.05 is a PSNR of about 25 dB, below that of the embedded autoencoder.
-@pytest.mark.parametrize(("sigma", "noise", "count"), [(0, 0, 60), (2, 0.05, 20)])
+@pytest.mark.parametrize(("sigma", "noise", "count"), [(0, 0, 16), (2, 0.05, 8)])
 def test_rendered_scenes_are_read_right(sigma, noise, count):
     right, asked = Counter(), Counter()
     generator = torch.Generator().manual_seed(0)
-    for start in range(0, count, 20):
-        scenes = full_scenes(20, seed=start)
-        for scene, video in zip(scenes, render(scenes, generator), strict=True):
-            if sigma:
-                video = blurred(video, sigma) + noise * torch.randn(video.shape, generator=generator)
-            for name, counts in score_of(video.clamp(0, 1), scene).items():
-                right[name] += counts[0]
-                asked[name] += counts[1]
+    scenes = full_scenes(count)
+    for scene, video in zip(scenes, render(scenes, generator), strict=True):
+        if sigma:
+            video = blurred(video, sigma) + noise * torch.randn(video.shape, generator=generator)
+        for name, counts in score_of(video.clamp(0, 1), scene).items():
+            right[name] += counts[0]
+            asked[name] += counts[1]
     assert asked["count"] == asked["background"] == count
     assert all(asked[name] > 1.3 * count for name in ("colour", "shape", "direction", "size", "speed"))
     assert sum(right.values()) >= 0.99 * sum(asked.values())
@@ -246,8 +245,8 @@ def test_a_bar_is_no_shape():
 
 
 def test_the_video_of_other_colours_is_wrong():
-    pairs = [pair for pair in itertools.pairwise(full_scenes(13)) if len(set(map(colours_of, pair))) == 2]
-    assert len(pairs) > 6
+    pairs = [pair for pair in itertools.pairwise(full_scenes(7)) if len(set(map(colours_of, pair))) == 2]
+    assert len(pairs) > 3
     for shown, asked in pairs:
         assert wrong_in(score_of(video_of(shown), asked)) & {"count", "colour"}
 

@@ -65,7 +65,7 @@ def test_a_triangle_points_up_and_a_circle_is_round():
 
 
 def test_objects_keep_their_area_inside_the_frame_and_never_touch():
-    scenes = full_scenes(32)
+    scenes = full_scenes(12)
     for scene, video in zip(scenes, render(scenes, torch.Generator().manual_seed(1)), strict=True):
         coverages = coverages_of(video, scene)
         for part, coverage in zip(scene.objects, coverages, strict=True):

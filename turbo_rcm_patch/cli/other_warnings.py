@@ -32,15 +32,14 @@ def without_other_warnings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _only_errors_of_others() -> Iterator[None]:
-    """Raise the levels of all loggers except our own. Loggers made later inherit them."""
-    known = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
-    others = [logging.root, *(logger for logger in known if logger.name.partition(".")[0] != OWN)]
+    """Raise the levels of all loggers except our own. Loggers made later, and those without a level, inherit them."""
+    loggers = [logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger)]
+    others = [logger for logger in loggers if logger.level and logger.name.partition(".")[0] != OWN]
     own = logging.getLogger(OWN)
-    before = {logger: logger.level for logger in [*others, own]}
+    before = {logger: logger.level for logger in [logging.root, *others, own]}
     own.setLevel(own.getEffectiveLevel())
-    for logger in others:
-        if logger is logging.root or logger.level:
-            logger.setLevel(max(logger.level, logging.ERROR))
+    for logger in [logging.root, *others]:
+        logger.setLevel(max(logger.level, logging.ERROR))
     try:
         yield
     finally:
