@@ -27,7 +27,7 @@ def small_video(pipe, prompt=CAPTION, seed=0):
     with trp.use_rcm(pipe):
         pipe.set_progress_bar_config(disable=True)
         generator = torch.Generator().manual_seed(seed)
-        size = {"height": 32, "width": 48, "num_frames": 5, "num_inference_steps": 2, "guidance_scale": 1.0}
+        size = {"height": 16, "width": 32, "num_frames": 5, "num_inference_steps": 2, "guidance_scale": 1.0}
         return pipe(prompt, generator=generator, output_type="pt", **size).frames
 
 
@@ -130,14 +130,14 @@ VOCABULARY = (
 def test_what_ships_shows_captions_that_training_never_saw(pipe):
     """The judge sees videos of the model's own size. Files of two trainings, or wrong ones, would show nothing."""
     with trp.use_rcm(pipe):
-        accuracy = prompt_accuracy(pipe, held_out_scenes(4), {**EMBEDDED_CALL, "num_inference_steps": 4})
-    assert accuracy["overall"].asked >= 30
+        accuracy = prompt_accuracy(pipe, held_out_scenes(2), {**EMBEDDED_CALL, "num_inference_steps": 4})
+    assert accuracy["overall"].asked >= 12
     assert accuracy["overall"].share >= 0.9  # 0.95 is wanted of 256 captions, which take a GPU
 
 
 def test_prompt_seed_and_generator_decide_the_video(pipe):
     base = small_video(pipe)
-    assert base.shape == (1, 5, 3, 32, 48)
+    assert base.shape == (1, 5, 3, 16, 32)
     assert torch.equal(small_video(pipe), base)
     assert (small_video(pipe, prompt=grammar.EXAMPLES[1]) - base).abs().mean() > 1e-5
     assert (small_video(pipe, seed=1) - base).abs().mean() > 1e-3

@@ -4,6 +4,7 @@ import errno
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,8 +12,8 @@ import weakref
 from pathlib import Path
 
 import imageio.v3 as iio
-import psutil
 import pytest
+from accelerate.commands import launch
 
 from turbo_rcm_patch.cli.errors import CommandError
 from turbo_rcm_patch.embedded import SLA_BLOCKS
@@ -40,37 +41,56 @@ def lines_of(folder):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def launch(arguments):
-    """Two processes of the command; accelerate starts several for GPUs alone, and these take the CPU all the same."""
+def as_rank(rank, processes=2):
+    """Return the environment variables of one process of several."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+
+
+def test_accelerate_starts_a_process_for_every_rank(tmp_path, monkeypatch):
+    """The launcher sets the variables that the script reads. It starts several processes for GPUs alone, or if told."""
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT")  # which it sets
+    script = tmp_path / "script.py"
+    names = tuple(batch.RANKS)
+    script.write_text(
+        "import json, os, pathlib, sys\n"
+        f"ranks = {{name: os.environ[name] for name in {names}}}\n"
+        "pathlib.Path(sys.argv[1], ranks['RANK'] + '.json').write_text(json.dumps(ranks))\n"
+    )
     two = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--main_process_port", "0"]
-    command = [sys.executable, "-m", "accelerate.commands.launch", *two, "--mixed_precision", "no", str(SCRIPT)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([*command, *arguments], env=environment, stderr=subprocess.DEVNULL)
-
-
-def process_of(launcher, rank):
-    return next(c for c in psutil.Process(launcher.pid).children(True) if c.environ().get("RANK") == str(rank))
-
-
-def test_what_a_killed_process_did_not_make_is_made_by_the_next_run(tmp_path, arguments):
-    out = tmp_path / "out"
-    launcher = launch(arguments)
+    given = [*two, "--mixed_precision", "no", "--dynamo_backend", "no", str(script), str(tmp_path)]
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     try:
-        end = time.monotonic() + 120
+        launch.launch_command(launch.launch_command_parser().parse_args(given))
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, handlers[number])
+    assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)] == [as_rank(0), as_rank(1)]
+
+
+def test_what_a_killed_process_did_not_make_is_made_by_the_next_run(tmp_path, arguments, monkeypatch):
+    """This process is the first of two, and a new one the second."""
+    out = tmp_path / "out"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **as_rank(1)}
+    second = subprocess.Popen([sys.executable, str(SCRIPT), *arguments], env=environment, stderr=subprocess.DEVNULL)
+    try:
+        with monkeypatch.context() as first:
+            for name, value in as_rank(0).items():
+                first.setenv(name, value)
+            assert batch.main(arguments) == 0
+        end = time.monotonic() + 240
         while not any(line["seed"] == 1 for line in lines_of(out)):  # the second process's share
             assert time.monotonic() < end
             time.sleep(0.01)
-        process_of(launcher, rank=1).kill()
-        assert launcher.wait(120) != 0
     finally:
-        launcher.terminate()  # and with it what it has started
+        second.kill()
+    assert second.wait() != 0
     recorded = {line["file"] for line in lines_of(out)}
     made = {path.name: path.stat().st_mtime_ns for path in out.glob("[!.]*.mp4")}
     videos = [batch.Video(prompt, seed).name for prompt in PROMPTS[:2] for seed in range(2)]
-    assert recorded < set(videos)
+    assert {videos[0], videos[2]} < recorded < set(videos)
     (out / f".{videos[3].removesuffix('.mp4')}.123.mp4").write_bytes(b"half")  # as of a process killed while writing
 
-    assert launch(arguments).wait(120) == 0
+    assert batch.main(arguments) == 0
     assert sorted(path.name for path in out.iterdir()) == sorted([*videos, batch.RECORD])
     assert all((out / name).stat().st_mtime_ns == made[name] for name in recorded)
     assert sorted(line["file"] for line in lines_of(out)) == sorted(videos)  # each once

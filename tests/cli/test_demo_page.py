@@ -10,10 +10,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,35 +32,34 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("gradio") is None, reason="needs gradio")
 
 
-@contextlib.contextmanager
-def serving(folder):
-    """A process of the page that keeps its temporary files in a folder, and the page's address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+def options_of(*more, host="127.0.0.1"):
+    """Return the options of `demo` on the CPU, with a free port."""
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "turbo_rcm_patch.cli", "demo", "--port", str(port), "--device", "cpu"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "GRADIO_SHARE": "True"}
-    # A shell that runs the tests in the background lets its processes ignore Ctrl-C, and theirs inherit that.
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=heed)
-    try:
-        first = process.stdout.readline()
-        assert first == f"open http://127.0.0.1:{port}/ in a browser; end with Ctrl-C\n"
-        yield process, f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
+    return ["demo", "--port", str(port), "--device", "cpu", *more], port
+
+
+@contextlib.contextmanager
+def opened(arguments, folder):
+    """The page, served by this process. Opening it sets two environment variables, which are set back afterwards."""
+    with pytest.MonkeyPatch.context() as environment:
+        for name in ("GRADIO_ANALYTICS_ENABLED", "GRADIO_TEMP_DIR"):
+            environment.setenv(name, "")
+        options = parse_arguments(arguments)
+        check_arguments(options)
+        page = page_of_demo.open_page(options, folder)
+        try:
+            yield page
+        finally:
+            page.close()
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """The page's address; the process ends by Ctrl-C, and leaves nothing behind."""
-    videos = tmp_path_factory.mktemp("videos")
-    with serving(videos) as (process, address):
-        yield address
-        process.send_signal(signal.SIGINT)
-        assert process.wait(120) in (0, 130)
-        assert "http" not in process.stdout.read()  # no link for others
-        assert list(videos.rglob("*.mp4")) == []
+    """The page's address."""
+    arguments, port = options_of()
+    with opened(arguments, tmp_path_factory.mktemp("videos")):
+        yield f"http://127.0.0.1:{port}"
 
 
 @pytest.fixture
@@ -182,22 +181,14 @@ def test_only_this_machine_can_ask(server):
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
-def test_an_address_of_ipv6_is_served(tmp_path, monkeypatch, host):
-    for name in ("GRADIO_ANALYTICS_ENABLED", "GRADIO_TEMP_DIR"):  # which it sets
-        monkeypatch.setenv(name, "")
+def test_an_address_of_ipv6_is_served(tmp_path, host):
     try:
-        with socket.create_server(("::1", 0), family=socket.AF_INET6) as free:
-            port = free.getsockname()[1]
+        arguments, port = options_of("--host", host, host="::1")
     except OSError:
         pytest.skip("needs IPv6")
-    options = parse_arguments(["demo", "--device", "cpu", "--host", host, "--port", str(port)])
-    check_arguments(options)
-    page = page_of_demo.open_page(options, tmp_path)
-    try:
+    with opened(arguments, tmp_path) as page:
         assert page.local_url == f"http://[::1]:{port}/"
         assert status_of(page.local_url) == 200
-    finally:
-        page.close()
 
 
 def start_a_request(address):
@@ -211,12 +202,52 @@ def start_a_request(address):
 
 
 def test_it_leaves_nothing_behind_when_it_is_terminated(tmp_path):
-    """SIGTERM comes while it makes a video. The server of the other tests is idle and ends by Ctrl-C."""
-    with serving(tmp_path) as (process, address):
+    """SIGTERM comes while a process of the page makes a video."""
+    arguments, port = options_of()
+    command = [sys.executable, "-m", "turbo_rcm_patch.cli", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "GRADIO_SHARE": "True"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == f"open http://127.0.0.1:{port}/ in a browser; end with Ctrl-C\n"
         (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
         (folder / "1-patched.mp4").touch()
-        start_a_request(address)
-        time.sleep(3)
+        start_a_request(f"http://127.0.0.1:{port}")
+        time.sleep(2)
         process.terminate()
         assert process.wait(60) == 128 + signal.SIGTERM
+        assert "http" not in process.stdout.read()  # no link for others
+    finally:
+        process.kill()
     assert list(tmp_path.rglob("*.mp4")) == []
+
+
+def test_it_ends_by_ctrl_c_and_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
+    """In this process: Ctrl-C comes half a second after the page begins to wait for it."""
+    gradio = importlib.import_module("gradio")
+    block_thread = gradio.Blocks.block_thread
+
+    def interrupted(page):
+        (folder,) = tmp_path.iterdir()
+        (folder / "1-patched.mp4").touch()
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        block_thread(page)
+
+    monkeypatch.setattr(gradio.Blocks, "block_thread", interrupted)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(page_of_demo.os, "_exit", sys.exit)  # which would end pytest
+    for name in ("GRADIO_ANALYTICS_ENABLED", "GRADIO_TEMP_DIR"):
+        monkeypatch.setenv(name, "")
+    arguments, port = options_of()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
+    try:
+        with pytest.raises(SystemExit) as ended:
+            page_of_demo.serve(parse_arguments(arguments))
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert ended.value.code == 0
+    assert list(tmp_path.iterdir()) == []
+    with socket.socket() as closed:
+        assert closed.connect_ex(("127.0.0.1", port)) != 0
+    assert capsys.readouterr().out.startswith(f"open http://127.0.0.1:{port}/ in a browser; end with Ctrl-C\n")
