@@ -56,12 +56,11 @@ def expected_launches(rows):
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Launches by the kernels' names, and calls of linears by the ids of their weights."""
+    """Launches by the kernels' names, and calls of linears by the ids of their weights. The kernels do not run."""
     launches, linears, linear = Counter(), Counter(), F.linear
 
     def count_launch(kernel, *arguments, **options):
         launches[kernel.fn.__name__] += 1
-        launch_kernel(kernel, *arguments, **options)
 
     def count_linear(x, weight, bias=None):
         linears[id(weight)] += 1
