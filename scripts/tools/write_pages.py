@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts` can be imported
@@ -81,20 +82,23 @@ def result_files(folder: Path) -> list[Path]:
 def with_results(text: str, folder: Path) -> str:
     """Return the README's text with the part between its markers, if it has them, written anew.
 
-    That part shows the results of the GPU with the most measurements.
+    That part shows the results of the GPU with the most measurements, and steps that only another GPU has timed.
     """
     if MEASURED[0] not in text:
         return text
     before, rest = text.split(MEASURED[0])
     after = rest.split(MEASURED[1])[1]
     runs = {path: json.loads(path.read_text())["runs"] for path in result_files(folder)}
-    return f"{before}{MEASURED[0]}\n{_short(max(runs, key=lambda path: len(runs[path])))}{MEASURED[1]}{after}"
+    path = max(runs, key=lambda path: len(runs[path]))
+    return f"{before}{MEASURED[0]}\n{_short(path, runs.pop(path), runs.values())}{MEASURED[1]}{after}"
 
 
-def _short(path: Path) -> str:
-    """Return the README's part on a GPU, or "" if no step of a real model was measured on it."""
-    runs = json.loads(path.read_text())["runs"]
-    steps = short_steps(path, runs)
+def _short(path: Path, runs: dict, others: Iterable[dict]) -> str:
+    """Return the README's part on a GPU, or "" if no step of a real model was measured on it.
+
+    others: the runs of each other GPU.
+    """
+    steps = short_steps(path, runs, {name: run for other in others for name, run in other.items() if name not in runs})
     if not steps:
         return ""
     errors = runs.get("attention-error") or _attention_errors(path.parent)

@@ -122,31 +122,38 @@ def steps_table(runs: dict) -> str:
     )
 
 
-def short_steps(path: Path, runs: dict) -> str:
+def short_steps(path: Path, runs: dict, elsewhere: dict | None = None) -> str:
     """Return the README's tables of steps and whole videos, with the steps' chart, or "" without a real model.
 
     The table of steps has a row per real model and tier.
+
+    elsewhere: runs on other GPUs, whose rows name the GPU.
     """
-    runs = {name: run for name, run in runs.items() if name not in ON_THE_PAGE_ALONE}
-    exact = real_models(runs, "exact")
-    if not exact:
+    runs, elsewhere = (
+        {name: run for name, run in each.items() if name not in ON_THE_PAGE_ALONE} for each in (runs, elsewhere or {})
+    )
+    if not real_models(runs):
         return ""
+    steps = real_models(elsewhere | runs)
+    steps = sorted(steps.items(), key=lambda step: list(TIERS).index(step[1]["settings"].get("preset", "exact")))
+    rows = [short_step_row(name, run, names_gpu=name in elsewhere) for name, run in steps]
     environment = next(iter(real_models(runs).values()))["environment"] | {"commit": None}  # runs may be of several
     chart = f"![Speed-up of a denoising step over eager diffusers](results/{chart_file(path, 'steps').name})"
-    tables = [table_of(SHORT_STEPS_HEADER, [short_step_row(*each) for each in {**exact, **real_models(runs)}.items()])]
+    tables = [table_of(SHORT_STEPS_HEADER, rows)]
     seconds = [_short_seconds_row(name, runs[name], stage, vae) for name, stage, vae in SHORT_SECONDS if name in runs]
     tables += [table_of(SHORT_SECONDS_HEADER, seconds)] if seconds else []
     return "\n\n".join((f"\n{environment['gpu']}, {versions(environment)}.", chart, "\n".join(tables)))
 
 
-def short_step_row(name: str, run: dict) -> list[str]:
+def short_step_row(name: str, run: dict, *, names_gpu: bool = False) -> list[str]:
+    model = f"{model_of(run)}, {run['environment']['gpu']}" if names_gpu else model_of(run)
     tier = run["settings"].get("preset", "exact")
     eager, compiled, patched = _short_milliseconds(run, ("unpatched", "torch.compile", "patched"))
     (torchao,) = [""] if tier == "exact" else _short_milliseconds(run, ("torchao float8 + torch.compile",))
     error = next(variant.get("step_error") for variant in run["variants"] if variant["name"] == "patched")
     ratios = _over_compile(name, run), _memory_ratio(name, run)
     error = "" if error is None else f"{error:.1e}"
-    return [model_of(run), tier, eager, compiled, torchao, patched, *ratios, error]
+    return [model, tier, eager, compiled, torchao, patched, *ratios, error]
 
 
 def _short_seconds_row(name: str, run: dict, stage: str, vae: str | None) -> list[str]:

@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 from scripts.tools.pages.charts import milliseconds, model_of, real_models
 from turbo_rcm_patch.bench.ops_quantized import SCALED_MM
+from turbo_rcm_patch.bench.variants import EXACT_PATCH
 from turbo_rcm_patch.patching.families import CASES
 from turbo_rcm_patch.tables import table
+from turbo_rcm_patch.tiers import TIERS
 
 SELF_ATTENTION, CROSS_ATTENTION = "self-attention with its norms and RoPE", "cross-attention"
 LINEARS, NORMS = "linears with GELU and skips", "norms with modulation"
@@ -104,18 +106,21 @@ def steps_by_tier(runs: dict) -> dict[str, dict[str, dict[str, float]]]:
     """
     profiled, blocks, steps = _profiled(runs), blocks_by_tier(runs), {}
     for run in real_models(runs).values():
+        if run["settings"].get("preset") == "block_sparse":
+            continue  # whose attention has no row: its time depends on the input
         settings, shown = run["settings"], steps.setdefault(model_of(run), {})
         if settings.get("ulysses", 1) > 1 or _size(settings) != _size(profiled.get(settings["config"], {})):
             continue
         tier = settings.get("preset", "exact")
-        of_variant = {"patched": tier} | ({COMPILE: COMPILE} if tier == "exact" else {})
+        of_variant = {"patched": tier, EXACT_PATCH: "exact", COMPILE: COMPILE}
         for variant in run["variants"]:
             block = blocks.get(settings["config"], {}).get(of_variant.get(variant["name"]))
             if block is not None:
                 parts = {part: settings["layers"] * time for part, time in block.items()}
                 rest = {ALL_ELSE: milliseconds(variant) - sum(parts.values())}
-                shown[of_variant[variant["name"]]] = parts | rest
-    return {model: shown for model, shown in steps.items() if shown}
+                shown.setdefault(of_variant[variant["name"]], parts | rest)
+    order = (COMPILE, *TIERS)
+    return {model: {name: shown[name] for name in order if name in shown} for model, shown in steps.items() if shown}
 
 
 def _size(settings: dict) -> tuple:

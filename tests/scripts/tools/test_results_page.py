@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 GPU = "nvidia-h200.json"
-MEASURED = json.loads((ROOT / "results" / GPU).read_text())["runs"]
+H100 = json.loads((ROOT / "results/nvidia-h100-80gb-hbm3.json").read_text())["runs"]
+MEASURED = H100 | json.loads((ROOT / "results" / GPU).read_text())["runs"]  # so that every kind of run is there
 ENVIRONMENT = MEASURED["ops"]["environment"]
 CAP = {
     "settings": {"config": "wan2.1-14b", "height": 480, "width": 832, "frames": 81},
@@ -68,9 +69,9 @@ def run_of(name: str, command: tuple[str, ...]) -> dict:
         like = "wan2.1-1.3b-decoded" if "--decode" in command else "wan2.1-1.3b"
     else:
         like = next((step for step in ("verify", "compare", "evaluate") if step in command), name)
-    run = copy.deepcopy(MEASURED.get(name) or MEASURED[like])
+    run = copy.deepcopy(MEASURED.get(name) or MEASURED.get(like) or MEASURED[f"{like}-quantized"])
     run["environment"] = ENVIRONMENT
-    if "settings" in run and preset != "exact":
+    if "settings" in run and like != "ops":
         run["settings"]["preset"] = preset
     if like == "verify" and preset == "block_sparse":
         run["kept"] = KEPT
@@ -164,7 +165,7 @@ def test_the_shipped_picture_is_amplified_as_the_page_says():
 
 
 def test_what_every_layer_keeps():
-    table = checks.kept_table("verify-x", {**MEASURED["verify-wan2.1-1.3b"], "kept": KEPT})
+    table = checks.kept_table("verify-x", {**MEASURED["verify-wan2.1-1.3b-quantized"], "kept": KEPT})
     assert "wan2.1-1.3b (30 of 30 layers), 81×480×832 keep" in table
     assert "| layer | step 1 | step 4 |" in table
     assert "| `transformer.blocks.0` | 100.0 | 50.0 |" in table
@@ -172,7 +173,7 @@ def test_what_every_layer_keeps():
 
 
 def test_what_verify_checked():
-    settings = {**MEASURED["verify"]["settings"], "preset": "exact"}
+    settings = {**MEASURED["verify-quantized"]["settings"], "preset": "exact"}
     errors = {"unpatched_error": {"mean": 3e-3}, "patched_error": {"mean": 2e-3, "largest": 3e-3}}
     blocks = {"count": 2, "failed": 0, **errors}
     decoding = {"unpatched_error": 1e-3, "patched_error": 2e-3, "ok": False}
@@ -181,8 +182,8 @@ def test_what_verify_checked():
     assert "| embedded, 17×160×224, `a` | exact | 2 of blocks | 0 | 3.0e-03 | 2.0e-03 | 3.0e-03 |" in table
     assert "| embedded, 17×160×224, `b` | exact | 2 of blocks | **1** | 3.0e-03 |" in table
     assert "|  |  | 1 of decoding | **1** | 1.0e-03 | 2.0e-03 | 2.0e-03 |" in table
-    part = {"c": {**run, "settings": {**MEASURED["verify-wan2.1-1.3b"]["settings"], "layers": 2}}}
-    assert "| wan2.1-1.3b (2 of 30 layers), 81×480×832, `c` | exact | 2 of blocks |" in checks.verified_table(part)
+    part = {"c": {**run, "settings": {**MEASURED["verify-wan2.1-1.3b-quantized"]["settings"], "layers": 2}}}
+    assert "| wan2.1-1.3b (2 of 30 layers), 81×480×832, `c` | quantized | 2 of blocks |" in checks.verified_table(part)
 
 
 @pytest.mark.parametrize(
