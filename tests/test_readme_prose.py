@@ -5,13 +5,15 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from diffusers import WanPipeline
 
 import turbo_rcm_patch as trp
 from tests import lora_files
-from tests.tiny_wan import tiny_wan_pipeline
+from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.bench.fits import fits
-from turbo_rcm_patch.patching.families import CASES
+from turbo_rcm_patch.patching.families import CASES, family_of
+from turbo_rcm_patch.patching.summary import current_plan
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -19,7 +21,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_it_is_read_in_ten_minutes():
-    assert len(README.splitlines()) <= 212
+    assert len(README.splitlines()) <= 224
 
 
 def test_links_lead_somewhere():
@@ -102,3 +104,36 @@ def test_the_table_names_every_kind_of_checkpoint():
     assert len(ROWS) == 5
     for name in ("rCM", "TurboWan", "FastWan", "lightx2v", "Lightning", "CausVid"):
         assert any(name in row for row in ROWS)
+
+
+def _steps_of_the_walk(tier):
+    """Return the sub-layer and the steps that the README's walk names for a tier."""
+    (row,) = re.findall(rf"^\| {tier} \| `(\w+)` \| (.*) \| `\w+/` \|$", README, re.MULTILINE)
+    return row[0], re.findall(r"`(_?[a-z]\w+)`", row[1])
+
+
+def _function_of(run):
+    while not hasattr(run, "__name__"):
+        run = run.args[0] if run.func.__name__ == "_as_quantized" else run.func
+    return run.__name__
+
+
+@pytest.mark.parametrize("tier", trp.PRESETS)
+def test_the_walk_names_the_steps_of_every_tier(tier):
+    model = tiny_wan_transformer(dtype=torch.bfloat16).requires_grad_(False)
+    options = {"min_tokens": 0} if tier == "block_sparse" else {}
+    if tier == "sparse":
+        for block in model.blocks:
+            block.attn1.proj_l = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
+    trp.patch(model, type(trp.PRESETS[tier])(implementation="triton", **options))
+    (blocks,) = family_of(model).blocks
+    sub_layer = current_plan(model, blocks, model.blocks[0]).self_attention
+    ran = dict.fromkeys(_function_of(step.run) for _, steps in sub_layer.rows() for step in steps)
+    named_layer, named = _steps_of_the_walk(tier)
+    if tier == "sparse":  # the walk says how it differs from the exact tier
+        assert named == ["_qkv", "_linear_skip", "attend"]
+        named = [name.replace("_attention", "attend") for name in _steps_of_the_walk("exact")[1]]
+    if tier == "block_sparse":
+        assert named == ["_attend"]
+        named = [name.replace("_attention", "_attend") for name in _steps_of_the_walk("quantized")[1]]
+    assert (type(sub_layer).__name__, list(ran)) == (named_layer, named)

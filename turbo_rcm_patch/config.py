@@ -33,8 +33,9 @@ class PatchConfig:
         implementation: "auto" runs Triton kernels on a GPU and the torch reference elsewhere. "triton" insists on the
             kernels (on the CPU: with TRITON_INTERPRET=1). "torch" takes the reference everywhere.
         cuda_graph: "auto" replays the transformer's forward as one CUDA graph where launching its kernels would take
-            longer than running them (short or small videos). "on" does so at every size, "off" never. What cannot be
-            replayed safely (hooks, offloading, autograd and others) runs without a graph, and `summary()` says why.
+            longer than running them (short or small videos). "on" does so at every size, "off" never. Calls that
+            cannot be replayed safely (hooks, offloading, autograd and others) run without a graph, and `summary()` says
+            why.
         residual: "fp16" keeps the residual between the three skips of a bf16 block in fp16, divided by 32: it rounds
             with three more bits, holds values up to 2e6, and rounds values below 2e-3 to multiples of 2e-6. "same"
             keeps it in the model's dtype. Models of other dtypes, autograd, and 8-bit blocks with a LoRA on sm_90,

@@ -297,7 +297,7 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
         indices = (self.timesteps.cpu() == float(timestep)).nonzero().flatten().tolist()
         if len(indices) != 1:
             raise ValueError(
-                f"timestep {float(timestep)} is {'not one' if not indices else 'more than one'} of this schedule's, "
+                f"timestep {float(timestep)} occurs {len(indices)} times in this schedule, not once: "
                 f"{self.timesteps.tolist()}; pass an entry of scheduler.timesteps, or call set_begin_index."
             )
         return indices[0]

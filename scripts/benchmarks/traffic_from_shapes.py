@@ -94,8 +94,9 @@ def _touched_bytes(tensor: torch.Tensor) -> int:
 def _merged(ops: Sequence[_Op], results: set[StorageWeakRef]) -> list[_Op]:
     """Merge ops as torch.compile does: ops between two matmuls or attentions that feed one another become one kernel.
 
-    Each op has a level, the number of unmerged ops that must run before it, put off as far as its consumers allow, as
-    torch.compile puts off what it can compute anew; mergeable ops of one level that feed one another form a group.
+    Each op has a level: the number of unmerged ops that must run before it. The level is raised as far as the op's
+    consumers allow, because torch.compile also delays ops that it can compute anew. Mergeable ops of one level that
+    feed one another form a group.
     """
     consumers = _consumers(ops)
     level = [0] * len(ops)

@@ -133,7 +133,7 @@ def check_all(sanitizer: str, tool: str, logs: Path, sm90: bool) -> list[str]:
 
 
 def run_part(what: str, under: tuple[str, ...], logs: Path, part: str, portable: bool) -> tuple[int, str]:
-    """Return the exit code of a part's run, under a command, and what both printed, which also goes to a log."""
+    """Run a part under a command. Return the exit code and the output of both, which is also written to a log."""
     launch = (sys.executable, __file__, "--launch", part, *(("--portable",) if portable else ()))
     environment = os.environ | {"TRITON_CACHE_DIR": str(logs / CACHE), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     log = logs / f"{what}-{name_of(part, portable)}.log"

@@ -57,7 +57,7 @@ INTRODUCTION = """# Results
 scripts/benchmarks/gpu_session.py --results results` writes those files, except for six: `conversion.json` by
 `conversion.py`, `block-sparse-tiny.json` by `measure_block_sparsity.py` and `sparse-tiny.json` by `evaluate_sparse.py`,
 all in `scripts/benchmarks/`; `training.json` by `train_embedded.py` and `lora-tiny.json` by `train_lora.py` in
-`scripts/training/`; and `side-by-side.json` by `turbo-rcm compare`. What missed its target is bold.
+`scripts/training/`; and `side-by-side.json` by `turbo-rcm compare`. A result that misses its target is bold.
 [The designs that were tried](../docs/designs.md) have a page of their own.
 """
 

@@ -227,9 +227,9 @@ def error_limit(contest: Contest, errors: Mapping[str, float], limits: ErrorLimi
 def take_turns(contenders: Mapping[str, Contender], device: torch.device, rounds: int) -> dict[str, list[float]]:
     """Return the milliseconds of every contender in every round.
 
-    On a GPU each one except a WithoutGraph is a CUDA graph, so that launches cost nothing. All have the same inputs, of
-    which the previous contender leaves a part in the L2 cache. Every second round is in reverse order, so that the
-    previous one is not always the same.
+    On a GPU each one except a WithoutGraph is a CUDA graph, so that launches cost nothing. All have the same inputs.
+    The previous contender leaves a part of them in the L2 cache. So every second round is in reverse order: then the
+    previous contender is not always the same.
     """
     with torch.no_grad():
         watches = {name: _stopwatch(run, device) for name, run in contenders.items()}

@@ -106,8 +106,8 @@ def linear_qkv(tokens: int, C: int, K: int, device: torch.device, compiled: Call
 
 
 def rms_norm_rope(tokens: int, heads: int, head_dim: int, device: torch.device, compiled: Callable) -> Contest:
-    """The norm over all heads of q or k, and its rotation. As a block launches it, ours reads every second column of
-    diffusers' tables, which hold each pair's value twice; the rivals' tables hold it once."""
+    """The norm over all heads of q or k, and its rotation. Our kernel reads every second column of diffusers' tables,
+    as in a block: these tables hold each pair's value twice. The rivals' tables hold it once."""
     draw = Draws(device)
     C = heads * head_dim
     x, weight = draw(1, tokens, C), 1 + 0.1 * draw(C)

@@ -119,8 +119,10 @@ def linear_gelu_8bit(
     format: torch.dtype = FP8,
     result: torch.dtype | None = FP8,
 ) -> Contest:
-    """The feed-forward's first projection of an e4m3 input, its GELU, and the result in e4m3 for the second one; or of
-    an int8 input, or with a result in bf16 (None)."""
+    """The feed-forward's first projection and its GELU.
+
+    format: the input's format. result: e4m3, which the second projection takes, or None for bf16.
+    """
     draw = Draws(device)
     a, weight, bias = draw(1, tokens, K), draw(C, K) * K**-0.5, draw(C)
     weight_8, a_8 = quantize_weight(weight, format), kernels.quantize_rows(a, format, with_norm=True)

@@ -85,10 +85,10 @@ def block_sparse_attention(
     compiled: Callable,
     mass: float = PRESETS["block_sparse"].mass,
 ) -> Contest:
-    """Block-sparse attention, whose speed depends on the blocks that a mass keeps.
+    """Block-sparse attention. Its speed depends on the blocks that a mass keeps.
 
-    Of these values, whose neighbouring tokens are alike, the default mass keeps half of the blocks, with an error of
-    about 7 %. With the tiny model's own values the error is 8 %.
+    Neighbouring tokens have similar values here. The default mass then keeps half of the blocks, with an error of about
+    7 %. With the tiny model's own values the error is 8 %.
     """
     draw = Draws(device)
     q, k, v = (alike_values(draw, tokens, heads, head_dim) for _ in range(3))

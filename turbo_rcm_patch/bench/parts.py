@@ -1,8 +1,11 @@
 """Measure the error of each part of a patched block by itself, on the inputs of the oracle's part.
 
-The parts are the sub-layers, with the error of the term gate · F(x) that they add; every linear in 8 bits; the
-two matrix products of a dense attention in 8 bits (QKᵀ with the softmax, and PV); a sparse attention as a whole; and
-with sparse-linear attention the choice of key blocks (sparse.py).
+The parts are:
+
+- each sub-layer, with the error of the term gate · F(x) that it adds
+- every linear in 8 bits
+- the two matrix products of a dense attention in 8 bits: QKᵀ with the softmax, and PV
+- a sparse attention as a whole; for sparse-linear attention also the choice of key blocks (sparse.py)
 """
 
 from __future__ import annotations

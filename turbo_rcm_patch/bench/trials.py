@@ -49,7 +49,7 @@ def with_trials(op: str, contest: Contest) -> Contest:
 
 
 def times_of_trials(op: str, timings: Mapping[str, Mapping[str, object]]) -> dict[str, float]:
-    """Return the milliseconds of those kernels by name, without those that were refused."""
+    """Return the milliseconds of an op's kernels `by_tune`, by name. Refused kernels are left out."""
     found = {kernel.name: timings.get(kernel.name, {}).get("milliseconds") for _, kernel in kernels_by_tune(op)}
     return {name: round(time, 4) for name, time in found.items() if time}
 

@@ -1,7 +1,8 @@
-"""Find which of our kernels are as fast as their fallbacks on this GPU at one model's shapes, which backend of
-PyTorch's attention is fastest, and how fast the other tiers are (tune_tiers.py).
+"""Time kernels on this GPU at one model's shapes.
 
-Every op is checked against its oracle before it is timed (ops.py). The rows are those of kernels/choice/measured.py.
+The times say which of our kernels are as fast as their fallbacks, which backend of PyTorch's attention is fastest, and
+how fast the other tiers are (tune_tiers.py). Every op is checked against its oracle before it is timed (ops.py).
+kernels/choice/measured.py reads the rows.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ SDPA_BACKENDS = {f"{SDPA} ({name})": name for name in BACKENDS if name != MATH} 
 class Shapes:
     """The ops of one model at one video size.
 
-    size: height, width and frames, such as "480x832x81". ops: those of the exact tier that there is a choice for.
+    size: height, width and frames, such as "480x832x81". ops: the ops of the exact tier with more than one kernel to
+    choose from.
     """
 
     model: str
@@ -100,7 +102,7 @@ def _shapes(model: str, family: Family, transformer: Mapping, vae: Mapping, size
 
 
 def cases(shapes: Shapes) -> Iterator[OpCase]:
-    """Every op that there is a choice for, at these shapes, then those of the other tiers."""
+    """The ops with more than one kernel to choose from, at these shapes: first the exact tier's, then the others'."""
     contests = {
         "attention": attention,
         "linear_skip": ops_exact.linear_skip,

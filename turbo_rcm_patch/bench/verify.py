@@ -180,11 +180,11 @@ def verify(
 ) -> Verification:
     """Patch, run ``pipe(**call)`` once, and check every block at the first and last step, and a patched VAE's decoding.
 
-    A hook on each block compares its patched output with its unpatched one and passes the unpatched one on, so that all
-    other blocks get the hidden states of an unpatched generation. The oracle is the block's class run
-    in fp32 (fp64 for an fp32 block) on the same inputs; the limits are those of the configuration. In the sparse tier
-    the unpatched block and the oracle attend sparsely too, by the reference, and where they are compared all three keep
-    the key blocks that the oracle chooses. The pipeline is left as it was found.
+    A hook on each block compares its patched output with its unpatched one, and passes the unpatched one on. So all
+    other blocks get the hidden states of an unpatched generation. The oracle is the block's class, run in fp32 (fp64
+    for an fp32 block) on the same inputs. The configuration has the limits. In the sparse tier the unpatched block and
+    the oracle are sparse too, by the reference. All three then keep the key blocks that the oracle chooses. Afterwards
+    the pipeline is as it was before.
     """
     config = resolve_config(config)
     if not config.restorable:  # the checks need the weights

@@ -79,8 +79,8 @@ def read_lora(tensors: Mapping[str, torch.Tensor], model: nn.Module, metadata: M
 
     metadata: the safetensors file's metadata, or None.
 
-    Raises ValueError for a file without a LoRA, for a weight that it has twice with different values, and for shapes
-    that do not fit the model, all of which are listed. A second copy with equal values is unused.
+    Raises ValueError if the file has no LoRA, if it has a weight twice with different values, or if shapes do not fit
+    the model. The error lists all such shapes. A second copy with equal values is unused.
     """
     names, lora, misfits = ModelNames(model), Lora(), []
     grouped, saved = _grouped(tensors, names, lora), json.loads((metadata or {}).get(METADATA, "{}"))

@@ -30,7 +30,7 @@ def tune(arguments: argparse.Namespace) -> int:
         try:
             lines = [f"removed {path}" for path in forget_tuned()]
         except OSError as error:
-            raise CommandError(f"--reset: {error}; remove it by hand, or mend who may write there.") from error
+            raise CommandError(f"--reset: {error}; remove it by hand, or change who may write there.") from error
         print(*lines, "the patch chooses by the measurements that ship with the package", sep="\n")
         return 0
     shapes = _shapes(arguments)

@@ -153,7 +153,7 @@ def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
     """Bind fused forwards on the transformers and the VAE's decoder of a diffusers pipeline, or on one of them.
 
     The pipeline's video processor then converts the decoded video on the GPU (video_output.py). Module classes,
-    state_dict and `save_pretrained` stay the same, and so do parameters, except for those that a tier stores in 8 bits
+    state_dict and `save_pretrained` stay the same. Parameters do too, except those that a tier stores in 8 bits
     (convert.py).
 
     Args:
@@ -165,8 +165,8 @@ def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
 
     Raises:
         PatchError: the model is of an unknown family, patched already, compiled, or under a hook that holds its old
-            forward; or the tier needs 8-bit weights and the weights are offloaded to disk; or the model does not have
-            the weights that the sparse tier needs.
+            forward. Or the tier needs 8-bit weights, and the weights are offloaded to disk. Or the model lacks the
+            weights that the sparse tier needs.
         ValueError, TypeError: the preset is unknown, or the config has another type or does not fit the model.
     """
     config = resolve_config(config)

@@ -38,10 +38,10 @@ _BACKGROUND, _OTHER = len(COLOURS), len(COLOURS) + 1  # labels of pixels that ar
 def decode(video: torch.Tensor) -> Scene:
     """Return the scene that a video [3, F, H, W] in [0, 1] shows. It is on any device, in the pixels of ``render``.
 
-    Attributes that are not recognised are None. Examples are a background or shape that the grammar does not have or
-    that changes, and the direction and speed of an object that stands still or turns, or of a single frame. Any number
-    of objects is found, also in colours that the grammar does not have. If several have one colour, the smaller ones
-    have no attribute except the colour.
+    Attributes that are not recognised are None. Examples: a background or shape that changes, or that the grammar does
+    not have; direction and speed of an object that stands still or turns; direction and speed in a single frame. Any
+    number of objects is found, also in colours that the grammar does not have. If several have one colour, the smaller
+    ones have no attribute except the colour.
     """
     nearest, background = _background(video)
     labels = _label(video, nearest)

@@ -38,12 +38,17 @@ def block_sparsity_page(measured: Mapping, file: str, ops: Mapping | None = None
     return f"""
 ## Block-sparse attention, by mass
 
-What `attention="block_sparse"` costs the embedded model, which was trained without it, in {settings["steps"]} steps
-({settings["dtype"]} on {device}, nothing in 8 bits). It has 700 tokens, so that blocks have {block_q} queries and
-{block_k} keys here; at real sizes they have 192 and 128 in 8 bits on an H100 or H200, else 128 and 64, and there is
-more to leave out. Kept: the share of key blocks.
-Error: the relative L2 of a layer's attention to a dense one, on one video, in the first and the last step. Right: what
-{settings["n"]} held-out captions ask for and the videos show; exactly patched {_percent(exact)} %. File: `{file}`.
+The accuracy of the embedded model with the preset `block_sparse`, in {settings["steps"]} steps ({settings["dtype"]} on
+{device}, nothing in 8 bits). The model was trained without it. A video has 700 tokens, so blocks have {block_q} queries
+and {block_k} keys here. At real sizes they have 192 and 128 in 8 bits on an H100 or H200, else 128 and 64, and more
+blocks can be left out.
+
+- *Kept*: the share of key blocks.
+- *Error*: the relative L2 of a layer's attention to a dense one, on one video, in the first and the last step.
+- *Right*: the share of what {settings["n"]} held-out captions ask for that the videos show. The exact tier has
+  {_percent(exact)} %.
+
+File: `{file}`.
 {where}
 {table([HEADER, *([*_cells(row), times.get(row["variant"], "")] for row in variants)], markdown=True)}
 
@@ -62,8 +67,8 @@ def _times_dense(ops: Mapping | None) -> tuple[dict[str, str], str]:
             times[f"mass {case[1]}"] = f"{result['speedups'][DENSE]:.2f}× ({100 * result['kept']:.0f} % kept)"
             where = (
                 "Times dense: how many times as fast as dense attention in 8 bits, both with their pre-pass, at "
-                f"{case[2]}\non {ops['environment']['gpu']}; of random values with structure, of which a mass keeps "
-                "another share.\n"
+                f"{case[2]}\non {ops['environment']['gpu']}. The values are random, with structure, so a mass keeps "
+                "another share of them.\n"
             )
     return times, where
 

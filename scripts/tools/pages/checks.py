@@ -25,8 +25,8 @@ VERIFIED_HEADER = (
 def verified_table(runs: dict) -> str:
     """Return a row for the blocks of every run of verify, and one for its decoding."""
     return (
-        "Patched blocks at the first and the last step, and the decoding, on the inputs of a generation: relative L2 "
-        "errors to an fp32 oracle:\n\n"
+        "Relative L2 errors to an fp32 oracle, on the inputs of a generation: patched blocks at the first and the last "
+        "step, and the decoding:\n\n"
         + table_of(VERIFIED_HEADER, [row for name, run in runs.items() for row in _verified_rows(name, run)])
     )
 
@@ -71,8 +71,8 @@ def parts_table(run: dict) -> str:
         rows.append([part["part"], mean, bold(largest, part["failed"] > 0), allowed])
     model = settings.get("config") or settings.get("model")
     return (
-        f"Parts of the blocks of {model}, preset {settings['preset']}, each on the inputs that an fp32 oracle's has: "
-        "relative L2 errors to the oracle (of a sub-layer: of what it adds):\n\n"
+        f"Relative L2 errors of the parts of blocks of {model}, preset {settings['preset']}, to an fp32 oracle. Each "
+        "part has the inputs of the oracle's part. For a sub-layer it is the error of the term that it adds:\n\n"
         + table_of(("part", "mean error", "largest error", "allowed"), rows)
     )
 
@@ -94,8 +94,8 @@ def attention_errors_table(run: dict) -> str:
     """Return a row for each kind of values, of the worst of its attentions."""
     sizes = "{tokens} tokens, {heads} heads of {head_dim} channels".format(**run["settings"])
     return (
-        f"Attention in 8 bits, the kernel alone, beside fp64: of drawn values ({sizes}) and of what the embedded model "
-        "attends to in a generation. FlashAttention-3's roundings, with unit scales, are simulated:\n\n"
+        f"Errors of the kernel of 8-bit attention alone, against fp64: with random values ({sizes}), and with the "
+        "values of the embedded model in a generation. FlashAttention-3's roundings are simulated with unit scales:\n\n"
         + table_of(ATTENTION_ERRORS_HEADER, map(_attention_error_row, run["attention_errors"]))
     )
 

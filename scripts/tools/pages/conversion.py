@@ -18,7 +18,7 @@ def conversion_table(results: dict) -> str:
         "## A checkpoint in TurboDiffusion's naming, loaded and converted\n\n"
         f"`scripts/benchmarks/conversion.py` writes random weights of {settings['config']}'s size, "
         f'{settings["parameters"] / 1e9:.2f} billion, to a file in bf16 and to one as TurboDiffusion\'s "-quant" ones, '
-        "and converts and loads each in a process of its own. Peaks are of that process's memory: its own, and the "
-        f"files that it maps, whose pages the system can drop. {environment['gpu'] or environment['cpu']}, "
+        "and converts and loads each in a separate process. Peaks are the memory of that process. Pages of mapped "
+        f"files are counted apart, because the system can drop them. {environment['gpu'] or environment['cpu']}, "
         f"{versions(environment)}. File: `{CONVERSION}`.\n\n" + table_of(HEADER, rows)
     )

@@ -68,8 +68,8 @@ def host_time(run: dict) -> str:
         missed = name != "unpatched" and value > HOST_TIME
         cells.append(f"{name} **{value:.2f} ms**" if missed else f"{name} {value:.2f} ms")
     return (
-        f"Python takes, for the launches of a block of {run['settings']['config']}, without CUDA graphs unless said: "
-        f"{', '.join(cells)} ({HOST_TIME:g} ms is wanted at most).\n"
+        f"The time of Python for the launches of a block of {run['settings']['config']}, without CUDA graphs unless "
+        f"said: {', '.join(cells)} ({HOST_TIME:g} ms is wanted at most).\n"
     )
 
 
@@ -121,9 +121,9 @@ def group_offload_table(run: dict) -> str:
 def ops_table(run: dict, header: Sequence[str] = OPS_HEADER) -> str:
     rows = [row for result in run["results"] for row in _op_rows(result)]
     return (
-        "Single ops, checked against an fp64 oracle before they are timed, as CUDA graphs in turns; the median of "
-        f"{run['rounds']} rounds. A copy on this GPU moves {run['copy_bandwidth'] / 1e12:.2f} TB/s:\n\n"
-        + table_of(header, rows)
+        "Single ops. Each is checked against an fp64 oracle before it is timed. They run as CUDA graphs in turns. "
+        f"Times are medians of {run['rounds']} rounds. "
+        f"A copy on this GPU moves {run['copy_bandwidth'] / 1e12:.2f} TB/s:\n\n" + table_of(header, rows)
     )
 
 

@@ -111,13 +111,15 @@ ACCURACY_FACTOR = EXACT.limits.factor  # the limit of a step's error to fp32, as
 def steps_table(runs: dict) -> str:
     """Return a row per variant of every run."""
     return (
-        "One denoising step, the median over steps of medians over repeats; all variants in turns in one process, or "
-        "with several GPUs in one process each. Targets are the speed-ups over eager and over compile, and the memory "
-        "over compile's; in 8 bits the memory over the exact tier's, and that of the weights over bf16's, of which "
-        "those outside of the blocks stay in bf16 and weigh more where layers are left out. In runs with torchao up to "
-        "commit de2fbdb, its tuning held for the whole process: torch.compile's kernels were tuned like torchao's, and "
-        "took as long to compile. The embedded model's latents are far from eager's where an error tips what it draws, "
-        "as with this prompt in 8 bits and with torchao; `evaluate` counts how often that matters:\n\n"
+        "One denoising step: the median over steps of the medians over repeats. All variants run in turns in one "
+        "process, or with several GPUs in one process per GPU.\n\n"
+        "- Targets are the speed-ups over eager and over compile, and the memory over compile's. In 8 bits they are "
+        "the memory over the exact tier's, and the weights' memory over bf16's.\n"
+        "- Weights outside the blocks stay in bf16. Their share is larger in models with fewer layers.\n"
+        "- In runs with torchao up to commit de2fbdb, torchao's tuning applied to the whole process. There "
+        "torch.compile tuned its kernels too, and took as long to compile.\n"
+        "- The embedded model's latents are far from eager's if an error changes what it draws. This happens with this "
+        "prompt in 8 bits and with torchao. `evaluate` counts how often it matters.\n\n"
         + table_of(STEPS_HEADER, [row for name, run in runs.items() for row in step_rows(name, run)])
     )
 
@@ -260,11 +262,11 @@ def whole_videos_table(runs: dict) -> str:
     """Return the stages from the prompt's embeddings to the frames on the CPU, a row per variant."""
     rows = [row for name, run in runs.items() for row in _video_rows(name, run)]
     return (
-        "Whole videos, from the prompt's embeddings to frames in numpy, medians over repeats. Targets are the "
-        "speed-ups of decoding over eager and over compile, whose decoder is compiled too, and seconds; and no more "
-        f"memory than eager takes, nor {ACCURACY_FACTOR} times its error, which is of the first 33 frames (until "
-        "commit 354edca of all). TFLOP/s are of diffusers' decoder, which convolves images enlarged before:\n\n"
-        + table_of(VIDEOS_HEADER, rows)
+        "Whole videos, from the prompt's embeddings to frames in numpy, medians over repeats. Targets are seconds, and "
+        "the speed-ups of decoding over eager and over compile, which compiles the decoder too. A decode may not take "
+        f"more memory than eager, or have more than {ACCURACY_FACTOR} times its error. The error is that of the first "
+        "33 frames (until commit 354edca of all). TFLOP/s count the multiplications of diffusers' decoder, which "
+        "convolves enlarged images:\n\n" + table_of(VIDEOS_HEADER, rows)
     )
 
 

@@ -195,9 +195,9 @@ def lora_table(results: dict) -> str:
     return (
         "## A LoRA on the tiny model\n\n"
         f"`scripts/training/train_lora.py` trains a LoRA of rank {settings['rank']} that paints every shape {colour}: "
-        f"{training['updates']} updates in {training['seconds']:.0f} s. Of the shapes of {settings['n']} held-out "
-        f"captions that ask for another colour, the judge sees so many % in {colour}, and in the colour that was asked "
-        f"for; the PSNR is that of the frames to the unpatched ones with the LoRA. {settings['steps']} steps, "
+        f"{training['updates']} updates in {training['seconds']:.0f} s. {settings['n']} held-out captions ask for "
+        f"other colours. The table has the share of their shapes that the judge sees in {colour}, and in the colour "
+        f"asked for. The PSNR compares the frames with the unpatched ones with the LoRA. {settings['steps']} steps, "
         f"{environment['gpu'] or 'on a CPU'}, {versions(environment)}. File: `{LORA}`.\n\n"
         + table_of(["the LoRA", f"{colour}, %", "as asked, %", "PSNR, dB"], rows)
     )

@@ -115,7 +115,7 @@ def _attention_kernel(
         output, row_max, row_sum = attend(
             q_tile, k_tile, v_tile, output, row_max, row_sum, BLOCK_N, scale_log2, MASK=False
         )
-    # This loop runs at most once. As a loop it is pipelined like the first; an `if` would spill registers on sm_8x.
+    # This loop runs at most once. A loop is pipelined like the first one; an `if` would spill registers on sm_8x.
     for key in tl.range(whole, kv_tokens, BLOCK_N):
         k_tile = load_tile(k, k_strides, sample, head, key, kv_tokens, HEAD_DIM, BLOCK_N, BLOCK_D)
         v_tile = load_tile(v, v_strides, sample, head, key, kv_tokens, HEAD_DIM, BLOCK_N, BLOCK_D)

@@ -123,7 +123,7 @@ def shares_rows(
 
 
 def split_columns(N: int) -> list[tuple[int, int]]:
-    """Return the ranges of columns, one per launch: those that tiles of 192 columns fill, and the rest.
+    """Return the ranges of columns, one per launch: the columns that fill tiles of 192, and the rest.
 
     On an H200 tiles of 192 columns reach 757 TFLOP/s, tiles of 128 columns 601 to 649.
     """

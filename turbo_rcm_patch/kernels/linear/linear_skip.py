@@ -68,8 +68,8 @@ def linear_skip(
         by result_scale, to make room for large values in fp16. An fp16 result saturates unless its scale is 1 (see
         saturation.py).
     implementation: "auto", "triton" or "torch" (see dispatch.py).
-    linears: "auto" for PyTorch's linear and a separate skip unless our kernel was measured to be as fast, "torch" for
-        these always, None or "triton" for our kernel if it can run.
+    linears: None or "triton" for our kernel if it can run. "torch" for PyTorch's linear and a separate skip. "auto" for
+        our kernel if it was measured to be as fast, else as "torch".
 
     Differentiable in every tensor; with Runs, 8 bits or low_rank, through the reference. Raises ValueError for other
     dtypes and scales, and for shapes, formats, dtypes or devices that do not fit together.

@@ -27,8 +27,8 @@ WITHOUT_SIGN = tl.constexpr(2**31 - 1)
 
 
 def choose_blocks(pooled_q: torch.Tensor, pooled_k: torch.Tensor, kept: int) -> torch.Tensor:
-    """Return the same blocks as the reference: [B, H, ⌈S / block_q⌉, kept] int32, ascending. Of blocks with equal
-    scores the first are kept."""
+    """Return the same blocks as the reference: [B, H, ⌈S / block_q⌉, kept] int32, ascending. If blocks
+    have equal scores, the first ones are kept."""
     scores = block_scores if pooled_q.dtype == torch.float32 else _block_scores
     return _keep_largest(scores(pooled_q, pooled_k).float(), kept)  # autocast gives 16 bits
 

@@ -40,9 +40,9 @@ def check_loadable(transformer: nn.Module, name: str, lora: Lora) -> None:
 
     Raises:
         RuntimeError: projections are fused, so the LoRA would not reach them. If the LoRA has matrix pairs, also:
-            another LoRA is fused (PEFT would take it out of the weights) or switched off (PEFT would switch this one
-            off too), or a linear is stored in fewer than 16 bits (PEFT would store the matrices so and could not
-            multiply them).
+            another LoRA is fused, and PEFT would take it out of the weights; another LoRA is switched off, and PEFT
+            would switch this one off too; or a linear is stored in fewer than 16 bits, and PEFT would store the
+            matrices in that dtype, in which it cannot multiply.
         ImportError: the LoRA has matrix pairs and peft is not installed.
     """
     if has_fused_projections(transformer):

@@ -204,8 +204,8 @@ def _step(
 ) -> Step:
     """Return the step that runs a pick.
 
-    run: (launch, quantize, read, down, *options, *inputs). launches: those of the linears if each is launched
-    separately; they then replace the pick's launch.
+    run: (launch, quantize, read, down, *options, *inputs). launches: one launch per linear if each is
+    launched separately. They then replace the pick's launch.
     """
     format = quantized_weight(read.first).format
     quantize = call.pick(QUANTIZE_ROWS, result=format).launch

@@ -42,8 +42,8 @@ def convert_model(
     """Store a model's transformers for the tier of a configuration, holding one tensor at a time.
 
     Args:
-        source: the folder of a transformer or of a pipeline with safetensors files, or a .pth or .safetensors file with
-            a whole Wan transformer in its authors' names (checkpoints/whole.py), or a folder that holds one.
+        source: the folder of a transformer or of a pipeline, with safetensors files. Or a .pth or .safetensors file
+            with a whole Wan transformer in its authors' names (checkpoints/whole.py), or a folder with such a file.
         target: a folder that does not exist yet, or is empty. It appears when all is written. For the exact tier it
             holds diffusers' own files, for the others the files that `load_converted` loads.
         config: only its tier and `keep` count.

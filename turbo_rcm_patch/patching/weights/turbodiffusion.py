@@ -44,23 +44,23 @@ def load_turbodiffusion(
     """Load TurboDiffusion's or rCM's weights into a pipeline's transformers, or one transformer, and patch it.
 
     Args:
-        path: a .pth or .safetensors file with TurboWan's or rCM's weights, also one of TurboDiffusion's "-quant" files,
-            or a folder that holds one, or diffusers' own files with proj_l, also those of a whole pipeline. For two
-            experts (high, low), or the folder of a pipeline that has both.
-        target: as for `patch`; of the architecture that the weights are for, on any device and of any dtype. Weights
-            are read one at a time; on the meta device they take the parameters' places.
+        path: a .pth or .safetensors file with TurboWan's or rCM's weights ("-quant" files of TurboDiffusion too), or a
+            folder with such a file. Or a folder of diffusers' own files with proj_l, of a transformer or a pipeline.
+            For two experts: a pair (high, low), or the folder of a pipeline that has both.
+        target: as for `patch`, of the weights' architecture, on any device and of any dtype. Weights are read one at a
+            time. On the meta device they take the parameters' places.
         attention: "sagesla", sparse-linear attention and linears in 8 bits; "sla", the same in the model's dtype; or
             "dense" for weights that were trained without SLA, patched as the preset "exact".
         topk, blocks: options of `Sparse`, with its defaults. "dense" does not have them.
 
-    Returns the patch. Its `summary` says what 8 bits add to the error of a "-quant" file, and its `restore` takes off
-    SLA with the patch; the loaded weights stay. The sampler is another question: `use_rcm`, or `use_distilled` with the
-    recipe "turbowan".
+    Returns the patch. Its `summary` says what 8 bits add to the error of a "-quant" file. Its `restore` removes SLA
+    too; the loaded weights stay. Install the sampler separately: `use_rcm`, or `use_distilled` with the recipe
+    "turbowan".
 
     Raises:
-        PatchError: as `patch`; and where a file's tensors are missing, unexpected or of another shape, all of which are
-            listed as the file spells them, or it has SLA's projections and attention="dense", or the other way round.
-            The model is then as it was.
+        PatchError: as `patch`. Also if tensors of a file are missing, unexpected or of another shape; the error lists
+            them in the file's spelling. Also if a file has SLA's projections and attention is "dense", or if it lacks
+            them and attention is not "dense". The model is then as before.
         ValueError: for an unknown attention, for a topk or blocks that `Sparse` refuses, or with "dense".
     """
     config = _config_for(attention, topk, blocks)

@@ -61,8 +61,11 @@ def frames_at_once(
 def _stages(decoder: WanDecoder3d) -> Iterator[tuple[int, int, int]]:
     """Yield three numbers for the middle block and for each up block.
 
-    They are: the live elements for each input frame; how often the number of frames was doubled before the block; and
-    the elements that its convolutions keep from one chunk for the next. Elements are per pixel of a latent frame.
+    1. The live elements for each input frame.
+    2. How often the number of frames was doubled before the block.
+    3. The elements that its convolutions keep from one chunk for the next.
+
+    Elements are per pixel of a latent frame.
     """
     channels = decoder.conv_in.out_channels
     # Six tensors are alive in the attention block: its input, q, k, v, the attention's output and the projection's.

@@ -1,8 +1,8 @@
 """The six rows of modulation of a block: for the whole sample, or for runs of tokens that share a timestep.
 
-TI2V-5B gives every token a timestep of its own, though a video has one or two: the first frame's, where it is given,
-and the others'. The time embedding is computed once for each run of equal timesteps, and the kernels read the rows by
-token. What the model hands on stays a row per token, for whoever else looks at it.
+TI2V-5B gives every token its own timestep, but a video has only one or two: one for a given first frame, and one for
+the other frames. The time embedding is computed once for each run of equal timesteps. The kernels find the row of a
+token. The model still passes on one row per token, for hooks and other code that read it.
 """
 
 from __future__ import annotations
