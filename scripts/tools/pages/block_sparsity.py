@@ -38,10 +38,10 @@ def block_sparsity_page(measured: Mapping, file: str, ops: Mapping | None = None
     return f"""
 ## Block-sparse attention, by mass
 
-The accuracy of the embedded model with the preset `block_sparse`, in {settings["steps"]} steps ({settings["dtype"]} on
-{device}, nothing in 8 bits). The model was trained without it. A video has 700 tokens, so blocks have {block_q} queries
-and {block_k} keys here. At real sizes they have 192 and 128 in 8 bits on an H100 or H200, else 128 and 64, and more
-blocks can be left out.
+The accuracy of the embedded model with the preset `block_sparse`, in {settings["steps"]} steps
+({settings["dtype"]} on {device}, nothing in 8 bits). The model was trained without it. A video has 700 tokens, so
+blocks have {block_q} queries and {block_k} keys here. At real sizes they have 192 and 128 in 8 bits on an H100 or H200,
+else 128 and 64, and more blocks can be left out.
 
 - *Kept*: the share of key blocks.
 - *Error*: the relative L2 of a layer's attention to a dense one, on one video, in the first and the last step.

@@ -139,7 +139,7 @@ def test_the_page_shows_how_fast_each_mass_is_where_it_was_timed():
         "| mass 0.9 | 25 | 25 to 25 | 1.2e-01 | 1.2e-01 | 96.0 ± 1.0 | +0.0 ± 0.0 | 41.3 | 1.34× (42 % kept) |" in page
     )
     assert page.count("% kept) |") == 1
-    assert "at 12×32760×128\non GPU X;" in page
+    assert "at 12×32760×128\non GPU X." in page
 
 
 def test_beside_it_runs_the_patch_whose_attention_is_dense():
