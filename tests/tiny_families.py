@@ -38,7 +38,7 @@ FACE = {
 
 def vace(layers=3, **options):
     return WanVACETransformer3DModel(
-        **SMALL, in_channels=CHANNELS, num_layers=layers, vace_layers=[0, 2], vace_in_channels=8, **options
+        **SMALL, in_channels=CHANNELS, num_layers=layers, vace_layers=[0, layers - 1], vace_in_channels=8, **options
     )
 
 

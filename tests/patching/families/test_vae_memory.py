@@ -1,6 +1,7 @@
 """The frames that the decoder takes at a time, and their memory, at the real sizes on meta tensors."""
 
 import weakref
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from unittest import mock
@@ -36,31 +37,56 @@ SIZES = {"wan 2.1, 480p": WAN_480P, "wan 2.1, 720p": WAN_720P, "ti2v-5b, 720p": 
 BESIDE = [("wan 2.1, 480p", "wan2.1-14b", 1), ("wan 2.1, 720p", "wan2.1-14b", 1), ("ti2v-5b, 720p", "wan2.2-5b", 2)]
 
 
+LAYOUTS = {}  # by op and arguments, the layout of the new tensor that it returns; PyTorch takes longer to calculate it
+
+
 class Peak(TorchDispatchMode):
     """Counts the bytes of tensors that ops made and that live together, without a model's weights and their views."""
 
     def __init__(self, model):
         super().__init__()
-        self.bytes = self._alive = 0
+        self.bytes = self.alive = 0
         self._seen = {weight.untyped_storage()._cdata for weight in model.parameters()}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        results = function(*args, **(kwargs or {}))
+        results = self._result(function, args, kwargs or {})
         for result in results if isinstance(results, (tuple, list)) else (results,):
             if isinstance(result, torch.Tensor):
                 self._count(result.untyped_storage())
         return results
 
+    def take(self, size):
+        """Count bytes beside what lives now."""
+        self.bytes = max(self.bytes, self.alive + size)
+
+    def _result(self, function, args, kwargs):
+        """Return an op's result. A new tensor of known layout is made without the op."""
+        key = function, key_of(args), tuple(kwargs.items())
+        if key in LAYOUTS:
+            shape, stride, dtype = LAYOUTS[key]
+            return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        result = function(*args, **kwargs)
+        is_new = isinstance(result, torch.Tensor) and result.untyped_storage()._cdata not in self._seen
+        if is_new and all(returned.alias_info is None for returned in function._schema.returns):
+            LAYOUTS[key] = result.shape, result.stride(), result.dtype
+        return result
+
     def _count(self, storage):
         if storage._cdata not in self._seen:
             self._seen.add(storage._cdata)
-            self._alive += storage.nbytes()
-            self.bytes = max(self.bytes, self._alive)
+            self.alive += storage.nbytes()
+            self.take(0)
             weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
 
     def _forget(self, address, size):
         self._seen.discard(address)
-        self._alive -= size
+        self.alive -= size
+
+
+def key_of(value):
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    return tuple(map(key_of, value)) if isinstance(value, (tuple, list)) else value
 
 
 def real(size):
@@ -76,9 +102,35 @@ NORM = Op("rms_norm_silu", (Kernel("one kernel", lambda _: None, lambda x, weigh
 def peak(vae, z):
     """Return the peak bytes of a decode with fused attention, as PyTorch's on a GPU, and with our kernel for norms."""
     fused = mock.patch.object(F, "scaled_dot_product_attention", lambda q, k, v, **_: torch.empty_like(q))
-    with torch.no_grad(), fused, mock.patch.object(steps, "RMS_NORM_SILU", NORM), Peak(vae) as counted:
+    norm = mock.patch.object(steps, "RMS_NORM_SILU", NORM)
+    with torch.no_grad(), fused, norm, Peak(vae) as counted, each_shape_of_tiles_once(counted):
         vae.decode(z)
     return counted.bytes
+
+
+@contextmanager
+def each_shape_of_tiles_once(counted):
+    """Decode only the first tile of each shape. The others take what it took, beside what lives then."""
+    made, joined, shapes, taken = forward._parts, forward._joined, [], {}
+
+    def parts(vae, z, *others):
+        shapes.append(z.shape)
+        return made(vae, z, *others)
+
+    def join(parts, count):
+        shape = shapes[-1]
+        if shape not in taken:
+            alive, before, counted.bytes = counted.alive, counted.bytes, 0
+            frames = joined(parts, count)
+            taken[shape] = counted.bytes - alive, frames.shape
+            counted.bytes = max(before, counted.bytes)
+            return frames
+        size, frames = taken[shape]
+        counted.take(size)
+        return torch.empty(frames, dtype=torch.bfloat16, device="meta")
+
+    with mock.patch.object(forward, "_parts", parts), mock.patch.object(forward, "_joined", join):
+        yield
 
 
 @cache
@@ -115,7 +167,7 @@ def gb(tiles, size):
 
 def test_tiles_take_less_than_diffusers():
     vae, z = real("wan 2.1, 480p")
-    z = z[:, :, :5]
+    z = z[:, :, :3, :44, :44]  # four tiles
     vae.enable_tiling()
     unpatched = peak(vae, z)
     with trp.patch(vae) as patch:
@@ -186,16 +238,17 @@ def test_fewer_where_a_gpus_memory_is_short(free, expected, monkeypatch):
     assert frames_at_once(vae, on_gpu(z), 2) == [2, 2, 4, 8, 8]  # who asks gets it
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", ["wan 2.1, 480p", "ti2v-5b, 720p"])
 def test_short_memory_is_enough_where_a_frame_at_a_time_fits(size, monkeypatch):
     vae, z = real(size)
     least = peak_with([1] * 5, vae, z, monkeypatch)
-    frames = [1] * 5
-    for free in range(least, 2 * least, least // 4):
+    for free in (5 * least // 4, 7 * least // 4):
         monkeypatch.setattr(chunks, "free_memory", lambda device, free=free: free)
-        before, frames = frames, frames_at_once(vae, on_gpu(z), None, beside=sample_bytes(vae, z))
-        assert frames == before or peak_with(frames, vae, z, monkeypatch) <= free
+        frames = frames_at_once(vae, on_gpu(z), None, beside=sample_bytes(vae, z))
+        assert peak_with(frames, vae, z, monkeypatch) <= free
     assert min(frames) > 1
+    monkeypatch.setattr(chunks, "free_memory", lambda device: least)
+    assert frames_at_once(vae, on_gpu(z), None, beside=sample_bytes(vae, z)) == [1] * 5
 
 
 def peak_with(frames, vae, z, monkeypatch):
