@@ -80,8 +80,7 @@ def test_quantized_is_within_the_tiers_limit(dim, heads, kind, score_scale, dtyp
     assert error > 5e-3  # it is in 8 bits: bf16 errs half as much
 
 
-@HEADS
-@pytest.mark.parametrize("tokens", [1, 70, 130])
+@pytest.mark.parametrize(("dim", "heads", "tokens"), [(128, 2, 1), (128, 2, 130), (128, 1, 70)])
 def test_quantized_kernels_are_within_the_tiers_limit(device, dim, heads, tokens):
     module = quantized(dim, heads, "triton", score_scale=3.0).to(torch_device(device))
     for dtype in DTYPES[device]:
@@ -195,7 +194,7 @@ def test_quantized_gradients_equal_the_formulas():
 
 
 def test_quantized_compiles_to_one_graph(device):
-    check_compiled(quantized(implementation="triton"), torch_device(device))
+    check_compiled(quantized(implementation="triton"), torch_device(device), [torch.tensor([0.0, 7.0])])
 
 
 def test_bad_preset():

@@ -1,11 +1,13 @@
 """compare() in two processes, with diffusers' Ulysses context parallelism over gloo."""
 
 import json
+import multiprocessing
 
 import torch
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 
 from scripts.benchmarks import end_to_end
+from tests.ranks import IMPORTS
 
 TOKENS = 12  # of the tiny case's video
 
@@ -30,7 +32,9 @@ def one_process(rank, arguments, rendezvous, folder):
 def test_two_processes_compare_and_one_reports(tmp_path):
     arguments = ["--config", "tiny", "--ulysses", "2", "--steps", "1", "--repeats", "1", "--no-compile"]
     arguments += ["--json", str(tmp_path / "figures.json")]
-    torch.multiprocessing.spawn(one_process, (arguments, f"file://{tmp_path}/rendezvous", tmp_path), nprocs=2)
+    multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTS)
+    options = arguments, f"file://{tmp_path}/rendezvous", tmp_path
+    torch.multiprocessing.start_processes(one_process, options, nprocs=2, start_method="forkserver")
     figures = json.loads((tmp_path / "figures.json").read_text())
     unpatched, patched = figures["variants"]
     assert figures["settings"]["ulysses"] == 2

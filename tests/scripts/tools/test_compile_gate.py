@@ -1,3 +1,4 @@
+import itertools
 import multiprocessing
 import os
 import subprocess
@@ -9,7 +10,7 @@ import pytest
 
 from scripts.tools import compile_gate as gate
 from scripts.tools import compile_without_gpu
-from scripts.tools.compile_without_gpu import Inspection, shared_memory_limit
+from scripts.tools.compile_without_gpu import Inspection, describe, shared_memory_limit
 
 ROOT = Path(__file__).resolve().parents[3]
 GATE = ROOT / "scripts/tools/compile_gate.py"
@@ -62,12 +63,9 @@ def test_shared_memory_limits():
     assert [shared_memory_limit(c) for c in ((8, 0), (8, 9), (9, 0), (12, 0))] == [166912, 101376, 232448, 101376]
 
 
-def test_a_job_that_dies_is_reported():
-    (report,) = gate.run_job(multiprocessing.get_context("spawn"), "no_such_op", 90, 1)
+def test_a_job_that_dies_is_reported(monkeypatch):
+    (report,) = gate.run_job(multiprocessing.get_context("fork"), "no_such_op", 90, 1)
     assert report["problems"] == ["the process ended early, after 0 cases"]
-
-
-def test_a_job_that_dies_after_some_cases_is_reported(monkeypatch):
     monkeypatch.setattr(gate, "compile_cases", send_one_and_abort)
     report, failure = gate.run_job(multiprocessing.get_context("fork"), "some_op", 90, 1)
     assert report == {"name": "first"}
@@ -103,64 +101,46 @@ def test_the_command_line():
     assert row[-1] == "ok"
 
 
-SHARES = """
-import sys
-from scripts.tools import compile_gate as gate
-from scripts.tools.compile_without_gpu import describe
-
-launches = gate.launches_of("rms_norm_rope", (8, 0))
-every = list(dict.fromkeys(map(describe, launches)))
-shares = [list(map(describe, gate.some_of(launches, architecture, 3))) for architecture in (80, 86, 89)]
-assert all(share[0] == every[0] for share in shares)
-assert sorted([*shares[0], *shares[1][1:], *shares[2][1:]]) == sorted(every)  # neighbours share a kernel's cases
-assert list(map(describe, gate.some_of(launches, 90, 1))) == every
-for op in ("attention_8bit", "sparse_linear_attention"):  # each kernel has one, and those in Gluon have all
-    launches = gate.launches_of(op, (9, 0))
-    share = gate.some_of(launches, 90, 6)
-    assert {launch.kernel for launch in share} == {launch.kernel for launch in launches}
-    in_gluon = {describe(launch) for launch in launches if launch.kernel.is_gluon()}
-    assert in_gluon and in_gluon <= set(map(describe, share))
-    assert len(share) - len(in_gluon) < 0.4 * len(set(map(describe, launches)))
-"""
-
-
-def test_shares_of_the_cases():
-    run_without_the_interpreter("-c", SHARES)
-
-
 def test_a_share_of_none_is_refused():
     process = subprocess.run([sys.executable, GATE, "--one-in", "0"], capture_output=True, text=True)
     assert process.returncode == 2
     assert "--one-in 0: give 1 or more." in process.stderr
 
 
-INSPECT_ONE_KERNEL = """
-from scripts.tools.compile_without_gpu import inspect, record_launches
-from scripts.tools.every_launch import launch_linear_gelu, without_gluon
+def test_shares_of_the_cases():
+    """Neighbours compile other cases. Every kernel is compiled for each generation, and for sm_90 in Gluon too."""
+    launches = gate.launches_of("rms_norm_rope", (8, 0))
+    every = list(dict.fromkeys(map(describe, launches)))
+    shares = [list(map(describe, gate.some_of(launches, architecture, 3))) for architecture in (80, 86, 89)]
+    assert shares[0][0] == every[0]
+    assert sorted(itertools.chain(*shares)) == sorted(every)
+    assert list(map(describe, gate.some_of(launches, 90, 1))) == every
+    for op, architecture in itertools.product(("attention_8bit", "sparse_linear_attention"), (80, 90, 100, 120)):
+        launches = gate.launches_of(op, divmod(architecture, 10))
+        share = gate.some_of(launches, architecture, 40)
+        assert {launch.kernel for launch in share} == {launch.kernel for launch in launches}
+        assert len(share) <= len({launch.kernel for launch in launches}) + len(launches) // 40 + 1
+    share = gate.some_of(gate.launches_of("attention", (9, 0)), 90, 40)
+    assert {"_attention_kernel", "attention_kernel"} <= {launch.kernel.fn.__name__ for launch in share}  # one in Gluon
+
+
+INSPECT_REAL_KERNELS = """
+import re
+from scripts.tools.compile_without_gpu import inspect, record_launches, shared_memory_limit
+from scripts.tools.every_launch import launch_attention, launch_linear_gelu, without_gluon
 with without_gluon():
     launch = next(launch for launch in record_launches(launch_linear_gelu, (9, 0)) if launch.options["ROWS"] == 128)
 half_the_registers = launch._replace(options=launch.options | {"num_warps": launch.options["num_warps"] // 2})
-good, bad = inspect(launch, (9, 0)), inspect(half_the_registers, (9, 0))
-assert good.has_low_precision_dot and good.count("HGMMA") > 0 and good.count("UTMALDG") > 0
-assert 0 < good.registers <= 255 and good.shared > 3 * (128 + 256) * 64 * 2
-assert good.spills == 0 and bad.spills > 0 and bad.spills_matter
-assert inspect(launch, (9, 0)) is None  # compiled already
-assert inspect(launch, (10, 0)).count("HGMMA") == 0
-"""
+bad = inspect(half_the_registers, (9, 0))
+assert bad.has_low_precision_dot and bad.count("HGMMA") > 0 and bad.count("UTMALDG") > 0
+assert bad.spills > 0 and bad.spills_matter
+assert inspect(half_the_registers, (9, 0)) is None  # compiled already
 
-
-def test_inspection_of_a_real_kernel():
-    run_without_the_interpreter("-c", INSPECT_ONE_KERNEL)
-
-
-INSPECT_A_GLUON_KERNEL = """
-import re
-from scripts.tools.compile_without_gpu import inspect, record_launches, shared_memory_limit
-from scripts.tools.every_launch import launch_attention
 assert not any(launch.kernel.is_gluon() for launch in record_launches(launch_attention, (8, 0)))
 launches = (launch for launch in record_launches(launch_attention, (9, 0)) if launch.kernel.is_gluon())
 inspection = inspect(next(launch for launch in launches if launch.arguments[0].block_shape[-1] == 128), (9, 0))
 assert inspection.has_low_precision_dot and not inspection.spills_matter and inspection.warnings == ()
+assert 0 < inspection.registers <= 255
 assert 0.75 * shared_memory_limit((9, 0)) < inspection.shared <= shared_memory_limit((9, 0))
 version = tuple(map(int, re.search(r"\\.version (\\d+)\\.(\\d+)", inspection.asm["ptx"]).groups()))
 assert version < (9, 0)  # of the ptxas of CUDA 12
@@ -170,8 +150,8 @@ assert all(inspection.count(opcode) > 0 for opcode in ("UTMALDG", "UTMASTG", "US
 """
 
 
-def test_inspection_of_a_gluon_kernel():
-    run_without_the_interpreter("-c", INSPECT_A_GLUON_KERNEL)
+def test_inspection_of_a_portable_kernel_that_spills_and_of_one_in_gluon():
+    run_without_the_interpreter("-c", INSPECT_REAL_KERNELS)
 
 
 SASS = """

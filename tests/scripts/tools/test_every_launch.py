@@ -1,6 +1,7 @@
 """The calls for the compile gate reach every kernel and tile, and launches are on their tensors' device."""
 
 import ast
+import functools
 import importlib
 from itertools import product
 from pathlib import Path
@@ -22,6 +23,7 @@ CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 FILES = list(Path(kernels.__file__).parent.rglob("*.py"))
 
 
+@functools.cache
 def launches(capability):
     everything = [launch for call in LAUNCHES.values() for launch in record_launches(call, capability)]
     with without_gluon():

@@ -64,10 +64,14 @@ def test_foreground_is_what_differs_from_the_background():
     assert foreground.sum() == 6
 
 
-def test_the_video_pool_draws_whole_videos_and_squares_around_objects(tmp_path):
+def test_the_video_pool_draws_whole_videos_and_squares_around_objects(monkeypatch, tmp_path):
+    monkeypatch.setattr(render, "HEIGHT", 96)
+    monkeypatch.setattr(render, "WIDTH", 128)
+    monkeypatch.setattr(render, "FRAMES", 5)
+    monkeypatch.setattr(data, "_AT_ONCE", 8)
     run = Run(tmp_path, seed=0)
-    pool = VideoPool(run, 1)
-    _, videos = draw_videos(64, run.seed_of("videos", 0), CPU)
+    pool = VideoPool(run, 9)
+    videos = torch.cat([draw_videos(8, run.seed_of("videos", index), CPU)[1] for index in (0, 8)])
     torch.manual_seed(0)
     clips, backgrounds = pool.draw(3)
     assert clips.shape == (3, 3, render.FRAMES, render.HEIGHT, render.WIDTH)
@@ -106,12 +110,14 @@ def test_the_pool_holds_normalised_latents_in_the_order_of_their_captions(monkey
     vae, tokenizer = build_vae(), train_tokenizer()
     vae.register_to_config(latents_mean=[0.5] * 16, latents_std=[0.25] * 16)
     run = Run(tmp_path, seed=0)
-    pool = LatentPool(run, vae, tokenizer, 64)
-    captions, video = draw_videos(64, run.seed_of("pool", 0), CPU)
-    assert pool.latents.shape == (64, 16, 2, 4, 4)
+    monkeypatch.setattr(data, "_AT_ONCE", 8)
+    pool = LatentPool(run, vae, tokenizer, 16)
+    parts = [draw_videos(8, run.seed_of("pool", index), CPU) for index in (0, 8)]
+    captions, video = [caption for part, _ in parts for caption in part], torch.cat([part for _, part in parts])
+    assert pool.latents.shape == (16, 16, 2, 4, 4)
     assert torch.equal(pool.token_ids, token_ids(tokenizer, captions))
-    expected = (encode(vae, video[:2]) - 0.5) / 0.25
-    error = (pool.latents[:2].float() - expected).norm() / expected.norm()
+    expected = (encode(vae, video[7:9]) - 0.5) / 0.25
+    error = (pool.latents[7:9].float() - expected).norm() / expected.norm()
     assert error < 0.03  # a bf16 encoder
     latents, ids = pool.draw(7)
     assert latents.dtype == torch.float32

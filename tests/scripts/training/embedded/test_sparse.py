@@ -17,6 +17,11 @@ from turbo_rcm_patch.scheduler import rcm_times
 LATENTS = (16, 2, 8, 12)  # 48 tokens: three blocks
 
 
+@pytest.fixture(autouse=True)
+def _small_batches(monkeypatch):
+    monkeypatch.setattr(sparse, "BATCH", 2)
+
+
 @pytest.fixture(scope="module")
 def pipe():
     return trp.load_embedded_pipeline()
