@@ -18,7 +18,7 @@ KINDS = {
 
 
 def tiny_vae(kind="wan 2.1", dtype=torch.float32, *, seed=5, **options):
-    return seeded(seed, lambda: _with_random_vectors(AutoencoderKLWan(**KINDS[kind], **options))).to(dtype)
+    return seeded(seed, lambda: _with_random_vectors(AutoencoderKLWan(**{**KINDS[kind], **options}))).to(dtype)
 
 
 def tiny_latents(frames=3, batch=2, height=HEIGHT, width=WIDTH, dtype=torch.float32, *, seed=6):

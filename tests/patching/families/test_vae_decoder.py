@@ -22,6 +22,8 @@ from turbo_rcm_patch.patching.families.wan.cases import TI2V_5B_VAE
 from turbo_rcm_patch.tiers import EXACT
 
 FP32 = EXACT.limits.fp32
+# A smaller decoder with an upsampler of each kind, because the interpreter runs the kernels slowly.
+FEW_LEVELS = {"dim_mult": [1] * 3, "temperal_downsample": [True, False]}
 # One norm of these is over one channel: a sign, which any rounding of a value near 0 turns round.
 WELL_CONDITIONED = [kind for kind in KINDS if kind != "wan 2.1"]
 
@@ -40,9 +42,9 @@ def _must_not_run(*_, **__):
     raise AssertionError("diffusers' own decoder ran")
 
 
-def check(kind, z, off, set_up=lambda vae: None, **config):
-    """Patched as unpatched; returns what is decoded."""
-    vae = tiny_vae(kind)
+def check(kind, z, off, set_up=lambda vae: None, options=None, **config):
+    """Patched as unpatched; returns what is decoded. options: other ones of the VAE than its kind's."""
+    vae = tiny_vae(kind, **(options or {}))
     set_up(vae)
     expected = decode(vae, z)
     assert expected.std() > 0.3  # there is something to compare
@@ -55,7 +57,7 @@ def check(kind, z, off, set_up=lambda vae: None, **config):
     return actual
 
 
-@pytest.mark.parametrize("frames", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("frames", [1, 2, 6])
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_number_of_frames_in_chunks_of_any_size(kind, frames, diffusers_decoder_is_off):
     vae, z = tiny_vae(kind), tiny_latents(frames)
@@ -73,7 +75,7 @@ def test_the_first_decode_compiles_its_kernels_ahead_and_gives_the_same(monkeypa
     or it is interrupted, it is left to the next."""
     from turbo_rcm_patch.patching.families.vae import forward
 
-    vae, z, runs, real = tiny_vae(), tiny_latents(1, 1, 1, 1), [], kernels.compile_ahead
+    vae, z, runs, real = tiny_vae(**FEW_LEVELS), tiny_latents(1, 1, 1, 1), [], kernels.compile_ahead
     expected = decode(vae, z)
     launched = []
     monkeypatch.setattr(forward, "_launches_kernels", forward._convolutions_are_ours)
@@ -89,18 +91,22 @@ def test_the_first_decode_compiles_its_kernels_ahead_and_gives_the_same(monkeypa
         with torch.enable_grad():
             vae.decode(z.clone().requires_grad_())
         assert not runs
-        for _ in range(2):
-            assert relative_error(decode(vae, z), expected) <= FP32
-        assert len(runs) == 1
+        assert relative_error(decode(vae, z), expected) <= FP32
         with recorded(launched.append), torch.no_grad():
             runs[0]()
-    with trp.patch(vae, trp.Exact(implementation="triton")):
+        with without_kernels():
+            decode(vae, z)
+    with trp.patch(vae, trp.Exact(implementation="triton")), without_kernels():
         decode(vae, z)
-        assert len(runs) == 1
+    assert len(runs) == 1
     assert {launch.kernel.fn.__name__ for launch in launched} >= {"_conv_skip_kernel", "_rms_norm_silu_kernel"}
     trp.patch(vae, trp.Exact(implementation="torch"))
     decode(vae, z)
     assert len(runs) == 1
+
+
+def without_kernels():
+    return recorded(lambda launch: None)
 
 
 @pytest.mark.parametrize("kind", ["wan 2.1", "residual, growing"])
@@ -140,8 +146,7 @@ def test_the_first_two_latent_frames_are_diffusers_own(kind):
         {"tile_sample_min_width": 32, "tile_sample_stride_width": 48},  # columns are left out
     ],
 )
-@pytest.mark.parametrize("kind", ["wan 2.1", "residual"])
-@pytest.mark.parametrize("chunk", [None, 2])
+@pytest.mark.parametrize(("kind", "chunk"), [("wan 2.1", 2), ("residual", None)])
 def test_tiles(kind, chunk, tiles, diffusers_decoder_is_off):
     ratio = 16 if kind == "residual" else 8
     size = {"tile_sample_min_height": 4 * ratio, "tile_sample_min_width": 4 * ratio}
@@ -216,19 +221,20 @@ def test_what_is_returned():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", WELL_CONDITIONED)
 def test_low_precision_is_no_less_accurate(kind, dtype):
-    vae, z = tiny_vae(kind, dtype), tiny_latents(3, dtype=dtype, height=6, width=8)
+    vae, z = tiny_vae(kind, dtype), tiny_latents(2, 1, dtype=dtype, height=5, width=6)
     oracle = decode(tiny_vae(kind, dtype).double(), z.double())
     unpatched = decode(vae, z)
     trp.patch(vae)
-    assert decode(vae, z).dtype == dtype
-    assert_no_worse(decode(vae, z), unpatched, oracle)
+    decoded = decode(vae, z)
+    assert decoded.dtype == dtype
+    assert_no_worse(decoded, unpatched, oracle)
 
 
 @pytest.mark.skipif(not interpreting(), reason="needs Triton's CPU interpreter")
 @pytest.mark.parametrize("kind", ["wan 2.1", "residual"])
 def test_through_the_kernels(kind, diffusers_decoder_is_off):
-    z = tiny_latents(2, batch=1, height=1, width=2)  # the interpreter takes long
-    check(kind, z, diffusers_decoder_is_off, implementation="triton", vae_chunk=1)
+    z = tiny_latents(2, batch=1, height=1, width=2)
+    check(kind, z, diffusers_decoder_is_off, options=FEW_LEVELS, implementation="triton", vae_chunk=1)
 
 
 @pytest.mark.parametrize("frames", [1, 2, 3])
