@@ -96,21 +96,21 @@ class AttentionCase:
 
     def build(self, implementation: str, device: torch.device) -> Call:
         chosen = IMPLEMENTATIONS[implementation]
-        call = self._call(chosen.module_class, chosen.options, device)
+        problem = draw_problem(self.batch, self.seq, self.dim, self.heads, DTYPE, device)
+        module = self._module(chosen.module_class, chosen.options, device)
+        module.load_state_dict(problem.weights)
         if chosen.compiled:
-            call.module.compile(fullgraph=True, dynamic=False)
-        return call
+            module.compile(fullgraph=True, dynamic=False)
+        return Call(module, (problem.x.detach(), problem.timestep))
 
     def outline(self, implementation: str, device: torch.device) -> Call:
         chosen = IMPLEMENTATIONS[implementation]
         on_gpu = _TwoPassOnGpu if chosen.module_class is TwoPassRCMAttention else chosen.module_class
-        return self._call(on_gpu, chosen.options, device)
+        x = torch.empty(self.batch, self.seq, self.dim, dtype=DTYPE, device=device)
+        return Call(self._module(on_gpu, chosen.options, device), (x, torch.empty(self.batch, device=device)))
 
-    def _call(self, module_class: type[nn.Module], options: Mapping[str, object], device: torch.device) -> Call:
-        problem = draw_problem(self.batch, self.seq, self.dim, self.heads, DTYPE, device)
-        module = module_class(self.dim, self.heads, **options).to(device, DTYPE).eval()
-        module.load_state_dict(problem.weights)
-        return Call(module, (problem.x.detach(), problem.timestep))
+    def _module(self, module_class: type[nn.Module], options: Mapping[str, object], device: torch.device) -> nn.Module:
+        return module_class(self.dim, self.heads, **options).to(device, DTYPE).eval()
 
     def is_compiled(self, implementation: str) -> bool:
         return IMPLEMENTATIONS[implementation].compiled
