@@ -90,7 +90,7 @@ APART = """
 """
 
 
-def ask(page, height=32, frames=5):
+def ask(page, height=16, frames=5):
     for label, size in (("Height", height), ("Width", 48), ("Frames", frames)):
         page.get_by_label(label, exact=True).fill(str(size))
     page.get_by_role("button", name="Generate").click()
@@ -118,10 +118,10 @@ def test_two_visitors(page, server):
     assert any("/4 steps" in text for text in page.evaluate("window.seen"))
 
     other.route("**/*-patched.mp4", load_late)
-    ask(other, frames=49)
+    ask(other, frames=33)
     other.wait_for_function("document.querySelector('video[src]').duration > 2", timeout=400_000)
     other.wait_for_timeout(2000)
-    assert other.evaluate(APART) < 0.1  # of 3 s
+    assert other.evaluate(APART) < 0.1  # of 2 s
 
     other.get_by_label("Recipe").click()
     other.get_by_role("option", name="fastwan").click()
@@ -212,7 +212,7 @@ def test_it_leaves_nothing_behind_when_it_is_terminated(tmp_path):
         (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
         (folder / "1-patched.mp4").touch()
         start_a_request(f"http://127.0.0.1:{port}")
-        time.sleep(2)
+        time.sleep(1)
         process.terminate()
         assert process.wait(60) == 128 + signal.SIGTERM
         assert "http" not in process.stdout.read()  # no link for others

@@ -11,7 +11,7 @@ from turbo_rcm_patch.cli.arguments import parse_arguments
 from turbo_rcm_patch.cli.errors import CommandError
 from turbo_rcm_patch.config import PRESETS
 
-EVALUATE = ["evaluate", "--height", "16", "--width", "16", "--frames", "5", "--device", "cpu", "-n", "2"]
+EVALUATE = ["evaluate", "--height", "16", "--width", "16", "--frames", "1", "--device", "cpu", "-n", "2"]
 
 
 def test_evaluate_prints_a_table_and_progress_and_writes_json(tmp_path, capsys):
@@ -30,7 +30,7 @@ def test_evaluate_prints_a_table_and_progress_and_writes_json(tmp_path, capsys):
         *(("unpatched", 1), ("exact", 1), ("unpatched fp32", 1)),
     ]
     expected = {"model": "embedded", "preset": "exact", "dtype": "bfloat16", "n": 2, "steps": [1, 2], "seed": 3}
-    expected |= {"batch_size": 1, "height": 16, "width": 16, "num_frames": 5, "guidance_scale": 1.0, "sigma_max": 80.0}
+    expected |= {"batch_size": 1, "height": 16, "width": 16, "num_frames": 1, "guidance_scale": 1.0, "sigma_max": 80.0}
     assert result["settings"] == expected
 
 
