@@ -11,9 +11,9 @@ if not torch.cuda.is_available():
 import pytest
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from tests.interpreter import replace_language_once
+    from tests.interpreter import speed_up
 
-    replace_language_once()
+    speed_up()
 
 # pytest's workers share the cores. With more threads than cores they wait for each other and take three times as long.
 torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))))

@@ -1,14 +1,14 @@
 import sys
-from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.kernels.turns import dtypes_in_turns
 from tests.oracle import DTYPES, assert_no_worse, relative_error, torch_device
 from turbo_rcm_patch.kernels import conv_skip, reference
 from turbo_rcm_patch.kernels.choice.registry import PORTABLE
-from turbo_rcm_patch.kernels.conv import conv_portable, conv_tiles
+from turbo_rcm_patch.kernels.conv import conv_portable
 
 packer = sys.modules["turbo_rcm_patch.kernels.conv.conv_weight"]
 
@@ -73,11 +73,11 @@ def with_front(tensors):
 
 @pytest.mark.parametrize("name", SIZES)
 def test_matches_the_oracle(name, device):
-    turn = list(SIZES).index(name) % 2  # the interpreter takes its dtypes in turns: it takes long
-    for dtype in DTYPES[device] if device == "cuda" else DTYPES[device][turn : turn + 1]:
+    for dtype in dtypes_in_turns(device, (name, SIZES)):
         tensors = operands(*SIZES[name], torch_device(device), dtype)
         check(tensors)
-        check([*tensors[:2], None, None])
+        if device == "cuda" or name in ("one pixel", "odd", "four frames together"):
+            check([*tensors[:2], None, None])
 
 
 def test_a_window_of_one_frame_has_a_front_of_none(device):
@@ -88,16 +88,22 @@ def test_a_window_of_one_frame_has_a_front_of_none(device):
     assert torch.equal(conv_skip(*given, **options, implementation="triton"), expected)
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 5, 7, 16, 12, 1, 3), (1, 1, 1, 1, 12, 3, 1, 3), (1, 1, 3, 9, 40, 96, 1, 3)])
+UPSAMPLED = [(2, 2, 5, 7, 16, 12, 1, 3), (1, 1, 1, 1, 12, 3, 1, 3), (1, 1, 3, 9, 40, 96, 1, 3)]
+
+
+@pytest.mark.parametrize("sizes", UPSAMPLED)
 def test_upsampled(sizes, device):
-    for dtype in DTYPES[device]:
+    for dtype in dtypes_in_turns(device, (sizes, UPSAMPLED)):
         check(operands(*sizes, torch_device(device), dtype, upsample=True), upsample=True)
 
 
-@pytest.mark.parametrize("sizes", [(2, 3, 5, 7, 16, 12, 3, 1), (1, 1, 1, 1, 12, 3, 3, 3), (1, 2, 5, 9, 40, 48, 3, 1)])
+INTERLEAVED = [(2, 3, 5, 7, 16, 12, 3, 1), (1, 1, 1, 1, 12, 3, 3, 3), (1, 2, 5, 9, 40, 48, 3, 1)]
+
+
+@pytest.mark.parametrize("sizes", INTERLEAVED)
 def test_interleaved(sizes, device):
     """Tiles have columns of both frames."""
-    for dtype in DTYPES[device]:
+    for dtype in dtypes_in_turns(device, (sizes, INTERLEAVED)):
         check(operands(*sizes, torch_device(device), dtype, interleave=2), interleave=2)
 
 
@@ -107,7 +113,7 @@ def test_upsampled_and_interleaved(device):
 
 
 @pytest.mark.parametrize(
-    ("repeats", "T"), [*product([(2, 2, 2), (2, 1, 1)], [1, 2, 3]), ((1, 1, 2), 1), ((1, 2, 1), 1)]
+    ("repeats", "T"), [((2, 2, 2), 1), ((2, 2, 2), 3), ((2, 1, 1), 2), ((1, 1, 2), 1), ((1, 2, 1), 1)]
 )
 def test_a_residual_that_counts_twice(repeats, T, device):
     """Each value counts for two frames, rows or columns. The first of three frames has its own."""
@@ -122,7 +128,6 @@ def test_a_residual_that_counts_twice(repeats, T, device):
     expected = conv_skip(x, weight, bias, large, upsample=True, implementation="triton")
     assert torch.equal(conv_skip(x, weight, bias, small, upsample=True, implementation="triton"), expected)
     assert torch.equal(reference.repeat_residual(small, large.shape), large)
-    check([x, weight, bias, small], upsample=True)
 
 
 def test_the_reference_is_what_diffusers_computes():
@@ -169,7 +174,7 @@ def test_a_chunk_continues_the_one_before(N, device):
 
     Values are whole numbers, whose sums have no rounding: tiles of one frame and of four may add in another order.
     """
-    tensors = operands(1, 8, 5, 7, 16, N, 3, 3, torch_device(device))
+    tensors = operands(1, 8, 5, 7, 16, N, 3, 1, torch_device(device))
     x, weight, bias, residual = (tensor.mul(32).round() for tensor in tensors)
     whole = conv_skip(x, weight, bias, residual, implementation="triton")
     for in_front in (False, True):
@@ -213,7 +218,7 @@ def test_what_lies_around_is_not_read(C, device):
 
 
 def test_strided_operands_are_copied(device):
-    x, weight, bias, residual = operands(2, 2, 5, 7, 16, 12, 3, 3, torch_device(device))
+    x, weight, bias, residual = operands(2, 1, 5, 7, 16, 12, 3, 3, torch_device(device))
     expected = conv_skip(x, weight, bias, residual, implementation="triton")
     strided = [
         x.permute(0, 4, 1, 2, 3).contiguous().permute(0, 2, 3, 4, 1),  # channels first in memory
@@ -286,62 +291,6 @@ def test_the_sum_is_rounded_once(device):
     assert conv_skip(x, weight, None, residual, implementation="triton").item() == 1 + eps
 
 
-# --- tiles
-
-
-def tile_cases():
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
-    for C, N in ((16, 256), (40, 192), (16, 128), (96, 96), (16, 64), (24, 32), (64, 16), (20, 64)):
-        for dtype in (torch.float16, torch.float32):
-            descriptors = capability >= (9, 0) and dtype == torch.float16 and C % 8 == 0
-            yield pytest.param(capability, dtype, descriptors, C, N, id=f"{C}-{N}-{dtype}")
-
-
-@pytest.mark.parametrize(("capability", "dtype", "descriptors", "C", "N"), list(tile_cases()))
-def test_every_tile(capability, dtype, descriptors, C, N, device):
-    tiles = conv_tiles.choose_conv_tiles(capability, dtype, descriptors, 3, 9, C, N)
-    N += tiles.columns // 2 + tiles.tail // 2  # a second tile, of which a part is there
-    check(operands(1, 1, 3, 9, C, N, 1, 3, torch_device(device), dtype))
-
-
-@pytest.mark.parametrize("box", [(8, 16), (16, 8), (1, 128)])
-@pytest.mark.parametrize("C", [16, 12])
-def test_every_box(box, C, device, monkeypatch):
-    """Two boxes down and two across, of which the last are there in part; also where TMA reads them."""
-    choose = conv_portable.choose_conv_tiles
-
-    def with_box(*arguments):
-        tiles = choose(*arguments)
-        return type(tiles)(**vars(tiles) | {"box_height": box[0], "box_width": box[1]})
-
-    monkeypatch.setattr(conv_portable, "choose_conv_tiles", with_box)
-    tensors = operands(1, 1, box[0] + 1, box[1] + 3, C, 12, 1, 3, torch_device(device), torch.float16)
-    check(tensors)
-    check([*tensors[:3], None], upsample=True)
-
-
-def test_columns_of_known_sizes():
-    choose = conv_tiles.choose_columns
-    chosen = {N: choose(N, conv_tiles._WGMMA_COLUMNS) for N in (3, 12, 96, 128, 160, 192, 256, 384, 768, 1024)}
-    assert chosen == {
-        **{3: (16, 0), 12: (16, 0), 96: (64, 32), 128: (128, 0), 160: (128, 64), 192: (128, 64)},
-        **{256: (256, 0), 384: (128, 64), 768: (256, 0), 1024: (256, 0)},
-    }
-
-
-def test_steps_add_no_channels_that_smaller_ones_would_not():
-    depths = {C: conv_tiles.choose_depth(C, 64) for C in (1, 16, 24, 48, 64, 96, 160, 192, 384)}
-    assert depths == {1: 16, 16: 16, 24: 32, 48: 16, 64: 64, 96: 32, 160: 32, 192: 64, 384: 64}
-    assert conv_tiles.choose_depth(384, 32) == 32
-
-
-def test_boxes_cover_the_decoders_images():
-    assert conv_tiles.choose_box(60, 104, 128) == (16, 8)
-    assert conv_tiles.choose_box(120, 208, 128) == (8, 16)
-    assert conv_tiles.choose_box(480, 832, 128) == (8, 16)
-    assert conv_tiles.choose_box(1, 6240, 128) == (1, 128)
-
-
 # --- autograd, compilation, errors
 
 
@@ -366,7 +315,7 @@ def test_gradients_of_the_upsampled_and_interleaved_reference():
 
 
 def test_compiles_to_one_graph(device):
-    tensors = operands(1, 2, 3, 4, 8, 6, 1, 3, torch_device(device), upsample=True)
+    tensors = operands(1, 1, 3, 4, 8, 6, 1, 3, torch_device(device), upsample=True)
 
     def function(*tensors):
         return conv_skip(*tensors, upsample=True, implementation="triton")
@@ -386,7 +335,7 @@ def test_compiles_to_one_graph_with_the_frames_before(device):
 
 
 def test_custom_op_contract_with_the_frames_before(device):
-    x, *others = operands(1, 2, 3, 4, 8, 6, 3, 3, torch_device(device))
+    x, *others = operands(1, 1, 3, 4, 8, 6, 3, 3, torch_device(device))
     arguments = (x[:, 2:], *others, x[:, :2], False, 1)
     torch.library.opcheck(torch.ops.turbo_rcm_patch.conv_skip.default, (PORTABLE, *arguments))
 
@@ -395,7 +344,7 @@ def test_custom_op_contract_with_the_frames_before(device):
 def test_custom_op_contract(change, device):
     upsample, interleave = CHANGES[change]
     x, weight, bias, residual = operands(
-        1, 2, 3, 4, 8, 6, 1, 3, torch_device(device), upsample=upsample, interleave=interleave
+        1, 1, 3, 4, 8, 6, 1, 3, torch_device(device), upsample=upsample, interleave=interleave
     )
     for optional in ((bias, residual, x[:, :0]), (None, None, None))[: 1 + (change == "plain")]:
         arguments = (x, weight, *optional, upsample, interleave)
