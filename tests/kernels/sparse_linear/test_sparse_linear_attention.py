@@ -77,9 +77,9 @@ def test_matches_the_reference(device, shape):
 
 def test_topk_keeps_what_the_block_map_says(device):
     for dtype in DTYPES[device]:
-        operands = inputs(device, dtype, 2, 330, 2, 64)
+        operands = inputs(device, dtype, 2, 200, 2, 64)
         options = {"block_q": 128, "block_k": 64, "implementation": "triton"}
-        block_map = sparse_block_map(*operands[:2], 3, 128, 64)
+        block_map = sparse_block_map(*operands[:2], 2, 128, 64)
         expected = sparse_linear_attention(*operands, block_map=block_map, **options)
         assert torch.equal(sparse_linear_attention(*operands, topk=0.5, **options), expected)
         options["implementation"] = "torch"
@@ -89,10 +89,10 @@ def test_topk_keeps_what_the_block_map_says(device):
 
 def test_the_choice_by_itself_is_the_one_that_attention_makes(device):
     for dtype in DTYPES[device]:
-        q, k, v, *proj_l = inputs(device, dtype, 2, 330, 2, 64)
+        q, k, v, *proj_l = inputs(device, dtype, 2, 200, 2, 64)
         for implementation in ("triton", "torch"):
             options = {"block_q": 128, "block_k": 64, "implementation": implementation}
-            chosen = chosen_key_blocks(q, k, 3, **options)
+            chosen = chosen_key_blocks(q, k, 2, **options)
             assert torch.equal(chosen.sort(-1).values, chosen)
             kept = sparse_linear_attention(q, k, v, *proj_l, block_map=chosen, **options)
             assert torch.equal(kept, sparse_linear_attention(q, k, v, *proj_l, topk=0.5, **options))
@@ -216,7 +216,7 @@ def test_compiles_to_one_graph_for_all_lengths(device, quantized):
 
     compiled = torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")
     for tokens in (70, 130):
-        operands = inputs(device, torch.float32, 1, tokens, 2, 64)
+        operands = inputs(device, torch.float32, 1, tokens, 1, 64)
         assert torch.equal(compiled(*operands), block(*operands))
 
 

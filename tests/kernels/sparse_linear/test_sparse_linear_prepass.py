@@ -122,7 +122,7 @@ def test_a_channel_that_no_key_chooses(device):
 
 
 def test_custom_op_contracts(device):
-    k, v = keys_and_values(device, torch.float32, 2, 70, 2, 64)
+    k, v = keys_and_values(device, torch.float32, 1, 70, 2, 64)
     ops = torch.ops.turbo_rcm_patch
     torch.library.opcheck(ops.pool_queries.default, (k, 64))
     torch.library.opcheck(ops.summarize_keys.default, (k, v, torch.eye(64, device=k.device), 64))
