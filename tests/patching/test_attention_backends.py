@@ -1,11 +1,9 @@
-"""Attention backends that a user chooses in diffusers, and PyTorch's attention on GPUs where it is faster."""
+"""PyTorch's attention on GPUs where it is faster, or where a configuration asks for it."""
 
 import pytest
 import torch
-from diffusers.models.attention_dispatch import _AttentionBackendRegistry, attention_backend
 
 import turbo_rcm_patch as trp
-from tests.patching.pairs import assert_same_output, families, make_pair, row
 from tests.tiny_wan import tiny_wan_transformer
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.kernels import dispatch
@@ -14,20 +12,6 @@ from turbo_rcm_patch.patching.steps import attention as layers
 from turbo_rcm_patch.patching.steps import plan
 
 ATTENTION = ("self_attention", "attention")
-
-
-@families
-def test_attention_backends(monkeypatch, name):
-    # set_attention_backend also changes a global default, which reset_attention_backend leaves changed.
-    monkeypatch.setattr(_AttentionBackendRegistry, "_active_backend", _AttentionBackendRegistry._active_backend)
-    patched, plain, patch = make_pair(name)
-    patched.set_attention_backend("_native_math")
-    assert_same_output(name, patched, plain)
-    assert row(patch, *ATTENTION).reasons == {"attention backend _native_math": len(patched.blocks)}
-    patched.reset_attention_backend()
-    with attention_backend("native"):
-        assert row(patch, *ATTENTION).reasons == {"cpu tensors": len(patched.blocks)}
-        assert_same_output(name, patched, plain)
 
 
 @pytest.mark.parametrize(

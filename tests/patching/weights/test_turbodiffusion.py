@@ -278,3 +278,40 @@ def test_a_model_that_was_moved_to_meta_gets_its_buffers_back(saved):
     model.to("meta")
     trp.load_turbodiffusion(saved(weights), model, **SLA)
     assert relative_error(run(model), literal(weights, model)) < 1e-5
+
+
+# (attention, offloading, if that comes before the weights)
+OFFLOADED = [(SLA, "leaf_level", True), (SAGE, "block_level", True), (SAGE, "leaf_level", False)]
+
+
+@pytest.mark.parametrize(("options", "kind", "first"), OFFLOADED)
+def test_group_offload(saved, options, kind, first):
+    model, expected = tiny_wan_transformer(), tiny_wan_transformer()
+    weights = saved(turbo_weights(model))
+    trp.load_turbodiffusion(weights, expected, **options)
+    offload = {"onload_device": torch.device("cpu"), "offload_type": kind, "num_blocks_per_group": 1}
+    if first:
+        model.enable_group_offload(**offload)
+    trp.load_turbodiffusion(weights, model, **options)
+    if not first:
+        model.enable_group_offload(**offload)
+    assert is_sparse(model)
+    # Under hooks modules run, not fused steps.
+    limit = 1e-5 if options is SLA else SPARSE.limits.step
+    assert relative_error(run(model), run(expected)) <= limit
+
+
+@pytest.mark.parametrize(("options", "first"), [(SLA, True), (SAGE, False)])
+def test_layerwise_casting(saved, options, first):
+    """The file's weights, proj_l included, are stored in bf16 without a loss."""
+    model = tiny_wan_transformer()
+    weights = {name: tensor.bfloat16().float() for name, tensor in turbo_weights(model).items()}
+    cast = {"storage_dtype": torch.bfloat16, "compute_dtype": torch.float32}
+    if first:
+        model.enable_layerwise_casting(**cast)
+    trp.load_turbodiffusion(saved(weights), model, **options)
+    if not first:
+        model.enable_layerwise_casting(**cast)
+    assert model.blocks[0].attn1.proj_l.weight.dtype == torch.bfloat16
+    limit = 1e-5 if options is SLA else SPARSE.limits.step
+    assert relative_error(run(model), literal(weights, model)) <= limit
