@@ -27,6 +27,27 @@ def test_published_times():
     assert shifted([1, 0.75, 0.5, 0.25], 16) == pytest.approx([1, 0.9796, 0.9412, 0.8421], abs=5e-5)
 
 
+def test_longer_lists_have_their_authors_spacing():
+    """lightx2v's and Lightning's: an even line from 1 to 0, shifted by 5."""
+    eight = [1, 35 / 36, 15 / 16, 25 / 28, 5 / 6, 3 / 4, 5 / 8, 5 / 12]
+    for name in ("lightx2v", "lightning"):
+        recipe = RECIPES[name].in_steps(8)
+        assert recipe.sigmas == pytest.approx(eight)
+        assert dataclasses.replace(recipe, sigmas=RECIPES[name].sigmas) == RECIPES[name]
+        assert RECIPES[name].in_steps(4) is RECIPES[name]
+    assert RECIPES["lightx2v-flf2v"].in_steps(6).sigmas == pytest.approx(shifted([1 - i / 6 for i in range(6)], 16))
+    assert RECIPES["rcm"].in_steps(2) is RECIPES["rcm"]
+    for name, steps, message in (
+        ("lightning", 2, "steps=2: lightning takes 4 steps or more"),
+        ("lightning", 6.5, "steps=6.5: lightning takes 4 steps or more"),
+        ("fastwan", 6, r"steps=6: fastwan takes 3 steps\. For others, give a Recipe with sigmas of your own"),
+        ("rcm", 8, "steps=8: rcm takes 1 to 4 steps"),
+        ("causvid-lora", 10, "takes 1 to 9 steps"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            RECIPES[name].in_steps(steps)
+
+
 def test_solvers_and_states():
     found = {name: (recipe.solver, recipe.state_dtype) for name, recipe in RECIPES.items()}
     assert found == {
@@ -57,6 +78,7 @@ def test_solvers_and_states():
         ({"solver": "lcm", "sigma_max": 80, "state_dtype": "float64"}, "solver 'sde' or 'euler'"),
         ({"solver": "euler", "sigma_max": 80}, "state_dtype 'float64'"),
         ({"solver": "euler", "sigmas": ()}, "one or more"),
+        ({"solver": "euler", "sigmas": (1, 0.75), "shift": 5.0}, r"give sigmas=evenly_spaced\(2, 5\)"),
         ({"solver": "euler", "sigmas": (0.5, 0.7)}, "decrease strictly"),
         ({"solver": "euler", "sigmas": (1.1, 0.7)}, r"give numbers in \(0, 1\]"),
         ({"solver": "euler", "sigmas": (0.5, 0.0)}, "without the final 0"),

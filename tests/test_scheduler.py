@@ -225,6 +225,61 @@ def test_sigma_max_below_the_second_time_takes_one_step_only():
         scheduler.set_timesteps(2)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_train_timesteps": 0}, "num_train_timesteps=0; give a whole number above 0"),
+        ({"num_train_timesteps": -1}, "num_train_timesteps=-1"),
+        ({"num_train_timesteps": math.nan}, "num_train_timesteps=nan"),
+        ({"boundary_timestep": math.nan}, "boundary_timestep=nan; give a finite timestep, 0 or more"),
+        ({"boundary_timestep": -1.0}, r"boundary_timestep=-1\.0"),
+        ({"boundary_timestep": math.inf}, "boundary_timestep=inf"),
+    ],
+)
+def test_timesteps_that_no_network_has(options, message):
+    for build in (RCMScheduler, lambda **given: FewStepScheduler(sigmas=[1.0], **given)):
+        with pytest.raises(ValueError, match=message):
+            build(**options)
+
+
+def test_positional_arguments_are_refused():
+    """diffusers takes them for defaults: use_rcm and use_distilled, which build the scheduler anew, would lose them."""
+    with pytest.raises(TypeError, match="positional"):
+        RCMScheduler(1000, 200.0)
+    with pytest.raises(TypeError, match="positional"):
+        FewStepScheduler([1.0, 0.75, 0.5, 0.25])
+
+
+def test_integer_latents_are_refused():
+    """The last step would round the video to the first noise's dtype."""
+    scheduler, x, whole = RCMScheduler(stochastic=False), torch.randn(2, 3), torch.ones(2, 3, dtype=torch.int64)
+    scheduler.set_timesteps(1)
+    for call in (
+        lambda: scheduler.scale_initial_noise(whole),
+        lambda: scheduler.step(x, scheduler.timesteps[0], whole),
+        lambda: scheduler.step(whole, scheduler.timesteps[0], x),
+        lambda: scheduler.add_noise(whole, x, scheduler.timesteps[:1]),
+        lambda: scheduler.add_noise(x, whole, scheduler.timesteps[:1]),
+    ):
+        with pytest.raises(TypeError, match=r"is int64; give a floating-point tensor"):
+            call()
+
+
+@pytest.mark.parametrize("name", ["rcm", "fastwan"])
+def test_a_generation_never_draws_from_the_last_ones_generator(name):
+    scheduler, x = scheduler_of(RECIPES[name]), torch.randn(1, 2, 3, 4, 4)
+    scheduler.bind_generator(torch.Generator().manual_seed(1))
+    scheduler.set_timesteps(RECIPES[name].steps)
+    with pytest.raises(RuntimeError, match=r"no generator was given. In a pipeline, call use_rcm"):
+        scheduler.step(x, scheduler.timesteps[0], x)
+    scheduler.bind_generator(None)
+    torch.manual_seed(5)
+    drawn = scheduler.step(x, scheduler.timesteps[0], x).prev_sample
+    scheduler.set_timesteps(RECIPES[name].steps)
+    given = scheduler.step(x, scheduler.timesteps[0], x, generator=torch.Generator().manual_seed(5)).prev_sample
+    assert torch.equal(drawn, given)
+
+
 def test_steps_are_found_by_timestep_or_begin_index_and_run_out():
     scheduler = RCMScheduler(stochastic=False)
     scheduler.set_timesteps(4)
@@ -250,7 +305,7 @@ def test_steps_are_found_by_timestep_or_begin_index_and_run_out():
 
 
 def test_ambiguous_rounded_timesteps_need_a_begin_index():
-    scheduler = RCMScheduler()
+    scheduler = RCMScheduler(stochastic=False)
     scheduler.set_timesteps(sigmas=[0.901, 0.9])
     x = torch.randn(2, 3)
     with pytest.raises(ValueError, match="more than one"):
@@ -326,6 +381,7 @@ def test_pure_steps_of_every_solver():
 )
 def test_the_state_is_stored_as_the_recipe_says(name, dtypes):
     scheduler = scheduler_of(RECIPES[name])
+    scheduler.bind_generator(None)
     x, found = scheduler.scale_initial_noise(torch.randn(1, 2, 3, 4, 4)), []
     for t in scheduler.timesteps:
         x = scheduler.step(torch.randn(1, 2, 3, 4, 4).half(), t, x).prev_sample
@@ -387,6 +443,7 @@ def test_wrong_few_step_schedulers():
         ({"sigmas": [0.5, 0.7]}, "decrease strictly"),
         ({"sigmas": [1.0], "solver": "heun"}, "solver='heun'"),
         ({"sigmas": [1.0], "timesteps": [1000, 500]}, "2 timesteps for 1 sigmas"),
+        ({"sigmas": [1.0], "timesteps": [math.inf]}, "above 0, finite"),
         ({"sigmas": [1.0], "state_dtype": "int8"}, "state_dtype='int8'"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -399,7 +456,7 @@ def test_rcm_is_the_few_step_sampler_at_its_own_times():
     rcm = RCMScheduler()
     rcm.set_timesteps(4)
     general = FewStepScheduler(
-        rcm.sigmas[:-1], solver="sde", state_dtype="float64", round_timesteps_to_bf16=True, fewer_steps=True
+        sigmas=rcm.sigmas[:-1], solver="sde", state_dtype="float64", round_timesteps_to_bf16=True, fewer_steps=True
     )
     assert isinstance(rcm, FewStepScheduler)
     outputs = []

@@ -5,6 +5,7 @@ In rectified-flow time σ in [0, 1]: ``x_σ = (1 − σ)·x_0 + σ·ε``, and th
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -32,6 +33,8 @@ class Recipe:
     fewer_steps: True if a generation may have fewer steps, which take the first of the times. rCM's always may.
     state_dtype: the dtype of x between the steps. "model": the dtype of the network's output.
     boundary: with two experts, the high-noise one runs while σ >= boundary. None: the pipeline's own boundary_ratio.
+    shift: the sigmas are 1, 1 − 1/steps, … warped by this shift (`shifted`), so that `in_steps` can make longer lists.
+        None: they are not.
     """
 
     name: str
@@ -43,6 +46,7 @@ class Recipe:
     fewer_steps: bool = False
     state_dtype: str = "float32"
     boundary: float | None = None
+    shift: float | None = None
 
     def __post_init__(self):
         for field, accepted in (("solver", SOLVERS), ("state_dtype", STATE_DTYPES)):
@@ -64,6 +68,11 @@ class Recipe:
             if value is not None:
                 object.__setattr__(self, field, tuple(map(float, value)))
         _check_times(self.sigmas, self.timesteps)
+        if self.shift is not None and not _are_close(self.sigmas, evenly_spaced(self.steps, self.shift)):
+            raise ValueError(
+                f"recipe {self.name!r} has sigmas that shift={self.shift} does not give; give "
+                f"sigmas=evenly_spaced({self.steps}, {self.shift:g}), or leave shift out."
+            )
 
     @property
     def steps(self) -> int:
@@ -75,6 +84,22 @@ class Recipe:
         """The numbers of steps that a generation may have."""
         return range(1 if self.fewer_steps or self.sigmas is None else self.steps, self.steps + 1)
 
+    def in_steps(self, steps: int) -> Recipe:
+        """Return the recipe for a number of steps: itself if it takes them, else a longer list of the same spacing.
+
+        Raises ValueError if the recipe's authors publish no spacing, and for fewer steps than it takes.
+        """
+        if steps in self.accepted_steps:
+            return self
+        if self.shift is not None and isinstance(steps, int) and steps > self.steps:
+            return dataclasses.replace(self, sigmas=evenly_spaced(steps, self.shift))
+        first, last = self.accepted_steps[0], self.accepted_steps[-1]
+        takes = str(last) if first == last else f"{first} to {last}"
+        raise ValueError(
+            f"steps={steps}: {self.name} takes {takes} steps"
+            + (" or more." if self.shift is not None else ". For others, give a Recipe with sigmas of your own.")
+        )
+
 
 def _check_times(sigmas: Sequence[float] | None, timesteps: Sequence[float] | None) -> None:
     """Raise ValueError unless both decrease strictly, sigmas in (0, 1] and as many timesteps above 0."""
@@ -84,8 +109,8 @@ def _check_times(sigmas: Sequence[float] | None, timesteps: Sequence[float] | No
         if len(values) == 0:
             raise ValueError(f"{name}={list(values)}; give one or more numbers, highest first.")
         decreasing = all(after < before for before, after in itertools.pairwise(values))
-        if not (decreasing and values[-1] > 0 and values[0] <= largest):
-            limit = f"in (0, {largest:g}]" if math.isfinite(largest) else "above 0"
+        if not (decreasing and values[-1] > 0 and values[0] <= largest and math.isfinite(values[0])):
+            limit = f"in (0, {largest:g}]" if math.isfinite(largest) else "above 0, finite and"
             raise ValueError(
                 f"{name}={list(values)}; give numbers {limit} that decrease strictly, without the final 0."
             )
@@ -93,23 +118,31 @@ def _check_times(sigmas: Sequence[float] | None, timesteps: Sequence[float] | No
         raise ValueError(f"{len(timesteps)} timesteps for {len(sigmas)} sigmas; give one timestep for each sigma.")
 
 
+def _are_close(sigmas: Sequence[float] | None, others: Sequence[float]) -> bool:
+    return sigmas is not None and all(abs(a - b) < 1e-6 for a, b in zip(sigmas, others, strict=True))
+
+
 def shifted(sigmas: Sequence[float], shift: float) -> tuple[float, ...]:
     """Return ``shift·σ / (1 + (shift − 1)·σ)`` of each σ: the warp of flow matching schedules towards the noise."""
     return tuple(shift * sigma / (1 + (shift - 1) * sigma) for sigma in sigmas)
+
+
+def evenly_spaced(steps: int, shift: float) -> tuple[float, ...]:
+    """Return the σ of ``steps`` even steps from 1, warped by the shift: the times of shifted flow matching."""
+    return shifted([1 - step / steps for step in range(steps)], shift)
 
 
 # DMD's timesteps, and their σ: each is the nearest to the timestep in the table of σ = 8s/(1 + 7s), s in thousandths.
 _DMD_TIMESTEPS = (1000.0, 757.0, 522.0)
 _DMD_TABLE = shifted([s / 1000 for s in range(1000, 0, -1)], 8.0)
 _DMD_SIGMAS = tuple(min(_DMD_TABLE, key=lambda sigma: abs(1000 * sigma - t)) for t in _DMD_TIMESTEPS)
-_QUARTERS = (1.0, 0.75, 0.5, 0.25)
 
 _RCM = {"solver": "sde", "round_timesteps_to_bf16": True, "state_dtype": "float64"}
 # The experts of Wan 2.2 change at 0.9; the authors' command for image to video takes the deterministic solver.
 _RCM_I2V = {**_RCM, "solver": "euler", "sigma_max": 200.0, "boundary": 0.9}
 _DMD = {"solver": "lcm", "sigmas": _DMD_SIGMAS, "timesteps": _DMD_TIMESTEPS, "state_dtype": "model"}
 # Wan 2.2's boundaries, 0.875 and 0.9, both let these four times change experts after the second.
-_EULER = {"solver": "euler", "sigmas": shifted(_QUARTERS, 5.0), "boundary": 0.875}
+_EULER = {"solver": "euler", "sigmas": evenly_spaced(4, 5.0), "shift": 5.0, "boundary": 0.875}
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -120,8 +153,8 @@ RECIPES: dict[str, Recipe] = {
         Recipe("turbowan-i2v", **_RCM_I2V),
         Recipe("fastwan", **_DMD),
         Recipe("lightx2v", **_EULER, state_dtype="bfloat16"),
-        Recipe("lightx2v-flf2v", "euler", sigmas=shifted(_QUARTERS, 16.0), state_dtype="bfloat16"),
-        Recipe("lightx2v-nvfp4-i2v", "euler", sigmas=shifted(_QUARTERS, 7.0), state_dtype="bfloat16"),
+        Recipe("lightx2v-flf2v", "euler", sigmas=evenly_spaced(4, 16.0), shift=16.0, state_dtype="bfloat16"),
+        Recipe("lightx2v-nvfp4-i2v", "euler", sigmas=evenly_spaced(4, 7.0), shift=7.0, state_dtype="bfloat16"),
         Recipe("lightning", **_EULER),
         Recipe("causvid", **_DMD),
         # The authors publish no sampler for the LoRA. Other tools run it with these times.

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 import operator
+import threading
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +18,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.schedulers.scheduling_utils import SchedulerMixin, SchedulerOutput
 from diffusers.utils.torch_utils import randn_tensor
 
-from .recipes import RCM_STEPS, Recipe
+from .recipes import RCM_STEPS, RECIPES, Recipe
 
 Generator = torch.Generator | list[torch.Generator]
 
@@ -90,25 +92,40 @@ def lcm_step(
     return ((1 - t_next) * x0.to(at_least_fp32) + t_next * noise.to(at_least_fp32)).to(dtype)
 
 
+_generation = threading.local()  # scheduler: a weak reference to the one of this thread's generation
+
+
+def running_scheduler() -> FewStepScheduler | None:
+    """Return the scheduler of this thread's present generation, from ``bind_generator`` to its last step, or None."""
+    reference = getattr(_generation, "scheduler", None)
+    return None if reference is None else reference()
+
+
 class FewStepScheduler(SchedulerMixin, ConfigMixin):
     """A few-step sampler as a diffusers scheduler for rectified-flow models such as Wan.
 
     ``use_distilled(pipe, ...)`` installs the one that a checkpoint needs.
 
     sigmas, timesteps, solver, state_dtype, round_timesteps_to_bf16, fewer_steps: as in `recipes.Recipe`.
-    num_train_timesteps: the network's timestep at t = 1.
-    boundary_timestep: the timestep at which Wan 2.2 changes experts. Rounding moves no timestep across it.
+    num_train_timesteps: the network's timestep at t = 1, a whole number.
+    boundary_timestep: the timestep at which Wan 2.2 changes experts, 0 or more. Rounding moves no timestep across it.
     recipe: a name for messages.
 
-    A pipeline passes no generator to ``step`` and never scales the first noise. The code that drives the pipeline calls
-    ``bind_generator`` and ``scale_initial_noise``. Raises ValueError for values outside these ranges.
+    Arguments are keyword-only, because diffusers' configs lose the others. A pipeline passes no generator to ``step``
+    and never scales the first noise. The code that drives the pipeline calls ``bind_generator`` and
+    ``scale_initial_noise`` after ``set_timesteps``. Raises ValueError for values outside these ranges.
+
+    driver: the function that drives the pipeline, "use_rcm" or "use_distilled", or None. With a driver, ``step`` raises
+    RuntimeError in a generation for which ``bind_generator`` was not called: another pipeline uses the scheduler.
     """
 
     order = 1
+    driver: str | None = None
 
     @register_to_config
     def __init__(
         self,
+        *,
         sigmas: Sequence[float],
         timesteps: Sequence[float] | None = None,
         solver: str = "euler",
@@ -119,12 +136,12 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
         boundary_timestep: float | None = None,
         recipe: str = "this sampler",
     ):
+        _check_timesteps(num_train_timesteps, boundary_timestep)
         given = Recipe(recipe, solver, sigmas=_floats(sigmas), timesteps=_floats(timesteps), state_dtype=state_dtype)
         # JSON knows no arrays.
         self.register_to_config(
             sigmas=list(given.sigmas), timesteps=None if given.timesteps is None else list(given.timesteps)
         )
-        self.generator: Generator | None = None
         self.solver, self.state_dtype = solver, state_dtype
         self.set_timesteps(len(given.sigmas))
 
@@ -156,7 +173,6 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
                 f"num_inference_steps={len(times) - 1}."
             )
         self._set_times(times, device, known)
-        self.generator = None  # it was the last call's; the pipeline binds this call's later
 
     def _configured_times(self, num_inference_steps: int | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return N steps' times with the final 0, fp64 [N + 1], and their configured timesteps [N], or None."""
@@ -166,11 +182,19 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
             takes = f"1 to {longest}" if self.config.fewer_steps else str(longest)
             raise ValueError(
                 f"num_inference_steps={num_inference_steps}: {self.config.recipe} takes {takes} steps. Pass "
-                f"num_inference_steps={longest}, guidance_scale=1.0."
+                f"num_inference_steps={longest}, guidance_scale=1.0.{self._more_steps()}"
             )
         known = self.config.timesteps
         known = None if known is None else torch.tensor(known[:steps], dtype=torch.float32)
         return _user_times(self.config.sigmas[:steps], "sigmas"), known
+
+    def _more_steps(self) -> str:
+        """Return a sentence on how to sample in more steps, or nothing for a recipe without a known spacing."""
+        recipe = RECIPES.get(self.config.recipe)
+        if recipe is None or recipe.shift is None:
+            return ""
+        more = [recipe.steps + 2, recipe.steps * 2]
+        return f" For more, such as {more[0]} or {more[1]}, at the same spacing, call use_distilled with steps=."
 
     def _set_times(
         self, times: torch.Tensor, device: str | torch.device | None = None, timesteps: torch.Tensor | None = None
@@ -186,6 +210,9 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
         self.timesteps = timesteps.to(device)
         self.num_inference_steps = len(self.timesteps)
         self._step_index = self._begin_index = self._final_dtype = None
+        # The last generator was another generation's. This one's is bound later.
+        self.generator: Generator | None = None
+        self._is_bound = False
 
     @property
     def init_noise_sigma(self) -> float:
@@ -207,11 +234,16 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
         self._begin_index = begin_index
 
     def bind_generator(self, generator: Generator | None):
-        """Draw the noise of later steps from this generator, or one per sample. None: torch's global generator."""
-        self.generator = generator
+        """Begin a generation. Its steps draw from this generator, or one per sample. None: torch's global generator."""
+        _generation.scheduler = weakref.ref(self)
+        self.generator, self._is_bound = generator, True
 
     def scale_initial_noise(self, noise: torch.Tensor) -> torch.Tensor:
-        """Return the initial state ``t_0 · noise``, of any shape. The last ``step`` returns noise's dtype."""
+        """Return the initial state ``t_0 · noise``, of any shape. The last ``step`` returns noise's dtype.
+
+        Raises TypeError unless the noise is floating-point.
+        """
+        _check_floating(noise=noise)
         self._final_dtype = noise.dtype
         state = noise.to(self._precision) * self.init_noise_sigma
         return state if self.state_dtype == "model" else state.to(getattr(torch, self.state_dtype))
@@ -233,8 +265,17 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
         timestep: one of ``timesteps``; it chooses the step when this is the first one and no begin index is set.
         generator: draws this step's noise; by default the bound one. Returns the next sample in the state's dtype. The
         last step's result has the first sample's dtype. Raises ValueError after the last step and for an unknown
-        timestep.
+        timestep, TypeError unless both tensors are floating-point, and RuntimeError if this step draws noise, but no
+        generator is given and ``bind_generator`` was not called after ``set_timesteps``.
         """
+        _check_floating(model_output=model_output, sample=sample)
+        if self.driver is not None and not self._is_bound:
+            shared = "" if self.driver == "use_rcm" else ", without a source, because it has the LoRA already"
+            raise RuntimeError(
+                f"this pipeline has the scheduler of another one, on which {self.driver} was called. Its own generator "
+                "and guidance_scale would not count, and its first noise would not be scaled. Call "
+                f"{self.driver} on this pipeline too{shared}."
+            )
         if self._step_index is None:
             self._step_index = self._first_index(timestep)
         if self._final_dtype is None:
@@ -247,6 +288,7 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
         previous = self._solve(sample.to(state_dtype), model_output, t, t_next, is_last, generator).to(state_dtype)
         self._step_index += 1
         if is_last:
+            _generation.scheduler = None
             previous = previous.to(self._final_dtype)
         return SchedulerOutput(prev_sample=previous) if return_dict else (previous,)
 
@@ -272,6 +314,12 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
         return self._noise(x.transpose(1, 2).shape, dtype, x.device, generator).transpose(1, 2)
 
     def _noise(self, shape, dtype: torch.dtype, device: torch.device, generator: Generator | None) -> torch.Tensor:
+        if generator is None and not self._is_bound:
+            raise RuntimeError(
+                "this step draws noise, but no generator was given. In a pipeline, call use_rcm(pipe) or "
+                "use_distilled(pipe) first. In a loop of your own, pass generator=, or call bind_generator after "
+                "set_timesteps, with None for torch's global generator."
+            )
         generator = self.generator if generator is None else generator
         if isinstance(generator, list) and len(generator) not in (1, shape[0]):
             raise ValueError(f"{len(generator)} generators for a batch of {shape[0]}; give one, or one per sample.")
@@ -280,8 +328,10 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
     def add_noise(self, original_samples: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:
         """Return noised samples [B, ...] for video to video: ``(1 − t)·x_0 + t·noise``, in the samples' dtype.
 
-        timesteps [B] (or one for all) are entries of ``timesteps``. t is their exact time, not the rounded one.
+        timesteps [B] (or one for all) are entries of ``timesteps``. t is their exact time, not the rounded one. Raises
+        TypeError unless samples and noise are floating-point.
         """
+        _check_floating(original_samples=original_samples, noise=noise)
         t = self.sigmas[[self._first_index(timestep) for timestep in timesteps.reshape(-1)]]
         t = t.to(original_samples).reshape(-1, *[1] * (original_samples.dim() - 1))
         return (1 - t) * original_samples + t * noise
@@ -322,6 +372,7 @@ class RCMScheduler(FewStepScheduler):
     @register_to_config
     def __init__(
         self,
+        *,
         num_train_timesteps: int = 1000,
         sigma_max: float | None = 80.0,
         stochastic: bool = True,
@@ -333,7 +384,7 @@ class RCMScheduler(FewStepScheduler):
             self.register_to_config(sigma_max=80.0)
         if sigmas is not None:
             self.register_to_config(sigmas=_floats(sigmas))
-        self.generator: Generator | None = None
+        _check_timesteps(num_train_timesteps, boundary_timestep)
         self.solver, self.state_dtype = ("sde" if stochastic else "euler"), "float64"
         self._set_times(rcm_times(1, self.config.sigma_max) if sigmas is None else _user_times(sigmas, "sigmas"))
 
@@ -371,6 +422,20 @@ def _user_times(values: Sequence[float] | torch.Tensor, name: str, scale: float 
     if scale > 1 and values[0] <= 1:
         raise ValueError(f"{name}={values.tolist()} look like times in (0, 1]; pass those as sigmas.")
     return torch.cat([values / scale, values.new_zeros(1)])
+
+
+def _check_timesteps(num_train_timesteps: int, boundary_timestep: float | None) -> None:
+    if not isinstance(num_train_timesteps, int) or num_train_timesteps < 1:
+        raise ValueError(f"num_train_timesteps={num_train_timesteps!r}; give a whole number above 0, 1000 for Wan.")
+    if boundary_timestep is not None and not 0 <= boundary_timestep < math.inf:
+        raise ValueError(f"boundary_timestep={boundary_timestep!r}; give a finite timestep, 0 or more, or None.")
+
+
+def _check_floating(**tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise TypeError(f"{name} is {dtype}; give a floating-point tensor: {name}.float().")
 
 
 def _floats(values: Sequence[float] | torch.Tensor | None) -> list[float] | None:

@@ -48,11 +48,14 @@ class WholeModel:
     """
 
     def __init__(self, source: str | Path, tensors: Tensors, model: nn.Module, *, partial: bool = False):
-        """partial: True if the file and the model may each lack parts of the other. ``unfit`` then lists the parts."""
+        """partial: True if the file and the model may each lack parts of the other. ``unfit`` then lists the parts.
+
+        Quantised weights of unknown formats raise ValueError even so: their values mean nothing without their scales.
+        """
         self.source, self.quantized, self.unfit = str(source), [], []
         self._prefix = prefix_of(tensors)
         found = {name.removeprefix(self._prefix): name for name in tensors if not name.endswith(_NO_WEIGHTS)}
-        problems = _Problems()
+        problems, every = _Problems(), set(found)
         self.weights = {}
         for name, parameter in parameters_of(model).items():
             weight = self._weight(name, tuple(parameter.shape), tensors, found, problems)
@@ -61,6 +64,7 @@ class WholeModel:
         self.proj_l = _take_proj_l(tensors, found, model, problems)
         problems.unexpected += found.values()
         if partial:
+            _refuse_companions(self.source, found, every)
             self.unfit = problems.lines()
         else:
             problems.raise_if_any(self.source, type(model).__name__)
@@ -147,6 +151,22 @@ class _Problems:
         lines = self.lines()
         if lines:
             raise ValueError(f"{source} does not fit the {model}; give a file that does. {'; '.join(lines)}.")
+
+
+def _refuse_companions(source: str, unknown: Mapping[str, str], every: set[str]) -> None:
+    """Raise ValueError if a weight has an unknown tensor beside it, such as the scale of fp8 values.
+
+    unknown: the keys of tensors that nothing was made of, by their names. every: all names in the file.
+    """
+    for name, key in unknown.items():
+        parts = name.split(".")
+        modules = (".".join(parts[:count]) for count in range(1, len(parts)))
+        weight = next((f"{module}.weight" for module in modules if f"{module}.weight" in every - {name}), None)
+        if weight is not None:
+            raise ValueError(
+                f"{source} has {key} beside {weight}: its weights are quantised in a format that is not known here. "
+                "Give the file with weights in bf16, fp16 or fp32."
+            )
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -119,7 +119,9 @@ def check_pipeline_class(class_name: object, arguments: argparse.Namespace) -> N
         from ..patching.families import PIPELINES  # imports torch, which no help text needs
 
     model, has_image = arguments.model, arguments.image is not None
-    starts = {pipeline.pipeline_class.__name__: pipeline.starts_from for pipeline in PIPELINES}
+    starts = {
+        pipeline.pipeline_class.__name__: pipeline.starts_from for pipeline in PIPELINES if not pipeline.is_modular
+    }
     accepted = [name for name, start in starts.items() if start in ("text", "image")]
     if class_name not in accepted:
         raise CommandError(f"--model {model} is a {class_name}; supported are {' and '.join(accepted)}.")

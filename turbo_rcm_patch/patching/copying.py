@@ -1,6 +1,6 @@
-"""Copies of patched modules: a copy runs on itself, not on the original module.
+"""Copies of patched modules and pipelines: a copy runs on itself, not on the original.
 
-The patch binds both methods on modules whose forward it binds.
+The patch binds both methods on modules whose forward it binds. Few-step pipelines get `reduce_ex`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..plain import function_bound_to
 from .journal import bind
 
 
-def reduce_ex(self: nn.Module, protocol: int) -> tuple:
+def reduce_ex(self: object, protocol: int) -> tuple:
     """Replace ``object.__reduce_ex__`` for copy, deepcopy and pickle: functions bound to self are bound to the copy."""
     bound = {name: function_bound_to(self, value) for name, value in vars(self).items()}
     bound = {name: function for name, function in bound.items() if function is not None}
@@ -21,10 +21,10 @@ def reduce_ex(self: nn.Module, protocol: int) -> tuple:
     return _new_bound, (type(self), bound), state
 
 
-def _new_bound(cls: type[nn.Module], bound: Mapping[str, Callable]) -> nn.Module:
-    module = cls.__new__(cls)
-    vars(module).update({name: bind(function, module) for name, function in bound.items()})
-    return module
+def _new_bound(cls: type, bound: Mapping[str, Callable]) -> object:
+    copied = cls.__new__(cls)
+    vars(copied).update({name: bind(function, copied) for name, function in bound.items()})
+    return copied
 
 
 def refuse_replicas(self: nn.Module) -> nn.Module:

@@ -10,6 +10,7 @@ from tests.patching.sampled_videos import LATENTS, assert_same_video, randn, rec
 from tests.patching.sampling.test_use_rcm import published as rcm
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.recipes import shifted
+from turbo_rcm_patch.scheduler import FewStepScheduler
 
 NOISE = (1, *LATENTS)
 
@@ -261,6 +262,29 @@ def test_another_number_of_steps_is_an_error_that_gives_the_right_one(recipe, st
                 pipe(**tiny_call(num_inference_steps=wrong))
             if isinstance(wrong, int):
                 assert f"takes {takes} steps. Pass num_inference_steps={steps}, guidance_scale=1.0" in str(error.value)
+
+
+def test_more_steps_than_the_recipes():
+    pipe = tiny_wan_pipeline("wan22_i2v")
+    high, low = record_calls(pipe.transformer), record_calls(pipe.transformer_2)
+    call = tiny_call("wan22_i2v", num_inference_steps=8)
+    with (
+        trp.use_distilled(pipe, recipe="lightning"),
+        pytest.raises(ValueError, match="such as 6 or 8, at the same spacing, call use_distilled with steps="),
+    ):
+        pipe(**call)
+    with trp.use_distilled(pipe, recipe="lightning", steps=8) as handle:
+        assert "lightning (as asked for): 8 steps (euler)" in str(handle)
+        pipe(**call)
+        assert pipe.config.boundary_ratio == 0.9  # the pipeline's own, as its authors run it
+    assert [c["timestep"].item() for c in high] == pytest.approx([1000, 35000 / 36, 937.5])
+    assert [c["timestep"].item() for c in low] == pytest.approx([25000 / 28, 2500 / 3, 750, 625, 1250 / 3])
+    for recipe in ("rcm", "fastwan", "turbowan"):
+        with pytest.raises(ValueError, match="steps=8: "):
+            trp.use_distilled(pipe, recipe=recipe, steps=8)
+    pipe.scheduler = FewStepScheduler(sigmas=[1.0, 0.5])
+    with pytest.raises(ValueError, match="steps=8, but the pipeline's own sampler takes 2 steps"):
+        trp.use_distilled(pipe, steps=8)
 
 
 def test_timesteps_are_rounded_only_where_the_recipe_rounds():

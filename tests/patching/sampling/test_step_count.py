@@ -7,8 +7,12 @@ from types import SimpleNamespace
 
 import diffusers
 import pytest
+from diffusers import WanPipeline
 
+import turbo_rcm_patch as trp
+from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.patching.sampling.step_count import Steps, why_not_countable
+from turbo_rcm_patch.patching.steps.plan import SHARED
 
 
 class Pipe:
@@ -46,6 +50,49 @@ def test_where_nobody_counts_all_steps_are_exact():
     del pipe
     gc.collect()
     assert steps.why_exact(0, 0) == "a scheduler that counts no steps"
+
+
+def test_a_scheduler_outside_of_a_generation_counts_nothing(caplog):
+    """As when another pipeline runs the transformer: this one's scheduler was never set, or is done."""
+    for scheduler in ({"step_index": None, "num_inference_steps": None}, {"step_index": 4, "num_inference_steps": 4}):
+        pipe = Pipe(timesteps=range(4), **scheduler)
+        steps = Steps(pipe)
+        for _ in range(2):
+            assert steps.why_exact(1, 0) == "a scheduler that counts no steps"
+        assert caplog.text.count("Patch the pipeline that you call") == 1
+        caplog.clear()
+
+
+def copied(pipe):
+    twin = copy.copy(pipe)
+    twin.scheduler = copy.deepcopy(pipe.scheduler)
+    return twin
+
+
+def rebuilt(pipe):
+    other = WanPipeline(**pipe.components)
+    trp.use_rcm(other)
+    return other
+
+
+def exact_steps(pipe):
+    """For each step of a generation, True if its attention runs exactly."""
+    shared, exact = vars(pipe.transformer)[SHARED], []
+    hook = pipe.transformer.register_forward_pre_hook(lambda *_: exact.append(bool(shared.why_exact_attention())))
+    pipe(**tiny_call(num_inference_steps=4, guidance_scale=1.0))
+    hook.remove()
+    return exact
+
+
+@pytest.mark.parametrize("make", [copied, rebuilt, copy.deepcopy])
+def test_the_steps_of_pipelines_with_the_same_transformer(make, caplog):
+    pipe = tiny_wan_pipeline()
+    trp.use_rcm(pipe)
+    trp.patch(pipe, trp.BlockSparse(exact_steps=(1, 1), vae=False))
+    for other in (make(pipe), pipe):
+        other.set_progress_bar_config(disable=True)
+        assert exact_steps(other) == [True, False, False, True]
+    assert "no scheduler counts" not in caplog.text
 
 
 @pytest.mark.parametrize(("counts", "exact"), [((1, 0), [0]), ((0, 1), [2]), ((2, 0), [0, 1]), ((1, 1), [0, 2])])

@@ -14,6 +14,7 @@ from tests import lora_files
 from tests.patching.lora.test_load import assert_as_before, everything
 from tests.patching.sampled_videos import seeded
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
+from turbo_rcm_patch.patching.sampling.handle import HANDLE
 from turbo_rcm_patch.scheduler import FewStepScheduler, RCMScheduler
 
 LIGHTX2V = "wan2.1_t2v_lora_rank64_lightx2v_4step.safetensors"
@@ -391,7 +392,7 @@ def test_copies(tmp_path):
     handle.restore()
     assert_untouched(pipe, before)
     assert torch.equal(videos(twin), expected)
-    twin.prepare_latents.__self__.restore()
+    vars(twin)[HANDLE].restore()
     assert torch.equal(videos(twin), plain)
     assert not torch.equal(plain, expected)
 

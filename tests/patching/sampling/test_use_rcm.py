@@ -12,6 +12,7 @@ from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, Wa
 import turbo_rcm_patch as trp
 from tests.patching.sampled_videos import LATENTS, assert_same_video, randn, record_calls, seeded, t2v_velocity, text
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
+from turbo_rcm_patch.patching.sampling.handle import HANDLE
 from turbo_rcm_patch.scheduler import RCMScheduler
 
 
@@ -308,9 +309,96 @@ def test_callbacks_and_copies():
     ).frames
     assert dtypes == [torch.float64, torch.float32]
     twin = copy.deepcopy(pipe)
-    pipe.prepare_latents.__self__.restore()
+    vars(pipe)[HANDLE].restore()
     assert isinstance(pipe.scheduler, UniPCMultistepScheduler)
     assert torch.equal(twin(**tiny_call(generator=seeded(1))).frames, expected)
+
+
+def a_servers_copy(pipe):
+    """What a server makes for each request: a copy with a scheduler of its own."""
+    twin = copy.copy(pipe)
+    twin.scheduler = copy.deepcopy(pipe.scheduler)
+    return twin
+
+
+@pytest.mark.parametrize("was_called", [False, True])
+@pytest.mark.parametrize("make", [copy.copy, a_servers_copy])
+def test_copies_sample_by_their_own_generator_and_without_guidance(make, was_called):
+    pipe = tiny_wan_pipeline()
+    handle = trp.use_rcm(pipe)
+    expected = pipe(**tiny_call(generator=seeded(1))).frames
+    if not was_called:
+        handle.restore()
+        handle = trp.use_rcm(pipe)
+    twin, state = make(pipe), torch.get_rng_state()
+    assert torch.equal(twin(**tiny_call(generator=seeded(1))).frames, expected)
+    assert not torch.equal(twin(**tiny_call(generator=seeded(2))).frames, expected)
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(RuntimeError, match=r"a copy of a pipeline that use_rcm was called on"):
+        trp.use_rcm(twin)
+    handle.restore()
+    with pytest.raises(RuntimeError, match="restored on the pipeline that this is a copy of"):
+        twin(**tiny_call())
+
+
+@pytest.mark.parametrize("make", [lambda pipe: WanPipeline(**pipe.components), WanPipeline.from_pipe])
+@pytest.mark.parametrize(
+    ("install", "caller"),
+    [
+        (trp.use_rcm, "use_rcm"),
+        (lambda pipe: trp.use_rcm(pipe, stochastic=False), "use_rcm"),
+        (lambda pipe: trp.use_distilled(pipe, recipe="lightning"), "use_distilled"),
+    ],
+)
+def test_another_pipeline_with_the_same_parts_is_refused_until_it_has_the_sampler_too(install, caller, make):
+    pipe = tiny_wan_pipeline()
+    install(pipe)
+    steps = len(pipe.scheduler.timesteps) if caller == "use_distilled" else 2
+    expected = pipe(**tiny_call(num_inference_steps=steps, generator=seeded(1))).frames
+    other = make(pipe)
+    other.set_progress_bar_config(disable=True)
+    with pytest.raises(RuntimeError, match=f"another one, on which {caller} was called.* Call {caller} on this pipe"):
+        other(**tiny_call(num_inference_steps=steps, generator=seeded(1)))
+    with getattr(trp, caller)(other):
+        assert torch.equal(other(**tiny_call(num_inference_steps=steps, generator=seeded(1))).frames, expected)
+    assert torch.equal(pipe(**tiny_call(num_inference_steps=steps, generator=seeded(1))).frames, expected)
+
+
+def test_a_saved_sampler_is_refused_without_use_rcm():
+    pipe = tiny_wan_pipeline()
+    pipe.scheduler = RCMScheduler()
+    with pytest.raises(RuntimeError, match=r"draws noise, but no generator was given. In a pipeline, call use_rcm"):
+        pipe(**tiny_call(generator=seeded(1)))
+
+
+@pytest.mark.parametrize("install", [trp.use_rcm, lambda pipe: trp.use_distilled(pipe, recipe="lightning")])
+def test_steps_without_a_transformer_are_refused(install):
+    pipe = tiny_wan_pipeline("wan22")
+    low = WanPipeline(**{**pipe.components, "transformer": None}, boundary_ratio=0.875)
+    with pytest.raises(ValueError, match="belongs to the high-noise transformer, which this pipeline does not have"):
+        install(low)
+    high = WanPipeline(**{**pipe.components, "transformer_2": None}, boundary_ratio=0.875)
+    calls = record_calls(high.transformer)
+    with install(high), pytest.raises(ValueError, match="belongs to the low-noise transformer_2"):
+        high(**tiny_call(num_inference_steps=4))
+    assert not calls
+
+
+def test_the_low_noise_expert_alone():
+    pipe = tiny_wan_pipeline("wan22")
+    low = WanPipeline(**{**pipe.components, "transformer": None}, boundary_ratio=1.0)
+    low.set_progress_bar_config(disable=True)
+    scheduler = low.scheduler
+    with pytest.raises(ValueError, match=r"timestep 1000 .* call pipe\.register_to_config\(boundary_ratio=1\.001\)"):
+        trp.use_distilled(low, recipe="lightning")
+    assert low.scheduler is scheduler
+    calls = record_calls(low.transformer_2)
+    with trp.use_rcm(low):  # it begins at 988
+        low(**tiny_call(num_inference_steps=4))
+    low.register_to_config(boundary_ratio=1.001)
+    with trp.use_distilled(low, recipe="lightning"):
+        low(**tiny_call(num_inference_steps=4))
+    assert len(calls) == 8
 
 
 def test_decodes_to_frames():

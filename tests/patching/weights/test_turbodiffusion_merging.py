@@ -9,6 +9,7 @@ from tests.patching.turbowan import BLOCKS, TOPK, turbo_weights
 from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_wan_transformer
 from turbo_rcm_patch.patching.steps.sparse_linear import SparseAttnProcessor
+from turbo_rcm_patch.patching.weights import turbodiffusion
 
 
 def test_a_difference_merged_into_another_model(saved):
@@ -103,3 +104,48 @@ def test_half_of_a_projection_is_left_out_of_a_merge(saved):
     assert any("blocks.0.self_attn.attn_op.local_attn.proj_l.bias is missing" in line for line in left_out)
     assert not hasattr(model.blocks[0].attn1, "proj_l")
     assert hasattr(model.blocks[1].attn1, "proj_l")
+
+
+def scaled_fp8(tensor):
+    return (tensor / 0.01).to(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(
+    ("companion", "which", "to_8_bits"),
+    [
+        ("scale_weight", "turbo", scaled_fp8),
+        ("weight_scale", "base", scaled_fp8),
+        ("scale", "turbo", scaled_fp8),
+        ("comfy_quant", "turbo", lambda tensor: tensor),
+        ("weight.absmax", "base", lambda tensor: tensor.to(torch.int8)),
+    ],
+)
+def test_quantised_weights_of_other_formats_are_refused_before_anything_is_written(saved, companion, which, to_8_bits):
+    model = tiny_wan_transformer()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    files = {"turbo": turbo_weights(model), "base": official_state_dict(tiny_wan_transformer(seed=31))}
+    name = "blocks.1.ffn.2"
+    files[which][f"{name}.weight"] = to_8_bits(files[which][f"{name}.weight"])
+    files[which][f"{name}.{companion}"] = torch.tensor([0.01])
+    with pytest.raises(trp.PatchError, match=rf"cannot merge: .*{name}\.{companion} beside {name}\.weight"):
+        trp.merge_turbodiffusion(saved(files["turbo"]), saved(files["base"], "Wan.pth"), model)
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
+
+
+def test_a_merge_that_fails_half_way_leaves_the_model_as_it_was(saved, monkeypatch):
+    model, sums = tiny_wan_transformer(), turbodiffusion._sums
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def fail(*arguments):
+        for written, each in enumerate(sums(*arguments)):
+            if written == 5:
+                raise MemoryError
+            yield each
+
+    monkeypatch.setattr(turbodiffusion, "_sums", fail)
+    with pytest.raises(MemoryError):
+        trp.merge_turbodiffusion(
+            saved(turbo_weights(model)), saved(official_state_dict(tiny_wan_transformer(seed=31)), "Wan.pth"), model
+        )
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())

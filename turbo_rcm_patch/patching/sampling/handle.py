@@ -1,20 +1,30 @@
 """A handle that makes an ordinary ``pipe(...)`` call sample in few steps, and undoes it.
 
 Such a pipeline gives its scheduler's ``step`` no generator, never scales the first noise and uses guidance by default.
-The handle corrects all three where the pipeline prepares its latents: it wraps that method on the instance.
+The handle corrects all three where the pipeline prepares its latents: it replaces that method on the instance. A copy
+of the pipeline samples with its own scheduler, generator and guidance. Another pipeline with the same components does
+not have the method; its first step is an error.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, ModularPipeline
+from diffusers.modular_pipelines import ModularPipelineBlocks
 
+from ...plain import function_bound_to
 from ...scheduler import FewStepScheduler
+from ..copying import reduce_ex
 from ..families import PIPELINES, pipeline_of
+from ..journal import bind
 
 logger = logging.getLogger(__name__)
+
+HANDLE = "_turbo_rcm_patch_sampler"  # the attribute of a pipeline, and of its copies, that holds the handle
 
 
 def check_pipeline(pipe: object, caller: str) -> None:
@@ -24,9 +34,28 @@ def check_pipeline(pipe: object, caller: str) -> None:
         raise TypeError(f"{caller} does not know {type(pipe).__name__}; supported are {supported}.")
     if pipe.scheduler is None:
         raise ValueError(f"this {type(pipe).__name__} has no scheduler; load the pipeline with one.")
-    active = getattr(pipe.prepare_latents, "__self__", None)
-    if isinstance(active, FewStepHandle):
-        raise RuntimeError(f"{active.caller} is active on this pipeline; call restore() on its handle first.")
+    active = vars(pipe).get(HANDLE)
+    if active is None:
+        return
+    if active.pipe is not pipe:
+        raise RuntimeError(f"this is a copy of a pipeline that {active.caller} was called on; copy it after restore().")
+    raise RuntimeError(f"{active.caller} is active on this pipeline; call restore() on its handle first.")
+
+
+def check_experts(pipe: DiffusionPipeline, timesteps: Sequence[float], boundary_ratio: float | None) -> None:
+    """Raise ValueError if a timestep belongs to a transformer that the pipeline does not have.
+
+    boundary_ratio: as in the pipeline's config. The high-noise transformer runs the timesteps from there up.
+    """
+    boundary = 0 if boundary_ratio is None else boundary_ratio * train_timesteps(pipe)
+    for timestep in timesteps:
+        name, noise = ("transformer", "high") if timestep >= boundary else ("transformer_2", "low")
+        if getattr(pipe, name, None) is None:
+            low_only = "; for all steps by transformer_2, call pipe.register_to_config(boundary_ratio=1.001)"
+            raise ValueError(
+                f"the step at timestep {timestep:g} belongs to the {noise}-noise {name}, which this pipeline does not "
+                f"have: boundary_ratio is {boundary_ratio}. Load both{low_only if noise == 'high' else ''}."
+            )
 
 
 def boundary_timestep(pipe: DiffusionPipeline) -> float | None:
@@ -40,6 +69,37 @@ def train_timesteps(pipe: DiffusionPipeline) -> int:
     return pipe.scheduler.config.get("num_train_timesteps", 1000)
 
 
+def _prepare_latents(pipe: DiffusionPipeline, *args, **kwargs):
+    """Replace a pipeline's prepare_latents. pipe: the one that is called, perhaps a copy of the handle's."""
+    return vars(pipe)[HANDLE].prepare_latents(pipe, None, *args, **kwargs)
+
+
+def _prepare_latents_of_block(own: Callable, pipe: ModularPipeline, *args, **kwargs):
+    """Replace the static method ``own`` of a modular pipeline's block. pipe: as above, or any that has the block."""
+    handle = vars(pipe).get(HANDLE)
+    return own(pipe, *args, **kwargs) if handle is None else handle.prepare_latents(pipe, own, *args, **kwargs)
+
+
+def _encode_prompt_of_block(own: Callable, *args, **kwargs):
+    """Replace a block's encode_prompt: encode the negative prompt too, without which it raises UnboundLocalError."""
+    return own(*args, **{**kwargs, "prepare_unconditional_embeds": True})
+
+
+def _replacements(blocks: ModularPipelineBlocks) -> Iterator[tuple[ModularPipelineBlocks, str, Callable]]:
+    """Yield blocks of a modular pipeline with the names and replacements of their methods.
+
+    Blocks that another pipeline shares, and that its handle has changed, are left out.
+    """
+    for block in blocks.sub_blocks.values():
+        for name, replacement in _OF_BLOCKS.items():
+            if hasattr(type(block), name) and name not in vars(block):
+                yield block, name, partial(replacement, getattr(type(block), name))
+        yield from _replacements(block)
+
+
+_OF_BLOCKS = {"prepare_latents": _prepare_latents_of_block, "encode_prompt": _encode_prompt_of_block}
+
+
 class FewStepHandle:
     """The changes of ``caller`` to a pipeline, its scheduler and its prepare_latents. ``restore()`` undoes both."""
 
@@ -49,30 +109,51 @@ class FewStepHandle:
         self.pipe, self.scheduler, self.caller = pipe, scheduler, caller
         self._classifier_free_guidance, self._warned = classifier_free_guidance, False
         self._original_scheduler = pipe.scheduler
-        self._original_prepare_latents = pipe.prepare_latents
-        self._was_on_instance = "prepare_latents" in vars(pipe)
-        pipe.prepare_latents = self._prepare_latents
+        self._in_blocks = list(_replacements(pipe._blocks)) if pipeline_of(pipe).is_modular else []
+        guiders = [getattr(pipe, name, None) for name in ("guider", "guider_2")]
+        self._guiders = [guider for guider in guiders if guider is not None and guider.get_state()["enabled"]]
+        ours = {HANDLE: self, "__reduce_ex__": bind(reduce_ex, pipe), "prepare_latents": bind(_prepare_latents, pipe)}
+        if self._in_blocks:
+            del ours["prepare_latents"]
+        self._names = list(ours)
+        self._replaced = {name: vars(pipe)[name] for name in ours if name in vars(pipe)}
+        scheduler.driver = caller
         pipe.scheduler = scheduler
+        vars(pipe).update(ours)
+        for block, name, replacement in self._in_blocks:
+            setattr(block, name, replacement)
+        for guider in [] if classifier_free_guidance else self._guiders:
+            guider.disable()
         self._active = True
 
     def restore(self):
         """Put the original scheduler object and prepare_latents back.
 
-        Raises RuntimeError when called twice, and when either was replaced since; nothing changes then.
+        Copies of the pipeline must not be called any more. Raises RuntimeError when called twice, and when either was
+        replaced since; nothing changes then.
         """
         self._check_restorable()
         self.pipe.scheduler = self._original_scheduler
-        if self._was_on_instance:
-            self.pipe.prepare_latents = self._original_prepare_latents
-        else:
-            del self.pipe.prepare_latents
+        for name in self._names:
+            del vars(self.pipe)[name]
+        vars(self.pipe).update(self._replaced)
+        for block, name, _ in self._in_blocks:
+            delattr(block, name)
+        for guider in self._guiders:
+            guider.enable()
         self._active = False
 
     def _check_restorable(self):
         if not self._active:
             raise RuntimeError(f"this {self.caller} is restored already.")
-        for name, ours in (("scheduler", self.scheduler), ("prepare_latents", self._prepare_latents)):
-            if vars(self.pipe).get(name) != ours:
+        own = vars(self.pipe)
+        held = {
+            "scheduler": own.get("scheduler") is self.scheduler,
+            "prepare_latents": "prepare_latents" not in self._names
+            or function_bound_to(self.pipe, own.get("prepare_latents")) is _prepare_latents,
+        }
+        for name, is_ours in held.items():
+            if not is_ours:
                 raise RuntimeError(f"pipe.{name} was replaced after {self.caller}; undo that first, then restore.")
 
     def __enter__(self) -> FewStepHandle:
@@ -82,23 +163,32 @@ class FewStepHandle:
         if self._active:
             self.restore()
 
-    def _prepare_latents(self, *args, **kwargs):
-        """Run the pipeline's prepare_latents, which alone knows the call's generator and makes the first noise."""
-        if self.pipe.scheduler is not self.scheduler:
+    def prepare_latents(self, pipe: DiffusionPipeline, of_block: Callable | None, *args, **kwargs):
+        """Run the pipeline's own prepare_latents, which alone knows the call's generator and makes the first noise.
+
+        pipe: the handle's pipeline, or a copy of it. of_block: for a modular pipeline, its block's prepare_latents.
+        """
+        scheduler = pipe.scheduler
+        if not self._active:
+            raise RuntimeError(f"{self.caller} was restored on the pipeline that this is a copy of; copy it again.")
+        if not isinstance(scheduler, FewStepScheduler):
             raise RuntimeError(f"pipe.scheduler was replaced after {self.caller}; put it back and restore() first.")
-        call = inspect.signature(self._original_prepare_latents).bind(*args, **kwargs)
-        self.scheduler.bind_generator(call.arguments.get("generator"))
-        if self.pipe.guidance_scale > 1 and not self._classifier_free_guidance:
-            self._turn_guidance_off()
-        prepared = self._original_prepare_latents(*args, **kwargs)
-        if pipeline_of(self.pipe).adds_noise:
+        check_experts(pipe, scheduler.timesteps.tolist(), pipe.config.get("boundary_ratio"))
+        own = self._replaced.get("prepare_latents") or partial(of_block or type(pipe).prepare_latents, pipe)
+        call = inspect.signature(own).bind(*args, **kwargs)
+        scheduler.bind_generator(call.arguments.get("generator"))
+        if of_block is None and pipe.guidance_scale > 1 and not self._classifier_free_guidance:
+            self._turn_guidance_off(pipe)
+        prepared = own(*args, **kwargs)
+        if pipeline_of(pipe).adds_noise:
             return prepared  # scheduler.add_noise has scaled the noise
         if isinstance(prepared, tuple):  # image to video: latents, then conditions
-            return (self.scheduler.scale_initial_noise(prepared[0]), *prepared[1:])
-        return self.scheduler.scale_initial_noise(prepared)
+            return (scheduler.scale_initial_noise(prepared[0]), *prepared[1:])
+        scaled = scheduler.scale_initial_noise(prepared)
+        return scaled if of_block is None else scaled.to(prepared.dtype)  # its loop gives every state this dtype
 
-    def _turn_guidance_off(self):
-        self.pipe._guidance_scale = 1.0
+    def _turn_guidance_off(self, pipe: DiffusionPipeline):
+        pipe._guidance_scale = 1.0
         if not self._warned:
             logger.warning(
                 "few-step models sample without guidance: guidance_scale is taken as 1. Pass guidance_scale=1.0 to "

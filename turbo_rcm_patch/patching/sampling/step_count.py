@@ -1,35 +1,59 @@
-"""Find a pipeline's present step from its scheduler's count."""
+"""Find the present step of a generation from its scheduler's count."""
 
 from __future__ import annotations
 
+import logging
 import weakref
 
 from diffusers import DiffusionPipeline
+
+from ...scheduler import FewStepScheduler, running_scheduler
+
+logger = logging.getLogger(__name__)
 
 NOT_COUNTED = "a scheduler that counts no steps"
 
 
 class Steps:
-    """The steps of a pipeline, whichever scheduler it has at the time. Nothing waits for the GPU."""
+    """The steps of a pipeline, whichever scheduler it has at the time. Nothing waits for the GPU.
+
+    Other pipelines with its transformers, such as copies, are counted too while they sample in few steps.
+    """
 
     def __init__(self, pipe: DiffusionPipeline):
         self._pipe = weakref.ref(pipe)
         self._begins, self._before = False, 0  # steps that the scheduler counts and the generation does not make
+        self._warned = False
 
     def why_exact(self, first: int, last: int) -> str | None:
         """Return the reason why the present step runs exactly, as one of the first or last, or None.
 
-        If the scheduler does not count steps, every step runs exactly.
+        If no scheduler counts the steps, every step runs exactly, with one warning.
         """
-        pipe = self._pipe()
-        scheduler = getattr(pipe, "scheduler", None)
-        timesteps = getattr(scheduler, "timesteps", None)
-        if timesteps is None or not hasattr(scheduler, "step_index"):
+        scheduler = self._scheduler()
+        if not _counts(scheduler):
+            self._warn(first, last)
             return NOT_COUNTED
-        made = self._made(scheduler.step_index)
-        # A generation may begin at a later step, as from a video: it then has fewer steps than the scheduler.
-        count = getattr(pipe, "num_timesteps", len(timesteps))
+        made, count, pipe = self._made(scheduler.step_index), len(scheduler.timesteps), self._pipe()
+        if pipe is not None and pipe.scheduler is scheduler:
+            # A generation may begin at a later step, as from a video: it then has fewer steps than the scheduler.
+            count = getattr(pipe, "num_timesteps", count)
         return f"exact_steps={(first, last)}" if made < first or made >= count - last else None
+
+    def _scheduler(self) -> object:
+        """Return the scheduler of the present generation: the running few-step one, or else the pipeline's own."""
+        own = getattr(self._pipe(), "scheduler", None)
+        running = running_scheduler() if own is None or isinstance(own, FewStepScheduler) else None
+        return own if running is None else running
+
+    def _warn(self, first: int, last: int) -> None:
+        if not self._warned:
+            logger.warning(
+                "exact_steps=%s: no scheduler counts the steps of this generation, so attention runs exactly in all of "
+                "them. Patch the pipeline that you call, not another one with the same transformer.",
+                (first, last),
+            )
+        self._warned = True
 
     def _made(self, counted: int | None) -> int:
         """Return the number of finished steps. counted: the scheduler's step index, or None before the first step."""
@@ -40,9 +64,23 @@ class Steps:
             self._begins, self._before = False, counted - 1
         return counted - self._before
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Steps:
+        """Count the steps of the pipeline's copy if it is being copied, else nobody's. All steps are exact then."""
+        twin = memo.get(id(self._pipe()))
+        return _nobodys_steps() if twin is None else Steps(twin)
+
     def __reduce__(self) -> tuple:
-        """Copy or pickle without the pipeline, because a copied pipeline is another one. All steps are exact then."""
+        """Pickle without the pipeline. All steps are exact then."""
         return _nobodys_steps, ()
+
+
+def _counts(scheduler: object) -> bool:
+    """True if a scheduler counts steps and is in a generation: it has timesteps, and not all of them are done."""
+    timesteps = getattr(scheduler, "timesteps", None)
+    if timesteps is None or not hasattr(scheduler, "step_index"):
+        return False
+    is_set = getattr(scheduler, "num_inference_steps", len(timesteps)) is not None
+    return is_set and (scheduler.step_index or 0) < len(timesteps)
 
 
 def why_not_countable(pipe: object) -> str | None:
@@ -53,5 +91,6 @@ def why_not_countable(pipe: object) -> str | None:
 
 def _nobodys_steps() -> Steps:
     steps = Steps.__new__(Steps)
-    steps._pipe = lambda: None
+    steps._pipe, steps._warned = lambda: None, False
+    steps._begins, steps._before = False, 0
     return steps

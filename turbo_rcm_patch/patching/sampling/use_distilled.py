@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ from ..apply import transformers_of
 from ..families import pipeline_of
 from ..lora.load import LoadedLora, check_loadable
 from ..steps.sparse_linear import is_projection
-from .handle import FewStepHandle, check_pipeline, train_timesteps
+from .handle import FewStepHandle, check_experts, check_pipeline, train_timesteps
 from .use_rcm import rcm_scheduler
 
 logger = logging.getLogger(__name__)
@@ -52,11 +52,13 @@ def use_distilled(
     recipe: str | Recipe | None = None,
     scale: float = 1.0,
     *,
+    steps: int | None = None,
     classifier_free_guidance: bool = False,
 ) -> DistilledHandle:
     """Load a LoRA if one is given, and let ``pipe(...)`` sample in the few steps of its distillation.
 
-    pipe: a WanPipeline, WanImageToVideoPipeline or WanVideoToVideoPipeline, patched or not.
+    pipe: a WanPipeline, WanImageToVideoPipeline or WanVideoToVideoPipeline, patched or not, or a modular Wan pipeline.
+        A modular one rounds timesteps to its prompt's dtype and gives the sampler fp32, whatever the recipe says.
     source: a LoRA file, a folder, or the id of a hub repository, also with a path in it ("org/name/folder"). For the
         two transformers of Wan 2.2 give a pair (high, low), or a folder with both files. None: the pipeline itself is
         distilled.
@@ -66,7 +68,10 @@ def use_distilled(
         Differences are written into the parameters. So later changes to PEFT's layers (``set_adapters``,
         ``disable_lora``, ``fuse_lora`` with a scale, hot swaps) affect only the matrices. After ``disable_lora`` the
         next call warns about this. ``restore()`` removes both.
-    classifier_free_guidance: True if guidance_scale counts. By default a value above 1 is taken as 1, with one warning.
+    steps: more steps than the recipe's, such as 6 or 8 for lightx2v and Lightning, at its authors' spacing. None: the
+        recipe's own number. Other recipes have no such spacing; give a Recipe with sigmas of your own.
+    classifier_free_guidance: True if guidance_scale counts. By default a value above 1 is taken as 1, with one warning,
+        and a modular pipeline's guiders are disabled.
 
     Afterwards ``pipe.scheduler.timesteps`` are the recipe's, and a call with another num_inference_steps is an error.
     Only the call's ``generator`` decides the noise. The log and ``str(handle)`` tell the chosen sampler and the unused
@@ -94,7 +99,8 @@ def use_distilled(
         dense = [name for name, model in models.items() if not any(map(is_projection, dict(model.named_parameters())))]
         keys = [_keys_of(name, models[name]) for name in dense]
         notes = [note for found in keys for note in ignored_parts(found)]
-    sampling = _sampling(pipe, chosen, files, models, notes)
+    sampling = _sampling(pipe, chosen, files, models, notes, steps)
+    check_experts(pipe, sampling.scheduler.timesteps[:1].tolist(), sampling.boundary_ratio)
     if sampling.recipe == "fastwan" and not files and not all(keys):  # diffusers drops them with a line in its log
         notes.append(PERHAPS_GATES)
     return DistilledHandle(pipe, sampling, classifier_free_guidance, files, models, scale, notes)
@@ -174,13 +180,14 @@ class DistilledHandle(FewStepHandle):
             self.pipe.register_to_config(boundary_ratio=self._own_boundary)
         self._unload()
 
-    def _prepare_latents(self, *args, **kwargs):
+    def prepare_latents(self, pipe: DiffusionPipeline, of_block: Callable | None, *args, **kwargs):
+        """Warn of changes to the LoRA since, then prepare the latents."""
         if not self._warned_of_changes:
             changes = {name: change for name, loaded in self._loaded.items() if (change := self._change_of(loaded))}
             for name, change in changes.items():
                 logger.warning("%s: %s", name, change)
             self._warned_of_changes = bool(changes)
-        return super()._prepare_latents(*args, **kwargs)
+        return super().prepare_latents(pipe, of_block, *args, **kwargs)
 
     def _change_of(self, loaded: LoadedLora) -> str | None:
         """Return a warning if the user switched a loaded LoRA off or fused projections since, or None."""
@@ -257,13 +264,20 @@ def _sampling(
     files: _Files,
     models: _Models,
     notes: list[str],
+    number: int | None,
 ) -> _Sampling:
     own = pipe.config.get("boundary_ratio")
     if chosen is None and not files and isinstance(pipe.scheduler, FewStepScheduler):
         scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
         scheduler.set_timesteps(len(scheduler.config.sigmas) if scheduler.config.sigmas else RECIPES["rcm"].steps)
+        if number not in (None, len(scheduler.timesteps)):
+            raise ValueError(
+                f"steps={number}, but the pipeline's own sampler takes {len(scheduler.timesteps)} steps; to choose "
+                "others, give recipe=."
+            )
         return _Sampling(scheduler, scheduler.config.get("recipe", "rcm"), "the pipeline's own", own)
     if chosen is RECIPES["rcm"]:  # exactly what use_rcm does, a saved RCMScheduler's options included
+        chosen.in_steps(chosen.steps if number is None else number)
         if pipeline_of(pipe).starts_from == "image":
             notes.append("for image to video rCM was published with recipe='rcm-i2v'")
         scheduler = rcm_scheduler(pipe)
@@ -283,8 +297,9 @@ def _sampling(
             notes.append(f"recognised only by {found.alone}; if it is not {chosen.name}, give recipe=")
     recipe = _variant(chosen, pipe, bool(files))
     boundary = _boundary(recipe, own) if len(models) == 2 else own
-    steps = train_timesteps(pipe)
-    scheduler = scheduler_of(recipe, steps, None if boundary is None else boundary * steps)
+    recipe = recipe if number is None else recipe.in_steps(number)
+    last = train_timesteps(pipe)
+    scheduler = scheduler_of(recipe, last, None if boundary is None else boundary * last)
     return _Sampling(scheduler, recipe.name, evidence, boundary)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from diffusers import DiffusionPipeline
 
 from ...scheduler import RCMScheduler
-from .handle import FewStepHandle, boundary_timestep, check_pipeline, train_timesteps
+from .handle import FewStepHandle, boundary_timestep, check_experts, check_pipeline, train_timesteps
 
 
 def use_rcm(
@@ -39,6 +39,7 @@ def use_rcm(
     scheduler = rcm_scheduler(
         pipe, sigma_max=sigma_max, stochastic=stochastic, round_timesteps_to_bf16=round_timesteps_to_bf16, sigmas=sigmas
     )
+    check_experts(pipe, scheduler.timesteps[:1].tolist(), pipe.config.get("boundary_ratio"))
     return FewStepHandle(pipe, scheduler, classifier_free_guidance, "use_rcm")
 
 

@@ -12,7 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diffusers import WanImageToVideoPipeline, WanPipeline, WanVideoToVideoPipeline
+from diffusers import (
+    Wan22Image2VideoModularPipeline,
+    WanImage2VideoModularPipeline,
+    WanImageToVideoPipeline,
+    WanModularPipeline,
+    WanPipeline,
+    WanVideoToVideoPipeline,
+)
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel, WanTransformerBlock
 
 from ....config import PatchConfig
@@ -51,6 +58,9 @@ WAN = Family(
         Pipeline(WanPipeline, "text"),
         Pipeline(WanImageToVideoPipeline, "image"),
         Pipeline(WanVideoToVideoPipeline, "video", adds_noise=True),
+        Pipeline(WanImage2VideoModularPipeline, "image", is_modular=True),
+        Pipeline(Wan22Image2VideoModularPipeline, "image", is_modular=True),
+        Pipeline(WanModularPipeline, "text", is_modular=True),
     ),
     cases=CASES,
     from_files=from_files,
