@@ -224,7 +224,7 @@ CHANGES = {
     "projections without a bias": Change(projections_without_a_bias, TIERS, families=("anyflow", "vace")),
     "unusual norms of queries": Change(unusual_norms, (), ("anyflow",)),
     "blocks that come and go": Change(blocks_that_come_and_go, TIERS, families=("vace", "skyreels")),
-    "fused projections": Change(fused_projections, ALL, silent=True, families=("skyreels", "animate")),
+    "fused projections": Change(fused_projections, ALL, silent=True, families=("skyreels",)),
     "dropout in training": Change(dropout_in_training, ALL, before=True),
     "a backend of an attention": Change(
         within(lambda model: attribute(model.blocks[0].attn1.processor, "_attention_backend", "_native_math"), BACKEND),
@@ -270,14 +270,14 @@ CHANGES = {
     "every weight in new storage": Change(written(WRITES["in new storage"], *WEIGHTS), ("exact", GRAPHS), model=I2V),
     "a loaded state_dict": Change(loaded, ALL, refused=("quantized",)),
     # LoRAs
-    "LoRAs": Change(loras, ALL, families=("vace", "anyflow"), before=True),
+    "LoRAs": Change(loras, ALL, families=("anyflow",), before=True),
     "a LoRA with a scale in the call": Change(
         called(add_lora, WITH_LORA, lambda model: model.unload_lora()),
         TIERS,
         families=("skyreels",),
         call=(("attention_kwargs", {"scale": 0.3}),),
     ),
-    "a LoRA that is fused": Change(fused_lora, UNQUANTIZED, ("animate", "chronoedit", "anyflow far")),
+    "a LoRA that is fused": Change(fused_lora, UNQUANTIZED, ("chronoedit",)),
     "a DoRA": Change(
         called(
             lambda model: add_lora(model, use_dora=True, target_modules=["to_q"]),
