@@ -18,7 +18,12 @@ from turbo_rcm_patch.patching.families import CASES
 from turbo_rcm_patch.patching.families.vae import decoder, forward
 from turbo_rcm_patch.tiers import EXACT, ErrorLimits, Tier
 
-VARIANTS = ["t2v", "i2v", "ti2v", "wan22"]
+VARIANTS_AND_DTYPES = [
+    ("t2v", torch.float32),
+    ("i2v", torch.bfloat16),
+    ("ti2v", torch.float32),
+    ("wan22", torch.bfloat16),
+]
 
 
 def rcm_pipeline(variant="t2v", dtype=torch.float32):
@@ -31,8 +36,7 @@ def call(variant="t2v", **overrides):
     return tiny_call(variant, guidance_scale=1.0, num_inference_steps=3, **overrides)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("variant", "dtype"), VARIANTS_AND_DTYPES)
 def test_every_block_of_every_variant_is_checked_at_the_first_and_last_step(variant, dtype):
     pipe = rcm_pipeline(variant, dtype)
     verification = verify(pipe, call(variant))
@@ -79,8 +83,11 @@ def test_hidden_states_are_those_of_the_unpatched_generation(monkeypatch):
         assert torch.equal(args[0], expected[step - 1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("damage", [lambda y: 1.01 * y, lambda y: y * math.nan], ids=["scaled", "nan"])
+@pytest.mark.parametrize(
+    ("damage", "dtype"),
+    [(lambda y: 1.01 * y, torch.float32), (lambda y: y * math.nan, torch.bfloat16)],
+    ids=["scaled", "nan"],
+)
 def test_a_wrong_block_alone_is_named(monkeypatch, dtype, damage):
     damage_block(monkeypatch, module, "transformer.blocks.1", damage)
     verification = verify(rcm_pipeline(dtype=dtype), call())
@@ -197,8 +204,9 @@ def case_and_call(dtype):
     return pipe, {**structured_inputs(pipe, **size), **size, "guidance_scale": 1.0, "num_inference_steps": 3}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "tiled"), [(torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True), (torch.float64, False)]
+)
 def test_what_the_vae_decodes_is_checked_once(dtype, tiled):
     pipe, arguments = case_and_call(dtype)
     if tiled:
@@ -220,8 +228,9 @@ def decoding_judged(dtype):
     return "difference" if dtype == torch.float32 else "patched error"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("config", ["exact", "quantized"])  # whose limits are wider, but not the VAE's
+@pytest.mark.parametrize(  # the quantized tier's limits are wider, but not the VAE's
+    ("config", "dtype"), [("exact", torch.float32), ("quantized", torch.float32), ("quantized", torch.bfloat16)]
+)
 def test_a_wrong_decoder_alone_is_named(monkeypatch, dtype, config):
     pipe, arguments = case_and_call(dtype)
     right = decoder.decoded

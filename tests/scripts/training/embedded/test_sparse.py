@@ -29,6 +29,7 @@ def pipe():
 
 def test_it_stops_goes_on_and_ends_as_if_it_had_not_stopped(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(train_sparse, "EMBEDDED_CALL", {**EMBEDDED_CALL, "height": 64, "width": 96, "num_frames": 5})
+    monkeypatch.setattr(sparse, "STEPS", 2)
     command = ["--seed", "3", "--steps", "2", "--output"]
     assert train_sparse.main([*command, str(tmp_path / "whole")]) == 0
     assert train_sparse.main([*command, str(tmp_path / "parts"), "--minutes", "0"]) == 75
