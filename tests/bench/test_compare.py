@@ -85,9 +85,6 @@ def test_what_every_variant_decodes_is_compared_with_fp32(pipe, monkeypatch):
     assert "decoding" not in comparison_table(steps_alone)
 
     monkeypatch.setattr(module, "ORACLE_LATENTS", 1)
-    unpatched, patched = compare(pipe, {**CALL, "num_frames": 9}, repeats=1, warmups=0, with_oracle=True).variants
-    assert 1e-4 < patched.decode_error <= EXACT.limits.factor * unpatched.decode_error < 0.1
-
     right = decoder.decoded
     later = lambda *args: (part if i == 0 else 1.05 * part for i, part in enumerate(right(*args)))  # noqa: E731
     monkeypatch.setattr(forward, "decoded", later)
