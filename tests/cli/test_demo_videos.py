@@ -9,6 +9,7 @@ import imageio.v3 as iio
 import pytest
 
 from tests.cli.running import CAPTION, error_of
+from turbo_rcm_patch.cli import demo_videos
 from turbo_rcm_patch.cli.arguments import parse_arguments
 from turbo_rcm_patch.cli.demo_videos import EMBEDDED_MODEL, DemoVideos, Request
 from turbo_rcm_patch.cli.errors import CommandError
@@ -58,16 +59,22 @@ def test_what_a_command_says_is_in_the_answer(maker):
 
 
 @pytest.mark.usefixtures("without_videos")
-def test_how_a_model_is_sampled_is_in_the_answer(tmp_path, saved_models):
+def test_how_a_model_is_sampled_is_in_the_answer(tmp_path, saved_models, monkeypatch):
+    """Empty fields stand for the model's own values, whatever the request before had."""
+    calls = []
+    monkeypatch.setattr(demo_videos, "compare", lambda pipe, call, **_: calls.append(call))
     model = str(saved_models / "t2v")
     maker = DemoVideos(parse_arguments(["demo", "--device", "cpu", "--model", model]), tmp_path)
     asked = replace(SMALL, prompt="a fox", model=model)
-    for steps in (1, 2):
-        (unknown,) = maker.answer(replace(asked, steps=steps)).notes
-        assert f"model {model} do not say how it was distilled" in unknown
-        assert "recipe: rcm," in unknown
-    (recipe,) = maker.answer(replace(asked, recipe="fastwan", steps=3)).notes
+    for guidance, negative in ((None, ""), (2.0, "blurred")):
+        (own,) = maker.answer(replace(asked, steps=1, guidance=guidance, negative_prompt=negative)).notes
+        assert "sampled by its own UniPCMultistepScheduler, by default in 50 steps with guidance 5" in own
+        assert "If it is distilled, give recipe: rcm," in own
+        assert calls[-1]["guidance_scale"] == (guidance or 5.0)
+        assert calls[-1].get("negative_prompt") == (negative or None)
+    (recipe,) = maker.answer(replace(asked, recipe="fastwan", steps=None)).notes
     assert "fastwan (as asked for): 3 steps (lcm) at timesteps 1000, 757, 522" in recipe
+    assert (calls[-1]["num_inference_steps"], calls[-1]["guidance_scale"]) == (3, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +113,8 @@ def test_the_sparse_tier_has_weights_of_its_own(maker):
         ({"frames": 6}, "frames 6 is not 4k\\+1; try 5"),
         ({"steps": 9}, "steps 9: the sampler takes 1, 2, 3 or 4 steps"),
         ({"seed": -1}, "seed -1 is out of range"),
+        ({"guidance": 3.0}, "guidance goes with model"),
+        ({"negative_prompt": "blurred"}, "negative prompt goes with model"),
         ({"recipe": "fastwan"}, "lora and recipe go with model; the embedded model is sampled as rCM"),
         ({"height": 160, "width": 224, "frames": 21}, "are 752640 pixels, and this page makes at most 609280"),
     ],

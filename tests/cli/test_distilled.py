@@ -123,12 +123,85 @@ def test_a_saved_rcm_pipeline_keeps_its_options_unless_one_is_given(tmp_path, lo
     assert "the pipeline's own" not in load("--model", tmp_path / "saved", "--sigma-max", 200).out
 
 
-def test_a_model_that_nothing_is_known_of_is_sampled_as_rcm_with_a_warning(tmp_path, load):
-    folder = tmp_path / "lightning" / "Wan2.1-T2V-14B-Diffusers"
-    tiny_wan_pipeline().save_pretrained(folder)
-    warning = f"the name and files of --model {folder} do not say how it was distilled; it is sampled as rCM"
-    for options, warns in (([], True), (["--recipe", "rcm"], False), (["--sigma-max", "80"], False)):
-        assert (warning in load("--model", folder, *options).err) == warns
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    """Folders of original Wan checkpoints of one and of two experts, whose own schedulers are UniPC."""
+    root = tmp_path_factory.mktemp("lightning")  # the folders above say nothing about a model
+    for variant, name in (("t2v", "Wan2.1-T2V-14B-Diffusers"), ("wan22", "Wan2.2-T2V-A14B-Diffusers")):
+        tiny_wan_pipeline(variant).save_pretrained(root / name)
+    return root / "Wan2.1-T2V-14B-Diffusers", root / "Wan2.2-T2V-A14B-Diffusers"
+
+
+@pytest.fixture
+def sampled(monkeypatch, tmp_path):
+    """A function that runs a command up to where it would sample, and returns its scheduler's name and its call."""
+
+    def run(command, *argv):
+        calls = []
+
+        def stop(pipe, call=None, **options):
+            calls.append((type(pipe.scheduler).__name__, call or options))
+            raise CommandError("stopped")
+
+        for work in ("timed_generation", "compare", "verify", "evaluate"):
+            monkeypatch.setattr(commands, work, stop)
+        output = ["-o", str(tmp_path / "out.mp4"), "--no-patch"] if command == "generate" else []
+        prompt = [] if command == "evaluate" else ["a fox"]
+        assert main([command, *prompt, *output, *SMALL, *map(str, argv)]) == 2
+        return calls[0]
+
+    return run
+
+
+@pytest.mark.parametrize("command", ["generate", "compare", "verify", "evaluate"])
+def test_a_model_that_nothing_is_known_of_keeps_its_scheduler_steps_and_guidance(original, sampled, capsys, command):
+    scheduler, call = sampled(command, "--model", original[0])
+    assert (scheduler, call["guidance_scale"]) == ("UniPCMultistepScheduler", 5.0)
+    assert call.get("num_inference_steps") == (None if command == "evaluate" else 50)
+    printed = capsys.readouterr()
+    assert "sampled by its own UniPCMultistepScheduler" in printed.out
+    assert ("give --sigma-max" if command in ("verify", "evaluate") else "give --recipe: rcm,") in printed.out
+    assert printed.err == f"turbo-rcm {command}: stopped\n"
+
+
+def test_guidance_and_steps_are_the_users(original, sampled):
+    given = ["--steps", 30, "--guidance", 4, "--guidance-2", 3, "--negative-prompt", "blurred"]
+    scheduler, call = sampled("generate", "--model", original[1], *given)
+    assert scheduler == "UniPCMultistepScheduler"
+    wanted = {"num_inference_steps": 30, "guidance_scale": 4.0, "guidance_scale_2": 3.0, "negative_prompt": "blurred"}
+    assert wanted.items() <= call.items()
+
+
+def test_a_few_step_sampler_is_installed_only_if_it_is_asked_for(original, sampled):
+    for options, expected in (
+        (["--recipe", "rcm"], ("RCMScheduler", 4, 1.0)),
+        (["--sigma-max", "80"], ("RCMScheduler", 4, 1.0)),
+        (["--recipe", "fastwan", "--guidance", "3"], ("FewStepScheduler", 3, 3.0)),
+        (["--recipe", "none"], ("UniPCMultistepScheduler", 50, 5.0)),
+    ):
+        scheduler, call = sampled("compare", "--model", original[0], *options)
+        assert (scheduler, call["num_inference_steps"], call["guidance_scale"]) == expected
+
+
+def test_recipe_none_keeps_the_scheduler_of_a_model_that_is_named_as_another(tmp_path, sampled):
+    tiny_wan_pipeline().save_pretrained(tmp_path / "FastWan-T2V")
+    assert sampled("compare", "--model", tmp_path / "FastWan-T2V")[0] == "FewStepScheduler"
+    assert sampled("compare", "--model", tmp_path / "FastWan-T2V", "--recipe", "none")[0] == "UniPCMultistepScheduler"
+
+
+def test_guidance_of_a_recipe_counts_if_it_is_given(original, capsys, sampled):
+    sampled("compare", "--model", original[0], "--recipe", "fastwan", "--guidance", "3")
+    assert "guidance_scale of the call" in capsys.readouterr().out
+
+
+def test_generate_with_guidance_makes_the_video_of_the_pipeline(original, tmp_path):
+    argv = ["generate", "a fox", "-o", str(tmp_path / "out.mp4"), "--model", str(original[0]), *SMALL, "--steps", "2"]
+    assert main([*argv, "--guidance", "3", "--negative-prompt", "blurred", "--seed", "3"]) == 0
+    pipe = DiffusionPipeline.from_pretrained(original[0])
+    size = {"height": 32, "width": 48, "num_frames": 5, "num_inference_steps": 2, "guidance_scale": 3.0}
+    generator = torch.Generator().manual_seed(3)
+    expected = pipe("a fox", negative_prompt="blurred", generator=generator, **size).frames[0]
+    assert np.abs(iio.imread(tmp_path / "out.mp4") / 255 - expected).mean() < 0.06  # the mp4's compression
 
 
 @pytest.mark.parametrize(
@@ -176,6 +249,14 @@ def test_scales_are_told_from_names(tmp_path, monkeypatch):
         (["--model", "MODEL", "--recipe", "fastwan", "--steps", "4"], "--steps 4: fastwan takes 3 steps"),
         (["--model", "MODEL", "--recipe", "causvid-lora", "--steps", "10"], "causvid-lora takes 1 to 9 steps"),
         (["--model", "MODEL", "--recipe", "lightning", "--sigma-max", "80"], "--sigma-max is for rCM without"),
+        (["--model", "MODEL", "--recipe", "none", "--lora", __file__], "--recipe none keeps the pipeline's scheduler"),
+        (["--model", "MODEL", "--steps", "0"], "--steps 0: give 1 or more"),
+        (["--model", "MODEL", "--sigma-max", "80", "--steps", "5"], "--steps 5: the sampler takes 1, 2, 3 or 4 steps"),
+        (["--model", "MODEL", "--guidance", "nan"], "--guidance nan: give a number, 0 or more"),
+        (["--model", "MODEL", "--guidance-2", "-1"], "--guidance-2 -1.0: give a number, 0 or more"),
+        (["--guidance", "5"], "--guidance goes with --model"),
+        (["--guidance-2", "5"], "--guidance-2 goes with --model"),
+        (["--negative-prompt", "blurred"], "--negative-prompt goes with --model"),
     ],
 )
 def test_wrong_options_fail_before_anything_is_loaded(models, capsys, monkeypatch, options, message):
@@ -191,6 +272,18 @@ def test_what_the_files_hold_is_an_error_of_one_line(models, capsys):
     assert "takes 4 steps. Pass num_inference_steps=4" in error_of(
         capsys, *argv, "--lora", high, "--lora-2", high, "--steps", "3"
     )
+
+
+def test_guidance_that_would_be_ignored_is_an_error_of_one_line(original, capsys):
+    one, two = (
+        [command, "--model", model, *SMALL] for command, model in zip(("compare", "verify"), original, strict=True)
+    )
+    assert "has no second transformer; leave --guidance-2 out" in error_of(capsys, *one, "--guidance-2", "3")
+    wanted = "--negative-prompt has an effect only with --guidance above 1"
+    assert wanted in error_of(capsys, *one, "--negative-prompt", "blurred", "--guidance", "1")
+    assert wanted in error_of(capsys, *one, "--negative-prompt", "blurred", "--recipe", "rcm")
+    wanted = "--guidance-2 has an effect only with --guidance above 1"
+    assert wanted in error_of(capsys, *two, "--guidance-2", "3", "--guidance", "1")
 
 
 def test_an_unknown_recipe_lists_all(capsys):

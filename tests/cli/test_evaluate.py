@@ -45,7 +45,9 @@ def test_evaluate_takes_the_size_of_the_embedded_model(monkeypatch, saved_models
     monkeypatch.setattr(commands, "evaluate", record)
     assert main(["evaluate", "--device", "cpu", *model, *([str(saved_models / "t2v")] if model else [])]) == 2
     size = {"height": embedded.HEIGHT, "width": embedded.WIDTH, "num_frames": embedded.FRAMES}
-    assert calls == [({**size, "guidance_scale": 1.0}, 256, (1, 2, 4), 16, {"exact": PRESETS["exact"]})]
+    assert calls == [
+        ({**size, "guidance_scale": 5.0 if model else 1.0}, 256, (1, 2, 4), 16, {"exact": PRESETS["exact"]})
+    ]
 
 
 @pytest.mark.parametrize(

@@ -172,8 +172,11 @@ def add_distilled_options(parser: argparse.ArgumentParser) -> None:
     lora = "a few-step LoRA: a file, a folder with a file for each expert, or a hub id; SCALE: its strength (default 1)"
     parser.add_argument("--lora", type=_lora, metavar="FILE[:SCALE]", help=lora)
     parser.add_argument("--lora-2", metavar="FILE", help="Wan 2.2: the LoRA of the low-noise expert")
-    recipe = f"the model's or LoRA's distillation: {', '.join(RECIPES)} (default: recognised by its name, or rcm)"
-    parser.add_argument("--recipe", choices=tuple(RECIPES), metavar="NAME", help=recipe)
+    recipe = (
+        f"how the model or LoRA was distilled: {', '.join(RECIPES)}; none: keep the pipeline's scheduler (default: "
+        "recognised by names and files, otherwise none)"
+    )
+    parser.add_argument("--recipe", choices=("none", *RECIPES), metavar="NAME", help=recipe)
 
 
 def _lora(text: str) -> tuple[str, float]:
@@ -186,9 +189,8 @@ def _lora(text: str) -> tuple[str, float]:
 
 def add_generation_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of one generation except the prompt: the model, its preset, steps, seed, size, device."""
-    parser.add_argument(
-        "--steps", type=int, help="denoising steps (default: the steps that the model was distilled to, 4)"
-    )
+    steps = "denoising steps (default: those that the model was distilled to, or 50; embedded model 4)"
+    parser.add_argument("--steps", type=int, help=steps)
     parser.add_argument("--image", type=Path, help="the first frame, for an image-to-video model")
     parser.add_argument("--offload", action="store_true", help="keep only the running model on the GPU")
     _add_sampling_options(
@@ -207,7 +209,13 @@ def _add_sampling_options(parser: argparse.ArgumentParser, *, height: str, width
     parser.add_argument("--mass", type=float, metavar="SHARE", help=mass)
     dense = "block-sparse attention: stay dense below this many tokens (default 8192; the embedded model has 700)"
     parser.add_argument("--min-tokens", type=int, metavar="N", help=dense)
-    parser.add_argument("--sigma-max", type=float, help="rCM's first noise level (default 80; 200 with --image)")
+    sigma_max = "sample as rCM, from this noise level (the embedded model's: 80; for image to video 200)"
+    parser.add_argument("--sigma-max", type=float, help=sigma_max)
+    guidance = "guidance scale (default: 1, which is none, for few-step models, or the pipeline's own, such as 5)"
+    parser.add_argument("--guidance", type=float, metavar="SCALE", help=guidance)
+    second = "Wan 2.2: the guidance scale of the low-noise expert (default: --guidance)"
+    parser.add_argument("--guidance-2", type=float, metavar="SCALE", help=second)
+    parser.add_argument("--negative-prompt", metavar="TEXT", help="what the video shall not show; needs guidance")
     parser.add_argument("--seed", type=int, default=0, help="the seed of the noise (default 0)")
     parser.add_argument("--height", type=int, help=f"pixels (default {height})")
     parser.add_argument("--width", type=int, help=f"pixels (default {width})")

@@ -20,6 +20,8 @@ from .files import check_ffmpeg, check_output, check_plot
 from .quiet_imports import quiet_imports
 
 STEPS = (1, 2, 3, 4)
+OWN_SAMPLER = "none"  # the value of --recipe that keeps the pipeline's scheduler
+GUIDANCE = ("guidance", "guidance_2", "negative_prompt")
 SPARSITY = ("topk", "mass", "min_tokens")
 _HUB_PATH = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(/.+)?")  # an id, perhaps with a file or folder in it
 EMBEDDED = Path(__file__).parent.parent / "embedded/weights"  # embedded.WEIGHTS, whose module imports torch
@@ -110,7 +112,8 @@ def step_counts(arguments: argparse.Namespace) -> tuple[int, ...]:
 
 def is_distilled(arguments: argparse.Namespace) -> bool:
     """True if a LoRA or a recipe is given."""
-    return getattr(arguments, "lora", None) is not None or getattr(arguments, "recipe", None) is not None
+    recipe = getattr(arguments, "recipe", None)
+    return getattr(arguments, "lora", None) is not None or recipe not in (None, OWN_SAMPLER)
 
 
 def check_pipeline_class(class_name: object, arguments: argparse.Namespace) -> None:
@@ -139,9 +142,8 @@ def check_generation(arguments: argparse.Namespace) -> None:
     """Raise CommandError for anything wrong with the options of a generation."""
     _check_device(arguments)
     _check_distilled(arguments)
-    for steps in step_counts(arguments):
-        if steps is not None and steps not in STEPS and not is_distilled(arguments):
-            raise CommandError(f"--steps {steps}: the sampler takes 1, 2, 3 or 4 steps.")
+    _check_steps(arguments)
+    _check_guidance(arguments)
     _check_preset(arguments)
     if not 0 <= arguments.seed < 2**63:
         raise CommandError(f"--seed {arguments.seed} is out of range; give a number from 0 to 2**63 - 1.")
@@ -155,6 +157,24 @@ def check_generation(arguments: argparse.Namespace) -> None:
 def _check_device(arguments: argparse.Namespace) -> None:
     if arguments.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", arguments.device):
         raise CommandError(f"--device {arguments.device} is unknown; give cpu, cuda or cuda:N.")
+
+
+def _check_steps(arguments: argparse.Namespace) -> None:
+    is_rcm = not is_distilled(arguments) and (arguments.model is None or arguments.sigma_max is not None)
+    for steps in step_counts(arguments):
+        if steps is not None and is_rcm and steps not in STEPS:
+            raise CommandError(f"--steps {steps}: the sampler takes 1, 2, 3 or 4 steps.")
+        if steps is not None:
+            check_at_least_one("--steps", steps)
+
+
+def _check_guidance(arguments: argparse.Namespace) -> None:
+    for name in GUIDANCE:
+        value, option = getattr(arguments, name), f"--{name.replace('_', '-')}"
+        if value is not None and arguments.model is None:
+            raise CommandError(f"{option} goes with --model; the embedded model has guidance distilled into it.")
+        if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
+            raise CommandError(f"{option} {value}: give a number, 0 or more; up to 1 there is no guidance.")
 
 
 def _check_preset(arguments: argparse.Namespace) -> None:
@@ -184,20 +204,23 @@ def sparsity_of(arguments: argparse.Namespace) -> dict[str, float | int]:
 def _check_distilled(arguments: argparse.Namespace) -> None:
     if getattr(arguments, "lora_2", None) is not None and arguments.lora is None:
         raise CommandError("--lora-2 is the second of two files; give the first, of the high-noise expert, as --lora.")
-    if not is_distilled(arguments):
+    lora, recipe = getattr(arguments, "lora", None), getattr(arguments, "recipe", None)
+    if lora is None and recipe is None:
         return
     if arguments.model is None:
         raise CommandError("--lora and --recipe go with --model; the embedded model is sampled as rCM.")
     if arguments.sigma_max is not None:
         raise CommandError("--sigma-max is for rCM without --recipe or --lora, whose recipe says it; leave it out.")
-    if arguments.recipe is not None:
+    if recipe == OWN_SAMPLER and lora is not None:
+        raise CommandError("--recipe none keeps the pipeline's scheduler, and --lora is for few steps; leave one out.")
+    if is_distilled(arguments) and recipe is not None:
         accepted = RECIPES[arguments.recipe].accepted_steps
         if arguments.steps is not None and arguments.steps not in accepted:
             takes = f"{accepted[0]} to {accepted[-1]}" if len(accepted) > 1 else accepted[0]
             raise CommandError(f"--steps {arguments.steps}: {arguments.recipe} takes {takes} steps.")
-    if arguments.lora is None:
+    if lora is None:
         return
-    _check_lora("--lora", *arguments.lora)
+    _check_lora("--lora", *lora)
     if arguments.lora_2 is not None:
         _check_lora("--lora-2", arguments.lora_2)
 

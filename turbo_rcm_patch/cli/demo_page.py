@@ -19,6 +19,7 @@ from ..config import PRESETS
 from ..embedded import FRAMES, HEIGHT, WIDTH
 from ..recipes import RCM_STEPS, RECIPES
 from ..shapes.grammar import EXAMPLES
+from .checks import OWN_SAMPLER
 from .demo_videos import EMBEDDED_MODEL, LONGEST_PROMPT, DemoVideos, Request
 from .errors import CommandError
 
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WAITING = 8  # requests in the queue; more are told to come back
-NONE = "none"  # in the lists of recipes and LoRAs
+NONE = "none"  # in the list of LoRAs
+AUTOMATIC = "automatic"  # in the list of recipes: recognised by the model's name and files
+FROM_IMAGES = ("i2v", "flf2v")  # in names of recipes for other models than the page takes
 # Each video starts when it has been loaded; side by side they are compared, so both start again when both have been.
 PLAY_TOGETHER = """
 async () => {
@@ -111,16 +114,19 @@ def build_page(maker: DemoVideos) -> gradio.Blocks:
             model = gr.Dropdown(maker.models, value=maker.models[0], label="Model", scale=2)
             preset = gr.Dropdown(list(PRESETS), value="exact", label="Tier")
         with gr.Row():
-            steps = gr.Slider(1, 9, value=4, step=1, label="Steps")
-            seed = gr.Number(0, label="Seed", precision=0, minimum=0)
-            sizes = [gr.Number(size, label=label, precision=0, minimum=1) for label, size in _sizes(maker).items()]
-            recipe = gr.Dropdown([NONE, *RECIPES], value=NONE, label="Recipe")
+            steps = gr.Number(RCM_STEPS, label="Steps", precision=0, placeholder=OWN)
+            seed = gr.Number(0, label="Seed", precision=0)
+            sizes = [gr.Number(size, label=label, precision=0) for label, size in _sizes(maker).items()]
+        with gr.Row():
+            guidance = gr.Number(None, label="Guidance", placeholder=OWN)
+            negative = gr.Textbox("", label="Negative prompt", max_length=LONGEST_PROMPT)
+            recipe = gr.Dropdown([AUTOMATIC, OWN_SAMPLER, *_recipes()], value=AUTOMATIC, label="Recipe")
             lora = gr.Dropdown([NONE, *maker.loras], value=NONE, label="LoRA")
         button = gr.Button("Generate", variant="primary")
         with gr.Row():
             videos = [gr.Video(label=label, autoplay=True, loop=True, interactive=False) for label in LABELS]
         table, summary = gr.HTML(), gr.HTML()
-        form = [prompt, model, preset, steps, seed, *sizes, recipe, lora]
+        form = [prompt, model, preset, steps, seed, *sizes, recipe, lora, guidance, negative]
 
         def generate(progress=gr.Progress(track_tqdm=True), *values):  # noqa: B008 (Gradio looks for it there)
             return _answer(maker, values)
@@ -129,11 +135,15 @@ def build_page(maker: DemoVideos) -> gradio.Blocks:
         asked = [button.click, prompt.submit]
         answered = gr.on(asked, generate, form, outputs, api_visibility="private", show_progress_on=videos)
         answered.success(js=PLAY_TOGETHER)
-        recipe.input(_steps_of, recipe, steps, api_visibility="private", queue=False, show_progress="hidden")
+        quietly = {"api_visibility": "private", "queue": False, "show_progress": "hidden"}
+        recipe.input(_steps_of, [model, recipe], steps, **quietly)
+        gr.on([model.input, page.load], _of_model, model, [steps, guidance, negative, recipe, lora], **quietly)
     return page
 
 
 LABELS = ("Unpatched", "Patched")
+OWN = "the model's own"  # in an empty field
+REQUIRED = ("Prompt", "Model", "Tier", "", "Seed", "Height", "Width", "Frames")  # the form's first fields; steps not
 
 
 def _sizes(maker: DemoVideos) -> dict[str, int]:
@@ -142,19 +152,40 @@ def _sizes(maker: DemoVideos) -> dict[str, int]:
     return dict(zip(("Height", "Width", "Frames"), (HEIGHT, WIDTH, FRAMES) if first else (480, 832, 81), strict=True))
 
 
-def _steps_of(recipe: str) -> int:
-    """Return the number of steps that a recipe was distilled to."""
-    return RCM_STEPS if recipe == NONE else RECIPES[recipe].steps
+def _recipes() -> list[str]:
+    """Return the recipes of models that make videos from text."""
+    return [name for name in RECIPES if not any(word in name for word in FROM_IMAGES)]
+
+
+def _steps_of(model: str, recipe: str) -> int | None:
+    """Return the number of steps that a recipe was distilled to, or None for the model's own."""
+    if recipe in RECIPES:
+        return RECIPES[recipe].steps
+    return RCM_STEPS if model == EMBEDDED_MODEL else None
+
+
+def _of_model(model: str) -> list[dict]:
+    """Return the fields' values when a model is chosen. The tiny model takes neither guidance, a recipe nor a LoRA."""
+    import gradio as gr
+
+    fields = {"interactive": model != EMBEDDED_MODEL}
+    values = {"guidance": None, "negative": "", "recipe": AUTOMATIC, "lora": NONE}
+    return [
+        gr.update(value=_steps_of(model, AUTOMATIC)),
+        *(gr.update(value=value, **fields) for value in values.values()),
+    ]
 
 
 def _answer(maker: DemoVideos, values: tuple) -> tuple[str, str, str, str]:
     """Return the two videos, the table and the summary as Gradio shows them. Raises a Gradio error with a sentence."""
     import gradio as gr
 
-    if None in values:
-        raise gr.Error("A field is empty; fill it in.", duration=None, print_exception=False)
-    *most, recipe, lora = values
-    request = Request(*most, *(None if choice == NONE else choice for choice in (recipe, lora)))
+    *most, recipe, lora, guidance, negative = values
+    empty = [label for label, value in zip(REQUIRED, most, strict=True) if label and value is None]
+    if empty:
+        raise gr.Error(f"{' and '.join(empty)}: fill in a number.", duration=None, print_exception=False)
+    chosen = (None if recipe == AUTOMATIC else recipe), (None if lora == NONE else lora)
+    request = Request(*most, *chosen, guidance, negative)
     try:
         answer = maker.answer(request)
     except CommandError as error:

@@ -19,31 +19,37 @@ from .checks import SPARSITY, check_generation
 from .errors import CommandError, user_errors
 from .files import write_video
 from .pipelines import choose_config, choose_device, is_sparse, load_sampler, warn_of_prompts, warn_of_size
+from .sampling import default_steps, guidance
 
 EMBEDDED_MODEL = "the tiny model included"
 LONGEST_PROMPT = 1000  # characters
 FPS = 16
 KEPT = 3600  # seconds that a video is kept
 OUT_OF_MEMORY = "out of memory; ask for fewer or smaller frames, or start the page with --offload on a GPU."
-FIELDS = "model|preset|steps|seed|height|width|frames|recipe|lora"  # fields of the page
+FIELDS = "model|preset|steps|seed|height|width|frames|recipe|lora|guidance|negative-prompt"  # fields of the page
 MAX_PIXELS = {"cuda": 81 * 480 * 832, "cpu": 17 * 160 * 224}  # in all frames of a video, unless --max-pixels is given
 
 
 @dataclass(frozen=True)
 class Request:
-    """The values of the page's form. model: EMBEDDED_MODEL, or a model that the page was started with. lora: one of the
-    LoRAs that the page was started with, or None."""
+    """The values of the page's form.
+
+    model: EMBEDDED_MODEL, or a model that the page was started with. lora: one of the LoRAs that the page was started
+    with, or None. steps, guidance: None for the model's own.
+    """
 
     prompt: str
     model: str
     preset: str
-    steps: int
+    steps: int | None
     seed: int
     height: int
     width: int
     frames: int
     recipe: str | None = None
     lora: str | None = None
+    guidance: float | None = None
+    negative_prompt: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,9 +109,10 @@ class DemoVideos:
             **vars(request),
             "model": None if request.model == EMBEDDED_MODEL else request.model,
             "lora": self.loras.get(request.lora),
+            "negative_prompt": request.negative_prompt.strip() or None,
         }
-        unasked = {"notes": [], "image": None, "sigma_max": None, "lora_2": None, **dict.fromkeys(SPARSITY)}
-        arguments = argparse.Namespace(**{**vars(self._started), **asked, **unasked})
+        unasked = dict.fromkeys(("image", "sigma_max", "lora_2", "guidance_2", *SPARSITY))
+        arguments = argparse.Namespace(**{**vars(self._started), **asked, **unasked, "notes": []})
         check_generation(arguments)
         pixels = request.height * request.width * request.frames
         if pixels > self.max_pixels:
@@ -117,7 +124,8 @@ class DemoVideos:
 
     def _load(self, arguments: argparse.Namespace) -> tuple[object, dict[str, object]]:
         """Return the pipeline and the arguments of its call. Sets ``arguments.notes`` to the notes on both."""
-        wanted = arguments.model, arguments.lora, arguments.recipe, is_sparse(arguments)
+        is_guided = arguments.guidance is not None
+        wanted = arguments.model, arguments.lora, arguments.recipe, is_sparse(arguments), is_guided
         if self._loaded is None or self._loaded[0] != wanted:
             self._loaded = None  # there may be no memory for both
             self._loaded = wanted, load_sampler(arguments)[0], arguments.notes
@@ -127,7 +135,8 @@ class DemoVideos:
         warn_of_prompts(arguments, [arguments.prompt])
         pipe.set_progress_bar_config(disable=False)  # the page shows it
         size = {"height": arguments.height, "width": arguments.width, "num_frames": arguments.frames}
-        return pipe, {**size, "num_inference_steps": arguments.steps, "guidance_scale": 1.0}
+        steps = default_steps(pipe) if arguments.steps is None else arguments.steps
+        return pipe, {**size, "num_inference_steps": steps, **guidance(pipe, arguments)}
 
     def _written(self, comparison: Comparison, notes: tuple[str, ...]) -> Answer:
         videos = {variant.name: variant.video for variant in comparison.variants}
@@ -143,7 +152,7 @@ class DemoVideos:
 
 def _of_the_page(message: str) -> str:
     """Return a command's message with the page's field names instead of options; options of `demo` itself stay."""
-    return re.sub(rf"--({FIELDS})(?![\w-])", r"\1", message)
+    return re.sub(rf"--({FIELDS})(?![\w-])", lambda found: found[1].replace("-", " "), message)
 
 
 def _check_known(what: str, name: str | None, known: Sequence[str | None]) -> None:

@@ -1,10 +1,8 @@
-"""The pipeline that a command runs on, ready to sample in few steps."""
+"""The pipeline that a command runs on, with the sampler of its model."""
 
 from __future__ import annotations
 
 import argparse
-import inspect
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,14 +14,12 @@ from diffusers.utils import load_image
 from .. import embedded
 from ..bench.cases import add_random_projections, add_structure, build_pipeline, structured_inputs
 from ..config import PRESETS, BlockSparse, PatchConfig, Sparse
-from ..patching import use_distilled, use_rcm
 from ..patching.families import CASES
-from ..patching.sampling.use_distilled import NotRecognised
 from ..patching.weights.turbodiffusion import load_projections
-from ..recipes import RCM_STEPS, RECIPES, recipe_names
 from ..shapes import grammar
-from .checks import SizeRules, check_pipeline_class, size_rules, sparsity_of, step_counts
+from .checks import SizeRules, check_pipeline_class, size_rules, sparsity_of
 from .errors import CommandError
+from .sampling import default_of, default_steps, guidance, install_sampler, warn
 
 DEFAULT_PROMPT = "A red fox leaps through fresh snow, slow motion"  # with --model
 NAMED = 3  # prompts in a warning
@@ -60,7 +56,7 @@ def is_sparse(arguments: argparse.Namespace) -> bool:
 
 
 def load_pipeline(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[str, object]]:
-    """Return the pipeline with the few-step sampler, and the arguments of its call except the generator."""
+    """Return the pipeline with its sampler, and the arguments of its call except the generator."""
     pipe, call = load_sampler(arguments)
     prompt = _choose_prompt(arguments)
     warn_of_size(arguments, call["height"], call["width"], call["num_frames"])
@@ -72,7 +68,10 @@ def load_pipeline(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dic
 
 
 def load_sampler(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[str, object]]:
-    """Return the pipeline with the few-step sampler, and the arguments of its call that do not depend on a prompt."""
+    """Return the pipeline with its sampler, and the arguments of its call that do not depend on a prompt.
+
+    Sets ``arguments.steps`` if it is not given.
+    """
     device = choose_device(arguments)
     dtype = choose_dtype(arguments, device)
     sparse = is_sparse(arguments)
@@ -87,14 +86,21 @@ def load_sampler(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict
     of_shapes = arguments.model is None or arguments.command == "evaluate"
     size = (embedded.HEIGHT, embedded.WIDTH, embedded.FRAMES) if of_shapes else _default_size(pipe)
     height, width, frames = (default if value is None else value for value, default in zip(given, size, strict=True))
-    _install_sampler(pipe, arguments)
+    guided = _install(pipe, arguments)
     pipe.set_progress_bar_config(disable=None)  # none where stderr is a file
     if arguments.offload:
         pipe.enable_model_cpu_offload(device=device)
     else:
         pipe.to(device)
-    # Few-step models have the guidance distilled into them.
-    return pipe, {"height": height, "width": width, "num_frames": frames, "guidance_scale": 1.0}
+    return pipe, {"height": height, "width": width, "num_frames": frames, **guided}
+
+
+def _install(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> dict[str, object]:
+    """Install the sampler. Return the call's arguments about guidance, and set ``arguments.steps`` if not given."""
+    install_sampler(pipe, arguments)
+    if arguments.steps is None:
+        arguments.steps = default_steps(pipe)
+    return guidance(pipe, arguments)
 
 
 def build_case(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[str, object]]:
@@ -108,7 +114,7 @@ def build_case(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[s
     add_structure(pipe)
     if is_sparse(arguments):
         add_random_projections(pipe)
-    _install_sampler(pipe, arguments)
+    guided = _install(pipe, arguments)
     pipe.set_progress_bar_config(disable=None)
     size = {
         "height": arguments.height or case.height,
@@ -116,7 +122,7 @@ def build_case(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[s
         "num_frames": arguments.frames or case.frames,
     }
     inputs = structured_inputs(pipe, **size, seed=arguments.seed)
-    return pipe, {**inputs, **size, "guidance_scale": 1.0, "num_inference_steps": arguments.steps}
+    return pipe, {**inputs, **size, **guided, "num_inference_steps": arguments.steps}
 
 
 def _choose_prompt(arguments: argparse.Namespace) -> str:
@@ -130,36 +136,13 @@ def warn_of_prompts(arguments: argparse.Namespace, prompts: Sequence[str]) -> No
     """Warn if the embedded model gets other prompts than it has learned."""
     outside = [prompt for prompt in prompts if grammar.parse_caption(prompt) is None]
     if arguments.model is None and outside:
-        _warn(arguments, _outside_grammar(outside))
+        warn(arguments, _outside_grammar(outside))
 
 
 def warn_of_size(arguments: argparse.Namespace, height: int, width: int, frames: int) -> None:
     """Warn if the embedded model gets another size than it has learned."""
     if arguments.model is None and (height, width, frames) != (embedded.HEIGHT, embedded.WIDTH, embedded.FRAMES):
-        _warn(arguments, _another_size(height, width, frames))
-
-
-def _warn(arguments: argparse.Namespace, message: str) -> None:
-    if not _noted(arguments, message):
-        print(f"turbo-rcm {arguments.command}: warning: {message}", file=sys.stderr)
-
-
-def _noted(arguments: argparse.Namespace, message: str) -> bool:
-    """Add the message to ``arguments.notes`` and return True, or return False if there are no notes.
-
-    The page of `demo` has notes.
-    """
-    if not hasattr(arguments, "notes"):
-        return False
-    arguments.notes.append(message)
-    return True
-
-
-def _unknown_distillation(model: str) -> str:
-    return (
-        f"the name and files of --model {model} do not say how it was distilled; it is sampled as rCM. If it is "
-        f"another, name it with --recipe: {recipe_names()}."
-    )
+        warn(arguments, _another_size(height, width, frames))
 
 
 def _another_size(height: int, width: int, frames: int) -> str:
@@ -182,44 +165,6 @@ def _outside_grammar(prompts: Sequence[str]) -> str:
         f"a [{size}] {colour} {shape} moves {direction} [{speed}]. Two of different colours are joined by 'while'; "
         f"', on {background}' may end the caption."
     )
-
-
-def _install_sampler(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> None:
-    """Install the sampler that the options or else the model ask for, and set ``arguments.steps`` if not given."""
-    try:
-        if arguments.model is None or arguments.sigma_max is not None:  # an option of rCM's scheduler
-            _use_rcm(pipe, arguments)
-        else:
-            _use_distilled(pipe, arguments)
-        for steps in step_counts(arguments):
-            pipe.scheduler.set_timesteps(steps)
-    except (ValueError, ImportError) as error:
-        raise CommandError(str(error)) from error
-
-
-def _use_distilled(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> None:
-    file, scale = getattr(arguments, "lora", None) or (None, 1.0)
-    second = getattr(arguments, "lora_2", None)
-    source = file if second is None else (file, second)
-    try:
-        handle = use_distilled(pipe, source, getattr(arguments, "recipe", None), scale)
-    except NotRecognised:
-        _warn(arguments, _unknown_distillation(arguments.model))
-        _use_rcm(pipe, arguments)
-        return
-    if not _noted(arguments, str(handle)):
-        print(handle, end="\n\n")
-    if arguments.steps is None:
-        arguments.steps = len(pipe.scheduler.timesteps)
-
-
-def _use_rcm(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> None:
-    sigma_max = arguments.sigma_max
-    if sigma_max is None and arguments.image is not None:
-        sigma_max = RECIPES["rcm-i2v"].sigma_max
-    use_rcm(pipe, sigma_max=sigma_max)
-    if arguments.steps is None:
-        arguments.steps = RCM_STEPS
 
 
 def _load_model(arguments: argparse.Namespace, dtype: torch.dtype) -> DiffusionPipeline:
@@ -248,8 +193,7 @@ def _size_rules_of(pipe: DiffusionPipeline) -> SizeRules:
 
 def _default_size(pipe: DiffusionPipeline) -> tuple[int, int, int]:
     """Return the height, width and frames that a call of the pipeline has by default."""
-    parameters = inspect.signature(type(pipe).__call__).parameters
-    return tuple(parameters[name].default for name in ("height", "width", "num_frames"))
+    return tuple(default_of(pipe, name) for name in ("height", "width", "num_frames"))
 
 
 def _load_image(path: Path):

@@ -1,0 +1,109 @@
+"""The sampler and the guidance of a command's pipeline: those that the options ask for, or that its model has."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+
+from diffusers import DiffusionPipeline
+
+from ..patching import use_distilled, use_rcm
+from ..patching.sampling.use_distilled import NotRecognised
+from ..recipes import RCM_STEPS, recipe_names
+from ..scheduler import FewStepScheduler
+from .checks import OWN_SAMPLER, step_counts
+from .errors import CommandError
+
+
+def install_sampler(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> None:
+    """Install the few-step sampler that the options ask for, or that the model is known to be distilled for.
+
+    All other models keep the pipeline's own scheduler.
+    """
+    guided = arguments.guidance is not None
+    try:
+        if arguments.model is None or arguments.sigma_max is not None:  # an option of rCM's scheduler
+            use_rcm(pipe, sigma_max=arguments.sigma_max, classifier_free_guidance=guided)
+        else:
+            _use_distilled(pipe, arguments, guided)
+        for steps in step_counts(arguments):
+            pipe.scheduler.set_timesteps(default_steps(pipe) if steps is None else steps)
+    except (ValueError, ImportError) as error:
+        raise CommandError(str(error)) from error
+
+
+def default_steps(pipe: DiffusionPipeline) -> int:
+    """Return the number of steps that the model was distilled to, or a call's own default."""
+    if not isinstance(pipe.scheduler, FewStepScheduler):
+        return default_of(pipe, "num_inference_steps")
+    sigmas = pipe.scheduler.config.get("sigmas")
+    return len(sigmas) if sigmas else RCM_STEPS
+
+
+def guidance(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> dict[str, object]:
+    """Return the call's arguments about guidance. Few-step models have it distilled into them: 1 is their default.
+
+    Raises CommandError for an option that the call would ignore.
+    """
+    scale = arguments.guidance
+    if scale is None:
+        scale = 1.0 if isinstance(pipe.scheduler, FewStepScheduler) else default_of(pipe, "guidance_scale")
+    if arguments.guidance_2 is not None and pipe.config.get("boundary_ratio") is None:
+        raise CommandError(f"--model {arguments.model} has no second transformer; leave --guidance-2 out.")
+    more = {"guidance_scale_2": arguments.guidance_2, "negative_prompt": arguments.negative_prompt}
+    given = {name: value for name, value in more.items() if value is not None}
+    for name in given if scale <= 1 else ():
+        option = "--guidance-2" if name == "guidance_scale_2" else "--negative-prompt"
+        raise CommandError(f"{option} has an effect only with --guidance above 1, and it is {scale:g}; leave it out.")
+    return {"guidance_scale": scale, **given}
+
+
+def default_of(pipe: DiffusionPipeline, name: str) -> object:
+    """Return the default of an argument of the pipeline's call."""
+    return inspect.signature(type(pipe).__call__).parameters[name].default
+
+
+def warn(arguments: argparse.Namespace, message: str) -> None:
+    """Print a warning to stderr, or add it to ``arguments.notes``, which the page of `demo` has."""
+    if not _noted(arguments, message):
+        print(f"turbo-rcm {arguments.command}: warning: {message}", file=sys.stderr)
+
+
+def tell(arguments: argparse.Namespace, message: str) -> None:
+    """Print a message, or add it to ``arguments.notes``."""
+    if not _noted(arguments, message):
+        print(message, end="\n\n")
+
+
+def _noted(arguments: argparse.Namespace, message: str) -> bool:
+    """Add the message to ``arguments.notes`` and return True, or return False if there are no notes."""
+    if not hasattr(arguments, "notes"):
+        return False
+    arguments.notes.append(message)
+    return True
+
+
+def _use_distilled(pipe: DiffusionPipeline, arguments: argparse.Namespace, guided: bool) -> None:
+    file, scale = getattr(arguments, "lora", None) or (None, 1.0)
+    second = getattr(arguments, "lora_2", None)
+    recipe = getattr(arguments, "recipe", None)
+    if recipe == OWN_SAMPLER:
+        if not isinstance(pipe.scheduler, FewStepScheduler):
+            tell(arguments, _own_sampler(pipe, arguments.model) + ".")
+            return
+        recipe = None  # a saved few-step sampler is the pipeline's own
+    source = file if second is None else (file, second)
+    try:
+        tell(arguments, str(use_distilled(pipe, source, recipe, scale, classifier_free_guidance=guided)))
+    except NotRecognised:
+        option = f"--recipe: {recipe_names()}" if hasattr(arguments, "recipe") else "--sigma-max, for rCM"
+        own = _own_sampler(pipe, arguments.model)
+        tell(arguments, f"{own}: its name and files name no few-step distillation. If it is distilled, give {option}.")
+
+
+def _own_sampler(pipe: DiffusionPipeline, model: str) -> str:
+    return (
+        f"--model {model} is sampled by its own {type(pipe.scheduler).__name__}, by default in {default_steps(pipe)} "
+        f"steps with guidance {default_of(pipe, 'guidance_scale'):g}"
+    )
