@@ -134,13 +134,25 @@ def test_a_users_partial_keeps_its_keywords_in_a_copy():
     assert torch.equal(output_of(copy.deepcopy(model)), output_of(model))
 
 
-def test_a_copy_whose_hooks_were_removed_can_be_patched_again():
+def test_a_copy_under_a_later_hook_can_be_restored():
+    model = tiny_wan_transformer()
+    expected = output_of(model)
+    trp.patch(model)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    twin = copy.deepcopy(model)
+    trp.restore(twin)
+    assert torch.equal(output_of(twin), expected)
+    assert torch.allclose(output_of(model), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, through_pickle])
+def test_a_copy_whose_hooks_were_removed_can_be_patched_again(make):
     model = tiny_wan_transformer()
     hooks = HookRegistry.check_if_exists_or_initialize(model)
     hooks.register_hook(ModelHook(), "a hook")
     trp.patch(model)
     hooks.remove_hook("a hook")
-    twin = copy.deepcopy(model)
+    twin = make(model)
     trp.restore(twin)
     with trp.patch(twin):
         assert torch.allclose(output_of(twin), output_of(model), rtol=1e-5, atol=1e-6)

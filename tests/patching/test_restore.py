@@ -2,7 +2,9 @@
 
 import copy
 import filecmp
+import functools
 from dataclasses import replace
+from types import MethodType
 
 import accelerate
 import pytest
@@ -171,6 +173,53 @@ def test_restoring_over_a_replaced_forward_is_an_error(name):
     assert patch.active
     model.blocks[0].forward = inner
     patch.restore()
+
+
+def with_cache(model):
+    """Wrap a forward as cache-dit's enable_cache does, and return a function that unwraps it as disable_cache does."""
+    original = model.forward
+    model.forward = functools.partial(lambda model, *args, **options: original(*args, **options), model)
+
+    def disable_cache():
+        model.forward = original.__get__(model)
+
+    return disable_cache
+
+
+@pytest.mark.parametrize("first_off", ["patch", "cache"])
+def test_a_cache_that_binds_the_forward_again_when_it_goes(first_off):
+    model = tiny_family_transformer("wan")
+    expected = output_of("wan", model)
+    patch = trp.patch(model)
+    disable_cache = with_cache(model)
+    assert relative_error(output_of("wan", model), expected) <= 1e-5
+    if first_off == "patch":
+        with pytest.raises(trp.PatchError, match="take the replacement off first"):
+            patch.restore()
+    disable_cache()
+    assert is_fused(model)
+    assert relative_error(output_of("wan", model), expected) <= 1e-5
+    patch.restore()
+    assert torch.equal(output_of("wan", model), expected)
+
+
+@pytest.mark.parametrize("preset", ["exact", "quantized"])
+def test_all_that_a_patch_binds_are_bound_methods(preset):
+    pipe = tiny_wan_pipeline()
+    before = {thing: dict(vars(thing)) for thing in bound_in(pipe)}
+    with trp.use_rcm(pipe), trp.patch(pipe, preset):
+        for thing, attributes in before.items():
+            new = {name: value for name, value in vars(thing).items() if attributes.get(name) is not value}
+            methods = [value for value in new.values() if callable(value) and not isinstance(value, torch.nn.Module)]
+            assert methods or thing not in (pipe, pipe.video_processor, *pipe.transformer.blocks)
+            for method in methods:
+                assert type(method) is MethodType
+                assert method.__self__ is thing
+                assert method.__get__(thing) == method
+
+
+def bound_in(pipe):
+    return [pipe, pipe.video_processor, *pipe.transformer.modules(), *pipe.vae.modules()]
 
 
 @every_family

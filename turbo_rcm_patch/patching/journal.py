@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from types import MethodType
 from typing import NamedTuple
 
@@ -12,14 +11,12 @@ import torch
 from ..plain import function_bound_to, is_original
 
 
-def bind(forward: Callable, module: torch.nn.Module) -> Callable:
-    """Return ``forward`` with the module as its first argument.
+def bind(forward: Callable, module: object) -> MethodType:
+    """Return a method of the object that runs ``forward``.
 
-    Unlike a bound method the result can be pickled. It has a ``__func__`` because accelerate reads that.
+    `reduce_ex` (copying.py) pickles methods that an object holds. Elsewhere they cannot be pickled.
     """
-    bound = partial(forward, module)
-    bound.__func__ = forward
-    return bound
+    return MethodType(forward, module)
 
 
 class _ABSENT:
@@ -55,6 +52,28 @@ class _Entry(NamedTuple):
             return True  # inside PEFT's layer
         function = function_bound_to(self.module, found)
         return found is self.value or (function is not None and function is function_bound_to(self.module, self.value))
+
+    def __reduce__(self) -> tuple:
+        """Pickle methods of the module by their functions."""
+        values = (_Method.of(self.module, value) for value in (self.value, self.before))
+        return _entry, (self.module, self.kind, self.name, *values)
+
+
+class _Method(NamedTuple):
+    """A method of an entry's module, as it is pickled."""
+
+    function: Callable
+
+    @classmethod
+    def of(cls, module: torch.nn.Module, value: object) -> object:
+        """Return a value as it is pickled."""
+        function = function_bound_to(module, value)
+        return value if function is None else cls(function)
+
+
+def _entry(module: torch.nn.Module, kind: str, name: str, *values: object) -> _Entry:
+    """Return the entry that was pickled."""
+    return _Entry(module, kind, name, *(bind(v.function, module) if isinstance(v, _Method) else v for v in values))
 
 
 class _Call(NamedTuple):
@@ -158,8 +177,8 @@ def _hook_slots(entry: _Entry) -> list[tuple[object, str]]:
     module, forward = entry.module, entry.value
     if entry.kind != "__dict__":
         return []
-    slots = [(module, "_old_forward")] if module.__dict__.get("_old_forward") is forward else []
+    slots = [(module, "_old_forward")] if module.__dict__.get("_old_forward") == forward else []
     registry = module.__dict__.get("_diffusers_hook")
     for reference in registry._fn_refs if registry is not None else ():
-        slots += [(reference, name) for name in ("forward", "original_forward") if getattr(reference, name) is forward]
+        slots += [(reference, name) for name in ("forward", "original_forward") if getattr(reference, name) == forward]
     return slots

@@ -17,6 +17,7 @@ from PIL import Image
 
 from ....config import PatchConfig
 from ....plain import function_bound_to, is_original
+from ...copying import reduce_ex
 from ...journal import Journal, bind
 
 PATCHED = "postprocess_video"
@@ -33,6 +34,7 @@ def patch_video_output(journal: Journal, target: object, config: PatchConfig) ->
     """
     processor = getattr(target, "video_processor", None)
     if config.vae and processor is not None and _why_not_ours(processor, (PATCHED, *READ)) is None:
+        journal.set(processor, "__reduce_ex__", bind(reduce_ex, processor))
         journal.set(processor, PATCHED, bind(postprocess_video, processor))
 
 
