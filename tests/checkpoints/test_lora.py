@@ -7,7 +7,7 @@ import torch
 
 from tests import lora_files
 from tests.tiny_wan import tiny_wan_transformer
-from turbo_rcm_patch.checkpoints.lora import METADATA, looks_like_lora, read_lora
+from turbo_rcm_patch.checkpoints.lora import looks_like_lora, read_lora
 
 IMAGE = {"image_dim": 4, "added_kv_proj_dim": "inner", "in_channels": 36}
 
@@ -71,7 +71,7 @@ def test_alphas_and_biases_that_diffusers_saves():
     bias = torch.randn(128)
     file.tensors["transformer.blocks.0.attn1.to_k.lora_B.bias"] = bias
     saved = {"transformer.lora_alpha": 16, "transformer.alpha_pattern": {"^blocks.0.attn1.to_q": 8}}
-    lora = read_lora(file.tensors, model, {METADATA: json.dumps(saved)})
+    lora = read_lora(file.tensors, model, {"lora_adapter_metadata": json.dumps(saved)})
     assert lora.pairs["blocks.0.attn1.to_q"].scale == 0.25
     assert lora.pairs["blocks.1.attn1.to_q"].scale == 0.5
     torch.testing.assert_close(lora.differences["blocks.0.attn1.to_k.bias"], 0.5 * bias)
@@ -108,7 +108,6 @@ def test_what_is_not_used_is_named_key_by_key():
     image = lora_files.lightx2v(tiny_wan_transformer(**IMAGE), 32)
     of_image = {key: t for key, t in image.tensors.items() if "_img" in key or "img_emb" in key}
     odd = {
-        "diffusion_model.blocks.0.self_attn.q.dora_scale": torch.ones(1),
         "diffusion_model.blocks.0.ffn.7.diff": torch.ones(1),
         "diffusion_model.head.head.lora_up.weight": torch.ones(64, 32),
         "step": torch.ones(1),
@@ -117,7 +116,6 @@ def test_what_is_not_used_is_named_key_by_key():
     assert_holds(lora, file)
     reasons = {
         **dict.fromkeys(of_image, "the model takes no image"),
-        "diffusion_model.blocks.0.self_attn.q.dora_scale": "DoRA is not supported",
         "diffusion_model.blocks.0.ffn.7.diff": "the model has no module of this name",
         "diffusion_model.head.head.lora_up.weight": "the other matrix of its pair is missing",
         "step": "unknown kind of key",

@@ -12,12 +12,14 @@ from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from safetensors import SafetensorError, safe_open
 
 from .lazy import SUFFIXES, open_tensors
+from .peft_config import PEFT_FILE
 
 Source = str | Path
 
 COMPONENTS = ("transformer", "transformer_2")  # a pipeline's transformers and their folders, high-noise first
 HUB_ID = re.compile(r"^[\w-][\w.-]*/[\w-][\w.-]*(/.+)?$")  # perhaps with a path in the repository
 EXPERTS = ("high", "low")  # words in the names of Wan 2.2's two files
+PEFT_STEM = "adapter_model"  # how PEFT names the file of matrices beside its configuration
 
 
 def find_files(source: Source | Sequence[Source], experts: int) -> list[Path]:
@@ -47,13 +49,20 @@ def experts_in(name: str) -> set[str]:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return all tensors of a file, on the CPU, and its metadata. Raises ValueError for a file that cannot be read."""
+    """Return all tensors of a file, on the CPU, and its metadata. Raises ValueError for a file that cannot be read.
+
+    The metadata of a file that PEFT wrote has its configuration, which is in a file beside it, under that file's name.
+    """
     with open_tensors(path) as tensors:
         content = {name: tensor.load() for name, tensor in tensors.items()}
-    if path.suffix != ".safetensors":
-        return content, {}
-    with safe_open(path, framework="pt") as file:
-        return content, file.metadata() or {}
+    metadata = {}
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+    beside = path.with_name(PEFT_FILE)
+    if beside.is_file() and (path.stem == PEFT_STEM or all(name.startswith("base_model.model.") for name in content)):
+        metadata = {**metadata, PEFT_FILE: beside.read_text(encoding="utf-8", errors="replace")}
+    return content, metadata
 
 
 def keys_of_model(source: str, subfolder: str) -> set[str]:
@@ -99,10 +108,14 @@ class _Repository:
     def __init__(self, name: str):
         self.title = name
         self._id, path = _split_id(name)
-        files = HfApi().list_repo_files(self._id)
-        self.names = [path] if path in files else [f for f in files if str(PurePosixPath(f).parent) == (path or ".")]
+        self._files = HfApi().list_repo_files(self._id)
+        in_folder = [file for file in self._files if str(PurePosixPath(file).parent) == (path or ".")]
+        self.names = [path] if path in self._files else in_folder
 
     def get(self, name: str) -> Path:
+        beside = str(PurePosixPath(name).with_name(PEFT_FILE))
+        if beside in self._files:
+            hf_hub_download(self._id, beside)
         return Path(hf_hub_download(self._id, name))
 
 

@@ -1,14 +1,15 @@
 """Read a LoRA file under diffusers' names: matrix pairs, and whole differences of other parameters.
 
-    down [r, in], up [out, r], alpha     W += alpha/r · up @ down; without alpha, up @ down
+    down [r, in], up [out, r], alpha     W += alpha/r · up @ down
     diff, diff_b, diff_m                 added to a weight, a bias, a modulation
 
-Names may have the prefix of any tool, or none (names.py).
+A module's alpha is a tensor beside its matrices, or in PEFT's configuration (peft_config.py). Without either, alpha is
+taken as r. Names may have the prefix of any tool, or none (names.py).
 """
 
 from __future__ import annotations
 
-import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,21 +19,34 @@ import torch
 from torch import nn
 
 from .names import ModelNames
+from .peft_config import PeftConfig
 
 _PREFIX = re.compile(
     r"^(model\.diffusion_model\.|diffusion_model\.|base_model\.model\.|transformer\.|model\.|lora_unet_)"
 )
+# PEFT puts the adapter's name into a key, unless it saves the adapter itself: lora_A.default.weight.
 _PARTS = {
-    "down": (".lora_down.weight", ".lora_A.weight", ".lora_A.default.weight", ".lora.down.weight"),
-    "up": (".lora_up.weight", ".lora_B.weight", ".lora_B.default.weight", ".lora.up.weight"),
-    "up_bias": (".lora_B.bias", ".lora_B.default.bias"),
-    "alpha": (".alpha",),
-    "weight": (".diff",),
-    "bias": (".diff_b",),
-    "modulation": (".diff_m",),
+    part: re.compile(ending)
+    for part, ending in {
+        "down": r"\.(lora_down|lora\.down|lora_A)(\.(?!weight$|bias$)\w+)?(\.weight)?$",
+        "up": r"\.(lora_up|lora\.up|lora_B)(\.(?!weight$|bias$)\w+)?(\.weight)?$",
+        "up_bias": r"\.(lora_up|lora_B)(\.\w+)?\.bias$",
+        "alpha": r"\.(lora_)?alpha$",
+        "weight": r"\.diff$",
+        "bias": r"\.diff_b$",
+        "modulation": r"\.diff_m$",
+    }.items()
 }
 _DIFFERENCES = ("weight", "bias", "modulation")
-METADATA = "lora_adapter_metadata"  # where diffusers notes the alphas of a file that it saves
+# Kinds of files that hold more, or others, than pairs of matrices. A part of such a file alone means nothing.
+_OTHER_KINDS = {
+    "a DoRA": re.compile(r"\.(dora_scale|lora_magnitude_vector)(\.|$)"),
+    "a LoKr": re.compile(r"\.lokr_"),
+    "a LoHa": re.compile(r"\.hada_"),
+    "an OFT": re.compile(r"\.b?oft_"),
+    "a LoCon of three matrices": re.compile(r"\.lora_mid\."),
+    "a LoRA in 8 bits with scales": re.compile(r"\.(scale_weight|weight_scale|comfy_quant)$"),
+}
 _SHOWN = 4  # the number of keys that an error lists
 
 
@@ -59,12 +73,14 @@ class Lora:
     pairs: matrix pairs by diffusers' name of their linear.
     differences: differences by diffusers' name of their parameter, in its shape.
     unused: keys that are not used, with the reasons.
+    assumed: the number of pairs for which no alpha is given anywhere, so that it is taken as their rank.
     has_alpha, has_differences: True if the file has alphas, or differences.
     """
 
     pairs: dict[str, Pair] = field(default_factory=dict)
     differences: dict[str, torch.Tensor] = field(default_factory=dict)
     unused: dict[str, str] = field(default_factory=dict)
+    assumed: int = 0
     has_alpha: bool = False
     has_differences: bool = False
 
@@ -77,29 +93,36 @@ class Lora:
 def read_lora(tensors: Mapping[str, torch.Tensor], model: nn.Module, metadata: Mapping[str, str] | None = None) -> Lora:
     """Return the contents of a LoRA file for a Wan transformer, which may be patched and have LoRA layers.
 
-    metadata: the safetensors file's metadata, or None.
+    metadata: the safetensors file's metadata with PEFT's configuration, or None (`read_tensors`).
 
-    Raises ValueError if the file has no LoRA, if it has a weight twice with different values, or if shapes do not fit
-    the model. The error lists all such shapes. A second copy with equal values is unused.
+    Raises ValueError if the file has no LoRA, if it is of another kind such as DoRA, if it has a weight twice with
+    different values, or if shapes do not fit the model. The error lists all such shapes. A second copy with equal
+    values is unused.
     """
-    names, lora, misfits = ModelNames(model), Lora(), []
-    grouped, saved = _grouped(tensors, names, lora), json.loads((metadata or {}).get(METADATA, "{}"))
+    names, lora, misfits, config = ModelNames(model), Lora(), [], PeftConfig(metadata or {})
+    for key in tensors:
+        if (kind := _other_kind(key)) is not None:
+            raise ValueError(
+                f"it is {kind} ({key}), which is not supported; merge it into its model with the tool that trained it, "
+                "and load that model"
+            )
+    grouped = _grouped(tensors, names, lora)
     for name, parts in grouped.items():
-        _Entry(name, parts, names, lora, misfits).add(_alpha_in(saved, name))
+        _Entry(name, parts, names, lora, misfits).add(config)
+    lora.unused.update(dict.fromkeys(config.unknown, "unknown setting of PEFT"))
     if not grouped:
         raise ValueError(f"it holds no LoRA, only {_some(list(tensors))}")
     if misfits:
         raise ValueError(f"it does not fit the {type(model).__name__}: {_some(misfits, '; ')}")
     if not lora.pairs and not lora.differences:
         raise ValueError(f"none of its keys fit a {type(model).__name__}: {_some(list(lora.unused))}")
-    lora.has_alpha = any("alpha" in parts for parts in grouped.values())
     lora.has_differences = any(set(_DIFFERENCES) & set(parts) for parts in grouped.values())
     return lora
 
 
 def looks_like_lora(keys) -> bool:
-    """True if any of these keys belongs to a LoRA."""
-    return any(_part_of(key) is not None for key in keys)
+    """True if any of these keys belongs to a LoRA, or to a kind of it that is not supported."""
+    return any(_part_of(key) or _other_kind(key) for key in keys)
 
 
 Parts = dict[str, tuple[str, torch.Tensor]]  # by "down", "up", ...: the key in the file, and its tensor
@@ -113,7 +136,7 @@ def _grouped(tensors: Mapping[str, torch.Tensor], names: ModelNames, lora: Lora)
     for key, tensor in tensors.items():
         found = _part_of(key)
         if found is None:
-            lora.unused[key] = "DoRA is not supported" if "dora_scale" in key else "unknown kind of key"
+            lora.unused[key] = "unknown kind of key"
             continue
         stem, part = found
         name = names.canonical(_without_prefix(stem))
@@ -137,19 +160,25 @@ def _parameter(names: ModelNames, name: str, part: str) -> str | None:
 def _are_same(tensors: Mapping[str, torch.Tensor], known: str, key: str) -> bool:
     """True if two keys of the same part hold the same values. For matrices, both or neither must have an alpha."""
     (stem, part), (known_stem, _) = _part_of(key), _part_of(known)
-    if part in ("down", "up") and (f"{stem}.alpha" in tensors) != (f"{known_stem}.alpha" in tensors):
+    if part in ("down", "up") and _has_alpha(tensors, stem) != _has_alpha(tensors, known_stem):
         return False
     one, other = tensors[known], tensors[key]
     return one.shape == other.shape and torch.equal(one.float(), other.float())
 
 
+def _has_alpha(tensors: Mapping[str, torch.Tensor], stem: str) -> bool:
+    return f"{stem}.alpha" in tensors or f"{stem}.lora_alpha" in tensors
+
+
 def _part_of(key: str) -> tuple[str, str] | None:
     """Return a key without its ending, and the part that the ending stands for, or None for other keys."""
-    for part, suffixes in _PARTS.items():
-        for suffix in suffixes:
-            if key.endswith(suffix):
-                return key.removesuffix(suffix), part
-    return None
+    found = ((key[: match.start()], part) for part, ending in _PARTS.items() if (match := ending.search(key)))
+    return next(found, None)
+
+
+def _other_kind(key: str) -> str | None:
+    """Return the kind of adapter that a key belongs to if it is not a LoRA of pairs, or None."""
+    return next((kind for kind, pattern in _OTHER_KINDS.items() if pattern.search(key)), None)
 
 
 def _without_prefix(name: str) -> str:
@@ -158,26 +187,19 @@ def _without_prefix(name: str) -> str:
     return name
 
 
-def _alpha_in(saved: Mapping[str, object], name: str) -> float | None:
-    """Return a module's alpha from diffusers' metadata, or None."""
-    default = saved.get("transformer.lora_alpha")
-    patterns = saved.get("transformer.alpha_pattern") or {}
-    return next((alpha for end, alpha in patterns.items() if re.search(rf"(^|\.){end.lstrip('^')}$", name)), default)
-
-
 class _Entry:
     """Puts one module's parts of a file into a `Lora`."""
 
     def __init__(self, name: str, parts: Parts, names: ModelNames, lora: Lora, misfits: list[str]):
         self._name, self._parts, self._names, self._lora, self._misfits = name, parts, names, lora, misfits
 
-    def add(self, default_alpha: float | None) -> None:
+    def add(self, config: PeftConfig) -> None:
         if self._names.block_beyond(self._name):
             self._misfits.append(
                 f"{self._first_key()} is for a block that the model lacks; it has {self._names.blocks}"
             )
             return
-        pair = self._pair(default_alpha)
+        pair = self._pair(config)
         for part in _DIFFERENCES:
             if part in self._parts:
                 key, difference = self._parts[part]
@@ -189,7 +211,7 @@ class _Entry:
     def _first_key(self) -> str:
         return next(iter(self._parts.values()))[0]
 
-    def _pair(self, default_alpha: float | None) -> Pair | None:
+    def _pair(self, config: PeftConfig) -> Pair | None:
         given = [self._parts[part][0] for part in ("down", "up", "alpha", "up_bias") if part in self._parts]
         if not given:
             return None
@@ -200,29 +222,51 @@ class _Entry:
             self._lora.unused.update(dict.fromkeys(given, reason))
             return None
         (down_key, down), (up_key, up) = self._parts["down"], self._parts["up"]
-        alpha = float(self._parts["alpha"][1]) if "alpha" in self._parts else default_alpha
         target = self._names.modules[module]
         if not self._fits(target, down_key, down, up_key, up):
             return None
+        scale = self._scale(config, (_without_prefix(_part_of(down_key)[0]), module), len(down))
         # Some tools write a linear's matrices as a convolution's, with trailing dimensions of 1.
-        pair = Pair(down.flatten(1), up.flatten(1), 1.0 if alpha is None else alpha / len(down))
+        pair = Pair(down.flatten(1), up.flatten(1), scale)
         if isinstance(target, nn.Linear):
             self._lora.pairs[module] = pair
         else:  # a convolution: peft's layer for it differs between versions
             self._add_difference(down_key, pair.product(), "weight")
         return pair
 
+    def _scale(self, config: PeftConfig, names: tuple[str, ...], rank: int) -> float:
+        """Return a pair's strength. names: its module's name in the file and diffusers' name."""
+        given = self._parts.get("alpha")
+        scale = config.scale(names, rank) if given is None else self._alpha(*given) / rank
+        if scale is None:
+            self._lora.assumed += 1
+            return 1.0
+        self._lora.has_alpha = True
+        return scale
+
+    def _alpha(self, key: str, alpha: torch.Tensor) -> float:
+        if alpha.numel() == 1 and math.isfinite(alpha):
+            return float(alpha)
+        self._misfits.append(f"{key} is {alpha.tolist() if alpha.numel() < 5 else list(alpha.shape)}, not one number")
+        return 1.0
+
     def _fits(self, target: nn.Module, down_key: str, down: torch.Tensor, up_key: str, up: torch.Tensor) -> bool:
         if isinstance(target, nn.Linear):
             inputs, outputs = target.in_features, target.out_features
         else:
             outputs, inputs = len(target.weight), target.weight[0].numel()
-        before = len(self._misfits)
-        if down.dim() < 2 or down[0].numel() != inputs:
+        before, rank = len(self._misfits), len(down) if down.dim() else 0
+        if down.dim() < 2 or rank == 0 or down[0].numel() != inputs:
             self._misfits.append(f"{down_key} is {list(down.shape)}, the model takes [rank, {inputs}]")
-        if up.dim() < 2 or up[0].numel() != len(down) or len(up) != outputs:
-            self._misfits.append(f"{up_key} is {list(up.shape)}, the model takes [{outputs}, {len(down)}]")
+        if up.dim() < 2 or up.shape[0] != outputs or up[0].numel() != rank:
+            self._misfits.append(f"{up_key} is {list(up.shape)}, the model takes [{outputs}, {rank or 'rank'}]")
+        for key, matrix in ((down_key, down), (up_key, up)):
+            self._check_dtype(key, matrix)
         return len(self._misfits) == before
+
+    def _check_dtype(self, key: str, tensor: torch.Tensor) -> None:
+        if not tensor.is_floating_point():
+            self._misfits.append(f"{key} holds {str(tensor.dtype).removeprefix('torch.')}, not floating-point numbers")
 
     def _add_difference(self, key: str, difference: torch.Tensor, part: str) -> None:
         parameter = self._names.parameter(self._name, part)
@@ -235,6 +279,7 @@ class _Entry:
         if _without_ones(difference.shape) not in (_without_ones(shape), [shape[0], shape[1:].numel()]):
             self._misfits.append(f"{key} is {list(difference.shape)}, the model takes {list(shape)}")
             return
+        self._check_dtype(key, difference)
         difference = difference.reshape(shape)
         known = self._lora.differences.get(parameter)
         self._lora.differences[parameter] = difference if known is None else known.float() + difference.float()

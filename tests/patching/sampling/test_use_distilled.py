@@ -125,7 +125,10 @@ def test_what_it_tells(tmp_path, caplog):
     assert first == (
         f"lightx2v (named {LIGHTX2V}): 4 steps (euler) at timesteps 1000, 937.5, 833.3, 625, guidance_scale 1"
     )
-    assert second == f"transformer: {LIGHTX2V}, 25 linears of rank 64, 44 differences, scale 0.5"
+    assert (
+        second
+        == f"transformer: {LIGHTX2V}, 25 linears of rank 64, no alpha (alpha = rank assumed), 44 differences, scale 0.5"
+    )
     assert [(record.levelname, record.message) for record in caplog.records] == [("INFO", f"use_distilled: {handle}")]
     caplog.clear()
 

@@ -226,11 +226,19 @@ class DistilledHandle(FewStepHandle):
         for name, (path, lora) in files.items():
             ranks = ", ".join(map(str, lora.ranks))
             lines.append(
-                f"{name}: {path.name}, {len(lora.pairs)} linears of rank {ranks or '-'}, "
+                f"{name}: {path.name}, {len(lora.pairs)} linears of rank {ranks or '-'}, {_assumed(lora)}"
                 f"{self._loaded[name].differences} differences, scale {scale:g}"
             )
             lines += [f"  not used: {key} ({reason})" for key, reason in self._loaded[name].unused.items()]
         return lines
+
+
+def _assumed(lora: Lora) -> str:
+    """Return the words that say for which of a LoRA's matrices a strength is assumed, because no alpha is given."""
+    if not lora.assumed:
+        return ""
+    some = f"{lora.assumed} of them without alpha" if lora.has_alpha else "no alpha"
+    return f"{some} (alpha = rank assumed), "
 
 
 def _read(source: Source | Sequence[Source], models: _Models) -> _Files:
