@@ -109,6 +109,23 @@ def test_the_hub(folder, monkeypatch):
         find_files("offline/loras/missing", 1)
 
 
+def test_peft_s_configuration_on_the_hub_comes_with_its_matrices(tmp_path, monkeypatch):
+    listing = ["a/adapter_config.json", "a/adapter_model.safetensors", "b/lora.safetensors"]
+
+    def download(repository, name):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("{}")
+        return str(path)
+
+    monkeypatch.setattr(files.HfApi, "list_repo_files", lambda self, repository: listing)
+    monkeypatch.setattr(files, "hf_hub_download", download)
+    assert find_files("some/loras/a", 1) == [tmp_path / "a/adapter_model.safetensors"]
+    assert (tmp_path / "a/adapter_config.json").is_file()
+    assert find_files("some/loras/b/lora.safetensors", 1) == [tmp_path / "b/lora.safetensors"]
+    assert not (tmp_path / "b/adapter_config.json").exists()
+
+
 def test_tensors_and_metadata_of_either_kind(tmp_path):
     save_file({"x": torch.ones(2)}, tmp_path / "a.safetensors", metadata={"format": "pt"})
     tensors, metadata = read_tensors(tmp_path / "a.safetensors")

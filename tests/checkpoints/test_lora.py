@@ -1,6 +1,7 @@
 """LoRA files in every published format become the same pairs and differences."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -38,10 +39,55 @@ def test_lightx2v(rank, image):
     assert len(lora.pairs) == 2 * (12 if image else 10) + 5 + 2 * image
 
 
-@pytest.mark.parametrize("prefix", ["diffusion_model.", "", "model.diffusion_model.", "transformer."])
+PREFIXES = [
+    *(
+        "",
+        "diffusion_model.",
+        "model.diffusion_model.",
+        "transformer.",
+        "transformer_2.",
+        "pipe.dit.",
+        "model.",
+        "net.",
+    ),
+    *("transformer._orig_mod.", "_orig_mod.", "base_model.model._orig_mod.", "module._fsdp_wrapped_module."),
+    *("lora_unet__", "lora_unet_", "lycoris_", "lora_unet__orig_mod_"),
+]
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_the_prefixes_of_trainers(prefix):
+    file = lora_files.lightning(tiny_wan_transformer(layers=1), 4, prefix=prefix)
+    if prefix.endswith("_"):  # these trainers write all dots of a module's name as underscores
+        for key in list(file.tensors):
+            for theirs in lora_files.BLOCK:
+                key_there = key.replace(f"blocks.0.{theirs}.", f"blocks_0_{theirs.replace('.', '_')}.")
+                if key_there != key:
+                    file.tensors[key_there] = file.tensors.pop(key)
+    assert all(key.startswith(f"{prefix}blocks") for key in file.tensors)
+    lora = read_lora(file.tensors, file.model)
+    assert_holds(lora, file)
+    assert not lora.unused
+
+
+def test_wrappers_inside_of_names():
+    file = lora_files.lightning(tiny_wan_transformer(), 4)
+    for part in ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"):
+        wrapped = {re.sub(r"blocks\.(\d+)", rf"blocks.\1.{part}", key): t for key, t in file.tensors.items()}
+        assert_holds(read_lora(wrapped, file.model), file)
+
+
+@pytest.mark.parametrize("name", ["default", "style_2"])
+def test_the_name_of_peft_s_adapter_in_the_keys(name):
+    file = lora_files.diffusers(tiny_wan_transformer())
+    tensors = {key.replace(".weight", f".{name}.weight"): tensor for key, tensor in file.tensors.items()}
+    assert f"transformer.blocks.0.attn1.to_q.lora_A.{name}.weight" in tensors
+    assert_holds(read_lora(tensors, file.model), file)
+
+
 @pytest.mark.parametrize("alphas", [(8.0,), (8.0, 64.0, 1.0)])
-def test_lightning(prefix, alphas):
-    file = lora_files.lightning(tiny_wan_transformer(), 64, alphas, prefix=prefix)
+def test_lightning(alphas):
+    file = lora_files.lightning(tiny_wan_transformer(), 64, alphas)
     lora = read_lora(file.tensors, file.model)
     assert_holds(lora, file)
     assert {pair.scale for pair in lora.pairs.values()} == {alpha / 64 for alpha in alphas}
@@ -188,6 +234,56 @@ def test_shapes_that_do_not_fit_are_all_named():
         read_lora(lora_files.lightning(tiny_wan_transformer(layers=3)).tensors, tiny_wan_transformer())
     with pytest.raises(ValueError, match=r"norm3\.diff is \[64\], the model takes \[128\]"):
         read_lora({"blocks.0.norm3.diff": torch.ones(64)}, tiny_wan_transformer())
+
+
+@pytest.mark.parametrize(
+    ("key", "kind"),
+    [
+        ("diffusion_model.blocks.0.self_attn.q.lokr_w1", "a LoKr"),
+        ("lycoris_blocks_0_attn1_to_q.lokr_w2_a", "a LoKr"),
+        ("lora_unet_blocks_0_self_attn_q.hada_w1_a", "a LoHa"),
+        ("blocks.0.attn1.to_q.oft_R.weight", "an OFT"),
+        ("blocks.0.self_attn.q.lora_mid.weight", "a LoCon of three matrices"),
+        ("blocks.0.self_attn.q.lora_down.scale_weight", "a LoRA in 8 bits with scales"),
+    ],
+)
+def test_other_kinds_are_named_in_one_sentence(key, kind):
+    model = tiny_wan_transformer()
+    for others in ({}, lora_files.style(model).tensors):
+        tensors = {key: torch.ones(4, 4), **others}
+        assert looks_like_lora(tensors)
+        with pytest.raises(ValueError, match=rf"it is {kind} \({re.escape(key)}\), which is not supported; merge it"):
+            read_lora(tensors, model)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"lora_down.weight": torch.ones(0, 128)}, r"lora_down\.weight is \[0, 128\], the model takes \[rank, 128\]"),
+        ({"lora_down.weight": torch.tensor(1.0)}, r"lora_down\.weight is \[\], the model takes \[rank, 128\]"),
+        ({"lora_up.weight": torch.tensor(1.0)}, r"lora_up\.weight is \[\], the model takes \[128, 4\]"),
+        ({"lora_up.weight": torch.ones(0, 4)}, r"lora_up\.weight is \[0, 4\], the model takes \[128, 4\]"),
+        ({"lora_up.weight": torch.ones(128, 4).char()}, r"lora_up\.weight holds int8, not floating-point numbers"),
+        ({"alpha": torch.ones(2)}, r"alpha is \[1\.0, 1\.0\], not one number"),
+        ({"alpha": torch.tensor(float("nan"))}, "alpha is nan, not one number"),
+        ({"diff_b": torch.tensor(1.0)}, r"diff_b is \[\], the model takes \[128\]"),
+        ({"diff_b": torch.ones(128).int()}, "diff_b holds int32, not floating-point numbers"),
+    ],
+)
+def test_odd_tensors_are_misfits(changed, message):
+    with pytest.raises(ValueError, match=rf"does not fit the WanTransformer3DModel.*q\.{message}"):
+        read_lora(named(TO_Q["bare"], PAIR | changed), tiny_wan_transformer())
+
+
+def test_a_pair_and_a_difference_of_one_parameter_add_up():
+    model = tiny_wan_transformer()
+    bias, other = torch.ones(128), torch.full((128,), 2.0)
+    tensors = named(TO_Q["bare"], {**PAIR, "alpha": torch.tensor(2.0), "lora_up.bias": bias, "diff_b": other})
+    lora = read_lora(tensors, model)
+    torch.testing.assert_close(lora.differences["blocks.0.attn1.to_q.bias"], 0.5 * bias + other)
+    patch = {"lora_down.weight": torch.ones(4, 16, 1, 2, 2), "lora_up.weight": torch.ones(128, 4, 1, 1, 1)}
+    lora = read_lora(named("patch_embedding.", {**patch, "diff": torch.ones(128, 16, 1, 2, 2)}), model)
+    torch.testing.assert_close(lora.differences["patch_embedding.weight"], torch.full((128, 16, 1, 2, 2), 5.0))
 
 
 def test_files_without_a_lora():

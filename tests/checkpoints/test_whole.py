@@ -57,6 +57,29 @@ def test_every_value_comes_to_its_place(tmp_path, how, prefix, options):
         assert torch.equal(other.state_dict()[name], tensor), name
 
 
+@pytest.mark.parametrize(
+    "prefix",
+    ["pipe.dit.", "transformer._orig_mod.", "module.", "model._fsdp_wrapped_module.", "base_model.model."],
+)
+def test_the_prefixes_of_loras_are_known_of_whole_models_too(tmp_path, prefix):
+    model, other = tiny_wan_transformer(seed=1, layers=1), tiny_wan_transformer(seed=2, layers=1)
+    state_dict = official_state_dict(model, prefix=prefix)
+    state_dict |= {name.replace("blocks.0.", "blocks.0._orig_mod."): state_dict.pop(name) for name in list(state_dict)}
+    found, weights, _ = read(write(tmp_path, state_dict, "safetensors"), other)
+    assert found.unfit == []
+    copy_into(other, weights.items())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor), name
+
+
+def test_a_tensor_that_is_there_under_two_prefixes_is_unexpected(tmp_path):
+    model = tiny_wan_transformer()
+    state_dict = official_state_dict(model, prefix="net.")
+    state_dict["model.head.head.bias"] = torch.ones(64)
+    with pytest.raises(ValueError, match=r"(model|net)\.head\.head\.bias is unexpected\."):
+        read(write(tmp_path, state_dict, "safetensors"), model)
+
+
 def test_a_folder_in_diffusers_names_in_shards(tmp_path):
     model = tiny_wan_transformer(seed=1)
     model.save_pretrained(tmp_path, max_shard_size="20KB")

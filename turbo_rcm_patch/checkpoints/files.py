@@ -22,11 +22,11 @@ EXPERTS = ("high", "low")  # words in the names of Wan 2.2's two files
 PEFT_STEM = "adapter_model"  # how PEFT names the file of matrices beside its configuration
 
 
-def find_files(source: Source | Sequence[Source], experts: int) -> list[Path]:
+def find_files(source: Source | Sequence[Source | None], experts: int) -> list[Path | None]:
     """Return the LoRA files of a source, one for each of 1 or 2 experts, the high-noise one first.
 
     source: a file, a folder, or the id of a hub repository, also with a path in it ("org/name/folder"). For two experts
-        it is a pair of these, or a folder with both files.
+        it is a pair of these, or a folder with both files. One of a pair may be None: that expert has no file.
 
     Raises ValueError if there is not one file per expert, and TypeError for another kind of source.
     """
@@ -39,7 +39,9 @@ def find_files(source: Source | Sequence[Source], experts: int) -> list[Path]:
     if len(sources) != experts:
         wanted = "one transformer; give one file" if experts == 1 else "two transformers; give a pair (high, low)"
         raise ValueError(f"source has {len(sources)} entries, but the pipeline has {wanted}.")
-    return [find_files(one, 1)[0] for one in sources]
+    if all(one is None for one in sources):
+        raise ValueError("source has no file; give the LoRA of one expert or of both, or source=None without a LoRA.")
+    return [None if one is None else find_files(one, 1)[0] for one in sources]
 
 
 def experts_in(name: str) -> set[str]:

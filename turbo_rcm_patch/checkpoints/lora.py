@@ -18,12 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .names import ModelNames
+from .names import ModelNames, without_prefix
 from .peft_config import PeftConfig
 
-_PREFIX = re.compile(
-    r"^(model\.diffusion_model\.|diffusion_model\.|base_model\.model\.|transformer\.|model\.|lora_unet_)"
-)
 # PEFT puts the adapter's name into a key, unless it saves the adapter itself: lora_A.default.weight.
 _PARTS = {
     part: re.compile(ending)
@@ -139,7 +136,7 @@ def _grouped(tensors: Mapping[str, torch.Tensor], names: ModelNames, lora: Lora)
             lora.unused[key] = "unknown kind of key"
             continue
         stem, part = found
-        name = names.canonical(_without_prefix(stem))
+        name = names.canonical(without_prefix(stem))
         known = first.setdefault(_parameter(names, name, part) or (name, part), key)
         if known == key:
             grouped.setdefault(name, {})[part] = key, tensor
@@ -181,12 +178,6 @@ def _other_kind(key: str) -> str | None:
     return next((kind for kind, pattern in _OTHER_KINDS.items() if pattern.search(key)), None)
 
 
-def _without_prefix(name: str) -> str:
-    while (shorter := _PREFIX.sub("", name)) != name:
-        name = shorter
-    return name
-
-
 class _Entry:
     """Puts one module's parts of a file into a `Lora`."""
 
@@ -225,7 +216,7 @@ class _Entry:
         target = self._names.modules[module]
         if not self._fits(target, down_key, down, up_key, up):
             return None
-        scale = self._scale(config, (_without_prefix(_part_of(down_key)[0]), module), len(down))
+        scale = self._scale(config, (without_prefix(_part_of(down_key)[0]), module), len(down))
         # Some tools write a linear's matrices as a convolution's, with trailing dimensions of 1.
         pair = Pair(down.flatten(1), up.flatten(1), scale)
         if isinstance(target, nn.Linear):

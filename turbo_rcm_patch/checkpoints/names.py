@@ -1,4 +1,7 @@
-"""Names of Wan's modules and parameters: the authors' own, diffusers', and Kohya's with underscores."""
+"""Names of Wan's modules and parameters: the authors' own, diffusers', and Kohya's with underscores.
+
+Tools put prefixes before all names of a file, and wrappers of modules put parts into them: `without_prefix`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,22 @@ import re
 from collections.abc import Iterator
 
 from torch import nn
+
+# The prefixes of LoRA files and of whole models. A file may have several, one after another.
+PREFIXES = (
+    *("model.diffusion_model.", "diffusion_model."),  # ComfyUI and the trainers that write for it
+    *("transformer.", "transformer_2."),  # diffusers
+    *("pipe.dit.", "dit."),  # DiffSynth
+    *("base_model.model.", "module.", "model.", "net."),  # PEFT, DistributedDataParallel, CausVid, rCM
+    *(
+        "lora_unet__",
+        "lora_unet_",
+        "lora_transformer_",
+        "lycoris_",
+    ),  # VideoX-Fun, Kohya and musubi, OneTrainer, LyCORIS
+)
+# torch.compile, FSDP and activation checkpointing, at the beginning or inside of a name.
+_WRAPPER = re.compile(r"(?<![a-z])(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)[._]")
 
 # Patterns of diffusers' names, and the official names. All are applied in turn to a module's or parameter's name.
 _OFFICIAL = [
@@ -17,8 +36,10 @@ _OFFICIAL = [
     (r"\.norm_added_([kq])$", r".norm_\1_img"),
     (r"\.ffn\.net\.0\.proj$", ".ffn.0"),
     (r"\.ffn\.net\.2$", ".ffn.2"),
-    (r"^(blocks\.\d+)\.norm2$", r"\1.norm3"),  # the norm of the two that has a weight
-    (r"^(blocks\.\d+)\.scale_shift_table$", r"\1.modulation"),
+    (r"^((?:vace_)?blocks\.\d+)\.norm2$", r"\1.norm3"),  # the norm of the two that has a weight
+    (r"^((?:vace_)?blocks\.\d+)\.scale_shift_table$", r"\1.modulation"),
+    (r"^(vace_blocks\.\d+)\.proj_in$", r"\1.before_proj"),
+    (r"^(vace_blocks\.\d+)\.proj_out$", r"\1.after_proj"),
     (r"^scale_shift_table$", "head.modulation"),
     (r"^proj_out$", "head.head"),
     (r"^condition_embedder\.text_embedder\.linear_1$", "text_embedding.0"),
@@ -33,6 +54,14 @@ _OFFICIAL = [
     (r"^condition_embedder\.image_embedder\.pos_embed$", "img_emb.emb_pos"),
 ]
 _OF_IMAGE = re.compile(r"(^|[._])(img_emb|image_embedder|k_img|v_img|add_[kv]_proj|norm_added_[kq])([._]|$)")
+
+
+def without_prefix(name: str) -> str:
+    """Return a name of a file without the prefixes and wrappers that tools put into it."""
+    name = _WRAPPER.sub("", name)
+    while (prefix := next(filter(name.startswith, PREFIXES), None)) is not None:
+        name = name.removeprefix(prefix)
+    return name
 
 
 def official_name(name: str) -> str:

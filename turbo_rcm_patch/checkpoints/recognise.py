@@ -136,11 +136,16 @@ def ignored_parts(keys: Iterable[str]) -> list[str]:
     return [f"{count} {what}: not used, attention is dense" for what, count in counts.items() if count]
 
 
-def odd_names(paths: list[Path], loras: list[Lora], model: nn.Module) -> list[str]:
-    """Return lines on file names that contradict the files' contents, the model or the files' order."""
+def odd_names(paths: list[Path | None], loras: list[Lora | None], model: nn.Module) -> list[str]:
+    """Return lines on file names that contradict the files' contents, the model or the files' order.
+
+    paths, loras: one for each of the pipeline's experts, None for one without a LoRA.
+    """
     lines = []
     size = _SIZES.get(model.config.num_attention_heads * model.config.attention_head_dim, "of another size")
     for path, lora in zip(paths, loras, strict=True):
+        if path is None or lora is None:
+            continue
         rank = re.search(r"(?<!average_)rank_?(\d+)", path.stem.lower())
         if rank and lora.ranks and int(rank[1]) not in lora.ranks:
             lines.append(f"{path.name}: named rank {rank[1]}, but its ranks are {lora.ranks}")
@@ -149,6 +154,6 @@ def odd_names(paths: list[Path], loras: list[Lora], model: nn.Module) -> list[st
             lines.append(f"{path.name}: named {named[1]}B, but the model is {size}")
     if len(paths) == 2:
         for path, expert in zip(paths, EXPERTS, strict=True):
-            if expert not in (experts_in(path.name) or expert):
+            if path is not None and expert not in (experts_in(path.name) or expert):
                 lines.append(f"{path.name} is taken for the {expert}-noise expert: the order is (high, low)")
     return lines

@@ -18,11 +18,10 @@ import torch
 from torch import nn
 
 from .lazy import LazyTensor, Tensors
-from .names import modules_of, official_name
+from .names import modules_of, official_name, without_prefix
 
 QUANTIZED_BLOCK = 128
 PROJ_L = "proj_l"
-_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.", "module.", "model.", "net.")
 PROJ_L_NAME = re.compile(r"^(blocks\.\d+)(\.(?:self_attn|attn1)\.(?:\w+\.)*proj_l\.)(weight|bias)$")
 _NO_WEIGHTS = ("_extra_state", "freqs")  # ends of names: buffers that are computed
 
@@ -53,9 +52,13 @@ class WholeModel:
         Quantised weights of unknown formats raise ValueError even so: their values mean nothing without their scales.
         """
         self.source, self.quantized, self.unfit = str(source), [], []
-        self._prefix = prefix_of(tensors)
-        found = {name.removeprefix(self._prefix): name for name in tensors if not name.endswith(_NO_WEIGHTS)}
-        problems, every = _Problems(), set(found)
+        self._prefix = _prefix_of(next(iter(tensors)))
+        found: dict[str, str] = {}
+        problems = _Problems()
+        for name in tensors:
+            if not name.endswith(_NO_WEIGHTS) and found.setdefault(without_prefix(name), name) != name:
+                problems.unexpected.append(name)  # a second one that differs in its prefix alone
+        every = set(found)
         self.weights = {}
         for name, parameter in parameters_of(model).items():
             weight = self._weight(name, tuple(parameter.shape), tensors, found, problems)
@@ -186,14 +189,10 @@ def _official_parameter(name: str) -> str:
     return official_name(name)
 
 
-def prefix_of(tensors: Mapping[str, object]) -> str:
-    """Return the prefix that a tool put before all names."""
-    prefix, names = "", list(tensors)
-    while True:
-        longer = next((p for p in _PREFIXES if all(name.startswith(prefix + p) for name in names)), None)
-        if longer is None:
-            return prefix
-        prefix += longer
+def _prefix_of(name: str) -> str:
+    """Return the prefix that a tool put before a name, or "" if it put a part into the name."""
+    bare = without_prefix(name)
+    return name.removesuffix(bare) if name.endswith(bare) else ""
 
 
 def _are_diffusers(names: Mapping[str, object]) -> bool:

@@ -143,6 +143,19 @@ def test_adapters_of_others_stay_as_they_are():
     assert_as_before(model, before)
 
 
+@pytest.mark.parametrize("active", [[], ["style"], ["style", "other"]])
+def test_adapters_that_are_off_or_on_stay_so(active):
+    pipe = tiny_wan_pipeline()
+    model = pipe.transformer
+    for name in ("style", "other"):
+        model.add_adapter(LoraConfig(r=4, target_modules=["to_q"], init_lora_weights=False), name)
+    model.set_adapter(active)
+    loaded = load(pipe, lora_files.lightning(model, 4))
+    assert model.blocks[0].attn1.to_q.active_adapters == [*active, "distilled_0"]
+    loaded.undo()
+    assert model.blocks[0].attn1.to_q.active_adapters == active
+
+
 def test_two_at_a_time_come_off_in_either_order():
     for first in (0, 1):
         pipe = tiny_wan_pipeline()

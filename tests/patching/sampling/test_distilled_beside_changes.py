@@ -68,6 +68,29 @@ def test_a_lora_without_differences_may_be_switched_off_without_a_word(tmp_path,
     assert "stay in the model" not in caplog.text
 
 
+@pytest.mark.parametrize("file", [lora_files.lightx2v, lora_files.lightning])
+def test_a_style_s_lora_that_is_loaded_later_and_alone_is_active_is_warned_of_once(file, tmp_path, caplog):
+    pipe = tiny_wan_pipeline()
+    handle = trp.use_distilled(pipe, file(pipe.transformer).save(tmp_path / "4steps-lora.safetensors"), "lightning")
+    pipe.load_lora_weights(lora_files.diffusers(pipe.transformer, ranks=(4,)).tensors, adapter_name="style")
+    caplog.clear()
+    videos(pipe)
+    videos(pipe)
+    advice = "pipe.set_adapters(['style', 'distilled_0'])"
+    warning = "transformer: the LoRA distilled_0 is not active beside style, so the few steps run without its matrices"
+    assert [record.message for record in caplog.records if "distilled_0" in record.message] == [
+        f"{warning}; call {advice}."
+    ]
+    caplog.clear()
+    eval(advice)
+    videos(pipe)
+    pipe.fuse_lora()
+    videos(pipe)
+    assert "not active" not in caplog.text
+    pipe.unfuse_lora()
+    handle.restore()
+
+
 @pytest.mark.parametrize("change", ["fuse_lora", "disable_lora"])
 def test_refused_beside_a_lora_that_is_fused_or_off_and_nothing_changes(change, tmp_path):
     pipe = tiny_wan_pipeline()

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from diffusers import WanPipeline, WanVACEPipeline
+from diffusers import SkyReelsV2Pipeline, WanPipeline
 from safetensors.torch import save_file
 
 import turbo_rcm_patch as trp
@@ -302,8 +302,9 @@ def test_a_second_expert_that_fails_to_load_takes_the_first_off(tmp_path, monkey
 
 def test_unsupported_pipelines_and_one_at_a_time():
     parts = tiny_wan_pipeline().components
-    with pytest.raises(TypeError, match="use_distilled does not know WanVACEPipeline; supported are WanPipeline"):
-        trp.use_distilled(WanVACEPipeline(**{**parts, "transformer": None}), recipe="rcm")
+    shared = {name: parts[name] for name in ("tokenizer", "text_encoder", "vae", "scheduler")}
+    with pytest.raises(TypeError, match="use_distilled does not know SkyReelsV2Pipeline; supported are WanPipeline"):
+        trp.use_distilled(SkyReelsV2Pipeline(**shared, transformer=None), recipe="rcm")
     pipe = tiny_wan_pipeline()
     with trp.use_rcm(pipe), pytest.raises(RuntimeError, match="use_rcm is active on this pipeline"):
         trp.use_distilled(pipe, recipe="rcm")

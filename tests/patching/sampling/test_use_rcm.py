@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanVACEPipeline
+from diffusers import AutoencoderKLWan, SkyReelsV2Pipeline, UniPCMultistepScheduler, WanPipeline
 
 import turbo_rcm_patch as trp
 from tests.patching.sampled_videos import LATENTS, assert_same_video, randn, record_calls, seeded, t2v_velocity, text
@@ -258,8 +258,9 @@ def test_errors_change_nothing():
 
 def test_unsupported_pipelines():
     parts = tiny_wan_pipeline().components
-    with pytest.raises(TypeError, match="WanVACEPipeline; supported are WanPipeline, WanImageToVideoPipeline"):
-        trp.use_rcm(WanVACEPipeline(**{**parts, "transformer": None}))
+    shared = {name: parts[name] for name in ("tokenizer", "text_encoder", "vae", "scheduler")}
+    with pytest.raises(TypeError, match="SkyReelsV2Pipeline; supported are WanPipeline, WanImageToVideoPipeline"):
+        trp.use_rcm(SkyReelsV2Pipeline(**shared, transformer=None))
     with pytest.raises(TypeError, match="AutoencoderKLWan"):
         trp.use_rcm(parts["vae"])
     with pytest.raises(ValueError, match="no scheduler"):

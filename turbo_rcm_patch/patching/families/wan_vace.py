@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
+from diffusers import WanVACEPipeline
 from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformerBlock
 from diffusers.models.transformers.transformer_wan_vace import WanVACETransformer3DModel, WanVACETransformerBlock
 
 from ...plain import is_autocast
 from ..steps.plan import state_of
-from .family import Family
+from .family import Family, Pipeline
 from .wan.block import wan_block
 from .wan.forward import block_forward, block_inputs, run_block
 from .wan.modulation import modulation
@@ -74,4 +75,5 @@ WAN_VACE = Family(
     notes=lambda transformer: [
         "not fused: the control blocks' input and output projections, the hints' sums; no CUDA graphs"
     ],
+    pipelines=(Pipeline(WanVACEPipeline, "video"),),
 )

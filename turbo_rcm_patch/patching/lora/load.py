@@ -127,6 +127,22 @@ class LoadedLora:
             for layer in layers
         )
 
+    def replaced_by(self) -> list[str]:
+        """Return the adapters that are active without this one, or [] if this one is active or LoRAs are off."""
+        layers = (
+            [layer for layer in _lora_layers(self._transformer) if self._adapter in layer.r] if self._adapter else []
+        )
+        counts = any(
+            layer.disable_adapters or self._adapter in (*layer.active_adapters, *layer.merged_adapters)
+            for layer in layers
+        )
+        return _active_adapters(self._transformer) if layers and not counts else []
+
+    @property
+    def adapter(self) -> str | None:
+        """The name of the matrices' adapter, or None for a LoRA of differences alone."""
+        return self._adapter
+
     def is_left_out(self) -> bool:
         """True if projections were fused after loading without the LoRA's matrices in their weights."""
         if self._adapter is None or not has_fused_projections(self._transformer):

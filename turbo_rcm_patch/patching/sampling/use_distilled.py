@@ -48,34 +48,39 @@ class NotRecognised(ValueError):
 
 def use_distilled(
     pipe: DiffusionPipeline,
-    source: Source | Sequence[Source] | None = None,
+    source: Source | Sequence[Source | None] | None = None,
     recipe: str | Recipe | None = None,
-    scale: float = 1.0,
+    scale: float | Sequence[float] = 1.0,
     *,
     steps: int | None = None,
     classifier_free_guidance: bool = False,
 ) -> DistilledHandle:
     """Load a LoRA if one is given, and let ``pipe(...)`` sample in the few steps of its distillation.
 
-    pipe: a WanPipeline, WanImageToVideoPipeline or WanVideoToVideoPipeline, patched or not, or a modular Wan pipeline.
-        A modular one rounds timesteps to its prompt's dtype and gives the sampler fp32, whatever the recipe says.
+    pipe: a WanPipeline, WanImageToVideoPipeline, WanVideoToVideoPipeline or WanVACEPipeline, patched or not, or a modular
+        Wan pipeline. A modular one rounds timesteps to its prompt's dtype and gives the sampler fp32, whatever the
+        recipe says.
     source: a LoRA file, a folder, or the id of a hub repository, also with a path in it ("org/name/folder"). For the
-        two transformers of Wan 2.2 give a pair (high, low), or a folder with both files. None: the pipeline itself is
-        distilled.
+        two transformers of Wan 2.2 give a pair (high, low), or a folder with both files. (None, low) loads a LoRA for
+        one expert only; both make the recipe's steps. None: the pipeline itself is distilled.
+        The LoRA's alpha is read from tensors of the file, its header or PEFT's adapter_config.json beside it.
     recipe: the name of one of `RECIPES`, or your own Recipe. None: recognised by the names and contents of the files,
         or of the loaded checkpoint (``transformer.config._name_or_path``).
-    scale: the strength of the LoRA's matrices and of its differences (of biases, norms, modulation, patch embedding).
-        Differences are written into the parameters. So later changes to PEFT's layers (``set_adapters``,
-        ``disable_lora``, ``fuse_lora`` with a scale, hot swaps) affect only the matrices. After ``disable_lora`` the
-        next call warns about this. ``restore()`` removes both.
+    scale: the strength of the LoRA's matrices and of its differences (of biases, norms, modulation, patch embedding),
+        or a pair (high, low) for two transformers. Differences are written into the parameters. So later changes to
+        PEFT's layers (``set_adapters``, ``disable_lora``, ``fuse_lora`` with a scale, hot swaps) affect only the
+        matrices. After ``disable_lora`` the next call warns about this. diffusers makes a LoRA that is loaded later the
+        only active one; the next call then warns and says how to keep both. ``restore()`` removes matrices and
+        differences.
     steps: more steps than the recipe's, such as 6 or 8 for lightx2v and Lightning, at its authors' spacing. None: the
         recipe's own number. Other recipes have no such spacing; give a Recipe with sigmas of your own.
     classifier_free_guidance: True if guidance_scale counts. By default a value above 1 is taken as 1, with one warning,
         and a modular pipeline's guiders are disabled.
 
     Afterwards ``pipe.scheduler.timesteps`` are the recipe's, and a call with another num_inference_steps is an error.
-    Only the call's ``generator`` decides the noise. The log and ``str(handle)`` tell the chosen sampler and the unused
-    keys of the files. For a loaded model they also tell the keys that diffusers left out, if its files are on disk.
+    Only the call's ``generator`` decides the noise. The log and ``str(handle)`` tell the chosen sampler, how many
+    matrices have no alpha, and the unused keys of the files. For a loaded model they also tell the keys that diffusers
+    left out, if its files are on disk.
 
     Returns a handle with ``restore()``, which also works in a ``with`` statement. Raises TypeError for an unsupported
     pipeline, source or scale; ValueError for an unknown recipe, or files that are not recognised or do not fit the
@@ -83,18 +88,17 @@ def use_distilled(
     switched off, projections are fused, or layerwise casting is on. After an error nothing is changed.
     """
     check_pipeline(pipe, "use_distilled")
-    if not isinstance(scale, numbers.Real):
-        raise TypeError(f"scale={scale!r}; give a number, 1 for the LoRA as it was trained.")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale={scale}; give a finite number, 1 for the LoRA as it was trained.")
     chosen = None if recipe is None else find_recipe(recipe)
     models = {name: getattr(model, "_orig_mod", model) for name, model in transformers_of(pipe).items()}
+    scales = dict(zip(models, _scales(scale, len(models)), strict=True))
     files = {} if source is None else _read(source, models)
     for name, file in files.items():
         check_loadable(models[name], name, file.lora)
     if files:
         first, *_ = models.values()
-        notes = odd_names(*map(list, zip(*files.values(), strict=True)), first)
+        each = [files.get(name, _File(None, None)) for name in models]
+        notes = odd_names([file.path for file in each], [file.lora for file in each], first)
+        notes += [f"{name}: no LoRA, so its steps are not distilled" for name in models if name not in files]
     else:
         dense = [name for name, model in models.items() if not any(map(is_projection, dict(model.named_parameters())))]
         keys = [_keys_of(name, models[name]) for name in dense]
@@ -103,14 +107,26 @@ def use_distilled(
     check_experts(pipe, sampling.scheduler.timesteps[:1].tolist(), sampling.boundary_ratio)
     if sampling.recipe == "fastwan" and not files and not all(keys):  # diffusers drops them with a line in its log
         notes.append(PERHAPS_GATES)
-    return DistilledHandle(pipe, sampling, classifier_free_guidance, files, models, scale, notes)
+    return DistilledHandle(pipe, sampling, classifier_free_guidance, files, models, scales, notes)
+
+
+def _scales(scale: object, experts: int) -> list[float]:
+    """Return the strength for each of 1 or 2 experts. Raises TypeError or ValueError for what is not that."""
+    accepted = "a number, 1 for the LoRA as it was trained" + (", or a pair (high, low) of numbers" * (experts == 2))
+    pair = isinstance(scale, Sequence) and not isinstance(scale, str)
+    scales = list(scale) if pair else [scale] * experts
+    if not all(isinstance(one, numbers.Real) for one in scales):
+        raise TypeError(f"scale={scale!r}; give {accepted}.")
+    if len(scales) != experts or not all(map(math.isfinite, scales)):
+        raise ValueError(f"scale={scale!r}; give {accepted.replace('a number', 'a finite number')}.")
+    return scales
 
 
 class _File(NamedTuple):
-    """A LoRA file, and its contents for its transformer."""
+    """A LoRA file, and its contents for its transformer. None stands for an expert without a LoRA."""
 
-    path: Path
-    lora: Lora
+    path: Path | None
+    lora: Lora | None
 
 
 _Files = dict[str, _File]  # by the transformer's name in the pipeline
@@ -141,14 +157,14 @@ class DistilledHandle(FewStepHandle):
         classifier_free_guidance: bool,
         files: _Files,
         models: _Models,
-        scale: float,
+        scales: dict[str, float],
         notes: list[str],
     ):
         self._loaded: dict[str, LoadedLora] = {}
-        self._warned_of_changes = False
+        self._told: set[str] = set()  # the warnings of changes that were logged
         try:
             for name, file in files.items():
-                self._loaded[name] = LoadedLora(pipe, models[name], file.lora, scale)
+                self._loaded[name] = LoadedLora(pipe, models[name], file.lora, scales[name])
         except BaseException:
             self._unload()
             raise
@@ -157,7 +173,7 @@ class DistilledHandle(FewStepHandle):
         if self._boundary != self._own_boundary:
             pipe.register_to_config(boundary_ratio=self._boundary)
         super().__init__(pipe, sampling.scheduler, classifier_free_guidance, "use_distilled")
-        self._lines = [self._sampling(sampling), *notes, *self._files(files, scale)]
+        self._lines = [self._sampling(sampling), *notes, *self._files(files, scales)]
         level = logging.WARNING if notes or self.unused else logging.INFO
         logger.log(level, "use_distilled: %s", self)
 
@@ -182,19 +198,27 @@ class DistilledHandle(FewStepHandle):
 
     def prepare_latents(self, pipe: DiffusionPipeline, of_block: Callable | None, *args, **kwargs):
         """Warn of changes to the LoRA since, then prepare the latents."""
-        if not self._warned_of_changes:
-            changes = {name: change for name, loaded in self._loaded.items() if (change := self._change_of(loaded))}
-            for name, change in changes.items():
-                logger.warning("%s: %s", name, change)
-            self._warned_of_changes = bool(changes)
+        for name, loaded in self._loaded.items():
+            change = self._change_of(loaded)
+            if change is not None and (warning := f"{name}: {change}") not in self._told:
+                logger.warning(warning)
+                self._told.add(warning)
         return super().prepare_latents(pipe, of_block, *args, **kwargs)
 
     def _change_of(self, loaded: LoadedLora) -> str | None:
-        """Return a warning if the user switched a loaded LoRA off or fused projections since, or None."""
+        """Return a warning if a loaded LoRA does not count as it was loaded, or None.
+
+        The user switched it off, made others active without it, or fused projections.
+        """
         if loaded.is_left_out():
             return (
                 "projections were fused after the LoRA was loaded, and fused projections leave out its matrices; call "
                 "unfuse_qkv_projections()."
+            )
+        if others := loaded.replaced_by():
+            return (
+                f"the LoRA {loaded.adapter} is not active beside {', '.join(others)}, so the few steps run without its "
+                f"matrices; call pipe.set_adapters({[*others, loaded.adapter]})."
             )
         if loaded.differences and not loaded.is_as_loaded():
             return (
@@ -221,13 +245,13 @@ class DistilledHandle(FewStepHandle):
             f"timesteps {timesteps}, {guidance}{boundary}"
         )
 
-    def _files(self, files: _Files, scale: float) -> list[str]:
+    def _files(self, files: _Files, scales: dict[str, float]) -> list[str]:
         lines = []
         for name, (path, lora) in files.items():
             ranks = ", ".join(map(str, lora.ranks))
             lines.append(
                 f"{name}: {path.name}, {len(lora.pairs)} linears of rank {ranks or '-'}, {_assumed(lora)}"
-                f"{self._loaded[name].differences} differences, scale {scale:g}"
+                f"{self._loaded[name].differences} differences, scale {scales[name]:g}"
             )
             lines += [f"  not used: {key} ({reason})" for key, reason in self._loaded[name].unused.items()]
         return lines
@@ -241,14 +265,17 @@ def _assumed(lora: Lora) -> str:
     return f"{some} (alpha = rank assumed), "
 
 
-def _read(source: Source | Sequence[Source], models: _Models) -> _Files:
+def _read(source: Source | Sequence[Source | None], models: _Models) -> _Files:
     files = {}
     try:
         paths = find_files(source, len(models))
-        contents = [read_tensors(path) for path in paths]
+        contents = [None if path is None else read_tensors(path) for path in paths]
     except ValueError as error:
         raise ValueError(f"{str(error).rstrip('.')}. {_ACCEPTED}") from None
-    for path, (tensors, metadata), (name, model) in zip(paths, contents, models.items(), strict=True):
+    for path, content, (name, model) in zip(paths, contents, models.items(), strict=True):
+        if content is None:
+            continue
+        tensors, metadata = content
         if not looks_like_lora(tensors):
             raise ValueError(
                 f"{path} is not a LoRA: it holds tensors such as {next(iter(tensors))}. If it is a whole model, load "

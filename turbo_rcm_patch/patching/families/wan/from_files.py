@@ -11,7 +11,8 @@ from accelerate import init_empty_weights
 from diffusers import WanTransformer3DModel
 
 from ....checkpoints.lazy import Tensors
-from ....checkpoints.whole import PROJ_L_NAME, prefix_of
+from ....checkpoints.names import without_prefix
+from ....checkpoints.whole import PROJ_L_NAME
 
 
 def from_files(source: Path, tensors: Tensors) -> WanTransformer3DModel:
@@ -27,10 +28,7 @@ def _config_of(source: Path, tensors: Tensors) -> dict[str, object]:
     The rest is as in every Wan: heads of 128 channels (or proj_l's size), patches of (1, 2, 2), an epsilon of 1e-6.
     Raises ValueError for a file of another model.
     """
-    prefix = prefix_of(tensors)
-    shapes = {
-        name.removeprefix(prefix).replace(".int8_weight", ".weight"): tensor.shape for name, tensor in tensors.items()
-    }
+    shapes = {without_prefix(name).replace(".int8_weight", ".weight"): tensor.shape for name, tensor in tensors.items()}
 
     def shape_of(*names: str) -> tuple[int, ...]:
         found = next((shapes[name] for name in names if name in shapes), None)
