@@ -57,13 +57,13 @@ def use_distilled(
 ) -> DistilledHandle:
     """Load a LoRA if one is given, and let ``pipe(...)`` sample in the few steps of its distillation.
 
-    pipe: a WanPipeline, WanImageToVideoPipeline, WanVideoToVideoPipeline or WanVACEPipeline, patched or not, or a modular
-        Wan pipeline. A modular one rounds timesteps to its prompt's dtype and gives the sampler fp32, whatever the
-        recipe says.
+    pipe: a WanPipeline, WanImageToVideoPipeline, WanVideoToVideoPipeline or WanVACEPipeline, patched or not, or a
+        modular Wan pipeline. A modular one rounds timesteps to its prompt's dtype and gives the sampler fp32, whatever
+        the recipe says.
     source: a LoRA file, a folder, or the id of a hub repository, also with a path in it ("org/name/folder"). For the
         two transformers of Wan 2.2 give a pair (high, low), or a folder with both files. (None, low) loads a LoRA for
-        one expert only; both make the recipe's steps. None: the pipeline itself is distilled.
-        The LoRA's alpha is read from tensors of the file, its header or PEFT's adapter_config.json beside it.
+        one expert only; both make the recipe's steps. None: the pipeline itself is distilled. A LoRA's alpha is read
+        from tensors of its file, the file's header or PEFT's adapter_config.json beside it.
     recipe: the name of one of `RECIPES`, or your own Recipe. None: recognised by the names and contents of the files,
         or of the loaded checkpoint (``transformer.config._name_or_path``).
     scale: the strength of the LoRA's matrices and of its differences (of biases, norms, modulation, patch embedding),
