@@ -11,14 +11,15 @@ from tests import lora_files
 from tests.patching.sampled_videos import record_calls, seeded
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 
+PARTS = ("tokenizer", "text_encoder", "transformer", "transformer_2", "vae", "scheduler")
 CLASSES = {"t2v": ("WanModularPipeline", "WanBlocks"), "wan22": ("Wan22ModularPipeline", "Wan22Blocks")}
 
 
 def modular(pipe, variant="t2v"):
-    """A modular pipeline with the same components."""
+    """A modular pipeline with the same components, but guiders of its own: encoding fails with one that is off."""
     pipeline_class, blocks = (getattr(diffusers, name) for name in CLASSES[variant])
     twin = pipeline_class(blocks=blocks())
-    twin.update_components(**{name: part for name, part in pipe.components.items() if name in twin._component_specs})
+    twin.update_components(**{name: part for name, part in pipe.components.items() if name in PARTS})
     twin.set_progress_bar_config(disable=True)
     return twin
 
@@ -55,11 +56,12 @@ def test_restore_leaves_nothing_and_a_lora_is_loaded(tmp_path):
     with trp.use_distilled(pipe, source):
         expected = video(pipe)
     other = modular(pipe)
-    attributes, scheduler, before = set(vars(other)), other.scheduler, video(other)
+    attributes, parts, before = set(vars(other)), other.components, video(other)
     with trp.use_distilled(other, source):
         torch.testing.assert_close(video(other), expected)
     assert set(vars(other)) == attributes
-    assert other.scheduler is scheduler
+    assert all(other.components[name] is part for name, part in parts.items())
+    assert other.guider.get_state()["enabled"]
     assert torch.equal(video(other), before)
     calls = record_calls(other.transformer)
     with trp.use_rcm(other, classifier_free_guidance=True):

@@ -8,12 +8,14 @@ not have the method; its first step is an error.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from diffusers import DiffusionPipeline, ModularPipeline
+from diffusers.guiders import BaseGuidance
 from diffusers.modular_pipelines import ModularPipelineBlocks
 
 from ...plain import function_bound_to
@@ -97,6 +99,15 @@ def _replacements(blocks: ModularPipelineBlocks) -> Iterator[tuple[ModularPipeli
         yield from _replacements(block)
 
 
+def _guiders_off(pipe: ModularPipeline) -> dict[str, BaseGuidance]:
+    """Return copies of a modular pipeline's guiders by name, disabled. Other pipelines may share the originals."""
+    guiders = {name: getattr(pipe, name, None) for name in ("guider", "guider_2")}
+    off = {name: copy.copy(guider) for name, guider in guiders.items() if guider is not None}
+    for guider in off.values():
+        guider.disable()
+    return off
+
+
 _OF_BLOCKS = {"prepare_latents": _prepare_latents_of_block, "encode_prompt": _encode_prompt_of_block}
 
 
@@ -109,21 +120,20 @@ class FewStepHandle:
         self.pipe, self.scheduler, self.caller = pipe, scheduler, caller
         self._classifier_free_guidance, self._warned = classifier_free_guidance, False
         self._original_scheduler = pipe.scheduler
-        self._in_blocks = list(_replacements(pipe._blocks)) if pipeline_of(pipe).is_modular else []
-        guiders = [getattr(pipe, name, None) for name in ("guider", "guider_2")]
-        self._guiders = [guider for guider in guiders if guider is not None and guider.get_state()["enabled"]]
-        ours = {HANDLE: self, "__reduce_ex__": bind(reduce_ex, pipe), "prepare_latents": bind(_prepare_latents, pipe)}
-        if self._in_blocks:
-            del ours["prepare_latents"]
-        self._names = list(ours)
+        ours = {HANDLE: self, "__reduce_ex__": bind(reduce_ex, pipe)}
+        self._in_blocks = []
+        if pipeline_of(pipe).is_modular:
+            self._in_blocks = list(_replacements(pipe._blocks))
+            ours |= {} if classifier_free_guidance else _guiders_off(pipe)
+        else:
+            ours["prepare_latents"] = bind(_prepare_latents, pipe)
+        self._ours = list(ours)
         self._replaced = {name: vars(pipe)[name] for name in ours if name in vars(pipe)}
         scheduler.driver = caller
         pipe.scheduler = scheduler
         vars(pipe).update(ours)
         for block, name, replacement in self._in_blocks:
             setattr(block, name, replacement)
-        for guider in [] if classifier_free_guidance else self._guiders:
-            guider.disable()
         self._active = True
 
     def restore(self):
@@ -134,13 +144,11 @@ class FewStepHandle:
         """
         self._check_restorable()
         self.pipe.scheduler = self._original_scheduler
-        for name in self._names:
+        for name in self._ours:
             del vars(self.pipe)[name]
         vars(self.pipe).update(self._replaced)
         for block, name, _ in self._in_blocks:
             delattr(block, name)
-        for guider in self._guiders:
-            guider.enable()
         self._active = False
 
     def _check_restorable(self):
@@ -149,7 +157,7 @@ class FewStepHandle:
         own = vars(self.pipe)
         held = {
             "scheduler": own.get("scheduler") is self.scheduler,
-            "prepare_latents": "prepare_latents" not in self._names
+            "prepare_latents": "prepare_latents" not in self._ours
             or function_bound_to(self.pipe, own.get("prepare_latents")) is _prepare_latents,
         }
         for name, is_ours in held.items():
