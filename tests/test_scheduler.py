@@ -270,6 +270,7 @@ def test_a_generation_never_draws_from_the_last_ones_generator(name):
     scheduler, x = scheduler_of(RECIPES[name]), torch.randn(1, 2, 3, 4, 4)
     scheduler.bind_generator(torch.Generator().manual_seed(1))
     scheduler.set_timesteps(RECIPES[name].steps)
+    assert scheduler.generator is None
     with pytest.raises(RuntimeError, match=r"no generator was given. In a pipeline, call use_rcm"):
         scheduler.step(x, scheduler.timesteps[0], x)
     scheduler.bind_generator(None)

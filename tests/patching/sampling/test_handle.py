@@ -283,7 +283,7 @@ def test_more_steps_than_the_recipes():
         with pytest.raises(ValueError, match="steps=8: "):
             trp.use_distilled(pipe, recipe=recipe, steps=8)
     pipe.scheduler = FewStepScheduler(sigmas=[1.0, 0.5])
-    with pytest.raises(ValueError, match="steps=8, but the pipeline's own sampler takes 2 steps"):
+    with pytest.raises(ValueError, match="num_inference_steps=8: this sampler takes 2 steps"):
         trp.use_distilled(pipe, steps=8)
 
 

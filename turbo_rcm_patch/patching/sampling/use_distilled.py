@@ -305,11 +305,8 @@ def _sampling(
     if chosen is None and not files and isinstance(pipe.scheduler, FewStepScheduler):
         scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
         scheduler.set_timesteps(len(scheduler.config.sigmas) if scheduler.config.sigmas else RECIPES["rcm"].steps)
-        if number not in (None, len(scheduler.timesteps)):
-            raise ValueError(
-                f"steps={number}, but the pipeline's own sampler takes {len(scheduler.timesteps)} steps; to choose "
-                "others, give recipe=."
-            )
+        if number is not None:
+            scheduler.set_timesteps(number)  # raises ValueError for others than it takes
         return _Sampling(scheduler, scheduler.config.get("recipe", "rcm"), "the pipeline's own", own)
     if chosen is RECIPES["rcm"]:  # exactly what use_rcm does, a saved RCMScheduler's options included
         chosen.in_steps(chosen.steps if number is None else number)
