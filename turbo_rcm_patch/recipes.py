@@ -84,6 +84,14 @@ class Recipe:
         """The numbers of steps that a generation may have."""
         return range(1 if self.fewer_steps or self.sigmas is None else self.steps, self.steps + 1)
 
+    @property
+    def takes(self) -> str:
+        """The numbers of steps that `in_steps` accepts, in words: "3", "1 to 4" or "4 or more"."""
+        if self.shift is not None:
+            return f"{self.steps} or more"
+        first, last = self.accepted_steps[0], self.accepted_steps[-1]
+        return str(last) if first == last else f"{first} to {last}"
+
     def in_steps(self, steps: int) -> Recipe:
         """Return the recipe for a number of steps: itself if it takes them, else a longer list of the same spacing.
 
@@ -93,12 +101,8 @@ class Recipe:
             return self
         if self.shift is not None and isinstance(steps, int) and steps > self.steps:
             return dataclasses.replace(self, sigmas=evenly_spaced(steps, self.shift))
-        first, last = self.accepted_steps[0], self.accepted_steps[-1]
-        takes = str(last) if first == last else f"{first} to {last}"
-        raise ValueError(
-            f"steps={steps}: {self.name} takes {takes} steps"
-            + (" or more." if self.shift is not None else ". For others, give a Recipe with sigmas of your own.")
-        )
+        others = "" if self.shift is not None else " For others, give a Recipe with sigmas of your own."
+        raise ValueError(f"steps={steps}: {self.name} takes {self.takes} steps.{others}")
 
 
 def _check_times(sigmas: Sequence[float] | None, timesteps: Sequence[float] | None) -> None:

@@ -177,6 +177,7 @@ def test_a_few_step_sampler_is_installed_only_if_it_is_asked_for(original, sampl
         (["--recipe", "rcm"], ("RCMScheduler", 4, 1.0)),
         (["--sigma-max", "80"], ("RCMScheduler", 4, 1.0)),
         (["--recipe", "fastwan", "--guidance", "3"], ("FewStepScheduler", 3, 3.0)),
+        (["--recipe", "lightning", "--steps", "8"], ("FewStepScheduler", 8, 1.0)),
         (["--recipe", "none"], ("UniPCMultistepScheduler", 50, 5.0)),
     ):
         scheduler, call = sampled("compare", "--model", original[0], *options)
@@ -247,6 +248,7 @@ def test_scales_are_told_from_names(tmp_path, monkeypatch):
         (["--model", "MODEL", "--lora", __file__, "--lora-2", "no"], "--lora-2 no: no such file or folder"),
         (["--model", "MODEL", "--lora", f"{__file__}:inf"], "give a finite strength"),
         (["--model", "MODEL", "--recipe", "fastwan", "--steps", "4"], "--steps 4: fastwan takes 3 steps"),
+        (["--model", "MODEL", "--recipe", "lightx2v", "--steps", "3"], "--steps 3: lightx2v takes 4 or more steps"),
         (["--model", "MODEL", "--recipe", "causvid-lora", "--steps", "10"], "causvid-lora takes 1 to 9 steps"),
         (["--model", "MODEL", "--recipe", "lightning", "--sigma-max", "80"], "--sigma-max is for rCM without"),
         (["--model", "MODEL", "--recipe", "none", "--lora", __file__], "--recipe none keeps the pipeline's scheduler"),
@@ -269,7 +271,7 @@ def test_what_the_files_hold_is_an_error_of_one_line(models, capsys):
     high, _ = loras(models, "wan22")
     argv = ["compare", "--model", models / "wan22", *SMALL]
     assert "give source=(high, low)" in error_of(capsys, *argv, "--lora", high)
-    assert "takes 4 steps. Pass num_inference_steps=4" in error_of(
+    assert "steps=3: lightning takes 4 or more steps." in error_of(
         capsys, *argv, "--lora", high, "--lora-2", high, "--steps", "3"
     )
 

@@ -163,8 +163,10 @@ def _refuse_companions(source: str, unknown: Mapping[str, str], every: set[str])
     """
     for name, key in unknown.items():
         parts = name.split(".")
+        if parts[-1] in ("weight", "bias"):
+            continue  # of a module that the model does not have
         weights = (".".join([*parts[:count], "weight"]) for count in range(1, len(parts)))
-        weight = next((weight for weight in weights if weight != name and weight in every), None)
+        weight = next((weight for weight in weights if weight in every), None)
         if weight is not None:
             raise ValueError(
                 f"{source} has {key} beside {weight}: its weights are quantised in a format that is not known here. "

@@ -213,11 +213,12 @@ def _check_distilled(arguments: argparse.Namespace) -> None:
         raise CommandError("--sigma-max is for rCM without --recipe or --lora, whose recipe says it; leave it out.")
     if recipe == OWN_SAMPLER and lora is not None:
         raise CommandError("--recipe none keeps the pipeline's scheduler, and --lora is for few steps; leave one out.")
-    if is_distilled(arguments) and recipe is not None:
-        accepted = RECIPES[arguments.recipe].accepted_steps
-        if arguments.steps is not None and arguments.steps not in accepted:
-            takes = f"{accepted[0]} to {accepted[-1]}" if len(accepted) > 1 else accepted[0]
-            raise CommandError(f"--steps {arguments.steps}: {arguments.recipe} takes {takes} steps.")
+    if is_distilled(arguments) and recipe is not None and arguments.steps is not None:
+        try:
+            RECIPES[recipe].in_steps(arguments.steps)
+        except ValueError:
+            takes = RECIPES[recipe].takes
+            raise CommandError(f"--steps {arguments.steps}: {recipe} takes {takes} steps.") from None
     if lora is None:
         return
     _check_lora("--lora", *lora)

@@ -94,8 +94,10 @@ def _use_distilled(pipe: DiffusionPipeline, arguments: argparse.Namespace, guide
             return
         recipe = None  # a saved few-step sampler is the pipeline's own
     source = file if second is None else (file, second)
+    longest = max((steps for steps in step_counts(arguments) if steps is not None), default=None)
     try:
-        tell(arguments, str(use_distilled(pipe, source, recipe, scale, classifier_free_guidance=guided)))
+        options = {"steps": longest, "classifier_free_guidance": guided}
+        tell(arguments, str(use_distilled(pipe, source, recipe, scale, **options)))
     except NotRecognised:
         option = f"--recipe: {recipe_names()}" if hasattr(arguments, "recipe") else "--sigma-max, for rCM"
         own = _own_sampler(pipe, arguments.model)
