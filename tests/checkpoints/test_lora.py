@@ -245,6 +245,8 @@ def test_shapes_that_do_not_fit_are_all_named():
         ("blocks.0.attn1.to_q.oft_R.weight", "an OFT"),
         ("blocks.0.self_attn.q.lora_mid.weight", "a LoCon of three matrices"),
         ("blocks.0.self_attn.q.lora_down.scale_weight", "a LoRA in 8 bits with scales"),
+        ("blocks.0.self_attn.q.lora_A.default.weight_scale", "a LoRA in 8 bits with scales"),
+        ("blocks.0.norm3.diff.scale_weight", "a LoRA in 8 bits with scales"),
     ],
 )
 def test_other_kinds_are_named_in_one_sentence(key, kind):
@@ -293,4 +295,5 @@ def test_files_without_a_lora():
     with pytest.raises(ValueError, match=r"none of its keys fit a WanTransformer3DModel: img_emb\.proj\.0\.diff"):
         read_lora({"img_emb.proj.0.diff": torch.ones(1)}, model)
     assert not looks_like_lora(model.state_dict())
+    assert not looks_like_lora(["blocks.0.self_attn.q.weight", "blocks.0.self_attn.q.scale_weight"])
     assert looks_like_lora(["blocks.0.diff_m"])

@@ -42,7 +42,7 @@ _OTHER_KINDS = {
     "a LoHa": re.compile(r"\.hada_"),
     "an OFT": re.compile(r"\.b?oft_"),
     "a LoCon of three matrices": re.compile(r"\.lora_mid\."),
-    "a LoRA in 8 bits with scales": re.compile(r"\.(scale_weight|weight_scale|comfy_quant)$"),
+    "a LoRA in 8 bits with scales": re.compile(r"\.(lora_|diff).*(scale_weight|weight_scale|comfy_quant)$"),
 }
 _SHOWN = 4  # the number of keys that an error lists
 
