@@ -322,8 +322,24 @@ def a_servers_copy(pipe):
     return twin
 
 
+class Wrapped:
+    """A scheduler as diffusers' example of a server wraps it."""
+
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
+
+    def __getattr__(self, name):
+        return getattr(vars(self)["scheduler"], name)
+
+
+def a_servers_copy_with_a_wrapped_scheduler(pipe):
+    twin = copy.copy(pipe)
+    twin.scheduler = Wrapped(copy.deepcopy(pipe.scheduler))
+    return twin
+
+
 @pytest.mark.parametrize("was_called", [False, True])
-@pytest.mark.parametrize("make", [copy.copy, a_servers_copy])
+@pytest.mark.parametrize("make", [copy.copy, a_servers_copy, a_servers_copy_with_a_wrapped_scheduler])
 def test_copies_sample_by_their_own_generator_and_without_guidance(make, was_called):
     pipe = tiny_wan_pipeline()
     handle = trp.use_rcm(pipe)

@@ -7,7 +7,7 @@ import weakref
 
 from diffusers import DiffusionPipeline
 
-from ...scheduler import FewStepScheduler, running_scheduler
+from ...scheduler import running_scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Steps:
     def _scheduler(self) -> object:
         """Return the scheduler of the present generation: the running few-step one, or else the pipeline's own."""
         own = getattr(self._pipe(), "scheduler", None)
-        running = running_scheduler() if own is None or isinstance(own, FewStepScheduler) else None
+        running = running_scheduler() if own is None or hasattr(own, "bind_generator") else None
         return own if running is None else running
 
     def _warn(self, first: int, last: int) -> None:

@@ -21,8 +21,8 @@ def use_rcm(
 ) -> FewStepHandle:
     """Let ``pipe(..., num_inference_steps=4)`` sample in 1 to 4 rCM steps (or at the given sigmas).
 
-    pipe: a WanPipeline, WanImageToVideoPipeline, WanVideoToVideoPipeline or WanVACEPipeline whose transformer is
-    rCM-distilled.
+    pipe: a WanPipeline, WanImageToVideoPipeline, WanVideoToVideoPipeline or WanVACEPipeline, or a modular Wan
+    pipeline, whose transformer is rCM-distilled.
     sigma_max, stochastic, round_timesteps_to_bf16, sigmas: the options of RCMScheduler. None keeps the value if the
     pipeline's scheduler is an RCMScheduler already (a saved one). Otherwise None takes RCMScheduler's default: 80,
     True, True, the published times. Use sigma_max=200 for image to video.
