@@ -9,15 +9,17 @@ from collections.abc import Callable, Iterable
 import torch
 
 from ..checkpoints.files import COMPONENTS
-from ..config import BlockSparse, PatchConfig, Sparse, resolve_config
+from ..config import BlockSparse, Exact, PatchConfig, Sparse, resolve_config
 from .errors import PatchError
 from .families import SUPPORTED, check_supported, family_of
 from .families import vae as vae_family
 from .families.family import Binding, ModelGraphs, graph_of
 from .families.vae.video_output import patch_video_output, video_output_note
 from .journal import Journal
+from .other_threads import no_other_calls
 from .sampling.step_count import Steps, why_not_countable
 from .steps.block_sparse import why_trained_otherwise
+from .steps.plan import SHARED
 from .steps.sparse_linear import use_processors, why_not_sparse
 from .summary import Row, Section, as_html, as_text, decoder_rows, plan_rows, transformer_section, vae_section
 from .weights.convert import (
@@ -166,7 +168,8 @@ def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
     Raises:
         PatchError: the model is of an unknown family, patched already, compiled, or under a hook that holds its old
             forward. Or the tier needs 8-bit weights, and the weights are offloaded to disk. Or the model lacks the
-            weights that the sparse tier needs.
+            weights that the sparse tier needs. Or another thread is in a call of the model, in any tier but the exact
+            one. A call that another thread begins during the patch waits until the patch is complete.
         ValueError, TypeError: the preset is unknown, or the config has another type or does not fit the model.
     """
     config = resolve_config(config)
@@ -192,6 +195,16 @@ def replace_computation(journal: Journal, transformer: torch.nn.Module, config: 
 def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal, str, torch.nn.Module], None]) -> Patch:
     """Patch as `patch` does, with ``prepare(journal, name, transformer)`` to change each transformer's weights."""
     transformers, vae = _models_of(target)
+    # A call that is partly exact is as good as exact.
+    with no_other_calls("patch", {} if isinstance(config, Exact) else transformers):
+        vae = _check(target, config, transformers, vae)
+        return _change(target, config, transformers, vae, prepare)
+
+
+def _check(
+    target: object, config: PatchConfig, transformers: dict[str, torch.nn.Module], vae: torch.nn.Module | None
+) -> torch.nn.Module | None:
+    """Raise PatchError if a target cannot be patched. Return its VAE, or None if that is left as it is."""
     check_patchable(transformers)
     if not transformers and _JOURNAL in vae.__dict__:
         raise PatchError("cannot patch: vae is patched already; call restore() first.")
@@ -209,6 +222,16 @@ def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal,
         for name, model in transformers.items():
             if is_on_disk(model):
                 raise PatchError(f"cannot patch {name}: {ON_DISK}")
+    return vae
+
+
+def _change(
+    target: object,
+    config: PatchConfig,
+    transformers: dict[str, torch.nn.Module],
+    vae: torch.nn.Module | None,
+    prepare: Callable[[Journal, str, torch.nn.Module], None],
+) -> Patch:
     steps = None if isinstance(target, torch.nn.Module) else Steps(target)
     journals = []
     try:
@@ -253,7 +276,8 @@ def restore(target: object) -> None:
 
     Raises:
         PatchError: none of the models is patched, an unknown hook holds a patched forward, the original weights were
-            freed, the 8-bit weights are sharded, or the weights are offloaded to disk.
+            freed, the 8-bit weights are sharded, the weights are offloaded to disk, or another thread is in a call of
+            the model, in any tier but the exact one.
     """
     transformers, vae = _models_of(target)
     transformers = {name: getattr(m, "_orig_mod", m) for name, m in transformers.items()}
@@ -334,9 +358,12 @@ def _restore(models: dict[str, torch.nn.Module]) -> None:
             "the patch; take the replacement off first."
         )
     graphs = [graph_of(model) for model in models.values()]
-    for journal in journals:
-        journal.undo()
-    for model in models.values():
-        update_groups(model)
+    tiers = {name: getattr(model, SHARED).config for name, model in models.items() if hasattr(model, SHARED)}
+    approximate = {name: models[name] for name, config in tiers.items() if not isinstance(config, Exact)}
+    with no_other_calls("restore", approximate):
+        for journal in journals:
+            journal.undo()
+        for model in models.values():
+            update_groups(model)
     for graph in filter(None, graphs):
         graph.release()
