@@ -110,7 +110,7 @@ def test_the_hub(folder, monkeypatch):
 
 
 def test_peft_s_configuration_on_the_hub_comes_with_its_matrices(tmp_path, monkeypatch):
-    listing = ["a/adapter_config.json", "a/adapter_model.safetensors", "b/lora.safetensors"]
+    listing = ["a/adapter_config.json", "a/adapter_model.safetensors", "a/comfy.safetensors", "b/lora.safetensors"]
 
     def download(repository, name):
         path = tmp_path / name
@@ -120,7 +120,9 @@ def test_peft_s_configuration_on_the_hub_comes_with_its_matrices(tmp_path, monke
 
     monkeypatch.setattr(files.HfApi, "list_repo_files", lambda self, repository: listing)
     monkeypatch.setattr(files, "hf_hub_download", download)
-    assert find_files("some/loras/a", 1) == [tmp_path / "a/adapter_model.safetensors"]
+    assert find_files("some/loras/a/comfy.safetensors", 1) == [tmp_path / "a/comfy.safetensors"]
+    assert not (tmp_path / "a/adapter_config.json").exists()
+    assert find_files("some/loras/a/adapter_model.safetensors", 1) == [tmp_path / "a/adapter_model.safetensors"]
     assert (tmp_path / "a/adapter_config.json").is_file()
     assert find_files("some/loras/b/lora.safetensors", 1) == [tmp_path / "b/lora.safetensors"]
     assert not (tmp_path / "b/adapter_config.json").exists()

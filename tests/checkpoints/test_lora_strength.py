@@ -109,6 +109,18 @@ def test_peft_s_configuration_counts_for_a_file_that_is_given_by_its_path_and_fo
     assert {pair.scale for pair in read(other, tiny_wan_transformer()).pairs.values()} == {1.0}
 
 
+def test_peft_s_configuration_counts_for_the_only_file_of_weights_beside_it(tmp_path):
+    model, config = trained()
+    by_peft(model, config, tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    bare = {name.removeprefix("base_model.model."): tensor for name, tensor in load_file(file).items()}
+    exported = tmp_path / "style.safetensors"
+    save_file(bare, exported)
+    assert {pair.scale for pair in read(exported, tiny_wan_transformer()).pairs.values()} == {1.0}
+    file.unlink()
+    assert {pair.scale for pair in read(exported, tiny_wan_transformer()).pairs.values()} == {0.25}
+
+
 def test_kohya_s_header_is_ignored_because_musubi_keeps_it_for_matrices_that_hold_the_alpha():
     file = lora_files.lightning(tiny_wan_transformer(), 32, alphas=(None,))
     lora = read_lora(file.tensors, file.model, {"ss_network_alpha": "8", "ss_network_dim": "32"})

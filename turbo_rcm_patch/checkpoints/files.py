@@ -53,7 +53,7 @@ def experts_in(name: str) -> set[str]:
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return all tensors of a file, on the CPU, and its metadata. Raises ValueError for a file that cannot be read.
 
-    The metadata of a file that PEFT wrote has its configuration, which is in a file beside it, under that file's name.
+    The metadata has PEFT's configuration, under its file's name, if that file is beside this one and belongs to it.
     """
     with open_tensors(path) as tensors:
         content = {name: tensor.load() for name, tensor in tensors.items()}
@@ -62,9 +62,15 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
     beside = path.with_name(PEFT_FILE)
-    if beside.is_file() and (path.stem == PEFT_STEM or all(name.startswith("base_model.model.") for name in content)):
+    from_peft = all(name.startswith("base_model.model.") for name in content)
+    if beside.is_file() and (from_peft or _has_config(path.name, [file.name for file in path.parent.iterdir()])):
         metadata = {**metadata, PEFT_FILE: beside.read_text(encoding="utf-8", errors="replace")}
     return content, metadata
+
+
+def _has_config(name: str, folder: list[str]) -> bool:
+    """True if PEFT's configuration in a folder belongs to this file: by its name, or as the only file of weights."""
+    return PurePosixPath(name).stem == PEFT_STEM or [name] == [other for other in folder if other.endswith(SUFFIXES)]
 
 
 def keys_of_model(source: str, subfolder: str) -> set[str]:
@@ -115,8 +121,9 @@ class _Repository:
         self.names = [path] if path in self._files else in_folder
 
     def get(self, name: str) -> Path:
-        beside = str(PurePosixPath(name).with_name(PEFT_FILE))
-        if beside in self._files:
+        folder = PurePosixPath(name).parent
+        beside = str(folder / PEFT_FILE)
+        if beside in self._files and _has_config(name, [f for f in self._files if PurePosixPath(f).parent == folder]):
             hf_hub_download(self._id, beside)
         return Path(hf_hub_download(self._id, name))
 
