@@ -10,17 +10,21 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
 from PIL import Image
+
+from turbo_rcm_patch.cli.quiet_imports import quiet_imports
+
+with quiet_imports():  # other packages warn while they are imported
+    import torch
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 if device == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # the kernels then run in Triton's interpreter; set before the import
 
-import turbo_rcm_patch as trp  # noqa: E402
-
 sys.path.append(str(Path(__file__).resolve().parent.parent))
-from scripts.benchmarks import profile_hbm  # noqa: E402
+with quiet_imports():
+    import turbo_rcm_patch as trp
+    from scripts.benchmarks import profile_hbm
 
 print("1. c_skip(t) · x + c_out(t) · proj(attention(qkv(x))), in three forms with the same weights")
 forms = {  # by the names of scripts/benchmarks/profile_hbm.py

@@ -5,12 +5,17 @@ python examples/generate.py --model PATH_OR_ID    # Wan weights distilled for fe
 """
 
 import argparse
+import sys
 
-import torch
-from diffusers import WanPipeline
-from diffusers.utils import export_to_video
+from turbo_rcm_patch.cli.errors import why_not_loaded
+from turbo_rcm_patch.cli.quiet_imports import quiet_imports
 
-import turbo_rcm_patch as trp
+with quiet_imports():  # other packages warn while they are imported
+    import torch
+    from diffusers import WanPipeline
+    from diffusers.utils import export_to_video
+
+    from turbo_rcm_patch import load_embedded_pipeline, patch, use_rcm
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", help="a Wan text-to-video pipeline in diffusers format")
@@ -19,14 +24,17 @@ parser.add_argument("--output", default="video.mp4")
 options = parser.parse_args()
 
 if options.model:
-    pipe = WanPipeline.from_pretrained(options.model, dtype=torch.bfloat16).to("cuda")
+    try:
+        pipe = WanPipeline.from_pretrained(options.model, dtype=torch.bfloat16).to("cuda")
+    except OSError as error:
+        sys.exit(f"cannot load {options.model}: {why_not_loaded(error)}")
     prompt, size = "A red fox leaps through fresh snow, slow motion", (480, 832, 81)
 else:
-    pipe = trp.load_embedded_pipeline()
-    prompt, size = "a large red circle moves up slowly while a small blue square moves left, on white", (192, 256, 17)
+    pipe = load_embedded_pipeline()
+    prompt, size = "a large red circle moves up slowly while a small blue square moves left, on white", (160, 224, 17)
 
-trp.use_rcm(pipe)
-print(trp.patch(pipe).summary())
+use_rcm(pipe)
+print(patch(pipe).summary())
 
 height, width, num_frames = options.size or size
 video = pipe(

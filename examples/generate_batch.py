@@ -23,19 +23,15 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
-from turbo_rcm_patch.bench.timing import timed_generation
 from turbo_rcm_patch.cli.arguments import add_distilled_options, add_generation_options
 from turbo_rcm_patch.cli.checks import check_at_least_one, check_generation
-from turbo_rcm_patch.cli.commands import settings_of
 from turbo_rcm_patch.cli.errors import CommandError, exit_code, user_errors
 from turbo_rcm_patch.cli.files import check_ffmpeg, write_video
 from turbo_rcm_patch.cli.other_warnings import without_other_warnings
-from turbo_rcm_patch.cli.pipelines import choose_config, load_pipeline, warn_of_prompts
-from turbo_rcm_patch.patching import patch
-from turbo_rcm_patch.patching.families.vae.video_output import pieces_on_cpu, to_8_bits
+
+# PyTorch and diffusers are imported in functions, so that bad input is refused at once.
 
 RECORD = "videos.jsonl"
 
@@ -63,10 +59,10 @@ def run(options: argparse.Namespace) -> int:
     """Make this process's share of the videos."""
     rank, local_rank, processes = (int(os.environ.get(name, default)) for name, default in RANKS.items())
     videos = check(options)
-    options.device = device_of(options.device, local_rank, processes)
-    with writing_in(options.out):
-        options.out.mkdir(parents=True, exist_ok=True)
     with without_other_warnings(), user_errors():
+        options.device = device_of(options.device, local_rank, processes)
+        with writing_in(options.out):
+            options.out.mkdir(parents=True, exist_ok=True)
         recorded = read_record(options.out)
         share = videos[rank::processes]
         missing = [video for video in share if video.name not in recorded or not (options.out / video.name).is_file()]
@@ -95,6 +91,10 @@ def generate(options: argparse.Namespace, videos: list[Video], recorded: dict[st
 
     Raises CommandError if the recorded videos have other settings.
     """
+    from turbo_rcm_patch.cli.commands import settings_of
+    from turbo_rcm_patch.cli.pipelines import choose_config, load_pipeline, warn_of_prompts
+    from turbo_rcm_patch.patching import patch
+
     given = deciding(options)
     pipe, call = load_pipeline(options)
     del call["prompt"]
@@ -113,6 +113,11 @@ def generate(options: argparse.Namespace, videos: list[Video], recorded: dict[st
 
 def make(options: argparse.Namespace, pipe, call: dict[str, object], video: Video) -> dict[str, object]:
     """Generate and write a video. Return its line of the record. Its frames are freed before the next video."""
+    import torch
+
+    from turbo_rcm_patch.bench.timing import timed_generation
+    from turbo_rcm_patch.patching.families.vae.video_output import pieces_on_cpu, to_8_bits
+
     generator = torch.Generator(pipe._execution_device).manual_seed(video.seed)
     made = timed_generation(pipe, **call, prompt=video.prompt, output_type="pt", generator=generator)
     begin = time.perf_counter()
@@ -147,6 +152,8 @@ def check(options: argparse.Namespace) -> list[Video]:
     check_at_least_one("--fps", options.fps)
     check_at_least_one("--seeds", options.seeds)
     check_ffmpeg()
+    if not options.prompts.is_file():
+        raise CommandError(f"{options.prompts}: no such file; give a text file with a prompt a line.")
     try:
         lines = options.prompts.read_text(encoding="utf-8-sig").splitlines()  # some editors begin it with a mark
     except (OSError, UnicodeDecodeError) as error:
@@ -161,6 +168,8 @@ def check(options: argparse.Namespace) -> list[Video]:
 
 def device_of(asked: str | None, local_rank: int, processes: int) -> str:
     """Return the device of this process: the GPU of its rank, or the CPU."""
+    import torch
+
     if asked == "cpu" or (asked is None and not torch.cuda.is_available()):
         return "cpu"
     if asked not in (None, "cuda") and processes > 1:

@@ -6,12 +6,17 @@ python examples/lightning.py --loras high.safetensors low.safetensors     # othe
 """
 
 import argparse
+import sys
 
-import torch
-from diffusers import WanPipeline
-from diffusers.utils import export_to_video
+from turbo_rcm_patch.cli.errors import why_not_loaded
+from turbo_rcm_patch.cli.quiet_imports import quiet_imports
 
-import turbo_rcm_patch as trp
+with quiet_imports():  # other packages warn while they are imported
+    import torch
+    from diffusers import WanPipeline
+    from diffusers.utils import export_to_video
+
+    from turbo_rcm_patch import patch, use_distilled
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", default="Wan-AI/Wan2.2-T2V-A14B-Diffusers", help="a folder or a hub id")
@@ -25,10 +30,13 @@ parser.add_argument("--output", default="video.mp4")
 options = parser.parse_args()
 
 # The VAE too is loaded in bf16: in fp32 its convolutions would be PyTorch's.
-pipe = WanPipeline.from_pretrained(options.model, dtype=torch.bfloat16)
+try:
+    pipe = WanPipeline.from_pretrained(options.model, dtype=torch.bfloat16)
+except OSError as error:
+    sys.exit(f"cannot load {options.model}: {why_not_loaded(error)}")
 
-print(trp.use_distilled(pipe, options.loras[0] if len(options.loras) == 1 else options.loras))
-print(trp.patch(pipe).summary())
+print(use_distilled(pipe, options.loras[0] if len(options.loras) == 1 else options.loras))
+print(patch(pipe).summary())
 if options.offload:
     pipe.enable_model_cpu_offload()
 elif torch.cuda.is_available():

@@ -3,12 +3,15 @@
 The patch changes neither the scheduler nor the call: put your own pipeline and your own arguments here.
 """
 
-import torch
+from turbo_rcm_patch.cli.quiet_imports import quiet_imports
 
-import turbo_rcm_patch as trp
+with quiet_imports():  # other packages warn while they are imported
+    import torch
 
-pipe = trp.load_embedded_pipeline()  # or your WanPipeline.from_pretrained(...)
-trp.use_rcm(pipe)  # leave this out to keep your own scheduler
+    from turbo_rcm_patch import Exact, load_embedded_pipeline, patch, use_rcm
+
+pipe = load_embedded_pipeline()  # or your WanPipeline.from_pretrained(...)
+use_rcm(pipe)  # leave this out to keep your own scheduler
 
 
 def generate():
@@ -26,12 +29,12 @@ def generate():
 
 unpatched = generate()
 
-patch = trp.patch(pipe)
-print(patch.summary())
+applied = patch(pipe)
+print(applied.summary())
 patched = generate()
-patch.restore()
+applied.restore()
 
-with trp.patch(pipe, trp.Exact(fuse=["feed_forward"])):  # restored at the end of the block
+with patch(pipe, Exact(fuse=["feed_forward"])):  # restored at the end of the block
     partly_patched = generate()
 
 print("largest difference of a pixel, patched:", (patched - unpatched).abs().max().item())

@@ -6,12 +6,17 @@ python examples/turbowan.py TurboWan2.2-I2V-A14B-high-720P.pth TurboWan2.2-I2V-A
 """
 
 import argparse
+import sys
 
-import torch
-from diffusers import WanImageToVideoPipeline, WanPipeline
-from diffusers.utils import export_to_video, load_image
+from turbo_rcm_patch.cli.errors import why_not_loaded
+from turbo_rcm_patch.cli.quiet_imports import quiet_imports
 
-import turbo_rcm_patch as trp
+with quiet_imports():  # other packages warn while they are imported
+    import torch
+    from diffusers import WanImageToVideoPipeline, WanPipeline
+    from diffusers.utils import export_to_video, load_image
+
+    from turbo_rcm_patch import load_turbodiffusion, use_distilled
 
 parser = argparse.ArgumentParser()
 parser.add_argument("weights", nargs="+", help="TurboWan's .pth file, also a -quant one; of Wan 2.2 both, high and low")
@@ -31,12 +36,15 @@ else:
     pipeline, model, size = WanPipeline, "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", (480, 832, 81)
 
 # The VAE too is loaded in bf16: in fp32 its convolutions would be PyTorch's.
-pipe = pipeline.from_pretrained(options.model or model, dtype=torch.bfloat16)
+try:
+    pipe = pipeline.from_pretrained(options.model or model, dtype=torch.bfloat16)
+except OSError as error:
+    sys.exit(f"cannot load {options.model or model}: {why_not_loaded(error)}")
 if torch.cuda.is_available():
     pipe.to("cuda")
 
-patch = trp.load_turbodiffusion(options.weights, pipe, attention=options.attention)
-trp.use_distilled(pipe, recipe="turbowan-i2v" if options.image else "turbowan")
+patch = load_turbodiffusion(options.weights, pipe, attention=options.attention)
+use_distilled(pipe, recipe="turbowan-i2v" if options.image else "turbowan")
 
 height, width, num_frames = options.size or size
 video = pipe(

@@ -1,8 +1,10 @@
 """The examples and the benchmark script run as a user runs them."""
 
 import json
+import os
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from scripts.benchmarks import end_to_end
 from tests import lora_files
 from tests.official_names import official_state_dict, with_proj_l
 from tests.tiny_wan import tiny_wan_pipeline
+from turbo_rcm_patch import embedded
 from turbo_rcm_patch.bench.cases import build_pipeline
 from turbo_rcm_patch.patching.families import CASES
 
@@ -118,6 +121,32 @@ def test_lightning(run_example, tmp_path, capsys, given):
     assert "lightning (named lightning): 4 steps (euler)" in printed
     assert "transformer_2: low_noise_model.safetensors, 20 linears of rank 64" in printed
     assert "+ LoRA" in printed
+
+
+@pytest.mark.parametrize("example", [["generate", "--model", "nobody/nothing"], ["turbowan", "weights.pth"]])
+def test_examples_end_in_a_line_without_network(run_example, monkeypatch, example):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(SystemExit, match=r"^cannot load .+: the hub cannot be reached, and this machine has no copy"):
+        run_example(f"examples/{example[0]}.py", *example[1:])
+
+
+def test_an_example_prints_nothing_of_other_packages_imports():
+    """A new process, because importing them in this one has printed it already."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / "examples/lightning.py"), "--model", "nobody/nothing"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    *of_the_hub, last = done.stderr.splitlines()
+    assert last.startswith("cannot load nobody/nothing: the hub cannot be reached")
+    assert [line for line in of_the_hub if "Hub" not in line and "local cache" not in line] == []
+
+
+def test_generate_makes_a_video_of_the_size_that_the_tiny_model_has_learned(run_example, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(WanPipeline, "__call__", lambda self, *_, **options: calls.append(options) or sys.exit())
+    with pytest.raises(SystemExit):
+        run_example("examples/generate.py")
+    size = (embedded.HEIGHT, embedded.WIDTH, embedded.FRAMES)
+    assert tuple(calls[0][name] for name in ("height", "width", "num_frames")) == size
 
 
 def test_benchmark_end_to_end(tmp_path, capsys):

@@ -13,8 +13,11 @@ from pathlib import Path
 
 import imageio.v3 as iio
 import pytest
+import torch
 from accelerate.commands import launch
 
+from turbo_rcm_patch import patching
+from turbo_rcm_patch.bench import timing
 from turbo_rcm_patch.cli.errors import CommandError
 from turbo_rcm_patch.embedded import SLA_BLOCKS
 
@@ -148,8 +151,8 @@ def test_no_frames_are_kept_while_the_next_are_made(arguments, monkeypatch):
         made.append(weakref.ref(generation.frames))
         return generation
 
-    original = batch.timed_generation
-    monkeypatch.setattr(batch, "timed_generation", timed_generation)
+    original = timing.timed_generation
+    monkeypatch.setattr(timing, "timed_generation", timed_generation)
     assert batch.main(arguments) == 0
     assert alive == [False] * 4
 
@@ -184,7 +187,7 @@ def test_a_folder_has_videos_of_the_same_settings():
 
 def test_the_patch_is_the_one_of_all_options(arguments, monkeypatch):
     patched_with = []
-    monkeypatch.setattr(batch, "patch", lambda pipe, config: patched_with.append(config))
+    monkeypatch.setattr(patching, "patch", lambda pipe, config: patched_with.append(config))
     assert batch.main([*arguments, "--preset", "sparse", "--topk", "0.5"]) == 0
     (config,) = patched_with
     assert (config.topk, config.blocks) == (0.5, SLA_BLOCKS)
@@ -214,7 +217,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_prompt(tmp_path, arguments):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prompts": "missing.txt"}, "No such file or directory"),
+        ({"prompts": "missing.txt"}, "no such file; give a text file"),
         ({"prompts": "blank.txt"}, "is empty; write a prompt a line"),
         ({"out": "blank.txt"}, "is a file; give a folder"),
         ({"out": "blank.txt/out"}, "Not a directory"),
@@ -237,10 +240,21 @@ def test_bad_input_is_one_line(tmp_path, arguments, capsys, monkeypatch, change,
     assert not (tmp_path / "out").exists()
 
 
+def test_bad_input_is_refused_before_pytorch_is_imported():
+    code = (
+        "import runpy, sys; sys.argv = ['generate_batch', 'nofile.txt', '--out', 'out']\n"
+        f"try: runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
+        "except SystemExit as ended: assert ended.code == 2\n"
+        "assert not {'torch', 'diffusers', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == "generate_batch: nofile.txt: no such file; give a text file with a prompt a line.\n"
+
+
 def test_each_process_has_its_gpu(monkeypatch):
-    monkeypatch.setattr(batch.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert [batch.device_of(None, rank, 2) for rank in range(2)] == ["cuda:0", "cuda:1"]
     assert [batch.device_of(asked, 1, 2) for asked in ("cuda", "cpu")] == ["cuda:1", "cpu"]
     assert batch.device_of("cuda:3", 0, 1) == "cuda:3"
-    monkeypatch.setattr(batch.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert batch.device_of(None, 1, 2) == "cpu"

@@ -16,6 +16,8 @@ from collections.abc import Callable
 
 import torch
 
+from .wording import with_article
+
 Time = float | torch.Tensor
 CoefficientPair = tuple[Time, Time]
 
@@ -88,7 +90,9 @@ def _time(form: str, t: Time, upper: float) -> Time:
     if isinstance(t, torch.Tensor):
         return _tensor_time(form, t, upper)
     if not isinstance(t, (int, float)):
-        raise TypeError(f"{form}: t is a {type(t).__name__}; accepted are a number and a 0-d or [B] tensor.")
+        raise TypeError(
+            f"{form}: t is {with_article(type(t).__name__)}; accepted are a number and a 0-d or [B] tensor."
+        )
     if not 0 <= t <= upper:
         raise ValueError(f"{form}: t={t} is outside {_interval(upper)}.")
     return float(t)

@@ -39,8 +39,8 @@ def rcm_times(num_steps: int, sigma_max: float = 80.0) -> torch.Tensor:
     smallest = math.tan(INTERMEDIATE_ANGLES[0]) if num_steps > 1 else 0.0
     if not smallest < sigma_max < math.inf:
         raise ValueError(
-            f"sigma_max={sigma_max}: with {num_steps} steps it must be finite and above {smallest:.4g}; 80 is usual "
-            "for text to video, 200 for image to video."
+            f"sigma_max={sigma_max}: with {num_steps} step{'s' * (num_steps > 1)} it must be finite and above "
+            f"{smallest:.4g}; 80 is usual for text to video, 200 for image to video."
         )
     angles = torch.tensor([math.atan(sigma_max), *INTERMEDIATE_ANGLES[: num_steps - 1], 0.0], dtype=torch.float64)
     return angles.sin() / (angles.cos() + angles.sin())

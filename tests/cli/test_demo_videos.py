@@ -50,7 +50,7 @@ def test_what_a_command_says_is_in_the_answer(maker):
     """Every answer has the notes, although the model is loaded only for the first request."""
     for caption, size in ((CAPTION, 16), ("a red fox leaps", 16), ("a red fox leaps", 32)):
         of_size, *of_prompt = maker.answer(replace(SMALL, prompt=caption, height=size)).notes
-        assert f"at {size}x32 and 5 shapes and motion get worse" in of_size
+        assert f"at {size}x32 and 5 frames shapes and motion get worse" in of_size
         assert [note.partition(";")[0] for note in of_prompt] == (
             []
             if caption == CAPTION
@@ -72,6 +72,9 @@ def test_how_a_model_is_sampled_is_in_the_answer(tmp_path, saved_models, monkeyp
         assert "If it is distilled, give recipe: rcm," in own
         assert calls[-1]["guidance_scale"] == (guidance or 5.0)
         assert calls[-1].get("negative_prompt") == (negative or None)
+    for steps in (6, 4):
+        (recipe,) = maker.answer(replace(asked, recipe="lightning", steps=steps)).notes
+        assert f"lightning (as asked for): {steps} steps" in recipe
     (recipe,) = maker.answer(replace(asked, recipe="fastwan", steps=None)).notes
     assert "fastwan (as asked for): 3 steps (lcm) at timesteps 1000, 757, 522" in recipe
     assert (calls[-1]["num_inference_steps"], calls[-1]["guidance_scale"]) == (3, 1.0)
@@ -116,7 +119,7 @@ def test_the_sparse_tier_has_weights_of_its_own(maker):
         ({"guidance": 3.0}, "guidance goes with model"),
         ({"negative_prompt": "blurred"}, "negative prompt goes with model"),
         ({"recipe": "fastwan"}, "lora and recipe go with model; the embedded model is sampled as rCM"),
-        ({"height": 160, "width": 224, "frames": 21}, "are 752640 pixels, and this page makes at most 609280"),
+        ({"height": 160, "width": 224, "frames": 21}, ": 752640 pixels in all, and this page makes at most 609280"),
     ],
 )
 def test_what_cannot_be_made_is_a_sentence_before_anything_is_loaded(maker, change, message):

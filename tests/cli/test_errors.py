@@ -133,12 +133,20 @@ def test_a_hub_model_is_refused_by_its_index_alone(capsys, monkeypatch):
     monkeypatch.setattr(loader, "from_pretrained", lambda *args, **kwargs: pytest.fail("weights were loaded"))
     assert "owner/flux is a FluxPipeline" in error_of(capsys, "verify", "--model", "owner/flux", *TINY)
 
-    def unreachable(model):
+    def not_found(model):
         raise OSError("owner/name is not a local folder\nand is not on the hub")
 
-    monkeypatch.setattr(loader, "load_config", unreachable)
+    monkeypatch.setattr(loader, "load_config", not_found)
     message = error_of(capsys, "verify", "--model", "owner/name", *TINY)
     assert "cannot load --model owner/name: owner/name is not a local folder; check the name" in message
+
+
+def test_without_network_the_hub_is_blamed_and_not_the_model(capsys, monkeypatch):
+    """diffusers says that the repository lacks a file."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    message = error_of(capsys, "verify", "--model", "nobody/nothing", *TINY)
+    assert "cannot load --model nobody/nothing: the hub cannot be reached, and this machine has no copy" in message
+    assert "model_index.json" not in message
 
 
 def test_the_size_rules_of_a_hub_model_are_checked_after_loading(capsys, monkeypatch):
@@ -150,8 +158,11 @@ def test_the_size_rules_of_a_hub_model_are_checked_after_loading(capsys, monkeyp
     assert "--width 48 is not divisible by 32" in message
 
 
-def test_a_first_noise_level_below_the_second_one(capsys):
-    assert "sigma_max=2.0" in error_of(capsys, "verify", *TINY, "--sigma-max", "2")
+def test_a_first_noise_level_below_the_second_one(capsys, monkeypatch):
+    """The error names the option and the steps, and comes before a model is loaded."""
+    monkeypatch.setattr(commands, "run", lambda arguments: pytest.fail("the command ran"))
+    assert "--sigma-max 2.0: with 2 steps it must be" in error_of(capsys, "verify", *TINY, "--sigma-max", "2")
+    assert "--sigma-max -3.0: with 4 steps it must be" in error_of(capsys, "verify", "--sigma-max", "-3")
 
 
 @pytest.mark.parametrize("set_variable", [True, False])
@@ -263,6 +274,13 @@ def test_help_of_a_command_begins_with_a_sentence_that_keeps_its_capitals(capsys
     with pytest.raises(SystemExit):
         main([command, "--help"])
     assert sentence in " ".join(capsys.readouterr().out.split())
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["--version"])
+    assert exit_.value.code == 0
+    assert capsys.readouterr().out == f"turbo-rcm {trp.__version__}\n"
 
 
 def test_python_dash_m():

@@ -23,7 +23,7 @@ def test_evaluate_prints_a_table_and_progress_and_writes_json(tmp_path, capsys):
     assert lines[0].startswith("variant")
     assert len(lines) == 1 + 2 * 3
     progress = [line for line in printed.err.splitlines() if line.startswith("turbo-rcm evaluate: ")]
-    assert len(progress) == 2 * 2
+    assert len(progress) == 2 + 2 * 2  # after a warning of the size and what is to come
     assert progress[-1] == "turbo-rcm evaluate: 2 steps: 2 of 2 captions in 3 variants"
     result = json.loads(output.read_text())
     assert [(one["variant"], one["steps"]) for one in result["results"][:3]] == [
@@ -69,7 +69,24 @@ def test_wrong_options_of_evaluate(capsys, monkeypatch, options, message):
 def test_evaluate_refuses_an_image_to_video_model_and_a_low_sigma_max(capsys, saved_models):
     message = error_of(capsys, "evaluate", "--model", saved_models / "i2v")
     assert "makes videos from an image; evaluate takes text-to-video models" in message
-    assert "sigma_max=2.0: with 2 steps" in error_of(capsys, *EVALUATE, "--steps", "1,2", "--sigma-max", "2")
+    assert "--sigma-max 2.0: with 2 steps" in error_of(capsys, *EVALUATE, "--steps", "1,2", "--sigma-max", "2")
+
+
+def test_evaluate_tells_what_it_does_and_makes_fewer_videos_at_a_time_if_they_are_large(monkeypatch, capsys):
+    """Ctrl-C waits for the running operation, whose time grows with the videos made together."""
+    sizes = []
+
+    def record(pipe, call, **options):
+        sizes.append(options["batch_size"])
+        raise CommandError("recorded")
+
+    monkeypatch.setattr(commands, "evaluate", record)
+    for size in (["--height", "480", "--width", "832"], ["--height", "16"], ["--batch-size", "3"]):
+        assert main(["evaluate", "--device", "cpu", "-n", "2", *size]) == 2
+    assert sizes == [1, 16, 3]
+    first, second, *_ = capsys.readouterr().err.splitlines()
+    assert "warning: the embedded model has learned videos of 160x224 pixels and 17 frames only; at 480x832" in first
+    assert second == "turbo-rcm evaluate: 2 captions in 1, 2 and 4 steps, 1 video at a time"
 
 
 def test_steps_of_evaluate_count_once():

@@ -105,6 +105,14 @@ def test_a_prompt_outside_the_grammar_is_warned_about(tmp_path, capsys, monkeypa
         assert text in warning
 
 
+def test_a_long_prompt_is_not_repeated_whole(capsys, monkeypatch):
+    monkeypatch.setattr(commands, "verify", lambda *_, **__: (_ for _ in ()).throw(CommandError("stopped")))
+    assert main(["verify", "a fox leaps " + 10_000 * "x", *TINY]) == 2
+    warning = capsys.readouterr().err
+    assert "unlike 'a fox leaps xxx" in warning
+    assert len(warning) < 1500
+
+
 def test_no_warning_for_a_caption_a_default_or_another_model(capsys, monkeypatch, saved_models):
     prompts = []
 
@@ -167,6 +175,6 @@ def test_generate_with_offload(tmp_path):
 def test_offload_is_asked_for_where_there_is_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(CommandError, match="there are 1 GPUs, counted from cuda:0"):
+    with pytest.raises(CommandError, match="this machine has 1 GPU, counted from cuda:0"):
         pipelines.choose_device(argparse.Namespace(device="cuda:1", offload=False))
     assert pipelines.choose_device(argparse.Namespace(device=None, offload=True)) == torch.device("cuda")

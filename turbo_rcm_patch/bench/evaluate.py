@@ -175,6 +175,12 @@ def evaluate(
     return Evaluation({**(settings or {}), **own}, describe_environment(pipe._execution_device), tuple(results))
 
 
+def videos_at_a_time(call: Mapping[str, object]) -> int:
+    """Return how many videos `evaluate` makes together unless told: 16 of the tiny model's size, fewer larger ones."""
+    pixels = call["height"] * call["width"] * call["num_frames"]
+    return min(max(1, 16 * HEIGHT * WIDTH * FRAMES // pixels), 16)
+
+
 def prompt_accuracy(
     pipe: DiffusionPipeline, scenes: Sequence[Scene], call: dict[str, object], *, seed: int = 0, batch_size: int = 16
 ) -> dict[str, Accuracy]:

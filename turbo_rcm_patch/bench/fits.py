@@ -1,17 +1,18 @@
-"""Estimate the GPU memory of a model's transformers in each tier, from its folder's configs alone."""
+"""Estimate the GPU memory of a model's transformers in each tier, from its configs alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from accelerate import init_empty_weights
 from torch import nn
 
 from ..config import Quantized
 from ..kernels.quantized import FP8
-from ..patching.families import family_of
+from ..patching.families import CASES, family_of
 from ..patching.families.vae.sizes import latent_size
 from ..patching.steps.sparse_linear import why_not_replaceable
 from ..patching.weights.convert import convertible_linears
@@ -39,18 +40,16 @@ class Fit:
         return {size: round(AROUND * (self.weights + step)) for size, step in self.steps.items()}
 
 
-def fits(folder: Path, dtype: torch.dtype = torch.bfloat16) -> list[Fit]:
-    """Return the memory of each transformer in a pipeline's or a transformer's folder, in this dtype.
+def fits(source: str | Path, dtype: torch.dtype = torch.bfloat16) -> list[Fit]:
+    """Return the memory of each transformer in a pipeline's or a transformer's folder, or of one of CASES by name.
 
     A step's figure counts the largest set of a block's tensors that are alive together. Attention itself, one timestep
     for all tokens and the kernels' workspaces add little. The text encoder and the VAE are not counted.
 
-    Raises ValueError for a folder that holds no supported transformer.
+    Raises ValueError for a folder that is missing or holds no supported transformer.
     """
     found = []
-    for name, path in component_folders(folder).items():
-        model = empty_model(path)
-        vae = read_vae_config(path)
+    for name, model, vae in _models(source):
         sizes, config = family_of(model).blocks[0].sizes, model.config
         tokens = {size: sizes.tokens(config, latent_size(vae, *size)) for size in SIZES}
         for tier, weights in _weights(model, dtype):
@@ -58,6 +57,22 @@ def fits(folder: Path, dtype: torch.dtype = torch.bfloat16) -> list[Fit]:
             steps = {size: count * per_token for size, count in tokens.items()}
             found.append(Fit(name or "transformer", tier.name, weights, steps))
     return found
+
+
+def _models(source: str | Path) -> Iterator[tuple[str, nn.Module, Mapping]]:
+    """Yield the name and the VAE's config of each transformer, which is on the meta device."""
+    case = CASES.get(str(source))
+    if case is not None:
+        with init_empty_weights():
+            yield "", case.transformer_class(**case.transformer), case.vae
+        return
+    if not Path(source).is_dir():
+        raise ValueError(
+            f"{source}: no such folder; give the folder of a diffusers pipeline or transformer, or a size: "
+            f"{', '.join(CASES)}."
+        )
+    for name, path in component_folders(Path(source)).items():
+        yield name, empty_model(path), read_vae_config(path)
 
 
 def fits_table(found: list[Fit]) -> str:

@@ -105,8 +105,9 @@ def _verdict(verification: Verification) -> list[str]:
         for p in verification.failed_parts
     ]
     lines += [f"{block}: no step reached it; use more steps" for block in verification.unreached]
-    blocks = f"all {len({check.block for check in verification.checks})} blocks"
-    return lines or [f"{blocks}{' and the VAE' if verification.decoding else ''} are within the allowed error"]
+    count, and_vae = len({check.block for check in verification.checks}), " and the VAE" * bool(verification.decoding)
+    blocks, verb = (f"all {count} blocks", "are") if count > 1 else ("the block", "are" if and_vae else "is")
+    return lines or [f"{blocks}{and_vae} {verb} within the allowed error"]
 
 
 def evaluation_table(evaluation: Evaluation) -> str:

@@ -26,6 +26,7 @@ from ..patching.families.family import Case, Family
 from ..patching.families.vae.sizes import convolutions, latent_channels, latent_size
 from ..patching.weights.load import component_folders, read_config, read_vae_config
 from ..tiers import EXACT
+from ..wording import with_article
 from . import ops, ops_conv, ops_exact, trials, tune_tiers
 from .ops import Contender, Contest, OpCase, OpKey, OpResult
 
@@ -84,7 +85,7 @@ def configs_of_folder(folder: Path) -> tuple[dict, dict]:
     config, file = read_config(transformer), transformer / "config.json"
     family = family_named(config.get("_class_name"))
     if family is None:
-        raise ValueError(f"{file} is of a {config.get('_class_name')}; supported: {SUPPORTED}.")
+        raise ValueError(f"{file} is of {with_article(config.get('_class_name'))}; supported: {SUPPORTED}.")
     missing = [name for name in family.blocks[0].sizes.needed if name not in config]
     if missing:
         raise ValueError(f"{file} has no {' and no '.join(missing)}.")

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ..wording import with_article
+
 PICKLED = (".pth", ".pt", ".bin", ".ckpt")
 SUFFIXES = (".safetensors", *PICKLED)
 _INDEX = "*.safetensors.index.json"
@@ -117,7 +119,7 @@ def _open_pickled(file: Path) -> dict[str, LazyTensor]:
             break
         (content,) = inner
     if not isinstance(content, Mapping):
-        raise ValueError(f"{file} holds a {type(content).__name__}; accepted is a dictionary of tensors.")
+        raise ValueError(f"{file} holds {with_article(type(content).__name__)}; accepted is a dictionary of tensors.")
     tensors = {name: tensor for name, tensor in content.items() if isinstance(tensor, torch.Tensor)}
     if not tensors:
         held = ", ".join(map(str, list(content)[:8])) or "nothing"

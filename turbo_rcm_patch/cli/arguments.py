@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from .. import __version__
 from ..config import PRESETS
 from ..recipes import RECIPES
 from ..shapes.grammar import EXAMPLES
@@ -18,6 +19,7 @@ _PROMPT = f"a description of the video; the embedded model knows captions like '
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse a command line. A wrong option exits with code 2 and one line."""
     parser = _Parser(prog="turbo-rcm", description="Few-step video generation with Wan pipelines on fused kernels.")
+    parser.add_argument("--version", action="version", version=f"turbo-rcm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands)
     _add_compare(commands)
@@ -90,7 +92,7 @@ def _add_evaluate(commands) -> None:
     summary = "judge how well videos show held-out captions, unpatched and patched, and how much their frames differ"
     parser = _add_command(commands, "evaluate", summary)
     parser.add_argument("-n", type=int, default=256, help="captions (default 256)")
-    parser.add_argument("--batch-size", type=int, default=16, help="videos made at a time (default 16)")
+    parser.add_argument("--batch-size", type=int, help="videos made at a time (default 16, fewer if they are large)")
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="write all figures with the GPU and versions")
     parser.add_argument(
         "--steps", type=_comma_list, default=(1, 2, 4), help="numbers of denoising steps, 1 to 4 each (default 1,2,4)"
@@ -110,8 +112,11 @@ def _add_info(commands) -> None:
     summary = "show the GPU, versions, and the kernel that each op takes here"
     parser = _add_command(commands, "info", summary)
     parser.add_argument("--json", type=Path, metavar="OUT.json", help="write the same as JSON")
-    memory = "show the GPU memory that a diffusers pipeline or transformer in this folder needs in each tier"
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help=memory)
+    memory = (
+        "show the GPU memory that a diffusers pipeline or transformer in this folder needs in each tier, or a known "
+        "size, such as wan2.1-14b"
+    )
+    parser.add_argument("--model", metavar="FOLDER", help=memory)
     _add_device_options(parser)
 
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..config import PRESETS, Exact, options_of, presets_with, resolve_config
-from ..recipes import RECIPES
+from ..recipes import RCM_STEPS, RECIPES
+from ..wording import with_article
 from .errors import CommandError
 from .files import check_ffmpeg, check_output, check_plot
 from .quiet_imports import quiet_imports
@@ -44,7 +45,8 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         _check_comparison(arguments)
     if arguments.command == "evaluate":
         check_at_least_one("-n", arguments.n)
-        check_at_least_one("--batch-size", arguments.batch_size)
+        if arguments.batch_size is not None:
+            check_at_least_one("--batch-size", arguments.batch_size)
     if arguments.command == "convert":
         _check_conversion(arguments)
     if arguments.command not in ("generate", "convert", "demo", "tune"):
@@ -127,7 +129,7 @@ def check_pipeline_class(class_name: object, arguments: argparse.Namespace) -> N
     }
     accepted = [name for name, start in starts.items() if start in ("text", "image")]
     if class_name not in accepted:
-        raise CommandError(f"--model {model} is a {class_name}; supported are {' and '.join(accepted)}.")
+        raise CommandError(f"--model {model} is {with_article(class_name)}; supported are {' and '.join(accepted)}.")
     from_image = starts[class_name] == "image"
     if from_image and arguments.command in ("evaluate", "demo"):
         command = arguments.command
@@ -143,6 +145,7 @@ def check_generation(arguments: argparse.Namespace) -> None:
     _check_device(arguments)
     _check_distilled(arguments)
     _check_steps(arguments)
+    _check_sigma_max(arguments)
     _check_guidance(arguments)
     _check_preset(arguments)
     if not 0 <= arguments.seed < 2**63:
@@ -166,6 +169,23 @@ def _check_steps(arguments: argparse.Namespace) -> None:
             raise CommandError(f"--steps {steps}: the sampler takes 1, 2, 3 or 4 steps.")
         if steps is not None:
             check_at_least_one("--steps", steps)
+
+
+def as_option(error: Exception) -> str:
+    """Return a message about an argument, such as "sigma_max=2.0: …", as one about the option."""
+    return re.sub(r"^(steps|sigma_max)=", lambda name: f"--{name[1].replace('_', '-')} ", str(error))
+
+
+def _check_sigma_max(arguments: argparse.Namespace) -> None:
+    if arguments.sigma_max is None:
+        return
+    with contextlib.nullcontext() if arguments.verbose else quiet_imports():
+        from ..scheduler import rcm_times  # imports torch, which no help text needs
+    for steps in step_counts(arguments):
+        try:
+            rcm_times(RCM_STEPS if steps is None else steps, arguments.sigma_max)
+        except ValueError as error:
+            raise CommandError(as_option(error)) from None
 
 
 def _check_guidance(arguments: argparse.Namespace) -> None:
@@ -213,7 +233,7 @@ def _check_distilled(arguments: argparse.Namespace) -> None:
         raise CommandError("--sigma-max is for rCM without --recipe or --lora, whose recipe says it; leave it out.")
     if recipe == OWN_SAMPLER and lora is not None:
         raise CommandError("--recipe none keeps the pipeline's scheduler, and --lora is for few steps; leave one out.")
-    if is_distilled(arguments) and recipe is not None and arguments.steps is not None:
+    if recipe in RECIPES and arguments.steps is not None:
         try:
             RECIPES[recipe].in_steps(arguments.steps)
         except ValueError:

@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,7 +16,7 @@ from PIL import Image
 
 from ..bench.compare import Comparison, compare
 from ..bench.environment import describe_environment
-from ..bench.evaluate import evaluate, label_of
+from ..bench.evaluate import evaluate, label_of, videos_at_a_time
 from ..bench.fits import Fit, fits, fits_table
 from ..bench.report import comparison_table, evaluation_table, plot, side_by_side, timings_table, verification_table
 from ..bench.timing import timed_generation
@@ -29,10 +30,20 @@ from ..patching.families.vae.video_output import pieces_on_cpu, to_8_bits
 from ..patching.summary import beside_exact
 from ..patching.weights.convert import capability_of
 from ..patching.weights.store import convert_model
+from ..wording import counted
 from .checks import SPARSITY
 from .errors import CommandError, user_errors
 from .files import replacing, write_json, write_video
-from .pipelines import build_case, choose_config, choose_device, choose_dtype, is_sparse, load_pipeline, load_sampler
+from .pipelines import (
+    build_case,
+    choose_config,
+    choose_device,
+    choose_dtype,
+    is_sparse,
+    load_pipeline,
+    load_sampler,
+    warn_of_size,
+)
 from .tuning import tune
 from .video_writer import VideoWriter
 
@@ -70,7 +81,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     if patched is not None:
         print(patched.summary(), end="\n\n")  # only now is it of this video's size
     print(timings_table(generation.timings, writing))
-    print(f"\nwrote {arguments.output}: {frames} frames of {width}x{height}, {arguments.fps} per second")
+    print(f"\nwrote {arguments.output}: {counted(frames, 'frame')} of {width}x{height}, {arguments.fps} per second")
     return 0
 
 
@@ -122,6 +133,12 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     pipe, call = load_sampler(arguments)
+    warn_of_size(arguments, call["height"], call["width"], call["num_frames"])
+    report = partial(_report, arguments)
+    batch_size = arguments.batch_size or videos_at_a_time(call)
+    *most, last = map(str, arguments.steps)
+    steps = f"{', '.join(most)} and {last} steps" if most else counted(arguments.steps[0], "step")
+    report(f"{counted(arguments.n, 'caption')} in {steps}, {counted(batch_size, 'video')} at a time")
     tuned, plain, config = None, arguments, choose_config(arguments)
     if arguments.model is None and is_sparse(arguments):
         plain = argparse.Namespace(**{**vars(arguments), "preset": "exact"})
@@ -135,11 +152,11 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         steps=arguments.steps,
         config={label_of(arguments.preset, config): config},
         seed=arguments.seed,
-        batch_size=arguments.batch_size,
+        batch_size=batch_size,
         reference=reference,
         tuned=tuned,
         settings={**settings_of(arguments, pipe, call), "sigma_max": pipe.scheduler.config.get("sigma_max")},
-        report=lambda line: print(f"turbo-rcm evaluate: {line}", file=sys.stderr, flush=True),
+        report=report,
     )
     print(evaluation_table(evaluation))
     if arguments.json is not None:
@@ -147,8 +164,13 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _report(arguments: argparse.Namespace, line: str) -> None:
+    print(f"turbo-rcm {arguments.command}: {line}", file=sys.stderr, flush=True)
+
+
 def _info(arguments: argparse.Namespace) -> int:
     device = choose_device(arguments)
+    found = [] if arguments.model is None else _fits(arguments)
     environment = asdict(describe_environment(device))
     for name, value in environment.items():
         if value is not None:
@@ -159,7 +181,6 @@ def _info(arguments: argparse.Namespace) -> int:
         rows = applied.rows()
     for line in beside_exact(tuned_tiers(device)):
         print("", line, sep="\n")
-    found = [] if arguments.model is None else _fits(arguments)
     if found:
         print("", f"{arguments.model} on a GPU:", fits_table(found), sep="\n")
     if arguments.json is not None:

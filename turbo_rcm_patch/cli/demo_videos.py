@@ -15,6 +15,7 @@ import numpy as np
 from ..bench.compare import Comparison, compare
 from ..bench.report import comparison_table
 from ..bench.variants import PATCHED, UNPATCHED
+from ..wording import counted
 from .checks import SPARSITY, check_generation
 from .errors import CommandError, user_errors
 from .files import write_video
@@ -117,19 +118,21 @@ class DemoVideos:
         pixels = request.height * request.width * request.frames
         if pixels > self.max_pixels:
             raise CommandError(
-                f"{request.frames} frames of {request.height}x{request.width} are {pixels} pixels, and this page makes "
-                f"at most {self.max_pixels}; ask for fewer or smaller frames, or start it with another --max-pixels."
+                f"{counted(request.frames, 'frame')} of {request.height}x{request.width}: {pixels} pixels in all, and "
+                f"this page makes at most {self.max_pixels}; ask for fewer or smaller frames, or start it with another "
+                "--max-pixels."
             )
         return arguments
 
     def _load(self, arguments: argparse.Namespace) -> tuple[object, dict[str, object]]:
         """Return the pipeline and the arguments of its call. Sets ``arguments.notes`` to the notes on both."""
         is_guided = arguments.guidance is not None
-        wanted = arguments.model, arguments.lora, arguments.recipe, is_sparse(arguments), is_guided
-        if self._loaded is None or self._loaded[0] != wanted:
+        wanted = arguments.model, arguments.lora, arguments.recipe, is_guided, is_sparse(arguments)
+        if not self._has(wanted, arguments.steps):
             self._loaded = None  # there may be no memory for both
-            self._loaded = wanted, load_sampler(arguments)[0], arguments.notes
-        _, pipe, notes = self._loaded
+            asked = arguments.steps
+            self._loaded = wanted, load_sampler(arguments)[0], arguments.notes, asked
+        _, pipe, notes, _ = self._loaded
         arguments.notes = [*notes]
         warn_of_size(arguments, arguments.height, arguments.width, arguments.frames)
         warn_of_prompts(arguments, [arguments.prompt])
@@ -137,6 +140,13 @@ class DemoVideos:
         size = {"height": arguments.height, "width": arguments.width, "num_frames": arguments.frames}
         steps = default_steps(pipe) if arguments.steps is None else arguments.steps
         return pipe, {**size, "num_inference_steps": steps, **guidance(pipe, arguments)}
+
+    def _has(self, wanted: tuple, steps: int | None) -> bool:
+        """True if the wanted model is loaded. A recipe's times are laid out when its sampler is installed."""
+        if self._loaded is None or self._loaded[0] != wanted:
+            return False
+        _, pipe, _, asked = self._loaded
+        return asked == steps or not pipe.scheduler.config.get("sigmas")
 
     def _written(self, comparison: Comparison, notes: tuple[str, ...]) -> Answer:
         videos = {variant.name: variant.video for variant in comparison.variants}

@@ -19,6 +19,20 @@ class CommandError(Exception):
         super().__init__(" ".join(message.split()))
 
 
+def why_not_loaded(error: Exception) -> str:
+    """Return why diffusers did not load a model, in one line. Without network diffusers blames the repository."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    causes, cause = [], error
+    while cause is not None:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    if any(isinstance(cause, (LocalEntryNotFoundError, ConnectionError)) for cause in causes):
+        return "the hub cannot be reached, and this machine has no copy; check the network, or give a folder."
+    line = next(iter(str(error).splitlines()), type(error).__name__)
+    return f"{line.rstrip('. ')}; check the name, the network and the files."
+
+
 def exit_code(name: str, run: Callable[[], int]) -> int:
     """Return what ``run()`` returns, or 2 after a CommandError, which is printed after the program's name."""
     try:

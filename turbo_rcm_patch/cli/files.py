@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..wording import counted
 from .errors import CommandError
 
 if TYPE_CHECKING:
@@ -134,4 +135,4 @@ def _check_frames(path: Path, frames: int) -> None:
     except RuntimeError:  # no video at all
         found = 0
     if found != frames:
-        raise OSError(f"ffmpeg wrote {found} of {frames} frames")
+        raise OSError(f"ffmpeg wrote {found} of {counted(frames, 'frame')}")

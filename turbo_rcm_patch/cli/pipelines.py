@@ -17,12 +17,13 @@ from ..config import PRESETS, BlockSparse, PatchConfig, Sparse
 from ..patching.families import CASES
 from ..patching.weights.turbodiffusion import load_projections
 from ..shapes import grammar
+from ..wording import counted
 from .checks import SizeRules, check_pipeline_class, size_rules, sparsity_of
-from .errors import CommandError
+from .errors import CommandError, why_not_loaded
 from .sampling import default_of, default_steps, guidance, install_sampler, warn
 
 DEFAULT_PROMPT = "A red fox leaps through fresh snow, slow motion"  # with --model
-NAMED = 3  # prompts in a warning
+NAMED, NAMED_CHARACTERS = 3, 100  # prompts in a warning, and characters of each
 
 
 def choose_device(arguments: argparse.Namespace) -> torch.device:
@@ -31,7 +32,9 @@ def choose_device(arguments: argparse.Namespace) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise CommandError(f"--device {device}: PyTorch finds no CUDA GPU; use --device cpu, or check the driver.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise CommandError(f"--device {device}: there are {torch.cuda.device_count()} GPUs, counted from cuda:0.")
+        raise CommandError(
+            f"--device {device}: this machine has {counted(torch.cuda.device_count(), 'GPU')}, counted from cuda:0."
+        )
     if device.type == "cpu" and getattr(arguments, "offload", False):
         raise CommandError("--offload moves models between CPU and GPU, and there is no GPU; leave it out.")
     return device
@@ -148,12 +151,14 @@ def warn_of_size(arguments: argparse.Namespace, height: int, width: int, frames:
 def _another_size(height: int, width: int, frames: int) -> str:
     return (
         f"the embedded model has learned videos of {embedded.HEIGHT}x{embedded.WIDTH} pixels and {embedded.FRAMES} "
-        f"frames only; at {height}x{width} and {frames} shapes and motion get worse the further that is."
+        f"frames only; at {height}x{width} and {counted(frames, 'frame')} shapes and motion get worse the further that "
+        "is."
     )
 
 
 def _outside_grammar(prompts: Sequence[str]) -> str:
     more = f" and {len(prompts) - NAMED} more" if len(prompts) > NAMED else ""
+    named = ", ".join(repr(_shortened(prompt)) for prompt in prompts[:NAMED])
     examples = "".join(f"\n  {example}" for example in grammar.EXAMPLES)
     size, colour, shape, direction, speed, background = map(
         "|".join,
@@ -161,10 +166,14 @@ def _outside_grammar(prompts: Sequence[str]) -> str:
     )
     return (
         "the embedded model has learned captions of moving shapes only, unlike "
-        f"{', '.join(map(repr, prompts[:NAMED]))}{more}; such a video may show anything. Try:{examples}\nAn object is: "
+        f"{named}{more}; such a video may show anything. Try:{examples}\nAn object is: "
         f"a [{size}] {colour} {shape} moves {direction} [{speed}]. Two of different colours are joined by 'while'; "
         f"', on {background}' may end the caption."
     )
+
+
+def _shortened(prompt: str) -> str:
+    return prompt if len(prompt) <= NAMED_CHARACTERS else f"{prompt[:NAMED_CHARACTERS]}…"
 
 
 def _load_model(arguments: argparse.Namespace, dtype: torch.dtype) -> DiffusionPipeline:
@@ -178,13 +187,7 @@ def _load_model(arguments: argparse.Namespace, dtype: torch.dtype) -> DiffusionP
     except (CommandError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # hub, safetensors, diffusers and transformers raise many kinds
-        raise CommandError(
-            f"cannot load --model {arguments.model}: {_first_line(error)}; check the name, the network and the files."
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__).rstrip(". ")
+        raise CommandError(f"cannot load --model {arguments.model}: {why_not_loaded(error)}") from error
 
 
 def _size_rules_of(pipe: DiffusionPipeline) -> SizeRules:

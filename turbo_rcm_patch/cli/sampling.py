@@ -12,7 +12,7 @@ from ..patching import use_distilled, use_rcm
 from ..patching.sampling.use_distilled import NotRecognised
 from ..recipes import RCM_STEPS, recipe_names
 from ..scheduler import FewStepScheduler
-from .checks import OWN_SAMPLER, step_counts
+from .checks import OWN_SAMPLER, as_option, step_counts
 from .errors import CommandError
 
 
@@ -30,7 +30,7 @@ def install_sampler(pipe: DiffusionPipeline, arguments: argparse.Namespace) -> N
         for steps in step_counts(arguments):
             pipe.scheduler.set_timesteps(default_steps(pipe) if steps is None else steps)
     except (ValueError, ImportError) as error:
-        raise CommandError(str(error)) from error
+        raise CommandError(as_option(error)) from error
 
 
 def default_steps(pipe: DiffusionPipeline) -> int:

@@ -10,6 +10,7 @@ import torch
 
 from ..checkpoints.files import COMPONENTS
 from ..config import BlockSparse, Exact, PatchConfig, Sparse, resolve_config
+from ..wording import with_article
 from .errors import PatchError
 from .families import SUPPORTED, check_supported, family_of
 from .families import vae as vae_family
@@ -329,8 +330,8 @@ def transformers_of(target: object) -> dict[str, torch.nn.Module]:
         found.pop("transformer_2", None)
     if not found:
         raise PatchError(
-            f"a {type(target).__name__} has no transformer to patch; give a diffusers pipeline or its transformer. "
-            f"Supported: {SUPPORTED}."
+            f"{with_article(type(target).__name__)} has no transformer to patch; give a diffusers pipeline or its "
+            f"transformer. Supported: {SUPPORTED}."
         )
     return found
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from ...checkpoints.lazy import Tensors
 from ...plain import is_sharded, unsharded_class
+from ...wording import with_article
 from .anyflow import ANYFLOW, ANYFLOW_FAR
 from .chronoedit import CHRONOEDIT
 from .family import Blocks, Family, Pipeline, class_path
@@ -62,7 +63,7 @@ def check_supported(name: str, transformer: nn.Module) -> list[str]:
             if compiled
             else f"supported: {SUPPORTED}; AutoencoderKLWan (its decoder)"
         )
-        return [f"{name} is a {class_path(transformer)}; {remedy}."]
+        return [f"{name} is {with_article(class_path(transformer))}; {remedy}."]
     if is_sharded(transformer):
         return [f"{name} is sharded already; patch it first, then shard it (fully_shard)."]
     return family.problems(name, transformer)

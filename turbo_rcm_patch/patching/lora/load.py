@@ -19,6 +19,7 @@ from torch import nn
 
 from ...checkpoints.lora import Lora, Pair
 from ...checkpoints.names import ModelNames
+from ...wording import with_article
 from ..weights.convert import why_not_restorable
 from ..weights.group_offload import is_on_disk, write_through
 from ..weights.read_only import RULE, ReadOnlyWeight
@@ -238,7 +239,7 @@ def _why_unreachable(transformer: nn.Module, parameter: torch.Tensor) -> str | N
     if isinstance(parameter, ReadOnlyWeight):
         return "the values of the parameter were freed" if parameter.is_freed else "its linear runs in 8 bits"
     if type(parameter) not in _PLAIN:
-        return f"the parameter is a {type(parameter).__name__}"
+        return f"the parameter is {with_article(type(parameter).__name__)}"
     if parameter.is_meta:
         return "offloading keeps the parameter elsewhere"
     return "group offloading keeps the parameter on disk" if is_on_disk(transformer) else None

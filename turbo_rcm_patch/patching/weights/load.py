@@ -21,6 +21,7 @@ from torch import nn
 from ...checkpoints.files import COMPONENTS
 from ...config import Exact, PatchConfig, Quantized, Sparse, resolve_config
 from ...kernels.quantized import FP8, INT8, QuantizedWeight
+from ...wording import with_article
 from ..apply import Patch, PatchError, apply_patch, check_patchable, transformers_of
 from ..families import SUPPORTED, family_named, family_of
 from ..journal import Journal
@@ -101,7 +102,7 @@ def empty_model(folder: Path) -> nn.Module:
     config = read_config(folder)
     family = family_named(config.get("_class_name"))
     if family is None:
-        raise ValueError(f"{folder} holds a {config.get('_class_name')}; supported: {SUPPORTED}.")
+        raise ValueError(f"{folder} holds {with_article(config.get('_class_name'))}; supported: {SUPPORTED}.")
     with init_empty_weights():
         return family.transformer_class.from_config(config)
 
@@ -155,7 +156,7 @@ class _Stored:
             )
         family = family_of(model)
         if family is None:
-            raise ValueError(f"a {type(model).__name__} is not supported: {SUPPORTED}.")
+            raise ValueError(f"{with_article(type(model).__name__)} is not supported: {SUPPORTED}.")
         self._kinds = {name: kind for name, kind in kinds.items() if not is_projection(name)}
         self._projections = [name for name in kinds if is_projection(name)]
         if sparse != bool(self._projections):
@@ -218,7 +219,9 @@ def _config_differences(stored: dict, model: nn.Module) -> list[str]:
     full, own = (_with_defaults(config, type(model)) for config in (stored, model.config))
     lines = [f"{key} is {full[key]}, the model's {own[key]}" for key in own if full[key] != own[key]]
     if stored.get("_class_name") != type(model).__name__:
-        lines.insert(0, f"it is a {stored.get('_class_name')}, the model a {type(model).__name__}")
+        lines.insert(
+            0, f"it is {with_article(stored.get('_class_name'))}, the model {with_article(type(model).__name__)}"
+        )
     return lines
 
 

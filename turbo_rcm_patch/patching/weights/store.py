@@ -19,6 +19,7 @@ from ...checkpoints.files import COMPONENTS
 from ...checkpoints.lazy import SUFFIXES, LazyTensor, open_tensors, shards
 from ...checkpoints.whole import WholeModel
 from ...config import Exact, PatchConfig, Sparse
+from ...wording import counted
 from ..families import family_of, model_in
 from ..steps.sparse_linear import PROJ_L, is_projection
 from .convert import added_error_note, convertible_linears, format_of
@@ -166,7 +167,7 @@ class _Job:
 
     def __str__(self) -> str:
         size = sum(kind.nbytes for kind in self._kinds.values())
-        line = f"{self._model.title}: {len(self._linears)} linears in 8 bits, {size / 2**30:.2f} GiB in all"
+        line = f"{self._model.title}: {counted(len(self._linears), 'linear')} in 8 bits, {size / 2**30:.2f} GiB in all"
         return "; ".join(filter(None, [line, added_error_note(self._added_errors)]))
 
     def write(self, folder: Path, device: torch.device) -> None:
