@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
 
 RANKS = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}  # of this process, as accelerate's launcher sets them
 # Which videos are made, and where; all other options decide what a prompt and a seed look like.
-NOT_DECIDING = ("prompts", "seed", "seeds", "out", "device", "offload", "command", "prompt")
+NOT_DECIDING = ("prompts", "seed", "seeds", "out", "device", "offload", "command", "prompt", "patched", "no_patch")
 
 
 def deciding(options: argparse.Namespace) -> dict[str, object]:
@@ -103,7 +103,7 @@ def generate(options: argparse.Namespace, videos: list[Video], recorded: dict[st
     settings = {**settings_of(options, pipe, call), "sigma_max": pipe.scheduler.config.get("sigma_max")}
     settings = json.loads(json.dumps({**settings, "fps": options.fps, "image": options.image and str(options.image)}))
     check_same_settings(options.out, recorded, settings)
-    print(patch(pipe, choose_config(options)))
+    print(options.patched or patch(pipe, choose_config(options)))
     for video in videos:
         line = make(options, pipe, call, video)
         with writing_in(options.out):
@@ -217,7 +217,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--fps", type=int, default=16, help="frames per second of the videos (default 16)")
     add_distilled_options(parser)
     add_generation_options(parser)
-    parser.set_defaults(command="generate", prompt=None)
+    parser.set_defaults(command="generate", prompt=None, no_patch=False, patched=None)
     return parser.parse_args(argv)
 
 

@@ -1,13 +1,18 @@
 """`turbo-rcm convert`."""
 
+import shlex
+import sys
+
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
+from safetensors.torch import save_file
 
 import turbo_rcm_patch as trp
-from tests.cli.running import error_of
+from tests.cli.running import TINY, error_of
 from tests.official_names import in_8_bits, official_state_dict, with_proj_l
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
-from turbo_rcm_patch.cli import main
+from turbo_rcm_patch.cli import commands, main, transformers
 from turbo_rcm_patch.patching.weights.convert import quantized_linears
 
 CPU = ("--device", "cpu")
@@ -25,6 +30,89 @@ def test_a_converted_model_can_be_loaded(saved_models, tmp_path, capsys):
     assert {linear.quantized().format for linear in quantized_linears(model)} == {torch.float8_e4m3fn, torch.int8}
     with torch.no_grad():
         assert torch.equal(*(each(**tiny_transformer_inputs(each))[0] for each in (model, expected)))
+
+
+def words_of_the_line(printed):
+    """The arguments of the line of `generate` that `convert` prints."""
+    line = next(line for line in printed.splitlines() if line.strip().startswith("turbo-rcm generate"))
+    return shlex.split(line)[2:]
+
+
+@pytest.mark.parametrize("preset", ["quantized", "exact"])
+def test_convert_prints_the_line_that_uses_what_it_wrote(saved_models, tmp_path, capsys, preset):
+    out = tmp_path / "con verted"
+    assert main(["convert", str(saved_models / "t2v"), str(out), "--preset", preset, "--dtype", "float32", *CPU]) == 0
+    printed = capsys.readouterr().out
+    assert f"wrote {out}; use it by" in printed
+    assert ("trp.load_converted(" in printed) == (preset == "quantized")
+    again = ["generate", "a fox", "-o", str(tmp_path / "out.mp4"), *words_of_the_line(printed)[3:], *TINY]
+    assert main(again) == 0
+    assert ("linears in 8 bits" in capsys.readouterr().out) == (preset == "quantized")
+
+
+def test_a_converted_folder_is_refused_where_its_weights_cannot_run(saved_models, tmp_path, capsys):
+    model, out = saved_models / "t2v", tmp_path / "out"
+    assert main(["convert", str(model), str(out), *CPU]) == 0
+    given = ["--model", model, "--transformer", out, *TINY]
+    assert "8-bit weights, which run patched alone" in error_of(capsys, "compare", *given, "--preset", "quantized")
+    assert "give the preset that it was stored for" in error_of(
+        capsys, "generate", "a", "-o", tmp_path / "o.mp4", *given
+    )
+    assert "holds a transformer alone: give it as --transformer" in error_of(capsys, "verify", "--model", out)
+
+
+def test_a_single_file_is_a_transformer(saved_models, tmp_path, capsys, monkeypatch):
+    """diffusers loads it, with the config of the pipeline's own; a file of quantised weights is refused."""
+    calls, loader = [], WanTransformer3DModel
+
+    def from_single_file(path, **options):
+        calls.append((path, options))
+        return tiny_wan_transformer(seed=5)
+
+    monkeypatch.setattr(loader, "from_single_file", from_single_file)
+    monkeypatch.setattr(commands, "compare", lambda pipe, *_, **__: calls.append(pipe) or sys.exit(0))
+    expected = tiny_wan_transformer(seed=5).proj_out.weight
+    weights = {"blocks.0.ffn.0.weight": torch.ones(2, 2)}
+    for name, tensors in (
+        ("a.safetensors", weights),
+        ("fp8.safetensors", {**weights, "blocks.0.ffn.0.scale_weight": torch.ones(1)}),
+    ):
+        save_file(tensors, tmp_path / name)
+    (tmp_path / "b.gguf").touch()
+    monkeypatch.setattr(transformers, "GGUFQuantizationConfig", lambda compute_dtype: ("gguf", compute_dtype))
+    command = ["compare", "--model", str(saved_models / "t2v"), *TINY, "--transformer"]
+    for name, more in (("a.safetensors", {}), ("b.gguf", {"quantization_config": ("gguf", torch.float32)})):
+        with pytest.raises(SystemExit):
+            main([*command, str(tmp_path / name)])
+        (path, options), pipe = calls[-2:]
+        assert path == str(tmp_path / name)
+        config = {"config": str(saved_models / "t2v"), "subfolder": "transformer", "dtype": torch.float32}
+        assert options == {**config, **more}
+        assert torch.equal(pipe.transformer.proj_out.weight, expected)
+    message = error_of(capsys, *command, tmp_path / "fp8.safetensors")
+    assert "it holds quantised weights, whose scales, such as blocks.0.ffn.0.scale_weight" in message
+    assert "is a file; diffusers takes a single file as a transformer" in error_of(
+        capsys, "verify", "--model", tmp_path / "b.gguf"
+    )
+    assert "--transformer nothing: no such file or folder" in error_of(capsys, *command, "nothing")
+    assert "--transformer goes with --model" in error_of(capsys, "verify", "--transformer", tmp_path)
+
+
+def test_a_single_file_is_loaded_as_diffusers_does(saved_models, tmp_path, monkeypatch):
+    """In its authors' names, for the config of the pipeline's transformer."""
+    model = tiny_wan_transformer(seed=5)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in official_state_dict(model).items()}, tmp_path / "wan.safetensors"
+    )
+    found = []
+    monkeypatch.setattr(commands, "compare", lambda pipe, *_, **__: found.append(pipe.transformer) or sys.exit(0))
+    with pytest.raises(SystemExit):
+        main(
+            ["compare", "--model", str(saved_models / "t2v"), *TINY, "--transformer", str(tmp_path / "wan.safetensors")]
+        )
+    loaded, expected = found[0].state_dict(), model.state_dict()
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("quant", [False, True])

@@ -3,8 +3,9 @@
 These files import neither torch nor diffusers, so that `--help` and most errors come at once:
 arguments.py (options), checks.py (errors that show before a model is loaded), files.py (outputs, written whole or not
 at all), errors.py, other_warnings.py and quiet_imports.py (keep other packages' warnings off stderr).
-The others do: pipelines.py (loads the model), sampling.py (its sampler and guidance), commands.py, tuning.py (`tune`),
-video_writer.py, demo_page.py (the page of `demo`) and demo_videos.py (makes its videos).
+The others do: pipelines.py (loads the model), transformers.py (--transformer), sampling.py (its sampler and
+guidance), commands.py, tuning.py (`tune`), video_writer.py, demo_page.py (the page of `demo`) and demo_videos.py (makes
+its videos).
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ def _add_generate(commands) -> None:
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.mp4", help="the video to write")
     parser.add_argument("--fps", type=int, default=16, help="frames per second of the video (default 16)")
     parser.add_argument("--no-patch", action="store_true", help="run diffusers' own blocks")
+    parser.set_defaults(patched=None)
     add_distilled_options(parser)
     add_generation_options(parser)
 
@@ -196,6 +197,13 @@ def add_generation_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of one generation except the prompt: the model, its preset, steps, seed, size, device."""
     steps = "denoising steps (default: those that the model was distilled to, or 50; embedded model 4)"
     parser.add_argument("--steps", type=int, help=steps)
+    transformer = (
+        "with --model: a transformer in place of the pipeline's, as a folder of diffusers or of turbo-rcm convert, or "
+        "as a .safetensors or .gguf file"
+    )
+    parser.add_argument("--transformer", type=Path, metavar="FOLDER", help=transformer)
+    second = "Wan 2.2: the same for the low-noise expert, if --transformer is a file or holds one alone"
+    parser.add_argument("--transformer-2", type=Path, metavar="FOLDER", help=second)
     parser.add_argument("--image", type=Path, help="the first frame, for an image-to-video model")
     parser.add_argument("--offload", action="store_true", help="keep only the running model on the GPU")
     _add_sampling_options(

@@ -23,6 +23,7 @@ from .quiet_imports import quiet_imports
 STEPS = (1, 2, 3, 4)
 OWN_SAMPLER = "none"  # the value of --recipe that keeps the pipeline's scheduler
 GUIDANCE = ("guidance", "guidance_2", "negative_prompt")
+TRANSFORMERS = ("transformer", "transformer_2")
 SPARSITY = ("topk", "mass", "min_tokens")
 _HUB_PATH = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(/.+)?")  # an id, perhaps with a file or folder in it
 EMBEDDED = Path(__file__).parent.parent / "embedded/weights"  # embedded.WEIGHTS, whose module imports torch
@@ -147,6 +148,7 @@ def check_generation(arguments: argparse.Namespace) -> None:
     _check_steps(arguments)
     _check_sigma_max(arguments)
     _check_guidance(arguments)
+    _check_transformers(arguments)
     _check_preset(arguments)
     if not 0 <= arguments.seed < 2**63:
         raise CommandError(f"--seed {arguments.seed} is out of range; give a number from 0 to 2**63 - 1.")
@@ -195,6 +197,15 @@ def _check_guidance(arguments: argparse.Namespace) -> None:
             raise CommandError(f"{option} goes with --model; the embedded model has guidance distilled into it.")
         if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
             raise CommandError(f"{option} {value}: give a number, 0 or more; up to 1 there is no guidance.")
+
+
+def _check_transformers(arguments: argparse.Namespace) -> None:
+    for name in TRANSFORMERS:
+        path, option = getattr(arguments, name, None), f"--{name.replace('_', '-')}"
+        if path is not None and arguments.model is None:
+            raise CommandError(f"{option} goes with --model, the pipeline that has the rest.")
+        if path is not None and not path.exists():
+            raise CommandError(f"{option} {path}: no such file or folder.")
 
 
 def _check_preset(arguments: argparse.Namespace) -> None:
@@ -338,6 +349,19 @@ def _check_model(arguments: argparse.Namespace) -> SizeRules:
         if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", model):
             return SizeRules()  # a hub id; pipelines.py checks what it finds there
         raise CommandError(f"--model {model}: no such folder; give the folder of a diffusers pipeline or a hub id.")
+    if folder.is_file():
+        raise CommandError(
+            f"--model {model} is a file; diffusers takes a single file as a transformer: give it as --transformer, and "
+            "its pipeline's folder or hub id as --model."
+        )
+    if (
+        any((folder / part / "config.json").is_file() for part in ("", *TRANSFORMERS))
+        and not (folder / "model_index.json").is_file()
+    ):
+        raise CommandError(
+            f"--model {model} holds a transformer alone: give it as --transformer, and its pipeline's folder or hub id "
+            "as --model."
+        )
     if not (folder / "model_index.json").is_file():
         raise CommandError(
             f"--model {model} has no model_index.json; give a folder that a diffusers pipeline was saved to."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import time
 from dataclasses import asdict, replace
@@ -21,7 +22,7 @@ from ..bench.fits import Fit, fits, fits_table
 from ..bench.report import comparison_table, evaluation_table, plot, side_by_side, timings_table, verification_table
 from ..bench.timing import timed_generation
 from ..bench.verify import verify
-from ..config import PRESETS
+from ..config import PRESETS, Exact, Sparse
 from ..embedded import load_embedded_pipeline
 from ..kernels import tuned_tiers
 from ..patching import patch
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _generate(arguments: argparse.Namespace) -> int:
     pipe, call = load_pipeline(arguments)
-    patched = None if arguments.no_patch else patch(pipe, choose_config(arguments))
+    patched = None if arguments.no_patch else arguments.patched or patch(pipe, choose_config(arguments))
     generator = torch.Generator(pipe._execution_device).manual_seed(arguments.seed)
     in_pixels = pipe.video_processor.postprocess_video
     with VideoWriter(arguments.output, arguments.fps) as writer:
@@ -219,7 +220,28 @@ def _convert(arguments: argparse.Namespace) -> int:
         raise CommandError(str(error)) from error
     except OSError as error:
         raise CommandError(f"cannot write {arguments.target}: {error}; check the disk's free space.") from error
+    print(_how_to_use(arguments))
     return 0
+
+
+def _how_to_use(arguments: argparse.Namespace) -> str:
+    """Return where a converted model is, and the lines to use it."""
+    is_pipeline = (arguments.source / "model_index.json").is_file()
+    line = [
+        "turbo-rcm generate PROMPT -o out.mp4",
+        "--model",
+        shlex.quote(str(arguments.source)) if is_pipeline else "PIPELINE",
+    ]
+    line += ["--transformer", shlex.quote(str(arguments.target))]
+    if isinstance(PRESETS[arguments.preset], Exact):
+        subfolder = ', subfolder="transformer"' * is_pipeline
+        python = f"pipe.transformer = WanTransformer3DModel.from_pretrained({str(arguments.target)!r}{subfolder})"
+    else:
+        line += ["--preset", arguments.preset]
+        python = f"trp.load_converted({str(arguments.target)!r}, pipe, {arguments.preset!r})"
+    if isinstance(PRESETS[arguments.preset], Sparse):
+        line += ["--recipe", "turbowan"]
+    return f"wrote {arguments.target}; use it by\n  {' '.join(line)}\nor in Python by\n  {python}"
 
 
 def _demo(arguments: argparse.Namespace) -> NoReturn:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import diffusers
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.utils import load_image
@@ -14,13 +15,16 @@ from diffusers.utils import load_image
 from .. import embedded
 from ..bench.cases import add_random_projections, add_structure, build_pipeline, structured_inputs
 from ..config import PRESETS, BlockSparse, PatchConfig, Sparse
+from ..patching import PatchError
 from ..patching.families import CASES
+from ..patching.weights.load import load_converted
 from ..patching.weights.turbodiffusion import load_projections
 from ..shapes import grammar
 from ..wording import counted
 from .checks import SizeRules, check_pipeline_class, size_rules, sparsity_of
 from .errors import CommandError, why_not_loaded
 from .sampling import default_of, default_steps, guidance, install_sampler, warn
+from .transformers import converted_folder, given_transformers
 
 DEFAULT_PROMPT = "A red fox leaps through fresh snow, slow motion"  # with --model
 NAMED, NAMED_CHARACTERS = 3, 100  # prompts in a warning, and characters of each
@@ -73,7 +77,7 @@ def load_pipeline(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dic
 def load_sampler(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[str, object]]:
     """Return the pipeline with its sampler, and the arguments of its call that do not depend on a prompt.
 
-    Sets ``arguments.steps`` if it is not given.
+    Sets ``arguments.steps`` if it is not given, and ``arguments.patched`` to the patch of a converted --transformer.
     """
     device = choose_device(arguments)
     dtype = choose_dtype(arguments, device)
@@ -178,13 +182,19 @@ def _shortened(prompt: str) -> str:
 
 def _load_model(arguments: argparse.Namespace, dtype: torch.dtype) -> DiffusionPipeline:
     folder = Path(arguments.model).expanduser()
+    source = folder if folder.exists() else arguments.model
     try:
-        if folder.exists():
-            return DiffusionPipeline.from_pretrained(folder, dtype=dtype)
-        config = DiffusionPipeline.load_config(arguments.model)  # from the hub, before any weights
-        check_pipeline_class(config.get("_class_name"), arguments)
-        return DiffusionPipeline.from_pretrained(arguments.model, dtype=dtype)
-    except (CommandError, MemoryError, torch.OutOfMemoryError):
+        class_name = DiffusionPipeline.load_config(source).get("_class_name")  # before any weights
+        check_pipeline_class(class_name, arguments)
+        converted = converted_folder(arguments)
+        models = given_transformers(arguments, dtype)
+        # DiffusionPipeline itself would ignore the transformers, which are optional components.
+        pipeline_class = getattr(diffusers, class_name) if models else DiffusionPipeline
+        pipe = pipeline_class.from_pretrained(source, **models, dtype=dtype)
+        if converted is not None:
+            arguments.patched = load_converted(converted, pipe, choose_config(arguments))
+        return pipe
+    except (CommandError, PatchError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # hub, safetensors, diffusers and transformers raise many kinds
         raise CommandError(f"cannot load --model {arguments.model}: {why_not_loaded(error)}") from error

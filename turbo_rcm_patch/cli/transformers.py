@@ -1,0 +1,85 @@
+"""The transformers that --transformer puts in place of a pipeline's own: folders, also converted, and single files."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from diffusers import GGUFQuantizationConfig, WanTransformer3DModel
+from torch import nn
+
+from ..checkpoints.files import COMPONENTS
+from ..checkpoints.lazy import open_tensors
+from ..patching.weights.load import FILE, component_folders, empty_model
+from .checks import TRANSFORMERS
+from .errors import CommandError
+
+# Ends of tensors' names that change what others mean. diffusers would leave them out.
+_SCALES = ("scale_weight", "weight_scale", "comfy_quant", "scaled_fp8", ".scale", "int8_weight")
+
+
+def given_transformers(arguments: argparse.Namespace, dtype: torch.dtype) -> dict[str, nn.Module]:
+    """Return the transformers of --transformer and --transformer-2 by their names in the pipeline.
+
+    Those of a converted folder are empty; `load_converted` fills them. Raises CommandError for an unusable file.
+    """
+    models = {}
+    for name, option in zip(COMPONENTS, TRANSFORMERS, strict=True):
+        path = getattr(arguments, option, None)
+        if path is None:
+            continue
+        if path.is_file():
+            models[name] = _of_file(path, arguments.model, name, dtype)
+            continue
+        try:
+            folders = component_folders(path)
+            models |= {part or name: _of_folder(folder, dtype) for part, folder in folders.items()}
+        except (ValueError, OSError) as error:
+            raise CommandError(f"--{option.replace('_', '-')}: {error}") from error
+    return models
+
+
+def converted_folder(arguments: argparse.Namespace) -> Path | None:
+    """Return --transformer if `convert` wrote it in 8 bits, or None.
+
+    Raises CommandError if the command cannot run such weights.
+    """
+    path = getattr(arguments, "transformer", None)
+    if path is None or not any((folder / FILE).is_file() for folder in (path, *(path / name for name in COMPONENTS))):
+        return None
+    if arguments.command != "generate" or arguments.no_patch or arguments.transformer_2 is not None:
+        raise CommandError(
+            f"--transformer {path} holds 8-bit weights, which run patched alone; it goes with generate, without "
+            "--no-patch and --transformer-2."
+        )
+    return path
+
+
+def _of_folder(folder: Path, dtype: torch.dtype) -> nn.Module:
+    model = empty_model(folder)  # raises ValueError for a class that is not supported
+    return model if (folder / FILE).is_file() else type(model).from_pretrained(folder, dtype=dtype)
+
+
+def _of_file(path: Path, pipeline: str, name: str, dtype: torch.dtype) -> nn.Module:
+    is_gguf = path.suffix.lower() == ".gguf"
+    try:
+        if not is_gguf:
+            _check_plain(path)
+        more = {"quantization_config": GGUFQuantizationConfig(compute_dtype=dtype)} if is_gguf else {}
+        model = WanTransformer3DModel.from_single_file(
+            str(path), config=str(Path(pipeline).expanduser()), subfolder=name, dtype=dtype, **more
+        )
+    except (ValueError, OSError, ImportError, RuntimeError, KeyError) as error:
+        line = next(iter(str(error).splitlines()), type(error).__name__)
+        raise CommandError(f"cannot load --transformer {path}: {line}") from error
+    model.register_to_config(_name_or_path=str(path))  # by which its distillation is recognised
+    return model
+
+
+def _check_plain(path: Path) -> None:
+    """Raise ValueError for a file with scales beside its weights."""
+    with open_tensors(path) as tensors:
+        scale = next((key for key in tensors if key.endswith(_SCALES)), None)
+    if scale is not None:
+        raise ValueError(f"it holds quantised weights, whose scales, such as {scale}, diffusers would leave out.")
