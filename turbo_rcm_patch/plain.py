@@ -90,7 +90,21 @@ def hook_on(module: torch.nn.Module, forward: object | None = None) -> str | Non
 
     forward: a replaced forward that counts as the class's own, or None.
     """
-    return hook_in_place_of_forward(module, forward) or hook_around_forward(module)
+    in_place = None if _only_places_inputs(module) else hook_in_place_of_forward(module, forward)
+    return in_place or hook_around_forward(module)
+
+
+def _only_places_inputs(module: torch.nn.Module) -> bool:
+    """True if the hook on a module only moves inputs to the device of its weights, as accelerate's device maps do."""
+    hook, cls = vars(module).get("_hf_hook"), type(module)
+    if hook is None or not is_align_devices_hook(hook) or hook.offload or "_diffusers_hook" in vars(module):
+        return False
+    return function_bound_to(module, vars(module).get("_old_forward")) is cls.forward and is_original(cls.forward, cls)
+
+
+def is_align_devices_hook(hook: object) -> bool:
+    """True for accelerate's hook that offloads weights or moves inputs. By name, so that accelerate is not imported."""
+    return (type(hook).__module__, type(hook).__name__) == ("accelerate.hooks", "AlignDevicesHook")
 
 
 def hook_in_place_of_forward(module: torch.nn.Module, forward: object | None = None) -> str | None:

@@ -301,14 +301,17 @@ CHANGES = {
         families=("vace", "anyflow"),
     ),
     "offloading of leaves": Change(
-        called(group_offload(offload_type="leaf_level"), "hook group_offloading"),
+        called(group_offload(offload_type="leaf_level"), {"quantized": None, None: "hook group_offloading"}),
         TIERS,
         silent=True,
         before=True,
         families=("animate",),
     ),
     "sequential offloading": Change(
-        called(lambda model: accelerate.cpu_offload(model, execution_device=CPU), "hook AlignDevicesHook"),
+        called(
+            lambda model: accelerate.cpu_offload(model, execution_device=CPU),
+            {"quantized": None, None: "hook AlignDevicesHook"},
+        ),
         TIERS,
         silent=True,
         before=r"has a hook AlignDevicesHook.*patch first",

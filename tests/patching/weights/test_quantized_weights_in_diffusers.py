@@ -91,7 +91,7 @@ def test_sequential_offload_never_moves_an_original(model, monkeypatch):
         return place(module, name, *arguments, **options)
 
     monkeypatch.setattr(accelerate.hooks, "set_module_tensor_to_device", watched)
-    assert relative_error(output_of(model), expected) <= ERROR  # the modules are called: their inputs are not rounded
+    assert torch.equal(output_of(model), expected)
     assert {name for module, name in placed if isinstance(module, QuantizedLinear)} == {"bias"}
     patch.restore()
     assert torch.equal(output_of(model), output_of(plain))

@@ -28,6 +28,7 @@ from ...kernels.rows.rms_norm_rope import RMS_NORM_ROPE
 from ...kernels.rows.skip import SKIP, SkipSpec
 from ...plain import hook_on, why_not_linear, why_not_norm, why_not_plain
 from ..lora.inside_projections import Linears
+from ..weights.brought import are_brought, between_hooks
 from . import in_8_bits as quantized_layers
 from .plan import LINEAR, MODULE, NOTHING, Call, Step, Stream
 from .residual import Storage
@@ -49,7 +50,7 @@ def layer_norm(norm: nn.Module, stored: Storage, call: Call, quantized: torch.dt
     """
     if type(norm) is nn.Identity:
         return Step(partial(_identity, norm, stored, call.dtype), NOTHING)
-    reason = why_not_norm(norm, FP32LayerNorm, call.device)
+    reason = why_not_brought_norm(norm, FP32LayerNorm, call.device)
     if reason is not None:
         return layer_norm_by_module(norm, stored, call, reason)
     op = LAYER_NORM_MODULATE if quantized is None else LAYER_NORM_MODULATE_QUANTIZED
@@ -57,12 +58,19 @@ def layer_norm(norm: nn.Module, stored: Storage, call: Call, quantized: torch.dt
     run = partial(_layer_norm, pick.launch, norm, norm.eps / stored.scale**2, quantized or call.dtype)
     if quantized is not None:
         run = partial(_as_quantized, run)
+    run = between_hooks(run, (norm,), call.device)
     return Step(run, pick.label, pick.reason, gives=quantized, pick=pick)
 
 
 def layer_norm_by_module(norm: nn.Module, stored: Storage, call: Call, reason: str) -> Step:
     """Return `layer_norm` by diffusers' module."""
     return Step(partial(_layer_norm_by_module, norm, stored, call.dtype), MODULE, reason)
+
+
+def why_not_brought_norm(norm: nn.Module, norm_class: type[nn.Module], device: torch.device) -> str | None:
+    """Return why a kernel may not read a norm's weight, or None if it may, perhaps between offloading's hooks."""
+    is_brought = type(norm) is norm_class and are_brought(norm)
+    return None if is_brought else why_not_norm(norm, norm_class, device)
 
 
 def _identity(norm, stored, dtype, x, scale=None, shift=None):
@@ -184,12 +192,13 @@ def head_norm(norm: nn.Module, norm_class: type[nn.Module], heads: int, call: Ca
         return Step(partial(_head_norm_by_module, norm, heads), MODULE, reason)
     pick = call.pick(RMS_NORM_ROPE)
     eps = torch.finfo(call.dtype).eps if norm.eps is None else norm.eps
-    return Step(partial(_head_norm, pick.launch, norm, heads, eps), pick.label, pick.reason, pick=pick)
+    run = between_hooks(partial(_head_norm, pick.launch, norm, heads, eps), (norm,), call.device)
+    return Step(run, pick.label, pick.reason, pick=pick)
 
 
 def why_not_head_norm(norm: nn.Module, norm_class: type[nn.Module], device: torch.device) -> str | None:
     """Return why a kernel may not compute an RMSNorm of queries or keys, or None."""
-    reason = why_not_norm(norm, norm_class, device)
+    reason = why_not_brought_norm(norm, norm_class, device)
     if reason is None and norm.weight is None:
         return "RMSNorm without a weight"
     return "RMSNorm with a bias" if reason is None and getattr(norm, "bias", None) is not None else reason

@@ -29,6 +29,7 @@ from ...kernels.linear.linear_skip import LINEAR_SKIP
 from ...kernels.linear.spec import LinearSpec
 from ...kernels.rows.quantize_rows import QUANTIZE_ROWS
 from ..lora.inside_projections import Linears
+from ..weights.brought import between_hooks
 from ..weights.convert import DTYPES, bias_bound, quantized_weight, why_not_read
 from .plan import MODULE, Call, Step, Stream
 
@@ -210,7 +211,9 @@ def _step(
     format = quantized_weight(read.first).format
     quantize = call.pick(QUANTIZE_ROWS, result=format).launch
     down = _pick_down(read, tokens, call, at_once=len(read.linears) if launches is None else 1)
-    run = partial(run, launches or pick.launch, quantize, read, down, *options)
+    run = between_hooks(
+        partial(run, launches or pick.launch, quantize, read, down, *options), read.linears, call.device
+    )
     name = f"{pick.label} {NAMES[format]}" if pick.kernel.is_fused else pick.label
     return Step(run, read.named(name), pick.reason, takes=format, pick=pick)
 
@@ -267,7 +270,8 @@ def quantize_qkv(attn: nn.Module, call: Call) -> Step:
     """
     fields = _attention_fields(attn, call)
     pick = call.pick(kernels.QUANTIZE_QKV, kernels.Attention8BitSpec, **fields)
-    return Step(partial(_quantize_qkv, attn, pick.launch, fields["v_format"]), pick.label, pick.reason)
+    run = partial(_quantize_qkv, attn, pick.launch, fields["v_format"])
+    return Step(between_hooks(run, (attn.norm_q, attn.norm_k), call.device), pick.label, pick.reason)
 
 
 def _quantize_qkv(attn, launch, v_format, q, k, v, tables):

@@ -18,6 +18,7 @@ from ...kernels.quantized import FP8, FP8_CAPABILITY, INT8, QuantizedWeight
 from ...plain import hook_on, is_lora_layer, is_sharded
 from ..errors import PatchError
 from ..journal import Journal, bind
+from .brought import are_brought
 from .linear_8bit import PARTS, VALUES, QuantizedLinear, convert, fastest
 
 # diffusers' names of linears whose input has a known largest value in each row before it is rounded: a norm makes the
@@ -231,6 +232,8 @@ def bias_bound(bias: torch.Tensor | None) -> torch.Tensor | None:
 
 def why_not_read(linear: QuantizedLinear, device: torch.device) -> str | None:
     """Return the reason why a kernel may not read a linear's 8-bit weight for inputs on this device, or None."""
+    if are_brought(linear):
+        return None
     tensors = (linear._parameters[VALUES], linear.bias)
     elsewhere = next((t for t in tensors if t is not None and t.device != device), None)
     return hook_on(linear) or (None if elsewhere is None else f"weight on {elsewhere.device}")

@@ -1,0 +1,96 @@
+"""Layers under offloading and device maps run the kernels and the arithmetic of a model that rests on its device."""
+
+import accelerate
+import pytest
+import torch
+
+import turbo_rcm_patch as trp
+from tests.oracle import relative_error
+from tests.patching.quantized_models import CPU, add_lora, output_of
+from tests.tiny_families import tiny_family_inputs, tiny_family_transformer
+from tests.tiny_wan import tiny_wan_transformer
+from turbo_rcm_patch.tiers import QUANTIZED
+
+PLACES = {
+    "leaf-level offloading": lambda model: model.enable_group_offload(CPU, CPU, offload_type="leaf_level"),
+    "sequential offloading": lambda model: accelerate.cpu_offload(model, execution_device=CPU),
+    "a device map": lambda model: accelerate.dispatch_model(model, device_map={"": "cpu"}, force_hooks=True),
+}
+places = pytest.mark.parametrize("place", PLACES)
+
+
+@places
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tier", ["quantized", "block_sparse", trp.Quantized(quantize=("attention",))])
+def test_results_are_those_of_a_model_that_rests(tier, dtype, place):
+    model, plain = tiny_wan_transformer(dtype=dtype, layers=1), tiny_wan_transformer(dtype=dtype, layers=1)
+    unpatched = output_of(plain)
+    patch = trp.patch(model, tier)
+    expected = output_of(model)
+    resting = [(row.kernel, row.reasons) for row in patch.rows()]
+    PLACES[place](model)
+    for _ in range(2):
+        assert torch.equal(output_of(model), expected)
+    if tier == "quantized":
+        assert [(row.kernel, row.reasons) for row in patch.rows()] == resting
+    patch.restore()
+    assert torch.equal(output_of(model), unpatched)
+
+
+@places
+@pytest.mark.parametrize("name", ["vace", "chronoedit", "anyflow, a timestep per frame"])
+def test_families_under_offloading(name, place):
+    outputs = []
+    for around in (lambda model: None, PLACES[place]):
+        model = tiny_family_transformer(name, layers=2)
+        trp.patch(model, "quantized")
+        around(model)
+        with torch.no_grad():
+            outputs.append(model(**tiny_family_inputs(name, model))[0])
+    assert torch.equal(*outputs)
+
+
+@places
+def test_a_users_hook_beside_the_one_that_brings_weights_is_called(place):
+    model, plain = tiny_wan_transformer(layers=1), tiny_wan_transformer(layers=1)
+    patch = trp.patch(model, "quantized")
+    PLACES[place](model)
+    for each in (model, plain):
+        for path in ("attn1.to_q", "attn1.norm_k", "norm2", "ffn.net.2"):
+            each.blocks[0].get_submodule(path).register_forward_hook(lambda module, inputs, output: -output)
+    base = output_of(tiny_wan_transformer(layers=1))
+    assert relative_error(output_of(model), output_of(plain)) <= QUANTIZED.limits.step
+    assert relative_error(output_of(plain), base) > QUANTIZED.limits.step
+    assert place == "a device map" or "hook" in patch.summary()
+
+
+@places
+def test_a_lora_under_offloading(place):
+    model, plain = tiny_wan_transformer(), tiny_wan_transformer()
+    trp.patch(model, "quantized")
+    for each in (model, plain):
+        add_lora(each)
+    PLACES[place](model)
+    assert relative_error(output_of(model), output_of(plain)) <= QUANTIZED.limits.step
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", ["leaves", "leaves, stream", "sequential"])
+@pytest.mark.parametrize("tier", ["quantized", "block_sparse"])
+def test_results_on_a_gpu_are_those_of_a_model_that_rests_there(tier, place):
+    gpu = torch.device("cuda")
+    model = tiny_wan_transformer(dtype=torch.bfloat16)
+    trp.patch(model, tier)
+    inputs = {
+        name: value.to(gpu) if isinstance(value, torch.Tensor) else value
+        for name, value in tiny_family_inputs("wan", model).items()
+    }
+    with torch.no_grad():
+        expected = model.to(gpu)(**inputs)[0]
+        model.to("cpu")
+        if place == "sequential":
+            accelerate.cpu_offload(model, execution_device=gpu)
+        else:
+            model.enable_group_offload(gpu, CPU, offload_type="leaf_level", use_stream="stream" in place)
+        for _ in range(3):  # with a stream the second call learns the order, and the third brings layers ahead
+            assert torch.equal(model(**inputs)[0], expected)
