@@ -10,11 +10,14 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 import turbo_rcm_patch as trp
+from tests.oracle import relative_error
 from tests.patching.quantized_models import CONFIG, FREED, PER_BLOCK, add_lora, output_of
 from tests.tiny_wan import tiny_wan_transformer
 from turbo_rcm_patch.patching.weights.convert import quantized_linears
 from turbo_rcm_patch.patching.weights.linear_8bit import PARTS
+from turbo_rcm_patch.tiers import QUANTIZED
 
+AS_A_PARAMETER = LoraConfig(r=4, target_modules=[], target_parameters=["attn1.to_q.weight"], init_lora_weights=False)
 RULE = r"call restore\(\) first, change the weight, then patch again"
 
 
@@ -66,6 +69,8 @@ WRITES = {
     "another parameter": by_linear(lambda linear: setattr(linear, "weight", nn.Parameter(torch.ones(128, 128)))),
     "None": by_linear(lambda linear: setattr(linear, "weight", None)),
     "deleted": by_linear(lambda linear: delattr(linear, "weight")),
+    "a part deleted": by_linear(lambda linear: delattr(linear, PARTS[1])),
+    "PEFT's target_parameters": lambda model: model.add_adapter(AS_A_PARAMETER),
     "pruned": by_linear(lambda linear: prune.l1_unstructured(linear, "weight", 0.5)),
     "parametrized": by_linear(lambda linear: parametrize.register_parametrization(linear, "weight", nn.ReLU())),
     "weight_norm": by_linear(nn.utils.parametrizations.weight_norm),
@@ -115,21 +120,24 @@ def test_a_lora_that_was_fused_before_the_patch_stays_fused(model):
     assert not torch.equal(output_of(model), plain)
 
 
-def test_peft_cannot_wrap_the_weight_as_a_parameter(model):
+# Changes of a weight before the patch, each with what runs it in every call.
+BEFORE = {
+    "PEFT's target_parameters": lambda model: model.add_adapter(AS_A_PARAMETER),
+    "pruned": by_linear(lambda linear: prune.l1_unstructured(linear, "weight", 0.5)),
+    "parametrized": by_linear(lambda linear: parametrize.register_parametrization(linear, "weight", nn.ReLU())),
+    "weight_norm": by_linear(nn.utils.parametrizations.weight_norm),
+    "legacy weight_norm": by_linear(legacy_weight_norm),
+}
+
+
+@pytest.mark.parametrize("change", BEFORE)
+def test_a_weight_that_is_computed_in_every_call_stays_as_it_is(model, change):
+    BEFORE[change](model)
     plain = output_of(model)
     patch = trp.patch(model, CONFIG)
-    config = LoraConfig(r=4, target_modules=[], target_parameters=["attn1.to_q.weight"])
-
-    def wrap():
-        model.add_adapter(config)
-        output_of(model)
-
-    with pytest.raises((RuntimeError, ValueError)):
-        wrap()
+    assert not any(linear is model.blocks[0].attn1.to_q for linear in quantized_linears(model))
+    assert 1e-4 < relative_error(output_of(model), plain) <= QUANTIZED.limits.step
     patch.restore()
-    assert not quantized_linears(model)
-    if hasattr(model, "peft_config"):
-        model.unload_lora()
     assert torch.equal(output_of(model), plain)
 
 
@@ -144,8 +152,12 @@ def test_restore_brings_back_what_was_torn_out_by_force(model, name):
     assert torch.equal(output_of(model), plain)
 
 
-def test_a_weight_that_is_missing_before_the_patch_is_named(model):
-    del model.blocks[1].ffn.net[2]._parameters["weight"]
+@pytest.mark.parametrize("missing", ["deleted", "None"])
+def test_a_weight_that_is_missing_before_the_patch_is_named(model, missing):
+    if missing == "None":
+        model.blocks[1].ffn.net[2].weight = None
+    else:
+        del model.blocks[1].ffn.net[2]._parameters["weight"]
     with pytest.raises(trp.PatchError, match=r"cannot patch: blocks\.1\.ffn\.net\.2 has no weight"):
         trp.patch(model, CONFIG)
     assert not quantized_linears(model)

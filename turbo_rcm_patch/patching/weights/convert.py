@@ -75,7 +75,7 @@ def convertible_linears(
         if sub_layer in config.fuse:
             paths.setdefault(_linear_in(block, name), []).append(f"{path}.{name}")
     for linear, (path, *_) in paths.items():
-        if type(linear) is nn.Linear and not hasattr(linear, "weight"):
+        if type(linear) is nn.Linear and getattr(linear, "weight", None) is None:
             raise PatchError(f"cannot patch: {path} has no weight; load the model's weights first.")
     for pattern in config.keep:
         if not any(fnmatchcase(path, pattern) for path, _ in transformer.named_modules(remove_duplicate=False)):
@@ -104,6 +104,8 @@ def _linear_in(block: nn.Module, name: str) -> nn.Module | None:
     except AttributeError:
         return None
     while hasattr(module, "base_layer"):
+        if type(module).__name__ == "ParamWrapper":  # PEFT's target_parameters change the weight in every call
+            return None
         module = module.base_layer
     return module
 
@@ -133,7 +135,7 @@ def convert_weights(journal: Journal, linears: dict[str, nn.Linear]) -> None:
 
 def refuse_written_weights(journal: Journal, transformer: nn.Module) -> None:
     """Let the methods of a transformer that would write to weights in 8 bits refuse before they write anything."""
-    for method in (load_state_dict, fuse_lora, unfuse_lora):
+    for method in (load_state_dict, add_adapter, fuse_lora, unfuse_lora):
         journal.set(transformer, method.__name__, bind(method, transformer))
 
 
@@ -143,6 +145,15 @@ def load_state_dict(self: nn.Module, state_dict: Mapping[str, torch.Tensor], *ar
         if is_quantized(module) and f"{path}.weight" in state_dict:
             raise module.refusal(f"{path}.weight")
     return type(self).load_state_dict(self, state_dict, *arguments, **options)
+
+
+def add_adapter(self: nn.Module, adapter_config: object, *arguments: object, **options: object) -> None:
+    """Add an adapter as diffusers' add_adapter does. Raises RuntimeError for target_parameters in 8 bits."""
+    targets = getattr(adapter_config, "target_parameters", None) or ()
+    for path, module in self.named_modules():
+        if is_quantized(module) and any(f".{path}.weight".endswith(f".{target}") for target in targets):
+            raise module.refusal(f"{path}.weight")
+    type(self).add_adapter(self, adapter_config, *arguments, **options)
 
 
 def fuse_lora(self: nn.Module, *arguments: object, **options: object) -> None:

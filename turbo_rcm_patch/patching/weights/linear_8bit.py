@@ -184,8 +184,8 @@ class QuantizedLinear(nn.Linear):
         super().register_parameter(name, param)
 
     def __delattr__(self, name: str) -> None:
-        """Refuse to delete the weight, as parametrizations do."""
-        if name == "weight":
+        """Refuse to delete the weight, as parametrizations do, or a part of the 8-bit one."""
+        if name in ("weight", *PARTS):
             raise self.refusal(name)
         super().__delattr__(name)
 
