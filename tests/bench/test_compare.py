@@ -13,7 +13,7 @@ from turbo_rcm_patch.bench import variants as variants_module
 from turbo_rcm_patch.bench.cases import build_pipeline
 from turbo_rcm_patch.bench.compare import compare
 from turbo_rcm_patch.bench.decoding import decode_flops
-from turbo_rcm_patch.bench.report import comparison_table, plot, side_by_side
+from turbo_rcm_patch.bench.report import NO_SPEED_UPS, comparison_table, plot, side_by_side
 from turbo_rcm_patch.bench.timing import StageTimings, TimedGeneration
 from turbo_rcm_patch.config import Exact, PatchConfig
 from turbo_rcm_patch.embedded import load_embedded_pipeline
@@ -228,8 +228,12 @@ def test_a_tier_with_wider_limits_is_timed(pipe, monkeypatch):
 def test_reports(pipe, tmp_path):
     comparison = compare(pipe, CALL, repeats=1, warmups=0)
     table = comparison_table(comparison)
-    for label in ("text encoding", "step 2", "VAE decode", "total", "speed-up", "relative L2", "cosine", "PSNR"):
+    for label in ("text encoding", "step 2", "VAE decode", "total", "relative L2", "cosine", "PSNR"):
         assert label in table
+    for gpu in (None, "a GPU"):
+        environment = dataclasses.replace(comparison.environment, gpu=gpu)
+        table = comparison_table(dataclasses.replace(comparison, environment=environment))
+        assert ("speed-up of the total" in table, NO_SPEED_UPS in table) == (gpu is not None, gpu is None)
     assert json.loads(json.dumps(comparison.to_dict()))["variants"][1]["frames"]["cosine"] == pytest.approx(1.0)
     frames, height, width, _ = comparison.variants[0].video.shape
     videos, gain = side_by_side(comparison)

@@ -113,7 +113,7 @@ def test_two_visitors(page, server):
         visitor.bring_to_front()  # a hidden tab does not play
         visitor.wait_for_function(f"{PLAYING} == 2", timeout=400_000)
         shown = visitor.inner_text("body")
-        for text in ("VAE decode", "speed-up of the total", "frames: PSNR", "WanTransformer3DModel, 6 blocks"):
+        for text in ("VAE decode", "without a GPU", "frames: PSNR", "WanTransformer3DModel, 6 blocks"):
             assert text in shown
     assert any("/4 steps" in text for text in page.evaluate("window.seen"))
 
@@ -138,6 +138,21 @@ def test_a_recipe_sets_its_number_of_steps(tmp_path):
     (change,) = (change for change in changes if [block.label for block in change.outputs] == ["Steps"])
     assert [block.label for block in change.inputs] == ["Model", "Recipe"]
     assert [change.fn("x", recipe) for recipe in ("automatic", "none", "fastwan", "causvid-lora")] == [None, None, 3, 9]
+
+
+@pytest.mark.parametrize(("label", "value"), [("Frames", 0), ("Seed", -1), ("Height", 0), ("Steps", 9)])
+def test_a_number_out_of_range_is_a_sentence_with_its_field(tmp_path, capsys, caplog, label, value):
+    """The form lets every number through, so that no field of Gradio's refuses it without a name."""
+    maker = DemoVideos(parse_arguments(["demo", "--device", "cpu"]), tmp_path)
+    page = page_of_demo.build_page(maker)
+    (field,) = (block for block in page.blocks.values() if getattr(block, "label", "") == label)
+    labels = ("Prompt", "Model", "Tier", "Steps", "Seed", "Height", "Width", "Frames")
+    values = dict(zip(labels, ["a fox", EMBEDDED_MODEL, "exact", 4, 0, 160, 224, 17], strict=True))
+    values[label] = field.preprocess(value)
+    with pytest.raises(importlib.import_module("gradio").Error, match=f"^.{label.lower()} {value}[ :]") as error:
+        page_of_demo._answer(maker, [*values.values(), "automatic", "none", None, ""])
+    assert error.value.print_exception is False
+    assert caplog.records == []
 
 
 def test_only_what_goes_with_a_model_can_be_chosen(tmp_path):

@@ -25,8 +25,14 @@ def timings_table(timings: StageTimings, writing: float | None = None) -> str:
     return table(cells)
 
 
+NO_SPEED_UPS = "without a GPU times say nothing about the kernels, so there are no speed-ups here"
+
+
 def comparison_table(comparison: Comparison) -> str:
-    """Return a table with stages, speed-ups, memory and differences down, and variants across."""
+    """Return a table with stages, speed-ups, memory and differences down, and variants across.
+
+    Without a GPU a line takes the place of the speed-ups, which would be those of PyTorch's fallbacks on a CPU.
+    """
     variants = comparison.variants
     rows = [["", *(variant.name for variant in variants)]]
 
@@ -36,8 +42,10 @@ def comparison_table(comparison: Comparison) -> str:
     for index, (label, _) in enumerate(_stages(variants[0].timings)):
         add(label, lambda v, i=index: format_seconds(_stages(v.timings)[i][1]))
     add("total", lambda v: format_seconds(v.timings.total))
-    add("speed-up of the total", lambda v: f"{v.total_speedup:.2f}x")
-    add("speed-up of the steps", lambda v: f"{v.steps_speedup:.2f}x")
+    has_gpu = comparison.environment.gpu is not None
+    if has_gpu:
+        add("speed-up of the total", lambda v: f"{v.total_speedup:.2f}x")
+        add("speed-up of the steps", lambda v: f"{v.steps_speedup:.2f}x")
     if variants[0].timings.peak_memory is not None:
         add("peak memory", lambda v: _format_memory(v.timings))
     if variants[0].step_error is not None:
@@ -50,7 +58,7 @@ def comparison_table(comparison: Comparison) -> str:
         add("frames: relative L2", lambda v: f"{v.frames.relative_l2:.2e}" if v.frames else "")
         add("frames: cosine", lambda v: f"{v.frames.cosine:.6f}" if v.frames else "")
         add("frames: PSNR", lambda v: _format_psnr(v.frames.psnr_db) if v.frames else "")
-    return table(rows)
+    return table(rows) if has_gpu else f"{table(rows)}\n{NO_SPEED_UPS}"
 
 
 def verification_table(verification: Verification) -> str:
