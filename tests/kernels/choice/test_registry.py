@@ -5,6 +5,7 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 import torch
 
+from turbo_rcm_patch import kernels
 from turbo_rcm_patch.kernels import FP8, dispatch
 from turbo_rcm_patch.kernels.choice.registry import (
     AUTOGRAD,
@@ -16,6 +17,7 @@ from turbo_rcm_patch.kernels.choice.registry import (
     why_not_ours,
     why_not_reference,
 )
+from turbo_rcm_patch.kernels.choice.registry import spec_of as spec_of_operands
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 BF16 = torch.bfloat16
@@ -97,6 +99,36 @@ def test_a_spec_can_be_a_key_and_cannot_change():
 def test_why_no_triton_kernel_runs_on_a_gpu(options, reason):
     with dispatch.meta_is_gpu((9, 0), 132):
         assert why_not_ours(spec_of(**options)) == reason
+
+
+@pytest.mark.parametrize("position", range(4))
+def test_the_dtype_of_every_operand_is_asked(position):
+    operands = [torch.empty(2, dtype=BF16, device=META) for _ in range(4)]
+    operands[position] = operands[position].double()
+    with dispatch.meta_is_gpu((9, 0), 132):
+        assert why_not_ours(spec_of_operands("auto", *operands, None)) == "float64 tensors"
+
+
+def _rows(*shape):
+    return torch.zeros(*shape)
+
+
+# op: its operands, each of which is tried in fp64
+OPERANDS = {
+    "skip": {"residual": _rows(1, 3, 8), "output": _rows(1, 3, 8), "c_skip": _rows(1, 1, 8)},
+    "layer_norm_modulate": {"x": _rows(1, 3, 8), "weight": _rows(8), "scale": _rows(1, 8), "shift": _rows(1, 8)},
+    "rms_norm_rope": {"x": _rows(1, 3, 8), "weight": _rows(8), "cos": _rows(3, 4), "sin": _rows(3, 4)},
+    "linear_skip": {"a": _rows(1, 3, 8), "weight": _rows(8, 8), "bias": _rows(8), "residual": _rows(1, 3, 8)},
+}
+
+
+@pytest.mark.parametrize("op", OPERANDS)
+def test_ops_refuse_any_operand_that_triton_does_not_take(op):
+    options = {"heads": 1, "eps": 1e-6} if op == "rms_norm_rope" else {}
+    for name, operand in OPERANDS[op].items():
+        given = {**OPERANDS[op], name: operand.double()}
+        with pytest.raises(ValueError, match=r"float64|dtype"):
+            getattr(kernels, op)(**given, **options, implementation="triton")
 
 
 def test_a_kernel_with_a_backward_runs_under_autograd_but_not_in_forward_mode():

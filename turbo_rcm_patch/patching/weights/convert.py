@@ -80,11 +80,19 @@ def convertible_linears(
     for pattern in config.keep:
         if not any(fnmatchcase(path, pattern) for path, _ in transformer.named_modules(remove_duplicate=False)):
             raise ValueError(f"keep={pattern!r} fits no module of the {type(transformer).__name__}.")
-    return {
+    found = {
         first: linear
         for linear, (first, *others) in paths.items()
         if _is_plain(linear) and not any(_is_kept(path, config.keep) for path in (first, *others))
     }
+    read = _read_elsewhere(transformer, set(found.values()))
+    return {path: linear for path, linear in found.items() if id(linear.weight) not in read}
+
+
+def _read_elsewhere(transformer: nn.Module, linears: set[nn.Module]) -> set[int]:
+    """Return the ids of the parameters that modules beside these linears read: tied weights stay as they are."""
+    others = (module for module in transformer.modules() if module not in linears)
+    return {id(parameter) for module in others for parameter in module._parameters.values()}
 
 
 def _is_kept(path: str, patterns: Sequence[str]) -> bool:
@@ -123,13 +131,16 @@ def _is_plain(linear: nn.Module | None) -> bool:
 def convert_weights(journal: Journal, linears: dict[str, nn.Linear]) -> None:
     """Put the weights of linears in 8 bits, one after the other; the originals go to the CPU.
 
+    Linears with tied weights get an 8-bit weight each. `restore` ties the originals again.
+
     Raises ValueError, before anything is changed, where weights are on the meta device.
     """
     missing = [path for path, linear in linears.items() if linear.weight.is_meta]
     if missing:
         raise ValueError(f"{missing[0]}.weight is on the meta device; load its values first, or use load_converted.")
+    devices = {path: linear.weight.device for path, linear in linears.items()}  # before a tied weight goes to the CPU
     for path, linear in linears.items():
-        device = linear.weight.device
+        device = devices[path]
         put_in_8_bits(journal, linear, convert(linear.weight, format_of(path, capability_of(device)), device))
 
 
