@@ -313,3 +313,9 @@ def test_a_malformed_patch_size_is_named(tmp_path, capsys):
     (tmp_path / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
     (tmp_path / "transformer/config.json").write_text('{"patch_size": 2}')
     assert "patch_size 2" in error_of(capsys, "generate", CAPTION, "-o", tmp_path / "circle.mp4", "--model", tmp_path)
+
+
+def test_an_image_for_a_text_to_video_model_is_refused(capsys, monkeypatch, saved_models):
+    monkeypatch.setattr(commands, "run", lambda arguments: pytest.fail("the command ran"))
+    message = error_of(capsys, "verify", "--model", saved_models / "t2v", "--image", __file__, *TINY)
+    assert "is a text-to-video model; leave --image out" in message
