@@ -222,7 +222,8 @@ def test_first_block_cache(tier, family):
     first = models.check()
     models.timestep = torch.full((2,), 300.0)
     models.check(previous=first)
-    models.patched.disable_cache()
+    for model in (models.patched, models.oracle):
+        model.disable_cache()
     models.timestep = None
     models.check_restored()
 

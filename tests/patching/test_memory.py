@@ -38,7 +38,7 @@ class Results:
         op = getattr(exact, name)
 
         def wrapped(*args, **options):
-            gc.collect()  # the interpreter leaves cycles
+            gc.collect(1)  # the interpreter leaves cycles
             self.alive.append([kept for kept, storage in self._kept if not storage.expired()])
             self._kept.clear()
             return op(*args, **options)
