@@ -272,7 +272,7 @@ def test_sources_that_cannot_be_converted(source, stored, tmp_path):
     (tmp_path / "vae/diffusion_pytorch_model.safetensors").write_bytes(
         (source / "diffusion_pytorch_model.safetensors").read_bytes()
     )
-    with pytest.raises(ValueError, match="holds a AutoencoderKLWan; supported: WanTransformer3DModel"):
+    with pytest.raises(ValueError, match="holds an AutoencoderKLWan; supported: WanTransformer3DModel"):
         convert_folder(tmp_path / "vae", tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"vae"}
 
