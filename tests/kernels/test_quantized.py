@@ -60,3 +60,16 @@ def test_a_gpu_rounds_to_the_same_bits(format):
     ours, theirs = quantize_reference(x.cuda(), format), quantize_reference(x, format)
     assert torch.equal(ours.scale.cpu(), theirs.scale)
     assert torch.equal(ours.values.cpu().float(), theirs.values.float())
+
+
+def test_rows_without_elements():
+    quantized = quantize_reference(torch.zeros(2, 0), INT8, with_norm=True)
+    assert (quantized.values.shape, quantized.scale.shape, quantized.norm.tolist()) == ((2, 0), (2,), [0, 0])
+
+
+def test_quantize_weight_names_what_it_accepts():
+    with pytest.raises(ValueError, match=r"format=torch.float32; accepted are torch.int8, torch.float8_e4m3fn"):
+        quantize_weight(torch.ones(4, 8), torch.float32)
+    for shape in ((0, 8), (4, 0), (8,)):
+        with pytest.raises(ValueError, match=r"it must be \[N, K\] with N and K at least 1"):
+            quantize_weight(torch.ones(shape), INT8)

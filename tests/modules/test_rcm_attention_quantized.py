@@ -197,9 +197,11 @@ def test_quantized_compiles_to_one_graph(device):
     check_compiled(quantized(implementation="triton"), torch_device(device), [torch.tensor([0.0, 7.0])])
 
 
-def test_bad_preset():
-    with pytest.raises(ValueError, match="preset='fast'; accepted are exact, quantized"):
-        FusedRCMAttention(128, 2, preset="fast")
+@pytest.mark.parametrize("preset", ["fast", "sparse", "block_sparse"])
+def test_bad_preset(preset):
+    """Sparse attention is not this module's: it would compute exactly."""
+    with pytest.raises(ValueError, match=f"preset='{preset}'; accepted are exact, quantized.$"):
+        FusedRCMAttention(128, 2, preset=preset)
 
 
 @pytest.mark.gpu

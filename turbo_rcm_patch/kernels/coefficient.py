@@ -10,6 +10,7 @@ Consecutive tokens often share their timestep. A coefficient that is constant wi
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -45,16 +46,19 @@ def canonical_coefficient(
 ) -> torch.Tensor | None:
     """Return a user's coefficient in the shape [B|1, S|1, C|1] (a view if possible), or None for the constant 1.
 
-    Accepted: a number, 0-d, per sample [B], per channel [C] or [B, 1, C], per token [B, S, C], and any 3-d shape whose
-    dimensions are 1 or full. Raises ValueError for another shape, for a 1-d shape that could mean both [B] and [C],
-    and for a tensor on another device.
+    Accepted: a number (also NumPy's), 0-d, per sample [B], per channel [C] or [B, 1, C], per token [B, S, C], and any
+    3-d shape whose dimensions are 1 or full. Raises ValueError for another type or shape, for complex values, for a 1-d
+    shape that could mean both [B] and [C], and for a tensor on another device.
     """
     if isinstance(value, Runs):
         raise ValueError(f"{name} varies by run; only scale, shift and c_out may.")
+    if value is not None and not isinstance(value, (int, float, torch.Tensor)):
+        value = _number(name, value)
     if value is None or (isinstance(value, (int, float)) and value == 1):
         return None
     if isinstance(value, (int, float)):
         return torch.full((1, 1, 1), float(value), dtype=torch.float32, device=device)
+    _check_real(name, value)
     if value.device != device and value.dim() > 0:
         raise ValueError(f"{name} is on {value.device} but the residual is on {device}; move it there first.")
     if value.dim() == 0:
@@ -68,6 +72,21 @@ def canonical_coefficient(
             f"with B={batch}, S={tokens}, C={channels}."
         )
     return value
+
+
+def _number(name: str, value: object) -> float:
+    """Return a number of another type, such as NumPy's, as a float. Raises ValueError for anything else."""
+    if isinstance(value, Real):
+        return float(value)
+    raise ValueError(
+        f"{name} is of type {type(value).__name__}; accepted are a number, a tensor and None. torch.as_tensor makes a "
+        "tensor of a list or an array."
+    )
+
+
+def _check_real(name: str, value: torch.Tensor) -> None:
+    if value.is_complex():
+        raise ValueError(f"{name} is complex ({value.dtype}); coefficients are real.")
 
 
 def _canonical_1d(name: str, value: torch.Tensor, batch: int, channels: int) -> torch.Tensor:
@@ -109,8 +128,9 @@ def values_and_starts(value: torch.Tensor | Runs | None) -> tuple[torch.Tensor |
 
 
 def check_runs(name: str, runs: Runs, channels: int, device: torch.device) -> None:
-    """Raise ValueError unless the values are [R, C] and the starts [R + 1] int32, both on the device."""
+    """Raise ValueError unless the values are real [R, C] and the starts [R + 1] int32, both on the device."""
     values, starts = runs
+    _check_real(name, values)
     fits = values.dim() == 2 and 1 <= values.shape[0] <= MAX_RUNS and values.shape[1] == channels
     if not fits or starts.shape != (values.shape[0] + 1,) or starts.dtype != torch.int32:
         raise ValueError(

@@ -132,6 +132,12 @@ def is_rounded_wrongly(result: torch.dtype | None, device: torch.device) -> bool
     return result == FP8 and device.type == "cpu"
 
 
+def is_computed_wrongly(dtype: torch.dtype | None, device: torch.device) -> bool:
+    """True if kernels on the device compute wrongly with tensors of this dtype: Triton's interpreter truncates bf16
+    instead of rounding it, and multiplies matrices of its bits as integers."""
+    return dtype == torch.bfloat16 and device.type == "cpu"
+
+
 def check_result(op: str, dtype: torch.dtype | None, own: torch.dtype, **scales: float) -> None:
     """Raise ValueError if an op cannot give a result of this dtype or scale. own: the dtype that None stands for."""
     if dtype not in (None, own, *KERNEL_DTYPES):

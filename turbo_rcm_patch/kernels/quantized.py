@@ -59,6 +59,12 @@ class QuantizedWeight(NamedTuple):
         return (self.values.float() * self.scale[:, None]).to(dtype)
 
 
+def check_format(op: str, format: torch.dtype) -> None:
+    """Raise ValueError unless the format is INT8 or FP8."""
+    if format not in LARGEST:
+        raise ValueError(f"{op}: format={format}; accepted are {', '.join(map(str, LARGEST))}.")
+
+
 def round_to(scaled: torch.Tensor, format: torch.dtype) -> torch.Tensor:
     """Round ``x / scale`` (fp32) to the nearest value of a format, and clamp it to the format's largest magnitude."""
     limit = LARGEST[format]
@@ -70,7 +76,7 @@ def round_to(scaled: torch.Tensor, format: torch.dtype) -> torch.Tensor:
 def quantize_reference(x: torch.Tensor, format: torch.dtype, with_norm: bool = False) -> Quantized:
     """Quantise x [..., K]. Each row's scale maps its largest magnitude to the format's largest."""
     wide = x.float()
-    largest = wide.abs().amax(-1)
+    largest = wide.abs().amax(-1) if x.shape[-1] > 0 else wide.new_zeros(x.shape[:-1])
     # Divide by a tensor: on a GPU, torch replaces division by a Python number with a product, which rounds differently.
     scale = (largest / largest.new_full((), LARGEST[format])).clamp_min(TINY)
     values = round_to(wide / scale[..., None], format)
@@ -79,6 +85,10 @@ def quantize_reference(x: torch.Tensor, format: torch.dtype, with_norm: bool = F
 
 
 def quantize_weight(weight: torch.Tensor, format: torch.dtype) -> QuantizedWeight:
-    """Quantise a weight [N, K] to a format, on the weight's device."""
+    """Quantise a weight [N, K] to a format, on the weight's device. Raises ValueError for another format, and for a
+    weight of another shape or without elements."""
+    check_format("quantize_weight", format)
+    if weight.dim() != 2 or weight.numel() == 0:
+        raise ValueError(f"quantize_weight: weight is {list(weight.shape)}; it must be [N, K] with N and K at least 1.")
     values, scale, norm = quantize_reference(weight.detach(), format, with_norm=True)
     return QuantizedWeight(values, scale, norm.amax())

@@ -21,7 +21,6 @@ from torch.nn import functional as F
 
 from .. import coefficients, kernels
 from ..coefficients import Time
-from ..config import PRESETS
 from ..kernels import INT8, Quantized, QuantizedWeight, reference
 from ..kernels.choice.registry import spec_of
 from ..kernels.coefficient import canonical_coefficient
@@ -29,6 +28,8 @@ from ..kernels.dispatch import KERNEL_DTYPES
 from ..kernels.rows.quantize_rows import QUANTIZE_ROWS
 from ..plain import is_autocast, is_transformed, linear_of, why_not_linear
 from .eight_bit_copies import EightBitCopies
+
+PRESETS = ("exact", "quantized")
 
 
 class TwoPassRCMAttention(nn.Module):

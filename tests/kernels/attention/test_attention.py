@@ -350,6 +350,8 @@ BAD_CALLS = {
     "scale=0.0": {"scale": 0.0},
     "scale=nan": {"scale": float("nan")},
     "implementation='cuda'": {"implementation": "cuda"},
+    "sdpa='nonsense'; accepted are FlashAttention, memory-efficient, cuDNN, math": {"sdpa": "nonsense"},
+    "attention='nonsense'; accepted are auto, triton, sdpa": {"attention": "nonsense"},
 }
 
 

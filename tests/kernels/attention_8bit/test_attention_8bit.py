@@ -216,6 +216,24 @@ def test_custom_op_contract(device):
     torch.library.opcheck(torch.ops.turbo_rcm_patch.attention_8bit.default, (PORTABLE, *arguments))
 
 
+@pytest.mark.parametrize("implementation", ["triton", "torch"])
+@pytest.mark.parametrize("shape", [(2, 0, 128), (0, 5, 128)])
+def test_nothing_in_nothing_out(shape, implementation):
+    q = torch.zeros(shape)
+    qkv = quantize_qkv(q, q, q, heads=2, v_format=torch.float16, implementation=implementation)
+    residual = torch.zeros(*shape[:2], 2, 64)
+    for options in ({}, {"residual": residual, "c_out": 0.5}):
+        assert attention_8bit(qkv, **options, implementation=implementation).shape == residual.shape
+    in_8_bits = attention_8bit(qkv, result=FP8, implementation=implementation)
+    assert (in_8_bits.values.shape, in_8_bits.scale.shape) == (shape, shape[:2])
+
+
+def test_heads_without_channels_are_an_error():
+    q = torch.zeros(2, 5, 0)
+    with pytest.raises(ValueError, match=r"q has shape \[2, 5, 0\]"):
+        quantize_qkv(q, q, q, heads=2)
+
+
 def test_errors_name_what_was_given():
     q, k, v = torch.randn(3, 2, 5, 128)
     qkv = quantize_qkv(q, k, v, heads=2)

@@ -146,12 +146,26 @@ def test_old_gpus_have_their_reasons():
 
 
 def test_the_interpreter_runs_only_where_it_is_asked_for():
-    spec = spec_of(device=CPU)
+    spec = spec_of(device=CPU, dtype=torch.float16)
     assert why_not_ours(spec) == "cpu tensors"
     assert why_not_reference(spec) is None
     asked = replace(spec, implementation="triton")
     assert why_not_ours(asked) is None
     assert "rounds it wrongly" in why_not_ours(replace(asked, result=FP8))
+
+
+@pytest.mark.parametrize("of", [{"dtype": BF16}, {"result": BF16}, {"others": (torch.float32, BF16)}])
+def test_the_interpreter_refuses_bf16(of):
+    spec = spec_of(**{"device": CPU, "dtype": torch.float32, **of})
+    assert why_not_ours(spec) == "cpu tensors"
+    reason = "bfloat16 in Triton's interpreter, which computes it wrongly"
+    assert why_not_ours(replace(spec, implementation="triton")).startswith(reason)
+
+
+def test_an_op_in_bf16_in_the_interpreter_is_an_error_with_the_reason():
+    a, weight, residual = (torch.ones(shape, dtype=BF16) for shape in ((1, 4, 16), (16, 16), (1, 4, 16)))
+    with pytest.raises(ValueError, match="bfloat16 in Triton's interpreter, which computes it wrongly"):
+        kernels.linear_skip(a, weight, None, residual, implementation="triton")
 
 
 def test_the_reference_gives_way_to_kernels_that_were_asked_for_but_not_under_autograd():

@@ -270,7 +270,18 @@ def test_nothing_in_nothing_out(device):
         assert conv_skip(x[:0], weight, bias, residual[:0], implementation=implementation).shape == (0, 2, 5, 7, 12)
     empty = x[:, :2], weight, bias, residual[:, :0]
     for given, options in ((empty, {}), with_front(empty)):
-        assert conv_skip(*given, **options, implementation="triton").shape == (2, 0, 5, 7, 12)
+        for implementation in ("triton", "torch"):
+            assert conv_skip(*given, **options, implementation=implementation).shape == (2, 0, 5, 7, 12)
+    for implementation in ("triton", "torch"):
+        result = conv_skip(x[:, :, :0], weight, bias, residual[:, :, :0], implementation=implementation)
+        assert result.shape == (2, 2, 0, 7, 12)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "torch"])
+@pytest.mark.parametrize(("N", "C"), [(0, 8), (6, 0)])
+def test_a_weight_without_elements_is_an_error(N, C, implementation):
+    with pytest.raises(ValueError, match=rf"weight \[{N}, 3, 3, 3, {C}\] has no elements"):
+        conv_skip(torch.ones(1, 4, 5, 7, C), torch.ones(N, 3, 3, 3, C), None, implementation=implementation)
 
 
 def test_zero_weights_keep_the_residual(device):

@@ -5,7 +5,19 @@ import torch
 
 from tests.kernels.eight_bit import FORMATS, assert_sums_are_right, oracle_of, quantized, quantized_weight
 from tests.oracle import DTYPES, relative_error, torch_device
-from turbo_rcm_patch.kernels import FP8, INT8, Quantized, QuantizedWeight, linear_8bit, reference
+from turbo_rcm_patch.kernels import (
+    FP8,
+    INT8,
+    LowRank,
+    Quantized,
+    QuantizedWeight,
+    linear_8bit,
+    linear_gelu,
+    linear_low_rank,
+    linear_qkv,
+    linear_skip,
+    reference,
+)
 from turbo_rcm_patch.kernels.choice.registry import PORTABLE
 
 gemm = sys.modules["turbo_rcm_patch.kernels.linear.gemm_portable"]
@@ -89,7 +101,30 @@ def test_non_contiguous(device):
 def test_nothing_in_nothing_out(device):
     device = torch_device(device)
     a, weight = quantized(2, 0, 16, format=INT8, device=device), quantized_weight(24, 16, INT8, device)
-    assert linear_8bit(a, weight, implementation="triton").shape == (2, 0, 24)
+    assert linear_8bit(a, weight, dtype=torch.float16, implementation="triton").shape == (2, 0, 24)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "torch"])
+@pytest.mark.parametrize(("N", "K"), [(0, 16), (16, 0)])
+def test_a_weight_without_elements_is_an_error(N, K, implementation):
+    a, weight, bias, residual = torch.ones(1, 5, K), torch.ones(N, K), torch.ones(N), torch.ones(1, 5, N)
+    low_rank = LowRank(torch.ones(16, K), torch.ones(N, 16))
+    eight_bits = Quantized(a.to(INT8), torch.ones(1, 5)), QuantizedWeight(weight.to(INT8), torch.ones(N))
+    for run in (
+        lambda **options: linear_skip(a, weight, bias, residual, **options),
+        lambda **options: linear_gelu(a, weight, bias, **options),
+        lambda **options: linear_qkv(a, [weight] * 3, [bias] * 3, **options),
+        lambda **options: linear_low_rank(a, weight, bias, low_rank, **options),
+        lambda **options: linear_8bit(*eight_bits, bias, dtype=torch.float32, **options),
+    ):
+        with pytest.raises(ValueError, match=rf"weight has shape \[{N}, {K}\]; it must have elements"):
+            run(implementation=implementation)
+
+
+def test_an_unknown_choice_of_linears_is_an_error():
+    a, weight, residual = torch.ones(1, 5, 16), torch.ones(8, 16), torch.ones(1, 5, 8)
+    with pytest.raises(ValueError, match="linears='fast'; accepted are auto, triton, torch and None"):
+        linear_skip(a, weight, None, residual, linears="fast")
 
 
 def test_autograd_takes_the_reference(device):

@@ -82,8 +82,8 @@ def gpu(monkeypatch, capability):
         (HOPPER, "gelu", {"derivative": "backward"}, LINEAR, "autograd"),
         # the CPU
         (None, "skip", {}, LINEAR, "cpu tensors"),
-        (None, "skip", {"implementation": "triton"}, PORTABLE, None),
-        (None, "qkv", {"implementation": "triton"}, LINEAR, "no GPU of sm_90"),
+        (None, "skip", {"implementation": "triton", "dtype": FP16, "result": FP16}, PORTABLE, None),
+        (None, "qkv", {"implementation": "triton", "dtype": FP16, "result": FP16}, LINEAR, "no GPU of sm_90"),
         # 8 bits
         (HOPPER, "8 bits", IN_8_BITS, GLUON, None),
         (HOPPER, "qkv", IN_8_BITS, GLUON, None),

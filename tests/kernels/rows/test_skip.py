@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
@@ -158,3 +159,18 @@ def test_errors():
             skip(x, x, c_out=wrong)
     with pytest.raises(ValueError, match="c_out is on meta but the other tensors are on cpu"):
         skip(x, x, c_out=Runs(runs.values.to("meta"), runs.starts))
+
+
+def test_coefficients_of_other_types_are_errors_or_numbers():
+    residual = x = torch.randn(2, 3, 4)
+    for number in (np.float32(0.5), np.float64(0.5), np.int64(3)):
+        assert torch.equal(skip(residual, x, c_out=number), skip(residual, x, c_out=float(number)))
+    for wrong, kind in (([0.5, 0.5], "list"), (np.ones(2), "ndarray"), (0.5j, "complex"), ("0.5", "str")):
+        with pytest.raises(ValueError, match=f"c_out is of type {kind}; accepted are a number, a tensor and None"):
+            skip(residual, x, c_out=wrong)
+    for wrong in (torch.ones(2, dtype=torch.complex64), torch.tensor(1j)):
+        with pytest.raises(ValueError, match="c_skip is complex"):
+            skip(residual, x, c_skip=wrong)
+    runs = Runs(torch.ones(1, 4, dtype=torch.complex64), torch.tensor([0, 6], dtype=torch.int32))
+    with pytest.raises(ValueError, match="c_out is complex"):
+        skip(residual, x, c_out=runs)

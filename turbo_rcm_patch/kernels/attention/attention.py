@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from ...config import ATTENTION_KERNELS
 from .. import reference as torch_reference
 from ..choice.measured import tuned_sdpa, why_torch
 from ..choice.registry import (
@@ -84,9 +85,10 @@ def attention(
     attention: "auto" for PyTorch's attention unless our kernel was measured to be as fast, "sdpa" for PyTorch's always,
     None or "triton" for our kernels if they can run.
     sdpa: the backend (sdpa.BACKENDS) that PyTorch's attention tries first; if it cannot take the call, another does.
-    Raises ValueError for shapes, dtypes, a scale or coefficients that do not fit.
+    Raises ValueError for shapes, dtypes, a scale or coefficients that do not fit, and for other choices.
     """
     _check(q, k, v, residual, c_skip, c_out, scale, implementation)
+    _check_choices(attention, sdpa)
     batch, tokens, heads, head_dim = q.shape
     c_skip = canonical_coefficient("c_skip", c_skip, batch, tokens, heads * head_dim, q.device)
     c_out = canonical_coefficient("c_out", c_out, batch, tokens, heads * head_dim, q.device)
@@ -140,6 +142,13 @@ def _check(q, k, v, residual, c_skip, c_out, scale, implementation):
         raise ValueError(f"scale={scale}; it must be positive and finite.")
     if implementation == "triton" and head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim is {head_dim}; the kernel takes up to {MAX_HEAD_DIM}. Use 'auto' or 'torch'.")
+
+
+def _check_choices(attention, sdpa):
+    if attention not in (None, *ATTENTION_KERNELS):
+        raise ValueError(f"attention={attention!r}; accepted are {', '.join(ATTENTION_KERNELS)} and None.")
+    if sdpa is not None and sdpa not in BACKENDS:
+        raise ValueError(f"sdpa={sdpa!r}; accepted are {', '.join(BACKENDS)} and None.")
 
 
 def is_one(coefficient: Coefficient | None) -> bool:

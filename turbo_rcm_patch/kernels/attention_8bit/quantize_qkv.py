@@ -101,8 +101,8 @@ def quantize_qkv(
 
 
 def _check(q, k, v, heads, norm_q, norm_k, cos, sin, scale, v_format):
-    if q.dim() != 3 or heads < 1 or q.shape[2] % heads:
-        raise ValueError(f"quantize_qkv: q has shape {list(q.shape)}, not [B, S, H·D] with H={heads} heads.")
+    if q.dim() != 3 or heads < 1 or q.shape[2] == 0 or q.shape[2] % heads:
+        raise ValueError(f"quantize_qkv: q has shape {list(q.shape)}, not [B, S, H·D] with H={heads} heads and D > 0.")
     for name, x in (("k", k), ("v", v)):
         if x.shape != q.shape or x.dtype != q.dtype:
             raise ValueError(

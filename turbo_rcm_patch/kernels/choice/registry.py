@@ -29,7 +29,7 @@ GLUON, PORTABLE, TRITON, REFERENCE = "sm_90 Gluon", "portable Triton", "Triton",
 AUTOGRAD = "autograd"
 ASKED_FOR_TRITON = (
     "implementation='triton' was asked for; use 'auto', an NVIDIA GPU of sm_80 or newer with fp32/fp16/bf16 tensors, "
-    "or TRITON_INTERPRET=1 on the CPU"
+    "or TRITON_INTERPRET=1 on the CPU with fp32/fp16 tensors"
 )
 # Reasons that begin like this are expected and not shown: the kernel is for another GPU or other operands, or only
 # `turbo-rcm tune` may choose it.
@@ -187,6 +187,8 @@ def why_not_ours(spec: Spec) -> str | None:
         return "cpu tensors"  # the interpreter runs only if it is asked for
     if dispatch.is_rounded_wrongly(spec.result, spec.device):
         return "e4m3 from Triton's interpreter, which rounds it wrongly"
+    if any(dispatch.is_computed_wrongly(dtype, spec.device) for dtype in (spec.dtype, spec.result, *spec.others)):
+        return "bfloat16 in Triton's interpreter, which computes it wrongly"
     return None
 
 

@@ -76,6 +76,9 @@ def conv_skip(
     tensors = (x, weight, bias, residual, front)
     _check(*tensors, upsample, interleave)
     B, T, H, W, C = x.shape
+    shape = result_shape(x, weight, front, upsample, interleave)
+    if 0 in shape:
+        return x.new_empty(shape)  # PyTorch's convolution refuses it
     spec = spec_of(
         implementation,
         *tensors,
@@ -112,6 +115,8 @@ def _check(
             f"conv_skip: x has shape {list(x.shape)} and weight {list(weight.shape)}; they must be "
             "[B, frames, H, W, C] and [N, kt, kh, kw, C]: a convolution's weight.permute(0, 2, 3, 4, 1)."
         )
+    if weight.numel() == 0:
+        raise ValueError(f"conv_skip: weight {list(weight.shape)} has no elements.")
     kt, kh, kw = window = weight.shape[1:4]
     if kt not in (1, 3) or kh not in (1, 3) or kh != kw:
         raise ValueError(f"conv_skip: the window is {list(window)}; accepted are kt 1 or 3 and kh = kw 1 or 3.")

@@ -365,8 +365,8 @@ def check_linear(
     weight: torch.Tensor | QuantizedWeight,
     bias: torch.Tensor | None,
 ) -> None:
-    """Raise ValueError unless a [..., K], weight [C, K] and bias [C] fit together. 8-bit operands must be a Quantized
-    and a QuantizedWeight of one format."""
+    """Raise ValueError unless a [..., K], weight [C, K] and bias [C] fit together, and C, K > 0. 8-bit
+    operands must be a Quantized and a QuantizedWeight of one format."""
     if isinstance(a, Quantized) or isinstance(weight, QuantizedWeight):
         _check_8bit_linear(op, a, weight, bias)
         return
@@ -404,5 +404,7 @@ def _check_linear_shapes(op: str, a: torch.Tensor, weight: torch.Tensor, bias: t
         raise ValueError(
             f"{op}: a has shape {list(a.shape)} and weight {list(weight.shape)}; they must be [..., K] and [C, K]."
         )
+    if 0 in weight.shape:
+        raise ValueError(f"{op}: weight has shape {list(weight.shape)}; it must have elements.")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"{op}: bias has shape {list(bias.shape)}; it must be [C={weight.shape[0]}] or None.")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...config import LINEAR_KERNELS
 from ..choice import registry
 from ..choice.measured import why_torch
 from ..choice.registry import Spec, why_not_ours, why_not_reference
@@ -59,8 +60,10 @@ def spec_of(
 ) -> LinearSpec:
     """Return the spec of a call of an op with a [..., K], a weight [N, K] and other operands. options: further fields.
 
-    Raises ValueError for an unknown implementation, and for operands on different devices.
+    Raises ValueError for an unknown implementation or choice of linears, and for operands on different devices.
     """
+    if options.get("linears") not in (None, *LINEAR_KERNELS):
+        raise ValueError(f"linears={options['linears']!r}; accepted are {', '.join(LINEAR_KERNELS)} and None.")
     low = {} if second.low is None else {"low": second.low.dtype, "rank": second.up.shape[1]}
     return registry.spec_of(
         implementation,

@@ -29,9 +29,9 @@ from ..coefficient import (
 )
 from ..dispatch import check_result, kernel_op
 from ..launch import launch_kernel
-from ..quantized import Quantized, quantize_reference
+from ..quantized import Quantized, check_format, quantize_reference
 from ..sizes import next_power_of_2
-from .quantize_rows import check_format, new_quantized, store_quantized
+from .quantize_rows import new_quantized, store_quantized
 from .row_tiles import row_grid, row_tile
 
 LONG = 8192  # rows this long leave no registers for a second copy of their values

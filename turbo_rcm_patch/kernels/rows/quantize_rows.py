@@ -14,7 +14,7 @@ import triton.language as tl
 from ..choice.registry import spec_of, triton_or_reference
 from ..dispatch import kernel_op
 from ..launch import launch_kernel
-from ..quantized import FP8, INT8, LARGEST, Quantized, quantize_reference
+from ..quantized import FP8, INT8, LARGEST, Quantized, check_format, quantize_reference
 from ..quantized import TINY as _TINY
 from ..sizes import next_power_of_2
 from .row_tiles import row_grid, row_tile
@@ -38,12 +38,6 @@ def quantize_rows(
     launch = QUANTIZE_ROWS.pick(spec_of(implementation, x, result=format)).launch
     values, scale, norm = launch(x, format, with_norm)
     return Quantized(values, scale, norm if with_norm else None)
-
-
-def check_format(op: str, format: torch.dtype) -> None:
-    """Raise ValueError unless the format is INT8 or FP8."""
-    if format not in LARGEST:
-        raise ValueError(f"{op}: format={format}; accepted are {', '.join(map(str, LARGEST))}.")
 
 
 def new_quantized(

@@ -79,8 +79,9 @@ def sparse_linear_attention(
     proj_weight, proj_bias: proj_l, [D, D] and [D] or None, in q's dtype or fp32.
     topk: the share of key blocks that each block of queries keeps, above 0 and at most 1. It is rounded down to whole
         blocks, but to one at least (`kept_blocks` tells if the published rule would keep none).
-    block_map: instead of topk, the key blocks to keep, [B, H, ⌈S / block_q⌉, kept] int32 or int64, without repetition
-        in a list.
+    block_map: instead of topk, the key blocks to keep, [B, H, ⌈S / block_q⌉, kept] int32 or int64. A list names
+        blocks from 0 to ⌈S / block_k⌉ - 1, each once. This is checked on the CPU only: on a GPU the check would wait
+        for the GPU, and a list that breaks the rule gives wrong results or an access to memory outside k and v.
     block_q, block_k: the tokens of a block of queries and of keys that a checkpoint was trained with. Give both or
         neither; without them the sizes are those published for this device (`sparse_block_sizes`).
     quantized: True for a softmax with q, k and v in 8 bits. v_format: v's format then, float8_e4m3fn (the default from
@@ -96,6 +97,7 @@ def sparse_linear_attention(
     if block_map is not None:
         _check_block_map(block_map, q, block_q, block_k)
         block_map = block_map.sort(-1).values.int()
+        _check_blocks(block_map, -(-q.shape[1] // block_k))
     if quantized:
         v_format = v_format or default_v_format(q.device)
     options = {"head_dim": q.shape[3], "block_q": block_q, "block_k": block_k, "v_format": v_format}
@@ -172,6 +174,23 @@ def _check_block_map(block_map, q, block_q, block_k):
             f"with blocks of {block_q} queries and {block_k} keys it must be int32 or int64 {[*lists, 'kept']} on "
             f"{q.device}, with 1 to {blocks} blocks kept."
         )
+
+
+def _check_blocks(block_map: torch.Tensor, blocks: int) -> None:
+    """Raise ValueError unless ascending lists name blocks that exist, each once. Does nothing on a GPU or in a
+    trace."""
+    if not block_map.is_cpu or torch.compiler.is_compiling() or type(block_map) is not torch.Tensor:
+        return
+    if block_map.numel() == 0:
+        return
+    first, last = block_map.min().item(), block_map.max().item()
+    if first < 0 or last >= blocks:
+        raise ValueError(
+            f"sparse_linear_attention: block_map names the blocks {first} to {last}; there are the blocks 0 to "
+            f"{blocks - 1}."
+        )
+    if (block_map[..., 1:] == block_map[..., :-1]).any():
+        raise ValueError("sparse_linear_attention: block_map names a block twice in a list.")
 
 
 def why_not_fused(spec: SparseSpec) -> str | None:
