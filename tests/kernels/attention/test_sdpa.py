@@ -24,6 +24,7 @@ def orders(monkeypatch):
         return attend(*arguments, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    monkeypatch.setattr(sdpa, "PYTORCHS", noted)
     return found
 
 

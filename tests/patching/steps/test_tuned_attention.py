@@ -8,6 +8,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 import turbo_rcm_patch as trp
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch.kernels.attention import attention as own
+from turbo_rcm_patch.kernels.attention import sdpa
 
 DEFAULT = _cur_sdpa_kernel_backends(with_priority=True)[0]
 TUNED = {False: "FlashAttention", True: "cuDNN"}  # the first is what a CPU takes, the second is none of its
@@ -28,6 +29,7 @@ def first(monkeypatch):
         return attend(*arguments, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    monkeypatch.setattr(sdpa, "PYTORCHS", noted)
     return found
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch.nn import functional as F
 
 from ...config import ATTENTION_KERNELS
 from .. import reference as torch_reference
@@ -37,10 +38,11 @@ from ..launch import recording
 from ..quantized import FP8, LARGEST, TINY, Quantized, round_to
 from . import attention_portable, attention_sm90
 from .attention_backward import attention_backward
-from .sdpa import BACKENDS, chosen_backend, preferring
+from .sdpa import BACKENDS, chosen_backend, name_if_replaced, preferring
 
 MAX_HEAD_DIM = 256
 SDPA = "PyTorch SDPA"
+REPLACED = "F.scaled_dot_product_attention was replaced"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,8 @@ class AttentionSpec(Spec):
     has_residual: True if the result includes the skip. attention: the user's choice for a model's attention, "auto",
     "triton" or "sdpa"; None if the op is called by itself. crossing: True for cross-attention. sdpa: the backend that
     PyTorch's attention tries first (sdpa.py); None for the one that `turbo-rcm tune` found, or PyTorch's own order.
+    replaced: the name of the function that somebody put in place of PyTorch's attention, or None. It is the user's
+    choice, so it runs wherever "auto" would choose.
     """
 
     head_dim: int
@@ -57,6 +61,7 @@ class AttentionSpec(Spec):
     attention: str | None = None
     crossing: bool = False
     sdpa: str | None = None
+    replaced: str | None = None
 
     @property
     def has_backward(self) -> bool:
@@ -83,7 +88,8 @@ def attention(
     in q's dtype. Differentiable in every tensor.
     implementation: "auto", "triton" or "torch" (dispatch.py); head_dims above 256 take PyTorch's attention.
     attention: "auto" for PyTorch's attention unless our kernel was measured to be as fast, "sdpa" for PyTorch's always,
-    None or "triton" for our kernels if they can run.
+    None or "triton" for our kernels if they can run. A function in place of F.scaled_dot_product_attention runs instead
+    of PyTorch's, and with "auto" instead of ours too.
     sdpa: the backend (sdpa.BACKENDS) that PyTorch's attention tries first; if it cannot take the call, another does.
     Raises ValueError for shapes, dtypes, a scale or coefficients that do not fit, and for other choices.
     """
@@ -97,6 +103,7 @@ def attention(
     if q.numel() == 0:
         return torch_reference.attention(*operands, scale)
     options = {"head_dim": head_dim, "has_residual": residual is not None, "attention": attention, "sdpa": sdpa}
+    options["replaced"] = name_if_replaced(F.scaled_dot_product_attention)
     spec = spec_of(implementation, *operands, kind=AttentionSpec, **options)
     return ATTENTION.pick(spec).launch(*operands, scale)
 
@@ -216,6 +223,8 @@ def _why_not_fused(spec: AttentionSpec) -> str | None:
     """
     if spec.attention == "sdpa":
         return "attention='sdpa'"
+    if spec.replaced and spec.attention == spec.implementation == "auto":
+        return REPLACED
     reason = why_not_ours(spec)
     if reason is None and spec.attention == spec.implementation == "auto" and spec.device.type == "cuda":
         reason = why_torch("attention", spec.device, spec.dtype)
@@ -246,7 +255,7 @@ def _preferred(spec: AttentionSpec) -> str | None:
     """Return the backend that PyTorch's attention tries first, or None for PyTorch's own order."""
     if spec.sdpa is not None or spec.attention is None:
         return spec.sdpa
-    if spec.implementation == "torch" or spec.derivative is not None:
+    if spec.implementation == "torch" or spec.derivative is not None or spec.replaced:
         return None
     return tuned_sdpa(spec.device, spec.dtype, crossing=spec.crossing)
 
@@ -267,9 +276,12 @@ ATTENTION = Op(
 
 def attention_label(pick: Pick, spec: AttentionSpec) -> str:
     """Return the label of a pick of ATTENTION. The label of PyTorch's attention names the backend that PyTorch takes
-    for example tensors with this spec, if PyTorch tells."""
+    for example tensors with this spec, if PyTorch tells. If PyTorch's attention was replaced, the label names the
+    function that runs."""
     if pick.kernel.is_fused:
         return pick.label
+    if spec.replaced:
+        return f"{spec.replaced} in place of {SDPA}"
     if torch.compiler.is_compiling():
         return SDPA
     preferred, with_backward = _preferred(spec), spec.derivative == "backward"

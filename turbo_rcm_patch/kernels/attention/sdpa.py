@@ -1,5 +1,7 @@
 """PyTorch's attention (SDPA): its backends, and a way to put one of them first.
 
+A program may put a function of its own in place of F.scaled_dot_product_attention, as SageAttention advises.
+
 PyTorch has an order of backends, and takes the first that can compute a call. `preferring` moves one to the front. It
 switches no backend on or off: a call that the first cannot compute goes to the next, as usual.
 """
@@ -8,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 
 import torch
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 
+PYTORCHS = torch._C._nn.scaled_dot_product_attention  # F.scaled_dot_product_attention unless somebody replaced it
 MATH = "math"  # no fused kernel: one kernel per operation of the formula
 BACKENDS = {
     "FlashAttention": SDPBackend.FLASH_ATTENTION,
@@ -19,6 +23,11 @@ BACKENDS = {
     "cuDNN": SDPBackend.CUDNN_ATTENTION,
     MATH: SDPBackend.MATH,
 }
+
+
+def name_if_replaced(function: Callable) -> str | None:
+    """Return the name of a function that F.scaled_dot_product_attention was replaced by, or None for PyTorch's own."""
+    return None if function is PYTORCHS else getattr(function, "__name__", type(function).__name__)
 
 
 def chosen_backend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:

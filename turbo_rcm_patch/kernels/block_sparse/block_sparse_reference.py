@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ..attention.sdpa import PYTORCHS
 from ..attention_8bit.attention_8bit_reference import attend as attend_8bit
 from ..attention_8bit.attention_8bit_reference import per_token, untranspose
 from ..quantized import FP8
@@ -137,7 +138,7 @@ def block_sparse_attention(
     found = lists(q.detach(), k.detach(), mass, block_q, block_k)
 
     def attend(queries, keys, values, is_kept):
-        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=is_kept)
+        return PYTORCHS(queries, keys, values, attn_mask=is_kept)
 
     return _attend(q, k, v, found, block_q, block_k, attend).to(q.dtype)
 

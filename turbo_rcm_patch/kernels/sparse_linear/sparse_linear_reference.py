@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ..attention.sdpa import PYTORCHS
 from ..attention_8bit.attention_8bit_reference import attend, per_token, quantize_qkv, straight_through, untranspose
 from ..quantized import FP8
 
@@ -166,7 +167,7 @@ def _checkpointed(function: Callable[..., torch.Tensor], *tensors: torch.Tensor)
 
 def _attend_exactly(queries, keys, values, is_key):
     merged = (x.flatten(0, 1) for x in (queries, keys, values))  # PyTorch's fast kernels take four dimensions
-    output = F.scaled_dot_product_attention(*merged, attn_mask=is_key.flatten(0, 1))
+    output = PYTORCHS(*merged, attn_mask=is_key.flatten(0, 1))
     return output.view(queries.shape)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from ... import kernels
 from ...kernels import FP8, Quantized, reference
+from ...kernels.attention.sdpa import name_if_replaced
 from . import in_8_bits as quantized_layers
 from .context_parallel import ulysses_attention, why_not_between_all_to_alls
 from .exact import skip_after, why_not_head_norm
@@ -47,16 +48,22 @@ def attention(
 
 def _attention_in_e4m3(call: Call, head_dim: int) -> Step | None:
     """Return cross-attention with its result in e4m3, or None if no kernel of ours runs."""
-    fields = {"head_dim": head_dim, "attention": call.config.attention, "crossing": True, "result": FP8}
+    fields = {**_fields(call, head_dim, crossing=True), "result": FP8}
     if kernels.ATTENTION_TO_E4M3.why_not_fused(call.spec(kernels.AttentionSpec, **fields)) is not None:
         return None
     pick = call.pick(kernels.ATTENTION_TO_E4M3, kernels.AttentionSpec, **fields)
     return Step(partial(_attention_to_e4m3, pick.launch), f"{pick.label}, e4m3", gives=FP8)
 
 
+def _fields(call: Call, head_dim: int, *, crossing: bool) -> dict[str, object]:
+    """Return the fields of an AttentionSpec that a model decides."""
+    choice = {"attention": call.config.attention, "replaced": name_if_replaced(call.sdpa)}
+    return {"head_dim": head_dim, "crossing": crossing, **choice}
+
+
 def pick_attention(call: Call, head_dim: int, *, crossing: bool = False) -> tuple[kernels.Pick, str]:
     """Return the kernel of a model's attention, and its label."""
-    fields = {"head_dim": head_dim, "attention": call.config.attention, "crossing": crossing}
+    fields = _fields(call, head_dim, crossing=crossing)
     pick = call.pick(kernels.ATTENTION, kernels.AttentionSpec, **fields)
     return pick, kernels.attention_label(pick, call.spec(kernels.AttentionSpec, **fields))
 

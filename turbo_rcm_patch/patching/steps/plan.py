@@ -14,9 +14,11 @@ import torch
 import torch.autograd.forward_ad as fwAD
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import nn
+from torch.nn import functional as F
 
 from ... import kernels
 from ...config import PatchConfig
+from ...kernels.attention.sdpa import PYTORCHS
 from ...kernels.choice.registry import Kernel, Op, Pick, Spec
 from ...plain import is_transformed
 from ..changes import Snapshot
@@ -83,6 +85,7 @@ class Call(NamedTuple):
     derivative: "backward" if autograd records the call, "forward" in forward mode or under another function transform,
     else None. backend: diffusers' backend for attention. exactly: the reason why self-attention runs at full precision
     over all keys in a tier that approximates it, or None. products: prepares the products of LoRA layers.
+    sdpa: F.scaled_dot_product_attention, which programs may replace.
     """
 
     config: PatchConfig
@@ -92,6 +95,7 @@ class Call(NamedTuple):
     backend: AttentionBackendName
     exactly: str | None = None
     products: Products | None = None
+    sdpa: Callable = PYTORCHS
 
     def read(self, *modules: nn.Module) -> Linears:
         """Return the linears in these modules, which share one input, and their LoRA layers."""
@@ -133,7 +137,7 @@ def call_of(state: BlockState, block: nn.Module, x: torch.Tensor, *others: torch
     """Return the Call for a block's hidden states x and its other inputs that may require a gradient."""
     shared = state.shared
     now = derivative_of(block, x, *others), active_backend(), state.exactly or shared.why_exact_attention()
-    return Call(shared.config, x.device, x.dtype, *now, shared.products)
+    return Call(shared.config, x.device, x.dtype, *now, shared.products, F.scaled_dot_product_attention)
 
 
 def active_backend() -> AttentionBackendName:

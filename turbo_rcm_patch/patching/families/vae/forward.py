@@ -152,7 +152,8 @@ def _why_not_call(vae: AutoencoderKLWan, z: torch.Tensor) -> str | None:
 
 def call_for(vae: AutoencoderKLWan, device: torch.device, dtype: torch.dtype) -> Call:
     """Return what the choice of the decoder's kernels depends on."""
-    return Call(vae_state(vae).config, device, dtype, None, active_backend())
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    return Call(vae_state(vae).config, device, dtype, None, active_backend(), sdpa=sdpa)
 
 
 def _at_once(vae: AutoencoderKLWan, z: torch.Tensor, tile: torch.Tensor | None = None) -> list[int]:
