@@ -106,11 +106,11 @@ class AttentionCase:
     def outline(self, implementation: str, device: torch.device) -> Call:
         chosen = IMPLEMENTATIONS[implementation]
         on_gpu = _TwoPassOnGpu if chosen.module_class is TwoPassRCMAttention else chosen.module_class
-        x = torch.empty(self.batch, self.seq, self.dim, dtype=DTYPE, device=device)
+        x = torch.empty(self.batch, self.seq, self.dim, dtype=_traced(device), device=device)
         return Call(self._module(on_gpu, chosen.options, device), (x, torch.empty(self.batch, device=device)))
 
     def _module(self, module_class: type[nn.Module], options: Mapping[str, object], device: torch.device) -> nn.Module:
-        return module_class(self.dim, self.heads, **options).to(device, DTYPE).eval()
+        return module_class(self.dim, self.heads, **options).to(device, _traced(device)).eval()
 
     def is_compiled(self, implementation: str) -> bool:
         return IMPLEMENTATIONS[implementation].compiled
@@ -178,12 +178,15 @@ class WanBlockCase:
             model = WanTransformer3DModel(**{**CASES[self.config].transformer, "num_layers": 1}).eval()
         model.to_empty(device=device)
         (block,) = model.blocks
-        block.to(DTYPE)
+        dtype = _traced(device)
+        block.to(dtype)
         _drop_dropouts(block)
         if implementation in ("torch_fused", "triton_fused"):
             patch(model, Exact(implementation=implementation.removesuffix("_fused")))
         tokens, dim = self._tokens, self._dim
-        x, text = (torch.empty(1, length, dim, dtype=DTYPE, device=device) for length in (tokens, TEXT_TOKENS))
+        x, text = (
+            torch.empty(1, length, dim, dtype=_traced(device), device=device) for length in (tokens, TEXT_TOKENS)
+        )
         temb = torch.empty(1, 6, dim, device=device)
         cos, sin = (torch.empty(1, tokens, 1, self._head_dim, device=device) for _ in range(2))
         return Call(block, (x, text, temb, (cos, sin)))
@@ -193,6 +196,11 @@ class WanBlockCase:
 
     def limits(self, implementation: str) -> ErrorLimits:
         return EXACT.limits
+
+
+def _traced(device: torch.device) -> torch.dtype:
+    """Return DTYPE, or on the CPU fp16, which has as many bytes: Triton's interpreter takes no bf16."""
+    return torch.float16 if device.type == "cpu" else DTYPE
 
 
 def _drop_dropouts(module: nn.Module) -> None:

@@ -18,6 +18,7 @@ MINIMUM_CAPABILITY = (8, 0)
 SM90 = (9, 0)
 SM90_DTYPES = (torch.bfloat16, torch.float16)
 INTERPRETED_GPU = (9, 0), 4
+WRONG_IN_BF16 = "bfloat16 in Triton's interpreter, which computes it wrongly"
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 _meta_gpu = contextvars.ContextVar("turbo_rcm_patch_meta_gpu", default=None)
@@ -46,7 +47,8 @@ def why_not_triton_on(device: torch.device, dtype: torch.dtype, formats: Collect
 
     formats: the 8-bit formats (quantized.py) that the kernel also takes.
     """
-    return why_not_device(device) or why_not_dtype(device, dtype, formats)
+    reason = why_not_device(device) or why_not_dtype(device, dtype, formats)
+    return WRONG_IN_BF16 if reason is None and is_computed_wrongly(dtype, device) else reason
 
 
 def why_not_device(device: torch.device) -> str | None:

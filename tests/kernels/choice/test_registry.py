@@ -159,7 +159,8 @@ def test_the_interpreter_refuses_bf16(of):
     spec = spec_of(**{"device": CPU, "dtype": torch.float32, **of})
     assert why_not_ours(spec) == "cpu tensors"
     reason = "bfloat16 in Triton's interpreter, which computes it wrongly"
-    assert why_not_ours(replace(spec, implementation="triton")).startswith(reason)
+    assert why_not_ours(replace(spec, implementation="triton")) == reason
+    assert (dispatch.why_not_triton_on(CPU, BF16), dispatch.why_not_triton_on(CPU, torch.float16)) == (reason, None)
 
 
 def test_an_op_in_bf16_in_the_interpreter_is_an_error_with_the_reason():

@@ -188,7 +188,7 @@ def why_not_ours(spec: Spec) -> str | None:
     if dispatch.is_rounded_wrongly(spec.result, spec.device):
         return "e4m3 from Triton's interpreter, which rounds it wrongly"
     if any(dispatch.is_computed_wrongly(dtype, spec.device) for dtype in (spec.dtype, spec.result, *spec.others)):
-        return "bfloat16 in Triton's interpreter, which computes it wrongly"
+        return dispatch.WRONG_IN_BF16
     return None
 
 
