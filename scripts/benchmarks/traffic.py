@@ -184,9 +184,7 @@ class WanBlockCase:
         if implementation in ("torch_fused", "triton_fused"):
             patch(model, Exact(implementation=implementation.removesuffix("_fused")))
         tokens, dim = self._tokens, self._dim
-        x, text = (
-            torch.empty(1, length, dim, dtype=_traced(device), device=device) for length in (tokens, TEXT_TOKENS)
-        )
+        x, text = (torch.empty(1, length, dim, dtype=dtype, device=device) for length in (tokens, TEXT_TOKENS))
         temb = torch.empty(1, 6, dim, device=device)
         cos, sin = (torch.empty(1, tokens, 1, self._head_dim, device=device) for _ in range(2))
         return Call(block, (x, text, temb, (cos, sin)))
