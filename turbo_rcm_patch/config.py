@@ -25,13 +25,13 @@ class PatchConfig:
         tier: the tier that the class belongs to, with its name, description and error limits (tiers.py).
         fuse: the sub-layers of every block to fuse, any of FUSION_GROUPS. The others run diffusers' own code.
         attention: the kernel for attention in the model's dtype. "auto" takes the faster one known for the GPU,
-            "triton" this package's, "sdpa" PyTorch's. Attention in 8 bits and sparse attention are always this
-            package's.
+            "triton" this package's, "sdpa" PyTorch's. A function in place of F.scaled_dot_product_attention counts as
+            PyTorch's, and "auto" takes it. Attention in 8 bits and sparse attention are always this package's.
         linears: which matmul the projections in the model's dtype use. "auto" takes the faster one known for the GPU,
             "triton" this package's GEMMs with what follows fused into them, "torch" PyTorch's linear, then this
             package's skip.
         implementation: "auto" runs Triton kernels on a GPU and the torch reference elsewhere. "triton" insists on the
-            kernels (on the CPU: with TRITON_INTERPRET=1). "torch" takes the reference everywhere.
+            kernels (on the CPU: with TRITON_INTERPRET=1, not in bf16). "torch" takes the reference everywhere.
         cuda_graph: "auto" replays the transformer's forward as one CUDA graph where launching its kernels would take
             longer than running them (short or small videos). "on" does so at every size, "off" never. Calls that
             cannot be replayed safely (hooks, offloading, autograd and others) run without a graph, and `summary()` says

@@ -332,3 +332,17 @@ def test_the_fused_forward_runs(monkeypatch):
 def doubled(op, *arguments, **options):
     result = op(*arguments, **options)
     return tuple(2 * part for part in result) if isinstance(result, tuple) else 2 * result
+
+
+def test_a_bf16_model_in_the_interpreter_is_refused_with_the_reason():
+    """Triton's interpreter computes bf16 wrongly: a model's output would be wrong without a word."""
+    model = tiny_wan_transformer().to(torch.bfloat16)
+    inputs = tiny_transformer_inputs(model)
+    with torch.no_grad():
+        expected = model(**inputs)[0]
+        with (
+            trp.patch(model, trp.Exact(implementation="triton")),
+            pytest.raises(ValueError, match="bfloat16 in Triton's interpreter, which computes it wrongly"),
+        ):
+            model(**inputs)
+        assert torch.equal(model(**inputs)[0], expected)
