@@ -60,7 +60,7 @@ SAVERS = {"model": by_model, "pipeline": by_pipeline, "finetrainers": by_finetra
 
 
 def added_by_peft(model):
-    """What PEFT adds to the weights and biases, by name."""
+    """Return what PEFT adds to each weight and bias, by name."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, peft.tuners.lora.Linear)}
     names = {name.removeprefix("base_model.model."): layer for name, layer in layers.items()}
     weights = {f"{name}.weight": layer.get_delta_weight("default").detach() for name, layer in names.items()}

@@ -55,7 +55,7 @@ def test_compiled_before_an_exact_patch(compiled):
 
 
 def test_vaces_blocks_compiled_after_an_exact_patch(compiled):
-    """Of VACE's control blocks only the first has an input projection."""
+    """Only the first of VACE's control blocks has an input projection."""
     compile_blocks, graphs = compiled
     model = tiny_family_transformer("vace")
     expected = output_of("vace", model)

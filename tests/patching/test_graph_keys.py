@@ -1,4 +1,4 @@
-"""What a recorded call depends on besides the model: PyTorch's settings, and code that was replaced before it."""
+"""A recorded call also depends on PyTorch's settings, and on functions that were replaced before it."""
 
 import pytest
 import torch

@@ -53,7 +53,7 @@ def test_where_nobody_counts_all_steps_are_exact():
 
 
 def test_a_scheduler_outside_of_a_generation_counts_nothing(caplog):
-    """As when another pipeline runs the transformer: this one's scheduler was never set, or is done."""
+    """The scheduler has no timesteps or has done them all, because another pipeline runs the transformer."""
     for scheduler in ({"step_index": None, "num_inference_steps": None}, {"step_index": 4, "num_inference_steps": 4}):
         pipe = Pipe(timesteps=range(4), **scheduler)
         steps = Steps(pipe)

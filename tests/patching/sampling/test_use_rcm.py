@@ -316,7 +316,7 @@ def test_callbacks_and_copies():
 
 
 def a_servers_copy(pipe):
-    """What a server makes for each request: a copy with a scheduler of its own."""
+    """Return a copy of a pipeline with its own scheduler, as servers make for each request."""
     twin = copy.copy(pipe)
     twin.scheduler = copy.deepcopy(pipe.scheduler)
     return twin
