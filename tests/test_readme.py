@@ -6,22 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from scripts.benchmarks.attention_error import NORMAL
-from scripts.benchmarks.contests.quantized import FLASH_ATTENTION
-from scripts.benchmarks.rivals.turbodiffusion_module import COMPILED
 from scripts.tools import write_pages
 from scripts.tools.pages import ops
 from tests.scripts.tools.pages.results import (
     SHORT_TIERS,
     TIERS,
-    attention_rows,
     evaluation,
     gpu_tests_entry,
     judged_block_sparse,
     judged_sparse,
     step_run,
 )
-from turbo_rcm_patch.bench.ops_quantized import OURS_EXACT, SCALED_MM
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -85,51 +80,11 @@ def test_the_readme_shows_what_the_files_hold(tmp_path):
     text = write_pages.with_results("\n".join(write_pages.MEASURED), tmp_path)
     assert TIERS[6] in text
     assert TIERS[9] in text
-
-
-def test_the_readme_has_sparse_attention_beside_dense_in_8_bits(tmp_path):
-    runs = {"x": step_run("x", compiled=0.6, patched=0.5), **attention_rows()}
-    (whole,) = runs["ops-sparse"]["results"]
-    kernel = {**whole, "case": "sparse_kernel 12×32760×128", "most": 0.78}
-    whole = {**whole, "timings": {**whole["timings"], COMPILED: {"milliseconds": 2.875}}}
-    runs["ops-sparse"]["results"] = [
-        {**whole, "most": 1.6},
-        {**whole, "case": f"{whole['case']}×9", "best": None},
-        kernel,
-    ]
-    (tmp_path / "gpu-x.json").write_text(json.dumps({"gpu": "GPU X", "runs": runs}))
-    assert (
-        "\nSparse attention beside dense in 8 bits, ms. With norms and RoPE: 1.50 beside 7.12 at 12×32760×128 (1.6 "
-        "wanted; TurboDiffusion's own module, compiled: 2.88). The kernel alone: **1.50** beside 7.12 at 12×32760×128 "
-        "(0.78 wanted).\n"
-    ) in write_pages.with_results("\n".join(write_pages.MEASURED), tmp_path)
-    assert ops.short_sparse({}) == ""
-
-
-def test_the_readme_has_the_quantized_tiers_ops(tmp_path):
-    runs = {"x": step_run("x", compiled=0.6, patched=0.5), **attention_rows()}
-    (norms,) = runs["ops-quantized"]["results"]
-    norms |= {"targets": {OURS_EXACT: 1.5}, "speedups": {OURS_EXACT: 9.5 / 7.75}}
-    timings = {**norms["timings"], FLASH_ATTENTION: {"milliseconds": 8}}
-    alone = {**norms, "case": "attention_8bit 1×2×3", "timings": timings}
-    elsewhere = {**norms, "case": "attention_8bit 4×5×6", "targets": {}}  # without the rival
-    linears = [{**norms, "case": f"linear_skip_8bit {i}", "speedups": {SCALED_MM: i}} for i in (1.25, 1.5, 1.125)]
-    runs["ops-quantized"]["results"] = [alone | {"targets": {}}, elsewhere, norms, *linears, {**alone, "best": None}]
-    errors = [{"values": values, "relative_l2": error} for values, error in ((NORMAL, 0.9), ("a", 0.015), ("b", 0.01))]
-    of_y = {"environment": {"gpu": "GPU Y"}, "attention_errors": errors}
-    (tmp_path / "gpu-x.json").write_text(json.dumps({"gpu": "GPU X", "runs": runs}))
-    (tmp_path / "gpu-y.json").write_text(json.dumps({"gpu": "GPU Y", "runs": {"attention-error": of_y}}))
-    assert (
-        "\n\nIn 8 bits, ms. Attention beside FlashAttention-3's in fp8: 7.75 beside 8.00 at 1×2×3. With norms, RoPE "
-        "and quantising, beside exact: **7.75** beside 9.50 at 12×32760×128. Linears with their skip, both sides "
-        "quantising: 1.12 to 1.50 times as fast as `_scaled_mm` compiled. The attention's relative L2 error on values "
-        "like a model's: 1.5e-02 at most (GPU Y).\nSparse attention"
-    ) in write_pages.with_results("\n".join(write_pages.MEASURED), tmp_path)
-    assert ops.short_quantized({}, of_y) == ""
+    assert TIERS[7] not in text  # only the results page has other options than the default
 
 
 def test_what_the_readme_has_of_a_gpu(tmp_path):
-    runs = {"x": step_run("x", compiled=0.6, patched=0.5), "evaluate": evaluation(), **attention_rows()}
+    runs = {"x": step_run("x", compiled=0.6, patched=0.5), "evaluate": evaluation()}
     start, end = write_pages.MEASURED
 
     def readme():

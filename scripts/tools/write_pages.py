@@ -27,8 +27,6 @@ from scripts.tools.pages.ops import (
     memory_cap,
     ops_table,
     sanitizers_sentence,
-    short_quantized,
-    short_sparse,
     tests_table,
     traffic_table,
 )
@@ -101,16 +99,9 @@ def _short(path: Path, runs: dict, others: Iterable[dict]) -> str:
     steps = short_steps(path, runs, {name: run for other in others for name, run in other.items() if name not in runs})
     if not steps:
         return ""
-    errors = runs.get("attention-error") or _attention_errors(path.parent)
     files = (path.with_name(name) for name in (SPARSE, BLOCK_SPARSE))
     tiny = short_tiny_table(runs.get("evaluate"), *(json.loads(f.read_text()) if f.exists() else None for f in files))
-    return "\n".join(filter(None, (steps, short_quantized(runs, errors) + short_sparse(runs), tiny)))
-
-
-def _attention_errors(folder: Path) -> dict | None:
-    """Return the attention errors of any GPU: they hardly differ between GPUs."""
-    runs = (json.loads(path.read_text())["runs"] for path in result_files(folder))
-    return next((run["attention-error"] for run in runs if "attention-error" in run), None)
+    return "\n".join(filter(None, (steps, tiny)))
 
 
 def results_page(folder: Path) -> str:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scripts.benchmarks.attention_error import NORMAL
-from scripts.benchmarks.contests.quantized import FLASH_ATTENTION
 from scripts.benchmarks.report import case_with_share
-from scripts.benchmarks.rivals.turbodiffusion_module import COMPILED as TURBODIFFUSION
-from turbo_rcm_patch.bench.ops_quantized import OURS_EXACT, SCALED_MM
+from turbo_rcm_patch.bench.ops_quantized import OURS_EXACT
 from turbo_rcm_patch.bench.ops_sparse import DENSE
 
 from .cells import bold, table_of
@@ -178,67 +175,6 @@ def sparse_attention_sentence(runs: dict) -> str | None:
         f"beside {_best(quantized)} in 8 bits, and sparse {_best(sparse)} beside {dense} in 8 bits; each pair was "
         "timed in turns.\n"
     )
-
-
-SHORT_SPARSE = {"norms_sparse_linear_attention": "With norms and RoPE", "sparse_kernel": "The kernel alone"}
-
-
-def short_sparse(runs: dict) -> str:
-    """Return the README's sentences on sparse attention beside dense in 8 bits, or "" without such rows.
-
-    Figures that miss their target are bold.
-    """
-    said = []
-    for op, what in SHORT_SPARSE.items():
-        pairs = [
-            f"{_best(result)} beside {_milliseconds(result, DENSE)} at {result['case'].split()[1]}{_notes(result)}"
-            for result in runs.get("ops-sparse", {"results": ()})["results"]
-            if result["case"].startswith(f"{op} ") and result["best"] is not None
-        ]
-        if pairs:
-            said.append(f"{what}: {', '.join(pairs)}.")
-    return f"Sparse attention beside dense in 8 bits, ms. {' '.join(said)}\n" if said else ""
-
-
-def _notes(result: dict) -> str:
-    notes = [f"{result['most']:g} wanted"] if result.get("most") else []
-    if TURBODIFFUSION in result["timings"]:
-        notes.append(f"TurboDiffusion's own module, compiled: {_milliseconds(result, TURBODIFFUSION)}")
-    return f" ({'; '.join(notes)})" if notes else ""
-
-
-def short_quantized(runs: dict, errors: dict | None) -> str:
-    """Return the README's sentences on attention and linears in 8 bits, or "" without such rows.
-
-    Figures that miss their target are bold. errors: the run of attention's errors, perhaps another GPU's, or None.
-    """
-    rows: dict[str, list[dict]] = {}
-    for result in runs.get("ops-quantized", {"results": ()})["results"]:
-        if result["best"] is not None:
-            rows.setdefault(result["case"].split()[0], []).append(result)
-    said = [
-        _beside("Attention beside FlashAttention-3's in fp8", rows.get("attention_8bit", ()), FLASH_ATTENTION),
-        _beside("With norms, RoPE and quantising, beside exact", rows.get("norms_attention_8bit", ()), OURS_EXACT),
-    ]
-    speedups = [row["speedups"][SCALED_MM] for row in rows.get("linear_skip_8bit", ())]
-    if speedups:
-        span = f"{min(speedups):.2f} to {max(speedups):.2f}"
-        said.append(f"Linears with their skip, both sides quantising: {span} times as fast as `_scaled_mm` compiled.")
-    said = list(filter(None, said))
-    if said and errors is not None:
-        worst = max(row["relative_l2"] for row in errors["attention_errors"] if row["values"] != NORMAL)
-        where = errors["environment"]["gpu"]
-        said.append(f"The attention's relative L2 error on values like a model's: {worst:.1e} at most ({where}).")
-    return f"In 8 bits, ms. {' '.join(said)}\n" if said else ""
-
-
-def _beside(what: str, rows: Sequence[dict], rival: str) -> str:
-    pairs = [
-        f"{_best(row)} beside {_milliseconds(row, rival)} at {row['case'].split()[1]}"
-        for row in rows
-        if rival in row["timings"]
-    ]
-    return f"{what}: {', '.join(pairs)}." if pairs else ""
 
 
 def _best(result: dict) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from turbo_rcm_patch.config import BlockSparse, Sparse
+
 from .cells import decibels, percent, table_of, versions
 
 TRAINING = "training.json"
@@ -12,6 +14,7 @@ TRAINING = "training.json"
 BLOCK_SPARSE, SPARSE, LORA = "block-sparse-tiny.json", "sparse-tiny.json", "lora-tiny.json"
 SIDE_BY_SIDE = "side-by-side.json"  # from `turbo-rcm compare`; its picture is in the same folder
 
+PLAIN = ("unpatched", "exact", "quantized")  # variants without options
 ACCURACY_TARGETS = {2: 0.9, 4: 0.95}  # overall prompt accuracy of the embedded model, by steps
 
 
@@ -173,12 +176,14 @@ def short_tiny_table(
 ) -> str | None:
     """Return the README's table of the embedded model in every tier, or None without an evaluation.
 
-    Only the results page has the unpatched model in fp32 and exact steps. The arguments are as in `tiers_table`.
+    The sparse tiers have their default options. Only the results page has other options and the unpatched model in
+    fp32. The arguments are as in `tiers_table`.
     """
     if evaluation is None:
         return None
+    defaults = f", {100 * Sparse().topk:.0f} % of the key blocks", f", mass {BlockSparse().mass:g}"
     groups = [
-        (measured, {name: rows for name, rows in variants.items() if not name.endswith(("fp32", "step exact"))})
+        (measured, {name: rows for name, rows in variants.items() if name in PLAIN or name.endswith(defaults)})
         for measured, variants in _groups(evaluation, sparse, block_sparse)
     ]
     return _table_of_groups(groups, "what the tiny model shows of held-out captions, %")
