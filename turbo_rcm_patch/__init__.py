@@ -1,7 +1,7 @@
 """turbo_rcm_patch: fused attention-plus-skip blocks and few-step samplers for Wan pipelines in diffusers.
 
     import turbo_rcm_patch as trp
-    patch = trp.patch(pipe)      # fuse; print(patch.summary()); patch.restore()
+    patch = trp.patch(pipe)      # fuse; `patch.restore()` undoes it
     trp.use_rcm(pipe)            # sample in 1-4 steps
     trp.use_distilled(pipe, "lora.safetensors")
 

@@ -69,10 +69,9 @@ def attention(
     c_out: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:
-    """``softmax(scale · q kᵀ) v`` for q [B, S, H, D], k and v [B, Skv, H, D], followed by the skip if there is a
-    residual [B, S, H, D].
+    """Return ``softmax(scale · q kᵀ) v``, [B, S, H, D], followed by the skip if there is a residual.
 
-    The coefficients vary over the C = H·D channels. Attention Is All You Need, eq. 1.
+    q, residual: [B, S, H, D]. k, v: [B, Skv, H, D]. The coefficients vary over the C = H·D channels. Attention Is All You Need, eq. 1.
     """
     output = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale=scale
@@ -118,8 +117,10 @@ def linear_skip(
     low: torch.Tensor | None = None,
     up: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``c_skip ⊙ residual + c_out ⊙ (a Wᵀ + low upᵀ + b)`` for a [B, S, K], weight [C, K], bias [C], residual
-    [B, S, C]. low and up are as in `linear`; dtype, scales and starts are as in `skip`."""
+    """Return ``c_skip ⊙ residual + c_out ⊙ (a Wᵀ + low upᵀ + b)``, [B, S, C]: `linear`, then `skip`.
+
+    a: [B, S, K]. weight: [C, K]. bias: [C]. residual: [B, S, C]. low: [B, S, R]. up: [C, R].
+    """
     sums = linear(a, weight, bias, low, up)
     return skip(residual, sums, c_skip, c_out, dtype, residual_scale, result_scale, starts)
 
@@ -137,8 +138,10 @@ def linear_gelu(
     low: torch.Tensor | None = None,
     up: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``gelu_tanh(a Wᵀ + low upᵀ + b)`` for a [..., K], weight [C, K], bias [C]. low and up are as in `linear`. The
-    result is in dtype, or in the sum's dtype for None."""
+    """Return ``gelu_tanh(a Wᵀ + low upᵀ + b)``, [..., C], in dtype, or in the sum's dtype for None.
+
+    a: [..., K]. weight: [C, K]. bias: [C]. low: [..., R]. up: [C, R].
+    """
     result = gelu(linear(a, weight, bias, low, up))
     return result if dtype is None else result.to(dtype)
 
@@ -198,9 +201,11 @@ def layer_norm_modulate(
     dtype: torch.dtype | None = None,
     starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``(LayerNorm(x) · weight + bias) · (1 + scale) + shift`` for x [B, S, C]; weight, bias [C]; scale, shift
-    [B|1, S|1, C], or [R, 1, C] with the starts of runs. Each pair may be None. The adaptive layer norm of DiT,
-    section 3.2."""
+    """Return ``(LayerNorm(x) · weight + bias) · (1 + scale) + shift``, [B, S, C].
+
+    x: [B, S, C]. weight, bias: [C]. scale, shift: [B|1, S|1, C], or [R, 1, C] with the starts of runs. Each pair may be
+    None. The adaptive layer norm of DiT, section 3.2.
+    """
     wide = _wide(x.dtype)
     scale, shift = (by_token(value, starts, *x.shape[:2]) for value in (scale, shift))
     affine = [None if p is None else p.to(wide) for p in (weight, bias)]

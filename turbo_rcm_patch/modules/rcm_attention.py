@@ -36,8 +36,11 @@ class TwoPassRCMAttention(nn.Module):
     """SDPA, the projection, then the skip as a separate operation: the baseline of the other two classes.
 
     dim: channels C, a multiple of num_heads. qkv_bias: True if qkv has a bias (proj always has).
-    Coefficients: EDM with sigma_data, or c_skip and c_out, two callables of the timestep (a float or an fp32/fp64
-    tensor; see coefficients.user) that return a number, per sample [B], or any shape that the ops take.
+    sigma_data: the parameter of EDM's coefficients, which are used without c_skip and c_out.
+    c_skip, c_out: callables that take the timestep, a float or an fp32/fp64 tensor (see coefficients.user). Each
+        returns a number, one per sample [B], or any shape that the ops take.
+
+    Raises ValueError for sizes that do not fit together.
     """
 
     def __init__(
@@ -75,7 +78,10 @@ class TwoPassRCMAttention(nn.Module):
         return self._attend_project_skip(q, k, v, residual, c_skip, c_out)
 
     def _attend_project_skip(self, q, k, v, residual, c_skip, c_out):
-        """Run all steps after qkv for q, k, v [B, N, H, D]. The other arguments are those of `_run`."""
+        """Return the attention of q, k, v [B, N, H, D], projected, with the skip: [B, N, C].
+
+        residual: [B, N, C]. c_skip, c_out: canonical coefficients (kernels/coefficient.py).
+        """
         output = self.proj(_sdpa(q, k, v))
         return kernels.skip(residual, output, c_skip=_or_one(c_skip), c_out=_or_one(c_out))
 
@@ -109,14 +115,14 @@ class TorchFusedRCMAttention(TwoPassRCMAttention):
 class FusedRCMAttention(TwoPassRCMAttention):
     """Attention on the Triton kernels, then projection and skip in one GEMM that stores only the result.
 
-    implementation: "auto" (on a GPU the kernels that were measured to be as fast as PyTorch's, see
-    kernels/choice/measured.py; elsewhere torch), "triton" or "torch"; see kernels/dispatch.py.
+    implementation: "auto" takes the kernels that were measured to be as fast as PyTorch's (kernels/choice/measured.py),
+    and torch where no GPU is. "triton" and "torch" insist on one (kernels/dispatch.py).
     Under autocast, and if proj is not a plain nn.Linear (LoRA, quantised, hooked), the modules are called as in the
     two-pass version, because the kernels read proj's weights directly.
 
-    preset: "exact", or "quantized" for both projections in int8 and attention as in SageAttention2 (int8 QKᵀ; PV in
-    e4m3, before sm_89 in fp16). The parameters keep their dtype. Their 8-bit copies are kept beside them until they
-    change (eight_bit_copies.py says which changes are detected). `why_exact` tells if a call runs as with "exact"
+    preset: "exact" or "quantized". The latter runs both projections in int8 and attention as SageAttention2: QKᵀ in
+    int8, and PV in e4m3, before sm_89 in fp16. The parameters keep their dtype. 8-bit copies are kept beside them until
+    they change (eight_bit_copies.py says which changes are detected). `why_exact` says why a call runs as with "exact"
     nevertheless. The error of ``proj(attention(qkv(x)))`` is within the tier's limit, 5 %, unless attention is very
     sharp or one channel of x is far larger than the others. It was 2 % for scores of standard deviation 1, 4.2 to 4.7 %
     at 3, and 7.5 % at 8.6 with one channel 20 times as large as the rest. implementation="torch" simulates the same

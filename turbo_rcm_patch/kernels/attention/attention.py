@@ -49,11 +49,13 @@ REPLACED = "F.scaled_dot_product_attention was replaced"
 class AttentionSpec(Spec):
     """``softmax(scale · q kᵀ) v`` for q [B, S, H, head_dim]. `result` is e4m3 for `attention_to_e4m3`.
 
-    has_residual: True if the result includes the skip. attention: the user's choice for a model's attention, "auto",
-    "triton" or "sdpa"; None if the op is called by itself. crossing: True for cross-attention. sdpa: the backend that
-    PyTorch's attention tries first (sdpa.py); None for the one that `turbo-rcm tune` found, or PyTorch's own order.
+    has_residual: True if the result includes the skip.
+    attention: the user's choice for a model's attention, "auto", "triton" or "sdpa". None if the op is called by itself.
+    crossing: True for cross-attention.
+    sdpa: the backend that PyTorch's attention tries first (sdpa.py). None: the one that `turbo-rcm tune` found, else
+        PyTorch's own order.
     replaced: the name of the function that somebody put in place of PyTorch's attention, or None. It is the user's
-    choice, so it runs wherever "auto" would choose.
+        choice, so it runs wherever "auto" would choose.
     """
 
     head_dim: int
@@ -83,14 +85,16 @@ def attention(
 ) -> torch.Tensor:
     """Return ``F = softmax(scale · q kᵀ) v``, or ``c_skip * residual + c_out * F`` if a residual is given.
 
-    q [B, S, H, D]; k, v [B, Skv, H, D]; residual [B, S, H, D]; all have one dtype, with any strides. Coefficients: a
-    number, [B], [C], [B, 1, C] or [B, S, C] with C = H·D channels. scale > 0 defaults to D**-0.5. Returns [B, S, H, D]
-    in q's dtype. Differentiable in every tensor.
-    implementation: "auto", "triton" or "torch" (dispatch.py); head_dims above 256 take PyTorch's attention.
+    q: [B, S, H, D]. k, v: [B, Skv, H, D]. residual: [B, S, H, D], or None. All have one dtype, with any strides.
+    c_skip, c_out: a number, [B], [C], [B, 1, C] or [B, S, C], with C = H·D channels.
+    scale: positive. None: D**-0.5.
+    implementation: "auto", "triton" or "torch" (dispatch.py). head_dims above 256 take PyTorch's attention.
     attention: "auto" for PyTorch's attention unless our kernel was measured to be as fast, "sdpa" for PyTorch's always,
-    None or "triton" for our kernels if they can run. A function in place of F.scaled_dot_product_attention runs instead
-    of PyTorch's, and with "auto" instead of ours too.
-    sdpa: the backend (sdpa.BACKENDS) that PyTorch's attention tries first; if it cannot take the call, another does.
+        None or "triton" for our kernels if they can run. A function in place of F.scaled_dot_product_attention runs
+        instead of PyTorch's, and with "auto" instead of ours too.
+    sdpa: the backend (sdpa.BACKENDS) that PyTorch's attention tries first. If it cannot take the call, another does.
+
+    Returns [B, S, H, D] in q's dtype. Every tensor has a gradient. Attention Is All You Need, eq. 1.
     Raises ValueError for shapes, dtypes, a scale or coefficients that do not fit, and for other choices.
     """
     _check(q, k, v, residual, c_skip, c_out, scale, implementation)
@@ -113,10 +117,12 @@ def attention_to_e4m3(
 ) -> Quantized:
     """Return ``softmax(scale · q kᵀ) v`` in e4m3, for a linear in 8 bits.
 
-    q [B, S, H, D]; k, v [B, Skv, H, D]; scale, implementation: as in `attention`. Returns a Quantized [B, S, H·D] with
-    one scale per sample, expanded to [B, S]. The scale maps v's largest magnitude to e4m3's; no weighted mean of values
-    exceeds it. Channels whose values are a thousandth of it lose digits. No gradient: under autograd the reference
-    runs. Raises ValueError as `attention` does.
+    q: [B, S, H, D]. k, v: [B, Skv, H, D]. scale: positive. None: D**-0.5.
+    implementation: "auto", "triton" or "torch" (dispatch.py).
+
+    Returns a Quantized [B, S, H·D] with one scale per sample, expanded to [B, S]. The scale maps v's largest magnitude
+    to e4m3's, because no weighted mean of values exceeds it. Channels whose values are a thousandth of it lose digits.
+    No gradient: under autograd the reference runs. Raises ValueError for shapes, dtypes or a scale that do not fit.
     """
     _check(q, k, v, None, None, None, scale, implementation)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
@@ -370,7 +376,7 @@ def _attention_backward(
     needs_q: bool,
     needs_kv: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of q, k and v for the gradient of F, [B, S, H, D]. Those not needed are empty."""
+    """Return the gradients of q, k and v for the gradient of F, [B, S, H, D]. Gradients that nobody needs are empty."""
     grad_q, grad_k, grad_v = _allocate_gradients(grad, q, k, v, raw_out, lse, scale, needs_q, needs_kv)
     wanted_kv = (grad_k, grad_v) if needs_kv else None
     attention_backward(grad, q, k, v, raw_out, lse, scale, grad_q if needs_q else None, wanted_kv)

@@ -19,7 +19,11 @@ def convolve(
 ) -> torch.Tensor:
     """Return ``residual + (x ∗ W + b)`` by PyTorch's convolution, or by its linear for a window of one pixel.
 
-    The arguments are those of `conv_skip`. Not for autograd: the residual is added in place.
+    x: [B, T, H, W, C]. weight: [N · interleave, kt, kh, kw, C]. bias: [N · interleave] or None.
+    residual: shaped like the result, or smaller (reference.repeat_residual), or None. It is added in place, which
+        autograd would refuse.
+    front: the frames before x, [B, kt − 1, H, W, C], or None. upsample: True to double x in height and width first.
+    interleave: result frames per frame of x.
     """
     if front is not None:
         x = torch.cat((front, x), 1)

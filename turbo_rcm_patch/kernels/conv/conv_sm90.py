@@ -45,7 +45,8 @@ def why_not(
 ) -> str | None:  # fmt: skip
     """Return the reason why the kernel cannot or should not run for x and a weight of these shapes, or None.
 
-    shape: of x, [B, T, H, W, C], without the frames before it. The other arguments are those of `conv_skip`.
+    shape: of x, [B, T, H, W, C], without the frames before it. weight_shape: [N · interleave, kt, kh, kw, C].
+    upsample: True if x is doubled in height and width first. interleave: result frames per frame of x.
     """
     reason = why_not_on(device, dtype)
     if reason is not None:

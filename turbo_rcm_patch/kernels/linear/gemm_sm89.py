@@ -20,7 +20,7 @@ _TILES = (
 
 
 def tiles_sm89(capability: tuple[int, int], dtype: torch.dtype, descriptors: bool) -> tuple[Tiles, ...]:
-    """Return the tiles, from large to small. The arguments are those of `tile_candidates`."""
+    """Return the tiles, from large to small. They serve every dtype, with descriptors or without."""
     return _TILES
 
 

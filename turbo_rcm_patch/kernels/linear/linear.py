@@ -3,8 +3,8 @@
     linear_8bit       a Wᵀ + b                      with 8-bit operands
     linear_low_rank   a Wᵀ + (a downᵀ) upᵀ + b      with other operands, as in LoRA (low_rank.py)
 
-a [..., K], W [N, K], b [N]; result [..., N], rounded once. 8-bit operands have one format, with a scale for each row
-(quantized.py). linear_8bit can also add a product of low rank. Sums are int32 or fp32; scales and bias are applied in
+a [..., K], W [N, K], b [N]. The result [..., N] is rounded once. 8-bit operands have one format, with a scale for each
+row (quantized.py). linear_8bit can also add a product of low rank. Sums are int32 or fp32; scales and bias are applied in
 fp32. No gradient: under autograd the reference runs.
 """
 
@@ -47,8 +47,9 @@ def linear_8bit(
     dtype: torch.dtype | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """``a Wᵀ + b`` for a [..., K], weight [N, K] of a's format, bias [N] or None; returns [..., N].
+    """Return ``a Wᵀ + b``, [..., N].
 
+    a: [..., K]. weight: [N, K], of a's format. bias: [N] or None.
     low_rank: the factors of another product that is added, or None.
     dtype: the result's dtype, fp32, fp16 or bf16; None: bf16.
     implementation: "auto", "triton" or "torch" (see dispatch.py).
@@ -69,8 +70,9 @@ def linear_8bit(
 def linear_low_rank(
     a: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, low_rank: LowRank, *, implementation: str = "auto"
 ) -> torch.Tensor:
-    """``a Wᵀ + (a downᵀ) upᵀ + b`` for a [..., K], weight [N, K] and bias [N] or None of one dtype; returns [..., N].
+    """Return ``a Wᵀ + (a downᵀ) upᵀ + b``, [..., N].
 
+    a: [..., K]. weight: [N, K]. bias: [N] or None. All have one dtype. low_rank: down [R, K] and up [N, R].
     implementation: "auto", "triton" or "torch" (see dispatch.py).
     Raises ValueError for operands in 8 bits, and for shapes, dtypes or devices that do not fit together.
     """
@@ -122,8 +124,11 @@ def _linear_8bit(
 
 
 def launch_8bit(gluon, a, weight, bias, a_scale, weight_scale, dtype, low=None, up=None):
-    """Launch the GEMM for sm_90, if gluon is true and the operands are aligned, or the portable one. The other
-    arguments are those of `_linear_8bit`."""
+    """Launch the GEMM and return [..., N].
+
+    gluon: True for the GEMM for sm_90. Unaligned operands take the portable one nevertheless. a to up: the custom op's
+    arguments.
+    """
     return _run(gluon, a, weight, bias, dtype, flat_scales(a_scale, weight_scale), second_pair(low, up))
 
 

@@ -50,9 +50,10 @@ def linear_gelu(
     bias_bound: torch.Tensor | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor | Quantized:
-    """``gelu_tanh(a Wᵀ + b)`` for a [..., K], weight [C, K], bias [C] or None; returns [..., C].
+    """Return ``gelu_tanh(a Wᵀ + b)``, [..., C].
 
-    a, weight: a Quantized and a QuantizedWeight of one format, or neither.
+    a: [..., K]. weight: [C, K]. bias: [C] or None. a and weight are a Quantized and a QuantizedWeight of one format, or
+        neither.
     low_rank: the factors of another product that is added before the GELU, or None.
     dtype: the result's dtype for a Quantized a: fp32, fp16 or bf16; None: bf16. Other results have a's dtype.
     result: FP8 to return a Quantized in that format, without norm; a, weight and low_rank must then have norms. None to
@@ -119,8 +120,12 @@ def _linear_gelu(
 
 
 def _launch(gluon, candidates, a, weight, bias, dtype, a_scale=None, weight_scale=None, low=None, up=None, bound=None):
-    """Launch the GEMM for sm_90, if gluon is true and the operands are aligned, or the portable one with tiles from
-    the candidates. bound: for a result in e4m3. The other arguments are those of `_linear_gelu`."""
+    """Launch the GEMM and return [..., C].
+
+    gluon: True for the GEMM for sm_90. Unaligned operands take the portable one nevertheless.
+    candidates: returns the tiles of the portable GEMM. bound: the bound on each row, for a result in e4m3.
+    a to up: the custom op's arguments.
+    """
     out = a.new_empty(*a.shape[:-1], weight.shape[0], dtype=dtype)
     if out.numel() == 0:
         return out

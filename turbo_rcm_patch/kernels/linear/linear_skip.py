@@ -1,8 +1,8 @@
 """linear_skip: a projection that ends in the skip, ``c_skip ⊙ residual + c_out ⊙ (a Wᵀ + b)``, in one GEMM.
 
-a [B, S, K], W [C, K], b [C] have one dtype (fp32, fp16, bf16), or a and W have 8 bits (quantized.py) and b one of
-these; residual [B, S, C]; coefficients over [B|1, S|1, C|1].
-The epilogue is fp32; the result is rounded once, to the residual's dtype or another one. Every tensor has a gradient.
+a [B, S, K], W [C, K] and b [C] have one dtype (fp32, fp16, bf16). Or a and W have 8 bits (quantized.py), and b one of
+these dtypes. The residual is [B, S, C]. The coefficients vary over [B|1, S|1, C|1].
+The epilogue is fp32. The result is rounded once, to the residual's dtype or another one. Every tensor has a gradient.
 A product of low rank may be added before the skip (low_rank.py).
 With 8 bits, a low-rank product or runs, the reference runs under autograd.
 The skip is eq. 7 of Karras et al. 2022, Elucidating the Design Space of Diffusion-Based Generative Models.
@@ -71,7 +71,7 @@ def linear_skip(
     linears: None or "triton" for our kernel if it can run. "torch" for PyTorch's linear and a separate skip. "auto" for
         our kernel if it was measured to be as fast, else as "torch".
 
-    Differentiable in every tensor; with Runs, 8 bits or low_rank, through the reference. Raises ValueError for other
+    Every tensor has a gradient. With Runs, 8 bits or low_rank the reference computes it. Raises ValueError for other
     dtypes and scales, and for shapes, formats, dtypes or devices that do not fit together.
     """
     check_linear("linear_skip", a, weight, bias)
@@ -133,8 +133,11 @@ def _launch(
     gluon, candidates, a, weight, bias, residual, c_skip, c_out, dtype, residual_scale, result_scale,
     starts=None, a_scale=None, weight_scale=None, low=None, up=None,
 ):  # fmt: skip
-    """Launch the GEMM for sm_90, if gluon is true and the operands are aligned, or the portable one with tiles from
-    the candidates. The other arguments are those of `_linear_skip`."""
+    """Launch the GEMM and return [B, S, C].
+
+    gluon: True for the GEMM for sm_90. Unaligned operands take the portable one nevertheless.
+    candidates: returns the tiles of the portable GEMM. a to up: the custom op's arguments.
+    """
     B, S, C = residual.shape
     out = torch.empty_like(residual, dtype=dtype, memory_format=torch.contiguous_format)
     if out.numel() == 0:

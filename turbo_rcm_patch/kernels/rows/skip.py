@@ -1,10 +1,9 @@
 """skip: ``c_skip ⊙ residual + c_out ⊙ F`` as a pass of its own, for when no epilogue can do it.
 
-residual, F [B, S, C] (fp32, fp16, bf16); coefficients over [B|1, S|1, C|1]. Arithmetic is fp32; the result
-is rounded once, to the residual's dtype or another one. This pass reads two tensors and writes one; the fused ops of
-this package save that. Every tensor has a gradient.
-Eq. 7 of Karras et al. 2022, Elucidating the Design Space of Diffusion-Based
-Generative Models.
+residual, F: [B, S, C] in fp32, fp16 or bf16. Coefficients: over [B|1, S|1, C|1]. Arithmetic is fp32. The result is
+rounded once, to the residual's dtype or another one. This pass reads two tensors and writes one. The fused ops of this
+package save that. Every tensor has a gradient.
+Eq. 7 of Karras et al. 2022, Elucidating the Design Space of Diffusion-Based Generative Models.
 """
 
 from __future__ import annotations
@@ -61,12 +60,17 @@ def skip(
     result_scale: float = 1.0,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """``c_skip ⊙ residual + c_out ⊙ output`` for two [B, S, C].
+    """Return ``c_skip ⊙ residual + c_out ⊙ output``, [B, S, C].
 
+    residual, output: [B, S, C].
     c_skip, c_out: a number, 0-d, per sample [B], per channel [C] or [B, 1, C], per token [B, S, C]. c_out may be Runs.
-    dtype, residual_scale, result_scale: as in `linear_skip`.
+    dtype: the result's dtype, fp32, fp16 or bf16; None: the residual's.
+    residual_scale: positive. The given residual was divided by it.
+    result_scale: positive. The result is divided by it, to make room for large values in fp16. An fp16 result saturates
+        unless this is 1 (see saturation.py).
     implementation: "auto", "triton" or "torch" (see dispatch.py).
-    Differentiable in every tensor; with Runs, through the reference. Raises ValueError for other dtypes and scales, and
+
+    Every tensor has a gradient. With Runs the reference computes it. Raises ValueError for other dtypes and scales, and
     for shapes or devices that do not fit together.
     """
     if residual.dim() != 3 or output.shape != residual.shape:

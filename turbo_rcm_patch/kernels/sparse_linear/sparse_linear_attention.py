@@ -222,8 +222,11 @@ def _by_reference(q, k, v, proj_weight, proj_bias, block_map, topk, block_q, blo
 
 
 def _fused(attend_8bit, q, k, v, proj_weight, proj_bias, block_map, topk, block_q, block_k, v_format):
-    """Run the kernels. attend_8bit: launches the last kernel if v_format is given, for a softmax in 8 bits. The other
-    arguments are those of `_by_reference`."""
+    """Run the kernels for q, k, v [B, S, H, D].
+
+    attend_8bit: launches the last kernel if v_format is given, for a softmax in 8 bits. topk: the share of key blocks
+    to keep if block_map is None.
+    """
     kept = None if block_map is not None else kept_blocks(q.shape[1], block_k, topk).count
     if v_format is not None:
         pooled_q, pooled_k, key_weight, state, *qkv = _summarize_8bit(q, k, v, proj_weight, block_q, block_k, v_format)

@@ -54,11 +54,15 @@ SelfAttentions = Iterable[SelfAttention]
 class SparseAttnProcessor:
     """A processor that runs sparse-linear attention, for a self-attention that has proj_l.
 
-    The softmax runs in the inputs' dtype. original: the processor that it replaces. angles: as in `SparseForm`. topk,
-    blocks, implementation: as in PatchConfig. quantized: True if the published block sizes for 8-bit attention apply
-    when blocks is None.
+    The softmax runs in the inputs' dtype.
 
     Attributes:
+        original: the processor that it replaces.
+        angles: returns cos and sin from the attention's RoPE argument (`SparseForm`).
+        topk: the share of key blocks that each block of queries keeps.
+        blocks: (queries, keys), the tokens in a block, or None for the published sizes.
+        quantized: True if those are the published sizes for 8-bit attention.
+        implementation: "auto", "triton" or "torch" (kernels/dispatch.py).
         block_map: the key blocks to keep, as kernels.sparse_linear_attention takes them, or None to choose by topk.
             Comparisons of two computations set it, so that near ties are not chosen differently.
     """

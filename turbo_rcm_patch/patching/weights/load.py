@@ -48,7 +48,7 @@ def load_converted(
 
     Args:
         folder: the folder that ``turbo-rcm convert`` wrote.
-        target: as for `patch`.
+        target: a diffusers pipeline or its transformer.
         config: a configuration of the tier that the folder was written for, or its preset. `restorable` and `keep` are
             ignored.
         device: the device for the weights. None: the transformer's device, or the CPU if it is on the meta device.

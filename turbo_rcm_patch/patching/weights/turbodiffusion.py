@@ -47,9 +47,9 @@ def load_turbodiffusion(
         path: a .pth or .safetensors file with TurboWan's or rCM's weights ("-quant" files of TurboDiffusion too), or a
             folder with such a file. Or a folder of diffusers' own files with proj_l, of a transformer or a pipeline.
             For two experts: a pair (high, low), or the folder of a pipeline that has both.
-        target: as for `patch`, of the weights' architecture, on any device and of any dtype. Weights are read one at a
-            time. On the meta device they take the parameters' places.
-        attention: "sagesla", sparse-linear attention and linears in 8 bits; "sla", the same in the model's dtype; or
+        target: a diffusers pipeline or its transformer, of the weights' architecture, on any device and of any dtype.
+            Weights are read one at a time. On the meta device they take the parameters' places.
+        attention: "sagesla" for sparse-linear attention and linears in 8 bits. "sla" for the same in the model's dtype.
             "dense" for weights that were trained without SLA, patched as the preset "exact".
         topk, blocks: options of `Sparse`, with its defaults. "dense" does not have them.
 
