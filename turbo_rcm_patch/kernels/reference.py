@@ -71,7 +71,8 @@ def attention(
 ) -> torch.Tensor:
     """Return ``softmax(scale · q kᵀ) v``, [B, S, H, D], followed by the skip if there is a residual.
 
-    q, residual: [B, S, H, D]. k, v: [B, Skv, H, D]. The coefficients vary over the C = H·D channels. Attention Is All You Need, eq. 1.
+    q, residual: [B, S, H, D]. k, v: [B, Skv, H, D]. The coefficients vary over the C = H·D channels. Attention Is All
+    You Need, eq. 1.
     """
     output = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), scale=scale

@@ -50,7 +50,8 @@ class AttentionSpec(Spec):
     """``softmax(scale · q kᵀ) v`` for q [B, S, H, head_dim]. `result` is e4m3 for `attention_to_e4m3`.
 
     has_residual: True if the result includes the skip.
-    attention: the user's choice for a model's attention, "auto", "triton" or "sdpa". None if the op is called by itself.
+    attention: the user's choice for a model's attention, "auto", "triton" or "sdpa". None if the op is called by
+    itself.
     crossing: True for cross-attention.
     sdpa: the backend that PyTorch's attention tries first (sdpa.py). None: the one that `turbo-rcm tune` found, else
         PyTorch's own order.
