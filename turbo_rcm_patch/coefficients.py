@@ -1,11 +1,10 @@
 """Skip coefficients (c_skip, c_out) of a consistency block: ``output = c_skip(t) · residual + c_out(t) · F``.
 
-Every form takes a time ``t``: a Python number gives Python floats; a 0-d or [B] tensor gives tensors of its shape, in
-fp32 or better (lower precisions and integers are computed in fp32, fp64 stays fp64). At t = 0 every form is exactly the
-identity, (1, 0).
+Every form takes a time ``t``. For a Python number it returns Python floats. For a 0-d or [B] tensor it returns tensors
+of this shape, in fp64 for fp64, else in fp32. At t = 0 every form is exactly the identity, (1, 0).
 
-A time outside a form's domain (each docstring names it), or NaN, raises ValueError. For a tensor on a GPU that check
-waits for the GPU; it is left out while torch.compile traces and while a CUDA graph is captured.
+A time outside a form's domain (each docstring names it), or NaN, raises ValueError. For a tensor on a GPU this check
+waits for the GPU. It is left out while torch.compile traces and while a CUDA graph is captured.
 """
 
 from __future__ import annotations

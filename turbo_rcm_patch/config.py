@@ -36,10 +36,10 @@ class PatchConfig:
             longer than running them (short or small videos). "on" does so at every size, "off" never. Calls that
             cannot be replayed safely (hooks, offloading, autograd and others) run without a graph, and `summary()` says
             why.
-        residual: "fp16" keeps the residual between the three skips of a bf16 block in fp16, divided by 32: it rounds
-            with three more bits, holds values up to 2e6, and rounds values below 2e-3 to multiples of 2e-6. "same"
-            keeps it in the model's dtype. Models of other dtypes, autograd, and 8-bit blocks with a LoRA on sm_90,
-            which run faster in the model's dtype, always do so.
+        residual: "fp16" keeps the residual between the three skips of a bf16 block in fp16, divided by 32. This format
+            has three more bits, and holds values up to 2e6. It rounds values below 2e-3 to multiples of 2e-6. "same"
+            keeps the residual in the model's dtype. So do, always: models of other dtypes, calls under autograd, and
+            8-bit blocks with a LoRA on sm_90, which run faster so.
         vae: True patches the decoder of a pipeline's AutoencoderKLWan too, and the conversion of its frames to "np" or
             "pil". The decoder computes in the VAE's own dtype in every tier. VAEs of other classes stay as they are.
         vae_chunk: how many latent frames the decoder takes at a time. Fewer take less memory; more are faster if frames
@@ -210,7 +210,10 @@ class Sparse(_In8Bits):
     """Sparse-linear attention (SLA), for weights that were trained with it. The other options: see `PatchConfig`.
 
     Attributes:
-        quantize, keep, restorable: as in `Quantized`.
+        quantize: what is computed in 8 bits, any of "attention" (SLA's softmax, not its linear part) and "linears".
+        keep: modules whose weights stay in the model's dtype, with all modules inside them. Paths in the transformer,
+            with wildcards: "blocks.0", "*.ffn.net.2".
+        restorable: True keeps the original weights on the CPU, and `restore()` brings them back. False frees them.
         topk: the share of key blocks that each block of queries keeps, above 0 and at most 1.
         blocks: (queries, keys), the tokens in a block that the weights were trained with. None: TurboDiffusion's own,
             (128, 64), and for 8-bit attention on sm_90 (64, 128).
@@ -234,7 +237,10 @@ class BlockSparse(_In8Bits):
     Under autograd attention is dense.
 
     Attributes:
-        quantize, keep, restorable: as in `Quantized`.
+        quantize: what is computed in 8 bits, any of "attention" and "linears".
+        keep: modules whose weights stay in the model's dtype, with all modules inside them. Paths in the transformer,
+            with wildcards: "blocks.0", "*.ffn.net.2".
+        restorable: True keeps the original weights on the CPU, and `restore()` brings them back. False frees them.
         mass: the share of its estimated attention that the kept key blocks of each block of queries hold, above 0 and
             at most 1. A larger share is closer to dense attention.
         blocks: (queries, keys), the tokens in a block. None: (128, 64), and for 8-bit attention on sm_90 (192, 128).

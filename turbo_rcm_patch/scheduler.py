@@ -266,11 +266,14 @@ class FewStepScheduler(SchedulerMixin, ConfigMixin):
     ) -> SchedulerOutput | tuple[torch.Tensor]:
         """Take the next step from sample with the velocity model_output, both [B, ...].
 
-        timestep: one of ``timesteps``; it chooses the step when this is the first one and no begin index is set.
-        generator: draws this step's noise; by default the bound one. Returns the next sample in the state's dtype. The
-        last step's result has the first sample's dtype. Raises ValueError after the last step and for an unknown
-        timestep, TypeError unless both tensors are floating-point, and RuntimeError if this step draws noise, but no
-        generator is given and ``bind_generator`` was not called after ``set_timesteps``.
+        timestep: one of ``timesteps``. It chooses the first step if no begin index is set.
+        generator: draws this step's noise. None: the bound generator.
+
+        Returns the next sample in the state's dtype. The last step's result has the first sample's dtype.
+
+        Raises ValueError after the last step and for an unknown timestep, and TypeError unless both tensors are
+        floating-point. Raises RuntimeError if this step draws noise, but no generator is given and ``bind_generator``
+        was not called after ``set_timesteps``.
         """
         _check_floating(model_output=model_output, sample=sample)
         if self.driver is not None and not self._is_bound:

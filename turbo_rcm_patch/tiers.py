@@ -75,17 +75,17 @@ def decibels(signal_to_noise: float) -> float:
 QUANTIZED = Tier(
     name="quantized",
     description="8-bit attention and linears with everything around them fused, within error limits of its own.",
-    # Two roundings to e4m3, of a GEMM's operands, cost 3.7 % (28.5 dB); a step passes through all blocks.
+    # Two roundings to e4m3, of a GEMM's operands, cost 3.7 % (28.5 dB). A step passes through all blocks.
     limits=ErrorLimits(factor=1.05, fp32=1e-5, block=decibels(28), part=decibels(26), step=decibels(20)),
 )
 SPARSE = Tier(
     name="sparse",
     description="Sparse-linear attention (SLA), for weights that were trained with it; by default in 8 bits.",
     # The model itself defines what is sparse: with the same key blocks kept, it errs as the quantized tier does.
-    # part: three GEMMs of 8-bit operands lie in a row, v's projection, PV and the output's projection, of 3.7 % each;
-    # dense attention averages the error of the first two over all keys, which few kept ones do not.
-    # choice: blocks are chosen by the products q̄ k̄ of means that are rounded once each, which moves a product by up to
-    # two roundings of |q̄| |k̄|: a block that is chosen in the place of a better one is worse by up to four.
+    # part: three GEMMs of 8-bit operands lie in a row, with an error of 3.7 % each: v's projection, PV and the output's
+    # projection. Dense attention averages the error of the first two over all keys. A few kept keys do not.
+    # choice: blocks are chosen by the products q̄ k̄ of means that are rounded once each. This moves a product by up to
+    # two roundings of |q̄| |k̄|. So a block that is chosen in place of a better one is worse by up to four.
     limits=replace(QUANTIZED.limits, part=3**0.5 * 0.037, choice=4.0),
 )
 BLOCK_SPARSE = Tier(

@@ -47,8 +47,9 @@ class Variant:
     latents, frames: None for the unpatched variant itself. frames: None too if only latents were made.
     video: frames [F, H, W, 3] in [0, 1] of the first sample, or None without frames.
     compiled: how many kernels of Triton's and graphs of torch.compile's were compiled in the measured generations.
-    step_error, decode_error: relative L2 of the transformer's first output, and of the first frames that the VAE
-        decodes (of up to ORACLE_LATENTS latent ones), to the unpatched one's in fp32, or None if that did not run.
+    step_error: relative L2 of the transformer's first output to the unpatched transformer's in fp32, or None if that
+        did not run.
+    decode_error: the same for the frames that the VAE decodes from up to ORACLE_LATENTS latent frames.
     weights: bytes of the transformers' tensors in this variant.
     """
 

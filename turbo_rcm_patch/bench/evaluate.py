@@ -1,7 +1,7 @@
 """Measure how much of its captions a pipeline shows, unpatched and patched, and how far the frames differ.
 
-Held-out captions of ``shapes.grammar`` are generated from the same noise by every variant, judged by ``shapes.judge``,
-and compared frame by frame with the unpatched pipeline in fp32 and with the exact tier.
+Every variant generates the same held-out captions of ``shapes.grammar`` from the same noise. ``shapes.judge`` judges
+the videos. Their frames are compared with the exact tier's, and with those of the unpatched pipeline in fp32.
 """
 
 from __future__ import annotations
@@ -135,15 +135,16 @@ def evaluate(
 ) -> Evaluation:
     """Generate n held-out captions with each number of steps in every variant. The pipeline is unchanged afterwards.
 
-    The variants are: unpatched; the exact tier; `config` if it is another, or each of several configs by name; and
-    unpatched in fp32 without TF32. For a pipeline that is all fp32 the unpatched run is also the fp32 run.
+    The variants are: unpatched, the exact tier, `config` (each of several configs by name), and unpatched in fp32
+    without TF32. For a pipeline that is all fp32 the unpatched run is also the fp32 run.
 
     pipe: an unpatched text-to-video pipeline that knows the grammar, with its sampler (``use_rcm``) installed.
     call: its arguments, except prompt, num_inference_steps, generator and output_type.
+    n: captions. steps: numbers of denoising steps. config: a configuration, a preset, or several configs by name.
     reference: the pipeline loaded in fp32, also with its sampler. The default is a copy of pipe cast to fp32, whose
-    weights keep the rounding of pipe's dtype.
-    tuned: a pipeline that `config` patches instead of pipe, with its sampler: the model fine-tuned for config.
-    seed: draws the captions and each one's noise; batch_size changes neither.
+        weights keep the rounding of pipe's dtype.
+    tuned: a pipeline with its sampler that `config` patches instead of pipe: the model fine-tuned for config.
+    seed: draws the captions and the noise of each. batch_size: videos made at a time. It changes neither.
     settings: facts to record beside the figures. report: called with a line after each batch.
     """
     scenes = held_out_scenes(n, seed)

@@ -47,7 +47,7 @@ def _ratio(numerator: float, denominator: float) -> float:
 
 @dataclass(frozen=True)
 class Difference:
-    """Relative L2, cosine and, for frames in [0, 1], PSNR in dB. It is None for latents and for equal frames."""
+    """Relative L2, cosine and PSNR in dB of frames in [0, 1]. The PSNR is None for latents and for equal frames."""
 
     relative_l2: float
     cosine: float

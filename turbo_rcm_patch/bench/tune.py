@@ -1,8 +1,8 @@
 """Time kernels on this GPU at one model's shapes.
 
-The times say which of our kernels are as fast as their fallbacks, which backend of PyTorch's attention is fastest, and
-how fast the other tiers are (tune_tiers.py). Every op is checked against its oracle before it is timed (ops.py).
-kernels/choice/measured.py reads the rows.
+The times answer three questions. Which of our kernels are as fast as their fallbacks? Which backend of PyTorch's
+attention is fastest? How fast are the other tiers (tune_tiers.py)? Every op is checked against its oracle before it is
+timed (ops.py). kernels/choice/measured.py reads the rows.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from ..patching.apply import transformers_of
 
 UNPATCHED, COMPILED, PATCHED = "unpatched", "torch.compile", "patched"
 COMPILED_AFTER_A_CHANGE = "torch.compile, the step after a new scale"
-# Variants beside the patch of an 8-bit tier: torchao's 8 bits, if it is installed, and the exact patch. Beside
-# block-sparse attention: the patch with dense attention.
+# An 8-bit tier is compared with torchao's 8 bits, if it is installed, and with the exact patch. Block-sparse attention
+# is compared with the patch with dense attention.
 TORCHAO, EXACT_PATCH, DENSE_PATCH = "torchao float8 + torch.compile", "patched exactly", "patched, dense in 8 bits"
 
 Switch = Callable[[], contextlib.AbstractContextManager[Patch | None]]

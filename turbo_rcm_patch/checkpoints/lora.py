@@ -92,9 +92,9 @@ def read_lora(tensors: Mapping[str, torch.Tensor], model: nn.Module, metadata: M
 
     metadata: the safetensors file's metadata with PEFT's configuration, or None (`read_tensors`).
 
-    Raises ValueError if the file has no LoRA, if it is of another kind such as DoRA, if it has a weight twice with
-    different values, or if shapes do not fit the model. The error lists all such shapes. A second copy with equal
-    values is unused.
+    Raises ValueError for a file without a LoRA, a LoRA of another kind such as DoRA, a weight that the file has twice
+    with different values, and shapes that do not fit the model. The error lists all such shapes. A second copy with
+    equal values is unused.
     """
     names, lora, misfits, config = ModelNames(model), Lora(), [], PeftConfig(metadata or {})
     for key in tensors:

@@ -110,7 +110,7 @@ class ModelNames:
         return None if found in self._parameters else found
 
     def parameter(self, name: str, part: str) -> str | None:
-        """Return diffusers' name of the weight, bias or modulation (``part``) at a name, or None if there is none.
+        """Return diffusers' name of the weight, bias or modulation (``part``) at a name, or None if it is unknown.
 
         A modulation is a block's or, by the name "head", the last layer's.
         """

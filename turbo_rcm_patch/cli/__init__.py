@@ -1,11 +1,20 @@
 """The command `turbo-rcm`: generate, compare, verify, evaluate, info, convert, demo, tune.
 
 These files import neither torch nor diffusers, so that `--help` and most errors come at once:
-arguments.py (options), checks.py (errors that show before a model is loaded), files.py (outputs, written whole or not
-at all), errors.py, other_warnings.py and quiet_imports.py (keep other packages' warnings off stderr).
-The others do: pipelines.py (loads the model), transformers.py (--transformer), sampling.py (its sampler and
-guidance), commands.py, tuning.py (`tune`), video_writer.py, demo_page.py (the page of `demo`) and demo_videos.py (makes
-its videos).
+
+    arguments.py       the options
+    checks.py          errors that show before a model is loaded
+    files.py           outputs, written whole or not at all
+    errors.py          one-line errors and exit codes
+    other_warnings.py, quiet_imports.py    keep other packages' warnings off stderr
+
+The others import them:
+
+    commands.py        the commands; tuning.py has `tune`
+    pipelines.py       loads the model; transformers.py has --transformer
+    sampling.py        the sampler and the guidance
+    video_writer.py    mp4 files
+    demo_page.py       the page of `demo`; demo_videos.py makes its videos
 """
 
 from __future__ import annotations
@@ -21,7 +30,7 @@ from .other_warnings import without_other_warnings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns 0; 1 when `verify` finds a block worse than allowed; 2 after a one-line error."""
+    """Run one command. Return 0, 1 if `verify` finds a block worse than allowed, or 2 after a one-line error."""
     arguments = parse_arguments(argv)
     return exit_code(f"turbo-rcm {arguments.command}", lambda: _run(arguments))
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def check_output(option: str, path: Path | None, suffixes: Sequence[str]) -> None:
-    """Raise CommandError unless the path is None or a file with one of the suffixes can be made there."""
+    """Raise CommandError for a path where no file with one of the suffixes can be made. None is no path."""
     if path is None:
         return
     if path.suffix.lower() not in suffixes:

@@ -1,4 +1,4 @@
-"""The sampler and the guidance of a command's pipeline: those that the options ask for, or that its model has."""
+"""The sampler and the guidance of a command's pipeline, from the options or from its model."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Skip coefficients as kernels see them: a tensor of shape [B|1, S|1, C|1], or None for the constant 1.
 
 Every op that ends in the skip computes ``c_skip * residual + c_out * F`` in fp32 and rounds once. A coefficient's
-shape says how it varies, so one epilogue serves a consistency block (one value per sample), a Wan block (a gate per
-channel) and per-token timesteps (a gate per token and channel).
+shape says how it varies. So one epilogue serves a consistency block, with one value per sample, a Wan block, with a
+gate per channel, and per-token timesteps, with a gate per token and channel.
 
 Consecutive tokens often share their timestep. A coefficient that is constant within such runs of tokens is given as
 `Runs`. Inside an op it is a tensor [R, 1, C], as if each run were a sample, beside the tensor of the runs' starts.
@@ -46,8 +46,10 @@ def canonical_coefficient(
 ) -> torch.Tensor | None:
     """Return a user's coefficient in the shape [B|1, S|1, C|1] (a view if possible), or None for the constant 1.
 
-    Accepted: a number (also NumPy's), 0-d, per sample [B], per channel [C] or [B, 1, C], per token [B, S, C], and any
-    3-d shape whose dimensions are 1 or full. Raises ValueError for another type or shape, for complex values, for a 1-d
+    value: a number (NumPy's too), 0-d, per sample [B], per channel [C] or [B, 1, C], per token [B, S, C], or any 3-d
+        shape whose dimensions are 1 or full.
+
+    Raises ValueError for another type or shape, for complex values, for a 1-d
     shape that could mean both [B] and [C], and for a tensor on another device.
     """
     if isinstance(value, Runs):

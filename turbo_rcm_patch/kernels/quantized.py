@@ -22,8 +22,9 @@ TINY = 1e-30  # the smallest scale, so that a row of zeros does not divide by 0
 class Quantized(NamedTuple):
     """A tensor x [..., K] in 8 bits.
 
-    values: [..., K] int8 or float8_e4m3fn. scale: [...] fp32, positive. norm: [...] fp32, the L2 norm of each row of
-    ``values · scale``, or None if it was not asked for. A linear uses it to bound its results before it computes them.
+    values: [..., K] int8 or float8_e4m3fn. scale: [...] fp32, positive.
+    norm: [...] fp32, the L2 norm of each row of ``values · scale``, or None if it was not asked for. A linear bounds
+        its results with it before it computes them.
     """
 
     values: torch.Tensor

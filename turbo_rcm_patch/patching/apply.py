@@ -44,7 +44,7 @@ _REFUSALS = {Sparse: why_not_sparse, BlockSparse: why_trained_otherwise}
 
 
 class Patch:
-    """A patch of one or more models: its summary, and how to undo it. As a context manager it restores on exit.
+    """A patch of one or more models: its summary, and how to undo it. It is a context manager that restores on exit.
 
     Attributes:
         config: the configuration.
@@ -166,12 +166,14 @@ def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
             pipeline.
         config: a configuration (`Exact`, `Quantized`, `Sparse`, `BlockSparse`) or the name of a preset.
 
-    Raises:
-        PatchError: the model is of an unknown family, patched already, compiled, or under a hook that holds its old
-            forward. Or the tier needs 8-bit weights, and the weights are offloaded to disk. Or the model lacks the
-            weights that the sparse tier needs. Or another thread is in a call of the model, in any tier but the exact
-            one. A call that another thread begins during the patch waits until the patch is complete.
-        ValueError, TypeError: the preset is unknown, or the config has another type or does not fit the model.
+    A call that another thread begins during the patch waits until the patch is complete.
+
+    Raises PatchError if:
+        the model is of an unknown family, patched already, compiled, or under a hook that holds its old forward
+        the tier needs 8-bit weights, and the weights are offloaded to disk
+        the model lacks the weights that the sparse tier needs
+        another thread is in a call of the model, in any tier but the exact one
+    Raises ValueError for an unknown preset, TypeError for a config of another type.
     """
     config = resolve_config(config)
     if type(config) in _REFUSALS:
@@ -275,10 +277,12 @@ def restore(target: object) -> None:
 
     A VAE that another patched pipeline shares stays patched, unless it is itself the target.
 
-    Raises:
-        PatchError: none of the models is patched, an unknown hook holds a patched forward, the original weights were
-            freed, the 8-bit weights are sharded, the weights are offloaded to disk, or another thread is in a call of
-            the model, in any tier but the exact one.
+    Raises PatchError if:
+        none of the models is patched
+        an unknown hook holds a patched forward
+        the original weights were freed
+        the 8-bit weights are sharded, or the weights are offloaded to disk
+        another thread is in a call of the model, in any tier but the exact one
     """
     transformers, vae = _models_of(target)
     transformers = {name: getattr(m, "_orig_mod", m) for name, m in transformers.items()}

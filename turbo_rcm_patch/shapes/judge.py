@@ -38,8 +38,8 @@ _BACKGROUND, _OTHER = len(COLOURS), len(COLOURS) + 1  # labels of pixels that ar
 def decode(video: torch.Tensor) -> Scene:
     """Return the scene that a video [3, F, H, W] in [0, 1] shows. It is on any device, in the pixels of ``render``.
 
-    Attributes that are not recognised are None. Examples: a background or shape that changes, or that the grammar does
-    not have; direction and speed of an object that stands still or turns; direction and speed in a single frame. Any
+    Attributes that are not recognised are None. Examples are a background or shape that changes or is not in the
+    grammar, and the direction and speed of an object that stands still, turns, or has a single frame. Any
     number of objects is found, also in colours that the grammar does not have. If several have one colour, the smaller
     ones have no attribute except the colour.
     """
@@ -85,7 +85,7 @@ def _agree(name: str, asked: MovingShape, shown: MovingShape | None) -> bool:
 def _background(video: torch.Tensor) -> tuple[str, str | None]:
     """Return the palette's name of the median colour, and the background's name.
 
-    Objects cover far less than half of the pixels. The background is None if the colour is no background's, or if it
+    Objects cover far less than half of the pixels. The background is None if the colour is not a background's, or
     changes between frames.
     """
     # Contiguous, because torch 2.13 leaves the median of an expanded tensor unwritten.

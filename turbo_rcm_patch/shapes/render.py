@@ -25,8 +25,8 @@ RGB = {
 RADIUS = {"small": 14.0, "large": 24.0}  # in pixels, of the disc with the same area as the object
 SPEED = {"slowly": 2.0, "quickly": 4.0}  # pixels a frame: one or two of Wan's latent cells per latent frame
 HEADING = {"up": (0.0, -1.0), "down": (0.0, 1.0), "left": (-1.0, 0.0), "right": (1.0, 0.0)}  # x to the right, y down
-# Pixels between possible starts, the side of a latent cell. With the speeds above an object then lies in its cells as
-# it did a latent frame before: so small a model need not learn what each fraction of a cell looks like.
+# Pixels between possible starts, the side of a latent cell. With the speeds above, an object lies in its cells as it
+# did a latent frame before. So the small model need not learn what each fraction of a cell looks like.
 GRID = 8
 
 _CANDIDATES = 128  # random pairs of starting points tried per video, before pairs of the frame's corners

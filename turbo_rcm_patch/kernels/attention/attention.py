@@ -51,7 +51,7 @@ class AttentionSpec(Spec):
 
     has_residual: True if the result includes the skip.
     attention: the user's choice for a model's attention, "auto", "triton" or "sdpa". None if the op is called by
-    itself.
+        itself.
     crossing: True for cross-attention.
     sdpa: the backend that PyTorch's attention tries first (sdpa.py). None: the one that `turbo-rcm tune` found, else
         PyTorch's own order.

@@ -1,7 +1,8 @@
 """The backward of attention (FlashAttention-2, Dao 2023, algorithm 2), portable: sm_80 to sm_120.
 
-Three kernels: delta = rowsum(grad ∘ F); the gradients of K and V, one program per tile of keys; the gradient of Q, one
-program per tile of queries. The probabilities are computed again from the logsumexp that the forward saved.
+The first of three kernels computes delta = rowsum(grad ∘ F). The second computes the gradients of K and V, one program
+per tile of keys. The third computes the gradient of Q, one program per tile of queries. The probabilities are computed
+again from the logsumexp that the forward saved.
 """
 
 from __future__ import annotations

@@ -33,8 +33,9 @@ def attention_forward(
     """Write ``c_skip · residual + c_out · F``, or F without a residual, to out. Write F to raw_out and the
     logsumexp of the scores in base 2 to lse, if these are given.
 
-    q, residual [B, S, H, D] and k, v [B, Skv, H, D] with any strides; out, raw_out packed [B, S, H, D]; lse packed fp32
-    [B, H, S]; coefficients canonical (coefficient.py).
+    q, residual: [B, S, H, D], with any strides. k, v: [B, Skv, H, D], with any strides.
+    c_skip, c_out: canonical coefficients (coefficient.py).
+    out, raw_out: [B, S, H, D], packed. lse: [B, H, S] fp32, packed.
     """
     q, k, v = readable(q), readable(k), readable(v)
     residual = None if residual is None else readable(residual)
@@ -96,8 +97,11 @@ def _attention_kernel(
     SKIP_KIND: tl.constexpr, OUT_KIND: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program computes BLOCK_M queries of one head. residual may be None. raw_out (F before the skip) and lse
-    (logsumexp in base 2, [B, H, S]) are None unless a backward needs them."""
+    """One program computes BLOCK_M queries of one head.
+
+    residual may be None. raw_out is F before the skip. lse [B, H, S] is the logsumexp in base 2. Both are None unless a
+    backward needs them.
+    """
     start = tl.program_id(0) * BLOCK_M
     head = tl.program_id(1)
     sample = tl.program_id(2)

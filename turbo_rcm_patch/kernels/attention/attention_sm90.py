@@ -1,6 +1,6 @@
 """The attention forward on sm_90: the inputs it takes, the split of the work, and the launch.
 
-    F = softmax(scale · q kᵀ) v        q, F [B, S, H, D]; k, v [B, Skv, H, D]; D is 64 or 128; bf16 or fp16
+    F = softmax(scale · q kᵀ) v        q, F [B, S, H, D] and k, v [B, Skv, H, D] in bf16 or fp16, D 64 or 128
 
 The kernel is in attention_sm90_kernel.py. At most one program per multiprocessor runs, and walks tiles of queries. The
 tiles left after the last full round of programs are also split along the keys, so that all programs have work until the
@@ -60,8 +60,8 @@ def attention_forward(
 ) -> None:
     """Write softmax(scale · q kᵀ) v to out, and the logsumexp in base 2 to lse if it is given.
 
-    q [B, S, H, D] and k, v [B, Skv, H, D] that `why_not` and `fits_tma` accept; scale > 0; out packed [B, S, H, D] in
-    q's dtype or e4m3; lse packed fp32 [B, H, S].
+    q: [B, S, H, D]. k, v: [B, Skv, H, D]. `why_not` and `fits_tma` accept them. scale: positive.
+    out: [B, S, H, D] in q's dtype or e4m3, packed. lse: [B, H, S] fp32, packed.
     """
     batch, tokens, heads, head_dim = q.shape
     kv_tokens = k.shape[1]

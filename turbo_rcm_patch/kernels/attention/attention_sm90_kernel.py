@@ -1,20 +1,20 @@
 """The attention forward in Gluon for sm_90: one producer warp, three consumer warpgroups, persistent programs.
 
-A program walks items. An item is a tile of CONSUMERS · QUERIES queries of one head with all keys or, for tiles that
-would leave most programs idle at the end, with a part of the keys. The producer streams Q, K and V through TMA into
-rings of shared memory and runs ahead into the next item. Each consumer owns QUERIES of the queries and takes the keys
-from the last tile to the first, with an online softmax in base 2 (FlashAttention-2, Dao 2023). A consumer's steps do
-not overlap. The tensor cores stay busy because the softmax of one of the three consumers runs during the matmuls of the
-others.
+A program walks items. An item is a tile of CONSUMERS · QUERIES queries of one head, with all keys. Tiles that would
+leave most programs idle at the end are split into items with a part of the keys each. The producer streams Q, K and V
+through TMA into rings of shared memory and runs ahead into the next item. Each consumer owns QUERIES of the queries and
+takes the keys from the last tile to the first, with an online softmax in base 2 (FlashAttention-2, Dao 2023). A
+consumer's steps do not overlap. The tensor cores stay busy because the softmax of one of the three consumers runs
+during the matmuls of the others.
 
-Barriers, for use n = 0, 1, ... of a slot (key tile i, counted over all items, is use i // STAGES of slot i % STAGES; a
-query slot is used once per item):
+Barriers are listed for use n = 0, 1, ... of a slot. Key tile i, counted over all items, is use i // STAGES of slot
+i % STAGES. A query slot is used once per item.
 
     full   an mbarrier of one arrival, the producer's, and the expected bytes. Phase n ends when use n has landed, so
            consumers wait for parity n & 1.
     empty  one arrival per consumer that reads the slot, after its last read of use n. The producer waits for it before
-           it fills use n + 1. For queries it is an mbarrier: before use n the producer waits for phase n - 1, of parity
-           (n & 1) ^ 1, which passes at once for n = 0. For keys and values it is a named barrier: consumers arrive and
+           it fills use n + 1. For queries it is an mbarrier. Before use n the producer waits for phase n - 1, of parity
+           (n & 1) ^ 1. For n = 0 this passes at once. For keys and values it is a named barrier: consumers arrive and
            the producer joins. The producer does not join before use 0, and joins once more per slot at the end, so that
            no barrier is left half full. No consumer can arrive twice in between: it arrives for use n + 1 only after
            that use has landed, hence after the producer has joined for use n.

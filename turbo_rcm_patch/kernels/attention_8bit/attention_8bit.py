@@ -3,10 +3,10 @@
     F   = softmax(q kᵀ) v                      q, k, v of a QuantizedQKV, whose scales include the softmax's
     out = c_skip · residual + c_out · F        residual, out [B, S, H, D]; coefficients over the H·D channels
 
-qkᵀ is exact in int32. The softmax's weights are rounded to e4m3 (fp16 with an fp16 v) relative to their row's maximum,
-and PV is summed in fp32 from one block of keys to the next (Zhang et al. 2024, SageAttention2, section 3.4). There is a
-kernel for sm_90 (attention_8bit_sm90.py) and a portable one (attention_8bit_portable.py). No gradient: under autograd
-the reference runs.
+qkᵀ is exact in int32. The softmax's weights are rounded to e4m3 (to fp16 with an fp16 v), relative to their row's
+maximum. PV is summed in fp32 from one block of keys to the next (Zhang et al. 2024, SageAttention2, section 3.4). There
+is a kernel for sm_90 (attention_8bit_sm90.py) and a portable one (attention_8bit_portable.py). No gradient: under
+autograd the reference runs.
 """
 
 from __future__ import annotations
@@ -35,12 +35,15 @@ def attention_8bit(
     result: torch.dtype | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor | Quantized:
-    """Return F, or ``c_skip * residual + c_out * F`` if a residual is given. qkv: from `quantize_qkv`.
+    """Return F, or ``c_skip * residual + c_out * F`` if a residual is given.
 
-    residual: [B, S, H, D], any strides. Coefficients: a number, [B], [C], [B, 1, C] or [B, S, C] with C = H·D channels.
-    result: float32, float16 or bfloat16 for a tensor [B, S, H, D] in that dtype. None: the residual's dtype, or without
-    a residual the dtype of q, k and v before they were quantised. float8_e4m3fn, without a residual: a Quantized
-    [B, S, H·D] with one scale per sample, expanded to [B, S], from a bound that v's scales give.
+    qkv: from `quantize_qkv`.
+    residual: [B, S, H, D] with any strides, or None.
+    c_skip, c_out: a number, [B], [C], [B, 1, C] or [B, S, C], with C = H·D channels.
+    result: float32, float16 or bfloat16, to return a tensor [B, S, H, D] in this dtype. None: the residual's dtype, or
+        without a residual the dtype of q, k and v before they were quantised. float8_e4m3fn, only without a residual:
+        to return a Quantized [B, S, H·D]. It has one scale per sample, expanded to [B, S], from a bound that v's scales
+        give.
     implementation: "auto", "triton" or "torch" (see dispatch.py).
     Raises ValueError for shapes, dtypes, devices or coefficients that do not fit together.
     """

@@ -69,8 +69,8 @@ def attention_forward(
 ) -> None:
     """Write ``c_skip · residual + c_out · F`` to out, or without a residual F, divided by out_scale [B] if given.
 
-    q to v_scale: the tensors of a QuantizedQKV; residual [B, S, H, D] with any strides; out packed [B, S, H, D];
-    coefficients canonical (coefficient.py).
+    q to v_scale: the tensors of a QuantizedQKV. residual: [B, S, H, D] with any strides, or None.
+    c_skip, c_out: canonical coefficients (coefficient.py). out: [B, S, H, D], packed.
     """
     residual = None if residual is None else readable(residual)
     batch, tokens, heads, head_dim = q.shape
@@ -119,7 +119,7 @@ def packed_operand(x: torch.Tensor, block: int, capability: tuple[int, int]) -> 
 
 
 def values_operand(v: torch.Tensor, block: int, capability: tuple[int, int]) -> torch.Tensor | TensorDescriptor:
-    """Return the operand from which a kernel reads tiles of v, which is packed [B, H, D, T] in e4m3."""
+    """Return the operand from which a kernel reads tiles of v. v: [B, H, D, T] in e4m3 or fp16, packed."""
     if v.dtype != FP8 or capability < TMA_CAPABILITY:
         return packed_operand(v, block, capability)
     return TensorDescriptor(v, list(v.shape), list(v.stride()), [1, 1, v.shape[2], block])
@@ -158,7 +158,7 @@ def attend(q, k, v, output, row_max, row_sum, unit, keys, MASK: tl.constexpr):
     else:
         # Reorder as key_order does v: a thread's columns are then those of its operand of the next product.
         p = p.reshape(BLOCK_M, BLOCK_N // 32, 2, 2, 4, 2).permute(0, 1, 2, 4, 3, 5).reshape(BLOCK_M, BLOCK_N)
-        # Tensor cores add e4m3 products with 14 bits. That is enough within a tile of keys, but not across tiles.
+        # Tensor cores add e4m3 products with 14 bits, enough within a tile of keys, but not across tiles.
         output = output * correction[:, None] + tl.dot(p.to(v.dtype), v)
     return output, new_max, row_sum
 

@@ -1,6 +1,6 @@
 """The 8-bit attention forward on sm_90: the inputs it takes, and its launch. Work is split as in attention_sm90.py.
 
-    F   = softmax(q kᵀ) v               a QuantizedQKV with e4m3 values; D is 64 or 128; result bf16, fp16 or e4m3
+    F   = softmax(q kᵀ) v               of a QuantizedQKV with e4m3 values and D 64 or 128, in bf16, fp16 or e4m3
     out = c_skip · residual + c_out · F
 
 The kernel is in attention_8bit_sm90_kernel.py.
@@ -52,8 +52,9 @@ def attention_forward(
 ) -> None:
     """Write ``c_skip · residual + c_out · F`` to out, or without a residual F, divided by out_scale [B] if given.
 
-    q to v_scale: the tensors of a QuantizedQKV that `why_not` accepts; residual [B, S, H, D] with any strides; out
-    packed [B, S, H, D]; coefficients canonical (coefficient.py).
+    q to v_scale: the tensors of a QuantizedQKV that `why_not` accepts. residual: [B, S, H, D] with any strides, or
+        None.
+    c_skip, c_out: canonical coefficients (coefficient.py). out: [B, S, H, D], packed.
     """
     skip = skip_arguments(residual, c_skip, c_out)
     batch, tokens, heads, head_dim = q.shape

@@ -56,17 +56,22 @@ def attention_8bit_kernel(
     c_skip, c_skip_stride_b, c_skip_stride_s, c_skip_stride_c, c_out, c_out_stride_b, c_out_stride_s, c_out_stride_c,
     SKIP_KIND: gl.constexpr, OUT_KIND: gl.constexpr,
 ):  # fmt: skip
-    """q, k, out: descriptors over [B, H, S, D] with blocks [1, 1, QUERIES, D] (q, out) and [1, 1, KEYS, D] (k). v: a
-    descriptor over [B, H, D, T] with blocks [1, 1, D, KEYS].
+    """Compute attention in 8 bits. attention_sm90_kernel.py explains items, whole and parts.
 
-    q_scale [B, S, H], k_scale [B, H, ⌈S / KEYS⌉], v_scale [B, H, D]. out_scale [B]: the result is divided by it; or
-    None. Items and parts are as in attention_sm90_kernel. residual [B, S, H, D], or None for no skip. SKIP_KIND,
-    OUT_KIND: how the coefficients vary (coefficient.py). For items in parts, the kernel that joins them adds the skip.
+    q, out: descriptors over [B, H, S, D] with blocks [1, 1, QUERIES, D]. k: the same with blocks [1, 1, KEYS, D].
+    v: a descriptor over [B, H, D, T] with blocks [1, 1, D, KEYS].
+    q_scale: [B, S, H]. k_scale: [B, H, ⌈S / KEYS⌉]. v_scale: [B, H, D].
+    out_scale: [B], by which the result is divided, or None.
+    residual: [B, S, H, D], or None for no skip. For items in parts, the kernel that joins them adds the skip.
+    SKIP_KIND, OUT_KIND: how the coefficients vary (coefficient.py).
 
-    block_map [B, H, ⌈S / (CONSUMERS · QUERIES)⌉, ⌈S / KEYS⌉]: the ascending list of key tiles that a tile of queries
-    attends to. counts, kept_share: block_map's shape without the last dimension; the length of each list, and the
-    factor of the attention output, to which left_value [B, H, ..., D] is added (block_sparse_reference.py). All four
-    are None to attend to all keys. Lists exclude out_scale and parts.
+    The next four are None to attend to all keys. They exclude out_scale and parts.
+
+    block_map: [B, H, ⌈S / (CONSUMERS · QUERIES)⌉, ⌈S / KEYS⌉], the ascending list of key tiles that a tile of queries
+        attends to.
+    counts: the length of each list. kept_share: the factor of its attention output. Both are shaped like block_map
+        without the last dimension.
+    left_value: [B, H, ..., D], added to the output after the factor (block_sparse_reference.py).
     """
     HEAD_DIM: gl.constexpr = q.block_type.shape[3]
     q_smem = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, QUERIES, HEAD_DIM], q.layout)

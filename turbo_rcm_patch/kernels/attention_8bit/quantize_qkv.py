@@ -4,9 +4,9 @@
     q' ≈ q · q_scale / (scale · log2 e),   k' ≈ k · k_scale,   v' ≈ v · v_scale
 
 The mean of k adds the same number to all scores of a query, which does not change the softmax. Without the mean, k uses
-the range of 8 bits better (Zhang et al. 2024, SageAttention, section 4.2). q has a scale per token and head, k per head
-and KEY_GROUP tokens, v per head and channel. One kernel finishes q. A second collects k's sums and v's maxima, a third
-reduces them, and a fourth writes k and v. No gradient: under autograd the reference runs.
+the range of 8 bits better (Zhang et al. 2024, SageAttention, section 4.2). q has a scale for each token and head, k for
+each head and KEY_GROUP tokens, v for each head and channel. One kernel finishes q. A second collects k's sums and v's
+maxima, a third reduces them, and a fourth writes k and v. No gradient: under autograd the reference runs.
 """
 
 from __future__ import annotations
@@ -340,7 +340,7 @@ def _summarize_kv_kernel(
     """Summarise the rows that a program walks.
 
     Programs whose last grid index is 0 write the sums of rotated k, [B, programs, H·D], and every row's norm factor,
-    rstd [B, S], if there is a norm. Those with index 1 write the maxima of |v|, [B, programs, H·D].
+    rstd [B, S], if there is a norm. Programs with index 1 write the maxima of |v|, [B, programs, H·D].
     """
     sample = tl.program_id(1).to(tl.int64)
     head = tl.arange(0, BLOCK_H)

@@ -5,8 +5,8 @@
     the lists                       a kernel that holds a row of p in registers and finds its threshold bit by bit
 
 The estimate in PyTorch costs little beside the attention. For 12 heads and 32,760 tokens its product of means is 3.2
-GFLOP (dense attention: 6,600), and its matrices of 1,024 by 1,024 parts take 25 MB each in bf16, two at a time. For 40
-heads and 75,600 tokens it is 57 GFLOP (117,000) and 0.45 GB each, 0.9 GB in all. Without a kernel for the lists, p
+GFLOP, where dense attention is 6,600. Its matrices of 1,024 by 1,024 parts take 25 MB each in bf16, two at a time. For
+40 heads and 75,600 tokens it is 57 of 117,000 GFLOP, and 0.9 GB. Without a kernel for the lists, p
 would have to be sorted, which takes longer than all of that.
 """
 
@@ -45,8 +45,8 @@ def pool_parts(
 ) -> torch.Tensor:
     """Return the means of x [B, T, H, D] over parts of blocks, as the reference's `pool` does: [B, H, parts, D] fp32.
 
-    tokens: the number of tokens among the T; x must be zero after them. size: tokens of a part. scale:
-    [B, ⌈tokens / tokens_per_scale⌉, H] fp32, multiplied with x, or None.
+    tokens: the number of tokens among the T. x must be zero after them. size: tokens of a part.
+    scale: [B, ⌈tokens / tokens_per_scale⌉, H] fp32, multiplied with x, or None.
     """
     means = _allocate_means(x, scale, tokens, block, size, tokens_per_scale)
     launch_kernel(

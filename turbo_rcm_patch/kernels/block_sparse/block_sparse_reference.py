@@ -2,7 +2,7 @@
 kernel can run.
 
     p    = the estimated share of each block of keys in the attention of a block of queries             [QB, KB]
-    kept = the blocks of keys with the largest p, until they hold `mass` of it; and those with the queries' own tokens
+    kept = the blocks of keys with the largest p, until they hold `mass` of it, and those with the queries' own tokens
     out  = (1 - Σ p_left) · softmax(q kᵀ / √D) v over the kept blocks + Σ p_left · (mean of v in the block)
 
 q, k, v, out [B, S, H, D]. The estimate is attention among the means of parts of blocks, mostly of 32 tokens. The means
@@ -10,7 +10,7 @@ are those of q, and of k minus its mean over the tokens. The softmax of each par
 of keys. If two parts of a block of queries attend to different blocks of keys, both are then kept. The blocks left out
 enter the result with their estimated share, which is at most 1 - mass.
 
-Related: SpargeAttn (Zhang et al. 2025) keeps blocks by products of means; Sol-Attn (2026) adds a correction for the
+Related: SpargeAttn (Zhang et al. 2025) keeps blocks by products of means. Sol-Attn (2026) adds a correction for the
 blocks that are left out. docs/designs.md says what each part of this design gains.
 """
 

@@ -39,8 +39,8 @@ TIER_OPS = {
 class Verdict(NamedTuple):
     """The measurements of an op on a compute capability.
 
-    gpus: the GPUs it was measured on, or the origin of a result of `turbo-rcm tune` (tuned.py). ours, rival: the
-    milliseconds for all measured shapes together. ours is None if the kernel failed for one of them.
+    gpus: the GPUs it was measured on, or the origin of a result of `turbo-rcm tune` (tuned.py).
+    ours, rival: milliseconds for all measured shapes together. ours is None if our kernel failed for one of them.
     """
 
     gpus: tuple[str, ...]
@@ -61,10 +61,11 @@ class Verdict(NamedTuple):
 class Tuned(NamedTuple):
     """The results of `turbo-rcm tune` on a GPU.
 
-    verdicts: the verdict of every op. sdpa: the backend of PyTorch's attention that beats PyTorch's own choice, if
-    there is one, for cross-attention (True) and self-attention (False). tiers: the verdict of every part of a block in
-    the less accurate tiers; the rival is the exact tier's. kernels: by op, the kernel that only it may choose and that
-    was fastest.
+    verdicts: the verdict of every op.
+    sdpa: the backend of PyTorch's attention that beats PyTorch's own choice, for cross-attention (True) and
+        self-attention (False), where a backend does.
+    tiers: the verdict of every part of a block in the less accurate tiers. The rival is the exact tier's.
+    kernels: by op, the fastest kernel among those that only `turbo-rcm tune` may choose.
     """
 
     verdicts: dict[str, Verdict]
@@ -108,8 +109,10 @@ def measured_on(op: str, device: torch.device) -> str | None:
 
 
 def tuned_sdpa(device: torch.device, dtype: torch.dtype, *, crossing: bool) -> str | None:
-    """Return the backend of PyTorch's attention (sdpa.py) that `turbo-rcm tune` found faster on this GPU than
-    PyTorch's own choice, or None if there is none. crossing: True for cross-attention."""
+    """Return the backend of PyTorch's attention (sdpa.py) that beat PyTorch's own choice on this GPU, or None.
+
+    `turbo-rcm tune` measures it. crossing: True for cross-attention.
+    """
     if device.type != "cuda" or dtype not in MEASURED_DTYPES:
         return None
     return _sdpa_on(device, True) if crossing else _sdpa_on(device, False)
@@ -123,8 +126,7 @@ def _sdpa_on(device: torch.device, crossing: bool) -> str | None:
 
 @torch.compiler.assume_constant_result
 def tuned_kernel(op: str, device: torch.device) -> str | None:
-    """Return the name of the kernel of an op that only `turbo-rcm tune` may choose and that it found fastest on this
-    GPU, or None if there is none."""
+    """Return the name of an op's kernel that only `turbo-rcm tune` may choose, and chose on this GPU, or None."""
     tuned = _tuned_on(device) if device.type == "cuda" else None
     return None if tuned is None else tuned.kernels.get(op)
 

@@ -26,9 +26,8 @@ BY_TUNE = "by turbo-rcm tune"
 
 
 def tuned_folder() -> Path:
-    """Return the folder of the files: tuned/ in TURBO_RCM_PATCH_CACHE, or else in turbo_rcm_patch in the user's cache
-    folder."""
-    # Not Path.expanduser: it raises if the home folder is unknown, as in some containers.
+    """Return the folder of the files: tuned/ in TURBO_RCM_PATCH_CACHE, else in turbo_rcm_patch in the user's caches."""
+    # Path.expanduser raises if the home folder is unknown, as in some containers.
     caches = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     return Path(os.environ.get(CACHE) or Path(caches, "turbo_rcm_patch"), "tuned")
 

@@ -149,10 +149,11 @@ def _conv_skip_kernel(
 ):  # fmt: skip
     """One program computes one tile.
 
-    x: [B · (STRIDE · (T − 1) + KT − FRONT), H, W, C]. front: [B · FRONT, H, W, C]. weight: [KT · KH · KH, N, C], a view
-    of a packed [N, KT · KH · KH, C]. weight_tail: its descriptor for the tail columns of a tile, past a power of two.
-    boxes: their number over all frames and phases. N: the rows of the weight, for all interleaved frames. REPEATS: how
-    often the residual's frames, rows and columns count.
+    x: [B · (STRIDE · (T − 1) + KT − FRONT), H, W, C]. front: [B · FRONT, H, W, C].
+    weight: [KT · KH · KH, N, C], a view of a packed [N, KT · KH · KH, C]. N counts the rows for all interleaved frames.
+    weight_tail: the weight's descriptor for the tail columns of a tile, past a power of two.
+    boxes: the number of boxes in all frames and phases.
+    REPEATS: how often the residual's frames, rows and columns count.
     """
     ROWS: tl.constexpr = BOX_H * BOX_W
     TAPS: tl.constexpr = KT * KH * KH

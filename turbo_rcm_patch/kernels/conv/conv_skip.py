@@ -1,16 +1,16 @@
 """conv_skip: a causal convolution that ends in the residual, ``residual + (x ∗ W + b)``, as one implicit GEMM.
 
-x [B, T, H, W, C], W [N, kt, kh, kw, C], b [N], residual and result [B, T, H', W', N]; all are packed and have one dtype
-(fp32, fp16, bf16). The kt − 1 frames before x are zeros or the end of the previous chunk. They may be a separate
-tensor, front, so that nothing has to be copied in front of x; or x begins with them. Height and width are padded with
+x is [B, T, H, W, C], W [N, kt, kh, kw, C], b [N], residual and result [B, T, H', W', N]. All are packed and have one
+dtype (fp32, fp16, bf16). The kt − 1 frames before x are zeros or the end of the previous chunk. x begins with them, or
+they are a separate tensor, front, so that nothing has to be copied in front of x. Height and width are padded with
 zeros. The sums are in fp32 and rounded once. No gradient: under autograd the reference runs.
 
     upsample     every pixel of x stands for 2×2 pixels: H' = 2H, W' = 2W. Output pixels have four phases: even and odd
                  rows and columns. All pixels of a phase read x at the same offsets, so a tile has pixels of one phase.
     interleave   with 2, W has the rows for two frames, one after the other. Result frame 2t + i comes from rows i.
-    residual     beside an upsampled result it may have half the frames, rows or columns; each is then read twice.
+    residual     of an upsampled result it may have half the frames, rows or columns. Each of these is then read twice.
 
-The portable kernel is in conv_portable.py. For sm_90 itself conv_sm90.py has a kernel that takes most sizes.
+The portable kernel is in conv_portable.py. For sm_90 conv_sm90.py has a kernel that takes most sizes.
 """
 
 from __future__ import annotations

@@ -72,8 +72,7 @@ def fits_tma(*tensors: torch.Tensor | None) -> bool:
 
 
 def choose_tile(N: int, upsample: bool, interleave: int) -> tuple[int, int]:
-    """Return the columns and tail of a tile whose columns all belong to one pixel and frame, or (0, 0) if there is
-    none."""
+    """Return the columns and tail of a tile whose columns all belong to one pixel and frame, or (0, 0)."""
     candidates = COLUMNS
     if upsample or interleave > 1:
         candidates = tuple(pair for pair in COLUMNS if N // interleave % sum(pair) == 0)

@@ -11,8 +11,8 @@ the image. The barriers are those of the GEMM:
     staged[c]    the staging buffer is consumer c's, residual included
     free         the staging buffer has been stored
 
-If x is upsampled, residual and result are viewed as [B · frames, H, 2, W, 2 · N]: one 2 for the phases of the rows, one
-for those of the columns, so that the pixels of one phase are a box of the view. Otherwise the view is
+If x is upsampled, residual and result are viewed as [B · frames, H, 2, W, 2 · N]. One 2 is for the phases of the rows,
+the other for those of the columns. So the pixels of one phase are a box of the view. Otherwise the view is
 [B · frames, H, 1, W, N]. If a residual's rows or columns count twice, both phases read the same ones.
 
 With BOXES = 2 a tile has more columns and two boxes of half as many pixels, one for each consumer. The consumers share
@@ -48,11 +48,14 @@ def conv_kernel(
     C: gl.constexpr, KT: gl.constexpr, KH: gl.constexpr, UPSAMPLE: gl.constexpr, INTERLEAVE: gl.constexpr,
     REPEATS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr,
 ):  # fmt: skip
-    """x to out: TMA descriptors. front: the KT − 1 frames before x, or None if x begins with them. weight:
-    [N, KT · KH · KH · C], where N counts the rows of all interleaved frames. tail: the weight for the TAIL columns of a
-    tile past a power of two, or None. x_rest, front_rest, weight_rest, tail_rest: descriptors for the rest of a step's
-    channels past a power of two, or None. residual and bias may be None. boxes: their number over all frames and
-    phases, divided by BOXES. T, H, W: x's sizes without the frames before the first."""
+    """Compute tiles of the convolution. x to out are TMA descriptors. residual and bias may be None.
+
+    front: the KT − 1 frames before x, or None if x begins with them. T, H, W: x's sizes without these frames.
+    weight: [N, KT · KH · KH · C], where N counts the rows of all interleaved frames.
+    tail: the weight for the TAIL columns of a tile past a power of two, or None.
+    x_rest, front_rest, weight_rest, tail_rest: for the rest of a step's channels past a power of two, or None.
+    boxes: the number of boxes in all frames and phases, divided by BOXES.
+    """
     DTYPE: gl.constexpr = x.dtype
     BOX_H: gl.constexpr = x.block_type.shape[1]
     BOX_W: gl.constexpr = x.block_type.shape[2]
@@ -204,8 +207,10 @@ def _load_operands(
 
 @gluon.jit
 def _place_in_window(box, tap, frames_of_x, KH: gl.constexpr, UPSAMPLE: gl.constexpr, FRONT: gl.constexpr):
-    """Return the box that is multiplied for a result's box at a position in the window: whether it lies in front, its
-    image in front or x, its top and its left."""
+    """Return the box of the input that belongs to a box of the result and a position in the window.
+
+    It is four values: True if the box lies in front, its image in front or x, its top and its left.
+    """
     sample, frame, top, left, phase_y, phase_x, _ = box
     y = top + _find_shift(tap // KH % KH, phase_y, KH, UPSAMPLE)
     left_of_tap = left + _find_shift(tap % KH, phase_x, KH, UPSAMPLE)

@@ -53,8 +53,10 @@ PLAIN = Scales(None, None)
 
 
 class SecondPair(NamedTuple):
-    """The second pair of operands: ``low upᵀ`` is added to the sums. low [samples·M, R] and up [N, R] have a's dtype,
-    or 16 or 32 bits if a has 8. Both are None without a second pair."""
+    """The second pair of operands, whose product ``low upᵀ`` is added to the sums. Both are None without a second pair.
+
+    low: [samples·M, R]. up: [N, R]. They have a's dtype, or 16 or 32 bits if a has 8.
+    """
 
     low: torch.Tensor | None
     up: torch.Tensor | None

@@ -180,8 +180,8 @@ def launch_three(
 ) -> None:
     """Write ``a Wᵀ + low upᵀ + b`` for three W, up and b to three outs. `why_not` must have returned None.
 
-    a: [M, K]. weights: [N, K]. biases: [N], contiguous, or all None. outs: [M, N], contiguous. scales: those of an
-    8-bit a and weights, else None. second: low [M, 3R] and up [3N, R].
+    a: [M, K]. weights: three [N, K]. biases: three [N], contiguous, or all None. outs: three [M, N], contiguous.
+    scales: the scales of a and of each weight, None without 8 bits. second: low [M, 3R] and up [3N, R].
     """
     (M, K), N = a.shape, weights[0].shape[0]
     depth, chunk = LINE // a.element_size(), CHUNKS[a.element_size()]

@@ -3,8 +3,8 @@
 A program walks tiles of the output. It has one warp that loads operands, one that loads residuals, and two consumer
 warpgroups with a tile each. The consumers take turns at the main loop: the tensor cores work for one consumer while the
 other runs its epilogue. Residual and result share a buffer, the staging: filled by TMA, updated in place, stored by
-TMA. The epilogue is fp32 and rounds once. Operands of 8 bits come with scales, one per row of a and of W, which the
-epilogue applies first. low and up, if given, come through the same buffers after a and W, in steps of their own.
+TMA. The epilogue is fp32 and rounds once. Operands of 8 bits come with a scale for each row of a and of W. The epilogue
+applies these first. low and up, if given, come through the same buffers after a and W, in steps of their own.
 
 Gluon does not synchronise warps of different roles. Every hand-over is an mbarrier:
 
@@ -237,7 +237,7 @@ def _consume(
     FIRST: gl.constexpr = 0 if SHARED else CONSUMER * CHUNKS  # first chunk in the staging buffer
     BITS: gl.constexpr = a_tiles.dtype.primitive_bitwidth
     SUM: gl.constexpr = gl.int32 if a_tiles.dtype == gl.int8 else gl.float32
-    # Beside 8-bit operands the second pair is bf16 and needs another instruction. Beside 16-bit ones it only adds
+    # With 8-bit operands the second pair is bf16 and needs another instruction. With 16-bit operands it only adds
     # steps.
     CHANGES: gl.constexpr = rank is not None and BITS == 8
     RESULT_BITS: gl.constexpr = 16 if CHANGES else BITS

@@ -4,9 +4,8 @@
     linear_low_rank   a Wᵀ + (a downᵀ) upᵀ + b      with other operands, as in LoRA (low_rank.py)
 
 a [..., K], W [N, K], b [N]. The result [..., N] is rounded once. 8-bit operands have one format, with a scale for each
-row (quantized.py). linear_8bit can also add a product of low rank. Sums are int32 or fp32; scales and bias are applied
-in
-fp32. No gradient: under autograd the reference runs.
+row (quantized.py). linear_8bit can also add a product of low rank. Sums are int32 or fp32. Scales and
+bias are applied in fp32. No gradient: under autograd the reference runs.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ RANK_STEP = 64  # 16-bit columns in a step along K
 
 
 def check_low_rank(op: str, a: torch.Tensor | Quantized, N: int, low_rank: LowRank | None, weights: int = 1) -> None:
-    """Raise ValueError unless low_rank is None or its factors fit a [..., K] and this number of weights [N, K]."""
+    """Raise ValueError if the factors do not fit a [..., K] and this number of weights [N, K]. None always fits."""
     if low_rank is None:
         return
     down, up, _ = low_rank

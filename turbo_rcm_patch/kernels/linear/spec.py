@@ -24,10 +24,11 @@ NOT_FOR_8_BITS, NOT_FOR_16_BITS = "not for 8 bits", "not for 16 bits"
 class LinearSpec(Spec):
     """``c_skip ⊙ residual + c_out ⊙ f(a Wᵀ + low upᵀ + b)`` for an a [rows, K] and weights [N, K].
 
-    op: the op whose measurements count. weights: the number of weights. samples: the number of samples in the rows if a
-    coefficient varies by sample or token, else 1. residual: its dtype, or None without one. c_skip, c_out: how they
-    vary (coefficient.py). low, rank: the dtype and rank of the second product, None and 0 without one. linears: the
-    user's choice for the projections, "auto", "triton" or "torch"; None if an op is called by itself.
+    op: the op whose measurements count. weights: the number of weights.
+    samples: the number of samples in the rows if a coefficient varies by sample or token, else 1.
+    residual: the residual's dtype, or None. c_skip, c_out: how these vary (coefficient.py).
+    low, rank: the dtype and rank of the second product, None and 0 without one.
+    linears: the user's choice for the projections, "auto", "triton" or "torch". None if an op is called by itself.
     """
 
     op: str

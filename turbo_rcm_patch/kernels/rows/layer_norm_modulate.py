@@ -1,12 +1,11 @@
 """layer_norm_modulate: ``(LayerNorm(x) · weight + bias) · (1 + scale) + shift``, reading x once and writing once.
 
-x [B, S, C]; weight, bias [C]; scale, shift [B|1, C], [B|1, S|1, C] or by runs of tokens; each pair optional, any mix of
-fp32, fp16, bf16. The result has one of these dtypes too, or 8 bits with a scale and a norm for each row (quantized.py).
-Statistics and arithmetic are fp32. The variance is summed over centred values. The result is rounded once. A program
-walks many rows and keeps values that all of them share in registers: read again for each row, fp32 scale and shift
-would be four times the bytes of the row. No gradient: under autograd the reference runs.
-The modulation is adaLN of Peebles and Xie 2022, Scalable
-Diffusion Models with Transformers, section 3.2.
+x is [B, S, C], weight and bias [C], scale and shift [B|1, C], [B|1, S|1, C] or by runs of tokens. Both pairs are
+optional. Each tensor is fp32, fp16 or bf16. The result has one of these dtypes, or 8 bits with a scale and a norm for
+each row (quantized.py). Statistics and arithmetic are fp32. The variance is summed over centred values. The result is
+rounded once. A program walks many rows and keeps the values that these share in registers. If it read fp32 scale and
+shift again for each row, these would be four times the row's bytes. No gradient: under autograd the reference runs. The
+modulation is adaLN of Peebles and Xie 2022, Scalable Diffusion Models with Transformers, section 3.2.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """quantize_rows: quantise a tensor to 8 bits with one scale per row, when the kernel that produces it cannot.
 
-x [..., K] (fp32, fp16, bf16); values [..., K] int8 or e4m3; scale [...] and, if asked for, norm [...] fp32, as in
-`quantized.Quantized`. One pass: a row stays in registers between finding its largest magnitude and rounding. No
-gradient: under autograd the reference runs.
+x is [..., K] in fp32, fp16 or bf16. The result is a `quantized.Quantized`: values [..., K] in int8 or e4m3, scale [...]
+and, if asked for, norm [...] in fp32. One pass: a row stays in registers between finding its largest magnitude and
+rounding. No gradient: under autograd the reference runs.
 """
 
 from __future__ import annotations

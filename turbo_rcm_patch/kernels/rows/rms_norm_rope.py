@@ -1,6 +1,7 @@
 """rms_norm_rope: RMSNorm over all heads together, then the rotary embedding, in one pass over q or k.
 
-x [B, S, H·D], perhaps a strided part of a fused projection; weight [H·D]; cos, sin [S, D/2] or None; out [B, S, H, D].
+x is [B, S, H·D], perhaps a strided part of a fused projection. weight is [H·D], cos and sin [S, D/2] or None, and the
+result [B, S, H, D].
 Arithmetic is fp32 and rounded once to x's dtype. Pair i of each head, (x[2i], x[2i+1]), turns by the angle of column i
 (Su et al. 2021, RoFormer, eq. 34). RMSNorm: Zhang and Sennrich 2019, eq. 4. No gradient: under autograd the reference
 runs.

@@ -5,8 +5,8 @@
     out = o_s + o_l Wᵀ + b                            proj_l: W [D, D] and b [D], the same for all heads
 
 q, k, v, out [B, S, H, D]; see sparse_linear_reference.py for the definition and its source. One kernel pools q, two
-summarise k and v (sparse_linear_prepass.py), two score the blocks by their means and list the chosen ones
-(sparse_linear_map.py), and one computes both branches and stores their sum.
+summarise k and v (sparse_linear_prepass.py). Two score the blocks by their means and list the chosen ones
+(sparse_linear_map.py). One computes both branches and stores their sum.
 With ``quantized`` the softmax takes q, k and v in 8 bits. The first kernels then also give the 8-bit q and the scale of
 v, and one of quantize_qkv's kernels gives the 8-bit k and v. The last kernel may be the one for sm_90
 (sparse_linear_sm90.py). No gradient: under autograd the reference runs.

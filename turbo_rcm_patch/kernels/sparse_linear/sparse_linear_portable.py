@@ -139,8 +139,8 @@ def list_of(sample, head, heads, query, tokens, QUERIES: tl.constexpr):
 
 @triton.jit
 def kept_keys(block_map, counts, row, width, tokens, KEYS: tl.constexpr):
-    """Return, for list `row`: a pointer to it, the number of key blocks in it, the number of whole key blocks, and the
-    first key of the block that is not whole, or `tokens` if all are. counts is None if every list is full."""
+    """Return four values of list `row`: a pointer to it, its number of key blocks, its number of whole key blocks, and
+    the first key of the block that is cut, or `tokens` if none is. counts is None if every list is full."""
     kept_blocks = block_map + row * width
     kept = width
     if counts is not None:

@@ -5,8 +5,8 @@
     out = o_s + o_l Wᵀ + b                            W [D, D] and b [D], proj_l, are the same for all heads
 
 q, k, v, out [B, S, H, D]. The key blocks whose mean has the largest product with the mean of the query's block are kept
-(Zhang et al. 2025, SLA, sections 3 and 4). As in TurboDiffusion the linear branch covers all tokens, not only those
-that the softmax leaves out. TurboDiffusion rounds every step to bf16. Here each of the three results is rounded once to
+(Zhang et al. 2025, SLA, sections 3 and 4). The linear branch covers all tokens, not only those that the softmax leaves
+out, as in TurboDiffusion. TurboDiffusion rounds every step to bf16. Here each of the three results is rounded once to
 q's dtype. The products of means are not rounded, which decides between blocks that would tie after rounding.
 """
 
@@ -138,8 +138,8 @@ def sparse_attention(
 ) -> torch.Tensor:
     """Return o_s, [B, S, H, D], computed for some blocks of queries at a time, with their kept keys gathered.
 
-    attend: a function of queries [B, H, n, block_q, D], keys and values [B, H, n, kept · block_k, D] and the mask of
-    entries that are keys, [B, H, n, 1, kept · block_k], that returns their attention.
+    attend: (queries [B, H, n, block_q, D], keys and values [B, H, n, kept · block_k, D], mask) -> their attention. The
+        mask [B, H, n, 1, kept · block_k] is True for entries that are keys.
     """
     B, S, H, D = q.shape
     queries, keys, values = _blocks(q, block_q), _blocks(k, block_k), _blocks(v, block_k)

@@ -29,8 +29,10 @@ with contextlib.suppress(ImportError, AttributeError):  # attention_sm90.GLUON_E
 def why_not(
     device: torch.device, dtype: torch.dtype, v_format: torch.dtype, head_dim: int, block_q: int, block_k: int
 ) -> str | None:
-    """Return the reason why the kernel cannot take q of this device, dtype and head_dim, with 8-bit values of this
-    format and blocks of these sizes, or None if it can."""
+    """Return the reason why the kernel cannot run, or None if it can.
+
+    dtype: of q before it was quantised. v_format: the 8-bit format of v. block_q, block_k: tokens in a block.
+    """
     reason = attention_8bit_sm90.why_not(device, v_format, dtype, head_dim)
     if reason is None and (block_k != KEYS.value or block_q % QUERIES.value):
         return f"blocks of {block_q} queries and {block_k} keys"

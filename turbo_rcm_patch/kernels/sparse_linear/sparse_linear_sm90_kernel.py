@@ -6,8 +6,7 @@ The softmax and its products are those of attention_8bit_sm90_kernel.py. state c
 Every tile of QUERIES queries has its own list of key blocks, so consumers share nothing. Each consumer walks tiles of
 queries on its own, with a ring of SLOTS slots that its producer fills through TMA, also ahead for the next tile. Apart
 from the 8-bit queries, all operands of a tile have one size and go through the ring in this order. Key blocks run from
-the list's
-last, the only one that may be cut, to its first:
+the list's last, the only one that may be cut, to its first:
 
     K V K V ... K V  q  state        each uses a slot once; state, [D, D] in 16 bits, in D / 64 pieces of 64 rows
 
@@ -17,14 +16,14 @@ stay in L2. In the last round of tiles no program gets a second tile before ever
 The limit is L2 bandwidth: for D = 128 a tile of keys and values is 32 KiB for 4.2 MFLOP, 128 FLOP per byte. A dense
 kernel, whose three consumers share each tile, reads a third of the bytes.
 
-Barriers, all mbarriers of one arrival, for use n = 0, 1, ... of a slot (use i of the ring, counted over all tiles, is
-use i // SLOTS of slot i % SLOTS; the slot of 8-bit queries is used once per tile):
+All barriers are mbarriers of one arrival. They are listed for use n = 0, 1, ... of a slot. Use i of the ring, counted
+over all tiles, is use i // SLOTS of slot i % SLOTS. The slot of 8-bit queries is used once per tile.
 
     full   the producer's arrival, and the expected bytes. Phase n ends when use n has landed, so the consumer waits for
            parity n & 1.
     empty  the consumer's arrival, after all of its warps have read use n for the last time. For the last piece of state
            it comes within the next tile, after the result that replaced it has been stored. Before use n the producer
-           waits for phase n - 1, of parity (n & 1) ^ 1, which passes at once for n = 0.
+           waits for phase n - 1, of parity (n & 1) ^ 1. For n = 0 this passes at once.
 """
 
 from __future__ import annotations
@@ -65,12 +64,16 @@ def sparse_linear_attention_8bit_kernel(
     q, q_scale, k, k_scale, v, v_scale, wide, block_map, key_weight, state, bias, out,
     tokens, heads, tiles, block_q, width,
 ):  # fmt: skip
-    """q, k, wide, out: descriptors over [B, H, S, D] with blocks [1, 1, QUERIES, D], and for k [1, 1, KEYS, D]. v: a
-    descriptor over [B, H, D, T] with blocks [1, 1, D, KEYS]. state: one over [B, H, D, D] with blocks
-    [1, 1, STATE_ROWS, D]. wide: q in the 16-bit dtype of out and state.
+    """Compute both branches and store their sum.
 
-    q_scale [B, S, H], k_scale [B, H, ⌈S / KEYS⌉], v_scale and key_weight [B, H, D]; bias [D] or None. block_map
-    [B, H, ⌈S / block_q⌉, width], ascending; block_q is a multiple of QUERIES. tiles: the tiles of queries of all heads.
+    q, wide, out: descriptors over [B, H, S, D] with blocks [1, 1, QUERIES, D]. wide: q in the 16-bit dtype of out and
+        state.
+    k: a descriptor over [B, H, S, D] with blocks [1, 1, KEYS, D].
+    v: a descriptor over [B, H, D, T] with blocks [1, 1, D, KEYS].
+    state: a descriptor over [B, H, D, D] with blocks [1, 1, STATE_ROWS, D].
+    q_scale: [B, S, H]. k_scale: [B, H, ⌈S / KEYS⌉]. v_scale, key_weight: [B, H, D]. bias: [D] or None.
+    block_map: [B, H, ⌈S / block_q⌉, width], ascending. block_q: a multiple of QUERIES.
+    tiles: the number of tiles of queries in all heads.
     """
     HEAD_DIM: gl.constexpr = q.block_type.shape[3]
     q_smem = gl.allocate_shared_memory(q.dtype, [CONSUMERS, 1, 1, QUERIES, HEAD_DIM], q.layout)

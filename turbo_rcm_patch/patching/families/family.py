@@ -3,27 +3,30 @@
 A family is a file in this folder, or a folder if its blocks are its own, registered in ``__init__.py``. It states:
 
 1. `Family`: the exact transformer class, the layer that makes the hidden states, and its lists of blocks.
-2. `Blocks`, one for each list: the blocks' class and parts, the forward that replaces theirs, how a block is decided,
-   the linears that go to 8 bits, and the self-attention that the sparse tiers replace.
-3. The block's forward, which has diffusers' signature. It runs the class's own forward under autocast. Otherwise it
-   makes a call, a hashable tuple with a `Call` as ``call`` and beside it what this family has: a `Stream` for each
-   modality, prompts, reasons to call a module as a whole. It gets the plan with ``state.plans.get`` and runs it.
-4. A plan: steps from ``steps/``, each with its kernel or the reason for another one, as ``rows()`` lists them.
+2. `Blocks`, one for each list: the blocks' class and parts, the forward that replaces theirs, the linears that go to 8
+   bits, and the self-attention that the sparse tiers replace.
+3. The block's forward, which has diffusers' signature. Under autocast it runs the class's own forward. Otherwise it
+   makes a call: a hashable tuple with a `Call` as ``call``, a `Stream` for each modality, the sizes of prompts, and
+   reasons to call a module as a whole. It gets the plan for this call from ``state.plans.get`` and runs it.
+4. A plan: steps from ``steps/``, each with its kernel or the reason for another one. Its ``rows()`` list them.
    `Measured` says what `verify` measures in it, `Sizes` what `tune` times and `info` counts.
 5. If the family has them: `Pipeline`, the pipelines that sample in few steps; `Case`, the sizes of its checkpoints,
    with `RandomWeights` for models of these sizes.
 6. In ``more``, a forward for the first module that runs in every call of the transformer. It calls
    ``Shared.begin_forward``, which looks for changes to blocks. Other forwards there are the family's choice.
 
-Models whose blocks copy Wan's take 3 and 4 from ``wan/``: `wan_block` or a `WanBlock` says how the attentions are
-called and where the RoPE angles are, `wan_blocks` the rest. chronoedit.py is the shortest example; anyflow.py has other
-processors, RoPE tables and timesteps.
+Models whose blocks copy Wan's take 3 and 4 from ``wan/``. `wan_block` or a `WanBlock` says how the attentions are
+called and where the RoPE angles are. `wan_blocks` says the rest. chronoedit.py is the shortest example. anyflow.py has
+other processors, RoPE tables and timesteps.
 
-LTX-2 is an example of a family with its own blocks. Its call has a video and an audio `Stream`, and the prompts' sizes.
-Its plan has six attentions and two feed-forwards, and their ``rows()`` name the stream. Its forward returns a pair.
-``linears`` puts
-attn1 and audio_attn1 under "self_attention", both prompt attentions and both attentions between the streams under
-"cross_attention", ff and audio_ff under "feed_forward"; ``self_attention`` is "attn1"; ``first_layer`` is "proj_in".
+LTX-2 would be a family with its own blocks. Its call has a video and an audio `Stream`, and the prompts' sizes. Its
+plan has six attentions and two feed-forwards, whose ``rows()`` name the stream. Its forward returns a pair.
+``first_layer`` is "proj_in", and ``self_attention`` is "attn1". ``linears`` has:
+
+    "self_attention"     attn1 and audio_attn1
+    "cross_attention"    both prompt attentions, and both attentions between the streams
+    "feed_forward"       ff and audio_ff
+
 Its RMSNorm without a weight and its split RoPE are new steps and kernels, which belong to ``steps/`` and ``kernels/``.
 """
 
@@ -120,9 +123,9 @@ class Measured(NamedTuple):
     """The measurements of `verify` within a block. oracle: the block without the patch, in fp32.
 
     inputs: (block, the arguments of its forward) -> what its plan runs on.
-    terms: (block, plan, inputs, outputs) -> for each sub-layer that is not called as a whole: its name in
-        ``PatchConfig.fuse``, the term that the patched sub-layer adds to the hidden states, and the oracle's term.
-        outputs: the outputs of the oracle's modules by path.
+    terms: (block, plan, inputs, outputs) -> three values for each sub-layer that is not called as a whole. They are its
+        name in ``PatchConfig.fuse``, the term that it adds to the hidden states, and the oracle's term. outputs: the
+        outputs of the oracle's modules by path.
     qkv: (kind, oracle, args, kwargs, outputs) -> q, k and v [B, S, H, D] of `Blocks.self_attention`, rotated.
     """
 

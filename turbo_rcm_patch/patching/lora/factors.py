@@ -4,8 +4,8 @@
     up     scale · B of all adapters, side by side           computed in fp32 and rounded once
 
 When a matrix, a bias or a scale of an adapter changes, the tensors are computed again and written in place. PyTorch
-does not count writes through a tensor's ``.data``; code that makes such a write calls `Product.forget`. Beside 8-bit
-weights down has 8 bits too, with the same relative error.
+does not count writes through a tensor's ``.data``. Code that makes such a write calls `Product.forget`. If the linear's
+weight has 8 bits, down has 8 bits too, with the same relative error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """PEFT's LoRA layers inside a projection: all adapters of linears with the same input run as one low-rank product.
 
-The product is ``Σ scale · (x Aᵀ) Bᵀ`` (kernels/linear/low_rank.py); factors.py prepares its matrices. The LoRA layers
-are called instead if their result depends on more than A, B, biases and scales (DoRA and similar variants, dropout in
-training, hooks), under autograd, and under torch.compile.
+The product is ``Σ scale · (x Aᵀ) Bᵀ`` (kernels/linear/low_rank.py). factors.py prepares its matrices. The LoRA layers
+are called instead under autograd, under torch.compile, and if their result depends on more than A, B, biases and
+scales. DoRA and similar variants, dropout in training and hooks are such cases.
 """
 
 from __future__ import annotations

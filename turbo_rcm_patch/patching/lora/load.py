@@ -39,12 +39,13 @@ def check_peft() -> None:
 def check_loadable(transformer: nn.Module, name: str, lora: Lora) -> None:
     """Raise an error if a LoRA cannot be loaded onto a transformer.
 
-    Raises:
-        RuntimeError: projections are fused, so the LoRA would not reach them. If the LoRA has matrix pairs, also:
-            another LoRA is fused, and PEFT would take it out of the weights; another LoRA is switched off, and PEFT
-            would switch this one off too; or a linear is stored in fewer than 16 bits, and PEFT would store the
-            matrices in that dtype, in which it cannot multiply.
-        ImportError: the LoRA has matrix pairs and peft is not installed.
+    Raises RuntimeError if projections are fused, because the LoRA would not reach them. For a LoRA with matrix pairs it
+    also raises RuntimeError if:
+        another LoRA is fused, because PEFT would take it out of the weights
+        another LoRA is switched off, because PEFT would switch this one off too
+        a linear is stored in fewer than 16 bits, because PEFT would store the matrices in that dtype, in which it
+        cannot multiply
+    Raises ImportError if the LoRA has matrix pairs and peft is not installed.
     """
     if has_fused_projections(transformer):
         raise RuntimeError(

@@ -62,18 +62,18 @@ def use_distilled(
         the recipe says.
     source: a LoRA file, a folder, or the id of a hub repository, also with a path in it ("org/name/folder"). For the
         two transformers of Wan 2.2 give a pair (high, low), or a folder with both files. (None, low) loads a LoRA for
-        one expert only; both make the recipe's steps. None: the pipeline itself is distilled. A LoRA's alpha is read
-        from tensors of its file, the file's header or PEFT's adapter_config.json beside it.
+        one expert only, and both experts take the recipe's steps. None: the pipeline itself is distilled. A LoRA's
+        alpha is read from tensors of its file, the file's header or PEFT's adapter_config.json beside it.
     recipe: the name of one of `RECIPES`, or your own Recipe. None: recognised by the names and contents of the files,
         or of the loaded checkpoint (``transformer.config._name_or_path``).
     scale: the strength of the LoRA's matrices and of its differences (of biases, norms, modulation, patch embedding),
         or a pair (high, low) for two transformers. Differences are written into the parameters. So later changes to
         PEFT's layers (``set_adapters``, ``disable_lora``, ``fuse_lora`` with a scale, hot swaps) affect only the
-        matrices. After ``disable_lora`` the next call warns about this. diffusers makes a LoRA that is loaded later the
-        only active one; the next call then warns and says how to keep both. ``restore()`` removes matrices and
+        matrices. After ``disable_lora`` the next call warns about this. If a LoRA is loaded later, diffusers makes it
+        the only active one, and the next call warns and says how to keep both. ``restore()`` removes matrices and
         differences.
     steps: more steps than the recipe's, such as 6 or 8 for lightx2v and Lightning, at its authors' spacing. None: the
-        recipe's own number. Other recipes have no such spacing; give a Recipe with sigmas of your own.
+        recipe's own number. Other recipes have no such spacing: give a Recipe with sigmas of your own.
     classifier_free_guidance: True if guidance_scale counts. By default a value above 1 is taken as 1, with one warning,
         and a modular pipeline's guiders are disabled.
 
@@ -82,10 +82,14 @@ def use_distilled(
     matrices have no alpha, and the unused keys of the files. For a loaded model they also tell the keys that diffusers
     left out, if its files are on disk.
 
-    Returns a handle with ``restore()``, which also works in a ``with`` statement. Raises TypeError for an unsupported
-    pipeline, source or scale; ValueError for an unknown recipe, or files that are not recognised or do not fit the
-    model; ImportError without peft; RuntimeError if a few-step sampler is installed already, another LoRA is fused or
-    switched off, projections are fused, or layerwise casting is on. After an error nothing is changed.
+    Returns a handle with ``restore()``, which also works in a ``with`` statement.
+
+    After an error nothing is changed. Raises:
+        TypeError: the type of the pipeline, source or scale is not supported.
+        ValueError: the recipe is unknown, or files are not recognised or do not fit the model.
+        ImportError: peft is missing.
+        RuntimeError: a few-step sampler is installed already, another LoRA is fused or switched off, projections are
+            fused, or layerwise casting is on.
     """
     check_pipeline(pipe, "use_distilled")
     chosen = None if recipe is None else find_recipe(recipe)

@@ -23,9 +23,9 @@ def attention(
 ) -> Step:
     """Return attention of q [B, S, H, D] over k, v [B|1, L, H, D] in their dtype.
 
-    Step: (q, k, v) -> [B, S, H, D]; with `added` (q, k, v, to) -> to + the attention's result. crossing: True for
-    cross-attention, which context parallelism does not change. result: the format that the next step takes. For e4m3
-    our kernel for cross-attention gives a Quantized [B, S, C].
+    Step: (q, k, v) -> [B, S, H, D]. added: True for a step (q, k, v, to) -> to + the attention's result.
+    crossing: True for cross-attention, which context parallelism does not change.
+    result: the format that the next step takes. For e4m3 our kernel for cross-attention gives a Quantized [B, S, C].
     """
     reason = why_not_own_attention(attn, call.backend, crossing=crossing, derivative=call.derivative)
     if reason is not None:

@@ -35,9 +35,10 @@ Plan = TypeVar("Plan")
 class Step(NamedTuple):
     """One step of a block.
 
-    run: the function that the forward calls. kernel: the name of the kernel or module for the summary. reason: the
-    reason why it is not the fused kernel, or None. takes, gives: the 8-bit format of its input and of its result, or
-    None. pick: the chosen kernel, or None if a module is called.
+    run: the function that the forward calls.
+    kernel: the name of the kernel or module for the summary. reason: why it is not the fused kernel, or None.
+    takes, gives: the 8-bit format of its input and of its result, or None.
+    pick: the chosen kernel, or None if a module is called.
     """
 
     run: Callable
@@ -83,8 +84,10 @@ class Call(NamedTuple):
     """The facts that decide kernels in every family, besides a block's modules and the shapes of its streams.
 
     derivative: "backward" if autograd records the call, "forward" in forward mode or under another function transform,
-    else None. backend: diffusers' backend for attention. exactly: the reason why self-attention runs at full precision
-    over all keys in a tier that approximates it, or None. products: prepares the products of LoRA layers.
+        else None.
+    backend: diffusers' backend for attention.
+    exactly: the reason why self-attention runs at full precision over all keys in a tier that approximates it, or None.
+    products: prepares the products of LoRA layers.
     sdpa: F.scaled_dot_product_attention, which programs may replace.
     """
 

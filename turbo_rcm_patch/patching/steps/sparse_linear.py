@@ -180,7 +180,7 @@ def why_not_sparse(name: str, attentions: SelfAttentions) -> str | None:
     if any(has_projection(attn) for _, attn, _ in attentions):
         return None
     return (
-        f"{name} has no proj_l, which weights that were trained with sparse-linear attention (SLA) bring; load them "
+        f"{name} has no proj_l, a part of weights that were trained with sparse-linear attention (SLA); load them "
         "with trp.load_turbodiffusion, or take another preset: 'block_sparse', whose sparse attention needs no "
         "training, 'exact' or 'quantized'."
     )

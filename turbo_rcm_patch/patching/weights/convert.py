@@ -21,8 +21,8 @@ from ..journal import Journal, bind
 from .brought import are_brought
 from .linear_8bit import PARTS, VALUES, QuantizedLinear, convert, fastest
 
-# diffusers' names of linears whose input has a known largest value in each row before it is rounded: a norm makes the
-# input, or it is quantised in a pass of its own.
+# diffusers' names of linears whose input is rounded when the largest value of each row is known: in the kernel of a
+# norm or in a separate pass.
 ROWS_KNOWN = ("to_q", "to_k", "to_v", "add_k_proj", "add_v_proj", "net.0.proj")
 # The fused projection of diffusers' fuse_qkv_projections, and the projections that it replaces.
 _FUSED = {

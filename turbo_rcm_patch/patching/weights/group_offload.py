@@ -1,7 +1,7 @@
 """Let diffusers' group offloading follow the tensors that a patch puts in place of weights.
 
-When it is enabled, each group lists what it moves: with streams, the copies on the CPU that a weight goes back to
-(``cpu_param_dict``); offloading to disk, the tensors of its file (``tensor_to_key``).
+When it is enabled, each group lists what it moves. With streams it lists the copies on the CPU that a weight goes back
+to (``cpu_param_dict``). When it offloads to disk it lists the tensors of its file (``tensor_to_key``).
 """
 
 from __future__ import annotations

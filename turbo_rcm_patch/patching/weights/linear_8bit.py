@@ -1,7 +1,6 @@
 """A linear that runs in 8 bits. An nn.Linear becomes one in place, and can become an nn.Linear again.
 
-    linear._parameters   weight_8bit [N, K], weight_scale [N], weight_norm [1]; whatever moves, shards or offloads a
-                         model's parameters takes them like any others
+    linear._parameters   weight_8bit [N, K], weight_scale [N], weight_norm [1], moved, sharded and offloaded like others
     linear.weight        the original on the CPU, which can be read only (read_only.py)
     state_dict           the original, under its old name
     linear(x)            multiplies by the 8-bit weight

@@ -237,9 +237,11 @@ def merge_turbodiffusion(path: Source, base_path: Source, target: nn.Module) -> 
     Returns a line for everything left out: parameters of the target that a file lacks, and tensors of a file that do
     not fit the target. A merge cannot be undone; load the target again instead.
 
-    Raises PatchError, before anything is changed, if the model cannot be patched, if the files cannot be read, have
-    weights with scales of another format than TurboDiffusion's, or have no common weights for the model, or if the base
-    is TurboWan's.
+    Nothing is changed if it raises PatchError, which it does if:
+        the model cannot be patched
+        the files cannot be read, or have no common weights for the model
+        weights have scales of another format than TurboDiffusion's
+        the base is TurboWan's
     """
     check_patchable(models := transformers_of(target))
     (name, model), *others = models.items()

@@ -81,15 +81,21 @@ def _stages(decoder: WanDecoder3d) -> Iterator[tuple[int, int, int]]:
 
 
 def _alive_in_resnets(block: nn.Module) -> int:
-    """The block's input; then what a norm makes of it, alone and behind the frames before, or a resnet's input or
-    shortcut, the input of a convolution and its result."""
+    """Return the channels that are alive at once in a block's resnets.
+
+    They are the block's input and the larger of two: a norm's result, alone and behind the frames before; or a resnet's
+    input or shortcut, the input of a convolution, and its result.
+    """
     given, made = block.resnets[0].in_dim, block.resnets[0].out_dim
     return given + max(2 * given, 3 * made)
 
 
 def _alive_in_resample(block: nn.Module, resample: WanResample) -> int:
-    """The block's input and the last resnet's result; the doubled frames; and these enlarged, and convolved. Then a
-    shortcut's result besides, twice while it is laid out."""
+    """Return the channels, per pixel of the block's input, that are alive at once in its upsampling.
+
+    They are the block's input, the last resnet's result, the doubled frames, and these enlarged and convolved. With a
+    shortcut they are the block's input, that result, and the shortcut's twice while it is laid out.
+    """
     given, channels, made = block.resnets[0].in_dim, resample.dim, resample.resample[1].out_channels
     frames = 2 if resample.mode == "upsample3d" else 0
     grown = 4 * max(frames, 1)  # times as many pixels, of all frames

@@ -92,7 +92,7 @@ def decode(self: AutoencoderKLWan, z: torch.Tensor, return_dict: bool = True) ->
 def tiled_decode(
     self: AutoencoderKLWan, z: torch.Tensor, return_dict: bool = True
 ) -> DecoderOutput | tuple[torch.Tensor]:
-    """AutoencoderKLWan.tiled_decode, several latent frames of a tile at a time; bound on instances. As `decode`.
+    """Run AutoencoderKLWan.tiled_decode with several latent frames of a tile at a time. Bound on instances.
 
     Only a tile's visible part is kept, in its place in the sample, and the ends that other tiles are blended with.
     """

@@ -50,11 +50,13 @@ class DecoderPlan:
 def convolution(conv: nn.Conv2d | nn.Conv3d, shape: tuple[int, ...], call: Call) -> Step:
     """Return a convolution with the residual, for x [B, T, H, W, C] of this shape.
 
-    Step: (x, residual=None, front=None) -> [B, T', H', W', N]. front: the kt - 1 frames before x; only a step that
-    `takes_front` is given them, so that nothing is padded in time. Without a front x begins with these frames.
-    A convolution over images with a window of 3×3 and stride 1 comes after upsampling in the decoder: the step first
-    doubles x's height and width by repeating pixels; its residual may be smaller, as `kernels.conv_skip` takes it.
-    One over time alone has the channels of two frames: [B, 2 T, H, W, N / 2].
+    Step: (x, residual=None, front=None) -> [B, T', H', W', N].
+    front: the kt - 1 frames before x, for a step that `takes_front`, so that nothing is padded in time. Otherwise x
+        begins with these frames.
+
+    In the decoder a convolution over images with a window of 3×3 and stride 1 comes after upsampling. Its step doubles
+    x's height and width first, by repeating pixels. Its residual may be smaller, as `kernels.conv_skip` takes it. A
+    convolution over time alone has the channels of two frames, and returns [B, 2 T, H, W, N / 2].
     """
     kt, kh, kw = kernel_size(conv)
     upsample, interleave = isinstance(conv, nn.Conv2d) and kh > 1, 2 if (kt, kh) == (3, 1) else 1

@@ -268,8 +268,10 @@ def call_cross_attention(attn: nn.Module, x: torch.Tensor, context: torch.Tensor
 
 
 def angles(rotary: Rotary) -> Tables:
-    """Return Wan's tables with one angle for each pair, as views: diffusers repeats the angle in both columns of a
-    pair, and reads cos from the even, sin from the odd ones."""
+    """Return views of Wan's tables with one angle for each pair of channels.
+
+    diffusers repeats the angle in both columns of a pair. It reads cos from the even columns, sin from the odd ones.
+    """
     cos, sin = rotary
     return cos[..., 0::2], sin[..., 1::2]
 

@@ -26,8 +26,8 @@ from .block import wan_block
 from .forward import warn_of_saturation
 from .repeatable import why_not_repeatable
 
-# Launching a block takes an H200's host 2.6 ms, and 3.7 in 8 bits (results page, host time), in which the GPU does
-# 1.6e12 FLOP of a bf16 block, and 3.3e12 in 8 bits, which count half. The rest is for slower hosts.
+# Launching a block takes an H200's host 2.6 ms, and 3.7 in 8 bits (results page, host time). In this time the GPU does
+# 1.6e12 FLOP of a bf16 block, or 3.3e12 of one in 8 bits, which count half. The rest is for slower hosts.
 MOST_FLOPS_PER_BLOCK = 2e12
 
 WAN_BLOCK = wan_block(WanAttention)
