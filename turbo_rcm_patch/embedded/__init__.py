@@ -34,12 +34,12 @@ def load_embedded_pipeline(
 ) -> WanPipeline:
     """Return a WanPipeline of diffusers' and transformers' classes with this package's scheduler, without network.
 
-    The weights are stored in fp16; modules that Wan keeps in fp32 are fp32 in every dtype. Sample it with ``use_rcm``.
+    The weights are stored in fp16. Modules that Wan keeps in fp32 are fp32 in every dtype. Sample it with ``use_rcm``.
 
-    sla: load the weights that scripts/training/train_sparse.py fine-tuned to sparse-linear attention, with its
-    projections. They are for ``trp.patch(pipe, trp.Sparse(blocks=SLA_BLOCKS))``: without it attention is dense. They
-    pay in 4 steps at the default topk of 0.1. In 1 step with topk from 0.2 on, and in 2 from 0.3 on, the dense weights
-    show more of their captions (results/README.md).
+    sla: True for the weights that scripts/training/train_sparse.py fine-tuned to sparse-linear attention, with its
+        projections. They are for ``trp.patch(pipe, trp.Sparse(blocks=SLA_BLOCKS))``. Without this patch attention is
+        dense. They pay in 4 steps at the default topk of 0.1. In 1 step with topk from 0.2 on, and in 2 from 0.3 on,
+        the dense weights show more of their captions (results/README.md).
     """
     with without_progress_bars():
         pipe = WanPipeline.from_pretrained(WEIGHTS, scheduler=RCMScheduler(), dtype=dtype, local_files_only=True)

@@ -78,10 +78,10 @@ def recorded(record: Callable[[Launch], object]) -> Iterator[None]:
 
 
 def compile_ahead(run: Callable[[], object]) -> None:
-    """Compile the kernels that ``run()`` launches, in threads, and return when all are done. The values that ``run()``
-    computes have no meaning.
+    """Compile the kernels that ``run()`` launches, in threads, and return when all are done.
 
-    A kernel that cannot be compiled raises its error when it is launched later, not here.
+    The values that ``run()`` computes have no meaning. A kernel that cannot be compiled raises its error when it is
+    launched later, not here.
     """
     # A new context: it inherits no compile mode from a caller, and an interrupt leaves none behind.
     contextvars.Context().run(_compile_launches_of, run)

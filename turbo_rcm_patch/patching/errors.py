@@ -2,4 +2,4 @@
 
 
 class PatchError(RuntimeError):
-    """A model cannot be patched or restored as asked; the model is as it was before the call."""
+    """A model cannot be patched or restored as asked. It is as it was before the call."""

@@ -30,7 +30,7 @@ class Tile(NamedTuple):
 
 
 # The tiles of each kernel for head_dims up to 64, 128 and 256: the largest that spill no registers and fit shared
-# memory. That has 227 KiB on sm_90 and sm_100, and 99 KiB on sm_86, sm_89 and sm_120.
+# memory, 227 KiB on sm_90 and sm_100, and 99 KiB on sm_86, sm_89 and sm_120.
 WARPGROUP_TILES = {  # sm_90 and sm_100, whose dots read their operands from shared memory
     "attention": (Tile(128, 128, 8, 3), Tile(128, 128, 8, 3), Tile(64, 64, 8, 2)),
     "grad_kv": (Tile(64, 128, 8, 2), Tile(64, 128, 8, 2), Tile(32, 64, 8, 2)),

@@ -81,13 +81,15 @@ def quantize_qkv(
     v_format: torch.dtype | None = None,
     implementation: str = "auto",
 ) -> QuantizedQKV:
-    """Apply RMSNorm and rotation to q and k, and quantise q, k and v to 8 bits.
+    """Apply RMSNorm and rotation to q and k, and return q, k and v in 8 bits.
 
-    q, k, v: [B, S, heads·D] of one dtype, perhaps parts of a fused projection. norm_q, norm_k: [heads·D], or None for
-    no norm. cos, sin: [S, D/2] with any strides, or both None for no rotation. scale > 0: the softmax's, D**-0.5 by
-    default.
-    v_format: float8_e4m3fn or float16; None: see `default_v_format`.
-    implementation: "auto", "triton" or "torch" (see dispatch.py); head_dims other than 64 and 128 take the reference.
+    q, k, v: [B, S, heads·D] of one dtype, perhaps parts of a fused projection.
+    norm_q, norm_k: weights [heads·D], or None for no norm.
+    cos, sin: [S, D/2] with any strides, or both None for no rotation.
+    scale: the softmax's, positive. None: D**-0.5.
+    v_format: float8_e4m3fn or float16. None: see `default_v_format`.
+    implementation: "auto", "triton" or "torch" (see dispatch.py). head_dims other than 64 and 128 take the reference.
+
     Raises ValueError for shapes, dtypes, devices, a scale or a format that do not fit together.
     """
     _check(q, k, v, heads, norm_q, norm_k, cos, sin, scale, v_format)

@@ -49,8 +49,10 @@ def block_sparse_attention(
     q, k, v: [B, S, H, D] of one dtype, with any strides.
     mass: the estimated share of the attention that the kept blocks hold, above 0 and at most 1. 1 is dense attention.
     block_q, block_k: tokens of a block of queries and of keys.
-    implementation: "auto", "triton" or "torch" (see dispatch.py); the kernels take head_dims 64 and 128 and blocks of
-    64 and 128 tokens. Differentiable in q, k and v, through the reference.
+    implementation: "auto", "triton" or "torch" (see dispatch.py). The kernels take head_dims 64 and 128 and blocks of
+        64 and 128 tokens.
+
+    q, k and v have gradients, which the reference computes.
     Raises ValueError for shapes, dtypes, devices, blocks or a mass that do not fit together.
     """
     _check(q, k, v, mass, block_q, block_k)
@@ -69,8 +71,11 @@ def block_sparse_attention_8bit(
 ) -> torch.Tensor:
     """Return block-sparse attention of 8-bit q, k and v from quantize_qkv: [B, S, H, D] in their original dtype.
 
-    block_q, block_k: give both or neither; without them the sizes are the fastest for this device
-    (`block_sparse_sizes`). On sm_90 the kernels also take blocks of 192 queries and 128 keys.
+    mass: the estimated share of the attention that the kept blocks hold, above 0 and at most 1.
+    block_q, block_k: tokens of a block of queries and of keys. Give both or neither. Without them the sizes are the
+        fastest for this device (`block_sparse_sizes`). On sm_90 the kernels also take blocks of 192 queries and 128
+        keys.
+    implementation: "auto", "triton" or "torch" (see dispatch.py).
     """
     if block_q is None and block_k is None:
         block_q, block_k = _fastest_8bit_sizes(qkv.q.device, qkv.dtype, qkv.v.dtype)
@@ -93,8 +98,7 @@ def block_sparse_attention_8bit(
 
 
 def block_sparse_sizes(device: torch.device, dtype: torch.dtype, *, quantized: bool) -> tuple[int, int]:
-    """Return the fastest block sizes on a device for a result of this dtype: the tokens of a block of queries and of a
-    block of keys."""
+    """Return the fastest block sizes on a device for a result of this dtype: tokens of queries, and of keys."""
     return _fastest_8bit_sizes(device, dtype, default_v_format(device)) if quantized else BLOCKS
 
 

@@ -33,8 +33,9 @@ def linear_qkv(
     dtype: torch.dtype | None = None,
     implementation: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``a Wᵀ + b`` for a [..., K], three weights [N, K] and three biases [N] or three None; returns three [..., N].
+    """Return ``a Wᵀ + b`` for three weights and biases: three tensors [..., N].
 
+    a: [..., K]. weights: three [N, K]. biases: three [N], or three None.
     a, weights: a Quantized and three QuantizedWeight of one format, or all tensors.
     low_rank: the factors of the products that are added for the three weights, or None.
     dtype: the results' dtype for a Quantized a: fp32, fp16 or bf16; None: bf16. Other results have a's dtype.

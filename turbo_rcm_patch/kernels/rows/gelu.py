@@ -20,7 +20,7 @@ BLOCK, NUM_WARPS = 4096, 8
 
 
 def gelu(x: torch.Tensor, *, implementation: str = "auto") -> torch.Tensor:
-    """Return ``gelu_tanh(x)``, contiguous.
+    """Return ``gelu_tanh(x)`` in x's shape and dtype, contiguous.
 
     implementation: "auto", "triton" or "torch" (see dispatch.py).
     """

@@ -48,10 +48,10 @@ def layer_norm_modulate(
     quantized: torch.dtype | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor | Quantized:
-    """``(LayerNorm(x) · weight + bias) · (1 + scale) + shift`` over the last dimension.
+    """Return ``(LayerNorm(x) · weight + bias) · (1 + scale) + shift``, [B, S, C]. The norm is over the channels.
 
-    x: [B, S, C]. weight, bias: [C] or None. scale, shift: both None, or each [B|1, C] or [B|1, S|1, C], or both
-        Runs that share one tensor of starts.
+    x: [B, S, C]. weight, bias: [C] or None.
+    scale, shift: both None, or each [B|1, C] or [B|1, S|1, C], or both Runs that share one tensor of starts.
     dtype: the result's dtype, fp32, fp16 or bf16; None: x's.
     quantized: INT8 or FP8 to return a Quantized in that format, with norm; dtype is then ignored.
     implementation: "auto", "triton" or "torch" (see dispatch.py).

@@ -28,7 +28,8 @@ ROUNDING = tl.constexpr(1.5 * 2**23)  # added to a number below 2**22, leaves th
 def quantize_rows(
     x: torch.Tensor, format: torch.dtype, with_norm: bool = False, implementation: str = "auto"
 ) -> Quantized:
-    """Quantise x [..., K] to a format, INT8 or FP8. Each row's scale maps its largest magnitude to the format's.
+    """Return x [..., K] as a Quantized in a format, INT8 or FP8. A row's scale maps its largest magnitude to the
+    format's.
 
     with_norm: True to also return the L2 norm of each row.
     implementation: "auto", "triton" or "torch" (see dispatch.py).

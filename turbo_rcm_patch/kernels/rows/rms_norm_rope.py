@@ -33,7 +33,7 @@ def rms_norm_rope(
     sin: torch.Tensor | None = None,
     implementation: str = "auto",
 ) -> torch.Tensor:
-    """RMSNorm of x over its last dimension, then rotation of the interleaved pairs; contiguous [B, S, heads, D].
+    """Return RMSNorm of x over its last dimension, then rotated by interleaved pairs: [B, S, heads, D], contiguous.
 
     x: [B, S, heads·D]. weight: [heads·D]. cos, sin: [S, D/2] of any strides, or both None for no rotation.
     implementation: "auto", "triton" or "torch" (see dispatch.py).

@@ -21,10 +21,10 @@ from .row_tiles import row_grid, row_tile
 def rms_norm_silu(
     x: torch.Tensor, weight: torch.Tensor, *, silu: bool = True, implementation: str = "auto"
 ) -> torch.Tensor:
-    """RMSNorm of x over its last dimension and, if silu is true, SiLU. The result is contiguous.
+    """Return RMSNorm of x over its last dimension and then SiLU, in x's shape and dtype, contiguous.
 
-    x: [B, T, ..., C] with any strides. weight: [C]. implementation: "auto", "triton" or "torch" (see dispatch.py).
-    Returns x's shape and dtype. Raises ValueError for shapes or devices that do not fit together.
+    x: [B, T, ..., C] with any strides. weight: [C]. silu: False to leave SiLU out. implementation: "auto", "triton" or
+    "torch" (see dispatch.py). Raises ValueError for shapes or devices that do not fit together.
     """
     if x.dim() < 3:
         raise ValueError(f"rms_norm_silu: x has shape {list(x.shape)}, not [B, T, ..., C].")

@@ -75,20 +75,20 @@ def sparse_linear_attention(
     """Return sparse-linear attention of q, k, v: [B, S, H, D] in their dtype.
 
     q, k, v: [B, S, H, D] of one dtype, with any strides.
-
     proj_weight, proj_bias: proj_l, [D, D] and [D] or None, in q's dtype or fp32.
     topk: the share of key blocks that each block of queries keeps, above 0 and at most 1. It is rounded down to whole
         blocks, but to one at least (`kept_blocks` tells if the published rule would keep none).
     block_map: instead of topk, the key blocks to keep, [B, H, ⌈S / block_q⌉, kept] int32 or int64. A list names
-        blocks from 0 to ⌈S / block_k⌉ - 1, each once. This is checked on the CPU only: on a GPU the check would wait
-        for the GPU, and a list that breaks the rule gives wrong results or an access to memory outside k and v.
+        blocks from 0 to ⌈S / block_k⌉ - 1, each once. This is checked on the CPU only, because on a GPU the check would
+        wait for the GPU. There a list that breaks the rule gives wrong results, or reads memory outside k and v.
     block_q, block_k: the tokens of a block of queries and of keys that a checkpoint was trained with. Give both or
-        neither; without them the sizes are those published for this device (`sparse_block_sizes`).
-    quantized: True for a softmax with q, k and v in 8 bits. v_format: v's format then, float8_e4m3fn (the default from
-        sm_89 on, and on the CPU) or float16.
+        neither. Without them the sizes are those published for this device (`sparse_block_sizes`).
+    quantized: True for a softmax with q, k and v in 8 bits.
+    v_format: v's format in 8 bits, float8_e4m3fn (the default from sm_89 on, and on the CPU) or float16.
     implementation: "auto", "triton" or "torch" (see dispatch.py). The kernels take head_dims 64 and 128 and blocks of
         64 and 128 tokens.
-    Differentiable in q, k, v and proj_l, through the reference. Gradients pass through the rounding to 8 bits
+
+    q, k, v and proj_l have gradients, which the reference computes. Gradients pass through the rounding to 8 bits
     unchanged. Raises ValueError for shapes, dtypes, devices, blocks or a share that do not fit together.
     """
     _check(q, k, v, proj_weight, proj_bias, topk, block_map, block_q, block_k, quantized, v_format)

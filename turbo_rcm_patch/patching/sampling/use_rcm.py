@@ -22,19 +22,21 @@ def use_rcm(
     """Let ``pipe(..., num_inference_steps=4)`` sample in 1 to 4 rCM steps (or at the given sigmas).
 
     pipe: a WanPipeline, WanImageToVideoPipeline, WanVideoToVideoPipeline or WanVACEPipeline, or a modular Wan
-    pipeline, whose transformer is rCM-distilled.
-    sigma_max, stochastic, round_timesteps_to_bf16, sigmas: the options of RCMScheduler. None keeps the value if the
-    pipeline's scheduler is an RCMScheduler already (a saved one). Otherwise None takes RCMScheduler's default: 80,
-    True, True, the published times. Use sigma_max=200 for image to video.
+        pipeline, whose transformer is rCM-distilled.
+    sigma_max: the noise-to-signal ratio of the first time. The default is 80. Use 200 for image to video.
+    stochastic: True (the default) for fresh noise in every step, False for the deterministic ODE.
+    round_timesteps_to_bf16: True (the default) to give the network timesteps rounded to bf16, as in training.
+    sigmas: times in place of the published ones, strictly decreasing in (0, 1], without the final 0.
+        If the pipeline's scheduler is an RCMScheduler already (a saved one), None keeps its value of each of these.
     classifier_free_guidance: True if guidance_scale counts. Distilled models run without guidance, so by default a
     guidance_scale above 1 (the pipelines' own default is 5) is taken as 1, with one warning.
 
-    The call's ``generator`` then alone decides the noise: the first, then one draw per step. ``latents`` passed to the
-    call are taken as unit noise and scaled like it; those passed to a video-to-video pipeline are taken as they are.
+    Afterwards only the call's ``generator`` decides the noise: the first, then one draw per step. ``latents`` passed to
+    the call are taken as unit noise and scaled like it. A video-to-video pipeline takes them as they are.
 
-    Returns a handle with ``restore()``, also usable in a ``with`` statement. Raises TypeError for an unsupported
-    pipeline, ValueError for one without a scheduler or for bad values, RuntimeError when use_rcm is active on it;
-    the pipeline is then unchanged.
+    Returns a handle with ``restore()``, which also works in a ``with`` statement. After an error nothing is changed.
+    Raises TypeError for an unsupported pipeline, ValueError for one without a scheduler or for bad values, and
+    RuntimeError if use_rcm is active on it.
     """
     check_pipeline(pipe, "use_rcm")
     scheduler = rcm_scheduler(
