@@ -57,19 +57,19 @@ def load(monkeypatch, tmp_path, capsys):
 def test_generate_with_two_loras(models, tmp_path, capsys, patched):
     high, low = loras(models, "wan22")
     argv = ["generate", "a fox", "-o", str(tmp_path / "out.mp4"), "--model", str(models / "wan22"), *SMALL]
-    argv += ["--lora", f"{high}:0.5", "--lora-2", low, "--seed", "3"] + ([] if patched else ["--no-patch"])
+    argv += ["--lora", f"{high}:0.5", "--lora-2", f"{low}:1.5", "--seed", "3"] + ([] if patched else ["--no-patch"])
     assert main(argv) == 0
     printed = capsys.readouterr().out
     assert "lightning (named wan22_lightning_transformer.safetensors): 4 steps (euler)" in printed
     assert (
-        "transformer_2: wan22_lightning_transformer_2.safetensors, 20 linears of rank 64, 0 differences, scale 0.5"
+        "transformer_2: wan22_lightning_transformer_2.safetensors, 20 linears of rank 64, 0 differences, scale 1.5"
         in printed
     )
     assert "step 4" in printed
     assert ("+ LoRA" in printed) == patched
 
     pipe = DiffusionPipeline.from_pretrained(models / "wan22")
-    trp.use_distilled(pipe, (high, low), scale=0.5)
+    trp.use_distilled(pipe, (high, low), scale=(0.5, 1.5))
     size = {"height": 32, "width": 48, "num_frames": 5, "num_inference_steps": 4, "guidance_scale": 1.0}
     expected = pipe("a fox", generator=torch.Generator().manual_seed(3), **size).frames[0]
     frames = iio.imread(tmp_path / "out.mp4") / 255
@@ -98,9 +98,17 @@ def test_compare(models, tmp_path, capsys):
     assert "lightx2v (as asked for)" in capsys.readouterr().out
     result = json.loads(output.read_text())
     settings = result["settings"]
-    assert (settings["lora"], settings["lora_2"], settings["recipe"]) == ([high, 1.0], low, "lightx2v")
+    assert (settings["lora"], settings["lora_2"], settings["recipe"]) == ([high, 1.0], [low, 1.0], "lightx2v")
     assert settings["num_inference_steps"] == 4
     assert [len(variant["timings"]["steps"]) for variant in result["variants"]] == [4, 4]
+
+
+def test_a_lora_for_the_low_noise_expert_alone(models, load):
+    _, low = loras(models, "wan22")
+    printed = load("--model", models / "wan22", "--lora-2", f"{low}:0.8").out
+    assert "transformer: no LoRA, so its steps are not distilled" in printed
+    assert "transformer_2: wan22_lightning_transformer_2.safetensors" in printed
+    assert "scale 0.8" in printed
 
 
 def test_a_model_that_is_known_to_be_another_is_not_sampled_as_rcm(tmp_path, load):
@@ -229,7 +237,9 @@ def test_scales_are_told_from_names(tmp_path, monkeypatch):
     (tmp_path / "odd:1").touch()
 
     def parsed(text):
-        return parse_arguments(["compare", "--lora", text]).lora
+        options = parse_arguments(["compare", "--lora", text, "--lora-2", text])
+        assert options.lora_2 == options.lora
+        return options.lora
 
     assert parsed("a.safetensors") == ("a.safetensors", 1.0)
     assert parsed("a.safetensors:0.8") == ("a.safetensors", 0.8)
@@ -241,12 +251,18 @@ def test_scales_are_told_from_names(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--lora-2", __file__], "--lora-2 is the second of two files"),
+        (["--lora-2", __file__], "--lora and --recipe go with --model"),
         (["--lora", __file__], "--lora and --recipe go with --model"),
         (["--recipe", "rcm"], "--lora and --recipe go with --model"),
         (["--model", "MODEL", "--lora", "missing.safetensors"], "--lora missing.safetensors: no such file or folder"),
         (["--model", "MODEL", "--lora", __file__, "--lora-2", "no"], "--lora-2 no: no such file or folder"),
         (["--model", "MODEL", "--lora", f"{__file__}:inf"], "give a finite strength"),
+        (["--model", "MODEL", "--lora-2", f"{__file__}:nan"], f"--lora-2 {__file__}:nan: give a finite strength"),
+        (["--model", "MODEL", "--lora-2", __file__, "--sigma-max", "80"], "--sigma-max is for rCM without"),
+        (
+            ["--model", "MODEL", "--lora-2", __file__, "--recipe", "none"],
+            "--recipe none keeps the pipeline's scheduler",
+        ),
         (["--model", "MODEL", "--recipe", "fastwan", "--steps", "4"], "--steps 4: fastwan takes 3 steps"),
         (["--model", "MODEL", "--recipe", "lightx2v", "--steps", "3"], "--steps 3: lightx2v takes 4 or more steps"),
         (["--model", "MODEL", "--recipe", "causvid-lora", "--steps", "10"], "causvid-lora takes 1 to 9 steps"),
@@ -274,6 +290,13 @@ def test_what_the_files_hold_is_an_error_of_one_line(models, capsys):
     assert "--steps 3: lightning takes 4 or more steps" in error_of(
         capsys, *argv, "--lora", high, "--lora-2", high, "--steps", "3"
     )
+
+
+def test_a_second_lora_needs_a_second_transformer(models, original, capsys):
+    _, low = loras(models, "wan22")
+    for more in ([], ["--lora", low]):
+        error = error_of(capsys, "compare", "--model", original[0], *SMALL, *more, "--lora-2", low)
+        assert "has no second transformer; leave --lora-2 out" in error
 
 
 def test_guidance_that_would_be_ignored_is_an_error_of_one_line(original, capsys):

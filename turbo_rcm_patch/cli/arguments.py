@@ -177,7 +177,8 @@ def add_distilled_options(parser: argparse.ArgumentParser) -> None:
     """Add --lora, --lora-2 and --recipe."""
     lora = "a few-step LoRA: a file, a folder with a file for each expert, or a hub id; SCALE: its strength (default 1)"
     parser.add_argument("--lora", type=_lora, metavar="FILE[:SCALE]", help=lora)
-    parser.add_argument("--lora-2", metavar="FILE", help="Wan 2.2: the LoRA of the low-noise expert")
+    second = "Wan 2.2: the LoRA of the low-noise expert, also without --lora; SCALE: its own strength (default 1)"
+    parser.add_argument("--lora-2", type=_lora, metavar="FILE[:SCALE]", help=second)
     recipe = (
         f"how the model or LoRA was distilled: {', '.join(RECIPES)}; none: keep the pipeline's scheduler (default: "
         "recognised by names and files, otherwise none)"

@@ -23,6 +23,7 @@ from .quiet_imports import quiet_imports
 STEPS = (1, 2, 3, 4)
 OWN_SAMPLER = "none"  # the value of --recipe that keeps the pipeline's scheduler
 GUIDANCE = ("guidance", "guidance_2", "negative_prompt")
+LORAS = ("lora", "lora_2")
 TRANSFORMERS = ("transformer", "transformer_2")
 SPARSITY = ("topk", "mass", "min_tokens")
 _HUB_PATH = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(/.+)?")  # an id, perhaps with a file or folder in it
@@ -115,8 +116,13 @@ def step_counts(arguments: argparse.Namespace) -> tuple[int, ...]:
 
 def is_distilled(arguments: argparse.Namespace) -> bool:
     """True if a LoRA or a recipe is given."""
-    recipe = getattr(arguments, "recipe", None)
-    return getattr(arguments, "lora", None) is not None or recipe not in (None, OWN_SAMPLER)
+    return bool(given_loras(arguments)) or getattr(arguments, "recipe", None) not in (None, OWN_SAMPLER)
+
+
+def given_loras(arguments: argparse.Namespace) -> dict[str, tuple[str, float]]:
+    """Return the files and strengths of --lora and --lora-2, by the option's name in the arguments."""
+    values = {option: getattr(arguments, option, None) for option in LORAS}
+    return {option: value for option, value in values.items() if value is not None}
 
 
 def check_pipeline_class(class_name: object, arguments: argparse.Namespace) -> None:
@@ -233,16 +239,14 @@ def sparsity_of(arguments: argparse.Namespace) -> dict[str, float | int]:
 
 
 def _check_distilled(arguments: argparse.Namespace) -> None:
-    if getattr(arguments, "lora_2", None) is not None and arguments.lora is None:
-        raise CommandError("--lora-2 is the second of two files; give the first, of the high-noise expert, as --lora.")
-    lora, recipe = getattr(arguments, "lora", None), getattr(arguments, "recipe", None)
-    if lora is None and recipe is None:
+    loras, recipe = given_loras(arguments), getattr(arguments, "recipe", None)
+    if not loras and recipe is None:
         return
     if arguments.model is None:
         raise CommandError("--lora and --recipe go with --model; the embedded model is sampled as rCM.")
     if arguments.sigma_max is not None:
         raise CommandError("--sigma-max is for rCM without --recipe or --lora, whose recipe says it; leave it out.")
-    if recipe == OWN_SAMPLER and lora is not None:
+    if recipe == OWN_SAMPLER and loras:
         raise CommandError("--recipe none keeps the pipeline's scheduler, and --lora is for few steps; leave one out.")
     if recipe in RECIPES and arguments.steps is not None:
         try:
@@ -250,14 +254,11 @@ def _check_distilled(arguments: argparse.Namespace) -> None:
         except ValueError:
             takes = RECIPES[recipe].takes
             raise CommandError(f"--steps {arguments.steps}: {recipe} takes {takes} steps.") from None
-    if lora is None:
-        return
-    _check_lora("--lora", *lora)
-    if arguments.lora_2 is not None:
-        _check_lora("--lora-2", arguments.lora_2)
+    for option, (file, scale) in loras.items():
+        _check_lora(f"--{option.replace('_', '-')}", file, scale)
 
 
-def _check_lora(option: str, file: str, scale: float = 1.0) -> None:
+def _check_lora(option: str, file: str, scale: float) -> None:
     if not math.isfinite(scale):
         raise CommandError(f"{option} {file}:{scale}: give a finite strength.")
     if not Path(file).expanduser().exists() and not _HUB_PATH.fullmatch(file):

@@ -32,7 +32,7 @@ from ..patching.summary import beside_exact
 from ..patching.weights.convert import capability_of
 from ..patching.weights.store import convert_model
 from ..wording import counted
-from .checks import SPARSITY
+from .checks import LORAS, SPARSITY
 from .errors import CommandError, user_errors
 from .files import replacing, write_json, write_video
 from .pipelines import (
@@ -259,7 +259,7 @@ def settings_of(arguments: argparse.Namespace, pipe, call: dict[str, object]) ->
         "preset": arguments.preset,
         **{
             name: value
-            for name in ("lora", "lora_2", "recipe", *SPARSITY)
+            for name in (*LORAS, "recipe", *SPARSITY)
             if (value := getattr(arguments, name, None)) is not None
         },
         "dtype": str((pipe.transformer or pipe.transformer_2).dtype).removeprefix("torch."),

@@ -9,10 +9,11 @@ import sys
 from diffusers import DiffusionPipeline
 
 from ..patching import use_distilled, use_rcm
+from ..patching.apply import transformers_of
 from ..patching.sampling.use_distilled import NotRecognised
 from ..recipes import RCM_STEPS, recipe_names
 from ..scheduler import FewStepScheduler
-from .checks import OWN_SAMPLER, as_option, step_counts
+from .checks import LORAS, OWN_SAMPLER, as_option, given_loras, step_counts
 from .errors import CommandError
 
 
@@ -85,15 +86,19 @@ def _noted(arguments: argparse.Namespace, message: str) -> bool:
 
 
 def _use_distilled(pipe: DiffusionPipeline, arguments: argparse.Namespace, guided: bool) -> None:
-    file, scale = getattr(arguments, "lora", None) or (None, 1.0)
-    second = getattr(arguments, "lora_2", None)
     recipe = getattr(arguments, "recipe", None)
     if recipe == OWN_SAMPLER:
         if not isinstance(pipe.scheduler, FewStepScheduler):
             tell(arguments, _own_sampler(pipe, arguments.model) + ".")
             return
         recipe = None  # a saved few-step sampler is the pipeline's own
-    source = file if second is None else (file, second)
+    loras = [given_loras(arguments).get(option, (None, 1.0)) for option in LORAS]
+    if loras[1][0] is None:
+        source, scale = loras[0]  # perhaps a folder with a file for each expert
+    elif len(transformers_of(pipe)) == 1:
+        raise CommandError(f"--model {arguments.model} has no second transformer; leave --lora-2 out.")
+    else:
+        source, scale = zip(*loras, strict=True)
     longest = max((steps for steps in step_counts(arguments) if steps is not None), default=None)
     try:
         options = {"steps": longest, "classifier_free_guidance": guided}
