@@ -61,6 +61,28 @@ class LoraFile:
             self.tensors[f"{key}{dot}alpha"] = torch.tensor(float(alpha))
         self._change(f"{module}.weight", (1.0 if alpha is None else alpha / rank) * up @ down)
 
+    def kronecker(self, key, module, rank=None, alpha=8.0):
+        """W += alpha/rank · kron(w1, w2_a @ w2_b). Without a rank it is kron(w1, w2), whatever alpha is."""
+        outputs, inputs = self.model.get_submodule(module).weight.shape
+        w1, std = self.randn(4, 2), inputs**-0.5
+        if rank is None:
+            w2 = self.tensors[f"{key}.lokr_w2"] = self.randn(outputs // 4, inputs // 2, std=std)
+        else:
+            left, right = self.randn(outputs // 4, rank), self.randn(rank, inputs // 2, std=std * rank**-0.5)
+            self.tensors |= {f"{key}.lokr_w2_a": left, f"{key}.lokr_w2_b": right}
+            w2 = alpha / rank * left @ right
+        self.tensors |= {f"{key}.lokr_w1": w1, f"{key}.alpha": torch.tensor(float(alpha))}
+        self._change(f"{module}.weight", torch.einsum("ij,kl->ikjl", w1, w2).reshape(outputs, inputs))
+
+    def hadamard(self, key, module, rank, alpha=2.0):
+        """W += alpha/rank · (w1_a @ w1_b) * (w2_a @ w2_b)."""
+        outputs, inputs = self.model.get_submodule(module).weight.shape
+        w1, w2 = ((self.randn(outputs, rank), self.randn(rank, inputs, std=inputs**-0.25)) for _ in range(2))
+        names = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "alpha")
+        for name, tensor in zip(names, (*w1, *w2, torch.tensor(float(alpha))), strict=True):
+            self.tensors[f"{key}.{name}"] = tensor
+        self._change(f"{module}.weight", alpha / rank * (w1[0] @ w1[1]) * (w2[0] @ w2[1]))
+
     def difference(self, key, parameter):
         """A whole difference."""
         difference = self.randn(*self.model.get_parameter(parameter).shape, std=0.1)
@@ -130,6 +152,24 @@ def lightning(model, rank=64, alphas=(8.0,), seed=0, prefix="diffusion_model."):
     for i in range(len(model.blocks)):
         for n, (theirs, ours) in enumerate(BLOCK.items()):
             file.pair(f"{prefix}blocks.{i}.{theirs}", f"blocks.{i}.{ours}", rank, alphas[n % len(alphas)])
+    return file
+
+
+def lokr(model, ranks=(4, None), seed=0, prefix="diffusion_model."):
+    """Like ai-toolkit's LoKr: the blocks' linears, with ranks in turn; None stands for whole matrices."""
+    file = LoraFile(model, seed)
+    for i in range(len(model.blocks)):
+        for n, (theirs, ours) in enumerate(BLOCK.items()):
+            file.kronecker(f"{prefix}blocks.{i}.{theirs}", f"blocks.{i}.{ours}", ranks[n % len(ranks)])
+    return file
+
+
+def loha(model, rank=4, seed=0):
+    """Like musubi-tuner's LoHa: names with underscores."""
+    file = LoraFile(model, seed)
+    for i in range(len(model.blocks)):
+        for theirs, ours in BLOCK.items():
+            file.hadamard(f"lora_unet_blocks_{i}_{theirs.replace('.', '_')}", f"blocks.{i}.{ours}", rank)
     return file
 
 

@@ -16,6 +16,7 @@ IMAGE = {"image_dim": 4, "added_kv_proj_dim": "inner", "in_channels": 36}
 def changes(lora):
     """Return the tensors that a LoRA adds to the parameters, by name."""
     found = {f"{name}.weight": pair.product() for name, pair in lora.pairs.items()}
+    found |= {name: product.dense() for name, product in lora.products.items()}
     for name, difference in lora.differences.items():
         found[name] = found.get(name, 0) + difference.float()
     return found
@@ -101,6 +102,68 @@ def test_kohya(dotted):
     lora = read_lora(file.tensors, file.model)
     assert_holds(lora, file)
     assert not lora.unused
+
+
+@pytest.mark.parametrize("prefix", ["diffusion_model.", "", "pipe.dit."])
+def test_lokr(prefix):
+    file = lora_files.lokr(tiny_wan_transformer(), prefix=prefix)
+    lora = read_lora(file.tensors, file.model)
+    assert looks_like_lora(file.tensors)
+    assert_holds(lora, file)
+    assert (lora.unused, lora.assumed, lora.has_alpha, lora.has_differences) == ({}, 0, True, False)
+    assert {product.rank for product in lora.products.values()} == {4, None}
+
+
+def test_loha():
+    file = lora_files.loha(tiny_wan_transformer())
+    lora = read_lora(file.tensors, file.model)
+    assert looks_like_lora(file.tensors)
+    assert_holds(lora, file)
+    assert not lora.unused
+    without = {key: tensor for key, tensor in file.tensors.items() if not key.endswith(".alpha")}
+    lora = read_lora(without, file.model)
+    assert lora.assumed == len(lora.products) == 20
+    assert {product.scale for product in lora.products.values()} == {1.0}
+
+
+def test_a_lokr_of_both_factors_in_two_matrices_and_one_of_a_convolution():
+    model = tiny_wan_transformer()
+    w1_a, w1_b, w2_a, w2_b = torch.randn(8, 2), torch.randn(2, 4), torch.randn(16, 2), torch.randn(2, 32)
+    names = ("lokr_w1_a", "lokr_w1_b", "lokr_w2_a", "lokr_w2_b", "alpha")
+    tensors = dict(zip(names, (w1_a, w1_b, w2_a, w2_b, torch.tensor(1.0)), strict=True))
+    patch = {"lokr_w1": torch.randn(8, 4), "lokr_w2": torch.randn(16, 4, 1, 2, 2)}
+    lora = read_lora(named(TO_Q["bare"], tensors) | named("patch_embedding.", patch), model)
+    expected = 0.5 * torch.kron(w1_a @ w1_b, w2_a @ w2_b)
+    torch.testing.assert_close(lora.products["blocks.0.attn1.to_q.weight"].dense(), expected)
+    expected = torch.kron(patch["lokr_w1"][..., None, None, None], patch["lokr_w2"])
+    found = lora.products["patch_embedding.weight"].dense().reshape(128, 16, 1, 2, 2)
+    torch.testing.assert_close(found, expected)
+
+
+def test_products_that_do_not_fit_are_named():
+    model = tiny_wan_transformer()
+    kron, hada = {"lokr_w1": torch.ones(8, 8), "lokr_w2": torch.ones(16, 16)}, {}
+    for n in (1, 2):
+        hada |= {f"hada_w{n}_a": torch.ones(128, 4), f"hada_w{n}_b": torch.ones(4, 128)}
+    assert len(read_lora(named(TO_Q["bare"], kron | hada), model).products) == 1
+    for parts, changed, message in (
+        (kron, {"lokr_w2": torch.ones(16, 8)}, r"the LoKr of .*lokr_w1 is \[128, 64\], the model takes \[128, 128\]"),
+        (kron, {"lokr_w1": torch.ones(8)}, r"has a matrix of shape \[8\]"),
+        (kron, {"lokr_w1": torch.ones(8, 0)}, r"has a matrix of shape \[8, 0\]"),
+        (kron, {"lokr_w1": torch.ones(8, 8).char()}, "holds int8, not floating-point numbers"),
+        (hada, {"hada_w1_b": torch.ones(3, 128)}, r"has matrices \[128, 4\] and \[3, 128\], which have no product"),
+        (hada, {"hada_w1_b": torch.ones(4, 64)}, r"the LoHa of .*multiplies \[128, 64\] by \[128, 128\]"),
+        (kron, {"alpha": torch.tensor(float("nan"))}, "alpha is nan, not one number"),
+    ):
+        with pytest.raises(ValueError, match=rf"does not fit the WanTransformer3DModel.*{message}"):
+            read_lora(named(TO_Q["bare"], parts | changed), model)
+    for missing in (*kron, *hada):
+        one = {name: tensor for name, tensor in (kron if missing in kron else hada).items() if name != missing}
+        other = named("blocks.1.self_attn.q.", kron)
+        kind = "LoKr" if missing in kron else "LoHa"
+        one["alpha"] = torch.tensor(1.0)
+        unused = dict.fromkeys(named(TO_Q["bare"], one), f"not the matrices of a whole {kind}")
+        assert read_lora(named(TO_Q["bare"], one) | other, model).unused == unused
 
 
 @pytest.mark.parametrize("prefix", ["transformer.", "", "base_model.model."])
@@ -239,9 +302,10 @@ def test_shapes_that_do_not_fit_are_all_named():
 @pytest.mark.parametrize(
     ("key", "kind"),
     [
-        ("diffusion_model.blocks.0.self_attn.q.lokr_w1", "a LoKr"),
-        ("lycoris_blocks_0_attn1_to_q.lokr_w2_a", "a LoKr"),
-        ("lora_unet_blocks_0_self_attn_q.hada_w1_a", "a LoHa"),
+        ("diffusion_model.patch_embedding.lokr_t2", "a LoKr or LoHa in Tucker's form"),
+        ("lora_unet_patch_embedding.hada_t1", "a LoKr or LoHa in Tucker's form"),
+        ("lycoris_blocks_0_attn1_to_q.dora_scale", "a DoRA"),
+        ("blocks.0.self_attn.q.lokr_w1.scale_weight", "a LoRA in 8 bits with scales"),
         ("blocks.0.attn1.to_q.oft_R.weight", "an OFT"),
         ("blocks.0.self_attn.q.lora_mid.weight", "a LoCon of three matrices"),
         ("blocks.0.self_attn.q.lora_down.scale_weight", "a LoRA in 8 bits with scales"),

@@ -1,12 +1,15 @@
 """A LoRA file has the strength with which PEFT trained it, wherever its trainer wrote alpha, ranks and rsLoRA."""
 
+import copy
 import json
 
 import peft
 import pytest
 import torch
 from diffusers import WanPipeline
-from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft import LoHaConfig, LoKrConfig, LoraConfig, get_peft_model, get_peft_model_state_dict
+from peft.tuners.loha import layer as loha
+from peft.tuners.lokr import layer as lokr
 from safetensors.torch import load_file, save_file
 
 import turbo_rcm_patch as trp
@@ -97,6 +100,28 @@ def test_the_strength_is_peft_s(saver, options, tmp_path):
     assert lora.has_alpha
 
 
+PRODUCTS = {
+    "lokr": LoKrConfig(r=4, alpha=8, decompose_factor=8),
+    "lokr, both in two matrices": LoKrConfig(r=2, alpha=1, decompose_both=True, alpha_pattern={"1.attn1.to_q": 3}),
+    "lokr, whole matrices": LoKrConfig(r=64, alpha=16, rank_pattern={"1.attn1.to_q": 32}),
+    "loha": LoHaConfig(r=4, alpha=2),
+}
+
+
+@pytest.mark.parametrize("kind", PRODUCTS)
+def test_lokr_and_loha_are_peft_s(kind, tmp_path):
+    model, config = tiny_wan_transformer(), copy.deepcopy(PRODUCTS[kind])
+    config.init_weights, config.target_modules = False, {"to_q", "net.0.proj"}
+    by_peft(model, config, tmp_path)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, (lokr.Linear, loha.Linear))}
+    found = read(tmp_path, tiny_wan_transformer())
+    assert set(found.products) == {f"{name}.weight" for name in layers}
+    for name, layer in layers.items():
+        expected = layer.get_delta_weight("default").detach()
+        torch.testing.assert_close(found.products[f"{name}.weight"].dense(), expected, rtol=1e-5, atol=1e-6)
+    assert (found.unused, found.assumed) == ({}, 0)
+
+
 def test_peft_s_configuration_counts_for_a_file_that_is_given_by_its_path_and_for_pickled_ones(tmp_path):
     model, config = trained()
     by_peft(model, config, tmp_path)
@@ -157,7 +182,7 @@ def test_the_handle_says_which_strength_it_assumed(tmp_path):
         ({"init_lora_weights": "pissa_niter_4"}, 'init_lora_weights="pissa_niter_4"'),
         ({"init_lora_weights": "olora"}, 'init_lora_weights="olora"'),
         ({"modules_to_save": ["proj_out"]}, r'modules_to_save=\["proj_out"\]'),
-        ({"peft_type": "LOHA"}, 'peft_type="LOHA"'),
+        ({"peft_type": "OFT"}, 'peft_type="OFT"'),
         ({"layer_replication": [[0, 4]]}, r"layer_replication=\[\[0, 4\]\]"),
     ],
 )
@@ -183,6 +208,9 @@ def test_the_matrices_of_a_dora_are_not_loaded_without_its_magnitudes(key):
 
 
 def test_every_setting_of_this_peft_is_known():
+    for config in PRODUCTS.values():
+        plain = {**config.to_dict(), "target_modules": ["to_q"]}
+        assert PeftConfig({"adapter_config.json": json.dumps(plain)}).unknown == []
     _, config = trained()
     plain = {name: list(value) if isinstance(value, set) else value for name, value in config.to_dict().items()}
     assert PeftConfig({"adapter_config.json": json.dumps(plain)}).unknown == []

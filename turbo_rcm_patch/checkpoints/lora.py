@@ -2,6 +2,7 @@
 
     down [r, in], up [out, r], alpha     W += alpha/r · up @ down
     diff, diff_b, diff_m                 added to a weight, a bias, a modulation
+    lokr_…, hada_…, alpha                added to a weight: other products of small matrices (lycoris.py)
 
 A module's alpha is a tensor beside its matrices, or in PEFT's configuration (peft_config.py). Without either, alpha is
 taken as r. Names may have the prefix of any tool, or none (names.py).
@@ -18,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from .lycoris import FACTORS, Product, kinds_of, product_of
 from .names import ModelNames, without_prefix
 from .peft_config import PeftConfig
 
@@ -32,17 +34,17 @@ _PARTS = {
         "weight": r"\.diff$",
         "bias": r"\.diff_b$",
         "modulation": r"\.diff_m$",
+        **{part: rf"\.{part}(\.\w+)?$" for part in FACTORS},
     }.items()
 }
 _DIFFERENCES = ("weight", "bias", "modulation")
 # Kinds of files that hold more, or others, than pairs of matrices. A part of such a file alone means nothing.
 _OTHER_KINDS = {
     "a DoRA": re.compile(r"\.(dora_scale|lora_magnitude_vector)(\.|$)"),
-    "a LoKr": re.compile(r"\.lokr_"),
-    "a LoHa": re.compile(r"\.hada_"),
+    "a LoKr or LoHa in Tucker's form": re.compile(r"\.(lokr_t2|hada_t[12])(\.|$)"),
     "an OFT": re.compile(r"\.b?oft_"),
     "a LoCon of three matrices": re.compile(r"\.lora_mid\."),
-    "a LoRA in 8 bits with scales": re.compile(r"\.(lora_|diff).*(scale_weight|weight_scale|comfy_quant)$"),
+    "a LoRA in 8 bits with scales": re.compile(r"\.(lora_|lokr_|hada_|diff).*(scale_weight|weight_scale|comfy_quant)$"),
 }
 _SHOWN = 4  # the number of keys that an error lists
 
@@ -69,13 +71,15 @@ class Lora:
 
     pairs: matrix pairs by diffusers' name of their linear.
     differences: differences by diffusers' name of their parameter, in its shape.
+    products: LoKr and LoHa products by diffusers' name of their weight. They are as large as the weight when computed.
     unused: keys that are not used, with the reasons.
-    assumed: the number of pairs for which no alpha is given anywhere, so that it is taken as their rank.
+    assumed: the number of pairs and products for which no alpha is given anywhere, so that it is taken as their rank.
     has_alpha, has_differences: True if the file has alphas, or differences.
     """
 
     pairs: dict[str, Pair] = field(default_factory=dict)
     differences: dict[str, torch.Tensor] = field(default_factory=dict)
+    products: dict[str, Product] = field(default_factory=dict)
     unused: dict[str, str] = field(default_factory=dict)
     assumed: int = 0
     has_alpha: bool = False
@@ -111,7 +115,7 @@ def read_lora(tensors: Mapping[str, torch.Tensor], model: nn.Module, metadata: M
         raise ValueError(f"it holds no LoRA, only {_some(list(tensors))}")
     if misfits:
         raise ValueError(f"it does not fit the {type(model).__name__}: {_some(misfits, '; ')}")
-    if not lora.pairs and not lora.differences:
+    if not lora.pairs and not lora.differences and not lora.products:
         raise ValueError(f"none of its keys fit a {type(model).__name__}: {_some(list(lora.unused))}")
     lora.has_differences = any(set(_DIFFERENCES) & set(parts) for parts in grouped.values())
     return lora
@@ -157,7 +161,7 @@ def _parameter(names: ModelNames, name: str, part: str) -> str | None:
 def _are_same(tensors: Mapping[str, torch.Tensor], known: str, key: str) -> bool:
     """True if two keys of the same part hold the same values. For matrices, both or neither must have an alpha."""
     (stem, part), (known_stem, _) = _part_of(key), _part_of(known)
-    if part in ("down", "up") and _has_alpha(tensors, stem) != _has_alpha(tensors, known_stem):
+    if part in ("down", "up", *FACTORS) and _has_alpha(tensors, stem) != _has_alpha(tensors, known_stem):
         return False
     one, other = tensors[known], tensors[key]
     return one.shape == other.shape and torch.equal(one.float(), other.float())
@@ -190,7 +194,10 @@ class _Entry:
                 f"{self._first_key()} is for a block that the model lacks; it has {self._names.blocks}"
             )
             return
-        pair = self._pair(config)
+        kinds = kinds_of(self._parts)
+        pair = self._pair(config) if not kinds or self._parts.keys() & {"down", "up", "up_bias"} else None
+        for kind in kinds:
+            self._add_product(kind, config)
         for part in _DIFFERENCES:
             if part in self._parts:
                 key, difference = self._parts[part]
@@ -225,15 +232,43 @@ class _Entry:
             self._add_difference(down_key, pair.product(), "weight")
         return pair
 
-    def _scale(self, config: PeftConfig, names: tuple[str, ...], rank: int) -> float:
-        """Return a pair's strength. names: its module's name in the file and diffusers' name."""
+    def _add_product(self, kind: str, config: PeftConfig) -> None:
+        """Add the LoKr or LoHa of this module."""
+        own = {part: self._parts[part] for part in FACTORS if part in self._parts and kinds_of([part]) == [kind]}
+        parameter = self._names.parameter(self._name, "weight")
+        product = product_of(kind, {part: matrix for part, (_, matrix) in own.items()})
+        first, *_ = keys = [key for key, _ in own.values()]
+        if parameter is None or product is None:
+            if "alpha" in self._parts and not self._parts.keys() & {"down", "up"}:
+                keys.append(self._parts["alpha"][0])
+            reason = self._names.why_absent(self._name) if parameter is None else f"not the matrices of a whole {kind}"
+            self._lora.unused.update(dict.fromkeys(keys, reason))
+            return
+        module, name = self._names.owner(parameter)
+        outputs, *inputs = getattr(module, name).shape
+        problem = product.why_not(outputs, math.prod(inputs))
+        if problem is not None:
+            self._misfits.append(f"the {kind} of {first} {problem}")
+            return
+        names = without_prefix(_part_of(first)[0]), parameter.rpartition(".")[0]
+        self._lora.products[parameter] = product._replace(scale=self._scale(config, names, product.rank))
+
+    def _scale(self, config: PeftConfig, names: tuple[str, ...], rank: int | None) -> float:
+        """Return the strength of a pair or a product. A product may have no rank.
+
+        names: its module's name in the file and diffusers' name.
+        """
         given = self._parts.get("alpha")
-        scale = config.scale(names, rank) if given is None else self._alpha(*given) / rank
-        if scale is None:
-            self._lora.assumed += 1
-            return 1.0
-        self._lora.has_alpha = True
-        return scale
+        if given is None:
+            scale = config.scale(names, rank)
+        else:
+            alpha = self._alpha(*given)
+            scale = 1.0 if rank is None else alpha / rank
+        if scale is not None:
+            self._lora.has_alpha = True
+            return scale
+        self._lora.assumed += rank is not None
+        return 1.0
 
     def _alpha(self, key: str, alpha: torch.Tensor) -> float:
         if alpha.numel() == 1 and math.isfinite(alpha):

@@ -1,4 +1,4 @@
-"""PEFT's configuration of a LoRA, from all places where trainers write it: the strength of each pair of matrices.
+"""PEFT's configuration of a LoRA, LoKr or LoHa, from all places where trainers write it: the strength of its matrices.
 
     header "lora_adapter_metadata"   diffusers' savers; a pipeline's saver puts "transformer." before each field
     header "lora_config"             finetrainers
@@ -19,10 +19,11 @@ _PLACES = ("lora_adapter_metadata", "lora_config", PEFT_FILE)
 _COMPONENT = re.compile(r"^transformer(_2)?\.")
 
 _NUMBERS = ("lora_alpha", "r")
+_LYCORIS = ("LOKR", "LOHA")  # kinds whose alpha is the field "alpha"
 _PATTERNS = ("alpha_pattern", "rank_pattern")
 # Other fields that change the result, and the values for which it is the plain product of two matrices.
 _PLAIN = {
-    "peft_type": (None, "LORA"),
+    "peft_type": (None, "LORA", *_LYCORIS),
     "bias": (None, "none"),
     # The other initialisations also change the model's own weights.
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal", "mica"),
@@ -43,6 +44,8 @@ _WITHOUT_EFFECT = {
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "ensure_weight_tying"),
     *("lora_dropout", "fan_in_fan_out", "lora_bias", "megatron_config", "megatron_core", "qalora_group_size"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config"),
+    *("rank_dropout", "module_dropout", "rank_dropout_scale", "init_weights"),  # of LoKr and LoHa, as the next two
+    *("use_effective_conv2d", "decompose_both", "decompose_factor"),
 }
 
 
@@ -66,23 +69,26 @@ class PeftConfig:
                     f"{place} has {name}={json.dumps(value)}, which is not supported; merge the LoRA into its model "
                     "with the tool that trained it, and load that model"
                 )
-        for name in _NUMBERS:
+        self._numbers = ("alpha", "r") if self._fields.get("peft_type") in _LYCORIS else _NUMBERS
+        for name in self._numbers:
             self._check_number(name, self._fields.get(name))
         for name in _PATTERNS:
             self._check_pattern(name, self._fields.get(name) or {})
-        known = {*_NUMBERS, *_PATTERNS, *_PLAIN, *_WITHOUT_EFFECT}
+        known = {*self._numbers, *_PATTERNS, *_PLAIN, *_WITHOUT_EFFECT}
         self.unknown = [f"{place}: {name}" for name, value in self._fields.items() if name not in known and value]
 
-    def scale(self, names: Iterable[str], rank: int) -> float | None:
-        """Return the strength of a module's pair: alpha/rank, or alpha/√rank with rsLoRA. None if no alpha is given.
+    def scale(self, names: Iterable[str], rank: int | None) -> float | None:
+        """Return the strength of a module's matrices: alpha/rank, or alpha/√rank with rsLoRA. None without any alpha.
 
-        names: the module's name in all spellings that patterns may use. rank: the rank of its matrices.
+        names: the module's name in all spellings that patterns may use. rank: the rank of its matrices. A LoKr of whole
+        matrices has none; PEFT then takes the configuration's.
 
         Raises ValueError if the configuration tells another rank.
         """
         names = list(names)
-        alpha, told = (self._of(names, *fields) for fields in zip(_PATTERNS, _NUMBERS, strict=True))
-        if alpha is None:
+        alpha, told = (self._of(names, *fields) for fields in zip(_PATTERNS, self._numbers, strict=True))
+        rank = told if rank is None else rank
+        if alpha is None or not rank:
             return None
         if told is not None and told != rank:
             raise ValueError(

@@ -90,7 +90,7 @@ def lora_claims(path: Path, lora: Lora, model: nn.Module, experts: int) -> list[
         if claim != own:
             return [claim._replace(alone="a folder's name")]
         every = _linears(model)
-        held = len(every & set(lora.pairs))
+        held = len(every & {*lora.pairs, *(weight.removesuffix(".weight") for weight in lora.products)})
         few = f"its name (it has matrices for {held} of the blocks' {len(every)} linears)"  # perhaps a style's
         return [claim if held == len(every) else claim._replace(alone=few)]
     folder, contents = by_name(path), lora_by_contents(lora, model, experts)

@@ -22,6 +22,7 @@ FORMATS = {
     "kohya dotted": lambda model: lora_files.kohya(model, dotted=True),
     "diffusers": lora_files.diffusers,
 }
+PRODUCTS = {"lokr": lora_files.lokr, "loha": lora_files.loha}
 
 
 def output(model):
@@ -51,10 +52,10 @@ def load(pipe, file, scale=1.0, model=None):
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.6, 0.0, -1.0])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [*FORMATS, *PRODUCTS])
 def test_equals_the_merged_weights(format, scale):
     pipe = tiny_wan_pipeline("i2v" if format == "lightx2v" else "t2v")
-    file = FORMATS[format](pipe.transformer)
+    file = (FORMATS | PRODUCTS)[format](pipe.transformer)
     plain, expected, before = output(pipe.transformer), output(file.merged(scale)), everything(pipe.transformer)
     loaded = load(pipe, file, scale)
     assert not loaded.unused
@@ -281,6 +282,70 @@ def test_a_difference_of_a_weight_in_8_bits_is_refused_with_the_rule():
     trp.restore(pipe)
     loaded.undo()
     assert torch.equal(output(model), plain)
+
+
+@pytest.mark.parametrize("preset", ["exact", "quantized"])
+@pytest.mark.parametrize("format", PRODUCTS)
+def test_a_product_is_in_the_weights_that_the_patch_runs(preset, format):
+    pipe, merged = tiny_wan_pipeline(), tiny_wan_pipeline()
+    model, file = pipe.transformer, PRODUCTS[format](pipe.transformer)
+    before, plain = everything(model), output(model)
+    merged.transformer = file.merged()
+    expected = trp.patch(merged, preset) and output(merged.transformer)
+    loaded = load(pipe, file)
+    patch = trp.patch(pipe, preset)
+    torch.testing.assert_close(output(model), expected, rtol=2e-5, atol=2e-5)
+    if preset == "exact":
+        loaded.undo()
+        torch.testing.assert_close(output(model), plain, rtol=3e-5, atol=3e-5)
+        loaded = load(pipe, file)
+        torch.testing.assert_close(output(model), expected, rtol=2e-5, atol=2e-5)
+    else:
+        with pytest.raises(RuntimeError, match="cannot be put back: its linear runs in 8 bits"):
+            loaded.check_undoable()
+    patch.restore()
+    loaded.check_undoable()
+    loaded.undo()
+    assert_as_before(model, before)
+
+
+def test_a_product_for_a_weight_that_cannot_be_written_is_refused_before_anything_is():
+    pipe = tiny_wan_pipeline()
+    model = pipe.transformer
+    lora = read_lora(lora_files.lokr(model).tensors, model)
+
+    def check(match):
+        with pytest.raises(RuntimeError, match=match):
+            loaded_lora.check_loadable(model, "transformer", lora)
+
+    with trp.patch(pipe, "quantized"):
+        check(r"the LoKr changes blocks\.0\.attn1\.to_q\.weight, but .* call restore\(\) first")
+    linear = model.blocks[0].attn1.to_q
+    for weight, reason in (
+        (torch.empty(128, 128, device="meta"), "offloading keeps the parameter elsewhere"),
+        (torch.zeros(128, 128).to(torch.float8_e4m3fn), "the parameter is stored as float8_e4m3fn"),
+    ):
+        linear.weight = torch.nn.Parameter(weight, False)
+        check(rf"the LoKr cannot be added to blocks\.0\.attn1\.to_q\.weight: {reason}; load it first")
+
+
+def test_a_product_beside_a_lora_that_is_fused_into_its_weights_is_neither_added_nor_undone():
+    pipe = tiny_wan_pipeline()
+    model = pipe.transformer
+    style, file = lora_files.style(model), lora_files.loha(model)
+    model.load_lora_adapter(style.tensors, prefix=None, adapter_name="style")
+    loaded = load(pipe, file)
+    pipe.fuse_lora()
+    with pytest.raises(RuntimeError, match=r"the LoRA style is fused into the weights; call pipe\.unfuse_lora\(\)"):
+        loaded.check_undoable()
+    pipe.unfuse_lora()
+    loaded.check_undoable()
+    loaded.undo()
+    lora = read_lora(file.tensors, model)
+    loaded_lora.check_loadable(model, "transformer", lora)
+    pipe.fuse_lora()
+    with pytest.raises(RuntimeError, match="transformer has a fused LoRA, style"):
+        loaded_lora.check_loadable(model, "transformer", lora)
 
 
 def test_what_cannot_be_written_is_named_and_nothing_else_is_lost():

@@ -337,6 +337,24 @@ def test_restore_refuses_where_something_was_replaced_and_changes_nothing(tmp_pa
         handle.restore()
 
 
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [(lora_files.lokr, "20 weights by a LoKr, "), (lora_files.loha, "20 weights by a LoHa, ")],
+)
+def test_a_lokr_or_loha_makes_the_video_of_merged_weights_and_comes_off(make, told, tmp_path):
+    pipe, merged = tiny_wan_pipeline(), tiny_wan_pipeline()
+    file, plain = make(pipe.transformer), videos(pipe)
+    merged.transformer = file.merged(0.5)
+    trp.use_distilled(merged, recipe="lightx2v")
+    source = file.save(tmp_path / LIGHTX2V)
+    with trp.use_distilled(pipe, source, scale=0.5) as handle:
+        first, second = str(handle).splitlines()
+        assert first.startswith(f"lightx2v (named {LIGHTX2V}): 4 steps")
+        assert second == f"transformer: {LIGHTX2V}, {told}0 differences, scale 0.5"
+        torch.testing.assert_close(videos(pipe), videos(merged), rtol=1e-4, atol=1e-4)
+    assert torch.equal(videos(pipe), plain)
+
+
 def test_a_style_s_lora_that_is_named_like_a_recipe_is_told_apart(tmp_path, caplog):
     pipe = tiny_wan_pipeline()
     source = lora_files.style(pipe.transformer).save(tmp_path / "lightning_storm_style.safetensors")

@@ -1,7 +1,8 @@
 """Load a LoRA onto a transformer and take it off again.
 
-Matrix pairs become PEFT layers. Differences of other parameters are added to those parameters. diffusers' own loading
-ignores differences of norms, modulation and patch embedding, and rejects some files.
+Matrix pairs become PEFT layers. Differences of other parameters are added to those parameters, and so are the products
+of LoKr and LoHa, because PEFT's layers would multiply twice at each call. diffusers' own loading ignores differences of
+norms, modulation and patch embedding, and rejects some files.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import importlib.util
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -39,9 +40,10 @@ def check_peft() -> None:
 def check_loadable(transformer: nn.Module, name: str, lora: Lora) -> None:
     """Raise an error if a LoRA cannot be loaded onto a transformer.
 
-    Raises RuntimeError if projections are fused, because the LoRA would not reach them. For a LoRA with matrix pairs it
-    also raises RuntimeError if:
-        another LoRA is fused, because PEFT would take it out of the weights
+    Raises RuntimeError if projections are fused, because the LoRA would not reach them. For a LoRA with matrix pairs or
+    products it also raises RuntimeError if another LoRA is fused: PEFT would take it out of the weights, or restoring
+    their old values would bring it back. For one with products it also raises RuntimeError if their weights cannot be
+    written. For one with matrix pairs it also raises RuntimeError if:
         another LoRA is switched off, because PEFT would switch this one off too
         a linear is stored in fewer than 16 bits, because PEFT would store the matrices in that dtype, in which it
         cannot multiply
@@ -52,27 +54,43 @@ def check_loadable(transformer: nn.Module, name: str, lora: Lora) -> None:
             f"{name} has fused projections, which a LoRA does not reach; call unfuse_qkv_projections() and do not fuse "
             "them again."
         )
-    if not lora.pairs:
+    if not lora.pairs and not lora.products:
         return
-    check_peft()
-    modules = ModelNames(transformer).modules
+    names = ModelNames(transformer)
+    for path, product in lora.products.items():
+        _check_writable(transformer, names, path, product.kind)
+    if lora.pairs:
+        check_peft()
     for path in lora.pairs:
-        weight = modules[path].weight
+        weight = names.modules[path].weight
         if _in_few_bits(weight):
             raise RuntimeError(
                 f"{name}.{path} is stored as {_name_of(weight.dtype)}, and PEFT cannot run a LoRA on it; with "
                 "layerwise casting load the LoRA first and call enable_layerwise_casting afterwards."
             )
     layers = _lora_layers(transformer)
-    fused = sorted({adapter for layer in layers for adapter in layer.merged_adapters})
+    fused = _fused(layers)
     if fused:
         raise RuntimeError(
             f"{name} has a fused LoRA, {', '.join(fused)}; call pipe.unload_lora_weights(), which leaves it in the "
             f"weights, or pipe.unfuse_lora(), which takes it out."
         )
-    if any(layer.disable_adapters for layer in layers):
+    if lora.pairs and any(layer.disable_adapters for layer in layers):
         raise RuntimeError(
             f"{name} has LoRA layers that are switched off; call pipe.enable_lora() or pipe.unload_lora_weights()"
+        )
+
+
+def _check_writable(transformer: nn.Module, names: ModelNames, path: str, kind: str) -> None:
+    """Raise RuntimeError if a product cannot be added to a weight."""
+    module, name = names.owner(path)
+    parameter = getattr(module, name)
+    if isinstance(parameter, ReadOnlyWeight) and not parameter.is_freed:
+        raise RuntimeError(f"the {kind} changes {path}, but {RULE}")
+    reason = _why_not_added(transformer, parameter)
+    if reason is not None:
+        raise RuntimeError(
+            f"the {kind} cannot be added to {path}: {reason}; load it first, then quantise, offload or cast the model."
         )
 
 
@@ -102,6 +120,9 @@ class LoadedLora:
         self._adapter: str | None = None
         names = ModelNames(transformer)
         try:
+            for parameter, product in lora.products.items():
+                device = getattr(*names.owner(parameter)).device
+                self._add(names, parameter, product.dense(device), scale)
             for parameter, difference in lora.differences.items():
                 self._add(names, parameter, difference, scale)
             if lora.pairs:
@@ -163,10 +184,15 @@ class LoadedLora:
             reason = _why_unreachable(self._transformer, getattr(written.module, written.name))
             if reason is not None:
                 raise RuntimeError(f"a parameter cannot be put back: {reason}; undo that first, then restore.")
-        if self._adapter is not None and any(
-            self._adapter in layer.merged_adapters for layer in _lora_layers(self._transformer)
-        ):
-            raise RuntimeError(f"the LoRA {self._adapter!r} is fused into the weights; call pipe.unfuse_lora() first.")
+        written = {id(written.module) for written in self._written}
+        fused = _fused(
+            layer
+            for layer in _lora_layers(self._transformer)
+            if self._adapter in layer.merged_adapters or id(layer.get_base_layer()) in written
+        )
+        if fused:
+            names = ", ".join(fused)
+            raise RuntimeError(f"the LoRA {names} is fused into the weights; call pipe.unfuse_lora() first.")
 
     def undo(self) -> None:
         """Take the LoRA off: remove its layers and put the old values of parameters back bit for bit.
@@ -273,9 +299,16 @@ def has_fused_projections(transformer: nn.Module) -> bool:
 
 
 def _lora_layers(model: nn.Module) -> list[nn.Module]:
+    if importlib.util.find_spec("peft") is None:
+        return []
     from peft.tuners.lora import LoraLayer
 
     return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+def _fused(layers: Iterable[nn.Module]) -> list[str]:
+    """Return the names of the adapters that are fused into any of these layers."""
+    return sorted({adapter for layer in layers for adapter in layer.merged_adapters})
 
 
 def _active_adapters(model: nn.Module) -> list[str]:

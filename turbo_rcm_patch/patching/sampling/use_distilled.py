@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import numbers
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -63,7 +64,9 @@ def use_distilled(
     source: a LoRA file, a folder, or the id of a hub repository, also with a path in it ("org/name/folder"). For the
         two transformers of Wan 2.2 give a pair (high, low), or a folder with both files. (None, low) loads a LoRA for
         one expert only, and both experts take the recipe's steps. None: the pipeline itself is distilled. A LoRA's
-        alpha is read from tensors of its file, the file's header or PEFT's adapter_config.json beside it.
+        alpha is read from tensors of its file, the file's header or PEFT's adapter_config.json beside it. LoKr and LoHa
+        are added to the weights, as differences are, and the CPU keeps those weights' old values for ``restore()``.
+        Load them before a patch that puts linears into 8 bits.
     recipe: the name of one of `RECIPES`, or your own Recipe. None: recognised by the names and contents of the files,
         or of the loaded checkpoint (``transformer.config._name_or_path``).
     scale: the strength of the LoRA's matrices and of its differences (of biases, norms, modulation, patch embedding),
@@ -252,13 +255,21 @@ class DistilledHandle(FewStepHandle):
     def _files(self, files: _Files, scales: dict[str, float]) -> list[str]:
         lines = []
         for name, (path, lora) in files.items():
-            ranks = ", ".join(map(str, lora.ranks))
+            differences = self._loaded[name].differences - len(lora.products)
             lines.append(
-                f"{name}: {path.name}, {len(lora.pairs)} linears of rank {ranks or '-'}, {_assumed(lora)}"
-                f"{self._loaded[name].differences} differences, scale {scales[name]:g}"
+                f"{name}: {path.name}, {_matrices(lora)}{_assumed(lora)}{differences} differences, "
+                f"scale {scales[name]:g}"
             )
             lines += [f"  not used: {key} ({reason})" for key, reason in self._loaded[name].unused.items()]
         return lines
+
+
+def _matrices(lora: Lora) -> str:
+    """Return the words that say what a LoRA changes by matrices."""
+    kinds = Counter(product.kind for product in lora.products.values())
+    products = "".join(f"{count} weights by a {kind}, " for kind, count in kinds.items())
+    ranks = ", ".join(map(str, lora.ranks))
+    return products if products and not ranks else f"{len(lora.pairs)} linears of rank {ranks or '-'}, {products}"
 
 
 def _assumed(lora: Lora) -> str:
