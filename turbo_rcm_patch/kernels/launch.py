@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+_SAME_GPU = contextlib.nullcontext()
 _record = contextvars.ContextVar("turbo_rcm_patch_record", default=None)
 
 
@@ -38,19 +39,13 @@ def launch_kernel(kernel, grid: tuple[int, ...], *arguments, **options) -> None:
     The first argument is a tensor or a descriptor of one. Its GPU is the current one during the launch.
     """
     tensor = arguments[0] if isinstance(arguments[0], torch.Tensor) else arguments[0].base
-    if tensor.is_cpu or (tensor.is_cuda and tensor.get_device() == torch._C._cuda_getDevice()):
-        _run_or_record(kernel, grid, arguments, options)
-    else:
-        with torch.cuda.device_of(tensor):
-            _run_or_record(kernel, grid, arguments, options)
-
-
-def _run_or_record(kernel, grid: tuple[int, ...], arguments: tuple, options: dict[str, object]) -> None:
-    record = _record.get()
-    if record is not None:
-        record(Launch(kernel, grid, arguments, options))
-    else:
-        kernel[grid](*arguments, **options)
+    is_current = tensor.is_cpu or (tensor.is_cuda and tensor.get_device() == torch._C._cuda_getDevice())
+    with _SAME_GPU if is_current else torch.cuda.device_of(tensor):
+        record = _record.get()
+        if record is None:
+            kernel[grid](*arguments, **options)
+        else:
+            record(Launch(kernel, grid, arguments, options))
 
 
 def register_options(capability: tuple[int, int], majors: tuple[int, ...] = (10,)) -> dict[str, int]:

@@ -8,6 +8,7 @@ import torch
 
 from scripts.benchmarks import gpu_session
 from scripts.tools import sanitize_kernels as sanitize
+from scripts.tools import sanitizer_reports as reports
 from scripts.tools.compile_without_gpu import record_launches
 from scripts.tools.every_launch import LAUNCHES, without_gluon
 
@@ -38,14 +39,14 @@ RACY = race("racy_kernel")
 
 
 def test_a_race_with_the_read_of_a_role_is_tritons_own(capsys):
-    assert sanitize.judge_races(report(RACY, race("attention_kernel", hazards=7)), ROLE_READS, with_probes=True) == []
+    assert reports.judge_races(report(RACY, race("attention_kernel", hazards=7)), ROLE_READS, with_probes=True) == []
     assert "reads a warp's role  attention_kernel: 7 hazards (Error)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("severity", ["Error", "Warning", "WARN"])
 @pytest.mark.parametrize(("kernel", "read"), [("attention_kernel", ELSEWHERE), ("gemm_kernel", ROLE)])
 def test_other_races_fail(kernel, read, severity):
-    (problem,) = sanitize.judge_races(report(RACY, race(kernel, read, severity)), ROLE_READS, with_probes=True)
+    (problem,) = reports.judge_races(report(RACY, race(kernel, read, severity)), ROLE_READS, with_probes=True)
     assert kernel in problem
 
 
@@ -58,17 +59,17 @@ def test_each_other_access_of_a_race_is_judged():
             f"\n=========     and Read access at attention_kernel+{ROLE:#x} in a.py:53 [5 hazards]\n=========\n",
         )
     )
-    (problem,) = sanitize.judge_races(report(RACY, both), ROLE_READS, with_probes=True)
+    (problem,) = reports.judge_races(report(RACY, both), ROLE_READS, with_probes=True)
     assert "32 hazards" in problem
 
 
 def test_a_write_is_no_read_of_a_role():
     written = race("attention_kernel").replace("Read access", "Write access")
-    assert len(sanitize.judge_races(report(RACY, written), ROLE_READS, with_probes=True)) == 1
+    assert len(reports.judge_races(report(RACY, written), ROLE_READS, with_probes=True)) == 1
 
 
 def test_the_reads_of_roles_are_found_in_the_compiled_kernels(tmp_path, monkeypatch):
-    """A byte that a kernel without roles reads is none, nor is one of several."""
+    """A byte is not a role if the kernel has no roles, or reads several bytes."""
     load = "        /*{:04x}*/                   LDS.U8 R0, [R0+UR5+0x3814c] ;"
     kernels = {
         "attention_kernel": ("ttg.warp_specialize", [load.format(ROLE)]),
@@ -80,14 +81,14 @@ def test_the_reads_of_roles_are_found_in_the_compiled_kernels(tmp_path, monkeypa
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{name}.cubin").write_bytes(name.encode())
         (tmp_path / name / f"{name}.ttgir").write_text(f"module {{ {operation}() }}")
-    monkeypatch.setattr(sanitize, "disassemble", lambda cubin: kernels[cubin.decode()][1])
-    assert sanitize.find_role_reads(tmp_path) == {"attention_kernel": {ROLE}, "gemm_kernel": set()}
+    monkeypatch.setattr(reports, "disassemble", lambda cubin: kernels[cubin.decode()][1])
+    assert reports.find_role_reads(tmp_path) == {"attention_kernel": {ROLE}, "gemm_kernel": set()}
 
 
 def test_racecheck_must_see_the_race_that_is_there():
-    (problem,) = sanitize.judge_races(report(), {}, with_probes=True)
+    (problem,) = reports.judge_races(report(), {}, with_probes=True)
     assert "racy_kernel" in problem
-    assert sanitize.judge_races(report(), {}, with_probes=False) == []
+    assert reports.judge_races(report(), {}, with_probes=False) == []
 
 
 def test_the_older_format_and_broken_lines_are_read():
@@ -95,29 +96,29 @@ def test_the_older_format_and_broken_lines_are_read():
         "Warning: Race reported between Write access at 0x5b0 in /a/file.py:53:some_kernel"
         " and Read access at 0x150 in /a/file.py:54:some_kernel [4 hazards]"
     )
-    (found,) = sanitize.read_races(old)
+    (found,) = reports.read_races(old)
     first, second = ("Write", "some_kernel", 0x5B0, "/a/file.py:53"), ("Read", "some_kernel", 0x150, "/a/file.py:54")
     assert found == ("Warning", first, second, 4)
     broken = report(RACY, race("attention_kernel").replace("access at ", "access at\n=========     "))
-    assert sanitize.judge_races(broken, ROLE_READS, with_probes=True) == []
+    assert reports.judge_races(broken, ROLE_READS, with_probes=True) == []
 
 
 def test_what_cannot_be_read_fails():
     overflow = "========= Warning: Detected overflow of tracked cuda::barrier structures.\n"
-    (problem,) = sanitize.judge_races(overflow + report(RACY), {}, with_probes=True)
+    (problem,) = reports.judge_races(overflow + report(RACY), {}, with_probes=True)
     assert "overflow" in problem
     short = report(RACY).replace("SUMMARY: 1", "SUMMARY: 2")
-    (problem,) = sanitize.judge_races(short, {}, with_probes=True)
+    (problem,) = reports.judge_races(short, {}, with_probes=True)
     assert "counts 2 races" in problem
-    assert sanitize.judge_races("", {}, with_probes=True) == ["racecheck wrote no summary"]
+    assert reports.judge_races("", {}, with_probes=True) == ["racecheck wrote no summary"]
 
 
 def test_memcheck(capsys):
-    assert sanitize.judge_memory("========= ERROR SUMMARY: 0 errors\n") == []
+    assert reports.judge_memory("========= ERROR SUMMARY: 0 errors\n") == []
     invalid = "========= Invalid __global__ read of size 4 bytes\n=========     at gemm_kernel+0x40 in gemm.py:3\n"
-    assert sanitize.judge_memory(f"{invalid}========= ERROR SUMMARY: 1 error\n") == ["memcheck counts 1 errors"]
+    assert reports.judge_memory(f"{invalid}========= ERROR SUMMARY: 1 error\n") == ["memcheck counts 1 errors"]
     assert "gemm_kernel+0x40" in capsys.readouterr().out
-    assert sanitize.judge_memory("Killed") == ["memcheck wrote no summary"]
+    assert reports.judge_memory("Killed") == ["memcheck wrote no summary"]
 
 
 CLEAN = {
