@@ -12,6 +12,7 @@ from turbo_rcm_patch.kernels import INT8, reference
 from turbo_rcm_patch.kernels.linear import gemm_sm90
 
 kernel_module = pytest.importorskip("turbo_rcm_patch.kernels.linear.gemm_sm90_kernel")
+epilogue = sys.modules["turbo_rcm_patch.kernels.linear.gemm_sm90_epilogue"]
 gemm = sys.modules["turbo_rcm_patch.kernels.linear.gemm_portable"]
 # rank: of the second pair. Its depth of a step is 64; four steps are in flight.
 NAMES = {"LOW_DEPTH": 64}
@@ -33,7 +34,7 @@ def on_cpu(monkeypatch):
             launcher(*given, **options)
         ((kernel, _, *arguments), constants) = launched[0]
         constants.pop("num_warps")
-        with gluon_on_cpu.on_cpu(monkeypatch, [kernel_module, gemm], programs, seed, **NAMES) as machine:
+        with gluon_on_cpu.on_cpu(monkeypatch, [kernel_module, epilogue, gemm], programs, seed, **NAMES) as machine:
             gluon_on_cpu.run(machine, kernel.fn, *map(gluon_on_cpu.argument, arguments), **constants)
 
     return run

@@ -33,7 +33,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..gluon_releases import jit, reinterpret, tma_load, tma_store
 from ..linear.gemm_portable import locate_tile
-from ..linear.gemm_sm90_kernel import multiply, part_of, sum_layout
+from ..linear.gemm_sm90_epilogue import part_of, sum_layout
+from ..linear.gemm_sm90_kernel import multiply
 from .conv_tiles import find_shift, locate_box, repeated_image
 
 _locate_in_group = gluon.jit(locate_tile.fn)

@@ -50,7 +50,7 @@ from ..attention.attention_sm90_kernel import (
 from ..attention.attention_tiles import LOG2_E
 from ..attention_8bit.attention_8bit_sm90_kernel import MAGIC_BITS, mask_scores, sum_in_threads, weigh, weights_operand
 from ..gluon_releases import jit, reinterpret, tma_load, tma_store
-from ..linear.gemm_sm90_kernel import sum_layout
+from ..linear.gemm_sm90_epilogue import sum_layout
 from .sparse_linear_reference import EPSILON
 
 SLOTS = gl.constexpr(4)  # per consumer
