@@ -7,8 +7,8 @@ from safetensors.torch import load_file
 import turbo_rcm_patch as trp
 from turbo_rcm_patch import embedded
 from turbo_rcm_patch.modules import SparseLinearAttention
-from turbo_rcm_patch.scheduler import model_timesteps, rcm_times
 from turbo_rcm_patch.shapes.grammar import EXAMPLES
+from turbo_rcm_patch.solvers import model_timesteps, rcm_times
 
 
 @pytest.fixture(scope="module")

@@ -31,8 +31,8 @@ from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.bench.evaluate import EMBEDDED_CALL, generate_videos, judge_videos
 from turbo_rcm_patch.bench.metrics import frame_psnr
 from turbo_rcm_patch.cli.files import json_file, write_json
-from turbo_rcm_patch.scheduler import model_timesteps, rcm_times, sde_step
 from turbo_rcm_patch.shapes.grammar import Scene, draw_scene
+from turbo_rcm_patch.solvers import model_timesteps, rcm_times, sde_step
 
 COLOUR = "red"
 RANK, LINEARS = 8, ("to_q", "to_k", "to_v", "to_out.0")

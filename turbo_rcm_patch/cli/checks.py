@@ -188,7 +188,7 @@ def _check_sigma_max(arguments: argparse.Namespace) -> None:
     if arguments.sigma_max is None:
         return
     with contextlib.nullcontext() if arguments.verbose else quiet_imports():
-        from ..scheduler import rcm_times  # imports torch, which no help text needs
+        from ..solvers import rcm_times  # imports torch, which no help text needs
     for steps in step_counts(arguments):
         try:
             rcm_times(RCM_STEPS if steps is None else steps, arguments.sigma_max)

@@ -19,8 +19,8 @@ from peft import LoraConfig
 import turbo_rcm_patch as trp
 from turbo_rcm_patch.embedded import SLA_BLOCKS
 from turbo_rcm_patch.modules import SparseLinearAttention
-from turbo_rcm_patch.scheduler import model_timesteps, rcm_times, sde_step
 from turbo_rcm_patch.shapes.grammar import draw_scene
+from turbo_rcm_patch.solvers import model_timesteps, rcm_times, sde_step
 
 from .data import token_ids
 from .optimizers import adamw, warmup_and_cosine

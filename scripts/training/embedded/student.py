@@ -23,7 +23,7 @@ import torch
 from diffusers import WanPipeline
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from turbo_rcm_patch.scheduler import INTERMEDIATE_ANGLES
+from turbo_rcm_patch.solvers import INTERMEDIATE_ANGLES
 
 from .data import LatentPool, token_ids
 from .models import compile_blocks

@@ -12,7 +12,7 @@ from scripts.training.embedded import sparse
 from scripts.training.embedded.progress import Run
 from turbo_rcm_patch.bench.evaluate import EMBEDDED_CALL
 from turbo_rcm_patch.checkpoints.lora import read_lora
-from turbo_rcm_patch.scheduler import rcm_times
+from turbo_rcm_patch.solvers import rcm_times
 
 LATENTS = (16, 2, 8, 12)  # 48 tokens: three blocks
 

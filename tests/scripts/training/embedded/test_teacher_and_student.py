@@ -9,7 +9,7 @@ from diffusers import WanTransformer3DModel
 
 from scripts.training.embedded import student, teacher
 from scripts.training.embedded.progress import Run
-from turbo_rcm_patch.scheduler import model_timesteps, rcm_times
+from turbo_rcm_patch.solvers import model_timesteps, rcm_times
 
 SHAPE = (3, 2, 2, 4, 4)
 TINY = {
