@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 import turbo_rcm_patch as trp
 from tests.cli.running import TINY, error_of
 from tests.official_names import in_8_bits, official_state_dict, with_proj_l
+from tests.tiny_families import vace
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch.cli import commands, main, transformers
 from turbo_rcm_patch.patching.weights.convert import quantized_linears
@@ -30,6 +31,12 @@ def test_a_converted_model_can_be_loaded(saved_models, tmp_path, capsys):
     assert {linear.quantized().format for linear in quantized_linears(model)} == {torch.float8_e4m3fn, torch.int8}
     with torch.no_grad():
         assert torch.equal(*(each(**tiny_transformer_inputs(each))[0] for each in (model, expected)))
+
+
+def test_the_line_names_the_class_of_the_model(tmp_path, capsys):
+    vace().save_pretrained(tmp_path / "vace")
+    assert main(["convert", str(tmp_path / "vace"), str(tmp_path / "out"), "--preset", "exact", *CPU]) == 0
+    assert f"WanVACETransformer3DModel.from_pretrained('{tmp_path / 'out'}')" in capsys.readouterr().out
 
 
 def words_of_the_line(printed):
@@ -94,6 +101,8 @@ def test_a_single_file_is_a_transformer(saved_models, tmp_path, capsys, monkeypa
     assert "is a file; diffusers takes a single file as a transformer" in error_of(
         capsys, "verify", "--model", tmp_path / "b.gguf"
     )
+    second = [*command[:-1], "--transformer-2", tmp_path / "b.gguf"]
+    assert "replaces the pipeline's transformer_2, but --model" in error_of(capsys, *second)
     assert "--transformer nothing: no such file or folder" in error_of(capsys, *command, "nothing")
     assert "--transformer goes with --model" in error_of(capsys, "verify", "--transformer", tmp_path)
 

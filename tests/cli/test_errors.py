@@ -12,8 +12,8 @@ from tests.cli.running import CAPTION, TINY, error_of
 from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.bench import verify as verify_module
 from turbo_rcm_patch.cli import commands, files, main, pipelines
-from turbo_rcm_patch.cli.checks import size_rules
 from turbo_rcm_patch.cli.errors import CommandError
+from turbo_rcm_patch.cli.sizes import size_rules
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import json
 import math
 import re
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ..config import PRESETS, Exact, options_of, presets_with, resolve_config
@@ -19,6 +18,7 @@ from ..wording import with_article
 from .errors import CommandError
 from .files import check_ffmpeg, check_output, check_plot
 from .quiet_imports import quiet_imports
+from .sizes import SizeRules, size_rules
 
 STEPS = (1, 2, 3, 4)
 OWN_SAMPLER = "none"  # the value of --recipe that keeps the pipeline's scheduler
@@ -53,60 +53,6 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         _check_conversion(arguments)
     if arguments.command not in ("generate", "convert", "demo", "tune"):
         check_output("--json", arguments.json, (".json",))
-
-
-@dataclass(frozen=True)
-class SizeRules:
-    """The sizes that a model takes: height and width in multiples of these pixels, 1 + a multiple of `temporal` frames.
-
-    positions: the length of the RoPE table, which limits the patches along each axis. None: not known yet.
-    patch: pixels that one patch covers along height and width, and latent frames.
-    """
-
-    height: int = 16
-    width: int = 16
-    temporal: int = 4
-    positions: int | None = None
-    patch: tuple[int, int, int] = (16, 16, 1)
-
-    def check(self, height: int | None, width: int | None, frames: int | None) -> None:
-        """Raise CommandError for a size that breaks the rules. None stands for the default size, which keeps them."""
-        self._check_positions(height, width, frames)
-        for option, size, factor in (("--height", height, self.height), ("--width", width, self.width)):
-            if size is not None and (size < factor or size % factor):
-                raise CommandError(f"{option} {size} is not divisible by {factor}; try {_nearest(size, factor)}.")
-        if frames is not None and (frames < 1 or frames % self.temporal != 1):
-            nearest = 1 + max(0, round((frames - 1) / self.temporal)) * self.temporal
-            raise CommandError(f"--frames {frames} is not {self.temporal}k+1; try {nearest}.")
-
-    def _check_positions(self, height: int | None, width: int | None, frames: int | None) -> None:
-        if self.positions is None:
-            return
-        patch_height, patch_width, patch_frames = self.patch
-        largest = {
-            "--height": (height, self.positions * patch_height // self.height * self.height),
-            "--width": (width, self.positions * patch_width // self.width * self.width),
-            "--frames": (frames, (self.positions * patch_frames - 1) * self.temporal + 1),
-        }
-        for option, (size, limit) in largest.items():
-            if size is not None and size > limit:
-                raise CommandError(
-                    f"{option} {size} is too large: the model's RoPE table has {self.positions} positions along each "
-                    f"axis; give at most {limit}."
-                )
-
-
-def size_rules(vae: Mapping, transformer: Mapping) -> SizeRules:
-    """Return the rules from the configs of a VAE and a transformer. Missing entries have Wan 2.1's values."""
-    patch_size = transformer.get("patch_size") or (1, 2, 2)
-    positions = transformer.get("rope_max_seq_len") or 1024
-    spatial, temporal = vae.get("scale_factor_spatial") or 8, vae.get("scale_factor_temporal") or 4
-    if not isinstance(patch_size, (list, tuple)) or len(patch_size) != 3:
-        raise CommandError(f"the transformer's config has patch_size {patch_size}; accepted are three numbers.")
-    patch_frames, patch_height, patch_width = patch_size
-    patch = spatial * patch_height, spatial * patch_width, patch_frames
-    # WanPipeline itself refuses sizes that 16 does not divide.
-    return SizeRules(math.lcm(16, patch[0]), math.lcm(16, patch[1]), temporal, positions, patch)
 
 
 def step_counts(arguments: argparse.Namespace) -> tuple[int, ...]:
@@ -386,7 +332,3 @@ def _read_json(path: Path) -> dict:
     if not isinstance(content, dict):
         raise CommandError(f"{path} holds no JSON object; download the model again.")
     return content
-
-
-def _nearest(size: int, factor: int) -> int:
-    return max(factor, round(size / factor) * factor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 import time
@@ -235,7 +236,9 @@ def _how_to_use(arguments: argparse.Namespace) -> str:
     line += ["--transformer", shlex.quote(str(arguments.target))]
     if isinstance(PRESETS[arguments.preset], Exact):
         subfolder = ', subfolder="transformer"' * is_pipeline
-        python = f"pipe.transformer = WanTransformer3DModel.from_pretrained({str(arguments.target)!r}{subfolder})"
+        config = arguments.target / ("transformer" if is_pipeline else "") / "config.json"
+        class_name = json.loads(config.read_text(encoding="utf-8"))["_class_name"]
+        python = f"pipe.transformer = {class_name}.from_pretrained({str(arguments.target)!r}{subfolder})"
     else:
         line += ["--preset", arguments.preset]
         python = f"trp.load_converted({str(arguments.target)!r}, pipe, {arguments.preset!r})"

@@ -21,9 +21,10 @@ from ..patching.weights.load import load_converted
 from ..patching.weights.turbodiffusion import load_projections
 from ..shapes import grammar
 from ..wording import counted
-from .checks import SizeRules, check_pipeline_class, size_rules, sparsity_of
+from .checks import check_pipeline_class, sparsity_of
 from .errors import CommandError, why_not_loaded
 from .sampling import default_of, default_steps, guidance, install_sampler, warn
+from .sizes import SizeRules, size_rules
 from .transformers import converted_folder, given_transformers
 
 DEFAULT_PROMPT = "A red fox leaps through fresh snow, slow motion"  # with --model
@@ -184,10 +185,11 @@ def _load_model(arguments: argparse.Namespace, dtype: torch.dtype) -> DiffusionP
     folder = Path(arguments.model).expanduser()
     source = folder if folder.exists() else arguments.model
     try:
-        class_name = DiffusionPipeline.load_config(source).get("_class_name")  # before any weights
+        components = DiffusionPipeline.load_config(source)  # before any weights
+        class_name = components.get("_class_name")
         check_pipeline_class(class_name, arguments)
         converted = converted_folder(arguments)
-        models = given_transformers(arguments, dtype)
+        models = given_transformers(arguments, components, dtype)
         # DiffusionPipeline itself would ignore the transformers, which are optional components.
         pipeline_class = getattr(diffusers, class_name) if models else DiffusionPipeline
         pipe = pipeline_class.from_pretrained(source, **models, dtype=dtype)

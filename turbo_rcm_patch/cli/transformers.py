@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from diffusers import GGUFQuantizationConfig, WanTransformer3DModel
+from diffusers import GGUFQuantizationConfig
 from torch import nn
 
 from ..checkpoints.files import COMPONENTS
 from ..checkpoints.lazy import open_tensors
+from ..patching.families import family_named
 from ..patching.weights.load import FILE, component_folders, empty_model
+from ..wording import with_article
 from .checks import TRANSFORMERS
 from .errors import CommandError
 
@@ -19,10 +22,13 @@ from .errors import CommandError
 _SCALES = ("scale_weight", "weight_scale", "comfy_quant", "scaled_fp8", ".scale", "int8_weight")
 
 
-def given_transformers(arguments: argparse.Namespace, dtype: torch.dtype) -> dict[str, nn.Module]:
+def given_transformers(
+    arguments: argparse.Namespace, components: Mapping[str, object], dtype: torch.dtype
+) -> dict[str, nn.Module]:
     """Return the transformers of --transformer and --transformer-2 by their names in the pipeline.
 
-    Those of a converted folder are empty; `load_converted` fills them. Raises CommandError for an unusable file.
+    components: the pipeline's library and class of each component. The transformers of a converted folder are empty.
+    `load_converted` fills them. Raises CommandError for an unusable file.
     """
     models = {}
     for name, option in zip(COMPONENTS, TRANSFORMERS, strict=True):
@@ -30,7 +36,7 @@ def given_transformers(arguments: argparse.Namespace, dtype: torch.dtype) -> dic
         if path is None:
             continue
         if path.is_file():
-            models[name] = _of_file(path, arguments.model, name, dtype)
+            models[name] = _of_file(path, arguments.model, name, components, dtype)
             continue
         try:
             folders = component_folders(path)
@@ -61,13 +67,19 @@ def _of_folder(folder: Path, dtype: torch.dtype) -> nn.Module:
     return model if (folder / FILE).is_file() else type(model).from_pretrained(folder, dtype=dtype)
 
 
-def _of_file(path: Path, pipeline: str, name: str, dtype: torch.dtype) -> nn.Module:
+def _of_file(path: Path, pipeline: str, name: str, components: Mapping[str, object], dtype: torch.dtype) -> nn.Module:
+    _, class_name = components.get(name) or (None, None)
+    family = family_named(class_name)
+    if family is None:
+        found = "has none" if class_name is None else f"has {with_article(class_name)}"
+        option = name.replace("_", "-")
+        raise CommandError(f"--{option} {path} replaces the pipeline's {name}, but --model {pipeline} {found}.")
     is_gguf = path.suffix.lower() == ".gguf"
     try:
         if not is_gguf:
             _check_plain(path)
         more = {"quantization_config": GGUFQuantizationConfig(compute_dtype=dtype)} if is_gguf else {}
-        model = WanTransformer3DModel.from_single_file(
+        model = family.transformer_class.from_single_file(
             str(path), config=str(Path(pipeline).expanduser()), subfolder=name, dtype=dtype, **more
         )
     except (ValueError, OSError, ImportError, RuntimeError, KeyError) as error:

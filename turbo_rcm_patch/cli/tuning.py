@@ -16,10 +16,10 @@ from ..kernels.choice.measured import Verdict, kernels_of, tier_verdicts_of, ver
 from ..kernels.choice.tuned import forget_tuned, origin_of, tuned_file, versions
 from ..patching.families import CASES
 from ..tables import table
-from .checks import size_rules
 from .errors import CommandError
 from .files import write_json
 from .pipelines import choose_device
+from .sizes import size_rules
 
 DEFAULT_CONFIG = "wan2.1-1.3b"
 
