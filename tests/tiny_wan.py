@@ -1,8 +1,14 @@
 """Tiny random Wan pipelines, built offline and deterministically: the models that the tests run.
 
-Variants: "t2v" (Wan 2.1), "i2v" (Wan 2.1 I2V: added image K/V and a CLIP), "v2v" (Wan 2.1 video to video), "wan22" (two
-transformers and a boundary), "wan22_i2v" (those, from an image without a CLIP),
-"ti2v" (TI2V-5B text to video: per-token timesteps), "ti2v_i2v" (TI2V-5B from an image).
+The variants:
+
+    "t2v"          Wan 2.1
+    "i2v"          Wan 2.1 I2V, with added image K/V and a CLIP
+    "v2v"          Wan 2.1 video to video
+    "wan22"        two transformers and a boundary
+    "wan22_i2v"    these, from an image without a CLIP
+    "ti2v"         TI2V-5B text to video, with per-token timesteps
+    "ti2v_i2v"     TI2V-5B from an image
 """
 
 import torch

@@ -14,8 +14,11 @@ def small_shapes(head_dim=64, tokens=70, convolutions=(CONVOLUTION,)):
 
 
 def timed(backends=(), kernels=(), **ours):
-    """Measures ours by op (default 2 ms), 3 ms for what runs otherwise, and backends of PyTorch's attention by case, as
-    (name, milliseconds). kernels: by op, the name and milliseconds of a kernel that only tune may choose."""
+    """Return a measurement of a case: ours by op (default 2 ms), and 3 ms for what runs otherwise.
+
+    backends: of PyTorch's attention, by case, as (name, milliseconds).
+    kernels: by op, the name and milliseconds of a kernel that only tune may choose.
+    """
 
     def measure(case):
         op = case.key.op

@@ -2,8 +2,8 @@
 
     python scripts/benchmarks/conversion.py --config wan2.1-1.3b --json conversion.json
 
-Two files, one of bf16 weights and one like TurboDiffusion's "-quant" files, are written to a new folder on the disk of
---folder. turbo-rcm converts each for a tier, and load_turbodiffusion loads it, each in a process of its own.
+It writes two files to a new folder on the disk of --folder: one of bf16 weights, and one like TurboDiffusion's "-quant"
+files. turbo-rcm converts each for a tier, and load_turbodiffusion loads it. Each run has a process of its own.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@
 
 The prompt is random embeddings and the image random features: no encoder runs. With --structured, weights and inputs
 resemble trained ones, which decides what a sparse attention leaves out. A step is one call of the transformer and the
-sampler. Its error to fp32 is measured first, and nothing is timed if the patch errs more than its tier may. --no-oracle
-skips that, because dense attention in fp32 does not tell how right a sparse one is. With LoRA adapters a step is also
-timed without them, and with a new scale or another adapter at each step. torch.compile's step after a new scale is
+sampler. Its error to fp32 is measured first. Nothing is timed if the patch errs more than its tier may. --no-oracle
+skips this check, for sparse attention, whose error dense attention in fp32 does not show. With LoRA adapters a step is
+also timed without them, and with a new scale or another adapter at each step. torch.compile's step after a new scale is
 timed once.
 """
 

@@ -2,11 +2,14 @@
 
     python scripts/benchmarks/group_offload.py --config wan2.1-14b --json offload.json
 
-The weights are random. Each tier runs with all weights on the GPU, then with block-level offloading on a stream. The
-quantized tier does so with offloading enabled after the patch and before it, each without and with diffusers'
+The weights are random. Each tier runs with all weights on the GPU, then with block-level offloading on a stream. For
+the quantized tier offloading is enabled after the patch and before it, and each without and with diffusers'
 ``record_stream=True``, which spares the host a wait for the GPU after each block. The exit code is 1 if a quantized
-step with offloading peaks above --most-gib or leaves more than two blocks' weights on the GPU, or if one with
-``record_stream=True`` takes more than --most-times the step without offloading.
+step with offloading
+
+- peaks above --most-gib,
+- leaves more than two blocks' weights on the GPU, or
+- takes more than --most-times the step without offloading, with ``record_stream=True``.
 """
 
 from __future__ import annotations

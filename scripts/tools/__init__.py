@@ -1,1 +1,1 @@
-"""Check kernels without a GPU and under sanitizers; write the pages of results; ship measurements."""
+"""Check kernels without a GPU and under sanitizers, write the pages of results, and ship measurements."""

@@ -1,8 +1,8 @@
 """Compile the launches of a call for a GPU that is not there, and read their registers and instructions.
 
-The call is run with meta tensors and its launches are recorded; each is then compiled as Triton does on its way to a
-GPU. every_launch.py has the calls, and compile_gate.py compiles them all. This needs no GPU, but the real compiler:
-TRITON_INTERPRET must be unset.
+The call runs with meta tensors, and its launches are recorded. Each launch is then compiled as Triton does on its way
+to a GPU. every_launch.py has the calls, and compile_gate.py compiles them all. This needs no GPU, but the real
+compiler: TRITON_INTERPRET must be unset.
 """
 
 from __future__ import annotations

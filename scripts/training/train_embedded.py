@@ -2,8 +2,8 @@
 
     python scripts/training/train_embedded.py --output runs/embedded
 
-Run the same command again and it goes on where it stopped. The folder then holds ``pipeline/``, the weights that ship;
-``training.json``, the summary of its log; and what the stages wrote in between.
+Run the same command again and it goes on where it stopped. The folder then holds ``pipeline/`` (the weights
+that ship), ``training.json`` (the summary of its log), and what the stages wrote in between.
 """
 
 from __future__ import annotations

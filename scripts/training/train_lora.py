@@ -2,9 +2,9 @@
 
     python scripts/training/train_lora.py --output runs/lora --json results/lora-tiny.json
 
-How long training took, and on what, is in the JSON file. Its teacher is the model itself, asked for the same scene in
+The JSON file says how long training took, and on what. The teacher is the model itself, asked for the same scene in
 red. The folder then holds ``pytorch_lora_weights.safetensors``, for ``pipe.load_lora_weights``. Every variant makes the
-videos of the same held-out captions, none of which says red, from the same noise; the judge says which colours it sees.
+videos of the same held-out captions from the same noise. No caption says red. The judge says which colours it sees.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ def trajectory(
 def count(options: argparse.Namespace) -> list[dict[str, object]]:
     """Return a row per variant.
 
-    colour, asked: shares of the shapes in COLOUR, and in the caption's colour. psnr: dB between the frames and the
-    unpatched frames with the LoRA, or None for the latter and for the frames without it.
+    colour, asked: shares of the shapes in COLOUR, and in the caption's colour.
+    psnr: dB between the frames and the unpatched frames with the LoRA. None for these, and for frames without the LoRA.
     """
     pipe = load(options.device, torch.bfloat16 if options.device.startswith("cuda") else torch.float32)
     scenes = [scene for scene, _ in zip(scenes_to_paint(options.seed, held_out=True), range(options.n), strict=False)]

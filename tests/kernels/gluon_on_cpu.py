@@ -2,7 +2,7 @@
 
 Triton's interpreter does not take Gluon. This is no model of the hardware's speed or layouts, but of what a kernel may
 rely on: mbarriers with their phases, and asynchronous work, which takes effect as late as allowed. A product reads its
-operands when it is waited for, a store its buffer as well, and a load may arrive at any time until its barrier tells: a
+operands when it is waited for. So does a store its buffer. A load may arrive at any time until its barrier tells. A
 hand-over that is missing or too early gives a wrong result or a deadlock, which raises.
 """
 

@@ -204,7 +204,7 @@ def default_processor(model):
 
 
 def decorated(model):
-    """A context in which torch's decorators are on the forwards of all classes, which changes nothing."""
+    """A context in which torch's decorators are on the forwards of all classes. They change nothing."""
     stack = ExitStack()
     for cls in {find(model) for find, _ in CLASSES.values()}:
         stack.enter_context(attribute(cls, "forward", torch.no_grad()(cls.forward)))

@@ -9,8 +9,8 @@ from tests.tiny_families import FAMILIES, tiny_family_inputs, tiny_family_transf
 from turbo_rcm_patch.patching.families import family_of
 from turbo_rcm_patch.tiers import EXACT
 
-# A model of each family whose self-attention the steps compute; those and AnyFlow-FAR, whose self-attention is called
-# as a whole; and all kinds of calls.
+# NAMES: a model of each family whose self-attention the steps compute. every_family adds AnyFlow-FAR, whose
+# self-attention is called as a whole.
 NAMES = ("wan", "vace", "skyreels", "animate", "chronoedit", "anyflow")
 families = pytest.mark.parametrize("name", NAMES)
 every_family = pytest.mark.parametrize("name", [*NAMES, "anyflow far"])

@@ -1,7 +1,7 @@
 """A stand-in for CUDA graphs on the CPU, and pairs of models to compare with and without it.
 
-Like a graph a tape computes on the addresses that were recorded and knows nothing else: a replay that should not have
-happened gives the old result, and memory of a graph that is not running is NaN.
+Like a graph, a tape computes on the addresses that were recorded, and knows nothing else. A replay that should not have
+happened gives the old result. Memory of a graph that is not running is NaN.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Every change of the table in change_table.py takes effect on a patched model, in every tier, and `restore` leaves it.
 
-The oracle is a model without the patch, but with the tier's arithmetic, on which diffusers' own forwards run: for the
-quantized tier it has the 8-bit weights, dequantised; for the sparse tier it has the attention processors. The
+The oracle is a model without the patch, but with the tier's arithmetic. diffusers' own forwards run on it. For the
+quantized tier it has the 8-bit weights, dequantised. For the sparse tier it has the attention processors. The
 block-sparse tier keeps all keys here.
 """
 

@@ -114,8 +114,11 @@ def test_in_the_quantized_tier_a_block_is_of_custom_ops(int8_everywhere, compile
 
 @pytest.mark.parametrize(("variant", "tokens"), [("i2v", {"image_tokens": 3}), ("ti2v", {}), ("t2v", {"batch": 1})])
 def test_the_kernels_of_8_bits_compute_what_the_reference_does(variant, tokens, int8_everywhere):
-    """But for values half way between two of int8: any difference δ before moves a share δ / step of them by a step,
-    and so grows from one rounding to the next, though not beyond the error that all roundings make."""
+    """They differ only in values half way between two of int8.
+
+    A difference δ before a rounding moves a share δ / step of the values by a step. So it grows from one rounding to
+    the next, but not beyond the error that all roundings make.
+    """
     model = tiny_wan_transformer(layers=1, **(I2V if variant == "i2v" else {}))
     inputs = tiny_transformer_inputs(model, frames=1, **tokens)
     if variant == "ti2v":

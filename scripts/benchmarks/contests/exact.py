@@ -40,8 +40,8 @@ def _case(contest: Callable, *sizes: int, **targets: float) -> OpCase:
     return op_case(contest, *sizes, targets={names[key]: target for key, target in targets.items()})
 
 
-# heads, queries, keys, head_dim; tokens, C, K; tokens, C; tokens, heads, head_dim: of Wan 2.1's 1.3B at 832x480 and 14B
-# at 1280x720, 81 frames, and once of 17 frames.
+# The sizes are those of Wan 2.1's 1.3B at 832x480 and 14B at 1280x720, with 81 frames, and once with 17 frames.
+# Attention: heads, queries, keys, head_dim. Linears: tokens, C, K. Norms: tokens, C, or tokens, heads, head_dim.
 CASES = (
     _case(attention, 12, 32760, 32760, 128, sdpa=1.0),
     _case(attention, 40, 75600, 75600, 128, sdpa=1.0),

@@ -3,14 +3,17 @@
 TrigFlow with sigma_data = 1: ``x_t = cos t·x_0 + sin t·ε`` for t in [0, π/2], and F is dx_t/dt along the flow. Around
 the rectified-flow network v, with s = cos t + sin t: ``F = ((cos t − sin t)·x_t + v(x_t/s, sin t/s))/s``.
 
-The student minimises a continuous-time consistency loss, whose tangent is a forward-mode derivative of the student
-along the teacher's guided flow (sCM, Lu & Song 2024), and the distribution-matching loss DMD2 on its own samples. The
-latter needs the score of those samples, which a third network, the fake score, learns between the student's updates.
+The student minimises two losses. One is a continuous-time consistency loss. Its tangent is a forward-mode derivative of
+the student along the teacher's guided flow (sCM, Lu & Song 2024). The other is the distribution-matching loss DMD2 on
+the student's own samples. It needs the score of these samples. A third network, the fake score, learns it between the
+student's updates.
 
-Not as published for Wan, because this model is small: the weights of the two losses, the guidance, the optimizers, how
-often the student learns, the consistency loss of a quarter of the samples, clipped gradients; samples simulated at the
-sampler's own times, not random ones, most of them with one or two steps; and times nearer to noise, where this model's
-videos are decided (teacher.py).
+The model is small, so some settings differ from those published for Wan:
+
+- the weights of the two losses, the guidance, the optimizers, how often the student learns, and clipped gradients
+- the consistency loss takes a quarter of the samples
+- samples are simulated at the sampler's own times, not random ones, most of them with one or two steps
+- times are nearer to noise, where this model's videos are decided (teacher.py)
 """
 
 from __future__ import annotations

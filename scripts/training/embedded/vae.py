@@ -3,8 +3,8 @@
 The posterior is N(mean, NOISE²) with the same deviation everywhere: a learned one starts near 1, and the latents then
 take hundreds of steps to become heard. All that is left of the KL term is the penalty on the mean's square.
 
-Clips have a video's full length, because the caches of the causal convolutions go on changing with every latent frame;
-they are cropped in space, and whole only in the last steps, for the attention in the middle.
+Clips have a video's full length, because the caches of the causal convolutions change with every latent frame. They are
+cropped in space. Only in the last steps they are whole, for the attention in the middle.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def test_neighbours_do_not_leak(device):
 
 
 def _out_and_gradients(inputs, grad, implementation="triton", **options):
-    """The output, and the gradients of the inputs (q, k, v, residual) that require one: all where none does."""
+    """Return the output and the gradients of q, k, v and residual."""
     q, k, v, residual = inputs = [tensor.detach().requires_grad_() for tensor in inputs]
     out = attention(q, k, v, residual=residual, implementation=implementation, **options)
     return out.detach(), torch.autograd.grad(out, inputs, grad)

@@ -44,8 +44,10 @@ def formats(device):
 
 
 def assert_same(actual, expected):
-    """But for roundings of values that lie between two of the format. Of one token k is its mean: without it nothing
-    is left, or a rounding."""
+    """Compare two results, except for roundings of values that lie between two of the format.
+
+    A single token's k is its own mean. Without the mean nothing is left of it, or a rounding.
+    """
     names = ("q", "k") if actual.q.shape[1] > 1 else ("q",)
     for name in names:
         ours, wanted = (getattr(x, name).int() for x in (actual, expected))

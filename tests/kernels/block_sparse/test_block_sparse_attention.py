@@ -21,7 +21,8 @@ from turbo_rcm_patch.kernels.block_sparse import block_sparse_reference as defin
 from turbo_rcm_patch.kernels.choice.registry import PORTABLE
 from turbo_rcm_patch.kernels.quantized import FP8
 
-# B, S, H, D, queries and keys of a block, mass: one token; a last block that is cut; all blocks; whole ones.
+# B, S, H, D, queries and keys of a block, mass. In order: one token, a last block that is cut, all blocks, whole
+# blocks.
 SHAPES = [
     (1, 1, 1, 64, 64, 64, 0.5),
     (2, 201, 1, 64, 128, 64, 0.6),

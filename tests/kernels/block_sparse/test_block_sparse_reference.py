@@ -14,8 +14,8 @@ from turbo_rcm_patch.kernels import block_sparse_attention, kept_share, quantize
 from turbo_rcm_patch.kernels.block_sparse import block_sparse_reference as definition
 from turbo_rcm_patch.kernels.quantized import FP8
 
-# B, S, H, D, queries and keys of a block: one token; lengths that no block divides and that both do; a part that is
-# empty; blocks of one, two, four and six parts.
+# B, S, H, D, queries and keys of a block. There are one token, lengths that no block divides and that both divide, an
+# empty part, and blocks of one, two, four and six parts.
 SHAPES = [(1, 1, 1, 8, 16, 16), (2, 77, 3, 16, 32, 16), (1, 200, 2, 8, 64, 128), (2, 128, 1, 16, 64, 32)]
 SHAPES += [(1, 70, 2, 8, 64, 32), (1, 50, 1, 8, 5, 7), (1, 90, 1, 8, 48, 16), (1, 500, 1, 8, 192, 128)]
 MASS = 0.6

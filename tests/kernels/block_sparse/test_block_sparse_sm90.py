@@ -25,7 +25,7 @@ kernel_module = pytest.importorskip("turbo_rcm_patch.kernels.attention_8bit.atte
 shared_module = pytest.importorskip("turbo_rcm_patch.kernels.attention.attention_sm90_kernel")
 
 BLOCK_Q, BLOCK_K = sm90.BLOCKS
-# B, S, H, D: one token; a last block of queries and of keys that is cut; whole ones; longer lists than stages.
+# B, S, H, D. "cut blocks": the last block of queries and of keys. "many keys": longer lists than stages.
 SHAPES = {
     "one token": (1, 1, 1, 64),
     "cut blocks": (2, 200, 2, 128),
@@ -40,7 +40,7 @@ def in_8_bits(B, S, H, D, dtype, device="cpu"):
 
 
 def drawn_lists(qkv: QuantizedQKV) -> Lists:
-    """Lists of one block up to all, most of which have the last, which is cut; with shares as if p were even."""
+    """Return lists of one block up to all, with shares as if p were even. Most lists have the last block (cut)."""
     B, S, H, _ = qkv.q.shape
     rows, key_blocks = (B, H, -(-S // BLOCK_Q)), -(-S // BLOCK_K)
     counts = torch.randint(1, key_blocks + 1, rows, dtype=torch.int32)

@@ -33,7 +33,7 @@ SIZES = {
     "pixels alone": (1, 2, 11, 13, 64, 136, 1, 1, False, 1),
 }
 
-# Of tiles of two boxes: an odd number of boxes, samples, every phase.
+# Tiles of two boxes: an odd number of boxes, several samples, every phase.
 SHARED = {
     "odd": (1, 3, 9, 7, 64, 256, 3, 3, False, 1),
     "two samples": (2, 1, 8, 17, 128, 256, 3, 3, False, 1),

@@ -19,14 +19,14 @@ def tile_cases():
 @pytest.mark.parametrize(("capability", "dtype", "descriptors", "C", "N"), list(tile_cases()))
 def test_every_tile(capability, dtype, descriptors, C, N, device):
     tiles = conv_tiles.choose_conv_tiles(capability, dtype, descriptors, 3, 9, C, N)
-    N += tiles.columns // 2 + tiles.tail // 2  # a second tile, of which a part is there
+    N += tiles.columns // 2 + tiles.tail // 2  # a second tile, which is cut
     check(operands(1, 1, 3, 9, C, N, 1, 3, torch_device(device), dtype))
 
 
 @pytest.mark.parametrize("box", [(8, 16), (16, 8), (1, 128)])
 @pytest.mark.parametrize("C", [16, 12])
 def test_every_box(box, C, device, monkeypatch):
-    """Two boxes down and two across, of which the last are there in part; also where TMA reads them."""
+    """Two boxes down and two across. The last ones are cut. TMA reads them too."""
     choose = conv_portable.choose_conv_tiles
 
     def with_box(*arguments):

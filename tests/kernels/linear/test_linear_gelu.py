@@ -157,8 +157,11 @@ def test_a_result_in_fp8_is_the_reference(rows, C, K, format):
 @pytest.mark.parametrize("largest", [1.0, 30.0])
 @pytest.mark.parametrize("K", [256, 5120])
 def test_a_bound_costs_no_more_than_the_largest_value(K, largest, format):
-    """The bound is some √K times the standard deviation, and with one weight row 30 times larger 30 times that: e4m3's
-    error is relative, so that the rows are as good as scaled by their own largest values."""
+    """Rows scaled by the bound are as good as rows scaled by their own largest values, because e4m3's error is
+    relative.
+
+    The bound is some √K times the standard deviation, and 30 times that with one weight row 30 times larger.
+    """
     weight = torch.randn(512, K) * K**-0.5
     weight[7] *= largest
     a, weight = quantized(64, K, format=format), quantize_weight(weight, format)

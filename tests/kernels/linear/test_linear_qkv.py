@@ -8,8 +8,8 @@ from turbo_rcm_patch.kernels.choice.registry import PORTABLE
 from turbo_rcm_patch.kernels.linear import gemm_sm90
 
 GUARD_ROWS = 256  # after each result: no tile may reach into them
-# M, N, K for the kernel of sm_90: fewer rows than a tile, tails in every dimension, N within a tile, a multiple of its
-# columns and past one, fewer and more tiles than multiprocessors.
+# M, N, K for the kernel of sm_90. There are fewer rows than a tile and tails in every dimension. N is within a tile, a
+# multiple of its columns, and past one. There are fewer and more tiles than multiprocessors.
 SHAPES = [(1, 8, 8), (77, 200, 72), (129, 192, 64), (300, 264, 1544), (2000, 1544, 200), (20000, 528, 40)]
 
 

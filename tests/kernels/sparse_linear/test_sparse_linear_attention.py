@@ -13,8 +13,8 @@ from turbo_rcm_patch.kernels.dispatch import meta_is_gpu
 from turbo_rcm_patch.kernels.quantized import FP8
 from turbo_rcm_patch.kernels.sparse_linear import sparse_linear_reference as definition
 
-# B, S, H, D, queries and keys of a block, blocks kept: one token; a last block that is cut, of one key and of more; all
-# blocks; whole ones.
+# B, S, H, D, queries and keys of a block, blocks kept. There are one token, a last block that is cut (with one key and
+# with more), all blocks kept, and whole blocks.
 SHAPES = [
     (1, 1, 1, 64, 64, 64, 1),
     (2, 129, 2, 64, 128, 64, 2),

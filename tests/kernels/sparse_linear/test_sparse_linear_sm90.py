@@ -18,8 +18,8 @@ kernel_module = pytest.importorskip("turbo_rcm_patch.kernels.sparse_linear.spars
 softmax_module = pytest.importorskip("turbo_rcm_patch.kernels.attention_8bit.attention_8bit_sm90_kernel")
 shared_module = pytest.importorskip("turbo_rcm_patch.kernels.attention.attention_sm90_kernel")
 
-# B, S, H, D, queries of a block, blocks kept: one token; a last block of queries and of keys that is cut, kept and
-# left out; one block kept; all; two tiles of a list; several tiles per consumer.
+# B, S, H, D, queries of a block, blocks kept. The last block of queries and of keys is cut, and is kept or left out.
+# "many tiles": several tiles per consumer.
 SHAPES = {
     "one token": (1, 1, 1, 64, 64, 1),
     "one block": (2, 200, 2, 128, 64, 1),
@@ -31,7 +31,7 @@ SHAPES = {
 
 
 def inputs(dtype, B, S, H, D, block_q, kept, device="cpu"):
-    """q, k, v, proj_l's weight and bias; lists of which about half end in the last block, which is cut."""
+    """Return q, k, v, proj_l's weight and bias, and lists. About half of them end in the last block, which is cut."""
     q, k, v = torch.randn(3, B, S, H, D, device=device)
     k = k + torch.randn(H, D, device=device)
     blocks = torch.rand(B, H, -(-S // block_q), -(-S // 128), device=device)

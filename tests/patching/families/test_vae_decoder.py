@@ -71,8 +71,10 @@ def test_any_number_of_frames_in_chunks_of_any_size(kind, frames, diffusers_deco
 
 
 def test_the_first_decode_compiles_its_kernels_ahead_and_gives_the_same(monkeypatch):
-    """Once, in a run of the same decode that launches nothing, and not again by the next patch; where autograd records,
-    or it is interrupted, it is left to the next."""
+    """It compiles once, in a run of the same decode that launches nothing. The next patch does not compile again.
+
+    If autograd records, or the run is interrupted, it is left to the next decode.
+    """
     from turbo_rcm_patch.patching.families.vae import forward
 
     vae, z, runs, real = tiny_vae(**FEW_LEVELS), tiny_latents(1, 1, 1, 1), [], kernels.compile_ahead

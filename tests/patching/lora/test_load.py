@@ -64,7 +64,7 @@ def test_equals_the_merged_weights(format, scale):
     loaded.check_undoable()
     loaded.undo()
     assert_as_before(pipe.transformer, before)
-    # Not bitwise: the image's five tokens come to lie elsewhere, where the CPU adds in another order.
+    # They differ in bits, because the image's five tokens lie elsewhere, and the CPU then adds in another order.
     torch.testing.assert_close(output(pipe.transformer), plain, rtol=0, atol=5e-6)
 
 

@@ -1,4 +1,4 @@
-"""exact_steps: in which steps of a generation the self-attention runs exactly, by which op ran and by the outputs."""
+"""exact_steps: the op that ran, and the outputs, tell in which steps the self-attention ran exactly."""
 
 import diffusers
 import pytest

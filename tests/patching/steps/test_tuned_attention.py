@@ -11,7 +11,7 @@ from turbo_rcm_patch.kernels.attention import attention as own
 from turbo_rcm_patch.kernels.attention import sdpa
 
 DEFAULT = _cur_sdpa_kernel_backends(with_priority=True)[0]
-TUNED = {False: "FlashAttention", True: "cuDNN"}  # the first is what a CPU takes, the second is none of its
+TUNED = {False: "FlashAttention", True: "cuDNN"}  # a CPU takes the first, and does not have the second
 
 
 @pytest.fixture(autouse=True)

@@ -63,7 +63,7 @@ def test_every_block_is_within_the_tiers_limit(name, dtype):
     "options", [{}, {"quantize": ["attention"]}, {"quantize": ["linears"]}, {"fuse": ["feed_forward"]}]
 )
 def test_the_kernels_err_as_the_reference_does(options):
-    """Roundings of values half way between two of 8 bits differ: a tenth of the error, of which they are few."""
+    """Values half way between two of 8 bits are rounded differently. They are few, and add a tenth of the error."""
     model, inputs = model_and_inputs("odd_sizes", GPU, torch.float32, **SIZES)
     errors = {}
     with torch.no_grad():

@@ -58,7 +58,7 @@ def test_a_pipeline_equals_the_published_sampler_and_model(saved, steps):
 
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_two_experts_equal_the_published_sampler_and_model(saved, stochastic):
-    """Image to video: the high-noise expert runs while t >= 0.9. Beside the latents it sees the image."""
+    """Image to video: the high-noise expert runs while t >= 0.9. It sees the image with the latents."""
     pipe = tiny_wan_pipeline("wan22_i2v")
     high, low = (turbo_weights(model, seed=seed) for model, seed in ((pipe.transformer, 21), (pipe.transformer_2, 22)))
     trp.load_turbodiffusion((saved(high, "high.pth"), saved(low, "low.pth")), pipe, **SLA)
