@@ -2,6 +2,8 @@
 
 import shlex
 import sys
+import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import turbo_rcm_patch as trp
 from tests.cli.running import TINY, error_of
 from tests.official_names import in_8_bits, official_state_dict, with_proj_l
 from tests.tiny_families import vace
-from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
+from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.cli import commands, main, transformers
 from turbo_rcm_patch.patching.weights.convert import quantized_linears
 
@@ -57,6 +59,17 @@ def test_convert_prints_the_line_that_uses_what_it_wrote(saved_models, tmp_path,
     assert ("linears in 8 bits" in capsys.readouterr().out) == (preset == "quantized")
 
 
+def test_the_lines_in_python_are_for_every_transformer_of_the_folder(tmp_path, capsys, monkeypatch):
+    pipe, out = tiny_wan_pipeline("wan22"), tmp_path / "out"
+    pipe.save_pretrained(tmp_path / "pipe")
+    assert main(["convert", str(tmp_path / "pipe"), str(out), "--preset", "exact", "--dtype", "float32", *CPU]) == 0
+    lines = capsys.readouterr().out.split("or in Python by\n")[1]
+    names = {"pipe": SimpleNamespace(), "WanTransformer3DModel": WanTransformer3DModel}
+    exec(textwrap.dedent(lines), names)
+    for name in ("transformer", "transformer_2"):
+        assert torch.equal(getattr(names["pipe"], name).proj_out.weight, getattr(pipe, name).proj_out.weight)
+
+
 def test_a_converted_folder_is_refused_where_its_weights_cannot_run(saved_models, tmp_path, capsys):
     model, out = saved_models / "t2v", tmp_path / "out"
     assert main(["convert", str(model), str(out), *CPU]) == 0
@@ -68,36 +81,17 @@ def test_a_converted_folder_is_refused_where_its_weights_cannot_run(saved_models
     assert "holds a transformer alone: give it as --transformer" in error_of(capsys, "verify", "--model", out)
 
 
-def test_a_single_file_is_a_transformer(saved_models, tmp_path, capsys, monkeypatch):
-    """diffusers loads it, with the config of the pipeline's own; a file of quantised weights is refused."""
-    calls, loader = [], WanTransformer3DModel
-
-    def from_single_file(path, **options):
-        calls.append((path, options))
-        return tiny_wan_transformer(seed=5)
-
-    monkeypatch.setattr(loader, "from_single_file", from_single_file)
-    monkeypatch.setattr(commands, "compare", lambda pipe, *_, **__: calls.append(pipe) or sys.exit(0))
-    expected = tiny_wan_transformer(seed=5).proj_out.weight
-    weights = {"blocks.0.ffn.0.weight": torch.ones(2, 2)}
-    for name, tensors in (
-        ("a.safetensors", weights),
-        ("fp8.safetensors", {**weights, "blocks.0.ffn.0.scale_weight": torch.ones(1)}),
-    ):
-        save_file(tensors, tmp_path / name)
+def test_a_single_file_that_cannot_be_a_transformer_is_refused(saved_models, tmp_path, capsys, monkeypatch):
+    weights = {"blocks.0.ffn.0.weight": torch.ones(2, 2), "blocks.0.ffn.0.scale_weight": torch.ones(1)}
+    save_file(weights, tmp_path / "fp8.safetensors")
     (tmp_path / "b.gguf").touch()
-    monkeypatch.setattr(transformers, "GGUFQuantizationConfig", lambda compute_dtype: ("gguf", compute_dtype))
     command = ["compare", "--model", str(saved_models / "t2v"), *TINY, "--transformer"]
-    for name, more in (("a.safetensors", {}), ("b.gguf", {"quantization_config": ("gguf", torch.float32)})):
-        with pytest.raises(SystemExit):
-            main([*command, str(tmp_path / name)])
-        (path, options), pipe = calls[-2:]
-        assert path == str(tmp_path / name)
-        config = {"config": str(saved_models / "t2v"), "subfolder": "transformer", "dtype": torch.float32}
-        assert options == {**config, **more}
-        assert torch.equal(pipe.transformer.proj_out.weight, expected)
     message = error_of(capsys, *command, tmp_path / "fp8.safetensors")
     assert "it holds quantised weights, whose scales, such as blocks.0.ffn.0.scale_weight" in message
+    assert f"cannot load --transformer {tmp_path / 'b.gguf'}: " in error_of(capsys, *command, tmp_path / "b.gguf")
+    monkeypatch.setattr(transformers, "find_spec", lambda name: None)
+    message = error_of(capsys, *command, tmp_path / "b.gguf")
+    assert "b.gguf: GGUF files need the package gguf; install it with: pip install gguf" in message
     assert "is a file; diffusers takes a single file as a transformer" in error_of(
         capsys, "verify", "--model", tmp_path / "b.gguf"
     )

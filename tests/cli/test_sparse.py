@@ -115,6 +115,16 @@ def test_a_folder_that_carries_projections(with_projections, capsys):
     assert "SLA 1/1 blocks" in capsys.readouterr().out
 
 
+def test_projections_are_the_given_transformer_s(saved_models, with_projections, capsys):
+    """Not those of the pipeline, whose own transformer does not run."""
+    plain, trained = saved_models / "t2v", with_projections
+    size = ["--height", "32", "--width", "32", "--frames", "5", "--steps", "1", "--device", "cpu"]
+    assert main(["verify", "--model", str(plain), "--transformer", str(trained / "transformer"), *size, *SPARSE]) == 0
+    assert "SLA 1/1 blocks" in capsys.readouterr().out
+    line = error_of(capsys, "verify", "--model", trained, "--transformer", plain / "transformer", *size, *SPARSE)
+    assert "has no proj_l" in line
+
+
 def test_a_folder_without_projections_is_refused(saved_models, capsys):
     line = error_of(capsys, "verify", "--model", saved_models / "t2v", "--device", "cpu", *SPARSE)
     assert "has no proj_l" in line

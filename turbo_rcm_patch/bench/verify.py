@@ -26,6 +26,7 @@ from .metrics import relative_l2
 from .parts import CHOICE, SUB_LAYERS, Trace, dtype_of, part_errors, self_attention_inputs, trace_of, upcast
 from .sparse import best_choice, by_reference, sparse_self_attention
 
+_PACKED_LINEAR = "GGUFLinear"  # diffusers' linear for GGUF files. Its weight is a tensor of bytes.
 DECODER = "vae.decode"  # checked like a block, but once
 
 Output = torch.Tensor | tuple[torch.Tensor | None, ...]
@@ -380,8 +381,10 @@ def _class_copy(block: nn.Module) -> nn.Module:
     """
     copied = ("_parameters", "_buffers", "_modules")
     shared = [value for module in block.modules() for name, value in vars(module).items() if name not in copied]
-    twin = copy.deepcopy(block, {id(value): value for value in shared})
+    twin = copy.deepcopy(block, {id(value): value for value in shared} | _unpacked(block))
     for module in twin.modules():
+        if type(module).__name__ == _PACKED_LINEAR:
+            module.__class__ = nn.Linear
         for name in [name for name in vars(module) if callable(getattr(type(module), name, None))]:
             del module.__dict__[name]  # what a patch binds in place of the class's methods
         if is_quantized(module):
@@ -389,6 +392,16 @@ def _class_copy(block: nn.Module) -> nn.Module:
     if (attn := sparse_self_attention(twin)) is not None:
         attn.processor = by_reference(attn.processor)
     return twin
+
+
+def _unpacked(block: nn.Module) -> dict[int, nn.Parameter]:
+    """Return plain copies of the weights of diffusers' GGUF linears, by the weights' ids."""
+    packed = [module.weight for module in block.modules() if type(module).__name__ == _PACKED_LINEAR]
+    if not packed:
+        return {}
+    from diffusers.quantizers.gguf.utils import dequantize_gguf_tensor  # needs the package gguf
+
+    return {id(weight): nn.Parameter(dequantize_gguf_tensor(weight), requires_grad=False) for weight in packed}
 
 
 def _plain_twin(block: nn.Module) -> nn.Module:

@@ -244,9 +244,7 @@ class _Entry:
             reason = self._names.why_absent(self._name) if parameter is None else f"not the matrices of a whole {kind}"
             self._lora.unused.update(dict.fromkeys(keys, reason))
             return
-        module, name = self._names.owner(parameter)
-        outputs, *inputs = getattr(module, name).shape
-        problem = product.why_not(outputs, math.prod(inputs))
+        problem = product.why_not(*_sizes(self._names.owner(parameter)[0]))
         if problem is not None:
             self._misfits.append(f"the {kind} of {first} {problem}")
             return
@@ -277,10 +275,7 @@ class _Entry:
         return 1.0
 
     def _fits(self, target: nn.Module, down_key: str, down: torch.Tensor, up_key: str, up: torch.Tensor) -> bool:
-        if isinstance(target, nn.Linear):
-            inputs, outputs = target.in_features, target.out_features
-        else:
-            outputs, inputs = len(target.weight), target.weight[0].numel()
+        outputs, inputs = _sizes(target)
         before, rank = len(self._misfits), len(down) if down.dim() else 0
         if down.dim() < 2 or rank == 0 or down[0].numel() != inputs:
             self._misfits.append(f"{down_key} is {list(down.shape)}, the model takes [rank, {inputs}]")
@@ -309,6 +304,14 @@ class _Entry:
         difference = difference.reshape(shape)
         known = self._lora.differences.get(parameter)
         self._lora.differences[parameter] = difference if known is None else known.float() + difference.float()
+
+
+def _sizes(module: nn.Module) -> tuple[int, int]:
+    """Return the outputs and inputs of a linear, whose weight may be packed, or of another module by its weight."""
+    if isinstance(module, nn.Linear):
+        return module.out_features, module.in_features
+    outputs, *inputs = module.weight.shape
+    return outputs, math.prod(inputs)
 
 
 def _without_ones(shape: torch.Size) -> list[int]:

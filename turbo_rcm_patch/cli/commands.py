@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 import time
@@ -23,6 +22,7 @@ from ..bench.fits import Fit, fits, fits_table
 from ..bench.report import comparison_table, evaluation_table, plot, side_by_side, timings_table, verification_table
 from ..bench.timing import timed_generation
 from ..bench.verify import verify
+from ..checkpoints.files import COMPONENTS
 from ..config import PRESETS, Exact, Sparse
 from ..embedded import load_embedded_pipeline
 from ..kernels import tuned_tiers
@@ -31,6 +31,7 @@ from ..patching.families.vae import frames_sent_to
 from ..patching.families.vae.video_output import pieces_on_cpu, to_8_bits
 from ..patching.summary import beside_exact
 from ..patching.weights.convert import capability_of
+from ..patching.weights.load import component_folders, read_config
 from ..patching.weights.store import convert_model
 from ..wording import counted
 from .checks import LORAS, SPARSITY
@@ -235,10 +236,10 @@ def _how_to_use(arguments: argparse.Namespace) -> str:
     ]
     line += ["--transformer", shlex.quote(str(arguments.target))]
     if isinstance(PRESETS[arguments.preset], Exact):
-        subfolder = ', subfolder="transformer"' * is_pipeline
-        config = arguments.target / ("transformer" if is_pipeline else "") / "config.json"
-        class_name = json.loads(config.read_text(encoding="utf-8"))["_class_name"]
-        python = f"pipe.transformer = {class_name}.from_pretrained({str(arguments.target)!r}{subfolder})"
+        python = "\n  ".join(
+            f"pipe.{name or COMPONENTS[0]} = {read_config(folder)['_class_name']}.from_pretrained({str(folder)!r})"
+            for name, folder in component_folders(arguments.target).items()
+        )
     else:
         line += ["--preset", arguments.preset]
         python = f"trp.load_converted({str(arguments.target)!r}, pipe, {arguments.preset!r})"

@@ -87,8 +87,8 @@ def load_sampler(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict
         pipe = embedded.load_embedded_pipeline(dtype, sla=sparse)
     else:
         pipe = _load_model(arguments, dtype)
-        if sparse and (folder := Path(arguments.model).expanduser()).exists():
-            load_projections(folder, pipe)
+        if sparse and getattr(arguments, "patched", None) is None:
+            load_projections(pipe)
     given = arguments.height, arguments.width, arguments.frames
     _size_rules_of(pipe).check(*given)
     of_shapes = arguments.model is None or arguments.command == "evaluate"

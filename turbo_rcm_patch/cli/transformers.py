@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -75,6 +76,8 @@ def _of_file(path: Path, pipeline: str, name: str, components: Mapping[str, obje
         option = name.replace("_", "-")
         raise CommandError(f"--{option} {path} replaces the pipeline's {name}, but --model {pipeline} {found}.")
     is_gguf = path.suffix.lower() == ".gguf"
+    if is_gguf and find_spec("gguf") is None:
+        raise CommandError(f"--transformer {path}: GGUF files need the package gguf; install it with: pip install gguf")
     try:
         if not is_gguf:
             _check_plain(path)

@@ -88,14 +88,16 @@ def load_turbodiffusion(
             raise
 
 
-def load_projections(folder: Path, pipe: object) -> None:
-    """Give the transformers of a pipeline the projections of SLA in the folder that diffusers loaded it from.
+def load_projections(pipe: object) -> None:
+    """Give the transformers of a pipeline the projections of SLA in the files that diffusers loaded them from.
 
-    diffusers itself ignores them, because its model has none. A folder without them changes nothing. Raises PatchError
-    for files that do not fit.
+    diffusers itself ignores them, because its model has none. Files without them change nothing. Raises PatchError for
+    files that do not fit.
     """
-    models = transformers_of(pipe)
-    with _opened([folder / name for name in models], models) as files:
+    every = transformers_of(pipe)
+    sources = {name: model.config.get("_name_or_path") for name, model in every.items()}
+    models = {name: model for name, model in every.items() if sources[name] and Path(sources[name]).exists()}
+    with _opened([sources[name] for name in models], models) as files:
         for name, model in models.items():
             add_projections(Journal(), family_of(model).self_attentions(model), _projections(files[name]))
 
