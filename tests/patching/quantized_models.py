@@ -7,7 +7,7 @@ import turbo_rcm_patch as trp
 from tests.oracle import relative_error
 from tests.tiny_wan import tiny_transformer_inputs
 from turbo_rcm_patch.kernels.quantized import quantize_weight
-from turbo_rcm_patch.patching.weights.convert import quantized_linears, quantized_weight
+from turbo_rcm_patch.patching.weights.convert import quantized_linears
 
 CPU = torch.device("cpu")
 CONFIG = trp.Quantized()
@@ -23,10 +23,10 @@ def output_of(model, **overrides):
 
 def up_to_date(linear):
     """True if a linear's 8-bit weight is what its original becomes."""
-    expected = quantize_weight(linear.original, quantized_weight(linear).format)
+    expected = quantize_weight(linear.original, linear.quantized().format)
     return all(
         torch.equal(ours.float(), theirs.float().reshape(ours.shape))
-        for ours, theirs in zip(quantized_weight(linear), expected, strict=True)
+        for ours, theirs in zip(linear.quantized(), expected, strict=True)
     )
 
 

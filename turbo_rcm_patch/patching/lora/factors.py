@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ...kernels import RANK_STEP, LowRank, QuantizedWeight, quantize_weight
-from ..weights.convert import is_quantized, quantized_weight
+from ..weights.convert import is_quantized
 
 
 class Adapter(NamedTuple):
@@ -144,7 +144,7 @@ class Product:
                 if bias is not None:
                     read += (bias,) if linear.bias is None else (bias, linear.bias)
             if is_quantized(linear):
-                read.append(quantized_weight(linear).scale)
+                read.append(linear.quantized().scale)
         return read
 
     def _write(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -159,7 +159,7 @@ class Product:
     def _compute(self) -> Iterator[tuple[str, torch.Tensor]]:
         down, ups = self._down(), [self._up(*each) for each in self._each()]
         if is_quantized(self._linears[0]):
-            weights = [quantized_weight(linear) for linear in self._linears]
+            weights = [linear.quantized() for linear in self._linears]
             low = quantize_weight(down, weights[0].format)
             yield from (("down", low.values), ("scale", low.scale), ("norm", _bound(low, ups)))
             # In units of the weights' row scales. On the CPU fp32: the interpreter multiplies bf16 wrongly.

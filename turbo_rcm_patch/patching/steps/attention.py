@@ -11,7 +11,7 @@ from torch import nn
 from ... import kernels
 from ...kernels import FP8, Quantized, reference
 from ...kernels.attention.sdpa import name_if_replaced
-from . import in_8_bits as quantized_layers
+from . import in_8_bits
 from .context_parallel import ulysses_attention, why_not_between_all_to_alls
 from .exact import skip_after, why_not_head_norm
 from .plan import Call, Step
@@ -91,7 +91,7 @@ def why_not_quantized_attention(attn: nn.Module, norm_class: type[nn.Module], ca
         reason = "context parallelism"
     norms = (attn.norm_q, attn.norm_k)
     reason = reason or next(filter(None, (why_not_head_norm(norm, norm_class, call.device) for norm in norms)), None)
-    return reason or quantized_layers.why_not_attention(attn, call)
+    return reason or in_8_bits.why_not_attention(attn, call)
 
 
 def _attention(launch, q, k, v):

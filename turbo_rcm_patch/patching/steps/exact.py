@@ -29,7 +29,7 @@ from ...kernels.rows.skip import SKIP, SkipSpec
 from ...plain import hook_on, why_not_linear, why_not_norm, why_not_plain
 from ..lora.inside_projections import Linears
 from ..weights.brought import are_brought, between_hooks
-from . import in_8_bits as quantized_layers
+from . import in_8_bits
 from .plan import LINEAR, MODULE, NOTHING, Call, Step, Stream
 from .residual import Storage
 
@@ -112,7 +112,7 @@ def qkv_projection(attn: nn.Module, tokens: int, call: Call) -> Step:
         return Step(partial(_qkv_of_one_module, attn), MODULE, "fused projections")
     read = call.read(attn.to_q, attn.to_k, attn.to_v)
     if read.are_quantized:
-        return quantized_layers.qkv_projection(read, partial(_qkv_of_modules, attn), tokens, call)
+        return in_8_bits.qkv_projection(read, partial(_qkv_of_modules, attn), tokens, call)
     reason = _why_not_read(read, call)
     if reason is None and not read.are_alike:
         reason = "unequal projections"
@@ -163,7 +163,7 @@ def kv_projection(attn: nn.Module, tokens: int, call: Call, *, added: bool = Fal
     modules = (attn.add_k_proj, attn.add_v_proj) if added else (attn.to_k, attn.to_v)
     read = call.read(*modules)
     if read.are_quantized:
-        return quantized_layers.kv_projection(read, partial(_of_each_module, modules), tokens, call)
+        return in_8_bits.kv_projection(read, partial(_of_each_module, modules), tokens, call)
     if read.has_lora and _why_not_read(read, call) is None:
         return Step(read.each, read.named(LINEAR), FEW_TOKENS)
     return _by_modules(partial(_of_each_module, modules), read)
@@ -223,7 +223,7 @@ def projection(linear: nn.Module, tokens: int, call: Call) -> Step:
     """Return a lone linear: x [B, S, K] -> [B, S, C]. tokens: B·S."""
     read = call.read(linear)
     if read.are_quantized:
-        return quantized_layers.projection(read, linear, tokens, call)
+        return in_8_bits.projection(read, linear, tokens, call)
     if read.has_lora and _why_not_read(read, call) is None:
         return _projection_with_lora(read, tokens, call)
     return _by_modules(linear, read)
@@ -259,7 +259,7 @@ def projection_with_skip(
     skip = skip_after(stored, result, call)
     if read.are_quantized:
         apart = Step(partial(_layers_then_skip, layers, skip.run), f"{MODULE}, {skip.kernel} skip")
-        return quantized_layers.projection_with_skip(read, (stored, result), fields, apart, stream.tokens, call, reason)
+        return in_8_bits.projection_with_skip(read, (stored, result), fields, apart, stream.tokens, call, reason)
     unread = _why_not_read(read, call)
     reason, pick = reason or unread, None
     if reason is None:
@@ -332,7 +332,7 @@ def projection_with_gelu(ffn: FeedForward, tokens: int, call: Call, quantized: t
         if read.are_quantized:
             reason = reason or _why_not_left_out(ffn.net[1])
             by_module = partial(_gelu_by_module, ffn)
-            return quantized_layers.projection_with_gelu(read, by_module, tokens, call, quantized, reason)
+            return in_8_bits.projection_with_gelu(read, by_module, tokens, call, quantized, reason)
         reason = reason or _why_not_read(read, call)
     if reason is not None:
         return Step(partial(_gelu_by_module, ffn), MODULE, reason)

@@ -30,7 +30,7 @@ from ...kernels.linear.spec import LinearSpec
 from ...kernels.rows.quantize_rows import QUANTIZE_ROWS
 from ..lora.inside_projections import Linears
 from ..weights.brought import between_hooks
-from ..weights.convert import DTYPES, bias_bound, quantized_weight, why_not_read
+from ..weights.convert import DTYPES, bias_bound, why_not_read
 from .plan import MODULE, Call, Step, Stream
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def _in_8_bits(quantize: Callable, x: Activation, format: torch.dtype, *, with_n
 def qkv_projection(read: Linears, by_modules: Callable, tokens: int, call: Call) -> Step:
     """Return a self-attention's Q, K and V projections: x [B, S, C] -> three [B, S, C] in the call's dtype."""
     reason = next(filter(None, (_why_not(linear, call) for linear in read.linears)), None)
-    formats = {quantized_weight(linear).format for linear in read.linears}
+    formats = {linear.quantized().format for linear in read.linears}
     if reason is None and not (read.are_alike and len(formats) == 1):
         reason = "unequal projections"
     if reason is not None:
@@ -57,7 +57,7 @@ def qkv_projection(read: Linears, by_modules: Callable, tokens: int, call: Call)
 
 
 def _qkv(launch, quantize, read, down, dtype, x):
-    weights = [quantized_weight(linear) for linear in read.linears]
+    weights = [linear.quantized() for linear in read.linears]
     x = _in_8_bits(quantize, x, weights[0].format)
     values, scales = [weight.values for weight in weights], [weight.scale for weight in weights]
     second = read.second_pair(x, down)
@@ -70,7 +70,7 @@ def kv_projection(read: Linears, by_modules: Callable, tokens: int, call: Call) 
     Step: context [B|1, L, C] -> two [B|1, L, C] in the call's dtype. tokens: the context's, over all samples.
     """
     reason = next(filter(None, (_why_not(linear, call) for linear in read.linears)), None)
-    if reason is None and len({quantized_weight(linear).format for linear in read.linears}) > 1:
+    if reason is None and len({linear.quantized().format for linear in read.linears}) > 1:
         reason = "unequal projections"
     if reason is not None:
         return Step(by_modules, MODULE, reason)
@@ -84,10 +84,10 @@ def _each_step(run: Callable, read: Linears, tokens: int, call: Call) -> Step:
 
 
 def _each_linear(launches, quantize, read, down, dtype, x):
-    x = _in_8_bits(quantize, x, quantized_weight(read.first).format)
+    x = _in_8_bits(quantize, x, read.first.quantized().format)
     results = []
     for launch, linear, bias, factors in zip(launches, read.linears, read.biases(), read.low_ranks(), strict=True):
-        weight = quantized_weight(linear)
+        weight = linear.quantized()
         second = NO_PAIR if factors is None else project_down(x, factors, down)
         results.append(launch(x.values, weight.values, bias, x.scale, weight.scale, dtype, *second))
     return results
@@ -144,7 +144,7 @@ def why_not_beside_lora(linear: nn.Module, residual: torch.dtype, stream: Stream
 
 
 def _linear_skip(launch, quantize, read, down, stored, result, a, residual, gate=None):
-    weight, (bias,) = quantized_weight(read.first), read.biases()
+    weight, (bias,) = read.first.quantized(), read.biases()
     a, (gate, starts) = _in_8_bits(quantize, a, weight.format), values_and_starts(gate)
     second = read.second_pair(a, down)
     skip = (residual, None, gate, result.dtype, stored.scale, result.scale, starts)
@@ -170,14 +170,14 @@ def projection_with_gelu(
 
 
 def _linear_gelu(launch, quantize, read, down, dtype, x):
-    weight, (bias,) = quantized_weight(read.first), read.biases()
+    weight, (bias,) = read.first.quantized(), read.biases()
     x = _in_8_bits(quantize, x, weight.format)
     second = read.second_pair(x, down)
     return launch(x.values, weight.values, bias, dtype, x.scale, weight.scale, *second)
 
 
 def _linear_gelu_quantized(launch, quantize, read, down, x):
-    weight, (bias,), low_rank = quantized_weight(read.first), read.biases(), read.low_rank()
+    weight, (bias,), low_rank = read.first.quantized(), read.biases(), read.low_rank()
     x = _in_8_bits(quantize, x, weight.format, with_norm=True)
     norm = weight.norm if low_rank is None else weight.norm + low_rank.norm
     bound = x.norm.new_zeros(()) if bias is None else bias_bound(bias)
@@ -187,7 +187,7 @@ def _linear_gelu_quantized(launch, quantize, read, down, x):
 
 def _pick(op: Op, linear: nn.Module, read: Linears, tokens: int, call: Call, **fields: object) -> Pick:
     """Return an op's kernel for this many tokens and a linear's 8-bit weight. fields: others of the LinearSpec."""
-    weight = quantized_weight(linear)
+    weight = linear.quantized()
     N, K = weight.values.shape
     own = {"dtype": weight.format, "eight_bits": (weight.format,), "others": (call.dtype,), "op": "linear_8bit"}
     own |= {"result": call.dtype, "rows": tokens, "N": N, "K": K, **read.second_product}
@@ -208,7 +208,7 @@ def _step(
     run: (launch, quantize, read, down, *options, *inputs). launches: one launch per linear if each is
     launched separately. They then replace the pick's launch.
     """
-    format = quantized_weight(read.first).format
+    format = read.first.quantized().format
     quantize = call.pick(QUANTIZE_ROWS, result=format).launch
     down = _pick_down(read, tokens, call, at_once=len(read.linears) if launches is None else 1)
     run = between_hooks(
@@ -237,7 +237,7 @@ def _why_not(linear: nn.Linear, call: Call) -> str | None:
     """
     reason = _why_not_call(call) or why_not_read(linear, call.device)
     if reason is None and call.config.implementation == "auto" and is_gpu(call.device):
-        reason = QUANTIZE_ROWS.why_not_fused(call.spec(result=quantized_weight(linear).format))
+        reason = QUANTIZE_ROWS.why_not_fused(call.spec(result=linear.quantized().format))
     return reason
 
 

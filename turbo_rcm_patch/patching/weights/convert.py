@@ -237,18 +237,8 @@ def quantized_linears(transformer: nn.Module) -> list[QuantizedLinear]:
     return [module for module in transformer.modules() if isinstance(module, QuantizedLinear)]
 
 
-def quantized_weight(linear: QuantizedLinear) -> QuantizedWeight:
-    """Return the 8-bit weight of a linear, on the device that it was moved to."""
-    return linear.quantized()
-
-
-def bias_bound(bias: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the largest magnitude of a linear's bias, 0-d fp32, or None without a bias.
-
-    It is computed at each call, because the bias may change.
-    """
-    if bias is None:
-        return None
+def bias_bound(bias: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude of a linear's bias, 0-d fp32, at each call anew, because the bias may change."""
     return torch.linalg.vector_norm(bias.detach(), torch.inf, dtype=torch.float32)
 
 

@@ -21,7 +21,7 @@ from ..journal import Journal
 from ..lora.load import has_fused_projections
 from ..steps.plan import state_of
 from ..steps.sparse_linear import add_projections, why_not_replaceable
-from .convert import added_error_note, is_quantized, quantized_weight
+from .convert import added_error_note, is_quantized
 from .group_offload import ON_DISK, is_on_disk, write_through
 from .linear_8bit import error_of
 from .load import fill_buffers
@@ -224,7 +224,7 @@ def _added_error(file: WholeModel, model: nn.Module) -> str | None:
     """Return the summary's line on the error that the tier's 8 bits add to weights from an 8-bit file, or None."""
     linears = [module for name, module in modules_of(model) if f"{name}.weight" in file.quantized]
     return added_error_note(
-        [error_of(quantized_weight(linear), linear.original) for linear in linears if is_quantized(linear)]
+        [error_of(linear.quantized(), linear.original) for linear in linears if is_quantized(linear)]
     )
 
 

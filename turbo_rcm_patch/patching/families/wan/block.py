@@ -15,8 +15,7 @@ from torch import nn
 
 from ....config import BlockSparse, Exact
 from ....plain import is_original, why_not_plain
-from ...steps import block_sparse
-from ...steps import in_8_bits as quantized_layers
+from ...steps import block_sparse, in_8_bits
 from ...steps.attention import attention, why_not_own_attention, why_not_quantized_attention
 from ...steps.exact import (
     Tables,
@@ -157,7 +156,7 @@ def _self_attention(block, kind: WanBlock, wan_call: WanCall, stored: Storage, r
             kind.half_tables,
             norm,
             qkv.fed_by(norm),
-            quantized_layers.quantize_qkv(attn, call),
+            in_8_bits.quantize_qkv(attn, call),
             attended,
             out.fed_by(attended),
         )
@@ -179,7 +178,7 @@ def _quantized_attention(attn, stream: Stream, call: Call, result: torch.dtype |
     reason = block_sparse.why_dense(attn, stream, call, quantized=True)
     if reason is None:
         return block_sparse.attention(attn, call, quantized=True)
-    attended = quantized_layers.attention(attn, call, result)
+    attended = in_8_bits.attention(attn, call, result)
     return attended._replace(reason=reason) if isinstance(call.config, BlockSparse) else attended
 
 

@@ -57,7 +57,10 @@ def embedder_forward(
     if len(values) > MAX_RUNS:
         return type(self).forward(self, timestep, *prompt, timestep_seq_len)
     temb, rows, *projected = type(self).forward(self, values, *prompt)
-    expand = lambda x: x.repeat_interleave(counts, 0, output_size=len(timestep)).unflatten(0, (-1, timestep_seq_len))  # noqa: E731
+
+    def expand(x: torch.Tensor) -> torch.Tensor:
+        return x.repeat_interleave(counts, 0, output_size=len(timestep)).unflatten(0, (-1, timestep_seq_len))
+
     # This must be an ordinary tensor: an inference tensor does not count writes to it.
     with torch.inference_mode(False), torch.no_grad():
         timestep_proj = expand(rows)
