@@ -4,7 +4,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -19,14 +18,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from scripts.tools.page_picture import CHROMIUM, OPTIONS
 from turbo_rcm_patch.cli import demo_page as page_of_demo
 from turbo_rcm_patch.cli.arguments import parse_arguments
 from turbo_rcm_patch.cli.checks import check_arguments
 from turbo_rcm_patch.cli.demo_videos import EMBEDDED_MODEL, Answer, DemoVideos
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-OPTIONS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking")
-OPTIONS += ("--disable-component-update", "--disable-sync")
 ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("gradio") is None, reason="needs gradio")
@@ -90,6 +87,13 @@ APART = """
 """
 
 
+CUT_OFF = """
+() => [...document.querySelectorAll("video, input, pre")]
+    .filter(part => part.scrollWidth > part.clientWidth + 1 || part.getBoundingClientRect().right > innerWidth)
+    .map(part => part.previousElementSibling?.innerText || part.tagName + " " + part.ariaLabel)
+"""
+
+
 def ask(page, height=16, frames=5):
     for label, size in (("Height", height), ("Width", 48), ("Frames", frames)):
         page.get_by_label(label, exact=True).fill(str(size))
@@ -105,13 +109,14 @@ def test_two_visitors(page, server):
     other, asked = page.context.new_page(), []
     for visitor in (page, other):
         visitor.on("request", lambda request: asked.append(request.url))
+        visitor.route("**/gradio_api/run/**", load_late)  # the answer that fills the form
         visitor.goto(server)
     page.evaluate(WATCH_PROGRESS)
     ask(page)
     ask(other)  # waits for its turn
     for visitor in (page, other):
         visitor.bring_to_front()  # a hidden tab does not play
-        visitor.wait_for_function(f"{PLAYING} == 2", timeout=400_000)
+        visitor.wait_for_function(f"{PLAYING} == 2", timeout=200_000)
         shown = visitor.inner_text("body")
         for text in ("VAE decode", "without a GPU", "frames: PSNR", "WanTransformer3DModel, 6 blocks"):
             assert text in shown
@@ -119,9 +124,14 @@ def test_two_visitors(page, server):
 
     other.route("**/*-patched.mp4", load_late)
     ask(other, frames=33)
-    other.wait_for_function("document.querySelector('video[src]').duration > 2", timeout=400_000)
+    other.wait_for_function("document.querySelector('video[src]').duration > 2", timeout=200_000)
     other.wait_for_timeout(2000)
     assert other.evaluate(APART) < 0.1  # of 2 s
+
+    assert other.evaluate(CUT_OFF) == []
+    other.set_viewport_size({"width": 390, "height": 844})
+    assert other.evaluate(CUT_OFF) == ["What is patched"]  # a table to scroll: the page itself is not wider
+    assert other.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
     for label in FEW_STEP_FIELDS:  # which the tiny model does not take
         assert other.get_by_label(label, exact=True).is_disabled()
@@ -163,9 +173,9 @@ def test_only_what_goes_with_a_model_can_be_chosen(tmp_path):
     assert not [name for name, _ in recipes if "i2v" in name or "flf2v" in name]  # the page takes no image
     fields = [block.label for block in page.blocks.values() if getattr(block, "label", "") in FEW_STEP_FIELDS]
     for model, steps in ((EMBEDDED_MODEL, 4), ("a/b", None)):
-        of_steps, *others = page_of_demo._of_model(model)
+        *_, of_steps, guidance, negative, recipe, lora = page_of_demo._of_model(model)
         assert of_steps["value"] == steps
-        assert [other["interactive"] for other in others] == [steps is None] * len(fields)
+        assert [field["interactive"] for field in (guidance, negative, recipe, lora)] == [steps is None] * len(fields)
 
 
 FEW_STEP_FIELDS = ("Guidance", "Negative prompt", "Recipe", "LoRA")

@@ -108,23 +108,26 @@ def build_page(maker: DemoVideos) -> gradio.Blocks:
     import gradio as gr
 
     with gr.Blocks(title="turbo-rcm", analytics_enabled=False) as page:
+        # Before the form is filled in, Gradio sends 0 for an empty number, so nothing can be asked for until then.
+        waits = {"interactive": False}
         gr.Markdown("# turbo-rcm\nThe same video twice: as diffusers makes it, and with the patch.")
         with gr.Row():
-            prompt = gr.Textbox(EXAMPLES[0], label="Prompt", max_length=LONGEST_PROMPT, scale=3)
-            model = gr.Dropdown(maker.models, value=maker.models[0], label="Model", scale=2)
+            prompt = gr.Textbox(EXAMPLES[0], label="Prompt", max_length=LONGEST_PROMPT, scale=3, min_width=240, **waits)
+            model = gr.Dropdown(maker.models, value=maker.models[0], label="Model", scale=2, min_width=240)
             preset = gr.Dropdown(list(PRESETS), value="exact", label="Tier")
         with gr.Row():
-            steps = gr.Number(RCM_STEPS, label="Steps", precision=0, placeholder=OWN)
+            steps = gr.Number(RCM_STEPS, label="Steps", precision=0, placeholder=OWN, min_width=FITS_OWN)
             seed = gr.Number(0, label="Seed", precision=0)
             sizes = [gr.Number(size, label=label, precision=0) for label, size in _sizes(maker).items()]
         with gr.Row():
-            guidance = gr.Number(None, label="Guidance", placeholder=OWN)
+            guidance = gr.Number(None, label="Guidance", placeholder=OWN, min_width=FITS_OWN)
             negative = gr.Textbox("", label="Negative prompt", max_length=LONGEST_PROMPT)
             recipe = gr.Dropdown([AUTOMATIC, OWN_SAMPLER, *_recipes()], value=AUTOMATIC, label="Recipe")
             lora = gr.Dropdown([NONE, *maker.loras], value=NONE, label="LoRA")
-        button = gr.Button("Generate", variant="primary")
+        button = gr.Button("Generate", variant="primary", **waits)
         with gr.Row():
-            videos = [gr.Video(label=label, autoplay=True, loop=True, interactive=False) for label in LABELS]
+            shown = {"autoplay": True, "loop": True, "interactive": False, "min_width": 280}
+            videos = [gr.Video(label=label, **shown) for label in LABELS]
         table, summary = gr.HTML(), gr.HTML()
         form = [prompt, model, preset, steps, seed, *sizes, recipe, lora, guidance, negative]
 
@@ -136,13 +139,15 @@ def build_page(maker: DemoVideos) -> gradio.Blocks:
         answered = gr.on(asked, generate, form, outputs, api_visibility="private", show_progress_on=videos)
         answered.success(js=PLAY_TOGETHER)
         quietly = {"api_visibility": "private", "queue": False, "show_progress": "hidden"}
+        filled_in = [prompt, button, steps, guidance, negative, recipe, lora]
         recipe.input(_steps_of, [model, recipe], steps, **quietly)
-        gr.on([model.input, page.load], _of_model, model, [steps, guidance, negative, recipe, lora], **quietly)
+        gr.on([model.input, page.load], _of_model, model, filled_in, **quietly)
     return page
 
 
 LABELS = ("Unpatched", "Patched")
 OWN = "the model's own"  # in an empty field
+FITS_OWN = 180  # pixels of a field that shows this
 REQUIRED = ("Prompt", "Model", "Tier", "", "Seed", "Height", "Width", "Frames")  # the form's first fields; steps not
 
 
@@ -165,12 +170,17 @@ def _steps_of(model: str, recipe: str) -> int | None:
 
 
 def _of_model(model: str) -> list[dict]:
-    """Return the fields' values when a model is chosen. The tiny model takes neither guidance, a recipe nor a LoRA."""
+    """Return the fields' values when a model is chosen, after which videos can be asked for.
+
+    The tiny model takes neither guidance, a recipe nor a LoRA."""
     import gradio as gr
 
     fields = {"interactive": model != EMBEDDED_MODEL}
     values = {"guidance": None, "negative": "", "recipe": AUTOMATIC, "lora": NONE}
+    ready = gr.update(interactive=True)
     return [
+        ready,
+        ready,
         gr.update(value=_steps_of(model, AUTOMATIC)),
         *(gr.update(value=value, **fields) for value in values.values()),
     ]
@@ -194,12 +204,13 @@ def _answer(maker: DemoVideos, values: tuple) -> tuple[str, str, str, str]:
         logger.exception("a request failed: %s", request)
         raise gr.Error(f"This failed: {type(error).__name__}. The terminal says more.", duration=None) from error
     notes = "".join(f'<p style="white-space: pre-line">{html.escape(note)}</p>' for note in answer.notes)
-    table, summary = _as_typed("Times and difference", answer.table), _as_typed("What is patched", answer.summary)
+    table = _as_typed("Times and difference", answer.table, "white-space: pre-wrap; font-size: min(1em, 2.8vw)")
+    summary = _as_typed("What is patched", answer.summary, "overflow-x: auto")
     return str(answer.unpatched), str(answer.patched), notes + table, summary
 
 
-def _as_typed(title: str, text: str) -> str:
-    return f'<h3>{title}</h3><pre style="overflow-x: auto; line-height: 1.4">{html.escape(text)}</pre>'
+def _as_typed(title: str, text: str, style: str) -> str:
+    return f'<h3>{title}</h3><pre style="line-height: 1.4; {style}">{html.escape(text)}</pre>'
 
 
 class _Policy:
