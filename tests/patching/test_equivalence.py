@@ -14,7 +14,7 @@ import turbo_rcm_patch as trp
 from tests.oracle import assert_no_worse, relative_error, torch_device
 from tests.patching.launches import around_launches
 from tests.tiny_wan import tiny_call, tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
-from turbo_rcm_patch.patching.steps import exact as layers
+from turbo_rcm_patch.patching.steps import layers
 from turbo_rcm_patch.patching.steps.plan import SHARED, Call, active_backend, state_of
 from turbo_rcm_patch.patching.steps.residual import HELD
 

@@ -12,7 +12,7 @@ import turbo_rcm_patch as trp
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_transformer
 from turbo_rcm_patch.kernels import MAX_RUNS
 from turbo_rcm_patch.kernels.dispatch import interpreting
-from turbo_rcm_patch.patching.steps import exact
+from turbo_rcm_patch.patching.steps import layers
 
 I2V = {"image_dim": 4, "added_kv_proj_dim": "inner", "in_channels": 36}
 FREED = ("_layer_norm", "_qkv", "_head_norm")  # steps whose results nobody needs at the sub-layer's end
@@ -25,17 +25,17 @@ class Results:
         self._monkeypatch, self._kept, self.alive = monkeypatch, [], []
 
     def keep(self, name):
-        op = getattr(exact, name)
+        op = getattr(layers, name)
 
         def wrapped(*args, **options):
             result = op(*args, **options)
             self._kept += [(name, _storage(tensor)) for tensor in tree_leaves(result)]
             return result
 
-        self._monkeypatch.setattr(exact, name, wrapped)
+        self._monkeypatch.setattr(layers, name, wrapped)
 
     def look_at(self, name):
-        op = getattr(exact, name)
+        op = getattr(layers, name)
 
         def wrapped(*args, **options):
             gc.collect(1)  # the interpreter leaves cycles
@@ -43,7 +43,7 @@ class Results:
             self._kept.clear()
             return op(*args, **options)
 
-        self._monkeypatch.setattr(exact, name, wrapped)
+        self._monkeypatch.setattr(layers, name, wrapped)
 
 
 def _storage(tensor):

@@ -13,7 +13,7 @@ from tests.patching.pairs import assert_same_output, make_pair, output_of
 from tests.tiny_families import FAMILIES, HEAD_DIM, tiny_family_inputs, tiny_family_transformer
 from turbo_rcm_patch.patching.families import FAMILIES as KNOWN
 from turbo_rcm_patch.patching.families import family_of
-from turbo_rcm_patch.patching.steps import exact
+from turbo_rcm_patch.patching.steps import layers
 from turbo_rcm_patch.patching.steps.plan import SHARED
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -64,9 +64,9 @@ def test_every_block_runs_its_plan(name, monkeypatch):
     """The equivalence above would hold without a patch too: a wrong step must show in the output."""
     model = tiny_family_transformer(name)
     expected = output_of(name, model)
-    skip = exact._skip
+    skip = layers._skip
     with trp.patch(model):
-        monkeypatch.setattr(exact, "_skip", lambda *args, **options: 2 * skip(*args, **options))
+        monkeypatch.setattr(layers, "_skip", lambda *args, **options: 2 * skip(*args, **options))
         assert relative_error(output_of(name, model), expected) > 1e-2
 
 

@@ -36,7 +36,7 @@ from ...config import PatchConfig
 from ...kernels import MAX_RUNS
 from ...plain import is_autocast
 from ..cuda_graphs import why_not_recorded
-from ..steps.exact import Tables
+from ..steps.layers import Tables
 from ..steps.plan import SHARED, Shared, state_of
 from .family import Family, Targets
 from .wan.block import WanBlock

@@ -13,7 +13,7 @@ from ...kernels import FP8, Quantized, reference
 from ...kernels.attention.sdpa import name_if_replaced
 from . import in_8_bits
 from .context_parallel import ulysses_attention, why_not_between_all_to_alls
-from .exact import skip_after, why_not_head_norm
+from .layers import skip_after, why_not_head_norm
 from .plan import Call, Step
 from .residual import Storage
 

@@ -14,7 +14,7 @@ from .... import kernels
 from ....kernels.conv.conv_pytorch import convolve
 from ....kernels.rows.rms_norm_silu import RMS_NORM_SILU
 from ...steps.attention import pick_attention
-from ...steps.exact import ALONE
+from ...steps.layers import ALONE
 from ...steps.plan import LINEAR, Call, Step
 
 

@@ -17,7 +17,7 @@ from ....config import BlockSparse, Exact
 from ....plain import is_original, why_not_plain
 from ...steps import block_sparse, in_8_bits
 from ...steps.attention import attention, why_not_own_attention, why_not_quantized_attention
-from ...steps.exact import (
+from ...steps.layers import (
     Tables,
     head_norm,
     kv_projection,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...steps.exact import Tables
+from ...steps.layers import Tables
 from ...steps.plan import Attends, Step
 from ...steps.residual import Storage
 from .modulation import Row
