@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import numbers
-from collections import Counter
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from diffusers import DiffusionPipeline
 from torch import nn
 
 from ...checkpoints.files import Source, find_files, keys_of_model, read_tensors
 from ...checkpoints.lazy import SUFFIXES
-from ...checkpoints.lora import Lora, looks_like_lora, read_lora
+from ...checkpoints.lora import looks_like_lora, read_lora
 from ...checkpoints.recognise import (
     PERHAPS_GATES,
     Recognised,
@@ -30,12 +26,11 @@ from ...recipes import RECIPES, Recipe, find_recipe, recipe_names
 from ...scheduler import FewStepScheduler, scheduler_of
 from ..apply import transformers_of
 from ..families import pipeline_of
-from ..lora.load import LoadedLora, check_loadable
+from ..lora.load import check_loadable
 from ..steps.sparse_linear import is_projection
-from .handle import FewStepHandle, check_experts, check_pipeline, train_timesteps
+from .distilled_handle import DistilledHandle, File, Files, Models, Sampling
+from .handle import check_experts, check_pipeline, train_timesteps
 from .use_rcm import rcm_scheduler
-
-logger = logging.getLogger(__name__)
 
 _ACCEPTED = (
     f"Accepted are LoRA files ({', '.join(SUFFIXES)}), folders and hub ids. Give how a LoRA was distilled as recipe=, "
@@ -103,7 +98,7 @@ def use_distilled(
         check_loadable(models[name], name, file.lora)
     if files:
         first, *_ = models.values()
-        each = [files.get(name, _File(None, None)) for name in models]
+        each = [files.get(name, File(None, None)) for name in models]
         notes = odd_names([file.path for file in each], [file.lora for file in each], first)
         notes += [f"{name}: no LoRA, so its steps are not distilled" for name in models if name not in files]
     else:
@@ -129,158 +124,7 @@ def _scales(scale: object, experts: int) -> list[float]:
     return scales
 
 
-class _File(NamedTuple):
-    """A LoRA file, and its contents for its transformer. None stands for an expert without a LoRA."""
-
-    path: Path | None
-    lora: Lora | None
-
-
-_Files = dict[str, _File]  # by the transformer's name in the pipeline
-_Models = dict[str, nn.Module]
-
-
-class _Sampling(NamedTuple):
-    """The chosen sampler: its scheduler, the recipe's name, how it was recognised, and the boundary_ratio."""
-
-    scheduler: FewStepScheduler
-    recipe: str
-    evidence: str
-    boundary_ratio: float | None
-
-
-class DistilledHandle(FewStepHandle):
-    """The changes of ``use_distilled`` to a pipeline. ``restore()`` undoes them, ``str(handle)`` describes them.
-
-    Attributes:
-        pipe, scheduler: the pipeline, and the scheduler that it samples with.
-        unused: keys of the files that are not on the models, and why, by transformer.
-    """
-
-    def __init__(
-        self,
-        pipe: DiffusionPipeline,
-        sampling: _Sampling,
-        classifier_free_guidance: bool,
-        files: _Files,
-        models: _Models,
-        scales: dict[str, float],
-        notes: list[str],
-    ):
-        self._loaded: dict[str, LoadedLora] = {}
-        self._told: set[str] = set()  # the warnings of changes that were logged
-        try:
-            for name, file in files.items():
-                self._loaded[name] = LoadedLora(pipe, models[name], file.lora, scales[name])
-        except BaseException:
-            self._unload()
-            raise
-        self._own_boundary = pipe.config.get("boundary_ratio")
-        self._boundary = sampling.boundary_ratio
-        if self._boundary != self._own_boundary:
-            pipe.register_to_config(boundary_ratio=self._boundary)
-        super().__init__(pipe, sampling.scheduler, classifier_free_guidance, "use_distilled")
-        self._lines = [self._sampling(sampling), *notes, *self._files(files, scales)]
-        level = logging.WARNING if notes or self.unused else logging.INFO
-        logger.log(level, "use_distilled: %s", self)
-
-    @property
-    def unused(self) -> dict[str, dict[str, str]]:
-        """Return the unused keys of the files with the reasons, by transformer."""
-        return {name: loaded.unused for name, loaded in self._loaded.items() if loaded.unused}
-
-    def restore(self) -> None:
-        """Unload the LoRAs, and restore scheduler, prepare_latents and boundary. Weights are bitwise as before.
-
-        If you unloaded a LoRA yourself, the rest is undone. Raises RuntimeError, without a change, if called twice, if
-        the LoRA or projections are fused, or if the scheduler or prepare_latents was replaced.
-        """
-        self._check_restorable()
-        for loaded in self._loaded.values():
-            loaded.check_undoable()
-        super().restore()
-        if self._boundary != self._own_boundary:
-            self.pipe.register_to_config(boundary_ratio=self._own_boundary)
-        self._unload()
-
-    def prepare_latents(self, pipe: DiffusionPipeline, of_block: Callable | None, *args, **kwargs):
-        """Warn of changes to the LoRA since, then prepare the latents."""
-        for name, loaded in self._loaded.items():
-            change = self._change_of(loaded)
-            if change is not None and (warning := f"{name}: {change}") not in self._told:
-                logger.warning(warning)
-                self._told.add(warning)
-        return super().prepare_latents(pipe, of_block, *args, **kwargs)
-
-    def _change_of(self, loaded: LoadedLora) -> str | None:
-        """Return a warning if a loaded LoRA does not count as it was loaded, or None.
-
-        The user switched it off, made others active without it, or fused projections.
-        """
-        if loaded.is_left_out():
-            return (
-                "projections were fused after the LoRA was loaded, and fused projections leave out its matrices; call "
-                "unfuse_qkv_projections()."
-            )
-        if others := loaded.replaced_by():
-            return (
-                f"the LoRA {loaded.adapter} is not active beside {', '.join(others)}, so the few steps run without its "
-                f"matrices; call pipe.set_adapters({[*others, loaded.adapter]})."
-            )
-        if loaded.differences and not loaded.is_as_loaded():
-            return (
-                f"the LoRA was switched off or given another weight, but its {loaded.differences} differences of "
-                "biases, norms and the like stay in the model at the scale they were loaded with. Call restore() to "
-                "remove them, then use_distilled with scale= to load them at another scale."
-            )
-        return None
-
-    def _unload(self) -> None:
-        for loaded in reversed(self._loaded.values()):
-            loaded.undo()
-
-    def __str__(self) -> str:
-        return "\n".join(self._lines)
-
-    def _sampling(self, sampling: _Sampling) -> str:
-        scheduler = self.scheduler
-        timesteps = ", ".join(f"{t:.4g}" if t < 1000 else "1000" for t in scheduler.timesteps.tolist())
-        guidance = "guidance_scale of the call" if self._classifier_free_guidance else "guidance_scale 1"
-        boundary = "" if self._boundary is None else f", the experts change at {1000 * self._boundary:g}"
-        return (
-            f"{sampling.recipe} ({sampling.evidence}): {len(scheduler.timesteps)} steps ({scheduler.solver}) at "
-            f"timesteps {timesteps}, {guidance}{boundary}"
-        )
-
-    def _files(self, files: _Files, scales: dict[str, float]) -> list[str]:
-        lines = []
-        for name, (path, lora) in files.items():
-            differences = self._loaded[name].differences - len(lora.products)
-            lines.append(
-                f"{name}: {path.name}, {_matrices(lora)}{_assumed(lora)}{differences} differences, "
-                f"scale {scales[name]:g}"
-            )
-            lines += [f"  not used: {key} ({reason})" for key, reason in self._loaded[name].unused.items()]
-        return lines
-
-
-def _matrices(lora: Lora) -> str:
-    """Return the words that say what a LoRA changes by matrices."""
-    kinds = Counter(product.kind for product in lora.products.values())
-    products = "".join(f"{count} weights by a {kind}, " for kind, count in kinds.items())
-    ranks = ", ".join(map(str, lora.ranks))
-    return products if products and not ranks else f"{len(lora.pairs)} linears of rank {ranks or '-'}, {products}"
-
-
-def _assumed(lora: Lora) -> str:
-    """Return the words that say for which of a LoRA's matrices a strength is assumed, because no alpha is given."""
-    if not lora.assumed:
-        return ""
-    some = f"{lora.assumed} of them without alpha" if lora.has_alpha else "no alpha"
-    return f"{some} (alpha = rank assumed), "
-
-
-def _read(source: Source | Sequence[Source | None], models: _Models) -> _Files:
+def _read(source: Source | Sequence[Source | None], models: Models) -> Files:
     files = {}
     try:
         paths = find_files(source, len(models))
@@ -297,7 +141,7 @@ def _read(source: Source | Sequence[Source | None], models: _Models) -> _Files:
                 f"it as a diffusers pipeline and call use_distilled without source. {_ACCEPTED}"
             )
         try:
-            files[name] = _File(path, read_lora(tensors, model, metadata))
+            files[name] = File(path, read_lora(tensors, model, metadata))
         except ValueError as error:
             raise ValueError(f"{path}: {str(error).rstrip('.')}. {_ACCEPTED}") from None
     return files
@@ -311,25 +155,25 @@ def _keys_of(name: str, model: nn.Module) -> set[str]:
 def _sampling(
     pipe: DiffusionPipeline,
     chosen: Recipe | None,
-    files: _Files,
-    models: _Models,
+    files: Files,
+    models: Models,
     notes: list[str],
     number: int | None,
-) -> _Sampling:
+) -> Sampling:
     own = pipe.config.get("boundary_ratio")
     if chosen is None and not files and isinstance(pipe.scheduler, FewStepScheduler):
         scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
         scheduler.set_timesteps(len(scheduler.config.sigmas) if scheduler.config.sigmas else RECIPES["rcm"].steps)
         if number is not None:
             scheduler.set_timesteps(number)  # raises ValueError for others than it takes
-        return _Sampling(scheduler, scheduler.config.get("recipe", "rcm"), "the pipeline's own", own)
+        return Sampling(scheduler, scheduler.config.get("recipe", "rcm"), "the pipeline's own", own)
     if chosen is RECIPES["rcm"]:  # exactly what use_rcm does, a saved RCMScheduler's options included
         chosen.in_steps(chosen.steps if number is None else number)
         if pipeline_of(pipe).starts_from == "image":
             notes.append("for image to video rCM was published with recipe='rcm-i2v'")
         scheduler = rcm_scheduler(pipe)
         scheduler.set_timesteps(len(scheduler.config.sigmas) if scheduler.config.sigmas else chosen.steps)
-        return _Sampling(scheduler, chosen.name, "as asked for", own)
+        return Sampling(scheduler, chosen.name, "as asked for", own)
     evidence = "as asked for"
     if chosen is None:
         found = _recognise_files(files, models) if files else _recognise_loaded(models)
@@ -347,10 +191,10 @@ def _sampling(
     recipe = recipe if number is None else recipe.in_steps(number)
     last = train_timesteps(pipe)
     scheduler = scheduler_of(recipe, last, None if boundary is None else boundary * last)
-    return _Sampling(scheduler, recipe.name, evidence, boundary)
+    return Sampling(scheduler, recipe.name, evidence, boundary)
 
 
-def _recognise_files(files: _Files, models: _Models) -> Recognised:
+def _recognise_files(files: Files, models: Models) -> Recognised:
     found = [lora_claims(file.path, file.lora, models[name], len(models)) for name, file in files.items()]
     known = {claim.recipe for claims in found for claim in claims}
     if len(known) != 1 or [] in found:
@@ -361,7 +205,7 @@ def _recognise_files(files: _Files, models: _Models) -> Recognised:
     return next((claim for claim in first if claim.alone), first[0])
 
 
-def _recognise_loaded(models: _Models) -> Recognised | None:
+def _recognise_loaded(models: Models) -> Recognised | None:
     """Recognise the loaded models by their names and files. Raises ValueError if these contradict each other."""
     for name, model in models.items():
         found = [by_name(own_name(_name_of(model))), checkpoint_by_keys(_keys_of(name, model))]
