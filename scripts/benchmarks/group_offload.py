@@ -4,7 +4,8 @@
 
 The weights are random. Each tier runs with all weights on the GPU, then with block-level offloading on a stream. For
 the quantized tier offloading is enabled after the patch and before it, and each without and with diffusers'
-``record_stream=True``, which spares the host a wait for the GPU after each block. The exit code is 1 if a quantized
+``record_stream=True``, which spares the host a wait for the GPU after each block. All take turns, there and back. The
+exit code is 1 if a quantized
 step with offloading
 
 - peaks above --most-gib,
@@ -15,11 +16,13 @@ step with offloading
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts
 import turbo_rcm_patch as trp
 from scripts.benchmarks.memory_cap import random_latents, random_model
 from turbo_rcm_patch.bench.environment import describe_environment
+from turbo_rcm_patch.bench.timing import in_turns
 from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.patching.families import CASES
 from turbo_rcm_patch.tables import table
@@ -59,20 +63,35 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure_all(model: WanTransformer3DModel, inputs: tuple, repeats: int, device: torch.device) -> Iterator[dict]:
     """Yield a row for each tier and each place of the weights."""
-    for tier in ("exact", "quantized"):
-        model.to(device)
-        with trp.patch(model, tier):
-            yield measure(model, tier, RESIDENT, inputs, repeats)
-        model.to("cpu")
+    places = {(tier, RESIDENT): partial(resident, model, tier, device) for tier in ("exact", "quantized")}
     for suffix in ("", RECORD_STREAM):
-        patch = trp.patch(model, "quantized")
-        offload(model, device, record_stream=suffix == RECORD_STREAM)
-        yield measure(model, "quantized", AFTER + suffix, inputs, repeats)
-        patch.restore()
-        for tier in ("quantized", "exact"):
-            with trp.patch(model, tier):
-                yield measure(model, tier, BEFORE + suffix, inputs, repeats)
-        remove_offloading(model)
+        for tier, place in (("quantized", AFTER), ("quantized", BEFORE), ("exact", BEFORE)):
+            places[tier, place + suffix] = partial(offloaded, model, tier, place + suffix, device)
+    measured = {key: [] for key in places}
+    for _, key in in_turns(places, 2):
+        with places[key]():
+            measured[key].append(measure(model, inputs, repeats))
+    for (tier, place), runs in measured.items():
+        yield {"tier": tier, "weights": place, **merged(runs)}
+
+
+@contextlib.contextmanager
+def resident(model: WanTransformer3DModel, tier: str, device: torch.device) -> Iterator[None]:
+    """A context in which the model is patched, with all weights on the GPU."""
+    model.to(device)
+    with trp.patch(model, tier):
+        yield
+    model.to("cpu")
+
+
+@contextlib.contextmanager
+def offloaded(model: WanTransformer3DModel, tier: str, place: str, device: torch.device) -> Iterator[None]:
+    """A context in which the model is patched, with offloading that was enabled before or after the patch."""
+    patch = trp.patch(model, tier) if place.startswith(AFTER) else None
+    offload(model, device, record_stream=place.endswith(RECORD_STREAM))
+    with patch or trp.patch(model, tier):
+        yield
+    remove_offloading(model)
 
 
 def offload(model: WanTransformer3DModel, device: torch.device, *, record_stream: bool) -> None:
@@ -90,8 +109,8 @@ def remove_offloading(model: WanTransformer3DModel) -> None:
             del module._diffusers_hook
 
 
-def measure(model: WanTransformer3DModel, tier: str, place: str, inputs: tuple, repeats: int) -> dict:
-    """Time a step; the first two are not counted, because they compile kernels and learn the order of the groups."""
+def measure(model: WanTransformer3DModel, inputs: tuple, repeats: int) -> dict:
+    """Time steps; the first two are not counted, because they compile kernels and learn the order of the groups."""
     seconds, between = [], 0
     torch.cuda.empty_cache()
     for step in range(2 + repeats):
@@ -107,14 +126,22 @@ def measure(model: WanTransformer3DModel, tier: str, place: str, inputs: tuple, 
         del sample
         between = max(between, torch.cuda.memory_allocated())
     return {
-        "tier": tier,
-        "weights": place,
-        "step_seconds": statistics.median(seconds[2:]),
+        "step_seconds": seconds[2:],
         "peak_bytes": torch.cuda.max_memory_allocated(),
         "bytes_between_steps": between,
         "block_bytes": sum(parameter.nbytes for parameter in model.blocks[0].parameters()),
         "other_bytes": sum(p.nbytes for name, p in model.named_parameters() if not name.startswith("blocks.")),
         "finite": finite,
+    }
+
+
+def merged(runs: Sequence[dict]) -> dict:
+    """Return the figures of several runs of `measure` as one row's: medians of times, and the largest of memory."""
+    most = ("peak_bytes", "bytes_between_steps", "block_bytes", "other_bytes")
+    return {
+        "step_seconds": statistics.median(second for run in runs for second in run["step_seconds"]),
+        **{name: max(run[name] for run in runs) for name in most},
+        "finite": all(run["finite"] for run in runs),
     }
 
 
@@ -147,7 +174,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="blocks of the model (default: all)")
     parser.add_argument("--height", type=int, default=480)
     parser.add_argument("--width", type=int, default=832)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3, help="timed steps in each of two turns (default 3)")
     parser.add_argument("--most-gib", type=float, default=3.5, help="peak memory that a quantized step may take")
     parser.add_argument("--most-times", type=float, default=1.1, help="how much longer a step may take than resident")
     parser.add_argument("--json", type=json_file, help="write all figures with the GPU and versions")

@@ -4,21 +4,25 @@
 
 The GPU sleeps during the calls, so that nothing waits for it. If a block's kernels take less time than Python's work,
 the GPU waits for Python, unless a CUDA graph replays them. A block's time in a CUDA-graph step is its share of it.
+All variants take turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 
 import torch
 
 from turbo_rcm_patch.bench.cases import add_random_projections, build_pipeline, random_inputs
 from turbo_rcm_patch.bench.environment import describe_environment
+from turbo_rcm_patch.bench.timing import in_turns
 from turbo_rcm_patch.bench.verify import first_call
 from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.config import PRESETS
@@ -27,7 +31,7 @@ from turbo_rcm_patch.patching.families import CASES
 
 UNPATCHED, TIERS = "unpatched", ("exact", "quantized", "sparse")
 CALLS = 8  # at a time: a GPU's queue holds about a thousand launches, and a block makes dozens
-ROUNDS = 5
+ROUNDS = 6
 WARM_UP = 3
 SLEEPS = 1 << 29, 1 << 31, 1 << 33  # cycles of the GPU, a quarter of a second and more; the next where one is too short
 
@@ -47,11 +51,15 @@ def main(argv: list[str] | None = None) -> int:
 
 @torch.no_grad()
 def measure(
-    config: str, frames: int | None, device: torch.device, timed: Callable[[Callable[[], object]], float]
+    config: str,
+    frames: int | None,
+    device: torch.device,
+    timed: Callable[[Callable[[], object]], float],
+    rounds: int = ROUNDS,
 ) -> dict[str, float]:
     """Return the milliseconds of one block's call, unpatched and in the TIERS, and its share of a CUDA-graph step.
 
-    timed: (call) -> the milliseconds that it takes.
+    timed: (call) -> the milliseconds that it takes. They are medians over the rounds.
     """
     case = CASES[config]
     pipe = build_pipeline(case, torch.bfloat16, device)
@@ -62,16 +70,25 @@ def measure(
     options = {"num_inference_steps": 1, "guidance_scale": 1.0, "output_type": "latent"}
     generate = lambda: pipe(**random_inputs(pipe), **size, **options)  # noqa: E731
     block, step = (repeated(module, generate) for module in (blocks[0], transformer))
-    milliseconds = {UNPATCHED: timed(block)}
     add_random_projections(pipe)  # for the sparse tier; the others leave them alone
+
+    @contextlib.contextmanager
+    def patched(tier: str, cuda_graph: str) -> Iterator[None]:
+        with patch(transformer, replace(PRESETS[tier], cuda_graph=cuda_graph)) as applied:
+            yield
+            if cuda_graph == "on" and device.type == "cuda" and applied.graph_count == 0:
+                raise RuntimeError(f"no step was a CUDA graph:\n{applied.summary()}")
+
+    variants = {UNPATCHED: (contextlib.nullcontext, block, 1)}
     for tier in TIERS:
-        with patch(transformer, replace(PRESETS[tier], cuda_graph="off")):
-            milliseconds[tier] = timed(block)
-        with patch(transformer, replace(PRESETS[tier], cuda_graph="on")) as patched:
-            milliseconds[f"{tier}, CUDA graph"] = timed(step) / len(blocks)
-            if device.type == "cuda" and patched.graph_count == 0:
-                raise RuntimeError(f"no step was a CUDA graph:\n{patched.summary()}")
-    return milliseconds
+        variants[tier] = partial(patched, tier, "off"), block, 1
+        variants[f"{tier}, CUDA graph"] = partial(patched, tier, "on"), step, len(blocks)
+    milliseconds = {name: [] for name in variants}
+    for _, name in in_turns(variants, rounds):
+        switch, call, count = variants[name]
+        with switch():
+            milliseconds[name].append(timed(call) / count)
+    return {name: statistics.median(times) for name, times in milliseconds.items()}
 
 
 def repeated(module: torch.nn.Module, run: Callable[[], object]) -> Callable[[], object]:
@@ -81,10 +98,10 @@ def repeated(module: torch.nn.Module, run: Callable[[], object]) -> Callable[[],
 
 
 def host_time(call: Callable[[], object]) -> float:
-    """Return the milliseconds that a call takes on the host: the median of ROUNDS, each while the GPU sleeps."""
+    """Return the milliseconds that a call takes on the host while the GPU sleeps."""
     for _ in range(WARM_UP):
         call()
-    return statistics.median(_behind_a_sleep(call) for _ in range(ROUNDS))
+    return _behind_a_sleep(call)
 
 
 def _behind_a_sleep(call: Callable[[], object]) -> float:

@@ -20,7 +20,7 @@ from .compilations import compilations
 from .decoding import decode_flops, decode_oracle, decoded, latents_for
 from .environment import Environment, describe_environment
 from .metrics import Difference, relative_l2
-from .timing import StageTimings, TimedGeneration, timed_generation
+from .timing import StageTimings, TimedGeneration, in_turns, timed_generation
 from .variants import (
     COMPILED,
     COMPILED_AFTER_A_CHANGE,
@@ -192,29 +192,26 @@ def take_turns(
 ) -> dict[str, Runs]:
     """Run the generations of every variant in turns, and return them by name. A variant is on only in its generations.
 
-    Every second turn is in reverse order, so that no variant always follows the same one: a GPU's clock depends on what
-    ran before. A memory peak does not include the memory that other variants hold meanwhile.
+    A memory peak does not include the memory that other variants hold meanwhile.
     """
     runs = {name: Runs() for name in variants.switches}
     progress_bar = dict(getattr(pipe, "_progress_bar_config", {}))
     try:
-        for turn in range(warmups + repeats):
-            order = list(variants.switches)[:: -1 if turn % 2 else 1]
-            for name in order:
-                switch, run = variants.switches[name], runs[name]
-                description = f"{name} {turn + 1}/{warmups + repeats}"
-                pipe.set_progress_bar_config(**{**progress_bar, "desc": description, "leave": False})
-                before = allocated(device)
-                with switch() as applied, compilations() as compiled:
-                    run.made = _generate_recorded(generate, applied)
-                    run.weights = sum(map(memory_of, transformers_of(pipe).values()))
-                    graph_memory = 0 if applied is None else applied.graph_memory
-                    run.summary = "" if applied is None else applied.summary()
-                others = sum(other.left for other in runs.values() if other is not run) + variants.spare_memory
-                if turn >= warmups:
-                    run.timings.append(_with_memory(run.made.timings, graph_memory - others))
-                    run.compiled += compiled()
-                run.left += allocated(device) - before
+        for turn, name in in_turns(variants.switches, warmups + repeats):
+            switch, run = variants.switches[name], runs[name]
+            description = f"{name} {turn + 1}/{warmups + repeats}"
+            pipe.set_progress_bar_config(**{**progress_bar, "desc": description, "leave": False})
+            before = allocated(device)
+            with switch() as applied, compilations() as compiled:
+                run.made = _generate_recorded(generate, applied)
+                run.weights = sum(map(memory_of, transformers_of(pipe).values()))
+                graph_memory = 0 if applied is None else applied.graph_memory
+                run.summary = "" if applied is None else applied.summary()
+            others = sum(other.left for other in runs.values() if other is not run) + variants.spare_memory
+            if turn >= warmups:
+                run.timings.append(_with_memory(run.made.timings, graph_memory - others))
+                run.compiled += compiled()
+            run.left += allocated(device) - before
     finally:
         pipe.set_progress_bar_config(**progress_bar)
     return runs

@@ -20,6 +20,7 @@ from ..kernels import QuantizedQKV
 from ..kernels.quantized import Quantized
 from ..tiers import EXACT, ErrorLimits, Tier
 from .metrics import relative_l2
+from .timing import in_turns
 
 ORACLE_ROWS = 64
 EPS = 1e-6
@@ -228,15 +229,12 @@ def take_turns(contenders: Mapping[str, Contender], device: torch.device, rounds
     """Return the milliseconds of every contender in every round.
 
     On a GPU each one except a WithoutGraph is a CUDA graph, so that launches cost nothing. All have the same inputs.
-    The previous contender leaves a part of them in the L2 cache. So every second round is in reverse order: then the
-    previous contender is not always the same.
     """
     with torch.no_grad():
         watches = {name: _stopwatch(run, device) for name, run in contenders.items()}
         times = {name: [] for name in contenders}
-        for turn in range(rounds):
-            for name in list(watches)[:: -1 if turn % 2 else 1]:
-                times[name].append(watches[name]())
+        for _, name in in_turns(watches, rounds):
+            times[name].append(watches[name]())
     return times
 
 

@@ -1,4 +1,6 @@
-"""Stage timings of one pipeline call: text encoding, each denoising step, VAE decoding, output, total."""
+"""Stage timings of one pipeline call: text encoding, each denoising step, VAE decoding, output, total.
+
+And the order in which variants are timed."""
 
 from __future__ import annotations
 
@@ -6,12 +8,15 @@ import contextlib
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 from diffusers import DiffusionPipeline
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -160,3 +165,13 @@ class _CudaClock:
 
     def peak_memory(self) -> int:
         return torch.cuda.max_memory_allocated(self._device)
+
+
+def in_turns(variants: Iterable[T], turns: int) -> Iterator[tuple[int, T]]:
+    """Yield every turn's number with each variant: forwards, backwards, and so on.
+
+    So none is always first or always follows the same one. A GPU's clock and its L2 cache depend on what ran before."""
+    variants = list(variants)
+    for turn in range(turns):
+        for variant in reversed(variants) if turn % 2 else variants:
+            yield turn, variant

@@ -47,10 +47,10 @@ def test_each_variant_is_what_it_is_called():
         outputs.append(call())
         return 10.0 * len(outputs)
 
-    milliseconds = benchmark.measure("tiny", None, torch.device("cpu"), timed)
+    milliseconds = benchmark.measure("tiny", None, torch.device("cpu"), timed, rounds=2)
     blocks = benchmark.CASES["tiny"].transformer["num_layers"]
-    times = [10.0, 20.0, 30.0 / blocks, 40.0, 50.0 / blocks, 60.0, 70.0 / blocks]
-    assert milliseconds == dict(zip(NAMES, times, strict=True))
+    # There and back: a machine that slows down slows all variants alike.
+    assert milliseconds == {name: pytest.approx(75.0 / blocks if "graph" in name else 75.0) for name in NAMES}
     unpatched, exact, quantized = (outputs[i].float() for i in (0, 1, 3))
     assert 0 < (exact - unpatched).norm() < (quantized - unpatched).norm() < 0.1 * unpatched.norm()
     exact, quantized = (outputs[i][0].float() for i in (2, 4))
