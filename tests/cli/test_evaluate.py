@@ -1,11 +1,12 @@
 """`turbo-rcm evaluate`."""
 
+import contextlib
 import json
 
 import pytest
 
 from tests.cli.running import error_of
-from turbo_rcm_patch import embedded
+from turbo_rcm_patch import cli, embedded
 from turbo_rcm_patch.cli import commands, main
 from turbo_rcm_patch.cli.arguments import parse_arguments
 from turbo_rcm_patch.cli.errors import CommandError
@@ -23,7 +24,7 @@ def test_evaluate_prints_a_table_and_progress_and_writes_json(tmp_path, capsys):
     assert lines[0].startswith("variant")
     assert len(lines) == 1 + 2 * 3
     progress = [line for line in printed.err.splitlines() if line.startswith("turbo-rcm evaluate: ")]
-    assert len(progress) == 2 + 2 * 2  # after a warning of the size and what is to come
+    assert len(progress) == 3 + 2 * 2  # after that it loads, a warning of the size and what is to come
     assert progress[-1] == "turbo-rcm evaluate: 2 steps: 2 of 2 captions in 3 variants"
     result = json.loads(output.read_text())
     assert [(one["variant"], one["steps"]) for one in result["results"][:3]] == [
@@ -84,9 +85,20 @@ def test_evaluate_tells_what_it_does_and_makes_fewer_videos_at_a_time_if_they_ar
     for size in (["--height", "480", "--width", "832"], ["--height", "16"], ["--batch-size", "3"]):
         assert main(["evaluate", "--device", "cpu", "-n", "2", *size]) == 2
     assert sizes == [1, 16, 3]
-    first, second, *_ = capsys.readouterr().err.splitlines()
+    _, first, second, *_ = capsys.readouterr().err.splitlines()
     assert "warning: the embedded model has learned videos of 160x224 pixels and 17 frames only; at 480x832" in first
     assert second == "turbo-rcm evaluate: 2 captions in 1, 2 and 4 steps, 1 video at a time"
+
+
+def test_evaluate_says_something_before_it_imports_anything_large(monkeypatch, capsys):
+    @contextlib.contextmanager
+    def stop():
+        raise CommandError("stopped")
+        yield
+
+    monkeypatch.setattr(cli, "without_other_warnings", stop)
+    assert main(["evaluate", "--device", "cpu"]) == 2
+    assert capsys.readouterr().err.splitlines()[0] == "turbo-rcm evaluate: loading PyTorch, diffusers and the model"
 
 
 def test_steps_of_evaluate_count_once():

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 from collections.abc import Sequence
 
 from .arguments import parse_arguments
@@ -37,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     check_arguments(arguments)
+    if arguments.command == "evaluate":  # the imports alone can take 10 seconds
+        print("turbo-rcm evaluate: loading PyTorch, diffusers and the model", file=sys.stderr, flush=True)
     with contextlib.nullcontext() if arguments.verbose else without_other_warnings():
         from . import commands
 
