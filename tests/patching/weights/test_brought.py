@@ -9,6 +9,10 @@ from tests.oracle import relative_error
 from tests.patching.quantized_models import CPU, add_lora, output_of
 from tests.tiny_families import tiny_family_inputs, tiny_family_transformer
 from tests.tiny_wan import tiny_wan_transformer
+from turbo_rcm_patch.patching.journal import Journal
+from turbo_rcm_patch.patching.weights.brought import between_hooks
+from turbo_rcm_patch.patching.weights.convert import convert_weights
+from turbo_rcm_patch.patching.weights.linear_8bit import PARTS
 from turbo_rcm_patch.tiers import QUANTIZED
 
 PLACES = {
@@ -72,6 +76,45 @@ def test_a_lora_under_offloading(place):
         add_lora(each)
     PLACES[place](model)
     assert relative_error(output_of(model), output_of(plain)) <= QUANTIZED.limits.step
+
+
+def two_linears():
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+
+
+@pytest.mark.parametrize("fails_at", ["the first", "the second", "the kernel"])
+def test_an_error_takes_the_weights_back(fails_at):
+    model = two_linears()
+    accelerate.cpu_offload(model, execution_device=CPU)
+
+    def failing(bring=lambda *_: None):
+        def run(*arguments):
+            bring(*arguments)
+            raise MemoryError("none left")
+
+        return run
+
+    if fails_at != "the kernel":
+        hook = model[fails_at == "the second"]._hf_hook
+        hook.pre_forward = failing(hook.pre_forward)
+    with pytest.raises(MemoryError):
+        between_hooks(failing() if fails_at == "the kernel" else print, model, CPU)()
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_weights_that_hooks_leave_elsewhere_go_back():
+    """accelerate's hook does not know the parts of a linear in 8 bits. "cpu:0" is a device like "cpu", but not it."""
+    model = two_linears()
+    convert_weights(Journal(), {"0": model[0], "1": model[1]})
+    accelerate.cpu_offload(model, execution_device=CPU)
+    parts = [linear._parameters[name] for linear in model for name in PARTS]
+    resting = [part.data_ptr() for part in parts]
+
+    def run():
+        assert not {part.data_ptr() for part in parts} & set(resting)
+
+    between_hooks(run, model, torch.device("cpu", 0))()
+    assert [part.data_ptr() for part in parts] == resting
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ the layer's weights runs between the hook's two halves.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -54,18 +54,17 @@ def _run_between_hooks(modules: Sequence[nn.Module], device: torch.device, run: 
 
 @contextmanager
 def _brought(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
-    """A context in which hooks have brought the modules' weights. Weights that they leave elsewhere come too."""
-    hooks = [(module, hook) for module in modules for hook in _hooks(module)]
-    for module, hook in hooks:
-        hook.pre_forward(module)
-    parameters = (parameter for module in modules for parameter in module._parameters.values())
-    resting = [(p, p.data) for p in parameters if p is not None and p.device != device]
-    try:
-        for parameter, data in resting:
-            parameter.data = data.to(device, non_blocking=True)
+    """A context in which hooks have brought the modules' weights. Weights that they leave elsewhere come too.
+
+    All go back at its end, or if bringing one fails.
+    """
+    with ExitStack() as taking_back:
+        for module in modules:
+            for hook in _hooks(module):
+                taking_back.callback(hook.post_forward, module, None)
+                hook.pre_forward(module)
+        for parameter in (p for module in modules for p in module._parameters.values()):
+            if parameter is not None and parameter.device != device:
+                taking_back.callback(setattr, parameter, "data", parameter.data)
+                parameter.data = parameter.data.to(device, non_blocking=True)
         yield
-    finally:
-        for parameter, data in resting:
-            parameter.data = data
-        for module, hook in reversed(hooks):
-            hook.post_forward(module, None)
