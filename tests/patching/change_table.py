@@ -167,7 +167,7 @@ CHANGES = {
     **{
         f"a forward on the class of {part}": Change(
             within(method(find, under_its_name), CLASS_FORWARD),
-            ("exact",) if part == "a linear" else MOST,
+            MOST,
             shared=True,
             before=True,
             families=families,

@@ -35,7 +35,7 @@ class Snapshot:
         self._with_attributes = [thing for thing in self._objects if hasattr(thing, "__dict__")]
         self._attributes = [_copy(vars(thing), live) for thing in self._with_attributes]
         self._modules = [thing for thing in self._objects if isinstance(thing, torch.nn.Module)]
-        self._code = {cls: code_of(cls) for cls in self._classes}
+        self._code = {cls: code_of(cls) for each in set(self._classes) for cls in _with_bases(each)}
         self._describe = _place if addresses else _KIND
         self._tensors = self._layout()
         self._under_global_hook = bool(_has_any_global_hook())
@@ -78,6 +78,11 @@ def _place(tensor: torch.Tensor) -> tuple:
 def code_of(cls: type) -> Callable:
     """Return what a call of an object of this class runs: for a module, its forward."""
     return cls.forward if issubclass(cls, torch.nn.Module) else cls.__call__
+
+
+def _with_bases(cls: type) -> Iterable[type]:
+    """Yield a class, and the modules' classes that it inherits from, whose forward its own may call."""
+    return (base for base in cls.__mro__ if base is cls or issubclass(base, torch.nn.Module))
 
 
 def _copy(attributes: dict[str, object], live: Collection[str]) -> dict[str, object]:

@@ -19,7 +19,7 @@ from ...plain import hook_on, is_lora_layer, is_sharded
 from ..errors import PatchError
 from ..journal import Journal, bind
 from .brought import are_brought
-from .linear_8bit import PARTS, VALUES, QuantizedLinear, convert, fastest
+from .linear_8bit import PARTS, VALUES, QuantizedLinear, convert, fastest, linears_are_replaced
 
 # diffusers' names of linears whose input is rounded when the largest value of each row is known: in the kernel of a
 # norm or in a separate pass.
@@ -244,6 +244,8 @@ def bias_bound(bias: torch.Tensor) -> torch.Tensor:
 
 def why_not_read(linear: QuantizedLinear, device: torch.device) -> str | None:
     """Return the reason why a kernel may not read a linear's 8-bit weight for inputs on this device, or None."""
+    if linears_are_replaced():
+        return "replaced forward of its class"
     if are_brought(linear):
         return None
     tensors = (linear._parameters[VALUES], linear.bias)

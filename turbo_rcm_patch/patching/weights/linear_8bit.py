@@ -22,7 +22,7 @@ from ... import kernels
 from ...kernels import QuantizedWeight, quantize_weight
 from ...kernels.choice.registry import spec_of
 from ...kernels.rows.quantize_rows import QUANTIZE_ROWS
-from ...plain import is_autocast, is_transformed
+from ...plain import is_autocast, is_original, is_transformed
 from ..journal import slot_below_hooks
 from .read_only import FREED, RULE, ReadOnlyWeight
 
@@ -121,10 +121,13 @@ class QuantizedLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Compute what nn.Linear does, with the 8-bit weight, which comes to the input's device.
 
-        On a GPU the input is rounded to 8 bits too, except under autograd, function transforms and autocast.
+        On a GPU the input is rounded to 8 bits too, except under autograd, function transforms and autocast. A forward
+        that replaces nn.Linear's runs instead, and reads the original weight.
         """
         if not isinstance(self, QuantizedLinear):  # a hook kept this method beyond `end`
             return F.linear(input, self.weight, self.bias)
+        if linears_are_replaced():
+            return nn.Linear.forward(self, input)
         # Only copies to a GPU are in order with what runs there.
         weight = QuantizedWeight(*(t.to(input.device, non_blocking=input.is_cuda) for t in self.quantized()))
         if self._takes(input) and _has_kernels(weight.format, input, self.bias):
@@ -206,6 +209,11 @@ class QuantizedLinear(nn.Linear):
         parameters = dict(state.pop("_parameters"))
         values = parameters.pop(VALUES).detach()
         return _with_parameters, (make, arguments, parameters, values.view(torch.uint8), values.dtype), state
+
+
+def linears_are_replaced() -> bool:
+    """True if someone replaced the forward of nn.Linear."""
+    return not is_original(nn.Linear.forward, nn.Linear)
 
 
 def _with_parameters(make: Callable, arguments: tuple, parameters: dict, values: torch.Tensor, format) -> nn.Linear:
