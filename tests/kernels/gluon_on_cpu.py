@@ -103,6 +103,11 @@ class Memory:
         self.values[...] = tensor.values
 
 
+def to_float32(values):
+    """Convert an array, by PyTorch, which takes an eighth of numpy's time for float16."""
+    return torch.from_numpy(values).float().numpy()
+
+
 class Tensor:
     """A tensor in registers. products: of operands in shared memory, that are still to be added."""
 
@@ -113,7 +118,7 @@ class Tensor:
 
     def wait(self, outstanding):
         due = len(self.products) - outstanding
-        products = (a.values.astype(np.float32) @ b.values.astype(np.float32) for a, b in self.products[:due])
+        products = (to_float32(a.values) @ to_float32(b.values) for a, b in self.products[:due])
         return Tensor(sum(products, start=self.values), self.products[due:])
 
     def apply(self, function, *others):
