@@ -1,5 +1,6 @@
 """Devices of the tests: a CUDA GPU if there is one, else Triton's CPU interpreter, switched on before any import."""
 
+import logging
 import os
 
 import torch
@@ -17,6 +18,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 # pytest's workers share the cores. With more threads than cores they wait for each other and take three times as long.
 torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))))
+
+
+# Before and after each test pytest goes through all loggers that do not propagate. PyTorch has 50.
+for logger in logging.root.manager.loggerDict.values():
+    logger.propagate = True
 
 
 def pytest_collection_modifyitems(items):
