@@ -12,9 +12,9 @@ PACKAGE = Path(turbo_rcm_patch.__file__).parent
 # A module may import from its own layer and those before it.
 LAYERS = [
     *("wording", "tables", "tiers", "config", "shapes", "coefficients", "plain", "kernels", "modules"),
-    *("recipes", "solvers", "scheduler", "checkpoints", "patching", "embedded", "bench", "cli"),
+    *("recipes", "solvers", "scheduler", "checkpoints", "patching", "memory", "embedded", "bench", "cli"),
 ]
-DIFFUSERS_ALLOWED = {"scheduler", "patching", "embedded", "bench", "cli"}
+DIFFUSERS_ALLOWED = {"scheduler", "patching", "memory", "embedded", "bench", "cli"}
 
 
 def imported_modules(path):

@@ -19,8 +19,11 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import (
 )
 from torch import nn
 
+from .sizes import latent_size
+
 WORKING_SET = 1 << 30  # bytes of activations: a few frames of 832×480 in full resolution
 TILES_WORKING_SET = 1 << 27  # the same for a tile: users decode in tiles to save memory
+BETWEEN_STAGES = 440 << 20  # bytes of results that earlier stages hold while later ones run
 MOST_ELEMENTS = 2**31 - 1  # elements of a tensor that PyTorch's convolutions index with 32 bits
 
 
@@ -56,6 +59,23 @@ def frames_at_once(
     kept = sum(kept for *_, kept in stages) * size * z.itemsize
     rest = max(0, free_memory(z.device) - beside - kept - 2 * max(per_frame)) / 2
     return [min(most, 1 + int(rest // taken)) for most, taken in zip(frames, per_frame, strict=True)]
+
+
+def decoding_bytes(vae: AutoencoderKLWan, height: int, width: int, frames: int, *, in_tiles: bool) -> int:
+    """Return the bytes that decoding a video computes with, as measured on an H200 and a little more.
+
+    height, width: of the video in pixels. in_tiles: as after ``vae.enable_tiling()``.
+    """
+    size = latent_size(vae.config, height, width, frames)
+    z = torch.empty(1, vae.config.z_dim, *size, dtype=vae.dtype, device="meta")
+    sample = math.prod(output_shape(vae, z)) * z.itemsize
+    if in_tiles:
+        return 2 * sample + 2 * TILES_WORKING_SET
+    stages, pixels = list(_stages(vae.decoder)), size[1] * size[2] * z.itemsize
+    at_once = frames_at_once(vae, z, None)
+    alive = max(count * elements for count, (elements, *_) in zip(at_once, stages, strict=True))
+    kept = sum(kept for *_, kept in stages)
+    return round((kept + 1.1 * alive) * pixels) + 2 * sample + BETWEEN_STAGES
 
 
 def _stages(decoder: WanDecoder3d) -> Iterator[tuple[int, int, int]]:

@@ -1,0 +1,29 @@
+"""Amounts of memory as people write them."""
+
+import pytest
+
+from turbo_rcm_patch.memory.amounts import parse_amount
+
+
+@pytest.mark.parametrize(
+    ("amount", "size"),
+    [("8 GB", 8 * 10**9), ("7.5GiB", 15 * 2**29), ("512 mib", 2**29), (" 300MB ", 3 * 10**8), (12345, 12345)],
+)
+def test_amounts(amount, size):
+    assert parse_amount(amount) == size
+
+
+@pytest.mark.parametrize("amount", ["8", "8 TB", "GB", "-8 GB", "8 GB free", "", "nan GB"])
+def test_what_is_no_amount(amount):
+    with pytest.raises(ValueError, match="such as '8 GB'"):
+        parse_amount(amount)
+
+
+def test_nothing_and_other_types():
+    with pytest.raises(ValueError, match="more than 0"):
+        parse_amount("0 GB")
+    with pytest.raises(ValueError, match="more than 0"):
+        parse_amount(-1)
+    for amount in (8.0, True, b"8 GB"):
+        with pytest.raises(TypeError, match="such as '8 GB'"):
+            parse_amount(amount)

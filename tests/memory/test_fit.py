@@ -1,0 +1,182 @@
+"""`fit` on tiny pipelines: results stay, everything goes back, bad input changes nothing."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+import turbo_rcm_patch as trp
+from tests.tiny_wan import FRAMES, HEIGHT, WIDTH, tiny_wan_pipeline
+from turbo_rcm_patch.memory import plan as plan_module
+from turbo_rcm_patch.memory.choose import Placement
+from turbo_rcm_patch.memory.streaming import stop_streaming, stream
+
+SIZE = {"height": HEIGHT, "width": WIDTH, "num_frames": FRAMES}
+VRAM = "10 GB"
+
+
+def fit_on_the_cpu(pipe, vram=VRAM, **options):
+    return trp.fit(pipe, vram, **{**SIZE, "device": "cpu", **options})
+
+
+def video_of(pipe):
+    generator = torch.Generator().manual_seed(0)
+    return pipe("a fox", **SIZE, num_inference_steps=2, output_type="np", generator=generator).frames
+
+
+@pytest.fixture
+def everything_streams(monkeypatch):
+    """Let the plan stream all models that can, and decode in tiles."""
+    monkeypatch.setattr(
+        plan_module,
+        "choose",
+        lambda components, *_: Placement(frozenset(c.name for c in components if c.blocks), tiles=True),
+    )
+
+
+def hooks_of(pipe):
+    models = (m for m in pipe.components.values() if isinstance(m, torch.nn.Module))
+    return [module for model in models for module in model.modules() if plan_module._is_hooked(module)]
+
+
+@pytest.mark.parametrize("variant", ["t2v", "wan22", "ti2v"])
+@pytest.mark.parametrize("tier", [None, "exact", "quantized"])
+@pytest.mark.parametrize("first", ["fit", "patch"])
+def test_streaming_changes_no_result_and_is_undone(everything_streams, variant, tier, first):
+    if tier is None and first == "patch":
+        pytest.skip("nothing is patched")
+    pipe = tiny_wan_pipeline(variant)
+    expected = video_of(pipe) if tier is None else None
+    if tier is not None:
+        with trp.patch(pipe, tier):
+            expected = video_of(pipe)
+    names = list(pipe.transformer.state_dict())
+    if first == "patch":
+        trp.patch(pipe, tier)
+    plan = fit_on_the_cpu(pipe)
+    if first == "fit" and tier is not None:
+        trp.patch(pipe, tier)
+    assert plan.placement.streaming >= {"text_encoder", "transformer"}
+    assert len(hooks_of(pipe)) > len(pipe.transformer.blocks)
+    assert abs(video_of(pipe) - expected).max() < 1e-6
+    plan.undo()
+    assert not hooks_of(pipe)
+    assert not pipe.vae.use_tiling
+    assert abs(video_of(pipe) - expected).max() < 1e-6
+    assert list(pipe.transformer.state_dict()) == names
+    plan.undo()  # nothing is left
+
+
+def test_the_plan_says_where_everything_is(everything_streams):
+    text = str(fit_on_the_cpu(tiny_wan_pipeline("i2v")))
+    for words in ("text_encoder", "token embeddings stay on the host", "transformer", "its blocks stream", "in tiles"):
+        assert words in text
+    for stage in ("text encoding", "image encoding", "VAE encoding", "denoising", "decoding"):
+        assert stage in text
+
+
+def test_weights_in_8_bits_count_half():
+    exact, quantized = (
+        fit_on_the_cpu(tiny_wan_pipeline(dtype=torch.bfloat16), config=config)
+        for config in ("exact", trp.Quantized(restorable=False))
+    )
+    of = {plan: next(c for c in plan.components if c.name == "transformer") for plan in (exact, quantized)}
+    assert of[quantized].blocks < 0.6 * of[exact].blocks
+    assert of[quantized].originals == 0
+    kept = fit_on_the_cpu(tiny_wan_pipeline(dtype=torch.bfloat16), config="quantized")
+    assert next(c for c in kept.components if c.name == "transformer").originals > 0
+
+
+@pytest.mark.parametrize("tier", ["quantized", "exact"])
+def test_a_plan_before_the_patch_counts_the_patched_weights(tier):
+    before, after = (tiny_wan_pipeline(dtype=torch.bfloat16) for _ in range(2))
+    trp.patch(after, tier)
+    plans = fit_on_the_cpu(before, config=tier), fit_on_the_cpu(after)
+    assert plans[0].components == plans[1].components
+    assert plans[0].peaks == plans[1].peaks
+
+
+def test_too_little_names_what_is_missing_and_what_fits():
+    pipe = tiny_wan_pipeline()
+    with pytest.raises(trp.DoesNotFit, match=r"takes at least \d+\.\d\d GB .*0\.61 GB are given\. No smaller size"):
+        fit_on_the_cpu(pipe, "610 MB")
+    with pytest.raises(trp.DoesNotFit, match=r"It fits with num_frames="):
+        fit_on_the_cpu(pipe, "1.2 GB", height=480, width=832, num_frames=201)
+    assert not hooks_of(pipe)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vram": "8 TB"}, "no amount of memory"),
+        ({"vram": None}, "free on a GPU"),
+        ({"height": 33}, "height=33.*16 divides"),
+        ({"width": 0}, "width=0.*16 divides"),
+        ({"num_frames": 80}, "num_frames=80.*multiple of 4"),
+        ({"config": "fast"}, "fast"),
+    ],
+)
+def test_bad_input(options, message):
+    pipe = tiny_wan_pipeline()
+    with pytest.raises(ValueError, match=message):
+        fit_on_the_cpu(pipe, **options)
+    assert not hooks_of(pipe)
+
+
+def test_what_cannot_be_planned():
+    pipe = tiny_wan_pipeline()
+    with pytest.raises(ValueError, match="no diffusers pipeline"):
+        fit_on_the_cpu(pipe.transformer)
+    pipe.transformer.enable_group_offload(torch.device("cpu"), offload_type="leaf_level")
+    with pytest.raises(ValueError, match="transformer is offloaded"):
+        fit_on_the_cpu(pipe)
+    pipe = tiny_wan_pipeline()
+    with trp.patch(pipe), pytest.raises(ValueError, match="leave config out"):
+        fit_on_the_cpu(pipe, config="quantized")
+
+
+def test_a_second_pipeline_with_the_same_transformer(everything_streams):
+    pipe = tiny_wan_pipeline()
+    plan = fit_on_the_cpu(pipe)
+    other = type(pipe)(**pipe.components)
+    with pytest.raises(ValueError, match="offloaded or hooked already"):
+        fit_on_the_cpu(other)
+    plan.undo()
+    fit_on_the_cpu(other).undo()
+
+
+def test_a_failure_in_the_middle_puts_everything_back(everything_streams):
+    pipe = tiny_wan_pipeline("wan22")
+    expected = video_of(pipe)
+
+    def fail_at_the_second(model, device):
+        if model is pipe.transformer_2:
+            stream(model, device)
+            raise torch.OutOfMemoryError("no more")
+        stream(model, device)
+
+    with mock.patch.object(plan_module, "stream", fail_at_the_second), pytest.raises(torch.OutOfMemoryError):
+        fit_on_the_cpu(pipe)
+    assert not hooks_of(pipe)
+    assert not pipe.vae.use_tiling
+    assert abs(video_of(pipe) - expected).max() == 0
+
+
+def test_a_host_that_is_too_small(everything_streams, monkeypatch):
+    monkeypatch.setattr(plan_module.psutil, "virtual_memory", lambda: mock.Mock(available=1))
+    pipe = tiny_wan_pipeline()
+    with pytest.raises(trp.DoesNotFit, match="offload to disk"):
+        fit_on_the_cpu(pipe)
+    assert not hooks_of(pipe)
+
+
+def test_streaming_leaves_hooks_of_others(everything_streams):
+    """A cache or another hook on a block is not ours to remove."""
+    from diffusers.hooks import HookRegistry, ModelHook
+
+    pipe = tiny_wan_pipeline()
+    stream(pipe.transformer, torch.device("cpu"))
+    block = pipe.transformer.blocks[0]
+    HookRegistry.check_if_exists_or_initialize(block).register_hook(ModelHook(), "somebody's")
+    stop_streaming(pipe.transformer)
+    assert list(block._diffusers_hook.hooks) == ["somebody's"]

@@ -1,0 +1,80 @@
+"""`fit` on a GPU: what stays there, the peak against the prediction, and the same video as without."""
+
+import gc
+
+import pytest
+import torch
+from tests.tiny_wan import tiny_wan_pipeline
+
+import turbo_rcm_patch as trp
+
+pytestmark = pytest.mark.gpu
+SIZE = {"height": 480, "width": 832, "num_frames": 5}
+DEVICE = torch.device("cuda")
+
+
+def large_pipeline():
+    """A pipeline whose transformer has 24 blocks of 33 MB in bf16."""
+    wide = {"num_attention_heads": 16, "attention_head_dim": 64, "ffn_dim": 4096, "num_layers": 24}
+    pipe = tiny_wan_pipeline(dtype=torch.bfloat16, **wide)
+    pipe.vae.to(torch.bfloat16)
+    return pipe
+
+
+def video_of(pipe):
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    return pipe("a fox", **SIZE, num_inference_steps=3, output_type="pt", generator=generator).frames.float().cpu()
+
+
+@pytest.mark.parametrize("tier", ["exact", "quantized"])
+def test_a_transformer_that_does_not_fit_streams(tier):
+    pipe = large_pipeline()
+    trp.patch(pipe, trp.Quantized(restorable=False) if tier == "quantized" else "exact")
+    pipe.to(DEVICE)
+    expected = video_of(pipe)
+    pipe.to("cpu")
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+
+    plan = None
+    whole = sum(parameter.nbytes for parameter in pipe.transformer.parameters())
+    for megabytes in range(700, 4000, 50):  # the least that a plan takes
+        try:
+            plan = trp.fit(pipe, f"{megabytes} MB", **SIZE)
+            break
+        except trp.DoesNotFit:
+            continue
+    assert "transformer" in plan.placement.streaming
+    component = next(c for c in plan.components if c.name == "transformer")
+    video_of(pipe)  # the first call learns the order of the blocks
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    assert (video_of(pipe) - expected).abs().max() < 0.02  # tiles blend their seams
+    resting = torch.cuda.memory_allocated() - before
+    stays = sum(map(plan.placement.on_gpu, plan.components))
+    assert resting <= stays + 2 * component.largest + 2**25
+    assert resting < whole / 2
+    assert torch.cuda.max_memory_allocated() - before <= max(plan.peaks.values())
+
+    plan.undo()
+    assert all(parameter.device.type == "cpu" for parameter in pipe.transformer.parameters())
+    assert not any(parameter.is_pinned() for parameter in pipe.transformer.parameters())
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() - before < 2**26
+    pipe.to(DEVICE)
+    assert (video_of(pipe) - expected).abs().max() == 0
+
+
+def test_what_fits_stays():
+    pipe = large_pipeline()
+    trp.patch(pipe)
+    plan = trp.fit(pipe, **SIZE)
+    assert not plan.placement.streaming
+    assert not plan.placement.tiles
+    assert all(p.is_cuda for name in ("transformer", "vae", "text_encoder") for p in getattr(pipe, name).parameters())
+    assert video_of(pipe).isfinite().all()
+    plan.undo()
+    assert all(not p.is_cuda for name in ("transformer", "vae") for p in getattr(pipe, name).parameters())

@@ -1,0 +1,34 @@
+"""Amounts of memory: "8 GB" as bytes, and bytes for people."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
+_AMOUNT = re.compile(r"\s*(\d+(?:\.\d*)?)\s*([a-z]+)\s*", re.IGNORECASE)
+
+
+def parse_amount(amount: str | int) -> int:
+    """Return the bytes of an amount such as "8 GB", "7.5GiB" or a whole number of bytes.
+
+    Raises ValueError for anything else, TypeError for another type.
+    """
+    if type(amount) is int:
+        size = amount
+    elif isinstance(amount, str):
+        match = _AMOUNT.fullmatch(amount)
+        if match is None or match[2].upper() not in _UNITS:
+            raise ValueError(
+                f"{amount!r} is no amount of memory; give a number with MB, GB, MiB or GiB, such as '8 GB'."
+            )
+        size = round(float(match[1]) * _UNITS[match[2].upper()])
+    else:
+        raise TypeError(f"{amount!r} is {type(amount).__name__}; give an amount of memory such as '8 GB', or None.")
+    if size <= 0:
+        raise ValueError(f"{amount!r} is no memory at all; give more than 0.")
+    return size
+
+
+def in_gb(size: int) -> str:
+    """Return bytes in GB, 10^9 bytes each, as cards and hosts are sold."""
+    return f"{size / 10**9:.2f}"

@@ -1,0 +1,72 @@
+"""Choose which models stay on the GPU and which stream, so that the least crosses the bus and every stage fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from .components import Component
+from .stages import Stage
+
+# Blocks of a streaming model on the GPU: the one that runs, the next one that arrives, and the last one, which is kept
+# until its kernels are done.
+BLOCKS_AT_ONCE = 3
+AROUND = 1.05  # memory of torch's allocator over that of the tensors
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the models are. streaming: names of those whose blocks stream. tiles: the VAE works in tiles."""
+
+    streaming: frozenset[str]
+    tiles: bool
+
+    def on_gpu(self, component: Component) -> int:
+        """Return the bytes of a model that stay on the GPU between calls."""
+        return component.outside if component.name in self.streaming else component.weights
+
+    def peak(self, components: Iterable[Component], stage: Stage) -> int:
+        """Return the largest memory of a stage in bytes."""
+        moving = max(
+            (BLOCKS_AT_ONCE * c.largest for c in components if c.name in stage.runs and c.name in self.streaming),
+            default=0,
+        )
+        computing = stage.in_tiles if self.tiles and stage.in_tiles is not None else stage.computing
+        return round(AROUND * (sum(map(self.on_gpu, components)) + moving + computing))
+
+    def largest_peak(self, components: Sequence[Component], stages: Iterable[Stage]) -> int:
+        """Return the largest memory of all stages in bytes."""
+        return max(self.peak(components, stage) for stage in stages)
+
+    def on_host(self, components: Iterable[Component]) -> tuple[int, int]:
+        """Return the bytes on the host, and those of them that are pinned, which is what streams."""
+        streaming = [component for component in components if component.name in self.streaming]
+        pinned = sum(component.blocks for component in streaming)
+        tables = sum(component.table for component in streaming)
+        return pinned + tables + sum(component.originals for component in components), pinned
+
+
+def choose(components: Sequence[Component], stages: Sequence[Stage], budget: int) -> Placement | None:
+    """Return the placement within a budget in bytes that moves least in a generation. None: nothing fits."""
+    fitting = [p for p in placements(components) if p.largest_peak(components, stages) <= budget]
+    return min(fitting, key=lambda placement: _cost(placement, components), default=None)
+
+
+def smallest(components: Sequence[Component], stages: Sequence[Stage]) -> Placement:
+    """Return the placement with the least memory."""
+    return min(placements(components), key=lambda placement: placement.largest_peak(components, stages))
+
+
+def placements(components: Sequence[Component]) -> Iterator[Placement]:
+    """Yield all placements. Every model may stay on the GPU; those with blocks may stream."""
+    names = [component.name for component in components if component.blocks]
+    for tiles, *streams in product((False, True), *[(False, True)] * len(names)):
+        chosen = (name for name, does in zip(names, streams, strict=True) if does)
+        yield Placement(frozenset(chosen), tiles)
+
+
+def _cost(placement: Placement, components: Iterable[Component]) -> tuple[bool, int]:
+    """Return what a placement costs. Tiles cost most: they take longer, and their seams are blended."""
+    moved = (component.passes * component.blocks for component in components if component.name in placement.streaming)
+    return placement.tiles, sum(moved)

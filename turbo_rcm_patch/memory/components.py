@@ -1,0 +1,121 @@
+"""The bytes of a pipeline's models, on the GPU and on the host, as the patch stores them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..config import PatchConfig
+from ..kernels.quantized import FP8
+from ..patching.families import family_of
+from ..patching.weights.convert import convertible_linears, quantized_linears
+
+SCALE_BYTES = 4  # of a row's scale and of the norm, in fp32
+
+
+@dataclass(frozen=True)
+class Component:
+    """A model of a pipeline, in bytes.
+
+    Attributes:
+        name: its name in the pipeline.
+        weights: all its weights and buffers.
+        blocks: those of its blocks, which can stream to the GPU one after the other. 0: it cannot stream.
+        largest: the largest of its blocks.
+        table: its token embeddings. They stay on the host if the blocks stream, because a prompt reads few rows.
+        originals: weights before 8 bits, which the host keeps for `restore()`.
+        passes: how often a generation runs its blocks.
+    """
+
+    name: str
+    weights: int
+    blocks: int = 0
+    largest: int = 0
+    table: int = 0
+    originals: int = 0
+    passes: int = 1
+
+    @property
+    def outside(self) -> int:
+        """The weights that stay on the GPU if the blocks stream."""
+        return self.weights - self.blocks - self.table
+
+
+def component_of(name: str, model: nn.Module, config: PatchConfig, *, passes: int = 1) -> Component:
+    """Return the bytes of a model, whose weights may be on the meta device.
+
+    Args:
+        name: its name in the pipeline.
+        model: a transformer, a VAE or an encoder.
+        config: the configuration that the transformers have, or will have.
+        passes: how often a generation runs it.
+    """
+    sizes, originals = _sizes(model, config)
+    weights = _total(model, sizes)
+    blocks = blocks_of(model)
+    table = embeddings_of(model)
+    return Component(
+        name,
+        weights,
+        blocks=sum(_total(block, sizes) for block in blocks),
+        largest=max((_total(block, sizes) for block in blocks), default=0),
+        table=0 if table is None or not blocks else _total(table, sizes),
+        originals=originals,
+        passes=passes,
+    )
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a model that can stream: those beside each other that hold most of its weights."""
+    holder = holder_of_blocks(model)
+    if holder is None:
+        return []
+    return [block for child in holder.children() if isinstance(child, nn.ModuleList) for block in child]
+
+
+def holder_of_blocks(model: nn.Module) -> nn.Module | None:
+    """Return the module whose lists of blocks hold more than half of a model's weights. None: there is no such module.
+
+    A model that does not run by its forward, as a VAE, has none: diffusers brings blocks in calls of forward.
+    """
+    if not hasattr(model, "forward") or hasattr(model, "decode"):
+        return None
+    whole = _count(model)
+    for module in model.modules():
+        lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
+        if sum(map(_count, lists)) > whole / 2:
+            return module
+    return None
+
+
+def embeddings_of(model: nn.Module) -> nn.Embedding | None:
+    """Return a text encoder's token embeddings, or None."""
+    get = getattr(model, "get_input_embeddings", None)
+    found = get() if callable(get) and hasattr(model, "shared") else None
+    return found if isinstance(found, nn.Embedding) else None
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _total(module: nn.Module, sizes: Mapping[int, int]) -> int:
+    tensors: Iterable[torch.Tensor] = (*module.parameters(), *module.buffers())
+    return sum(sizes[id(tensor)] for tensor in tensors)
+
+
+def _sizes(model: nn.Module, config: PatchConfig) -> tuple[dict[int, int], int]:
+    """Return the bytes of each tensor by its id, as the patch stores it, and those of the originals on the host."""
+    sizes = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+    done = quantized_linears(model)
+    originals = sum(linear.original.nbytes for linear in done if not linear.is_freed)
+    family = family_of(model)
+    if family is None or done:
+        return sizes, originals
+    for linear in convertible_linears(model, family.linears(model), config).values():
+        originals += linear.weight.nbytes if config.restorable else 0
+        sizes[id(linear.weight)] = linear.weight.numel() * FP8.itemsize + SCALE_BYTES * (linear.out_features + 1)
+    return sizes, originals

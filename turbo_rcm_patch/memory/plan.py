@@ -1,0 +1,264 @@
+"""`fit`: decide where a pipeline's models lie so that a generation fits into a GPU's memory, and put them there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import psutil
+import torch
+from torch import nn
+
+from ..config import PatchConfig, Quantized, resolve_config
+from ..patching.apply import transformers_of
+from ..patching.families import family_of
+from ..patching.steps.plan import is_patched, state_of
+from ..tables import table
+from .amounts import in_gb, parse_amount
+from .choose import Placement, choose, smallest
+from .components import Component, component_of
+from .stages import Stage, Video, stages_of
+from .streaming import stop_streaming, stream
+
+CONTEXT = 600 * 10**6  # bytes that CUDA's context and the kernels' code take beside torch's allocator
+MARGIN = 0.95  # of the memory that is free on the card, if no amount is given
+STEPS = 4  # of a generation, to weigh what crosses the bus
+
+
+class DoesNotFit(RuntimeError):
+    """A generation does not fit into the memory. The pipeline is as it was before the call."""
+
+
+class MemoryPlan:
+    """Where a pipeline's models lie. str() gives the table, `undo` puts everything back.
+
+    Attributes:
+        components: the models and their bytes.
+        stages: the stages of a generation.
+        placement: which models stream, and whether the VAE works in tiles.
+        budget: bytes of the GPU that the plan may use.
+    """
+
+    def __init__(
+        self, components: Sequence[Component], stages: Sequence[Stage], placement: Placement, budget: int, video: Video
+    ):
+        self.components, self.stages, self.placement, self.budget = components, stages, placement, budget
+        self.video = video
+        self._undo: list[tuple] = []
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """The predicted peak memory of each stage in bytes, without CUDA's own."""
+        peaks: dict[str, int] = {}
+        for stage in self.stages:
+            peaks[stage.name] = max(peaks.get(stage.name, 0), self.placement.peak(self.components, stage))
+        return peaks
+
+    def __str__(self) -> str:
+        rows = [("model", "where", "on the GPU, GB", "on the host, GB", "pinned, GB")]
+        rows += [self._row(component) for component in self.components]
+        peaks = [("stage", "peak, GB"), *((name, in_gb(peak)) for name, peak in self.peaks.items())]
+        video = f"{self.video.width}x{self.video.height}, {self.video.frames} frames"
+        lines = [f"{video}, within {in_gb(self.budget)} GB beside CUDA's own {in_gb(CONTEXT)} GB", table(rows), ""]
+        lines += [table(peaks), f"the VAE works {'in tiles' if self.placement.tiles else 'on whole frames'}"]
+        return "\n".join(lines)
+
+    def _row(self, component: Component) -> tuple[str, ...]:
+        streams = component.name in self.placement.streaming
+        host, pinned = self.placement.on_host([component])
+        where = "its blocks stream" if streams else "stays on the GPU"
+        if streams and component.table:
+            where += ", its token embeddings stay on the host"
+        return component.name, where, *map(in_gb, (self.placement.on_gpu(component), host, pinned))
+
+    def undo(self) -> None:
+        """Put all models back where they were, without offloading. Does nothing the second time."""
+        while self._undo:
+            function, *arguments = self._undo.pop()
+            function(*arguments)
+
+
+def fit(
+    pipe: object,
+    vram: str | int | None = None,
+    *,
+    height: int,
+    width: int,
+    num_frames: int,
+    config: PatchConfig | str | None = None,
+    device: torch.device | str = "cuda",
+) -> MemoryPlan:
+    """Put a pipeline's models where a generation of this size fits into a GPU's memory, and return the plan.
+
+    Each model stays on the GPU, or its blocks stream there by diffusers' group offloading while it runs. The plan is
+    the one that moves least. Call it before or after `patch`; its figures are those of the patched pipeline.
+
+    Args:
+        pipe: a diffusers pipeline of a supported family, with its models on the CPU or the GPU.
+        vram: the card's memory, such as "8 GB" or a number of bytes. None: what is free on the card now, less 5 %.
+        height, width: of the video, in pixels.
+        num_frames: of the video.
+        config: the configuration or preset that `patch` will get, if the pipeline is not patched yet. None: "exact".
+        device: the GPU.
+
+    Raises:
+        DoesNotFit: no plan fits; the error names what is missing, and a setting that fits.
+        ValueError, TypeError: the amount of memory, the size or the pipeline is not one that can be planned.
+    """
+    device, video = torch.device(device), Video(height, width, num_frames)
+    models = _models_of(pipe)
+    config = _config_of(models, config)
+    _check(models, video)
+    budget = _budget(vram, device)
+    plan = plan_for(models, config, video, budget)
+    _check_host(plan, models)
+    try:
+        for undo in _place(plan, models, device):
+            plan._undo.append(undo)
+    except BaseException:
+        plan.undo()
+        raise
+    return plan
+
+
+def plan_for(models: Mapping[str, nn.Module], config: PatchConfig, video: Video, budget: int) -> MemoryPlan:
+    """Return the plan for models, which may be on the meta device. Raises DoesNotFit."""
+    components = [
+        component_of(name, model, config, passes=STEPS if family_of(model) else 1) for name, model in models.items()
+    ]
+    stages = list(stages_of(models, config, video))
+    placement = choose(components, stages, budget)
+    if placement is None:
+        raise DoesNotFit(_why_not(models, config, video, budget, components, stages))
+    return MemoryPlan(components, stages, placement, budget, video)
+
+
+def _models_of(pipe: object) -> dict[str, nn.Module]:
+    """Return a pipeline's models by name. Raises ValueError for something that cannot be planned."""
+    found = getattr(pipe, "components", None)
+    if isinstance(pipe, nn.Module) or not isinstance(found, dict):
+        raise ValueError(f"{type(pipe).__name__} is no diffusers pipeline; give the pipeline with its VAE.")
+    models = {name: model for name, model in found.items() if isinstance(model, nn.Module)}
+    unknown = [name for name in transformers_of(pipe) if family_of(models[name]) is None]
+    if unknown or not transformers_of(pipe):
+        raise ValueError(f"{type(pipe).__name__} has no transformer of a supported family, whose memory is known.")
+    if "vae" not in models:
+        raise ValueError(f"{type(pipe).__name__} has no VAE; load it with its VAE.")
+    return models
+
+
+def _config_of(models: Mapping[str, nn.Module], config: PatchConfig | str | None) -> PatchConfig:
+    """Return the configuration that the transformers are patched with, or else the given one."""
+    blocks = (block for model in models.values() for block in _blocks(model) if is_patched(block))
+    patched = next((state_of(block).shared.config for block in blocks), None)
+    if patched is None:
+        return resolve_config("exact" if config is None else config)
+    if config is not None and resolve_config(config) != patched:
+        raise ValueError(f"config={config!r}, but the pipeline is patched with {patched!r}; leave config out.")
+    return patched
+
+
+def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+    family = family_of(model)
+    return iter(()) if family is None else (block for _, block in family.every_block(model))
+
+
+def _check(models: Mapping[str, nn.Module], video: Video) -> None:
+    """Raise ValueError for a size that the VAE does not have, or models that are offloaded already."""
+    vae = models["vae"]
+    edge = (getattr(vae.config, "scale_factor_spatial", None) or 8) * 2
+    step = getattr(vae.config, "scale_factor_temporal", None) or 4
+    for name, size in (("height", video.height), ("width", video.width)):
+        if type(size) is not int or size <= 0 or size % edge:
+            raise ValueError(f"{name}={size!r}; give a whole number of pixels that {edge} divides.")
+    if type(video.frames) is not int or video.frames <= 0 or (video.frames - 1) % step:
+        raise ValueError(f"num_frames={video.frames!r}; give a multiple of {step}, and one more.")
+    for name, model in models.items():
+        if any(map(_is_hooked, model.modules())):
+            raise ValueError(f"{name} is offloaded or hooked already; load it anew, or undo that, and then call fit.")
+        if len({parameter.device for parameter in model.parameters()}) > 1:
+            raise ValueError(f"{name} lies on several devices; move it to one of them first.")
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    registry = vars(module).get("_diffusers_hook")
+    return "_hf_hook" in vars(module) or (registry is not None and bool(registry.hooks))
+
+
+def _budget(vram: str | int | None, device: torch.device) -> int:
+    """Return the bytes that torch may allocate."""
+    if vram is not None:
+        return parse_amount(vram) - CONTEXT
+    if device.type != "cuda":
+        raise ValueError(
+            f"vram=None asks how much memory is free, which a {device.type} does not tell; give an amount."
+        )
+    free, _ = torch.cuda.mem_get_info(device)
+    return round(MARGIN * (free + torch.cuda.memory_reserved(device)))
+
+
+def _check_host(plan: MemoryPlan, models: Mapping[str, nn.Module]) -> None:
+    """Raise DoesNotFit if the host has too little memory for what the plan moves there."""
+    _, pinned = plan.placement.on_host(plan.components)
+    free = psutil.virtual_memory().available
+    largest = max((c.largest for c in plan.components if c.name in plan.placement.streaming), default=0)
+    needed = largest  # pinned block by block, each in place of the block before it was pinned
+    if any(p.device.type != "cpu" for name in plan.placement.streaming for p in models[name].parameters()):
+        needed += pinned
+    if needed > free:
+        raise DoesNotFit(
+            f"streaming takes {in_gb(needed)} GB more of the host's memory, and {in_gb(free)} GB are free; close other "
+            "programs, or let diffusers offload to disk (enable_group_offload with offload_to_disk_path)."
+        )
+
+
+def _place(plan: MemoryPlan, models: Mapping[str, nn.Module], device: torch.device) -> Iterator[tuple]:
+    """Put the models in their places. Yields how to undo each change before it is made."""
+    vae, streaming = models["vae"], plan.placement.streaming
+    if plan.placement.tiles and not vae.use_tiling:
+        yield (vae.disable_tiling,)
+        vae.enable_tiling()
+    for name in sorted(models, key=lambda name: name not in streaming):  # what streams leaves the GPU first
+        model, before = models[name], next(models[name].parameters()).device
+        yield model.to, before
+        if name in streaming:
+            yield stop_streaming, model
+            stream(model, device)
+        else:
+            model.to(device)
+
+
+def _why_not(
+    models: Mapping[str, nn.Module],
+    config: PatchConfig,
+    video: Video,
+    budget: int,
+    components: Sequence[Component],
+    stages: Sequence[Stage],
+) -> str:
+    """Return what is missing, and the settings nearest to these that fit."""
+    placement = smallest(components, stages)
+    worst = max(stages, key=lambda stage: placement.peak(components, stage))
+    needed = placement.peak(components, worst)
+    size = f"{video.width}x{video.height} with {video.frames} frames"
+    text = (
+        f"{size} takes at least {in_gb(needed + CONTEXT)} GB ({worst.name}, with CUDA's own {in_gb(CONTEXT)}), and "
+        f"{in_gb(budget + CONTEXT)} GB are given."
+    )
+    fitting = [line for line, others in _nearest(config, video) if _fits(models, *others, budget)]
+    return f"{text} {'It fits with ' + fitting[0] if fitting else 'No smaller size fits either'}."
+
+
+def _nearest(config: PatchConfig, video: Video) -> Iterator[tuple[str, tuple[PatchConfig, Video]]]:
+    """Yield other settings, as words and as arguments, from the nearest on."""
+    if not config.in_8_bits("linears"):
+        yield "the preset 'quantized'", (Quantized(restorable=False), video)
+    small = Video(480, 832, video.frames)
+    if small.height * small.width < video.height * video.width:
+        yield "height=480, width=832", (config, small)
+    for frames in range(video.frames - 4, 0, -4):
+        yield f"num_frames={frames}", (config, video._replace(frames=frames))
+
+
+def _fits(models: Mapping[str, nn.Module], config: PatchConfig, video: Video, budget: int) -> bool:
+    components = [component_of(name, model, config) for name, model in models.items()]
+    return choose(components, list(stages_of(models, config, video)), budget) is not None

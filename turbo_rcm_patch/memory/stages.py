@@ -1,0 +1,82 @@
+"""The stages of a generation, and the bytes that each computes with beside the weights.
+
+The figures are those of the patched model. Attention itself and the kernels' workspaces add little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from torch import nn
+
+from ..config import PatchConfig
+from ..patching.families import family_of
+from ..patching.families.vae.chunks import decoding_bytes
+from ..patching.families.vae.sizes import latent_size
+
+TEXT_TOKENS, IMAGE_TOKENS = 512, 257  # of a prompt, and of an image of 224x224 pixels in patches of 14 with its class
+FP32_BYTES = 4
+
+
+class Video(NamedTuple):
+    """The size of a video in pixels and frames."""
+
+    height: int
+    width: int
+    frames: int
+
+
+class Stage(NamedTuple):
+    """A stage of a generation.
+
+    name: for people. runs: the models that it runs. computing: bytes beside their weights. in_tiles: the same if the
+    VAE works in tiles, or None for a stage without it.
+    """
+
+    name: str
+    runs: tuple[str, ...]
+    computing: int
+    in_tiles: int | None = None
+
+
+def stages_of(models: Mapping[str, nn.Module], config: PatchConfig, video: Video) -> Iterator[Stage]:
+    """Yield the stages in which a pipeline's models make a video. models: by their name in the pipeline."""
+    vae = models["vae"]
+    decoding = [decoding_bytes(vae, *video, in_tiles=tiles) for tiles in (False, True)]
+    if (encoder := models.get("text_encoder")) is not None:
+        yield Stage("text encoding", ("text_encoder",), encoder_bytes(encoder, TEXT_TOKENS))
+    if (encoder := models.get("image_encoder")) is not None:
+        yield Stage("image encoding", ("image_encoder",), encoder_bytes(encoder, IMAGE_TOKENS))
+    if any(reads_image(model) for model in models.values()):
+        yield Stage("VAE encoding", ("vae",), *decoding)  # the encoder takes no more than the decoder
+    for name, model in models.items():
+        if family_of(model) is not None:
+            yield Stage("denoising", (name,), denoising_bytes(model, vae.config, config, video))
+    yield Stage("decoding", ("vae",), *decoding)
+
+
+def reads_image(model: nn.Module) -> bool:
+    """True for a transformer whose latents come with those of an image."""
+    config = getattr(model, "config", None)
+    if family_of(model) is None:
+        return False
+    return config.in_channels != config.out_channels
+
+
+def denoising_bytes(transformer: nn.Module, vae_config: Mapping, config: PatchConfig, video: Video) -> int:
+    """Return the bytes of the largest set of tensors that are alive together in a step."""
+    sizes = family_of(transformer).blocks[0].sizes
+    tokens = sizes.tokens(transformer.config, latent_size(vae_config, *video))
+    wide = family_of(transformer).compute_dtype(transformer).itemsize
+    return tokens * sizes.bytes_per_token(transformer.config, wide, config.tier)
+
+
+def encoder_bytes(encoder: nn.Module, tokens: int) -> int:
+    """Return the bytes of the largest set of tensors that are alive together in a layer of a transformers encoder."""
+    config = encoder.config
+    wide = getattr(config, "d_ff", None) or getattr(config, "intermediate_size", 4 * config.hidden_size)
+    itemsize = next(encoder.parameters()).itemsize
+    scores = config.num_attention_heads * tokens**2
+    # The attention's scores, with the bias of positions, in the model's dtype and in fp32 for the softmax.
+    return tokens * (6 * config.hidden_size + 3 * wide) * itemsize + scores * (3 * itemsize + 2 * FP32_BYTES)
