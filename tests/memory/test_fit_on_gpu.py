@@ -4,9 +4,9 @@ import gc
 
 import pytest
 import torch
-from tests.tiny_wan import tiny_wan_pipeline
 
 import turbo_rcm_patch as trp
+from tests.tiny_wan import tiny_wan_pipeline
 
 pytestmark = pytest.mark.gpu
 SIZE = {"height": 480, "width": 832, "num_frames": 5}
@@ -15,7 +15,7 @@ DEVICE = torch.device("cuda")
 
 def large_pipeline():
     """A pipeline whose transformer has 24 blocks of 33 MB in bf16."""
-    wide = {"num_attention_heads": 16, "attention_head_dim": 64, "ffn_dim": 4096, "num_layers": 24}
+    wide = {"heads": 16, "layers": 24, "ffn_dim": 4096, "rope_max_seq_len": 1024}
     pipe = tiny_wan_pipeline(dtype=torch.bfloat16, **wide)
     pipe.vae.to(torch.bfloat16)
     return pipe

@@ -189,9 +189,7 @@ def _budget(vram: str | int | None, device: torch.device) -> int:
     if vram is not None:
         return parse_amount(vram) - CONTEXT
     if device.type != "cuda":
-        raise ValueError(
-            f"vram=None asks how much memory is free, which a {device.type} does not tell; give an amount."
-        )
+        raise ValueError(f"vram=None means the memory that is free on a GPU, not on {device}; give an amount.")
     free, _ = torch.cuda.mem_get_info(device)
     return round(MARGIN * (free + torch.cuda.memory_reserved(device)))
 
