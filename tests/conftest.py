@@ -42,6 +42,15 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("device", ["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give each of pytest's workers files that follow each other, so that it alone builds their fixtures. A worker that
+    has nothing left takes half of what another one still has to do."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
+
+
 @pytest.fixture(autouse=True)
 def _fixed_seed():
     torch.manual_seed(0)
