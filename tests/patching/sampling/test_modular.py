@@ -76,3 +76,17 @@ def test_another_modular_pipeline_with_the_same_parts_is_refused():
             video(modular(other))
         with pytest.raises(RuntimeError, match="use_rcm is active on this pipeline"):
             trp.use_rcm(other)
+
+
+def test_pipelines_that_share_blocks_are_apart():
+    pipe = tiny_wan_pipeline()
+    one, other = modular(pipe), modular(pipe)
+    other._blocks = one._blocks
+    shared = one._blocks
+    first = trp.use_rcm(one)
+    with trp.use_rcm(other):
+        expected = video(other)
+        first.restore()
+        assert torch.equal(video(other), expected)
+    assert one._blocks is other._blocks is shared
+    assert not any("prepare_latents" in vars(block) for block in shared.sub_blocks["denoise"].sub_blocks.values())

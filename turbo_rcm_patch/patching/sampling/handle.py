@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from diffusers import DiffusionPipeline, ModularPipeline
@@ -87,16 +87,19 @@ def _encode_prompt_of_block(own: Callable, *args, **kwargs):
     return own(*args, **{**kwargs, "prepare_unconditional_embeds": True})
 
 
-def _replacements(blocks: ModularPipelineBlocks) -> Iterator[tuple[ModularPipelineBlocks, str, Callable]]:
-    """Yield blocks of a modular pipeline with the names and replacements of their methods.
+def _few_step(blocks: ModularPipelineBlocks) -> ModularPipelineBlocks:
+    """Return a copy of a modular pipeline's blocks, which pipelines may share, with the methods of _OF_BLOCKS."""
+    blocks = copy.deepcopy(blocks)
+    _replace_methods(blocks)
+    return blocks
 
-    Blocks that another pipeline shares, and that its handle has changed, are left out.
-    """
+
+def _replace_methods(blocks: ModularPipelineBlocks):
     for block in blocks.sub_blocks.values():
         for name, replacement in _OF_BLOCKS.items():
-            if hasattr(type(block), name) and name not in vars(block):
-                yield block, name, partial(replacement, getattr(type(block), name))
-        yield from _replacements(block)
+            if hasattr(block, name):
+                setattr(block, name, partial(replacement, getattr(block, name)))
+        _replace_methods(block)
 
 
 def _guiders_off(pipe: ModularPipeline) -> dict[str, BaseGuidance]:
@@ -121,10 +124,8 @@ class FewStepHandle:
         self._classifier_free_guidance, self._warned = classifier_free_guidance, False
         self._original_scheduler = pipe.scheduler
         ours = {HANDLE: self, "__reduce_ex__": bind(reduce_ex, pipe)}
-        self._in_blocks = []
         if pipeline_of(pipe).is_modular:
-            self._in_blocks = list(_replacements(pipe._blocks))
-            ours |= {} if classifier_free_guidance else _guiders_off(pipe)
+            ours |= {"_blocks": _few_step(pipe._blocks), **({} if classifier_free_guidance else _guiders_off(pipe))}
         else:
             ours["prepare_latents"] = bind(_prepare_latents, pipe)
         self._ours = list(ours)
@@ -132,8 +133,6 @@ class FewStepHandle:
         scheduler.driver = caller
         pipe.scheduler = scheduler
         vars(pipe).update(ours)
-        for block, name, replacement in self._in_blocks:
-            setattr(block, name, replacement)
         self._active = True
 
     def restore(self):
@@ -147,8 +146,6 @@ class FewStepHandle:
         for name in self._ours:
             del vars(self.pipe)[name]
         vars(self.pipe).update(self._replaced)
-        for block, name, _ in self._in_blocks:
-            delattr(block, name)
         self._active = False
 
     def _check_restorable(self):
