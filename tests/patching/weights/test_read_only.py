@@ -73,6 +73,7 @@ WRITES = {
     "PEFT's target_parameters": lambda model: model.add_adapter(AS_A_PARAMETER),
     "pruned": by_linear(lambda linear: prune.l1_unstructured(linear, "weight", 0.5)),
     "parametrized": by_linear(lambda linear: parametrize.register_parametrization(linear, "weight", nn.ReLU())),
+    "a parametrized bias": by_linear(lambda linear: parametrize.register_parametrization(linear, "bias", nn.ReLU())),
     "weight_norm": by_linear(nn.utils.parametrizations.weight_norm),
     "legacy weight_norm": by_linear(legacy_weight_norm),
     "reset": by_linear(lambda linear: linear.reset_parameters()),

@@ -186,8 +186,8 @@ class QuantizedLinear(nn.Linear):
         super().register_parameter(name, param)
 
     def __delattr__(self, name: str) -> None:
-        """Refuse to delete the weight, as parametrizations do, or a part of the 8-bit one."""
-        if name in ("weight", *PARTS):
+        """Refuse to delete the weight or the bias, as parametrizations do, or a part of the 8-bit weight."""
+        if name in ("weight", "bias", *PARTS):
             raise self.refusal(name)
         super().__delattr__(name)
 
