@@ -23,7 +23,7 @@ from .sizes import latent_size
 
 WORKING_SET = 1 << 30  # bytes of activations: a few frames of 832×480 in full resolution
 TILES_WORKING_SET = 1 << 27  # the same for a tile: users decode in tiles to save memory
-BETWEEN_STAGES = 440 << 20  # bytes of results that earlier stages hold while later ones run
+BETWEEN_STAGES = 440 << 20  # bytes of results that earlier stages hold while later ones run, at most
 MOST_ELEMENTS = 2**31 - 1  # elements of a tensor that PyTorch's convolutions index with 32 bits
 
 
@@ -74,8 +74,8 @@ def decoding_bytes(vae: AutoencoderKLWan, height: int, width: int, frames: int, 
     stages, pixels = list(_stages(vae.decoder)), size[1] * size[2] * z.itemsize
     at_once = frames_at_once(vae, z, None)
     alive = max(count * elements for count, (elements, *_) in zip(at_once, stages, strict=True))
-    kept = sum(kept for *_, kept in stages)
-    return round((kept + 1.1 * alive) * pixels) + 2 * sample + BETWEEN_STAGES
+    kept = sum(kept for *_, kept in stages) * pixels
+    return round(kept + 1.1 * alive * pixels) + 2 * sample + min(BETWEEN_STAGES, kept // 4)
 
 
 def _stages(decoder: WanDecoder3d) -> Iterator[tuple[int, int, int]]:
