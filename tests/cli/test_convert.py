@@ -75,19 +75,23 @@ def test_a_converted_folder_is_refused_where_its_weights_cannot_run(saved_models
     assert main(["convert", str(model), str(out), *CPU]) == 0
     given = ["--model", model, "--transformer", out, *TINY]
     assert "8-bit weights, which run patched alone" in error_of(capsys, "compare", *given, "--preset", "quantized")
-    assert "give the preset that it was stored for" in error_of(
+    assert f"--transformer {out} holds 8-bit weights; give --preset quantized" in error_of(
         capsys, "generate", "a", "-o", tmp_path / "o.mp4", *given
     )
     assert "holds a transformer alone: give it as --transformer" in error_of(capsys, "verify", "--model", out)
 
 
 def test_a_single_file_that_cannot_be_a_transformer_is_refused(saved_models, tmp_path, capsys, monkeypatch):
-    weights = {"blocks.0.ffn.0.weight": torch.ones(2, 2), "blocks.0.ffn.0.scale_weight": torch.ones(1)}
-    save_file(weights, tmp_path / "fp8.safetensors")
+    name = "model.diffusion_model.blocks.0.ffn.0"
+    in_8_bits = {
+        f"has {name}.weight_scale_inv beside {name}.weight": ("weight", "weight_scale_inv"),
+        f"holds {name}.int8_weight": ("int8_weight", "scale"),
+    }
     (tmp_path / "b.gguf").touch()
     command = ["compare", "--model", str(saved_models / "t2v"), *TINY, "--transformer"]
-    message = error_of(capsys, *command, tmp_path / "fp8.safetensors")
-    assert "it holds quantised weights, whose scales, such as blocks.0.ffn.0.scale_weight" in message
+    for message, parts in in_8_bits.items():
+        save_file({f"{name}.{part}": torch.ones(1) for part in parts}, tmp_path / "8.safetensors")
+        assert message in error_of(capsys, *command, tmp_path / "8.safetensors")
     assert f"cannot load --transformer {tmp_path / 'b.gguf'}: " in error_of(capsys, *command, tmp_path / "b.gguf")
     monkeypatch.setattr(transformers, "find_spec", lambda name: None)
     message = error_of(capsys, *command, tmp_path / "b.gguf")

@@ -10,7 +10,7 @@ patch_embedding.weight may be a linear's over patches, [C, c·t·h·w]. Every te
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,7 +67,7 @@ class WholeModel:
         self.proj_l = _take_proj_l(tensors, found, model, problems)
         problems.unexpected += found.values()
         if partial:
-            _refuse_companions(self.source, found, every)
+            refuse_companions(self.source, found, every)
             self.unfit = problems.lines()
         else:
             problems.raise_if_any(self.source, type(model).__name__)
@@ -156,7 +156,7 @@ class _Problems:
             raise ValueError(f"{source} does not fit the {model}; give a file that does. {'; '.join(lines)}.")
 
 
-def _refuse_companions(source: str, unknown: Mapping[str, str], every: set[str]) -> None:
+def refuse_companions(source: str, unknown: Mapping[str, str], every: Set[str]) -> None:
     """Raise ValueError if a weight has an unknown tensor beside it, such as the scale of fp8 values.
 
     unknown: the keys of tensors that nothing was made of, by their names. every: all names in the file.

@@ -13,14 +13,15 @@ from torch import nn
 
 from ..checkpoints.files import COMPONENTS
 from ..checkpoints.lazy import open_tensors
+from ..checkpoints.whole import refuse_companions
 from ..patching.families import family_named
 from ..patching.weights.load import FILE, component_folders, empty_model
 from ..wording import with_article
 from .checks import TRANSFORMERS
 from .errors import CommandError
 
-# Ends of tensors' names that change what others mean. diffusers would leave them out.
-_SCALES = ("scale_weight", "weight_scale", "comfy_quant", "scaled_fp8", ".scale", "int8_weight")
+# Ends of the names of other tools' 8-bit weights.
+_IN_8_BITS = ("scaled_fp8", "int8_weight")
 
 
 def given_transformers(
@@ -60,6 +61,8 @@ def converted_folder(arguments: argparse.Namespace) -> Path | None:
             f"--transformer {path} holds 8-bit weights, which run patched alone; it goes with generate, without "
             "--no-patch and --transformer-2."
         )
+    if arguments.preset == "exact":
+        raise CommandError(f"--transformer {path} holds 8-bit weights; give --preset quantized, or the one of convert.")
     return path
 
 
@@ -93,8 +96,10 @@ def _of_file(path: Path, pipeline: str, name: str, components: Mapping[str, obje
 
 
 def _check_plain(path: Path) -> None:
-    """Raise ValueError for a file with scales beside its weights."""
+    """Raise ValueError for a file of quantised weights. diffusers would leave the scales beside them out."""
     with open_tensors(path) as tensors:
-        scale = next((key for key in tensors if key.endswith(_SCALES)), None)
-    if scale is not None:
-        raise ValueError(f"it holds quantised weights, whose scales, such as {scale}, diffusers would leave out.")
+        names = {key: key for key in tensors}
+    refuse_companions(str(path), names, names.keys())
+    in_8_bits = next((key for key in names if key.endswith(_IN_8_BITS)), None)
+    if in_8_bits is not None:
+        raise ValueError(f"it holds {in_8_bits}: weights in 8 bits, which diffusers cannot read.")
