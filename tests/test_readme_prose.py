@@ -1,6 +1,5 @@
 """The README's text: its length, its links, and that its code runs."""
 
-import json
 import re
 from pathlib import Path
 
@@ -11,8 +10,10 @@ from diffusers import WanPipeline
 import turbo_rcm_patch as trp
 from tests import lora_files
 from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
-from turbo_rcm_patch.bench.fits import fits
-from turbo_rcm_patch.patching.families import CASES, family_of
+from turbo_rcm_patch.memory.components import components_of
+from turbo_rcm_patch.memory.needs import VIDEOS, models_by_preset
+from turbo_rcm_patch.memory.stages import denoising_bytes
+from turbo_rcm_patch.patching.families import family_of
 from turbo_rcm_patch.patching.summary import current_plan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,17 +41,17 @@ def test_headings_that_other_files_name_are_there():
     assert [heading for heading in named if f"\n## {heading}\n" not in README] == []
 
 
-def test_the_memory_is_what_info_says(tmp_path):
-    found = {}
+def test_the_memory_is_what_is_planned():
+    words, steps = " ".join(README.split()), {}
     for name in ("wan2.1-1.3b", "wan2.2-5b", "wan2.1-14b"):
-        (tmp_path / "config.json").write_text(
-            json.dumps({"_class_name": "WanTransformer3DModel", **CASES[name].transformer})
-        )
-        found[name.split("-")[1].upper()] = fits(tmp_path)[0]  # in bf16, exact
-    words = " ".join(README.split())
-    for size, fit in found.items():
-        assert f"{fit.weights / 1e9:.0f} GB for {size}" in words
-    at_480p, at_720p = found["1.3B"].steps[480, 832, 81], found["14B"].steps[720, 1280, 81]
+        (exact,) = models_by_preset(name, preset="exact")
+        size = name.split("-")[1].upper()
+        weights = {c.name: c.weights for c in components_of(exact.models, exact.config)}
+        assert f"{weights['transformer'] / 1e9:.0f} GB for {size}" in words
+        assert f"the text encoder, {weights['text_encoder'] / 1e9:.0f} GB" in words
+        transformer, vae = exact.models["transformer"], exact.models["vae"]
+        steps[size] = [denoising_bytes(transformer, vae.config, exact.config, video) for video in VIDEOS]
+    at_480p, at_720p = steps["1.3B"][0], steps["14B"][1]
     assert f"about {at_480p / 1e9:.0f} GB for 1.3B at 480p and {at_720p / 1e9:.0f} GB for 14B at 720p" in words
 
 

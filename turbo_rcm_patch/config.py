@@ -319,6 +319,11 @@ def options_of(config_class: type[PatchConfig]) -> frozenset[str]:
     return frozenset(field.name for field in fields(config_class))
 
 
+def without_originals(config: PatchConfig) -> PatchConfig:
+    """Return a configuration that frees the weights that 8 bits replace. `restore()` is not possible then."""
+    return replace(config, restorable=False) if "restorable" in options_of(type(config)) else config
+
+
 def presets_with(option: str) -> tuple[str, ...]:
     """Return the presets whose tier has this option."""
     return tuple(name for name, config in PRESETS.items() if option in options_of(type(config)))

@@ -36,6 +36,10 @@ from turbo_rcm_patch.cli.sizes import size_rules
         (["--image", __file__], "the embedded model makes videos from text"),
         (["--device", "tpu"], "--device tpu is unknown"),
         (["--device", "cpu", "--offload"], "leave it out with --device cpu"),
+        (["--device", "cpu", "--vram", "8GB"], "--vram is the memory of a GPU; leave it out with --device cpu"),
+        (["--vram", "8 GB", "--offload"], "--vram and --offload both say where the models are"),
+        (["--vram", "8 GB", "--no-patch"], "leave --vram or --no-patch out"),
+        (["--vram", "8"], "--vram: '8' is no amount of memory; give a number with MB, GB, MiB or GiB"),
         (["--model", "./no/such"], "--model ./no/such: no such folder"),
         (["-o", "no/such/folder/out.mp4"], "folder no/such/folder does not exist; create it first"),
         (["-o", "out.avi"], "give a name ending in .mp4"),
@@ -226,9 +230,17 @@ def test_a_fault_of_ours_is_not_dressed_up_as_the_users(monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there(capsys):
+def test_a_gpu_that_is_not_there(tmp_path, capsys):
     assert "PyTorch finds no CUDA GPU; use --device cpu" in error_of(capsys, "info", "--device", "cuda")
     assert "there is no GPU; leave it out" in error_of(capsys, "verify", "--offload")
+    message = error_of(capsys, "generate", CAPTION, "-o", tmp_path / "out.mp4", "--vram", "8GB")
+    assert "--vram is the memory of a GPU, and there is no GPU; leave it out" in message
+
+
+@pytest.mark.parametrize("command", ["compare", "verify", "evaluate"])
+def test_commands_that_run_the_unpatched_pipeline_have_no_plan_for_it(capsys, command):
+    message = error_of(capsys, command, "--vram", "8GB")
+    assert f"--vram plans the memory of the patched pipeline, and {command} runs it unpatched" in message
 
 
 def test_an_unsupported_transformer(capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """`turbo-rcm generate`: the video it writes, and its warnings."""
 
 import argparse
+import os
 
 import imageio.v3 as iio
 import numpy as np
@@ -13,6 +14,8 @@ from turbo_rcm_patch import embedded
 from turbo_rcm_patch.cli import commands, main, pipelines
 from turbo_rcm_patch.cli.errors import CommandError
 from turbo_rcm_patch.cli.files import write_video
+from turbo_rcm_patch.patching.steps.plan import is_patched
+from turbo_rcm_patch.patching.weights.convert import quantized_linears
 from turbo_rcm_patch.shapes import grammar
 
 
@@ -162,6 +165,57 @@ def test_an_old_video_is_replaced_only_by_a_whole_one(tmp_path, capsys, monkeypa
     assert "No space left on device" in error_of(capsys, "generate", CAPTION, "-o", output, *TINY)
     assert output.read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["circle.mp4"]
+
+
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+
+
+@pytest.fixture
+def cpu_as_a_gpu(monkeypatch):
+    """The commands take the CPU as the GPU whose memory --vram is."""
+    for module in (commands, pipelines):
+        monkeypatch.setattr(module, "choose_device", lambda arguments: torch.device("cpu"))
+    monkeypatch.setenv(ALLOCATOR, "")  # so that it is put back
+    monkeypatch.delenv(ALLOCATOR)
+
+
+@pytest.mark.usefixtures("cpu_as_a_gpu")
+@pytest.mark.parametrize("model", ["embedded", "t2v"])
+def test_generate_with_vram_patches_and_then_fits(model, saved_models, tmp_path, capsys, monkeypatch):
+    seen, fit = [], commands.fit
+    monkeypatch.setattr(
+        commands, "fit", lambda pipe, *args, **options: seen.append(pipe) or fit(pipe, *args, **options)
+    )
+    options = ["generate", CAPTION, *TINY[:-2], "--preset", "quantized"]
+    options += [] if model == "embedded" else ["--model", str(saved_models / model)]
+    assert main([*options, "-o", str(tmp_path / "fitted.mp4"), "--vram", "10GB"]) == 0
+    printed = capsys.readouterr().out
+    (pipe,) = seen
+    assert is_patched(pipe.transformer.blocks[0])
+    assert "48x32, 5 frames, within 9.40 GB beside CUDA's own 0.60 GB" in printed
+    assert "original weights for restore()" not in printed  # they are freed
+    assert all(linear.is_freed for linear in quantized_linears(pipe.transformer))
+    assert os.environ[ALLOCATOR] == "expandable_segments:True"
+    assert main([*options, "-o", str(tmp_path / "plain.mp4")]) == 0
+    fitted, plain = (iio.imread(tmp_path / f"{name}.mp4") for name in ("fitted", "plain"))
+    assert np.array_equal(fitted, plain)
+
+
+@pytest.mark.usefixtures("cpu_as_a_gpu")
+def test_too_little_vram_is_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv(ALLOCATOR, "garbage_collection_threshold:0.8")
+    message = error_of(capsys, "generate", CAPTION, "-o", tmp_path / "x.mp4", *TINY[:-2], "--vram", "610 MB")
+    assert "--vram 610 MB: 48x32, 5 frames take at least" in message
+    assert os.environ[ALLOCATOR] == "garbage_collection_threshold:0.8"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.gpu
+def test_generate_with_vram_on_a_gpu(tmp_path, capsys):
+    options = ["--device", "cuda", "--vram", "2GB", "--height", "32", "--width", "48", "--frames", "5"]
+    assert main(["generate", CAPTION, "-o", str(tmp_path / "circle.mp4"), *options]) == 0
+    assert "stays on the GPU" in capsys.readouterr().out
+    assert iio.imread(tmp_path / "circle.mp4").shape == (5, 32, 48, 3)
 
 
 @pytest.mark.gpu

@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-from accelerate import init_empty_weights
+from diffusers import DiffusionPipeline
 
-from turbo_rcm_patch.bench.fits import fits
-from turbo_rcm_patch.cli import commands, main
-from turbo_rcm_patch.patching.families import CASES
+import turbo_rcm_patch as trp
+from tests.cli.running import error_of
+from turbo_rcm_patch.cli import main
 
 
 def test_info(tmp_path, capsys):
@@ -20,15 +20,62 @@ def test_info(tmp_path, capsys):
     assert result["environment"]["diffusers"] in printed
 
 
-def test_info_tells_what_fits(saved_models, tmp_path, capsys):
-    arguments = ["info", "--device", "cpu", "--model", str(saved_models / "t2v"), "--json", str(tmp_path / "info.json")]
-    assert main(arguments) == 0
-    assert "step at 1280x720, 81 frames" in capsys.readouterr().out
-    memory = json.loads((tmp_path / "info.json").read_text())["memory"]
-    assert [fit["tier"] for fit in memory] == ["exact", "quantized", "sparse"]
-    assert memory[1]["weights"] < memory[0]["weights"]
-    assert memory[0]["steps"][0][:3] == memory[0]["peaks"][0][:3] == [480, 832, 81]
-    assert memory[0]["peaks"][0][3] > memory[0]["weights"] + memory[0]["steps"][0][3]
+def info_of(tmp_path, capsys, *options):
+    """What `info --model` prints, and its JSON about memory."""
+    path = tmp_path / "info.json"
+    assert main(["info", "--device", "cpu", "--json", str(path), "--model", *map(str, options)]) == 0
+    return capsys.readouterr().out, json.loads(path.read_text())["memory"]
+
+
+def test_info_tells_what_each_tier_takes(saved_models, tmp_path, capsys):
+    printed, memory = info_of(tmp_path, capsys, saved_models / "t2v")
+    assert "1280x720, 81 frames" in printed
+    assert [need["tier"] for need in memory[::2]] == ["exact", "quantized", "sparse", "block_sparse"]
+    assert [need["video"] for need in memory[:2]] == [[480, 832, 81], [720, 1280, 81]]
+    assert {component["name"] for component in memory[0]["components"]} == {"text_encoder", "transformer", "vae"}
+    assert memory[0]["resident"] > memory[0]["least"]
+    printed, one = info_of(tmp_path, capsys, saved_models / "t2v", "--preset", "quantized", "--frames", 17)
+    assert "480, 17 frames" in printed
+    assert [(need["tier"], need["video"]) for need in one] == [("quantized", [480, 832, 17])]
+
+
+def test_info_plans_for_a_card_without_weights(tmp_path, capsys):
+    printed, memory = info_of(tmp_path, capsys, "wan2.1-14b", "--vram", "8GB")
+    assert "wan2.1-14b, quantized, on a GPU with 8GB:" in printed
+    assert "its blocks stream" in printed
+    assert [plan["tier"] for plan in memory] == ["exact", "quantized", "sparse", "block_sparse"]
+    assert all("transformer" in plan["streaming"] for plan in memory)
+    assert max(memory[1]["peaks"].values()) <= memory[1]["budget"] == 74 * 10**8
+
+    printed, (plan,) = info_of(tmp_path, capsys, "wan2.1-14b", "--vram", "3 GB", "--preset", "exact")
+    assert "3.00 GB are given. It fits with the preset 'quantized' and num_frames=17." in printed
+    assert plan["error"] in printed
+
+
+def test_the_plan_without_weights_is_that_of_the_loaded_pipeline(saved_models, tmp_path, capsys):
+    size = ["--height", 32, "--width", 48, "--frames", 5, "--dtype", "float32"]
+    _, (empty,) = info_of(tmp_path, capsys, saved_models / "i2v", "--vram", "10GB", "--preset", "quantized", *size)
+    pipe = DiffusionPipeline.from_pretrained(saved_models / "i2v")
+    trp.patch(pipe, trp.Quantized(restorable=False))
+    loaded = trp.fit(pipe, "10 GB", height=32, width=48, num_frames=5, device="cpu").to_dict()
+    by_name = {component["name"]: component for component in empty["components"]}
+    assert by_name == {component["name"]: component for component in loaded["components"]}
+    assert empty["peaks"] == loaded["peaks"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--vram", "8GB"], "--vram is about the memory that a model takes; give --model too."),
+        (["--preset", "exact"], "--preset is about the memory"),
+        (["--model", "tiny", "--vram", "8"], "--vram: '8' is no amount of memory"),
+        (["--model", "tiny", "--preset", "fastest"], "--preset: preset 'fastest' is unknown"),
+        (["--model", "tiny", "--height", "100"], "--height 100 is not divisible by 16; try 96"),
+        (["--model", "tiny", "--frames", "80"], "--frames 80 is not 4k+1; try 81"),
+    ],
+)
+def test_wrong_options_about_memory(capsys, options, message):
+    assert message in error_of(capsys, "info", "--device", "cpu", *options)
 
 
 @pytest.mark.parametrize(
@@ -46,15 +93,6 @@ def test_a_model_that_is_not_there_is_said_before_anything_else(tmp_path, monkey
     assert message in printed.err
 
 
-def test_a_known_size_can_be_asked_about_before_a_download(tmp_path, monkeypatch, capsys):
-    folder = tmp_path / "transformer"
-    folder.mkdir()
-    case = CASES["wan2.1-14b"]
-    with init_empty_weights():
-        case.transformer_class(**case.transformer).save_config(folder)
-    assert fits("wan2.1-14b") == fits(folder)
-    found = []
-    monkeypatch.setattr(commands, "fits_table", lambda fits: found.append(fits) or "")
+def test_a_known_size_can_be_asked_about_before_a_download(capsys):
     assert main(["info", "--device", "cpu", "--model", "wan2.1-14b"]) == 0
-    assert found == [fits(folder)]
     assert "wan2.1-14b on a GPU:" in capsys.readouterr().out

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
-from diffusers import DiffusionPipeline, ModelMixin
+from diffusers import DiffusionPipeline
 from PIL import Image
 
+from ..memory.empty_models import cast_as_loaded
 from ..patching.families import family_of, pipeline_of
 from ..patching.families.family import Case
 from ..patching.steps.sparse_linear import PROJ_L
@@ -36,8 +37,8 @@ def build_pipeline(
     return case.pipeline_class(
         tokenizer=None,
         text_encoder=None,
-        vae=_cast_as_loaded(vae.eval(), dtype),
-        transformer=_cast_as_loaded(transformer.eval(), dtype),
+        vae=cast_as_loaded(vae.eval(), dtype),
+        transformer=cast_as_loaded(transformer.eval(), dtype),
         scheduler=RCMScheduler(),
         expand_timesteps=case.expand_timesteps,
     )
@@ -124,12 +125,3 @@ def structured_inputs(
     device = pipe.transformer.device
     inputs = {"latents": latents[None].to(device), "prompt_embeds": prompt.to(device, pipe.transformer.dtype)}
     return {**inputs, **_image_of(pipe)}
-
-
-def _cast_as_loaded(model: ModelMixin, dtype: torch.dtype) -> ModelMixin:
-    """Cast in place as diffusers' ``from_pretrained(dtype=...)`` does: modules that it keeps in fp32 stay fp32."""
-    kept = model._keep_in_fp32_modules or ()
-    for name, parameter in model.named_parameters():
-        if not any(part in kept for part in name.split(".")):
-            parameter.data = parameter.data.to(dtype)
-    return model

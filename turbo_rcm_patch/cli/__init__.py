@@ -12,6 +12,7 @@ The others import them:
 
     commands.py        the commands; tuning.py has `tune`
     pipelines.py       loads the model; transformers.py has --transformer
+    model_memory.py    the GPU memory that `info` shows
     sampling.py        the sampler and the guidance
     video_writer.py    mp4 files
     demo_page.py       the page of `demo`; demo_videos.py makes its videos
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -37,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if getattr(arguments, "vram", None) is not None:  # before torch is imported, which reads this
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     check_arguments(arguments)
     if arguments.command == "evaluate":  # the imports alone can take 10 seconds
         print("turbo-rcm evaluate: loading PyTorch, diffusers and the model", file=sys.stderr, flush=True)

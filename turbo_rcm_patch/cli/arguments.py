@@ -53,6 +53,8 @@ def _add_generate(commands) -> None:
     parser.set_defaults(patched=None)
     add_distilled_options(parser)
     add_generation_options(parser)
+    vram = "fit the patched pipeline into this much of the GPU's memory, such as 8GB: what does not fit streams"
+    parser.add_argument("--vram", metavar="AMOUNT", help=vram)
 
 
 def _add_compare(commands) -> None:
@@ -73,6 +75,7 @@ def _add_compare(commands) -> None:
     )
     add_distilled_options(parser)
     add_generation_options(parser)
+    parser.add_argument("--vram", help=argparse.SUPPRESS)  # refused with the reason
 
 
 def _add_verify(commands) -> None:
@@ -87,6 +90,7 @@ def _add_verify(commands) -> None:
     )
     parser.add_argument("--layers", type=int, help="with --config: build only this many blocks")
     add_generation_options(parser)
+    parser.add_argument("--vram", help=argparse.SUPPRESS)  # refused with the reason
 
 
 def _add_evaluate(commands) -> None:
@@ -99,6 +103,7 @@ def _add_evaluate(commands) -> None:
         "--steps", type=_comma_list, default=(1, 2, 4), help="numbers of denoising steps, 1 to 4 each (default 1,2,4)"
     )
     _add_sampling_options(parser, height="160", width="224", frames="17")
+    parser.add_argument("--vram", help=argparse.SUPPRESS)  # refused with the reason
     parser.set_defaults(image=None, offload=False)
 
 
@@ -118,6 +123,12 @@ def _add_info(commands) -> None:
         "size, such as wan2.1-14b"
     )
     parser.add_argument("--model", metavar="FOLDER", help=memory)
+    vram = "with --model: show where its models would be on a card with this much memory, such as '8 GB' or 8GB"
+    parser.add_argument("--vram", metavar="AMOUNT", help=vram)
+    parser.add_argument("--preset", help=f"with --model: one tier alone: {', '.join(PRESETS)} (default: all)")
+    for option, text in (("--height", "pixels"), ("--width", "pixels"), ("--frames", "a number 4k+1")):
+        default = "480x832 with 81 frames, without --vram 720x1280 too"
+        parser.add_argument(option, type=int, help=f"with --model: {text} (default: {default})")
     _add_device_options(parser)
 
 

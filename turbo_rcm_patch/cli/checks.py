@@ -12,7 +12,8 @@ import socket
 from dataclasses import replace
 from pathlib import Path
 
-from ..config import PRESETS, Exact, options_of, presets_with, resolve_config
+from ..amounts import parse_amount
+from ..config import PRESETS, Exact, PatchConfig, options_of, presets_with, resolve_config
 from ..recipes import RCM_STEPS, RECIPES
 from ..wording import with_article
 from .errors import CommandError
@@ -33,6 +34,10 @@ EMBEDDED = Path(__file__).parent.parent / "embedded/weights"  # embedded.WEIGHTS
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Raise CommandError for anything wrong with the options, the model's folder or the outputs."""
     _check_device(arguments)
+    if getattr(arguments, "vram", None) is not None:
+        _check_vram(arguments)
+    if arguments.command == "info":
+        _check_planned(arguments)
     if arguments.command == "verify":
         _check_config(arguments)
     if arguments.command == "demo":
@@ -53,6 +58,37 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         _check_conversion(arguments)
     if arguments.command not in ("generate", "convert", "demo", "tune"):
         check_output("--json", arguments.json, (".json",))
+
+
+def _check_vram(arguments: argparse.Namespace) -> None:
+    if arguments.command in ("compare", "verify", "evaluate"):
+        command, more = arguments.command, "" if arguments.command == "compare" else " and in fp32"
+        raise CommandError(
+            f"--vram plans the memory of the patched pipeline, and {command} runs it unpatched{more} too, which takes "
+            "more; leave --vram out."
+        )
+    try:
+        parse_amount(arguments.vram)
+    except ValueError as error:
+        raise CommandError(f"--vram: {error}") from None
+    if arguments.command == "info":
+        return
+    if arguments.offload:
+        raise CommandError("--vram and --offload both say where the models are; leave one of them out.")
+    if arguments.no_patch:
+        raise CommandError("--vram plans the memory of the patched pipeline; leave --vram or --no-patch out.")
+    if arguments.device == "cpu":
+        raise CommandError("--vram is the memory of a GPU; leave it out with --device cpu.")
+
+
+def _check_planned(arguments: argparse.Namespace) -> None:
+    """Check the options of `info` that are about --model."""
+    given = {name: getattr(arguments, name) for name in ("vram", "preset", "height", "width", "frames")}
+    first = next((name for name, value in given.items() if value is not None), None)
+    if arguments.model is None and first is not None:
+        raise CommandError(f"--{first} is about the memory that a model takes; give --model too.")
+    if arguments.preset is not None:
+        _check_preset_name(arguments.preset)
 
 
 def step_counts(arguments: argparse.Namespace) -> tuple[int, ...]:
@@ -161,10 +197,7 @@ def _check_transformers(arguments: argparse.Namespace) -> None:
 
 
 def _check_preset(arguments: argparse.Namespace) -> None:
-    try:
-        config = resolve_config(arguments.preset)
-    except ValueError as error:
-        raise CommandError(f"--preset: {error}") from None
+    config = _check_preset_name(arguments.preset)
     for option, value in sparsity_of(arguments).items():
         name = f"--{option.replace('_', '-')}"
         if option not in options_of(type(config)):
@@ -176,6 +209,13 @@ def _check_preset(arguments: argparse.Namespace) -> None:
             replace(config, **{option: value})
         except ValueError as error:
             raise CommandError(f"{name}: {error}") from None
+
+
+def _check_preset_name(preset: str) -> PatchConfig:
+    try:
+        return resolve_config(preset)
+    except ValueError as error:
+        raise CommandError(f"--preset: {error}") from None
 
 
 def sparsity_of(arguments: argparse.Namespace) -> dict[str, float | int]:

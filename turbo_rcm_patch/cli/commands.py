@@ -13,19 +13,20 @@ from typing import NoReturn
 
 import numpy as np
 import torch
+from diffusers import DiffusionPipeline
 from PIL import Image
 
 from ..bench.compare import Comparison, compare
 from ..bench.environment import describe_environment
 from ..bench.evaluate import evaluate, label_of, videos_at_a_time
-from ..bench.fits import Fit, fits, fits_table
 from ..bench.report import comparison_table, evaluation_table, plot, side_by_side, timings_table, verification_table
 from ..bench.timing import timed_generation
 from ..bench.verify import verify
 from ..checkpoints.files import COMPONENTS
-from ..config import PRESETS, Exact, Sparse
+from ..config import PRESETS, Exact, PatchConfig, Sparse, without_originals
 from ..embedded import load_embedded_pipeline
 from ..kernels import tuned_tiers
+from ..memory import DoesNotFit, MemoryPlan, fit
 from ..patching import patch
 from ..patching.families.vae import frames_sent_to
 from ..patching.families.vae.video_output import pieces_on_cpu, to_8_bits
@@ -37,6 +38,7 @@ from ..wording import counted
 from .checks import LORAS, SPARSITY
 from .errors import CommandError, user_errors
 from .files import replacing, write_json, write_video
+from .model_memory import memory_of_model
 from .pipelines import (
     build_case,
     choose_config,
@@ -69,7 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _generate(arguments: argparse.Namespace) -> int:
     pipe, call = load_pipeline(arguments)
-    patched = None if arguments.no_patch else arguments.patched or patch(pipe, choose_config(arguments))
+    patched = None if arguments.no_patch else arguments.patched or patch(pipe, _config_of(arguments))
+    if arguments.vram is not None:
+        print(_fitted(arguments, pipe, call), end="\n\n")
     generator = torch.Generator(pipe._execution_device).manual_seed(arguments.seed)
     in_pixels = pipe.video_processor.postprocess_video
     with VideoWriter(arguments.output, arguments.fps) as writer:
@@ -86,6 +90,20 @@ def _generate(arguments: argparse.Namespace) -> int:
     print(timings_table(generation.timings, writing))
     print(f"\nwrote {arguments.output}: {counted(frames, 'frame')} of {width}x{height}, {arguments.fps} per second")
     return 0
+
+
+def _config_of(arguments: argparse.Namespace) -> PatchConfig:
+    """Return the configuration of `generate`. With --vram the host does not keep the weights that 8 bits replace."""
+    config = choose_config(arguments)
+    return config if arguments.vram is None else without_originals(config)
+
+
+def _fitted(arguments: argparse.Namespace, pipe: DiffusionPipeline, call: dict[str, object]) -> MemoryPlan:
+    size = {name: call[name] for name in ("height", "width", "num_frames")}
+    try:
+        return fit(pipe, arguments.vram, **size, device=choose_device(arguments))
+    except (DoesNotFit, ValueError) as error:
+        raise CommandError(f"--vram {arguments.vram}: {error}") from error
 
 
 def _compare(arguments: argparse.Namespace) -> int:
@@ -173,7 +191,7 @@ def _report(arguments: argparse.Namespace, line: str) -> None:
 
 def _info(arguments: argparse.Namespace) -> int:
     device = choose_device(arguments)
-    found = [] if arguments.model is None else _fits(arguments)
+    memory, lines = ([], []) if arguments.model is None else memory_of_model(arguments)
     environment = asdict(describe_environment(device))
     for name, value in environment.items():
         if value is not None:
@@ -184,24 +202,12 @@ def _info(arguments: argparse.Namespace) -> int:
         rows = applied.rows()
     for line in beside_exact(tuned_tiers(device)):
         print("", line, sep="\n")
-    if found:
-        print("", f"{arguments.model} on a GPU:", fits_table(found), sep="\n")
+    for line in lines:
+        print("", line, sep="\n")
     if arguments.json is not None:
         kernels = {f"{row.sub_layer}: {row.step}": row.kernel for row in rows}
-        memory = [asdict(fit) | {"steps": _listed(fit.steps), "peaks": _listed(fit.peaks)} for fit in found]
         write_json(arguments.json, {"environment": environment, "kernels": kernels, "memory": memory})
     return 0
-
-
-def _listed(by_size: dict[tuple[int, int, int], int]) -> list[list[int]]:
-    return [[*size, count] for size, count in by_size.items()]
-
-
-def _fits(arguments: argparse.Namespace) -> list[Fit]:
-    try:
-        return fits(arguments.model, getattr(torch, arguments.dtype or "bfloat16"))
-    except ValueError as error:
-        raise CommandError(f"--model: {error}") from error
 
 
 def _convert(arguments: argparse.Namespace) -> int:

@@ -42,6 +42,8 @@ def choose_device(arguments: argparse.Namespace) -> torch.device:
         )
     if device.type == "cpu" and getattr(arguments, "offload", False):
         raise CommandError("--offload moves models between CPU and GPU, and there is no GPU; leave it out.")
+    if device.type == "cpu" and getattr(arguments, "vram", None) is not None and arguments.command != "info":
+        raise CommandError("--vram is the memory of a GPU, and there is no GPU; leave it out.")
     return device
 
 
@@ -98,7 +100,7 @@ def load_sampler(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict
     pipe.set_progress_bar_config(disable=None)  # none where stderr is a file
     if arguments.offload:
         pipe.enable_model_cpu_offload(device=device)
-    else:
+    elif getattr(arguments, "vram", None) is None:  # else `fit` moves the models
         pipe.to(device)
     return pipe, {"height": height, "width": width, "num_frames": frames, **guided}
 

@@ -14,6 +14,7 @@ from ..patching.families import family_of
 from ..patching.weights.convert import convertible_linears, quantized_linears
 
 SCALE_BYTES = 4  # of a row's scale and of the norm, in fp32
+STEPS = 4  # of a generation, to weigh what crosses the bus
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,16 @@ class Component:
         return self.weights - self.blocks - self.table
 
 
-def component_of(name: str, model: nn.Module, config: PatchConfig, *, passes: int = 1) -> Component:
-    """Return the bytes of a model, whose weights may be on the meta device.
+def components_of(models: Mapping[str, nn.Module], config: PatchConfig) -> list[Component]:
+    """Return the bytes of a pipeline's models, whose weights may be on the meta device.
 
-    Args:
-        name: its name in the pipeline.
-        model: a transformer, a VAE or an encoder.
-        config: the configuration that the transformers have, or will have.
-        passes: how often a generation runs it.
+    models: transformers, VAE and encoders by their names in the pipeline. config: the configuration that the
+    transformers have, or will have.
     """
+    return [_component(name, model, config) for name, model in models.items()]
+
+
+def _component(name: str, model: nn.Module, config: PatchConfig) -> Component:
     sizes, originals = _sizes(model, config)
     weights = _total(model, sizes)
     blocks = blocks_of(model)
@@ -64,7 +66,7 @@ def component_of(name: str, model: nn.Module, config: PatchConfig, *, passes: in
         largest=max((_total(block, sizes) for block in blocks), default=0),
         table=0 if table is None or not blocks else _total(table, sizes),
         originals=originals,
-        passes=passes,
+        passes=1 if family_of(model) is None else STEPS,
     )
 
 

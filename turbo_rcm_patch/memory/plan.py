@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 
 import psutil
 import torch
 from torch import nn
 
+from ..amounts import in_gb, parse_amount
 from ..config import PatchConfig, Quantized, resolve_config
 from ..patching.apply import transformers_of
 from ..patching.families import family_of
+from ..patching.families.vae.chunks import free_memory
 from ..patching.steps.plan import is_patched, state_of
 from ..tables import table
-from .amounts import in_gb, parse_amount
 from .choose import Placement, choose, smallest
-from .components import Component, component_of
+from .components import Component, components_of
 from .stages import Stage, Video, stages_of
 from .streaming import stop_streaming, stream
 
 CONTEXT = 600 * 10**6  # bytes that CUDA's context and the kernels' code take beside torch's allocator
 MARGIN = 0.95  # of the memory that is free on the card, if no amount is given
-STEPS = 4  # of a generation, to weigh what crosses the bus
 
 
 class DoesNotFit(RuntimeError):
@@ -53,13 +54,30 @@ class MemoryPlan:
             peaks[stage.name] = max(peaks.get(stage.name, 0), self.placement.peak(self.components, stage))
         return peaks
 
+    def to_dict(self) -> dict[str, object]:
+        """Return the plan for ``json.dump``, in bytes."""
+        return {
+            "video": self.video,
+            "budget": self.budget,
+            "components": [asdict(component) for component in self.components],
+            "streaming": sorted(self.placement.streaming),
+            "tiles": self.placement.tiles,
+            "peaks": self.peaks,
+        }
+
     def __str__(self) -> str:
         rows = [("model", "where", "on the GPU, GB", "on the host, GB", "pinned, GB")]
         rows += [self._row(component) for component in self.components]
         peaks = [("stage", "peak, GB"), *((name, in_gb(peak)) for name, peak in self.peaks.items())]
-        video = f"{self.video.width}x{self.video.height}, {self.video.frames} frames"
-        lines = [f"{video}, within {in_gb(self.budget)} GB beside CUDA's own {in_gb(CONTEXT)} GB", table(rows), ""]
-        lines += [table(peaks), f"the VAE works {'in tiles' if self.placement.tiles else 'on whole frames'}"]
+        lines = [f"{self.video}, within {in_gb(self.budget)} GB beside CUDA's own {in_gb(CONTEXT)} GB", table(rows), ""]
+        lines.append(table(peaks))
+        if any(component.name == "vae" for component in self.components):
+            lines.append(f"the VAE works {'in tiles' if self.placement.tiles else 'on whole frames'}")
+        if originals := sum(component.originals for component in self.components):
+            lines.append(
+                f"the host keeps {in_gb(originals)} GB of original weights for restore(); restorable=False in the "
+                "configuration, such as trp.Quantized(restorable=False), frees them"
+            )
         return "\n".join(lines)
 
     def _row(self, component: Component) -> tuple[str, ...]:
@@ -108,7 +126,7 @@ def fit(
     models = _models_of(pipe)
     config = _config_of(models, config)
     _check(models, video)
-    budget = _budget(vram, device)
+    budget = _free(models, device) if vram is None else budget_of(vram)
     plan = plan_for(models, config, video, budget)
     _check_host(plan, models)
     try:
@@ -122,9 +140,7 @@ def fit(
 
 def plan_for(models: Mapping[str, nn.Module], config: PatchConfig, video: Video, budget: int) -> MemoryPlan:
     """Return the plan for models, which may be on the meta device. Raises DoesNotFit."""
-    components = [
-        component_of(name, model, config, passes=STEPS if family_of(model) else 1) for name, model in models.items()
-    ]
+    components = components_of(models, config)
     stages = list(stages_of(models, config, video))
     placement = choose(components, stages, budget)
     if placement is None:
@@ -164,9 +180,7 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 def _check(models: Mapping[str, nn.Module], video: Video) -> None:
     """Raise ValueError for a size that the VAE does not have, or models that are offloaded already."""
-    vae = models["vae"]
-    edge = (getattr(vae.config, "scale_factor_spatial", None) or 8) * 2
-    step = getattr(vae.config, "scale_factor_temporal", None) or 4
+    edge, step = 2 * (getattr(models["vae"].config, "scale_factor_spatial", None) or 8), _step(models)
     for name, size in (("height", video.height), ("width", video.width)):
         if type(size) is not int or size <= 0 or size % edge:
             raise ValueError(f"{name}={size!r}; give a whole number of pixels that {edge} divides.")
@@ -179,19 +193,28 @@ def _check(models: Mapping[str, nn.Module], video: Video) -> None:
             raise ValueError(f"{name} lies on several devices; move it to one of them first.")
 
 
+def _step(models: Mapping[str, nn.Module]) -> int:
+    """Return the frames of a video for each latent frame after the first."""
+    return getattr(getattr(models.get("vae"), "config", None), "scale_factor_temporal", None) or 4
+
+
 def _is_hooked(module: nn.Module) -> bool:
     registry = vars(module).get("_diffusers_hook")
     return "_hf_hook" in vars(module) or (registry is not None and bool(registry.hooks))
 
 
-def _budget(vram: str | int | None, device: torch.device) -> int:
-    """Return the bytes that torch may allocate."""
-    if vram is not None:
-        return parse_amount(vram) - CONTEXT
+def budget_of(vram: str | int) -> int:
+    """Return the bytes of a card's memory that torch may allocate. Raises ValueError or TypeError as `parse_amount`."""
+    return parse_amount(vram) - CONTEXT
+
+
+def _free(models: Mapping[str, nn.Module], device: torch.device) -> int:
+    """Return the bytes of a GPU that these models may take: what is free, and what they take there now, less 5 %."""
     if device.type != "cuda":
         raise ValueError(f"vram=None means the memory that is free on a GPU, not on {device}; give an amount.")
-    free, _ = torch.cuda.mem_get_info(device)
-    return round(MARGIN * (free + torch.cuda.memory_reserved(device)))
+    tensors = (tensor for model in models.values() for tensor in (*model.parameters(), *model.buffers()))
+    here = {id(tensor): tensor.nbytes for tensor in tensors if tensor.device.type == "cuda"}
+    return round(MARGIN * (free_memory(device) + sum(here.values())))
 
 
 def _check_host(plan: MemoryPlan, models: Mapping[str, nn.Module]) -> None:
@@ -237,26 +260,28 @@ def _why_not(
     placement = smallest(components, stages)
     worst = max(stages, key=lambda stage: placement.peak(components, stage))
     needed = placement.peak(components, worst)
-    size = f"{video.width}x{video.height} with {video.frames} frames"
     text = (
-        f"{size} takes at least {in_gb(needed + CONTEXT)} GB ({worst.name}, with CUDA's own {in_gb(CONTEXT)}), and "
+        f"{video} take at least {in_gb(needed + CONTEXT)} GB ({worst.name}, with CUDA's own {in_gb(CONTEXT)}), and "
         f"{in_gb(budget + CONTEXT)} GB are given."
     )
-    fitting = [line for line, others in _nearest(config, video) if _fits(models, *others, budget)]
-    return f"{text} {'It fits with ' + fitting[0] if fitting else 'No smaller size fits either'}."
+    nearest = (line for line, others in _nearest(config, video, _step(models)) if _fits(models, *others, budget))
+    fitting = next(nearest, None)
+    return f"{text} {'No smaller size fits either' if fitting is None else f'It fits with {fitting}'}."
 
 
-def _nearest(config: PatchConfig, video: Video) -> Iterator[tuple[str, tuple[PatchConfig, Video]]]:
+def _nearest(config: PatchConfig, video: Video, step: int) -> Iterator[tuple[str, tuple[PatchConfig, Video]]]:
     """Yield other settings, as words and as arguments, from the nearest on."""
-    if not config.in_8_bits("linears"):
+    small, in_8_bits = Video(480, 832, video.frames), config.in_8_bits("linears")
+    if not in_8_bits:
         yield "the preset 'quantized'", (Quantized(restorable=False), video)
-    small = Video(480, 832, video.frames)
     if small.height * small.width < video.height * video.width:
         yield "height=480, width=832", (config, small)
-    for frames in range(video.frames - 4, 0, -4):
-        yield f"num_frames={frames}", (config, video._replace(frames=frames))
+    shorter = [video._replace(frames=frames) for frames in range(video.frames - step, 0, -step)]
+    for each in shorter:
+        yield f"num_frames={each.frames}", (config, each)
+    for each in () if in_8_bits else shorter:
+        yield f"the preset 'quantized' and num_frames={each.frames}", (Quantized(restorable=False), each)
 
 
 def _fits(models: Mapping[str, nn.Module], config: PatchConfig, video: Video, budget: int) -> bool:
-    components = [component_of(name, model, config) for name, model in models.items()]
-    return choose(components, list(stages_of(models, config, video)), budget) is not None
+    return choose(components_of(models, config), list(stages_of(models, config, video)), budget) is not None

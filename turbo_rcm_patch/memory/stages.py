@@ -26,6 +26,9 @@ class Video(NamedTuple):
     width: int
     frames: int
 
+    def __str__(self) -> str:
+        return f"{self.width}x{self.height}, {self.frames} frames"
+
 
 class Stage(NamedTuple):
     """A stage of a generation.
@@ -41,19 +44,24 @@ class Stage(NamedTuple):
 
 
 def stages_of(models: Mapping[str, nn.Module], config: PatchConfig, video: Video) -> Iterator[Stage]:
-    """Yield the stages in which a pipeline's models make a video. models: by their name in the pipeline."""
-    vae = models["vae"]
-    decoding = [decoding_bytes(vae, *video, in_tiles=tiles) for tiles in (False, True)]
+    """Yield the stages in which a pipeline's models make a video. models: by their name in the pipeline.
+
+    A transformer without a VAE has latents of the size of Wan 2.1's.
+    """
+    vae = models.get("vae")
+    decoding = [] if vae is None else [decoding_bytes(vae, *video, in_tiles=tiles) for tiles in (False, True)]
     if (encoder := models.get("text_encoder")) is not None:
         yield Stage("text encoding", ("text_encoder",), encoder_bytes(encoder, TEXT_TOKENS))
     if (encoder := models.get("image_encoder")) is not None:
         yield Stage("image encoding", ("image_encoder",), encoder_bytes(encoder, IMAGE_TOKENS))
-    if any(reads_image(model) for model in models.values()):
+    if vae is not None and any(reads_image(model) for model in models.values()):
         yield Stage("VAE encoding", ("vae",), *decoding)  # the encoder takes no more than the decoder
     for name, model in models.items():
         if family_of(model) is not None:
-            yield Stage("denoising", (name,), denoising_bytes(model, vae.config, config, video))
-    yield Stage("decoding", ("vae",), *decoding)
+            sizes = {} if vae is None else vae.config
+            yield Stage("denoising", (name,), denoising_bytes(model, sizes, config, video))
+    if vae is not None:
+        yield Stage("decoding", ("vae",), *decoding)
 
 
 def reads_image(model: nn.Module) -> bool:

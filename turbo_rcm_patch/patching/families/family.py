@@ -40,6 +40,7 @@ from typing import NamedTuple, Protocol
 import torch
 from diffusers import DiffusionPipeline
 from torch import nn
+from transformers import PretrainedConfig
 
 from ...checkpoints.lazy import Tensors
 from ...config import Exact, PatchConfig
@@ -198,7 +199,8 @@ class Pipeline(NamedTuple):
 class Case:
     """The classes of a transformer, a pipeline and a VAE, the configs of both models, and the usual size of a video.
 
-    The pipeline works without encoders. expand_timesteps: True if each token has its own timestep.
+    The pipeline works without encoders. expand_timesteps: True if each token has its own timestep. encoders: the class
+    and config of each encoder that the checkpoint comes with, by its name in the pipeline.
     """
 
     transformer_class: type[nn.Module]
@@ -210,6 +212,7 @@ class Case:
     frames: int
     vae: Mapping[str, object] = field(default_factory=dict)
     expand_timesteps: bool = False
+    encoders: Mapping[str, tuple[type[nn.Module], PretrainedConfig]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

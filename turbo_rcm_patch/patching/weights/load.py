@@ -107,14 +107,15 @@ def empty_model(folder: Path) -> nn.Module:
         return family.transformer_class.from_config(config)
 
 
-def read_config(folder: Path) -> dict:
-    """Return a folder's config.json. Raises ValueError if there is none."""
+def read_config(folder: Path, name: str = "config.json") -> dict:
+    """Return a folder's config.json, or another JSON file. Raises ValueError if there is none."""
+    path = folder / name
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read {folder / 'config.json'}: {error}") from None
+        raise ValueError(f"cannot read {path}: {error}") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{folder / 'config.json'} holds no JSON object; download or convert the model again.")
+        raise ValueError(f"{path} holds no JSON object; download or convert the model again.")
     return config
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
+from transformers import CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5EncoderModel
 
 from ..family import Case
 from .image_free import ImageFreePipeline
@@ -12,6 +13,27 @@ from .image_free import ImageFreePipeline
 _from_text, _from_image = (
     partial(Case, WanTransformer3DModel, pipeline, AutoencoderKLWan) for pipeline in (WanPipeline, ImageFreePipeline)
 )
+
+# UMT5-XXL, which encodes the prompts of every checkpoint, and CLIP ViT-H, which encodes the images of Wan 2.1.
+UMT5_XXL = UMT5Config(
+    vocab_size=256384,
+    d_model=4096,
+    d_kv=64,
+    d_ff=10240,
+    num_layers=24,
+    num_heads=64,
+    feed_forward_proj="gated-gelu",
+)
+CLIP_VIT_H = CLIPVisionConfig(
+    hidden_size=1280,
+    intermediate_size=5120,
+    num_hidden_layers=32,
+    num_attention_heads=16,
+    image_size=224,
+    patch_size=14,
+)
+TEXT = {"text_encoder": (UMT5EncoderModel, UMT5_XXL)}
+TEXT_AND_IMAGE = {**TEXT, "image_encoder": (CLIPVisionModel, CLIP_VIT_H)}
 
 TI2V_5B = {"num_attention_heads": 24, "num_layers": 30, "ffn_dim": 14336, "in_channels": 48, "out_channels": 48}
 TI2V_5B_VAE = {
@@ -32,8 +54,12 @@ TINY_VAE = {"base_dim": 8, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
 
 # The sizes of Wan-AI's diffusers checkpoints; what is left out has diffusers' default. The latter half is for tests.
 CASES = {
-    "wan2.1-1.3b": _from_text({"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}, 480, 832, 81),
-    "wan2.1-14b": _from_text({"num_attention_heads": 40, "num_layers": 40, "ffn_dim": 13824}, 720, 1280, 81),
+    "wan2.1-1.3b": _from_text(
+        {"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}, 480, 832, 81, encoders=TEXT
+    ),
+    "wan2.1-14b": _from_text(
+        {"num_attention_heads": 40, "num_layers": 40, "ffn_dim": 13824}, 720, 1280, 81, encoders=TEXT
+    ),
     "wan2.1-i2v-14b": _from_image(
         {
             "num_attention_heads": 40,
@@ -46,9 +72,10 @@ CASES = {
         720,
         1280,
         81,
+        encoders=TEXT_AND_IMAGE,
     ),
-    "wan2.2-5b": _from_text(TI2V_5B, 704, 1280, 121, vae=TI2V_5B_VAE, expand_timesteps=True),
-    "wan2.2-5b-image": _from_image(TI2V_5B, 704, 1280, 121, vae=TI2V_5B_VAE, expand_timesteps=True),
+    "wan2.2-5b": _from_text(TI2V_5B, 704, 1280, 121, vae=TI2V_5B_VAE, expand_timesteps=True, encoders=TEXT),
+    "wan2.2-5b-image": _from_image(TI2V_5B, 704, 1280, 121, vae=TI2V_5B_VAE, expand_timesteps=True, encoders=TEXT),
     "tiny": _from_text(TINY, 32, 48, 5, vae=TINY_VAE),
     "tiny-tokens": _from_text(TINY, 32, 48, 5, vae=TINY_VAE, expand_timesteps=True),
     "tiny-image-tokens": _from_image(TINY, 32, 48, 5, vae=TINY_VAE, expand_timesteps=True),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from turbo_rcm_patch.memory.amounts import parse_amount
+from turbo_rcm_patch.amounts import parse_amount
 
 
 @pytest.mark.parametrize(

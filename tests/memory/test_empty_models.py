@@ -1,0 +1,70 @@
+"""Models from configs alone have the sizes and dtypes of the loaded ones."""
+
+import json
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+
+from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
+from turbo_rcm_patch.memory.empty_models import add_empty_projections, empty_models
+from turbo_rcm_patch.patching.families import CASES
+
+
+def tensors_of(model):
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in named}
+
+
+@pytest.mark.parametrize("variant", ["i2v", "wan22"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_pipelines_models_are_those_that_are_loaded(variant, dtype, tmp_path):
+    tiny_wan_pipeline(variant).save_pretrained(tmp_path)
+    loaded = DiffusionPipeline.from_pretrained(tmp_path, dtype=dtype)
+    expected = {name: m for name, m in loaded.components.items() if isinstance(m, torch.nn.Module)}
+    empty = empty_models(tmp_path, dtype)
+    assert empty.keys() == expected.keys()
+    for name, model in empty.items():
+        assert tensors_of(model) == tensors_of(expected[name])
+        assert all(parameter.is_meta for parameter in model.parameters())
+        assert type(model) is type(expected[name])
+
+
+def test_a_lone_transformer_has_the_vae_beside_it(tmp_path):
+    pipe = tiny_wan_pipeline("t2v")
+    pipe.transformer.save_config(tmp_path / "transformer")
+    assert empty_models(tmp_path / "transformer").keys() == {"transformer"}
+    pipe.vae.save_config(tmp_path / "vae")
+    assert empty_models(tmp_path / "transformer").keys() == {"transformer", "vae"}
+
+
+def test_a_known_size_has_the_encoders_of_its_checkpoint():
+    models = empty_models("wan2.1-i2v-14b")
+    sizes = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
+    assert 5.6e9 < sizes["text_encoder"] < 5.75e9  # UMT5-XXL's encoder, whose table of tokens counts once
+    assert 0.62e9 < sizes["image_encoder"] < 0.64e9
+    assert {"transformer", "vae"} < models.keys()
+    for name, case in CASES.items():
+        width = case.transformer.get("text_dim", 4096)
+        for encoder, (_, config) in case.encoders.items():
+            assert config.hidden_size == (case.transformer["image_dim"] if encoder == "image_encoder" else width), name
+
+
+def test_projections_of_the_sparse_tier():
+    model = tiny_wan_transformer(dtype=torch.bfloat16).to("meta")
+    add_empty_projections(model)
+    for block in model.blocks:
+        assert block.attn1.proj_l.weight.shape == (64, 64)
+        assert block.attn1.proj_l.weight.dtype == torch.bfloat16
+
+
+def test_folders_that_hold_no_pipeline(tmp_path):
+    with pytest.raises(ValueError, match=r"no such folder; give the folder .* or a size: wan2\.1-1\.3b, "):
+        empty_models(tmp_path / "none")
+    with pytest.raises(ValueError, match="holds no transformer"):
+        empty_models(tmp_path)
+    tiny_wan_pipeline("t2v").save_pretrained(tmp_path)
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    (tmp_path / "model_index.json").write_text(json.dumps({**index, "text_encoder": ["transformers", "NoEncoder"]}))
+    with pytest.raises(ValueError, match="text_encoder holds a NoEncoder, which neither diffusers nor transformers"):
+        empty_models(tmp_path)

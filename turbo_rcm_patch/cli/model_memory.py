@@ -1,0 +1,52 @@
+"""The GPU memory of a model, which `info --model` shows: what each tier takes, or the plan for a card with --vram."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import product
+
+import torch
+from torch import nn
+
+from ..memory import DoesNotFit
+from ..memory.needs import VIDEOS, models_by_preset, needs, needs_table
+from ..memory.plan import budget_of, plan_for
+from ..memory.stages import Video
+from ..patching.families import family_of
+from .errors import CommandError
+from .sizes import size_rules
+
+
+def memory_of_model(arguments: argparse.Namespace) -> tuple[list[dict[str, object]], list[str]]:
+    """Return the memory of --model as data for JSON, and as paragraphs. Raises CommandError for an unusable model."""
+    source, dtype = arguments.model, getattr(torch, arguments.dtype or "bfloat16")
+    try:
+        presets = list(models_by_preset(source, dtype, arguments.preset))
+    except ValueError as error:
+        raise CommandError(f"--model: {error}") from error
+    videos = _videos(arguments, presets[0].models)
+    if arguments.vram is None:
+        found = needs(presets, videos)
+        return [asdict(need) for need in found], [f"{source} on a GPU:\n{needs_table(found)}"]
+    budget, data, lines = budget_of(arguments.vram), [], []
+    for preset, video in product(presets, videos):
+        try:
+            plan = plan_for(preset.models, preset.config, video, budget)
+            data.append({"tier": preset.name, **plan.to_dict()})
+        except DoesNotFit as error:
+            plan = f"{error}"
+            data.append({"tier": preset.name, "video": video, "error": plan})
+        lines.append(f"{source}, {preset.name}, on a GPU with {arguments.vram}:\n{plan}")
+    return data, lines
+
+
+def _videos(arguments: argparse.Namespace, models: Mapping[str, nn.Module]) -> Sequence[Video]:
+    """Return the size that the options give, or the usual ones. Raises CommandError for one the model does not have."""
+    given = arguments.height, arguments.width, arguments.frames
+    transformer = next(model for model in models.values() if family_of(model) is not None)
+    size_rules(models["vae"].config if "vae" in models else {}, transformer.config).check(*given)
+    if given == (None, None, None):
+        return VIDEOS if arguments.vram is None else VIDEOS[:1]
+    return [Video(*(usual if value is None else value for value, usual in zip(given, VIDEOS[0], strict=True)))]

@@ -1,0 +1,106 @@
+"""Models on the meta device, from configs alone: they have the sizes of their weights, but no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import diffusers
+import torch
+import transformers
+from diffusers import ModelMixin
+from torch import nn
+
+from ..checkpoints.files import COMPONENTS
+from ..patching.families import CASES, family_of
+from ..patching.families.family import Case
+from ..patching.steps.sparse_linear import PROJ_L
+from ..patching.weights.load import component_folders, empty_model, read_config
+
+INDEX = "model_index.json"
+
+
+def empty_models(source: str | Path, dtype: torch.dtype = torch.bfloat16) -> dict[str, nn.Module]:
+    """Return the models of a pipeline's or a transformer's folder, or of one of CASES by name.
+
+    They have their names in the pipeline. A transformer's folder comes with the VAE beside it, if there is one.
+
+    Raises ValueError for a folder that is missing or holds no supported transformer.
+    """
+    case, folder = CASES.get(str(source)), Path(source)
+    if case is not None:
+        models = _of_case(case)
+    elif folder.is_dir():
+        models = _of_folder(folder)
+    else:
+        raise ValueError(
+            f"{source}: no such folder; give the folder of a diffusers pipeline or transformer, or a size: "
+            f"{', '.join(CASES)}."
+        )
+    return {name: cast_as_loaded(model, dtype) for name, model in models.items()}
+
+
+def add_empty_projections(transformer: nn.Module) -> None:
+    """Give every self-attention on the meta device a proj_l, which training with sparse-linear attention adds."""
+    for _, attn, _ in family_of(transformer).self_attentions(transformer):
+        like, size = attn.to_out[0].weight, attn.inner_dim // attn.heads
+        setattr(attn, PROJ_L, nn.Linear(size, size, device="meta", dtype=like.dtype))
+
+
+def cast_as_loaded(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast in place as ``from_pretrained(dtype=...)`` does: modules that a library keeps in fp32 stay fp32.
+
+    diffusers keeps them so in every dtype, transformers only beside fp16.
+    """
+    kept = getattr(model, "_keep_in_fp32_modules", None) or ()
+    if not isinstance(model, ModelMixin) and dtype != torch.float16:
+        kept = ()
+    for name, parameter in model.named_parameters():
+        if not any(part in kept for part in name.split(".")):
+            parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def _of_case(case: Case) -> dict[str, nn.Module]:
+    with torch.device("meta"):
+        encoders = {name: model_class(config) for name, (model_class, config) in case.encoders.items()}
+        return {
+            **encoders,
+            "transformer": case.transformer_class(**case.transformer),
+            "vae": case.vae_class(**case.vae),
+        }
+
+
+def _of_folder(folder: Path) -> dict[str, nn.Module]:
+    found = component_folders(folder)
+    models = {name or COMPONENTS[0]: empty_model(path) for name, path in found.items()}
+    if "" in found:
+        return models | _others(folder.parent, {"vae": None})
+    index = read_config(folder, INDEX) if (folder / INDEX).is_file() else {}
+    return models | _others(folder, {name: value for name, value in index.items() if name not in models})
+
+
+def _others(folder: Path, classes: Mapping[str, object]) -> dict[str, nn.Module]:
+    """Return the models beside the transformers in a pipeline's folder: those with a config.json.
+
+    classes: for each name the library and class, as model_index.json has them. diffusers' own models say their class
+    themselves.
+    """
+    models = {}
+    for name, kind in classes.items():
+        path = folder / name
+        if (path / "config.json").is_file():
+            config = read_config(path)
+            class_name = config.get("_class_name") or (kind[1] if isinstance(kind, list) and len(kind) == 2 else None)
+            models[name] = _empty(path, config, str(class_name))
+    return models
+
+
+def _empty(path: Path, config: Mapping[str, object], class_name: str) -> nn.Module:
+    model_class = getattr(diffusers, class_name, None) or getattr(transformers, class_name, None)
+    if not (isinstance(model_class, type) and issubclass(model_class, nn.Module)):
+        raise ValueError(f"{path} holds a {class_name}, which neither diffusers nor transformers has.")
+    with torch.device("meta"):  # under accelerate's init_empty_weights tied weights would count twice
+        if issubclass(model_class, ModelMixin):
+            return model_class.from_config(config)
+        return model_class(model_class.config_class.from_pretrained(path))

@@ -1,0 +1,105 @@
+"""The GPU memory that a model takes in each tier, from its configs alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ..amounts import in_gb
+from ..config import PRESETS, PatchConfig, Sparse, without_originals
+from ..patching.families import family_of
+from ..patching.steps.sparse_linear import why_not_replaceable
+from ..tables import table
+from .choose import Placement, smallest
+from .components import Component, components_of
+from .empty_models import add_empty_projections, empty_models
+from .plan import CONTEXT
+from .stages import Video, stages_of
+
+VIDEOS = (Video(480, 832, 81), Video(720, 1280, 81))
+
+
+@dataclass(frozen=True)
+class Need:
+    """The GPU memory for one size of video in one tier, in bytes, with CUDA's own.
+
+    components: the models and their weights. resident: if all of them stay on the GPU. least: if blocks stream, and the
+    VAE works in tiles, where that takes less.
+    """
+
+    tier: str
+    video: Video
+    components: tuple[Component, ...]
+    resident: int
+    least: int
+
+
+class Preset(NamedTuple):
+    """A preset, its configuration, and a pipeline's models without weights as the preset patches them."""
+
+    name: str
+    config: PatchConfig
+    models: dict[str, nn.Module]
+
+
+def models_by_preset(
+    source: str | Path, dtype: torch.dtype = torch.bfloat16, preset: str | None = None
+) -> Iterator[Preset]:
+    """Yield the presets that a model can have, or only the given one, with the models that `empty_models` makes.
+
+    The configurations free the weights that 8 bits replace. Raises ValueError as `empty_models`, and for a given preset
+    that the model cannot have.
+    """
+    for name in PRESETS if preset is None else (preset,):
+        config, models = without_originals(PRESETS[name]), empty_models(source, dtype)
+        if isinstance(config, Sparse):
+            reasons = [_add_projections(part, model) for part, model in models.items() if family_of(model)]
+            if why_not := next(filter(None, reasons), None):
+                if preset is not None:
+                    raise ValueError(why_not)
+                continue
+        yield Preset(name, config, models)
+
+
+def _add_projections(name: str, transformer: nn.Module) -> str | None:
+    """Add the projections of the sparse tier, or return why the transformer cannot have it."""
+    why_not = why_not_replaceable(name, family_of(transformer).self_attentions(transformer))
+    if why_not is None:
+        add_empty_projections(transformer)
+    return why_not
+
+
+def needs(presets: Iterable[Preset], videos: Sequence[Video] = VIDEOS) -> list[Need]:
+    """Return the memory that videos of these sizes take in each preset."""
+    return [_need(preset, video) for preset in presets for video in videos]
+
+
+def _need(preset: Preset, video: Video) -> Need:
+    components = components_of(preset.models, preset.config)
+    stages = list(stages_of(preset.models, preset.config, video))
+    all_stay = Placement(frozenset(), tiles=False)
+    resident, least = (
+        CONTEXT + placement.largest_peak(components, stages) for placement in (all_stay, smallest(components, stages))
+    )
+    return Need(preset.name, video, tuple(components), resident, least)
+
+
+def needs_table(found: Sequence[Need]) -> str:
+    """Return the figures in GB, as text."""
+    header = ("tier", "weights, GB", "video", "all on the GPU, GB", "at least, GB")
+    rows = [
+        (
+            need.tier,
+            in_gb(sum(component.weights for component in need.components)),
+            str(need.video),
+            in_gb(need.resident),
+            in_gb(need.least),
+        )
+        for need in found
+    ]
+    return table([header, *rows])
