@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import math
 import statistics
 import sys
@@ -23,31 +24,20 @@ import torch
 from accelerate import init_empty_weights
 from diffusers import WanPipeline
 from torch import nn
-from transformers import BatchEncoding, UMT5Config, UMT5EncoderModel
+from transformers import BatchEncoding, UMT5EncoderModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts` can be imported
 
-import itertools
-
 import turbo_rcm_patch as trp
+from turbo_rcm_patch.amounts import in_gb, parse_amount
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.cli.files import json_file, write_json
-from turbo_rcm_patch.memory.amounts import in_gb, parse_amount
 from turbo_rcm_patch.memory.plan import CONTEXT
 from turbo_rcm_patch.patching.families import CASES
+from turbo_rcm_patch.patching.families.wan.cases import UMT5_XXL
 from turbo_rcm_patch.scheduler import RCMScheduler
 from turbo_rcm_patch.tables import table
 
-UMT5_XXL = UMT5Config(
-    vocab_size=256384,
-    d_model=4096,
-    d_kv=64,
-    d_ff=10240,
-    num_layers=24,
-    num_heads=64,
-    feed_forward_proj="gated-gelu",
-    tie_word_embeddings=False,
-)
 POOL = 1 << 26  # random values that all weights are cut from: drawing each anew takes minutes
 TOKENS, STEPS = 512, 4
 

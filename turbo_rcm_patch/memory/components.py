@@ -46,15 +46,15 @@ class Component:
 
 
 def components_of(models: Mapping[str, nn.Module], config: PatchConfig) -> list[Component]:
-    """Return the bytes of a pipeline's models, whose weights may be on the meta device.
+    """Return the bytes of each of a pipeline's models, by their names in the pipeline."""
+    return [component_of(name, model, config) for name, model in models.items()]
 
-    models: transformers, VAE and encoders by their names in the pipeline. config: the configuration that the
-    transformers have, or will have.
+
+def component_of(name: str, model: nn.Module, config: PatchConfig) -> Component:
+    """Return the bytes of a model, whose weights may be on the meta device.
+
+    config: the configuration that the transformers have, or will have.
     """
-    return [_component(name, model, config) for name, model in models.items()]
-
-
-def _component(name: str, model: nn.Module, config: PatchConfig) -> Component:
     sizes, originals = _sizes(model, config)
     weights = _total(model, sizes)
     blocks = blocks_of(model)

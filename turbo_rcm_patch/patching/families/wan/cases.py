@@ -23,6 +23,7 @@ UMT5_XXL = UMT5Config(
     num_layers=24,
     num_heads=64,
     feed_forward_proj="gated-gelu",
+    tie_word_embeddings=False,
 )
 CLIP_VIT_H = CLIPVisionConfig(
     hidden_size=1280,
