@@ -330,6 +330,7 @@ def test_other_kinds_are_named_in_one_sentence(key, kind):
         ({"lora_up.weight": torch.tensor(1.0)}, r"lora_up\.weight is \[\], the model takes \[128, 4\]"),
         ({"lora_up.weight": torch.ones(0, 4)}, r"lora_up\.weight is \[0, 4\], the model takes \[128, 4\]"),
         ({"lora_up.weight": torch.ones(128, 4).char()}, r"lora_up\.weight holds int8, not floating-point numbers"),
+        ({"alpha": torch.tensor(1j)}, "alpha is 1j, not one number"),
         ({"alpha": torch.ones(2)}, r"alpha is \[1\.0, 1\.0\], not one number"),
         ({"alpha": torch.tensor(float("nan"))}, "alpha is nan, not one number"),
         ({"diff_b": torch.tensor(1.0)}, r"diff_b is \[\], the model takes \[128\]"),

@@ -87,11 +87,14 @@ def test_a_single_file_that_cannot_be_a_transformer_is_refused(saved_models, tmp
         f"has {name}.weight_scale_inv beside {name}.weight": ("weight", "weight_scale_inv"),
         f"holds {name}.int8_weight": ("int8_weight", "scale"),
     }
+    save_file({"proj_out.bias": torch.ones(64)}, tmp_path / "part.safetensors")
     (tmp_path / "b.gguf").touch()
     command = ["compare", "--model", str(saved_models / "t2v"), *TINY, "--transformer"]
     for message, parts in in_8_bits.items():
         save_file({f"{name}.{part}": torch.ones(1) for part in parts}, tmp_path / "8.safetensors")
         assert message in error_of(capsys, *command, tmp_path / "8.safetensors")
+    message = error_of(capsys, *command, tmp_path / "part.safetensors")
+    assert "part.safetensors: it lacks weights of a WanTransformer3DModel." in message
     assert f"cannot load --transformer {tmp_path / 'b.gguf'}: " in error_of(capsys, *command, tmp_path / "b.gguf")
     monkeypatch.setattr(transformers, "find_spec", lambda name: None)
     message = error_of(capsys, *command, tmp_path / "b.gguf")
@@ -101,6 +104,9 @@ def test_a_single_file_that_cannot_be_a_transformer_is_refused(saved_models, tmp
     )
     second = [*command[:-1], "--transformer-2", tmp_path / "b.gguf"]
     assert "replaces the pipeline's transformer_2, but --model" in error_of(capsys, *second)
+    tiny_wan_transformer().save_pretrained(tmp_path / "low" / "transformer_2")
+    for more in ("--transformer-2", tmp_path / "low" / "transformer_2"), ("--transformer", tmp_path / "low"):
+        assert "replaces the pipeline's transformer_2, but --model" in error_of(capsys, *second[:-2], *more)
     assert "--transformer nothing: no such file or folder" in error_of(capsys, *command, "nothing")
     assert "--transformer goes with --model" in error_of(capsys, "verify", "--transformer", tmp_path)
 

@@ -73,3 +73,6 @@ def test_quantize_weight_names_what_it_accepts():
     for shape in ((0, 8), (4, 0), (8,)):
         with pytest.raises(ValueError, match=r"it must be \[N, K\] with N and K at least 1"):
             quantize_weight(torch.ones(shape), INT8)
+    for dtype in (torch.int32, torch.complex64):
+        with pytest.raises(ValueError, match=f"weight is {dtype}; it must be floating-point"):
+            quantize_weight(torch.ones(4, 8, dtype=dtype), INT8)

@@ -269,7 +269,7 @@ class _Entry:
         return 1.0
 
     def _alpha(self, key: str, alpha: torch.Tensor) -> float:
-        if alpha.numel() == 1 and math.isfinite(alpha):
+        if alpha.numel() == 1 and not alpha.is_complex() and math.isfinite(alpha):
             return float(alpha)
         self._misfits.append(f"{key} is {alpha.tolist() if alpha.numel() < 5 else list(alpha.shape)}, not one number")
         return 1.0

@@ -42,6 +42,9 @@ def given_transformers(
             continue
         try:
             folders = component_folders(path)
+            more = next((part or name for part in folders if (components.get(part or name) or [None])[0] is None), None)
+            if more is not None:
+                raise ValueError(f"{path} replaces the pipeline's {more}, but --model {arguments.model} has none.")
             models |= {part or name: _of_folder(folder, dtype) for part, folder in folders.items()}
         except (ValueError, OSError) as error:
             raise CommandError(f"--{option.replace('_', '-')}: {error}") from error
@@ -88,6 +91,9 @@ def _of_file(path: Path, pipeline: str, name: str, components: Mapping[str, obje
         model = family.transformer_class.from_single_file(
             str(path), config=str(Path(pipeline).expanduser()), subfolder=name, dtype=dtype, **more
         )
+    except NotImplementedError as error:  # a tensor on the meta device cannot be read
+        lacks = f"it lacks weights of {with_article(family.transformer_class.__name__)}"
+        raise CommandError(f"cannot load --transformer {path}: {lacks}.") from error
     except (ValueError, OSError, ImportError, RuntimeError, KeyError) as error:
         line = next(iter(str(error).splitlines()), type(error).__name__)
         raise CommandError(f"cannot load --transformer {path}: {line}") from error

@@ -86,10 +86,14 @@ def quantize_reference(x: torch.Tensor, format: torch.dtype, with_norm: bool = F
 
 
 def quantize_weight(weight: torch.Tensor, format: torch.dtype) -> QuantizedWeight:
-    """Quantise a weight [N, K] to a format, on the weight's device. Raises ValueError for another format, and for a
-    weight of another shape or without elements."""
+    """Quantise a weight [N, K] to a format, on the weight's device.
+
+    Raises ValueError for another format, and for a weight of another shape, without elements or not floating-point.
+    """
     check_format("quantize_weight", format)
     if weight.dim() != 2 or weight.numel() == 0:
         raise ValueError(f"quantize_weight: weight is {list(weight.shape)}; it must be [N, K] with N and K at least 1.")
+    if not weight.is_floating_point():
+        raise ValueError(f"quantize_weight: weight is {weight.dtype}; it must be floating-point.")
     values, scale, norm = quantize_reference(weight.detach(), format, with_norm=True)
     return QuantizedWeight(values, scale, norm.amax())

@@ -124,11 +124,17 @@ def test_pipelines_and_shards(tmp_path):
     alone = empty(tmp_path / "out/transformer_2")
     load_converted(tmp_path / "out/transformer_2", alone, CONFIG)
     assert torch.equal(output_of(alone), output_of(pipe.transformer_2))
-    with pytest.raises(
-        trp.PatchError,
-        match="holds transformer and transformer_2, but the model has transformer;",
+    both = "transformer and transformer_2"
+    for folder, model, message in (
+        ("out", tiny_wan_transformer(), f"holds {both}, but the model has transformer; give the folder of one."),
+        (
+            "out/transformer",
+            tiny_wan_pipeline("wan22"),
+            f"holds one transformer, but the model has {both}; give a folder that holds both.",
+        ),
     ):
-        load_converted(tmp_path / "out", tiny_wan_transformer(), CONFIG)
+        with pytest.raises(trp.PatchError, match=message):
+            load_converted(tmp_path / folder, model, CONFIG)
 
 
 def test_formats_dtypes_and_kept_layers(source, tmp_path):

@@ -131,9 +131,8 @@ def _folders_for(folder: Path, models: Mapping[str, nn.Module]) -> dict[str, Pat
         return dict.fromkeys(models, *folders.values())
     if set(models) != set(folders):
         given, wanted = " and ".join(folders), " and ".join(models)
-        raise ValueError(
-            f"{folder} holds {given or 'one transformer'}, but the model has {wanted}; give the folder of one."
-        )
+        remedy = "the folder of one" if len(models) == 1 else "a folder that holds both"
+        raise ValueError(f"{folder} holds {given or 'one transformer'}, but the model has {wanted}; give {remedy}.")
     return folders
 
 
