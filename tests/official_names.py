@@ -1,5 +1,7 @@
 """Wan transformers' weights in their authors' names, written out here independently of the package."""
 
+import json
+
 import torch
 
 # The authors' names of a block's parts and diffusers'.
@@ -96,3 +98,45 @@ def in_8_bits(state_dict, *, prefix=""):
         base = name.removesuffix(".weight")
         written[f"{base}.int8_weight"], written[f"{base}.scale"] = values, scale
     return written
+
+
+def with_scales(state_dict, *, dtype=torch.float8_e4m3fn, scale="scale_weight", by_row=False, keep=(), prefix=""):
+    """The same as ComfyUI's and Kijai's files: the blocks' linears in 8 bits with a scale, under a prefix.
+
+    scale: the name of the scale. "scale_weight": with the older format's marker. "weight_scale": with each layer's
+    format as JSON. keep: linears that stay as they are.
+    """
+    largest = 127 if dtype == torch.int8 else torch.finfo(dtype).max
+    written = {"scaled_fp8": torch.zeros(0, dtype=dtype)} if scale == "scale_weight" else {}
+    for name, tensor in state_dict.items():
+        parts = name.split(".", 2)
+        layer = name.removesuffix(".weight")
+        if name == layer or parts[0] != "blocks" or parts[2].removesuffix(".weight") not in LINEARS or layer in keep:
+            written[name] = tensor
+            continue
+        factor = tensor.abs().amax(1, keepdim=True) / largest if by_row else tensor.abs().max() / largest
+        written[name] = (tensor / factor).round().to(dtype) if dtype == torch.int8 else (tensor / factor).to(dtype)
+        written[f"{layer}.{scale}"] = factor.float()
+        if scale == "weight_scale":
+            format = "int8_tensorwise" if dtype == torch.int8 else str(dtype).removeprefix("torch.")
+            written[f"{layer}.comfy_quant"] = as_bytes({"format": format})
+        else:
+            written[f"{layer}.scale_input"] = torch.ones(1)
+    return {prefix + name: tensor for name, tensor in written.items()}
+
+
+def as_bytes(described):
+    """JSON as a tensor of bytes."""
+    return torch.tensor(list(json.dumps(described).encode()), dtype=torch.uint8)
+
+
+def without_scales(state_dict, *, prefix=""):
+    """The weights in fp32 that such a file stands for, without the prefix and what belongs to 8 bits."""
+    given = {name.removeprefix(prefix): tensor for name, tensor in state_dict.items()}
+    found = {}
+    for name, tensor in given.items():
+        layer = name.removesuffix(".weight")
+        scale = given.get(f"{layer}.scale_weight", given.get(f"{layer}.weight_scale", torch.ones(())))
+        if name.rpartition(".")[2] in ("weight", "bias", "modulation"):
+            found[name] = tensor.float() * scale if name != layer else tensor.float()
+    return found

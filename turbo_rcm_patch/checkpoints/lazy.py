@@ -20,6 +20,7 @@ _INDEX = "*.safetensors.index.json"
 # The keys under which trainers store a state dict.
 _WRAPPERS = ("state_dict", "generator", "model", "net", "module")
 
+_FORMAT = ".comfy_quant"  # the end of the keys of ComfyUI's descriptions of formats
 _KINDS = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint"}  # safetensors' names of dtypes, and torch's
 
 
@@ -99,7 +100,8 @@ def shards(index: Path) -> list[str]:
 def _open_safetensors(file: Path, stack: ExitStack) -> dict[str, LazyTensor]:
     try:
         opened = stack.enter_context(safe_open(file, framework="pt"))
-        return {name: _lazy(opened, name) for name in opened.keys()}  # noqa: SIM118
+        tensors = {name: _lazy(opened, name) for name in opened.keys()}  # noqa: SIM118
+        return tensors if any(name.endswith(_FORMAT) for name in tensors) else tensors | _formats(opened.metadata())
     except (OSError, SafetensorError) as error:
         raise ValueError(f"cannot read {file} ({error}); download it again.") from error
 
@@ -108,7 +110,21 @@ def _lazy(opened: safe_open, name: str) -> LazyTensor:
     described = opened.get_slice(name)
     kind, size = re.match(r"([A-Z]+)(.*)", described.get_dtype()).groups()  # for example from "BF16"
     dtype = _KINDS.get(kind, kind.lower()) + size.lower()
+    dtype = {"float8_e4m3": "float8_e4m3fn"}.get(dtype, dtype)
     return LazyTensor(tuple(described.get_shape()), lambda: opened.get_tensor(name), dtype)
+
+
+def _formats(metadata: Mapping[str, str] | None) -> dict[str, LazyTensor]:
+    """Return the layers' 8-bit formats in a file's metadata as tensors, as ComfyUI writes them into other files."""
+    try:
+        layers = json.loads((metadata or {}).get("_quantization_metadata", "{}")).get("layers", {}).items()
+    except (ValueError, AttributeError) as error:
+        raise SafetensorError(f"its _quantization_metadata: {error}") from error
+    texts = {name: json.dumps(one if isinstance(one, dict) else {"format": one}).encode() for name, one in layers}
+    return {
+        f"{name}{_FORMAT}": LazyTensor((len(text),), lambda text=text: torch.tensor(list(text)), "uint8")
+        for name, text in texts.items()
+    }
 
 
 def _open_pickled(file: Path) -> dict[str, LazyTensor]:

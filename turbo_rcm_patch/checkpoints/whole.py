@@ -1,7 +1,8 @@
-"""A whole Wan transformer's weights in the names of any tool, fitted to a model: rCM's and TurboDiffusion's files.
+"""A whole Wan transformer's weights in the names of any tool, fitted to a model: rCM's, TurboDiffusion's, ComfyUI's.
 
     blocks.N.self_attn.q.weight, ...       the authors' names or diffusers', perhaps under a prefix such as "net."
     NAME.int8_weight, NAME.scale           a weight in 8 bits: int8 · scale[i // 128, j // 128]
+    NAME.weight, NAME.scale_weight, ...    a weight in 8 bits with a scale, as ComfyUI and others have it (scaled.py)
     blocks.N.….proj_l.{weight, bias}       of the linear branch of SLA; diffusers' model has no such parameter
 
 patch_embedding.weight may be a linear's over patches, [C, c·t·h·w]. Every tensor is read by itself.
@@ -19,6 +20,7 @@ from torch import nn
 
 from .lazy import LazyTensor, Tensors
 from .names import modules_of, official_name, without_prefix
+from .scaled import FORMATS, Scales, is_8_bits
 
 QUANTIZED_BLOCK = 128
 PROJ_L = "proj_l"
@@ -27,10 +29,17 @@ _NO_WEIGHTS = ("_extra_state", "freqs")  # ends of names: buffers that are compu
 
 
 class Weight(NamedTuple):
-    """A model's parameter in a file. keys: its names there. load: reads it, in the parameter's shape."""
+    """A model's parameter in a file.
+
+    keys: its names there. load: reads it, in the parameter's shape; values in 8 bits are multiplied by their scale.
+    format: the 8-bit dtype of a matrix with a scale for each row, or None.
+    load_8_bits: reads such a matrix: its values [N, K] and their scale [N] fp32.
+    """
 
     keys: tuple[str, ...]
     load: Callable[[], torch.Tensor]
+    format: torch.dtype | None = None
+    load_8_bits: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
 class WholeModel:
@@ -43,13 +52,14 @@ class WholeModel:
         quantized: the parameters that the file has in 8 bits.
 
     Making one raises ValueError with all names that are missing, unexpected or of another shape, as the file spells
-    them.
+    them. A quantised format that is not known raises ValueError with one sentence that names it.
     """
 
     def __init__(self, source: str | Path, tensors: Tensors, model: nn.Module, *, partial: bool = False):
         """partial: True if the file and the model may each lack parts of the other. ``unfit`` then lists the parts.
 
         Quantised weights of unknown formats raise ValueError even so: their values mean nothing without their scales.
+        So do weights with scales: what two such files differ by is mostly rounding.
         """
         self.source, self.quantized, self.unfit = str(source), [], []
         self._prefix = _prefix_of(next(iter(tensors)))
@@ -59,6 +69,12 @@ class WholeModel:
             if not name.endswith(_NO_WEIGHTS) and found.setdefault(without_prefix(name), name) != name:
                 problems.unexpected.append(name)  # a second one that differs in its prefix alone
         every = set(found)
+        self._scales = Scales(self.source, tensors, found)
+        if partial and self._scales.marks:
+            raise ValueError(
+                f"{self.source} has {self._scales.marks[0]}: it holds weights in 8 bits, and a merge would add their "
+                "rounding to the model. Give the file with weights in bf16, fp16 or fp32."
+            )
         self.weights = {}
         for name, parameter in parameters_of(model).items():
             weight = self._weight(name, tuple(parameter.shape), tensors, found, problems)
@@ -66,8 +82,8 @@ class WholeModel:
                 self.weights[name] = weight
         self.proj_l = _take_proj_l(tensors, found, model, problems)
         problems.unexpected += found.values()
+        refuse_companions(self.source, found, every)
         if partial:
-            refuse_companions(self.source, found, every)
             self.unfit = problems.lines()
         else:
             problems.raise_if_any(self.source, type(model).__name__)
@@ -77,10 +93,12 @@ class WholeModel:
     ) -> Weight | None:
         official = _official_parameter(name)
         for candidate in dict.fromkeys((name, official)):
+            module = candidate.removesuffix(".weight")
             if candidate in found:
                 key = found.pop(candidate)
+                if self._scales.apply_to(module, tensors[key]):
+                    return self._scaled(name, key, module, tensors[key], shape, problems)
                 return self._plain(key, tensors[key], shape, problems)
-            module = candidate.removesuffix(".weight")
             if f"{module}.int8_weight" in found:
                 keys = [
                     found.pop(f"{module}.int8_weight"),
@@ -92,14 +110,35 @@ class WholeModel:
         return None
 
     def _plain(self, key: str, tensor: LazyTensor, shape: tuple[int, ...], problems: _Problems) -> Weight | None:
-        over_patches = len(shape) == 5 and tensor.shape == (shape[0], torch.Size(shape[1:]).numel())
-        if tensor.shape != shape and not over_patches:
-            problems.misshapen.append(f"{key} is {list(tensor.shape)}, not {list(shape)}")
+        if not _fits(key, tensor, shape, problems):
             return None
         if not tensor.floating:
             problems.misshapen.append(f"{key} holds integers, but the file has no scales for them")
             return None
         return Weight((key,), lambda: tensor.load().reshape(shape))
+
+    def _scaled(
+        self, name: str, key: str, module: str, tensor: LazyTensor, shape: tuple[int, ...], problems: _Problems
+    ) -> Weight | None:
+        """Return a weight with a scale. name: the parameter's. key: the weight's. module: the layer's, in the file."""
+        if not _fits(key, tensor, shape, problems):
+            return None
+        lacking = self._scales.lacking(module, key)
+        if lacking is not None:
+            problems.missing.append(lacking)
+            return None
+        try:
+            scale = self._scales.read(module, shape[0])
+        except ValueError as error:
+            problems.misshapen.append(str(error))
+            return None
+        if is_8_bits(tensor):
+            self.quantized.append(name)
+        by_row = scale.reshape(-1, *[1] * (len(shape) - 1))
+        format = FORMATS.get(tensor.dtype) if len(shape) == 2 else None
+        return Weight(
+            (key,), lambda: tensor.load().reshape(shape).float() * by_row, format, lambda: (tensor.load(), scale)
+        )
 
     def _in_8_bits(
         self, keys: list[str], tensors: Tensors, shape: tuple[int, ...], problems: _Problems
@@ -113,6 +152,15 @@ class WholeModel:
             return None
         values, scale = (tensors[key] for key in keys)
         return Weight(tuple(keys), lambda: dequantize_blocks(values.load(), scale.load()))
+
+
+def _fits(key: str, tensor: LazyTensor, shape: tuple[int, ...], problems: _Problems) -> bool:
+    """True if a tensor has a parameter's shape, or a linear's over patches; if not, a note is added."""
+    over_patches = len(shape) == 5 and tensor.shape == (shape[0], torch.Size(shape[1:]).numel())
+    if tensor.shape == shape or over_patches:
+        return True
+    problems.misshapen.append(f"{key} is {list(tensor.shape)}, not {list(shape)}")
+    return False
 
 
 def dequantize_blocks(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

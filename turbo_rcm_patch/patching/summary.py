@@ -117,7 +117,7 @@ def transformer_section(name: str, transformer: nn.Module) -> Section:
     if away:
         notes.append(NOT_CALLED_NOTE if any(state_of(block).plans.ran is None for block in away) else LAST_CALL_NOTE)
     notes += [CUT_OFF] if shared.saturation.happened() else []
-    notes += filter(None, [weights_note(transformer), shared.added_error, _exact_steps(config)])
+    notes += filter(None, [weights_note(transformer), shared.from_file, _exact_steps(config)])
     notes += [*_measurements("attention and linears", "attention", device), *beside_exact(_slower(config, device))]
     footer = f"{DENSE_FOOTER}; {FOOTER}" if isinstance(config, BlockSparse) else FOOTER
     return Section(tables, [*notes, *family.notes(transformer), footer])

@@ -127,7 +127,7 @@ def test_quantised_weights_of_other_formats_are_refused_before_anything_is_writt
     name = "blocks.1.ffn.2"
     files[which][f"{name}.weight"] = to_8_bits(files[which][f"{name}.weight"])
     files[which][f"{name}.{companion}"] = torch.tensor([0.01])
-    with pytest.raises(trp.PatchError, match=rf"cannot merge: .*{name}\.{companion} beside {name}\.weight"):
+    with pytest.raises(trp.PatchError, match=rf"cannot merge: .*{name}\.{companion}"):
         trp.merge_turbodiffusion(saved(files["turbo"]), saved(files["base"], "Wan.pth"), model)
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
 

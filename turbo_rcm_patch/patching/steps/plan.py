@@ -227,14 +227,14 @@ class Shared:
         steps: tells the pipeline's present step. None for a model that was patched alone.
         products: the prepared products of LoRA layers.
         plans: the plans of every block.
-        added_error: a line for the summary on weights that were converted from an 8-bit file, or None.
+        from_file: a line for the summary on weights from an 8-bit file, or None.
     """
 
     def __init__(self, config: PatchConfig, steps: Steps | None = None):
         self.config, self.steps, self.compiles_ahead, self.has_warned, self.runs = config, steps, True, False, None
         self.products, self.saturation = Products(), kernels.Saturation()
         self.plans: list[Plans] = []
-        self.added_error: str | None = None
+        self.from_file: str | None = None
 
     def begin_forward(self) -> None:
         """Look at all blocks for changes. Called by the first patched module of a model's forward.

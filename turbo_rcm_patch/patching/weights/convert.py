@@ -16,6 +16,7 @@ from torch import nn
 from ...config import PatchConfig
 from ...kernels.quantized import FP8, FP8_CAPABILITY, INT8, QuantizedWeight
 from ...plain import hook_on, is_lora_layer, is_sharded
+from ...wording import counted
 from ..errors import PatchError
 from ..journal import Journal, bind
 from .brought import are_brought
@@ -56,9 +57,12 @@ def format_for(capability: tuple[int, int] | None, *, rows_known: bool) -> torch
     Prefer int8: its error is a third of e4m3's. It needs each input row's largest value. The results of an attention or
     a GELU are scaled by a bound instead, and only e4m3 stays accurate then.
     """
-    if capability is not None and capability < FP8_CAPABILITY:
-        return INT8
-    return INT8 if rows_known else FP8
+    return FP8 if has_format(FP8, capability) and not rows_known else INT8
+
+
+def has_format(format: torch.dtype, capability: tuple[int, int] | None) -> bool:
+    """True if GPUs of a compute capability multiply in an 8-bit format. capability: None if it is unknown."""
+    return format == INT8 or capability is None or capability >= FP8_CAPABILITY
 
 
 def convertible_linears(
@@ -268,8 +272,16 @@ def weights_note(transformer: nn.Module) -> str | None:
     )
 
 
-def added_error_note(errors: Sequence[float]) -> str | None:
-    """Return a line on the error that 8 bits add to weights from an 8-bit file, or None if there are none."""
+def from_file_note(unchanged: int, errors: Sequence[float]) -> str | None:
+    """Return a line on weights from an 8-bit file, or None if there are none.
+
+    unchanged: the number of linears with the file's own values. errors: what our 8 bits add to the others' weights.
+    """
+    kept = f"{counted(unchanged, 'linear')} with the file's own 8-bit values" if unchanged else None
+    return "; ".join(filter(None, [kept, _added_error(errors)])) or None
+
+
+def _added_error(errors: Sequence[float]) -> str | None:
     if not errors:
         return None
     mean, largest = sum(errors) / len(errors), max(errors)

@@ -273,6 +273,16 @@ def convert(weight: torch.Tensor, format: torch.dtype, device: torch.device) -> 
     return QuantizedWeight(values.to(device), scale.to(device), torch.stack(norms).amax().to(device))
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
+def from_values(values: torch.Tensor, scale: torch.Tensor, device: torch.device) -> QuantizedWeight:
+    """Return the weight of 8-bit values [N, K] and a scale [N], fp32, copied to a device. Its norm is computed here."""
+    where = fastest(device)
+    values, scale = values.to(where, copy=True), scale.to(where, copy=True)
+    norms = [(values[part].float().norm(dim=-1) * scale[part]).amax() for part in _parts(values)]
+    return QuantizedWeight(values.to(device), scale.to(device), torch.stack(norms).amax().to(device))
+
+
 @torch.no_grad()
 def error_of(weight: QuantizedWeight, original: torch.Tensor) -> float:
     """Return the relative L2 error of a weight in 8 bits; it is summed some rows at a time."""

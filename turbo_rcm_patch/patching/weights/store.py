@@ -1,13 +1,14 @@
 """Storing a model's transformers for a tier, tensor by tensor: in 8 bits (load.py), or as diffusers' own files.
 
-The source is a diffusers folder, or one file of TurboDiffusion or rCM with a whole model in its authors' names.
+The source is a diffusers folder, or one file with a whole model in its authors' names: TurboDiffusion's, rCM's or
+ComfyUI's. Weights that such a file has in 8 bits keep their values where the tier's linears can use them.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,13 +18,14 @@ from torch import nn
 
 from ...checkpoints.files import COMPONENTS
 from ...checkpoints.lazy import SUFFIXES, LazyTensor, open_tensors, shards
-from ...checkpoints.whole import WholeModel
+from ...checkpoints.whole import Weight, WholeModel
 from ...config import Exact, PatchConfig, Sparse
+from ...kernels.quantized import QuantizedWeight
 from ...wording import counted
 from ..families import family_of, model_in
 from ..steps.sparse_linear import PROJ_L, is_projection
-from .convert import added_error_note, convertible_linears, format_of
-from .linear_8bit import convert, error_of
+from .convert import convertible_linears, format_of, from_file_note, has_format
+from .linear_8bit import convert, error_of, from_values
 from .load import FILE, NORM, SCALE, VERSION, WEIGHT, component_folders, differences, empty_model, raise_if
 from .tensor_files import Kind, read_header, write_tensors
 
@@ -53,8 +55,9 @@ def convert_model(
         dtype: the dtype of all other weights. Linears are rounded to it before they are quantised. Weights that
             diffusers keeps in fp32 stay in fp32.
         device: the device that quantises, or None for the CPU.
-        report: called with a line for each transformer whose source has weights in 8 bits already. The line tells the
-            error that our 8 bits add.
+        report: called with a line for each transformer. If the source has weights in 8 bits already, the line tells how
+            many keep their values, and the error that our 8 bits add to the others. Linears that such a source has in
+            16 bits stay in ``dtype``.
 
     Raises ValueError, before anything is written, if the source holds no such model, or weights of another tier
     (trained with sparse-linear attention or not).
@@ -83,13 +86,18 @@ class _Model:
     """A transformer in files.
 
     model: the transformer, with its parameters on the meta device. weights, projections: its tensors by name.
-    quantized: the names of weights that the files have in 8 bits.
+    quantized: the weights that the files have in 8 bits, by name.
     """
 
     def __init__(
-        self, title: str, model: nn.Module, config: Mapping, weights: dict[str, LazyTensor], quantized: Sequence[str]
+        self,
+        title: str,
+        model: nn.Module,
+        config: Mapping,
+        weights: dict[str, LazyTensor],
+        quantized: Mapping[str, Weight],
     ):
-        self.title, self.model, self.config, self.quantized = title, model, dict(config), set(quantized)
+        self.title, self.model, self.config, self.quantized = title, model, dict(config), quantized
         self.weights = {name: tensor for name, tensor in weights.items() if not is_projection(name)}
         self.projections = {name: tensor for name, tensor in weights.items() if is_projection(name)}
 
@@ -116,7 +124,7 @@ def _of_folder(folder: Path, stack: ExitStack) -> _Model:
         name: LazyTensor(kind.shape, lambda name=name, file=file: opened[file].get_tensor(name))
         for name, (file, kind) in files.items()
     }
-    found = _Model(str(folder), model, config, weights, ())
+    found = _Model(str(folder), model, config, weights, {})
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     given = {name: tensor.shape for name, tensor in found.weights.items()}
     raise_if(f"{folder} does not fit its config.json", differences(expected, given))
@@ -142,7 +150,7 @@ def _of_file(source: Path, stack: ExitStack) -> _Model:
     for path, parts in whole.proj_l.items():
         weights |= {f"{path}.{PROJ_L}.{part}": tensor for part, tensor in parts.items()}
     config = {"_class_name": type(model).__name__, **model.config}
-    return _Model(str(source), model, config, weights, whole.quantized)
+    return _Model(str(source), model, config, weights, {name: whole.weights[name] for name in whole.quantized})
 
 
 def _check_tier(model: _Model, config: PatchConfig) -> None:
@@ -161,14 +169,17 @@ class _Job:
         if config.in_8_bits("linears"):
             linears = family_of(model.model).linears(model.model)
             self._linears = set(convertible_linears(model.model, linears, config))
+        if model.quantized:  # the file's makers chose which layers stay in 16 bits
+            self._linears = {path for path in self._linears if path + WEIGHT in model.quantized}
         self._tensors = {**model.weights, **model.projections}
         self._kinds = self._describe()
         self._added_errors: list[float] = []
+        self._unchanged = sum(self._from_file(path) is not None for path in self._linears)
 
     def __str__(self) -> str:
         size = sum(kind.nbytes for kind in self._kinds.values())
         line = f"{self._model.title}: {counted(len(self._linears), 'linear')} in 8 bits, {size / 2**30:.2f} GiB in all"
-        return "; ".join(filter(None, [line, added_error_note(self._added_errors)]))
+        return "; ".join(filter(None, [line, from_file_note(self._unchanged, self._added_errors)]))
 
     def write(self, folder: Path, device: torch.device) -> None:
         folder.mkdir(parents=True)
@@ -188,7 +199,8 @@ class _Job:
             if path is None:
                 kinds[name] = Kind(self._stored(name), tensor.shape)
             else:
-                format = format_of(path, self._capability)
+                kept = self._from_file(path)
+                format = format_of(path, self._capability) if kept is None else kept.format
                 parts = (format, tensor.shape), (torch.float32, tensor.shape[:1]), (torch.float32, ())
                 kinds |= {path + end: Kind(*part) for end, part in zip((WEIGHT, SCALE, NORM), parts, strict=True)}
         return kinds
@@ -196,14 +208,29 @@ class _Job:
     def _read(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors in the order of `_describe`."""
         for name, lazy in self._tensors.items():
-            tensor, path = lazy.load().to(self._stored(name)), self._linear(name)
+            path = self._linear(name)
             if path is None:
-                yield name, tensor
+                yield name, lazy.load().to(self._stored(name))
             else:
-                weight = convert(tensor.to(device), format_of(path, self._capability), device)
-                if name in self._model.quantized:
-                    self._added_errors.append(error_of(weight, tensor))
+                weight = self._weight(name, path, device)
                 yield from zip((path + end for end in (WEIGHT, SCALE, NORM)), weight, strict=True)
+
+    def _weight(self, name: str, path: str, device: torch.device) -> QuantizedWeight:
+        """Return a linear's weight in 8 bits."""
+        kept = self._from_file(path)
+        if kept is not None:
+            return from_values(*kept.load_8_bits(), device)
+        tensor = self._tensors[name].load().to(self._stored(name))
+        weight = convert(tensor.to(device), format_of(path, self._capability), device)
+        if name in self._model.quantized:
+            self._added_errors.append(error_of(weight, tensor))
+        return weight
+
+    def _from_file(self, path: str) -> Weight | None:
+        """Return the file's weight if a linear takes its values in 8 bits as they are, or None."""
+        weight = self._model.quantized.get(path + WEIGHT)
+        usable = weight is not None and weight.format is not None and has_format(weight.format, self._capability)
+        return weight if usable else None
 
     def _linear(self, name: str) -> str | None:
         path = name.removesuffix(WEIGHT)

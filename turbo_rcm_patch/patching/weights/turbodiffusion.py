@@ -1,10 +1,11 @@
-"""TurboDiffusion's and rCM's weights in a loaded Wan model (load_turbodiffusion), and in models that were made from Wan
-(merge_turbodiffusion)."""
+"""The weights of files in their authors' names in a loaded Wan model (load_turbodiffusion): TurboDiffusion's, rCM's and
+ComfyUI's. And TurboDiffusion's in models that were made from Wan (merge_turbodiffusion)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,16 +15,16 @@ from ...checkpoints.files import COMPONENTS
 from ...checkpoints.lazy import open_tensors
 from ...checkpoints.names import modules_of
 from ...checkpoints.whole import Weight, WholeModel, cast, copy_into, parameters_of
-from ...config import Exact, PatchConfig, Sparse
+from ...config import Exact, PatchConfig, Sparse, resolve_config
 from ..apply import Patch, PatchError, apply_patch, check_patchable, replace_computation, transformers_of
 from ..families import family_of
 from ..journal import Journal
 from ..lora.load import has_fused_projections
 from ..steps.plan import state_of
 from ..steps.sparse_linear import add_projections, why_not_replaceable
-from .convert import added_error_note, is_quantized
+from .convert import capability_of, convertible_linears, from_file_note, has_format, is_quantized, put_in_8_bits
 from .group_offload import ON_DISK, is_on_disk, write_through
-from .linear_8bit import error_of
+from .linear_8bit import error_of, from_values
 from .load import fill_buffers
 
 # For each value of `attention`, the parts of a block that run in 8 bits.
@@ -36,56 +37,100 @@ Source = str | Path
 def load_turbodiffusion(
     path: Source | Sequence[Source],
     target: object,
+    config: PatchConfig | str | None = None,
     *,
-    attention: str = "sagesla",
+    attention: str | None = None,
     topk: float | None = None,
     blocks: Sequence[int] | None = None,
 ) -> Patch:
-    """Load TurboDiffusion's or rCM's weights into a pipeline's transformers, or one transformer, and patch it.
+    """Load a file with a whole Wan into a pipeline's transformers, or one transformer, and patch it.
 
     Args:
-        path: a .pth or .safetensors file with TurboWan's or rCM's weights ("-quant" files of TurboDiffusion too), or a
-            folder with such a file. Or a folder of diffusers' own files with proj_l, of a transformer or a pipeline.
-            For two experts: a pair (high, low), or the folder of a pipeline that has both.
+        path: a .pth or .safetensors file with a Wan in its authors' names, or a folder with such a file. Or a folder of
+            diffusers' own files with proj_l, of a transformer or a pipeline. For two experts: a pair (high, low), or
+            the folder of a pipeline that has both. Files may be in 16 bits, or in 8 bits as TurboDiffusion ("-quant"),
+            ComfyUI, Kijai and LightX2V write them (e4m3 or int8, one scale for a weight or for each row).
         target: a diffusers pipeline or its transformer, of the weights' architecture, on any device and of any dtype.
             Weights are read one at a time. On the meta device they take the parameters' places.
-        attention: "sagesla" for sparse-linear attention and linears in 8 bits. "sla" for the same in the model's dtype.
-            "dense" for weights that were trained without SLA, patched as the preset "exact".
+        config: a configuration of the tier to patch with, or its preset. None: the one that ``attention`` names.
+        attention: "sagesla" (the default) for sparse-linear attention and linears in 8 bits. "sla" for the same in the
+            model's dtype. "dense" for weights that were trained without SLA, patched as the preset "exact".
         topk, blocks: options of `Sparse`, with its defaults. "dense" does not have them.
 
-    Returns the patch. Its `summary` says what 8 bits add to the error of a "-quant" file. Its `restore` removes SLA
-    too; the loaded weights stay. Install the sampler separately: `use_rcm`, or `use_distilled` with the recipe
+    In a tier with 8-bit linears, they take the values of e4m3 and int8 files as they are, with the file's scales. Such
+    linears have no original weights: `restore` and saving raise an error. Linears that an 8-bit file has in 16 bits
+    stay in the model's dtype. 8-bit values that cannot stay as they are (e4m3 on a GPU before sm_89, e5m2, scales of
+    blocks) are converted.
+
+    Returns the patch. Its `summary` says what this conversion adds to the error. Its `restore` removes SLA too; the
+    loaded weights stay. Install the sampler separately: `use_rcm`, or `use_distilled` with the recipe
     "turbowan".
 
     Raises:
         PatchError: as `patch`. Also if tensors of a file are missing, unexpected or of another shape; the error lists
-            them in the file's spelling. Also if a file has SLA's projections and attention is "dense", or if it lacks
-            them and attention is not "dense". The model is then as before.
-        ValueError: for an unknown attention, for a topk or blocks that `Sparse` refuses, or with "dense".
+            them in the file's spelling. Also if a file is quantised in an unknown format, or has damaged scales. Also
+            if a file has SLA's projections and the tier is not "sparse", or the other way round. The model is then as
+            before.
+        ValueError: for an unknown attention, for a topk or blocks that `Sparse` refuses, with "dense" or with a config.
     """
-    config = _config_for(attention, topk, blocks)
+    config = _config_for(config, attention, topk, blocks)
     models = transformers_of(target)
     check_patchable(models)
     _check_writable("load", models)
     with _opened(path, models) as files:
-        _check_attention(files, models, attention)
+        _check_attention(files, models, config)
         written: list[_Written] = []
+        journals: list[Journal] = []
 
         def prepare(journal: Journal, name: str, model: nn.Module) -> None:
             written.append(_Written(model))
-            written[-1].write((own, cast(weight, like)) for own, weight, like in _weights_for(files[name], model))
-            if isinstance(config, Sparse):
-                add_projections(journal, family_of(model).self_attentions(model), _projections(files[name]))
-            replace_computation(journal, model, config)
+            journals.append(journal)
+            _fill(model, files[name], config, written[-1], journal)
             _, block = next(family_of(model).every_block(model))
-            state_of(block).shared.added_error = _added_error(files[name], model)
+            state_of(block).shared.from_file = _from_file_note(files[name], model)
 
         try:
-            return apply_patch(target, config, prepare)
+            patch = apply_patch(target, config, prepare)
         except BaseException:
             for each in written:
                 each.undo()
             raise
+    for journal in journals:
+        journal.forget_parameters()  # the weights before, which nothing needs any more
+    return patch
+
+
+def _fill(model: nn.Module, file: WholeModel, config: PatchConfig, written: _Written, journal: Journal) -> None:
+    """Put a file's weights into a model, and change what the tier changes."""
+    family = family_of(model)
+    linears = convertible_linears(model, family.linears(model), config)
+    unchanged = {
+        f"{path}.weight": linear
+        for path, linear in linears.items()
+        if _takes(linear.weight.device, file.weights[f"{path}.weight"])
+    }
+    written.write((own, cast(weight, like)) for own, weight, like in _weights_for(file, model) if own not in unchanged)
+    for name, linear in unchanged.items():
+        _put_values(journal, linear, file.weights[name])
+    if isinstance(config, Sparse):
+        add_projections(journal, family.self_attentions(model), _projections(file))
+    # The makers of a file in 8 bits chose which layers stay in 16.
+    wide = [path for path in linears if file.quantized and f"{path}.weight" not in file.quantized]
+    replace_computation(journal, model, replace(config, keep=(*config.keep, *wide)) if wide else config)
+
+
+def _takes(device: torch.device, weight: Weight) -> bool:
+    """True if linears on a device multiply by a weight's values in 8 bits as the file has them."""
+    return weight.format is not None and has_format(weight.format, capability_of(device))
+
+
+def _put_values(journal: Journal, linear: nn.Linear, weight: Weight) -> None:
+    """Let a linear run with a file's values in 8 bits. It has no original."""
+    own = linear.weight
+    device = torch.device("cpu") if own.is_meta else own.device
+    freed = nn.Parameter(torch.empty_like(own, device="meta"), own.requires_grad)
+    journal.set_parameter(linear, "weight", freed)
+    put_in_8_bits(journal, linear, from_values(*weight.load_8_bits(), device))
 
 
 def load_projections(pipe: object) -> None:
@@ -102,7 +147,14 @@ def load_projections(pipe: object) -> None:
             add_projections(Journal(), family_of(model).self_attentions(model), _projections(files[name]))
 
 
-def _config_for(attention: str, topk: float | None, blocks: Sequence[int] | None) -> PatchConfig:
+def _config_for(
+    config: PatchConfig | str | None, attention: str | None, topk: float | None, blocks: Sequence[int] | None
+) -> PatchConfig:
+    if config is not None:
+        if (attention, topk, blocks) != (None, None, None):
+            raise ValueError("give either a config or attention, topk and blocks, not both.")
+        return resolve_config(config)
+    attention = attention or "sagesla"
     if attention not in ATTENTIONS:
         raise ValueError(f"attention={attention!r} is unknown; accepted are {', '.join(ATTENTIONS)}.")
     options = {name: value for name, value in (("topk", topk), ("blocks", blocks)) if value is not None}
@@ -147,17 +199,17 @@ def _only_transformer(source: Source) -> Source:
     return folder
 
 
-def _check_attention(files: dict[str, WholeModel], models: dict[str, nn.Module], attention: str) -> None:
+def _check_attention(files: dict[str, WholeModel], models: dict[str, nn.Module], config: PatchConfig) -> None:
     for name, file in files.items():
-        if attention == "dense" and file.proj_l:
+        if file.proj_l and not isinstance(config, Sparse):
             raise PatchError(
                 f"cannot load: {file.source} was trained with sparse-linear attention (it has proj_l); give "
-                "attention='sagesla' or 'sla'."
+                "attention='sagesla' or 'sla', or the preset 'sparse'."
             )
-        if attention != "dense" and not file.proj_l:
+        if isinstance(config, Sparse) and not file.proj_l:
             raise PatchError(
                 f"cannot load: {file.source} has no proj_l: it was trained without sparse-linear attention; give "
-                "attention='dense'."
+                "attention='dense', or a preset such as 'quantized'."
             )
         attentions = family_of(models[name]).self_attentions(models[name])
         if file.proj_l and (reason := why_not_replaceable(name, attentions)):
@@ -220,12 +272,13 @@ def _projections(file: WholeModel) -> dict[str, dict[str, torch.Tensor]]:
     return {path: {part: tensor.load() for part, tensor in parts.items()} for path, parts in file.proj_l.items()}
 
 
-def _added_error(file: WholeModel, model: nn.Module) -> str | None:
-    """Return the summary's line on the error that the tier's 8 bits add to weights from an 8-bit file, or None."""
-    linears = [module for name, module in modules_of(model) if f"{name}.weight" in file.quantized]
-    return added_error_note(
-        [error_of(linear.quantized(), linear.original) for linear in linears if is_quantized(linear)]
-    )
+def _from_file_note(file: WholeModel, model: nn.Module) -> str | None:
+    """Return the summary's line on the linears in 8 bits whose weights are from an 8-bit file, or None."""
+    quantized = {f"{name}.weight": module for name, module in modules_of(model) if is_quantized(module)}
+    linears = [quantized[name] for name in file.quantized if name in quantized]
+    converted = [linear for linear in linears if not linear.is_freed]
+    errors = [error_of(linear.quantized(), linear.original) for linear in converted]
+    return from_file_note(len(linears) - len(converted), errors)
 
 
 def merge_turbodiffusion(path: Source, base_path: Source, target: nn.Module) -> list[str]:
