@@ -44,13 +44,12 @@ def test_headings_that_other_files_name_are_there():
 def test_the_memory_is_what_is_planned():
     words, steps = " ".join(README.split()), {}
     for name in ("wan2.1-1.3b", "wan2.2-5b", "wan2.1-14b"):
-        (exact,) = models_by_preset(name, preset="exact")
+        ((_, exact),) = models_by_preset(name, preset="exact")
         size = name.split("-")[1].upper()
         weights = {c.name: c.weights for c in components_of(exact.models, exact.config)}
         assert f"{weights['transformer'] / 1e9:.0f} GB for {size}" in words
         assert f"the text encoder, {weights['text_encoder'] / 1e9:.0f} GB" in words
-        transformer, vae = exact.models["transformer"], exact.models["vae"]
-        steps[size] = [denoising_bytes(transformer, vae.config, exact.config, video) for video in VIDEOS]
+        steps[size] = [denoising_bytes("transformer", exact, video) for video in VIDEOS]
     at_480p, at_720p = steps["1.3B"][0], steps["14B"][1]
     assert f"about {at_480p / 1e9:.0f} GB for 1.3B at 480p and {at_720p / 1e9:.0f} GB for 14B at 720p" in words
 

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 import turbo_rcm_patch as trp
+from tests.patching.families.test_vae_memory import Peak
 from tests.tiny_families import tiny_family_transformer
-from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
+from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.memory.choose import Placement
 from turbo_rcm_patch.memory.components import components_of
 from turbo_rcm_patch.memory.empty_models import cast_as_loaded
 from turbo_rcm_patch.memory.needs import VIDEOS, models_by_preset, needs, needs_table
-from turbo_rcm_patch.memory.stages import Video, denoising_bytes, stages_of
+from turbo_rcm_patch.memory.stages import Patched, Video, denoising_bytes, stages_of
 from turbo_rcm_patch.patching.families import CASES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +42,7 @@ def test_weights_are_those_of_the_model(tmp_path):
 
 def test_a_model_with_another_attention_has_no_sparse_tier(tmp_path):
     tiny_family_transformer("animate").save_config(tmp_path)
-    assert [preset.name for preset in models_by_preset(tmp_path)] == ["exact", "quantized", "block_sparse"]
+    assert [name for name, _ in models_by_preset(tmp_path)] == ["exact", "quantized", "block_sparse"]
     with pytest.raises(ValueError, match="cannot have sparse-linear attention"):
         list(models_by_preset(tmp_path, preset="sparse"))
 
@@ -60,13 +61,11 @@ def test_a_pipeline_has_a_line_for_each_tier_and_size(tmp_path):
 
 @pytest.mark.parametrize(("name", "gib"), [("wan2.1-1.3b", 0.83), ("wan2.1-14b", 1.87)])
 def test_real_models_take_at_most_55_percent_in_8_bits(name, gib):
-    presets = {preset.name: preset for preset in models_by_preset(name)}
     weights, steps = {}, {}
-    for preset in presets.values():
-        (transformer,) = (c for c in components_of(preset.models, preset.config) if c.name == "transformer")
-        weights[preset.name] = transformer.weights
-        model, sizes = preset.models["transformer"], preset.models["vae"].config
-        steps[preset.name] = [denoising_bytes(model, sizes, preset.config, video) for video in VIDEOS]
+    for preset, patched in models_by_preset(name):
+        (transformer,) = (c for c in components_of(patched.models, patched.config) if c.name == "transformer")
+        weights[preset] = transformer.weights
+        steps[preset] = [denoising_bytes("transformer", patched, video) for video in VIDEOS]
     assert weights["quantized"] < weights["sparse"] <= 0.55 * weights["exact"]
     for exact, quantized, sparse in zip(steps["exact"], steps["quantized"], steps["sparse"], strict=True):
         assert quantized < exact
@@ -96,7 +95,7 @@ def denoising_peak(settings, config, *, vae):
         del models["vae"]
     video = Video(settings["height"], settings["width"], settings.get("frames") or settings["num_frames"])
     components = components_of(models, config)
-    (stage,) = (stage for stage in stages_of(models, config, video) if stage.name == "denoising")
+    (stage,) = (stage for stage in stages_of(Patched(models, config), video) if stage.name == "denoising")
     return Placement(frozenset(), tiles=False).peak(components, stage)
 
 
@@ -112,3 +111,30 @@ def test_what_the_allocator_reserves_beyond_the_peak():
     settings, reserved = measured("wan2.1-14b-in-24-gb")
     peak = denoising_peak(settings, trp.Quantized(restorable=False), vae=False)
     assert peak <= reserved <= 1.1 * peak
+
+
+class PeakOnCpu(Peak):
+    def _result(self, function, args, kwargs):
+        return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_timestep_for_each_token_makes_the_output_norm_the_peak(dtype):
+    pipe = tiny_wan_pipeline("ti2v", dtype=dtype, heads=4, layers=1)
+    trp.patch(pipe)
+    pipe.transformer.blocks = torch.nn.ModuleList()  # what is alive beside them
+    inputs = tiny_transformer_inputs(pipe.transformer, batch=1, frames=5, height=32, width=32)
+    tokens = 5 * 16 * 16
+    with PeakOnCpu(pipe.transformer) as counted, torch.no_grad():
+        pipe.transformer(**{**inputs, "timestep": torch.full((1, tokens), 900.0)})
+    models = {"transformer": pipe.transformer, "vae": pipe.vae}
+    predicted = denoising_bytes("transformer", Patched(models, trp.Exact(), own_timesteps=True), Video(256, 256, 17))
+    assert 0.9 * counted.bytes <= predicted <= 1.1 * counted.bytes
+    assert denoising_bytes("transformer", Patched(models, trp.Exact()), Video(256, 256, 17)) < 0.5 * predicted
+
+
+def test_the_pipeline_says_if_each_token_has_its_own_timestep(tmp_path):
+    for variant, expected in (("ti2v", True), ("t2v", False)):
+        tiny_wan_pipeline(variant).save_pretrained(tmp_path / variant)
+        assert [patched.own_timesteps for _, patched in models_by_preset(tmp_path / variant)] == [expected] * 4
+    assert all(patched.own_timesteps for _, patched in models_by_preset("wan2.2-5b"))

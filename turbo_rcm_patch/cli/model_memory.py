@@ -26,19 +26,19 @@ def memory_of_model(arguments: argparse.Namespace) -> tuple[list[dict[str, objec
         presets = list(models_by_preset(source, dtype, arguments.preset))
     except ValueError as error:
         raise CommandError(f"--model: {error}") from error
-    videos = _videos(arguments, presets[0].models)
+    videos = _videos(arguments, presets[0][1].models)
     if arguments.vram is None:
         found = needs(presets, videos)
         return [asdict(need) for need in found], [f"{source} on a GPU:\n{needs_table(found)}"]
     budget, data, lines = budget_of(arguments.vram), [], []
-    for preset, video in product(presets, videos):
+    for (name, patched), video in product(presets, videos):
         try:
-            plan = plan_for(preset.models, preset.config, video, budget)
-            data.append({"tier": preset.name, **plan.to_dict()})
+            plan = plan_for(patched, video, budget)
+            data.append({"tier": name, **plan.to_dict()})
         except DoesNotFit as error:
             plan = f"{error}"
-            data.append({"tier": preset.name, "video": video, "error": plan})
-        lines.append(f"{source}, {preset.name}, on a GPU with {arguments.vram}:\n{plan}")
+            data.append({"tier": name, "video": video, "error": plan})
+        lines.append(f"{source}, {name}, on a GPU with {arguments.vram}:\n{plan}")
     return data, lines
 
 

@@ -46,7 +46,7 @@ class Component:
 
 
 def components_of(models: Mapping[str, nn.Module], config: PatchConfig) -> list[Component]:
-    """Return the bytes of each of a pipeline's models, by their names in the pipeline."""
+    """Return the bytes of each of a pipeline's models."""
     return [component_of(name, model, config) for name, model in models.items()]
 
 

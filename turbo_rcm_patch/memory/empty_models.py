@@ -17,8 +17,6 @@ from ..patching.families.family import Case
 from ..patching.steps.sparse_linear import PROJ_L
 from ..patching.weights.load import component_folders, empty_model, read_config
 
-INDEX = "model_index.json"
-
 
 def empty_models(source: str | Path, dtype: torch.dtype = torch.bfloat16) -> dict[str, nn.Module]:
     """Return the models of a pipeline's or a transformer's folder, or of one of CASES by name.
@@ -38,6 +36,13 @@ def empty_models(source: str | Path, dtype: torch.dtype = torch.bfloat16) -> dic
             f"{', '.join(CASES)}."
         )
     return {name: cast_as_loaded(model, dtype) for name, model in models.items()}
+
+
+def has_own_timesteps(source: str | Path) -> bool:
+    """True if each token of that pipeline has its own timestep, as in TI2V-5B."""
+    if (case := CASES.get(str(source))) is not None:
+        return case.expand_timesteps
+    return bool(_index(Path(source)).get("expand_timesteps"))
 
 
 def add_empty_projections(transformer: nn.Module) -> None:
@@ -76,8 +81,11 @@ def _of_folder(folder: Path) -> dict[str, nn.Module]:
     models = {name or COMPONENTS[0]: empty_model(path) for name, path in found.items()}
     if "" in found:
         return models | _others(folder.parent, {"vae": None})
-    index = read_config(folder, INDEX) if (folder / INDEX).is_file() else {}
-    return models | _others(folder, {name: value for name, value in index.items() if name not in models})
+    return models | _others(folder, {name: value for name, value in _index(folder).items() if name not in models})
+
+
+def _index(folder: Path) -> dict[str, object]:
+    return read_config(folder, "model_index.json") if (folder / "model_index.json").is_file() else {}
 
 
 def _others(folder: Path, classes: Mapping[str, object]) -> dict[str, nn.Module]:

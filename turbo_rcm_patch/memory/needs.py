@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ..amounts import in_gb
-from ..config import PRESETS, PatchConfig, Sparse, without_originals
+from ..config import PRESETS, Sparse, without_originals
 from ..patching.families import family_of
 from ..patching.steps.sparse_linear import why_not_replaceable
 from ..tables import table
 from .choose import Placement, smallest
 from .components import Component, components_of
-from .empty_models import add_empty_projections, empty_models
+from .empty_models import add_empty_projections, empty_models, has_own_timesteps
 from .plan import CONTEXT
-from .stages import Video, stages_of
+from .stages import Patched, Video, stages_of
 
 VIDEOS = (Video(480, 832, 81), Video(720, 1280, 81))
 
@@ -39,17 +38,9 @@ class Need:
     least: int
 
 
-class Preset(NamedTuple):
-    """A preset, its configuration, and a pipeline's models without weights as the preset patches them."""
-
-    name: str
-    config: PatchConfig
-    models: dict[str, nn.Module]
-
-
 def models_by_preset(
     source: str | Path, dtype: torch.dtype = torch.bfloat16, preset: str | None = None
-) -> Iterator[Preset]:
+) -> Iterator[tuple[str, Patched]]:
     """Yield the presets that a model can have, or only the given one, with the models that `empty_models` makes.
 
     The configurations free the weights that 8 bits replace. Raises ValueError as `empty_models`, and for a given preset
@@ -63,7 +54,7 @@ def models_by_preset(
                 if preset is not None:
                     raise ValueError(why_not)
                 continue
-        yield Preset(name, config, models)
+        yield name, Patched(models, config, has_own_timesteps(source))
 
 
 def _add_projections(name: str, transformer: nn.Module) -> str | None:
@@ -74,19 +65,18 @@ def _add_projections(name: str, transformer: nn.Module) -> str | None:
     return why_not
 
 
-def needs(presets: Iterable[Preset], videos: Sequence[Video] = VIDEOS) -> list[Need]:
+def needs(presets: Iterable[tuple[str, Patched]], videos: Sequence[Video] = VIDEOS) -> list[Need]:
     """Return the memory that videos of these sizes take in each preset."""
-    return [_need(preset, video) for preset in presets for video in videos]
+    return [_need(name, patched, video) for name, patched in presets for video in videos]
 
 
-def _need(preset: Preset, video: Video) -> Need:
-    components = components_of(preset.models, preset.config)
-    stages = list(stages_of(preset.models, preset.config, video))
+def _need(name: str, patched: Patched, video: Video) -> Need:
+    components, stages = components_of(patched.models, patched.config), list(stages_of(patched, video))
     all_stay = Placement(frozenset(), tiles=False)
     resident, least = (
         CONTEXT + placement.largest_peak(components, stages) for placement in (all_stay, smallest(components, stages))
     )
-    return Need(preset.name, video, tuple(components), resident, least)
+    return Need(name, video, tuple(components), resident, least)
 
 
 def needs_table(found: Sequence[Need]) -> str:

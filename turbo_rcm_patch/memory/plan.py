@@ -18,7 +18,7 @@ from ..patching.steps.plan import is_patched, state_of
 from ..tables import table
 from .choose import Placement, choose, smallest
 from .components import Component, components_of
-from .stages import Stage, Video, stages_of
+from .stages import Patched, Stage, Video, stages_of
 from .streaming import stop_streaming, stream
 
 CONTEXT = 600 * 10**6  # bytes that CUDA's context and the kernels' code take beside torch's allocator
@@ -124,10 +124,10 @@ def fit(
     """
     device, video = torch.device(device), Video(height, width, num_frames)
     models = _models_of(pipe)
-    config = _config_of(models, config)
+    patched = Patched(models, _config_of(models, config), bool(pipe.config.get("expand_timesteps")))
     _check(models, video)
     budget = _free(models, device) if vram is None else budget_of(vram)
-    plan = plan_for(models, config, video, budget)
+    plan = plan_for(patched, video, budget)
     _check_host(plan, models)
     try:
         for undo in _place(plan, models, device):
@@ -138,13 +138,13 @@ def fit(
     return plan
 
 
-def plan_for(models: Mapping[str, nn.Module], config: PatchConfig, video: Video, budget: int) -> MemoryPlan:
-    """Return the plan for models, which may be on the meta device. Raises DoesNotFit."""
-    components = components_of(models, config)
-    stages = list(stages_of(models, config, video))
+def plan_for(patched: Patched, video: Video, budget: int) -> MemoryPlan:
+    """Return the plan of a pipeline. budget: bytes that torch may allocate. Raises DoesNotFit."""
+    components = components_of(patched.models, patched.config)
+    stages = list(stages_of(patched, video))
     placement = choose(components, stages, budget)
     if placement is None:
-        raise DoesNotFit(_why_not(models, config, video, budget, components, stages))
+        raise DoesNotFit(_why_not(patched, video, budget, components, stages))
     return MemoryPlan(components, stages, placement, budget, video)
 
 
@@ -249,12 +249,7 @@ def _place(plan: MemoryPlan, models: Mapping[str, nn.Module], device: torch.devi
 
 
 def _why_not(
-    models: Mapping[str, nn.Module],
-    config: PatchConfig,
-    video: Video,
-    budget: int,
-    components: Sequence[Component],
-    stages: Sequence[Stage],
+    patched: Patched, video: Video, budget: int, components: Sequence[Component], stages: Sequence[Stage]
 ) -> str:
     """Return what is missing, and the settings nearest to these that fit."""
     placement = smallest(components, stages)
@@ -264,24 +259,25 @@ def _why_not(
         f"{video} take at least {in_gb(needed + CONTEXT)} GB ({worst.name}, with CUDA's own {in_gb(CONTEXT)}), and "
         f"{in_gb(budget + CONTEXT)} GB are given."
     )
-    nearest = (line for line, others in _nearest(config, video, _step(models)) if _fits(models, *others, budget))
-    fitting = next(nearest, None)
+    fitting = next((line for line, others in _nearest(patched, video) if _fits(*others, budget)), None)
     return f"{text} {'No smaller size fits either' if fitting is None else f'It fits with {fitting}'}."
 
 
-def _nearest(config: PatchConfig, video: Video, step: int) -> Iterator[tuple[str, tuple[PatchConfig, Video]]]:
+def _nearest(patched: Patched, video: Video) -> Iterator[tuple[str, tuple[Patched, Video]]]:
     """Yield other settings, as words and as arguments, from the nearest on."""
-    small, in_8_bits = Video(480, 832, video.frames), config.in_8_bits("linears")
+    small, in_8_bits = Video(480, 832, video.frames), patched.config.in_8_bits("linears")
+    quantized, step = patched._replace(config=Quantized(restorable=False)), _step(patched.models)
     if not in_8_bits:
-        yield "the preset 'quantized'", (Quantized(restorable=False), video)
+        yield "the preset 'quantized'", (quantized, video)
     if small.height * small.width < video.height * video.width:
-        yield "height=480, width=832", (config, small)
+        yield "height=480, width=832", (patched, small)
     shorter = [video._replace(frames=frames) for frames in range(video.frames - step, 0, -step)]
     for each in shorter:
-        yield f"num_frames={each.frames}", (config, each)
+        yield f"num_frames={each.frames}", (patched, each)
     for each in () if in_8_bits else shorter:
-        yield f"the preset 'quantized' and num_frames={each.frames}", (Quantized(restorable=False), each)
+        yield f"the preset 'quantized' and num_frames={each.frames}", (quantized, each)
 
 
-def _fits(models: Mapping[str, nn.Module], config: PatchConfig, video: Video, budget: int) -> bool:
-    return choose(components_of(models, config), list(stages_of(models, config, video)), budget) is not None
+def _fits(patched: Patched, video: Video, budget: int) -> bool:
+    components = components_of(patched.models, patched.config)
+    return choose(components, list(stages_of(patched, video)), budget) is not None

@@ -30,6 +30,17 @@ class Video(NamedTuple):
         return f"{self.width}x{self.height}, {self.frames} frames"
 
 
+class Patched(NamedTuple):
+    """A pipeline's models by their names in it, and the configuration that they are or will be patched with.
+
+    The models may be on the meta device. own_timesteps: True if each token has its own timestep.
+    """
+
+    models: Mapping[str, nn.Module]
+    config: PatchConfig
+    own_timesteps: bool = False
+
+
 class Stage(NamedTuple):
     """A stage of a generation.
 
@@ -43,11 +54,12 @@ class Stage(NamedTuple):
     in_tiles: int | None = None
 
 
-def stages_of(models: Mapping[str, nn.Module], config: PatchConfig, video: Video) -> Iterator[Stage]:
-    """Yield the stages in which a pipeline's models make a video. models: by their name in the pipeline.
+def stages_of(patched: Patched, video: Video) -> Iterator[Stage]:
+    """Yield the stages in which a pipeline makes a video.
 
     A transformer without a VAE has latents of the size of Wan 2.1's.
     """
+    models = patched.models
     vae = models.get("vae")
     decoding = [] if vae is None else [decoding_bytes(vae, *video, in_tiles=tiles) for tiles in (False, True)]
     if (encoder := models.get("text_encoder")) is not None:
@@ -58,8 +70,7 @@ def stages_of(models: Mapping[str, nn.Module], config: PatchConfig, video: Video
         yield Stage("VAE encoding", ("vae",), *decoding)  # the encoder takes no more than the decoder
     for name, model in models.items():
         if family_of(model) is not None:
-            sizes = {} if vae is None else vae.config
-            yield Stage("denoising", (name,), denoising_bytes(model, sizes, config, video))
+            yield Stage("denoising", (name,), denoising_bytes(name, patched, video))
     if vae is not None:
         yield Stage("decoding", ("vae",), *decoding)
 
@@ -72,12 +83,13 @@ def reads_image(model: nn.Module) -> bool:
     return config.in_channels != config.out_channels
 
 
-def denoising_bytes(transformer: nn.Module, vae_config: Mapping, config: PatchConfig, video: Video) -> int:
-    """Return the bytes of the largest set of tensors that are alive together in a step."""
+def denoising_bytes(name: str, patched: Patched, video: Video) -> int:
+    """Return the bytes of the largest set of tensors that are alive together in a step. name: the transformer's."""
+    transformer, vae = patched.models[name], patched.models.get("vae")
     sizes = family_of(transformer).blocks[0].sizes
-    tokens = sizes.tokens(transformer.config, latent_size(vae_config, *video))
+    tokens = sizes.tokens(transformer.config, latent_size({} if vae is None else vae.config, *video))
     wide = family_of(transformer).compute_dtype(transformer).itemsize
-    return tokens * sizes.bytes_per_token(transformer.config, wide, config.tier)
+    return tokens * sizes.bytes_per_token(transformer.config, wide, patched.config.tier, patched.own_timesteps)
 
 
 def encoder_bytes(encoder: nn.Module, tokens: int) -> int:

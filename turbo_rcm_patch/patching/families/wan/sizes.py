@@ -9,6 +9,8 @@ from ....tiers import EXACT, QUANTIZED, Tier
 from ..family import Sizes
 from .sub_layers import TEXT_TOKENS
 
+FP32_BYTES = 4
+
 
 def tokens(config: Mapping[str, object], latent: tuple[int, int, int]) -> int:
     """Return the tokens of a sample whose latent has these frames, height and width."""
@@ -28,14 +30,20 @@ def ops(config: Mapping[str, object], tokens: int) -> Iterator[tuple[str, tuple[
     yield "linear_qkv", (tokens, C, C)
 
 
-def bytes_per_token(config: Mapping[str, object], wide: int, tier: Tier) -> int:
-    """Return the bytes per token of the largest set of a block's tensors that are alive together.
+def bytes_per_token(config: Mapping[str, object], wide: int, tier: Tier, own_timesteps: bool = False) -> int:
+    """Return the bytes per token of the largest set of a step's tensors that are alive together.
 
     In the self-attention these are the residual and q, k and v before and after their norm, or in 8 bits, or for
     sparse-linear attention in both. In the feed-forward they are the block's input, the residual, the normed and the
-    wide tensor. wide: bytes of a value in the model's dtype.
+    wide tensor.
+
+    If each token has its own timestep, the output norm takes more: the hidden states, the time embedding and its
+    six-fold projection, and in fp32 the shift, the scale, the scale plus 1, the normed and the scaled hidden states.
+    wide: bytes of a value in the model's dtype.
     """
     C, ffn = config["num_attention_heads"] * config["attention_head_dim"], config["ffn_dim"]
+    if own_timesteps:
+        return (8 * wide + 5 * FP32_BYTES) * C
     if tier == EXACT:
         return wide * max(6 * C, 3 * C + ffn)
     attention = 4 * wide + 3 if tier == QUANTIZED else max(6 * wide, 5 * wide + 3)
