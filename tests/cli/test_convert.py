@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import turbo_rcm_patch as trp
 from tests.cli.running import TINY, error_of
-from tests.official_names import in_8_bits, official_state_dict, with_proj_l
+from tests.official_names import in_8_bits, official_state_dict, with_proj_l, with_scales
 from tests.tiny_families import vace
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.cli import commands, main, transformers
@@ -85,7 +85,7 @@ def test_a_single_file_that_cannot_be_a_transformer_is_refused(saved_models, tmp
     name = "model.diffusion_model.blocks.0.ffn.0"
     in_8_bits = {
         f"has {name}.weight_scale_inv beside {name}.weight": ("weight", "weight_scale_inv"),
-        f"holds {name}.int8_weight": ("int8_weight", "scale"),
+        "8.safetensors holds 8-bit weights, which run patched alone": ("int8_weight", "scale"),
     }
     save_file({"proj_out.bias": torch.ones(64)}, tmp_path / "part.safetensors")
     (tmp_path / "b.gguf").touch()
@@ -109,6 +109,29 @@ def test_a_single_file_that_cannot_be_a_transformer_is_refused(saved_models, tmp
         assert "replaces the pipeline's transformer_2, but --model" in error_of(capsys, *second[:-2], *more)
     assert "--transformer nothing: no such file or folder" in error_of(capsys, *command, "nothing")
     assert "--transformer goes with --model" in error_of(capsys, "verify", "--transformer", tmp_path)
+
+
+@pytest.mark.parametrize("preset", ["quantized", "exact"])
+def test_a_single_file_in_8_bits_is_generated_with(saved_models, tmp_path, capsys, preset):
+    path = tmp_path / "fp8_scaled.safetensors"
+    save_file(with_scales(official_state_dict(tiny_wan_transformer(seed=5)), prefix="model.diffusion_model."), path)
+    given = ["--model", saved_models / "t2v", "--transformer", path, *TINY]
+    command = ["generate", "a fox", "-o", tmp_path / "out.mp4", *given, "--preset", preset]
+    assert main(list(map(str, command))) == 0
+    assert ("20 linears with the file's own 8-bit values" in capsys.readouterr().out) == (preset == "quantized")
+    assert "convert FILE FOLDER --preset exact" in error_of(capsys, *command, "--no-patch")
+    assert "it goes with generate" in error_of(capsys, "verify", *given)
+
+
+def test_both_experts_have_to_be_in_8_bits(tmp_path, capsys):
+    pipe, paths = tiny_wan_pipeline("wan22"), [tmp_path / "high.safetensors", tmp_path / "low.safetensors"]
+    pipe.save_pretrained(tmp_path / "pipe")
+    for path, model in zip(paths, (pipe.transformer, pipe.transformer_2), strict=True):
+        save_file(with_scales(official_state_dict(model)), path)
+    command = ["generate", "a fox", "-o", tmp_path / "out.mp4", "--model", tmp_path / "pipe", *TINY]
+    command += ["--preset", "quantized", "--transformer", paths[0]]
+    assert "give --transformer-2 such a file too" in error_of(capsys, *command)
+    assert main(list(map(str, [*command, "--transformer-2", paths[1]]))) == 0
 
 
 def test_a_single_file_is_loaded_as_diffusers_does(saved_models, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -88,6 +89,11 @@ class Scales:
         if not bool((scale.isfinite() & (scale > 0)).all()):
             raise ValueError(f"{key} has values that are not positive and finite")
         return scale.expand(rows).contiguous()
+
+
+def has_scales(keys: Iterable[str]) -> bool:
+    """True if a file's keys belong to weights in 8 bits with scales: those above, or TurboDiffusion's."""
+    return any(key.rpartition(".")[2] in (_MARK, *_PARTS, "int8_weight") for key in keys)
 
 
 def is_8_bits(tensor: LazyTensor) -> bool:

@@ -136,8 +136,8 @@ def _add_convert(commands) -> None:
     summary = "store a model's transformers for a tier: in 8 bits, or in diffusers' own format"
     parser = _add_command(commands, "convert", summary)
     source = (
-        "the folder of a diffusers pipeline or transformer, or a .pth or .safetensors file of TurboDiffusion or rCM, "
-        "or the folder of such a file"
+        "the folder of a diffusers pipeline or transformer, or a .pth or .safetensors file of TurboDiffusion, rCM or "
+        "ComfyUI (fp8_scaled), or the folder of such a file"
     )
     parser.add_argument("source", type=Path, metavar="IN", help=source)
     parser.add_argument("target", type=Path, metavar="OUT", help="the folder to write; it must not exist yet")

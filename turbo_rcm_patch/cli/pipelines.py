@@ -18,14 +18,14 @@ from ..config import PRESETS, BlockSparse, PatchConfig, Sparse
 from ..patching import PatchError
 from ..patching.families import CASES
 from ..patching.weights.load import load_converted
-from ..patching.weights.turbodiffusion import load_projections
+from ..patching.weights.turbodiffusion import load_projections, load_turbodiffusion
 from ..shapes import grammar
 from ..wording import counted
 from .checks import check_pipeline_class, sparsity_of
 from .errors import CommandError, why_not_loaded
 from .sampling import default_of, default_steps, guidance, install_sampler, warn
 from .sizes import SizeRules, size_rules
-from .transformers import converted_folder, given_transformers
+from .transformers import converted_folder, files_in_8_bits, given_transformers
 
 DEFAULT_PROMPT = "A red fox leaps through fresh snow, slow motion"  # with --model
 NAMED, NAMED_CHARACTERS = 3, 100  # prompts in a warning, and characters of each
@@ -80,7 +80,7 @@ def load_pipeline(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dic
 def load_sampler(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict[str, object]]:
     """Return the pipeline with its sampler, and the arguments of its call that do not depend on a prompt.
 
-    Sets ``arguments.steps`` if it is not given, and ``arguments.patched`` to the patch of a converted --transformer.
+    Sets ``arguments.steps`` if it is not given, and ``arguments.patched`` to the patch of a --transformer in 8 bits.
     """
     device = choose_device(arguments)
     dtype = choose_dtype(arguments, device)
@@ -191,12 +191,15 @@ def _load_model(arguments: argparse.Namespace, dtype: torch.dtype) -> DiffusionP
         class_name = components.get("_class_name")
         check_pipeline_class(class_name, arguments)
         converted = converted_folder(arguments)
-        models = given_transformers(arguments, components, dtype)
+        in_8_bits = files_in_8_bits(arguments, components)
+        models = given_transformers(arguments, components, dtype, in_8_bits)
         # DiffusionPipeline itself would ignore the transformers, which are optional components.
         pipeline_class = getattr(diffusers, class_name) if models else DiffusionPipeline
         pipe = pipeline_class.from_pretrained(source, **models, dtype=dtype)
         if converted is not None:
             arguments.patched = load_converted(converted, pipe, choose_config(arguments))
+        elif in_8_bits:
+            arguments.patched = load_turbodiffusion(in_8_bits, pipe, choose_config(arguments))
         return pipe
     except (CommandError, PatchError, MemoryError, torch.OutOfMemoryError):
         raise

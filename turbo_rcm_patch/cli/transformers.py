@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from accelerate import init_empty_weights
 from diffusers import GGUFQuantizationConfig
 from torch import nn
 
 from ..checkpoints.files import COMPONENTS
 from ..checkpoints.lazy import open_tensors
+from ..checkpoints.scaled import has_scales
 from ..checkpoints.whole import refuse_companions
 from ..patching.families import family_named
 from ..patching.weights.load import FILE, component_folders, empty_model
@@ -20,17 +22,18 @@ from ..wording import with_article
 from .checks import TRANSFORMERS
 from .errors import CommandError
 
-# Ends of the names of other tools' 8-bit weights.
-_IN_8_BITS = ("scaled_fp8", "int8_weight")
-
 
 def given_transformers(
-    arguments: argparse.Namespace, components: Mapping[str, object], dtype: torch.dtype
+    arguments: argparse.Namespace,
+    components: Mapping[str, object],
+    dtype: torch.dtype,
+    in_8_bits: Collection[Path] = (),
 ) -> dict[str, nn.Module]:
     """Return the transformers of --transformer and --transformer-2 by their names in the pipeline.
 
-    components: the pipeline's library and class of each component. The transformers of a converted folder are empty.
-    `load_converted` fills them. Raises CommandError for an unusable file.
+    components: the pipeline's library and class of each component. The transformers of a converted folder and of the
+    files ``in_8_bits`` are empty. `load_converted` and `load_turbodiffusion` fill them. Raises CommandError for an
+    unusable file.
     """
     models = {}
     for name, option in zip(COMPONENTS, TRANSFORMERS, strict=True):
@@ -38,7 +41,7 @@ def given_transformers(
         if path is None:
             continue
         if path.is_file():
-            models[name] = _of_file(path, arguments.model, name, components, dtype)
+            models[name] = _of_file(path, arguments.model, name, components, dtype, empty=path in in_8_bits)
             continue
         try:
             folders = component_folders(path)
@@ -69,12 +72,45 @@ def converted_folder(arguments: argparse.Namespace) -> Path | None:
     return path
 
 
+def files_in_8_bits(arguments: argparse.Namespace, components: Mapping[str, object]) -> list[Path]:
+    """Return the files of --transformer and --transformer-2 if they hold weights in 8 bits with scales, or [].
+
+    Raises CommandError if the command cannot run such weights, or if the pipeline's other transformer has none.
+    """
+    given = [path for option in TRANSFORMERS if (path := getattr(arguments, option, None)) is not None]
+    found = [path for path in given if path.is_file() and _has_scales(path)]
+    if not found:
+        return []
+    holds = f"--transformer {found[0]} holds 8-bit weights"
+    if arguments.command != "generate" or arguments.no_patch:
+        raise CommandError(
+            f"{holds}, which run patched alone; it goes with generate, without --no-patch. For other commands store it "
+            "in 16 bits: turbo-rcm convert FILE FOLDER --preset exact."
+        )
+    if len(found) < sum((components.get(name) or [None])[0] is not None for name in COMPONENTS):
+        raise CommandError(f"{holds}, but the pipeline has two transformers; give --transformer-2 such a file too.")
+    return found
+
+
+def _has_scales(path: Path) -> bool:
+    if path.suffix.lower() == ".gguf":
+        return False
+    try:
+        with open_tensors(path) as tensors:
+            return has_scales(tensors)
+    except ValueError as error:
+        raise CommandError(f"cannot load --transformer {path}: {error}") from error
+
+
 def _of_folder(folder: Path, dtype: torch.dtype) -> nn.Module:
     model = empty_model(folder)  # raises ValueError for a class that is not supported
     return model if (folder / FILE).is_file() else type(model).from_pretrained(folder, dtype=dtype)
 
 
-def _of_file(path: Path, pipeline: str, name: str, components: Mapping[str, object], dtype: torch.dtype) -> nn.Module:
+def _of_file(
+    path: Path, pipeline: str, name: str, components: Mapping[str, object], dtype: torch.dtype, *, empty: bool
+) -> nn.Module:
+    """Return the transformer of a file. empty: True to leave its parameters on the meta device."""
     _, class_name = components.get(name) or (None, None)
     family = family_named(class_name)
     if family is None:
@@ -85,12 +121,14 @@ def _of_file(path: Path, pipeline: str, name: str, components: Mapping[str, obje
     if is_gguf and find_spec("gguf") is None:
         raise CommandError(f"--transformer {path}: GGUF files need the package gguf; install it with: pip install gguf")
     try:
-        if not is_gguf:
-            _check_plain(path)
-        more = {"quantization_config": GGUFQuantizationConfig(compute_dtype=dtype)} if is_gguf else {}
-        model = family.transformer_class.from_single_file(
-            str(path), config=str(Path(pipeline).expanduser()), subfolder=name, dtype=dtype, **more
-        )
+        config = {"config": str(Path(pipeline).expanduser()), "subfolder": name}
+        if empty:
+            model = _empty(family.transformer_class, dtype, **config)
+        else:
+            if not is_gguf:
+                _check_plain(path)
+            more = {"quantization_config": GGUFQuantizationConfig(compute_dtype=dtype)} if is_gguf else {}
+            model = family.transformer_class.from_single_file(str(path), dtype=dtype, **config, **more)
     except NotImplementedError as error:  # a tensor on the meta device cannot be read
         lacks = f"it lacks weights of {with_article(family.transformer_class.__name__)}"
         raise CommandError(f"cannot load --transformer {path}: {lacks}.") from error
@@ -101,11 +139,18 @@ def _of_file(path: Path, pipeline: str, name: str, components: Mapping[str, obje
     return model
 
 
+def _empty(transformer_class: type, dtype: torch.dtype, *, config: str, subfolder: str) -> nn.Module:
+    """Return a pipeline's transformer with its parameters on the meta device, in a dtype or in fp32 if they must be."""
+    with init_empty_weights():
+        model = transformer_class.from_config(transformer_class.load_config(config, subfolder=subfolder))
+    fp32 = set(model._keep_in_fp32_modules or ())
+    for path, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if fp32 & set(path.split(".")) else dtype)
+    return model
+
+
 def _check_plain(path: Path) -> None:
     """Raise ValueError for a file of quantised weights. diffusers would leave the scales beside them out."""
     with open_tensors(path) as tensors:
         names = {key: key for key in tensors}
     refuse_companions(str(path), names, names.keys())
-    in_8_bits = next((key for key in names if key.endswith(_IN_8_BITS)), None)
-    if in_8_bits is not None:
-        raise ValueError(f"it holds {in_8_bits}: weights in 8 bits, which diffusers cannot read.")

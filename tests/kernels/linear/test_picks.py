@@ -29,6 +29,7 @@ FEW = f"{PORTABLE} (fewer tiles than multiprocessors)"
 ODD = f"{PORTABLE} (rows or addresses that are no multiple of 16 bytes)"
 HOPPER, ADA, AMPERE = (9, 0), (8, 9), (8, 0)
 IN_8_BITS = {"dtype": INT8, "eight_bits": (INT8,), "others": (BF16,), "linears": None}
+IN_E4M3 = {**IN_8_BITS, "dtype": FP8, "eight_bits": (FP8,)}
 
 
 @contextlib.contextmanager
@@ -89,12 +90,18 @@ def gpu(monkeypatch, capability):
         (HOPPER, "qkv", IN_8_BITS, GLUON, None),
         (ADA, "qkv", IN_8_BITS, PORTABLE, None),
         (HOPPER, "qkv", {**IN_8_BITS, "rows": 100}, FEW, None),
+        # in either format, because files of others bring their own
+        (HOPPER, "qkv", IN_E4M3, GLUON, None),
+        (ADA, "qkv", IN_E4M3, PORTABLE, None),
+        (HOPPER, "gelu to e4m3", IN_E4M3, GLUON, None),
+        (HOPPER, "skip", IN_8_BITS, GLUON, None),
+        (HOPPER, "skip", IN_E4M3, GLUON, None),
         (ADA, "gelu to e4m3", IN_8_BITS, PORTABLE, None),
         (HOPPER, "gelu to e4m3", IN_8_BITS, GLUON, None),
         (
             AMPERE,
             "8 bits",
-            {**IN_8_BITS, "dtype": FP8, "eight_bits": (FP8,)},
+            IN_E4M3,
             REFERENCE,
             "fp8 on a GPU older than sm_89",
         ),

@@ -10,7 +10,7 @@ import turbo_rcm_patch as trp
 from tests.official_names import as_bytes, official_state_dict, with_scales, without_scales
 from tests.oracle import relative_error
 from tests.patching.turbowan import literal, run
-from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
+from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.patching.weights import turbodiffusion
 from turbo_rcm_patch.patching.weights.convert import quantized_linears
 from turbo_rcm_patch.patching.weights.store import convert_model
@@ -165,6 +165,29 @@ def test_a_model_on_the_meta_device(file):
     assert relative_error(run(model), literal(without_scales(weights), model, sla=None)) < QUANTIZED.limits.step
 
 
+STEPS = {"QKV projection", "Q projection", "K and V projections", "projection + skip", "linear + GELU", "linear + skip"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "format"), [(E4M3, "e4m3"), (INT8, "int8")])
+def test_every_linear_runs_in_the_files_format_on_a_gpu(file, dtype, format):
+    if dtype == E4M3 and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU with e4m3")
+    large = {"heads": 8, "head_dim": 128, "ffn_dim": 4096}
+    path = file(scaled(tiny_wan_transformer(seed=9, **large), dtype=dtype, by_row=True))
+    model, plain = tiny_wan_transformer(dtype=torch.bfloat16, **large).cuda(), tiny_wan_transformer(**large).cuda()
+    patch = trp.load_turbodiffusion(path, model, "quantized")
+    trp.load_turbodiffusion(path, plain, "exact").restore()
+    inputs = {name: value.cuda() for name, value in tiny_transformer_inputs(plain).items() if torch.is_tensor(value)}
+    with torch.no_grad():
+        out = model(**{**inputs, "hidden_states": inputs["hidden_states"].bfloat16()}, return_dict=False)[0]
+        expected = plain(**inputs, return_dict=False)[0]
+    kernels = {row.step: row.kernel for row in patch.rows() if row.step in STEPS}
+    assert kernels.keys() == STEPS
+    assert {step for step, kernel in kernels.items() if format not in kernel} == set()
+    assert relative_error(out.float(), expected) <= QUANTIZED.limits.step
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Stored by convert
 # ---------------------------------------------------------------------------------------------------------------------
@@ -288,6 +311,8 @@ def test_a_failure_half_way_brings_the_weights_back(file, monkeypatch):
 
 def test_bad_options(file):
     model, path = tiny_wan_transformer(**SIZE), file(scaled())
+    with pytest.raises(trp.PatchError, match=r"is a file; load it with trp\.load_turbodiffusion"):
+        trp.load_converted(path, model)
     with pytest.raises(ValueError, match="either a config or attention, topk and blocks, not both"):
         trp.load_turbodiffusion(path, model, "quantized", attention="dense")
     for options in ({}, {"config": "sparse"}):

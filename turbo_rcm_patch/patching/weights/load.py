@@ -67,6 +67,8 @@ def load_converted(
     config = dataclasses.replace(config, restorable=False, keep=())
     models = transformers_of(target)
     check_patchable(models)
+    if Path(folder).is_file():
+        raise PatchError(f"cannot load: {folder} is a file; load it with trp.load_turbodiffusion.")
     try:
         folders = _folders_for(Path(folder), models)
         stored = {
