@@ -123,6 +123,16 @@ def test_a_single_file_in_8_bits_is_generated_with(saved_models, tmp_path, capsy
     assert "it goes with generate" in error_of(capsys, "verify", *given)
 
 
+def test_a_quant_file_of_turbowan_is_generated_with(saved_models, tmp_path, capsys):
+    model, path = tiny_wan_transformer(seed=5), tmp_path / "TurboWan-quant.pth"
+    torch.save(in_8_bits(with_proj_l(official_state_dict(model), model)), path)
+    given = ["--model", saved_models / "t2v", "--transformer", path, *TINY, "--preset"]
+    command = ["generate", "a fox", "-o", tmp_path / "out.mp4", *given]
+    assert main([*map(str, command), "sparse"]) == 0
+    assert "to the weights of 20 linears" in capsys.readouterr().out
+    assert "or the preset 'sparse'" in error_of(capsys, *command, "quantized")
+
+
 def test_both_experts_have_to_be_in_8_bits(tmp_path, capsys):
     pipe, paths = tiny_wan_pipeline("wan22"), [tmp_path / "high.safetensors", tmp_path / "low.safetensors"]
     pipe.save_pretrained(tmp_path / "pipe")

@@ -9,10 +9,14 @@ from safetensors.torch import save_file
 import turbo_rcm_patch as trp
 from tests.official_names import as_bytes, official_state_dict, with_scales, without_scales
 from tests.oracle import relative_error
+from tests.patching.quantized_models import ERROR, add_lora
 from tests.patching.turbowan import literal, run
+from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
+from turbo_rcm_patch.checkpoints.names import official_name
 from turbo_rcm_patch.patching.weights import turbodiffusion
 from turbo_rcm_patch.patching.weights.convert import quantized_linears
+from turbo_rcm_patch.patching.weights.linear_8bit import AT_ONCE
 from turbo_rcm_patch.patching.weights.store import convert_model
 from turbo_rcm_patch.tiers import QUANTIZED
 
@@ -142,6 +146,33 @@ def test_two_experts_in_a_pipeline(file):
         assert_as_in_the_file(model, each, without_scales(each))
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_lora(file, when):
+    model, plain, weights = tiny_wan_transformer(**SIZE), tiny_wan_transformer(**SIZE), scaled()
+    for each in (model, plain) if when == "before" else ():
+        add_lora(each)
+    trp.load_turbodiffusion(file(weights), model, "quantized")
+    trp.load_turbodiffusion(file(weights, "again.safetensors"), plain, "exact")
+    for each in (model, plain) if when == "after" else ():
+        add_lora(each)
+    assert relative_error(run(model), run(plain)) <= ERROR
+
+
+@pytest.mark.parametrize("family", ["vace", "animate"])
+def test_other_families(file, family):
+    model, weights = tiny_family_transformer(family), {}
+    for name, tensor in tiny_family_transformer(family).state_dict().items():
+        path, _, part = name.rpartition(".")
+        official = f"{official_name(path)}.{part}" if part in ("weight", "bias") else official_name(name)
+        in_8_bits = tensor.dim() == 2 and part == "weight" and official.split(".")[-3] in ("self_attn", "cross_attn")
+        weights[official] = (tensor / 0.01).to(E4M3) if in_8_bits else tensor
+        weights |= {f"{official}_scale": torch.tensor(0.01)} if in_8_bits else {}
+    trp.load_turbodiffusion(file(weights), model, "quantized")
+    linear = model.blocks[0].attn2.to_q
+    assert len(quantized_linears(model)) == sum(name.endswith("weight_scale") for name in weights)
+    assert torch.equal(linear.weight_8bit.float(), weights["blocks.0.cross_attn.q.weight"].float())
+
+
 @pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
 @pytest.mark.parametrize("first", [False, True])
 def test_group_offload(file, kind, first):
@@ -173,10 +204,13 @@ STEPS = {"QKV projection", "Q projection", "K and V projections", "projection + 
 def test_every_linear_runs_in_the_files_format_on_a_gpu(file, dtype, format):
     if dtype == E4M3 and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs a GPU with e4m3")
-    large = {"heads": 8, "head_dim": 128, "ffn_dim": 4096}
+    large = {"heads": 8, "head_dim": 128, "ffn_dim": 4096, "layers": 4}
     path = file(scaled(tiny_wan_transformer(seed=9, **large), dtype=dtype, by_row=True))
     model, plain = tiny_wan_transformer(dtype=torch.bfloat16, **large).cuda(), tiny_wan_transformer(**large).cuda()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
     patch = trp.load_turbodiffusion(path, model, "quantized")
+    assert torch.cuda.max_memory_allocated() - before <= 5 * 4 * AT_ONCE  # never the weights in 16 and in 8 bits
     trp.load_turbodiffusion(path, plain, "exact").restore()
     inputs = {name: value.cuda() for name, value in tiny_transformer_inputs(plain).items() if torch.is_tensor(value)}
     with torch.no_grad():

@@ -104,14 +104,15 @@ def _fill(model: nn.Module, file: WholeModel, config: PatchConfig, written: _Wri
     """Put a file's weights into a model, and change what the tier changes."""
     family = family_of(model)
     linears = convertible_linears(model, family.linears(model), config)
-    unchanged = {
-        f"{path}.weight": linear
-        for path, linear in linears.items()
-        if _takes(linear.weight.device, file.weights[f"{path}.weight"])
-    }
+    devices = {f"{path}.weight": (linear, linear.weight.device) for path, linear in linears.items()}
+    unchanged = {name: each for name, each in devices.items() if _takes(each[1], file.weights[name])}
     written.write((own, cast(weight, like)) for own, weight, like in _weights_for(file, model) if own not in unchanged)
-    for name, linear in unchanged.items():
-        _put_values(journal, linear, file.weights[name])
+    for name, (linear, device) in unchanged.items():
+        freed = nn.Parameter(torch.empty_like(linear.weight, device="meta"), linear.weight.requires_grad)
+        written.put_aside(linear.weight)
+        journal.set_parameter(linear, "weight", freed)
+        values = file.weights[name].load_8_bits()
+        put_in_8_bits(journal, linear, from_values(*values, torch.device("cpu") if device.type == "meta" else device))
     if isinstance(config, Sparse):
         add_projections(journal, family.self_attentions(model), _projections(file))
     # The makers of a file in 8 bits chose which layers stay in 16.
@@ -122,15 +123,6 @@ def _fill(model: nn.Module, file: WholeModel, config: PatchConfig, written: _Wri
 def _takes(device: torch.device, weight: Weight) -> bool:
     """True if linears on a device multiply by a weight's values in 8 bits as the file has them."""
     return weight.format is not None and has_format(weight.format, capability_of(device))
-
-
-def _put_values(journal: Journal, linear: nn.Linear, weight: Weight) -> None:
-    """Let a linear run with a file's values in 8 bits. It has no original."""
-    own = linear.weight
-    device = torch.device("cpu") if own.is_meta else own.device
-    freed = nn.Parameter(torch.empty_like(own, device="meta"), own.requires_grad)
-    journal.set_parameter(linear, "weight", freed)
-    put_in_8_bits(journal, linear, from_values(*weight.load_8_bits(), device))
 
 
 def load_projections(pipe: object) -> None:
@@ -243,6 +235,7 @@ class _Written:
     def __init__(self, model: nn.Module):
         self._model, self._modules = model, [(module, dict(module._parameters)) for module in model.modules()]
         self._before: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._aside: list[tuple[nn.Parameter, torch.device]] = []
 
     def write(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Write weights in place, and into offloading's copies of them. Parameters on the meta device are replaced."""
@@ -258,10 +251,18 @@ class _Written:
             yield name, tensor
             write_through(self._model, parameters[name])  # the generator resumes after the caller wrote this tensor
 
+    def put_aside(self, parameter: nn.Parameter) -> None:
+        """Keep a parameter that will be replaced on the CPU."""
+        if not (parameter.is_meta or parameter.is_inference()):  # which cannot be moved in place
+            self._aside.append((parameter, parameter.device))
+            parameter.data = parameter.data.cpu()
+
     def undo(self) -> None:
         """Restore all parameters."""
         for module, parameters in self._modules:
             module._parameters.update(parameters)
+        for parameter, device in reversed(self._aside):
+            parameter.data = parameter.data.to(device)
         with torch.no_grad():
             for parameter, before in self._before:
                 parameter.copy_(before)
