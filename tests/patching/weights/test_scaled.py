@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 import turbo_rcm_patch as trp
 from tests.official_names import as_bytes, official_state_dict, with_scales, without_scales
 from tests.oracle import relative_error
-from tests.patching.quantized_models import ERROR, add_lora
+from tests.patching.quantized_models import ERROR, add_lora, output_of
 from tests.patching.turbowan import literal, run
 from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
@@ -108,12 +108,15 @@ def test_the_exact_tier_computes_with_the_weights_of_the_file(file, options):
     assert relative_error(run(model), literal(without_scales(weights), model, sla=None)) < 1e-5
 
 
-@pytest.mark.parametrize(("dtype", "capability"), [(E4M3, (8, 6)), (E5M2, None)])
-def test_values_that_cannot_stay_are_converted_and_the_error_is_told(file, monkeypatch, dtype, capability):
+@pytest.mark.parametrize(
+    ("dtype", "capability", "where"), [(E4M3, (8, 6), "cpu"), (E4M3, (8, 6), "meta"), (E5M2, None, "cpu")]
+)
+def test_values_that_cannot_stay_are_converted_and_the_error_is_told(file, monkeypatch, dtype, capability, where):
     """e4m3 on a GPU without it, and e5m2. The originals then are the weights of the file."""
     for module in ("turbodiffusion", "convert"):
-        monkeypatch.setattr(f"turbo_rcm_patch.patching.weights.{module}.capability_of", lambda device: capability)
-    model, weights = tiny_wan_transformer(**SIZE), scaled(dtype=dtype)
+        name = f"turbo_rcm_patch.patching.weights.{module}.capability_of"
+        monkeypatch.setattr(name, lambda device: capability if device.type == "cpu" else None)
+    model, weights = tiny_wan_transformer(**SIZE).to(where), scaled(dtype=dtype)
     patch, plain = trp.load_turbodiffusion(file(weights), model, "quantized"), without_scales(weights)
     assert {linear.quantized().format for linear in quantized_linears(model)} == (
         {INT8} if capability else {INT8, E4M3}
@@ -212,14 +215,15 @@ def test_every_linear_runs_in_the_files_format_on_a_gpu(file, dtype, format):
     patch = trp.load_turbodiffusion(path, model, "quantized")
     assert torch.cuda.max_memory_allocated() - before <= 5 * 4 * AT_ONCE  # never the weights in 16 and in 8 bits
     trp.load_turbodiffusion(path, plain, "exact").restore()
-    inputs = {name: value.cuda() for name, value in tiny_transformer_inputs(plain).items() if torch.is_tensor(value)}
-    with torch.no_grad():
-        out = model(**{**inputs, "hidden_states": inputs["hidden_states"].bfloat16()}, return_dict=False)[0]
-        expected = plain(**inputs, return_dict=False)[0]
-    kernels = {row.step: row.kernel for row in patch.rows() if row.step in STEPS}
-    assert kernels.keys() == STEPS
-    assert {step for step, kernel in kernels.items() if format not in kernel} == set()
-    assert relative_error(out.float(), expected) <= QUANTIZED.limits.step
+    out, expected = (output_of(each, **on_gpu(tiny_transformer_inputs(each))) for each in (model, plain))
+    rows = [row for row in patch.rows() if row.step in STEPS]
+    assert {row.step for row in rows} == STEPS
+    assert [row for row in rows if format not in row.kernel] == []
+    assert relative_error(out, expected) <= QUANTIZED.limits.step
+
+
+def on_gpu(inputs):
+    return {name: value.cuda() for name, value in inputs.items() if torch.is_tensor(value)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

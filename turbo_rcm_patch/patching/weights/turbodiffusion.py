@@ -104,20 +104,24 @@ def _fill(model: nn.Module, file: WholeModel, config: PatchConfig, written: _Wri
     """Put a file's weights into a model, and change what the tier changes."""
     family = family_of(model)
     linears = convertible_linears(model, family.linears(model), config)
-    devices = {f"{path}.weight": (linear, linear.weight.device) for path, linear in linears.items()}
-    unchanged = {name: each for name, each in devices.items() if _takes(each[1], file.weights[name])}
+    placed = {f"{path}.weight": (linear, _device_of(linear.weight)) for path, linear in linears.items()}
+    unchanged = {name: each for name, each in placed.items() if _takes(each[1], file.weights[name])}
     written.write((own, cast(weight, like)) for own, weight, like in _weights_for(file, model) if own not in unchanged)
     for name, (linear, device) in unchanged.items():
         freed = nn.Parameter(torch.empty_like(linear.weight, device="meta"), linear.weight.requires_grad)
         written.put_aside(linear.weight)
         journal.set_parameter(linear, "weight", freed)
-        values = file.weights[name].load_8_bits()
-        put_in_8_bits(journal, linear, from_values(*values, torch.device("cpu") if device.type == "meta" else device))
+        put_in_8_bits(journal, linear, from_values(*file.weights[name].load_8_bits(), device))
     if isinstance(config, Sparse):
         add_projections(journal, family.self_attentions(model), _projections(file))
     # The makers of a file in 8 bits chose which layers stay in 16.
     wide = [path for path in linears if file.quantized and f"{path}.weight" not in file.quantized]
     replace_computation(journal, model, replace(config, keep=(*config.keep, *wide)) if wide else config)
+
+
+def _device_of(parameter: nn.Parameter) -> torch.device:
+    """Return a parameter's device, or the CPU for one on the meta device."""
+    return torch.device("cpu") if parameter.is_meta else parameter.device
 
 
 def _takes(device: torch.device, weight: Weight) -> bool:
