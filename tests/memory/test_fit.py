@@ -1,5 +1,6 @@
 """`fit` on tiny pipelines: results stay, everything goes back, bad input changes nothing."""
 
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -68,7 +69,14 @@ def test_streaming_changes_no_result_and_is_undone(everything_streams, variant, 
 
 def test_the_plan_says_where_everything_is(everything_streams):
     text = str(fit_on_the_cpu(tiny_wan_pipeline("i2v")))
-    for words in ("text_encoder", "token embeddings stay on the host", "transformer", "its blocks stream", "in tiles"):
+    for words in (
+        "in all",
+        "text_encoder",
+        "token embeddings stay on the host",
+        "transformer",
+        "its blocks stream",
+        "in tiles",
+    ):
         assert words in text
     for stage in ("text encoding", "image encoding", "VAE encoding", "denoising", "decoding"):
         assert stage in text
@@ -167,6 +175,17 @@ def test_a_host_that_is_too_small(everything_streams, monkeypatch):
     with pytest.raises(trp.DoesNotFit, match="offload to disk"):
         fit_on_the_cpu(pipe)
     assert not hooks_of(pipe)
+
+
+def test_weights_of_a_mapped_file_take_memory_when_they_are_pinned(everything_streams, monkeypatch):
+    pipe = tiny_wan_pipeline()
+    pinned = sum(component.blocks for component in fit_on_the_cpu(pipe).components)
+    free = 1.5 * pinned
+    monkeypatch.setattr(plan_module.psutil, "virtual_memory", lambda: mock.Mock(available=free))
+    for ordinary, fits in ((0, False), (pinned, True)):
+        monkeypatch.setattr(plan_module, "_ordinary_memory", lambda size=ordinary: size)
+        with nullcontext() if fits else pytest.raises(trp.DoesNotFit, match="of the host's memory"):
+            fit_on_the_cpu(tiny_wan_pipeline())
 
 
 def test_streaming_leaves_hooks_of_others(everything_streams):

@@ -1,9 +1,13 @@
 """Fit a pipeline into a GPU's memory: where each model lies, with diffusers' own offloading.
 
-plan.py: `fit` and the plan that it returns. components.py: the bytes of models. stages.py: the bytes that a stage of a
-generation computes with. choose.py: which models stay on the GPU and which stream. streaming.py: diffusers' group
-offloading for the blocks of a model. empty_models.py: models without weights, from configs. needs.py: what such a model
-takes in each tier.
+plan.py            `fit`, and the plan that it returns
+components.py      the bytes of models
+stages.py          the bytes that a stage of a generation computes with
+choose.py          which models stay on the GPU, and which stream
+streaming.py       diffusers' group offloading for the blocks of a model
+pinned.py          pinned memory for these blocks
+empty_models.py    models without weights, from configs
+needs.py           what such a model takes in each tier
 """
 
 from .plan import DoesNotFit, MemoryPlan, fit

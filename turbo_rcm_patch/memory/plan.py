@@ -18,6 +18,7 @@ from ..patching.steps.plan import is_patched, state_of
 from ..tables import table
 from .choose import Placement, choose, smallest
 from .components import Component, components_of
+from .pinned import SLAB
 from .stages import Patched, Stage, Video, stages_of
 from .streaming import stop_streaming, stream
 
@@ -68,6 +69,8 @@ class MemoryPlan:
     def __str__(self) -> str:
         rows = [("model", "where", "on the GPU, GB", "on the host, GB", "pinned, GB")]
         rows += [self._row(component) for component in self.components]
+        host, pinned = self.placement.on_host(self.components)
+        rows.append(("in all", "", *map(in_gb, (sum(map(self.placement.on_gpu, self.components)), host, pinned))))
         peaks = [("stage", "peak, GB"), *((name, in_gb(peak)) for name, peak in self.peaks.items())]
         lines = [f"{self.video}, within {in_gb(self.budget)} GB beside CUDA's own {in_gb(CONTEXT)} GB", table(rows), ""]
         lines.append(table(peaks))
@@ -221,15 +224,21 @@ def _check_host(plan: MemoryPlan, models: Mapping[str, nn.Module]) -> None:
     """Raise DoesNotFit if the host has too little memory for what the plan moves there."""
     _, pinned = plan.placement.on_host(plan.components)
     free = psutil.virtual_memory().available
-    largest = max((c.largest for c in plan.components if c.name in plan.placement.streaming), default=0)
-    needed = largest  # pinned block by block, each in place of the block before it was pinned
-    if any(p.device.type != "cpu" for name in plan.placement.streaming for p in models[name].parameters()):
-        needed += pinned
+    on_cpu = all(p.device.type == "cpu" for name in plan.placement.streaming for p in models[name].parameters())
+    # Weights that are in ordinary memory are pinned one by one, each in place of itself. Those that are read from a
+    # mapped file take memory only then.
+    needed = min(pinned, SLAB) + (max(0, pinned - _ordinary_memory()) if on_cpu else pinned)
     if needed > free:
         raise DoesNotFit(
             f"streaming takes {in_gb(needed)} GB more of the host's memory, and {in_gb(free)} GB are free; close other "
             "programs, or let diffusers offload to disk (enable_group_offload with offload_to_disk_path)."
         )
+
+
+def _ordinary_memory() -> int:
+    """Return the bytes of memory of this process, on Linux without those of mapped files."""
+    memory = psutil.Process().memory_info()
+    return memory.rss - getattr(memory, "shared", 0)
 
 
 def _place(plan: MemoryPlan, models: Mapping[str, nn.Module], device: torch.device) -> Iterator[tuple]:

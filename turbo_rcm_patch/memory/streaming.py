@@ -14,7 +14,8 @@ import torch
 from diffusers.hooks import HookRegistry, ModelHook, apply_group_offloading
 from torch import nn
 
-from .components import embeddings_of, holder_of_blocks
+from .components import blocks_of, embeddings_of, holder_of_blocks
+from .pinned import pin
 
 ON_HOST = "turbo_rcm_patch_on_host"  # the name of the hook on token embeddings
 
@@ -32,6 +33,8 @@ def stream(model: nn.Module, device: torch.device) -> None:
     if table is not None:
         HookRegistry.check_if_exists_or_initialize(table).register_hook(_RowsFromHost(device), ON_HOST)
     in_parallel = device.type == "cuda"
+    if in_parallel:
+        pin(tensor for block in blocks_of(model) for tensor in (*block.parameters(), *block.buffers()))
     others = {
         name
         for name, child in holder.named_children()
@@ -59,9 +62,11 @@ def stop_streaming(model: nn.Module) -> None:
                     registry.remove_hook(name, recurse=False)
             if not registry.hooks:
                 del module._diffusers_hook
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type == "cpu" and tensor.is_pinned():
-            tensor.data = tensor.data.clone()
+    pinned = [t for t in (*model.parameters(), *model.buffers()) if t.device.type == "cpu" and t.is_pinned()]
+    for tensor in pinned:
+        tensor.data = tensor.data.clone()
+    if pinned and hasattr(torch.accelerator, "empty_host_cache"):  # newer than torch 2.11
+        torch.accelerator.empty_host_cache()  # else PyTorch keeps the pinned memory
 
 
 class _RowsFromHost(ModelHook):
