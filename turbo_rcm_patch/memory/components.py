@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ..config import PatchConfig
+from ..kernels import RANK_STEP
 from ..kernels.quantized import FP8
 from ..patching.families import family_of
 from ..patching.weights.convert import convertible_linears, quantized_linears
+from ..plain import is_lora_layer
 
 SCALE_BYTES = 4  # of a row's scale and of the norm, in fp32
 STEPS = 4  # of a generation, to weigh what crosses the bus
@@ -109,13 +111,25 @@ def _total(module: nn.Module, sizes: Mapping[int, int]) -> int:
     return sum(sizes[id(tensor)] for tensor in tensors)
 
 
+def _lora_matrices(model: nn.Module) -> Iterator[tuple[torch.Tensor, int]]:
+    """Yield the matrices of all LoRAs with their ranks."""
+    for layer in filter(is_lora_layer, model.modules()):
+        for name, first in layer.lora_A.items():
+            for matrix in (first.weight, layer.lora_B[name].weight):
+                yield matrix, first.weight.shape[0]
+
+
 def _sizes(model: nn.Module, config: PatchConfig) -> tuple[dict[int, int], int]:
     """Return the bytes of each tensor by its id, as the patch stores it, and those of the originals on the host."""
     sizes = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
     done = quantized_linears(model)
     originals = sum(linear.original.nbytes for linear in done if not linear.is_freed)
     family = family_of(model)
-    if family is None or done:
+    if family is None:
+        return sizes, originals
+    for matrix, rank in _lora_matrices(model):
+        sizes[id(matrix)] += matrix.nbytes // rank * (-(-rank // RANK_STEP) * RANK_STEP)  # the patch's own copy
+    if done:
         return sizes, originals
     for linear in convertible_linears(model, family.linears(model), config).values():
         originals += linear.weight.nbytes if config.restorable else 0
