@@ -211,7 +211,7 @@ def add_generation_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, help=steps)
     transformer = (
         "with --model: a transformer in place of the pipeline's, as a folder of diffusers or of turbo-rcm convert, or "
-        "as a .safetensors or .gguf file"
+        "as a .safetensors or .gguf file; with generate also one in 8 bits, such as ComfyUI's fp8_scaled"
     )
     parser.add_argument("--transformer", type=Path, metavar="FOLDER", help=transformer)
     second = "Wan 2.2: the same for the low-noise expert, if --transformer is a file or holds one alone"
