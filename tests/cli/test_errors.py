@@ -1,6 +1,7 @@
 """Every command refuses wrong options, models and outputs in one line, before it loads or writes anything."""
 
 import json
+import socket
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ from tests.cli.running import CAPTION, TINY, error_of
 from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.bench import verify as verify_module
 from turbo_rcm_patch.cli import commands, files, main, pipelines
-from turbo_rcm_patch.cli.errors import CommandError
+from turbo_rcm_patch.cli.errors import CommandError, why_not_loaded
 from turbo_rcm_patch.cli.sizes import size_rules
 
 
@@ -143,6 +144,15 @@ def test_a_hub_model_is_refused_by_its_index_alone(capsys, monkeypatch):
     monkeypatch.setattr(loader, "load_config", not_found)
     message = error_of(capsys, "verify", "--model", "owner/name", *TINY)
     assert "cannot load --model owner/name: owner/name is not a local folder; check the name" in message
+
+
+@pytest.mark.parametrize("cause", [socket.gaierror(-2, "unknown name"), ConnectionRefusedError(), TimeoutError()])
+def test_an_error_of_the_network_is_recognised_by_its_cause(cause):
+    """A pipeline class of diffusers says that the model is not fully cached."""
+    error = OSError("Cannot load model a/b: the model is not fully cached locally")
+    error.__context__ = RuntimeError("httpx")
+    error.__context__.__cause__ = cause
+    assert why_not_loaded(error).startswith("the hub cannot be reached")
 
 
 def test_without_network_the_hub_is_blamed_and_not_the_model(capsys, monkeypatch):

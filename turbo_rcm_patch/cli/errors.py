@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import sys
 from collections.abc import Callable, Iterator
 
@@ -27,7 +28,8 @@ def why_not_loaded(error: Exception) -> str:
     while cause is not None:
         causes.append(cause)
         cause = cause.__cause__ or cause.__context__
-    if any(isinstance(cause, (LocalEntryNotFoundError, ConnectionError)) for cause in causes):
+    of_network = (LocalEntryNotFoundError, ConnectionError, TimeoutError, socket.gaierror)
+    if any(isinstance(cause, of_network) for cause in causes):
         return "the hub cannot be reached, and this machine has no copy; check the network, or give a folder."
     line = next(iter(str(error).splitlines()), type(error).__name__)
     return f"{line.rstrip('. ')}; check the name, the network and the files."
