@@ -202,6 +202,17 @@ def test_generate_with_vram_patches_and_then_fits(model, saved_models, tmp_path,
 
 
 @pytest.mark.usefixtures("cpu_as_a_gpu")
+def test_weights_that_were_stored_in_8_bits_fit_too(saved_models, tmp_path, capsys):
+    model, converted = str(saved_models / "t2v"), str(tmp_path / "converted")
+    assert main(["convert", model, converted, "--device", "cpu", "--dtype", "float32"]) == 0
+    options = [*TINY[:-2], "--preset", "quantized", "--model", model, "--transformer", converted]
+    assert main(["generate", CAPTION, "-o", str(tmp_path / "x.mp4"), *options, "--vram", "10GB"]) == 0
+    printed = capsys.readouterr().out
+    assert "within 9.40 GB" in printed
+    assert "original weights" not in printed
+
+
+@pytest.mark.usefixtures("cpu_as_a_gpu")
 def test_too_little_vram_is_one_line(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv(ALLOCATOR, "garbage_collection_threshold:0.8")
     message = error_of(capsys, "generate", CAPTION, "-o", tmp_path / "x.mp4", *TINY[:-2], "--vram", "610 MB")

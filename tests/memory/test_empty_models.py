@@ -7,7 +7,7 @@ import torch
 from diffusers import DiffusionPipeline
 
 from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
-from turbo_rcm_patch.memory.empty_models import add_empty_projections, empty_models
+from turbo_rcm_patch.memory.empty_models import empty_models, with_empty_projections
 from turbo_rcm_patch.patching.families import CASES
 
 
@@ -52,8 +52,9 @@ def test_a_known_size_has_the_encoders_of_its_checkpoint():
 
 def test_projections_of_the_sparse_tier():
     model = tiny_wan_transformer(dtype=torch.bfloat16).to("meta")
-    add_empty_projections(model)
-    for block in model.blocks:
+    sparse = with_empty_projections(model)
+    assert not hasattr(model.blocks[0].attn1, "proj_l")
+    for block in sparse.blocks:
         assert block.attn1.proj_l.weight.shape == (64, 64)
         assert block.attn1.proj_l.weight.dtype == torch.bfloat16
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -45,11 +46,13 @@ def has_own_timesteps(source: str | Path) -> bool:
     return bool(_index(Path(source)).get("expand_timesteps"))
 
 
-def add_empty_projections(transformer: nn.Module) -> None:
-    """Give every self-attention on the meta device a proj_l, which training with sparse-linear attention adds."""
+def with_empty_projections(transformer: nn.Module) -> nn.Module:
+    """Return a copy of a transformer on the meta device with the projections of sparse-linear attention."""
+    transformer = copy.deepcopy(transformer)
     for _, attn, _ in family_of(transformer).self_attentions(transformer):
         like, size = attn.to_out[0].weight, attn.inner_dim // attn.heads
         setattr(attn, PROJ_L, nn.Linear(size, size, device="meta", dtype=like.dtype))
+    return transformer
 
 
 def cast_as_loaded(model: nn.Module, dtype: torch.dtype) -> nn.Module:

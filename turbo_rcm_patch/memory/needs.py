@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from ..amounts import in_gb
 from ..config import PRESETS, Sparse, without_originals
@@ -16,7 +15,7 @@ from ..patching.steps.sparse_linear import why_not_replaceable
 from ..tables import table
 from .choose import Placement, smallest
 from .components import Component, components_of
-from .empty_models import add_empty_projections, empty_models, has_own_timesteps
+from .empty_models import empty_models, has_own_timesteps, with_empty_projections
 from .plan import CONTEXT
 from .stages import Patched, Video, stages_of
 
@@ -46,23 +45,19 @@ def models_by_preset(
     The configurations free the weights that 8 bits replace. Raises ValueError as `empty_models`, and for a given preset
     that the model cannot have.
     """
+    models, own_timesteps = empty_models(source, dtype), has_own_timesteps(source)
+    transformers = {name: model for name, model in models.items() if family_of(model) is not None}
+    reasons = (why_not_replaceable(name, family_of(m).self_attentions(m)) for name, m in transformers.items())
+    why_not_sparse = next(filter(None, reasons), None)
     for name in PRESETS if preset is None else (preset,):
-        config, models = without_originals(PRESETS[name]), empty_models(source, dtype)
-        if isinstance(config, Sparse):
-            reasons = [_add_projections(part, model) for part, model in models.items() if family_of(model)]
-            if why_not := next(filter(None, reasons), None):
-                if preset is not None:
-                    raise ValueError(why_not)
-                continue
-        yield name, Patched(models, config, has_own_timesteps(source))
-
-
-def _add_projections(name: str, transformer: nn.Module) -> str | None:
-    """Add the projections of the sparse tier, or return why the transformer cannot have it."""
-    why_not = why_not_replaceable(name, family_of(transformer).self_attentions(transformer))
-    if why_not is None:
-        add_empty_projections(transformer)
-    return why_not
+        config = without_originals(PRESETS[name])
+        if not isinstance(config, Sparse):
+            yield name, Patched(models, config, own_timesteps)
+        elif why_not_sparse is None:
+            sparse = {part: with_empty_projections(model) for part, model in transformers.items()}
+            yield name, Patched({**models, **sparse}, config, own_timesteps)
+        elif preset is not None:
+            raise ValueError(why_not_sparse)
 
 
 def needs(presets: Iterable[tuple[str, Patched]], videos: Sequence[Video] = VIDEOS) -> list[Need]:
