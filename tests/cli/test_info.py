@@ -34,6 +34,8 @@ def test_info_tells_what_each_tier_takes(saved_models, tmp_path, capsys):
     assert [need["video"] for need in memory[:2]] == [[480, 832, 81], [720, 1280, 81]]
     assert {component["name"] for component in memory[0]["components"]} == {"text_encoder", "transformer", "vae"}
     assert memory[0]["resident"] > memory[0]["least"]
+    printed, _ = info_of(tmp_path, capsys, "wan2.2-5b")
+    assert "1280x704, 81 frames" in printed  # 32 divides the sizes of its videos
     printed, one = info_of(tmp_path, capsys, saved_models / "t2v", "--preset", "quantized", "--frames", 17)
     assert "480, 17 frames" in printed
     assert [(need["tier"], need["video"]) for need in one] == [("quantized", [480, 832, 17])]

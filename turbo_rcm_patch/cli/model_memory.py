@@ -46,7 +46,9 @@ def _videos(arguments: argparse.Namespace, models: Mapping[str, nn.Module]) -> S
     """Return the size that the options give, or the usual ones. Raises CommandError for one the model does not have."""
     given = arguments.height, arguments.width, arguments.frames
     transformer = next(model for model in models.values() if family_of(model) is not None)
-    size_rules(models["vae"].config if "vae" in models else {}, transformer.config).check(*given)
+    rules = size_rules(models["vae"].config if "vae" in models else {}, transformer.config)
+    rules.check(*given)
+    usual = [Video(v.height - v.height % rules.height, v.width - v.width % rules.width, v.frames) for v in VIDEOS]
     if given == (None, None, None):
-        return VIDEOS if arguments.vram is None else VIDEOS[:1]
-    return [Video(*(usual if value is None else value for value, usual in zip(given, VIDEOS[0], strict=True)))]
+        return usual if arguments.vram is None else usual[:1]
+    return [Video(*(default if value is None else value for value, default in zip(given, usual[0], strict=True)))]
