@@ -130,6 +130,15 @@ def test_bad_input(options, message):
     assert not hooks_of(pipe)
 
 
+def test_more_memory_than_the_card_has(monkeypatch):
+    card = mock.Mock(total_memory=25_757_220_864)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    pipe = tiny_wan_pipeline()
+    with pytest.raises(ValueError, match=r"vram='24 GiB', but cuda has 25\.76 GB; give at most that, or None"):
+        trp.fit(pipe, "24 GiB", **SIZE, device="cuda")
+    assert all(parameter.device.type == "cpu" for parameter in pipe.transformer.parameters())
+
+
 def test_what_cannot_be_planned():
     pipe = tiny_wan_pipeline()
     with pytest.raises(ValueError, match="no diffusers pipeline"):

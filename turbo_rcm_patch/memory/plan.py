@@ -130,6 +130,7 @@ def fit(
     patched = Patched(models, _config_of(models, config), bool(pipe.config.get("expand_timesteps")))
     _check(models, video)
     budget = _free(models, device) if vram is None else budget_of(vram)
+    _check_card(vram, device)
     plan = plan_for(patched, video, budget)
     _check_host(plan, models)
     try:
@@ -209,6 +210,15 @@ def _is_hooked(module: nn.Module) -> bool:
 def budget_of(vram: str | int) -> int:
     """Return the bytes of a card's memory that torch may allocate. Raises ValueError or TypeError as `parse_amount`."""
     return parse_amount(vram) - CONTEXT
+
+
+def _check_card(vram: str | int | None, device: torch.device) -> None:
+    """Raise ValueError for more memory than the GPU has."""
+    if vram is None or device.type != "cuda":
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    if parse_amount(vram) > total:
+        raise ValueError(f"vram={vram!r}, but {device} has {in_gb(total)} GB; give at most that, or None.")
 
 
 def _free(models: Mapping[str, nn.Module], device: torch.device) -> int:

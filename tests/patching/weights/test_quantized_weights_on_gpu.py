@@ -42,7 +42,7 @@ def allocated():
 @pytest.mark.parametrize("config", [CONFIG, FREED], ids=["kept", "freed"])
 @pytest.mark.parametrize("first", ["patch", "move"])
 def test_linears_take_half_on_a_gpu(first, config):
-    """For real models test_fits.py shows at most 55 %: their embeddings are a smaller part."""
+    """For real models test_needs.py shows at most 55 %: their embeddings are a smaller part."""
     with trp.patch(tiny_wan_transformer(**LARGE).cuda(), CONFIG) as patch:
         on_gpu(patch.transformers["transformer"])  # allocates what libraries keep
     del patch
