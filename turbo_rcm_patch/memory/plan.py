@@ -125,7 +125,7 @@ def fit(
         DoesNotFit: no plan fits; the error names what is missing, and a setting that fits.
         ValueError, TypeError: the amount of memory, the size or the pipeline is not one that can be planned.
     """
-    device, video = torch.device(device), Video(height, width, num_frames)
+    device, video = _with_index(torch.device(device)), Video(height, width, num_frames)
     models = _models_of(pipe)
     patched = Patched(models, _config_of(models, config), bool(pipe.config.get("expand_timesteps")))
     _check(models, video)
@@ -200,6 +200,12 @@ def _check(models: Mapping[str, nn.Module], video: Video) -> None:
 def _step(models: Mapping[str, nn.Module]) -> int:
     """Return the frames of a video for each latent frame after the first."""
     return getattr(getattr(models.get("vae"), "config", None), "scale_factor_temporal", None) or 4
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """Return "cuda" as the GPU that it means now."""
+    is_current = device.type == "cuda" and device.index is None and torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if is_current else device
 
 
 def _is_hooked(module: nn.Module) -> bool:
