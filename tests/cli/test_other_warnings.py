@@ -16,7 +16,7 @@ def test_a_command_prints_its_own_errors_and_warnings_alone(tmp_path, saved_mode
     wrong = ["info", "--device", "cuda:99"]
     warns = ["generate", CAPTION, "-o", str(tmp_path / "circle.mp4"), *TINY]
     known = ["--model", str(saved_models / "t2v"), "--sigma-max", "80"]
-    silent = ["compare", "a fox", "--repeats", "1", *known, *TINY]
+    silent = ["generate", "a fox", "-o", str(tmp_path / "fox.mp4"), *known, *TINY]
     code = f"from turbo_rcm_patch.cli import main; print([main(argv) for argv in {[wrong, warns, silent]}])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[2, 0, 0]"
