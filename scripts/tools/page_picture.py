@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         page.goto(served.local_url)
         page.get_by_label("Prompt", exact=True).fill(PROMPT)
         page.get_by_role("button", name="Generate").click()
-        page.wait_for_function(BOTH_SHOWN, timeout=600_000)
+        page.wait_for_function(BOTH_SHOWN, timeout=120_000)
         page.evaluate(AT_ONE_FRAME)
         page.mouse.move(0, 0)
         page.wait_for_timeout(1000)

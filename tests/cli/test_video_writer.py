@@ -1,5 +1,6 @@
 """An mp4 written while its frames are decoded: which frames, when, and that no half file is left."""
 
+import subprocess
 import threading
 
 import imageio.v3 as iio
@@ -12,6 +13,7 @@ from tests.cli.running import CAPTION, TINY
 from tests.tiny_vae import tiny_latents, tiny_vae
 from turbo_rcm_patch.cli import commands, main, video_writer
 from turbo_rcm_patch.cli.errors import CommandError
+from turbo_rcm_patch.cli.files import write_video
 from turbo_rcm_patch.cli.video_writer import VideoWriter
 from turbo_rcm_patch.patching.families.vae import frames_sent_to
 
@@ -134,3 +136,18 @@ def test_generate_writes_the_same_video_while_it_is_decoded_and_after(tmp_path, 
     size = {"height": 32, "width": 48, "num_frames": 5, "num_inference_steps": 2, "guidance_scale": 1.0}
     images = pipe(CAPTION, generator=torch.Generator().manual_seed(7), **size, output_type="pil").frames[0]
     assert np.array_equal(np.concatenate(written["while"] or written["after"]), np.stack(list(map(np.asarray, images))))
+
+
+def test_no_python_runs_in_the_forked_encoder(tmp_path, monkeypatch):
+    """In a process with threads, as the page's, that has crashed."""
+    started, popen = [], subprocess.Popen
+
+    def start(command, **options):
+        started.append(options.get("preexec_fn"))
+        return popen(command, **options)
+
+    monkeypatch.delenv("IMAGEIO_FFMPEG_NO_PREVENT_SIGINT", raising=False)
+    monkeypatch.setattr(subprocess, "Popen", start)
+    write_video(tmp_path / "out.mp4", [np.zeros((2, 16, 16, 3), np.uint8)], 16)
+    assert started
+    assert set(started) == {None}

@@ -115,6 +115,8 @@ def write_video(path: Path, pieces: Iterable[np.ndarray], fps: int) -> None:
     """Write frames, uint8 in pieces of [n, H, W, 3], as an mp4. ffmpeg encodes a piece while the next one is made."""
     import imageio.v2 as imageio
 
+    # imageio would run Python in the forked ffmpeg before it starts, which can crash in a process with threads.
+    os.environ.setdefault("IMAGEIO_FFMPEG_NO_PREVENT_SIGINT", "1")
     frames = 0
     quality = 5  # as diffusers' export_to_video has it
     with replacing(path) as temporary:
