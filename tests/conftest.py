@@ -3,6 +3,12 @@
 import logging
 import os
 
+# pytest's workers share the cores. With more threads than cores they wait for each other and take three times as long.
+# PyTorch and NumPy, in which the interpreter computes, read this when they are imported.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    threads = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ["OMP_NUM_THREADS"] = str(max(1, threads))
+
 import torch
 
 os.environ["TURBO_RCM_PATCH_CACHE"] = os.devnull  # nothing that `turbo-rcm tune` chose on this machine
@@ -17,10 +23,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.interpreter import speed_up
 
     speed_up()
-
-# pytest's workers share the cores. With more threads than cores they wait for each other and take three times as long.
-torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))))
-
 
 # Before and after each test pytest goes through all loggers that do not propagate. PyTorch has 50.
 for logger in logging.root.manager.loggerDict.values():
