@@ -12,11 +12,13 @@ import argparse
 import math
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
 from accelerate import init_empty_weights
 from diffusers import WanTransformer3DModel
+from torch import nn
 
 import turbo_rcm_patch as trp
 from turbo_rcm_patch.bench.cases import TEXT_TOKENS
@@ -72,20 +74,29 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def random_model(config: dict[str, object]) -> WanTransformer3DModel:
-    """Return the transformer on the CPU, all of it in bf16, with matrices scaled by their depth."""
+    """Return the transformer on the CPU in bf16, with random weights."""
+    return with_random_weights(lambda: WanTransformer3DModel(**config))
+
+
+def with_random_weights(make: Callable[[], nn.Module]) -> nn.Module:
+    """Return the model that a function makes, on the CPU, all of it in bf16, with matrices scaled by their depth."""
     with init_empty_weights(include_buffers=False):
-        model = WanTransformer3DModel(**config).eval()
+        model = make().eval()
     pool = torch.randn(POOL, generator=torch.Generator().manual_seed(0)).bfloat16()
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[name] = torch.nn.Parameter(_values(parameter, name, pool), requires_grad=False)
+                module._parameters[name] = nn.Parameter(_values(parameter, name, pool), requires_grad=False)
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()
     return model
 
 
 def _values(parameter: torch.Tensor, name: str, pool: torch.Tensor) -> torch.Tensor:
-    if parameter.dim() == 1:
-        return torch.ones(parameter.shape, dtype=torch.bfloat16) * (name == "weight")  # norms' weights, and biases
+    """Return ones for a norm's weight, zeros for a bias, and random values for a matrix."""
+    if parameter.numel() == len(parameter):
+        ones = torch.ones(parameter.shape, dtype=torch.bfloat16)
+        return ones if name in ("weight", "gamma") else torch.zeros_like(ones)
     depth = math.prod(parameter.shape[1:])
     repeats = -(-parameter.numel() // len(pool))
     return pool.repeat(repeats)[: parameter.numel()].view(parameter.shape) * depth**-0.5

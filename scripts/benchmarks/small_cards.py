@@ -16,19 +16,18 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from accelerate import init_empty_weights
 from diffusers import WanPipeline
-from torch import nn
 from transformers import BatchEncoding, UMT5EncoderModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts` can be imported
 
 import turbo_rcm_patch as trp
+from scripts.benchmarks.memory_cap import with_random_weights
 from turbo_rcm_patch.amounts import in_gb, parse_amount
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.cli.files import json_file, write_json
@@ -38,7 +37,6 @@ from turbo_rcm_patch.patching.families.wan.cases import UMT5_XXL
 from turbo_rcm_patch.scheduler import RCMScheduler
 from turbo_rcm_patch.tables import table
 
-POOL = 1 << 26  # random values that all weights are cut from: drawing each anew takes minutes
 TOKENS, STEPS = 512, 4
 
 
@@ -144,40 +142,18 @@ def call_options(ends: list[float], device: torch.device) -> dict[str, object]:
 
 def random_pipeline(config: str, experts: int) -> WanPipeline:
     """Return a pipeline on the CPU in bf16, with one transformer or with two of the same size."""
-    case, pool = CASES[config], torch.randn(POOL, generator=torch.Generator().manual_seed(0)).bfloat16()
-    transformers = [with_values(lambda: case.transformer_class(**case.transformer), pool) for _ in range(experts)]
+    case = CASES[config]
+    transformers = [with_random_weights(lambda: case.transformer_class(**case.transformer)) for _ in range(experts)]
     second = {"transformer_2": transformers[1], "boundary_ratio": 0.875} if experts == 2 else {}
     return WanPipeline(
         tokenizer=RandomTokens(),
-        text_encoder=with_values(lambda: UMT5EncoderModel(UMT5_XXL), pool),
-        vae=with_values(lambda: case.vae_class(**case.vae), pool),
+        text_encoder=with_random_weights(lambda: UMT5EncoderModel(UMT5_XXL)),
+        vae=with_random_weights(lambda: case.vae_class(**case.vae)),
         transformer=transformers[0],
         scheduler=RCMScheduler(),
         expand_timesteps=case.expand_timesteps,
         **second,
     )
-
-
-def with_values(make: Callable[[], nn.Module], pool: torch.Tensor) -> nn.Module:
-    """Return a model in bf16 on the CPU, its matrices scaled by their depth."""
-    with init_empty_weights(include_buffers=False):
-        model = make().eval()
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = nn.Parameter(values(parameter, name, pool), requires_grad=False)
-    if hasattr(model, "tie_weights"):
-        model.tie_weights()
-    return model
-
-
-def values(parameter: torch.Tensor, name: str, pool: torch.Tensor) -> torch.Tensor:
-    if parameter.dim() == 1 or parameter.numel() == parameter.shape[0]:
-        ones = torch.ones(parameter.shape, dtype=torch.bfloat16)
-        return ones if name in ("weight", "gamma") else torch.zeros_like(ones)
-    depth = math.prod(parameter.shape[1:])
-    repeats = -(-parameter.numel() // len(pool))
-    return pool.repeat(repeats)[: parameter.numel()].view(parameter.shape) * depth**-0.5
 
 
 def cells(row: dict) -> tuple[str, ...]:

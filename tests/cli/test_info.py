@@ -21,7 +21,7 @@ def test_info(tmp_path, capsys):
 
 
 def info_of(tmp_path, capsys, *options):
-    """What `info --model` prints, and its JSON about memory."""
+    """Run `info --model`, and return its output and the memory in its JSON file."""
     path = tmp_path / "info.json"
     assert main(["info", "--device", "cpu", "--json", str(path), "--model", *map(str, options)]) == 0
     return capsys.readouterr().out, json.loads(path.read_text())["memory"]

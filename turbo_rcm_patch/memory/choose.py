@@ -17,7 +17,10 @@ AROUND = 1.05  # memory of torch's allocator over that of the tensors
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the models are. streaming: names of those whose blocks stream. tiles: the VAE works in tiles."""
+    """A place for each model: all of it stays on the GPU, or its blocks stream there.
+
+    streaming: the names of the models whose blocks stream. tiles: True if the VAE works in tiles.
+    """
 
     streaming: frozenset[str]
     tiles: bool

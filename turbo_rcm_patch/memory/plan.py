@@ -31,7 +31,7 @@ class DoesNotFit(RuntimeError):
 
 
 class MemoryPlan:
-    """Where a pipeline's models lie. str() gives the table, `undo` puts everything back.
+    """The places of a pipeline's models, and the memory that they take. Print it to see a table.
 
     Attributes:
         components: the models and their bytes.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import turbo_rcm_patch as trp
-from scripts.benchmarks import small_cards
+from scripts.benchmarks import memory_cap, small_cards
 from turbo_rcm_patch.memory.components import component_of
 
 TINY_TEXT = {"d_model": 32, "d_ff": 64, "num_heads": 2, "d_kv": 16, "num_layers": 2, "vocab_size": 100}
@@ -16,7 +16,7 @@ TINY_TEXT = {"d_model": 32, "d_ff": 64, "num_heads": 2, "d_kv": 16, "num_layers"
 def small_encoder(monkeypatch):
     for name, value in TINY_TEXT.items():
         monkeypatch.setattr(small_cards.UMT5_XXL, name, value)
-    monkeypatch.setattr(small_cards, "POOL", 1 << 12)
+    monkeypatch.setattr(memory_cap, "POOL", 1 << 12)
 
 
 def test_the_embeddings_are_one_tensor_under_two_names():
