@@ -67,6 +67,14 @@ def test_streaming_changes_no_result_and_is_undone(everything_streams, variant, 
     plan.undo()  # nothing is left
 
 
+def test_every_module_with_the_token_embeddings_reads_them_on_the_host(everything_streams):
+    pipe = tiny_wan_pipeline()
+    fit_on_the_cpu(pipe)
+    encoder, hooked = pipe.text_encoder, hooks_of(pipe)
+    assert encoder.shared in hooked
+    assert encoder.encoder.embed_tokens in hooked  # another module with the same weight
+
+
 def test_the_plan_says_where_everything_is(everything_streams):
     text = str(fit_on_the_cpu(tiny_wan_pipeline("i2v")))
     for words in (

@@ -7,6 +7,8 @@ import torch
 
 import turbo_rcm_patch as trp
 from tests.tiny_wan import tiny_wan_pipeline
+from turbo_rcm_patch.memory import plan as plan_module
+from turbo_rcm_patch.memory.choose import Placement
 
 pytestmark = pytest.mark.gpu
 SIZE = {"height": 480, "width": 832, "num_frames": 5}
@@ -69,6 +71,22 @@ def test_a_transformer_that_does_not_fit_streams(tier):
     torch.cuda.empty_cache()
     assert torch.cuda.memory_allocated() - before < 2**26
     pipe.to(DEVICE)
+    assert (video_of(pipe) - expected).abs().max() == 0
+
+
+def test_everything_streams(monkeypatch):
+    pipe = tiny_wan_pipeline(dtype=torch.bfloat16)
+    pipe.to(DEVICE)
+    expected = video_of(pipe)
+    pipe.to("cpu")
+    monkeypatch.setattr(
+        plan_module,
+        "choose",
+        lambda components, *_: Placement(frozenset(c.name for c in components if c.blocks), tiles=False),
+    )
+    plan = trp.fit(pipe, **SIZE)
+    assert plan.placement.streaming == {"text_encoder", "transformer"}
+    assert pipe.text_encoder.shared.weight.device.type == "cpu"
     assert (video_of(pipe) - expected).abs().max() == 0
 
 

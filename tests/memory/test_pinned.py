@@ -53,9 +53,18 @@ def test_others_stay_where_they_are():
 @pytest.mark.gpu
 def test_pinned_memory_is_what_is_asked_for():
     tensors = [nn.Parameter(torch.full((5120, 5120), index, dtype=torch.int8), False) for index in range(30)]
-    before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    whole = sum(tensor.nbytes for tensor in tensors)
+
+    def pinned_bytes():
+        return torch.cuda.host_memory_stats()["allocated_bytes.current"]
+
+    before = pinned_bytes()
+    one_by_one = [tensor.pin_memory() for tensor in tensors]
+    assert pinned_bytes() - before >= 1.2 * whole  # what `pin` is for
+    del one_by_one
+    before = pinned_bytes()
     pin(tensors)
-    taken = torch.cuda.host_memory_stats()["allocated_bytes.current"] - before
+    taken = pinned_bytes() - before
     assert all(tensor.is_pinned() and (tensor == index).all() for index, tensor in enumerate(tensors))
     assert all(tensor.pin_memory().data_ptr() == tensor.data_ptr() for tensor in tensors)  # diffusers copies nothing
-    assert taken <= 1.1 * sum(tensor.nbytes for tensor in tensors)
+    assert taken <= 1.1 * whole

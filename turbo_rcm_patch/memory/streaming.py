@@ -30,8 +30,8 @@ def stream(model: nn.Module, device: torch.device) -> None:
     model.to("cpu")
     with _without_children(holder, blocks):
         _move_all_but(model, table, device)
-    if table is not None:
-        HookRegistry.check_if_exists_or_initialize(table).register_hook(_RowsFromHost(device), ON_HOST)
+    for embedding in _modules_of(model, table):
+        HookRegistry.check_if_exists_or_initialize(embedding).register_hook(_RowsFromHost(device), ON_HOST)
     in_parallel = device.type == "cuda"
     if in_parallel:
         pin(tensor for block in blocks_of(model) for tensor in (*block.parameters(), *block.buffers()))
@@ -93,6 +93,13 @@ def _without_children(module: nn.Module, names: set[str]) -> Iterator[None]:
         yield
     finally:
         module._modules = children
+
+
+def _modules_of(model: nn.Module, table: nn.Embedding | None) -> list[nn.Module]:
+    """Return the modules that look up in a table. UMT5 has two with one weight: `shared` and `encoder.embed_tokens`."""
+    if table is None:
+        return []
+    return [module for module in model.modules() if getattr(module, "weight", None) is table.weight]
 
 
 def _move_all_but(model: nn.Module, table: nn.Embedding | None, device: torch.device) -> None:
