@@ -223,6 +223,7 @@ def test_too_little_vram_is_one_line(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.gpu
 def test_generate_with_vram_on_a_gpu(tmp_path, capsys):
+    pytest.importorskip("imageio_ffmpeg")
     options = ["--device", "cuda", "--vram", "2GB", "--height", "32", "--width", "48", "--frames", "5"]
     assert main(["generate", CAPTION, "-o", str(tmp_path / "circle.mp4"), *options]) == 0
     assert "stays on the GPU" in capsys.readouterr().out
