@@ -78,24 +78,24 @@ def random_model(config: dict[str, object]) -> WanTransformer3DModel:
     return with_random_weights(lambda: WanTransformer3DModel(**config))
 
 
-def with_random_weights(make: Callable[[], nn.Module]) -> nn.Module:
-    """Return the model that a function makes, on the CPU, all of it in bf16, with matrices scaled by their depth."""
+def with_random_weights(make: Callable[[], nn.Module], device: torch.device | str = "cpu") -> nn.Module:
+    """Return the model that a function makes, on a device, all of it in bf16, with matrices scaled by their depth."""
     with init_empty_weights(include_buffers=False):
         model = make().eval()
-    pool = torch.randn(POOL, generator=torch.Generator().manual_seed(0)).bfloat16()
+    pool = torch.randn(POOL, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[name] = nn.Parameter(_values(parameter, name, pool), requires_grad=False)
     if hasattr(model, "tie_weights"):
         model.tie_weights()
-    return model
+    return model.to(device)  # its buffers
 
 
 def _values(parameter: torch.Tensor, name: str, pool: torch.Tensor) -> torch.Tensor:
     """Return ones for a norm's weight, zeros for a bias, and random values for a matrix."""
     if parameter.numel() == len(parameter):
-        ones = torch.ones(parameter.shape, dtype=torch.bfloat16)
+        ones = torch.ones(parameter.shape, dtype=pool.dtype, device=pool.device)
         return ones if name in ("weight", "gamma") else torch.zeros_like(ones)
     depth = math.prod(parameter.shape[1:])
     repeats = -(-parameter.numel() // len(pool))

@@ -2,9 +2,10 @@
 
     python scripts/benchmarks/small_cards.py --config wan2.1-1.3b --vram 6GB --json cards.json
 
-The weights are random, with Wan's own text encoder at its real size, and the prompt is random tokens. `trp.fit` plans
-for the card; torch may then allocate no more than the card has, less what CUDA itself takes. The predicted peak of the
-plan stands beside the measured one. Exits with 1 if a run does not fit.
+The weights are random, with Wan's own encoders at their real sizes, and the prompt is random tokens. `trp.fit` plans
+for the card; torch may then allocate no more than the card has, less what CUDA itself takes. The predicted peaks of the
+plan stand beside the measured ones. With --rivals unpatched diffusers runs too, with its own offloading, in bf16; its
+VAE works in tiles where whole frames do not fit. Exits with 1 if a tier does not fit.
 """
 
 from __future__ import annotations
@@ -16,13 +17,16 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from diffusers import WanPipeline
-from transformers import BatchEncoding, UMT5EncoderModel
+from diffusers import DiffusionPipeline, WanImageToVideoPipeline, WanPipeline
+from PIL import Image
+from torch import nn
+from transformers import BatchEncoding, CLIPImageProcessor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts` can be imported
 
@@ -32,12 +36,14 @@ from turbo_rcm_patch.amounts import in_gb, parse_amount
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.memory.plan import CONTEXT
+from turbo_rcm_patch.memory.streaming import stop_streaming
 from turbo_rcm_patch.patching.families import CASES
-from turbo_rcm_patch.patching.families.wan.cases import UMT5_XXL
+from turbo_rcm_patch.patching.families.wan.cases import TEXT, UMT5_XXL
 from turbo_rcm_patch.scheduler import RCMScheduler
 from turbo_rcm_patch.tables import table
 
 TOKENS, STEPS = 512, 4
+HEADER = ("variant", "card", "what streams", "VAE", "predicted, GB", "tensors, GB", "video, s", "of a step, s")
 
 
 class RandomTokens:
@@ -53,127 +59,217 @@ def main(argv: list[str] | None = None) -> int:
     options = parse_options(argv)
     device = torch.device("cuda")
     size = {"height": options.height, "width": options.width, "num_frames": options.frames}
-    pipe = random_pipeline(options.config, options.experts)
+    pipe = random_pipeline(options.config, options.experts, device)
     trp.use_rcm(pipe)
     pipe.set_progress_bar_config(disable=True)
-    preset = trp.Quantized(restorable=False) if options.preset == "quantized" else options.preset
-    trp.patch(pipe, preset)
-    rows = list(measure_all(pipe, options.vram, size, options.repeats, device))
-    header = ("card", "what streams", "VAE", "predicted peak, GB", "peak, GB", "video, s", "of a step, s")
-    print(table([header, *map(cells, rows)]))
+    rows = []
+    for row in all_rows(pipe, options, size, device):
+        rows.append(row)
+        print(table([HEADER, cells(row)]), flush=True)
+    print(table([HEADER, *map(cells, rows)]))
     if options.json is not None:
-        settings = {"config": options.config, "experts": options.experts, "preset": options.preset, **size}
+        settings = {"config": options.config, "experts": options.experts, **size}
         settings |= {"steps": STEPS, "repeats": options.repeats}
-        write_json(
-            options.json, {"settings": settings, "environment": asdict(describe_environment(device)), "cards": rows}
-        )
-    return 0 if all(row["seconds"] is not None for row in rows) else 1
+        environment = asdict(describe_environment(device))
+        write_json(options.json, {"settings": settings, "environment": environment, "cards": rows})
+    return 0 if all(row["seconds"] is not None for row in rows if row["variant"] in options.presets) else 1
 
 
-def measure_all(
-    pipe: WanPipeline, cards: list[str], size: dict[str, int], repeats: int, device: torch.device
-) -> Iterator[dict]:
-    """Yield a row for each card, and first one for the whole GPU."""
-    total = torch.cuda.get_device_properties(device).total_memory
-    for card in (None, *cards):
-        torch.cuda.set_per_process_memory_fraction(
-            1.0 if card is None else min(1.0, (parse_amount(card) - CONTEXT) / total)
-        )
-        plan = trp.fit(pipe, card, **size, device=device)
-        print(plan, flush=True)
-        try:
+def all_rows(pipe: DiffusionPipeline, options: argparse.Namespace, size: dict, device: torch.device) -> Iterator[dict]:
+    """Yield the rows of diffusers' own offloading, and those of each tier."""
+    if options.rivals:
+        pipe.to("cpu")
+        for card, (name, offloaded) in itertools.product(options.vram, OFFLOADING.items()):
+            yield {"variant": name, "card": card, **rival_row(pipe, card, offloaded, size, options.repeats, device)}
+    for preset in options.presets:
+        pipe.to(device)
+        last = preset == options.presets[-1]
+        patch = trp.patch(pipe, trp.Quantized(restorable=not last) if preset == "quantized" else preset)
+        for card in (None, *options.vram):
+            yield {"variant": preset, "card": card, **row_of(pipe, card, size, options.repeats, device)}
+        if not last:
+            patch.restore()
+
+
+def row_of(pipe: DiffusionPipeline, card: str | None, size: dict[str, int], repeats: int, device: torch.device) -> dict:
+    """Measure a patched pipeline on a card, or on the whole GPU."""
+    plan = trp.fit(pipe, card, **size, device=device)
+    print(plan, flush=True)
+    try:
+        with cap(card, device):
             figures = measure(pipe, size, repeats)
-        except torch.OutOfMemoryError as error:
-            print(f"{card}: {error}")
-            figures = {"seconds": None, "step_seconds": None, "allocated": None, "reserved": None}
+    finally:
         plan.undo()
-        gc.collect()
-        torch.cuda.empty_cache()
-        yield {
-            "card": card,
-            "streaming": sorted(plan.placement.streaming),
-            "tiles": plan.placement.tiles,
-            "predicted": plan.peaks,
-            **figures,
-        }
+    planned = {"streaming": sorted(plan.placement.streaming), "tiles": plan.placement.tiles, "predicted": plan.peaks}
+    return {**planned, **figures}
 
 
-def measure(pipe: WanPipeline, size: dict[str, int], repeats: int) -> dict:
-    """Return the median time of a video and of a step, and the peaks of torch's memory in bytes."""
+def rival_row(
+    pipe: DiffusionPipeline,
+    card: str,
+    offloaded: Callable,
+    size: dict[str, int],
+    repeats: int,
+    device: torch.device,
+) -> dict:
+    """Measure unpatched diffusers with its own offloading on a card."""
+    with offloaded(pipe, device), cap(card, device):
+        figures = measure(pipe, size, repeats)
+        if tiles := figures["seconds"] is None and figures["steps_done"] > 0:
+            pipe.vae.enable_tiling()
+            figures = measure(pipe, size, repeats)
+            pipe.vae.disable_tiling()
+    return {"streaming": ["all"], "tiles": tiles, "predicted": None, **figures}
+
+
+@contextmanager
+def group_offloaded(pipe: DiffusionPipeline, device: torch.device) -> Iterator[None]:
+    """diffusers' group offloading of all models by blocks, each copied while the one before runs."""
+    pipe.enable_group_offload(
+        device, offload_type="block_level", num_blocks_per_group=1, use_stream=True, record_stream=True
+    )
+    yield
+    for model in models_of(pipe):
+        stop_streaming(model)
+        model.to("cpu")
+
+
+@contextmanager
+def model_offloaded(pipe: DiffusionPipeline, device: torch.device) -> Iterator[None]:
+    """diffusers' offloading of whole models."""
+    pipe.enable_model_cpu_offload(device=device)
+    yield
+    pipe.remove_all_hooks()
+    pipe.to("cpu")
+
+
+OFFLOADING = {"diffusers, group offloading": group_offloaded, "diffusers, model offloading": model_offloaded}
+
+
+@contextmanager
+def cap(card: str | None, device: torch.device) -> Iterator[None]:
+    """Let torch allocate no more than a card has. None: the whole GPU."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    empty_cache()
+    if card is not None:
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (parse_amount(card) - CONTEXT) / total))
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        empty_cache()
+
+
+def measure(pipe: DiffusionPipeline, size: dict[str, int], repeats: int) -> dict:
+    """Return the median time of a video and of a step, and torch's peaks in bytes. Times are None if it does not fit.
+
+    The first call makes one step. It compiles kernels, and offloading learns the order of the blocks.
+    """
     videos, steps = [], []
-    for run in range(1 + repeats):  # the first one compiles, and learns the order of the blocks
-        torch.cuda.synchronize()
-        if run == 1:
-            gc.collect()
-            torch.cuda.empty_cache()
+    try:
+        for run in range(1 + repeats):
+            recorder = Recorder(1 if run == 0 else STEPS)
+            empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        ends = []
-        start = time.perf_counter()
-        frames = pipe("a prompt", **size, **call_options(ends, pipe._execution_device)).frames
-        videos.append(time.perf_counter() - start)
-        steps += [later - earlier for earlier, later in itertools.pairwise(ends)] if run else []
-        assert math.isfinite(float(frames.mean()))
-        del frames
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            frames = pipe(**inputs_of(pipe, size), **call_options(recorder)).frames
+            videos.append(time.perf_counter() - start)
+            steps += [later - earlier for earlier, later in itertools.pairwise(recorder.ends)]
+            recorder.peaks.append(torch.cuda.max_memory_allocated())
+            assert math.isfinite(float(frames.mean()))
+            del frames
+    except torch.OutOfMemoryError as error:
+        print(f"does not fit: {error}")
+        return {"seconds": None, "step_seconds": None, "steps_done": len(recorder.ends)}
     return {
         "seconds": statistics.median(videos[1:]),
         "step_seconds": statistics.median(steps),
-        "allocated": torch.cuda.max_memory_allocated(),
+        "steps_done": STEPS,
+        "allocated": {
+            "encoding and first step": recorder.peaks[0],
+            "denoising": max(recorder.peaks[1:STEPS]),
+            "decoding": recorder.peaks[STEPS],
+        },
         "reserved": torch.cuda.max_memory_reserved(),
     }
 
 
-def call_options(ends: list[float], device: torch.device) -> dict[str, object]:
-    """Return the arguments of a call that appends the time at the end of each step."""
+class Recorder:
+    """A pipeline's callback, which keeps the time and the peak of torch's memory at the end of each step."""
 
-    def at_step_end(*_: object) -> dict:
-        torch.cuda.synchronize(device)
-        ends.append(time.perf_counter())
+    def __init__(self, steps: int):
+        self.steps, self.ends, self.peaks = steps, [], []
+
+    def __call__(self, *_: object) -> dict:
+        torch.cuda.synchronize()
+        self.ends.append(time.perf_counter())
+        self.peaks.append(torch.cuda.max_memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
         return {}
 
+
+def call_options(recorder: Recorder) -> dict[str, object]:
     return {
-        "num_inference_steps": STEPS,
+        "num_inference_steps": recorder.steps,
         "guidance_scale": 1.0,
         "max_sequence_length": TOKENS,
         "output_type": "np",
-        "generator": torch.Generator(device).manual_seed(0),
-        "callback_on_step_end": at_step_end,
+        "generator": torch.Generator("cpu").manual_seed(0),
+        "callback_on_step_end": recorder,
     }
 
 
-def random_pipeline(config: str, experts: int) -> WanPipeline:
-    """Return a pipeline on the CPU in bf16, with one transformer or with two of the same size."""
+def inputs_of(pipe: DiffusionPipeline, size: dict[str, int]) -> dict[str, object]:
+    """Return a prompt, an image if the pipeline takes one, and the size of the video."""
+    image = {"image": Image.new("RGB", (size["width"], size["height"]), (200, 30, 30))}
+    return {"prompt": "a prompt", **(image if isinstance(pipe, WanImageToVideoPipeline) else {}), **size}
+
+
+def random_pipeline(config: str, experts: int, device: torch.device | str = "cpu") -> DiffusionPipeline:
+    """Return a pipeline in bf16, with one transformer or with two of the same size."""
     case = CASES[config]
-    transformers = [with_random_weights(lambda: case.transformer_class(**case.transformer)) for _ in range(experts)]
+
+    def make(model_class: Callable[..., nn.Module], *args: object, **options: object) -> nn.Module:
+        return with_random_weights(lambda: model_class(*args, **options), device)
+
+    transformers = [make(case.transformer_class, **case.transformer) for _ in range(experts)]
     second = {"transformer_2": transformers[1], "boundary_ratio": 0.875} if experts == 2 else {}
-    return WanPipeline(
-        tokenizer=RandomTokens(),
-        text_encoder=with_random_weights(lambda: UMT5EncoderModel(UMT5_XXL)),
-        vae=with_random_weights(lambda: case.vae_class(**case.vae)),
-        transformer=transformers[0],
-        scheduler=RCMScheduler(),
-        expand_timesteps=case.expand_timesteps,
-        **second,
-    )
+    kinds = case.encoders or TEXT
+    encoders = {name: make(model_class, settings) for name, (model_class, settings) in kinds.items()}
+    of_all = {
+        "tokenizer": RandomTokens(),
+        "vae": make(case.vae_class, **case.vae),
+        "transformer": transformers[0],
+        "scheduler": RCMScheduler(),
+        **encoders,
+    }
+    if "image_encoder" in encoders:
+        return WanImageToVideoPipeline(**of_all, image_processor=CLIPImageProcessor())
+    return WanPipeline(**of_all, **second, expand_timesteps=case.expand_timesteps)
+
+
+def models_of(pipe: DiffusionPipeline) -> list[nn.Module]:
+    return [model for model in pipe.components.values() if isinstance(model, nn.Module)]
+
+
+def empty_cache() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def cells(row: dict) -> tuple[str, ...]:
     """Return a row of the table."""
-    measured = (
-        ("no", "no", "no")
-        if row["seconds"] is None
-        else (
-            in_gb(row["reserved"]),
-            f"{row['seconds']:.2f}",
-            f"{row['step_seconds']:.3f}",
-        )
-    )
-    streaming = ", ".join(row["streaming"]) or "nothing"
+    fits = row["seconds"] is not None
     return (
+        row["variant"],
         row["card"] or "whole",
-        streaming,
+        ", ".join(row["streaming"]) or "nothing",
         "tiles" if row["tiles"] else "whole",
-        in_gb(max(row["predicted"].values())),
-        *measured,
+        in_gb(max(row["predicted"].values())) if row["predicted"] else "",
+        in_gb(max(row["allocated"].values())) if fits else "does not fit",
+        f"{row['seconds']:.2f}" if fits else "",
+        f"{row['step_seconds']:.3f}" if fits else "",
     )
 
 
@@ -181,7 +277,10 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", choices=CASES, default="wan2.1-1.3b")
     parser.add_argument("--experts", type=int, choices=(1, 2), default=1, help="2: two transformers, as A14B has")
-    parser.add_argument("--preset", choices=("exact", "quantized"), default="quantized")
+    parser.add_argument(
+        "--presets", nargs="+", choices=("exact", "sparse", "quantized"), default=["quantized"], help="tiers, in order"
+    )
+    parser.add_argument("--rivals", action="store_true", help="run diffusers' own offloading too")
     parser.add_argument("--vram", nargs="+", default=["8 GB"], help="cards, such as 8GB")
     parser.add_argument("--height", type=int, default=480)
     parser.add_argument("--width", type=int, default=832)

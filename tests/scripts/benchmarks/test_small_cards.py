@@ -1,9 +1,10 @@
 """The benchmark of whole pipelines within a cap on memory."""
 
 import json
+from dataclasses import replace
 
 import pytest
-import torch
+from transformers import CLIPVisionConfig, CLIPVisionModel
 
 import turbo_rcm_patch as trp
 from scripts.benchmarks import memory_cap, small_cards
@@ -28,29 +29,56 @@ def test_the_embeddings_are_one_tensor_under_two_names():
     assert component.outside < table.nbytes
 
 
-def test_a_video_of_two_experts():
-    pipe = small_cards.random_pipeline("tiny", 2)
+@pytest.mark.parametrize(("config", "experts"), [("tiny", 2), ("tiny-image", 1)])
+def test_a_video(config, experts, monkeypatch):
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(small_cards.torch.cuda, name, lambda: None)
+    monkeypatch.setitem(small_cards.CASES, config, with_small_encoders(small_cards.CASES[config]))
+    pipe = small_cards.random_pipeline(config, experts)
     trp.use_rcm(pipe)
-    options = {**small_cards.call_options([], torch.device("cpu")), "num_inference_steps": 2}
-    del options["callback_on_step_end"]
-    frames = pipe("a prompt", height=32, width=48, num_frames=5, **options).frames
+    recorder = small_cards.Recorder(2)
+    size = {"height": 32, "width": 48, "num_frames": 5}
+    frames = pipe(**small_cards.inputs_of(pipe, size), **small_cards.call_options(recorder)).frames
     assert frames.shape == (1, 5, 32, 48, 3)
     assert 0 < frames.std() < 1
+    assert len(recorder.ends) == len(recorder.peaks) == 2
+
+
+def with_small_encoders(case):
+    """Image to video has an image encoder; its size here is that of the tiny transformer."""
+    if "image_dim" not in case.transformer:
+        return case
+    wide = case.transformer["image_dim"]
+    image = CLIPVisionConfig(
+        hidden_size=wide,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=224,
+        patch_size=112,
+    )
+    return replace(case, encoders={**small_cards.TEXT, "image_encoder": (CLIPVisionModel, image)})
 
 
 def test_a_card_that_is_too_small_is_told_in_the_table():
-    row = {"card": "6 GB", "streaming": ["transformer"], "tiles": True, "predicted": {"decoding": 5 * 10**9}}
-    row |= {"seconds": None, "step_seconds": None, "allocated": None, "reserved": None}
-    assert small_cards.cells(row) == ("6 GB", "transformer", "tiles", "5.00", "no", "no", "no")
+    row = {"variant": "exact", "card": "6 GB", "streaming": ["transformer"], "tiles": True, "seconds": None}
+    cells = small_cards.cells({**row, "predicted": {"decoding": 5 * 10**9}, "step_seconds": None})
+    assert cells == ("exact", "6 GB", "transformer", "tiles", "5.00", "does not fit", "", "")
 
 
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path):
     path = tmp_path / "cards.json"
     sizes = ["--height", "64", "--width", "96", "--frames", "5", "--repeats", "1"]
-    assert small_cards.main(["--config", "tiny", "--vram", "1GB", *sizes, "--json", str(path)]) == 0
-    whole, card = json.loads(path.read_text())["cards"]
-    assert whole["card"] is None
-    assert whole["streaming"] == []
-    assert card["allocated"] <= max(card["predicted"].values())
-    assert card["reserved"] <= 10**9
+    tiers = ["--presets", "exact", "sparse", "quantized", "--rivals"]
+    assert small_cards.main(["--config", "tiny", "--vram", "1GB", *sizes, *tiers, "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["cards"]
+    assert [(row["variant"], row["card"]) for row in rows] == [
+        *((name, "1GB") for name in small_cards.OFFLOADING),
+        *((tier, card) for tier in ("exact", "sparse", "quantized") for card in (None, "1GB")),
+    ]
+    for row in rows:
+        assert row["seconds"] > 0
+        if row["predicted"] and row["card"]:
+            assert max(row["allocated"].values()) <= max(row["predicted"].values())
+            assert row["reserved"] <= 10**9
