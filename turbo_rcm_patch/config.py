@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import ClassVar
 
+from .keep_list import REMEDY, KeepList
 from .tiers import BLOCK_SPARSE, EXACT, QUANTIZED, SPARSE, ErrorLimits, Tier
 
 FUSION_GROUPS = ("self_attention", "cross_attention", "feed_forward")
@@ -61,6 +63,7 @@ class PatchConfig:
     tier: ClassVar[Tier]
     # The values for tiers without these options.
     exact_steps: ClassVar[tuple[int, int] | None] = None
+    keep: ClassVar[tuple[str, ...]] = ()
     restorable: ClassVar[bool] = True
 
     def __new__(cls, *_: object, **options: object):
@@ -137,23 +140,20 @@ class _In8Bits(PatchConfig):
     Attributes:
         quantize: what is computed in 8 bits, any of QUANTIZABLE.
         keep: modules whose weights stay in the model's dtype, with all modules inside them. Paths in the transformer,
-            with wildcards: "blocks.0", "*.ffn.net.2".
+            with wildcards: "blocks.0", "*.ffn.net.2". A name that ends in ".processor" is that of a self-attention
+            which computes in the model's dtype itself: "blocks.3.attn1.processor". Or the JSON file of such names that
+            ``turbo-rcm verify --keep-out`` wrote.
         restorable: True keeps the original weights on the CPU, and `restore()` brings them back. False frees them.
     """
 
     quantize: Sequence[str] = QUANTIZABLE
-    keep: Sequence[str] = ()
+    keep: Sequence[str] | str | Path = ()
     restorable: bool = True
 
     def __post_init__(self):
         super().__post_init__()
         self._check_names("quantize", QUANTIZABLE)
-        if isinstance(self.keep, str):
-            raise ValueError(f"keep={self.keep!r} is a string; give a list of names of modules, such as ['blocks.0'].")
-        self._set("keep", tuple(self.keep))
-        for name in self.keep:
-            if not isinstance(name, str) or not name:
-                raise ValueError(f"keep contains {name!r}; give names of modules, such as 'blocks.0' or '*.ffn.net.2'.")
+        self._set("keep", _names_to_keep(self.keep))
         _check_flag("restorable", self.restorable)
 
     @property
@@ -185,7 +185,9 @@ class Quantized(_In8Bits):
     Attributes:
         quantize: what is computed in 8 bits, any of "attention" and "linears".
         keep: modules whose weights stay in the model's dtype, with all modules inside them. Paths in the transformer,
-            with wildcards: "blocks.0", "*.ffn.net.2".
+            with wildcards: "blocks.0", "*.ffn.net.2". A name that ends in ".processor" is that of a self-attention
+            which computes in the model's dtype itself: "blocks.3.attn1.processor". Or the JSON file of such names that
+            ``turbo-rcm verify --keep-out`` wrote.
         exact_steps: (first, last): in how many of a generation's first and last steps attention runs exactly. Needs a
             patched pipeline, whose scheduler counts the steps.
         restorable: True keeps the original weights on the CPU, and `restore()` brings them back. False frees them.
@@ -212,7 +214,9 @@ class Sparse(_In8Bits):
     Attributes:
         quantize: what is computed in 8 bits, any of "attention" (SLA's softmax, not its linear part) and "linears".
         keep: modules whose weights stay in the model's dtype, with all modules inside them. Paths in the transformer,
-            with wildcards: "blocks.0", "*.ffn.net.2".
+            with wildcards: "blocks.0", "*.ffn.net.2". A name that ends in ".processor" is that of a self-attention
+            which computes in the model's dtype itself: "blocks.3.attn1.processor". Or the JSON file of such names that
+            ``turbo-rcm verify --keep-out`` wrote.
         restorable: True keeps the original weights on the CPU, and `restore()` brings them back. False frees them.
         topk: the share of key blocks that each block of queries keeps, above 0 and at most 1.
         blocks: (queries, keys), the tokens in a block that the weights were trained with. None: TurboDiffusion's own,
@@ -239,7 +243,9 @@ class BlockSparse(_In8Bits):
     Attributes:
         quantize: what is computed in 8 bits, any of "attention" and "linears".
         keep: modules whose weights stay in the model's dtype, with all modules inside them. Paths in the transformer,
-            with wildcards: "blocks.0", "*.ffn.net.2".
+            with wildcards: "blocks.0", "*.ffn.net.2". A name that ends in ".processor" is that of a self-attention
+            which computes in the model's dtype itself: "blocks.3.attn1.processor". Or the JSON file of such names that
+            ``turbo-rcm verify --keep-out`` wrote.
         restorable: True keeps the original weights on the CPU, and `restore()` brings them back. False frees them.
         mass: the share of its estimated attention that the kept key blocks of each block of queries hold, above 0 and
             at most 1. A larger share is closer to dense attention.
@@ -281,6 +287,18 @@ class BlockSparse(_In8Bits):
 def _check_name(field: str, value: object, accepted: tuple[str, ...]) -> None:
     if value not in accepted:
         raise ValueError(f"{field}={value!r} is unknown; accepted are {', '.join(accepted)}.")
+
+
+def _names_to_keep(keep: Sequence[str] | str | Path) -> tuple[str, ...]:
+    """Return a list of names, or the names in a file. Raises ValueError for anything else."""
+    if isinstance(keep, (str, Path)):
+        if Path(keep).suffix != ".json":
+            raise ValueError(f"keep={keep!r} is a string; {REMEDY}")
+        return KeepList.read(keep)
+    for name in keep:
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"keep contains {name!r}; give names of modules, such as 'blocks.0' or '*.ffn.net.2'.")
+    return keep if isinstance(keep, KeepList) else tuple(keep)
 
 
 def _check_flag(field: str, value: object) -> None:

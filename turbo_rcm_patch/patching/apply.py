@@ -173,7 +173,8 @@ def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
         the tier needs 8-bit weights, and the weights are offloaded to disk
         the model lacks the weights that the sparse tier needs
         another thread is in a call of the model, in any tier but the exact one
-    Raises ValueError for an unknown preset, TypeError for a config of another type.
+    Raises ValueError for an unknown preset or a name in `keep` that fits nothing in the model, TypeError for a config
+    of another type.
     """
     config = resolve_config(config)
     if type(config) in _REFUSALS:
@@ -207,8 +208,13 @@ def apply_patch(target: object, config: PatchConfig, prepare: Callable[[Journal,
 def _check(
     target: object, config: PatchConfig, transformers: dict[str, torch.nn.Module], vae: torch.nn.Module | None
 ) -> torch.nn.Module | None:
-    """Raise PatchError if a target cannot be patched. Return its VAE, or None if that is left as it is."""
+    """Return a target's VAE, or None if that is left as it is.
+
+    Raises PatchError if the target cannot be patched, and ValueError if a name in ``config.keep`` does not fit it.
+    """
     check_patchable(transformers)
+    for model in transformers.values():
+        family_of(model).check_keep(model, config)
     if not transformers and _JOURNAL in vae.__dict__:
         raise PatchError("cannot patch: vae is patched already; call restore() first.")
     if not transformers and (reason := vae_family.why_left_alone(vae)):

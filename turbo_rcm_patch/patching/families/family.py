@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -44,6 +45,7 @@ from transformers import PretrainedConfig
 
 from ...checkpoints.lazy import Tensors
 from ...config import Exact, PatchConfig
+from ...keep_list import ATTENTION, KeepList, is_of_attention, keeps_attention
 from ...plain import hook_in_place_of_forward
 from ...tiers import Tier
 from ..copying import reduce_ex, refuse_replicas
@@ -60,6 +62,7 @@ Outputs = Mapping[str, torch.Tensor]  # of modules, by path
 Targets = Sequence[tuple[str, nn.Module, Callable]]  # (path, module, forward)
 
 GRAPH = "_turbo_rcm_patch_graph"  # the attribute of a patched transformer that holds its CUDA graphs
+KEPT = "named in keep"  # the reason why a self-attention computes in the model's dtype
 
 
 class BlockPlan(Protocol):
@@ -263,6 +266,22 @@ class Family:
                 for sub_layer, names in blocks.linears.items():
                     yield from (LinearAt(path, block, name, sub_layer) for name in names)
 
+    def check_keep(self, transformer: nn.Module, config: PatchConfig) -> None:
+        """Raise ValueError if a name in ``config.keep`` fits nothing in a transformer, or is of another one's list."""
+        if isinstance(config.keep, KeepList):
+            reason = config.keep.why_not_for(type(transformer).__name__, transformer.config)
+            if reason is not None:
+                raise ValueError(reason)
+        modules = [path for path, _ in transformer.named_modules(remove_duplicate=False)]
+        attentions = [f"{path}{ATTENTION}" for path, *_ in self.self_attentions(transformer)]
+        for pattern in config.keep:
+            kind, paths = ("self-attention", attentions) if is_of_attention(pattern) else ("module", modules)
+            if not any(fnmatchcase(path, pattern) for path in paths):
+                raise ValueError(
+                    f"keep={pattern!r} fits no {kind} of the {type(transformer).__name__}; give paths in it, such as "
+                    f"{attentions[0]} or {modules[-1]}."
+                )
+
     def compute_dtype(self, transformer: nn.Module) -> torch.dtype:
         """Return the dtype of the hidden states that the blocks get."""
         return transformer.get_submodule(self.first_layer).weight.dtype
@@ -295,8 +314,9 @@ class Family:
         states: dict[nn.Module, BlockState] = {}
         for blocks in self.blocks:
             exactly = layers_attended_exactly(config, len(getattr(transformer, blocks.name)))
-            for index, (_, block) in enumerate(blocks.of(transformer)):
-                state = BlockState(shared, blocks.kind, Plans(), exactly.get(index))
+            for index, (path, block) in enumerate(blocks.of(transformer)):
+                kept = KEPT if keeps_attention(f"{path}.{blocks.self_attention}", config.keep) else None
+                state = BlockState(shared, blocks.kind, Plans(), kept or exactly.get(index))
                 if block not in states or states[block].exactly is None:  # it may be in the model twice
                     states[block] = state
         shared.plans = [state.plans for state in states.values()]

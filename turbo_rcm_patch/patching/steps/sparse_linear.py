@@ -215,7 +215,7 @@ def is_sparse(attn: nn.Module) -> bool:
 
 def attention(attn: nn.Module, stream: Stream, call: Call) -> Step:
     """Return sparse-linear attention: (q, k, v [B, S, H, D]) -> [B, S, H, D]."""
-    quantized = call.config.in_8_bits("attention") and call.derivative is None
+    quantized = call.config.in_8_bits("attention") and call.derivative is None and call.exactly is None
     block_q, block_k = block_sizes(attn.processor, call.device)
     v_format = kernels.default_v_format(call.device) if quantized else None
     sizes = {"head_dim": attn.inner_dim // attn.heads, "block_q": block_q, "block_k": block_k, "v_format": v_format}

@@ -7,13 +7,13 @@ originals stay on the CPU, or are freed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ...config import PatchConfig
+from ...keep_list import keeps_weights
 from ...kernels.quantized import FP8, FP8_CAPABILITY, INT8, QuantizedWeight
 from ...plain import hook_on, is_lora_layer, is_sharded
 from ...wording import counted
@@ -70,7 +70,7 @@ def convertible_linears(
 ) -> dict[str, nn.Linear]:
     """Return the linears that a configuration converts, by their paths; within PEFT layers, the base layers.
 
-    Raises ValueError for a name in ``config.keep`` that fits no module, and PatchError for a linear without a weight.
+    Raises PatchError for a linear without a weight.
     """
     if not config.in_8_bits("linears"):
         return {}
@@ -81,13 +81,10 @@ def convertible_linears(
     for linear, (path, *_) in paths.items():
         if type(linear) is nn.Linear and getattr(linear, "weight", None) is None:
             raise PatchError(f"cannot patch: {path} has no weight; load the model's weights first.")
-    for pattern in config.keep:
-        if not any(fnmatchcase(path, pattern) for path, _ in transformer.named_modules(remove_duplicate=False)):
-            raise ValueError(f"keep={pattern!r} fits no module of the {type(transformer).__name__}.")
     found = {
         first: linear
         for linear, (first, *others) in paths.items()
-        if _is_plain(linear) and not any(_is_kept(path, config.keep) for path in (first, *others))
+        if _is_plain(linear) and not any(keeps_weights(path, config.keep) for path in (first, *others))
     }
     read = _read_elsewhere(transformer, set(found.values()))
     return {path: linear for path, linear in found.items() if id(linear.weight) not in read}
@@ -97,13 +94,6 @@ def _read_elsewhere(transformer: nn.Module, linears: set[nn.Module]) -> set[int]
     """Return the ids of the parameters that modules beside these linears read: tied weights stay as they are."""
     others = (module for module in transformer.modules() if module not in linears)
     return {id(parameter) for module in others for parameter in module._parameters.values()}
-
-
-def _is_kept(path: str, patterns: Sequence[str]) -> bool:
-    """True if one of the patterns matches a module's path or that of a module that contains it."""
-    parts = path.split(".")
-    holders = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
-    return any(fnmatchcase(holder, pattern) for holder in holders for pattern in patterns)
 
 
 def _linear_in(block: nn.Module, name: str) -> nn.Module | None:

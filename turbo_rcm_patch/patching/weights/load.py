@@ -20,6 +20,7 @@ from torch import nn
 
 from ...checkpoints.files import COMPONENTS
 from ...config import Exact, PatchConfig, Quantized, Sparse, resolve_config
+from ...keep_list import keeps_weights
 from ...kernels.quantized import FP8, INT8, QuantizedWeight
 from ...wording import with_article
 from ..apply import Patch, PatchError, apply_patch, check_patchable, transformers_of
@@ -49,13 +50,13 @@ def load_converted(
     Args:
         folder: the folder that ``turbo-rcm convert`` wrote.
         target: a diffusers pipeline or its transformer.
-        config: a configuration of the tier that the folder was written for, or its preset. `restorable` and `keep` are
-            ignored.
+        config: a configuration of the tier that the folder was written for, or its preset. `restorable` is ignored.
         device: the device for the weights. None: the transformer's device, or the CPU if it is on the meta device.
 
     Raises:
-        PatchError: the folder is of another version or model, or tensors are missing, unexpected or of another shape.
-            The error lists them all, and the model is unchanged. Also as `patch`.
+        PatchError: the folder is of another version or model, or tensors are missing, unexpected or of another shape,
+            or in 8 bits although `keep` names them. The error lists them all, and the model is unchanged. Also as
+            `patch`.
         ValueError, TypeError: the config is of a tier that computes nothing in 8 bits.
     """
     config = resolve_config(config)
@@ -64,7 +65,7 @@ def load_converted(
         raise ValueError(
             f"the folder holds weights in 8 bits, but the config {means}; give the preset that it was stored for."
         )
-    config = dataclasses.replace(config, restorable=False, keep=())
+    config = dataclasses.replace(config, restorable=False)
     models = transformers_of(target)
     check_patchable(models)
     if Path(folder).is_file():
@@ -72,7 +73,8 @@ def load_converted(
     try:
         folders = _folders_for(Path(folder), models)
         stored = {
-            name: _Stored(folders[name], model, sparse=isinstance(config, Sparse)) for name, model in models.items()
+            name: _Stored(folders[name], model, config.keep, sparse=isinstance(config, Sparse))
+            for name, model in models.items()
         }
     except ValueError as error:
         raise PatchError(f"cannot load: {error}") from None
@@ -146,7 +148,7 @@ def _device_of(model: nn.Module) -> torch.device:
 class _Stored:
     """A folder's weights, checked to fit a model. Raises ValueError with everything that does not fit."""
 
-    def __init__(self, folder: Path, model: nn.Module, *, sparse: bool):
+    def __init__(self, folder: Path, model: nn.Module, keep: Sequence[str], *, sparse: bool):
         self._file = folder / FILE
         if not self._file.is_file():
             raise ValueError(f"{folder} has no {FILE}; write it with turbo-rcm convert.")
@@ -169,6 +171,8 @@ class _Stored:
         in_8_bits = {name for name, kind in self._kinds.items() if kind.dtype in (FP8, INT8)}
         self._linears = {path: every[path] for path in every if path + WEIGHT in in_8_bits}
         raise_if(f"{self._file} does not fit the model", self._differences(model, in_8_bits))
+        wrong = [f"{path} is in 8 bits" for path in self._linears if keeps_weights(path, keep)]
+        raise_if(f"{self._file} does not fit keep, so convert the model again with the same --keep", wrong)
 
     def _differences(self, model: nn.Module, in_8_bits: set[str]) -> list[str]:
         expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

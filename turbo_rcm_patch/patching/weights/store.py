@@ -166,9 +166,10 @@ class _Job:
         self._model, self._capability, self._dtype = model, capability, dtype
         self._fp32 = set(getattr(model.model, "_keep_in_fp32_modules", None) or ())
         self._linears = set()
+        family = family_of(model.model)
+        family.check_keep(model.model, config)
         if config.in_8_bits("linears"):
-            linears = family_of(model.model).linears(model.model)
-            self._linears = set(convertible_linears(model.model, linears, config))
+            self._linears = set(convertible_linears(model.model, family.linears(model.model), config))
         if model.quantized:  # the file's makers chose which layers stay in 16 bits
             self._linears = {path for path in self._linears if path + WEIGHT in model.quantized}
         self._tensors = {**model.weights, **model.projections}
