@@ -15,6 +15,8 @@ _HOME_OF = {
     "restore": "patching",
     "Patch": "patching",
     "PatchError": "patching",
+    "patch_text_encoder": "patching",
+    "TextEncoderPatch": "patching",
     "use_distilled": "patching",
     "use_rcm": "patching",
     "load_converted": "patching",

@@ -5,22 +5,26 @@ steps/       the kernels of a block's steps
 weights/     weights in 8 bits
 lora/        LoRA files, and LoRA layers inside projections
 sampling/    few-step sampling
+text_encoder/    the text encoder of a pipeline
 """
 
 from .apply import Patch, patch, restore
 from .errors import PatchError
 from .sampling.use_distilled import use_distilled
 from .sampling.use_rcm import use_rcm
+from .text_encoder import TextEncoderPatch, patch_text_encoder
 from .weights.load import load_converted
 from .weights.turbodiffusion import load_turbodiffusion, merge_turbodiffusion
 
 __all__ = [
     "Patch",
     "PatchError",
+    "TextEncoderPatch",
     "load_converted",
     "load_turbodiffusion",
     "merge_turbodiffusion",
     "patch",
+    "patch_text_encoder",
     "restore",
     "use_distilled",
     "use_rcm",

@@ -20,7 +20,7 @@ from ...wording import counted
 from ..errors import PatchError
 from ..journal import Journal, bind
 from .brought import are_brought
-from .linear_8bit import PARTS, VALUES, QuantizedLinear, convert, fastest, linears_are_replaced
+from .linear_8bit import VALUES, QuantizedLinear, convert, fastest, linears_are_replaced
 
 # diffusers' names of linears whose input is rounded when the largest value of each row is known: in the kernel of a
 # norm or in a separate pass.
@@ -252,7 +252,7 @@ def weights_note(transformer: nn.Module) -> str | None:
     linears = quantized_linears(transformer)
     if not linears:
         return None
-    held = sum(linear._parameters[name].nbytes for linear in linears for name in PARTS)
+    held = sum(linear._parameters[name].nbytes for linear in linears for name in linear.parts)
     original = sum(linear.original.numel() * linear.weight_dtype.itemsize for linear in linears)
     devices = ", ".join(sorted({str(linear._parameters[VALUES].device) for linear in linears}))
     kept = "freed" if all(linear.is_freed for linear in linears) else "kept on the CPU (restorable=False frees them)"

@@ -42,20 +42,24 @@ class QuantizedLinear(nn.Linear):
     Attributes:
         original: the original nn.Parameter on the CPU, or on the meta device if its values were freed.
         weight_dtype: the dtype that the weight has for the model.
+        parts: the names of the parameters that hold the 8-bit weight.
     """
 
-    @staticmethod
-    def begin(linear: nn.Linear, weight: QuantizedWeight) -> None:
+    parts = PARTS
+
+    @classmethod
+    def begin(cls, linear: nn.Linear, weight: QuantizedWeight) -> None:
         """Let a linear run with this weight, on its device; the original goes to the CPU."""
         original, slots = linear._parameters["weight"], _forward_slots(linear)
         # Set these through vars(): nn.Module would make the original a parameter.
         vars(linear).update(original=_on_cpu(original), weight_dtype=original.dtype)
         linear._parameters["weight"] = None
-        parts = (weight.values, weight.scale, weight.norm.reshape(1))
-        linear._parameters.update(zip(PARTS, map(_parameter, parts), strict=True))
-        linear.__class__ = QuantizedLinear
+        parts = (weight.values, weight.scale, None if weight.norm is None else weight.norm.reshape(1))
+        given = [_parameter(part) for part in parts if part is not None]
+        linear._parameters.update(zip(cls.parts, given, strict=True))
+        linear.__class__ = cls
         for slot in slots:
-            setattr(*slot, MethodType(QuantizedLinear.forward, linear))
+            setattr(*slot, MethodType(cls.forward, linear))
 
     @staticmethod
     def end(linear: nn.Linear) -> None:
@@ -67,7 +71,7 @@ class QuantizedLinear(nn.Linear):
             return
         slots, device = _forward_slots(linear), linear.device
         original, dtype = vars(linear).pop("original"), vars(linear).pop("weight_dtype")
-        for name in PARTS:
+        for name in linear.parts:
             linear._parameters.pop(name, None)
         linear.__class__ = nn.Linear
         for slot in slots:
@@ -79,7 +83,7 @@ class QuantizedLinear(nn.Linear):
     def forget(copied: QuantizedLinear) -> None:
         """Turn a fresh copy into an nn.Linear with its own weight, which holds the original values."""
         weight = nn.Parameter(copied.weight.clone(), requires_grad=False)
-        for name in PARTS:
+        for name in copied.parts:
             del copied._parameters[name]
         del copied.original, copied.weight_dtype
         copied.__class__ = nn.Linear
@@ -146,9 +150,9 @@ class QuantizedLinear(nn.Linear):
 
     def _apply(self, fn: Callable, recurse: bool = True) -> QuantizedLinear:
         """Move and cast like nn.Module's, but move the 8-bit weight without casting, and leave the original alone."""
-        parts = {name: self._parameters[name] for name in PARTS}
+        parts = {name: self._parameters[name] for name in self.parts}
         try:
-            self._parameters.update(dict.fromkeys(PARTS))  # None is left alone
+            self._parameters.update(dict.fromkeys(parts))  # None is left alone
             super()._apply(fn, recurse)
         finally:
             self._parameters.update(parts)
@@ -172,7 +176,7 @@ class QuantizedLinear(nn.Linear):
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest: object) -> None:
         if f"{prefix}weight" in state_dict:
             raise self.refusal(f"{prefix}weight")
-        parts = {name: self._parameters.pop(name) for name in PARTS}  # no key is missing for them
+        parts = {name: self._parameters.pop(name) for name in self.parts}  # no key is missing for them
         try:
             super()._load_from_state_dict(state_dict, prefix, *rest)
         finally:
@@ -180,14 +184,14 @@ class QuantizedLinear(nn.Linear):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Refuse parameters that a linear in 8 bits does not have: a new weight, pruning's, weight_norm's."""
-        if name not in (*PARTS, "bias"):
+        if name not in (*self.parts, "bias"):
             self._parameters.setdefault("weight", None)  # which weight_norm has deleted by now
             raise self.refusal(name)
         super().register_parameter(name, param)
 
     def __delattr__(self, name: str) -> None:
         """Refuse to delete the weight or the bias, as parametrizations do, or a part of the 8-bit weight."""
-        if name in ("weight", "bias", *PARTS):
+        if name in ("weight", "bias", *self.parts):
             raise self.refusal(name)
         super().__delattr__(name)
 
@@ -200,7 +204,7 @@ class QuantizedLinear(nn.Linear):
         every = super().named_parameters(prefix, recurse, remove_duplicate)
         if "_old_forward" not in vars(self):
             return every
-        return ((name, parameter) for name, parameter in every if name.rpartition(".")[2] not in PARTS)
+        return ((name, parameter) for name, parameter in every if name.rpartition(".")[2] not in self.parts)
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         """Give the values as bytes: plain pickle does not bring back a tensor in e4m3."""
@@ -267,7 +271,7 @@ def convert(weight: torch.Tensor, format: torch.dtype, device: torch.device) -> 
     where, norms = fastest(device), []
     values = torch.empty(weight.shape, dtype=format, device=where)
     scale = torch.empty(len(weight), dtype=torch.float32, device=where)
-    for part in _parts(weight):
+    for part in rows_at_once(weight):
         values[part], scale[part], norm = quantize_weight(weight[part].to(where), format)
         norms.append(norm)
     return QuantizedWeight(values.to(device), scale.to(device), torch.stack(norms).amax().to(device))
@@ -279,7 +283,7 @@ def from_values(values: torch.Tensor, scale: torch.Tensor, device: torch.device)
     """Return the weight of 8-bit values [N, K] and a scale [N], fp32, copied to a device. Its norm is computed here."""
     where = fastest(device)
     values, scale = values.to(where, copy=True), scale.to(where, copy=True)
-    norms = [(values[part].float().norm(dim=-1) * scale[part]).amax() for part in _parts(values)]
+    norms = [(values[part].float().norm(dim=-1) * scale[part]).amax() for part in rows_at_once(values)]
     return QuantizedWeight(values.to(device), scale.to(device), torch.stack(norms).amax().to(device))
 
 
@@ -287,14 +291,14 @@ def from_values(values: torch.Tensor, scale: torch.Tensor, device: torch.device)
 def error_of(weight: QuantizedWeight, original: torch.Tensor) -> float:
     """Return the relative L2 error of a weight in 8 bits; it is summed some rows at a time."""
     error = size = torch.zeros((), dtype=torch.float64)
-    for part in _parts(original):
+    for part in rows_at_once(original):
         exact = original[part].to(weight.values.device, torch.float32)
         rounded = QuantizedWeight(weight.values[part], weight.scale[part]).dequantize()
         error, size = (total + x.square().sum().cpu() for total, x in ((error, rounded - exact), (size, exact)))
     return float((error / size.clamp(min=torch.finfo(torch.float32).tiny)).sqrt())
 
 
-def _parts(weight: torch.Tensor) -> Iterator[slice]:
+def rows_at_once(weight: torch.Tensor) -> Iterator[slice]:
     """Yield slices of a weight's rows, each of about AT_ONCE values."""
     rows = max(1, AT_ONCE // weight.shape[1])
     return (slice(first, first + rows) for first in range(0, len(weight), rows))
