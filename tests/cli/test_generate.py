@@ -202,6 +202,21 @@ def test_generate_with_vram_patches_and_then_fits(model, saved_models, tmp_path,
 
 
 @pytest.mark.usefixtures("cpu_as_a_gpu")
+@pytest.mark.parametrize("vram", [[], ["--vram", "10GB"]], ids=["", "vram"])
+def test_generate_stores_the_text_encoder_in_8_bits(vram, tmp_path, capsys, monkeypatch):
+    seen, generation = [], commands.timed_generation
+    monkeypatch.setattr(
+        commands, "timed_generation", lambda pipe, **call: seen.append(pipe) or generation(pipe, **call)
+    )
+    options = ["generate", CAPTION, *TINY[:-2], "-o", str(tmp_path / "x.mp4"), "--text-encoder", "8bit", *vram]
+    assert main(options) == 0
+    linears = quantized_linears(seen[0].text_encoder)
+    assert len(linears) == 3 * 7
+    assert all(linear.is_freed for linear in linears)
+    assert ("in 8 bits, stays on the GPU" in capsys.readouterr().out) == bool(vram)
+
+
+@pytest.mark.usefixtures("cpu_as_a_gpu")
 def test_weights_that_were_stored_in_8_bits_fit_too(saved_models, tmp_path, capsys):
     model, converted = str(saved_models / "t2v"), str(tmp_path / "converted")
     assert main(["convert", model, converted, "--device", "cpu", "--dtype", "float32"]) == 0

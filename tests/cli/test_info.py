@@ -65,9 +65,20 @@ def test_the_plan_without_weights_is_that_of_the_loaded_pipeline(saved_models, t
     assert empty["peaks"] == loaded["peaks"]
 
 
+def test_info_counts_a_text_encoder_in_8_bits(tmp_path, capsys):
+    options = ["wan2.1-14b", "--vram", "8GB", "--preset", "quantized"]
+    _, (bf16,) = info_of(tmp_path, capsys, *options)
+    printed, (in_8_bits,) = info_of(tmp_path, capsys, *options, "--text-encoder", "8bit")
+    assert "in 8 bits, its blocks stream, its token embeddings stay on the host" in printed
+    sizes = [next(c for c in plan["components"] if c["name"] == "text_encoder") for plan in (bf16, in_8_bits)]
+    assert sizes[1]["blocks"] == pytest.approx(sizes[0]["blocks"] * 8.5 / 16, rel=1e-3)
+    assert sizes[1]["originals"] == 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--text-encoder", "8bit"], "--text-encoder is about the memory that a model takes; give --model too."),
         (["--vram", "8GB"], "--vram is about the memory that a model takes; give --model too."),
         (["--preset", "exact"], "--preset is about the memory"),
         (["--model", "tiny", "--vram", "8"], "--vram: '8' is no amount of memory"),

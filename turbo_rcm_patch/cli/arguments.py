@@ -55,6 +55,11 @@ def _add_generate(commands) -> None:
     add_generation_options(parser)
     vram = "fit the patched pipeline into this much of the GPU's memory, such as 8GB: what does not fit streams"
     parser.add_argument("--vram", metavar="AMOUNT", help=vram)
+    _add_text_encoder(parser, "store the text encoder's weights in 8 bits: half the memory, slightly other embeddings")
+
+
+def _add_text_encoder(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--text-encoder", choices=("8bit",), help=text)
 
 
 def _add_compare(commands) -> None:
@@ -125,6 +130,9 @@ def _add_info(commands) -> None:
     parser.add_argument("--model", metavar="FOLDER", help=memory)
     vram = "with --model: show where its models would be on a card with this much memory, such as '8 GB' or 8GB"
     parser.add_argument("--vram", metavar="AMOUNT", help=vram)
+    _add_text_encoder(
+        parser, "with --model: count the text encoder's weights in 8 bits, as generate stores them with it"
+    )
     parser.add_argument("--preset", help=f"with --model: one tier alone: {', '.join(PRESETS)} (default: all)")
     for option, text in (("--height", "pixels"), ("--width", "pixels"), ("--frames", "a number 4k+1")):
         default = "480x832 with 81 frames, without --vram 720x1280 too"

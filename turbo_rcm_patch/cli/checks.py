@@ -83,10 +83,10 @@ def _check_vram(arguments: argparse.Namespace) -> None:
 
 def _check_planned(arguments: argparse.Namespace) -> None:
     """Check the options of `info` that are about --model."""
-    given = {name: getattr(arguments, name) for name in ("vram", "preset", "height", "width", "frames")}
+    given = {name: getattr(arguments, name) for name in ("vram", "text_encoder", "preset", "height", "width", "frames")}
     first = next((name for name, value in given.items() if value is not None), None)
     if arguments.model is None and first is not None:
-        raise CommandError(f"--{first} is about the memory that a model takes; give --model too.")
+        raise CommandError(f"--{first.replace('_', '-')} is about the memory that a model takes; give --model too.")
     if arguments.preset is not None:
         _check_preset_name(arguments.preset)
 

@@ -23,7 +23,7 @@ def memory_of_model(arguments: argparse.Namespace) -> tuple[list[dict[str, objec
     """Return the memory of --model as data for JSON, and as paragraphs. Raises CommandError for an unusable model."""
     source, dtype = arguments.model, getattr(torch, arguments.dtype or "bfloat16")
     try:
-        presets = list(models_by_preset(source, dtype, arguments.preset))
+        presets = list(models_by_preset(source, dtype, arguments.preset, arguments.text_encoder is not None))
     except ValueError as error:
         raise CommandError(f"--model: {error}") from error
     videos = _videos(arguments, presets[0][1].models)

@@ -15,7 +15,7 @@ from diffusers.utils import load_image
 from .. import embedded
 from ..bench.cases import add_random_projections, add_structure, build_pipeline, structured_inputs
 from ..config import PRESETS, BlockSparse, PatchConfig, Sparse
-from ..patching import PatchError
+from ..patching import PatchError, patch_text_encoder
 from ..patching.families import CASES
 from ..patching.weights.load import load_converted
 from ..patching.weights.turbodiffusion import load_projections, load_turbodiffusion
@@ -98,6 +98,8 @@ def load_sampler(arguments: argparse.Namespace) -> tuple[DiffusionPipeline, dict
     height, width, frames = (default if value is None else value for value, default in zip(given, size, strict=True))
     guided = _install(pipe, arguments)
     pipe.set_progress_bar_config(disable=None)  # none where stderr is a file
+    if getattr(arguments, "text_encoder", None) is not None:
+        patch_text_encoder(pipe, in_8_bits=True, restorable=False)
     if arguments.offload:
         pipe.enable_model_cpu_offload(device=device)
     elif getattr(arguments, "vram", None) is None:  # else `fit` moves the models

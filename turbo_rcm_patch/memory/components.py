@@ -31,6 +31,7 @@ class Component:
         table: its token embeddings. They stay on the host if the blocks stream, because a prompt reads few rows.
         originals: weights before 8 bits, which the host keeps for `restore()`.
         passes: how often a generation runs its blocks.
+        in_8_bits: True if linears have their weights in 8 bits.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Component:
     table: int = 0
     originals: int = 0
     passes: int = 1
+    in_8_bits: bool = False
 
     @property
     def outside(self) -> int:
@@ -57,7 +59,7 @@ def component_of(name: str, model: nn.Module, config: PatchConfig) -> Component:
 
     config: the configuration that the transformers have, or will have.
     """
-    sizes, originals = _sizes(model, config)
+    sizes, originals, in_8_bits = _sizes(model, config)
     weights = _total(model, sizes)
     blocks = blocks_of(model)
     table = embeddings_of(model)
@@ -69,6 +71,7 @@ def component_of(name: str, model: nn.Module, config: PatchConfig) -> Component:
         table=0 if table is None or not blocks else _total(table, sizes),
         originals=originals,
         passes=1 if family_of(model) is None else STEPS,
+        in_8_bits=in_8_bits,
     )
 
 
@@ -119,19 +122,23 @@ def _lora_matrices(model: nn.Module) -> Iterator[tuple[torch.Tensor, int]]:
                 yield matrix, first.weight.shape[0]
 
 
-def _sizes(model: nn.Module, config: PatchConfig) -> tuple[dict[int, int], int]:
-    """Return the bytes of each tensor by its id, as the patch stores it, and those of the originals on the host."""
+def _sizes(model: nn.Module, config: PatchConfig) -> tuple[dict[int, int], int, bool]:
+    """Return the bytes of each tensor by its id, as the patch stores it, and those of the originals on the host.
+
+    The last result is True if any linears are or will be in 8 bits.
+    """
     sizes = {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
     done = quantized_linears(model)
     originals = sum(linear.original.nbytes for linear in done if not linear.is_freed)
     family = family_of(model)
     if family is None:
-        return sizes, originals
+        return sizes, originals, bool(done)
     for matrix, rank in _lora_matrices(model):
         sizes[id(matrix)] += matrix.nbytes // rank * (-(-rank // RANK_STEP) * RANK_STEP)  # the patch's own copy
     if done:
-        return sizes, originals
-    for linear in convertible_linears(model, family.linears(model), config).values():
+        return sizes, originals, True
+    linears = convertible_linears(model, family.linears(model), config).values()
+    for linear in linears:
         originals += linear.weight.nbytes if config.restorable else 0
         sizes[id(linear.weight)] = linear.weight.numel() * FP8.itemsize + SCALE_BYTES * (linear.out_features + 1)
-    return sizes, originals
+    return sizes, originals, bool(linears)

@@ -12,6 +12,7 @@ from ..amounts import in_gb
 from ..config import PRESETS, Sparse, without_originals
 from ..patching.families import family_of
 from ..patching.steps.sparse_linear import why_not_replaceable
+from ..patching.text_encoder import patch_text_encoder
 from ..tables import table
 from .choose import Placement, smallest
 from .components import Component, components_of
@@ -38,14 +39,19 @@ class Need:
 
 
 def models_by_preset(
-    source: str | Path, dtype: torch.dtype = torch.bfloat16, preset: str | None = None
+    source: str | Path,
+    dtype: torch.dtype = torch.bfloat16,
+    preset: str | None = None,
+    text_encoder_in_8_bits: bool = False,
 ) -> Iterator[tuple[str, Patched]]:
     """Yield the presets that a model can have, or only the given one, with the models that `empty_models` makes.
 
     The configurations free the weights that 8 bits replace. Raises ValueError as `empty_models`, and for a given preset
-    that the model cannot have.
+    that the model cannot have. Raises PatchError for a text encoder that cannot be stored in 8 bits.
     """
     models, own_timesteps = empty_models(source, dtype), has_own_timesteps(source)
+    if text_encoder_in_8_bits:
+        patch_text_encoder(models.get("text_encoder"), in_8_bits=True)
     transformers = {name: model for name, model in models.items() if family_of(model) is not None}
     reasons = (why_not_replaceable(name, family_of(m).self_attentions(m)) for name, m in transformers.items())
     why_not_sparse = next(filter(None, reasons), None)

@@ -14,6 +14,7 @@ from ..config import PatchConfig
 from ..patching.families import family_of
 from ..patching.families.vae.chunks import decoding_bytes
 from ..patching.families.vae.sizes import latent_size
+from ..patching.weights.convert import quantized_linears
 
 TEXT_TOKENS, IMAGE_TOKENS = 512, 257  # of a prompt, and of an image of 224x224 pixels in patches of 14 with its class
 FP32_BYTES = 4
@@ -98,5 +99,7 @@ def encoder_bytes(encoder: nn.Module, tokens: int) -> int:
     wide = getattr(config, "d_ff", None) or getattr(config, "intermediate_size", 4 * config.hidden_size)
     itemsize = next(encoder.parameters()).itemsize
     scores = config.num_attention_heads * tokens**2
+    stored = (linear.weight.numel() for linear in quantized_linears(encoder))
+    weight = max(stored, default=0) * itemsize  # in the model's dtype while its linear runs
     # The attention's scores, with the bias of positions, in the model's dtype and in fp32 for the softmax.
-    return tokens * (6 * config.hidden_size + 3 * wide) * itemsize + scores * (3 * itemsize + 2 * FP32_BYTES)
+    return weight + tokens * (6 * config.hidden_size + 3 * wide) * itemsize + scores * (3 * itemsize + 2 * FP32_BYTES)
