@@ -22,8 +22,8 @@ import torch
 
 from turbo_rcm_patch.bench.cases import add_random_projections, build_pipeline, random_inputs
 from turbo_rcm_patch.bench.environment import describe_environment
+from turbo_rcm_patch.bench.oracle import first_call
 from turbo_rcm_patch.bench.timing import in_turns
-from turbo_rcm_patch.bench.verify import first_call
 from turbo_rcm_patch.cli.files import json_file, write_json
 from turbo_rcm_patch.config import PRESETS
 from turbo_rcm_patch.patching import patch, use_rcm

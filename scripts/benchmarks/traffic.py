@@ -20,7 +20,7 @@ from turbo_rcm_patch import kernels
 from turbo_rcm_patch.bench.cases import TEXT_TOKENS, build_pipeline, random_prompt
 from turbo_rcm_patch.bench.environment import Environment
 from turbo_rcm_patch.bench.metrics import relative_l2
-from turbo_rcm_patch.bench.verify import first_call, run_oracle
+from turbo_rcm_patch.bench.oracle import first_call, run_oracle
 from turbo_rcm_patch.config import Exact
 from turbo_rcm_patch.modules.rcm_attention import TwoPassRCMAttention
 from turbo_rcm_patch.patching import patch

@@ -10,6 +10,7 @@ from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch import kernels
 from turbo_rcm_patch.bench import verify as module
 from turbo_rcm_patch.bench.compare import compare
+from turbo_rcm_patch.bench.oracle import class_copy
 from turbo_rcm_patch.bench.parts import CHOICE, PV, QK, SPARSE_ATTENTION, SUB_LAYERS
 from turbo_rcm_patch.bench.report import verification_table
 from turbo_rcm_patch.bench.verify import verify
@@ -137,7 +138,7 @@ def test_the_oracle_runs_by_the_reference_whatever_the_patch_runs_by():
     pipe = sparse_pipeline()
     with patch(pipe, Sparse(implementation="triton")):
         block = pipe.transformer.blocks[0]
-        assert module._class_copy(block).attn1.processor.implementation == "torch"
+        assert class_copy(block).attn1.processor.implementation == "torch"
         assert block.attn1.processor.implementation == "triton"
 
 

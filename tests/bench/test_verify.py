@@ -10,8 +10,9 @@ from tests.tiny_families import tiny_family_transformer
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
 from turbo_rcm_patch.bench import verify as module
 from turbo_rcm_patch.bench.cases import build_pipeline, structured_inputs
+from turbo_rcm_patch.bench.oracle import run_oracle
 from turbo_rcm_patch.bench.report import verification_table
-from turbo_rcm_patch.bench.verify import BlockCheck, Verification, named_blocks, run_oracle, verify
+from turbo_rcm_patch.bench.verify import BlockCheck, Verification, named_blocks, verify
 from turbo_rcm_patch.config import Exact, PatchConfig
 from turbo_rcm_patch.patching import use_rcm
 from turbo_rcm_patch.patching.families import CASES

@@ -3,9 +3,12 @@
 import json
 
 import pytest
+import torch
 
 from tests.bench.damage import damage_block
+from tests.bench.test_keep_out import key_channel
 from tests.cli.running import TINY, error_of
+from tests.tiny_wan import tiny_wan_pipeline
 from turbo_rcm_patch.bench import verify as verify_module
 from turbo_rcm_patch.cli import main, pipelines
 
@@ -30,6 +33,68 @@ def test_verify_builds_a_config(tmp_path, capsys):
     assert "the block and the VAE are within the allowed error" in capsys.readouterr().out
     settings = json.loads((tmp_path / "verify.json").read_text())["settings"]
     assert settings | {"config": "tiny", "layers": 1, "model": None, "dtype": "bfloat16", "height": 32} == settings
+
+
+@pytest.fixture
+def model_with_an_outlier(tmp_path):
+    """The folder of a pipeline with one channel of a block's keys a hundred times as large."""
+    pipe = tiny_wan_pipeline()
+    with torch.no_grad():
+        key_channel(pipe.transformer)
+    pipe.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_what_must_leave_8_bits_is_found_written_and_taken(model_with_an_outlier, tmp_path, capsys):
+    file = tmp_path / "keep.json"
+    options = ["--model", str(model_with_an_outlier), "--preset", "quantized", *TINY]
+    assert main(["verify", *options]) == 1
+    capsys.readouterr()
+    assert main(["verify", *options, "--keep-out", str(file), "--json", str(tmp_path / "verify.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "blocks.0.attn1.processor" in printed
+    assert "transformer, step 2: " in printed
+    assert "without a GPU times say nothing" in printed
+    assert f"wrote {file}; use it by --preset quantized --keep {file}" in printed
+    written = json.loads(file.read_text())
+    assert [entry["name"] for entry in written["keep"]] == ["blocks.0.attn1.processor"]
+    assert written["settings"]["height"] == 32
+    assert json.loads((tmp_path / "verify.json").read_text())["ok"] is True
+    assert list(tmp_path.glob(".keep*")) == []
+
+    assert main(["verify", *options, "--keep", str(file), "--json", str(tmp_path / "verify.json")]) == 0
+    assert json.loads((tmp_path / "verify.json").read_text())["settings"]["keep"] == [str(file)]
+    assert main(["compare", *options, "--keep", str(file), "--no-compile", "--repeats", "1"]) == 0
+    assert "named in keep" in capsys.readouterr().out
+    (tmp_path / "converted").mkdir()
+    convert = ["convert", str(model_with_an_outlier), str(tmp_path / "converted"), "--keep", str(file)]
+    assert main([*convert, "--device", "cpu"]) == 0
+
+
+def test_a_list_that_does_not_help_is_not_written(model_with_an_outlier, tmp_path, capsys, monkeypatch):
+    file = tmp_path / "keep.json"
+    file.write_text("mine")
+    damage_block(monkeypatch, verify_module, "transformer.blocks.1", lambda output: 2 * output)
+    options = ["--model", str(model_with_an_outlier), "--preset", "quantized", *TINY]
+    assert main(["verify", *options, "--keep-out", str(file)]) == 1
+    assert f"{file} is not written" in capsys.readouterr().out
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--keep", "keep.json", "--preset", "exact"], "--keep is about 8 bits, which --preset quantized and sparse"),
+        (["--keep", "none.json"], "--keep: keep='none.json': cannot read it as JSON"),
+        (["--keep", "none.json", "--keep", "blocks.0"], "--keep takes one file alone, or names; given are none.json"),
+        (["--keep", "blocks.99"], "keep='blocks.99' fits no module of the WanTransformer3DModel"),
+        (["--keep-out", "keep.json", "--preset", "block_sparse"], "--keep-out looks for what must leave 8 bits in"),
+        (["--keep-out", "keep.txt"], "--keep-out keep.txt: give a name ending in .json"),
+    ],
+)
+def test_wrong_lists(capsys, options, message):
+    preset = [] if "--preset" in options else ["--preset", "quantized"]
+    assert message in error_of(capsys, "verify", *TINY, *preset, *options)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from .compilations import compilations
 from .decoding import decode_flops, decode_oracle, decoded, latents_for
 from .environment import Environment, describe_environment
 from .metrics import Difference, relative_l2
+from .oracle import first_call, run_oracle
 from .timing import StageTimings, TimedGeneration, in_turns, timed_generation
 from .variants import (
     COMPILED,
@@ -33,7 +34,6 @@ from .variants import (
     memory_of,
     single_process,
 )
-from .verify import first_call, run_oracle
 
 # Latent frames that the VAE also decodes in fp32. Its convolutions reach backwards in time alone, so that the frames
 # made of the first ones are the same without the rest, which would take minutes.

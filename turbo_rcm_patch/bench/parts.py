@@ -52,14 +52,23 @@ def part_errors(block: nn.Module, trace: Trace, args: tuple, kwargs: Mapping[str
     if blocks is None or plan is None:
         return {}
     with torch.no_grad():
-        inputs = blocks.measured.inputs(block, *args, **kwargs)
-        terms = blocks.measured.terms(block, plan, inputs, trace.outputs)
         dtype = dtype_of(args, kwargs)
         return {
-            **{name: relative_l2(ours, expected) for name, ours, expected in terms},
+            **sub_layer_errors(block, trace, args, kwargs),
             **dict(_linear_errors(block, trace, dtype)),
             **_attention_errors(block, blocks, plan, trace, dtype),
         }
+
+
+def sub_layer_errors(block: nn.Module, trace: Trace, args: tuple, kwargs: Mapping[str, object]) -> dict[str, float]:
+    """Return the relative L2 errors of the sub-layers of a patched block that ran already; for others none."""
+    blocks, plan = blocks_like(block), state_of(block).plans.ran
+    if blocks is None or plan is None:
+        return {}
+    with torch.no_grad():
+        inputs = blocks.measured.inputs(block, *args, **kwargs)
+        terms = blocks.measured.terms(block, plan, inputs, trace.outputs)
+        return {name: relative_l2(ours, expected) for name, ours, expected in terms}
 
 
 def trace_of(oracle: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> Trace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 from ..tables import table
 from .compare import Comparison, Variant
 from .evaluate import Accuracy, Change, Evaluation
+from .keep_out import KeepOut
 from .timing import StageTimings
 from .verify import BlockCheck, PartCheck, Verification
 
@@ -116,6 +118,43 @@ def _verdict(verification: Verification) -> list[str]:
     count, and_vae = len({check.block for check in verification.checks}), " and the VAE" * bool(verification.decoding)
     blocks, verb = (f"all {count} blocks", "are") if count > 1 else ("the block", "are" if and_vae else "is")
     return lines or [f"{blocks}{and_vae} {verb} within the allowed error"]
+
+
+def keep_out_table(found: KeepOut) -> str:
+    """Return one line per part that leaves 8 bits, with its error and its costs, and one per step.
+
+    Without a GPU the times are left out, and a line says so.
+    """
+    header = ["leave in the model's dtype", "error alone in 8 bits", "allowed", "measured in", "MB"]
+    is_timed = any(part.milliseconds is not None for part in found.parts)
+    rows = [[*header, *["ms"] * is_timed]]
+    for part in found.parts:
+        alone = part.alone
+        where = f"{alone.what} of {alone.where}, step {alone.step}"
+        costs = [f"{part.nbytes / 1e6:.1f}", *([f"{part.milliseconds:.3f}"] if is_timed else [])]
+        rows.append([part.name, f"{alone.error:.2e}", f"{alone.allowed:.2e}", where, *costs])
+    if is_timed:
+        total = sum(part.milliseconds for part in found.parts)
+        rows.append(["all", "", "", "", f"{sum(part.nbytes for part in found.parts) / 1e6:.1f}", f"{total:.3f}"])
+    lines = [table(rows)] if found.parts else ["nothing has to leave 8 bits"]
+    if found.parts and not is_timed:
+        lines.append("without a GPU times say nothing about the kernels, so there are none here")
+    lines += [
+        f"{step.transformer}, step {step.step}: {_noise(step.in_8_bits)} dB in 8 bits, {_noise(step.with_list)} dB "
+        f"with the list; at least {_noise(step.allowed)} dB"
+        for step in found.steps
+    ]
+    lines += [
+        f"{judged.where}, step {judged.step}, {judged.what}: error {judged.error:.3e} is over the allowed "
+        f"{judged.allowed:.3e} whatever leaves 8 bits"
+        for judged in found.unmet
+    ]
+    return "\n".join(lines)
+
+
+def _noise(error: float) -> str:
+    """Return the signal-to-noise ratio in dB that a relative L2 error stands for."""
+    return f"{-20 * math.log10(error):.1f}" if error > 0 else "inf"
 
 
 def evaluation_table(evaluation: Evaluation) -> str:

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
 from diffusers import DiffusionPipeline
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from ..checkpoints.files import COMPONENTS
 from ..config import Exact, PatchConfig, resolve_config
 from ..patching import patch
 from ..patching.families import family_of
 from ..patching.families.vae import vae_state
-from ..patching.weights.convert import is_quantized
-from ..patching.weights.linear_8bit import QuantizedLinear
 from ..tiers import EXACT, ErrorLimits, is_low_precision
 from .decoding import decode_oracle, decoded, latents_for, without_tf32
 from .kept import KeptShare, kept_share_of
 from .metrics import relative_l2
-from .parts import CHOICE, SUB_LAYERS, Trace, dtype_of, part_errors, self_attention_inputs, trace_of, upcast
-from .sparse import best_choice, by_reference, sparse_self_attention
+from .oracle import CheckedSteps, Output, run_block_oracle, run_unpatched, tensors_of, trace_in_fp32
+from .parts import CHOICE, SUB_LAYERS, Trace, dtype_of, part_errors, self_attention_inputs
+from .sparse import best_choice, sparse_self_attention
 
-_PACKED_LINEAR = "GGUFLinear"  # diffusers' linear for GGUF files. Its weight is a tensor of bytes.
 DECODER = "vae.decode"  # checked like a block, but once
-
-Output = torch.Tensor | tuple[torch.Tensor | None, ...]
 
 
 @dataclass(frozen=True)
@@ -194,28 +188,23 @@ def verify(
     checks: list[BlockCheck] = []
     parts: list[PartCheck] = []
     kept: list[KeptShare] = []
-    step = 1
-
-    def on_step_end(_pipe, index, _timestep, _tensors):
-        nonlocal step
-        step = index + 2
-        return {}
+    steps = CheckedSteps(pipe)
 
     def keep_the_oracles_blocks(block: nn.Module, args: tuple, kwargs: dict) -> None:
         attn = sparse_self_attention(block)
-        if step in (1, pipe.num_timesteps) and attn is not None:
-            q, k, _ = self_attention_inputs(_trace(block, args, kwargs))
+        if steps.is_checked and attn is not None:
+            q, k, _ = self_attention_inputs(trace_in_fp32(block, args, kwargs))
             attn.processor.block_map = best_choice(attn.processor, q, k)
 
     def check_block(name: str) -> Callable:
         def hook(block: nn.Module, args: tuple, kwargs: dict, patched: Output) -> Output:
-            unpatched = type(block).forward(_plain_twin(block), *args, **kwargs)
-            if step in (1, pipe.num_timesteps):
-                checks.append(_check(name, step, block, args, kwargs, patched, unpatched, limits))
+            unpatched = run_unpatched(block, args, kwargs)
+            if steps.is_checked:
+                checks.append(_check(name, steps.now, block, args, kwargs, patched, unpatched, limits))
                 if not isinstance(config, Exact):
-                    trace = _trace(block, args, kwargs)
-                    parts.extend(_check_parts(name, step, block, trace, args, kwargs, limits))
-                    kept.extend(_kept(name, step, block, trace))
+                    trace = trace_in_fp32(block, args, kwargs)
+                    parts.extend(_check_parts(name, steps.now, block, trace, args, kwargs, limits))
+                    kept.extend(_kept(name, steps.now, block, trace))
             if (attn := sparse_self_attention(block)) is not None:
                 attn.processor.block_map = None
             return unpatched
@@ -230,9 +219,7 @@ def verify(
         for name, block in blocks.items():
             hooks.callback(block.register_forward_pre_hook(keep_the_oracles_blocks, with_kwargs=True).remove)
             hooks.callback(block.register_forward_hook(check_block(name), with_kwargs=True).remove)
-        generator = torch.Generator(pipe._execution_device).manual_seed(seed)
-        output_type = "pt" if decodes else "latent"
-        pipe(**{**call, "output_type": output_type}, generator=generator, callback_on_step_end=on_step_end)
+        steps.run(call, seed, "pt" if decodes else "latent")
         summary = applied.summary()
         with without_tf32():
             samples = [decoded(vae, z) for z in latents[:1]]
@@ -263,21 +250,26 @@ def _check(
     unpatched: Output,
     limits: ErrorLimits,
 ) -> BlockCheck:
-    """Return the check of the block's result, or of the worst of its results."""
-    patched, unpatched = _tensors(patched), _tensors(unpatched)
-    oracle_dtype = torch.float32 if is_low_precision(unpatched[0].dtype) else torch.float64
-    oracles = _tensors(run_oracle(block, args, kwargs, oracle_dtype))
+    oracle = run_block_oracle(block, args, kwargs, tensors_of(unpatched)[0].dtype)
+    return check_outputs(name, step, patched, unpatched, oracle, limits)
+
+
+def check_outputs(
+    name: str, step: int, patched: Output, unpatched: Output, oracle: Output, limits: ErrorLimits
+) -> BlockCheck:
+    """Return the check of a block's result, or of the worst of its results."""
+    results = zip(*map(tensors_of, (patched, unpatched, oracle)), strict=True)
     checks = [
         BlockCheck(
             block=name,
             step=step,
             dtype=plain.dtype,
-            unpatched_error=relative_l2(plain, oracle),
-            patched_error=relative_l2(ours, oracle),
+            unpatched_error=relative_l2(plain, expected),
+            patched_error=relative_l2(ours, expected),
             difference=relative_l2(ours, plain),
             limits=limits,
         )
-        for ours, plain, oracle in zip(patched, unpatched, oracles, strict=True)
+        for ours, plain, expected in results
     ]
     return max(checks, key=lambda check: (not check.ok, check.judged_error - check.allowed))
 
@@ -322,94 +314,3 @@ def _kept(name: str, step: int, block: nn.Module, trace: Trace) -> Iterator[Kept
     share = kept_share_of(block, trace)
     if share is not None:
         yield KeptShare(name, step, share)
-
-
-def _trace(block: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> Trace:
-    """Return a run of the block without the patch, in fp32 on the device of its inputs."""
-    return trace_of(_class_copy(block).to(_device_of(args, kwargs), torch.float32), args, kwargs)
-
-
-def _tensors(output: Output) -> list[torch.Tensor]:
-    """Return a block's output as a list, without the None entries."""
-    outputs = [output] if isinstance(output, torch.Tensor) else output
-    return [one for one in outputs if one is not None]
-
-
-def first_call(module: nn.Module, run: Callable[[], object]) -> tuple[tuple, dict]:
-    """Return the arguments of a module's first call while something runs."""
-    seen: list[tuple[tuple, dict]] = []
-    handle = module.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
-    try:
-        with torch.no_grad():
-            run()
-    finally:
-        handle.remove()
-    return seen[0]
-
-
-def run_oracle(block: nn.Module, args: tuple, kwargs: Mapping[str, object], dtype: torch.dtype) -> Output:
-    """Return the block's class run in `dtype`, fp64 or fp32 without TF32, on upcast weights and inputs."""
-    oracle = _class_copy(block).to(_device_of(args, kwargs), dtype)
-    args, kwargs = upcast(args, dtype), upcast(kwargs, dtype)
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.no_grad(), _WidenedFloat(dtype):
-            return type(oracle).forward(oracle, *args, **kwargs)
-    finally:
-        torch.set_float32_matmul_precision(precision)
-
-
-class _WidenedFloat(TorchFunctionMode):
-    """Lets ``.float()``, with which blocks widen bf16, keep an fp64 oracle in fp64."""
-
-    def __init__(self, dtype: torch.dtype):
-        super().__init__()
-        self._dtype = dtype
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.Tensor.float:
-            return args[0].to(self._dtype)
-        return func(*args, **(kwargs or {}))
-
-
-def _class_copy(block: nn.Module) -> nn.Module:
-    """Return a copy of parameters, buffers and submodules with the forwards of their classes.
-
-    Other instance attributes, such as what a patch keeps on a module, are shared rather than copied. A sparse attention
-    runs by the reference.
-    """
-    copied = ("_parameters", "_buffers", "_modules")
-    shared = [value for module in block.modules() for name, value in vars(module).items() if name not in copied]
-    twin = copy.deepcopy(block, {id(value): value for value in shared} | _unpacked(block))
-    for module in twin.modules():
-        if type(module).__name__ == _PACKED_LINEAR:
-            module.__class__ = nn.Linear
-        for name in [name for name in vars(module) if callable(getattr(type(module), name, None))]:
-            del module.__dict__[name]  # what a patch binds in place of the class's methods
-        if is_quantized(module):
-            QuantizedLinear.forget(module)
-    if (attn := sparse_self_attention(twin)) is not None:
-        attn.processor = by_reference(attn.processor)
-    return twin
-
-
-def _unpacked(block: nn.Module) -> dict[int, nn.Parameter]:
-    """Return plain copies of the weights of diffusers' GGUF linears, by the weights' ids."""
-    packed = [module.weight for module in block.modules() if type(module).__name__ == _PACKED_LINEAR]
-    if not packed:
-        return {}
-    from diffusers.quantizers.gguf.utils import dequantize_gguf_tensor  # needs the package gguf
-
-    return {id(weight): nn.Parameter(dequantize_gguf_tensor(weight), requires_grad=False) for weight in packed}
-
-
-def _plain_twin(block: nn.Module) -> nn.Module:
-    """Return the block, or a copy of it on its inputs' device where the patch changed more of it than forwards."""
-    if not any(map(is_quantized, block.modules())) and sparse_self_attention(block) is None:
-        return block
-    return _class_copy(block).to(next(block.parameters()).device)
-
-
-def _device_of(args: tuple, kwargs: Mapping[str, object]) -> torch.device:
-    return next(value.device for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))

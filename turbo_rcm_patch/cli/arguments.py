@@ -94,6 +94,11 @@ def _add_verify(commands) -> None:
         help="use random weights of a real size, such as wan2.1-1.3b, and structured inputs instead of a model",
     )
     parser.add_argument("--layers", type=int, help="with --config: build only this many blocks")
+    keep_out = (
+        "with --preset quantized: find the linears and attentions that must leave 8 bits for the limits to hold with "
+        "this model, prompt and number of steps, check the result, and write it for --keep"
+    )
+    parser.add_argument("--keep-out", type=Path, metavar="OUT.json", help=keep_out)
     add_generation_options(parser)
     parser.add_argument("--vram", help=argparse.SUPPRESS)  # refused with the reason
 
@@ -156,9 +161,16 @@ def _add_convert(commands) -> None:
         choices=("mixed", "int8"),
         help="mixed: e4m3 and int8, for sm_89 and newer; int8: for older GPUs too (default: the one for this GPU)",
     )
-    keep = "do not change this module's weights; wildcards work, such as 'blocks.0.*'; may be repeated"
-    parser.add_argument("--keep", action="append", default=[], metavar="NAME", help=keep)
+    _add_keep(parser)
     _add_device_options(parser, dtype="the dtype of all weights that are not in 8 bits (default: bfloat16)")
+
+
+def _add_keep(parser: argparse.ArgumentParser) -> None:
+    keep = (
+        "8 bits: leave this module's weights as they are, such as 'blocks.0.*', or compute this attention in the "
+        "model's dtype, such as blocks.3.attn1.processor; may be repeated. Or the file of verify --keep-out"
+    )
+    parser.add_argument("--keep", action="append", metavar="NAME", help=keep)
 
 
 def _add_demo(commands) -> None:
@@ -242,6 +254,7 @@ def _add_sampling_options(parser: argparse.ArgumentParser, *, height: str, width
     parser.add_argument("--mass", type=float, metavar="SHARE", help=mass)
     dense = "block-sparse attention: stay dense below this many tokens (default 8192; the embedded model has 700)"
     parser.add_argument("--min-tokens", type=int, metavar="N", help=dense)
+    _add_keep(parser)
     sigma_max = "sample as rCM, from this noise level (the embedded model's: 80; for image to video 200)"
     parser.add_argument("--sigma-max", type=float, help=sigma_max)
     guidance = "guidance scale (default: 1, which is none, for few-step models, or the pipeline's own, such as 5)"

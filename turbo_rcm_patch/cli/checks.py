@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..amounts import parse_amount
-from ..config import PRESETS, Exact, PatchConfig, options_of, presets_with, resolve_config
+from ..config import PRESETS, Exact, PatchConfig, Quantized, options_of, presets_with, resolve_config
 from ..recipes import RCM_STEPS, RECIPES
 from ..wording import with_article
 from .errors import CommandError
@@ -40,6 +40,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         _check_planned(arguments)
     if arguments.command == "verify":
         _check_config(arguments)
+        _check_keep_out(arguments)
     if arguments.command == "demo":
         _check_page(arguments)
     if arguments.command not in ("info", "convert", "demo", "tune"):
@@ -210,6 +211,46 @@ def _check_preset(arguments: argparse.Namespace) -> None:
         except ValueError as error:
             raise CommandError(f"{name}: {error}") from None
 
+    _check_keep(arguments, config)
+
+
+def _check_keep(arguments: argparse.Namespace, config: PatchConfig) -> None:
+    keep = keep_of(arguments)
+    if keep is None:
+        return
+    if "keep" not in options_of(type(config)):
+        raise CommandError(
+            f"--keep is about 8 bits, which --preset {' and '.join(presets_with('keep'))} have, and not "
+            f"{arguments.preset}; leave it out, or choose one of those."
+        )
+    try:
+        replace(config, keep=keep)
+    except ValueError as error:
+        raise CommandError(f"--keep: {error}") from None
+
+
+def keep_of(arguments: argparse.Namespace) -> str | list[str] | None:
+    """Return the option `keep` of the configuration that --keep gives: a file, or a list of names. None if not given.
+
+    Raises CommandError for a file beside other names.
+    """
+    values = getattr(arguments, "keep", None)
+    if values is None or not any(value.endswith(".json") for value in values):
+        return values
+    if len(values) > 1:
+        raise CommandError(f"--keep takes one file alone, or names; given are {' and '.join(values)}.")
+    return values[0]
+
+
+def _check_keep_out(arguments: argparse.Namespace) -> None:
+    if arguments.keep_out is None:
+        return
+    if type(_check_preset_name(arguments.preset)) is not Quantized:
+        raise CommandError(
+            f"--keep-out looks for what must leave 8 bits in --preset quantized, and not in {arguments.preset}."
+        )
+    check_output("--keep-out", arguments.keep_out, (".json",))
+
 
 def _check_preset_name(preset: str) -> PatchConfig:
     try:
@@ -268,6 +309,7 @@ def _check_conversion(arguments: argparse.Namespace) -> None:
                 raise CommandError(
                     f"{option} is about 8 bits, and --preset {arguments.preset} stores none; leave it out."
                 )
+    _check_keep(arguments, PRESETS[arguments.preset])
     if not arguments.source.exists():
         raise CommandError(
             f"{arguments.source}: no such file or folder; give a diffusers folder, or a .pth or .safetensors file."

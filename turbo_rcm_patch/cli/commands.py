@@ -19,7 +19,16 @@ from PIL import Image
 from ..bench.compare import Comparison, compare
 from ..bench.environment import describe_environment
 from ..bench.evaluate import evaluate, label_of, videos_at_a_time
-from ..bench.report import comparison_table, evaluation_table, plot, side_by_side, timings_table, verification_table
+from ..bench.keep_out import find_keep_out
+from ..bench.report import (
+    comparison_table,
+    evaluation_table,
+    keep_out_table,
+    plot,
+    side_by_side,
+    timings_table,
+    verification_table,
+)
 from ..bench.timing import timed_generation
 from ..bench.verify import verify
 from ..checkpoints.files import COMPONENTS
@@ -35,7 +44,7 @@ from ..patching.weights.convert import capability_of
 from ..patching.weights.load import component_folders, read_config
 from ..patching.weights.store import convert_model
 from ..wording import counted
-from .checks import LORAS, SPARSITY
+from .checks import LORAS, SPARSITY, keep_of
 from .errors import CommandError, user_errors
 from .files import replacing, write_json, write_video
 from .model_memory import memory_of_model
@@ -143,13 +152,32 @@ def _write_side_by_side(path: Path, comparison: Comparison) -> None:
 
 def _verify(arguments: argparse.Namespace) -> int:
     pipe, call = load_pipeline(arguments) if arguments.config is None else build_case(arguments)
-    verification = verify(pipe, call, seed=arguments.seed, config=choose_config(arguments))
+    config, found = choose_config(arguments), None
+    if arguments.keep_out is not None:
+        found = find_keep_out(pipe, call, seed=arguments.seed, config=config)
+        config = replace(config, keep=found.names)
+    verification = verify(pipe, call, seed=arguments.seed, config=config)
     print(verification.patch_summary, verification_table(verification), sep="\n\n")
+    facts = {
+        "settings": settings_of(arguments, pipe, call),
+        "environment": asdict(describe_environment(pipe._execution_device)),
+    }
     if arguments.json is not None:
-        environment = asdict(describe_environment(pipe._execution_device))
-        settings = settings_of(arguments, pipe, call)
-        write_json(arguments.json, {"settings": settings, "environment": environment, **verification.to_dict()})
-    return 0 if verification.ok else 1
+        write_json(arguments.json, {**facts, **verification.to_dict()})
+    if found is not None:
+        print("", keep_out_table(found), sep="\n")
+        _write_keep_out(arguments.keep_out, {**found.to_dict(), **facts}, ok=found.ok and verification.ok)
+    return 0 if verification.ok and (found is None or found.ok) else 1
+
+
+def _write_keep_out(path: Path, content: dict[str, object], *, ok: bool) -> None:
+    """Write the list of `verify --keep-out`, if the limits hold with it."""
+    if not ok:
+        print(f"\n{path} is not written: with this list too, an error is above its limit")
+        return
+    write_json(path, content)
+    print(f"\nwrote {path}; use it by --preset quantized --keep {shlex.quote(str(path))}")
+    print(f"or in Python by trp.Quantized(keep={str(path)!r})")
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
@@ -213,12 +241,12 @@ def _info(arguments: argparse.Namespace) -> int:
 def _convert(arguments: argparse.Namespace) -> int:
     device = choose_device(arguments)
     capability = (8, 0) if arguments.format == "int8" else capability_of(device)
-    config = PRESETS[arguments.preset]
+    config, keep = PRESETS[arguments.preset], keep_of(arguments)
     try:
         convert_model(
             arguments.source,
             arguments.target,
-            replace(config, keep=arguments.keep) if arguments.keep else config,
+            config if keep is None else replace(config, keep=keep),
             capability=capability,
             dtype=getattr(torch, arguments.dtype or "bfloat16"),
             device=device,
@@ -269,7 +297,7 @@ def settings_of(arguments: argparse.Namespace, pipe, call: dict[str, object]) ->
         "preset": arguments.preset,
         **{
             name: value
-            for name in (*LORAS, "recipe", *SPARSITY)
+            for name in (*LORAS, "recipe", *SPARSITY, "keep")
             if (value := getattr(arguments, name, None)) is not None
         },
         "dtype": str((pipe.transformer or pipe.transformer_2).dtype).removeprefix("torch."),

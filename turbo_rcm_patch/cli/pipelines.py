@@ -21,7 +21,7 @@ from ..patching.weights.load import load_converted
 from ..patching.weights.turbodiffusion import load_projections, load_turbodiffusion
 from ..shapes import grammar
 from ..wording import counted
-from .checks import check_pipeline_class, sparsity_of
+from .checks import check_pipeline_class, keep_of, sparsity_of
 from .errors import CommandError, why_not_loaded
 from .sampling import default_of, default_steps, guidance, install_sampler, warn
 from .sizes import SizeRules, size_rules
@@ -53,8 +53,13 @@ def choose_dtype(arguments: argparse.Namespace, device: torch.device) -> torch.d
 
 
 def choose_config(arguments: argparse.Namespace) -> PatchConfig:
-    """Return --preset's configuration with --topk, --mass and --min-tokens. The embedded model has its own blocks."""
+    """Return --preset's configuration with --topk, --mass, --min-tokens and --keep.
+
+    The embedded model has its own blocks.
+    """
     config = replace(PRESETS[arguments.preset], **sparsity_of(arguments))
+    keep = keep_of(arguments)
+    config = config if keep is None else replace(config, keep=keep)
     is_embedded = arguments.model is None and getattr(arguments, "config", None) is None
     is_sparse_attention = isinstance(config, (Sparse, BlockSparse))
     return replace(config, blocks=embedded.SLA_BLOCKS) if is_embedded and is_sparse_attention else config

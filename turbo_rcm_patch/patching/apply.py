@@ -173,8 +173,8 @@ def patch(target: object, config: PatchConfig | str = "exact") -> Patch:
         the tier needs 8-bit weights, and the weights are offloaded to disk
         the model lacks the weights that the sparse tier needs
         another thread is in a call of the model, in any tier but the exact one
-    Raises ValueError for an unknown preset or a name in `keep` that fits nothing in the model, TypeError for a config
-    of another type.
+        a name in `keep` fits nothing in the model, or the list is another model's (this is a ValueError too)
+    Raises ValueError for an unknown preset, TypeError for a config of another type.
     """
     config = resolve_config(config)
     if type(config) in _REFUSALS:
@@ -210,7 +210,7 @@ def _check(
 ) -> torch.nn.Module | None:
     """Return a target's VAE, or None if that is left as it is.
 
-    Raises PatchError if the target cannot be patched, and ValueError if a name in ``config.keep`` does not fit it.
+    Raises PatchError if the target cannot be patched, and KeepError if a name in ``config.keep`` does not fit it.
     """
     check_patchable(transformers)
     for model in transformers.values():

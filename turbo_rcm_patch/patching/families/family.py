@@ -49,6 +49,7 @@ from ...keep_list import ATTENTION, KeepList, is_of_attention, keeps_attention
 from ...plain import hook_in_place_of_forward
 from ...tiers import Tier
 from ..copying import reduce_ex, refuse_replicas
+from ..errors import KeepError
 from ..journal import bind, slot_below_hooks
 from ..lora.notice_changes import apply_to_tensors, load_lora_adapter
 from ..sampling.step_count import Steps
@@ -267,17 +268,17 @@ class Family:
                     yield from (LinearAt(path, block, name, sub_layer) for name in names)
 
     def check_keep(self, transformer: nn.Module, config: PatchConfig) -> None:
-        """Raise ValueError if a name in ``config.keep`` fits nothing in a transformer, or is of another one's list."""
+        """Raise KeepError if a name in ``config.keep`` fits nothing in a transformer, or is of another one's list."""
         if isinstance(config.keep, KeepList):
             reason = config.keep.why_not_for(type(transformer).__name__, transformer.config)
             if reason is not None:
-                raise ValueError(reason)
+                raise KeepError(reason)
         modules = [path for path, _ in transformer.named_modules(remove_duplicate=False)]
         attentions = [f"{path}{ATTENTION}" for path, *_ in self.self_attentions(transformer)]
         for pattern in config.keep:
             kind, paths = ("self-attention", attentions) if is_of_attention(pattern) else ("module", modules)
             if not any(fnmatchcase(path, pattern) for path in paths):
-                raise ValueError(
+                raise KeepError(
                     f"keep={pattern!r} fits no {kind} of the {type(transformer).__name__}; give paths in it, such as "
                     f"{attentions[0]} or {modules[-1]}."
                 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -40,10 +41,19 @@ def sub_layer_terms(
         added = _by_token(gates[name], x) * outputs[module].view(x.shape)
         if not isinstance(sub_layer, Whole):
             stored = x if name == "self_attention" else (kept / plan.residual.scale).to(plan.residual.dtype)
-            result = sub_layer.run(stored, *arguments[name])
+            result = _on_the_norm_of(stored, sub_layer).run(torch.zeros_like(stored), *arguments[name])
             scale_of_result = 1.0 if name == "feed_forward" else plan.residual.scale
-            yield name, result.float() * scale_of_result - kept, added
+            yield name, result.float() * scale_of_result, added
         kept = kept + added
+
+
+def _on_the_norm_of(stored: torch.Tensor, sub_layer):
+    """Return a sub-layer whose norm is that of these hidden states, whatever residual it adds to.
+
+    On a residual of zeros, its result is its term alone, which a sum with large hidden states would round.
+    """
+    norm = sub_layer.norm
+    return replace(sub_layer, norm=norm._replace(run=lambda _, *rest: norm.run(stored, *rest)))
 
 
 def self_attention_qkv(

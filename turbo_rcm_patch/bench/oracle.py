@@ -1,0 +1,144 @@
+"""The oracle of a block or a model: its class's own forward, in higher precision, on the inputs of a patched one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ..patching.weights.convert import is_quantized
+from ..patching.weights.linear_8bit import QuantizedLinear
+from ..tiers import is_low_precision
+from .parts import Trace, trace_of, upcast
+from .sparse import by_reference, sparse_self_attention
+
+_PACKED_LINEAR = "GGUFLinear"  # diffusers' linear for GGUF files. Its weight is a tensor of bytes.
+
+Output = torch.Tensor | tuple[torch.Tensor | None, ...]
+
+
+class CheckedSteps:
+    """A generation whose first and last steps are checked. now: the present step, counted from 1."""
+
+    def __init__(self, pipe: DiffusionPipeline):
+        self._pipe, self.now = pipe, 1
+
+    @property
+    def is_checked(self) -> bool:
+        """True in the first and in the last step."""
+        return self.now in (1, self._pipe.num_timesteps)
+
+    def run(self, call: Mapping[str, object], seed: int, output_type: str) -> None:
+        """Run the generation."""
+        generator = torch.Generator(self._pipe._execution_device).manual_seed(seed)
+        options = {**call, "output_type": output_type}
+        self._pipe(**options, generator=generator, callback_on_step_end=self._on_step_end)
+
+    def _on_step_end(self, _pipe, index, _timestep, _tensors):
+        self.now = index + 2
+        return {}
+
+
+def tensors_of(output: Output) -> list[torch.Tensor]:
+    """Return a block's output as a list, without the None entries."""
+    outputs = [output] if isinstance(output, torch.Tensor) else output
+    return [one for one in outputs if one is not None]
+
+
+def first_call(module: nn.Module, run: Callable[[], object]) -> tuple[tuple, dict]:
+    """Return the arguments of a module's first call while something runs."""
+    seen: list[tuple[tuple, dict]] = []
+    handle = module.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args, kwargs)), with_kwargs=True)
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        handle.remove()
+    return seen[0]
+
+
+def run_oracle(block: nn.Module, args: tuple, kwargs: Mapping[str, object], dtype: torch.dtype) -> Output:
+    """Return the block's class run in `dtype`, fp64 or fp32 without TF32, on upcast weights and inputs."""
+    oracle = class_copy(block).to(device_of(args, kwargs), dtype)
+    args, kwargs = upcast(args, dtype), upcast(kwargs, dtype)
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.no_grad(), _WidenedFloat(dtype):
+            return type(oracle).forward(oracle, *args, **kwargs)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+class _WidenedFloat(TorchFunctionMode):
+    """Lets ``.float()``, with which blocks widen bf16, keep an fp64 oracle in fp64."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.float:
+            return args[0].to(self._dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def class_copy(block: nn.Module) -> nn.Module:
+    """Return a copy of parameters, buffers and submodules with the forwards of their classes.
+
+    Other instance attributes, such as what a patch keeps on a module, are shared rather than copied. A sparse attention
+    runs by the reference.
+    """
+    copied = ("_parameters", "_buffers", "_modules")
+    shared = [value for module in block.modules() for name, value in vars(module).items() if name not in copied]
+    twin = copy.deepcopy(block, {id(value): value for value in shared} | _unpacked(block))
+    for module in twin.modules():
+        if type(module).__name__ == _PACKED_LINEAR:
+            module.__class__ = nn.Linear
+        for name in [name for name in vars(module) if callable(getattr(type(module), name, None))]:
+            del module.__dict__[name]  # what a patch binds in place of the class's methods
+        if is_quantized(module):
+            QuantizedLinear.forget(module)
+    if (attn := sparse_self_attention(twin)) is not None:
+        attn.processor = by_reference(attn.processor)
+    return twin
+
+
+def _unpacked(block: nn.Module) -> dict[int, nn.Parameter]:
+    """Return plain copies of the weights of diffusers' GGUF linears, by the weights' ids."""
+    packed = [module.weight for module in block.modules() if type(module).__name__ == _PACKED_LINEAR]
+    if not packed:
+        return {}
+    from diffusers.quantizers.gguf.utils import dequantize_gguf_tensor  # needs the package gguf
+
+    return {id(weight): nn.Parameter(dequantize_gguf_tensor(weight), requires_grad=False) for weight in packed}
+
+
+def plain_twin(block: nn.Module) -> nn.Module:
+    """Return the block, or a copy of it on its inputs' device where the patch changed more of it than forwards."""
+    if not any(map(is_quantized, block.modules())) and sparse_self_attention(block) is None:
+        return block
+    return class_copy(block).to(next(block.parameters()).device)
+
+
+def device_of(args: tuple, kwargs: Mapping[str, object]) -> torch.device:
+    return next(value.device for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+
+
+def trace_in_fp32(block: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> Trace:
+    """Return a run of the block without the patch, in fp32 on the device of its inputs."""
+    return trace_of(class_copy(block).to(device_of(args, kwargs), torch.float32), args, kwargs)
+
+
+def run_block_oracle(block: nn.Module, args: tuple, kwargs: Mapping[str, object], dtype: torch.dtype) -> Output:
+    """Return `run_oracle` in fp32, or in fp64 for a block in fp32. dtype: the block's."""
+    return run_oracle(block, args, kwargs, torch.float32 if is_low_precision(dtype) else torch.float64)
+
+
+def run_unpatched(block: nn.Module, args: tuple, kwargs: Mapping[str, object]) -> Output:
+    """Return the output of a patched block without the patch."""
+    return type(block).forward(plain_twin(block), *args, **kwargs)
