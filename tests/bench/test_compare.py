@@ -64,6 +64,7 @@ def test_a_difference_made_by_the_patch_is_reported(pipe, monkeypatch):
     assert patched.latents.relative_l2 > 1e-4
     assert patched.frames.relative_l2 > 1e-4
     assert patched.frames.psnr_db is not None
+    assert 0.9 < patched.frames.ssim <= 1
 
 
 def test_a_step_of_every_variant_is_compared_with_fp32(pipe):

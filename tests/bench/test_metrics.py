@@ -1,9 +1,11 @@
 import math
 
+import numpy as np
 import pytest
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 
-from turbo_rcm_patch.bench.metrics import Difference, cosine, frame_psnr, psnr, relative_l1, relative_l2
+from turbo_rcm_patch.bench.metrics import Difference, cosine, frame_psnr, psnr, relative_l1, relative_l2, ssim
 
 
 def test_metrics_of_a_known_pair():
@@ -26,6 +28,45 @@ def test_equal_tensors_are_identical_even_when_zero():
         assert relative(torch.ones(3), torch.zeros(3)) == math.inf
     assert psnr(torch.ones(2, 3), torch.ones(2, 3)) == math.inf
     assert Difference.of_frames(torch.ones(2, 3), torch.ones(2, 3)).psnr_db is None
+
+
+def ssim_by_definition(x, y):
+    """SSIM of two images [H, W] in NumPy: every window by itself, with the weights of Wang et al. 2004."""
+    offsets = np.arange(11) - 5
+    weights = np.exp(-(offsets[:, None] ** 2 + offsets[None] ** 2) / (2 * 1.5**2))
+    weights /= weights.sum()
+    values = []
+    for a, b in zip(*(sliding_window_view(image, (11, 11)).reshape(-1, 11, 11) for image in (x, y)), strict=True):
+        mean_a, mean_b = (weights * a).sum(), (weights * b).sum()
+        var_a, var_b = (weights * (a - mean_a) ** 2).sum(), (weights * (b - mean_b) ** 2).sum()
+        covariance = (weights * (a - mean_a) * (b - mean_b)).sum()
+        luminance = (2 * mean_a * mean_b + 0.01**2) / (mean_a**2 + mean_b**2 + 0.01**2)
+        values.append(luminance * (2 * covariance + 0.03**2) / (var_a + var_b + 0.03**2))
+    return np.mean(values)
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.3])
+def test_ssim_is_what_the_paper_defines(noise):
+    generator = torch.Generator().manual_seed(0)
+    reference = torch.rand(2, 3, 13, 17, 3, generator=generator)
+    actual = (0.9 * reference + noise * torch.rand(reference.shape, generator=generator)).clamp(0, 1)
+    expected = [
+        ssim_by_definition(actual[b, f, ..., c].double().numpy(), reference[b, f, ..., c].double().numpy())
+        for b in range(2)
+        for f in range(3)
+        for c in range(3)
+    ]
+    assert ssim(actual, reference) == pytest.approx(np.mean(expected), abs=1e-10)
+    assert 0.1 < ssim(actual, reference) < 0.999
+    assert Difference.of_frames(actual, reference).ssim == ssim(actual, reference)
+    assert ssim(reference, reference) == pytest.approx(1.0, abs=1e-12)
+
+
+def test_ssim_of_frames_smaller_than_its_window():
+    frames = torch.rand(1, 2, 10, 64, 3)
+    assert Difference.of_frames(frames, frames).ssim is None
+    with pytest.raises(ValueError, match="smaller than a window of 11²"):
+        ssim(frames, frames)
 
 
 def test_nan_never_passes_for_equal():

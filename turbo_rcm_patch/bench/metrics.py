@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+SSIM_WINDOW, SSIM_SIGMA, SSIM_K1, SSIM_K2 = 11, 1.5, 0.01, 0.03  # of Wang et al. 2004
+
 
 def relative_l2(actual: torch.Tensor, reference: torch.Tensor) -> float:
     """Return ‖actual − reference‖ / ‖reference‖, or 0 for equal tensors, even if all are zeros."""
@@ -41,17 +43,54 @@ def frame_psnr(actual: torch.Tensor, reference: torch.Tensor, cap: float = 100.0
     return (-10 * mean_squared_error.log10()).clamp(max=cap)
 
 
+def ssim(actual: torch.Tensor, reference: torch.Tensor) -> float:
+    """Return the structural similarity (Wang et al. 2004) of frames [..., H, W, C] in [0, 1].
+
+    It is 1 for equal frames: the mean over frames, channels, and all Gaussian windows of 11×11 pixels that are within a
+    frame. Raises ValueError for frames smaller than a window.
+    """
+    if min(actual.shape[-3:-1]) < SSIM_WINDOW:
+        raise ValueError(f"frames of {list(actual.shape[-3:-1])} pixels are smaller than a window of {SSIM_WINDOW}².")
+    pairs = zip(*(x.detach().flatten(0, -4).movedim(-1, 1) for x in (actual, reference)), strict=True)
+    return torch.stack([_ssim_of_frame(*pair) for pair in pairs]).mean().item()
+
+
+def _ssim_of_frame(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return the mean similarity of two frames [C, H, W]."""
+    x, y = (frame.double().contiguous() for frame in (x, y))
+    moments = torch.stack([x, y, x * x, y * y, x * y])
+    mean_x, mean_y, xx, yy, xy = _in_windows(_in_windows(moments, 2), 3)
+    c1, c2 = SSIM_K1**2, SSIM_K2**2
+    means, covariance = mean_x * mean_y, xy - mean_x * mean_y
+    variances = xx - mean_x**2 + yy - mean_y**2
+    return ((2 * means + c1) * (2 * covariance + c2) / ((mean_x**2 + mean_y**2 + c1) * (variances + c2))).mean()
+
+
+def _in_windows(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the Gaussian means of the windows along a dimension. In fp64 this is ten times as fast as conv2d."""
+    centre, size = SSIM_WINDOW // 2, x.shape[dim] - SSIM_WINDOW + 1
+    weights = [math.exp(-((i - centre) ** 2) / (2 * SSIM_SIGMA**2)) for i in range(SSIM_WINDOW)]
+    result = torch.zeros_like(x.narrow(dim, 0, size))
+    for i, weight in enumerate(weights):
+        result.add_(x.narrow(dim, i, size), alpha=weight / sum(weights))
+    return result
+
+
 def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else math.inf
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Relative L2, cosine and PSNR in dB of frames in [0, 1]. The PSNR is None for latents and for equal frames."""
+    """Relative L2, cosine, and of frames in [0, 1] the PSNR in dB and the SSIM.
+
+    Both are None for latents, the PSNR for equal frames too, and the SSIM for frames smaller than its window.
+    """
 
     relative_l2: float
     cosine: float
     psnr_db: float | None = None
+    ssim: float | None = None
 
     @classmethod
     def of_latents(cls, actual: torch.Tensor, reference: torch.Tensor) -> Difference:
@@ -59,6 +98,8 @@ class Difference:
 
     @classmethod
     def of_frames(cls, actual: torch.Tensor, reference: torch.Tensor) -> Difference:
+        """Return the differences of frames [..., H, W, C]."""
         decibels = psnr(actual, reference)
         psnr_db = None if decibels == math.inf else decibels
-        return cls(relative_l2(actual, reference), cosine(actual, reference), psnr_db)
+        similarity = ssim(actual, reference) if min(actual.shape[-3:-1]) >= SSIM_WINDOW else None
+        return cls(relative_l2(actual, reference), cosine(actual, reference), psnr_db, similarity)

@@ -60,6 +60,7 @@ def comparison_table(comparison: Comparison) -> str:
         add("frames: relative L2", lambda v: f"{v.frames.relative_l2:.2e}" if v.frames else "")
         add("frames: cosine", lambda v: f"{v.frames.cosine:.6f}" if v.frames else "")
         add("frames: PSNR", lambda v: _format_psnr(v.frames.psnr_db) if v.frames else "")
+        add("frames: SSIM", lambda v: f"{v.frames.ssim:.4f}" if v.frames and v.frames.ssim is not None else "")
     return table(rows) if has_gpu else f"{table(rows)}\n{NO_SPEED_UPS}"
 
 
