@@ -33,8 +33,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `scripts
 import turbo_rcm_patch as trp
 from scripts.benchmarks.memory_cap import with_random_weights
 from turbo_rcm_patch.amounts import in_gb, parse_amount
+from turbo_rcm_patch.bench.cases import add_random_projections
 from turbo_rcm_patch.bench.environment import describe_environment
 from turbo_rcm_patch.cli.files import json_file, write_json
+from turbo_rcm_patch.config import PRESETS, without_originals
 from turbo_rcm_patch.memory.plan import CONTEXT
 from turbo_rcm_patch.memory.streaming import stop_streaming
 from turbo_rcm_patch.patching.families import CASES
@@ -43,7 +45,7 @@ from turbo_rcm_patch.scheduler import RCMScheduler
 from turbo_rcm_patch.tables import table
 
 TOKENS, STEPS = 512, 4
-HEADER = ("variant", "card", "what streams", "VAE", "predicted, GB", "tensors, GB", "video, s", "of a step, s")
+HEADER = ("variant", "card", "what streams", "VAE", "predicted, GB", "peak, GB", "video, s", "of a step, s")
 
 
 class RandomTokens:
@@ -84,7 +86,9 @@ def all_rows(pipe: DiffusionPipeline, options: argparse.Namespace, size: dict, d
     for preset in options.presets:
         pipe.to(device)
         last = preset == options.presets[-1]
-        patch = trp.patch(pipe, trp.Quantized(restorable=not last) if preset == "quantized" else preset)
+        if preset == "sparse":
+            add_random_projections(pipe)
+        patch = trp.patch(pipe, without_originals(PRESETS[preset]) if last else preset)
         for card in (None, *options.vram):
             yield {"variant": preset, "card": card, **row_of(pipe, card, size, options.repeats, device)}
         if not last:
@@ -100,8 +104,7 @@ def row_of(pipe: DiffusionPipeline, card: str | None, size: dict[str, int], repe
             figures = measure(pipe, size, repeats)
     finally:
         plan.undo()
-    planned = {"streaming": sorted(plan.placement.streaming), "tiles": plan.placement.tiles, "predicted": plan.peaks}
-    return {**planned, **figures}
+    return {**plan.to_dict(), **figures}
 
 
 def rival_row(
@@ -115,23 +118,26 @@ def rival_row(
     """Measure unpatched diffusers with its own offloading on a card."""
     with offloaded(pipe, device), cap(card, device):
         figures = measure(pipe, size, repeats)
-        if tiles := figures["seconds"] is None and figures["steps_done"] > 0:
+        if tiles := figures["seconds"] is None and "denoising" in figures["allocated"]:
             pipe.vae.enable_tiling()
             figures = measure(pipe, size, repeats)
             pipe.vae.disable_tiling()
-    return {"streaming": ["all"], "tiles": tiles, "predicted": None, **figures}
+    return {"streaming": ["all"], "tiles": tiles, **figures}
 
 
-@contextmanager
-def group_offloaded(pipe: DiffusionPipeline, device: torch.device) -> Iterator[None]:
-    """diffusers' group offloading of all models by blocks, each copied while the one before runs."""
-    pipe.enable_group_offload(
-        device, offload_type="block_level", num_blocks_per_group=1, use_stream=True, record_stream=True
-    )
-    yield
-    for model in models_of(pipe):
-        stop_streaming(model)
-        model.to("cpu")
+def group_offloaded(offload_type: str) -> Callable:
+    """diffusers' group offloading of all models, each group copied while the one before runs."""
+
+    @contextmanager
+    def offloaded(pipe: DiffusionPipeline, device: torch.device) -> Iterator[None]:
+        groups = {"num_blocks_per_group": 1} if offload_type == "block_level" else {}
+        pipe.enable_group_offload(device, offload_type=offload_type, use_stream=True, record_stream=True, **groups)
+        yield
+        for model in models_of(pipe):
+            stop_streaming(model)
+            model.to("cpu")
+
+    return offloaded
 
 
 @contextmanager
@@ -143,7 +149,11 @@ def model_offloaded(pipe: DiffusionPipeline, device: torch.device) -> Iterator[N
     pipe.to("cpu")
 
 
-OFFLOADING = {"diffusers, group offloading": group_offloaded, "diffusers, model offloading": model_offloaded}
+OFFLOADING = {
+    "diffusers, offloading by blocks": group_offloaded("block_level"),
+    "diffusers, offloading by leaves": group_offloaded("leaf_level"),
+    "diffusers, offloading by models": model_offloaded,
+}
 
 
 @contextmanager
@@ -168,45 +178,64 @@ def measure(pipe: DiffusionPipeline, size: dict[str, int], repeats: int) -> dict
     videos, steps = [], []
     try:
         for run in range(1 + repeats):
-            recorder = Recorder(1 if run == 0 else STEPS)
             empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            torch.cuda.synchronize()
+            recorder = Recorder(1 if run == 0 else STEPS)
             start = time.perf_counter()
-            frames = pipe(**inputs_of(pipe, size), **call_options(recorder)).frames
+            with recorder.watching(pipe):
+                frames = pipe(**inputs_of(pipe, size), **call_options(recorder)).frames
             videos.append(time.perf_counter() - start)
+            recorder.mark("decoding")
             steps += [later - earlier for earlier, later in itertools.pairwise(recorder.ends)]
-            recorder.peaks.append(torch.cuda.max_memory_allocated())
             assert math.isfinite(float(frames.mean()))
             del frames
     except torch.OutOfMemoryError as error:
         print(f"does not fit: {error}")
-        return {"seconds": None, "step_seconds": None, "steps_done": len(recorder.ends)}
+        return {"seconds": None, "step_seconds": None, "allocated": recorder.peaks}
     return {
         "seconds": statistics.median(videos[1:]),
         "step_seconds": statistics.median(steps),
-        "steps_done": STEPS,
-        "allocated": {
-            "encoding and first step": recorder.peaks[0],
-            "denoising": max(recorder.peaks[1:STEPS]),
-            "decoding": recorder.peaks[STEPS],
-        },
+        "allocated": recorder.peaks,
         "reserved": torch.cuda.max_memory_reserved(),
     }
 
 
 class Recorder:
-    """A pipeline's callback, which keeps the time and the peak of torch's memory at the end of each step."""
+    """A pipeline's callback, which keeps the time at the end of each step, and the peak of torch's memory by stage."""
 
     def __init__(self, steps: int):
-        self.steps, self.ends, self.peaks = steps, [], []
+        self.steps, self.ends = steps, []
+        self.peaks: dict[str, int] = {}
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+
+    def mark(self, stage: str) -> None:
+        """Keep the peak since the last mark as that of a stage."""
+        torch.cuda.synchronize()
+        self.peaks[stage] = max(self.peaks.get(stage, 0), torch.cuda.max_memory_allocated())
+        torch.cuda.reset_peak_memory_stats()
 
     def __call__(self, *_: object) -> dict:
-        torch.cuda.synchronize()
+        self.mark("denoising")
         self.ends.append(time.perf_counter())
-        self.peaks.append(torch.cuda.max_memory_allocated())
-        torch.cuda.reset_peak_memory_stats()
         return {}
+
+    @contextmanager
+    def watching(self, pipe: DiffusionPipeline) -> Iterator[None]:
+        """A context in which a pipeline's encoders mark the ends of their stages."""
+
+        def before_steps(*_: object) -> None:
+            if not self.ends and isinstance(pipe, WanImageToVideoPipeline):
+                self.mark("VAE encoding")
+
+        hooks = [pipe.transformer.register_forward_pre_hook(before_steps)]
+        for name, stage in (("text_encoder", "text encoding"), ("image_encoder", "image encoding")):
+            if (encoder := getattr(pipe, name, None)) is not None:
+                hooks.append(encoder.register_forward_hook(lambda *_, stage=stage: self.mark(stage)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
 
 def call_options(recorder: Recorder) -> dict[str, object]:
@@ -265,8 +294,8 @@ def cells(row: dict) -> tuple[str, ...]:
         row["variant"],
         row["card"] or "whole",
         ", ".join(row["streaming"]) or "nothing",
-        "tiles" if row["tiles"] else "whole",
-        in_gb(max(row["predicted"].values())) if row["predicted"] else "",
+        "tiles" if row["tiles"] else "few frames" if row.get("decoding") else "whole",
+        in_gb(max(row["peaks"].values())) if "peaks" in row else "",
         in_gb(max(row["allocated"].values())) if fits else "does not fit",
         f"{row['seconds']:.2f}" if fits else "",
         f"{row['step_seconds']:.3f}" if fits else "",
@@ -278,7 +307,11 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", choices=CASES, default="wan2.1-1.3b")
     parser.add_argument("--experts", type=int, choices=(1, 2), default=1, help="2: two transformers, as A14B has")
     parser.add_argument(
-        "--presets", nargs="+", choices=("exact", "sparse", "quantized"), default=["quantized"], help="tiers, in order"
+        "--presets",
+        nargs="+",
+        choices=("exact", "quantized", "sparse"),
+        default=["quantized"],
+        help="tiers, sparse last",
     )
     parser.add_argument("--rivals", action="store_true", help="run diffusers' own offloading too")
     parser.add_argument("--vram", nargs="+", default=["8 GB"], help="cards, such as 8GB")

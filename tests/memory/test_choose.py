@@ -37,6 +37,31 @@ def test_the_first_that_fits(needed, expected):
     assert chosen(AROUND * needed - 1) != expected
 
 
+def few_frames(free):
+    """A decoder that takes 30 at least, and 60 at most."""
+    return max(30, min(60, free // 10 * 10))
+
+
+def test_fewer_frames_at_a_time_come_before_tiles():
+    stages = (*STAGES[:2], STAGES[2]._replace(within=few_frames))
+    stay = 5 + 4 + 5
+    for free, decoding, tiles in ((30, 30, False), (47, 47, False), (29, None, True)):
+        budget = round(AROUND * (stay + free))
+        placement = choose(COMPONENTS, stages, budget)
+        assert placement.streaming == {"text_encoder", "transformer"}
+        assert (placement.decoding, placement.tiles) == (decoding, tiles)
+        assert placement.largest_peak(COMPONENTS, stages) <= budget
+
+
+def test_no_block_is_there_after_the_last_one():
+    stage = STAGES[1]._replace(after_blocks=25)
+    placement = Placement(frozenset({"transformer"}), tiles=False)
+    stay = 110 + 4 + 5
+    assert placement.peak(COMPONENTS, stage) == round(AROUND * (stay + 20 + 3 * BLOCKS_AT_ONCE))
+    stage = stage._replace(after_blocks=35)
+    assert placement.peak(COMPONENTS, stage) == round(AROUND * (stay + 35))
+
+
 def test_nothing_fits():
     least = smallest(COMPONENTS, STAGES).largest_peak(COMPONENTS, STAGES)
     assert chosen(least) is not None

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import turbo_rcm_patch as trp
-from tests.patching.families.test_vae_memory import Peak
 from tests.tiny_families import tiny_family_transformer
-from tests.tiny_wan import tiny_transformer_inputs, tiny_wan_pipeline, tiny_wan_transformer
+from tests.tiny_wan import tiny_wan_pipeline, tiny_wan_transformer
 from turbo_rcm_patch.memory.choose import Placement
 from turbo_rcm_patch.memory.components import components_of
 from turbo_rcm_patch.memory.empty_models import cast_as_loaded
@@ -65,7 +64,7 @@ def test_real_models_take_at_most_55_percent_in_8_bits(name, gib):
     for preset, patched in models_by_preset(name):
         (transformer,) = (c for c in components_of(patched.models, patched.config) if c.name == "transformer")
         weights[preset] = transformer.weights
-        steps[preset] = [denoising_bytes("transformer", patched, video) for video in VIDEOS]
+        steps[preset] = [max(denoising_bytes("transformer", patched, video)) for video in VIDEOS]
     assert weights["quantized"] < weights["sparse"] <= 0.55 * weights["exact"]
     for exact, quantized, sparse in zip(steps["exact"], steps["quantized"], steps["sparse"], strict=True):
         assert quantized < exact
@@ -113,24 +112,14 @@ def test_what_the_allocator_reserves_beyond_the_peak():
     assert peak <= reserved <= 1.1 * peak
 
 
-class PeakOnCpu(Peak):
-    def _result(self, function, args, kwargs):
-        return function(*args, **kwargs)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_timestep_for_each_token_makes_the_output_norm_the_peak(dtype):
-    pipe = tiny_wan_pipeline("ti2v", dtype=dtype, heads=4, layers=1)
-    trp.patch(pipe)
-    pipe.transformer.blocks = torch.nn.ModuleList()  # what is alive beside them
-    inputs = tiny_transformer_inputs(pipe.transformer, batch=1, frames=5, height=32, width=32)
-    tokens = 5 * 16 * 16
-    with PeakOnCpu(pipe.transformer) as counted, torch.no_grad():
-        pipe.transformer(**{**inputs, "timestep": torch.full((1, tokens), 900.0)})
-    models = {"transformer": pipe.transformer, "vae": pipe.vae}
-    predicted = denoising_bytes("transformer", Patched(models, trp.Exact(), own_timesteps=True), Video(256, 256, 17))
-    assert 0.9 * counted.bytes <= predicted <= 1.1 * counted.bytes
-    assert denoising_bytes("transformer", Patched(models, trp.Exact()), Video(256, 256, 17)) < 0.5 * predicted
+def test_a_timestep_for_each_token_makes_the_output_norm_the_peak():
+    """An H200 measured 2.68 GB for TI2V-5B's 121 frames, whatever the tier."""
+    video = Video(704, 1280, 121)
+    for _, patched in models_by_preset("wan2.2-5b"):
+        in_blocks, after_blocks = denoising_bytes("transformer", patched, video)
+        assert in_blocks < after_blocks
+        assert math.isclose(after_blocks, 2.68e9, rel_tol=0.01)
+        assert denoising_bytes("transformer", patched._replace(own_timesteps=False), video) == (in_blocks, 0)
 
 
 def test_the_pipeline_says_if_each_token_has_its_own_timestep(tmp_path):

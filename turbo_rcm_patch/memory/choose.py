@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from .components import Component
@@ -19,11 +19,13 @@ AROUND = 1.05  # memory of torch's allocator over that of the tensors
 class Placement:
     """A place for each model: all of it stays on the GPU, or its blocks stream there.
 
-    streaming: the names of the models whose blocks stream. tiles: True if the VAE works in tiles.
+    streaming: the names of the models whose blocks stream. tiles: True if the VAE works in tiles. decoding: the bytes
+    within which the decoder takes as many frames at a time as fit. None: as many as are fastest.
     """
 
     streaming: frozenset[str]
     tiles: bool
+    decoding: int | None = None
 
     def on_gpu(self, component: Component) -> int:
         """Return the bytes of a model that stay on the GPU between calls."""
@@ -35,8 +37,15 @@ class Placement:
             (BLOCKS_AT_ONCE * c.largest for c in components if c.name in stage.runs and c.name in self.streaming),
             default=0,
         )
-        computing = stage.in_tiles if self.tiles and stage.in_tiles is not None else stage.computing
-        return round(AROUND * (sum(map(self.on_gpu, components)) + moving + computing))
+        beside = max(moving + self._computing(stage), stage.after_blocks)
+        return round(AROUND * (sum(map(self.on_gpu, components)) + beside))
+
+    def _computing(self, stage: Stage) -> int:
+        if self.tiles and stage.in_tiles is not None:
+            return stage.in_tiles
+        if self.decoding is not None and stage.within is not None:
+            return stage.within(self.decoding)
+        return stage.computing
 
     def largest_peak(self, components: Sequence[Component], stages: Iterable[Stage]) -> int:
         """Return the largest memory of all stages in bytes."""
@@ -51,25 +60,34 @@ class Placement:
 
 
 def choose(components: Sequence[Component], stages: Sequence[Stage], budget: int) -> Placement | None:
-    """Return the placement within a budget in bytes that moves least in a generation. None: nothing fits."""
-    fitting = [p for p in placements(components) if p.largest_peak(components, stages) <= budget]
-    return min(fitting, key=lambda placement: _cost(placement, components), default=None)
+    """Return the placement within a budget in bytes that moves least in a generation. None: nothing fits.
+
+    A decoder with fewer frames at a time is slower, so it comes after streaming. Tiles come last: they take far longer,
+    and their seams are blended.
+    """
+    whole = list(placements(components))
+    few = [replace(p, decoding=round(budget / AROUND) - sum(map(p.on_gpu, components))) for p in whole]
+    for group in (whole, few, [replace(p, tiles=True) for p in whole]):
+        fitting = [p for p in group if p.largest_peak(components, stages) <= budget]
+        if fitting:
+            return min(fitting, key=lambda placement: _moved(placement, components))
+    return None
 
 
 def smallest(components: Sequence[Component], stages: Sequence[Stage]) -> Placement:
     """Return the placement with the least memory."""
-    return min(placements(components), key=lambda placement: placement.largest_peak(components, stages))
+    each = (replace(p, tiles=tiles) for p in placements(components) for tiles in (False, True))
+    return min(each, key=lambda placement: placement.largest_peak(components, stages))
 
 
 def placements(components: Sequence[Component]) -> Iterator[Placement]:
     """Yield all placements. Every model may stay on the GPU; those with blocks may stream."""
     names = [component.name for component in components if component.blocks]
-    for tiles, *streams in product((False, True), *[(False, True)] * len(names)):
+    for streams in product((False, True), repeat=len(names)):
         chosen = (name for name, does in zip(names, streams, strict=True) if does)
-        yield Placement(frozenset(chosen), tiles)
+        yield Placement(frozenset(chosen), tiles=False)
 
 
-def _cost(placement: Placement, components: Iterable[Component]) -> tuple[bool, int]:
-    """Return what a placement costs. Tiles cost most: they take longer, and their seams are blended."""
-    moved = (component.passes * component.blocks for component in components if component.name in placement.streaming)
-    return placement.tiles, sum(moved)
+def _moved(placement: Placement, components: Iterable[Component]) -> int:
+    """Return the bytes that cross the bus in a generation."""
+    return sum(component.passes * component.blocks for component in components if component.name in placement.streaming)

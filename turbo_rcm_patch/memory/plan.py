@@ -13,7 +13,7 @@ from ..amounts import in_gb, parse_amount
 from ..config import PatchConfig, Quantized, resolve_config
 from ..patching.apply import transformers_of
 from ..patching.families import family_of
-from ..patching.families.vae.chunks import free_memory
+from ..patching.families.vae.chunks import LIMIT, free_memory
 from ..patching.steps.plan import is_patched, state_of
 from ..tables import table
 from .choose import Placement, choose, smallest
@@ -36,7 +36,7 @@ class MemoryPlan:
     Attributes:
         components: the models and their bytes.
         stages: the stages of a generation.
-        placement: which models stream, and whether the VAE works in tiles.
+        placement: which models stream, and how the VAE decodes.
         budget: bytes of the GPU that the plan may use.
     """
 
@@ -63,6 +63,7 @@ class MemoryPlan:
             "components": [asdict(component) for component in self.components],
             "streaming": sorted(self.placement.streaming),
             "tiles": self.placement.tiles,
+            "decoding": self.placement.decoding,
             "peaks": self.peaks,
         }
 
@@ -75,7 +76,7 @@ class MemoryPlan:
         lines = [f"{self.video}, within {in_gb(self.budget)} GB beside CUDA's own {in_gb(CONTEXT)} GB", table(rows), ""]
         lines.append(table(peaks))
         if any(component.name == "vae" for component in self.components):
-            lines.append(f"the VAE works {'in tiles' if self.placement.tiles else 'on whole frames'}")
+            lines.append(f"the VAE works {_vae_mode(self.placement)}")
         if originals := sum(component.originals for component in self.components):
             lines.append(
                 f"the host keeps {in_gb(originals)} GB of original weights for restore(); restorable=False in the "
@@ -155,6 +156,12 @@ def fit(
         plan.undo()
         raise
     return plan
+
+
+def _vae_mode(placement: Placement) -> str:
+    if placement.decoding is None:
+        return "in tiles" if placement.tiles else "on whole frames"
+    return f"on whole frames, as many at a time as {in_gb(placement.decoding)} GB hold"
 
 
 def plan_for(patched: Patched, video: Video, budget: int) -> MemoryPlan:
@@ -278,6 +285,9 @@ def _place(plan: MemoryPlan, models: Mapping[str, nn.Module], device: torch.devi
     if plan.placement.tiles and not vae.use_tiling:
         yield (vae.disable_tiling,)
         vae.enable_tiling()
+    if plan.placement.decoding is not None:
+        yield delattr, vae, LIMIT
+        setattr(vae, LIMIT, plan.placement.decoding)
     for name in sorted(models, key=lambda name: name not in streaming):  # what streams leaves the GPU first
         model, before = models[name], next(models[name].parameters()).device
         yield model.to, before

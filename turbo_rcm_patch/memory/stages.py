@@ -5,14 +5,14 @@ The figures are those of the patched model. Attention itself and the kernels' wo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from torch import nn
 
 from ..config import PatchConfig
 from ..patching.families import family_of
-from ..patching.families.vae.chunks import decoding_bytes
+from ..patching.families.vae.chunks import decoding_bytes, encoding_bytes
 from ..patching.families.vae.sizes import latent_size
 from ..patching.weights.convert import quantized_linears
 
@@ -45,14 +45,20 @@ class Patched(NamedTuple):
 class Stage(NamedTuple):
     """A stage of a generation.
 
-    name: for people. runs: the models that it runs. computing: bytes beside their weights. in_tiles: the same if the
-    VAE works in tiles, or None for a stage without it.
+    name: for people.
+    runs: the models that it runs.
+    computing: bytes beside their weights.
+    in_tiles: the same if the VAE works in tiles, or None for a stage without it.
+    within: the bytes that are free -> the same if the decoder takes fewer frames at a time. None: not a decode.
+    after_blocks: bytes after the last block, when no block is on the GPU.
     """
 
     name: str
     runs: tuple[str, ...]
     computing: int
     in_tiles: int | None = None
+    within: Callable[[int], int] | None = None
+    after_blocks: int = 0
 
 
 def stages_of(patched: Patched, video: Video) -> Iterator[Stage]:
@@ -62,18 +68,21 @@ def stages_of(patched: Patched, video: Video) -> Iterator[Stage]:
     """
     models = patched.models
     vae = models.get("vae")
-    decoding = [] if vae is None else [decoding_bytes(vae, *video, in_tiles=tiles) for tiles in (False, True)]
     if (encoder := models.get("text_encoder")) is not None:
         yield Stage("text encoding", ("text_encoder",), encoder_bytes(encoder, TEXT_TOKENS))
     if (encoder := models.get("image_encoder")) is not None:
         yield Stage("image encoding", ("image_encoder",), encoder_bytes(encoder, IMAGE_TOKENS))
     if vae is not None and any(reads_image(model) for model in models.values()):
-        yield Stage("VAE encoding", ("vae",), *decoding)  # the encoder takes no more than the decoder
+        given = video._replace(frames=1) if patched.own_timesteps else video
+        encoding = [encoding_bytes(vae, *given, in_tiles=tiles) for tiles in (False, True)]
+        yield Stage("VAE encoding", ("vae",), *encoding)
     for name, model in models.items():
         if family_of(model) is not None:
-            yield Stage("denoising", (name,), denoising_bytes(name, patched, video))
+            in_blocks, after_blocks = denoising_bytes(name, patched, video)
+            yield Stage("denoising", (name,), in_blocks, after_blocks=after_blocks)
     if vae is not None:
-        yield Stage("decoding", ("vae",), *decoding)
+        decoding = [decoding_bytes(vae, *video, in_tiles=tiles) for tiles in (False, True)]
+        yield Stage("decoding", ("vae",), *decoding, within=lambda free: decoding_bytes(vae, *video, free=free))
 
 
 def reads_image(model: nn.Module) -> bool:
@@ -84,13 +93,17 @@ def reads_image(model: nn.Module) -> bool:
     return config.in_channels != config.out_channels
 
 
-def denoising_bytes(name: str, patched: Patched, video: Video) -> int:
-    """Return the bytes of the largest set of tensors that are alive together in a step. name: the transformer's."""
+def denoising_bytes(name: str, patched: Patched, video: Video) -> tuple[int, int]:
+    """Return the bytes of the largest sets of tensors that are alive together in a step: in the blocks, and after them.
+
+    name: the transformer's.
+    """
     transformer, vae = patched.models[name], patched.models.get("vae")
     sizes = family_of(transformer).blocks[0].sizes
     tokens = sizes.tokens(transformer.config, latent_size({} if vae is None else vae.config, *video))
     wide = family_of(transformer).compute_dtype(transformer).itemsize
-    return tokens * sizes.bytes_per_token(transformer.config, wide, patched.config.tier, patched.own_timesteps)
+    after_blocks = sizes.bytes_per_timestep(transformer.config, wide) if patched.own_timesteps else 0
+    return tokens * sizes.bytes_per_token(transformer.config, wide, patched.config.tier), tokens * after_blocks
 
 
 def encoder_bytes(encoder: nn.Module, tokens: int) -> int:

@@ -101,14 +101,17 @@ class Sizes(NamedTuple):
     needed: the entries of the config that this needs.
     tokens: (config, latent) -> the tokens of a sample. latent: its frames, height and width.
     ops: (config, tokens) -> the ops that `turbo-rcm tune` times, each with its sizes.
-    bytes_per_token: (config, bytes of a value in the model's dtype, tier, True if each token has its own timestep) ->
-        the largest set of a step's tensors that are alive together.
+    bytes_per_token: (config, bytes of a value in the model's dtype, tier) -> the largest set of a block's tensors that
+        are alive together.
+    bytes_per_timestep: (config, bytes of a value in the model's dtype) -> those after the blocks, if each token has its
+        own timestep.
     """
 
     needed: tuple[str, ...]
     tokens: Callable[[Mapping[str, object], tuple[int, int, int]], int]
     ops: Callable[[Mapping[str, object], int], Iterator[tuple[str, tuple[int, ...]]]]
-    bytes_per_token: Callable[[Mapping[str, object], int, Tier, bool], int]
+    bytes_per_token: Callable[[Mapping[str, object], int, Tier], int]
+    bytes_per_timestep: Callable[[Mapping[str, object], int], int]
 
 
 class RandomWeights(NamedTuple):

@@ -1,14 +1,15 @@
-"""The number of frames that each stage of the decoder takes at a time.
+"""The number of frames that each stage of the decoder takes at a time, and the memory that it takes with them.
 
 All frames of a video at once take too much memory. One latent frame at a time leaves a GPU idle if frames are small. So
 a stage takes as many frames as fill WORKING_SET, but at least one latent frame's, as diffusers does. It takes
-fewer if memory is short.
+fewer if memory is short, down to one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import (
@@ -16,6 +17,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import (
     WanCausalConv3d,
     WanDecoder3d,
     WanResample,
+    WanResidualBlock,
 )
 from torch import nn
 
@@ -23,8 +25,31 @@ from .sizes import latent_size
 
 WORKING_SET = 1 << 30  # bytes of activations: a few frames of 832×480 in full resolution
 TILES_WORKING_SET = 1 << 27  # the same for a tile: users decode in tiles to save memory
-BETWEEN_STAGES = 440 << 20  # bytes of results that earlier stages hold while later ones run, at most
+SHARES = (1, 3 / 4, 1 / 2, 1 / 4)  # of these frames, tried one after the other where memory is short
 MOST_ELEMENTS = 2**31 - 1  # elements of a tensor that PyTorch's convolutions index with 32 bits
+ROOM = 1.1  # times the estimate, for workspaces and for gaps in the allocator's memory
+LIMIT = "turbo_rcm_patch_decoding_bytes"  # the attribute of a VAE that limits the memory of a decode
+
+
+class Stage(NamedTuple):
+    """The middle block or an up block, in elements for each pixel of a latent frame.
+
+    alive: elements that are alive at once for each input frame, with the frame itself.
+    given: those of an input frame.
+    made: those of the frames that an input frame becomes.
+    growth: the number of these frames.
+    doublings: how often the number of frames was doubled before.
+    front: the frames before a chunk, of the convolution with the most.
+    kept: the frames before a chunk, of all convolutions. They stay from one chunk to the next.
+    """
+
+    alive: int
+    given: int
+    made: int
+    growth: int
+    doublings: int
+    front: int
+    kept: int
 
 
 def output_shape(vae: AutoencoderKLWan, z: torch.Tensor) -> tuple[int, ...]:
@@ -37,67 +62,116 @@ def output_shape(vae: AutoencoderKLWan, z: torch.Tensor) -> tuple[int, ...]:
 
 
 def frames_at_once(
-    vae: AutoencoderKLWan, z: torch.Tensor, latents: int | None, *, working_set: int = WORKING_SET, beside: int = 0
+    vae: AutoencoderKLWan,
+    z: torch.Tensor,
+    latents: int | None,
+    *,
+    working_set: int = WORKING_SET,
+    free: int | None = None,
 ) -> list[int]:
     """Return the number of frames that each stage takes at a time, for z [B, C, F, H, W].
 
-    latents: every stage takes the frames of this many latent frames. None: memory decides, if the device tells how much
-    is free. working_set: bytes of activations. beside: bytes of the free memory that are for something else.
+    latents: every stage takes the frames of this many latent frames. None: memory decides. working_set: bytes of
+    activations. free: bytes that are free for them, if that is known.
     """
-    batch, _, _, height, width = z.shape
-    stages, size = list(_stages(vae.decoder)), batch * height * width
+    batch, _, count, height, width = z.shape
+    stages, size = stages_of(vae.decoder), batch * height * width
     frames = []
-    for elements, doublings, _ in stages:
-        frame = elements * size
-        wanted = latents * 2**doublings if latents else max(working_set // (frame * z.itemsize), 2**doublings)
+    for stage in stages:
+        frame, of_one_latent = stage.alive * size, 2**stage.doublings
+        wanted = latents * of_one_latent if latents else max(working_set // (frame * z.itemsize), of_one_latent)
         frames.append(max(1, min(wanted, MOST_ELEMENTS // frame)))
-    if latents or z.device.type != "cuda":
+    if latents or free is None:
         return frames
-    # With one frame at a time, about twice the largest stage's activations are alive. Half of the rest is for outputs
-    # that earlier stages still hold, and for the convolutions' workspaces.
-    per_frame = [elements * size * z.itemsize for elements, *_ in stages]
-    kept = sum(kept for *_, kept in stages) * size * z.itemsize
-    rest = max(0, free_memory(z.device) - beside - kept - 2 * max(per_frame)) / 2
-    return [min(most, 1 + int(rest // taken)) for most, taken in zip(frames, per_frame, strict=True)]
+    for share in SHARES:
+        fewer = [max(1, int(share * most)) for most in frames]
+        if ROOM * peak_elements(stages, fewer, count) * size * z.itemsize <= free:
+            return fewer
+    return [1] * len(frames)
 
 
-def decoding_bytes(vae: AutoencoderKLWan, height: int, width: int, frames: int, *, in_tiles: bool) -> int:
-    """Return the bytes that decoding a video computes with, as measured on an H200 and a little more.
+def peak_elements(stages: Sequence[Stage], frames: Sequence[int], count: int) -> int:
+    """Return the elements that are alive at once while `count` latent frames are decoded, for each latent pixel.
 
-    height, width: of the video in pixels. in_tiles: as after ``vae.enable_tiling()``.
+    A stage runs while the earlier ones hold their results, of which its own input is a part. A convolution makes the
+    frames before its next chunk while it still has those before this one. frames: as of `frames_at_once`.
+    """
+    most = held = 0
+    for stage, at_once in zip(stages, frames, strict=True):
+        taken = min(at_once, count)
+        most = max(most, held + taken * (stage.alive - stage.given) + stage.front)
+        held += taken * stage.made
+        count = taken * stage.growth
+    return most + sum(stage.kept for stage in stages)
+
+
+def decoding_bytes(
+    vae: AutoencoderKLWan, height: int, width: int, frames: int, *, in_tiles: bool = False, free: int | None = None
+) -> int:
+    """Return the bytes that decoding a video computes with.
+
+    An H200 measured between 5 % less and 4 % more, for videos of a second and longer.
+
+    height, width: of the video in pixels. in_tiles: as after ``vae.enable_tiling()``. free: the bytes that are free for
+    it. None: enough.
     """
     size = latent_size(vae.config, height, width, frames)
     z = torch.empty(1, vae.config.z_dim, *size, dtype=vae.dtype, device="meta")
     sample = math.prod(output_shape(vae, z)) * z.itemsize
-    if in_tiles:
-        return 2 * sample + 2 * TILES_WORKING_SET
-    stages, pixels = list(_stages(vae.decoder)), size[1] * size[2] * z.itemsize
-    at_once = frames_at_once(vae, z, None)
-    alive = max(count * elements for count, (elements, *_) in zip(at_once, stages, strict=True))
-    kept = sum(kept for *_, kept in stages) * pixels
-    return round(kept + 1.1 * alive * pixels) + 2 * sample + min(BETWEEN_STAGES, kept // 4)
+    edges = [edge // vae.spatial_compression_ratio for edge in (vae.tile_sample_min_height, vae.tile_sample_min_width)]
+    working_set, held = WORKING_SET, sample
+    if in_tiles and any(whole > edge for whole, edge in zip(size[1:], edges, strict=True)):
+        z, working_set = z[..., : edges[0], : edges[1]], TILES_WORKING_SET
+        tile = math.prod(output_shape(vae, z)) * z.itemsize
+        across = -(-width // vae.tile_sample_stride_width)
+        blended = 1 - vae.tile_sample_stride_height / vae.tile_sample_min_height  # of each tile of the row above
+        held += round(tile * (2 + blended * across))
+    stages, pixels = stages_of(vae.decoder), z.shape[-2] * z.shape[-1] * z.itemsize
+    left = None if free is None else free - held
+    at_once = frames_at_once(vae, z, None, working_set=working_set, free=left)
+    return held + peak_elements(stages, at_once, size[0]) * pixels
 
 
-def _stages(decoder: WanDecoder3d) -> Iterator[tuple[int, int, int]]:
-    """Yield three numbers for the middle block and for each up block.
+def encoding_bytes(vae: AutoencoderKLWan, height: int, width: int, frames: int, *, in_tiles: bool = False) -> int:
+    """Return the bytes that diffusers takes to encode a video of this size in pixels, with the video and a copy of it.
 
-    1. The live elements for each input frame.
-    2. How often the number of frames was doubled before the block.
-    3. The elements that its convolutions keep from one chunk for the next.
-
-    Elements are per pixel of a latent frame.
+    It takes four frames at a time, after the first. An H200 measured 7.5 such tensors of the first convolution's width
+    beside the frames that convolutions keep.
     """
-    channels = decoder.conv_in.out_channels
+    pixels, patch = height * width, vae.config.patch_size or 1
+    if in_tiles:
+        pixels = min(pixels, vae.tile_sample_min_height * vae.tile_sample_min_width)
+    channels, kept, scale = vae.encoder.conv_in.out_channels, _kept(vae.encoder.conv_in), 1.0
+    for block in vae.encoder.down_blocks:
+        convolutions = [m for m in block.modules() if type(m) is WanResidualBlock]
+        kept += scale * sum(map(_kept, convolutions))
+        for resample in (module for module in block.modules() if type(module) is WanResample):
+            scale /= 4
+            kept += scale * _kept(resample)
+    kept += scale * (_kept(vae.encoder.mid_block) + _kept(vae.encoder.conv_out))
+    alive = 7.5 * min(frames, 4) * channels
+    return round((kept + alive) * pixels / patch**2 + 2 * 3 * frames * height * width) * vae.dtype.itemsize
+
+
+def stages_of(decoder: WanDecoder3d) -> list[Stage]:
+    """Return the stages of a decoder in their order."""
+    channels, doublings, pixels = decoder.conv_in.out_channels, 0, 1
+    middle = decoder.mid_block
     # Six tensors are alive in the attention block: its input, q, k, v, the attention's output and the projection's.
-    yield 6 * channels, 0, _kept(decoder.conv_in) + _kept(decoder.mid_block)
-    doublings, pixels = 0, 1
+    kept = _kept(decoder.conv_in) + _kept(middle)
+    stages = [Stage(6 * channels, channels, channels, 1, 0, max(_fronts(middle)), kept)]
     for block in decoder.up_blocks:
         resample = next((module for module in block.modules() if type(module) is WanResample), None)
-        alive = max(_alive_in_resnets(block), 0 if resample is None else _alive_in_resample(block, resample))
-        kept = _kept(block) + (_kept(decoder.conv_out) if resample is None else 0)
-        yield pixels * alive, doublings, pixels * kept
-        if resample is not None:
-            doublings, pixels = doublings + (resample.mode == "upsample3d"), 4 * pixels
+        given, kept, front = pixels * block.resnets[0].in_dim, pixels * _kept(block), pixels * max(_fronts(block))
+        alive = pixels * _alive_in_resnets(block)
+        if resample is None:
+            stages.append(Stage(alive, given, 0, 1, doublings, front, kept + pixels * _kept(decoder.conv_out)))
+            continue
+        alive, growth = max(alive, pixels * _alive_in_resample(block, resample)), 1 + (resample.mode == "upsample3d")
+        made = 4 * pixels * growth * resample.resample[1].out_channels
+        stages.append(Stage(alive, given, made, growth, doublings, front, kept))
+        doublings, pixels = doublings + growth - 1, 4 * pixels
+    return stages
 
 
 def _alive_in_resnets(block: nn.Module) -> int:
@@ -124,8 +198,13 @@ def _alive_in_resample(block: nn.Module, resample: WanResample) -> int:
 
 
 def _kept(module: nn.Module) -> int:
+    return sum(_fronts(module))
+
+
+def _fronts(module: nn.Module) -> list[int]:
+    """Return the channels of the frames that each causal convolution keeps."""
     convolutions = (conv for conv in module.modules() if type(conv) is WanCausalConv3d)
-    return sum((conv.kernel_size[0] - 1) * conv.in_channels for conv in convolutions)
+    return [(conv.kernel_size[0] - 1) * conv.in_channels for conv in convolutions]
 
 
 def free_memory(device: torch.device) -> int:
@@ -134,3 +213,11 @@ def free_memory(device: torch.device) -> int:
     reserved = torch.cuda.memory_reserved(device)
     limit = math.floor(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved
     return min(free, limit) + reserved - torch.cuda.memory_allocated(device)
+
+
+def free_for_decoding(vae: nn.Module, device: torch.device) -> int | None:
+    """Return the bytes of a GPU that a decode may take: what is free, or less if LIMIT says so. None: not on a GPU."""
+    limit = vars(vae).get(LIMIT)
+    if device.type != "cuda":
+        return limit
+    return free_memory(device) if limit is None else min(limit, free_memory(device))

@@ -23,7 +23,7 @@ from ....plain import is_autocast
 from ...cuda_graphs import why_not_recorded
 from ...steps.plan import STATE, Call, active_backend, derivative_of
 from ..family import graph_of
-from .chunks import TILES_WORKING_SET, frames_at_once, output_shape
+from .chunks import TILES_WORKING_SET, frames_at_once, free_for_decoding, output_shape
 from .decoder import decoded
 from .plain import why_not_plain_decoder
 from .steps import DecoderPlan, takes_front
@@ -158,11 +158,11 @@ def call_for(vae: AutoencoderKLWan, device: torch.device, dtype: torch.dtype) ->
 
 def _at_once(vae: AutoencoderKLWan, z: torch.Tensor, tile: torch.Tensor | None = None) -> list[int]:
     """Return the number of frames that each stage takes at a time, for latents z or for a tile of them."""
-    beside = math.prod(output_shape(vae, z)) * z.itemsize + _graph_memory(vae)
-    chunk = vae_state(vae).config.vae_chunk
+    free, chunk = free_for_decoding(vae, z.device), vae_state(vae).config.vae_chunk
+    left = None if free is None else free - math.prod(output_shape(vae, z)) * z.itemsize - _graph_memory(vae)
     if tile is None:
-        return frames_at_once(vae, z, chunk, beside=beside)
-    return frames_at_once(vae, tile, chunk, working_set=TILES_WORKING_SET, beside=beside)
+        return frames_at_once(vae, z, chunk, free=left)
+    return frames_at_once(vae, tile, chunk, working_set=TILES_WORKING_SET, free=left)
 
 
 def _graph_memory(vae: AutoencoderKLWan) -> int:
