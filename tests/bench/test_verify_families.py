@@ -5,10 +5,11 @@ import torch
 from diffusers import DiffusionPipeline
 
 from tests.tiny_families import FAMILIES, WHOLE, tiny_family_inputs, tiny_family_transformer
+from turbo_rcm_patch.bench.keep_out import find_keep_out
 from turbo_rcm_patch.bench.parts import CHOICE, LEFT_OUT, PV, QK, SPARSE_ATTENTION, SUB_LAYERS
-from turbo_rcm_patch.bench.report import verification_table
+from turbo_rcm_patch.bench.report import keep_out_table, verification_table
 from turbo_rcm_patch.bench.verify import verify
-from turbo_rcm_patch.config import BlockSparse, Sparse
+from turbo_rcm_patch.config import BlockSparse, Quantized, Sparse
 from turbo_rcm_patch.patching.families import family_of
 
 
@@ -56,6 +57,20 @@ def test_the_parts_of_every_family_are_checked(name):
         assert own | linears <= set(parts)
         assert whole == ("self_attention" not in parts)
         assert all(1e-4 < error < 0.1 for error in parts.values())
+
+
+@pytest.mark.parametrize("name", ["vace", "anyflow far, with a cache"])
+def test_what_must_leave_8_bits_is_found_in_other_families(name):
+    model = tiny_family_transformer(name, torch.bfloat16)
+    ffn = model.blocks[1].ffn
+    with torch.no_grad():  # only one channel of the GELU counts, and beside another one it has no bits left
+        ffn.net[0].proj.weight[5] *= 1e6
+        ffn.net[2].weight[:, 5] = 0
+    pipe, inputs = OnlyATransformer(model), tiny_family_inputs(name, model)
+    assert not verify(pipe, inputs, config="quantized").ok
+    found = find_keep_out(pipe, inputs)
+    assert (found.ok, found.names) == (True, ("blocks.1.ffn.net.2",)), keep_out_table(found)
+    assert verify(pipe, inputs, config=Quantized(keep=found.names)).ok
 
 
 @pytest.mark.parametrize("name", FAMILIES)

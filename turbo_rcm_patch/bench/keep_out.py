@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from torch import nn
 
 from ..config import Quantized
 from ..keep_list import ATTENTION, VERSION, is_of_attention, keeps_attention, keeps_weights
+from ..kernels.quantized import QuantizedWeight
 from ..patching import patch
 from ..patching.apply import transformers_of
 from ..patching.families import family_of
@@ -46,7 +47,7 @@ from .oracle import (
     tensors_of,
     trace_in_fp32,
 )
-from .parts import sub_layer_errors
+from .parts import dtype_of, sub_layer_errors
 from .verify import check_outputs, named_blocks
 
 BLOCK, STEP = "block", "step"
@@ -187,7 +188,8 @@ class _Linear:
         QuantizedLinear.end(self._linear)
 
     def come_back(self) -> None:
-        QuantizedLinear.begin(self._linear, self._weight)
+        device = self._linear.weight.device  # where offloading has moved the model
+        QuantizedLinear.begin(self._linear, QuantizedWeight(*(tensor.to(device) for tensor in self._weight)))
         self._weight = None
 
     def nbytes(self) -> int:
@@ -291,7 +293,7 @@ def _replace_output(block: nn.Module, replacement: Replacement):
 
 def _rounded_oracle(block: nn.Module, args: tuple, kwargs: dict) -> Output:
     """Return the output of a block's oracle in the dtype of its hidden states."""
-    dtype = next(value.dtype for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+    dtype = dtype_of(args, kwargs)
     output = run_block_oracle(block, args, kwargs, dtype)
     if isinstance(output, torch.Tensor):
         return output.to(dtype)
@@ -323,14 +325,12 @@ class _Search:
                 member.come_back()
             self.left.remove(name)
 
-    @contextlib.contextmanager
-    def _all(self, names: Sequence[str], change: Callable, back: Callable) -> Iterator[None]:
-        """Let all these parts leave or come back for a while. change, back: `leave` and `come_back`, in this order."""
-        have_left = change == self.leave
-        changed = [name for name in names if (name in self.left) != have_left]
-        change(changed)
-        yield
-        back(changed)
+    def _let_only(self, names: Sequence[str], among: Collection[str]) -> list[str]:
+        """Let these parts be out of 8 bits and the others among them in 8 bits. Return those that had left before."""
+        before = [name for name in among if name in self.left]
+        self.come_back([name for name in before if name not in names])
+        self.leave([name for name in names if name not in before])
+        return before
 
     def run(self, call: Mapping[str, object], seed: int) -> None:
         """Let parts leave until all blocks of a generation, and then its steps, are within their limits."""
@@ -360,20 +360,22 @@ class _Search:
             steps.run(call, seed, "latent")
         for model_call in self._calls:
             model_call.compare_with(self._limits)
-        with self._all(list(self._parts), self.come_back, self.leave):
-            self._in_8_bits = [model_call.judge() for model_call in self._calls]
+        before = self._let_only([], self._parts)
+        self._in_8_bits = [model_call.judge() for model_call in self._calls]
+        self._let_only(before, self._parts)
         self._settle(list(self._alone), self._worst_step)
 
     def _check_block(self, call: _BlockCall) -> None:
         path = call.name.partition(".")[2]
         own = [name for name in self._parts if name.startswith(f"{path}.")]
-        with self._all(own, self.leave, self.come_back):
-            for name in own:
-                self.come_back([name])
-                judged = call.judge(self._limits)
-                if name not in self._alone or judged.ratio > self._alone[name].ratio:
-                    self._alone[name] = judged
-                self.leave([name])
+        before = self._let_only(own, own)
+        for name in own:
+            self.come_back([name])
+            judged = call.judge(self._limits)
+            if name not in self._alone or judged.ratio > self._alone[name].ratio:
+                self._alone[name] = judged
+            self.leave([name])
+        self._let_only(before, own)
         self._settle(own, lambda: call.judge(self._limits))
 
     def _worst_step(self) -> Judged:
@@ -387,13 +389,13 @@ class _Search:
     def _settle(self, names: Sequence[str], judge: Callable[[], Judged]) -> None:
         """Let parts leave, the worst first, until ``judge()`` is within its limit. Then bring back those that may."""
         names = sorted((name for name in names if name not in self.left), key=lambda name: self._alone[name].ratio)
-        came = []
-        while not (judged := judge()).ok and len(came) < len(names):
-            came.append(names[-1 - len(came)])
-            self.leave(came[-1:])
+        gone = []
+        while not (judged := judge()).ok and len(gone) < len(names):
+            gone.append(names[-1 - len(gone)])
+            self.leave(gone[-1:])
         if not judged.ok:
             self._unmet.append(judged)
-        for name in reversed(came):
+        for name in reversed(gone):
             self.come_back([name])
             if judged.ok and not judge().ok:
                 self.leave([name])
