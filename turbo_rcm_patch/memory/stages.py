@@ -14,6 +14,7 @@ from ..config import PatchConfig
 from ..patching.families import family_of
 from ..patching.families.vae.chunks import decoding_bytes, encoding_bytes
 from ..patching.families.vae.sizes import latent_size
+from ..patching.text_encoder import has_graphs
 from ..patching.weights.convert import quantized_linears
 
 TEXT_TOKENS, IMAGE_TOKENS = 512, 257  # of a prompt, and of an image of 224x224 pixels in patches of 14 with its class
@@ -64,8 +65,17 @@ class Stage(NamedTuple):
 def stages_of(patched: Patched, video: Video) -> Iterator[Stage]:
     """Yield the stages in which a pipeline makes a video.
 
-    A transformer without a VAE has latents of the size of Wan 2.1's.
+    A transformer without a VAE has latents of the size of Wan 2.1's. CUDA graphs of a text encoder keep the memory that
+    they compute with in all stages.
     """
+    encoder = patched.models.get("text_encoder")
+    held = encoder_bytes(encoder, TEXT_TOKENS) if encoder is not None and has_graphs(encoder) else 0
+    for stage in _stages(patched, video):
+        in_tiles = None if stage.in_tiles is None else stage.in_tiles + held
+        yield stage._replace(computing=stage.computing + held, in_tiles=in_tiles)
+
+
+def _stages(patched: Patched, video: Video) -> Iterator[Stage]:
     models = patched.models
     vae = models.get("vae")
     if (encoder := models.get("text_encoder")) is not None:

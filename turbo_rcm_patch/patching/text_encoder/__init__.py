@@ -2,9 +2,11 @@
 
 apply.py      `patch_text_encoder`, and how to undo it
 forward.py    the encoder's forward
+lean.py       checks that it can run without calling each module
+graph.py      the forward as CUDA graphs
 kept.py       the embeddings of the last prompts
 """
 
-from .apply import TextEncoderPatch, patch_text_encoder
+from .apply import TextEncoderPatch, has_graphs, patch_text_encoder
 
-__all__ = ["TextEncoderPatch", "patch_text_encoder"]
+__all__ = ["TextEncoderPatch", "has_graphs", "patch_text_encoder"]

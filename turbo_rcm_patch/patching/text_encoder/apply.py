@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import nn
 from transformers import UMT5EncoderModel
 from transformers.models.umt5.modeling_umt5 import UMT5Block, UMT5Stack
@@ -13,7 +15,8 @@ from ..errors import PatchError
 from ..journal import Journal, bind
 from ..weights.convert import free_originals, load_state_dict, quantized_linears, weights_note, why_not_restorable
 from ..weights.weight_only import WeightOnlyLinear, convert_in_groups, why_not_in_groups
-from .forward import KEPT, block_forward, encoder_forward, stack_forward
+from .forward import GRAPHS, KEPT, block_forward, encoder_forward, stack_forward
+from .graph import EncoderGraphs
 from .kept import Kept
 
 _JOURNAL = "_turbo_rcm_patch_text_journal"  # the attribute of a patched encoder that holds its Journal
@@ -62,7 +65,10 @@ class TextEncoderPatch:
                 f"cannot restore: on {len(captured)} modules of the text encoder ({kinds}) the patched forward was "
                 "replaced after the patch; take the replacement off first."
             )
+        graphs: EncoderGraphs | None = vars(self.encoder)[GRAPHS]
         journal.undo()
+        if graphs is not None:
+            graphs.release()
 
     def __str__(self) -> str:
         """Return what is patched, as a line for each part."""
@@ -72,6 +78,8 @@ class TextEncoderPatch:
         lines = ["text encoder: encodes the prompts' real tokens", weights_note(self.encoder)]
         if kept.count:
             lines.append(f"embeddings of {counted(len(kept), 'call')} kept, at most {kept.count}; {kept.hits} reused")
+        if (graphs := vars(self.encoder)[GRAPHS]) is not None:
+            lines.append(str(graphs))
         return "\n".join(filter(None, lines))
 
     def __enter__(self) -> TextEncoderPatch:
@@ -83,7 +91,12 @@ class TextEncoderPatch:
 
 
 def patch_text_encoder(
-    target: object, *, in_8_bits: bool = False, restorable: bool = True, keep_prompts: int = 0
+    target: object,
+    *,
+    in_8_bits: bool = False,
+    restorable: bool = True,
+    keep_prompts: int = 0,
+    cuda_graph: bool = False,
 ) -> TextEncoderPatch:
     """Let a pipeline's UMT5 text encoder encode the prompts' real tokens alone, with fewer launches.
 
@@ -96,6 +109,8 @@ def patch_text_encoder(
         restorable: True to keep the original weights on the CPU, False to free them.
         keep_prompts: how many calls' embeddings are kept, so that the same prompts again take no time. Each takes up to
             4 MB. A generation with guidance makes two calls.
+        cuda_graph: True to replay the encoder as CUDA graphs, while all of it is on the GPU. A graph is of one length
+            in 64 tokens, recorded when that comes for the second time. Graphs keep the memory that they compute with.
 
     Raises:
         PatchError: the encoder is of another class, patched already or compiled; or its weights are to be stored in 8
@@ -110,7 +125,9 @@ def patch_text_encoder(
     try:
         journal.set(encoder, _JOURNAL, journal)
         journal.set(encoder, KEPT, Kept(keep_prompts))
-        for module, forward in _forwards(encoder):
+        forwards = _forwards(encoder)
+        journal.set(encoder, GRAPHS, EncoderGraphs(encoder, dict(forwards)) if cuda_graph else None)
+        for module, forward in forwards:
             journal.set(module, "forward", bind(forward, module))
             journal.set(module, "__reduce_ex__", bind(reduce_ex, module))
         if linears:
@@ -142,6 +159,11 @@ def linears_to_store(encoder: nn.Module) -> list[nn.Linear]:
     return [linear for linear in linears if id(linear.weight) not in shared]
 
 
+def has_graphs(encoder: nn.Module) -> bool:
+    """True if an encoder is patched to run as CUDA graphs."""
+    return vars(encoder).get(GRAPHS) is not None
+
+
 def _convertible(encoder: UMT5EncoderModel) -> list[nn.Linear]:
     if _is_offloaded(encoder):
         raise PatchError(f"cannot store the text encoder in 8 bits: {OFFLOADED} Patch it before trp.fit.")
@@ -163,7 +185,8 @@ def _encoder_of(target: object) -> UMT5EncoderModel:
     return encoder
 
 
-def _forwards(encoder: UMT5EncoderModel) -> list[tuple[nn.Module, object]]:
+def _forwards(encoder: UMT5EncoderModel) -> list[tuple[nn.Module, Callable]]:
+    """Return the modules whose forward is replaced, each with the new one."""
     stack = encoder.encoder
     found = [(encoder, encoder_forward)]
     if type(stack) is UMT5Stack and all(type(block) is UMT5Block for block in stack.block):

@@ -1,7 +1,7 @@
-"""The forward of transformers' UMT5EncoderModel on a prompt's real tokens, with a fifth of the launches.
+"""The forward of transformers' UMT5EncoderModel on a prompt's real tokens, with a third of the launches.
 
-transformers launches some 70 kernels for each of 24 layers, and computes the positions' buckets in each. An H200 then
-waits for its host: 45.6 ms for 512 tokens, of which its arithmetic takes 8.
+transformers launches 60 kernels for each of 24 layers, and computes the positions' buckets in each. An H200 then waits
+for its host: 45.6 ms for 512 tokens, of which its arithmetic takes 8.
 """
 
 from __future__ import annotations
@@ -9,27 +9,24 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PretrainedConfig, UMT5EncoderModel
+from transformers import UMT5EncoderModel
 from transformers.activations import NewGELUActivation
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.umt5.modeling_umt5 import (
     UMT5Attention,
     UMT5Block,
-    UMT5DenseActDense,
     UMT5DenseGatedActDense,
-    UMT5LayerFF,
     UMT5LayerNorm,
-    UMT5LayerSelfAttention,
     UMT5Stack,
 )
 
-from ...plain import hook_on, is_autocast
+from ...plain import hook_on
+from .graph import TOKENS, EncoderGraphs
 from .kept import Kept
+from .lean import gives_more, why_not_lean
 
 KEPT = "_turbo_rcm_patch_kept"  # the attribute of an encoder that holds the results of its last prompts
-_DTYPES = (torch.bfloat16, torch.float32)  # transformers clamps infinities of fp16
-_READ = (UMT5LayerNorm, nn.Embedding)  # modules whose weights are read without calling them
-_ENTERED = (UMT5LayerSelfAttention, UMT5Attention, UMT5LayerFF, UMT5DenseActDense, UMT5DenseGatedActDense)
+GRAPHS = "_turbo_rcm_patch_graphs"  # the attribute of an encoder that holds its EncoderGraphs, or None
 
 
 def encoder_forward(
@@ -43,7 +40,7 @@ def encoder_forward(
 
     Wan's pipelines pad prompts to 512 tokens and drop the results after each prompt's own. Here those are 0.
     """
-    as_usual = self.training or _gives_more(self.config) or options or inputs_embeds is not None
+    as_usual = self.training or gives_more(self.config) or options or inputs_embeds is not None
     lengths = None if as_usual else lengths_of(input_ids, attention_mask)
     if lengths is None:
         given = {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
@@ -52,13 +49,23 @@ def encoder_forward(
     key = kept.key(self, input_ids, lengths)
     hidden = kept.get(key)
     if hidden is None:
-        longest = max(lengths)
-        mask = None if min(lengths) == longest else attention_mask[:, :longest]
-        hidden = type(self).forward(self, input_ids=input_ids[:, :longest], attention_mask=mask)[0]
+        hidden = _encode(self, input_ids, attention_mask, max(lengths), is_even=min(lengths) == max(lengths))
         for row, length in enumerate(lengths):
             hidden[row, length:] = 0
         kept.put(key, hidden)
     return BaseModelOutput(last_hidden_state=F.pad(hidden, (0, 0, 0, input_ids.shape[1] - hidden.shape[1])))
+
+
+def _encode(
+    encoder: UMT5EncoderModel, input_ids: torch.Tensor, mask: torch.Tensor, longest: int, is_even: bool
+) -> torch.Tensor:
+    """Return the embeddings [B, longest, d_model] of tokens [B, T]. is_even: True if all prompts are as long."""
+    graphs: EncoderGraphs | None = vars(encoder)[GRAPHS]
+    if graphs is not None and graphs.takes(encoder, (input_ids, mask)):
+        size = min(-(-longest // TOKENS) * TOKENS, input_ids.shape[1])
+        return graphs.run(input_ids[:, :size], mask[:, :size])[:, :longest]
+    mask = None if is_even else mask[:, :longest]
+    return type(encoder).forward(encoder, input_ids=input_ids[:, :longest], attention_mask=mask)[0]
 
 
 def lengths_of(input_ids: torch.Tensor | None, mask: torch.Tensor | None) -> list[int] | None:
@@ -150,31 +157,3 @@ def _is_tokens_alone(ids: torch.Tensor | None, mask: torch.Tensor | None, option
     if ids is None or ids.dim() != 2 or any(value is not None for value in options.values()):
         return False
     return mask is None or mask.shape == ids.shape
-
-
-def _gives_more(config: PretrainedConfig) -> bool:
-    """True if a model's configuration asks for more than the last hidden state, or for tuples."""
-    return config.output_attentions or config.output_hidden_states or not config.return_dict
-
-
-def why_not_lean(stack: UMT5Stack) -> str | None:
-    """Return the reason why the layers must run as transformers runs them, or None.
-
-    Linears, blocks and the token embeddings are called as modules, so hooks on them do not count.
-    """
-    embeddings = stack.embed_tokens
-    if stack.training or stack.is_decoder:
-        return "training" if stack.training else "a decoder"
-    if _gives_more(stack.config):
-        return "other outputs"
-    dtype = embeddings.weight.dtype
-    if dtype not in _DTYPES or is_autocast(embeddings.weight.device):
-        return "fp16 or autocast"
-    norms = [("final_layer_norm", stack.final_layer_norm)]
-    for path, module in [*norms, *((path, m) for block in stack.block for path, m in block.named_modules())]:
-        if isinstance(module, (*_READ, *_ENTERED)):
-            if type(module) not in (*_READ, *_ENTERED) or (reason := hook_on(module)):
-                return f"{path}: {reason if type(module) in (*_READ, *_ENTERED) else type(module).__name__}"
-            if type(module) in _READ and module.weight.dtype != dtype:
-                return f"{path} in {module.weight.dtype}"
-    return None
