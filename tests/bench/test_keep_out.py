@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tests.tiny_wan import tiny_call, tiny_wan_pipeline
+from turbo_rcm_patch.bench import keep_out as module
 from turbo_rcm_patch.bench.keep_out import find_keep_out
 from turbo_rcm_patch.bench.report import keep_out_table, verification_table
-from turbo_rcm_patch.bench.verify import verify
+from turbo_rcm_patch.bench.verify import check_outputs, verify
 from turbo_rcm_patch.config import Quantized
 from turbo_rcm_patch.patching import PatchError, patch, use_rcm
 from turbo_rcm_patch.patching.weights.convert import quantized_linears
@@ -116,10 +117,35 @@ def test_several_at_once_in_a_file(tmp_path):
     # The model is as it was.
     assert not quantized_linears(pipe.transformer)
     assert all(torch.equal(tensor, before[name]) for name, tensor in pipe.transformer.state_dict().items())
-    for module in pipe.transformer.modules():
-        assert not module._forward_hooks
-        assert not module._forward_pre_hooks
-        assert "forward" not in vars(module)
+    for submodule in pipe.transformer.modules():
+        assert not submodule._forward_hooks
+        assert not submodule._forward_pre_hooks
+        assert "forward" not in vars(submodule)
+
+
+@pytest.mark.parametrize(("count", "measured"), [(4, [1, 2, 3, 4]), (5, [1, 5])])
+def test_all_of_a_few_steps_are_measured_and_of_more_the_first_and_the_last(count, measured):
+    pipe = tiny_wan_pipeline(layers=1)  # rCM takes up to 4 steps
+    found = find_keep_out(pipe, CALL | {"num_inference_steps": count}, config=CONFIG)
+    assert [step.step for step in found.steps] == measured
+
+
+def test_a_search_that_fails_leaves_the_model_as_it_was(monkeypatch):
+    pipe, checks = pipeline(key_channel), []
+
+    def fail_at_last(*args):
+        checks.append(args)
+        if len(checks) == 15:  # parts of both kinds have left 8 bits
+            raise KeyboardInterrupt
+        return check_outputs(*args)
+
+    monkeypatch.setattr(module, "check_outputs", fail_at_last)
+    with pytest.raises(KeyboardInterrupt):
+        find_keep_out(pipe, ONE_STEP, config=CONFIG)
+    assert not quantized_linears(pipe.transformer)
+    assert not any(submodule._forward_hooks for submodule in pipe.transformer.modules())
+    monkeypatch.undo()
+    assert find_keep_out(pipe, ONE_STEP, config=CONFIG).names == (PLANTED[key_channel],)
 
 
 def test_a_model_without_outliers_needs_no_list():
@@ -157,7 +183,8 @@ def test_both_experts_share_the_names():
     found = find_keep_out(pipe, call, config=CONFIG)
     assert found.names == (PLANTED[key_channel],)
     assert found.parts[0].alone.where == "transformer_2.blocks.0"
-    assert [(step.transformer, step.step) for step in found.steps] == [("transformer", 1), ("transformer_2", 3)]
+    steps = [(step.transformer, step.step) for step in found.steps]
+    assert steps == [("transformer", 1), ("transformer", 2), ("transformer_2", 3)]
     assert verify(pipe, call, config=replace(CONFIG, keep=found.names)).ok
 
 

@@ -1,7 +1,7 @@
 """Find a small set of parts to leave in the model's dtype, with which 8 bits stay within the limits on its own weights.
 
-A part is a linear in 8 bits, or a self-attention in 8 bits. In the first and last step of a generation every block runs
-on the hidden states of the unpatched model:
+A part is a linear in 8 bits, or a self-attention in 8 bits. In the first and last step of a generation, or in all of up
+to four steps, every block runs on the hidden states of the unpatched model:
 
 1. Each part is measured alone: it runs in 8 bits, and the block's other parts in the model's dtype.
 2. While the block or one of its sub-layers is above its limit, the part with the largest error leaves 8 bits.
@@ -52,6 +52,7 @@ from .verify import check_outputs, named_blocks
 
 BLOCK, STEP = "block", "step"
 SIZES = ("num_layers", "num_attention_heads", "attention_head_dim", "ffn_dim")  # they tell one model from another
+FEW = 4  # steps, which are all measured
 ROUNDS = 10  # timings of a block with a part in 8 bits, and as many without
 Replacement = Callable[[nn.Module, tuple, dict], Output]
 
@@ -334,7 +335,7 @@ class _Search:
 
     def run(self, call: Mapping[str, object], seed: int) -> None:
         """Let parts leave until all blocks of a generation, and then its steps, are within their limits."""
-        steps = CheckedSteps(self._pipe)
+        steps = CheckedSteps(self._pipe, FEW)
 
         def check_block(name: str) -> Callable:
             def hook(block: nn.Module, args: tuple, kwargs: dict, _: Output) -> Output:

@@ -22,15 +22,19 @@ Output = torch.Tensor | tuple[torch.Tensor | None, ...]
 
 
 class CheckedSteps:
-    """A generation whose first and last steps are checked. now: the present step, counted from 1."""
+    """A generation whose first and last steps are checked.
 
-    def __init__(self, pipe: DiffusionPipeline):
-        self._pipe, self.now = pipe, 1
+    now: the present step, counted from 1. few: up to this many steps, all of them are checked.
+    """
+
+    def __init__(self, pipe: DiffusionPipeline, few: int = 2):
+        self._pipe, self._few, self.now = pipe, few, 1
 
     @property
     def is_checked(self) -> bool:
-        """True in the first and in the last step."""
-        return self.now in (1, self._pipe.num_timesteps)
+        """True in a step that is checked."""
+        count = self._pipe.num_timesteps
+        return self.now in (1, count) or count <= self._few
 
     def run(self, call: Mapping[str, object], seed: int, output_type: str) -> None:
         """Run the generation."""
