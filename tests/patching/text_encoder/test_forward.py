@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import turbo_rcm_patch as trp
 from tests.tiny_wan import tiny_wan_pipeline
+from tests.umt5 import random_encoder
 from turbo_rcm_patch.patching.text_encoder import forward
 from turbo_rcm_patch.patching.text_encoder.forward import why_not_lean
 
@@ -153,6 +156,62 @@ def test_derivatives_reach_the_weights():
         weight.grad = None
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
     assert patch.kept_prompts == 0  # results with a derivative are not kept
+
+
+def test_pytorch_tries_memory_efficient_attention_first(monkeypatch):
+    pipe, first = tiny_wan_pipeline(), set()
+    run = forward._attend
+
+    def attend(*arguments):
+        first.add(_cur_sdpa_kernel_backends(with_priority=True)[0])
+        return run(*arguments)
+
+    monkeypatch.setattr(forward, "_attend", attend)
+    with trp.patch_text_encoder(pipe):
+        encoded(pipe, SHORT)
+    assert first == {SDPBackend.EFFICIENT_ATTENTION}
+
+
+class Launches(TorchDispatchMode):
+    """Counts the ops that compute something."""
+
+    count = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        makes_views = op.name().endswith("view") or any(result.alias_info for result in op._schema.returns)
+        self.count += not makes_views
+        return op(*args, **(kwargs or {}))
+
+
+def test_launches_are_half_of_transformers():
+    """On a GPU they are a third, because an RMSNorm is one kernel there."""
+    encoder = random_encoder(64, 12).bfloat16()
+    tokens, mask, counts = torch.randint(3, 200, (1, 9)), (torch.arange(9) < 5).long()[None], []
+    for patched in (False, True):
+        if patched:
+            trp.patch_text_encoder(encoder)
+        with torch.no_grad(), Launches() as launches:
+            encoder.encoder(tokens, mask)
+        counts.append(launches.count)
+    assert counts[1] < 0.6 * counts[0]
+
+
+@pytest.mark.gpu
+def test_launches_are_a_third_of_transformers_on_a_gpu():
+    encoder = random_encoder(256, 24).bfloat16().cuda()
+    tokens, counts = torch.randint(3, 200, (1, 512), device="cuda"), []
+    mask = (torch.arange(512, device="cuda") < 80).long()[None]
+    for patched in (False, True):
+        if patched:
+            trp.patch_text_encoder(encoder)
+        with torch.no_grad():
+            encoder(tokens, mask)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                encoder(tokens, mask)
+                torch.cuda.synchronize()
+        counts.append(sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events()))
+    print(counts)
+    assert 100 < counts[1] < 0.4 * counts[0]
 
 
 @pytest.mark.gpu

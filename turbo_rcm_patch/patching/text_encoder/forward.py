@@ -20,6 +20,7 @@ from transformers.models.umt5.modeling_umt5 import (
     UMT5Stack,
 )
 
+from ...kernels.attention.sdpa import preferring
 from ...plain import hook_on
 from .graph import TOKENS, EncoderGraphs
 from .kept import Kept
@@ -99,8 +100,9 @@ def stack_forward(
         lowest = torch.finfo(hidden.dtype).min
         hidden_keys = torch.zeros(attention_mask.shape, dtype=hidden.dtype, device=hidden.device)
         hidden_keys = hidden_keys.masked_fill(attention_mask.to(hidden.device) == 0, lowest)[:, None, None, :]
-    for block in self.block:
-        hidden = block(hidden, hidden_keys, buckets=buckets)
+    with preferring("memory-efficient"):  # cuDNN would compile a kernel for each number of tokens
+        for block in self.block:
+            hidden = block(hidden, hidden_keys, buckets=buckets)
     return BaseModelOutput(last_hidden_state=_normalized(self.final_layer_norm, hidden))
 
 
