@@ -56,6 +56,7 @@ MEASUREMENTS = {
     "traffic-wan2.1-14b": (*TRAFFIC, "--wan-block", "14b"),
     "first-step": ("scripts/benchmarks/first_step.py",),
     "host-time": ("scripts/benchmarks/host_time.py",),
+    "text-encoder": ("scripts/benchmarks/text_encoder.py",),
     "wan2.1-1.3b": (*END_TO_END, "wan2.1-1.3b"),
     "wan2.1-1.3b-decoded": (*END_TO_END, "wan2.1-1.3b", "--decode"),
     "wan2.1-14b-1-layer-decoded": (*END_TO_END, "wan2.1-14b", *DECODED),

@@ -4,8 +4,10 @@ import copy
 import pickle
 from unittest import mock
 
+import accelerate
 import pytest
 import torch
+from diffusers.hooks import apply_group_offloading
 
 import turbo_rcm_patch as trp
 from tests.patching.text_encoder.test_forward import LONG, SHORT, assert_same, encoded
@@ -182,6 +184,24 @@ BAD = {
 def test_bad_input(target, options, error, match):
     with pytest.raises(error, match=match):
         trp.patch_text_encoder(target(), **options)
+
+
+OFFLOADING = {
+    "whole": lambda encoder: accelerate.cpu_offload_with_hook(encoder, "cpu"),
+    "sequential": lambda encoder: accelerate.cpu_offload(encoder, "cpu"),
+    "leaves": lambda encoder: apply_group_offloading(encoder, torch.device("cpu"), offload_type="leaf_level"),
+}
+
+
+@pytest.mark.parametrize("offload", OFFLOADING.values(), ids=OFFLOADING)
+def test_others_offloading_takes_weights_in_8_bits(offload):
+    pipe = tiny_wan_pipeline()
+    patch = trp.patch_text_encoder(pipe, in_8_bits=True)
+    expected = encoded(pipe, SHORT)
+    offload(pipe.text_encoder)
+    assert_same(encoded(pipe, SHORT, device=torch.device("cpu")), expected)
+    with pytest.raises(trp.PatchError, match="offloaded or hooked"):
+        patch.restore()
 
 
 def test_offloaded_weights_are_not_stored_in_8_bits():
