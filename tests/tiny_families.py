@@ -10,7 +10,15 @@ from diffusers import (
     WanVACETransformer3DModel,
 )
 
-from tests.tiny_wan import I2V_TEXT_TOKENS, IMAGE_DIM, TEXT_DIM, seeded, tiny_transformer_inputs, tiny_wan_transformer
+from tests.tiny_wan import (
+    I2V_TEXT_TOKENS,
+    IMAGE_DIM,
+    TEXT_DIM,
+    built_once,
+    seeded,
+    tiny_transformer_inputs,
+    tiny_wan_transformer,
+)
 
 BATCH, FRAMES, HEIGHT, WIDTH = 2, 3, 4, 6  # of latents; 18 tokens
 HEADS, HEAD_DIM, CHANNELS = 2, 64, 4
@@ -84,6 +92,7 @@ FAMILIES = {
 WHOLE = ("skyreels, causal", "anyflow far", "anyflow far, with a cache")
 
 
+@built_once
 def tiny_family_transformer(name, dtype=torch.float32, *, seed=3, **options):
     """The transformer in eval mode; every parameter matters, and what diffusers keeps in fp32 stays so."""
     if name == "wan":

@@ -3,7 +3,7 @@
 import torch
 from diffusers import AutoencoderKLWan
 
-from tests.tiny_wan import seeded
+from tests.tiny_wan import built_once, seeded
 
 Z_DIM, HEIGHT, WIDTH = 16, 3, 4
 SMALL = {"base_dim": 3, "z_dim": Z_DIM, "num_res_blocks": 1, "temperal_downsample": [False, True, True]}
@@ -17,6 +17,7 @@ KINDS = {
 }
 
 
+@built_once
 def tiny_vae(kind="wan 2.1", dtype=torch.float32, *, seed=5, **options):
     return seeded(seed, lambda: _with_random_vectors(AutoencoderKLWan(**{**KINDS[kind], **options}))).to(dtype)
 
